@@ -1,0 +1,83 @@
+# Needs only Python >= 3.11, pip and make. Environments are made and refreshed on demand.
+
+VENV ?= .venv
+# Which Python to make the environment from; empty: the first that .ci/find-python finds.
+PYTHON ?=
+# The oldest Python minor version that the environment may have.
+MINOR ?= 11
+# More arguments: make demo ARGS='--steps 50'; make test ARGS='-k codec -x'
+ARGS ?=
+# The CUDA major version of gpu-test
+CUDA ?= 12
+
+BIN := $(VENV)/bin
+# Workers beyond 8 gain little and each holds a JAX.
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+CPU := JAX_PLATFORMS=cpu
+
+.DEFAULT_GOAL := help
+.SECONDARY:
+.PHONY: help demo test test-full test-rest test-slow test-newest gpu-test lint format types \
+  notebook wheel clean
+
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(BIN)/python:
+	@python=$$(sh .ci/find-python $(MINOR) "$(PYTHON)") && \
+	echo "Making $(VENV) with $$python" && \
+	{ $$python -m venv $(VENV) || { \
+	  echo "No ensurepip here; trying without it" && \
+	  $$python -m venv --clear --without-pip $(VENV) && \
+	  $$python -m pip --python $@ install -q pip; } || { rm -rf $(VENV); exit 1; }; }
+
+# $(VENV)/.has-test means: the extra `test` of this pyproject.toml is installed.
+$(VENV)/.has-%: pyproject.toml | $(BIN)/python
+	@echo "Installing optax-lowmem[$*] into $(VENV) (the first time takes a few minutes)"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[$*]'
+	@touch $@
+
+demo: $(VENV)/.has-examples  ## Train the same GPT with optax.adamw and with lowmem.flash_adamw
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: $(VENV)/.has-test  ## The fast tests, at most 10 minutes on 2 cores
+	$(CPU) $(PYTEST) -m 'not gpu and not slow and not full' $(ARGS)
+
+test-rest: $(VENV)/.has-test  ## What test-full has beyond test
+	$(CPU) $(PYTEST) -m 'full and not gpu and not slow' $(ARGS)
+
+test-full: $(VENV)/.has-test  ## The full contract matrix
+	$(CPU) $(PYTEST) -m 'not gpu and not slow' $(ARGS)
+
+test-slow: $(VENV)/.has-test  ## Tests that train for minutes
+	$(CPU) $(PYTEST) -m 'slow and not gpu' $(ARGS)
+
+test-newest:  ## The fast tests on a Python >= 3.12, and so on the newest JAX
+	@$(MAKE) test VENV=.venv-newest MINOR=12
+
+gpu-test: $(VENV)/.has-test  ## The GPU tests, on a machine that has one (CUDA=12 or 13)
+	$(BIN)/python -m pip install -q -e '.[gpu]' 'jax[cuda$(CUDA)]'
+	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+lint: $(VENV)/.has-dev  ## Check style and formatting
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/.has-dev  ## Mend what ruff can mend
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.has-dev  ## Check types
+	$(BIN)/mypy
+
+notebook: $(VENV)/.has-notebooks  ## Run the notebooks at full size; they write their pictures to docs/
+	cd notebooks && for book in *.ipynb; do \
+	  $(abspath $(BIN))/jupyter-execute "$$book" || exit 1; done
+
+wheel: $(BIN)/python  ## Build dist/*.whl
+	rm -rf dist
+	$(BIN)/python -m pip wheel -q --no-deps --wheel-dir dist .
+
+clean:  ## Remove environments, builds and caches
+	rm -rf .venv .venv-newest .venv-wheel build dist .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

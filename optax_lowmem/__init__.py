@@ -1,0 +1,64 @@
+"""Optimizers for JAX whose state takes a quarter of the memory, as optax transformations."""
+
+import importlib.metadata as _metadata
+
+from optax_lowmem import codecs as codecs
+from optax_lowmem import diagnostics as diagnostics
+from optax_lowmem import memory as memory
+from optax_lowmem._core.policy import Policy as Policy
+from optax_lowmem.optimizers import OPTIMIZERS as OPTIMIZERS
+from optax_lowmem.optimizers.adam import flash_adam as flash_adam
+from optax_lowmem.optimizers.adam import flash_adamw as flash_adamw
+from optax_lowmem.optimizers.adam import scale_by_flash_adam as scale_by_flash_adam
+from optax_lowmem.optimizers.lion import flash_lion as flash_lion
+from optax_lowmem.optimizers.lion import scale_by_flash_lion as scale_by_flash_lion
+from optax_lowmem.optimizers.sgd import flash_sgd as flash_sgd
+from optax_lowmem.optimizers.sgd import flash_trace as flash_trace
+from optax_lowmem.transforms.accumulate import accumulate_gradients as accumulate_gradients
+from optax_lowmem.transforms.chain import chain as chain
+from optax_lowmem.transforms.chain import step as step
+from optax_lowmem.transforms.compress import compress_state as compress_state
+from optax_lowmem.transforms.ema import ema_params as ema_params
+from optax_lowmem.transforms.ema import track_master_ema as track_master_ema
+from optax_lowmem.transforms.explain import explain as explain
+from optax_lowmem.transforms.masters import init as init
+from optax_lowmem.transforms.masters import master_params as master_params
+from optax_lowmem.transforms.moments import compand_momentum as compand_momentum
+from optax_lowmem.transforms.moments import sqrt_variance_quant as sqrt_variance_quant
+from optax_lowmem.transforms.slots import register_slot as register_slot
+from optax_lowmem.transforms.split import split_master_weights as split_master_weights
+from optax_lowmem.transforms.storage import Storage as Storage
+
+try:
+    __version__ = _metadata.version("optax-lowmem")
+except _metadata.PackageNotFoundError:  # run from a checkout
+    __version__ = "0+checkout"
+
+__all__ = [
+    "OPTIMIZERS",
+    "Policy",
+    "Storage",
+    "accumulate_gradients",
+    "chain",
+    "codecs",
+    "compand_momentum",
+    "compress_state",
+    "diagnostics",
+    "ema_params",
+    "explain",
+    "flash_adam",
+    "flash_adamw",
+    "flash_lion",
+    "flash_sgd",
+    "flash_trace",
+    "init",
+    "master_params",
+    "memory",
+    "register_slot",
+    "scale_by_flash_adam",
+    "scale_by_flash_lion",
+    "split_master_weights",
+    "sqrt_variance_quant",
+    "step",
+    "track_master_ema",
+]

@@ -1,0 +1,1 @@
+"""Numerics, randomness, groups and policy: what every other part rests on."""

@@ -1,0 +1,61 @@
+"""Which leaves and slots are compressed, with a reason for each that is not."""
+
+import dataclasses
+import fnmatch
+import math
+from typing import Any
+
+from optax_lowmem._core.trees import broadcast_prefix, named_leaves
+
+_SCALAR = "a 0-d leaf has no group"
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Leaves and slots that stay uncompressed (f32).
+
+    Attributes:
+      min_size: leaves with fewer elements stay f32 (biases, norms: 0.1 % of a model's bytes).
+      exclude: glob patterns on leaf paths such as `"*embed*"`, or on one slot, `"nu:*embed*"`.
+      mask: optax-style, a tree (prefix) of bools or a function of the parameters that gives one;
+        False leaves a leaf uncompressed.
+
+    Example:
+      >>> Policy(min_size=0, exclude=("*/bias", "nu:embed/*")).reason("embed/w", (512, 64), "nu")
+      "excluded by the pattern 'nu:embed/*'"
+    """
+
+    min_size: int = 4096
+    exclude: tuple[str, ...] = ()
+    mask: Any = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.min_size, int) or self.min_size < 0:
+            raise ValueError(f"Policy.min_size is a number of elements >= 0, got {self.min_size!r}")
+        if isinstance(self.exclude, str):
+            raise TypeError(
+                f"Policy.exclude is a tuple of patterns, got the string {self.exclude!r}"
+            )
+
+    def reason(self, path: str, shape: tuple[int, ...], slot: str) -> str | None:
+        """Why a slot of a leaf is not compressed; None where it is."""
+        if not shape:
+            return _SCALAR
+        size = math.prod(shape)
+        if size == 0:
+            return "the leaf is empty"
+        if size < self.min_size:
+            return f"{size} elements, fewer than min_size={self.min_size}"
+        for pattern in self.exclude:
+            of_slot, _, glob = pattern.rpartition(":")
+            if of_slot in ("", slot) and fnmatch.fnmatchcase(path, glob):
+                return f"excluded by the pattern '{pattern}'"
+        return None
+
+    def masked_out(self, tree: Any) -> set[str]:
+        """Paths of the leaves that the mask leaves uncompressed."""
+        if self.mask is None:
+            return set()
+        mask = self.mask(tree) if callable(self.mask) else self.mask
+        kept = broadcast_prefix(mask, tree)
+        return {path for (path, _), keep in zip(named_leaves(tree), kept, strict=True) if not keep}

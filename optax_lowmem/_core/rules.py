@@ -1,0 +1,61 @@
+"""The arithmetic of an optimizer step, apart from how its slots are stored."""
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """A state field with one value per parameter.
+
+    Attributes:
+      name: `mu` or `nu`.
+      signed: whether its values may be negative.
+    """
+
+    name: str
+    signed: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class UpdateRule(abc.ABC):
+    """f32 arithmetic of one step on elements; pure jnp, called by the XLA path and by kernels."""
+
+    @property
+    @abc.abstractmethod
+    def slots(self) -> tuple[Slot, ...]:
+        """The slots of the rule, in the order of its state."""
+
+    @property
+    @abc.abstractmethod
+    def state_type(self) -> Any:
+        """The NamedTuple of the state: count, seed, slots, their scales, correction."""
+
+    @abc.abstractmethod
+    def update(
+        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Direction (to be subtracted times the learning rate) and new slots.
+
+        Args:
+          g: gradient, f32.
+          slots: decoded slots, f32, of g's shape.
+          h: the step's hyperparameters, f32 scalars, which may be traced.
+        """
+
+    def accumulating(
+        self, h: Mapping[str, jax.Array], first: jax.Array, every: int
+    ) -> dict[str, jax.Array]:
+        """`h` for one of `every` micro-batches that all go into the moments of one step.
+
+        Raises:
+          ValueError: for a rule whose direction needs the whole gradient at once.
+        """
+        raise ValueError(
+            f"{type(self).__name__} needs the whole gradient at once, so micro-batches cannot go "
+            "into its moments: use accumulate_gradients(..., into='bfloat16')."
+        )

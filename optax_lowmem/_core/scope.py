@@ -1,0 +1,103 @@
+"""What an `init` may say and hear beyond its arguments.
+
+optax wrappers hide the transformations inside them, and their states hold arrays only. While a tree
+of transformations is initialised, ours report their decisions here (for `explain` and the memory
+report) and pick up the master weights and the seed that `lowmem.init` was given.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """How one slot of one leaf is stored, and why.
+
+    Attributes:
+      path: the leaf, as in `jax.tree_util.keystr(..., simple=True, separator="/")`.
+      slot: `mu`, `nu`, ..., or `correction`.
+      form: the codec's or the split's name; None where the slot is not compressed or there is none.
+      reason: one clause for a person.
+    """
+
+    path: str
+    slot: str
+    form: str | None
+    reason: str
+
+
+@dataclasses.dataclass
+class Masters:
+    """Corrections by leaf path for the splits inside an `init`, and the seed for their hashes."""
+
+    corrections: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    taken: list[str] = dataclasses.field(default_factory=list)
+    seed: Any = None
+
+
+_decisions: ContextVar[list[Decision] | None] = ContextVar("decisions", default=None)
+_emitted: ContextVar[dict[str, jax.Array] | None] = ContextVar("emitted", default=None)
+_masters: ContextVar[Masters | None] = ContextVar("masters", default=None)
+
+
+@contextlib.contextmanager
+def _bound(variable: ContextVar[Any], value: Any) -> Iterator[Any]:
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)
+
+
+def recording() -> contextlib.AbstractContextManager[list[Decision]]:
+    """Collects the decisions of every `init` that runs inside."""
+    return _bound(_decisions, [])
+
+
+def emitting() -> contextlib.AbstractContextManager[dict[str, jax.Array]]:
+    """Collects the updates that split optimizers emit inside, by leaf path."""
+    return _bound(_emitted, {})
+
+
+def providing(masters: Masters) -> contextlib.AbstractContextManager[Masters]:
+    """Hands corrections and a seed to every `init` that runs inside."""
+    return _bound(_masters, masters)
+
+
+def record(decision: Decision) -> None:
+    """Reports a decision to an enclosing `recording`."""
+    log = _decisions.get()
+    if log is not None:
+        log.append(decision)
+
+
+def emit(path: str, update: jax.Array) -> None:
+    """Reports the update of a split leaf to an enclosing `emitting`."""
+    log = _emitted.get()
+    if log is not None:
+        log[path] = update
+
+
+def provided_correction(path: str) -> jax.Array | None:
+    """The correction that `lowmem.init` has for a leaf."""
+    masters = _masters.get()
+    if masters is None or path not in masters.corrections:
+        return None
+    if path in masters.taken:
+        raise ValueError(
+            f"leaf '{path}' would get two corrections: two optimizers split its master weight. "
+            "Keep one, and give the other storage=Storage(master_weight_bits=None)."
+        )
+    masters.taken.append(path)
+    return masters.corrections[path]
+
+
+def provided_seed(default: int) -> Any:
+    """The seed that `lowmem.init` was given, else `default`."""
+    masters = _masters.get()
+    return default if masters is None or masters.seed is None else masters.seed

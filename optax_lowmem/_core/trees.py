@@ -1,0 +1,106 @@
+"""Paths, leaves and their checks; every error names the leaf and the remedy."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+NO_PARAMS_MSG = (
+    "You are using a transformation that requires the current value of parameters, but you are "
+    "not passing `params` when calling `update`."
+)
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """`blocks/0/attention/kernel` for a key path; a wrapper's trailing `.value` is not a name."""
+    names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+    return "/".join(names[:-1] if len(names) > 1 and names[-1] == "value" else names)
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """(path name, leaf) pairs in flattening order."""
+    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+
+
+def check_param(path: str, leaf: Any) -> None:
+    """Raises unless a parameter is f32, bf16 or f16."""
+    dtype = jnp.dtype(leaf.dtype)
+    if dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return
+    if dtype == jnp.float64:
+        raise TypeError(
+            f"parameter '{path}' is float64: 8-bit state of a float64 weight would lose it "
+            "silently. Cast it to float32, or leave it to plain optax with optax.masked."
+        )
+    raise TypeError(
+        f"parameter '{path}' is {dtype}: only float32, bfloat16 and float16 leaves can be "
+        "optimized. Leave it out with optax.masked or optax.partition."
+    )
+
+
+def match(what: str, tree: Any, params: Any) -> list[Any]:
+    """Leaves of `tree`, which must have the structure and shapes of `params`.
+
+    Raises:
+      ValueError: naming the first leaf that is missing, extra or of another shape.
+    """
+    expected = named_leaves(params)
+    found = named_leaves(tree)
+    names, found_names = [n for n, _ in expected], [n for n, _ in found]
+    if names != found_names:
+        missing = [n for n in names if n not in found_names]
+        extra = [n for n in found_names if n not in names]
+        raise ValueError(
+            f"the {what} tree does not have the structure of the parameters: "
+            f"missing {missing[:3]}, extra {extra[:3]}. Pass the same tree to init and update."
+        )
+    for (name, param), (_, leaf) in zip(expected, found, strict=True):
+        if jnp.shape(leaf) != jnp.shape(param):
+            raise ValueError(
+                f"{what} '{name}' has shape {jnp.shape(leaf)}, its parameter has "
+                f"{jnp.shape(param)}."
+            )
+    return [leaf for _, leaf in found]
+
+
+def broadcast_prefix(prefix: Any, tree: Any) -> list[Any]:
+    """One value of a prefix tree (an optax mask) for each leaf of `tree`, in order."""
+    spread = jax.tree.map(lambda value, sub: jax.tree.map(lambda _: value, sub), prefix, tree)
+    return jax.tree.leaves(spread)
+
+
+def is_named_tuple(node: Any) -> bool:
+    """Whether a node is a NamedTuple instance."""
+    return isinstance(node, tuple) and hasattr(node, "_fields")
+
+
+def states_with(state: Any, field: str) -> Iterator[Any]:
+    """Every NamedTuple inside an optimizer state that has a field, through any wrapper."""
+    found = jax.tree.leaves(state, is_leaf=lambda n: is_named_tuple(n) and field in n._fields)
+    for node in found:
+        if is_named_tuple(node):
+            yield node
+            for name in node._fields:
+                if name != field:
+                    yield from states_with(getattr(node, name), field)
+
+
+def state_fields(state: Any, name: str = "other") -> Iterator[tuple[str, Any]]:
+    """(slot, subtree) of every field of every NamedTuple of an optimizer state."""
+    if is_named_tuple(state):
+        for field in state._fields:
+            yield from state_fields(getattr(state, field), field)
+    elif type(state) in (tuple, list) and any(map(_has_states, state)):
+        for part in state:
+            yield from state_fields(part, name)
+    elif type(state) is dict and (name == "scales" or any(map(_has_states, state.values()))):
+        for key, part in state.items():
+            yield from state_fields(part, key if name == "scales" else name)
+    else:
+        yield name, state
+
+
+def _has_states(node: Any) -> bool:
+    found = jax.tree.leaves(node, is_leaf=lambda n: is_named_tuple(n) and bool(n._fields))
+    return any(is_named_tuple(n) and n._fields for n in found)

@@ -1,0 +1,55 @@
+"""Codecs of optimizer slots and of master weights, and their tables."""
+
+import jax
+
+from optax_lowmem._core import groups
+from optax_lowmem.codecs.base import GroupCodec as GroupCodec
+from optax_lowmem.codecs.linear import linear as linear
+from optax_lowmem.codecs.linear import linear_paper as linear_paper
+from optax_lowmem.codecs.master import SPLITS as SPLITS
+from optax_lowmem.codecs.master import BitSplit as BitSplit
+from optax_lowmem.codecs.master import MasterSplit as MasterSplit
+from optax_lowmem.codecs.master import UlpSplit as UlpSplit
+from optax_lowmem.codecs.master import master_split as master_split
+from optax_lowmem.codecs.master import split_of as split_of
+from optax_lowmem.codecs.softsign import softsign as softsign
+from optax_lowmem.codecs.softsign import softsign_paper as softsign_paper
+from optax_lowmem.codecs.sqrt import sqrt as sqrt
+from optax_lowmem.codecs.sqrt import sqrt_paper as sqrt_paper
+
+CODECS: dict[str, GroupCodec] = {
+    codec.name: codec
+    for codec in (
+        softsign(),
+        softsign_paper(),
+        sqrt(),
+        sqrt_paper(),
+        linear(),
+        linear_paper(),
+        linear(signed=False),
+        linear_paper(signed=False),
+    )
+}
+
+
+def encode_array(
+    codec: GroupCodec, x: jax.Array, group_size: int, noise: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Codes of x's shape and scales [..., ceil(n / group_size)] of an array of any rank over 0.
+
+    Args:
+      codec: how to store it.
+      x: f32 values [..., n].
+      group_size: neighbours on the last axis that share a scale.
+      noise: uniforms in [0, 1) of the group view's shape; None rounds to nearest.
+    """
+    codes, scales = codec.encode(groups.to_groups(x, group_size), noise)
+    return groups.from_groups(codes, x.shape), scales
+
+
+def decode_array(
+    codec: GroupCodec, codes: jax.Array, scales: jax.Array, group_size: int
+) -> jax.Array:
+    """f32 values of `encode_array`'s codes and scales."""
+    values = codec.decode(groups.to_groups(codes, group_size), scales)
+    return groups.from_groups(values, codes.shape)

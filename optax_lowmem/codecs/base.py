@@ -1,0 +1,152 @@
+"""The codec of an 8-bit slot: companding, scaling by the group maximum, rounding, and back.
+
+A codec works on a group view [..., groups, lanes] and is pure jnp, so that the XLA path and a
+kernel body call the same functions.
+"""
+
+import abc
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from optax_lowmem._core import numerics
+from optax_lowmem.codecs.scales import Float32Scale, ScaleFormat
+
+_EPS = float(jnp.finfo(jnp.float32).eps)
+_PAPER_MIN_ABSMAX = 1e-12  # the official implementation's floor
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupCodec(abc.ABC):
+    r"""Stores a slot as 8-bit codes and one scale a group.
+
+    With magnitudes y (of the companded domain), s the scale as it is stored and L the largest code,
+    the position of a value is z(y / s) in [0, L]; the code is z rounded, to nearest (half away from
+    zero), or stochastically between the two *decoded* neighbours,
+    P(up) = (x - dec(lo)) / (dec(hi) - dec(lo)), so that E[decode(encode(x))] = x.
+
+    Attributes:
+      scale: format of the scale of a group.
+      guarded: codes use the scale as stored, zero and non-finite groups are exact, and a
+        non-negative codec gives a code of at least 1 to every v > 0. False is the paper's form.
+      signed: whether values may be negative.
+    """
+
+    scale: ScaleFormat = dataclasses.field(default_factory=Float32Scale)
+    guarded: bool = True
+    signed: bool = True
+
+    bits = 8
+
+    @property
+    def levels(self) -> int:
+        """The largest code."""
+        return 127 if self.signed else 255
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """dtype of the codes."""
+        return jnp.dtype(jnp.int8 if self.signed else jnp.uint8)
+
+    @property
+    def name(self) -> str:
+        """For example `softsign-int8` or `sqrt-uint8-paper`."""
+        kind = type(self).__name__.removesuffix("Codec").lower()
+        return f"{kind}-{self.dtype.name}" + ("" if self.guarded else "-paper")
+
+    def magnitude(self, x: jax.Array) -> jax.Array:
+        """Non-negative values of the companded domain whose group maximum is the scale."""
+        return jnp.abs(x)
+
+    def restore(self, y: jax.Array) -> jax.Array:
+        """Inverse of `magnitude` for non-negative values."""
+        return y
+
+    @abc.abstractmethod
+    def position(self, y: jax.Array, scale: jax.Array) -> jax.Array:
+        """z in [0, levels] for 0 <= y <= scale, both f32 and scale > 0 or NaN."""
+
+    @abc.abstractmethod
+    def expand(self, z: jax.Array) -> jax.Array:
+        """y / scale at a position z; the inverse of `position` at scale 1."""
+
+    @abc.abstractmethod
+    def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
+        """Whether noise < P(up) for a position z over the code lo, without a division."""
+
+    def decode_magnitude(self, code: jax.Array, scale: jax.Array) -> jax.Array:
+        """|x| (f32) of a non-negative code."""
+        return self.restore(self.expand(code) * scale)
+
+    def encode(self, x: jax.Array, noise: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """Codes [..., groups, lanes] and stored scales [..., groups] of f32 values.
+
+        Args:
+          x: f32 values [..., groups, lanes].
+          noise: uniforms in [0, 1) of x's shape for stochastic rounding; None rounds to nearest.
+        """
+        y = self.magnitude(x)
+        absmax = numerics.absmax_bits(y)
+        stored = self.scale.encode(absmax)
+        if self.guarded:
+            scale = self.scale.decode(stored)
+        else:
+            scale = jnp.maximum(numerics.from_bits(absmax), jnp.float32(_PAPER_MIN_ABSMAX))
+        code = self._round(x, self._clipped_position(y, scale), noise)
+        return code.astype(jnp.int32).astype(self.dtype), stored[..., 0]
+
+    def _clipped_position(self, y: jax.Array, scale: jax.Array) -> jax.Array:
+        if self.guarded:  # the stored scale may be under the maximum, or zero
+            y = jnp.minimum(y, scale)
+            scale = jnp.where(scale == 0, jnp.float32(1), scale)
+        return jnp.minimum(self.position(y, scale), jnp.float32(self.levels))
+
+    def _round(self, x: jax.Array, z: jax.Array, noise: jax.Array | None) -> jax.Array:
+        """Signed codes (as f32) for positions z of values x."""
+        if noise is None and not self.guarded:  # floor(x + 0.5) of the signed value, as they do
+            signed = jnp.where(x < 0, -z, z) if self.signed else z
+            return jnp.floor(signed + jnp.float32(0.5))
+        if noise is None:
+            code = jnp.floor(z + jnp.float32(0.5))
+        else:
+            lo = jnp.floor(z)
+            code = jnp.where(self.rises(noise, z, lo), lo + 1, lo)
+        if self.signed:
+            return jnp.where(x < 0, -code, code)
+        return jnp.maximum(code, self._floor(x)) if self.guarded else code
+
+    def _floor(self, x: jax.Array) -> jax.Array:
+        """1 where x > 0, on the bits: a subnormal is 0 on every backend."""
+        bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+        return jnp.where(bits >= numerics.MIN_NORMAL_BITS, jnp.float32(1), jnp.float32(0))
+
+    def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
+        """f32 values [..., groups, lanes] of codes and stored scales [..., groups]."""
+        scale = self.scale.decode(scales)[..., None]
+        code = codes.astype(jnp.int32).astype(jnp.float32)
+        if not self.signed:
+            return self.decode_magnitude(code, scale)
+        # expand() is odd in every signed codec, so the sign needs no selection
+        return self.expand(code) * scale
+
+    def error_bound(self, x: jax.Array, stochastic: bool = False) -> jax.Array:
+        r"""Upper bound of |decode(encode(x)) - x| for each element of a finite group view.
+
+        Half a code (nearest) or a whole one (stochastic) either side of z, in decoded units; plus
+        what the stored scale loses of the group maximum, plus f32 rounding (16 ulp); a floored
+        element is off by at most one code.
+        """
+        y = self.magnitude(x)
+        absmax = jnp.max(y, axis=-1, keepdims=True)
+        scale = jnp.where(absmax == 0, jnp.float32(1), absmax)
+        slack = 1 + self.scale.relative_error
+        z = self.position(y, scale)
+        width = jnp.float32(1.0 if stochastic else 0.5)
+        if not self.signed and self.guarded:
+            width = jnp.where(z < 1, jnp.float32(1), width)
+        up = self.decode_magnitude(jnp.minimum(z + width, self.levels), scale * slack)
+        down = self.decode_magnitude(jnp.maximum(z - width, 0.0), scale / slack)
+        exact = self.restore(y)
+        bound = jnp.maximum(up - exact, exact - down) + 16 * _EPS * exact
+        return jnp.where(absmax == 0, jnp.float32(0), bound)

@@ -1,0 +1,42 @@
+"""Momentum as companded int8 (FlashOptim Algorithm 2, equation 3)."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from optax_lowmem.codecs.base import GroupCodec
+from optax_lowmem.codecs.scales import E8M8Scale, Float16Scale, ScaleFormat
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftsignCodec(GroupCodec):
+    r"""phi(x) = 2 x / (1 + |x|), phi^-1(z) = z / (2 - |z|) on x = m / s."""
+
+    scale: ScaleFormat = dataclasses.field(default_factory=E8M8Scale)
+
+    def position(self, y: jax.Array, scale: jax.Array) -> jax.Array:
+        """127 phi(y / s) = 254 y / (s + y)."""
+        return 2 * self.levels * y / (scale + y)
+
+    def expand(self, z: jax.Array) -> jax.Array:
+        """z / (254 - |z|)."""
+        return z / (2 * self.levels - jnp.abs(z))
+
+    def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
+        """P = (z - lo) (253 - lo) / (254 - z), from expand(lo), expand(z), expand(lo + 1)."""
+        top = jnp.float32(2 * self.levels)
+        return noise * (top - z) < (z - lo) * (top - 1 - lo)
+
+
+def softsign() -> SoftsignCodec:
+    """Companded int8 with a 16-bit scale of f32's range: the default for `mu`.
+
+    1 + 2/G bytes a value. Error at most half a code: under 0.4 % of the group maximum.
+    """
+    return SoftsignCodec()
+
+
+def softsign_paper() -> SoftsignCodec:
+    """The paper's form: FP16 scales, codes from the unrounded maximum, floor(x + 0.5)."""
+    return SoftsignCodec(scale=Float16Scale(), guarded=False)

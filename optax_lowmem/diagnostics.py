@@ -1,0 +1,171 @@
+"""What low-precision state does to training: saturated, zero and floored codes, stalls."""
+
+import dataclasses
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._core import numerics, scope, trees
+from optax_lowmem.transforms.masters import master_params
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeShares:
+    """Shares of the codes of one slot of one leaf.
+
+    Attributes:
+      saturated: at the largest code (1/32 is normal: the maximum of each group of 32).
+      zero: at code 0.
+      floored: unsigned codes at 1, where small second moments are held up.
+    """
+
+    saturated: jax.Array
+    zero: jax.Array
+    floored: jax.Array
+
+
+jax.tree_util.register_dataclass(CodeShares, ["saturated", "zero", "floored"], [])
+
+
+def code_shares(state: Any) -> dict[str, dict[str, CodeShares]]:
+    """Shares of saturated, zero and floored codes, slot -> leaf path -> `CodeShares`.
+
+    Args:
+      state: the state of any optimizer of this library, wrapped or not. Works under jit.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> tx = lowmem.flash_adamw(1e-3)
+      >>> state = tx.init({"w": jnp.ones((64, 64))})
+      >>> float(lowmem.diagnostics.code_shares(state)["nu"]["w"].zero)
+      1.0
+    """
+    shares: dict[str, dict[str, CodeShares]] = {}
+    for slot, tree in trees.state_fields(state):
+        for path, codes in trees.named_leaves(tree):
+            if slot != "correction" and codes.ndim and codes.dtype in (jnp.int8, jnp.uint8):
+                shares.setdefault(slot, {})[path] = _shares(codes)
+    return shares
+
+
+def _shares(codes: jax.Array) -> CodeShares:
+    unsigned = codes.dtype == jnp.uint8
+    magnitude = jnp.abs(codes.astype(jnp.int32))
+
+    def share(hits: jax.Array) -> jax.Array:
+        return jnp.mean(hits.astype(jnp.float32))
+
+    return CodeShares(
+        saturated=share(magnitude == (255 if unsigned else 127)),
+        zero=share(magnitude == 0),
+        floored=share(magnitude == 1) if unsigned else jnp.zeros((), jnp.float32),
+    )
+
+
+def largest_step(
+    params: Any, state: Any, new_params: Any, new_state: Any, learning_rate: float | jax.Array
+) -> dict[str, jax.Array]:
+    """max |change of the master weight| / learning rate for each leaf of one step.
+
+    About 1 for Adam and Lion with a live second moment; the paper's variance codes reach 3558.
+
+    Args:
+      params: weights before the step.
+      state: state before the step.
+      new_params: weights after it.
+      new_state: state after it.
+      learning_rate: of the step.
+    """
+    before, after = master_params(params, state), master_params(new_params, new_state)
+    change = jax.tree.map(lambda a, b: jnp.max(jnp.abs(b - a)) / learning_rate, before, after)
+    return dict(trees.named_leaves(change))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stall:
+    """A leaf whose largest weights a step of the learning rate cannot move.
+
+    Attributes:
+      path: the leaf.
+      largest: its largest weight.
+      half_spacing: half the distance of neighbouring master weights there.
+      share: of its weights that do not move.
+    """
+
+    path: str
+    largest: float
+    half_spacing: float
+    share: float
+
+
+def stalled_leaves(
+    tx: optax.GradientTransformation,
+    params: Any,
+    learning_rate: float,
+    *,
+    action: str = "warn",
+) -> list[Stall]:
+    """Leaves in which a step of one learning rate is under half the spacing of the master weights.
+
+    A 24-bit master of magnitude w in [2^e, 2^(e+1)) is a multiple of 2^(e-15), a 32-bit one of
+    2^(e-23), a bf16 weight without a correction of 2^(e-7).
+
+    Args:
+      tx: the optimizer, which says how each leaf is kept.
+      params: the weights.
+      learning_rate: the smallest that matters, such as the end of a schedule.
+      action: `warn`, `raise` or `none`.
+
+    Returns:
+      One `Stall` for each such leaf.
+
+    Raises:
+      ValueError: with action="raise", naming the leaves.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> params = {"w": jnp.full((64, 64), 8.0, jnp.bfloat16)}
+      >>> lowmem.diagnostics.stalled_leaves(lowmem.flash_adamw(1e-5), params, 1e-5, action="none")
+      [Stall(path='w', largest=8.0, half_spacing=0.0001220703125, share=1.0)]
+    """
+    if action not in ("warn", "raise", "none"):
+        raise ValueError(f"action must be 'warn', 'raise' or 'none', got {action!r}")
+    with scope.recording() as decisions:
+        jax.eval_shape(tx.init, params)
+    forms = {d.path: d.form for d in decisions if d.slot == "correction"}
+    stalls = []
+    for path, leaf in trees.named_leaves(params):
+        if leaf.size and path in forms:
+            stall = _stall(path, leaf, forms[path], learning_rate)
+            stalls += [stall] if stall else []
+    if stalls and action != "none":
+        names = ", ".join(f"{s.path} ({s.share:.1%} of its weights)" for s in stalls[:5])
+        message = (
+            f"a step of {learning_rate:g} cannot move the largest weights of {names}: use "
+            "Storage(master_weight_bits=32), or keep these leaves in f32."
+        )
+        if action == "raise":
+            raise ValueError(message)
+        warnings.warn(message, stacklevel=2)
+    return stalls
+
+
+def _stall(path: str, leaf: jax.Array, form: str | None, learning_rate: float) -> Stall | None:
+    magnitude = jnp.abs(numerics.widen(leaf))
+    exponent = (numerics.to_bits(magnitude) >> 23).astype(jnp.int32) - 127
+    half = jnp.exp2((exponent - _mantissa_bits(leaf.dtype, form) - 1).astype(jnp.float32))
+    stuck = (magnitude > 0) & (jnp.float32(learning_rate) < half)
+    share = float(jnp.mean(stuck.astype(jnp.float32)))
+    if share == 0:
+        return None
+    return Stall(path, float(jnp.max(magnitude)), float(jnp.max(half * (magnitude > 0))), share)
+
+
+def _mantissa_bits(dtype: jnp.dtype, form: str | None) -> int:
+    """Stored mantissa bits of a master weight."""
+    if dtype == jnp.float32:
+        return 23
+    return min(23, int(jnp.finfo(dtype).nmant) + (int(form.split("-")[1]) - 16 if form else 0))

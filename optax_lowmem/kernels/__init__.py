@@ -1,0 +1,1 @@
+"""One folder an operation: its XLA reference, the specification, and its backends."""

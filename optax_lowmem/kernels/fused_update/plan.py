@@ -1,0 +1,69 @@
+"""What is static about the step of a leaf, and what is not."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_lowmem._core import groups
+from optax_lowmem.codecs import GroupCodec, MasterSplit
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotPlan:
+    """How one slot of a leaf is stored.
+
+    Attributes:
+      name: the slot.
+      codec: None where the slot is stored as it is.
+      dtype: of the stored slot.
+      stochastic: whether its codes are rounded stochastically.
+    """
+
+    name: str
+    codec: GroupCodec | None
+    dtype: jnp.dtype
+    stochastic: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPlan:
+    """How a leaf is stored and updated.
+
+    Attributes:
+      path: its name in errors and in the random hash.
+      shape: of the parameter.
+      dtype: of the parameter.
+      group_size: neighbours that share a scale.
+      slots: one plan a slot.
+      split: how the master weight is kept; None for f32 parameters and where there is none.
+      update_dtype: of the emitted update.
+      decays: whether weight decay applies.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    group_size: int
+    slots: tuple[SlotPlan, ...]
+    split: MasterSplit | None
+    update_dtype: jnp.dtype
+    decays: bool = True
+
+    @property
+    def grouped(self) -> bool:
+        """Whether any slot is compressed."""
+        return any(slot.codec is not None for slot in self.slots)
+
+    def scale_shape(self, slot: SlotPlan) -> tuple[int, ...]:
+        """Shape of a slot's scales; 0-d where it has none."""
+        return groups.scale_shape(self.shape, self.group_size) if slot.codec else ()
+
+
+class LeafState(NamedTuple):
+    """The stored state of a leaf; tuples are in the order of `LeafPlan.slots`."""
+
+    slots: tuple[jax.Array, ...]  # codes of the parameter's shape, or f32
+    scales: tuple[jax.Array, ...]  # shape[:-1] + (groups,), or 0-d
+    correction: jax.Array  # of the parameter's shape, or 0-d

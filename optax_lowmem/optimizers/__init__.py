@@ -1,0 +1,39 @@
+"""Optimizers on 8-bit state: one file each, and the table that tests and benchmarks iterate."""
+
+import dataclasses
+from collections.abc import Callable
+
+import optax
+
+from optax_lowmem.optimizers.adam import flash_adam, flash_adamw
+from optax_lowmem.optimizers.lion import flash_lion
+from optax_lowmem.optimizers.sgd import flash_sgd
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """An optimizer and what it must equal.
+
+    Attributes:
+      make: learning rate and keyword arguments -> our transformation.
+      plain: the optax counterpart with the same arguments.
+      learning_rate: one that converges on small problems.
+      moments: slots of 8-bit state.
+    """
+
+    make: Callable[..., optax.GradientTransformationExtraArgs]
+    plain: Callable[..., optax.GradientTransformation]
+    learning_rate: float
+    moments: tuple[str, ...]
+
+
+def _momentum(make: Callable) -> Callable:
+    return lambda learning_rate, **options: make(learning_rate, momentum=0.9, **options)
+
+
+OPTIMIZERS: dict[str, Row] = {
+    "flash_adamw": Row(flash_adamw, optax.adamw, 1e-2, ("mu", "nu")),
+    "flash_adam": Row(flash_adam, optax.adam, 1e-2, ("mu", "nu")),
+    "flash_lion": Row(flash_lion, optax.lion, 1e-3, ("mu",)),
+    "flash_sgd": Row(_momentum(flash_sgd), _momentum(optax.sgd), 1e-2, ("mu",)),
+}

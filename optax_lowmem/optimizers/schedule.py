@@ -1,0 +1,97 @@
+"""Learning rate and weight decay of a step, as f32 operands."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._core.hyperparameters import as_f32, check_range
+from optax_lowmem._core.rules import UpdateRule
+from optax_lowmem.transforms.engine import Engine
+from optax_lowmem.transforms.storage import Storage
+
+ScalarOrSchedule: TypeAlias = float | jax.Array | Callable[[jax.Array], Any]
+
+
+def learning_rate_at(learning_rate: ScalarOrSchedule, count: jax.Array) -> jax.Array:
+    """The rate of the step after `count` steps (schedules see 0, 1, ...)."""
+    value = learning_rate(count) if callable(learning_rate) else learning_rate
+    return as_f32("learning_rate", value)
+
+
+def _peak(learning_rate: ScalarOrSchedule, decouple_lr: bool | float) -> jax.Array | None:
+    if decouple_lr is False:
+        return None
+    if decouple_lr is True:
+        if callable(learning_rate):
+            raise ValueError(
+                "decouple_lr=True needs to know the largest learning rate of the schedule: "
+                "pass it, decouple_lr=3e-4"
+            )
+        return as_f32("learning_rate", learning_rate)
+    check_range("decouple_lr", decouple_lr, 0.0)
+    return as_f32("decouple_lr", decouple_lr)
+
+
+def optimizer(
+    rule: UpdateRule,
+    moments: Callable[[jax.Array], Mapping[str, jax.Array]],
+    learning_rate: ScalarOrSchedule,
+    storage: Storage,
+    *,
+    weight_decay: Any = 0.0,
+    mask: Any = None,
+    decouple_lr: bool | float = False,
+    coupled: bool = False,
+    slot_dtypes: Mapping[str, Any] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation w <- w - lr (direction + weight_decay w) of a rule.
+
+    Args:
+      rule: the optimizer's arithmetic.
+      moments: its own hyperparameters from the count before the step.
+      learning_rate: number, array or schedule.
+      storage: how the state is kept.
+      weight_decay: strength; the static 0.0 leaves the term out.
+      mask: optax-style, where weight decay applies.
+      decouple_lr: decay by weight_decay lr / peak instead of weight_decay lr, where True takes the
+        (constant) learning rate as its peak and a number is the peak of a schedule.
+      coupled: add weight_decay w to the gradient instead (L2).
+      slot_dtypes: dtype of slots where they are not compressed.
+    """
+    if not isinstance(storage, Storage):
+        raise TypeError(f"storage takes a lowmem.Storage, got {storage!r}")
+    check_range("learning_rate", learning_rate, 0.0)
+    check_range("weight_decay", weight_decay, 0.0)
+    peak = _peak(learning_rate, decouple_lr)
+    decays = not (isinstance(weight_decay, int | float) and weight_decay == 0)
+
+    def hyperparameters(count: jax.Array) -> dict[str, jax.Array]:
+        lr = learning_rate_at(learning_rate, count)
+        h = {**moments(count), "lr": lr}
+        if decays and coupled:
+            h["l2"] = as_f32("weight_decay", weight_decay)
+        elif decays:
+            decay = as_f32("weight_decay", weight_decay)
+            h["decay"] = decay * (lr if peak is None else jnp.where(peak > 0, lr / peak, 0))
+        return h
+
+    return Engine(
+        rule, hyperparameters, storage, decay_mask=mask, slot_dtypes=slot_dtypes or {}
+    ).transformation()
+
+
+def direction(
+    rule: UpdateRule,
+    moments: Callable[[jax.Array], Mapping[str, jax.Array]],
+    storage: Storage,
+    slot_dtypes: Mapping[str, Any] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """The transformation that gives a rule's direction only (optax's `scale_by_*`)."""
+    if not isinstance(storage, Storage):
+        raise TypeError(f"storage takes a lowmem.Storage, got {storage!r}")
+    return Engine(
+        rule, moments, storage, weights=False, slot_dtypes=slot_dtypes or {}
+    ).transformation()

@@ -1,0 +1,1 @@
+"""Transformations of optax optimizers: compressed state, split master weights, and their kin."""

@@ -1,0 +1,334 @@
+"""8-bit state for any optax optimizer."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._core import groups, numerics, random, scope, trees
+from optax_lowmem._core.policy import Policy
+from optax_lowmem.codecs import GroupCodec, decode_array, encode_array
+from optax_lowmem.transforms.slots import SlotFacts, facts, map_slots
+from optax_lowmem.transforms.storage import check_codec, check_group_size
+
+Select = Callable[[str, SlotFacts], GroupCodec | None]
+
+
+class CompressedState(NamedTuple):
+    """An optimizer's own state with codes in its slots, and the scales beside it."""
+
+    count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
+    seed: jax.Array  # shape=(), dtype=jnp.uint32
+    inner_state: Any  # the inner state's own type
+    scales: dict[str, Any]  # "<slot>_scale" -> a tree like the slot; "<slot>_scale_1" for a second
+
+
+def _scale_name(slot: str, taken: Mapping[str, Any]) -> str:
+    """Key of the scales of a slot's next occurrence."""
+    same = sum(name.startswith(f"{slot}_scale") for name in taken)
+    return f"{slot}_scale" + (f"_{same}" if same else "")
+
+
+def _widened(tree: Any) -> Any:
+    return jax.tree.map(numerics.widen, tree)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Compressor:
+    inner: optax.GradientTransformationExtraArgs
+    select: Select
+    wanted: tuple[str, ...]
+    group_size: int
+    rounding: str
+    seed: int
+    policy: Policy
+
+    # ---- which slots -------------------------------------------------------------------------
+
+    def _codec_of(self, state: Any, field: str) -> GroupCodec | None:
+        known = facts(state, field)
+        codec = self.select(field, known)
+        if codec is not None:
+            check_codec(f"{type(state).__name__}.{field}", codec, known.signed)
+        return codec
+
+    def _check_state(self, state: Any) -> None:
+        if any(trees.states_with(state, "correction")):
+            raise ValueError(
+                "compress_state around an optimizer that splits master weights makes their "
+                "corrections stale: put it inside, split_master_weights(compress_state(...))."
+            )
+        slots: dict[str, bool] = {}  # field -> whether any state of that field is compressed
+
+        def visit(node: Any, field: str, value: Any) -> Any:
+            slots[field] = slots.get(field, False) or self._codec_of(node, field) is not None
+            return value
+
+        map_slots(visit, state)
+        missing = [name for name in self.wanted if name not in slots]
+        if missing or not any(slots.values()):
+            raise ValueError(
+                f"the optimizer's state has no slot {' or '.join(missing) or 'to compress'}; "
+                f"it has {', '.join(slots)}"
+            )
+
+    # ---- encoding ----------------------------------------------------------------------------
+
+    def _reason(self, path: str, leaf: Any, slot: str, masked: set[str]) -> str | None:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return f"{leaf.dtype} is not a float"
+        if path in masked:
+            return "the policy's mask is False here"
+        return self.policy.reason(path, tuple(leaf.shape), slot)
+
+    def _decide(
+        self, path: str, leaf: Any, slot: str, masked: set[str], codec: GroupCodec, known: SlotFacts
+    ) -> str | None:
+        """Records how a leaf of a slot is stored; the reason if it is not compressed."""
+        reason = self._reason(path, leaf, slot, masked)
+        rounding = "stochastic" if self._stochastic(known) else "nearest"
+        kept = f"groups of {self.group_size}, {rounding} rounding"
+        scope.record(scope.Decision(path, slot, None if reason else codec.name, reason or kept))
+        return reason
+
+    def _stochastic(self, known: SlotFacts) -> bool:
+        return self.rounding == "stochastic" and not known.running_maximum
+
+    def _encode_leaf(
+        self,
+        codec: GroupCodec,
+        leaf: jax.Array,
+        noise_key: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
+        noise = None
+        if noise_key is not None:
+            shape = jax.eval_shape(lambda x: groups.to_groups(x, self.group_size), leaf).shape
+            noise = random.uniforms(noise_key, shape)
+        return encode_array(codec, leaf.astype(jnp.float32), self.group_size, noise)
+
+    def _encode(
+        self, state: Any, params: Any, seed: jax.Array, count: jax.Array
+    ) -> tuple[Any, dict[str, Any]]:
+        """Inner state with codes, and the dictionary of scales."""
+        scales: dict[str, Any] = {}
+        masked = self.policy.masked_out(params) if jax.tree.leaves(params) else set()
+
+        def encode(node: Any, slot: str, value: Any) -> Any:
+            codec = self._codec_of(node, slot)
+            if codec is None:
+                return value
+            known = facts(node, slot)
+            leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
+            pairs = []
+            for key_path, leaf in leaves:
+                path = trees.path_name(key_path)
+                if self._decide(path, leaf, slot, masked, codec, known):
+                    pairs.append((leaf, jnp.zeros((), jnp.float32)))
+                else:
+                    key = random.leaf_key(seed, count, path, slot)
+                    noise_key = key if self._stochastic(known) else None
+                    pairs.append(self._encode_leaf(codec, leaf, noise_key))
+            scales[_scale_name(slot, scales)] = jax.tree.unflatten(treedef, [s for _, s in pairs])
+            return jax.tree.unflatten(treedef, [c for c, _ in pairs])
+
+        return map_slots(encode, state), scales
+
+    def _decode(self, state: CompressedState) -> Any:
+        """The inner state with f32 slots."""
+        seen: dict[str, Any] = {}
+
+        def decode(node: Any, slot: str, value: Any) -> Any:
+            codec = self._codec_of(node, slot)
+            if codec is None:
+                return value
+            name = _scale_name(slot, seen)
+            seen[name] = stored = state.scales[name]
+            paths = jax.tree_util.tree_leaves_with_path(value)
+            leaves = []
+            for (key_path, codes), scales in zip(paths, jax.tree.leaves(stored), strict=True):
+                leaves.append(
+                    self._decode_leaf(codec, slot, trees.path_name(key_path), codes, scales)
+                )
+            return jax.tree.unflatten(jax.tree.structure(value), leaves)
+
+        return map_slots(decode, state.inner_state)
+
+    def _decode_leaf(
+        self, codec: GroupCodec, slot: str, path: str, codes: jax.Array, scales: jax.Array
+    ) -> jax.Array:
+        if codes.dtype not in (jnp.int8, jnp.uint8):
+            return codes
+        shape = groups.scale_shape(codes.shape, self.group_size)
+        wanted = (codec.dtype, shape, codec.scale.dtype)
+        if (codes.dtype, scales.shape, scales.dtype) != wanted:
+            raise ValueError(
+                f"state of '{path}', slot {slot}: codes {codes.dtype} with scales "
+                f"{scales.dtype}{list(scales.shape)}, but {codec.name} in groups of "
+                f"{self.group_size} keeps {wanted[0]} with {wanted[2]}{list(shape)}. The state was "
+                "made or restored with other settings: use those, or call init again."
+            )
+        return decode_array(codec, codes, scales, self.group_size)
+
+    # ---- the transformation ------------------------------------------------------------------
+
+    def init(self, params: Any) -> CompressedState:
+        """The inner state, encoded; where every slot starts constant, no f32 array is allocated."""
+        # gradients reach the inner update in f32, so its state is f32 whatever the weights are
+        abstract = jax.eval_shape(lambda p: self.inner.init(_widened(p)), params)
+        self._check_state(abstract)
+        count = jnp.zeros((), jnp.int32)
+        seed = jnp.asarray(scope.provided_seed(self.seed)).astype(jnp.uint32)
+        if not self._starts_constant(abstract):
+            inner, scales = self._encode(self.inner.init(_widened(params)), params, seed, count)
+            return CompressedState(count, seed, inner, scales)
+        small = jax.tree.map(lambda p: jnp.zeros((1,) * p.ndim, jnp.float32), params)
+        inner, scales = self._spread(abstract, self.inner.init(small), params)
+        return CompressedState(count, seed, inner, scales)
+
+    def _starts_constant(self, abstract: Any) -> bool:
+        """Whether all that is large in a state are slots known to start as a constant."""
+        constant = True
+
+        def visit(node: Any, slot: str, value: Any) -> Any:
+            nonlocal constant
+            if self._codec_of(node, slot) is None:
+                return value
+            constant = constant and facts(node, slot).constant_init
+            return ()
+
+        rest = map_slots(visit, abstract)
+        return constant and all(leaf.size <= 1 for leaf in jax.tree.leaves(rest))
+
+    def _spread(self, abstract: Any, small: Any, params: Any) -> tuple[Any, dict[str, Any]]:
+        """The encoded state of `abstract`'s shapes from that of one-element parameters."""
+        weights = dict(trees.named_leaves(params))
+        shapes = iter(self._slot_leaves(abstract))
+        scales: dict[str, Any] = {}
+        masked = self.policy.masked_out(params) if weights else set()
+
+        def spread(node: Any, slot: str, value: Any) -> Any:
+            codec = self._codec_of(node, slot)
+            if codec is None:
+                return value
+            pairs = []
+            for key_path, one in jax.tree_util.tree_leaves_with_path(value):
+                path, shape = trees.path_name(key_path), next(shapes)
+                reason = self._decide(path, shape, slot, masked, codec, facts(node, slot))
+                pairs.append(
+                    self._spread_leaf(None if reason else codec, one, shape, weights[path])
+                )
+            treedef = jax.tree.structure(value)
+            scales[_scale_name(slot, scales)] = jax.tree.unflatten(treedef, [s for _, s in pairs])
+            return jax.tree.unflatten(treedef, [c for c, _ in pairs])
+
+        return map_slots(spread, small), scales
+
+    def _slot_leaves(self, state: Any) -> list[Any]:
+        """Leaves of the compressed slots of a state, in order."""
+        leaves: list[Any] = []
+
+        def visit(node: Any, slot: str, value: Any) -> Any:
+            if self._codec_of(node, slot) is None:
+                return value
+            leaves.extend(jax.tree.leaves(value))
+            return ()
+
+        map_slots(visit, state)
+        return leaves
+
+    def _spread_leaf(
+        self, codec: GroupCodec | None, one: jax.Array, full: Any, weight: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        if full.shape == one.shape and codec is None:
+            return one, jnp.zeros((), jnp.float32)
+        if codec is None:
+            return jnp.full_like(weight, one.reshape(()), dtype=full.dtype), jnp.zeros(
+                (), jnp.float32
+            )
+        code, scale = encode_array(codec, one.astype(jnp.float32), self.group_size)
+        shape = groups.scale_shape(full.shape, self.group_size)
+        codes = jnp.full_like(weight, code.reshape(()), dtype=codec.dtype)
+        return codes, jnp.full(shape, scale.reshape(()))
+
+    def update(
+        self, updates: Any, state: CompressedState, params: Any = None, **extra: Any
+    ) -> tuple[Any, CompressedState]:
+        """Decodes the slots, runs the inner update on f32 gradients, encodes them again."""
+        gradients, inner = self.inner.update(
+            _widened(updates), self._decode(state), params, **extra
+        )
+        count = optax.safe_increment(state.count)
+        reference = updates if params is None else params
+        inner, scales = self._encode(inner, reference, state.seed, count)
+        return gradients, CompressedState(count, state.seed, inner, scales)
+
+
+def compressed(
+    inner: optax.GradientTransformation,
+    select: Select,
+    wanted: tuple[str, ...],
+    group_size: int,
+    rounding: str,
+    seed: int,
+    policy: Policy,
+) -> optax.GradientTransformationExtraArgs:
+    """`inner` with the slots stored that `select` gives a codec; `wanted` must all be there."""
+    check_group_size(group_size)
+    if rounding not in ("stochastic", "nearest"):
+        raise ValueError(f"rounding must be 'stochastic' or 'nearest', got {rounding!r}")
+    inner = optax.with_extra_args_support(inner)
+    work = _Compressor(inner, select, wanted, group_size, rounding, seed, policy)
+    return optax.GradientTransformationExtraArgs(work.init, work.update)
+
+
+def compress_state(
+    inner: optax.GradientTransformation,
+    *,
+    group_size: int = 32,
+    rounding: str = "stochastic",
+    seed: int = 0,
+    policy: Policy = Policy(),  # noqa: B008 (frozen)
+    **slot_codecs: GroupCodec | None,
+) -> optax.GradientTransformationExtraArgs:
+    """Stores named slots of any optax optimizer's state with 8-bit codecs.
+
+    Args:
+      inner: any optax transformation, chains included.
+      group_size: neighbours on the last axis that share a scale.
+      rounding: `stochastic` (an average that moves slowly never sticks) or `nearest`; a running
+        maximum such as amsgrad's `nu_max` is always rounded to nearest.
+      seed: of the hash behind stochastic rounding.
+      policy: leaves and slots to leave as they are.
+      **slot_codecs: a codec for each slot by the name of its field, such as `mu=softsign()`.
+
+    Returns:
+      An optax transformation. Its state keeps the inner state's types, with codes in their slots.
+
+    Raises:
+      ValueError: in `init`, for a slot that the state does not have (naming those it has), for a
+        signed slot with an unsigned codec, or around an optimizer that splits master weights.
+
+    Memory: 1.06 bytes (e8m8 scales) or 1.13 (f32) a value instead of 4.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_lowmem as lowmem
+      >>> tx = lowmem.compress_state(optax.adan(1e-3), m=lowmem.codecs.softsign())
+      >>> state = tx.init({"w": jnp.ones((64, 128))})
+      >>> optax.tree.get(state, "m")["w"].dtype
+      dtype('int8')
+    """
+    if not slot_codecs:
+        raise ValueError(
+            "compress_state needs a codec for at least one slot, such as mu=softsign()"
+        )
+    for name, codec in slot_codecs.items():
+        check_codec(name, codec, signed=False)
+
+    def select(field: str, known: SlotFacts) -> GroupCodec | None:
+        del known
+        return slot_codecs.get(field)
+
+    return compressed(inner, select, tuple(slot_codecs), group_size, rounding, seed, policy)

@@ -1,0 +1,115 @@
+"""An average of the master weights in three bytes a parameter that does not stall."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._core import random, scope, trees
+from optax_lowmem._core.hyperparameters import check_range, complement
+from optax_lowmem.codecs import BitSplit
+from optax_lowmem.transforms.masters import master_params
+
+
+class MasterEmaState(NamedTuple):
+    """The average as bf16 and a correction, and the state of the optimizer."""
+
+    count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
+    seed: jax.Array  # shape=(), dtype=jnp.uint32
+    ema: Any  # bf16, of the parameters' shapes
+    ema_correction: Any  # int8 or int16
+    inner_state: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Tracker:
+    inner: optax.GradientTransformationExtraArgs
+    decay: Any
+    split: BitSplit
+    seed: int
+
+    def init(self, params: Any) -> MasterEmaState:
+        inner = self.inner.init(params)
+        ema, correction = self._split(master_params(params, inner))
+        seed = jnp.asarray(scope.provided_seed(self.seed)).astype(jnp.uint32)
+        return MasterEmaState(jnp.zeros((), jnp.int32), seed, ema, correction, inner)
+
+    def update(
+        self, updates: Any, state: MasterEmaState, params: Any = None, **extra: Any
+    ) -> tuple[Any, MasterEmaState]:
+        if params is None:
+            raise ValueError(trees.NO_PARAMS_MSG)
+        updates, inner = self.inner.update(updates, state.inner_state, params, **extra)
+        masters = master_params(optax.apply_updates(params, updates), inner)
+        count = optax.safe_increment(state.count)
+        share = complement("decay", self.decay)
+        old = jax.tree.map(self.split.join, state.ema, state.ema_correction)
+        new = jax.tree.map(lambda e, w: e + share * (w - e), old, masters)
+        rounded = [
+            self._rounded(leaf, random.leaf_key(state.seed, count, path, "ema"))
+            for path, leaf in trees.named_leaves(new)
+        ]
+        ema, correction = self._split(jax.tree.unflatten(jax.tree.structure(new), rounded))
+        return updates, MasterEmaState(count, state.seed, ema, correction, inner)
+
+    def _split(self, tree: Any) -> tuple[Any, Any]:
+        ema = jax.tree.map(lambda w: self.split.round(w, jnp.bfloat16), tree)
+        return ema, jax.tree.map(self.split.correction, tree, ema)
+
+    def _rounded(self, x: jax.Array, key: jax.Array) -> jax.Array:
+        """f32 whose low byte is rounded away stochastically; as it is with 32 bits."""
+        return x if self.split.bits == 32 else random.round_bits(x, key, 8)
+
+
+def track_master_ema(
+    inner: optax.GradientTransformation,
+    decay: float | jax.Array,
+    *,
+    bits: int = 24,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Keeps e = decay e + (1 - decay) w of the master weights beside an optimizer.
+
+    In bf16 such an average stands still as soon as (1 - decay) |w - e| is under 2^-9 |e|; at 24
+    bits with stochastic rounding its mean moves at any distance.
+
+    Args:
+      inner: the whole optimizer, its split included.
+      decay: in [0, 1).
+      bits: 24 (3 bytes a parameter) or 32 (4 bytes).
+      seed: of the stochastic rounding.
+
+    Returns:
+      An optax transformation with the same updates; `ema_params(state)` reads the average.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> tx = lowmem.track_master_ema(lowmem.flash_adamw(1e-3), 0.999)
+      >>> params, state = lowmem.init(tx, {"w": jnp.ones((8, 8))})
+      >>> float(lowmem.ema_params(state)["w"][0, 0])
+      1.0
+    """
+    check_range("decay", decay, 0.0, 1.0)
+    if bits not in (24, 32):
+        raise ValueError(f"bits is the width of the average, 24 or 32, got {bits!r}")
+    work = _Tracker(optax.with_extra_args_support(inner), decay, BitSplit(bits), seed)
+    return optax.GradientTransformationExtraArgs(work.init, work.update)
+
+
+def ema_params(state: Any) -> Any:
+    """The average of the master weights (f32) in an optimizer state, through any wrapper.
+
+    Raises:
+      ValueError: where there is none, or more than one.
+    """
+    found = list(trees.states_with(state, "ema_correction"))
+    if len(found) != 1:
+        raise ValueError(
+            f"the state holds {len(found)} averages of master weights; wrap the optimizer in "
+            "track_master_ema once"
+        )
+    ema, correction = found[0].ema, found[0].ema_correction
+    narrow = any(leaf.dtype == jnp.int16 for leaf in jax.tree.leaves(correction))
+    return jax.tree.map(BitSplit(32 if narrow else 24).join, ema, correction)

@@ -1,0 +1,222 @@
+"""From an update rule to an optax transformation whose state is stored as `Storage` says."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._core import random, scope, trees
+from optax_lowmem._core.rules import UpdateRule
+from optax_lowmem.codecs import GroupCodec
+from optax_lowmem.kernels.fused_update import LeafPlan, LeafState, SlotPlan, fused_update
+from optax_lowmem.transforms.masters import choose_split, initial_correction
+from optax_lowmem.transforms.storage import Storage
+
+Hyperparameters = Callable[[jax.Array], Mapping[str, jax.Array]]
+
+
+class Optimizer(optax.GradientTransformationExtraArgs):
+    """An optax transformation that remembers the engine behind it."""
+
+    engine: "Engine"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Engine:
+    """One optimizer: rule, hyperparameters of a step, storage.
+
+    Attributes:
+      rule: its arithmetic.
+      hyperparameters: f32 scalars of a step from the count before it.
+      storage: how its state is kept.
+      weights: whether it updates weights (learning rate, decay, split) or gives a bare direction.
+      decay_mask: optax-style mask of weight decay.
+      slot_dtypes: dtype of slots where they are not compressed, f32 unless given.
+    """
+
+    rule: UpdateRule
+    hyperparameters: Hyperparameters
+    storage: Storage
+    weights: bool = True
+    decay_mask: Any = None
+    slot_dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def transformation(self) -> "Optimizer":
+        """The optax transformation."""
+        transformation = Optimizer(self.init, self.update)
+        transformation.engine = self
+        return transformation
+
+    # ---- plans -------------------------------------------------------------------------------
+
+    def _plans(self, params: Any) -> list[LeafPlan]:
+        leaves = trees.named_leaves(params)
+        if not leaves:  # also optax.tree.map_params' placeholder, which no mask fits
+            return []
+        masked_out = self.storage.policy.masked_out(params)
+        decays = self._decays(params)
+        return [
+            self._plan(path, leaf, path in masked_out, decay)
+            for (path, leaf), decay in zip(leaves, decays, strict=True)
+        ]
+
+    def _decays(self, params: Any) -> list[bool]:
+        mask = self.decay_mask(params) if callable(self.decay_mask) else self.decay_mask
+        if mask is None:
+            return [True] * len(jax.tree.leaves(params))
+        return trees.broadcast_prefix(mask, params)
+
+    def _plan(self, path: str, leaf: Any, masked_out: bool, decays: bool) -> LeafPlan:
+        trees.check_param(path, leaf)
+        storage, dtype = self.storage, jnp.dtype(leaf.dtype)
+        in_dtype = self.weights and storage.update_dtype == "param"
+        return LeafPlan(
+            path=path,
+            shape=tuple(leaf.shape),
+            dtype=dtype,
+            group_size=storage.group_size,
+            slots=tuple(
+                self._slot_plan(path, tuple(leaf.shape), slot.name, masked_out)
+                for slot in self.rule.slots
+            ),
+            split=choose_split(storage, path, dtype) if self.weights else None,
+            update_dtype=dtype if in_dtype else jnp.dtype(jnp.float32),
+            decays=decays,
+        )
+
+    def _slot_plan(self, path: str, shape: tuple, slot: str, masked_out: bool) -> SlotPlan:
+        codec, reason = self._codec(path, shape, slot, masked_out)
+        stochastic = self.storage.rounding == "stochastic"
+        if codec is not None:
+            rounding = "stochastic" if stochastic else "nearest"
+            reason = f"groups of {self.storage.group_size}, {rounding} rounding"
+        scope.record(scope.Decision(path, slot, codec.name if codec else None, reason))
+        dtype = codec.dtype if codec else jnp.dtype(self.slot_dtypes.get(slot) or jnp.float32)
+        return SlotPlan(slot, codec, dtype, stochastic and codec is not None)
+
+    def _codec(
+        self, path: str, shape: tuple, slot: str, masked_out: bool
+    ) -> tuple[GroupCodec | None, str]:
+        codec = getattr(self.storage, slot)
+        if codec is None:
+            return None, f"storage.{slot} is None"
+        if masked_out:
+            return None, "the policy's mask is False here"
+        reason = self.storage.policy.reason(path, shape, slot)
+        return (None, reason) if reason else (codec, "")
+
+    # ---- state -------------------------------------------------------------------------------
+
+    def init(self, params: Any) -> Any:
+        """Zero state, of the parameters' sharding; f32 moments are never allocated on the way."""
+        leaves, treedef = jax.tree.flatten(params)
+        plans = self._plans(params)
+        states = [_init_leaf(plan, leaf) for plan, leaf in zip(plans, leaves, strict=True)]
+        seed = jnp.asarray(scope.provided_seed(self.storage.seed)).astype(jnp.uint32)
+        return self._pack(jnp.zeros((), jnp.int32), seed, states, treedef)
+
+    def _pack(
+        self, count: jax.Array, seed: jax.Array, states: list[LeafState], treedef: Any
+    ) -> Any:
+        fields: dict[str, Any] = {"count": count, "seed": seed}
+        for index, slot in enumerate(self.rule.slots):
+            fields[slot.name] = jax.tree.unflatten(treedef, [s.slots[index] for s in states])
+            fields[f"{slot.name}_scale"] = jax.tree.unflatten(
+                treedef, [s.scales[index] for s in states]
+            )
+        corrections = [s.correction for s in states]
+        fields["correction"] = jax.tree.unflatten(treedef, corrections) if self.weights else None
+        return self.rule.state_type(**fields)
+
+    def _unpack(self, state: Any, plans: list[LeafPlan]) -> list[LeafState]:
+        def column(field: str) -> list[jax.Array]:
+            leaves = jax.tree.leaves(getattr(state, field))
+            if len(leaves) != len(plans):
+                raise ValueError(
+                    f"the state's {field} has {len(leaves)} leaves for {len(plans)} parameters: "
+                    "it was made for another tree. Call init on these parameters."
+                )
+            return leaves
+
+        names = [slot.name for slot in self.rule.slots]
+        slots = list(zip(*(column(n) for n in names), strict=True)) or [()] * len(plans)
+        scales = list(zip(*(column(f"{n}_scale") for n in names), strict=True)) or [()] * len(plans)
+        corrections = (
+            column("correction") if self.weights else [jnp.zeros((), jnp.int8)] * len(plans)
+        )
+        states = [LeafState(*row) for row in zip(slots, scales, corrections, strict=True)]
+        for plan, leaf in zip(plans, states, strict=True):
+            _check_leaf(plan, leaf)
+        return states
+
+    # ---- step --------------------------------------------------------------------------------
+
+    def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        """One step; `extra` is accepted as optax's wrappers pass it, and not used."""
+        del extra
+        h = self.hyperparameters(state.count)
+        return self.step(updates, state, params, h, optax.safe_increment(state.count))
+
+    def step(
+        self,
+        updates: Any,
+        state: Any,
+        params: Any,
+        h: Mapping[str, jax.Array],
+        count: jax.Array,
+    ) -> tuple[Any, Any]:
+        """One step with given hyperparameters; `count` is the new one, and the hash's step."""
+        if self.weights and params is None:
+            raise ValueError(trees.NO_PARAMS_MSG)
+        reference = updates if params is None else params
+        plans = self._plans(reference)
+        gradients = trees.match("gradient", updates, reference)
+        weights = jax.tree.leaves(params) if self.weights else [None] * len(plans)
+        new_updates, new_states = [], []
+        rows = zip(plans, gradients, weights, self._unpack(state, plans), strict=True)
+        for plan, g, p, leaf in rows:
+            keys = tuple(random.leaf_key(state.seed, count, plan.path, s.name) for s in plan.slots)
+            update, leaf = fused_update(self.rule, plan, g, p, leaf, h, keys)
+            if plan.split is not None:
+                scope.emit(plan.path, update)
+            new_updates.append(update)
+            new_states.append(leaf)
+        treedef = jax.tree.structure(reference)
+        return jax.tree.unflatten(treedef, new_updates), self._pack(
+            count, state.seed, new_states, treedef
+        )
+
+
+def _init_leaf(plan: LeafPlan, leaf: Any) -> LeafState:
+    slots = tuple(jnp.zeros_like(leaf, dtype=slot.dtype) for slot in plan.slots)
+    scales = tuple(_init_scales(plan, slot) for slot in plan.slots)
+    return LeafState(slots, scales, initial_correction(plan.split, plan.path, leaf))
+
+
+def _init_scales(plan: LeafPlan, slot: SlotPlan) -> jax.Array:
+    dtype = slot.codec.scale.dtype if slot.codec else jnp.float32
+    return jnp.zeros(plan.scale_shape(slot), dtype)
+
+
+def _check_leaf(plan: LeafPlan, state: LeafState) -> None:
+    """Raises where a state was made, or restored, with other settings than these."""
+    for slot, stored, scales in zip(plan.slots, state.slots, state.scales, strict=True):
+        _check_array(plan, slot.name, stored, plan.shape, slot.dtype)
+        scale_dtype = slot.codec.scale.dtype if slot.codec else jnp.float32
+        _check_array(plan, f"{slot.name}_scale", scales, plan.scale_shape(slot), scale_dtype)
+    if plan.split is not None:
+        _check_array(plan, "correction", state.correction, plan.shape, plan.split.dtype)
+
+
+def _check_array(plan: LeafPlan, field: str, array: Any, shape: tuple, dtype: Any) -> None:
+    if jnp.shape(array) == shape and jnp.dtype(array.dtype) == jnp.dtype(dtype):
+        return
+    raise ValueError(
+        f"state field {field} of '{plan.path}' is {array.dtype}{list(jnp.shape(array))}, but this "
+        f"storage (group_size={plan.group_size}, parameter {plan.dtype}{list(plan.shape)}) keeps "
+        f"{jnp.dtype(dtype)}{list(shape)}. The state was made or restored with other settings: use "
+        "those, or call init again."
+    )

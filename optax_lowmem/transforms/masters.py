@@ -1,0 +1,174 @@
+"""Master weights: which split a leaf has, where its correction starts, and `lowmem.init`."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from optax_lowmem._core import numerics, scope, trees
+from optax_lowmem.codecs import MasterSplit, master_split, split_of
+from optax_lowmem.transforms.storage import Storage
+
+WeightDtype = Any | Callable[[str, Any], Any]
+
+
+def split_for(storage: Storage, dtype: jnp.dtype) -> MasterSplit | None:
+    """How master weights of 16-bit parameters are kept; None for f32 ones or without masters."""
+    if dtype == jnp.float32 or storage.master_weight_bits is None:
+        return None
+    return master_split(dtype, storage.master_weight_bits, storage.split)
+
+
+def choose_split(storage: Storage, path: str, dtype: jnp.dtype) -> MasterSplit | None:
+    """`split_for`, with the reason recorded."""
+    split = split_for(storage, dtype)
+    if split is not None:
+        reason = f"{split.bits}-bit master weights"
+    elif dtype == jnp.float32:
+        reason = "an f32 parameter is its own master weight"
+    else:
+        reason = "master_weight_bits is None: steps under half an ulp of the weight are lost"
+    scope.record(scope.Decision(path, "correction", split.name if split else None, reason))
+    return split
+
+
+def initial_correction(split: MasterSplit | None, path: str, leaf: Any) -> jax.Array:
+    """The correction that `lowmem.init` has for a leaf, else that of the weight itself."""
+    if split is None:
+        return jnp.zeros((), jnp.int8)
+    provided = scope.provided_correction(path)
+    if provided is not None:
+        return provided
+    return jnp.full_like(leaf, split.zero, dtype=split.dtype)
+
+
+def join_master(p: jax.Array, correction: jax.Array) -> jax.Array:
+    """The f32 master weight of a parameter and its correction, or its 0-d placeholder."""
+    if p.dtype == jnp.float32 or correction.shape != p.shape:
+        return numerics.widen(p)
+    return split_of(correction.dtype).join(p, correction)
+
+
+def _weight_dtype(dtype: WeightDtype, path: str, leaf: Any) -> jnp.dtype:
+    if callable(dtype) and not isinstance(dtype, type) and not hasattr(dtype, "dtype"):
+        dtype = dtype(path, leaf)
+    chosen = jnp.dtype(cast(Any, dtype))
+    if chosen not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise TypeError(
+            f"parameter '{path}': weights are kept in bfloat16, float16 or float32, not {chosen}"
+        )
+    return chosen
+
+
+def init(
+    tx: Any, params: Any, dtype: WeightDtype = jnp.bfloat16, *, seed: Any = None
+) -> tuple[Any, Any]:
+    """16-bit weights and an optimizer state that together hold f32 parameters.
+
+    Every split inside `tx` (through chain, masked, partition, MultiSteps, inject_hyperparams) gets
+    the corrections of its leaves. A leaf without a split is rounded to nearest; the rest of it is
+    gone.
+
+    Args:
+      tx: an optimizer.
+      params: f32 parameters.
+      dtype: of the weights: bfloat16, float16 or float32, or a function (path, leaf) -> dtype, for
+        example to keep norms in f32.
+      seed: of stochastic rounding, instead of `Storage.seed`; may be traced (one for each member of
+        an ensemble).
+
+    Returns:
+      (weights, state). Peak memory: params, weights and state, plus temporaries of one leaf.
+
+    Raises:
+      TypeError: for parameters that are not floats.
+      ValueError: where two optimizers split one leaf.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> tx = lowmem.flash_adamw(1e-3)
+      >>> weights, state = lowmem.init(tx, {"w": jnp.full((64, 64), 0.1)})
+      >>> float(weights["w"][0, 0]), float(lowmem.master_params(weights, state)["w"][0, 0])
+      (0.10009765625, 0.10000038146972656)
+    """
+    leaves, treedef = jax.tree.flatten(params)
+    names = [name for name, _ in trees.named_leaves(params)]
+    for name, leaf in zip(names, leaves, strict=True):
+        trees.check_param(name, leaf)
+    dtypes = [_weight_dtype(dtype, n, leaf) for n, leaf in zip(names, leaves, strict=True)]
+    splits = _splits(tx, treedef, leaves, dtypes, names)
+    masters = scope.Masters(seed=seed)
+    weights = []
+    for name, leaf, kind in zip(names, leaves, dtypes, strict=True):
+        weight, correction = _split_leaf(splits.get(name), leaf, kind)
+        weights.append(weight)
+        if correction is not None:
+            masters.corrections[name] = correction
+    tree = jax.tree.unflatten(treedef, weights)
+    with scope.providing(masters):
+        return tree, tx.init(tree)
+
+
+def _splits(
+    tx: Any, treedef: Any, leaves: list[Any], dtypes: list[Any], names: list[str]
+) -> dict[str, MasterSplit]:
+    """The split of each leaf, from a dry run of `tx.init`."""
+    shapes = [jax.ShapeDtypeStruct(a.shape, d) for a, d in zip(leaves, dtypes, strict=True)]
+    abstract = jax.tree.unflatten(treedef, shapes)
+    with scope.recording() as decisions:
+        jax.eval_shape(tx.init, abstract)
+    forms = {d.path: d.form for d in decisions if d.slot == "correction" and d.form}
+    by_name = dict(zip(names, dtypes, strict=True))
+    return {path: _split_named(form, by_name[path]) for path, form in forms.items()}
+
+
+def _split_named(form: str, dtype: jnp.dtype) -> MasterSplit:
+    scheme, bits = form.split("-")
+    return master_split(dtype, int(bits), scheme)
+
+
+def _split_leaf(
+    split: MasterSplit | None, leaf: jax.Array, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array | None]:
+    if split is None:
+        return leaf.astype(dtype), None
+    # one compiled call a leaf: its integer temporaries are then fused away
+    return jax.jit(split.split, static_argnums=1)(leaf.astype(jnp.float32), dtype)
+
+
+def master_params(params: Any, state: Any) -> Any:
+    """The f32 parameters that 16-bit weights and an optimizer state hold together.
+
+    The corrections are found through chain, masked, partition, MultiSteps, inject_hyperparams and
+    any other wrapper whose state is a pytree.
+
+    Args:
+      params: the weights.
+      state: the optimizer's state.
+
+    Returns:
+      A tree of f32 arrays; a weight without a correction is itself.
+
+    Raises:
+      ValueError: where a leaf has two corrections.
+    """
+    corrections: dict[str, jax.Array] = {}
+    weights = dict(trees.named_leaves(params))
+    for found in trees.states_with(state, "correction"):
+        for path, correction in trees.named_leaves(found.correction):
+            weight = weights.get(path)
+            if weight is None or weight.dtype == jnp.float32 or correction.shape != weight.shape:
+                continue
+            if path in corrections:
+                raise ValueError(
+                    f"leaf '{path}' has two corrections in this state: two optimizers split its "
+                    "master weight. Keep one, and give the other "
+                    "storage=Storage(master_weight_bits=None)."
+                )
+            corrections[path] = correction
+    leaves = [
+        join_master(weight, corrections.get(path, jnp.zeros((), jnp.int8)))
+        for path, weight in weights.items()
+    ]
+    return jax.tree.unflatten(jax.tree.structure(params), leaves)

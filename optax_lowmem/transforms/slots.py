@@ -1,0 +1,105 @@
+"""What is known of the slots of optimizer states, by (state type, field)."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from optax_lowmem._core.trees import is_named_tuple
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotFacts:
+    """What a codec must know of a slot.
+
+    Attributes:
+      signed: whether its values may be negative.
+      running_maximum: it only grows, so that rounding stochastically would ratchet it up.
+      constant_init: it starts as one constant, so that no f32 array of it is needed in `init`.
+      moment: 1 or 2 for a first or second moment that `compand_momentum` or `sqrt_variance_quant`
+        stores, else 0.
+    """
+
+    signed: bool
+    running_maximum: bool = False
+    constant_init: bool = True
+    moment: int = 0
+
+
+_FIRST = SlotFacts(signed=True, moment=1)
+_SECOND = SlotFacts(signed=False, moment=2)
+_UNKNOWN = SlotFacts(signed=True, constant_init=False)
+
+SLOTS: dict[tuple[str, str], SlotFacts] = {
+    **{
+        (state, "mu"): _FIRST
+        for state in (
+            "ScaleByAdamState",
+            "ScaleByAmsgradState",
+            "ScaleByBeliefState",
+            "ScaleByLionState",
+            "ScaleByNovogradState",
+            "ScaleByRStdDevState",
+        )
+    },
+    **{
+        (state, "nu"): _SECOND
+        for state in (
+            "ScaleByAdamState",
+            "ScaleByAmsgradState",
+            "ScaleByBeliefState",
+            "ScaleByNovogradState",
+            "ScaleByRStdDevState",
+            "ScaleByRmsState",
+        )
+    },
+    ("ScaleByAmsgradState", "nu_max"): SlotFacts(signed=False, running_maximum=True, moment=2),
+    ("ScaleByAdanState", "m"): _FIRST,
+    ("ScaleByAdanState", "v"): _FIRST,  # of gradient differences: signed, whatever its name
+    ("ScaleByAdanState", "n"): _SECOND,
+    ("ScaleByAdanState", "g"): SlotFacts(signed=True),
+    ("ScaleByRssState", "sum_of_squares"): SlotFacts(signed=False, moment=2),
+    ("TraceState", "trace"): _FIRST,
+    ("EmaState", "ema"): _FIRST,
+}
+
+
+def register_slot(
+    state_type: str, field: str, *, signed: bool, running_maximum: bool = False
+) -> None:
+    """Tells `compress_state` about a slot of your own optimizer.
+
+    Args:
+      state_type: name of the state's NamedTuple.
+      field: its field.
+      signed: whether values may be negative; an unsigned codec is refused for such a slot.
+      running_maximum: it only grows (amsgrad's `nu_max`): always rounded to nearest.
+
+    Example:
+      >>> register_slot("MyState", "second_moment", signed=False)
+    """
+    SLOTS[(state_type, field)] = SlotFacts(signed, running_maximum, constant_init=False)
+
+
+def facts(state: Any, field: str) -> SlotFacts:
+    """What is known of a field of a state; an unknown one counts as signed."""
+    return SLOTS.get((type(state).__name__, field), _UNKNOWN)
+
+
+def map_slots(function: Callable[[Any, str, Any], Any], state: Any) -> Any:
+    """A state with every NamedTuple field replaced by function(state, field, value), in order.
+
+    `function` returns its value unchanged (`is`) where the field is not a slot; such a field is
+    searched for states inside it.
+    """
+    if is_named_tuple(state):
+        fields = {}
+        for name in state._fields:
+            value = getattr(state, name)
+            new = function(state, name, value)
+            fields[name] = map_slots(function, value) if new is value else new
+        return type(state)(**fields)
+    if type(state) in (tuple, list):
+        return type(state)(map_slots(function, part) for part in state)
+    if type(state) is dict:
+        return {key: map_slots(function, part) for key, part in state.items()}
+    return state

@@ -1,0 +1,118 @@
+"""Master weights split into a 16-bit weight and a correction, for any optimizer."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._core import numerics, scope, trees
+from optax_lowmem.kernels.fused_update import land
+from optax_lowmem.transforms.masters import (
+    choose_split,
+    initial_correction,
+    join_master,
+    split_for,
+)
+from optax_lowmem.transforms.storage import Storage
+
+
+class SplitState(NamedTuple):
+    """Corrections of the 16-bit weights, and the state of the optimizer of the masters."""
+
+    correction: Any  # int8 or int16 beside 16-bit weights; 0-d beside f32 ones
+    inner_state: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Splitter:
+    inner: optax.GradientTransformationExtraArgs
+    storage: Storage
+
+    def init(self, params: Any) -> SplitState:
+        """Corrections (of the weights themselves unless `lowmem.init` has them), inner state."""
+        corrections = []
+        for path, leaf in trees.named_leaves(params):
+            trees.check_param(path, leaf)
+            split = choose_split(self.storage, path, jnp.dtype(leaf.dtype))
+            corrections.append(initial_correction(split, path, leaf))
+        correction = jax.tree.unflatten(jax.tree.structure(params), corrections)
+        inner = self.inner.init(jax.tree.map(join_master, params, correction))
+        if any(trees.states_with(inner, "correction")):
+            raise ValueError(
+                "split_master_weights around an optimizer that splits master weights itself: give "
+                "that one storage=Storage(master_weight_bits=None)."
+            )
+        return SplitState(correction, inner)
+
+    def update(
+        self, updates: Any, state: SplitState, params: Any = None, **extra: Any
+    ) -> tuple[Any, SplitState]:
+        """The inner update of the masters, as updates that land on the new 16-bit weights."""
+        if params is None:
+            raise ValueError(trees.NO_PARAMS_MSG)
+        trees.match("gradient", updates, params)
+        masters = jax.tree.map(join_master, params, state.correction)
+        gradients = jax.tree.map(numerics.widen, updates)
+        steps, inner = self.inner.update(gradients, state.inner_state, masters, **extra)
+        corrections = jax.tree.leaves(state.correction)
+        rows = zip(trees.named_leaves(params), jax.tree.leaves(steps), corrections, strict=True)
+        landed = [self._land(path, leaf, step, c) for (path, leaf), step, c in rows]
+        treedef = jax.tree.structure(params)
+        correction = jax.tree.unflatten(treedef, [c for _, c in landed])
+        return jax.tree.unflatten(treedef, [u for u, _ in landed]), SplitState(correction, inner)
+
+    def _land(
+        self, path: str, p: jax.Array, step: jax.Array, correction: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        split = split_for(self.storage, p.dtype)
+        if split is not None and (correction.dtype, correction.shape) != (split.dtype, p.shape):
+            raise ValueError(
+                f"the correction of '{path}' is {correction.dtype}{list(correction.shape)}, but "
+                f"{split.name} beside {p.dtype}{list(p.shape)} keeps {split.dtype}. The state was "
+                "made or restored with other settings: use those, or call init again."
+            )
+        dtype = p.dtype if self.storage.update_dtype == "param" else jnp.dtype(jnp.float32)
+        update, correction = land(split, p, -numerics.widen(step), correction, dtype)
+        if split is not None:
+            scope.emit(path, update)
+        return update, correction
+
+
+def split_master_weights(
+    inner: optax.GradientTransformation,
+    bits: int = 24,
+    *,
+    split: str = "bits",
+    update_dtype: str = "float32",
+) -> optax.GradientTransformationExtraArgs:
+    """Gives an optimizer f32 master weights for 16-bit parameters, at 1 or 2 bytes each.
+
+    `inner` sees f32 parameters and f32 gradients; what comes out lands exactly on the 16-bit
+    rounding of its result, and the rest is kept as a correction. It is outermost: whatever changes
+    the updates after it makes the corrections stale.
+
+    Args:
+      inner: the whole optimizer: rate, decay, schedule_free, lookahead and all.
+      bits: 24 or 32.
+      split: `bits`, or `ulp` for FlashOptim's Algorithm 1; fp16 always takes `ulp`.
+      update_dtype: `float32`, or `param` for loops that add updates without a cast.
+
+    Returns:
+      An optax transformation.
+
+    Raises:
+      ValueError: for other bits, without `params`, or around an optimizer that splits itself.
+
+    Memory: 1 or 2 bytes of state a parameter; the update holds f32 masters while it runs.
+
+    Example:
+      >>> import optax, optax_lowmem as lowmem
+      >>> tx = lowmem.split_master_weights(optax.contrib.muon(0.02))
+    """
+    if bits not in (24, 32):
+        raise ValueError(f"bits is the width of the master weights, 24 or 32, got {bits!r}")
+    storage = Storage(master_weight_bits=bits, split=split, update_dtype=update_dtype)
+    work = _Splitter(optax.with_extra_args_support(inner), storage)
+    return optax.GradientTransformationExtraArgs(work.init, work.update)

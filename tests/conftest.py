@@ -1,0 +1,47 @@
+"""What every test shares: JAX settings, the gpu marker, and the guard of a GPU run."""
+
+import platform
+import re
+
+import jax
+import pytest
+
+# Both before any backend starts. The devices are for the sharding tests; on a GPU machine they
+# are the CPU's and disturb nothing. A silent broadcast between ranks is a bug in an optimizer.
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+_gpu_tests_run = 0
+
+
+def pytest_report_header() -> str:
+    return f"python {platform.python_version()}, jax {jax.__version__}"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.skip(f"needs a GPU; JAX's default backend here is {jax.default_backend()}")
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    global _gpu_tests_run
+    if report.when == "call" and "gpu" in report.keywords and not report.skipped:
+        _gpu_tests_run += 1
+
+
+def _asks_for_gpu(config: pytest.Config) -> bool:
+    return bool(re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr") or ""))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    is_worker = hasattr(session.config, "workerinput")  # xdist's workers see a part of the run
+    if is_worker or session.config.option.collectonly:
+        return
+    if _asks_for_gpu(session.config) and not _gpu_tests_run:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    if _asks_for_gpu(config) and not _gpu_tests_run and not config.option.collectonly:
+        terminalreporter.section("no GPU test ran", red=True)
+        terminalreporter.line("-m gpu was asked for, so this run fails; see the reasons above.")
