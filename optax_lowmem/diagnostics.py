@@ -133,8 +133,7 @@ def stalled_leaves(
     """
     if action not in ("warn", "raise", "none"):
         raise ValueError(f"action must be 'warn', 'raise' or 'none', got {action!r}")
-    with scope.recording() as decisions:
-        jax.eval_shape(tx.init, params)
+    _, decisions = scope.dry_run(tx, params)
     forms = {d.path: d.form for d in decisions if d.slot == "correction"}
     stalls = []
     for path, leaf in trees.named_leaves(params):

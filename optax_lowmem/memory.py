@@ -110,8 +110,7 @@ def report(
     if baseline is not None:
         plain = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
         return dataclasses.replace(report(tx, params), baseline=report(baseline, plain))
-    with scope.recording() as decisions:
-        state = jax.eval_shape(tx.init, params)
+    state, decisions = scope.dry_run(tx, params)
     leaves = dict(trees.named_leaves(params))
     by_leaf = {path: {"params": _bytes(leaf)} for path, leaf in leaves.items()}
     by_slot: dict[str, int] = defaultdict(int)

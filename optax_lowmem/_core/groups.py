@@ -33,3 +33,11 @@ def from_groups(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Inverse of `to_groups`."""
     flat = x.reshape(x.shape[:-2] + (x.shape[-2] * x.shape[-1],))
     return flat if flat.shape == shape else flat[..., : shape[-1]]
+
+
+def spread(x: jax.Array, length: int, group_size: int) -> jax.Array:
+    """[..., groups] as [..., length]: each group's value for each of its elements."""
+    if x.shape[-1] == 1:
+        return jnp.broadcast_to(x, x.shape[:-1] + (length,))
+    repeated = jnp.broadcast_to(x[..., None], x.shape + (group_size,))
+    return repeated.reshape(x.shape[:-1] + (x.shape[-1] * group_size,))[..., :length]

@@ -5,11 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def check_range(name: str, value: Any, low: float, high: float = math.inf) -> None:
     """Raises unless a number is in [low, high); arrays and schedules pass."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if value is None or isinstance(value, str):
+        raise TypeError(f"{name} must be a number, an f32 scalar or a schedule, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         return
     if not low <= value < high:
         span = f">= {low:g}" if high == math.inf else f"in [{low:g}, {high:g})"

@@ -32,9 +32,18 @@ def canonical_nan(bits: jax.Array) -> jax.Array:
 
 
 def absmax_bits(x: jax.Array) -> jax.Array:
-    """Bits of max |x| over the last axis (kept), in integers: a float maximum may drop NaN."""
+    """Bits of max |x| over the last axis, in integers: a float maximum may drop NaN."""
     magnitude = lax.bitcast_convert_type(x, jnp.int32) & MAGNITUDE_MASK
-    return jnp.max(magnitude, axis=-1, keepdims=True, initial=0).astype(jnp.uint32)
+    return lax.reduce(magnitude, jnp.int32(0), lax.max, (x.ndim - 1,)).astype(jnp.uint32)
+
+
+def round_to_byte(x: jax.Array) -> jax.Array:
+    """int32 of f32 values in [0, 255], to nearest, ties to even.
+
+    Adding 2^23 leaves the integer in the low bits; reading the bits, instead of subtracting 2^23
+    again, is what XLA cannot fold away. A conversion would cost its checks for NaN and range.
+    """
+    return lax.bitcast_convert_type(x + jnp.float32(2.0**23), jnp.int32) & 0xFF
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
@@ -45,7 +54,18 @@ def power_of_two(exponent: jax.Array) -> jax.Array:
 def round_to(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """f32 values rounded (nearest even) to those of a 16-bit float, still as f32."""
     info = jnp.finfo(dtype)
-    return lax.reduce_precision(x, info.nexp, info.nmant)
+    rounded = lax.reduce_precision(x, info.nexp, info.nmant)
+    if jnp.dtype(dtype) != jnp.float16:
+        return rounded
+    # reduce_precision makes subnormals 0; those of f16 are ordinary f32 numbers, 2^-24 apart
+    steps = jnp.abs(x) * jnp.float32(2.0**24)
+    whole = jnp.floor(steps)
+    odd = whole - 2 * jnp.floor(whole * 0.5)
+    rest = steps - whole
+    up = (rest > 0.5) | ((rest == 0.5) & (odd > 0))
+    subnormal = (whole + jnp.where(up, jnp.float32(1), jnp.float32(0))) * jnp.float32(2.0**-24)
+    subnormal = from_bits(to_bits(subnormal) | (to_bits(x) & ~jnp.uint32(MAGNITUDE_MASK)))
+    return jnp.where(jnp.abs(x) < jnp.float32(2.0**-14), subnormal, rounded)
 
 
 def widen(x: jax.Array) -> jax.Array:

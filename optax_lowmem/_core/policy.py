@@ -34,8 +34,12 @@ class Policy:
             raise ValueError(f"Policy.min_size is a number of elements >= 0, got {self.min_size!r}")
         if isinstance(self.exclude, str):
             raise TypeError(
-                f"Policy.exclude is a tuple of patterns, got the string {self.exclude!r}"
+                f"Policy.exclude is a tuple of patterns, got the string {self.exclude!r}: write "
+                f"exclude=({self.exclude!r},)"
             )
+        object.__setattr__(self, "exclude", tuple(self.exclude))  # a list would not be hashable
+        if not all(isinstance(pattern, str) for pattern in self.exclude):
+            raise TypeError(f"Policy.exclude is a tuple of patterns, got {self.exclude!r}")
 
     def reason(self, path: str, shape: tuple[int, ...], slot: str) -> str | None:
         """Why a slot of a leaf is not compressed; None where it is."""
@@ -57,5 +61,5 @@ class Policy:
         if self.mask is None:
             return set()
         mask = self.mask(tree) if callable(self.mask) else self.mask
-        kept = broadcast_prefix(mask, tree)
+        kept = broadcast_prefix("the policy's mask", mask, tree)
         return {path for (path, _), keep in zip(named_leaves(tree), kept, strict=True) if not keep}

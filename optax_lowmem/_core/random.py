@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lowmem._core import numerics
+from optax_lowmem._core import groups, numerics
 
 _GOLDEN = 0x9E3779B9
 _LANE_SALT = 0x5BD1E995
+_ROUND_GROUP = 32
 
 
 def mix(x: jax.Array) -> jax.Array:
@@ -22,29 +23,51 @@ def mix(x: jax.Array) -> jax.Array:
     return x ^ (x >> 16)
 
 
-def leaf_key(seed: jax.Array, step: jax.Array, path: str, slot: str) -> jax.Array:
-    """One uint32 key for a slot of a leaf at a step."""
-    name = jnp.uint32(zlib.crc32(f"{slot}:{path}".encode()))
+def leaf_key(seed: jax.Array, step: jax.Array, path: str) -> jax.Array:
+    """One uint32 key for a leaf at a step."""
+    name = jnp.uint32(zlib.crc32(path.encode()))
     return mix(mix(mix(seed.astype(jnp.uint32) ^ name) + step.astype(jnp.uint32)) ^ name)
 
 
-def uniforms(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Uniform f32 in [0, 1) for a group view [..., groups, lanes].
-
-    bits = R[row, group] + C[lane] mod 2^32 with R and C strongly mixed: any two elements are
-    independent over keys, so sums of rounding errors keep the variance of independent ones, and the
-    cost is one addition an element.
-    """
-    group = key
-    for axis, size in enumerate(shape[:-1]):
-        dims = [1] * len(shape)
+def noise_bits(
+    key: jax.Array, shape: tuple[int, ...], group_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """The two parts of the random bits of an array [..., n]: R [..., groups] and C [n], uint32."""
+    grouped = groups.scale_shape(shape, group_size)
+    row = key
+    for axis, size in enumerate(grouped):
+        dims = [1] * len(grouped)
         dims[axis] = size
         index = lax.broadcasted_iota(jnp.uint32, tuple(dims), axis)
-        group = mix(group + index * jnp.uint32(_GOLDEN))
-    lanes = lax.broadcasted_iota(jnp.uint32, (1,) * (len(shape) - 1) + shape[-1:], len(shape) - 1)
+        row = mix(row + index * jnp.uint32(_GOLDEN))
+    lanes = lax.iota(jnp.uint32, min(group_size, shape[-1]))
     lane = mix(mix(key ^ jnp.uint32(_LANE_SALT)) + lanes * jnp.uint32(_GOLDEN))
-    bits = group + lane
+    return row, jnp.tile(lane, grouped[-1])[: shape[-1]]
+
+
+def join_bits(row: jax.Array, lane: jax.Array, group_size: int, slot: str) -> jax.Array:
+    """Uniform f32 in [0, 1) of an array's shape from `noise_bits`, for one slot."""
+    lanes = lane.reshape((1,) * (row.ndim - 1) + lane.shape)
+    bits = groups.spread(row, lane.shape[0], group_size) + lanes
+    bits = bits * jnp.uint32(zlib.crc32(slot.encode()) | 1)
     return (bits >> 8).astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0**-24)
+
+
+def uniforms(key: jax.Array, shape: tuple[int, ...], group_size: int, slot: str = "") -> jax.Array:
+    """Uniform f32 in [0, 1) for an array [..., n] in groups on the last axis.
+
+    bits = (R[row, group] + C[lane]) odd(slot) mod 2^32, R and C strongly mixed: any two elements
+    are independent over keys, so sums of rounding errors keep the variance of independent ones, and
+    the cost is an addition and a multiplication an element. R and C serve all slots of a leaf.
+
+    Args:
+      key: a uint32 scalar, as of `leaf_key`.
+      shape: of the array.
+      group_size: neighbours on the last axis that share R.
+      slot: which slot of the leaf.
+    """
+    row, lane = noise_bits(key, shape, group_size)
+    return join_bits(row, lane, group_size, slot)
 
 
 def round_bits(x: jax.Array, key: jax.Array, dropped: int) -> jax.Array:
@@ -56,7 +79,7 @@ def round_bits(x: jax.Array, key: jax.Array, dropped: int) -> jax.Array:
       dropped: how many bits, at most 23.
     """
     shape = x.shape if x.ndim else (1,)
-    noise = uniforms(key, (*shape[:-1], 1, shape[-1])).reshape(x.shape)
+    noise = uniforms(key, shape, _ROUND_GROUP).reshape(x.shape)
     bits = numerics.to_bits(x)
     lifted = bits + (noise * jnp.float32(1 << dropped)).astype(jnp.int32).astype(jnp.uint32)
     finite = (bits & numerics.MAGNITUDE_MASK) < numerics.INF_BITS

@@ -69,6 +69,14 @@ def providing(masters: Masters) -> contextlib.AbstractContextManager[Masters]:
     return _bound(_masters, masters)
 
 
+def dry_run(tx: Any, params: Any) -> tuple[Any, list[Decision]]:
+    """The abstract state of `tx.init`, and the decisions it takes; nothing is allocated."""
+    with recording() as decisions:
+        # a fresh function each time: eval_shape does not run one again that it has traced before
+        state = jax.eval_shape(lambda p: tx.init(p), params)
+    return state, decisions
+
+
 def record(decision: Decision) -> None:
     """Reports a decision to an enclosing `recording`."""
     log = _decisions.get()

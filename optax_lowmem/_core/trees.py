@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 NO_PARAMS_MSG = (
     "You are using a transformation that requires the current value of parameters, but you are "
-    "not passing `params` when calling `update`."
+    "not passing `params` when calling `update`. Call tx.update(grads, state, params)."
 )
 
 
@@ -25,6 +25,11 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
 
 def check_param(path: str, leaf: Any) -> None:
     """Raises unless a parameter is f32, bf16 or f16."""
+    if not hasattr(leaf, "dtype"):
+        raise TypeError(
+            f"parameter '{path}' is a {type(leaf).__name__}, not an array: make it one with "
+            "jnp.asarray, or leave it out with optax.masked."
+        )
     dtype = jnp.dtype(leaf.dtype)
     if dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
         return
@@ -40,13 +45,30 @@ def check_param(path: str, leaf: Any) -> None:
 
 
 def match(what: str, tree: Any, params: Any) -> list[Any]:
-    """Leaves of `tree`, which must have the structure and shapes of `params`.
+    """Leaves of `tree`, which must have the structure and shapes of `params`, and be real.
 
     Raises:
       ValueError: naming the first leaf that is missing, extra or of another shape.
+      TypeError: naming a complex one.
     """
-    expected = named_leaves(params)
-    found = named_leaves(tree)
+    match_names(what, tree, params)
+    for (name, param), (_, leaf) in zip(named_leaves(params), named_leaves(tree), strict=True):
+        if jnp.shape(leaf) != jnp.shape(param):
+            raise ValueError(
+                f"{what} '{name}' has shape {jnp.shape(leaf)}, its parameter has "
+                f"{jnp.shape(param)}: pass one of these very parameters."
+            )
+        if jnp.iscomplexobj(leaf):
+            raise TypeError(
+                f"{what} '{name}' is {leaf.dtype}, whose imaginary part would be lost: pass a real "
+                "one."
+            )
+    return jax.tree.leaves(tree)
+
+
+def match_names(what: str, tree: Any, params: Any) -> None:
+    """Raises unless `tree` has the leaves of `params`, by name and in order."""
+    expected, found = named_leaves(params), named_leaves(tree)
     names, found_names = [n for n, _ in expected], [n for n, _ in found]
     if names != found_names:
         missing = [n for n in names if n not in found_names]
@@ -55,18 +77,28 @@ def match(what: str, tree: Any, params: Any) -> list[Any]:
             f"the {what} tree does not have the structure of the parameters: "
             f"missing {missing[:3]}, extra {extra[:3]}. Pass the same tree to init and update."
         )
-    for (name, param), (_, leaf) in zip(expected, found, strict=True):
-        if jnp.shape(leaf) != jnp.shape(param):
-            raise ValueError(
-                f"{what} '{name}' has shape {jnp.shape(leaf)}, its parameter has "
-                f"{jnp.shape(param)}."
-            )
-    return [leaf for _, leaf in found]
 
 
-def broadcast_prefix(prefix: Any, tree: Any) -> list[Any]:
+def check_state(state: Any, kind: Any) -> None:
+    """Raises unless a state is the NamedTuple that an optimizer keeps (or its like, by fields)."""
+    if getattr(state, "_fields", None) != kind._fields:
+        raise ValueError(
+            f"the state is a {type(state).__name__}, this optimizer keeps a {kind.__name__} with "
+            f"{', '.join(kind._fields)}. It was made by another optimizer, or restored without its "
+            "types: restore it into the structure of tx.init(params)."
+        )
+
+
+def broadcast_prefix(what: str, prefix: Any, tree: Any) -> list[Any]:
     """One value of a prefix tree (an optax mask) for each leaf of `tree`, in order."""
-    spread = jax.tree.map(lambda value, sub: jax.tree.map(lambda _: value, sub), prefix, tree)
+    try:
+        spread = jax.tree.map(lambda value, sub: jax.tree.map(lambda _: value, sub), prefix, tree)
+    except ValueError as error:
+        names = [name for name, _ in named_leaves(tree)]
+        raise ValueError(
+            f"{what} does not fit the parameters ({', '.join(names[:3])}, ...): give a tree of "
+            f"bools of their structure, a prefix of it, or a function of them. {error}"
+        ) from error
     return jax.tree.leaves(spread)
 
 

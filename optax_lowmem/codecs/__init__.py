@@ -41,15 +41,15 @@ def encode_array(
       codec: how to store it.
       x: f32 values [..., n].
       group_size: neighbours on the last axis that share a scale.
-      noise: uniforms in [0, 1) of the group view's shape; None rounds to nearest.
+      noise: uniforms in [0, 1) of x's shape; None rounds to nearest.
     """
-    codes, scales = codec.encode(groups.to_groups(x, group_size), noise)
-    return groups.from_groups(codes, x.shape), scales
+    stored, scale = codec.measure(groups.to_groups(x, group_size))
+    return codec.quantize(x, groups.spread(scale, x.shape[-1], group_size), noise), stored
 
 
 def decode_array(
     codec: GroupCodec, codes: jax.Array, scales: jax.Array, group_size: int
 ) -> jax.Array:
     """f32 values of `encode_array`'s codes and scales."""
-    values = codec.decode(groups.to_groups(codes, group_size), scales)
-    return groups.from_groups(values, codes.shape)
+    scale = groups.spread(codec.scale.decode(scales), codes.shape[-1], group_size)
+    return codec.dequantize(codes, scale)

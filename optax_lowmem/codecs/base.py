@@ -79,56 +79,65 @@ class GroupCodec(abc.ABC):
         """|x| (f32) of a non-negative code."""
         return self.restore(self.expand(code) * scale)
 
-    def encode(self, x: jax.Array, noise: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """Codes [..., groups, lanes] and stored scales [..., groups] of f32 values.
+    def measure(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Stored scales [..., groups] of a group view, and the f32 scales its codes divide by."""
+        absmax = self.magnitude(numerics.from_bits(numerics.absmax_bits(x)))
+        stored = self.scale.encode(numerics.to_bits(absmax))
+        if self.guarded:
+            return stored, self.scale.decode(stored)
+        return stored, jnp.maximum(absmax, jnp.float32(_PAPER_MIN_ABSMAX))
+
+    def quantize(self, x: jax.Array, scale: jax.Array, noise: jax.Array | None = None) -> jax.Array:
+        """Codes of f32 values, elementwise; `scale` (of `measure`) and `noise` broadcast.
 
         Args:
-          x: f32 values [..., groups, lanes].
-          noise: uniforms in [0, 1) of x's shape for stochastic rounding; None rounds to nearest.
+          x: f32 values of any shape.
+          scale: f32 scale of each element's group.
+          noise: uniforms in [0, 1) for stochastic rounding; None rounds to nearest.
         """
         y = self.magnitude(x)
-        absmax = numerics.absmax_bits(y)
-        stored = self.scale.encode(absmax)
-        if self.guarded:
-            scale = self.scale.decode(stored)
-        else:
-            scale = jnp.maximum(numerics.from_bits(absmax), jnp.float32(_PAPER_MIN_ABSMAX))
-        code = self._round(x, self._clipped_position(y, scale), noise)
-        return code.astype(jnp.int32).astype(self.dtype), stored[..., 0]
-
-    def _clipped_position(self, y: jax.Array, scale: jax.Array) -> jax.Array:
         if self.guarded:  # the stored scale may be under the maximum, or zero
             y = jnp.minimum(y, scale)
             scale = jnp.where(scale == 0, jnp.float32(1), scale)
-        return jnp.minimum(self.position(y, scale), jnp.float32(self.levels))
-
-    def _round(self, x: jax.Array, z: jax.Array, noise: jax.Array | None) -> jax.Array:
-        """Signed codes (as f32) for positions z of values x."""
-        if noise is None and not self.guarded:  # floor(x + 0.5) of the signed value, as they do
-            signed = jnp.where(x < 0, -z, z) if self.signed else z
-            return jnp.floor(signed + jnp.float32(0.5))
-        if noise is None:
-            code = jnp.floor(z + jnp.float32(0.5))
-        else:
+        z = jnp.minimum(self.position(y, scale), jnp.float32(self.levels))
+        if noise is None and not self.guarded:
+            return self._paper_codes(x, z)
+        if noise is not None:
             lo = jnp.floor(z)
-            code = jnp.where(self.rises(noise, z, lo), lo + 1, lo)
-        if self.signed:
-            return jnp.where(x < 0, -code, code)
-        return jnp.maximum(code, self._floor(x)) if self.guarded else code
+            z = jnp.where(self.rises(noise, z, lo), lo + 1, lo)
+        code = numerics.round_to_byte(z)
+        if self.signed:  # the sign in integers: XLA on CPU would else keep two f32 divisions
+            code = jnp.where(x < 0, -code, code)
+        elif self.guarded:
+            code = jnp.maximum(code, self._floor(x))
+        return code.astype(self.dtype)
+
+    def _paper_codes(self, x: jax.Array, z: jax.Array) -> jax.Array:
+        """floor(x + 0.5) of the signed position, as the official implementation rounds."""
+        signed = jnp.where(x < 0, -z, z) if self.signed else z
+        return jnp.floor(signed + jnp.float32(0.5)).astype(jnp.int32).astype(self.dtype)
 
     def _floor(self, x: jax.Array) -> jax.Array:
         """1 where x > 0, on the bits: a subnormal is 0 on every backend."""
         bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-        return jnp.where(bits >= numerics.MIN_NORMAL_BITS, jnp.float32(1), jnp.float32(0))
+        return jnp.where(bits >= numerics.MIN_NORMAL_BITS, jnp.int32(1), jnp.int32(0))
 
-    def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
-        """f32 values [..., groups, lanes] of codes and stored scales [..., groups]."""
-        scale = self.scale.decode(scales)[..., None]
+    def dequantize(self, codes: jax.Array, scale: jax.Array) -> jax.Array:
+        """f32 values of codes, elementwise; `scale` (f32) broadcasts."""
         code = codes.astype(jnp.int32).astype(jnp.float32)
         if not self.signed:
             return self.decode_magnitude(code, scale)
         # expand() is odd in every signed codec, so the sign needs no selection
         return self.expand(code) * scale
+
+    def encode(self, x: jax.Array, noise: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """Codes [..., groups, lanes] and stored scales [..., groups] of a group view."""
+        stored, scale = self.measure(x)
+        return self.quantize(x, scale[..., None], noise), stored
+
+    def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
+        """f32 values [..., groups, lanes] of codes and stored scales [..., groups]."""
+        return self.dequantize(codes, self.scale.decode(scales)[..., None])
 
     def error_bound(self, x: jax.Array, stochastic: bool = False) -> jax.Array:
         r"""Upper bound of |decode(encode(x)) - x| for each element of a finite group view.

@@ -14,8 +14,8 @@ class LinearCodec(GroupCodec):
     """x / s times 127 (signed) or 255, no companding."""
 
     def position(self, y: jax.Array, scale: jax.Array) -> jax.Array:
-        """levels y / s."""
-        return y * (self.levels / scale)
+        """levels y / s; levels / s alone would overflow under s = 1e-36."""
+        return y * (1 / scale) * self.levels
 
     def expand(self, z: jax.Array) -> jax.Array:
         """z / levels."""

@@ -16,8 +16,8 @@ class SoftsignCodec(GroupCodec):
     scale: ScaleFormat = dataclasses.field(default_factory=E8M8Scale)
 
     def position(self, y: jax.Array, scale: jax.Array) -> jax.Array:
-        """127 phi(y / s) = 254 y / (s + y)."""
-        return 2 * self.levels * y / (scale + y)
+        """127 phi(y / s) = 254 y / (s + y); 254 y itself would overflow next to f32's end."""
+        return 2 * self.levels * (y / (scale + y))
 
     def expand(self, z: jax.Array) -> jax.Array:
         """z / (254 - |z|)."""

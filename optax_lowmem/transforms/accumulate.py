@@ -60,10 +60,11 @@ def accumulate_gradients(
         return optax.GradientTransformationExtraArgs(work.init, work.update)
     if into != "moments":
         raise ValueError(f"into must be 'bfloat16' or 'moments', got {into!r}")
-    if not isinstance(tx, Optimizer):
+    if not isinstance(tx, Optimizer) or not tx.engine.weights:
         raise ValueError(
             "into='moments' takes flash_sgd, flash_adam or flash_adamw itself: what stands around "
-            "it (a chain, a mask) would see micro-batches as steps. Use into='bfloat16'."
+            "it (a chain, a mask), or follows a bare scale_by_*, would see micro-batches as steps. "
+            "Use into='bfloat16'."
         )
     direct = _Direct(tx.engine, every)
     return optax.GradientTransformationExtraArgs(direct.init, direct.update)
@@ -76,6 +77,8 @@ class _Buffered:
     seed: int
 
     def init(self, params: Any) -> AccumulationState:
+        for path, leaf in trees.named_leaves(params):
+            trees.check_param(path, leaf)
         zero = jnp.zeros((), jnp.int32)
         seed = jnp.asarray(scope.provided_seed(self.seed)).astype(jnp.uint32)
         buffer = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.bfloat16), params)
@@ -109,9 +112,7 @@ class _Buffered:
 
     def _rounded(self, means: Any, state: AccumulationState) -> Any:
         leaves = [
-            round_stochastically(
-                mean, random.leaf_key(state.seed, state.count, path, "accumulated")
-            )
+            round_stochastically(mean, random.leaf_key(state.seed, state.count, path))
             for path, mean in trees.named_leaves(means)
         ]
         return jax.tree.unflatten(jax.tree.structure(means), leaves)

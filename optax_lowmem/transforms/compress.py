@@ -11,6 +11,7 @@ import optax
 from optax_lowmem._core import groups, numerics, random, scope, trees
 from optax_lowmem._core.policy import Policy
 from optax_lowmem.codecs import GroupCodec, decode_array, encode_array
+from optax_lowmem.transforms.masters import splits_masters
 from optax_lowmem.transforms.slots import SlotFacts, facts, map_slots
 from optax_lowmem.transforms.storage import check_codec, check_group_size
 
@@ -30,6 +31,32 @@ def _scale_name(slot: str, taken: Mapping[str, Any]) -> str:
     """Key of the scales of a slot's next occurrence."""
     same = sum(name.startswith(f"{slot}_scale") for name in taken)
     return f"{slot}_scale" + (f"_{same}" if same else "")
+
+
+def _may_be_slot(value: Any) -> bool:
+    leaves = jax.tree.leaves(value)
+    return not leaves or any(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves)
+
+
+def _leaf_forms(scales: dict[str, Any]) -> dict[tuple[str, str], tuple[Any, Any]]:
+    """(slot's scales, path) -> (shape, dtype)."""
+    return {
+        (name, path): (jnp.shape(leaf), jnp.dtype(leaf.dtype))
+        for name, tree in scales.items()
+        for path, leaf in trees.named_leaves(tree)
+    }
+
+
+def _check_same_storage(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Raises where a state's slots were stored otherwise than they now are."""
+    old, new = _leaf_forms(before), _leaf_forms(after)
+    for name, path in old.keys() | new.keys():
+        if old.get((name, path)) != new.get((name, path)):
+            raise ValueError(
+                f"{name} of '{path}' is {old.get((name, path))} in the state and would be "
+                f"{new.get((name, path))}: it was made or restored with other settings (policy, "
+                "slots). Use those, or call init again."
+            )
 
 
 def _widened(tree: Any) -> Any:
@@ -55,16 +82,20 @@ class _Compressor:
             check_codec(f"{type(state).__name__}.{field}", codec, known.signed)
         return codec
 
-    def _check_state(self, state: Any) -> None:
-        if any(trees.states_with(state, "correction")):
+    def _check_inner(self, params: Any) -> None:
+        if splits_masters(self.inner, params):
             raise ValueError(
                 "compress_state around an optimizer that splits master weights makes their "
                 "corrections stale: put it inside, split_master_weights(compress_state(...))."
             )
+
+    def _check_state(self, state: Any) -> None:
         slots: dict[str, bool] = {}  # field -> whether any state of that field is compressed
 
         def visit(node: Any, field: str, value: Any) -> Any:
-            slots[field] = slots.get(field, False) or self._codec_of(node, field) is not None
+            if _may_be_slot(value):
+                chosen = self._codec_of(node, field) is not None
+                slots[field] = slots.get(field, False) or chosen
             return value
 
         map_slots(visit, state)
@@ -72,7 +103,7 @@ class _Compressor:
         if missing or not any(slots.values()):
             raise ValueError(
                 f"the optimizer's state has no slot {' or '.join(missing) or 'to compress'}; "
-                f"it has {', '.join(slots)}"
+                f"it has {', '.join(slots) or 'none'}"
             )
 
     # ---- encoding ----------------------------------------------------------------------------
@@ -100,13 +131,13 @@ class _Compressor:
     def _encode_leaf(
         self,
         codec: GroupCodec,
+        slot: str,
         leaf: jax.Array,
         noise_key: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array]:
         noise = None
         if noise_key is not None:
-            shape = jax.eval_shape(lambda x: groups.to_groups(x, self.group_size), leaf).shape
-            noise = random.uniforms(noise_key, shape)
+            noise = random.uniforms(noise_key, leaf.shape, self.group_size, slot)
         return encode_array(codec, leaf.astype(jnp.float32), self.group_size, noise)
 
     def _encode(
@@ -128,16 +159,17 @@ class _Compressor:
                 if self._decide(path, leaf, slot, masked, codec, known):
                     pairs.append((leaf, jnp.zeros((), jnp.float32)))
                 else:
-                    key = random.leaf_key(seed, count, path, slot)
+                    key = random.leaf_key(seed, count, path)
                     noise_key = key if self._stochastic(known) else None
-                    pairs.append(self._encode_leaf(codec, leaf, noise_key))
+                    pairs.append(self._encode_leaf(codec, slot, leaf, noise_key))
             scales[_scale_name(slot, scales)] = jax.tree.unflatten(treedef, [s for _, s in pairs])
             return jax.tree.unflatten(treedef, [c for c, _ in pairs])
 
         return map_slots(encode, state), scales
 
-    def _decode(self, state: CompressedState) -> Any:
+    def _decode(self, state: CompressedState, updates: Any) -> Any:
         """The inner state with f32 slots."""
+        shapes = {path: jnp.shape(leaf) for path, leaf in trees.named_leaves(updates)}
         seen: dict[str, Any] = {}
 
         def decode(node: Any, slot: str, value: Any) -> Any:
@@ -145,16 +177,32 @@ class _Compressor:
             if codec is None:
                 return value
             name = _scale_name(slot, seen)
+            if name not in state.scales:
+                raise ValueError(
+                    f"the state has no {name}, only {', '.join(state.scales)}: it was made or "
+                    "restored with other settings. Use those, or call init again."
+                )
             seen[name] = stored = state.scales[name]
             paths = jax.tree_util.tree_leaves_with_path(value)
             leaves = []
             for (key_path, codes), scales in zip(paths, jax.tree.leaves(stored), strict=True):
-                leaves.append(
-                    self._decode_leaf(codec, slot, trees.path_name(key_path), codes, scales)
-                )
+                path = trees.path_name(key_path)
+                if facts(node, slot).moment and codes.ndim and shapes.get(path) != codes.shape:
+                    raise ValueError(
+                        f"state of '{path}', slot {slot}, has shape {codes.shape}, the gradient "
+                        f"{shapes.get(path, 'is missing')}: the state was made for another tree. "
+                        "Call init on these parameters."
+                    )
+                leaves.append(self._decode_leaf(codec, slot, path, codes, scales))
             return jax.tree.unflatten(jax.tree.structure(value), leaves)
 
-        return map_slots(decode, state.inner_state)
+        decoded = map_slots(decode, state.inner_state)
+        if extra := [name for name in state.scales if name not in seen]:
+            raise ValueError(
+                f"the state keeps {', '.join(extra)}, a slot that has no codec here: it was made "
+                "or restored with other settings. Use those, or call init again."
+            )
+        return decoded
 
     def _decode_leaf(
         self, codec: GroupCodec, slot: str, path: str, codes: jax.Array, scales: jax.Array
@@ -176,8 +224,11 @@ class _Compressor:
 
     def init(self, params: Any) -> CompressedState:
         """The inner state, encoded; where every slot starts constant, no f32 array is allocated."""
+        for path, leaf in trees.named_leaves(params):
+            trees.check_param(path, leaf)
         # gradients reach the inner update in f32, so its state is f32 whatever the weights are
         abstract = jax.eval_shape(lambda p: self.inner.init(_widened(p)), params)
+        self._check_inner(params)
         self._check_state(abstract)
         count = jnp.zeros((), jnp.int32)
         seed = jnp.asarray(scope.provided_seed(self.seed)).astype(jnp.uint32)
@@ -257,12 +308,16 @@ class _Compressor:
         self, updates: Any, state: CompressedState, params: Any = None, **extra: Any
     ) -> tuple[Any, CompressedState]:
         """Decodes the slots, runs the inner update on f32 gradients, encodes them again."""
+        trees.check_state(state, CompressedState)
+        if params is not None:
+            trees.match("gradient", updates, params)
         gradients, inner = self.inner.update(
-            _widened(updates), self._decode(state), params, **extra
+            _widened(updates), self._decode(state, updates), params, **extra
         )
         count = optax.safe_increment(state.count)
         reference = updates if params is None else params
         inner, scales = self._encode(inner, reference, state.seed, count)
+        _check_same_storage(state.scales, scales)
         return gradients, CompressedState(count, state.seed, inner, scales)
 
 

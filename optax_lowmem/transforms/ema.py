@@ -11,6 +11,7 @@ from optax_lowmem._core import random, scope, trees
 from optax_lowmem._core.hyperparameters import check_range, complement
 from optax_lowmem.codecs import BitSplit
 from optax_lowmem.transforms.masters import master_params
+from optax_lowmem.transforms.storage import check_bits
 
 
 class MasterEmaState(NamedTuple):
@@ -31,6 +32,8 @@ class _Tracker:
     seed: int
 
     def init(self, params: Any) -> MasterEmaState:
+        for path, leaf in trees.named_leaves(params):
+            trees.check_param(path, leaf)
         inner = self.inner.init(params)
         ema, correction = self._split(master_params(params, inner))
         seed = jnp.asarray(scope.provided_seed(self.seed)).astype(jnp.uint32)
@@ -48,7 +51,7 @@ class _Tracker:
         old = jax.tree.map(self.split.join, state.ema, state.ema_correction)
         new = jax.tree.map(lambda e, w: e + share * (w - e), old, masters)
         rounded = [
-            self._rounded(leaf, random.leaf_key(state.seed, count, path, "ema"))
+            self._rounded(leaf, random.leaf_key(state.seed, count, path))
             for path, leaf in trees.named_leaves(new)
         ]
         ema, correction = self._split(jax.tree.unflatten(jax.tree.structure(new), rounded))
@@ -92,8 +95,7 @@ def track_master_ema(
       1.0
     """
     check_range("decay", decay, 0.0, 1.0)
-    if bits not in (24, 32):
-        raise ValueError(f"bits is the width of the average, 24 or 32, got {bits!r}")
+    check_bits("bits", bits)
     work = _Tracker(optax.with_extra_args_support(inner), decay, BitSplit(bits), seed)
     return optax.GradientTransformationExtraArgs(work.init, work.update)
 

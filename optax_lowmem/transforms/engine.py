@@ -67,7 +67,7 @@ class Engine:
         mask = self.decay_mask(params) if callable(self.decay_mask) else self.decay_mask
         if mask is None:
             return [True] * len(jax.tree.leaves(params))
-        return trees.broadcast_prefix(mask, params)
+        return trees.broadcast_prefix("the mask of weight decay", mask, params)
 
     def _plan(self, path: str, leaf: Any, masked_out: bool, decays: bool) -> LeafPlan:
         trees.check_param(path, leaf)
@@ -157,6 +157,7 @@ class Engine:
     def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         """One step; `extra` is accepted as optax's wrappers pass it, and not used."""
         del extra
+        trees.check_state(state, self.rule.state_type)
         h = self.hyperparameters(state.count)
         return self.step(updates, state, params, h, optax.safe_increment(state.count))
 
@@ -178,8 +179,8 @@ class Engine:
         new_updates, new_states = [], []
         rows = zip(plans, gradients, weights, self._unpack(state, plans), strict=True)
         for plan, g, p, leaf in rows:
-            keys = tuple(random.leaf_key(state.seed, count, plan.path, s.name) for s in plan.slots)
-            update, leaf = fused_update(self.rule, plan, g, p, leaf, h, keys)
+            key = random.leaf_key(state.seed, count, plan.path)
+            update, leaf = fused_update(self.rule, plan.nameless, g, p, leaf, h, key, count > 0)
             if plan.split is not None:
                 scope.emit(plan.path, update)
             new_updates.append(update)
@@ -207,8 +208,8 @@ def _check_leaf(plan: LeafPlan, state: LeafState) -> None:
         _check_array(plan, slot.name, stored, plan.shape, slot.dtype)
         scale_dtype = slot.codec.scale.dtype if slot.codec else jnp.float32
         _check_array(plan, f"{slot.name}_scale", scales, plan.scale_shape(slot), scale_dtype)
-    if plan.split is not None:
-        _check_array(plan, "correction", state.correction, plan.shape, plan.split.dtype)
+    shape, dtype = (plan.shape, plan.split.dtype) if plan.split else ((), jnp.int8)
+    _check_array(plan, "correction", state.correction, shape, dtype)
 
 
 def _check_array(plan: LeafPlan, field: str, array: Any, shape: tuple, dtype: Any) -> None:

@@ -57,8 +57,7 @@ def explain(tx: optax.GradientTransformation, params: Any) -> Explanation:
       w  mu          softsign-int8     groups of 32, stochastic rounding
       w  correction  bits-24           24-bit master weights
     """
-    with scope.recording() as decisions:
-        jax.eval_shape(tx.init, params)
+    _, decisions = scope.dry_run(tx, params)
     split = any(d.slot == "correction" and d.form for d in decisions)
     warnings = _stale_corrections(tx, params) if split else ()
     return Explanation(tuple(decisions), tuple(warnings))

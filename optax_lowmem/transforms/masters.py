@@ -1,5 +1,6 @@
 """Master weights: which split a leaf has, where its correction starts, and `lowmem.init`."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lowmem._core import numerics, scope, trees
-from optax_lowmem.codecs import MasterSplit, master_split, split_of
+from optax_lowmem.codecs import BitSplit, MasterSplit, master_split, split_of
 from optax_lowmem.transforms.storage import Storage
 
 WeightDtype = Any | Callable[[str, Any], Any]
@@ -47,13 +48,23 @@ def join_master(p: jax.Array, correction: jax.Array) -> jax.Array:
     """The f32 master weight of a parameter and its correction, or its 0-d placeholder."""
     if p.dtype == jnp.float32 or correction.shape != p.shape:
         return numerics.widen(p)
-    return split_of(correction.dtype).join(p, correction)
+    split = split_of(correction.dtype)
+    if p.dtype == jnp.float16 and isinstance(split, BitSplit):  # a 0-d weight's placeholder
+        return numerics.widen(p)
+    return split.join(p, correction)
+
+
+def splits_masters(tx: Any, params: Any) -> bool:
+    """Whether a transformation splits the master weights of some leaf."""
+    with scope.providing(scope.Masters()):
+        _, decisions = scope.dry_run(tx, params)
+    return any(d.slot == "correction" and d.form is not None for d in decisions)
 
 
 def _weight_dtype(dtype: WeightDtype, path: str, leaf: Any) -> jnp.dtype:
     if callable(dtype) and not isinstance(dtype, type) and not hasattr(dtype, "dtype"):
         dtype = dtype(path, leaf)
-    chosen = jnp.dtype(cast(Any, dtype))
+    chosen = jnp.dtype(cast(Any, dtype)) if dtype is not None else None  # else it is float64
     if chosen not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise TypeError(
             f"parameter '{path}': weights are kept in bfloat16, float16 or float32, not {chosen}"
@@ -116,8 +127,7 @@ def _splits(
     """The split of each leaf, from a dry run of `tx.init`."""
     shapes = [jax.ShapeDtypeStruct(a.shape, d) for a, d in zip(leaves, dtypes, strict=True)]
     abstract = jax.tree.unflatten(treedef, shapes)
-    with scope.recording() as decisions:
-        jax.eval_shape(tx.init, abstract)
+    _, decisions = scope.dry_run(tx, abstract)
     forms = {d.path: d.form for d in decisions if d.slot == "correction" and d.form}
     by_name = dict(zip(names, dtypes, strict=True))
     return {path: _split_named(form, by_name[path]) for path, form in forms.items()}
@@ -133,8 +143,15 @@ def _split_leaf(
 ) -> tuple[jax.Array, jax.Array | None]:
     if split is None:
         return leaf.astype(dtype), None
-    # one compiled call a leaf: its integer temporaries are then fused away
-    return jax.jit(split.split, static_argnums=1)(leaf.astype(jnp.float32), dtype)
+    return _compiled_split(split, leaf.astype(jnp.float32), dtype)
+
+
+# one compiled call a leaf, shared by leaves of a shape: its integer temporaries are fused away
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _compiled_split(
+    split: MasterSplit, w: jax.Array, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
+    return split.split(w, dtype)
 
 
 def master_params(params: Any, state: Any) -> Any:

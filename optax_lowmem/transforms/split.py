@@ -8,14 +8,15 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._core import numerics, scope, trees
-from optax_lowmem.kernels.fused_update import land
+from optax_lowmem.kernels.fused_update import split_update
 from optax_lowmem.transforms.masters import (
     choose_split,
     initial_correction,
     join_master,
     split_for,
+    splits_masters,
 )
-from optax_lowmem.transforms.storage import Storage
+from optax_lowmem.transforms.storage import Storage, check_bits
 
 
 class SplitState(NamedTuple):
@@ -38,12 +39,12 @@ class _Splitter:
             split = choose_split(self.storage, path, jnp.dtype(leaf.dtype))
             corrections.append(initial_correction(split, path, leaf))
         correction = jax.tree.unflatten(jax.tree.structure(params), corrections)
-        inner = self.inner.init(jax.tree.map(join_master, params, correction))
-        if any(trees.states_with(inner, "correction")):
+        if splits_masters(self.inner, params):
             raise ValueError(
                 "split_master_weights around an optimizer that splits master weights itself: give "
                 "that one storage=Storage(master_weight_bits=None)."
             )
+        inner = self.inner.init(jax.tree.map(join_master, params, correction))
         return SplitState(correction, inner)
 
     def update(
@@ -52,7 +53,11 @@ class _Splitter:
         """The inner update of the masters, as updates that land on the new 16-bit weights."""
         if params is None:
             raise ValueError(trees.NO_PARAMS_MSG)
-        trees.match("gradient", updates, params)
+        trees.check_state(state, SplitState)
+        # optax.lookahead takes the gradients of its fast parameters, and updates both
+        fast = params.fast if isinstance(params, optax.LookaheadParams) else params
+        trees.match("gradient", updates, fast)
+        trees.match_names("correction", state.correction, params)
         masters = jax.tree.map(join_master, params, state.correction)
         gradients = jax.tree.map(numerics.widen, updates)
         steps, inner = self.inner.update(gradients, state.inner_state, masters, **extra)
@@ -74,7 +79,7 @@ class _Splitter:
                 "made or restored with other settings: use those, or call init again."
             )
         dtype = p.dtype if self.storage.update_dtype == "param" else jnp.dtype(jnp.float32)
-        update, correction = land(split, p, -numerics.widen(step), correction, dtype)
+        update, correction = split_update(split, p, -numerics.widen(step), correction, dtype)
         if split is not None:
             scope.emit(path, update)
         return update, correction
@@ -111,8 +116,7 @@ def split_master_weights(
       >>> import optax, optax_lowmem as lowmem
       >>> tx = lowmem.split_master_weights(optax.contrib.muon(0.02))
     """
-    if bits not in (24, 32):
-        raise ValueError(f"bits is the width of the master weights, 24 or 32, got {bits!r}")
+    check_bits("bits", bits)
     storage = Storage(master_weight_bits=bits, split=split, update_dtype=update_dtype)
     work = _Splitter(optax.with_extra_args_support(inner), storage)
     return optax.GradientTransformationExtraArgs(work.init, work.update)

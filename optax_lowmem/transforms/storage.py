@@ -16,10 +16,20 @@ def check_group_size(group_size: object) -> None:
     if isinstance(group_size, bool) or not isinstance(group_size, int):
         raise TypeError(
             f"group_size must be an int known when tracing, got {type(group_size).__name__}. "
-            "Inside inject_hyperparams pass it through storage=Storage(group_size=...)."
+            "Inside inject_hyperparams name it in static_args, or pass it through "
+            "storage=Storage(group_size=...)."
         )
     if group_size < 1:
         raise ValueError(f"group_size must be at least 1, got {group_size}")
+
+
+def check_bits(name: str, bits: object) -> None:
+    """Raises unless the width of master weights is 24 or 32, as an int."""
+    if type(bits) is not int or bits not in (24, 32):
+        raise ValueError(
+            f"{name} is the width of the master weights: 24 or 32, known when tracing (for 16 "
+            f"bits, no correction at all, Storage(master_weight_bits=None)), got {bits!r}"
+        )
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -77,15 +87,18 @@ class Storage:
     update_dtype: str = "float32"
 
     def __post_init__(self) -> None:
-        if self.master_weight_bits not in (None, 24, 32):
-            raise ValueError(
-                "master_weight_bits must be 24, 32 or None (no correction: the 16-bit weight is "
-                f"all there is), got {self.master_weight_bits!r}"
-            )
+        if self.master_weight_bits is not None:
+            check_bits("master_weight_bits", self.master_weight_bits)
         check_group_size(self.group_size)
         _check_choice("rounding", self.rounding, _ROUNDINGS)
         _check_choice("split", self.split, _SPLITS)
         _check_choice("update_dtype", self.update_dtype, _UPDATE_DTYPES)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise TypeError(
+                f"seed must be an int, got {self.seed!r}; a traced one goes to lowmem.init"
+            )
+        if not isinstance(self.policy, Policy):
+            raise TypeError(f"policy takes a lowmem.Policy, got {self.policy!r}")
         check_codec("mu", self.mu, signed=True)
         check_codec("nu", self.nu, signed=False)
 

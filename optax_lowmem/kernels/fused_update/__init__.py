@@ -1,7 +1,7 @@
 """One optimizer step of one leaf: decode, update, encode, and the weight's new split."""
 
+from optax_lowmem.kernels.fused_update.dispatch import fused_update as fused_update
 from optax_lowmem.kernels.fused_update.plan import LeafPlan as LeafPlan
 from optax_lowmem.kernels.fused_update.plan import LeafState as LeafState
 from optax_lowmem.kernels.fused_update.plan import SlotPlan as SlotPlan
-from optax_lowmem.kernels.fused_update.reference import fused_update as fused_update
-from optax_lowmem.kernels.fused_update.reference import land as land
+from optax_lowmem.kernels.fused_update.reference import split_update as split_update

@@ -52,6 +52,11 @@ class LeafPlan:
     decays: bool = True
 
     @property
+    def nameless(self) -> "LeafPlan":
+        """The same for every leaf of this shape: what a compiled step depends on."""
+        return dataclasses.replace(self, path="")
+
+    @property
     def grouped(self) -> bool:
         """Whether any slot is compressed."""
         return any(slot.codec is not None for slot in self.slots)

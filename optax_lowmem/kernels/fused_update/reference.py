@@ -5,57 +5,79 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem._core import groups, numerics, random
+from optax_lowmem._core import numerics, random
 from optax_lowmem._core.rules import UpdateRule
-from optax_lowmem.codecs import MasterSplit
+from optax_lowmem.codecs import MasterSplit, decode_array, encode_array
 from optax_lowmem.kernels.fused_update.plan import LeafPlan, LeafState, SlotPlan
 
 
-def _view(plan: LeafPlan, x: jax.Array) -> jax.Array:
-    return groups.to_groups(x, plan.group_size) if plan.grouped else x
+def decode(plan: LeafPlan, state: LeafState) -> dict[str, jax.Array]:
+    """The f32 values of a leaf's slots."""
+    rows = zip(plan.slots, state.slots, state.scales, strict=True)
+    return {
+        slot.name: stored.astype(jnp.float32)
+        if slot.codec is None
+        else decode_array(slot.codec, stored, scales, plan.group_size)
+        for slot, stored, scales in rows
+    }
 
 
-def _unview(plan: LeafPlan, x: jax.Array) -> jax.Array:
-    return groups.from_groups(x, plan.shape) if plan.grouped else x
-
-
-def _decode(plan: LeafPlan, slot: SlotPlan, stored: jax.Array, scales: jax.Array) -> jax.Array:
-    if slot.codec is None:
-        return _view(plan, stored.astype(jnp.float32))
-    return slot.codec.decode(_view(plan, stored), scales)
-
-
-def _encode(
-    plan: LeafPlan, slot: SlotPlan, value: jax.Array, noise_key: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    if slot.codec is None:
-        return _unview(plan, value).astype(slot.dtype), jnp.zeros((), jnp.float32)
-    noise = random.uniforms(noise_key, value.shape) if slot.stochastic else None
-    codes, scales = slot.codec.encode(value, noise)
-    return _unview(plan, codes), scales
+def advance(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    g: jax.Array,
+    p: jax.Array | None,
+    state: LeafState,
+    h: Mapping[str, jax.Array],
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """What is taken off the master weight (or the bare direction), and the slots' new values."""
+    g, values = numerics.widen(g), decode(plan, state)
+    if p is None:
+        return rule.update(g, values, h)
+    weight = numerics.widen(p) if plan.split is None else plan.split.join(p, state.correction)
+    if plan.decays and "l2" in h:
+        g = g + h["l2"] * weight
+    direction, values = rule.update(g, values, h)
+    step = h["lr"] * direction
+    return (step + h["decay"] * weight if plan.decays and "decay" in h else step), values
 
 
 def land(
+    split: MasterSplit,
+    p: jax.Array,
+    step: jax.Array,
+    correction: jax.Array,
+    update_dtype: jnp.dtype,
+) -> tuple[jax.Array, jax.Array]:
+    """The 16-bit weight to aim at for master weight - step, and the correction of what is reached.
+
+    `optax.apply_updates` computes p + update in f32 and rounds to p's dtype. For f32 updates that
+    is the weight aimed at unless it is under 2^-16 of the old one; the correction is taken against
+    the sum in every case, so weight and correction always belong together.
+    """
+    master = split.join(p, correction) - step
+    target = split.round(master, p.dtype)
+    reached = numerics.widen(p) + numerics.widen(update_towards(target, p, update_dtype))
+    return target, split.correction(master, numerics.round_to(reached, p.dtype).astype(p.dtype))
+
+
+def update_towards(target: jax.Array, p: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The update that takes a weight to another; -0.0, which leaves even -0.0 alone, to itself."""
+    return (-(numerics.widen(p) - numerics.widen(target))).astype(dtype)
+
+
+def split_update(
     split: MasterSplit | None,
     p: jax.Array,
     step: jax.Array,
     correction: jax.Array,
     update_dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array]:
-    """The update to emit for master weight - step, and the correction of what it lands on.
-
-    `optax.apply_updates` computes p + update in f32 and rounds to p's dtype. For f32 updates that
-    is the new weight itself unless it is under 2^-16 of the old one; the correction is taken
-    against the sum in every case, so weight and correction always belong together.
-    """
+    """The update to emit for master weight - step, and the new correction."""
     if split is None:
         return (-step).astype(update_dtype), correction
-    weight = numerics.widen(p)
-    master = split.join(p, correction) - step
-    target = numerics.widen(split.round(master, p.dtype))
-    update = (target - weight).astype(update_dtype)
-    landed = numerics.round_to(weight + numerics.widen(update), p.dtype).astype(p.dtype)
-    return update, split.correction(master, landed)
+    target, correction = land(split, p, step, correction, update_dtype)
+    return update_towards(target, p, update_dtype), correction
 
 
 def fused_update(
@@ -65,7 +87,7 @@ def fused_update(
     p: jax.Array | None,
     state: LeafState,
     h: Mapping[str, jax.Array],
-    noise_keys: tuple[jax.Array, ...],
+    key: jax.Array,
 ) -> tuple[jax.Array, LeafState]:
     """Update to be added to the parameter, and the new state, of one leaf.
 
@@ -77,26 +99,27 @@ def fused_update(
       state: stored slots, scales, correction.
       h: f32 scalars: the rule's own, and with a parameter `lr`, `decay` (the share of the weight
         taken off) and `l2` (added to the gradient times the weight).
-      noise_keys: a uint32 key for each slot's rounding.
+      key: a uint32 key for the rounding of this leaf in this step.
     """
-    g = numerics.widen(g)
-    weight = None
+    update, values = advance(rule, plan, g, p, state, h)
+    slots, scales = [], []
+    for slot in plan.slots:
+        stored, scale = encode(plan, slot, values[slot.name], key)
+        slots.append(stored)
+        scales.append(scale)
+    correction = state.correction
     if p is not None:
-        weight = numerics.widen(p) if plan.split is None else plan.split.join(p, state.correction)
-        if plan.decays and "l2" in h:
-            g = g + h["l2"] * weight
-    slots = zip(plan.slots, state.slots, state.scales, strict=True)
-    values = {slot.name: _decode(plan, slot, stored, scales) for slot, stored, scales in slots}
-    direction, values = rule.update(_view(plan, g), values, h)
-    encoded = [
-        _encode(plan, slot, values[slot.name], key)
-        for slot, key in zip(plan.slots, noise_keys, strict=True)
-    ]
-    update, correction = _unview(plan, direction), state.correction
-    if p is not None:
-        step = h["lr"] * update
-        if weight is not None and plan.decays and "decay" in h:
-            step = step + h["decay"] * weight
-        update, correction = land(plan.split, p, step, correction, plan.update_dtype)
-    codes, scales = zip(*encoded, strict=True) if encoded else ((), ())
-    return update, LeafState(codes, scales, correction)
+        update, correction = split_update(plan.split, p, update, correction, plan.update_dtype)
+    return update, LeafState(tuple(slots), tuple(scales), correction)
+
+
+def encode(
+    plan: LeafPlan, slot: SlotPlan, value: jax.Array, key: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Stored slot and scales of its new value."""
+    if slot.codec is None:
+        return value.astype(slot.dtype), jnp.zeros((), jnp.float32)
+    noise = None
+    if slot.stochastic:
+        noise = random.uniforms(key, plan.shape, plan.group_size, slot.name)
+    return encode_array(slot.codec, value, plan.group_size, noise)

@@ -1,0 +1,1 @@
+"""Benchmarks: one protocol, one record format, tables generated from the records."""

@@ -1,0 +1,72 @@
+"""Records of measurements: one JSON object a line in benchmarks/results/<device>.jsonl."""
+
+import datetime
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jax
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def commit() -> str:
+    """The commit of this checkout, with a plus where the tree differs from it."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--abbrev=10", "--dirty=+"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def device() -> str:
+    """Kind of the device that jax uses, with the cores of a CPU."""
+    first = jax.devices()[0]
+    if first.platform != "cpu":
+        return first.device_kind
+    return f"cpu-{os.cpu_count()}-cores"
+
+
+def record(
+    bench: str, case: str, impl: str, metric: str, value: float, unit: str, **more: Any
+) -> dict[str, Any]:
+    """One measurement with where, when and at which commit it was made."""
+    return {
+        "bench": bench,
+        "case": case,
+        "impl": impl,
+        "metric": metric,
+        "value": value,
+        "unit": unit,
+        "device": device(),
+        "jax": jax.__version__,
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+        **more,
+    }
+
+
+def append(rows: list[dict[str, Any]], path: Path | None = None) -> Path:
+    """Appends records to a file, by default that of this device."""
+    if path is None:
+        name = re.sub(r"[^a-z0-9]+", "-", device().lower()).strip("-")
+        path = RESULTS / f"{name}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def load(path: Path) -> list[dict[str, Any]]:
+    """The records of a file."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]

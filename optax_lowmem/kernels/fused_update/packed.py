@@ -1,0 +1,182 @@
+"""The step of a leaf for XLA on a CPU: the reference's functions, each byte computed once.
+
+XLA's CPU backend compiles one loop an output and repeats, or stores in f32, whatever several
+outputs share; an `optimization_barrier` does not stop it (jax 0.10). What it cannot see through is
+a conditional, so the small outputs of a leaf (weight, correction, codes) are computed together
+inside one, packed into 32-bit words, and taken apart outside. Measured: docs/cpu_speed.md.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_lowmem._core import groups, random
+from optax_lowmem._core.rules import UpdateRule
+from optax_lowmem.kernels.fused_update import reference
+from optax_lowmem.kernels.fused_update.plan import LeafPlan, LeafState, SlotPlan
+
+_WEIGHT, _CORRECTION = "weight", "correction"
+
+
+def supported(plan: LeafPlan, platform: str) -> str | None:
+    """Why a leaf does not take this path; None where it does."""
+    if platform != "cpu":
+        return f"the packed path is for XLA's CPU backend, not {platform}"
+    if any(slot.codec and not slot.codec.guarded for slot in plan.slots):
+        return "the paper's codecs divide by the group maximum, which is not stored"
+    if not plan.grouped:
+        return "no slot is compressed: plain elementwise work, which XLA fuses well"
+    return None
+
+
+def _fields(plan: LeafPlan, has_weight: bool) -> dict[str, jnp.dtype]:
+    """Small outputs of a leaf and their dtypes, weight and correction first."""
+    fields: dict[str, Any] = {}
+    if has_weight and plan.split is not None:
+        fields[_WEIGHT] = jnp.dtype(jnp.uint16)
+        fields[_CORRECTION] = plan.split.dtype
+    return fields | {slot.name: slot.dtype for slot in plan.slots if slot.codec is not None}
+
+
+def _words(fields: Mapping[str, jnp.dtype]) -> list[list[str]]:
+    """Names of the fields of each 32-bit word, filled in order."""
+    words: list[list[str]] = [[]]
+    left = 32
+    for name, dtype in fields.items():
+        if dtype.itemsize * 8 > left:
+            words.append([])
+            left = 32
+        words[-1].append(name)
+        left -= dtype.itemsize * 8
+    return words
+
+
+def _pack(values: Mapping[str, jax.Array], names: list[str]) -> jax.Array:
+    if len(names) == 1:
+        return values[names[0]]
+    word, offset = jnp.uint32(0), 0
+    for name in names:
+        width = values[name].dtype.itemsize * 8
+        unsigned = lax.bitcast_convert_type(values[name], jnp.dtype(f"uint{width}"))
+        word = word | (unsigned.astype(jnp.uint32) << offset)
+        offset += width
+    return word
+
+
+def _unpack(
+    word: jax.Array, names: list[str], fields: Mapping[str, jnp.dtype]
+) -> dict[str, jax.Array]:
+    if len(names) == 1:
+        return {names[0]: word}
+    values, offset = {}, 0
+    for name in names:
+        width = fields[name].itemsize * 8
+        part = (word >> offset).astype(jnp.dtype(f"uint{width}"))
+        values[name] = lax.bitcast_convert_type(part, fields[name])
+        offset += width
+    return values
+
+
+def _once(alive: jax.Array, compute: Callable[..., Any], shapes: Any, *operands: Any) -> Any:
+    """compute(*operands), of these shapes, which XLA can neither repeat nor take apart."""
+
+    def nothing(*_: Any) -> Any:
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+    return lax.cond(alive, compute, nothing, *operands)
+
+
+def _noise_shapes(plan: LeafPlan) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    grouped = groups.scale_shape(plan.shape, plan.group_size)
+    return (
+        jax.ShapeDtypeStruct(grouped, jnp.uint32),
+        jax.ShapeDtypeStruct(plan.shape[-1:], jnp.uint32),
+    )
+
+
+def fused_update(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    g: jax.Array,
+    p: jax.Array | None,
+    state: LeafState,
+    h: Mapping[str, jax.Array],
+    key: jax.Array,
+    alive: jax.Array,
+) -> tuple[jax.Array, LeafState]:
+    """As `reference.fused_update`; `alive` is a traced True whose value XLA must not know."""
+    fields = _fields(plan, p is not None)
+    _, values = reference.advance(rule, plan, g, p, state, h)
+    scales = {
+        slot.name: slot.codec.measure(groups.to_groups(values[slot.name], plan.group_size))[0]
+        for slot in plan.slots
+        if slot.codec is not None
+    }
+    noise = None
+    if any(slot.stochastic for slot in plan.slots):
+        bits = lambda k: random.noise_bits(k, plan.shape, plan.group_size)  # noqa: E731
+        noise = _once(alive, bits, _noise_shapes(plan), key)
+
+    def compute(g: Any, p: Any, state: Any, h: Any, scales: Any, noise: Any) -> dict[str, Any]:
+        step, values = reference.advance(rule, plan, g, p, state, h)
+        small = {s.name: _codes(plan, s, values, scales, noise) for s in plan.slots if s.codec}
+        if p is not None and plan.split is not None:
+            target, small[_CORRECTION] = reference.land(
+                plan.split, p, step, state.correction, plan.update_dtype
+            )
+            small[_WEIGHT] = lax.bitcast_convert_type(target, jnp.uint16)
+        return small
+
+    operands = (g, p, state, h, scales, noise)
+    small: dict[str, jax.Array] = {}
+    for names in _words(fields):
+        dtype = fields[names[0]] if len(names) == 1 else jnp.uint32
+        shape = jax.ShapeDtypeStruct(plan.shape, dtype)
+        word = _once(alive, lambda *a, names=names: _pack(compute(*a), names), shape, *operands)
+        small |= _unpack(word, names, fields)
+    return _outputs(rule, plan, g, p, state, h, small, scales)
+
+
+def _codes(
+    plan: LeafPlan,
+    slot: SlotPlan,
+    values: Mapping[str, jax.Array],
+    scales: Mapping[str, jax.Array],
+    noise: tuple[jax.Array, jax.Array] | None,
+) -> jax.Array:
+    assert slot.codec is not None
+    uniforms = None
+    if slot.stochastic and noise is not None:
+        uniforms = random.join_bits(*noise, plan.group_size, slot.name)
+    scale = slot.codec.scale.decode(scales[slot.name])
+    spread = groups.spread(scale, plan.shape[-1], plan.group_size)
+    return slot.codec.quantize(values[slot.name], spread, uniforms)
+
+
+def _outputs(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    g: jax.Array,
+    p: jax.Array | None,
+    state: LeafState,
+    h: Mapping[str, jax.Array],
+    small: Mapping[str, jax.Array],
+    scales: Mapping[str, jax.Array],
+) -> tuple[jax.Array, LeafState]:
+    """Update and state from the unpacked fields; what is f32 is computed where it is used."""
+    zero = jnp.zeros((), jnp.float32)
+    stored = tuple(scales.get(slot.name, zero) for slot in plan.slots)
+    correction = small.get(_CORRECTION, state.correction)
+    plain = any(slot.codec is None for slot in plan.slots)
+    if plain or _WEIGHT not in small:
+        update, values = reference.advance(rule, plan, g, p, state, h)
+    if p is not None and _WEIGHT in small:
+        target = lax.bitcast_convert_type(small[_WEIGHT], p.dtype)
+        update = reference.update_towards(target, p, plan.update_dtype)
+    elif p is not None:
+        update = (-update).astype(plan.update_dtype)
+    slots = tuple(small[s.name] if s.codec else values[s.name].astype(s.dtype) for s in plan.slots)
+    return update, LeafState(slots, stored, correction)
