@@ -1,0 +1,106 @@
+"""The packed path for CPUs against the reference, leaf by leaf."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_lowmem as lowmem
+from optax_lowmem._core import random
+from optax_lowmem.kernels.fused_update import packed, reference
+from tests import tolerances
+
+SHAPES = {"a": (96,), "b": (7, 33), "c": (64, 256), "d": (3, 5, 1000)}
+LEARNING_RATE = 1e-3
+CASES = {
+    "adamw": lambda s: lowmem.flash_adamw(LEARNING_RATE, weight_decay=0.1, storage=s),
+    "lion": lambda s: lowmem.flash_lion(LEARNING_RATE, storage=s),
+    "sgd": lambda s: lowmem.flash_sgd(LEARNING_RATE, momentum=0.9, weight_decay=1e-2, storage=s),
+}
+STORAGE = functools.partial(lowmem.Storage, policy=lowmem.Policy(min_size=0))
+FAST = {("adamw", 24, jnp.bfloat16), ("lion", 32, jnp.float16), ("sgd", None, jnp.float32)}
+GRID = [
+    pytest.param(*case, marks=() if case in FAST else pytest.mark.full)
+    for case in itertools.product(CASES, (24, 32, None), (jnp.bfloat16, jnp.float16, jnp.float32))
+]
+
+
+def some_steps_in(tx, dtype):
+    """Parameters, gradients and a state some steps old."""
+    rng = np.random.default_rng(0)
+
+    def draw(scale, dtype):
+        return {n: jnp.asarray(rng.normal(0, scale, s), dtype) for n, s in SHAPES.items()}
+
+    params, state = lowmem.init(tx, draw(0.1, jnp.float32), dtype)
+    step = jax.jit(functools.partial(lowmem.step, tx))
+    for _ in range(3):
+        params, state = step(draw(1e-3, jnp.bfloat16), state, params)
+    return params, draw(1e-3, jnp.bfloat16), state
+
+
+@pytest.mark.parametrize("name, bits, dtype", GRID)
+@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+def test_packed_is_the_reference(name, bits, dtype, rounding):
+    tx = CASES[name](STORAGE(master_weight_bits=bits, rounding=rounding))
+    params, grads, state = some_steps_in(tx, dtype)
+    engine = tx.engine
+    plans = engine._plans(params)
+    assert all(packed.supported(plan, "cpu") is None for plan in plans)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(update_leaf, params, grads, state):
+        rows = zip(
+            plans, grads.values(), params.values(), engine._unpack(state, plans), strict=True
+        )
+        h = engine.hyperparameters(state.count)
+        key = random.leaf_key(state.seed, state.count, "w")
+        return [update_leaf(engine.rule, *row, h, key, state.count > 0) for row in rows]
+
+    def plain(*args):
+        return reference.fused_update(*args[:-1])
+
+    both = (run(f, params, grads, state) for f in (plain, packed.fused_update))
+    for plan, p, one, other in zip(plans, params.values(), *both, strict=True):
+        compare(plan, p, one, other, tolerances.REORDERED_MASTER[bits, dtype])
+
+
+def compare(plan, p, one, other, unit):
+    """Two results of one leaf: codes, scales, and where the weight lands."""
+    for stored, stored2 in zip(one[1].slots, other[1].slots, strict=True):
+        off = np.abs(np.asarray(stored, np.int32) - np.asarray(stored2, np.int32))
+        assert off.max() <= 1 and (off > 0).mean() <= tolerances.REORDERED_CODES
+    for scale, scale2 in zip(one[1].scales, other[1].scales, strict=True):
+        assert (scale.dtype, scale.shape) == (scale2.dtype, scale2.shape)
+    masters = []
+    for update, state in (one, other):
+        landed = (p.astype(jnp.float32) + update).astype(p.dtype)
+        master = landed if plan.split is None else plan.split.join(landed, state.correction)
+        masters.append(np.asarray(master, np.float32))
+    step = LEARNING_RATE * tolerances.REORDERED_STEP
+    np.testing.assert_allclose(*masters, rtol=unit, atol=step)
+
+
+def test_reasons():
+    tx = CASES["adamw"](lowmem.Storage())
+    (plan,) = tx.engine._plans({"w": jnp.zeros((8, 8), jnp.bfloat16)})
+    assert "no slot is compressed" in packed.supported(plan, "cpu")
+    assert "not gpu" in packed.supported(plan, "gpu")
+    (plan,) = tx.engine._plans({"w": jnp.zeros((128, 64), jnp.bfloat16)})
+    assert packed.supported(plan, "cpu") is None
+    (plan,) = CASES["adamw"](lowmem.Storage.paper()).engine._plans(
+        {"w": jnp.zeros((128, 64), jnp.bfloat16)}
+    )
+    assert "not stored" in packed.supported(plan, "cpu")
+
+
+def test_a_small_output_is_computed_in_a_conditional():
+    """What the packed path rests on: the conditionals are still there when compiled."""
+    tx = CASES["adamw"](lowmem.Storage())
+    params, state = lowmem.init(tx, {"w": jnp.ones((128, 128))})
+    grads = {"w": jnp.ones((128, 128))}
+    compiled = jax.jit(functools.partial(lowmem.step, tx)).lower(grads, state, params).compile()
+    assert compiled.as_text().count(" conditional(") == 3  # noise, {weight, correction, mu}, nu
