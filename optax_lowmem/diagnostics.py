@@ -78,6 +78,14 @@ def largest_step(
       new_params: weights after it.
       new_state: state after it.
       learning_rate: of the step.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> tx = lowmem.flash_lion(0.5, weight_decay=0.0)
+      >>> before = lowmem.init(tx, {"w": jnp.zeros(3)})
+      >>> after = lowmem.step(tx, {"w": jnp.ones(3)}, *reversed(before))
+      >>> float(lowmem.diagnostics.largest_step(*before, *after, 0.5)["w"])
+      1.0
     """
     before, after = master_params(params, state), master_params(new_params, new_state)
     change = jax.tree.map(lambda a, b: jnp.max(jnp.abs(b - a)) / learning_rate, before, after)
@@ -155,7 +163,8 @@ def stalled_leaves(
 def _stall(path: str, leaf: jax.Array, form: str | None, learning_rate: float) -> Stall | None:
     magnitude = jnp.abs(numerics.widen(leaf))
     exponent = (numerics.to_bits(magnitude) >> 23).astype(jnp.int32) - 127
-    half = jnp.exp2((exponent - _mantissa_bits(leaf.dtype, form) - 1).astype(jnp.float32))
+    spacing = exponent - _mantissa_bits(leaf.dtype, form)
+    half = numerics.power_of_two(jnp.maximum(spacing - 1, -126))  # exp2 is not exact on a CPU
     stuck = (magnitude > 0) & (jnp.float32(learning_rate) < half)
     share = float(jnp.mean(stuck.astype(jnp.float32)))
     if share == 0:

@@ -115,7 +115,20 @@ def scale_by_flash_adam(
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.scale_by_adam` with 8-bit moments: a direction, without rate, decay or split.
 
-    2.19 bytes of state a parameter. Arguments as in `flash_adamw`.
+    2.19 bytes of state a parameter.
+
+    Args:
+      b1: decay of mu, in [0, 1).
+      b2: decay of nu, in [0, 1).
+      eps: added outside the root.
+      eps_root: added inside the root.
+      mu_dtype: dtype of mu where it is not compressed; f32 by default.
+      nesterov: as in `optax.nadamw`.
+      storage: codecs, group size, rounding, policy.
+
+    Example:
+      >>> import optax, optax_lowmem as lowmem
+      >>> tx = optax.chain(lowmem.scale_by_flash_adam(), optax.scale(-1e-3))
     """
     rule = AdamRule(nesterov, _is_zero(eps_root))
     return direction(rule, _moments(b1, b2, eps, eps_root, nesterov), storage, {"mu": mu_dtype})
@@ -214,7 +227,22 @@ def flash_adam(
     nesterov: bool = False,
     storage: Storage = Storage(),  # noqa: B008 (frozen)
 ) -> optax.GradientTransformationExtraArgs:
-    """`flash_adamw` without weight decay; the arguments of `optax.adam`."""
+    """`flash_adamw` without weight decay; the arguments of `optax.adam`.
+
+    Args:
+      learning_rate: number, f32 scalar or schedule.
+      b1: decay of mu, in [0, 1).
+      b2: decay of nu, in [0, 1).
+      eps: added outside the root.
+      eps_root: added inside the root.
+      mu_dtype: dtype of mu where it is not compressed; f32 by default.
+      nesterov: as in `optax.nadamw`.
+      storage: codecs, group size, rounding, policy.
+
+    Example:
+      >>> import optax, optax_lowmem as lowmem
+      >>> tx = lowmem.flash_adam(1e-3)
+    """
     return flash_adamw(
         learning_rate, b1, b2, eps, eps_root, mu_dtype, 0.0, nesterov=nesterov, storage=storage
     )

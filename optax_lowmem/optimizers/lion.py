@@ -63,7 +63,18 @@ def scale_by_flash_lion(
     *,
     storage: Storage = Storage(),  # noqa: B008 (frozen)
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_lion` with 8-bit momentum; 1.06 bytes of state a parameter."""
+    """`optax.scale_by_lion` with 8-bit momentum; 1.06 bytes of state a parameter.
+
+    Args:
+      b1: weight of the momentum in the sign, in [0, 1).
+      b2: decay of mu, in [0, 1).
+      mu_dtype: dtype of mu where it is not compressed; f32 by default.
+      storage: codec, group size, rounding, policy.
+
+    Example:
+      >>> import optax, optax_lowmem as lowmem
+      >>> tx = optax.chain(lowmem.scale_by_flash_lion(), optax.scale(-1e-4))
+    """
     return direction(LionRule(), _moments(b1, b2), storage, {"mu": mu_dtype})
 
 

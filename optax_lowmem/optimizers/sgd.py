@@ -85,7 +85,18 @@ def flash_trace(
     *,
     storage: Storage = Storage(),  # noqa: B008 (frozen)
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.trace` with 8-bit momentum; 1.06 bytes of state a parameter."""
+    """`optax.trace` with 8-bit momentum; 1.06 bytes of state a parameter.
+
+    Args:
+      decay: of the momentum, in [0, 1).
+      nesterov: direction g + decay m.
+      accumulator_dtype: dtype of the momentum where it is not compressed; f32 by default.
+      storage: codec (`mu`), group size, rounding, policy.
+
+    Example:
+      >>> import optax, optax_lowmem as lowmem
+      >>> tx = optax.chain(lowmem.flash_trace(0.9), optax.scale(-0.1))
+    """
     rule = MomentumRule(nesterov)
     return direction(rule, _moments(decay), storage, {"mu": accumulator_dtype})
 

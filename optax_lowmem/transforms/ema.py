@@ -103,8 +103,17 @@ def track_master_ema(
 def ema_params(state: Any) -> Any:
     """The average of the master weights (f32) in an optimizer state, through any wrapper.
 
+    Args:
+      state: of an optimizer with `track_master_ema` in it.
+
     Raises:
       ValueError: where there is none, or more than one.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_lowmem as lowmem
+      >>> tx = lowmem.track_master_ema(optax.sgd(0.1), 0.999)
+      >>> float(lowmem.ema_params(tx.init({"w": jnp.ones(3)}))["w"][0])
+      1.0
     """
     found = list(trees.states_with(state, "ema_correction"))
     if len(found) != 1:

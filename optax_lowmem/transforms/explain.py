@@ -75,7 +75,8 @@ def _stale_corrections(tx: optax.GradientTransformation, params: Any) -> list[st
     dtypes = {path: leaf.dtype for path, leaf in trees.named_leaves(params)}
     try:
         weights, state = init(tx, probe, lambda path, leaf: dtypes[path])
-        grads = jax.tree.map(lambda w: jnp.full(w.shape, 0.5, jnp.float32), weights)
+        fast = weights.fast if isinstance(weights, optax.LookaheadParams) else weights
+        grads = jax.tree.map(lambda w: jnp.full(w.shape, 0.5, jnp.float32), fast)
         with scope.emitting() as emitted:
             # jit may trace branches (MultiSteps, cond) whose values never leave it: run op by op
             with jax.disable_jit():

@@ -130,6 +130,13 @@ def _splits(
     _, decisions = scope.dry_run(tx, abstract)
     forms = {d.path: d.form for d in decisions if d.slot == "correction" and d.form}
     by_name = dict(zip(names, dtypes, strict=True))
+    unknown = [path for path in forms if path not in by_name]
+    if unknown:
+        raise ValueError(
+            f"the master weight of '{unknown[0]}' is split inside a wrapper that has other leaves "
+            f"({', '.join(names[:3])} ...), such as optax.lookahead: put split_master_weights "
+            "around the wrapper, and storage=Storage(master_weight_bits=None) inside."
+        )
     return {path: _split_named(form, by_name[path]) for path, form in forms.items()}
 
 
@@ -169,6 +176,12 @@ def master_params(params: Any, state: Any) -> Any:
 
     Raises:
       ValueError: where a leaf has two corrections.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> weights, state = lowmem.init(lowmem.flash_lion(1e-4), {"w": jnp.full(3, 0.1)})
+      >>> lowmem.master_params(weights, state)["w"].dtype
+      dtype('float32')
     """
     corrections: dict[str, jax.Array] = {}
     weights = dict(trees.named_leaves(params))

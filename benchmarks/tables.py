@@ -1,0 +1,125 @@
+"""Writes the tables of the README and docs/ from the records, between `table:` markers."""
+
+import argparse
+import re
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import records
+
+ROOT = Path(__file__).parent.parent
+PAGES = ("README.md", "docs/cpu_speed.md", "docs/claims.md")
+MARKED = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def newest(rows: list[dict[str, Any]], **wanted: str) -> list[dict[str, Any]]:
+    """Records that match, the last one of each case, implementation, metric, seed and device."""
+    latest: dict[tuple, dict[str, Any]] = {}
+    for row in rows:
+        if all(row.get(key) == value for key, value in wanted.items()):
+            key = tuple(row.get(k) for k in ("device", "case", "impl", "metric", "seed", "jax"))
+            latest[key] = row
+    return list(latest.values())
+
+
+def markdown(head: list[str], body: list[list[str]]) -> str:
+    """A table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in body)]) + "\n"
+
+
+def source(rows: list[dict[str, Any]]) -> str:
+    """Where and when records were made."""
+    where = sorted({f"{r['device']}, jax {r['jax']}, commit {r['commit']}" for r in rows})
+    return "\n" + "; ".join(where) + ".\n"
+
+
+def memory(rows: list[dict[str, Any]]) -> str:
+    """GiB of weights and state of Llama-3.1-8B, beside the paper's Table 4."""
+    found = newest(rows, bench="memory", case="llama-3.1-8b/adamw")
+    impls = list(dict.fromkeys(r["impl"] for r in found))
+    value = {(r["impl"], r["metric"]): r["value"] for r in found}
+    paper = {r["impl"]: r.get("paper") for r in found if r["metric"] == "state_gib"}
+    body = [
+        [
+            impl,
+            f"{value[impl, 'params_gib']:.1f}",
+            f"{value[impl, 'state_gib']:.1f}",
+            f"{value[impl, 'bytes_per_param']:.2f}",
+            f"{paper[impl]:.1f}" if paper[impl] else "",
+        ]
+        for impl in impls
+    ]
+    head = ["Llama-3.1-8B, AdamW", "weights GiB", "state GiB", "bytes/param", "paper: state GiB"]
+    return markdown(head, body) + source(found)
+
+
+def cpu_step(rows: list[dict[str, Any]]) -> str:
+    """Milliseconds and compile seconds of a step on a CPU."""
+    found = [r for r in newest(rows, bench="step") if r["device"].startswith("cpu")]
+    body = [
+        [
+            r["case"],
+            r["impl"],
+            r["jax"],
+            f"{r['value']:.1f} {r['unit']}",
+            f"{r['ratio_to_optax']:.2f}",
+        ]
+        for r in found
+    ]
+    return markdown(["case", "implementation", "jax", "time", "x optax"], body) + source(found)
+
+
+def train(rows: list[dict[str, Any]]) -> str:
+    """Validation loss over seeds, ours and f32."""
+    found = newest(rows, bench="train", metric="val_loss")
+    cases = dict.fromkeys((r["case"], r["device"]) for r in found)
+    body = []
+    for case, device in cases:
+        for impl in dict.fromkeys(r["impl"] for r in found if r["case"] == case):
+            values = [r["value"] for r in found if (r["case"], r["impl"]) == (case, impl)]
+            spread = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+            mean = f"{statistics.mean(values):.4f} ± {spread:.4f}"
+            body.append([case, impl, str(len(values)), mean])
+    return markdown(["model", "optimizer", "seeds", "validation loss"], body) + source(found)
+
+
+TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
+    "memory": memory,
+    "cpu_step": cpu_step,
+    "train": train,
+}
+
+
+def rendered(text: str, rows: list[dict[str, Any]]) -> str:
+    """A page with its tables written anew."""
+    return MARKED.sub(lambda m: m[1] + TABLES[m[2]](rows) + m[3], text)
+
+
+def all_records() -> list[dict[str, Any]]:
+    """Every stored record."""
+    return [row for path in sorted(records.RESULTS.glob("*.jsonl")) for row in records.load(path)]
+
+
+def main() -> None:
+    """Rewrites the pages; with --check, fails where one is out of date."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    rows, stale = all_records(), []
+    for page in (ROOT / name for name in PAGES):
+        if not page.exists():
+            continue
+        text = page.read_text(encoding="utf-8")
+        new = rendered(text, rows)
+        stale += [page.name] if new != text else []
+        if not check:
+            page.write_text(new, encoding="utf-8")
+    if check and stale:
+        raise SystemExit(f"out of date: {', '.join(stale)}; run python -m benchmarks.tables")
+
+
+if __name__ == "__main__":
+    main()

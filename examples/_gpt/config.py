@@ -1,0 +1,126 @@
+"""What can be chosen by name: model presets and pairs of optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import optax
+
+import optax_lowmem as lowmem
+from optax_lowmem import codecs
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Layers, attention heads and width of a GPT."""
+
+    layers: int
+    heads: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model and the run that suits it; `learning_rate` is AdamW's peak."""
+
+    shape: ModelShape
+    context: int
+    batch: int
+    steps: int
+    learning_rate: float
+    tokenizer: str = "byte"
+    vocab: int = 32_000
+
+
+PRESETS: dict[str, Preset] = {
+    "smoke": Preset(ModelShape(2, 2, 64), context=32, batch=8, steps=60, learning_rate=1e-2),
+    "demo": Preset(ModelShape(4, 3, 192), context=128, batch=8, steps=400, learning_rate=5e-3),
+    "small": Preset(ModelShape(8, 6, 384), context=256, batch=16, steps=2_000, learning_rate=2e-3),
+    "gpt2-124m": Preset(ModelShape(12, 12, 768), 1024, 16, 600, 6e-4, "bpe", 50_257),
+    "gpt2-355m": Preset(ModelShape(24, 16, 1024), 1024, 16, 600, 3e-4, "bpe", 50_257),
+}
+
+
+def matrices(params: Any) -> Any:
+    """The weight decay's mask: matrices decay, the norms' scales do not."""
+    return jax.tree.map(lambda p: p.ndim > 1, params)
+
+
+Factory = Callable[..., optax.GradientTransformation]
+
+
+@dataclass(frozen=True)
+class OptimizerPair:
+    """An optax optimizer and its low-memory form, which take the same arguments.
+
+    `rate_factor` scales the preset's learning rate, which is AdamW's.
+    """
+
+    plain: Factory
+    lowmem: Factory
+    rate_factor: float = 1.0
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _compressed(plain: Factory, **slots: codecs.GroupCodec) -> Factory:
+    """Any optax optimizer with 8-bit slots and split master weights."""
+
+    def factory(learning_rate: optax.Schedule, **arguments: Any) -> optax.GradientTransformation:
+        inner = lowmem.compress_state(plain(learning_rate, **arguments), **slots)
+        return lowmem.split_master_weights(inner)
+
+    return factory
+
+
+_DECAYED = {"weight_decay": 0.1, "mask": matrices}
+_ADAM = {"b1": 0.9, "b2": 0.99}  # 0.99: few tokens in a batch
+
+OPTIMIZERS: dict[str, OptimizerPair] = {
+    "adamw": OptimizerPair(optax.adamw, lowmem.flash_adamw, 1.0, _ADAM | _DECAYED),
+    "adam": OptimizerPair(optax.adam, lowmem.flash_adam, 1.0, _ADAM),
+    "lion": OptimizerPair(
+        optax.lion,
+        lowmem.flash_lion,
+        0.3,
+        {"b1": 0.9, "b2": 0.99, "weight_decay": 0.5, "mask": matrices},
+    ),
+    "sgd": OptimizerPair(optax.sgd, lowmem.flash_sgd, 50.0, {"momentum": 0.9, "nesterov": True}),
+    "nadamw": OptimizerPair(
+        optax.nadamw,
+        _compressed(optax.nadamw, mu=codecs.softsign(), nu=codecs.sqrt()),
+        1.0,
+        _ADAM | _DECAYED,
+    ),
+    "adan": OptimizerPair(
+        optax.adan,
+        _compressed(optax.adan, m=codecs.softsign(), v=codecs.softsign(), n=codecs.sqrt()),
+        1.0,
+        {"weight_decay": 0.02},
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A run: the preset with the command line's changes."""
+
+    preset: str
+    optimizer: str
+    shape: ModelShape
+    context: int
+    batch: int
+    steps: int
+    learning_rate: float
+    tokenizer: str
+    vocab: int
+    compute: str
+
+    def schedule(self) -> optax.Schedule:
+        """Linear warm-up over a twentieth of the steps, then a cosine to a twentieth."""
+        peak, warmup = self.learning_rate, max(1, self.steps // 20)
+        return optax.warmup_cosine_decay_schedule(
+            peak / warmup, peak, warmup, max(warmup + 1, self.steps), peak / 20
+        )

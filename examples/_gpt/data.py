@@ -1,0 +1,158 @@
+"""Text that every machine has (Python's own library), as tokens, with whole files held out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+# Tests, vendored and generated code: none of it is prose or hand-written code worth learning.
+_SKIPPED_FOLDERS = frozenset(
+    "test tests idle_test lib2to3 encodings pydoc_data site-packages dist-packages".split()
+)
+_LARGEST_FILE = 200_000
+_HELD_OUT_OF_256 = 13  # 5 %
+_SEPARATOR = b"\n\n"
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text split into a part to train on and a held-out part."""
+
+    train: bytes
+    held_out: bytes
+    source: str
+    files: int
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """A corpus as token ids; `bytes_per_token` is of the held-out part."""
+
+    train: np.ndarray
+    held_out: np.ndarray
+    vocab: int
+    bytes_per_token: float
+
+
+def standard_library() -> list[tuple[str, Path]]:
+    """(relative name, path) of the standard library's sources, sorted by name."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return [
+        (name, path)
+        for name, path in _files_under(root)
+        if name.endswith(".py")
+        and not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts)
+        and path.stat().st_size <= _LARGEST_FILE
+    ]
+
+
+def _files_under(root: Path) -> list[tuple[str, Path]]:
+    found = ((path.relative_to(root).as_posix(), path) for path in root.rglob("*"))
+    return sorted((name, path) for name, path in found if path.is_file())
+
+
+def _is_text(content: bytes) -> bool:
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return bool(content) and b"\0" not in content
+
+
+def _is_held_out(name: str) -> bool:
+    return hashlib.sha256(name.encode()).digest()[0] < _HELD_OUT_OF_256
+
+
+def load_corpus(data: Path | None = None) -> Corpus:
+    """Reads `data` (a file or a folder of text), or the standard library when it is None.
+
+    A twentieth is held out: whole files, chosen by a hash of their relative names, so that the
+    choice does not depend on the machine; of a single file, its end.
+    """
+    if data is None:
+        named, source = standard_library(), "Python's standard library"
+    elif data.is_dir():
+        named, source = _files_under(data), str(data)
+    elif data.is_file():
+        named, source = [(data.name, data)], str(data)
+    else:
+        raise SystemExit(f"--data {data}: no such file or folder")
+    texts = [(name, content) for name, path in named if _is_text(content := path.read_bytes())]
+    if not texts:
+        raise SystemExit(
+            f"{source}: no UTF-8 text found; pass --data with a file or folder of text"
+        )
+    held_out = _SEPARATOR.join(text for name, text in texts if _is_held_out(name))
+    train = _SEPARATOR.join(text for name, text in texts if not _is_held_out(name))
+    if not (train and held_out):
+        whole = train or held_out
+        cut = len(whole) * (256 - _HELD_OUT_OF_256) // 256
+        train, held_out = whole[:cut], whole[cut:]
+    return Corpus(train, held_out, source, len(texts))
+
+
+def byte_tokens(corpus: Corpus) -> Tokens:
+    """One token a byte."""
+    train, held_out = (np.frombuffer(x, np.uint8) for x in (corpus.train, corpus.held_out))
+    return Tokens(train, held_out, 256, 1.0)
+
+
+def bpe_tokens(corpus: Corpus, vocab: int, cache: Path) -> Tokens:
+    """Byte-level BPE of at most `vocab` tokens, trained on the training part.
+
+    The tokenizer and the tokens are kept in `cache`, under a name that depends on the text.
+    """
+    key = hashlib.sha256(corpus.train + b"\0" + corpus.held_out).hexdigest()[:12]
+    stem = cache / f"bpe-{vocab}-{key}"
+    tokenizer_file, tokens_file = stem.with_suffix(".json"), stem.with_suffix(".npz")
+    if not (tokenizer_file.exists() and tokens_file.exists()):
+        _train_bpe(corpus, vocab, tokenizer_file, tokens_file)
+    with np.load(tokens_file) as stored:
+        train, held_out = stored["train"], stored["held_out"]
+    size = len(json.loads(tokenizer_file.read_text(encoding="utf-8"))["model"]["vocab"])
+    padded = -(-size // 64) * 64  # a multiple of 64 keeps the logits' matrix product fast
+    return Tokens(train, held_out, padded, len(corpus.held_out) / len(held_out))
+
+
+def _train_bpe(corpus: Corpus, vocab: int, tokenizer_file: Path, tokens_file: Path) -> None:
+    try:
+        from tokenizers import ByteLevelBPETokenizer
+    except ImportError:
+        raise SystemExit("--tokenizer bpe needs the package 'tokenizers'") from None
+
+    train, held_out = (x.decode("utf-8", "replace") for x in (corpus.train, corpus.held_out))
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(train.split("\n\n"), vocab_size=vocab, show_progress=False)
+    tokenizer_file.parent.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(tokenizer_file))
+    ids = {
+        name: _encode(tokenizer, text) for name, text in (("train", train), ("held_out", held_out))
+    }
+    np.savez(tokens_file, **ids)
+
+
+def _encode(tokenizer, text: str) -> np.ndarray:
+    # By line groups: one call on megabytes of text is far slower than many short ones in parallel.
+    lines = text.splitlines(keepends=True)
+    chunks = ["".join(lines[i : i + 200]) for i in range(0, len(lines), 200)]
+    dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.int32
+    return np.concatenate([np.asarray(e.ids, dtype) for e in tokenizer.encode_batch(chunks)])
+
+
+def sample_batch(tokens: np.ndarray, batch: int, context: int, seed: int, step: int) -> np.ndarray:
+    """[batch, context + 1] windows of `tokens`: a function of the seed and the step alone."""
+    starts = np.random.default_rng((seed, step)).integers(0, len(tokens) - context, batch)
+    return tokens[starts[:, None] + np.arange(context + 1)].astype(np.int32)
+
+
+def held_out_batches(tokens: np.ndarray, batch: int, context: int, count: int) -> list[np.ndarray]:
+    """`count` fixed batches whose windows are spread evenly over `tokens`."""
+    starts = np.linspace(0, len(tokens) - context - 1, batch * count).astype(np.int64)
+    # Strided, so that any prefix of the batches also covers the whole text.
+    windows = tokens[starts[:, None] + np.arange(context + 1)].astype(np.int32)
+    return [windows[i::count] for i in range(count)]

@@ -1,0 +1,185 @@
+"""The picture of a run: loss curves, their difference, and where the bytes are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+import numpy as np  # noqa: E402
+
+from .train import F32, LOWMEM  # noqa: E402
+
+_INK, _FAINT = "#22272e", "#8b949e"
+_COLOURS = {F32: "#5b6b7f", LOWMEM: "#e4572e"}
+_NAMES = {F32: "optax, f32", LOWMEM: "optax_lowmem"}
+# A slot and its scales share a hue; slots not named here take the spare ones in turn.
+_SLOT_COLOURS = {
+    "weights": "#2f4b7c",
+    "gradients": "#7a8fb5",
+    "correction": "#b9c6de",
+    "mu": "#f28e2b",
+    "nu": "#59a14f",
+    "trace": "#f28e2b",
+}
+_SPARE = ("#f28e2b", "#59a14f", "#b07aa1", "#e2b93b", "#76b7b2")
+_STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "axes.edgecolor": "#c8ced6",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 11.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "xtick.color": _FAINT,
+    "ytick.color": _FAINT,
+    "xtick.labelcolor": _INK,
+    "ytick.labelcolor": _INK,
+    "grid.color": "#e6e9ee",
+    "legend.frameon": False,
+}
+
+
+def draw(result: dict[str, Any], file: Path) -> None:
+    """Draws the result of `report.summarise` into a PNG."""
+    runs, settings = result["runs"], result["settings"]
+    both = len(runs) == 2
+    with plt.rc_context(_STYLE):
+        figure = plt.figure(figsize=(12, 6.2), layout="constrained")
+        grid = figure.add_gridspec(
+            2 if both else 1, 2, width_ratios=(1.75, 1), height_ratios=(3.4, 1) if both else (1,)
+        )
+        curves = figure.add_subplot(grid[0, 0])
+        _draw_curves(curves, result)
+        if both:
+            _draw_difference(figure.add_subplot(grid[1, 0], sharex=curves), result)
+            curves.tick_params(labelbottom=False)
+        else:
+            curves.set_xlabel("step")
+        _draw_memory(figure.add_subplot(grid[:, 1]), runs)
+        parameters = next(iter(runs.values()))["parameters"]
+        figure.suptitle(
+            f"{settings['optimizer']} trains a GPT of {parameters / 1e6:.1f}M parameters "
+            f"on {result['data']['source']}",
+            x=0.01,
+            ha="left",
+            fontsize=14,
+            fontweight="bold",
+        )
+        figure.savefig(file, dpi=150, facecolor="white")
+        plt.close(figure)
+
+
+def _curves(run: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Steps [n] and validation losses [seeds, n]."""
+    points = np.array([one["val_curve"] for one in run["by_seed"]])
+    return points[0, :, 0], points[:, :, 1]
+
+
+def _smooth(losses: np.ndarray, width: int) -> np.ndarray:
+    return np.convolve(losses, np.ones(width) / width, mode="valid")
+
+
+def _draw_curves(axes: plt.Axes, result: dict[str, Any]) -> None:
+    unit = "byte" if result["settings"]["tokenizer"] == "byte" else "token"
+    for impl, run in result["runs"].items():
+        ours = impl == LOWMEM
+        train = np.mean([one["train_loss"] for one in run["by_seed"]], axis=0)
+        width = max(1, len(train) // 25)
+        x = np.arange(len(train) - width + 1) + (width + 1) / 2
+        axes.plot(x, _smooth(train, width), color=_COLOURS[impl], lw=1, alpha=0.3)
+        steps, losses = _curves(run)
+        # The wide line beneath and the thin one on top stay visible where they coincide.
+        axes.plot(
+            steps,
+            losses.mean(0),
+            color=_COLOURS[impl],
+            lw=2 if ours else 6,
+            alpha=1 if ours else 0.55,
+            marker="o" if ours else None,
+            ms=4.5,
+            solid_capstyle="round",
+            label=f"{_NAMES[impl]}: {run['val_loss']:.4f}",
+        )
+    seeds = len(result["seeds"])
+    mean = f", mean of {seeds} seeds" if seeds > 1 else ""
+    axes.set_title(f"Validation loss (nats a {unit}){mean}; thin: training loss")
+    axes.set_ylim(*_loss_limits(result))
+    axes.grid(axis="y")
+    axes.legend(loc="upper right", fontsize=11, handlelength=2.4)
+
+
+def _loss_limits(result: dict[str, Any]) -> tuple[float, float]:
+    """From below the lowest loss to the first loss after the start, which is off the scale."""
+    losses = np.concatenate([_curves(run)[1] for run in result["runs"].values()])
+    low, high = losses.min(), losses[:, 1:].max()
+    margin = max(0.05, high - low)
+    return low - 0.15 * margin, high + 0.35 * margin
+
+
+def _draw_difference(axes: plt.Axes, result: dict[str, Any]) -> None:
+    steps, plain = _curves(result["runs"][F32])
+    difference = 100 * (_curves(result["runs"][LOWMEM])[1] - plain) / plain
+    reach = max(0.5, 1.25 * np.abs(difference).max())
+    axes.axhspan(-0.3, 0.3, color="#eef1f5", lw=0)
+    axes.axhline(0, color=_COLOURS[F32], lw=1)
+    if len(difference) > 1:
+        axes.plot(steps, difference.T, color=_COLOURS[LOWMEM], lw=0.8, alpha=0.35)
+    axes.plot(steps, difference.mean(0), color=_COLOURS[LOWMEM], lw=1.8, marker="o", ms=4)
+    axes.set_ylim(-reach, reach)
+    axes.set_title("Difference from f32, %; the band is ±0.3 %", fontweight="normal")
+    axes.set_xlabel("step")
+    axes.set_xlim(0, steps[-1] * 1.02)
+
+
+def _slot_order(runs: dict[str, Any]) -> list[str]:
+    found = dict.fromkeys(slot for run in runs.values() for slot in run["bytes_per_param"])
+    slots = [slot for slot in found if slot not in ("counters", "total")]
+    first = ("weights", "gradients", "correction")
+    return [s for s in first if s in slots] + sorted(s for s in slots if s not in first)
+
+
+def _slot_colours(slots: list[str]) -> dict[str, str]:
+    owners = dict.fromkeys(slot.removesuffix("_scale") for slot in slots)
+    spare = (c for c in _SPARE if c not in {_SLOT_COLOURS.get(o) for o in owners})
+    colours = {owner: _SLOT_COLOURS.get(owner) or next(spare, _FAINT) for owner in owners}
+    return {slot: colours[slot.removesuffix("_scale")] for slot in slots}
+
+
+def _draw_memory(axes: plt.Axes, runs: dict[str, Any]) -> None:
+    slots = _slot_order(runs)
+    colours = _slot_colours(slots)
+    tallest = max(run["bytes_per_param"]["total"] for run in runs.values())
+    for x, (impl, run) in enumerate(runs.items()):
+        sizes, top = run["bytes_per_param"], 0.0
+        for slot in slots:
+            size, scales = sizes.get(slot, 0.0), slot.endswith("_scale")
+            axes.bar(x, size, 0.62, top, color=colours[slot], alpha=0.55 if scales else 1,
+                     edgecolor="white", linewidth=0 if scales else 0.8)  # fmt: skip
+            if size > 0.03 * tallest:
+                axes.text(x, top + size / 2, f"{slot}  {size:.2f}", ha="center", va="center",
+                          color=_contrast(colours[slot]), fontsize=9.5)  # fmt: skip
+            top += size
+        share = f"  ({top / tallest:.0%})" if top < 0.999 * tallest else ""
+        axes.text(x, top + 0.02 * tallest, f"{top:.2f}{share}", ha="center", va="bottom",
+                  fontsize=15, fontweight="bold", color=_COLOURS[impl])  # fmt: skip
+        below = f"{_NAMES[impl]}\n{run['step_ms']:.3g} ms a step"
+        axes.text(x, -0.02 * tallest, below, ha="center", va="top", fontsize=10)
+    axes.set_title("Bytes a parameter while training")
+    axes.set_xlim(-0.6, len(runs) - 0.4)
+    axes.set_ylim(0, 1.1 * tallest)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.spines[["left"]].set_visible(False)
+
+
+def _contrast(colour: str) -> str:
+    """Ink or white, whichever reads better on a colour."""
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return _INK if 0.3 * red + 0.59 * green + 0.11 * blue > 150 else "white"

@@ -1,0 +1,171 @@
+"""Trains a GPT twice from the same start: optax in f32, and optax_lowmem on bf16 weights.
+
+    python examples/train_gpt.py                                       # minutes on 2 CPU cores
+    python examples/train_gpt.py --preset gpt2-124m --vocab 32000      # one GPU
+    python examples/train_gpt.py --optimizer lion --seeds 3
+
+The text is the source of Python's standard library, so nothing is downloaded. The two runs see the
+same batches and take turns, so that their step times compare. The results go to a folder
+(`--out`): a picture, the numbers as JSON, and the tokenizer where one is trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+from _gpt import data, figure, records, report, train
+from _gpt.config import OPTIMIZERS, PRESETS, Settings
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+_ONLY = {"f32": [train.F32], "lowmem": [train.LOWMEM], "both": [train.F32, train.LOWMEM]}
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--preset", choices=PRESETS, default="demo", help="model and run (default: demo)")
+    add("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: adamw")
+    add("--only", choices=_ONLY, default="both", help="which of the two to train (default: both)")
+    add("--steps", type=_positive, help="default: the preset's")
+    add("--batch", type=_positive, help="sequences in a batch; default: the preset's")
+    add("--context", type=_positive, help="tokens in a sequence; default: the preset's")
+    add("--lr", type=float, help="peak learning rate; default: the preset's and optimizer's")
+    add("--tokenizer", choices=("byte", "bpe"), help="default: the preset's")
+    add("--vocab", type=_positive, help="tokens of the BPE tokenizer; default: the preset's")
+    add("--compute", choices=("auto", "float32", "bfloat16"), default="auto",
+        help="dtype of matrix products; auto: float32 on a CPU, bfloat16 elsewhere")  # fmt: skip
+    add("--data", type=Path, metavar="PATH", help="a file or folder of text; default: see above")
+    add("--seed", type=int, default=0, help="of the weights, the batches and the rounding")
+    add("--seeds", type=_positive, default=1, help="how many seeds to repeat over (default: 1)")
+    add("--out", type=Path, default=Path("demo_output"), help="default: demo_output")
+    add("--record", type=Path, metavar="FILE", help="append benchmark records (JSON lines)")
+    return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def make_settings(args: argparse.Namespace) -> Settings:
+    """The preset with what the command line changes."""
+    preset = PRESETS[args.preset]
+    given = {
+        name: getattr(args, name) for name in ("steps", "batch", "context", "vocab", "tokenizer")
+    }
+    chosen = {name: getattr(preset, name) if x is None else x for name, x in given.items()}
+    if args.compute == "auto":
+        args.compute = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    rate = preset.learning_rate * OPTIMIZERS[args.optimizer].rate_factor
+    return Settings(
+        preset=args.preset,
+        optimizer=args.optimizer,
+        shape=preset.shape,
+        learning_rate=rate if args.lr is None else args.lr,
+        compute=args.compute,
+        **chosen,
+    )
+
+
+def load_tokens(
+    settings: Settings, path: Path | None, out: Path
+) -> tuple[data.Tokens, dict[str, Any]]:
+    """The text as tokens, and what to say of it."""
+    corpus = data.load_corpus(path)
+    if settings.tokenizer == "bpe":
+        tokens = data.bpe_tokens(corpus, settings.vocab, out)
+    else:
+        tokens = data.byte_tokens(corpus)
+    if min(len(tokens.train), len(tokens.held_out)) <= settings.context:
+        raise SystemExit(f"{corpus.source}: too little text for --context {settings.context}")
+    return tokens, {
+        "source": corpus.source,
+        "files": corpus.files,
+        "train_bytes": len(corpus.train),
+        "held_out_bytes": len(corpus.held_out),
+        "train_tokens": len(tokens.train),
+        "bytes_per_token": tokens.bytes_per_token,
+        "vocab": tokens.vocab,
+    }
+
+
+def train_seed(
+    settings: Settings,
+    tokens: data.Tokens,
+    seed: int,
+    programs: dict[str, train.Program],
+    console: Console,
+) -> dict[str, Any]:
+    """Trains with one seed and returns each run's numbers."""
+    runs = {impl: train.Run(program, seed) for impl, program in programs.items()}
+    columns = (
+        TextColumn(f"seed {seed}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[losses]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=settings.steps, losses="")
+        shown = 1
+        for done in train.train(runs, settings, tokens, seed):
+            losses = "  ".join(
+                f"{report.LABELS[i]} {r.train_loss[-1]:.3f}" for i, r in runs.items()
+            )
+            progress.update(task, completed=done, losses=losses)
+            if len(next(iter(runs.values())).val_loss) > shown:
+                shown += 1
+                held = "   ".join(
+                    f"{report.LABELS[i]} {r.val_loss[-1]:.4f}" for i, r in runs.items()
+                )
+                progress.console.print(
+                    f"step {done:5d}   validation loss   {held}", highlight=False
+                )
+    return {impl: report.run_numbers(run, settings) for impl, run in runs.items()}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    start = time.perf_counter()
+    args = parse_arguments(arguments)
+    console = Console()
+    settings = make_settings(args)
+    args.out.mkdir(parents=True, exist_ok=True)
+    tokens, about = load_tokens(settings, args.data, args.out)
+    console.print(
+        f"{about['files']} files of {about['source']}: {about['train_bytes'] / 1e6:.1f} MB to "
+        f"train on, {about['held_out_bytes'] / 1e6:.2f} MB held out; {settings.steps} steps of "
+        f"{settings.batch} x {settings.context} tokens on {report.device_name()}",
+        highlight=False,
+    )
+    with console.status("compiling"):
+        programs = {
+            impl: train.compile_program(impl, settings, tokens.vocab) for impl in _ONLY[args.only]
+        }
+    by_seed = {
+        seed: train_seed(settings, tokens, seed, programs, console)
+        for seed in range(args.seed, args.seed + args.seeds)
+    }
+    result = report.summarise(settings, about, by_seed, time.perf_counter() - start)
+    console.print(report.table(result))
+    if args.only == "both":
+        console.print(report.conclusion(result), highlight=False)
+    picture, numbers = args.out / "train_gpt.png", args.out / "train_gpt.json"
+    figure.draw(result, picture)
+    numbers.write_text(json.dumps(result, indent=1), encoding="utf-8")
+    if args.record:
+        records.append(result, args.record)
+    console.print(f"Wrote {picture} and {numbers} after {time.perf_counter() - start:.0f} s.")
+
+
+if __name__ == "__main__":
+    main()

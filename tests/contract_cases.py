@@ -1,0 +1,245 @@
+"""The optimizers, parameters and gradient streams of the contract tests."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lowmem as lowmem
+
+# A few hundred numbers: compiling is all the time, and a third of it is LLVM's optimization.
+QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+POLICY = lowmem.Policy(min_size=32)
+_MU, _NU = lowmem.codecs.softsign(), lowmem.codecs.sqrt()
+_ADAM = {"mu": _MU, "nu": _NU}
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How state is kept: what Storage and compress_state have in common."""
+
+    bits: int | None = 24
+    group_size: int = 32
+    rounding: str = "stochastic"
+    seed: int = 0
+    policy: lowmem.Policy = POLICY
+
+    def storage(self) -> lowmem.Storage:
+        return lowmem.Storage(
+            self.bits,
+            group_size=self.group_size,
+            rounding=self.rounding,
+            seed=self.seed,
+            policy=self.policy,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An optimizer under contract.
+
+    Attributes:
+      plain: learning rate -> the optax optimizer that it must follow.
+      make: (learning rate, form) -> ours.
+      slots: compressed state fields, as optax.tree.get finds them.
+      learning_rate: one with which optax's own tests converge.
+      step: one that moves weights of about 1 by 1e-3 a step under `stream`.
+    """
+
+    plain: Callable[[Any], optax.GradientTransformation]
+    make: Callable[[Any, Form], optax.GradientTransformationExtraArgs]
+    slots: tuple[str, ...]
+    learning_rate: float
+    step: float = 1e-3
+
+
+_OPTIONS: dict[str, tuple[float, dict[str, Any]]] = {
+    "flash_adamw": (1e-1, {}),
+    "flash_adam": (1e-1, {}),
+    "flash_lion": (1e-2, {"weight_decay": 1e-4}),
+    "flash_sgd": (1e-3, {}),
+}
+
+
+def _flash(name: str) -> Case:
+    row = lowmem.OPTIMIZERS[name]
+    # an optimizer that comes new into the table is tested with its own defaults
+    learning_rate, options = _OPTIONS.get(name, (row.learning_rate, {}))
+    return Case(
+        plain=lambda lr: row.plain(lr, **options),
+        make=lambda lr, form: row.make(lr, **options, storage=form.storage()),
+        slots=row.moments,
+        learning_rate=learning_rate,
+    )
+
+
+def _compressed(
+    plain: Callable, learning_rate: float, slots: dict, step: float = 1e-3, **options: Any
+) -> Case:
+    def make(lr: Any, form: Form) -> optax.GradientTransformationExtraArgs:
+        tx = lowmem.compress_state(
+            plain(lr, **options),
+            group_size=form.group_size,
+            rounding=form.rounding,
+            seed=form.seed,
+            policy=form.policy,
+            **slots,
+        )
+        return tx if form.bits is None else lowmem.split_master_weights(tx, form.bits)
+
+    return Case(functools.partial(plain, **options), make, tuple(slots), learning_rate, step)
+
+
+CASES: dict[str, Case] = {
+    **{name: _flash(name) for name in lowmem.OPTIMIZERS},
+    "optax.adamw": _compressed(optax.adamw, 1e-1, _ADAM),
+    "optax.adan": _compressed(optax.adan, 1e-1, {"m": _MU, "v": _MU, "n": _NU}),
+    "optax.lion": _compressed(optax.lion, 1e-2, {"mu": _MU}, weight_decay=1e-4),
+    "optax.sgd": _compressed(optax.sgd, 1e-3, {"trace": _MU}, momentum=0.9),
+    "optax.amsgrad": _compressed(optax.amsgrad, 1e-1, {**_ADAM, "nu_max": _NU}),
+    "optax.adabelief": _compressed(optax.adabelief, 1e-2, _ADAM),
+    "optax.novograd": _compressed(optax.novograd, 1e-3, {"mu": _MU}, step=1e-2),
+    "optax.nadamw": _compressed(optax.nadamw, 1e-2, _ADAM),
+    "optax.rmsprop": _compressed(optax.rmsprop, 5e-3, {"nu": _NU}),
+}
+
+# Under each of optax's wrappers the fast suite has all of them (test_contract_matrix.py); elsewhere
+# it has ours, the one with most slots and the one with a running maximum.
+OPTIMIZER = pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in (*lowmem.OPTIMIZERS, "optax.adan", "optax.amsgrad")
+        else pytest.param(name, marks=pytest.mark.full)
+        for name in CASES
+    ],
+)
+DTYPES: dict[str, Any] = {
+    "bfloat16": jnp.bfloat16,
+    "float16": jnp.float16,
+    "float32": jnp.float32,
+    "mixed": lambda path, leaf: jnp.float32 if "norm" in path else jnp.bfloat16,
+}
+
+
+def masters(seed: int = 0) -> dict[str, Any]:
+    """f32 parameters: full and partial groups, and a leaf that the policy leaves uncompressed."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.normal(1.0, 0.2, shape), jnp.float32)
+
+    return {"block": {"w": leaf(3, 40)}, "norm": leaf(5)}
+
+
+def stream(params: Any, steps: int, seed: int = 1) -> Any:
+    """Gradients of `steps` steps, stacked: a steady part and noise, of sizes that vary by leaf."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(p: Any) -> jax.Array:
+        steady = rng.normal(0.0, 1.0, p.shape)
+        noise = rng.normal(0.0, 0.5, (steps, *p.shape))
+        return jnp.asarray((steady + noise) * 10.0 ** rng.uniform(-1, 1), jnp.float32)
+
+    return jax.tree.map(leaf, params)
+
+
+def at(gradients: Any, step: int) -> Any:
+    return jax.tree.map(lambda g: g[step], gradients)
+
+
+def train(tx: Any, params: Any, state: Any, gradients: Any, **extra: Any) -> tuple[Any, Any]:
+    """Every step of a stream, compiled together as one scan."""
+
+    def body(carry: Any, grads: Any) -> tuple[Any, None]:
+        params, state = carry
+        updates, state = tx.update(grads, state, params, **extra)
+        return (optax.apply_updates(params, updates), state), None
+
+    scan = lambda p, s, g: jax.lax.scan(body, (p, s), g)[0]  # noqa: E731
+    steps = jax.jit(scan, compiler_options=QUICK_COMPILE)
+    return steps(params, state, gradients)
+
+
+def changes(start: Any, end: Any) -> list[np.ndarray]:
+    """What happened to each leaf, in f64."""
+    rows = zip(jax.tree.leaves(start), jax.tree.leaves(end), strict=True)
+    return [np.asarray(b, np.float64) - np.asarray(a, np.float64) for a, b in rows]
+
+
+def distance(ours: list[np.ndarray], plain: list[np.ndarray]) -> float:
+    """Largest over leaves of |ours - plain| / |plain|; a leaf that plain leaves alone must rest."""
+    worst = 0.0
+    for u, v in zip(ours, plain, strict=True):
+        gap, size = np.linalg.norm(u - v), np.linalg.norm(v)
+        worst = max(worst, float(gap / size) if size else (np.inf if gap else 0.0))
+    return worst
+
+
+def cosine(ours: list[np.ndarray], plain: list[np.ndarray]) -> float:
+    """Of two total changes."""
+    u, v = (np.concatenate([leaf.ravel() for leaf in tree]) for tree in (ours, plain))
+    return float(u @ v / (np.linalg.norm(u) * np.linalg.norm(v)))
+
+
+def shapes_of(tree: Any) -> Any:
+    return jax.tree.map(lambda x: (jnp.shape(x), jnp.dtype(x.dtype)), tree)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    """Equal in structure, dtype and every bit's value."""
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for (path, a), b in zip(
+        jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True
+    ):
+        assert a.dtype == b.dtype, path
+        np.testing.assert_array_equal(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), err_msg=str(path)
+        )
+
+
+def code_differences(one: Any, other: Any) -> tuple[int, float]:
+    """Largest difference of 8-bit codes, and the share of codes that differ."""
+    gaps = [
+        np.abs(np.asarray(a, np.int32) - np.asarray(b, np.int32)).ravel()
+        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+        if a.ndim and jnp.dtype(a.dtype) in (jnp.int8, jnp.uint8)
+    ]
+    assert gaps, "no codes to compare"
+    gap = np.concatenate(gaps)
+    return int(gap.max()), float((gap > 0).mean())
+
+
+def pairs_of(row: Sequence[Any]) -> Iterator[tuple]:
+    """((factor, value), (factor, value)) for all pairs of factors of a row."""
+    return itertools.combinations(enumerate(row), 2)
+
+
+def pairwise(factors: Sequence[Sequence[Any]]) -> list[tuple]:
+    """Rows in which every pair of values of two factors occurs; greedy, the same every time."""
+    missing = {
+        ((i, a), (j, b))
+        for (i, left), (j, right) in itertools.combinations(enumerate(factors), 2)
+        for a in left
+        for b in right
+    }
+    rng = np.random.default_rng(0)
+    rows = []
+    while missing:
+        fixed = dict(min(missing, key=repr))
+        candidates = []
+        for _ in range(30):
+            drawn = [values[rng.integers(len(values))] for values in factors]
+            row = [fixed.get(index, value) for index, value in enumerate(drawn)]
+            candidates.append(tuple(row))
+        best = max(candidates, key=lambda row: sum(pair in missing for pair in pairs_of(row)))
+        rows.append(best)
+        missing -= set(pairs_of(best))
+    return rows

@@ -1,0 +1,82 @@
+"""Leaf shapes of published models, abstract: trees of jax.ShapeDtypeStruct with per-layer names."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+def _leaf(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def llama(
+    dtype: Any, *, layers: int, width: int, hidden: int, kv: int, vocab: int, tied: bool
+) -> dict:
+    """A Llama with untied or tied embeddings; kernels are [in, out]."""
+
+    def kernel(inputs: int, outputs: int) -> dict:
+        return {"kernel": _leaf(dtype, inputs, outputs)}
+
+    def norm() -> dict:
+        return {"scale": _leaf(dtype, width)}
+
+    def layer() -> dict:
+        return {
+            "input_layernorm": norm(),
+            "self_attn": {
+                "q_proj": kernel(width, width),
+                "k_proj": kernel(width, kv),
+                "v_proj": kernel(width, kv),
+                "o_proj": kernel(width, width),
+            },
+            "post_attention_layernorm": norm(),
+            "mlp": {
+                "gate_proj": kernel(width, hidden),
+                "up_proj": kernel(width, hidden),
+                "down_proj": kernel(hidden, width),
+            },
+        }
+
+    model = {
+        "embed_tokens": {"embedding": _leaf(dtype, vocab, width)},
+        "layers": {str(index): layer() for index in range(layers)},
+        "norm": norm(),
+    }
+    return {"model": model} if tied else {"model": model, "lm_head": kernel(width, vocab)}
+
+
+def llama_3_1_8b(dtype: Any = jnp.bfloat16) -> dict:
+    """8,030,261,248 parameters in 291 leaves."""
+    return llama(dtype, layers=32, width=4096, hidden=14336, kv=1024, vocab=128256, tied=False)
+
+
+def llama_3_2_1b(dtype: Any = jnp.bfloat16) -> dict:
+    """1,235,814,400 parameters in 146 leaves."""
+    return llama(dtype, layers=16, width=2048, hidden=8192, kv=512, vocab=128256, tied=True)
+
+
+def gpt2_124m(dtype: Any = jnp.bfloat16) -> dict:
+    """124,439,808 parameters in 148 leaves; the output projection is the token embedding."""
+    width = 768
+
+    def linear(inputs: int, outputs: int) -> dict:
+        return {"kernel": _leaf(dtype, inputs, outputs), "bias": _leaf(dtype, outputs)}
+
+    def norm() -> dict:
+        return {"scale": _leaf(dtype, width), "bias": _leaf(dtype, width)}
+
+    def block() -> dict:
+        return {
+            "ln_1": norm(),
+            "attn": {"c_attn": linear(width, 3 * width), "c_proj": linear(width, width)},
+            "ln_2": norm(),
+            "mlp": {"c_fc": linear(width, 4 * width), "c_proj": linear(4 * width, width)},
+        }
+
+    return {
+        "wte": {"embedding": _leaf(dtype, 50257, width)},
+        "wpe": {"embedding": _leaf(dtype, 1024, width)},
+        "h": {str(index): block() for index in range(12)},
+        "ln_f": norm(),
+    }

@@ -1,0 +1,228 @@
+"""Gradient accumulation into bf16 and into the moments."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lowmem as lowmem
+from optax_lowmem import Storage
+from tests import tolerances
+
+PLAIN = Storage(mu=None, nu=None)
+EVERY = 4
+
+
+def micro_batches(count, seed=0, shape=(64, 128)):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=(count, *shape)) * 0.01, jnp.float32)
+
+
+def run(tx, params, state, gradients):
+    """Parameters and states after every micro-batch."""
+    update = jax.jit(lambda g, s, p: tx.update({"w": g}, s, p))
+    history = []
+    for g in gradients:
+        updates, state = update(g, state, params)
+        params = optax.apply_updates(params, updates)
+        history.append((params, state))
+    return history
+
+
+def bits(tree):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(tree)]
+
+
+# ---- into bfloat16 ---------------------------------------------------------------------------
+
+
+def test_bfloat16_is_MultiSteps():
+    """Against optax's f32 buffer: bf16 roundings of the running mean, and nothing else."""
+    gradients = micro_batches(2 * EVERY)
+    params = {"w": jnp.zeros((64, 128))}
+    ours = lowmem.accumulate_gradients(optax.sgd(1.0), EVERY, "bfloat16")
+    plain = optax.MultiSteps(optax.sgd(1.0), EVERY)
+    mine = run(ours, params, ours.init(params), gradients)
+    theirs = run(plain, params, plain.init(params), gradients)
+    running = jnp.abs(jnp.cumsum(gradients.reshape(2, EVERY, 64, 128) / EVERY, axis=1))
+    # each step stores EVERY - 1 running means, each within one bf16 spacing of the exact one
+    steps = jnp.max(running, axis=1) + tolerances.BF16_SPACING * EVERY * jnp.max(running)
+    bound = jnp.cumsum((EVERY - 1) * tolerances.BF16_SPACING * steps, axis=0)
+    for index, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        error = jnp.abs(a[0]["w"] - b[0]["w"])
+        assert bool(jnp.all(error <= bound[index // EVERY] + 1e-7)), index
+    assert float(jnp.max(jnp.abs(mine[-1][0]["w"] - theirs[-1][0]["w"]))) > 1e-6, "bf16 it is"
+    assert bits(mine[EVERY - 2][0]) == bits(params) != bits(mine[EVERY - 1][0])
+
+
+def test_bfloat16_loses_no_small_gradients():
+    """1024 equal micro-batches: plain bf16 stalls at 256 of them, ours has the mean of all."""
+    every, params = 1024, {"w": jnp.zeros((64, 64))}
+    tx = lowmem.accumulate_gradients(optax.sgd(1.0), every, "bfloat16")
+
+    def micro(carry, _):
+        state, plain = carry
+        updates, state = tx.update({"w": jnp.ones((64, 64))}, state, params)
+        return (state, plain + jnp.bfloat16(1 / every)), updates["w"]
+
+    start = (tx.init(params), jnp.zeros((), jnp.bfloat16))
+    (state, plain), updates = jax.jit(lambda c: jax.lax.scan(micro, c, length=every))(start)
+    assert float(plain) <= 0.5, "the control stalls"
+    assert not bool(jnp.any(updates[:-1]))
+    mean = -np.asarray(updates[-1], np.float64)
+    assert abs(mean.mean() - 1) <= tolerances.stochastic_sum(every, 2**-8, 4096)
+    assert mean.std() > 0 and np.abs(mean - 1).max() < 0.4
+    assert (int(state.micro_step), int(state.count)) == (0, every)
+    assert not bool(jnp.any(state.accumulated["w"]))
+
+
+def test_bfloat16_around_any_optimizer():
+    tx = lowmem.accumulate_gradients(
+        lowmem.chain(optax.clip_by_global_norm(1.0), lowmem.flash_lion(1e-2)), EVERY, "bfloat16"
+    )
+    params, state = lowmem.init(tx, {"w": jnp.ones((64, 128))})
+    history = run(tx, params, state, micro_batches(2 * EVERY))
+    masters = [lowmem.master_params(p, s)["w"] for p, s in history]
+    assert bits(masters[2]) == bits(jnp.ones((64, 128)))
+    assert float(jnp.min(jnp.abs(masters[3] - 1))) > 5e-3
+    assert bits(masters[3]) == bits(masters[6]) != bits(masters[7])
+
+
+# ---- into the moments ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "decay", [{}, {"weight_decay": 0.1}, {"weight_decay": 0.1, "decoupled": True}]
+)
+def test_moments_of_sgd_are_those_of_the_whole_batch(decay):
+    """With f32 storage, to f32 rounding, over three steps."""
+    gradients = micro_batches(3 * EVERY)
+    inner = lowmem.flash_sgd(0.5, momentum=0.9, storage=PLAIN, **decay)
+    tx = lowmem.accumulate_gradients(inner, EVERY, "moments")
+    params = {"w": jnp.ones((64, 128))}
+    mine = run(tx, params, tx.init(params), gradients)[EVERY - 1 :: EVERY]
+    whole = run(inner, params, inner.init(params), gradients.reshape(3, EVERY, 64, 128).mean(1))
+    for (a, mine_state), (b, state) in zip(mine, whole, strict=True):
+        assert float(jnp.max(jnp.abs(a["w"] - b["w"]))) <= 1e-6
+        assert float(jnp.max(jnp.abs(mine_state.inner_state.mu["w"] - state.mu["w"]))) <= 1e-7
+        assert int(mine_state.inner_state.count) == int(state.count)
+
+
+def test_codes_of_sgd_are_near_those_of_the_whole_batch():
+    gradients = micro_batches(EVERY)
+    inner = lowmem.flash_sgd(1.0, momentum=0.9)
+    tx = lowmem.accumulate_gradients(inner, EVERY, "moments")
+    params = {"w": jnp.zeros((64, 128))}
+    mine = run(tx, params, tx.init(params), gradients)[-1][0]["w"]
+    exact = -gradients.mean(0)
+    largest = jnp.max(jnp.abs(jnp.cumsum(gradients / EVERY, 0)), axis=0)
+    groups = jnp.max(largest.reshape(64, 4, 32), axis=-1, keepdims=True)
+    error = jnp.abs(mine - exact).reshape(64, 4, 32)
+    # the last direction is taken before it is encoded, so EVERY - 1 encodings came before it
+    assert bool(jnp.all(error <= (EVERY - 1) * tolerances.SOFTSIGN_WIDEST_CODE * groups * 1.05))
+    bias = float(jnp.mean(mine - exact)) / float(jnp.std(mine - exact)) * 64 * 128**0.5 / 64**0.5
+    assert abs(bias) < 4, "unbiased: in standard errors"
+
+
+def adam_accumulation(w, gradients, lr, b1, b2, eps, decay):
+    """Adam Accumulation in float64: v takes the sum of squares of g / k."""
+    w, m, v = np.asarray(w, np.float64), 0.0, 0.0
+    for t, batch in enumerate(np.asarray(gradients, np.float64), start=1):
+        m = b1 * m + (1 - b1) * (batch / EVERY).sum(0)
+        v = b2 * v + (1 - b2) * ((batch / EVERY) ** 2).sum(0)
+        direction = (m / (1 - b1**t)) / (np.sqrt(v / (1 - b2**t)) + eps)
+        w = w - lr * (direction + decay * w)
+    return w, m, v
+
+
+def test_moments_of_adam():
+    """f32 storage against the stated formula, within f32 rounding."""
+    gradients = micro_batches(3 * EVERY)
+    inner = lowmem.flash_adamw(1e-2, weight_decay=0.1, storage=PLAIN)
+    tx = lowmem.accumulate_gradients(inner, EVERY, "moments")
+    params = {"w": jnp.ones((64, 128))}
+    last, state = run(tx, params, tx.init(params), gradients)[-1]
+    split = gradients.reshape(3, EVERY, 64, 128)
+    w, m, v = adam_accumulation(params["w"], split, 1e-2, 0.9, 0.999, 1e-8, 0.1)
+    np.testing.assert_allclose(last["w"], w, rtol=2e-6)
+    np.testing.assert_allclose(state.inner_state.mu["w"], m, rtol=1e-5, atol=1e-9)
+    np.testing.assert_allclose(state.inner_state.nu["w"], v, rtol=1e-5)
+    whole = optax.adamw(1e-2, weight_decay=0.1)
+    other = run(whole, params, whole.init(params), split.mean(1))[-1][0]["w"]
+    assert float(jnp.max(jnp.abs(other - last["w"]))) > 1e-4, "and not plain Adam's"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: lowmem.flash_sgd(0.1, momentum=0.9, weight_decay=0.1),
+        lambda: lowmem.flash_adam(1e-2),
+        lambda: lowmem.flash_adamw(optax.linear_schedule(1e-2, 1e-3, 5), weight_decay=0.1),
+    ],
+    ids=["sgd", "adam", "adamw, schedule"],
+)
+def test_weights_stand_still_between_steps(make):
+    tx = lowmem.accumulate_gradients(make(), EVERY, "moments")
+    rng = np.random.default_rng(3)
+    params, state = lowmem.init(tx, {"w": jnp.asarray(rng.normal(size=(64, 128)), jnp.float32)})
+    before = bits((params, state.inner_state.correction))
+    for index, (p, s) in enumerate(run(tx, params, state, micro_batches(3 * EVERY, 1))):
+        now = bits((p, s.inner_state.correction))
+        stepped = index % EVERY == EVERY - 1
+        assert (now != before) == stepped, index
+        assert int(s.micro_step) == (index + 1) % EVERY
+        assert int(s.inner_state.count) == (index + 1) // EVERY
+        before = now
+
+
+def test_every_1_is_the_optimizer_itself():
+    gradients, params = micro_batches(3), {"w": jnp.ones((64, 128), jnp.bfloat16)}
+    inner = lowmem.flash_adamw(1e-2)
+    tx = lowmem.accumulate_gradients(inner, 1, "moments")
+    mine = run(tx, params, tx.init(params), gradients)[-1]
+    assert bits(mine[0]) == bits(run(inner, params, inner.init(params), gradients)[-1][0])
+
+
+def test_bytes():
+    params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)}
+    inner = lowmem.flash_adamw(1e-3)
+
+    def per_parameter(tx):
+        return round(lowmem.memory.report(tx, params).state_bytes / 2**20, 3)
+
+    alone = per_parameter(inner)
+    assert per_parameter(lowmem.accumulate_gradients(inner, 4, "bfloat16")) == round(alone + 2, 3)
+    assert per_parameter(lowmem.accumulate_gradients(inner, 4, "moments")) == alone
+    f32 = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.float32)}
+    state = lowmem.memory.report(optax.MultiSteps(inner, 4), f32)
+    assert state.by_slot["acc_grads"] == 4 * 2**20
+
+
+REFUSED = {
+    "lion": (lambda: lowmem.flash_lion(1e-3), "LionRule needs the whole gradient at once"),
+    "nesterov": (lambda: lowmem.flash_sgd(0.1, 0.9, True), "MomentumRule needs the whole"),
+    "nadamw": (lambda: lowmem.flash_adamw(0.1, nesterov=True), "AdamRule needs the whole"),
+    "no momentum": (lambda: lowmem.flash_sgd(0.1), "GradientRule needs the whole"),
+    "chain": (lambda: lowmem.chain(lowmem.flash_adamw(1e-3)), r"what stands around it \(a chain"),
+    "direction": (lambda: lowmem.scale_by_flash_adam(), "a bare scale_by_"),
+    "optax": (lambda: optax.adamw(1e-3), "takes flash_sgd, flash_adam or flash_adamw itself"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_moments_refuse(make, message):
+    with pytest.raises(ValueError, match=f"(?s){message}.*into='bfloat16'"):
+        tx = lowmem.accumulate_gradients(make(), 4, "moments")
+        tx.init({"w": jnp.ones((64, 64))})
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.0, True, "4"], ids=repr)
+def test_number_of_micro_batches(every):
+    with pytest.raises(ValueError, match="every is a number of micro-batches, at least 1, got"):
+        lowmem.accumulate_gradients(optax.sgd(0.1), every, "bfloat16")
+
+
+def test_unknown_buffers():
+    with pytest.raises(ValueError, match="into must be 'bfloat16' or 'moments', got 'float32'"):
+        lowmem.accumulate_gradients(optax.sgd(0.1), 4, "float32")

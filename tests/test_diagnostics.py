@@ -1,0 +1,108 @@
+"""Shares of codes, the largest step, and weights that a learning rate cannot move."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_lowmem as lowmem
+from optax_lowmem import Storage, diagnostics
+
+
+def state_with(mu, nu):
+    """The state of an optimizer whose codes are replaced."""
+    tx = lowmem.flash_adamw(1e-3)
+    state = tx.init({"w": jnp.ones((64, 64), jnp.bfloat16), "b": jnp.ones((64,), jnp.bfloat16)})
+    return state._replace(mu={**state.mu, "w": mu}, nu={**state.nu, "w": nu})
+
+
+def test_code_shares():
+    mu = jnp.zeros((64, 64), jnp.int8).at[0, :32].set(127).at[1, :16].set(-127).at[2].set(1)
+    nu = jnp.full((64, 64), 9, jnp.uint8).at[:8].set(0).at[8:12].set(1).at[63, 0].set(255)
+    for read in (diagnostics.code_shares, jax.jit(diagnostics.code_shares)):
+        shares = read(state_with(mu, nu))
+        assert {slot: list(leaves) for slot, leaves in shares.items()} == {"mu": ["w"], "nu": ["w"]}
+        first, second = shares["mu"]["w"], shares["nu"]["w"]
+        assert (first.saturated, first.floored) == (48 / 4096, 0)
+        assert first.zero == 1 - (48 + 64) / 4096
+        assert (second.saturated, second.zero, second.floored) == (1 / 4096, 8 / 64, 4 / 64)
+
+
+def test_code_shares_through_wrappers():
+    inner = lowmem.accumulate_gradients(lowmem.flash_lion(1e-3), 2, "bfloat16")
+    tx = lowmem.chain(optax.clip(1.0), inner)
+    state = tx.init({"w": jnp.ones((64, 64), jnp.bfloat16)})
+    assert diagnostics.code_shares(state)["mu"]["w"].zero == 1
+    assert diagnostics.code_shares(optax.adamw(1e-3).init({"w": jnp.ones((64, 64))})) == {}
+
+
+@pytest.mark.parametrize(
+    ("tx", "size"),
+    [
+        (lowmem.flash_adamw(1e-2, weight_decay=0.0), 1.0),
+        (lowmem.flash_lion(1e-2, weight_decay=0.0), 1.0),
+        (lowmem.flash_sgd(1e-2), 0.25),
+    ],
+    ids=["adamw", "lion", "sgd"],
+)
+def test_largest_step(tx, size):
+    params, state = lowmem.init(tx, {"w": jnp.zeros((64, 64)), "b": jnp.zeros((8,))})
+    grads = jax.tree.map(lambda p: jnp.full(p.shape, -0.25, jnp.float32), params)
+    grads["b"] = jnp.zeros((8,))
+    new_params, new_state = lowmem.step(tx, grads, state, params)
+    steps = diagnostics.largest_step(params, state, new_params, new_state, 1e-2)
+    assert float(steps["w"]) == pytest.approx(size, rel=2**-14)
+    assert steps["b"] == 0
+
+
+def weights(dtype=jnp.bfloat16):
+    row = jnp.concatenate([jnp.full((32,), 8.0), jnp.full((32,), 0.01), jnp.zeros((64,))])
+    return {"big": jnp.tile(row, (4, 1)).astype(dtype), "small": jnp.full((8, 8), 0.01, dtype)}
+
+
+WIDTHS = [  # master_weight_bits, dtype, half the spacing at 8
+    (24, jnp.bfloat16, 2.0**-13),
+    (32, jnp.bfloat16, 2.0**-21),
+    (None, jnp.bfloat16, 2.0**-5),
+    (24, jnp.float16, 2.0**-16),
+    (None, jnp.float32, 2.0**-21),
+]
+
+
+@pytest.mark.parametrize(("bits", "dtype", "half"), WIDTHS)
+def test_stalled_leaves(bits, dtype, half):
+    tx = lowmem.flash_adamw(1e-3, storage=Storage(master_weight_bits=bits))
+    params = weights(dtype)
+    (stall,) = diagnostics.stalled_leaves(tx, params, 0.99 * half, action="none")
+    assert (stall.path, stall.largest, stall.half_spacing, stall.share) == ("big", 8, half, 0.25)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert diagnostics.stalled_leaves(tx, params, 1.01 * half) == []
+
+
+@pytest.mark.parametrize(("bits", "dtype", "half"), WIDTHS)
+def test_stalled_weights_do_stand_still(bits, dtype, half):
+    """The claim itself, of a step of plain SGD just a tenth under and over half the spacing."""
+    for factor, moves in ((0.9, False), (1.1, True)):
+        storage = Storage(master_weight_bits=bits)
+        tx = lowmem.flash_sgd(factor * half, storage=storage)
+        params, state = lowmem.init(tx, weights(jnp.float32), dtype)
+        before = lowmem.master_params(params, state)["big"][:, :32]
+        grads = jax.tree.map(lambda p: jnp.full(p.shape, -1, jnp.float32), params)
+        params, state = lowmem.step(tx, grads, state, params)
+        after = lowmem.master_params(params, state)["big"][:, :32]
+        assert bool(jnp.all((after != before) == moves))
+
+
+def test_stalled_leaves_speak():
+    tx = lowmem.flash_adamw(1e-3)
+    message = r"step of 1e-06 cannot move .* big \(25\.0% of its weights\): use .*bits=32\)"
+    with pytest.warns(UserWarning, match=message):
+        diagnostics.stalled_leaves(tx, weights(), 1e-6, action="warn")
+    for _ in range(2):  # the second time too, when JAX has traced tx.init before
+        with pytest.raises(ValueError, match=message):
+            diagnostics.stalled_leaves(tx, weights(), 1e-6, action="raise")
+    with pytest.raises(ValueError, match="action must be 'warn', 'raise' or 'none', got 'stop'"):
+        diagnostics.stalled_leaves(tx, weights(), 1e-6, action="stop")

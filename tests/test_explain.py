@@ -1,0 +1,109 @@
+"""What explain says of each leaf, and the misuses that it finds."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_lowmem as lowmem
+from optax_lowmem import Storage
+from tests.model_shapes import gpt2_124m, llama_3_1_8b
+
+PARAMS = {
+    "block": {"kernel": jnp.ones((64, 128), jnp.bfloat16), "bias": jnp.ones((64,), jnp.bfloat16)},
+    "norm": jnp.ones((64,), jnp.float32),
+}
+
+
+def test_the_printed_form():
+    assert str(lowmem.explain(lowmem.flash_adamw(1e-3), PARAMS)).splitlines() == [
+        "block/bias    mu          -                 64 elements, fewer than min_size=4096",
+        "block/bias    nu          -                 64 elements, fewer than min_size=4096",
+        "block/bias    correction  bits-24           24-bit master weights",
+        "block/kernel  mu          softsign-int8     groups of 32, stochastic rounding",
+        "block/kernel  nu          sqrt-uint8        groups of 32, stochastic rounding",
+        "block/kernel  correction  bits-24           24-bit master weights",
+        "norm          mu          -                 64 elements, fewer than min_size=4096",
+        "norm          nu          -                 64 elements, fewer than min_size=4096",
+        "norm          correction  -                 an f32 parameter is its own master weight",
+    ]
+
+
+def lines(tx, path):
+    found = lowmem.explain(tx, PARAMS).decisions
+    return {d.slot: (d.form, d.reason) for d in found if d.path == path}
+
+
+def test_other_storage():
+    tx = lowmem.flash_lion(1e-3, storage=Storage.paper(group_size=64, master_weight_bits=32))
+    assert lines(tx, "block/kernel") == {
+        "mu": ("softsign-int8-paper", "groups of 64, nearest rounding"),
+        "correction": ("ulp-32", "32-bit master weights"),
+    }
+    nothing = lines(lowmem.flash_sgd(0.1, storage=Storage(master_weight_bits=None)), "block/kernel")
+    assert nothing.keys() == {"correction"}
+    assert "steps under half an ulp of the weight are lost" in nothing["correction"][1]
+
+
+def test_it_says_the_same_again():
+    """JAX does not trace a function twice on the same shapes; explain must not rely on it."""
+    tx = lowmem.flash_adamw(1e-3)
+    first = lowmem.explain(tx, PARAMS)
+    assert len(first.decisions) == 9
+    assert lowmem.explain(tx, PARAMS) == first
+
+
+UNSPLIT = Storage(master_weight_bits=None)
+STALE = {
+    "scale": lambda: optax.chain(lowmem.flash_adamw(1e-3), optax.scale(0.5)),
+    "clip": lambda: optax.chain(lowmem.flash_adamw(1e-3), optax.clip(1e-6)),
+    "decay": lambda: optax.chain(lowmem.flash_adamw(1e-3), optax.add_decayed_weights(0.1)),
+    "schedule_free": lambda: optax.contrib.schedule_free(lowmem.flash_sgd(1e-1), 1e-1, b1=0.9),
+}
+SOUND = {
+    "alone": lambda: lowmem.flash_adamw(1e-3),
+    "clip before": lambda: lowmem.chain(optax.clip(1.0), lowmem.flash_adamw(1e-3)),
+    "masked": lambda: optax.masked(
+        lowmem.flash_adamw(1e-3), lambda p: jax.tree.map(lambda a: a.ndim > 1, p)
+    ),
+    "MultiSteps": lambda: optax.MultiSteps(lowmem.flash_adamw(1e-3), 4),
+    "every step": lambda: optax.MultiSteps(lowmem.flash_adamw(1e-3), 1),
+    "inside": lambda: lowmem.split_master_weights(
+        optax.chain(lowmem.flash_adamw(1e-3, storage=UNSPLIT), optax.scale(0.5))
+    ),
+    "ema": lambda: lowmem.track_master_ema(lowmem.flash_adamw(1e-3), 0.9),
+    "no split": lambda: optax.chain(lowmem.flash_adamw(1e-3, storage=UNSPLIT), optax.scale(0.5)),
+}
+
+
+@pytest.mark.parametrize("make", STALE.values(), ids=STALE)
+def test_stale_corrections_are_found(make):
+    found = lowmem.explain(make(), PARAMS)
+    assert len(found.warnings) == 1
+    assert "are changed after the split of their master weights" in found.warnings[0]
+    assert "split_master_weights(wrapper(" in found.warnings[0]
+    assert "block/kernel" in found.warnings[0]
+    assert str(found).splitlines()[-1] == f"warning: {found.warnings[0]}"
+
+
+@pytest.mark.parametrize("make", SOUND.values(), ids=SOUND)
+def test_what_is_sound_gets_no_warning(make):
+    assert lowmem.explain(make(), PARAMS).warnings == ()
+
+
+def check_abstract(params):
+    before = {id(a) for a in jax.live_arrays()}
+    found = lowmem.explain(lowmem.flash_adamw(1e-3), params)
+    report = lowmem.memory.report(lowmem.flash_adamw(1e-3), params)
+    assert [a for a in jax.live_arrays() if id(a) not in before and a.nbytes > 4096] == []
+    assert len(found.decisions) == 3 * len(jax.tree.leaves(params)) == 3 * len(report.by_leaf)
+    assert found.warnings == ()
+
+
+def test_abstract_trees():
+    check_abstract(gpt2_124m())
+
+
+@pytest.mark.full
+def test_an_abstract_8b_tree():
+    check_abstract(llama_3_1_8b())

@@ -1,0 +1,109 @@
+"""Every tolerance of the tests, with where it comes from. u = 2^-24 is f32's unit round-off."""
+
+import jax.numpy as jnp
+
+# -- codecs, splits, random bits ------------------------------------------------------------------
+
+# Distance of a position z from its exact value, in codes: z = levels * (a few operations), each
+# relative u, and x / s within 2 u of the oracle's through the f32 root: 255 * 8 u = 1.2e-4.
+CODE_POSITION = 1.5e-4
+# Stored scale against the oracle's: an f32 square root (XLA's may be off by 2 ulp), or equal.
+SCALE = 2.0**-22
+# A decoded value against the oracle's: expand (2 operations), times the scale, squared: 8 u.
+DECODE = 8 * 2.0**-24
+# A mean over random keys: "4 standard errors".
+STANDARD_ERRORS = 4.0
+# Eager, jit and fused expressions differ in the last f32 bit, that is in codes only within
+# CODE_POSITION of a tie: 2 * 1.5e-4 of elements.
+EAGER_JIT_SHARE = 5e-4
+# Bit split, 24 bits: 8 of 24 mantissa bits dropped, half of 2^-15 of the binade's lower end; mean
+# 2^-17 ln 2 = 5.29e-6 over mantissas spread evenly.
+MASTER_24_MAX = 2.0**-16
+MASTER_24_MEAN = 5.4e-6
+# ULP split of fp16: half an ulp (2^-11 to 2^-12 of w) in 127 steps, a quarter step in the mean:
+# 2^-11 / 127 / 4 = 9.6e-7 at the binade's lower end, times ln 2.
+FP16_24_MEAN = 1e-6
+# Codes of the ULP split on the other side of a tie than in float64: 127 (32767) * 3 u.
+ULP_TIES = {24: 1e-4, 32: 1e-2}
+# A new weight reaches itself through f32 addition unless it is under this share of the old one:
+# 2^-24 of the old one must be under an eighth of its ulp, 2^-7 or 2^-10 of it.
+LANDS = {"bfloat16": 2.0**-15, "float16": 2.0**-12}
+# Drift of 4096 elements asleep, of f32's: the requirement. A walk between two codes ends after a
+# geometric time, so one element's drift is off by about its own size: 1.6 % of the mean of 4096.
+ASLEEP_MEAN = 0.05
+ASLEEP_L2 = 2.0
+
+# -- contract tests (test_contract_*.py) ----------------------------------------------------------
+
+# |change - f32 change| / |f32 change| of a leaf over 8 steps on a fixed stream. Adam and SGD: a
+# code is off by at most one, uniform; at a typical |m| of a third of the group maximum that is
+# 1/127 * 3 / sqrt(12) = 0.7 %, less for sqrt(v); elements far below are worse but few.
+# Lion: one sign that flips in a leaf of 120 elements in one of the 4 steps that MultiSteps leaves
+# is 2 / (4 sqrt(120)) = 0.046; room for four such. (A distance of 0.1 is a cosine of 0.995.)
+CONTRACT_DISTANCE = 0.1
+# The composition and the fused expression differ in the last bits of f32 (FMA, order of products),
+# that is in codes only next to a tie; the requirement is one unit in at most 1 % of codes.
+COMPOSITION_SHARE = 0.01
+# optax takes 1 - b2^t in f32, where b2 = 0.999 is off by 1.3e-8: 1.3e-5 of 1 - b2^t, half of it in
+# the root, times a step of at most 3 lr = 3e-3: 2e-8 (ours has no cancellation there).
+STEP_ROUNDING = 2e-8
+# Of the total change against f32 optax on a fixed stream: the requirements. A code is a fixed share
+# of its group's maximum, so it is the spread of gradient sizes *within* a group that costs:
+# measured over 200 steps of AdamW, 1 - cos is 4e-5 for equal sizes, 3e-4 for log-normal ones of sigma 0.5,
+# 5e-3 for sigma 1 (Lion: 3e-4, 8e-4, 9e-3). The stream has 0.3, and 1 between rows.
+COSINE_200 = 0.999
+COSINE_6000 = 0.995
+
+# -- golden vectors -------------------------------------------------------------------------------
+
+# The recorded kernels fuse multiply-adds and divide within 2 ulp: sides of rounding boundaries.
+GOLDEN_SHARE = 1e-3
+# expand (their division: 2 ulp), times the scale, squared.
+GOLDEN_DECODE = 8 * 2.0**-23
+# A code of the correction, and the f32 rounding of (code / 127) * 2^k.
+GOLDEN_ERROR_BIT = 1.01
+# Their b2^3 by repeated squaring moves 1 - b2^3 by 1.4e-5, and the step by half of that; with eps
+# and the divisions 2.5e-5 bounds the steps of all five.
+GOLDEN_STEP = 2.5e-5
+# A master off by c codes of its correction changes its code with probability c; AdamW's steps, of
+# 1e-3 on weights of 0.02 (half an ulp / 127 is 2.4e-7), by 2.5e-8: 1 in 10 at worst.
+GOLDEN_ERROR_SHARE = 0.1
+# Group maxima next to a tie of FP16 scales: theirs has 1 - b = f32(1) - f32(b), 1.3e-5 off at
+# b2 = 0.999 and 2e-6 at 0.99, against FP16's 2^-11: at most 1.3 % of the scales of nu, a unit each.
+GOLDEN_SCALE_SHARE = 0.013
+
+# -- accumulation and averages (test_accumulate.py, test_ema.py) -----------------------------------
+
+F32_EPS = 2.0**-23
+# bf16 stores 7 mantissa bits: neighbours are at most this share of a value apart.
+BF16_SPACING = 2.0**-7
+# d/dz of z / (254 - z) at z = 127, of the group maximum: the widest step between softsign codes.
+SOFTSIGN_WIDEST_CODE = 254 / 127**2
+
+
+def stochastic_sum(steps: int, spacing: float, elements: int) -> float:
+    """4 standard errors of the mean of `elements` sums of `steps` roundings to a spacing.
+
+    One stochastic rounding has a standard deviation of at most half the spacing.
+    """
+    return STANDARD_ERRORS * (steps / elements) ** 0.5 * spacing / 2
+
+
+# -- one implementation against another (test_fused_update.py) ------------------------------------
+
+# The same functions under other fusions (FMA): EAGER_JIT_SHARE, doubled for two moments and a
+# comparison with noise, which flips within an ulp of P.
+REORDERED_CODES = 1e-3
+# A master weight on the other side of a rounding boundary: one unit of its last place; f32 results
+# of a handful of operations otherwise (8 u). fp16's ULP scheme has steps of ulp / 254 and 65534.
+REORDERED_MASTER = {
+    (bits, dtype): unit
+    for dtype, units in {
+        jnp.bfloat16: {24: 2.0**-15, 32: 2.0**-21, None: 2.0**-7},
+        jnp.float16: {24: 2.0**-16, 32: 2.0**-21, None: 2.0**-10},
+        jnp.float32: {24: 2.0**-21, 32: 2.0**-21, None: 2.0**-21},
+    }.items()
+    for bits, unit in units.items()
+}
+# The step itself, of the learning rate: 16 operations of u each.
+REORDERED_STEP = 2.0**-20
