@@ -25,7 +25,6 @@ from contract_cases import (
 
 import optax_lowmem as lowmem
 
-
 _compiled = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
 
 

@@ -49,8 +49,8 @@ COMPOSITION_SHARE = 0.01
 STEP_ROUNDING = 2e-8
 # Of the total change against f32 optax on a fixed stream: the requirements. A code is a fixed share
 # of its group's maximum, so it is the spread of gradient sizes *within* a group that costs:
-# measured over 200 steps of AdamW, 1 - cos is 4e-5 for equal sizes, 3e-4 for log-normal ones of sigma 0.5,
-# 5e-3 for sigma 1 (Lion: 3e-4, 8e-4, 9e-3). The stream has 0.3, and 1 between rows.
+# measured over 200 steps of AdamW, 1 - cos is 4e-5 for equal sizes, 3e-4 for log-normal ones of
+# sigma 0.5, 5e-3 for sigma 1 (Lion: 3e-4, 8e-4, 9e-3). The stream has 0.3, and 1 between rows.
 COSINE_200 = 0.999
 COSINE_6000 = 0.995
 

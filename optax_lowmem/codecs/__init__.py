@@ -43,8 +43,8 @@ def encode_array(
       group_size: neighbours on the last axis that share a scale.
       noise: uniforms in [0, 1) of x's shape; None rounds to nearest.
     """
-    stored, scale = codec.measure(groups.to_groups(x, group_size))
-    return codec.quantize(x, groups.spread(scale, x.shape[-1], group_size), noise), stored
+    stored, divisor = codec.measure(groups.to_groups(x, group_size))
+    return codec.quantize(x, groups.spread(divisor, x.shape[-1], group_size), noise), stored
 
 
 def decode_array(

@@ -63,9 +63,13 @@ class GroupCodec(abc.ABC):
         """Inverse of `magnitude` for non-negative values."""
         return y
 
+    def divisor(self, scale: jax.Array) -> jax.Array:
+        """What `position` needs of a group's scale (f32, may be 0): computed once a group."""
+        return jnp.where(scale == 0, jnp.float32(0), 1 / jnp.where(scale == 0, 1, scale))
+
     @abc.abstractmethod
-    def position(self, y: jax.Array, scale: jax.Array) -> jax.Array:
-        """z in [0, levels] for 0 <= y <= scale, both f32 and scale > 0 or NaN."""
+    def position(self, y: jax.Array, divisor: jax.Array) -> jax.Array:
+        """z in [0, levels] of y, at most a rounding above; 0 in a group of scale 0."""
 
     @abc.abstractmethod
     def expand(self, z: jax.Array) -> jax.Array:
@@ -80,26 +84,24 @@ class GroupCodec(abc.ABC):
         return self.restore(self.expand(code) * scale)
 
     def measure(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Stored scales [..., groups] of a group view, and the f32 scales its codes divide by."""
+        """Stored scales [..., groups] of a group view, and the divisors of its codes."""
         absmax = self.magnitude(numerics.from_bits(numerics.absmax_bits(x)))
         stored = self.scale.encode(numerics.to_bits(absmax))
         if self.guarded:
-            return stored, self.scale.decode(stored)
-        return stored, jnp.maximum(absmax, jnp.float32(_PAPER_MIN_ABSMAX))
+            return stored, self.divisor(self.scale.decode(stored))
+        return stored, self.divisor(jnp.maximum(absmax, jnp.float32(_PAPER_MIN_ABSMAX)))
 
-    def quantize(self, x: jax.Array, scale: jax.Array, noise: jax.Array | None = None) -> jax.Array:
-        """Codes of f32 values, elementwise; `scale` (of `measure`) and `noise` broadcast.
+    def quantize(
+        self, x: jax.Array, divisor: jax.Array, noise: jax.Array | None = None
+    ) -> jax.Array:
+        """Codes of f32 values, elementwise; `divisor` (of `measure`) and `noise` broadcast.
 
         Args:
           x: f32 values of any shape.
-          scale: f32 scale of each element's group.
+          divisor: of each element's group.
           noise: uniforms in [0, 1) for stochastic rounding; None rounds to nearest.
         """
-        y = self.magnitude(x)
-        if self.guarded:  # the stored scale may be under the maximum, or zero
-            y = jnp.minimum(y, scale)
-            scale = jnp.where(scale == 0, jnp.float32(1), scale)
-        z = jnp.minimum(self.position(y, scale), jnp.float32(self.levels))
+        z = jnp.minimum(self.position(self.magnitude(x), divisor), jnp.float32(self.levels))
         if noise is None and not self.guarded:
             return self._paper_codes(x, z)
         if noise is not None:
@@ -132,8 +134,8 @@ class GroupCodec(abc.ABC):
 
     def encode(self, x: jax.Array, noise: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """Codes [..., groups, lanes] and stored scales [..., groups] of a group view."""
-        stored, scale = self.measure(x)
-        return self.quantize(x, scale[..., None], noise), stored
+        stored, divisor = self.measure(x)
+        return self.quantize(x, divisor[..., None], noise), stored
 
     def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
         """f32 values [..., groups, lanes] of codes and stored scales [..., groups]."""
@@ -150,7 +152,7 @@ class GroupCodec(abc.ABC):
         absmax = jnp.max(y, axis=-1, keepdims=True)
         scale = jnp.where(absmax == 0, jnp.float32(1), absmax)
         slack = 1 + self.scale.relative_error
-        z = self.position(y, scale)
+        z = self.position(y, self.divisor(scale))
         width = jnp.float32(1.0 if stochastic else 0.5)
         if not self.signed and self.guarded:
             width = jnp.where(z < 1, jnp.float32(1), width)

@@ -13,9 +13,9 @@ from optax_lowmem.codecs.scales import Float16Scale
 class LinearCodec(GroupCodec):
     """x / s times 127 (signed) or 255, no companding."""
 
-    def position(self, y: jax.Array, scale: jax.Array) -> jax.Array:
+    def position(self, y: jax.Array, divisor: jax.Array) -> jax.Array:
         """levels y / s; levels / s alone would overflow under s = 1e-36."""
-        return y * (1 / scale) * self.levels
+        return y * divisor * self.levels
 
     def expand(self, z: jax.Array) -> jax.Array:
         """z / levels."""

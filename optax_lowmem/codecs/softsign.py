@@ -15,9 +15,14 @@ class SoftsignCodec(GroupCodec):
 
     scale: ScaleFormat = dataclasses.field(default_factory=E8M8Scale)
 
-    def position(self, y: jax.Array, scale: jax.Array) -> jax.Array:
-        """127 phi(y / s) = 254 y / (s + y); 254 y itself would overflow next to f32's end."""
-        return 2 * self.levels * (y / (scale + y))
+    def divisor(self, scale: jax.Array) -> jax.Array:
+        """The scale; 1 for a group of zeros."""
+        return jnp.where(scale == 0, jnp.float32(1), scale)
+
+    def position(self, y: jax.Array, divisor: jax.Array) -> jax.Array:
+        """127 phi(y / s) = 254 y / (s + y); 254 y, or s + y, could overflow next to f32's end."""
+        y = jnp.minimum(y, divisor)
+        return 2 * self.levels * (y / (divisor + y))
 
     def expand(self, z: jax.Array) -> jax.Array:
         """z / (254 - |z|)."""

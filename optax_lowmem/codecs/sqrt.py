@@ -23,9 +23,13 @@ class SqrtCodec(GroupCodec):
         """y^2."""
         return y * y
 
-    def position(self, y: jax.Array, scale: jax.Array) -> jax.Array:
+    def divisor(self, scale: jax.Array) -> jax.Array:
+        """255 / s, 0 for a group of zeros; s is over 2^-63, so it cannot overflow."""
+        return self.levels * super().divisor(scale)
+
+    def position(self, y: jax.Array, divisor: jax.Array) -> jax.Array:
         """255 sqrt(v) / s."""
-        return y * (self.levels / scale)
+        return y * divisor
 
     def expand(self, z: jax.Array) -> jax.Array:
         """z / 255."""

@@ -6,6 +6,7 @@ import jax
 import optax
 
 from optax_lowmem._core import numerics, trees
+from optax_lowmem.transforms.engine import Optimizer
 
 _IMPLEMENTATIONS = ("xla",)
 
@@ -42,7 +43,15 @@ def chain(*transformations: optax.GradientTransformation) -> optax.GradientTrans
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         return linked.update(jax.tree.map(numerics.widen, updates), state, params, **extra)
 
-    return optax.GradientTransformationExtraArgs(init, update)
+    linked_up = Chain(init, update)
+    linked_up.links = tuple(map(optax.with_extra_args_support, transformations))
+    return linked_up
+
+
+class Chain(optax.GradientTransformationExtraArgs):
+    """A chain that remembers its links, for `step`."""
+
+    links: tuple[optax.GradientTransformationExtraArgs, ...]
 
 
 def _splits(state: Any) -> bool:
@@ -84,5 +93,22 @@ def step(
         raise ValueError(
             f"implementation must be one of {_IMPLEMENTATIONS} or None, got {implementation!r}"
         )
+    if isinstance(tx, Optimizer) and tx.engine.weights and params is not None:
+        return tx.engine.apply(grads, state, params)
+    if isinstance(tx, Chain) and tx.links and isinstance(tx.links[-1], Optimizer):
+        return _step_chain(tx, grads, state, params, **extra)
     updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **extra)
     return optax.apply_updates(params, updates), state
+
+
+def _step_chain(
+    tx: Chain, grads: Any, state: Any, params: Any, **extra: Any
+) -> tuple[Any, tuple[Any, ...]]:
+    """The links before the last on f32 gradients, then a step of the last."""
+    updates = jax.tree.map(numerics.widen, grads)
+    states = []
+    for link, link_state in zip(tx.links[:-1], state, strict=False):
+        updates, link_state = link.update(updates, link_state, params, **extra)
+        states.append(link_state)
+    params, last = step(tx.links[-1], updates, state[-1], params, **extra)
+    return params, (*states, last)

@@ -161,6 +161,12 @@ class Engine:
         h = self.hyperparameters(state.count)
         return self.step(updates, state, params, h, optax.safe_increment(state.count))
 
+    def apply(self, updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        """New parameters and state: `update` and `optax.apply_updates` at once."""
+        trees.check_state(state, self.rule.state_type)
+        h, count = self.hyperparameters(state.count), optax.safe_increment(state.count)
+        return self.step(updates, state, params, h, count, direct=True)
+
     def step(
         self,
         updates: Any,
@@ -168,8 +174,9 @@ class Engine:
         params: Any,
         h: Mapping[str, jax.Array],
         count: jax.Array,
+        direct: bool = False,
     ) -> tuple[Any, Any]:
-        """One step with given hyperparameters; `count` is the new one, and the hash's step."""
+        """Updates (or new parameters, if `direct`) and state; `count` is the new one."""
         if self.weights and params is None:
             raise ValueError(trees.NO_PARAMS_MSG)
         reference = updates if params is None else params
@@ -180,8 +187,9 @@ class Engine:
         rows = zip(plans, gradients, weights, self._unpack(state, plans), strict=True)
         for plan, g, p, leaf in rows:
             key = random.leaf_key(state.seed, count, plan.path)
-            update, leaf = fused_update(self.rule, plan.nameless, g, p, leaf, h, key, count > 0)
-            if plan.split is not None:
+            static = dataclasses.replace(plan.nameless, direct=direct)
+            update, leaf = fused_update(self.rule, static, g, p, leaf, h, key, count > 0)
+            if plan.split is not None and not direct:
                 scope.emit(plan.path, update)
             new_updates.append(update)
             new_states.append(leaf)

@@ -25,8 +25,6 @@ def supported(plan: LeafPlan, platform: str) -> str | None:
     """Why a leaf does not take this path; None where it does."""
     if platform != "cpu":
         return f"the packed path is for XLA's CPU backend, not {platform}"
-    if any(slot.codec and not slot.codec.guarded for slot in plan.slots):
-        return "the paper's codecs divide by the group maximum, which is not stored"
     if not plan.grouped:
         return "no slot is compressed: plain elementwise work, which XLA fuses well"
     return None
@@ -110,50 +108,53 @@ def fused_update(
     """As `reference.fused_update`; `alive` is a traced True whose value XLA must not know."""
     fields = _fields(plan, p is not None)
     _, values = reference.advance(rule, plan, g, p, state, h)
-    scales = {
-        slot.name: slot.codec.measure(groups.to_groups(values[slot.name], plan.group_size))[0]
+    measured = {
+        slot.name: slot.codec.measure(groups.to_groups(values[slot.name], plan.group_size))
         for slot in plan.slots
         if slot.codec is not None
     }
+    divisors = {name: divisor for name, (_, divisor) in measured.items()}
     noise = None
     if any(slot.stochastic for slot in plan.slots):
         bits = lambda k: random.noise_bits(k, plan.shape, plan.group_size)  # noqa: E731
         noise = _once(alive, bits, _noise_shapes(plan), key)
 
-    def compute(g: Any, p: Any, state: Any, h: Any, scales: Any, noise: Any) -> dict[str, Any]:
+    def compute(g: Any, p: Any, state: Any, h: Any, divisors: Any, noise: Any) -> dict[str, Any]:
         step, values = reference.advance(rule, plan, g, p, state, h)
-        small = {s.name: _codes(plan, s, values, scales, noise) for s in plan.slots if s.codec}
+        small = {s.name: _codes(plan, s, values, divisors, noise) for s in plan.slots if s.codec}
         if p is not None and plan.split is not None:
-            target, small[_CORRECTION] = reference.land(
+            target, reached, small[_CORRECTION] = reference.land(
                 plan.split, p, step, state.correction, plan.update_dtype
             )
-            small[_WEIGHT] = lax.bitcast_convert_type(target, jnp.uint16)
+            weight = reached if plan.direct else target
+            small[_WEIGHT] = lax.bitcast_convert_type(weight, jnp.uint16)
         return small
 
-    operands = (g, p, state, h, scales, noise)
+    operands = (g, p, state, h, divisors, noise)
     small: dict[str, jax.Array] = {}
     for names in _words(fields):
         dtype = fields[names[0]] if len(names) == 1 else jnp.uint32
         shape = jax.ShapeDtypeStruct(plan.shape, dtype)
         word = _once(alive, lambda *a, names=names: _pack(compute(*a), names), shape, *operands)
         small |= _unpack(word, names, fields)
-    return _outputs(rule, plan, g, p, state, h, small, scales)
+    return _outputs(
+        rule, plan, g, p, state, h, small, {name: scale for name, (scale, _) in measured.items()}
+    )
 
 
 def _codes(
     plan: LeafPlan,
     slot: SlotPlan,
     values: Mapping[str, jax.Array],
-    scales: Mapping[str, jax.Array],
+    divisors: Mapping[str, jax.Array],
     noise: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:
     assert slot.codec is not None
     uniforms = None
     if slot.stochastic and noise is not None:
         uniforms = random.join_bits(*noise, plan.group_size, slot.name)
-    scale = slot.codec.scale.decode(scales[slot.name])
-    spread = groups.spread(scale, plan.shape[-1], plan.group_size)
-    return slot.codec.quantize(values[slot.name], spread, uniforms)
+    divisor = groups.spread(divisors[slot.name], plan.shape[-1], plan.group_size)
+    return slot.codec.quantize(values[slot.name], divisor, uniforms)
 
 
 def _outputs(
@@ -174,9 +175,10 @@ def _outputs(
     if plain or _WEIGHT not in small:
         update, values = reference.advance(rule, plan, g, p, state, h)
     if p is not None and _WEIGHT in small:
-        target = lax.bitcast_convert_type(small[_WEIGHT], p.dtype)
-        update = reference.update_towards(target, p, plan.update_dtype)
+        update = lax.bitcast_convert_type(small[_WEIGHT], p.dtype)
+        if not plan.direct:
+            update = reference.update_towards(update, p, plan.update_dtype)
     elif p is not None:
-        update = (-update).astype(plan.update_dtype)
+        update, correction = reference.moved(plan, p, update, correction)
     slots = tuple(small[s.name] if s.codec else values[s.name].astype(s.dtype) for s in plan.slots)
     return update, LeafState(slots, stored, correction)

@@ -40,6 +40,7 @@ class LeafPlan:
       split: how the master weight is kept; None for f32 parameters and where there is none.
       update_dtype: of the emitted update.
       decays: whether weight decay applies.
+      direct: whether the step gives the new parameter instead of an update.
     """
 
     path: str
@@ -50,6 +51,7 @@ class LeafPlan:
     split: MasterSplit | None
     update_dtype: jnp.dtype
     decays: bool = True
+    direct: bool = False
 
     @property
     def nameless(self) -> "LeafPlan":

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_lowmem._core import numerics, random
 from optax_lowmem._core.rules import UpdateRule
@@ -48,8 +49,8 @@ def land(
     step: jax.Array,
     correction: jax.Array,
     update_dtype: jnp.dtype,
-) -> tuple[jax.Array, jax.Array]:
-    """The 16-bit weight to aim at for master weight - step, and the correction of what is reached.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(weight aimed at, weight reached, correction of the latter) for master weight - step.
 
     `optax.apply_updates` computes p + update in f32 and rounds to p's dtype. For f32 updates that
     is the weight aimed at unless it is under 2^-16 of the old one; the correction is taken against
@@ -57,13 +58,21 @@ def land(
     """
     master = split.join(p, correction) - step
     target = split.round(master, p.dtype)
-    reached = numerics.widen(p) + numerics.widen(update_towards(target, p, update_dtype))
-    return target, split.correction(master, numerics.round_to(reached, p.dtype).astype(p.dtype))
+    reached = numerics.widen(p) + _towards(target, p, update_dtype)
+    reached = numerics.round_to(reached, p.dtype).astype(p.dtype)
+    return target, reached, split.correction(master, reached)
+
+
+def _towards(target: jax.Array, p: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """f32 of the update in a dtype; rounded by hand, since XLA drops an `astype` round trip."""
+    # -0.0, which leaves even a -0.0 alone, where nothing changes
+    exact = -(numerics.widen(p) - numerics.widen(target))
+    return exact if dtype == jnp.float32 else numerics.round_to(exact, dtype)
 
 
 def update_towards(target: jax.Array, p: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The update that takes a weight to another; -0.0, which leaves even -0.0 alone, to itself."""
-    return (-(numerics.widen(p) - numerics.widen(target))).astype(dtype)
+    """The update that takes a weight to another."""
+    return _towards(target, p, dtype).astype(dtype)
 
 
 def split_update(
@@ -76,8 +85,19 @@ def split_update(
     """The update to emit for master weight - step, and the new correction."""
     if split is None:
         return (-step).astype(update_dtype), correction
-    target, correction = land(split, p, step, correction, update_dtype)
+    target, _, correction = land(split, p, step, correction, update_dtype)
     return update_towards(target, p, update_dtype), correction
+
+
+def moved(
+    plan: LeafPlan, p: jax.Array, step: jax.Array, correction: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Update, or new weight for a plan that is `direct`, and the new correction."""
+    if not plan.direct:
+        return split_update(plan.split, p, step, correction, plan.update_dtype)
+    if plan.split is None:
+        return optax.apply_updates(p, (-step).astype(plan.update_dtype)), correction
+    return land(plan.split, p, step, correction, plan.update_dtype)[1:]
 
 
 def fused_update(
@@ -89,7 +109,7 @@ def fused_update(
     h: Mapping[str, jax.Array],
     key: jax.Array,
 ) -> tuple[jax.Array, LeafState]:
-    """Update to be added to the parameter, and the new state, of one leaf.
+    """Update of the parameter (itself anew for a `direct` plan), and the new state, of one leaf.
 
     Args:
       rule: the optimizer's arithmetic.
@@ -109,7 +129,7 @@ def fused_update(
         scales.append(scale)
     correction = state.correction
     if p is not None:
-        update, correction = split_update(plan.split, p, update, correction, plan.update_dtype)
+        update, correction = moved(plan, p, update, correction)
     return update, LeafState(tuple(slots), tuple(scales), correction)
 
 
