@@ -14,7 +14,12 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def commit() -> str:
-    """The commit of this checkout, with a plus where the tree differs from it."""
+    """The commit of this checkout, with a plus where the tree differs from it.
+
+    COMMIT in the environment speaks for a copy without its repository.
+    """
+    if os.environ.get("COMMIT"):
+        return os.environ["COMMIT"]
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--abbrev=10", "--dirty=+"],
@@ -33,7 +38,9 @@ def device() -> str:
     first = jax.devices()[0]
     if first.platform != "cpu":
         return first.device_kind
-    return f"cpu-{os.cpu_count()}-cores"
+    # what this process may use, where the system says it
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"cpu-{cores}-cores"
 
 
 def record(

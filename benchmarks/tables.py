@@ -75,15 +75,17 @@ def cpu_step(rows: list[dict[str, Any]]) -> str:
 def train(rows: list[dict[str, Any]]) -> str:
     """Validation loss over seeds, ours and f32."""
     found = newest(rows, bench="train", metric="val_loss")
-    cases = dict.fromkeys((r["case"], r["device"]) for r in found)
+    runs: dict[tuple[str, str, str], list[float]] = {}
+    for row in found:
+        runs.setdefault((row["case"], row["device"], row["impl"]), []).append(row["value"])
     body = []
-    for case, device in cases:
-        for impl in dict.fromkeys(r["impl"] for r in found if r["case"] == case):
-            values = [r["value"] for r in found if (r["case"], r["impl"]) == (case, impl)]
-            spread = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-            mean = f"{statistics.mean(values):.4f} ± {spread:.4f}"
-            body.append([case, impl, str(len(values)), mean])
-    return markdown(["model", "optimizer", "seeds", "validation loss"], body) + source(found)
+    for (case, device, impl), values in runs.items():
+        error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
+        mean = f"{statistics.mean(values):.4f} ± {error:.4f}"
+        body.append([case, device, impl, str(len(values)), mean])
+    return markdown(["model", "device", "optimizer", "seeds", "validation loss"], body) + source(
+        found
+    )
 
 
 TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {

@@ -93,6 +93,7 @@ def test_reasons():
     assert packed.supported(plan, "cpu") is None
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the packed path is for CPUs")
 def test_a_small_output_is_computed_in_a_conditional():
     """What the packed path rests on: the conditionals are still there when compiled."""
     tx = CASES["adamw"](lowmem.Storage())

@@ -58,6 +58,8 @@ COSINE_6000 = 0.995
 
 # The recorded kernels fuse multiply-adds and divide within 2 ulp: sides of rounding boundaries.
 GOLDEN_SHARE = 1e-3
+# The sign of a sum of two products under this share of them depends on how they are fused: 8 u.
+GOLDEN_CANCELS = 2.0**-21
 # expand (their division: 2 ulp), times the scale, squared.
 GOLDEN_DECODE = 8 * 2.0**-23
 # A code of the correction, and the f32 rounding of (code / 127) * 2^k.

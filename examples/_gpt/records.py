@@ -1,22 +1,13 @@
-"""Benchmark records of a run, one JSON object a line."""
+"""Benchmark records of a run, in the format of the repository's benchmarks/."""
 
 from __future__ import annotations
 
-import datetime
-import json
-import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
-
-def commit() -> str:
-    """The commit of the code that runs, or 'unknown' outside a repository."""
-    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
+sys.path.append(str(Path(__file__).resolve().parents[2]))  # the repository, beside the library
+from benchmarks import records as stored  # noqa: E402
 
 _UNITS = {
     "val_loss": "nats/token",
@@ -29,14 +20,8 @@ _UNITS = {
 def records(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Benchmark records, one a seed, implementation and metric."""
     settings = result["settings"]
-    common = {
-        "device": result["machine"]["device"],
-        "jax": result["versions"]["jax"],
-        "commit": commit(),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "flags": {k: v for k, v in settings.items() if k not in ("preset", "optimizer")}
-        | {"text": result["data"]["source"]},
-    }
+    flags = {k: v for k, v in settings.items() if k not in ("preset", "optimizer")}
+    flags["text"] = result["data"]["source"]
     case = f"{settings['preset']}/{settings['optimizer']}"
     found = []
     for impl, run in result["runs"].items():
@@ -47,15 +32,15 @@ def records(result: dict[str, Any]) -> list[dict[str, Any]]:
                 "bytes_per_param": run["bytes_per_param"]["total"],
                 "peak_bytes": run["peak_bytes"],
             }
-            for metric, value in values.items():
-                head = {"bench": "train", "case": case, "impl": impl, "metric": metric}
-                tail = {"value": value, "unit": _UNITS[metric], "seed": seed}
-                found.append(head | tail | common)
+            found += [
+                stored.record(
+                    "train", case, impl, metric, value, _UNITS[metric], seed=seed, flags=flags
+                )
+                for metric, value in values.items()
+            ]
     return found
 
 
 def append(result: dict[str, Any], file: Path) -> None:
     """Appends the records to a file of JSON lines."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8") as out:
-        out.writelines(json.dumps(record) + "\n" for record in records(result))
+    stored.append(records(result), file)
