@@ -110,8 +110,8 @@ class GroupCodec(abc.ABC):
         code = numerics.round_to_byte(z)
         if self.signed:  # the sign in integers: XLA on CPU would else keep two f32 divisions
             code = jnp.where(x < 0, -code, code)
-        else:  # XLA on a GPU drops the mask of `round_to_byte` before a bare conversion, and clips
-            code = jnp.maximum(code, self._floor(x) if self.guarded else 0)
+        elif self.guarded:
+            code = jnp.maximum(code, self._floor(x))
         return code.astype(self.dtype)
 
     def _paper_codes(self, x: jax.Array, z: jax.Array) -> jax.Array:
