@@ -69,6 +69,14 @@ def round_to(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return jnp.where(jnp.abs(x) < jnp.float32(2.0**-14), subnormal, rounded)
 
 
+def narrow(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """16-bit floats of f32 values rounded to nearest even, in a way XLA cannot undo."""
+    rounded = round_to(x, dtype)
+    if jnp.dtype(dtype) == jnp.bfloat16:  # the upper half is the number: no second rounding
+        return lax.bitcast_convert_type((to_bits(rounded) >> 16).astype(jnp.uint16), jnp.bfloat16)
+    return rounded.astype(dtype)
+
+
 def widen(x: jax.Array) -> jax.Array:
     """f32 from bf16, f16 or f32 (exact)."""
     if x.dtype == jnp.bfloat16:  # by the bits: XLA may not then keep an unrounded f32 in its place

@@ -140,7 +140,7 @@ class UlpSplit(MasterSplit):
 
     def round(self, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """`w` rounded to nearest even."""
-        return numerics.round_to(w, dtype).astype(dtype)
+        return numerics.narrow(w, dtype)
 
     def correction(self, w: jax.Array, p: jax.Array) -> jax.Array:
         """rho, clamped to [-N, N]; 0 where p is not finite."""

@@ -59,7 +59,7 @@ def land(
     master = split.join(p, correction) - step
     target = split.round(master, p.dtype)
     reached = numerics.widen(p) + _towards(target, p, update_dtype)
-    reached = numerics.round_to(reached, p.dtype).astype(p.dtype)
+    reached = numerics.narrow(reached, p.dtype)
     return target, reached, split.correction(master, reached)
 
 
