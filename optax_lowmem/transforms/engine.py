@@ -184,9 +184,9 @@ class Engine:
         gradients = trees.match("gradient", updates, reference)
         weights = jax.tree.leaves(params) if self.weights else [None] * len(plans)
         new_updates, new_states = [], []
-        rows = zip(plans, gradients, weights, self._unpack(state, plans), strict=True)
-        for plan, g, p, leaf in rows:
-            key = random.leaf_key(state.seed, count, plan.path)
+        keys = random.leaf_keys(state.seed, count, [plan.path for plan in plans])
+        rows = zip(plans, gradients, weights, self._unpack(state, plans), keys, strict=True)
+        for plan, g, p, leaf, key in rows:
             static = dataclasses.replace(plan.nameless, direct=direct)
             update, leaf = fused_update(self.rule, static, g, p, leaf, h, key, count > 0)
             if plan.split is not None and not direct:

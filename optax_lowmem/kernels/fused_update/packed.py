@@ -6,7 +6,7 @@ a conditional, so the small outputs of a leaf (weight, correction, codes) are co
 inside one, packed into 32-bit words, and taken apart outside. Measured: docs/cpu_speed.md.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -78,21 +78,12 @@ def _unpack(
     return values
 
 
-def _once(alive: jax.Array, compute: Callable[..., Any], shapes: Any, *operands: Any) -> Any:
-    """compute(*operands), of these shapes, which XLA can neither repeat nor take apart."""
-
-    def nothing(*_: Any) -> Any:
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-    return lax.cond(alive, compute, nothing, *operands)
-
-
-def _noise_shapes(plan: LeafPlan) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    grouped = groups.scale_shape(plan.shape, plan.group_size)
-    return (
-        jax.ShapeDtypeStruct(grouped, jnp.uint32),
-        jax.ShapeDtypeStruct(plan.shape[-1:], jnp.uint32),
-    )
+def _nothing(plan: LeafPlan, names: list[str], state: LeafState) -> jax.Array:
+    """What stands in for a word in the branch that is never taken: the old slot costs no code."""
+    index = {slot.name: i for i, slot in enumerate(plan.slots)}
+    if len(names) == 1 and names[0] in index:
+        return state.slots[index[names[0]]]
+    return jnp.zeros(plan.shape, jnp.uint32)
 
 
 def fused_update(
@@ -116,8 +107,7 @@ def fused_update(
     divisors = {name: divisor for name, (_, divisor) in measured.items()}
     noise = None
     if any(slot.stochastic for slot in plan.slots):
-        bits = lambda k: random.noise_bits(k, plan.shape, plan.group_size)  # noqa: E731
-        noise = _once(alive, bits, _noise_shapes(plan), key)
+        noise = random.noise_bits(key, plan.shape, plan.group_size)
 
     def compute(g: Any, p: Any, state: Any, h: Any, divisors: Any, noise: Any) -> dict[str, Any]:
         step, values = reference.advance(rule, plan, g, p, state, h)
@@ -133,9 +123,12 @@ def fused_update(
     operands = (g, p, state, h, divisors, noise)
     small: dict[str, jax.Array] = {}
     for names in _words(fields):
-        dtype = fields[names[0]] if len(names) == 1 else jnp.uint32
-        shape = jax.ShapeDtypeStruct(plan.shape, dtype)
-        word = _once(alive, lambda *a, names=names: _pack(compute(*a), names), shape, *operands)
+        word = lax.cond(
+            alive,
+            lambda *a, names=names: _pack(compute(*a), names),
+            lambda g, p, state, *_, names=names: _nothing(plan, names, state),
+            *operands,
+        )
         small |= _unpack(word, names, fields)
     return _outputs(
         rule, plan, g, p, state, h, small, {name: scale for name, (scale, _) in measured.items()}
