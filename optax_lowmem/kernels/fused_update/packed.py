@@ -107,7 +107,8 @@ def fused_update(
     divisors = {name: divisor for name, (_, divisor) in measured.items()}
     noise = None
     if any(slot.stochastic for slot in plan.slots):
-        noise = random.noise_bits(key, plan.shape, plan.group_size)
+        # the barrier keeps newer XLA from moving the mixing into the conditionals, once an element
+        noise = lax.optimization_barrier(random.noise_bits(key, plan.shape, plan.group_size))
 
     def compute(g: Any, p: Any, state: Any, h: Any, divisors: Any, noise: Any) -> dict[str, Any]:
         step, values = reference.advance(rule, plan, g, p, state, h)
