@@ -6,8 +6,8 @@ import optax
 import pytest
 
 import optax_lowmem as lowmem
+from benchmarks.model_shapes import gpt2_124m, llama_3_1_8b
 from optax_lowmem import Storage
-from tests.model_shapes import gpt2_124m, llama_3_1_8b
 
 PARAMS = {
     "block": {"kernel": jnp.ones((64, 128), jnp.bfloat16), "bias": jnp.ones((64,), jnp.bfloat16)},

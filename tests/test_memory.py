@@ -10,8 +10,8 @@ import optax
 import pytest
 
 import optax_lowmem as lowmem
+from benchmarks.model_shapes import gpt2_124m, llama_3_1_8b, llama_3_2_1b
 from optax_lowmem import Storage, codecs
-from tests.model_shapes import gpt2_124m, llama_3_1_8b, llama_3_2_1b
 
 GIB = 2.0**30
 PAPER = Storage.paper()
