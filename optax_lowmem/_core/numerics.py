@@ -73,7 +73,8 @@ def narrow(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """16-bit floats of f32 values rounded to nearest even, in a way XLA cannot undo."""
     rounded = round_to(x, dtype)
     if jnp.dtype(dtype) == jnp.bfloat16:  # the upper half is the number: no second rounding
-        return lax.bitcast_convert_type((to_bits(rounded) >> 16).astype(jnp.uint16), jnp.bfloat16)
+        bits = canonical_nan(to_bits(rounded)) >> 16
+        return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)
     return rounded.astype(dtype)
 
 

@@ -151,13 +151,14 @@ class GroupCodec(abc.ABC):
         y = self.magnitude(x)
         absmax = jnp.max(y, axis=-1, keepdims=True)
         scale = jnp.where(absmax == 0, jnp.float32(1), absmax)
-        slack = 1 + self.scale.relative_error
+        slack, shift = 1 + self.scale.relative_error, self.scale.absolute_error
+        low, high = jnp.maximum(scale / slack - shift, 0), scale * slack + shift
         z = self.position(y, self.divisor(scale))
         width = jnp.float32(1.0 if stochastic else 0.5)
         if not self.signed and self.guarded:
             width = jnp.where(z < 1, jnp.float32(1), width)
-        up = self.decode_magnitude(jnp.minimum(z + width, self.levels), scale * slack)
-        down = self.decode_magnitude(jnp.maximum(z - width, 0.0), scale / slack)
+        up = self.decode_magnitude(jnp.minimum(z + width, self.levels), high)
+        down = self.decode_magnitude(jnp.maximum(z - width, 0.0), low)
         exact = self.restore(y)
         bound = jnp.maximum(up - exact, exact - down) + 16 * _EPS * exact
         return jnp.where(absmax == 0, jnp.float32(0), bound)

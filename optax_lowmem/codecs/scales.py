@@ -24,6 +24,7 @@ class Float32Scale:
     name: str = "f32"
     dtype: jnp.dtype = dataclasses.field(default=jnp.dtype(jnp.float32))
     relative_error: float = 0.0
+    absolute_error: float = 0.0
 
     def encode(self, absmax: jax.Array) -> jax.Array:
         """Stored scales from the bits of the group maxima."""
@@ -45,6 +46,7 @@ class E8M8Scale:
     name: str = "e8m8"
     dtype: jnp.dtype = dataclasses.field(default=jnp.dtype(jnp.uint16))
     relative_error: float = 2.0**-8
+    absolute_error: float = 0.0
 
     def encode(self, absmax: jax.Array) -> jax.Array:
         """Stored scales from the bits of the group maxima, rounded up to 8 mantissa bits."""
@@ -62,6 +64,7 @@ class Float16Scale:
     name: str = "f16"
     dtype: jnp.dtype = dataclasses.field(default=jnp.dtype(jnp.float16))
     relative_error: float = 2.0**-11
+    absolute_error: float = 2.0**-25  # half the spacing of its subnormals
 
     def encode(self, absmax: jax.Array) -> jax.Array:
         """Stored scales from the bits of the group maxima."""
