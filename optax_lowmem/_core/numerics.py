@@ -41,8 +41,7 @@ def round_to_byte(x: jax.Array) -> jax.Array:
     """int32 of f32 values in [0, 255], to nearest, ties to even.
 
     Adding 2^23 leaves the integer in the low bits; taking 2^23 off in integers is what XLA cannot
-    fold away (nor drop before a conversion to 8 bits, as it does a mask, on a GPU to then clip).
-    A conversion of the float would cost its checks for NaN and range.
+    fold away. A conversion of the float would cost its checks for NaN and range.
     """
     return lax.bitcast_convert_type(x + jnp.float32(2.0**23), jnp.int32) - 0x4B000000
 

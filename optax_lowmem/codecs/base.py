@@ -107,7 +107,8 @@ class GroupCodec(abc.ABC):
         if noise is not None:
             lo = jnp.floor(z)
             z = jnp.where(self.rises(noise, z, lo), lo + 1, lo)
-        code = numerics.round_to_byte(z)
+        # bare uint8 bits of a float came out as 255 on a GPU (jax 0.11.2); the floor prevents it
+        code = numerics.round_to_byte(z) if self.signed or self.guarded else z.astype(jnp.int32)
         if self.signed:  # the sign in integers: XLA on CPU would else keep two f32 divisions
             code = jnp.where(x < 0, -code, code)
         elif self.guarded:
