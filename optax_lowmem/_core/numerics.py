@@ -12,7 +12,6 @@ MAGNITUDE_MASK = 0x7FFFFFFF
 INF_BITS = 0x7F800000
 NAN_BITS = 0x7FC00000  # canonical: CUDA's 0x7fffffff would round to -0.0
 MIN_NORMAL_BITS = 0x00800000
-SIXTEEN_BIT_FLOATS = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 def to_bits(x: jax.Array) -> jax.Array:

@@ -5,8 +5,9 @@ from typing import Any
 import jax
 import optax
 
-from optax_lowmem._core import numerics, trees
+from optax_lowmem._core import numerics
 from optax_lowmem.transforms.engine import Optimizer
+from optax_lowmem.transforms.masters import splits_masters
 
 _IMPLEMENTATIONS = ("xla",)
 
@@ -29,16 +30,15 @@ def chain(*transformations: optax.GradientTransformation) -> optax.GradientTrans
     linked = optax.chain(*transformations)
 
     def init(params: Any) -> Any:
-        state = linked.init(params)
-        for index, link in enumerate(state[:-1]):
-            if any(_splits(found) for found in trees.states_with(link, "correction")):
+        for index, link in enumerate(transformations[:-1]):
+            if splits_masters(link, params):
                 raise ValueError(
                     f"link {index} of the chain splits master weights, so link {index + 1} would "
                     "change updates whose corrections are already taken. Put it before, or give "
                     f"link {index} storage=Storage(master_weight_bits=None) and wrap the chain in "
                     "split_master_weights."
                 )
-        return state
+        return linked.init(params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         return linked.update(jax.tree.map(numerics.widen, updates), state, params, **extra)
@@ -52,10 +52,6 @@ class Chain(optax.GradientTransformationExtraArgs):
     """A chain that remembers its links, for `step`."""
 
     links: tuple[optax.GradientTransformationExtraArgs, ...]
-
-
-def _splits(state: Any) -> bool:
-    return any(leaf.ndim or leaf.size != 1 for leaf in jax.tree.leaves(state.correction))
 
 
 def step(

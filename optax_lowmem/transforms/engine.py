@@ -157,15 +157,16 @@ class Engine:
     def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         """One step; `extra` is accepted as optax's wrappers pass it, and not used."""
         del extra
-        trees.check_state(state, self.rule.state_type)
-        h = self.hyperparameters(state.count)
-        return self.step(updates, state, params, h, optax.safe_increment(state.count))
+        return self._next(updates, state, params, direct=False)
 
     def apply(self, updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """New parameters and state: `update` and `optax.apply_updates` at once."""
+        return self._next(updates, state, params, direct=True)
+
+    def _next(self, updates: Any, state: Any, params: Any, direct: bool) -> tuple[Any, Any]:
         trees.check_state(state, self.rule.state_type)
         h, count = self.hyperparameters(state.count), optax.safe_increment(state.count)
-        return self.step(updates, state, params, h, count, direct=True)
+        return self.step(updates, state, params, h, count, direct)
 
     def step(
         self,
