@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "optimizers": (*BELOW_TRANSFORMS, "transforms"),
     "layers": BELOW_TRANSFORMS,
     "diagnostics": BELOW_TOP,
+    "flax": BELOW_TOP,
     "memory": BELOW_TOP,
 }
 

@@ -109,3 +109,14 @@ REORDERED_MASTER = {
 }
 # The step itself, of the learning rate: 16 operations of u each.
 REORDERED_STEP = 2.0**-20
+
+# -- encode and decode of one array (test_group_codec.py) -----------------------------------------
+
+# XLA may move the constant 1 / levels to the scale: two products of u each in either order, 4 u
+# apart; squared 8 u, and u each for the square. A division of 2 ulp (GPU) and a product: 5 u each.
+GROUP_DECODE = 10 * 2.0**-24
+# Scales on a GPU in units of their last place: roots of 2 ulp each in f32, and in f16 on the other
+# side of a tie; without a root they come from integers.
+GPU_SCALE_UNITS = {"f32": 4, "f16": 1, "e8m8": 0}
+# How often: 4 ulp (2^-21) in half a spacing of f16 (2^-12), either way.
+GPU_F16_SCALE_SHARE = 2.0**-8

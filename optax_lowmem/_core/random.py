@@ -4,6 +4,7 @@ The result does not depend on sharding, device, masking or recompilation, and no
 """
 
 import zlib
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,13 +29,10 @@ def leaf_key(seed: jax.Array, step: jax.Array, path: str) -> jax.Array:
     return leaf_keys(seed, step, [path])[0]
 
 
-def leaf_keys(seed: jax.Array, step: jax.Array, paths: list[str]) -> list[jax.Array]:
-    """`leaf_key` of each path, in one operation for all: it compiles once, not once a leaf."""
-    if not paths:
-        return []
+def leaf_keys(seed: jax.Array, step: jax.Array, paths: Sequence[str]) -> jax.Array:
+    """`leaf_key` of each path, uint32 [paths]."""
     names = jnp.asarray([zlib.crc32(path.encode()) for path in paths], jnp.uint32)
-    keys = mix(mix(mix(seed.astype(jnp.uint32) ^ names) + step.astype(jnp.uint32)) ^ names)
-    return [keys[index] for index in range(len(paths))]
+    return mix(mix(mix(seed.astype(jnp.uint32) ^ names) + step.astype(jnp.uint32)) ^ names)
 
 
 def noise_bits(
@@ -42,15 +40,30 @@ def noise_bits(
 ) -> tuple[jax.Array, jax.Array]:
     """The two parts of the random bits of an array [..., n]: R [..., groups] and C [n], uint32."""
     grouped = groups.scale_shape(shape, group_size)
-    row = key
+    coordinates = []
     for axis, size in enumerate(grouped):
         dims = [1] * len(grouped)
         dims[axis] = size
-        index = lax.broadcasted_iota(jnp.uint32, tuple(dims), axis)
-        row = mix(row + index * jnp.uint32(_GOLDEN))
-    lanes = lax.iota(jnp.uint32, min(group_size, shape[-1]))
-    lane = mix(mix(key ^ jnp.uint32(_LANE_SALT)) + lanes * jnp.uint32(_GOLDEN))
-    return row, jnp.tile(lane, grouped[-1])[: shape[-1]]
+        coordinates.append(lax.broadcasted_iota(jnp.uint32, tuple(dims), axis))
+    lane = lane_bits(key, lax.iota(jnp.uint32, min(group_size, shape[-1])))
+    return row_bits(key, coordinates), jnp.tile(lane, grouped[-1])[: shape[-1]]
+
+
+def row_bits(key: jax.Array, coordinates: Sequence[jax.Array]) -> jax.Array:
+    """R of groups from their uint32 index along each axis, the group's own index last.
+
+    The sum of the indices, each times an odd number of its axis, is what is mixed: like the mixing,
+    it is the same for a part of an array, and it costs a kernel one mixing a group.
+    """
+    row = key
+    for axis, index in enumerate(coordinates):
+        row = row + index * jnp.uint32(zlib.crc32(b"axis %d" % axis) | 1)
+    return mix(row)
+
+
+def lane_bits(key: jax.Array, lanes: jax.Array) -> jax.Array:
+    """C of lanes (uint32 positions in a group)."""
+    return mix(mix(key ^ jnp.uint32(_LANE_SALT)) + lanes * jnp.uint32(_GOLDEN))
 
 
 def join_bits(row: jax.Array, lane: jax.Array, group_size: int, slot: str) -> jax.Array:

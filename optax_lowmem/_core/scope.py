@@ -42,6 +42,7 @@ class Masters:
 
 _decisions: ContextVar[list[Decision] | None] = ContextVar("decisions", default=None)
 _emitted: ContextVar[dict[str, jax.Array] | None] = ContextVar("emitted", default=None)
+_implementation: ContextVar[str | None] = ContextVar("implementation", default=None)
 _masters: ContextVar[Masters | None] = ContextVar("masters", default=None)
 
 
@@ -67,6 +68,16 @@ def emitting() -> contextlib.AbstractContextManager[dict[str, jax.Array]]:
 def providing(masters: Masters) -> contextlib.AbstractContextManager[Masters]:
     """Hands corrections and a seed to every `init` that runs inside."""
     return _bound(_masters, masters)
+
+
+def implementing(name: str | None) -> contextlib.AbstractContextManager[str | None]:
+    """Steps that are traced inside use this implementation."""
+    return _bound(_implementation, name)
+
+
+def implementation() -> str | None:
+    """The implementation that an enclosing `implementing` asks for."""
+    return _implementation.get()
 
 
 def dry_run(tx: Any, params: Any) -> tuple[Any, list[Decision]]:

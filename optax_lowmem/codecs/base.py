@@ -14,6 +14,7 @@ from optax_lowmem._core import numerics
 from optax_lowmem.codecs.scales import Float32Scale, ScaleFormat
 
 _EPS = float(jnp.finfo(jnp.float32).eps)
+_MIN_NORMAL = float(jnp.finfo(jnp.float32).tiny)
 _PAPER_MIN_ABSMAX = 1e-12  # the official implementation's floor
 
 
@@ -106,24 +107,17 @@ class GroupCodec(abc.ABC):
             return self._paper_codes(x, z)
         if noise is not None:
             lo = jnp.floor(z)
-            z = jnp.where(self.rises(noise, z, lo), lo + 1, lo)
-        # bare uint8 bits of a float came out as 255 on a GPU (jax 0.11.2); the floor prevents it
-        code = numerics.round_to_byte(z) if self.signed or self.guarded else z.astype(jnp.int32)
-        if self.signed:  # the sign in integers: XLA on CPU would else keep two f32 divisions
-            code = jnp.where(x < 0, -code, code)
-        elif self.guarded:
-            code = jnp.maximum(code, self._floor(x))
-        return code.astype(self.dtype)
+            z = lo + self.rises(noise, z, lo).astype(jnp.float32)
+        if self.signed:  # the sign last: XLA on CPU would else keep two f32 divisions
+            return numerics.round_to_signed_byte(z, x)
+        if self.guarded:  # subnormals are 0 on every backend
+            z = jnp.maximum(z, (x >= _MIN_NORMAL).astype(jnp.float32))
+        return numerics.round_to_byte(z).astype(self.dtype)
 
     def _paper_codes(self, x: jax.Array, z: jax.Array) -> jax.Array:
         """floor(x + 0.5) of the signed position, as the official implementation rounds."""
         signed = jnp.where(x < 0, -z, z) if self.signed else z
         return jnp.floor(signed + jnp.float32(0.5)).astype(jnp.int32).astype(self.dtype)
-
-    def _floor(self, x: jax.Array) -> jax.Array:
-        """1 where x > 0, on the bits: a subnormal is 0 on every backend."""
-        bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-        return jnp.where(bits >= numerics.MIN_NORMAL_BITS, jnp.int32(1), jnp.int32(0))
 
     def dequantize(self, codes: jax.Array, scale: jax.Array) -> jax.Array:
         """f32 values of codes, elementwise; `scale` (f32) broadcasts."""

@@ -83,18 +83,18 @@ class BitSplit(MasterSplit):
         """int8 or int16."""
         return jnp.dtype(jnp.int8 if self.bits == 24 else jnp.int16)
 
-    def _truncated(self, w: jax.Array) -> jax.Array:
+    def _lifted(self, w: jax.Array) -> jax.Array:
+        """The bits of w; for 24 of them raised so that dropping the lowest 8 rounds to nearest."""
         b = numerics.canonical_nan(numerics.to_bits(w))
-        return (b + 0x7F + ((b >> 8) & 1)) >> 8 if self.bits == 24 else b
+        return b + 0x7F + ((b >> 8) & 1) if self.bits == 24 else b
 
     def round(self, w: jax.Array, dtype: jnp.dtype = jnp.bfloat16) -> jax.Array:
         """bf16 weights; they differ from `w.astype(bfloat16)` only next to ties."""
-        p = (self._truncated(w) + (1 << (self.width - 1))) >> self.width
-        return lax.bitcast_convert_type(p.astype(jnp.uint16), jnp.bfloat16)
+        return self.split(w, dtype)[0]
 
     def correction(self, w: jax.Array, p: jax.Array) -> jax.Array:
         """t - (p << k), clamped in value where p is not the rounding of w."""
-        t, weight = self._truncated(w), _bf16_bits(p)
+        t, weight = self._lifted(w) >> (32 - self.bits), _bf16_bits(p)
         half = 1 << (self.width - 1)
         c = jnp.clip((t - (weight << self.width)).astype(jnp.int32), -half, half - 1)
         magnitude = weight & 0x7FFF
@@ -102,6 +102,14 @@ class BitSplit(MasterSplit):
         c = jnp.where(other_sign, jnp.where(magnitude == 0, 0, -half), c)
         rounded = (t + half) >> self.width == weight
         return jnp.where((magnitude >= 0x7F80) & ~rounded, 0, c).astype(self.dtype)
+
+    def split(self, w: jax.Array, dtype: jnp.dtype = jnp.bfloat16) -> tuple[jax.Array, jax.Array]:
+        """Weight and correction: beside its own rounding the correction needs no clamp."""
+        b = self._lifted(w)
+        weight = ((b + 0x8000) >> 16).astype(jnp.uint16)
+        # what is left is the kept bits below the upper 16, read as a signed integer
+        correction = (b >> (32 - self.bits)).astype(self.dtype)
+        return lax.bitcast_convert_type(weight, jnp.bfloat16), correction
 
     def join(self, p: jax.Array, correction: jax.Array) -> jax.Array:
         """Bits (p << k) + c; a negative c beside a zero p (a user's edit) counts as 0."""

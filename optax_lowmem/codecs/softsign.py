@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from optax_lowmem._core import numerics
 from optax_lowmem.codecs.base import GroupCodec
 from optax_lowmem.codecs.scales import E8M8Scale, Float16Scale, ScaleFormat
 
@@ -22,11 +23,11 @@ class SoftsignCodec(GroupCodec):
     def position(self, y: jax.Array, divisor: jax.Array) -> jax.Array:
         """127 phi(y / s) = 254 y / (s + y); 254 y, or s + y, could overflow next to f32's end."""
         y = jnp.minimum(y, divisor)
-        return 2 * self.levels * (y / (divisor + y))
+        return 2 * self.levels * numerics.quotient(y, divisor + y)
 
     def expand(self, z: jax.Array) -> jax.Array:
         """z / (254 - |z|)."""
-        return z / (2 * self.levels - jnp.abs(z))
+        return numerics.quotient(z, 2 * self.levels - jnp.abs(z))
 
     def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
         """P = (z - lo) (253 - lo) / (254 - z), from expand(lo), expand(z), expand(lo + 1)."""

@@ -37,7 +37,7 @@ class SqrtCodec(GroupCodec):
 
     def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
         """P = (z^2 - lo^2) / (2 lo + 1): unbiased in v, not in sqrt(v)."""
-        return noise * (2 * lo + 1) < (z - lo) * (z + lo)
+        return lo * (lo + 2 * noise) + noise < z * z
 
 
 def sqrt() -> SqrtCodec:

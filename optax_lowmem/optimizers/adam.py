@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lowmem._core import numerics
 from optax_lowmem._core.hyperparameters import as_f32, bias_correction, check_range, complement
 from optax_lowmem._core.rules import Slot, UpdateRule
 from optax_lowmem.optimizers.schedule import ScalarOrSchedule, direction, optimizer
@@ -36,6 +37,11 @@ class AdamRule(UpdateRule):
     slots = (Slot("mu", signed=True), Slot("nu", signed=False))
     state_type = FlashAdamState
 
+    @property
+    def formula(self) -> str | None:
+        """`adam` without its variants."""
+        return "adam" if self.eps_root_is_zero and not self.nesterov else None
+
     def update(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -49,7 +55,7 @@ class AdamRule(UpdateRule):
             root = jnp.sqrt(nu) * h["root_nu_scale"]
         else:
             root = jnp.sqrt(nu * h["nu_scale"] + h["eps_root"])
-        return numerator / (root + h["eps"]), {"mu": mu, "nu": nu}
+        return numerics.quotient(numerator, root + h["eps"]), {"mu": mu, "nu": nu}
 
     def accumulating(
         self, h: Mapping[str, jax.Array], first: jax.Array, every: int

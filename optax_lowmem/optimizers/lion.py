@@ -30,6 +30,7 @@ class LionRule(UpdateRule):
 
     slots = (Slot("mu", signed=True),)
     state_type = FlashLionState
+    formula = "lion"
 
     def update(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]

@@ -1,15 +1,16 @@
 """`chain` that keeps precision, and `step`."""
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
-from optax_lowmem._core import numerics
+from optax_lowmem._core import numerics, scope
+from optax_lowmem.kernels.fused_update import IMPLEMENTATIONS
 from optax_lowmem.transforms.engine import Optimizer
 from optax_lowmem.transforms.masters import splits_masters
-
-_IMPLEMENTATIONS = ("xla",)
 
 
 def chain(*transformations: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -41,17 +42,17 @@ def chain(*transformations: optax.GradientTransformation) -> optax.GradientTrans
         return linked.init(params)
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        return linked.update(jax.tree.map(numerics.widen, updates), state, params, **extra)
+        return _run(transformations, updates, state, params, _update_last, extra)
 
-    linked_up = Chain(init, update)
-    linked_up.links = tuple(map(optax.with_extra_args_support, transformations))
-    return linked_up
+    chained = Chain(init, update)
+    chained.links = transformations
+    return chained
 
 
 class Chain(optax.GradientTransformationExtraArgs):
     """A chain that remembers its links, for `step`."""
 
-    links: tuple[optax.GradientTransformationExtraArgs, ...]
+    links: tuple[optax.GradientTransformation, ...]
 
 
 def step(
@@ -73,11 +74,15 @@ def step(
       grads: gradients, f32 or 16-bit.
       state: the optimizer's state.
       params: the parameters.
-      implementation: None picks the fastest there is; "xla" is plain jnp, on every device.
+      implementation: None picks the fastest there is for each leaf (`explain` says which); "xla"
+        is plain jnp, on every device; "pallas" and "triton" are GPU kernels.
       **extra: extra arguments of the optimizer, such as `value=`.
 
     Returns:
       (parameters, state).
+
+    Raises:
+      ValueError: for an implementation that cannot take a leaf; it names the leaf and the reason.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -85,26 +90,96 @@ def step(
       >>> params, state = lowmem.init(tx, {"w": jnp.ones((8, 8))})
       >>> params, state = lowmem.step(tx, {"w": jnp.ones((8, 8))}, state, params)
     """
-    if implementation not in (None, *_IMPLEMENTATIONS):
+    if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(
-            f"implementation must be one of {_IMPLEMENTATIONS} or None, got {implementation!r}"
+            f"implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}"
         )
+    with scope.implementing(implementation):
+        if isinstance(tx, Chain) and tx.links:
+            return _run(tx.links, grads, state, params, _step_last, extra)
+        return _step_last(tx, grads, state, params, None, extra)
+
+
+# ---- the links of a chain ------------------------------------------------------------------------
+
+
+def _run(
+    links: Sequence[optax.GradientTransformation],
+    updates: Any,
+    state: Any,
+    params: Any,
+    last: Callable[..., tuple[Any, Any]],
+    extra: Mapping[str, Any],
+) -> tuple[Any, tuple[Any, ...]]:
+    """The links before the last on f32 gradients, then `last` on the last one.
+
+    A clipping by the global norm right before one of our optimizers becomes a factor that the
+    optimizer takes the gradient times, so that no scaled f32 copy of it is made.
+    """
+    if not links:
+        return updates, state
+    *before, final = links
+    if len(state) != len(links):
+        raise ValueError(f"the state has {len(state)} parts, the chain {len(links)} links")
+    folds = bool(before) and isinstance(final, Optimizer) and _clips_global_norm(before[-1])
+    run = before[:-1] if folds else before
+    if run or not isinstance(final, Optimizer):
+        updates = _widened(updates)
+    states = []
+    for link, link_state in zip(run, state, strict=False):
+        update = optax.with_extra_args_support(link).update
+        updates, link_state = update(updates, link_state, params, **extra)
+        states.append(link_state)
+    factor = None
+    if folds:
+        factor = _clipping_factor(before[-1], updates, state[-2])
+        states.append(state[-2])
+    result, final_state = last(final, updates, state[-1], params, factor, extra)
+    return result, (*states, final_state)
+
+
+def _update_last(
+    tx: optax.GradientTransformation,
+    updates: Any,
+    state: Any,
+    params: Any,
+    factor: jax.Array | None,
+    extra: Mapping[str, Any],
+) -> tuple[Any, Any]:
+    if isinstance(tx, Optimizer):
+        return tx.engine.update(updates, state, params, gradient_scale=factor)
+    return optax.with_extra_args_support(tx).update(updates, state, params, **extra)
+
+
+def _step_last(
+    tx: optax.GradientTransformation,
+    updates: Any,
+    state: Any,
+    params: Any,
+    factor: jax.Array | None,
+    extra: Mapping[str, Any],
+) -> tuple[Any, Any]:
     if isinstance(tx, Optimizer) and tx.engine.weights and params is not None:
-        return tx.engine.apply(grads, state, params)
-    if isinstance(tx, Chain) and tx.links and isinstance(tx.links[-1], Optimizer):
-        return _step_chain(tx, grads, state, params, **extra)
-    updates, state = optax.with_extra_args_support(tx).update(grads, state, params, **extra)
+        return tx.engine.apply(updates, state, params, factor)
+    updates, state = _update_last(tx, updates, state, params, factor, extra)
     return optax.apply_updates(params, updates), state
 
 
-def _step_chain(
-    tx: Chain, grads: Any, state: Any, params: Any, **extra: Any
-) -> tuple[Any, tuple[Any, ...]]:
-    """The links before the last on f32 gradients, then a step of the last."""
-    updates = jax.tree.map(numerics.widen, grads)
-    states = []
-    for link, link_state in zip(tx.links[:-1], state, strict=False):
-        updates, link_state = link.update(updates, link_state, params, **extra)
-        states.append(link_state)
-    params, last = step(tx.links[-1], updates, state[-1], params, **extra)
-    return params, (*states, last)
+def _widened(updates: Any) -> Any:
+    return jax.tree.map(numerics.widen, updates)
+
+
+def _clips_global_norm(link: optax.GradientTransformation) -> bool:
+    """Whether a link is optax's clipping by the global norm, which has no class of its own."""
+    update = link.update
+    name = f"{getattr(update, '__module__', '')}.{getattr(update, '__qualname__', '')}"
+    return name.startswith("optax.") and name.endswith(".clip_by_global_norm.<locals>.update_fn")
+
+
+def _clipping_factor(link: optax.GradientTransformation, updates: Any, state: Any) -> jax.Array:
+    """What the link multiplies gradients by: what it makes of one number, the norm of them all."""
+    norm = optax.tree.norm(_widened(updates))
+    clipped, _ = link.update(norm, state)
+    # an infinite norm: finite gradients become 0 in optax too, infinite ones NaN
+    infinite = jnp.where(jnp.isnan(norm), norm, jnp.float32(0))
+    return jnp.where(jnp.isfinite(norm), clipped / jnp.where(norm == 0, 1, norm), infinite)

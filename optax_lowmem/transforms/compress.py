@@ -11,6 +11,7 @@ import optax
 from optax_lowmem._core import groups, numerics, random, scope, trees
 from optax_lowmem._core.policy import Policy
 from optax_lowmem.codecs import GroupCodec, decode_array, encode_array
+from optax_lowmem.kernels import group_codec
 from optax_lowmem.transforms.masters import splits_masters
 from optax_lowmem.transforms.slots import SlotFacts, facts, map_slots
 from optax_lowmem.transforms.storage import check_codec, check_group_size
@@ -128,18 +129,6 @@ class _Compressor:
     def _stochastic(self, known: SlotFacts) -> bool:
         return self.rounding == "stochastic" and not known.running_maximum
 
-    def _encode_leaf(
-        self,
-        codec: GroupCodec,
-        slot: str,
-        leaf: jax.Array,
-        noise_key: jax.Array | None,
-    ) -> tuple[jax.Array, jax.Array]:
-        noise = None
-        if noise_key is not None:
-            noise = random.uniforms(noise_key, leaf.shape, self.group_size, slot)
-        return encode_array(codec, leaf.astype(jnp.float32), self.group_size, noise)
-
     def _encode(
         self, state: Any, params: Any, seed: jax.Array, count: jax.Array
     ) -> tuple[Any, dict[str, Any]]:
@@ -161,7 +150,7 @@ class _Compressor:
                 else:
                     key = random.leaf_key(seed, count, path)
                     noise_key = key if self._stochastic(known) else None
-                    pairs.append(self._encode_leaf(codec, slot, leaf, noise_key))
+                    pairs.append(group_codec.encode(codec, leaf, self.group_size, noise_key, slot))
             scales[_scale_name(slot, scales)] = jax.tree.unflatten(treedef, [s for _, s in pairs])
             return jax.tree.unflatten(treedef, [c for c, _ in pairs])
 
@@ -218,6 +207,7 @@ class _Compressor:
                 f"{self.group_size} keeps {wanted[0]} with {wanted[2]}{list(shape)}. The state was "
                 "made or restored with other settings: use those, or call init again."
             )
+        # plain XLA, not a kernel: it fuses into the inner update and the f32 is never stored
         return decode_array(codec, codes, scales, self.group_size)
 
     # ---- the transformation ------------------------------------------------------------------

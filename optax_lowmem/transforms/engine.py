@@ -11,7 +11,7 @@ import optax
 from optax_lowmem._core import random, scope, trees
 from optax_lowmem._core.rules import UpdateRule
 from optax_lowmem.codecs import GroupCodec
-from optax_lowmem.kernels.fused_update import LeafPlan, LeafState, SlotPlan, fused_update
+from optax_lowmem.kernels.fused_update import LeafPlan, LeafState, SlotPlan, fused_updates
 from optax_lowmem.transforms.masters import choose_split, initial_correction
 from optax_lowmem.transforms.storage import Storage
 
@@ -154,18 +154,37 @@ class Engine:
 
     # ---- step --------------------------------------------------------------------------------
 
-    def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        self,
+        updates: Any,
+        state: Any,
+        params: Any = None,
+        *,
+        gradient_scale: jax.Array | None = None,
+        **extra: Any,
+    ) -> tuple[Any, Any]:
         """One step; `extra` is accepted as optax's wrappers pass it, and not used."""
         del extra
-        return self._next(updates, state, params, direct=False)
+        return self._next(updates, state, params, gradient_scale, direct=False)
 
-    def apply(self, updates: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    def apply(
+        self, updates: Any, state: Any, params: Any, gradient_scale: jax.Array | None = None
+    ) -> tuple[Any, Any]:
         """New parameters and state: `update` and `optax.apply_updates` at once."""
-        return self._next(updates, state, params, direct=True)
+        return self._next(updates, state, params, gradient_scale, direct=True)
 
-    def _next(self, updates: Any, state: Any, params: Any, direct: bool) -> tuple[Any, Any]:
+    def _next(
+        self,
+        updates: Any,
+        state: Any,
+        params: Any,
+        gradient_scale: jax.Array | None,
+        direct: bool,
+    ) -> tuple[Any, Any]:
         trees.check_state(state, self.rule.state_type)
         h, count = self.hyperparameters(state.count), optax.safe_increment(state.count)
+        if gradient_scale is not None:
+            h = {**h, "gradient_scale": gradient_scale}
         return self.step(updates, state, params, h, count, direct)
 
     def step(
@@ -184,20 +203,19 @@ class Engine:
         plans = self._plans(reference)
         gradients = trees.match("gradient", updates, reference)
         weights = jax.tree.leaves(params) if self.weights else [None] * len(plans)
-        new_updates, new_states = [], []
+        states = self._unpack(state, plans)
         keys = random.leaf_keys(state.seed, count, [plan.path for plan in plans])
-        rows = zip(plans, gradients, weights, self._unpack(state, plans), keys, strict=True)
-        for plan, g, p, leaf, key in rows:
-            static = dataclasses.replace(plan.nameless, direct=direct)
-            update, leaf = fused_update(self.rule, static, g, p, leaf, h, key, count > 0)
+        static = [dataclasses.replace(plan, direct=direct) for plan in plans]
+        found = fused_updates(
+            self.rule, static, gradients, weights, states, h, keys, count > 0,
+            scope.implementation(),
+        )  # fmt: skip
+        for plan, (update, _) in zip(plans, found, strict=True):
             if plan.split is not None and not direct:
                 scope.emit(plan.path, update)
-            new_updates.append(update)
-            new_states.append(leaf)
         treedef = jax.tree.structure(reference)
-        return jax.tree.unflatten(treedef, new_updates), self._pack(
-            count, state.seed, new_states, treedef
-        )
+        new_states = self._pack(count, state.seed, [leaf for _, leaf in found], treedef)
+        return jax.tree.unflatten(treedef, [update for update, _ in found]), new_states
 
 
 def _init_leaf(plan: LeafPlan, leaf: Any) -> LeafState:

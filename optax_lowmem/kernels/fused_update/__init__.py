@@ -1,6 +1,8 @@
 """One optimizer step of one leaf: decode, update, encode, and the weight's new split."""
 
-from optax_lowmem.kernels.fused_update.dispatch import fused_update as fused_update
+from optax_lowmem.kernels.fused_update.dispatch import IMPLEMENTATIONS as IMPLEMENTATIONS
+from optax_lowmem.kernels.fused_update.dispatch import choose as choose
+from optax_lowmem.kernels.fused_update.dispatch import fused_updates as fused_updates
 from optax_lowmem.kernels.fused_update.plan import LeafPlan as LeafPlan
 from optax_lowmem.kernels.fused_update.plan import LeafState as LeafState
 from optax_lowmem.kernels.fused_update.plan import SlotPlan as SlotPlan

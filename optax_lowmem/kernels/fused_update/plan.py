@@ -63,6 +63,11 @@ class LeafPlan:
         """Whether any slot is compressed."""
         return any(slot.codec is not None for slot in self.slots)
 
+    @property
+    def stochastic(self) -> bool:
+        """Whether any slot takes random bits."""
+        return any(slot.stochastic for slot in self.slots)
+
     def scale_shape(self, slot: SlotPlan) -> tuple[int, ...]:
         """Shape of a slot's scales; 0-d where it has none."""
         return groups.scale_shape(self.shape, self.group_size) if slot.codec else ()

@@ -28,14 +28,17 @@ def advance(
     plan: LeafPlan,
     g: jax.Array,
     p: jax.Array | None,
-    state: LeafState,
+    correction: jax.Array,
+    values: Mapping[str, jax.Array],
     h: Mapping[str, jax.Array],
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """What is taken off the master weight (or the bare direction), and the slots' new values."""
-    g, values = numerics.widen(g), decode(plan, state)
+    g = numerics.widen(g)
+    if "gradient_scale" in h:
+        g = g * h["gradient_scale"]
     if p is None:
         return rule.update(g, values, h)
-    weight = numerics.widen(p) if plan.split is None else plan.split.join(p, state.correction)
+    weight = numerics.widen(p) if plan.split is None else plan.split.join(p, correction)
     if plan.decays and "l2" in h:
         g = g + h["l2"] * weight
     direction, values = rule.update(g, values, h)
@@ -61,6 +64,18 @@ def land(
     reached = numerics.widen(p) + _towards(target, p, update_dtype)
     reached = numerics.narrow(reached, p.dtype)
     return target, reached, split.correction(master, reached)
+
+
+def landed(
+    plan: LeafPlan, p: jax.Array, step: jax.Array, correction: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """New weight of a direct plan with a split (the one to aim at of another), and correction."""
+    assert plan.split is not None
+    if plan.direct and plan.update_dtype == jnp.float32:
+        # what `land` reaches, but for weights under 2^-16 of the old one, which are exact here
+        return plan.split.split(plan.split.join(p, correction) - step, p.dtype)
+    target, reached, correction = land(plan.split, p, step, correction, plan.update_dtype)
+    return reached if plan.direct else target, correction
 
 
 def _towards(target: jax.Array, p: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -97,7 +112,7 @@ def moved(
         return split_update(plan.split, p, step, correction, plan.update_dtype)
     if plan.split is None:
         return optax.apply_updates(p, (-step).astype(plan.update_dtype)), correction
-    return land(plan.split, p, step, correction, plan.update_dtype)[1:]
+    return landed(plan, p, step, correction)
 
 
 def fused_update(
@@ -117,11 +132,12 @@ def fused_update(
       g: gradient, f32 or 16-bit, of the parameter's shape.
       p: parameter; None for a bare direction (no `lr` in h).
       state: stored slots, scales, correction.
-      h: f32 scalars: the rule's own, and with a parameter `lr`, `decay` (the share of the weight
-        taken off) and `l2` (added to the gradient times the weight).
+      h: f32 scalars: the rule's own, `gradient_scale` (a factor of the gradient) where there is
+        one, and with a parameter `lr`, `decay` (the share of the weight taken off) and `l2` (added
+        to the gradient times the weight).
       key: a uint32 key for the rounding of this leaf in this step.
     """
-    update, values = advance(rule, plan, g, p, state, h)
+    update, values = advance(rule, plan, g, p, state.correction, decode(plan, state), h)
     slots, scales = [], []
     for slot in plan.slots:
         stored, scale = encode(plan, slot, values[slot.name], key)

@@ -1,0 +1,277 @@
+"""The step of several leaves in one GPU kernel: hand-written Triton, called through jax_triton.
+
+For AdamW, Lion and SGD with the default codecs, and for a JAX whose Pallas has no Triton lowering.
+"""
+
+import dataclasses
+import functools
+import inspect
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax_triton
+from jax import lax
+
+from optax_lowmem._core import random
+from optax_lowmem._core.rules import UpdateRule
+from optax_lowmem.codecs import BitSplit, softsign, sqrt
+from optax_lowmem.kernels.fused_update import jax_triton_kernel as kernel
+from optax_lowmem.kernels.fused_update.operands import Leaf, Result, aliases, output
+from optax_lowmem.kernels.fused_update.plan import LeafPlan
+from optax_lowmem.kernels.tiles import MAX_ELEMENTS, Tile, Tiling
+
+_CODECS = {"mu": softsign(), "nu": sqrt()}
+_MAX_GROUP_SIZE = 256
+_MAX_LEAVES = 32  # with 13 pointers each: CUDA takes 4 KiB of arguments
+_VECTOR = 8  # neighbours that a thread takes at once
+
+_TABLES = ("scalars", "keys", "lane_bits")
+
+
+def supported(rule: UpdateRule, plan: LeafPlan) -> str | None:
+    """Why the kernel cannot take a leaf; None where it can."""
+    if rule.formula is None:
+        return f"the hand-written kernel does not know {rule}"
+    if not 0 < math.prod(plan.shape) <= MAX_ELEMENTS:
+        return f"{math.prod(plan.shape)} elements, and the kernel takes 1 to {MAX_ELEMENTS}"
+    for slot in plan.slots:
+        if slot.codec != _CODECS[slot.name]:
+            stored = slot.codec.name if slot.codec else f"plain {slot.dtype}"
+            return (
+                f"{slot.name} is {stored}, and the kernel knows the default only, "
+                f"{_CODECS[slot.name].name} with its guards"
+            )
+    if len({slot.stochastic for slot in plan.slots}) > 1:
+        return "its slots are not all rounded the same way"
+    size = plan.group_size
+    if size > _MAX_GROUP_SIZE or size & (size - 1):
+        return f"the group size {size} is not a power of two up to {_MAX_GROUP_SIZE}"
+    if plan.split is not None and not isinstance(plan.split, BitSplit):
+        return f"the kernel has no {plan.split.name} split of master weights"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("rule", "plans", "names", "tile"), inline=False)
+def launch(
+    rule: UpdateRule,
+    plans: tuple[LeafPlan, ...],
+    leaves: tuple[Leaf, ...],
+    names: tuple[str, ...],
+    scalars: jax.Array,
+    keys: jax.Array,
+    leaf_numbers: jax.Array,
+    tile: Tile,
+) -> list[Result]:
+    """The step of leaves whose plans differ in shape alone.
+
+    Args:
+      rule: the optimizer's arithmetic.
+      plans: one a leaf, all `supported`.
+      leaves: their arrays.
+      names: of the hyperparameters.
+      scalars: the hyperparameters, f32 [len(names)].
+      keys: of the leaves of the whole tree, uint32.
+      leaf_numbers: which of them are these leaves', int32 [len(plans)].
+      tile: how the work is cut.
+    """
+    kinds = [_Kind.of(plan, tile) for plan in plans]
+    results: dict[int, Result] = {}
+    for kind in dict.fromkeys(kinds):
+        alike = [i for i, other in enumerate(kinds) if other == kind]
+        for first in range(0, len(alike), _MAX_LEAVES):
+            batch = alike[first : first + _MAX_LEAVES]
+            found = _launch(
+                rule,
+                kind,
+                [plans[i] for i in batch],
+                [leaves[i] for i in batch],
+                names,
+                scalars,
+                keys[leaf_numbers[jnp.asarray(batch)]],
+                tile,
+            )
+            results.update(zip(batch, found, strict=True))
+    return [results[i] for i in range(len(plans))]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kind:
+    """What leaves of one Triton launch have in common, besides their plans.
+
+    Attributes:
+      lanes: of a group.
+      flat: whether all groups are full.
+      alignment: divides where groups begin and how many elements they have.
+      elements: of a tile.
+    """
+
+    lanes: int
+    flat: bool
+    alignment: int
+    elements: int
+
+    @classmethod
+    def of(cls, plan: LeafPlan, tile: Tile) -> "_Kind":
+        tiling = Tiling(plan.shape, plan.group_size, tile.elements)
+        alignment = math.gcd(_VECTOR, plan.shape[-1], plan.group_size)
+        # elements that cannot be read 8 at a time go to as many threads, a group each: a thread
+        # then has numbers of many groups to keep
+        vectors = tiling.flat or alignment == _VECTOR
+        elements = tile.elements if vectors else tile.elements // 2
+        return cls(tiling.lanes, tiling.flat, alignment, max(elements, tiling.lanes))
+
+    def tiling(self, plan: LeafPlan) -> Tiling:
+        return Tiling(plan.shape, plan.group_size, self.elements)
+
+
+def _launch(
+    rule: UpdateRule,
+    kind: _Kind,
+    plans: Sequence[LeafPlan],
+    leaves: Sequence[Leaf],
+    names: tuple[str, ...],
+    scalars: jax.Array,
+    keys: jax.Array,
+    tile: Tile,
+) -> list[Result]:
+    """One Triton launch; `keys` are those of the leaves."""
+    tilings = [kind.tiling(plan) for plan in plans]
+    starts = itertools.accumulate((tiling.tiles for tiling in tilings), initial=0)
+    layout = tuple(
+        (start, tiling.groups, tiling.shape[-1])
+        for start, tiling in zip(starts, tilings, strict=False)
+    )
+    results = [output(plan, leaf) for plan, leaf in zip(plans, leaves, strict=True)]
+    statics = {
+        **_statics(rule, plans[0], leaves[0]),
+        "NAMES": names,
+        "LEAVES": layout,
+        "ROWS": tilings[0].rows,
+        "LANES": kind.lanes,
+        "FLAT": kind.flat,
+        "ALIGNMENT": kind.alignment,
+        "MASKED": not kind.flat or any(tiling.groups % tiling.rows for tiling in tilings),
+    }
+    operands = [scalars, keys, _lane_bits(keys, kind.lanes), *jax.tree.leaves(leaves)]
+    outputs = _call(
+        operands,
+        _named(leaves),
+        jax.tree.leaves(results),
+        aliases(plans[0], leaves, results, first=len(_TABLES)),
+        grid=(sum(tiling.tiles for tiling in tilings),),
+        num_warps=tile.warps,
+        num_stages=1,
+        name="fused_update",
+        **statics,
+    )
+    return jax.tree.unflatten(jax.tree.structure(results), outputs)
+
+
+def _statics(rule: UpdateRule, plan: LeafPlan, leaf: Leaf) -> dict[str, Any]:
+    """What the kernel's code depends on, apart from the cut."""
+    has_weight = leaf.p is not None
+    return {
+        "FORMULA": rule.formula,
+        "GROUP_SIZE": plan.group_size,
+        "STOCHASTIC": plan.stochastic,
+        "WEIGHT": has_weight,
+        "SPLIT_BITS": plan.split.bits if has_weight and plan.split is not None else 0,
+        "DIRECT": has_weight and plan.direct,
+        "DECAYS": plan.decays,
+        "UPDATE": jnp.dtype(plan.update_dtype).name,
+    }
+
+
+def _lane_bits(keys: jax.Array, lanes: int) -> jax.Array:
+    """C of the lanes times the salt of each slot, uint32 [leaves, slots, lanes].
+
+    The same for every tile of a leaf, so it is mixed once, here.
+    """
+    mixed = random.lane_bits(keys[:, None, None], lax.iota(jnp.uint32, lanes))
+    return mixed * jnp.asarray(kernel.SALTS, jnp.uint32)[:, None]
+
+
+def _named(leaves: Sequence[Leaf]) -> list[Leaf]:
+    """The leaves with a name in place of each array."""
+
+    def named(i: int, leaf: Leaf) -> Any:
+        slots = [f"{slot}{i}" for slot in list(_CODECS)[: len(leaf.slots)]]
+        return Leaf(
+            f"g{i}",
+            None if leaf.p is None else f"p{i}",
+            None if leaf.correction is None else f"correction{i}",
+            tuple(slots),
+            tuple(f"{slot}_scale" for slot in slots),
+        )
+
+    return [named(i, leaf) for i, leaf in enumerate(leaves)]
+
+
+# ---- jax_triton's conventions --------------------------------------------------------------------
+
+
+def _takes_refs() -> bool:
+    """Whether what is written in place is passed as a reference (jax_triton 0.4), or named so."""
+    return "out_type" in inspect.signature(jax_triton.triton_call).parameters
+
+
+def _call(
+    operands: Sequence[jax.Array],
+    named: Sequence[Leaf],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    in_place: dict[int, int],
+    **options: Any,
+) -> list[jax.Array]:
+    """The results of the kernel.
+
+    jax_triton 0.3 passes every operand and then every result; those of an alias are one pointer,
+    which the kernel takes as the operand's. 0.4 passes the pointer of an alias once.
+
+    Args:
+      operands: tables, then the arrays of the leaves.
+      named: names of the latter.
+      outputs: what the results are like.
+      in_place: operand -> result that takes its place.
+      options: of `triton_call`, and the kernel's static arguments.
+    """
+    parameters = [*_TABLES, *jax.tree.leaves(named)]
+    owner = {result: parameters[operand] for operand, result in in_place.items()}
+    results = [owner.get(j, f"result{j}") for j in range(len(outputs))]
+    roles = _roles(named, results)
+    if not _takes_refs():
+        every = [f"result{j}" for j in range(len(outputs))]
+        return jax_triton.triton_call(
+            *operands,
+            kernel=kernel.entry((*parameters, *every), roles),
+            out_shape=list(outputs),
+            input_output_aliases=in_place,
+            **options,
+        )
+    fresh = [j for j in range(len(outputs)) if j not in owner]
+    refs = {i: jax.new_ref(operands[i]) for i in in_place}
+    found = jax_triton.triton_call(
+        *(refs.get(i, x) for i, x in enumerate(operands)),
+        kernel=kernel.entry((*parameters, *(results[j] for j in fresh)), roles),
+        out_type=[outputs[j] for j in fresh],
+        **options,
+    )
+    written = {in_place[i]: jax.freeze(ref) for i, ref in refs.items()}
+    written.update(zip(fresh, found, strict=True))
+    return [written[j] for j in range(len(outputs))]
+
+
+def _roles(named: Sequence[Leaf], results: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Of each leaf the names of its pointers by role; the gradient's for roles it has not."""
+    per_leaf = len(results) // len(named)
+    roles = []
+    for i, leaf in enumerate(named):
+        by_role = {"p": leaf.p, "correction": leaf.correction, "update": results[i * per_leaf]}
+        by_role |= {name.removesuffix(str(i)): name for name in leaf.slots}
+        slots = zip(leaf.slots, leaf.scales, strict=True)
+        by_role |= {name.removesuffix(str(i)) + "_scale": scale for name, scale in slots}
+        roles.append(tuple(by_role.get(role) or leaf.g for role in kernel.ROLES))
+    return tuple(roles)

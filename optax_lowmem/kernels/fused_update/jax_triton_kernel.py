@@ -1,0 +1,484 @@
+"""The step of several leaves as one hand-written Triton kernel.
+
+The second home of some formulas, and the only one: Adam, Lion and momentum, the default codecs, and
+the split on the bits. They say what `optimizers`, `codecs` and `reference.land` say, which are the
+specification, in fewer instructions: what belongs to a group is multiplied together once a group, a
+weight's bits stay in the upper half of 32, and 2^24 goes to the side of a comparison where it costs
+nothing.
+"""
+
+import functools
+import linecache
+import zlib
+from typing import Any
+
+import triton
+import triton.language as tl
+
+# Of a leaf, in the order in which the kernel takes their pointers.
+ROLES = ("g", "p", "correction", "mu", "nu", "mu_scale", "nu_scale", "update")
+
+_GOLDEN = tl.constexpr(0x9E3779B9)
+SALTS = (zlib.crc32(b"mu") | 1, zlib.crc32(b"nu") | 1)  # as in random.join_bits
+_MU_SALT = tl.constexpr(SALTS[0])
+_NU_SALT = tl.constexpr(SALTS[1])
+
+_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
+_SIGN = tl.constexpr(0x80000000)
+_UPPER = tl.constexpr(0xFFFF0000)
+_INF = tl.constexpr(0x7F800000)
+_NAN = tl.constexpr(0x7FC00000)
+_ONE = tl.constexpr(0x3F800000)
+_MIN_NORMAL = tl.constexpr(0x00800000)
+_MAX_SCALE = tl.constexpr((126 + 127) << 23)
+_NOISE_UNIT = tl.constexpr(2.0**32)
+
+
+@triton.jit
+def _bits(x):
+    return x.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _float(bits):
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _reciprocal(x):
+    """1 / x to 2^-23 where x is at most 2^126: one instruction; a division proper takes eight."""
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load(pointer, offsets, mask, MASKED: tl.constexpr):
+    """Elements of a tile, bf16 as its bits; 0 where there are none."""
+    if pointer.dtype.element_ty == tl.bfloat16:
+        pointer = pointer.to(tl.pointer_type(tl.uint16), bitcast=True)
+    if MASKED:
+        return tl.load(pointer + offsets, mask=mask, other=0)
+    else:
+        return tl.load(pointer + offsets)
+
+
+@triton.jit
+def _widen(stored):
+    """f32 of what `_load` gives for a float."""
+    if stored.dtype == tl.uint16:
+        return _float(stored.to(tl.uint32) << 16)
+    else:
+        return stored.to(tl.float32)
+
+
+@triton.jit
+def _store(pointer, offsets, values, mask, MASKED: tl.constexpr):
+    if MASKED:
+        tl.store(pointer + offsets, values, mask=mask)
+    else:
+        tl.store(pointer + offsets, values)
+
+
+@triton.jit
+def _store_upper(pointer, offsets, bits, mask, MASKED: tl.constexpr):
+    """Stores the bf16 that the upper half of 32 bits is."""
+    pointer = pointer.to(tl.pointer_type(tl.uint16), bitcast=True)
+    _store(pointer, offsets, (bits >> 16).to(tl.uint16), mask, MASKED)
+
+
+@triton.jit
+def _store_rounded(pointer, offsets, values, mask, MASKED: tl.constexpr):
+    """Stores f32 values in the dtype of a pointer."""
+    if pointer.dtype.element_ty == tl.bfloat16:
+        _store_upper(pointer, offsets, _round_to_bf16(values), mask, MASKED)
+    else:
+        _store(pointer, offsets, values.to(pointer.dtype.element_ty), mask, MASKED)
+
+
+# ---- leaves --------------------------------------------------------------------------------------
+
+
+@triton.constexpr_function
+def _first_tile(leaves, index):
+    return leaves[index][0]
+
+
+@triton.constexpr_function
+def _groups(leaves, index):
+    return leaves[index][1]
+
+
+@triton.constexpr_function
+def _length(leaves, index):
+    return leaves[index][2]
+
+
+@triton.jit
+def _find_leaf(
+    arrays,
+    program,
+    LEAVES: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """What sets the leaf of a program apart from the others, found by halving.
+
+    Returns:
+      its pointers; its number; the first group of the tile; how many groups the leaf has; where
+      the groups of the tile begin in the array and how many elements they have, both in units of
+      ALIGNMENT.
+    """
+    if HIGH - LOW == 1:
+        first = (program - _first_tile(LEAVES, LOW)) * ROWS
+        leaf = tl.full((), LOW, tl.int32)
+        count = tl.full((), _groups(LEAVES, LOW), tl.int32)
+        N: tl.constexpr = _length(LEAVES, LOW)
+        PER_ROW: tl.constexpr = (N + GROUP_SIZE - 1) // GROUP_SIZE
+        group = first + tl.arange(0, ROWS)
+        column = group % PER_ROW * GROUP_SIZE
+        begin = (group // PER_ROW * N + column) // ALIGNMENT
+        size = tl.minimum(N - column, GROUP_SIZE) // ALIGNMENT
+        return arrays[LOW], leaf, first, count, begin, size
+    else:
+        MIDDLE: tl.constexpr = (LOW + HIGH) // 2
+        if program < _first_tile(LEAVES, MIDDLE):
+            found = _find_leaf(arrays, program, LEAVES, LOW, MIDDLE, GROUP_SIZE, ROWS, ALIGNMENT)
+        else:
+            found = _find_leaf(arrays, program, LEAVES, MIDDLE, HIGH, GROUP_SIZE, ROWS, ALIGNMENT)
+        return found
+
+
+# ---- rounding ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _canonical(x):
+    """Bits of a sum with NaN made 0x7fc00000.
+
+    CUDA's additions know one NaN, 0x7fffffff; as signed integers no other number is as large.
+    """
+    return tl.minimum(x.to(tl.int32, bitcast=True), _NAN).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _round_to_bf16(x):
+    """Bits of x rounded to nearest even on the upper half; the lower half is zero."""
+    bits = tl.where(x == x, _bits(x), _NAN)
+    return (bits + 0x7FFF + ((bits >> 16) & 1)) & _UPPER
+
+
+@triton.jit
+def _mix(x):
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _uniforms(row, lane, SALT: tl.constexpr):
+    """2^32 times the uniforms of a slot; `lane` has its factor SALT already."""
+    return ((row * SALT)[:, None] + lane).to(tl.float32)
+
+
+# ---- codecs --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _guard(bits):
+    kept = tl.where(bits < _MIN_NORMAL, 0, tl.minimum(bits, _MAX_SCALE))
+    return tl.where(bits >= _INF, _NAN, kept)
+
+
+@triton.jit
+def _expand_mu(codes):
+    """softsign: z / (254 - |z|), of the group's scale."""
+    z = codes.to(tl.float32)
+    return z * _reciprocal(254.0 - tl.abs(z))
+
+
+@triton.jit
+def _encode_mu(x, row, lane, STOCHASTIC: tl.constexpr):
+    """Codes and stored scales."""
+    y = tl.abs(x)
+    stored = (_guard(tl.max(_bits(y), axis=1)) + 0x7FFF) >> 15
+    inverse = 1.0 / _float(tl.where(stored == 0, _ONE, stored << 15))
+    # 254 y / (s + y) = 254 - 254 / (1 + y / s)
+    z = tl.minimum(254.0 - 254.0 * _reciprocal(1.0 + y * inverse[:, None]), 127.0)
+    if STOCHASTIC:
+        lo = tl.floor(z)
+        share = (z - lo) * (253.0 * _NOISE_UNIT - lo * _NOISE_UNIT)
+        z = lo + (_uniforms(row, lane, _MU_SALT) * (254.0 - z) < share).to(tl.float32)
+    signed = _float(_bits(z) | (_bits(x) & _SIGN))
+    codes = _bits(signed + 1.5 * 2.0**23)  # the low byte is the integer
+    return codes.to(tl.int8), stored.to(tl.uint16)
+
+
+@triton.jit
+def _encode_nu(x, root, row, lane, STOCHASTIC: tl.constexpr):
+    """Codes and stored scales, from the values and their square roots."""
+    largest = _float(tl.max(_bits(x), axis=1))  # none has a sign; as integers NaN are the largest
+    stored = _float(_guard(_bits(tl.sqrt(largest))))
+    inverse = tl.where(stored == 0, 0.0, 255.0 / tl.where(stored == 0, 1.0, stored))
+    z = tl.minimum(root * inverse[:, None], 255.0)
+    if STOCHASTIC:
+        lo = tl.floor(z)
+        noise = _uniforms(row, lane, _NU_SALT)
+        raised = lo * (lo + noise * (2.0 / _NOISE_UNIT)) + noise * (1.0 / _NOISE_UNIT)
+        z = lo + (raised < z * z).to(tl.float32)
+    z = tl.maximum(z, (x >= 2.0**-126).to(tl.float32))
+    return _bits(z + 2.0**23).to(tl.uint8), stored
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _join(weight, correction, BITS: tl.constexpr):
+    """f32 master weights of bf16 bits in the upper half and of corrections."""
+    joined = weight + (correction.to(tl.int32) << (32 - BITS)).to(tl.uint32, bitcast=True)
+    # only a correction under 0 beside a zero weight changes the sign, and counts as 0
+    crossed = (joined ^ weight).to(tl.int32, bitcast=True) < 0
+    return _float(tl.where(crossed, weight, joined))
+
+
+@triton.jit
+def _lifted(master, BITS: tl.constexpr):
+    """Bits; for 24 of them raised so that dropping the lowest 8 rounds to nearest."""
+    bits = _canonical(master)
+    if BITS == 24:
+        bits += 0x7F + ((bits >> 8) & 1)
+    return bits
+
+
+@triton.jit
+def _upper_rounded(bits):
+    return (bits + 0x8000) & _UPPER
+
+
+@triton.jit
+def _reached(old, target, UPDATE: tl.constexpr):
+    """bf16 bits (upper half) of an old weight plus the update towards another."""
+    back = _float(old) - _float(target)  # taken off, it leaves even a -0.0 alone where it is 0
+    if UPDATE == "bfloat16":
+        return _round_to_bf16(_float(old) - _float(_round_to_bf16(back)))
+    else:
+        # where the difference of two bf16 is not exact in f32, this is the target rounded to a
+        # multiple of at least 2^-8 of it: a bf16 in every case
+        return _canonical(_float(old) - back)
+
+
+@triton.jit
+def _correction(lifted, target, reached):
+    """Correction of a weight, as the upper bits of 16, clamped where it is not the rounding.
+
+    Rounding may stop at 0 on the way to the other side, but never passes it.
+    """
+    lowest = tl.where(reached == 0, 0, -0x8000)
+    c = tl.minimum(tl.maximum((lifted - reached).to(tl.int32, bitcast=True), lowest), 0x7FFF)
+    finite = tl.abs(_float(reached)) < float("inf")
+    return tl.where(finite | (_float(reached) == _float(target)), c, 0)
+
+
+# ---- rules ---------------------------------------------------------------------------------------
+
+
+@triton.constexpr_function
+def _place(names, name):
+    return names.index(name) if name in names else -1
+
+
+@triton.jit
+def _scalar(scalars, NAMES: tl.constexpr, NAME: tl.constexpr):
+    """A hyperparameter; 1 where it is not given."""
+    if _place(NAMES, NAME) >= 0:
+        return tl.load(scalars + _place(NAMES, NAME))
+    else:
+        return 1.0
+
+
+@triton.jit
+def _advance(g, mu, mu_scale, nu, nu_scale, scalars, FORMULA: tl.constexpr, NAMES: tl.constexpr):
+    """Direction times `lr`, new mu, new nu and its root (mu again where there is no nu).
+
+    `mu` comes as a share of its group's scale, and of `nu` the root, as codes.
+    """
+    lr = _scalar(scalars, NAMES, "lr")
+    if FORMULA == "adam":
+        kept = (_scalar(scalars, NAMES, "b1") * mu_scale)[:, None]
+        mu = kept * mu + _scalar(scalars, NAMES, "one_minus_b1") * g
+        share = nu_scale * (1.0 / 255.0)
+        kept = (_scalar(scalars, NAMES, "b2") * (share * share))[:, None]
+        nu = kept * (nu * nu) + _scalar(scalars, NAMES, "one_minus_b2") * g * g
+        root = tl.sqrt(nu)
+        bound = root * _scalar(scalars, NAMES, "root_nu_scale") + _scalar(scalars, NAMES, "eps")
+        step = (lr * _scalar(scalars, NAMES, "mu_scale")) * mu * _reciprocal(bound)
+        return step, mu, nu, root
+    elif FORMULA == "lion":
+        mu = mu * mu_scale[:, None]
+        between = _scalar(scalars, NAMES, "b1") * mu + _scalar(scalars, NAMES, "one_minus_b1") * g
+        mu = _scalar(scalars, NAMES, "b2") * mu + _scalar(scalars, NAMES, "one_minus_b2") * g
+        step = tl.where(between > 0, lr, tl.where(between < 0, -lr, lr * between))
+        return step, mu, mu, mu
+    else:
+        tl.static_assert(FORMULA == "momentum" or FORMULA == "nesterov")
+        momentum = _scalar(scalars, NAMES, "momentum")
+        mu = (momentum * mu_scale)[:, None] * mu + _scalar(scalars, NAMES, "share") * g
+        step = mu
+        if FORMULA == "nesterov":
+            step = g + momentum * mu
+        return lr * step, mu, mu, mu
+
+
+# ---- the step ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def step_tile(
+    scalars,
+    keys,
+    lane_bits,
+    arrays,
+    FORMULA: tl.constexpr,
+    NAMES: tl.constexpr,
+    LEAVES: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    LANES: tl.constexpr,
+    FLAT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    MASKED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    SPLIT_BITS: tl.constexpr,
+    DIRECT: tl.constexpr,
+    DECAYS: tl.constexpr,
+    UPDATE: tl.constexpr,
+):
+    """One tile [groups, lanes] of a leaf, a group a row.
+
+    Args:
+      scalars: hyperparameters, f32.
+      keys: of the leaves, uint32.
+      lane_bits: C of the lanes times the salts of mu and nu, uint32 [leaves, 2, lanes].
+      arrays: a tuple of pointers a leaf, in the order of ROLES.
+      FORMULA: of the rule.
+      NAMES: of the hyperparameters.
+      LEAVES: of each leaf its first tile, its groups and its last axis.
+      GROUP_SIZE: neighbours that share a scale.
+      ROWS: of a tile.
+      LANES: of a tile.
+      FLAT: whether every group of every leaf is full.
+      ALIGNMENT: divides what of the others' groups is an offset or a size.
+      MASKED: whether some tile is not.
+      STOCHASTIC: rounding of the codes.
+      WEIGHT: whether there is a weight, and not a bare direction.
+      SPLIT_BITS: 24, 32, or 0 for no split.
+      DIRECT: whether the result is the new weight.
+      DECAYS: whether weight decay applies.
+      UPDATE: name of the dtype of the update that takes a weight to the next.
+    """
+    program = tl.program_id(0)
+    pointers, leaf, first, count, begin, size = _find_leaf(
+        arrays, program, LEAVES, 0, len(LEAVES), GROUP_SIZE, ROWS, ALIGNMENT
+    )
+    g_at, p_at, correction_at, mu_at, nu_at, mu_scale_at, nu_scale_at, update_at = pointers
+    group = first + tl.arange(0, ROWS)
+    lanes = tl.arange(0, LANES)
+    exists = group < count
+    if FLAT:
+        offsets = group[:, None] * LANES + lanes[None, :]
+        mask = exists[:, None]
+    else:
+        offsets = (begin * ALIGNMENT)[:, None] + lanes[None, :]
+        mask = (lanes[None, :] < (size * ALIGNMENT)[:, None]) & exists[:, None]
+    # 8 neighbours a thread, also of bytes: then every array has its elements in the same threads
+    offsets = tl.max_contiguous(offsets, (1, 8 if LANES > 8 else LANES))
+
+    # everything is asked for before anything is waited for, which the barrier below sees to
+    g = _load(g_at, offsets, mask, MASKED)
+    mu_codes = _load(mu_at, offsets, mask, MASKED)
+    mu_scale = _load(mu_scale_at, group, exists, MASKED)
+    nu_codes, nu_scale = mu_codes, mu_scale
+    if FORMULA == "adam":
+        nu_codes = _load(nu_at, offsets, mask, MASKED)
+        nu_scale = _load(nu_scale_at, group, exists, MASKED)
+    if WEIGHT:
+        p = _load(p_at, offsets, mask, MASKED)
+    if SPLIT_BITS > 0:
+        correction = _load(correction_at, offsets, mask, MASKED)
+    key = tl.load(keys + leaf)
+    mu_lane = tl.load(lane_bits + leaf * (2 * LANES) + lanes)[None, :]
+    nu_lane = tl.load(lane_bits + leaf * (2 * LANES) + LANES + lanes)[None, :]
+    tl.debug_barrier()
+    row = _mix(key + group.to(tl.uint32) * _GOLDEN)
+
+    g = _widen(g) * _scalar(scalars, NAMES, "gradient_scale")
+    mu = _expand_mu(mu_codes)
+    mu_scale = _float(mu_scale.to(tl.uint32) << 15)
+    nu = nu_codes.to(tl.float32)
+    weight = g
+    if SPLIT_BITS > 0:
+        old = p.to(tl.uint32) << 16
+        weight = _join(old, correction, SPLIT_BITS)
+    elif WEIGHT:
+        weight = _widen(p)
+    if WEIGHT and DECAYS and _place(NAMES, "l2") >= 0:
+        g = g + _scalar(scalars, NAMES, "l2") * weight
+    step, mu, nu, root = _advance(g, mu, mu_scale, nu, nu_scale, scalars, FORMULA, NAMES)
+
+    if FORMULA == "adam":
+        nu_codes, nu_scale = _encode_nu(nu, root, row, nu_lane, STOCHASTIC)
+        _store(nu_at, offsets, nu_codes, mask, MASKED)
+        _store(nu_scale_at, group, nu_scale, exists, MASKED)
+    mu_codes, mu_scale = _encode_mu(mu, row, mu_lane, STOCHASTIC)
+    _store(mu_at, offsets, mu_codes, mask, MASKED)
+    _store(mu_scale_at, group, mu_scale, exists, MASKED)
+    if WEIGHT and DECAYS and _place(NAMES, "decay") >= 0:
+        step = step + _scalar(scalars, NAMES, "decay") * weight
+    if SPLIT_BITS > 0:
+        kept = _lifted(weight - step, SPLIT_BITS)
+        target = _upper_rounded(kept)
+        if not (DIRECT and UPDATE == "float32"):
+            reached = _reached(old, target, UPDATE)
+            kept = _correction(kept, target, reached)
+            if DIRECT:
+                target = reached
+        _store(correction_at, offsets, kept >> (32 - SPLIT_BITS), mask, MASKED)
+        _store_upper(update_at, offsets, target, mask, MASKED)
+    else:
+        if DIRECT:
+            if UPDATE == "bfloat16":
+                step = _float(_round_to_bf16(step))
+            elif UPDATE == "float16":
+                step = step.to(tl.float16).to(tl.float32)
+            step = weight - step
+        elif WEIGHT:
+            step = -1.0 * step  # a minus would make 0.0 of 0.0
+        _store_rounded(update_at, offsets, step, mask, MASKED)
+
+
+@functools.cache
+def entry(parameters: tuple[str, ...], leaves: tuple[tuple[str, ...], ...]) -> Any:
+    """`step_tile` with its pointers one by one, which is how jax_triton passes arrays.
+
+    Args:
+      parameters: names of the pointers, `scalars`, `keys` and `lane_bits` among them.
+      leaves: of each leaf, the names of its pointers in the order of ROLES.
+    """
+    statics = [name for name in step_tile.arg_names if name.isupper()]
+    signature = [*parameters, *(f"{name}: tl.constexpr" for name in statics)]
+    arrays = "".join(f"({', '.join(names)}), " for names in leaves)
+    call = ", ".join(["scalars", "keys", "lane_bits", f"({arrays})", *statics])
+    source = f"def fused_update({', '.join(signature)}):\n    step_tile({call})\n"
+    file = f"<fused_update {hash((parameters, leaves)):x}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    names = {"tl": tl, "step_tile": step_tile, "__name__": __name__}
+    exec(compile(source, file, "exec"), names)
+    return triton.jit(names["fused_update"])

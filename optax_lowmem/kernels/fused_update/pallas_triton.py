@@ -1,0 +1,203 @@
+"""The step of several leaves in one GPU kernel: Pallas, lowered through Triton.
+
+The body calls the rule, the codecs and the split that the reference calls. Leaves that differ in
+nothing but their shape share a launch: a program finds its leaf by its number, loads its tile in a
+branch of that leaf, computes, and stores in a branch again.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from optax_lowmem._core import numerics, random
+from optax_lowmem._core.rules import UpdateRule
+from optax_lowmem.kernels import pallas_tiles
+from optax_lowmem.kernels.fused_update import reference
+from optax_lowmem.kernels.fused_update.operands import (
+    Leaf,
+    Result,
+    aliases,
+    output,
+    restored,
+    update_dtype,
+    views,
+)
+from optax_lowmem.kernels.fused_update.plan import LeafPlan
+from optax_lowmem.kernels.tiles import Tile, Tiling
+
+
+def _in_leaf(starts: list[int], program: jax.Array, branch: Callable[[int], Any]) -> Any:
+    """branch(i) for the leaf i that a program belongs to, found by halving.
+
+    (The Triton lowering of a `switch` asks for one case after another.)
+    """
+
+    def between(low: int, high: int) -> Any:
+        if high - low == 1:
+            return branch(low)
+        middle = (low + high) // 2
+        return lax.cond(
+            program < starts[middle], lambda: between(low, middle), lambda: between(middle, high)
+        )
+
+    return between(0, len(starts))
+
+
+def step_tile(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    leaf: Leaf,
+    h: dict[str, jax.Array],
+    noise: tuple[jax.Array, jax.Array] | None,
+) -> Result:
+    """One tile [groups, lanes], a group a row: decode, rule, encode, split.
+
+    `plan` is that of any leaf of the launch; only its shape, which is not used, tells them apart.
+    """
+    stored_scales = iter(leaf.scales)
+    values = {
+        slot.name: slot.codec.decode(stored, next(stored_scales))
+        if slot.codec
+        else stored.astype(jnp.float32)
+        for slot, stored in zip(plan.slots, leaf.slots, strict=True)
+    }
+    correction = jnp.zeros((), jnp.int8) if leaf.correction is None else leaf.correction
+    update, values = reference.advance(rule, plan, leaf.g, leaf.p, correction, values, h)
+    slots, scales = [], []
+    for slot in plan.slots:
+        value = values[slot.name]
+        if slot.codec is None:
+            slots.append(value.astype(slot.dtype))
+            continue
+        uniforms = None
+        if slot.stochastic and noise is not None:
+            uniforms = random.join_bits(*noise, value.shape[-1], slot.name)
+        codes, scale = slot.codec.encode(value, uniforms)
+        slots.append(codes)
+        scales.append(scale)
+    if leaf.p is not None:
+        # for a plan that is not direct the weight: its update is taken where it fuses with its use
+        move = reference.moved if plan.split is None else reference.landed
+        update, correction = move(plan, leaf.p, update, correction)
+    kept = None if leaf.correction is None else correction
+    return Result(update.astype(update_dtype(plan, leaf.p)), kept, tuple(slots), tuple(scales))
+
+
+def _kernel(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    tilings: tuple[Tiling, ...],
+    names: tuple[str, ...],
+    treedefs: tuple[Any, Any],
+    interpret: bool,
+    *refs: Any,
+) -> None:
+    scalars, keys, lane_bits, leaf_numbers, *arrays = refs
+    sizes = [treedef.num_leaves for treedef in treedefs]
+    count, inputs = len(tilings), len(tilings) * sizes[0]
+    read = [arrays[i * sizes[0] : (i + 1) * sizes[0]] for i in range(count)]
+    written = [arrays[inputs + i * sizes[1] : inputs + (i + 1) * sizes[1]] for i in range(count)]
+    program = pl.program_id(0)
+    starts = [0, *itertools.accumulate(tiling.tiles for tiling in tilings[:-1])]
+
+    def load(i: int) -> Any:
+        tiling, tile = tilings[i], program - starts[i]
+        refs_of: Leaf = jax.tree.unflatten(treedefs[0], read[i])
+        nothing = plan.split.zero if plan.split is not None else 0
+        leaf = Leaf(
+            pallas_tiles.load(tiling, refs_of.g, tile),
+            None if refs_of.p is None else pallas_tiles.load(tiling, refs_of.p, tile),
+            None
+            if refs_of.correction is None
+            else pallas_tiles.load(tiling, refs_of.correction, tile, nothing),
+            tuple(pallas_tiles.load(tiling, ref, tile) for ref in refs_of.slots),
+            tuple(pallas_tiles.load_scales(tiling, ref, tile) for ref in refs_of.scales),
+        )
+        noise = ()
+        if plan.stochastic:
+            number = leaf_numbers[i]
+            noise = pallas_tiles.noise(tiling, tile, keys[number], lane_bits[number, :])
+        return leaf, noise
+
+    def store(result: Result) -> Callable[[int], None]:
+        def branch(i: int) -> None:
+            tiling, tile = tilings[i], program - starts[i]
+            refs_of = jax.tree.unflatten(treedefs[1], written[i])
+            for ref, scale in zip(refs_of.scales, result.scales, strict=True):
+                pallas_tiles.store_scales(tiling, ref, tile, scale)
+            jax.tree.map(
+                lambda ref, value: pallas_tiles.store(tiling, ref, tile, value),
+                refs_of._replace(scales=()),
+                result._replace(scales=()),
+            )
+
+        return branch
+
+    h = {name: scalars[i] for i, name in enumerate(names)}
+    leaf, noise = _in_leaf(starts, program, load)
+    exact = contextlib.nullcontext() if interpret else numerics.approximate_division()
+    with exact:
+        result = step_tile(rule, plan, leaf, h, noise or None)
+    _in_leaf(starts, program, store(result))
+
+
+@functools.partial(
+    jax.jit, static_argnames=("rule", "plans", "names", "tile", "interpret"), inline=False
+)
+def launch(
+    rule: UpdateRule,
+    plans: tuple[LeafPlan, ...],
+    leaves: tuple[Leaf, ...],
+    names: tuple[str, ...],
+    scalars: jax.Array,
+    keys: jax.Array,
+    leaf_numbers: jax.Array,
+    tile: Tile,
+    interpret: bool = False,
+) -> list[Result]:
+    """The step of leaves whose plans differ in shape alone.
+
+    Args:
+      rule: the optimizer's arithmetic.
+      plans: one a leaf.
+      leaves: their arrays.
+      names: of the hyperparameters.
+      scalars: the hyperparameters, f32 [len(names)].
+      keys: of the leaves of the whole tree, uint32.
+      leaf_numbers: which of them are these leaves', int32 [len(plans)].
+      tile: how the work is cut.
+      interpret: run as plain JAX, on any device.
+    """
+    tilings = tuple(Tiling(plan.shape, plan.group_size, tile.elements) for plan in plans)
+    viewed = [views(tiling, leaf) for tiling, leaf in zip(tilings, leaves, strict=True)]
+    results = [output(plan, leaf) for plan, leaf in zip(plans, viewed, strict=True)]
+    # the bits of the lanes are the same for every tile of a leaf: mixed once, here
+    lanes = lax.iota(jnp.uint32, tilings[0].lanes)
+    lane_bits = random.lane_bits(keys[:, None], lanes)
+    shared = dataclasses.replace(plans[0].nameless, shape=())
+    flat_in, flat_out = (jax.tree.leaves(tree) for tree in (viewed, results))
+    treedefs = (jax.tree.structure(viewed[0]), jax.tree.structure(results[0]))
+    body = functools.partial(_kernel, rule, shared, tilings, names, treedefs, interpret)
+    outputs = pl.pallas_call(
+        body,
+        out_shape=flat_out,
+        grid=(sum(tiling.tiles for tiling in tilings),),
+        input_output_aliases=aliases(shared, viewed, results, first=4),
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
+        interpret=interpret,
+        name="fused_update",
+    )(scalars, keys, lane_bits, leaf_numbers, *flat_in)
+    found = jax.tree.unflatten(jax.tree.structure(results), outputs)
+    return [
+        restored(plan, leaf, result)
+        for plan, leaf, result in zip(plans, leaves, found, strict=True)
+    ]

@@ -1,0 +1,81 @@
+"""Loads and stores of tiles inside a Pallas kernel."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from optax_lowmem._core import groups, random
+from optax_lowmem.kernels.tiles import Tiling
+
+
+def _group_numbers(tiling: Tiling, tile: jax.Array) -> jax.Array:
+    return tile * tiling.rows + lax.iota(jnp.int32, tiling.rows)
+
+
+def _row_mask(tiling: Tiling, tile: jax.Array) -> jax.Array | None:
+    """Which groups of a tile exist; None where all do."""
+    if tiling.groups % tiling.rows == 0:
+        return None
+    return _group_numbers(tiling, tile) < tiling.groups
+
+
+def noise(
+    tiling: Tiling, tile: jax.Array, key: jax.Array, lane_bits: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """`random.noise_bits` of a tile: [rows, 1] and [lanes]; those of the lanes may be given."""
+    axes = groups.scale_shape(tiling.shape, tiling.group_size)
+    rest, coordinates = _group_numbers(tiling, tile), []
+    for size in reversed(axes[1:]):
+        coordinates.append(lax.rem(rest, jnp.int32(size)).astype(jnp.uint32))
+        rest = lax.div(rest, jnp.int32(size))
+    coordinates.append(rest.astype(jnp.uint32))
+    if lane_bits is None:
+        lane_bits = random.lane_bits(key, lax.iota(jnp.uint32, tiling.lanes))
+    return random.row_bits(key, coordinates[::-1])[:, None], lane_bits
+
+
+def _elements(tiling: Tiling, ref: Any, tile: jax.Array) -> tuple[Any, jax.Array | None]:
+    """Reference to the elements of a tile [rows, lanes], and which of them exist."""
+    shape = tiling.tile_shape
+    if tiling.flat:
+        mask = _row_mask(tiling, tile)
+        whole = None if mask is None else jnp.broadcast_to(mask[:, None], shape)
+        return ref.at[pl.ds(tile * tiling.rows, tiling.rows), pl.ds(0, tiling.lanes)], whole
+    per_row = jnp.int32(groups.group_count(tiling.shape[-1], tiling.group_size))
+    group = _group_numbers(tiling, tile)
+    lane = lax.broadcasted_iota(jnp.int32, shape, 1)
+    row = jnp.broadcast_to(lax.div(group, per_row)[:, None], shape)
+    column = lax.rem(group, per_row)[:, None] * jnp.int32(tiling.group_size) + lane
+    mask = (column < tiling.shape[-1]) & (lane < tiling.width) & (group < tiling.groups)[:, None]
+    return ref.at[row, column], mask
+
+
+def _scales(tiling: Tiling, ref: Any, tile: jax.Array) -> Any:
+    return ref.at[pl.ds(tile * tiling.rows, tiling.rows)]
+
+
+def load(tiling: Tiling, ref: Any, tile: jax.Array, other: int = 0) -> jax.Array:
+    """Elements of a tile; `other` where there are none."""
+    where, mask = _elements(tiling, ref, tile)
+    return plgpu.load(where, mask=mask, other=None if mask is None else other)
+
+
+def store(tiling: Tiling, ref: Any, tile: jax.Array, values: jax.Array) -> None:
+    """Writes the elements of a tile."""
+    where, mask = _elements(tiling, ref, tile)
+    plgpu.store(where, values, mask=mask)
+
+
+def load_scales(tiling: Tiling, ref: Any, tile: jax.Array) -> jax.Array:
+    """Scales of a tile, [rows]; 0 where there are none."""
+    mask = _row_mask(tiling, tile)
+    return plgpu.load(_scales(tiling, ref, tile), mask=mask, other=None if mask is None else 0)
+
+
+def store_scales(tiling: Tiling, ref: Any, tile: jax.Array, values: jax.Array) -> None:
+    """Writes the scales of a tile."""
+    plgpu.store(_scales(tiling, ref, tile), values, mask=_row_mask(tiling, tile))

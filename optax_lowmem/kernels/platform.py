@@ -1,0 +1,50 @@
+"""Whether GPU kernels can be used in the computation that is being traced."""
+
+import functools
+import importlib.util
+
+import jax
+from jax.sharding import AxisType
+
+_OLDEST = 8.0  # compute capability of Ampere: Triton's oldest with bfloat16
+
+
+@functools.cache
+def _device_reason() -> str | None:
+    """What is against kernels on this machine."""
+    if jax.default_backend() != "gpu":
+        return f"the default backend is {jax.default_backend()}, and kernels are for NVIDIA GPUs"
+    device = jax.local_devices()[0]
+    if not device.device_kind.startswith("NVIDIA"):
+        return f"kernels are for NVIDIA GPUs, not {device.device_kind}"
+    if float(device.compute_capability) < _OLDEST:
+        return f"kernels need compute capability {_OLDEST}, not {device.compute_capability}"
+    return None
+
+
+def no_kernel_reason() -> str | None:
+    """Why GPU kernels cannot be used here; None where they can.
+
+    A kernel call is opaque to the partitioner: on arrays that are sharded over several devices it
+    would gather them. Where several devices are visible it is used inside a `shard_map` over all
+    axes only.
+    """
+    reason = _device_reason()
+    if reason is not None or jax.device_count() == 1:
+        return reason
+    axes = jax.sharding.get_abstract_mesh().axis_types
+    if axes and all(axis == AxisType.Manual for axis in axes):
+        return None
+    return f"{jax.device_count()} devices are visible and this is not inside a shard_map"
+
+
+@functools.cache
+def has_pallas_triton() -> bool:
+    """Whether this JAX lowers Pallas through Triton."""
+    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+
+
+@functools.cache
+def has_jax_triton() -> bool:
+    """Whether jax-triton and Triton are installed."""
+    return all(importlib.util.find_spec(name) for name in ("jax_triton", "triton"))

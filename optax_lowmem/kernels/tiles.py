@@ -1,0 +1,81 @@
+"""An array [..., n] as tiles of groups: what a GPU program loads, computes and stores at once."""
+
+import dataclasses
+import math
+
+import jax
+
+from optax_lowmem._core import groups
+
+MAX_ELEMENTS = 2**31 - 1  # offsets are 32-bit integers
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """How a kernel is cut into programs.
+
+    Attributes:
+      elements: in a tile, a power of two.
+      warps: of 32 threads that share a tile.
+    """
+
+    elements: int = 1024
+    warps: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """The groups of an array [..., n] in tiles [rows, lanes]: one group a row.
+
+    Attributes:
+      shape: of the array.
+      group_size: neighbours on the last axis that share a scale.
+      elements: of a tile, rows times lanes.
+    """
+
+    shape: tuple[int, ...]
+    group_size: int
+    elements: int
+
+    @property
+    def width(self) -> int:
+        """Elements of a full group."""
+        return min(self.group_size, self.shape[-1])
+
+    @property
+    def lanes(self) -> int:
+        """The width, rounded up to a power of two."""
+        return 1 << (self.width - 1).bit_length()
+
+    @property
+    def rows(self) -> int:
+        """Groups of a tile."""
+        return max(1, self.elements // self.lanes)
+
+    @property
+    def groups(self) -> int:
+        """Groups of the array."""
+        return math.prod(groups.scale_shape(self.shape, self.group_size))
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of the array; the last one may be partial."""
+        return -(-self.groups // self.rows)
+
+    @property
+    def flat(self) -> bool:
+        """Whether every group is full, so that the array is [groups, lanes]."""
+        return self.shape[-1] % self.width == 0 and self.width == self.lanes
+
+    @property
+    def tile_shape(self) -> tuple[int, int]:
+        """[rows, lanes]."""
+        return self.rows, self.lanes
+
+    def element_view(self, x: jax.Array) -> jax.Array:
+        """The array as the kernel sees it: a reshape that moves nothing."""
+        return x.reshape((-1, self.lanes if self.flat else self.shape[-1]))
+
+    def scale_view(self, scales: jax.Array) -> jax.Array:
+        """The scales as the kernel sees them: [groups]."""
+        return scales.reshape(-1)

@@ -1,0 +1,29 @@
+"""What XLA is given for NVIDIA GPUs, on a machine without one."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
+
+# From JAX 0.11 on a kernel is lowered for a device, so that one is named; before, it is ignored.
+_GPU = AbstractDevice("NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132)
+
+
+def gpu_mesh(**axes: int) -> AbstractMesh:
+    """A mesh of GPUs to lower a `shard_map` for: `gpu_mesh(data=8)`; without axes, one GPU."""
+    kinds = (AxisType.Auto,) * len(axes)
+    return AbstractMesh(tuple(axes.values()), tuple(axes), kinds, abstract_device=_GPU)
+
+
+def lower_for_cuda(fn: Callable[..., Any], *args: Any, mesh: AbstractMesh | None = None) -> str:
+    """StableHLO of `jax.jit(fn)` for CUDA; args are arrays or `jax.ShapeDtypeStruct`s."""
+    with use_abstract_mesh(gpu_mesh() if mesh is None else mesh):
+        return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def kernels_in(text: str) -> list[str]:
+    """Names of the Pallas kernels in a text of `lower_for_cuda`, one a launch site."""
+    calls = (line for line in text.splitlines() if "@__gpu$xla.gpu.triton" in line)
+    return [re.search(r'name = "(\w+)"', line).group(1) for line in calls]

@@ -1,0 +1,381 @@
+"""Encode and decode of one array: the kernels against the reference, and who takes what."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optax_lowmem as lowmem
+from optax_lowmem import codecs
+from optax_lowmem.kernels import group_codec, pallas_tiles, platform
+from optax_lowmem.kernels.group_codec import pallas_triton, reference
+from optax_lowmem.kernels.tiles import Tile, Tiling
+from tests import tolerances as tol
+from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
+
+CODECS = sorted(codecs.CODECS)
+KEY = jnp.uint32(9)
+# the paper's forms round to nearest; their other rounding shares its code with everyone's
+GRID = [
+    pytest.param(name, key, id=f"{name}-{how}", marks=marks)
+    for name in CODECS
+    for how, key, marks in (
+        ("nearest", None, ()),
+        ("stochastic", KEY, () if codecs.CODECS[name].guarded else pytest.mark.full),
+    )
+]
+SMALL = Tile(elements=64, warps=1)  # several tiles even of small arrays, the last one partial
+
+# (shape, group size, dtype): flat groups, odd tails, groups wider than the axis or than a tile,
+# widths that are no power of two
+CASES = [
+    ((3, 96), 32, jnp.float32),
+    ((100,), 32, jnp.float32),
+    ((7, 33), 32, jnp.bfloat16),
+    ((5, 3), 32, jnp.float32),
+    ((70, 1), 32, jnp.float16),
+    ((2, 3, 50), 24, jnp.float32),
+    ((3, 40), 7, jnp.bfloat16),
+    ((2, 300), 256, jnp.float32),
+    ((9,), 1, jnp.float32),
+]
+
+
+def values(codec, case, seed=0):
+    """Normal values with log-normal scales inside a group, some zeros, and a group of zeros."""
+    shape, group_size, dtype = case
+    rng = np.random.default_rng(seed)
+    x = np.exp(rng.normal(size=shape)) * rng.normal(size=shape)
+    x[rng.uniform(size=shape) < 0.02] = 0
+    x[..., -min(shape[-1] // 2, group_size) :][:1] = 0
+    return jnp.asarray(x if codec.signed else np.abs(x), dtype)
+
+
+def by_reference(codec, arrays, cases, key):
+    """Codes, scales and decoded values of every array, in one compiled call."""
+
+    @jax.jit
+    def run(arrays):
+        stored = [
+            reference.encode(codec, x, size, key, "mu")
+            for x, (_, size, _) in zip(arrays, cases, strict=True)
+        ]
+        sizes = (size for _, size, _ in cases)
+        return [(*s, reference.decode(codec, *s, n)) for s, n in zip(stored, sizes, strict=True)]
+
+    return run(arrays)
+
+
+def by_kernel(codec, arrays, cases, key, tile=SMALL, interpret=True):
+    @jax.jit
+    def run(arrays):
+        how = dict(tile=tile, interpret=interpret)
+        stored = [
+            pallas_triton.encode(codec, x, size, key, "mu", **how)
+            for x, (_, size, _) in zip(arrays, cases, strict=True)
+        ]
+        sizes = (size for _, size, _ in cases)
+        return [
+            (*s, pallas_triton.decode(codec, *s, n, **how))
+            for s, n in zip(stored, sizes, strict=True)
+        ]
+
+    return run(arrays)
+
+
+def assert_same(found, wanted, case):
+    """Two (codes, scales, decoded values): bits of what is stored, 10 u of what is not."""
+    for one, other in zip(found, wanted, strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype), case
+    np.testing.assert_array_equal(found[0], wanted[0], err_msg=str(case))
+    np.testing.assert_array_equal(found[1], wanted[1], err_msg=str(case))
+    np.testing.assert_allclose(found[2], wanted[2], rtol=tol.GROUP_DECODE, err_msg=str(case))
+
+
+@pytest.mark.parametrize("name, key", GRID)
+def test_interpreted_kernels_are_the_reference(name, key):
+    codec = codecs.CODECS[name]
+    arrays = [values(codec, case) for case in CASES]
+    wanted = by_reference(codec, arrays, CASES, key)
+    found = by_kernel(codec, arrays, CASES, key)
+    for case, one, other in zip(CASES, found, wanted, strict=True):
+        assert_same(one, other, case)
+
+
+def test_an_odd_vocabulary():
+    """50257 = 29 * 1733: a row starts anywhere in memory, and every row ends in part of a group."""
+    codec, case = codecs.softsign(), ((2, 50257), 32, jnp.float32)
+    x = values(codec, case)
+    wanted = by_reference(codec, [x], [case], KEY)[0]
+    assert_same(by_kernel(codec, [x], [case], KEY, tile=Tile())[0], wanted, case)
+    assert wanted[1].shape == (2, 1571)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_what_is_not_there_does_not_count(name):
+    """A partial group, among far larger values, is stored as it would be alone."""
+    codec = codecs.CODECS[name]
+    cases = [((5, 33), 32, jnp.float32), ((5, 25), 24, jnp.float32), ((3, 3), 2, jnp.float32)]
+    arrays = [jnp.full(shape, 1e3).at[:, -1].set(1e-3) for shape, _, _ in cases]
+    alone = [x[:, -1:] for x in arrays]
+    wanted = by_reference(codec, alone, cases, None)
+    for found, other in zip(by_kernel(codec, arrays, cases, None), wanted, strict=True):
+        assert_same([part[:, -1:] for part in found], other, name)
+
+
+@pytest.mark.parametrize("shape, partial", [((3, 160), True), ((2, 160), False)])
+def test_a_partial_tile_is_masked(shape, partial, monkeypatch):
+    """Interpreting drops what is stored beyond an array's end; a GPU would write it."""
+    masks = []
+
+    def watched(plain):
+        def access(*args, mask, **kwargs):
+            masks.append(mask)
+            return plain(*args, mask=mask, **kwargs)
+
+        return access
+
+    for name in ("load", "store"):
+        plain = getattr(pallas_tiles.plgpu, name)
+        monkeypatch.setattr(pallas_tiles.plgpu, name, watched(plain))
+    by_kernel(codecs.linear(), [jnp.ones(shape)], [(shape, 32, jnp.float32)], None)
+    assert masks and all((mask is not None) == partial for mask in masks)
+    if partial:
+        tiling = Tiling(shape, 32, SMALL.elements)
+        last = pallas_tiles._row_mask(tiling, jnp.int32(tiling.tiles - 1))
+        assert last.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_groups_that_are_not_finite(name):
+    """They show in their own group only, whatever the tile."""
+    codec, case = codecs.CODECS[name], ((4, 80), 32, jnp.float32)
+    x = jnp.abs(values(codec, case)) + 1
+    bad = x.at[0, 3].set(jnp.nan).at[2, 79].set(jnp.inf)
+    found, wanted = (run(codec, [bad], [case], KEY)[0] for run in (by_kernel, by_reference))
+    np.testing.assert_array_equal(found[1], wanted[1])
+    clean = np.ones(x.shape, bool)
+    clean[0, :32] = clean[2, 64:] = False
+    assert (np.isfinite(found[2]) == clean).all() or not codec.guarded
+    sound = by_reference(codec, [x], [case], KEY)[0]
+    for one, other in zip((found[0], found[2]), (sound[0], sound[2]), strict=True):
+        rtol = tol.GROUP_DECODE if one is found[2] else 0
+        np.testing.assert_allclose(one[clean], other[clean], rtol=rtol)
+
+
+def test_vmap():
+    codec, case = codecs.sqrt(), ((3, 5, 40), 32, jnp.float32)
+    x, keys = values(codec, case), jnp.arange(3, dtype=jnp.uint32)
+
+    def both(encode, decode):
+        def run(x, key):
+            stored = encode(codec, x, 32, key)
+            return (*stored, decode(codec, *stored, 32))
+
+        return jax.jit(jax.vmap(run))
+
+    interpreted = (
+        functools.partial(f, tile=SMALL, interpret=True)
+        for f in (pallas_triton.encode, pallas_triton.decode)
+    )
+    wanted = both(reference.encode, reference.decode)(x, keys)
+    assert_same(both(*interpreted)(x, keys), wanted, case)
+    text = lower_for_cuda(both(pallas_triton.encode, pallas_triton.decode), x, keys)
+    assert kernels_in(text) == ["group_encode", "group_decode"]
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_kernels_lower_for_cuda(name):
+    """Every form of the body: flat and ragged, both roundings, each dtype."""
+    codec = codecs.CODECS[name]
+    forms = [
+        ((64, 64), 32, jnp.float32, None),
+        ((3, 50257), 32, jnp.bfloat16, KEY),
+        ((4, 4, 50), 24, jnp.float16, KEY),
+        ((4, 1), 32, jnp.float32, None),
+        ((3, 40000), 5000, jnp.float32, KEY),
+    ]
+
+    def run(*arrays):
+        for x, (_, size, _, key) in zip(arrays, forms, strict=True):
+            stored = group_codec.encode(codec, x, size, key, implementation="pallas")
+            yield group_codec.decode(codec, *stored, size, implementation="pallas")
+
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, _, dtype, _ in forms]
+    text = lower_for_cuda(lambda *arrays: list(run(*arrays)), *shapes)
+    assert kernels_in(text) == ["group_encode", "group_decode"] * len(forms)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_inside_a_shard_map(check):
+    mesh, codec = gpu_mesh(data=8), codecs.softsign()
+
+    def on_a_device(x, key):
+        stored = group_codec.encode(codec, x, 32, key[0], implementation="pallas")
+        return group_codec.decode(codec, *stored, 32, implementation="pallas")
+
+    specs = dict(in_specs=(P("data"), P("data")), out_specs=P("data"), check_vma=check)
+    x = jax.ShapeDtypeStruct((16, 100), jnp.float32)
+    keys = jax.ShapeDtypeStruct((8,), jnp.uint32)
+    step = jax.shard_map(on_a_device, mesh=mesh, **specs)
+    text = lower_for_cuda(step, x, keys, mesh=mesh)
+    assert kernels_in(text) == ["group_encode", "group_decode"]
+
+
+# ---- who takes what --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    monkeypatch.setattr(platform, "no_kernel_reason", lambda: None)
+
+
+def round_trip(x, key=KEY, **how):
+    codec = codecs.softsign()
+    stored = group_codec.encode(codec, x, 32, key, "mu", **how)
+    return (*stored, group_codec.decode(codec, *stored, **how))
+
+
+def kernels_of_round_trip(**how):
+    """Those in its lowering for CUDA; a new function each time, since JAX keeps what it traced."""
+    x = jax.ShapeDtypeStruct((7, 33), jnp.float32)
+    return kernels_in(lower_for_cuda(functools.partial(round_trip, **how), x))
+
+
+def test_kernels_are_for_gpus(on_a_gpu, monkeypatch):
+    """Traced where there is one, they run there, and the reference wherever else it is run."""
+    codec, case = codecs.softsign(), ((7, 33), 32, jnp.float32)
+    x = jax.device_put(values(codec, case), jax.devices("cpu")[0])
+    assert group_codec.supported(x, 32) is None
+    assert kernels_of_round_trip() == ["group_encode", "group_decode"]
+    assert not kernels_of_round_trip(implementation="xla")
+    for key in (None, KEY):
+        wanted = by_reference(codec, [x], [case], key)[0]
+        assert_same(jax.jit(functools.partial(round_trip, key=key))(x), wanted, case)
+        assert_same(round_trip(x, key), wanted, case)
+    monkeypatch.setattr(platform, "no_kernel_reason", lambda: "no kernels today")
+    assert group_codec.supported(x, 32) == "no kernels today"
+    assert not kernels_of_round_trip()
+    assert kernels_of_round_trip(implementation="pallas") == ["group_encode", "group_decode"]
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, group_size, reason",
+    [
+        ((4, 4), "float8_e5m2", 32, "float8_e5m2 is not one of float32, bfloat16"),
+        ((0, 4), "float32", 32, "no elements"),
+        ((2**20, 2**11), "float32", 32, "2147483648 elements"),
+        ((4, 40000), "float32", 20000, "32768 lanes, over 16384"),
+    ],
+)
+def test_arrays_that_kernels_do_not_take(shape, dtype, group_size, reason, on_a_gpu):
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    assert reason in group_codec.supported(x, group_size)
+    encode = functools.partial(group_codec.encode, codecs.linear(), group_size=group_size)
+    with pytest.raises(ValueError, match=f"cannot take this {dtype}.*{reason}.*Pass impl"):
+        jax.eval_shape(functools.partial(encode, implementation="pallas"), x)
+    assert jax.eval_shape(encode, x)[0].shape == shape  # by the reference
+
+
+def test_explicit_axes(on_a_gpu):
+    """A kernel is for one device: it would raise in JAX."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
+    x = jax.device_put(jnp.ones((4, 33)), jax.NamedSharding(mesh, P("data")))
+    assert "Explicit mesh axes" in group_codec.supported(x, 32)
+    codes, _, _ = jax.jit(functools.partial(round_trip))(x)
+    assert jax.typeof(codes).sharding.spec == P("data", None)
+    with pytest.raises(ValueError, match="Explicit mesh axes.*shard_map"):
+        round_trip(x, implementation="pallas")
+
+
+def test_misuse():
+    codec, x = codecs.linear(), jnp.ones((4, 64))
+    with pytest.raises(ValueError, match="implementation must be xla, pallas or None, got 'cuda'"):
+        group_codec.encode(codec, x, implementation="cuda")
+    for shape in ((), (4, 0)):
+        with pytest.raises(ValueError, match=r"no groups.*reshape a 0-d array to \(1,\)"):
+            group_codec.encode(codec, jnp.ones(shape))
+    with pytest.raises(ValueError, match="group_size must be at least 1, got 0"):
+        group_codec.encode(codec, x, 0)
+    stored = group_codec.encode(codec, x, 32)
+    for other, group_size in ((codec, 16), (codecs.softsign(), 32), (codecs.sqrt(), 32)):
+        with pytest.raises(ValueError, match=f"{other.name} in groups of {group_size} keeps"):
+            group_codec.decode(other, *stored, group_size)
+
+
+def test_compress_state_encodes_by_kernel(on_a_gpu):
+    """Its decoding is left to XLA, which fuses it into the inner update."""
+    tx = lowmem.compress_state(optax.adan(1e-3), m=codecs.softsign(), n=codecs.sqrt())
+    params = {"w": jnp.ones((64, 128)), "b": jnp.ones(8)}
+    state = tx.init(params)
+    text = lower_for_cuda(tx.update, params, state, params)
+    assert kernels_in(text) == ["group_encode"] * 2
+
+
+# ---- on a GPU --------------------------------------------------------------------------------
+
+LARGE = [
+    ((512, 4096), 32, jnp.float32),
+    ((33, 50257), 32, jnp.bfloat16),
+    ((100, 1000), 24, jnp.float16),
+    ((20, 10000), 5000, jnp.float32),
+    ((100_000, 3), 32, jnp.float32),
+]
+
+
+def units(stored):
+    """Codes or scales as integers that are one apart where they are neighbours."""
+    stored = np.asarray(stored)
+    if stored.dtype.kind == "f":
+        stored = stored.view(f"int{8 * stored.dtype.itemsize}")
+    return stored.astype(np.int64).ravel()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "stochastic"])
+@pytest.mark.parametrize("name", CODECS)
+def test_kernels_are_the_reference_on_a_gpu(name, key):
+    codec, cases = codecs.CODECS[name], CASES + LARGE
+    arrays = [values(codec, case) for case in cases]
+    wanted = by_reference(codec, arrays, cases, key)
+    found = by_kernel(codec, arrays, cases, key, tile=Tile(), interpret=False)
+    for i, most in ((0, 1), (1, tol.GPU_SCALE_UNITS[codec.scale.name])):
+        one, other = (np.concatenate([units(row[i]) for row in rows]) for rows in (found, wanted))
+        off = np.abs(one - other)
+        assert off.max() <= most
+        if i == 0 or codec.scale.name == "f16":
+            share = tol.REORDERED_CODES if i == 0 else tol.GPU_F16_SCALE_SHARE
+            assert (off > 0).mean() <= share
+    decode = jax.jit(reference.decode, static_argnums=(0, 3))
+    for case, (codes, scales, x) in zip(cases, found, strict=True):
+        again = decode(codec, codes, scales, case[1])
+        np.testing.assert_allclose(x, again, rtol=tol.GROUP_DECODE, err_msg=str(case))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CODECS)
+def test_groups_that_are_not_finite_on_a_gpu(name):
+    codec, case = codecs.CODECS[name], ((4, 80), 32, jnp.float32)
+    x = (jnp.abs(values(codec, case)) + 1).at[0, 3].set(jnp.nan).at[2, 79].set(jnp.inf)
+    _, scales, back = by_kernel(codec, [x], [case], KEY, interpret=False)[0]
+    clean = np.ones(x.shape, bool)
+    clean[0, :32] = clean[2, 64:] = False
+    assert np.isfinite(back)[clean].all()
+    assert np.isfinite(codec.scale.decode(scales)).sum() == 10
+    assert np.isnan(back)[~clean].all() or not codec.guarded
+
+
+@pytest.mark.gpu
+def test_a_gpu_takes_the_kernels():
+    x = jnp.ones((64, 100))
+    if jax.device_count() == 1:
+        assert group_codec.supported(x, 32) is None
+        text = jax.jit(functools.partial(round_trip)).trace(x).lower().as_text()
+        assert kernels_in(text) == ["group_encode", "group_decode"]
+    else:
+        assert "devices are visible" in group_codec.supported(x, 32)
