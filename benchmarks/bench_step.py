@@ -1,152 +1,132 @@
-"""Device time of an optimizer step, update and apply, looped on the device in one jit.
+"""Device time, compile time and memory of an optimizer step: ours and others', in one run.
 
 python -m benchmarks.bench_step --leaf-set ten-million --record
 """
 
 import argparse
+import os
 import statistics
-import time
-from collections.abc import Callable
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-import optax
 
-import optax_lowmem as lowmem
-from benchmarks import records
+from benchmarks.peers import device_loop, in_jax, in_torch, processes
+from benchmarks.peers.cases import LEAF_SETS, OPTIMIZERS
+from benchmarks.peers.processes import Case
+from benchmarks.peers.report import BASE, Report, Storage, say
 
-LEAF_SETS: dict[str, dict[str, tuple[int, ...]]] = {
-    "ten-million": {f"w{i}": (1024, 2560) for i in range(4)},
-    "one-ten-million": {"w": (4096, 2560)},
-    "demo-gpt": {
-        "embed": (256, 128),
-        **{
-            f"block{i}/{n}": s
-            for i in range(4)
-            for n, s in (
-                ("qkv", (128, 384)),
-                ("proj", (128, 128)),
-                ("up", (128, 512)),
-                ("down", (512, 128)),
-                ("scale", (128,)),
-                ("bias", (512,)),
-            )
-        },
-    },
-}
-OPTIMIZERS: dict[str, tuple[Callable, Callable]] = {
-    "adamw": (
-        lambda **o: lowmem.flash_adamw(1e-3, weight_decay=0.1, **o),
-        lambda: optax.adamw(1e-3, weight_decay=0.1),
-    ),
-    "lion": (
-        lambda **o: lowmem.flash_lion(1e-4, weight_decay=0.1, **o),
-        lambda: optax.lion(1e-4, weight_decay=0.1),
-    ),
-    "sgd": (
-        lambda **o: lowmem.flash_sgd(1e-2, momentum=0.9, **o),
-        lambda: optax.sgd(1e-2, momentum=0.9),
-    ),
-}
+ON_CPU = (BASE, "lowmem.update", "lowmem.update-nearest")
+ON_GPU = (
+    *(BASE, "optax-bf16", "lowmem.step", "lowmem.update", "lowmem.step-xla", "flashoptim-jax"),
+    *in_torch.IMPLEMENTATIONS,
+)
+EVERY = (*in_jax.NAMES, *in_torch.IMPLEMENTATIONS)
+# 32-bit words, and passes over them in one call: 2 GiB on a GPU
+COPY_ON_CPU, COPY_ON_GPU = (2**25, 5), (2**29, 100)
 
 
-def tree(leaf_set: str, scale: float, seed: int) -> dict[str, jax.Array]:
-    """f32 arrays of a leaf set."""
-    rng = np.random.default_rng(seed)
-    shapes = LEAF_SETS[leaf_set]
-    return {n: jnp.asarray(rng.normal(0, scale, s), jnp.float32) for n, s in shapes.items()}
+def on_cpu() -> bool:
+    """Whether JAX has nothing faster here."""
+    return jax.default_backend() == "cpu"
 
 
-def variants(optimizer: str) -> dict[str, tuple[Any, Any, Any]]:
-    """Implementation -> (transformation, dtype of weights, dtype of gradients)."""
-    ours, plain = OPTIMIZERS[optimizer]
-    nearest = lowmem.Storage(rounding="nearest")
-    return {
-        "optax-f32": (plain(), jnp.float32, jnp.float32),
-        "lowmem.update": (ours(), jnp.bfloat16, jnp.bfloat16),
-        "lowmem.update-nearest": (ours(storage=nearest), jnp.bfloat16, jnp.bfloat16),
-    }
-
-
-def looped(tx: optax.GradientTransformation, steps: int) -> Callable:
-    """`steps` steps in one jit; the gradient is carried, so nothing of it can be hoisted out."""
-
-    def body(_: jax.Array, carry: tuple) -> tuple:
-        params, state, grads = carry
-        params, state = lowmem.step(tx, grads, state, params)
-        return params, state, grads
-
-    def run(carry: tuple) -> tuple:
-        return jax.lax.fori_loop(0, steps, body, carry)
-
-    return jax.jit(run, donate_argnums=0)
-
-
-class Runner:
-    """A compiled loop and its buffers."""
-
-    def __init__(self, variant: tuple[Any, Any, Any], leaf_set: str, steps: int) -> None:
-        tx, weights, gradients = variant
-        params, state = lowmem.init(tx, tree(leaf_set, 0.02, 0), weights)
-        grads = jax.tree.map(lambda g: g.astype(gradients), tree(leaf_set, 1e-3, 1))
-        self.steps = steps
-        self.carry = (params, state, grads)
-        started = time.perf_counter()
-        self.loop = looped(tx, steps).lower(self.carry).compile()
-        self.compile_s = time.perf_counter() - started
-        self.time()
-
-    def time(self) -> float:
-        """Milliseconds a step of one run."""
-        started = time.perf_counter()
-        self.carry = jax.block_until_ready(self.loop(self.carry))
-        return (time.perf_counter() - started) / self.steps * 1e3
-
-
-def measure(leaf_set: str, optimizer: str, steps: int, repeats: int) -> list[dict[str, Any]]:
-    """Records of one case, its implementations interleaved."""
-    runners = {n: Runner(v, leaf_set, steps) for n, v in variants(optimizer).items()}
+def jax_outcomes(
+    case: Case, names: Sequence[str], steps: Callable[[int], int], repeats: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Measurements of the implementations in `names`, all held at once and interleaved."""
+    runners: dict[str, device_loop.Runner] = {}
+    for name in names:
+        say(case, name, "compiles")
+        try:
+            made = in_jax.make(name, *case)
+            runners[name] = device_loop.Runner(made, case[0], steps)
+        except in_jax.Unavailable as reason:
+            yield name, {"skipped": str(reason)}
+        except Exception as error:  # the other implementations are still worth their time
+            traceback.print_exc()
+            yield name, {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
     times: dict[str, list[float]] = {name: [] for name in runners}
     for _ in range(repeats):
         for name, runner in runners.items():
             times[name].append(runner.time())
-    case = f"{leaf_set}/{optimizer}"
-    base = min(times["optax-f32"])
-    rows = []
     for name, runner in runners.items():
-        best = min(times[name])
-        more = {"median": statistics.median(times[name]), "ratio_to_optax": best / base}
-        rows.append(records.record("step", case, name, "device_ms", best, "ms", **more))
-        ratio = runner.compile_s / runners["optax-f32"].compile_s
-        rows.append(
-            records.record(
-                "step", case, name, "compile_s", runner.compile_s, "s", ratio_to_optax=ratio
-            )
-        )
-    return rows
+        yield name, {"times": times[name], **runner.found}
 
 
-def main() -> None:
-    """Measures and prints; `--record` also stores."""
+def time_all(args: argparse.Namespace, report: Report) -> None:
+    """Every case and implementation, torch first, while JAX holds little of the device."""
+    for case in args.cases:
+        report.copy(case)
+    for name in (name for name in args.impl if name in in_torch.IMPLEMENTATIONS):
+        for case, outcome in processes.torch_outcomes(name, args.cases, args.repeats):
+            report.outcome(case, name, outcome)
+
+    def steps(moved: int) -> int:
+        fitting = device_loop.steps_for(moved, statistics.median(report.tbps))
+        return args.steps or (5 if on_cpu() else fitting)
+
+    names = [name for name in args.impl if name in in_jax.NAMES]
+    # a CPU that others use is measured interleaved; a GPU would not hold all of a large case
+    groups = [names] if on_cpu() else [[name] for name in names]
+    for case in args.cases:
+        for group in groups:
+            for name, outcome in jax_outcomes(case, group, steps, args.repeats):
+                report.outcome(case, name, outcome)
+
+
+def isolate_all(args: argparse.Namespace, report: Report) -> None:
+    """The peak memory of one step, each in a fresh process."""
+    for case in args.cases:
+        for name in (name for name in args.impl if name in in_jax.NAMES):
+            report.outcome(case, name, processes.peak_outcome(name, case))
+
+
+def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; defaults depend on the device."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--leaf-set", nargs="+", default=["ten-million"], choices=LEAF_SETS)
-    parser.add_argument("--optimizer", nargs="+", default=["adamw"], choices=OPTIMIZERS)
-    parser.add_argument("--steps", type=int, default=5, help="steps in one jit")
-    parser.add_argument("--repeats", type=int, default=9, help="interleaved runs")
-    parser.add_argument("--record", action="store_true", help="append to benchmarks/results")
-    args = parser.parse_args()
-    rows = []
-    for leaf_set in args.leaf_set:
-        for optimizer in args.optimizer:
-            rows += measure(leaf_set, optimizer, args.steps, args.repeats)
-    for row in rows:
-        ratio = f"{row['ratio_to_optax']:.2f} x optax"
-        print(f"{row['case']:<24}{row['impl']:<24}{row['value']:>9.2f} {row['unit']:<4}{ratio}")
-    if args.record:
-        print(f"recorded in {records.append(rows)}")
+    add = parser.add_argument
+    add("--leaf-set", nargs="+", default=["ten-million"], choices=LEAF_SETS)
+    add("--optimizer", nargs="+", default=["adamw"], choices=OPTIMIZERS)
+    add("--impl", nargs="+", default=list(ON_CPU if on_cpu() else ON_GPU), choices=EVERY)
+    add("--steps", type=int, help="in one jit; default: 5 on a CPU, 0.3 s at copy speed on a GPU")
+    add("--repeats", type=int, default=9 if on_cpu() else 5)
+    add("--isolated", action="store_true", help="only peak memory, each in a fresh process")
+    add(
+        *("--record",),
+        nargs="?",
+        const=True,
+        metavar="FILE",
+        help="append to FILE; default: that of this device in benchmarks/results",
+    )
+    args = parser.parse_args(argv)
+    if args.record and "tiny" in args.leaf_set:
+        parser.error("the leaf set tiny is there to try the benchmark: it is not recorded")
+    if args.record and on_cpu() and BASE not in args.impl:
+        parser.error(f"records of a CPU are relative to {BASE}: add it to --impl")
+    args.impl.sort(key=lambda name: name != BASE)  # first, as the others' ratios are to it
+    args.cases = [(leaf_set, name) for leaf_set in args.leaf_set for name in args.optimizer]
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and prints; `--record` also stores. 1 where an implementation failed."""
+    # or JAX takes most of the device before a peer can have any of it
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    args = arguments(argv)
+    best = min if on_cpu() else statistics.median
+    if args.isolated:
+        report = Report(best, [], Storage(args.record, on_cpu()))
+        isolate_all(args, report)
+    else:
+        tbps = device_loop.copy_tbps(*(COPY_ON_CPU if on_cpu() else COPY_ON_GPU), repeats=5)
+        report = Report(best, tbps, Storage(args.record, on_cpu()))
+        time_all(args, report)
+    print(report.table())
+    return int(report.failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -80,3 +80,30 @@ def gpt2_124m(dtype: Any = jnp.bfloat16) -> dict:
         "h": {str(index): block() for index in range(12)},
         "ln_f": norm(),
     }
+
+
+def resnet_50(dtype: Any = jnp.bfloat16) -> dict:
+    """25,557,032 parameters in 161 leaves; convolution kernels are [height, width, in, out]."""
+
+    def convolution(size: int, inputs: int, outputs: int) -> dict:
+        return {
+            "conv": {"kernel": _leaf(dtype, size, size, inputs, outputs)},
+            "norm": {"scale": _leaf(dtype, outputs), "bias": _leaf(dtype, outputs)},
+        }
+
+    def bottleneck(inputs: int, width: int, first: bool) -> dict:
+        shortcut = {"shortcut": convolution(1, inputs, 4 * width)} if first else {}
+        return shortcut | {
+            "reduce": convolution(1, inputs, width),
+            "middle": convolution(3, width, width),
+            "expand": convolution(1, width, 4 * width),
+        }
+
+    model, inputs = {"stem": convolution(7, 3, 64)}, 64
+    for stage, blocks in enumerate((3, 4, 6, 3)):
+        width = 64 * 2**stage
+        for block in range(blocks):
+            model[f"stage{stage}_block{block}"] = bottleneck(inputs, width, block == 0)
+            inputs = 4 * width
+    head = {"kernel": _leaf(dtype, inputs, 1000), "bias": _leaf(dtype, 1000)}
+    return model | {"head": head}

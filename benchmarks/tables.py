@@ -7,10 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import records
+from benchmarks import claims as claims_of_papers
+from benchmarks import findings, records, step_tables
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/cpu_speed.md", "docs/claims.md")
+PAGES = ("README.md", "docs/cpu_speed.md", "docs/gpu_speed.md", "docs/claims.md")
 MARKED = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -73,8 +74,8 @@ def cpu_step(rows: list[dict[str, Any]]) -> str:
 
 
 def train(rows: list[dict[str, Any]]) -> str:
-    """Validation loss over seeds, ours and f32."""
-    found = newest(rows, bench="train", metric="val_loss")
+    """Validation loss of the demo over seeds, ours and f32."""
+    found = newest(rows, bench="train", metric="val_loss", case="demo/adamw")
     runs: dict[tuple[str, str, str], list[float]] = {}
     for row in found:
         runs.setdefault((row["case"], row["device"], row["impl"]), []).append(row["value"])
@@ -88,10 +89,28 @@ def train(rows: list[dict[str, Any]]) -> str:
     )
 
 
+def claims(rows: list[dict[str, Any]]) -> str:
+    """What FlashOptim says, and what we measured."""
+    body, used = claims_of_papers.table(newest(rows))
+    head = ["FlashOptim", "the paper says", "we measured", ""]
+    return markdown(head, body) + source(used)
+
+
+def pairs(rows: list[dict[str, Any]]) -> str:
+    """Every training run in two implementations over the same seeds."""
+    body, used = findings.all_pairs(newest(rows, bench="train"))
+    head = ["run", "device", "against", "metric", "seeds", "means and paired difference", ""]
+    return markdown(head, body) + source(used)
+
+
 TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "memory": memory,
     "cpu_step": cpu_step,
     "train": train,
+    "claims": claims,
+    "pairs": pairs,
+    "gpu_step": step_tables.gpu_step,
+    "gpu_step_details": step_tables.gpu_step_details,
 }
 
 

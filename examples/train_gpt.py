@@ -1,12 +1,13 @@
 """Trains a GPT twice from the same start: optax in f32, and optax_lowmem on bf16 weights.
 
-    python examples/train_gpt.py                                       # minutes on 2 CPU cores
-    python examples/train_gpt.py --preset gpt2-124m --vocab 32000      # one GPU
-    python examples/train_gpt.py --optimizer lion --seeds 3
+    python examples/train_gpt.py                                    # minutes on 2 CPU cores
+    python examples/train_gpt.py --preset gpt-42m --optimizer lion --seeds 3  # minutes on a GPU
+    python examples/train_gpt.py --only lowmem --implementation xla
 
-The text is the source of Python's standard library, so nothing is downloaded. The two runs see the
-same batches and take turns, so that their step times compare. The results go to a folder
-(`--out`): a picture, the numbers as JSON, and the tokenizer where one is trained.
+The text is the source of Python's standard library, or of all installed packages, so nothing is
+downloaded. The two runs see the same batches and take turns, so that their step times compare. The
+results go to a folder (`--out`): a picture, the numbers as JSON, and the tokenizer where one is
+trained.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import jax
 from _gpt import data, figure, records, report, train
+from _gpt.arguments import add_common, compute_dtype, positive
 from _gpt.config import OPTIMIZERS, PRESETS, Settings
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -34,45 +35,35 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--preset", choices=PRESETS, default="demo", help="model and run (default: demo)")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: adamw")
     add("--only", choices=_ONLY, default="both", help="which of the two to train (default: both)")
-    add("--steps", type=_positive, help="default: the preset's")
-    add("--batch", type=_positive, help="sequences in a batch; default: the preset's")
-    add("--context", type=_positive, help="tokens in a sequence; default: the preset's")
+    add("--steps", type=positive, help="default: the preset's")
+    add("--batch", type=positive, help="sequences in a batch; default: the preset's")
+    add("--context", type=positive, help="tokens in a sequence; default: the preset's")
     add("--lr", type=float, help="peak learning rate; default: the preset's and optimizer's")
     add("--tokenizer", choices=("byte", "bpe"), help="default: the preset's")
-    add("--vocab", type=_positive, help="tokens of the BPE tokenizer; default: the preset's")
-    add("--compute", choices=("auto", "float32", "bfloat16"), default="auto",
-        help="dtype of matrix products; auto: float32 on a CPU, bfloat16 elsewhere")  # fmt: skip
-    add("--data", type=Path, metavar="PATH", help="a file or folder of text; default: see above")
-    add("--seed", type=int, default=0, help="of the weights, the batches and the rounding")
-    add("--seeds", type=_positive, default=1, help="how many seeds to repeat over (default: 1)")
+    add("--vocab", type=positive, help="tokens of the BPE tokenizer; default: the preset's")
+    add("--text", choices=data.TEXTS, help="default: the preset's")
+    add("--data", type=Path, metavar="PATH", help="a file or folder of text, instead of --text")
+    add("--seeds", type=positive, default=1, help="how many seeds to repeat over (default: 1)")
     add("--out", type=Path, default=Path("demo_output"), help="default: demo_output")
-    add("--record", type=Path, metavar="FILE", help="append benchmark records (JSON lines)")
+    add_common(add)
     return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 def make_settings(args: argparse.Namespace) -> Settings:
     """The preset with what the command line changes."""
     preset = PRESETS[args.preset]
-    given = {
-        name: getattr(args, name) for name in ("steps", "batch", "context", "vocab", "tokenizer")
-    }
+    names = ("steps", "batch", "context", "vocab", "tokenizer", "text")
+    given = {name: getattr(args, name) for name in names}
     chosen = {name: getattr(preset, name) if x is None else x for name, x in given.items()}
-    if args.compute == "auto":
-        args.compute = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     rate = preset.learning_rate * OPTIMIZERS[args.optimizer].rate_factor
     return Settings(
         preset=args.preset,
         optimizer=args.optimizer,
         shape=preset.shape,
         learning_rate=rate if args.lr is None else args.lr,
-        compute=args.compute,
+        held_out_batches=preset.held_out_batches,
+        compute=compute_dtype(args.compute),
+        implementation=args.implementation,
         **chosen,
     )
 
@@ -81,7 +72,7 @@ def load_tokens(
     settings: Settings, path: Path | None, out: Path
 ) -> tuple[data.Tokens, dict[str, Any]]:
     """The text as tokens, and what to say of it."""
-    corpus = data.load_corpus(path)
+    corpus = data.load_corpus(path, settings.text)
     if settings.tokenizer == "bpe":
         tokens = data.bpe_tokens(corpus, settings.vocab, out)
     else:
@@ -139,6 +130,7 @@ def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
     console = Console()
     settings = make_settings(args)
+    train.check_implementation(settings.implementation)
     args.out.mkdir(parents=True, exist_ok=True)
     tokens, about = load_tokens(settings, args.data, args.out)
     console.print(
@@ -151,10 +143,11 @@ def main(arguments: list[str] | None = None) -> None:
         programs = {
             impl: train.compile_program(impl, settings, tokens.vocab) for impl in _ONLY[args.only]
         }
-    by_seed = {
-        seed: train_seed(settings, tokens, seed, programs, console)
-        for seed in range(args.seed, args.seed + args.seeds)
-    }
+    by_seed = {}
+    for seed in range(args.seed, args.seed + args.seeds):
+        by_seed[seed] = train_seed(settings, tokens, seed, programs, console)
+        if args.record:  # at once: a later seed may be cut off
+            records.append(settings, about, seed, by_seed[seed], args.record)
     result = report.summarise(settings, about, by_seed, time.perf_counter() - start)
     console.print(report.table(result))
     if args.only == "both":
@@ -162,8 +155,6 @@ def main(arguments: list[str] | None = None) -> None:
     picture, numbers = args.out / "train_gpt.png", args.out / "train_gpt.json"
     figure.draw(result, picture)
     numbers.write_text(json.dumps(result, indent=1), encoding="utf-8")
-    if args.record:
-        records.append(result, args.record)
     console.print(f"Wrote {picture} and {numbers} after {time.perf_counter() - start:.0f} s.")
 
 

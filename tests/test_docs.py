@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import optax_lowmem
+from benchmarks import tables
 
 README = Path(__file__).parent.parent / "README.md"
 MODULES = [
@@ -90,3 +91,10 @@ def test_code_of_the_readme():
     namespace: dict = {}
     for index, block in enumerate(blocks):
         exec(compile(block, f"README.md, block {index}", "exec"), namespace)  # noqa: S102
+
+
+@pytest.mark.parametrize("name", tables.PAGES)
+def test_tables_are_those_of_the_records(name):
+    text = (README.parent / name).read_text("utf-8")
+    assert tables.MARKED.search(text)
+    assert tables.rendered(text, tables.all_records()) == text, "run python -m benchmarks.tables"

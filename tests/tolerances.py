@@ -99,7 +99,7 @@ REORDERED_CODES = 1e-3
 # A master weight on the other side of a rounding boundary: one unit of its last place; f32 results
 # of a handful of operations otherwise (8 u). fp16's ULP scheme has steps of ulp / 254 and 65534.
 REORDERED_MASTER = {
-    (bits, dtype): unit
+    (bits, jnp.dtype(dtype)): unit
     for dtype, units in {
         jnp.bfloat16: {24: 2.0**-15, 32: 2.0**-21, None: 2.0**-7},
         jnp.float16: {24: 2.0**-16, 32: 2.0**-21, None: 2.0**-10},
@@ -109,6 +109,23 @@ REORDERED_MASTER = {
 }
 # The step itself, of the learning rate: 16 operations of u each.
 REORDERED_STEP = 2.0**-20
+# A slot in f32, of its own value or of the leaf's largest (its terms may cancel): 8 u.
+REORDERED_SLOT = 2.0**-21
+# A norm over a tree, summed in another order, and a factor applied before or after: 64 u.
+REORDERED_NORM = 2.0**-18
+
+# -- the fused GPU step (test_pallas_step.py, test_gpu_step.py) -------------------------------------
+
+# x rsqrt(y) rsqrt(y): two roots of 2 ulp (2^-22 each) and two products of u each.
+KERNEL_QUOTIENT = 2.0**-21
+# 32 bits rounded to f32 instead of 24 cut off: half a spacing, 2^-25, from what was cut off, 2^-24.
+KERNEL_UNIFORM = 2.0**-24 + 2.0**-25
+# A step on a GPU, of the learning rate. Adam's directions are at most (1 - b1) / sqrt(1 - b2) =
+# 3.2; the quotient is off by KERNEL_QUOTIENT, the rest by 16 u: 3.2 * 1.5 * 2^-20 < 2^-17.
+GPU_STEP = 2.0**-17
+# Lion's sign differs where b1 m + (1 - b1) g is under 2 u of its terms. For terms of one size that
+# is 2^-23 of elements; room for terms that are 8 times wider spread.
+GPU_SIGNS = 2.0**-20
 
 # -- encode and decode of one array (test_group_codec.py) -----------------------------------------
 

@@ -1,1 +1,1 @@
-"""The parts of `train_gpt.py`: configuration, model, data, training loop, report."""
+"""The parts of `train_gpt.py`, some of which `train_digits.py` shares."""

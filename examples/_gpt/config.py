@@ -33,12 +33,15 @@ class Preset:
     learning_rate: float
     tokenizer: str = "byte"
     vocab: int = 32_000
+    text: str = "standard-library"
+    held_out_batches: int = 20  # of an evaluation
 
 
 PRESETS: dict[str, Preset] = {
     "smoke": Preset(ModelShape(2, 2, 64), context=32, batch=8, steps=60, learning_rate=1e-2),
     "demo": Preset(ModelShape(4, 3, 192), context=128, batch=8, steps=400, learning_rate=5e-3),
     "small": Preset(ModelShape(8, 6, 384), context=256, batch=16, steps=2_000, learning_rate=2e-3),
+    "gpt-42m": Preset(ModelShape(8, 8, 512), 256, 32, 3_000, 1e-3, "bpe", 32_000, "installed", 100),
     "gpt2-124m": Preset(ModelShape(12, 12, 768), 1024, 16, 600, 6e-4, "bpe", 50_257),
     "gpt2-355m": Preset(ModelShape(24, 16, 1024), 1024, 16, 600, 3e-4, "bpe", 50_257),
 }
@@ -116,7 +119,10 @@ class Settings:
     learning_rate: float
     tokenizer: str
     vocab: int
+    text: str
+    held_out_batches: int
     compute: str
+    implementation: str = "auto"
 
     def schedule(self) -> optax.Schedule:
         """Linear warm-up over a twentieth of the steps, then a cosine to a twentieth."""

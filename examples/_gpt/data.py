@@ -1,10 +1,11 @@
-"""Text that every machine has (Python's own library), as tokens, with whole files held out."""
+"""Text that every machine has (Python sources), as tokens, with whole files held out."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,11 @@ _SKIPPED_FOLDERS = frozenset(
 _LARGEST_FILE = 200_000
 _HELD_OUT_OF_256 = 13  # 5 %
 _SEPARATOR = b"\n\n"
+_LARGEST_CORPUS = 120_000_000  # bytes: about 30 million BPE tokens
+_BPE_SAMPLE = 30_000_000  # characters that the BPE is trained on: half a minute on a few cores
+_ENCODED_AT_ONCE = 1_000  # chunks; a tokenizer's results take fifty times the tokens' size
+
+Files = list[tuple[str, Path]]  # relative names and paths, sorted by name
 
 
 @dataclass(frozen=True)
@@ -39,9 +45,36 @@ class Tokens:
     bytes_per_token: float
 
 
-def standard_library() -> list[tuple[str, Path]]:
-    """(relative name, path) of the standard library's sources, sorted by name."""
-    root = Path(sysconfig.get_paths()["stdlib"])
+def standard_library() -> Files:
+    """The standard library's sources."""
+    return _sources_under(Path(sysconfig.get_paths()["stdlib"]))
+
+
+def installed_sources() -> Files:
+    """Sources of the standard library and of installed packages, at most _LARGEST_CORPUS bytes.
+
+    More than that, and a hash of the names chooses the files.
+    """
+    paths = sysconfig.get_paths()
+    roots = dict.fromkeys(Path(paths[name]).resolve() for name in ("stdlib", "purelib", "platlib"))
+    found = dict(file for root in roots for file in _sources_under(root))
+    chosen, size = [], 0
+    for name in sorted(found, key=lambda name: _hash(name)[1:]):  # the first byte holds out
+        size += found[name].stat().st_size
+        if size > _LARGEST_CORPUS:
+            break
+        chosen.append((name, found[name]))
+    return sorted(chosen)
+
+
+# Name -> what a record calls the text, and its files.
+TEXTS: dict[str, tuple[str, Callable[[], Files]]] = {
+    "standard-library": ("Python's standard library", standard_library),
+    "installed": ("installed Python sources", installed_sources),
+}
+
+
+def _sources_under(root: Path) -> Files:
     return [
         (name, path)
         for name, path in _files_under(root)
@@ -51,7 +84,7 @@ def standard_library() -> list[tuple[str, Path]]:
     ]
 
 
-def _files_under(root: Path) -> list[tuple[str, Path]]:
+def _files_under(root: Path) -> Files:
     found = ((path.relative_to(root).as_posix(), path) for path in root.rglob("*"))
     return sorted((name, path) for name, path in found if path.is_file())
 
@@ -64,18 +97,23 @@ def _is_text(content: bytes) -> bool:
     return bool(content) and b"\0" not in content
 
 
+def _hash(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
+
+
 def _is_held_out(name: str) -> bool:
-    return hashlib.sha256(name.encode()).digest()[0] < _HELD_OUT_OF_256
+    return _hash(name)[0] < _HELD_OUT_OF_256
 
 
-def load_corpus(data: Path | None = None) -> Corpus:
-    """Reads `data` (a file or a folder of text), or the standard library when it is None.
+def load_corpus(data: Path | None = None, text: str = "standard-library") -> Corpus:
+    """Reads `data` (a file or a folder of text), or one of TEXTS when it is None.
 
     A twentieth is held out: whole files, chosen by a hash of their relative names, so that the
     choice does not depend on the machine; of a single file, its end.
     """
     if data is None:
-        named, source = standard_library(), "Python's standard library"
+        source, files = TEXTS[text]
+        named = files()
     elif data.is_dir():
         named, source = _files_under(data), str(data)
     elif data.is_file():
@@ -127,7 +165,8 @@ def _train_bpe(corpus: Corpus, vocab: int, tokenizer_file: Path, tokens_file: Pa
 
     train, held_out = (x.decode("utf-8", "replace") for x in (corpus.train, corpus.held_out))
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(train.split("\n\n"), vocab_size=vocab, show_progress=False)
+    sample = train.split("\n\n")[:: -(-len(train) // _BPE_SAMPLE)]
+    tokenizer.train_from_iterator(sample, vocab_size=vocab, show_progress=False)
     tokenizer_file.parent.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(tokenizer_file))
     ids = {
@@ -141,7 +180,13 @@ def _encode(tokenizer, text: str) -> np.ndarray:
     lines = text.splitlines(keepends=True)
     chunks = ["".join(lines[i : i + 200]) for i in range(0, len(lines), 200)]
     dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.int32
-    return np.concatenate([np.asarray(e.ids, dtype) for e in tokenizer.encode_batch(chunks)])
+    return np.concatenate(
+        [
+            np.asarray(encoding.ids, dtype)
+            for i in range(0, len(chunks), _ENCODED_AT_ONCE)
+            for encoding in tokenizer.encode_batch(chunks[i : i + _ENCODED_AT_ONCE])
+        ]
+    )
 
 
 def sample_batch(tokens: np.ndarray, batch: int, context: int, seed: int, step: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ CLIP = 1.0
 # Steps between synchronisations with the device; each run's steps are timed in such groups, the
 # two runs taking turns, so that a busy machine slows both alike.
 GROUP = 10
-EVALUATIONS, HELD_OUT_BATCHES = 10, 20
+EVALUATIONS = 10
 F32, LOWMEM = "optax-f32", "lowmem"
 
 
@@ -57,15 +58,14 @@ class Run:
         for batch in batches:
             self.params, self.state, loss = self.program.step(self.params, self.state, batch)
             losses.append(loss)
-        self.train_loss += [float(loss) for loss in losses]
+        self.train_loss += [float(loss) for loss in jax.device_get(losses)]
         self.group_s.append((time.perf_counter() - start) / len(batches))
 
     def validate(self, step: int, batches: Sequence[np.ndarray]) -> None:
         """Mean loss on held-out batches, from the weights as they are stored."""
         self.val_steps.append(step)
-        self.val_loss.append(
-            float(np.mean([self.program.evaluate(self.params, b) for b in batches]))
-        )
+        losses = [self.program.evaluate(self.params, batch) for batch in batches]
+        self.val_loss.append(float(np.mean(jax.device_get(losses))))
 
     @property
     def step_s(self) -> float:
@@ -107,6 +107,29 @@ def _optimizer(impl: str, settings: Settings) -> optax.GradientTransformation:
     return optax.chain(clip, pair.plain(schedule, **pair.arguments))
 
 
+def check_implementation(name: str) -> None:
+    """Ends the program where lowmem.step does not know or cannot use an implementation."""
+    tx, weights = lowmem.flash_adamw(1e-3), {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32)}
+    step = optimizer_step(LOWMEM, name)
+
+    def one_step(weights: Any) -> Any:
+        params, state = lowmem.init(tx, weights)
+        return step(tx, params, state, params)
+
+    try:
+        jax.eval_shape(one_step, weights)
+    except ValueError as error:
+        raise SystemExit(f"--implementation {name}: {error}") from None
+
+
+def optimizer_step(impl: str, implementation: str) -> Callable[..., tuple[Any, Any]]:
+    """(tx, grads, state, params) -> (params, state): optax's own way, or lowmem.step."""
+    if impl == F32:
+        return _plain_step
+    chosen = None if implementation == "auto" else implementation
+    return functools.partial(lowmem.step, implementation=chosen)
+
+
 def _plain_step(tx: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
     updates, state = tx.update(grads, state, params)
     return optax.apply_updates(params, updates), state
@@ -116,7 +139,7 @@ def compile_program(impl: str, settings: Settings, vocab: int) -> Program:
     """Compiles one of the two ways to train; `start` gives it arrays, which its steps donate."""
     graphdef, make_weights = build_model(settings, vocab)
     loss, tx = _loss_function(graphdef, settings.compute), _optimizer(impl, settings)
-    optimizer_step = lowmem.step if impl == LOWMEM else _plain_step
+    take_step = optimizer_step(impl, settings.implementation)
 
     def start(seed: int) -> tuple[Any, Any]:
         weights = make_weights(jax.random.key(seed))
@@ -126,7 +149,7 @@ def compile_program(impl: str, settings: Settings, vocab: int) -> Program:
 
     def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
         value, grads = jax.value_and_grad(loss)(params, tokens)
-        params, state = optimizer_step(tx, grads, state, params)
+        params, state = take_step(tx, grads, state, params)
         return params, state, value
 
     params, state = jax.eval_shape(lambda: start(0))
@@ -140,7 +163,7 @@ def compile_program(impl: str, settings: Settings, vocab: int) -> Program:
         time.perf_counter() - begin,
         _peak_bytes(compiled),
         sum(p.size for p in jax.tree.leaves(params)),
-        _bytes_by_slot(tx, params),
+        bytes_by_slot(tx, params),
     )
 
 
@@ -151,7 +174,7 @@ def _peak_bytes(compiled: jax.stages.Compiled) -> int:
     return plan.argument_size_in_bytes + plan.temp_size_in_bytes + results
 
 
-def _bytes_by_slot(tx: optax.GradientTransformation, params: Any) -> dict[str, int]:
+def bytes_by_slot(tx: optax.GradientTransformation, params: Any) -> dict[str, int]:
     """Bytes of weights, gradients and state while training."""
     report = lowmem.memory.report(tx, params)
     # Gradients have the dtypes of the weights they belong to.
@@ -165,7 +188,7 @@ def train(
 ) -> Iterator[int]:
     """Trains the runs on the same batches in the same order, yielding the steps done."""
     held_out = data.held_out_batches(
-        tokens.held_out, settings.batch, settings.context, HELD_OUT_BATCHES
+        tokens.held_out, settings.batch, settings.context, settings.held_out_batches
     )
     every = max(1, round(settings.steps / EVALUATIONS))
     for run in runs.values():

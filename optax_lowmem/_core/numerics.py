@@ -18,7 +18,7 @@ NAN_BITS = 0x7FC00000  # canonical: CUDA's 0x7fffffff would round to -0.0
 MIN_NORMAL_BITS = 0x00800000
 _F16_OVERFLOW_BITS = 0x477FF000  # 65520, half way from f16's largest number to the next
 
-_approximate: ContextVar[bool] = ContextVar("approximate", default=False)
+_in_kernel: ContextVar[bool] = ContextVar("in_kernel", default=False)
 
 
 def to_bits(x: jax.Array) -> jax.Array:
@@ -33,55 +33,80 @@ def from_bits(bits: jax.Array) -> jax.Array:
 
 def canonical_nan(bits: jax.Array) -> jax.Array:
     """f32 bits with every NaN made 0x7fc00000."""
+    if _in_kernel.get():  # what a GPU computes is never another NaN than 0x7fffffff
+        signed = lax.bitcast_convert_type(bits, jnp.int32)
+        return lax.bitcast_convert_type(jnp.minimum(signed, NAN_BITS), jnp.uint32)
     return jnp.where(jnp.isnan(from_bits(bits)), jnp.uint32(NAN_BITS), bits)
 
 
-def absmax_bits(x: jax.Array) -> jax.Array:
+def absmax_bits(x: jax.Array, signed: bool = True) -> jax.Array:
     """Bits of max |x| over the last axis, in integers: a float maximum may drop NaN."""
-    magnitude = lax.bitcast_convert_type(x, jnp.int32) & MAGNITUDE_MASK
+    magnitude = lax.bitcast_convert_type(x, jnp.int32)
+    if signed or not _in_kernel.get():  # what a GPU computes is never a NaN with a sign
+        magnitude = magnitude & MAGNITUDE_MASK
     return jnp.max(magnitude, axis=-1).astype(jnp.uint32)
 
 
 def round_to_byte(x: jax.Array) -> jax.Array:
-    """int32 of f32 values in [0, 255], to nearest, ties to even.
+    """uint8 of f32 values in [0, 255], to nearest, ties to even.
 
     Adding 2^23 leaves the integer in the low bits; taking 2^23 off in integers is what XLA cannot
     fold away. A conversion of the float would cost its checks for NaN and range.
     """
-    return lax.bitcast_convert_type(x + jnp.float32(2.0**23), jnp.int32) - 0x4B000000
+    code = lax.bitcast_convert_type(x + jnp.float32(2.0**23), jnp.int32) - 0x4B000000
+    return low_byte(code, jnp.uint8)
 
 
 def round_to_signed_byte(magnitude: jax.Array, sign: jax.Array) -> jax.Array:
     """int8 of f32 magnitudes in [0, 127] with the sign of another number, to nearest even.
 
-    As `round_to_byte`, from 1.5 2^23, below which negative integers lie: the lowest byte is the
-    answer in two's complement.
+    As `round_to_byte`, from 1.5 2^23, below which negative integers lie.
     """
     negative = to_bits(sign) & jnp.uint32(~MAGNITUDE_MASK & 0xFFFFFFFF)
     signed = from_bits(to_bits(magnitude) | negative)
-    return lax.bitcast_convert_type(signed + jnp.float32(1.5 * 2.0**23), jnp.int32).astype(jnp.int8)
+    code = lax.bitcast_convert_type(signed + jnp.float32(1.5 * 2.0**23), jnp.int32) - 0x4B400000
+    return low_byte(code, jnp.int8)
+
+
+def uniform(bits: jax.Array) -> jax.Array:
+    """f32 in [0, 1) of uint32 bits; in a kernel rounded from all 32, so up to 1."""
+    if _in_kernel.get():
+        return bits.astype(jnp.float32) * jnp.float32(2.0**-32)
+    return (bits >> 8).astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0**-24)
+
+
+def low_byte(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """int8 or uint8 of int32 values in its range.
+
+    XLA on a GPU (jax 0.11.2) converts the bits of a float, less a constant, as if they were the
+    float: everything comes out saturated. A clamp in between prevents it; kernels need none.
+    """
+    if not _in_kernel.get():
+        info = jnp.iinfo(dtype)
+        bits = jnp.clip(bits, jnp.int32(info.min), jnp.int32(info.max))
+    return bits.astype(dtype)
 
 
 def quotient(x: jax.Array, y: jax.Array) -> jax.Array:
     """x / y for y >= 0.
 
-    In a kernel (`approximate_division`) x rsqrt(y) rsqrt(y), to 2^-21: two instructions of the nine
+    In a kernel (`kernel_arithmetic`) x rsqrt(y) rsqrt(y), to 2^-21: two instructions of the nine
     that a division takes there, and codes and steps ask for no more.
     """
-    if not _approximate.get():
+    if not _in_kernel.get():
         return x / y
     root = lax.rsqrt(y)
     return x * root * root
 
 
 @contextlib.contextmanager
-def approximate_division() -> Iterator[None]:
-    """What is traced inside divides as a GPU kernel does."""
-    token = _approximate.set(True)
+def kernel_arithmetic() -> Iterator[None]:
+    """What is traced inside is the body of a GPU kernel."""
+    token = _in_kernel.set(True)
     try:
         yield
     finally:
-        _approximate.reset(token)
+        _in_kernel.reset(token)
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:

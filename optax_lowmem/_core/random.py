@@ -70,8 +70,7 @@ def join_bits(row: jax.Array, lane: jax.Array, group_size: int, slot: str) -> ja
     """Uniform f32 in [0, 1) of an array's shape from `noise_bits`, for one slot."""
     lanes = lane.reshape((1,) * (row.ndim - 1) + lane.shape)
     bits = groups.spread(row, lane.shape[0], group_size) + lanes
-    bits = bits * jnp.uint32(zlib.crc32(slot.encode()) | 1)
-    return (bits >> 8).astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0**-24)
+    return numerics.uniform(bits * jnp.uint32(zlib.crc32(slot.encode()) | 1))
 
 
 def uniforms(key: jax.Array, shape: tuple[int, ...], group_size: int, slot: str = "") -> jax.Array:

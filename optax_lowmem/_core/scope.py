@@ -20,8 +20,9 @@ class Decision:
 
     Attributes:
       path: the leaf, as in `jax.tree_util.keystr(..., simple=True, separator="/")`.
-      slot: `mu`, `nu`, ..., or `correction`.
-      form: the codec's or the split's name; None where the slot is not compressed or there is none.
+      slot: `mu`, `nu`, ..., `correction`, or `step` for what computes the leaf's step.
+      form: the codec's or the split's name, None where the slot is not compressed or there is none;
+        of a step `pallas`, `triton` or `xla`.
       reason: one clause for a person.
     """
 

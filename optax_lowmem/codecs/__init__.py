@@ -51,5 +51,5 @@ def decode_array(
     codec: GroupCodec, codes: jax.Array, scales: jax.Array, group_size: int
 ) -> jax.Array:
     """f32 values of `encode_array`'s codes and scales."""
-    scale = groups.spread(codec.scale.decode(scales), codes.shape[-1], group_size)
-    return codec.dequantize(codes, scale)
+    unit = groups.spread(codec.unit(codec.scale.decode(scales)), codes.shape[-1], group_size)
+    return codec.dequantize(codes, unit)

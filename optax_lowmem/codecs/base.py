@@ -66,15 +66,21 @@ class GroupCodec(abc.ABC):
 
     def divisor(self, scale: jax.Array) -> jax.Array:
         """What `position` needs of a group's scale (f32, may be 0): computed once a group."""
-        return jnp.where(scale == 0, jnp.float32(0), 1 / jnp.where(scale == 0, 1, scale))
+        one = jnp.float32(1)
+        inverse = numerics.quotient(one, jnp.where(scale == 0, one, scale))
+        return jnp.where(scale == 0, jnp.float32(0), inverse)
 
     @abc.abstractmethod
     def position(self, y: jax.Array, divisor: jax.Array) -> jax.Array:
         """z in [0, levels] of y, at most a rounding above; 0 in a group of scale 0."""
 
+    def unit(self, scale: jax.Array) -> jax.Array:
+        """What `expand` gives is in units of this: computed once a group."""
+        return scale
+
     @abc.abstractmethod
     def expand(self, z: jax.Array) -> jax.Array:
-        """y / scale at a position z; the inverse of `position` at scale 1."""
+        """y at a position z, in units of the group's `unit`."""
 
     @abc.abstractmethod
     def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
@@ -82,11 +88,11 @@ class GroupCodec(abc.ABC):
 
     def decode_magnitude(self, code: jax.Array, scale: jax.Array) -> jax.Array:
         """|x| (f32) of a non-negative code."""
-        return self.restore(self.expand(code) * scale)
+        return self.restore(self.expand(code) * self.unit(scale))
 
     def measure(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Stored scales [..., groups] of a group view, and the divisors of its codes."""
-        absmax = self.magnitude(numerics.from_bits(numerics.absmax_bits(x)))
+        absmax = self.magnitude(numerics.from_bits(numerics.absmax_bits(x, self.signed)))
         stored = self.scale.encode(numerics.to_bits(absmax))
         if self.guarded:
             return stored, self.divisor(self.scale.decode(stored))
@@ -112,20 +118,18 @@ class GroupCodec(abc.ABC):
             return numerics.round_to_signed_byte(z, x)
         if self.guarded:  # subnormals are 0 on every backend
             z = jnp.maximum(z, (x >= _MIN_NORMAL).astype(jnp.float32))
-        return numerics.round_to_byte(z).astype(self.dtype)
+        return numerics.round_to_byte(z)
 
     def _paper_codes(self, x: jax.Array, z: jax.Array) -> jax.Array:
         """floor(x + 0.5) of the signed position, as the official implementation rounds."""
         signed = jnp.where(x < 0, -z, z) if self.signed else z
         return jnp.floor(signed + jnp.float32(0.5)).astype(jnp.int32).astype(self.dtype)
 
-    def dequantize(self, codes: jax.Array, scale: jax.Array) -> jax.Array:
-        """f32 values of codes, elementwise; `scale` (f32) broadcasts."""
-        code = codes.astype(jnp.int32).astype(jnp.float32)
-        if not self.signed:
-            return self.decode_magnitude(code, scale)
+    def dequantize(self, codes: jax.Array, unit: jax.Array) -> jax.Array:
+        """f32 values of codes, elementwise; the group's `unit` broadcasts."""
         # expand() is odd in every signed codec, so the sign needs no selection
-        return self.expand(code) * scale
+        y = self.expand(codes.astype(jnp.int32).astype(jnp.float32)) * unit
+        return y if self.signed else self.restore(y)
 
     def encode(self, x: jax.Array, noise: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """Codes [..., groups, lanes] and stored scales [..., groups] of a group view."""
@@ -134,7 +138,7 @@ class GroupCodec(abc.ABC):
 
     def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
         """f32 values [..., groups, lanes] of codes and stored scales [..., groups]."""
-        return self.dequantize(codes, self.scale.decode(scales)[..., None])
+        return self.dequantize(codes, self.unit(self.scale.decode(scales))[..., None])
 
     def error_bound(self, x: jax.Array, stochastic: bool = False) -> jax.Array:
         r"""Upper bound of |decode(encode(x)) - x| for each element of a finite group view.

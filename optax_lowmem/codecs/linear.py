@@ -17,9 +17,13 @@ class LinearCodec(GroupCodec):
         """levels y / s; levels / s alone would overflow under s = 1e-36."""
         return y * divisor * self.levels
 
+    def unit(self, scale: jax.Array) -> jax.Array:
+        """s / levels."""
+        return scale * jnp.float32(1 / self.levels)
+
     def expand(self, z: jax.Array) -> jax.Array:
-        """z / levels."""
-        return z * jnp.float32(1 / self.levels)
+        """z."""
+        return z
 
     def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
         """P = z - lo."""

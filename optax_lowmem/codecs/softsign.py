@@ -30,9 +30,13 @@ class SoftsignCodec(GroupCodec):
         return numerics.quotient(z, 2 * self.levels - jnp.abs(z))
 
     def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
-        """P = (z - lo) (253 - lo) / (254 - z), from expand(lo), expand(z), expand(lo + 1)."""
-        top = jnp.float32(2 * self.levels)
-        return noise * (top - z) < (z - lo) * (top - 1 - lo)
+        """P = (z - lo) (253 - lo) / (254 - z), from expand(lo), expand(z), expand(lo + 1).
+
+        With a = 253 - lo and w = 254 - z it is (a + 1 - w) a / w, so noise < P is
+        (a + noise) w < a a + a.
+        """
+        a, w = (2 * self.levels - 1) - lo, 2 * self.levels - z
+        return (a + noise) * w < a * a + a
 
 
 def softsign() -> SoftsignCodec:

@@ -31,9 +31,13 @@ class SqrtCodec(GroupCodec):
         """255 sqrt(v) / s."""
         return y * divisor
 
+    def unit(self, scale: jax.Array) -> jax.Array:
+        """s / 255."""
+        return scale * jnp.float32(1 / self.levels)
+
     def expand(self, z: jax.Array) -> jax.Array:
-        """z / 255."""
-        return z * jnp.float32(1 / self.levels)
+        """z."""
+        return z
 
     def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
         """P = (z^2 - lo^2) / (2 lo + 1): unbiased in v, not in sqrt(v)."""

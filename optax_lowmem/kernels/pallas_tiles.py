@@ -61,7 +61,8 @@ def _scales(tiling: Tiling, ref: Any, tile: jax.Array) -> Any:
 def load(tiling: Tiling, ref: Any, tile: jax.Array, other: int = 0) -> jax.Array:
     """Elements of a tile; `other` where there are none."""
     where, mask = _elements(tiling, ref, tile)
-    return plgpu.load(where, mask=mask, other=None if mask is None else other)
+    # volatile: else the assembler moves loads down to their use, and their latency shows
+    return plgpu.load(where, mask=mask, other=None if mask is None else other, volatile=True)
 
 
 def store(tiling: Tiling, ref: Any, tile: jax.Array, values: jax.Array) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+from typing import Any
 
 import jax
 from jax.sharding import AxisType
@@ -10,8 +11,8 @@ _OLDEST = 8.0  # compute capability of Ampere: Triton's oldest with bfloat16
 
 
 @functools.cache
-def _device_reason() -> str | None:
-    """What is against kernels on this machine."""
+def no_device_reason() -> str | None:
+    """Why GPU kernels cannot be used on this machine; None where they can."""
     if jax.default_backend() != "gpu":
         return f"the default backend is {jax.default_backend()}, and kernels are for NVIDIA GPUs"
     device = jax.local_devices()[0]
@@ -22,16 +23,20 @@ def _device_reason() -> str | None:
     return None
 
 
-def no_kernel_reason() -> str | None:
-    """Why GPU kernels cannot be used here; None where they can.
+def no_kernel_reason(x: Any = None) -> str | None:
+    """Why GPU kernels are not used, on an array, in what is being traced; None where they are.
 
     A kernel call is opaque to the partitioner: on arrays that are sharded over several devices it
     would gather them. Where several devices are visible it is used inside a `shard_map` over all
     axes only.
     """
-    reason = _device_reason()
-    if reason is not None or jax.device_count() == 1:
+    reason = no_device_reason()
+    if reason is not None:
         return reason
+    if isinstance(x, jax.Array) and AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:
+        return "it lies on Explicit mesh axes and this is not inside a shard_map"
+    if jax.device_count() == 1:
+        return None
     axes = jax.sharding.get_abstract_mesh().axis_types
     if axes and all(axis == AxisType.Manual for axis in axes):
         return None

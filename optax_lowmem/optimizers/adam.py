@@ -48,13 +48,11 @@ class AdamRule(UpdateRule):
         """The direction and the new moments."""
         mu = h["b1"] * slots["mu"] + h["one_minus_b1"] * g
         nu = h["b2"] * slots["nu"] + h["one_minus_b2"] * (g * g)
-        numerator = h["mu_scale"] * mu
-        if self.nesterov:
-            numerator = numerator + h["g_scale"] * g
+        numerator = h["mu_scale"] * mu + h["g_scale"] * g if self.nesterov else mu
         if self.eps_root_is_zero:  # the codec takes sqrt(nu) too: one square root serves both
             root = jnp.sqrt(nu) * h["root_nu_scale"]
         else:
-            root = jnp.sqrt(nu * h["nu_scale"] + h["eps_root"])
+            root = jnp.sqrt(nu * h["nu_scale"] + h["eps_root"]) * h["root_scale"]
         return numerics.quotient(numerator, root + h["eps"]), {"mu": mu, "nu": nu}
 
     def accumulating(
@@ -95,15 +93,18 @@ def _moments(
             "one_minus_b1": one_minus_b1,
             "b2": as_f32("b2", b2),
             "one_minus_b2": complement("b2", b2),
-            "eps": as_f32("eps", eps),
-            "eps_root": as_f32("eps_root", eps_root),
-            "mu_scale": mu_scale,
             "nu_scale": nu_scale,
-            "root_nu_scale": jnp.sqrt(nu_scale),
+            "eps_root": as_f32("eps_root", eps_root),
         }
+        root_scale = jnp.float32(1)
         if nesterov:  # Dozat: the next step's momentum, with its own debiasing
             h["mu_scale"] = beta1 / bias_correction("b1", b1, step + 1)
             h["g_scale"] = one_minus_b1 * mu_scale
+        else:  # the debiasing of mu goes to the other side of the quotient, where it costs nothing
+            root_scale = 1 / mu_scale
+        h["root_scale"] = root_scale
+        h["root_nu_scale"] = jnp.sqrt(nu_scale) * root_scale
+        h["eps"] = as_f32("eps", eps) * root_scale
         return h
 
     return hyperparameters

@@ -11,7 +11,13 @@ import optax
 from optax_lowmem._core import random, scope, trees
 from optax_lowmem._core.rules import UpdateRule
 from optax_lowmem.codecs import GroupCodec
-from optax_lowmem.kernels.fused_update import LeafPlan, LeafState, SlotPlan, fused_updates
+from optax_lowmem.kernels.fused_update import (
+    LeafPlan,
+    LeafState,
+    SlotPlan,
+    choose,
+    fused_updates,
+)
 from optax_lowmem.transforms.masters import choose_split, initial_correction
 from optax_lowmem.transforms.storage import Storage
 
@@ -73,7 +79,7 @@ class Engine:
         trees.check_param(path, leaf)
         storage, dtype = self.storage, jnp.dtype(leaf.dtype)
         in_dtype = self.weights and storage.update_dtype == "param"
-        return LeafPlan(
+        plan = LeafPlan(
             path=path,
             shape=tuple(leaf.shape),
             dtype=dtype,
@@ -86,6 +92,8 @@ class Engine:
             update_dtype=dtype if in_dtype else jnp.dtype(jnp.float32),
             decays=decays,
         )
+        scope.record(scope.Decision(path, "step", *choose(self.rule, plan)))
+        return plan
 
     def _slot_plan(self, path: str, shape: tuple, slot: str, masked_out: bool) -> SlotPlan:
         codec, reason = self._codec(path, shape, slot, masked_out)

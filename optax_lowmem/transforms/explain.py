@@ -1,5 +1,6 @@
 """`explain`: what happens to each leaf, and what is wrong with how an optimizer is put together."""
 
+import collections
 import dataclasses
 from typing import Any
 
@@ -20,24 +21,29 @@ class Explanation:
 
     Attributes:
       decisions: one for each slot of each leaf.
+      steps: for each leaf, what computes its step on this machine.
       warnings: misuses found; each says what to do.
     """
 
     decisions: tuple[scope.Decision, ...]
+    steps: tuple[scope.Decision, ...]
     warnings: tuple[str, ...]
 
     def __str__(self) -> str:
-        """One line a leaf and slot, then the warnings."""
+        """One line a leaf and slot, one for each way that steps are computed, then the warnings."""
         width = max([len(d.path) for d in self.decisions], default=0)
         lines = [
             f"{d.path:<{width}}  {d.slot:<10}  {d.form or '-':<16}  {d.reason}"
             for d in self.decisions
         ]
+        ways = collections.Counter((d.form, d.reason) for d in self.steps)
+        lines += [f"step by {form} for {n} of {len(self.steps)} leaves: {reason}"
+                  for (form, reason), n in ways.items()]  # fmt: skip
         return "\n".join([*lines, *(f"warning: {w}" for w in self.warnings)])
 
 
 def explain(tx: optax.GradientTransformation, params: Any) -> Explanation:
-    """For each leaf: the codec of each slot or why it has none, the split or why not.
+    """For each leaf: the codec of each slot, its split, the kernel of its step; or why it has none.
 
     Also tries one step on a few numbers and warns where the updates of a split optimizer are
     changed after it (by a later `scale`, `schedule_free`, `lookahead`, `reduce_on_plateau` around
@@ -56,11 +62,14 @@ def explain(tx: optax.GradientTransformation, params: Any) -> Explanation:
       >>> print(lowmem.explain(lowmem.flash_lion(1e-4), params))
       w  mu          softsign-int8     groups of 32, stochastic rounding
       w  correction  bits-24           24-bit master weights
+      step by xla for 1 of 1 leaves: the default backend is cpu, and kernels are for NVIDIA GPUs
     """
-    _, decisions = scope.dry_run(tx, params)
+    _, found = scope.dry_run(tx, params)
+    decisions = [d for d in found if d.slot != "step"]
     split = any(d.slot == "correction" and d.form for d in decisions)
     warnings = _stale_corrections(tx, params) if split else ()
-    return Explanation(tuple(decisions), tuple(warnings))
+    steps = tuple(d for d in found if d.slot == "step")
+    return Explanation(tuple(decisions), steps, tuple(warnings))
 
 
 def _stale_corrections(tx: optax.GradientTransformation, params: Any) -> list[str]:

@@ -18,12 +18,16 @@ from optax_lowmem.kernels.tiles import MAX_ELEMENTS, Tiling
 IMPLEMENTATIONS = ("xla", "pallas", "triton")
 _KERNELS = ("pallas", "triton")
 _ELEMENTWISE = "no slot is compressed: plain elementwise work, which XLA fuses well"
+_SMALL = 1 << 16  # elements; XLA launches a kernel for each leaf without codes, small or not
 
 
 def _unsupported(kernel: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
     """Why a kernel cannot take a leaf on any machine."""
-    if math.prod(plan.shape) > MAX_ELEMENTS:
-        return f"{math.prod(plan.shape)} elements, more than a kernel's 32-bit offsets reach"
+    size = math.prod(plan.shape)
+    if not plan.shape or size == 0:
+        return "a 0-d or empty leaf has no tiles"
+    if size > MAX_ELEMENTS:
+        return f"{size} elements, more than a kernel's 32-bit offsets reach"
     if kernel == "pallas":
         return None if platform.has_pallas_triton() else "this JAX has no Pallas-Triton lowering"
     if not platform.has_jax_triton():
@@ -33,30 +37,27 @@ def _unsupported(kernel: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
     return jax_triton.supported(rule, plan)
 
 
-def choose(rule: UpdateRule, plan: LeafPlan, implementation: str | None) -> tuple[str, str]:
+def choose(
+    rule: UpdateRule, plan: LeafPlan, implementation: str | None = None, g: Any = None
+) -> tuple[str, str]:
     """(implementation of a leaf, why).
 
     Args:
       rule: the optimizer's arithmetic.
       plan: the leaf's.
       implementation: the caller's choice, or None.
+      g: the leaf's gradient, for where it lies.
 
     Raises:
       ValueError: where the caller's choice cannot take the leaf.
     """
     if implementation == "xla":
         return "xla", "asked for"
-    if not plan.grouped:
-        return "xla", _ELEMENTWISE
     if implementation is not None:
-        reason = _unsupported(implementation, rule, plan)
-        if reason is not None:
-            raise ValueError(
-                f"implementation={implementation!r} cannot take leaf '{plan.path}': {reason}. "
-                "Pass implementation=None to use what can."
-            )
-        return implementation, "asked for"
-    nowhere = platform.no_kernel_reason()
+        return _asked_for(rule, plan, implementation)
+    if not plan.grouped and math.prod(plan.shape) > _SMALL:
+        return "xla", _ELEMENTWISE
+    nowhere = platform.no_kernel_reason(g)
     if nowhere is not None:
         return "xla", nowhere
     reasons = {kernel: _unsupported(kernel, rule, plan) for kernel in _KERNELS}
@@ -64,6 +65,18 @@ def choose(rule: UpdateRule, plan: LeafPlan, implementation: str | None) -> tupl
         if reason is None:
             return kernel, "fused kernel"
     return "xla", "; ".join(f"{kernel}: {reason}" for kernel, reason in reasons.items())
+
+
+def _asked_for(rule: UpdateRule, plan: LeafPlan, kernel: str) -> tuple[str, str]:
+    reason = platform.no_device_reason() or _unsupported(kernel, rule, plan)
+    if reason is None and (plan.grouped or math.prod(plan.shape) <= _SMALL):
+        return kernel, "asked for"
+    if not plan.grouped and platform.no_device_reason() is None:
+        return "xla", reason or _ELEMENTWISE
+    raise ValueError(
+        f"implementation={kernel!r} cannot take leaf '{plan.path}': {reason}. Pass "
+        "implementation=None to use what can."
+    )
 
 
 def fused_updates(
@@ -92,21 +105,26 @@ def fused_updates(
       implementation: `xla`, `pallas`, `triton`, or None for the fastest.
       tuned: how a kernel's work is cut; None for what is known of the device.
     """
-    chosen = [choose(rule, plan, implementation)[0] for plan in plans]
+    chosen = [
+        choose(rule, plan, implementation, g)[0] for plan, g in zip(plans, gradients, strict=True)
+    ]
     results: dict[int, tuple[jax.Array, LeafState]] = {}
-    rows = list(zip(plans, gradients, weights, states, strict=True))
+    rows: list[Any] = list(zip(plans, gradients, weights, states, strict=True))
     for kernel in _KERNELS:
         mine = [i for i, name in enumerate(chosen) if name == kernel]
-        tuned_for = tuning.resolve(tuned, kernel, len(rule.slots)) if mine else None
-        for batch in _batches(rows, mine, tuned_for):
+        if not mine:
+            continue
+        cut = tuning.resolve(tuned, kernel, len(rule.slots))
+        for batch in _batches(rows, mine, cut):
             taken = [rows[i] for i in batch]
             found = _by_kernel(
-                rule, kernel, taken, h, keys, batch, alive, tuned_for.tile, implementation is None
+                rule, kernel, taken, h, keys, batch, alive, cut.tile, implementation is None
             )
             results.update(zip(batch, found, strict=True))
     for i, name in enumerate(chosen):
         if name == "xla":
-            results[i] = fused_update(rule, *_nameless(rows[i]), h, keys[i], alive)
+            plan, g, p, state = rows[i]
+            results[i] = fused_update(rule, plan.nameless, g, p, state, h, keys[i], alive)
     return [results[i] for i in range(len(rows))]
 
 
@@ -132,21 +150,14 @@ def fused_update(
     return reference.fused_update(rule, plan, g, p, state, h, key)
 
 
-def _nameless(row: tuple) -> tuple:
-    """A leaf whose plan is that of every other of its shape."""
-    plan, *arrays = row
-    return (plan.nameless, *arrays)
-
-
 def _batches(
-    rows: Sequence[tuple], indices: Sequence[int], tuned: tuning.Tuning | None
+    rows: Sequence[tuple], indices: Sequence[int], tuned: tuning.Tuning
 ) -> list[list[int]]:
     """Leaves that share a launch: neighbours in the tree that differ in shape alone."""
     done: list[list[int]] = []
     opened: dict[Any, list[int]] = {}
     sizes: dict[Any, int] = {}
     for i in indices:
-        assert tuned is not None
         plan, g = rows[i][:2]
         lanes = Tiling(plan.shape, plan.group_size, tuned.tile.elements).lanes
         kind = (dataclasses.replace(plan.nameless, shape=()), lanes, jnp.dtype(g.dtype))
@@ -190,7 +201,7 @@ def _by_kernel(
     def plain(arrays: Any, scalars: Any, keys: Any, h: Any, alive: Any) -> Any:
         del scalars
         return [
-            reference.fused_update(rule, plan, *row, h, keys[number])
+            reference.fused_update(rule, plan, row[0], row[1], row[2], h, keys[number])
             for plan, row, number in zip(plans, arrays, numbers, strict=True)
         ]
 

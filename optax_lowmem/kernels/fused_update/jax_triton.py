@@ -8,15 +8,15 @@ import functools
 import inspect
 import itertools
 import math
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax_triton
 from jax import lax
 
-from optax_lowmem._core import random
+from optax_lowmem._core import groups, random
 from optax_lowmem._core.rules import UpdateRule
 from optax_lowmem.codecs import BitSplit, softsign, sqrt
 from optax_lowmem.kernels.fused_update import jax_triton_kernel as kernel
@@ -142,13 +142,13 @@ def _launch(
     tilings = [kind.tiling(plan) for plan in plans]
     starts = itertools.accumulate((tiling.tiles for tiling in tilings), initial=0)
     layout = tuple(
-        (start, tiling.groups, tiling.shape[-1])
-        for start, tiling in zip(starts, tilings, strict=False)
+        (start, plan.shape[-1], tiling.groups, _places(plan))
+        for start, plan, tiling in zip(starts, plans, tilings, strict=False)
     )
     results = [output(plan, leaf) for plan, leaf in zip(plans, leaves, strict=True)]
     statics = {
         **_statics(rule, plans[0], leaves[0]),
-        "NAMES": names,
+        "NAMES": " ".join(names),
         "LEAVES": layout,
         "ROWS": tilings[0].rows,
         "LANES": kind.lanes,
@@ -159,7 +159,7 @@ def _launch(
     operands = [scalars, keys, _lane_bits(keys, kind.lanes), *jax.tree.leaves(leaves)]
     outputs = _call(
         operands,
-        _named(leaves),
+        [_named(leaf, i) for i, leaf in enumerate(leaves)],
         jax.tree.leaves(results),
         aliases(plans[0], leaves, results, first=len(_TABLES)),
         grid=(sum(tiling.tiles for tiling in tilings),),
@@ -186,42 +186,56 @@ def _statics(rule: UpdateRule, plan: LeafPlan, leaf: Leaf) -> dict[str, Any]:
     }
 
 
+def _places(plan: LeafPlan) -> tuple[tuple[int, int], ...]:
+    """`random.row_bits` from the number of a group in its leaf, as the kernel's LEAVES have it.
+
+    The index along an axis of size s is the number divided by the groups below, less s times the
+    same quotient of the axis before.
+    """
+    shape = groups.scale_shape(plan.shape, plan.group_size)
+    odd = [zlib.crc32(b"axis %d" % axis) | 1 for axis in range(len(shape))]
+    carried = [o * size for o, size in zip(odd[1:], shape[1:], strict=True)] + [0]
+    return tuple(
+        (math.prod(shape[axis + 1 :]), (odd[axis] - carried[axis]) % 2**32)
+        for axis in range(len(shape))
+    )
+
+
 def _lane_bits(keys: jax.Array, lanes: int) -> jax.Array:
     """C of the lanes times the salt of each slot, uint32 [leaves, slots, lanes].
 
     The same for every tile of a leaf, so it is mixed once, here.
     """
-    mixed = random.lane_bits(keys[:, None, None], lax.iota(jnp.uint32, lanes))
-    return mixed * jnp.asarray(kernel.SALTS, jnp.uint32)[:, None]
+    mixed = random.lane_bits(keys[:, None, None], lax.iota(jnp.uint32, lanes)[None, None])
+    return mixed * jnp.asarray(kernel.SALTS, jnp.uint32)[None, :, None]
 
 
-def _named(leaves: Sequence[Leaf]) -> list[Leaf]:
-    """The leaves with a name in place of each array."""
-
-    def named(i: int, leaf: Leaf) -> Any:
-        slots = [f"{slot}{i}" for slot in list(_CODECS)[: len(leaf.slots)]]
-        return Leaf(
-            f"g{i}",
-            None if leaf.p is None else f"p{i}",
-            None if leaf.correction is None else f"correction{i}",
-            tuple(slots),
-            tuple(f"{slot}_scale" for slot in slots),
-        )
-
-    return [named(i, leaf) for i, leaf in enumerate(leaves)]
+def _named(leaf: Leaf, number: int) -> dict[str, str]:
+    """Role -> name of each array of a leaf, in the order of its tree."""
+    slots = list(_CODECS)[: len(leaf.slots)]
+    roles = [
+        "g",
+        *(["p"] if leaf.p is not None else []),
+        *(["correction"] if leaf.correction is not None else []),
+        *slots,
+        *(f"{slot}_scale" for slot in slots),
+    ]
+    return {role: f"{role}{number}" for role in roles}
 
 
 # ---- jax_triton's conventions --------------------------------------------------------------------
 
 
-def _takes_refs() -> bool:
-    """Whether what is written in place is passed as a reference (jax_triton 0.4), or named so."""
-    return "out_type" in inspect.signature(jax_triton.triton_call).parameters
+def _triton_call() -> Callable[..., Any]:
+    """Imported where it is called: without a GPU's JAX it cannot be."""
+    import jax_triton
+
+    return jax_triton.triton_call
 
 
 def _call(
     operands: Sequence[jax.Array],
-    named: Sequence[Leaf],
+    named: Sequence[dict[str, str]],
     outputs: Sequence[jax.ShapeDtypeStruct],
     in_place: dict[int, int],
     **options: Any,
@@ -229,34 +243,37 @@ def _call(
     """The results of the kernel.
 
     jax_triton 0.3 passes every operand and then every result; those of an alias are one pointer,
-    which the kernel takes as the operand's. 0.4 passes the pointer of an alias once.
+    which the kernel takes as the operand's. 0.4 takes references to what is written in place, and
+    passes their pointers once.
 
     Args:
       operands: tables, then the arrays of the leaves.
-      named: names of the latter.
+      named: role -> name of the latter, a leaf each.
       outputs: what the results are like.
       in_place: operand -> result that takes its place.
       options: of `triton_call`, and the kernel's static arguments.
     """
-    parameters = [*_TABLES, *jax.tree.leaves(named)]
+    parameters = [*_TABLES, *(name for leaf in named for name in leaf.values())]
     owner = {result: parameters[operand] for operand, result in in_place.items()}
     results = [owner.get(j, f"result{j}") for j in range(len(outputs))]
-    roles = _roles(named, results)
-    if not _takes_refs():
+    roles, triton_call = _roles(named, results), _triton_call()
+    if "out_type" not in inspect.signature(triton_call).parameters:
         every = [f"result{j}" for j in range(len(outputs))]
-        return jax_triton.triton_call(
+        return triton_call(
             *operands,
             kernel=kernel.entry((*parameters, *every), roles),
             out_shape=list(outputs),
             input_output_aliases=in_place,
+            enable_fp_fusion=True,
             **options,
         )
     fresh = [j for j in range(len(outputs)) if j not in owner]
     refs = {i: jax.new_ref(operands[i]) for i in in_place}
-    found = jax_triton.triton_call(
+    found = triton_call(
         *(refs.get(i, x) for i, x in enumerate(operands)),
         kernel=kernel.entry((*parameters, *(results[j] for j in fresh)), roles),
         out_type=[outputs[j] for j in fresh],
+        backend_options={"enable_fp_fusion": True},  # Triton is about to change its default
         **options,
     )
     written = {in_place[i]: jax.freeze(ref) for i, ref in refs.items()}
@@ -264,14 +281,10 @@ def _call(
     return [written[j] for j in range(len(outputs))]
 
 
-def _roles(named: Sequence[Leaf], results: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+def _roles(named: Sequence[dict[str, str]], results: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """Of each leaf the names of its pointers by role; the gradient's for roles it has not."""
-    per_leaf = len(results) // len(named)
-    roles = []
-    for i, leaf in enumerate(named):
-        by_role = {"p": leaf.p, "correction": leaf.correction, "update": results[i * per_leaf]}
-        by_role |= {name.removesuffix(str(i)): name for name in leaf.slots}
-        slots = zip(leaf.slots, leaf.scales, strict=True)
-        by_role |= {name.removesuffix(str(i)) + "_scale": scale for name, scale in slots}
-        roles.append(tuple(by_role.get(role) or leaf.g for role in kernel.ROLES))
-    return tuple(roles)
+    updates = results[:: len(results) // len(named)]  # the first result of every leaf
+    return tuple(
+        tuple({**leaf, "update": update}.get(role, leaf["g"]) for role in kernel.ROLES)
+        for leaf, update in zip(named, updates, strict=True)
+    )

@@ -7,6 +7,9 @@ weight's bits stay in the upper half of 32, and 2^24 goes to the side of a compa
 nothing.
 """
 
+# mypy: disable-error-code="no-untyped-def"
+# Triton reads the annotations: what has none is a value on the GPU.
+
 import functools
 import linecache
 import zlib
@@ -18,7 +21,6 @@ import triton.language as tl
 # Of a leaf, in the order in which the kernel takes their pointers.
 ROLES = ("g", "p", "correction", "mu", "nu", "mu_scale", "nu_scale", "update")
 
-_GOLDEN = tl.constexpr(0x9E3779B9)
 SALTS = (zlib.crc32(b"mu") | 1, zlib.crc32(b"nu") | 1)  # as in random.join_bits
 _MU_SALT = tl.constexpr(SALTS[0])
 _NU_SALT = tl.constexpr(SALTS[1])
@@ -108,13 +110,28 @@ def _first_tile(leaves, index):
 
 
 @triton.constexpr_function
-def _groups(leaves, index):
+def _length(leaves, index):
     return leaves[index][1]
 
 
 @triton.constexpr_function
-def _length(leaves, index):
+def _groups(leaves, index):
     return leaves[index][2]
+
+
+@triton.constexpr_function
+def _rank(leaves, index):
+    return len(leaves[index][3])
+
+
+@triton.constexpr_function
+def _below(leaves, index, axis):
+    return leaves[index][3][axis][0]
+
+
+@triton.constexpr_function
+def _factor(leaves, index, axis):
+    return leaves[index][3][axis][1]
 
 
 @triton.jit
@@ -131,9 +148,9 @@ def _find_leaf(
     """What sets the leaf of a program apart from the others, found by halving.
 
     Returns:
-      its pointers; its number; the first group of the tile; how many groups the leaf has; where
-      the groups of the tile begin in the array and how many elements they have, both in units of
-      ALIGNMENT.
+      its pointers; its number; the first group of the tile; how many groups the leaf has; of the
+      groups of the tile, what random bits are mixed from, where they begin in the array and how
+      many elements they have, the last two in units of ALIGNMENT.
     """
     if HIGH - LOW == 1:
         first = (program - _first_tile(LEAVES, LOW)) * ROWS
@@ -145,7 +162,11 @@ def _find_leaf(
         column = group % PER_ROW * GROUP_SIZE
         begin = (group // PER_ROW * N + column) // ALIGNMENT
         size = tl.minimum(N - column, GROUP_SIZE) // ALIGNMENT
-        return arrays[LOW], leaf, first, count, begin, size
+        place = tl.full((ROWS,), 0, tl.uint32)
+        for axis in tl.static_range(_rank(LEAVES, LOW)):
+            quotient = group.to(tl.uint32) // _below(LEAVES, LOW, axis)
+            place += quotient * _factor(LEAVES, LOW, axis)
+        return arrays[LOW], leaf, first, count, place, begin, size
     else:
         MIDDLE: tl.constexpr = (LOW + HIGH) // 2
         if program < _first_tile(LEAVES, MIDDLE):
@@ -291,7 +312,8 @@ def _correction(lifted, target, reached):
 
 @triton.constexpr_function
 def _place(names, name):
-    return names.index(name) if name in names else -1
+    every = names.split()
+    return every.index(name) if name in every else -1
 
 
 @triton.jit
@@ -369,8 +391,9 @@ def step_tile(
       lane_bits: C of the lanes times the salts of mu and nu, uint32 [leaves, 2, lanes].
       arrays: a tuple of pointers a leaf, in the order of ROLES.
       FORMULA: of the rule.
-      NAMES: of the hyperparameters.
-      LEAVES: of each leaf its first tile, its groups and its last axis.
+      NAMES: of the hyperparameters, with spaces between them.
+      LEAVES: of each leaf its first tile, its last axis, its groups and, for each axis of its
+        scales, d and f: what R is mixed from is the key plus all (number of the group // d) f.
       GROUP_SIZE: neighbours that share a scale.
       ROWS: of a tile.
       LANES: of a tile.
@@ -385,7 +408,7 @@ def step_tile(
       UPDATE: name of the dtype of the update that takes a weight to the next.
     """
     program = tl.program_id(0)
-    pointers, leaf, first, count, begin, size = _find_leaf(
+    pointers, leaf, first, count, place, begin, size = _find_leaf(
         arrays, program, LEAVES, 0, len(LEAVES), GROUP_SIZE, ROWS, ALIGNMENT
     )
     g_at, p_at, correction_at, mu_at, nu_at, mu_scale_at, nu_scale_at, update_at = pointers
@@ -417,7 +440,7 @@ def step_tile(
     mu_lane = tl.load(lane_bits + leaf * (2 * LANES) + lanes)[None, :]
     nu_lane = tl.load(lane_bits + leaf * (2 * LANES) + LANES + lanes)[None, :]
     tl.debug_barrier()
-    row = _mix(key + group.to(tl.uint32) * _GOLDEN)
+    row = _mix(key + place)
 
     g = _widen(g) * _scalar(scalars, NAMES, "gradient_scale")
     mu = _expand_mu(mu_codes)

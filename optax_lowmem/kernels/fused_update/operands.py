@@ -58,18 +58,21 @@ def update_dtype(plan: LeafPlan, p: jax.Array | None) -> jnp.dtype:
 
 def views(tiling: Tiling, leaf: Leaf) -> Leaf:
     """The arrays of a leaf as its kernel sees them."""
-    scales = tuple(tiling.scale_view(scale) for scale in leaf.scales)
-    return jax.tree.map(tiling.element_view, leaf._replace(scales=()))._replace(scales=scales)
+    g, p, correction, slots = jax.tree.map(
+        tiling.element_view, (leaf.g, leaf.p, leaf.correction, leaf.slots)
+    )
+    return Leaf(g, p, correction, slots, tuple(map(tiling.scale_view, leaf.scales)))
 
 
-def output(plan: LeafPlan, viewed: Leaf) -> Result:
-    """Shapes and dtypes of what a kernel writes for a leaf that it sees so."""
+def output(plan: LeafPlan, viewed: Leaf) -> Any:
+    """Shapes and dtypes of what a kernel writes for a leaf that it sees so, as a `Result`."""
 
-    def like(x: jax.Array) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    def like(x: jax.Array, dtype: Any = None) -> Any:
+        varying = jax.typeof(x).manual_axis_type  # over a mesh, kept for `shard_map`
+        return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, manual_axis_type=varying)
 
-    update = jax.ShapeDtypeStruct(viewed.g.shape, update_dtype(plan, viewed.p))
-    state = jax.tree.map(like, (viewed.correction, viewed.slots, viewed.scales))
+    update = like(viewed.g, update_dtype(plan, viewed.p))
+    state: Any = jax.tree.map(like, (viewed.correction, viewed.slots, viewed.scales))
     return Result(update, *state)
 
 
@@ -91,8 +94,8 @@ def aliases(
 
 
 def _numbered(trees: Sequence[Any], first: int) -> Any:
-    structure = jax.tree.structure(list(trees))
-    return jax.tree.unflatten(structure, range(first, first + structure.num_leaves))
+    leaves, structure = jax.tree.flatten(list(trees))
+    return jax.tree.unflatten(structure, range(first, first + len(leaves)))
 
 
 def restored(plan: LeafPlan, leaf: Leaf, result: Result) -> Result:

@@ -165,8 +165,8 @@ def _outputs(
     scales: Mapping[str, jax.Array],
 ) -> tuple[jax.Array, LeafState]:
     """Update and state from the unpacked fields; what is f32 is computed where it is used."""
-    zero = jnp.zeros((), jnp.float32)
-    stored = tuple(scales.get(slot.name, zero) for slot in plan.slots)
+    olds = zip(plan.slots, state.scales, strict=True)
+    stored = tuple(scales.get(slot.name, old) for slot, old in olds)
     correction = small.get(_CORRECTION, state.correction)
     plain = any(slot.codec is None for slot in plan.slots)
     if plain or _WEIGHT not in small:

@@ -109,45 +109,45 @@ def _kernel(
     program = pl.program_id(0)
     starts = [0, *itertools.accumulate(tiling.tiles for tiling in tilings[:-1])]
 
-    def load(i: int) -> Any:
+    h = {name: scalars[i] for i, name in enumerate(names)}
+
+    def run(i: int) -> None:
         tiling, tile = tilings[i], program - starts[i]
-        refs_of: Leaf = jax.tree.unflatten(treedefs[0], read[i])
-        nothing = plan.split.zero if plan.split is not None else 0
-        leaf = Leaf(
-            pallas_tiles.load(tiling, refs_of.g, tile),
-            None if refs_of.p is None else pallas_tiles.load(tiling, refs_of.p, tile),
-            None
-            if refs_of.correction is None
-            else pallas_tiles.load(tiling, refs_of.correction, tile, nothing),
-            tuple(pallas_tiles.load(tiling, ref, tile) for ref in refs_of.slots),
-            tuple(pallas_tiles.load_scales(tiling, ref, tile) for ref in refs_of.scales),
-        )
-        noise = ()
+        leaf = _load(plan, tiling, tile, jax.tree.unflatten(treedefs[0], read[i]))
+        noise = None
         if plan.stochastic:
             number = leaf_numbers[i]
             noise = pallas_tiles.noise(tiling, tile, keys[number], lane_bits[number, :])
-        return leaf, noise
+        with contextlib.nullcontext() if interpret else numerics.kernel_arithmetic():
+            result = step_tile(rule, plan, leaf, h, noise)
+        _store(tiling, tile, jax.tree.unflatten(treedefs[1], written[i]), result)
 
-    def store(result: Result) -> Callable[[int], None]:
-        def branch(i: int) -> None:
-            tiling, tile = tilings[i], program - starts[i]
-            refs_of = jax.tree.unflatten(treedefs[1], written[i])
-            for ref, scale in zip(refs_of.scales, result.scales, strict=True):
-                pallas_tiles.store_scales(tiling, ref, tile, scale)
-            jax.tree.map(
-                lambda ref, value: pallas_tiles.store(tiling, ref, tile, value),
-                refs_of._replace(scales=()),
-                result._replace(scales=()),
-            )
+    # the whole step in each branch: values that leave a branch cost their packing there
+    _in_leaf(starts, program, run)
 
-        return branch
 
-    h = {name: scalars[i] for i, name in enumerate(names)}
-    leaf, noise = _in_leaf(starts, program, load)
-    exact = contextlib.nullcontext() if interpret else numerics.approximate_division()
-    with exact:
-        result = step_tile(rule, plan, leaf, h, noise or None)
-    _in_leaf(starts, program, store(result))
+def _load(plan: LeafPlan, tiling: Tiling, tile: jax.Array, refs: Leaf) -> Leaf:
+    """A tile of a leaf; lanes and groups that do not exist hold zeros."""
+    nothing = plan.split.zero if plan.split is not None else 0
+    return Leaf(
+        pallas_tiles.load(tiling, refs.g, tile),
+        None if refs.p is None else pallas_tiles.load(tiling, refs.p, tile),
+        None
+        if refs.correction is None
+        else pallas_tiles.load(tiling, refs.correction, tile, nothing),
+        tuple(pallas_tiles.load(tiling, ref, tile) for ref in refs.slots),
+        tuple(pallas_tiles.load_scales(tiling, ref, tile) for ref in refs.scales),
+    )
+
+
+def _store(tiling: Tiling, tile: jax.Array, refs: Result, result: Result) -> None:
+    for ref, scale in zip(refs.scales, result.scales, strict=True):
+        pallas_tiles.store_scales(tiling, ref, tile, scale)
+    jax.tree.map(
+        lambda ref, value: pallas_tiles.store(tiling, ref, tile, value),
+        refs._replace(scales=()),
+        result._replace(scales=()),
+    )
 
 
 @functools.partial(

@@ -139,8 +139,8 @@ def fused_update(
     """
     update, values = advance(rule, plan, g, p, state.correction, decode(plan, state), h)
     slots, scales = [], []
-    for slot in plan.slots:
-        stored, scale = encode(plan, slot, values[slot.name], key)
+    for slot, old in zip(plan.slots, state.scales, strict=True):
+        stored, scale = encode(plan, slot, values[slot.name], old, key)
         slots.append(stored)
         scales.append(scale)
     correction = state.correction
@@ -150,11 +150,14 @@ def fused_update(
 
 
 def encode(
-    plan: LeafPlan, slot: SlotPlan, value: jax.Array, key: jax.Array
+    plan: LeafPlan, slot: SlotPlan, value: jax.Array, placeholder: jax.Array, key: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Stored slot and scales of its new value."""
+    """Stored slot and scales of its new value; without a codec the old scales' placeholder.
+
+    (A new one would be a copy from a constant: one launch a leaf and step.)
+    """
     if slot.codec is None:
-        return value.astype(slot.dtype), jnp.zeros((), jnp.float32)
+        return value.astype(slot.dtype), placeholder
     noise = None
     if slot.stochastic:
         noise = random.uniforms(key, plan.shape, plan.group_size, slot.name)

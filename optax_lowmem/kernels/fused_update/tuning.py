@@ -1,8 +1,11 @@
 """How a kernel's work is cut: what the caller says, else what was tuned here, else a heuristic."""
 
+import contextlib
 import dataclasses
 import functools
 import json
+from collections.abc import Iterator
+from contextvars import ContextVar
 from importlib import resources
 from typing import Any
 
@@ -17,17 +20,28 @@ class Tuning:
 
     Attributes:
       tile: what a program of a kernel takes.
-      leaves: most leaves that share a launch; each adds a branch and some pointers.
+      leaves: most leaves that share a launch; each adds a copy of the step to the kernel.
       elements: no leaf joins a launch that would then have more; a launch needs all its gradients
         at once, so this bounds what sharing costs in memory.
     """
 
     tile: Tile = Tile()
-    leaves: int = 16
+    leaves: int = 8
     elements: int = 1 << 25
 
 
 HEURISTIC = Tuning()
+_trial: ContextVar[Tuning | None] = ContextVar("trial", default=None)
+
+
+@contextlib.contextmanager
+def trying(tuned: Tuning) -> Iterator[None]:
+    """Steps that are traced inside are cut like this, unless they say otherwise: for a tuner."""
+    token = _trial.set(tuned)
+    try:
+        yield
+    finally:
+        _trial.reset(token)
 
 
 @functools.cache
@@ -36,22 +50,32 @@ def _tuned() -> dict[str, Any]:
     return json.loads(text)
 
 
-def parse(entry: dict[str, int]) -> Tuning:
+def parse(line: dict[str, int]) -> Tuning:
     """A line of tuned.json."""
-    tile = Tile(entry["tile_elements"], entry["warps"])
-    return Tuning(tile, entry["leaves"], entry["elements"])
+    return Tuning(Tile(line["tile_elements"], line["warps"]), line["leaves"], line["elements"])
+
+
+def entry(tuned: Tuning) -> dict[str, int]:
+    """The line of tuned.json that `parse` reads."""
+    return {
+        "tile_elements": tuned.tile.elements,
+        "warps": tuned.tile.warps,
+        "leaves": tuned.leaves,
+        "elements": tuned.elements,
+    }
 
 
 def resolve(argument: Tuning | None, backend: str, slots: int) -> Tuning:
-    """Argument, else the tuned entry of this device, else the heuristic.
+    """Argument (or trial), else the tuned entry of this device, else the heuristic.
 
     Args:
       argument: the caller's choice.
       backend: `pallas` or `triton`.
       slots: how many slots the optimizer has.
     """
-    if argument is not None:
-        return argument
+    chosen = argument or _trial.get()
+    if chosen is not None:
+        return chosen
     devices = _tuned().get(jax.local_devices()[0].device_kind, {})
-    entry = devices.get(f"{backend}/{slots}-slots")
-    return HEURISTIC if entry is None else parse(entry)
+    line = devices.get(f"{backend}/{slots}-slots")
+    return HEURISTIC if line is None else parse(line)

@@ -45,7 +45,7 @@ def fused_update(
         for slot in plan.slots
         if slot.codec is not None
     }
-    noise = random.noise_bits(key, plan.shape, plan.group_size) if plan.stochastic else ()
+    noise = random.noise_bits(key, plan.shape, plan.group_size) if plan.stochastic else None
     # what comes after the barrier is not the same expression as before it: nothing is shared
     g, p, state, measured, noise = lax.optimization_barrier((g, p, state, measured, noise))
     update, values = reference.advance(
@@ -60,8 +60,9 @@ def fused_update(
             continue
         stored, divisor = measured[slot.name]
         uniforms = None
-        if slot.stochastic:
-            uniforms = random.join_bits(*noise, plan.group_size, slot.name)
+        if slot.stochastic and noise is not None:
+            row, lane = noise
+            uniforms = random.join_bits(row, lane, plan.group_size, slot.name)
         divisor = groups.spread(divisor, plan.shape[-1], plan.group_size)
         slots.append(slot.codec.quantize(value, divisor, uniforms))
         scales.append(stored)

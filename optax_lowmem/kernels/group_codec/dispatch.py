@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 
 from optax_lowmem._core import groups
 from optax_lowmem.codecs import GroupCodec
@@ -28,7 +27,7 @@ def supported(x: Any, group_size: int) -> str | None:
       x: values or codes, or their `jax.ShapeDtypeStruct`.
       group_size: neighbours on the last axis that share a scale.
     """
-    return platform.no_kernel_reason() or _array_reason(x, group_size)
+    return platform.no_kernel_reason(x) or _array_reason(x, group_size)
 
 
 def _array_reason(x: Any, group_size: int) -> str | None:
@@ -41,8 +40,6 @@ def _array_reason(x: Any, group_size: int) -> str | None:
         return "it has no elements"
     if x.size > MAX_ELEMENTS:
         return f"{x.size} elements are more than 32-bit offsets reach"
-    if isinstance(x, jax.Array) and AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:
-        return "it lies on Explicit mesh axes and this is not inside a shard_map"
     lanes = Tiling(x.shape, group_size, 1).lanes
     return f"a group takes {lanes} lanes, over {_MAX_LANES}" if lanes > _MAX_LANES else None
 
@@ -56,7 +53,7 @@ def _choose(x: Any, group_size: int, implementation: str | None) -> bool:
         raise ValueError(f"implementation must be {names} or None, got {implementation!r}")
     if implementation == "xla":
         return False
-    reason = _array_reason(x, group_size)
+    reason = platform.no_device_reason() or _array_reason(x, group_size)
     if reason is not None:
         raise ValueError(
             f"implementation='pallas' cannot take this {x.dtype}{list(x.shape)} array: {reason}. "

@@ -1,0 +1,1 @@
+"""What the step benchmark times: our step and others', in JAX and in torch."""

@@ -1,0 +1,54 @@
+"""Cases of the step benchmark: leaf sets, and optimizers with their hyperparameters."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import model_shapes
+
+
+def _leaves(**shapes: tuple[int, ...]) -> Callable[[], Any]:
+    return lambda: {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()}
+
+
+_DEMO_BLOCK = {
+    "qkv": (128, 384),
+    "proj": (128, 128),
+    "up": (128, 512),
+    "down": (512, 128),
+    "scale": (128,),
+    "bias": (512,),
+}
+# name -> the tree of its shapes
+LEAF_SETS: dict[str, Callable[[], Any]] = {
+    "gpt2-124m": model_shapes.gpt2_124m,
+    "llama-3.2-1b": model_shapes.llama_3_2_1b,
+    "resnet-50": model_shapes.resnet_50,
+    "one-16384": _leaves(w=(16384, 16384)),
+    "ten-million": _leaves(**{f"w{i}": (1024, 2560) for i in range(4)}),
+    "one-ten-million": _leaves(w=(4096, 2560)),
+    "demo-gpt": _leaves(
+        embed=(256, 128),
+        **{f"block{i}/{n}": s for i in range(4) for n, s in _DEMO_BLOCK.items()},
+    ),
+    "tiny": _leaves(w=(64, 160), odd=(65, 67), bias=(160,)),  # to try the benchmark itself
+}
+OPTIMIZERS: dict[str, dict[str, float]] = {
+    "adamw": {"learning_rate": 1e-3, "weight_decay": 0.1},
+    "lion": {"learning_rate": 1e-4, "weight_decay": 0.1},
+    "sgd": {"learning_rate": 1e-2, "momentum": 0.9},
+}
+WEIGHT_SCALE, GRADIENT_SCALE = 0.02, 1e-3
+
+
+def shapes(leaf_set: str) -> list[tuple[int, ...]]:
+    """The shapes of a leaf set, in the order of its leaves."""
+    return [leaf.shape for leaf in jax.tree.leaves(LEAF_SETS[leaf_set]())]
+
+
+def parameters(leaf_set: str) -> int:
+    """How many parameters a leaf set has."""
+    return sum(math.prod(shape) for shape in shapes(leaf_set))

@@ -1,0 +1,145 @@
+"""Implementations of a step in JAX: ours, optax's and flashoptim-jax's."""
+
+import dataclasses
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optax_lowmem as lowmem
+from benchmarks.peers import cases
+
+# implementation -> `lowmem.step`'s argument
+STEPS = {
+    "lowmem.step": None,
+    "lowmem.step-xla": "xla",
+    "lowmem.step-pallas": "pallas",
+    "lowmem.step-triton": "triton",
+}
+NAMES = (
+    *STEPS,
+    "lowmem.update",
+    "lowmem.update-nearest",
+    "optax-f32",
+    "optax-bf16",
+    "flashoptim-jax",
+)
+
+
+class Unavailable(Exception):
+    """An implementation that cannot run here, and why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to make a step.
+
+    Attributes:
+      init: weights and state from f32 parameters, inside a jit.
+      step: new weights and state from (gradients, state, weights).
+      gradients: their dtype.
+      version: of the package it comes from.
+      late_init: the state from weights, outside of the jit, where `init` leaves it None.
+    """
+
+    init: Callable[[Any], tuple[Any, Any]]
+    step: Callable[[Any, Any, Any], tuple[Any, Any]]
+    gradients: Any
+    version: str
+    late_init: Callable[[Any], Any] | None = None
+
+
+def make(name: str, leaf_set: str, optimizer: str) -> Implementation:
+    """An implementation by name, for a case.
+
+    Raises:
+      Unavailable: where a package is missing or a kernel cannot take a leaf.
+    """
+    hyper = cases.OPTIMIZERS[optimizer]
+    if name == "flashoptim-jax":
+        return _flashoptim(optimizer, hyper)
+    if name in ("optax-f32", "optax-bf16"):
+        dtype = jnp.float32 if name == "optax-f32" else jnp.bfloat16
+        return _optax(getattr(optax, optimizer)(**hyper), dtype)
+    tx, init = _ours(optimizer, name.endswith("-nearest"))
+    if name.startswith("lowmem.update"):
+        step = _update_and_apply(tx)
+    else:
+        step = _fused(tx, STEPS[name], cases.LEAF_SETS[leaf_set]())
+    return Implementation(init, step, jnp.bfloat16, _version(lowmem))
+
+
+@functools.cache
+def _ours(optimizer: str, nearest: bool) -> tuple[optax.GradientTransformation, Callable]:
+    """Our optimizer and its init, the same for all that differ in their step alone."""
+    storage = lowmem.Storage(rounding="nearest") if nearest else lowmem.Storage()
+    tx = getattr(lowmem, f"flash_{optimizer}")(**cases.OPTIMIZERS[optimizer], storage=storage)
+    return tx, lambda params: lowmem.init(tx, params, jnp.bfloat16)
+
+
+def _update_and_apply(tx: optax.GradientTransformation) -> Callable:
+    def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return step
+
+
+def _fused(tx: optax.GradientTransformation, implementation: str | None, shapes: Any) -> Callable:
+    def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        return lowmem.step(tx, grads, state, params, implementation=implementation)
+
+    if implementation is not None:
+        bf16 = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), shapes)
+        try:  # one asked for by name says itself which leaf it cannot take, and why
+            jax.eval_shape(step, bf16, jax.eval_shape(tx.init, bf16), bf16)
+        except ValueError as error:
+            raise Unavailable(str(error)) from error
+    return step
+
+
+def _optax(tx: optax.GradientTransformation, dtype: Any) -> Implementation:
+    """Every moment follows the dtype of the parameters, also where no `mu_dtype` is given."""
+
+    def init(params: Any) -> tuple[Any, Any]:
+        params = jax.tree.map(lambda p: p.astype(dtype), params)
+        return params, tx.init(params)
+
+    return Implementation(init, _update_and_apply(tx), dtype, _version(optax))
+
+
+def _flashoptim(optimizer: str, hyper: dict[str, float]) -> Implementation:
+    """As its README has it: bf16 weights, 24-bit masters, fused kernels (GPU only)."""
+    package = imported("flashoptim_jax")
+    fused = jax.default_backend() == "gpu"
+    tx = getattr(package, f"flash_{optimizer}")(**hyper, fused=fused)
+
+    def init(params: Any) -> tuple[Any, Any]:
+        return jax.tree.map(lambda p: p.astype(jnp.bfloat16), params), None
+
+    def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        return tx.step(params, state, grads)
+
+    # its init encodes zeros, which XLA would spend minutes on folding
+    return Implementation(init, step, jnp.bfloat16, _version(package), late_init=tx.init)
+
+
+def imported(package: str) -> Any:
+    """A package, or Unavailable where it is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise Unavailable(f"{package} is not installed")
+    return importlib.import_module(package)
+
+
+def _version(module: Any) -> str:
+    name = module.__name__.replace("_", "-")
+    try:
+        return f"{name} {importlib.metadata.version(name)}"
+    except importlib.metadata.PackageNotFoundError:  # a copy that is not installed
+        return f"{name} {getattr(module, '__version__', 'here')}"

@@ -1,0 +1,184 @@
+"""Times torch optimizers, in a process of its own: reads cases, prints one JSON line for each.
+
+python -m benchmarks.peers.in_torch < cases.json, from benchmarks.peers.torch_process. It imports
+neither jax nor benchmarks, and torch only where it is installed.
+"""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import statistics
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+# implementation -> (package, dtype of weights and gradients)
+IMPLEMENTATIONS = {
+    "flashoptim": ("flashoptim", "bfloat16"),
+    "torch-fused": ("torch", "float32"),
+    "bitsandbytes": ("bitsandbytes", "bfloat16"),
+}
+# (implementation, optimizer) -> (class, arguments beside the hyperparameters)
+CLASSES: dict[tuple[str, str], tuple[str, dict[str, Any]]] = {
+    ("flashoptim", "adamw"): ("FlashAdamW", {}),
+    ("flashoptim", "lion"): ("FlashLion", {}),
+    ("flashoptim", "sgd"): ("FlashSGD", {}),
+    ("torch-fused", "adamw"): ("optim.AdamW", {"fused": True}),
+    ("torch-fused", "sgd"): ("optim.SGD", {"fused": True}),
+    ("bitsandbytes", "adamw"): ("optim.AdamW8bit", {}),
+    ("bitsandbytes", "lion"): ("optim.Lion8bit", {}),
+    # small leaves would be 32-bit, which has no momentum kernel for bf16
+    ("bitsandbytes", "sgd"): ("optim.SGD8bit", {"min_8bit_size": 0}),
+}
+ON_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}  # categories of a trace
+WARM_UP, STEPS = 3, 10
+
+
+def unavailable(implementation: str, optimizer: str) -> str | None:
+    """Why an implementation cannot run here, before anything is imported but torch."""
+    package, _ = IMPLEMENTATIONS[implementation]
+    if (implementation, optimizer) not in CLASSES:
+        return f"{package} has no such {optimizer}"
+    for name in ("torch", package):
+        if importlib.util.find_spec(name) is None:
+            return f"{name} is not installed"
+    torch = importlib.import_module("torch")
+    return None if torch.cuda.is_available() else "torch finds no GPU"
+
+
+def versions(package: str) -> str:
+    """The package and the torch that it ran in."""
+    names = dict.fromkeys([package, "torch"])
+    return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
+
+
+def tensors(value: Any) -> Iterator[Any]:
+    """The tensors in an optimizer's state, also inside a peer's own classes."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors(item)
+    elif hasattr(value, "__dict__"):
+        yield from tensors(vars(value))
+
+
+def size(found: Iterable[Any]) -> int:
+    """Bytes of tensors on the device, one that several leaves share (a code book) counted once."""
+    distinct = {t.data_ptr(): t for t in found if t.is_cuda}
+    return sum(t.numel() * t.element_size() for t in distinct.values())
+
+
+def device_ms(trace: dict[str, Any]) -> float:
+    """Milliseconds of kernels, copies and fills of a profiler's trace."""
+    durations = [e["dur"] for e in trace["traceEvents"] if e.get("cat") in ON_DEVICE]
+    if not durations:
+        raise RuntimeError("the profiler saw nothing on the device")
+    return sum(durations) / 1e3
+
+
+def profiled(step: Callable[[], Any]) -> float:
+    """Milliseconds on the device of one step: these optimizers' launches take longer."""
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(STEPS):
+            step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        return device_ms(json.loads(path.read_text(encoding="utf-8"))) / STEPS
+
+
+def wall(step: Callable[[], Any]) -> float:
+    """Milliseconds of one step between two events, with what Python takes to launch it."""
+    import torch
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(STEPS):
+        step()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / STEPS
+
+
+def build(case: dict[str, Any]) -> tuple[Any, list[Any]]:
+    """The optimizer and its parameters, which have gradients."""
+    import torch
+
+    package, dtype = IMPLEMENTATIONS[case["implementation"]]
+    torch.manual_seed(0)
+
+    def random(shape: list[int], scale: float) -> Any:
+        return torch.empty(shape, dtype=getattr(torch, dtype), device="cuda").normal_(0, scale)
+
+    params = [torch.nn.Parameter(random(s, case["weight_scale"])) for s in case["shapes"]]
+    for param in params:
+        param.grad = random(param.shape, case["gradient_scale"])
+    name, more = CLASSES[case["implementation"], case["optimizer"]]
+    module = importlib.import_module(package)
+    for part in name.split("."):
+        module = getattr(module, part)
+    hyper = {"lr" if k == "learning_rate" else k: v for k, v in case["hyper"].items()}
+    return module(params, **hyper, **more), params
+
+
+def measure(case: dict[str, Any]) -> dict[str, Any]:
+    """What `benchmarks.peers.device_loop` finds of a JAX implementation, of a torch one."""
+    import torch
+
+    optimizer, params = build(case)
+    for _ in range(WARM_UP):
+        optimizer.step()
+    torch.cuda.synchronize()
+    weights, grads = size(params), size([p.grad for p in params])
+    state = size(t for param in params for t in tensors(optimizer.state[param]))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    optimizer.step()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated()
+    profiled(optimizer.step)  # the first starts the profiler
+    times = [profiled(optimizer.step) for _ in range(case["repeats"])]
+    return {
+        "times": times,
+        "wall_ms": statistics.median(wall(optimizer.step) for _ in range(case["repeats"])),
+        "moved_bytes": grads + 2 * (weights + state),
+        "live_bytes": grads + weights + state,
+        "peak_bytes": peak,
+        "temp_bytes": peak - before,
+        "steps": STEPS,
+        "version": versions(IMPLEMENTATIONS[case["implementation"]][0]),
+    }
+
+
+def outcome(case: dict[str, Any]) -> dict[str, Any]:
+    """Measurements, or why there are none."""
+    reason = unavailable(case["implementation"], case["optimizer"])
+    if reason is not None:
+        return {"skipped": reason}
+    try:
+        return measure(case)
+    except Exception as error:  # the other cases are still worth their time
+        traceback.print_exc()
+        return {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
+    finally:
+        importlib.import_module("torch").cuda.empty_cache()
+
+
+def main() -> None:
+    """One line on standard output for each case on standard input."""
+    for case in json.load(sys.stdin):
+        print(json.dumps({"name": case["name"], **outcome(case)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Command-line options that the examples share."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+
+def positive(text: str) -> int:
+    """An integer of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def add_common(add: Callable[..., object]) -> None:
+    """Adds what every example has; `add` is a parser's `add_argument`."""
+    add("--compute", choices=("auto", "float32", "bfloat16"), default="auto",
+        help="dtype of matrix products; auto: float32 on a CPU, bfloat16 elsewhere")  # fmt: skip
+    add("--implementation", default="auto", metavar="NAME",
+        help="of lowmem.step: auto (the fastest there is), xla (plain jnp), ...")  # fmt: skip
+    add("--seed", type=int, default=0, help="of the weights, the batches and the rounding")
+    add("--record", type=Path, metavar="FILE", help="append benchmark records (JSON lines)")
+
+
+def compute_dtype(chosen: str) -> str:
+    """The dtype that `--compute` means on this machine."""
+    if chosen != "auto":
+        return chosen
+    return "float32" if jax.default_backend() == "cpu" else "bfloat16"

@@ -1,0 +1,133 @@
+"""The hand-written kernel's numerics in Triton's interpreter; run by test_jax_triton.py.
+
+Not a test file by its name: TRITON_INTERPRET=1 must be set before Triton is imported, and then
+nothing else that uses Triton runs in the process.
+"""
+
+import jax.numpy as jnp
+import pytest
+
+import optax_lowmem as lowmem
+from optax_lowmem.kernels.tiles import Tile
+from tests import launch_cases, triton_interpreter
+
+TILE = Tile(512, 4)
+# rank 1 and 3, partial groups and tiles, aligned rows of partial groups, several tiles
+SHAPES = [(96,), (7, 33), (3, 5, 40), (33, 64)]
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+
+
+@pytest.fixture(scope="module")
+def launcher():
+    return triton_interpreter.install("0.3").launch.__wrapped__
+
+
+def check(launcher, tx, shapes=SHAPES, tile=TILE, **options):
+    case = launch_cases.make(tx, shapes, **options)
+    launch_cases.compare(case, launch_cases.launch(case, launcher, tile))
+
+
+def storage(**options):
+    return lowmem.Storage(policy=launch_cases.POLICY, **options)
+
+
+def rows(fast, full):
+    """Parameters of the run of every day, and of the full one."""
+    slow = (pytest.param(*row, marks=pytest.mark.full) for row in full)
+    return [*(pytest.param(*row) for row in fast), *slow]
+
+
+@pytest.mark.parametrize(
+    "optimizer, bits, dtype, gradient, direct",
+    rows(
+        [
+            ("adamw", 24, BF16, BF16, True),
+            ("lion", None, F16, F16, True),
+            ("sgd", 32, BF16, F32, False),
+            ("sgd", None, BF16, BF16, False),
+        ],
+        [
+            ("adamw", 24, BF16, F32, False),
+            ("adamw", 32, BF16, F16, True),
+            ("adamw", None, F32, F32, False),
+            ("adamw", None, BF16, BF16, False),
+            ("lion", 24, BF16, BF16, True),
+            ("sgd", None, BF16, F16, True),
+            ("sgd", None, F32, BF16, True),
+            ("nesterov", 24, BF16, BF16, True),
+            ("direction", None, BF16, BF16, False),
+        ],
+    ),
+)
+def test_is_the_reference(launcher, optimizer, bits, dtype, gradient, direct):
+    tx = launch_cases.OPTIMIZERS[optimizer](storage(master_weight_bits=bits))
+    check(launcher, tx, dtype=dtype, gradient_dtype=gradient, direct=direct)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("bits, dtype", [(24, BF16), (None, BF16), (None, F16)])
+def test_updates_of_the_parameters_dtype(launcher, bits, dtype, direct):
+    options = {"master_weight_bits": bits, "update_dtype": "param"}
+    check(
+        launcher, launch_cases.OPTIMIZERS["adamw"](storage(**options)), dtype=dtype, direct=direct
+    )
+
+
+@pytest.mark.parametrize("size", rows([(8,)], [(1,), (4,), (64,), (256,)]))
+def test_group_sizes(launcher, size):
+    tx = launch_cases.OPTIMIZERS["adamw"](storage(group_size=size))
+    check(launcher, tx, [(130,), (3, 5), (9, 300), (256, 2), (64, 1)])
+
+
+@pytest.mark.parametrize("optimizer", rows([("adamw",)], [("sgd",)]))
+def test_nearest(launcher, optimizer):
+    check(launcher, launch_cases.OPTIMIZERS[optimizer](storage(rounding="nearest")))
+
+
+def test_more_hyperparameters(launcher):
+    """Of clipping, and of accumulation into the moments."""
+    tx = launch_cases.OPTIMIZERS["sgd"](storage())
+    check(launcher, tx, more={"gradient_scale": 0.25, "share": 0.5})
+
+
+@pytest.mark.full
+def test_without_decay(launcher):
+    tx = lowmem.flash_adamw(1e-3, weight_decay=0.1, mask=False, storage=storage())
+    check(launcher, tx)
+
+
+@pytest.mark.full
+def test_many_leaves(launcher, monkeypatch):
+    """More than a launch takes, of two kinds that take turns."""
+    monkeypatch.setattr(triton_interpreter.install("0.3"), "_MAX_LEAVES", 3)
+    shapes = [(2 + i, 32 if i % 3 else 33) for i in range(7)]
+    check(launcher, launch_cases.OPTIMIZERS["lion"](storage()), shapes, Tile(128, 4))
+
+
+def test_the_convention_of_jax_triton_04(launcher):
+    """Also with a result that takes nothing's place."""
+    del launcher
+    newer = triton_interpreter.install("0.4").launch.__wrapped__
+    try:
+        for direct in (True, False):
+            check(newer, launch_cases.OPTIMIZERS["adamw"](storage()), direct=direct)
+    finally:
+        triton_interpreter.install("0.3")
+
+
+@pytest.mark.parametrize(
+    "update_dtype, bits, direct",
+    rows(
+        [("float32", 24, True), ("float32", 24, False), ("param", 24, True)],
+        [("float32", 32, True), ("float32", 32, False), ("param", 32, True), ("param", 32, False)],
+    ),
+)
+def test_weights_land_bit_for_bit(launcher, update_dtype, bits, direct):
+    options = storage(master_weight_bits=bits, update_dtype=update_dtype)
+    launch_cases.check_landing(launcher, options, direct, TILE)
+
+
+@pytest.mark.parametrize("optimizer", rows([("adamw",)], [("lion",), ("sgd",)]))
+def test_what_is_not_finite_shows(launcher, optimizer):
+    launch_cases.check_not_finite(launcher, optimizer, TILE)

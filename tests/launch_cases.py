@@ -1,0 +1,235 @@
+"""Leaves to launch a kernel of `fused_update` on, and its results against the reference's."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import optax_lowmem as lowmem
+from optax_lowmem._core import numerics, random
+from optax_lowmem.codecs import decode_array, encode_array
+from optax_lowmem.kernels.fused_update import LeafPlan, LeafState, operands, reference
+from optax_lowmem.kernels.tiles import Tile
+from tests import tolerances
+
+LEARNING_RATE = 1e-3
+_UNITS = {
+    (bits, jnp.dtype(dtype)): unit for (bits, dtype), unit in tolerances.REORDERED_MASTER.items()
+}
+POLICY = lowmem.Policy(min_size=0)
+OPTIMIZERS: dict[str, Callable[[lowmem.Storage], Any]] = {
+    "adamw": lambda s: lowmem.flash_adamw(LEARNING_RATE, weight_decay=0.1, storage=s),
+    "lion": lambda s: lowmem.flash_lion(LEARNING_RATE, weight_decay=0.1, storage=s),
+    "sgd": lambda s: lowmem.flash_sgd(LEARNING_RATE, momentum=0.9, weight_decay=1e-2, storage=s),
+    "nesterov": lambda s: lowmem.flash_sgd(LEARNING_RATE, momentum=0.9, nesterov=True, storage=s),
+    "direction": lambda s: lowmem.scale_by_flash_adam(storage=s),
+}
+
+
+@dataclasses.dataclass
+class Case:
+    """The arguments of a launch, and the states that they came from."""
+
+    rule: Any
+    plans: list[LeafPlan]
+    leaves: list[operands.Leaf]
+    states: list[LeafState]
+    h: dict[str, jax.Array]
+    keys: jax.Array
+
+    @property
+    def numbers(self) -> list[int]:
+        """Of all keys, which are the leaves': not the first ones, and not in order."""
+        return [len(self.plans) - i for i in range(len(self.plans))]
+
+
+def make(
+    tx: Any,
+    shapes: list[tuple[int, ...]],
+    dtype: Any = jnp.bfloat16,
+    gradient_dtype: Any = jnp.bfloat16,
+    direct: bool = True,
+    more: Mapping[str, float] | None = None,
+) -> Case:
+    """Leaves some steps into a training, with what rounding makes of random numbers."""
+    rng, engine = np.random.default_rng(0), tx.engine
+
+    def normal(scale: float, shape: tuple[int, ...]) -> jax.Array:
+        drawn = rng.normal(0, scale, shape) * np.exp(rng.normal(0, 1, shape))
+        drawn[..., : shape[-1] // 8] = 0  # weights that never had a gradient
+        return jnp.asarray(drawn, jnp.float32)
+
+    tree = {f"leaf{i}": jax.ShapeDtypeStruct(s, dtype) for i, s in enumerate(shapes)}
+    plans = [dataclasses.replace(plan, direct=direct) for plan in engine._plans(tree)]
+    leaves, states = [], []
+    for plan in plans:
+        g, w = normal(1e-3, plan.shape), normal(0.1, plan.shape)
+        p, correction = w.astype(dtype), jnp.zeros((), jnp.int8)
+        if plan.split is not None:
+            p, correction = plan.split.split(w, dtype)
+        moments = {"mu": normal(3e-4, plan.shape), "nu": normal(1e-3, plan.shape) ** 2}
+        stored = [
+            encode_array(slot.codec, moments[slot.name], plan.group_size) for slot in plan.slots
+        ]
+        state = LeafState(*zip(*stored, strict=True), correction)
+        states.append(state)
+        weight = p if engine.weights else None
+        leaves.append(operands.leaf_of(plan, g.astype(gradient_dtype), weight, state))
+    h = {**engine.hyperparameters(jnp.int32(100))}
+    h |= {name: jnp.float32(value) for name, value in (more or {}).items()}
+    names = [f"leaf{i}" for i in range(len(plans) + 1)]
+    keys = random.leaf_keys(jnp.uint32(1), jnp.int32(101), names)
+    return Case(engine.rule, plans, leaves, states, h, keys)
+
+
+def launch(case: Case, launcher: Callable[..., Any], tile: Tile) -> list[operands.Result]:
+    """What a kernel makes of a case."""
+    names = tuple(sorted(case.h))
+    return launcher(
+        case.rule,
+        tuple(plan.nameless for plan in case.plans),
+        tuple(case.leaves),
+        names,
+        jnp.stack([case.h[name] for name in names]),
+        case.keys,
+        jnp.asarray(case.numbers, jnp.int32),
+        tile,
+    )
+
+
+def expected(case: Case) -> list[tuple[jax.Array, LeafState]]:
+    """What the reference makes of it: the update (or the weight of a direct plan) and state."""
+
+    def every(leaves: Any, states: Any, h: Any, keys: Any) -> Any:
+        return [
+            reference.fused_update(case.rule, plan, leaf.g, leaf.p, state, h, keys[number])
+            for plan, leaf, state, number in zip(
+                case.plans, leaves, states, case.numbers, strict=True
+            )
+        ]
+
+    return jax.jit(every)(case.leaves, case.states, case.h, case.keys)
+
+
+def compare(case: Case, found: list[operands.Result]) -> None:
+    """Codes, scales, and where each weight lands, against the reference."""
+    for i, (update, state) in enumerate(expected(case)):
+        plan, leaf, result = case.plans[i], case.leaves[i], found[i]
+        _compare_state(plan, state, operands.state_of(plan, case.states[i], result))
+        if plan.split is not None and not plan.direct:
+            given = reference.update_towards(result.update, leaf.p, plan.update_dtype)
+        else:
+            given = result.update
+        assert (given.shape, given.dtype) == (update.shape, update.dtype)
+        for sign in (np.signbit(given), np.signbit(update)):  # -0.0 leaves even a -0.0 alone
+            assert sign[np.asarray(update) == 0].all() or plan.direct or leaf.p is None
+        one = _weight(plan, leaf, update, state.correction)
+        other = _weight(plan, leaf, given, result.correction)
+        unit = _UNITS[
+            plan.split and plan.split.bits, jnp.dtype("f4") if leaf.p is None else plan.dtype
+        ]
+        step = 1.0 if leaf.p is None else LEARNING_RATE
+        np.testing.assert_allclose(other, one, rtol=unit, atol=step * tolerances.REORDERED_STEP)
+
+
+def _bits_over(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    """Bits of f32 numbers over 2^-80, no difference of which is subnormal: XLA's CPU has none."""
+    drawn = rng.integers(0, 2**32, shape, dtype=np.uint32)
+    return np.where((drawn >> 23) & 0xFF < 47, drawn + (64 << 23), drawn).astype(np.uint32)
+
+
+def check_landing(
+    launcher: Callable[..., Any], storage: lowmem.Storage, direct: bool, tile: Tile
+) -> None:
+    """Weights, corrections and steps of any size, sign and kind: nothing is left to rounding."""
+    tx = lowmem.flash_sgd(1.0, 0.9, storage=storage)
+    case = make(tx, [(64, 128)], gradient_dtype=jnp.float32, direct=direct)
+    rng, plan = np.random.default_rng(0), case.plans[0]
+    old = (_bits_over(rng, plan.shape) >> 16).astype(np.uint16)
+    special = np.array([0, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0x7F7F, 0xFF7F], np.uint16)
+    old[:8] = special[rng.integers(0, special.size, old[:8].shape)]
+    half = 1 << (plan.split.bits - 17)
+    correction = rng.integers(-half, half, plan.shape)
+    correction[old & 0x7FFF == 0] = -1  # as a user's zeros may have it
+    # steps near the weight leave small weights; the others leave anything
+    with np.errstate(all="ignore"):
+        weight = old.view(jnp.bfloat16).astype(np.float32)
+        error = rng.normal(0, 1, plan.shape) * 2.0 ** rng.integers(-24, 2, plan.shape)
+        far = _bits_over(rng, plan.shape).view(np.float32)
+        g = np.where(rng.random(plan.shape) < 0.7, weight * (1 + error), far).astype(np.float32)
+    g[-1] = 0  # a step of nothing
+    g[g == 0] = 0  # the momentum of -0.0 is 0.0
+    leaf = case.leaves[0]._replace(
+        g=jnp.asarray(g),
+        p=jnp.asarray(old.view(jnp.bfloat16)),
+        correction=jnp.asarray(correction, plan.split.dtype),
+        slots=(jnp.zeros(plan.shape, jnp.int8),),  # the momentum is then the gradient
+    )
+    (found,) = launch(dataclasses.replace(case, leaves=[leaf]), launcher, tile)
+    landed = jax.jit(lambda *arrays: reference.landed(plan, *arrays))
+    weight, kept = landed(leaf.p, leaf.g, leaf.correction)
+    bits, bits2 = (np.asarray(x).view(np.uint16) for x in (found.update, weight))
+    np.testing.assert_array_equal(bits, bits2)
+    np.testing.assert_array_equal(found.correction, kept)
+
+
+def check_not_finite(launcher: Callable[..., Any], optimizer: str, tile: Tile) -> None:
+    """Gradients of NaN, infinity, 0 and extreme sizes, one kind a group."""
+    tx = OPTIMIZERS[optimizer](lowmem.Storage(policy=POLICY))
+    case = make(tx, [(12, 32)], gradient_dtype=jnp.float32)
+    leaf, plan = case.leaves[0], case.plans[0]
+    g, slots = np.array(leaf.g), tuple(np.array(slot) for slot in leaf.slots)
+    g[0, 3], g[1, 5], g[2, 7] = np.nan, np.inf, -np.inf
+    g[3], g[4, ::2] = 0, 0
+    g[5] *= 1e30
+    g[6] = np.where(g[6] > 0, 3e38, -3e38)
+    g[7] *= 1e-12
+    g[8, 1:] *= 1e-6
+    for slot in slots:
+        slot[[3, 7, 8]] = 0
+    leaf = leaf._replace(g=jnp.asarray(g), slots=tuple(map(jnp.asarray, slots)))
+    old = operands.Result(leaf.g, leaf.correction, leaf.slots, leaf.scales)
+    state = operands.state_of(plan, case.states[0], old)
+    case = dataclasses.replace(case, leaves=[leaf], states=[state])
+    (found,) = launch(case, launcher, tile)
+    compare(case, [found])
+    master = plan.split.join(found.update, found.correction)
+    assert numerics.to_bits(master[0, 3]) == numerics.NAN_BITS
+    assert jnp.isfinite(master[3:5]).all()
+    if optimizer == "adamw":  # no variance that is not 0 is stored as 0
+        assert (np.asarray(found.slots[1])[8] >= (g[8] != 0)).all()
+    if optimizer != "sgd":  # whose decay goes into the momentum
+        assert (np.asarray(found.slots[0])[3] == 0).all()
+
+
+def _weight(plan: LeafPlan, leaf: operands.Leaf, update: jax.Array, correction: Any) -> np.ndarray:
+    """The master weight after an update, or a bare direction itself."""
+    if leaf.p is None:
+        return np.asarray(update)
+    landed = update
+    if not plan.direct:
+        landed = numerics.narrow(numerics.widen(leaf.p) + numerics.widen(update), plan.dtype)
+        landed = landed if plan.dtype != jnp.float32 else leaf.p + update
+    master = landed if plan.split is None else plan.split.join(landed, correction)
+    return np.asarray(master.astype(jnp.float32))
+
+
+def _compare_state(plan: LeafPlan, one: LeafState, other: LeafState) -> None:
+    for i, slot in enumerate(plan.slots):
+        codes, codes2 = (np.asarray(state.slots[i], np.int32) for state in (one, other))
+        assert one.slots[i].dtype == other.slots[i].dtype == slot.dtype
+        scales, scales2 = (
+            np.asarray(slot.codec.scale.decode(state.scales[i])) for state in (one, other)
+        )
+        np.testing.assert_allclose(scales2, scales, rtol=slot.codec.scale.relative_error or 1e-6)
+        decoded, decoded2 = (
+            np.asarray(decode_array(slot.codec, s.slots[i], s.scales[i], plan.group_size))
+            for s in (one, other)
+        )
+        np.testing.assert_array_equal(np.isnan(decoded2), np.isnan(decoded))
+        off = np.where(np.isnan(decoded), 0, np.abs(codes - codes2))
+        allowed = max(1, tolerances.REORDERED_CODES * off.size)
+        assert off.max() <= 1 and (off > 0).sum() <= allowed, slot.name

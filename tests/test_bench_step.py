@@ -1,0 +1,317 @@
+"""The step benchmark: what it counts, what its loop does, and the tables made of its records."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import bench_step, records, step_tables
+from benchmarks.model_shapes import resnet_50
+from benchmarks.peers import cases, device_loop, in_jax, in_torch, processes, report
+
+OPTIMIZERS = ("adamw", "lion", "sgd")
+
+
+def carry_of(name, optimizer="adamw", leaf_set="tiny"):
+    made = in_jax.make(name, leaf_set, optimizer)
+    return made, device_loop.setup(made, leaf_set)
+
+
+def test_resnet_50():
+    leaves = jax.tree.leaves(resnet_50())
+    assert (sum(math.prod(a.shape) for a in leaves), len(leaves)) == (25557032, 161)
+
+
+# ---- what is counted -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer", "expected"),
+    [
+        ("lowmem.step", "adamw", 2 + 2 * (2 + 1 + 1 + 1 + 2 / 32 + 4 / 32)),
+        ("lowmem.step", "lion", 2 + 2 * (2 + 1 + 1 + 2 / 32)),
+        ("optax-f32", "adamw", 4 + 2 * (4 + 8)),
+        ("optax-f32", "sgd", 4 + 2 * (4 + 4)),
+        ("optax-bf16", "adamw", 2 + 2 * (2 + 4)),
+    ],
+)
+def test_bytes_that_must_move(name, optimizer, expected):
+    """Bytes a parameter, by hand."""
+    made = in_jax.make(name, "ten-million", optimizer)
+    arguments = made.init, made.gradients, "ten-million", jnp.uint32(0)
+    shapes = jax.eval_shape(lambda: device_loop.build(*arguments))
+    moved = device_loop.moved_bytes(shapes)
+    assert moved / cases.parameters("ten-million") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_optax_bf16_keeps_every_moment_in_bf16(optimizer):
+    _, (_, state, _) = carry_of("optax-bf16", optimizer)
+    moments = [leaf for leaf in jax.tree.leaves(state) if leaf.ndim]
+    assert moments and all(leaf.dtype == jnp.bfloat16 for leaf in moments)
+
+
+def test_gradients_and_weights_are_random():
+    """Different in every leaf, of the scale asked for, centred, and without a zero."""
+    _, (params, _, grads) = carry_of("optax-f32")
+    for tree, scale in ((params, cases.WEIGHT_SCALE), (grads, cases.GRADIENT_SCALE)):
+        values = [np.asarray(leaf).ravel() for leaf in jax.tree.leaves(tree)]
+        assert len({float(leaf[0]) for leaf in values}) == len(values)
+        everything = np.concatenate(values)
+        assert np.std(everything) == pytest.approx(scale, rel=0.05)
+        assert abs(np.mean(everything)) < 0.05 * scale and np.all(everything != 0)
+
+
+# ---- what the loop does --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [("lowmem.step", "adamw"), ("lowmem.update", "lion"), ("lowmem.step-xla", "sgd")]
+    + [("optax-bf16", optimizer) for optimizer in OPTIMIZERS],
+)
+def test_the_loop_takes_every_step(name, optimizer):
+    """Three steps in one jit are three calls."""
+    made, carry = carry_of(name, optimizer)
+    params, state, grads = carry
+    step = jax.jit(made.step)
+    for _ in range(3):
+        params, state = step(grads, state, params)
+    looped = device_loop.looped(made.step, 3)(carry)
+    leaves = jax.tree.leaves((params, state)), jax.tree.leaves(looped[:2])
+    for one, other in zip(*leaves, strict=True):
+        one, other = np.asarray(one, np.float64), np.asarray(other, np.float64)
+        if name.startswith("optax"):  # XLA contracts its multiplications and additions anew
+            np.testing.assert_allclose(one, other, rtol=2e-2, atol=1e-6)
+        else:
+            assert np.mean(one != other) <= 1e-3
+
+
+def test_nothing_of_the_gradient_leaves_the_loop():
+    """XLA would compute (1 - b1) g and (1 - b2) g^2 once, and read both of them in every step."""
+    made, carry = carry_of("optax-f32")
+
+    def body(_, carry):
+        params, state, grads = carry
+        return *made.step(grads, state, params), grads
+
+    plain = jax.jit(lambda carry: jax.lax.fori_loop(0, 3, body, carry), donate_argnums=0)
+    leaves = device_loop.live_bytes(carry[2])
+
+    def stored(loop):
+        return loop.lower(carry).compile().memory_analysis().temp_size_in_bytes
+
+    assert stored(plain) >= leaves, "the control: without a barrier they are stored"
+    assert stored(device_loop.looped(made.step, 3)) < leaves / 4
+
+
+def test_the_copy_touches_every_word():
+    x = device_loop._copies(jnp.zeros(1000, jnp.uint32), 7)
+    np.testing.assert_array_equal(x, np.full(1000, 1 ^ 2 ^ 3 ^ 4 ^ 5 ^ 6))
+    assert all(rate > 0 for rate in device_loop.copy_tbps(1000, 7, 3))
+
+
+def test_steps_of_a_call():
+    """0.3 s of them at the speed of a copy, within limits."""
+    assert device_loop.steps_for(int(15e9), 3.0) == 60
+    assert device_loop.steps_for(1, 3.0) == device_loop.MAX_STEPS
+    assert device_loop.steps_for(int(1e13), 3.0) == 4
+
+
+# ---- a run ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_copy(monkeypatch):
+    monkeypatch.setattr(bench_step, "COPY_ON_CPU", (2**16, 2))
+
+
+def test_a_run_on_a_cpu(small_copy, tmp_path, capsys, monkeypatch):
+    """The records that docs/cpu_speed.md is made of."""
+    path = tmp_path / "run.jsonl"
+    monkeypatch.setitem(cases.LEAF_SETS, "smoke", cases.LEAF_SETS["tiny"])
+    words = "--leaf-set smoke --impl lowmem.update optax-f32 --repeats 3 --steps 2 --record"
+    assert bench_step.main([*words.split(), str(path)]) == 0
+    rows = records.load(path)
+    found = [(r["impl"], r["metric"]) for r in rows]
+    expected = [("optax-f32", "device_ms"), ("optax-f32", "compile_s")]
+    assert found == expected + [("lowmem.update", metric) for _, metric in expected]
+    for row in rows:
+        base = next(r for r in rows if (r["impl"], r["metric"]) == ("optax-f32", row["metric"]))
+        assert row["value"] > 0 and row["case"] == "smoke/adamw"
+        assert row["ratio_to_optax"] == pytest.approx(row["value"] / base["value"])
+    assert rows[0]["value"] == rows[0]["spread"][0] <= rows[0]["median"]
+    assert 0 < rows[0]["call_ms"] and rows[0]["steps"] == 2
+    printed = capsys.readouterr().out
+    assert "smoke/adamw  lowmem.update" in printed and "copy" in printed
+
+
+def test_a_run_on_a_gpu(tmp_path, monkeypatch):
+    """Its protocol: one implementation after the other, medians, steps that fill a call."""
+    monkeypatch.setattr(bench_step, "on_cpu", lambda: False)
+    monkeypatch.setattr(bench_step, "COPY_ON_GPU", (2**16, 2))
+    monkeypatch.setattr(device_loop, "MAX_STEPS", 6)
+    monkeypatch.setitem(cases.LEAF_SETS, "smoke", cases.LEAF_SETS["tiny"])
+    path = tmp_path / "run.jsonl"
+    words = "--leaf-set smoke --impl optax-bf16 torch-fused optax-f32 --repeats 3 --record"
+    assert bench_step.main([*words.split(), str(path)]) == 0
+    rows = {(r["impl"], r["metric"]): r for r in records.load(path)}
+    metrics = ("device_ms", "compile_s", "temp_bytes", "bound_share")
+    expected = [(impl, m) for impl in ("optax-f32", "optax-bf16") for m in metrics]
+    assert [key for key in rows if key[0] != "torch-fused"] == [("copy", "copy_tbps"), *expected]
+    for impl in ("optax-f32", "optax-bf16"):
+        ms, share = rows[impl, "device_ms"], rows[impl, "bound_share"]
+        assert ms["steps"] == 6 and ms["value"] == ms["median"]
+        bound = ms["moved_bytes"] / rows["copy", "copy_tbps"]["value"] / 1e9
+        assert share["value"] == pytest.approx(bound / ms["value"])
+
+
+def test_what_cannot_run_is_skipped_with_its_reason(small_copy, capsys, monkeypatch):
+    monkeypatch.setattr(in_jax.importlib.util, "find_spec", lambda name: None)
+    assert bench_step.main(["--leaf-set", "tiny", "--impl", "flashoptim-jax"]) == 0
+    assert "skipped: flashoptim_jax is not installed" in capsys.readouterr().out
+
+
+def test_what_fails_does_not_stop_the_others(small_copy, capsys, monkeypatch):
+    def broken(name, *case):
+        if name == "optax-bf16":
+            raise RuntimeError("no such kernel\nand more")
+        return working(name, *case)
+
+    working = in_jax.make
+    monkeypatch.setattr(in_jax, "make", broken)
+    words = "--leaf-set tiny --impl optax-bf16 optax-f32 --repeats 1 --steps 1"
+    assert bench_step.main(words.split()) == 1
+    printed = capsys.readouterr().out
+    assert "failed: RuntimeError: no such kernel\n" in printed
+    assert "tiny/adamw  optax-f32 " in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [("--leaf-set tiny --record", "not recorded"), ("--impl lowmem.step --record", "add it")],
+)
+def test_records_that_would_mislead_are_refused(words, message, capsys):
+    with pytest.raises(SystemExit):
+        bench_step.arguments(words.split())
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_implementation_of_the_step_is_unavailable(monkeypatch):
+    monkeypatch.setitem(in_jax.STEPS, "lowmem.step-other", "other")
+    with pytest.raises(in_jax.Unavailable, match="'other'"):
+        in_jax.make("lowmem.step-other", "tiny", "adamw")
+
+
+def test_peak_memory_needs_a_device_that_counts():
+    made = in_jax.make("lowmem.step", "tiny", "adamw")
+    assert "no memory statistics" in device_loop.peak_bytes(made, "tiny")["skipped"]
+
+
+# ---- torch ---------------------------------------------------------------------------------------
+
+
+def test_torch_is_asked_in_its_own_process(tmp_path):
+    """Without torch or without a GPU every case is skipped, with the reason."""
+    wanted = [("tiny", "adamw"), ("tiny", "lion")]
+    found = dict(processes.torch_outcomes("torch-fused", wanted, 1))
+    assert list(found) == wanted
+    assert found["tiny", "lion"] == {"skipped": "torch has no such lion"}
+    reason = found["tiny", "adamw"].get("skipped", "")
+    assert reason in ("torch is not installed", "torch finds no GPU") or "times" in str(found)
+
+
+def test_a_process_that_dies_fails_the_cases_it_leaves(monkeypatch):
+    monkeypatch.setattr(processes, "TORCH", ["-c", "import sys; sys.stdin.read(); sys.exit(3)"])
+    found = dict(processes.torch_outcomes("flashoptim", [("tiny", "adamw")], 1))
+    assert found == {("tiny", "adamw"): {"failed": "its process ended with status 3"}}
+
+
+def test_device_time_of_a_trace():
+    """Kernels, copies and fills count; annotations that span them and the launches do not."""
+    events = [
+        {"cat": "kernel", "name": "adam", "dur": 900.0},
+        {"cat": "gpu_memcpy", "name": "Memcpy", "dur": 80.0},
+        {"cat": "gpu_memset", "name": "Memset", "dur": 20.0},
+        {"cat": "gpu_user_annotation", "name": "Optimizer.step", "dur": 5000.0},
+        {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "dur": 70.0},
+        {"ph": "M", "name": "process_name"},
+    ]
+    assert in_torch.device_ms({"traceEvents": events}) == pytest.approx(1.0)
+    with pytest.raises(RuntimeError, match="nothing"):
+        in_torch.device_ms({"traceEvents": events[3:]})
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+def synthetic(impl, ms, share, case="gpt2-124m/adamw", device="NVIDIA H100"):
+    common = {"bench": "step", "case": case, "impl": impl, "device": device}
+    common |= {"jax": "0.11.2", "commit": "abc", "date": "2026-01-01"}
+    return [
+        {**common, "metric": "device_ms", "value": ms, "unit": "ms", "spread": [ms, ms + 0.5]},
+        {**common, "metric": "bound_share", "value": share, "unit": "1"},
+        {**common, "metric": "temp_bytes", "value": 3 * 2**20, "unit": "bytes"},
+        {**common, "impl": "copy", "metric": "copy_tbps", "value": 2.94, "unit": "TB/s"},
+    ]
+
+
+ROWS = [
+    *synthetic("optax-f32", 9.0, 0.5),  # measured again below
+    *synthetic("torch-fused", 1.33, 0.89),
+    *synthetic("optax-f32", 1.5, 0.79),
+    *synthetic("lowmem.step", 0.75, 0.7),
+    *synthetic("lowmem.step", 5.7, 0.9, case="llama-3.2-1b/adamw"),
+    *synthetic("lowmem.step", 4.0, 0.9, case="gpt2-124m/lion"),
+    *synthetic("lowmem.step", 99.0, 0.1, device="cpu-2-cores"),
+]
+
+
+def test_the_table_of_steps():
+    lines = step_tables.gpu_step(ROWS).splitlines()
+    assert lines[0] == "| AdamW, ms (of bound, x optax-f32) | gpt2-124m | llama-3.2-1b |"
+    assert lines[2:5] == [
+        "| lowmem.step | 0.75 (70%, 0.50 x) | 5.70 (90%) |",
+        "| optax-f32 | 1.50 (79%, 1.00 x) |  |",
+        "| torch-fused | 1.33 (89%, 0.89 x) |  |",
+    ]
+    assert lines[6] == "| Lion, ms (of bound, x optax-f32) | gpt2-124m |"
+    assert lines[-2] == "NVIDIA H100, jax 0.11.2, commit abc."
+    assert lines[-1] == "A copy moves 2.94 TB/s, read and written."
+    assert "99" not in "".join(lines), "a CPU has its own table"
+
+
+def test_the_table_of_details():
+    text = step_tables.gpu_step_details(ROWS)
+    row = "| gpt2-124m/adamw | lowmem.step | 0.75 | 0.75 to 1.25 |  | 70% | 0.50 x | 3 |  |  |"
+    assert row in text.splitlines()
+
+
+@pytest.mark.parametrize("table", [step_tables.gpu_step, step_tables.gpu_step_details])
+def test_a_table_without_records(table):
+    assert table([]) == step_tables.NOTHING
+
+
+def test_what_a_gpu_records(tmp_path):
+    """Every metric, as the outcomes come: device_ms with its spread, and the share of the bound."""
+    path = tmp_path / "run.jsonl"
+    made = report.Report(np.median, [2.0, 4.0, 3.0], report.Storage(str(path), on_cpu=False))
+    case = ("gpt2-124m", "adamw")
+    made.copy(case)
+    outcome = {"moved_bytes": 6e9, "temp_bytes": 7, "compile_s": 4.0, "wall_ms": 9.0}
+    made.outcome(case, "optax-f32", {**outcome, "times": [5.0, 4.0, 6.0]})
+    made.outcome(case, "torch-fused", {**outcome, "times": [2.5]})
+    made.outcome(case, "bitsandbytes", {"skipped": "torch is not installed"})
+    rows = {(r["impl"], r["metric"]): r for r in records.load(path)}
+    assert len(rows) == len(path.read_text().splitlines()) == 9
+    assert rows["copy", "copy_tbps"]["value"] == 3.0
+    assert rows["optax-f32", "device_ms"]["spread"] == [4.0, 6.0]
+    assert rows["optax-f32", "bound_share"]["value"] == pytest.approx(2.0 / 5.0)
+    assert rows["torch-fused", "bound_share"]["bound_ms"] == pytest.approx(2.0)
+    assert rows["torch-fused", "device_ms"]["ratio_to_optax"] == pytest.approx(0.5)
+    assert rows["torch-fused", "device_ms"]["wall_ms"] == 9.0
+    assert not made.failed
+    json.dumps(made.rows)

@@ -1,0 +1,126 @@
+"""Triton kernels on NumPy arrays, for numerics on a machine without a GPU.
+
+Run with TRITON_INTERPRET=1 set before Triton is imported. `install()` puts a stand-in for
+jax_triton's `triton_call` in place, which hands the arrays to Triton's interpreter.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import triton
+import triton.language as tl
+
+from optax_lowmem.kernels.fused_update import jax_triton, jax_triton_kernel
+
+
+class _Storage:
+    """What Triton's interpreter asks of torch's storages."""
+
+    def __init__(self, array: np.ndarray):
+        self.array = array
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def cpu(self) -> "_Storage":
+        return self
+
+    def copy_(self, other: "_Storage") -> None:
+        assert other.array is self.array  # the kernel wrote it in place
+
+
+class Tensor:
+    """What it asks of torch's tensors: a NumPy array by its address."""
+
+    def __init__(self, array: np.ndarray | None, dtype: str):
+        self.array, self.dtype = array, dtype
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def untyped_storage(self) -> _Storage:
+        return _Storage(self.array)
+
+    def new_empty(self, size: int, device: str) -> "Tensor":
+        assert (size, device) == (0, "cpu")
+        return Tensor(None, self.dtype)
+
+    def set_(self, storage: _Storage, offset: int, size: tuple, stride: tuple) -> None:
+        del offset, size, stride
+        self.array = storage.array
+
+    def storage_offset(self) -> int:
+        return 0
+
+    def size(self) -> tuple[int, ...]:
+        return self.array.shape
+
+    def stride(self) -> tuple[int, ...]:
+        return self.array.strides
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    return Tensor(array, array.dtype.name)
+
+
+def _run(kernel: Any, grid: tuple, pointers: list[np.ndarray], options: dict[str, Any]) -> None:
+    statics = {name: value for name, value in options.items() if name.isupper()}
+    with np.errstate(all="ignore"):
+        kernel[grid](*map(_tensor, pointers), **statics)
+
+
+def _triton_call_03(
+    *operands: Any,
+    kernel: Any,
+    out_shape: Any,
+    grid: tuple,
+    input_output_aliases: dict[int, int],
+    **options: Any,
+) -> list[jax.Array]:
+    """As jax_triton 0.3: every operand, then every result, those of an alias twice."""
+    inputs = [np.array(x) for x in operands]
+    owner = {result: operand for operand, result in input_output_aliases.items()}
+    outputs = [
+        inputs[owner[j]] if j in owner else np.zeros(like.shape, like.dtype)
+        for j, like in enumerate(out_shape)
+    ]
+    _run(kernel, grid, inputs + outputs, options)
+    return [jnp.asarray(x) for x in outputs]
+
+
+def _triton_call_04(
+    *operands: Any, kernel: Any, out_type: Any, grid: tuple, **options: Any
+) -> list[jax.Array]:
+    """As jax_triton 0.4: references are written in place, and other results come last."""
+    inputs = [np.array(x[...]) for x in operands]
+    outputs = [np.zeros(like.shape, like.dtype) for like in out_type]
+    _run(kernel, grid, inputs + outputs, options)
+    for reference, array in zip(operands, inputs, strict=True):
+        if isinstance(reference, jax.Ref):
+            reference[...] = jnp.asarray(array)
+    return [jnp.asarray(x) for x in outputs]
+
+
+# The interpreter has no inline assembly, and a CPU's NaN is not CUDA's.
+
+
+@triton.jit
+def _reciprocal(x):
+    return 1.0 / x
+
+
+@triton.jit
+def _canonical(x):
+    return tl.where(x == x, x.to(tl.uint32, bitcast=True), 0x7FC00000)
+
+
+def install(version: str) -> Any:
+    """The kernel's launcher on top of the interpreter, as with jax_triton 0.3 or 0.4."""
+    assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
+    call = {"0.3": _triton_call_03, "0.4": _triton_call_04}[version]
+    jax_triton._triton_call = lambda: call
+    jax_triton_kernel._reciprocal = _reciprocal
+    jax_triton_kernel._canonical = _canonical
+    return jax_triton
