@@ -79,9 +79,11 @@ def units(stored):
     return stored.astype(np.int64)
 
 
-def same_state(plan, one, other, scale_units=1):
+def same_state(plan, one, other):
     """Codes at most one apart and in few elements, scales next to each other, the rest f32."""
-    for slot, stored, stored2 in zip(plan.slots, one.slots, other.slots, strict=True):
+    columns = (plan.slots, one.slots, other.slots, one.scales, other.scales)
+    for slot, stored, stored2, scale, scale2 in zip(*columns, strict=True):
+        assert (scale.dtype, scale.shape) == (scale2.dtype, scale2.shape)
         assert stored.dtype == stored2.dtype == slot.dtype, slot.name
         if slot.codec is None:
             stored, stored2 = np.asarray(stored), np.asarray(stored2)
@@ -91,9 +93,8 @@ def same_state(plan, one, other, scale_units=1):
         off = np.abs(units(stored) - units(stored2))
         assert off.max() <= 1, slot.name
         assert (off > 0).sum() <= max(1, tolerances.REORDERED_CODES * off.size), slot.name
-    for scale, scale2 in zip(one.scales, other.scales, strict=True):
-        assert (scale.dtype, scale.shape) == (scale2.dtype, scale2.shape)
-        assert np.abs(units(scale) - units(scale2)).max() <= scale_units
+        most = tolerances.REORDERED_SCALE_UNITS[slot.codec.scale.name]
+        assert np.abs(units(scale) - units(scale2)).max() <= most, slot.name
     assert (one.correction.dtype, one.correction.shape) == (
         other.correction.dtype,
         other.correction.shape,
@@ -108,9 +109,9 @@ def master(plan, p, update, correction):
     return np.asarray(joined, np.float32)
 
 
-def compare(plan, p, one, other, step=LEARNING_RATE * tolerances.REORDERED_STEP, scale_units=1):
+def compare(plan, p, one, other, step=LEARNING_RATE * tolerances.REORDERED_STEP):
     """Two results of one leaf: codes, scales, and where the weight lands."""
-    same_state(plan, one[1], other[1], scale_units)
+    same_state(plan, one[1], other[1])
     if p is None:
         np.testing.assert_allclose(other[0], one[0], rtol=tolerances.REORDERED_SLOT, atol=step)
         return

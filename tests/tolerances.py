@@ -111,6 +111,9 @@ REORDERED_MASTER = {
 REORDERED_STEP = 2.0**-20
 # A slot in f32, of its own value or of the leaf's largest (its terms may cancel): 8 u.
 REORDERED_SLOT = 2.0**-21
+# Scales in units of their last place. f32: decoding in either order (see GROUP_DECODE) is 4 u, the
+# two terms of a moving average 2 u, where a unit is at least u; 16 bits: the other side of a tie.
+REORDERED_SCALE_UNITS = {"f32": 6, "f16": 1, "e8m8": 1}
 # A norm over a tree, summed in another order, and a factor applied before or after: 64 u.
 REORDERED_NORM = 2.0**-18
 

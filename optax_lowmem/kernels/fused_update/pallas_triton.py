@@ -181,7 +181,7 @@ def launch(
     viewed = [views(tiling, leaf) for tiling, leaf in zip(tilings, leaves, strict=True)]
     results = [output(plan, leaf) for plan, leaf in zip(plans, viewed, strict=True)]
     # the bits of the lanes are the same for every tile of a leaf: mixed once, here
-    lanes = lax.iota(jnp.uint32, tilings[0].lanes)
+    lanes = lax.iota(jnp.uint32, tilings[0].lanes)[None]
     lane_bits = random.lane_bits(keys[:, None], lanes)
     shared = dataclasses.replace(plans[0].nameless, shape=())
     flat_in, flat_out = (jax.tree.leaves(tree) for tree in (viewed, results))
