@@ -8,14 +8,12 @@ import os
 import statistics
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 
 from benchmarks.peers import device_loop, in_jax, in_torch, processes
 from benchmarks.peers.cases import LEAF_SETS, OPTIMIZERS
-from benchmarks.peers.processes import Case
 from benchmarks.peers.report import BASE, Report, Storage, say
 
 ON_CPU = (BASE, "lowmem.update", "lowmem.update-nearest")
@@ -33,55 +31,38 @@ def on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
-def jax_outcomes(
-    case: Case, names: Sequence[str], steps: Callable[[int], int], repeats: int
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Measurements of the implementations in `names`, all held at once and interleaved."""
-    runners: dict[str, device_loop.Runner] = {}
-    for name in names:
-        say(case, name, "compiles")
-        try:
-            made = in_jax.make(name, *case)
-            runners[name] = device_loop.Runner(made, case[0], steps)
-        except in_jax.Unavailable as reason:
-            yield name, {"skipped": str(reason)}
-        except Exception as error:  # the other implementations are still worth their time
-            traceback.print_exc()
-            yield name, {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
-    times: dict[str, list[float]] = {name: [] for name in runners}
-    for _ in range(repeats):
+def on_a_cpu(args: argparse.Namespace, report: Report) -> None:
+    """Every case, its implementations held at once and interleaved: others use a CPU too."""
+    for case in args.cases:
+        runners: dict[str, device_loop.Runner] = {}
+        for name in args.impl:
+            say(case, name, "compiles")
+            try:
+                made = in_jax.make(name, *case)
+                runners[name] = device_loop.Runner(made, case[0], lambda moved: args.steps or 5)
+                runners[name].start()
+            except in_jax.Unavailable as reason:
+                report.outcome(case, name, {"skipped": str(reason)})
+            except Exception as error:  # the other implementations are still worth their time
+                traceback.print_exc()
+                failed = f"{type(error).__name__}: {error}".splitlines()[0]
+                report.outcome(case, name, {"failed": failed})
+        times: dict[str, list[float]] = {name: [] for name in runners}
+        for _ in range(args.repeats):
+            for name, runner in runners.items():
+                times[name].append(runner.time())
         for name, runner in runners.items():
-            times[name].append(runner.time())
-    for name, runner in runners.items():
-        yield name, {"times": times[name], **runner.found}
+            report.outcome(case, name, {"times": times[name], **runner.found})
 
 
-def time_all(args: argparse.Namespace, report: Report) -> None:
-    """Every case and implementation, torch first, while JAX holds little of the device."""
-    for case in args.cases:
-        report.copy(case)
-    for name in (name for name in args.impl if name in in_torch.IMPLEMENTATIONS):
-        for case, outcome in processes.torch_outcomes(name, args.cases, args.repeats):
-            report.outcome(case, name, outcome)
-
-    def steps(moved: int) -> int:
-        fitting = device_loop.steps_for(moved, statistics.median(report.tbps))
-        return args.steps or (5 if on_cpu() else fitting)
-
-    names = [name for name in args.impl if name in in_jax.NAMES]
-    # a CPU that others use is measured interleaved; a GPU would not hold all of a large case
-    groups = [names] if on_cpu() else [[name] for name in names]
-    for case in args.cases:
-        for group in groups:
-            for name, outcome in jax_outcomes(case, group, steps, args.repeats):
-                report.outcome(case, name, outcome)
-
-
-def isolate_all(args: argparse.Namespace, report: Report) -> None:
-    """The peak memory of one step, each in a fresh process."""
-    for case in args.cases:
-        for name in (name for name in args.impl if name in in_jax.NAMES):
-            report.outcome(case, name, processes.peak_outcome(name, case))
+def on_a_gpu(args: argparse.Namespace, report: Report) -> None:
+    """Every case and implementation, each in a process of its own."""
+    wanted = [(name, case) for case in args.cases for name in args.impl]
+    tbps = statistics.median(report.tbps)
+    jobs = [processes.job(*one, args.repeats, args.steps, tbps) for one in wanted]
+    found = processes.outcomes(jobs, args.jobs)
+    for (name, case), outcome in zip(wanted, found, strict=True):
+        report.outcome(case, name, outcome)
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -93,7 +74,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--impl", nargs="+", default=list(ON_CPU if on_cpu() else ON_GPU), choices=EVERY)
     add("--steps", type=int, help="in one jit; default: 5 on a CPU, 0.3 s at copy speed on a GPU")
     add("--repeats", type=int, default=9 if on_cpu() else 5)
-    add("--isolated", action="store_true", help="only peak memory, each in a fresh process")
+    add("--jobs", type=int, default=1, help="that compile at once on a GPU; without compile times")
     add(
         *("--record",),
         nargs="?",
@@ -113,17 +94,15 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints; `--record` also stores. 1 where an implementation failed."""
-    # or JAX takes most of the device before a peer can have any of it
+    # or JAX takes most of the device before the processes can have any of it
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     args = arguments(argv)
     best = min if on_cpu() else statistics.median
-    if args.isolated:
-        report = Report(best, [], Storage(args.record, on_cpu()))
-        isolate_all(args, report)
-    else:
-        tbps = device_loop.copy_tbps(*(COPY_ON_CPU if on_cpu() else COPY_ON_GPU), repeats=5)
-        report = Report(best, tbps, Storage(args.record, on_cpu()))
-        time_all(args, report)
+    tbps = device_loop.copy_tbps(*(COPY_ON_CPU if on_cpu() else COPY_ON_GPU), repeats=5)
+    report = Report(best, tbps, Storage(args.record, on_cpu()))
+    for case in args.cases:
+        report.copy(case)
+    (on_a_cpu if on_cpu() else on_a_gpu)(args, report)
     print(report.table())
     return int(report.failed)
 

@@ -9,12 +9,13 @@ import argparse
 import itertools
 import json
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 
 import optax_lowmem as lowmem
-from benchmarks.peers import cases, device_loop, in_jax
+from benchmarks.peers import cases, processes
 from optax_lowmem.kernels import fused_update
 from optax_lowmem.kernels.fused_update import tuning
 from optax_lowmem.kernels.tiles import Tile
@@ -31,14 +32,20 @@ def slots(optimizer: str) -> int:
     return len(tx.engine.rule.slots)
 
 
-def trial(leaf_set: str, optimizer: str, kernel: str, tuned: tuning.Tuning, repeats: int) -> float:
-    """Milliseconds of a step that is cut like this."""
-    jax.clear_caches()
-    with tuning.trying(tuned):
-        made = in_jax.make(f"lowmem.step-{kernel}", leaf_set, optimizer)
-        tbps = 2.5  # only decides how many steps a call has
-        runner = device_loop.Runner(made, leaf_set, lambda n: device_loop.steps_for(n, tbps))
-        return statistics.median(runner.time() for _ in range(repeats))
+def trials(
+    cuts: Sequence[tuning.Tuning], case: processes.Case, kernel: str, repeats: int, at_once: int
+) -> dict[tuning.Tuning, float]:
+    """Milliseconds of a step for each cut, in processes of their own."""
+    tbps = 2.5  # only decides how many steps a call has
+    base = processes.job(f"lowmem.step-{kernel}", case, repeats, None, tbps)
+    jobs = [{**base, "tuned": tuning.entry(cut)} for cut in cuts]
+    times = {}
+    for cut, outcome in zip(cuts, processes.outcomes(jobs, at_once), strict=True):
+        if "times" not in outcome:
+            raise SystemExit(f"{cut}: {outcome}")
+        times[cut] = statistics.median(outcome["times"])
+        print(f"{'/'.join(case)} {kernel} {cut} {times[cut]:8.3f} ms", flush=True)
+    return times
 
 
 def main() -> None:
@@ -48,16 +55,18 @@ def main() -> None:
     parser.add_argument("--optimizer", nargs="+", default=["adamw"], choices=cases.OPTIMIZERS)
     parser.add_argument("--kernel", default="pallas", choices=("pallas", "triton"))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=4, help="that compile at once")
     parser.add_argument("--write", type=Path, nargs="?", const=TUNED, help="default: the package's")
     args = parser.parse_args()
     entries = json.loads(TUNED.read_text(encoding="utf-8"))
     device = entries.setdefault(jax.local_devices()[0].device_kind, {})
     for optimizer in args.optimizer:
-        times = {}
-        for tile, leaves, elements in itertools.product(TILES, LEAVES, ELEMENTS):
-            tuned = tuning.Tuning(Tile(*tile), leaves, elements)
-            times[tuned] = trial(args.leaf_set, optimizer, args.kernel, tuned, args.repeats)
-            print(f"{optimizer:<6} {tuned} {times[tuned]:8.3f} ms", flush=True)
+        cuts = [
+            tuning.Tuning(Tile(*tile), leaves, elements)
+            for tile, leaves, elements in itertools.product(TILES, LEAVES, ELEMENTS)
+        ]
+        case = (args.leaf_set, optimizer)
+        times = trials(cuts, case, args.kernel, args.repeats, args.jobs)
         best = min(times, key=times.__getitem__)
         device[f"{args.kernel}/{slots(optimizer)}-slots"] = tuning.entry(best)
     if args.write:

@@ -2,15 +2,20 @@
 
 import json
 import math
+import subprocess
+import sys
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import bench_step, records, step_tables
+from benchmarks import bench_step, records, step_tables, tune_step
 from benchmarks.model_shapes import resnet_50
 from benchmarks.peers import cases, device_loop, in_jax, in_torch, processes, report
+from optax_lowmem.kernels.fused_update import tuning
+from optax_lowmem.kernels.tiles import Tile
 
 OPTIMIZERS = ("adamw", "lion", "sgd")
 
@@ -41,9 +46,7 @@ def test_resnet_50():
 def test_bytes_that_must_move(name, optimizer, expected):
     """Bytes a parameter, by hand."""
     made = in_jax.make(name, "ten-million", optimizer)
-    arguments = made.init, made.gradients, "ten-million", jnp.uint32(0)
-    shapes = jax.eval_shape(lambda: device_loop.build(*arguments))
-    moved = device_loop.moved_bytes(shapes)
+    moved = device_loop.moved_bytes(device_loop.shapes(made, "ten-million"))
     assert moved / cases.parameters("ten-million") == pytest.approx(expected, rel=1e-5)
 
 
@@ -149,12 +152,28 @@ def test_a_run_on_a_cpu(small_copy, tmp_path, capsys, monkeypatch):
     assert "smoke/adamw  lowmem.update" in printed and "copy" in printed
 
 
-def test_a_run_on_a_gpu(tmp_path, monkeypatch):
-    """Its protocol: one implementation after the other, medians, steps that fill a call."""
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """The protocol of a GPU, the work of its processes done in this one; what they were told."""
     monkeypatch.setattr(bench_step, "on_cpu", lambda: False)
     monkeypatch.setattr(bench_step, "COPY_ON_GPU", (2**16, 2))
     monkeypatch.setattr(device_loop, "MAX_STEPS", 6)
     monkeypatch.setitem(cases.LEAF_SETS, "smoke", cases.LEAF_SETS["tiny"])
+    told = []
+
+    def in_a_process(module, job):
+        told.append(job)
+        if module == processes.IN_TORCH:
+            return in_torch.outcome(job)
+        return processes.measure(job)
+
+    monkeypatch.setattr(processes, "in_a_process", in_a_process)
+    monkeypatch.setattr(processes.turns, "take", lambda path: None)  # never given back
+    return told
+
+
+def test_a_run_on_a_gpu(as_on_a_gpu, tmp_path):
+    """Its protocol: one implementation after the other, medians, steps that fill a call."""
     path = tmp_path / "run.jsonl"
     words = "--leaf-set smoke --impl optax-bf16 torch-fused optax-f32 --repeats 3 --record"
     assert bench_step.main([*words.split(), str(path)]) == 0
@@ -167,6 +186,25 @@ def test_a_run_on_a_gpu(tmp_path, monkeypatch):
         assert ms["steps"] == 6 and ms["value"] == ms["median"]
         bound = ms["moved_bytes"] / rows["copy", "copy_tbps"]["value"] / 1e9
         assert share["value"] == pytest.approx(bound / ms["value"])
+
+
+def test_compile_times_are_of_one_at_a_time(as_on_a_gpu, tmp_path):
+    path = tmp_path / "run.jsonl"
+    words = "--leaf-set smoke --impl optax-f32 --repeats 1 --jobs 2 --record"
+    assert bench_step.main([*words.split(), str(path)]) == 0
+    metrics = {row["metric"] for row in records.load(path)}
+    assert "device_ms" in metrics and "compile_s" not in metrics
+
+
+def test_a_tuner_tries_every_cut(as_on_a_gpu, monkeypatch):
+    """Each in a process that traces with it, the kernel's name and the case beside it."""
+    cut = tuning.Tuning(Tile(512, 2), 4, 1 << 20)
+    found = tune_step.trials([cut, tuning.HEURISTIC], ("smoke", "lion"), "xla", 1, 1)
+    assert list(found) == [cut, tuning.HEURISTIC] and all(ms > 0 for ms in found.values())
+    assert [tuning.parse(job["tuned"]) for job in as_on_a_gpu] == list(found)
+    assert {job["implementation"] for job in as_on_a_gpu} == {"lowmem.step-xla"}
+    with pytest.raises(SystemExit, match="cannot take leaf"):
+        tune_step.trials([cut], ("smoke", "lion"), "pallas", 1, 1)
 
 
 def test_what_cannot_run_is_skipped_with_its_reason(small_copy, capsys, monkeypatch):
@@ -206,28 +244,55 @@ def test_an_unknown_implementation_of_the_step_is_unavailable(monkeypatch):
         in_jax.make("lowmem.step-other", "tiny", "adamw")
 
 
-def test_peak_memory_needs_a_device_that_counts():
-    made = in_jax.make("lowmem.step", "tiny", "adamw")
-    assert "no memory statistics" in device_loop.peak_bytes(made, "tiny")["skipped"]
+# ---- processes -----------------------------------------------------------------------------------
 
 
-# ---- torch ---------------------------------------------------------------------------------------
+def ask(name, optimizer="adamw"):
+    return processes.job(name, ("tiny", optimizer), repeats=1, steps=2, tbps=1.0)
 
 
-def test_torch_is_asked_in_its_own_process(tmp_path):
-    """Without torch or without a GPU every case is skipped, with the reason."""
-    wanted = [("tiny", "adamw"), ("tiny", "lion")]
-    found = dict(processes.torch_outcomes("torch-fused", wanted, 1))
-    assert list(found) == wanted
-    assert found["tiny", "lion"] == {"skipped": "torch has no such lion"}
-    reason = found["tiny", "adamw"].get("skipped", "")
-    assert reason in ("torch is not installed", "torch finds no GPU") or "times" in str(found)
+def test_each_is_measured_in_a_process_of_its_own():
+    """JAX's gives numbers; torch's has none without torch or a GPU, and says so."""
+    jobs = [ask("lowmem.step"), ask("torch-fused", "lion"), ask("torch-fused")]
+    ours, no_lion, torch = processes.outcomes(jobs, at_once=3)
+    assert len(ours["times"]) == 1 and ours["steps"] == 2
+    assert no_lion == {"skipped": "torch has no such lion"}
+    reasons = ("torch is not installed", "torch finds no GPU")
+    assert torch.get("skipped", "") in reasons or "times" in torch
 
 
-def test_a_process_that_dies_fails_the_cases_it_leaves(monkeypatch):
-    monkeypatch.setattr(processes, "TORCH", ["-c", "import sys; sys.stdin.read(); sys.exit(3)"])
-    found = dict(processes.torch_outcomes("flashoptim", [("tiny", "adamw")], 1))
-    assert found == {("tiny", "adamw"): {"failed": "its process ended with status 3"}}
+def test_a_process_that_dies_fails():
+    found = processes.in_a_process(["-c", "import sys; sys.stdin.read(); sys.exit(3)"], {})
+    assert found == {"failed": "its process ended with status 3"}
+
+
+def test_one_process_at_a_time_has_the_device(tmp_path):
+    """The second takes its turn when the first has ended, not before."""
+    code = (
+        "import sys, time; from benchmarks.peers import turns; turns.take(sys.argv[1]); "
+        "print(time.time(), flush=True); time.sleep(0.4); print(time.time())"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "turn")]
+    both = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=processes.ROOT)
+        for _ in range(2)
+    ]
+    (one, end), (other, _) = sorted(
+        tuple(map(float, process.communicate()[0].split())) for process in both
+    )
+    assert one < end <= other
+
+
+def test_the_peak_of_a_step_where_the_device_counts(monkeypatch):
+    """Nothing where it does not; else what it says after, and before."""
+    made, carry = carry_of("lowmem.step")
+    step, _ = device_loop.compile_step(made, carry)
+    carry, found = device_loop.take_step(step, carry)
+    assert found == {} and not carry[0]["w"].is_deleted()
+    counts = iter([{"peak_bytes_in_use": 5}, {"peak_bytes_in_use": 7}])
+    device = types.SimpleNamespace(memory_stats=lambda: next(counts))
+    monkeypatch.setattr(device_loop.jax, "local_devices", lambda: [device])
+    assert device_loop.take_step(step, carry)[1] == {"peak_bytes": 7, "setup_peak_bytes": 5}
 
 
 def test_device_time_of_a_trace():

@@ -29,33 +29,34 @@ def _noise(shape: tuple[int, ...], scale: float, salt: jax.Array) -> jax.Array:
     return centred * (scale * 3.0**0.5)
 
 
-def _random(leaf_set: str, scale: float, salt: jax.Array) -> Any:
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _leaf(shape: tuple[int, ...], dtype: Any, scale: float, salt: jax.Array) -> jax.Array:
+    return _noise(shape, scale, salt).astype(dtype)
+
+
+def _random(leaf_set: str, dtype: Any, scale: float, first: int) -> Any:
     leaves, treedef = jax.tree.flatten(cases.LEAF_SETS[leaf_set]())
-    first = salt * jnp.uint32(len(leaves))
-    made = [_noise(leaf.shape, scale, first + i) for i, leaf in enumerate(leaves)]
+    salts = range(first * len(leaves), (first + 1) * len(leaves))
+    made = [
+        _leaf(leaf.shape, dtype, scale, jnp.uint32(salt))
+        for leaf, salt in zip(leaves, salts, strict=True)
+    ]
     return jax.tree.unflatten(treedef, made)
 
 
-def build(init: Callable, gradients: Any, leaf_set: str, salt: jax.Array) -> Carry:
-    """Weights, state and gradients; in a jit no f32 copy of them is stored."""
-    params = _random(leaf_set, cases.WEIGHT_SCALE, salt)
-    grads = _random(leaf_set, cases.GRADIENT_SCALE, salt + 1)
-    return *init(params), jax.tree.map(lambda g: g.astype(gradients), grads)
-
-
-@functools.cache  # implementations with one state share it
-def _compiled_build(init: Callable, gradients: Any, leaf_set: str) -> Callable:
-    made = jax.jit(functools.partial(build, init, gradients, leaf_set))
-    return made.lower(jnp.uint32(0)).compile()
-
-
 def setup(implementation: Implementation, leaf_set: str) -> Carry:
-    """What `build` makes, on the device."""
-    made = _compiled_build(implementation.init, implementation.gradients, leaf_set)
-    params, state, grads = made(jnp.uint32(0))
-    if implementation.late_init is not None:
-        state = implementation.late_init(params)
-    return jax.block_until_ready((params, state, grads))
+    """Weights, state and gradients on the device, with no f32 copy of them.
+
+    Leaf by leaf: one program for all would compile longer than the step.
+    """
+    params = _random(leaf_set, implementation.dtype, cases.WEIGHT_SCALE, 0)
+    grads = _random(leaf_set, implementation.dtype, cases.GRADIENT_SCALE, 1)
+    return params, implementation.init(params), grads
+
+
+def shapes(implementation: Implementation, leaf_set: str) -> Carry:
+    """What `setup` makes, without its arrays."""
+    return jax.eval_shape(lambda: setup(implementation, leaf_set))
 
 
 def moved_bytes(carry: Carry) -> int:
@@ -73,7 +74,12 @@ def live_bytes(tree: Any) -> int:
 
 
 def compile_step(implementation: Implementation, carry: Carry) -> tuple[Any, dict[str, Any]]:
-    """One step with donated weights and state, and what its compiler says."""
+    """One step with donated weights and state, and what its compiler says.
+
+    Args:
+      implementation: whose step.
+      carry: what it works on, or its shapes.
+    """
     params, state, grads = carry
     jax.clear_caches()  # traces of other implementations would be found again
     started = time.perf_counter()
@@ -87,20 +93,22 @@ def compile_step(implementation: Implementation, carry: Carry) -> tuple[Any, dic
     }
 
 
-def peak_bytes(implementation: Implementation, leaf_set: str) -> dict[str, Any]:
-    """The device's peak over one step; of this step only in a process that did nothing else."""
+def take_step(step: Any, carry: Carry) -> tuple[Carry, dict[str, int]]:
+    """One compiled step, and the device's peak over it where the device counts.
+
+    The peak is that of this step only in a process that did nothing else.
+    """
     device = jax.local_devices()[0]
-    if device.memory_stats() is None:
-        return {"skipped": f"a {device.platform} device keeps no memory statistics"}
-    carry = setup(implementation, leaf_set)
-    before = device.memory_stats()["peak_bytes_in_use"]
-    step, _ = compile_step(implementation, carry)
-    params, state, grads = carry
-    live = live_bytes(carry)
-    del carry
-    jax.block_until_ready(step(grads, state, params))
-    peak = device.memory_stats()["peak_bytes_in_use"]
-    return {"peak_bytes": peak, "live_bytes": live, "setup_peak_bytes": before}
+    params, state, grads = jax.block_until_ready(carry)
+    before = device.memory_stats()
+    params, state = jax.block_until_ready(step(grads, state, params))
+    after = device.memory_stats()
+    if before is None or after is None:
+        return (params, state, grads), {}
+    return (params, state, grads), {
+        "peak_bytes": after["peak_bytes_in_use"],
+        "setup_peak_bytes": before["peak_bytes_in_use"],
+    }
 
 
 # ---- many steps ----------------------------------------------------------------------------------
@@ -126,29 +134,37 @@ def steps_for(moved: int, tbps: float) -> int:
 
 
 class Runner:
-    """A compiled loop and its buffers."""
+    """A compiled loop and its buffers, which `start` makes."""
 
     def __init__(
         self, implementation: Implementation, leaf_set: str, steps: Callable[[int], int]
     ) -> None:
-        self.carry = setup(implementation, leaf_set)
-        moved = moved_bytes(self.carry)
+        carry = shapes(implementation, leaf_set)
+        moved = moved_bytes(carry)
         self.steps = steps(moved)
-        _, self.found = compile_step(implementation, self.carry)
-        self.loop = looped(implementation.step, self.steps).lower(self.carry).compile()
+        self.make = functools.partial(setup, implementation, leaf_set)
+        self.step, self.found = compile_step(implementation, carry)
+        self.loop = looped(implementation.step, self.steps).lower(carry).compile()
+        nothing = looped(lambda grads, state, params: (params, state), 0)
+        self.no_loop = nothing.lower(carry).compile()
         self.found |= {
             "moved_bytes": moved,
-            "live_bytes": live_bytes(self.carry),
+            "live_bytes": live_bytes(carry),
             "steps": self.steps,
             "loop_temp_bytes": self.loop.memory_analysis().temp_size_in_bytes,
-            "call_ms": self._call_ms(),
             "version": implementation.version,
         }
+
+    def start(self) -> None:
+        """Takes the first steps."""
+        carry = self.make()
+        self.carry, peak = take_step(self.step, carry)
+        self.found |= {**peak, "call_ms": self._call_ms()}
         self.time()
 
     def _call_ms(self) -> float:
         """Milliseconds of a call without a step: at most this is in a time of `steps` steps."""
-        loop, self.loop = self.loop, looped(lambda grads, state, params: (params, state), 0)
+        loop, self.loop = self.loop, self.no_loop
         times = [self.time() for _ in range(4)]
         self.loop = loop
         return min(times) * self.steps

@@ -1,7 +1,6 @@
 """Implementations of a step in JAX: ours, optax's and flashoptim-jax's."""
 
 import dataclasses
-import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -41,18 +40,16 @@ class Implementation:
     """One way to make a step.
 
     Attributes:
-      init: weights and state from f32 parameters, inside a jit.
+      init: the state from weights.
       step: new weights and state from (gradients, state, weights).
-      gradients: their dtype.
+      dtype: of weights and gradients.
       version: of the package it comes from.
-      late_init: the state from weights, outside of the jit, where `init` leaves it None.
     """
 
-    init: Callable[[Any], tuple[Any, Any]]
+    init: Callable[[Any], Any]
     step: Callable[[Any, Any, Any], tuple[Any, Any]]
-    gradients: Any
+    dtype: Any
     version: str
-    late_init: Callable[[Any], Any] | None = None
 
 
 def make(name: str, leaf_set: str, optimizer: str) -> Implementation:
@@ -67,20 +64,13 @@ def make(name: str, leaf_set: str, optimizer: str) -> Implementation:
     if name in ("optax-f32", "optax-bf16"):
         dtype = jnp.float32 if name == "optax-f32" else jnp.bfloat16
         return _optax(getattr(optax, optimizer)(**hyper), dtype)
-    tx, init = _ours(optimizer, name.endswith("-nearest"))
+    storage = lowmem.Storage(rounding="nearest" if name.endswith("-nearest") else "stochastic")
+    tx = getattr(lowmem, f"flash_{optimizer}")(**hyper, storage=storage)
     if name.startswith("lowmem.update"):
         step = _update_and_apply(tx)
     else:
         step = _fused(tx, STEPS[name], cases.LEAF_SETS[leaf_set]())
-    return Implementation(init, step, jnp.bfloat16, _version(lowmem))
-
-
-@functools.cache
-def _ours(optimizer: str, nearest: bool) -> tuple[optax.GradientTransformation, Callable]:
-    """Our optimizer and its init, the same for all that differ in their step alone."""
-    storage = lowmem.Storage(rounding="nearest") if nearest else lowmem.Storage()
-    tx = getattr(lowmem, f"flash_{optimizer}")(**cases.OPTIMIZERS[optimizer], storage=storage)
-    return tx, lambda params: lowmem.init(tx, params, jnp.bfloat16)
+    return Implementation(tx.init, step, jnp.bfloat16, _version(lowmem))
 
 
 def _update_and_apply(tx: optax.GradientTransformation) -> Callable:
@@ -106,12 +96,7 @@ def _fused(tx: optax.GradientTransformation, implementation: str | None, shapes:
 
 def _optax(tx: optax.GradientTransformation, dtype: Any) -> Implementation:
     """Every moment follows the dtype of the parameters, also where no `mu_dtype` is given."""
-
-    def init(params: Any) -> tuple[Any, Any]:
-        params = jax.tree.map(lambda p: p.astype(dtype), params)
-        return params, tx.init(params)
-
-    return Implementation(init, _update_and_apply(tx), dtype, _version(optax))
+    return Implementation(tx.init, _update_and_apply(tx), dtype, _version(optax))
 
 
 def _flashoptim(optimizer: str, hyper: dict[str, float]) -> Implementation:
@@ -120,14 +105,10 @@ def _flashoptim(optimizer: str, hyper: dict[str, float]) -> Implementation:
     fused = jax.default_backend() == "gpu"
     tx = getattr(package, f"flash_{optimizer}")(**hyper, fused=fused)
 
-    def init(params: Any) -> tuple[Any, Any]:
-        return jax.tree.map(lambda p: p.astype(jnp.bfloat16), params), None
-
     def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         return tx.step(params, state, grads)
 
-    # its init encodes zeros, which XLA would spend minutes on folding
-    return Implementation(init, step, jnp.bfloat16, _version(package), late_init=tx.init)
+    return Implementation(tx.init, step, jnp.bfloat16, _version(package))
 
 
 def imported(package: str) -> Any:

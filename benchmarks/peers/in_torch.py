@@ -1,7 +1,7 @@
-"""Times torch optimizers, in a process of its own: reads cases, prints one JSON line for each.
+"""Times a torch optimizer, in a process of its own: reads a case, prints one JSON line.
 
-python -m benchmarks.peers.in_torch < cases.json, from benchmarks.peers.torch_process. It imports
-neither jax nor benchmarks, and torch only where it is installed.
+python -m benchmarks.peers.in_torch < case.json, from benchmarks.peers.processes. It imports no
+jax, and torch only where it is installed.
 """
 
 import importlib
@@ -15,6 +15,8 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from benchmarks.peers import turns
 
 # implementation -> (package, dtype of weights and gradients)
 IMPLEMENTATIONS = {
@@ -135,6 +137,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     """What `benchmarks.peers.device_loop` finds of a JAX implementation, of a torch one."""
     import torch
 
+    turns.take(case["turn"])
     optimizer, params = build(case)
     for _ in range(WARM_UP):
         optimizer.step()
@@ -167,18 +170,10 @@ def outcome(case: dict[str, Any]) -> dict[str, Any]:
         return {"skipped": reason}
     try:
         return measure(case)
-    except Exception as error:  # the other cases are still worth their time
+    except Exception as error:  # the others are still worth their time
         traceback.print_exc()
         return {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
-    finally:
-        importlib.import_module("torch").cuda.empty_cache()
-
-
-def main() -> None:
-    """One line on standard output for each case on standard input."""
-    for case in json.load(sys.stdin):
-        print(json.dumps({"name": case["name"], **outcome(case)}), flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(outcome(json.load(sys.stdin))))

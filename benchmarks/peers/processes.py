@@ -1,76 +1,108 @@
-"""Measurements in processes of their own: torch's, and the peak memory of one JAX step."""
+"""Measurements in processes of their own, so that the memory of a step is its own.
+
+Several compile at the same time; one at a time has the device (`benchmarks.peers.turns`).
+"""
 
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import traceback
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import cases, device_loop, in_jax
+from benchmarks.peers import cases, device_loop, in_jax, in_torch, turns
+from optax_lowmem.kernels.fused_update import tuning
 
 ROOT = Path(__file__).parent.parent.parent
-TORCH = ["-m", "benchmarks.peers.in_torch"]
+IN_TORCH = ["-m", "benchmarks.peers.in_torch"]
+IN_JAX = ["-m", "benchmarks.peers.processes"]
 Case = tuple[str, str]  # leaf set, optimizer
+Job = dict[str, Any]
 
 
-def torch_outcomes(
-    implementation: str, wanted: Sequence[Case], repeats: int
-) -> Iterator[tuple[Case, dict[str, Any]]]:
-    """What `in_torch` finds of an implementation, case by case as it comes."""
-    jobs = [
-        {
-            "name": f"{leaf_set}/{optimizer}",
-            "implementation": implementation,
-            "optimizer": optimizer,
-            "hyper": cases.OPTIMIZERS[optimizer],
-            "shapes": cases.shapes(leaf_set),
-            "weight_scale": cases.WEIGHT_SCALE,
-            "gradient_scale": cases.GRADIENT_SCALE,
-            "repeats": repeats,
-        }
-        for leaf_set, optimizer in wanted
-    ]
-    left = dict(zip((job["name"] for job in jobs), wanted, strict=True))
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
-    with subprocess.Popen([sys.executable, *TORCH], **pipes) as process:
-        json.dump(jobs, process.stdin)
-        process.stdin.close()
-        for line in process.stdout:
-            if line.startswith('{"name"'):
-                outcome = json.loads(line)
-                yield left.pop(outcome.pop("name")), outcome
-            else:
-                print(line, end="")
-    for case in left.values():
-        yield case, {"failed": f"its process ended with status {process.returncode}"}
+def job(implementation: str, case: Case, repeats: int, steps: int | None, tbps: float) -> Job:
+    """What a process is told.
+
+    Args:
+      implementation: a name of `in_jax` or `in_torch`.
+      case: leaf set and optimizer.
+      repeats: how often it is timed.
+      steps: in one call; None for what fills it at the speed of a copy.
+      tbps: that speed.
+    """
+    leaf_set, optimizer = case
+    return {
+        "implementation": implementation,
+        "leaf_set": leaf_set,
+        "optimizer": optimizer,
+        "repeats": repeats,
+        "steps": steps,
+        "tbps": tbps,
+        # for in_torch, which imports no jax
+        "hyper": cases.OPTIMIZERS[optimizer],
+        "shapes": cases.shapes(leaf_set),
+        "weight_scale": cases.WEIGHT_SCALE,
+        "gradient_scale": cases.GRADIENT_SCALE,
+    }
 
 
-def peak_outcome(implementation: str, case: Case) -> dict[str, Any]:
-    """`device_loop.peak_bytes` in a fresh process."""
+def outcomes(jobs: Sequence[Job], at_once: int) -> Iterator[dict[str, Any]]:
+    """What each job found, in order, `at_once` processes at a time.
+
+    With more than one there are no compile times, which they would disturb.
+    """
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
+
+        def found(one: Job) -> dict[str, Any]:
+            torch = one["implementation"] in in_torch.IMPLEMENTATIONS
+            outcome = in_a_process(IN_TORCH if torch else IN_JAX, {**one, "turn": f"{folder}/turn"})
+            if at_once > 1:
+                outcome.pop("compile_s", None)
+            return outcome
+
+        yield from pool.map(found, jobs)
+
+
+def in_a_process(module: Sequence[str], one: Job) -> dict[str, Any]:
+    """The JSON that a module prints, given a job on its standard input."""
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.peers.processes", implementation, *case],
+        [sys.executable, *module],
         env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        input=json.dumps(one),
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
     )
-    if done.returncode:
+    printed = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not printed:
         return {"failed": f"its process ended with status {done.returncode}"}
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(printed[-1])
 
 
-def main() -> None:
-    """The child of `peak_outcome`."""
-    implementation, leaf_set, optimizer = sys.argv[1:]
+def measure(one: Job) -> dict[str, Any]:
+    """What a JAX implementation does in one case, or why it does nothing."""
+
+    def steps(moved: int) -> int:
+        return one["steps"] or device_loop.steps_for(moved, one["tbps"])
+
+    tuned = tuning.parse(one["tuned"]) if "tuned" in one else None
     try:
-        made = in_jax.make(implementation, leaf_set, optimizer)
-        outcome = device_loop.peak_bytes(made, leaf_set)
+        with tuning.trying(tuned):
+            made = in_jax.make(one["implementation"], one["leaf_set"], one["optimizer"])
+            runner = device_loop.Runner(made, one["leaf_set"], steps)
+        turns.take(one["turn"])
+        runner.start()
+        return {"times": [runner.time() for _ in range(one["repeats"])], **runner.found}
     except in_jax.Unavailable as reason:
-        outcome = {"skipped": str(reason)}
-    print(json.dumps(outcome))
+        return {"skipped": str(reason)}
+    except Exception as error:  # the others are still worth their time
+        traceback.print_exc()
+        return {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(measure(json.load(sys.stdin))))

@@ -35,7 +35,7 @@ _trial: ContextVar[Tuning | None] = ContextVar("trial", default=None)
 
 
 @contextlib.contextmanager
-def trying(tuned: Tuning) -> Iterator[None]:
+def trying(tuned: Tuning | None) -> Iterator[None]:
     """Steps that are traced inside are cut like this, unless they say otherwise: for a tuner."""
     token = _trial.set(tuned)
     try:
