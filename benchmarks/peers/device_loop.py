@@ -20,7 +20,7 @@ MAX_STEPS = 600
 # ---- what a step works on ------------------------------------------------------------------------
 
 
-def _noise(shape: tuple[int, ...], scale: float, salt: jax.Array) -> jax.Array:
+def _noise(shape: tuple[int, ...], scale: jax.Array, salt: jax.Array) -> jax.Array:
     """Uniform, mean 0, standard deviation `scale`; cheap to compile, made where it is used."""
     x = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) + salt * jnp.uint32(0x9E3779B9)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
@@ -29,34 +29,38 @@ def _noise(shape: tuple[int, ...], scale: float, salt: jax.Array) -> jax.Array:
     return centred * (scale * 3.0**0.5)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _leaf(shape: tuple[int, ...], dtype: Any, scale: float, salt: jax.Array) -> jax.Array:
-    return _noise(shape, scale, salt).astype(dtype)
+def _compiled(shape: tuple[int, ...], dtype: Any) -> jax.stages.Compiled:
+    """A leaf from its scale and salt, with no f32 copy of it."""
+    leaf = jax.jit(lambda scale, salt: _noise(shape, scale, salt).astype(dtype))
+    return leaf.lower(jnp.float32(0), jnp.uint32(0)).compile()
 
 
-def _random(leaf_set: str, dtype: Any, scale: float, first: int) -> Any:
-    leaves, treedef = jax.tree.flatten(cases.LEAF_SETS[leaf_set]())
-    salts = range(first * len(leaves), (first + 1) * len(leaves))
-    made = [
-        _leaf(leaf.shape, dtype, scale, jnp.uint32(salt))
-        for leaf, salt in zip(leaves, salts, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, made)
+class Setup:
+    """Compiled programs that make weights, state and gradients: nothing is left to do but that.
 
-
-def setup(implementation: Implementation, leaf_set: str) -> Carry:
-    """Weights, state and gradients on the device, with no f32 copy of them.
-
-    Leaf by leaf: one program for all would compile longer than the step.
+    One program for all leaves would compile longer than the step.
     """
-    params = _random(leaf_set, implementation.dtype, cases.WEIGHT_SCALE, 0)
-    grads = _random(leaf_set, implementation.dtype, cases.GRADIENT_SCALE, 1)
-    return params, implementation.init(params), grads
 
+    def __init__(self, implementation: Implementation, leaf_set: str) -> None:
+        leaves, self.treedef = jax.tree.flatten(cases.LEAF_SETS[leaf_set]())
+        self.leaves = [jax.ShapeDtypeStruct(x.shape, implementation.dtype) for x in leaves]
+        self.compiled = {x.shape: _compiled(x.shape, x.dtype) for x in self.leaves}
+        self.init = implementation.init
+        params = self.treedef.unflatten(self.leaves)
+        if implementation.compiles_init:
+            self.init = jax.jit(self.init).lower(params).compile()
+        self.shapes = params, jax.eval_shape(implementation.init, params), params
 
-def shapes(implementation: Implementation, leaf_set: str) -> Carry:
-    """What `setup` makes, without its arrays."""
-    return jax.eval_shape(lambda: setup(implementation, leaf_set))
+    def __call__(self) -> Carry:
+        params = self._random(cases.WEIGHT_SCALE, 0)
+        return params, self.init(params), self._random(cases.GRADIENT_SCALE, len(self.leaves))
+
+    def _random(self, scale: float, first: int) -> Any:
+        made = [
+            self.compiled[leaf.shape](jnp.float32(scale), jnp.uint32(first + i))
+            for i, leaf in enumerate(self.leaves)
+        ]
+        return self.treedef.unflatten(made)
 
 
 def moved_bytes(carry: Carry) -> int:
@@ -139,10 +143,10 @@ class Runner:
     def __init__(
         self, implementation: Implementation, leaf_set: str, steps: Callable[[int], int]
     ) -> None:
-        carry = shapes(implementation, leaf_set)
+        self.make = Setup(implementation, leaf_set)
+        carry = self.make.shapes
         moved = moved_bytes(carry)
         self.steps = steps(moved)
-        self.make = functools.partial(setup, implementation, leaf_set)
         self.step, self.found = compile_step(implementation, carry)
         self.loop = looped(implementation.step, self.steps).lower(carry).compile()
         nothing = looped(lambda grads, state, params: (params, state), 0)

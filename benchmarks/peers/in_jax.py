@@ -44,12 +44,14 @@ class Implementation:
       step: new weights and state from (gradients, state, weights).
       dtype: of weights and gradients.
       version: of the package it comes from.
+      compiles_init: whether `init` compiles in seconds.
     """
 
     init: Callable[[Any], Any]
     step: Callable[[Any, Any, Any], tuple[Any, Any]]
     dtype: Any
     version: str
+    compiles_init: bool = True
 
 
 def make(name: str, leaf_set: str, optimizer: str) -> Implementation:
@@ -108,7 +110,8 @@ def _flashoptim(optimizer: str, hyper: dict[str, float]) -> Implementation:
     def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         return tx.step(params, state, grads)
 
-    return Implementation(tx.init, step, jnp.bfloat16, _version(package))
+    # its init encodes zeros, which XLA would spend minutes on folding
+    return Implementation(tx.init, step, jnp.bfloat16, _version(package), compiles_init=False)
 
 
 def imported(package: str) -> Any:
