@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import claims as claims_of_papers
-from benchmarks import findings, records, step_tables
+from benchmarks import findings, records, step_tables, targets
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/cpu_speed.md", "docs/gpu_speed.md", "docs/claims.md")
@@ -111,6 +111,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "pairs": pairs,
     "gpu_step": step_tables.gpu_step,
     "gpu_step_details": step_tables.gpu_step_details,
+    "gpu_targets": targets.table,
 }
 
 

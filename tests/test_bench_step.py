@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import bench_step, records, step_tables, tune_step
+from benchmarks import bench_step, records, step_tables, targets, tune_step
 from benchmarks.model_shapes import resnet_50
 from benchmarks.peers import cases, device_loop, in_jax, in_torch, processes, report
 from optax_lowmem.kernels.fused_update import tuning
@@ -353,6 +353,25 @@ def test_the_table_of_details():
     text = step_tables.gpu_step_details(ROWS)
     row = "| gpt2-124m/adamw | lowmem.step | 0.75 | 0.75 to 1.25 |  | 70% | 0.50 x | 3 |  |  |"
     assert row in text.splitlines()
+
+
+def test_the_table_of_targets():
+    """Reached, missed and not measured, from the records of the H100 alone."""
+    h100 = "NVIDIA H100 80GB HBM3"
+    rows = [
+        *synthetic("lowmem.step", 5.6, 0.91, case="llama-3.2-1b/adamw", device=h100),
+        *synthetic("flashoptim", 10.0, 0.5, case="llama-3.2-1b/adamw", device=h100),
+        *synthetic("lowmem.step", 1.0, 0.91, case="llama-3.2-1b/adamw", device="NVIDIA H200"),
+    ]
+    lines = targets.table(rows).splitlines()
+    assert "| Llama-3.2-1B, AdamW, a step | ≤ 5.80 ms | 5.60 ms | yes |" in lines
+    assert "| times faster than flashoptim | ≥ 1.90 x | 1.79 x | **no** |" in lines
+    assert "| GPT-2 124M, AdamW, a step | ≤ 0.95 ms | not measured yet |  |" in lines
+    assert "| temporaries of the step, MB | ≤ 1.00 | 3.15 | **no** |" in lines
+
+
+def test_targets_without_records():
+    assert targets.table([]).count("not measured yet") == len(targets.targets())
 
 
 @pytest.mark.parametrize("table", [step_tables.gpu_step, step_tables.gpu_step_details])

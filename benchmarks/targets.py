@@ -1,0 +1,110 @@
+"""What was asked of the fused step on an H100, and what the records say: a table of docs/."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from benchmarks import step_tables
+from benchmarks.peers import cases
+
+DEVICE = "NVIDIA H100"
+OURS, UPDATE, OPTAX, FLASHOPTIM = "lowmem.step", "lowmem.update", "optax-f32", "flashoptim"
+LLAMA, GPT2, ONE = "llama-3.2-1b", "gpt2-124m", "one-16384"
+Value = Callable[..., float]  # of a record: (case, implementation, metric, field="value")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A number that was asked for.
+
+    Attributes:
+      what: it is of.
+      measure: it, from records.
+      limit: that it is to reach.
+      at_most: whether it is to be smaller than the limit.
+      form: how it and the limit are printed.
+    """
+
+    what: str
+    measure: Callable[[Value], float]
+    limit: float
+    at_most: bool
+    form: str
+
+    def row(self, value: Value) -> list[str]:
+        """Its line; without a number while a record is missing."""
+        asked = ("≤ " if self.at_most else "≥ ") + self.form.format(self.limit)
+        try:
+            found = self.measure(value)
+        except KeyError:
+            return [self.what, asked, "not measured yet", ""]
+        met = found <= self.limit if self.at_most else found >= self.limit
+        return [self.what, asked, self.form.format(found), "yes" if met else "**no**"]
+
+
+def _of(case: str, impl: str, metric: str) -> Callable[[Value], float]:
+    return lambda value: value(case, impl, metric)
+
+
+def _times(case: str, slower: str, faster: str, metric: str = "device_ms") -> Any:
+    return lambda value: value(case, slower, metric) / value(case, faster, metric)
+
+
+def _temp(impl: str, unit: float) -> Callable[[Value], float]:
+    return lambda value: value(f"{LLAMA}/adamw", impl, "temp_bytes") / unit
+
+
+def _peak(value: Value) -> float:
+    case = f"{LLAMA}/adamw"
+    return value(case, OURS, "peak_bytes") / value(case, OURS, "peak_bytes", "live_bytes") - 1
+
+
+def _largest(leaf_set: str) -> int:
+    return max(math.prod(leaf.shape) for leaf in jax.tree.leaves(cases.LEAF_SETS[leaf_set]()))
+
+
+def targets() -> list[Target]:
+    """All of them."""
+    llama, gpt2 = f"{LLAMA}/adamw", f"{GPT2}/adamw"
+    ms, share, times, percent = "{:.2f} ms", "{:.1%}", "{:.2f} x", "{:.2%}"
+    step_ms, bound = "device_ms", "bound_share"
+    return [
+        Target("Llama-3.2-1B, AdamW, a step", _of(llama, OURS, step_ms), 5.8, True, ms),
+        Target("the same, of its byte bound", _of(llama, OURS, bound), 0.90, False, share),
+        Target("times faster than flashoptim", _times(llama, FLASHOPTIM, OURS), 1.9, False, times),
+        Target("times faster than optax in f32", _times(llama, OPTAX, OURS), 2.0, False, times),
+        Target("GPT-2 124M, AdamW, a step", _of(gpt2, OURS, step_ms), 0.95, True, ms),
+        Target("one leaf of 16384 x 16384, of the bound", _of(f"{ONE}/adamw", OURS, bound), 0.95,
+               False, share),
+        Target("Llama-3.2-1B, Lion, of the bound", _of(f"{LLAMA}/lion", OURS, bound), 0.90, False,
+               share),
+        Target("Llama-3.2-1B, SGD, of the bound", _of(f"{LLAMA}/sgd", OURS, bound), 0.90, False,
+               share),
+        Target("Llama-3.2-1B, AdamW, `update` and `apply_updates`", _of(llama, UPDATE, step_ms),
+               8.5, True, ms),
+        Target("its temporaries, bytes a parameter of the largest leaf",
+               _temp(UPDATE, _largest(LLAMA)), 4.0, True, "{:.2f}"),
+        Target("temporaries of the step, MB", _temp(OURS, 1e6), 1.0, True, "{:.2f}"),
+        Target("peak over weights, state and gradients", _peak, 0.01, True, percent),
+        Target("compile time, times optax's", _times(llama, OURS, OPTAX, "compile_s"), 2.0, True,
+               times),
+    ]  # fmt: skip
+
+
+def table(rows: step_tables.Rows) -> str:
+    """Asked, found, reached; of the H100 measured last."""
+    from benchmarks import tables  # which imports this module
+
+    steps = [r for r in rows if r["bench"] == "step" and r["device"].startswith(DEVICE)]
+    found = tables.newest([r for r in steps if r["jax"] == steps[-1]["jax"]])
+    known = {(r["case"], r["impl"], r["metric"]): r for r in found}
+
+    def value(case: str, impl: str, metric: str, field: str = "value") -> float:
+        return known[case, impl, metric][field]
+
+    head = ["AdamW with default storage, on an H100", "asked", "measured", "reached"]
+    body = [target.row(value) for target in targets()]
+    return tables.markdown(head, body) + (tables.source(found) if found else "")
