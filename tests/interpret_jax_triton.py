@@ -111,7 +111,7 @@ def test_the_convention_of_jax_triton_04(launcher):
     newer = triton_interpreter.install("0.4").launch.__wrapped__
     try:
         for direct in (True, False):
-            check(newer, launch_cases.OPTIMIZERS["adamw"](storage()), direct=direct)
+            check(newer, launch_cases.OPTIMIZERS["adamw"](storage()), SHAPES[1:3], direct=direct)
     finally:
         triton_interpreter.install("0.3")
 

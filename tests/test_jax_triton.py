@@ -1,5 +1,6 @@
 """The hand-written Triton kernel: what it takes, its numerics, its code, and all of it on a GPU."""
 
+import dataclasses
 import itertools
 import os
 import re
@@ -8,12 +9,18 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.extend as jex
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 import optax_lowmem as lowmem
+from optax_lowmem.kernels import platform
+from optax_lowmem.kernels.fused_update import dispatch
 from optax_lowmem.kernels.tiles import Tile
 from tests import launch_cases
+from tests.lowering import gpu_mesh
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -61,6 +68,90 @@ def test_reasons_of_shape_and_dtype():
     tx = lowmem.flash_lion(1e-3, storage=storage())
     assert "ulp-24" in reason(tx, F16)
     assert "elements" in reason(tx, shape=(1 << 16, 1 << 16))
+
+
+# ---- who takes a leaf ----------------------------------------------------------------------------
+
+NOT_KNOWN = lowmem.flash_adamw(1e-3, storage=lowmem.Storage.paper())
+
+
+@pytest.fixture
+def without_pallas(monkeypatch):
+    """A GPU's JAX that does not lower Pallas through Triton."""
+    monkeypatch.setattr(platform, "no_device_reason", lambda: None)
+    monkeypatch.setattr(platform, "no_kernel_reason", lambda x=None: None)
+    monkeypatch.setattr(platform, "has_pallas_triton", lambda: False)
+    monkeypatch.setattr(platform, "has_jax_triton", lambda: True)
+
+
+def chosen(tx, implementation=None):
+    (plan,) = tx.engine._plans({"w": jax.ShapeDtypeStruct((64, 128), BF16)})
+    return dispatch.choose(tx.engine.rule, plan, implementation)
+
+
+@pytest.mark.parametrize("optimizer", launch_cases.OPTIMIZERS)
+def test_a_jax_without_pallas_picks_it(without_pallas, optimizer):
+    assert chosen(launch_cases.OPTIMIZERS[optimizer](storage()))[0] == "triton"
+
+
+def test_what_it_does_not_know_goes_to_xla(without_pallas):
+    kernel, why = chosen(NOT_KNOWN)
+    assert kernel == "xla"
+    assert "no Pallas-Triton lowering" in why and "softsign-int8-paper" in why
+
+
+def test_without_jax_triton_xla_says_what_to_install(without_pallas, monkeypatch):
+    monkeypatch.setattr(platform, "has_jax_triton", lambda: False)
+    kernel, why = chosen(lowmem.flash_lion(1e-3))
+    assert kernel == "xla" and "pip install optax-lowmem[gpu]" in why
+
+
+@pytest.mark.parametrize("pallas", [True, False])
+def test_it_is_used_where_it_is_asked_for(without_pallas, monkeypatch, pallas):
+    monkeypatch.setattr(platform, "has_pallas_triton", lambda: pallas)
+    assert chosen(lowmem.flash_lion(1e-3), "triton") == ("triton", "asked for")
+    with pytest.raises(ValueError, match="leaf 'w': mu is softsign-int8-paper"):
+        chosen(NOT_KNOWN, "triton")
+
+
+@pytest.fixture
+def opaque(without_pallas, monkeypatch):
+    """In jax_triton's place a primitive with its rules: none for vmap, none for axes of a mesh."""
+    call = jex.core.Primitive("opaque_call")
+    call.multiple_results = True
+    call.def_abstract_eval(
+        lambda *_, outputs: [jax.core.ShapedArray(x.shape, x.dtype) for x in outputs]
+    )
+
+    def triton_call(*operands, out_shape, **options):
+        assert options["kernel"].arg_names[0] == "scalars"
+        return call.bind(*operands, outputs=tuple(out_shape))
+
+    monkeypatch.setattr(jax_triton, "_triton_call", lambda: triton_call)
+
+
+@pytest.mark.parametrize("implementation", [None, "triton"])
+def test_a_step_calls_it(opaque, implementation):
+    """In a plain jit, for each of several models, and on each shard of a mesh."""
+    tx = lowmem.flash_adamw(1e-3, weight_decay=0.1)
+    params = {"w": jax.ShapeDtypeStruct((512, 64), BF16), "norm": jax.ShapeDtypeStruct((64,), F32)}
+    state = jax.eval_shape(tx.init, params)
+
+    def step(g, s, p):
+        return lowmem.step(tx, g, s, p, implementation=implementation)
+
+    def calls(f, *args):
+        return str(jax.make_jaxpr(f)(*args)).count("opaque_call")
+
+    models = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), (params, state))
+    rows, whole = PartitionSpec("data"), PartitionSpec()
+    specs = jax.tree.map(lambda x: rows if x.ndim else whole, (params, state))
+    mapped = jax.shard_map(
+        step, mesh=gpu_mesh(data=8), in_specs=(specs[0], specs[1], specs[0]), out_specs=specs
+    )
+    assert calls(step, params, state, params) == 1
+    assert calls(jax.vmap(step), models[0], models[1], models[0]) == 1
+    assert calls(mapped, params, state, params) == 1
 
 
 # ---- numerics, without a GPU ---------------------------------------------------------------------
@@ -177,6 +268,17 @@ def test_it_compiles_for_an_h100(compiled, optimizer, weight, gradient, direct):
         assert gradient == F32 or "ld.global.v4.b32" in ptx
 
 
+def test_a_hyperparameter_that_is_missing_is_noticed(compiled):
+    case = launch_cases.make(launch_cases.OPTIMIZERS["adamw"](storage()), [(8, 256)])
+    del case.h["root_nu_scale"]
+    with pytest.raises(triton.CompilationError) as failed:
+        jax.eval_shape(lambda: launch_cases.launch(case, jax_triton.launch.__wrapped__, TILE))
+    error = failed.value
+    while error.__cause__ is not None:  # of the functions that called the one at fault
+        error = error.__cause__
+    assert "the rule does not give it" in str(error)
+
+
 @pytest.mark.parametrize("size", [1, 4, 256])
 def test_group_sizes_compile(compiled, size):
     tx = launch_cases.OPTIMIZERS["adamw"](storage(group_size=size))
@@ -243,3 +345,23 @@ def test_weights_land_bit_for_bit(update_dtype, bits, direct):
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd"])
 def test_what_is_not_finite_shows(optimizer):
     launch_cases.check_not_finite(jax_triton.launch, optimizer, TILE)
+
+
+@pytest.mark.gpu
+def test_vmap_and_shard_map():
+    """Of a launch: the same bits as alone."""
+    case = launch_cases.make(launch_cases.OPTIMIZERS["adamw"](storage()), [(33, 64)])
+
+    def run(g):
+        leaf = case.leaves[0]._replace(g=g)
+        one = dataclasses.replace(case, leaves=[leaf])
+        return launch_cases.launch(one, jax_triton.launch, TILE)
+
+    gradients = jnp.stack([case.leaves[0].g, -2 * case.leaves[0].g])
+    mapped = jax.vmap(run)(gradients)
+    mesh, spec = jax.make_mesh((1,), ("data",)), PartitionSpec("data")
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)(gradients[0])
+    jax.tree.map(np.testing.assert_array_equal, sharded, run(gradients[0]))
+    for i in range(2):
+        one = jax.tree.map(lambda x, i=i: x[i], mapped)
+        jax.tree.map(np.testing.assert_array_equal, one, run(gradients[i]))

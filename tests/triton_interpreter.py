@@ -12,7 +12,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from optax_lowmem.kernels.fused_update import jax_triton, jax_triton_kernel
+from optax_lowmem.kernels.fused_update import jax_triton, jax_triton_numerics
 
 
 class _Storage:
@@ -121,6 +121,7 @@ def install(version: str) -> Any:
     assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
     call = {"0.3": _triton_call_03, "0.4": _triton_call_04}[version]
     jax_triton._triton_call = lambda: call
-    jax_triton_kernel._reciprocal = _reciprocal
-    jax_triton_kernel._canonical = _canonical
+    jax_triton._one_by_one = lambda f: f  # it would trace, and the interpreter needs the arrays
+    jax_triton_numerics.reciprocal = _reciprocal
+    jax_triton_numerics._canonical = _canonical
     return jax_triton

@@ -37,7 +37,10 @@ class UpdateRule(abc.ABC):
 
     @property
     def formula(self) -> str | None:
-        """Name of the hand-written kernels' formula for the rule; None where they have none."""
+        """Name of the hand-written kernels' formula for the rule; None where they have none.
+
+        A rule that inherits from another and changes its arithmetic must change this too.
+        """
         return None
 
     @abc.abstractmethod

@@ -20,6 +20,7 @@ from optax_lowmem._core import groups, random
 from optax_lowmem._core.rules import UpdateRule
 from optax_lowmem.codecs import BitSplit, softsign, sqrt
 from optax_lowmem.kernels.fused_update import jax_triton_kernel as kernel
+from optax_lowmem.kernels.fused_update import jax_triton_numerics as numerics
 from optax_lowmem.kernels.fused_update.operands import Leaf, Result, aliases, output
 from optax_lowmem.kernels.fused_update.plan import LeafPlan
 from optax_lowmem.kernels.tiles import MAX_ELEMENTS, Tile, Tiling
@@ -168,7 +169,14 @@ def _launch(
         name="fused_update",
         **statics,
     )
-    return jax.tree.unflatten(jax.tree.structure(results), outputs)
+    varying = map(_varying, outputs, jax.tree.leaves(results))
+    return jax.tree.unflatten(jax.tree.structure(results), list(varying))
+
+
+def _varying(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Typed as varying over a mesh's axes as its leaf is, which jax_triton forgets."""
+    wanted = like.manual_axis_type.varying - jax.typeof(x).manual_axis_type.varying
+    return lax.pcast(x, tuple(wanted), to="varying") if wanted else x
 
 
 def _statics(rule: UpdateRule, plan: LeafPlan, leaf: Leaf) -> dict[str, Any]:
@@ -207,7 +215,7 @@ def _lane_bits(keys: jax.Array, lanes: int) -> jax.Array:
     The same for every tile of a leaf, so it is mixed once, here.
     """
     mixed = random.lane_bits(keys[:, None, None], lax.iota(jnp.uint32, lanes)[None, None])
-    return mixed * jnp.asarray(kernel.SALTS, jnp.uint32)[None, :, None]
+    return mixed * jnp.asarray(numerics.SALTS, jnp.uint32)[None, :, None]
 
 
 def _named(leaf: Leaf, number: int) -> dict[str, str]:
@@ -231,6 +239,9 @@ def _triton_call() -> Callable[..., Any]:
     import jax_triton
 
     return jax_triton.triton_call
+
+
+_one_by_one = jax.custom_batching.sequential_vmap  # jax_triton cannot be vmapped
 
 
 def _call(
@@ -257,7 +268,8 @@ def _call(
     owner = {result: parameters[operand] for operand, result in in_place.items()}
     results = [owner.get(j, f"result{j}") for j in range(len(outputs))]
     roles, triton_call = _roles(named, results), _triton_call()
-    if "out_type" not in inspect.signature(triton_call).parameters:
+
+    def call_03(*operands: jax.Array) -> list[jax.Array]:
         every = [f"result{j}" for j in range(len(outputs))]
         return triton_call(
             *operands,
@@ -267,18 +279,23 @@ def _call(
             enable_fp_fusion=True,
             **options,
         )
-    fresh = [j for j in range(len(outputs)) if j not in owner]
-    refs = {i: jax.new_ref(operands[i]) for i in in_place}
-    found = triton_call(
-        *(refs.get(i, x) for i, x in enumerate(operands)),
-        kernel=kernel.entry((*parameters, *(results[j] for j in fresh)), roles),
-        out_type=[outputs[j] for j in fresh],
-        backend_options={"enable_fp_fusion": True},  # Triton is about to change its default
-        **options,
-    )
-    written = {in_place[i]: jax.freeze(ref) for i, ref in refs.items()}
-    written.update(zip(fresh, found, strict=True))
-    return [written[j] for j in range(len(outputs))]
+
+    def call_04(*operands: jax.Array) -> list[jax.Array]:
+        fresh = [j for j in range(len(outputs)) if j not in owner]
+        refs = {i: jax.new_ref(operands[i]) for i in in_place}
+        found = triton_call(
+            *(refs.get(i, x) for i, x in enumerate(operands)),
+            kernel=kernel.entry((*parameters, *(results[j] for j in fresh)), roles),
+            out_type=[outputs[j] for j in fresh],
+            backend_options={"enable_fp_fusion": True},  # Triton is about to change its default
+            **options,
+        )
+        written = {in_place[i]: jax.freeze(ref) for i, ref in refs.items()}
+        written.update(zip(fresh, found, strict=True))
+        return [written[j] for j in range(len(outputs))]
+
+    newer = "out_type" in inspect.signature(triton_call).parameters
+    return _one_by_one(call_04 if newer else call_03)(*operands)
 
 
 def _roles(named: Sequence[dict[str, str]], results: Sequence[str]) -> tuple[tuple[str, ...], ...]:

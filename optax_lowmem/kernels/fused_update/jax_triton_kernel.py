@@ -1,10 +1,9 @@
 """The step of several leaves as one hand-written Triton kernel.
 
-The second home of some formulas, and the only one: Adam, Lion and momentum, the default codecs, and
-the split on the bits. They say what `optimizers`, `codecs` and `reference.land` say, which are the
-specification, in fewer instructions: what belongs to a group is multiplied together once a group, a
-weight's bits stay in the upper half of 32, and 2^24 goes to the side of a comparison where it costs
-nothing.
+With `jax_triton_numerics` the second home of some formulas, and the only one: Adam, Lion and
+momentum, the default codecs, and the split on the bits. Its rules say what `optimizers` say, which
+is the specification, in fewer instructions: what belongs to a group is multiplied together once a
+group.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,47 +11,15 @@ nothing.
 
 import functools
 import linecache
-import zlib
 from typing import Any
 
 import triton
 import triton.language as tl
 
+from optax_lowmem.kernels.fused_update import jax_triton_numerics as numerics
+
 # Of a leaf, in the order in which the kernel takes their pointers.
 ROLES = ("g", "p", "correction", "mu", "nu", "mu_scale", "nu_scale", "update")
-
-SALTS = (zlib.crc32(b"mu") | 1, zlib.crc32(b"nu") | 1)  # as in random.join_bits
-_MU_SALT = tl.constexpr(SALTS[0])
-_NU_SALT = tl.constexpr(SALTS[1])
-
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-_SIGN = tl.constexpr(0x80000000)
-_UPPER = tl.constexpr(0xFFFF0000)
-_INF = tl.constexpr(0x7F800000)
-_NAN = tl.constexpr(0x7FC00000)
-_ONE = tl.constexpr(0x3F800000)
-_MIN_NORMAL = tl.constexpr(0x00800000)
-_MAX_SCALE = tl.constexpr((126 + 127) << 23)
-_NOISE_UNIT = tl.constexpr(2.0**32)
-
-
-@triton.jit
-def _bits(x):
-    return x.to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def _float(bits):
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _reciprocal(x):
-    """1 / x to 2^-23 where x is at most 2^126: one instruction; a division proper takes eight."""
-    return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
-
 
 # ---- memory --------------------------------------------------------------------------------------
 
@@ -72,7 +39,7 @@ def _load(pointer, offsets, mask, MASKED: tl.constexpr):
 def _widen(stored):
     """f32 of what `_load` gives for a float."""
     if stored.dtype == tl.uint16:
-        return _float(stored.to(tl.uint32) << 16)
+        return numerics.as_float(stored.to(tl.uint32) << 16)
     else:
         return stored.to(tl.float32)
 
@@ -96,7 +63,7 @@ def _store_upper(pointer, offsets, bits, mask, MASKED: tl.constexpr):
 def _store_rounded(pointer, offsets, values, mask, MASKED: tl.constexpr):
     """Stores f32 values in the dtype of a pointer."""
     if pointer.dtype.element_ty == tl.bfloat16:
-        _store_upper(pointer, offsets, _round_to_bf16(values), mask, MASKED)
+        _store_upper(pointer, offsets, numerics.round_to_bf16(values), mask, MASKED)
     else:
         _store(pointer, offsets, values.to(pointer.dtype.element_ty), mask, MASKED)
 
@@ -176,135 +143,26 @@ def _find_leaf(
         return found
 
 
-# ---- rounding ------------------------------------------------------------------------------------
-
-
 @triton.jit
-def _canonical(x):
-    """Bits of a sum with NaN made 0x7fc00000.
-
-    CUDA's additions know one NaN, 0x7fffffff; as signed integers no other number is as large.
-    """
-    return tl.minimum(x.to(tl.int32, bitcast=True), _NAN).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def _round_to_bf16(x):
-    """Bits of x rounded to nearest even on the upper half; the lower half is zero."""
-    bits = tl.where(x == x, _bits(x), _NAN)
-    return (bits + 0x7FFF + ((bits >> 16) & 1)) & _UPPER
-
-
-@triton.jit
-def _mix(x):
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _uniforms(row, lane, SALT: tl.constexpr):
-    """2^32 times the uniforms of a slot; `lane` has its factor SALT already."""
-    return ((row * SALT)[:, None] + lane).to(tl.float32)
-
-
-# ---- codecs --------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _guard(bits):
-    kept = tl.where(bits < _MIN_NORMAL, 0, tl.minimum(bits, _MAX_SCALE))
-    return tl.where(bits >= _INF, _NAN, kept)
-
-
-@triton.jit
-def _expand_mu(codes):
-    """softsign: z / (254 - |z|), of the group's scale."""
-    z = codes.to(tl.float32)
-    return z * _reciprocal(254.0 - tl.abs(z))
-
-
-@triton.jit
-def _encode_mu(x, row, lane, STOCHASTIC: tl.constexpr):
-    """Codes and stored scales."""
-    y = tl.abs(x)
-    stored = (_guard(tl.max(_bits(y), axis=1)) + 0x7FFF) >> 15
-    inverse = 1.0 / _float(tl.where(stored == 0, _ONE, stored << 15))
-    # 254 y / (s + y) = 254 - 254 / (1 + y / s)
-    z = tl.minimum(254.0 - 254.0 * _reciprocal(1.0 + y * inverse[:, None]), 127.0)
-    if STOCHASTIC:
-        lo = tl.floor(z)
-        share = (z - lo) * (253.0 * _NOISE_UNIT - lo * _NOISE_UNIT)
-        z = lo + (_uniforms(row, lane, _MU_SALT) * (254.0 - z) < share).to(tl.float32)
-    signed = _float(_bits(z) | (_bits(x) & _SIGN))
-    codes = _bits(signed + 1.5 * 2.0**23)  # the low byte is the integer
-    return codes.to(tl.int8), stored.to(tl.uint16)
-
-
-@triton.jit
-def _encode_nu(x, root, row, lane, STOCHASTIC: tl.constexpr):
-    """Codes and stored scales, from the values and their square roots."""
-    largest = _float(tl.max(_bits(x), axis=1))  # none has a sign; as integers NaN are the largest
-    stored = _float(_guard(_bits(tl.sqrt(largest))))
-    inverse = tl.where(stored == 0, 0.0, 255.0 / tl.where(stored == 0, 1.0, stored))
-    z = tl.minimum(root * inverse[:, None], 255.0)
-    if STOCHASTIC:
-        lo = tl.floor(z)
-        noise = _uniforms(row, lane, _NU_SALT)
-        raised = lo * (lo + noise * (2.0 / _NOISE_UNIT)) + noise * (1.0 / _NOISE_UNIT)
-        z = lo + (raised < z * z).to(tl.float32)
-    z = tl.maximum(z, (x >= 2.0**-126).to(tl.float32))
-    return _bits(z + 2.0**23).to(tl.uint8), stored
-
-
-# ---- weights -------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _join(weight, correction, BITS: tl.constexpr):
-    """f32 master weights of bf16 bits in the upper half and of corrections."""
-    joined = weight + (correction.to(tl.int32) << (32 - BITS)).to(tl.uint32, bitcast=True)
-    # only a correction under 0 beside a zero weight changes the sign, and counts as 0
-    crossed = (joined ^ weight).to(tl.int32, bitcast=True) < 0
-    return _float(tl.where(crossed, weight, joined))
-
-
-@triton.jit
-def _lifted(master, BITS: tl.constexpr):
-    """Bits; for 24 of them raised so that dropping the lowest 8 rounds to nearest."""
-    bits = _canonical(master)
-    if BITS == 24:
-        bits += 0x7F + ((bits >> 8) & 1)
-    return bits
-
-
-@triton.jit
-def _upper_rounded(bits):
-    return (bits + 0x8000) & _UPPER
-
-
-@triton.jit
-def _reached(old, target, UPDATE: tl.constexpr):
-    """bf16 bits (upper half) of an old weight plus the update towards another."""
-    back = _float(old) - _float(target)  # taken off, it leaves even a -0.0 alone where it is 0
-    if UPDATE == "bfloat16":
-        return _round_to_bf16(_float(old) - _float(_round_to_bf16(back)))
+def _elements(
+    group,
+    exists,
+    begin,
+    size,
+    lanes,
+    LANES: tl.constexpr,
+    FLAT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):
+    """Offsets and mask of the elements of groups."""
+    if FLAT:
+        offsets = group[:, None] * LANES + lanes[None, :]
+        mask = exists[:, None]
     else:
-        # where the difference of two bf16 is not exact in f32, this is the target rounded to a
-        # multiple of at least 2^-8 of it: a bf16 in every case
-        return _canonical(_float(old) - back)
-
-
-@triton.jit
-def _correction(lifted, target, reached):
-    """Correction of a weight, as the upper bits of 16, clamped where it is not the rounding.
-
-    Rounding may stop at 0 on the way to the other side, but never passes it.
-    """
-    lowest = tl.where(reached == 0, 0, -0x8000)
-    c = tl.minimum(tl.maximum((lifted - reached).to(tl.int32, bitcast=True), lowest), 0x7FFF)
-    finite = tl.abs(_float(reached)) < float("inf")
-    return tl.where(finite | (_float(reached) == _float(target)), c, 0)
+        offsets = (begin * ALIGNMENT)[:, None] + lanes[None, :]
+        mask = (lanes[None, :] < (size * ALIGNMENT)[:, None]) & exists[:, None]
+    # 8 neighbours a thread, also of bytes: then every array has its elements in the same threads
+    return tl.max_contiguous(offsets, (1, 8 if LANES > 8 else LANES)), mask
 
 
 # ---- rules ---------------------------------------------------------------------------------------
@@ -318,7 +176,14 @@ def _place(names, name):
 
 @triton.jit
 def _scalar(scalars, NAMES: tl.constexpr, NAME: tl.constexpr):
-    """A hyperparameter; 1 where it is not given."""
+    """A hyperparameter."""
+    tl.static_assert(_place(NAMES, NAME) >= 0, "the rule does not give it")
+    return tl.load(scalars + _place(NAMES, NAME))
+
+
+@triton.jit
+def _scale(scalars, NAMES: tl.constexpr, NAME: tl.constexpr):
+    """A hyperparameter that is 1 where it is not given."""
     if _place(NAMES, NAME) >= 0:
         return tl.load(scalars + _place(NAMES, NAME))
     else:
@@ -331,7 +196,7 @@ def _advance(g, mu, mu_scale, nu, nu_scale, scalars, FORMULA: tl.constexpr, NAME
 
     `mu` comes as a share of its group's scale, and of `nu` the root, as codes.
     """
-    lr = _scalar(scalars, NAMES, "lr")
+    lr = _scale(scalars, NAMES, "lr")
     if FORMULA == "adam":
         kept = (_scalar(scalars, NAMES, "b1") * mu_scale)[:, None]
         mu = kept * mu + _scalar(scalars, NAMES, "one_minus_b1") * g
@@ -340,8 +205,7 @@ def _advance(g, mu, mu_scale, nu, nu_scale, scalars, FORMULA: tl.constexpr, NAME
         nu = kept * (nu * nu) + _scalar(scalars, NAMES, "one_minus_b2") * g * g
         root = tl.sqrt(nu)
         bound = root * _scalar(scalars, NAMES, "root_nu_scale") + _scalar(scalars, NAMES, "eps")
-        step = (lr * _scalar(scalars, NAMES, "mu_scale")) * mu * _reciprocal(bound)
-        return step, mu, nu, root
+        return lr * mu * numerics.reciprocal(bound), mu, nu, root
     elif FORMULA == "lion":
         mu = mu * mu_scale[:, None]
         between = _scalar(scalars, NAMES, "b1") * mu + _scalar(scalars, NAMES, "one_minus_b1") * g
@@ -351,11 +215,42 @@ def _advance(g, mu, mu_scale, nu, nu_scale, scalars, FORMULA: tl.constexpr, NAME
     else:
         tl.static_assert(FORMULA == "momentum" or FORMULA == "nesterov")
         momentum = _scalar(scalars, NAMES, "momentum")
-        mu = (momentum * mu_scale)[:, None] * mu + _scalar(scalars, NAMES, "share") * g
+        mu = (momentum * mu_scale)[:, None] * mu + _scale(scalars, NAMES, "share") * g
         step = mu
         if FORMULA == "nesterov":
             step = g + momentum * mu
         return lr * step, mu, mu, mu
+
+
+@triton.jit
+def _land(master, old, BITS: tl.constexpr, DIRECT: tl.constexpr, UPDATE: tl.constexpr):
+    """Correction, and bf16 bits (upper half), of master weights that follow `old` bf16 bits.
+
+    The bits are those of the new weight, or of the one to aim an update at.
+    """
+    kept = numerics.lifted(master, BITS)
+    target = numerics.upper_rounded(kept)
+    if not (DIRECT and UPDATE == "float32"):
+        reached = numerics.reached(old, target, UPDATE)
+        kept = numerics.correction(kept, target, reached)
+        if DIRECT:
+            target = reached
+    return kept >> (32 - BITS), target
+
+
+@triton.jit
+def _move(weight, step, WEIGHT: tl.constexpr, DIRECT: tl.constexpr, UPDATE: tl.constexpr):
+    """The weight after a step, its update, or where there is no weight the direction."""
+    if DIRECT:
+        if UPDATE == "bfloat16":
+            step = numerics.as_float(numerics.round_to_bf16(step))
+        elif UPDATE == "float16":
+            step = step.to(tl.float16).to(tl.float32)
+        return weight - step
+    elif WEIGHT:
+        return -1.0 * step  # a minus would make 0.0 of 0.0
+    else:
+        return step
 
 
 # ---- the step ------------------------------------------------------------------------------------
@@ -413,16 +308,9 @@ def step_tile(
     )
     g_at, p_at, correction_at, mu_at, nu_at, mu_scale_at, nu_scale_at, update_at = pointers
     group = first + tl.arange(0, ROWS)
-    lanes = tl.arange(0, LANES)
     exists = group < count
-    if FLAT:
-        offsets = group[:, None] * LANES + lanes[None, :]
-        mask = exists[:, None]
-    else:
-        offsets = (begin * ALIGNMENT)[:, None] + lanes[None, :]
-        mask = (lanes[None, :] < (size * ALIGNMENT)[:, None]) & exists[:, None]
-    # 8 neighbours a thread, also of bytes: then every array has its elements in the same threads
-    offsets = tl.max_contiguous(offsets, (1, 8 if LANES > 8 else LANES))
+    lanes = tl.arange(0, LANES)
+    offsets, mask = _elements(group, exists, begin, size, lanes, LANES, FLAT, ALIGNMENT)
 
     # everything is asked for before anything is waited for, which the barrier below sees to
     g = _load(g_at, offsets, mask, MASKED)
@@ -440,16 +328,16 @@ def step_tile(
     mu_lane = tl.load(lane_bits + leaf * (2 * LANES) + lanes)[None, :]
     nu_lane = tl.load(lane_bits + leaf * (2 * LANES) + LANES + lanes)[None, :]
     tl.debug_barrier()
-    row = _mix(key + place)
+    row = numerics.mix(key + place)
 
-    g = _widen(g) * _scalar(scalars, NAMES, "gradient_scale")
-    mu = _expand_mu(mu_codes)
-    mu_scale = _float(mu_scale.to(tl.uint32) << 15)
+    g = _widen(g) * _scale(scalars, NAMES, "gradient_scale")
+    mu = numerics.expand_mu(mu_codes)
+    mu_scale = numerics.as_float(mu_scale.to(tl.uint32) << 15)
     nu = nu_codes.to(tl.float32)
     weight = g
     if SPLIT_BITS > 0:
         old = p.to(tl.uint32) << 16
-        weight = _join(old, correction, SPLIT_BITS)
+        weight = numerics.join(old, correction, SPLIT_BITS)
     elif WEIGHT:
         weight = _widen(p)
     if WEIGHT and DECAYS and _place(NAMES, "l2") >= 0:
@@ -457,34 +345,21 @@ def step_tile(
     step, mu, nu, root = _advance(g, mu, mu_scale, nu, nu_scale, scalars, FORMULA, NAMES)
 
     if FORMULA == "adam":
-        nu_codes, nu_scale = _encode_nu(nu, root, row, nu_lane, STOCHASTIC)
+        nu_codes, nu_scale = numerics.encode_nu(nu, root, row, nu_lane, STOCHASTIC)
         _store(nu_at, offsets, nu_codes, mask, MASKED)
         _store(nu_scale_at, group, nu_scale, exists, MASKED)
-    mu_codes, mu_scale = _encode_mu(mu, row, mu_lane, STOCHASTIC)
+    mu_codes, mu_scale = numerics.encode_mu(mu, row, mu_lane, STOCHASTIC)
     _store(mu_at, offsets, mu_codes, mask, MASKED)
     _store(mu_scale_at, group, mu_scale, exists, MASKED)
     if WEIGHT and DECAYS and _place(NAMES, "decay") >= 0:
         step = step + _scalar(scalars, NAMES, "decay") * weight
     if SPLIT_BITS > 0:
-        kept = _lifted(weight - step, SPLIT_BITS)
-        target = _upper_rounded(kept)
-        if not (DIRECT and UPDATE == "float32"):
-            reached = _reached(old, target, UPDATE)
-            kept = _correction(kept, target, reached)
-            if DIRECT:
-                target = reached
-        _store(correction_at, offsets, kept >> (32 - SPLIT_BITS), mask, MASKED)
+        kept, target = _land(weight - step, old, SPLIT_BITS, DIRECT, UPDATE)
+        _store(correction_at, offsets, kept, mask, MASKED)
         _store_upper(update_at, offsets, target, mask, MASKED)
     else:
-        if DIRECT:
-            if UPDATE == "bfloat16":
-                step = _float(_round_to_bf16(step))
-            elif UPDATE == "float16":
-                step = step.to(tl.float16).to(tl.float32)
-            step = weight - step
-        elif WEIGHT:
-            step = -1.0 * step  # a minus would make 0.0 of 0.0
-        _store_rounded(update_at, offsets, step, mask, MASKED)
+        result = _move(weight, step, WEIGHT, DIRECT, UPDATE)
+        _store_rounded(update_at, offsets, result, mask, MASKED)
 
 
 @functools.cache

@@ -1,0 +1,280 @@
+"""Who takes a leaf and why, which leaves share a launch, and how a kernel's work is cut."""
+
+import dataclasses
+import functools
+import json
+from importlib import resources
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optax_lowmem as lowmem
+from optax_lowmem.kernels import fused_update, platform
+from optax_lowmem.kernels.fused_update import dispatch, jax_triton, tuning
+from optax_lowmem.kernels.tiles import Tile
+from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
+
+STORAGE = lowmem.Storage(policy=lowmem.Policy(min_size=0))
+TX = lowmem.flash_adamw(1e-3, storage=STORAGE)
+BF16, F32 = jnp.bfloat16, jnp.float32
+
+
+def plan_of(shape, tx=TX, dtype=BF16, path="block/w"):
+    (plan,) = tx.engine._plans({path: jax.ShapeDtypeStruct(shape, dtype)})
+    return plan
+
+
+def choose(shape, implementation=None, tx=TX):
+    return dispatch.choose(tx.engine.rule, plan_of(shape, tx), implementation)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    monkeypatch.setattr(platform, "no_device_reason", lambda: None)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
+# ---- who takes a leaf ----------------------------------------------------------------------------
+
+TOO_MANY = (1 << 16, 1 << 15)
+IN_F32 = lowmem.flash_adamw(1e-3, storage=lowmem.Storage(mu=None, nu=None))
+
+
+@pytest.mark.parametrize(
+    "shape, tx, chosen, reason",
+    [
+        ((64, 128), TX, "pallas", "fused kernel"),
+        ((3,), TX, "pallas", "fused kernel"),
+        ((2**15, 2**16 - 1), TX, "pallas", "fused kernel"),
+        (TOO_MANY, TX, "xla", "2147483648 elements, more than a kernel's 32-bit offsets reach"),
+        ((), TX, "xla", "a 0-d or empty leaf has no tiles"),
+        ((0, 4), TX, "xla", "a 0-d or empty leaf has no tiles"),
+        ((1 << 16,), IN_F32, "pallas", "fused kernel"),
+        ((1 << 16, 2), IN_F32, "xla", "no slot is compressed: plain elementwise work"),
+    ],
+)
+def test_who_takes_a_leaf(on_a_gpu, shape, tx, chosen, reason):
+    name, why = choose(shape, tx=tx)
+    assert name == chosen and reason in why
+    assert choose(shape, "xla", tx) == ("xla", "asked for")
+
+
+def test_the_second_backend(on_a_gpu, monkeypatch):
+    """Where Pallas has no Triton lowering; its own reasons stand beside Pallas'."""
+    monkeypatch.setattr(platform, "has_pallas_triton", lambda: False)
+    monkeypatch.setattr(platform, "has_jax_triton", lambda: False)
+    name, why = choose((64, 128))
+    assert name == "xla" and "pallas: this JAX has no Pallas-Triton lowering" in why
+    assert "triton: jax-triton is not installed (pip install optax-lowmem[gpu])" in why
+    monkeypatch.setattr(platform, "has_jax_triton", lambda: True)
+    assert choose((64, 128)) == ("triton", "fused kernel")
+    tx = lowmem.flash_adamw(1e-3, nesterov=True, storage=STORAGE)
+    assert "triton: the hand-written kernel does not know" in choose((64, 128), tx=tx)[1]
+    monkeypatch.setattr(jax_triton, "supported", lambda rule, plan: "not today")
+    assert "triton: not today" in choose((64, 128))[1]
+
+
+@pytest.mark.parametrize("kernel", ["pallas", "triton"])
+def test_a_kernel_that_cannot_be_had(kernel):
+    """The error has the leaf, the reason and the way out; here there is no GPU."""
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is a GPU")
+    params = {"block": {"w": jnp.ones((64, 128), BF16)}}
+    message = rf"implementation='{kernel}' cannot take leaf 'block/w': the default backend is cpu"
+    with pytest.raises(ValueError, match=rf"{message}.*Pass implementation=None"):
+        lowmem.step(TX, params, TX.init(params), params, implementation=kernel)
+
+
+def test_a_leaf_that_a_kernel_cannot_take(on_a_gpu, monkeypatch):
+    with pytest.raises(ValueError, match="'pallas' cannot take leaf 'block/w': 2147483648 elem"):
+        choose(TOO_MANY, "pallas")
+    monkeypatch.setattr(platform, "has_jax_triton", lambda: True)
+    tx = lowmem.flash_adamw(1e-3, nesterov=True, storage=STORAGE)
+    with pytest.raises(ValueError, match="'triton' cannot take leaf 'block/w': the hand-written"):
+        choose((64, 128), "triton", tx)
+    monkeypatch.setattr(platform, "has_jax_triton", lambda: False)
+    with pytest.raises(ValueError, match=r"jax-triton is not installed \(pip install"):
+        choose((64, 128), "triton")
+
+
+@pytest.mark.parametrize(
+    "shape, tx, chosen",
+    [((), TX, "xla"), ((0, 4), TX, "xla"), ((1 << 16, 2), IN_F32, "xla"), ((64,), TX, "pallas")],
+)
+def test_what_is_asked_for(on_a_gpu, shape, tx, chosen):
+    """A leaf without codes goes where it is fastest, whatever is asked for: nothing is lost."""
+    assert choose(shape, "pallas", tx)[0] == chosen
+
+
+def test_several_devices(on_a_gpu, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    assert choose((64, 128)) == (
+        "xla",
+        "8 devices are visible and this is not inside a shard_map",
+    )
+    assert choose((64, 128), "pallas") == ("pallas", "asked for")
+
+
+def test_inside_a_shard_map(on_a_gpu, monkeypatch):
+    """Over all axes of a mesh every device has its own arrays, and a kernel takes them."""
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    mesh = gpu_mesh(data=8)
+    params = {"w": jax.ShapeDtypeStruct((16, 64), BF16)}
+    state = jax.eval_shape(TX.init, params)
+
+    def spec(x):
+        return P("data") if x.ndim else P()
+
+    specs = [jax.tree.map(spec, tree) for tree in (params, state, params)]
+    for check in (True, False):
+        step = jax.shard_map(
+            functools.partial(lowmem.step, TX),
+            mesh=mesh,
+            in_specs=tuple(specs),
+            out_specs=(specs[0], specs[1]),
+            check_vma=check,
+        )
+        text = lower_for_cuda(step, params, state, params, mesh=mesh)
+        assert kernels_in(text) == ["fused_update"], check
+
+
+def test_explicit_axes(on_a_gpu):
+    """A kernel would gather the array: XLA's path keeps its sharding."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
+    params = {"w": jnp.ones((16, 64), BF16)}
+    params = jax.device_put(params, jax.NamedSharding(mesh, P("data")))
+    reason = dispatch.choose(TX.engine.rule, plan_of((16, 64)), None, params["w"])
+    assert reason == ("xla", "it lies on Explicit mesh axes and this is not inside a shard_map")
+    with jax.set_mesh(mesh):
+        new, state = jax.jit(functools.partial(lowmem.step, TX))(params, TX.init(params), params)
+    for x in (new["w"], state.mu["w"], state.mu_scale["w"]):
+        assert jax.typeof(x).sharding.spec == P("data", None)
+
+
+def test_explain_says_it(on_a_gpu):
+    params = {"w": jnp.ones((64, 128), BF16), "big": jax.ShapeDtypeStruct(TOO_MANY, BF16)}
+    lines = str(lowmem.explain(TX, params)).splitlines()
+    assert any("step by pallas for 1 of 2 leaves: fused kernel" in line for line in lines)
+    assert any("step by xla for 1 of 2 leaves: pallas: 2147483648" in line for line in lines)
+
+
+@pytest.mark.parametrize("kernel", fused_update.IMPLEMENTATIONS)
+def test_a_computation_for_a_cpu_on_a_gpu_machine(on_a_gpu, kernel):
+    """What is traced with the kernel in it runs without one where its arrays are a CPU's."""
+    params = jax.device_put({"w": jnp.ones((7, 40), BF16)}, jax.local_devices(backend="cpu")[0])
+    grads, state = jax.tree.map(lambda p: p * 0.01, params), TX.init(params)
+    implementation = "xla" if kernel == "xla" else None
+    run = functools.partial(lowmem.step, TX, implementation=implementation)
+    new, new_state = jax.jit(run)(grads, state, params)
+    assert (new_state.correction["w"] != 0).any() and (new["w"] <= params["w"]).all()
+    text = lower_for_cuda(functools.partial(run), grads, state, params)
+    assert kernels_in(text) == ([] if kernel == "xla" else ["fused_update"])
+
+
+# ---- who shares a launch -------------------------------------------------------------------------
+
+
+def batches(*leaves, **tuned):
+    """Of (shape, options of `plan_of`, gradient's dtype) each, all taken."""
+    rows = [
+        (plan_of(shape, **how), jax.ShapeDtypeStruct(shape, dtype)) for shape, how, dtype in leaves
+    ]
+    return dispatch._batches(rows, range(len(rows)), tuning.Tuning(**tuned))
+
+
+def plain(*shape):
+    return shape, {}, BF16
+
+
+def test_leaves_of_a_kind_share_a_launch():
+    assert batches(plain(64), plain(3, 40), plain(7, 7, 32)) == [[0, 1, 2]]
+    assert batches(plain(64), plain(64, 3), plain(32)) == [[0, 2], [1]]  # 3 lie in 4 lanes
+    other = {
+        "gradient": ((64,), {}, F32),
+        "weight": ((64,), {"dtype": F32}, BF16),
+        "codec": ((64,), {"tx": lowmem.flash_adamw(1e-3, storage=lowmem.Storage())}, BF16),
+        "split": (
+            (64,),
+            {"tx": lowmem.flash_adamw(1, storage=dataclasses.replace(STORAGE, split="ulp"))},
+            BF16,
+        ),
+    }
+    for name, leaf in other.items():
+        assert batches(plain(64), leaf, plain(32)) == [[0, 2], [1]], name
+    (masked,) = {id(plan_of((64,))) and dataclasses.replace(plan_of((64,)), decays=False)}
+    rows = [(plan, jnp.ones(64)) for plan in (plan_of((64,)), masked)]
+    assert dispatch._batches(rows, [0, 1], tuning.Tuning()) == [[0], [1]]
+
+
+def test_most_leaves_of_a_launch():
+    found = batches(*[plain(64)] * 5, plain(64, 3), *[plain(64)] * 2, leaves=3)
+    assert found == [[0, 1, 2], [3, 4, 6], [5], [7]]
+    assert batches(*[plain(64)] * 3, leaves=1) == [[0], [1], [2]]
+
+
+def test_most_elements_of_a_launch():
+    sizes = [plain(100), plain(100), plain(1), plain(500), plain(50), plain(50)]
+    assert batches(*sizes, elements=200) == [[0, 1], [2], [3], [4, 5]]
+    assert batches(*sizes, elements=201) == [[0, 1, 2], [3], [4, 5]]
+
+
+def test_only_the_leaves_that_a_kernel_takes():
+    rows = [(plan_of((64,)), jnp.ones(64, BF16))] * 4
+    assert dispatch._batches(rows, [1, 3], tuning.Tuning()) == [[1, 3]]
+
+
+# ---- how the work is cut -------------------------------------------------------------------------
+
+TUNED = [tuning.Tuning(Tile(64 << i, 1 << i), i + 1, 1000 + i) for i in range(4)]
+
+
+def test_argument_then_trial_then_tuned_then_heuristic(monkeypatch):
+    argument, trial, tuned, other = TUNED
+    kind = jax.local_devices()[0].device_kind
+    lines = {"pallas/2-slots": tuning.entry(tuned), "triton/1-slots": tuning.entry(other)}
+    monkeypatch.setattr(tuning, "_tuned", lambda: {kind: lines, "another": {}})
+    with tuning.trying(trial):
+        assert tuning.resolve(argument, "pallas", 2) == argument
+        assert tuning.resolve(None, "pallas", 2) == trial
+        with tuning.trying(argument):
+            assert tuning.resolve(None, "pallas", 1) == argument
+        assert tuning.resolve(None, "pallas", 1) == trial
+    assert tuning.resolve(None, "pallas", 2) == tuned
+    assert tuning.resolve(None, "triton", 1) == other
+    assert tuning.resolve(None, "pallas", 1) == tuning.resolve(None, "triton", 2)
+    assert tuning.resolve(None, "pallas", 1) == tuning.HEURISTIC == tuning.Tuning()
+    monkeypatch.setattr(tuning, "_tuned", lambda: {"another": lines})
+    assert tuning.resolve(None, "pallas", 2) == tuning.HEURISTIC
+
+
+def test_a_trial_reaches_the_step(on_a_gpu):
+    shapes = {f"w{i}": jax.ShapeDtypeStruct((4, 64), BF16) for i in range(4)}
+    state = jax.eval_shape(TX.init, shapes)
+    for leaves, launches in ((1, 4), (2, 2), (4, 1)):
+        with tuning.trying(tuning.Tuning(leaves=leaves)):
+            text = lower_for_cuda(functools.partial(lowmem.step, TX), shapes, state, shapes)
+        assert sum("@launch" in line and "call" in line for line in text.splitlines()) == launches
+
+
+@pytest.mark.parametrize("tuned", TUNED, ids=str)
+def test_an_entry_is_read_as_it_was_written(tuned):
+    written = json.loads(json.dumps(tuning.entry(tuned)))
+    assert tuning.parse(written) == tuned
+
+
+def test_the_packaged_entries():
+    tuning._tuned.cache_clear()
+    text = resources.files(fused_update).joinpath("tuned.json").read_text(encoding="utf-8")
+    assert tuning._tuned() == json.loads(text)
+    for device, lines in tuning._tuned().items():
+        for key, line in lines.items():
+            kernel, _, slots = key.partition("/")
+            assert kernel in ("pallas", "triton") and slots in ("0-slots", "1-slots", "2-slots")
+            cut = tuning.parse(line)
+            assert tuning.entry(cut) == line, (device, key)
+            for power in (cut.tile.elements, cut.tile.warps):
+                assert power > 0 and power & (power - 1) == 0, (device, key)
+            assert cut.leaves >= 1 and cut.elements >= 1
