@@ -6,12 +6,21 @@ import re
 import jax
 import pytest
 
+from optax_lowmem.kernels import platform as kernel_platform
+
 # Both before any backend starts. The devices are for the sharding tests; on a GPU machine they
 # are the CPU's and disturb nothing. A silent broadcast between ranks is a bug in an optimizer.
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 _gpu_tests_run = 0
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is traced is for a machine with one GPU."""
+    monkeypatch.setattr(kernel_platform, "no_device_reason", lambda: None)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
 
 
 def pytest_report_header() -> str:

@@ -2,8 +2,7 @@
 
 import json
 import math
-import subprocess
-import sys
+import os
 import types
 
 import jax
@@ -118,8 +117,8 @@ def test_the_copy_touches_every_word():
 
 
 def test_steps_of_a_call():
-    """0.3 s of them at the speed of a copy, within limits."""
-    assert device_loop.steps_for(int(15e9), 3.0) == 60
+    """0.6 s of them at the speed of a copy, within limits."""
+    assert device_loop.steps_for(int(15e9), 3.0) == 120
     assert device_loop.steps_for(1, 3.0) == device_loop.MAX_STEPS
     assert device_loop.steps_for(int(1e13), 3.0) == 4
 
@@ -161,14 +160,14 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setitem(cases.LEAF_SETS, "smoke", cases.LEAF_SETS["tiny"])
     told = []
 
-    def in_a_process(module, job):
+    def in_a_process(job):
         told.append(job)
-        if module == processes.IN_TORCH:
-            return in_torch.outcome(job)
-        return processes.measure(job)
+        torch = job["implementation"] in in_torch.IMPLEMENTATIONS
+        return in_torch.outcome(job) if torch else processes.measure(job)
 
     monkeypatch.setattr(processes, "in_a_process", in_a_process)
-    monkeypatch.setattr(processes.turns, "take", lambda path: None)  # never given back
+    # never given back
+    monkeypatch.setattr(processes.turns, "take", lambda turn, compiling: os.close(compiling))
     return told
 
 
@@ -261,26 +260,33 @@ def test_each_is_measured_in_a_process_of_its_own():
     assert torch.get("skipped", "") in reasons or "times" in torch
 
 
-def test_a_process_that_dies_fails():
-    found = processes.in_a_process(["-c", "import sys; sys.stdin.read(); sys.exit(3)"], {})
-    assert found == {"failed": "its process ended with status 3"}
+def test_a_process_that_dies_fails_and_holds_nobody_up(monkeypatch):
+    monkeypatch.setattr(processes, "IN_JAX", ["-c", "import sys; sys.stdin.read(); sys.exit(3)"])
+    found = list(processes.outcomes([ask("lowmem.step")] * 3, at_once=2))
+    assert found == [{"failed": "its process ended with status 3"}] * 3
 
 
-def test_one_process_at_a_time_has_the_device(tmp_path):
-    """The second takes its turn when the first has ended, not before."""
-    code = (
-        "import sys, time; from benchmarks.peers import turns; turns.take(sys.argv[1]); "
-        "print(time.time(), flush=True); time.sleep(0.4); print(time.time())"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "turn")]
-    both = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=processes.ROOT)
-        for _ in range(2)
-    ]
-    (one, end), (other, _) = sorted(
-        tuple(map(float, process.communicate()[0].split())) for process in both
-    )
-    assert one < end <= other
+CHILD = """
+import json, sys, time
+from benchmarks.peers import turns
+job = json.load(sys.stdin)
+time.sleep(0.3 * job["repeats"])
+compiled = time.time()
+turns.take(job["turn"], job["compiling"])
+begun = time.time()
+time.sleep(0.2)
+print(json.dumps({"compiled": compiled, "begun": begun, "ended": time.time()}))
+"""
+
+
+def test_one_process_at_a_time_has_the_device_once_all_have_compiled(monkeypatch):
+    """The first to be ready waits for the last; then one follows another."""
+    monkeypatch.setattr(processes, "IN_JAX", ["-c", CHILD])
+    jobs = [{**ask("lowmem.step"), "repeats": repeats} for repeats in range(3)]
+    found = list(processes.outcomes(jobs, at_once=3))
+    one, two, three = sorted(found, key=lambda outcome: outcome["begun"])
+    assert max(outcome["compiled"] for outcome in found) <= one["begun"]
+    assert one["ended"] <= two["begun"] and two["ended"] <= three["begun"]
 
 
 def test_the_peak_of_a_step_where_the_device_counts(monkeypatch):

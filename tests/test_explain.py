@@ -27,7 +27,8 @@ def test_the_printed_form():
         "norm          mu          -                 64 elements, fewer than min_size=4096",
         "norm          nu          -                 64 elements, fewer than min_size=4096",
         "norm          correction  -                 an f32 parameter is its own master weight",
-        "step by xla for 3 of 3 leaves: the default backend is cpu, and kernels are for NVIDIA GPUs",
+        "step by xla for 3 of 3 leaves: "
+        "the default backend is cpu, and kernels are for NVIDIA GPUs",
     ]
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from contract_cases import POLICY, QUICK_COMPILE, assert_same
+from contract_cases import POLICY, QUICK_COMPILE, assert_alike, assert_same
 
 import optax_lowmem as lowmem
 from optax_lowmem.transforms.engine import Engine
@@ -126,7 +126,7 @@ def test_train_state_trains_as_flaxs(name, dtype):
     assert_same(contents(start), contents(theirs))
     mine = train_linen(start)
     assert int(mine.step) == STEPS
-    assert_same(contents(mine), contents(train_linen(theirs)))
+    assert_alike(contents(mine), contents(train_linen(theirs)), STEPS)
     moved = mine.params["Dense_0"]["kernel"] != start.params["Dense_0"]["kernel"]
     assert moved.mean() > 0.3
 
@@ -331,7 +331,7 @@ def test_optimizer_trains_as_flaxs(name, dtype):
     assert_same(pure(*start), pure(*theirs))
     mine = train_nnx(*start, **extra)
     assert int(mine[1].step[...]) == STEPS and int(mine[0].calls[...]) == STEPS
-    assert_same(pure(*mine), pure(*train_nnx(*theirs, **extra)))
+    assert_alike(pure(*mine), pure(*train_nnx(*theirs, **extra)), STEPS)
     assert (mine[0].dense.kernel[...] != start[0].dense.kernel[...]).mean() > 0.3
     if name == "value":  # of losses that do not fall
         assert float(mine[1].opt_state[1].scale[...]) < 1

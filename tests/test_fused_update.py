@@ -1,6 +1,7 @@
 """The paths for XLA against the reference, leaf by leaf, and a clipping folded into the step."""
 
 import functools
+import importlib
 import itertools
 
 import jax
@@ -69,6 +70,11 @@ def test_a_path_is_the_reference(name, bits, dtype, rounding, path):
     both = (run(f, params, grads, state) for f in (plain, path.fused_update))
     for plan, p, one, other in zip(plans, params.values(), *both, strict=True):
         compare(plan, p, one, other)
+
+
+def test_every_rule_is_among_the_cases():
+    rules = {make(STORAGE()).engine.rule for make in CASES.values()}
+    assert {row.make(LEARNING_RATE).engine.rule for row in lowmem.OPTIMIZERS.values()} <= rules
 
 
 def units(stored):
@@ -141,3 +147,84 @@ def test_a_small_output_is_computed_in_a_conditional():
     grads = {"w": jnp.ones((128, 128))}
     compiled = jax.jit(functools.partial(lowmem.step, tx)).lower(grads, state, params).compile()
     assert compiled.as_text().count(" conditional(") == 2  # {weight, correction, mu} and nu
+
+
+# ---- a clipping before the step --------------------------------------------------------------
+
+
+@pytest.fixture
+def folded(monkeypatch):
+    """The clippings that became a factor."""
+    module, found = importlib.import_module("optax_lowmem.transforms.chain"), []
+    plain = module._clipping_factor
+
+    def factor(link, updates, state):
+        found.append(link)
+        return plain(link, updates, state)
+
+    monkeypatch.setattr(module, "_clipping_factor", factor)
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_clipping_is_folded_in(name, folded):
+    """As clipping f32 gradients first, for a norm over the limit and one under it."""
+    tx = CASES[name](STORAGE())
+    params, grads, state = some_steps_in(tx, jnp.bfloat16)
+    norm = float(optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads)))
+    links = [optax.clip_by_global_norm(norm / 7), optax.clip_by_global_norm(7 * norm)]
+
+    def both(grads, state, params):
+        for link in links:
+            clipped = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+            clipped, _ = link.update(clipped, optax.EmptyState())
+            apart = lowmem.step(tx, clipped, state, params)
+            chained = (optax.EmptyState(), state)
+            new, (_, inner) = lowmem.step(lowmem.chain(link, tx), grads, chained, params)
+            updates, (_, other) = lowmem.chain(link, tx).update(grads, chained, params)
+            updated = optax.apply_updates(params, updates)
+            yield apart, (new, inner), (updated, other)
+
+    results = jax.jit(lambda *args: list(both(*args)))(grads, state, params)
+    assert folded == [link for link in links for _ in range(2)]
+    codes = [state.mu["c"] for (_, state), *_ in results]
+    assert (codes[0] != codes[1]).any()  # one of the clippings clips
+    for apart, *others in results:
+        for other in others:
+            assert_clipped_alike(apart, other, tx.engine._plans(params))
+
+
+def assert_clipped_alike(one, other, plans):
+    """Of (parameters, state): what a gradient that differs by REORDERED_NORM makes."""
+    wanted, found = ([*map(jax.tree.leaves, state)] for state in (one[1], other[1]))
+    fields = dict(zip(one[1]._fields, zip(wanted, found, strict=True), strict=True))
+    for slot in (slot for slot in ("mu", "nu") if slot in fields):
+        for codes, codes2 in zip(*fields[slot], strict=True):
+            off = np.abs(units(codes) - units(codes2))
+            share = tolerances.REORDERED_CODES + 255 * tolerances.REORDERED_NORM
+            assert off.max() <= 1 and (off > 0).sum() <= max(1, share * off.size), slot
+        for scale, scale2 in zip(*fields[f"{slot}_scale"], strict=True):
+            rtol = 2 * tolerances.REORDERED_NORM
+            if scale.dtype == jnp.uint16:  # 8 bits of a mantissa
+                assert np.abs(units(scale) - units(scale2)).max() <= 1
+            else:
+                np.testing.assert_allclose(scale2, scale, rtol=rtol, err_msg=slot)
+    masters = [jax.tree.leaves(lowmem.master_params(*pair)) for pair in (one, other)]
+    for plan, w, w2 in zip(plans, *masters, strict=True):
+        unit = tolerances.REORDERED_MASTER[plan.split.bits, jnp.dtype(plan.dtype)]
+        step = LEARNING_RATE * 4 * tolerances.REORDERED_NORM
+        np.testing.assert_allclose(w2, w, rtol=unit, atol=step, err_msg=plan.path)
+
+
+@pytest.mark.parametrize("largest", [0.0, jnp.inf, jnp.nan, 3e38], ids=str)
+def test_norms_that_cannot_divide(largest, folded):
+    """Zeros stay zeros; what optax makes NaN is NaN."""
+    link, tx = optax.clip_by_global_norm(1.0), lowmem.flash_sgd(1.0)
+    params = {"w": jnp.zeros(4), "v": jnp.ones(2)}
+    grads = {"w": jnp.zeros(4).at[1].set(largest), "v": jnp.full(2, min(largest, 1e38))}
+    wanted, _ = link.update(grads, optax.EmptyState())
+    chained = lowmem.chain(link, tx)
+    found, _ = jax.jit(chained.update)(grads, chained.init(params), params)
+    assert folded
+    for name in params:
+        np.testing.assert_allclose(found[name], -wanted[name], rtol=tolerances.REORDERED_NORM)

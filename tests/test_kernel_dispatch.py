@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
 from optax_lowmem.kernels import fused_update, platform
-from optax_lowmem.kernels.fused_update import dispatch, jax_triton, tuning
+from optax_lowmem.kernels.fused_update import dispatch, tuning
 from optax_lowmem.kernels.tiles import Tile
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
 
@@ -29,12 +29,6 @@ def plan_of(shape, tx=TX, dtype=BF16, path="block/w"):
 
 def choose(shape, implementation=None, tx=TX):
     return dispatch.choose(tx.engine.rule, plan_of(shape, tx), implementation)
-
-
-@pytest.fixture
-def on_a_gpu(monkeypatch):
-    monkeypatch.setattr(platform, "no_device_reason", lambda: None)
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
 
 
 # ---- who takes a leaf ----------------------------------------------------------------------------
@@ -69,12 +63,22 @@ def test_the_second_backend(on_a_gpu, monkeypatch):
     name, why = choose((64, 128))
     assert name == "xla" and "pallas: this JAX has no Pallas-Triton lowering" in why
     assert "triton: jax-triton is not installed (pip install optax-lowmem[gpu])" in why
+    with pytest.raises(ValueError, match=r"jax-triton is not installed \(pip install"):
+        choose((64, 128), "triton")
+
+
+NESTEROV = lowmem.flash_adamw(1e-3, nesterov=True, storage=STORAGE)
+
+
+def test_the_second_backend_and_its_reasons(on_a_gpu, monkeypatch):
+    pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setattr(platform, "has_jax_triton", lambda: True)
+    with pytest.raises(ValueError, match="'triton' cannot take leaf 'block/w': the hand-written"):
+        choose((64, 128), "triton", NESTEROV)
+    assert choose((64, 128), "triton") == ("triton", "asked for")
+    monkeypatch.setattr(platform, "has_pallas_triton", lambda: False)
     assert choose((64, 128)) == ("triton", "fused kernel")
-    tx = lowmem.flash_adamw(1e-3, nesterov=True, storage=STORAGE)
-    assert "triton: the hand-written kernel does not know" in choose((64, 128), tx=tx)[1]
-    monkeypatch.setattr(jax_triton, "supported", lambda rule, plan: "not today")
-    assert "triton: not today" in choose((64, 128))[1]
+    assert "triton: the hand-written kernel does not know" in choose((64, 128), tx=NESTEROV)[1]
 
 
 @pytest.mark.parametrize("kernel", ["pallas", "triton"])
@@ -88,16 +92,9 @@ def test_a_kernel_that_cannot_be_had(kernel):
         lowmem.step(TX, params, TX.init(params), params, implementation=kernel)
 
 
-def test_a_leaf_that_a_kernel_cannot_take(on_a_gpu, monkeypatch):
+def test_a_leaf_that_a_kernel_cannot_take(on_a_gpu):
     with pytest.raises(ValueError, match="'pallas' cannot take leaf 'block/w': 2147483648 elem"):
         choose(TOO_MANY, "pallas")
-    monkeypatch.setattr(platform, "has_jax_triton", lambda: True)
-    tx = lowmem.flash_adamw(1e-3, nesterov=True, storage=STORAGE)
-    with pytest.raises(ValueError, match="'triton' cannot take leaf 'block/w': the hand-written"):
-        choose((64, 128), "triton", tx)
-    monkeypatch.setattr(platform, "has_jax_triton", lambda: False)
-    with pytest.raises(ValueError, match=r"jax-triton is not installed \(pip install"):
-        choose((64, 128), "triton")
 
 
 @pytest.mark.parametrize(
@@ -148,6 +145,8 @@ def test_explicit_axes(on_a_gpu):
     params = jax.device_put(params, jax.NamedSharding(mesh, P("data")))
     reason = dispatch.choose(TX.engine.rule, plan_of((16, 64)), None, params["w"])
     assert reason == ("xla", "it lies on Explicit mesh axes and this is not inside a shard_map")
+    with pytest.raises(ValueError, match="cannot take leaf 'block/w'.*Explicit mesh axes"):
+        dispatch.choose(TX.engine.rule, plan_of((16, 64)), "pallas", params["w"])
     with jax.set_mesh(mesh):
         new, state = jax.jit(functools.partial(lowmem.step, TX))(params, TX.init(params), params)
     for x in (new["w"], state.mu["w"], state.mu_scale["w"]):
@@ -177,10 +176,16 @@ def test_a_computation_for_a_cpu_on_a_gpu_machine(on_a_gpu, kernel):
 # ---- who shares a launch -------------------------------------------------------------------------
 
 
-def batches(*leaves, **tuned):
+def batches(*leaves, direct=True, **tuned):
     """Of (shape, options of `plan_of`, gradient's dtype) each, all taken."""
+    plans = [plan_of(shape, **how) for shape, how, _ in leaves]
     rows = [
-        (plan_of(shape, **how), jax.ShapeDtypeStruct(shape, dtype)) for shape, how, dtype in leaves
+        (
+            dataclasses.replace(plan, direct=direct),
+            jax.ShapeDtypeStruct(plan.shape, dtype),
+            jax.ShapeDtypeStruct(plan.shape, plan.dtype),
+        )
+        for plan, (_, _, dtype) in zip(plans, leaves, strict=True)
     ]
     return dispatch._batches(rows, range(len(rows)), tuning.Tuning(**tuned))
 
@@ -204,25 +209,55 @@ def test_leaves_of_a_kind_share_a_launch():
     }
     for name, leaf in other.items():
         assert batches(plain(64), leaf, plain(32)) == [[0, 2], [1]], name
-    (masked,) = {id(plan_of((64,))) and dataclasses.replace(plan_of((64,)), decays=False)}
-    rows = [(plan, jnp.ones(64)) for plan in (plan_of((64,)), masked)]
+    plan = plan_of((64,))
+    plans = plan, dataclasses.replace(plan, decays=False)
+    rows = [(plan, jnp.ones(64), jnp.ones(64, BF16)) for plan in plans]
     assert dispatch._batches(rows, [0, 1], tuning.Tuning()) == [[0], [1]]
 
 
 def test_most_leaves_of_a_launch():
     found = batches(*[plain(64)] * 5, plain(64, 3), *[plain(64)] * 2, leaves=3)
-    assert found == [[0, 1, 2], [3, 4, 6], [5], [7]]
+    assert found == [[0, 1], [2, 3], [4, 6, 7], [5]]
     assert batches(*[plain(64)] * 3, leaves=1) == [[0], [1], [2]]
 
 
+def test_launches_of_many_layers_compile_once():
+    """Of one shape as many as fit, evenly; shapes of which there are few go with neighbours."""
+    layer = [plain(96, 32), plain(64), plain(32, 96), plain(64)]
+    found = batches(plain(500, 32), *layer * 12, plain(32), leaves=8)
+    shapes = [[(layer * 12)[i - 1][0] if 0 < i < 49 else i for i in part] for part in found]
+    assert shapes[:2] == [[(96, 32)] * 6] * 2 and shapes[2:5] == [[(64,)] * 8] * 3
+    assert shapes[5:7] == [[(32, 96)] * 6] * 2
+    assert shapes[7:] == [[0, 49]]
+    assert sorted(i for part in found for i in part) == list(range(50))
+
+
 def test_most_elements_of_a_launch():
-    sizes = [plain(100), plain(100), plain(1), plain(500), plain(50), plain(50)]
-    assert batches(*sizes, elements=200) == [[0, 1], [2], [3], [4, 5]]
-    assert batches(*sizes, elements=201) == [[0, 1, 2], [3], [4, 5]]
+    sizes = [plain(100), plain(100), plain(20), plain(500), plain(50), plain(50)]
+    assert batches(*sizes, elements=199) == [[0], [1], [3], [2, 4, 5]]
+    assert batches(*sizes, elements=200) == [[0, 1], [3], [2, 4, 5]]
+    assert batches(*sizes, elements=1000) == [[0, 1, 2, 3, 4, 5]]
+    few = [plain(100), plain(99), plain(20), plain(500), plain(50)]
+    assert batches(*few, elements=218) == [[3], [0, 1], [2, 4]]
+    assert batches(*few, elements=219) == [[3], [0, 1, 2], [4]]
+
+
+def test_an_update_holds_no_more_than_its_largest_leaf_in_f32():
+    """The new weights of a launch, of 2 bytes, or its updates, of 4."""
+    unit = 1 << 18
+    sizes = [plain(2 * unit), plain(2 * unit), plain(unit), plain(3 * unit), plain(unit)]
+    assert batches(*sizes) == [[0, 1, 2, 3, 4]]
+    assert batches(*sizes, direct=False) == [[0, 1, 2], [3, 4]]
+    in_f32 = [(shape, {"dtype": F32}, BF16) for shape, _, _ in sizes]
+    assert batches(*in_f32, direct=False) == [[0], [1], [3], [2, 4]]
+    assert batches(*sizes, direct=False, elements=4 * unit) == [[0, 1], [3], [2, 4]]
+    # 1 MB is nothing
+    assert batches(*[plain(unit // 8)] * 16, direct=False, leaves=99) == [[*range(16)]]
+    assert len(batches(*[plain(unit // 8)] * 17, direct=False, leaves=99)) == 2
 
 
 def test_only_the_leaves_that_a_kernel_takes():
-    rows = [(plan_of((64,)), jnp.ones(64, BF16))] * 4
+    rows = [(plan_of((64,)), jnp.ones(64, BF16), jnp.ones(64, BF16))] * 4
     assert dispatch._batches(rows, [1, 3], tuning.Tuning()) == [[1, 3]]
 
 

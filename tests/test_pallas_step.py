@@ -14,7 +14,7 @@ import pytest
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
 from optax_lowmem._core import numerics
-from optax_lowmem.kernels import pallas_tiles, platform
+from optax_lowmem.kernels import pallas_tiles
 from optax_lowmem.kernels.fused_update import dispatch, operands, pallas_triton, reference, tuning
 from optax_lowmem.kernels.tiles import Tile, Tiling
 from tests import launch_cases, tolerances
@@ -111,13 +111,6 @@ def make(optimizer, shapes, stored=None, how=None, **options):
         leaf = case.leaves[i]
         case.leaves[i] = operands.leaf_of(case.plans[i], leaf.g, leaf.p, case.states[i])
     return case
-
-
-@pytest.fixture
-def on_a_gpu(monkeypatch):
-    """What is traced is for one."""
-    monkeypatch.setattr(platform, "no_device_reason", lambda: None)
-    monkeypatch.setattr(platform, "no_kernel_reason", lambda x=None: None)
 
 
 @pytest.fixture
@@ -229,7 +222,7 @@ def test_one_cut_is_as_good_as_another(interpreted):
     case = make("flash_adamw", [(7, 33), (3, 5, 64), (96,)])
     for tuned in (
         tuning.Tuning(Tile(elements=64, warps=1), leaves=2),
-        tuning.Tuning(Tile(elements=4096, warps=8), elements=1200),
+        tuning.Tuning(Tile(elements=4096, warps=8), elements=1100),
     ):
         check(case, tuned=tuned)
     assert interpreted == [2, 1, 1, 2]

@@ -28,6 +28,9 @@ ULP_TIES = {24: 1e-4, 32: 1e-2}
 # A new weight reaches itself through f32 addition unless it is under this share of the old one:
 # 2^-24 of the old one must be under an eighth of its ulp, 2^-7 or 2^-10 of it.
 LANDS = {"bfloat16": 2.0**-15, "float16": 2.0**-12}
+# Of the old weight, what a bf16 under 2^-16 of it is off by without its correction: half its ulp is
+# 2^-9 of it, and f32 addition misses it by 2^-24 of the old one.
+MISSED = 2.0**-24 + 2.0**-25
 # Drift of 4096 elements asleep, of f32's: the requirement. A walk between two codes ends after a
 # geometric time, so one element's drift is off by about its own size: 1.6 % of the mean of 4096.
 ASLEEP_MEAN = 0.05
@@ -117,18 +120,33 @@ REORDERED_SCALE_UNITS = {"f32": 6, "f16": 1, "e8m8": 1}
 # A norm over a tree, summed in another order, and a factor applied before or after: 64 u.
 REORDERED_NORM = 2.0**-18
 
-# -- the fused GPU step (test_pallas_step.py, test_gpu_step.py) -------------------------------------
+# -- the fused GPU step (test_pallas_step.py, test_kernel_numerics.py, test_gpu_step.py) -----------
 
-# x rsqrt(y) rsqrt(y): two roots of 2 ulp (2^-22 each) and two products of u each.
-KERNEL_QUOTIENT = 2.0**-21
+# x times 1 / y to an ulp, 2^-23, and a product of u. (XLA's division on a GPU: 2 ulp, 2^-22.)
+KERNEL_QUOTIENT = 2.0**-22
 # 32 bits rounded to f32 instead of 24 cut off: half a spacing, 2^-25, from what was cut off, 2^-24.
 KERNEL_UNIFORM = 2.0**-24 + 2.0**-25
 # A step on a GPU, of the learning rate. Adam's directions are at most (1 - b1) / sqrt(1 - b2) =
-# 3.2; the quotient is off by KERNEL_QUOTIENT, the rest by 16 u: 3.2 * 1.5 * 2^-20 < 2^-17.
+# 3.2; the quotients are 2^-21 apart, the rest 16 u: 3.2 * 1.5 * 2^-20 < 2^-17.
 GPU_STEP = 2.0**-17
-# Lion's sign differs where b1 m + (1 - b1) g is under 2 u of its terms. For terms of one size that
-# is 2^-23 of elements; room for terms that are 8 times wider spread.
-GPU_SIGNS = 2.0**-20
+# Lion's sign differs where |b1 m + (1 - b1) g| is under what it is off by: quotients 2^-21 apart
+# and 4 u of b1 m, 1.5 * 2^-21. For a sum of two terms of one size, with a density of at most 0.4
+# of that size around 0, that is 2 * 1.5 * 2^-21 * 0.4 = 2^-20.7 of elements; twice that for other
+# sizes.
+GPU_SIGNS = 2.0**-19
+# Scales on either path: units and expansions 2^-21 apart each, squared for a variance (2^-19),
+# and 16 u for the average and roots of 2 ulp.
+GPU_STATE = 2.0**-18
+
+
+def rare(share: float, elements: int) -> float:
+    """How many of some elements may be what a share of all are: 4 standard errors over the mean.
+
+    At least one, since none is the mean of few.
+    """
+    mean = share * elements
+    return max(1.0, mean + STANDARD_ERRORS * mean**0.5)
+
 
 # -- encode and decode of one array (test_group_codec.py) -----------------------------------------
 

@@ -13,8 +13,8 @@ from benchmarks.peers import cases
 from benchmarks.peers.in_jax import Implementation
 
 Carry = tuple[Any, Any, Any]  # weights, state, gradients
-CALL_SECONDS = 0.3  # of device work in one call, beside which its launch is little
-MAX_STEPS = 600
+CALL_SECONDS = 0.6  # of device work in one call, beside which its launch is little
+MAX_STEPS = 1200
 
 
 # ---- what a step works on ------------------------------------------------------------------------

@@ -137,7 +137,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     """What `benchmarks.peers.device_loop` finds of a JAX implementation, of a torch one."""
     import torch
 
-    turns.take(case["turn"])
+    turns.take(case["turn"], case["compiling"])
     optimizer, params = build(case)
     for _ in range(WARM_UP):
         optimizer.step()

@@ -53,33 +53,39 @@ def job(implementation: str, case: Case, repeats: int, steps: int | None, tbps: 
 def outcomes(jobs: Sequence[Job], at_once: int) -> Iterator[dict[str, Any]]:
     """What each job found, in order, `at_once` processes at a time.
 
-    With more than one there are no compile times, which they would disturb.
+    Those of a round compile together, then take turns on the device while nothing compiles: what
+    else a host does shows in times. With more than one there are no compile times.
     """
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(at_once) as pool:
+        for first in range(0, len(jobs), at_once):
+            turn = f"{folder}/turn"
+            told = [
+                {**one, "turn": turn, "compiling": turns.compiling(turn)}
+                for one in jobs[first : first + at_once]
+            ]
+            for outcome in pool.map(in_a_process, told):
+                if at_once > 1:
+                    outcome.pop("compile_s", None)
+                yield outcome
 
-        def found(one: Job) -> dict[str, Any]:
-            torch = one["implementation"] in in_torch.IMPLEMENTATIONS
-            outcome = in_a_process(IN_TORCH if torch else IN_JAX, {**one, "turn": f"{folder}/turn"})
-            if at_once > 1:
-                outcome.pop("compile_s", None)
-            return outcome
 
-        yield from pool.map(found, jobs)
-
-
-def in_a_process(module: Sequence[str], one: Job) -> dict[str, Any]:
-    """The JSON that a module prints, given a job on its standard input."""
-    done = subprocess.run(
-        [sys.executable, *module],
+def in_a_process(one: Job) -> dict[str, Any]:
+    """The JSON that a process prints, given a job on its standard input."""
+    torch = one["implementation"] in in_torch.IMPLEMENTATIONS
+    process = subprocess.Popen(
+        [sys.executable, *(IN_TORCH if torch else IN_JAX)],
         env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
-        input=json.dumps(one),
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         cwd=ROOT,
+        pass_fds=[one["compiling"]],
     )
-    printed = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not printed:
-        return {"failed": f"its process ended with status {done.returncode}"}
+    os.close(one["compiling"])  # now the process has it
+    output, _ = process.communicate(json.dumps(one))
+    printed = [line for line in output.splitlines() if line.startswith("{")]
+    if process.returncode or not printed:
+        return {"failed": f"its process ended with status {process.returncode}"}
     return json.loads(printed[-1])
 
 
@@ -94,7 +100,7 @@ def measure(one: Job) -> dict[str, Any]:
         with tuning.trying(tuned):
             made = in_jax.make(one["implementation"], one["leaf_set"], one["optimizer"])
             runner = device_loop.Runner(made, one["leaf_set"], steps)
-        turns.take(one["turn"])
+        turns.take(one["turn"], one["compiling"])
         runner.start()
         return {"times": [runner.time() for _ in range(one["repeats"])], **runner.found}
     except in_jax.Unavailable as reason:

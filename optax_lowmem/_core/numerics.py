@@ -5,7 +5,7 @@ exactness here works on the bits.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
 import jax
@@ -18,7 +18,13 @@ NAN_BITS = 0x7FC00000  # canonical: CUDA's 0x7fffffff would round to -0.0
 MIN_NORMAL_BITS = 0x00800000
 _F16_OVERFLOW_BITS = 0x477FF000  # 65520, half way from f16's largest number to the next
 
-_in_kernel: ContextVar[bool] = ContextVar("in_kernel", default=False)
+Reciprocal = Callable[[jax.Array], jax.Array]
+# of the kernel whose body is traced
+_reciprocal: ContextVar[Reciprocal | None] = ContextVar("reciprocal", default=None)
+
+
+def _in_kernel() -> bool:
+    return _reciprocal.get() is not None
 
 
 def to_bits(x: jax.Array) -> jax.Array:
@@ -33,7 +39,7 @@ def from_bits(bits: jax.Array) -> jax.Array:
 
 def canonical_nan(bits: jax.Array) -> jax.Array:
     """f32 bits with every NaN made 0x7fc00000."""
-    if _in_kernel.get():  # what a GPU computes is never another NaN than 0x7fffffff
+    if _in_kernel():  # what a GPU computes is never another NaN than 0x7fffffff
         signed = lax.bitcast_convert_type(bits, jnp.int32)
         return lax.bitcast_convert_type(jnp.minimum(signed, NAN_BITS), jnp.uint32)
     return jnp.where(jnp.isnan(from_bits(bits)), jnp.uint32(NAN_BITS), bits)
@@ -42,7 +48,7 @@ def canonical_nan(bits: jax.Array) -> jax.Array:
 def absmax_bits(x: jax.Array, signed: bool = True) -> jax.Array:
     """Bits of max |x| over the last axis, in integers: a float maximum may drop NaN."""
     magnitude = lax.bitcast_convert_type(x, jnp.int32)
-    if signed or not _in_kernel.get():  # what a GPU computes is never a NaN with a sign
+    if signed or not _in_kernel():  # what a GPU computes is never a NaN with a sign
         magnitude = magnitude & MAGNITUDE_MASK
     return jnp.max(magnitude, axis=-1).astype(jnp.uint32)
 
@@ -70,7 +76,7 @@ def round_to_signed_byte(magnitude: jax.Array, sign: jax.Array) -> jax.Array:
 
 def uniform(bits: jax.Array) -> jax.Array:
     """f32 in [0, 1) of uint32 bits; in a kernel rounded from all 32, so up to 1."""
-    if _in_kernel.get():
+    if _in_kernel():
         return bits.astype(jnp.float32) * jnp.float32(2.0**-32)
     return (bits >> 8).astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0**-24)
 
@@ -81,32 +87,34 @@ def low_byte(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
     XLA on a GPU (jax 0.11.2) converts the bits of a float, less a constant, as if they were the
     float: everything comes out saturated. A clamp in between prevents it; kernels need none.
     """
-    if not _in_kernel.get():
+    if not _in_kernel():
         info = jnp.iinfo(dtype)
         bits = jnp.clip(bits, jnp.int32(info.min), jnp.int32(info.max))
     return bits.astype(dtype)
 
 
 def quotient(x: jax.Array, y: jax.Array) -> jax.Array:
-    """x / y for y >= 0.
+    """x / y for 0 <= y <= 2^126.
 
-    In a kernel (`kernel_arithmetic`) x rsqrt(y) rsqrt(y), to 2^-21: two instructions of the nine
-    that a division takes there, and codes and steps ask for no more.
+    In a kernel (`kernel_arithmetic`) x times the reciprocal of y, to 2^-22: two instructions of the
+    nine that a division takes there, and codes and steps ask for no more.
     """
-    if not _in_kernel.get():
-        return x / y
-    root = lax.rsqrt(y)
-    return x * root * root
+    reciprocal = _reciprocal.get()
+    return x / y if reciprocal is None else x * reciprocal(y)
 
 
 @contextlib.contextmanager
-def kernel_arithmetic() -> Iterator[None]:
-    """What is traced inside is the body of a GPU kernel."""
-    token = _in_kernel.set(True)
+def kernel_arithmetic(reciprocal: Reciprocal = jnp.reciprocal) -> Iterator[None]:
+    """What is traced inside is the body of a GPU kernel.
+
+    Args:
+      reciprocal: 1 / y to 2^-23 in as few instructions as the backend has.
+    """
+    token = _reciprocal.set(reciprocal)
     try:
         yield
     finally:
-        _in_kernel.reset(token)
+        _reciprocal.reset(token)
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:

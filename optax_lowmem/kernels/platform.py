@@ -30,17 +30,22 @@ def no_kernel_reason(x: Any = None) -> str | None:
     would gather them. Where several devices are visible it is used inside a `shard_map` over all
     axes only.
     """
-    reason = no_device_reason()
+    reason = no_device_reason() or explicit_axes_reason(x)
     if reason is not None:
         return reason
-    if isinstance(x, jax.Array) and AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:
-        return "it lies on Explicit mesh axes and this is not inside a shard_map"
     if jax.device_count() == 1:
         return None
     axes = jax.sharding.get_abstract_mesh().axis_types
     if axes and all(axis == AxisType.Manual for axis in axes):
         return None
     return f"{jax.device_count()} devices are visible and this is not inside a shard_map"
+
+
+def explicit_axes_reason(x: Any) -> str | None:
+    """Why JAX would raise for a kernel on an array; None where it would not."""
+    if isinstance(x, jax.Array) and AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:
+        return "it lies on Explicit mesh axes and this is not inside a shard_map"
+    return None
 
 
 @functools.cache

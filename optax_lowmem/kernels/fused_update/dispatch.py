@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from optax_lowmem.kernels.tiles import MAX_ELEMENTS, Tiling
 IMPLEMENTATIONS = ("xla", "pallas", "triton")
 _KERNELS = ("pallas", "triton")
 _ELEMENTWISE = "no slot is compressed: plain elementwise work, which XLA fuses well"
+_UPDATES = 1 << 20  # bytes that the updates of a launch may take, however small the leaves
 _SMALL = 1 << 16  # elements; XLA launches a kernel for each leaf without codes, small or not
 
 
@@ -54,7 +56,7 @@ def choose(
     if implementation == "xla":
         return "xla", "asked for"
     if implementation is not None:
-        return _asked_for(rule, plan, implementation)
+        return _asked_for(rule, plan, implementation, g)
     if not plan.grouped and math.prod(plan.shape) > _SMALL:
         return "xla", _ELEMENTWISE
     nowhere = platform.no_kernel_reason(g)
@@ -67,8 +69,9 @@ def choose(
     return "xla", "; ".join(f"{kernel}: {reason}" for kernel, reason in reasons.items())
 
 
-def _asked_for(rule: UpdateRule, plan: LeafPlan, kernel: str) -> tuple[str, str]:
-    reason = platform.no_device_reason() or _unsupported(kernel, rule, plan)
+def _asked_for(rule: UpdateRule, plan: LeafPlan, kernel: str, g: Any) -> tuple[str, str]:
+    reason = platform.no_device_reason() or platform.explicit_axes_reason(g)
+    reason = reason or _unsupported(kernel, rule, plan)
     if reason is None and (plan.grouped or math.prod(plan.shape) <= _SMALL):
         return kernel, "asked for"
     if not plan.grouped and platform.no_device_reason() is None:
@@ -150,24 +153,70 @@ def fused_update(
     return reference.fused_update(rule, plan, g, p, state, h, key)
 
 
+# once for leaves of one shape and plan: tracing it for each leaf takes longer than all else
+_plain = jax.jit(reference.fused_update, static_argnames=("rule", "plan"))
+
+
 def _batches(
     rows: Sequence[tuple], indices: Sequence[int], tuned: tuning.Tuning
 ) -> list[list[int]]:
-    """Leaves that share a launch: neighbours in the tree that differ in shape alone."""
-    done: list[list[int]] = []
-    opened: dict[Any, list[int]] = {}
-    sizes: dict[Any, int] = {}
+    """Leaves that share a launch: they differ in shape alone.
+
+    As many as fit of one shape together, since launches of the same shapes compile once; shapes of
+    which there are few go with their neighbours.
+
+    What an update is taken from is one new array a leaf, all of a launch at once: together at most
+    4 bytes an element of the largest leaf, or 1 MB.
+    """
+    largest = max((math.prod(rows[i][0].shape) for i in indices), default=0)
+    kinds: dict[Any, list[int]] = {}
     for i in indices:
         plan, g = rows[i][:2]
         lanes = Tiling(plan.shape, plan.group_size, tuned.tile.elements).lanes
         kind = (dataclasses.replace(plan.nameless, shape=()), lanes, jnp.dtype(g.dtype))
-        size = math.prod(plan.shape)
-        full = len(opened.get(kind, ())) == tuned.leaves
-        if kind in opened and (full or sizes[kind] + size > tuned.elements):
-            done.append(opened.pop(kind))
-        opened.setdefault(kind, []).append(i)
-        sizes[kind] = size + (sizes[kind] if len(opened[kind]) > 1 else 0)
-    return done + list(opened.values())
+        kinds.setdefault(kind, []).append(i)
+    done = []
+    for alike in kinds.values():
+        plan, _, p = rows[alike[0]][:3]
+        most = tuned.elements
+        if not plan.direct:
+            itemsize = operands.update_dtype(plan, p).itemsize
+            most = min(most, max(4 * largest, _UPDATES) // itemsize)
+        sizes = {i: math.prod(rows[i][0].shape) for i in alike}
+        shapes: dict[tuple[int, ...], list[int]] = {}
+        for i in alike:
+            shapes.setdefault(rows[i][0].shape, []).append(i)
+        few: list[int] = []
+        for same in shapes.values():
+            fitting = max(1, min(tuned.leaves, most // sizes[same[0]]))
+            if len(same) < fitting:
+                few += same
+            else:
+                done += _evenly(same, fitting)
+        done += _in_order(sorted(few), sizes, tuned.leaves, most)
+    return done
+
+
+def _evenly(leaves: Sequence[int], most: int) -> list[list[int]]:
+    """Parts of at most `most` leaves, as few and as equal as can be."""
+    parts = -(-len(leaves) // most)
+    cuts = [len(leaves) * part // parts for part in range(parts + 1)]
+    return [list(leaves[a:b]) for a, b in itertools.pairwise(cuts)]
+
+
+def _in_order(
+    leaves: Sequence[int], sizes: Mapping[int, int], most_leaves: int, most_elements: int
+) -> list[list[int]]:
+    """Neighbours together, until there are too many leaves or elements."""
+    done: list[list[int]] = []
+    elements = 0
+    for i in leaves:
+        elements += sizes[i]
+        if not done or len(done[-1]) == most_leaves or elements > most_elements:
+            done.append([])
+            elements = sizes[i]
+        done[-1].append(i)
+    return done
 
 
 def _by_kernel(
@@ -201,7 +250,7 @@ def _by_kernel(
     def plain(arrays: Any, scalars: Any, keys: Any, h: Any, alive: Any) -> Any:
         del scalars
         return [
-            reference.fused_update(rule, plan, row[0], row[1], row[2], h, keys[number])
+            _plain(rule, plan, row[0], row[1], row[2], h, keys[number])
             for plan, row, number in zip(plans, arrays, numbers, strict=True)
         ]
 

@@ -230,8 +230,12 @@ def _land(master, old, BITS: tl.constexpr, DIRECT: tl.constexpr, UPDATE: tl.cons
     """
     kept = numerics.lifted(master, BITS)
     target = numerics.upper_rounded(kept)
-    if not (DIRECT and UPDATE == "float32"):
-        reached = numerics.reached(old, target, UPDATE)
+    if UPDATE == "float32":
+        if not DIRECT:  # an update in f32 may miss a weight that is too small beside the old one
+            missed = tl.abs(master) < tl.abs(numerics.as_float(old)) * 2.0**-16
+            kept = tl.where(missed, 0, kept)
+    else:
+        reached = numerics.reached(old, target)
         kept = numerics.correction(kept, target, reached)
         if DIRECT:
             target = reached

@@ -156,15 +156,10 @@ def upper_rounded(bits):
 
 
 @triton.jit
-def reached(old, target, UPDATE: tl.constexpr):
-    """bf16 bits (upper half) of an old weight plus the update towards another."""
+def reached(old, target):
+    """bf16 bits (upper half) of an old weight plus the bf16 update towards another."""
     back = as_float(old) - as_float(target)  # taken off, it leaves even a -0.0 alone where it is 0
-    if UPDATE == "bfloat16":
-        return round_to_bf16(as_float(old) - as_float(round_to_bf16(back)))
-    else:
-        # where the difference of two bf16 is not exact in f32, this is the target rounded to a
-        # multiple of at least 2^-8 of it: a bf16 in every case
-        return _canonical(as_float(old) - back)
+    return round_to_bf16(as_float(old) - as_float(round_to_bf16(back)))
 
 
 @triton.jit

@@ -78,12 +78,12 @@ def _unpack(
     return values
 
 
-def _nothing(plan: LeafPlan, names: list[str], state: LeafState) -> jax.Array:
+def _nothing(plan: LeafPlan, names: list[str], g: jax.Array, state: LeafState) -> jax.Array:
     """What stands in for a word in the branch that is never taken: the old slot costs no code."""
     index = {slot.name: i for i, slot in enumerate(plan.slots)}
     if len(names) == 1 and names[0] in index:
         return state.slots[index[names[0]]]
-    return jnp.zeros(plan.shape, jnp.uint32)
+    return jnp.zeros_like(g, dtype=jnp.uint32)  # on Explicit mesh axes it lies where g does
 
 
 def fused_update(
@@ -124,7 +124,7 @@ def fused_update(
         word = lax.cond(
             alive,
             lambda *a, names=names: _pack(compute(*a), names),
-            lambda g, p, state, *_, names=names: _nothing(plan, names, state),
+            lambda g, p, state, *_, names=names: _nothing(plan, names, g, state),
             *operands,
         )
         small |= _unpack(word, names, fields)

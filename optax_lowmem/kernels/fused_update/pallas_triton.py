@@ -118,12 +118,19 @@ def _kernel(
         if plan.stochastic:
             number = leaf_numbers[i]
             noise = pallas_tiles.noise(tiling, tile, keys[number], lane_bits[number, :])
-        with contextlib.nullcontext() if interpret else numerics.kernel_arithmetic():
+        with _arithmetic(interpret):
             result = step_tile(rule, plan, leaf, h, noise)
         _store(tiling, tile, jax.tree.unflatten(treedefs[1], written[i]), result)
 
     # the whole step in each branch: values that leave a branch cost their packing there
     _in_leaf(starts, program, run)
+
+
+def _arithmetic(interpret: bool) -> contextlib.AbstractContextManager[None]:
+    """Interpreted, a kernel is compared with the reference: the same expressions."""
+    if interpret:
+        return contextlib.nullcontext()
+    return numerics.kernel_arithmetic(pallas_tiles.reciprocal)
 
 
 def _load(plan: LeafPlan, tiling: Tiling, tile: jax.Array, refs: Leaf) -> Leaf:

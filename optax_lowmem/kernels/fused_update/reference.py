@@ -8,7 +8,7 @@ import optax
 
 from optax_lowmem._core import numerics, random
 from optax_lowmem._core.rules import UpdateRule
-from optax_lowmem.codecs import MasterSplit, decode_array, encode_array
+from optax_lowmem.codecs import BitSplit, MasterSplit, decode_array, encode_array
 from optax_lowmem.kernels.fused_update.plan import LeafPlan, LeafState, SlotPlan
 
 
@@ -52,30 +52,41 @@ def land(
     step: jax.Array,
     correction: jax.Array,
     update_dtype: jnp.dtype,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(weight aimed at, weight reached, correction of the latter) for master weight - step.
+    direct: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """(weight, its correction) for master weight - step.
 
-    `optax.apply_updates` computes p + update in f32 and rounds to p's dtype. For f32 updates that
-    is the weight aimed at unless it is under 2^-16 of the old one; the correction is taken against
-    the sum in every case, so weight and correction always belong together.
+    The weight is the one that an update of `update_dtype` reaches where the step is `direct`, else
+    the one to aim it at. `optax.apply_updates` computes p + update in f32 and rounds to p's dtype,
+    and the correction is that of what comes out, so weight and correction always belong together.
     """
     master = split.join(p, correction) - step
+    if update_dtype == jnp.float32 and (direct or isinstance(split, BitSplit)):
+        weight, kept = split.split(master, p.dtype)
+        if not direct:
+            kept = jnp.where(_missed(master, p), jnp.zeros((), kept.dtype), kept)
+        return weight, kept
     target = split.round(master, p.dtype)
     reached = numerics.widen(p) + _towards(target, p, update_dtype)
     reached = numerics.narrow(reached, p.dtype)
-    return target, reached, split.correction(master, reached)
+    return reached if direct else target, split.correction(master, reached)
+
+
+def _missed(master: jax.Array, p: jax.Array) -> jax.Array:
+    """Where p + (weight - p) in f32 may not be the weight: it is too small beside p.
+
+    2^-16 of it for bf16. Everything else, a wrong low digit of p included, is under 2^-24 |p|.
+    """
+    digits = int(jnp.finfo(p.dtype).nmant) + 1
+    return jnp.abs(master) < jnp.abs(numerics.widen(p)) * jnp.float32(2.0 ** (digits - 24))
 
 
 def landed(
     plan: LeafPlan, p: jax.Array, step: jax.Array, correction: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """New weight of a direct plan with a split (the one to aim at of another), and correction."""
+    """`land` for a plan with a split."""
     assert plan.split is not None
-    if plan.direct and plan.update_dtype == jnp.float32:
-        # what `land` reaches, but for weights under 2^-16 of the old one, which are exact here
-        return plan.split.split(plan.split.join(p, correction) - step, p.dtype)
-    target, reached, correction = land(plan.split, p, step, correction, plan.update_dtype)
-    return reached if plan.direct else target, correction
+    return land(plan.split, p, step, correction, plan.update_dtype, plan.direct)
 
 
 def _towards(target: jax.Array, p: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -100,7 +111,7 @@ def split_update(
     """The update to emit for master weight - step, and the new correction."""
     if split is None:
         return (-step).astype(update_dtype), correction
-    target, _, correction = land(split, p, step, correction, update_dtype)
+    target, correction = land(split, p, step, correction, update_dtype, direct=False)
     return update_towards(target, p, update_dtype), correction
 
 

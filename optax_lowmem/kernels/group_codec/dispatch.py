@@ -53,7 +53,8 @@ def _choose(x: Any, group_size: int, implementation: str | None) -> bool:
         raise ValueError(f"implementation must be {names} or None, got {implementation!r}")
     if implementation == "xla":
         return False
-    reason = platform.no_device_reason() or _array_reason(x, group_size)
+    reason = platform.no_device_reason() or platform.explicit_axes_reason(x)
+    reason = reason or _array_reason(x, group_size)
     if reason is not None:
         raise ValueError(
             f"implementation='pallas' cannot take this {x.dtype}{list(x.shape)} array: {reason}. "
