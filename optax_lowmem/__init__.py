@@ -2,11 +2,13 @@
 
 import importlib.metadata as _metadata
 
+from optax_lowmem import blocks as blocks
 from optax_lowmem import codecs as codecs
 from optax_lowmem import diagnostics as diagnostics
 from optax_lowmem import memory as memory
 from optax_lowmem._core.policy import Policy as Policy
 from optax_lowmem.optimizers import OPTIMIZERS as OPTIMIZERS
+from optax_lowmem.optimizers.adam import b2_schedule as b2_schedule
 from optax_lowmem.optimizers.adam import flash_adam as flash_adam
 from optax_lowmem.optimizers.adam import flash_adamw as flash_adamw
 from optax_lowmem.optimizers.adam import scale_by_flash_adam as scale_by_flash_adam
@@ -14,6 +16,7 @@ from optax_lowmem.optimizers.lion import flash_lion as flash_lion
 from optax_lowmem.optimizers.lion import scale_by_flash_lion as scale_by_flash_lion
 from optax_lowmem.optimizers.sgd import flash_sgd as flash_sgd
 from optax_lowmem.optimizers.sgd import flash_trace as flash_trace
+from optax_lowmem.optimizers.stable_adamw import stable_adamw as stable_adamw
 from optax_lowmem.transforms.accumulate import accumulate_gradients as accumulate_gradients
 from optax_lowmem.transforms.chain import chain as chain
 from optax_lowmem.transforms.chain import step as step
@@ -28,6 +31,7 @@ from optax_lowmem.transforms.moments import sqrt_variance_quant as sqrt_variance
 from optax_lowmem.transforms.slots import register_slot as register_slot
 from optax_lowmem.transforms.split import split_master_weights as split_master_weights
 from optax_lowmem.transforms.storage import Storage as Storage
+from optax_lowmem.transforms.update_clipping import update_clipping as update_clipping
 
 try:
     __version__ = _metadata.version("optax-lowmem")
@@ -39,6 +43,8 @@ __all__ = [
     "Policy",
     "Storage",
     "accumulate_gradients",
+    "b2_schedule",
+    "blocks",
     "chain",
     "codecs",
     "compand_momentum",
@@ -59,6 +65,8 @@ __all__ = [
     "scale_by_flash_lion",
     "split_master_weights",
     "sqrt_variance_quant",
+    "stable_adamw",
     "step",
     "track_master_ema",
+    "update_clipping",
 ]

@@ -46,6 +46,21 @@ class Case:
     keys: jax.Array
 
     @property
+    def of_leaves(self) -> list[dict[str, jax.Array]]:
+        """The hyperparameters, once or, where the rule measures leaves, once a leaf."""
+        if not self.rule.measures:
+            return [self.h]
+        measured = jax.jit(reference.of_leaf, static_argnums=(0, 1))
+        return [
+            measured(self.rule, plan.nameless, leaf.g, leaf.p, state, self.h)
+            for plan, leaf, state in zip(self.plans, self.leaves, self.states, strict=True)
+        ]
+
+    def scalars(self, names: tuple[str, ...]) -> jax.Array:
+        """`of_leaves` as a launch takes them."""
+        return jnp.stack([jnp.stack([h[name] for name in names]) for h in self.of_leaves])
+
+    @property
     def numbers(self) -> list[int]:
         """Of all keys, which are the leaves': not the first ones, and not in order."""
         return [len(self.plans) - i for i in range(len(self.plans))]
@@ -102,7 +117,7 @@ def launch(case: Case, launcher: Callable[..., Any], tile: Tile) -> list[operand
         tuple(plan.nameless for plan in case.plans),
         tuple(case.leaves),
         names,
-        jnp.stack([case.h[name] for name in names]),
+        case.scalars(names),
         case.keys,
         jnp.asarray(case.numbers, jnp.int32),
         tile,
@@ -112,15 +127,17 @@ def launch(case: Case, launcher: Callable[..., Any], tile: Tile) -> list[operand
 def expected(case: Case) -> list[tuple[jax.Array, LeafState]]:
     """What the reference makes of it: the update (or the weight of a direct plan) and state."""
 
-    def every(leaves: Any, states: Any, h: Any, keys: Any) -> Any:
+    def every(leaves: Any, states: Any, hs: Any, keys: Any) -> Any:
         return [
-            reference.fused_update(case.rule, plan, leaf.g, leaf.p, state, h, keys[number])
-            for plan, leaf, state, number in zip(
-                case.plans, leaves, states, case.numbers, strict=True
+            reference.fused_update(
+                case.rule, plan, leaf.g, leaf.p, state, hs[i % len(hs)], keys[number]
+            )
+            for i, (plan, leaf, state, number) in enumerate(
+                zip(case.plans, leaves, states, case.numbers, strict=True)
             )
         ]
 
-    return jax.jit(every)(case.leaves, case.states, case.h, case.keys)
+    return jax.jit(every)(case.leaves, case.states, case.of_leaves, case.keys)
 
 
 def compare(case: Case, found: list[operands.Result]) -> None:

@@ -19,6 +19,7 @@ SHAPES = {"a": (96,), "b": (7, 33), "c": (64, 256), "d": (3, 5, 1000)}
 LEARNING_RATE = 1e-3
 CASES = {
     "adamw": lambda s: lowmem.flash_adamw(LEARNING_RATE, weight_decay=0.1, storage=s),
+    "stable": lambda s: lowmem.stable_adamw(LEARNING_RATE, threshold=0.5, storage=s),
     "lion": lambda s: lowmem.flash_lion(LEARNING_RATE, storage=s),
     "sgd": lambda s: lowmem.flash_sgd(LEARNING_RATE, momentum=0.9, weight_decay=1e-2, storage=s),
 }
@@ -62,7 +63,10 @@ def test_a_path_is_the_reference(name, bits, dtype, rounding, path):
         )
         h = engine.hyperparameters(state.count)
         key = random.leaf_key(state.seed, state.count, "w")
-        return [update_leaf(engine.rule, *row, h, key, state.count > 0) for row in rows]
+        alive, rule = state.count > 0, engine.rule
+        return [
+            update_leaf(rule, *row, reference.of_leaf(rule, *row, h), key, alive) for row in rows
+        ]
 
     def plain(*args):
         return reference.fused_update(*args[:-1])

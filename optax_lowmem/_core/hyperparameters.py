@@ -1,7 +1,9 @@
 """Hyperparameters: checked when they are numbers, f32 operands when they are traced."""
 
+import dataclasses
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +25,13 @@ def as_f32(name: str, value: Any) -> jax.Array:
     """A hyperparameter as an f32 scalar.
 
     Raises:
-      TypeError: for a 16-bit one, in which 0.999 would be 1.
+      TypeError: for a 16-bit one, in which 0.999 would be 1, and for a schedule.
     """
+    if callable(value):
+        raise TypeError(
+            f"{name} takes a number or an f32 scalar here, not a schedule ({value!r}): schedule it "
+            "with optax.inject_hyperparams."
+        )
     dtype = getattr(value, "dtype", None)
     if dtype is not None and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16):
         raise TypeError(
@@ -48,3 +55,71 @@ def bias_correction(name: str, decay: Any, step: jax.Array) -> jax.Array:
     else:
         log = jnp.log(as_f32(name, decay))
     return -jnp.expm1(step.astype(jnp.float32) * log)
+
+
+@dataclasses.dataclass(frozen=True)
+class PowerDecay:
+    r"""The decay 1 - t^-power of step t = count + 1, as an optax schedule.
+
+    Attributes:
+      power: lambda, in (0, 1].
+    """
+
+    power: float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.power, bool) or not isinstance(self.power, int | float | np.number):
+            raise TypeError(f"power must be a number known when tracing, got {self.power!r}")
+        if not 0 < self.power <= 1:  # over 1 the weights t^-power have a sum: nothing is forgotten
+            raise ValueError(f"power must be in (0, 1], got {self.power!r}")
+
+    def _exponent(self, count: Any) -> jax.Array:
+        step = jnp.asarray(count).astype(jnp.float32) + 1
+        return -jnp.float32(self.power) * jnp.log(step)
+
+    def __call__(self, count: Any) -> jax.Array:
+        """The decay after `count` steps: 0 at first."""
+        return -jnp.expm1(self._exponent(count))
+
+    def complement(self, count: Any) -> jax.Array:
+        """t^-power itself: 1 - decay would be up to 0.2 % off by t = 10^6."""
+        return jnp.exp(self._exponent(count))
+
+
+class Decay(NamedTuple):
+    """The decay b_t of an average m_t = b_t m_(t-1) + (1 - b_t) x_t at one step, as f32 scalars."""
+
+    value: jax.Array
+    complement: jax.Array  # 1 - b_t
+    correction: jax.Array  # 1 - b_1 b_2 ... b_t: what the weights of x_1 ... x_t sum to
+
+
+def check_decay(name: str, decay: Any) -> None:
+    """Raises unless a decay is in [0, 1), or a schedule that starts at 0.
+
+    Of a schedule that starts elsewhere, 1 - b_1 ... b_t would need a product in the state.
+    """
+    check_range(name, decay, 0.0, 1.0)
+    if not callable(decay) or isinstance(decay, PowerDecay):
+        return
+    with jax.ensure_compile_time_eval():
+        first = float(decay(jnp.zeros((), jnp.int32)))
+    if first != 0:
+        raise ValueError(
+            f"the schedule of {name} starts at {first:g}, not at 0: only then is the average a "
+            "weighted mean without debiasing. Use lowmem.b2_schedule, or optax.inject_hyperparams, "
+            "which debiases by the decay of the step."
+        )
+
+
+def decay_at(name: str, decay: float | jax.Array | Callable[[Any], Any], count: jax.Array) -> Decay:
+    """A number, an array or a schedule (`check_decay`) at the step after `count` steps."""
+    if not callable(decay):
+        return Decay(
+            as_f32(name, decay), complement(name, decay), bias_correction(name, decay, count + 1)
+        )
+    one = jnp.float32(1)
+    if isinstance(decay, PowerDecay):
+        return Decay(decay(count), decay.complement(count), one)
+    value = as_f32(name, decay(count))
+    return Decay(value, 1 - value, one)

@@ -55,6 +55,17 @@ class UpdateRule(abc.ABC):
           h: the step's hyperparameters, f32 scalars, which may be traced.
         """
 
+    @property
+    def measures(self) -> bool:
+        """Whether `measure` changes anything: it costs a pass over gradient and slots."""
+        return False
+
+    def measure(
+        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
+    ) -> dict[str, jax.Array]:
+        """Hyperparameters of one leaf that depend on all of it; the arguments are `update`'s."""
+        return {}
+
     def accumulating(
         self, h: Mapping[str, jax.Array], first: jax.Array, every: int
     ) -> dict[str, jax.Array]:

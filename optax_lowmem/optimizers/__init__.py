@@ -2,12 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import optax
 
 from optax_lowmem.optimizers.adam import flash_adam, flash_adamw
 from optax_lowmem.optimizers.lion import flash_lion
 from optax_lowmem.optimizers.sgd import flash_sgd
+from optax_lowmem.optimizers.stable_adamw import stable_adamw
+from optax_lowmem.transforms.update_clipping import update_clipping
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +34,18 @@ def _momentum(make: Callable) -> Callable:
     return lambda learning_rate, **options: make(learning_rate, momentum=0.9, **options)
 
 
+def _clipped_adamw(
+    learning_rate: Any, b2: float = 0.99, eps: float = 1e-6, weight_decay: float = 1e-2
+) -> optax.GradientTransformationExtraArgs:
+    """What `stable_adamw` is, of parts."""
+    inner = optax.adamw(learning_rate, b2=b2, eps=eps, weight_decay=weight_decay)
+    return update_clipping(inner, b2=b2, eps=eps)
+
+
 OPTIMIZERS: dict[str, Row] = {
     "flash_adamw": Row(flash_adamw, optax.adamw, 1e-2, ("mu", "nu")),
     "flash_adam": Row(flash_adam, optax.adam, 1e-2, ("mu", "nu")),
+    "stable_adamw": Row(stable_adamw, _clipped_adamw, 1e-2, ("mu", "nu")),
     "flash_lion": Row(flash_lion, optax.lion, 1e-3, ("mu",)),
     "flash_sgd": Row(_momentum(flash_sgd), _momentum(optax.sgd), 1e-2, ("mu",)),
 }

@@ -112,3 +112,31 @@ def teacher_forced(
         step(rule, *state, g, t, **hyper)
         for t, (state, g) in enumerate(zip(states, grads, strict=False), start=1)
     ]
+
+
+def stable_adamw(
+    theta: Array,
+    g: Array,
+    v: Array,
+    u: Array,
+    t: int,
+    *,
+    lr: float,
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
+    threshold: float = 1.0,
+) -> tuple[Array, Array, Array, float]:
+    """Algorithm 2 of Wortsman et al. with the maximum of appendix F.2: weights, v, u, RMS_t.
+
+    `v` and `u` are the debiased averages themselves, by debiased betas.
+    """
+    beta1 = b1 * (1 - b1 ** (t - 1)) / (1 - b1**t)
+    beta2 = b2 * (1 - b2 ** (t - 1)) / (1 - b2**t)
+    v = beta1 * v + (1 - beta1) * g
+    u = beta2 * u + (1 - beta2) * g**2
+    rms = np.sqrt(np.mean(g**2 / np.maximum(u, eps**2)))
+    rate = lr / max(1, rms / threshold)
+    theta = theta - rate * weight_decay * theta - rate * v / (np.sqrt(u) + eps)
+    return theta, v, u, rms

@@ -113,21 +113,26 @@ def fused_updates(
     ]
     results: dict[int, tuple[jax.Array, LeafState]] = {}
     rows: list[Any] = list(zip(plans, gradients, weights, states, strict=True))
+    of_leaves = [dict(h)] * len(rows)
+    if rule.measures:
+        of_leaves = [_of_leaf(rule, plan.nameless, *arrays, h) for plan, *arrays in rows]
     for kernel in _KERNELS:
         mine = [i for i, name in enumerate(chosen) if name == kernel]
         if not mine:
             continue
         cut = tuning.resolve(tuned, kernel, len(rule.slots))
         for batch in _batches(rows, mine, cut):
-            taken = [rows[i] for i in batch]
+            taken, own = [rows[i] for i in batch], [of_leaves[i] for i in batch]
             found = _by_kernel(
-                rule, kernel, taken, h, keys, batch, alive, cut.tile, implementation is None
+                rule, kernel, taken, own, keys, batch, alive, cut.tile, implementation is None
             )
             results.update(zip(batch, found, strict=True))
     for i, name in enumerate(chosen):
         if name == "xla":
             plan, g, p, state = rows[i]
-            results[i] = fused_update(rule, plan.nameless, g, p, state, h, keys[i], alive)
+            results[i] = fused_update(
+                rule, plan.nameless, g, p, state, of_leaves[i], keys[i], alive
+            )
     return [results[i] for i in range(len(rows))]
 
 
@@ -155,6 +160,7 @@ def fused_update(
 
 # once for leaves of one shape and plan: tracing it for each leaf takes longer than all else
 _plain = jax.jit(reference.fused_update, static_argnames=("rule", "plan"))
+_of_leaf = jax.jit(reference.of_leaf, static_argnames=("rule", "plan"))
 
 
 def _batches(
@@ -223,7 +229,7 @@ def _by_kernel(
     rule: UpdateRule,
     kernel: str,
     rows: Sequence[tuple],
-    h: Mapping[str, jax.Array],
+    of_leaves: Sequence[Mapping[str, jax.Array]],
     keys: jax.Array,
     numbers: Sequence[int],
     alive: jax.Array,
@@ -233,12 +239,14 @@ def _by_kernel(
     """The leaves of one launch."""
     plans = tuple(plan.nameless for plan, *_ in rows)
     arrays = [row[1:] for row in rows]
-    names = tuple(sorted(h))
-    scalars = jnp.stack([h[name] for name in names])
+    names = tuple(sorted(of_leaves[0]))
+    # a row for each leaf only where leaves differ
+    own = of_leaves if rule.measures else of_leaves[:1]
+    scalars = jnp.stack([jnp.stack([h[name] for name in names]) for h in own])
     leaf_numbers = jnp.asarray(numbers, jnp.int32)
 
-    def launched(arrays: Any, scalars: Any, keys: Any, h: Any, alive: Any) -> Any:
-        del h, alive
+    def launched(arrays: Any, scalars: Any, keys: Any, alive: Any) -> Any:
+        del alive
         leaves = tuple(operands.leaf_of(p, *row) for p, row in zip(plans, arrays, strict=True))
         launch = _launcher(kernel)
         found = launch(rule, plans, leaves, names, scalars, keys, leaf_numbers, tile)
@@ -247,19 +255,18 @@ def _by_kernel(
             for plan, row, result in zip(plans, arrays, found, strict=True)
         ]
 
-    def plain(arrays: Any, scalars: Any, keys: Any, h: Any, alive: Any) -> Any:
-        del scalars
+    def plain(arrays: Any, scalars: Any, keys: Any, alive: Any) -> Any:
+        del alive
+        hs = [dict(zip(names, row, strict=True)) for row in scalars]
         return [
-            _plain(rule, plan, row[0], row[1], row[2], h, keys[number])
-            for plan, row, number in zip(plans, arrays, numbers, strict=True)
+            _plain(rule, plan, *row, hs[i % len(hs)], keys[number])
+            for i, (plan, row, number) in enumerate(zip(plans, arrays, numbers, strict=True))
         ]
 
     if not automatic:
-        return launched(arrays, scalars, keys, h, alive)
+        return launched(arrays, scalars, keys, alive)
     # a computation for the host's CPU may be traced on a machine with a GPU
-    return jax.lax.platform_dependent(
-        arrays, scalars, keys, dict(h), alive, cuda=launched, default=plain
-    )
+    return jax.lax.platform_dependent(arrays, scalars, keys, alive, cuda=launched, default=plain)
 
 
 def _launcher(kernel: str) -> Any:

@@ -74,7 +74,7 @@ def launch(
       plans: one a leaf, all `supported`.
       leaves: their arrays.
       names: of the hyperparameters.
-      scalars: the hyperparameters, f32 [len(names)].
+      scalars: the hyperparameters, f32 [1, len(names)].
       keys: of the leaves of the whole tree, uint32.
       leaf_numbers: which of them are these leaves', int32 [len(plans)].
       tile: how the work is cut.
@@ -157,7 +157,7 @@ def _launch(
         "ALIGNMENT": kind.alignment,
         "MASKED": not kind.flat or any(tiling.groups % tiling.rows for tiling in tilings),
     }
-    operands = [scalars, keys, _lane_bits(keys, kind.lanes), *jax.tree.leaves(leaves)]
+    operands = [scalars[0], keys, _lane_bits(keys, kind.lanes), *jax.tree.leaves(leaves)]
     outputs = _call(
         operands,
         [_named(leaf, i) for i, leaf in enumerate(leaves)],

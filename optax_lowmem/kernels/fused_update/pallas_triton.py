@@ -109,9 +109,10 @@ def _kernel(
     program = pl.program_id(0)
     starts = [0, *itertools.accumulate(tiling.tiles for tiling in tilings[:-1])]
 
-    h = {name: scalars[i] for i, name in enumerate(names)}
+    per_leaf = scalars.shape[0] > 1
 
     def run(i: int) -> None:
+        h = {name: scalars[i if per_leaf else 0, j] for j, name in enumerate(names)}
         tiling, tile = tilings[i], program - starts[i]
         leaf = _load(plan, tiling, tile, jax.tree.unflatten(treedefs[0], read[i]))
         noise = None
@@ -178,7 +179,8 @@ def launch(
       plans: one a leaf.
       leaves: their arrays.
       names: of the hyperparameters.
-      scalars: the hyperparameters, f32 [len(names)].
+      scalars: the hyperparameters, f32 [1, len(names)], or [len(plans), len(names)] where the
+        leaves have their own.
       keys: of the leaves of the whole tree, uint32.
       leaf_numbers: which of them are these leaves', int32 [len(plans)].
       tile: how the work is cut.

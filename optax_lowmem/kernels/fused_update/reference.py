@@ -33,17 +33,42 @@ def advance(
     h: Mapping[str, jax.Array],
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """What is taken off the master weight (or the bare direction), and the slots' new values."""
+    g, weight = _gradient(plan, g, p, correction, h)
+    direction, values = rule.update(g, values, h)
+    if weight is None:
+        return direction, values
+    step = h["lr"] * direction
+    return (step + h["decay"] * weight if plan.decays and "decay" in h else step), values
+
+
+def _gradient(
+    plan: LeafPlan,
+    g: jax.Array,
+    p: jax.Array | None,
+    correction: jax.Array,
+    h: Mapping[str, jax.Array],
+) -> tuple[jax.Array, jax.Array | None]:
+    """What the rule takes as the gradient, and the master weight if there is one."""
     g = numerics.widen(g)
     if "gradient_scale" in h:
         g = g * h["gradient_scale"]
     if p is None:
-        return rule.update(g, values, h)
+        return g, None
     weight = numerics.widen(p) if plan.split is None else plan.split.join(p, correction)
-    if plan.decays and "l2" in h:
-        g = g + h["l2"] * weight
-    direction, values = rule.update(g, values, h)
-    step = h["lr"] * direction
-    return (step + h["decay"] * weight if plan.decays and "decay" in h else step), values
+    return g + h["l2"] * weight if plan.decays and "l2" in h else g, weight
+
+
+def of_leaf(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    g: jax.Array,
+    p: jax.Array | None,
+    state: LeafState,
+    h: Mapping[str, jax.Array],
+) -> dict[str, jax.Array]:
+    """The hyperparameters of one leaf: `h`, and what the rule must measure of all of it."""
+    gradient, _ = _gradient(plan, g, p, state.correction, h)
+    return {**h, **rule.measure(gradient, decode(plan, state), h)}
 
 
 def land(
@@ -143,9 +168,9 @@ def fused_update(
       g: gradient, f32 or 16-bit, of the parameter's shape.
       p: parameter; None for a bare direction (no `lr` in h).
       state: stored slots, scales, correction.
-      h: f32 scalars: the rule's own, `gradient_scale` (a factor of the gradient) where there is
-        one, and with a parameter `lr`, `decay` (the share of the weight taken off) and `l2` (added
-        to the gradient times the weight).
+      h: f32 scalars (see `of_leaf`): the rule's own, `gradient_scale` (a factor of the gradient)
+        where there is one, and with a parameter `lr`, `decay` (the share of the weight taken off)
+        and `l2` (added to the gradient times the weight).
       key: a uint32 key for the rounding of this leaf in this step.
     """
     update, values = advance(rule, plan, g, p, state.correction, decode(plan, state), h)

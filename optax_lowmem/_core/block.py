@@ -1,0 +1,115 @@
+"""A block: the elements of a leaf that share one second moment (Adam-mini)."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """How the second moment of one leaf is shared: v_mean = mean of g^2 over each block.
+
+    A static, hashable choice; two blocks are equal where they average alike, whatever their reason.
+
+    Attributes:
+      axes: axes averaged over; v_mean keeps them with size 1. () is Adam, element by element.
+      heads: (axis, count) of an axis of count x head_dim entries, viewed as (count, head_dim) and
+        averaged inside each head; v_mean has `count` entries there.
+      words: the block in words, such as `per row`.
+      reason: why the leaf has it.
+      known: False where the leaf was not recognised and has the default.
+
+    Example:
+      >>> Block(axes=(0,), heads=(1, 4)).mean_shape((64, 32))
+      (1, 4)
+    """
+
+    axes: tuple[int, ...] = ()
+    heads: tuple[int, int] | None = None
+    words: str = dataclasses.field(default="", compare=False)
+    reason: str = dataclasses.field(default="", compare=False)
+    known: bool = dataclasses.field(default=True, compare=False)
+
+    def __post_init__(self) -> None:
+        axes = tuple(self.axes) if isinstance(self.axes, tuple | list) else self.axes
+        if not isinstance(axes, tuple) or not all(map(is_int, axes)):
+            raise TypeError(f"Block.axes is a tuple of axis numbers, got {self.axes!r}")
+        heads = None if self.heads is None else tuple(self.heads)
+        if heads is not None and not (len(heads) == 2 and all(map(is_int, heads)) and heads[1] > 0):
+            raise ValueError(f"Block.heads is (axis, number of heads >= 1), got {self.heads!r}")
+        object.__setattr__(self, "axes", axes)  # lists would not be hashable
+        object.__setattr__(self, "heads", heads)
+
+    def fit(self, shape: tuple[int, ...], path: str = "") -> "Block":
+        """The same block with axes counted from 0 and in order, checked against a leaf.
+
+        Raises:
+          ValueError: an axis out of range or named twice, or a head count that does not divide.
+        """
+        rank, where = len(shape), f"leaf '{path}' of shape {tuple(shape)}" if path else f"{shape}"
+        named = [*self.axes, *([self.heads[0]] if self.heads else [])]
+        for axis in named:
+            if not -rank <= axis < rank:
+                raise ValueError(
+                    f"block axis {axis} is out of range for {where}: give axes from {-rank} to "
+                    f"{rank - 1}."
+                )
+        if len({axis % rank for axis in named}) < len(named):
+            raise ValueError(
+                f"a block axis is named twice for {where}, in axes={self.axes} and "
+                f"heads={self.heads}: name each axis once."
+            )
+        if not self.heads:
+            return dataclasses.replace(self, axes=tuple(sorted(axis % rank for axis in self.axes)))
+        axis, count = self.heads[0] % rank, self.heads[1]
+        if shape[axis] % count:
+            raise ValueError(
+                f"{count} heads do not divide axis {axis} ({shape[axis]}) of {where}: give the "
+                "number of heads that this axis holds."
+            )
+        axes = tuple(sorted(a % rank for a in self.axes))
+        return dataclasses.replace(self, axes=axes, heads=(axis, count))
+
+    def mean_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of v_mean of a leaf of this shape."""
+        block = self.fit(shape)
+        kept = [1 if axis in block.axes else size for axis, size in enumerate(shape)]
+        if block.heads:
+            kept[block.heads[0]] = block.heads[1]
+        return tuple(kept)
+
+    def values(self, shape: tuple[int, ...]) -> int:
+        """Number of entries of v_mean."""
+        return math.prod(self.mean_shape(shape))
+
+    def mean(self, x: Any) -> jax.Array:
+        """f32 mean of `x` over each block, of `mean_shape(x.shape)`."""
+        x = jnp.asarray(x, jnp.float32)
+        viewed, axes = self._view(x.shape)
+        if not axes or x.size == 0:  # an empty leaf has no mean: its v stays 0, not NaN
+            return x if not axes else jnp.zeros(self.mean_shape(x.shape), jnp.float32)
+        return jnp.mean(x.reshape(viewed), axis=axes).reshape(self.mean_shape(x.shape))
+
+    def spread(self, v: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """`v`, one value a block, for each element of a leaf of this shape."""
+        viewed, axes = self._view(shape)
+        kept = [1 if axis in axes else size for axis, size in enumerate(viewed)]
+        return jnp.broadcast_to(v.reshape(kept), viewed).reshape(shape)
+
+    def _view(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The leaf's shape with a head axis as two, and the axes averaged over in it."""
+        block = self.fit(shape)
+        if not block.heads:
+            return tuple(shape), block.axes
+        at, count = block.heads
+        viewed = (*shape[:at], count, shape[at] // count, *shape[at + 1 :])
+        axes = (*(axis + (axis > at) for axis in block.axes), at + 1)
+        return viewed, tuple(sorted(axes))
+
+
+def is_int(number: Any) -> bool:
+    """Whether it is an int and no bool."""
+    return isinstance(number, int) and not isinstance(number, bool)
