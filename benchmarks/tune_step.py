@@ -21,9 +21,17 @@ from optax_lowmem.kernels.fused_update import tuning
 from optax_lowmem.kernels.tiles import Tile
 
 TUNED = Path(fused_update.__file__).parent / "tuned.json"
-TILES = ((1024, 4), (512, 2))
-LEAVES = (4, 8)
-ELEMENTS = (1 << 24, 1 << 25)
+TILES = (Tile(1024, 4), Tile(512, 2), Tile(2048, 8))
+# the hand-written kernel has one copy of its code however many leaves share it
+LEAVES = {"pallas": (1, 2, 4, 8), "triton": (8, 32)}
+ELEMENTS = (1 << 22, 1 << 24, 1 << 25)
+
+
+def cuts(kernel: str) -> list[tuning.Tuning]:
+    """What is tried: every size of a launch with the usual tile, and other tiles."""
+    sizes = itertools.product(LEAVES[kernel], ELEMENTS)
+    tried = [tuning.Tuning(TILES[0], leaves, elements) for leaves, elements in sizes]
+    return tried + [tuning.Tuning(tile) for tile in TILES[1:]]
 
 
 def slots(optimizer: str) -> int:
@@ -61,12 +69,8 @@ def main() -> None:
     entries = json.loads(TUNED.read_text(encoding="utf-8"))
     device = entries.setdefault(jax.local_devices()[0].device_kind, {})
     for optimizer in args.optimizer:
-        cuts = [
-            tuning.Tuning(Tile(*tile), leaves, elements)
-            for tile, leaves, elements in itertools.product(TILES, LEAVES, ELEMENTS)
-        ]
         case = (args.leaf_set, optimizer)
-        times = trials(cuts, case, args.kernel, args.repeats, args.jobs)
+        times = trials(cuts(args.kernel), case, args.kernel, args.repeats, args.jobs)
         best = min(times, key=times.__getitem__)
         device[f"{args.kernel}/{slots(optimizer)}-slots"] = tuning.entry(best)
     if args.write:

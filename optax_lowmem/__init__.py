@@ -24,6 +24,7 @@ from optax_lowmem.transforms.compress import compress_state as compress_state
 from optax_lowmem.transforms.ema import ema_params as ema_params
 from optax_lowmem.transforms.ema import track_master_ema as track_master_ema
 from optax_lowmem.transforms.explain import explain as explain
+from optax_lowmem.transforms.loss_scale import per_tensor_loss_scale as per_tensor_loss_scale
 from optax_lowmem.transforms.masters import init as init
 from optax_lowmem.transforms.masters import master_params as master_params
 from optax_lowmem.transforms.moments import compand_momentum as compand_momentum
@@ -60,6 +61,7 @@ __all__ = [
     "init",
     "master_params",
     "memory",
+    "per_tensor_loss_scale",
     "register_slot",
     "scale_by_flash_adam",
     "scale_by_flash_lion",

@@ -202,6 +202,9 @@ def test_a_tuner_tries_every_cut(as_on_a_gpu, monkeypatch):
     assert list(found) == [cut, tuning.HEURISTIC] and all(ms > 0 for ms in found.values())
     assert [tuning.parse(job["tuned"]) for job in as_on_a_gpu] == list(found)
     assert {job["implementation"] for job in as_on_a_gpu} == {"lowmem.step-xla"}
+    for kernel in ("pallas", "triton"):
+        tried = tune_step.cuts(kernel)
+        assert len(set(tried)) == len(tried) and tuning.HEURISTIC in tried
     with pytest.raises(SystemExit, match="cannot take leaf"):
         tune_step.trials([cut], ("smoke", "lion"), "pallas", 1, 1)
 

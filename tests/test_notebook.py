@@ -3,10 +3,12 @@
 import os
 import re
 from pathlib import Path
+from typing import Any
 
-import nbclient
-import nbformat
 import pytest
+
+nbclient = pytest.importorskip("nbclient", reason="the extra `notebooks` is not installed")
+nbformat = pytest.importorskip("nbformat", reason="the extra `notebooks` is not installed")
 
 REPO = Path(__file__).parent.parent
 BOOK = REPO / "notebooks" / "flashoptim.ipynb"
@@ -20,11 +22,11 @@ ASSERTED = {
 }
 
 
-def read() -> nbformat.NotebookNode:
+def read() -> Any:
     return nbformat.read(BOOK, as_version=4)
 
 
-def tagged(book: nbformat.NotebookNode) -> dict[str, nbformat.NotebookNode]:
+def tagged(book: Any) -> dict[str, Any]:
     """The cells that have a tag, by their tag."""
     return {tag: cell for cell in book.cells for tag in cell.metadata.get("tags", [])}
 

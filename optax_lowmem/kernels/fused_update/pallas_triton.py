@@ -110,6 +110,8 @@ def _kernel(
     starts = [0, *itertools.accumulate(tiling.tiles for tiling in tilings[:-1])]
 
     per_leaf = scalars.shape[0] > 1
+    # in a jit, which inlines, the step is traced once for all leaves
+    step = jax.jit(functools.partial(step_tile, rule, plan))
 
     def run(i: int) -> None:
         h = {name: scalars[i if per_leaf else 0, j] for j, name in enumerate(names)}
@@ -120,7 +122,7 @@ def _kernel(
             number = leaf_numbers[i]
             noise = pallas_tiles.noise(tiling, tile, keys[number], lane_bits[number, :])
         with _arithmetic(interpret):
-            result = step_tile(rule, plan, leaf, h, noise)
+            result = step(leaf, h, noise)
         _store(tiling, tile, jax.tree.unflatten(treedefs[1], written[i]), result)
 
     # the whole step in each branch: values that leave a branch cost their packing there

@@ -1,0 +1,87 @@
+"""A fixed loss scale that skips tensors, not steps (Wortsman et al., appendix G)."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._core import numerics
+from optax_lowmem._core.hyperparameters import check_range
+from optax_lowmem._core.reductions import mean_of_leaf
+
+
+def _is_finite(g: jax.Array) -> jax.Array:
+    return mean_of_leaf(jnp.isfinite(g).astype(jnp.float32)) == 1
+
+
+def _is_masked(leaf: Any) -> bool:
+    return isinstance(leaf, optax.MaskedNode)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Unscaler:
+    inner: optax.GradientTransformationExtraArgs
+    scale: float
+
+    def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        finite = jax.tree.map(_is_finite, updates)
+
+        def unscaled(g: jax.Array, ok: jax.Array) -> jax.Array:
+            # 0, so that a norm over the tree is one of the others
+            return jnp.where(ok, numerics.widen(g) * jnp.float32(1 / self.scale), 0)
+
+        gradients = jax.tree.map(unscaled, updates, finite)
+        new, after = self.inner.update(gradients, state, params, **extra)
+        new = jax.tree.map(lambda u, ok: jnp.where(ok, u, jnp.zeros_like(u)), new, finite)
+        marks = optax.tree.map_params(
+            self.inner,
+            lambda leaf, ok: leaf if _is_masked(leaf) else ok,
+            after,
+            finite,
+            transform_non_params=lambda _: True,
+            is_leaf=_is_masked,
+        )
+        kept = jax.tree.map(
+            lambda ok, a, b: a if ok is True else jnp.where(ok, a, b), marks, after, state
+        )
+        return new, kept
+
+
+def per_tensor_loss_scale(
+    inner: optax.GradientTransformation, scale: float
+) -> optax.GradientTransformationExtraArgs:
+    r"""Divides gradients by a fixed loss scale and skips each tensor whose gradient overflowed.
+
+    A tensor with an Inf or NaN in its gradient keeps its weight, its moments and its correction in
+    that step; the others take theirs, and the scale never changes (Wortsman et al., appendix G).
+    With a global, adaptive scale one layer's Inf skips the step of all, and the scale is too low
+    for thousands.
+
+    Args:
+      inner: the whole optimizer. Counters (of steps, for bias and schedules) go on for all.
+      scale: what the loss was multiplied by, a power of two.
+
+    Returns:
+      An optax transformation with the state of `inner`.
+
+    Raises:
+      ValueError: for a scale that is not positive; inside a `shard_map` with `check_vma=False`.
+
+    Memory: none.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_lowmem as lowmem
+      >>> tx = lowmem.per_tensor_loss_scale(lowmem.flash_adamw(1e-3), 2.0**16)
+      >>> params = {"a": jnp.ones(3), "b": jnp.ones(3)}
+      >>> grads = {"a": jnp.full(3, jnp.inf), "b": jnp.full(3, 2.0**16)}
+      >>> updates, state = tx.update(grads, tx.init(params), params)
+      >>> bool((updates["a"] == 0).all()), bool((updates["b"] != 0).all())
+      (True, True)
+    """
+    check_range("scale", scale, 0.0)
+    if isinstance(scale, int | float) and scale == 0:
+        raise ValueError("scale must be > 0: it is what the loss was multiplied by")
+    inner = optax.with_extra_args_support(inner)
+    return optax.GradientTransformationExtraArgs(inner.init, _Unscaler(inner, scale).update)

@@ -1,0 +1,103 @@
+"""The loss scale that skips tensors: what it skips, and that nothing else changes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lowmem as lowmem
+from tests.contract_cases import assert_alike
+
+SCALE = 2.0**16
+POLICY = lowmem.Policy(min_size=0)
+SHAPES = {"w": (7, 33), "b": (40,), "scalar": ()}
+OPTIMIZERS = {
+    "flash_adamw": lambda: lowmem.flash_adamw(1e-2, storage=lowmem.Storage(policy=POLICY)),
+    "stable_adamw": lambda: lowmem.stable_adamw(1e-2, storage=lowmem.Storage(policy=POLICY)),
+    "compressed": lambda: lowmem.split_master_weights(
+        lowmem.compress_state(
+            optax.adamw(1e-2), mu=lowmem.codecs.softsign(), policy=lowmem.Policy(min_size=0)
+        )
+    ),
+    "clipped": lambda: lowmem.chain(
+        optax.clip_by_global_norm(0.1), lowmem.flash_lion(1e-2, storage=lowmem.Storage())
+    ),
+    "masked": lambda: optax.chain(
+        optax.masked(optax.trace(0.9), {"w": True, "b": False, "scalar": True}), optax.scale(-1e-2)
+    ),
+}
+
+
+def gradients(seed, bad=()):
+    rng = np.random.default_rng(seed)
+    made = {n: jnp.asarray(SCALE * rng.normal(size=s), jnp.float32) for n, s in SHAPES.items()}
+    for name, value in bad:
+        made[name] = made[name].at[(0,) * made[name].ndim].set(value)
+    return made
+
+
+def start(tx):
+    params = {n: 0.1 * g / SCALE for n, g in gradients(9).items()}
+    return lowmem.init(tx, params, lambda path, leaf: jnp.bfloat16 if leaf.ndim else jnp.float32)
+
+
+@pytest.fixture(params=OPTIMIZERS)
+def optimizers(request):
+    """Plain, and scaled."""
+    return OPTIMIZERS[request.param](), lowmem.per_tensor_loss_scale(
+        OPTIMIZERS[request.param](), SCALE
+    )
+
+
+def same(one, other):
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_finite_gradients_are_unscaled(optimizers):
+    plain, scaled = optimizers
+    params, state = start(plain)
+    same((params, state), start(scaled))
+    for seed in range(3):
+        grads = gradients(seed)
+        wanted = jax.jit(plain.update)({n: g / SCALE for n, g in grads.items()}, state, params)
+        found = jax.jit(scaled.update)(grads, state, params)
+        assert_alike(found, wanted, seed + 1)
+        params, state = optax.apply_updates(params, wanted[0]), wanted[1]
+
+
+@pytest.mark.parametrize("value", [jnp.inf, -jnp.inf, jnp.nan])
+def test_a_tensor_is_skipped_and_the_others_are_not(optimizers, value):
+    """Bit for bit: weight, moments and correction of the one; the others as with a zero beside."""
+    plain, scaled = optimizers
+    params, state = start(plain)
+    updates, state = jax.jit(scaled.update)(gradients(0), state, params)
+    params = optax.apply_updates(params, updates)
+    updates, after = jax.jit(scaled.update)(gradients(1, [("w", value)]), state, params)
+    new = optax.apply_updates(params, updates)
+    masters = [lowmem.master_params(*pair) for pair in ((params, state), (new, after))]
+    same(masters[0]["w"], masters[1]["w"])
+    for name in ("b", "scalar"):
+        assert np.isfinite(masters[1][name]).all() and (masters[1][name] != masters[0][name]).any()
+    kept = jax.tree_util.tree_leaves_with_path(state)
+    for (path, old), now in zip(kept, jax.tree.leaves(after), strict=True):
+        assert jnp.issubdtype(now.dtype, jnp.integer) or np.isfinite(now).all()
+        if "'w'" in jax.tree_util.keystr(path):
+            np.testing.assert_array_equal(old, now)
+    zero = {**gradients(1), "w": jnp.zeros(SHAPES["w"])}
+    wanted, _ = jax.jit(scaled.update)(zero, state, params)
+    same({n: updates[n] for n in ("b", "scalar")}, {n: wanted[n] for n in ("b", "scalar")})
+
+
+def test_f16_gradients_that_overflowed():
+    tx = lowmem.per_tensor_loss_scale(optax.sgd(1.0), SCALE)
+    grads = {"a": jnp.full(3, jnp.inf, jnp.float16), "b": jnp.full(3, 6e4, jnp.float16)}
+    updates, _ = tx.update(grads, tx.init(grads), grads)
+    np.testing.assert_array_equal(updates["a"], 0)
+    np.testing.assert_allclose(updates["b"], -6e4 / SCALE, rtol=1e-3)
+
+
+@pytest.mark.parametrize("scale", [0, -1.0])
+def test_misuse(scale):
+    with pytest.raises(ValueError, match="scale must be"):
+        lowmem.per_tensor_loss_scale(optax.sgd(1.0), scale)
