@@ -96,6 +96,7 @@ def test_trains_both_and_reports(tmp_path):
         assert row in done.stdout
 
 
+@pytest.mark.full
 def test_any_optimizer_seeds_and_own_text(tmp_path):
     """A wrapped optax optimizer, two seeds, BPE, one run alone, on a folder of the user's."""
     text = tmp_path / "text"

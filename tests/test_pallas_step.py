@@ -153,8 +153,13 @@ def close(case, wanted, found, step=LEARNING_RATE * tolerances.REORDERED_STEP):
 
 
 def check(case, **how):
-    """Every bit: without LLVM's passes no multiply-add is fused, and the expression is one."""
+    """Every bit: without LLVM's passes no multiply-add is fused, and the expression is one.
+
+    (Not where a leaf is measured first: a mean is summed in the order of its fusion.)
+    """
     wanted, found = both(case, **how)
+    if case.rule.measures:
+        return close(case, wanted, found)
     for plan, one, other in zip(case.plans, wanted, found, strict=True):
         for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
             assert (a.dtype, a.shape) == (b.dtype, b.shape)
