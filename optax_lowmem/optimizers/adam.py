@@ -50,12 +50,18 @@ class AdamRule(UpdateRule):
         """`adam` without its variants."""
         return "adam" if self.eps_root_is_zero and not self.nesterov else None
 
+    def second_moment(
+        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
+    ) -> jax.Array:
+        """The new nu."""
+        return h["b2"] * slots["nu"] + h["one_minus_b2"] * (g * g)
+
     def update(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The direction and the new moments."""
         mu = h["b1"] * slots["mu"] + h["one_minus_b1"] * g
-        nu = h["b2"] * slots["nu"] + h["one_minus_b2"] * (g * g)
+        nu = self.second_moment(g, slots, h)
         numerator = h["mu_scale"] * mu + h["g_scale"] * g if self.nesterov else mu
         if self.eps_root_is_zero:  # the codec takes sqrt(nu) too: one square root serves both
             root = jnp.sqrt(nu) * h["root_nu_scale"]

@@ -27,7 +27,7 @@ class StableAdamRule(AdamRule):
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> dict[str, jax.Array]:
         """RMS_t = sqrt(mean(g^2 / max(u, eps^2))), u the debiased second moment after this g."""
-        u = (h["b2"] * slots["nu"] + h["one_minus_b2"] * (g * g)) * h["nu_scale"]
+        u = self.second_moment(g, slots, h) * h["nu_scale"]
         share = clipped_share(rms_of_ratio(g, u, h["raw_eps"]), h["threshold"])
         return {name: h[name] * share for name in ("lr", "decay") if name in h}
 

@@ -98,12 +98,8 @@ def fused_update(
 ) -> tuple[jax.Array, LeafState]:
     """As `reference.fused_update`; `alive` is a traced True whose value XLA must not know."""
     fields = _fields(plan, p is not None)
-    values = _advance(rule, plan, g, p, state, h)[1]
-    measured = {
-        slot.name: slot.codec.measure(groups.to_groups(values[slot.name], plan.group_size))
-        for slot in plan.slots
-        if slot.codec is not None
-    }
+    values = reference.advanced(rule, plan, g, p, state, h)[1]
+    measured = reference.measured(plan, values)
     divisors = {name: divisor for name, (_, divisor) in measured.items()}
     noise = None
     if plan.stochastic:
@@ -111,7 +107,7 @@ def fused_update(
         noise = lax.optimization_barrier(random.noise_bits(key, plan.shape, plan.group_size))
 
     def compute(g: Any, p: Any, state: Any, h: Any, divisors: Any, noise: Any) -> dict[str, Any]:
-        step, values = _advance(rule, plan, g, p, state, h)
+        step, values = reference.advanced(rule, plan, g, p, state, h)
         small = {s.name: _codes(plan, s, values, divisors, noise) for s in plan.slots if s.codec}
         if p is not None and plan.split is not None:
             weight, small[_CORRECTION] = reference.landed(plan, p, step, state.correction)
@@ -131,12 +127,6 @@ def fused_update(
     return _outputs(
         rule, plan, g, p, state, h, small, {name: scale for name, (scale, _) in measured.items()}
     )
-
-
-def _advance(
-    rule: UpdateRule, plan: LeafPlan, g: Any, p: Any, state: LeafState, h: Mapping[str, jax.Array]
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    return reference.advance(rule, plan, g, p, state.correction, reference.decode(plan, state), h)
 
 
 def _codes(
@@ -170,7 +160,7 @@ def _outputs(
     correction = small.get(_CORRECTION, state.correction)
     plain = any(slot.codec is None for slot in plan.slots)
     if plain or _WEIGHT not in small:
-        update, values = _advance(rule, plan, g, p, state, h)
+        update, values = reference.advanced(rule, plan, g, p, state, h)
     if p is not None and _WEIGHT in small:
         update = lax.bitcast_convert_type(small[_WEIGHT], p.dtype)
         if not plan.direct:

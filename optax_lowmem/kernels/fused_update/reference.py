@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._core import numerics, random
+from optax_lowmem._core import groups, numerics, random
 from optax_lowmem._core.rules import UpdateRule
 from optax_lowmem.codecs import BitSplit, MasterSplit, decode_array, encode_array
 from optax_lowmem.kernels.fused_update.plan import LeafPlan, LeafState, SlotPlan
@@ -20,6 +20,29 @@ def decode(plan: LeafPlan, state: LeafState) -> dict[str, jax.Array]:
         if slot.codec is None
         else decode_array(slot.codec, stored, scales, plan.group_size)
         for slot, stored, scales in rows
+    }
+
+
+def advanced(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    g: jax.Array,
+    p: jax.Array | None,
+    state: LeafState,
+    h: Mapping[str, jax.Array],
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """`advance` from the state as it is stored."""
+    return advance(rule, plan, g, p, state.correction, decode(plan, state), h)
+
+
+def measured(
+    plan: LeafPlan, values: Mapping[str, jax.Array]
+) -> dict[str, tuple[jax.Array, jax.Array]]:
+    """Stored scales and the divisors of codes, of each slot that has a codec."""
+    return {
+        slot.name: slot.codec.measure(groups.to_groups(values[slot.name], plan.group_size))
+        for slot in plan.slots
+        if slot.codec is not None
     }
 
 
@@ -173,7 +196,7 @@ def fused_update(
         and `l2` (added to the gradient times the weight).
       key: a uint32 key for the rounding of this leaf in this step.
     """
-    update, values = advance(rule, plan, g, p, state.correction, decode(plan, state), h)
+    update, values = advanced(rule, plan, g, p, state, h)
     slots, scales = [], []
     for slot, old in zip(plan.slots, state.scales, strict=True):
         stored, scale = encode(plan, slot, values[slot.name], old, key)

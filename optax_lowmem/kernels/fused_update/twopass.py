@@ -37,20 +37,12 @@ def fused_update(
 ) -> tuple[jax.Array, LeafState]:
     """As `reference.fused_update`; `alive` is not used."""
     del alive
-    values = reference.advance(
-        rule, plan, g, p, state.correction, reference.decode(plan, state), h
-    )[1]
-    measured = {
-        slot.name: slot.codec.measure(groups.to_groups(values[slot.name], plan.group_size))
-        for slot in plan.slots
-        if slot.codec is not None
-    }
+    values = reference.advanced(rule, plan, g, p, state, h)[1]
+    measured = reference.measured(plan, values)
     noise = random.noise_bits(key, plan.shape, plan.group_size) if plan.stochastic else None
     # what comes after the barrier is not the same expression as before it: nothing is shared
     g, p, state, measured, noise = lax.optimization_barrier((g, p, state, measured, noise))
-    update, values = reference.advance(
-        rule, plan, g, p, state.correction, reference.decode(plan, state), h
-    )
+    update, values = reference.advanced(rule, plan, g, p, state, h)
     slots, scales = [], []
     for slot, old in zip(plan.slots, state.scales, strict=True):
         value = values[slot.name]
