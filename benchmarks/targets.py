@@ -12,6 +12,7 @@ from benchmarks.peers import cases
 
 DEVICE = "NVIDIA H100"
 OURS, UPDATE, OPTAX, FLASHOPTIM = "lowmem.step", "lowmem.update", "optax-f32", "flashoptim"
+TRITON = "lowmem.step-triton"
 LLAMA, GPT2, ONE = "llama-3.2-1b", "gpt2-124m", "one-16384"
 Value = Callable[..., float]  # of a record: (case, implementation, metric, field="value")
 
@@ -34,15 +35,18 @@ class Target:
     at_most: bool
     form: str
 
-    def row(self, value: Value) -> list[str]:
-        """Its line; without a number while a record is missing."""
+    def row(self, *values: Value) -> list[str]:
+        """Its line: what each of the `values` makes of it, and whether it is reached."""
         asked = ("≤ " if self.at_most else "≥ ") + self.form.format(self.limit)
+        return [self.what, asked, *(cell for value in values for cell in self._cells(value))]
+
+    def _cells(self, value: Value) -> tuple[str, str]:
         try:
             found = self.measure(value)
         except KeyError:
-            return [self.what, asked, "not measured yet", ""]
+            return "not measured", ""
         met = found <= self.limit if self.at_most else found >= self.limit
-        return [self.what, asked, self.form.format(found), "yes" if met else "**no**"]
+        return self.form.format(found), "yes" if met else "**no**"
 
 
 def _of(case: str, impl: str, metric: str) -> Callable[[Value], float]:
@@ -105,6 +109,12 @@ def table(rows: step_tables.Rows) -> str:
     def value(case: str, impl: str, metric: str, field: str = "value") -> float:
         return known[case, impl, metric][field]
 
-    head = ["AdamW with default storage, on an H100", "asked", "measured", "reached"]
-    body = [target.row(value) for target in targets()]
+    def with_triton(case: str, impl: str, metric: str, field: str = "value") -> float:
+        if impl == UPDATE:
+            raise KeyError(impl)
+        return value(case, TRITON if impl == OURS else impl, metric, field)
+
+    head = ["AdamW with default storage, on an H100", "asked", "Pallas", "reached"]
+    head += ["jax-triton", "reached"]
+    body = [target.row(value, with_triton) for target in targets()]
     return tables.markdown(head, body) + (tables.source(found) if found else "")

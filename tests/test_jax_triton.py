@@ -13,7 +13,7 @@ import jax.extend as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 import optax_lowmem as lowmem
 from optax_lowmem.kernels import platform
@@ -328,7 +328,8 @@ def test_group_sizes(size):
 @pytest.mark.gpu
 def test_many_leaves_of_a_direction():
     tx = launch_cases.OPTIMIZERS["direction"](storage())
-    case = launch_cases.make(tx, [(5 + i, 64 if i % 2 else 33) for i in range(70)], F32)
+    shapes = [(5 + i, 64 if i % 2 else 33) for i in range(70)]
+    case = launch_cases.make(tx, shapes, F32, direct=False)
     launch_cases.compare(case, launch_cases.launch(case, jax_triton.launch, TILE))
 
 
@@ -359,7 +360,8 @@ def test_vmap_and_shard_map():
 
     gradients = jnp.stack([case.leaves[0].g, -2 * case.leaves[0].g])
     mapped = jax.vmap(run)(gradients)
-    mesh, spec = jax.make_mesh((1,), ("data",)), PartitionSpec("data")
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("data")
     sharded = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)(gradients[0])
     jax.tree.map(np.testing.assert_array_equal, sharded, run(gradients[0]))
     for i in range(2):
