@@ -12,6 +12,10 @@ from optax_lowmem.optimizers.adam import b2_schedule as b2_schedule
 from optax_lowmem.optimizers.adam import flash_adam as flash_adam
 from optax_lowmem.optimizers.adam import flash_adamw as flash_adamw
 from optax_lowmem.optimizers.adam import scale_by_flash_adam as scale_by_flash_adam
+from optax_lowmem.optimizers.adam_mini import adam_mini as adam_mini
+from optax_lowmem.optimizers.adam_mini import flash_adam_mini as flash_adam_mini
+from optax_lowmem.optimizers.adam_mini import q_adam_mini as q_adam_mini
+from optax_lowmem.optimizers.adam_mini import q_adamw as q_adamw
 from optax_lowmem.optimizers.lion import flash_lion as flash_lion
 from optax_lowmem.optimizers.lion import scale_by_flash_lion as scale_by_flash_lion
 from optax_lowmem.optimizers.sgd import flash_sgd as flash_sgd
@@ -44,6 +48,7 @@ __all__ = [
     "Policy",
     "Storage",
     "accumulate_gradients",
+    "adam_mini",
     "b2_schedule",
     "blocks",
     "chain",
@@ -54,6 +59,7 @@ __all__ = [
     "ema_params",
     "explain",
     "flash_adam",
+    "flash_adam_mini",
     "flash_adamw",
     "flash_lion",
     "flash_sgd",
@@ -62,6 +68,8 @@ __all__ = [
     "master_params",
     "memory",
     "per_tensor_loss_scale",
+    "q_adam_mini",
+    "q_adamw",
     "register_slot",
     "scale_by_flash_adam",
     "scale_by_flash_lion",

@@ -164,3 +164,19 @@ GROUP_DECODE = 10 * 2.0**-24
 GPU_SCALE_UNITS = {"f32": 4, "f16": 1, "e8m8": 0}
 # How often: 4 ulp (2^-21) in half a spacing of f16 (2^-12), either way.
 GPU_F16_SCALE_SHARE = 2.0**-8
+
+# -- Adam-mini and its codec (test_adam_mini.py, test_peers_adam_mini.py) --------------------------
+
+# Against float64 or the package over 20 steps in f32, on weights of at most 1. A direction is off
+# by 16 u (a mean over d elements, pairwise: log2(d) u, halved by the root), so a step of 4 lr =
+# 0.04 by 4e-8; storing the weight costs u of it, 6e-8: 20 of both, 2e-6 where all have one sign.
+ADAM_MINI_RTOL = 1e-5
+ADAM_MINI_ATOL = 1e-6
+# Its moments: means and moving averages of terms of one sign, 16 u; m of its leaf's largest.
+ADAM_MINI_MOMENT = 2.0**-20
+# Delta has 16 mantissa bits, rounded either way, and two f32 operations of u behind it.
+AFFINE_DELTA = 2.0**-16 + 2.0**-22
+# (code - z) is exact, times Delta.
+AFFINE_DECODE = AFFINE_DELTA + 2.0**-24
+# x times 1 / Delta, plus z: 3 u of at most 383 codes.
+AFFINE_POSITION = 383 * 3 * 2.0**-24

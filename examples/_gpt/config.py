@@ -15,11 +15,17 @@ from optax_lowmem import codecs
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Layers, attention heads and width of a GPT."""
+    """Layers, attention heads and width of a GPT.
+
+    `tied`: whether the output head is the embedding. `fused`: whether query, key and value are one
+    matrix.
+    """
 
     layers: int
     heads: int
     width: int
+    tied: bool = True
+    fused: bool = True
 
 
 @dataclass(frozen=True)

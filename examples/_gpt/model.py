@@ -50,13 +50,19 @@ class Attention(nnx.Module):
     def __init__(self, shape: ModelShape, rngs: nnx.Rngs):
         width, scale = shape.width, shape.width**-0.5
         self.heads = shape.heads
-        self.qkv = _dense(width, 3 * width, scale, rngs)
+        names = {"qkv": 3} if shape.fused else {"query": 1, "key": 1, "value": 1}
+        for name, matrices in names.items():
+            setattr(self, name, _dense(width, matrices * width, scale, rngs))
         self.out = _dense(width, width, scale * (2 * shape.layers) ** -0.5, rngs)
 
     def __call__(self, x, rotary):
         batch, length, width = x.shape
-        qkv = self.qkv(x).reshape(batch, length, 3, self.heads, width // self.heads)
-        q, k, v = (qkv[:, :, i] for i in range(3))
+        if hasattr(self, "qkv"):
+            qkv = self.qkv(x).reshape(batch, length, 3, self.heads, width // self.heads)
+            q, k, v = (qkv[:, :, i] for i in range(3))
+        else:
+            of_heads = (batch, length, self.heads, width // self.heads)
+            q, k, v = (f(x).reshape(of_heads) for f in (self.query, self.key, self.value))
         # Normalised queries and keys keep the attention logits bounded at high learning rates.
         q, k = (_rotate(_normalise(y).astype(x.dtype), rotary) for y in (q, k))
         mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
@@ -80,10 +86,10 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    """Decoder-only transformer with tied embeddings.
+    """Decoder-only transformer.
 
     Args:
-      shape: layers, heads and width.
+      shape: layers, heads and width, and what has matrices of its own.
       vocab: number of tokens.
       rngs: the generator of the initial weights, which are f32.
     """
@@ -92,6 +98,8 @@ class GPT(nnx.Module):
         self.head_size = shape.width // shape.heads
         init = nnx.initializers.normal(shape.width**-0.5)
         self.embed = nnx.Param(init(rngs.params(), (vocab, shape.width), jnp.float32))
+        if not shape.tied:
+            self.lm_head = nnx.Param(init(rngs.params(), (vocab, shape.width), jnp.float32))
         self.blocks = nnx.List([Block(shape, rngs) for _ in range(shape.layers)])
         self.norm_out = RMSNorm(shape.width)
 
@@ -103,9 +111,8 @@ class GPT(nnx.Module):
         rotary = _rotary(tokens.shape[1], self.head_size)
         for block in self.blocks:
             x = block(x, rotary)
-        return jnp.einsum(
-            "blw,vw->blv", self.norm_out(x), embed, preferred_element_type=jnp.float32
-        )
+        head = self.lm_head[...] if hasattr(self, "lm_head") else embed
+        return jnp.einsum("blw,vw->blv", self.norm_out(x), head, preferred_element_type=jnp.float32)
 
 
 def next_token_loss(graphdef, params, tokens):

@@ -91,7 +91,9 @@ def stored_dtype(path: str, leaf: jax.Array) -> Any:
     return jnp.bfloat16 if leaf.ndim > 1 else jnp.float32
 
 
-def _loss_function(graphdef: Any, compute: str) -> Callable[[Any, jax.Array], jax.Array]:
+def loss_function(graphdef: Any, compute: str) -> Callable[[Any, jax.Array], jax.Array]:
+    """(f32 or 16-bit weights, tokens) -> loss, with the matrices in the dtype `compute`."""
+
     def loss(params: Any, tokens: jax.Array) -> jax.Array:
         cast = jax.tree.map(lambda p: p.astype(compute) if p.ndim > 1 else p, params)
         return next_token_loss(graphdef, cast, tokens)
@@ -138,7 +140,7 @@ def _plain_step(tx: Any, grads: Any, state: Any, params: Any) -> tuple[Any, Any]
 def compile_program(impl: str, settings: Settings, vocab: int) -> Program:
     """Compiles one of the two ways to train; `start` gives it arrays, which its steps donate."""
     graphdef, make_weights = build_model(settings, vocab)
-    loss, tx = _loss_function(graphdef, settings.compute), _optimizer(impl, settings)
+    loss, tx = loss_function(graphdef, settings.compute), _optimizer(impl, settings)
     take_step = optimizer_step(impl, settings.implementation)
 
     def start(seed: int) -> tuple[Any, Any]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,11 @@ class Block:
             raise ValueError(f"Block.heads is (axis, number of heads >= 1), got {self.heads!r}")
         object.__setattr__(self, "axes", axes)  # lists would not be hashable
         object.__setattr__(self, "heads", heads)
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether every element has a value of its own: Adam."""
+        return not self.axes and self.heads is None
 
     def fit(self, shape: tuple[int, ...], path: str = "") -> "Block":
         """The same block with axes counted from 0 and in order, checked against a leaf.
@@ -108,6 +113,19 @@ class Block:
         viewed = (*shape[:at], count, shape[at] // count, *shape[at + 1 :])
         axes = (*(axis + (axis > at) for axis in block.axes), at + 1)
         return viewed, tuple(sorted(axes))
+
+
+class BlockStructure(Protocol):
+    """What an optimizer with blocks asks of the parameters."""
+
+    def infer(self, params: Any) -> dict[str, Block]:
+        """The block of each leaf, by path."""
+
+    def embeddings(self, params: Any) -> set[str]:
+        """Paths of the embedding tables."""
+
+    def warn(self, params: Any) -> None:
+        """Warns of leaves whose block is a guess."""
 
 
 def is_int(number: Any) -> bool:

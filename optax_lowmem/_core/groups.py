@@ -3,6 +3,8 @@
 Never across rows: codes then shard like the parameter, with no collective.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -33,6 +35,11 @@ def from_groups(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Inverse of `to_groups`."""
     flat = x.reshape(x.shape[:-2] + (x.shape[-2] * x.shape[-1],))
     return flat if flat.shape == shape else flat[..., : shape[-1]]
+
+
+def spread_tree(of_groups: Any, length: int, group_size: int) -> Any:
+    """`spread` of each array of a tree."""
+    return jax.tree.map(lambda x: spread(x, length, group_size), of_groups)
 
 
 def spread(x: jax.Array, length: int, group_size: int) -> jax.Array:

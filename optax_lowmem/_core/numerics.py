@@ -53,6 +53,11 @@ def absmax_bits(x: jax.Array, signed: bool = True) -> jax.Array:
     return jnp.max(magnitude, axis=-1).astype(jnp.uint32)
 
 
+def max_bits(x: jax.Array) -> jax.Array:
+    """Bits of the larger of 0 and max x over the last axis, in integers; a NaN without sign wins."""
+    return jnp.maximum(jnp.max(lax.bitcast_convert_type(x, jnp.int32), axis=-1), 0)
+
+
 def round_to_byte(x: jax.Array) -> jax.Array:
     """uint8 of f32 values in [0, 255], to nearest, ties to even.
 
@@ -69,9 +74,12 @@ def round_to_signed_byte(magnitude: jax.Array, sign: jax.Array) -> jax.Array:
     As `round_to_byte`, from 1.5 2^23, below which negative integers lie.
     """
     negative = to_bits(sign) & jnp.uint32(~MAGNITUDE_MASK & 0xFFFFFFFF)
-    signed = from_bits(to_bits(magnitude) | negative)
-    code = lax.bitcast_convert_type(signed + jnp.float32(1.5 * 2.0**23), jnp.int32) - 0x4B400000
-    return low_byte(code, jnp.int8)
+    return low_byte(round_to_int(from_bits(to_bits(magnitude) | negative)), jnp.int8)
+
+
+def round_to_int(x: jax.Array) -> jax.Array:
+    """int32 of f32 values within 2^21 of 0, to nearest, ties to even."""
+    return lax.bitcast_convert_type(x + jnp.float32(1.5 * 2.0**23), jnp.int32) - 0x4B400000
 
 
 def uniform(bits: jax.Array) -> jax.Array:

@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
+from optax_lowmem._core.block import Block
+
 
 def mean_of_leaf(x: jax.Array) -> jax.Array:
     """The mean over a leaf, also where a `shard_map` shows this function a part of it only.
@@ -25,6 +27,21 @@ def mean_of_leaf(x: jax.Array) -> jax.Array:
                 f"over '{name}', and a mean over it is needed: use check_vma=True."
             )
     return mean
+
+
+def mean_of_blocks(block: Block, x: jax.Array) -> jax.Array:
+    """`Block.mean`, of a whole leaf.
+
+    Raises:
+      ValueError: inside a `shard_map`, where this may be a part of a block.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not block.elementwise and AxisType.Manual in mesh.axis_types:
+        raise ValueError(
+            "inside a shard_map nobody knows which blocks of weights lie on several devices, and "
+            "a mean over each is needed: use jit with shardings, which finds out."
+        )
+    return block.mean(x)
 
 
 def rms_of_ratio(g: jax.Array, u: jax.Array, eps: jax.Array) -> jax.Array:

@@ -7,18 +7,22 @@ from typing import Any
 
 import jax
 
+from optax_lowmem._core.block import Block
+
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """A state field with one value per parameter.
+    """A state field with one value per parameter, or one a block of them.
 
     Attributes:
       name: `mu` or `nu`.
       signed: whether its values may be negative.
+      shared: by the elements of a `Block`.
     """
 
     name: str
     signed: bool
+    shared: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,9 +55,28 @@ class UpdateRule(abc.ABC):
 
         Args:
           g: gradient, f32.
-          slots: decoded slots, f32, of g's shape.
-          h: the step's hyperparameters, f32 scalars, which may be traced.
+          slots: decoded slots, f32, of g's shape; not the shared ones.
+          h: the step's hyperparameters, f32 scalars, which may be traced; and what `share` gave,
+            for each element.
         """
+
+    @property
+    def shares(self) -> tuple[str, ...]:
+        """Names of what `share` adds to the hyperparameters."""
+        return ()
+
+    def share(
+        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array], block: Block
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """New values of the shared slots, and what `update` needs of them: one value a block each.
+
+        Args:
+          g: gradient of a whole leaf, f32.
+          slots: decoded shared slots, one value a block.
+          h: the step's hyperparameters.
+          block: the leaf's.
+        """
+        return {}, {}
 
     @property
     def measures(self) -> bool:

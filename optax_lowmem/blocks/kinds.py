@@ -56,13 +56,19 @@ def classify(leaf: Leaf, leaves: Leaves, counts: Heads) -> Block | str:
         return _bias(leaf, leaves)
     if _is_norm(leaf):
         return _vector(leaf, "a norm's scale")
-    if leaf.array == "embedding" or (leaf.module in EMBEDDING and leaf.array in ("", "weight")):
+    if is_embedding(leaf):
         return _embedding(leaf)
     if leaf.array not in ("", "kernel", "w"):
         return f"whether '{leaf.array}' is (in, out) or (out, in) is not known"
     if "conv" in words(leaf.module):
         return whole(leaf, "a convolution: Adam-mini has no blocks for it")
     return _matrix(leaf, leaves, counts)
+
+
+def is_embedding(leaf: Leaf) -> bool:
+    """Whether a leaf is an embedding table by name: of the input, not the output head."""
+    named = leaf.module in EMBEDDING and leaf.array in ("", "weight")
+    return leaf.array == "embedding" or named
 
 
 # ---- vectors and tables --------------------------------------------------------------------------

@@ -1,11 +1,12 @@
 """`infer`: the block of each leaf, by rule or by what Flax calls and shapes it."""
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from optax_lowmem._core.block import Block, is_int
-from optax_lowmem.blocks.kinds import classify
+from optax_lowmem.blocks.kinds import classify, is_embedding
 from optax_lowmem.blocks.leaves import Heads, Leaf, Leaves, whole
 from optax_lowmem.blocks.stacks import leaves_of
 
@@ -70,6 +71,67 @@ def infer(
             "pattern or drop it."
         )
     return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """The arguments of `infer`, for an optimizer's `blocks=`; static and hashable.
+
+    Attributes:
+      heads: query heads.
+      kv_heads: key heads.
+      rules: (glob pattern on the path, block) pairs.
+      default: "whole" or "elementwise", for leaves that are not recognised. None is "whole", and
+        the optimizer's `init` warns of such leaves.
+
+    Example:
+      >>> import optax_lowmem as lowmem
+      >>> tx = lowmem.q_adam_mini(1e-3, blocks=lowmem.blocks.Structure(heads=16, kv_heads=4))
+    """
+
+    heads: int | None = None
+    kv_heads: int | None = None
+    rules: tuple[Rule, ...] = ()
+    default: str | None = None
+
+    def __post_init__(self) -> None:
+        rules = [(r[0], tuple(r[1])) if _is_axes(r) else r for r in self.rules]
+        object.__setattr__(self, "rules", tuple(map(_as_tuple, rules)))  # to be hashable
+        _checked(self.heads, self.kv_heads, self.rules, self.default or "whole")
+
+    def infer(self, params: Any) -> dict[str, Block]:
+        """`infer` with these arguments."""
+        return infer(
+            params,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            rules=self.rules,
+            default=self.default or "whole",
+        )
+
+    def embeddings(self, params: Any) -> set[str]:
+        """Paths of the embedding tables."""
+        return {leaf.path for leaf in leaves_of(params).values() if is_embedding(leaf)}
+
+    def warn(self, params: Any) -> None:
+        """Warns of the leaves that got one block because nothing is known of them."""
+        unknown = {path: b.reason for path, b in self.infer(params).items() if not b.known}
+        if self.default is None and unknown:
+            path, reason = next(iter(unknown.items()))
+            more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+            warnings.warn(
+                f"the blocks of '{path}'{more} are a guess, one for the whole tensor ({reason}). "
+                "See lowmem.blocks.describe(params); say Structure(default='whole') to keep it so.",
+                stacklevel=2,
+            )
+
+
+def _is_axes(rule: Any) -> bool:
+    return isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[1], list)
+
+
+def _as_tuple(rule: Any) -> Any:
+    return tuple(rule) if isinstance(rule, list) else rule
 
 
 def _checked(heads: Any, kv_heads: Any, rules: Any, default: Any) -> Heads:

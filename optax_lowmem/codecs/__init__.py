@@ -3,6 +3,8 @@
 import jax
 
 from optax_lowmem._core import groups
+from optax_lowmem.codecs.affine import affine as affine
+from optax_lowmem.codecs.affine import affine_paper as affine_paper
 from optax_lowmem.codecs.base import GroupCodec as GroupCodec
 from optax_lowmem.codecs.linear import linear as linear
 from optax_lowmem.codecs.linear import linear_paper as linear_paper
@@ -28,6 +30,8 @@ CODECS: dict[str, GroupCodec] = {
         linear_paper(),
         linear(signed=False),
         linear_paper(signed=False),
+        affine(),
+        affine_paper(),
     )
 }
 
@@ -44,12 +48,13 @@ def encode_array(
       noise: uniforms in [0, 1) of x's shape; None rounds to nearest.
     """
     stored, divisor = codec.measure(groups.to_groups(x, group_size))
-    return codec.quantize(x, groups.spread(divisor, x.shape[-1], group_size), noise), stored
+    divisor = groups.spread_tree(divisor, x.shape[-1], group_size)
+    return codec.quantize(x, divisor, noise), stored
 
 
 def decode_array(
     codec: GroupCodec, codes: jax.Array, scales: jax.Array, group_size: int
 ) -> jax.Array:
     """f32 values of `encode_array`'s codes and scales."""
-    unit = groups.spread(codec.unit(codec.scale.decode(scales)), codes.shape[-1], group_size)
+    unit = groups.spread_tree(codec.units(scales), codes.shape[-1], group_size)
     return codec.dequantize(codes, unit)

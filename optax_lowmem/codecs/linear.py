@@ -5,12 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem.codecs.base import GroupCodec
+from optax_lowmem.codecs.companded import CompandedCodec
 from optax_lowmem.codecs.scales import Float16Scale
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearCodec(GroupCodec):
+class LinearCodec(CompandedCodec):
     """x / s times 127 (signed) or 255, no companding."""
 
     def position(self, y: jax.Array, divisor: jax.Array) -> jax.Array:

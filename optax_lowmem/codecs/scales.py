@@ -10,7 +10,7 @@ from optax_lowmem._core import numerics
 _MAX_BITS = (126 + 127) << 23  # 2^126: its reciprocal is still normal
 
 
-def _guard(bits: jax.Array) -> jax.Array:
+def guard(bits: jax.Array) -> jax.Array:
     """A scale's bits: subnormal -> 0, over 2^126 -> 2^126 (codes saturate), not finite -> NaN."""
     clamped = jnp.minimum(bits, jnp.uint32(_MAX_BITS))
     kept = jnp.where(bits < numerics.MIN_NORMAL_BITS, jnp.uint32(0), clamped)
@@ -28,7 +28,7 @@ class Float32Scale:
 
     def encode(self, absmax: jax.Array) -> jax.Array:
         """Stored scales from the bits of the group maxima."""
-        return numerics.from_bits(_guard(absmax))
+        return numerics.from_bits(guard(absmax))
 
     def decode(self, stored: jax.Array) -> jax.Array:
         """f32 scales."""
@@ -50,7 +50,7 @@ class E8M8Scale:
 
     def encode(self, absmax: jax.Array) -> jax.Array:
         """Stored scales from the bits of the group maxima, rounded up to 8 mantissa bits."""
-        return ((_guard(absmax) + 0x7FFF) >> 15).astype(jnp.uint16)
+        return ((guard(absmax) + 0x7FFF) >> 15).astype(jnp.uint16)
 
     def decode(self, stored: jax.Array) -> jax.Array:
         """f32 scales."""

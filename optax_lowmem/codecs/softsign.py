@@ -6,12 +6,12 @@ import jax
 import jax.numpy as jnp
 
 from optax_lowmem._core import numerics
-from optax_lowmem.codecs.base import GroupCodec
+from optax_lowmem.codecs.companded import CompandedCodec
 from optax_lowmem.codecs.scales import E8M8Scale, Float16Scale, ScaleFormat
 
 
 @dataclasses.dataclass(frozen=True)
-class SoftsignCodec(GroupCodec):
+class SoftsignCodec(CompandedCodec):
     r"""phi(x) = 2 x / (1 + |x|), phi^-1(z) = z / (2 - |z|) on x = m / s."""
 
     scale: ScaleFormat = dataclasses.field(default_factory=E8M8Scale)

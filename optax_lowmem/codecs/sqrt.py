@@ -5,12 +5,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem.codecs.base import GroupCodec
+from optax_lowmem.codecs.companded import CompandedCodec
 from optax_lowmem.codecs.scales import Float16Scale
 
 
 @dataclasses.dataclass(frozen=True)
-class SqrtCodec(GroupCodec):
+class SqrtCodec(CompandedCodec):
     r"""phi(v) = sqrt(v), scaled by its group maximum; non-negative values only."""
 
     signed: bool = False

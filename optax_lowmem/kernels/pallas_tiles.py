@@ -9,6 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from optax_lowmem._core import groups, random
+from optax_lowmem._core.block import Block
 from optax_lowmem.kernels.tiles import Tiling
 
 
@@ -27,15 +28,20 @@ def noise(
     tiling: Tiling, tile: jax.Array, key: jax.Array, lane_bits: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """`random.noise_bits` of a tile: [rows, 1] and [lanes]; those of the lanes may be given."""
+    coordinates = [index.astype(jnp.uint32) for index in _coordinates(tiling, tile)]
+    if lane_bits is None:
+        lane_bits = random.lane_bits(key, lax.iota(jnp.uint32, tiling.lanes))
+    return random.row_bits(key, coordinates)[:, None], lane_bits
+
+
+def _coordinates(tiling: Tiling, tile: jax.Array) -> list[jax.Array]:
+    """Where the groups of a tile lie along each axis, [rows] each; the last counts groups."""
     axes = groups.scale_shape(tiling.shape, tiling.group_size)
     rest, coordinates = _group_numbers(tiling, tile), []
     for size in reversed(axes[1:]):
-        coordinates.append(lax.rem(rest, jnp.int32(size)).astype(jnp.uint32))
+        coordinates.append(lax.rem(rest, jnp.int32(size)))
         rest = lax.div(rest, jnp.int32(size))
-    coordinates.append(rest.astype(jnp.uint32))
-    if lane_bits is None:
-        lane_bits = random.lane_bits(key, lax.iota(jnp.uint32, tiling.lanes))
-    return random.row_bits(key, coordinates[::-1])[:, None], lane_bits
+    return [rest, *reversed(coordinates)]
 
 
 def _elements(tiling: Tiling, ref: Any, tile: jax.Array) -> tuple[Any, jax.Array | None]:
@@ -75,6 +81,27 @@ def load_scales(tiling: Tiling, ref: Any, tile: jax.Array) -> jax.Array:
     """Scales of a tile, [rows]; 0 where there are none."""
     mask = _row_mask(tiling, tile)
     return plgpu.load(_scales(tiling, ref, tile), mask=mask, other=None if mask is None else 0)
+
+
+def load_shared(tiling: Tiling, block: Block, ref: Any, tile: jax.Array) -> jax.Array:
+    """What each element has of its block's value: [rows, 1], or [rows, lanes] where lanes differ."""
+    values, size = block.mean_shape(tiling.shape), tiling.group_size
+    positions = [index[:, None] for index in _coordinates(tiling, tile)]
+    # neighbours along each axis with one value
+    widths = [length // count for length, count in zip(tiling.shape, values, strict=True)]
+    if widths[-1] % size == 0:  # no group has elements of two blocks
+        widths[-1] //= size
+    else:
+        lane = lax.broadcasted_iota(jnp.int32, tiling.tile_shape, 1)
+        positions[-1] = positions[-1] * jnp.int32(size) + lane
+    index, stride = jnp.zeros((tiling.rows, 1), jnp.int32), 1
+    for position, width, count in reversed(list(zip(positions, widths, values, strict=True))):
+        if count > 1:
+            along = position if width == 1 else lax.div(position, jnp.int32(width))
+            index = index + along * jnp.int32(stride)
+            stride *= count
+    # groups and lanes that do not exist read any value
+    return plgpu.load(ref.at[jnp.minimum(index, jnp.int32(stride - 1))])
 
 
 def store_scales(tiling: Tiling, ref: Any, tile: jax.Array, values: jax.Array) -> None:

@@ -77,5 +77,5 @@ class Tiling:
         return x.reshape((-1, self.lanes if self.flat else self.shape[-1]))
 
     def scale_view(self, scales: jax.Array) -> jax.Array:
-        """The scales as the kernel sees them: [groups]."""
+        """The scales, or the values of blocks, as the kernel sees them: in one row."""
         return scales.reshape(-1)

@@ -7,6 +7,7 @@ from typing import Any
 import optax
 
 from optax_lowmem.optimizers.adam import flash_adam, flash_adamw
+from optax_lowmem.optimizers.adam_mini import adam_mini, flash_adam_mini, q_adam_mini, q_adamw
 from optax_lowmem.optimizers.lion import flash_lion
 from optax_lowmem.optimizers.sgd import flash_sgd
 from optax_lowmem.optimizers.stable_adamw import stable_adamw

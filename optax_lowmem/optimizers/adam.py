@@ -63,11 +63,15 @@ class AdamRule(UpdateRule):
         mu = h["b1"] * slots["mu"] + h["one_minus_b1"] * g
         nu = self.second_moment(g, slots, h)
         numerator = h["mu_scale"] * mu + h["g_scale"] * g if self.nesterov else mu
+        return numerics.quotient(numerator, self.denominator(nu, h)), {"mu": mu, "nu": nu}
+
+    def denominator(self, nu: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
+        """What the new mu is divided by: sqrt(vhat + eps_root) + eps, with the debiasing of mu."""
         if self.eps_root_is_zero:  # the codec takes sqrt(nu) too: one square root serves both
             root = jnp.sqrt(nu) * h["root_nu_scale"]
         else:
             root = jnp.sqrt(nu * h["nu_scale"] + h["eps_root"]) * h["root_scale"]
-        return numerics.quotient(numerator, root + h["eps"]), {"mu": mu, "nu": nu}
+        return root + h["eps"]
 
     def accumulating(
         self, h: Mapping[str, jax.Array], first: jax.Array, every: int
@@ -85,7 +89,7 @@ class AdamRule(UpdateRule):
         }
 
 
-def _is_zero(value: Any) -> bool:
+def is_zero(value: Any) -> bool:
     return isinstance(value, int | float) and value == 0
 
 
@@ -187,7 +191,7 @@ def scale_by_flash_adam(
       >>> import optax, optax_lowmem as lowmem
       >>> tx = optax.chain(lowmem.scale_by_flash_adam(), optax.scale(-1e-3))
     """
-    rule = AdamRule(nesterov, _is_zero(eps_root))
+    rule = AdamRule(nesterov, is_zero(eps_root))
     return direction(rule, adam_moments(b1, b2, eps, eps_root, nesterov), storage, {"mu": mu_dtype})
 
 
@@ -260,7 +264,7 @@ def flash_adamw(
     Deviations from the paper, each on by default and each undone by `Storage.paper()`: scales of
     f32's range, stochastic rounding, a variance code of at least 1, the split on the bits.
     """
-    rule = AdamRule(nesterov, _is_zero(eps_root))
+    rule = AdamRule(nesterov, is_zero(eps_root))
     return optimizer(
         rule,
         adam_moments(b1, b2, eps, eps_root, nesterov),

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lowmem._core.block import BlockStructure
 from optax_lowmem._core.hyperparameters import as_f32, check_range
 from optax_lowmem._core.rules import UpdateRule
 from optax_lowmem.transforms.engine import Engine
@@ -46,6 +47,7 @@ def optimizer(
     decouple_lr: bool | float = False,
     coupled: bool = False,
     slot_dtypes: Mapping[str, Any] | None = None,
+    structure: BlockStructure | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The transformation w <- w - lr (direction + weight_decay w) of a rule.
 
@@ -60,9 +62,9 @@ def optimizer(
         (constant) learning rate as its peak and a number is the peak of a schedule.
       coupled: add weight_decay w to the gradient instead (L2).
       slot_dtypes: dtype of slots where they are not compressed.
+      structure: which elements share slots, of a rule with shared slots.
     """
-    if not isinstance(storage, Storage):
-        raise TypeError(f"storage takes a lowmem.Storage, got {storage!r}")
+    _check_storage(storage, structure)
     check_range("learning_rate", learning_rate, 0.0)
     check_range("weight_decay", weight_decay, 0.0)
     peak = _peak(learning_rate, decouple_lr)
@@ -79,8 +81,23 @@ def optimizer(
         return h
 
     return Engine(
-        rule, hyperparameters, storage, decay_mask=mask, slot_dtypes=slot_dtypes or {}
+        rule,
+        hyperparameters,
+        storage,
+        decay_mask=mask,
+        slot_dtypes=slot_dtypes or {},
+        structure=structure,
     ).transformation()
+
+
+def _check_storage(storage: Any, structure: BlockStructure | None = None) -> None:
+    if not isinstance(storage, Storage):
+        raise TypeError(f"storage takes a lowmem.Storage, got {storage!r}")
+    if storage.rounding == "embeddings" and structure is None:
+        raise ValueError(
+            "rounding='embeddings' is for optimizers that know which leaves are embeddings, such "
+            "as q_adam_mini: use 'stochastic' or 'nearest' here."
+        )
 
 
 def direction(
@@ -90,8 +107,7 @@ def direction(
     slot_dtypes: Mapping[str, Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The transformation that gives a rule's direction only (optax's `scale_by_*`)."""
-    if not isinstance(storage, Storage):
-        raise TypeError(f"storage takes a lowmem.Storage, got {storage!r}")
+    _check_storage(storage)
     return Engine(
         rule, moments, storage, weights=False, slot_dtypes=slot_dtypes or {}
     ).transformation()

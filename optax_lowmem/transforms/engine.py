@@ -9,14 +9,18 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._core import random, scope, trees
-from optax_lowmem._core.rules import UpdateRule
+from optax_lowmem._core.block import Block, BlockStructure
+from optax_lowmem._core.rules import Slot, UpdateRule
 from optax_lowmem.codecs import GroupCodec
 from optax_lowmem.kernels.fused_update import (
     LeafPlan,
     LeafState,
+    SharedPlan,
+    SharedState,
     SlotPlan,
     choose,
     fused_updates,
+    shared_updates,
 )
 from optax_lowmem.transforms.masters import choose_split, initial_correction
 from optax_lowmem.transforms.storage import Storage
@@ -41,6 +45,7 @@ class Engine:
       weights: whether it updates weights (learning rate, decay, split) or gives a bare direction.
       decay_mask: optax-style mask of weight decay.
       slot_dtypes: dtype of slots where they are not compressed, f32 unless given.
+      structure: which elements share the slots that the rule's blocks share.
     """
 
     rule: UpdateRule
@@ -49,6 +54,7 @@ class Engine:
     weights: bool = True
     decay_mask: Any = None
     slot_dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    structure: BlockStructure | None = None
 
     def transformation(self) -> "Optimizer":
         """The optax transformation."""
@@ -64,10 +70,19 @@ class Engine:
             return []
         masked_out = self.storage.policy.masked_out(params)
         decays = self._decays(params)
+        blocks = self.structure.infer(params) if self.structure else {}
+        nearest = self._rounded_to_nearest(params)
         return [
-            self._plan(path, leaf, path in masked_out, decay)
+            self._plan(path, leaf, path in masked_out, path in nearest, decay, blocks.get(path))
             for (path, leaf), decay in zip(leaves, decays, strict=True)
         ]
+
+    def _rounded_to_nearest(self, params: Any) -> set[str]:
+        """Paths of the leaves whose codes are not rounded stochastically."""
+        rounding, every = self.storage.rounding, {path for path, _ in trees.named_leaves(params)}
+        if rounding == "embeddings" and self.structure is not None:
+            return every - self.structure.embeddings(params)
+        return set() if rounding == "stochastic" else every
 
     def _decays(self, params: Any) -> list[bool]:
         mask = self.decay_mask(params) if callable(self.decay_mask) else self.decay_mask
@@ -75,35 +90,58 @@ class Engine:
             return [True] * len(jax.tree.leaves(params))
         return trees.broadcast_prefix("the mask of weight decay", mask, params)
 
-    def _plan(self, path: str, leaf: Any, masked_out: bool, decays: bool) -> LeafPlan:
+    def _plan(
+        self,
+        path: str,
+        leaf: Any,
+        masked_out: bool,
+        nearest: bool,
+        decays: bool,
+        block: Block | None,
+    ) -> LeafPlan:
         trees.check_param(path, leaf)
         storage, dtype = self.storage, jnp.dtype(leaf.dtype)
         in_dtype = self.weights and storage.update_dtype == "param"
+        slots = {
+            slot: self._slot_plan(path, tuple(leaf.shape), slot, masked_out, nearest, block)
+            for slot in self.rule.slots
+        }
+        shared = tuple(plan for slot, plan in slots.items() if slot.shared)
         plan = LeafPlan(
             path=path,
             shape=tuple(leaf.shape),
             dtype=dtype,
             group_size=storage.group_size,
-            slots=tuple(
-                self._slot_plan(path, tuple(leaf.shape), slot.name, masked_out)
-                for slot in self.rule.slots
-            ),
+            slots=tuple(plan for slot, plan in slots.items() if not slot.shared),
             split=choose_split(storage, path, dtype) if self.weights else None,
             update_dtype=dtype if in_dtype else jnp.dtype(jnp.float32),
             decays=decays,
+            shared=SharedPlan(block, shared) if block is not None else None,
         )
         scope.record(scope.Decision(path, "step", *choose(self.rule, plan)))
         return plan
 
-    def _slot_plan(self, path: str, shape: tuple, slot: str, masked_out: bool) -> SlotPlan:
-        codec, reason = self._codec(path, shape, slot, masked_out)
-        stochastic = self.storage.rounding == "stochastic"
+    def _slot_plan(
+        self,
+        path: str,
+        shape: tuple,
+        slot: Slot,
+        masked_out: bool,
+        nearest: bool,
+        block: Block | None,
+    ) -> SlotPlan:
+        name = slot.name
+        codec, reason = self._codec(path, shape, name, masked_out)
+        form = codec.name if codec else None
         if codec is not None:
-            rounding = "stochastic" if stochastic else "nearest"
+            rounding = "nearest" if nearest else "stochastic"
             reason = f"groups of {self.storage.group_size}, {rounding} rounding"
-        scope.record(scope.Decision(path, slot, codec.name if codec else None, reason))
-        dtype = codec.dtype if codec else jnp.dtype(self.slot_dtypes.get(slot) or jnp.float32)
-        return SlotPlan(slot, codec, dtype, stochastic and codec is not None)
+        if slot.shared and block is not None:
+            form = f"{form or 'f32'}, {block.words or 'a value a block'}"
+            reason = block.reason
+        scope.record(scope.Decision(path, name, form, reason))
+        dtype = codec.dtype if codec else jnp.dtype(self.slot_dtypes.get(name) or jnp.float32)
+        return SlotPlan(name, codec, dtype, codec is not None and not nearest)
 
     def _codec(
         self, path: str, shape: tuple, slot: str, masked_out: bool
@@ -122,24 +160,37 @@ class Engine:
         """Zero state, of the parameters' sharding; f32 moments are never allocated on the way."""
         leaves, treedef = jax.tree.flatten(params)
         plans = self._plans(params)
+        if self.structure is not None:
+            self.structure.warn(params)
         states = [_init_leaf(plan, leaf) for plan, leaf in zip(plans, leaves, strict=True)]
+        shared = [_init_shared(plan) for plan in plans]
         seed = jnp.asarray(scope.provided_seed(self.storage.seed)).astype(jnp.uint32)
-        return self._pack(jnp.zeros((), jnp.int32), seed, states, treedef)
+        return self._pack(jnp.zeros((), jnp.int32), seed, states, shared, treedef)
 
     def _pack(
-        self, count: jax.Array, seed: jax.Array, states: list[LeafState], treedef: Any
+        self,
+        count: jax.Array,
+        seed: jax.Array,
+        states: list[LeafState],
+        shared: list[SharedState],
+        treedef: Any,
     ) -> Any:
         fields: dict[str, Any] = {"count": count, "seed": seed}
-        for index, slot in enumerate(self.rule.slots):
-            fields[slot.name] = jax.tree.unflatten(treedef, [s.slots[index] for s in states])
-            fields[f"{slot.name}_scale"] = jax.tree.unflatten(
-                treedef, [s.scales[index] for s in states]
-            )
+        for slots, of_leaves in ((self._slots(False), states), (self._slots(True), shared)):
+            for i, name in enumerate(slots):
+                fields[name] = jax.tree.unflatten(treedef, [s.slots[i] for s in of_leaves])
+                scales = [s.scales[i] for s in of_leaves]
+                fields[f"{name}_scale"] = jax.tree.unflatten(treedef, scales)
         corrections = [s.correction for s in states]
         fields["correction"] = jax.tree.unflatten(treedef, corrections) if self.weights else None
         return self.rule.state_type(**fields)
 
-    def _unpack(self, state: Any, plans: list[LeafPlan]) -> list[LeafState]:
+    def _slots(self, shared: bool) -> list[str]:
+        return [slot.name for slot in self.rule.slots if slot.shared == shared]
+
+    def _unpack(
+        self, state: Any, plans: list[LeafPlan]
+    ) -> tuple[list[LeafState], list[SharedState]]:
         def column(field: str) -> list[jax.Array]:
             leaves = jax.tree.leaves(getattr(state, field))
             if len(leaves) != len(plans):
@@ -149,16 +200,23 @@ class Engine:
                 )
             return leaves
 
-        names = [slot.name for slot in self.rule.slots]
-        slots = list(zip(*(column(n) for n in names), strict=True)) or [()] * len(plans)
-        scales = list(zip(*(column(f"{n}_scale") for n in names), strict=True)) or [()] * len(plans)
+        def rows(shared: bool) -> list[tuple]:
+            names = self._slots(shared)
+            fields = [names, [f"{name}_scale" for name in names]]
+            slots, scales = (
+                list(zip(*map(column, field), strict=True)) or [()] * len(plans) for field in fields
+            )
+            return list(zip(slots, scales, strict=True))
+
         corrections = (
             column("correction") if self.weights else [jnp.zeros((), jnp.int8)] * len(plans)
         )
-        states = [LeafState(*row) for row in zip(slots, scales, corrections, strict=True)]
-        for plan, leaf in zip(plans, states, strict=True):
+        states = [LeafState(*r, c) for r, c in zip(rows(False), corrections, strict=True)]
+        shared = [SharedState(*row) for row in rows(True)]
+        for plan, leaf, of_blocks in zip(plans, states, shared, strict=True):
             _check_leaf(plan, leaf)
-        return states
+            _check_shared(plan, of_blocks)
+        return states, shared
 
     # ---- step --------------------------------------------------------------------------------
 
@@ -211,18 +269,23 @@ class Engine:
         plans = self._plans(reference)
         gradients = trees.match("gradient", updates, reference)
         weights = jax.tree.leaves(params) if self.weights else [None] * len(plans)
-        states = self._unpack(state, plans)
+        states, shared = self._unpack(state, plans)
         keys = random.leaf_keys(state.seed, count, [plan.path for plan in plans])
         static = [dataclasses.replace(plan, direct=direct) for plan in plans]
+        blocks = shared_updates(
+            self.rule, static, gradients, weights, [s.correction for s in states], shared, h, keys
+        )
         found = fused_updates(
             self.rule, static, gradients, weights, states, h, keys, count > 0,
-            scope.implementation(),
+            scope.implementation(), given=[given for given, _ in blocks],
         )  # fmt: skip
         for plan, (update, _) in zip(plans, found, strict=True):
             if plan.split is not None and not direct:
                 scope.emit(plan.path, update)
         treedef = jax.tree.structure(reference)
-        new_states = self._pack(count, state.seed, [leaf for _, leaf in found], treedef)
+        new_states = self._pack(
+            count, state.seed, [leaf for _, leaf in found], [new for _, new in blocks], treedef
+        )
         return jax.tree.unflatten(treedef, [update for update, _ in found]), new_states
 
 
@@ -232,19 +295,44 @@ def _init_leaf(plan: LeafPlan, leaf: Any) -> LeafState:
     return LeafState(slots, scales, initial_correction(plan.split, plan.path, leaf))
 
 
+def _init_shared(plan: LeafPlan) -> SharedState:
+    if plan.shared is None:
+        return SharedState()
+    shape = plan.shared.block.mean_shape(plan.shape)
+    slots = [jnp.zeros(shape, slot.dtype) for slot in plan.shared.slots]
+    scales = [
+        jnp.zeros(plan.shared.scale_shape(slot, plan.shape, plan.group_size), _scale_dtype(slot))
+        for slot in plan.shared.slots
+    ]
+    return SharedState(tuple(slots), tuple(scales))
+
+
+def _scale_dtype(slot: SlotPlan) -> jnp.dtype:
+    return slot.codec.scale.dtype if slot.codec else jnp.dtype(jnp.float32)
+
+
 def _init_scales(plan: LeafPlan, slot: SlotPlan) -> jax.Array:
-    dtype = slot.codec.scale.dtype if slot.codec else jnp.float32
-    return jnp.zeros(plan.scale_shape(slot), dtype)
+    return jnp.zeros(plan.scale_shape(slot), _scale_dtype(slot))
 
 
 def _check_leaf(plan: LeafPlan, state: LeafState) -> None:
     """Raises where a state was made, or restored, with other settings than these."""
     for slot, stored, scales in zip(plan.slots, state.slots, state.scales, strict=True):
         _check_array(plan, slot.name, stored, plan.shape, slot.dtype)
-        scale_dtype = slot.codec.scale.dtype if slot.codec else jnp.float32
-        _check_array(plan, f"{slot.name}_scale", scales, plan.scale_shape(slot), scale_dtype)
+        scale_shape = plan.scale_shape(slot)
+        _check_array(plan, f"{slot.name}_scale", scales, scale_shape, _scale_dtype(slot))
     shape, dtype = (plan.shape, plan.split.dtype) if plan.split else ((), jnp.int8)
     _check_array(plan, "correction", state.correction, shape, dtype)
+
+
+def _check_shared(plan: LeafPlan, state: SharedState) -> None:
+    if plan.shared is None:
+        return
+    shape = plan.shared.block.mean_shape(plan.shape)
+    for slot, stored, scales in zip(plan.shared.slots, state.slots, state.scales, strict=True):
+        _check_array(plan, slot.name, stored, shape, slot.dtype)
+        scale_shape = plan.shared.scale_shape(slot, plan.shape, plan.group_size)
+        _check_array(plan, f"{slot.name}_scale", scales, scale_shape, _scale_dtype(slot))
 
 
 def _check_array(plan: LeafPlan, field: str, array: Any, shape: tuple, dtype: Any) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from optax_lowmem._core.policy import Policy
 from optax_lowmem.codecs import GroupCodec, softsign, softsign_paper, sqrt, sqrt_paper
 
-_ROUNDINGS = ("stochastic", "nearest")
+_ROUNDINGS = ("stochastic", "nearest", "embeddings")
 _SPLITS = ("bits", "ulp")
 _UPDATE_DTYPES = ("float32", "param")
 
@@ -62,7 +62,9 @@ class Storage:
       mu: codec of first moments, None for f32.
       nu: codec of second moments, None for f32.
       group_size: neighbours on the last axis that share a scale.
-      rounding: `stochastic` (unbiased; codes of a slow average never stick) or `nearest`.
+      rounding: `stochastic` (unbiased; codes of a slow average never stick), `nearest`, or
+        `embeddings`, stochastic for embedding tables alone (Q-Adam-mini; for optimizers that take
+        `blocks`).
       seed: of the hash behind stochastic rounding; `lowmem.init(..., seed=)` overrides it.
       policy: leaves and slots to leave in f32.
       split: `bits`, or `ulp` for FlashOptim's Algorithm 1; fp16 always takes `ulp`.

@@ -1,6 +1,5 @@
 """Which implementation takes a leaf: decided when tracing, by `supported`, never by catching."""
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -30,6 +29,8 @@ def _unsupported(kernel: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
         return "a 0-d or empty leaf has no tiles"
     if size > MAX_ELEMENTS:
         return f"{size} elements, more than a kernel's 32-bit offsets reach"
+    if plan.shared is not None and plan.shared.block.elementwise:
+        return "a second moment for each element, in f32: plain elementwise work"
     if kernel == "pallas":
         return None if platform.has_pallas_triton() else "this JAX has no Pallas-Triton lowering"
     if not platform.has_jax_triton():
@@ -93,6 +94,7 @@ def fused_updates(
     alive: jax.Array,
     implementation: str | None = None,
     tuned: tuning.Tuning | None = None,
+    given: Sequence[Mapping[str, jax.Array]] | None = None,
 ) -> list[tuple[jax.Array, LeafState]]:
     """`reference.fused_update` of every leaf, by the fastest implementation for each.
 
@@ -107,6 +109,7 @@ def fused_updates(
       alive: a traced True (see `packed`).
       implementation: `xla`, `pallas`, `triton`, or None for the fastest.
       tuned: how a kernel's work is cut; None for what is known of the device.
+      given: what `shared_updates` gave each leaf.
     """
     chosen = [
         choose(rule, plan, implementation, g)[0] for plan, g in zip(plans, gradients, strict=True)
@@ -116,6 +119,8 @@ def fused_updates(
     of_leaves = [dict(h)] * len(rows)
     if rule.measures:
         of_leaves = [_of_leaf(rule, plan.nameless, *arrays, h) for plan, *arrays in rows]
+    if rule.shares and given is not None:
+        of_leaves = [{**own, **more} for own, more in zip(of_leaves, given, strict=True)]
     for kernel in _KERNELS:
         mine = [i for i, name in enumerate(chosen) if name == kernel]
         if not mine:
@@ -179,7 +184,7 @@ def _batches(
     for i in indices:
         plan, g = rows[i][:2]
         lanes = Tiling(plan.shape, plan.group_size, tuned.tile.elements).lanes
-        kind = (dataclasses.replace(plan.nameless, shape=()), lanes, jnp.dtype(g.dtype))
+        kind = (plan.shapeless, lanes, jnp.dtype(g.dtype))
         kinds.setdefault(kind, []).append(i)
     done = []
     for alike in kinds.values():
@@ -239,15 +244,17 @@ def _by_kernel(
     """The leaves of one launch."""
     plans = tuple(plan.nameless for plan, *_ in rows)
     arrays = [row[1:] for row in rows]
-    names = tuple(sorted(of_leaves[0]))
+    shared = [tuple(h[name] for name in rule.shares) for h in of_leaves]
+    names = tuple(sorted(set(of_leaves[0]) - set(rule.shares)))
     # a row for each leaf only where leaves differ
     own = of_leaves if rule.measures else of_leaves[:1]
     scalars = jnp.stack([jnp.stack([h[name] for name in names]) for h in own])
     leaf_numbers = jnp.asarray(numbers, jnp.int32)
 
-    def launched(arrays: Any, scalars: Any, keys: Any, alive: Any) -> Any:
+    def launched(arrays: Any, shared: Any, scalars: Any, keys: Any, alive: Any) -> Any:
         del alive
-        leaves = tuple(operands.leaf_of(p, *row) for p, row in zip(plans, arrays, strict=True))
+        every = zip(plans, arrays, shared, strict=True)
+        leaves = tuple(operands.leaf_of(plan, *row, own) for plan, row, own in every)
         launch = _launcher(kernel)
         found = launch(rule, plans, leaves, names, scalars, keys, leaf_numbers, tile)
         return [
@@ -255,18 +262,21 @@ def _by_kernel(
             for plan, row, result in zip(plans, arrays, found, strict=True)
         ]
 
-    def plain(arrays: Any, scalars: Any, keys: Any, alive: Any) -> Any:
+    def plain(arrays: Any, shared: Any, scalars: Any, keys: Any, alive: Any) -> Any:
         del alive
         hs = [dict(zip(names, row, strict=True)) for row in scalars]
-        return [
-            _plain(rule, plan, *row, hs[i % len(hs)], keys[number])
-            for i, (plan, row, number) in enumerate(zip(plans, arrays, numbers, strict=True))
-        ]
+        found = []
+        for i, (plan, row, number) in enumerate(zip(plans, arrays, numbers, strict=True)):
+            h = {**hs[i % len(hs)], **dict(zip(rule.shares, shared[i], strict=True))}
+            found.append(_plain(rule, plan, *row, h, keys[number]))
+        return found
 
     if not automatic:
-        return launched(arrays, scalars, keys, alive)
+        return launched(arrays, shared, scalars, keys, alive)
     # a computation for the host's CPU may be traced on a machine with a GPU
-    return jax.lax.platform_dependent(arrays, scalars, keys, alive, cuda=launched, default=plain)
+    return jax.lax.platform_dependent(
+        arrays, shared, scalars, keys, alive, cuda=launched, default=plain
+    )
 
 
 def _launcher(kernel: str) -> Any:

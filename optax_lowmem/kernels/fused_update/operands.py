@@ -18,6 +18,7 @@ class Leaf(NamedTuple):
     correction: jax.Array | None
     slots: tuple[jax.Array, ...]
     scales: tuple[jax.Array, ...]  # of the compressed slots only
+    shared: tuple[jax.Array, ...] = ()  # what `rule.share` gave, a value a block, in its order
 
 
 class Result(NamedTuple):
@@ -29,11 +30,17 @@ class Result(NamedTuple):
     scales: tuple[jax.Array, ...]
 
 
-def leaf_of(plan: LeafPlan, g: jax.Array, p: jax.Array | None, state: LeafState) -> Leaf:
+def leaf_of(
+    plan: LeafPlan,
+    g: jax.Array,
+    p: jax.Array | None,
+    state: LeafState,
+    shared: tuple[jax.Array, ...] = (),
+) -> Leaf:
     """The arrays that a kernel takes."""
     correction = state.correction if p is not None and plan.split is not None else None
     scales = tuple(s for slot, s in zip(plan.slots, state.scales, strict=True) if slot.codec)
-    return Leaf(g, p, correction, state.slots, scales)
+    return Leaf(g, p, correction, state.slots, scales, shared)
 
 
 def state_of(plan: LeafPlan, state: LeafState, result: Result) -> LeafState:
@@ -61,7 +68,8 @@ def views(tiling: Tiling, leaf: Leaf) -> Leaf:
     g, p, correction, slots = jax.tree.map(
         tiling.element_view, (leaf.g, leaf.p, leaf.correction, leaf.slots)
     )
-    return Leaf(g, p, correction, slots, tuple(map(tiling.scale_view, leaf.scales)))
+    scales, shared = jax.tree.map(tiling.scale_view, (leaf.scales, leaf.shared))
+    return Leaf(g, p, correction, slots, scales, shared)
 
 
 def output(plan: LeafPlan, viewed: Leaf) -> Any:

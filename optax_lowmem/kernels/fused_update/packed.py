@@ -140,7 +140,7 @@ def _codes(
     uniforms = None
     if slot.stochastic and noise is not None:
         uniforms = random.join_bits(*noise, plan.group_size, slot.name)
-    divisor = groups.spread(divisors[slot.name], plan.shape[-1], plan.group_size)
+    divisor = groups.spread_tree(divisors[slot.name], plan.shape[-1], plan.group_size)
     return slot.codec.quantize(values[slot.name], divisor, uniforms)
 
 

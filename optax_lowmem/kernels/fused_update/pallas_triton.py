@@ -6,7 +6,6 @@ branch of that leaf, computes, and stores in a branch again.
 """
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from optax_lowmem._core import numerics, random
+from optax_lowmem._core.block import Block
 from optax_lowmem._core.rules import UpdateRule
 from optax_lowmem.kernels import pallas_tiles
 from optax_lowmem.kernels.fused_update import reference
@@ -96,6 +96,7 @@ def _kernel(
     rule: UpdateRule,
     plan: LeafPlan,
     tilings: tuple[Tiling, ...],
+    blocks: tuple[Block | None, ...],
     names: tuple[str, ...],
     treedefs: tuple[Any, Any],
     interpret: bool,
@@ -116,13 +117,14 @@ def _kernel(
     def run(i: int) -> None:
         h = {name: scalars[i if per_leaf else 0, j] for j, name in enumerate(names)}
         tiling, tile = tilings[i], program - starts[i]
-        leaf = _load(plan, tiling, tile, jax.tree.unflatten(treedefs[0], read[i]))
+        leaf = _load(plan, tiling, blocks[i], tile, jax.tree.unflatten(treedefs[0], read[i]))
+        h |= dict(zip(rule.shares, leaf.shared, strict=True))
         noise = None
         if plan.stochastic:
             number = leaf_numbers[i]
             noise = pallas_tiles.noise(tiling, tile, keys[number], lane_bits[number, :])
         with _arithmetic(interpret):
-            result = step(leaf, h, noise)
+            result = step(leaf._replace(shared=()), h, noise)
         _store(tiling, tile, jax.tree.unflatten(treedefs[1], written[i]), result)
 
     # the whole step in each branch: values that leave a branch cost their packing there
@@ -136,7 +138,9 @@ def _arithmetic(interpret: bool) -> contextlib.AbstractContextManager[None]:
     return numerics.kernel_arithmetic(pallas_tiles.reciprocal)
 
 
-def _load(plan: LeafPlan, tiling: Tiling, tile: jax.Array, refs: Leaf) -> Leaf:
+def _load(
+    plan: LeafPlan, tiling: Tiling, block: Block | None, tile: jax.Array, refs: Leaf
+) -> Leaf:
     """A tile of a leaf; lanes and groups that do not exist hold zeros."""
     nothing = plan.split.zero if plan.split is not None else 0
     return Leaf(
@@ -147,6 +151,7 @@ def _load(plan: LeafPlan, tiling: Tiling, tile: jax.Array, refs: Leaf) -> Leaf:
         else pallas_tiles.load(tiling, refs.correction, tile, nothing),
         tuple(pallas_tiles.load(tiling, ref, tile) for ref in refs.slots),
         tuple(pallas_tiles.load_scales(tiling, ref, tile) for ref in refs.scales),
+        tuple(pallas_tiles.load_shared(tiling, block, ref, tile) for ref in refs.shared if block),
     )
 
 
@@ -194,15 +199,16 @@ def launch(
     # the bits of the lanes are the same for every tile of a leaf: mixed once, here
     lanes = lax.iota(jnp.uint32, tilings[0].lanes)[None]
     lane_bits = random.lane_bits(keys[:, None], lanes)
-    shared = dataclasses.replace(plans[0].nameless, shape=())
+    blocks = tuple(plan.shared.block if plan.shared else None for plan in plans)
+    alike = plans[0].shapeless
     flat_in, flat_out = (jax.tree.leaves(tree) for tree in (viewed, results))
     treedefs = (jax.tree.structure(viewed[0]), jax.tree.structure(results[0]))
-    body = functools.partial(_kernel, rule, shared, tilings, names, treedefs, interpret)
+    body = functools.partial(_kernel, rule, alike, tilings, blocks, names, treedefs, interpret)
     outputs = pl.pallas_call(
         body,
         out_shape=flat_out,
         grid=(sum(tiling.tiles for tiling in tilings),),
-        input_output_aliases=aliases(shared, viewed, results, first=4),
+        input_output_aliases=aliases(alike, viewed, results, first=4),
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
         interpret=interpret,
         name="fused_update",

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lowmem._core import groups
+from optax_lowmem._core.block import Block
 from optax_lowmem.codecs import GroupCodec, MasterSplit
 
 
@@ -28,6 +29,24 @@ class SlotPlan:
 
 
 @dataclasses.dataclass(frozen=True)
+class SharedPlan:
+    """The slots of a leaf that have one value a block.
+
+    Attributes:
+      block: which elements share a value.
+      slots: one plan each; codes lie in groups of all values in one row.
+    """
+
+    block: Block
+    slots: tuple[SlotPlan, ...]
+
+    def scale_shape(self, slot: SlotPlan, shape: tuple[int, ...], group_size: int) -> tuple:
+        """Shape of a slot's scales for a leaf of this shape; 0-d where it has none."""
+        values = (self.block.values(shape),)
+        return groups.scale_shape(values, group_size) if slot.codec else ()
+
+
+@dataclasses.dataclass(frozen=True)
 class LeafPlan:
     """How a leaf is stored and updated.
 
@@ -36,11 +55,12 @@ class LeafPlan:
       shape: of the parameter.
       dtype: of the parameter.
       group_size: neighbours that share a scale.
-      slots: one plan a slot.
+      slots: one plan a slot with a value an element.
       split: how the master weight is kept; None for f32 parameters and where there is none.
       update_dtype: of the emitted update.
       decays: whether weight decay applies.
       direct: whether the step gives the new parameter instead of an update.
+      shared: the slots with a value a block; None where the rule has none.
     """
 
     path: str
@@ -52,11 +72,18 @@ class LeafPlan:
     update_dtype: jnp.dtype
     decays: bool = True
     direct: bool = False
+    shared: SharedPlan | None = None
 
     @property
     def nameless(self) -> "LeafPlan":
         """The same for every leaf of this shape: what a compiled step depends on."""
         return dataclasses.replace(self, path="")
+
+    @property
+    def shapeless(self) -> "LeafPlan":
+        """The same for every leaf that a kernel can take along: they differ in where things lie."""
+        shared = None if self.shared is None else dataclasses.replace(self.shared, block=Block())
+        return dataclasses.replace(self, path="", shape=(), shared=shared)
 
     @property
     def grouped(self) -> bool:
@@ -71,6 +98,13 @@ class LeafPlan:
     def scale_shape(self, slot: SlotPlan) -> tuple[int, ...]:
         """Shape of a slot's scales; 0-d where it has none."""
         return groups.scale_shape(self.shape, self.group_size) if slot.codec else ()
+
+
+class SharedState(NamedTuple):
+    """The stored slots that blocks share; tuples are in the order of `SharedPlan.slots`."""
+
+    slots: tuple[jax.Array, ...] = ()  # `Block.mean_shape`: f32, or codes
+    scales: tuple[jax.Array, ...] = ()  # of all values in one row, or 0-d
 
 
 class LeafState(NamedTuple):

@@ -32,6 +32,9 @@ def advanced(
     h: Mapping[str, jax.Array],
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """`advance` from the state as it is stored."""
+    if plan.shared is not None:
+        spread = {name: plan.shared.block.spread(h[name], plan.shape) for name in rule.shares}
+        h = {**h, **spread}
     return advance(rule, plan, g, p, state.correction, decode(plan, state), h)
 
 
@@ -56,7 +59,7 @@ def advance(
     h: Mapping[str, jax.Array],
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """What is taken off the master weight (or the bare direction), and the slots' new values."""
-    g, weight = _gradient(plan, g, p, correction, h)
+    g, weight = gradient_and_weight(plan, g, p, correction, h)
     direction, values = rule.update(g, values, h)
     if weight is None:
         return direction, values
@@ -64,7 +67,7 @@ def advance(
     return (step + h["decay"] * weight if plan.decays and "decay" in h else step), values
 
 
-def _gradient(
+def gradient_and_weight(
     plan: LeafPlan,
     g: jax.Array,
     p: jax.Array | None,
@@ -90,7 +93,7 @@ def of_leaf(
     h: Mapping[str, jax.Array],
 ) -> dict[str, jax.Array]:
     """The hyperparameters of one leaf: `h`, and what the rule must measure of all of it."""
-    gradient, _ = _gradient(plan, g, p, state.correction, h)
+    gradient, _ = gradient_and_weight(plan, g, p, state.correction, h)
     return {**h, **rule.measure(gradient, decode(plan, state), h)}
 
 
@@ -191,7 +194,7 @@ def fused_update(
       g: gradient, f32 or 16-bit, of the parameter's shape.
       p: parameter; None for a bare direction (no `lr` in h).
       state: stored slots, scales, correction.
-      h: f32 scalars (see `of_leaf`): the rule's own, `gradient_scale` (a factor of the gradient)
+      h: f32 scalars (see `of_leaf`), and what `rule.share` gave, a value a block: the rule's own, `gradient_scale` (a factor of the gradient)
         where there is one, and with a parameter `lr`, `decay` (the share of the weight taken off)
         and `l2` (added to the gradient times the weight).
       key: a uint32 key for the rounding of this leaf in this step.

@@ -55,7 +55,7 @@ def fused_update(
         if slot.stochastic and noise is not None:
             row, lane = noise
             uniforms = random.join_bits(row, lane, plan.group_size, slot.name)
-        divisor = groups.spread(divisor, plan.shape[-1], plan.group_size)
+        divisor = groups.spread_tree(divisor, plan.shape[-1], plan.group_size)
         slots.append(slot.codec.quantize(value, divisor, uniforms))
         scales.append(stored)
     correction = state.correction

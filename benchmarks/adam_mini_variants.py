@@ -1,0 +1,115 @@
+"""The optimizers that `bench_adam_mini` compares: AdamW, Adam-mini, and Adam-mini in 8 bits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+
+import optax_lowmem as lowmem
+from optax_lowmem import codecs
+
+CLIP = 1.0
+GROUP = 256
+# Adam-mini's for pre-training, which Q-Adam-mini takes over; matrices decay, the embedding too.
+ADAM = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+
+Transformation = optax.GradientTransformation
+
+
+def q_storage(**changes: Any) -> lowmem.Storage:
+    """q_adam_mini's own storage with something changed."""
+    usual = lowmem.Storage(mu=codecs.affine(), nu=None, group_size=GROUP, rounding="embeddings")
+    return dataclasses.replace(usual, **changes)
+
+
+def eight_bit_nu(tx: Transformation) -> Transformation:
+    """Case 1: what `nu` holds between two steps went through 8 bits, to nearest.
+
+    Each leaf's means are one vector, as in the reference code, so that a group holds those of many
+    rows. Equation 1 for a range from 0: an f32 scale, and a code 0 for what is small beside it.
+    """
+    codec = dataclasses.replace(codecs.linear(signed=False), guarded=False)
+
+    def through(nu: jax.Array) -> jax.Array:
+        flat = nu.reshape(-1)
+        stored = codecs.encode_array(codec, flat, GROUP)
+        return codecs.decode_array(codec, *stored, GROUP).reshape(nu.shape)
+
+    def update(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(grads, state, params)
+        nu = jax.tree.map(through, optax.tree_utils.tree_get(state, "nu"))
+        return updates, optax.tree_utils.tree_set(state, nu=nu)
+
+    return optax.GradientTransformation(tx.init, update)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """An optimizer to train with.
+
+    Attributes:
+      says: what it is, for a legend.
+      make: (schedule, blocks, arguments) -> transformation.
+      fused: whether it goes through `lowmem.step`.
+    """
+
+    says: str
+    make: Callable[..., Transformation]
+    fused: bool = True
+
+
+def _adamw(schedule: optax.Schedule, blocks: Any, **arguments: Any) -> Transformation:
+    del blocks
+    return optax.adamw(schedule, **arguments)
+
+
+def _adam_mini(schedule: optax.Schedule, blocks: Any, **arguments: Any) -> Transformation:
+    return lowmem.adam_mini(schedule, blocks=blocks, **arguments)
+
+
+def _q_adam_mini(schedule: optax.Schedule, blocks: Any, **arguments: Any) -> Transformation:
+    return lowmem.q_adam_mini(schedule, blocks=blocks, **arguments)
+
+
+def _stored(**changes: Any) -> Callable[..., Transformation]:
+    def make(schedule: optax.Schedule, blocks: Any, **arguments: Any) -> Transformation:
+        return lowmem.q_adam_mini(
+            schedule, blocks=blocks, storage=q_storage(**changes), **arguments
+        )
+
+    return make
+
+
+def _case_1(schedule: optax.Schedule, blocks: Any, **arguments: Any) -> Transformation:
+    return eight_bit_nu(_stored(rounding="nearest")(schedule, blocks, **arguments))
+
+
+VARIANTS = {
+    "adamw": Variant("AdamW, f32", _adamw, fused=False),
+    "adam_mini": Variant("Adam-mini, f32", _adam_mini),
+    "q_adam_mini": Variant("ours: stochastic in the embedding", _q_adam_mini),
+    "q_adam_mini-nearest": Variant("ours: nearest", _stored(rounding="nearest")),
+    "q_adam_mini-reference": Variant(
+        "reference quantiser: floor, nearest",
+        _stored(mu=codecs.affine_paper(), rounding="nearest"),
+    ),
+    "q_adam_mini-case1": Variant("Case 1: 8-bit v_mean", _case_1, fused=False),
+    "q_adam_mini-stochastic": Variant(
+        "ours: stochastic everywhere", _stored(rounding="stochastic")
+    ),
+}
+# The last is beyond the paper.
+DEFAULT = tuple(VARIANTS)[:-1]
+
+
+def build(
+    name: str, schedule: optax.Schedule, blocks: Any, arguments: dict[str, Any]
+) -> Transformation:
+    """A variant behind the clipping of the gradient's global norm."""
+    variant = VARIANTS[name]
+    chain = lowmem.chain if variant.fused else optax.chain
+    return chain(optax.clip_by_global_norm(CLIP), variant.make(schedule, blocks, **arguments))

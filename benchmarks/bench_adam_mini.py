@@ -1,0 +1,170 @@
+"""Q-Adam-mini's Figures 3, 5, 6, 7 and 8 on a GPT: losses and norms under each way to keep m and v.
+
+    python -m benchmarks.bench_adam_mini --record              # minutes on a GPU
+    python -m benchmarks.bench_adam_mini --smoke               # a tiny model, anywhere
+    python -m benchmarks.bench_adam_mini --variants adam_mini q_adam_mini --steps 20000
+
+Untied embedding and head of 32,000 rows, of which a batch of 2,048 tokens wakes about a fiftieth.
+The curves go to benchmarks/results/q_adam_mini.npz after each variant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import adam_mini_variants as variants
+from benchmarks import records
+from benchmarks.adam_mini_curves import CURVES, Curves
+from benchmarks.adam_mini_training import PRESETS, Experiment, Program, load_text
+
+VALIDATIONS = 20
+PAPER = {"60M": 3.38 / 3.34, "130M": 3.09 / 3.07}  # Table 1: Q-Adam-mini over AdamW
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--smoke", action="store_true", help="a tiny model and 60 steps; stores nothing by itself")
+    add("--variants", nargs="+", choices=variants.VARIANTS, default=variants.DEFAULT)
+    add("--steps", type=int, help="of each run (default: 10,000)")
+    add("--every", type=int, help="steps of a call, and between logged norms (default: 50)")
+    add("--lr", type=float, help="peak learning rate (default: 1e-3)")
+    add("--b2", type=float, default=variants.ADAM["b2"], help="default: %(default)s")
+    add("--weight-decay", type=float, default=variants.ADAM["weight_decay"])
+    add("--compute", choices=("float32", "bfloat16"), help="of matrix products")
+    add("--implementation", help="of lowmem.step: xla, pallas, ...")
+    add("--seed", type=int, default=0, help="of weights, batches and rounding")
+    add("--cache", type=Path, default=Path("demo_output"), help="where the tokenizer is kept")
+    add("--curves", type=Path, help=f"default: {CURVES.name} in benchmarks/results")
+    add("--record", nargs="?", const=True, default=None, metavar="FILE",
+        help="append records, to benchmarks/results or to a file")  # fmt: skip
+    return parser.parse_args(arguments)
+
+
+def make_experiment(args: argparse.Namespace) -> Experiment:
+    """The model and its text."""
+    preset = PRESETS["smoke" if args.smoke else "gpt-45m"]
+    names = {"learning_rate": args.lr, "steps": args.steps, "compute": args.compute,
+             "implementation": args.implementation}  # fmt: skip
+    given = {name: value for name, value in names.items() if value is not None}
+    settings = dataclasses.replace(preset, **given)
+    every = args.every or (5 if args.smoke else 50)
+    if settings.steps % every:
+        raise SystemExit(f"--steps {settings.steps} is not a multiple of --every {every}")
+    arguments = variants.ADAM | {"b2": args.b2, "weight_decay": args.weight_decay}
+    return Experiment(settings, load_text(settings, args.cache), every, arguments, args.seed)
+
+
+def about(experiment: Experiment, parameters: int) -> dict[str, Any]:
+    """What all runs share, for the curves and the records."""
+    settings = dataclasses.asdict(experiment.settings)
+    del settings["optimizer"]
+    adam = {name: value for name, value in experiment.arguments.items() if name != "mask"}
+    return settings | adam | {
+        "seed": experiment.seed,
+        "parameters": parameters,
+        "vocab": experiment.text.vocab,
+        "train_tokens": experiment.text.last,
+        "awake_rows": experiment.text.awake,
+        "device": records.device(),
+        "jax": jax.__version__,
+        "commit": records.commit(),
+    }  # fmt: skip
+
+
+def rows_of(
+    name: str, curves: dict[str, np.ndarray], program: Program, flags: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """One variant's records."""
+    values = {
+        "val_loss": (float(curves["val_loss"][-1]), "nats/token"),
+        "embedding_norm": (float(curves["embedding_norm"][-1]), "norm"),
+        "mlp_norm": (float(curves["mlp_norm"][-1]), "norm"),
+    }
+    if name != "q_adam_mini-case1":  # which emulates its 8 bits
+        share = program.state_bytes / program.parameters
+        values["state_bytes_per_param"] = (share, "bytes")
+    case = f"{flags['preset']}/q_adam_mini"
+    return [
+        records.record("train", case, name, metric, value, unit, seed=flags["seed"], flags=flags)
+        for metric, (value, unit) in values.items()
+    ]
+
+
+def compile_all(experiment: Experiment, names: list[str]) -> dict[str, tuple[Program, Future]]:
+    """Traces the variants one by one, and compiles them side by side."""
+    pool, found = ThreadPoolExecutor(), {}
+    for name in names:
+        program = experiment.lower(name)
+        found[name] = program, pool.submit(program.lowered.compile)
+    pool.shutdown(wait=False)
+    return found
+
+
+def summary(runs: dict[str, dict[str, np.ndarray]]) -> list[str]:
+    """Final values, and how far they are from Adam-mini's and AdamW's."""
+    last = {
+        name: {key: float(values[-1]) for key, values in curves.items()}
+        for name, curves in runs.items()
+    }
+    lines = [f"{'':<24}{'held out':>10}{'x AdamW':>9}{'x mini':>9}{'|embed|':>10}{'x mini':>9}"]
+    for name, values in last.items():
+        mini, adamw = last.get("adam_mini", {}), last.get("adamw", {})
+
+        def ratio(key: str, to: dict[str, float], values: dict[str, float] = values) -> str:
+            return f"{values[key] / to[key]:>9.4f}" if to else f"{'':>9}"
+
+        lines.append(
+            f"{name:<24}{values['val_loss']:>10.4f}{ratio('val_loss', adamw)}"
+            f"{ratio('val_loss', mini)}{values['embedding_norm']:>10.3f}"
+            f"{ratio('embedding_norm', mini)}"
+        )
+    paper = ", ".join(f"{size} {ratio:.4f}" for size, ratio in PAPER.items())
+    return [*lines, f"Q-Adam-mini's Table 1, over AdamW: {paper}"]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Trains the variants one after the other, and stores after each."""
+    start = time.perf_counter()
+    args = parse_arguments(arguments)
+    say = functools.partial(print, flush=True)
+    experiment = make_experiment(args)
+    text, blocks = experiment.text, experiment.blocks()
+    say(f"{text.last:,} tokens, {100 * text.awake:.1f} % of rows awake in a step; after "
+        f"{time.perf_counter() - start:.0f} s")  # fmt: skip
+    say(blocks)
+    if blocks.unknown:
+        raise SystemExit("some leaf's blocks are not known")
+    compiled = compile_all(experiment, list(args.variants))
+    flags = about(experiment, next(iter(compiled.values()))[0].parameters)
+    path = args.curves or (None if args.smoke else CURVES)
+    curves = Curves(flags, {})
+    validate = experiment.every * max(
+        1, experiment.settings.steps // experiment.every // VALIDATIONS
+    )
+    for name, (program, compilation) in compiled.items():
+        executable = compilation.result()
+        say(f"{name} after {time.perf_counter() - start:.0f} s")
+        curves.runs[name] = experiment.train(program, executable, validate, say)
+        if path is not None:
+            curves.save(path)
+        if args.record is not None:
+            to = None if args.record is True else Path(args.record)
+            records.append(rows_of(name, curves.runs[name], program, flags), to)
+    say("\n".join(summary(curves.runs)))
+    say(f"done after {time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
