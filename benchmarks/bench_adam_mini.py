@@ -96,8 +96,9 @@ def rows_of(
         share = program.state_bytes / program.parameters
         values["state_bytes_per_param"] = (share, "bytes")
     case = f"{flags['preset']}/q_adam_mini"
+    own = {key: value for key, value in flags.items() if key not in ("device", "jax", "commit")}
     return [
-        records.record("train", case, name, metric, value, unit, seed=flags["seed"], flags=flags)
+        records.record("train", case, name, metric, value, unit, seed=own["seed"], flags=own)
         for metric, (value, unit) in values.items()
     ]
 

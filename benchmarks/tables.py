@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import claims as claims_of_papers
-from benchmarks import findings, records, step_tables, targets
+from benchmarks import claims_stable_adamw, findings, records, step_tables, targets
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/cpu_speed.md", "docs/gpu_speed.md", "docs/claims.md")
@@ -96,6 +96,13 @@ def claims(rows: list[dict[str, Any]]) -> str:
     return markdown(head, body) + source(used)
 
 
+def stable_adamw_claims(rows: list[dict[str, Any]]) -> str:
+    """What StableAdamW says of loss spikes, and what we measured."""
+    body, used = claims_of_papers.table(newest(rows), claims_stable_adamw.CLAIMS)
+    head = ["StableAdamW", "the paper says", "we measured", ""]
+    return markdown(head, body) + (source(used) if used else "")
+
+
 def pairs(rows: list[dict[str, Any]]) -> str:
     """Every training run in two implementations over the same seeds."""
     body, used = findings.all_pairs(newest(rows, bench="train"))
@@ -108,6 +115,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "cpu_step": cpu_step,
     "train": train,
     "claims": claims,
+    "claims_stable_adamw": stable_adamw_claims,
     "pairs": pairs,
     "gpu_step": step_tables.gpu_step,
     "gpu_step_details": step_tables.gpu_step_details,

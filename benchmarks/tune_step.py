@@ -14,8 +14,7 @@ from pathlib import Path
 
 import jax
 
-import optax_lowmem as lowmem
-from benchmarks.peers import cases, processes
+from benchmarks.peers import cases, in_jax, processes
 from optax_lowmem.kernels import fused_update
 from optax_lowmem.kernels.fused_update import tuning
 from optax_lowmem.kernels.tiles import Tile
@@ -36,8 +35,7 @@ def cuts(kernel: str) -> list[tuning.Tuning]:
 
 def slots(optimizer: str) -> int:
     """How many slots the optimizer's rule has: what tuned.json tells apart."""
-    tx = getattr(lowmem, f"flash_{optimizer}")(**cases.OPTIMIZERS[optimizer])
-    return len(tx.engine.rule.slots)
+    return in_jax.ours(optimizer, "tiny").engine.rule.elementwise_slots
 
 
 def trials(

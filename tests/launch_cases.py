@@ -11,6 +11,7 @@ import numpy as np
 
 import optax_lowmem as lowmem
 from optax_lowmem._core import numerics, random
+from optax_lowmem._core.rules import OF_BLOCK
 from optax_lowmem.codecs import decode_array, encode_array
 from optax_lowmem.kernels.fused_update import LeafPlan, LeafState, operands, reference
 from optax_lowmem.kernels.tiles import Tile
@@ -21,12 +22,16 @@ _UNITS = {
     (bits, jnp.dtype(dtype)): unit for (bits, dtype), unit in tolerances.REORDERED_MASTER.items()
 }
 POLICY = lowmem.Policy(min_size=0)
+WHOLE = lowmem.blocks.Structure(default="whole")
 OPTIMIZERS: dict[str, Callable[[lowmem.Storage], Any]] = {
     "adamw": lambda s: lowmem.flash_adamw(LEARNING_RATE, weight_decay=0.1, storage=s),
     "lion": lambda s: lowmem.flash_lion(LEARNING_RATE, weight_decay=0.1, storage=s),
     "sgd": lambda s: lowmem.flash_sgd(LEARNING_RATE, momentum=0.9, weight_decay=1e-2, storage=s),
     "nesterov": lambda s: lowmem.flash_sgd(LEARNING_RATE, momentum=0.9, nesterov=True, storage=s),
     "direction": lambda s: lowmem.scale_by_flash_adam(storage=s),
+    "mini": lambda s: lowmem.flash_adam_mini(
+        LEARNING_RATE, weight_decay=0.1, storage=dataclasses.replace(s, nu=None), blocks=WHOLE
+    ),
 }
 
 
@@ -47,7 +52,9 @@ class Case:
 
     @property
     def of_leaves(self) -> list[dict[str, jax.Array]]:
-        """The hyperparameters, once or, where the rule measures leaves, once a leaf."""
+        """The hyperparameters, once or, where leaves have their own, once a leaf."""
+        if self.rule.of_blocks is not None:
+            return [{**self.h, OF_BLOCK: leaf.of_block} for leaf in self.leaves]
         if not self.rule.measures:
             return [self.h]
         measured = jax.jit(reference.of_leaf, static_argnums=(0, 1))
@@ -58,7 +65,8 @@ class Case:
 
     def scalars(self, names: tuple[str, ...]) -> jax.Array:
         """`of_leaves` as a launch takes them."""
-        return jnp.stack([jnp.stack([h[name] for name in names]) for h in self.of_leaves])
+        every = self.of_leaves if self.rule.measures else self.of_leaves[:1]
+        return jnp.stack([jnp.stack([h[name] for name in names]) for h in every])
 
     @property
     def numbers(self) -> list[int]:
@@ -85,18 +93,27 @@ def make(
     tree = {f"leaf{i}": jax.ShapeDtypeStruct(s, dtype) for i, s in enumerate(shapes)}
     plans = [dataclasses.replace(plan, direct=direct) for plan in engine._plans(tree)]
     leaves, states = [], []
-    for plan in plans:
+    for i, plan in enumerate(plans):
         g, w = normal(1e-3, plan.shape), normal(0.1, plan.shape)
         moments = {"mu": normal(3e-4, plan.shape), "nu": normal(1e-3, plan.shape) ** 2}
         p, state = _stored(plan, w, moments)
         states.append(state)
         weight = p if engine.weights else None
-        leaves.append(operands.leaf_of(plan, g.astype(gradient_dtype), weight, state))
+        arrays = plan, g.astype(gradient_dtype), weight, state
+        leaves.append(operands.leaf_of(*arrays, of_block(plan, i)))
     h = {**engine.hyperparameters(jnp.int32(100))}
     h |= {name: jnp.float32(value) for name, value in (more or {}).items()}
     names = [f"leaf{i}" for i in range(len(plans) + 1)]
     keys = random.leaf_keys(jnp.uint32(1), jnp.int32(101), names)
     return Case(engine.rule, plans, leaves, states, h, keys)
+
+
+def of_block(plan: LeafPlan, seed: int) -> jax.Array | None:
+    """Something for what blocks give their elements."""
+    if plan.block is None:
+        return None
+    shape, rng = plan.block.mean_shape(plan.shape), np.random.default_rng(seed)
+    return jnp.asarray(rng.uniform(500, 1500, shape), jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -111,7 +128,7 @@ def _stored(plan: LeafPlan, w: jax.Array, moments: dict[str, jax.Array]) -> Any:
 
 def launch(case: Case, launcher: Callable[..., Any], tile: Tile) -> list[operands.Result]:
     """What a kernel makes of a case."""
-    names = tuple(sorted(case.h))
+    names = tuple(sorted(case.h))  # not what blocks share, which is a leaf's
     return launcher(
         case.rule,
         tuple(plan.nameless for plan in case.plans),

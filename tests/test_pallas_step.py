@@ -14,6 +14,7 @@ import pytest
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
 from optax_lowmem._core import numerics
+from optax_lowmem._core.rules import OF_BLOCK
 from optax_lowmem.kernels import pallas_tiles
 from optax_lowmem.kernels.fused_update import dispatch, operands, pallas_triton, reference, tuning
 from optax_lowmem.kernels.tiles import Tile, Tiling
@@ -93,10 +94,13 @@ def make(optimizer, shapes, stored=None, how=None, **options):
     coded = {name: codec for name, codec in stored.items() if codec is not None}
     case = launch_cases.make(build(storage=storage(**coded, **how)), list(shapes), **options)
     engine = build(storage=storage(**stored, **how)).engine
-    plain = [slot.name in stored and stored[slot.name] is None for slot in engine.rule.slots]
+    tree = {
+        f"leaf{i}": jax.ShapeDtypeStruct(plan.shape, plan.dtype)
+        for i, plan in enumerate(case.plans)
+    }
+    wanted = engine._plans(tree)
     for i, (plan, state) in enumerate(zip(case.plans, case.states, strict=True)):
-        shape = jax.ShapeDtypeStruct(plan.shape, plan.dtype)
-        new = engine._plan(plan.path, shape, False, plan.decays)
+        new, plain = wanted[i], [slot.codec is None for slot in wanted[i].slots]
         rows = zip(plan.slots, state.slots, state.scales, plain, strict=True)
         kept = [
             (codecs.decode_array(slot.codec, codes, scales, plan.group_size), jnp.zeros(()))
@@ -109,7 +113,8 @@ def make(optimizer, shapes, stored=None, how=None, **options):
             slots=tuple(row[0] for row in kept), scales=tuple(row[1] for row in kept)
         )
         leaf = case.leaves[i]
-        case.leaves[i] = operands.leaf_of(case.plans[i], leaf.g, leaf.p, case.states[i])
+        arrays = leaf.g, leaf.p, case.states[i], leaf.of_block
+        case.leaves[i] = operands.leaf_of(case.plans[i], *arrays)
     return case
 
 
@@ -131,14 +136,18 @@ def both(case, tuned=SMALL, options=QUICK_COMPILE):
 
     def run(leaves, states, h, keys):
         gradients, weights = ([leaf[i] for leaf in leaves] for i in (0, 1))
+        given = [leaf.of_block for leaf in leaves]
         found = dispatch.fused_updates(
             case.rule, case.plans, gradients, weights, states, h,
             keys[jnp.asarray(case.numbers)], jnp.array(True), "pallas", tuned,
+            given if case.rule.of_blocks else None,
         )  # fmt: skip
-        rows = zip(case.plans, leaves, states, case.numbers, strict=True)
+        rows = zip(case.plans, leaves, states, case.numbers, given, strict=True)
         wanted = []
-        for plan, leaf, state, number in rows:
+        for plan, leaf, state, number, more in rows:
             own = reference.of_leaf(case.rule, plan, leaf.g, leaf.p, state, h)
+            if more is not None:
+                own |= {OF_BLOCK: more}
             arrays = leaf.g, leaf.p, state, own, keys[number]
             wanted.append(reference.fused_update(case.rule, plan, *arrays))
         return wanted, found

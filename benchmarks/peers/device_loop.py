@@ -63,10 +63,10 @@ class Setup:
         return self.treedef.unflatten(made)
 
 
-def moved_bytes(carry: Carry) -> int:
+def moved_bytes(implementation: Implementation, carry: Carry) -> int:
     """What a step must move: gradients are read, weights and state read and written."""
     params, state, grads = carry
-    return live_bytes(grads) + 2 * live_bytes((params, state))
+    return live_bytes(grads) + implementation.rereads(grads) + 2 * live_bytes((params, state))
 
 
 def live_bytes(tree: Any) -> int:
@@ -145,7 +145,7 @@ class Runner:
     ) -> None:
         self.make = Setup(implementation, leaf_set)
         carry = self.make.shapes
-        moved = moved_bytes(carry)
+        moved = moved_bytes(implementation, carry)
         self.steps = steps(moved)
         self.step, self.found = compile_step(implementation, carry)
         self.loop = looped(implementation.step, self.steps).lower(carry).compile()

@@ -1,9 +1,12 @@
 """Implementations of a step in JAX: ours, optax's and flashoptim-jax's."""
 
 import dataclasses
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +48,7 @@ class Implementation:
       dtype: of weights and gradients.
       version: of the package it comes from.
       compiles_init: whether `init` compiles in seconds.
+      rereads: bytes of gradients that a step must read a second time.
     """
 
     init: Callable[[Any], Any]
@@ -52,6 +56,7 @@ class Implementation:
     dtype: Any
     version: str
     compiles_init: bool = True
+    rereads: Callable[[Any], int] = lambda grads: 0
 
 
 def make(name: str, leaf_set: str, optimizer: str) -> Implementation:
@@ -60,19 +65,44 @@ def make(name: str, leaf_set: str, optimizer: str) -> Implementation:
     Raises:
       Unavailable: where a package is missing or a kernel cannot take a leaf.
     """
-    hyper = cases.OPTIMIZERS[optimizer]
+    hyper, plain = cases.OPTIMIZERS[optimizer], cases.PLAIN.get(optimizer, optimizer)
     if name == "flashoptim-jax":
-        return _flashoptim(optimizer, hyper)
+        return _flashoptim(plain, hyper)
     if name in ("optax-f32", "optax-bf16"):
         dtype = jnp.float32 if name == "optax-f32" else jnp.bfloat16
-        return _optax(getattr(optax, optimizer)(**hyper), dtype)
-    storage = lowmem.Storage(rounding="nearest" if name.endswith("-nearest") else "stochastic")
-    tx = getattr(lowmem, f"flash_{optimizer}")(**hyper, storage=storage)
+        return _optax(getattr(optax, plain)(**hyper), dtype)
+    tx = ours(optimizer, leaf_set, "nearest" if name.endswith("-nearest") else None)
     if name.startswith("lowmem.update"):
         step = _update_and_apply(tx)
     else:
         step = _fused(tx, STEPS[name], cases.LEAF_SETS[leaf_set]())
-    return Implementation(tx.init, step, jnp.bfloat16, _version(lowmem))
+    rereads = functools.partial(_rereads, tx.engine.structure)
+    return Implementation(tx.init, step, jnp.bfloat16, _version(lowmem), rereads=rereads)
+
+
+def ours(optimizer: str, leaf_set: str, rounding: str | None = None) -> Any:
+    """Our optimizer of a case; `rounding` other than its own default."""
+    hyper: dict[str, Any] = dict(cases.OPTIMIZERS[optimizer])
+    make = getattr(lowmem, optimizer if optimizer in cases.PLAIN else f"flash_{optimizer}")
+    if optimizer in cases.PLAIN:
+        heads, kv_heads = cases.HEADS.get(leaf_set, (None, None))
+        hyper["blocks"] = lowmem.blocks.Structure(heads, kv_heads, default="whole")
+    if rounding is not None:
+        storage = inspect.signature(make).parameters["storage"].default
+        hyper["storage"] = dataclasses.replace(storage, rounding=rounding)
+    return make(**hyper)
+
+
+def _rereads(structure: Any, grads: Any) -> int:
+    """A block that spans rows is known only after all of them, and then they are read again."""
+    if structure is None:
+        return 0
+    rows = zip(structure.infer(grads).values(), jax.tree.leaves(grads), strict=True)
+    return sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize
+        for block, leaf in rows
+        if block.mean_shape(leaf.shape)[:-1] != leaf.shape[:-1]
+    )
 
 
 def _update_and_apply(tx: optax.GradientTransformation) -> Callable:

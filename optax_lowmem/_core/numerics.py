@@ -54,7 +54,7 @@ def absmax_bits(x: jax.Array, signed: bool = True) -> jax.Array:
 
 
 def max_bits(x: jax.Array) -> jax.Array:
-    """Bits of the larger of 0 and max x over the last axis, in integers; a NaN without sign wins."""
+    """Bits of max(0, x) over the last axis, in integers; a NaN without a sign wins."""
     return jnp.maximum(jnp.max(lax.bitcast_convert_type(x, jnp.int32), axis=-1), 0)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from optax_lowmem._core.block import Block
+OF_BLOCK = "of_block"  # the hyperparameter that the blocks' rule gives each element
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,11 @@ class UpdateRule(abc.ABC):
         """The slots of the rule, in the order of its state."""
 
     @property
+    def elementwise_slots(self) -> int:
+        """How many slots have a value for each element."""
+        return sum(not slot.shared for slot in self.slots)
+
+    @property
     @abc.abstractmethod
     def state_type(self) -> Any:
         """The NamedTuple of the state: count, seed, slots, their scales, correction."""
@@ -56,27 +61,18 @@ class UpdateRule(abc.ABC):
         Args:
           g: gradient, f32.
           slots: decoded slots, f32, of g's shape; not the shared ones.
-          h: the step's hyperparameters, f32 scalars, which may be traced; and what `share` gave,
-            for each element.
+          h: the step's hyperparameters, f32 scalars, which may be traced; with shared slots also
+            `OF_BLOCK`, which broadcasts to the elements.
         """
 
     @property
-    def shares(self) -> tuple[str, ...]:
-        """Names of what `share` adds to the hyperparameters."""
-        return ()
+    def of_blocks(self) -> "UpdateRule | None":
+        """The arithmetic of the shared slots, on one value a block; None where there are none.
 
-    def share(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array], block: Block
-    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        """New values of the shared slots, and what `update` needs of them: one value a block each.
-
-        Args:
-          g: gradient of a whole leaf, f32.
-          slots: decoded shared slots, one value a block.
-          h: the step's hyperparameters.
-          block: the leaf's.
+        Its gradient is the mean of g^2 over each block, and its direction is what `update` finds in
+        h under the name `OF_BLOCK`.
         """
-        return {}, {}
+        return None
 
     @property
     def measures(self) -> bool:

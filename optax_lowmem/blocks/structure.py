@@ -95,8 +95,7 @@ class Structure:
     default: str | None = None
 
     def __post_init__(self) -> None:
-        rules = [(r[0], tuple(r[1])) if _is_axes(r) else r for r in self.rules]
-        object.__setattr__(self, "rules", tuple(map(_as_tuple, rules)))  # to be hashable
+        object.__setattr__(self, "rules", tuple(map(_hashable, self.rules)))
         _checked(self.heads, self.kv_heads, self.rules, self.default or "whole")
 
     def infer(self, params: Any) -> dict[str, Block]:
@@ -126,12 +125,9 @@ class Structure:
             )
 
 
-def _is_axes(rule: Any) -> bool:
-    return isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[1], list)
-
-
-def _as_tuple(rule: Any) -> Any:
-    return tuple(rule) if isinstance(rule, list) else rule
+def _hashable(value: Any) -> Any:
+    """Lists as tuples."""
+    return tuple(map(_hashable, value)) if isinstance(value, tuple | list) else value
 
 
 def _checked(heads: Any, kv_heads: Any, rules: Any, default: Any) -> Heads:

@@ -6,6 +6,7 @@ from optax_lowmem._core import groups
 from optax_lowmem.codecs.affine import affine as affine
 from optax_lowmem.codecs.affine import affine_paper as affine_paper
 from optax_lowmem.codecs.base import GroupCodec as GroupCodec
+from optax_lowmem.codecs.companded import CompandedCodec as CompandedCodec
 from optax_lowmem.codecs.linear import linear as linear
 from optax_lowmem.codecs.linear import linear_paper as linear_paper
 from optax_lowmem.codecs.master import SPLITS as SPLITS

@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from optax_lowmem._core import numerics
 from optax_lowmem.codecs.base import GroupCodec
@@ -77,9 +76,7 @@ class AffineCodec(GroupCodec):
         bits = ((numerics.to_bits(step) + 0x40) >> 7) << 7
         return self.scale.encode(bits, zero), Grid(step, (zero - 128).astype(jnp.float32))
 
-    def quantize(
-        self, x: jax.Array, divisor: Grid, noise: jax.Array | None = None
-    ) -> jax.Array:
+    def quantize(self, x: jax.Array, divisor: Grid, noise: jax.Array | None = None) -> jax.Array:
         """Codes of f32 values, elementwise; `divisor` (of `measure`) and `noise` broadcast.
 
         Args:
@@ -96,9 +93,7 @@ class AffineCodec(GroupCodec):
             z = lo + (noise < z - lo).astype(jnp.float32)
         return numerics.low_byte(numerics.round_to_int(z), jnp.int8)
 
-    def _paper_codes(
-        self, steps: jax.Array, zero: jax.Array, noise: jax.Array | None
-    ) -> jax.Array:
+    def _paper_codes(self, steps: jax.Array, zero: jax.Array, noise: jax.Array | None) -> jax.Array:
         """x / step is rounded before the zero-point is added."""
         if noise is not None:
             lo = jnp.floor(steps)

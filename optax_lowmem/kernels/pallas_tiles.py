@@ -83,8 +83,8 @@ def load_scales(tiling: Tiling, ref: Any, tile: jax.Array) -> jax.Array:
     return plgpu.load(_scales(tiling, ref, tile), mask=mask, other=None if mask is None else 0)
 
 
-def load_shared(tiling: Tiling, block: Block, ref: Any, tile: jax.Array) -> jax.Array:
-    """What each element has of its block's value: [rows, 1], or [rows, lanes] where lanes differ."""
+def load_of_block(tiling: Tiling, block: Block, ref: Any, tile: jax.Array) -> jax.Array:
+    """What a block gives its elements: [rows, 1], or [rows, lanes] where lanes differ."""
     values, size = block.mean_shape(tiling.shape), tiling.group_size
     positions = [index[:, None] for index in _coordinates(tiling, tile)]
     # neighbours along each axis with one value

@@ -1,11 +1,13 @@
 """Optimizers on 8-bit state: one file each, and the table that tests and benchmarks iterate."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import optax
 
+from optax_lowmem.blocks import Structure
 from optax_lowmem.optimizers.adam import flash_adam, flash_adamw
 from optax_lowmem.optimizers.adam_mini import adam_mini, flash_adam_mini, q_adam_mini, q_adamw
 from optax_lowmem.optimizers.lion import flash_lion
@@ -43,10 +45,18 @@ def _clipped_adamw(
     return update_clipping(inner, b2=b2, eps=eps)
 
 
+def _mini(make: Callable) -> Callable:
+    """With one block a tensor where nothing is known of a leaf."""
+    return functools.partial(make, blocks=Structure(default="whole"))
+
+
 OPTIMIZERS: dict[str, Row] = {
     "flash_adamw": Row(flash_adamw, optax.adamw, 1e-2, ("mu", "nu")),
     "flash_adam": Row(flash_adam, optax.adam, 1e-2, ("mu", "nu")),
     "stable_adamw": Row(stable_adamw, _clipped_adamw, 1e-2, ("mu", "nu")),
+    "q_adamw": Row(q_adamw, optax.adamw, 1e-2, ("mu", "nu")),
+    "q_adam_mini": Row(_mini(q_adam_mini), _mini(adam_mini), 1e-2, ("mu",)),
+    "flash_adam_mini": Row(_mini(flash_adam_mini), _mini(adam_mini), 1e-2, ("mu",)),
     "flash_lion": Row(flash_lion, optax.lion, 1e-3, ("mu",)),
     "flash_sgd": Row(_momentum(flash_sgd), _momentum(optax.sgd), 1e-2, ("mu",)),
 }

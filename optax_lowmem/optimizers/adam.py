@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ class AdamRule(UpdateRule):
     nesterov: bool = False
     eps_root_is_zero: bool = True
 
-    slots = (Slot("mu", signed=True), Slot("nu", signed=False))
+    slots: ClassVar[tuple[Slot, ...]] = (Slot("mu", signed=True), Slot("nu", signed=False))
     state_type = FlashAdamState
 
     @property
@@ -90,6 +90,7 @@ class AdamRule(UpdateRule):
 
 
 def is_zero(value: Any) -> bool:
+    """Whether a hyperparameter is 0 for good."""
     return isinstance(value, int | float) and value == 0
 
 

@@ -15,8 +15,6 @@ from optax_lowmem.codecs import GroupCodec
 from optax_lowmem.kernels.fused_update import (
     LeafPlan,
     LeafState,
-    SharedPlan,
-    SharedState,
     SlotPlan,
     choose,
     fused_updates,
@@ -116,7 +114,8 @@ class Engine:
             split=choose_split(storage, path, dtype) if self.weights else None,
             update_dtype=dtype if in_dtype else jnp.dtype(jnp.float32),
             decays=decays,
-            shared=SharedPlan(block, shared) if block is not None else None,
+            block=block,
+            shared=shared,
         )
         scope.record(scope.Decision(path, "step", *choose(self.rule, plan)))
         return plan
@@ -172,7 +171,7 @@ class Engine:
         count: jax.Array,
         seed: jax.Array,
         states: list[LeafState],
-        shared: list[SharedState],
+        shared: list[LeafState],
         treedef: Any,
     ) -> Any:
         fields: dict[str, Any] = {"count": count, "seed": seed}
@@ -188,9 +187,7 @@ class Engine:
     def _slots(self, shared: bool) -> list[str]:
         return [slot.name for slot in self.rule.slots if slot.shared == shared]
 
-    def _unpack(
-        self, state: Any, plans: list[LeafPlan]
-    ) -> tuple[list[LeafState], list[SharedState]]:
+    def _unpack(self, state: Any, plans: list[LeafPlan]) -> tuple[list[LeafState], list[LeafState]]:
         def column(field: str) -> list[jax.Array]:
             leaves = jax.tree.leaves(getattr(state, field))
             if len(leaves) != len(plans):
@@ -200,7 +197,7 @@ class Engine:
                 )
             return leaves
 
-        def rows(shared: bool) -> list[tuple]:
+        def rows(shared: bool) -> list[Any]:
             names = self._slots(shared)
             fields = [names, [f"{name}_scale" for name in names]]
             slots, scales = (
@@ -211,11 +208,17 @@ class Engine:
         corrections = (
             column("correction") if self.weights else [jnp.zeros((), jnp.int8)] * len(plans)
         )
-        states = [LeafState(*r, c) for r, c in zip(rows(False), corrections, strict=True)]
-        shared = [SharedState(*row) for row in rows(True)]
+        states, shared = (
+            [
+                LeafState(s, scales, c)
+                for (s, scales), c in zip(rows(which), corrections, strict=True)
+            ]
+            for which in (False, True)
+        )
         for plan, leaf, of_blocks in zip(plans, states, shared, strict=True):
             _check_leaf(plan, leaf)
-            _check_shared(plan, of_blocks)
+            if plan.block is not None:
+                _check_slots(plan.of_blocks, of_blocks, plan.block.mean_shape(plan.shape))
         return states, shared
 
     # ---- step --------------------------------------------------------------------------------
@@ -272,20 +275,23 @@ class Engine:
         states, shared = self._unpack(state, plans)
         keys = random.leaf_keys(state.seed, count, [plan.path for plan in plans])
         static = [dataclasses.replace(plan, direct=direct) for plan in plans]
-        blocks = shared_updates(
-            self.rule, static, gradients, weights, [s.correction for s in states], shared, h, keys
-        )
+        alive, implementation = count > 0, scope.implementation()
+        of_blocks = None
+        if self.rule.of_blocks is not None:
+            blocks = shared_updates(
+                self.rule, static, gradients, weights, [s.correction for s in states], shared, h,
+                keys, alive, implementation,
+            )  # fmt: skip
+            of_blocks, shared = [given for given, _ in blocks], [new for _, new in blocks]
         found = fused_updates(
-            self.rule, static, gradients, weights, states, h, keys, count > 0,
-            scope.implementation(), given=[given for given, _ in blocks],
+            self.rule, static, gradients, weights, states, h, keys, alive, implementation,
+            of_blocks=of_blocks,
         )  # fmt: skip
         for plan, (update, _) in zip(plans, found, strict=True):
             if plan.split is not None and not direct:
                 scope.emit(plan.path, update)
         treedef = jax.tree.structure(reference)
-        new_states = self._pack(
-            count, state.seed, [leaf for _, leaf in found], [new for _, new in blocks], treedef
-        )
+        new_states = self._pack(count, state.seed, [leaf for _, leaf in found], shared, treedef)
         return jax.tree.unflatten(treedef, [update for update, _ in found]), new_states
 
 
@@ -295,16 +301,14 @@ def _init_leaf(plan: LeafPlan, leaf: Any) -> LeafState:
     return LeafState(slots, scales, initial_correction(plan.split, plan.path, leaf))
 
 
-def _init_shared(plan: LeafPlan) -> SharedState:
-    if plan.shared is None:
-        return SharedState()
-    shape = plan.shared.block.mean_shape(plan.shape)
-    slots = [jnp.zeros(shape, slot.dtype) for slot in plan.shared.slots]
-    scales = [
-        jnp.zeros(plan.shared.scale_shape(slot, plan.shape, plan.group_size), _scale_dtype(slot))
-        for slot in plan.shared.slots
-    ]
-    return SharedState(tuple(slots), tuple(scales))
+def _init_shared(plan: LeafPlan) -> LeafState:
+    nothing = jnp.zeros((), jnp.int8)
+    if plan.block is None:
+        return LeafState((), (), nothing)
+    shape = plan.block.mean_shape(plan.shape)
+    slots = tuple(jnp.zeros(shape, slot.dtype) for slot in plan.shared)
+    scales = tuple(_init_scales(plan.of_blocks, slot) for slot in plan.shared)
+    return LeafState(slots, scales, nothing)
 
 
 def _scale_dtype(slot: SlotPlan) -> jnp.dtype:
@@ -317,21 +321,15 @@ def _init_scales(plan: LeafPlan, slot: SlotPlan) -> jax.Array:
 
 def _check_leaf(plan: LeafPlan, state: LeafState) -> None:
     """Raises where a state was made, or restored, with other settings than these."""
-    for slot, stored, scales in zip(plan.slots, state.slots, state.scales, strict=True):
-        _check_array(plan, slot.name, stored, plan.shape, slot.dtype)
-        scale_shape = plan.scale_shape(slot)
-        _check_array(plan, f"{slot.name}_scale", scales, scale_shape, _scale_dtype(slot))
+    _check_slots(plan, state, plan.shape)
     shape, dtype = (plan.shape, plan.split.dtype) if plan.split else ((), jnp.int8)
     _check_array(plan, "correction", state.correction, shape, dtype)
 
 
-def _check_shared(plan: LeafPlan, state: SharedState) -> None:
-    if plan.shared is None:
-        return
-    shape = plan.shared.block.mean_shape(plan.shape)
-    for slot, stored, scales in zip(plan.shared.slots, state.slots, state.scales, strict=True):
+def _check_slots(plan: LeafPlan, state: LeafState, shape: tuple[int, ...]) -> None:
+    for slot, stored, scales in zip(plan.slots, state.slots, state.scales, strict=True):
         _check_array(plan, slot.name, stored, shape, slot.dtype)
-        scale_shape = plan.shared.scale_shape(slot, plan.shape, plan.group_size)
+        scale_shape = plan.scale_shape(slot)
         _check_array(plan, f"{slot.name}_scale", scales, scale_shape, _scale_dtype(slot))
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem._core.rules import UpdateRule
+from optax_lowmem._core.rules import OF_BLOCK, UpdateRule
 from optax_lowmem.kernels import platform
 from optax_lowmem.kernels.fused_update import operands, packed, reference, tuning, twopass
 from optax_lowmem.kernels.fused_update.plan import LeafPlan, LeafState
@@ -29,7 +29,7 @@ def _unsupported(kernel: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
         return "a 0-d or empty leaf has no tiles"
     if size > MAX_ELEMENTS:
         return f"{size} elements, more than a kernel's 32-bit offsets reach"
-    if plan.shared is not None and plan.shared.block.elementwise:
+    if plan.block is not None and plan.block.elementwise:
         return "a second moment for each element, in f32: plain elementwise work"
     if kernel == "pallas":
         return None if platform.has_pallas_triton() else "this JAX has no Pallas-Triton lowering"
@@ -94,7 +94,7 @@ def fused_updates(
     alive: jax.Array,
     implementation: str | None = None,
     tuned: tuning.Tuning | None = None,
-    given: Sequence[Mapping[str, jax.Array]] | None = None,
+    of_blocks: Sequence[jax.Array] | None = None,
 ) -> list[tuple[jax.Array, LeafState]]:
     """`reference.fused_update` of every leaf, by the fastest implementation for each.
 
@@ -109,7 +109,7 @@ def fused_updates(
       alive: a traced True (see `packed`).
       implementation: `xla`, `pallas`, `triton`, or None for the fastest.
       tuned: how a kernel's work is cut; None for what is known of the device.
-      given: what `shared_updates` gave each leaf.
+      of_blocks: what `shared_updates` gave each leaf.
     """
     chosen = [
         choose(rule, plan, implementation, g)[0] for plan, g in zip(plans, gradients, strict=True)
@@ -119,13 +119,14 @@ def fused_updates(
     of_leaves = [dict(h)] * len(rows)
     if rule.measures:
         of_leaves = [_of_leaf(rule, plan.nameless, *arrays, h) for plan, *arrays in rows]
-    if rule.shares and given is not None:
-        of_leaves = [{**own, **more} for own, more in zip(of_leaves, given, strict=True)]
+    if of_blocks is not None:
+        pairs = zip(of_leaves, of_blocks, strict=True)
+        of_leaves = [{**own, OF_BLOCK: given} for own, given in pairs]
     for kernel in _KERNELS:
         mine = [i for i, name in enumerate(chosen) if name == kernel]
         if not mine:
             continue
-        cut = tuning.resolve(tuned, kernel, len(rule.slots))
+        cut = tuning.resolve(tuned, kernel, rule.elementwise_slots)
         for batch in _batches(rows, mine, cut):
             taken, own = [rows[i] for i in batch], [of_leaves[i] for i in batch]
             found = _by_kernel(
@@ -244,17 +245,19 @@ def _by_kernel(
     """The leaves of one launch."""
     plans = tuple(plan.nameless for plan, *_ in rows)
     arrays = [row[1:] for row in rows]
-    shared = [tuple(h[name] for name in rule.shares) for h in of_leaves]
-    names = tuple(sorted(set(of_leaves[0]) - set(rule.shares)))
+    of_blocks = [h.get(OF_BLOCK) for h in of_leaves]
+    names = tuple(sorted(set(of_leaves[0]) - {OF_BLOCK}))
     # a row for each leaf only where leaves differ
     own = of_leaves if rule.measures else of_leaves[:1]
     scalars = jnp.stack([jnp.stack([h[name] for name in names]) for h in own])
     leaf_numbers = jnp.asarray(numbers, jnp.int32)
 
-    def launched(arrays: Any, shared: Any, scalars: Any, keys: Any, alive: Any) -> Any:
+    def launched(arrays: Any, of_blocks: Any, scalars: Any, keys: Any, alive: Any) -> Any:
         del alive
-        every = zip(plans, arrays, shared, strict=True)
-        leaves = tuple(operands.leaf_of(plan, *row, own) for plan, row, own in every)
+        every = zip(plans, arrays, of_blocks, strict=True)
+        leaves = tuple(
+            operands.leaf_of(plan, g, p, state, own) for plan, (g, p, state), own in every
+        )
         launch = _launcher(kernel)
         found = launch(rule, plans, leaves, names, scalars, keys, leaf_numbers, tile)
         return [
@@ -262,20 +265,21 @@ def _by_kernel(
             for plan, row, result in zip(plans, arrays, found, strict=True)
         ]
 
-    def plain(arrays: Any, shared: Any, scalars: Any, keys: Any, alive: Any) -> Any:
+    def plain(arrays: Any, of_blocks: Any, scalars: Any, keys: Any, alive: Any) -> Any:
         del alive
         hs = [dict(zip(names, row, strict=True)) for row in scalars]
         found = []
-        for i, (plan, row, number) in enumerate(zip(plans, arrays, numbers, strict=True)):
-            h = {**hs[i % len(hs)], **dict(zip(rule.shares, shared[i], strict=True))}
+        every = zip(plans, arrays, of_blocks, numbers, strict=True)
+        for i, (plan, row, own, number) in enumerate(every):
+            h = {**hs[i % len(hs)], **({} if own is None else {OF_BLOCK: own})}
             found.append(_plain(rule, plan, *row, h, keys[number]))
         return found
 
     if not automatic:
-        return launched(arrays, shared, scalars, keys, alive)
+        return launched(arrays, of_blocks, scalars, keys, alive)
     # a computation for the host's CPU may be traced on a machine with a GPU
     return jax.lax.platform_dependent(
-        arrays, shared, scalars, keys, alive, cuda=launched, default=plain
+        arrays, of_blocks, scalars, keys, alive, cuda=launched, default=plain
     )
 
 

@@ -18,7 +18,7 @@ class Leaf(NamedTuple):
     correction: jax.Array | None
     slots: tuple[jax.Array, ...]
     scales: tuple[jax.Array, ...]  # of the compressed slots only
-    shared: tuple[jax.Array, ...] = ()  # what `rule.share` gave, a value a block, in its order
+    of_block: jax.Array | None = None  # what the blocks give their elements, a value a block
 
 
 class Result(NamedTuple):
@@ -35,12 +35,12 @@ def leaf_of(
     g: jax.Array,
     p: jax.Array | None,
     state: LeafState,
-    shared: tuple[jax.Array, ...] = (),
+    of_block: jax.Array | None = None,
 ) -> Leaf:
     """The arrays that a kernel takes."""
     correction = state.correction if p is not None and plan.split is not None else None
     scales = tuple(s for slot, s in zip(plan.slots, state.scales, strict=True) if slot.codec)
-    return Leaf(g, p, correction, state.slots, scales, shared)
+    return Leaf(g, p, correction, state.slots, scales, of_block)
 
 
 def state_of(plan: LeafPlan, state: LeafState, result: Result) -> LeafState:
@@ -68,8 +68,8 @@ def views(tiling: Tiling, leaf: Leaf) -> Leaf:
     g, p, correction, slots = jax.tree.map(
         tiling.element_view, (leaf.g, leaf.p, leaf.correction, leaf.slots)
     )
-    scales, shared = jax.tree.map(tiling.scale_view, (leaf.scales, leaf.shared))
-    return Leaf(g, p, correction, slots, scales, shared)
+    scales, of_block = jax.tree.map(tiling.scale_view, (leaf.scales, leaf.of_block))
+    return Leaf(g, p, correction, slots, scales, of_block)
 
 
 def output(plan: LeafPlan, viewed: Leaf) -> Any:

@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from optax_lowmem._core import numerics, random
 from optax_lowmem._core.block import Block
-from optax_lowmem._core.rules import UpdateRule
+from optax_lowmem._core.rules import OF_BLOCK, UpdateRule
 from optax_lowmem.kernels import pallas_tiles
 from optax_lowmem.kernels.fused_update import reference
 from optax_lowmem.kernels.fused_update.operands import (
@@ -118,13 +118,14 @@ def _kernel(
         h = {name: scalars[i if per_leaf else 0, j] for j, name in enumerate(names)}
         tiling, tile = tilings[i], program - starts[i]
         leaf = _load(plan, tiling, blocks[i], tile, jax.tree.unflatten(treedefs[0], read[i]))
-        h |= dict(zip(rule.shares, leaf.shared, strict=True))
+        if leaf.of_block is not None:
+            h[OF_BLOCK] = leaf.of_block
         noise = None
         if plan.stochastic:
             number = leaf_numbers[i]
             noise = pallas_tiles.noise(tiling, tile, keys[number], lane_bits[number, :])
         with _arithmetic(interpret):
-            result = step(leaf._replace(shared=()), h, noise)
+            result = step(leaf._replace(of_block=None), h, noise)
         _store(tiling, tile, jax.tree.unflatten(treedefs[1], written[i]), result)
 
     # the whole step in each branch: values that leave a branch cost their packing there
@@ -138,9 +139,7 @@ def _arithmetic(interpret: bool) -> contextlib.AbstractContextManager[None]:
     return numerics.kernel_arithmetic(pallas_tiles.reciprocal)
 
 
-def _load(
-    plan: LeafPlan, tiling: Tiling, block: Block | None, tile: jax.Array, refs: Leaf
-) -> Leaf:
+def _load(plan: LeafPlan, tiling: Tiling, block: Block | None, tile: jax.Array, refs: Leaf) -> Leaf:
     """A tile of a leaf; lanes and groups that do not exist hold zeros."""
     nothing = plan.split.zero if plan.split is not None else 0
     return Leaf(
@@ -151,7 +150,7 @@ def _load(
         else pallas_tiles.load(tiling, refs.correction, tile, nothing),
         tuple(pallas_tiles.load(tiling, ref, tile) for ref in refs.slots),
         tuple(pallas_tiles.load_scales(tiling, ref, tile) for ref in refs.scales),
-        tuple(pallas_tiles.load_shared(tiling, block, ref, tile) for ref in refs.shared if block),
+        pallas_tiles.load_of_block(tiling, block, refs.of_block, tile) if block else None,
     )
 
 
@@ -199,7 +198,7 @@ def launch(
     # the bits of the lanes are the same for every tile of a leaf: mixed once, here
     lanes = lax.iota(jnp.uint32, tilings[0].lanes)[None]
     lane_bits = random.lane_bits(keys[:, None], lanes)
-    blocks = tuple(plan.shared.block if plan.shared else None for plan in plans)
+    blocks = tuple(plan.block for plan in plans)
     alike = plans[0].shapeless
     flat_in, flat_out = (jax.tree.leaves(tree) for tree in (viewed, results))
     treedefs = (jax.tree.structure(viewed[0]), jax.tree.structure(results[0]))

@@ -29,24 +29,6 @@ class SlotPlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class SharedPlan:
-    """The slots of a leaf that have one value a block.
-
-    Attributes:
-      block: which elements share a value.
-      slots: one plan each; codes lie in groups of all values in one row.
-    """
-
-    block: Block
-    slots: tuple[SlotPlan, ...]
-
-    def scale_shape(self, slot: SlotPlan, shape: tuple[int, ...], group_size: int) -> tuple:
-        """Shape of a slot's scales for a leaf of this shape; 0-d where it has none."""
-        values = (self.block.values(shape),)
-        return groups.scale_shape(values, group_size) if slot.codec else ()
-
-
-@dataclasses.dataclass(frozen=True)
 class LeafPlan:
     """How a leaf is stored and updated.
 
@@ -60,7 +42,8 @@ class LeafPlan:
       update_dtype: of the emitted update.
       decays: whether weight decay applies.
       direct: whether the step gives the new parameter instead of an update.
-      shared: the slots with a value a block; None where the rule has none.
+      block: which elements share the slots with a value a block; None where the rule has none.
+      shared: one plan for each of those; codes lie in groups of all values in one row.
     """
 
     path: str
@@ -72,7 +55,8 @@ class LeafPlan:
     update_dtype: jnp.dtype
     decays: bool = True
     direct: bool = False
-    shared: SharedPlan | None = None
+    block: Block | None = None
+    shared: tuple[SlotPlan, ...] = ()
 
     @property
     def nameless(self) -> "LeafPlan":
@@ -82,8 +66,23 @@ class LeafPlan:
     @property
     def shapeless(self) -> "LeafPlan":
         """The same for every leaf that a kernel can take along: they differ in where things lie."""
-        shared = None if self.shared is None else dataclasses.replace(self.shared, block=Block())
-        return dataclasses.replace(self, path="", shape=(), shared=shared)
+        block = None if self.block is None else Block()
+        return dataclasses.replace(self, path="", shape=(), block=block)
+
+    @property
+    def of_blocks(self) -> "LeafPlan":
+        """The plan of the shared slots: a leaf with one element a block, all in one row."""
+        assert self.block is not None
+        return LeafPlan(
+            path=self.path,
+            shape=(self.block.values(self.shape),),
+            dtype=jnp.dtype(jnp.float32),
+            group_size=self.group_size,
+            slots=self.shared,
+            split=None,
+            update_dtype=jnp.dtype(jnp.float32),
+            decays=False,
+        )
 
     @property
     def grouped(self) -> bool:
@@ -98,13 +97,6 @@ class LeafPlan:
     def scale_shape(self, slot: SlotPlan) -> tuple[int, ...]:
         """Shape of a slot's scales; 0-d where it has none."""
         return groups.scale_shape(self.shape, self.group_size) if slot.codec else ()
-
-
-class SharedState(NamedTuple):
-    """The stored slots that blocks share; tuples are in the order of `SharedPlan.slots`."""
-
-    slots: tuple[jax.Array, ...] = ()  # `Block.mean_shape`: f32, or codes
-    scales: tuple[jax.Array, ...] = ()  # of all values in one row, or 0-d
 
 
 class LeafState(NamedTuple):

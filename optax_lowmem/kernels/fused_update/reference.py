@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._core import groups, numerics, random
-from optax_lowmem._core.rules import UpdateRule
+from optax_lowmem._core.rules import OF_BLOCK, UpdateRule
 from optax_lowmem.codecs import BitSplit, MasterSplit, decode_array, encode_array
 from optax_lowmem.kernels.fused_update.plan import LeafPlan, LeafState, SlotPlan
 
@@ -32,9 +32,8 @@ def advanced(
     h: Mapping[str, jax.Array],
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """`advance` from the state as it is stored."""
-    if plan.shared is not None:
-        spread = {name: plan.shared.block.spread(h[name], plan.shape) for name in rule.shares}
-        h = {**h, **spread}
+    if plan.block is not None:
+        h = {**h, OF_BLOCK: plan.block.spread(h[OF_BLOCK], plan.shape)}
     return advance(rule, plan, g, p, state.correction, decode(plan, state), h)
 
 
@@ -194,9 +193,10 @@ def fused_update(
       g: gradient, f32 or 16-bit, of the parameter's shape.
       p: parameter; None for a bare direction (no `lr` in h).
       state: stored slots, scales, correction.
-      h: f32 scalars (see `of_leaf`), and what `rule.share` gave, a value a block: the rule's own, `gradient_scale` (a factor of the gradient)
-        where there is one, and with a parameter `lr`, `decay` (the share of the weight taken off)
-        and `l2` (added to the gradient times the weight).
+      h: f32 scalars (see `of_leaf`; `OF_BLOCK` has a value a block): the rule's own,
+        `gradient_scale` (a factor of the gradient) where there is one, and with a parameter `lr`,
+        `decay` (the share of the weight taken off) and `l2` (added to the gradient times the
+        weight).
       key: a uint32 key for the rounding of this leaf in this step.
     """
     update, values = advanced(rule, plan, g, p, state, h)

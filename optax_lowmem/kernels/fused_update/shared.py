@@ -1,23 +1,20 @@
 """The slots that the elements of a block share: their step, and what it gives each element.
 
-A block may span the leaf, so this is a pass over the gradient before the elements' own step. XLA
-makes it, everywhere: a reduction, and arithmetic on few values.
+A block may span its leaf, so XLA reads the gradient once for the means. What is left is the step
+of a small leaf, with one element a block, and goes the way of every other.
 """
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem._core import random
+from optax_lowmem._core.reductions import mean_of_blocks
 from optax_lowmem._core.rules import UpdateRule
-from optax_lowmem.codecs import decode_array, encode_array
 from optax_lowmem.kernels.fused_update import reference
-from optax_lowmem.kernels.fused_update.plan import LeafPlan, SharedState, SlotPlan
-
-Shared = tuple[dict[str, jax.Array], SharedState]
+from optax_lowmem.kernels.fused_update.dispatch import fused_updates
+from optax_lowmem.kernels.fused_update.plan import LeafPlan, LeafState
 
 
 def shared_updates(
@@ -26,72 +23,55 @@ def shared_updates(
     gradients: Sequence[jax.Array],
     weights: Sequence[jax.Array | None],
     corrections: Sequence[jax.Array],
-    states: Sequence[SharedState],
+    states: Sequence[LeafState],
     h: Mapping[str, jax.Array],
     keys: jax.Array,
-) -> list[Shared]:
-    """`shared_update` of every leaf."""
-    rows = zip(plans, gradients, weights, corrections, states, strict=True)
-    return [
-        _compiled(rule, plan.nameless, *arrays, h, keys[i]) if plan.shared else ({}, SharedState())
-        for i, (plan, *arrays) in enumerate(rows)
-    ]
+    alive: jax.Array,
+    implementation: str | None = None,
+) -> list[tuple[jax.Array, LeafState]]:
+    """(What each block gives its elements, new state of the shared slots) of every leaf.
+
+    Args:
+      rule: the optimizer's arithmetic, with shared slots.
+      plans: the leaves' static choices.
+      gradients: one a leaf.
+      weights: parameters, or None each.
+      corrections: of the parameters.
+      states: the stored shared slots, of `Block.mean_shape`; their corrections are not used.
+      h: f32 hyperparameters.
+      keys: uint32 [leaves], for the rounding of each leaf in this step.
+      alive: a traced True (see `packed`).
+      implementation: as of `fused_updates`.
+    """
+    own = rule.of_blocks
+    assert own is not None
+    rows = zip(plans, gradients, weights, corrections, strict=True)
+    means = [_mean(plan.nameless, *arrays, h) for plan, *arrays in rows]
+    flat = [s._replace(slots=tuple(x.reshape(-1) for x in s.slots)) for s in states]
+    # the means have the factors of the gradient in them
+    found = fused_updates(
+        own, [plan.of_blocks for plan in plans], means, [None] * len(plans), flat,
+        {name: value for name, value in h.items() if name != "gradient_scale"}, keys, alive,
+        implementation,
+    )  # fmt: skip
+    shaped = []
+    for plan, (given, state) in zip(plans, found, strict=True):
+        assert plan.block is not None
+        shape = plan.block.mean_shape(plan.shape)
+        slots = tuple(x.reshape(shape) for x in state.slots)
+        shaped.append((given.reshape(shape), state._replace(slots=slots)))
+    return shaped
 
 
-def shared_update(
-    rule: UpdateRule,
+@functools.partial(jax.jit, static_argnames=("plan",))  # traced once for leaves of one shape
+def _mean(
     plan: LeafPlan,
     g: jax.Array,
     p: jax.Array | None,
     correction: jax.Array,
-    state: SharedState,
     h: Mapping[str, jax.Array],
-    key: jax.Array,
-) -> Shared:
-    """(What `rule.share` gives the step, one value a block; the new state) of one leaf.
-
-    Args:
-      rule: the optimizer's arithmetic.
-      plan: the leaf's static choices, with shared slots.
-      g: gradient, f32 or 16-bit, of the parameter's shape.
-      p: parameter; None for a bare direction.
-      correction: of the parameter.
-      state: the stored slots.
-      h: f32 scalars.
-      key: a uint32 key for the rounding of this leaf in this step.
-    """
-    shared = plan.shared
-    assert shared is not None
+) -> jax.Array:
+    """Mean of g^2 over each block, f32 [blocks]."""
+    assert plan.block is not None
     gradient, _ = reference.gradient_and_weight(plan, g, p, correction, h)
-    rows = zip(shared.slots, state.slots, state.scales, strict=True)
-    values = {slot.name: _decode(plan, slot, *stored) for slot, *stored in rows}
-    values, given = rule.share(gradient, values, h, shared.block)
-    stored = [
-        _encode(plan, slot, values[slot.name], old, key)
-        for slot, old in zip(shared.slots, state.scales, strict=True)
-    ]
-    slots, scales = zip(*stored, strict=True)
-    return given, SharedState(slots, scales)
-
-
-# traced once for leaves of one shape
-_compiled = jax.jit(shared_update, static_argnames=("rule", "plan"))
-
-
-def _decode(plan: LeafPlan, slot: SlotPlan, stored: jax.Array, scales: jax.Array) -> jax.Array:
-    if slot.codec is None:
-        return stored.astype(jnp.float32)
-    row = decode_array(slot.codec, stored.reshape(-1), scales, plan.group_size)
-    return row.reshape(stored.shape)
-
-
-def _encode(
-    plan: LeafPlan, slot: SlotPlan, value: jax.Array, placeholder: jax.Array, key: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    if slot.codec is None:
-        return value.astype(slot.dtype), placeholder
-    row, noise = value.reshape(-1), None
-    if slot.stochastic:
-        noise = random.uniforms(key, row.shape, plan.group_size, slot.name)
-    codes, scales = encode_array(slot.codec, row, plan.group_size, noise)
-    return codes.reshape(value.shape), scales
+    return jnp.reshape(mean_of_blocks(plan.block, gradient * gradient), -1)

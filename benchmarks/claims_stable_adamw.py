@@ -1,0 +1,170 @@
+"""What StableAdamW claims of loss spikes (its section 3, appendices E and F), and what we measured.
+
+The records are of `bench_spikes`; the rows have the form of `claims.Claim`.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from benchmarks import findings
+from benchmarks.bench_spikes import B2, B2S, BATCH, BATCHES, RATE, RATES, WIDTH, WIDTHS
+from benchmarks.claims import Claim
+from benchmarks.findings import NOT, SAME, Finding, Measure, Rows
+
+ADAMW, STABLE, CLIPPED = "adamw", "stable_adamw", "adamw, gradients clipped"
+PREDICTED = 0.9  # of the loss spikes; the paper: 27 or 28 of 30
+SIGNIFICANT = 0.05  # a p-value over it is no better than chance
+
+
+def _point(b2: float = B2, rate: float = RATE, batch: int = BATCH, width: int = WIDTH) -> str:
+    """The case of a point, as `bench_spikes.case` has it."""
+    return f"b2={b2:g} rate={rate:g} batch={batch} width={width}"
+
+
+def _values(rows: Rows, impl: str, metric: str, points: Iterable[str]) -> tuple[list[float], Rows]:
+    """A metric's values and records, empty where one is missing; of the device measured last."""
+    points = list(points)
+    wanted = {"bench": "spikes", "impl": impl, "metric": metric}
+    newest = findings.last(rows, case=_point(), **wanted)
+    if newest is None:
+        return [], []
+    wanted["device"] = newest["device"]
+    found = findings.all_of(*(findings.last(rows, case=point, **wanted) for point in points))
+    return ([row["value"] for row in found], found) if found else ([], [])
+
+
+def _share(layer: str, holds: findings.Holds) -> Measure:
+    """How many loss spikes of AdamW at 0.999 an RMS spike of a layer precedes."""
+
+    def measure(rows: Rows) -> Finding | None:
+        names = ("loss_spikes", f"{layer}_predicts", f"{layer}_flagged", f"{layer}_p_value")
+        read = [_values(rows, ADAMW, name, [_point()]) for name in names]
+        if not all(values for values, _ in read):
+            return None
+        (total,), (hits,), (flagged,), (p_value,) = (values for values, _ in read)
+        text = f"{hits:.0f} of {total:.0f}, RMS spikes at {100 * flagged:.1f} % of the steps"
+        same = total > 0 and holds(hits / total if layer == "embedding" else p_value)
+        return Finding(
+            f"{text} (p = {p_value:.1g})", SAME if same else NOT, sum((r for _, r in read), [])
+        )
+
+    return measure
+
+
+def _chance(rows: Rows) -> Finding | None:
+    """The share of the steps that follow an RMS spike."""
+    values, used = _values(rows, ADAMW, "embedding_chance", [_point()])
+    if not values:
+        return None
+    text = f"{100 * values[0]:.1f} %: our data changes more often"
+    return Finding(text, SAME if values[0] <= 0.01 else NOT, used)
+
+
+def _series(name: str, points: dict[float, str]) -> Measure:
+    """Spikes of AdamW along one hyperparameter: growing, and not constant."""
+
+    def measure(rows: Rows) -> Finding | None:
+        values, used = _values(rows, ADAMW, "loss_spikes", points.values())
+        if not values:
+            return None
+        text = ", ".join(f"{v:.0f} at {x:g}" for x, v in zip(points, values, strict=True))
+        same = values == sorted(values) and values[-1] > values[0]
+        return Finding(f"spikes by {name}: {text}", SAME if same else NOT, used)
+
+    return measure
+
+
+def _by_b2(impl: str, metric: str, name: str, holds: findings.Holds, share: float = 1) -> Measure:
+    """A metric of one optimizer at each b2; what holds is of the lowest and the highest alike."""
+
+    def measure(rows: Rows) -> Finding | None:
+        values, used = _values(rows, impl, metric, [_point(b2) for b2 in B2S])
+        if not values:
+            return None
+        text = ", ".join(f"{v:.3g} at {b2:g}" for b2, v in zip(B2S, values, strict=True))
+        same = all(holds(value) for value in values[: round(share * len(values))])
+        return Finding(f"{name}: {text}", SAME if same else NOT, used)
+
+    return measure
+
+
+def _clipping(rows: Rows) -> Finding | None:
+    """Update clipping against gradient clipping at norm 1, both at the highest b2."""
+    read = {
+        (impl, metric): _values(rows, impl, metric, [_point()])
+        for impl in (CLIPPED, STABLE)
+        for metric in ("loss_spikes", "last_loss")
+    }
+    if not all(values for values, _ in read.values()):
+        return None
+    value = {key: values[0] for key, (values, _) in read.items()}
+    text = "; ".join(
+        f"{impl}: {value[impl, 'loss_spikes']:.0f} spikes, loss {value[impl, 'last_loss']:.3f}"
+        for impl in (CLIPPED, STABLE)
+    )
+    neither = not any(value[impl, "loss_spikes"] for impl in (CLIPPED, STABLE))
+    same = neither and value[STABLE, "last_loss"] < value[CLIPPED, "last_loss"]
+    return Finding(text, SAME if same else NOT, sum((rows for _, rows in read.values()), []))
+
+
+def _slower(rows: Rows) -> Finding | None:
+    """Whether the lowest b2 learns more slowly than the middle one."""
+    values, used = _values(rows, ADAMW, "last_loss", [_point(b2) for b2 in B2S])
+    if not values:
+        return None
+    text = ", ".join(f"{v:.3f} at {b2:g}" for b2, v in zip(B2S, values, strict=True))
+    return Finding(f"last loss: {text}", SAME if values[0] > values[1] else NOT, used)
+
+
+def _rows() -> Iterator[Claim]:
+    yield Claim(
+        "§3.4, Figures 4, 15 and 16",
+        "28 of 30 loss spikes follow an RMS spike of the patch embedding by 1 to 8 steps",
+        _share("embedding", lambda share: share >= PREDICTED),
+    )
+    yield Claim("Appendix E, by chance", "under 1 % (ViT-Huge), 1.0 % (ViT-Large)", _chance)
+    yield Claim(
+        "Figure 20, a middle layer",
+        "none of the loss spikes follow its RMS spikes",
+        _share("middle", lambda p_value: p_value > SIGNIFICANT),
+    )
+    none = "spikes by b2"
+    yield Claim(
+        "§3.3, Figure 3, b2",
+        "loss spikes can be avoided by reducing b2",
+        _series("b2", {b2: _point(b2) for b2 in B2S}),
+    )
+    yield Claim(
+        "§3.3, too low a b2",
+        "learning is slowed",
+        _slower,
+    )
+    sweeps = [
+        ("Figure 3, model size", "width", {w: _point(width=w) for w in sorted({*WIDTHS, WIDTH})}),
+        ("Figure 12, batch", "batch", {b: _point(batch=b) for b in sorted({*BATCHES, BATCH})}),
+        ("Figure 13, rate", "rate", {r: _point(rate=r) for r in sorted({*RATES, RATE})}),
+    ]
+    for where, name, points in sweeps:
+        yield Claim(where, "loss spikes increase with it", _series(name, points))
+    yield Claim(
+        "Figure 4, lower b2",
+        "RMS stays around 1",
+        _by_b2(ADAMW, "embedding_flagged", "steps with RMS spikes", lambda v: v == 0, 1 / 3),
+    )
+    yield Claim(
+        "§3.5, Figure 5, update clipping",
+        "mitigates loss spikes",
+        _by_b2(STABLE, "loss_spikes", none, lambda v: v == 0),
+    )
+    yield Claim(
+        "Figure 5, gradient clipping at norm 1",
+        "removes the instability too, update clipping performs better",
+        _clipping,
+    )
+    yield Claim(
+        "Figure 5, zero-shot accuracy",
+        "best with update clipping and a high b2",
+        "needs CLIP on LAION and ImageNet; above, a small transformer on made data",
+    )
+
+
+CLAIMS = tuple(_rows())

@@ -1,0 +1,109 @@
+"""The pictures of stable_adamw.ipynb, in Okabe and Ito's colours."""
+
+import matplotlib.pyplot as plt
+import numpy as np
+from flashoptim_figures import BLUE, GREEN, GREY, ORANGE, SKY, VERMILION
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from optax_lowmem.diagnostics import spikes
+
+BEFORE, AFTER = 12, 28  # steps shown around a spike
+_OPTIMIZERS = {
+    "adamw": ("AdamW", VERMILION),
+    "flash_adamw": ("flash_adamw (8-bit moments)", ORANGE),
+    "adamw, gradients clipped": ("AdamW, gradients clipped at norm 1", SKY),
+    "stable_adamw": ("stable_adamw (update clipping)", BLUE),
+}
+_B2S = {0.9: (GREEN, ":"), 0.99: (SKY, "--"), 0.999: (VERMILION, "-")}
+
+
+def runs_figure(runs: dict[str, np.ndarray], events: np.ndarray, followed: np.ndarray) -> Figure:
+    """Loss and the embedding's RMS_t of one seed; runs[optimizer] is (2, steps)."""
+    fig, axes = plt.subplots(2, 1, figsize=(8.4, 4.8), sharex=True, layout="constrained")
+    for name, (loss, rms) in runs.items():
+        label, colour = _OPTIMIZERS[name]
+        for ax, curve in zip(axes, (loss, rms), strict=True):
+            ax.plot(curve, color=colour, lw=0.7, label=label)
+    for yes, marker, label in (
+        (True, "v", "a loss spike that an RMS spike preceded"),
+        (False, "x", "another loss spike"),
+    ):
+        at = events[followed == yes]
+        top = np.full(at.shape, 0.97 * axes[0].get_ylim()[1])
+        axes[0].plot(at, top, marker, color=GREEN if yes else GREY, ms=5, label=label)
+    axes[0].set(ylabel="loss", ylim=(0, None))
+    _threshold(axes[1])
+    axes[1].set(ylabel="RMS of the patch embedding", xlabel="step")
+    for ax in axes:
+        ax.axvspan(0, spikes.IGNORE, color="#F3F3F3", zorder=0)
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    return fig
+
+
+def spike_figure(curves: dict[float, np.ndarray], at: int) -> Figure:
+    """Around one spike, for each b2: loss, RMS_t of the embedding and of a middle layer."""
+    fig, axes = plt.subplots(1, 3, figsize=(8.4, 3), layout="constrained")
+    steps = np.arange(-BEFORE, AFTER)
+    titles = ("loss", "RMS, patch embedding", "RMS, a middle layer")
+    for b2, (loss, embedding, middle) in curves.items():
+        colour, line = _B2S[b2]
+        for ax, curve in zip(axes, (loss, embedding, middle), strict=True):
+            ax.plot(
+                steps, curve[at - BEFORE : at + AFTER], line, color=colour, label=rf"$\beta_2$ {b2}"
+            )
+    for ax, title in zip(axes, titles, strict=True):
+        ax.set_title(title, loc="left", fontsize=9)
+        ax.axvline(0, color=GREY, lw=0.8, ls=":")
+        ax.set(xlabel="steps from the RMS spike", ylim=(0, None))
+    _threshold(axes[1])
+    _threshold(axes[2])
+    axes[0].legend()
+    return fig
+
+
+def _threshold(ax: Axes) -> None:
+    ax.axhline(spikes.RMS_THRESHOLD, color=GREY, lw=0.8, ls="--")
+
+
+def interventions_figure(counts: dict[str, dict[float, int]], losses: dict) -> Figure:
+    """Loss spikes and the last loss of each optimizer, by b2: both[optimizer][b2]."""
+    fig, axes = plt.subplots(1, 2, figsize=(8.4, 3.4), layout="constrained")
+    b2s = sorted({b2 for by_b2 in counts.values() for b2 in by_b2})
+    width = 0.8 / len(counts)
+    for i, name in enumerate(counts):
+        label, colour = _OPTIMIZERS[name]
+        shown = [b2 for b2 in b2s if b2 in counts[name]]
+        x = np.array([b2s.index(b2) for b2 in shown]) + (i - (len(counts) - 1) / 2) * width
+        for ax, values in zip(axes, (counts, losses), strict=True):
+            bars = ax.bar(x, [values[name][b2] for b2 in shown], 0.9 * width, color=colour)
+            bars.set_label(label)
+        axes[0].bar_label(bars_of(axes[0]), fontsize=7)
+    for ax, title in zip(axes, ("loss spikes, all seeds", "median loss, last 1000 steps")):
+        ax.set_xticks(range(len(b2s)), [rf"$\beta_2$ = {b2}" for b2 in b2s])
+        ax.set_title(title, loc="left", fontsize=9)
+    low = min(value for by_b2 in losses.values() for value in by_b2.values())
+    axes[1].set_ylim(0.8 * low, None)
+    fig.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    return fig
+
+
+def bars_of(ax: Axes):
+    """The bars drawn last."""
+    return ax.containers[-1]
+
+
+def sweeps_figure(sweeps: dict[str, dict[float, dict[float, int]]]) -> Figure:
+    """Loss spikes by rate, batch and width: sweeps[what][b2][value]."""
+    fig, axes = plt.subplots(1, len(sweeps), figsize=(8.4, 2.9), sharey=True, layout="constrained")
+    for ax, (what, by_b2) in zip(axes, sweeps.items(), strict=True):
+        for b2, counts in by_b2.items():
+            colour, line = _B2S[b2]
+            x = sorted(counts)
+            ax.plot(x, [counts[v] for v in x], f"o{line}", color=colour, label=rf"$\beta_2$ {b2}")
+        ax.set(xscale="log", xlabel=what)
+        ax.set_xticks(x, [f"{v:g}" for v in x])
+        ax.minorticks_off()
+    axes[0].set_ylabel("loss spikes, all seeds")
+    axes[0].legend()
+    return fig
