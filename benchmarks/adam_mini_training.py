@@ -114,11 +114,16 @@ def offsets(settings: Settings, text: Text, seed: int) -> np.ndarray:
 
 
 def moment_norm(state: Any, slot: str, path: str) -> jax.Array:
-    """Norm of one leaf's moment; codes, with or without the paper's floor, decode alike."""
+    """Norm of one leaf's moment, decoded; a codec's paper form decodes alike.
+
+    8-bit second moments of blocks lie in groups along all of them.
+    """
     found = _leaf(optax.tree_utils.tree_get(state, slot), path)
-    if found.dtype == jnp.int8:
+    if found.dtype in (jnp.int8, jnp.uint8):
+        codec = codecs.affine() if slot == "mu" else codecs.linear(signed=False)
+        codes = found if slot == "mu" else found.reshape(-1)
         scales = _leaf(optax.tree_utils.tree_get(state, f"{slot}_scale"), path)
-        found = codecs.decode_array(codecs.affine(), found, scales, variants.GROUP)
+        found = codecs.decode_array(codec, codes, scales, variants.GROUP)
     return jnp.sqrt(jnp.sum(jnp.square(found)))
 
 

@@ -27,6 +27,7 @@ from benchmarks.adam_mini_curves import CURVES, Curves
 from benchmarks.adam_mini_training import PRESETS, Experiment, Program, load_text
 
 VALIDATIONS = 20
+say = functools.partial(print, flush=True)
 PAPER = {"60M": 3.38 / 3.34, "130M": 3.09 / 3.07}  # Table 1: Q-Adam-mini over AdamW
 
 
@@ -36,7 +37,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--smoke", action="store_true", help="a tiny model and 60 steps; stores nothing by itself")
-    add("--variants", nargs="+", choices=variants.VARIANTS, default=variants.DEFAULT)
+    add("--variants", nargs="+", choices=variants.VARIANTS, default=list(variants.VARIANTS))
     add("--steps", type=int, help="of each run (default: 10,000)")
     add("--every", type=int, help="steps of a call, and between logged norms (default: 50)")
     add("--lr", type=float, help="peak learning rate (default: 1e-3)")
@@ -45,6 +46,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--compute", choices=("float32", "bfloat16"), help="of matrix products")
     add("--implementation", help="of lowmem.step: xla, pallas, ...")
     add("--seed", type=int, default=0, help="of weights, batches and rounding")
+    add("--limit", type=float, default=570, metavar="S",
+        help="start no variant that would end later (default: %(default)s s)")  # fmt: skip
     add("--cache", type=Path, default=Path("demo_output"), help="where the tokenizer is kept")
     add("--curves", type=Path, help=f"default: {CURVES.name} in benchmarks/results")
     add("--record", nargs="?", const=True, default=None, metavar="FILE",
@@ -91,10 +94,8 @@ def rows_of(
         "val_loss": (float(curves["val_loss"][-1]), "nats/token"),
         "embedding_norm": (float(curves["embedding_norm"][-1]), "norm"),
         "mlp_norm": (float(curves["mlp_norm"][-1]), "norm"),
+        "state_bytes_per_param": (program.state_bytes / program.parameters, "bytes"),
     }
-    if name != "q_adam_mini-case1":  # which emulates its 8 bits
-        share = program.state_bytes / program.parameters
-        values["state_bytes_per_param"] = (share, "bytes")
     case = f"{flags['preset']}/q_adam_mini"
     own = {key: value for key, value in flags.items() if key not in ("device", "jax", "commit")}
     return [
@@ -119,7 +120,7 @@ def summary(runs: dict[str, dict[str, np.ndarray]]) -> list[str]:
         name: {key: float(values[-1]) for key, values in curves.items()}
         for name, curves in runs.items()
     }
-    lines = [f"{'':<24}{'held out':>10}{'x AdamW':>9}{'x mini':>9}{'|embed|':>10}{'x mini':>9}"]
+    lines = [f"{'':<28}{'held out':>10}{'x AdamW':>9}{'x mini':>9}{'|embed|':>10}{'x mini':>9}"]
     for name, values in last.items():
         mini, adamw = last.get("adam_mini", {}), last.get("adamw", {})
 
@@ -127,7 +128,7 @@ def summary(runs: dict[str, dict[str, np.ndarray]]) -> list[str]:
             return f"{values[key] / to[key]:>9.4f}" if to else f"{'':>9}"
 
         lines.append(
-            f"{name:<24}{values['val_loss']:>10.4f}{ratio('val_loss', adamw)}"
+            f"{name:<28}{values['val_loss']:>10.4f}{ratio('val_loss', adamw)}"
             f"{ratio('val_loss', mini)}{values['embedding_norm']:>10.3f}"
             f"{ratio('embedding_norm', mini)}"
         )
@@ -135,34 +136,42 @@ def summary(runs: dict[str, dict[str, np.ndarray]]) -> list[str]:
     return [*lines, f"Q-Adam-mini's Table 1, over AdamW: {paper}"]
 
 
-def main(arguments: list[str] | None = None) -> None:
+def train_all(args: argparse.Namespace, experiment: Experiment, start: float) -> Curves:
     """Trains the variants one after the other, and stores after each."""
-    start = time.perf_counter()
-    args = parse_arguments(arguments)
-    say = functools.partial(print, flush=True)
-    experiment = make_experiment(args)
-    text, blocks = experiment.text, experiment.blocks()
-    say(f"{text.last:,} tokens, {100 * text.awake:.1f} % of rows awake in a step; after "
-        f"{time.perf_counter() - start:.0f} s")  # fmt: skip
-    say(blocks)
-    if blocks.unknown:
-        raise SystemExit("some leaf's blocks are not known")
-    compiled = compile_all(experiment, list(args.variants))
+    compiled = compile_all(experiment, args.variants)
     flags = about(experiment, next(iter(compiled.values()))[0].parameters)
     path = args.curves or (None if args.smoke else CURVES)
-    curves = Curves(flags, {})
-    validate = experiment.every * max(
-        1, experiment.settings.steps // experiment.every // VALIDATIONS
-    )
+    curves, longest = Curves(flags, {}), 0.0
+    chunks = experiment.settings.steps // experiment.every
+    validate = experiment.every * max(1, chunks // VALIDATIONS)
     for name, (program, compilation) in compiled.items():
-        executable = compilation.result()
-        say(f"{name} after {time.perf_counter() - start:.0f} s")
+        executable, began = compilation.result(), time.perf_counter()
+        if began - start + longest > args.limit:
+            say(f"{name} is left out after {began - start:.0f} s")
+            continue
+        say(f"{name} after {began - start:.0f} s")
         curves.runs[name] = experiment.train(program, executable, validate, say)
+        longest = max(longest, time.perf_counter() - began)
         if path is not None:
             curves.save(path)
         if args.record is not None:
             to = None if args.record is True else Path(args.record)
             records.append(rows_of(name, curves.runs[name], program, flags), to)
+    return curves
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Trains and prints; `--record` also stores records."""
+    start = time.perf_counter()
+    args = parse_arguments(arguments)
+    experiment = make_experiment(args)
+    text, blocks = experiment.text, experiment.blocks()
+    share, seconds = 100 * text.awake, time.perf_counter() - start
+    say(f"{text.last:,} tokens, {share:.1f} % of rows awake in a step; after {seconds:.0f} s")
+    say(blocks)
+    if blocks.unknown:
+        raise SystemExit("some leaf's blocks are not known")
+    curves = train_all(args, experiment, start)
     say("\n".join(summary(curves.runs)))
     say(f"done after {time.perf_counter() - start:.0f} s")
 

@@ -12,6 +12,7 @@ from benchmarks.findings import NOT, SAME, Finding, Measure, Rows
 
 ADAMW, STABLE, CLIPPED = "adamw", "stable_adamw", "adamw, gradients clipped"
 PREDICTED = 0.9  # of the loss spikes; the paper: 27 or 28 of 30
+REMAIN = 0.05  # of the spikes, which noise alone may make
 SIGNIFICANT = 0.05  # a p-value over it is no better than chance
 
 
@@ -73,18 +74,29 @@ def _series(name: str, points: dict[float, str]) -> Measure:
     return measure
 
 
-def _by_b2(impl: str, metric: str, name: str, holds: findings.Holds, share: float = 1) -> Measure:
-    """A metric of one optimizer at each b2; what holds is of the lowest and the highest alike."""
+def _mitigated(rows: Rows) -> Finding | None:
+    """Spikes of update clipping at each b2, beside AdamW's at the highest."""
+    points = [_point(b2) for b2 in B2S]
+    (plain, first), (ours, used) = (
+        _values(rows, impl, "loss_spikes", points) for impl in (ADAMW, STABLE)
+    )
+    if not plain or not ours:
+        return None
+    text = ", ".join(
+        f"{a:.0f} → {b:.0f} at {b2:g}" for b2, a, b in zip(B2S, plain, ours, strict=True)
+    )
+    same = max(ours) <= REMAIN * max(plain) and max(plain) > 0
+    return Finding(f"spikes by b2: {text}", SAME if same else NOT, first + used)
 
-    def measure(rows: Rows) -> Finding | None:
-        values, used = _values(rows, impl, metric, [_point(b2) for b2 in B2S])
-        if not values:
-            return None
-        text = ", ".join(f"{v:.3g} at {b2:g}" for b2, v in zip(B2S, values, strict=True))
-        same = all(holds(value) for value in values[: round(share * len(values))])
-        return Finding(f"{name}: {text}", SAME if same else NOT, used)
 
-    return measure
+def _up_to_date(rows: Rows) -> Finding | None:
+    """How often the embedding's RMS_t spikes at each b2: never but at the highest."""
+    values, used = _values(rows, ADAMW, "embedding_flagged", [_point(b2) for b2 in B2S])
+    if not values:
+        return None
+    text = ", ".join(f"{100 * v:.2f} % at {b2:g}" for b2, v in zip(B2S, values, strict=True))
+    same = values[-1] > 0 and not any(values[:-1])
+    return Finding(f"steps with RMS spikes by b2: {text}", SAME if same else NOT, used)
 
 
 def _clipping(rows: Rows) -> Finding | None:
@@ -101,9 +113,13 @@ def _clipping(rows: Rows) -> Finding | None:
         f"{impl}: {value[impl, 'loss_spikes']:.0f} spikes, loss {value[impl, 'last_loss']:.3f}"
         for impl in (CLIPPED, STABLE)
     )
-    neither = not any(value[impl, "loss_spikes"] for impl in (CLIPPED, STABLE))
+    plain, more = _values(rows, ADAMW, "loss_spikes", [_point()])
+    if not plain:
+        return None
+    bound = REMAIN * plain[0]
+    neither = all(value[impl, "loss_spikes"] <= bound for impl in (CLIPPED, STABLE))
     same = neither and value[STABLE, "last_loss"] < value[CLIPPED, "last_loss"]
-    return Finding(text, SAME if same else NOT, sum((rows for _, rows in read.values()), []))
+    return Finding(text, SAME if same else NOT, sum((rows for _, rows in read.values()), more))
 
 
 def _slower(rows: Rows) -> Finding | None:
@@ -127,7 +143,6 @@ def _rows() -> Iterator[Claim]:
         "none of the loss spikes follow its RMS spikes",
         _share("middle", lambda p_value: p_value > SIGNIFICANT),
     )
-    none = "spikes by b2"
     yield Claim(
         "§3.3, Figure 3, b2",
         "loss spikes can be avoided by reducing b2",
@@ -148,12 +163,12 @@ def _rows() -> Iterator[Claim]:
     yield Claim(
         "Figure 4, lower b2",
         "RMS stays around 1",
-        _by_b2(ADAMW, "embedding_flagged", "steps with RMS spikes", lambda v: v == 0, 1 / 3),
+        _up_to_date,
     )
     yield Claim(
         "§3.5, Figure 5, update clipping",
         "mitigates loss spikes",
-        _by_b2(STABLE, "loss_spikes", none, lambda v: v == 0),
+        _mitigated,
     )
     yield Claim(
         "Figure 5, gradient clipping at norm 1",

@@ -78,19 +78,15 @@ def interventions_figure(counts: dict[str, dict[float, int]], losses: dict) -> F
         for ax, values in zip(axes, (counts, losses), strict=True):
             bars = ax.bar(x, [values[name][b2] for b2 in shown], 0.9 * width, color=colour)
             bars.set_label(label)
-        axes[0].bar_label(bars_of(axes[0]), fontsize=7)
-    for ax, title in zip(axes, ("loss spikes, all seeds", "median loss, last 1000 steps")):
+        axes[0].bar_label(axes[0].containers[-1], fontsize=7)
+    titles = ("loss spikes, all seeds", "median loss, last 1000 steps")
+    for ax, title in zip(axes, titles, strict=True):
         ax.set_xticks(range(len(b2s)), [rf"$\beta_2$ = {b2}" for b2 in b2s])
         ax.set_title(title, loc="left", fontsize=9)
     low = min(value for by_b2 in losses.values() for value in by_b2.values())
     axes[1].set_ylim(0.8 * low, None)
     fig.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return fig
-
-
-def bars_of(ax: Axes):
-    """The bars drawn last."""
-    return ax.containers[-1]
 
 
 def sweeps_figure(sweeps: dict[str, dict[float, dict[float, int]]]) -> Figure:

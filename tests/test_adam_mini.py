@@ -224,6 +224,43 @@ def test_decay_follows_its_mask():
         near(weight, (decayed if len(LEAVES[path][0]) > 1 else bare)[path][-1][0], path)
 
 
+def test_behind_clipping_the_means_are_of_clipped_gradients():
+    """A factor that the optimizer takes itself: of g in m, and of g in v_mean, once."""
+    tx, grads = lowmem.chain(optax.clip_by_global_norm(1e-3), mini()), list(stream(3, SOME))
+    norms = [np.sqrt(sum(np.sum(np.float64(g) ** 2) for g in one.values())) for one in grads]
+    assert min(norms) > 1e-2
+    clipped = [
+        {path: np.float64(g) * (1e-3 / norm) for path, g in one.items()}
+        for one, norm in zip(grads, norms, strict=True)
+    ]
+    wanted = by_oracle(clipped, params=parameters(SOME))
+    params = device(parameters(SOME))
+    state, step = tx.init(params), stepper(tx, "step")
+    for g in grads:
+        params, state = step(device(g), state, params)
+    for path, weight in flat(params).items():
+        near(weight, wanted[path][-1][0], path)
+
+
+def test_gradients_accumulated_into_the_moments():
+    """m takes the mean of two micro-batches, v_mean the sum of the means of (g / 2)^2."""
+    tx, grads = lowmem.accumulate_gradients(mini(), 2, into="moments"), list(stream(4, SOME))
+    params = device(parameters(SOME))
+    state, step = tx.init(params), stepper(tx, "step")
+    for g in grads:
+        params, state = step(device(g), state, params)
+    for path, weight in flat(params).items():
+        block, w = LEAVES[path][1], np.float64(parameters(SOME)[path])
+        m, v = oracle.init(w, block)
+        for t in (1, 2):
+            halves = [np.float64(g[path]) / 2 for g in grads[2 * t - 2 : 2 * t]]
+            m = 0.9 * m + 0.1 * sum(halves)
+            v = 0.95 * v + 0.05 * sum(block.average(g**2) for g in halves)
+            root = (np.sqrt(v / (1 - 0.95**t)) + HYPER["eps"])[block.numbers(w.shape)]
+            w = w - 1e-2 * (m / (1 - 0.9**t) / root + HYPER["weight_decay"] * w)
+        near(weight, w, path)
+
+
 # ---- 16-bit weights and 8-bit moments ------------------------------------------------------------
 
 
