@@ -434,7 +434,8 @@ def test_lowers_for_cuda(on_a_gpu, optimizer, stored, weights, direct, group_siz
     slots = tx.engine.rule.slots
 
     def stored_arrays(shared):
-        coded = [STORED[stored].get(slot.name, "default") for slot in slots if slot.shared == shared]
+        names = [slot.name for slot in slots if slot.shared == shared]
+        coded = [STORED[stored].get(name, "default") for name in names]
         return len(coded) + sum(codec is not None for codec in coded)
 
     arrays = 1 + (bits is not None) + stored_arrays(False)

@@ -23,7 +23,10 @@ STEPS = {
     "lowmem.step-xla": "xla",
     "lowmem.step-pallas": "pallas",
     "lowmem.step-triton": "triton",
+    "lowmem.step-nearest": None,
+    "lowmem.step-stochastic": None,
 }
+ROUNDINGS = ("nearest", "stochastic")
 NAMES = (
     *STEPS,
     "lowmem.update",
@@ -71,7 +74,7 @@ def make(name: str, leaf_set: str, optimizer: str) -> Implementation:
     if name in ("optax-f32", "optax-bf16"):
         dtype = jnp.float32 if name == "optax-f32" else jnp.bfloat16
         return _optax(getattr(optax, plain)(**hyper), dtype)
-    tx = ours(optimizer, leaf_set, "nearest" if name.endswith("-nearest") else None)
+    tx = ours(optimizer, leaf_set, next((r for r in ROUNDINGS if name.endswith(r)), None))
     if name.startswith("lowmem.update"):
         step = _update_and_apply(tx)
     else:

@@ -34,7 +34,8 @@ def code_shares(state: Any) -> dict[str, dict[str, CodeShares]]:
     """Shares of saturated, zero and floored codes, slot -> leaf path -> `CodeShares`.
 
     Args:
-      state: the state of any optimizer of this library, wrapped or not. Works under jit.
+      state: the state of any optimizer of this library, wrapped or not. Works under jit. Codes of
+        `codecs.affine`, which have a zero-point a group, are left out.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -44,9 +45,15 @@ def code_shares(state: Any) -> dict[str, dict[str, CodeShares]]:
       1.0
     """
     shares: dict[str, dict[str, CodeShares]] = {}
-    for slot, tree in trees.state_fields(state):
-        for path, codes in trees.named_leaves(tree):
-            if slot != "correction" and codes.ndim and codes.dtype in (jnp.int8, jnp.uint8):
+    fields = [
+        (slot, path, leaf)
+        for slot, tree in trees.state_fields(state)
+        for path, leaf in trees.named_leaves(tree)
+    ]
+    affine = {(slot, path) for slot, path, scales in fields if scales.dtype == jnp.uint32}
+    for slot, path, codes in fields:
+        if slot != "correction" and codes.ndim and codes.dtype in (jnp.int8, jnp.uint8):
+            if (f"{slot}_scale", path) not in affine:
                 shares.setdefault(slot, {})[path] = _shares(codes)
     return shares
 

@@ -56,7 +56,9 @@ class BlockRule(AdamRule):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """1 / (sqrt(vhat + eps_root) + eps), and the new v; `g` is the mean of g^2."""
         nu = h["b2"] * slots["nu"] + h["one_minus_b2"] * g
-        return numerics.quotient(jnp.ones_like(nu), self.denominator(nu, h)), {"nu": nu}
+        rate = numerics.quotient(jnp.ones_like(nu), self.denominator(nu, h))
+        # of an infinite v it is 0: the block would stop for good, and nobody would see it
+        return jnp.where(nu < jnp.inf, rate, jnp.nan), {"nu": nu}
 
 
 def adam_mini(
@@ -164,7 +166,8 @@ def q_adam_mini(
       mask: where weight decay applies.
       blocks: head counts and rules; a `Structure`.
       storage: codecs, group size, rounding, policy. The paper's Case 1, 8-bit v, is
-        `dataclasses.replace` with `nu=codecs.linear(signed=False)`.
+        `Storage(mu=affine(), nu=linear(signed=False), group_size=256, rounding="embeddings")`, its
+        groups along all values of a leaf in one row.
       decouple_lr: decay by `weight_decay * lr / peak`.
 
     Returns:
