@@ -30,8 +30,9 @@ def test_a_source_comes_for_some_steps_and_only_once():
         assert present.tolist() == [here and source == 1 for source in range(runs.SOURCES)]
 
 
-@pytest.mark.parametrize("optimizer", runs.OPTIMIZERS)
-def test_mapped_runs_are_single_runs(optimizer):
+@pytest.mark.parametrize("optimizer", ["adamw, gradients clipped", "stable_adamw"])
+def test_mapped_runs_are_single_runs(optimizer, monkeypatch):
+    monkeypatch.setattr(runs, "LAYERS", 2)  # for the compiler's sake
     run = runs.Run(optimizer, TINY.batch, TINY.width, TINY.steps)
     rates, b2s = jnp.asarray([0.01, 0.1]), jnp.asarray([0.9, 0.999])
     mapped = runs.many(run, rates, b2s, jnp.arange(2))
