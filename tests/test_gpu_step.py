@@ -81,7 +81,7 @@ def check_codes(plan, slot, one, other):
     off = np.abs(codes.astype(np.int32) - codes2)
     assert off.max() <= 1, (plan.path, slot.name)
     assert (off > 0).sum() <= tolerances.rare(tolerances.REORDERED_CODES, off.size), plan.path
-    decoded, decoded2 = (np.asarray(slot.codec.scale.decode(x)) for x in (scales, scales2))
+    decoded, decoded2 = (launch_cases.decoded_scales(slot.codec, x) for x in (scales, scales2))
     spacing = 2 * slot.codec.scale.relative_error
     rtol, atol = tolerances.GPU_STATE + spacing, 2 * slot.codec.scale.absolute_error
     np.testing.assert_allclose(decoded2, decoded, rtol=rtol, atol=atol, err_msg=plan.path)
@@ -111,10 +111,15 @@ def check_weights(plan, old, one, other, flips):
 def check_step(tx, old, one, other):
     """Two results of (params, state) from the same (params, state)."""
     plans, lion = tx.engine._plans(old[0]), tx.engine.rule.formula == "lion"
+    unpacked = [tx.engine._unpack(state, plans) for _, state in (old, one, other)]
     rows = [
-        list(zip(jax.tree.leaves(params), tx.engine._unpack(state, plans), strict=True))
-        for params, state in (old, one, other)
+        list(zip(jax.tree.leaves(params), states, strict=True))
+        for (params, _), (states, _) in zip((old, one, other), unpacked, strict=True)
     ]
+    for plan, wanted, found in zip(plans, unpacked[1][1], unpacked[2][1], strict=True):
+        for i, slot in enumerate(plan.shared):
+            stored = [(np.asarray(s.slots[i]), np.asarray(s.scales[i])) for s in (wanted, found)]
+            check_codes(plan, slot, *stored)
     differ = elements = 0
     for plan, before, wanted, found in zip(plans, *rows, strict=True):
         for i, slot in enumerate(plan.slots):

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-
 _PART, _COLUMNS = 64, 8192
 
 
