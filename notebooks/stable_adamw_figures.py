@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from optax_lowmem.diagnostics import spikes
 
 BEFORE, AFTER = 12, 28  # steps shown around a spike
+START = 600  # of the run that is shown: before, the loss falls from 3
 _OPTIMIZERS = {
     "adamw": ("AdamW", VERMILION),
     "flash_adamw": ("flash_adamw (8-bit moments)", ORANGE),
@@ -21,23 +22,28 @@ _B2S = {0.9: (GREEN, ":"), 0.99: (SKY, "--"), 0.999: (VERMILION, "-")}
 def runs_figure(runs: dict[str, np.ndarray], events: np.ndarray, followed: np.ndarray) -> Figure:
     """Loss and the embedding's RMS_t of one seed; runs[optimizer] is (2, steps)."""
     fig, axes = plt.subplots(2, 1, figsize=(8.4, 4.8), sharex=True, layout="constrained")
-    for name, (loss, rms) in runs.items():
+    for i, (name, (loss, rms)) in enumerate(runs.items()):
         label, colour = _OPTIMIZERS[name]
         for ax, curve in zip(axes, (loss, rms), strict=True):
-            ax.plot(curve, color=colour, lw=0.7, label=label)
+            x = np.arange(START, curve.size)
+            ax.plot(x, curve[START:], color=colour, lw=(2.2, 0.7)[i], label=label)
+    top = 1.1 * axes[0].get_ylim()[1]
+    axes[0].set(ylabel="loss", ylim=(0, top))
     for yes, marker, label in (
-        (True, "v", "a loss spike that an RMS spike preceded"),
-        (False, "x", "another loss spike"),
+        (True, "v", "loss spike of AdamW that an RMS spike preceded"),
+        (False, "x", "loss spike of AdamW without one"),
     ):
         at = events[followed == yes]
-        top = np.full(at.shape, 0.97 * axes[0].get_ylim()[1])
-        axes[0].plot(at, top, marker, color=GREEN if yes else GREY, ms=5, label=label)
-    axes[0].set(ylabel="loss", ylim=(0, None))
+        if at.size:
+            heights = np.full(at.shape, 0.96 * top)
+            axes[0].plot(at, heights, marker, color=GREEN if yes else GREY, ms=5, label=label)
     _threshold(axes[1])
-    axes[1].set(ylabel="RMS of the patch embedding", xlabel="step")
+    axes[1].set(ylabel="RMS, patch embedding", xlabel="step")
     for ax in axes:
-        ax.axvspan(0, spikes.IGNORE, color="#F3F3F3", zorder=0)
-    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+        ax.axvspan(START, spikes.IGNORE, color="#F3F3F3", zorder=0)
+        ax.set_xlim(START, None)
+    axes[0].text(START + 15, 0.03 * top, "no spikes counted", color=GREY, fontsize=8)
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return fig
 
 
@@ -55,7 +61,8 @@ def spike_figure(curves: dict[float, np.ndarray], at: int) -> Figure:
     for ax, title in zip(axes, titles, strict=True):
         ax.set_title(title, loc="left", fontsize=9)
         ax.axvline(0, color=GREY, lw=0.8, ls=":")
-        ax.set(xlabel="steps from the RMS spike", ylim=(0, None))
+        ax.set(xlabel="steps from the change", ylim=(0, None))
+    axes[2].set_ylim(axes[1].get_ylim())  # one scale for both layers
     _threshold(axes[1])
     _threshold(axes[2])
     axes[0].legend()
@@ -64,10 +71,13 @@ def spike_figure(curves: dict[float, np.ndarray], at: int) -> Figure:
 
 def _threshold(ax: Axes) -> None:
     ax.axhline(spikes.RMS_THRESHOLD, color=GREY, lw=0.8, ls="--")
+    at = (1, spikes.RMS_THRESHOLD)
+    ax.text(*at, "an RMS spike: 2.3", transform=ax.get_yaxis_transform(), color=GREY,
+            fontsize=7, ha="right", va="bottom")  # fmt: skip
 
 
 def interventions_figure(counts: dict[str, dict[float, int]], losses: dict) -> Figure:
-    """Loss spikes and the last loss of each optimizer, by b2: both[optimizer][b2]."""
+    """Loss spikes, and the last loss of each seed less a reference's: both[optimizer][b2]."""
     fig, axes = plt.subplots(1, 2, figsize=(8.4, 3.4), layout="constrained")
     b2s = sorted({b2 for by_b2 in counts.values() for b2 in by_b2})
     width = 0.8 / len(counts)
@@ -75,31 +85,33 @@ def interventions_figure(counts: dict[str, dict[float, int]], losses: dict) -> F
         label, colour = _OPTIMIZERS[name]
         shown = [b2 for b2 in b2s if b2 in counts[name]]
         x = np.array([b2s.index(b2) for b2 in shown]) + (i - (len(counts) - 1) / 2) * width
-        for ax, values in zip(axes, (counts, losses), strict=True):
-            bars = ax.bar(x, [values[name][b2] for b2 in shown], 0.9 * width, color=colour)
-            bars.set_label(label)
-        axes[0].bar_label(axes[0].containers[-1], fontsize=7)
-    titles = ("loss spikes, all seeds", "median loss, last 1000 steps")
+        bars = axes[0].bar(x, [counts[name][b2] for b2 in shown], 0.9 * width, color=colour)
+        bars.set_label(label)
+        axes[0].bar_label(bars, fontsize=7)
+        each = np.stack([losses[name][b2] for b2 in shown])  # points x seeds
+        axes[1].bar(x, each.mean(1), 0.9 * width, color=colour, alpha=0.45)
+        axes[1].plot(x, each, ".", color=colour, ms=5)
+    titles = ("loss spikes, all seeds", "last loss less AdamW's at 0.999; dots: seeds")
     for ax, title in zip(axes, titles, strict=True):
         ax.set_xticks(range(len(b2s)), [rf"$\beta_2$ = {b2}" for b2 in b2s])
         ax.set_title(title, loc="left", fontsize=9)
-    low = min(value for by_b2 in losses.values() for value in by_b2.values())
-    axes[1].set_ylim(0.8 * low, None)
-    fig.legend(*axes[1].get_legend_handles_labels(), loc="outside lower center", ncols=2)
+    axes[1].axhline(0, color=GREY, lw=0.8)
+    fig.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return fig
 
 
-def sweeps_figure(sweeps: dict[str, dict[float, dict[float, int]]]) -> Figure:
-    """Loss spikes by rate, batch and width: sweeps[what][b2][value]."""
+def sweeps_figure(sweeps: dict[str, dict[float, dict[float, int]]], changes: int) -> Figure:
+    """Loss spikes by rate, batch and width, sweeps[what][b2][value], under the changes' number."""
     fig, axes = plt.subplots(1, len(sweeps), figsize=(8.4, 2.9), sharey=True, layout="constrained")
     for ax, (what, by_b2) in zip(axes, sweeps.items(), strict=True):
         for b2, counts in by_b2.items():
             colour, line = _B2S[b2]
             x = sorted(counts)
             ax.plot(x, [counts[v] for v in x], f"o{line}", color=colour, label=rf"$\beta_2$ {b2}")
+        ax.axhline(changes, color=GREY, lw=0.8, ls=":", label="changes of the data")
         ax.set(xscale="log", xlabel=what)
         ax.set_xticks(x, [f"{v:g}" for v in x])
         ax.minorticks_off()
-    axes[0].set_ylabel("loss spikes, all seeds")
-    axes[0].legend()
+    axes[0].set(ylabel="loss spikes, all seeds", ylim=(-2, 1.1 * changes))
+    axes[-1].legend(loc="center")
     return fig

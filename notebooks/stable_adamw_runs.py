@@ -218,6 +218,22 @@ def predicted(losses: np.ndarray, rms: np.ndarray) -> diagnostics.Prediction:
     )
 
 
+def since_change(steps: np.ndarray, seed: int) -> np.ndarray:
+    """For each step, how long ago the last source came; negative before the first one."""
+    first = np.asarray(arrivals(seed))
+    return steps - first[np.maximum(np.searchsorted(first, steps, "right") - 1, 0)]
+
+
+def rise(losses: np.ndarray, before: int = 100, after: int = 15) -> float:
+    """Mean rise of the loss in the steps after a source comes: no threshold decides."""
+    rises = [
+        one[at + 1 : at + 1 + after].mean() - one[at - before : at].mean()
+        for seed, one in enumerate(losses)
+        for at in np.asarray(arrivals(seed))
+    ]
+    return float(np.mean(rises))
+
+
 # ---- What watching costs ------------------------------------------------------------------------
 
 

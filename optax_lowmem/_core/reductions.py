@@ -1,5 +1,7 @@
 """Reductions over a whole leaf, wherever its parts lie."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -29,19 +31,14 @@ def mean_of_leaf(x: jax.Array) -> jax.Array:
     return mean
 
 
-def mean_of_blocks(block: Block, x: jax.Array) -> jax.Array:
-    """`Block.mean`, of a whole leaf.
-
-    Raises:
-      ValueError: inside a `shard_map`, where this may be a part of a block.
-    """
+def check_blocks(blocks: Sequence[Block]) -> None:
+    """Raises inside a `shard_map`, where what one sees of a leaf may be parts of its blocks."""
     mesh = jax.sharding.get_abstract_mesh()
-    if not block.elementwise and AxisType.Manual in mesh.axis_types:
+    if AxisType.Manual in mesh.axis_types and not all(block.elementwise for block in blocks):
         raise ValueError(
             "inside a shard_map nobody knows which blocks of weights lie on several devices, and "
             "a mean over each is needed: use jit with shardings, which finds out."
         )
-    return block.mean(x)
 
 
 def rms_of_ratio(g: jax.Array, u: jax.Array, eps: jax.Array) -> jax.Array:

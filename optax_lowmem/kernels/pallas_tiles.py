@@ -1,5 +1,6 @@
 """Loads and stores of tiles inside a Pallas kernel."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,6 +12,23 @@ from jax.experimental.pallas import triton as plgpu
 from optax_lowmem._core import groups, random
 from optax_lowmem._core.block import Block
 from optax_lowmem.kernels.tiles import Tiling
+
+
+def in_leaf(starts: list[int], program: jax.Array, branch: Callable[[int], Any]) -> Any:
+    """branch(i) for the leaf i that a program belongs to, found by halving.
+
+    (The Triton lowering of a `switch` asks for one case after another.)
+    """
+
+    def between(low: int, high: int) -> Any:
+        if high - low == 1:
+            return branch(low)
+        middle = (low + high) // 2
+        return lax.cond(
+            program < starts[middle], lambda: between(low, middle), lambda: between(middle, high)
+        )
+
+    return between(0, len(starts))
 
 
 def _group_numbers(tiling: Tiling, tile: jax.Array) -> jax.Array:

@@ -181,7 +181,7 @@ def q_adam_mini(
       >>> tx = lowmem.q_adam_mini(1e-3)
       >>> params = {"embed": {"embedding": jnp.ones((64, 256))}}
       >>> round(lowmem.memory.report(tx, params).state_bytes / 64 / 256, 3)
-      1.031
+      1.032
 
     References:
       Han et al., Q-Adam-mini, 2025. Deviations: `codecs.affine` has zero in its range and no floor.

@@ -279,9 +279,8 @@ class Engine:
         of_blocks = None
         if self.rule.of_blocks is not None:
             blocks = shared_updates(
-                self.rule, static, gradients, weights, [s.correction for s in states], shared, h,
-                keys, alive, implementation,
-            )  # fmt: skip
+                self.rule, static, gradients, shared, h, keys, alive, implementation
+            )
             of_blocks, shared = [given for given, _ in blocks], [new for _, new in blocks]
         found = fused_updates(
             self.rule, static, gradients, weights, states, h, keys, alive, implementation,

@@ -8,7 +8,6 @@ branch of that leaf, computes, and stores in a branch again.
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,23 +32,6 @@ from optax_lowmem.kernels.fused_update.operands import (
 )
 from optax_lowmem.kernels.fused_update.plan import LeafPlan
 from optax_lowmem.kernels.tiles import Tile, Tiling
-
-
-def _in_leaf(starts: list[int], program: jax.Array, branch: Callable[[int], Any]) -> Any:
-    """branch(i) for the leaf i that a program belongs to, found by halving.
-
-    (The Triton lowering of a `switch` asks for one case after another.)
-    """
-
-    def between(low: int, high: int) -> Any:
-        if high - low == 1:
-            return branch(low)
-        middle = (low + high) // 2
-        return lax.cond(
-            program < starts[middle], lambda: between(low, middle), lambda: between(middle, high)
-        )
-
-    return between(0, len(starts))
 
 
 def step_tile(
@@ -129,7 +111,7 @@ def _kernel(
         _store(tiling, tile, jax.tree.unflatten(treedefs[1], written[i]), result)
 
     # the whole step in each branch: values that leave a branch cost their packing there
-    _in_leaf(starts, program, run)
+    pallas_tiles.in_leaf(starts, program, run)
 
 
 def _arithmetic(interpret: bool) -> contextlib.AbstractContextManager[None]:
