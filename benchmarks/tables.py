@@ -8,7 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import claims as claims_of_papers
-from benchmarks import claims_stable_adamw, findings, records, step_tables, targets
+from benchmarks import (
+    claims_q_adam_mini,
+    claims_stable_adamw,
+    findings,
+    records,
+    step_tables,
+    targets,
+)
 
 ROOT = Path(__file__).parent.parent
 PAGES = ("README.md", "docs/cpu_speed.md", "docs/gpu_speed.md", "docs/claims.md")
@@ -103,6 +110,13 @@ def stable_adamw_claims(rows: list[dict[str, Any]]) -> str:
     return markdown(head, body) + (source(used) if used else "")
 
 
+def q_adam_mini_claims(rows: list[dict[str, Any]]) -> str:
+    """What Q-Adam-mini says of 8-bit moments, and what we measured."""
+    body, used = claims_of_papers.table(newest(rows), claims_q_adam_mini.CLAIMS)
+    head = ["Q-Adam-mini", "the paper says", "we measured", ""]
+    return markdown(head, body) + (source(used) if used else "")
+
+
 def pairs(rows: list[dict[str, Any]]) -> str:
     """Every training run in two implementations over the same seeds."""
     body, used = findings.all_pairs(newest(rows, bench="train"))
@@ -116,6 +130,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "train": train,
     "claims": claims,
     "claims_stable_adamw": stable_adamw_claims,
+    "claims_q_adam_mini": q_adam_mini_claims,
     "pairs": pairs,
     "gpu_step": step_tables.gpu_step,
     "gpu_step_details": step_tables.gpu_step_details,

@@ -105,7 +105,7 @@ _SLEEPERS = {
     "f32": (BLACK, "-", 3.5),
     "reference, nearest": (VERMILION, "-", 3.5),
     "ours with the floor, nearest": (ORANGE, "--", 1.4),
-    "ours with the floor, stochastic everywhere": (GREEN, ":", 1.4),
+    "ours with the floor, stochastic everywhere": (GREEN, "o", 1.4),
     "ours, nearest": (SKY, "-", 2.5),
     "ours, stochastic in the embedding": (BLUE, "--", 1.4),
     "ours, stochastic everywhere": (PURPLE, "-.", 1.4),
@@ -119,7 +119,9 @@ def sleeping_figure(norms: dict[str, dict[str, np.ndarray]], asleep: int) -> Fig
               "neuron": "a neuron, in groups with awake ones"}  # fmt: skip
     for ax, (what, title) in zip(axes, titles.items(), strict=True):
         for name, (colour, line, width) in _SLEEPERS.items():
-            ax.plot(norms[name][what], line, color=colour, lw=width, label=name)
+            ax.plot(
+                norms[name][what], line, color=colour, lw=width, ms=4, markevery=60, label=name
+            )
         ax.axvline(asleep, color=GREY, lw=0.8, ls=":")
         ax.set(yscale="log", xlabel="steps; the gradients stop at the dotted line")
         ax.set_title(title, loc="left", fontsize=9)

@@ -37,7 +37,7 @@ def runs_figure(runs: dict[str, np.ndarray], events: np.ndarray, followed: np.nd
         if at.size:
             heights = np.full(at.shape, 0.96 * top)
             axes[0].plot(at, heights, marker, color=GREEN if yes else GREY, ms=5, label=label)
-    _threshold(axes[1])
+    _threshold(axes[1], "left")
     axes[1].set(ylabel="RMS, patch embedding", xlabel="step")
     for ax in axes:
         ax.axvspan(START, spikes.IGNORE, color="#F3F3F3", zorder=0)
@@ -69,11 +69,12 @@ def spike_figure(curves: dict[float, np.ndarray], at: int) -> Figure:
     return fig
 
 
-def _threshold(ax: Axes) -> None:
-    ax.axhline(spikes.RMS_THRESHOLD, color=GREY, lw=0.8, ls="--")
-    at = (1, spikes.RMS_THRESHOLD)
-    ax.text(*at, "an RMS spike: 2.3", transform=ax.get_yaxis_transform(), color=GREY,
-            fontsize=7, ha="right", va="bottom")  # fmt: skip
+def _threshold(ax: Axes, side: str = "right") -> None:
+    value = spikes.RMS_THRESHOLD
+    ax.axhline(value, color=GREY, lw=0.8, ls="--")
+    name = f" an RMS spike: {value} "
+    style = {"color": GREY, "fontsize": 7, "ha": side, "va": "bottom"}
+    ax.text(float(side == "right"), value, name, transform=ax.get_yaxis_transform(), **style)
 
 
 def interventions_figure(counts: dict[str, dict[float, int]], losses: dict) -> Figure:

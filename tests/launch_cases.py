@@ -87,7 +87,7 @@ def make(
         return jnp.asarray(drawn, jnp.float32)
 
     tree = {f"leaf{i}": jax.ShapeDtypeStruct(s, dtype) for i, s in enumerate(shapes)}
-    plans = [dataclasses.replace(plan, direct=direct) for plan in engine._plans(tree)]
+    plans = [dataclasses.replace(plan, direct=direct) for plan in engine.plans(tree)]
     leaves, states = [], []
     for i, plan in enumerate(plans):
         g, w = normal(1e-3, plan.shape), normal(0.1, plan.shape)

@@ -52,7 +52,7 @@ def test_a_path_is_the_reference(name, bits, dtype, rounding, path):
     tx = CASES[name](STORAGE(master_weight_bits=bits, rounding=rounding))
     params, grads, state = some_steps_in(tx, dtype)
     engine = tx.engine
-    plans = engine._plans(params)
+    plans = engine.plans(params)
     backend = {packed: "cpu", twopass: "gpu"}[path]
     assert all(path.supported(plan, backend) is None for plan in plans)
 
@@ -133,12 +133,12 @@ def compare(plan, p, one, other, step=LEARNING_RATE * tolerances.REORDERED_STEP)
 
 def test_reasons():
     tx = CASES["adamw"](lowmem.Storage())
-    (plan,) = tx.engine._plans({"w": jnp.zeros((8, 8), jnp.bfloat16)})
+    (plan,) = tx.engine.plans({"w": jnp.zeros((8, 8), jnp.bfloat16)})
     assert "no slot is compressed" in packed.supported(plan, "cpu")
     assert "not gpu" in packed.supported(plan, "gpu")
     assert "no slot is compressed" in twopass.supported(plan, "gpu")
     assert "not cpu" in twopass.supported(plan, "cpu")
-    (plan,) = tx.engine._plans({"w": jnp.zeros((128, 64), jnp.bfloat16)})
+    (plan,) = tx.engine.plans({"w": jnp.zeros((128, 64), jnp.bfloat16)})
     assert packed.supported(plan, "cpu") is None
     assert twopass.supported(plan, "gpu") is None
 
@@ -195,7 +195,7 @@ def test_a_clipping_is_folded_in(name, folded):
     assert (codes[0] != codes[1]).any()  # one of the clippings clips
     for apart, *others in results:
         for other in others:
-            assert_clipped_alike(apart, other, tx.engine._plans(params))
+            assert_clipped_alike(apart, other, tx.engine.plans(params))
 
 
 def assert_clipped_alike(one, other, plans):

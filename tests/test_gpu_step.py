@@ -110,7 +110,7 @@ def check_weights(plan, old, one, other, flips):
 
 def check_step(tx, old, one, other):
     """Two results of (params, state) from the same (params, state)."""
-    plans, lion = tx.engine._plans(old[0]), tx.engine.rule.formula == "lion"
+    plans, lion = tx.engine.plans(old[0]), tx.engine.rule.formula == "lion"
     unpacked = [tx.engine._unpack(state, plans) for _, state in (old, one, other)]
     rows = [
         list(zip(jax.tree.leaves(params), states, strict=True))
@@ -142,7 +142,7 @@ def test_is_the_reference(optimizer, bits, direct, rounding):
     tx = build(optimizer, master_weight_bits=bits, rounding=rounding)
     params, state = start(tx)
     assert on_gpu((params, state))
-    plans = tx.engine._plans(params)
+    plans = tx.engine.plans(params)
     assert {choose(tx.engine.rule, plan)[0] for plan in plans} == {"pallas"}
     step = both(tx, direct)
     for i in range(STEPS):

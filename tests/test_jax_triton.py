@@ -37,7 +37,7 @@ def storage(**options):
 
 
 def reason(tx, dtype=BF16, shape=(64, 128)):
-    (plan,) = tx.engine._plans({"w": jax.ShapeDtypeStruct(shape, dtype)})
+    (plan,) = tx.engine.plans({"w": jax.ShapeDtypeStruct(shape, dtype)})
     return jax_triton.supported(tx.engine.rule, plan)
 
 
@@ -85,7 +85,7 @@ def without_pallas(monkeypatch):
 
 
 def chosen(tx, implementation=None):
-    (plan,) = tx.engine._plans({"w": jax.ShapeDtypeStruct((64, 128), BF16)})
+    (plan,) = tx.engine.plans({"w": jax.ShapeDtypeStruct((64, 128), BF16)})
     return dispatch.choose(tx.engine.rule, plan, implementation)
 
 

@@ -23,7 +23,7 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 
 
 def plan_of(shape, tx=TX, dtype=BF16, path="block/w"):
-    (plan,) = tx.engine._plans({path: jax.ShapeDtypeStruct(shape, dtype)})
+    (plan,) = tx.engine.plans({path: jax.ShapeDtypeStruct(shape, dtype)})
     return plan
 
 

@@ -98,7 +98,7 @@ def make(optimizer, shapes, stored=None, how=None, **options):
         f"leaf{i}": jax.ShapeDtypeStruct(plan.shape, plan.dtype)
         for i, plan in enumerate(case.plans)
     }
-    wanted = engine._plans(tree)
+    wanted = engine.plans(tree)
     for i, (plan, state) in enumerate(zip(case.plans, case.states, strict=True)):
         new, plain = wanted[i], [slot.codec is None for slot in wanted[i].slots]
         rows = zip(plan.slots, state.slots, state.scales, plain, strict=True)

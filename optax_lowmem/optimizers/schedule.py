@@ -81,9 +81,9 @@ def optimizer(
         return h
 
     return Engine(
-        rule,
-        hyperparameters,
-        storage,
+        rule=rule,
+        hyperparameters=hyperparameters,
+        storage=storage,
         decay_mask=mask,
         slot_dtypes=slot_dtypes or {},
         structure=structure,
@@ -109,5 +109,9 @@ def direction(
     """The transformation that gives a rule's direction only (optax's `scale_by_*`)."""
     _check_storage(storage)
     return Engine(
-        rule, moments, storage, weights=False, slot_dtypes=slot_dtypes or {}
+        rule=rule,
+        hyperparameters=moments,
+        storage=storage,
+        weights=False,
+        slot_dtypes=slot_dtypes or {},
     ).transformation()

@@ -9,19 +9,15 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._core import random, scope, trees
-from optax_lowmem._core.block import Block, BlockStructure
-from optax_lowmem._core.rules import Slot, UpdateRule
-from optax_lowmem.codecs import GroupCodec
 from optax_lowmem.kernels.fused_update import (
     LeafPlan,
     LeafState,
     SlotPlan,
-    choose,
     fused_updates,
     shared_updates,
 )
-from optax_lowmem.transforms.masters import choose_split, initial_correction
-from optax_lowmem.transforms.storage import Storage
+from optax_lowmem.transforms.masters import initial_correction
+from optax_lowmem.transforms.plans import Planner
 
 Hyperparameters = Callable[[jax.Array], Mapping[str, jax.Array]]
 
@@ -32,27 +28,15 @@ class Optimizer(optax.GradientTransformationExtraArgs):
     engine: "Engine"
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Engine:
-    """One optimizer: rule, hyperparameters of a step, storage.
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Engine(Planner):
+    """One optimizer: what is static (`Planner`), and the hyperparameters of a step.
 
     Attributes:
-      rule: its arithmetic.
       hyperparameters: f32 scalars of a step from the count before it.
-      storage: how its state is kept.
-      weights: whether it updates weights (learning rate, decay, split) or gives a bare direction.
-      decay_mask: optax-style mask of weight decay.
-      slot_dtypes: dtype of slots where they are not compressed, f32 unless given.
-      structure: which elements share the slots that the rule's blocks share.
     """
 
-    rule: UpdateRule
     hyperparameters: Hyperparameters
-    storage: Storage
-    weights: bool = True
-    decay_mask: Any = None
-    slot_dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    structure: BlockStructure | None = None
 
     def transformation(self) -> "Optimizer":
         """The optax transformation."""
@@ -60,105 +44,12 @@ class Engine:
         transformation.engine = self
         return transformation
 
-    # ---- plans -------------------------------------------------------------------------------
-
-    def _plans(self, params: Any) -> list[LeafPlan]:
-        leaves = trees.named_leaves(params)
-        if not leaves:  # also optax.tree.map_params' placeholder, which no mask fits
-            return []
-        masked_out = self.storage.policy.masked_out(params)
-        decays = self._decays(params)
-        blocks = self.structure.infer(params) if self.structure else {}
-        nearest = self._rounded_to_nearest(params)
-        return [
-            self._plan(path, leaf, path in masked_out, path in nearest, decay, blocks.get(path))
-            for (path, leaf), decay in zip(leaves, decays, strict=True)
-        ]
-
-    def _rounded_to_nearest(self, params: Any) -> set[str]:
-        """Paths of the leaves whose codes are not rounded stochastically."""
-        rounding, every = self.storage.rounding, {path for path, _ in trees.named_leaves(params)}
-        if rounding == "embeddings" and self.structure is not None:
-            return every - self.structure.embeddings(params)
-        return set() if rounding == "stochastic" else every
-
-    def _decays(self, params: Any) -> list[bool]:
-        mask = self.decay_mask(params) if callable(self.decay_mask) else self.decay_mask
-        if mask is None:
-            return [True] * len(jax.tree.leaves(params))
-        return trees.broadcast_prefix("the mask of weight decay", mask, params)
-
-    def _plan(
-        self,
-        path: str,
-        leaf: Any,
-        masked_out: bool,
-        nearest: bool,
-        decays: bool,
-        block: Block | None,
-    ) -> LeafPlan:
-        trees.check_param(path, leaf)
-        storage, dtype = self.storage, jnp.dtype(leaf.dtype)
-        in_dtype = self.weights and storage.update_dtype == "param"
-        slots = {
-            slot: self._slot_plan(path, tuple(leaf.shape), slot, masked_out, nearest, block)
-            for slot in self.rule.slots
-        }
-        shared = tuple(plan for slot, plan in slots.items() if slot.shared)
-        plan = LeafPlan(
-            path=path,
-            shape=tuple(leaf.shape),
-            dtype=dtype,
-            group_size=storage.group_size,
-            slots=tuple(plan for slot, plan in slots.items() if not slot.shared),
-            split=choose_split(storage, path, dtype) if self.weights else None,
-            update_dtype=dtype if in_dtype else jnp.dtype(jnp.float32),
-            decays=decays,
-            block=block,
-            shared=shared,
-        )
-        scope.record(scope.Decision(path, "step", *choose(self.rule, plan)))
-        return plan
-
-    def _slot_plan(
-        self,
-        path: str,
-        shape: tuple,
-        slot: Slot,
-        masked_out: bool,
-        nearest: bool,
-        block: Block | None,
-    ) -> SlotPlan:
-        name = slot.name
-        codec, reason = self._codec(path, shape, name, masked_out)
-        form = codec.name if codec else None
-        if codec is not None:
-            rounding = "nearest" if nearest else "stochastic"
-            reason = f"groups of {self.storage.group_size}, {rounding} rounding"
-        if slot.shared and block is not None:
-            form = f"{form or 'f32'}, {block.words or 'a value a block'}"
-            reason = block.reason
-        scope.record(scope.Decision(path, name, form, reason))
-        dtype = codec.dtype if codec else jnp.dtype(self.slot_dtypes.get(name) or jnp.float32)
-        return SlotPlan(name, codec, dtype, codec is not None and not nearest)
-
-    def _codec(
-        self, path: str, shape: tuple, slot: str, masked_out: bool
-    ) -> tuple[GroupCodec | None, str]:
-        codec = getattr(self.storage, slot)
-        if codec is None:
-            return None, f"storage.{slot} is None"
-        if masked_out:
-            return None, "the policy's mask is False here"
-        reason = self.storage.policy.reason(path, shape, slot)
-        return (None, reason) if reason else (codec, "")
-
     # ---- state -------------------------------------------------------------------------------
 
     def init(self, params: Any) -> Any:
         """Zero state, of the parameters' sharding; f32 moments are never allocated on the way."""
         leaves, treedef = jax.tree.flatten(params)
-        plans = self._plans(params)
+        plans = self.plans(params)
         if self.structure is not None:
             self.structure.warn(params)
         states = [_init_leaf(plan, leaf) for plan, leaf in zip(plans, leaves, strict=True)]
@@ -269,7 +160,7 @@ class Engine:
         if self.weights and params is None:
             raise ValueError(trees.NO_PARAMS_MSG)
         reference = updates if params is None else params
-        plans = self._plans(reference)
+        plans = self.plans(reference)
         gradients = trees.match("gradient", updates, reference)
         weights = jax.tree.leaves(params) if self.weights else [None] * len(plans)
         states, shared = self._unpack(state, plans)
