@@ -42,7 +42,7 @@ def _share(layer: str, holds: findings.Holds) -> Measure:
         if not all(values for values, _ in read):
             return None
         (total,), (hits,), (flagged,), (p_value,) = (values for values, _ in read)
-        text = f"{hits:.0f} of {total:.0f}, RMS spikes at {100 * flagged:.1f} % of the steps"
+        text = f"{hits:.0f} of {total:.0f}, RMS spikes at {100 * flagged:.2f} % of the steps"
         same = total > 0 and holds(hits / total if layer == "embedding" else p_value)
         return Finding(
             f"{text} (p = {p_value:.1g})", SAME if same else NOT, sum((r for _, r in read), [])
