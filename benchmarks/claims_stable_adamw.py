@@ -110,7 +110,7 @@ def _clipping(rows: Rows) -> Finding | None:
         return None
     value = {key: values[0] for key, (values, _) in read.items()}
     text = "; ".join(
-        f"{impl}: {value[impl, 'loss_spikes']:.0f} spikes, loss {value[impl, 'last_loss']:.3f}"
+        f"{impl}: spikes {value[impl, 'loss_spikes']:.0f}, loss {value[impl, 'last_loss']:.3f}"
         for impl in (CLIPPED, STABLE)
     )
     plain, more = _values(rows, ADAMW, "loss_spikes", [_point()])

@@ -45,6 +45,21 @@ def test_mapped_runs_are_single_runs(optimizer, monkeypatch):
     assert np.ptp(np.asarray(mapped["loss"][:, 1, -1])) > 0  # the points differ
 
 
+def test_steps_since_a_change_and_the_rise_after_it():
+    first = np.asarray(runs.arrivals(1))
+    steps = np.asarray([first[0], first[0] + 7, first[1] - 1, first[1] + 3, first[-1] + 9])
+    since = runs.since_change(steps, 1)
+    assert since.tolist() == [0, 7, first[1] - 1 - first[0], 3, 9]
+    assert (runs.since_change(np.arange(int(first[0])), 1) < 0).all()
+    assert runs.since_change(np.zeros(0, np.int64), 1).size == 0
+    losses = np.full((2, runs.Run().steps), 2.0)
+    for seed, one in enumerate(losses):
+        for at in np.asarray(runs.arrivals(seed)):
+            one[at] = 9  # the step of the change itself does not count
+            one[at + 1 : at + 16] += 0.5
+    assert runs.rise(losses) == pytest.approx(0.5)
+
+
 def made(lead=2, steady=False):
     """Curves (loss, embedding, middle) x seeds x steps whose spikes follow RMS by `lead`."""
     noise = np.random.default_rng(0).normal(size=(SEEDS, STEPS))

@@ -1,5 +1,6 @@
 """What optax's wrappers and Flax must do beyond following plain optax: see also the matrix."""
 
+import inspect
 import warnings
 from typing import Any
 
@@ -75,6 +76,8 @@ def test_an_injected_learning_rate_changes_without_recompiling(name):
 def test_public_optimizers_can_be_injected_themselves(name):
     make = getattr(lowmem, name)
     options = {"momentum": 0.9} if name == "flash_sgd" else {}
+    if "blocks" in inspect.signature(make).parameters:
+        options["blocks"] = lowmem.blocks.Structure(default="whole")
     storage = Form().storage()
     injected = optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)
     tx = injected(learning_rate=optax.linear_schedule(1e-3, 0, 10), storage=storage, **options)

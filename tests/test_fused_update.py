@@ -12,7 +12,8 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem._core import random
-from optax_lowmem.kernels.fused_update import packed, reference, twopass
+from optax_lowmem._core.rules import OF_BLOCK
+from optax_lowmem.kernels.fused_update import packed, reference, shared_updates, twopass
 from tests import tolerances
 
 SHAPES = {"a": (96,), "b": (7, 33), "c": (64, 256), "d": (3, 5, 1000)}
@@ -20,11 +21,21 @@ LEARNING_RATE = 1e-3
 CASES = {
     "adamw": lambda s: lowmem.flash_adamw(LEARNING_RATE, weight_decay=0.1, storage=s),
     "stable": lambda s: lowmem.stable_adamw(LEARNING_RATE, threshold=0.5, storage=s),
+    "mini": lambda s: lowmem.flash_adam_mini(
+        LEARNING_RATE,
+        storage=s,
+        blocks=lowmem.blocks.Structure(rules=(("d", (1,)),), default="whole"),
+    ),
     "lion": lambda s: lowmem.flash_lion(LEARNING_RATE, storage=s),
     "sgd": lambda s: lowmem.flash_sgd(LEARNING_RATE, momentum=0.9, weight_decay=1e-2, storage=s),
 }
 STORAGE = functools.partial(lowmem.Storage, policy=lowmem.Policy(min_size=0))
-FAST = {("adamw", 24, jnp.bfloat16), ("lion", 32, jnp.float16), ("sgd", None, jnp.float32)}
+FAST = {
+    ("adamw", 24, jnp.bfloat16),
+    ("mini", 24, jnp.bfloat16),
+    ("lion", 32, jnp.float16),
+    ("sgd", None, jnp.float32),
+}
 GRID = [
     pytest.param(*case, marks=() if case in FAST else pytest.mark.full)
     for case in itertools.product(CASES, (24, 32, None), (jnp.bfloat16, jnp.float16, jnp.float32))
@@ -58,15 +69,18 @@ def test_a_path_is_the_reference(name, bits, dtype, rounding, path):
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(update_leaf, params, grads, state):
-        rows = zip(
-            plans, grads.values(), params.values(), engine._unpack(state, plans), strict=True
-        )
+        states, shared = engine._unpack(state, plans)
+        rows = list(zip(plans, grads.values(), params.values(), states, strict=True))
         h = engine.hyperparameters(state.count)
         key = random.leaf_key(state.seed, state.count, "w")
         alive, rule = state.count > 0, engine.rule
-        return [
-            update_leaf(rule, *row, reference.of_leaf(rule, *row, h), key, alive) for row in rows
-        ]
+        hs = [reference.of_leaf(rule, *row, h) for row in rows]
+        if rule.of_blocks is not None:
+            keys = jnp.full(len(plans), key)
+            found = shared_updates(rule, plans, list(grads.values()), shared, h, keys, alive)
+            hs = [own | {OF_BLOCK: given} for own, (given, _) in zip(hs, found, strict=True)]
+        every = zip(rows, hs, strict=True)
+        return [update_leaf(rule, *row, own, key, alive) for row, own in every]
 
     def plain(*args):
         return reference.fused_update(*args[:-1])

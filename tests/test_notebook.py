@@ -22,10 +22,11 @@ ASSERTED = {
         "assert-closed-loop": ("f32 scale, stochastic (default)", "FP16 scale, nearest (paper)"),
     },
     "stable_adamw": {
-        "assert-prediction": ("0.9", "0.05", "steady", "control"),
+        "assert-reproduction": ("ADAMW", "STABLE", "was", "rtol"),
+        "assert-prediction": ("0.9", "0.05", "steady_each", "control", "gentle"),
         "assert-detector": ("loss_spikes", "rms_spikes", "predicted"),
         "assert-interventions": ("ADAMW", "STABLE", "CLIPPED", "flash_adamw"),
-        "assert-sweeps": ("batch",),
+        "assert-sweeps": ("batch", "rate", "width"),
         "assert-cost": ("0.01",),
     },
 }

@@ -56,9 +56,9 @@ class BlockRule(AdamRule):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """1 / (sqrt(vhat + eps_root) + eps), and the new v; `g` is the mean of g^2."""
         nu = h["b2"] * slots["nu"] + h["one_minus_b2"] * g
-        rate = numerics.quotient(jnp.ones_like(nu), self.denominator(nu, h))
-        # of an infinite v it is 0: the block would stop for good, and nobody would see it
-        return jnp.where(nu < jnp.inf, rate, jnp.nan), {"nu": nu}
+        # of an infinite v inf / inf, not 0: the block would stop for good, and nobody would see it
+        one = jnp.where(nu < jnp.inf, jnp.float32(1), nu)
+        return numerics.quotient(one, self.denominator(nu, h)), {"nu": nu}
 
 
 def adam_mini(
