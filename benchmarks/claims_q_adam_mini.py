@@ -131,9 +131,9 @@ def _case_1(rows: Rows) -> Finding | None:
     curve = adam_mini_curves.load().runs[CASE_1]
     top = int(np.argmax(curve["train_loss"]))
     text = (
-        f"training loss up to {curve['train_loss'][top]:.0f} at step {curve['step'][top]}; held-out "
-        f"loss {case_1:.2f}, Adam-mini's x {case_1 / mini:.2f} (a v that is never 0, one seed: "
-        f"{guarded:.3f}, x {guarded / mini:.3f})"
+        f"training loss up to {curve['train_loss'][top]:.0f} at step {curve['step'][top]}; "
+        f"held-out loss {case_1:.2f}, Adam-mini's x {case_1 / mini:.2f} "
+        f"(a v that is never 0, one seed: {guarded:.3f}, x {guarded / mini:.3f})"
     )
     trains = case_1 / mini <= DIVERGES
     return Finding(text, NOT if trains else SAME, used)

@@ -33,7 +33,8 @@ def _legend(fig: Figure, axes: list[Axes]) -> None:
     """One legend of all axes, in the order of `_LINES`."""
     found: dict[str, object] = {}
     for ax in axes:
-        found |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels())}
+        handles, labels = ax.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
     shown = {label: found[label] for label, *_ in _LINES.values() if label in found}
     fig.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=2)
 
@@ -119,9 +120,7 @@ def sleeping_figure(norms: dict[str, dict[str, np.ndarray]], asleep: int) -> Fig
               "neuron": "a neuron, in groups with awake ones"}  # fmt: skip
     for ax, (what, title) in zip(axes, titles.items(), strict=True):
         for name, (colour, line, width) in _SLEEPERS.items():
-            ax.plot(
-                norms[name][what], line, color=colour, lw=width, ms=4, markevery=60, label=name
-            )
+            ax.plot(norms[name][what], line, color=colour, lw=width, ms=4, markevery=60, label=name)
         ax.axvline(asleep, color=GREY, lw=0.8, ls=":")
         ax.set(yscale="log", xlabel="steps; the gradients stop at the dotted line")
         ax.set_title(title, loc="left", fontsize=9)

@@ -12,7 +12,7 @@ nbformat = pytest.importorskip("nbformat", reason="the extra `notebooks` is not 
 
 REPO = Path(__file__).parent.parent
 HEAVY_BYTES = 2048
-PICTURES = {"flashoptim": 4, "stable_adamw": 4}
+PICTURES = {"flashoptim": 4, "stable_adamw": 4, "q_adam_mini": 4}
 # What a notebook must assert, by the tag of the cell: names that its assertions have to mention.
 ASSERTED = {
     "flashoptim": {
@@ -28,6 +28,15 @@ ASSERTED = {
         "assert-interventions": ("ADAMW", "STABLE", "CLIPPED", "flash_adamw"),
         "assert-sweeps": ("batch", "rate", "width"),
         "assert-cost": ("0.01",),
+    },
+    "q_adam_mini": {
+        "assert-table3": ("paper.SCALES", "7.8"),
+        "assert-table4": ("paper.TABLE_4",),
+        "assert-losses": ("1.0035", "ADAMW", "REFERENCE", "CASE_1", "EVERYWHERE"),
+        "assert-norms": ("OURS", "NEAREST", "0.01", "REFERENCE", "middle", "10"),
+        "assert-sleepers": ("row", "neuron", "floored", "everywhere"),
+        "assert-moments": ("OURS", "REFERENCE"),
+        "assert-latency": ("1.1", "paper.ROUNDING"),
     },
 }
 CELLS = [(name, tag) for name, tags in ASSERTED.items() for tag in tags]
