@@ -99,12 +99,12 @@ def _training() -> Iterator[Claim]:
     yield Claim(
         "Table 3, AdamW",
         "validation loss 3.263 ± 0.001 → 3.265 ± 0.001 (+0.06 %)",
-        findings.training("gpt-42m/adamw", "val_loss"),
+        findings.training("gpt-42m batch=8/adamw", "val_loss"),
     )
     yield Claim(
         "Table 3, Lion",
         "validation loss 3.240 ± 0.002 → 3.240 ± 0.001 (0.00 %)",
-        findings.training("gpt-42m/lion", "val_loss"),
+        findings.training("gpt-42m batch=8/lion", "val_loss"),
     )
     yield Claim(
         "Table 2, SGD",

@@ -19,7 +19,7 @@ def losses(plain, ours, metric="val_loss", impl=OURS):
     """Records of one case over seeds."""
     flags = {"parameters": 42_000_000, "steps": 3000}
     return [
-        made("train", "gpt-42m/adamw", name, metric, value, seed=seed, flags=flags)
+        made("train", "gpt-42m batch=8/adamw", name, metric, value, seed=seed, flags=flags)
         for name, values in ((F32, plain), (impl, ours))
         for seed, value in enumerate(values)
     ]
@@ -76,7 +76,7 @@ def test_seeds_are_paired():
 
 def test_accuracy_is_better_when_higher():
     (pair,) = findings.paired(
-        losses([90.0, 91.0], [92.0, 93.0], "val_accuracy"), "gpt-42m/adamw", "val_accuracy"
+        losses([90.0, 91.0], [92.0, 93.0], "val_accuracy"), "gpt-42m batch=8/adamw", "val_accuracy"
     )
     assert pair.verdict() == BETTER
 
