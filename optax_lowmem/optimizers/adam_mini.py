@@ -17,7 +17,7 @@ from optax_lowmem.optimizers.adam import AdamRule, adam_moments, flash_adamw, is
 from optax_lowmem.optimizers.schedule import ScalarOrSchedule, optimizer
 from optax_lowmem.transforms.storage import Storage
 
-_Q_ADAM_MINI = Storage(mu=affine(), nu=None, group_size=256, rounding="embeddings")
+_Q_ADAM_MINI = Storage(mu=affine(), nu=None, group_size=256)
 _Q_ADAMW = Storage(mu=affine(), nu=sqrt(), group_size=256)
 
 
@@ -152,8 +152,8 @@ def q_adam_mini(
 ) -> optax.GradientTransformationExtraArgs:
     """`adam_mini` with m as int8 with a zero-point (Q-Adam-mini, Case 2).
 
-    m lies in groups of 256 (equation 1, `codecs.affine`), rounded stochastically in embedding
-    tables only (section 2.3.2); v is f32, one value a block.
+    m lies in groups of 256 (equation 1, `codecs.affine`), rounded stochastically; v is f32, one
+    value a block.
 
     Args:
       learning_rate: number, f32 scalar or schedule.
@@ -166,8 +166,8 @@ def q_adam_mini(
       mask: where weight decay applies.
       blocks: head counts and rules; a `Structure`.
       storage: codecs, group size, rounding, policy. The paper's Case 1, 8-bit v, is
-        `Storage(mu=affine(), nu=linear(signed=False), group_size=256, rounding="embeddings")`, its
-        groups along all values of a leaf in one row.
+        `Storage(mu=affine(), nu=linear(signed=False), group_size=256)`, its groups along all values
+        of a leaf in one row.
       decouple_lr: decay by `weight_decay * lr / peak`.
 
     Returns:
@@ -184,7 +184,10 @@ def q_adam_mini(
       1.032
 
     References:
-      Han et al., Q-Adam-mini, 2025. Deviations: `codecs.affine` has zero in its range and no floor.
+      Han et al., Q-Adam-mini, 2025. Deviations: `codecs.affine` has zero in its range and no floor;
+      rounding is stochastic in every leaf, at 1.00 times the time, where the paper has it in
+      embeddings only (section 2.3.2, `rounding="embeddings"`): the m of a neuron that sleeps beside
+      live ones is stuck in its codes while its v decays, and its weights run away.
     """
     return adam_mini(
         learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask,
