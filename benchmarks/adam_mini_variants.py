@@ -20,9 +20,9 @@ Transformation = optax.GradientTransformation
 
 
 def q_storage(**changes: Any) -> lowmem.Storage:
-    """q_adam_mini's own storage with something changed."""
-    usual = lowmem.Storage(mu=codecs.affine(), nu=None, group_size=GROUP, rounding="embeddings")
-    return dataclasses.replace(usual, **changes)
+    """The paper's storage, without its floor, with something changed."""
+    paper = lowmem.Storage(mu=codecs.affine(), nu=None, group_size=GROUP, rounding="embeddings")
+    return dataclasses.replace(paper, **changes)
 
 
 # Equation 1 for a range from 0: an f32 scale, and a code 0 for what is small beside it. A group
@@ -70,21 +70,19 @@ def _stored(**changes: Any) -> Callable[..., Transformation]:
 VARIANTS = {
     "adamw": Variant("AdamW, f32", _adamw, fused=False),
     "adam_mini": Variant("Adam-mini, f32", _adam_mini),
-    "q_adam_mini": Variant("ours: stochastic in the embedding", _q_adam_mini),
+    "q_adam_mini": Variant("ours: stochastic everywhere", _q_adam_mini),
+    "q_adam_mini-embeddings": Variant("ours: stochastic in the embedding", _stored()),
     "q_adam_mini-nearest": Variant("ours: nearest", _stored(rounding="nearest")),
     "q_adam_mini-reference": Variant(
         "reference quantiser: floor, nearest",
         _stored(mu=codecs.affine_paper(), rounding="nearest"),
     ),
     "q_adam_mini-case1": Variant("Case 1: 8-bit v", _stored(nu=CASE_1, rounding="nearest")),
-    # Beyond the paper: a v that is never 0, noise everywhere, and how far equal runs come apart.
+    # Beyond the paper: a v that is never 0, and how far equal runs come apart.
     "q_adam_mini-case1-guarded": Variant(
         "Case 1 with our codec", _stored(nu=codecs.linear(signed=False))
     ),
     "adam_mini-again": Variant("Adam-mini, once more", _adam_mini),
-    "q_adam_mini-stochastic": Variant(
-        "ours: stochastic everywhere", _stored(rounding="stochastic")
-    ),
 }
 
 

@@ -25,10 +25,10 @@ from benchmarks import adam_mini_variants as variants
 from benchmarks import records
 from benchmarks.adam_mini_curves import CURVES, Curves
 from benchmarks.adam_mini_training import PRESETS, Experiment, Program, load_text
+from benchmarks.claims_q_adam_mini import TABLE_1
 
 VALIDATIONS = 20
 say = functools.partial(print, flush=True)
-PAPER = {"60M": 3.38 / 3.34, "130M": 3.09 / 3.07}  # Table 1: Q-Adam-mini over AdamW
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -132,7 +132,8 @@ def summary(runs: dict[str, dict[str, np.ndarray]]) -> list[str]:
             f"{ratio('val_loss', mini)}{values['embedding_norm']:>10.3f}"
             f"{ratio('embedding_norm', mini)}"
         )
-    paper = ", ".join(f"{size} {ratio:.4f}" for size, ratio in PAPER.items())
+    rows = TABLE_1.items()
+    paper = ", ".join(f"{size} {ours / adamw:.4f}" for size, (adamw, _, ours) in rows)
     return [*lines, f"Q-Adam-mini's Table 1, over AdamW: {paper}"]
 
 

@@ -14,13 +14,13 @@ _LINES = {  # label, colour, line
     "q_adam_mini-reference": ("reference quantiser: floor, nearest", VERMILION, "-"),
     "q_adam_mini-case1": ("Case 1: 8-bit v", ORANGE, "-"),
     "q_adam_mini-case1-guarded": ("Case 1 with v never 0", GREEN, "-"),
-    "q_adam_mini": ("q_adam_mini: stochastic in the embedding", BLUE, "-"),
+    "q_adam_mini": ("q_adam_mini: stochastic everywhere", BLUE, "-"),
+    "q_adam_mini-embeddings": ("q_adam_mini, stochastic in the embedding", PURPLE, "-."),
     "q_adam_mini-nearest": ("q_adam_mini, nearest", SKY, "--"),
-    "q_adam_mini-stochastic": ("q_adam_mini, stochastic everywhere", PURPLE, "-."),
 }
 _CASES = ("q_adam_mini-case1", "q_adam_mini-case1-guarded", "q_adam_mini-reference",
           "adam_mini", "q_adam_mini")  # fmt: skip
-_CLOSE = ("adamw", "q_adam_mini", "q_adam_mini-nearest", "q_adam_mini-stochastic",
+_CLOSE = ("adamw", "q_adam_mini", "q_adam_mini-nearest", "q_adam_mini-embeddings",
           "adam_mini-again")  # fmt: skip
 
 
@@ -73,7 +73,7 @@ def norms_figure(runs: Runs) -> Figure:
     """Norms of the embedding, near to Adam-mini's and on a log scale, and of a middle layer."""
     fig, axes = plt.subplots(1, 3, figsize=(9.6, 4), layout="constrained")
     stored = ("adam_mini", "q_adam_mini-reference", "q_adam_mini", "q_adam_mini-nearest",
-              "q_adam_mini-stochastic")  # fmt: skip
+              "q_adam_mini-embeddings")  # fmt: skip
     for ax, curve in ((axes[0], "embedding_norm"), (axes[2], "mlp_norm")):
         for name in stored:
             _curve(ax, name, runs[name]["step"], runs[name][curve])

@@ -82,8 +82,8 @@ def test_what_each_variant_stores(name):
         found = {d.path: d for d in lowmem.explain(tx, params).decisions if d.slot == "mu"}
         noisy = [path for path, how in found.items() if "stochastic" in how.reason]
         assert noisy == {
-            "q_adam_mini": ["embed/embedding"],
-            "q_adam_mini-stochastic": ["embed/embedding", "up/kernel"],
+            "q_adam_mini": ["embed/embedding", "up/kernel"],
+            "q_adam_mini-embeddings": ["embed/embedding"],
             "q_adam_mini-case1-guarded": ["embed/embedding"],
         }.get(name, [])
         assert ("paper" in found["up/kernel"].form) == name.endswith("-reference")

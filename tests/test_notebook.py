@@ -32,7 +32,7 @@ ASSERTED = {
     "q_adam_mini": {
         "assert-table3": ("paper.SCALES", "7.8"),
         "assert-table4": ("paper.TABLE_4",),
-        "assert-losses": ("1.0035", "ADAMW", "REFERENCE", "CASE_1", "EVERYWHERE"),
+        "assert-losses": ("1.0035", "ADAMW", "REFERENCE", "CASE_1", "EMBEDDINGS"),
         "assert-norms": ("OURS", "NEAREST", "0.01", "REFERENCE", "middle", "10"),
         "assert-sleepers": ("row", "neuron", "floored", "everywhere"),
         "assert-moments": ("OURS", "REFERENCE"),
