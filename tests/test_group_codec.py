@@ -117,7 +117,8 @@ def test_an_odd_vocabulary():
     assert wanted[1].shape == (2, 1571)
 
 
-@pytest.mark.parametrize("name", CODECS)
+# the authors' affine codec takes whole groups only: the zeros of a partial one widen its range
+@pytest.mark.parametrize("name", [name for name in CODECS if name != "affine-int8-paper"])
 def test_what_is_not_there_does_not_count(name):
     """A partial group, among far larger values, is stored as it would be alone."""
     codec = codecs.CODECS[name]
@@ -159,9 +160,10 @@ def test_groups_that_are_not_finite(name):
     x = jnp.abs(values(codec, case)) + 1
     bad = x.at[0, 3].set(jnp.nan).at[2, 79].set(jnp.inf)
     found, wanted = (run(codec, [bad], [case], KEY)[0] for run in (by_kernel, by_reference))
-    np.testing.assert_array_equal(found[1], wanted[1])
     clean = np.ones(x.shape, bool)
     clean[0, :32] = clean[2, 64:] = False
+    groups = np.ones(wanted[1].shape, bool) if codec.guarded else clean[:, ::32]
+    np.testing.assert_array_equal(found[1][groups], wanted[1][groups])
     assert (np.isfinite(found[2]) == clean).all() or not codec.guarded
     sound = by_reference(codec, [x], [case], KEY)[0]
     for one, other in zip((found[0], found[2]), (sound[0], sound[2]), strict=True):
