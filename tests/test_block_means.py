@@ -11,11 +11,12 @@ import optax_lowmem as lowmem
 from optax_lowmem.blocks import Block
 from optax_lowmem.kernels import block_means, platform
 from optax_lowmem.kernels.block_means import dispatch, pallas_triton, reference
-from optax_lowmem.kernels.block_means.columns import Columns, has_columns
+from optax_lowmem.kernels.block_means.columns import has_columns, passes
 from tests.lowering import kernels_in, lower_for_cuda
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-# (shape, block): columns, stacked layers, heads after columns, heads with their own axis, the whole
+# (shape, block): columns, stacked layers, heads after columns, heads with their own axis, all of it;
+# rows of memory, heads along them, a vector, more parts than a launch sums
 CASES = [
     ((256, 128), Block((0,))),
     ((300, 130), Block((0,))),
@@ -25,6 +26,10 @@ CASES = [
     ((70, 50), Block((0, 1))),
     ((5, 7), Block((0,))),
     ((20_000, 3), Block((0,))),
+    ((40, 300), Block((1,))),
+    ((6, 96), Block(heads=(1, 4))),
+    ((2048,), Block((0,))),
+    ((70_000,), Block((0,))),
 ]
 
 
@@ -45,10 +50,10 @@ def exact(block, g, scale):
     return np.moveaxis(parts.mean(axis=axis + 1), 0, axis)
 
 
-def by_kernel(block, g, scale=1.0):
-    columns = (Columns.of(block, g.shape),)
-    (mean,) = pallas_triton.column_means(columns, (g,), jnp.float32(scale), interpret=True)
-    return dispatch._rest(block, g.shape, mean)
+def by_kernel(block, g, scale=1.0, interpret=True):
+    own = [passes(block, g.shape)]
+    (mean,) = pallas_triton.means(own, [g], jnp.float32(scale), interpret)
+    return mean.reshape(block.mean_shape(g.shape))
 
 
 @pytest.mark.parametrize("dtype", [BF16, F32])
@@ -63,13 +68,13 @@ def test_against_float64(shape, block, dtype):
 
 
 def test_several_leaves_of_a_launch():
-    """Each has the sums that it has alone."""
-    blocks = [block for _, block in CASES]
-    gradients = tuple(drawn(shape, BF16, i) for i, (shape, _) in enumerate(CASES))
-    columns = tuple(map(Columns.of, blocks, (g.shape for g in gradients)))
-    together = pallas_triton.column_means(columns, gradients, jnp.float32(1), interpret=True)
-    for column, g, mean in zip(columns, gradients, together, strict=True):
-        alone = pallas_triton.column_means((column,), (g,), jnp.float32(1), interpret=True)[0]
+    """Each has the means that it has alone, also where others take more passes."""
+    gradients = [drawn(shape, BF16, i) for i, (shape, _) in enumerate(CASES)]
+    own = [passes(block, shape) for shape, block in CASES]
+    assert {len(turns) for turns in own} == {1, 2, 3}
+    together = pallas_triton.means(own, gradients, jnp.float32(1), interpret=True)
+    for turns, g, mean in zip(own, gradients, together, strict=True):
+        (alone,) = pallas_triton.means([turns], [g], jnp.float32(1), interpret=True)
         np.testing.assert_array_equal(mean, alone)
 
 
@@ -87,49 +92,54 @@ def test_rows_of_memory_are_left_to_xla():
     assert has_columns(Block((0, 1)), (64, 64))
 
 
-@pytest.fixture
-def a_gpu(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(dispatch, "_SMALL", 0)
-
-
 def means(blocks, gradients, implementation=None):
     return block_means.means_of_squares(blocks, list(gradients), None, implementation)
 
 
-def test_lowers_for_cuda(a_gpu):
-    """Leaves of one shape in one launch, and one more for their parts; rows go to XLA."""
-    blocks = [Block((0,))] * 3 + [Block((1,)), Block((0,), heads=(1, 2))]
-    shapes = [(512, 256)] * 3 + [(512, 256), (100, 64)]
-    gradients = [jax.ShapeDtypeStruct(shape, BF16) for shape in shapes]
+def test_lowers_for_cuda(on_a_gpu):
+    """Leaves that are alike share a launch, and one more for each further pass."""
+    rows = [((512, 256), Block((0,)))] * 3 + [((512, 256), Block((1,))), ((256,), Block((0,)))]
+    rows += [((100, 640), Block((0,), heads=(1, 2)))] * 2 + [((256,), Block((0,)))]
+    gradients = [jax.ShapeDtypeStruct(shape, BF16) for shape, _ in rows]
+    blocks = [block for _, block in rows]
     text = lower_for_cuda(lambda *g: means(blocks, g), *gradients)
-    assert kernels_in(text) == ["block_means"] * 4
+    # parts and their sums of three; of two, and then of heads; the vectors at once; rows by XLA
+    assert kernels_in(text) == ["block_means"] * (2 + 3 + 1)
     assert kernels_in(lower_for_cuda(lambda *g: means(blocks, g, "xla"), *gradients)) == []
 
 
-def test_where_the_kernel_runs_the_optimizer_agrees(a_gpu, monkeypatch):
+def test_a_small_leaf_alone_is_left_to_xla(on_a_gpu):
+    gradients = [jax.ShapeDtypeStruct(shape, BF16) for shape in ((256,), (100, 64), (4, 4))]
+    blocks = [Block((0,)), Block((0,), heads=(1, 2)), Block()]
+    assert kernels_in(lower_for_cuda(lambda *g: means(blocks, g), *gradients)) == []
+    assert "nothing to average" in dispatch.supported(blocks[2], gradients[2])
+    assert "along rows" in dispatch.supported(Block((1,)), jax.ShapeDtypeStruct((512, 512), F32))
+
+
+def test_launches_are_of_a_few_leaves(on_a_gpu):
+    """Their gradients are needed at once, and a gradient that waits is memory."""
+    rows = [(Block((0,)), jnp.zeros((4096, 1)))] * 40
+    large = [(Block((0,)), jax.ShapeDtypeStruct((4096, 8192), BF16))] * 5
+    counts = [len(batch) for batch in dispatch._batches(rows + large, range(45))]
+    assert counts == [16, 16, 8, 2, 2, 1]
+
+
+def test_where_the_kernel_runs_the_optimizer_agrees(on_a_gpu, monkeypatch):
     """flash_adam_mini's second moments, interpreted, beside XLA's."""
-    launch = functools.partial(pallas_triton.column_means, interpret=True)
-    monkeypatch.setattr(dispatch, "_by_kernel", by_launch(launch))
-    params = {"up_proj": {"kernel": drawn((256, 160), BF16)}}
+    launch = functools.partial(pallas_triton.means, interpret=True)
+    monkeypatch.setattr(pallas_triton, "means", launch)
+    by_kernel = dispatch._by_kernel
+    always = lambda pairs, scale, automatic: by_kernel(pairs, scale, automatic=False)  # noqa: E731
+    monkeypatch.setattr(dispatch, "_by_kernel", always)
+    params = {"up_proj": {"kernel": drawn((256, 320), BF16)}}
     tx = lowmem.adam_mini(1e-3, blocks=lowmem.blocks.Structure(default="whole"))
-    state, grads = tx.init(params), {"up_proj": {"kernel": drawn((256, 160), BF16, 1)}}
+    state, grads = tx.init(params), {"up_proj": {"kernel": drawn((256, 320), BF16, 1)}}
     one, other = (
         lowmem.step(tx, grads, state, params, implementation=name)[1].nu for name in (None, "xla")
     )
     a, b = (np.asarray(nu["up_proj"]["kernel"]) for nu in (one, other))
-    assert a.shape == (1, 160) and (a > 0).all()
+    assert a.shape == (1, 320) and (a > 0).all()
     np.testing.assert_allclose(a, b, rtol=300 * 2.0**-24)
-
-
-def by_launch(launch):
-    def kernel(blocks, gradients, scale, automatic):
-        assert automatic and scale is None
-        columns = tuple(map(Columns.of, blocks, (g.shape for g in gradients)))
-        sums = launch(columns, tuple(gradients), jnp.float32(1))
-        rows = zip(blocks, gradients, sums, strict=True)
-        return [dispatch._rest(block, g.shape, mean) for block, g, mean in rows]
-
-    return kernel
 
 
 def test_on_a_cpu_xla_takes_all():
@@ -141,7 +151,5 @@ def test_on_a_cpu_xla_takes_all():
 @pytest.mark.parametrize("shape, block", CASES, ids=str)
 def test_on_a_gpu(shape, block):
     g = drawn(shape, BF16)
-    columns = (Columns.of(block, shape),)
-    (mean,) = pallas_triton.column_means(columns, (g,), jnp.float32(1))
-    found = dispatch._rest(block, shape, mean)
+    found = by_kernel(block, g, interpret=False)
     np.testing.assert_allclose(np.float64(found), exact(block, g, 1.0), rtol=300 * 2.0**-24)

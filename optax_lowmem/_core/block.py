@@ -102,19 +102,19 @@ class Block:
             x = _mean_along(x, axis)
         # heads after whole axes: XLA would store what x is made of to split an axis of it
         heads = dataclasses.replace(block, axes=())
-        viewed, axes = heads._view(x.shape)
+        viewed, axes = heads.view(x.shape)
         for axis in axes:
             x = _mean_along(x.reshape(viewed), axis)
         return x.reshape(shape)
 
     def spread(self, v: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """`v`, one value a block, for each element of a leaf of this shape."""
-        viewed, axes = self._view(shape)
+        viewed, axes = self.view(shape)
         kept = [1 if axis in axes else size for axis, size in enumerate(viewed)]
         return jnp.broadcast_to(v.reshape(kept), viewed).reshape(shape)
 
-    def _view(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The leaf's shape with a head axis as two, and the axes averaged over in it."""
+    def view(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The leaf's shape with a head axis as two, and the axes averaged over in it, in order."""
         block = self.fit(shape)
         if not block.heads:
             return tuple(shape), block.axes

@@ -1,4 +1,4 @@
-"""A leaf as columns to be summed, and how tiles cut them."""
+"""A leaf as columns to be summed, one axis after the other, and how tiles cut them."""
 
 import dataclasses
 import math
@@ -6,7 +6,7 @@ import math
 from optax_lowmem._core.block import Block
 
 _TILE = 8192  # elements of a program: 64 for each of 128 threads
-_ROWS = 64  # of a tile in the first pass
+_ROWS, _ROWS_OF_PARTS = 64, 256  # of a tile at least, where columns are many; of sums of parts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,15 +15,23 @@ class Columns:
 
     Attributes:
       outer: how many such matrices lie one after the other.
-      rows: summed over.
-      width: columns.
-      tile_rows: of a part, a power of two.
+      rows: averaged over.
+      width: columns; 1 where the rows lie side by side in memory.
+      begins: whether what is summed are rows, not sums of parts of them.
     """
 
     outer: int
     rows: int
     width: int
-    tile_rows: int = _ROWS
+    begins: bool = True
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile, a power of two: all, where a tile has room for them."""
+        narrow = _TILE // _power_of_two(self.width)
+        rows = _power_of_two(self.rows)
+        most = max(narrow, _ROWS if self.begins else _ROWS_OF_PARTS)
+        return rows if rows <= most else max(narrow, _ROWS)
 
     @property
     def tile_width(self) -> int:
@@ -50,17 +58,20 @@ class Columns:
         """Whether no tile reaches over an end."""
         return self.rows % self.tile_rows == 0 and self.width % self.tile_width == 0
 
-    @property
-    def next(self) -> "Columns":
-        """The sum of this one's parts: all at once where a tile holds them."""
-        rows = _power_of_two(self.parts)
-        return Columns(self.outer, self.parts, self.width, rows if rows <= 256 else _ROWS)
 
-    @classmethod
-    def of(cls, block: Block, shape: tuple[int, ...]) -> "Columns":
-        """The columns along a leaf's first averaged axis, which is not its last."""
-        axis = block.fit(shape).axes[0]
-        return cls(math.prod(shape[:axis]), shape[axis], math.prod(shape[axis + 1 :]))
+def passes(block: Block, shape: tuple[int, ...]) -> list[Columns]:
+    """Launches that leave the mean over each block: of parts and their sums, axis by axis."""
+    viewed, axes = block.view(shape)
+    sizes, found = list(viewed), []
+    for axis in axes:
+        before, after = math.prod(sizes[:axis]), math.prod(sizes[axis + 1 :])
+        columns = Columns(before, sizes[axis], after)
+        found.append(columns)
+        while columns.parts > 1:
+            columns = Columns(before, columns.parts, after, begins=False)
+            found.append(columns)
+        sizes[axis] = 1
+    return found
 
 
 def has_columns(block: Block, shape: tuple[int, ...]) -> bool:

@@ -1,6 +1,5 @@
 """Which implementation takes the means of a leaf: decided when tracing, as in `fused_update`."""
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,11 +11,11 @@ from optax_lowmem._core.block import Block
 from optax_lowmem._core.reductions import check_blocks
 from optax_lowmem.kernels import platform
 from optax_lowmem.kernels.block_means import reference
-from optax_lowmem.kernels.block_means.columns import Columns, has_columns
+from optax_lowmem.kernels.block_means.columns import has_columns, passes
 from optax_lowmem.kernels.tiles import MAX_ELEMENTS
 
-_SMALL = 1 << 16  # elements, under which XLA's one launch is as fast
-_LEAVES, _ELEMENTS = 8, 1 << 25  # of a launch, at most: it needs all its gradients at once
+_SMALL = 1 << 16  # elements, under which a launch takes longer than its bytes
+_LEAVES, _ELEMENTS = 16, 1 << 26  # of a launch, at most: it needs all its gradients at once
 
 # traced once for leaves of one shape
 _by_xla = jax.jit(reference.mean_of_squares, static_argnames="block")
@@ -37,9 +36,11 @@ def supported(block: Block, g: Any, implementation: str | None = None) -> str | 
         return reason
     if not platform.has_pallas_triton():
         return "this JAX has no Pallas-Triton lowering"
-    if not _SMALL <= g.size <= MAX_ELEMENTS:
-        return f"{g.size} elements: few, or more than 32-bit offsets reach"
-    if not has_columns(block, g.shape):
+    if block.elementwise or not g.size:
+        return "there is nothing to average"
+    if g.size > MAX_ELEMENTS:
+        return f"{g.size} elements: more than 32-bit offsets reach"
+    if g.size >= _SMALL and not has_columns(block, g.shape):
         return "its blocks lie along rows of memory, which XLA sums in one launch"
     return None
 
@@ -64,9 +65,8 @@ def means_of_squares(
     means: dict[int, jax.Array] = {}
     pairs = list(zip(blocks, gradients, strict=True))
     chosen = [i for i, pair in enumerate(pairs) if supported(*pair, implementation) is None]
-    for batch in _batches(gradients, chosen):
-        found = _by_kernel([blocks[i] for i in batch], [gradients[i] for i in batch], scale,
-                           implementation is None)  # fmt: skip
+    for batch in _batches(pairs, chosen):
+        found = _by_kernel([pairs[i] for i in batch], scale, implementation is None)
         means.update(zip(batch, found, strict=True))
     for i, (block, g) in enumerate(pairs):
         if i not in means:
@@ -74,34 +74,36 @@ def means_of_squares(
     return [means[i] for i in range(len(pairs))]
 
 
-def _batches(gradients: Sequence[jax.Array], indices: Sequence[int]) -> list[list[int]]:
-    """Leaves that share a launch: of one shape, so that launches compile once."""
+def _batches(pairs: Sequence[tuple[Block, jax.Array]], indices: Sequence[int]) -> list[list[int]]:
+    """Leaves that share launches: alike, so that one kernel is compiled for all of them."""
     alike: dict[Any, list[int]] = {}
     for i in indices:
-        alike.setdefault((gradients[i].shape, gradients[i].dtype), []).append(i)
+        block, g = pairs[i]
+        alike.setdefault((block, g.shape, g.dtype), []).append(i)
     done = []
-    for (shape, _), leaves in alike.items():
-        most = max(1, min(_LEAVES, _ELEMENTS // math.prod(shape)))
+    for (_, shape, _), leaves in alike.items():
+        size = math.prod(shape)
+        if len(leaves) == 1 and size < _SMALL:
+            continue  # XLA has no more launches
+        most = max(1, min(_LEAVES, _ELEMENTS // size))
         done += [leaves[i : i + most] for i in range(0, len(leaves), most)]
     return done
 
 
 def _by_kernel(
-    blocks: Sequence[Block],
-    gradients: Sequence[jax.Array],
-    scale: jax.Array | None,
-    automatic: bool,
+    pairs: Sequence[tuple[Block, jax.Array]], scale: jax.Array | None, automatic: bool
 ) -> list[jax.Array]:
     from optax_lowmem.kernels.block_means import pallas_triton
 
     factor = jnp.ones((), jnp.float32) if scale is None else scale
+    blocks, gradients = zip(*pairs, strict=True)
 
     def launched(gradients: Any, factor: Any) -> list[jax.Array]:
-        columns = tuple(map(Columns.of, blocks, (g.shape for g in gradients)))
-        sums = pallas_triton.column_means(columns, tuple(gradients), factor)
-        # what the block has beside the axis that is summed now
-        rows = zip(blocks, gradients, sums, strict=True)
-        return [_rest(block, g.shape, mean) for block, g, mean in rows]
+        shapes = [g.shape for g in gradients]
+        own = tuple(map(passes, blocks, shapes))
+        means = pallas_triton.means(own, gradients, factor)
+        rows = zip(means, blocks, shapes, strict=True)
+        return [mean.reshape(block.mean_shape(shape)) for mean, block, shape in rows]
 
     def plain(gradients: Any, factor: Any) -> list[jax.Array]:
         rows = zip(blocks, gradients, strict=True)
@@ -111,9 +113,3 @@ def _by_kernel(
         return launched(gradients, factor)
     # a computation for the host's CPU may be traced on a machine with a GPU
     return jax.lax.platform_dependent(list(gradients), factor, cuda=launched, default=plain)
-
-
-@functools.partial(jax.jit, static_argnames=("block", "shape"))
-def _rest(block: Block, shape: tuple[int, ...], mean: jax.Array) -> jax.Array:
-    axis = block.fit(shape).axes[0]
-    return block.mean(mean.reshape(*shape[:axis], 1, *shape[axis + 1 :]))

@@ -1,11 +1,13 @@
-"""Column sums of several leaves in one GPU kernel: Pallas, lowered through Triton.
+"""Means over the blocks of several leaves in GPU kernels: Pallas, lowered through Triton.
 
 XLA makes a launch or two a leaf, which take longer than the bytes of most leaves. A program sums
-the rows of a tile; what the tiles of a column give is summed by the next launch.
+the rows of a tile; what the tiles of a column give is summed by the next launch, and so is the next
+axis of a block.
 """
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,31 +23,28 @@ from optax_lowmem.kernels.block_means.columns import Columns
 _WARPS = 4
 
 
-def column_means(
-    columns: tuple[Columns, ...],
-    gradients: tuple[jax.Array, ...],
+def means(
+    passes: Sequence[Sequence[Columns]],
+    gradients: Sequence[jax.Array],
     scale: jax.Array,
     interpret: bool = False,
 ) -> list[jax.Array]:
-    """Mean of (scale g)^2 over the rows of each leaf, f32 [outer, width].
+    """Mean of (scale g)^2 over each block of each leaf, f32, flat.
 
     Args:
-      columns: how each leaf lies.
+      passes: of each leaf, see `columns.passes`.
       gradients: f32 or 16-bit; of any shape with so many elements.
       scale: f32 scalar.
       interpret: run as plain JAX, on any device.
     """
-    sums = list(_launch(columns, gradients, scale, True, interpret))
-    while any(column.parts > 1 for column in columns):
-        left = [i for i, column in enumerate(columns) if column.parts > 1]
-        following = {i: columns[i].next for i in left}
-        found = _launch(
-            tuple(following.values()), tuple(sums[i] for i in left), scale, False, interpret
-        )
-        for i, new in zip(left, found, strict=True):
-            sums[i] = new
-        columns = tuple(following.get(i, column) for i, column in enumerate(columns))
-    return [s.reshape(c.outer, c.width) for s, c in zip(sums, columns, strict=True)]
+    arrays = list(gradients)
+    for turn in range(max(map(len, passes))):
+        left = [i for i, own in enumerate(passes) if turn < len(own)]
+        columns = tuple(passes[i][turn] for i in left)
+        found = _launch(columns, tuple(arrays[i] for i in left), scale, turn == 0, interpret)
+        for i, sums in zip(left, found, strict=True):
+            arrays[i] = sums
+    return [x.reshape(-1) for x in arrays]
 
 
 @functools.partial(jax.jit, static_argnames=("columns", "first", "interpret"), inline=False)
@@ -56,7 +55,7 @@ def _launch(
     first: bool,
     interpret: bool,
 ) -> list[jax.Array]:
-    """Sums of the parts of each array, f32 [outer * parts, width]; of mean squares at first."""
+    """Sums of the parts of each array, f32 [outer * parts, width]; of squares at first."""
     viewed = [x.reshape(c.outer * c.rows, c.width) for x, c in zip(arrays, columns, strict=True)]
     return pl.pallas_call(
         functools.partial(_kernel, columns, first),
@@ -85,7 +84,9 @@ def _kernel(columns: tuple[Columns, ...], first: bool, scale: Any, *refs: Any) -
         x = numerics.widen(_load(column, refs[i], part, start))
         if first:
             x = x * scale[0]
-            x = x * x * jnp.float32(1 / column.rows)
+            x = x * x
+        if column.begins:
+            x = x * jnp.float32(1 / column.rows)
         _store(column, refs[count + i], part, start, jnp.sum(x, axis=0))
 
     pallas_tiles.in_leaf(starts, program, run)
