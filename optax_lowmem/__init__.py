@@ -16,6 +16,7 @@ from optax_lowmem.optimizers.adam_mini import adam_mini as adam_mini
 from optax_lowmem.optimizers.adam_mini import flash_adam_mini as flash_adam_mini
 from optax_lowmem.optimizers.adam_mini import q_adam_mini as q_adam_mini
 from optax_lowmem.optimizers.adam_mini import q_adamw as q_adamw
+from optax_lowmem.optimizers.coat import coat_adamw as coat_adamw
 from optax_lowmem.optimizers.lion import flash_lion as flash_lion
 from optax_lowmem.optimizers.lion import scale_by_flash_lion as scale_by_flash_lion
 from optax_lowmem.optimizers.sgd import flash_sgd as flash_sgd
@@ -52,6 +53,7 @@ __all__ = [
     "b2_schedule",
     "blocks",
     "chain",
+    "coat_adamw",
     "codecs",
     "compand_momentum",
     "compress_state",

@@ -32,9 +32,11 @@ class Form:
     seed: int = 0
     policy: lowmem.Policy = POLICY
 
-    def storage(self) -> lowmem.Storage:
-        return lowmem.Storage(
-            self.bits,
+    def storage(self, default: lowmem.Storage) -> lowmem.Storage:
+        """An optimizer's own codecs in this form."""
+        return dataclasses.replace(
+            default,
+            master_weight_bits=self.bits,
             group_size=self.group_size,
             rounding=self.rounding,
             seed=self.seed,
@@ -73,9 +75,10 @@ def _flash(name: str) -> Case:
     row = lowmem.OPTIMIZERS[name]
     # an optimizer that comes new into the table is tested with its own defaults
     learning_rate, options = _OPTIONS.get(name, (row.learning_rate, {}))
+    default = row.make(learning_rate).engine.storage
     return Case(
         plain=lambda lr: row.plain(lr, **options),
-        make=lambda lr, form: row.make(lr, **options, storage=form.storage()),
+        make=lambda lr, form: row.make(lr, **options, storage=form.storage(default)),
         slots=row.moments,
         learning_rate=learning_rate,
     )

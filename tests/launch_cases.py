@@ -268,6 +268,34 @@ def _weight(plan: LeafPlan, leaf: operands.Leaf, update: jax.Array, correction: 
     return _master(plan, landed, correction)
 
 
+def units(stored: Any) -> np.ndarray:
+    """Codes or scales as integers that are one apart where they are neighbours."""
+    stored = np.asarray(stored)
+    if stored.dtype.kind == "f":
+        stored = stored.view(f"int{8 * stored.dtype.itemsize}")
+    return stored.astype(np.int64)
+
+
+def same_scales(
+    codec: Any, one: Any, other: Any, most: Mapping[str, int] = tolerances.REORDERED_SCALE_UNITS
+) -> None:
+    """Next to each other; of a word with two parts, each of them.
+
+    Args:
+      codec: of the slot.
+      one: stored scales.
+      other: those of another implementation.
+      most: by the name of a format, how many units of the last place they may be apart.
+    """
+    name = codec.scale.name
+    if name in tolerances.REORDERED_WORDS:
+        words = (codec.scale.decode(jnp.asarray(stored)) for stored in (one, other))
+        for part, part2, rtol in zip(*words, tolerances.REORDERED_WORDS[name], strict=True):
+            np.testing.assert_allclose(part2, part, rtol=rtol, err_msg=codec.name)
+        return
+    assert np.abs(units(one) - units(other)).max() <= most[name], codec.name
+
+
 def decoded_scales(codec: Any, stored: Any) -> np.ndarray:
     """The f32 scales, without the zero-points that some have."""
     return np.asarray(jax.tree.leaves(codec.scale.decode(jnp.asarray(stored)))[0])

@@ -78,7 +78,7 @@ def test_public_optimizers_can_be_injected_themselves(name):
     options = {"momentum": 0.9} if name == "flash_sgd" else {}
     if "blocks" in inspect.signature(make).parameters:
         options["blocks"] = lowmem.blocks.Structure(default="whole")
-    storage = Form().storage()
+    storage = Form().storage(lowmem.Storage())
     injected = optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)
     tx = injected(learning_rate=optax.linear_schedule(1e-3, 0, 10), storage=storage, **options)
     plain = make(optax.linear_schedule(1e-3, 0, 10), storage=storage, **options)

@@ -117,6 +117,9 @@ REORDERED_SLOT = 2.0**-21
 # Scales in units of their last place. f32: decoding in either order (see GROUP_DECODE) is 4 u, the
 # two terms of a moving average 2 u, where a unit is at least u; 16 bits: the other side of a tie.
 REORDERED_SCALE_UNITS = {"f32": 6, "f16": 1, "e8m8": 1}
+# The two parts of a word, on the other side of where they are rounded: a step in 24 bits and a
+# zero-point, which is a whole number; a maximum in 17 bits (9 of mantissa), and k in 15 (11).
+REORDERED_WORDS = {"f24+z8": (2.0**-15, 0), "f17+k15": (2.0**-8, 2.0**-11)}
 # A norm over a tree, summed in another order, and a factor applied before or after: 64 u.
 REORDERED_NORM = 2.0**-18
 
@@ -159,6 +162,9 @@ def rare(share: float, elements: int) -> float:
 # XLA may move the constant 1 / levels to the scale: two products of u each in either order, 4 u
 # apart; squared 8 u, and u each for the square. A division of 2 ulp (GPU) and a product: 5 u each.
 GROUP_DECODE = 10 * 2.0**-24
+# Expanded codes: a logarithm of up to 32 octaves, in f32 to u of it, over a k that is at least 0.3
+# where this is used, and 8 u.
+GROUP_DECODE_EXPANDED = (32 / 0.3 + 8) * 2.0**-24
 # Scales on a GPU in units of their last place: roots of 2 ulp each in f32, and in f16 on the other
 # side of a tie; without a root they come from integers.
 GPU_SCALE_UNITS = {"f32": 4, "f16": 1, "e8m8": 0}

@@ -40,11 +40,12 @@ OPTIMIZERS: dict[str, dict[str, float]] = {
     "adamw": {"learning_rate": 1e-3, "weight_decay": 0.1},
     "lion": {"learning_rate": 1e-4, "weight_decay": 0.1},
     "sgd": {"learning_rate": 1e-2, "momentum": 0.9},
+    "coat_adamw": {"learning_rate": 1e-3, "weight_decay": 0.1},
     "q_adam_mini": {"learning_rate": 1e-3, "weight_decay": 0.1},
     "flash_adam_mini": {"learning_rate": 1e-3, "weight_decay": 0.1},
 }
 # what optax and the peers call the optimizer that one is compared with
-PLAIN = {"q_adam_mini": "adamw", "flash_adam_mini": "adamw"}
+PLAIN = {"coat_adamw": "adamw", "q_adam_mini": "adamw", "flash_adam_mini": "adamw"}
 # (query, key) heads of a leaf set, for Adam-mini's blocks
 HEADS: dict[str, tuple[int, int]] = {"gpt2-124m": (12, 12), "llama-3.2-1b": (32, 8)}
 WEIGHT_SCALE, GRADIENT_SCALE = 0.02, 1e-3

@@ -87,7 +87,7 @@ def ours(optimizer: str, leaf_set: str, rounding: str | None = None) -> Any:
     """Our optimizer of a case; `rounding` other than its own default."""
     hyper: dict[str, Any] = dict(cases.OPTIMIZERS[optimizer])
     make = getattr(lowmem, optimizer if optimizer in cases.PLAIN else f"flash_{optimizer}")
-    if optimizer in cases.PLAIN:
+    if "blocks" in inspect.signature(make).parameters:
         heads, kv_heads = cases.HEADS.get(leaf_set, (None, None))
         hyper["blocks"] = lowmem.blocks.Structure(heads, kv_heads, default="whole")
     if rounding is not None:

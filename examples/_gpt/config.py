@@ -89,6 +89,7 @@ _ADAM = {"b1": 0.9, "b2": 0.99}  # 0.99: few tokens in a batch
 
 OPTIMIZERS: dict[str, OptimizerPair] = {
     "adamw": OptimizerPair(optax.adamw, lowmem.flash_adamw, 1.0, _ADAM | _DECAYED),
+    "coat_adamw": OptimizerPair(optax.adamw, lowmem.coat_adamw, 1.0, _ADAM | _DECAYED),
     "adam": OptimizerPair(optax.adam, lowmem.flash_adam, 1.0, _ADAM),
     "lion": OptimizerPair(
         optax.lion,

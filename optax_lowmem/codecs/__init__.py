@@ -7,6 +7,11 @@ from optax_lowmem.codecs.affine import affine as affine
 from optax_lowmem.codecs.affine import affine_paper as affine_paper
 from optax_lowmem.codecs.base import GroupCodec as GroupCodec
 from optax_lowmem.codecs.companded import CompandedCodec as CompandedCodec
+from optax_lowmem.codecs.dynamic import dynamic as dynamic
+from optax_lowmem.codecs.expansion import expanded as expanded
+from optax_lowmem.codecs.expansion import expanded_dynamic as expanded_dynamic
+from optax_lowmem.codecs.expansion import expanded_e4m3 as expanded_e4m3
+from optax_lowmem.codecs.expansion import expanded_e5m2 as expanded_e5m2
 from optax_lowmem.codecs.linear import linear as linear
 from optax_lowmem.codecs.linear import linear_paper as linear_paper
 from optax_lowmem.codecs.master import SPLITS as SPLITS
@@ -15,11 +20,14 @@ from optax_lowmem.codecs.master import MasterSplit as MasterSplit
 from optax_lowmem.codecs.master import UlpSplit as UlpSplit
 from optax_lowmem.codecs.master import master_split as master_split
 from optax_lowmem.codecs.master import split_of as split_of
+from optax_lowmem.codecs.minifloat import e4m3 as e4m3
+from optax_lowmem.codecs.minifloat import e5m2 as e5m2
 from optax_lowmem.codecs.softsign import softsign as softsign
 from optax_lowmem.codecs.softsign import softsign_paper as softsign_paper
 from optax_lowmem.codecs.sqrt import sqrt as sqrt
 from optax_lowmem.codecs.sqrt import sqrt_paper as sqrt_paper
 
+_BOTH = (e4m3, e5m2, dynamic, expanded_e4m3, expanded_e5m2, expanded_dynamic)
 CODECS: dict[str, GroupCodec] = {
     codec.name: codec
     for codec in (
@@ -33,6 +41,7 @@ CODECS: dict[str, GroupCodec] = {
         linear_paper(signed=False),
         affine(),
         affine_paper(),
+        *(build(signed) for build in _BOTH for signed in (True, False)),
     )
 }
 

@@ -47,6 +47,8 @@ class AffineCodec(GroupCodec):
 
     scale: AffineScale = dataclasses.field(default_factory=AffineScale)
 
+    zero_code = False
+
     def measure(self, x: jax.Array) -> tuple[jax.Array, Grid]:
         """Stored words [..., groups] of a group view, and the grids of its codes."""
         return self._guarded(x) if self.guarded else self._paper(x)

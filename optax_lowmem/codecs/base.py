@@ -6,7 +6,7 @@ kernel body call the same functions.
 
 import abc
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ class GroupCodec(abc.ABC):
     signed: bool = True
 
     bits = 8
+    zero_code: ClassVar[bool] = True  # code 0 stands for 0 in every group
 
     @property
     def dtype(self) -> jnp.dtype:

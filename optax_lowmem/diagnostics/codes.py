@@ -17,7 +17,7 @@ class CodeShares:
     """Shares of the codes of one slot of one leaf.
 
     Attributes:
-      saturated: at the largest code (1/32 is normal: the maximum of each group of 32).
+      saturated: at the largest code of the leaf (1/32 is normal: the maximum of each group of 32).
       zero: at code 0.
       floored: unsigned codes at 1, where small second moments are held up.
     """
@@ -34,8 +34,9 @@ def code_shares(state: Any) -> dict[str, dict[str, CodeShares]]:
     """Shares of saturated, zero and floored codes, slot -> leaf path -> `CodeShares`.
 
     Args:
-      state: the state of any optimizer of this library, wrapped or not. Works under jit. Codes of
-        `codecs.affine`, which have a zero-point a group, are left out.
+      state: the state of any optimizer of this library, wrapped or not. Works under jit. Slots
+        whose groups each have a grid of their own, those of `codecs.affine` and `codecs.expanded`,
+        are left out.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -50,10 +51,10 @@ def code_shares(state: Any) -> dict[str, dict[str, CodeShares]]:
         for slot, tree in trees.state_fields(state)
         for path, leaf in trees.named_leaves(tree)
     ]
-    affine = {(slot, path) for slot, path, scales in fields if scales.dtype == jnp.uint32}
+    own_grid = {(slot, path) for slot, path, scales in fields if scales.dtype == jnp.uint32}
     for slot, path, codes in fields:
         if slot != "correction" and codes.ndim and codes.dtype in (jnp.int8, jnp.uint8):
-            if (f"{slot}_scale", path) not in affine:
+            if (f"{slot}_scale", path) not in own_grid:
                 shares.setdefault(slot, {})[path] = _shares(codes)
     return shares
 
@@ -66,7 +67,7 @@ def _shares(codes: jax.Array) -> CodeShares:
         return jnp.mean(hits.astype(jnp.float32))
 
     return CodeShares(
-        saturated=share(magnitude == (255 if unsigned else 127)),
+        saturated=share((magnitude > 0) & (magnitude == jnp.max(magnitude, initial=0))),
         zero=share(magnitude == 0),
         floored=share(magnitude == 1) if unsigned else jnp.zeros((), jnp.float32),
     )

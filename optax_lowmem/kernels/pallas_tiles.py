@@ -82,6 +82,11 @@ def _scales(tiling: Tiling, ref: Any, tile: jax.Array) -> Any:
     return ref.at[pl.ds(tile * tiling.rows, tiling.rows)]
 
 
+def exists(tiling: Tiling, ref: Any, tile: jax.Array) -> jax.Array | None:
+    """Which elements of a tile exist, [rows, lanes]; None where all do. `ref` is of any array."""
+    return _elements(tiling, ref, tile)[1]
+
+
 def load(tiling: Tiling, ref: Any, tile: jax.Array, other: int = 0) -> jax.Array:
     """Elements of a tile; `other` where there are none."""
     where, mask = _elements(tiling, ref, tile)

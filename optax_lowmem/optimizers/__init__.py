@@ -10,6 +10,7 @@ import optax
 from optax_lowmem.blocks import Structure
 from optax_lowmem.optimizers.adam import flash_adam, flash_adamw
 from optax_lowmem.optimizers.adam_mini import adam_mini, flash_adam_mini, q_adam_mini, q_adamw
+from optax_lowmem.optimizers.coat import coat_adamw
 from optax_lowmem.optimizers.lion import flash_lion
 from optax_lowmem.optimizers.sgd import flash_sgd
 from optax_lowmem.optimizers.stable_adamw import stable_adamw
@@ -54,6 +55,7 @@ OPTIMIZERS: dict[str, Row] = {
     "flash_adamw": Row(flash_adamw, optax.adamw, 1e-2, ("mu", "nu")),
     "flash_adam": Row(flash_adam, optax.adam, 1e-2, ("mu", "nu")),
     "stable_adamw": Row(stable_adamw, _clipped_adamw, 1e-2, ("mu", "nu")),
+    "coat_adamw": Row(coat_adamw, optax.adamw, 1e-2, ("mu", "nu")),
     "q_adamw": Row(q_adamw, optax.adamw, 1e-2, ("mu", "nu")),
     "q_adam_mini": Row(_mini(q_adam_mini), _mini(adam_mini), 1e-2, ("mu",)),
     "flash_adam_mini": Row(_mini(flash_adam_mini), _mini(adam_mini), 1e-2, ("mu",)),

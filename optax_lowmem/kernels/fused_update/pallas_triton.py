@@ -19,6 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 from optax_lowmem._core import numerics, random
 from optax_lowmem._core.block import Block
 from optax_lowmem._core.rules import OF_BLOCK, UpdateRule
+from optax_lowmem.codecs import GroupCodec
 from optax_lowmem.kernels import pallas_tiles
 from optax_lowmem.kernels.fused_update import reference
 from optax_lowmem.kernels.fused_update.operands import (
@@ -40,6 +41,7 @@ def step_tile(
     leaf: Leaf,
     h: dict[str, jax.Array],
     noise: tuple[jax.Array, jax.Array] | None,
+    exists: jax.Array | None,
 ) -> Result:
     """One tile [groups, lanes], a group a row: decode, rule, encode, split.
 
@@ -47,7 +49,7 @@ def step_tile(
     """
     stored_scales = iter(leaf.scales)
     values = {
-        slot.name: slot.codec.decode(stored, next(stored_scales))
+        slot.name: _decode(slot.codec, stored, next(stored_scales), exists)
         if slot.codec
         else stored.astype(jnp.float32)
         for slot, stored in zip(plan.slots, leaf.slots, strict=True)
@@ -72,6 +74,16 @@ def step_tile(
         update, correction = move(plan, leaf.p, update, correction)
     kept = None if leaf.correction is None else correction
     return Result(update.astype(update_dtype(plan, leaf.p)), kept, tuple(slots), tuple(scales))
+
+
+def _decode(
+    codec: GroupCodec, codes: jax.Array, scales: jax.Array, exists: jax.Array | None
+) -> jax.Array:
+    """Values of a tile, 0 where there are none: they would count in what the group spans."""
+    values = codec.decode(codes, scales)
+    if codec.zero_code or exists is None:  # codes of what is not there are 0
+        return values
+    return jnp.where(exists, values, jnp.float32(0))
 
 
 def _kernel(
@@ -99,7 +111,10 @@ def _kernel(
     def run(i: int) -> None:
         h = {name: scalars[i if per_leaf else 0, j] for j, name in enumerate(names)}
         tiling, tile = tilings[i], program - starts[i]
-        leaf = _load(plan, tiling, blocks[i], tile, jax.tree.unflatten(treedefs[0], read[i]))
+        own = jax.tree.unflatten(treedefs[0], read[i])
+        leaf, exists = _load(plan, tiling, blocks[i], tile, own), None
+        if not all(slot.codec is None or slot.codec.zero_code for slot in plan.slots):
+            exists = pallas_tiles.exists(tiling, own.g, tile)
         if leaf.of_block is not None:
             h[OF_BLOCK] = leaf.of_block
         noise = None
@@ -107,7 +122,7 @@ def _kernel(
             number = leaf_numbers[i]
             noise = pallas_tiles.noise(tiling, tile, keys[number], lane_bits[number, :])
         with _arithmetic(interpret):
-            result = step(leaf._replace(of_block=None), h, noise)
+            result = step(leaf._replace(of_block=None), h, noise, exists)
         _store(tiling, tile, jax.tree.unflatten(treedefs[1], written[i]), result)
 
     # the whole step in each branch: values that leave a branch cost their packing there
