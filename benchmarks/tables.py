@@ -9,16 +9,24 @@ from typing import Any
 
 from benchmarks import claims as claims_of_papers
 from benchmarks import (
+    claims_coat,
     claims_q_adam_mini,
     claims_stable_adamw,
     findings,
+    formats_tables,
     records,
     step_tables,
     targets,
 )
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("README.md", "docs/cpu_speed.md", "docs/gpu_speed.md", "docs/claims.md")
+PAGES = (
+    "README.md",
+    "docs/choosing.md",
+    "docs/cpu_speed.md",
+    "docs/gpu_speed.md",
+    "docs/claims.md",
+)
 MARKED = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -117,6 +125,13 @@ def q_adam_mini_claims(rows: list[dict[str, Any]]) -> str:
     return markdown(head, body) + (source(used) if used else "")
 
 
+def coat_claims(rows: list[dict[str, Any]]) -> str:
+    """What COAT says of 8-bit states, and what we measured."""
+    body, used = claims_of_papers.table(newest(rows), claims_coat.CLAIMS)
+    head = ["COAT", "the paper says", "we measured", ""]
+    return markdown(head, body) + (source(used) if used else "")
+
+
 def pairs(rows: list[dict[str, Any]]) -> str:
     """Every training run in two implementations over the same seeds."""
     body, used = findings.all_pairs(newest(rows, bench="train"))
@@ -131,10 +146,12 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "claims": claims,
     "claims_stable_adamw": stable_adamw_claims,
     "claims_q_adam_mini": q_adam_mini_claims,
+    "claims_coat": coat_claims,
     "pairs": pairs,
     "gpu_step": step_tables.gpu_step,
     "gpu_step_details": step_tables.gpu_step_details,
     "gpu_targets": targets.table,
+    **formats_tables.TABLES,
 }
 
 

@@ -12,7 +12,7 @@ nbformat = pytest.importorskip("nbformat", reason="the extra `notebooks` is not 
 
 REPO = Path(__file__).parent.parent
 HEAVY_BYTES = 2048
-PICTURES = {"flashoptim": 4, "stable_adamw": 4, "q_adam_mini": 4}
+PICTURES = {"flashoptim": 4, "stable_adamw": 4, "q_adam_mini": 4, "coat_states": 5}
 # What a notebook must assert, by the tag of the cell: names that its assertions have to mention.
 ASSERTED = {
     "flashoptim": {
@@ -37,6 +37,15 @@ ASSERTED = {
         "assert-sleepers": ("row", "neuron", "floored", "everywhere"),
         "assert-moments": ("OURS", "REFERENCE"),
         "assert-latency": ("1.1", "paper.ROUNDING"),
+    },
+    "coat_states": {
+        "assert-spans": ("MU", "NU", "medians", "sampled"),
+        "assert-expansion": ("bits", "usage"),
+        "assert-tables": ("paper.expansions", "gains", "theirs", "paper.BOTH", "worse", "rho"),
+        "assert-equal-bytes": ("E4M3_X", "FLASH", "stochastic", "nearest", "once", "FINE_X"),
+        "assert-optimizers": ("COAT", "coat_adamw", "FlashOptim", "flash_adamw"),
+        "assert-floor": ("lost_share", "largest_step", "nmse"),
+        "assert-best": ("package", "trials", "mixed", "flash"),
     },
 }
 CELLS = [(name, tag) for name, tags in ASSERTED.items() for tag in tags]

@@ -1,0 +1,192 @@
+"""The 8-bit formats of optimizer states that are compared, at which group sizes and roundings."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from optax_lowmem import codecs
+from optax_lowmem.codecs import GroupCodec
+from optax_lowmem.codecs.minifloat import MinifloatCodec
+from optax_lowmem.codecs.scales import Float32Scale
+
+MU, NU = "mu", "nu"
+NEAREST, STOCHASTIC = "nearest", "stochastic"
+PAPER_GROUP = 128  # of COAT's tables, for every format
+# Bytes a value at which formats are compared: COAT's (a word for 128 values) and FlashOptim's.
+BUDGETS = (1.03125, 1.0625)
+
+E4M3, E5M2, DE8 = "E4M3", "E5M2", "DE8"
+E4M3_X, E5M2_X, DE8_X = (f"{name} + expansion" for name in (E4M3, E5M2, DE8))
+FLASH, FLASH_PAPER = "companded", "companded, paper"
+AFFINE, AFFINE_PAPER, LINEAR, BNB = "affine", "affine, paper", "linear", "bitsandbytes"
+FINE, FINE_X = "E3M4, UE4M4", "E3M4, UE4M4 + expansion"
+
+
+@dataclasses.dataclass(frozen=True)
+class E3M4Codec(MinifloatCodec):
+    """One bit from the exponent to the mantissa: 1/1792 of the maximum is code 1."""
+
+    mantissa, lowest, highest = 4, -2, 4
+
+
+@dataclasses.dataclass(frozen=True)
+class UE4M4Codec(MinifloatCodec):
+    """E4M3 with one more mantissa bit in the place of the sign, which v does not have."""
+
+    mantissa, lowest, highest = 4, -6, 8
+
+
+_E3M4, _UE4M4 = E3M4Codec(scale=codecs.e4m3().scale), UE4M4Codec(signed=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A way to store each slot; None where nobody stores that slot so.
+
+    Attributes:
+      mu, nu: the codecs.
+      group: the group size it comes with.
+      roundings: those that it is used with in closed loop.
+    """
+
+    mu: GroupCodec | None
+    nu: GroupCodec | None
+    group: int = PAPER_GROUP
+    roundings: tuple[str, ...] = (NEAREST, STOCHASTIC)
+
+
+def _pair(build) -> Format:
+    return Format(build(), build(signed=False))
+
+
+FORMATS: dict[str, Format] = {
+    E4M3: _pair(codecs.e4m3),
+    E4M3_X: _pair(codecs.expanded_e4m3),
+    E5M2: _pair(codecs.e5m2),
+    E5M2_X: _pair(codecs.expanded_e5m2),
+    DE8: _pair(codecs.dynamic),
+    DE8_X: _pair(codecs.expanded_dynamic),
+    FLASH: Format(codecs.softsign(), codecs.sqrt(), 32),
+    FLASH_PAPER: Format(codecs.softsign_paper(), codecs.sqrt_paper(), 32, (NEAREST,)),
+    AFFINE: Format(codecs.affine(), None, 256),
+    AFFINE_PAPER: Format(codecs.affine_paper(), None, 256, (NEAREST,)),
+    LINEAR: Format(codecs.linear(), codecs.linear(signed=False), 256),
+    BNB: Format(
+        dataclasses.replace(codecs.dynamic(), scale=Float32Scale()),
+        codecs.dynamic(signed=False),
+        256,
+        (NEAREST,),
+    ),
+    FINE: Format(_E3M4, _UE4M4),
+    FINE_X: Format(codecs.expanded(_E3M4), codecs.expanded(_UE4M4)),
+}
+PAPERS = (FLASH_PAPER, AFFINE_PAPER)  # as published, flaws included
+TRIALS = (FINE, FINE_X)  # not in the package
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Copy:
+    """One way to keep one slot through training."""
+
+    slot: str
+    format: str
+    group: int
+    rounding: str
+
+    @property
+    def codec(self) -> GroupCodec:
+        """Of the slot."""
+        found = getattr(FORMATS[self.format], self.slot)
+        if found is None:
+            raise ValueError(f"{self.format} does not store {self.slot}")
+        return found
+
+    @property
+    def bytes(self) -> float:
+        """A value, scales included."""
+        return 1 + self.codec.scale.dtype.itemsize / self.group
+
+    @property
+    def key(self) -> str:
+        """In files and records."""
+        return f"{self.slot}|{self.format}|{self.group}|{self.rounding}"
+
+    @staticmethod
+    def of(key: str) -> Copy:
+        """The copy with a key."""
+        slot, name, group, rounding = key.split("|")
+        return Copy(slot, name, int(group), rounding)
+
+
+def group_at(codec: GroupCodec, budget: float) -> int:
+    """The group size at which a codec takes this many bytes a value."""
+    return round(codec.scale.dtype.itemsize / (budget - 1))
+
+
+def column(slot: str, budget: float, rounding: str) -> list[Copy]:
+    """Every format of a slot at equal bytes, rounded the same way where it is ever rounded so."""
+    return [
+        Copy(slot, name, group_at(codec, budget), rounding)
+        for name, how in FORMATS.items()
+        if (codec := getattr(how, slot)) is not None and rounding in how.roundings and name != BNB
+    ]
+
+
+def papers(slot: str) -> list[Copy]:
+    """The formats of COAT's tables in its groups."""
+    return [
+        Copy(slot, name, PAPER_GROUP, NEAREST) for name in (E4M3, E4M3_X, E5M2, E5M2_X, DE8, DE8_X)
+    ]
+
+
+Pair = tuple[Copy, Copy]
+
+
+def _own(mu: str, nu: str, group: int, rounding: str) -> Pair:
+    return Copy(MU, mu, group, rounding), Copy(NU, nu, group, rounding)
+
+
+# What optimizers keep: ours by their names, others by whose they are.
+OPTIMIZERS: dict[str, Pair] = {
+    "flash_adamw": _own(FLASH, FLASH, 32, STOCHASTIC),
+    "FlashOptim": _own(FLASH_PAPER, FLASH_PAPER, 32, NEAREST),
+    "coat_adamw": _own(E4M3_X, E4M3_X, 128, STOCHASTIC),
+    "COAT": _own(E4M3_X, E4M3_X, 128, NEAREST),
+    "COAT without expansion": _own(E4M3, E4M3, 128, NEAREST),
+    "q_adamw": _own(AFFINE, FLASH, 256, STOCHASTIC),
+    "bitsandbytes": _own(BNB, BNB, 256, NEAREST),
+}
+
+
+def copies() -> list[Copy]:
+    """All that are kept in closed loop: at equal bytes, in each one's own group, in optimizers."""
+    return sorted(set(_copies()))
+
+
+def _copies() -> Iterator[Copy]:
+    for slot in (MU, NU):
+        for rounding in (NEAREST, STOCHASTIC):
+            for budget in BUDGETS:
+                yield from column(slot, budget, rounding)
+        for name, how in FORMATS.items():
+            if getattr(how, slot) is not None:
+                yield from (Copy(slot, name, how.group, rounding) for rounding in how.roundings)
+        yield from (Copy(slot, FLASH, PAPER_GROUP, rounding) for rounding in (NEAREST, STOCHASTIC))
+    for pair in OPTIMIZERS.values():
+        yield from pair
+
+
+def stored() -> list[Copy]:
+    """Of these, the ones whose codes are kept in the file: COAT's bytes, and optimizers'."""
+    equal = [
+        copy
+        for slot in (MU, NU)
+        for rounding in (NEAREST, STOCHASTIC)
+        for copy in column(slot, BUDGETS[0], rounding)
+    ]
+    return sorted({*equal, *(copy for pair in OPTIMIZERS.values() for copy in pair)})
+
+
+# The f32 moments themselves, for what one slot does alone.
+EXACT = {slot: Copy(slot, "f32", 1, NEAREST) for slot in (MU, NU)}

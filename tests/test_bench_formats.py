@@ -1,0 +1,407 @@
+"""The benchmark of 8-bit formats: its closed loop, its errors, its records, and a run."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_lowmem as lowmem
+from benchmarks import bench_formats, claims, formats, formats_states, formats_tables, tables
+from benchmarks import claims_coat as paper
+from benchmarks import formats_errors as fe
+from benchmarks.adam_mini_training import Text
+from benchmarks.findings import BETTER, NOT, SAME
+from benchmarks.formats import EXACT, MU, NEAREST, NU, STOCHASTIC, Copy
+from optax_lowmem import codecs
+
+pytest.importorskip("flax")
+from benchmarks import formats_training as training  # noqa: E402 (needs flax)
+
+DECAYS = {MU: 0.9, NU: 0.999}
+
+
+@pytest.fixture(autouse=True)
+def as_users_do():
+    """Models broadcast; only the library is held to explicit ranks."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+# ---- The formats ---------------------------------------------------------------------------------
+
+
+def test_copies_have_keys_and_whole_groups():
+    copies = formats.copies()
+    assert len({c.key for c in copies}) == len(copies) > 100
+    assert [Copy.of(c.key) for c in copies] == copies
+    assert all(training.LONGEST % c.group == 0 for c in copies)
+    assert set(formats.stored()) < set(copies)
+    assert all(set(pair) <= set(formats.stored()) for pair in formats.OPTIMIZERS.values())
+
+
+@pytest.mark.parametrize("budget", formats.BUDGETS)
+def test_equal_bytes(budget):
+    for slot, rounding in ((MU, NEAREST), (MU, STOCHASTIC), (NU, NEAREST), (NU, STOCHASTIC)):
+        found = formats.column(slot, budget, rounding)
+        assert {c.bytes for c in found} == {budget}
+        assert set(found) <= set(formats.copies())
+        held = {c.format for c in found}
+        assert formats.E4M3_X in held and (formats.FLASH_PAPER in held) == (rounding == NEAREST)
+
+
+def test_what_optimizers_store():
+    """The named pairs are those of the package's optimizers."""
+    params = {"w": jnp.zeros((64, 256))}
+    for name, build in (
+        ("flash_adamw", lowmem.flash_adamw),
+        ("coat_adamw", lowmem.coat_adamw),
+        ("q_adamw", lowmem.q_adamw),
+    ):
+        mu, nu = formats.OPTIMIZERS[name]
+        state = build(1e-3).init(params)
+        for copy, codes, scales in (
+            (mu, state.mu, state.mu_scale),
+            (nu, state.nu, state.nu_scale),
+        ):
+            assert (codes["w"].dtype, scales["w"].dtype) == (
+                copy.codec.dtype,
+                copy.codec.scale.dtype,
+            )
+            assert scales["w"].shape == (64, 256 // copy.group), (name, copy)
+    with pytest.raises(ValueError, match="does not store nu"):
+        Copy(NU, formats.AFFINE, 256, NEAREST).codec  # noqa: B018
+
+
+@pytest.mark.parametrize(("name", "levels", "error"), [("mu", 124, 2.0**-5), ("nu", 252, 2.0**-5)])
+def test_trial_formats(name, levels, error):
+    codec = getattr(formats.FORMATS[formats.FINE], name)
+    assert codec.levels == levels
+    x = jnp.linspace(0.05, 1, 128)[None]
+    y = codecs.decode_array(codec, *codecs.encode_array(codec, x, 128), 128)
+    assert float(jnp.max(jnp.abs(y / x - 1))) <= error * 1.02
+    values = codec.expand(jnp.arange(1.0, levels + 1))
+    assert bool(jnp.all(jnp.diff(values) > 0)) and float(values[-1]) == 1
+
+
+@pytest.mark.parametrize("slot", [MU, NU])
+def test_trial_formats_round_without_bias(slot):
+    """After expansion too, whose odds depend on the format's bits: in units of the spacing."""
+    codec = getattr(formats.FORMATS[formats.FINE_X], slot)
+    x = jnp.exp(2 * jax.random.normal(jax.random.key(0), (8, 128)))
+    noise = (jnp.arange(512.0)[:, None, None] + 0.5) / 512  # every share of an interval
+
+    @jax.jit
+    def decoded(x, noise):
+        return codecs.decode_array(codec, *codecs.encode_array(codec, x, 128, noise), 128)
+
+    found = jnp.stack([decoded(x, jnp.full(x.shape, n)) for n in noise[:, 0, 0]])
+    spacing = jnp.max(found, axis=0) - jnp.min(found, axis=0)
+    off = jnp.abs(jnp.mean(found, axis=0) - x) / jnp.maximum(spacing, 1e-6 * x)
+    assert float(jnp.max(jnp.where(spacing > 1e-5 * x, off, 0))) < 0.01
+
+
+# ---- The closed loop -----------------------------------------------------------------------------
+
+
+def test_copies_are_an_optimizers_state():
+    """The codes of a copy after some steps are those of lowmem.coat_adamw, rounded to nearest."""
+    storage = lowmem.Storage(
+        mu=codecs.expanded_e4m3(),
+        nu=codecs.expanded_e4m3(signed=False),
+        group_size=128,
+        rounding=NEAREST,
+    )
+    params = {"w": jnp.zeros((32, 256))}
+    tx = lowmem.coat_adamw(1e-3, storage=storage)
+    state = tx.init(params)
+    copies = formats.OPTIMIZERS["COAT"]
+    stored = training.start_copies(copies, (32, 256))
+    step = jax.jit(lambda *args: training.step_copies(copies, *args[:2], DECAYS, args[2]))
+    for number in range(5):
+        grads = 1e-3 * jax.random.normal(jax.random.key(number), (32, 256))
+        _, state = tx.update({"w": grads}, state, params)
+        stored = step(stored, grads, (jnp.uint32(0), jnp.int32(number)))
+    for copy, codes in zip(copies, (state.mu["w"], state.nu["w"]), strict=True):
+        off = np.abs(np.int32(codes) - np.int32(stored[copy.key][0]))
+        assert off.max() <= 1 and (off > 0).mean() < 1e-3
+
+
+def test_copies_start_at_zero():
+    copies = formats.copies()
+    stored = training.start_copies(copies, (2, 512))
+    for copy in copies:
+        assert stored[copy.key][1].shape == (2, 512 // copy.group)
+    values = jax.jit(lambda stored: training.decode_copies(copies, stored))(stored)
+    assert all((np.asarray(x) == 0).all() for x in values.values())
+
+
+def test_noise_is_of_the_seed_and_step_and_unbiased():
+    pair = formats.OPTIMIZERS["coat_adamw"]
+    start = training.start_copies(pair, (64, 256))
+    grads = jax.random.normal(jax.random.key(0), (64, 256))
+
+    @jax.jit
+    def after(key):
+        stored = training.step_copies(pair, start, grads, DECAYS, key)
+        return training.decode_copies(pair, stored)[pair[0].key]
+
+    def mu(seed, step):
+        return after((jnp.uint32(seed), jnp.int32(step)))
+
+    first = mu(0, 0)
+    assert bool(jnp.all(first == mu(0, 0)))
+    assert bool(jnp.any(first != mu(0, 1))) and bool(jnp.any(first != mu(1, 0)))
+    mean = jnp.mean(jnp.stack([mu(0, step) for step in range(64)]), axis=0)
+    error = float(jnp.linalg.norm(mean - 0.1 * grads) / jnp.linalg.norm(0.1 * grads))
+    once = float(jnp.linalg.norm(first - 0.1 * grads) / jnp.linalg.norm(0.1 * grads))
+    assert error < once / 5  # an eighth
+
+
+def test_sample_is_rows_of_neighbours():
+    tree = {"a": jnp.arange(64 * 512.0).reshape(64, 512), "b": jnp.zeros(8192),
+            "c": jnp.arange(16 * 256.0).reshape(16, 256)}  # fmt: skip
+    sample = training.Sample.of(tree, 5, seed=1)
+    assert (sample.paths, sample.length, sample.sizes) == (("a", "c"), 256, (64 * 512, 16 * 256))
+    rows = np.asarray(sample.take(tree))
+    assert rows.shape == (10, 256)
+    assert (np.diff(rows, axis=-1) == 1).all() and (rows[:, 0] % 256 == 0).all()
+    assert len(np.unique(rows[:5, 0])) == 5
+    assert sample.leaf_of_chunk.tolist() == [0] * 5 + [1] * 5
+    again = training.Sample.of(tree, 5, seed=1)
+    assert all((a == b).all() for a, b in zip(sample.chunks, again.chunks, strict=True))
+
+
+# ---- Errors --------------------------------------------------------------------------------------
+
+
+def moments(chunks=6, length=256, seed=0):
+    rng = np.random.default_rng(seed)
+    mu = 1e-4 * rng.normal(size=(chunks, length)) * np.exp(rng.normal(size=(chunks, 1)))
+    nu = np.square(1e-4 * np.exp(rng.normal(size=(chunks, length))))
+    return {MU: np.float32(mu), NU: np.float32(nu)}
+
+
+def test_errors_are_those_of_each_pair():
+    true, leaves, sizes = moments(), np.array([0, 0, 0, 0, 1, 1]), (1000, 3000)
+    copies = [*formats.papers(MU)[:2], *formats.papers(NU)[:3]]
+    exact = {copy: true[slot] for slot, copy in EXACT.items()}
+    values = fe.encoded_once(true, copies) | exact
+    correction = fe.Correction.after(100, DECAYS)
+    found = fe.errors(true, values, leaves, sizes, correction)
+    assert (len(found.mus), len(found.nus)) == (3, 4)
+
+    def step(mu, nu):
+        hat = np.float64(nu) / (1 - 0.999**100)
+        return np.float64(mu) / (1 - 0.9**100) / (np.sqrt(hat) + 1e-8)
+
+    wanted = step(true[MU], true[NU])
+    for mu in found.mus:
+        for nu in found.nus:
+            square = (step(values[mu], values[nu]) - wanted) ** 2
+            each = [square[leaves == leaf].mean() for leaf in (0, 1)]
+            signal = [np.square(wanted[leaves == leaf]).mean() for leaf in (0, 1)]
+            mse, nmse = found.at(mu, nu)
+            assert mse == pytest.approx((each[0] + 3 * each[1]) / 4, rel=1e-6, abs=1e-13)
+            assert nmse == pytest.approx(np.median(np.divide(each, signal)), rel=1e-6, abs=1e-13)
+    assert found.at(*EXACT.values()) == pytest.approx((0, 0), abs=1e-13)
+    part = found.select(found.mus[1:], found.nus[:1])
+    assert part.at(found.mus[2], found.nus[0]) == found.at(found.mus[2], found.nus[0])
+
+
+def test_spans_leave_out_zeros():
+    x = np.ones((2, 256), np.float32)
+    x[0, 3], x[0, 4], x[1, 128:] = 1e-3, 0, 0
+    x[1, 200] = 5  # alone in its group
+    assert fe.spans(x).tolist() == pytest.approx([3, 0, 0], abs=1e-6)
+    counts = fe.histograms(fe.spans(x))
+    assert counts["span"].sum() == counts["k"].sum() == 3
+    assert fe.DECADES[counts["span"].nonzero()[0]].tolist() == pytest.approx([0, 3])
+
+
+def test_the_floor_bounds_the_step():
+    """An element that had a thousandth of its neighbours' gradients, long ago."""
+    nu = np.full((4, 128), 1e-8, np.float32)
+    nu[0, 0] = 1e-14
+    mu = np.sqrt(nu)
+    found = fe.floor_effect([(mu, nu)] * 2, fe.Correction(1.0, 1.0))
+    assert found.keys() == fe.FLOORS.keys()
+    for name in ("sqrt, paper", "sqrt, no floor"):
+        lost = found[name]
+        assert lost["lost_share"] == pytest.approx(1 / 512, rel=1e-6)
+        assert lost["groups_share"] == pytest.approx(1 / 16, rel=1e-6)
+        assert lost["largest_step"] == pytest.approx(10, rel=1e-3)  # 1e-7 / 1e-8
+        assert lost["nmse"] > 100 * lost["nmse_elsewhere"]
+    for name in ("sqrt", "E4M3", "DE8", "E4M3 + expansion"):
+        assert found[name]["lost_share"] == 0
+        assert found[name]["largest_step"] < 1.1
+    assert found["E4M3, no floor"]["lost_share"] == found["sqrt, no floor"]["lost_share"]
+    assert found["DE8, no floor"]["lost_share"] == 0  # it has codes seven decades down
+    assert found["sqrt"]["largest_step_f32"] == pytest.approx(1, rel=1e-3)
+
+
+# ---- A run ---------------------------------------------------------------------------------------
+
+
+ALL = formats.column
+FEW = {formats.E4M3_X, formats.FLASH, formats.FLASH_PAPER, formats.AFFINE, formats.FINE_X}
+
+
+def few(slot, budget, rounding):
+    """Some of the formats, at COAT's size whatever is asked: compiling takes longest."""
+    return [c for c in ALL(slot, formats.BUDGETS[0], rounding) if c.format in FEW]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The command on a tiny model: its states and records."""
+    folder = tmp_path_factory.mktemp("formats")
+    preset = training.PRESETS["gpt-3m"]
+    shape = dataclasses.replace(preset.shape, layers=1, heads=2, width=128)
+    tiny = dataclasses.replace(preset, shape=shape, context=16, batch=4)
+    tokens = jnp.asarray(np.arange(5000) * 7 % 256, jnp.uint16)
+    text = Text(tokens, tokens[None, None, :17], 256, 0.5, 1.0)
+    states, rows = folder / "states.npz", folder / "rows.jsonl"
+    with pytest.MonkeyPatch.context() as patch, jax.numpy_rank_promotion("allow"):
+        patch.setitem(bench_formats.PRESETS, "gpt-3m", tiny)
+        patch.setattr(formats, "column", few)
+        patch.setattr(formats, "copies", lambda: sorted({*formats.stored()}))
+        patch.setattr(bench_formats, "load_text", lambda settings, cache: text)
+        flags = f"--preset gpt-3m --steps 60 --chunks 4 --keep 2 --states {states} --record {rows}"
+        bench_formats.main(flags.split())
+    stored = [json.loads(line) for line in rows.read_text().splitlines()]
+    return formats_states.load(states), stored
+
+
+def test_stored_states(run):
+    states, _ = run
+    leaves = len(states.about["paths"])
+    assert leaves == 5 and states.true[MU].shape == (2 * leaves, 128)
+    assert states.leaf_of_chunk.tolist() == [leaf for leaf in range(leaves) for _ in range(2)]
+    assert set(states.stored) >= {c for pair in formats.OPTIMIZERS.values() for c in pair}
+    assert np.isfinite(states.true[MU]).all() and (states.true[NU] > 0).mean() > 0.9
+    assert states.curves["step"].tolist() == list(range(6, 61, 6))
+    for slot in (MU, NU):
+        assert states.histograms[f"{slot}/span"].sum() == sum(states.about["sizes"]) // 128
+    held = states.errors(states.values())
+    for name, pair in formats.OPTIMIZERS.items():  # copies follow the f32 state, whoever clips
+        assert 1e-7 < held.at(*pair)[1] < 0.05, name
+    stochastic, nearest = (formats.OPTIMIZERS[name] for name in ("coat_adamw", "COAT"))
+    assert held.at(*stochastic) != held.at(*nearest)
+    best = states.about["best"]
+    for search, pairs in best.items():
+        budget = float(search.split()[-1])
+        assert len(pairs) == bench_formats.TOP
+        assert all(pair["bytes"] <= 2 * budget for pair in pairs)
+        mu, nu = Copy.of(pairs[0]["mu"]), Copy.of(pairs[0]["nu"])
+        if "mixed" not in search:
+            assert (mu.group, mu.rounding) == (nu.group, nu.rounding)
+        assert "trials" in search or not {mu.format, nu.format} & set(formats.TRIALS)
+
+
+def test_records_make_the_tables(run, monkeypatch):
+    _, rows = run
+    assert {row["bench"] for row in rows} == {"formats"}
+    assert len(tables.newest(rows)) == len(rows)  # none replaces another
+    monkeypatch.setattr(formats, "column", few)
+    for name, table in formats_tables.TABLES.items():
+        text = table(rows)
+        assert "gpt-3m" in text and "60 steps" in text, name
+        assert "nan" not in text and "inf" not in text
+        assert table([]) == formats_tables.NOTHING
+    slots = formats_tables.slots(rows)
+    assert slots.count("\n| 0.03125 |") == slots.count("\n| 0.06250 |") == len(FEW)
+    found = formats_tables.measured(rows).matrix("once at 128", "mse")
+    assert (
+        f"| {found[formats.E5M2, formats.E4M3] / found[formats.E4M3, formats.E4M3]:.2f} (1.84)"
+        in (formats_tables.paper(rows))
+    )
+
+
+def test_the_run_wants_whole_calls():
+    with pytest.raises(SystemExit, match="not a multiple"):
+        bench_formats.make_experiment(bench_formats.parse_arguments(["--steps", "100"]))
+
+
+# ---- The claims ----------------------------------------------------------------------------------
+
+
+def made(matrix, **spans):
+    """Records of a matrix of errors, and of what groups span."""
+    about = {"bench": "formats", "device": "a GPU", "jax": "1", "commit": "c", "seed": 0}
+    flags = {"parameters": 1, "steps": 1}
+    rows = [
+        about
+        | {"case": "gpt-42m/once at 128", "impl": mu, "metric": "mse", "value": 0.0}
+        | {"flags": flags, "over": {v: e for (m, v), e in matrix.items() if m == mu}}
+        for mu in dict.fromkeys(m for m, _ in matrix)
+    ]
+    values = {"mu_over_1e4": 0.01, "nu_over_1e1": 0.01, "mu_p5": 2.0, "mu_p50": 3.0, "mu_p95": 4.0,
+              "nu_p5": 0.4, "nu_p50": 0.6, "nu_p95": 1.0} | spans  # fmt: skip
+    for key, value in values.items():
+        slot, metric = key.split("_", 1)
+        rows.append(about | {"case": "gpt-42m/spans", "impl": slot, "metric": metric,
+                             "value": value, "flags": flags})  # fmt: skip
+    return rows
+
+
+@pytest.fixture
+def matrix():
+    """The paper's errors, and the two pairs that it does not print."""
+    missing = {(mu, nu): 20.0 for mu in ("E4M3", "E5M2", "E5M2 + expansion")
+               for nu in ("DE8", "DE8 + expansion")}  # fmt: skip
+    return dict(paper.PAPER) | missing
+
+
+def verdicts(rows):
+    return {claim.where: claim.finding(rows).verdict for claim in paper.CLAIMS}
+
+
+def test_the_papers_own_tables_are_the_same(matrix):
+    found = verdicts(made(matrix))
+    assert len(found) == len(paper.CLAIMS)
+    left = {where for where, verdict in found.items() if verdict != SAME}
+    assert left == {claim.where for claim in paper.CLAIMS if isinstance(claim.how, str)} | {
+        "Table 13, FP8 states against BF16 training"
+    }
+    assert set(verdicts([]).values()) == {claims.NOT_MEASURED, claims.NOT_TRIED}
+
+
+@pytest.mark.parametrize(
+    ("where", "change", "verdict"),
+    [
+        ("§4.2, expansion of E4M3 for both", {("E4M3", "E4M3"): 40.0}, BETTER),
+        ("§4.2, expansion of E4M3 for both", {("E4M3", "E4M3"): 13.0}, NOT),
+        ("Table 1, expansion of E4M3 for m", {("E4M3 + expansion", "E5M2"): 26.0}, NOT),
+        ("Table 1, expansion of E5M2 for v", {("DE8", "E5M2 + expansion"): 20.1}, NOT),
+        ("Table 9, DE8 for v", {("DE8", "DE8 + expansion"): 10.0}, NOT),
+        ("Table 1, m", {("E5M2", "E4M3"): 19.0}, NOT),
+        ("Table 1, v", {("DE8", "E5M2 + expansion"): 9.0}, NOT),
+        ("Table 9, the lowest error", {("DE8", "DE8"): 1.0}, NOT),
+        ("Tables 1 and 9", {("E4M3", "E4M3"): 1.0, ("E5M2", "E5M2"): 2.0}, NOT),
+    ],
+)
+def test_other_errors_are_not(matrix, where, change, verdict):
+    assert verdicts(made(matrix | change))[where] == verdict
+
+
+@pytest.mark.parametrize(
+    ("where", "change"),
+    [
+        ("Figure 2a, v", {"nu_over_1e1": 0.64}),
+        ("Figure 2a, m", {"mu_over_1e4": 0.2}),
+        ("Figure 2c, k of v", {"nu_p50": 1.3}),
+        ("Figure 2c, k of m", {"mu_p50": 6.0}),
+    ],
+)
+def test_other_spans_are_not(matrix, where, change):
+    assert verdicts(made(matrix, **change))[where] == NOT
+
+
+def test_the_run_that_was_stored_last_speaks(matrix):
+    rows = made(matrix)
+    other = [row | {"device": "cpu-2-cores"} for row in made(matrix | {("E4M3", "E4M3"): 99.0})]
+    where = "§4.2, expansion of E4M3 for both"
+    assert (verdicts(other + rows)[where], verdicts(rows + other)[where]) == (SAME, BETTER)
