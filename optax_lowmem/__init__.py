@@ -6,6 +6,7 @@ from optax_lowmem import blocks as blocks
 from optax_lowmem import codecs as codecs
 from optax_lowmem import diagnostics as diagnostics
 from optax_lowmem import memory as memory
+from optax_lowmem import sharding as sharding
 from optax_lowmem._core.policy import Policy as Policy
 from optax_lowmem.optimizers import OPTIMIZERS as OPTIMIZERS
 from optax_lowmem.optimizers.adam import b2_schedule as b2_schedule
@@ -75,6 +76,7 @@ __all__ = [
     "register_slot",
     "scale_by_flash_adam",
     "scale_by_flash_lion",
+    "sharding",
     "split_master_weights",
     "sqrt_variance_quant",
     "stable_adamw",

@@ -30,6 +30,7 @@ MAY_IMPORT = {
     "diagnostics": BELOW_TOP,
     "flax": BELOW_TOP,
     "memory": BELOW_TOP,
+    "sharding": BELOW_TOP,
 }
 
 FILE_LINES = 400

@@ -24,12 +24,14 @@ class Decision:
       form: the codec's or the split's name, None where the slot is not compressed or there is none;
         of a step `pallas`, `triton` or `xla`.
       reason: one clause for a person.
+      group_size: neighbours that share a scale, where the slot is compressed.
     """
 
     path: str
     slot: str
     form: str | None
     reason: str
+    group_size: int | None = None
 
 
 @dataclasses.dataclass

@@ -123,7 +123,8 @@ class _Compressor:
         reason = self._reason(path, leaf, slot, masked)
         rounding = "stochastic" if self._stochastic(known) else "nearest"
         kept = f"groups of {self.group_size}, {rounding} rounding"
-        scope.record(scope.Decision(path, slot, None if reason else codec.name, reason or kept))
+        form, size = (None, None) if reason else (codec.name, self.group_size)
+        scope.record(scope.Decision(path, slot, form, reason or kept, size))
         return reason
 
     def _stochastic(self, known: SlotFacts) -> bool:

@@ -113,7 +113,8 @@ class Planner:
         if slot.shared and block is not None:
             form = f"{form or 'f32'}, {block.words or 'a value a block'}"
             reason = block.reason
-        scope.record(scope.Decision(path, name, form, reason))
+        size = self.storage.group_size if codec else None
+        scope.record(scope.Decision(path, name, form, reason, size))
         dtype = codec.dtype if codec else jnp.dtype(self.slot_dtypes.get(name) or jnp.float32)
         return SlotPlan(name, codec, dtype, codec is not None and not nearest)
 

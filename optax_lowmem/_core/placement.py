@@ -1,0 +1,100 @@
+"""How an array is split over a mesh, checked, with errors that name it."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Axes = tuple[str, ...]  # mesh axes that one dimension is split over, the outermost first
+
+
+def entry(axes: Axes) -> Any:
+    """What a PartitionSpec has for a dimension."""
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Where the parts of an array lie.
+
+    Attributes:
+      mesh: the devices.
+      axes: the mesh axes of each dimension.
+    """
+
+    mesh: Any
+    axes: tuple[Axes, ...]
+
+    def parts(self, dimension: int) -> int:
+        """How many parts a dimension has."""
+        return self.count(self.axes[dimension])
+
+    def count(self, axes: Axes) -> int:
+        """How many parts some mesh axes make."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """As JAX has it, an entry for every dimension."""
+        return PartitionSpec(*map(entry, self.axes))
+
+    def local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of a device's part."""
+        return tuple(size // self.parts(d) for d, size in enumerate(shape))
+
+
+def placement(path: str, shape: tuple[int, ...], sharding: Any, mesh: Any) -> Placement:
+    """The placement of an array.
+
+    Args:
+      path: its name, for errors.
+      shape: of all of it.
+      sharding: a NamedSharding, a PartitionSpec, or None where it is replicated.
+      mesh: of the PartitionSpec.
+
+    Raises:
+      ValueError: for an axis that the mesh does not have, that is named twice, or that does not
+        divide its dimension.
+    """
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding or PartitionSpec()
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else mesh
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    axes = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+    where = f"parameter '{path}' of shape {shape} with {spec}"
+    if len(axes) > len(shape):
+        raise ValueError(f"{where}: the spec has more entries than the parameter has dimensions.")
+    named = [axis for own in axes for axis in own]
+    for axis in named:
+        if axis not in mesh.shape:
+            raise ValueError(f"{where}: the mesh has no axis '{axis}', only {tuple(mesh.shape)}.")
+        if named.count(axis) > 1:
+            raise ValueError(f"{where}: axis '{axis}' is named twice.")
+    placed = Placement(mesh, tuple(axes))
+    for d, size in enumerate(shape):
+        if size % placed.parts(d):
+            raise ValueError(
+                f"{where}: {' x '.join(axes[d])} makes {placed.parts(d)} parts, which do not "
+                f"divide dimension {d} ({size}). Choose another dimension or mesh, or pad the "
+                "parameter."
+            )
+    return placed
+
+
+def mesh_of(shardings: Sequence[Any], mesh: Mesh | None) -> Any:
+    """The mesh that some NamedShardings and PartitionSpecs are of.
+
+    Raises:
+      ValueError: where nothing says.
+    """
+    if mesh is not None:
+        return mesh
+    for sharding in shardings:
+        if isinstance(sharding, NamedSharding):
+            return sharding.mesh
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        raise ValueError("PartitionSpecs and names are of some mesh: pass mesh=, or use set_mesh.")
+    return mesh

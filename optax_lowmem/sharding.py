@@ -1,0 +1,194 @@
+"""Where each array of an optimizer state lies on a mesh, from where the parameters lie."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from optax_lowmem._core import groups, scope, trees
+from optax_lowmem._core.placement import Axes, Placement, entry, mesh_of, placement
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parameter:
+    """A parameter, how it is split, and the group sizes of its compressed slots."""
+
+    shape: tuple[int, ...]
+    placement: Placement
+    group_sizes: frozenset[int]
+
+    def axes_of(self, shape: tuple[int, ...], zero_axis: str | None) -> list[Axes]:
+        """The mesh axes of an array of the state with this shape."""
+        if len(shape) != len(self.shape):
+            return []
+        axes = list(self.placement.axes)
+        if zero_axis is not None:
+            axes = self._with_zero(axes, zero_axis)
+        return [own if self._fits(d, shape[d], own) else () for d, own in enumerate(axes)]
+
+    def _with_zero(self, axes: list[Axes], zero_axis: str) -> list[Axes]:
+        """With one more axis on the first dimension that codes and scales both have room on."""
+        if any(zero_axis in own for own in axes):
+            return axes
+        for d, own in enumerate(axes):
+            more = (*own, zero_axis)
+            if self.shape[d] % self.placement.count(more) == 0 and self._aligned(d, more):
+                return [*axes[:d], more, *axes[d + 1 :]]
+        return axes
+
+    def _aligned(self, d: int, axes: Axes) -> bool:
+        """Whether no group lies on two devices."""
+        parts = self.placement.count(axes)
+        last = d == len(self.shape) - 1
+        return not last or all(self.shape[d] % (parts * size) == 0 for size in self.group_sizes)
+
+    def _fits(self, d: int, own: int, axes: Axes) -> bool:
+        """Whether `own` entries along a dimension can be split as the parameter's are.
+
+        Where each is of several neighbours (a group, a head), those have to stay together.
+        """
+        whole = self.shape[d]
+        if whole == own:
+            return True
+        if own == 0 or own % self.placement.count(axes):
+            return False
+        if any(own == groups.group_count(whole, size) for size in self.group_sizes):
+            return self._aligned(d, axes)
+        return whole % own == 0
+
+
+def state_shardings(
+    tx: optax.GradientTransformation,
+    params: Any,
+    param_shardings: Any = None,
+    *,
+    mesh: Mesh | None = None,
+    rules: Sequence[tuple[str, Any]] | None = None,
+    zero_axis: str | None = None,
+    memory_kind: str | None = None,
+) -> Any:
+    """A sharding for every array of `tx.init(params)`.
+
+    Codes, corrections and whatever else has its parameter's shape lie as the parameter does. Scales
+    and the second moments of blocks do too, but are whole along an axis whose parts would cut
+    through a group or a head. The rest is replicated.
+
+    Args:
+      tx: any optax transformation, wrapped or not.
+      params: the parameters or their `jax.eval_shape`; Linen's `Partitioned` boxes are understood.
+      param_shardings: a tree like `params` of `NamedSharding` or `PartitionSpec` (None:
+        replicated). By default what `params` say: the shardings of their arrays, the names of their
+        boxes.
+      mesh: for `PartitionSpec` and names; by default that of `jax.set_mesh`.
+      rules: (logical name, mesh axis or None) pairs, for boxes with logical names.
+      zero_axis: a mesh axis over which the state is split although the parameters are not (ZeRO-1):
+        on the first dimension that it divides.
+      memory_kind: where the state lies, such as `pinned_host`; by default where the device has it.
+
+    Returns:
+      A tree of `NamedSharding` like `tx.init(params)`, without boxes; for `out_shardings` of
+      `jax.jit(tx.init)`, `jax.device_put`, or an abstract target of a checkpoint.
+
+    Raises:
+      ValueError: for an axis that the mesh does not have, that is named twice, or that does not
+        divide its dimension; for a parameter of which nothing says where it lies.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax_lowmem as lowmem
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> specs = {"w": jax.sharding.PartitionSpec("data")}
+      >>> params = {"w": jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)}
+      >>> tx = lowmem.flash_adamw(1e-3)
+      >>> shardings = lowmem.sharding.state_shardings(tx, params, specs, mesh=mesh)
+      >>> print(shardings.mu_scale["w"].spec)
+      P('data', None)
+    """
+    boxes, params = params, _unboxed(params)
+    placed = _placed(boxes, params, param_shardings, mesh, rules)
+    the_mesh = mesh_of(placed, mesh)
+    if zero_axis is not None and zero_axis not in the_mesh.shape:
+        raise ValueError(f"zero_axis={zero_axis!r}: the mesh has {tuple(the_mesh.shape)}.")
+    state, decisions = scope.dry_run(tx, params)
+    sizes: dict[str, set[int]] = {}
+    for decision in decisions:
+        if decision.group_size is not None:
+            sizes.setdefault(decision.path, set()).add(decision.group_size)
+    known = {}
+    for (path, leaf), sharding in zip(_leaves(params), placed, strict=True):
+        name, shape = trees.path_name(path), tuple(leaf.shape)
+        lies = placement(name, shape, sharding, the_mesh)
+        known[path] = _Parameter(shape, lies, frozenset(sizes.get(name, ())))
+
+    def of_leaf(path: Any, leaf: Any) -> NamedSharding:
+        param = _owner(path, known)
+        axes = [] if param is None else param.axes_of(tuple(leaf.shape), zero_axis)
+        spec = PartitionSpec(*map(entry, axes))
+        return NamedSharding(the_mesh, spec, memory_kind=memory_kind)
+
+    return jax.tree_util.tree_map_with_path(of_leaf, state)
+
+
+def _leaves(params: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    return jax.tree_util.tree_leaves_with_path(params)
+
+
+def _owner(path: tuple[Any, ...], known: Mapping[tuple[Any, ...], _Parameter]) -> Any:
+    """The parameter whose path ends that of an array of the state, the longest."""
+    for start in range(len(path)):
+        if path[start:] in known:
+            return known[path[start:]]
+    return known.get(())  # a parameter that is the whole tree
+
+
+# ---- where the parameters lie ------------------------------------------------------------------
+
+
+def _is_box(node: Any) -> bool:
+    """Whether a node is one of Linen's boxes with metadata of an array."""
+    return hasattr(node, "unbox") and hasattr(node, "replace_boxed")
+
+
+def _unboxed(params: Any) -> Any:
+    return jax.tree.map(lambda x: x.unbox() if _is_box(x) else x, params, is_leaf=_is_box)
+
+
+def _is_placed(node: Any) -> bool:
+    return node is None or isinstance(node, NamedSharding | PartitionSpec)
+
+
+def _placed(boxes: Any, params: Any, given: Any, mesh: Mesh | None, rules: Any) -> list[Any]:
+    """A NamedSharding, PartitionSpec or None for each parameter."""
+    if given is not None:
+        names = [trees.path_name(path) for path, _ in _leaves(params)]
+        found = jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_placed)
+        if [trees.path_name(path) for path, _ in found] != names:
+            raise ValueError(
+                "param_shardings does not have the structure of the parameters: it has "
+                f"{[trees.path_name(path) for path, _ in found][:3]}, they have {names[:3]}."
+            )
+        return [sharding for _, sharding in found]
+    rows = zip(jax.tree.leaves(boxes, is_leaf=_is_box), _leaves(params), strict=True)
+    return [_own(trees.path_name(path), box, leaf, mesh, rules) for box, (path, leaf) in rows]
+
+
+def _own(path: str, box: Any, leaf: Any, mesh: Mesh | None, rules: Any) -> Any:
+    """What a parameter says itself."""
+    if _is_box(box):
+        spec = box.get_partition_spec()
+        if rules is None:
+            return spec
+        from flax import linen
+
+        return linen.logical_to_mesh_axes(tuple(spec), rules)
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        return sharding
+    if mesh is not None or isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        return None
+    raise ValueError(
+        f"nothing says where parameter '{path}' lies: pass param_shardings, a tree of "
+        "NamedSharding or PartitionSpec, or parameters that are on the mesh already."
+    )
