@@ -15,8 +15,8 @@ from optax_lowmem.kernels.block_means.columns import has_columns, passes
 from tests.lowering import kernels_in, lower_for_cuda
 
 BF16, F32 = jnp.bfloat16, jnp.float32
-# (shape, block): columns, stacked layers, heads after columns, heads with their own axis, all of it;
-# rows of memory, heads along them, a vector, more parts than a launch sums
+# (shape, block): columns, stacked layers, heads after columns, heads with their own axis, all of
+# it; rows of memory, heads along them, a vector, more parts than a launch sums
 CASES = [
     ((256, 128), Block((0,))),
     ((300, 130), Block((0,))),

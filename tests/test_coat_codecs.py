@@ -11,14 +11,15 @@ from oracle import coat as oracle
 
 from optax_lowmem import codecs
 from optax_lowmem._core import groups, random
-from optax_lowmem.codecs import dynamic, expansion, minifloat
+from optax_lowmem.codecs import expansion, minifloat
+from optax_lowmem.codecs.dynamic import dynamic
 from optax_lowmem.kernels import group_codec
 from optax_lowmem.kernels.group_codec import pallas_triton, reference
 from optax_lowmem.kernels.tiles import Tile
 from tests import tolerances as tol
 from tests.lowering import kernels_in, lower_for_cuda
 
-PLAIN = {"e4m3": minifloat.e4m3, "e5m2": minifloat.e5m2, "dynamic": dynamic.dynamic}
+PLAIN = {"e4m3": minifloat.e4m3, "e5m2": minifloat.e5m2, "dynamic": dynamic}
 BUILT = [build(signed) for build in PLAIN.values() for signed in (True, False)]
 BUILT += [expansion.expanded(codec) for codec in BUILT]
 CODECS = {codec.name: codec for codec in BUILT}
@@ -105,7 +106,7 @@ def test_a_code_is_the_pattern_of_its_number(kind, dtype):
 def test_dynamic_map_is_the_published_one(signed):
     published = oracle.dynamic_map(signed)
     assert published.size == 256 and np.unique(published).size == 256
-    codec = dynamic.dynamic(signed)
+    codec = dynamic(signed)
     top = codec.levels
     found = np.float64(codec.expand(jnp.arange(-top if signed else 0, top + 1.0)))
     np.testing.assert_array_equal(found, -found[::-1] if signed else np.sort(found))

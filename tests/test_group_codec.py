@@ -23,7 +23,7 @@ from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
 CODECS = sorted(codecs.CODECS)
 # each format and its expansion share their bodies with those that the fast suite has
 MARKED = [
-    pytest.param(name, marks=pytest.mark.full) if "e5m2" in name or "-dynamic" in name else name
+    pytest.param(name, marks=pytest.mark.full) if "e5m2" in name or "dynamic" in name else name
     for name in CODECS
 ]
 KEY = jnp.uint32(9)

@@ -186,3 +186,28 @@ AFFINE_DELTA = 2.0**-16 + 2.0**-22
 AFFINE_DECODE = AFFINE_DELTA + 2.0**-24
 # x times 1 / Delta, plus z: 3 u of at most 383 codes.
 AFFINE_POSITION = 383 * 3 * 2.0**-24
+
+# -- stochastic rounding between powers (test_expansion_rounding.py) -------------------------------
+
+# |dP| of the fourth order in 1 / n, and of the n that stands for all in the third (see
+# MinifloatCodec.odds), in float64 over r and u: r up to; n = 1; other subnormal numbers; normal.
+ODDS = {
+    "e4m3": (
+        (2.0, 2.0**-9, 2.0**-12, 2.0**-18),
+        (4.0, 2.0**-6, 2.0**-9, 2.0**-14),
+        (7.1, 2.0**-3, 2.0**-6, 2.0**-10),
+        (14.3, 0.26, 2.0**-4, 2.0**-7),
+    ),
+    "e5m2": (
+        (2.0, 2.0**-10, 2.0**-14, 2.0**-15),
+        (4.0, 2.0**-7, 2.0**-10, 2.0**-11),
+        (8.0, 2.0**-5, 2.0**-6, 2.0**-7),
+    ),
+}
+# 16 codes an e-fold: octaves of up to 16 in f32 to 2^-21, and a power to 2^-22 of itself.
+ODDS_POSITION = 16 * (2.0**-21 + 2.0**-22)
+# Logarithms of values near the maximum to 2^-22 twice, times k of up to 320, in codes: 16 ln 2 an
+# octave, 320 * 2^-21 * 11 = 1.7e-3 at worst; half of that in the mean.
+APPROXIMATE_CODES = 1e-3
+# Such a logarithm of 17.8 / 320 octaves moves k by 2^-22 * 18, of a spacing of 2^-12.
+APPROXIMATE_WORDS = 0.02

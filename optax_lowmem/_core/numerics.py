@@ -5,6 +5,8 @@ exactness here works on the bits.
 """
 
 import contextlib
+import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 
@@ -18,13 +20,34 @@ NAN_BITS = 0x7FC00000  # canonical: CUDA's 0x7fffffff would round to -0.0
 MIN_NORMAL_BITS = 0x00800000
 _F16_OVERFLOW_BITS = 0x477FF000  # 65520, half way from f16's largest number to the next
 
-Reciprocal = Callable[[jax.Array], jax.Array]
+Elementwise = Callable[[jax.Array], jax.Array]
+
+
+def _log2(x: jax.Array) -> jax.Array:
+    return lax.log(x) * jnp.float32(math.log2(math.e))
+
+
+@dataclasses.dataclass(frozen=True)
+class Approximations:
+    """What a backend has as single instructions; subnormal operands and results are 0.
+
+    Attributes:
+      reciprocal: 1 / y to 2^-23.
+      log2: to 2^-22 in [1/2, 2], elsewhere to 2^-22 of itself.
+      exp2: to 2^-22.
+    """
+
+    reciprocal: Elementwise = jnp.reciprocal
+    log2: Elementwise = _log2
+    exp2: Elementwise = jnp.exp2
+
+
 # of the kernel whose body is traced
-_reciprocal: ContextVar[Reciprocal | None] = ContextVar("reciprocal", default=None)
+_approximations: ContextVar[Approximations | None] = ContextVar("approximations", default=None)
 
 
 def _in_kernel() -> bool:
-    return _reciprocal.get() is not None
+    return _approximations.get() is not None
 
 
 def to_bits(x: jax.Array) -> jax.Array:
@@ -107,22 +130,35 @@ def quotient(x: jax.Array, y: jax.Array) -> jax.Array:
     In a kernel (`kernel_arithmetic`) x times the reciprocal of y, to 2^-22: two instructions of the
     nine that a division takes there, and codes and steps ask for no more.
     """
-    reciprocal = _reciprocal.get()
-    return x / y if reciprocal is None else x * reciprocal(y)
+    kernel = _approximations.get()
+    return x / y if kernel is None else x * kernel.reciprocal(y)
+
+
+def log2(x: jax.Array) -> jax.Array:
+    """Of f32 values; minus infinity at 0. In a kernel one instruction (`Approximations`)."""
+    return (_approximations.get() or _PORTABLE).log2(x)
+
+
+def exp2(x: jax.Array) -> jax.Array:
+    """Of f32 values; 1 at 0, exactly. In a kernel one instruction (`Approximations`)."""
+    return (_approximations.get() or _PORTABLE).exp2(x)
+
+
+_PORTABLE = Approximations()
 
 
 @contextlib.contextmanager
-def kernel_arithmetic(reciprocal: Reciprocal = jnp.reciprocal) -> Iterator[None]:
+def kernel_arithmetic(approximations: Approximations = _PORTABLE) -> Iterator[None]:
     """What is traced inside is the body of a GPU kernel.
 
     Args:
-      reciprocal: 1 / y to 2^-23 in as few instructions as the backend has.
+      approximations: in as few instructions as the backend has.
     """
-    token = _reciprocal.set(reciprocal)
+    token = _approximations.set(approximations)
     try:
         yield
     finally:
-        _reciprocal.reset(token)
+        _approximations.reset(token)
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:

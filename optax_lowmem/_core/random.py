@@ -35,18 +35,44 @@ def leaf_keys(seed: jax.Array, step: jax.Array, paths: Sequence[str]) -> jax.Arr
     return mix(mix(mix(seed.astype(jnp.uint32) ^ names) + step.astype(jnp.uint32)) ^ names)
 
 
+def part_keys(keys: jax.Array, *starts: jax.Array) -> jax.Array:
+    """Keys of parts of leaves: what is drawn for a part is what its leaf has there.
+
+    Args:
+      keys: uint32 [...], of the whole leaves.
+      *starts: where the parts begin along axis 0, 1, ... of the scales, integers [...] or [].
+
+    Returns:
+      uint32 [..., 2], for R and for C.
+    """
+    rows = keys
+    for axis, start in enumerate(starts):
+        rows = rows + start.astype(jnp.uint32) * _odd(axis)
+    return jnp.stack([rows, keys], axis=-1)
+
+
+def row_and_lane_keys(keys: jax.Array, rank: int = 0) -> tuple[jax.Array, jax.Array]:
+    """What R and C are made of: leaves' own keys, of this rank, are both; those of parts differ."""
+    return (keys, keys) if keys.ndim == rank else (keys[..., 0], keys[..., 1])
+
+
 def noise_bits(
     key: jax.Array, shape: tuple[int, ...], group_size: int
 ) -> tuple[jax.Array, jax.Array]:
     """The two parts of the random bits of an array [..., n]: R [..., groups] and C [n], uint32."""
+    row_key, lane_key = row_and_lane_keys(key)
     grouped = groups.scale_shape(shape, group_size)
     coordinates = []
     for axis, size in enumerate(grouped):
         dims = [1] * len(grouped)
         dims[axis] = size
         coordinates.append(lax.broadcasted_iota(jnp.uint32, tuple(dims), axis))
-    lane = lane_bits(key, lax.iota(jnp.uint32, min(group_size, shape[-1])))
-    return row_bits(key, coordinates), jnp.tile(lane, grouped[-1])[: shape[-1]]
+    lane = lane_bits(lane_key, lax.iota(jnp.uint32, min(group_size, shape[-1])))
+    return row_bits(row_key, coordinates), jnp.tile(lane, grouped[-1])[: shape[-1]]
+
+
+def _odd(axis: int) -> jax.Array:
+    return jnp.uint32(zlib.crc32(b"axis %d" % axis) | 1)
 
 
 def row_bits(key: jax.Array, coordinates: Sequence[jax.Array]) -> jax.Array:
@@ -57,7 +83,7 @@ def row_bits(key: jax.Array, coordinates: Sequence[jax.Array]) -> jax.Array:
     """
     row = key
     for axis, index in enumerate(coordinates):
-        row = row + index * jnp.uint32(zlib.crc32(b"axis %d" % axis) | 1)
+        row = row + index * _odd(axis)
     return mix(row)
 
 
@@ -81,7 +107,7 @@ def uniforms(key: jax.Array, shape: tuple[int, ...], group_size: int, slot: str 
     the cost is an addition and a multiplication an element. R and C serve all slots of a leaf.
 
     Args:
-      key: a uint32 scalar, as of `leaf_key`.
+      key: a uint32 scalar, as of `leaf_key`, or a pair, as of `part_keys`.
       shape: of the array.
       group_size: neighbours on the last axis that share R.
       slot: which slot of the leaf.

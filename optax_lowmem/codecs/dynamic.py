@@ -2,10 +2,13 @@
 
 import dataclasses
 import functools
+import math
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from optax_lowmem._core import numerics
 from optax_lowmem.codecs.companded import CompandedCodec
 from optax_lowmem.codecs.scales import E8M8Scale, Float32Scale
 
@@ -35,12 +38,10 @@ def _knots(signed: bool) -> Knots:
 
 
 def _interpolate(x: jax.Array, knots: Knots) -> jax.Array:
-    """Piecewise linear through the knots and constant after the last: selections, no gathers."""
-    slopes = [
-        (y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in zip(knots, knots[1:], strict=False)
-    ] + [0.0]
+    """Piecewise linear through the knots and beyond the last: selections, no gathers."""
+    slopes = [(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in zip(knots, knots[1:], strict=False)]
     y = x * jnp.float32(slopes[0])
-    for (x0, y0), slope in zip(knots[1:], slopes[1:], strict=True):
+    for (x0, y0), slope in zip(knots[1:-1], slopes[1:], strict=True):
         y = jnp.where(x >= jnp.float32(x0), (x - jnp.float32(x0)) * slope + jnp.float32(y0), y)
     return y
 
@@ -49,6 +50,8 @@ def _interpolate(x: jax.Array, knots: Knots) -> jax.Array:
 class DynamicCodec(CompandedCodec):
     """Seven decades under the maximum, each with twice the codes of the one below."""
 
+    top_octaves: ClassVar[float] = 0.0  # `round_octaves` takes what is over
+
     @property
     def smallest(self) -> float:
         """Code 1 as a share of the largest code."""
@@ -56,8 +59,7 @@ class DynamicCodec(CompandedCodec):
 
     def position(self, y: jax.Array, divisor: jax.Array) -> jax.Array:
         """Where y / s lies in the map, linear between neighbours."""
-        ratio = jnp.minimum(y * divisor, jnp.float32(2))  # infinity would meet a slope of 0
-        return _interpolate(ratio, tuple((y, x) for x, y in _knots(self.signed)))
+        return _interpolate(y * divisor, tuple((y, x) for x, y in _knots(self.signed)))
 
     def expand(self, z: jax.Array) -> jax.Array:
         """The map at a position."""
@@ -67,6 +69,37 @@ class DynamicCodec(CompandedCodec):
     def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
         """P = z - lo: decoded values are linear between neighbouring codes."""
         return noise < z - lo
+
+    # -- powers of the numbers: see codecs/expansion.py
+
+    def octaves(self, code: jax.Array) -> jax.Array:
+        """log2 of the map at a code (int32); minus infinity at 0."""
+        return numerics.log2(self.expand(code.astype(jnp.float32)))
+
+    def odds(self, root: jax.Array) -> jax.Array:
+        """What `round_octaves` needs of groups whose values are the map to the power `root`."""
+        return root * jnp.float32(math.log(2))
+
+    def round_octaves(
+        self, octaves: jax.Array, noise: jax.Array | None, odds: jax.Array
+    ) -> jax.Array:
+        """Codes (int32) of at least 1 of numbers 2^octaves; P is exact, with two logarithms more.
+
+        Args:
+          octaves: at most a rounding over `top_octaves`.
+          noise: uniforms for stochastic rounding between powers; None rounds numbers to nearest.
+          odds: of each element's group.
+        """
+        octaves = jnp.minimum(octaves, jnp.float32(0))
+        z = jnp.clip(self.position(numerics.exp2(octaves), jnp.float32(1)), 1, self.levels)
+        if noise is None:
+            return numerics.round_to_int(z)
+        lo = jnp.floor(z)
+        low = numerics.log2(self.expand(lo))
+        gap = numerics.log2(self.expand(jnp.minimum(lo + 1, self.levels))) - low
+        # P = (x - dec(lo)) / (dec(hi) - dec(lo)), both over dec(lo)
+        rises = noise * jnp.expm1(gap * odds) < jnp.expm1((octaves - low) * odds)
+        return numerics.round_to_int(lo + rises.astype(jnp.float32))
 
 
 def dynamic(signed: bool = True) -> DynamicCodec:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,13 @@ from optax_lowmem.codecs.dynamic import DynamicCodec, dynamic
 from optax_lowmem.codecs.minifloat import E4M3Codec, MinifloatCodec, e4m3, e5m2
 from optax_lowmem.codecs.scales import guard
 
-_MANTISSA = 0x007FFFFF
 _K_BITS = 15  # of a word: 4 of the exponent, the rest of the mantissa
 _K_DROPPED = 23 - (_K_BITS - 4)
 _MAX_DROPPED = _K_BITS - 1  # f32 has a sign, a maximum none
 _K_LEAST = 123 << (_K_BITS - 4)  # 2^-4
-_ONE_BITS = 0x3F800000
-_LOG2E = math.log2(math.e)
+_MIN_NORMAL = 2.0**-126
+_DEEP = 120  # octaves of a group; two ends of f32 are 252 apart
+_SHIFT = 126.0  # of such a group's maximum
 _KEPT_OF_K = 1 - 2.0**-18  # f32 rounding may not lift k over what the minimum allows
 _SLACK = 2.0**-19  # of a value: f32 rounding of logarithms and powers
 _SLACK_PER_OCTAVE = 2.0**-21  # and of every octave under the maximum
@@ -45,11 +45,18 @@ class ExpansionScale:
     relative_error: float = 2.0**-9
     absolute_error: float = 0.0
 
+    def representable(self, k: jax.Array) -> jax.Array:
+        """The largest k that can be stored and is not over a given one."""
+        bits = jnp.clip(
+            lax.bitcast_convert_type(k, jnp.int32),
+            jnp.int32(_K_LEAST << _K_DROPPED),
+            jnp.int32((_K_LEAST + (1 << _K_BITS) - 1) << _K_DROPPED),
+        )
+        return lax.bitcast_convert_type((bits >> _K_DROPPED) << _K_DROPPED, jnp.float32)
+
     def encode(self, absmax: jax.Array, k: jax.Array) -> jax.Array:
-        """The word of a maximum's bits (a multiple of 2^14) and of k, which is rounded down."""
-        steps = (numerics.to_bits(k) >> _K_DROPPED).astype(jnp.int32) - _K_LEAST
-        steps = jnp.clip(steps, 0, (1 << _K_BITS) - 1)
-        return (absmax << 1) | steps.astype(jnp.uint32)
+        """The word of a maximum's bits (a multiple of 2^14) and of a `representable` k."""
+        return (absmax << 1) | ((numerics.to_bits(k) >> _K_DROPPED) - jnp.uint32(_K_LEAST))
 
     def decode(self, stored: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The f32 maximum, and k as f32."""
@@ -61,10 +68,10 @@ class ExpansionScale:
 class Power(NamedTuple):
     """What `quantize` needs of a group."""
 
-    exponent: jax.Array  # of the maximum, with f32's bias
-    inverse: jax.Array  # 1 / the maximum's mantissa
+    inverse: jax.Array  # 2^shift / maximum; the shift keeps x inverse in f32
     k: jax.Array
-    rate: jax.Array  # ln(2) / k: from octaves of the expanded domain to e-folds of x
+    start: jax.Array  # log2 of what the maximum becomes, less k shift
+    odds: Any  # of the inner codec
 
 
 class Root(NamedTuple):
@@ -74,29 +81,13 @@ class Root(NamedTuple):
     half: jax.Array  # 1 / (2 k): of octaves, in two factors, of which none leaves f32
 
 
-def _log2(x: jax.Array) -> jax.Array:
-    return lax.log(x) * jnp.float32(_LOG2E)
-
-
-def _mantissa(bits: jax.Array) -> jax.Array:
-    """In [1, 2), as f32."""
-    return numerics.from_bits((bits & jnp.uint32(_MANTISSA)) | jnp.uint32(_ONE_BITS))
-
-
-def _exponent(bits: jax.Array) -> jax.Array:
-    """Of f32 bits without a sign, with the bias, as f32."""
-    return (bits >> 23).astype(jnp.int32).astype(jnp.float32)
-
-
-def _magnitude_bits(x: jax.Array) -> jax.Array:
-    return numerics.to_bits(x) & jnp.uint32(numerics.MAGNITUDE_MASK)
-
-
 def _smallest_bits(x: jax.Array) -> jax.Array:
-    """Bits of the smallest magnitude over the last axis that is not 0 (infinity without one)."""
-    bits = _magnitude_bits(x).astype(jnp.int32)
-    below = jnp.where(bits >= numerics.MIN_NORMAL_BITS, numerics.INF_BITS - bits, 0)
-    return (numerics.INF_BITS - jnp.maximum(jnp.max(below, axis=-1), 0)).astype(jnp.uint32)
+    """Bits of the smallest magnitude over the last axis that is not 0, or of a 0."""
+    magnitude = numerics.to_bits(x) & jnp.uint32(numerics.MAGNITUDE_MASK)
+    # modulo 2^32 zeros and subnormals come last; in signed order, since the minimum is of int32
+    shift = jnp.uint32((1 << 31) - numerics.MIN_NORMAL_BITS)
+    order = lax.bitcast_convert_type(magnitude + shift, jnp.int32)
+    return lax.bitcast_convert_type(jnp.min(order, axis=-1), jnp.uint32) - shift
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +98,9 @@ class ExpandedCodec(GroupCodec):
     largest: x = max * dec(code)^{1/k}, so the normalisation by sqrt(min max) of the paper drops
     out. The minimum is over what is not 0; k is at most 4095, also in a constant group.
     Every x that is not 0 has a code of at least 1, which is the group's minimum or just under it.
+    Logarithms and powers of two are to 2^-22 in GPU kernels: codes next to a tie may differ from
+    XLA's, by one. An element costs two of each in a step, rounding stochastically none more
+    (`MinifloatCodec.odds` has its bias).
 
     Attributes:
       inner: the codec of the expanded values; its own scale is not used.
@@ -137,29 +131,28 @@ class ExpandedCodec(GroupCodec):
         absmax = guard(numerics.absmax_bits(x, self.signed)) + ((1 << _MAX_DROPPED) - 1)
         absmax = (absmax >> _MAX_DROPPED) << _MAX_DROPPED
         smallest = _smallest_bits(x)
-        ratio = numerics.quotient(_mantissa(absmax), _mantissa(smallest))
-        octaves = _exponent(absmax) - _exponent(smallest) + _log2(ratio)
-        wanted = jnp.float32(-math.log2(self.inner.smallest) * _KEPT_OF_K)
+        deep = (absmax - smallest).astype(jnp.int32) > jnp.int32(_DEEP << 23)
+        some = jnp.maximum(absmax, jnp.uint32(numerics.MIN_NORMAL_BITS))
+        inverse = numerics.quotient(jnp.float32(1), numerics.from_bits(some))
+        inverse = jnp.where(deep, inverse * jnp.float32(2.0**_SHIFT), inverse)
+        shift = jnp.where(deep, jnp.float32(_SHIFT), jnp.float32(0))
+        octaves = shift - numerics.log2(numerics.from_bits(smallest) * inverse)
         # octaves under 2^-12 ask for more than the largest k of any codec
+        wanted = jnp.float32(-math.log2(self.inner.smallest) * _KEPT_OF_K)
         k = numerics.quotient(wanted, jnp.maximum(octaves, jnp.float32(2.0**-12)))
-        stored = self.scale.encode(absmax, k)
-        _, k = self.scale.decode(stored)
-        inverse = numerics.quotient(jnp.float32(1), _mantissa(absmax))
-        rate = numerics.quotient(jnp.float32(math.log(2)), k)
-        return stored, Power(_exponent(absmax), inverse, k, rate)
+        k = self.scale.representable(k)
+        start = jnp.float32(self.inner.top_octaves) - shift * k
+        odds = self.inner.odds(numerics.quotient(jnp.float32(1), k))
+        return self.scale.encode(absmax, k), Power(inverse, k, start, odds)
 
-    def _position(self, x: jax.Array, power: Power) -> tuple[jax.Array, jax.Array]:
-        """z in [1, levels], and log2 of the expanded value, of x as if it were not 0."""
-        bits = _magnitude_bits(x)
-        # exponents apart: x / max may be under f32, and powers of two cancel exactly
-        octaves = _exponent(bits) - power.exponent + _log2(_mantissa(bits) * power.inverse)
-        octaves = jnp.minimum(octaves * power.k, jnp.float32(0))
-        z = self.inner.position(jnp.exp2(octaves), jnp.float32(1))
-        return jnp.clip(z, 1, self.levels), octaves
+    def _magnitude(self, x: jax.Array) -> jax.Array:
+        # on the bits, which `measure` takes too
+        magnitude = numerics.to_bits(x) & jnp.uint32(numerics.MAGNITUDE_MASK)
+        return numerics.from_bits(magnitude) if self.signed else x
 
-    def _octaves(self, z: jax.Array) -> jax.Array:
-        """log2 of the inner codec's value at a position of at least 1."""
-        return _log2(self.inner.expand(z))
+    def _octaves(self, x: jax.Array, power: Power) -> jax.Array:
+        """log2 of the expanded values; of the largest it is the inner codec's `top_octaves`."""
+        return numerics.log2(self._magnitude(x) * power.inverse) * power.k + power.start
 
     def quantize(self, x: jax.Array, divisor: Power, noise: jax.Array | None = None) -> jax.Array:
         """Codes of f32 values, elementwise; `divisor` (of `measure`) and `noise` broadcast.
@@ -170,34 +163,29 @@ class ExpandedCodec(GroupCodec):
           noise: uniforms in [0, 1) for stochastic rounding; None rounds to nearest (of the expanded
             values).
         """
-        z, octaves = self._position(x, divisor)
-        if noise is not None:
-            lo = jnp.floor(z)
-            low = self._octaves(lo)
-            gap = self._octaves(jnp.minimum(lo + 1, self.levels)) - low
-            # P = (x - dec(lo)) / (dec(hi) - dec(lo)), both over dec(lo)
-            over = jnp.expm1((octaves - low) * divisor.rate)
-            rises = noise * jnp.expm1(gap * divisor.rate) < over
-            z = lo + rises.astype(jnp.float32)
-        live = _magnitude_bits(x) >= jnp.uint32(numerics.MIN_NORMAL_BITS)
-        z = jnp.where(live, z, jnp.float32(0))
-        return numerics.round_to_signed_byte(z, x) if self.signed else numerics.round_to_byte(z)
+        codes = self.inner.round_octaves(self._octaves(x, divisor), noise, divisor.odds)
+        codes = jnp.where(self._magnitude(x) >= jnp.float32(_MIN_NORMAL), codes, jnp.int32(0))
+        codes = jnp.where(x < 0, -codes, codes) if self.signed else codes
+        return numerics.low_byte(codes, self.dtype)
 
     def units(self, stored: jax.Array) -> Root:
         """The maximum and root of each group, of its stored word."""
         absmax, k = self.scale.decode(stored)
         return Root(absmax, numerics.quotient(jnp.float32(0.5), k))
 
-    def _restore(self, z: jax.Array, unit: Root) -> jax.Array:
-        """|x| at a position z, 0 at 0."""
-        factor = jnp.exp2(self._octaves(jnp.maximum(z, 1)) * unit.half)
-        return unit.absmax * jnp.where(z > 0, factor, jnp.float32(0)) * factor
+    def _restore(self, octaves: jax.Array, unit: Root) -> jax.Array:
+        """|x| of the logarithm of an expanded value."""
+        factor = numerics.exp2(octaves * unit.half)
+        return unit.absmax * factor * factor
 
     def dequantize(self, codes: jax.Array, unit: Root) -> jax.Array:
         """f32 values of codes, elementwise; the group's root broadcasts."""
-        z = codes.astype(jnp.int32).astype(jnp.float32)
-        y = self._restore(jnp.abs(z), unit)
-        return jnp.where(z < 0, -y, y)
+        codes = codes.astype(jnp.int32)
+        y = self._restore(self.inner.octaves(jnp.maximum(codes, -codes)), unit)
+        if not self.signed:
+            return y
+        sign = codes.astype(jnp.uint32) & jnp.uint32(~numerics.MAGNITUDE_MASK & 0xFFFFFFFF)
+        return numerics.from_bits(numerics.to_bits(y) | sign)
 
     def error_bound(self, x: jax.Array, stochastic: bool = False) -> jax.Array:
         """Upper bound of |decode(encode(x)) - x| for each element of a finite group view.
@@ -208,14 +196,18 @@ class ExpandedCodec(GroupCodec):
         stored, power = self.measure(x)
         power = jax.tree.map(lambda a: a[..., None], power)
         unit = jax.tree.map(lambda a: a[..., None], self.units(stored))
-        z, octaves = self._position(x, power)
+        octaves = self._octaves(x, power)
+        octaves = jnp.minimum(octaves - self.inner.top_octaves, jnp.float32(0))
+        z = jnp.clip(self.inner.position(jnp.exp2(octaves), jnp.float32(1)), 1, self.levels)
         width = jnp.float32(1.0 if stochastic else 0.5)
-        up = self._restore(jnp.minimum(z + width, self.levels), unit)
-        down = self._restore(jnp.maximum(z - width, 1), unit)
+        up, down = (
+            self._restore(numerics.log2(self.inner.expand(jnp.clip(at, 1, self.levels))), unit)
+            for at in (z + width, z - width)
+        )
         exact = jnp.abs(x)
         depth = -numerics.quotient(octaves, power.k)
         slack = exact * (_SLACK + _SLACK_PER_OCTAVE * depth)
-        live = exact >= jnp.float32(2.0**-126)
+        live = exact >= jnp.float32(_MIN_NORMAL)
         return jnp.where(live, jnp.maximum(up - exact, exact - down) + slack, jnp.float32(0))
 
 

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from optax_lowmem._core import groups, random
+from optax_lowmem._core import groups, numerics, random
 from optax_lowmem._core.block import Block
 from optax_lowmem.kernels.tiles import Tiling
 
@@ -132,14 +132,26 @@ def store_scales(tiling: Tiling, ref: Any, tile: jax.Array, values: jax.Array) -
     plgpu.store(_scales(tiling, ref, tile), values, mask=_row_mask(tiling, tile))
 
 
-def reciprocal(x: jax.Array) -> jax.Array:
-    """1 / x to 2^-23, 0 above 2^126: one instruction; a division as it is lowered takes eight."""
-    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    (result,) = plgpu.elementwise_inline_asm(
-        "rcp.approx.ftz.f32 $0, $1;",
-        args=[x],
-        constraints="=r,r",
-        pack=1,
-        result_shape_dtypes=[like],
-    )
-    return result
+def _instruction(name: str) -> numerics.Elementwise:
+    """A PTX instruction of one f32 operand."""
+
+    def apply(x: jax.Array) -> jax.Array:
+        (result,) = plgpu.elementwise_inline_asm(
+            f"{name} $0, $1;",
+            args=[x],
+            constraints="=r,r",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+        )
+        return result
+
+    return apply
+
+
+# The reciprocal is 0 above 2^126; a division as it is lowered takes eight instructions, a
+# logarithm six, a power of two four.
+APPROXIMATIONS = numerics.Approximations(
+    reciprocal=_instruction("rcp.approx.ftz.f32"),
+    log2=_instruction("lg2.approx.ftz.f32"),
+    exp2=_instruction("ex2.approx.ftz.f32"),
+)

@@ -163,26 +163,86 @@ class Engine(Planner):
         plans = self.plans(reference)
         gradients = trees.match("gradient", updates, reference)
         weights = jax.tree.leaves(params) if self.weights else [None] * len(plans)
-        states, shared = self._unpack(state, plans)
-        keys = random.leaf_keys(state.seed, count, [plan.path for plan in plans])
+        opened = self.open(state, plans, h, count)
         static = [dataclasses.replace(plan, direct=direct) for plan in plans]
-        alive, implementation = count > 0, scope.implementation()
-        of_blocks = None
-        if self.rule.of_blocks is not None:
-            blocks = shared_updates(
-                self.rule, static, gradients, shared, h, keys, alive, implementation
-            )
-            of_blocks, shared = [given for given, _ in blocks], [new for _, new in blocks]
-        found = fused_updates(
-            self.rule, static, gradients, weights, states, h, keys, alive, implementation,
-            of_blocks=of_blocks,
-        )  # fmt: skip
-        for plan, (update, _) in zip(plans, found, strict=True):
+        results, states, shared = opened.advance(
+            static, gradients, weights, opened.states, opened.shared, opened.keys
+        )
+        for plan, update in zip(plans, results, strict=True):
             if plan.split is not None and not direct:
                 scope.emit(plan.path, update)
         treedef = jax.tree.structure(reference)
-        new_states = self._pack(count, state.seed, [leaf for _, leaf in found], shared, treedef)
-        return jax.tree.unflatten(treedef, [update for update, _ in found]), new_states
+        return jax.tree.unflatten(treedef, results), opened.close(states, shared, treedef)
+
+    def open(
+        self, state: Any, plans: list[LeafPlan], h: Mapping[str, jax.Array], count: jax.Array
+    ) -> "OpenStep":
+        """A step whose leaves may be advanced one after another; `count` is the new one."""
+        states, shared = self._unpack(state, plans)
+        keys = random.leaf_keys(state.seed, count, [plan.path for plan in plans])
+        return OpenStep(self, h, count, state.seed, states, shared, keys)
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenStep:
+    """One step of an engine between the old state and the new one.
+
+    Attributes:
+      engine: whose step it is.
+      h: hyperparameters.
+      count: the new one.
+      seed: of the state.
+      states: the old states of the leaves.
+      shared: the old states of their shared slots.
+      keys: uint32 [leaves].
+    """
+
+    engine: Engine
+    h: Mapping[str, jax.Array]
+    count: jax.Array
+    seed: jax.Array
+    states: list[LeafState]
+    shared: list[LeafState]
+    keys: jax.Array
+
+    def advance(
+        self,
+        plans: list[LeafPlan],
+        gradients: list[jax.Array],
+        weights: list[Any],
+        states: list[LeafState],
+        shared: list[LeafState],
+        keys: jax.Array,
+        shared_keys: jax.Array | None = None,
+    ) -> tuple[list[jax.Array], list[LeafState], list[LeafState]]:
+        """(updates, states, states of shared slots) of some leaves, or of parts of them.
+
+        Args:
+          plans: what they are; `direct` ones get new weights instead of updates.
+          gradients: f32 or 16-bit.
+          weights: parameters, or None each for a bare direction.
+          states: the old ones.
+          shared: the old ones of the shared slots.
+          keys: uint32 [leaves], or `random.part_keys` of them.
+          shared_keys: those of the shared slots, where they are others.
+        """
+        rule, alive, implementation = self.engine.rule, self.count > 0, scope.implementation()
+        of_blocks = None
+        if rule.of_blocks is not None:
+            own = keys if shared_keys is None else shared_keys
+            blocks = shared_updates(
+                rule, plans, gradients, shared, self.h, own, alive, implementation
+            )
+            of_blocks, shared = [given for given, _ in blocks], [new for _, new in blocks]
+        found = fused_updates(
+            rule, plans, gradients, weights, states, self.h, keys, alive, implementation,
+            of_blocks=of_blocks,
+        )  # fmt: skip
+        return [update for update, _ in found], [leaf for _, leaf in found], shared
+
+    def close(self, states: list[LeafState], shared: list[LeafState], treedef: Any) -> Any:
+        """The new state, of parameters of this structure."""
+        return self.engine._pack(self.count, self.seed, states, shared, treedef)
 
 
 def _init_leaf(plan: LeafPlan, leaf: Any) -> LeafState:

@@ -75,7 +75,7 @@ def launch(
       leaves: their arrays.
       names: of the hyperparameters.
       scalars: the hyperparameters, f32 [1, len(names)].
-      keys: of the leaves of the whole tree, uint32.
+      keys: of the leaves of the whole tree, uint32 [leaves], or of parts of them, [leaves, 2].
       leaf_numbers: which of them are these leaves', int32 [len(plans)].
       tile: how the work is cut.
     """
@@ -157,7 +157,9 @@ def _launch(
         "ALIGNMENT": kind.alignment,
         "MASKED": not kind.flat or any(tiling.groups % tiling.rows for tiling in tilings),
     }
-    operands = [scalars[0], keys, _lane_bits(keys, kind.lanes), *jax.tree.leaves(leaves)]
+    row_keys, lane_keys = random.row_and_lane_keys(keys, rank=1)
+    tables = [scalars[0], row_keys, _lane_bits(lane_keys, kind.lanes)]
+    operands = [*tables, *jax.tree.leaves(leaves)]
     outputs = _call(
         operands,
         [_named(leaf, i) for i, leaf in enumerate(leaves)],

@@ -133,7 +133,7 @@ def _arithmetic(interpret: bool) -> contextlib.AbstractContextManager[None]:
     """Interpreted, a kernel is compared with the reference: the same expressions."""
     if interpret:
         return contextlib.nullcontext()
-    return numerics.kernel_arithmetic(pallas_tiles.reciprocal)
+    return numerics.kernel_arithmetic(pallas_tiles.APPROXIMATIONS)
 
 
 def _load(plan: LeafPlan, tiling: Tiling, block: Block | None, tile: jax.Array, refs: Leaf) -> Leaf:
@@ -184,7 +184,7 @@ def launch(
       names: of the hyperparameters.
       scalars: the hyperparameters, f32 [1, len(names)], or [len(plans), len(names)] where the
         leaves have their own.
-      keys: of the leaves of the whole tree, uint32.
+      keys: of the leaves of the whole tree, uint32 [leaves], or of parts of them, [leaves, 2].
       leaf_numbers: which of them are these leaves', int32 [len(plans)].
       tile: how the work is cut.
       interpret: run as plain JAX, on any device.
@@ -194,7 +194,8 @@ def launch(
     results = [output(plan, leaf) for plan, leaf in zip(plans, viewed, strict=True)]
     # the bits of the lanes are the same for every tile of a leaf: mixed once, here
     lanes = lax.iota(jnp.uint32, tilings[0].lanes)[None]
-    lane_bits = random.lane_bits(keys[:, None], lanes)
+    row_keys, lane_keys = random.row_and_lane_keys(keys, rank=1)
+    lane_bits = random.lane_bits(lane_keys[:, None], lanes)
     blocks = tuple(plan.block for plan in plans)
     alike = plans[0].shapeless
     flat_in, flat_out = (jax.tree.leaves(tree) for tree in (viewed, results))
@@ -208,7 +209,7 @@ def launch(
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
         interpret=interpret,
         name="fused_update",
-    )(scalars, keys, lane_bits, leaf_numbers, *flat_in)
+    )(scalars, row_keys, lane_bits, leaf_numbers, *flat_in)
     found = jax.tree.unflatten(jax.tree.structure(results), outputs)
     return [
         restored(plan, leaf, result)

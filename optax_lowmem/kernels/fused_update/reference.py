@@ -197,7 +197,7 @@ def fused_update(
         `gradient_scale` (a factor of the gradient) where there is one, and with a parameter `lr`,
         `decay` (the share of the weight taken off) and `l2` (added to the gradient times the
         weight).
-      key: a uint32 key for the rounding of this leaf in this step.
+      key: a uint32 key for the rounding of this leaf in this step; a pair for a part of one.
     """
     update, values = advanced(rule, plan, g, p, state, h)
     slots, scales = [], []
