@@ -9,7 +9,14 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from optax_lowmem._core import groups, scope, trees
-from optax_lowmem._core.placement import Axes, Placement, entry, mesh_of, placement
+from optax_lowmem._core.placement import (
+    Axes,
+    Placement,
+    entry,
+    mesh_of,
+    of_parameters,
+    placement,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,21 +162,10 @@ def _unboxed(params: Any) -> Any:
     return jax.tree.map(lambda x: x.unbox() if _is_box(x) else x, params, is_leaf=_is_box)
 
 
-def _is_placed(node: Any) -> bool:
-    return node is None or isinstance(node, NamedSharding | PartitionSpec)
-
-
 def _placed(boxes: Any, params: Any, given: Any, mesh: Mesh | None, rules: Any) -> list[Any]:
     """A NamedSharding, PartitionSpec or None for each parameter."""
     if given is not None:
-        names = [trees.path_name(path) for path, _ in _leaves(params)]
-        found = jax.tree_util.tree_leaves_with_path(given, is_leaf=_is_placed)
-        if [trees.path_name(path) for path, _ in found] != names:
-            raise ValueError(
-                "param_shardings does not have the structure of the parameters: it has "
-                f"{[trees.path_name(path) for path, _ in found][:3]}, they have {names[:3]}."
-            )
-        return [sharding for _, sharding in found]
+        return of_parameters(params, given)
     rows = zip(jax.tree.leaves(boxes, is_leaf=_is_box), _leaves(params), strict=True)
     return [_own(trees.path_name(path), box, leaf, mesh, rules) for box, (path, leaf) in rows]
 

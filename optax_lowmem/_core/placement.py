@@ -8,6 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from optax_lowmem._core import trees
+
 Axes = tuple[str, ...]  # mesh axes that one dimension is split over, the outermost first
 
 
@@ -98,3 +100,36 @@ def mesh_of(shardings: Sequence[Any], mesh: Mesh | None) -> Any:
     if mesh.empty:
         raise ValueError("PartitionSpecs and names are of some mesh: pass mesh=, or use set_mesh.")
     return mesh
+
+
+def _is_sharding(node: Any) -> bool:
+    return node is None or isinstance(node, NamedSharding | PartitionSpec)
+
+
+def of_parameters(params: Any, shardings: Any) -> list[Any]:
+    """What a tree like the parameters has for each: a NamedSharding, PartitionSpec or None.
+
+    Raises:
+      ValueError: where the trees differ.
+    """
+    names = [name for name, _ in trees.named_leaves(params)]
+    found = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=_is_sharding)
+    other = [trees.path_name(path) for path, _ in found]
+    if other != names:
+        missing = [name for name in names if name not in other]
+        extra = [name for name in other if name not in names]
+        raise ValueError(
+            "the shardings do not have the structure of the parameters: missing "
+            f"{missing[:3]}, extra {extra[:3]}. Give one for each, None where it is replicated."
+        )
+    return [sharding for _, sharding in found]
+
+
+def placements(params: Any, shardings: Any, mesh: Mesh | None) -> dict[str, Placement]:
+    """Where each parameter lies, by its path, from a tree of NamedSharding or PartitionSpec."""
+    given = of_parameters(params, shardings)
+    the_mesh = mesh_of(given, mesh)
+    return {
+        path: placement(path, tuple(leaf.shape), sharding, the_mesh)
+        for (path, leaf), sharding in zip(trees.named_leaves(params), given, strict=True)
+    }

@@ -7,11 +7,13 @@ report) and pick up the master weights and the seed that `lowmem.init` was given
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 import jax
+
+from optax_lowmem._core.placement import Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +27,9 @@ class Decision:
         of a step `pallas`, `triton` or `xla`.
       reason: one clause for a person.
       group_size: neighbours that share a scale, where the slot is compressed.
+      codec: the codec, where the slot is compressed.
+      stochastic: whether its codes are rounded stochastically.
+      block: the `Block` whose elements share a value, where they do.
     """
 
     path: str
@@ -32,6 +37,9 @@ class Decision:
     form: str | None
     reason: str
     group_size: int | None = None
+    codec: Any = None
+    stochastic: bool = False
+    block: Any = None
 
 
 @dataclasses.dataclass
@@ -46,6 +54,7 @@ class Masters:
 _decisions: ContextVar[list[Decision] | None] = ContextVar("decisions", default=None)
 _emitted: ContextVar[dict[str, jax.Array] | None] = ContextVar("emitted", default=None)
 _implementation: ContextVar[str | None] = ContextVar("implementation", default=None)
+_placements: ContextVar[Mapping[str, Placement] | None] = ContextVar("placements", default=None)
 _masters: ContextVar[Masters | None] = ContextVar("masters", default=None)
 
 
@@ -81,6 +90,18 @@ def implementing(name: str | None) -> contextlib.AbstractContextManager[str | No
 def implementation() -> str | None:
     """The implementation that an enclosing `implementing` asks for."""
     return _implementation.get()
+
+
+def placing(
+    placements: Mapping[str, Placement] | None,
+) -> contextlib.AbstractContextManager[Mapping[str, Placement] | None]:
+    """Steps that are traced inside find the leaves on a mesh, by path."""
+    return _bound(_placements, placements)
+
+
+def placement(path: str) -> Placement | None:
+    """Where an enclosing `placing` has a leaf."""
+    return (_placements.get() or {}).get(path)
 
 
 def dry_run(tx: Any, params: Any) -> tuple[Any, list[Decision]]:

@@ -38,7 +38,10 @@ def no_kernel_reason(x: Any = None) -> str | None:
     axes = jax.sharding.get_abstract_mesh().axis_types
     if axes and all(axis == AxisType.Manual for axis in axes):
         return None
-    return f"{jax.device_count()} devices are visible and this is not inside a shard_map"
+    return (
+        f"{jax.device_count()} devices are visible: tell lowmem.step where leaves lie (specs=), or "
+        "call it inside a shard_map"
+    )
 
 
 def explicit_axes_reason(x: Any) -> str | None:

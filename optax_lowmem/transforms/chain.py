@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._core import numerics, scope
+from optax_lowmem._core.placement import placements
 from optax_lowmem.kernels.fused_update import IMPLEMENTATIONS
 from optax_lowmem.transforms.engine import Optimizer
 from optax_lowmem.transforms.masters import splits_masters
@@ -62,6 +63,8 @@ def step(
     params: Any,
     *,
     implementation: str | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    specs: Any = None,
     **extra: Any,
 ) -> tuple[Any, Any]:
     """One training step: new parameters and state.
@@ -76,6 +79,11 @@ def step(
       params: the parameters.
       implementation: None picks the fastest there is for each leaf (`explain` says which); "xla"
         is plain jnp, on every device; "pallas" and "triton" are GPU kernels.
+      mesh: of `specs`; by default that of `jax.set_mesh`.
+      specs: on a mesh with Auto axes, where codes and corrections lie: a tree like the parameters
+        of PartitionSpec or NamedSharding (under ZeRO-1 those of `state_shardings(...).mu`). Then
+        the kernels step each device's part. (Explicit axes say it themselves; without either, XLA
+        compiles the step.)
       **extra: extra arguments of the optimizer, such as `value=`.
 
     Returns:
@@ -94,7 +102,8 @@ def step(
         raise ValueError(
             f"implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}"
         )
-    with scope.implementing(implementation):
+    places = None if specs is None else placements(params, specs, mesh)
+    with scope.implementing(implementation), scope.placing(places):
         if isinstance(tx, Chain) and tx.links:
             return _run(tx.links, grads, state, params, _step_last, extra)
         return _step_last(tx, grads, state, params, None, extra)

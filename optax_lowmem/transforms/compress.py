@@ -121,10 +121,12 @@ class _Compressor:
     ) -> str | None:
         """Records how a leaf of a slot is stored; the reason if it is not compressed."""
         reason = self._reason(path, leaf, slot, masked)
-        rounding = "stochastic" if self._stochastic(known) else "nearest"
+        stochastic = self._stochastic(known)
+        rounding = "stochastic" if stochastic else "nearest"
         kept = f"groups of {self.group_size}, {rounding} rounding"
-        form, size = (None, None) if reason else (codec.name, self.group_size)
-        scope.record(scope.Decision(path, slot, form, reason or kept, size))
+        how = (None,) if reason else (self.group_size, codec, stochastic)
+        form = None if reason else codec.name
+        scope.record(scope.Decision(path, slot, form, reason or kept, *how))
         return reason
 
     def _stochastic(self, known: SlotFacts) -> bool:

@@ -114,9 +114,11 @@ class Planner:
             form = f"{form or 'f32'}, {block.words or 'a value a block'}"
             reason = block.reason
         size = self.storage.group_size if codec else None
-        scope.record(scope.Decision(path, name, form, reason, size))
+        stochastic = codec is not None and not nearest
+        shared = block if slot.shared else None
+        scope.record(scope.Decision(path, name, form, reason, size, codec, stochastic, shared))
         dtype = codec.dtype if codec else jnp.dtype(self.slot_dtypes.get(name) or jnp.float32)
-        return SlotPlan(name, codec, dtype, codec is not None and not nearest)
+        return SlotPlan(name, codec, dtype, stochastic)
 
     def _codec(
         self, path: str, shape: tuple, slot: str, masked_out: bool

@@ -3,15 +3,24 @@
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from optax_lowmem._core import scope
+from optax_lowmem._core.placement import Placement
 from optax_lowmem._core.rules import OF_BLOCK, UpdateRule
 from optax_lowmem.kernels import platform
-from optax_lowmem.kernels.fused_update import operands, packed, reference, tuning, twopass
+from optax_lowmem.kernels.fused_update import (
+    on_mesh,
+    operands,
+    packed,
+    reference,
+    tuning,
+    twopass,
+)
 from optax_lowmem.kernels.fused_update.plan import LeafPlan, LeafState
 from optax_lowmem.kernels.tiles import MAX_ELEMENTS, Tiling
 
@@ -95,6 +104,7 @@ def fused_updates(
     implementation: str | None = None,
     tuned: tuning.Tuning | None = None,
     of_blocks: Sequence[jax.Array] | None = None,
+    measured: Sequence[Mapping[str, jax.Array]] | None = None,
 ) -> list[tuple[jax.Array, LeafState]]:
     """`reference.fused_update` of every leaf, by the fastest implementation for each.
 
@@ -110,15 +120,20 @@ def fused_updates(
       implementation: `xla`, `pallas`, `triton`, or None for the fastest.
       tuned: how a kernel's work is cut; None for what is known of the device.
       of_blocks: what `shared_updates` gave each leaf.
+      measured: the hyperparameters of each leaf, where they are known already.
     """
-    chosen = [
-        choose(rule, plan, implementation, g)[0] for plan, g in zip(plans, gradients, strict=True)
-    ]
     results: dict[int, tuple[jax.Array, LeafState]] = {}
     rows: list[Any] = list(zip(plans, gradients, weights, states, strict=True))
-    of_leaves = [dict(h)] * len(rows)
-    if rule.measures:
+    of_leaves = [dict(h)] * len(rows) if measured is None else list(measured)
+    if rule.measures and measured is None:
         of_leaves = [_of_leaf(rule, plan.nameless, *arrays, h) for plan, *arrays in rows]
+    placed = _placed(rule, plans, states, implementation)
+    if placed:
+        results.update(_on_mesh(rule, rows, placed, of_leaves, keys, alive, implementation, tuned))
+    chosen = [
+        "done" if i in results else choose(rule, plan, implementation, g)[0]
+        for i, (plan, g, *_) in enumerate(rows)
+    ]
     if of_blocks is not None:
         pairs = zip(of_leaves, of_blocks, strict=True)
         of_leaves = [{**own, OF_BLOCK: given} for own, given in pairs]
@@ -140,6 +155,58 @@ def fused_updates(
                 rule, plan.nameless, g, p, state, of_leaves[i], keys[i], alive
             )
     return [results[i] for i in range(len(rows))]
+
+
+def _placed(
+    rule: UpdateRule,
+    plans: Sequence[LeafPlan],
+    states: Sequence[LeafState],
+    implementation: str | None,
+) -> dict[int, Placement]:
+    """The leaves on a mesh whose parts kernels can step."""
+    if implementation == "xla" or platform.no_device_reason() is not None:
+        return {}
+    places = {
+        i: on_mesh.place_of(plan, state)
+        for i, (plan, state) in enumerate(zip(plans, states, strict=True))
+    }
+    return {
+        i: place
+        for i, place in places.items()
+        if place is not None and on_mesh.supported(rule, plans[i], place) is None
+    }
+
+
+def _on_mesh(
+    rule: UpdateRule,
+    rows: Sequence[tuple],
+    placed: Mapping[int, Placement],
+    of_leaves: Sequence[Mapping[str, jax.Array]],
+    keys: jax.Array,
+    alive: jax.Array,
+    implementation: str | None,
+    tuned: tuning.Tuning | None,
+) -> Iterator[tuple[int, tuple[jax.Array, LeafState]]]:
+    """(number, result) of the leaves on a mesh, those of one mesh together."""
+
+    def step(
+        plans: Any, gradients: Any, weights: Any, states: Any, own: Any, keys: Any, alive: Any
+    ) -> Any:
+        with scope.placing(None):
+            return fused_updates(
+                rule, plans, gradients, weights, states, {}, keys, alive, implementation, tuned,
+                measured=own,
+            )  # fmt: skip
+
+    for mesh in dict.fromkeys(place.mesh for place in placed.values()):
+        mine = [i for i, place in placed.items() if place.mesh == mesh]
+        columns = zip(*(rows[i] for i in mine), strict=True)
+        plans, gradients, weights, states = map(list, columns)
+        found = on_mesh.fused_updates(
+            step, plans, [placed[i] for i in mine], gradients, weights, states,
+            [of_leaves[i] for i in mine], keys[jnp.asarray(mine)], alive,
+        )  # fmt: skip
+        yield from zip(mine, found, strict=True)
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "plan"))
