@@ -3,6 +3,7 @@
 import importlib.metadata as _metadata
 
 from optax_lowmem import blocks as blocks
+from optax_lowmem import checkpoint as checkpoint
 from optax_lowmem import codecs as codecs
 from optax_lowmem import diagnostics as diagnostics
 from optax_lowmem import memory as memory
@@ -54,6 +55,7 @@ __all__ = [
     "b2_schedule",
     "blocks",
     "chain",
+    "checkpoint",
     "coat_adamw",
     "codecs",
     "compand_momentum",

@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "transforms": BELOW_TRANSFORMS,
     "optimizers": (*BELOW_TRANSFORMS, "transforms", "blocks"),
     "layers": BELOW_TRANSFORMS,
+    "checkpoint": BELOW_TOP,
     "diagnostics": BELOW_TOP,
     "flax": BELOW_TOP,
     "memory": BELOW_TOP,

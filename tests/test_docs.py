@@ -83,8 +83,9 @@ def test_arguments_are_described(name):
     assert not missing
 
 
-def test_code_of_the_readme():
+def test_code_of_the_readme(tmp_path, monkeypatch):
     """Its python blocks, in order, in one namespace."""
+    monkeypatch.chdir(tmp_path)
     blocks = re.findall(
         r"^```python\n(.*?)^```", README.read_text("utf-8"), re.DOTALL | re.MULTILINE
     )

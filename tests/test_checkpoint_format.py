@@ -1,0 +1,203 @@
+"""What a checkpoint says of its format: others are refused, older ones migrated."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import optax_lowmem as lowmem
+from optax_lowmem import checkpoint
+from optax_lowmem.checkpoint import comparison, description, migrations
+from tests import contract_cases as cases
+from tests.checkpoint_cases import (
+    SMALL,
+    abstract,
+    adamw,
+    assert_same_bits,
+    mesh_of,
+    scrambled,
+    two_steps,
+)
+
+P = PartitionSpec
+
+
+# ---- what does not fit ---------------------------------------------------------------------------
+
+
+LIKE = {
+    "block": {"w": jax.ShapeDtypeStruct((3, 40), jnp.bfloat16)},
+    "norm": jax.ShapeDtypeStruct((40,), jnp.bfloat16),
+}
+LINEAR = lowmem.codecs.linear(signed=False)
+WITHOUT = {"block": LIKE["block"]}
+MISFITS = {
+    "codec": (
+        adamw(), LIKE, adamw(nu=LINEAR), LIKE,
+        r"slot nu of 'block/w' was saved as sqrt-uint8 in groups of 32 with f32 scales, and this "
+        r"optimizer reads linear-uint8 .* Restore with nu=the codec sqrt-uint8, group_size=32 .*"
+        r"checkpoint.to_optax, then checkpoint.from_optax. \(1 more like this\)",
+    ),
+    "scale": (
+        adamw(), LIKE, adamw(mu=lowmem.codecs.softsign_paper()), LIKE,
+        "slot mu of 'block/w' was saved as softsign-int8 .* e8m8 scales, .* softsign-int8-paper",
+    ),
+    # 40 elements are two groups of 32 and of 39 alike: the arrays do not tell
+    "group size": (
+        adamw(), LIKE, adamw(group_size=39), LIKE,
+        "slot mu of 'block/w' was saved as softsign-int8 in groups of 32 .* in groups of 39 .*"
+        "group_size=32",
+    ),
+    "f32 into int8": (
+        adamw(mu=None), LIKE, adamw(), LIKE,
+        "slot mu of 'block/w' was saved as uncompressed numbers, and this optimizer reads "
+        "softsign-int8 .* Restore with Storage\\(mu=None\\)",
+    ),
+    "optax into int8": (
+        optax.adamw(1e-3), LIKE, adamw(), LIKE, "lacks 'count', 'seed', 'mu/block/w' and .* more",
+    ),
+    "master width": (
+        adamw(), LIKE, adamw(master_weight_bits=32), LIKE,
+        "slot correction of 'block/w' was saved as master weights split by bits-24, and .* bits-32"
+        r".* Restore with Storage\(master_weight_bits=24, split='bits'\)",
+    ),
+    "no masters": (
+        adamw(master_weight_bits=None), LIKE, adamw(), LIKE,
+        r"saved as no correction, .* Storage\(master_weight_bits=None\)",
+    ),
+    "split": (
+        adamw(), LIKE, adamw(split="ulp"), LIKE, "split by bits-24, and .* split by ulp-24",
+    ),
+    "leaf": (
+        adamw(), WITHOUT, adamw(), LIKE,
+        "another tree of parameter arrays: it lacks 'norm', and has nothing beyond .* Restore with "
+        "the parameters that it was saved with",
+    ),
+    "shape": (
+        adamw(), {**LIKE, "norm": jax.ShapeDtypeStruct((41,), jnp.bfloat16)}, adamw(), LIKE,
+        r"parameter 'norm' was saved as bfloat16\[41\], and bfloat16\[40\] is wanted here",
+    ),
+    "dtype": (
+        adamw(), abstract(cases.masters()), adamw(), LIKE,
+        r"parameter 'block/w' was saved as float32\[3, 40\], and bfloat16\[3, 40\] is wanted",
+    ),
+    "optimizer": (
+        lowmem.flash_lion(1e-3, storage=SMALL), LIKE, adamw(), LIKE,
+        "another tree of state arrays: it lacks 'nu/block/w', .* Restore with the optimizer",
+    ),
+    "blocks": (
+        lowmem.flash_adam_mini(1e-3, blocks=lowmem.blocks.Structure(default="whole")), LIKE,
+        lowmem.flash_adam_mini(1e-3, blocks=lowmem.blocks.Structure(default="elementwise")), LIKE,
+        r"slot nu of 'block/w' was saved as uncompressed numbers, a value for each block of axes "
+        r"\[0, 1\], .* of axes \[\]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MISFITS)
+@pytest.mark.filterwarnings("ignore:.*block")
+def test_a_checkpoint_of_other_settings_is_refused(kind):
+    old, old_params, new, params, message = MISFITS[kind]
+    saved = checkpoint.metadata(old, old_params)
+    checkpoint.check(saved, old, old_params)
+    with pytest.raises(ValueError, match=message):
+        checkpoint.check(saved, new, params)
+
+
+def test_rounding_and_seed_may_change():
+    saved = checkpoint.metadata(adamw(), LIKE)
+    checkpoint.check(saved, adamw(rounding="nearest", seed=5), LIKE)
+
+
+def test_restore_refuses_another_codec_before_it_reads(tmp_path):
+    tx, (params, _), _ = two_steps(tmp_path)
+    with pytest.raises(ValueError, match="slot nu of 'block/w' was saved as sqrt-uint8"):
+        checkpoint.restore(tmp_path, adamw(nu=LINEAR), params)
+
+
+def test_f32_files_never_become_int8(tmp_path):
+    """Orbax casts them without a word."""
+    tx, plain = adamw(), adamw(mu=None, nu=None)
+    params, state = lowmem.init(plain, cases.masters())
+    _, coded = lowmem.init(tx, cases.masters())
+    items = checkpoint.args(tx, params, coded)
+    items["opt_state"] = ocp.args.StandardSave(state)
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(0, args=ocp.args.Composite(**items))
+    with pytest.raises(ValueError, match=r"'mu/block/w' was saved as float32\[3, 40\], and int8"):
+        checkpoint.restore(tmp_path, tx, params)
+
+
+def test_a_state_of_another_optimizer_is_not_saved():
+    params, state = lowmem.init(adamw(mu=None), cases.masters())
+    with pytest.raises(ValueError, match=r"not what this optimizer keeps .* float32\[3, 40\]"):
+        checkpoint.args(adamw(), params, state)
+
+
+def test_no_metadata_and_no_orbax(monkeypatch):
+    with pytest.raises(ValueError, match="no description of a checkpoint .* keys \\['a'\\]"):
+        checkpoint.check({"a": 1}, adamw(), LIKE)
+    newer = {**checkpoint.metadata(adamw(), LIKE), "version": description.FORMAT_VERSION + 1}
+    with pytest.raises(ValueError, match="version 2, newer than .* pip install --upgrade"):
+        checkpoint.check(newer, adamw(), LIKE)
+    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
+    monkeypatch.setitem(sys.modules, "orbax", None)
+    with pytest.raises(ImportError, match=r"pip install optax-lowmem\[checkpoint\]"):
+        checkpoint.args(adamw(), LIKE, adamw().init(cases.masters()))
+
+
+# ---- older formats, and managers of one's own ----------------------------------------------------
+
+
+def test_a_checkpoint_without_a_description_is_read_on_trust(tmp_path):
+    tx = lowmem.chain(optax.clip(1.0), adamw())
+    params, state = lowmem.init(tx, cases.masters())
+    state = scrambled(state)
+    items = {"params": ocp.args.StandardSave(params), "opt_state": ocp.args.StandardSave(state)}
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(4, args=ocp.args.Composite(**items))
+    with pytest.raises(ValueError, match="no description of its format.* pass undescribed=True"):
+        checkpoint.restore(tmp_path, tx, params)
+    few = NamedSharding(mesh_of(2), P())
+    restored = checkpoint.restore(tmp_path, tx, params, shardings=few, undescribed=True)
+    assert_same_bits(restored, (params, state))
+    assert restored[1][1].count.sharding == few
+    other = lowmem.chain(optax.clip(1.0), adamw(mu=None))
+    with pytest.raises(ValueError, match=r"state '1/mu/block/w' was saved as int8\[3, 40\]"):
+        checkpoint.restore(tmp_path, other, params, undescribed=True)
+
+
+def test_an_older_version_is_migrated(tmp_path, monkeypatch):
+    """A version 2 that calls the momentum something else reads what version 1 wrote."""
+    tx, (params, _), (weights, state) = two_steps(tmp_path)
+
+    def renamed(saved):
+        kept = dict(saved["opt_state"])
+        seed = kept.pop("seed")
+        found = {**saved["metadata"], "version": 2}
+        return {**saved, "opt_state": {"seed": seed, **kept}, "metadata": found}
+
+    monkeypatch.setattr(description, "FORMAT_VERSION", 2)
+    with pytest.raises(ValueError, match="version 1, which this package no longer reads"):
+        checkpoint.restore(tmp_path, tx, params)
+    monkeypatch.setitem(migrations.MIGRATIONS, 1, renamed)
+    assert_same_bits(checkpoint.restore(tmp_path, tx, params), (weights, state))
+    with pytest.raises(ValueError, match="has format version 1, this package writes 2"):
+        comparison.check({**checkpoint.metadata(tx, params), "version": 1}, tx, params)
+
+
+def test_a_manager_of_ones_own(tmp_path):
+    tx = adamw()
+    params, state = scrambled(lowmem.init(tx, cases.masters()))
+    with ocp.CheckpointManager(tmp_path) as manager:
+        items = checkpoint.args(tx, params, state)
+        manager.save(9, args=ocp.args.Composite(**items, data=ocp.args.JsonSave({"batch": 7})))
+        manager.wait_until_finished()
+        restored = checkpoint.restore_from(manager, tx, abstract(params))
+        data = manager.restore(9, args=ocp.args.Composite(data=ocp.args.JsonRestore()))
+    assert_same_bits(restored, (params, state))
+    assert data["data"] == {"batch": 7}

@@ -1,0 +1,342 @@
+"""From a running optax optimizer to low memory and back, in the middle of a run."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lowmem as lowmem
+from optax_lowmem import checkpoint
+from optax_lowmem._core import groups
+from optax_lowmem.checkpoint import counterparts
+from tests import contract_cases as cases
+
+SMALL = lowmem.Storage(policy=cases.POLICY)
+EXACT = lowmem.Storage.full_precision(policy=cases.POLICY, master_weight_bits=32)
+MINI = ("q_adam_mini", "flash_adam_mini")
+
+
+def plain_of(name):
+    """The optax optimizer of a case; Adam-mini, which optax has not, goes on from AdamW."""
+    return optax.adamw if name in MINI else cases.CASES[name].plain
+
+
+def started(plain, seed=0):
+    """f32 parameters and an optax state as in the middle of a run, without compiling one."""
+    rng = np.random.default_rng(seed)
+    params = cases.masters()
+
+    def leaf(x):
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            return jnp.asarray(7, x.dtype) if x.ndim == 0 else x
+        return jnp.asarray(rng.lognormal(-8, 1, x.shape), jnp.float32)
+
+    return params, jax.tree.map(leaf, plain.init(params))
+
+
+def moments(state):
+    """Every array of a state with a path, in f32."""
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        found[jax.tree_util.keystr(path, simple=True, separator="/")] = leaf
+    return found
+
+
+# ---- each optimizer ------------------------------------------------------------------------------
+
+
+@cases.OPTIMIZER
+def test_there_and_back(name):
+    """Exact where codecs are; elsewhere within error_bound."""
+    plain, tx = plain_of(name)(1e-3), cases.CASES[name].make(1e-3, cases.Form(bits=32))
+    params, old = started(plain)
+    weights, state = checkpoint.from_optax(tx, old, params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype(jnp.bfloat16)}
+    assert cases.shapes_of(state) == cases.shapes_of(tx.init(weights))
+
+    back, new = checkpoint.to_optax(tx, state, weights, plain)
+    cases.assert_same(back, params)
+    assert cases.shapes_of(new) == cases.shapes_of(old)
+    described = checkpoint.metadata(tx, weights)["slots"]
+    after, seen = moments(new), set()
+    for path, x in moments(old).items():
+        owner = "norm" if path.endswith("norm") else "block/w"
+        slot = path.removesuffix(f"/{owner}").split("/")[-1]
+        # SGD's slot is called mu in our own states, trace where optax's state is compressed
+        forms = described[owner]
+        form = forms.get(slot) or (forms["mu"] if slot == "trace" else {"codec": None})
+        if "block" in form and x.ndim:
+            np.testing.assert_allclose(np.mean(after[path]), np.mean(x), rtol=1e-6)
+            assert np.ptp(after[path]) == 0
+        elif form["codec"] is None or not x.ndim:
+            np.testing.assert_array_equal(after[path], x, err_msg=path)
+        else:
+            view = groups.to_groups(x, form["group_size"])
+            bound = lowmem.codecs.CODECS[form["codec"]].error_bound(view, stochastic=True)
+            error = np.abs(groups.to_groups(after[path] - x, form["group_size"]))
+            assert np.all(error <= bound), path
+            assert np.any(error > 0), path
+            seen.add(slot)
+    assert len(seen) >= 1
+    again, _ = checkpoint.from_optax(tx, new, back)
+    cases.assert_same(again, weights)
+
+
+@pytest.mark.parametrize("name", lowmem.OPTIMIZERS)
+def test_the_optax_optimizer_is_found(name):
+    plain = plain_of(name)(1e-3)
+    params, old = started(plain)
+    for rate, wanted in ((1e-3, plain), (optax.linear_schedule(1e-3, 0.0, 9), None)):
+        tx = lowmem.OPTIMIZERS[name].make(rate, storage=dataclasses.replace(
+            lowmem.OPTIMIZERS[name].make(rate).engine.storage, policy=cases.POLICY))  # fmt: skip
+        wanted = wanted or plain_of(name)(rate)
+        params, old = started(wanted)
+        weights, state = checkpoint.from_optax(tx, old, params)
+        _, new = checkpoint.to_optax(tx, state, weights)
+        assert cases.shapes_of(new) == cases.shapes_of(old)
+        assert {int(c) for _, c in optax.tree.get_all_with_path(new, "count")} <= {7}
+
+
+def test_every_state_has_a_place_in_optax():
+    kinds = {row.make(1e-3).engine.rule.state_type.__name__ for row in lowmem.OPTIMIZERS.values()}
+    assert kinds <= counterparts.MOMENTS.keys(), "say in MOMENTS where optax keeps its slots"
+
+
+PIECES = {
+    "adam": (lowmem.scale_by_flash_adam(storage=SMALL), optax.scale_by_adam()),
+    "lion": (lowmem.scale_by_flash_lion(storage=SMALL), optax.scale_by_lion()),
+    "trace": (lowmem.flash_trace(0.9, storage=SMALL), optax.trace(0.9)),
+    "sgd": (lowmem.flash_sgd(0.1, storage=SMALL), optax.sgd(0.1)),
+    "sgd with decay": (
+        lowmem.flash_sgd(0.1, 0.9, weight_decay=1e-4, storage=SMALL),
+        optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.1, 0.9)),
+    ),
+    "adam without decay": (lowmem.flash_adamw(1e-3, weight_decay=0.0), optax.adam(1e-3)),
+    "masked decay": (
+        lowmem.flash_adamw(1e-3, mask={"block": {"w": True}, "norm": False}, storage=SMALL),
+        optax.adamw(1e-3, mask={"block": {"w": True}, "norm": False}),
+    ),
+    "lowmem.chain": (
+        lowmem.chain(optax.clip_by_global_norm(1.0), lowmem.flash_adamw(1e-3, storage=SMALL)),
+        optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)),
+    ),
+    "split of compressed": (
+        lowmem.split_master_weights(
+            lowmem.compand_momentum(lowmem.sqrt_variance_quant(optax.adamw(1e-3)))
+        ),
+        optax.adamw(1e-3),
+    ),
+    "plain": (optax.chain(optax.clip(1.0), optax.adamw(1e-3)),) * 2,
+}
+
+
+@pytest.mark.parametrize("kind", PIECES)
+def test_pieces_and_chains(kind):
+    tx, plain = PIECES[kind]
+    params, old = started(plain)
+    weights, state = checkpoint.from_optax(tx, old, params)
+    for given in (None, plain):
+        _, new = checkpoint.to_optax(tx, state, weights, given)
+        assert cases.shapes_of(new) == cases.shapes_of(old)
+        for path, x in moments(old).items():
+            np.testing.assert_allclose(moments(new)[path], x, rtol=0.2, atol=2e-5, err_msg=path)
+
+
+# ---- inside optax's wrappers ---------------------------------------------------------------------
+
+MASK = {"block": {"w": True}, "norm": False}
+
+
+def wrappers(inner, make, **static):
+    """An optimizer inside each of optax's wrappers."""
+    label = {"block": {"w": "one"}, "norm": "two"}
+    inject = optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32, **static)
+    return {
+        "chain": optax.chain(optax.clip(1.0), inner),
+        "masked": optax.masked(inner, MASK),
+        "partition": optax.partition({"one": inner, "two": optax.sgd(0.1, 0.9)}, label),
+        "MultiSteps": optax.MultiSteps(inner, 2).gradient_transformation(),
+        "apply_if_finite": optax.apply_if_finite(inner, 3),
+        "inject": inject(learning_rate=2e-3),
+        "nested": optax.chain(optax.masked(optax.chain(optax.clip(1.0), inner), MASK)),
+    }
+
+
+OURS = wrappers(
+    lowmem.flash_adamw(1e-3, storage=EXACT),
+    lambda learning_rate: lowmem.flash_adamw(learning_rate, storage=EXACT),
+)
+PLAIN = wrappers(optax.adamw(1e-3), lambda learning_rate: optax.adamw(learning_rate))
+
+
+@pytest.mark.parametrize("kind", OURS)
+def test_inside_wrappers(kind):
+    tx, plain = OURS[kind], PLAIN[kind]
+    params, old = started(plain)
+    # where the mask leaves a weight to nobody, it has no correction
+    weights, state = checkpoint.from_optax(tx, old, params, cases.DTYPES["mixed"])
+    assert cases.shapes_of(state) == cases.shapes_of(tx.init(weights))
+    back, new = checkpoint.to_optax(tx, state, weights, plain)
+    cases.assert_same((back, new), (params, old))
+    with pytest.raises(ValueError, match="hidden inside a wrapper .* Pass plain="):
+        checkpoint.to_optax(tx, state, weights)
+
+
+def test_one_of_ours_stands_for_several_links():
+    """The links of a chain that are one optimizer, as MaxText and big_vision write them."""
+    tx = lowmem.chain(optax.clip(1.0), lowmem.flash_adamw(1e-3, storage=EXACT), optax.identity())
+    plain = optax.chain(
+        optax.clip(1.0),
+        optax.scale_by_adam(),
+        optax.add_decayed_weights(1e-4),
+        optax.scale_by_learning_rate(optax.linear_schedule(1e-3, 0.0, 9)),
+        optax.identity(),
+    )
+    tx = optax.chain(optax.clip(1.0), lowmem.flash_adamw(1e-3, storage=EXACT), optax.identity())
+    params, old = started(plain)
+    weights, state = checkpoint.from_optax(tx, old, params)
+    assert int(state[1].count) == 7
+    cases.assert_same(checkpoint.to_optax(tx, state, weights, plain), (params, old))
+
+
+def test_numbers_that_only_one_side_has():
+    """inject_hyperparams keeps what each optimizer takes: the rest is as init makes it."""
+    inject = optax.inject_hyperparams
+    plain = inject(optax.adamw)(learning_rate=2e-3, weight_decay=0.5)
+    tx = inject(lambda learning_rate: lowmem.flash_adamw(learning_rate, storage=EXACT))(1e-3)
+    params, old = started(plain)
+    old = old._replace(hyperparams={**old.hyperparams, "learning_rate": jnp.float32(3e-3)})
+    weights, state = checkpoint.from_optax(tx, old, params)
+    assert float(state.hyperparams["learning_rate"]) == np.float32(3e-3)
+    _, new = checkpoint.to_optax(tx, state, weights, plain)
+    assert float(new.hyperparams["learning_rate"]) == np.float32(3e-3)
+    assert float(new.hyperparams["weight_decay"]) == 0.5
+    cases.assert_same(new.inner_state, old.inner_state)
+
+
+# ---- what does not fit ---------------------------------------------------------------------------
+
+MISFITS = {
+    "another optimizer": (
+        lowmem.flash_adamw(1e-3), optax.amsgrad(1e-3),
+        "goes on from mu, nu of one ScaleByAdamState, and optax's state has .*"
+        "ScaleByAmsgradState.nu_max .* is \\(ScaleByAmsgradState, EmptyState\\)",
+    ),
+    "momentum": (
+        lowmem.flash_lion(1e-3), optax.sgd(1e-3, 0.9), "goes on from mu of one ScaleByLionState",
+    ),
+    "sgd without momentum": (
+        lowmem.flash_sgd(1e-3), optax.sgd(1e-3, 0.9),
+        "goes on from a count at most, and optax's state has TraceState.trace",
+    ),
+    "chain": (
+        lowmem.chain(optax.clip(1.0), lowmem.flash_adamw(1e-3)), optax.scale_by_adam(),
+        r"state: tx keeps \(EmptyState, FlashAdamState\) where the optax optimizer keeps "
+        "ScaleByAdamState: they are not two forms of one optimizer",
+    ),
+    "wrapper": (
+        optax.MultiSteps(lowmem.flash_adamw(1e-3), 2).gradient_transformation(), optax.adamw(1e-3),
+        "state: tx keeps MultiStepsState where",
+    ),
+    "mask": (
+        optax.masked(lowmem.flash_adamw(1e-3), {"block": {"w": True}, "norm": True}),
+        optax.masked(optax.adamw(1e-3), MASK),
+        r"state.inner_state.mu: mu has not the leaves .* missing \['norm'\]",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MISFITS)
+def test_the_state_of_something_else_is_refused(kind):
+    tx, plain, message = MISFITS[kind]
+    params, old = started(plain)
+    with pytest.raises(ValueError, match=message):
+        checkpoint.from_optax(tx, old, params)
+
+
+def test_counts_that_differ_and_shapes_that_do_not_fit():
+    plain = optax.adamw(optax.linear_schedule(1e-3, 0.0, 9))
+    params, old = started(plain)
+    moved = (old[0]._replace(count=jnp.int32(3)), *old[1:])
+    with pytest.raises(ValueError, match=r"counts \[3, 7\] steps, in its moments and its schedule"):
+        checkpoint.from_optax(lowmem.flash_adamw(1e-3), moved, params)
+    other = {**params, "norm": jnp.ones(7)}
+    with pytest.raises(ValueError, match=r"state.mu: 'norm' has shape \(5,\) .* and \(7,\) here"):
+        checkpoint.from_optax(lowmem.flash_adamw(1e-3), old, other)
+
+
+# ---- the run goes on -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "plain"),
+    [
+        (lowmem.flash_adamw, optax.adamw),
+        (lowmem.flash_lion, optax.lion),
+        (lambda rate, **kw: lowmem.flash_sgd(rate, 0.9, True, **kw),
+         lambda rate: optax.sgd(rate, 0.9, True)),
+    ],
+)  # fmt: skip
+def test_the_run_goes_on_as_if_nothing_had_happened(ours, plain):
+    """With f32 slots and 32-bit masters: counts, bias corrections and the schedule carry over."""
+    schedule = optax.linear_schedule(2e-3, 0.0, 12)
+    plain, tx = plain(schedule), ours(schedule, storage=EXACT)
+    params = cases.masters()
+    gradients = cases.stream(params, 8)
+    first, rest = (jax.tree.map(lambda g, s=s: g[s], gradients) for s in (slice(4), slice(4, 8)))
+    middle, old = cases.train(plain, params, plain.init(params), first)
+    wanted, _ = cases.train(plain, middle, old, rest)
+    weights, state = checkpoint.from_optax(tx, old, middle)
+    weights, state = cases.train(tx, weights, state, rest)
+    found, new = checkpoint.to_optax(tx, state, weights)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=4e-7, atol=1e-8)  # 4 steps of a few u
+    assert {int(c) for _, c in optax.tree.get_all_with_path(new, "count")} == {8}
+
+
+def test_100_steps_each_of_optax_flash_and_optax_follow_the_f32_run():
+    """scikit-learn's digits: AdamW, then FlashAdamW, then AdamW again; loss within 0.5 %."""
+    from sklearn.datasets import load_digits
+
+    images, labels = (jnp.asarray(x) for x in load_digits(return_X_y=True))
+    images = images.astype(jnp.float32) / 16
+    rng = np.random.default_rng(0)
+    batches = jnp.asarray(rng.integers(0, 1400, (3, 100, 128)))
+    params = {
+        "hidden": jnp.asarray(rng.normal(0, 0.15, (64, 128)), jnp.float32),
+        "out": jnp.asarray(rng.normal(0, 0.1, (128, 10)), jnp.float32),
+    }
+
+    def loss(w, at):
+        w = jax.tree.map(lambda x: x.astype(jnp.float32), w)
+        logits = jax.nn.relu(images[at] @ w["hidden"]) @ w["out"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels[at]).mean()
+
+    def training(tx):
+        def step(carry, at):
+            return lowmem.step(tx, jax.grad(loss)(carry[0], at), carry[1], carry[0]), None
+
+        scan = lambda carry, batches: jax.lax.scan(step, carry, batches)[0]  # noqa: E731
+        return jax.jit(scan, compiler_options=cases.QUICK_COMPILE)
+
+    schedule = optax.cosine_decay_schedule(1e-3, 300)
+    plain = optax.adamw(schedule, weight_decay=0.1)
+    storage = lowmem.Storage(policy=lowmem.Policy(min_size=1024))
+    tx = lowmem.flash_adamw(schedule, weight_decay=0.1, storage=storage)
+    in_f32, in_8_bits = training(plain), training(tx)
+
+    start = in_f32((params, plain.init(params)), batches[0])
+    wanted = in_f32(in_f32(start, batches[1]), batches[2])[0]
+    weights, state = checkpoint.from_optax(tx, start[1], start[0])
+    weights, state = in_8_bits((weights, state), batches[1])
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.mu)} == {jnp.dtype(jnp.int8)}
+    found = in_f32(checkpoint.to_optax(tx, state, weights), batches[2])[0]
+
+    held_out = jnp.arange(1400, 1797)
+    one, other, before = (float(loss(w, held_out)) for w in (found, wanted, start[0]))
+    assert other < 0.8 * before  # it learns all the while
+    assert abs(one / other - 1) < 0.005, (one, other)
+    assert one != other
