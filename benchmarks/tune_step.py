@@ -20,7 +20,7 @@ from optax_lowmem.kernels.fused_update import tuning
 from optax_lowmem.kernels.tiles import Tile
 
 TUNED = Path(fused_update.__file__).parent / "tuned.json"
-TILES = (Tile(1024, 4), Tile(512, 2), Tile(2048, 8))
+TILES = (Tile(1024, 4), Tile(512, 2), Tile(2048, 8), Tile(4096, 8))
 # the hand-written kernel has one copy of its code however many leaves share it
 LEAVES = {"pallas": (1, 2, 4, 8), "triton": (8, 32)}
 ELEMENTS = (1 << 22, 1 << 24, 1 << 25)
@@ -33,9 +33,10 @@ def cuts(kernel: str) -> list[tuning.Tuning]:
     return tried + [tuning.Tuning(tile) for tile in TILES[1:]]
 
 
-def slots(optimizer: str) -> int:
-    """How many slots the optimizer's rule has: what tuned.json tells apart."""
-    return in_jax.ours(optimizer, "tiny").engine.rule.elementwise_slots
+def key(kernel: str, optimizer: str) -> str:
+    """Of the optimizer's line in tuned.json."""
+    engine = in_jax.ours(optimizer, "tiny").engine
+    return tuning.key(kernel, engine.rule.elementwise_slots, engine.storage.group_size)
 
 
 def trials(
@@ -70,7 +71,7 @@ def main() -> None:
         case = (args.leaf_set, optimizer)
         times = trials(cuts(args.kernel), case, args.kernel, args.repeats, args.jobs)
         best = min(times, key=times.__getitem__)
-        device[f"{args.kernel}/{slots(optimizer)}-slots"] = tuning.entry(best)
+        device[key(args.kernel, optimizer)] = tuning.entry(best)
     if args.write:
         text = json.dumps(entries, indent=2, sort_keys=True) + "\n"
         args.write.write_text(text, encoding="utf-8")

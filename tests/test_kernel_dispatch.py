@@ -270,17 +270,18 @@ def test_argument_then_trial_then_tuned_then_heuristic(monkeypatch):
     lines = {"pallas/2-slots": tuning.entry(tuned), "triton/1-slots": tuning.entry(other)}
     monkeypatch.setattr(tuning, "_tuned", lambda: {kind: lines, "another": {}})
     with tuning.trying(trial):
-        assert tuning.resolve(argument, "pallas", 2) == argument
-        assert tuning.resolve(None, "pallas", 2) == trial
+        assert tuning.resolve(argument, "pallas", 2, 32) == argument
+        assert tuning.resolve(None, "pallas", 2, 32) == trial
         with tuning.trying(argument):
-            assert tuning.resolve(None, "pallas", 1) == argument
-        assert tuning.resolve(None, "pallas", 1) == trial
-    assert tuning.resolve(None, "pallas", 2) == tuned
-    assert tuning.resolve(None, "triton", 1) == other
-    assert tuning.resolve(None, "pallas", 1) == tuning.resolve(None, "triton", 2)
-    assert tuning.resolve(None, "pallas", 1) == tuning.HEURISTIC == tuning.Tuning()
+            assert tuning.resolve(None, "pallas", 1, 32) == argument
+        assert tuning.resolve(None, "pallas", 1, 32) == trial
+    assert tuning.resolve(None, "pallas", 2, 32) == tuned
+    assert tuning.resolve(None, "triton", 1, 32) == other
+    assert tuning.resolve(None, "pallas", 1, 32) == tuning.resolve(None, "triton", 2, 32)
+    assert tuning.resolve(None, "pallas", 1, 32) == tuning.HEURISTIC == tuning.Tuning()
+    assert tuning.resolve(None, "pallas", 2, 128) == tuning.HEURISTIC_WIDE
     monkeypatch.setattr(tuning, "_tuned", lambda: {"another": lines})
-    assert tuning.resolve(None, "pallas", 2) == tuning.HEURISTIC
+    assert tuning.resolve(None, "pallas", 2, 32) == tuning.HEURISTIC
 
 
 def test_a_trial_reaches_the_step(on_a_gpu):

@@ -141,7 +141,8 @@ def fused_updates(
         mine = [i for i, name in enumerate(chosen) if name == kernel]
         if not mine:
             continue
-        cut = tuning.resolve(tuned, kernel, rule.elementwise_slots)
+        size = plans[mine[0]].group_size  # one for all leaves of an optimizer
+        cut = tuning.resolve(tuned, kernel, rule.elementwise_slots, size)
         for batch in _batches(rows, mine, cut):
             taken, own = [rows[i] for i in batch], [of_leaves[i] for i in batch]
             found = _by_kernel(

@@ -31,6 +31,10 @@ class Tuning:
 
 
 HEURISTIC = Tuning()
+# Of groups of so many lanes the random bits of rows change hands between the threads of 4 warps:
+# 12 to 29 instructions an element of sm_90 that 8 warps do not have.
+_WIDE = 128
+HEURISTIC_WIDE = Tuning(Tile(2048, 8))
 _trial: ContextVar[Tuning | None] = ContextVar("trial", default=None)
 
 
@@ -65,17 +69,25 @@ def entry(tuned: Tuning) -> dict[str, int]:
     }
 
 
-def resolve(argument: Tuning | None, backend: str, slots: int) -> Tuning:
+def key(backend: str, slots: int, group_size: int) -> str:
+    """What tuned.json tells apart: the kernel, the slots of the rule, and wide groups."""
+    return f"{backend}/{slots}-slots" + ("/wide" if group_size >= _WIDE else "")
+
+
+def resolve(argument: Tuning | None, backend: str, slots: int, group_size: int) -> Tuning:
     """Argument (or trial), else the tuned entry of this device, else the heuristic.
 
     Args:
       argument: the caller's choice.
       backend: `pallas` or `triton`.
       slots: how many slots the optimizer has.
+      group_size: of its codes.
     """
     chosen = argument or _trial.get()
     if chosen is not None:
         return chosen
     devices = _tuned().get(jax.local_devices()[0].device_kind, {})
-    line = devices.get(f"{backend}/{slots}-slots")
-    return HEURISTIC if line is None else parse(line)
+    line = devices.get(key(backend, slots, group_size))
+    if line is not None:
+        return parse(line)
+    return HEURISTIC_WIDE if group_size >= _WIDE else HEURISTIC
