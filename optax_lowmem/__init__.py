@@ -7,6 +7,7 @@ from optax_lowmem import checkpoint as checkpoint
 from optax_lowmem import codecs as codecs
 from optax_lowmem import diagnostics as diagnostics
 from optax_lowmem import memory as memory
+from optax_lowmem import release as release
 from optax_lowmem import sharding as sharding
 from optax_lowmem._core.policy import Policy as Policy
 from optax_lowmem.optimizers import OPTIMIZERS as OPTIMIZERS
@@ -76,6 +77,7 @@ __all__ = [
     "q_adam_mini",
     "q_adamw",
     "register_slot",
+    "release",
     "scale_by_flash_adam",
     "scale_by_flash_lion",
     "sharding",

@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "diagnostics": BELOW_TOP,
     "flax": BELOW_TOP,
     "memory": BELOW_TOP,
+    "release": BELOW_TOP,
     "sharding": BELOW_TOP,
 }
 
