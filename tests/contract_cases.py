@@ -114,13 +114,19 @@ CASES: dict[str, Case] = {
     "optax.rmsprop": _compressed(optax.rmsprop, 5e-3, {"nu": _NU}),
 }
 
+# The first of each rule; the others differ in their codecs and defaults.
+RULES = {
+    type(row.make(row.learning_rate).engine.rule): name
+    for name, row in reversed(lowmem.OPTIMIZERS.items())
+}.values()
 # Under each of optax's wrappers the fast suite has all of them (test_contract_matrix.py); elsewhere
-# it has ours, the one with most slots and the one with a running maximum.
+# it has one of ours for each rule, the one with the longest codec, the one with most slots and the
+# one with a running maximum.
 OPTIMIZER = pytest.mark.parametrize(
     "name",
     [
         name
-        if name in (*lowmem.OPTIMIZERS, "optax.adan", "optax.amsgrad")
+        if name in (*RULES, "coat_adamw", "optax.adan", "optax.amsgrad")
         else pytest.param(name, marks=pytest.mark.full)
         for name in CASES
     ],

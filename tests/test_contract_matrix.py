@@ -1,7 +1,8 @@
 """Every optimizer x dtype x master width x group size x rounding x optax wrapper.
 
-The fast suite runs rows in which every pair of values occurs, `-m full` all the others. A row
-trains on a fixed gradient stream and must follow the same wrapper around plain f32 optax.
+The fast suite runs rows in which every pair of values occurs, `-m full` all the others, but for
+optimizers that differ from another in their codecs alone. A row trains on a fixed gradient stream
+and must follow the same wrapper around plain f32 optax.
 """
 
 import functools
@@ -17,6 +18,7 @@ import pytest
 from contract_cases import (
     CASES,
     DTYPES,
+    RULES,
     Case,
     Form,
     changes,
@@ -83,8 +85,9 @@ FAST = pairwise(FACTORS)
 
 
 def _is_distinct(row: tuple) -> bool:
-    """Without a 16-bit weight there is no master width to vary."""
-    return row[1] != "float32" or row[2] == 24
+    """Of another rule; and without a 16-bit weight there is no master width to vary."""
+    another = row[0] in RULES or row[0] not in lowmem.OPTIMIZERS
+    return another and (row[1] != "float32" or row[2] == 24)
 
 
 REST = sorted(row for row in set(itertools.product(*FACTORS)) - set(FAST) if _is_distinct(row))

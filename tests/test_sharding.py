@@ -158,14 +158,11 @@ def nearly(found, wanted):
 
 @pytest.mark.parametrize("layout", UNALIGNED)
 def test_groups_on_two_devices(layout):
-    """Their scales are whole, and the step is what it is elsewhere."""
-    found = check("flash_adamw", UNALIGNED[layout])
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(found),
-        jax.tree.leaves(unsharded("flash_adamw")),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(a, b, err_msg=str(path))
+    """Their scales are whole, and the step is what it is elsewhere.
+
+    (Not bit for bit: what is gathered in between is compiled, and fused, in other parts.)
+    """
+    nearly(check("flash_adamw", UNALIGNED[layout]), unsharded("flash_adamw"))
 
 
 # ---- where each array lies -----------------------------------------------------------------------
