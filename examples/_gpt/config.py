@@ -58,6 +58,14 @@ def matrices(params: Any) -> Any:
     return jax.tree.map(lambda p: p.ndim > 1, params)
 
 
+def warmup_cosine(peak: float, steps: int) -> optax.Schedule:
+    """Linear warm-up over a twentieth of the steps, then a cosine to a twentieth."""
+    warmup = max(1, steps // 20)
+    return optax.warmup_cosine_decay_schedule(
+        peak / warmup, peak, warmup, max(warmup + 1, steps), peak / 20
+    )
+
+
 Factory = Callable[..., optax.GradientTransformation]
 
 
@@ -132,8 +140,5 @@ class Settings:
     implementation: str = "auto"
 
     def schedule(self) -> optax.Schedule:
-        """Linear warm-up over a twentieth of the steps, then a cosine to a twentieth."""
-        peak, warmup = self.learning_rate, max(1, self.steps // 20)
-        return optax.warmup_cosine_decay_schedule(
-            peak / warmup, peak, warmup, max(warmup + 1, self.steps), peak / 20
-        )
+        """`warmup_cosine` of this run."""
+        return warmup_cosine(self.learning_rate, self.steps)

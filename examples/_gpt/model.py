@@ -9,7 +9,8 @@ from flax import nnx
 from .config import ModelShape
 
 
-def _dense(inputs: int, outputs: int, scale: float, rngs: nnx.Rngs) -> nnx.Linear:
+def dense(inputs: int, outputs: int, scale: float, rngs: nnx.Rngs) -> nnx.Linear:
+    """A matrix without bias, normally distributed."""
     init = nnx.initializers.normal(scale)
     return nnx.Linear(inputs, outputs, use_bias=False, kernel_init=init, rngs=rngs)
 
@@ -30,14 +31,14 @@ class RMSNorm(nnx.Module):
         return (_normalise(x) * self.scale[...].astype(jnp.float32)).astype(x.dtype)
 
 
-def _rotary(length: int, head: int):
+def rotary_angles(length: int, head: int, base: float = 10_000.0):
     """Cosines and sines of the rotary position embedding, each [length, 1, head / 2]."""
-    frequency = 10_000.0 ** (-jnp.arange(0, head, 2) / head)
+    frequency = base ** (-jnp.arange(0, head, 2) / head)
     angle = jnp.arange(length)[:, None, None] * frequency
     return jnp.cos(angle), jnp.sin(angle)
 
 
-def _rotate(x, rotary):
+def rotate(x, rotary):
     """Turns queries or keys [batch, length, heads, head] by their position, in f32."""
     cos, sin = rotary
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
@@ -52,8 +53,8 @@ class Attention(nnx.Module):
         self.heads = shape.heads
         names = {"qkv": 3} if shape.fused else {"query": 1, "key": 1, "value": 1}
         for name, matrices in names.items():
-            setattr(self, name, _dense(width, matrices * width, scale, rngs))
-        self.out = _dense(width, width, scale * (2 * shape.layers) ** -0.5, rngs)
+            setattr(self, name, dense(width, matrices * width, scale, rngs))
+        self.out = dense(width, width, scale * (2 * shape.layers) ** -0.5, rngs)
 
     def __call__(self, x, rotary):
         batch, length, width = x.shape
@@ -64,7 +65,7 @@ class Attention(nnx.Module):
             of_heads = (batch, length, self.heads, width // self.heads)
             q, k, v = (f(x).reshape(of_heads) for f in (self.query, self.key, self.value))
         # Normalised queries and keys keep the attention logits bounded at high learning rates.
-        q, k = (_rotate(_normalise(y).astype(x.dtype), rotary) for y in (q, k))
+        q, k = (rotate(_normalise(y).astype(x.dtype), rotary) for y in (q, k))
         mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.reshape(x.shape))
 
@@ -77,8 +78,8 @@ class Block(nnx.Module):
         self.norm_attention = RMSNorm(width)
         self.attention = Attention(shape, rngs)
         self.norm_mlp = RMSNorm(width)
-        self.up = _dense(width, 4 * width, scale, rngs)
-        self.down = _dense(4 * width, width, 0.5 * scale * (2 * shape.layers) ** -0.5, rngs)
+        self.up = dense(width, 4 * width, scale, rngs)
+        self.down = dense(4 * width, width, 0.5 * scale * (2 * shape.layers) ** -0.5, rngs)
 
     def __call__(self, x, rotary):
         x = x + self.attention(self.norm_attention(x), rotary)
@@ -108,7 +109,7 @@ class GPT(nnx.Module):
         embed = self.embed[...]
         # sqrt(width) gives rows of unit scale to the layers, from a matrix scaled for the logits.
         x = embed[tokens] * jnp.asarray(embed.shape[1] ** 0.5, embed.dtype)
-        rotary = _rotary(tokens.shape[1], self.head_size)
+        rotary = rotary_angles(tokens.shape[1], self.head_size)
         for block in self.blocks:
             x = block(x, rotary)
         head = self.lm_head[...] if hasattr(self, "lm_head") else embed
@@ -117,6 +118,10 @@ class GPT(nnx.Module):
 
 def next_token_loss(graphdef, params, tokens):
     """Mean negative log-likelihood in nats a token, in f32, over `tokens` [batch, length + 1]."""
-    logits = nnx.merge(graphdef, params)(tokens[:, :-1])
-    picked = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
+    return mean_loss(nnx.merge(graphdef, params)(tokens[:, :-1]), tokens[:, 1:])
+
+
+def mean_loss(logits, targets):
+    """Mean negative log-likelihood of `targets` [...] under f32 `logits` [..., vocab]."""
+    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - picked)

@@ -163,13 +163,13 @@ def compile_program(impl: str, settings: Settings, vocab: int) -> Program:
         compiled,
         jax.jit(loss),
         time.perf_counter() - begin,
-        _peak_bytes(compiled),
+        planned_bytes(compiled),
         sum(p.size for p in jax.tree.leaves(params)),
         bytes_by_slot(tx, params),
     )
 
 
-def _peak_bytes(compiled: jax.stages.Compiled) -> int:
+def planned_bytes(compiled: jax.stages.Compiled) -> int:
     """What a step holds at most, activations included, as the compiler has planned it."""
     plan = compiled.memory_analysis()
     results = plan.output_size_in_bytes - plan.alias_size_in_bytes

@@ -1,0 +1,63 @@
+"""Saving and resuming a run, on whatever mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from optax_lowmem import checkpoint
+
+from .config import Settings
+from .train import Program, Run
+
+_FILE = "run.json"
+# What a run may go on with differently: how it is computed, not what.
+_FREE = ("implementation", "attention", "compute", "remat", "data", "fsdp", "tensor", "zero")
+
+
+def _described(settings: Settings) -> dict[str, Any]:
+    found = json.loads(json.dumps(dataclasses.asdict(settings)))
+    return {name: value for name, value in found.items() if name not in _FREE}
+
+
+def begin(folder: Path | None, settings: Settings, resume: bool) -> int:
+    """The step to go on from; ends the program where the folder does not fit."""
+    if folder is None:
+        if resume:
+            raise SystemExit("--resume needs --checkpoint with the folder of the run")
+        return 0
+    step, file = checkpoint.latest_step(folder), folder / _FILE
+    if step is not None and not resume:
+        raise SystemExit(f"{folder} has a run at step {step}: add --resume, or name another folder")
+    own = _described(settings)
+    if step is None:  # also where a first run was killed before its first checkpoint
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(own, indent=1), encoding="utf-8")
+        return 0
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    unlike = [name for name in own if saved.get(name) != own[name]]
+    if unlike:
+        name = unlike[0]
+        raise SystemExit(
+            f"{folder} has a run with {name}={saved.get(name)!r}, not {own[name]!r}: resume it "
+            "with the flags that it was begun with (the mesh and what computes it may differ)"
+        )
+    return step
+
+
+def start_or_restore(folder: Path | None, program: Program, step: int) -> Run:
+    """The run, at a step of its checkpoints; 0: from the start."""
+    if step == 0:
+        return Run(*program.start(), 0, [], [])
+    assert folder is not None
+    params, state = checkpoint.restore(
+        folder, program.tx, program.like[0], step=step, shardings=program.shardings[1]
+    )
+    return Run(params, state, step, [], [])
+
+
+def save(folder: Path, program: Program, run: Run) -> None:
+    """Saves the run; the two newest checkpoints are kept."""
+    checkpoint.save(folder, program.tx, run.params, run.state, run.step, keep=2)

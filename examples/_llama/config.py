@@ -1,0 +1,84 @@
+"""Llamas by name, and what a run is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PLAIN = "optax.adamw"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Llama: `hidden` is the width of its MLP; a key's head serves heads / kv_heads queries.
+
+    `tied`: whether the output head is the embedding. `rope`: the base of rotary frequencies.
+    """
+
+    layers: int
+    width: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    rope: float = 10_000.0
+    tied: bool = False
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A model and the run that suits it; `learning_rate` is AdamW's peak."""
+
+    shape: Shape
+    sequence: int
+    batch: int
+    steps: int
+    learning_rate: float
+    text: str = "standard-library"
+    remat: bool = False
+
+
+# 60m to 350m are the sizes that papers on low-memory training compare on, 1b and 8b are
+# Llama-3.2-1B and Llama-3.1-8B.
+PRESETS: dict[str, Preset] = {
+    "tiny": Preset(Shape(4, 64, 192, 4, 2, 256), 64, 8, 60, 1e-2),
+    "60m": Preset(Shape(8, 512, 1376, 8, 8, 32_000), 256, 128, 2_000, 2e-3),
+    "134m": Preset(Shape(12, 768, 2048, 12, 12, 32_000), 256, 128, 2_000, 1e-3),
+    "350m": Preset(Shape(24, 1024, 2736, 16, 16, 32_000), 1024, 32, 2_000, 6e-4),
+    "1b": Preset(
+        Shape(16, 2048, 8192, 32, 8, 128_256, 500_000.0, tied=True),
+        2048, 8, 1_000, 3e-4, "random", remat=True,
+    ),
+    "8b": Preset(
+        Shape(32, 4096, 14_336, 32, 8, 128_256, 500_000.0),
+        2048, 1, 100, 1e-4, "random", remat=True,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A run: the preset with the command line's changes."""
+
+    preset: str
+    optimizer: str
+    shape: Shape
+    sequence: int
+    batch: int
+    steps: int
+    learning_rate: float
+    text: str
+    remat: bool
+    compute: str
+    seed: int
+    clip: float = 1.0
+    attention: str = "xla"
+    implementation: str = "auto"
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+    zero: bool = False
+
+    @property
+    def devices(self) -> int:
+        """How many the run is spread over."""
+        return self.data * self.fsdp * self.tensor

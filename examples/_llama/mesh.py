@@ -1,0 +1,77 @@
+"""Where each array lies: a mesh of data x fsdp x tensor devices."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_lowmem as lowmem
+
+from .config import Settings
+from .model import STACK, leaf_path
+
+AXES = ("data", "fsdp", "tensor")
+BATCH = P(("data", "fsdp"))
+
+# A matrix that makes more of something (heads, hidden units, tokens) is cut between tensor devices
+# where it is more, and so is the one behind it: each pair needs one sum over devices.
+_SPECS = {
+    "embed_tokens": P("tensor", "fsdp"),
+    "lm_head": P("fsdp", "tensor"),
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), P("fsdp", "tensor")),
+    **dict.fromkeys(("o_proj", "down_proj"), P("tensor", "fsdp")),
+}
+
+
+def make_mesh(settings: Settings) -> Mesh:
+    """The mesh; its axes are Auto: XLA partitions what is not ours."""
+    sizes = (settings.data, settings.fsdp, settings.tensor)
+    axes, devices = (AxisType.Auto,) * len(AXES), jax.devices()[: settings.devices]
+    return jax.make_mesh(sizes, AXES, axis_types=axes, devices=devices)
+
+
+def parameter_specs(params: Any) -> Any:
+    """The PartitionSpec of each parameter, by its path."""
+
+    def of(keys: tuple[Any, ...], leaf: Any) -> P:
+        del leaf
+        path = leaf_path(keys).split("/")
+        spec = next((_SPECS[name] for name in path if name in _SPECS), P())  # norms: everywhere
+        return P(None, *spec) if path[0] == STACK and spec else spec
+
+    return jax.tree_util.tree_map_with_path(of, params)
+
+
+def shardings(tx: Any, params: Any, settings: Settings, mesh: Mesh) -> tuple[Any, Any]:
+    """Those of the parameters and of the optimizer's state."""
+    specs = parameter_specs(params)
+    of_params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    zero_axis = "data" if settings.zero else None
+    try:
+        of_state = lowmem.sharding.state_shardings(
+            tx, params, specs, mesh=mesh, zero_axis=zero_axis
+        )
+    except ValueError as error:
+        raise SystemExit(f"{settings.preset} on this mesh: {error}") from None
+    return of_params, of_state
+
+
+def step_placement(of_state: Any, mesh: Mesh) -> dict[str, Any]:
+    """What lowmem.step must be told for kernels to run on each device: where the codes lie."""
+    if jax.device_count() == 1:
+        return {}
+    return {"mesh": mesh, "specs": optax.tree.get(of_state, "mu")}
+
+
+def bytes_per_device(tree: Any, of_tree: Any) -> int:
+    """What one device holds of a tree of arrays."""
+
+    def size(leaf: Any, sharding: NamedSharding) -> int:
+        return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+
+    return sum(jax.tree.leaves(jax.tree.map(size, tree, of_tree)))

@@ -1,0 +1,57 @@
+"""Optimizers by name, for a Llama."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from _gpt.config import warmup_cosine
+
+import optax_lowmem as lowmem
+
+from .config import PLAIN, Settings
+from .model import is_norm, leaf_path
+
+NAMES = (*lowmem.OPTIMIZERS, PLAIN)
+# AdamW's peak times this
+RATE_FACTORS = {"flash_lion": 0.3, "flash_sgd": 50.0}
+_DECAY = 0.1
+_DECAYS = {"flash_adam": None, "flash_lion": 0.3, "flash_sgd": 1e-4}
+
+
+def decayed(params: Any) -> Any:
+    """The weight decay's mask: all but norms. (Stacked, those are matrices too.)"""
+    return jax.tree_util.tree_map_with_path(lambda keys, _: not is_norm(leaf_path(keys)), params)
+
+
+def _arguments(settings: Settings) -> dict[str, Any]:
+    name = settings.optimizer
+    found: dict[str, Any] = {}
+    if "adam" in name:
+        found |= {"b1": 0.9, "b2": 0.95}
+    decay = _DECAYS.get(name, _DECAY)
+    if decay is not None:
+        found |= {"weight_decay": decay, "mask": decayed}
+    if name.endswith("adam_mini"):
+        shape = settings.shape
+        found["blocks"] = lowmem.blocks.Structure(heads=shape.heads, kv_heads=shape.kv_heads)
+    return found
+
+
+def make_optimizer(settings: Settings) -> optax.GradientTransformation:
+    """The optimizer, behind clipping by the global norm where the run has it."""
+    schedule = warmup_cosine(settings.learning_rate, settings.steps)
+    plain = settings.optimizer == PLAIN
+    make = optax.adamw if plain else lowmem.OPTIMIZERS[settings.optimizer].make
+    tx = make(schedule, **_arguments(settings))
+    if not settings.clip:
+        return tx
+    chain = optax.chain if plain else lowmem.chain
+    return chain(optax.clip_by_global_norm(settings.clip), tx)
+
+
+def stored_dtype(optimizer: str, path: str) -> Any:
+    """Weights are bf16 with their other bits in the state; norms are f32, and all for optax."""
+    return jnp.float32 if optimizer == PLAIN or is_norm(path) else jnp.bfloat16

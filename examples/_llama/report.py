@@ -1,0 +1,93 @@
+"""What a run says of itself: before, after, when there is no memory for it, and as records."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+from _gpt.records import recorded_as, stored
+from _gpt.report import device_name
+from _gpt.train import LOWMEM
+
+import optax_lowmem as lowmem
+
+from .config import PLAIN, PRESETS, Settings
+from .optimizer import RATE_FACTORS
+
+GIB = 2.0**30
+_UNITS = {
+    "train_loss": "nats/token",
+    "tokens_per_s": "tokens/s",
+    "step_ms": "ms",
+    "bytes_per_param": "bytes",
+    "device_bytes": "bytes",
+    "peak_bytes": "bytes",
+    "fits": "yes or no",
+}
+
+
+def headline(settings: Settings, report: lowmem.memory.Report, text: str) -> str:
+    """The run in a line."""
+    named = ("data", "fsdp", "tensor")
+    parts = [f"{name} {getattr(settings, name)}" for name in named if getattr(settings, name) > 1]
+    layout = f" ({' x '.join(parts)}{', ZeRO-1' if settings.zero else ''})" if parts else ""
+    return (
+        f"{settings.preset}: {report.parameters / 1e6:,.1f}M parameters, {settings.optimizer}, "
+        f"{settings.steps} steps of {settings.batch} x {settings.sequence} tokens of {text}, "
+        f"{settings.compute}, on {settings.devices} x {device_name()}{layout}"
+    )
+
+
+def out_of_memory(settings: Settings, report: lowmem.memory.Report, own_bytes: int) -> str:
+    """What does not fit, in a line."""
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    has = f" of {limit / GIB:.1f}" if limit else ""
+    return (
+        f"{settings.optimizer}: out of memory: needs {report.state_bytes / GIB:.1f} GiB of state "
+        f"beside {report.params_bytes / GIB:.1f} GiB of weights ({report.bytes_per_param:.2f} "
+        f"bytes a parameter), {own_bytes / GIB:.1f} GiB{has} on each of {settings.devices} "
+        "device(s), then gradients and activations"
+    )
+
+
+def summary(found: dict[str, float]) -> str:
+    """The numbers in lines."""
+    return (
+        f"training loss {found['train_loss']:.4f}   {found['tokens_per_s']:,.0f} tokens/s   "
+        f"{found['step_ms']:.1f} ms a step\n"
+        f"{found['bytes_per_param']:.3f} bytes a parameter of weights and state, "
+        f"{found['device_bytes'] / GIB:.3f} GiB a device; "
+        f"at most {found['peak_bytes'] / GIB:.3f} GiB with gradients and activations"
+    )
+
+
+def case(settings: Settings) -> str:
+    """The preset and the optimizer, with what the run has of its own: `1b fsdp=4/flash_adamw`."""
+    preset, changed = PRESETS[settings.preset], []
+    rate = preset.learning_rate * RATE_FACTORS.get(settings.optimizer, 1.0)
+    usual: dict[str, Any] = {"learning_rate": rate, "clip": 1.0, "zero": False}
+    usual |= dict.fromkeys(("data", "fsdp", "tensor"), 1)
+    usual |= {n: getattr(preset, n) for n in ("sequence", "batch", "steps", "text", "remat")}
+    for name, value in usual.items():
+        own = getattr(settings, name)
+        changed += [f"{name}={own}"] if own != value else []
+    return " ".join([f"llama-{settings.preset}", *changed]) + f"/{settings.optimizer}"
+
+
+def append(
+    settings: Settings, report: lowmem.memory.Report, found: dict[str, float], file: Path
+) -> None:
+    """Appends benchmark records of the run to a file of JSON lines."""
+    flags = dataclasses.asdict(settings) | {"parameters": report.parameters}
+    del flags["preset"], flags["optimizer"], flags["seed"]
+    plain = settings.optimizer == PLAIN
+    impl = "optax-f32" if plain else recorded_as(LOWMEM, settings.implementation)
+    measured = functools.partial(stored.record, "train", case(settings), impl)
+    rows = [
+        measured(metric, value, _UNITS[metric], seed=settings.seed, flags=flags)
+        for metric, value in found.items()
+    ]
+    stored.append(rows, file)

@@ -1,0 +1,179 @@
+"""Compiles a training step and runs it."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from _gpt import data
+from _gpt.train import F32, LOWMEM, optimizer_step, planned_bytes
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_lowmem as lowmem
+
+from . import mesh as meshes
+from .config import PLAIN, Settings
+from .model import Llama
+from .optimizer import make_optimizer, stored_dtype
+
+Batches = Callable[[int], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a run is made of; nothing of it lies on a device yet.
+
+    Attributes:
+      tx: the optimizer.
+      like: (parameters, state) as shapes with their shardings.
+      start: () -> (parameters, state) on their devices.
+      step: (parameters, state, tokens) -> (parameters, state, loss); it takes its arguments' place.
+      tokens: a batch, as a shape with its sharding.
+    """
+
+    tx: Any
+    like: tuple[Any, Any]
+    start: Callable[[], tuple[Any, Any]]
+    step: Callable[..., tuple[Any, Any, jax.Array]]
+    tokens: jax.ShapeDtypeStruct
+
+    @functools.cached_property
+    def compiled(self) -> Any:
+        """The step; compiled before anything is allocated, it has room for trying kernels out."""
+        return self.step.lower(*self.like, self.tokens).compile()
+
+    @property
+    def shardings(self) -> tuple[Any, Any]:
+        """Of parameters and state."""
+        return jax.tree.map(lambda leaf: leaf.sharding, self.like)
+
+    @property
+    def report(self) -> lowmem.memory.Report:
+        """Bytes of weights and state, on all devices together."""
+        return lowmem.memory.report(self.tx, self.like[0])
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of weights and state that one device holds."""
+        return meshes.bytes_per_device(self.like, self.shardings)
+
+
+def make_program(settings: Settings) -> Program:
+    """Traces the model and plans where its arrays lie; allocates nothing."""
+    mesh, tx = meshes.make_mesh(settings), make_optimizer(settings)
+    of_batch = NamedSharding(mesh, meshes.BATCH)
+    constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=of_batch)
+    model = Llama(settings.shape, settings.compute, settings.attention, settings.remat, constrain)
+    dtype, plain = functools.partial(stored_dtype, settings.optimizer), settings.optimizer == PLAIN
+
+    def start() -> tuple[Any, Any]:
+        # bf16 numbers are their own master weights: lowmem.init would split them into copies
+        weights = model.weights(jax.random.key(settings.seed), dtype)
+        state = tx.init(weights)
+        return weights, state if plain else optax.tree.set(state, seed=jnp.uint32(settings.seed))
+
+    params, state = jax.eval_shape(start)
+    places = meshes.shardings(tx, params, settings, mesh)
+    take_step = optimizer_step(F32 if plain else LOWMEM, settings.implementation)
+    where = {} if plain else meshes.step_placement(places[1], mesh)
+
+    def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
+        loss, grads = jax.value_and_grad(model)(params, tokens)
+        params, state = take_step(tx, grads, state, params, **where)
+        return params, state, loss
+
+    def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    everywhere = NamedSharding(mesh, P())
+    return Program(
+        tx,
+        jax.tree.map(placed, (params, state), places),
+        jax.jit(start, out_shardings=places),
+        jax.jit(step, donate_argnums=(0, 1), out_shardings=(*places, everywhere)),
+        jax.ShapeDtypeStruct((settings.batch, settings.sequence + 1), jnp.int32, sharding=of_batch),
+    )
+
+
+def make_batches(settings: Settings, cache: Path) -> tuple[str, Batches]:
+    """What the text is called, and the batch of a step: a function of it and the seed alone."""
+    shape = settings.shape
+    size = (settings.batch, settings.sequence + 1)
+    if settings.text == "random":
+
+        def random(step: int) -> np.ndarray:
+            drawn = np.random.default_rng((settings.seed, step)).random(size)
+            return (shape.vocab**drawn).astype(np.int32) - 1  # Zipf's law: there is a loss to lower
+
+        return "random tokens", random
+    corpus = data.load_corpus(text=settings.text)
+    if shape.vocab == 256:
+        tokens = data.byte_tokens(corpus)
+    else:
+        tokens = data.bpe_tokens(corpus, shape.vocab, cache)
+    return corpus.source, lambda step: data.sample_batch(
+        tokens.train, settings.batch, settings.sequence, settings.seed, step
+    )
+
+
+@dataclass
+class Run:
+    """A run under way: its arrays, and what was measured.
+
+    Attributes:
+      params: on their devices.
+      state: the optimizer's.
+      step: how many steps were taken, those before a resumption included.
+      losses: of the steps taken here.
+      seconds: each of these steps took.
+    """
+
+    params: Any
+    state: Any
+    step: int
+    losses: list[float]
+    seconds: list[float]
+
+    @property
+    def step_s(self) -> float:
+        """Median time of a step; the first two pay for the warm-up."""
+        return float(np.median(self.seconds[2:] or self.seconds))
+
+
+def advance(run: Run, program: Program, batches: Batches, until: int) -> Iterator[Run]:
+    """Trains, yielding after each step."""
+
+    def placed(step: int) -> jax.Array:
+        return jax.device_put(batches(step), program.tokens.sharding)
+
+    begin, tokens = time.perf_counter(), placed(run.step)
+    while run.step < until:
+        run.params, run.state, loss = program.compiled(run.params, run.state, tokens)
+        run.step += 1
+        if run.step < until:
+            tokens = placed(run.step)  # while the device computes
+        run.losses.append(float(loss))
+        run.seconds.append(time.perf_counter() - begin)
+        yield run
+        begin = time.perf_counter()
+
+
+def measured(run: Run, settings: Settings, program: Program) -> dict[str, float]:
+    """The numbers of a run; its loss is the mean over the last tenth of the run."""
+    stats = jax.local_devices()[0].memory_stats() or {}  # a CPU has none
+    return {
+        "train_loss": float(np.mean(run.losses[-max(1, settings.steps // 10) :])),
+        "tokens_per_s": settings.batch * settings.sequence / run.step_s,
+        "step_ms": 1e3 * run.step_s,
+        "peak_bytes": stats.get("peak_bytes_in_use") or planned_bytes(program.compiled),
+        "fits": 1,
+    }

@@ -1,0 +1,195 @@
+"""Trains a Llama with low-memory state, or with optax.adamw in f32, on one device or many.
+
+    python examples/train_llama.py                                      # seconds on a CPU core
+    python examples/train_llama.py --preset 8b --steps 20               # on one 80 GB GPU
+    python examples/train_llama.py --preset 8b --optimizer optax.adamw  # does not fit: exit code 3
+    python examples/train_llama.py --preset 1b --fsdp 4 --tensor 2 --data 1
+    python examples/train_llama.py --checkpoint run --save-every 50 --until 100  # and later, on any
+    python examples/train_llama.py --checkpoint run --save-every 50 --resume     # mesh, the rest
+
+The text is the source of Python's standard library or random tokens, so nothing is downloaded. A
+batch depends on the seed and the step alone: a resumed run goes on as if it had not been stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from _gpt.arguments import add_common, compute_dtype, positive
+from _gpt.data import TEXTS
+from _gpt.train import check_implementation
+from _llama import checkpoints, report, train
+from _llama.config import PRESETS, Settings
+from _llama.optimizer import NAMES, RATE_FACTORS
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+OUT_OF_MEMORY = 3  # the exit code
+_SAID_SO = ("RESOURCE_EXHAUSTED", "Out of memory")  # on a CPU only the latter
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--preset", choices=PRESETS, default="tiny", help="model and run (default: tiny)")
+    add("--optimizer", choices=NAMES, default="flash_adamw", metavar="NAME",
+        help=f"{', '.join(NAMES)} (default: flash_adamw)")  # fmt: skip
+    add("--steps", type=positive, help="of the whole run; default: the preset's")
+    add("--batch", type=positive, help="sequences in a batch; default: the preset's")
+    add("--sequence", type=positive, help="tokens in a sequence; default: the preset's")
+    add("--lr", type=float, help="peak learning rate; default: the preset's and optimizer's")
+    add("--clip", type=float, default=1.0, help="global norm of gradients; 0: any (default: 1)")
+    add("--text", choices=("random", *TEXTS), help="default: the preset's")
+    add("--data", type=positive, metavar="N",
+        help="devices that share a batch; default: all that --fsdp and --tensor leave")  # fmt: skip
+    add("--fsdp", type=positive, default=1, metavar="N",
+        help="devices that share a batch and keep a part of weights and state each")  # fmt: skip
+    add("--tensor", type=positive, default=1, metavar="N",
+        help="devices that share each matrix product")  # fmt: skip
+    add("--zero", action="store_true", help="cut the state between the --data devices (ZeRO-1)")
+    add("--remat", action=argparse.BooleanOptionalAction,
+        help="compute layers anew in the backward pass; default: the preset's")  # fmt: skip
+    add("--attention", choices=("xla", "cudnn"), default="xla", help="default: xla")
+    add("--checkpoint", type=Path, metavar="DIR", help="where to save the run, at its end too")
+    add("--save-every", type=positive, metavar="N", help="steps between checkpoints")
+    add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    add("--until", type=positive, metavar="STEP", help="stop here, to resume later")
+    add("--log", type=Path, metavar="FILE", help="append each step's loss (JSON lines)")
+    add("--cache", type=Path, default=Path("demo_output"), metavar="DIR",
+        help="of the tokenizer that is trained for a text (default: demo_output)")  # fmt: skip
+    add_common(add)
+    return parser.parse_args(arguments)
+
+
+def make_settings(args: argparse.Namespace) -> Settings:
+    """The preset with what the command line changes."""
+    preset, there = PRESETS[args.preset], jax.device_count()
+    given = {n: getattr(args, n) for n in ("steps", "batch", "sequence", "text", "remat")}
+    chosen = {name: getattr(preset, name) if x is None else x for name, x in given.items()}
+    shared = args.fsdp * args.tensor
+    own = ("optimizer", "seed", "clip", "attention", "implementation", "fsdp", "tensor", "zero")
+    rate = preset.learning_rate * RATE_FACTORS.get(args.optimizer, 1.0)
+    settings = Settings(
+        preset=args.preset,
+        shape=preset.shape,
+        learning_rate=rate if args.lr is None else args.lr,
+        compute=compute_dtype(args.compute),
+        data=args.data or max(1, there // shared),
+        **{name: getattr(args, name) for name in own},
+        **chosen,
+    )
+    if settings.devices > there:
+        raise SystemExit(
+            f"--data {settings.data} --fsdp {settings.fsdp} --tensor {settings.tensor} takes "
+            f"{settings.devices} devices; there are {there}"
+        )
+    if settings.batch % (settings.data * settings.fsdp):
+        raise SystemExit(
+            f"--batch {settings.batch} cannot be shared by {settings.data * settings.fsdp} devices "
+            "(--data x --fsdp)"
+        )
+    return settings
+
+
+@dataclass
+class Result:
+    """A run that has ended, and its numbers."""
+
+    run: train.Run
+    program: train.Program
+    numbers: dict[str, float]
+
+
+def train_run(
+    run: train.Run,
+    program: train.Program,
+    batches: train.Batches,
+    settings: Settings,
+    args: argparse.Namespace,
+    console: Console,
+) -> None:
+    """Takes the steps, showing, logging and saving."""
+    columns = (
+        TextColumn(settings.optimizer),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[now]}"),
+    )
+    last = min(args.until or settings.steps, settings.steps)
+    tokens = settings.batch * settings.sequence
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=last, completed=run.step, now="")
+        for _ in train.advance(run, program, batches, last):
+            now = f"loss {run.losses[-1]:.4f}  {tokens / run.step_s:,.0f} tokens/s"
+            progress.update(task, completed=run.step, now=now)
+            if args.log:
+                row = {"step": run.step, "loss": run.losses[-1], "seconds": run.seconds[-1]}
+                with args.log.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
+            due = args.save_every and run.step % args.save_every == 0
+            if args.checkpoint and (due or run.step == last):
+                checkpoints.save(args.checkpoint, program, run)
+
+
+def run_it(args: argparse.Namespace, settings: Settings, console: Console) -> Result | None:
+    """The run; None where there is no memory for it, which is said."""
+    if args.save_every and not args.checkpoint:
+        raise SystemExit("--save-every needs --checkpoint with a folder to save to")
+    first = checkpoints.begin(args.checkpoint, settings, args.resume)
+    text, batches = train.make_batches(settings, args.cache)
+    program = train.make_program(settings)
+    say = functools.partial(console.print, highlight=False, soft_wrap=True)
+    memory, own_bytes = program.report, program.device_bytes
+    say(report.headline(settings, memory, text))
+    found = {"bytes_per_param": memory.bytes_per_param, "device_bytes": own_bytes}
+    begin = time.perf_counter()
+    try:
+        with console.status("compiling"):
+            program.compiled  # noqa: B018 (kept by the program)
+        say(f"compiled in {time.perf_counter() - begin:.1f} s")
+        run = checkpoints.start_or_restore(args.checkpoint, program, first)
+        if first:
+            say(f"resumed at step {first}")
+        train_run(run, program, batches, settings, args, console)
+    except jax.errors.JaxRuntimeError as error:
+        if not any(words in str(error) for words in _SAID_SO):
+            raise
+        run = None
+    if run is None:
+        found["fits"] = 0
+        print(report.out_of_memory(settings, memory, own_bytes), file=sys.stderr)
+    elif not run.losses:
+        say(f"nothing to do: the run is at step {run.step} already")
+    else:
+        found |= train.measured(run, settings, program)
+        say(f"{memory}\n{report.summary(found)}")
+    if args.record and "fits" in found:
+        report.append(settings, memory, found, args.record)
+    return None if run is None else Result(run, program, found)
+
+
+def main(arguments: list[str] | None = None) -> Result:
+    # by default JAX takes three quarters of a GPU, too little for what would fit
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")
+    args = parse_arguments(arguments)
+    settings = make_settings(args)
+    check_implementation(settings.implementation)
+    result = run_it(args, settings, Console())
+    if result is None:
+        raise SystemExit(OUT_OF_MEMORY)
+    return result
+
+
+if __name__ == "__main__":
+    main()
