@@ -1,8 +1,8 @@
 """Every optimizer x dtype x master width x group size x rounding x optax wrapper.
 
-The fast suite runs rows in which every pair of values occurs, `-m full` all the others, but for
-optimizers that differ from another in their codecs alone. A row trains on a fixed gradient stream
-and must follow the same wrapper around plain f32 optax.
+The fast suite runs rows in which every pair of values occurs, `-m full` all the others with group
+sizes in turn, but for optimizers that differ from another in their codecs alone. A row trains on a
+fixed gradient stream and must follow the same wrapper around plain f32 optax.
 """
 
 import functools
@@ -90,7 +90,18 @@ def _is_distinct(row: tuple) -> bool:
     return another and (row[1] != "float32" or row[2] == 24)
 
 
-REST = sorted(row for row in set(itertools.product(*FACTORS)) - set(FAST) if _is_distinct(row))
+def _in_turn(row: tuple) -> bool:
+    """One of the group sizes for each choice of the rest."""
+    places = [values.index(value) for values, value in zip(FACTORS, row, strict=True)]
+    size = places.pop(FACTORS.index(GROUPS))
+    return size == sum(places) % len(GROUPS)
+
+
+REST = sorted(
+    row
+    for row in set(itertools.product(*FACTORS)) - set(FAST)
+    if _is_distinct(row) and _in_turn(row)
+)
 
 
 def _start(wrapper: str) -> Any:
