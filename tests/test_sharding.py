@@ -40,7 +40,7 @@ LAYOUTS = {
     ),
     "both": (
         dict(fsdp=4, tensor=2),
-        (P("tensor", "fsdp"), P("fsdp"), P(None, "fsdp", "tensor"), P()),
+        (P("fsdp", "tensor"), P("fsdp"), P(None, "fsdp", "tensor"), P()),
         None,
     ),
     "layers": (dict(stage=2), (P(), P(), P("stage"), P()), None),
@@ -56,11 +56,6 @@ UNALIGNED = {
     "half of three groups": (dict(tensor=2), (P(), P(None, "tensor"), P(), P()), None),
     "narrower than a group": (dict(tensor=4), (P(None, "tensor"), P(), P(), P()), None),
 }
-LAYOUTS["both"] = (
-    dict(fsdp=4, tensor=2),
-    (P("fsdp", "tensor"), P("fsdp"), P(None, "fsdp", "tensor"), P()),
-    None,
-)
 
 
 def laid_out(layout):
