@@ -27,7 +27,7 @@ from _gpt.arguments import add_common, compute_dtype, positive
 from _gpt.data import TEXTS
 from _gpt.train import check_implementation
 from _llama import checkpoints, report, train
-from _llama.config import PRESETS, Settings
+from _llama.config import PLAIN, PRESETS, Settings
 from _llama.optimizer import NAMES, RATE_FACTORS
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -48,7 +48,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--batch", type=positive, help="sequences in a batch; default: the preset's")
     add("--sequence", type=positive, help="tokens in a sequence; default: the preset's")
     add("--lr", type=float, help="peak learning rate; default: the preset's and optimizer's")
-    add("--clip", type=float, default=1.0, help="global norm of gradients; 0: any (default: 1)")
+    add("--clip", type=float,
+        help="global norm of gradients; 0: any, as --release takes it (default: 1)")  # fmt: skip
     add("--text", choices=("random", *TEXTS), help="default: the preset's")
     add("--data", type=positive, metavar="N",
         help="devices that share a batch; default: all that --fsdp and --tensor leave")  # fmt: skip
@@ -59,6 +60,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--zero", action="store_true", help="cut the state between the --data devices (ZeRO-1)")
     add("--remat", action=argparse.BooleanOptionalAction,
         help="compute layers anew in the backward pass; default: the preset's")  # fmt: skip
+    add("--release", action="store_true",
+        help="update each layer inside the backward pass: gradients never exist all at once, and "
+        "each layer is computed anew")  # fmt: skip
     add("--attention", choices=("xla", "cudnn"), default="xla", help="default: xla")
     add("--checkpoint", type=Path, metavar="DIR", help="where to save the run, at its end too")
     add("--save-every", type=positive, metavar="N", help="steps between checkpoints")
@@ -67,6 +71,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--log", type=Path, metavar="FILE", help="append each step's loss (JSON lines)")
     add("--cache", type=Path, default=Path("demo_output"), metavar="DIR",
         help="of the tokenizer that is trained for a text (default: demo_output)")  # fmt: skip
+    add("--account", action="store_true",
+        help="compile forward and backward alone too, and say what is beside")  # fmt: skip
+    add("--memory-profile", type=Path, metavar="FILE",
+        help="where to put a profile (pprof) of what lies on the device at the end")  # fmt: skip
     add_common(add)
     return parser.parse_args(arguments)
 
@@ -77,12 +85,14 @@ def make_settings(args: argparse.Namespace) -> Settings:
     given = {n: getattr(args, n) for n in ("steps", "batch", "sequence", "text", "remat")}
     chosen = {name: getattr(preset, name) if x is None else x for name, x in given.items()}
     shared = args.fsdp * args.tensor
-    own = ("optimizer", "seed", "clip", "attention", "implementation", "fsdp", "tensor", "zero")
+    own = ("optimizer", "seed", "attention", "implementation", "fsdp", "tensor", "zero", "release")
+    _check_release(args)
     rate = preset.learning_rate * RATE_FACTORS.get(args.optimizer, 1.0)
     settings = Settings(
         preset=args.preset,
         shape=preset.shape,
         learning_rate=rate if args.lr is None else args.lr,
+        clip=(0.0 if args.release else 1.0) if args.clip is None else args.clip,
         compute=compute_dtype(args.compute),
         data=args.data or max(1, there // shared),
         **{name: getattr(args, name) for name in own},
@@ -99,6 +109,16 @@ def make_settings(args: argparse.Namespace) -> Settings:
             "(--data x --fsdp)"
         )
     return settings
+
+
+def _check_release(args: argparse.Namespace) -> None:
+    if args.release and args.optimizer == PLAIN:
+        raise SystemExit(f"--release takes an optimizer of optax_lowmem, not {PLAIN}")
+    if args.release and args.clip:
+        raise SystemExit(
+            f"--release and --clip {args.clip:g}: a global norm needs the gradients of all layers, "
+            "which never exist at once. Leave out one of them."
+        )
 
 
 @dataclass
@@ -158,6 +178,9 @@ def run_it(args: argparse.Namespace, settings: Settings, console: Console) -> Re
         with console.status("compiling"):
             program.compiled  # noqa: B018 (kept by the program)
         say(f"compiled in {time.perf_counter() - begin:.1f} s")
+        if args.account:
+            found |= program.planned
+            say(report.planned(found))
         run = checkpoints.start_or_restore(args.checkpoint, program, first)
         if first:
             say(f"resumed at step {first}")
@@ -174,6 +197,8 @@ def run_it(args: argparse.Namespace, settings: Settings, console: Console) -> Re
     else:
         found |= train.measured(run, settings, program)
         say(f"{memory}\n{report.summary(found)}")
+        if args.memory_profile:
+            jax.profiler.save_device_memory_profile(args.memory_profile)
     if args.record and "fits" in found:
         report.append(settings, memory, found, args.record)
     return None if run is None else Result(run, program, found)

@@ -11,11 +11,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
+from optax_lowmem import release
 from optax_lowmem._core.placement import placement
 from optax_lowmem.kernels import platform
 from optax_lowmem.kernels.fused_update import dispatch, on_mesh, pallas_triton
 from optax_lowmem.sharding import state_shardings
-from tests.contract_cases import QUICK_COMPILE
+from tests.contract_cases import QUICK_COMPILE, assert_alike
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
 from tests.test_sharding import COLLECTIVES, LEARNING_RATE
 
@@ -143,6 +144,60 @@ def test_zero(gpus):
     gathered = re.findall(r"= \w+\[([\d,]*)\][^=]* all-gather(?:-start)?\(", text)
     assert sorted(gathered) == ["4,16,96", "64,256"]  # weights (bf16 is f32 for a CPU), no state
     check("flash_adamw", steps(tx, step, params, state, place))
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT])
+def test_gradient_release(kind, gpus):
+    """Each device steps its rows of a layer inside the backward pass; no state moves."""
+    tx, the_mesh = made("flash_sgd"), mesh((2,), kind)
+    specs = {"head": P(), "layers": {"w": P(None, "a"), "norm": P()}}
+    rng = np.random.default_rng(0)
+    shapes = {"head": (32, 8), "layers": {"w": (3, 32, 32), "norm": (3, 32)}}
+    weights = jax.tree.map(
+        lambda shape: jnp.asarray(rng.normal(0, 0.3, shape), jnp.float32),
+        shapes, is_leaf=lambda x: isinstance(x, tuple),
+    )  # fmt: skip
+    batch = jnp.asarray(rng.normal(0, 1, (4, 32)), jnp.float32)
+
+    def layer(own, rest, x, batch):
+        w, explicit = own["w"], jax.typeof(own["w"]).sharding.mesh.explicit_axes
+        w = jax.sharding.reshard(w, P()) if explicit else w
+        return x + jnp.tanh((x * own["norm"][None]) @ w)
+
+    def last(rest, x, batch):
+        return jnp.mean(jnp.square((x @ rest["head"]).astype(jnp.float32)))
+
+    model = release.Layered(lambda rest, batch: batch, {"layers": layer}, last)
+    start = lowmem.init(tx, weights, jnp.float32)
+    one = release.train_step(tx, model, implementation="pallas")
+    wanted = jax.jit(one, compiler_options=QUICK_COMPILE)(*start, batch)
+    with jax.set_mesh(the_mesh):
+        of_params = jax.tree.map(functools.partial(NamedSharding, the_mesh), specs)
+        of_state = state_shardings(tx, start[0], of_params)
+        told = {} if kind == EXPLICIT else {"mesh": the_mesh, "specs": specs}
+        step = release.train_step(tx, model, implementation="pallas", **told)
+        places = (of_params, of_state)
+        jitted = jax.jit(
+            step,
+            compiler_options=QUICK_COMPILE,
+            out_shardings=(NamedSharding(the_mesh, P()), *places),
+        )
+        given = [jax.device_put(*pair) for pair in zip(start, places, strict=True)]
+        batch = jax.device_put(batch, NamedSharding(the_mesh, P()))
+        text = jitted.lower(*given, batch).compile().as_text()
+        found = jitted(*given, batch)
+    for line in text.splitlines():
+        assert not re.search(rf"= [su]8\[.*({COLLECTIVES})", line), line
+    assert_alike(found, wanted, steps=1)
+
+
+def test_layers_of_other_devices_cannot_be_released():
+    tx, the_mesh = made("flash_adamw"), mesh((2,), AUTO)
+    model = release.Layered(lambda *_: jnp.ones(32), {"layers": lambda *_: jnp.ones(32)}, jnp.mean)
+    params = {"layers": {"w": jnp.ones((4, 32, 32), jnp.bfloat16)}}
+    step = release.train_step(tx, model, mesh=the_mesh, specs={"layers": {"w": P("a")}})
+    with pytest.raises(ValueError, match=r"'layers/w'.*they lie on several devices \(P.*'a'"):
+        step(params, tx.init(params), None)
 
 
 def test_what_kernels_leave_to_xla_on_a_mesh():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gzip
 import json
 import math
 import os
@@ -167,6 +168,35 @@ def test_any_optimizer(llama, name):
     assert weights == {jnp.dtype(jnp.float32 if name == "optax.adamw" else jnp.bfloat16)}
 
 
+@pytest.mark.parametrize("mesh", [ONE, pytest.param(ANOTHER, marks=pytest.mark.full)])
+def test_gradient_release(llama, mesh):
+    """The ordinary run, but for last bits; what it holds beside forward and backward is less."""
+    ordinary = trained(llama, f"{mesh} --clip 0 --remat --account")
+    released = trained(llama, f"{mesh} --release --account")
+    assert released.run.losses == pytest.approx(ordinary.run.losses, abs=2e-3)
+    assert released.run.losses[-1] < released.run.losses[0] - 0.1
+    one, other = (found.numbers for found in (released, ordinary))
+    assert one["argument_bytes"] == other["argument_bytes"] >= one["device_bytes"]
+    assert one["beside_backward"] < other["beside_backward"]
+    parameters = sum(x.addressable_data(0).size for x in jax.tree.leaves(released.run.params))
+    beside = one["argument_bytes"] + one["temporary_bytes"] - one["backward_bytes"]
+    assert one["beside_backward"] == pytest.approx(beside / parameters)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["stable_adamw", "flash_adam_mini", "coat_adamw"])
+def test_gradient_release_of_other_optimizers(llama, name):
+    losses = trained(llama, f"{ONE} --optimizer {name} --release").run.losses
+    wanted = trained(llama, f"{ONE} --optimizer {name} --clip 0").run.losses
+    assert losses == pytest.approx(wanted, abs=5e-3)
+
+
+def test_memory_profile(llama, tmp_path):
+    """A gzipped profile for pprof."""
+    trained(llama, f"{ONE} --until 1 --memory-profile {tmp_path / 'end.pprof'}")
+    assert gzip.decompress((tmp_path / "end.pprof").read_bytes())
+
+
 @pytest.mark.full
 def test_killed(tmp_path, monkeypatch):
     """A process that is killed leaves whole checkpoints, and a new one goes on from the newest."""
@@ -283,6 +313,8 @@ def test_nothing_depends_on_later_tokens(llama):
         ("--data 1 --tensor 3", "3 parts, which do not divide dimension 0"),
         ("--save-every 2", "--save-every needs --checkpoint"),
         ("--resume", "--resume needs --checkpoint"),
+        ("--release --clip 1", "a global norm needs the gradients of all layers"),
+        ("--release --optimizer optax.adamw", "--release takes an optimizer of optax_lowmem"),
     ],
 )
 def test_says_what_is_wrong(llama, flags, message):
@@ -308,6 +340,7 @@ def test_another_run_in_the_folder(llama, tmp_path):
             "llama-tiny zero=True data=2 batch=4/flash_lion",
         ),
         ("--clip 0 --remat --data 1", "llama-tiny clip=0.0 batch=4 remat=True/flash_adamw"),
+        ("--release --data 1", "llama-tiny clip=0.0 release=True batch=4/flash_adamw"),
     ],
 )
 def test_records_say_what_was_changed(llama, flags, case):

@@ -14,7 +14,9 @@ from .train import Program, Run
 
 _FILE = "run.json"
 # What a run may go on with differently: how it is computed, not what.
-_FREE = ("implementation", "attention", "compute", "remat", "data", "fsdp", "tensor", "zero")
+_FREE = (
+    "implementation", "attention", "compute", "remat", "release", "data", "fsdp", "tensor", "zero",
+)  # fmt: skip
 
 
 def _described(settings: Settings) -> dict[str, Any]:

@@ -77,6 +77,7 @@ class Settings:
     fsdp: int = 1
     tensor: int = 1
     zero: bool = False
+    release: bool = False
 
     @property
     def devices(self) -> int:

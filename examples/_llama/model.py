@@ -177,11 +177,15 @@ class Llama:
 
     def __call__(self, params: Any, tokens: jax.Array) -> jax.Array:
         """The loss of `tokens` [batch, length + 1]."""
+        return self.beyond(self.first(params, tokens), params, tokens)
+
+    def beyond(self, x: jax.Array, params: Any, tokens: jax.Array) -> jax.Array:
+        """The loss, from what goes into the layers."""
 
         def body(x: jax.Array, own: Any) -> tuple[jax.Array, None]:
             return self.layer(own, params, x, tokens), None
 
         if self.remat:
             body = jax.checkpoint(body, prevent_cse=False)
-        x, _ = jax.lax.scan(body, self.first(params, tokens), params[STACK])
+        x, _ = jax.lax.scan(body, x, params[STACK])
         return self.last(params, x, tokens)

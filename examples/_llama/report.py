@@ -26,6 +26,10 @@ _UNITS = {
     "device_bytes": "bytes",
     "peak_bytes": "bytes",
     "fits": "yes or no",
+    "argument_bytes": "bytes",
+    "temporary_bytes": "bytes",
+    "backward_bytes": "bytes",
+    "beside_backward": "bytes a parameter",
 }
 
 
@@ -64,11 +68,21 @@ def summary(found: dict[str, float]) -> str:
     )
 
 
+def planned(found: dict[str, float]) -> str:
+    """Where the memory of a step goes, in a line."""
+    gib = {n: found[f"{n}_bytes"] / GIB for n in ("argument", "temporary", "backward")}
+    return (
+        f"planned: {gib['argument']:.3f} GiB of weights and state and {gib['temporary']:.3f} GiB "
+        f"beside, where forward and backward alone take {gib['backward']:.3f} GiB: the rest is "
+        f"{found['beside_backward']:.2f} bytes a parameter"
+    )
+
+
 def case(settings: Settings) -> str:
     """The preset and the optimizer, with what the run has of its own: `1b fsdp=4/flash_adamw`."""
     preset, changed = PRESETS[settings.preset], []
     rate = preset.learning_rate * RATE_FACTORS.get(settings.optimizer, 1.0)
-    usual: dict[str, Any] = {"learning_rate": rate, "clip": 1.0, "zero": False}
+    usual: dict[str, Any] = {"learning_rate": rate, "clip": 1.0, "zero": False, "release": False}
     usual |= dict.fromkeys(("data", "fsdp", "tensor"), 1)
     usual |= {n: getattr(preset, n) for n in ("sequence", "batch", "steps", "text", "remat")}
     for name, value in usual.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,13 +20,15 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
+from optax_lowmem import release
 
 from . import mesh as meshes
 from .config import PLAIN, Settings
-from .model import Llama
+from .model import STACK, Llama
 from .optimizer import make_optimizer, stored_dtype
 
 Batches = Callable[[int], np.ndarray]
+Step = Callable[[Any, Any, jax.Array], tuple[Any, Any, jax.Array]]
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,8 @@ class Program:
       like: (parameters, state) as shapes with their shardings.
       start: () -> (parameters, state) on their devices.
       step: (parameters, state, tokens) -> (parameters, state, loss); it takes its arguments' place.
+      backward: (parameters, tokens) -> loss and gradient of what goes into the layers: the forward
+        and backward pass without gradients of weights.
       tokens: a batch, as a shape with its sharding.
     """
 
@@ -44,12 +49,35 @@ class Program:
     like: tuple[Any, Any]
     start: Callable[[], tuple[Any, Any]]
     step: Callable[..., tuple[Any, Any, jax.Array]]
+    backward: Callable[..., Any]
     tokens: jax.ShapeDtypeStruct
 
     @functools.cached_property
     def compiled(self) -> Any:
         """The step; compiled before anything is allocated, it has room for trying kernels out."""
         return self.step.lower(*self.like, self.tokens).compile()
+
+    @property
+    def planned(self) -> dict[str, float]:
+        """Bytes of a device in the step, as the compiler has planned them."""
+        whole, alone = (
+            compiled.memory_analysis()
+            for compiled in (
+                self.compiled,
+                self.backward.lower(self.like[0], self.tokens).compile(),
+            )
+        )
+        total, backward = planned_bytes(self.compiled), alone.temp_size_in_bytes
+        parameters = sum(
+            math.prod(leaf.sharding.shard_shape(leaf.shape))
+            for leaf in jax.tree.leaves(self.like[0])
+        )
+        return {
+            "argument_bytes": whole.argument_size_in_bytes,
+            "temporary_bytes": total - whole.argument_size_in_bytes,
+            "backward_bytes": backward,
+            "beside_backward": (total - backward) / parameters,
+        }
 
     @property
     def shardings(self) -> tuple[Any, Any]:
@@ -72,7 +100,8 @@ def make_program(settings: Settings) -> Program:
     mesh, tx = meshes.make_mesh(settings), make_optimizer(settings)
     of_batch = NamedSharding(mesh, meshes.BATCH)
     constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=of_batch)
-    model = Llama(settings.shape, settings.compute, settings.attention, settings.remat, constrain)
+    remat = settings.remat or settings.release
+    model = Llama(settings.shape, settings.compute, settings.attention, remat, constrain)
     dtype, plain = functools.partial(stored_dtype, settings.optimizer), settings.optimizer == PLAIN
 
     def start() -> tuple[Any, Any]:
@@ -83,13 +112,8 @@ def make_program(settings: Settings) -> Program:
 
     params, state = jax.eval_shape(start)
     places = meshes.shardings(tx, params, settings, mesh)
-    take_step = optimizer_step(F32 if plain else LOWMEM, settings.implementation)
     where = {} if plain else meshes.step_placement(places[1], mesh)
-
-    def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
-        loss, grads = jax.value_and_grad(model)(params, tokens)
-        params, state = take_step(tx, grads, state, params, **where)
-        return params, state, loss
+    step = (_released if settings.release else _ordinary)(model, tx, settings, where)
 
     def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -100,8 +124,36 @@ def make_program(settings: Settings) -> Program:
         jax.tree.map(placed, (params, state), places),
         jax.jit(start, out_shardings=places),
         jax.jit(step, donate_argnums=(0, 1), out_shardings=(*places, everywhere)),
+        jax.jit(lambda *args: jax.value_and_grad(model.beyond)(model.first(*args), *args)),
         jax.ShapeDtypeStruct((settings.batch, settings.sequence + 1), jnp.int32, sharding=of_batch),
     )
+
+
+def _ordinary(model: Llama, tx: Any, settings: Settings, where: dict[str, Any]) -> Step:
+    """All gradients, then the optimizer's step."""
+    impl = F32 if settings.optimizer == PLAIN else LOWMEM
+    take_step = optimizer_step(impl, settings.implementation)
+
+    def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
+        loss, grads = jax.value_and_grad(model)(params, tokens)
+        params, state = take_step(tx, grads, state, params, **where)
+        return params, state, loss
+
+    return step
+
+
+def _released(model: Llama, tx: Any, settings: Settings, where: dict[str, Any]) -> Step:
+    """Each layer's gradient, then its step, before the gradient of the layer below is taken."""
+    layered = release.Layered(model.first, {STACK: model.layer}, model.last)
+    chosen = None if settings.implementation == "auto" else settings.implementation
+    # as in the same model with unrolled layers, which is how RMS_t of a tensor is meant
+    take_step = release.train_step(tx, layered, per_layer=True, implementation=chosen, **where)
+
+    def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
+        loss, params, state = take_step(params, state, tokens)
+        return params, state, loss
+
+    return step
 
 
 def make_batches(settings: Settings, cache: Path) -> tuple[str, Batches]:

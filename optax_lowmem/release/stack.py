@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from jax import lax
 
+from optax_lowmem._core import scope
 from optax_lowmem._core.rules import UpdateRule
 from optax_lowmem.kernels.fused_update import LeafPlan
 
@@ -32,6 +33,9 @@ def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
             f"{type(rule).__name__} measures all of a tensor before it steps. per_layer=True "
             "measures each layer on its own, as in the same model with unrolled layers."
         )
+    place = scope.placement(plan.path)
+    if place is not None and place.parts(0) > 1:
+        return f"they lie on several devices ({place.spec}). Cut another axis."
     if plan.grouped and len(plan.shape) == 1:
         return (
             "its only axis is that of the layers, and groups of codes lie along it. Leave it "

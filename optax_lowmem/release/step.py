@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import optax
 
 from optax_lowmem._core import scope
+from optax_lowmem._core.placement import placements
 from optax_lowmem.kernels.fused_update import IMPLEMENTATIONS
 from optax_lowmem.release.backward import backward
 from optax_lowmem.release.model import Layered
@@ -20,6 +22,8 @@ def train_step(
     each_gradient: Gradient | None = None,
     per_layer: bool = False,
     implementation: str | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    specs: Any = None,
 ) -> Callable[[Any, Any, Any], tuple[Any, Any, Any]]:
     """A training step in which the gradients of stacked layers never exist all at once.
 
@@ -38,6 +42,8 @@ def train_step(
       per_layer: let an optimizer that measures whole tensors (`stable_adamw`'s RMS_t) measure each
         layer on its own, as in the same model unrolled; else it is refused.
       implementation: as of `lowmem.step`.
+      mesh: likewise.
+      specs: likewise; the axis of layers lies on no mesh axis.
 
     Returns:
       (params, state, batch) -> (loss, params, state), with (loss, aux) for a model `has_aux`. Jit
@@ -84,7 +90,8 @@ def train_step(
         )
 
     def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
-        with scope.implementing(implementation):
+        places = None if specs is None else placements(params, specs, mesh)
+        with scope.implementing(implementation), scope.placing(places):
             run = Run.begin(engine, model, params, state, each_gradient, per_layer)
             loss = backward(model, run, batch)
             return loss, *run.result(params)
