@@ -173,6 +173,7 @@ def run_it(args: argparse.Namespace, settings: Settings, console: Console) -> Re
     memory, own_bytes = program.report, program.device_bytes
     say(report.headline(settings, memory, text))
     found = {"bytes_per_param": memory.bytes_per_param, "device_bytes": own_bytes}
+    found |= report.limit()
     begin = time.perf_counter()
     try:
         with console.status("compiling"):

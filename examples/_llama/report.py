@@ -26,6 +26,7 @@ _UNITS = {
     "device_bytes": "bytes",
     "peak_bytes": "bytes",
     "fits": "yes or no",
+    "limit_bytes": "bytes",
     "argument_bytes": "bytes",
     "temporary_bytes": "bytes",
     "backward_bytes": "bytes",
@@ -45,10 +46,15 @@ def headline(settings: Settings, report: lowmem.memory.Report, text: str) -> str
     )
 
 
+def limit() -> dict[str, int]:
+    """Bytes of a device that JAX may take, where that is known (not on a CPU)."""
+    found = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    return {"limit_bytes": found} if found else {}
+
+
 def out_of_memory(settings: Settings, report: lowmem.memory.Report, own_bytes: int) -> str:
     """What does not fit, in a line."""
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    has = f" of {limit / GIB:.1f}" if limit else ""
+    has = "".join(f" of {limit_bytes / GIB:.1f}" for limit_bytes in limit().values())
     return (
         f"{settings.optimizer}: out of memory: needs {report.state_bytes / GIB:.1f} GiB of state "
         f"beside {report.params_bytes / GIB:.1f} GiB of weights ({report.bytes_per_param:.2f} "
