@@ -14,7 +14,9 @@ from benchmarks import (
     claims_stable_adamw,
     findings,
     formats_tables,
+    mesh_tables,
     records,
+    release_tables,
     step_tables,
     targets,
 )
@@ -25,6 +27,8 @@ PAGES = (
     "docs/choosing.md",
     "docs/cpu_speed.md",
     "docs/gpu_speed.md",
+    "docs/memory.md",
+    "docs/sharding.md",
     "docs/claims.md",
 )
 MARKED = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -139,6 +143,14 @@ def pairs(rows: list[dict[str, Any]]) -> str:
     return markdown(head, body) + source(used)
 
 
+def release(rows: list[dict[str, Any]]) -> str:
+    """Where the memory of an 8B model's step is."""
+    head, body, used = release_tables.table(rows)
+    if not used:
+        return "Nothing is recorded yet: `python -m benchmarks.bench_release` on a GPU of 80 GB.\n"
+    return markdown(head, body) + source(used)
+
+
 TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "memory": memory,
     "cpu_step": cpu_step,
@@ -148,9 +160,11 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "claims_q_adam_mini": q_adam_mini_claims,
     "claims_coat": coat_claims,
     "pairs": pairs,
+    "release": release,
     "gpu_step": step_tables.gpu_step,
     "gpu_step_details": step_tables.gpu_step_details,
     "gpu_targets": targets.table,
+    "fsdp": mesh_tables.fsdp,
     **formats_tables.TABLES,
 }
 
