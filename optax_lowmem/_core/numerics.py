@@ -68,12 +68,14 @@ def canonical_nan(bits: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(from_bits(bits)), jnp.uint32(NAN_BITS), bits)
 
 
-def absmax_bits(x: jax.Array, signed: bool = True) -> jax.Array:
-    """Bits of max |x| over the last axis, in integers: a float maximum may drop NaN."""
+def absmax_bits(
+    x: jax.Array, signed: bool = True, axes: int | tuple[int, ...] | None = -1
+) -> jax.Array:
+    """Bits of max |x| over axes (None: all), in integers: a float maximum may drop NaN."""
     magnitude = lax.bitcast_convert_type(x, jnp.int32)
     if signed or not _in_kernel():  # what a GPU computes is never a NaN with a sign
         magnitude = magnitude & MAGNITUDE_MASK
-    return jnp.max(magnitude, axis=-1).astype(jnp.uint32)
+    return jnp.max(magnitude, axis=axes, initial=0).astype(jnp.uint32)
 
 
 def max_bits(x: jax.Array) -> jax.Array:

@@ -100,12 +100,15 @@ class _Encoder(Converter):
                 pairs.append(encode_leaf(decision, values[path], leaf, ours.seed, count))
             treedef = jax.tree.structure(like)
             fields[slot] = jax.tree.unflatten(treedef, [codes for codes, _ in pairs])
-            fields[f"{slot}_scale"] = jax.tree.unflatten(treedef, [scale for _, scale in pairs])
+            scales: Any = jax.tree.structure(getattr(ours, f"{slot}_scale"))
+            fields[f"{slot}_scale"] = scales.unflatten([scale for _, scale in pairs])
         return ours._replace(**fields)
 
     def compressed(self, ours: CompressedState, plain: Any, where: str) -> Any:
         def wide(slot: str, name: str, codes: Any) -> Any:
-            return jax.tree.map(_as_f32, codes, ours.scales[name])
+            leaves, treedef = jax.tree.flatten(codes)
+            rows = zip(leaves, jax.tree.leaves(ours.scales[name]), strict=True)
+            return jax.tree.unflatten(treedef, [_as_f32(*row) for row in rows])
 
         inner = self.walk(coded_slots(ours, ours.inner_state, wide), plain, where)
         counts = optax.tree.get_all_with_path(plain, "count")
@@ -121,7 +124,8 @@ class _Encoder(Converter):
                 )
             ]
             treedef = jax.tree.structure(values)
-            scales[name] = jax.tree.unflatten(treedef, [scale for _, scale in pairs])
+            kept: Any = jax.tree.structure(ours.scales[name])
+            scales[name] = kept.unflatten([scale for _, scale in pairs])
             return jax.tree.unflatten(treedef, [codes for codes, _ in pairs])
 
         stored: dict[str, Any] = {}

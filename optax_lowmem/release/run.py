@@ -74,7 +74,7 @@ class Run:
     def result(self, params: Any) -> tuple[Any, Any]:
         """The new parameters and state."""
         treedef: Any = jax.tree.structure(params)
-        state = self.opened.close(self.states, self.shared, treedef)
+        state = self.opened.close(self.states, self.shared, params)
         return treedef.unflatten(self.weights), state
 
     def add(self, positions: Sequence[int], gradients: Sequence[jax.Array]) -> None:

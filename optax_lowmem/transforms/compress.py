@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._core import groups, numerics, random, scope, trees
+from optax_lowmem._core import boxes, groups, numerics, random, scope, trees
 from optax_lowmem._core.policy import Policy
 from optax_lowmem.codecs import GroupCodec, decode_array, encode_array
 from optax_lowmem.kernels import group_codec
@@ -154,7 +154,7 @@ class _Compressor:
                     key = random.leaf_key(seed, count, path)
                     noise_key = key if self._stochastic(known) else None
                     pairs.append(group_codec.encode(codec, leaf, self.group_size, noise_key, slot))
-            scales[_scale_name(slot, scales)] = jax.tree.unflatten(treedef, [s for _, s in pairs])
+            scales[_scale_name(slot, scales)] = boxes.like(value, [s for _, s in pairs])
             return jax.tree.unflatten(treedef, [c for c, _ in pairs])
 
         return map_slots(encode, state), scales
@@ -257,15 +257,17 @@ class _Compressor:
             codec = self._codec_of(node, slot)
             if codec is None:
                 return value
-            pairs = []
+            pairs, of_slot = [], []
             for key_path, one in jax.tree_util.tree_leaves_with_path(value):
                 path, shape = trees.path_name(key_path), next(shapes)
+                of_slot.append(shape)
                 reason = self._decide(path, shape, slot, masked, codec, facts(node, slot))
                 pairs.append(
                     self._spread_leaf(None if reason else codec, one, shape, weights[path])
                 )
             treedef = jax.tree.structure(value)
-            scales[_scale_name(slot, scales)] = jax.tree.unflatten(treedef, [s for _, s in pairs])
+            full = jax.tree.unflatten(treedef, of_slot)
+            scales[_scale_name(slot, scales)] = boxes.like(full, [s for _, s in pairs])
             return jax.tree.unflatten(treedef, [c for c, _ in pairs])
 
         return map_slots(spread, small), scales

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._core import random, scope, trees
+from optax_lowmem._core import boxes, random, scope, trees
 from optax_lowmem.kernels.fused_update import (
     LeafPlan,
     LeafState,
@@ -48,14 +48,14 @@ class Engine(Planner):
 
     def init(self, params: Any) -> Any:
         """Zero state, of the parameters' sharding; f32 moments are never allocated on the way."""
-        leaves, treedef = jax.tree.flatten(params)
+        leaves = jax.tree.leaves(params)
         plans = self.plans(params)
         if self.structure is not None:
             self.structure.warn(params)
         states = [_init_leaf(plan, leaf) for plan, leaf in zip(plans, leaves, strict=True)]
         shared = [_init_shared(plan) for plan in plans]
         seed = jnp.asarray(scope.provided_seed(self.storage.seed)).astype(jnp.uint32)
-        return self._pack(jnp.zeros((), jnp.int32), seed, states, shared, treedef)
+        return self._pack(jnp.zeros((), jnp.int32), seed, states, shared, params)
 
     def _pack(
         self,
@@ -63,16 +63,15 @@ class Engine(Planner):
         seed: jax.Array,
         states: list[LeafState],
         shared: list[LeafState],
-        treedef: Any,
+        params: Any,
     ) -> Any:
         fields: dict[str, Any] = {"count": count, "seed": seed}
         for slots, of_leaves in ((self._slots(False), states), (self._slots(True), shared)):
             for i, name in enumerate(slots):
-                fields[name] = jax.tree.unflatten(treedef, [s.slots[i] for s in of_leaves])
-                scales = [s.scales[i] for s in of_leaves]
-                fields[f"{name}_scale"] = jax.tree.unflatten(treedef, scales)
+                fields[name] = boxes.like(params, [s.slots[i] for s in of_leaves])
+                fields[f"{name}_scale"] = boxes.like(params, [s.scales[i] for s in of_leaves])
         corrections = [s.correction for s in states]
-        fields["correction"] = jax.tree.unflatten(treedef, corrections) if self.weights else None
+        fields["correction"] = boxes.like(params, corrections) if self.weights else None
         return self.rule.state_type(**fields)
 
     def _slots(self, shared: bool) -> list[str]:
@@ -171,8 +170,8 @@ class Engine(Planner):
         for plan, update in zip(plans, results, strict=True):
             if plan.split is not None and not direct:
                 scope.emit(plan.path, update)
-        treedef = jax.tree.structure(reference)
-        return jax.tree.unflatten(treedef, results), opened.close(states, shared, treedef)
+        results = jax.tree.unflatten(jax.tree.structure(reference), results)
+        return results, opened.close(states, shared, reference)
 
     def open(
         self, state: Any, plans: list[LeafPlan], h: Mapping[str, jax.Array], count: jax.Array
@@ -240,9 +239,9 @@ class OpenStep:
         )  # fmt: skip
         return [update for update, _ in found], [leaf for _, leaf in found], shared
 
-    def close(self, states: list[LeafState], shared: list[LeafState], treedef: Any) -> Any:
-        """The new state, of parameters of this structure."""
-        return self.engine._pack(self.count, self.seed, states, shared, treedef)
+    def close(self, states: list[LeafState], shared: list[LeafState], params: Any) -> Any:
+        """The new state, of a tree like the parameters."""
+        return self.engine._pack(self.count, self.seed, states, shared, params)
 
 
 def _init_leaf(plan: LeafPlan, leaf: Any) -> LeafState:

@@ -54,6 +54,13 @@ def join_master(p: jax.Array, correction: jax.Array) -> jax.Array:
     return split.join(p, correction)
 
 
+def join_masters(params: Any, correction: Any) -> Any:
+    """`join_master` of each leaf; the boxes of a placeholder have other names than its weight's."""
+    leaves, treedef = jax.tree.flatten(params)
+    pairs = zip(leaves, jax.tree.leaves(correction), strict=True)
+    return jax.tree.unflatten(treedef, [join_master(p, c) for p, c in pairs])
+
+
 def splits_masters(tx: Any, params: Any) -> bool:
     """Whether a transformation splits the master weights of some leaf."""
     with scope.providing(scope.Masters()):

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._core import numerics, scope, trees
+from optax_lowmem._core import boxes, numerics, scope, trees
 from optax_lowmem.kernels.fused_update import split_update
 from optax_lowmem.transforms.masters import (
     choose_split,
     initial_correction,
-    join_master,
+    join_masters,
     split_for,
     splits_masters,
 )
@@ -38,13 +38,13 @@ class _Splitter:
             trees.check_param(path, leaf)
             split = choose_split(self.storage, path, jnp.dtype(leaf.dtype))
             corrections.append(initial_correction(split, path, leaf))
-        correction = jax.tree.unflatten(jax.tree.structure(params), corrections)
+        correction = boxes.like(params, corrections)
         if splits_masters(self.inner, params):
             raise ValueError(
                 "split_master_weights around an optimizer that splits master weights itself: give "
                 "that one storage=Storage(master_weight_bits=None)."
             )
-        inner = self.inner.init(jax.tree.map(join_master, params, correction))
+        inner = self.inner.init(join_masters(params, correction))
         return SplitState(correction, inner)
 
     def update(
@@ -58,14 +58,14 @@ class _Splitter:
         fast = params.fast if isinstance(params, optax.LookaheadParams) else params
         trees.match("gradient", updates, fast)
         trees.match_names("correction", state.correction, params)
-        masters = jax.tree.map(join_master, params, state.correction)
+        masters = join_masters(params, state.correction)
         gradients = jax.tree.map(numerics.widen, updates)
         steps, inner = self.inner.update(gradients, state.inner_state, masters, **extra)
         corrections = jax.tree.leaves(state.correction)
         rows = zip(trees.named_leaves(params), jax.tree.leaves(steps), corrections, strict=True)
         landed = [self._land(path, leaf, step, c) for (path, leaf), step, c in rows]
         treedef = jax.tree.structure(params)
-        correction = jax.tree.unflatten(treedef, [c for _, c in landed])
+        correction = boxes.like(params, [c for _, c in landed])
         return jax.tree.unflatten(treedef, [u for u, _ in landed]), SplitState(correction, inner)
 
     def _land(

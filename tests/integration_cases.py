@@ -1,0 +1,125 @@
+"""What the tests against other packages share: a model, its training step, and comparisons."""
+
+import functools
+import math
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training import train_state
+from jax.sharding import AxisType
+
+import optax_lowmem as lowmem
+from tests.contract_cases import QUICK_COMPILE, code_differences
+
+STEPS = 8
+WIDTH = 96  # three groups of 32: no even number of devices divides them
+
+
+def mesh_of(**axes):
+    sizes = tuple(axes.values())
+    devices = jax.devices("cpu")[: math.prod(sizes)]
+    return jax.make_mesh(sizes, tuple(axes), axis_types=(AxisType.Auto,) * len(axes),
+                         devices=devices)  # fmt: skip
+
+
+MESH = functools.partial(mesh_of, data=4, model=2)
+
+
+@functools.cache
+def batch():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(16, 64)).astype(np.float32)
+    return x, x[:, ::-1]
+
+
+class MLP(nn.Module):
+    """Two layers whose kernels, and one bias, name their axes by `box`."""
+
+    box: callable = nn.with_partitioning
+    names: tuple = ("data", "model")
+
+    @nn.compact
+    def __call__(self, x):
+        of_rows, of_columns = self.names
+        init = nn.initializers.lecun_normal()
+        wide = self.box(init, (of_rows, of_columns))
+        x = nn.Dense(WIDTH, kernel_init=wide,
+                     bias_init=self.box(nn.initializers.zeros, (of_columns,)))(x)  # fmt: skip
+        return nn.Dense(64, kernel_init=self.box(init, (of_columns, of_rows)))(nn.gelu(x))
+
+
+def train_step(state, x, y):
+    def loss(params):
+        return jnp.mean((state.apply_fn({"params": params}, x) - y) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state.params)
+    return state.apply_gradients(grads=grads), value
+
+
+def run(step, state, steps=STEPS):
+    losses = []
+    for _ in range(steps):
+        state, loss = step(state, *batch())
+        losses.append(float(loss))
+    return state, losses
+
+
+def starting(cls, model, tx, **options):
+    """What makes the first state, from a key."""
+
+    def init(key):
+        params = model.init(key, batch()[0])["params"]
+        return cls.create(apply_fn=model.apply, params=params, tx=tx, **options)
+
+    return init
+
+
+@functools.cache
+def on_one_device(name, cls=train_state.TrainState):
+    tx, options = OPTIMIZERS[name](), DTYPES.get(name, {})
+    model = MLP(box=lambda init, names: init)
+    init = jax.jit(starting(cls, model, tx, **options), compiler_options=QUICK_COMPILE)
+    state = init(jax.random.key(0))
+    return run(jax.jit(train_step, compiler_options=QUICK_COMPILE), state)
+
+
+def assert_close(found, wanted):
+    """Gradients are summed in another order, and a code may be rounded the other way."""
+    (state, losses), (other, of_other) = found, wanted
+    assert losses[-1] < 0.7 * losses[0]
+    np.testing.assert_allclose(losses, of_other, rtol=1e-4)
+    for a, b in zip(masters_of(state), masters_of(other), strict=True):
+        assert np.linalg.norm(a - b) <= 1e-3 * np.linalg.norm(b)
+    _, share = code_differences(*(codes_of(s.opt_state) for s in (state, other)))
+    assert share <= 0.1  # of other random bits it is about a half
+
+
+def codes_of(state):
+    """Without corrections, which are the last bits of the weights."""
+    rows = jax.tree_util.tree_leaves_with_path(state)
+    return [x for path, x in rows if "correction" not in jax.tree_util.keystr(path)]
+
+
+def masters_of(state):
+    return jax.tree.leaves(lowmem.master_params(state.params, state.opt_state))
+
+
+def lies(array, sharding):
+    return array.sharding.is_equivalent_to(sharding, array.ndim)
+
+
+RATE = 1e-2
+OPTIMIZERS = {
+    "flash_adamw": lambda: lowmem.flash_adamw(RATE),
+    "adam_mini": lambda: lowmem.flash_adam_mini(RATE),
+    "chain, 16 bits": lambda: lowmem.chain(
+        optax.clip_by_global_norm(1.0), lowmem.flash_adamw(RATE)
+    ),
+    "compressed": lambda: lowmem.split_master_weights(
+        lowmem.compress_state(optax.amsgrad(RATE), mu=lowmem.codecs.softsign())
+    ),
+}
+DTYPES = {"chain, 16 bits": {"dtype": jnp.bfloat16}}

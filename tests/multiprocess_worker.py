@@ -1,0 +1,131 @@
+"""One of the processes of test_multiprocess.py: `multiprocess_worker.py FOLDER PORT INDEX`.
+
+Each trains the same parameters twice, on one device of its own and sharded over the devices of
+all, compares what it holds, saves, and restores to another layout. A failed check ends it.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_lowmem as lowmem
+from optax_lowmem import checkpoint
+from optax_lowmem.sharding import state_shardings
+from tests.contract_cases import QUICK_COMPILE
+
+PROCESSES, DEVICES, STEPS = 2, 2, 10
+SHAPES = {"embed": (128, 96), "layers": (4, 64, 128), "norm": (64,)}
+FSDP = {"embed": P("fsdp"), "layers": P(None, None, "fsdp"), "norm": P("fsdp")}
+OTHER = {"embed": P("a", "b"), "layers": P(("b", "a")), "norm": P()}
+
+
+def start(port, index):
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        f"localhost:{port}", PROCESSES, index, initialization_timeout=60,
+        heartbeat_timeout_seconds=30,
+    )  # fmt: skip
+    assert (jax.process_count(), jax.device_count()) == (PROCESSES, PROCESSES * DEVICES)
+
+
+def mesh_of(**axes):
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def gradients(steps=STEPS):
+    rng = np.random.default_rng(1)
+    return {
+        name: rng.normal(0, 1e-3, (steps, *shape)).astype(jnp.bfloat16)
+        for name, shape in SHAPES.items()
+    }
+
+
+def masters():
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(0, 0.2, shape).astype(np.float32) for name, shape in SHAPES.items()}
+
+
+def training(tx, shardings=None):
+    """`STEPS` steps, as one program."""
+
+    def run(params, state, grads):
+        def one(carry, g):
+            return lowmem.step(tx, g, *reversed(carry)), None
+
+        return jax.lax.scan(one, (params, state), grads)[0]
+
+    return jax.jit(run, out_shardings=shardings, compiler_options=QUICK_COMPILE)
+
+
+def spread(tree, shardings):
+    """Arrays over the devices of all processes, from the same values in each."""
+
+    def of(x, sharding):
+        x = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+    return jax.tree.map(of, tree, shardings)
+
+
+def check(found, wanted, shardings):
+    """Every bit of every shard that this process holds."""
+    rows = zip(
+        jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted),
+        jax.tree.leaves(shardings), strict=True,
+    )  # fmt: skip
+    for (path, x), y, sharding in rows:
+        name, y = jax.tree_util.keystr(path), np.asarray(y)
+        assert (x.shape, x.dtype) == (y.shape, y.dtype), name
+        assert x.sharding.is_equivalent_to(sharding, x.ndim), f"{name} lies as {x.sharding}"
+        shards = x.addressable_shards
+        assert len(shards) == DEVICES, name
+        for shard in shards:
+            here = np.asarray(shard.data)
+            assert here.tobytes() == y[shard.index].tobytes(), f"{name} differs in {shard.index}"
+
+
+def main(folder, port, index):
+    start(port, index)
+    tx = lowmem.flash_adamw(1e-2)
+    assert tx.engine.storage.rounding == "stochastic"
+    params, state = lowmem.init(tx, {k: jnp.asarray(v) for k, v in masters().items()})
+    wanted = jax.tree.map(np.asarray, training(tx)(params, state, gradients()))
+    assert not np.array_equal(wanted[0]["embed"], params["embed"])
+
+    mesh = mesh_of(fsdp=PROCESSES * DEVICES)
+    of_params = {name: NamedSharding(mesh, spec) for name, spec in FSDP.items()}
+    shardings = of_params, state_shardings(tx, params, of_params)
+    assert shardings[1].mu_scale["embed"].spec == P("fsdp", None)
+    replicated = dict.fromkeys(SHAPES, NamedSharding(mesh, P()))
+    found = training(tx, shardings)(
+        *spread((params, state), shardings), spread(gradients(), replicated)
+    )
+    check(found, wanted, shardings)
+    print("trained", flush=True)
+
+    checkpoint.save(folder, tx, *found, step=STEPS)
+    multihost_utils.sync_global_devices("saved")
+    other = mesh_of(a=2, b=2)
+    of_params = {name: NamedSharding(other, spec) for name, spec in OTHER.items()}
+    shardings = of_params, state_shardings(tx, params, of_params)
+    like = {
+        name: jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=of_params[name])
+        for name, p in params.items()
+    }
+    assert checkpoint.latest_step(folder) == STEPS
+    restored = checkpoint.restore(folder, tx, like, shardings=shardings[1])
+    check(restored, wanted, shardings)
+    print("restored", flush=True)
+    jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
