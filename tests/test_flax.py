@@ -458,7 +458,7 @@ def mesh() -> jax.sharding.Mesh:
 
 @pytest.mark.parametrize("case", SHARDED)
 def test_state_is_sharded_as_far_as_its_shapes_allow(case):
-    """Flax's class gives scales their parameter's axes, and fails where those do not divide them."""
+    """Flax's class gives scales their parameter's axes, and fails where those do not fit."""
     width, metadata, codes, scales = SHARDED[case]
 
     def lies(leaf: Any, axes: tuple[Any, ...]) -> bool:

@@ -75,7 +75,7 @@ def absmax_bits(
     magnitude = lax.bitcast_convert_type(x, jnp.int32)
     if signed or not _in_kernel():  # what a GPU computes is never a NaN with a sign
         magnitude = magnitude & MAGNITUDE_MASK
-    return jnp.max(magnitude, axis=axes, initial=0).astype(jnp.uint32)
+    return jnp.max(magnitude, axis=axes).astype(jnp.uint32)
 
 
 def max_bits(x: jax.Array) -> jax.Array:
