@@ -1,6 +1,9 @@
 """Every tolerance of the tests, with where it comes from. u = 2^-24 is f32's unit round-off."""
 
+from typing import Any
+
 import jax.numpy as jnp
+import numpy as np
 
 # -- codecs, splits, random bits ------------------------------------------------------------------
 
@@ -211,3 +214,41 @@ ODDS_POSITION = 16 * (2.0**-21 + 2.0**-22)
 APPROXIMATE_CODES = 1e-3
 # Such a logarithm of 17.8 / 320 octaves moves k by 2^-22 * 18, of a spacing of 2^-12.
 APPROXIMATE_WORDS = 0.02
+
+# -- quantised products (test_switchback*.py, test_layers.py) --------------------------------------
+
+# A position x * (largest / absmax) of its exact value: a quotient and a product of u each.
+POSITION = 3 * 2.0**-24
+# A scaled sum of its exact value: the f32 of an int32, 1 / 127 as f32, two scales (a product of u
+# each) and two products with them: 7 u.
+SCALED_SUM = 8 * 2.0**-24
+# Half the spacing of a dtype next to a number, of it; and what is under its smallest normal one.
+HALF_SPACING = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+SUBNORMAL = {"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-24}
+# A code of the value it is nearest to: half of 1 (int8); half of 2^-3 (2^-2) of it, but no less
+# than half of the smallest code, 2^-9 (2^-16).
+HALF_CODE = {"int8": (0.0, 0.5), "e4m3": (2.0**-4, 2.0**-10), "e5m2": (2.0**-3, 2.0**-17)}
+# A maximum under this is taken as this: absolute error of a row that is smaller.
+LEAST_MAXIMUM = 2.0**-100
+
+
+def of_quantizing(x: Any, scale: Any, format: str) -> Any:
+    """|x^ - x| at most: half a code, and where f32 put the position on the other side of a tie."""
+    of_value, least = HALF_CODE[format]
+    size = np.abs(x)
+    return np.maximum(of_value * size, least * np.maximum(scale, 2.0**-100 / 57344)) + (
+        2 * POSITION * size
+    )
+
+
+def of_product(a: Any, b: Any, of_a: Any, of_b: Any, dtype: str = "float32") -> Any:
+    """|a^ b^ - a b| at most, where |a^ - a| <= of_a and |b^ - b| <= of_b, rounded to a dtype.
+
+    a^ b^ - a b = a (b^ - b) + (a^ - a) b + (a^ - a) (b^ - b), summed over the k terms of each; f32
+    sums of k terms lose k u of their magnitudes, scaling SCALED_SUM.
+    """
+    size_a, size_b = np.abs(a), np.abs(b)
+    exact = size_a @ of_b + of_a @ size_b + of_a @ of_b
+    magnitude = (size_a + of_a) @ (size_b + of_b)
+    lost = a.shape[-1] * 2.0**-24 + SCALED_SUM + HALF_SPACING[dtype]
+    return exact + lost * magnitude + SUBNORMAL[dtype]

@@ -1,0 +1,123 @@
+"""Kernels of quantised products against their reference: interpreted, lowered, and on a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from optax_lowmem.kernels import quantized_matmul as kernels
+from optax_lowmem.kernels.quantized_matmul import FORMATS, INT8, pallas_triton, reference
+from optax_lowmem.kernels.quantized_matmul.tiles import ProductTile
+from tests.lowering import kernels_in, lower_for_cuda
+
+SHAPES = [(5, 40), (64, 128), (3, 5000), (130, 33), (1, 1)]
+SMALL = ProductTile(32, 64, 32, 4, 1, 2)
+of_rows = functools.partial(jax.jit, static_argnums=(1, 2))(reference.quantize)
+
+
+def drawn(shape, dtype, seed=0):
+    """Rows of very different sizes."""
+    rng = np.random.default_rng(seed)
+    size = np.exp(3 * rng.normal(size=(shape[0], 1)))
+    return jnp.asarray(rng.normal(size=shape) * size, dtype)
+
+
+def raw(codes):
+    return np.asarray(codes).view(np.uint8)
+
+
+def quantized(shape, to, seed):
+    return of_rows(drawn(shape, jnp.bfloat16, seed), 1, to)
+
+
+def compare_rows(shape, dtype, to, interpret):
+    x = drawn(shape, dtype)
+    found, wanted = pallas_triton.quantize_rows(x, to, interpret), of_rows(x, 1, to)
+    np.testing.assert_array_equal(raw(found.codes), raw(wanted.codes))
+    np.testing.assert_array_equal(found.scales, wanted.scales)
+
+
+def compare_transposed(shape, dtype, to, interpret):
+    x = drawn(shape, dtype)
+    absmax, wanted = reference.absmax_of(x, None), of_rows(x, None, to)
+    found = pallas_triton.quantize_transposed(x, absmax, to, interpret)
+    np.testing.assert_array_equal(raw(found).T, raw(wanted.codes))
+
+
+def compare_products(sizes, dtype, to, tile, interpret):
+    m, n, k = sizes
+    a, b = quantized((m, k), to, 1), quantized((n, k), to, 2)
+    found = pallas_triton.multiply(a, b, dtype, tile, interpret)
+    wanted = jax.jit(reference.multiply, static_argnums=(2, 3))(a, b, 1, dtype)
+    if to.integer:  # sums are exact
+        np.testing.assert_array_equal(np.float32(found), np.float32(wanted))
+    else:  # sums in another order
+        size = np.abs(np.float32(wanted)).max(axis=1, keepdims=True)
+        assert (np.abs(np.float32(found) - np.float32(wanted)) <= 2.0**-8 * size).all()
+
+
+@pytest.mark.parametrize(
+    "name, dtype", [("int8", "bfloat16"), ("e4m3", "float32"), ("e5m2", "bfloat16")]
+)
+def test_interpreted(name, dtype):
+    """The reference's codes and scales, and exact sums."""
+    to, dtype = FORMATS[name], jnp.dtype(dtype)
+    for shape in SHAPES:
+        compare_rows(shape, dtype, to, True)
+        compare_transposed(shape, dtype, to, True)
+    compare_products((64, 128, 96), dtype, to, SMALL, True)
+
+
+def test_rows_that_are_not_finite():
+    x = drawn((4, 40), jnp.float32).at[0, 3].set(jnp.nan).at[2, 1].set(-jnp.inf)
+    codes, scales = pallas_triton.quantize_rows(x, INT8, True)
+    assert np.isnan(scales[0, 0]) and np.isinf(scales[2, 0])
+    np.testing.assert_array_equal(codes[1::2], of_rows(x, 1, INT8).codes[1::2])
+
+
+def step(x, w):
+    return kernels.multiply(
+        kernels.quantize(x, x.ndim - 1, INT8),
+        kernels.quantize_transposed(w, None, INT8),
+        1,
+        x.dtype,
+    )
+
+
+def lowered(shape, columns, dtype=jnp.bfloat16):
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    return kernels_in(lower_for_cuda(step, x, jax.ShapeDtypeStruct((shape[-1], columns), dtype)))
+
+
+def test_lowers_for_gpus(on_a_gpu):
+    """Any leading axes; what the product's tile does not divide is XLA's."""
+    every = ["quantize_rows", "quantize_transposed", "quantized_product"]
+    assert sorted(lowered((2, 64, 256), 512)) == every
+    assert sorted(lowered((130, 40), 33)) == every[:2]
+    assert lowered((4, 1 << 16), 64) == ["quantize_transposed"]  # rows longer than a program's
+
+
+def test_left_to_xla_without_a_gpu():
+    assert lowered((128, 256), 512) == []
+
+
+def test_a_host_runs_the_reference(on_a_gpu):
+    """Traced where there is a GPU."""
+    x, w = drawn((128, 128), jnp.float32), drawn((128, 256), jnp.float32, 1)
+    found = jax.jit(step)(x, w)
+    turned = kernels.Quantized(*(a.T for a in of_rows(w, None, INT8)))
+    np.testing.assert_array_equal(
+        found, reference.multiply(of_rows(x, 1, INT8), turned, 1, x.dtype)
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("to", FORMATS.values(), ids=lambda to: to.name)
+def test_on_a_gpu(to, dtype):
+    for shape in [*SHAPES, (7, 16384), (4096, 1024)]:
+        compare_rows(shape, dtype, to, False)
+        compare_transposed(shape, dtype, to, False)
+    compare_products((256, 512, 384), dtype, to, ProductTile(), False)
