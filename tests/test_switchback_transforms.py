@@ -214,8 +214,8 @@ def test_dtypes_and_arguments():
     assert matmul(X.astype(jnp.float16), W.astype(jnp.float16)).dtype == jnp.float16
     with pytest.raises(TypeError, match="takes floats, got int32"):
         matmul(jnp.ones((2, 33), jnp.int32), jnp.ones((33, 1), jnp.int32))
-    with pytest.raises(TypeError, match="takes no out_sharding$"):
-        matmul(X, W, out_sharding=jax.sharding.PartitionSpec(), other=None)
+    with pytest.raises(TypeError, match="takes no algorithm$"):
+        matmul(X, W, algorithm="any", other=None)
     for wrong in (dict(variant="int8"), dict(format="int4"), dict(scaling="max")):
         with pytest.raises(ValueError, match="must be one of"):
             layers.switchback_dot_general(**wrong)
