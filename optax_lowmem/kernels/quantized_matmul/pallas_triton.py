@@ -35,17 +35,26 @@ def _power_of_two(n: int) -> int:
 # ---- quantising ----------------------------------------------------------------------------------
 
 
-def _rows_body(to: Format, rows: int, shape: tuple[int, ...], *refs: Any) -> None:
+def _part(ref: Any, *axes: jax.Array) -> tuple[Any, jax.Array]:
+    """A reference to elements by the indices of each axis, and which of them exist.
+
+    By indices, since JAX refuses slices that leave an array, also where they are masked.
+    """
+    shape = tuple(axis.size for axis in axes)
+    grid = [lax.broadcast_in_dim(axis, shape, (d,)) for d, axis in enumerate(axes)]
+    inside = [index < size for index, size in zip(grid, ref.shape, strict=True)]
+    return ref.at[tuple(grid)], functools.reduce(jnp.logical_and, inside)
+
+
+def _rows_body(to: Format, rows: int, *refs: Any) -> None:
     x_ref, codes_ref, scales_ref = refs
-    count, width = shape
-    at = pl.program_id(0) * rows + lax.iota(jnp.int32, rows)
-    lanes = lax.iota(jnp.int32, _power_of_two(width))
-    there = (at < count)[:, None] & (lanes < width)[None, :]
-    place = (pl.ds(pl.program_id(0) * rows, rows), pl.ds(0, lanes.size))
-    x = plgpu.load(x_ref.at[place], mask=there, other=0.0)
-    codes, scales = reference.quantize(x, 1, to)
-    plgpu.store(codes_ref.at[place], codes, mask=there)
-    plgpu.store(scales_ref.at[place[0]], scales[:, 0], mask=at < count)
+    row = pl.program_id(0) * rows + lax.iota(jnp.int32, rows)
+    lane = lax.iota(jnp.int32, _power_of_two(x_ref.shape[1]))
+    part, there = _part(x_ref, row, lane)
+    codes, scales = reference.quantize(plgpu.load(part, mask=there, other=0.0), 1, to)
+    plgpu.store(_part(codes_ref, row, lane)[0], codes, mask=there)
+    part, there = _part(scales_ref, row)
+    plgpu.store(part, scales[:, 0], mask=there)
 
 
 @functools.partial(jax.jit, static_argnames=("to", "interpret"))
@@ -56,7 +65,7 @@ def quantize_rows(x: jax.Array, to: Format, interpret: bool = False) -> Quantize
     rows = max(1, _ROW_ELEMENTS // padded)
     warps = min(32, max(4, padded * rows // _PER_WARP))
     codes, scales = pl.pallas_call(
-        functools.partial(_rows_body, to, rows, x.shape),
+        functools.partial(_rows_body, to, rows),
         out_shape=(_like(x, x.shape, to.dtype), _like(x, (count,), jnp.float32)),
         grid=(pl.cdiv(count, rows),),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
@@ -66,18 +75,14 @@ def quantize_rows(x: jax.Array, to: Format, interpret: bool = False) -> Quantize
     return Quantized(codes, scales[:, None])
 
 
-def _transposed_body(to: Format, shape: tuple[int, ...], *refs: Any) -> None:
+def _transposed_body(to: Format, *refs: Any) -> None:
     x_ref, absmax_ref, codes_ref = refs
-    size = _TRANSPOSED_TILE
-    starts = [pl.program_id(axis) * size for axis in (0, 1)]
-    lane = lax.iota(jnp.int32, size)
-    rows, columns = (start + lane < limit for start, limit in zip(starts, shape, strict=True))
-    place = [pl.ds(start, size) for start in starts]
-    x = plgpu.load(x_ref.at[tuple(place)], mask=rows[:, None] & columns[None, :], other=0.0)
-    codes = reference.codes_of(x, absmax_ref[0], to)
-    plgpu.store(
-        codes_ref.at[tuple(reversed(place))], codes.T, mask=columns[:, None] & rows[None, :]
-    )
+    lanes = lax.iota(jnp.int32, _TRANSPOSED_TILE)
+    row, column = (pl.program_id(axis) * _TRANSPOSED_TILE + lanes for axis in (0, 1))
+    part, there = _part(x_ref, row, column)
+    codes = reference.codes_of(plgpu.load(part, mask=there, other=0.0), absmax_ref[0], to)
+    part, there = _part(codes_ref, column, row)
+    plgpu.store(part, codes.T, mask=there)
 
 
 @functools.partial(jax.jit, static_argnames=("to", "interpret"))
@@ -87,7 +92,7 @@ def quantize_transposed(
     """Codes [columns, rows] of `x` [rows, columns], whose maximum is `absmax`."""
     grid = tuple(pl.cdiv(size, _TRANSPOSED_TILE) for size in x.shape)
     return pl.pallas_call(
-        functools.partial(_transposed_body, to, x.shape),
+        functools.partial(_transposed_body, to),
         out_shape=_like(x, x.shape[::-1], to.dtype),
         grid=grid,
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
