@@ -60,21 +60,16 @@ class Program:
     @property
     def planned(self) -> dict[str, float]:
         """Bytes of a device in the step, as the compiler has planned them."""
-        whole, alone = (
-            compiled.memory_analysis()
-            for compiled in (
-                self.compiled,
-                self.backward.lower(self.like[0], self.tokens).compile(),
-            )
-        )
-        total, backward = planned_bytes(self.compiled), alone.temp_size_in_bytes
+        alone = self.backward.lower(self.like[0], self.tokens).compile()
+        total, backward = planned_bytes(self.compiled), alone.memory_analysis().temp_size_in_bytes
+        given = self.compiled.memory_analysis().argument_size_in_bytes
         parameters = sum(
             math.prod(leaf.sharding.shard_shape(leaf.shape))
             for leaf in jax.tree.leaves(self.like[0])
         )
         return {
-            "argument_bytes": whole.argument_size_in_bytes,
-            "temporary_bytes": total - whole.argument_size_in_bytes,
+            "argument_bytes": given,
+            "temporary_bytes": total - given,
             "backward_bytes": backward,
             "beside_backward": (total - backward) / parameters,
         }

@@ -2,12 +2,23 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 
 from optax_lowmem._core import groups
 
 MAX_ELEMENTS = 2**31 - 1  # offsets are 32-bit integers
+
+
+def next_power_of_two(number: int) -> int:
+    """The least power of two that is not under a positive number."""
+    return 1 << (number - 1).bit_length()
+
+
+def result_like(x: Any, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """A kernel's result; how its operand `x` varies over a mesh is kept for `shard_map`."""
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +56,7 @@ class Tiling:
     @property
     def lanes(self) -> int:
         """The width, rounded up to a power of two."""
-        return 1 << (self.width - 1).bit_length()
+        return next_power_of_two(self.width)
 
     @property
     def rows(self) -> int:

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 from optax_lowmem._core.block import Block
+from optax_lowmem.kernels.tiles import next_power_of_two
 
 _TILE = 8192  # elements of a program: 64 for each of 128 threads
 _ROWS, _ROWS_OF_PARTS = 64, 256  # of a tile at least, where columns are many; of sums of parts
@@ -28,15 +29,15 @@ class Columns:
     @property
     def tile_rows(self) -> int:
         """Rows of a tile, a power of two: all, where a tile has room for them."""
-        narrow = _TILE // _power_of_two(self.width)
-        rows = _power_of_two(self.rows)
+        narrow = _TILE // next_power_of_two(self.width)
+        rows = next_power_of_two(self.rows)
         most = max(narrow, _ROWS if self.begins else _ROWS_OF_PARTS)
         return rows if rows <= most else max(narrow, _ROWS)
 
     @property
     def tile_width(self) -> int:
         """Columns of a tile, a power of two."""
-        return max(1, min(_TILE // self.tile_rows, _power_of_two(self.width)))
+        return max(1, min(_TILE // self.tile_rows, next_power_of_two(self.width)))
 
     @property
     def parts(self) -> int:
@@ -78,7 +79,3 @@ def has_columns(block: Block, shape: tuple[int, ...]) -> bool:
     """Whether a block averages over an axis that is not the last, along which memory lies."""
     axes = block.fit(shape).axes
     return bool(axes) and axes[0] < len(shape) - 1
-
-
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()

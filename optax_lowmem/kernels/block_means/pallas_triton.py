@@ -19,6 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 from optax_lowmem._core import numerics
 from optax_lowmem.kernels import pallas_tiles
 from optax_lowmem.kernels.block_means.columns import Columns
+from optax_lowmem.kernels.tiles import result_like
 
 _WARPS = 4
 
@@ -59,18 +60,15 @@ def _launch(
     viewed = [x.reshape(c.outer * c.rows, c.width) for x, c in zip(arrays, columns, strict=True)]
     return pl.pallas_call(
         functools.partial(_kernel, columns, first),
-        out_shape=[_like(x, c) for x, c in zip(viewed, columns, strict=True)],
+        out_shape=[
+            result_like(x, (c.outer * c.parts, c.width), jnp.float32)
+            for x, c in zip(viewed, columns, strict=True)
+        ],
         grid=(sum(column.tiles for column in columns),),
         compiler_params=plgpu.CompilerParams(num_warps=_WARPS, num_stages=1),
         interpret=interpret,
         name="block_means",
     )(scale.reshape(1), *viewed)
-
-
-def _like(x: jax.Array, columns: Columns) -> jax.ShapeDtypeStruct:
-    """The result; how it varies over a mesh is kept for `shard_map`."""
-    shape, varying = (columns.outer * columns.parts, columns.width), jax.typeof(x).manual_axis_type
-    return jax.ShapeDtypeStruct(shape, jnp.float32, manual_axis_type=varying)
 
 
 def _kernel(columns: tuple[Columns, ...], first: bool, scale: Any, *refs: Any) -> None:

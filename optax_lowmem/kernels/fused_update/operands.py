@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lowmem.kernels.fused_update.plan import LeafPlan, LeafState
-from optax_lowmem.kernels.tiles import Tiling
+from optax_lowmem.kernels.tiles import Tiling, result_like
 
 
 class Leaf(NamedTuple):
@@ -76,8 +76,7 @@ def output(plan: LeafPlan, viewed: Leaf) -> Any:
     """Shapes and dtypes of what a kernel writes for a leaf that it sees so, as a `Result`."""
 
     def like(x: jax.Array, dtype: Any = None) -> Any:
-        varying = jax.typeof(x).manual_axis_type  # over a mesh, kept for `shard_map`
-        return jax.ShapeDtypeStruct(x.shape, dtype or x.dtype, manual_axis_type=varying)
+        return result_like(x, x.shape, dtype or x.dtype)
 
     update = like(viewed.g, update_dtype(plan, viewed.p))
     state: Any = jax.tree.map(like, (viewed.correction, viewed.slots, viewed.scales))

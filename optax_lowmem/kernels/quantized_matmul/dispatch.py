@@ -14,7 +14,6 @@ from optax_lowmem.kernels.quantized_matmul.formats import Format
 from optax_lowmem.kernels.quantized_matmul.reference import Quantized
 from optax_lowmem.kernels.tiles import MAX_ELEMENTS
 
-IMPLEMENTATIONS = ("xla", "pallas")
 LONGEST_ROW = 1 << 15  # 32 numbers for each of the 1024 threads of the largest program
 _DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 

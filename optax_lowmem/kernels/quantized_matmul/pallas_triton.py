@@ -17,19 +17,11 @@ from optax_lowmem.kernels.quantized_matmul import reference
 from optax_lowmem.kernels.quantized_matmul.formats import Format
 from optax_lowmem.kernels.quantized_matmul.reference import Quantized
 from optax_lowmem.kernels.quantized_matmul.tiles import ProductTile
+from optax_lowmem.kernels.tiles import next_power_of_two, result_like
 
 _PER_WARP = 1024  # numbers of a row that a warp takes
 _ROW_ELEMENTS = 4096  # of a program, where rows are shorter
 _TRANSPOSED_TILE = 64
-
-
-def _like(x: Any, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """A result; how it varies over a mesh is kept for `shard_map`."""
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
 
 
 # ---- quantising ----------------------------------------------------------------------------------
@@ -49,7 +41,7 @@ def _part(ref: Any, *axes: jax.Array) -> tuple[Any, jax.Array]:
 def _rows_body(to: Format, rows: int, *refs: Any) -> None:
     x_ref, codes_ref, scales_ref = refs
     row = pl.program_id(0) * rows + lax.iota(jnp.int32, rows)
-    lane = lax.iota(jnp.int32, _power_of_two(x_ref.shape[1]))
+    lane = lax.iota(jnp.int32, next_power_of_two(x_ref.shape[1]))
     part, there = _part(x_ref, row, lane)
     codes, scales = reference.quantize(plgpu.load(part, mask=there, other=0.0), 1, to)
     plgpu.store(_part(codes_ref, row, lane)[0], codes, mask=there)
@@ -61,12 +53,12 @@ def _rows_body(to: Format, rows: int, *refs: Any) -> None:
 def quantize_rows(x: jax.Array, to: Format, interpret: bool = False) -> Quantized:
     """`reference.quantize(x, 1, to)` of [rows, width], reading it once."""
     count, width = x.shape
-    padded = _power_of_two(width)
+    padded = next_power_of_two(width)
     rows = max(1, _ROW_ELEMENTS // padded)
     warps = min(32, max(4, padded * rows // _PER_WARP))
     codes, scales = pl.pallas_call(
         functools.partial(_rows_body, to, rows),
-        out_shape=(_like(x, x.shape, to.dtype), _like(x, (count,), jnp.float32)),
+        out_shape=(result_like(x, x.shape, to.dtype), result_like(x, (count,), jnp.float32)),
         grid=(pl.cdiv(count, rows),),
         compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
         interpret=interpret,
@@ -93,7 +85,7 @@ def quantize_transposed(
     grid = tuple(pl.cdiv(size, _TRANSPOSED_TILE) for size in x.shape)
     return pl.pallas_call(
         functools.partial(_transposed_body, to),
-        out_shape=_like(x, x.shape[::-1], to.dtype),
+        out_shape=result_like(x, x.shape[::-1], to.dtype),
         grid=grid,
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
@@ -146,7 +138,7 @@ def multiply(
     scales = (jnp.broadcast_to(x.scales[:, 0], x.codes.shape[0]) for x in (a, b))
     return pl.pallas_call(
         functools.partial(_product_body, tile, (m, n, k)),
-        out_shape=_like(a.codes, (m, n), dtype),
+        out_shape=result_like(a.codes, (m, n), dtype),
         grid=(grid,),
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
