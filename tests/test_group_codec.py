@@ -345,6 +345,9 @@ LARGE = [
 @pytest.mark.parametrize("name", CODECS)
 def test_kernels_are_the_reference_on_a_gpu(name, key):
     codec, cases = codecs.CODECS[name], CASES + LARGE
+    if codec == codecs.affine_paper():  # takes nothing else, says its docstring
+        cases = [case for case in cases if Tiling(*case[:2], elements=1).flat]
+        assert len(cases) > 2
     arrays = [values(codec, case) for case in cases]
     wanted = by_reference(codec, arrays, cases, key)
     found = by_kernel(codec, arrays, cases, key, tile=Tile(), interpret=False)

@@ -14,12 +14,15 @@ from optax_lowmem._core import groups, numerics
 
 _GOLDEN = 0x9E3779B9
 _LANE_SALT = 0x5BD1E995
+_WORD_SALT = 0x2545F491
 _ROUND_GROUP = 32
 
 
-def mix(x: jax.Array) -> jax.Array:
-    """A bijection of uint32 with full avalanche (lowbias32, C. Wellons)."""
+def mix(x: jax.Array, tweak: jax.Array | None = None) -> jax.Array:
+    """A bijection of uint32 with full avalanche (lowbias32, C. Wellons); another for each tweak."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    if tweak is not None:
+        x = x ^ tweak
     x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
     return x ^ (x >> 16)
 
@@ -81,10 +84,40 @@ def row_bits(key: jax.Array, coordinates: Sequence[jax.Array]) -> jax.Array:
     The sum of the indices, each times an odd number of its axis, is what is mixed: like the mixing,
     it is the same for a part of an array, and it costs a kernel one mixing a group.
     """
-    row = key
+    return mix(_place(key, coordinates))
+
+
+def _place(key: jax.Array, coordinates: Sequence[jax.Array]) -> jax.Array:
     for axis, index in enumerate(coordinates):
-        row = row + index * _odd(axis)
-    return mix(row)
+        key = key + index * _odd(axis)
+    return key
+
+
+def word_keys(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What `words` takes, of a key as of `leaf_key`, or a pair, as of `part_keys`."""
+    row_key, own = row_and_lane_keys(key)
+    return row_key, mix(own ^ jnp.uint32(_WORD_SALT))
+
+
+def words(
+    keys: tuple[jax.Array, jax.Array], coordinates: Sequence[jax.Array], count: int
+) -> list[jax.Array]:
+    """32 random bits for each place, several times; those of any two places are independent.
+
+    Counters of all keys and draws run through one cycle of 2^32 numbers, where those of large
+    leaves overlap: the tweak, another for each, makes other words of the same number.
+
+    Args:
+      keys: of `word_keys`.
+      coordinates: the places, uint32 indices along each axis that broadcast.
+      count: words for each.
+    """
+    place, axis = _place(keys[0], coordinates), len(coordinates)
+    drawn = []
+    for draw in range(count):
+        tweak = keys[1] + jnp.uint32(draw * _GOLDEN & 0xFFFFFFFF)
+        drawn.append(mix(place + jnp.uint32(draw) * _odd(axis), tweak))
+    return drawn
 
 
 def lane_bits(key: jax.Array, lanes: jax.Array) -> jax.Array:
@@ -94,7 +127,8 @@ def lane_bits(key: jax.Array, lanes: jax.Array) -> jax.Array:
 
 def join_bits(row: jax.Array, lane: jax.Array, group_size: int, slot: str) -> jax.Array:
     """Uniform f32 in [0, 1) of an array's shape from `noise_bits`, for one slot."""
-    lanes = lane.reshape((1,) * (row.ndim - 1) + lane.shape)
+    # not a reshape, for which Triton moves what follows between threads
+    lanes = lax.expand_dims(lane, range(row.ndim - 1))
     bits = groups.spread(row, lane.shape[0], group_size) + lanes
     return numerics.uniform(bits * jnp.uint32(zlib.crc32(slot.encode()) | 1))
 

@@ -44,11 +44,21 @@ class Decision:
 
 @dataclasses.dataclass
 class Masters:
-    """Corrections by leaf path for the splits inside an `init`, and the seed for their hashes."""
+    """What `lowmem.init` tells the `init` inside it, and hears.
+
+    Attributes:
+      corrections: of leaves by path, for splits.
+      taken: the paths of those that a split took.
+      seed: of all hashes.
+      originals: the f32 parameters by path, for who keeps them.
+      sampled: the weights that the loss shall see at first, by path, from who adds noise.
+    """
 
     corrections: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     taken: list[str] = dataclasses.field(default_factory=list)
     seed: Any = None
+    originals: dict[str, jax.Array] | None = None
+    sampled: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 
 _decisions: ContextVar[list[Decision] | None] = ContextVar("decisions", default=None)
@@ -138,6 +148,19 @@ def provided_correction(path: str) -> jax.Array | None:
         )
     masters.taken.append(path)
     return masters.corrections[path]
+
+
+def provided_original(path: str) -> jax.Array | None:
+    """The f32 parameter that `lowmem.init` was given."""
+    masters = _masters.get()
+    return None if masters is None or masters.originals is None else masters.originals.get(path)
+
+
+def hand_sampled(path: str, weight: jax.Array) -> None:
+    """Gives `lowmem.init` the weight that the loss shall see first."""
+    masters = _masters.get()
+    if masters is not None:
+        masters.sampled[path] = weight
 
 
 def provided_seed(default: int) -> Any:

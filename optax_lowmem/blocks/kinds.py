@@ -54,7 +54,7 @@ def classify(leaf: Leaf, leaves: Leaves, counts: Heads) -> Block | str:
         return Block((), words="elementwise", reason=because(leaf, "one number"))
     if leaf.array in BIASES:
         return _bias(leaf, leaves)
-    if _is_norm(leaf):
+    if is_norm(leaf):
         return _vector(leaf, "a norm's scale")
     if is_embedding(leaf):
         return _embedding(leaf)
@@ -74,7 +74,8 @@ def is_embedding(leaf: Leaf) -> bool:
 # ---- vectors and tables --------------------------------------------------------------------------
 
 
-def _is_norm(leaf: Leaf) -> bool:
+def is_norm(leaf: Leaf) -> bool:
+    """Whether a leaf is the scale of a norm by name."""
     named = bool(words(leaf.module) & _NORMS)
     return leaf.array == "scale" or (named and leaf.array in ("", "weight", "gamma"))
 

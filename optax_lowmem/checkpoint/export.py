@@ -10,6 +10,7 @@ import optax
 
 from optax_lowmem._core import numerics, trees
 from optax_lowmem.checkpoint import files
+from optax_lowmem.gaussws import clean_params
 from optax_lowmem.transforms.masters import master_params
 
 _FORMATS = ("safetensors", "orbax")
@@ -52,7 +53,7 @@ def export(
     if format not in _FORMATS:
         raise ValueError(f"format must be one of {_FORMATS}, got {format!r}")
     names = _dotted(params)
-    masters = master_params(params, state)
+    masters, params = master_params(params, state), clean_params(params, state)
     weights = jax.tree.map(lambda p, w: p if p.dtype == kind else _cast(w, kind), params, masters)
     if format == "safetensors":
         _write_safetensors(path, dict(zip(names, jax.tree.leaves(weights), strict=True)))

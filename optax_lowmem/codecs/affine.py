@@ -132,6 +132,7 @@ def affine() -> AffineCodec:
 def affine_paper() -> AffineCodec:
     """As the reference implementation has it: a floor of 1e-5, a range that may leave out 0.
 
-    For whole groups, which is all that it takes: the zeros of a partial one widen the range.
+    For whole groups of a power of two, which is all that it takes: the zeros that fill up another
+    widen its range.
     """
     return AffineCodec(guarded=False)
