@@ -38,6 +38,11 @@ LAYERS: dict[str, Dot] = {"bf16": lax.dot_general} | {
     for format in ("int8", "fp8")
     if not (name == "llm_int8" and format == "fp8")
 }
+LAYERS |= {
+    "switchback-fp8-e5m2": switchback_dot_general(format="fp8-e5m2"),
+    "auto-int8": switchback_dot_general(implementation="auto"),
+    "auto-fp8": switchback_dot_general(format="fp8", implementation="auto"),
+}
 DEFAULT = ["bf16", "switchback-int8", "switchback-fp8", "switchback_m-int8", "switchback_m-fp8"]
 
 
@@ -177,6 +182,8 @@ def rows_of(shape: str, names: list[str], repeats: int, alone: bool) -> list[dic
         found.append(row)
         print(f"{shape:<20}{name:<28}{row['value']:9.4f} ms  {spread['min']:.4f}", flush=True)
     for name in names:
+        if name.startswith("auto"):
+            print(f"{shape:<20}{name:<28}{LAYERS[name].choose(tokens, width, out).reason}")
         size = saved_bytes(LAYERS[name], shape)
         found.append(records.record("linear", shape, name, "saved_bytes", size, "bytes"))
     return found

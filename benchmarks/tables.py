@@ -12,8 +12,10 @@ from benchmarks import (
     claims_coat,
     claims_q_adam_mini,
     claims_stable_adamw,
+    claims_switchback,
     findings,
     formats_tables,
+    linear_tables,
     mesh_tables,
     records,
     release_tables,
@@ -27,6 +29,7 @@ PAGES = (
     "docs/choosing.md",
     "docs/cpu_speed.md",
     "docs/gpu_speed.md",
+    "docs/layers.md",
     "docs/memory.md",
     "docs/sharding.md",
     "docs/claims.md",
@@ -136,6 +139,13 @@ def coat_claims(rows: list[dict[str, Any]]) -> str:
     return markdown(head, body) + (source(used) if used else "")
 
 
+def switchback_claims(rows: list[dict[str, Any]]) -> str:
+    """What SwitchBack says of 8-bit linear layers, and what we measured."""
+    body, used = claims_of_papers.table(newest(rows), claims_switchback.CLAIMS)
+    head = ["SwitchBack", "the paper says", "we measured", ""]
+    return markdown(head, body) + (source(used) if used else "")
+
+
 def pairs(rows: list[dict[str, Any]]) -> str:
     """Every training run in two implementations over the same seeds."""
     body, used = findings.all_pairs(newest(rows, bench="train"))
@@ -151,6 +161,18 @@ def release(rows: list[dict[str, Any]]) -> str:
     return markdown(head, body) + source(used)
 
 
+def _of_linear(
+    rows: list[dict[str, Any]],
+    make: Callable[[list[dict[str, Any]]], tuple[list[str], list[list[str]]]],
+) -> str:
+    """A table of bench_linear's records on GPUs."""
+    used = linear_tables.on_gpus(newest(rows, bench="linear"))
+    head, body = make(used)
+    if not body:
+        return "Nothing is recorded yet: `python -m benchmarks.bench_linear --alone` on a GPU.\n"
+    return markdown(head, body) + source(used)
+
+
 TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "memory": memory,
     "cpu_step": cpu_step,
@@ -159,8 +181,12 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "claims_stable_adamw": stable_adamw_claims,
     "claims_q_adam_mini": q_adam_mini_claims,
     "claims_coat": coat_claims,
+    "claims_switchback": switchback_claims,
     "pairs": pairs,
     "release": release,
+    "linear": lambda rows: _of_linear(rows, linear_tables.layers),
+    "linear_targets": lambda rows: _of_linear(rows, linear_tables.targets),
+    "linear_operations": lambda rows: _of_linear(rows, linear_tables.operations),
     "gpu_step": step_tables.gpu_step,
     "gpu_step_details": step_tables.gpu_step_details,
     "gpu_targets": targets.table,

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("flax")
 
-from benchmarks import bench_linear  # noqa: E402
+from benchmarks import bench_linear, linear_tables  # noqa: E402
 
 
 def test_saved_bytes():
@@ -39,3 +39,45 @@ def test_records(tmp_path):
     assert {("bf16", "device_ms"), ("switchback-int8", "saved_bytes")} <= found
     assert ("int8 quantize w transposed", "operation_ms") in found
     assert all(row["value"] > 0 and row["case"] == "64x32x64" for row in rows)
+
+
+def made_up(shape, **ms):
+    """Records of a shape, as a GPU would give them."""
+    one = {"bench": "linear", "case": shape, "device": "a GPU", "unit": "ms"}
+    layers = [
+        {**one, "impl": name.replace("_", "-"), "metric": "device_ms", "value": value}
+        for name, value in ms.items()
+    ]
+    kept = [
+        {**row, "metric": "saved_bytes", "value": 50.0 if "int8" in row["impl"] else 100.0}
+        for row in layers
+    ]
+    return layers + kept
+
+
+def test_tables_of_layers():
+    shapes = next(iter(linear_tables.ASKED))
+    rows = made_up(shapes[0], bf16=9.0, switchback_int8=6.0)
+    rows += made_up(shapes[1], bf16=9.0, switchback_int8=9.0)
+    head, body = linear_tables.layers(rows)
+    assert head == ["tokens x in x out", "bf16, ms", "switchback-int8 (x bf16)"]
+    assert body == [
+        [shapes[0], "9", "6 (1.50 x)"],
+        [shapes[1], "9", "9 (1.00 x)"],
+        ["kept for backward, x bf16", "1", "0.50"],
+    ]
+    asked = linear_tables.targets(rows)[1]
+    assert [row[1:] for row in asked] == [["switchback-int8", "≥ 1.25 x", "1.20 x", "**no**"]]
+    assert linear_tables.layers([])[1] == linear_tables.operations(rows)[1] == []
+    assert linear_tables.on_gpus([*rows, {**rows[0], "device": "cpu-2-cores"}]) == rows
+
+
+def test_table_of_operations():
+    names = ["forward", "input gradient", *(f"quantize {x}" for x in ("x", "g", "w"))]
+    own = {f"int8 {name}": 1.0 for name in [*names, "quantize w transposed"]}
+    own["bf16 weight gradient"] = 2.0
+    rows = [
+        {"metric": "operation_ms", "case": "8x4x4", "impl": name, "value": value}
+        for name, value in own.items()
+    ]
+    assert linear_tables.operations(rows)[1] == [["8x4x4", "int8", "1", "1", "2", "4", "50%"]]

@@ -12,7 +12,7 @@ nbformat = pytest.importorskip("nbformat", reason="the extra `notebooks` is not 
 
 REPO = Path(__file__).parent.parent
 HEAVY_BYTES = 2048
-PICTURES = {"flashoptim": 4, "stable_adamw": 4, "q_adam_mini": 4, "coat_states": 5}
+PICTURES = {"flashoptim": 4, "stable_adamw": 4, "q_adam_mini": 4, "coat_states": 5, "switchback": 6}
 # What a notebook must assert, by the tag of the cell: names that its assertions have to mention.
 ASSERTED = {
     "flashoptim": {
@@ -46,6 +46,16 @@ ASSERTED = {
         "assert-optimizers": ("COAT", "coat_adamw", "FlashOptim", "flash_adamw"),
         "assert-floor": ("lost_share", "largest_step", "nmse"),
         "assert-best": ("package", "trials", "mixed", "flash"),
+    },
+    "switchback": {
+        "assert-growth": ("paper.EQUAL", "error", "relative", "0.25", "0.35"),
+        "assert-clip": ("paper.CLIP_TOKENS", "relative", "weight gradient"),
+        "assert-gradients": ("1.2", "0.01"),
+        "assert-apply": ("query_ln", "scaled_attention", "scales"),
+        "assert-features": ("SCALED", "plain", "scaled"),
+        "assert-losses": ("INT8", "FP8", "paper.M", "paper.bound"),
+        "assert-large": ("tokens", "INT8", "FP8", "ALL_INT8", "visibly"),
+        "assert-remedies": ("from_scaled", "CLIPPED", "KQ_NORM", "paper.FAILS"),
     },
 }
 CELLS = [(name, tag) for name, tags in ASSERTED.items() for tag in tags]

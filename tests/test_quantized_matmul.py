@@ -1,4 +1,4 @@
-"""Kernels of quantised products against their reference: interpreted, lowered, and on a GPU."""
+"""Kernels that quantise against their reference: interpreted, lowered, and on a GPU."""
 
 import functools
 
@@ -9,11 +9,9 @@ import pytest
 
 from optax_lowmem.kernels import quantized_matmul as kernels
 from optax_lowmem.kernels.quantized_matmul import FORMATS, INT8, pallas_triton, reference
-from optax_lowmem.kernels.quantized_matmul.tiles import ProductTile
 from tests.lowering import kernels_in, lower_for_cuda
 
 SHAPES = [(5, 40), (64, 128), (3, 5000), (130, 33), (1, 1)]
-SMALL = ProductTile(32, 64, 32, 4, 1, 2)
 of_rows = functools.partial(jax.jit, static_argnums=(1, 2))(reference.quantize)
 
 
@@ -26,10 +24,6 @@ def drawn(shape, dtype, seed=0):
 
 def raw(codes):
     return np.asarray(codes).view(np.uint8)
-
-
-def quantized(shape, to, seed):
-    return of_rows(drawn(shape, jnp.bfloat16, seed), 1, to)
 
 
 def compare_rows(shape, dtype, to, interpret):
@@ -46,28 +40,15 @@ def compare_transposed(shape, dtype, to, interpret):
     np.testing.assert_array_equal(raw(found).T, raw(wanted.codes))
 
 
-def compare_products(sizes, dtype, to, tile, interpret):
-    m, n, k = sizes
-    a, b = quantized((m, k), to, 1), quantized((n, k), to, 2)
-    found = pallas_triton.multiply(a, b, dtype, tile, interpret)
-    wanted = jax.jit(reference.multiply, static_argnums=(2, 3))(a, b, 1, dtype)
-    if to.integer:  # sums are exact
-        np.testing.assert_array_equal(np.float32(found), np.float32(wanted))
-    else:  # sums in another order
-        size = np.abs(np.float32(wanted)).max(axis=1, keepdims=True)
-        assert (np.abs(np.float32(found) - np.float32(wanted)) <= 2.0**-8 * size).all()
-
-
 @pytest.mark.parametrize(
     "name, dtype", [("int8", "bfloat16"), ("e4m3", "float32"), ("e5m2", "bfloat16")]
 )
 def test_interpreted(name, dtype):
-    """The reference's codes and scales, and exact sums."""
+    """The reference's codes and scales."""
     to, dtype = FORMATS[name], jnp.dtype(dtype)
     for shape in SHAPES:
         compare_rows(shape, dtype, to, True)
         compare_transposed(shape, dtype, to, True)
-    compare_products((64, 128, 96), dtype, to, SMALL, True)
 
 
 def test_rows_that_are_not_finite():
@@ -92,10 +73,9 @@ def lowered(shape, columns, dtype=jnp.bfloat16):
 
 
 def test_lowers_for_gpus(on_a_gpu):
-    """Any leading axes; what the product's tile does not divide is XLA's."""
-    every = ["quantize_rows", "quantize_transposed", "quantized_product"]
-    assert sorted(lowered((2, 64, 256), 512)) == every
-    assert sorted(lowered((130, 40), 33)) == every[:2]
+    """Any leading axes, and any sizes."""
+    assert sorted(lowered((2, 64, 256), 512)) == ["quantize_rows", "quantize_transposed"]
+    assert sorted(lowered((130, 40), 33)) == ["quantize_rows", "quantize_transposed"]
     assert lowered((4, 1 << 16), 64) == ["quantize_transposed"]  # rows longer than a program's
 
 
@@ -120,4 +100,3 @@ def test_on_a_gpu(to, dtype):
     for shape in [*SHAPES, (7, 16384), (4096, 1024)]:
         compare_rows(shape, dtype, to, False)
         compare_transposed(shape, dtype, to, False)
-    compare_products((256, 512, 384), dtype, to, ProductTile(), False)

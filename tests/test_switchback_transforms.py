@@ -12,6 +12,7 @@ from oracle import switchback as oracle
 
 pytest.importorskip("flax")
 
+import optax_lowmem as lowmem  # noqa: E402
 from optax_lowmem import layers  # noqa: E402
 from optax_lowmem.layers import products  # noqa: E402
 
@@ -190,6 +191,17 @@ def test_jit_checkpoint_and_scan(variant):
             found = jax.jit(step, compiler_options=QUICK_COMPILE)(x, ws)
             assert_same(found, want, REORDERED)
     assert np.abs(want[1][1]).min() > 0
+
+
+@pytest.mark.parametrize("variant", ["switchback", "switchback_m", "llm_int8"])
+def test_a_scan_keeps_no_second_copy_of_weights(variant):
+    layer, ws = make(variant), jnp.ones((3, 8, 8), jnp.bfloat16)
+
+    def run(x, ws):
+        return jax.lax.scan(lambda x, w: (layer(x, w), None), x, ws)[0]
+
+    report = lowmem.memory.activation_report(run, jnp.ones((16, 8), jnp.bfloat16), ws, weights=1)
+    assert report.weight_bytes == ws.nbytes and report.of_weights_bytes == 0
 
 
 # ---- dtypes --------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """Loads and stores of tiles inside a Pallas kernel."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +81,17 @@ def _elements(tiling: Tiling, ref: Any, tile: jax.Array) -> tuple[Any, jax.Array
 
 def _scales(tiling: Tiling, ref: Any, tile: jax.Array) -> Any:
     return ref.at[pl.ds(tile * tiling.rows, tiling.rows)]
+
+
+def part(ref: Any, *axes: jax.Array) -> tuple[Any, jax.Array]:
+    """A reference to elements by the indices of each axis, and which of them exist.
+
+    By indices, since JAX refuses slices that leave an array, also where they are masked.
+    """
+    shape = tuple(axis.size for axis in axes)
+    grid = [lax.broadcast_in_dim(axis, shape, (d,)) for d, axis in enumerate(axes)]
+    inside = [index < size for index, size in zip(grid, ref.shape, strict=True)]
+    return ref.at[tuple(grid)], functools.reduce(jnp.logical_and, inside)
 
 
 def exists(tiling: Tiling, ref: Any, tile: jax.Array) -> jax.Array | None:

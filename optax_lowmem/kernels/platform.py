@@ -2,12 +2,36 @@
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.sharding import AxisType
 
 _OLDEST = 8.0  # compute capability of Ampere: Triton's oldest with bfloat16
+_HOPPER = "9.0"  # the only one with these instructions of its tensor cores
+# The oldest JAX with Mosaic GPU as here, and what its products are made of: it is experimental.
+MOSAIC_GPU = "0.11.2"
+_OF_MOSAIC_GPU = (
+    "ACC",
+    "BlockSpec",
+    "Layout",
+    "SMEM",
+    "SwizzleTransform",
+    "TilingTransform",
+    "commit_smem",
+    "copy_smem_to_gmem",
+    "emit_pipeline_warp_specialized",
+    "find_swizzle",
+    "kernel",
+    "load",
+    "nd_loop",
+    "planar_snake",
+    "wait_smem_to_gmem",
+    "wgmma",
+    "wgmma_wait",
+)
+_MULTIPROCESSORS = 132  # of an H100 SXM or an H200
 
 
 @functools.cache
@@ -51,10 +75,44 @@ def explicit_axes_reason(x: Any) -> str | None:
     return None
 
 
+def on_cuda(kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any) -> Any:
+    """kernel(*args) where it runs on an NVIDIA GPU, else plain(*args).
+
+    A computation for the host's CPU may be traced on a machine with a GPU.
+    """
+    return jax.lax.platform_dependent(*args, cuda=kernel, default=plain)
+
+
+@functools.cache
+def not_hopper_reason() -> str | None:
+    """Why kernels of Hopper's tensor cores cannot be used; None where they can."""
+    found = getattr(jax.local_devices()[0], "compute_capability", None)
+    if found == _HOPPER:
+        return None
+    return f"the kernel is for compute capability {_HOPPER} (Hopper), not {found}"
+
+
+def multiprocessors() -> int:
+    """Of this machine's GPU; of an H100 where there is none."""
+    return getattr(jax.local_devices()[0], "core_count", None) or _MULTIPROCESSORS
+
+
 @functools.cache
 def has_pallas_triton() -> bool:
     """Whether this JAX lowers Pallas through Triton."""
     return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+
+
+@functools.cache
+def has_mosaic_gpu() -> bool:
+    """Whether Mosaic GPU of this JAX is as the kernels here are written for."""
+    if jax.__version_info__[:3] < tuple(map(int, MOSAIC_GPU.split("."))):
+        return False
+    try:
+        from jax.experimental.pallas import mosaic_gpu
+    except ImportError:
+        return False
+    return all(hasattr(mosaic_gpu, name) for name in _OF_MOSAIC_GPU)
 
 
 @functools.cache

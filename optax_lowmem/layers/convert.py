@@ -9,6 +9,7 @@ from typing import Any
 
 from flax import linen, nnx
 
+from optax_lowmem.gaussws.parts import PARTS, chooser
 from optax_lowmem.layers.dot_general import switchback_dot_general
 
 Where = str | Sequence[str] | Callable[[str, Any], bool]
@@ -20,7 +21,8 @@ def convert(model: Any, where: Where = "*", to: Any = None) -> Any:
     Args:
       model: of NNX or Linen. It is not changed.
       where: glob patterns on the paths of layers ("decoder/*/mlp/*"), one or several, or a function
-        of (path, layer). `*` matches `/` too.
+        of (path, layer). `*` matches `/` too. Or a part of a transformer by the names of its
+        modules: `od`, `qkv`, `out`, `up`, `down`, `all`, as of `gaussws_noise`.
       to: what dense layers (`nn.Dense`, `nnx.Linear`) become: a class such as `SwitchBackLinear` or
         `SwitchBackDense`, or a `functools.partial` of one with its arguments, whose `dtype`,
         `precision`, `promote_dtype` and `preferred_element_type` go before a layer's own. Or a
@@ -66,7 +68,17 @@ class _Patterns:
 def _chooser(where: Where) -> Callable[[str, Any], bool]:
     if callable(where):
         return where
+    if isinstance(where, str) and where in PARTS:
+        return _Part(where)
     return _Patterns((where,) if isinstance(where, str) else tuple(where))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    name: str
+
+    def __call__(self, path: str, layer: Any) -> bool:
+        return chooser(self.name)(f"{path}/kernel", None)
 
 
 def _nothing(paths: Iterable[str]) -> ValueError:
@@ -143,6 +155,7 @@ def _become(path: str, layer: Any, to: Any) -> None:
     size, given = (layer.in_features, layer.out_features), _given(layer, _OF_LINEAR, to)
     like = nnx.eval_shape(lambda: to(*size, rngs=nnx.Rngs(0), **given))
     own = {name for name, value in vars(like).items() if isinstance(value, nnx.Variable)}
+    own -= set(getattr(type(like), "added", ()))
     if own - vars(layer).keys():
         raise TypeError(f"'{path}' has no {', '.join(own - vars(layer).keys())}: init {to} anew.")
     if type(layer).__call__ is nnx.Linear.__call__:
@@ -152,6 +165,8 @@ def _become(path: str, layer: Any, to: Any) -> None:
     for name, value in vars(like).items():
         if not name.startswith("_") and name not in ("kernel", "bias"):
             setattr(layer, name, value)
+    if hasattr(layer, "adopt"):  # of variables that the other layer has not
+        layer.adopt(path)
 
 
 # ---- Linen ---------------------------------------------------------------------------------------

@@ -10,7 +10,11 @@ from optax_lowmem.layers.dot_general import DotGeneral, switchback_dot_general
 
 
 def switchback_einsum(
-    variant: str = "switchback", format: str = "int8", *, scaling: str = "format"
+    variant: str = "switchback",
+    format: str = "int8",
+    *,
+    scaling: str = "format",
+    implementation: str = "quantized",
 ) -> "Einsum":
     """An einsum of an activation and a weight, in this order, whose product runs in 8 bits.
 
@@ -21,6 +25,7 @@ def switchback_einsum(
       variant: as of `switchback_dot_general`, which has the mathematics and its limits.
       format: likewise.
       scaling: likewise.
+      implementation: likewise.
 
     Returns:
       (subscripts, activation, weight, precision=, preferred_element_type=) -> array; for
@@ -37,7 +42,8 @@ def switchback_einsum(
       >>> einsum("...d,dnh->...nh", jnp.ones((2, 5, 8)), jnp.ones((8, 4, 3))).shape
       (2, 5, 4, 3)
     """
-    return Einsum(switchback_dot_general(variant, format, scaling=scaling))
+    how = {"scaling": scaling, "implementation": implementation}
+    return Einsum(switchback_dot_general(variant, format, **how))
 
 
 @dataclasses.dataclass(frozen=True)

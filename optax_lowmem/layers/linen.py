@@ -17,6 +17,7 @@ class SwitchBackDense(nn.Dense):
       variant: as of `switchback_dot_general`, which has the mathematics and its limits.
       format: likewise.
       scaling: likewise.
+      implementation: likewise.
 
     Example:
       >>> import jax.numpy as jnp
@@ -30,17 +31,21 @@ class SwitchBackDense(nn.Dense):
     variant: str = "switchback"
     format: str = "int8"
     scaling: str = "format"
+    implementation: str = "quantized"
 
     def __post_init__(self) -> None:
         if self.dot_general is None and self.dot_general_cls is None:
             self.dot_general = switchback_dot_general(
-                self.variant, self.format, scaling=self.scaling
+                self.variant,
+                self.format,
+                scaling=self.scaling,
+                implementation=self.implementation,
             )
         super().__post_init__()
 
     def clone(self, **updates: Any) -> Any:
-        """As `nn.Module.clone`; another variant, format or scaling takes effect."""
-        if {"variant", "format", "scaling"} & updates.keys():
+        """As `nn.Module.clone`; another variant, or another of its options, takes effect."""
+        if {"variant", "format", "scaling", "implementation"} & updates.keys():
             updates = {"dot_general": None, **updates}
         return super().clone(**updates)
 

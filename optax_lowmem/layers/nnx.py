@@ -18,6 +18,7 @@ class SwitchBackLinear(nnx.Linear):
       variant: as of `switchback_dot_general`, which has the mathematics and its limits.
       format: likewise.
       scaling: likewise.
+      implementation: likewise.
       **more: other arguments of `nnx.Linear`.
 
     Example:
@@ -37,9 +38,11 @@ class SwitchBackLinear(nnx.Linear):
         variant: str = "switchback",
         format: str = "int8",
         scaling: str = "format",
+        implementation: str = "quantized",
         **more: Any,
     ):
-        more.setdefault("dot_general", switchback_dot_general(variant, format, scaling=scaling))
+        how = {"scaling": scaling, "implementation": implementation}
+        more.setdefault("dot_general", switchback_dot_general(variant, format, **how))
         super().__init__(in_features, out_features, **more)
 
 

@@ -101,14 +101,20 @@ def matmul(recipe: Recipe, x: jax.Array, w: jax.Array) -> jax.Array:
     return _forward(recipe, x, w)[0]
 
 
-@_differentiated_once
 def _forward(recipe: Recipe, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
+    y, codes = _output(recipe, x, w)
+    # the arguments themselves: what comes out of `_output` would be kept anew, W by each layer
+    return y, (codes if recipe.variant.saves_codes else x, w)
+
+
+@_differentiated_once
+def _output(recipe: Recipe, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Quantized]:
     per, last = recipe.variant.forward, x.ndim - 1
     codes = _operand(x, per[0], recipe.forward, (last,))
     # the sum on the last axis of both is what 8-bit products of GPUs take
     of_w = quantize_transposed(w, None if per[1] == TENSOR else 0, recipe.forward)
     y = multiply(codes, of_w, 1, recipe.result or x.dtype, sharding=recipe.sharding)
-    return y, (codes if recipe.variant.saves_codes else x, w)
+    return y, codes
 
 
 def _backward(recipe: Recipe, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -122,7 +128,7 @@ def _gradients(
 ) -> tuple[jax.Array, jax.Array]:
     last, variant = g.ndim - 1, recipe.variant
     rows = tuple(range(last))
-    of_x, of_w = _explicit(jax.tree.leaves(x)[0]), _explicit(w)
+    of_x, of_w = explicit_sharding(jax.tree.leaves(x)[0]), explicit_sharding(w)
     if isinstance(x, Quantized):
         x = (x.codes.astype(jnp.float32) * x.scales).astype(w.dtype)
     per_g, per_w = variant.input_gradient
@@ -139,7 +145,7 @@ def _gradients(
     return dx, multiply(codes, gradients, last, w.dtype, transposed=True, sharding=of_w)
 
 
-def _explicit(x: jax.Array) -> Any:
+def explicit_sharding(x: jax.Array) -> Any:
     """Where an array lies, if Explicit axes make it part of its type: a gradient lies there too."""
     sharding = jax.typeof(x).sharding
     return sharding if sharding.mesh.explicit_axes else None

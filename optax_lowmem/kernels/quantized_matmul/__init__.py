@@ -1,6 +1,7 @@
 """Matrix products of 8-bit operands: quantise a row or a tensor, multiply, scale back."""
 
 from optax_lowmem.kernels.quantized_matmul.dispatch import multiply as multiply
+from optax_lowmem.kernels.quantized_matmul.dispatch import product_reason as product_reason
 from optax_lowmem.kernels.quantized_matmul.dispatch import quantize as quantize
 from optax_lowmem.kernels.quantized_matmul.dispatch import (
     quantize_transposed as quantize_transposed,

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,10 +15,14 @@ from optax_lowmem.kernels.tiles import MAX_ELEMENTS
 
 LONGEST_ROW = 1 << 15  # 32 numbers for each of the 1024 threads of the largest program
 _DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
+_NAMES = ", ".join(dtype.name for dtype in _DTYPES)
+# rows, columns and length of a sum: TMA tiles of arrays in device memory are whole
+_UNITS = (8, 64, 128)
+_LEAST = (128, 256, 128)  # under a block of the result most of the kernel's work is on nothing
 
 
 def _no_kernel(x: Any) -> str | None:
-    """Why no kernel takes an array here; None where one may."""
+    """Why no kernel quantises an array here; None where one may."""
     reason = platform.no_kernel_reason(x)
     if reason is not None:
         return reason
@@ -33,15 +36,10 @@ def _no_kernel(x: Any) -> str | None:
 def _rows_reason(x: Any) -> str | None:
     """Why the kernel cannot quantise rows of an array here."""
     if x.dtype not in _DTYPES:
-        return f"{x.dtype} is not one of {', '.join(dtype.name for dtype in _DTYPES)}"
+        return f"{x.dtype} is not one of {_NAMES}"
     if x.ndim == 0 or x.shape[-1] > LONGEST_ROW:
         return f"rows of {x.shape[-1:]} are longer than {LONGEST_ROW}"
     return _no_kernel(x)
-
-
-def _either(kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any) -> Any:
-    # a computation for the host's CPU may be traced on a machine with a GPU
-    return jax.lax.platform_dependent(*args, cuda=kernel, default=plain)
 
 
 def quantize(x: jax.Array, axes: int | tuple[int, ...] | None, to: Format) -> Quantized:
@@ -55,7 +53,7 @@ def quantize(x: jax.Array, axes: int | tuple[int, ...] | None, to: Format) -> Qu
         codes, scales = pallas_triton.quantize_rows(x.reshape(-1, x.shape[-1]), to)
         return Quantized(codes.reshape(x.shape), scales.reshape(*x.shape[:-1], 1))
 
-    return _either(kernel, plain, x)
+    return platform.on_cuda(kernel, plain, x)
 
 
 def quantize_transposed(w: jax.Array, axes: int | None, to: Format) -> Quantized:
@@ -73,7 +71,7 @@ def quantize_transposed(w: jax.Array, axes: int | None, to: Format) -> Quantized
         codes = pallas_triton.quantize_transposed(w, absmax, to)
         return Quantized(codes, reference.scales_of(absmax, to))
 
-    return _either(kernel, plain, w)
+    return platform.on_cuda(kernel, plain, w)
 
 
 def multiply(
@@ -84,30 +82,52 @@ def multiply(
     transposed: bool = False,
     sharding: Any = None,
 ) -> jax.Array:
-    """`reference.multiply`; of int8 matrices in one kernel, with the scaling."""
+    """`reference.multiply`; where `product_reason` has none against it, in one kernel."""
     plain = functools.partial(
         reference.multiply, sums=sums, dtype=dtype, transposed=transposed, sharding=sharding
     )
-    if transposed or sums != 1 or _product_reason(a, b) is not None:
+    if product_reason(a, b, sums, dtype, transposed) is not None:
         return plain(a, b)
-    from optax_lowmem.kernels.quantized_matmul import pallas_triton
+    from optax_lowmem.kernels.quantized_matmul import mosaic
 
     def kernel(a: Quantized, b: Quantized) -> jax.Array:
         rows = Quantized(*(x.reshape(-1, x.shape[-1]) for x in a))
-        found = pallas_triton.multiply(rows, b, dtype)
+        found = mosaic.multiply(rows, b, dtype)
         return found.reshape(*a.codes.shape[:-1], b.codes.shape[0])
 
-    return _either(kernel, plain, a, b)
+    return platform.on_cuda(kernel, plain, a, b)
 
 
-def _product_reason(a: Quantized, b: Quantized) -> str | None:
-    """Why the kernel cannot multiply these here."""
-    if not jnp.issubdtype(a.codes.dtype, jnp.integer):
-        return "XLA multiplies float8 as fast"
-    from optax_lowmem.kernels.quantized_matmul.tiles import ProductTile
+def product_reason(
+    a: Quantized, b: Quantized, sums: int, dtype: Any, transposed: bool = False
+) -> str | None:
+    """Why a product, of arrays or of `jax.ShapeDtypeStruct`s, is left to XLA here.
 
-    tile = ProductTile()
-    sizes = (math.prod(a.codes.shape[:-1]), b.codes.shape[0], b.codes.shape[-1])
-    if any(size % cut for size, cut in zip(sizes, tile.cuts, strict=True)):
-        return f"{sizes} are not multiples of {tile.cuts}"
-    return _no_kernel(a.codes)
+    None where the kernel of Hopper's tensor cores takes it, which scales sums where they are. XLA
+    also has 8-bit products, and writes their sums first, four bytes each.
+    """
+    reason = platform.no_kernel_reason(a.codes) or platform.not_hopper_reason()
+    if reason is not None:
+        return reason
+    if not platform.has_mosaic_gpu():
+        return f"the kernel needs Mosaic GPU of JAX {platform.MOSAIC_GPU} or newer"
+    if transposed or sums != 1 or b.codes.ndim != 2:
+        return "the kernel sums over the last axis of rows, and of a matrix"
+    if jnp.dtype(dtype) not in _DTYPES:
+        return f"the kernel's results are {_NAMES}, not {jnp.dtype(dtype).name}"
+    kinds = tuple(x.codes.dtype.name for x in (a, b))
+    if kinds[0] != kinds[1] and "int8" in kinds:
+        return f"the tensor cores do not multiply {kinds[0]} by {kinds[1]}"
+    return _sizes_reason(math.prod(a.codes.shape[:-1]), *b.codes.shape)
+
+
+def _sizes_reason(rows: int, columns: int, length: int) -> str | None:
+    """Why the kernel does not take these sizes of a product."""
+    sizes = (rows, columns, length)
+    if any(size % unit for size, unit in zip(sizes, _UNITS, strict=True)):
+        return f"{sizes} rows, columns and numbers in a sum are not multiples of {_UNITS}"
+    if any(size < least for size, least in zip(sizes, _LEAST, strict=True)):
+        return f"{sizes} is less than a block of the kernel, {_LEAST}"
+    if max(rows * columns, rows * length, columns * length) > MAX_ELEMENTS:
+        return f"an array of {sizes} has more than {MAX_ELEMENTS} elements"
+    return None

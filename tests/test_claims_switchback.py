@@ -1,0 +1,217 @@
+"""What records say of SwitchBack's claims, on records made for the purpose."""
+
+import math
+
+import pytest
+
+from benchmarks import claims, findings, tables
+from benchmarks import claims_switchback as paper
+from benchmarks.findings import BETTER, NOT, SAME
+
+GPU = "some GPU"
+LOSSES = {
+    paper.STANDARD: 1.0, paper.OTHER_START: 1.001, paper.INT8: 1.001, paper.FP8: 1.002,
+    paper.M: 1.001, paper.Q: 1.001, paper.ALL_INT8: 1.02, paper.TENSORWISE: 1.1, paper.UNIT: 1.2,
+    paper.CLIPPED: 1.2, paper.KQ_NORM: 1.2, paper.SCALED: 1.11, paper.STANDARD_SCALED: 1.1,
+}  # fmt: skip
+FLAGS = {"parameters": 27_000_000, "steps": 2000, "tokens": 8192}
+
+
+def made(bench, case, impl, metric, value, **more):
+    row = {"bench": bench, "case": case, "impl": impl, "metric": metric, "value": value}
+    return row | {"device": GPU, "jax": "1", "commit": "c", "seed": 0} | more
+
+
+def trained(metric="val_loss", large=False, **changes):
+    """Records of a metric: the losses above, or others for some."""
+    case = f"llama-27m{'-large' if large else ''}/switchback"
+    base = LOSSES | {name.replace("__", "-"): value for name, value in changes.items()}
+    return [made("train", case, i, metric, v, flags=FLAGS) for i, v in base.items()]
+
+
+def finding_of(where, rows):
+    found = [claim.finding(rows) for claim in paper.CLAIMS if claim.where == where]
+    assert len(found) == 1, where
+    return found[0]
+
+
+def test_without_records_nothing_is_said():
+    body, used = claims.table([], paper.CLAIMS)
+    assert len(body) == len({where for where, *_ in body}) > 20
+    assert not used
+    for _, says, measured, verdict in body:
+        assert says
+        assert verdict in (claims.NOT_MEASURED, claims.NOT_TRIED)
+        assert bool(measured) == (verdict == claims.NOT_TRIED)  # then the reason
+
+
+def test_the_stored_records():
+    """Each row has a verdict or waits for its records; appendix D does not wait."""
+    rows = tables.newest(tables.all_records())
+    found = {claim.where: claim.finding(rows) for claim in paper.CLAIMS}
+    verdicts = {SAME, BETTER, NOT, claims.NOT_MEASURED, claims.NOT_TRIED}
+    assert {one.verdict for one in found.values()} <= verdicts
+    assert found["Appendix D.1, equation 12"].verdict == SAME
+
+
+@pytest.mark.parametrize(
+    ("where", "impl", "same", "other"),
+    [
+        ("Figure 1, SwitchBack, int8", paper.INT8, 1.0049, 1.0051),
+        ("Figure 1, SwitchBack, fp8", paper.FP8, 0.99, math.nan),
+        ("Figure 1, LLM.int8()", paper.ALL_INT8, 1.0051, 1.0049),
+        ("§2.2.1, SwitchBackM", paper.M, 1.0059, 1.0071),
+        ("§2.2.1, SwitchBackQ", paper.Q, 1.0059, 1.0071),
+        ("Figure 1, tensor-wise fp8, scaled to its range", paper.TENSORWISE, 1.051, 1.049),
+        ("Figure 1, tensor-wise fp8, scaled to 1", paper.UNIT, math.nan, 1.049),
+        ("Figure 2, with gradient clipping", paper.CLIPPED, 1.051, 1.049),
+        ("Figure 2, with KQ layer norm", paper.KQ_NORM, 1.051, 1.049),
+        ("Figure 2, with zero-init layer scale", paper.SCALED, 1.15, 1.16),
+    ],
+)
+def test_the_bounds(where, impl, same, other):
+    for value, verdict in ((same, SAME), (other, NOT)):
+        assert finding_of(where, trained(**{impl: value})).verdict == verdict
+    without = [row for row in trained() if row["impl"] != impl]
+    assert finding_of(where, without).verdict == claims.NOT_MEASURED
+
+
+def test_what_chance_does_is_not_worse():
+    """A difference as other initial weights make is none."""
+    where = "Figure 1, LLM.int8()"
+    assert finding_of(where, trained(**{paper.OTHER_START: 1.009})).verdict == SAME
+    found = finding_of(where, trained(**{paper.OTHER_START: 1.011}))
+    assert found.verdict == NOT and "other initial weights +1.10 %" in found.measured
+
+
+def test_batches_and_devices_are_not_mixed():
+    small, large = "Figure 1, SwitchBack, int8", "Figure 1, SwitchBack, int8, a large batch"
+    assert finding_of(large, trained()).verdict == claims.NOT_MEASURED
+    assert finding_of(small, trained(large=True)).verdict == claims.NOT_MEASURED
+    rows = [*trained(), *trained(large=True, **{paper.INT8: 1.5})]
+    assert (finding_of(small, rows).verdict, finding_of(large, rows).verdict) == (SAME, NOT)
+    on_a_cpu = [row | {"device": "cpu-2-cores"} for row in trained()]
+    assert finding_of(small, on_a_cpu).verdict == claims.NOT_MEASURED
+    other = [row | {"device": "another"} for row in trained() if row["impl"] == paper.STANDARD]
+    assert finding_of(small, [*trained(), *other]).verdict == claims.NOT_MEASURED
+
+
+@pytest.mark.parametrize(
+    ("metric", "when"), [("first_features", "init"), ("last_features", "the end")]
+)
+def test_features(metric, when):
+    for value, verdict in ((0.3, SAME), (3.0, NOT)):
+        rows = trained(metric, **{paper.STANDARD: 2.0, paper.STANDARD_SCALED: value})
+        assert finding_of(f"Figure 2, features at {when}", rows).verdict == verdict
+
+
+# ---- Appendix D ----------------------------------------------------------------------------------
+
+
+def spreads(power, error=1.0):
+    """Records of errors that grow with a power of the length, beside what was predicted."""
+    for product in ("forward", "input gradient", "weight gradient"):
+        for length in (256, 1280, 5120, 65536):
+            case, value = f"variance/{product} of {length}", float(length) ** power
+            values = {
+                "error": value * error,
+                "predicted": value,
+                "relative": value * error / length,
+            }
+            for name, found in values.items():
+                metric = f"{name}_variance"
+                yield made("switchback", case, "normal", metric, found, length=length)
+
+
+@pytest.mark.parametrize(("power", "verdict"), [(1.0, SAME), (1.2, SAME), (0.8, NOT)])
+def test_growth(power, verdict):
+    rows = list(spreads(power))
+    found = finding_of("Appendix D.2, variance of the error", rows)
+    assert found.verdict == verdict and f"power of {power:.2f} to {power:.2f}" in found.measured
+    assert f"{power - 1:.2f} to {power - 1:.2f} (normal)" in found.measured
+    clip = "Appendix D.3, CLIP ViT-Huge's weight gradient against its forward products"
+    found = finding_of(clip, rows)
+    assert found.verdict == verdict
+    if power == 1:
+        assert found.measured.startswith("x 51.2 and x 12.8 ")
+
+
+@pytest.mark.parametrize(
+    ("error", "verdict"), [(1.09, SAME), (0.95, SAME), (1.11, NOT), (0.8, NOT)]
+)
+def test_equation_12(error, verdict):
+    found = finding_of("Appendix D.1, equation 12", list(spreads(1.0, error)))
+    assert (found.verdict, f"x {error:.2f} to" in found.measured) == (verdict, True)
+
+
+# ---- Speed and memory ----------------------------------------------------------------------------
+
+
+def layers(gains, impl=paper.INT8, **more):
+    for shape, gain in enumerate(gains):
+        yield made("linear", str(shape), "bf16", "device_ms", 1 + gain, **more)
+        yield made("linear", str(shape), impl, "device_ms", 1.0, **more)
+
+
+@pytest.mark.parametrize(
+    ("gains", "verdict"), [((0.06, 0.3), SAME), ((0.06, 0.4), BETTER), ((0.04, 0.4), NOT)]
+)
+def test_layers(gains, verdict):
+    where = "Figure 6, right, a layer in int8"
+    found = finding_of(where, list(layers(gains)))
+    assert (found.verdict, len(found.rows)) == (verdict, 4)
+    assert "over 2 shapes" in found.measured
+    on_a_cpu = list(layers(gains, device="cpu-2-cores"))
+    assert finding_of(where, on_a_cpu).verdict == claims.NOT_MEASURED
+
+
+@pytest.mark.parametrize(("ms", "verdict"), [(0.4, BETTER), (0.55, SAME), (0.7, NOT)])
+def test_products(ms, verdict):
+    rows = [made("linear", "a", "bf16 forward", "operation_ms", 1.0)]
+    where = "Figure 6, left, int8 products"
+    assert finding_of(where, rows).verdict == claims.NOT_MEASURED
+    rows.append(made("linear", "a", "int8 forward", "operation_ms", ms))
+    assert finding_of(where, rows).verdict == verdict
+
+
+@pytest.mark.parametrize(("ms", "verdict"), [(0.2, SAME), (0.3, NOT)])
+def test_quantising(ms, verdict):
+    names = [f"int8 quantize {of}" for of in ("x", "g", "w", "w transposed")]
+    rows = [made("linear", "a", name, "operation_ms", ms / 4) for name in names]
+    for name in ("int8 forward", "int8 input gradient", "bf16 weight gradient"):
+        rows.append(made("linear", "a", name, "operation_ms", (1 - ms) / 3))
+    found = finding_of("Figure 7, left, quantising", rows)
+    assert (found.verdict, found.measured.startswith(f"{100 * ms:.0f} to")) == (verdict, True)
+
+
+@pytest.mark.parametrize(("size", "verdict"), [(54, SAME), (100, NOT)])
+def test_saved_bytes(size, verdict):
+    rows = [
+        made("linear", "a", impl, "saved_bytes", n) for impl, n in (("bf16", 100), (paper.M, size))
+    ]
+    where = "Algorithm 3, what SwitchBackM keeps for the backward pass"
+    assert finding_of(where, rows).verdict == verdict
+
+
+@pytest.mark.parametrize(("gain", "verdict"), [(1.14, SAME), (1.12, NOT)])
+def test_a_whole_model(gain, verdict):
+    def run(linear, value, **more):
+        flags = {"linear": linear, "batch": 8} | more
+        case = f"llama-1b linear={linear}/flash_adamw"
+        return made("train", case, "lowmem", "tokens_per_s", value, flags=flags)
+
+    where = "Figure 7, right, a whole model in int8 (ours: Llama-3.2-1B)"
+    plain, ours = run(paper.STANDARD, 1000.0), run(paper.INT8, 1000.0 * gain)
+    assert finding_of(where, [plain, ours]).verdict == verdict
+    assert finding_of(where, [ours]).verdict == claims.NOT_MEASURED
+    slower = [plain, run(paper.INT8, 900.0), run(f"{paper.INT8}-auto", 1000.0 * gain)]
+    found = finding_of(where, slower)  # where 8 bits are taken only if faster
+    assert (found.verdict, len(found.rows)) == (verdict, 3) and "-10.0 %" in found.measured
+    other = run(paper.STANDARD, 1.0, batch=4)  # not the same run
+    assert finding_of(where, [plain, other, ours]).verdict == verdict
+
+
+def test_the_page_has_the_table():
+    page = tables.TABLES["claims_switchback"]([])
+    assert page.count("\n| ") == len(paper.CLAIMS)
+    assert findings.NOT not in page

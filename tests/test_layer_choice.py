@@ -1,0 +1,123 @@
+"""implementation="auto": what is chosen where, why, and that it is what runs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("flax")
+
+from flax import linen, nnx  # noqa: E402
+
+from optax_lowmem import layers  # noqa: E402
+from optax_lowmem.kernels import platform  # noqa: E402
+from optax_lowmem.layers import choice  # noqa: E402
+from tests.lowering import kernels_in, lower_for_cuda  # noqa: E402
+
+needs_mosaic = pytest.mark.skipif(
+    not platform.has_mosaic_gpu(), reason=f"needs Mosaic GPU of JAX {platform.MOSAIC_GPU}"
+)
+auto = functools.partial(layers.switchback_dot_general, implementation="auto")
+LARGE, SMALL = (16384, 4096, 16384), (8192, 256, 256)
+
+
+@pytest.fixture
+def on_hopper(on_a_gpu, monkeypatch):
+    monkeypatch.setattr(platform, "not_hopper_reason", lambda: None)
+
+
+def multiply(dot_general, x, w):
+    return dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())))
+
+
+def run_in_8_bits(dot_general, sizes, dtype=jnp.bfloat16):
+    tokens, inputs, outputs = sizes
+    x, w = (jax.ShapeDtypeStruct(s, dtype) for s in ((tokens, inputs), (inputs, outputs)))
+    text = lower_for_cuda(functools.partial(multiply, dot_general), x, w)
+    return "quantize_rows" in kernels_in(text)
+
+
+def test_sizes_decide_on_hopper(on_hopper):
+    for format in ("int8", "fp8", "fp8-e5m2"):
+        for sizes, wanted in ((LARGE, True), (SMALL, False), ((16, *LARGE[1:]), False)):
+            found = auto("switchback", format).choose(*sizes)
+            assert found.quantized == wanted and "ms estimated in 8 bits" in found.reason
+            assert found.reason.startswith("in 8 bits: " if wanted else "standard: ")
+            assert run_in_8_bits(auto("switchback", format), sizes) == wanted
+            always = layers.switchback_dot_general("switchback", format)
+            assert always.choose(*sizes) == (True, 'in 8 bits: implementation="quantized"')
+            assert run_in_8_bits(always, sizes)
+    assert auto("llm_int8").choose(*SMALL).quantized
+    assert "nothing" in auto().choose(0, 8, 8).reason
+
+
+@needs_mosaic
+def test_what_the_kernel_does_not_take_pays_later(on_hopper):
+    """An estimate knows which product is left to XLA, each for its own sizes and formats."""
+    recipe = choice.Recipe(layers.switchback_dot_general().variant, *(choice_format(),) * 2)
+    taken = choice.estimates(recipe, 8192, 2048, 2048, "bfloat16")
+    left = choice.estimates(recipe, 8192, 2048, 2048 + 32, "bfloat16")
+    assert left[0] - taken[0] > 0.9 * 2e-12 * 8192 * (2048 + 2080) > 0.03 * taken[0]
+    assert abs(left[1] / taken[1] - 1) < 0.02
+
+
+def choice_format():
+    return layers.switchback_dot_general().forward
+
+
+def test_elsewhere_it_quantises(on_a_gpu):
+    """On another GPU, and without one: numerics are those that are asked for."""
+    found = auto().choose(*SMALL)
+    assert found.quantized and "(Hopper), not None" in found.reason
+    assert run_in_8_bits(auto(), SMALL)
+
+
+def test_without_a_gpu():
+    found = auto().choose(*SMALL)
+    assert found.quantized and "default backend is cpu" in found.reason
+    x, w = jnp.linspace(-1, 1, 24).reshape(4, 6), jnp.linspace(-1, 2, 18).reshape(6, 3)
+    np.testing.assert_array_equal(
+        multiply(auto(), x, w), multiply(layers.switchback_dot_general(), x, w)
+    )
+    assert (multiply(auto(), x, w) != x @ w).any()
+
+
+def test_the_standard_products_are_jaxs(on_hopper):
+    """Any axes, dtypes and the preferred one, and their gradients."""
+    x, w = jnp.linspace(-1, 1, 48).reshape(2, 4, 6), jnp.linspace(-1, 2, 36).reshape(6, 2, 3)
+    numbers = (((2,), (0,)), ((0,), (1,)))
+    how = {"precision": "highest", "preferred_element_type": jnp.float32}
+    low = x.astype(jnp.bfloat16)
+    np.testing.assert_array_equal(
+        auto()(low, w, numbers, **how),
+        jax.lax.dot_general(low.astype(jnp.float32), w, numbers, **how),
+    )
+    weights = w.reshape(6, 6)
+    loss = lambda dot, w: (multiply(dot, x, w) ** 2).sum()  # noqa: E731
+    np.testing.assert_array_equal(
+        *(jax.grad(loss, 1)(dot, weights) for dot in (auto(), jax.lax.dot_general))
+    )
+    jax.hessian(loss, 1)(auto(), weights)  # which quantised products have not
+
+
+def test_layers_take_it(on_hopper):
+    of_linen = layers.SwitchBackDense(8, implementation="auto")
+    of_nnx = layers.SwitchBackLinear(8, 8, implementation="auto", rngs=nnx.Rngs(0))
+    einsum = layers.switchback_einsum(implementation="auto")
+    for dot_general in (of_linen.dot_general, of_nnx.dot_general, einsum.dot_general):
+        assert dot_general == auto() != layers.switchback_dot_general()
+        assert not dot_general.choose(*SMALL).quantized
+    assert of_linen.clone(implementation="quantized").dot_general.choose(*SMALL).quantized
+    model = layers.convert(
+        linen.Dense(8), to=functools.partial(type(of_linen), implementation="auto")
+    )
+    x = jnp.ones((2, 8))
+    variables = model.init(jax.random.key(0), x)
+    np.testing.assert_array_equal(model.apply(variables, x), linen.Dense(8).apply(variables, x))
+
+
+def test_another_implementation_is_refused():
+    with pytest.raises(ValueError, match="quantized, auto, got 'standard'.*variant=\"standard\""):
+        layers.switchback_dot_general(implementation="standard")
