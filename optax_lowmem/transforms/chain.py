@@ -11,7 +11,8 @@ from optax_lowmem._core import numerics, scope
 from optax_lowmem._core.placement import placements
 from optax_lowmem.kernels.fused_update import IMPLEMENTATIONS
 from optax_lowmem.transforms.engine import Optimizer
-from optax_lowmem.transforms.masters import splits_masters
+from optax_lowmem.transforms.masters import adds_noise, splits_masters
+from optax_lowmem.transforms.noisy import Sampler
 
 
 def chain(*transformations: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -20,10 +21,11 @@ def chain(*transformations: optax.GradientTransformation) -> optax.GradientTrans
     (optax's clipping takes the norm of bf16 gradients in bf16.)
 
     Args:
-      *transformations: the links; one that splits master weights must be the last.
+      *transformations: the links; one that splits master weights, or adds noise to weights, must
+        be the last.
 
     Raises:
-      ValueError: in `init`, where a link follows one that splits master weights.
+      ValueError: in `init`, where a link follows one that splits master weights or adds noise.
 
     Example:
       >>> import optax, optax_lowmem as lowmem
@@ -33,6 +35,11 @@ def chain(*transformations: optax.GradientTransformation) -> optax.GradientTrans
 
     def init(params: Any) -> Any:
         for index, link in enumerate(transformations[:-1]):
+            if adds_noise(link, params):
+                raise ValueError(
+                    f"link {index} of the chain adds noise to weights, and link {index + 1} would "
+                    "change its updates: put gaussws_noise around the chain, or last in it."
+                )
             if splits_masters(link, params):
                 raise ValueError(
                     f"link {index} of the chain splits master weights, so link {index + 1} would "
@@ -104,9 +111,7 @@ def step(
         )
     places = None if specs is None else placements(params, specs, mesh)
     with scope.implementing(implementation), scope.placing(places):
-        if isinstance(tx, Chain) and tx.links:
-            return _run(tx.links, grads, state, params, _step_last, extra)
-        return _step_last(tx, grads, state, params, None, extra)
+        return _step_any(tx, grads, state, params, None, extra)
 
 
 # ---- the links of a chain ------------------------------------------------------------------------
@@ -130,9 +135,9 @@ def _run(
     *before, final = links
     if len(state) != len(links):
         raise ValueError(f"the state has {len(state)} parts, the chain {len(links)} links")
-    folds = bool(before) and isinstance(final, Optimizer) and _clips_global_norm(before[-1])
+    folds = bool(before) and _takes_factor(final) and _clips_global_norm(before[-1])
     run = before[:-1] if folds else before
-    if run or not isinstance(final, Optimizer):
+    if run or not _takes_factor(final):
         updates = _widened(updates)
     states = []
     for link, link_state in zip(run, state, strict=False):
@@ -157,6 +162,8 @@ def _update_last(
 ) -> tuple[Any, Any]:
     if isinstance(tx, Optimizer):
         return tx.engine.update(updates, state, params, gradient_scale=factor)
+    if isinstance(tx, Sampler):
+        return tx.work.update(updates, state, params, factor=factor, **extra)
     return optax.with_extra_args_support(tx).update(updates, state, params, **extra)
 
 
@@ -170,8 +177,34 @@ def _step_last(
 ) -> tuple[Any, Any]:
     if isinstance(tx, Optimizer) and tx.engine.weights and params is not None:
         return tx.engine.apply(updates, state, params, factor)
+    if isinstance(tx, Sampler):
+
+        def take(gradients: Any, inner_state: Any, weights: Any) -> tuple[Any, Any]:
+            return _step_any(tx.work.inner, gradients, inner_state, weights, factor, extra)
+
+        return tx.work.advance(updates, state, params, take, factor)
     updates, state = _update_last(tx, updates, state, params, factor, extra)
     return optax.apply_updates(params, updates), state
+
+
+def _step_any(
+    tx: optax.GradientTransformation,
+    updates: Any,
+    state: Any,
+    params: Any,
+    factor: jax.Array | None,
+    extra: Mapping[str, Any],
+) -> tuple[Any, Any]:
+    if isinstance(tx, Chain) and tx.links:
+        return _run(tx.links, updates, state, params, _step_last, extra)
+    return _step_last(tx, updates, state, params, factor, extra)
+
+
+def _takes_factor(tx: optax.GradientTransformation) -> bool:
+    """Whether a transformation takes a factor of its gradients, and those in 16 bits."""
+    return isinstance(tx, Optimizer) or (
+        isinstance(tx, Sampler) and isinstance(tx.work.inner, Optimizer)
+    )
 
 
 def _widened(updates: Any) -> Any:

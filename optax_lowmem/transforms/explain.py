@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from optax_lowmem._core import scope, trees
+from optax_lowmem.gaussws.states import FIELD
 from optax_lowmem.transforms.masters import init
 
 _PROBE_SIDE = 4
@@ -66,7 +67,7 @@ def explain(tx: optax.GradientTransformation, params: Any) -> Explanation:
     """
     _, found = scope.dry_run(tx, params)
     decisions = [d for d in found if d.slot != "step"]
-    split = any(d.slot == "correction" and d.form for d in decisions)
+    split = any(d.slot in ("correction", FIELD) and d.form for d in decisions)
     warnings = _stale_corrections(tx, params) if split else ()
     steps = tuple(d for d in found if d.slot == "step")
     return Explanation(tuple(decisions), steps, tuple(warnings))

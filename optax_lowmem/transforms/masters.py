@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from optax_lowmem._core import numerics, scope, trees
 from optax_lowmem.codecs import BitSplit, MasterSplit, master_split, split_of
+from optax_lowmem.gaussws.states import FIELD, clean_params
 from optax_lowmem.transforms.storage import Storage
 
 WeightDtype = Any | Callable[[str, Any], Any]
@@ -63,9 +64,23 @@ def join_masters(params: Any, correction: Any) -> Any:
 
 def splits_masters(tx: Any, params: Any) -> bool:
     """Whether a transformation splits the master weights of some leaf."""
+    return bool(split_paths(tx, params))
+
+
+def split_paths(tx: Any, params: Any) -> set[str]:
+    """The leaves whose master weights a transformation splits."""
+    return _decided(tx, params, "correction")
+
+
+def adds_noise(tx: Any, params: Any) -> bool:
+    """Whether a transformation adds noise to the weights that the loss sees."""
+    return bool(_decided(tx, params, FIELD))
+
+
+def _decided(tx: Any, params: Any, slot: str) -> set[str]:
     with scope.providing(scope.Masters()):
         _, decisions = scope.dry_run(tx, params)
-    return any(d.slot == "correction" and d.form is not None for d in decisions)
+    return {d.path for d in decisions if d.slot == slot and d.form is not None}
 
 
 def _weight_dtype(dtype: WeightDtype, path: str, leaf: Any) -> jnp.dtype:
@@ -97,7 +112,8 @@ def init(
         an ensemble).
 
     Returns:
-      (weights, state). Peak memory: params, weights and state, plus temporaries of one leaf.
+      (weights, state). Under `gaussws_noise` weights have their first noise. Peak memory: params,
+      weights and state, plus temporaries of one leaf.
 
     Raises:
       TypeError: for parameters that are not floats.
@@ -116,7 +132,7 @@ def init(
         trees.check_param(name, leaf)
     dtypes = [_weight_dtype(dtype, n, leaf) for n, leaf in zip(names, leaves, strict=True)]
     splits = _splits(tx, treedef, leaves, dtypes, names)
-    masters = scope.Masters(seed=seed)
+    masters = scope.Masters(seed=seed, originals=dict(zip(names, leaves, strict=True)))
     weights = []
     for name, leaf, kind in zip(names, leaves, dtypes, strict=True):
         weight, correction = _split_leaf(splits.get(name), leaf, kind)
@@ -125,7 +141,9 @@ def init(
             masters.corrections[name] = correction
     tree = jax.tree.unflatten(treedef, weights)
     with scope.providing(masters):
-        return tree, tx.init(tree)
+        state = tx.init(tree)
+    seen = [masters.sampled.get(name, weight) for name, weight in zip(names, weights, strict=True)]
+    return jax.tree.unflatten(treedef, seen), state
 
 
 def _splits(
@@ -172,7 +190,7 @@ def master_params(params: Any, state: Any) -> Any:
     """The f32 parameters that 16-bit weights and an optimizer state hold together.
 
     The corrections are found through chain, masked, partition, MultiSteps, inject_hyperparams and
-    any other wrapper whose state is a pytree.
+    any other wrapper whose state is a pytree. Under `gaussws_noise` they are without noise.
 
     Args:
       params: the weights.
@@ -190,6 +208,22 @@ def master_params(params: Any, state: Any) -> Any:
       >>> lowmem.master_params(weights, state)["w"].dtype
       dtype('float32')
     """
+    params = clean_params(params, state)
+    weights = dict(trees.named_leaves(params))
+    corrections = corrections_of(params, state)
+    leaves = [
+        join_master(weight, corrections.get(path, jnp.zeros((), jnp.int8)))
+        for path, weight in weights.items()
+    ]
+    return jax.tree.unflatten(jax.tree.structure(params), leaves)
+
+
+def corrections_of(params: Any, state: Any) -> dict[str, jax.Array]:
+    """The corrections of 16-bit weights in an optimizer state, by path.
+
+    Raises:
+      ValueError: where a leaf has two.
+    """
     corrections: dict[str, jax.Array] = {}
     weights = dict(trees.named_leaves(params))
     for found in trees.states_with(state, "correction"):
@@ -204,8 +238,4 @@ def master_params(params: Any, state: Any) -> Any:
                     "storage=Storage(master_weight_bits=None)."
                 )
             corrections[path] = correction
-    leaves = [
-        join_master(weight, corrections.get(path, jnp.zeros((), jnp.int8)))
-        for path, weight in weights.items()
-    ]
-    return jax.tree.unflatten(jax.tree.structure(params), leaves)
+    return corrections

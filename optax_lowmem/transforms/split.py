@@ -10,6 +10,7 @@ import optax
 from optax_lowmem._core import boxes, numerics, scope, trees
 from optax_lowmem.kernels.fused_update import split_update
 from optax_lowmem.transforms.masters import (
+    adds_noise,
     choose_split,
     initial_correction,
     join_masters,
@@ -33,6 +34,11 @@ class _Splitter:
 
     def init(self, params: Any) -> SplitState:
         """Corrections (of the weights themselves unless `lowmem.init` has them), inner state."""
+        if adds_noise(self.inner, params):
+            raise ValueError(
+                "split_master_weights around gaussws_noise: the noise is outermost, put the split "
+                "inside it, gaussws_noise(split_master_weights(...))."
+            )
         corrections = []
         for path, leaf in trees.named_leaves(params):
             trees.check_param(path, leaf)

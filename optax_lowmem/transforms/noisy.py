@@ -1,0 +1,305 @@
+"""The loss sees weights plus noise, the state keeps the weights: what `gaussws_noise` does."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._core import boxes, numerics, random, scope, trees
+from optax_lowmem._core.hyperparameters import as_f32
+from optax_lowmem.gaussws.bitwidth import bitwidth
+from optax_lowmem.gaussws.parts import Parts, chooser
+from optax_lowmem.gaussws.sampling import bits_gradient, factor_of
+from optax_lowmem.gaussws.states import FIELD
+from optax_lowmem.kernels import gaussws as kernels
+from optax_lowmem.transforms.engine import Optimizer
+from optax_lowmem.transforms.masters import adds_noise, corrections_of
+
+Take = Callable[[Any, Any, Any], tuple[Any, Any]]  # (gradients, state, weights) -> new ones
+
+
+class GaussWSState(NamedTuple):
+    """Weights without noise, the bitwidths of their noise, and the states of both optimizers."""
+
+    count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
+    seed: jax.Array  # shape=(), dtype=jnp.uint32
+    clean: Any  # weights of sampled leaves as the optimizer has them; 0-d for others
+    bits: Any  # b_i, f32, a 32 x 32 block; 0-d for others
+    scale: Any  # max |w| 2^(1 - b_t) of the noise that the parameters have; 0 before the first
+    bits_range: jax.Array  # f32 (b_init, b_target)
+    bits_state: Any
+    inner_state: Any
+
+
+class Sampler(optax.GradientTransformationExtraArgs):
+    """An optax transformation that remembers who adds the noise, for `step`."""
+
+    work: "Noisy"
+
+
+class _Leaf(NamedTuple):
+    """A leaf as a step finds it; the last three are 0-d where it is not sampled."""
+
+    path: str
+    sampled: bool
+    param: jax.Array
+    clean: jax.Array
+    bits: jax.Array
+    scale: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Noisy:
+    """The static choices of `gaussws_noise`."""
+
+    inner: optax.GradientTransformationExtraArgs
+    parts: Parts
+    bits_init: float
+    bits_target: float
+    bits_optimizer: optax.GradientTransformationExtraArgs
+    bits_loss: float
+    noise: kernels.Noise
+    compute: kernels.Scaled | None
+    clean_dtype: Any
+    seed: int
+
+    # ---- state -------------------------------------------------------------------------------
+
+    def init(self, params: Any) -> GaussWSState:
+        """The state of weights without noise; `lowmem.init` gets their first noise from here."""
+        leaves = trees.named_leaves(params)
+        for path, leaf in leaves:
+            trees.check_param(path, leaf)
+        chosen = self._chosen(leaves)
+        rows = [
+            (self._clean(path, leaf), jnp.ones(kernels.block_shape(leaf.shape), jnp.float32))
+            if sampled
+            else (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
+            for (path, leaf), sampled in zip(leaves, chosen, strict=True)
+        ]
+        clean = boxes.like(params, [row[0] for row in rows])
+        bits = boxes.like(params, [row[1] for row in rows])
+        scale = boxes.like(params, [jnp.zeros_like(row[1]) for row in rows])
+        inner = self._init_inner(_merged(params, clean, chosen))
+        seed = jnp.asarray(scope.provided_seed(self.seed)).astype(jnp.uint32)
+        span = jnp.asarray([self.bits_init, self.bits_target], jnp.float32)
+        state = GaussWSState(
+            jnp.zeros((), jnp.int32), seed, clean, bits, scale, span,
+            self.bits_optimizer.init(bits), inner,
+        )  # fmt: skip
+        if scope.provided_original(leaves[0][0] if leaves else "") is None:
+            return state
+        return self._first(params, state)
+
+    def _chosen(self, leaves: list[tuple[str, Any]]) -> list[bool]:
+        """Which leaves are sampled; decisions are recorded."""
+        is_chosen = chooser(self.parts)
+        chosen = [bool(is_chosen(path, leaf)) for path, leaf in leaves]
+        if leaves and not any(chosen):
+            names = ", ".join(f"'{path}'" for path, _ in leaves[:6])
+            raise ValueError(f"no leaf is of parts={self.parts!r}; there are {names}")
+        for (path, leaf), sampled in zip(leaves, chosen, strict=True):
+            if sampled:
+                kernels.check_matrix(f"sampled leaf '{path}'", leaf)
+                words = f"blocks of {kernels.SIDE} x {kernels.SIDE}, b_t from {self.bits_init:g}"
+                scope.record(scope.Decision(path, FIELD, self.noise.name, words))
+        return chosen
+
+    def _clean(self, path: str, leaf: Any) -> jax.Array:
+        original = scope.provided_original(path)
+        if self.clean_dtype is None or jnp.dtype(leaf.dtype) == self.clean_dtype:
+            # with no other weight for the loss, this would be the very buffer of the parameter
+            return jnp.array(leaf, copy=True) if original is None else leaf
+        if original is not None and original.shape == leaf.shape:
+            return jnp.array(original, self.clean_dtype, copy=True)
+        return numerics.widen(leaf)
+
+    def _init_inner(self, weights: Any) -> Any:
+        if adds_noise(self.inner, weights):
+            raise ValueError("gaussws_noise around gaussws_noise: keep one, with the parts of both")
+        state = self.inner.init(weights)
+        for field in ("mini_step", "micro_step"):
+            if any(trees.states_with(state, field)):
+                raise ValueError(
+                    "gradients are accumulated inside gaussws_noise, where each micro-batch would "
+                    "get its own noise: put optax.MultiSteps or accumulate_gradients around it."
+                )
+        return state
+
+    def _first(self, params: Any, state: GaussWSState) -> GaussWSState:
+        """The state with the noise of step 0, which `lowmem.init` gives to the loss."""
+        rows = self._leaves(params, state)
+        weights = _merged(params, state.clean, [row.sampled for row in rows])
+        sample = jax.jit(self._sample, static_argnums=4)  # a call a leaf, as in lowmem.init
+        found = self._sampled(rows, weights, state, sample)
+        for row, (weight, _) in zip(rows, found, strict=True):
+            if row.sampled:
+                scope.hand_sampled(row.path, weight)
+        return state._replace(scale=boxes.like(params, [scale for _, scale in found]))
+
+    # ---- step --------------------------------------------------------------------------------
+
+    def update(
+        self,
+        updates: Any,
+        state: GaussWSState,
+        params: Any = None,
+        *,
+        factor: jax.Array | None = None,
+        **extra: Any,
+    ) -> tuple[Any, GaussWSState]:
+        """Updates from the old noisy weights to the new ones.
+
+        `factor`: what gradients are taken times, if `inner` is one of our optimizers.
+        """
+        emitted: dict[str, jax.Array] = {}
+        steps: list[Any] = []
+
+        def take(gradients: Any, inner_state: Any, weights: Any) -> tuple[Any, Any]:
+            scaled = {} if factor is None else {"gradient_scale": factor}
+            with scope.emitting() as inside:
+                step, new_state = self.inner.update(
+                    gradients, inner_state, weights, **scaled, **extra
+                )
+            emitted.update(inside)
+            steps.append(step)
+            return optax.apply_updates(weights, step), new_state
+
+        new, state = self.advance(updates, state, params, take, factor)
+        changes = []
+        rows = zip(
+            trees.named_leaves(params), jax.tree.leaves(new), jax.tree.leaves(steps[0]),
+            jax.tree.leaves(state.bits), strict=True,
+        )  # fmt: skip
+        for (path, old), weight, step, bits in rows:
+            change = numerics.widen(weight) - numerics.widen(old) if bits.ndim else step
+            changes.append(change)
+            if path in emitted or bits.ndim:
+                # what was changed after the split inside is said to whom watches here
+                spoilt = emitted[path] - step if path in emitted else jnp.zeros_like(change)
+                scope.emit(path, change + spoilt)
+        return jax.tree.unflatten(jax.tree.structure(params), changes), state
+
+    def advance(
+        self,
+        gradients: Any,
+        state: GaussWSState,
+        params: Any,
+        take: Take,
+        factor: jax.Array | None = None,
+    ) -> tuple[Any, GaussWSState]:
+        """New parameters, with new noise, and state; `take` is the step of the clean weights."""
+        if params is None:
+            raise ValueError(trees.NO_PARAMS_MSG)
+        trees.check_state(state, GaussWSState)
+        of_leaves = trees.match("gradient", gradients, params)
+        rows = self._leaves(params, state)
+        bits, bits_state = self._learn(rows, of_leaves, state, params, factor)
+        chosen = [row.sampled for row in rows]
+        if not isinstance(self.inner, Optimizer) and not hasattr(self.inner, "links"):
+            # ours, and our chains, take 16-bit gradients as they are; optax's square them as such
+            gradients = jax.tree.map(numerics.widen, gradients)
+        weights, inner = take(gradients, state.inner_state, _merged(params, state.clean, chosen))
+        state = state._replace(
+            count=optax.safe_increment(state.count), bits=bits, bits_state=bits_state,
+            inner_state=inner,
+        )  # fmt: skip
+        found = self._sampled(rows, weights, state)
+        own = zip(rows, jax.tree.leaves(weights), strict=True)
+        kept = [w if row.sampled else row.clean for row, w in own]
+        state = state._replace(
+            clean=boxes.like(params, kept), scale=boxes.like(params, [s for _, s in found])
+        )
+        new = jax.tree.unflatten(jax.tree.structure(params), [w for w, _ in found])
+        return new, state
+
+    def _leaves(self, params: Any, state: GaussWSState) -> list[_Leaf]:
+        leaves = trees.named_leaves(params)
+        columns = [jax.tree.leaves(tree) for tree in (state.clean, state.bits, state.scale)]
+        if any(len(column) != len(leaves) for column in columns):
+            raise ValueError(
+                f"the state has {len(columns[0])} leaves for {len(leaves)} parameters: it was made "
+                "for another tree. Call init on these parameters."
+            )
+        is_chosen = chooser(self.parts)
+        rows = []
+        for (path, leaf), *own in zip(leaves, *columns, strict=True):
+            sampled = bool(is_chosen(path, leaf))
+            if (own[0].shape == leaf.shape and leaf.ndim > 0) != sampled:
+                raise ValueError(
+                    f"'{path}' of shape {leaf.shape} has a clean weight of shape {own[0].shape}, "
+                    f"but parts={self.parts!r} say that it is {'' if sampled else 'not '}sampled: "
+                    "the state was made, or restored, with other parts."
+                )
+            rows.append(_Leaf(path, sampled, leaf, *own))
+        return rows
+
+    def _keys(self, state: GaussWSState, rows: list[_Leaf]) -> jax.Array:
+        return random.leaf_keys(state.seed, state.count, [row.path for row in rows])
+
+    def _learn(
+        self,
+        rows: list[_Leaf],
+        gradients: list[jax.Array],
+        state: GaussWSState,
+        params: Any,
+        factor: jax.Array | None,
+    ) -> tuple[Any, Any]:
+        """New b_i and the state of their optimizer (equations 3, 9 and 10)."""
+        slope = self.bits_init - self.bits_target
+        blocks = sum(row.bits.size for row in rows if row.sampled)
+        pull = as_f32("bits_loss", self.bits_loss) / max(blocks, 1)
+        found = []
+        for row, g, key in zip(rows, gradients, self._keys(state, rows), strict=True):
+            if not row.sampled:
+                found.append(jnp.zeros_like(row.bits))
+                continue
+            of_bits = bits_gradient(g, row.scale, key, self.noise, row.path)
+            if factor is not None:
+                of_bits = of_bits * factor
+            away = bitwidth(row.bits, self.bits_init, self.bits_target) - self.bits_target
+            found.append(jnp.float32(slope) * (of_bits + pull * jnp.sign(away)))
+        given = boxes.like(params, found)
+        steps, bits_state = self.bits_optimizer.update(given, state.bits_state, state.bits)
+        return optax.apply_updates(state.bits, steps), bits_state
+
+    def _sampled(
+        self,
+        rows: list[_Leaf],
+        weights: Any,
+        state: GaussWSState,
+        sample: Callable[..., Any] | None = None,
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        """(what the loss sees, scale of its noise) of each leaf, from weights without noise."""
+        corrections, keys = corrections_of(weights, state.inner_state), self._keys(state, rows)
+        own = zip(rows, jax.tree.leaves(weights), jax.tree.leaves(state.bits), keys, strict=True)
+        found = []
+        for row, w, b, key in own:
+            if not row.sampled:
+                found.append((w, row.scale))
+                continue
+            given = w, corrections.get(row.path), b, key, jnp.dtype(row.param.dtype)
+            found.append(sample(*given) if sample else self._sample(*given, row.path))
+        return found
+
+    def _sample(
+        self,
+        w: jax.Array,
+        correction: Any,
+        b: jax.Array,
+        key: jax.Array,
+        dtype: jnp.dtype,
+        path: str | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        factor = factor_of(bitwidth(b, self.bits_init, self.bits_target))
+        to = self.compute or kernels.format_of(dtype.name)
+        return kernels.sample(w, correction, factor, key, self.noise, to, dtype, path)
+
+
+def _merged(params: Any, clean: Any, chosen: list[bool]) -> Any:
+    """The parameters, with clean weights where they are sampled."""
+    rows = zip(jax.tree.leaves(params), jax.tree.leaves(clean), chosen, strict=True)
+    return jax.tree.unflatten(jax.tree.structure(params), [w if own else p for p, w, own in rows])

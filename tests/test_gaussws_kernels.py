@@ -1,0 +1,190 @@
+"""Kernels of noise and sampling against their reference: interpreted, lowered, and on a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from optax_lowmem import codecs, gaussws
+from optax_lowmem._core import random
+from optax_lowmem.kernels import gaussws as kernels
+from optax_lowmem.kernels.gaussws import (
+    BOX_MULLER,
+    DIFFQ,
+    FORMATS,
+    GAUSSWS,
+    NOISES,
+    pallas_triton,
+    reference,
+)
+from optax_lowmem.kernels.gaussws.tiles import Strip
+from tests import tolerances as tol
+from tests.lowering import kernels_in, lower_for_cuda
+
+BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+# whole strips; partial ones along both axes; axes before, one of them of one entry
+SHAPES = [(64, 512), (33, 300), (2, 1, 40, 70)]
+KEY = random.leaf_key(jnp.uint32(3), jnp.uint32(7), "w")
+of_reference = functools.partial(jax.jit, static_argnums=(4, 5, 6))(reference.sample)
+
+
+def drawn(shape, seed=0):
+    rng = np.random.default_rng(seed)
+    factor = rng.uniform(0.01, 0.1, kernels.block_shape(shape))
+    return jnp.asarray(rng.normal(size=shape), F32), jnp.asarray(factor, F32)
+
+
+def share_that_differs(found, wanted):
+    return (np.float32(found) != np.float32(wanted)).mean()
+
+
+def compare(shape, noise, format, weights, strip, interpret):
+    """A sample and its scale; bit for bit where products with R are exact."""
+    w, factor = drawn(shape)
+    to, correction = FORMATS[format], None
+    dtype = reference.result_dtype(to)
+    if weights in codecs.SPLITS:
+        w, correction = codecs.SPLITS[weights].split(w, BF16)
+    else:
+        w = w.astype(weights)
+    found, scale = pallas_triton.sample(
+        w, correction, factor, KEY, noise, to, dtype, strip, interpret
+    )
+    wanted, of_wanted = of_reference(w, correction, factor, KEY, noise, to, dtype)
+    assert found.dtype == dtype and found.shape == shape
+    np.testing.assert_array_equal(scale, of_wanted)
+    # U(-0.5, 0.5) times a scale is rounded, or fused with the sum; logarithms differ in a last bit
+    most = {GAUSSWS: 0, DIFFQ: 0.3 if dtype == F32 else 0.01, BOX_MULLER: 1e-3}[noise]
+    assert share_that_differs(found, wanted) <= most, (shape, noise.name, format)
+
+
+def compare_noise(shape, noise, dtype, interpret):
+    found = pallas_triton.noise_of(KEY, shape, noise, dtype, interpret=interpret)
+    wanted = reference.noise_of(KEY, shape, noise, dtype)
+    assert found.dtype == dtype
+    most = 1e-3 if noise is BOX_MULLER else 0
+    assert share_that_differs(found, wanted) <= most
+    words = pallas_triton.packed_noise(KEY, shape, interpret=interpret)
+    np.testing.assert_array_equal(words, reference.packed_noise(KEY, shape))
+
+
+def compare_sums(shape, noise, dtype, interpret):
+    g = drawn(shape, 1)[0].astype(dtype)
+    found = pallas_triton.noise_sums(g, KEY, noise, interpret=interpret)
+    wanted = reference.noise_sums(g, KEY, noise)
+    size = reference.squares.sums(jnp.abs(g.astype(F32)) * jnp.abs(
+        reference.noise_of(KEY, shape, noise)))  # fmt: skip
+    assert (np.abs(found - wanted) <= tol.BITS_GRADIENT * size).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_interpreted(shape):
+    narrow = Strip(columns=64)
+    compare(shape, GAUSSWS, "bfloat16", "bits-24", Strip(), True)
+    compare(shape, GAUSSWS, "mxfp4", "float32", narrow, True)
+    compare(shape, DIFFQ, "bfloat16", "float16", Strip(), True)
+    compare_noise(shape, GAUSSWS, BF16, True)
+    compare_sums(shape, GAUSSWS, BF16, True)
+
+
+def test_interpreted_baselines():
+    compare((40, 64), BOX_MULLER, "float32", "bfloat16", Strip(columns=64), True)
+    compare((40, 64), GAUSSWS, "float16", "ulp-32", Strip(columns=64), True)
+    compare_noise((40, 64), DIFFQ, BF16, True)
+    compare_sums((40, 64), DIFFQ, F32, True)
+
+
+def test_interpreted_parts():
+    """Words of a part are those of the whole there."""
+    starts = (jnp.uint32(32 // 8), jnp.uint32(64))
+    found = pallas_triton.noise_of(
+        random.part_keys(KEY, *starts), (32, 64), GAUSSWS, BF16, Strip(columns=64), True
+    )
+    whole = reference.noise_of(KEY, (64, 128), GAUSSWS, BF16)
+    np.testing.assert_array_equal(found, whole[32:, 64:])
+
+
+def test_what_is_not_finite_shows():
+    w, factor = drawn((64, 64))
+    w = w.at[0, 0].set(jnp.nan)
+    found, scale = pallas_triton.sample(
+        w, None, factor, KEY, GAUSSWS, FORMATS["bfloat16"], BF16, Strip(columns=64), True
+    )
+    assert np.isnan(scale[0, 0]) and np.isnan(np.float32(found[:32, :32])).all()
+    assert np.isfinite(np.float32(found[32:])).all()
+
+
+def step(w, bits, g):
+    sampled, pull = jax.vjp(lambda w, b: gaussws.sample(w, b, jnp.uint32(3)), w, bits)
+    return sampled, pull(g), gaussws.draw_packed(jnp.uint32(1), w.shape)
+
+
+def lowered(shape, dtype=F32):
+    w, g = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape, BF16)
+    bits = jax.ShapeDtypeStruct(kernels.block_shape(shape), F32)
+    return sorted(kernels_in(lower_for_cuda(step, w, bits, g)))
+
+
+def test_lowers_for_gpus(on_a_gpu):
+    every = ["noise_sums", "packed_noise", "sample_weights"]
+    for shape in ((2, 64, 256), (130, 33)):
+        assert lowered(shape) == every
+    for noise in NOISES:
+        draw = functools.partial(gaussws.draw, shape=(40, 70), noise=noise, dtype=BF16)
+        assert kernels_in(lower_for_cuda(draw, jax.ShapeDtypeStruct((), jnp.uint32))) == ["noise"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
+def test_every_kernel_lowers(on_a_gpu, noise, format):
+    for weights in ("float32", "bits-24", "ulp-32"):
+        split = codecs.SPLITS.get(weights)
+        w = jax.ShapeDtypeStruct((64, 300), BF16 if split else weights)
+        correction = split and jax.ShapeDtypeStruct((64, 300), split.dtype)
+        factor = jax.ShapeDtypeStruct((2, 10), F32)
+        to = FORMATS[format]
+        run = functools.partial(
+            kernels.sample, noise=noise, to=to, dtype=reference.result_dtype(to)
+        )
+        text = lower_for_cuda(run, w, correction, factor, jax.ShapeDtypeStruct((), jnp.uint32))
+        assert kernels_in(text) == ["sample_weights"]
+
+
+def test_left_to_xla():
+    assert lowered((64, 256)) == []
+    assert "default backend is cpu" in kernels.no_kernel_reason(None, (64, 256), F32)
+
+
+def test_reasons(on_a_gpu):
+    assert kernels.no_kernel_reason(None, (64, 256), F32) is None
+    assert "int8 is not one of" in kernels.no_kernel_reason(None, (4, 4), jnp.dtype(jnp.int8))
+    assert "elements, not 1 to" in kernels.no_kernel_reason(None, (1 << 16, 1 << 16), F32)
+
+
+def test_a_host_runs_the_reference(on_a_gpu):
+    """Traced where there is a GPU."""
+    w, factor = drawn((40, 64))
+    sample = functools.partial(kernels.sample, noise=GAUSSWS, to=FORMATS["bfloat16"], dtype=BF16)
+    found, _ = jax.jit(sample)(w, None, factor, KEY)
+    wanted, _ = of_reference(w, None, factor, KEY, GAUSSWS, FORMATS["bfloat16"], BF16)
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
+def test_on_a_gpu(noise):
+    """Against the reference there, and R against the CPU's."""
+    for weights in ("bfloat16", *codecs.SPLITS):
+        compare((130, 1000), noise, "bfloat16", weights, Strip(), False)
+    for format in FORMATS:
+        compare((2, 130, 300), noise, format, "float32", Strip(), False)
+    for shape in [*SHAPES, (1, 1), (4096, 1000), (3, 512, 1024)]:
+        compare(shape, noise, "bfloat16", "float32", Strip(), False)
+        compare_noise(shape, noise, BF16, False)
+        compare_sums(shape, noise, BF16, False)
+    with jax.default_device(jax.devices("cpu")[0]):
+        wanted = np.float32(reference.noise_of(np.uint32(KEY), (512, 1000), noise))
+    found = np.float32(gaussws.draw(KEY, (512, 1000), noise.name))
+    assert share_that_differs(found, wanted) <= (1e-3 if noise is BOX_MULLER else 0)
