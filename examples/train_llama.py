@@ -27,7 +27,7 @@ from _gpt.arguments import add_common, compute_dtype, positive
 from _gpt.data import TEXTS
 from _gpt.train import check_implementation
 from _llama import checkpoints, report, train
-from _llama.config import PLAIN, PRESETS, Settings
+from _llama.config import FP8, LINEARS, PLAIN, PRESETS, STANDARD, Settings
 from _llama.optimizer import NAMES, RATE_FACTORS
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -64,6 +64,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="update each layer inside the backward pass: gradients never exist all at once, and "
         "each layer is computed anew")  # fmt: skip
     add("--attention", choices=("xla", "cudnn"), default="xla", help="default: xla")
+    add("--linear", choices=LINEARS, default=STANDARD,
+        help="products of the layers' matrices in 8 bits, forward and for the gradient of their "
+        "input; embedding and head stay (default: standard)")  # fmt: skip
+    add("--activations", choices=(STANDARD, FP8), default=STANDARD,
+        help="fp8: layers keep 8-bit codes for the backward pass, and multiply in FP8 but where "
+        "--linear says otherwise (default: standard)")  # fmt: skip
     add("--checkpoint", type=Path, metavar="DIR", help="where to save the run, at its end too")
     add("--save-every", type=positive, metavar="N", help="steps between checkpoints")
     add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
@@ -85,7 +91,8 @@ def make_settings(args: argparse.Namespace) -> Settings:
     given = {n: getattr(args, n) for n in ("steps", "batch", "sequence", "text", "remat")}
     chosen = {name: getattr(preset, name) if x is None else x for name, x in given.items()}
     shared = args.fsdp * args.tensor
-    own = ("optimizer", "seed", "attention", "implementation", "fsdp", "tensor", "zero", "release")
+    own = ("optimizer", "seed", "attention", "linear", "activations", "implementation", "fsdp",
+           "tensor", "zero", "release")  # fmt: skip
     _check_release(args)
     rate = preset.learning_rate * RATE_FACTORS.get(args.optimizer, 1.0)
     settings = Settings(

@@ -6,6 +6,7 @@ from optax_lowmem import blocks as blocks
 from optax_lowmem import checkpoint as checkpoint
 from optax_lowmem import codecs as codecs
 from optax_lowmem import diagnostics as diagnostics
+from optax_lowmem import gaussws as gaussws
 from optax_lowmem import memory as memory
 from optax_lowmem import release as release
 from optax_lowmem import sharding as sharding
@@ -32,6 +33,7 @@ from optax_lowmem.transforms.compress import compress_state as compress_state
 from optax_lowmem.transforms.ema import ema_params as ema_params
 from optax_lowmem.transforms.ema import track_master_ema as track_master_ema
 from optax_lowmem.transforms.explain import explain as explain
+from optax_lowmem.transforms.gaussws import gaussws_noise as gaussws_noise
 from optax_lowmem.transforms.loss_scale import per_tensor_loss_scale as per_tensor_loss_scale
 from optax_lowmem.transforms.masters import init as init
 from optax_lowmem.transforms.masters import master_params as master_params
@@ -70,6 +72,8 @@ __all__ = [
     "flash_lion",
     "flash_sgd",
     "flash_trace",
+    "gaussws",
+    "gaussws_noise",
     "init",
     "master_params",
     "memory",

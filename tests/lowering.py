@@ -25,5 +25,7 @@ def lower_for_cuda(fn: Callable[..., Any], *args: Any, mesh: AbstractMesh | None
 
 def kernels_in(text: str) -> list[str]:
     """Names of the Pallas kernels in a text of `lower_for_cuda`, one a launch site."""
-    calls = (line for line in text.splitlines() if "@__gpu$xla.gpu.triton" in line)
-    return [re.search(r'name = "(\w+)"', line).group(1) for line in calls]
+    calls = re.findall(r"@(?:__gpu\$xla\.gpu\.triton|mosaic_gpu_v2)\b.*", text)
+    # Mosaic GPU has the name in a serialised module, after a hexadecimal escape
+    name = re.compile(r'name = "(\w+)"|\\00(?!stable_)(\w+)_mosaic_gpu\\00')
+    return [next(filter(None, name.search(call).groups())) for call in calls]

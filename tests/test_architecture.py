@@ -18,15 +18,16 @@ PACKAGE = REPO / "optax_lowmem"
 # What each part of the package may import of the others (docs/architecture.md has the reasons).
 # A new part fails `test_every_part_has_a_place` until it has a line here.
 BELOW_TRANSFORMS = ("_core", "codecs", "kernels")
-BELOW_TOP = (*BELOW_TRANSFORMS, "transforms", "optimizers")
+BELOW_TOP = (*BELOW_TRANSFORMS, "gaussws", "transforms", "optimizers")
 MAY_IMPORT = {
     "_core": (),
     "codecs": ("_core",),
     "kernels": ("_core", "codecs"),
     "blocks": ("_core",),
-    "transforms": BELOW_TRANSFORMS,
+    "gaussws": (*BELOW_TRANSFORMS, "blocks"),
+    "transforms": (*BELOW_TRANSFORMS, "gaussws"),
     "optimizers": (*BELOW_TRANSFORMS, "transforms", "blocks"),
-    "layers": BELOW_TRANSFORMS,
+    "layers": (*BELOW_TRANSFORMS, "gaussws"),
     "checkpoint": BELOW_TOP,
     "diagnostics": BELOW_TOP,
     "flax": BELOW_TOP,

@@ -305,8 +305,9 @@ def test_the_packaged_entries():
     assert tuning._tuned() == json.loads(text)
     for device, lines in tuning._tuned().items():
         for key, line in lines.items():
-            kernel, _, slots = key.partition("/")
+            kernel, slots, *wide = key.split("/")
             assert kernel in ("pallas", "triton") and slots in ("0-slots", "1-slots", "2-slots")
+            assert wide in ([], ["wide"])
             cut = tuning.parse(line)
             assert tuning.entry(cut) == line, (device, key)
             for power in (cut.tile.elements, cut.tile.warps):

@@ -191,6 +191,35 @@ def test_gradient_release_of_other_optimizers(llama, name):
     assert losses == pytest.approx(wanted, abs=5e-3)
 
 
+@pytest.mark.parametrize("name", ["switchback-int8", "switchback_m-fp8"])
+def test_products_in_8_bits(llama, name):
+    """Nearly the losses of the ordinary run, and not the same; the head keeps its product."""
+    plain = trained(llama, ONE).run
+    run = trained(llama, f"{ONE} --linear {name}").run
+    assert run.losses == pytest.approx(plain.losses, abs=0.05)
+    assert run.losses != plain.losses
+    assert jax.tree.map(jnp.shape, run.params) == jax.tree.map(jnp.shape, plain.params)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("flags", ["--remat", "--release", "--data 2 --fsdp 2 --tensor 2"])
+def test_products_in_8_bits_however_trained(llama, flags):
+    where = f"{flags} --linear switchback-int8" + (" --data 1" if "--data" not in flags else "")
+    wanted = trained(llama, f"{ONE} --linear switchback-int8 --clip 0").run.losses
+    found = trained(llama, f"{where} --clip 0").run.losses
+    assert found == pytest.approx(wanted, abs=5e-3)
+
+
+def test_which_products_are_in_8_bits(llama):
+    """Seven of a layer; nothing of the ends."""
+    model = llama.model.Llama(
+        llama.config.PRESETS["tiny"].shape, dot_general=llama.config.LINEARS["switchback-int8"]
+    )
+    ends, block = map(repr, model._graphs)
+    assert block.count("_DotGeneral(") == 7
+    assert "_DotGeneral(" not in ends
+
+
 def test_memory_profile(llama, tmp_path):
     """A gzipped profile for pprof."""
     trained(llama, f"{ONE} --until 1 --memory-profile {tmp_path / 'end.pprof'}")
@@ -341,6 +370,10 @@ def test_another_run_in_the_folder(llama, tmp_path):
         ),
         ("--clip 0 --remat --data 1", "llama-tiny clip=0.0 batch=4 remat=True/flash_adamw"),
         ("--release --data 1", "llama-tiny clip=0.0 release=True batch=4/flash_adamw"),
+        (
+            "--linear switchback-fp8 --data 1",
+            "llama-tiny linear=switchback-fp8 batch=4/flash_adamw",
+        ),
     ],
 )
 def test_records_say_what_was_changed(llama, flags, case):

@@ -215,6 +215,15 @@ APPROXIMATE_CODES = 1e-3
 # Such a logarithm of 17.8 / 320 octaves moves k by 2^-22 * 18, of a spacing of 2^-12.
 APPROXIMATE_WORDS = 0.02
 
+# -- sampled weights (test_gaussws_*.py) -----------------------------------------------------------
+
+# w + R max |w| 2^(1 - b_t): the power to 2 ulp, its product, that with R (R of U(-0.5, 0.5) is
+# not a power of two) and the sum: 4 * 2 u of the terms.
+SAMPLE = 8 * 2.0**-24
+# A sum of 1024 products in any order: 32 + 32 additions at most if rows and columns are summed one
+# after the other, u each, and what stands before it, of the sum of magnitudes.
+BITS_GRADIENT = (64 + 8) * 2.0**-24
+
 # -- quantised products (test_switchback*.py, test_layers.py) --------------------------------------
 
 # A position x * (largest / absmax) of its exact value: a quotient and a product of u each.
@@ -252,3 +261,43 @@ def of_product(a: Any, b: Any, of_a: Any, of_b: Any, dtype: str = "float32") -> 
     magnitude = (size_a + of_a) @ (size_b + of_b)
     lost = a.shape[-1] * 2.0**-24 + SCALED_SUM + HALF_SPACING[dtype]
     return exact + lost * magnitude + SUBNORMAL[dtype]
+
+
+# -- products of FP8 codes (test_quantized_product.py) ---------------------------------------------
+
+# f32 sums of at most 1280 terms in another order (2^-14) and one rounding to 16 bits, of a row's
+# largest result.
+FLOAT8_SUM = 2.0**-8
+# Hopper's tensor cores add 32 products at a time to a sum of which 14 bits count. Measured at
+# 16,384 terms: 3.1e-3 of a result's rms, XLA's and the kernel's alike; twice, since both are off.
+HOPPER_FLOAT8_RMS = 2.0**-7
+
+
+def hopper_float8_sum(length: int) -> float:
+    """Of a row's largest result: 2^-13 of a sum under way for each 32 terms, of both products.
+
+    Sums under way are at most about as large as a row's largest.
+    """
+    return FLOAT8_SUM + 2 * length / 32 * 2.0**-13
+
+
+# -- the FP8 precision flow (test_fp8_flow.py) -----------------------------------------------------
+
+U = 2.0**-24
+
+
+def of_row_sum(length: int) -> float:
+    """What f32 loses of a norm's output, of its largest terms.
+
+    A mean of n squares loses n u, half of it in the root; 16 operations of u around it.
+    """
+    return (length / 2 + 16) * U
+
+
+# f(x) of |x|, and f'(x), in f32: exponentials, tanh and erf to 2^-21 of what they are at most, and
+# a few operations; near -inf 1 + tanh cancels to that.
+ACTIVATION = 2.0**-19
+# Another compilation puts EAGER_JIT_SHARE of codes on the other side of a tie, each 2^-4 of its
+# value away: sqrt(5e-4) / 16 of an array's norm, for each of the 7 arrays that lie one behind the
+# other in a block, forward and backward.
+FLIPPED_CODES = 14**0.5 * EAGER_JIT_SHARE**0.5 / 16

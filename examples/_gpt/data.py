@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -172,7 +173,10 @@ def _train_bpe(corpus: Corpus, vocab: int, tokenizer_file: Path, tokens_file: Pa
     ids = {
         name: _encode(tokenizer, text) for name, text in (("train", train), ("held_out", held_out))
     }
-    np.savez(tokens_file, **ids)
+    # whole or not at all: another run may look for it meanwhile
+    written = tokens_file.with_suffix(f".{os.getpid()}.npz")
+    np.savez(written, **ids)
+    written.replace(tokens_file)
 
 
 def _encode(tokenizer, text: str) -> np.ndarray:

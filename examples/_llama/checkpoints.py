@@ -15,7 +15,8 @@ from .train import Program, Run
 _FILE = "run.json"
 # What a run may go on with differently: how it is computed, not what.
 _FREE = (
-    "implementation", "attention", "compute", "remat", "release", "data", "fsdp", "tensor", "zero",
+    "implementation", "attention", "compute", "linear", "activations", "remat", "release", "data",
+    "fsdp", "tensor", "zero",
 )  # fmt: skip
 
 

@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from optax_lowmem import layers
 
 PLAIN = "optax.adamw"
+STANDARD = "standard"
+FP8 = "fp8"  # --activations
+# --linear: the dot_general of the layers' matrices; None: JAX's. Embedding and head keep it.
+# `-auto`: in 8 bits where that is faster.
+LINEARS: dict[str, Any] = {STANDARD: None} | {
+    f"{variant}-{format}{more}": layers.switchback_dot_general(variant, format, implementation=how)
+    for variant in ("switchback", "switchback_m")
+    for format in ("int8", "fp8")
+    for more, how in (("", "quantized"), ("-auto", "auto"))
+}
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,8 @@ class Settings:
     seed: int
     clip: float = 1.0
     attention: str = "xla"
+    linear: str = STANDARD
+    activations: str = STANDARD
     implementation: str = "auto"
     data: int = 1
     fsdp: int = 1

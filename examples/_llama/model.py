@@ -13,7 +13,9 @@ import jax.numpy as jnp
 from _gpt.model import RMSNorm, dense, mean_loss, rotary_angles, rotate
 from flax import nnx
 
-from .config import Shape
+from optax_lowmem import layers
+
+from .config import FP8, STANDARD, Shape
 
 Constraint = Callable[[jax.Array], jax.Array]
 STACK = "layers"  # the subtree of parameters that has the layers on axis 0
@@ -108,6 +110,8 @@ class Llama:
       attention: `xla` or `cudnn`.
       remat: whether the backward pass computes each layer anew, from its input.
       constrain: applied to what goes from layer to layer, to say where it lies on a mesh.
+      dot_general: of the matrices of layers; None: JAX's.
+      activations: `fp8`: what the backward pass needs of a layer is kept in 8 bits.
     """
 
     shape: Shape
@@ -115,9 +119,16 @@ class Llama:
     attention: str = "xla"
     remat: bool = False
     constrain: Constraint = lambda x: x
+    dot_general: Any = None
+    activations: str = STANDARD
 
     def _block(self, key: jax.Array) -> Block:
         return Block(self.shape, self.attention, nnx.Rngs(key))
+
+    def _fp8_block(self, key: jax.Array) -> layers.Fp8LlamaBlock:
+        own, heads = self.shape, (self.shape.heads, self.shape.kv_heads)
+        more = dict(rope=own.rope, attention=self.attention, rngs=nnx.Rngs(key))
+        return layers.Fp8LlamaBlock(own.width, own.hidden, *heads, **more)
 
     def _ends(self, key: jax.Array) -> Ends:
         return Ends(self.shape, nnx.Rngs(key))
@@ -146,9 +157,12 @@ class Llama:
     @functools.cached_property
     def _graphs(self) -> tuple[Any, Any]:
         key = jax.random.key(0)
-        made = (nnx.eval_shape(functools.partial(f, key)) for f in (self._ends, self._block))
-        ends, block = map(nnx.graphdef, made)
-        return ends, block
+        ends, block = (nnx.eval_shape(functools.partial(f, key)) for f in (self._ends, self._block))
+        if self.activations == FP8:
+            block = nnx.eval_shape(functools.partial(self._fp8_block, key))
+        if self.dot_general is not None:
+            block = layers.convert(block, to=self.dot_general)
+        return nnx.graphdef(ends), nnx.graphdef(block)
 
     def _computing(self, params: Any) -> Any:
         """Parameters in the dtype of matrix products, but for norms."""

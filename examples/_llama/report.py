@@ -14,7 +14,7 @@ from _gpt.train import LOWMEM
 
 import optax_lowmem as lowmem
 
-from .config import PLAIN, PRESETS, Settings
+from .config import PLAIN, PRESETS, STANDARD, Settings
 from .optimizer import RATE_FACTORS
 
 GIB = 2.0**30
@@ -39,10 +39,12 @@ def headline(settings: Settings, report: lowmem.memory.Report, text: str) -> str
     named = ("data", "fsdp", "tensor")
     parts = [f"{name} {getattr(settings, name)}" for name in named if getattr(settings, name) > 1]
     layout = f" ({' x '.join(parts)}{', ZeRO-1' if settings.zero else ''})" if parts else ""
+    linear = "" if settings.linear == STANDARD else f", {settings.linear}"
+    kept = "" if settings.activations == STANDARD else f", {settings.activations} activations"
     return (
         f"{settings.preset}: {report.parameters / 1e6:,.1f}M parameters, {settings.optimizer}, "
         f"{settings.steps} steps of {settings.batch} x {settings.sequence} tokens of {text}, "
-        f"{settings.compute}, on {settings.devices} x {device_name()}{layout}"
+        f"{settings.compute}{linear}{kept}, on {settings.devices} x {device_name()}{layout}"
     )
 
 
@@ -89,7 +91,9 @@ def case(settings: Settings) -> str:
     preset, changed = PRESETS[settings.preset], []
     rate = preset.learning_rate * RATE_FACTORS.get(settings.optimizer, 1.0)
     usual: dict[str, Any] = {"learning_rate": rate, "clip": 1.0, "zero": False, "release": False}
-    usual |= dict.fromkeys(("data", "fsdp", "tensor"), 1)
+    usual |= dict.fromkeys(("data", "fsdp", "tensor"), 1) | dict.fromkeys(
+        ("linear", "activations"), STANDARD
+    )
     usual |= {n: getattr(preset, n) for n in ("sequence", "batch", "steps", "text", "remat")}
     for name, value in usual.items():
         own = getattr(settings, name)

@@ -23,7 +23,7 @@ import optax_lowmem as lowmem
 from optax_lowmem import release
 
 from . import mesh as meshes
-from .config import PLAIN, Settings
+from .config import LINEARS, PLAIN, Settings
 from .model import STACK, Llama
 from .optimizer import make_optimizer, stored_dtype
 
@@ -96,7 +96,8 @@ def make_program(settings: Settings) -> Program:
     of_batch = NamedSharding(mesh, meshes.BATCH)
     constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=of_batch)
     remat = settings.remat or settings.release
-    model = Llama(settings.shape, settings.compute, settings.attention, remat, constrain)
+    how = (settings.compute, settings.attention, remat, constrain, LINEARS[settings.linear])
+    model = Llama(settings.shape, *how, activations=settings.activations)
     dtype, plain = functools.partial(stored_dtype, settings.optimizer), settings.optimizer == PLAIN
 
     def start() -> tuple[Any, Any]:

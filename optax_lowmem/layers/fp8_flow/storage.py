@@ -1,0 +1,57 @@
+"""Activations quantised for products, and what rules of differentiation here have in common."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax import lax
+
+from optax_lowmem.kernels.fp8_flow import quantized, tensor_absmax
+from optax_lowmem.layers.fp8_flow.recipe import DEFAULT, Coded, Recipe
+
+
+def kept(*trees: Any) -> Any:
+    """The same arrays, each stored as it is once one of them is.
+
+    Else XLA would compute codes that only the backward pass reads there, and keep what they are of.
+    """
+    return lax.optimization_barrier(trees)
+
+
+def code(x: jax.Array | Coded, recipe: Recipe = DEFAULT) -> Coded:
+    """An activation quantised for matrix products, by one scale (Group Scaling).
+
+    The gradient goes straight through. One that is quantised stays as it is.
+    """
+    return x if isinstance(x, Coded) else _code(recipe, x)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _code(recipe: Recipe, x: jax.Array) -> Coded:
+    return Coded(x, quantized(x, tensor_absmax(x, recipe.group_size)))
+
+
+_code.defvjp(lambda recipe, x: (_code(recipe, x), None), lambda recipe, saved, g: (g.value,))
+
+
+def once(function: Callable[..., Any], static: int = 1) -> Callable[..., Any]:
+    """A part of a rule of differentiation, that refuses to be differentiated again.
+
+    Rounding has no derivative: gradients would be a part of the truth. (Its results are new arrays:
+    it must not return what is kept as it was given, which would then be kept twice.)
+
+    Args:
+      function: of `static` static arguments, then arrays.
+      static: how many.
+    """
+    rule = jax.custom_jvp(function, nondiff_argnums=tuple(range(static)))
+    rule.defjvp(_refuse)
+    return rule
+
+
+def _refuse(*args: Any) -> Any:
+    raise TypeError(
+        "the gradients of an FP8 flow have no derivative: rounding has none. For second "
+        "derivatives use the ordinary layers."
+    )
