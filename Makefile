@@ -40,7 +40,7 @@ $(VENV)/.has-%: pyproject.toml | $(BIN)/python
 demo: $(VENV)/.has-examples  ## Train the same GPT with optax.adamw and with lowmem.flash_adamw
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
-test: $(VENV)/.has-test  ## The fast tests, about 20 minutes on 2 cores
+test: $(VENV)/.has-test  ## The fast tests, about 25 minutes on 2 cores
 	$(CPU) $(PYTEST) -m 'not gpu and not slow and not full' $(ARGS)
 
 test-rest: $(VENV)/.has-test  ## What test-full has beyond test
