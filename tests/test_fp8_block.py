@@ -200,6 +200,27 @@ def test_cached_maxima():
         np.testing.assert_array_equal(jnp.stack([one, 2 * one]), two)
 
 
+def test_maxima_are_cached_over_an_accumulation():
+    """Found once for all microbatches, they change no bit of the gradients."""
+    block = layers.Fp8LlamaBlock(WIDTH, HIDDEN, HEADS, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(block)
+    batches = drawn(shape=(3, BATCH, LENGTH, WIDTH))
+
+    def accumulated(params, batches, maxima):
+        def add(total, x):
+            def loss(params):
+                return jnp.sum(jnp.sin(nnx.merge(graph, params)(x, maxima)))
+
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(params)), None
+
+        return jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), batches)[0]
+
+    want = jitted(lambda *given: accumulated(*given, None))(params, batches)
+    found = jitted(accumulated)(params, batches, jitted(layers.Fp8LlamaBlock.weight_maxima)(block))
+    for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
 @pytest.mark.parametrize("arguments,message", [((30, 8, 4), "divide"), ((8, 8, 4, 3), "kv_heads")])
 def test_bad_sizes(arguments, message):
     with pytest.raises(ValueError, match=message):
@@ -425,6 +446,15 @@ def test_linen_and_nnx_are_the_same_layers():
     assert shapes == {one: jax.tree.map(jnp.shape, params[two]) for one, two in names.items()}
     variables = {"params": {one: params[two] for one, two in names.items()}}
     np.testing.assert_array_equal(Dense().apply(variables, x), model(x))
+
+
+def test_modules_in_a_row():
+    """Codes go through Flax's Sequential, which would take a tuple apart."""
+    x = drawn(shape=(3, 16))
+    norm, linear = layers.Fp8RMSNorm(16), layers.Fp8Linear(16, 8, rngs=nnx.Rngs(0))
+    np.testing.assert_array_equal(nnx.Sequential(norm, linear)(x), linear(norm(x)))
+    model = nn.Sequential([fp8_flow.linen.Fp8RMSNorm(), layers.Fp8Dense(8)])
+    assert model.init_with_output(jax.random.key(0), x)[0].shape == (3, 8)
 
 
 def test_dtypes_of_modules():

@@ -36,8 +36,13 @@ def compare_rows(shape, dtype, to, interpret):
 def compare_transposed(shape, dtype, to, interpret):
     x = drawn(shape, dtype)
     absmax, wanted = reference.absmax_of(x, None), of_rows(x, None, to)
-    found = pallas_triton.quantize_transposed(x, absmax, to, interpret)
+    found = pallas_triton.quantize_transposed(x, absmax, to, interpret=interpret)
     np.testing.assert_array_equal(raw(found).T, raw(wanted.codes))
+    # with a maximum that was found when the largest was half as large
+    wanted = jax.jit(reference.codes_of, static_argnums=(2, 3))(x, absmax / 2, to, True)
+    found = pallas_triton.quantize_transposed(x, absmax / 2, to, True, interpret)
+    np.testing.assert_array_equal(raw(found).T, raw(wanted))
+    assert np.abs(np.asarray(wanted, np.float32)).max() == to.largest
 
 
 @pytest.mark.parametrize(

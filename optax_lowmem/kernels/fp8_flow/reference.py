@@ -56,7 +56,7 @@ def store_groups(x: jax.Array) -> Grouped:
     scales = SCALE.encode(numerics.to_bits(matmul.absmax_of(x, -1)[..., 0]))
     limit = SCALE.decode(scales)[..., None]
     # the largest scale is 2^126, over which E4M3 would make NaN
-    codes = matmul.codes_of(jnp.clip(numerics.widen(x), -limit, limit), limit, E4M3)
+    codes = matmul.codes_of(x, limit, E4M3, clip=True)
     return Grouped(codes, scales)
 
 
@@ -85,9 +85,9 @@ def tensor_absmax(x: jax.Array, group_size: int) -> jax.Array:
     return matmul.absmax_of(group_absmax(x, group_size) if x.ndim else x, None)
 
 
-def quantized(x: jax.Array, absmax: jax.Array, to: Format = E4M3) -> Quantized:
-    """Codes and the scale of an array whose maximum is `absmax`."""
-    return Quantized(matmul.codes_of(x, absmax, to), matmul.scales_of(absmax, to))
+def quantized(x: jax.Array, absmax: jax.Array, to: Format = E4M3, clip: bool = False) -> Quantized:
+    """Codes and the scale of an array whose maximum is `absmax`; `clip`: or may be more."""
+    return Quantized(matmul.codes_of(x, absmax, to, clip), matmul.scales_of(absmax, to))
 
 
 # ---- RMSNorm -------------------------------------------------------------------------------------

@@ -56,22 +56,32 @@ def quantize(x: jax.Array, axes: int | tuple[int, ...] | None, to: Format) -> Qu
     return platform.on_cuda(kernel, plain, x)
 
 
-def quantize_transposed(w: jax.Array, axes: int | None, to: Format) -> Quantized:
-    """The transpose of `reference.quantize(w, axes, to)`, of a matrix."""
+def quantize_transposed(
+    w: jax.Array, axes: int | None, to: Format, absmax: jax.Array | None = None
+) -> Quantized:
+    """The transpose of `reference.quantize(w, axes, to)`, of a matrix.
 
-    def plain(w: jax.Array) -> Quantized:
-        return Quantized(*(array.T for array in reference.quantize(w, axes, to)))
+    Args:
+      w: the matrix.
+      axes: what shares a maximum.
+      to: the format.
+      absmax: the maxima, where they were found before; what is beyond them is clipped.
+    """
+    clip, largest = absmax is not None, reference.absmax_of(w, axes) if absmax is None else absmax
+
+    def plain(w: jax.Array, largest: jax.Array) -> Quantized:
+        codes = reference.codes_of(w, largest, to, clip)
+        return Quantized(codes.T, reference.scales_of(largest, to).T)
 
     if axes is not None or w.dtype not in _DTYPES or _no_kernel(w) is not None:
-        return plain(w)
+        return plain(w, largest)
     from optax_lowmem.kernels.quantized_matmul import pallas_triton
 
-    def kernel(w: jax.Array) -> Quantized:
-        absmax = reference.absmax_of(w, None)
-        codes = pallas_triton.quantize_transposed(w, absmax, to)
-        return Quantized(codes, reference.scales_of(absmax, to))
+    def kernel(w: jax.Array, largest: jax.Array) -> Quantized:
+        codes = pallas_triton.quantize_transposed(w, largest, to, clip)
+        return Quantized(codes, reference.scales_of(largest, to).T)
 
-    return platform.on_cuda(kernel, plain, w)
+    return platform.on_cuda(kernel, plain, w, largest)
 
 
 def multiply(

@@ -52,24 +52,25 @@ def quantize_rows(x: jax.Array, to: Format, interpret: bool = False) -> Quantize
     return Quantized(codes, scales[:, None])
 
 
-def _transposed_body(to: Format, *refs: Any) -> None:
+def _transposed_body(to: Format, clip: bool, *refs: Any) -> None:
     x_ref, absmax_ref, codes_ref = refs
     lanes = lax.iota(jnp.int32, _TRANSPOSED_TILE)
     row, column = (pl.program_id(axis) * _TRANSPOSED_TILE + lanes for axis in (0, 1))
     part, there = pallas_tiles.part(x_ref, row, column)
-    codes = reference.codes_of(plgpu.load(part, mask=there, other=0.0), absmax_ref[0], to)
+    x = plgpu.load(part, mask=there, other=0.0)
+    codes = reference.codes_of(x, absmax_ref[0], to, clip)
     part, there = pallas_tiles.part(codes_ref, column, row)
     plgpu.store(part, codes.T, mask=there)
 
 
-@functools.partial(jax.jit, static_argnames=("to", "interpret"))
+@functools.partial(jax.jit, static_argnames=("to", "clip", "interpret"))
 def quantize_transposed(
-    x: jax.Array, absmax: jax.Array, to: Format, interpret: bool = False
+    x: jax.Array, absmax: jax.Array, to: Format, clip: bool = False, interpret: bool = False
 ) -> jax.Array:
-    """Codes [columns, rows] of `x` [rows, columns], whose maximum is `absmax`."""
+    """The transpose of `reference.codes_of(x, absmax, to, clip)` of [rows, columns]."""
     grid = tuple(pl.cdiv(size, _TRANSPOSED_TILE) for size in x.shape)
     return pl.pallas_call(
-        functools.partial(_transposed_body, to),
+        functools.partial(_transposed_body, to, clip),
         out_shape=result_like(x, x.shape[::-1], to.dtype),
         grid=grid,
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),

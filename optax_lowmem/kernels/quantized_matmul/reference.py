@@ -57,9 +57,12 @@ def absmax_of(x: jax.Array, axes: int | tuple[int, ...] | None) -> jax.Array:
     return lax.expand_dims(absmax, over)
 
 
-def codes_of(x: jax.Array, absmax: jax.Array, to: Format) -> jax.Array:
-    """Codes of values whose maximum is `absmax`, which broadcasts."""
-    scaled = numerics.widen(x) * (jnp.float32(to.largest) / _with_reciprocal(absmax, to))
+def codes_of(x: jax.Array, absmax: jax.Array, to: Format, clip: bool = False) -> jax.Array:
+    """Codes of values whose maximum is `absmax`, which broadcasts; `clip`: or may be more."""
+    x = numerics.widen(x)
+    if clip:
+        x = jnp.clip(x, -absmax, absmax)
+    scaled = x * (jnp.float32(to.largest) / _with_reciprocal(absmax, to))
     if to.integer:
         return numerics.low_byte(numerics.round_to_int(scaled), to.dtype)
     return scaled.astype(to.dtype)

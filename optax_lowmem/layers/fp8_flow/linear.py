@@ -145,18 +145,11 @@ def _product(
     dtype: Any, codes: Quantized, kernel: jax.Array, absmax: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """The product, and the kernel's maximum."""
-    if absmax is not None:
-        turned = Quantized(*(array.T for array in _of_kernel(kernel, absmax)))
-        return multiply(codes, turned, 1, dtype), absmax
+    if absmax is None:
+        absmax = weight_absmax(kernel)
     # 8-bit products of GPUs sum over the last axis of both
-    turned = quantize_transposed(kernel, None, FORWARD)
-    return multiply(codes, turned, 1, dtype), weight_absmax(kernel)
-
-
-def _of_kernel(kernel: jax.Array, absmax: jax.Array) -> Quantized:
-    """Its codes; clipped, since a maximum that was found earlier may be less than that of now."""
-    clipped = jnp.clip(kernel.astype(jnp.float32), -absmax, absmax)
-    return kernels.quantized(clipped, absmax)
+    turned = quantize_transposed(kernel, None, FORWARD, absmax)
+    return multiply(codes, turned, 1, dtype), absmax
 
 
 @storage.once
@@ -180,7 +173,9 @@ def _gradients(
         dw = lax.dot_general(x, g, ((rows, rows), ((), ())), out_sharding=like_w)
     if to := format_of(recipe.input_gradient):
         of_g = codes.get(to) or kernels.quantized(g, largest, to)
-        dx = multiply(of_g, _of_kernel(kernel, absmax), 1, g.dtype, sharding=like_x)
+        # a maximum that was found earlier may be less than that of now
+        of_kernel = kernels.quantized(kernel, absmax, clip=True)
+        dx = multiply(of_g, of_kernel, 1, g.dtype, sharding=like_x)
     else:
         dims = (((g.ndim - 1,), (1,)), ((), ()))
         dx = lax.dot_general(g, kernel.astype(g.dtype), dims, out_sharding=like_x)

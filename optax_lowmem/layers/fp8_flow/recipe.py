@@ -1,7 +1,7 @@
 """What an FP8 precision flow leaves open, and what travels in it."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -55,7 +55,9 @@ def format_of(name: str) -> Format | None:
     return None if name == BF16 else FORMATS[name]
 
 
-class Coded(NamedTuple):
+@jax.tree_util.register_dataclass  # no tuple: Flax's Sequential takes those apart
+@dataclasses.dataclass(frozen=True, eq=False)
+class Coded:
     """An activation on its way to matrix products: quantised once, for all of them.
 
     Attributes:
