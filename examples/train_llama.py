@@ -27,13 +27,13 @@ from _gpt.arguments import add_common, compute_dtype, positive
 from _gpt.data import TEXTS
 from _gpt.train import check_implementation
 from _llama import checkpoints, report, train
-from _llama.config import FP8, LINEARS, PLAIN, PRESETS, STANDARD, Settings
+from _llama.config import FP8, LINEARS, NOISE, PLAIN, PRESETS, STANDARD, Settings
 from _llama.optimizer import NAMES, RATE_FACTORS
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 OUT_OF_MEMORY = 3  # the exit code
-_SAID_SO = ("RESOURCE_EXHAUSTED", "Out of memory")  # on a CPU only the latter
+SAID_SO = ("RESOURCE_EXHAUSTED", "Out of memory")  # on a CPU only the latter
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -70,6 +70,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--activations", choices=(STANDARD, FP8), default=STANDARD,
         help="fp8: layers keep 8-bit codes for the backward pass, and multiply in FP8 but where "
         "--linear says otherwise (default: standard)")  # fmt: skip
+    add("--noise", choices=NOISE,
+        help="noise of a learnt bitwidth on these matrices (GaussWS): `od` are an attention's "
+        "projection and the last of an MLP")  # fmt: skip
     add("--checkpoint", type=Path, metavar="DIR", help="where to save the run, at its end too")
     add("--save-every", type=positive, metavar="N", help="steps between checkpoints")
     add("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
@@ -91,8 +94,8 @@ def make_settings(args: argparse.Namespace) -> Settings:
     given = {n: getattr(args, n) for n in ("steps", "batch", "sequence", "text", "remat")}
     chosen = {name: getattr(preset, name) if x is None else x for name, x in given.items()}
     shared = args.fsdp * args.tensor
-    own = ("optimizer", "seed", "attention", "linear", "activations", "implementation", "fsdp",
-           "tensor", "zero", "release")  # fmt: skip
+    own = ("optimizer", "seed", "attention", "linear", "activations", "noise", "implementation",
+           "fsdp", "tensor", "zero", "release")  # fmt: skip
     _check_release(args)
     rate = preset.learning_rate * RATE_FACTORS.get(args.optimizer, 1.0)
     settings = Settings(
@@ -121,6 +124,8 @@ def make_settings(args: argparse.Namespace) -> Settings:
 def _check_release(args: argparse.Namespace) -> None:
     if args.release and args.optimizer == PLAIN:
         raise SystemExit(f"--release takes an optimizer of optax_lowmem, not {PLAIN}")
+    if args.release and args.noise:
+        raise SystemExit("--release and --noise: noise needs the steps of all layers in one call")
     if args.release and args.clip:
         raise SystemExit(
             f"--release and --clip {args.clip:g}: a global norm needs the gradients of all layers, "
@@ -194,7 +199,7 @@ def run_it(args: argparse.Namespace, settings: Settings, console: Console) -> Re
             say(f"resumed at step {first}")
         train_run(run, program, batches, settings, args, console)
     except jax.errors.JaxRuntimeError as error:
-        if not any(words in str(error) for words in _SAID_SO):
+        if not any(words in str(error) for words in SAID_SO):
             raise
         run = None
     if run is None:

@@ -10,6 +10,7 @@ from optax_lowmem import layers
 PLAIN = "optax.adamw"
 STANDARD = "standard"
 FP8 = "fp8"  # --activations
+NOISE = ("od", "qkv", "out", "up", "down", "all")  # --noise
 # --linear: the dot_general of the layers' matrices; None: JAX's. Embedding and head keep it.
 # `-auto`: in 8 bits where that is faster.
 LINEARS: dict[str, Any] = {STANDARD: None} | {
@@ -50,8 +51,8 @@ class Preset:
     remat: bool = False
 
 
-# 60m to 350m are the sizes that papers on low-memory training compare on, 1b and 8b are
-# Llama-3.2-1B and Llama-3.1-8B.
+# 60m to 350m are the sizes that papers on low-memory training compare on, 1b, 3b and 8b are
+# Llama-3.2-1B, Llama-3.2-3B and Llama-3.1-8B.
 PRESETS: dict[str, Preset] = {
     "tiny": Preset(Shape(4, 64, 192, 4, 2, 256), 64, 8, 60, 1e-2),
     "60m": Preset(Shape(8, 512, 1376, 8, 8, 32_000), 256, 128, 2_000, 2e-3),
@@ -60,6 +61,10 @@ PRESETS: dict[str, Preset] = {
     "1b": Preset(
         Shape(16, 2048, 8192, 32, 8, 128_256, 500_000.0, tied=True),
         2048, 8, 1_000, 3e-4, "random", remat=True,
+    ),
+    "3b": Preset(
+        Shape(28, 3072, 8192, 24, 8, 128_256, 500_000.0, tied=True),
+        2048, 4, 500, 2e-4, "random", remat=True,
     ),
     "8b": Preset(
         Shape(32, 4096, 14_336, 32, 8, 128_256, 500_000.0),
@@ -87,6 +92,7 @@ class Settings:
     attention: str = "xla"
     linear: str = STANDARD
     activations: str = STANDARD
+    noise: str | None = None
     implementation: str = "auto"
     data: int = 1
     fsdp: int = 1

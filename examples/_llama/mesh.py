@@ -65,7 +65,8 @@ def step_placement(of_state: Any, mesh: Mesh) -> dict[str, Any]:
     """What lowmem.step must be told for kernels to run on each device: where the codes lie."""
     if jax.device_count() == 1:
         return {}
-    return {"mesh": mesh, "specs": optax.tree.get(of_state, "mu")}
+    inner = optax.tree.get(of_state, "inner_state", of_state)  # noise has an optimizer of its own
+    return {"mesh": mesh, "specs": optax.tree.get(inner, "mu")}
 
 
 def bytes_per_device(tree: Any, of_tree: Any) -> int:

@@ -10,6 +10,7 @@ import optax
 from _gpt.config import warmup_cosine
 
 import optax_lowmem as lowmem
+from optax_lowmem.gaussws.parts import chooser
 
 from .config import PLAIN, Settings
 from .model import is_norm, leaf_path
@@ -41,17 +42,25 @@ def _arguments(settings: Settings) -> dict[str, Any]:
 
 
 def make_optimizer(settings: Settings) -> optax.GradientTransformation:
-    """The optimizer, behind clipping by the global norm where the run has it."""
+    """The optimizer, inside the noise and behind clipping, where the run has them."""
     schedule = warmup_cosine(settings.learning_rate, settings.steps)
     plain = settings.optimizer == PLAIN
     make = optax.adamw if plain else lowmem.OPTIMIZERS[settings.optimizer].make
     tx = make(schedule, **_arguments(settings))
+    if settings.noise:
+        # optax.adamw splits no master weights: f32 ones are kept beside what the loss sees
+        more = {"clean_dtype": "float32"} if plain else {}
+        tx = lowmem.gaussws_noise(tx, settings.noise, **more)
     if not settings.clip:
         return tx
-    chain = optax.chain if plain else lowmem.chain
+    chain = optax.chain if plain and not settings.noise else lowmem.chain
     return chain(optax.clip_by_global_norm(settings.clip), tx)
 
 
-def stored_dtype(optimizer: str, path: str) -> Any:
-    """Weights are bf16 with their other bits in the state; norms are f32, and all for optax."""
-    return jnp.float32 if optimizer == PLAIN or is_norm(path) else jnp.bfloat16
+def stored_dtype(optimizer: str, path: str, noise: str | None = None) -> Any:
+    """Weights are bf16 with their other bits in the state; norms are f32, and all for optax.
+
+    With noise, optax's are bf16 too: their f32 ones are in the state.
+    """
+    sampled = noise is not None and chooser(noise)(path, None)
+    return jnp.float32 if is_norm(path) or (optimizer == PLAIN and not sampled) else jnp.bfloat16

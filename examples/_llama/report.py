@@ -40,11 +40,12 @@ def headline(settings: Settings, report: lowmem.memory.Report, text: str) -> str
     parts = [f"{name} {getattr(settings, name)}" for name in named if getattr(settings, name) > 1]
     layout = f" ({' x '.join(parts)}{', ZeRO-1' if settings.zero else ''})" if parts else ""
     linear = "" if settings.linear == STANDARD else f", {settings.linear}"
+    noise = f", GaussWS noise [{settings.noise}]" if settings.noise else ""
     kept = "" if settings.activations == STANDARD else f", {settings.activations} activations"
     return (
         f"{settings.preset}: {report.parameters / 1e6:,.1f}M parameters, {settings.optimizer}, "
         f"{settings.steps} steps of {settings.batch} x {settings.sequence} tokens of {text}, "
-        f"{settings.compute}{linear}{kept}, on {settings.devices} x {device_name()}{layout}"
+        f"{settings.compute}{linear}{kept}{noise}, on {settings.devices} x {device_name()}{layout}"
     )
 
 
@@ -95,6 +96,7 @@ def case(settings: Settings) -> str:
         ("linear", "activations"), STANDARD
     )
     usual |= {n: getattr(preset, n) for n in ("sequence", "batch", "steps", "text", "remat")}
+    usual["noise"] = None
     for name, value in usual.items():
         own = getattr(settings, name)
         changed += [f"{name}={own}"] if own != value else []

@@ -101,6 +101,8 @@ def make_program(settings: Settings) -> Program:
     dtype, plain = functools.partial(stored_dtype, settings.optimizer), settings.optimizer == PLAIN
 
     def start() -> tuple[Any, Any]:
+        if settings.noise:
+            return noisy_start(model, tx, settings)
         # bf16 numbers are their own master weights: lowmem.init would split them into copies
         weights = model.weights(jax.random.key(settings.seed), dtype)
         state = tx.init(weights)
@@ -125,9 +127,21 @@ def make_program(settings: Settings) -> Program:
     )
 
 
+def noisy_start(model: Llama, tx: Any, settings: Settings) -> tuple[Any, Any]:
+    """Weights and state with the noise of the first step, which `tx.init` alone does not make."""
+    weights = model.weights(jax.random.key(settings.seed), lambda path: jnp.float32)
+
+    def dtype(path: str, leaf: Any) -> Any:
+        del leaf
+        return stored_dtype(settings.optimizer, path, settings.noise)
+
+    return lowmem.init(tx, weights, dtype, seed=settings.seed)
+
+
 def _ordinary(model: Llama, tx: Any, settings: Settings, where: dict[str, Any]) -> Step:
     """All gradients, then the optimizer's step."""
-    impl = F32 if settings.optimizer == PLAIN else LOWMEM
+    # through `apply_updates` weights with noise would be rounded once more
+    impl = F32 if settings.optimizer == PLAIN and not settings.noise else LOWMEM
     take_step = optimizer_step(impl, settings.implementation)
 
     def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
