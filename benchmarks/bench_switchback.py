@@ -18,6 +18,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -107,17 +108,20 @@ def store(path: Path, part: str, flags: dict[str, Any], runs: dict[str, Any]) ->
     Curves(found.about | {part: flags}, kept | added).save(path)
 
 
-def rows_of(name: str, curves: dict[str, np.ndarray], flags: dict[str, Any]) -> list[dict]:
+def rows_of(
+    name: str, curves: dict[str, np.ndarray], flags: dict[str, Any], what: str = "switchback"
+) -> list[dict]:
     """One variant's records."""
+    of_a_token = "nats/byte" if flags["tokenizer"] == "byte" else "nats/token"
     values = {
-        "val_loss": (float(curves["val_loss"][-1]), "nats/byte"),
+        "val_loss": (float(curves["val_loss"][-1]), of_a_token),
         "tokens_per_s": (float(curves["tokens_per_s"][0]), "tokens/s"),
         "first_features": (float(curves["features"][0][-1]), "mean magnitude"),
         "last_features": (float(curves["features"][-1][-1]), "mean magnitude"),
         "done": (int(curves["step"][-1]), "steps"),
     }
     own = {key: value for key, value in flags.items() if key not in ("device", "jax", "commit")}
-    case = f"{flags['preset']}/switchback"
+    case = f"{flags['preset']}/{what}"
     return [
         records.record("train", case, name, metric, value, unit, seed=own["seed"], flags=own)
         for metric, (value, unit) in values.items()
@@ -148,14 +152,31 @@ def compile_all(experiment: Experiment, names: list[str]) -> dict[str, tuple[Pro
 
 def train_part(args: argparse.Namespace, part: str) -> dict[str, dict[str, np.ndarray]]:
     """Trains a part's variants one after the other, and stores after each."""
-    start, run = time.perf_counter(), make_run(args, part)
-    experiment = Experiment(run, load_text(run, args.cache), args.seed)
+    run = make_run(args, part)
     names = args.variants or (list(VARIANTS) if part == "run" else LARGE)
+
+    def make() -> Experiment:
+        return Experiment(run, load_text(run, args.cache), args.seed)
+
+    path = args.curves or (None if run.preset.startswith("smoke") else CURVES)
+    return train_all(make, names, args, part, path)
+
+
+def train_all(
+    make: Callable[[], Experiment],
+    names: list[str],
+    args: argparse.Namespace,
+    part: str,
+    path: Path | None,
+    what: str = "switchback",
+) -> dict[str, dict[str, np.ndarray]]:
+    """Trains variants of an experiment, until the limit; curves go to `path`, if there is one."""
+    start, experiment = time.perf_counter(), make()
+    run = experiment.run
     compiled = compile_all(experiment, names)
     flags = about(experiment, next(iter(compiled.values()))[0].parameters)
-    path = args.curves or (None if run.preset.startswith("smoke") else CURVES)
     seconds = time.perf_counter() - start
-    size = f"{flags['parameters']:,} weights, {run.steps} steps of {run.tokens:,} bytes"
+    size = f"{flags['parameters']:,} weights, {run.steps} steps of {run.tokens:,} {run.tokenizer}s"
     say(f"{run.preset}: {size}; compiled {len(names)} variants after {seconds:.0f} s")
     runs: dict[str, dict[str, np.ndarray]] = {}
     longest = 0.0
@@ -170,7 +191,7 @@ def train_part(args: argparse.Namespace, part: str) -> dict[str, dict[str, np.nd
         if path is not None:
             store(path, part, flags, runs)
         if args.record is not None:
-            records.append(rows_of(name, runs[name], flags), record_file(args))
+            records.append(rows_of(name, runs[name], flags, what), record_file(args))
     say("\n".join(summary(runs)))
     return runs
 

@@ -39,11 +39,13 @@ def sampled(name: str, path: str, leaf: Any) -> bool:
     return variant is not None and chooser(variant[0])(path, leaf)
 
 
-def make_optimizer(optimizer: str, name: str, shape: Any) -> optax.GradientTransformation:
-    """An optimizer at a rate of 1e-4, behind clipping, with a variant's noise around both.
+def make_optimizer(
+    optimizer: str, name: str, shape: Any, rate: Any = 1e-4, **of_noise: Any
+) -> optax.GradientTransformation:
+    """An optimizer behind clipping, with a variant's noise around it.
 
     optax.adamw has weights in f32; those of sampled leaves are then in its state, and the loss sees
-    them in bf16, as in the paper.
+    them in bf16, as in the paper. `of_noise`: more arguments of `gaussws_noise`.
     """
     how: dict[str, Any] = {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1, "mask": decayed}
     if optimizer == "flash_adam_mini":
@@ -51,12 +53,12 @@ def make_optimizer(optimizer: str, name: str, shape: Any) -> optax.GradientTrans
     plain = optimizer == PLAIN
     make = optax.adamw if plain else lowmem.OPTIMIZERS[optimizer].make
     chain = optax.chain if plain else lowmem.chain
-    clip, tx, variant = optax.clip_by_global_norm(1.0), make(1e-4, **how), VARIANTS[name]
+    clip, tx, variant = optax.clip_by_global_norm(1.0), make(rate, **how), VARIANTS[name]
     if variant is None:
         return chain(clip, tx)
     parts, noise = variant
-    more = {"clean_dtype": "float32"} if plain else {}
-    return lowmem.chain(clip, lowmem.gaussws_noise(tx, parts, noise=noise, **more))
+    of_noise |= {"clean_dtype": "float32"} if plain else {}
+    return lowmem.chain(clip, lowmem.gaussws_noise(tx, parts, noise=noise, **of_noise))
 
 
 class Run:

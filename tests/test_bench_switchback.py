@@ -14,27 +14,16 @@ nnx = pytest.importorskip("flax.nnx")
 from benchmarks import adam_mini_curves, bench_switchback, switchback_variance  # noqa: E402
 from benchmarks import switchback_training as training  # noqa: E402
 from benchmarks import switchback_variants as variants  # noqa: E402
-from benchmarks.adam_mini_training import Text  # noqa: E402
 from tests.contract_cases import QUICK_COMPILE  # noqa: E402
+from tests.training_cases import as_users_do as as_users_do  # noqa: E402 (a fixture)
+from tests.training_cases import text_for  # noqa: E402
 
 SMOKE = training.PRESETS["smoke"]["run"]
 EIGHT_BITS = [name for name, one in variants.VARIANTS.items() if one.dot_general is not None]
 
 
-@pytest.fixture(autouse=True)
-def as_users_do(monkeypatch):
-    """Models broadcast; only the library is held to explicit ranks. Programs compile quickly."""
-    compiled = jax.stages.Lowered.compile
-    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda own: compiled(own, QUICK_COMPILE))
-    with jax.numpy_rank_promotion("allow"):
-        yield
-
-
-def text() -> Text:
-    """Bytes of which each follows from the one before, so that a few steps learn something."""
-    tokens = jnp.asarray(np.arange(5000) * 7 % 256, jnp.uint8)
-    windows = tokens[jnp.arange(8)[:, None] * 100 + jnp.arange(SMOKE.context + 1)]
-    return Text(tokens, windows.reshape(2, 4, -1).astype(int), 256, 0.5, 1.0)
+def text():
+    return text_for(SMOKE.context)
 
 
 def smallest(name: str) -> variants.Remedied:

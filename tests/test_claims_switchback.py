@@ -7,8 +7,8 @@ import pytest
 from benchmarks import claims, findings, tables
 from benchmarks import claims_switchback as paper
 from benchmarks.findings import BETTER, NOT, SAME
+from tests import claims_cases
 
-GPU = "some GPU"
 LOSSES = {
     paper.STANDARD: 1.0, paper.OTHER_START: 1.001, paper.INT8: 1.001, paper.FP8: 1.002,
     paper.M: 1.001, paper.Q: 1.001, paper.ALL_INT8: 1.02, paper.TENSORWISE: 1.1, paper.UNIT: 1.2,
@@ -17,9 +17,8 @@ LOSSES = {
 FLAGS = {"parameters": 27_000_000, "steps": 2000, "tokens": 8192}
 
 
-def made(bench, case, impl, metric, value, **more):
-    row = {"bench": bench, "case": case, "impl": impl, "metric": metric, "value": value}
-    return row | {"device": GPU, "jax": "1", "commit": "c", "seed": 0} | more
+def made(*given, **more):
+    return claims_cases.made(*given, **{"seed": 0} | more)
 
 
 def trained(metric="val_loss", large=False, **changes):
@@ -30,19 +29,11 @@ def trained(metric="val_loss", large=False, **changes):
 
 
 def finding_of(where, rows):
-    found = [claim.finding(rows) for claim in paper.CLAIMS if claim.where == where]
-    assert len(found) == 1, where
-    return found[0]
+    return claims_cases.finding_of(paper, where, rows)
 
 
 def test_without_records_nothing_is_said():
-    body, used = claims.table([], paper.CLAIMS)
-    assert len(body) == len({where for where, *_ in body}) > 20
-    assert not used
-    for _, says, measured, verdict in body:
-        assert says
-        assert verdict in (claims.NOT_MEASURED, claims.NOT_TRIED)
-        assert bool(measured) == (verdict == claims.NOT_TRIED)  # then the reason
+    claims_cases.assert_nothing_is_said(paper)
 
 
 def test_the_stored_records():
