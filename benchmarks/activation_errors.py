@@ -1,6 +1,7 @@
 """Errors of activations in FP8: Table 10's groups, and Figure 4a's blocks against groups."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -75,6 +76,10 @@ def by_group_size(row: Row, shape: Shape) -> list[dict[str, Any]]:
         case = f"errors-h{shape.width}"
         found.append(row(case, name, "forward_error", mse(y, want[0]), ""))
         found.append(row(case, name, "backward_error", mse(dx, want[1]), ""))
+    for size in SIZES:  # of bytes beside those of codes (Table 10's overhead)
+        codes, scales = jax.eval_shape(lambda x, n=size: fp8_flow.store(x, n), x)
+        share = scales.size * scales.dtype.itemsize / codes.size
+        found.append(row(f"errors-h{shape.width}", f"group {size}", "scale_share", share, ""))
     return found
 
 
@@ -93,17 +98,20 @@ def in_blocks(x: jax.Array, side: int) -> jax.Array:
 def across_tokens(row: Row) -> list[dict[str, Any]]:
     """Error of a norm's input in B x B blocks and in 1 x B^2 groups."""
     x = drawn((1024, 1024), 1).astype(jnp.float32)
-    want = fp8_flow.rms_norm(x, jnp.ones(1024)).value
-    found = []
-    for side in (2, 4, 8, 16, 32):
+
+    def normed(x: jax.Array) -> jax.Array:
+        return fp8_flow.rms_norm(x, jnp.ones(1024)).value
+
+    @partial(jax.jit, static_argnums=1)
+    def both(x: jax.Array, side: int) -> dict[str, jax.Array]:
         size = side * side
-        values = {
-            "block": in_blocks(x, side),
-            "group": fp8_flow.restore(fp8_flow.store(x, size), size),
-        }
-        for name, value in values.items():
-            y = fp8_flow.rms_norm(value, jnp.ones(1024)).value
-            found.append(row(f"elements-{size}", name, "norm_error", mse(y, want), ""))
+        groups = fp8_flow.restore(fp8_flow.store(x, size), size)
+        return {"block": normed(in_blocks(x, side)), "group": normed(groups)}
+
+    want, found = normed(x), []
+    for side in (2, 4, 8, 16, 32):
+        for name, y in both(x, side).items():
+            found.append(row(f"elements-{side * side}", name, "norm_error", mse(y, want), ""))
     return found
 
 

@@ -11,6 +11,7 @@ from flax import nnx
 from jax import lax
 
 from optax_lowmem import layers
+from optax_lowmem.layers import fp8_flow
 from optax_lowmem.layers.fp8_flow import Recipe
 
 Params = dict[str, Any]
@@ -57,7 +58,19 @@ def fp8_block(shape: Shape, attention: str, recipe: Recipe) -> Layer:
         )  # fmt: skip
     )
     graph = nnx.graphdef(block)
-    return lambda params, x: nnx.merge(graph, params)(x)
+    return lambda params, x, maxima=None: nnx.merge(graph, params)(x, maxima)
+
+
+def cached(shape: Shape, attention: str) -> Layer:
+    """The same with the maxima of kernels given, as over an accumulation (appendix G.5)."""
+    block = fp8_block(shape, attention, Recipe())
+    return lambda params, x: block(params["block"], x, params["maxima"])
+
+
+def with_maxima(shape: Shape) -> Params:
+    """Its parameters."""
+    block = weights(shape)
+    return {"block": block, "maxima": fp8_flow.weight_maxima(block)}
 
 
 def weights(shape: Shape) -> Params:
@@ -172,13 +185,27 @@ _DOTS: dict[str, Callable[..., jax.Array]] = {
     "switchback-fp8": layers.switchback_dot_general("switchback", "fp8"),
     "tensorwise-fp8": layers.switchback_dot_general("tensorwise", "fp8"),
 }
-NAMES = (*_DOTS, "flax-fp8", *RECIPES)
+CACHED = "fp8-flow-cached"
+NAMES = (*_DOTS, "flax-fp8", *RECIPES, CACHED)
 
 
 def make(name: str, shape: Shape, attention: str) -> tuple[Layer, Params]:
     """A layer and its parameters."""
     if name == "flax-fp8":
         return flax_fp8(shape, attention)
+    layer, params = _by_name(name, shape, attention)
+    return layer, params()
+
+
+def make_abstract(name: str, shape: Shape, attention: str) -> tuple[Layer, Params]:
+    """The same with the shapes of parameters, but for Flax's own."""
+    layer, params = _by_name(name, shape, attention)
+    return layer, jax.eval_shape(params)
+
+
+def _by_name(name: str, shape: Shape, attention: str) -> tuple[Layer, Callable[[], Params]]:
+    if name == CACHED:
+        return cached(shape, attention), partial(with_maxima, shape)
     if name in RECIPES:
-        return fp8_block(shape, attention, RECIPES[name]), weights(shape)
-    return plain_block(shape, attention, _DOTS[name]), weights(shape)
+        return fp8_block(shape, attention, RECIPES[name]), partial(weights, shape)
+    return plain_block(shape, attention, _DOTS[name]), partial(weights, shape)

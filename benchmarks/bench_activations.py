@@ -2,6 +2,7 @@
 
 python -m benchmarks.bench_activations --record              # Table 7's four shapes, on a GPU
 python -m benchmarks.bench_activations --only norms errors   # Table 12 and Figure 4; Table 10
+python -m benchmarks.bench_activations --only bytes errors --record   # anywhere, in minutes
 python -m benchmarks.bench_activations --shapes h64-s32-b2   # anywhere
 
 Device time of programs looped in one jit, median of `--repeats` calls; implementations take turns.
@@ -16,16 +17,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import activation_errors, activation_layers, records
+from benchmarks import activation_bytes, activation_errors, activation_layers, records
 from benchmarks.activation_layers import Shape
 from benchmarks.bench_linear import Timed, measure
-from optax_lowmem import memory
 from optax_lowmem.layers import fp8_flow
 
 SHAPES = [f"h{width}-s{length}-b4" for width in (2048, 4096) for length in (2048, 4096)]
-DEFAULT = ["bf16", "fp8-flow", "fp8-flow-bf16-dw", "fp8-flow-bf16-gradients", "flax-fp8"]
+DEFAULT = [
+    "bf16", "fp8-flow", "fp8-flow-bf16-dw", "fp8-flow-bf16-gradients", "fp8-flow-cached", "flax-fp8"
+]  # fmt: skip
 NORMS = ["4096x1024", "4096x2048", "4096x4096", "4096x8192", "8192x4096"]
-PARTS = ("layers", "norms", "errors")
+PAPER = "h3072-s2048-b4"  # with an MLP of 8/3 the width, as Table 2 counts
+PARTS = ("layers", "norms", "errors", "bytes")
 Rows = list[dict[str, Any]]
 
 
@@ -61,23 +64,28 @@ def row(case: str, name: str, metric: str, value: float, unit: str, **more: Any)
 # ---- layers: Tables 2 and 7 ----------------------------------------------------------------------
 
 
-def kept(case: str, name: str) -> Rows:
+def kept(case: str, name: str, kind: str = "cudnn") -> Rows:
     """Bytes that a layer keeps for its backward pass, from shapes alone, and what made them.
 
-    cuDNN's attention keeps its output too, and is not traced where there is no GPU: XLA's is.
+    With XLA's attention, which ours computes anew, its name says so.
     """
-    shape = Shape.parse(case)
     if name == "flax-fp8":
         return []
-    layer, params = activation_layers.make(name, shape, attention())
-    x = jax.ShapeDtypeStruct((shape.batch, shape.length, shape.width), jnp.bfloat16)
-    report = memory.activation_report(layer, params, x, weights=0, unit=shape.unit)
-    more = {"attention": attention(), "operations": report.by_operation}
-    units = report.total_bytes / shape.unit
+    report = activation_bytes.kept(Shape.parse(case), name, kind)
+    label = name if kind == "cudnn" else f"{name}, {kind} attention"
+    more = {"attention": kind, "columns": activation_bytes.by_column(report)}
+    units = report.total_bytes / report.unit
     return [
-        row(case, name, "saved_bytes", report.total_bytes, "bytes", **more),
-        row(case, name, "saved_units", units, "U", **more),
+        row(case, label, "saved_bytes", report.total_bytes, "bytes", **more),
+        row(case, label, "saved_units", units, "U", **more),
     ]
+
+
+def byte_rows(case: str, names: list[str]) -> Rows:
+    """Of each layer, and of ours with XLA's attention."""
+    ours = [name for name in names if name in activation_layers.RECIPES][:1]
+    found = [kept(case, name) for name in names] + [kept(case, name, "xla") for name in ours]
+    return [one for rows in found for one in rows]
 
 
 def layer_rows(case: str, names: list[str], repeats: int) -> Rows:
@@ -94,7 +102,6 @@ def layer_rows(case: str, names: list[str], repeats: int) -> Rows:
         timed[name] = Timed(backward(layer), (params, x, g), 3 * _guess(shape))
         planned = jax.jit(backward(layer)).lower(params, x, g).compile().memory_analysis()
         rows.append(row(case, name, "temp_bytes", planned.temp_size_in_bytes, "bytes"))
-        rows += kept(case, name)
     times = measure(timed, repeats)
     for name in names:
         both, forward = times[name], times[f"{name} forward"]
@@ -186,6 +193,9 @@ def main(arguments: list[str] | None = None) -> None:
             store(norm_rows(case, args.repeats))
     if "errors" in args.only:
         store(activation_errors.rows(row))
+    if "bytes" in args.only:
+        for case in dict.fromkeys((PAPER, *args.shapes)):
+            store(byte_rows(case, args.impl))
 
 
 if __name__ == "__main__":

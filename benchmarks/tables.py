@@ -7,9 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import claims as claims_of_papers
 from benchmarks import (
+    activation_tables,
     claims_coat,
+    claims_coat_activations,
+    claims_gaussws,
     claims_q_adam_mini,
     claims_stable_adamw,
     claims_switchback,
@@ -17,20 +19,24 @@ from benchmarks import (
     formats_tables,
     linear_tables,
     mesh_tables,
+    noise_tables,
     records,
     release_tables,
     step_tables,
     targets,
 )
+from benchmarks import claims as claims_of_papers
 
 ROOT = Path(__file__).parent.parent
 PAGES = (
     "README.md",
+    "docs/activations.md",
     "docs/choosing.md",
     "docs/cpu_speed.md",
     "docs/gpu_speed.md",
     "docs/layers.md",
     "docs/memory.md",
+    "docs/noise.md",
     "docs/sharding.md",
     "docs/claims.md",
 )
@@ -139,10 +145,24 @@ def coat_claims(rows: list[dict[str, Any]]) -> str:
     return markdown(head, body) + (source(used) if used else "")
 
 
+def coat_activations_claims(rows: list[dict[str, Any]]) -> str:
+    """What COAT says of FP8 activations, and what we measured."""
+    body, used = claims_of_papers.table(newest(rows), claims_coat_activations.CLAIMS)
+    head = ["COAT", "the paper says", "we measured", ""]
+    return markdown(head, body) + (source(used) if used else "")
+
+
 def switchback_claims(rows: list[dict[str, Any]]) -> str:
     """What SwitchBack says of 8-bit linear layers, and what we measured."""
     body, used = claims_of_papers.table(newest(rows), claims_switchback.CLAIMS)
     head = ["SwitchBack", "the paper says", "we measured", ""]
+    return markdown(head, body) + (source(used) if used else "")
+
+
+def gaussws_claims(rows: list[dict[str, Any]]) -> str:
+    """What GaussWS says of noise on weights, and what we measured."""
+    body, used = claims_of_papers.table(newest(rows), claims_gaussws.CLAIMS)
+    head = ["GaussWS", "the paper says", "we measured", ""]
     return markdown(head, body) + (source(used) if used else "")
 
 
@@ -173,6 +193,19 @@ def _of_linear(
     return markdown(head, body) + source(used)
 
 
+def _of(module: Any, name: str, usual: str) -> Callable[[list[dict[str, Any]]], str]:
+    """A table of a module that has `TABLES`, and the `COMMANDS` that make their records."""
+
+    def table(rows: list[dict[str, Any]]) -> str:
+        head, body, used = module.TABLES[name](newest(rows))
+        if not body:
+            command = module.COMMANDS.get(name, usual)
+            return f"Nothing is recorded yet: `python -m benchmarks.{command} --record` on a GPU.\n"
+        return markdown(head, body) + source(used)
+
+    return table
+
+
 TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "memory": memory,
     "cpu_step": cpu_step,
@@ -181,7 +214,9 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "claims_stable_adamw": stable_adamw_claims,
     "claims_q_adam_mini": q_adam_mini_claims,
     "claims_coat": coat_claims,
+    "claims_coat_activations": coat_activations_claims,
     "claims_switchback": switchback_claims,
+    "claims_gaussws": gaussws_claims,
     "pairs": pairs,
     "release": release,
     "linear": lambda rows: _of_linear(rows, linear_tables.layers),
@@ -191,6 +226,10 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "gpu_step_details": step_tables.gpu_step_details,
     "gpu_targets": targets.table,
     "fsdp": mesh_tables.fsdp,
+    **{
+        name: _of(activation_tables, name, "bench_activations") for name in activation_tables.TABLES
+    },
+    **{name: _of(noise_tables, name, "bench_noise") for name in noise_tables.TABLES},
     **formats_tables.TABLES,
 }
 

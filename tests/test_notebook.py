@@ -12,7 +12,8 @@ nbformat = pytest.importorskip("nbformat", reason="the extra `notebooks` is not 
 
 REPO = Path(__file__).parent.parent
 HEAVY_BYTES = 2048
-PICTURES = {"flashoptim": 4, "stable_adamw": 4, "q_adam_mini": 4, "coat_states": 5, "switchback": 6}
+PICTURES = {"flashoptim": 4, "stable_adamw": 4, "q_adam_mini": 4, "coat_states": 5, "switchback": 6,
+            "gaussws": 6, "coat_activations": 4}  # fmt: skip
 # What a notebook must assert, by the tag of the cell: names that its assertions have to mention.
 ASSERTED = {
     "flashoptim": {
@@ -47,6 +48,16 @@ ASSERTED = {
         "assert-floor": ("lost_share", "largest_step", "nmse"),
         "assert-best": ("package", "trials", "mixed", "flash"),
     },
+    "coat_activations": {
+        "assert-bytes": ("paper.UNITS", "scales", "DeepSeek-V3", "paper.BF16"),
+        "assert-report": ("total_bytes", "2 / 16"),
+        "assert-groups": ("2 / size", "sizes[1:]", "0.01"),
+        "assert-table10": ("recorded", "group 64", "exact", "0.1"),
+        "assert-blocks": ("B x B tokens and channels",),
+        "assert-extremes": ("beside", "isfinite"),
+        "assert-layers": ("timed", "times > 1"),
+        "assert-losses": ("paper.LOSSES", "small.bound", "0.8", "steps"),
+    },
     "switchback": {
         "assert-growth": ("paper.EQUAL", "error", "relative", "0.25", "0.35"),
         "assert-clip": ("paper.CLIP_TOKENS", "relative", "weight gradient"),
@@ -56,6 +67,17 @@ ASSERTED = {
         "assert-losses": ("INT8", "FP8", "paper.M", "paper.bound"),
         "assert-large": ("tokens", "INT8", "FP8", "ALL_INT8", "visibly"),
         "assert-remedies": ("from_scaled", "CLIPPED", "KQ_NORM", "paper.FAILS"),
+    },
+    "gaussws": {
+        "assert-probabilities": ("section_3.P0", "0.716", "682.7", "7.1", "NORMAL"),
+        "assert-annealing": ("0.284", "derived", "section_3.P1", "nullified"),
+        "assert-underflow": ("most_bits", "9", "5", "safe"),
+        "assert-losses": ("OD", "ALL", "BASE", "DIFFQ", "bound.follows", "chance"),
+        "assert-bits": ("bound.towards", "6", "spread"),
+        "assert-histograms": ("counts", "of.sum"),
+        "assert-table-2": ("(2, 3, 1)", "(3, 6, 4)", "(4, 12, 10)", "formats"),
+        "assert-casts": ("bound.safe", "e3m4", "e2m1", "control"),
+        "assert-rates": ("of_rates", "fails", "best"),
     },
 }
 CELLS = [(name, tag) for name, tags in ASSERTED.items() for tag in tags]

@@ -1,0 +1,78 @@
+"""What coat_activations.ipynb computes and reads: errors of codes, records, curves."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import activation_tables as paper
+from benchmarks import adam_mini_curves, bench_activation_training, tables
+from benchmarks.activation_bytes import COLUMNS, by_column, kept
+from benchmarks.activation_errors import SIZES, drawn, mse
+from benchmarks.activation_layers import Shape
+from optax_lowmem.layers import fp8_flow
+
+Rows = list[dict[str, Any]]
+
+
+def bars(*names: str) -> dict[str, dict[str, float]]:
+    """U of each column of Table 2: as printed, and of layers by their name."""
+    found = {
+        name: dict(zip(COLUMNS, own[:-1], strict=False)) for name, own in paper.PRINTED.items()
+    }
+    return found | {f"ours: {name}": by_layer(name) for name in names}
+
+
+def by_layer(name: str) -> dict[str, float]:
+    """U that a layer keeps, with an attention that keeps what cuDNN's does."""
+    return by_column(kept(Shape.parse(paper.TWO_THIRDS), name, "cudnn"))
+
+
+def storage_errors(shape: tuple[int, int]) -> dict[int, tuple[float, float]]:
+    """Size of groups -> error of activations that are kept so, and the bytes of scales."""
+    x = drawn(shape, 1).astype(jnp.float32)
+    found = {}
+    for size in SIZES:
+        stored = jax.eval_shape(lambda x, n=size: fp8_flow.store(x, n), x)
+        share = stored.scales.size * stored.scales.dtype.itemsize / stored.codes.size
+        back = jax.jit(lambda x, n=size: fp8_flow.restore(fp8_flow.store(x, n), n))(x)
+        found[size] = mse(back, x), share
+    return found
+
+
+def records() -> Rows:
+    """The newest of every case."""
+    return tables.newest(tables.all_records())
+
+
+def shown(name: str, rows: Rows) -> bool:
+    """Prints a table of docs/activations.md; says so where nothing is recorded."""
+    head, body, _ = paper.TABLES[name](rows)
+    if not body:
+        print(f"nothing is recorded yet for {name}")
+        return False
+    widths = [max(len(row[i]) for row in (head, *body)) for i in range(len(head))]
+    for row in (head, *body):
+        print(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        )
+    return True
+
+
+def trained() -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
+    """The curves of each variant, and what the run was."""
+    stored = adam_mini_curves.load(bench_activation_training.CURVES)
+    part = bench_activation_training.PART
+    return {name.partition("/")[2]: own for name, own in stored.runs.items()}, stored.about[part]
+
+
+def over(runs: dict[str, dict[str, np.ndarray]], name: str) -> float:
+    """The share by which the last held-out loss is over the standard's."""
+    return float(runs[name]["val_loss"][-1] / runs["standard"]["val_loss"][-1] - 1)
+
+
+def bound(runs: dict[str, dict[str, np.ndarray]], name: str) -> float:
+    """What was asked of a variant, or twice what other initial weights do, if that is more."""
+    chance = "standard-other-start"
+    return max(paper.LOSSES[name][0], 2 * abs(over(runs, chance)) if chance in runs else 0.0)

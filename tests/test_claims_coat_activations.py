@@ -1,0 +1,133 @@
+"""What records say of COAT's claims on activations, on records made for the purpose."""
+
+import math
+
+import pytest
+
+pytest.importorskip("flax")
+
+from benchmarks import activation_tables, claims, tables  # noqa: E402
+from benchmarks import claims_coat_activations as paper  # noqa: E402
+from benchmarks.activation_tables import BF16, OURS, TWO_THIRDS  # noqa: E402
+from benchmarks.findings import BETTER, NOT, SAME  # noqa: E402
+from tests import claims_cases  # noqa: E402
+from tests.claims_cases import made  # noqa: E402
+
+
+def layer(case, impl, metric, value, **more):
+    return made("activations", case, impl, metric, value, **more)
+
+
+def finding_of(where, rows):
+    found = [claim.finding(rows) for claim in paper.CLAIMS if claim.where.startswith(where)]
+    assert len(found) == 1, where
+    return found[0]
+
+
+def test_without_records_nothing_is_said():
+    claims_cases.assert_nothing_is_said(paper)
+    for name in activation_tables.TABLES:
+        assert "Nothing is recorded yet" in tables.TABLES[name]([])
+
+
+def test_the_stored_records():
+    """Bytes and errors need no GPU and do not wait for one; the targets on bytes are reached."""
+    rows = tables.newest(tables.all_records())
+    for where in ("Table 2, COAT", "Tables 2 and 7", "Figure 4a", "Table 10, scales"):
+        assert finding_of(where, rows).verdict in (SAME, BETTER)
+    _, body, _ = activation_tables.targets(rows)
+    assert [row[-1] for row in body if "kept by a layer" in row[0]] == ["yes", "yes"]
+    assert all(activation_tables.TABLES[name](rows)[1] for name in (
+        "activation_units", "activation_groups", "activation_training"))  # fmt: skip
+
+
+@pytest.mark.parametrize(("units", "verdict"), [(10.0, BETTER), (13.5, SAME), (14.5, NOT)])
+def test_bytes(units, verdict):
+    rows = [layer(TWO_THIRDS, OURS, "saved_units", units, columns={})]
+    assert finding_of("Table 2, COAT", rows).verdict == verdict
+    rows += [layer(TWO_THIRDS, BF16, "saved_units", 28.0, columns={})]
+    _, ((_, asked, measured, reached),), _ = activation_tables.targets(rows)
+    assert (reached == "yes") == (verdict != NOT) and "0.46 U of scales" in asked
+    assert f"bf16 / {22.66 / units:.2f}" in measured and f"/ {28 / units:.2f}" in measured
+
+
+@pytest.mark.parametrize(
+    ("times", "verdict", "reached"),
+    [(1.57, SAME, "yes"), (1.7, BETTER, "yes"), (1.42, NOT, "yes"), (1.39, NOT, "**no**")],
+)
+def test_speed(times, verdict, reached):
+    case = "h4096-s2048-b4"
+    rows = [layer(case, BF16, "device_ms", times), layer(case, OURS, "device_ms", 1.0)]
+    assert finding_of(f"Table 7, forward and backward of a layer, {case}", rows).verdict == verdict
+    assert [row[-1] for row in activation_tables.targets(rows)[1]] == [reached]
+    for row in rows:
+        row["device"] = "cpu-2-cores"
+    assert activation_tables.targets(rows)[1] == []
+
+
+@pytest.mark.parametrize(("ms", "verdict"), [(1.05, SAME), (1.1, BETTER), (0.99, NOT)])
+def test_against_other_products(ms, verdict):
+    case = "h64-s32-b2"
+    rows = [layer(case, BF16, "device_ms", 2.0), layer(case, OURS, "device_ms", 1.0)]
+    where = "Table 7, a layer against TransformerEngine"
+    assert finding_of(where, rows).verdict == claims.NOT_MEASURED
+    assert finding_of(where, [*rows, layer(case, paper.FLAX, "device_ms", ms)]).verdict == verdict
+    where = "Appendix G.5"
+    cached = layer(case, paper.CACHED, "device_ms", 1 / ms)
+    assert finding_of(where, [*rows, cached]).verdict == (NOT if ms < 1 else SAME)
+
+
+@pytest.mark.parametrize(("ratio", "verdict"), [(1.04, SAME), (1.06, NOT)])
+def test_norms(ratio, verdict):
+    rows = [layer("norm-8x8", BF16, "device_ms", 1.0), layer("norm-8x8", OURS, "device_ms", ratio)]
+    assert finding_of("Appendix J", rows).verdict == verdict
+
+
+def trained(steps=2000, **over):
+    flags = {"steps": steps, "parameters": 134_000_000, "preset": "llama-134m", "tokens": 16384}
+    losses = {"standard": 3.0} | {name.replace("__", "-"): 3 * (1 + v) for name, v in over.items()}
+    return [made("train", "llama-134m/activations", name, "val_loss", value, flags=flags, seed=0)
+            for name, value in losses.items()]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "verdict"),
+    [("fp8", 0.0029, SAME), ("fp8", 0.0005, BETTER), ("fp8", 0.0031, NOT), ("fp8", math.nan, NOT),
+     ("coat_adamw", 0.001, SAME), ("fp8__coat_adamw", 0.0069, SAME),
+     ("fp8__coat_adamw", 0.0071, NOT)],
+)  # fmt: skip
+def test_training(name, more, verdict):
+    rows = trained(**{name: more})
+    where = f"Table 13, {activation_tables.SAYS[name.replace('__', '-')]}"
+    found = [c.finding(rows) for c in paper.CLAIMS if c.where == where]
+    assert [one.verdict for one in found] == [verdict]
+    ((*_, reached),) = activation_tables.targets(rows)[1]
+    assert (reached == "yes") == (verdict != NOT)
+    assert activation_tables.targets(trained(steps=500, **{name: more}))[1] == []  # too short
+
+
+def fitted(preset, plain, coat, planned=(2.0, 1.0)):
+    case = f"llama-{preset}-s2048"
+    rows = [made("fit", case, "all", "common_batch", min(plain, coat) or 1)]
+    for name, most, size in (("optax.adamw", plain, planned[0]), (paper.fit_tables.COAT, coat,
+                                                                  planned[1])):  # fmt: skip
+        rows.append(made("fit", case, name, "max_batch", most))
+        for batch in {most, min(plain, coat)} - {0}:
+            at = f"{case}-b{batch}"
+            rows.append(made("fit", at, name, "tokens_per_s", 100.0 + 10 * batch))
+            rows.append(made("fit", at, name, "planned_bytes", size))
+    return rows
+
+
+def test_what_fits():
+    where = "Table 8, Llama-2-7B on one GPU"
+    assert finding_of(where, fitted("8b", 0, 2)).verdict == SAME
+    assert finding_of(where, fitted("8b", 1, 2)).verdict == NOT
+    assert finding_of(where, fitted("8b", 0, 0)).verdict == NOT
+    for coat, verdict in ((3, NOT), (4, SAME), (5, BETTER)):
+        assert finding_of("§6.2.2, micro-batch", fitted("3b", 2, coat)).verdict == verdict
+    peak, speed = "§6.2.2, peak memory", "§6.2.2, Table 11, speed"
+    found = finding_of(peak, fitted("3b", 2, 8, planned=(1.56, 1.0)))
+    assert (found.verdict, "x 1.56" in found.measured) == (SAME, True)
+    found = finding_of(speed, fitted("3b", 2, 8))
+    assert (found.verdict, f"x {180 / 120:.2f}" in found.measured) == (SAME, True)
