@@ -182,6 +182,7 @@ RECIPES: dict[str, Recipe] = {
 }
 _DOTS: dict[str, Callable[..., jax.Array]] = {
     "bf16": lax.dot_general,
+    "switchback-int8": layers.switchback_dot_general(),
     "switchback-fp8": layers.switchback_dot_general("switchback", "fp8"),
     "tensorwise-fp8": layers.switchback_dot_general("tensorwise", "fp8"),
 }

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks import records
+from benchmarks import linear_peers, records
 from optax_lowmem.kernels import quantized_matmul as kernels
 from optax_lowmem.kernels.quantized_matmul import E4M3, INT8
 from optax_lowmem.layers import switchback_dot_general
@@ -43,7 +43,10 @@ LAYERS |= {
     "auto-int8": switchback_dot_general(implementation="auto"),
     "auto-fp8": switchback_dot_general(format="fp8", implementation="auto"),
 }
-DEFAULT = ["bf16", "switchback-int8", "switchback-fp8", "switchback_m-int8", "switchback_m-fp8"]
+DEFAULT = [
+    "bf16", "switchback-int8", "switchback-fp8", "switchback_m-int8", "switchback_m-fp8",
+    *linear_peers.NAMES,
+]  # fmt: skip
 
 
 # ---- what is timed -------------------------------------------------------------------------------
@@ -57,6 +60,11 @@ def linear(dot: Dot) -> Callable[..., Any]:
         return y, *pull(g)
 
     return step
+
+
+def step_of(name: str) -> Callable[..., Any]:
+    """`linear` of one of ours, or a peer's."""
+    return linear(LAYERS[name]) if name in LAYERS else linear_peers.step(name)
 
 
 def _product(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
@@ -166,7 +174,7 @@ def rows_of(shape: str, names: list[str], repeats: int, alone: bool) -> list[dic
     guess = 6 * tokens * width * out / 500e12
     if jax.default_backend() == "cpu":
         guess *= 5e3
-    timed = {name: Timed(linear(LAYERS[name]), args, guess) for name in names}
+    timed = {name: Timed(step_of(name), args, guess) for name in names}
     if alone:
         timed |= {name: Timed(run, args, guess / 4) for name, run in operations().items()}
         for to in (INT8, E4M3):
@@ -181,7 +189,7 @@ def rows_of(shape: str, names: list[str], repeats: int, alone: bool) -> list[dic
         )
         found.append(row)
         print(f"{shape:<20}{name:<28}{row['value']:9.4f} ms  {spread['min']:.4f}", flush=True)
-    for name in names:
+    for name in (name for name in names if name in LAYERS):
         if name.startswith("auto"):
             print(f"{shape:<20}{name:<28}{LAYERS[name].choose(tokens, width, out).reason}")
         size = saved_bytes(LAYERS[name], shape)
@@ -196,15 +204,20 @@ def main(arguments: list[str] | None = None) -> None:
     )
     add = parser.add_argument
     add("--shapes", nargs="+", default=SHAPES, metavar="TOKENSxINxOUT")
-    add("--impl", nargs="+", choices=LAYERS, default=DEFAULT, metavar="NAME",
-        help=f"of {', '.join(LAYERS)}")  # fmt: skip
+    choices = [*LAYERS, *linear_peers.NAMES]
+    add("--impl", nargs="+", choices=choices, default=DEFAULT, metavar="NAME",
+        help=f"of {', '.join(choices)}")  # fmt: skip
     add("--alone", action="store_true", help="each operation alone too")
     add("--repeats", type=int, default=5)
     add("--record", nargs="?", const=True, type=Path, metavar="FILE",
         help="append to FILE, or to benchmarks/results")  # fmt: skip
     args = parser.parse_args(arguments)
+    missing = {name: linear_peers.missing_reason(name) for name in linear_peers.NAMES}
+    for name in filter(missing.get, args.impl):
+        print(missing[name])
+    names = [name for name in args.impl if not missing.get(name)]
     for shape in args.shapes:
-        rows = rows_of(shape, args.impl, args.repeats, args.alone)
+        rows = rows_of(shape, names, args.repeats, args.alone)
         if args.record:
             records.append(rows, None if args.record is True else args.record)
 
