@@ -265,20 +265,25 @@ def of_product(a: Any, b: Any, of_a: Any, of_b: Any, dtype: str = "float32") -> 
 
 # -- products of FP8 codes (test_quantized_product.py) ---------------------------------------------
 
-# f32 sums of at most 1280 terms in another order (2^-14) and one rounding to 16 bits, of a row's
-# largest result.
-FLOAT8_SUM = 2.0**-8
 # Hopper's tensor cores add 32 products at a time to a sum of which 14 bits count. Measured at
-# 16,384 terms: 3.1e-3 of a result's rms, XLA's and the kernel's alike; twice, since both are off.
+# 16,384 terms: 3.1e-3 of a result's rms; twice that.
 HOPPER_FLOAT8_RMS = 2.0**-7
 
 
-def hopper_float8_sum(length: int) -> float:
-    """Of a row's largest result: 2^-13 of a sum under way for each 32 terms, of both products.
+def float8_sum(dtype: str) -> float:
+    """Of a row's largest result: f32 sums of at most 1280 terms in another order (2^-14).
+
+    Both are rounded to the result's dtype, and may fall on either side: a whole spacing.
+    """
+    return 2.0**-14 + 2 * HALF_SPACING[dtype]
+
+
+def hopper_float8_sum(length: int, dtype: str) -> float:
+    """And for each 32 terms 2^-13 of the sum under way, and of the products added to it.
 
     Sums under way are at most about as large as a row's largest.
     """
-    return FLOAT8_SUM + 2 * length / 32 * 2.0**-13
+    return float8_sum(dtype) + 2 * length / 32 * 2.0**-13
 
 
 # -- the FP8 precision flow (test_fp8_flow.py) -----------------------------------------------------

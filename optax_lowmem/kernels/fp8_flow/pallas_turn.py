@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from optax_lowmem.kernels import pallas_tiles
-from optax_lowmem.kernels.fp8_flow import reference
 from optax_lowmem.kernels.quantized_matmul import Format, Quantized
+from optax_lowmem.kernels.quantized_matmul import reference as matmul
 from optax_lowmem.kernels.tiles import result_like
 
 # of a program: 128 bytes in a row of what it writes turned, and of what it reads
@@ -29,7 +29,7 @@ def _body(to: Format | None, columns: int, *refs: Any) -> None:
     codes = plgpu.load(place, mask=there, other=0.0)
     if to is not None:
         absmax_ref, codes_ref, rest = rest[0], rest[1], rest[2:]
-        codes = reference.quantized(codes, absmax_ref[0], to).codes
+        codes = matmul.codes_of(codes, absmax_ref[0], to)
         plgpu.store(pallas_tiles.part(codes_ref, row, column)[0], codes, mask=there)
     place, there = pallas_tiles.part(rest[0], column, row)
     plgpu.store(place, codes.T, mask=there)
@@ -61,5 +61,4 @@ def quantize_both(
     """`reference.quantized` of a matrix, and the transpose of its codes; x is read once."""
     out = (result_like(x, x.shape, to.dtype), result_like(x, x.shape[::-1], to.dtype))
     codes, turned = _call(to, x, out, interpret, absmax.reshape(1))
-    scales = reference.quantized(x[:0], absmax.reshape(1, 1), to).scales
-    return Quantized(codes, scales), turned
+    return Quantized(codes, matmul.scales_of(absmax.reshape(1, 1), to)), turned

@@ -47,7 +47,7 @@ def store(x: jax.Array, group_size: int) -> Grouped:
       Codes and scales: |x - restored| is at most x / 16, or s / 448 / 2^10 if that is more. A
       group with a number that is not finite is restored as NaN.
     """
-    codes, scales = store_groups(groups.to_groups(x, group_size))
+    codes, scales = matmul.as_stored(store_groups(groups.to_groups(x, group_size)))
     return Grouped(groups.from_groups(codes, x.shape), scales)
 
 
@@ -87,7 +87,8 @@ def tensor_absmax(x: jax.Array, group_size: int) -> jax.Array:
 
 def quantized(x: jax.Array, absmax: jax.Array, to: Format = E4M3, clip: bool = False) -> Quantized:
     """Codes and the scale of an array whose maximum is `absmax`; `clip`: or may be more."""
-    return Quantized(matmul.codes_of(x, absmax, to, clip), matmul.scales_of(absmax, to))
+    codes = matmul.as_stored(matmul.codes_of(x, absmax, to, clip))
+    return Quantized(codes, matmul.scales_of(absmax, to))
 
 
 # ---- RMSNorm -------------------------------------------------------------------------------------

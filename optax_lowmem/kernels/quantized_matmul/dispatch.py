@@ -44,7 +44,10 @@ def _rows_reason(x: Any) -> str | None:
 
 def quantize(x: jax.Array, axes: int | tuple[int, ...] | None, to: Format) -> Quantized:
     """`reference.quantize`; rows (of the last axis) in one kernel that reads them once."""
-    plain = functools.partial(reference.quantize, axes=axes, to=to)
+
+    def plain(x: jax.Array) -> Quantized:
+        return reference.as_stored(reference.quantize(x, axes, to))
+
     if axes not in (x.ndim - 1, (x.ndim - 1,)) or _rows_reason(x) is not None:
         return plain(x)
     from optax_lowmem.kernels.quantized_matmul import pallas_triton
@@ -70,7 +73,7 @@ def quantize_transposed(
     clip, largest = absmax is not None, reference.absmax_of(w, axes) if absmax is None else absmax
 
     def plain(w: jax.Array, largest: jax.Array) -> Quantized:
-        codes = reference.codes_of(w, largest, to, clip)
+        codes = reference.as_stored(reference.codes_of(w, largest, to, clip))
         return Quantized(codes.T, reference.scales_of(largest, to).T)
 
     if axes is not None or w.dtype not in _DTYPES or _no_kernel(w) is not None:

@@ -57,6 +57,11 @@ def absmax_of(x: jax.Array, axes: int | tuple[int, ...] | None) -> jax.Array:
     return lax.expand_dims(absmax, over)
 
 
+def as_stored(stored: Any) -> Any:
+    """The same codes and scales; XLA on a GPU would go on with what was rounded to FP8 codes."""
+    return lax.optimization_barrier(stored)
+
+
 def codes_of(x: jax.Array, absmax: jax.Array, to: Format, clip: bool = False) -> jax.Array:
     """Codes of values whose maximum is `absmax`, which broadcasts; `clip`: or may be more."""
     x = numerics.widen(x)
