@@ -40,9 +40,13 @@ def worse(losses: dict[str, float], impl: str, base: str = STANDARD) -> float:
     return found if math.isfinite(found) else math.inf
 
 
-def bound(losses: dict[str, float]) -> float:
-    """What a loss must be over the standard's to be visibly worse: more than chance would do."""
-    return max(CLOSE, 2 * abs(worse(losses, OTHER_START)))
+def bound(*losses: dict[str, float]) -> float:
+    """What a loss must be over the standard's to be visibly worse: more than chance would do.
+
+    Chance is another start's, of the first experiment that has one.
+    """
+    of = next(one for one in losses if OTHER_START in one)
+    return max(CLOSE, 2 * abs(worse(of, OTHER_START)))
 
 
 def values(
@@ -79,17 +83,20 @@ def _loss(impl: str, expected: str, base: str = STANDARD, large: bool = False) -
     """A held-out loss over the base's: `close` to it, visibly `worse`, `fails` or `trains`."""
 
     def measure(rows: Rows) -> Finding | None:
-        names = dict.fromkeys((STANDARD, OTHER_START, base, impl))
-        read = values(rows, "val_loss", *names, large=large)
-        if read is None:
+        read = values(rows, "val_loss", *dict.fromkeys((STANDARD, base, impl)), large=large)
+        starts = (STANDARD, OTHER_START)
+        own = values(rows, "val_loss", *starts, large=large)
+        other = own or values(rows, "val_loss", *starts)
+        if read is None or other is None:
             return None
-        losses, used = read
+        (losses, used), (chance, _) = read, other
         more = worse(losses, impl, base)
         text = f"{_about(used)}: {losses[base]:.4f} → {losses[impl]:.4f} ({_percent(more)}; "
-        text += f"other initial weights {_percent(worse(losses, OTHER_START))})"
+        text += f"other initial weights {_percent(worse(chance, OTHER_START))}"
+        text += ")" if own else ", with the smaller batch)"
         holds = {
             "close": more <= CLOSE,
-            "worse": more > bound(losses),
+            "worse": more > bound(chance),
             "fails": more > FAILS,
             "trains": more <= FAILS,
         }[expected]

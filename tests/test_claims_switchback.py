@@ -75,6 +75,15 @@ def test_what_chance_does_is_not_worse():
     assert found.verdict == NOT and "other initial weights +1.10 %" in found.measured
 
 
+def test_a_large_batch_without_another_start():
+    """Chance is then the smaller batch's."""
+    where = "Figure 1, LLM.int8(), a large batch (appendix D.3)"
+    large = [row for row in trained(large=True) if row["impl"] != paper.OTHER_START]
+    assert finding_of(where, large).verdict == claims.NOT_MEASURED
+    found = finding_of(where, [*large, *trained(**{paper.OTHER_START: 1.011})])
+    assert found.verdict == NOT and "+1.10 %, with the smaller batch" in found.measured
+
+
 def test_batches_and_devices_are_not_mixed():
     small, large = "Figure 1, SwitchBack, int8", "Figure 1, SwitchBack, int8, a large batch"
     assert finding_of(large, trained()).verdict == claims.NOT_MEASURED
