@@ -47,7 +47,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--factors", nargs="+", type=float, default=FACTORS, metavar="X",
         help="on the learning rate, of rates (default: 1 4 8 16 32 64)")  # fmt: skip
     add("--steps", type=int, help="of each run; default: the preset's")
-    add("--attention", choices=("xla", "cudnn"), default="xla")
+    add("--attention", choices=("xla", "cudnn"), help="default: the preset's")
     add("--seed", type=int, default=0, help="of weights, batches and noise")
     add("--limit", type=float, default=480, metavar="S",
         help="of a part: start no run that would end later, casts come after (default: "

@@ -47,11 +47,14 @@ STATISTICS = ("min", "5 %", "25 %", "50 %", "75 %", "95 %", "max", "mean", "std"
 _BIG, _SMALL, _TINY = Shape(8, 512, 1536, 8, 8, 256), Shape(4, 96, 288, 3, 3, 256), Shape(
     2, 32, 64, 2, 2, 256
 )  # fmt: skip
+_RUN = Run("llama-27m", _BIG, 256, 32, 5_000, 50, 1e-3, "installed", 64, "bfloat16", "cudnn")
 # preset -> part -> run; `rates` is trained once with each factor on its rate
 PRESETS = {
     "gpu": {
-        "run": Run("llama-27m", _BIG, 256, 32, 5_000, 50, 1e-3, "installed", 64, "bfloat16"),
-        "rates": Run("llama-27m-rates", _BIG, 256, 32, 400, 20, 1e-3, "installed", 16, "bfloat16"),
+        "run": _RUN,
+        "rates": dataclasses.replace(
+            _RUN, preset="llama-27m-rates", steps=400, every=20, held_out_batches=16
+        ),
     },
     "cpu": {
         "run": Run("llama-mini", _SMALL, 64, 8, 1_000, 20, 4e-3, "standard-library", 32, "float32"),
