@@ -13,6 +13,7 @@ import argparse
 import functools
 import statistics
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -95,15 +96,21 @@ def rows_of(shape: str, repeats: int, only: list[str] | None) -> list[dict[str, 
     key = jnp.uint32(1)
     w = jax.jit(lambda: jax.random.normal(jax.random.key(0), size) * 0.02)()
     factor = jnp.full(kernels.block_shape(size), 2 ** (1 - BITS), jnp.float32)
-    timed = {}
-    for kind, names in (("forward", FORWARD), ("noise", ALONE)):
-        for name in names if only is None else [n for n in names if n in only]:
-            run, args = (
-                (forward(name), (w, factor, key))
-                if kind == "forward"
-                else (alone(name, size), (key,))
-            )
-            timed[kind, name] = Keyed(run, args, guess)
+
+    def keyed(one: tuple[str, str]) -> Keyed:
+        kind, name = one
+        if kind == "forward":
+            return Keyed(forward(name), (w, factor, key), guess)
+        return Keyed(alone(name, size), (key,), guess)
+
+    wanted = [
+        (kind, name)
+        for kind, names in (("forward", FORWARD), ("noise", ALONE))
+        for name in names
+        if only is None or name in only
+    ]
+    with ThreadPoolExecutor() as pool:  # compiled side by side
+        timed = dict(zip(wanted, pool.map(keyed, wanted), strict=True))
     found = []
     for (kind, name), times in measure(timed, repeats).items():
         rates = [elements / ms / 1e6 for ms in times]  # 10^9 a second
@@ -123,6 +130,10 @@ def train_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
             name: noise_training.Run(args.preset, optimizer, name, args.batch, args.attention)
             for name in args.variants
         }
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(noise_training.Run.compile, runs.values()))
+        for run in runs.values():
+            run.start()
         times = measure(runs, args.repeats)
         base = statistics.median(times[args.variants[0]])
         for name, run in runs.items():

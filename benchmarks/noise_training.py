@@ -62,7 +62,7 @@ def make_optimizer(
 
 
 class Run:
-    """Training steps on one batch, compiled into one call of several; it has `time`."""
+    """Training steps on one batch, any number in a call: `compile`, `start`, then `time`."""
 
     def __init__(
         self, preset: str, optimizer: str, name: str, batch: int | None, attention: str
@@ -73,16 +73,22 @@ class Run:
         self.tx = make_optimizer(optimizer, name, own.shape)
         self.optimizer, self.name = optimizer, name
         self.model = Llama(own.shape, "bfloat16", attention, own.remat)
-        self.carry = jax.jit(self._start)()
+        self._steps = 1
         size = (self.batch, self.sequence + 1)
         self.inputs = jax.random.randint(jax.random.key(1), size, 0, own.shape.vocab, jnp.int32)
-        one = self._compiled(1)
-        self.peak_bytes = _planned(one)
-        self._steps, self._run = 1, one
+        like = jax.eval_shape(self._start)
+        self._lowered = jax.jit(self._many, donate_argnums=0).lower(like, self.inputs, 1)
+
+    def compile(self) -> None:
+        """May run beside others' in threads."""
+        self._run = self._lowered.compile()
+        self.peak_bytes = _planned(self._run)
+
+    def start(self) -> None:
+        """Weights and state, and how many steps a call has."""
+        self.carry = jax.jit(self._start)()
         self.time()
         self._steps = max(2, min(200, round(CALL_SECONDS / (self.time() / 1e3))))
-        self._run = self._compiled(self._steps)
-        self.time()
 
     def _dtype(self, path: str, leaf: Any = None) -> Any:
         if is_norm(path):
@@ -100,16 +106,13 @@ class Run:
         grads = jax.grad(self.model)(params, tokens)
         return lowmem.step(self.tx, grads, state, params)
 
-    def _compiled(self, steps: int) -> Any:
-        def run(carry: Any, tokens: jax.Array) -> Any:
-            return jax.lax.fori_loop(0, steps, lambda _, c: self._step(c, tokens), carry)
-
-        return jax.jit(run, donate_argnums=0).lower(self.carry, self.inputs).compile()
+    def _many(self, carry: Any, tokens: jax.Array, steps: jax.Array) -> Any:
+        return jax.lax.fori_loop(0, steps, lambda _, c: self._step(c, tokens), carry)
 
     def time(self) -> float:
         """Milliseconds of a step."""
         started = time.perf_counter()
-        self.carry = jax.block_until_ready(self._run(self.carry, self.inputs))
+        self.carry = jax.block_until_ready(self._run(self.carry, self.inputs, self._steps))
         return (time.perf_counter() - started) / self._steps * 1e3
 
     # ---- bytes -------------------------------------------------------------------------------
@@ -144,7 +147,7 @@ def _size(tree: Any) -> int:
 
 
 def _planned(compiled: Any) -> int:
-    """Bytes of a device in a step, as its compiler plans them."""
+    """Bytes of a device in steps, as their compiler plans them."""
     plan = compiled.memory_analysis()
     given = plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
     return given + plan.temp_size_in_bytes
