@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("flax")
 
-from benchmarks import bench_linear, linear_tables  # noqa: E402
+from benchmarks import bench_linear, linear_peers, linear_tables  # noqa: E402
 
 
 def test_saved_bytes():
@@ -27,6 +27,19 @@ def test_what_is_timed_is_the_layer():
     y, dx, dw = bench_linear.linear(bench_linear.LAYERS["bf16"])(x, w, g)
     for found, wanted in ((y, x @ w), (dx, g @ w.T), (dw, x.T @ g)):
         np.testing.assert_allclose(jnp.float32(found), jnp.float32(wanted), rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize("name", linear_peers.NAMES)
+def test_peers_compute_the_layer(name):
+    if why := linear_peers.missing_reason(name):
+        pytest.skip(why)
+    x, w, g = bench_linear.operands("32x64x16")
+    y, dx, dw, *_ = bench_linear.step_of(name)(x, w, g)
+    for found, wanted in ((y, x @ w), (dx, g @ w.T), (dw, x.T @ g)):
+        found, wanted = np.float32(found), np.float32(wanted)
+        assert found.shape == wanted.shape
+        # of gradients in E5M2 an eighth at most is lost, by chance much less
+        assert np.linalg.norm(found - wanted) <= 0.1 * np.linalg.norm(wanted)
 
 
 @pytest.mark.full

@@ -54,7 +54,7 @@ def compare(found, a, b, dtype, share=None):
         np.testing.assert_array_equal(found, wanted)
     else:  # sums in another order
         size = np.abs(wanted).max(axis=1, keepdims=True)
-        off = np.abs(found - wanted) / np.where(size, share * size, 1)
+        off = np.abs(found - wanted) / np.where(size, share * size, 2.0**-126)
         worst = np.unravel_index(off.argmax(), off.shape)
         assert off.max() <= 1, f"{off.max():.3g} of what is allowed, at {worst}"
         assert np.abs(wanted).max() > 0
