@@ -77,7 +77,7 @@ class Run:
         size = (self.batch, self.sequence + 1)
         self.inputs = jax.random.randint(jax.random.key(1), size, 0, own.shape.vocab, jnp.int32)
         like = jax.eval_shape(self._start)
-        self._lowered = jax.jit(self._many, donate_argnums=0).lower(like, self.inputs, 1)
+        self._lowered = jax.jit(self.many, donate_argnums=0).lower(like, self.inputs, 1)
 
     def compile(self) -> None:
         """May run beside others' in threads."""
@@ -106,7 +106,8 @@ class Run:
         grads = jax.grad(self.model)(params, tokens)
         return lowmem.step(self.tx, grads, state, params)
 
-    def _many(self, carry: Any, tokens: jax.Array, steps: jax.Array) -> Any:
+    def many(self, carry: Any, tokens: jax.Array, steps: jax.Array) -> Any:
+        """So many steps on one batch."""
         return jax.lax.fori_loop(0, steps, lambda _, c: self._step(c, tokens), carry)
 
     def time(self) -> float:
