@@ -10,7 +10,6 @@ benchmarks/results/coat_activations.npz after each variant.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from pathlib import Path
 
 import jax
@@ -53,12 +52,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def make_run(args: argparse.Namespace) -> Run:
     """The preset with what the command line changes."""
     preset = PRESETS[args.preset or ("cpu" if jax.default_backend() == "cpu" else "gpu")]
-    given = {"steps": args.steps, "learning_rate": args.lr, "attention": args.attention,
-             "batch": args.batch}  # fmt: skip
-    run = dataclasses.replace(preset, **{k: v for k, v in given.items() if v is not None})
-    if run.steps % run.every:
-        raise SystemExit(f"--steps {run.steps} is not a multiple of {run.every}, a call's")
-    return run
+    return preset.changed(
+        steps=args.steps, learning_rate=args.lr, attention=args.attention, batch=args.batch
+    )
 
 
 def main(arguments: list[str] | None = None) -> dict[str, dict[str, np.ndarray]]:

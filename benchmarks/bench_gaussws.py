@@ -71,12 +71,8 @@ def keep(args: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
 def make_run(args: argparse.Namespace, part: str) -> Run:
     """The part's run with what the command line changes."""
     usual = "cpu" if jax.default_backend() == "cpu" else "gpu"
-    given = {"steps": args.steps, "attention": args.attention}
-    given = {name: value for name, value in given.items() if value is not None}
-    run = dataclasses.replace(PRESETS[args.preset or usual][part], **given)
-    if run.steps % run.every:
-        raise SystemExit(f"--steps {run.steps} is not a multiple of {run.every}, a call's")
-    return run
+    preset = PRESETS[args.preset or usual][part]
+    return preset.changed(steps=args.steps, attention=args.attention)
 
 
 def about(experiment: Experiment, parameters: int) -> dict[str, Any]:

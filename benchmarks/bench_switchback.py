@@ -78,11 +78,7 @@ def make_run(args: argparse.Namespace, part: str) -> Run:
     """The part's run with what the command line changes."""
     usual = "cpu" if jax.default_backend() == "cpu" else "gpu"
     preset = PRESETS[args.preset or usual][part]
-    given = {"steps": args.steps, "learning_rate": args.lr, "attention": args.attention}
-    run = dataclasses.replace(preset, **{k: v for k, v in given.items() if v is not None})
-    if run.steps % run.every:
-        raise SystemExit(f"--steps {run.steps} is not a multiple of {run.every}, a call's")
-    return run
+    return preset.changed(steps=args.steps, learning_rate=args.lr, attention=args.attention)
 
 
 def about(experiment: Experiment, parameters: int) -> dict[str, Any]:

@@ -65,6 +65,13 @@ class Run:
         """Of a tokenizer that is trained."""
         return self.shape.vocab
 
+    def changed(self, **given: Any) -> Run:
+        """With what a command line gives; None: as it is."""
+        own = dataclasses.replace(self, **{k: v for k, v in given.items() if v is not None})
+        if own.steps % own.every:
+            raise SystemExit(f"--steps {own.steps} is not a multiple of {own.every}, a call's")
+        return own
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
