@@ -73,8 +73,8 @@ def quantize_transposed(
     clip, largest = absmax is not None, reference.absmax_of(w, axes) if absmax is None else absmax
 
     def plain(w: jax.Array, largest: jax.Array) -> Quantized:
-        codes = reference.as_stored(reference.codes_of(w, largest, to, clip))
-        return Quantized(codes.T, reference.scales_of(largest, to).T)
+        codes = reference.codes_of(w, largest, to, clip)
+        return reference.as_stored(Quantized(codes.T, reference.scales_of(largest, to).T))
 
     if axes is not None or w.dtype not in _DTYPES or _no_kernel(w) is not None:
         return plain(w, largest)
