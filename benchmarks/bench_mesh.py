@@ -14,6 +14,7 @@ them (the optimizer's step has none).
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -133,26 +134,26 @@ class Run:
         self.args, self.failed = args, False
         self.rows: list[dict[str, Any]] = []
 
-    def steps(self) -> None:
-        """The optimizer's step, on each number of devices."""
-        for devices in self.args.devices:
-            for impl in IMPLEMENTATIONS:
-                self._try(devices, impl, STEP, lambda n=devices, i=impl: stepped(self.args, n, i))
+    def measure(self) -> None:
+        """All parts on each number of devices, the largest last."""
+        args, of_one = self.args, {}
+        for devices in args.devices:
+            if "step" in args.part:
+                for impl in IMPLEMENTATIONS:
+                    self._try(devices, impl, STEP, lambda n=devices, i=impl: stepped(args, n, i))
+            if "train" in args.part:
+                for impl in args.train_impl:
+                    compared = functools.partial(self._compared, devices, impl, of_one)
+                    self._try(devices, impl, TRAIN, compared)
 
-    def training(self) -> None:
-        """The example's run, on each number of devices."""
-        of_one: dict[str, list[float]] = {}
-
-        def compared(devices: int, impl: str) -> dict[str, Any]:
-            found = trained(self.args, devices, impl)
-            one = of_one.setdefault(impl, found["losses"]) if devices == 1 else of_one.get(impl)
-            if devices > 1 and one:
-                found["loss_difference"] = mesh_tables.loss_difference(found["losses"], one)
-            return found
-
-        for devices in self.args.devices:
-            for impl in self.args.train_impl:
-                self._try(devices, impl, TRAIN, lambda n=devices, i=impl: compared(n, i))
+    def _compared(self, devices: int, impl: str, of_one: dict[str, list[float]]) -> dict[str, Any]:
+        """A run of the example, and how far its losses are from those `of_one` device."""
+        found = trained(self.args, devices, impl)
+        if devices == 1:
+            of_one[impl] = found["losses"]
+        elif impl in of_one:
+            found["loss_difference"] = mesh_tables.loss_difference(found["losses"], of_one[impl])
+        return found
 
     def _try(
         self, devices: int, impl: str, metrics: dict, measured: Callable[[], dict[str, Any]]
@@ -234,10 +235,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # or this process takes most of a GPU before the others can have any of it
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     run = Run(arguments(argv))
-    if "step" in run.args.part:
-        run.steps()
-    if "train" in run.args.part:
-        run.training()
+    run.measure()
     print(mesh_tables.of_a_run(run.rows))
     return int(run.failed)
 
