@@ -11,6 +11,7 @@ Device time of programs looped in one jit, median of `--repeats` calls; implemen
 import argparse
 import statistics
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,12 @@ def byte_rows(case: str, names: list[str]) -> Rows:
     return [one for rows in found for one in rows]
 
 
+def planned(step: Callable[..., Any], *args: Any) -> int:
+    """Temporary bytes of a step, which hardly depend on how kernels are chosen."""
+    options = {"xla_gpu_autotune_level": "0"} if jax.default_backend() == "gpu" else None
+    return jax.jit(step).lower(*args).compile(options).memory_analysis().temp_size_in_bytes
+
+
 def layer_rows(case: str, names: list[str], repeats: int) -> Rows:
     """Forward, and forward with backward, of each layer; memory that the compiler plans."""
     shape, kind = Shape.parse(case), attention()
@@ -95,13 +102,14 @@ def layer_rows(case: str, names: list[str], repeats: int) -> Rows:
     size = (shape.batch, shape.length, shape.width)
     x, g = (jax.random.normal(key, size, jnp.bfloat16) for key in keys)
     timed: dict[str, Timed] = {}
-    rows: Rows = []
-    for name in names:
-        layer, params = activation_layers.make(name, shape, kind)
-        timed[f"{name} forward"] = Timed(layer, (params, x), _guess(shape))
-        timed[name] = Timed(backward(layer), (params, x, g), 3 * _guess(shape))
-        planned = jax.jit(backward(layer)).lower(params, x, g).compile().memory_analysis()
-        rows.append(row(case, name, "temp_bytes", planned.temp_size_in_bytes, "bytes"))
+    with ThreadPoolExecutor() as pool:  # plans are made while others are compiled to be timed
+        plans = {}
+        for name in names:
+            layer, params = activation_layers.make(name, shape, kind)
+            plans[name] = pool.submit(planned, backward(layer), params, x, g)
+            timed[f"{name} forward"] = Timed(layer, (params, x), _guess(shape))
+            timed[name] = Timed(backward(layer), (params, x, g), 3 * _guess(shape))
+    rows = [row(case, name, "temp_bytes", plan.result(), "bytes") for name, plan in plans.items()]
     times = measure(timed, repeats)
     for name in names:
         both, forward = times[name], times[f"{name} forward"]
