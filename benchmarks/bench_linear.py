@@ -110,8 +110,9 @@ class Timed:
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], guess_s: float) -> None:
         self.args, self.calls = args, max(3, min(400, round(CALL_SECONDS / guess_s)))
-        jitted = jax.jit(functools.partial(self._loop, function))
-        self.run = jitted.lower(args, self.calls).compile()
+        # how often is known when compiling: else a GPU waits for the host before each turn
+        loop = functools.partial(self._loop, function, calls=self.calls)
+        self.run = jax.jit(loop).lower(args).compile()
         self.time()
 
     @staticmethod
@@ -128,7 +129,7 @@ class Timed:
     def time(self) -> float:
         """Milliseconds of one run of the function."""
         started = time.perf_counter()
-        jax.block_until_ready(self.run(self.args, self.calls))
+        jax.block_until_ready(self.run(self.args))
         return (time.perf_counter() - started) / self.calls * 1e3
 
 

@@ -37,11 +37,13 @@ def compare_transposed(shape, dtype, to, interpret):
     x = drawn(shape, dtype)
     absmax, wanted = reference.absmax_of(x, None), of_rows(x, None, to)
     found = pallas_triton.quantize_transposed(x, absmax, to, interpret=interpret)
-    np.testing.assert_array_equal(raw(found).T, raw(wanted.codes))
+    np.testing.assert_array_equal(raw(found.codes).T, raw(wanted.codes))
+    np.testing.assert_array_equal(found.scales, wanted.scales)
     # with a maximum that was found when the largest was half as large
     wanted = jax.jit(reference.codes_of, static_argnums=(2, 3))(x, absmax / 2, to, True)
     found = pallas_triton.quantize_transposed(x, absmax / 2, to, True, interpret)
-    np.testing.assert_array_equal(raw(found).T, raw(wanted))
+    np.testing.assert_array_equal(raw(found.codes).T, raw(wanted))
+    np.testing.assert_array_equal(found.scales, reference.scales_of(absmax / 2, to))
     assert np.abs(np.asarray(wanted, np.float32)).max() == to.largest
 
 

@@ -78,6 +78,20 @@ def absmax_bits(
     return jnp.max(magnitude, axis=axes).astype(jnp.uint32)
 
 
+def absmax(x: jax.Array, axes: tuple[int, ...], least: int) -> jax.Array:
+    """max(|x|, the f32 of the bits `least`) over axes, outside of kernels.
+
+    On a GPU two launches, and one where x has one axis: rows, which XLA finds beside what makes x,
+    then the rest, which starts from `least`.
+    """
+    *axes, last = sorted(axis % x.ndim for axis in axes)
+    bits = lax.bitcast_convert_type(x, jnp.int32) & MAGNITUDE_MASK
+    if axes:
+        bits = jnp.max(bits, axis=last, keepdims=True)
+    top = lax.reduce(bits, jnp.int32(least), lax.max, (*axes, last))
+    return lax.bitcast_convert_type(top, jnp.float32)
+
+
 def max_bits(x: jax.Array) -> jax.Array:
     """Bits of max(0, x) over the last axis, in integers; a NaN without a sign wins."""
     return jnp.maximum(jnp.max(lax.bitcast_convert_type(x, jnp.int32), axis=-1), 0)

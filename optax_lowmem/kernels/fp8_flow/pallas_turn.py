@@ -15,6 +15,7 @@ from jax.experimental.pallas import triton as plgpu
 from optax_lowmem.kernels import pallas_tiles
 from optax_lowmem.kernels.quantized_matmul import Format, Quantized
 from optax_lowmem.kernels.quantized_matmul import reference as matmul
+from optax_lowmem.kernels.quantized_matmul.pallas_triton import store_scale
 from optax_lowmem.kernels.tiles import result_like
 
 # of a program: 128 bytes in a row of what it writes turned, and of what it reads
@@ -28,9 +29,10 @@ def _body(to: Format | None, columns: int, *refs: Any) -> None:
     place, there = pallas_tiles.part(x_ref, row, column)
     codes = plgpu.load(place, mask=there, other=0.0)
     if to is not None:
-        absmax_ref, codes_ref, rest = rest[0], rest[1], rest[2:]
+        absmax_ref, codes_ref, scale_ref, *rest = rest
         codes = matmul.codes_of(codes, absmax_ref[0], to)
         plgpu.store(pallas_tiles.part(codes_ref, row, column)[0], codes, mask=there)
+        store_scale(scale_ref, absmax_ref[0], to)
     place, there = pallas_tiles.part(rest[0], column, row)
     plgpu.store(place, codes.T, mask=there)
 
@@ -59,6 +61,7 @@ def quantize_both(
     x: jax.Array, absmax: jax.Array, to: Format, interpret: bool = False
 ) -> tuple[Quantized, jax.Array]:
     """`reference.quantized` of a matrix, and the transpose of its codes; x is read once."""
-    out = (result_like(x, x.shape, to.dtype), result_like(x, x.shape[::-1], to.dtype))
-    codes, turned = _call(to, x, out, interpret, absmax.reshape(1))
-    return Quantized(codes, matmul.scales_of(absmax.reshape(1, 1), to)), turned
+    shapes = (x.shape, to.dtype), ((1,), jnp.float32), (x.shape[::-1], to.dtype)
+    out = tuple(result_like(x, *shape) for shape in shapes)
+    codes, scale, turned = _call(to, x, out, interpret, absmax.reshape(1))
+    return Quantized(codes, scale.reshape(1, 1)), turned

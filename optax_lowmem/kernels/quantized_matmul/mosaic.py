@@ -60,11 +60,18 @@ def _pipeline(steps: int, dtypes: tuple[Any, Any], step: Any, around: Any) -> An
 
 
 def _scales(ref: Any, first: jax.Array, summed: int) -> jax.Array:
-    """The scales of a warpgroup's rows or columns, where their sums are."""
+    """The scales of a warpgroup's rows or columns, where their sums are; one scale: it alone."""
+    if ref.shape == (1,):
+        return ref[0]
     layout = plgpu.Layout.WGMMA.reduce(summed)
     load: Any = plgpu.load  # whose arguments were others in an older JAX
     # not one vector load a thread: a row's scale is in several threads
     return load(ref.at[pl.ds(first, TILE)], layout=layout, optimized=False)
+
+
+def _scaled(found: jax.Array, scales: jax.Array, axis: int) -> jax.Array:
+    """Sums times what `_scales` gave for an axis."""
+    return found * (lax.broadcast_in_dim(scales, found.shape, (axis,)) if scales.ndim else scales)
 
 
 def _store(found: jax.Array, buffers: Any, out: Any) -> None:
@@ -122,8 +129,7 @@ def _body(a: Any, b: Any, of_a: Any, of_b: Any, out: Any) -> None:
                     run(sums)
                     found = sums[...].astype(jnp.float32)
                     # in the reference's order
-                    found *= lax.broadcast_in_dim(of_columns, found.shape, (1,))
-                    found *= lax.broadcast_in_dim(of_rows, found.shape, (0,))
+                    found = _scaled(_scaled(found, of_columns, 1), of_rows, 0)
                     place = out.at[part].at[:, own]
                     _store(found.astype(out.dtype), buffers.at[group], place)
 
@@ -138,7 +144,9 @@ def _body(a: Any, b: Any, of_a: Any, of_b: Any, out: Any) -> None:
 
 
 def _of_blocks(x: Quantized, block: int) -> jax.Array:
-    """A scale for each row of whole blocks: the kernel loads past the last row."""
+    """A scale for each row of whole blocks: the kernel loads past the last row. Or the only one."""
+    if x.scales.size == 1:
+        return x.scales.reshape(1)
     count = x.codes.shape[0]
     scales = jnp.broadcast_to(x.scales[:, 0], count)
     return jnp.pad(scales, (0, -count % block))

@@ -52,8 +52,19 @@ def quantize_rows(x: jax.Array, to: Format, interpret: bool = False) -> Quantize
     return Quantized(codes, scales[:, None])
 
 
+def store_scale(ref: Any, absmax: jax.Array, to: Format) -> None:
+    """Writes the scale of a tensor's codes to an array [1], in one program of a grid of two axes.
+
+    By XLA it would be a launch of its own.
+    """
+
+    @pl.when((pl.program_id(0) == 0) & (pl.program_id(1) == 0))
+    def _() -> None:
+        ref[0] = reference.scales_of(absmax, to)
+
+
 def _transposed_body(to: Format, clip: bool, *refs: Any) -> None:
-    x_ref, absmax_ref, codes_ref = refs
+    x_ref, absmax_ref, codes_ref, scale_ref = refs
     lanes = lax.iota(jnp.int32, _TRANSPOSED_TILE)
     row, column = (pl.program_id(axis) * _TRANSPOSED_TILE + lanes for axis in (0, 1))
     part, there = pallas_tiles.part(x_ref, row, column)
@@ -61,19 +72,21 @@ def _transposed_body(to: Format, clip: bool, *refs: Any) -> None:
     codes = reference.codes_of(x, absmax_ref[0], to, clip)
     part, there = pallas_tiles.part(codes_ref, column, row)
     plgpu.store(part, codes.T, mask=there)
+    store_scale(scale_ref, absmax_ref[0], to)
 
 
 @functools.partial(jax.jit, static_argnames=("to", "clip", "interpret"))
 def quantize_transposed(
     x: jax.Array, absmax: jax.Array, to: Format, clip: bool = False, interpret: bool = False
-) -> jax.Array:
-    """The transpose of `reference.codes_of(x, absmax, to, clip)` of [rows, columns]."""
+) -> Quantized:
+    """The transpose of [rows, columns] as codes of `reference.codes_of`, and their scale."""
     grid = tuple(pl.cdiv(size, _TRANSPOSED_TILE) for size in x.shape)
-    return pl.pallas_call(
+    codes, scale = pl.pallas_call(
         functools.partial(_transposed_body, to, clip),
-        out_shape=result_like(x, x.shape[::-1], to.dtype),
+        out_shape=(result_like(x, x.shape[::-1], to.dtype), result_like(x, (1,), jnp.float32)),
         grid=grid,
         compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
         interpret=interpret,
         name="quantize_transposed",
     )(x, absmax.reshape(1))
+    return Quantized(codes, scale.reshape(1, 1))

@@ -136,30 +136,35 @@ def _forward(
 @storage.once
 def _quantized(recipe: Recipe, x: jax.Array) -> tuple[Quantized, jax.Array]:
     """And the maximum."""
-    absmax = kernels.tensor_absmax(x, recipe.group_size)
+    absmax = matmul.absmax_of(x, None)
     return kernels.quantized(x, absmax), absmax
 
 
 @storage.once
 def _product(
     dtype: Any, codes: Quantized, kernel: jax.Array, absmax: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """The product, and the kernel's maximum."""
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The product; the kernel's maximum, and the scale of its codes."""
     if absmax is None:
         absmax = weight_absmax(kernel)
     # 8-bit products of GPUs sum over the last axis of both
     turned = quantize_transposed(kernel, None, FORWARD, absmax)
-    return multiply(codes, turned, 1, dtype), absmax
+    return multiply(codes, turned, 1, dtype), absmax, turned.scales
 
 
 @storage.once
 def _gradients(
-    static: _Linear, kept: Any, kernel: jax.Array, absmax: jax.Array, g: jax.Array
+    static: _Linear,
+    kept: Any,
+    kernel: jax.Array,
+    absmax: jax.Array,
+    scale: jax.Array,
+    g: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     recipe = static.recipe
     of_x, like_w = kept if isinstance(kept, Quantized) else None, explicit_sharding(kernel)
     like_x = explicit_sharding(jax.tree.leaves(kept)[0])
-    largest = kernels.tensor_absmax(g, recipe.group_size)
+    largest = matmul.absmax_of(g, None)
     # else XLA would keep the kernel's codes of the forward pass until here
     kernel, largest = lax.optimization_barrier((kernel, largest))
     codes = {}
@@ -174,7 +179,7 @@ def _gradients(
     if to := format_of(recipe.input_gradient):
         of_g = codes.get(to) or kernels.quantized(g, largest, to)
         # a maximum that was found earlier may be less than that of now
-        of_kernel = kernels.quantized(kernel, absmax, clip=True)
+        of_kernel = kernels.quantized(kernel, absmax, clip=True)._replace(scales=scale)
         dx = multiply(of_g, of_kernel, 1, g.dtype, sharding=like_x)
     else:
         dims = (((g.ndim - 1,), (1,)), ((), ()))
