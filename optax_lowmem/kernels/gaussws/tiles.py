@@ -12,5 +12,5 @@ class Strip:
       warps: of 32 threads that share it.
     """
 
-    columns: int = 256
+    columns: int = 128
     warps: int = 4
