@@ -89,10 +89,10 @@ def byte_rows(case: str, names: list[str]) -> Rows:
     return [one for rows in found for one in rows]
 
 
-def planned(step: Callable[..., Any], *args: Any) -> int:
+def planned(step: jax.stages.Lowered) -> int:
     """Temporary bytes of a step, which hardly depend on how kernels are chosen."""
     options = {"xla_gpu_autotune_level": "0"} if jax.default_backend() == "gpu" else None
-    return jax.jit(step).lower(*args).compile(options).memory_analysis().temp_size_in_bytes
+    return step.compile(options).memory_analysis().temp_size_in_bytes
 
 
 def layer_rows(case: str, names: list[str], repeats: int) -> Rows:
@@ -106,7 +106,7 @@ def layer_rows(case: str, names: list[str], repeats: int) -> Rows:
         plans = {}
         for name in names:
             layer, params = activation_layers.make(name, shape, kind)
-            plans[name] = pool.submit(planned, backward(layer), params, x, g)
+            plans[name] = pool.submit(planned, jax.jit(backward(layer)).lower(params, x, g))
             timed[f"{name} forward"] = Timed(layer, (params, x), _guess(shape))
             timed[name] = Timed(backward(layer), (params, x, g), 3 * _guess(shape))
     rows = [row(case, name, "temp_bytes", plan.result(), "bytes") for name, plan in plans.items()]

@@ -81,15 +81,11 @@ def absmax_bits(
 def absmax(x: jax.Array, axes: tuple[int, ...], least: int) -> jax.Array:
     """max(|x|, the f32 of the bits `least`) over axes, outside of kernels.
 
-    On a GPU two launches, and one where x has one axis: rows, which XLA finds beside what makes x,
-    then the rest, which starts from `least`.
+    As where the reduction starts, and with no conversion of what it gives: either would be a launch
+    of its own on a GPU.
     """
-    *axes, last = sorted(axis % x.ndim for axis in axes)
     bits = lax.bitcast_convert_type(x, jnp.int32) & MAGNITUDE_MASK
-    if axes:
-        bits = jnp.max(bits, axis=last, keepdims=True)
-    top = lax.reduce(bits, jnp.int32(least), lax.max, (*axes, last))
-    return lax.bitcast_convert_type(top, jnp.float32)
+    return lax.bitcast_convert_type(lax.reduce(bits, jnp.int32(least), lax.max, axes), jnp.float32)
 
 
 def max_bits(x: jax.Array) -> jax.Array:

@@ -52,7 +52,7 @@ def absmax_of(x: jax.Array, axes: int | tuple[int, ...] | None) -> jax.Array:
     if x.size == 0:
         shape = [1 if axis in over else size for axis, size in enumerate(x.shape)]
         return jnp.full(shape, numerics.from_bits(jnp.uint32(_LEAST_BITS)))
-    if axes is None or len(over) > 1:
+    if len(over) > 1 or (axes is None and over):
         absmax = numerics.absmax(numerics.widen(x), over, _LEAST_BITS)
     else:  # as kernels do
         bits = numerics.absmax_bits(numerics.widen(x), axes=over)

@@ -128,13 +128,13 @@ def _forward(
     if isinstance(x, Coded):
         y, *of_kernel = _product(x.value.dtype, x.quantized, kernel, absmax)
         return y, (x.quantized, kernel, *of_kernel)
-    codes, of_x = _quantized(static.recipe, x)
+    codes, of_x = _quantized(x)
     y, *of_kernel = _product(x.dtype, codes, kernel, absmax)
     return y, ((x, of_x), kernel, *of_kernel)
 
 
-@storage.once
-def _quantized(recipe: Recipe, x: jax.Array) -> tuple[Quantized, jax.Array]:
+@partial(storage.once, static=0)
+def _quantized(x: jax.Array) -> tuple[Quantized, jax.Array]:
     """And the maximum."""
     absmax = matmul.absmax_of(x, None)
     return kernels.quantized(x, absmax), absmax
