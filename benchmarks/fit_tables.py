@@ -44,7 +44,7 @@ def table(rows: Rows) -> Table:
             peak = value(at[0], "peak_bytes") or value(at[0], "planned_bytes")
             body.append([
                 case, f"`{name}`", f"{of['own_bytes']['value'] / GIB:.1f}",
-                f"{of['sequence_bytes']['value'] / GIB:.2f}",
+                f"{of['sequence_bytes']['value'] / GIB:.2f}" if most else "",
                 f"{peak / GIB:.1f} (batch {int(common)})" if peak else "",
                 str(most) if most else "out of memory",
                 *(f"{rate:,.0f}" if rate else "" for rate in rates),

@@ -55,7 +55,8 @@ ASSERTED = {
         "assert-table10": ("recorded", "group 64", "exact", "0.1"),
         "assert-blocks": ("B x B tokens and channels",),
         "assert-extremes": ("beside", "isfinite"),
-        "assert-layers": ("timed", "times > 1"),
+        "assert-layers": ("timed", "times > 1", "paper.FASTER"),
+        "assert-fit": ("fit_tables.COAT", "2 * most", "== 0"),
         "assert-losses": ("paper.LOSSES", "small.bound", "0.8", "steps"),
     },
     "switchback": {
