@@ -106,7 +106,7 @@ def _training() -> Iterator[Claim]:
         findings.training("gpt-42m batch=8/adamw", "val_loss"),
     )
     yield Claim(
-        "Table 3, Lion",
+        "Table 3, Figures 2 and 7, Lion",
         "validation loss 3.240 ± 0.002 → 3.240 ± 0.001 (0.00 %)",
         findings.training("gpt-42m batch=8/lion", "val_loss"),
     )
@@ -125,9 +125,9 @@ def _training() -> Iterator[Claim]:
          "needs FineWeb's 10 billion tokens and days of a GPU; above, a smaller model"),
         ("Table 3, in-context learning", "AdamW 44.0 → 45.0, Lion 44.0 → 44.7 %",
          "needs that model and eight benchmarks' data"),
-        ("Table 2, ImageNet", "SGD 77.01 → 77.16, AdamW 75.51 → 75.67 % accuracy",
+        ("Table 2, Figures 2 and 6, ImageNet", "SGD 77.01 → 77.16, AdamW 75.51 → 75.67 % accuracy",
          "needs ImageNet; above, a convnet on digits"),
-        ("Table 2, GSM8k", "75.09 ± 0.40 → 74.98 ± 0.77 % accuracy",
+        ("Table 2, Figures 2 and 8, GSM8k", "75.09 ± 0.40 → 74.98 ± 0.77 % accuracy",
          "needs the weights of Llama-3.1-8B, 26 billion tokens and many GPUs"),
     ]  # fmt: skip
     yield from (Claim(*row) for row in reasons)

@@ -214,9 +214,9 @@ def _training() -> Iterator[Claim]:
         findings.training("gpt-42m batch=8/coat_adamw", "val_loss", theirs=0.001),
     )
     reasons = [
-        ("Tables 3 and 4, OLMo-1B and 7B", "training loss 2.551 → 2.568, 2.366 → 2.379",
+        ("Tables 3 and 4, Figures 5 and 6, OLMo", "training loss 2.551 → 2.568, 2.366 → 2.379",
          "needs 250 to 300 billion tokens"),
-        ("Tables 5 and 6, fine-tuning", "average 55.7 → 55.5, VILA 62.80 → 62.51",
+        ("Tables 5 and 6, Figures 7 and 8, fine-tuning", "average 55.7 → 55.5, VILA 62.80 → 62.51",
          "needs the weights of Llama-2-7B and VILA1.5-7B"),
     ]  # fmt: skip
     yield from (Claim(*row) for row in reasons)

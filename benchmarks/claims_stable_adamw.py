@@ -180,6 +180,11 @@ def _rows() -> Iterator[Claim]:
         "best with update clipping and a high b2",
         "needs CLIP on LAION and ImageNet; above, a small transformer on made data",
     )
+    yield Claim(
+        "Figure 14, b2 of 1 - t^-λ",
+        "does not improve accuracy",
+        "as the row above; `b2_schedule` is that schedule",
+    )
 
 
 CLAIMS = tuple(_rows())

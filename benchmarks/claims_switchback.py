@@ -155,6 +155,11 @@ def _training() -> Iterator[Claim]:
         "zero-shot accuracy on ImageNet",
         "needs LAION-2B and 2.9e20 operations a run; above, a language model",
     )
+    yield Claim(
+        "Figures 11 and 21, maxima of features and gradients",
+        "grow without layer scale, and jump where the loss does",
+        "of CLIP on LAION; above, mean magnitudes of features in a language model",
+    )
 
 
 # ---- Appendix D ----------------------------------------------------------------------------------
@@ -343,9 +348,24 @@ def _whole_model(impl: str) -> Measure:
     return measure
 
 
+def _beside_llm_int8(rows: Rows) -> Finding | None:
+    """Tokens a second of the runs above, SwitchBack's over LLM.int8()'s, at each batch."""
+    both = [values(rows, "tokens_per_s", INT8, ALL_INT8, large=large) for large in (False, True)]
+    read = findings.all_of(*both)
+    if not read:
+        return None
+    ratios = [found[INT8] / found[ALL_INT8] for found, _ in read]
+    text = " and ".join(f"x {ratio:.2f}" for ratio in ratios)
+    tokens = " and ".join(f"{used[0]['flags']['tokens']:,}" for _, used in read)
+    used = [row for _, own in read for row in own]
+    return Finding(
+        f"{text} of its tokens/s, {tokens} tokens a step", SAME if min(ratios) > 1 else NOT, used
+    )
+
+
 def _speed() -> Iterator[Claim]:
     for name, impl in (("int8", INT8), ("fp8 (the paper: int8)", FP8)):
-        where = f"Figure 6, right, a layer in {name}"
+        where = f"Figures 6, right, and 10, a layer in {name}"
         yield Claim(where, "5 to 35 % faster, more for larger sizes", _speedup(impl))
     yield Claim("Figure 6, left, int8 products", "just over half the time of fp16's", _multiplies)
     yield Claim("Figure 7, left, quantising", "at most 25 % of a layer's time", _share)
@@ -355,6 +375,11 @@ def _speed() -> Iterator[Claim]:
             "CLIP ViT-Huge 13 % faster than with nn.Linear",
             _whole_model(impl),
         )
+    yield Claim(
+        "Figure 8, a whole model, SwitchBack against LLM.int8()",
+        "faster; LLM.int8() gives no speed-up",
+        _beside_llm_int8,
+    )
     yield Claim(
         "Algorithm 3, what SwitchBackM keeps for the backward pass",
         "8-bit tensors only",

@@ -67,6 +67,17 @@ def test_the_bounds(where, impl, same, other):
     assert finding_of(where, without).verdict == claims.NOT_MEASURED
 
 
+def test_speed_beside_llm_int8():
+    """At both batches."""
+    where = "Figure 8, a whole model, SwitchBack against LLM.int8()"
+    small = trained("tokens_per_s", **{paper.INT8: 1.2, paper.ALL_INT8: 1.0})
+    assert finding_of(where, small).verdict == claims.NOT_MEASURED
+    for speed, verdict in ((1.1, SAME), (0.9, NOT)):
+        large = trained("tokens_per_s", large=True, **{paper.INT8: speed, paper.ALL_INT8: 1.0})
+        found = finding_of(where, small + large)
+        assert found.verdict == verdict and f"x 1.20 and x {speed:.2f}" in found.measured
+
+
 def test_what_chance_does_is_not_worse():
     """A difference as other initial weights make is none."""
     where = "Figure 1, LLM.int8()"
@@ -157,7 +168,7 @@ def layers(gains, impl=paper.INT8, **more):
     ("gains", "verdict"), [((0.06, 0.3), SAME), ((0.06, 0.4), BETTER), ((0.04, 0.4), NOT)]
 )
 def test_layers(gains, verdict):
-    where = "Figure 6, right, a layer in int8"
+    where = "Figures 6, right, and 10, a layer in int8"
     found = finding_of(where, list(layers(gains)))
     assert (found.verdict, len(found.rows)) == (verdict, 4)
     assert "over 2 shapes" in found.measured
