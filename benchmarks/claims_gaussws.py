@@ -121,13 +121,13 @@ def _section_3() -> Iterator[Claim]:
 
 
 def rates_of_noise(rows: Rows, metric: str) -> dict[str, dict[str, dict]]:
-    """shape -> implementation -> record, on the accelerator measured last."""
+    """shape -> implementation -> record, on the accelerator measured last; small shapes first."""
     found = findings.select(here(rows), bench="noise", metric=metric)
     shapes: dict[str, dict[str, dict]] = {}
     for row in found:
         if (row["device"], row["jax"]) == (found[-1]["device"], found[-1]["jax"]):
             shapes.setdefault(row["case"], {})[row["impl"]] = row
-    return shapes
+    return dict(sorted(shapes.items(), key=lambda one: math.prod(map(int, one[0].split("x")))))
 
 
 def _faster(other: str, least: float) -> Measure:
