@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
+from optax_lowmem._core import varying
 from optax_lowmem._core.block import Block
 
 
@@ -17,13 +18,13 @@ def mean_of_leaf(x: jax.Array) -> jax.Array:
       ValueError: inside a `shard_map` that does not say which values differ from device to device.
     """
     mean = jnp.mean(x)
-    axes = tuple(sorted(jax.typeof(x).manual_axis_type.varying))
+    axes = tuple(sorted(varying.axes_of(x)))
     if axes:  # parts are of one size
         return lax.pmean(mean, axes)
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     for name in (name for name, kind in kinds if kind == AxisType.Manual):
-        if not jax.typeof(lax.axis_index(name)).manual_axis_type.varying:
+        if not varying.axes_of(lax.axis_index(name)):
             raise ValueError(
                 f"inside a shard_map with check_vma=False nobody knows whether a leaf is sharded "
                 f"over '{name}', and a mean over it is needed: use check_vma=True."

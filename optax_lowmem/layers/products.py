@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optax_lowmem._core import varying
 from optax_lowmem.kernels.quantized_matmul import (
     Format,
     Quantized,
@@ -91,13 +92,17 @@ def _differentiated_once(products: Callable[..., Any]) -> Callable[..., Any]:
     return once
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def matmul(recipe: Recipe, x: jax.Array, w: jax.Array) -> jax.Array:
     """[..., m] of `x` [..., k] and `w` [k, m], of one dtype.
 
     The gradients are straight through: rounding counts as the identity. dX is the product of G with
     W quantised anew, dW that of X (as it was kept) with G.
     """
+    return _matmul(recipe, *varying.alike(x, w))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(recipe: Recipe, x: jax.Array, w: jax.Array) -> jax.Array:
     return _forward(recipe, x, w)[0]
 
 
@@ -151,4 +156,4 @@ def explicit_sharding(x: jax.Array) -> Any:
     return sharding if sharding.mesh.explicit_axes else None
 
 
-matmul.defvjp(_forward, _backward)
+_matmul.defvjp(_forward, _backward)

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from optax_lowmem._core import scope
+from optax_lowmem._core import scope, varying
 from optax_lowmem._core.rules import UpdateRule
 from optax_lowmem.kernels.fused_update import LeafPlan
 
@@ -67,15 +67,10 @@ def after(x: Any, earlier: Any) -> Any:
     Inside a `shard_map` with check_vma, where the fence would make what devices have in common
     differ from device to device, it does not wait: that costs memory only.
     """
-    kinds = {_varying(leaf) for leaf in jax.tree.leaves(x)}
-    others = [_varying(leaf) for leaf in jax.tree.leaves(earlier)]
-    if len(kinds) != 1 or not frozenset().union(*others) <= min(kinds):
+    kinds = {varying.axes_of(leaf) for leaf in jax.tree.leaves(x)}
+    if len(kinds) != 1 or not varying.axes_of(earlier) <= min(kinds):
         return x
     return lax.optimization_barrier((x, earlier))[0]
-
-
-def _varying(x: jax.Array) -> frozenset:
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
 def groups_of_blocks(plan: LeafPlan, layers: int) -> int:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lowmem._core import groups, random
+from optax_lowmem._core import groups, random, varying
 from optax_lowmem._core.rules import UpdateRule
 from optax_lowmem.codecs import BitSplit, softsign, sqrt
 from optax_lowmem.kernels.fused_update import jax_triton_kernel as kernel
@@ -171,14 +171,9 @@ def _launch(
         name="fused_update",
         **statics,
     )
-    varying = map(_varying, outputs, jax.tree.leaves(results))
-    return jax.tree.unflatten(jax.tree.structure(results), list(varying))
-
-
-def _varying(x: jax.Array, like: jax.ShapeDtypeStruct) -> jax.Array:
-    """Typed as varying over a mesh's axes as its leaf is, which jax_triton forgets."""
-    wanted = like.manual_axis_type.varying - jax.typeof(x).manual_axis_type.varying
-    return lax.pcast(x, tuple(wanted), to="varying") if wanted else x
+    leaves, structure = jax.tree.flatten(results)
+    axes = (leaf.manual_axis_type.varying for leaf in leaves)  # which jax_triton forgets
+    return jax.tree.unflatten(structure, list(map(varying.over, outputs, axes)))
 
 
 def _statics(rule: UpdateRule, plan: LeafPlan, leaf: Leaf) -> dict[str, Any]:

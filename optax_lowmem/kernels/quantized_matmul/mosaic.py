@@ -17,6 +17,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from optax_lowmem._core import varying
 from optax_lowmem.kernels import platform
 from optax_lowmem.kernels.quantized_matmul.reference import Quantized
 
@@ -152,13 +153,6 @@ def _of_blocks(x: Quantized, block: int) -> jax.Array:
     return jnp.pad(scales, (0, -count % block))
 
 
-def _varying_as(x: jax.Array, *others: jax.Array) -> jax.Array:
-    """A result that varies over a mesh as its operands do, which `plgpu.kernel` forgets."""
-    axes = {axis for other in others for axis in jax.typeof(other).manual_axis_type.varying}
-    axes -= jax.typeof(x).manual_axis_type.varying
-    return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
-
-
 @functools.partial(jax.jit, static_argnames=("dtype", "interpret"))
 def multiply(a: Quantized, b: Quantized, dtype: jnp.dtype, interpret: Any = None) -> jax.Array:
     """`reference.multiply(a, b, 1, dtype)` of matrices [m, k] and [n, k].
@@ -178,4 +172,4 @@ def multiply(a: Quantized, b: Quantized, dtype: jnp.dtype, interpret: Any = None
         interpret=interpret,
     )
     found = kernel(a.codes, b.codes, _of_blocks(a, TILE), _of_blocks(b, COLUMNS))
-    return _varying_as(found, *a, *b)
+    return varying.over(found, varying.axes_of(a, b))  # which `plgpu.kernel` forgets

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optax_lowmem._core import varying
 from optax_lowmem.kernels import fp8_flow as kernels
 from optax_lowmem.kernels.quantized_matmul import Quantized, multiply, quantize_transposed
 from optax_lowmem.kernels.quantized_matmul import reference as matmul
@@ -74,7 +75,7 @@ def linear(
         if kernel_absmax is not None:
             kernel_absmax = lax.stop_gradient(kernel_absmax)
         x = x if static.keeps_input else storage.code(x, recipe)
-        return _linear(static, x, kernel, kernel_absmax)
+        return _linear(static, *varying.alike(x, kernel, kernel_absmax))
 
 
 def weight_absmax(kernel: jax.Array) -> jax.Array:
