@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from benchmarks import activation_bytes, activation_errors, activation_layers, records
 from benchmarks.activation_layers import Shape
+from benchmarks.bench_fit import QUICK
 from benchmarks.bench_linear import Timed, measure
 from optax_lowmem.layers import fp8_flow
 
@@ -90,8 +91,8 @@ def byte_rows(case: str, names: list[str]) -> Rows:
 
 
 def planned(step: jax.stages.Lowered) -> int:
-    """Temporary bytes of a step, which hardly depend on how kernels are chosen."""
-    options = {"xla_gpu_autotune_level": "0"} if jax.default_backend() == "gpu" else None
+    """Temporary bytes of a step."""
+    options = QUICK if jax.default_backend() == "gpu" else None
     return step.compile(options).memory_analysis().temp_size_in_bytes
 
 

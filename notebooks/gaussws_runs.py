@@ -31,8 +31,9 @@ class Bounds(NamedTuple):
     towards: float
 
 
-# What is printed is whether losses are within 1 %, as the paper's are; a tiny model, of a few
-# hundred blocks, feels noise more.
+# What is printed is whether losses are within 1 %, as the paper's are, and under DiffQ's; a tiny
+# model, of a few hundred blocks, feels noise more. DiffQ's are the lower ones: what is asserted is
+# that they are not far.
 FULL = Bounds(paper.FOLLOWS, paper.FOLLOWS, 1.5 * paper.FOLLOWS, paper.SAFE, paper.TOWARDS)
 TINY = Bounds(0.02, 0.04, 0.03, 2 * paper.SAFE, paper.TOWARDS)
 

@@ -87,6 +87,16 @@ def test_not_finite(bad):
     assert np.isfinite(np.delete(y, 3, axis=0)).all() and np.isfinite(y[3, SIZE:]).all()
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("lanes", [slice(7, 8), slice(0, SIZE)], ids=["one", "all"])
+def test_not_finite_in_the_papers_form(bad, lanes):
+    """The group's scale is NaN: clipped codes alone would decode to numbers."""
+    x = some("spans zero").at[3, lanes].set(bad)
+    found = round_trip(x, codec=codecs.affine_paper())[1]
+    scales = np.asarray(CODEC.scale.decode(found)[0])
+    assert np.isnan(scales[3, 0]) and np.isnan(scales).sum() == 1
+
+
 def test_zeros():
     zeros = jnp.zeros((4, 64))
     codes, scales, y = round_trip(zeros)

@@ -74,8 +74,9 @@ class AffineCodec(GroupCodec):
         """As the reference implementation: a range without 0 puts its zero-point at an end."""
         high, low = jnp.max(x, axis=-1), jnp.min(x, axis=-1)
         step = jnp.maximum(high - low, jnp.float32(_PAPER_MIN_RANGE)) / 255
-        unknown = jnp.max((x != x).astype(jnp.int32), axis=-1) > 0  # a GPU's max and min skip NaN
-        step = jnp.where(unknown, jnp.float32(jnp.nan), step)
+        # a GPU's max and min skip NaN, and the NaN of inf - inf there does not bear rounding up
+        finite = numerics.absmax_bits(x) < jnp.uint32(numerics.INF_BITS)
+        step = jnp.where(finite, step, jnp.float32(jnp.nan))
         zero = jnp.clip(numerics.round_to_int(jnp.clip(-low / step, -_FAR, _FAR)), 0, 255)
         bits = ((numerics.to_bits(step) + 0x40) >> 7) << 7
         return self.scale.encode(bits, zero), Grid(step, (zero - 128).astype(jnp.float32))

@@ -49,6 +49,7 @@ def absmax_of(x: jax.Array, axes: int | tuple[int, ...] | None) -> jax.Array:
     """f32 maxima of the magnitudes, of size 1 on the axes that share one; 2^-100 at least."""
     over = range(x.ndim) if axes is None else axes
     over = tuple(over) if isinstance(over, Iterable) else (over,)
+    over = tuple(axis % x.ndim for axis in over)
     if x.size == 0:
         shape = [1 if axis in over else size for axis, size in enumerate(x.shape)]
         return jnp.full(shape, numerics.from_bits(jnp.uint32(_LEAST_BITS)))

@@ -9,6 +9,7 @@ import jax
 from optax_lowmem._core import numerics
 from optax_lowmem.kernels import fp8_flow as kernels
 from optax_lowmem.kernels.fp8_flow import Grouped
+from optax_lowmem.kernels.quantized_matmul.reference import absmax_of
 from optax_lowmem.layers.fp8_flow import storage
 from optax_lowmem.layers.fp8_flow.recipe import DEFAULT, Coded, Recipe
 
@@ -157,7 +158,7 @@ def _layer_coded(
     stored = kernels.store(x, size)
     given = numerics.widen(x) if norm.recipe.exact else kernels.restore(stored, size)
     y = _layer(norm, given, scale, bias)
-    codes, stored = storage.kept(kernels.quantized(y, kernels.tensor_absmax(y, size)), stored)
+    codes, stored = storage.kept(kernels.quantized(y, absmax_of(y, None)), stored)
     return Coded(y.astype(x.dtype), codes), stored
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 from jax import lax
 
-from optax_lowmem.kernels.fp8_flow import quantized, tensor_absmax
+from optax_lowmem.kernels.fp8_flow import quantized
+from optax_lowmem.kernels.quantized_matmul.reference import absmax_of
 from optax_lowmem.layers.fp8_flow.recipe import DEFAULT, Coded, Recipe
 
 
@@ -20,7 +21,7 @@ def kept(*trees: Any) -> Any:
 
 
 def code(x: jax.Array | Coded, recipe: Recipe = DEFAULT) -> Coded:
-    """An activation quantised for matrix products, by one scale (Group Scaling).
+    """An activation quantised for matrix products, by one scale.
 
     The gradient goes straight through. One that is quantised stays as it is.
     """
@@ -29,7 +30,7 @@ def code(x: jax.Array | Coded, recipe: Recipe = DEFAULT) -> Coded:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _code(recipe: Recipe, x: jax.Array) -> Coded:
-    return Coded(x, quantized(x, tensor_absmax(x, recipe.group_size)))
+    return Coded(x, quantized(x, absmax_of(x, None)))
 
 
 _code.defvjp(lambda recipe, x: (_code(recipe, x), None), lambda recipe, saved, g: (g.value,))
