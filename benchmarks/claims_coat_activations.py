@@ -205,7 +205,8 @@ def _cached(rows: Rows) -> Finding | None:
         return None
     ratios = [one["value"] / two["value"] for one, two in pairs]
     text = f"a layer x {min(ratios):.3f} to {max(ratios):.3f} faster; no bit changes"
-    apart = all(one["min"] > two["max"] for one, two in pairs)  # beyond what turns differ by
+    ends = [(one.get("min", one["value"]), two.get("max", two["value"])) for one, two in pairs]
+    apart = all(least > most for least, most in ends)  # beyond what turns differ by
     return Finding(text, SAME if apart else NOT, [row for pair in pairs for row in pair])
 
 
