@@ -74,5 +74,5 @@ def over(runs: dict[str, dict[str, np.ndarray]], name: str) -> float:
 
 def bound(runs: dict[str, dict[str, np.ndarray]], about: dict[str, Any], name: str) -> float:
     """What was asked of a variant of Llama-134m; of smaller ones, or twice what chance does."""
-    chance = abs(over(runs, "standard-other-start")) if about["preset"] != "llama-134m" else 0.0
+    chance = abs(over(runs, paper.OTHER)) if about["preset"] != "llama-134m" else 0.0
     return max(paper.LOSSES[name][0], 2 * chance)

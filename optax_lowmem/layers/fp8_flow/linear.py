@@ -74,7 +74,7 @@ def linear(
         static = _Linear(recipe, keep == "input")
         if kernel_absmax is not None:
             kernel_absmax = lax.stop_gradient(kernel_absmax)
-        x = x if static.keeps_input else storage.code(x, recipe)
+        x = x if static.keeps_input else storage.code(x)
         return _linear(static, *varying.alike(x, kernel, kernel_absmax))
 
 

@@ -1,7 +1,6 @@
 """Activations quantised for products, and what rules of differentiation here have in common."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
@@ -9,7 +8,7 @@ from jax import lax
 
 from optax_lowmem.kernels.fp8_flow import quantized
 from optax_lowmem.kernels.quantized_matmul.reference import absmax_of
-from optax_lowmem.layers.fp8_flow.recipe import DEFAULT, Coded, Recipe
+from optax_lowmem.layers.fp8_flow.recipe import Coded
 
 
 def kept(*trees: Any) -> Any:
@@ -20,20 +19,20 @@ def kept(*trees: Any) -> Any:
     return lax.optimization_barrier(trees)
 
 
-def code(x: jax.Array | Coded, recipe: Recipe = DEFAULT) -> Coded:
+def code(x: jax.Array | Coded) -> Coded:
     """An activation quantised for matrix products, by one scale.
 
     The gradient goes straight through. One that is quantised stays as it is.
     """
-    return x if isinstance(x, Coded) else _code(recipe, x)
+    return x if isinstance(x, Coded) else _code(x)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _code(recipe: Recipe, x: jax.Array) -> Coded:
+@jax.custom_vjp
+def _code(x: jax.Array) -> Coded:
     return Coded(x, quantized(x, absmax_of(x, None)))
 
 
-_code.defvjp(lambda recipe, x: (_code(recipe, x), None), lambda recipe, saved, g: (g.value,))
+_code.defvjp(lambda x: (_code(x), None), lambda saved, g: (g.value,))
 
 
 def once(function: Callable[..., Any], static: int = 1) -> Callable[..., Any]:
