@@ -38,7 +38,7 @@ def every(recipe, x, up, w, g):
         "rms_norm": (lambda x: fp8_flow.rms_norm(x, ones, recipe=recipe), (x,)),
         "layer_norm": (lambda x: fp8_flow.layer_norm(x, ones, recipe=recipe), (x,)),
         "gated_product": (lambda x, u: fp8_flow.gated_product(x, u, recipe=recipe), (x, up)),
-        "code": (lambda x: fp8_flow.code(x, recipe), (x,)),
+        "code": (lambda x: fp8_flow.code(x), (x,)),
     }
     found = {}
     for name, (function, given) in coded.items():
