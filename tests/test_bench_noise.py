@@ -42,7 +42,7 @@ def test_noise_alone():
 def test_every_run_has_other_noise():
     """What is looped cannot be taken out of the loop."""
     looped = jax.jit(lambda n: bench_noise.Keyed._loop(lambda key: key, (jnp.uint32(5),), n))
-    assert [int(looped(n)) for n in (1, 2, 7)] == [5, 6, 11]
+    assert [int(looped(n)) for n in (1, 2, 7)] == [0, 1, 6]
 
 
 @pytest.mark.parametrize("optimizer", noise_training.OPTIMIZERS)

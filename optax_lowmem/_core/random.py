@@ -95,7 +95,11 @@ def _place(key: jax.Array, coordinates: Sequence[jax.Array]) -> jax.Array:
 
 def word_keys(key: jax.Array) -> tuple[jax.Array, jax.Array]:
     """What `words` takes, of a key as of `leaf_key`, or a pair, as of `part_keys`."""
-    row_key, own = row_and_lane_keys(key)
+    return word_keys_of(*row_and_lane_keys(key))
+
+
+def word_keys_of(row_key: jax.Array, own: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`word_keys` of the two numbers of a pair; of a leaf both are its key."""
     return row_key, mix(own ^ jnp.uint32(_WORD_SALT))
 
 

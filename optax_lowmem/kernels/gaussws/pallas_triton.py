@@ -48,7 +48,8 @@ class _Program:
             coordinates.append(lax.rem(rest, jnp.int32(size)).astype(jnp.uint32))
             rest = lax.div(rest, jnp.int32(size))
         places = [self.word[:, None].astype(jnp.uint32), self.column[None, :].astype(jnp.uint32)]
-        keys = keys_ref[0], keys_ref[1]
+        # not outside, where it would be a launch of its own for each array
+        keys = random.word_keys_of(keys_ref[0], keys_ref[keys_ref.shape[0] - 1])
         return noise.prepared(random.words(keys, [*reversed(coordinates), *places], noise.draws))
 
     def _part(self, ref: Any, rows: jax.Array) -> tuple[Any, jax.Array | None]:
@@ -149,7 +150,7 @@ def _call(
     strip: Strip,
     interpret: bool,
 ) -> Callable[..., Any]:
-    """A kernel of (keys, *arrays [layers, ...]) over the strips of an array [..., m, n]."""
+    """A kernel of (key [1], or of a part [2], *arrays [layers, ...]) over strips of [..., m, n]."""
     strips = math.prod(shape[:-2]) * -(-shape[-2] // SIDE)
     return pl.pallas_call(
         functools.partial(body, strip, shape),
@@ -159,10 +160,6 @@ def _call(
         interpret=interpret,
         name=name,
     )
-
-
-def _keys(key: jax.Array) -> jax.Array:
-    return jnp.stack(random.word_keys(key))
 
 
 def _layers(x: jax.Array) -> jax.Array:
@@ -191,7 +188,7 @@ def sample(
     )
     body = functools.partial(_sample_body, noise, to)
     call = _call(body, "sample_weights", w.shape, out, strip, interpret)
-    sampled, scale = call(_keys(key), of_blocks, *parts)
+    sampled, scale = call(key.reshape(-1), of_blocks, *parts)
     return sampled.reshape(w.shape), scale.reshape(factor.shape)
 
 
@@ -208,7 +205,7 @@ def noise_sums(
     out = result_like(g, (rows.shape[0], *blocks[-2:]), jnp.dtype(jnp.float32))
     body = functools.partial(_sums_body, noise)
     call = _call(body, "noise_sums", g.shape, out, strip, interpret)
-    return call(_keys(key), rows).reshape(blocks)
+    return call(key.reshape(-1), rows).reshape(blocks)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "noise", "dtype", "strip", "interpret"))
@@ -224,7 +221,7 @@ def noise_of(
     own = (math.prod(shape[:-2]), *shape[-2:])
     body = functools.partial(_noise_body, noise, False)
     call = _call(body, "noise", shape, result_like(key, own, dtype), strip, interpret)
-    return call(_keys(key)).reshape(shape)
+    return call(key.reshape(-1)).reshape(shape)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "strip", "interpret"))
@@ -239,4 +236,4 @@ def packed_noise(
     own = (math.prod(shape[:-2]), *words[-2:])
     body = functools.partial(_noise_body, GAUSSWS, True)
     out = result_like(key, own, jnp.dtype(jnp.uint32))
-    return _call(body, "packed_noise", shape, out, strip, interpret)(_keys(key)).reshape(words)
+    return _call(body, "packed_noise", shape, out, strip, interpret)(key.reshape(-1)).reshape(words)
