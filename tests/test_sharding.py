@@ -361,3 +361,17 @@ def test_no_more_communication_than_optax(layout):
     ours = of_layout(made("flash_adamw"), LAYOUTS[layout], jnp.bfloat16)
     assert ours == of_layout(optax.adamw(LEARNING_RATE), LAYOUTS[layout], jnp.float32)
     assert bool(ours) == ("zero" in layout)  # ZeRO-1 gathers the new weights
+
+
+# what docs/sharding.md says of them
+OF_CUT_GROUPS = {
+    "half of three groups": {"all-gather": 2},
+    "narrower than a group": {"all-reduce": 1, "all-gather": 2},
+}
+
+
+@pytest.mark.parametrize("layout", UNALIGNED)
+def test_communication_of_cut_groups(layout):
+    ours = of_layout(made("flash_adamw"), UNALIGNED[layout], jnp.bfloat16)
+    assert ours == OF_CUT_GROUPS[layout]
+    assert not of_layout(optax.adamw(LEARNING_RATE), UNALIGNED[layout], jnp.float32)
