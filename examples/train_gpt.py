@@ -18,11 +18,22 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _gpt import data, figure, records, report, train
-from _gpt.arguments import add_common, compute_dtype, positive
-from _gpt.config import OPTIMIZERS, PRESETS, Settings
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+try:
+    from _gpt import data, figure, records, report, train
+    from _gpt.arguments import add_common, compute_dtype, positive
+    from _gpt.config import OPTIMIZERS, PRESETS, Settings
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"train_gpt.py needs {error.name}: pip install 'optax-lowmem[examples]'"
+    ) from None
 
 _ONLY = {"f32": [train.F32], "lowmem": [train.LOWMEM], "both": [train.F32, train.LOWMEM]}
 

@@ -23,14 +23,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
-from _gpt.arguments import add_common, compute_dtype, positive
-from _gpt.data import TEXTS
-from _gpt.train import check_implementation
-from _llama import checkpoints, report, train
-from _llama.config import FP8, LINEARS, NOISE, PLAIN, PRESETS, STANDARD, Settings
-from _llama.optimizer import NAMES, RATE_FACTORS
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+try:
+    from _gpt.arguments import add_common, compute_dtype, positive
+    from _gpt.data import TEXTS
+    from _gpt.train import check_implementation
+    from _llama import checkpoints, report, train
+    from _llama.config import FP8, LINEARS, NOISE, PLAIN, PRESETS, STANDARD, Settings
+    from _llama.optimizer import NAMES, RATE_FACTORS
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"train_llama.py needs {error.name}: pip install 'optax-lowmem[examples]'"
+    ) from None
 
 OUT_OF_MEMORY = 3  # the exit code
 SAID_SO = ("RESOURCE_EXHAUSTED", "Out of memory")  # on a CPU only the latter

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem.transforms import chain, masters
+from optax_lowmem.transforms.init import init
+from optax_lowmem.transforms.start import WeightDtype
 
 try:
     from flax import core, nnx
@@ -25,7 +27,7 @@ except ModuleNotFoundError as error:
     if error.name is None or error.name.split(".")[0] != "flax":
         raise  # Flax is there, and something that it needs is not
     raise ImportError(
-        "optax_lowmem.flax needs Flax: pip install optax-lowmem[flax]", name="flax"
+        "optax_lowmem.flax needs Flax: pip install 'optax-lowmem[flax]'", name="flax"
     ) from error
 
 __all__ = ["Optimizer", "TrainState"]
@@ -75,7 +77,7 @@ class TrainState(train_state.TrainState):
         apply_fn: Callable[..., Any],
         params: Any,
         tx: optax.GradientTransformation,
-        dtype: masters.WeightDtype | None = None,
+        dtype: WeightDtype | None = None,
         **kwargs: Any,
     ) -> Self:
         """A state at step 0.
@@ -103,10 +105,10 @@ class TrainState(train_state.TrainState):
                 "rename the field."
             )
         if _overwrites(params):
-            weights, opt_state = masters.init(tx, params["params"], dtype)
+            weights, opt_state = init(tx, params["params"], dtype)
             weights = core.copy(params, {"params": weights})
         else:
-            weights, opt_state = masters.init(tx, params, dtype)
+            weights, opt_state = init(tx, params, dtype)
         return cls(step=0, apply_fn=apply_fn, params=weights, tx=tx, opt_state=opt_state, **kwargs)
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Self:
@@ -183,13 +185,13 @@ class Optimizer(nnx.Optimizer[M]):
         *,
         wrt: Any,
         graph: bool | None = None,
-        dtype: masters.WeightDtype | None = None,
+        dtype: WeightDtype | None = None,
     ):
         params = nnx.state(model, wrt, graph=graph)
         if dtype is None:
             opt_state = tx.init(params)
         else:
-            params, opt_state = masters.init(tx, params, dtype)
+            params, opt_state = init(tx, params, dtype)
         fitted = jax.tree.map(_fit_sharding, opt_state, is_leaf=_is_variable)
         # Flax's constructor wraps what `init` returns in variables of its own
         ready = optax.GradientTransformationExtraArgs(lambda _: fitted, tx.update)

@@ -354,8 +354,10 @@ def test_decoupled_decay_needs_a_peak():
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn, None], ids=str)
 def test_dtypes_that_weights_cannot_have(dtype):
-    with raises("'block/kernel': weights are kept in bfloat16, float16 or float32, not", TypeError):
+    with raises("'block/kernel': weights are kept in 'bfloat16', .* or 'float32', not", TypeError):
         lowmem.init(flash(), weights(jnp.float32), lambda path, leaf: dtype)
+    with raises("dtype of parameter 'block/kernel': .* not 'bf16'", TypeError):
+        lowmem.init(flash(), weights(jnp.float32), "bf16")
 
 
 def test_implementations():

@@ -1,5 +1,8 @@
 """What explain says of each leaf, and the misuses that it finds."""
 
+import functools
+import warnings
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -8,11 +11,13 @@ import pytest
 import optax_lowmem as lowmem
 from benchmarks.model_shapes import gpt2_124m, llama_3_1_8b
 from optax_lowmem import Storage
+from optax_lowmem._core import trees
 
 PARAMS = {
     "block": {"kernel": jnp.ones((64, 128), jnp.bfloat16), "bias": jnp.ones((64,), jnp.bfloat16)},
     "norm": jnp.ones((64,), jnp.float32),
 }
+DTYPES = {path: leaf.dtype for path, leaf in trees.named_leaves(PARAMS)}
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the last line is of a CPU")
@@ -48,6 +53,23 @@ def test_other_storage():
     assert "steps under half an ulp of the weight are lost" in nothing["correction"][1]
 
 
+def test_patterns_that_match_nothing():
+    policy = lowmem.Policy(exclude=("*kernle*", "nu:*bias", "nu:head"))
+    found = lowmem.explain(lowmem.flash_adamw(1e-3, storage=Storage(policy=policy)), PARAMS)
+    said = "the pattern {!r} of Policy.exclude matches no leaf"
+    assert found.warnings == (said.format("*kernle*"), said.format("nu:head"))
+    apart = optax.partition(
+        {"a": lowmem.flash_adamw(1e-3, storage=Storage(policy=lowmem.Policy(exclude=("norm",)))),
+         "b": optax.sgd(1e-3)},
+        {"block": "a", "norm": "b"},
+    )  # fmt: skip
+    assert lowmem.explain(apart, PARAMS).warnings == ()
+
+
+def test_nothing_to_explain():
+    assert str(lowmem.explain(optax.adamw(1e-3), PARAMS)) == "nothing here keeps low-memory state"
+
+
 def test_it_says_the_same_again():
     """JAX does not trace a function twice on the same shapes; explain must not rely on it."""
     tx = lowmem.flash_adamw(1e-3)
@@ -62,9 +84,26 @@ STALE = {
     "clip": lambda: optax.chain(lowmem.flash_adamw(1e-3), optax.clip(1e-6)),
     "decay": lambda: optax.chain(lowmem.flash_adamw(1e-3), optax.add_decayed_weights(0.1)),
     "schedule_free": lambda: optax.contrib.schedule_free(lowmem.flash_sgd(1e-1), 1e-1, b1=0.9),
+    # nothing in the first step
+    "schedule": lambda: optax.chain(
+        lowmem.flash_adamw(1e-3), optax.scale_by_schedule(lambda count: 1 - count / 400)
+    ),
+    "plateau": lambda: optax.chain(
+        optax.masked(lowmem.flash_adamw(1e-3), lambda p: jax.tree.map(lambda a: a.ndim > 1, p)),
+        optax.contrib.reduce_on_plateau(),
+    ),
+    "norm": lambda: optax.chain(lowmem.flash_adamw(1e-3), optax.clip_by_global_norm(1e3)),
 }
 SOUND = {
     "alone": lambda: lowmem.flash_adamw(1e-3),
+    "identity": lambda: optax.chain(lowmem.flash_adamw(1e-3), optax.identity()),
+    "selected": lambda: optax.chain(
+        optax.apply_if_finite(lowmem.flash_adamw(1e-3), 3), optax.identity()
+    ),
+    "injected": lambda: optax.chain(
+        optax.clip(1.0),
+        optax.inject_hyperparams(lowmem.flash_adamw, hyperparam_dtype=jnp.float32)(1e-3),
+    ),
     "clip before": lambda: lowmem.chain(optax.clip(1.0), lowmem.flash_adamw(1e-3)),
     "masked": lambda: optax.masked(
         lowmem.flash_adamw(1e-3), lambda p: jax.tree.map(lambda a: a.ndim > 1, p)
@@ -92,6 +131,28 @@ def test_stale_corrections_are_found(make):
 @pytest.mark.parametrize("make", SOUND.values(), ids=SOUND)
 def test_what_is_sound_gets_no_warning(make):
     assert lowmem.explain(make(), PARAMS).warnings == ()
+
+
+def started(tx):
+    """What `init` warns of, called and traced."""
+    masters = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), PARAMS)
+    init = functools.partial(lowmem.init, tx, dtype=lambda path, _: DTYPES[path])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        init(masters)
+        jax.jit(init)(masters)
+    return [str(one.message) for one in said]
+
+
+@pytest.mark.parametrize("make", STALE.values(), ids=STALE)
+def test_init_warns_of_stale_corrections(make):
+    found = lowmem.explain(make(), PARAMS).warnings
+    assert started(make()) == [*found, *found]
+
+
+@pytest.mark.parametrize("make", SOUND.values(), ids=SOUND)
+def test_init_does_not_warn_of_what_is_sound(make):
+    assert started(make()) == []
 
 
 def check_abstract(params):

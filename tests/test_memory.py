@@ -169,6 +169,9 @@ def test_the_printed_table():
     lines = str(found).splitlines()
     rows = ["params", "count", "seed", "mu", "mu_scale", "nu", "nu_scale", "correction", "total"]
     table, kept = lines[: len(rows) + 1], lines[len(rows) + 1 :]
+    small = str(lowmem.memory.report(lowmem.flash_adamw(1e-3), {"w": jnp.ones(64)})).splitlines()
+    assert small[0].split() == ["KiB", "bytes/param"]
+    assert small[1].split() == ["params", "0.250", "4.0000"]
     assert table[0].split() == ["GiB", "bytes/param", "baseline", "GiB", "bytes/param"]
     assert [line.split()[0] for line in table[1:]] == rows
     assert all(len(line.split()) == 5 and len(line) == len(table[0]) for line in table[1:])

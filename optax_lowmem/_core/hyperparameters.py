@@ -12,7 +12,7 @@ import numpy as np
 
 def check_range(name: str, value: Any, low: float, high: float = math.inf) -> None:
     """Raises unless a number is in [low, high); arrays and schedules pass."""
-    if value is None or isinstance(value, str):
+    if value is None or isinstance(value, str | list | tuple | dict):
         raise TypeError(f"{name} must be a number, an f32 scalar or a schedule, got {value!r}")
     if isinstance(value, bool) or not isinstance(value, int | float | np.number):
         return
@@ -25,7 +25,7 @@ def as_f32(name: str, value: Any) -> jax.Array:
     """A hyperparameter as an f32 scalar.
 
     Raises:
-      TypeError: for a 16-bit one, in which 0.999 would be 1, and for a schedule.
+      TypeError: for a 16-bit one, in which 0.999 would be 1, for a schedule and for an array.
     """
     if callable(value):
         raise TypeError(
@@ -38,7 +38,13 @@ def as_f32(name: str, value: Any) -> jax.Array:
             f"hyperparameter {name} is {dtype}, in which 0.999 is 1. With inject_hyperparams pass "
             "hyperparam_dtype=jnp.float32."
         )
-    return jnp.asarray(value, jnp.float32)
+    scalar = jnp.asarray(value, jnp.float32)
+    if scalar.ndim:
+        raise TypeError(
+            f"{name} must be a scalar, got an array of shape {scalar.shape}: for other values for "
+            "other leaves use optax.partition."
+        )
+    return scalar
 
 
 def complement(name: str, decay: Any) -> jax.Array:

@@ -3,8 +3,10 @@
 import dataclasses
 import fnmatch
 import math
+from collections.abc import Iterable
 from typing import Any
 
+from optax_lowmem._core import scope
 from optax_lowmem._core.trees import broadcast_prefix, named_leaves
 
 _SCALAR = "a 0-d leaf has no group"
@@ -43,6 +45,7 @@ class Policy:
 
     def reason(self, path: str, shape: tuple[int, ...], slot: str) -> str | None:
         """Why a slot of a leaf is not compressed; None where it is."""
+        scope.note_policy(self)
         if not shape:
             return _SCALAR
         size = math.prod(shape)
@@ -51,10 +54,15 @@ class Policy:
         if size < self.min_size:
             return f"{size} elements, fewer than min_size={self.min_size}"
         for pattern in self.exclude:
-            of_slot, _, glob = pattern.rpartition(":")
+            of_slot, glob = _parsed(pattern)
             if of_slot in ("", slot) and fnmatch.fnmatchcase(path, glob):
                 return f"excluded by the pattern '{pattern}'"
         return None
+
+    def unmatched(self, paths: Iterable[str]) -> list[str]:
+        """The patterns of `exclude` that match none of these paths, whatever their slot."""
+        paths = list(paths)
+        return [p for p in self.exclude if not fnmatch.filter(paths, _parsed(p)[1])]
 
     def masked_out(self, tree: Any) -> set[str]:
         """Paths of the leaves that the mask leaves uncompressed."""
@@ -63,3 +71,9 @@ class Policy:
         mask = self.mask(tree) if callable(self.mask) else self.mask
         kept = broadcast_prefix("the policy's mask", mask, tree)
         return {path for (path, _), keep in zip(named_leaves(tree), kept, strict=True) if not keep}
+
+
+def _parsed(pattern: str) -> tuple[str, str]:
+    """(slot or "", glob on paths)."""
+    of_slot, _, glob = pattern.rpartition(":")
+    return of_slot, glob

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from optax_lowmem._core import trees
 from optax_lowmem._core.placement import Placement
 
 
@@ -62,6 +63,7 @@ class Masters:
 
 
 _decisions: ContextVar[list[Decision] | None] = ContextVar("decisions", default=None)
+_policies: ContextVar[list[Any] | None] = ContextVar("policies", default=None)
 _emitted: ContextVar[dict[str, jax.Array] | None] = ContextVar("emitted", default=None)
 _implementation: ContextVar[str | None] = ContextVar("implementation", default=None)
 _placements: ContextVar[Mapping[str, Placement] | None] = ContextVar("placements", default=None)
@@ -80,6 +82,18 @@ def _bound(variable: ContextVar[Any], value: Any) -> Iterator[Any]:
 def recording() -> contextlib.AbstractContextManager[list[Decision]]:
     """Collects the decisions of every `init` that runs inside."""
     return _bound(_decisions, [])
+
+
+def noting_policies() -> contextlib.AbstractContextManager[list[Any]]:
+    """Collects the policies that every `init` inside asks."""
+    return _bound(_policies, [])
+
+
+def note_policy(policy: Any) -> None:
+    """Reports a policy that is asked to an enclosing `noting_policies`."""
+    log = _policies.get()
+    if log is not None and policy not in log:
+        log.append(policy)
 
 
 def emitting() -> contextlib.AbstractContextManager[dict[str, jax.Array]]:
@@ -116,6 +130,7 @@ def placement(path: str) -> Placement | None:
 
 def dry_run(tx: Any, params: Any) -> tuple[Any, list[Decision]]:
     """The abstract state of `tx.init`, and the decisions it takes; nothing is allocated."""
+    trees.check_transformation(tx, "pass (tx, params), in this order.")
     with recording() as decisions:
         # a fresh function each time: eval_shape does not run one again that it has traced before
         state = jax.eval_shape(lambda p: tx.init(p), params)

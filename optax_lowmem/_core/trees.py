@@ -23,6 +23,15 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
 
 
+def check_transformation(tx: Any, call: str) -> None:
+    """Raises unless `tx` has the methods of an optax transformation; `call`: how it is passed."""
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise TypeError(
+            f"a {type(tx).__name__} is not an optax transformation, which has init and update: "
+            f"{call}"
+        )
+
+
 def check_param(path: str, leaf: Any) -> None:
     """Raises unless a parameter is f32, bf16 or f16."""
     if not hasattr(leaf, "dtype"):

@@ -79,7 +79,7 @@ def _write_safetensors(path: Any, weights: dict[str, jax.Array]) -> None:
         from safetensors.numpy import save_file
     except ModuleNotFoundError as error:
         raise ImportError(
-            "format='safetensors' needs safetensors: pip install optax-lowmem[checkpoint]",
+            "format='safetensors' needs safetensors: pip install 'optax-lowmem[checkpoint]'",
             name="safetensors",
         ) from error
     arrays = {

@@ -11,7 +11,8 @@ from optax_lowmem.checkpoint.convert import Converter, by_path, map_optax
 from optax_lowmem.checkpoint.counterparts import Moments
 from optax_lowmem.checkpoint.slots import coded_slots, encode_leaf
 from optax_lowmem.transforms.compress import CompressedState
-from optax_lowmem.transforms.masters import WeightDtype, init
+from optax_lowmem.transforms.init import init
+from optax_lowmem.transforms.start import WeightDtype
 
 
 def from_optax(

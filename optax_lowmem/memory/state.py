@@ -12,7 +12,7 @@ import optax
 
 from optax_lowmem._core import scope, trees
 
-_GIB = 2.0**30
+_UNITS = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,17 +56,20 @@ class Report:
 
     def _table(self) -> Iterator[str]:
         plain = self.baseline
-        head = f"{'':<16}{'GiB':>10}{'bytes/param':>13}"
-        yield head + (f"{'baseline GiB':>14}{'bytes/param':>13}" if plain else "")
+        largest = max(self.total_bytes, plain.total_bytes if plain else 0)
+        fitting = (name for name, size in _UNITS.items() if largest >= size / 10)
+        unit = next(fitting, "KiB")
+        head = f"{'':<16}{unit:>10}{'bytes/param':>13}"
+        yield head + (f"{f'baseline {unit}':>14}{'bytes/param':>13}" if plain else "")
         rows = ["params", *dict.fromkeys([*self.by_slot, *(plain.by_slot if plain else ())])]
         for name in [*rows, "total"]:
-            line = f"{name:<16}" + self._cells(name)
-            yield line + (f"{'':>1}" + plain._cells(name, 13) if plain else "")
+            line = f"{name:<16}" + self._cells(name, unit)
+            yield line + (f"{'':>1}" + plain._cells(name, unit, 13) if plain else "")
 
-    def _cells(self, name: str, width: int = 10) -> str:
+    def _cells(self, name: str, unit: str, width: int = 10) -> str:
         named = {"params": self.params_bytes, "total": self.total_bytes, **self.by_slot}
         size = named.get(name, 0)
-        return f"{size / _GIB:>{width}.3f}{size / max(self.parameters, 1):>13.4f}"
+        return f"{size / _UNITS[unit]:>{width}.3f}{size / max(self.parameters, 1):>13.4f}"
 
     def _kept(self) -> Iterator[str]:
         kept: dict[str, list[str]] = defaultdict(list)

@@ -132,8 +132,17 @@ def adam_mini(
         mask=mask,
         decouple_lr=decouple_lr,
         slot_dtypes={"mu": mu_dtype},
-        structure=blocks,
+        structure=_checked(blocks),
     )
+
+
+def _checked(blocks: Any) -> BlockStructure:
+    if not callable(getattr(blocks, "infer", None)):
+        raise TypeError(
+            f"blocks must be a lowmem.blocks.Structure, got {blocks!r}: write "
+            "blocks=lowmem.blocks.Structure(heads=..., kv_heads=...)"
+        )
+    return blocks
 
 
 def q_adam_mini(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._core import numerics, scope
+from optax_lowmem._core import numerics, scope, trees
 from optax_lowmem._core.placement import placements
 from optax_lowmem.kernels.fused_update import IMPLEMENTATIONS
 from optax_lowmem.transforms.engine import Optimizer
@@ -25,12 +25,15 @@ def chain(*transformations: optax.GradientTransformation) -> optax.GradientTrans
         be the last.
 
     Raises:
+      TypeError: for a link that is no transformation.
       ValueError: in `init`, where a link follows one that splits master weights or adds noise.
 
     Example:
       >>> import optax, optax_lowmem as lowmem
       >>> tx = lowmem.chain(optax.clip_by_global_norm(1.0), lowmem.flash_adamw(3e-4))
     """
+    for link in transformations:
+        trees.check_transformation(link, "chain takes transformations one by one, chain(*links).")
     linked = optax.chain(*transformations)
 
     def init(params: Any) -> Any:
@@ -105,6 +108,7 @@ def step(
       >>> params, state = lowmem.init(tx, {"w": jnp.ones((8, 8))})
       >>> params, state = lowmem.step(tx, {"w": jnp.ones((8, 8))}, state, params)
     """
+    trees.check_transformation(tx, "pass step(tx, grads, state, params).")
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(
             f"implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}"

@@ -285,9 +285,15 @@ def _check_slots(plan: LeafPlan, state: LeafState, shape: tuple[int, ...]) -> No
 def _check_array(plan: LeafPlan, field: str, array: Any, shape: tuple, dtype: Any) -> None:
     if jnp.shape(array) == shape and jnp.dtype(array.dtype) == jnp.dtype(dtype):
         return
+    hint = ""
+    if field == "correction":
+        hint = (
+            " If weights were cast after tx.init, begin with params, state = "
+            "lowmem.init(tx, params_f32) instead."
+        )
     raise ValueError(
         f"state field {field} of '{plan.path}' is {array.dtype}{list(jnp.shape(array))}, but this "
         f"storage (group_size={plan.group_size}, parameter {plan.dtype}{list(plan.shape)}) keeps "
         f"{jnp.dtype(dtype)}{list(shape)}. The state was made or restored with other settings: use "
-        "those, or call init again."
+        f"those, or call init again.{hint}"
     )

@@ -4,16 +4,11 @@ import collections
 import dataclasses
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optax_lowmem._core import scope, trees
 from optax_lowmem.gaussws.states import FIELD
-from optax_lowmem.transforms.masters import init
-
-_PROBE_SIDE = 4
+from optax_lowmem.transforms import stale
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +27,8 @@ class Explanation:
 
     def __str__(self) -> str:
         """One line a leaf and slot, one for each way that steps are computed, then the warnings."""
+        if not self.decisions:
+            return "nothing here keeps low-memory state"
         width = max([len(d.path) for d in self.decisions], default=0)
         lines = [
             f"{d.path:<{width}}  {d.slot:<10}  {d.form or '-':<16}  {d.reason}"
@@ -65,46 +62,16 @@ def explain(tx: optax.GradientTransformation, params: Any) -> Explanation:
       w  correction  bits-24           24-bit master weights
       step by xla for 1 of 1 leaves: the default backend is cpu, and kernels are for NVIDIA GPUs
     """
-    _, found = scope.dry_run(tx, params)
+    with scope.noting_policies() as policies:
+        _, found = scope.dry_run(tx, params)
     decisions = [d for d in found if d.slot != "step"]
     split = any(d.slot in ("correction", FIELD) and d.form for d in decisions)
-    warnings = _stale_corrections(tx, params) if split else ()
+    paths = [path for path, _ in trees.named_leaves(params)]
+    warnings = [
+        f"the pattern {pattern!r} of Policy.exclude matches no leaf"
+        for policy in policies
+        for pattern in policy.unmatched(paths)
+    ]
+    warnings += stale.found(tx, params) if split else []
     steps = tuple(d for d in found if d.slot == "step")
     return Explanation(tuple(decisions), steps, tuple(warnings))
-
-
-def _stale_corrections(tx: optax.GradientTransformation, params: Any) -> list[str]:
-    """Warnings for leaves whose final update is not what their split emitted."""
-    rng = np.random.default_rng(0)
-
-    def small(leaf: Any) -> jax.Array:
-        shape = tuple(min(side, _PROBE_SIDE) for side in leaf.shape)
-        return jnp.asarray(rng.normal(size=shape), jnp.float32)
-
-    probe = jax.tree.map(small, params)
-    dtypes = {path: leaf.dtype for path, leaf in trees.named_leaves(params)}
-    try:
-        weights, state = init(tx, probe, lambda path, leaf: dtypes[path])
-        fast = weights.fast if isinstance(weights, optax.LookaheadParams) else weights
-        grads = jax.tree.map(lambda w: jnp.full(w.shape, 0.5, jnp.float32), fast)
-        with scope.emitting() as emitted:
-            # jit may trace branches (MultiSteps, cond) whose values never leave it: run op by op
-            with jax.disable_jit():
-                final, _ = optax.with_extra_args_support(tx).update(
-                    grads, state, weights, value=jnp.float32(1), grad=grads, value_fn=None
-                )
-    except Exception as error:  # a probe must not take `explain` down with it
-        return [f"could not try a step to look for stale corrections: {error}"]
-    changed = [
-        path
-        for path, update in trees.named_leaves(final)
-        if path in emitted and bool(jnp.any(update != 0)) and bool(jnp.any(update != emitted[path]))
-    ]
-    if not changed:
-        return []
-    return [
-        f"the updates of {', '.join(changed[:3])}{' ...' if len(changed) > 3 else ''} are changed "
-        "after the split of their master weights, whose corrections then belong to other weights. "
-        "Put what changes them inside: split_master_weights(wrapper(flash_adamw(..., "
-        "storage=Storage(master_weight_bits=None))))."
-    ]

@@ -1,8 +1,6 @@
-"""Master weights: which split a leaf has, where its correction starts, and `lowmem.init`."""
+"""Master weights: which split a leaf has, where its correction starts, and the f32 view."""
 
-import functools
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +9,6 @@ from optax_lowmem._core import numerics, scope, trees
 from optax_lowmem.codecs import BitSplit, MasterSplit, master_split, split_of
 from optax_lowmem.gaussws.states import FIELD, clean_params
 from optax_lowmem.transforms.storage import Storage
-
-WeightDtype = Any | Callable[[str, Any], Any]
 
 
 def split_for(storage: Storage, dtype: jnp.dtype) -> MasterSplit | None:
@@ -83,109 +79,6 @@ def _decided(tx: Any, params: Any, slot: str) -> set[str]:
     return {d.path for d in decisions if d.slot == slot and d.form is not None}
 
 
-def _weight_dtype(dtype: WeightDtype, path: str, leaf: Any) -> jnp.dtype:
-    if callable(dtype) and not isinstance(dtype, type) and not hasattr(dtype, "dtype"):
-        dtype = dtype(path, leaf)
-    chosen = jnp.dtype(cast(Any, dtype)) if dtype is not None else None  # else it is float64
-    if chosen not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        raise TypeError(
-            f"parameter '{path}': weights are kept in bfloat16, float16 or float32, not {chosen}"
-        )
-    return chosen
-
-
-def init(
-    tx: Any, params: Any, dtype: WeightDtype = jnp.bfloat16, *, seed: Any = None
-) -> tuple[Any, Any]:
-    """16-bit weights and an optimizer state that together hold f32 parameters.
-
-    Every split inside `tx` (through chain, masked, partition, MultiSteps, inject_hyperparams) gets
-    the corrections of its leaves. A leaf without a split is rounded to nearest; the rest of it is
-    gone.
-
-    Args:
-      tx: an optimizer.
-      params: f32 parameters.
-      dtype: of the weights: bfloat16, float16 or float32, or a function (path, leaf) -> dtype, for
-        example to keep norms in f32.
-      seed: of stochastic rounding, instead of `Storage.seed`; may be traced (one for each member of
-        an ensemble).
-
-    Returns:
-      (weights, state). Under `gaussws_noise` weights have their first noise. Peak memory: params,
-      weights and state, plus temporaries of one leaf.
-
-    Raises:
-      TypeError: for parameters that are not floats.
-      ValueError: where two optimizers split one leaf.
-
-    Example:
-      >>> import jax.numpy as jnp, optax_lowmem as lowmem
-      >>> tx = lowmem.flash_adamw(1e-3)
-      >>> weights, state = lowmem.init(tx, {"w": jnp.full((64, 64), 0.1)})
-      >>> float(weights["w"][0, 0]), float(lowmem.master_params(weights, state)["w"][0, 0])
-      (0.10009765625, 0.10000038146972656)
-    """
-    leaves, treedef = jax.tree.flatten(params)
-    names = [name for name, _ in trees.named_leaves(params)]
-    for name, leaf in zip(names, leaves, strict=True):
-        trees.check_param(name, leaf)
-    dtypes = [_weight_dtype(dtype, n, leaf) for n, leaf in zip(names, leaves, strict=True)]
-    splits = _splits(tx, treedef, leaves, dtypes, names)
-    masters = scope.Masters(seed=seed, originals=dict(zip(names, leaves, strict=True)))
-    weights = []
-    for name, leaf, kind in zip(names, leaves, dtypes, strict=True):
-        weight, correction = _split_leaf(splits.get(name), leaf, kind)
-        weights.append(weight)
-        if correction is not None:
-            masters.corrections[name] = correction
-    tree = jax.tree.unflatten(treedef, weights)
-    with scope.providing(masters):
-        state = tx.init(tree)
-    seen = [masters.sampled.get(name, weight) for name, weight in zip(names, weights, strict=True)]
-    return jax.tree.unflatten(treedef, seen), state
-
-
-def _splits(
-    tx: Any, treedef: Any, leaves: list[Any], dtypes: list[Any], names: list[str]
-) -> dict[str, MasterSplit]:
-    """The split of each leaf, from a dry run of `tx.init`."""
-    shapes = [jax.ShapeDtypeStruct(a.shape, d) for a, d in zip(leaves, dtypes, strict=True)]
-    abstract = jax.tree.unflatten(treedef, shapes)
-    _, decisions = scope.dry_run(tx, abstract)
-    forms = {d.path: d.form for d in decisions if d.slot == "correction" and d.form}
-    by_name = dict(zip(names, dtypes, strict=True))
-    unknown = [path for path in forms if path not in by_name]
-    if unknown:
-        raise ValueError(
-            f"the master weight of '{unknown[0]}' is split inside a wrapper that has other leaves "
-            f"({', '.join(names[:3])} ...), such as optax.lookahead: put split_master_weights "
-            "around the wrapper, and storage=Storage(master_weight_bits=None) inside."
-        )
-    return {path: _split_named(form, by_name[path]) for path, form in forms.items()}
-
-
-def _split_named(form: str, dtype: jnp.dtype) -> MasterSplit:
-    scheme, bits = form.split("-")
-    return master_split(dtype, int(bits), scheme)
-
-
-def _split_leaf(
-    split: MasterSplit | None, leaf: jax.Array, dtype: jnp.dtype
-) -> tuple[jax.Array, jax.Array | None]:
-    if split is None:
-        return leaf.astype(dtype), None
-    return _compiled_split(split, leaf.astype(jnp.float32), dtype)
-
-
-# one compiled call a leaf, shared by leaves of a shape: its integer temporaries are fused away
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def _compiled_split(
-    split: MasterSplit, w: jax.Array, dtype: jnp.dtype
-) -> tuple[jax.Array, jax.Array]:
-    return split.split(w, dtype)
-
-
 def master_params(params: Any, state: Any) -> Any:
     """The f32 parameters that 16-bit weights and an optimizer state hold together.
 
@@ -200,6 +93,7 @@ def master_params(params: Any, state: Any) -> Any:
       A tree of f32 arrays; a weight without a correction is itself.
 
     Raises:
+      TypeError: for arguments in another order.
       ValueError: where a leaf has two corrections.
 
     Example:
@@ -208,6 +102,8 @@ def master_params(params: Any, state: Any) -> Any:
       >>> lowmem.master_params(weights, state)["w"].dtype
       dtype('float32')
     """
+    if next(trees.states_with(params, "correction"), None) is not None:
+        raise TypeError("the first argument is an optimizer's state: master_params(params, state)")
     params = clean_params(params, state)
     weights = dict(trees.named_leaves(params))
     corrections = corrections_of(params, state)

@@ -1,0 +1,48 @@
+"""`lowmem.init`."""
+
+import warnings
+from typing import Any
+
+import jax.numpy as jnp
+
+from optax_lowmem.transforms import stale
+from optax_lowmem.transforms.start import WeightDtype, start
+
+
+def init(
+    tx: Any, params: Any, dtype: WeightDtype = jnp.bfloat16, *, seed: Any = None
+) -> tuple[Any, Any]:
+    """16-bit weights and an optimizer state that together hold f32 parameters.
+
+    Every split inside `tx` (through chain, masked, partition, MultiSteps, inject_hyperparams) gets
+    the corrections of its leaves. A leaf without a split is rounded to nearest; the rest of it is
+    gone.
+
+    Args:
+      tx: an optimizer.
+      params: f32 parameters.
+      dtype: of the weights: bfloat16, float16 or float32, or a function (path, leaf) -> dtype, for
+        example to keep norms in f32.
+      seed: of stochastic rounding, instead of `Storage.seed`; may be traced (one for each member of
+        an ensemble).
+
+    Returns:
+      (weights, state). Under `gaussws_noise` weights have their first noise. Peak memory: params,
+      weights and state, plus temporaries of one leaf.
+
+    Raises:
+      TypeError: for parameters that are not floats.
+      ValueError: where two optimizers split one leaf.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> tx = lowmem.flash_adamw(1e-3)
+      >>> weights, state = lowmem.init(tx, {"w": jnp.full((64, 64), 0.1)})
+      >>> float(weights["w"][0, 0]), float(lowmem.master_params(weights, state)["w"][0, 0])
+      (0.10009765625, 0.10000038146972656)
+    """
+    weights, state = start(tx, params, dtype, seed)
+    if stale.suspected(state):
+        for warning in stale.found(tx, weights):
+            warnings.warn(warning, stacklevel=2)
+    return weights, state

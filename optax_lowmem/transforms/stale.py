@@ -1,0 +1,115 @@
+"""Updates changed after the split of their master weights, whose corrections are then stale."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_lowmem._core import scope, trees
+from optax_lowmem.gaussws.states import FIELD
+from optax_lowmem.transforms.start import start
+
+_PROBE_SIDE = 4
+# of optax: what they hand out is an update of what they wrap, as it is
+_PASSING = ("MaskedState", "PartitionState", "InjectHyperparamsState",
+            "InjectStatefulHyperparamsState")  # fmt: skip
+_SELECTING = ("MultiStepsState", "ApplyIfFiniteState")  # that, or zeros
+
+
+def suspected(state: Any) -> bool:
+    """Whether something around a split, by the looks of a state, may change its updates."""
+    return _wrapped(state, (*_PASSING, *_SELECTING), ours=True)
+
+
+def _followed(state: Any) -> bool:
+    """Whether a split is a link of a chain with others after it, and in nothing that selects."""
+    return _wrapped(state, _PASSING, ours=False, otherwise=False)
+
+
+def _wrapped(node: Any, known: tuple[str, ...], ours: bool, otherwise: bool = True) -> bool:
+    """Whether a chain goes on after the split inside a state; `otherwise` where that is unknown.
+
+    Args:
+      node: a state, or a part of one.
+      known: the states of optax to look into.
+      ours: whether to look into ours.
+      otherwise: the answer for other states that have a split inside.
+    """
+    if not _has_split(node) or _is_split(node):
+        return False
+    if trees.is_named_tuple(node):
+        own = type(node).__module__.split(".")[0] == "optax_lowmem"
+        if not (own and ours) and type(node).__name__ not in known:
+            return otherwise
+    elif isinstance(node, tuple) and not _has_split(node[-1]):
+        return True
+    return any(_wrapped(part, known, ours, otherwise) for part in _parts(node))
+
+
+def _is_split(node: Any) -> bool:
+    return trees.is_named_tuple(node) and ("correction" in node._fields or FIELD in node._fields)
+
+
+def _has_split(node: Any) -> bool:
+    return any(_is_split(found) for found in jax.tree.leaves(node, is_leaf=_is_split))
+
+
+def _parts(node: Any) -> Iterator[Any]:
+    yield from jax.tree.leaves(node, is_leaf=lambda inner: inner is not node)
+
+
+def found(tx: optax.GradientTransformation, params: Any) -> list[str]:
+    """Warnings for leaves whose final update is not what their split emitted, in a trial step.
+
+    Args:
+      tx: any optax transformation.
+      params: the weights as they are stored, or their `jax.eval_shape`.
+    """
+    try:
+        with jax.ensure_compile_time_eval():
+            changed = _changed(tx, params)
+    except Exception as error:  # a trial must not take down what it is for
+        return [f"could not try a step to look for stale corrections: {error}"]
+    if not changed:
+        return []
+    return [
+        f"the updates of {', '.join(changed[:3])}{' ...' if len(changed) > 3 else ''} are changed "
+        "after the split of their master weights, whose corrections then belong to other weights. "
+        "Put what changes them inside: split_master_weights(wrapper(flash_adamw(..., "
+        "storage=Storage(master_weight_bits=None))))."
+    ]
+
+
+def _changed(tx: optax.GradientTransformation, params: Any) -> list[str]:
+    rng = np.random.default_rng(0)
+
+    def small(leaf: Any) -> jax.Array:
+        shape = tuple(min(side, _PROBE_SIDE) for side in leaf.shape)
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    dtypes = {path: leaf.dtype for path, leaf in trees.named_leaves(params)}
+    weights, state = start(tx, jax.tree.map(small, params), lambda path, leaf: dtypes[path])
+    fast = weights.fast if isinstance(weights, optax.LookaheadParams) else weights
+    grads = jax.tree.map(lambda w: jnp.full(w.shape, 0.5, jnp.float32), fast)
+    with scope.emitting() as emitted:
+        # jit may trace branches (MultiSteps, cond) whose values never leave it: run op by op
+        with jax.disable_jit():
+            final, _ = optax.with_extra_args_support(tx).update(
+                grads, state, weights, value=jnp.float32(1), grad=grads, value_fn=None
+            )
+    # a schedule may start with a factor of 1: in a chain what is not the very array was changed
+    untouched = _followed(state)
+
+    def differs(update: jax.Array, own: jax.Array) -> bool:
+        if untouched and update is not own:
+            return True
+        return bool(jnp.any(update != 0)) and bool(jnp.any(update != own))
+
+    return [
+        path
+        for path, update in trees.named_leaves(final)
+        if path in emitted and differs(update, emitted[path])
+    ]

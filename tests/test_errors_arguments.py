@@ -1,0 +1,55 @@
+"""Arguments in another order or of another kind: each error says which, and what to pass."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from test_errors import flash, raises, weights
+
+import optax_lowmem as lowmem
+
+
+def test_arguments_in_another_order():
+    tx, params = flash(), weights(jnp.float32)
+    calls = [
+        lambda: lowmem.init(params, tx),
+        lambda: lowmem.explain(params, tx),
+        lambda: lowmem.memory.report(params, tx),
+        lambda: lowmem.step(params, tx, params, params),
+        lambda: lowmem.chain([tx, tx]),
+    ]
+    for call in calls:
+        with raises("a (dict|list) is not an optax transformation.*: .*pass|one by one", TypeError):
+            call()
+    kept, state = lowmem.init(tx, params)
+    with raises(r"is an optimizer's state: master_params\(params, state\)", TypeError):
+        lowmem.master_params(state, kept)
+
+
+@pytest.mark.parametrize("value", [[1e-3, 1e-4], (1e-3,), {"a": 1e-3}], ids=str)
+def test_hyperparameters_that_are_containers(value):
+    with raises("learning_rate must be a number, an f32 scalar or a schedule, got", TypeError):
+        lowmem.flash_adamw(value)
+    with raises("b1 must be a number", TypeError):
+        lowmem.flash_adamw(1e-3, b1=value)
+
+
+def test_a_vector_is_no_hyperparameter():
+    """It would broadcast along columns, silently where there are as many."""
+    params = weights(jnp.float32)
+    tx = lowmem.flash_adamw(jnp.full(params["block"]["kernel"].shape[-1], 1e-3))
+    with raises(r"learning_rate must be a scalar, got an array of shape .*partition", TypeError):
+        tx.update(params, tx.init(params), params)
+
+
+def test_blocks_that_are_no_structure():
+    for make in (lowmem.adam_mini, lowmem.flash_adam_mini, lowmem.q_adam_mini):
+        with raises(r"blocks must be a lowmem.blocks.Structure, got \{'heads': 4\}", TypeError):
+            make(1e-3, blocks=dict(heads=4))
+
+
+def test_weights_cast_after_init():
+    tx, params = flash(), weights(jnp.float32)
+    state = tx.init(params)
+    cast = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
+    with raises(r"correction of .* is int8\[\].*lowmem\.init\(tx, params_f32\)"):
+        tx.update(cast, state, cast)
