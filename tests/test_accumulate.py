@@ -8,6 +8,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import Storage
+from optax_lowmem._core import varying
 from tests import tolerances
 
 PLAIN = Storage(mu=None, nu=None)
@@ -226,3 +227,52 @@ def test_number_of_micro_batches(every):
 def test_unknown_buffers():
     with pytest.raises(ValueError, match="into must be 'bfloat16' or 'moments', got 'float32'"):
         lowmem.accumulate_gradients(optax.sgd(0.1), 4, "float32")
+
+
+# ---- as part of a program --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("into", ["bfloat16", "moments"])
+def test_a_fresh_state_can_be_donated(into):
+    """No array is in two places of it: XLA refuses to donate one twice."""
+    tx = lowmem.accumulate_gradients(lowmem.flash_adamw(1e-3), EVERY, into)
+    params, state = lowmem.init(tx, {"w": jnp.ones((64, 128))})
+    places = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state) if leaf.size]
+    assert len(set(places)) == len(places)
+    grads = {"w": jnp.ones((64, 128))}
+    step = jax.jit(lambda g, s, p: lowmem.step(tx, g, s, p), donate_argnums=(1, 2))
+    params, state = step(grads, state, params)
+    assert int(state.count) == 1
+
+
+def test_on_devices_that_differ():
+    """Local SGD: parameters, state and gradients of each device are its own."""
+    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2],
+                         axis_types=(jax.sharding.AxisType.Auto,))  # fmt: skip
+    tx = lowmem.accumulate_gradients(optax.sgd(0.1), 2, "bfloat16")
+    gradients = micro_batches(2, shape=(2, 64, 128))
+
+    def train(w, gradients):
+        params = {"w": w[0]}
+        state, _ = varying.alike(tx.init(params), w)
+        for g in gradients[:, 0]:
+            updates, state = tx.update({"w": g}, state, params)
+            params = optax.apply_updates(params, updates)
+        return params["w"][None]
+
+    specs = jax.P("d"), jax.P(None, "d")
+    run_all = jax.jit(jax.shard_map(train, mesh=mesh, in_specs=specs, out_specs=jax.P("d")))
+    found = run_all(jnp.zeros((2, 64, 128)), gradients)
+    np.testing.assert_allclose(found, -0.1 * gradients.mean(0), atol=2**-8 * 0.1 * 0.04)
+
+
+def test_a_state_of_another_optimizer():
+    tx, params = lowmem.flash_adamw(1e-3), {"w": jnp.ones((64, 128))}
+    others = [
+        lowmem.accumulate_gradients(tx, EVERY, "bfloat16"),
+        lowmem.accumulate_gradients(tx, EVERY, "moments"),
+        lowmem.track_master_ema(tx, 0.9),
+    ]
+    for other in others:
+        with pytest.raises(ValueError, match="the state is a FlashAdamState, this optimizer keeps"):
+            other.update(params, tx.init(params), params)

@@ -35,8 +35,8 @@ def as_f32(name: str, value: Any) -> jax.Array:
     dtype = getattr(value, "dtype", None)
     if dtype is not None and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16):
         raise TypeError(
-            f"hyperparameter {name} is {dtype}, in which 0.999 is 1. With inject_hyperparams pass "
-            "hyperparam_dtype=jnp.float32."
+            f"hyperparameter {name} is {dtype}, in which 0.999 is 1. Give f32 (of a schedule too); "
+            "with inject_hyperparams pass hyperparam_dtype=jnp.float32."
         )
     scalar = jnp.asarray(value, jnp.float32)
     if scalar.ndim:

@@ -222,3 +222,13 @@ def widen(x: jax.Array) -> jax.Array:
     if x.dtype == jnp.bfloat16:  # by the bits: XLA may not then keep an unrounded f32 in its place
         return from_bits(lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16)
     return x.astype(jnp.float32)
+
+
+def widen_float(x: jax.Array) -> jax.Array:
+    """f32 of floats of 8 and 16 bits; what is of another kind, or wider, as it is."""
+    return widen(x) if is_narrow(x.dtype) else x
+
+
+def is_narrow(dtype: jnp.dtype) -> bool:
+    """Whether a dtype is a float of 8 or 16 bits."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4

@@ -158,8 +158,9 @@ def provided_correction(path: str) -> jax.Array | None:
         return None
     if path in masters.taken:
         raise ValueError(
-            f"leaf '{path}' would get two corrections: two optimizers split its master weight. "
-            "Keep one, and give the other storage=Storage(master_weight_bits=None)."
+            f"leaf '{path}' would get two corrections: two optimizers split its master weight, or "
+            "two leaves have this path. Keep one split, and give the other optimizer "
+            "storage=Storage(master_weight_bits=None); rename a leaf whose key has a '/'."
         )
     masters.taken.append(path)
     return masters.corrections[path]

@@ -49,7 +49,7 @@ def check_param(path: str, leaf: Any) -> None:
         )
     raise TypeError(
         f"parameter '{path}' is {dtype}: only float32, bfloat16 and float16 leaves can be "
-        "optimized. Leave it out with optax.masked or optax.partition."
+        "optimized. Leave it out with optax.masked or optax.partition, around this one."
     )
 
 

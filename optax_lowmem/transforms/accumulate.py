@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_lowmem._core import numerics, random, scope, trees
+from optax_lowmem._core import numerics, random, scope, trees, varying
 from optax_lowmem.transforms.engine import Engine, Optimizer
 
 
@@ -79,14 +79,14 @@ class _Buffered:
     def init(self, params: Any) -> AccumulationState:
         for path, leaf in trees.named_leaves(params):
             trees.check_param(path, leaf)
-        zero = jnp.zeros((), jnp.int32)
         seed = jnp.asarray(scope.provided_seed(self.seed)).astype(jnp.uint32)
         buffer = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.bfloat16), params)
-        return AccumulationState(zero, zero, seed, buffer, self.inner.init(params))
+        return AccumulationState(_zero(), _zero(), seed, buffer, self.inner.init(params))
 
     def update(
         self, updates: Any, state: AccumulationState, params: Any = None, **extra: Any
     ) -> tuple[Any, AccumulationState]:
+        trees.check_state(state, AccumulationState)
         gradients = trees.match("gradient", updates, state.accumulated)
         rows = zip(gradients, jax.tree.leaves(state.accumulated), strict=True)
         share = jnp.float32(1 / self.every)
@@ -101,7 +101,9 @@ class _Buffered:
 
         def wait() -> tuple[Any, Any, Any]:
             shapes = jax.eval_shape(step)[0]
-            nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+            nothing = jax.tree.map(
+                lambda s: varying.over(jnp.zeros(s.shape, s.dtype), varying.axes_of(s)), shapes
+            )
             return nothing, state.inner_state, self._rounded(means, state)
 
         last = state.micro_step == self.every - 1
@@ -124,15 +126,16 @@ class _Direct:
     every: int
 
     def init(self, params: Any) -> AccumulationState:
-        zero = jnp.zeros((), jnp.int32)
+        zero = _zero()
         self.engine.rule.accumulating(self.engine.hyperparameters(zero), zero == 0, self.every)
         inner = self.engine.init(params)
-        return AccumulationState(zero, zero, inner.seed, None, inner)
+        return AccumulationState(_zero(), _zero(), jnp.array(inner.seed), None, inner)
 
     def update(
         self, updates: Any, state: AccumulationState, params: Any = None, **extra: Any
     ) -> tuple[Any, AccumulationState]:
         del extra
+        trees.check_state(state, AccumulationState)
         first, last = state.micro_step == 0, state.micro_step == self.every - 1
         h = self.engine.rule.accumulating(
             self.engine.hyperparameters(state.inner_state.count), first, self.every
@@ -146,6 +149,11 @@ class _Direct:
         micro_step = jnp.where(last, 0, state.micro_step + 1)
         inner = inner._replace(count=steps)
         return new, AccumulationState(micro_step, count, state.seed, None, inner)
+
+
+def _zero() -> jax.Array:
+    """Another array each time: one in two places of a state could not be donated."""
+    return jnp.zeros((), jnp.int32)
 
 
 def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from optax_lowmem.transforms.noisy import Sampler
 
 
 def chain(*transformations: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`optax.chain` whose links see f32 gradients, with the same tuple as its state.
+    """`optax.chain` whose links see 16-bit gradients in f32, with the same tuple as its state.
 
     (optax's clipping takes the norm of bf16 gradients in bf16.)
 
@@ -212,7 +212,7 @@ def _takes_factor(tx: optax.GradientTransformation) -> bool:
 
 
 def _widened(updates: Any) -> Any:
-    return jax.tree.map(numerics.widen, updates)
+    return jax.tree.map(numerics.widen_float, updates)
 
 
 def _clips_global_norm(link: optax.GradientTransformation) -> bool:
@@ -228,4 +228,6 @@ def _clipping_factor(link: optax.GradientTransformation, updates: Any, state: An
     clipped, _ = link.update(norm, state)
     # an infinite norm: finite gradients become 0 in optax too, infinite ones NaN
     infinite = jnp.where(jnp.isnan(norm), norm, jnp.float32(0))
-    return jnp.where(jnp.isfinite(norm), clipped / jnp.where(norm == 0, 1, norm), infinite)
+    # a norm of 0: the squares of tiny gradients are 0 too, and optax leaves these as they are
+    factor = jnp.where(norm == 0, 1, clipped / jnp.where(norm == 0, 1, norm))
+    return jnp.where(jnp.isfinite(norm), factor, infinite)

@@ -1,7 +1,7 @@
 """8-bit state for any optax optimizer."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,10 +10,11 @@ import optax
 
 from optax_lowmem._core import boxes, groups, numerics, random, scope, trees
 from optax_lowmem._core.policy import Policy
-from optax_lowmem.codecs import GroupCodec, decode_array, encode_array
+from optax_lowmem.codecs import GroupCodec, decode_array
 from optax_lowmem.kernels import group_codec
+from optax_lowmem.transforms.compress_start import Start
 from optax_lowmem.transforms.masters import splits_masters
-from optax_lowmem.transforms.slots import SlotFacts, facts, map_slots
+from optax_lowmem.transforms.slots import REFUSED, SlotFacts, facts, map_slots, scale_name
 from optax_lowmem.transforms.storage import check_codec, check_group_size
 
 Select = Callable[[str, SlotFacts], GroupCodec | None]
@@ -26,12 +27,6 @@ class CompressedState(NamedTuple):
     seed: jax.Array  # shape=(), dtype=jnp.uint32
     inner_state: Any  # the inner state's own type
     scales: dict[str, Any]  # "<slot>_scale" -> a tree like the slot; "<slot>_scale_1" for a second
-
-
-def _scale_name(slot: str, taken: Mapping[str, Any]) -> str:
-    """Key of the scales of a slot's next occurrence."""
-    same = sum(name.startswith(f"{slot}_scale") for name in taken)
-    return f"{slot}_scale" + (f"_{same}" if same else "")
 
 
 def _may_be_slot(value: Any) -> bool:
@@ -79,8 +74,11 @@ class _Compressor:
     def _codec_of(self, state: Any, field: str) -> GroupCodec | None:
         known = facts(state, field)
         codec = self.select(field, known)
+        kind = type(state).__name__
+        if codec is not None and kind in REFUSED:
+            raise ValueError(f"{kind}.{field} cannot be kept in 8 bits: {REFUSED[kind]}.")
         if codec is not None:
-            check_codec(f"{type(state).__name__}.{field}", codec, known.signed)
+            check_codec(f"{kind}.{field}", codec, known.signed)
         return codec
 
     def _check_inner(self, params: Any) -> None:
@@ -129,6 +127,9 @@ class _Compressor:
         scope.record(scope.Decision(path, slot, form, reason or kept, *how))
         return reason
 
+    def _masked(self, params: Any) -> set[str]:
+        return self.policy.masked_out(params) if jax.tree.leaves(params) else set()
+
     def _stochastic(self, known: SlotFacts) -> bool:
         return self.rounding == "stochastic" and not known.running_maximum
 
@@ -137,7 +138,7 @@ class _Compressor:
     ) -> tuple[Any, dict[str, Any]]:
         """Inner state with codes, and the dictionary of scales."""
         scales: dict[str, Any] = {}
-        masked = self.policy.masked_out(params) if jax.tree.leaves(params) else set()
+        masked = self._masked(params)
 
         def encode(node: Any, slot: str, value: Any) -> Any:
             codec = self._codec_of(node, slot)
@@ -154,7 +155,7 @@ class _Compressor:
                     key = random.leaf_key(seed, count, path)
                     noise_key = key if self._stochastic(known) else None
                     pairs.append(group_codec.encode(codec, leaf, self.group_size, noise_key, slot))
-            scales[_scale_name(slot, scales)] = boxes.like(value, [s for _, s in pairs])
+            scales[scale_name(slot, scales)] = boxes.like(value, [s for _, s in pairs])
             return jax.tree.unflatten(treedef, [c for c, _ in pairs])
 
         return map_slots(encode, state), scales
@@ -168,7 +169,7 @@ class _Compressor:
             codec = self._codec_of(node, slot)
             if codec is None:
                 return value
-            name = _scale_name(slot, seen)
+            name = scale_name(slot, seen)
             if name not in state.scales:
                 raise ValueError(
                     f"the state has no {name}, only {', '.join(state.scales)}: it was made or "
@@ -225,79 +226,20 @@ class _Compressor:
         self._check_state(abstract)
         count = jnp.zeros((), jnp.int32)
         seed = jnp.asarray(scope.provided_seed(self.seed)).astype(jnp.uint32)
-        if not self._starts_constant(abstract):
+        small = jax.tree.map(lambda p: jnp.zeros((1,) * p.ndim, jnp.float32), params)
+        like: Any = jax.tree.structure(jax.eval_shape(self.inner.init, small))
+        # a mask may go by sizes
+        start = Start(self._codec_of, self._decide, self.group_size)
+        if like != jax.tree.structure(abstract) or not start.is_constant(abstract):
             inner, scales = self._encode(self.inner.init(_widened(params)), params, seed, count)
             return CompressedState(count, seed, inner, scales)
-        small = jax.tree.map(lambda p: jnp.zeros((1,) * p.ndim, jnp.float32), params)
-        inner, scales = self._spread(abstract, self.inner.init(small), params)
+        masked = self._masked(params)
+        inner, scales = start.spread(abstract, self.inner.init(small), params, masked)
+        floats = (leaf.dtype for leaf in jax.tree.leaves(start.others(abstract)))
+        if any(jnp.issubdtype(dtype, jnp.inexact) for dtype in floats):  # maybe of values of params
+            own = jax.jit(lambda p: start.others(self.inner.init(_widened(p))))(params)
+            inner = start.put(own, inner)
         return CompressedState(count, seed, inner, scales)
-
-    def _starts_constant(self, abstract: Any) -> bool:
-        """Whether all that is large in a state are slots known to start as a constant."""
-        constant = True
-
-        def visit(node: Any, slot: str, value: Any) -> Any:
-            nonlocal constant
-            if self._codec_of(node, slot) is None:
-                return value
-            constant = constant and facts(node, slot).constant_init
-            return ()
-
-        rest = map_slots(visit, abstract)
-        return constant and all(leaf.size <= 1 for leaf in jax.tree.leaves(rest))
-
-    def _spread(self, abstract: Any, small: Any, params: Any) -> tuple[Any, dict[str, Any]]:
-        """The encoded state of `abstract`'s shapes from that of one-element parameters."""
-        weights = dict(trees.named_leaves(params))
-        shapes = iter(self._slot_leaves(abstract))
-        scales: dict[str, Any] = {}
-        masked = self.policy.masked_out(params) if weights else set()
-
-        def spread(node: Any, slot: str, value: Any) -> Any:
-            codec = self._codec_of(node, slot)
-            if codec is None:
-                return value
-            pairs, of_slot = [], []
-            for key_path, one in jax.tree_util.tree_leaves_with_path(value):
-                path, shape = trees.path_name(key_path), next(shapes)
-                of_slot.append(shape)
-                reason = self._decide(path, shape, slot, masked, codec, facts(node, slot))
-                pairs.append(
-                    self._spread_leaf(None if reason else codec, one, shape, weights[path])
-                )
-            treedef = jax.tree.structure(value)
-            full = jax.tree.unflatten(treedef, of_slot)
-            scales[_scale_name(slot, scales)] = boxes.like(full, [s for _, s in pairs])
-            return jax.tree.unflatten(treedef, [c for c, _ in pairs])
-
-        return map_slots(spread, small), scales
-
-    def _slot_leaves(self, state: Any) -> list[Any]:
-        """Leaves of the compressed slots of a state, in order."""
-        leaves: list[Any] = []
-
-        def visit(node: Any, slot: str, value: Any) -> Any:
-            if self._codec_of(node, slot) is None:
-                return value
-            leaves.extend(jax.tree.leaves(value))
-            return ()
-
-        map_slots(visit, state)
-        return leaves
-
-    def _spread_leaf(
-        self, codec: GroupCodec | None, one: jax.Array, full: Any, weight: Any
-    ) -> tuple[jax.Array, jax.Array]:
-        if full.shape == one.shape and codec is None:
-            return one, jnp.zeros((), jnp.float32)
-        if codec is None:
-            return jnp.full_like(weight, one.reshape(()), dtype=full.dtype), jnp.zeros(
-                (), jnp.float32
-            )
-        code, scale = encode_array(codec, one.astype(jnp.float32), self.group_size)
-        shape = groups.scale_shape(full.shape, self.group_size)
-        codes = jnp.full_like(weight, code.reshape(()), dtype=codec.dtype)
-        return codes, jnp.full(shape, scale.reshape(()))
 
     def update(
         self, updates: Any, state: CompressedState, params: Any = None, **extra: Any
@@ -358,8 +300,9 @@ def compress_state(
       An optax transformation. Its state keeps the inner state's types, with codes in their slots.
 
     Raises:
-      ValueError: in `init`, for a slot that the state does not have (naming those it has), for a
-        signed slot with an unsigned codec, or around an optimizer that splits master weights.
+      ValueError: in `init`, for a slot that the state does not have (naming those it has) or that
+        cannot be rounded, for a signed slot with an unsigned codec, or around an optimizer that
+        splits master weights.
 
     Memory: 1.06 bytes (e8m8 scales) or 1.13 (f32) a value instead of 4.
 

@@ -44,6 +44,7 @@ class _Tracker:
     ) -> tuple[Any, MasterEmaState]:
         if params is None:
             raise ValueError(trees.NO_PARAMS_MSG)
+        trees.check_state(state, MasterEmaState)
         updates, inner = self.inner.update(updates, state.inner_state, params, **extra)
         masters = master_params(optax.apply_updates(params, updates), inner)
         count = optax.safe_increment(state.count)

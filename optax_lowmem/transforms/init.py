@@ -31,7 +31,8 @@ def init(
       weights and state, plus temporaries of one leaf.
 
     Raises:
-      TypeError: for parameters that are not floats.
+      TypeError: for float64 parameters, and those that are not floats but where a mask or partition
+        leaves them to others: these stay as they are.
       ValueError: where two optimizers split one leaf.
 
     Example:

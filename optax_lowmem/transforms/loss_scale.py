@@ -30,7 +30,7 @@ class _Unscaler:
 
         def unscaled(g: jax.Array, ok: jax.Array) -> jax.Array:
             # 0, so that a norm over the tree is one of the others
-            return jnp.where(ok, numerics.widen(g) * jnp.float32(1 / self.scale), 0)
+            return jnp.where(ok, numerics.widen_float(g) * (1 / self.scale), 0)
 
         gradients = jax.tree.map(unscaled, updates, finite)
         new, after = self.inner.update(gradients, state, params, **extra)

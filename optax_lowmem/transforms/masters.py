@@ -43,7 +43,9 @@ def initial_correction(split: MasterSplit | None, path: str, leaf: Any) -> jax.A
 
 def join_master(p: jax.Array, correction: jax.Array) -> jax.Array:
     """The f32 master weight of a parameter and its correction, or its 0-d placeholder."""
-    if p.dtype == jnp.float32 or correction.shape != p.shape:
+    if not numerics.is_narrow(p.dtype):
+        return p
+    if correction.shape != p.shape:
         return numerics.widen(p)
     split = split_of(correction.dtype)
     if p.dtype == jnp.float16 and isinstance(split, BitSplit):  # a 0-d weight's placeholder

@@ -1,7 +1,7 @@
 """What is known of the slots of optimizer states, by (state type, field)."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from optax_lowmem._core.trees import is_named_tuple
@@ -80,6 +80,13 @@ def register_slot(
     SLOTS[(state_type, field)] = SlotFacts(signed, running_maximum, constant_init=False)
 
 
+# state type -> why its slots cannot be rounded
+REFUSED = {
+    "ScaleByRStdDevState": "it takes the root of nu - mu^2, which rounding makes negative: use "
+    "rmsprop without centered=True"
+}
+
+
 def facts(state: Any, field: str) -> SlotFacts:
     """What is known of a field of a state; an unknown one counts as signed."""
     return SLOTS.get((type(state).__name__, field), _UNKNOWN)
@@ -89,7 +96,8 @@ def map_slots(function: Callable[[Any, str, Any], Any], state: Any) -> Any:
     """A state with every NamedTuple field replaced by function(state, field, value), in order.
 
     `function` returns its value unchanged (`is`) where the field is not a slot; such a field is
-    searched for states inside it.
+    searched for states inside it. Keys of a dict come in JAX's order, which is the same before and
+    after jit whatever order they were given in.
     """
     if is_named_tuple(state):
         fields = {}
@@ -101,5 +109,12 @@ def map_slots(function: Callable[[Any, str, Any], Any], state: Any) -> Any:
     if type(state) in (tuple, list):
         return type(state)(map_slots(function, part) for part in state)
     if type(state) is dict:
-        return {key: map_slots(function, part) for key, part in state.items()}
+        new = {key: map_slots(function, state[key]) for key in sorted(state)}
+        return {key: new[key] for key in state}
     return state
+
+
+def scale_name(slot: str, taken: Mapping[str, Any]) -> str:
+    """Key of the scales of a slot's next occurrence."""
+    same = sum(name.startswith(f"{slot}_scale") for name in taken)
+    return f"{slot}_scale" + (f"_{same}" if same else "")

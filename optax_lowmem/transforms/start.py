@@ -14,6 +14,10 @@ WeightDtype = Any | Callable[[str, Any], Any]
 
 
 def _weight_dtype(dtype: WeightDtype, path: str, leaf: Any) -> jnp.dtype:
+    """What a leaf becomes; what is no float stays, and only an optimizer that takes it minds."""
+    if hasattr(leaf, "dtype") and not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf.dtype
+    trees.check_param(path, leaf)
     if callable(dtype) and not isinstance(dtype, type) and not hasattr(dtype, "dtype"):
         dtype = dtype(path, leaf)
     try:
@@ -33,8 +37,6 @@ def start(tx: Any, params: Any, dtype: WeightDtype, seed: Any = None) -> tuple[A
     trees.check_transformation(tx, "pass (tx, params), in this order.")
     leaves, treedef = jax.tree.flatten(params)
     names = [name for name, _ in trees.named_leaves(params)]
-    for name, leaf in zip(names, leaves, strict=True):
-        trees.check_param(name, leaf)
     dtypes = [_weight_dtype(dtype, n, leaf) for n, leaf in zip(names, leaves, strict=True)]
     splits = _splits(tx, treedef, leaves, dtypes, names)
     masters = scope.Masters(seed=seed, originals=dict(zip(names, leaves, strict=True)))
@@ -79,7 +81,7 @@ def _split_leaf(
     split: MasterSplit | None, leaf: jax.Array, dtype: jnp.dtype
 ) -> tuple[jax.Array, jax.Array | None]:
     if split is None:
-        return leaf.astype(dtype), None
+        return leaf if leaf.dtype == dtype else leaf.astype(dtype), None
     return _compiled_split(split, leaf.astype(jnp.float32), dtype)
 
 

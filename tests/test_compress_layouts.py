@@ -1,0 +1,101 @@
+"""compress_state on states whose layout or values depend on the parameters, or on what jit does."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lowmem as lowmem
+from optax_lowmem import checkpoint
+from optax_lowmem.codecs import softsign, sqrt
+
+PARAMS = {"x": jnp.zeros((64, 64)), "y": jnp.zeros((64, 64))}
+GRADS = {"x": jnp.full((64, 64), 1e-3), "y": jnp.ones((64, 64))}
+
+
+def trained(tx: Any, compiled: tuple[bool, bool], steps: int = 4) -> tuple[Any, Any]:
+    """Parameters and state; whether init, and the steps from the second on, are jitted."""
+    params, state = PARAMS, (jax.jit(tx.init) if compiled[0] else tx.init)(PARAMS)
+    for step in range(steps):
+        update = jax.jit(tx.update) if compiled[1] and step else tx.update
+        updates, state = update(GRADS, state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+@pytest.mark.parametrize("compiled", [(False, False), (True, True), (False, True)], ids=str)
+@pytest.mark.parametrize("labels", ["ab", "ba"])
+def test_scales_stay_with_their_optimizer(labels, compiled):
+    """jit sorts the keys of dicts, optax.partition makes them in the order of its argument."""
+    inner = optax.partition(
+        {label: optax.sgd(1.0, momentum=0.9) for label in labels},
+        dict(zip(PARAMS, labels, strict=True)),
+    )
+    tx = lowmem.compress_state(inner, trace=softsign())
+    params, state = trained(tx, compiled)
+    wanted, plain = trained(inner, compiled)
+    for name, leaf in params.items():
+        np.testing.assert_allclose(leaf, wanted[name], rtol=2e-2)
+    _, found = checkpoint.to_optax(tx, state, params, inner)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-2)
+
+
+def test_muon_under_jit():
+    tx = lowmem.compress_state(optax.contrib.muon(1e-2), mu=softsign())
+    params = {"w": jnp.full((64, 64), 0.3), "b": jnp.zeros(4096)}
+    for state in (tx.init(params), jax.jit(tx.init)(params)):
+        _, new = jax.jit(tx.update)(params, state, params)
+        assert jax.tree.structure(new) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize("slots", [dict(mu=softsign()), dict(nu=sqrt())], ids=["mu", "nu"])
+def test_a_centered_second_moment_is_refused(slots):
+    tx = lowmem.compress_state(optax.rmsprop(1e-2, centered=True), **slots)
+    with pytest.raises(ValueError, match=r"cannot be kept in 8 bits: it takes the root of nu - mu"):
+        tx.init(PARAMS)
+    named = lowmem.sqrt_variance_quant(optax.rmsprop(1e-2, centered=True))
+    with pytest.raises(ValueError, match=r"without centered=True"):
+        named.init(PARAMS)
+
+
+def large(params: Any) -> Any:
+    return jax.tree.map(lambda p: p.size >= 100, params)
+
+
+def named(params: Any) -> Any:
+    return jax.tree.map(lambda p: "a" if p.size >= 100 else "b", params)
+
+
+BY_SIZE = {
+    "masked": optax.chain(optax.masked(optax.adam(1e-3), large)),
+    "partition": optax.partition({"a": optax.adam(1e-3), "b": optax.adam(1e-2)}, named),
+}
+
+
+@pytest.mark.parametrize("inner", BY_SIZE.values(), ids=BY_SIZE)
+def test_masks_that_go_by_size(inner):
+    tx = lowmem.compress_state(inner, mu=softsign(), nu=sqrt())
+    params = {"w": jnp.full((64, 64), 0.3), "b": jnp.full(16, 0.3)}
+    state = tx.init(params)
+    assert jax.tree.structure(state.inner_state) == jax.tree.structure(inner.init(params))
+    updates, _ = tx.update(params, state, params)
+    wanted, _ = inner.update(params, inner.init(params), params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), updates, wanted)
+
+
+class NormState(NamedTuple):
+    first: jax.Array
+
+
+def test_what_a_state_takes_from_the_parameters():
+    by_norm = optax.GradientTransformation(
+        lambda params: NormState(optax.tree.norm(params)), lambda u, s, p=None: (u, s)
+    )
+    tx = lowmem.compress_state(optax.chain(optax.adam(1e-3), by_norm), mu=softsign(), nu=sqrt())
+    for init in (tx.init, jax.jit(tx.init)):
+        state = init({"w": jnp.ones((64, 64))})
+        assert float(state.inner_state[1].first) == 64.0
