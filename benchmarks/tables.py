@@ -93,12 +93,14 @@ def cpu_step(rows: list[dict[str, Any]]) -> str:
             r["case"],
             r["impl"],
             r["jax"],
+            {"device_ms": "step", "compile_s": "compilation"}[r["metric"]],
             f"{r['value']:.1f} {r['unit']}",
             f"{r['ratio_to_optax']:.2f}",
         ]
         for r in found
     ]
-    return markdown(["case", "implementation", "jax", "time", "x optax"], body) + source(found)
+    columns = ["case", "implementation", "jax", "of", "time", "x optax"]
+    return markdown(columns, body) + source(found)
 
 
 def train(rows: list[dict[str, Any]]) -> str:

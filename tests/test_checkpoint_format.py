@@ -146,7 +146,7 @@ def test_no_metadata_and_no_orbax(monkeypatch):
         checkpoint.check(newer, adamw(), LIKE)
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     monkeypatch.setitem(sys.modules, "orbax", None)
-    with pytest.raises(ImportError, match=r"pip install optax-lowmem\[checkpoint\]"):
+    with pytest.raises(ImportError, match=r"pip install 'optax-lowmem\[checkpoint\]'"):
         checkpoint.args(adamw(), LIKE, adamw().init(cases.masters()))
 
 

@@ -459,7 +459,9 @@ def test_states_of_other_optimizers(tx, other, kept):
 
 def test_two_corrections_on_one_leaf():
     twice = optax.chain(lowmem.flash_adamw(1e-3), lowmem.flash_lion(1e-3))
-    remedy = r"Keep one, and give the other storage=Storage\(master_weight_bits=None\)"
+    remedy = (
+        r"Keep one split, and give the other optimizer storage=Storage\(master_weight_bits=None\)"
+    )
     with raises(f"leaf {KERNEL} would get two corrections.*{remedy}"):
         lowmem.init(twice, weights(jnp.float32))
     params = weights()

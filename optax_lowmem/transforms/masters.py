@@ -132,7 +132,7 @@ def corrections_of(params: Any, state: Any) -> dict[str, jax.Array]:
             if path in corrections:
                 raise ValueError(
                     f"leaf '{path}' has two corrections in this state: two optimizers split its "
-                    "master weight. Keep one, and give the other "
+                    "master weight. Keep one split, and give the other optimizer "
                     "storage=Storage(master_weight_bits=None)."
                 )
             corrections[path] = correction
