@@ -99,3 +99,63 @@ def test_what_a_state_takes_from_the_parameters():
     for init in (tx.init, jax.jit(tx.init)):
         state = init({"w": jnp.ones((64, 64))})
         assert float(state.inner_state[1].first) == 64.0
+
+
+# ---- weights in a NamedTuple ---------------------------------------------------------------------
+
+
+class Layer(NamedTuple):
+    mu: Any  # a weight of this name, which is no moment
+    w: Any
+
+
+def in_layers(a: jax.Array, b: jax.Array) -> dict[str, Any]:
+    return {"bare": Layer(a, b), "dict": {"layer": Layer(a, b)}, "list": [Layer(a, b)]}
+
+
+@pytest.mark.parametrize("kind", ["bare", "dict", "list"])
+def test_weights_in_a_named_tuple_are_no_state(kind):
+    params = in_layers(PARAMS["x"], PARAMS["y"])[kind]
+    grads = in_layers(GRADS["x"], GRADS["y"])[kind]
+    tx = lowmem.compress_state(optax.adam(1e-3), mu=softsign())
+    assert {d.slot for d in lowmem.explain(tx, params).decisions} == {"mu"}
+    state = tx.init(params)
+    assert {leaf.dtype for leaf in jax.tree.leaves(state.inner_state[0].nu)} == {jnp.float32.dtype}
+    _, state = jax.jit(tx.update)(grads, state, params)
+    _, plain = optax.adam(1e-3).update(grads, optax.adam(1e-3).init(params), params)
+    _, found = checkpoint.to_optax(tx, state, params)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-2)
+    _, again = checkpoint.from_optax(tx, plain, params)
+    assert jax.tree.structure(again) == jax.tree.structure(state)
+
+
+@pytest.mark.parametrize("kind", ["bare", "dict", "list"])
+def test_slots_of_weights_in_a_named_tuple_keep_their_names(kind):
+    params = in_layers(PARAMS["x"], PARAMS["y"])[kind]
+    tx = lowmem.flash_adamw(1e-3)
+    slots = ["count", "seed", "mu", "mu_scale", "nu", "nu_scale", "correction"]
+    assert list(lowmem.memory.report(tx, params).by_slot) == slots
+    grads = in_layers(GRADS["x"], GRADS["y"])[kind]
+    _, state = tx.update(grads, tx.init(params), params)
+    assert list(lowmem.diagnostics.code_shares(state)) == ["mu", "nu"]
+    plain = lowmem.flash_adamw(1e-3, storage=lowmem.Storage(mu=None, nu=None))
+    _, exact = plain.update(grads, plain.init(params), params)
+    spread, wanted = (lowmem.diagnostics.rms(grads, s) for s in (state, exact))
+    np.testing.assert_allclose(list(spread.values()), list(wanted.values()), rtol=0.1)
+
+
+def test_a_registered_state_of_any_name_is_found_inside_wrappers(monkeypatch):
+    from optax_lowmem.transforms import slots
+
+    class Velocity(NamedTuple):
+        speed: Any
+
+    monkeypatch.setattr(slots, "SLOTS", dict(slots.SLOTS))
+    slots.register_slot("Velocity", "speed", signed=True)
+    inner = optax.GradientTransformation(
+        lambda params: Velocity(jax.tree.map(jnp.zeros_like, params)),
+        lambda updates, state, params=None: (updates, Velocity(updates)),
+    )
+    tx = lowmem.compress_state(optax.masked(inner, {"x": True, "y": False}), speed=softsign())
+    assert tx.init(PARAMS).inner_state.inner_state.speed["x"].dtype == jnp.int8

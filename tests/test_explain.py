@@ -79,6 +79,16 @@ def test_it_says_the_same_again():
 
 
 UNSPLIT = Storage(master_weight_bits=None)
+
+
+def early(step):
+    return step < 5
+
+
+def late(step):
+    return step >= 5
+
+
 STALE = {
     "scale": lambda: optax.chain(lowmem.flash_adamw(1e-3), optax.scale(0.5)),
     "clip": lambda: optax.chain(lowmem.flash_adamw(1e-3), optax.clip(1e-6)),
@@ -93,6 +103,14 @@ STALE = {
         optax.contrib.reduce_on_plateau(),
     ),
     "norm": lambda: optax.chain(lowmem.flash_adamw(1e-3), optax.clip_by_global_norm(1e3)),
+    # not in the first step
+    "some steps": lambda: optax.chain(
+        lowmem.flash_adamw(1e-3), optax.conditionally_transform(optax.scale(0.5), late)
+    ),
+    "masked steps": lambda: optax.chain(
+        optax.chain(lowmem.flash_adamw(1e-3)), optax.conditionally_mask(optax.scale(1.0), early)
+    ),
+    "raw steps": lambda: optax.conditionally_transform(lowmem.flash_adamw(1e-3), early),
 }
 SOUND = {
     "alone": lambda: lowmem.flash_adamw(1e-3),
@@ -114,6 +132,13 @@ SOUND = {
         optax.chain(lowmem.flash_adamw(1e-3, storage=UNSPLIT), optax.scale(0.5))
     ),
     "ema": lambda: lowmem.track_master_ema(lowmem.flash_adamw(1e-3), 0.9),
+    "some steps inside": lambda: lowmem.split_master_weights(
+        optax.conditionally_transform(lowmem.flash_adamw(1e-3, storage=UNSPLIT), early)
+    ),
+    "some steps before": lambda: optax.chain(
+        optax.conditionally_transform(optax.scale(0.5), late), lowmem.flash_adamw(1e-3)
+    ),
+    "idle steps": lambda: optax.conditionally_mask(lowmem.flash_adamw(1e-3), early),
     "no split": lambda: optax.chain(lowmem.flash_adamw(1e-3, storage=UNSPLIT), optax.scale(0.5)),
 }
 

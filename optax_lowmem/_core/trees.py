@@ -127,21 +127,36 @@ def states_with(state: Any, field: str) -> Iterator[Any]:
                     yield from states_with(getattr(node, name), field)
 
 
+def is_state(node: Any, slot: str = "") -> bool:
+    """Whether a NamedTuple in a state is a state itself, and no slot of weights in a NamedTuple.
+
+    Args:
+      node: a part of a state.
+      slot: the field that it is in; outside of all ("other") every NamedTuple is a state.
+    """
+    named = type(node).__name__.endswith(("State", "Schedule"))  # as all of optax are called
+    return is_named_tuple(node) and (named or slot == "other")
+
+
 def state_fields(state: Any, name: str = "other") -> Iterator[tuple[str, Any]]:
     """(slot, subtree) of every field of every NamedTuple of an optimizer state."""
-    if is_named_tuple(state):
+    if is_state(state, name):
         for field in state._fields:
             yield from state_fields(getattr(state, field), field)
-    elif type(state) in (tuple, list) and any(map(_has_states, state)):
+    elif type(state) in (tuple, list) and any(_has_states(part, name) for part in state):
         for part in state:
             yield from state_fields(part, name)
-    elif type(state) is dict and (name == "scales" or any(map(_has_states, state.values()))):
+    elif type(state) is dict and (
+        name == "scales" or any(_has_states(part, name) for part in state.values())
+    ):
         for key, part in state.items():
             yield from state_fields(part, key if name == "scales" else name)
     else:
         yield name, state
 
 
-def _has_states(node: Any) -> bool:
-    found = jax.tree.leaves(node, is_leaf=lambda n: is_named_tuple(n) and bool(n._fields))
-    return any(is_named_tuple(n) and n._fields for n in found)
+def _has_states(node: Any, slot: str) -> bool:
+    def filled(inner: Any) -> bool:
+        return is_state(inner, slot) and bool(inner._fields)
+
+    return any(map(filled, jax.tree.leaves(node, is_leaf=filled)))

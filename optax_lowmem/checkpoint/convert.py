@@ -167,7 +167,7 @@ def map_optax(plain: Any, known: Moments, of_field: Visit, of_count: Visit, wher
 
 
 def _is_state(node: Any) -> bool:
-    return trees.is_named_tuple(node) and bool(node._fields)
+    return trees.is_state(node) and bool(node._fields)
 
 
 def by_path(what: str, tree: Any, wanted: Sequence[str], where: str) -> dict[str, Any]:

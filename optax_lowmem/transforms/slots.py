@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from optax_lowmem._core.trees import is_named_tuple
+from optax_lowmem._core.trees import is_named_tuple, is_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,26 +92,32 @@ def facts(state: Any, field: str) -> SlotFacts:
     return SLOTS.get((type(state).__name__, field), _UNKNOWN)
 
 
-def map_slots(function: Callable[[Any, str, Any], Any], state: Any) -> Any:
+def map_slots(function: Callable[[Any, str, Any], Any], state: Any, in_field: bool = False) -> Any:
     """A state with every NamedTuple field replaced by function(state, field, value), in order.
 
     `function` returns its value unchanged (`is`) where the field is not a slot; such a field is
-    searched for states inside it. Keys of a dict come in JAX's order, which is the same before and
-    after jit whatever order they were given in.
+    searched for states inside it, which weights in a NamedTuple are not. Keys of a dict come in
+    JAX's order, which is the same before and after jit whatever order they were given in.
     """
     if is_named_tuple(state):
+        if in_field and not _is_known(state):
+            return state
         fields = {}
         for name in state._fields:
             value = getattr(state, name)
             new = function(state, name, value)
-            fields[name] = map_slots(function, value) if new is value else new
+            fields[name] = map_slots(function, value, True) if new is value else new
         return type(state)(**fields)
     if type(state) in (tuple, list):
-        return type(state)(map_slots(function, part) for part in state)
+        return type(state)(map_slots(function, part, in_field) for part in state)
     if type(state) is dict:
-        new = {key: map_slots(function, state[key]) for key in sorted(state)}
+        new = {key: map_slots(function, state[key], in_field) for key in sorted(state)}
         return {key: new[key] for key in state}
     return state
+
+
+def _is_known(node: Any) -> bool:
+    return is_state(node) or any(type(node).__name__ == state_type for state_type, _ in SLOTS)
 
 
 def scale_name(slot: str, taken: Mapping[str, Any]) -> str:

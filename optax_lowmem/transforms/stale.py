@@ -49,6 +49,25 @@ def _wrapped(node: Any, known: tuple[str, ...], ours: bool, otherwise: bool = Tr
     return any(_wrapped(part, known, ours, otherwise) for part in _parts(node))
 
 
+def _in_some_steps(node: Any) -> bool:
+    """Whether a condition on the step, around or after the split, may change its updates."""
+    if not _has_split(node) or _is_split(node):
+        return False
+    if type(node).__name__ == "ConditionallyTransformState":
+        return True
+    parts = list(_parts(node))
+    split = next(index for index, part in enumerate(parts) if _has_split(part))
+    after = parts[split + 1 :] if type(node) is tuple else []
+    return any(map(_has_condition, after)) or any(map(_in_some_steps, parts))
+
+
+def _has_condition(node: Any) -> bool:
+    def is_condition(inner: Any) -> bool:
+        return type(inner).__name__ in ("ConditionallyTransformState", "ConditionallyMaskState")
+
+    return any(map(is_condition, jax.tree.leaves(node, is_leaf=is_condition)))
+
+
 def _is_split(node: Any) -> bool:
     return trees.is_named_tuple(node) and ("correction" in node._fields or FIELD in node._fields)
 
@@ -101,10 +120,10 @@ def _changed(tx: optax.GradientTransformation, params: Any) -> list[str]:
                 grads, state, weights, value=jnp.float32(1), grad=grads, value_fn=None
             )
     # a schedule may start with a factor of 1: in a chain what is not the very array was changed
-    untouched = _followed(state)
+    untouched, in_some_steps = _followed(state), _in_some_steps(state)
 
     def differs(update: jax.Array, own: jax.Array) -> bool:
-        if untouched and update is not own:
+        if in_some_steps or untouched and update is not own:
             return True
         return bool(jnp.any(update != 0)) and bool(jnp.any(update != own))
 
