@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._core import boxes, groups, numerics, random, scope, trees
+from optax_lowmem._core import boxes, derivative, groups, numerics, random, scope, trees
 from optax_lowmem._core.policy import Policy
 from optax_lowmem.codecs import GroupCodec, decode_array
 from optax_lowmem.kernels import group_codec
@@ -248,6 +248,7 @@ class _Compressor:
         trees.check_state(state, CompressedState)
         if params is not None:
             trees.match("gradient", updates, params)
+        updates, params = derivative.without((updates, params))
         gradients, inner = self.inner.update(
             _widened(updates), self._decode(state, updates), params, **extra
         )

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._core import boxes, random, scope, trees
+from optax_lowmem._core import boxes, derivative, random, scope, trees
 from optax_lowmem.kernels.fused_update import (
     LeafPlan,
     LeafState,
@@ -162,6 +162,8 @@ class Engine(Planner):
         plans = self.plans(reference)
         gradients = trees.match("gradient", updates, reference)
         weights = jax.tree.leaves(params) if self.weights else [None] * len(plans)
+        if any(plan.split or any(s.codec for s in (*plan.slots, *plan.shared)) for plan in plans):
+            gradients, weights, h = derivative.without((gradients, weights, dict(h)))
         opened = self.open(state, plans, h, count)
         static = [dataclasses.replace(plan, direct=direct) for plan in plans]
         results, states, shared = opened.advance(

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._core import boxes, numerics, scope, trees
+from optax_lowmem._core import boxes, derivative, numerics, scope, trees
 from optax_lowmem.kernels.fused_update import split_update
 from optax_lowmem.transforms.masters import (
     adds_noise,
@@ -67,6 +67,8 @@ class _Splitter:
         masters = join_masters(params, state.correction)
         gradients = jax.tree.map(numerics.widen, updates)
         steps, inner = self.inner.update(gradients, state.inner_state, masters, **extra)
+        if any(jnp.ndim(c) for c in jax.tree.leaves(state.correction)):
+            steps, params = derivative.without((steps, params))
         corrections = jax.tree.leaves(state.correction)
         rows = zip(trees.named_leaves(params), jax.tree.leaves(steps), corrections, strict=True)
         landed = [self._land(path, leaf, step, c) for (path, leaf), step, c in rows]
