@@ -266,7 +266,7 @@ def analysis(args: argparse.Namespace) -> None:
             bits = gaussws.most_bits(to, any_maximum=more)
             for maximum in gaussws_analysis.MAXIMA:
                 share = gaussws_analysis.underflow(maximum, to, bits)
-                rows.append((f"equation 6{words}", f"{to}, maximum {maximum}", share))
+                rows.append((f"equation 6{words}", f"{to}, maximum {maximum:.4g}", share))
     for case, metric, value in rows:
         say(f"{case:<26}{metric:<28}{value:.6f}")
     keep(args, [

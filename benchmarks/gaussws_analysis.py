@@ -15,7 +15,7 @@ NORMAL = tuple(  # of the magnitudes 0, 1, 2, 3 and more of round(N(0, 1) / 2)
     float(p) for p in np.diff([0.0, *jax.scipy.special.erf(np.array([1, 3, 5]) / np.sqrt(2)), 1.0])
 )
 SIDE, SHAPE = 32, (1024, 1024)
-MAXIMA = (1.0, 1.25, 1.5, 1.75, 1.999)  # of blocks: within a binade
+MAXIMA = tuple(float(m) for m in np.linspace(1, 1.999, 9))  # of blocks: within a binade
 
 
 def shares(seed: int = 0, elements: int = 2**24, noise: str = "gaussws") -> dict[int, float]:

@@ -209,7 +209,7 @@ def main(arguments: list[str] | None = None) -> None:
     console.print(table(runs))
     parameters = runs[F32][0]["parameters"]
     console.print(
-        f"{parameters:,} weights, {args.steps} steps, {args.seeds} seeds in "
+        f"{parameters:,} weights, {args.steps} steps, {args.seeds} seed{'s' * (args.seeds > 1)} in "
         f"{time.perf_counter() - begin:.0f} s on {device_name()}",
         highlight=False,
     )
