@@ -113,7 +113,7 @@ def draw(rows: Rows, file: Path = PICTURE) -> None:
         row["value"] for own in found.values() for row in own if row["metric"] == "limit_bytes"
     ]
     if limits:
-        axes.axvline(limits[-1] / GIB, color="#22272e", linewidth=1, linestyle="--")
+        axes.axvline(limits[-1] / GIB, color="#22272e", linewidth=1, linestyle="--", zorder=0)
         at = limits[-1] / GIB
         axes.text(at + 1, -0.35, f"{at:.0f} GiB that JAX may take", size=9, va="center")
     device = next(iter(found.values()))[0]["device"]

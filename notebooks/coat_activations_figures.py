@@ -2,7 +2,7 @@
 
 import matplotlib.pyplot as plt
 import numpy as np
-from flashoptim_figures import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
+from flashoptim_figures import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, log_log
 from matplotlib.figure import Figure
 
 from benchmarks.activation_bytes import COLUMNS
@@ -55,10 +55,7 @@ def blocks_figure(errors: dict[str, dict[int, float]]) -> Figure:
     fig, ax = plt.subplots(figsize=(5, 3), layout="constrained")
     for (name, own), colour in zip(errors.items(), (VERMILION, BLUE), strict=True):
         ax.plot(list(own), list(own.values()), "o-", color=colour, lw=1.4, label=name)
-    ax.set(xscale="log", yscale="log")
-    sizes = list(next(iter(errors.values())))
-    ax.set_xticks(sizes, [str(size) for size in sizes])
-    ax.minorticks_off()
+    log_log(ax, list(next(iter(errors.values()))))
     ax.set_title("error of a norm's result, of its square", loc="left", fontsize=9)
     ax.set_xlabel("numbers that share a scale")
     ax.legend()

@@ -7,6 +7,7 @@ from flashoptim_training import Run
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, LogLocator
 
 BLACK, ORANGE, SKY, GREEN = "#000000", "#E69F00", "#56B4E9", "#009E73"
 BLUE, VERMILION, PURPLE, GREY = "#0072B2", "#D55E00", "#CC79A7", "#777777"
@@ -23,6 +24,18 @@ plt.rcParams.update(
         "legend.frameon": False,
     }
 )
+
+
+def log_log(ax: Axes, x: list[int]) -> None:
+    """Logarithmic axes: ticks where the data is, and on y enough of them to read numbers from."""
+    ax.set(xscale="log", yscale="log")
+    ax.set_xticks(x, [f"{value:,}" for value in x])
+    ax.minorticks_off()
+    low, high = ax.get_ylim()
+    if high < 100 * low:
+        ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
 
 # ---- Figure 3 ---------------------------------------------------------------------------------
 

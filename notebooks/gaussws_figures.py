@@ -138,13 +138,16 @@ def casts_figure(changes: dict[str, dict[str, float]]) -> Figure:
 def rates_figure(losses: dict[str, dict[float, tuple[float, float]]]) -> Figure:
     """Held-out losses at the end, and the lowest on the way, over factors on the rate."""
     fig, ax = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
+    lower = any(least < last for of in losses.values() for last, least in of.values())
     for name, of in losses.items():
         colour, _ = LINES[name]
         ax.plot(list(of), [last for last, _ in of.values()], "o-", color=colour, lw=1.4, ms=4,
                 label=name)  # fmt: skip
-        ax.plot(list(of), [least for _, least in of.values()], ":", color=colour, lw=1)
+        if lower:
+            ax.plot(list(of), [least for _, least in of.values()], ":", color=colour, lw=1)
     ax.set_xscale("log", base=2)
     ax.set_xticks(list(of), [f"{factor:g}" for factor in of])
-    _titled(ax, "held-out loss at the end; dotted: the lowest on the way", "factor on the rate")
+    words = "; dotted: the lowest on the way" if lower else ", which is the lowest of the run"
+    _titled(ax, f"held-out loss at the end{words}", "factor on the rate")
     ax.legend()
     return fig

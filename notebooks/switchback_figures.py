@@ -2,7 +2,7 @@
 
 import matplotlib.pyplot as plt
 import numpy as np
-from flashoptim_figures import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
+from flashoptim_figures import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, log_log
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -48,9 +48,7 @@ def variance_figure(spreads: dict[tuple[str, str], dict[int, object]]) -> Figure
         axes[0].plot(x, [s.error for s in of.values()], label=f"{product}, {draw}", **style)
         axes[1].plot(x, [s.relative for s in of.values()], **style)
     for ax in axes:
-        ax.set(xscale="log", yscale="log")
-        ax.set_xticks(x, [f"{length:,}" for length in x])
-        ax.minorticks_off()
+        log_log(ax, x)
     _titled(axes[0], "variance of the error; grey: equation 12", "length of the sums")
     _titled(axes[1], "of the sums' own variance", "length of the sums")
     _legend(fig, axes[0])
@@ -62,9 +60,7 @@ def gradients_figure(tokens: list[int], errors: dict[str, list[float]]) -> Figur
     fig, ax = plt.subplots(figsize=(6, 3.4), layout="constrained")
     for (name, values), colour in zip(errors.items(), (BLUE, VERMILION), strict=True):
         ax.plot(tokens, values, "o-", color=colour, lw=1.4, ms=4, label=name)
-    ax.set(xscale="log", yscale="log")
-    ax.set_xticks(tokens, [f"{count:,}" for count in tokens])
-    ax.minorticks_off()
+    log_log(ax, tokens)
     _titled(ax, "squared error of the gradient, of its own square", "tokens in a batch")
     ax.legend()
     return fig
@@ -78,7 +74,8 @@ def features_figure(runs: Runs, names: tuple[str, ...]) -> Figure:
             colour, line = _LINES[name]
             sizes = runs[name]["features"][which]
             label = VARIANTS[name].says
-            ax.plot(range(len(sizes)), sizes, line, color=colour, lw=1.4, label=label)
+            wide = 4 if name.startswith("standard") else 1.4  # the others lie on these
+            ax.plot(range(len(sizes)), sizes, line, color=colour, lw=wide, label=label)
         ax.set(yscale="log")
         _titled(ax, f"E|x| {title} (Figure 2, right)", "layers below")
     _legend(fig, axes[0], 2)
