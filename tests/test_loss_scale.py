@@ -101,3 +101,11 @@ def test_f16_gradients_that_overflowed():
 def test_misuse(scale):
     with pytest.raises(ValueError, match="scale must be"):
         lowmem.per_tensor_loss_scale(optax.sgd(1.0), scale)
+
+
+@pytest.mark.parametrize("inner", [optax.sm3(1e-3), optax.lbfgs(1e-3)], ids=["sm3", "lbfgs"])
+def test_a_state_that_is_not_of_tensors_is_refused(inner):
+    params = {"w": jnp.ones((4, 4)), "b": jnp.ones(3)}
+    tx = lowmem.per_tensor_loss_scale(inner, SCALE)
+    with pytest.raises(ValueError, match="is not one array a tensor.*apply_if_finite"):
+        tx.init(params)

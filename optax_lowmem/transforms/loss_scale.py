@@ -35,18 +35,36 @@ class _Unscaler:
         gradients = jax.tree.map(unscaled, updates, finite)
         new, after = self.inner.update(gradients, state, params, **extra)
         new = jax.tree.map(lambda u, ok: jnp.where(ok, u, jnp.zeros_like(u)), new, finite)
-        marks = optax.tree.map_params(
-            self.inner,
-            lambda leaf, ok: leaf if _is_masked(leaf) else ok,
-            after,
-            finite,
-            transform_non_params=lambda _: True,
-            is_leaf=_is_masked,
-        )
         kept = jax.tree.map(
-            lambda ok, a, b: a if ok is True else jnp.where(ok, a, b), marks, after, state
+            lambda ok, a, b: a if ok is True else jnp.where(ok, a, b),
+            self._marks(after, finite),
+            after,
+            state,
         )
         return new, kept
+
+    def init(self, params: Any) -> Any:
+        state = self.inner.init(params)
+        self._marks(state, params)
+        return state
+
+    def _marks(self, state: Any, finite: Any) -> Any:
+        """For each leaf of the state what `finite` has for its tensor, True where it is of none."""
+        try:
+            return optax.tree.map_params(
+                self.inner,
+                lambda leaf, ok: leaf if _is_masked(leaf) else ok,
+                state,
+                finite,
+                transform_non_params=lambda _: True,
+                is_leaf=_is_masked,
+            )
+        except (ValueError, IndexError) as error:
+            raise ValueError(
+                "per_tensor_loss_scale: the state of this optimizer is not one "
+                "array a tensor, so that no tensor can be skipped alone. Use "
+                "optax.apply_if_finite, which skips whole steps, or another optimizer."
+            ) from error
 
 
 def per_tensor_loss_scale(
@@ -67,7 +85,8 @@ def per_tensor_loss_scale(
       An optax transformation with the state of `inner`.
 
     Raises:
-      ValueError: for a scale that is not positive; inside a `shard_map` with `check_vma=False`.
+      ValueError: for a scale that is not positive; in `init`, for an optimizer whose state is not
+        one array a tensor (optax's sm3 and lbfgs); inside a `shard_map` with `check_vma=False`.
 
     Memory: none.
 
@@ -83,5 +102,5 @@ def per_tensor_loss_scale(
     check_range("scale", scale, 0.0)
     if isinstance(scale, int | float) and scale == 0:
         raise ValueError("scale must be > 0: it is what the loss was multiplied by")
-    inner = optax.with_extra_args_support(inner)
-    return optax.GradientTransformationExtraArgs(inner.init, _Unscaler(inner, scale).update)
+    work = _Unscaler(optax.with_extra_args_support(inner), scale)
+    return optax.GradientTransformationExtraArgs(work.init, work.update)
