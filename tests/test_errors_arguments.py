@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from test_errors import flash, raises, weights
 
@@ -53,3 +54,39 @@ def test_weights_cast_after_init():
     cast = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
     with raises(r"correction of .* is int8\[\].*lowmem\.init\(tx, params_f32\)"):
         tx.update(cast, state, cast)
+
+
+WRAPPERS = {
+    "compress_state": lambda tx: lowmem.compress_state(tx, mu=lowmem.codecs.softsign()),
+    "compand_momentum": lowmem.compand_momentum,
+    "sqrt_variance_quant": lowmem.sqrt_variance_quant,
+    "split_master_weights": lowmem.split_master_weights,
+    "accumulate_gradients": lambda tx: lowmem.accumulate_gradients(tx, 2, into="bfloat16"),
+    "track_master_ema": lambda tx: lowmem.track_master_ema(tx, 0.9),
+    "per_tensor_loss_scale": lambda tx: lowmem.per_tensor_loss_scale(tx, 2.0),
+    "update_clipping": lambda tx: lowmem.update_clipping(tx, b2=0.99, eps=1e-8),
+    "gaussws_noise": lowmem.gaussws_noise,
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_wrappers_of_what_is_no_optimizer(name):
+    for what, kind in ((optax.adam, "function"), (weights(jnp.float32), "dict")):
+        with raises(f"a {kind} is not an optax transformation.*such as optax.adam", TypeError):
+            WRAPPERS[name](what)
+
+
+@pytest.mark.parametrize("wrap", [lowmem.compand_momentum, lowmem.sqrt_variance_quant])
+def test_a_decay_in_the_place_of_an_optimizer(wrap):
+    params = weights(jnp.float32)
+    assert wrap(0.9).init(params) and wrap(jnp.float32(0.9)).init(params)
+    for decay in (1.0, -0.1, 2):
+        with raises(r"the decay must be in \[0, 1\)"):
+            wrap(decay)
+
+
+def test_an_optimizer_that_is_no_tuple():
+    """optax.MultiSteps is an object with init and update."""
+    params = {"w": jnp.ones((64, 64))}
+    tx = lowmem.compand_momentum(optax.MultiSteps(optax.adam(1e-3), 2))
+    assert tx.init(params).inner_state.inner_opt_state[0].mu["w"].dtype == jnp.int8

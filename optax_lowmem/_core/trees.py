@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 NO_PARAMS_MSG = (
     "You are using a transformation that requires the current value of parameters, but you are "
@@ -30,6 +31,12 @@ def check_transformation(tx: Any, call: str) -> None:
             f"a {type(tx).__name__} is not an optax transformation, which has init and update: "
             f"{call}"
         )
+
+
+def wrapped(inner: Any) -> optax.GradientTransformationExtraArgs:
+    """What a wrapper has inside, with `update` taking extra arguments; raises where it is none."""
+    check_transformation(inner, "wrap one that is made already, such as optax.adam(1e-3).")
+    return optax.with_extra_args_support(inner)
 
 
 def check_param(path: str, leaf: Any) -> None:

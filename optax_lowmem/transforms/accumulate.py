@@ -56,7 +56,7 @@ def accumulate_gradients(
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise ValueError(f"every is a number of micro-batches, at least 1, got {every!r}")
     if into == "bfloat16":
-        work = _Buffered(optax.with_extra_args_support(tx), every, seed)
+        work = _Buffered(trees.wrapped(tx), every, seed)
         return optax.GradientTransformationExtraArgs(work.init, work.update)
     if into != "moments":
         raise ValueError(f"into must be 'bfloat16' or 'moments', got {into!r}")

@@ -272,7 +272,7 @@ def compressed(
     check_group_size(group_size)
     if rounding not in ("stochastic", "nearest"):
         raise ValueError(f"rounding must be 'stochastic' or 'nearest', got {rounding!r}")
-    inner = optax.with_extra_args_support(inner)
+    inner = trees.wrapped(inner)
     work = _Compressor(inner, select, wanted, group_size, rounding, seed, policy)
     return optax.GradientTransformationExtraArgs(work.init, work.update)
 

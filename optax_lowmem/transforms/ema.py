@@ -97,7 +97,7 @@ def track_master_ema(
     """
     check_range("decay", decay, 0.0, 1.0)
     check_bits("bits", bits)
-    work = _Tracker(optax.with_extra_args_support(inner), decay, BitSplit(bits), seed)
+    work = _Tracker(trees.wrapped(inner), decay, BitSplit(bits), seed)
     return optax.GradientTransformationExtraArgs(work.init, work.update)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
+from optax_lowmem._core import trees
 from optax_lowmem._core.hyperparameters import check_range
 from optax_lowmem.gaussws.parts import Parts, chooser
 from optax_lowmem.gaussws.sampling import noise_named
@@ -91,11 +92,11 @@ def gaussws_noise(
     if bits_optimizer is None:
         bits_optimizer = optax.adamw(1e-3, weight_decay=0.1)
     work = Noisy(
-        inner=optax.with_extra_args_support(inner),
+        inner=trees.wrapped(inner),
         parts=parts,
         bits_init=_bits("bits_init", bits_init),
         bits_target=_bits("bits_target", bits_target),
-        bits_optimizer=optax.with_extra_args_support(bits_optimizer),
+        bits_optimizer=trees.wrapped(bits_optimizer),
         bits_loss=bits_loss,
         noise=noise_named(noise),
         compute=_scaled(compute),

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._core import numerics
+from optax_lowmem._core import numerics, trees
 from optax_lowmem._core.hyperparameters import check_range
 from optax_lowmem._core.reductions import mean_of_leaf
 
@@ -102,5 +102,5 @@ def per_tensor_loss_scale(
     check_range("scale", scale, 0.0)
     if isinstance(scale, int | float) and scale == 0:
         raise ValueError("scale must be > 0: it is what the loss was multiplied by")
-    work = _Unscaler(optax.with_extra_args_support(inner), scale)
+    work = _Unscaler(trees.wrapped(inner), scale)
     return optax.GradientTransformationExtraArgs(work.init, work.update)

@@ -1,7 +1,12 @@
 """FlashOptim's two moment codecs as wrappers of a transformation, or as links of a chain."""
 
+from typing import Any, TypeGuard
+
+import jax
+import numpy as np
 import optax
 
+from optax_lowmem._core.hyperparameters import check_range
 from optax_lowmem._core.policy import Policy
 from optax_lowmem.codecs import GroupCodec, softsign, sqrt
 from optax_lowmem.transforms.compress import Select, compressed
@@ -9,6 +14,13 @@ from optax_lowmem.transforms.compress import Select, compressed
 
 def _of_moment(moment: int, codec: GroupCodec) -> Select:
     return lambda field, known: codec if known.moment == moment else None
+
+
+def _is_decay(inner: Any) -> TypeGuard[float]:
+    if not isinstance(inner, int | float | np.number | jax.Array):
+        return False
+    check_range("the decay", inner, 0.0, 1.0)
+    return True
 
 
 def compand_momentum(
@@ -38,7 +50,7 @@ def compand_momentum(
       >>> import optax, optax_lowmem as lowmem
       >>> tx = optax.chain(lowmem.compand_momentum(optax.trace(0.9)), optax.scale(-0.1))
     """
-    if not isinstance(inner, tuple):
+    if _is_decay(inner):
         inner = optax.ema(inner, debias=False)
     select = _of_moment(1, codec or softsign())
     return compressed(inner, select, (), group_size, rounding, seed, policy)
@@ -71,7 +83,7 @@ def sqrt_variance_quant(
       >>> import optax, optax_lowmem as lowmem
       >>> tx = lowmem.compand_momentum(lowmem.sqrt_variance_quant(optax.scale_by_adam()))
     """
-    if not isinstance(inner, tuple):
+    if _is_decay(inner):
         inner = optax.scale_by_rms(inner)
     select = _of_moment(2, codec or sqrt())
     return compressed(inner, select, (), group_size, rounding, seed, policy)

@@ -126,5 +126,5 @@ def split_master_weights(
     """
     check_bits("bits", bits)
     storage = Storage(master_weight_bits=bits, split=split, update_dtype=update_dtype)
-    work = _Splitter(optax.with_extra_args_support(inner), storage)
+    work = _Splitter(trees.wrapped(inner), storage)
     return optax.GradientTransformationExtraArgs(work.init, work.update)

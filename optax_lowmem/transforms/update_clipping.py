@@ -141,5 +141,5 @@ def update_clipping(
     check_decay("b2", b2)
     check_range("eps", eps, 0.0)
     check_threshold(threshold)
-    work = _Clipper(optax.with_extra_args_support(inner), b2, eps, threshold)
+    work = _Clipper(trees.wrapped(inner), b2, eps, threshold)
     return optax.GradientTransformationExtraArgs(work.init, work.update)
