@@ -98,13 +98,14 @@ def master(plan, p, correction):
 def check_weights(plan, old, one, other, flips):
     """Weight and correction, joined: within their last unit and the step's own error."""
     before, wanted, found = (master(plan, *pair) for pair in (old, one, other))
-    unit = tolerances.REORDERED_MASTER[plan.split and plan.split.bits, jnp.dtype(plan.dtype)]
+    bits = plan.split and plan.split.bits
+    last = [tolerances.reordered_master(bits, plan.dtype, w) for w in (wanted, before)]
     gap = np.abs(found - wanted)
     step = tolerances.GPU_STEP * (LEARNING_RATE + np.abs(wanted - before))
-    off = gap > unit * np.abs(wanted) + step
+    off = gap > last[0] + step
     assert off.sum() <= (tolerances.rare(tolerances.GPU_SIGNS, off.size) if flips else 0), plan.path
     # a sign that differs is a step the other way, or none
-    limit = 2 * LEARNING_RATE * (1 + tolerances.GPU_STEP) + 2 * unit * np.abs(before)
+    limit = 2 * LEARNING_RATE * (1 + tolerances.GPU_STEP) + 2 * last[1]
     assert (gap <= limit)[off].all(), plan.path
 
 

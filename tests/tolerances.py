@@ -102,8 +102,9 @@ def stochastic_sum(steps: int, spacing: float, elements: int) -> float:
 # The same functions under other fusions (FMA): EAGER_JIT_SHARE, doubled for two moments and a
 # comparison with noise, which flips within an ulp of P.
 REORDERED_CODES = 1e-3
-# A master weight on the other side of a rounding boundary: one unit of its last place; f32 results
-# of a handful of operations otherwise (8 u). fp16's ULP scheme has steps of ulp / 254 and 65534.
+# A master weight on the other side of a rounding boundary: one unit of its last place, which under
+# the smallest normal number is that number's; f32 results of a handful of operations otherwise
+# (8 u). fp16's ULP scheme has steps of ulp / 254 and 65534.
 REORDERED_MASTER = {
     (bits, jnp.dtype(dtype)): unit
     for dtype, units in {
@@ -113,6 +114,14 @@ REORDERED_MASTER = {
     }.items()
     for bits, unit in units.items()
 }
+
+
+def reordered_master(bits: int | None, dtype: Any, weights: np.ndarray) -> np.ndarray:
+    """REORDERED_MASTER of master weights, absolute."""
+    smallest = float(jnp.finfo(dtype).smallest_normal)
+    return REORDERED_MASTER[bits, jnp.dtype(dtype)] * np.maximum(np.abs(weights), smallest)
+
+
 # The step itself, of the learning rate: 16 operations of u each.
 REORDERED_STEP = 2.0**-20
 # A slot in f32, of its own value or of the leaf's largest (its terms may cancel): 8 u.
@@ -141,10 +150,12 @@ KERNEL_UNIFORM = 2.0**-24 + 2.0**-25
 # A step on a GPU, of the learning rate. Adam's directions are at most (1 - b1) / sqrt(1 - b2) =
 # 3.2; the quotients are 2^-21 apart, the rest 16 u: 3.2 * 1.5 * 2^-20 < 2^-17.
 GPU_STEP = 2.0**-17
-# Lion's sign differs where |b1 m + (1 - b1) g| is under what it is off by: quotients 2^-21 apart
-# and 4 u of b1 m, 1.5 * 2^-21. For a sum of two terms of one size, with a density of at most 0.4
-# of that size around 0, that is 2 * 1.5 * 2^-21 * 0.4 = 2^-20.7 of elements; twice that for other
-# sizes.
+# Lion's sign is that of rounding errors where |b1 m + (1 - b1) g| is under what it is off by:
+# quotients 2^-21 apart and 4 u, of b1 m. More often than of real numbers: m is 9 bits times a
+# ratio of small integers and g of bf16 has 8 bits, so that some sums are 0 but for rounding.
+LION_SIGN = 1.5 * 2.0**-21
+# How many these are: of a sum of two terms of one size, with a density of at most 0.4 of that size
+# around 0, 2 * LION_SIGN * 0.4 = 2^-20.7; twice that for other sizes.
 GPU_SIGNS = 2.0**-19
 # Scales on either path: units and expansions 2^-21 apart each, squared for a variance (2^-19),
 # and 16 u for the average and roots of 2 ulp.
