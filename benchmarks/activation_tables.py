@@ -6,6 +6,7 @@ from typing import Any
 from benchmarks import fit_tables
 from benchmarks.activation_bytes import COLUMNS
 from benchmarks.activation_layers import Shape
+from benchmarks.records import on_gpus
 
 Rows = list[dict[str, Any]]
 Table = tuple[list[str], list[list[str]], Rows]
@@ -53,11 +54,6 @@ SAYS = {
 }
 STEPS, WEIGHTS = 2000, 130e6  # at least, for a target
 NOT_YET = "not measured yet"
-
-
-def on_gpus(rows: Rows) -> Rows:
-    """Records of accelerators."""
-    return [row for row in rows if not row["device"].startswith("cpu")]
 
 
 def known(rows: Rows, metric: str) -> dict[str, dict[str, dict]]:
@@ -222,7 +218,7 @@ def norms(rows: Rows) -> Table:
              if case.startswith("norm-") and BF16 in own}  # fmt: skip
     names = list(dict.fromkeys(name for own in cases.values() for name in own if name != BF16))
     body = []
-    for case, own in cases.items():
+    for case, own in sorted(cases.items(), key=lambda item: [*map(int, item[0].split("x"))]):
         base = own[BF16]["value"]
         printed = f"{PRINTED_NORMS[case]:.2f}" if case in PRINTED_NORMS else ""
         shown = [f"{own[name]['value'] / base:.2f}" if name in own else "" for name in names]

@@ -12,6 +12,7 @@ from benchmarks.activation_layers import CACHED
 from benchmarks.activation_tables import BF16, OURS, PAPER_BF16, PRINTED, TWO_THIRDS
 from benchmarks.claims import Claim
 from benchmarks.findings import BETTER, NOT, SAME, Finding, Measure, Rows
+from benchmarks.records import on_gpus
 
 NOISE = 0.001  # two equal runs on a GPU differ by less
 CLOSE = 0.05  # two times are alike within this share
@@ -173,7 +174,7 @@ def _against_flax(rows: Rows) -> Finding | None:
 
 def _norm_times(rows: Rows, *names: str) -> dict[str, list[dict]]:
     """case -> records of these ways to scale a norm's result, where all are there."""
-    found = tables.known(tables.on_gpus(rows), "device_ms")
+    found = tables.known(on_gpus(rows), "device_ms")
     return {
         case: [own[name] for name in names]
         for case, own in found.items()
@@ -199,12 +200,12 @@ def _ratios(names: tuple[str, str], holds: float, words: str) -> Measure:
 
 def _cached(rows: Rows) -> Finding | None:
     """A layer's time without looking for the maxima of its kernels."""
-    found = tables.known(tables.on_gpus(rows), "device_ms")
+    found = tables.known(on_gpus(rows), "device_ms")
     pairs = [(own[OURS], own[CACHED]) for own in found.values() if {OURS, CACHED} <= own.keys()]
     if not pairs:
         return None
     ratios = [one["value"] / two["value"] for one, two in pairs]
-    text = f"a layer x {min(ratios):.3f} to {max(ratios):.3f} faster; no bit changes"
+    text = f"a layer's speed x {min(ratios):.2f} to {max(ratios):.2f}; no bit changes"
     ends = [(one.get("min", one["value"]), two.get("max", two["value"])) for one, two in pairs]
     apart = all(least > most for least, most in ends)  # beyond what turns differ by
     return Finding(text, SAME if apart else NOT, [row for pair in pairs for row in pair])

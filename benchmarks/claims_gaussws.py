@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from benchmarks import findings
 from benchmarks.claims import Claim
 from benchmarks.findings import NOT, SAME, Finding, Measure, Rows
+from benchmarks.records import on_gpus
 
 # names of variants and kinds of matrices, as in gaussws_training, which needs Flax
 BASE, OD, ALL, DIFFQ = "no noise", "gaussws[od]", "gaussws[all]", "diffq[all]"
@@ -32,11 +33,6 @@ OVERHEADS = {  # Table 1, AdamW and Adam-mini: geometric means over 134M, 360M a
 }
 NOISES = ("gaussws", "box-muller", "jax-normal")
 FEW = 1e-3  # of a share
-
-
-def here(rows: Rows) -> Rows:
-    """Of accelerators."""
-    return [row for row in rows if not row["device"].startswith("cpu")]
 
 
 # ---- Section 3 -----------------------------------------------------------------------------------
@@ -122,7 +118,7 @@ def _section_3() -> Iterator[Claim]:
 
 def rates_of_noise(rows: Rows, metric: str) -> dict[str, dict[str, dict]]:
     """shape -> implementation -> record, on the accelerator measured last; small shapes first."""
-    found = findings.select(here(rows), bench="noise", metric=metric)
+    found = findings.select(on_gpus(rows), bench="noise", metric=metric)
     shapes: dict[str, dict[str, dict]] = {}
     for row in found:
         if (row["device"], row["jax"]) == (found[-1]["device"], found[-1]["jax"]):
@@ -150,7 +146,7 @@ def _overhead(optimizer: str, name: str) -> Measure:
     says = OVERHEADS[optimizer][name]
 
     def measure(rows: Rows) -> Finding | None:
-        steps = findings.select(here(rows), bench="train", case=f"llama-134m/{optimizer}")
+        steps = findings.select(on_gpus(rows), bench="train", case=f"llama-134m/{optimizer}")
         row = findings.last(steps, metric="overhead", impl=name)
         if row is None:
             return None
@@ -161,7 +157,7 @@ def _overhead(optimizer: str, name: str) -> Measure:
 
 
 def _memory(rows: Rows) -> Finding | None:
-    steps = findings.select(here(rows), bench="train", metric="extra_bytes")
+    steps = findings.select(on_gpus(rows), bench="train", metric="extra_bytes")
     used = [r for r in steps if r["case"].startswith("llama-134m/") and r["impl"] in (OD, ALL)]
     if not used:
         return None
@@ -193,7 +189,7 @@ def newest_run(rows: Rows, part: str = "") -> dict[tuple[str, str], dict]:
     end = f"{part}/gaussws"
     found = [
         row
-        for row in here(rows)
+        for row in on_gpus(rows)
         if row["case"].endswith(end) and (part or not row["case"].endswith("-rates/gaussws"))
     ]
     if not found:

@@ -16,6 +16,7 @@ from benchmarks import adam_mini_curves, findings
 from benchmarks.claims import Claim
 from benchmarks.findings import BETTER, NOT, SAME, Finding, Measure, Rows
 from benchmarks.model_shapes import llama
+from benchmarks.records import on_gpus
 
 ADAMW, MINI, AGAIN = "adamw", "adam_mini", "adam_mini-again"
 OURS, NEAREST, EMBEDDINGS = "q_adam_mini", "q_adam_mini-nearest", "q_adam_mini-embeddings"
@@ -253,7 +254,7 @@ def _table_4(size: str) -> Measure:
 
 def _latency(rows: Rows) -> Finding | None:
     """Stochastic over nearest encoding, on the accelerator measured last."""
-    here = [row for row in rows if not row["device"].startswith("cpu")]
+    here = on_gpus(rows)
     wanted = {"bench": "rounding", "metric": "device_ms"}
     found = findings.all_of(
         *(findings.last(here, impl=impl, **wanted) for impl in ("nearest", "stochastic"))

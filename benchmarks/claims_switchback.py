@@ -13,6 +13,7 @@ import numpy as np
 from benchmarks import findings
 from benchmarks.claims import Claim
 from benchmarks.findings import BETTER, NOT, SAME, Finding, Measure, Rows
+from benchmarks.records import on_gpus
 
 STANDARD, OTHER_START = "standard", "standard-other-start"
 INT8, FP8, M, Q = "switchback-int8", "switchback-fp8", "switchback_m-int8", "switchback_q-int8"
@@ -57,10 +58,8 @@ def values(
     end = "-large/switchback" if large else "/switchback"
     here = [
         row
-        for row in rows
-        if row["case"].endswith(end)
-        and not row["device"].startswith("cpu")
-        and (large or not row["case"].endswith("-large/switchback"))
+        for row in on_gpus(rows)
+        if row["case"].endswith(end) and (large or not row["case"].endswith("-large/switchback"))
     ]
     newest = findings.last(here, impl=STANDARD, **wanted)
     if newest is None:
@@ -250,7 +249,7 @@ def _analysis() -> Iterator[Claim]:
 
 def _layers(rows: Rows, metric: str) -> dict[str, dict[str, dict]]:
     """shape -> implementation or operation -> record, on the accelerator measured last."""
-    here = [row for row in rows if not row["device"].startswith("cpu")]
+    here = on_gpus(rows)
     here = findings.select(here, bench="linear", metric=metric)
     found: dict[str, dict[str, dict]] = {}
     for row in here:

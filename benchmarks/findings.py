@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.records import on_gpus
+
 Rows = list[dict[str, Any]]
 F32, OURS = "optax-f32", "lowmem"
 PAPER = "lowmem, paper's storage"
@@ -125,7 +127,7 @@ def step_time(case: str, plain_ms: float, flash_ms: float) -> Measure:
 
     def measure(rows: Rows) -> Finding | None:
         wanted = {"bench": "step", "case": case, "metric": "device_ms"}
-        steps = [r for r in rows if not r["device"].startswith("cpu")]
+        steps = on_gpus(rows)
         ours = last(steps, impl="lowmem.step", **wanted)
         if ours is None:
             return None

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from benchmarks.records import on_gpus
+
 Rows = list[dict[str, Any]]
 Table = tuple[list[str], list[list[str]], Rows]
 
@@ -13,7 +15,7 @@ ALL = "all"
 
 def fits(rows: Rows) -> dict[str, dict[str, dict[str, dict]]]:
     """case -> configuration -> metric -> record, of the device measured last for each case."""
-    here = [row for row in rows if row["bench"] == "fit" and not row["device"].startswith("cpu")]
+    here = [row for row in on_gpus(rows) if row["bench"] == "fit"]
     found: dict[str, dict[str, dict[str, dict]]] = {}
     for row in here:
         last = [r for r in here if r["case"] == row["case"]][-1]

@@ -15,11 +15,6 @@ ASKED = {
 }
 
 
-def on_gpus(rows: Rows) -> Rows:
-    """The records that tables are made of."""
-    return [row for row in rows if not row["device"].startswith("cpu")]
-
-
 def values(rows: Rows, metric: str) -> dict[str, dict[str, float]]:
     """Shape -> implementation -> value, in stored order."""
     found: dict[str, dict[str, float]] = {}

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.records import on_gpus
+
 Rows = list[dict[str, Any]]
 Values = dict[tuple[int, str, str], dict[str, Any]]  # (devices, impl, metric) -> record
 
@@ -33,7 +35,7 @@ def fsdp(rows: Rows) -> str:
     """A table for each model, kind of GPU and version of JAX."""
     from benchmarks import tables  # which imports this module
 
-    found = [r for r in tables.newest(rows, bench="mesh") if not r["device"].startswith("cpu")]
+    found = on_gpus(tables.newest(rows, bench="mesh"))
     parts = []
     for own in _groups(found):
         parts.append(_table(own) + _protocol(own) + tables.source(own))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import claims_gaussws as paper
+from benchmarks.records import on_gpus
 
 Rows = list[dict[str, Any]]
 Table = tuple[list[str], list[list[str]], Rows]
@@ -47,7 +48,7 @@ def _steps(rows: Rows) -> dict[tuple[str, str, str], dict]:
     """(case, variant, metric) -> record of a training step, on the accelerator measured last."""
     found = [
         row
-        for row in paper.here(rows)
+        for row in on_gpus(rows)
         if row["bench"] == "train" and row["impl"] in (paper.BASE, paper.OD, paper.ALL, paper.DIFFQ,
                                                        "box-muller[all]")
         and row["case"].startswith("llama-") and not row["case"].endswith("/gaussws")

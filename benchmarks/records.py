@@ -77,3 +77,8 @@ def append(rows: list[dict[str, Any]], path: Path | None = None) -> Path:
 def load(path: Path) -> list[dict[str, Any]]:
     """The records of a file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+
+
+def on_gpus(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Those of accelerators."""
+    return [row for row in rows if not row["device"].startswith("cpu")]

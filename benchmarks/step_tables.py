@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from benchmarks.records import on_gpus
+
 Rows = list[dict[str, Any]]
 Values = dict[tuple[str, str, str], dict[str, Any]]  # (case, implementation, metric) -> record
 
@@ -26,7 +28,7 @@ def _by_machine(rows: Rows, write: Callable[[Values], str]) -> str:
     """What `write` says of each device and version of JAX, with where it comes from."""
     from benchmarks import tables  # which imports this module
 
-    found = [r for r in tables.newest(rows, bench="step") if not r["device"].startswith("cpu")]
+    found = on_gpus(tables.newest(rows, bench="step"))
     parts = []
     for machine in sorted({(r["device"], r["jax"]) for r in found}):
         own = [r for r in found if (r["device"], r["jax"]) == machine]

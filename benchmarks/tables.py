@@ -26,6 +26,7 @@ from benchmarks import (
     targets,
 )
 from benchmarks import claims as claims_of_papers
+from benchmarks.records import on_gpus
 
 ROOT = Path(__file__).parent.parent
 PAGES = (
@@ -188,7 +189,7 @@ def _of_linear(
     make: Callable[[list[dict[str, Any]]], tuple[list[str], list[list[str]]]],
 ) -> str:
     """A table of bench_linear's records on GPUs."""
-    used = linear_tables.on_gpus(newest(rows, bench="linear"))
+    used = on_gpus(newest(rows, bench="linear"))
     head, body = make(used)
     if not body:
         return "Nothing is recorded yet: `python -m benchmarks.bench_linear --alone` on a GPU.\n"

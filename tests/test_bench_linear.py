@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("flax")
 
-from benchmarks import bench_linear, linear_peers, linear_tables  # noqa: E402
+from benchmarks import bench_linear, linear_peers, linear_tables, records  # noqa: E402
 
 
 def test_saved_bytes():
@@ -82,7 +82,7 @@ def test_tables_of_layers():
     asked = linear_tables.targets(rows)[1]
     assert [row[1:] for row in asked] == [["switchback-int8", "≥ 1.25 x", "1.20 x", "**no**"]]
     assert linear_tables.layers([])[1] == linear_tables.operations(rows)[1] == []
-    assert linear_tables.on_gpus([*rows, {**rows[0], "device": "cpu-2-cores"}]) == rows
+    assert records.on_gpus([*rows, {**rows[0], "device": "cpu-2-cores"}]) == rows
 
 
 def test_table_of_operations():

@@ -11,6 +11,7 @@ pytest.importorskip("flax")
 
 from flax import linen, nnx  # noqa: E402
 
+from benchmarks import linear_tables, records, tables  # noqa: E402
 from optax_lowmem import layers  # noqa: E402
 from optax_lowmem.kernels import platform  # noqa: E402
 from optax_lowmem.layers import choice  # noqa: E402
@@ -61,6 +62,25 @@ def test_what_the_kernel_does_not_take_pays_later(on_hopper):
     left = choice.estimates(recipe, 8192, 2048, 2048 + 32, "bfloat16")
     assert left[0] - taken[0] > 0.9 * 2e-12 * 8192 * (2048 + 2080) > 0.03 * taken[0]
     assert abs(left[1] / taken[1] - 1) < 0.02
+
+
+def test_estimates_are_what_was_measured(monkeypatch):
+    """Of the records that docs/layers.md shows, taken by the Hopper kernels."""
+    monkeypatch.setattr(choice, "product_reason", lambda *_: None)
+    rows = tables.newest(records.on_gpus(tables.all_records()), bench="linear")
+    times = linear_tables.values(rows, "device_ms")
+    assert len(times) >= 12
+    for shape, own in times.items():
+        sizes = [int(size) for size in shape.split("x")]
+        for name in ("switchback-int8", "switchback-fp8", "switchback_m-int8", "switchback_m-fp8"):
+            layer = layers.switchback_dot_general(*name.split("-"))
+            recipe = choice.Recipe(layer.variant, layer.forward, layer.gradient)
+            estimated = np.multiply(choice.estimates(recipe, *sizes, "bfloat16"), 1e3)
+            measured = np.array([own[name], own["bf16"]])
+            np.testing.assert_allclose(estimated, measured, rtol=0.07, err_msg=f"{name}, {shape}")
+            slower = measured.argmax()
+            if measured[slower] > 1.03 * measured[1 - slower]:
+                assert estimated.argmax() == slower, (name, shape)
 
 
 def choice_format():
