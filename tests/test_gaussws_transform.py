@@ -50,6 +50,7 @@ def equal(one, other):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@functools.cache  # compiles once
 def stepper(tx):
     return jax.jit(functools.partial(lowmem.step, tx))
 
