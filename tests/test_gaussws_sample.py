@@ -265,14 +265,14 @@ def test_bitwidths_and_their_loss():
 
 
 def test_table_of_bitwidths():
-    bits = {"stack": jnp.asarray([[[3.0, 5.0]], [[1.0, 1.5]]]), "one": jnp.full((2, 2), 9.5)}
+    bits = {"stack": jnp.asarray([[[3.0, 5.0]], [[1.0, 1.5]]]), "one": jnp.full((2, 2), 8.5)}
     table = gaussws.bits_table(bits)
     assert [row.path for row in table.rows] == ["stack[0]", "stack[1]", "one"]
     first, second, last = table.rows
     assert (first.least, first.mean, first.deviation, first.largest) == (3, 4, 1, 5)
-    assert first.safe == (3, 5, 3) and second.safe is None and last.safe == (4, 10, 8)
-    assert (first.over, last.over, table.bound) == (0, 1, 9)
-    assert "1 of 3 layers have blocks over b_t = 9" in str(table) and "e3m3" in str(table)
+    assert first.safe == (3, 5, 3) and second.safe is None and last.safe == (4, 9, 7)
+    assert (first.over, last.over, table.bound) == (0, 1, 8)
+    assert "1 of 3 layers have blocks over b_t = 8" in str(table) and "e3m3" in str(table)
 
 
 def test_safe_cast():

@@ -104,7 +104,7 @@ class LayerBits:
       deviation: standard, over blocks.
       largest: max b_t.
       safe: the format of Table 2 for the largest; None where it is under 2.
-      over: the share of blocks over `most_bits` of the format that the table was made for.
+      over: the share of blocks over `BitsTable.bound`.
     """
 
     path: str
@@ -124,7 +124,7 @@ class BitsTable:
     Attributes:
       rows: the layers.
       format: what sampled weights are cast to.
-      bound: b_t up to which noise does not underflow there (equation 6).
+      bound: b_t up to which noise does not underflow there, whatever the maximum of a block.
     """
 
     rows: tuple[LayerBits, ...]
@@ -132,7 +132,7 @@ class BitsTable:
     bound: int
 
     def __str__(self) -> str:
-        """A row a layer, then what equation 6 says."""
+        """A row a layer, then how many have noise that may underflow."""
         width = max([len(row.path) for row in self.rows], default=5)
         head = f"{'layer':<{width}}{'blocks':>8}{'min':>8}{'mean':>8}{'std':>8}{'max':>8}  safe"
         lines = [head]
@@ -165,9 +165,9 @@ def bits_table(
       >>> print(gaussws.bits_table({"down": jnp.asarray([[4.0, 6.0]])}, "mxfp8_e4m3"))
       layer  blocks     min    mean     std     max  safe
       down       2   4.000   5.000   1.000   6.000  e3m4
-      1 of 1 layers have blocks over b_t = 5, where noise may underflow in mxfp8_e4m3
+      1 of 1 layers have blocks over b_t = 4, where noise may underflow in mxfp8_e4m3
     """
-    bound, rows = most_bits(format, noise), []
+    bound, rows = most_bits(format, noise, any_maximum=True), []
     for path, of_leaf in bits.items():
         whole = np.asarray(of_leaf, np.float64)
         layers = whole.reshape(-1, math.prod(whole.shape[-2:]))
