@@ -348,6 +348,9 @@ def test_masks_of_another_tree(make, name):
 def test_decoupled_decay_needs_a_peak():
     with raises("decouple_lr=True needs .* largest learning rate of the schedule: pass it"):
         lowmem.flash_adamw(optax.constant_schedule(1e-3), decouple_lr=True)
+    injected = optax.inject_hyperparams(lowmem.flash_adamw)
+    with raises("an array may be that of one step .*: pass it, decouple_lr=3e-4"):
+        injected(optax.linear_schedule(0.0, 1e-2, 10), decouple_lr=True).init(weights())
     with raises("pass decoupled=True"):
         lowmem.flash_sgd(0.1, decouple_lr=True)
 

@@ -180,6 +180,22 @@ def test_init_does_not_warn_of_what_is_sound(make):
     assert started(make()) == []
 
 
+def test_a_trial_with_heads_and_with_leaves_that_are_left_out():
+    """What the trial cannot shorten to a few numbers is no reason to warn."""
+    params = {
+        "attention": {"q_proj": {"kernel": jnp.ones((96, 96))}, "step": jnp.arange(3)},
+        "norm": jnp.ones(96),
+    }
+    kept = jax.tree.map(lambda a: a.dtype == jnp.float32, params)
+    blocks = lowmem.blocks.Structure(heads=12)
+    for tx in (lowmem.flash_adam_mini(1e-3, blocks=blocks), lowmem.flash_adamw(1e-3)):
+        around = optax.chain(optax.masked(tx, kept), optax.identity())
+        assert lowmem.explain(around, params).warnings == ()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            lowmem.init(around, params)
+
+
 def check_abstract(params):
     before = {id(a) for a in jax.live_arrays()}
     found = lowmem.explain(lowmem.flash_adamw(1e-3), params)

@@ -203,6 +203,16 @@ def test_seed(name):
     assert seeds(seed=7) == {7}
 
 
+def test_every_32_bit_seed():
+    tx, one = lowmem.flash_adamw(1e-3), {"w": jnp.ones((4, 64))}
+    for seed, stored in ((2**32 - 1, 2**32 - 1), (-1, 2**32 - 1), (jnp.uint32(7), 7)):
+        assert int(lowmem.init(tx, one, seed=seed)[1].seed) == stored
+    with pytest.raises(ValueError, match="seed must be a number of 32 bits, got 4294967296"):
+        lowmem.init(tx, one, seed=2**32)
+    with pytest.raises(TypeError, match="seed must be an integer, .* jax.random.bits"):
+        lowmem.init(tx, one, seed=jax.random.key(0))
+
+
 def test_traced_seeds_of_an_ensemble():
     tx = lowmem.flash_adamw(1e-2)
     grads = jax.tree.map(lambda p: jnp.sin(100 * p), half_params())

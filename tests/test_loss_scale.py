@@ -109,3 +109,28 @@ def test_a_state_that_is_not_of_tensors_is_refused(inner):
     tx = lowmem.per_tensor_loss_scale(inner, SCALE)
     with pytest.raises(ValueError, match="is not one array a tensor.*apply_if_finite"):
         tx.init(params)
+
+
+@pytest.mark.parametrize("into", ["bfloat16", "moments"])
+def test_accumulation_inside_is_refused(into):
+    """A skipped tensor would keep the sum of a batch that its count has left."""
+    inner = lowmem.accumulate_gradients(lowmem.flash_sgd(1.0, momentum=0.9), 2, into)
+    with pytest.raises(ValueError, match="put accumulate_gradients around it"):
+        lowmem.per_tensor_loss_scale(inner, SCALE).init({"w": jnp.zeros(3)})
+
+
+@pytest.mark.parametrize("around", ["accumulate_gradients", "MultiSteps"])
+def test_an_overflow_in_a_part_of_a_batch(around):
+    """All gradients are 1 but one infinity: no step is larger than 1."""
+    if around == "MultiSteps":
+        tx = lowmem.per_tensor_loss_scale(optax.MultiSteps(optax.sgd(1.0), 2), 1.0)
+    else:
+        tx = lowmem.per_tensor_loss_scale(optax.sgd(1.0), 1.0)
+        tx = lowmem.accumulate_gradients(tx, 2, "bfloat16")
+    params = {"w": jnp.zeros(3)}
+    state, steps = tx.init(params), []
+    for i in range(6):
+        grads = {"w": jnp.full(3, jnp.inf if i == 1 else 1.0)}
+        updates, state = tx.update(grads, state, params)
+        steps.append(float(updates["w"][0]))
+    assert steps == [0, 0, 0, -1, 0, -1]

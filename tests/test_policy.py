@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.tree_util import DictKey, GetAttrKey
 
 import optax_lowmem as lowmem
 from optax_lowmem import Policy, Storage, codecs
+from optax_lowmem._core import trees
 
 
 def params():
@@ -126,3 +128,23 @@ def test_uncompressed_leaves_step_like_optax(make):
 def test_reason_of_a_slot_without_codec():
     tx = lowmem.flash_adamw(1e-3, storage=Storage(nu=None))
     assert reasons(tx)["embed/w"] == {"nu": "storage.nu is None"}
+
+
+def test_a_parameter_that_is_called_value():
+    """Its name is its own; that of a box's content is the box's."""
+    params = {"attention": {name: jnp.ones((64, 64)) for name in ("query", "key", "value")}}
+    policy = Policy(exclude=("*/value",))
+    mu = lowmem.flash_adamw(1e-3, storage=Storage(policy=policy)).init(params).mu["attention"]
+    assert {name: leaf.dtype for name, leaf in mu.items()} == {
+        "query": jnp.int8, "key": jnp.int8, "value": jnp.float32}  # fmt: skip
+    seen, _ = lowmem.init(lowmem.gaussws_noise(lowmem.flash_adamw(1e-3), "qkv"), params)
+    assert all((leaf != 1).any() for leaf in seen["attention"].values())
+    assert trees.path_name((DictKey("w"), GetAttrKey("value"))) == "w"
+
+
+def test_masks_of_arrays():
+    params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
+    mask = {"w": jnp.array(True), "b": jnp.array(False)}
+    tx = lowmem.flash_adamw(1e-2, weight_decay=1.0, mask=mask)
+    updates, _ = jax.jit(tx.update)(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    assert (updates["w"] != 0).all() and (updates["b"] == 0).all()

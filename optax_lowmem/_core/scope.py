@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from optax_lowmem._core import trees
 from optax_lowmem._core.placement import Placement
@@ -179,7 +180,18 @@ def hand_sampled(path: str, weight: jax.Array) -> None:
         masters.sampled[path] = weight
 
 
-def provided_seed(default: int) -> Any:
-    """The seed that `lowmem.init` was given, else `default`."""
+def provided_seed(default: int) -> jax.Array:
+    """The seed that `lowmem.init` was given, else `default`, as uint32 []."""
     masters = _masters.get()
-    return default if masters is None or masters.seed is None else masters.seed
+    seed = default if masters is None or masters.seed is None else masters.seed
+    if isinstance(seed, int):
+        if not -(2**31) <= seed < 2**32:
+            raise ValueError(f"seed must be a number of 32 bits, got {seed}")
+        return jnp.asarray(seed % 2**32, jnp.uint32)
+    seed = jnp.asarray(seed)
+    if not jnp.issubdtype(seed.dtype, jnp.integer):
+        raise TypeError(
+            f"seed must be an integer, got an array of {seed.dtype}; of a key make one with "
+            "jax.random.bits(key)"
+        )
+    return seed.astype(jnp.uint32)

@@ -1,12 +1,16 @@
 """Paths, leaves and their checks; every error names the leaf and the remedy."""
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lowmem._core import numerics
+
+DICTS = (dict, OrderedDict)  # of states: those of optax.partition and optax.named_chain
 NO_PARAMS_MSG = (
     "You are using a transformation that requires the current value of parameters, but you are "
     "not passing `params` when calling `update`. Call tx.update(grads, state, params)."
@@ -15,8 +19,8 @@ NO_PARAMS_MSG = (
 
 def path_name(path: tuple[Any, ...]) -> str:
     """`blocks/0/attention/kernel` for a key path; a wrapper's trailing `.value` is not a name."""
-    names = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
-    return "/".join(names[:-1] if len(names) > 1 and names[-1] == "value" else names)
+    boxed = len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value")
+    return jax.tree_util.keystr(path[:-1] if boxed else path, simple=True, separator="/")
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -123,6 +127,38 @@ def is_named_tuple(node: Any) -> bool:
     return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
+def is_ours(node: Any) -> bool:
+    """Whether a node is a state of this library."""
+    return is_named_tuple(node) and type(node).__module__.split(".")[0] == "optax_lowmem"
+
+
+def holds(tree: Any, test: Callable[[Any], bool]) -> bool:
+    """Whether a node of a tree, or the tree, passes a test."""
+    return any(map(test, jax.tree.leaves(tree, is_leaf=test)))
+
+
+def keep_dtypes(old: Any, new: Any, given: Any = None) -> Any:
+    """A new state in the dtypes of the old, which f32 gradients of 16-bit weights do not keep.
+
+    Args:
+      old: the state before.
+      new: the state after.
+      given: gradients as they came; if none is in 16 bits, optax would not keep them either.
+    """
+    before: Any = jax.tree.structure(old)
+    if before != jax.tree.structure(new) or given is not None and not holds(given, _is_narrow):
+        return new
+
+    def kept(a: Any, b: Any) -> Any:
+        return b if jnp.result_type(a) == jnp.result_type(b) else b.astype(a.dtype)
+
+    return jax.tree.map(kept, old, new)
+
+
+def _is_narrow(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and numerics.is_narrow(leaf.dtype)
+
+
 def states_with(state: Any, field: str) -> Iterator[Any]:
     """Every NamedTuple inside an optimizer state that has a field, through any wrapper."""
     found = jax.tree.leaves(state, is_leaf=lambda n: is_named_tuple(n) and field in n._fields)
@@ -153,7 +189,7 @@ def state_fields(state: Any, name: str = "other") -> Iterator[tuple[str, Any]]:
     elif type(state) in (tuple, list) and any(_has_states(part, name) for part in state):
         for part in state:
             yield from state_fields(part, name)
-    elif type(state) is dict and (
+    elif type(state) in DICTS and (
         name == "scales" or any(_has_states(part, name) for part in state.values())
     ):
         for key, part in state.items():
@@ -166,4 +202,4 @@ def _has_states(node: Any, slot: str) -> bool:
     def filled(inner: Any) -> bool:
         return is_state(inner, slot) and bool(inner._fields)
 
-    return any(map(filled, jax.tree.leaves(node, is_leaf=filled)))
+    return holds(node, filled)

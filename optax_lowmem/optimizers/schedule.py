@@ -31,6 +31,11 @@ def _peak(learning_rate: ScalarOrSchedule, decouple_lr: bool | float) -> jax.Arr
                 "decouple_lr=True needs to know the largest learning rate of the schedule: "
                 "pass it, decouple_lr=3e-4"
             )
+        if isinstance(learning_rate, jax.Array):
+            raise ValueError(
+                "decouple_lr=True needs to know the largest learning rate, and an array may be "
+                "that of one step (inject_hyperparams makes it one): pass it, decouple_lr=3e-4"
+            )
         return as_f32("learning_rate", learning_rate)
     check_range("decouple_lr", decouple_lr, 0.0)
     return as_f32("decouple_lr", decouple_lr)

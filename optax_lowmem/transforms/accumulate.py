@@ -79,7 +79,7 @@ class _Buffered:
     def init(self, params: Any) -> AccumulationState:
         for path, leaf in trees.named_leaves(params):
             trees.check_param(path, leaf)
-        seed = jnp.asarray(scope.provided_seed(self.seed)).astype(jnp.uint32)
+        seed = scope.provided_seed(self.seed)
         buffer = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.bfloat16), params)
         return AccumulationState(_zero(), _zero(), seed, buffer, self.inner.init(params))
 
@@ -97,6 +97,7 @@ class _Buffered:
 
         def step() -> tuple[Any, Any, Any]:
             new, inner = self.inner.update(means, state.inner_state, params, **extra)
+            inner = trees.keep_dtypes(state.inner_state, inner)
             return new, inner, jax.tree.map(jnp.zeros_like, state.accumulated)
 
         def wait() -> tuple[Any, Any, Any]:

@@ -139,6 +139,7 @@ def _run(
     *before, final = links
     if len(state) != len(links):
         raise ValueError(f"the state has {len(state)} parts, the chain {len(links)} links")
+    given = updates
     folds = bool(before) and _takes_factor(final) and _clips_global_norm(before[-1])
     run = before[:-1] if folds else before
     if run or not _takes_factor(final):
@@ -146,14 +147,14 @@ def _run(
     states = []
     for link, link_state in zip(run, state, strict=False):
         update = optax.with_extra_args_support(link).update
-        updates, link_state = update(updates, link_state, params, **extra)
-        states.append(link_state)
+        updates, new = update(updates, link_state, params, **extra)
+        states.append(trees.keep_dtypes(link_state, new, given))
     factor = None
     if folds:
         factor = _clipping_factor(before[-1], updates, state[-2])
         states.append(state[-2])
-    result, final_state = last(final, updates, state[-1], params, factor, extra)
-    return result, (*states, final_state)
+    result, new = last(final, updates, state[-1], params, factor, extra)
+    return result, (*states, trees.keep_dtypes(state[-1], new, given))
 
 
 def _update_last(
@@ -201,7 +202,20 @@ def _step_any(
 ) -> tuple[Any, Any]:
     if isinstance(tx, Chain) and tx.links:
         return _run(tx.links, updates, state, params, _step_last, extra)
+    if _leaves_steps_out(state):
+        updates = _widened(updates)
     return _step_last(tx, updates, state, params, factor, extra)
+
+
+def _leaves_steps_out(state: Any) -> bool:
+    """Whether optax has zeros of the gradients' dtype in the place of some f32 updates of ours."""
+    names = "ApplyIfFiniteState", "ConditionallyMaskState"
+
+    def selects(node: Any) -> bool:
+        return type(node).__name__ in names and trees.holds(node, trees.is_ours)
+
+    accumulates = trees.holds(state, lambda node: type(node).__name__ == "MultiStepsState")
+    return trees.holds(state, selects) and not accumulates  # which averages in their dtype
 
 
 def _takes_factor(tx: optax.GradientTransformation) -> bool:
@@ -230,4 +244,4 @@ def _clipping_factor(link: optax.GradientTransformation, updates: Any, state: An
     infinite = jnp.where(jnp.isnan(norm), norm, jnp.float32(0))
     # a norm of 0: the squares of tiny gradients are 0 too, and optax leaves these as they are
     factor = jnp.where(norm == 0, 1, clipped / jnp.where(norm == 0, 1, norm))
-    return jnp.where(jnp.isfinite(norm), factor, infinite)
+    return jnp.where(jnp.isfinite(norm), factor, infinite).astype(jnp.float32)

@@ -225,7 +225,7 @@ class _Compressor:
         self._check_inner(params)
         self._check_state(abstract)
         count = jnp.zeros((), jnp.int32)
-        seed = jnp.asarray(scope.provided_seed(self.seed)).astype(jnp.uint32)
+        seed = scope.provided_seed(self.seed)
         small = jax.tree.map(lambda p: jnp.zeros((1,) * p.ndim, jnp.float32), params)
         like: Any = jax.tree.structure(jax.eval_shape(self.inner.init, small))
         # a mask may go by sizes

@@ -36,7 +36,7 @@ class _Tracker:
             trees.check_param(path, leaf)
         inner = self.inner.init(params)
         ema, correction = self._split(master_params(params, inner))
-        seed = jnp.asarray(scope.provided_seed(self.seed)).astype(jnp.uint32)
+        seed = scope.provided_seed(self.seed)
         return MasterEmaState(jnp.zeros((), jnp.int32), seed, ema, correction, inner)
 
     def update(

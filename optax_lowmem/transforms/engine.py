@@ -54,7 +54,7 @@ class Engine(Planner):
             self.structure.warn(params)
         states = [_init_leaf(plan, leaf) for plan, leaf in zip(plans, leaves, strict=True)]
         shared = [_init_shared(plan) for plan in plans]
-        seed = jnp.asarray(scope.provided_seed(self.storage.seed)).astype(jnp.uint32)
+        seed = scope.provided_seed(self.storage.seed)
         return self._pack(jnp.zeros((), jnp.int32), seed, states, shared, params)
 
     def _pack(

@@ -41,10 +41,16 @@ class _Unscaler:
             after,
             state,
         )
-        return new, kept
+        return new, trees.keep_dtypes(state, kept, updates)
 
     def init(self, params: Any) -> Any:
         state = self.inner.init(params)
+        if next(trees.states_with(state, "accumulated"), None) is not None:
+            raise ValueError(
+                "gradients are accumulated inside per_tensor_loss_scale, where a tensor that is "
+                "skipped keeps its sum and not its place in the count: put accumulate_gradients "
+                "around it, accumulate_gradients(per_tensor_loss_scale(tx, scale), ...)."
+            )
         self._marks(state, params)
         return state
 
@@ -86,7 +92,8 @@ def per_tensor_loss_scale(
 
     Raises:
       ValueError: for a scale that is not positive; in `init`, for an optimizer whose state is not
-        one array a tensor (optax's sm3 and lbfgs); inside a `shard_map` with `check_vma=False`.
+        one array a tensor (optax's sm3 and lbfgs), and for accumulate_gradients inside; inside a
+        `shard_map` with `check_vma=False`.
 
     Memory: none.
 

@@ -129,6 +129,8 @@ def corrections_of(params: Any, state: Any) -> dict[str, jax.Array]:
             weight = weights.get(path)
             if weight is None or weight.dtype == jnp.float32 or correction.shape != weight.shape:
                 continue
+            if path in corrections and weight.ndim == 0:
+                continue  # of an optimizer inside without a split: its placeholder is 0-d as well
             if path in corrections:
                 raise ValueError(
                     f"leaf '{path}' has two corrections in this state: two optimizers split its "

@@ -84,7 +84,7 @@ class Noisy:
         bits = boxes.like(params, [row[1] for row in rows])
         scale = boxes.like(params, [jnp.zeros_like(row[1]) for row in rows])
         inner = self._init_inner(_merged(params, clean, chosen))
-        seed = jnp.asarray(scope.provided_seed(self.seed)).astype(jnp.uint32)
+        seed = scope.provided_seed(self.seed)
         span = jnp.asarray([self.bits_init, self.bits_target], jnp.float32)
         state = GaussWSState(
             jnp.zeros((), jnp.int32), seed, clean, bits, scale, span,
@@ -199,13 +199,14 @@ class Noisy:
         rows = self._leaves(params, state)
         bits, bits_state = self._learn(rows, of_leaves, state, params, factor)
         chosen = [row.sampled for row in rows]
+        given = gradients
         if not isinstance(self.inner, Optimizer) and not hasattr(self.inner, "links"):
             # ours, and our chains, take 16-bit gradients as they are; optax's square them as such
             gradients = jax.tree.map(numerics.widen, gradients)
         weights, inner = take(gradients, state.inner_state, _merged(params, state.clean, chosen))
         state = state._replace(
             count=optax.safe_increment(state.count), bits=bits, bits_state=bits_state,
-            inner_state=inner,
+            inner_state=trees.keep_dtypes(state.inner_state, inner, given),
         )  # fmt: skip
         found = self._sampled(rows, weights, state)
         own = zip(rows, jax.tree.leaves(weights), strict=True)

@@ -61,7 +61,7 @@ class Planner:
         mask = self.decay_mask(params) if callable(self.decay_mask) else self.decay_mask
         if mask is None:
             return [True] * len(jax.tree.leaves(params))
-        return trees.broadcast_prefix("the mask of weight decay", mask, params)
+        return list(map(bool, trees.broadcast_prefix("the mask of weight decay", mask, params)))
 
     def _plan(
         self,

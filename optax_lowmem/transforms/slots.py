@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from optax_lowmem._core.trees import is_named_tuple, is_state
+from optax_lowmem._core.trees import DICTS, is_named_tuple, is_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,9 +110,10 @@ def map_slots(function: Callable[[Any, str, Any], Any], state: Any, in_field: bo
         return type(state)(**fields)
     if type(state) in (tuple, list):
         return type(state)(map_slots(function, part, in_field) for part in state)
-    if type(state) is dict:
-        new = {key: map_slots(function, state[key], in_field) for key in sorted(state)}
-        return {key: new[key] for key in state}
+    if type(state) in DICTS:
+        keys = sorted(state) if type(state) is dict else state
+        new = {key: map_slots(function, state[key], in_field) for key in keys}
+        return type(state)((key, new[key]) for key in state)
     return state
 
 

@@ -1,5 +1,6 @@
 """Updates changed after the split of their master weights, whose corrections are then stale."""
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from optax_lowmem._core import scope, trees
 from optax_lowmem.gaussws.states import FIELD
 from optax_lowmem.transforms.start import start
 
-_PROBE_SIDE = 4
+_PROBE_SIDES = 4, 64  # of a trial's leaves, at most; the larger where the smaller does not do
 # of optax: what they hand out is an update of what they wrap, as it is
 _PASSING = ("MaskedState", "PartitionState", "InjectHyperparamsState",
             "InjectStatefulHyperparamsState")  # fmt: skip
@@ -41,10 +42,9 @@ def _wrapped(node: Any, known: tuple[str, ...], ours: bool, otherwise: bool = Tr
     if not _has_split(node) or _is_split(node):
         return False
     if trees.is_named_tuple(node):
-        own = type(node).__module__.split(".")[0] == "optax_lowmem"
-        if not (own and ours) and type(node).__name__ not in known:
+        if not (trees.is_ours(node) and ours) and type(node).__name__ not in known:
             return otherwise
-    elif isinstance(node, tuple) and not _has_split(node[-1]):
+    elif _is_chain(node) and not _has_split(list(_parts(node))[-1]):
         return True
     return any(_wrapped(part, known, ours, otherwise) for part in _parts(node))
 
@@ -57,15 +57,13 @@ def _in_some_steps(node: Any) -> bool:
         return True
     parts = list(_parts(node))
     split = next(index for index, part in enumerate(parts) if _has_split(part))
-    after = parts[split + 1 :] if type(node) is tuple else []
+    after = parts[split + 1 :] if _is_chain(node) else []
     return any(map(_has_condition, after)) or any(map(_in_some_steps, parts))
 
 
 def _has_condition(node: Any) -> bool:
-    def is_condition(inner: Any) -> bool:
-        return type(inner).__name__ in ("ConditionallyTransformState", "ConditionallyMaskState")
-
-    return any(map(is_condition, jax.tree.leaves(node, is_leaf=is_condition)))
+    conditions = "ConditionallyTransformState", "ConditionallyMaskState"
+    return trees.holds(node, lambda inner: type(inner).__name__ in conditions)
 
 
 def _is_split(node: Any) -> bool:
@@ -73,7 +71,12 @@ def _is_split(node: Any) -> bool:
 
 
 def _has_split(node: Any) -> bool:
-    return any(_is_split(found) for found in jax.tree.leaves(node, is_leaf=_is_split))
+    return trees.holds(node, _is_split)
+
+
+def _is_chain(node: Any) -> bool:
+    """Of optax.chain or optax.named_chain."""
+    return type(node) in (tuple, OrderedDict)
 
 
 def _parts(node: Any) -> Iterator[Any]:
@@ -87,11 +90,15 @@ def found(tx: optax.GradientTransformation, params: Any) -> list[str]:
       tx: any optax transformation.
       params: the weights as they are stored, or their `jax.eval_shape`.
     """
-    try:
-        with jax.ensure_compile_time_eval():
-            changed = _changed(tx, params)
-    except Exception as error:  # a trial must not take down what it is for
-        return [f"could not try a step to look for stale corrections: {error}"]
+    for side in _PROBE_SIDES:
+        try:
+            with jax.ensure_compile_time_eval():
+                changed = _changed(tx, params, side)
+            break
+        except Exception as error:  # a trial must not take down what it is for
+            failed = error
+    else:
+        return [f"could not try a step to look for stale corrections: {failed}"]
     if not changed:
         return []
     return [
@@ -102,12 +109,13 @@ def found(tx: optax.GradientTransformation, params: Any) -> list[str]:
     ]
 
 
-def _changed(tx: optax.GradientTransformation, params: Any) -> list[str]:
+def _changed(tx: optax.GradientTransformation, params: Any, most: int) -> list[str]:
     rng = np.random.default_rng(0)
 
     def small(leaf: Any) -> jax.Array:
-        shape = tuple(min(side, _PROBE_SIDE) for side in leaf.shape)
-        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+        shape = tuple(_shortened(side, most) for side in leaf.shape)
+        dtype = jnp.float32 if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype
+        return jnp.asarray(rng.normal(size=shape)).astype(dtype)
 
     dtypes = {path: leaf.dtype for path, leaf in trees.named_leaves(params)}
     weights, state = start(tx, jax.tree.map(small, params), lambda path, leaf: dtypes[path])
@@ -132,3 +140,10 @@ def _changed(tx: optax.GradientTransformation, params: Any) -> list[str]:
         for path, update in trees.named_leaves(final)
         if path in emitted and differs(update, emitted[path])
     ]
+
+
+def _shortened(side: int, most: int) -> int:
+    """A side halved until it is short enough: a number of heads still divides it, mostly."""
+    while side > most and side % 2 == 0:
+        side //= 2
+    return min(side, most)

@@ -1,0 +1,95 @@
+"""Gradients in the dtype of 16-bit weights, through wrappers that mind what dtype they see."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lowmem as lowmem
+from optax_lowmem import Storage
+
+PARAMS = {"w": jnp.linspace(-1, 1, 256).reshape(4, 64), "b": jnp.ones(8)}
+SELECTING = {
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
+    "conditionally_mask": lambda tx: optax.conditionally_mask(tx, lambda step: step % 2 == 0),
+    "masked around": lambda tx: optax.masked(optax.apply_if_finite(tx, 5), True),
+    "averaged": lambda tx: lowmem.track_master_ema(optax.apply_if_finite(tx, 5), decay=0.9),
+    "noise around": lambda tx: lowmem.gaussws_noise(optax.apply_if_finite(tx, 5), "w"),
+}
+OURS = {
+    "flash_adamw": lambda: lowmem.flash_adamw(1e-2),
+    "compressed": lambda: lowmem.split_master_weights(
+        lowmem.compress_state(optax.adam(1e-2), mu=lowmem.codecs.softsign())
+    ),
+}
+LINKS = {
+    "accumulated": lambda tx: lowmem.accumulate_gradients(tx, 2, "bfloat16"),
+    "chain": lambda tx: lowmem.chain(optax.clip_by_global_norm(1.0), tx),
+    "trace before": lambda tx: lowmem.chain(optax.trace(0.9), tx),
+    "loss scale": lambda tx: lowmem.per_tensor_loss_scale(tx, 2.0),
+    "noise": lambda tx: lowmem.gaussws_noise(tx, "w"),
+}
+INNER = {
+    "adamw": lambda: optax.adamw(1e-2),
+    "partition": lambda: optax.partition(
+        {"ours": lowmem.flash_adamw(1e-2), "optax": optax.adamw(1e-2)},
+        {"w": "ours", "b": "optax"},
+    ),
+}
+
+
+def gradient(params):
+    return jax.grad(lambda p: sum((leaf**2).sum() for leaf in jax.tree.leaves(p)))(params)
+
+
+def shapes_of(tree):
+    return jax.tree.map(lambda a: (a.shape, a.dtype), tree)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("ours", OURS)
+@pytest.mark.parametrize("wrapper", SELECTING)
+def test_a_step_that_may_be_left_out(wrapper, ours, dtype):
+    """optax's condition has zeros of the gradients' dtype in the place of our f32 updates."""
+    tx = SELECTING[wrapper](OURS[ours]())
+    params, state = lowmem.init(tx, PARAMS, dtype)
+    grads = gradient(params)
+    new, after = jax.jit(lambda *args: lowmem.step(tx, *args))(grads, state, params)
+    assert shapes_of((new, after)) == shapes_of((params, state))
+    wide = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    same, _ = jax.jit(lambda *args: lowmem.step(tx, *args))(wide, state, params)
+    for a, b, old in zip(*map(jax.tree.leaves, (new, same, params)), strict=True):
+        np.testing.assert_array_equal(np.float32(a), np.float32(b))
+        assert (a != old).any()
+
+
+@pytest.mark.parametrize("inner", INNER)
+@pytest.mark.parametrize("link", LINKS)
+def test_states_keep_their_dtypes(link, inner):
+    """optax's own moments of 16-bit weights, though their gradients come in f32."""
+    tx = LINKS[link](INNER[inner]())
+    params, state = lowmem.init(tx, PARAMS)
+
+    def body(carry, _):
+        params, state = carry
+        return lowmem.step(tx, gradient(params), state, params), None
+
+    (new, after), _ = jax.jit(lambda c: jax.lax.scan(body, c, length=4))((params, state))
+    assert shapes_of((new, after)) == shapes_of((params, state))
+    for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(params), strict=True):
+        assert (a != b).any()
+
+
+def test_a_scalar_beside_a_split_around_an_unsplit_optimizer():
+    """The placeholder of a 0-d weight inside has the shape of a correction of it."""
+    tx = lowmem.split_master_weights(lowmem.flash_adamw(1e-3, storage=Storage(
+        master_weight_bits=None)))  # fmt: skip
+    given = {**PARAMS, "temperature": jnp.float32(0.07)}
+    params, state = lowmem.init(tx, given)
+    found = lowmem.master_params(params, state)
+    assert abs(found["temperature"] - 0.07) <= 0.07 * 2**-16
+    ema = lowmem.track_master_ema(tx, decay=0.9)
+    params, state = lowmem.init(ema, given)
+    params, state = lowmem.step(ema, gradient(params), state, params)
+    assert lowmem.master_params(params, state)["temperature"].shape == ()

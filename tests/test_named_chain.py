@@ -1,0 +1,52 @@
+"""optax.named_chain, whose state is a dict in the order of its links, is a chain."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lowmem as lowmem
+
+PARAMS = {"w": jnp.linspace(-1, 1, 256).reshape(4, 64)}
+GRADS = {"w": jnp.full((4, 64), 0.1)}
+
+
+def both(*links):
+    """A chain by position and by names that sort otherwise."""
+    return optax.chain(*links), optax.named_chain(*zip("zyx", links, strict=False))
+
+
+def test_what_changes_updates_after_the_split_is_warned_of():
+    for tx in both(lowmem.flash_sgd(1.0), optax.scale(1e-4)):
+        with pytest.warns(UserWarning, match="changed after the split of their master weights"):
+            lowmem.init(tx, PARAMS)
+    for tx in both(optax.clip_by_global_norm(1.0), lowmem.flash_sgd(1.0)):
+        lowmem.init(tx, PARAMS)  # a warning is an error here
+
+
+@pytest.mark.parametrize(
+    "compressed",
+    [
+        lambda tx: lowmem.compress_state(tx, mu=lowmem.codecs.softsign()),
+        lowmem.sqrt_variance_quant,
+        lambda tx: lowmem.update_clipping(tx, b2=0.999, eps=1e-8),
+    ],
+)
+def test_slots_are_found(compressed):
+    found = []
+    for tx in both(optax.clip_by_global_norm(1.0), optax.scale_by_adam(), optax.scale(-1e-3)):
+        tx, params = compressed(tx), PARAMS
+        state = tx.init(params)
+        for _ in range(3):
+            updates, state = jax.jit(tx.update)(GRADS, state, params)
+            params = optax.apply_updates(params, updates)
+        found.append((params, jax.tree.leaves(state)))
+    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_memory_by_slot():
+    chains = both(optax.clip_by_global_norm(1.0), lowmem.flash_adamw(1e-3))
+    by_position, by_name = (lowmem.memory.report(tx, PARAMS).by_slot for tx in chains)
+    assert by_position == by_name and "mu" in by_name
