@@ -1,7 +1,10 @@
 """What every test shares: JAX settings, the gpu marker, and the guard of a GPU run."""
 
+import gc
 import platform
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import pytest
@@ -14,6 +17,19 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 _gpu_tests_run = 0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_memory_maps() -> Iterator[None]:
+    """Forgets compiled programs when they are many.
+
+    Each takes memory maps, of which Linux gives a process 65,530; XLA's compiler crashes without.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 15_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture

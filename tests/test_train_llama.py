@@ -25,26 +25,24 @@ from tests.test_examples import ROOT, example, run_script  # noqa: F401 (a fixtu
 COMMAND = [sys.executable, "examples/train_llama.py"]
 XLA_FLAGS = " ".join(f"--{name}={value}" for name, value in QUICK_COMPILE.items())
 ONE, ANOTHER = "--data 1", "--data 1 --fsdp 4 --tensor 2"
-_programs: dict = {}
+
+
+@functools.lru_cache(maxsize=8)  # a program takes up to 2,500 of a process's memory maps
+def program_of(make, settings):
+    program = make(settings)
+    start = functools.cache(lambda: program.start.lower().compile())
+    return dataclasses.replace(program, start=lambda: start()())
 
 
 @pytest.fixture
 def llama(example, monkeypatch):  # noqa: F811
-    """The example's modules; programs are compiled quickly, and once for all tests."""
+    """The example's modules; programs are compiled quickly, and once for neighbouring tests."""
     names = ("config", "model", "mesh", "optimizer", "train", "report")
     parts = SimpleNamespace(script=example("train_llama"))
     for name in names:
         setattr(parts, name, example(f"_llama.{name}"))
     make, compiled = parts.train.make_program, jax.stages.Lowered.compile
-
-    def make_program(settings):
-        if settings not in _programs:
-            program = make(settings)
-            start = functools.cache(lambda: program.start.lower().compile())
-            _programs[settings] = dataclasses.replace(program, start=lambda: start()())
-        return _programs[settings]
-
-    monkeypatch.setattr(parts.train, "make_program", make_program)
+    monkeypatch.setattr(parts.train, "make_program", functools.partial(program_of, make))
     monkeypatch.setattr(jax.stages.Lowered, "compile", lambda own: compiled(own, QUICK_COMPILE))
     with jax.numpy_rank_promotion("allow"):  # tests forbid what the model, like most, makes use of
         yield parts
