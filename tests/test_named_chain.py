@@ -7,6 +7,8 @@ import optax
 import pytest
 
 import optax_lowmem as lowmem
+from optax_lowmem import checkpoint
+from tests.contract_cases import assert_same
 
 PARAMS = {"w": jnp.linspace(-1, 1, 256).reshape(4, 64)}
 GRADS = {"w": jnp.full((4, 64), 0.1)}
@@ -50,3 +52,26 @@ def test_memory_by_slot():
     chains = both(optax.clip_by_global_norm(1.0), lowmem.flash_adamw(1e-3))
     by_position, by_name = (lowmem.memory.report(tx, PARAMS).by_slot for tx in chains)
     assert by_position == by_name and "mu" in by_name
+
+
+def test_from_optax_and_back():
+    """Between two chains of the same names, as between two without."""
+    found = []
+    clip = optax.clip_by_global_norm(1.0)
+    ours, plain = both(clip, lowmem.flash_adamw(1e-3)), both(clip, optax.adamw(1e-3))
+    for tx, source in zip(ours, plain, strict=True):
+        _, old = source.update(GRADS, source.init(PARAMS), PARAMS)
+        weights, state = checkpoint.from_optax(tx, old, PARAMS)
+        assert jax.tree.structure(state) == jax.tree.structure(tx.init(weights))
+        params, back = checkpoint.to_optax(tx, state, weights, source)
+        assert jax.tree.structure(back) == jax.tree.structure(old)
+        found.append(jax.tree.leaves((weights, state, params, back)))
+    assert_same(*found)
+
+
+def test_a_checkpoint_comes_back(tmp_path):
+    _, tx = both(optax.clip_by_global_norm(1.0), lowmem.flash_adamw(1e-3))
+    params, state = lowmem.init(tx, PARAMS)
+    params, state = lowmem.step(tx, GRADS, state, params)
+    checkpoint.save(tmp_path, tx, params, state, step=1)
+    assert_same(checkpoint.restore(tmp_path, tx, params), (params, state))

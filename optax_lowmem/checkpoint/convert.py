@@ -58,8 +58,10 @@ class Converter(abc.ABC):
             return self._fields(ours, plain, where)
         if type(ours) is tuple and type(plain) is tuple and len(ours) <= len(plain):
             return self._parts(ours, plain, where)
-        if type(ours) is dict and type(plain) is dict and ours.keys() == plain.keys():
-            return {k: self.walk(ours[k], plain[k], f"{where}[{k!r}]") for k in ours}
+        named = type(ours) in trees.DICTS and type(plain) is type(ours)
+        if named and ours.keys() == plain.keys():
+            made, _ = self.choose(ours, plain)  # its order
+            return type(made)((k, self.walk(ours[k], plain[k], f"{where}[{k!r}]")) for k in made)
         raise _unlike(ours, plain, where)
 
     def same(self, ours: Any, plain: Any, where: str) -> Any:
