@@ -8,6 +8,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import Storage
+from tests.contract_cases import shapes_of
 
 PARAMS = {"w": jnp.linspace(-1, 1, 256).reshape(4, 64), "b": jnp.ones(8)}
 SELECTING = {
@@ -41,10 +42,6 @@ INNER = {
 
 def gradient(params):
     return jax.grad(lambda p: sum((leaf**2).sum() for leaf in jax.tree.leaves(p)))(params)
-
-
-def shapes_of(tree):
-    return jax.tree.map(lambda a: (a.shape, a.dtype), tree)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -214,13 +214,12 @@ def test_x64_changes_no_code(name):
 def test_wide_gradients_are_clipped_as_f32():
     """The clipping that an optimizer takes as a factor, of float64 gradients beside f32 ones."""
     tx = lowmem.chain(optax.clip_by_global_norm(1.0), lowmem.flash_adamw(1e-3))
-    grads = {"w": np.ones((64, 128), np.float32)}
     found = []
     with _config("jax_enable_x64"):
-        for dtype in (np.float32, np.float64):
-            params, state = lowmem.init(tx, {"w": jnp.ones((64, 128), jnp.float32)})
-            own = {"w": jnp.asarray(grads["w"].astype(dtype))}
-            found.append(jax.tree.map(np.asarray, lowmem.step(tx, own, state, params)))
+        params, state = lowmem.init(tx, {"w": jnp.ones((64, 128), jnp.float32)})
+        for dtype in (jnp.float32, jnp.float64):
+            grads = {"w": jnp.ones((64, 128), dtype)}
+            found.append(jax.tree.map(np.asarray, lowmem.step(tx, grads, state, params)))
     assert_same(*found)
 
 

@@ -129,9 +129,9 @@ def corrections_of(params: Any, state: Any) -> dict[str, jax.Array]:
             weight = weights.get(path)
             if weight is None or weight.dtype == jnp.float32 or correction.shape != weight.shape:
                 continue
-            if path in corrections and weight.ndim == 0:
-                continue  # of an optimizer inside without a split: its placeholder is 0-d as well
             if path in corrections:
+                if weight.ndim == 0:
+                    continue  # a placeholder, 0-d as well, of an optimizer inside without a split
                 raise ValueError(
                     f"leaf '{path}' has two corrections in this state: two optimizers split its "
                     "master weight. Keep one split, and give the other optimizer "
