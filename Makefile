@@ -55,7 +55,7 @@ test-slow: $(VENV)/.has-test  ## Tests that train for minutes
 # benchmarks and notebooks are run on one JAX
 test-newest:  ## The library's fast tests on a Python >= 3.12, and so on the newest JAX
 	@$(MAKE) test VENV=.venv-newest MINOR=12 \
-	  ARGS="--ignore-glob='tests/test_bench_*' --ignore=tests/test_notebook.py $(ARGS)"
+	  ARGS="--ignore-glob='tests/test_bench_*' --ignore=tests/repo/test_notebook.py $(ARGS)"
 
 gpu-test: $(VENV)/.has-test  ## The GPU tests, on a machine that has one (CUDA=12 or 13)
 	$(BIN)/python -m pip install -q -e '.[gpu]' 'jax[cuda$(CUDA)]'

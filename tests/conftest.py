@@ -16,6 +16,8 @@ from optax_lowmem.kernels import platform as kernel_platform
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+REPO_TIER = Path(__file__).parent / "repo"
+
 _gpu_tests_run = 0
 
 
@@ -41,6 +43,12 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_report_header() -> str:
     return f"python {platform.python_version()}, jax {jax.__version__}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if REPO_TIER in item.path.parents:
+            item.add_marker("repo")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

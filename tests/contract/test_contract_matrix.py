@@ -1,0 +1,169 @@
+"""Every optimizer x dtype x master width x group size x rounding x optax wrapper.
+
+The fast suite runs rows in which every pair of values occurs, `-m full` all the others with group
+sizes in turn, but for optimizers that differ from another in their codecs alone. A row trains on a
+fixed gradient stream and must follow the same wrapper around plain f32 optax.
+"""
+
+import functools
+import itertools
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_lowmem as lowmem
+from tests.contract_cases import (
+    CASES,
+    DTYPES,
+    RULES,
+    Case,
+    Form,
+    changes,
+    distance,
+    masters,
+    pairs_of,
+    pairwise,
+    shapes_of,
+    stream,
+    train,
+)
+from tests.tolerances import CONTRACT_DISTANCE
+
+STEPS = 8
+Make = Callable[[Any], optax.GradientTransformation]  # from a learning rate
+
+# None: without split master weights, for wrappers that must be inside the split.
+OUTERMOST, INSIDE = True, False
+
+
+def _chain(link: Callable) -> Callable:
+    return lambda make, lr: link(optax.clip(5.0), optax.clip_by_global_norm(20.0), make(lr))
+
+
+def _masked(make: Make, lr: float) -> optax.GradientTransformation:
+    trained = {"block": True, "norm": False}
+    frozen = jax.tree.map(operator.not_, trained)
+    return optax.chain(optax.masked(make(lr), trained), optax.masked(optax.set_to_zero(), frozen))
+
+
+def _partition(make: Make, lr: float) -> optax.GradientTransformation:
+    parts = {"block": make(lr), "norm": make(lr / 2)}
+    return optax.partition(parts, {"block": {"w": "block"}, "norm": "norm"})
+
+
+def _multi_steps(make: Make, lr: float) -> optax.GradientTransformation:
+    return optax.MultiSteps(make(lr), every_k_schedule=2).gradient_transformation()
+
+
+def _inject(make: Make, lr: float) -> optax.GradientTransformation:
+    def factory(learning_rate: Any) -> optax.GradientTransformation:
+        return make(learning_rate)
+
+    schedule = optax.linear_schedule(lr, lr / 2, STEPS)
+    return optax.inject_hyperparams(factory, hyperparam_dtype=jnp.float32)(learning_rate=schedule)
+
+
+WRAPPERS: dict[str, tuple[bool, Callable[[Make, float], optax.GradientTransformation]]] = {
+    "chain": (OUTERMOST, _chain(optax.chain)),
+    "lowmem.chain": (OUTERMOST, _chain(lowmem.chain)),
+    "masked": (OUTERMOST, _masked),
+    "partition": (OUTERMOST, _partition),
+    "MultiSteps": (OUTERMOST, _multi_steps),
+    "inject_hyperparams": (OUTERMOST, _inject),
+    "apply_if_finite": (OUTERMOST, lambda make, lr: optax.apply_if_finite(make(lr), 3)),
+    "schedule_free": (INSIDE, lambda make, lr: optax.contrib.schedule_free(make(lr), lr)),
+    "lookahead": (INSIDE, lambda make, lr: optax.lookahead(make(lr), 3, 0.5)),
+}
+BITS, GROUPS, ROUNDINGS = (24, 32), (16, 32), ("stochastic", "nearest")
+FACTORS = (tuple(CASES), tuple(DTYPES), BITS, GROUPS, ROUNDINGS, tuple(WRAPPERS))
+FAST = pairwise(FACTORS)
+
+
+def _is_distinct(row: tuple) -> bool:
+    """Of another rule; and without a 16-bit weight there is no master width to vary."""
+    another = row[0] in RULES or row[0] not in lowmem.OPTIMIZERS
+    return another and (row[1] != "float32" or row[2] == 24)
+
+
+def _in_turn(row: tuple) -> bool:
+    """One of the group sizes for each choice of the rest."""
+    places = [values.index(value) for values, value in zip(FACTORS, row, strict=True)]
+    size = places.pop(FACTORS.index(GROUPS))
+    return size == sum(places) % len(GROUPS)
+
+
+REST = sorted(
+    row
+    for row in set(itertools.product(*FACTORS)) - set(FAST)
+    if _is_distinct(row) and _in_turn(row)
+)
+
+
+def _start(wrapper: str) -> Any:
+    weights = masters()
+    if wrapper == "lookahead":
+        return optax.LookaheadParams(weights, jax.tree.map(jnp.copy, weights))
+    return weights
+
+
+@functools.cache
+def _plain(optimizer: str, wrapper: str) -> list:
+    case, (_, wrap) = CASES[optimizer], WRAPPERS[wrapper]
+    tx, start = wrap(case.plain, case.step), _start(wrapper)
+    end, _ = train(tx, start, tx.init(start), stream(masters(), STEPS))
+    return changes(start, end)
+
+
+def _ours(case: Case, wrapper: str, form: Form) -> optax.GradientTransformation:
+    outermost, wrap = WRAPPERS[wrapper]
+    if outermost == OUTERMOST:
+        return wrap(lambda lr: case.make(lr, form), case.step)
+    bare = Form(None, form.group_size, form.rounding, form.seed, form.policy)
+    inner = wrap(lambda lr: case.make(lr, bare), case.step)
+    return lowmem.split_master_weights(inner, form.bits)
+
+
+def _codes(state: Any, shape: tuple[int, ...]) -> int:
+    kinds = (jnp.int8, jnp.uint8)
+    leaves = jax.tree.leaves(state)
+    return sum(leaf.dtype in kinds and leaf.shape[-2:] == shape for leaf in leaves)
+
+
+def _check(optimizer: str, dtype: str, bits: int, group: int, rounding: str, wrapper: str) -> None:
+    case = CASES[optimizer]
+    tx = _ours(case, wrapper, Form(bits, group, rounding))
+    start = _start(wrapper)
+    params, state = lowmem.init(tx, start, DTYPES[dtype])
+    assert shapes_of(jax.eval_shape(tx.init, params)) == shapes_of(state)
+    assert _codes(state, (3, 40)) >= len(case.slots)
+    begun = lowmem.master_params(params, state)
+    gradients = stream(masters(), STEPS)
+    new, state = train(tx, params, state, gradients)  # a scan: shapes and dtypes are stable
+    assert shapes_of(new) == shapes_of(params)
+    ours = changes(begun, lowmem.master_params(new, state))
+    assert distance(ours, _plain(optimizer, wrapper)) < CONTRACT_DISTANCE
+
+
+@pytest.mark.parametrize(("optimizer", "dtype", "bits", "group", "rounding", "wrapper"), FAST)
+def test_pairs_of_choices_follow_plain_optax(optimizer, dtype, bits, group, rounding, wrapper):
+    _check(optimizer, dtype, bits, group, rounding, wrapper)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("optimizer", "dtype", "bits", "group", "rounding", "wrapper"), REST)
+def test_all_choices_follow_plain_optax(optimizer, dtype, bits, group, rounding, wrapper):
+    _check(optimizer, dtype, bits, group, rounding, wrapper)
+
+
+def test_the_fast_rows_hold_every_pair():
+    seen = {pair for row in FAST for pair in pairs_of(row)}
+    for (i, left), (j, right) in itertools.combinations(enumerate(FACTORS), 2):
+        for a, b in itertools.product(left, right):
+            assert ((i, a), (j, b)) in seen
+    smallest = len(CASES) * len(WRAPPERS)
+    assert smallest <= len(FAST) <= smallest * 1.1

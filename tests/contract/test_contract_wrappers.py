@@ -1,0 +1,191 @@
+"""What optax's wrappers and Flax must do beyond following plain optax: see also the matrix."""
+
+import inspect
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lowmem as lowmem
+from tests.contract_cases import (
+    CASES,
+    OPTIMIZER,
+    QUICK_COMPILE,
+    Form,
+    assert_same,
+    at,
+    masters,
+    shapes_of,
+    stream,
+)
+
+LABELS = {"block": {"w": "trained"}, "norm": "frozen"}
+
+
+def _make(name: str, lr: Any = None) -> optax.GradientTransformationExtraArgs:
+    return CASES[name].make(CASES[name].step if lr is None else lr, Form())
+
+
+def _gradient() -> Any:
+    return at(stream(masters(), 1), 0)
+
+
+@OPTIMIZER
+def test_frozen_and_masked_leaves_have_no_state(name):
+    mask = {"block": {"w": True}, "norm": False}
+    for tx in (
+        optax.partition({"trained": _make(name), "frozen": optax.set_to_zero()}, LABELS),
+        optax.masked(_make(name), mask),
+    ):
+        params, state = lowmem.init(tx, masters())
+        shapes = [leaf.shape for leaf in jax.tree.leaves(state)]
+        assert params["block"]["w"].shape in shapes
+        assert params["norm"].shape not in shapes
+        np.testing.assert_allclose(
+            lowmem.master_params(params, state)["block"]["w"],
+            masters()["block"]["w"],
+            rtol=2.0**-16,
+        )
+
+
+@OPTIMIZER
+def test_an_injected_learning_rate_changes_without_recompiling(name):
+    def factory(learning_rate):
+        return _make(name, learning_rate)
+
+    lr = CASES[name].step
+    tx = optax.inject_hyperparams(factory, hyperparam_dtype=jnp.float32)(learning_rate=lr)
+    params, state = lowmem.init(tx, masters())
+    step = jax.jit(lambda g, s, p: lowmem.step(tx, g, s, p), compiler_options=QUICK_COMPILE)
+    moved = {}
+    for rate in (lr, 0.0, lr / 2):
+        state.hyperparams["learning_rate"] = jnp.float32(rate)
+        new, after = step(_gradient(), state, params)
+        before = lowmem.master_params(params, state)["block"]["w"]
+        moved[rate] = np.abs(lowmem.master_params(new, after)["block"]["w"] - before).sum()
+    assert step._cache_size() == 1
+    assert moved[0.0] == 0
+    np.testing.assert_allclose(moved[lr / 2], moved[lr] / 2, rtol=0.02)  # 24 bits: 2^-16 of w = 1
+
+
+@pytest.mark.parametrize("name", lowmem.OPTIMIZERS)
+def test_public_optimizers_can_be_injected_themselves(name):
+    make = getattr(lowmem, name)
+    options = {"momentum": 0.9} if name == "flash_sgd" else {}
+    if "blocks" in inspect.signature(make).parameters:
+        options["blocks"] = lowmem.blocks.Structure(default="whole")
+    storage = Form().storage(lowmem.Storage())
+    injected = optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)
+    tx = injected(learning_rate=optax.linear_schedule(1e-3, 0, 10), storage=storage, **options)
+    plain = make(optax.linear_schedule(1e-3, 0, 10), storage=storage, **options)
+    params, state = lowmem.init(tx, masters())
+    other = lowmem.init(plain, masters())[1]
+    new, _ = jax.jit(lambda g, s, p: lowmem.step(tx, g, s, p))(_gradient(), state, params)
+    same, _ = jax.jit(lambda g, s, p: lowmem.step(plain, g, s, p))(_gradient(), other, params)
+    for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(same), strict=True):
+        np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=2.0**-8)
+
+
+@OPTIMIZER
+def test_apply_if_finite_drops_a_step_with_nan(name):
+    tx = optax.apply_if_finite(_make(name), 5)
+    params, state = lowmem.init(tx, masters())
+    step = jax.jit(lambda g, s, p: lowmem.step(tx, g, s, p), compiler_options=QUICK_COMPILE)
+    params, state = step(_gradient(), state, params)
+    bad = jax.tree.map(lambda g: g.at[..., 0].set(jnp.nan), _gradient())
+    after, skipped = step(bad, state, params)
+    assert_same(after, params)
+    assert_same(skipped.inner_state, state.inner_state)
+    assert int(skipped.notfinite_count) == 1
+
+
+@OPTIMIZER
+def test_multi_steps_moves_once_in_two_calls(name):
+    tx = optax.MultiSteps(_make(name), every_k_schedule=2)
+    params, state = lowmem.init(tx, masters())
+    step = jax.jit(lambda g, s, p: lowmem.step(tx, g, s, p), compiler_options=QUICK_COMPILE)
+    waiting, between = step(_gradient(), state, params)
+    assert_same(waiting, params)
+    assert_same(between.inner_opt_state, state.inner_opt_state)
+    moved, after = step(_gradient(), between, waiting)
+    before = lowmem.master_params(params, state)["block"]["w"]
+    assert (lowmem.master_params(moved, after)["block"]["w"] != before).mean() > 0.9
+
+
+def _parabola(x: jax.Array) -> jax.Array:
+    return jnp.sum((x - jnp.array([1.0, -1.0, 1.0], x.dtype)) ** 2)
+
+
+def _rosenbrock(x: jax.Array) -> jax.Array:
+    return (1 - x[0]) ** 2 + 100 * (x[1] - x[0] ** 2) ** 2
+
+
+TARGETS = {
+    "parabola": (_parabola, [-1.0, 10.0, 1.0], [1.0, -1.0, 1.0]),
+    "rosenbrock": (_rosenbrock, [0.0, 0.0], [1.0, 1.0]),
+}
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@OPTIMIZER
+def test_converges_on_optax_targets(name, target):
+    objective, start, end = TARGETS[target]
+    form = Form(policy=lowmem.Policy(min_size=0))
+    tx = CASES[name].make(CASES[name].learning_rate, form)
+    params, state = lowmem.init(tx, {"x": jnp.array(start)}, jnp.float32)
+    assert optax.tree.get(state, CASES[name].slots[0])["x"].dtype in (jnp.int8, jnp.uint8)
+
+    def body(carry, _):
+        params, state = carry
+        return lowmem.step(tx, {"x": jax.grad(objective)(params["x"])}, state, params), None
+
+    run = jax.jit(lambda c: jax.lax.scan(body, c, None, 10000)[0])
+    params, _ = run((params, state))
+    np.testing.assert_allclose(params["x"], np.array(end), rtol=3e-2, atol=3e-2)
+
+
+@OPTIMIZER
+def test_linen_train_state(name):
+    train_state = pytest.importorskip("flax.training.train_state")
+    tx = _make(name)
+    params, state = lowmem.init(tx, masters())
+    holder = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
+    assert shapes_of(holder.opt_state) == shapes_of(state)
+    step = jax.jit(lambda h, g: h.apply_gradients(grads=g), compiler_options=QUICK_COMPILE)
+    new = step(holder.replace(opt_state=state), _gradient())
+    assert int(new.step) == 1
+    expected = jax.jit(lambda g, s, p: lowmem.step(tx, g, s, p), compiler_options=QUICK_COMPILE)(
+        _gradient(), state, params
+    )
+    assert_same((new.params, new.opt_state), expected)
+
+
+@OPTIMIZER
+def test_nnx_optimizer(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Flax's own, at import
+        nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(40, 8, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, _make(name), wrt=nnx.Param)
+    codes = [leaf for leaf in jax.tree.leaves(nnx.state(optimizer)) if leaf.shape == (40, 8)]
+    codes = [leaf for leaf in codes if leaf.dtype in (jnp.int8, jnp.uint8)]
+    assert len(codes) == len(CASES[name].slots) + 1  # and the correction
+    x = jax.random.normal(jax.random.key(0), (64, 40))
+    y = x[:, :8]
+
+    def loss(model):
+        return jnp.mean((model(x) - y) ** 2)
+
+    @nnx.jit
+    def step(model, optimizer):
+        value, grads = nnx.value_and_grad(loss)(model)
+        optimizer.update(model, grads)
+        return value
+
+    losses = [float(step(model, optimizer)) for _ in range(20)]
+    assert model.kernel[...].dtype == jnp.bfloat16
+    assert losses[-1] < losses[0]

@@ -1,0 +1,256 @@
+"""Kernels that keep activations in FP8, against their reference: interpreted, lowered, on a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tolerances as tol
+from jax.sharding import PartitionSpec as P
+
+from optax_lowmem.kernels import fp8_flow as kernels
+from optax_lowmem.kernels import quantized_matmul as matmul_kernels
+from optax_lowmem.kernels.fp8_flow import dispatch, pallas_triton, pallas_turn, reference
+from optax_lowmem.kernels.quantized_matmul import E4M3, E5M2, Quantized
+from optax_lowmem.kernels.quantized_matmul import reference as matmul
+from optax_lowmem.kernels.tiles import Tile
+from tests.contract_cases import QUICK_COMPILE
+from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
+
+EPS = 1e-6
+SHAPES = [(5, 40), (3, 1), (2, 4100), (9, 256), (130, 33)]
+
+
+def jitted(function, **static):
+    return jax.jit(functools.partial(function, **static), compiler_options=QUICK_COMPILE)
+
+
+def drawn(shape, dtype, seed=0):
+    """Rows of very different sizes, one of zeros, and a spike."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=shape) * np.exp(3 * rng.normal(size=(shape[0], 1)))
+    x[0] = 0
+    x[1, shape[1] // 2] = 1e6
+    return jnp.asarray(x, dtype)
+
+
+def raw(stored):
+    return np.asarray(stored.codes).view(np.uint8), np.asarray(stored.scales)
+
+
+def same_codes(found, want):
+    """Bits. On a GPU `exact=False` changes none either: codes come before everything else."""
+    for mine, theirs in zip(raw(found), raw(want), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def compare_normed(shape, dtype, size, exact, interpret):
+    x, scale = drawn(shape, dtype), 1 + drawn((2, shape[1]), jnp.float32, 1)[1] / 8
+    static = dict(eps=EPS, group_size=size, exact=exact)
+    stored, inverse, largest = pallas_triton.store_normed(x, scale, interpret=interpret, **static)
+    want = jitted(reference.store_normed, **static)(x, scale)
+    same_codes(stored, want[0])
+    lost = 2 * tol.of_row_sum(shape[1])
+    np.testing.assert_allclose(inverse, want[1], rtol=lost)
+    assert largest.shape == (shape[0],)
+    np.testing.assert_allclose(largest.max(), want[2].item(), rtol=lost)
+
+
+def compare_gated(shape, dtype, size, exact, activation, inputs, interpret):
+    given = tuple(drawn(shape, dtype, i) for i in range(inputs))
+    static = dict(activation=activation, group_size=size, exact=exact)
+    tile = Tile() if interpret else Tile(elements=2048)
+    stored, largest = pallas_triton.store_gated(given, tile=tile, interpret=interpret, **static)
+    want, absmax = jitted(reference.store_gated, **static)(given)
+    for mine, theirs in zip(stored, want, strict=True):
+        same_codes(mine, theirs)
+    np.testing.assert_allclose(largest.max(), absmax.item(), rtol=tol.ACTIVATION)
+
+
+@pytest.mark.parametrize("size,dtype,exact", [(16, "bfloat16", True), (4, "float32", False)])
+def test_interpreted(size, dtype, exact):
+    for shape in SHAPES:
+        compare_normed(shape, dtype, size, exact, True)
+    for shape, activation, inputs in zip(
+        SHAPES, ("silu", "relu", "gelu", "gelu_exact", "silu"), (2, 1, 2, 1, 1), strict=True
+    ):
+        compare_gated(shape, dtype, size, exact, activation, inputs, True)
+
+
+def test_numbers_that_are_none_show():
+    x = drawn((4, 64), jnp.float32).at[2, 20].set(jnp.nan).at[3, 60].set(jnp.inf)
+    stored, inverse, largest = pallas_triton.store_normed(x, jnp.ones(64), EPS, 16, True, True)
+    back = np.asarray(kernels.restore(stored, 16))
+    assert np.isnan(back[2, 16:32]).all() and np.isnan(back[3, 48:]).all()
+    assert np.isnan(back).sum() == 32
+    assert np.isfinite(largest[:2]).all() and np.isnan(largest[2:]).all()
+    _, largest = pallas_triton.store_gated((x, x), "silu", 16, True, Tile(), True)
+    assert np.isnan(largest).any()
+
+
+TURNED = [(5, 40), (300, 70), (128, 64), (1, 1)]
+
+
+def compare_turned(shape, dtype, to, interpret):
+    x = drawn((max(2, shape[0]), shape[1]), dtype)[: shape[0]]
+    absmax = kernels.tensor_absmax(x, 16)
+    codes, turned = pallas_turn.quantize_both(x, absmax, to, interpret)
+    want = jitted(reference.quantized, to=to)(x, absmax)
+    for found in (codes.codes, turned.T, pallas_turn.turn(want.codes, interpret).T):
+        assert found.dtype == to.dtype
+        np.testing.assert_array_equal(np.asarray(found).view(np.uint8), raw_of(want.codes))
+    np.testing.assert_array_equal(codes.scales, want.scales)
+
+
+def raw_of(codes):
+    return np.asarray(codes).view(np.uint8)
+
+
+@pytest.mark.parametrize("to,dtype", [(E4M3, "bfloat16"), (E5M2, "float32")])
+def test_turned_codes(to, dtype):
+    for shape in TURNED:
+        compare_turned(shape, dtype, to, True)
+
+
+def gradient(x, scale, g, absmax):
+    return kernels.multiply_over_tokens(Quantized(x, scale), g, absmax, E4M3, g.dtype)
+
+
+def of_gradient(tokens, columns, dtype=jnp.bfloat16, kind=jnp.float8_e4m3fn):
+    one = jax.ShapeDtypeStruct((1, 1, 1), jnp.float32)
+    return (
+        jax.ShapeDtypeStruct((2, tokens // 2, 256), kind), one,
+        jax.ShapeDtypeStruct((2, tokens // 2, columns), dtype), one,
+    )  # fmt: skip
+
+
+def test_weight_gradients_turn_codes_for_the_kernel_of_products(on_a_gpu, monkeypatch):
+    """Where that takes them; else XLA sums over tokens."""
+    given = of_gradient(512, 384)
+    assert kernels_in(lower_for_cuda(gradient, *given)) == []  # no Hopper
+    assert "Hopper" in dispatch.turning_reason(given[0], given[0], jnp.bfloat16)
+    monkeypatch.setattr(dispatch, "product_reason", lambda *_: None)
+    monkeypatch.setattr(dispatch, "multiply", reference_product)
+    found = lower_for_cuda(functools.partial(gradient), *given)  # not the trace of before
+    assert sorted(kernels_in(found)) == ["fp8_quantize_both", "fp8_turn"]
+
+
+def reference_product(a, b, sums, dtype, **more):
+    return matmul.multiply(a, b, sums, dtype, **more)
+
+
+def test_a_weight_gradient_is_the_same_either_way(monkeypatch):
+    x, g = drawn((96, 40), jnp.float32), drawn((96, 24), jnp.float32, 1)
+    codes, absmax = kernels.quantized(x, kernels.tensor_absmax(x, 16)), kernels.tensor_absmax(g, 16)
+    of_g, want = jitted(kernels.multiply_over_tokens, to=E4M3, dtype=g.dtype)(
+        codes, g, absmax=absmax
+    )
+    same, turned = pallas_turn.quantize_both(g, absmax, E4M3, True)
+    np.testing.assert_array_equal(raw_of(same.codes), raw_of(of_g.codes))
+    rows = Quantized(pallas_turn.turn(codes.codes, True), codes.scales)
+    found = matmul.multiply(rows, Quantized(turned, same.scales), 1, g.dtype)
+    np.testing.assert_allclose(found, want, atol=96 * tol.U * np.abs(want).max())
+
+
+def step(x, scale, group_size=16, activation="silu"):
+    normed = kernels.store_normed(x, scale, EPS, group_size, True)
+    return normed, kernels.store_gated((x, x), activation, group_size, False)
+
+
+def lowered(shape, dtype=jnp.bfloat16, **more):
+    given = jax.ShapeDtypeStruct(shape, dtype), jax.ShapeDtypeStruct(shape[-1:], jnp.float32)
+    return sorted(kernels_in(lower_for_cuda(functools.partial(step, **more), *given)))
+
+
+@pytest.mark.parametrize("activation", kernels.ACTIVATIONS)
+def test_lowers_for_gpus(on_a_gpu, activation):
+    """Any leading axes, any width."""
+    both = ["fp8_store_gated", "fp8_store_normed"]
+    if activation == "gelu_exact":  # Pallas' Triton backend has no erf
+        both = both[1:]
+    assert lowered((2, 64, 256), activation=activation) == both
+    assert lowered((7, 100), jnp.float32, group_size=4, activation=activation) == both
+
+
+def test_what_is_left_to_xla(on_a_gpu):
+    assert lowered((7, 100), group_size=12) == []
+    assert lowered((2, 1 << 16)) == ["fp8_store_gated"]  # rows longer than a program's
+    x = jax.ShapeDtypeStruct((2, 8), jnp.int8)
+    assert "int8 is not one of" in kernels.supported(x, 16)
+    assert "0 elements" in kernels.supported(jax.ShapeDtypeStruct((0, 8), jnp.float32), 16)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: kernels.restore(kernels.store(x, 16), 16),
+        lambda x: kernels.quantized(x, kernels.tensor_absmax(x, 16)),
+        lambda x: matmul_kernels.quantize(x, 1, E4M3),
+        lambda x: matmul_kernels.quantize_transposed(x, None, E4M3),
+    ],
+)
+def test_xla_uses_what_is_stored(function):
+    """But for this, XLA on a GPU drops f32 -> FP8 -> f32 (seen with `exact=False` below)."""
+    assert "optimization_barrier" in str(jax.make_jaxpr(function)(jnp.ones((8, 64))))
+
+
+def test_left_to_xla_without_a_gpu():
+    assert lowered((128, 256)) == []
+    assert "the default backend is cpu" in kernels.supported(jnp.ones(8), 16)
+
+
+def test_on_a_mesh(on_a_gpu):
+    """Inside a shard_map, each device has its part."""
+    mesh = gpu_mesh(data=8)
+    parts = P("data")
+    run = jax.shard_map(
+        lambda x, scale: jax.tree.map(lambda a: a.reshape(1, -1), step(x, scale)),
+        mesh=mesh,
+        in_specs=(parts, P()),
+        out_specs=parts,
+    )
+    given = (
+        jax.ShapeDtypeStruct((64, 256), jnp.bfloat16),
+        jax.ShapeDtypeStruct((256,), jnp.float32),
+    )
+    text = lower_for_cuda(run, *given, mesh=mesh)
+    assert sorted(kernels_in(text)) == ["fp8_store_gated", "fp8_store_normed"]
+
+
+def test_a_host_runs_the_reference(on_a_gpu):
+    """Traced where there is a GPU."""
+    x, scale = drawn((8, 100), jnp.float32), jnp.ones(100)
+    found = jitted(step)(x, scale)
+    same_codes(found[0][0], jitted(reference.store, group_size=16)(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("exact", [True, False])
+def test_on_a_gpu(dtype, exact):
+    for shape in [*SHAPES, (64, 4096), (16, 11008), (3, 16384)]:
+        compare_normed(shape, dtype, 16, exact, False)
+    for activation in ("silu", "gelu", "relu"):
+        compare_gated((64, 1024), dtype, 16, exact, activation, 2, False)
+        compare_gated((31, 100), dtype, 4, exact, activation, 1, False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("to", [E4M3, E5M2], ids=lambda to: to.name)
+def test_turning_on_a_gpu(to, dtype):
+    for shape in [*TURNED, (4096, 1024)]:
+        compare_turned(shape, dtype, to, False)
+
+
+@pytest.mark.gpu
+def test_weight_gradients_on_a_gpu():
+    """The kernels' sum over tokens and XLA's, of the same codes."""
+    x, g = (jax.random.normal(jax.random.key(i), (2, 512, 512), jnp.bfloat16) for i in (0, 1))
+    codes, absmax = kernels.quantized(x, kernels.tensor_absmax(x, 16)), kernels.tensor_absmax(g, 16)
+    run = functools.partial(kernels.multiply_over_tokens, to=E4M3, dtype=jnp.dtype("bfloat16"))
+    of_g, found = jax.jit(run)(codes, g, absmax)
+    want = jnp.einsum("btk,btm->km", *(np.float32(a.codes) * a.scales for a in (codes, of_g)))
+    # tensor cores keep 13 bits or more of a sum; the result is bf16
+    np.testing.assert_allclose(np.float32(found), want, atol=2.0**-7 * np.abs(want).max())

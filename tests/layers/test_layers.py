@@ -1,0 +1,376 @@
+"""SwitchBackDense, SwitchBackLinear, LayerScale, and products injected into Flax's own layers."""
+
+import functools
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tolerances as tol
+
+from tests.contract_cases import QUICK_COMPILE
+
+pytest.importorskip("flax")
+
+from flax import linen as nn  # noqa: E402
+from flax import nnx  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+from optax_lowmem import layers  # noqa: E402
+from optax_lowmem.layers import linen as of_linen  # noqa: E402
+
+KEY = jax.random.key(0)
+X = jax.random.normal(jax.random.key(1), (4, 5, 8))
+VARIANTS = ("switchback", "switchback_m", "switchback_q", "llm_int8", "tensorwise")
+# int8 rounds a number by at most 1/254 of its row's maximum
+CLOSE = 0.03
+FLAT = (((1,), (0,)), ((), ()))
+
+
+def close(found, want, share=CLOSE):
+    """Not the same, but what int8 makes of it."""
+    off = float(jnp.abs(found - want).max() / jnp.abs(want).max())
+    return 0 < off < share
+
+
+def assert_same_trees(found, want):
+    assert jax.tree.structure(found) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+
+
+# ---- SwitchBackDense and SwitchBackLinear --------------------------------------------------------
+
+ARGUMENTS = [
+    {},
+    dict(use_bias=False),
+    dict(dtype=jnp.bfloat16),
+    dict(param_dtype=jnp.bfloat16),
+    dict(kernel_init=nn.initializers.orthogonal(), bias_init=nn.initializers.ones),
+    dict(precision="highest"),
+]
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_dense_is_a_drop_in(arguments):
+    mine, theirs = layers.SwitchBackDense(3, **arguments), nn.Dense(3, **arguments)
+    (y, params), (want, of_theirs) = (one.init_with_output(KEY, X) for one in (mine, theirs))
+    assert_same_trees(params, of_theirs)
+    assert y.dtype == want.dtype and y.shape == want.shape
+    assert close(y.astype(jnp.float32), want.astype(jnp.float32))
+    for name, value in arguments.items():
+        assert getattr(mine, name) is value
+
+
+@pytest.mark.parametrize("arguments", ARGUMENTS)
+def test_linear_is_a_drop_in(arguments):
+    mine = layers.SwitchBackLinear(8, 3, rngs=nnx.Rngs(0), **arguments)
+    theirs = nnx.Linear(8, 3, rngs=nnx.Rngs(0), **arguments)
+    assert isinstance(mine, nnx.Linear)
+    assert_same_trees(*(nnx.to_pure_dict(nnx.state(one)) for one in (mine, theirs)))
+    y, want = mine(X), theirs(X)
+    assert y.dtype == want.dtype and y.shape == want.shape
+    assert close(y.astype(jnp.float32), want.astype(jnp.float32))
+
+
+def test_other_arguments_pass_through():
+    calls = []
+
+    def promote(arrays, dtype):
+        calls.append(dtype)
+        return nnx.nn.dtypes.promote_dtype(arrays, dtype=dtype)
+
+    layer = layers.SwitchBackLinear(
+        8, 3, promote_dtype=promote, preferred_element_type=jnp.float32, dtype=jnp.bfloat16,
+        kernel_metadata=dict(out_sharding=(None, "model"), eager_sharding=False),
+        bias_metadata=dict(note="bias"), rngs=nnx.Rngs(0),
+    )  # fmt: skip
+    assert nnx.get_partition_spec(nnx.state(layer))["kernel"].get_value() == P(None, "model")
+    assert layer.bias.note == "bias"
+    assert layer(X).dtype == jnp.float32 and calls == [jnp.bfloat16]
+    assert layers.SwitchBackLinear(8, 3, dot_general=jax.lax.dot_general, rngs=nnx.Rngs(0))(
+        X
+    ).tolist() == (nnx.Linear(8, 3, rngs=nnx.Rngs(0))(X).tolist())
+
+    def dense_promote(*arrays, dtype):
+        calls.append("dense")
+        return nn.dtypes.promote_dtype(*arrays, dtype=dtype)
+
+    init = nn.with_partitioning(nn.initializers.lecun_normal(), ("data", None))
+    dense = layers.SwitchBackDense(3, kernel_init=init, promote_dtype=dense_promote)
+    params = dense.init(KEY, X)["params"]
+    assert params["kernel"].names == ("data", None) and calls[-1] == "dense"
+    plain = layers.SwitchBackDense(3, dot_general=jax.lax.dot_general)
+    np.testing.assert_array_equal(
+        *(one.init_with_output(KEY, X)[0] for one in (plain, nn.Dense(3)))
+    )
+    by_class = layers.SwitchBackDense(3, dot_general_cls=lambda: jax.lax.dot_general)
+    assert by_class.dot_general is None
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("format,scaling", [("int8", "format"), ("fp8-e5m2", "unit")])
+def test_layers_compute_the_product(variant, format, scaling):
+    options = dict(variant=variant, format=format, scaling=scaling)
+    dense = layers.SwitchBackDense(3, **options)
+    y, params = dense.init_with_output(KEY, X)
+    weights = params["params"]
+    product = layers.switchback_dot_general(**options)
+    want = product(X, weights["kernel"], (((2,), (0,)), ((), ()))) + weights["bias"].reshape(
+        1, 1, 3
+    )
+    np.testing.assert_array_equal(y, want)
+    linear = layers.SwitchBackLinear(8, 3, **options, rngs=nnx.Rngs(0))
+    linear.kernel[...], linear.bias[...] = weights["kernel"], weights["bias"]
+    np.testing.assert_array_equal(linear(X), want)
+
+
+def test_dense_of_other_settings():
+    """Modules are dataclasses: equal ones are equal, and a clone may have another variant."""
+    dense = layers.SwitchBackDense(3, variant="switchback_q")
+    assert dense == layers.SwitchBackDense(3, variant="switchback_q") != layers.SwitchBackDense(3)
+    assert dense.clone() == dense and dense.clone(features=4).features == 4
+    other = dense.clone(variant="llm_int8", format="fp8")
+    assert other.dot_general == layers.switchback_dot_general("llm_int8", "fp8")
+    with pytest.raises(ValueError, match="variant must be one of standard, switchback"):
+        layers.SwitchBackDense(3, variant="q")
+    with pytest.raises(ValueError, match="format must be one of int8, fp8"):
+        layers.SwitchBackLinear(8, 3, format="e4m3", rngs=nnx.Rngs(0))
+
+
+# ---- Flax's layers with our product --------------------------------------------------------------
+
+
+def test_dense_general():
+    dot_general = layers.switchback_dot_general("switchback_q")
+    for arguments in (
+        dict(features=(3, 2), axis=(2, 1)),
+        dict(features=3, axis=(-1,), batch_dims=(0,)),
+    ):
+        mine = nn.DenseGeneral(**arguments, dot_general=dot_general)
+        y, params = jax.jit(mine.init_with_output)(KEY, X)
+        want, of_theirs = jax.jit(nn.DenseGeneral(**arguments).init_with_output)(KEY, X)
+        assert_same_trees(params, of_theirs)
+        assert y.shape == want.shape and close(y, want)
+    mine, theirs = (
+        nnx.LinearGeneral((5, 8), (2, 3), axis=(1, -1), **how, rngs=nnx.Rngs(0))
+        for how in (dict(dot_general=dot_general), {})
+    )
+    assert close(mine(X), theirs(X))
+
+
+def test_attention():
+    dot_general = layers.switchback_dot_general()
+    mine = nn.MultiHeadDotProductAttention(
+        2, qkv_dot_general=dot_general, out_dot_general=dot_general
+    )
+    params = mine.init(KEY, X)
+    want = nn.MultiHeadDotProductAttention(2).apply(params, X)
+    assert close(mine.apply(params, X), want)
+    mine, theirs = (
+        nnx.MultiHeadAttention(2, 8, **how, decode=False, rngs=nnx.Rngs(0))
+        for how in (dict(qkv_dot_general=dot_general, out_dot_general=dot_general), {})
+    )
+    assert close(mine(X), theirs(X))
+
+
+# ---- einsum --------------------------------------------------------------------------------------
+
+EINSUMS = [
+    ("bsd,df->bsf", (8, 3)),
+    ("...d,df->...f", (8, 3)),
+    ("bsd,dnh->bnsh", (8, 2, 3)),
+    ("bsd,sdf->bf", (5, 8, 3)),
+    ("bsd,bdf->bsf", (4, 8, 3)),
+    ("bsd,bdf->fbs", (4, 8, 3)),
+    ("b s d, f d -> s f b", (3, 8)),
+    ("bsd,ed->bes", (3, 8)),
+    ("...d,...df->...f", (5, 8, 3)),
+]
+
+
+@pytest.mark.parametrize("subscripts,shape", EINSUMS)
+def test_einsum(subscripts, shape):
+    w = jax.random.normal(KEY, shape)
+    x = X if subscripts != "...d,...df->...f" else X[0]
+    found, exact, want = (
+        jax.jit(functools.partial(op, subscripts), compiler_options=QUICK_COMPILE)(x, w)
+        for op in (layers.switchback_einsum(), layers.switchback_einsum("standard"), jnp.einsum)
+    )
+    assert found.shape == want.shape and close(found, want)
+    np.testing.assert_allclose(exact, want, rtol=64 * tol.F32_EPS, atol=64 * tol.F32_EPS)
+
+
+def test_einsum_is_its_product():
+    """The first operand is the activation, of a scale a row, wherever its letters are."""
+    w = jax.random.normal(KEY, (8, 3))
+    x = X[0] * jnp.exp2(jnp.arange(5.0) * 6).reshape(5, 1)
+    product = layers.switchback_dot_general()(x, w, FLAT)
+    einsum = layers.switchback_einsum()
+    np.testing.assert_array_equal(einsum("sd,df->sf", x, w), product)
+    np.testing.assert_array_equal(einsum("ds,fd->fs", x.T, w.T), product.T)
+    assert einsum == layers.switchback_einsum() != layers.switchback_einsum(format="fp8")
+    y = einsum("sd,df->sf", *(a.astype(jnp.bfloat16) for a in (x, w)), preferred_element_type="f4")
+    assert y.dtype == jnp.float32
+    layer, theirs = (
+        nnx.Einsum("bsd,dnh->bsnh", (8, 2, 3), (2, 3), **how, rngs=nnx.Rngs(0))
+        for how in (dict(einsum_op=einsum), {})
+    )
+    assert close(layer(X), theirs(X))
+
+
+@pytest.mark.parametrize(
+    "subscripts,message",
+    [
+        ("bsd,df", "form"),
+        ("bsd->bs", "form"),
+        ("bsd,df,fg->bsg", "form"),
+        ("bsd,df->bf", "summed over in one alone"),
+        ("bsd,dfg->bsf", "summed over in one alone"),
+        ("bss,sf->bf", "twice in an operand"),
+        ("...d,df->f", "summed over in one alone"),
+        ("bsd,df->bsz", "result"),
+        ("bsd,df->bsff", "result"),
+        ("bd,df->bf", "rank 3"),
+        ("bsdx...,df->bf", "rank 3"),
+    ],
+)
+def test_einsums_that_are_no_product(subscripts, message):
+    w = jnp.ones((8, 3) if "dfg" not in subscripts else (8, 3, 2))
+    with pytest.raises(ValueError, match=message) as found:
+        layers.switchback_einsum()(subscripts, X, w)
+    assert subscripts.split(",")[0].split("->")[0] in str(found.value)
+
+
+# ---- LayerScale ----------------------------------------------------------------------------------
+
+
+def test_layer_scale_is_0_at_first_and_trains():
+    x, target = X[0], jnp.sin(X[0])
+    module = of_linen.LayerScale()
+    y, variables = module.init_with_output(KEY, x)
+    assert not y.any() and variables["params"]["scale"].shape == (8,)
+
+    def loss(variables):
+        return ((x + module.apply(variables, jnp.tanh(x)) - target) ** 2).mean()
+
+    stepped = jax.tree.map(lambda p, g: p - 0.5 * g, variables, jax.grad(loss)(variables))
+    assert loss(stepped) < loss(variables) and stepped["params"]["scale"].all()
+
+    layer = layers.LayerScale(8)
+    assert not layer(x).any()
+    gradient = nnx.grad(lambda layer: ((x + layer(jnp.tanh(x)) - target) ** 2).mean())(layer)
+    np.testing.assert_allclose(
+        gradient["scale"][...], jax.grad(loss)(variables)["params"]["scale"], rtol=1e-5
+    )
+
+
+def test_layer_scale_arguments():
+    for made in (
+        of_linen.LayerScale(0.5, param_dtype=jnp.bfloat16).init_with_output(KEY, X)[0],
+        layers.LayerScale(8, init_value=0.5, param_dtype=jnp.bfloat16)(X),
+    ):
+        np.testing.assert_array_equal(made, 0.5 * X)
+    half = X.astype(jnp.bfloat16)
+    for dtype, want in ((None, jnp.bfloat16), (jnp.float32, jnp.float32)):
+        module = of_linen.LayerScale(dtype=dtype)
+        assert module.init_with_output(KEY, half)[0].dtype == want
+        assert layers.LayerScale(8, dtype=dtype)(half).dtype == want
+
+
+# ---- training ------------------------------------------------------------------------------------
+
+
+class Regression(nn.Module):
+    dense: type = nn.Dense
+
+    @nn.compact
+    def __call__(self, x):
+        return self.dense(1)(jnp.tanh(self.dense(32)(x)))
+
+
+def trained(dense, steps=50):
+    """The loss of two layers after some steps of Adam, on a fixed task."""
+    x = jax.random.normal(jax.random.key(2), (256, 8))
+    target = jnp.sin(x[:, :1]) + x[:, 1:2] * x[:, 2:3]
+    model, tx = Regression(dense), optax.adam(0.02)
+    params = model.init(KEY, x)
+
+    def step(carry, _):
+        params, state = carry
+        loss, grads = jax.value_and_grad(lambda p: ((model.apply(p, x) - target) ** 2).mean())(
+            params
+        )
+        updates, state = tx.update(grads, state)
+        return (optax.apply_updates(params, updates), state), loss
+
+    def run(params):
+        return jax.lax.scan(step, (params, tx.init(params)), length=steps)[1]
+
+    losses = jax.jit(run, compiler_options=QUICK_COMPILE)(params)
+    return float(losses[0]), float(losses[-1])
+
+
+@functools.cache
+def standard():
+    return trained(nn.Dense)
+
+
+@pytest.mark.parametrize(
+    "variant,format",
+    [("switchback_m", "int8"), ("switchback", "fp8-e5m2"), ("llm_int8", "int8")],
+)
+def test_training_reaches_the_loss_of_the_standard_layer(variant, format):
+    """Within 3 % of what it loses: int8 moves an output by 1 % of its row, 2 layers."""
+    first, last = standard()
+    assert last < 0.2 * first
+    found = trained(functools.partial(layers.SwitchBackDense, variant=variant, format=format))
+    assert abs(found[1] - last) < 0.03 * first
+
+
+def broken(which):
+    """A product with a gradient of 0, or of the other sign."""
+
+    @jax.custom_vjp
+    def product(x, w):
+        return x @ w
+
+    def backward(saved, g):
+        x, w = saved
+        return (0 * g @ w.T, x.T @ g) if which == "input" else (g @ w.T, -(x.T @ g))
+
+    product.defvjp(lambda x, w: (x @ w, (x, w)), backward)
+    return lambda x, w, dims, precision=None: product(x, w)
+
+
+@pytest.mark.parametrize("which", ["input", "weight"])
+def test_the_training_test_notices_a_broken_gradient(which):
+    first, last = standard()
+    found = trained(functools.partial(nn.Dense, dot_general=broken(which)))
+    assert abs(found[1] - last) > 0.03 * first
+
+
+# ---- docstrings ----------------------------------------------------------------------------------
+
+
+PUBLIC = [name for name in layers.__all__ if not inspect.ismodule(getattr(layers, name))]
+
+
+@pytest.mark.parametrize("name", [*PUBLIC, "linen.LayerScale"])
+def test_arguments_are_described(name):
+    thing = of_linen.LayerScale if "." in name else getattr(layers, name)
+    text = inspect.getdoc(thing)
+    assert "Example:" in text and ">>>" in text
+    of_nnx = isinstance(thing, type) and issubclass(thing, nnx.Module)
+    own = set(inspect.signature(thing.__init__ if of_nnx else thing).parameters)
+    own -= {"self", "parent", "name"}
+    if isinstance(thing, type) and issubclass(thing, nn.Dense):
+        own -= set(inspect.signature(nn.Dense).parameters)
+        assert own
+    if thing is layers.SwitchBackDense:
+        assert own == {"variant", "format", "scaling", "implementation"}
+    assert not [p for p in own if not re.search(rf"^\s+\*{{0,2}}{p}:", text, re.MULTILINE)]

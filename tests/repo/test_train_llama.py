@@ -1,0 +1,394 @@
+"""The Llama example: as a user runs it, on a mesh, stopped and resumed, and without memory."""
+
+import dataclasses
+import functools
+import gzip
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_lowmem as lowmem
+from benchmarks import model_shapes
+from tests.contract_cases import QUICK_COMPILE
+from tests.repo.test_examples import ROOT, example, run_script  # noqa: F401 (a fixture)
+
+COMMAND = [sys.executable, "examples/train_llama.py"]
+XLA_FLAGS = " ".join(f"--{name}={value}" for name, value in QUICK_COMPILE.items())
+ONE, ANOTHER = "--data 1", "--data 1 --fsdp 4 --tensor 2"
+
+
+@functools.lru_cache(maxsize=8)  # a program takes up to 2,500 of a process's memory maps
+def program_of(make, settings):
+    program = make(settings)
+    start = functools.cache(lambda: program.start.lower().compile())
+    return dataclasses.replace(program, start=lambda: start()())
+
+
+@pytest.fixture
+def llama(example, monkeypatch):  # noqa: F811
+    """The example's modules; programs are compiled quickly, and once for neighbouring tests."""
+    names = ("config", "model", "mesh", "optimizer", "train", "report")
+    parts = SimpleNamespace(script=example("train_llama"))
+    for name in names:
+        setattr(parts, name, example(f"_llama.{name}"))
+    make, compiled = parts.train.make_program, jax.stages.Lowered.compile
+    monkeypatch.setattr(parts.train, "make_program", functools.partial(program_of, make))
+    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda own: compiled(own, QUICK_COMPILE))
+    with jax.numpy_rank_promotion("allow"):  # tests forbid what the model, like most, makes use of
+        yield parts
+
+
+def trained(llama, flags):
+    return llama.script.main(f"--text random --steps 6 {flags}".split())
+
+
+def assert_same_bits(found, wanted):
+    rows = zip(
+        jax.tree_util.tree_leaves_with_path((found.params, found.state)),
+        jax.tree.leaves((wanted.params, wanted.state)),
+        strict=True,
+    )
+    for (path, a), b in rows:
+        np.testing.assert_array_equal(a, b, err_msg=str(path))
+
+
+def settings_of(llama, flags):
+    return llama.script.make_settings(llama.script.parse_arguments(flags.split()))
+
+
+def abstract(llama, preset, dtype=jnp.bfloat16):
+    model = llama.model.Llama(llama.config.PRESETS[preset].shape)
+    return jax.eval_shape(lambda: model.weights(jax.random.key(0), lambda path: dtype))
+
+
+def test_as_a_user_runs_it(tmp_path, monkeypatch):
+    """On one device, on text: the loss falls, and it says what it took."""
+    monkeypatch.setenv("XLA_FLAGS", XLA_FLAGS)
+    log, records = tmp_path / "log.jsonl", tmp_path / "records.jsonl"
+    done = run_script("train_llama.py", "--log", str(log), "--record", str(records))
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, 61))
+    assert 5.0 < rows[0]["loss"] < 7.0  # log(256) = 5.5 and what the untrained logits add
+    assert rows[-1]["loss"] < 3.0  # letter frequencies alone give about 3.3
+    for words in ("0.2M parameters, flash_adamw", "60/60", "mu_scale", "tokens/s", "GiB a device"):
+        assert words in done.stdout
+    found = [json.loads(line) for line in records.read_text().splitlines()]
+    assert {r["case"] for r in found} == {"llama-tiny/flash_adamw"}
+    value = {r["metric"]: r["value"] for r in found}
+    # Weights 2, correction 1, mu 1 + 2/32, nu 1 + 4/32; the norms stay f32.
+    assert value["bytes_per_param"] == pytest.approx(5.1875, abs=0.03)
+    assert value["device_bytes"] == pytest.approx(value["bytes_per_param"] * 229_952, abs=1)
+    assert value["peak_bytes"] > value["device_bytes"]
+    assert value["train_loss"] == pytest.approx(np.mean([row["loss"] for row in rows[-6:]]))
+    assert value["fits"] == 1
+
+
+def test_stopped_and_resumed(llama, tmp_path):
+    """The rest of the run has the bits of one that was not stopped; on another mesh, its losses.
+
+    (There gradients are added in another order.)
+    """
+    whole = trained(llama, ONE).run
+    where = f"--checkpoint {tmp_path} --save-every 2"
+    first = trained(llama, f"{ONE} {where} --until 3").run
+    assert first.losses == whole.losses[:3]
+    assert lowmem.checkpoint.latest_step(tmp_path) == 3
+    elsewhere = trained(llama, f"{ANOTHER} {where} --resume --until 4")
+    assert elsewhere.run.losses == pytest.approx(whole.losses[3:4], abs=1e-4)
+    (tmp_path / "4").rename(tmp_path.parent / "4")
+    rest = trained(llama, f"{ONE} {where} --resume").run
+    assert rest.losses == whole.losses[3:]
+    assert rest.step == 6
+    assert_same_bits(rest, whole)
+
+
+def test_on_a_mesh(llama):
+    """What one device has, cut in eight: the same start, the same losses but for noise."""
+    one, mesh = (trained(llama, flags) for flags in (ONE, ANOTHER))
+    assert mesh.run.losses == pytest.approx(one.run.losses, abs=5e-4)
+    assert mesh.run.losses != one.run.losses
+    starts = [SimpleNamespace(**dict(zip(("params", "state"), found.program.start(), strict=True)))
+              for found in (one, mesh)]  # fmt: skip
+    assert_same_bits(*starts)
+    weight = mesh.run.params["layers"]["mlp"]["up_proj"]["kernel"]
+    assert weight.sharding.shard_shape(weight.shape) == (4, 64 / 4, 192 / 2)
+    shares = mesh.numbers["device_bytes"] / one.numbers["device_bytes"]
+    assert 1 / 8 < shares < 0.15  # norms are everywhere, and some scales
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("flags", ["--data 2 --zero", "--data 2 --fsdp 2 --tensor 2 --remat"])
+def test_resumed_on_other_meshes(llama, tmp_path, flags):
+    """Where each device has the same part of the batch, even the bits are the same."""
+    whole = trained(llama, "--data 2").run
+    where = f"--checkpoint {tmp_path}"
+    trained(llama, f"--data 2 {where} --until 3")
+    rest = trained(llama, f"{flags} {where} --resume").run
+    assert rest.losses == pytest.approx(whole.losses[3:], abs=5e-4)
+    if "--zero" in flags:
+        assert_same_bits(rest, whole)
+
+
+@pytest.mark.full
+def test_bf16_products_on_a_mesh(llama):
+    losses = [trained(llama, f"{flags} --compute bfloat16").run.losses for flags in (ONE, ANOTHER)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-2)  # 8 bits of each activation
+    assert losses[0] != pytest.approx(trained(llama, ONE).run.losses, abs=1e-6)
+
+
+@pytest.mark.full
+def test_remat_changes_nothing(llama):
+    assert trained(llama, f"{ONE} --remat").run.losses == pytest.approx(
+        trained(llama, ONE).run.losses, abs=1e-4
+    )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name", [n for n in (*lowmem.OPTIMIZERS, "optax.adamw") if n != "flash_adamw"]
+)
+def test_any_optimizer(llama, name):
+    flags = f"--data 2 --optimizer {name} --clip {0 if name == 'flash_lion' else 1}"
+    run = trained(llama, flags).run
+    assert run.losses[-1] < run.losses[0] - 0.5
+    weights = {p.dtype for p in jax.tree.leaves(run.params) if p.shape[-1] > 64}
+    assert weights == {jnp.dtype(jnp.float32 if name == "optax.adamw" else jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("mesh", [ONE, pytest.param(ANOTHER, marks=pytest.mark.full)])
+def test_gradient_release(llama, mesh):
+    """The ordinary run, but for last bits; what it holds beside forward and backward is less."""
+    ordinary = trained(llama, f"{mesh} --clip 0 --remat --account")
+    released = trained(llama, f"{mesh} --release --account")
+    assert released.run.losses == pytest.approx(ordinary.run.losses, abs=2e-3)
+    assert released.run.losses[-1] < released.run.losses[0] - 0.1
+    one, other = (found.numbers for found in (released, ordinary))
+    assert one["argument_bytes"] == other["argument_bytes"] >= one["device_bytes"]
+    assert one["beside_backward"] < other["beside_backward"]
+    parameters = sum(x.addressable_data(0).size for x in jax.tree.leaves(released.run.params))
+    beside = one["argument_bytes"] + one["temporary_bytes"] - one["backward_bytes"]
+    assert one["beside_backward"] == pytest.approx(beside / parameters)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["stable_adamw", "flash_adam_mini", "coat_adamw"])
+def test_gradient_release_of_other_optimizers(llama, name):
+    losses = trained(llama, f"{ONE} --optimizer {name} --release").run.losses
+    wanted = trained(llama, f"{ONE} --optimizer {name} --clip 0").run.losses
+    assert losses == pytest.approx(wanted, abs=5e-3)
+
+
+@pytest.mark.parametrize("name", ["switchback-int8", "switchback_m-fp8"])
+def test_products_in_8_bits(llama, name):
+    """Nearly the losses of the ordinary run, and not the same; the head keeps its product."""
+    plain = trained(llama, ONE).run
+    run = trained(llama, f"{ONE} --linear {name}").run
+    assert run.losses == pytest.approx(plain.losses, abs=0.05)
+    assert run.losses != plain.losses
+    assert jax.tree.map(jnp.shape, run.params) == jax.tree.map(jnp.shape, plain.params)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("flags", ["--remat", "--release", "--data 2 --fsdp 2 --tensor 2"])
+def test_products_in_8_bits_however_trained(llama, flags):
+    where = f"{flags} --linear switchback-int8" + (" --data 1" if "--data" not in flags else "")
+    wanted = trained(llama, f"{ONE} --linear switchback-int8 --clip 0").run.losses
+    found = trained(llama, f"{where} --clip 0").run.losses
+    assert found == pytest.approx(wanted, abs=5e-3)
+
+
+def test_which_products_are_in_8_bits(llama):
+    """Seven of a layer; nothing of the ends."""
+    model = llama.model.Llama(
+        llama.config.PRESETS["tiny"].shape, dot_general=llama.config.LINEARS["switchback-int8"]
+    )
+    ends, block = map(repr, model._graphs)
+    assert block.count("_DotGeneral(") == 7
+    assert "_DotGeneral(" not in ends
+
+
+def test_memory_profile(llama, tmp_path):
+    """A gzipped profile for pprof."""
+    trained(llama, f"{ONE} --until 1 --memory-profile {tmp_path / 'end.pprof'}")
+    assert gzip.decompress((tmp_path / "end.pprof").read_bytes())
+
+
+@pytest.mark.full
+def test_killed(tmp_path, monkeypatch):
+    """A process that is killed leaves whole checkpoints, and a new one goes on from the newest."""
+    monkeypatch.setenv("XLA_FLAGS", XLA_FLAGS)
+    flags = f"--text random --checkpoint {tmp_path / 'run'} --save-every 3 --resume --steps 300"
+    with subprocess.Popen(
+        [*COMMAND, *flags.split()],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        stdout=subprocess.DEVNULL,
+    ) as process:
+        deadline = time.monotonic() + 200
+        while not (tmp_path / "run" / "6").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    found = lowmem.checkpoint.latest_step(tmp_path / "run")
+    assert 6 <= found < 300
+    done = run_script("train_llama.py", *flags.split(), "--until", str(found + 2))
+    assert done.returncode == 0, done.stderr
+    assert f"resumed at step {found}" in done.stdout
+
+
+@pytest.mark.full
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the memory of a process as Linux does")
+def test_really_out_of_memory():
+    """Of a process that may have less than the f32 state of 1.2e9 parameters."""
+    flags = "--preset 1b --optimizer optax.adamw --batch 1 --sequence 16 --steps 1"
+    done = subprocess.run(
+        ["sh", "-c", f"ulimit -v 12000000; exec {' '.join(COMMAND)} {flags}"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": XLA_FLAGS},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 3, done.stderr
+    assert "optax.adamw: out of memory: needs 9.2 GiB of state beside 4.6 GiB" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def exhausted(message, *args, **kwargs):
+    raise jax.errors.JaxRuntimeError(message)
+
+
+def test_out_of_memory(llama, tmp_path, monkeypatch, capsys):
+    """A line and an exit code, and a record."""
+    records = tmp_path / "records.jsonl"
+    flags = f"--preset 8b --optimizer optax.adamw --data 1 --record {records}"
+    settings = settings_of(llama, flags)
+    program = llama.train.make_program(settings)
+    fail = functools.partial(exhausted, "RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.")
+    monkeypatch.setitem(program.__dict__, "compiled", None)  # minutes of compiling
+    monkeypatch.setitem(program.__dict__, "start", fail)
+    with pytest.raises(SystemExit) as stopped:
+        llama.script.main(flags.split())
+    assert stopped.value.code == 3
+    told = "optax.adamw: out of memory: needs 59.8 GiB of state beside 29.9 GiB of weights (12.00 "
+    assert capsys.readouterr().err.startswith(told)
+    value = {r["metric"]: r["value"] for r in map(json.loads, records.read_text().splitlines())}
+    assert value == {
+        "bytes_per_param": pytest.approx(12),
+        "device_bytes": 12 * 8_030_261_248 + 8,
+        "fits": 0,
+    }
+    monkeypatch.setitem(program.__dict__, "start", functools.partial(exhausted, "INTERNAL: a bug"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="a bug"):
+        llama.script.main(flags.split())
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters"),
+    [("60m", 58e6), ("134m", 134e6), ("350m", 368e6), ("1b", 1.2358144e9), ("8b", 8.030261248e9)],
+)
+def test_parameter_counts(llama, preset, parameters):
+    found = jax.tree.leaves(abstract(llama, preset))
+    assert sum(math.prod(p.shape) for p in found) == pytest.approx(parameters, rel=3e-3)
+
+
+def test_the_8b_is_the_one_of_the_tables(llama):
+    """But for its layers being stacked."""
+    shapes = abstract(llama, "8b")
+    wanted = model_shapes.llama_3_1_8b()
+    layers = shapes.pop("layers")
+    sizes = sorted(math.prod(p.shape) for p in jax.tree.leaves(shapes))
+    sizes += sorted(math.prod(p.shape[1:]) for p in jax.tree.leaves(layers)) * 32
+    assert sorted(sizes) == sorted(math.prod(p.shape) for p in jax.tree.leaves(wanted))
+
+
+def test_nothing_depends_on_later_tokens(llama):
+    """Of a changed last token, and of the first."""
+    model = llama.model.Llama(llama.config.PRESETS["tiny"].shape, "float32")
+    params = jax.device_put(jax.device_get(trained(llama, ONE).run.params))
+    tokens = jnp.arange(17)[None]
+
+    @jax.jit
+    def hidden(tokens):
+        x = model.first(params, tokens)
+        for i in range(2):
+            own = jax.tree.map(lambda w, i=i: w[i], params["layers"])
+            x = model.layer(own, params, x, tokens)
+        return x[0]
+
+    plain, late, early = (np.asarray(hidden(tokens.at[0, i].set(99))) for i in (16, 15, 0))
+    np.testing.assert_array_equal(plain[:15], late[:15])
+    assert (plain[15] != late[15]).any()
+    assert (plain != early).any(axis=1).all()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--fsdp 16", "takes 16 devices; there are 8"),
+        ("--fsdp 3 --data 1", "--batch 8 cannot be shared by 3 devices"),
+        ("--data 1 --tensor 3", "3 parts, which do not divide dimension 0"),
+        ("--save-every 2", "--save-every needs --checkpoint"),
+        ("--resume", "--resume needs --checkpoint"),
+        ("--release --clip 1", "a global norm needs the gradients of all layers"),
+        ("--release --optimizer optax.adamw", "--release takes an optimizer of optax_lowmem"),
+    ],
+)
+def test_says_what_is_wrong(llama, flags, message):
+    with pytest.raises(SystemExit, match=message):
+        trained(llama, flags)
+
+
+def test_another_run_in_the_folder(llama, tmp_path):
+    where = f"{ONE} --checkpoint {tmp_path}"
+    trained(llama, f"{where} --until 1")
+    with pytest.raises(SystemExit, match="has a run at step 1: add --resume"):
+        trained(llama, where)
+    with pytest.raises(SystemExit, match="a run with seed=0, not 1"):
+        trained(llama, f"{where} --resume --seed 1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "case"),
+    [
+        ("--preset 1b --data 1 --fsdp 4", "llama-1b fsdp=4 batch=4/flash_adamw"),
+        (
+            "--optimizer flash_lion --data 2 --zero",
+            "llama-tiny zero=True data=2 batch=4/flash_lion",
+        ),
+        ("--clip 0 --remat --data 1", "llama-tiny clip=0.0 batch=4 remat=True/flash_adamw"),
+        ("--release --data 1", "llama-tiny clip=0.0 release=True batch=4/flash_adamw"),
+        (
+            "--linear switchback-fp8 --data 1",
+            "llama-tiny linear=switchback-fp8 batch=4/flash_adamw",
+        ),
+    ],
+)
+def test_records_say_what_was_changed(llama, flags, case):
+    assert llama.report.case(settings_of(llama, f"{flags} --batch 4")) == case
+
+
+def test_norms_are_f32_and_do_not_decay(llama):
+    """Stacked norms are matrices: their path tells what they are, not their rank."""
+    params, _ = llama.train.make_program(settings_of(llama, "--preset 1b --data 1")).like
+    decayed = llama.optimizer.decayed(params)
+    rows = zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(decayed), strict=True)
+    found = {llama.model.leaf_path(keys): (p.dtype, decays) for (keys, p), decays in rows}
+    norms = {name for name, kind in found.items() if kind == (jnp.float32, False)}
+    assert norms == {
+        "norm/scale",
+        "layers/input_norm/scale",
+        "layers/post_attention_norm/scale",
+    }
+    rest = {kind for name, kind in found.items() if name not in norms}
+    assert rest == {(jnp.dtype(jnp.bfloat16), True)}

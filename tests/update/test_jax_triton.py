@@ -1,0 +1,369 @@
+"""The hand-written Triton kernel: what it takes, its numerics, its code, and all of it on a GPU."""
+
+import dataclasses
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.extend as jex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+import optax_lowmem as lowmem
+from optax_lowmem.kernels import platform
+from optax_lowmem.kernels.fused_update import dispatch
+from optax_lowmem.kernels.tiles import Tile
+from tests import launch_cases
+from tests.lowering import gpu_mesh
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+from optax_lowmem.kernels.fused_update import jax_triton  # noqa: E402
+
+BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
+FORMULAS = [name for name in launch_cases.OPTIMIZERS if name != "direction"]
+TILE = Tile()
+WEIGHTS = [(24, BF16), (32, BF16), (None, BF16), (None, F16), (None, F32)]
+
+
+def storage(**options):
+    return lowmem.Storage(policy=launch_cases.POLICY, **options)
+
+
+def reason(tx, dtype=BF16, shape=(64, 128)):
+    (plan,) = tx.engine.plans({"w": jax.ShapeDtypeStruct(shape, dtype)})
+    return jax_triton.supported(tx.engine.rule, plan)
+
+
+def test_what_it_takes():
+    for make, (bits, dtype) in itertools.product(launch_cases.OPTIMIZERS.values(), WEIGHTS):
+        for options in ({}, {"rounding": "nearest"}, {"group_size": 256}):
+            assert reason(make(storage(master_weight_bits=bits, **options)), dtype) is None
+
+
+@pytest.mark.parametrize(
+    "tx, words",
+    [
+        (lowmem.flash_adamw(1e-3, eps_root=1e-8), "does not know AdamRule"),
+        (lowmem.flash_adamw(1e-3, nesterov=True), "does not know AdamRule"),
+        (lowmem.flash_adamw(1e-3, storage=storage(nu=None)), "nu is plain float32"),
+        (lowmem.flash_adamw(1e-3, storage=lowmem.Storage.paper()), "softsign-int8-paper"),
+        (lowmem.flash_lion(1e-3, storage=storage(mu=lowmem.codecs.linear())), "linear-int8"),
+        (lowmem.flash_lion(1e-3, storage=storage(group_size=48)), "not a power of two"),
+        (lowmem.flash_lion(1e-3, storage=storage(group_size=512)), "not a power of two up to 256"),
+        (lowmem.flash_lion(1e-3, storage=storage(split="ulp")), "ulp-24"),
+    ],
+)
+def test_reasons(tx, words):
+    assert words in reason(tx)
+
+
+def test_reasons_of_shape_and_dtype():
+    tx = lowmem.flash_lion(1e-3, storage=storage())
+    assert "ulp-24" in reason(tx, F16)
+    assert "elements" in reason(tx, shape=(1 << 16, 1 << 16))
+
+
+# ---- who takes a leaf ----------------------------------------------------------------------------
+
+NOT_KNOWN = lowmem.flash_adamw(1e-3, storage=lowmem.Storage.paper())
+
+
+@pytest.fixture
+def without_pallas(monkeypatch):
+    """A GPU's JAX that does not lower Pallas through Triton."""
+    monkeypatch.setattr(platform, "no_device_reason", lambda: None)
+    monkeypatch.setattr(platform, "no_kernel_reason", lambda x=None: None)
+    monkeypatch.setattr(platform, "has_pallas_triton", lambda: False)
+    monkeypatch.setattr(platform, "has_jax_triton", lambda: True)
+
+
+def chosen(tx, implementation=None):
+    (plan,) = tx.engine.plans({"w": jax.ShapeDtypeStruct((64, 128), BF16)})
+    return dispatch.choose(tx.engine.rule, plan, implementation)
+
+
+@pytest.mark.parametrize("optimizer", launch_cases.OPTIMIZERS)
+def test_a_jax_without_pallas_picks_it(without_pallas, optimizer):
+    assert chosen(launch_cases.OPTIMIZERS[optimizer](storage()))[0] == "triton"
+
+
+def test_what_it_does_not_know_goes_to_xla(without_pallas):
+    kernel, why = chosen(NOT_KNOWN)
+    assert kernel == "xla"
+    assert "no Pallas-Triton lowering" in why and "softsign-int8-paper" in why
+
+
+def test_without_jax_triton_xla_says_what_to_install(without_pallas, monkeypatch):
+    monkeypatch.setattr(platform, "has_jax_triton", lambda: False)
+    kernel, why = chosen(lowmem.flash_lion(1e-3))
+    assert kernel == "xla" and "pip install 'optax-lowmem[gpu]'" in why
+
+
+@pytest.mark.parametrize("pallas", [True, False])
+def test_it_is_used_where_it_is_asked_for(without_pallas, monkeypatch, pallas):
+    monkeypatch.setattr(platform, "has_pallas_triton", lambda: pallas)
+    assert chosen(lowmem.flash_lion(1e-3), "triton") == ("triton", "asked for")
+    with pytest.raises(ValueError, match="leaf 'w': mu is softsign-int8-paper"):
+        chosen(NOT_KNOWN, "triton")
+
+
+@pytest.fixture
+def opaque(without_pallas, monkeypatch):
+    """In jax_triton's place a primitive with its rules: none for vmap, none for axes of a mesh."""
+    call = jex.core.Primitive("opaque_call")
+    call.multiple_results = True
+    call.def_abstract_eval(
+        lambda *_, outputs: [jax.core.ShapedArray(x.shape, x.dtype) for x in outputs]
+    )
+
+    def triton_call(*operands, out_shape, **options):
+        assert options["kernel"].arg_names[0] == "scalars"
+        return call.bind(*operands, outputs=tuple(out_shape))
+
+    monkeypatch.setattr(jax_triton, "_triton_call", lambda: triton_call)
+
+
+@pytest.mark.parametrize("implementation", [None, "triton"])
+def test_a_step_calls_it(opaque, implementation):
+    """In a plain jit, for each of several models, and on each shard of a mesh."""
+    tx = lowmem.flash_adamw(1e-3, weight_decay=0.1)
+    params = {"w": jax.ShapeDtypeStruct((512, 64), BF16), "norm": jax.ShapeDtypeStruct((64,), F32)}
+    state = jax.eval_shape(tx.init, params)
+
+    def step(g, s, p):
+        return lowmem.step(tx, g, s, p, implementation=implementation)
+
+    def calls(f, *args):
+        return str(jax.make_jaxpr(f)(*args)).count("opaque_call")
+
+    models = jax.tree.map(lambda x: jax.ShapeDtypeStruct((3, *x.shape), x.dtype), (params, state))
+    rows, whole = PartitionSpec("data"), PartitionSpec()
+    specs = jax.tree.map(lambda x: rows if x.ndim else whole, (params, state))
+    mapped = jax.shard_map(
+        step, mesh=gpu_mesh(data=8), in_specs=(specs[0], specs[1], specs[0]), out_specs=specs
+    )
+    assert calls(step, params, state, params) == 1
+    assert calls(jax.vmap(step), models[0], models[1], models[0]) == 1
+    assert calls(mapped, params, state, params) == 1
+
+
+# ---- numerics, without a GPU ---------------------------------------------------------------------
+
+
+def interpreted(expression: str) -> None:
+    """Runs interpret_jax_triton.py in a process of its own, where Triton interprets."""
+    tests = Path(__file__).parents[1]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", expression]
+    done = subprocess.run(
+        [sys.executable, *command, str(tests / "interpret_jax_triton.py")],
+        env={**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"},
+        cwd=tests.parent,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stdout[-10000:] + done.stderr[-2000:]
+
+
+def test_numerics_in_the_interpreter():
+    interpreted("not full")
+
+
+@pytest.mark.full
+def test_more_numerics_in_the_interpreter():
+    interpreted("full")
+
+
+# ---- code, without a GPU -------------------------------------------------------------------------
+
+TYPES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "int8": "i8",
+    "uint8": "u8",
+    "int16": "i16",
+    "uint16": "u16",
+    "uint32": "u32",
+}
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path):
+    """Compiles what a launch asks jax_triton for, for an H100; the kernels are in the list."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kernels = []
+
+    def triton_call(*operands, kernel, out_shape, grid, num_warps, num_stages, **options):
+        assert grid[0] > 0
+        statics = {name: value for name, value in options.items() if name.isupper()}
+        arrays = [*operands, *out_shape]
+        names = kernel.arg_names[: len(arrays)]
+        signature = {
+            name: "*" + TYPES[jnp.dtype(x.dtype).name]
+            for name, x in zip(names, arrays, strict=True)
+        }
+        source = ASTSource(
+            fn=kernel,
+            signature=signature | dict.fromkeys(statics, "constexpr"),
+            constexprs=statics,
+            attrs={(i,): [["tt.divisibility", 16]] for i in range(len(arrays))},
+        )
+        how = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+        kernels.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=how))
+        return [jnp.zeros(like.shape, like.dtype) for like in out_shape]
+
+    monkeypatch.setattr(jax_triton, "_triton_call", lambda: triton_call)
+    return kernels
+
+
+def compile_case(tx, shapes, tile=TILE, **options):
+    case = launch_cases.make(tx, shapes, **options)
+    jax.eval_shape(lambda: launch_cases.launch(case, jax_triton.launch.__wrapped__, tile))
+
+
+def moved_tiles(kernel) -> int:
+    """How often a whole tile changes hands between threads."""
+    return len(re.findall(r"convert_layout .*tensor<\d+x\d+x", kernel.asm["ttgir"]))
+
+
+FAST = [
+    ("adamw", (24, BF16), BF16, True),
+    ("adamw", (24, BF16), F32, False),
+    ("adamw", (None, F32), F32, True),
+    ("lion", (32, BF16), F16, False),
+    ("lion", (None, F16), F16, True),
+    ("sgd", (None, BF16), BF16, False),
+    ("nesterov", (24, BF16), BF16, True),
+]
+ALL = itertools.product(FORMULAS, WEIGHTS, (BF16, F16, F32), (True, False))
+KINDS = [*FAST, *(pytest.param(*row, marks=pytest.mark.full) for row in ALL if row not in FAST)]
+
+
+@pytest.mark.parametrize("optimizer, weight, gradient, direct", KINDS)
+def test_it_compiles_for_an_h100(compiled, optimizer, weight, gradient, direct):
+    """Full groups, rows that vectors fit, and rows that they do not: one kernel each."""
+    bits, dtype = weight
+    tx = launch_cases.OPTIMIZERS[optimizer](storage(master_weight_bits=bits))
+    shapes = [(8, 256), (3, 1000), (2, 50257), (33, 64)]
+    compile_case(tx, shapes, dtype=dtype, gradient_dtype=gradient, direct=direct)
+    assert len(compiled) == 3
+    stores_f32 = dtype == F32 or (bits is None and not direct)
+    for kernel in compiled:  # threads write at most 4 f32 each side by side
+        assert moved_tiles(kernel) <= stores_f32
+        assert "local" not in kernel.asm["ptx"]
+    for kernel in compiled[:2]:  # 8 codes a thread, 8 bytes; 16 bytes of 16-bit numbers
+        ptx = kernel.asm["ptx"]
+        assert "ld.global.v2.b32" in ptx and "st.global.v2.b32" in ptx
+        assert gradient == F32 or "ld.global.v4.b32" in ptx
+
+
+def test_a_hyperparameter_that_is_missing_is_noticed(compiled):
+    case = launch_cases.make(launch_cases.OPTIMIZERS["adamw"](storage()), [(8, 256)])
+    del case.h["root_nu_scale"]
+    with pytest.raises(triton.CompilationError) as failed:
+        jax.eval_shape(lambda: launch_cases.launch(case, jax_triton.launch.__wrapped__, TILE))
+    error = failed.value
+    while error.__cause__ is not None:  # of the functions that called the one at fault
+        error = error.__cause__
+    assert "the rule does not give it" in str(error)
+
+
+@pytest.mark.parametrize("size", [1, 4, 256])
+def test_group_sizes_compile(compiled, size):
+    tx = launch_cases.OPTIMIZERS["adamw"](storage(group_size=size))
+    compile_case(tx, [(8, 256)])
+    assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("tile", [Tile(2048, 4), Tile(512, 2), Tile(4096, 8)])
+def test_tiles_compile(compiled, tile):
+    compile_case(launch_cases.OPTIMIZERS["adamw"](storage()), [(8, 256)], tile)
+    (kernel,) = compiled
+    assert moved_tiles(kernel) == 0
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------
+
+GPU_SHAPES = [(4097,), (8193, 64), (3, 5, 1000), (5, 50257), (7, 33), (256, 2), (2, 3, 4, 5)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer, weight, gradient, direct", KINDS)
+def test_is_the_reference(optimizer, weight, gradient, direct):
+    bits, dtype = weight
+    tx = launch_cases.OPTIMIZERS[optimizer](storage(master_weight_bits=bits))
+    case = launch_cases.make(tx, GPU_SHAPES, dtype, gradient, direct)
+    launch_cases.compare(case, launch_cases.launch(case, jax_triton.launch, TILE))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", [Tile(1024, 4), Tile(2048, 4), Tile(512, 2), Tile(4096, 8)])
+@pytest.mark.parametrize("options", [{}, {"rounding": "nearest"}, {"update_dtype": "param"}])
+def test_tiles_and_options(options, tile):
+    for direct in (True, False):
+        tx = launch_cases.OPTIMIZERS["adamw"](storage(**options))
+        case = launch_cases.make(tx, GPU_SHAPES, direct=direct)
+        launch_cases.compare(case, launch_cases.launch(case, jax_triton.launch, tile))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16, 64, 128, 256])
+def test_group_sizes(size):
+    tx = launch_cases.OPTIMIZERS["adamw"](storage(group_size=size))
+    case = launch_cases.make(tx, GPU_SHAPES)
+    launch_cases.compare(case, launch_cases.launch(case, jax_triton.launch, TILE))
+
+
+@pytest.mark.gpu
+def test_many_leaves_of_a_direction():
+    tx = launch_cases.OPTIMIZERS["direction"](storage())
+    shapes = [(5 + i, 64 if i % 2 else 33) for i in range(70)]
+    case = launch_cases.make(tx, shapes, F32, direct=False)
+    launch_cases.compare(case, launch_cases.launch(case, jax_triton.launch, TILE))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [24, 32])
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("update_dtype", ["float32", "param"])
+def test_weights_land_bit_for_bit(update_dtype, bits, direct):
+    options = storage(master_weight_bits=bits, update_dtype=update_dtype)
+    launch_cases.check_landing(jax_triton.launch, options, direct, TILE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd"])
+def test_what_is_not_finite_shows(optimizer):
+    launch_cases.check_not_finite(jax_triton.launch, optimizer, TILE)
+
+
+@pytest.mark.gpu
+def test_vmap_and_shard_map():
+    """Of a launch: the same bits as alone."""
+    case = launch_cases.make(launch_cases.OPTIMIZERS["adamw"](storage()), [(33, 64)])
+
+    def run(g):
+        leaf = case.leaves[0]._replace(g=g)
+        one = dataclasses.replace(case, leaves=[leaf])
+        return launch_cases.launch(one, jax_triton.launch, TILE)
+
+    gradients = jnp.stack([case.leaves[0].g, -2 * case.leaves[0].g])
+    mapped = jax.vmap(run)(gradients)
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("data")
+    sharded = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)(gradients[0])
+    jax.tree.map(np.testing.assert_array_equal, sharded, run(gradients[0]))
+    for i in range(2):
+        one = jax.tree.map(lambda x, i=i: x[i], mapped)
+        jax.tree.map(np.testing.assert_array_equal, one, run(gradients[i]))

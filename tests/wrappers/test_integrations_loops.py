@@ -1,0 +1,222 @@
+"""Training loops on a mesh: NNX's Optimizer, Orbax' manager, shardings by shape alone."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_lowmem as lowmem
+import optax_lowmem.flax as ours
+from optax_lowmem import checkpoint
+from optax_lowmem._core import trees
+from optax_lowmem.sharding import state_shardings
+from tests.checkpoint_cases import assert_same_bits
+from tests.contract_cases import QUICK_COMPILE
+from tests.integration_cases import (
+    MLP,
+    OPTIMIZERS,
+    STEPS,
+    assert_close,
+    batch,
+    lies,
+    mesh_of,
+    starting,
+    train_step,
+)
+from tests.update import test_sharding as sharded
+
+# ---- NNX: sharded by the metadata of its variables -----------------------------------------------
+
+
+class Model(nnx.Module):
+    """Two layers, whose variables name their axes where the model is `sharded`."""
+
+    def __init__(self, width: int = 256, sharded: bool = True):
+        def named(init, *names):
+            return nnx.with_partitioning(init, names) if sharded else init
+
+        init, zeros, rngs = nnx.initializers.lecun_normal(), nnx.initializers.zeros, nnx.Rngs(0)
+        self.up = nnx.Linear(
+            128, width, rngs=rngs, kernel_init=named(init, "data", "model"),
+            bias_init=named(zeros, "model"),
+        )  # fmt: skip
+        self.down = nnx.Linear(
+            width, 128, rngs=rngs, kernel_init=named(init, "model", "data"), use_bias=False
+        )
+
+    def __call__(self, x):
+        return self.down(nnx.gelu(self.up(x)))
+
+
+@nnx.jit(donate_argnums=(0, 1))
+def nnx_train_step(model, optimizer, x):
+    def loss(model):
+        return jnp.mean((model(x) - x[:, ::-1]) ** 2)
+
+    value, grads = nnx.value_and_grad(loss)(model)
+    optimizer.update(model, grads)
+    return value
+
+
+def nnx_trained(model, optimizer):
+    x = np.random.default_rng(0).normal(size=(16, 128)).astype(np.float32)
+    return [float(nnx_train_step(model, optimizer, x)) for _ in range(STEPS)]
+
+
+NNX = {
+    "flash_adamw": lambda: lowmem.flash_adamw(1e-2),
+    "chain": lambda: lowmem.chain(optax.clip_by_global_norm(1.0), lowmem.flash_lion(1e-3)),
+}
+
+
+@pytest.mark.parametrize(
+    "cls, name",
+    [(nnx.Optimizer, "flash_adamw"), (nnx.Optimizer, "chain"), (ours.Optimizer, "flash_adamw")],
+)
+def test_nnx_optimizer_of_a_sharded_model(cls, name):
+    tx, mesh = NNX[name](), mesh_of(data=4, model=2)
+    with jax.set_mesh(mesh):
+        model = Model()
+        assert model.up.kernel.sharding.spec == P("data", "model")
+        wanted = state_shardings(tx, nnx.as_pure(nnx.state(model, nnx.Param)))
+        optimizer = cls(model, tx, wrt=nnx.Param)
+        all_lie(optimizer, wanted)
+        losses = nnx_trained(model, optimizer)
+        all_lie(optimizer, wanted)
+        state = nnx.state(optimizer)
+        # what a restored state is put with: fails where a name does not fit
+        jax.device_put(state, nnx.get_named_sharding(state, mesh))
+    plain = Model(sharded=False)
+    alone = nnx_trained(plain, cls(plain, tx, wrt=nnx.Param))
+    np.testing.assert_allclose(losses, alone, rtol=1e-4)
+    assert losses[-1] < 0.7 * losses[0]
+
+
+def all_lie(optimizer, wanted):
+    state = nnx.as_pure(optimizer.opt_state)
+    assert any("mu_scale" in path for path, _ in trees.named_leaves(state))
+    rows = zip(trees.named_leaves(state), trees.named_leaves(wanted), strict=True)
+    for (path, x), (other, sharding) in rows:
+        assert path == other and lies(x, sharding), (path, other, x.sharding)
+
+
+# ---- Orbax: saved as the loop runs, gone on with on another mesh ---------------------------------
+
+
+def loop(path, tx, mesh, until):
+    """A user's training script: from the newest checkpoint on, saved every second step."""
+    model = MLP(box=lambda init, names: init)
+    make = starting(ours.TrainState, model, tx, dtype=jnp.bfloat16)
+    abstract = jax.eval_shape(make, jax.random.key(0))
+    rows = {"Dense_0": P(None, "data"), "Dense_1": P("data")}
+    of_params = {
+        layer: {name: NamedSharding(mesh, rows[layer] if x.ndim > 1 else P())
+                for name, x in leaves.items()}
+        for layer, leaves in abstract.params.items()
+    }  # fmt: skip
+    of_state = state_shardings(tx, abstract.params, of_params)
+    shardings = abstract.replace(
+        step=NamedSharding(mesh, P()), params=of_params, opt_state=of_state
+    )
+    options = ocp.CheckpointManagerOptions(save_interval_steps=2, max_to_keep=2)
+    with ocp.CheckpointManager(path, options=options) as manager:
+        latest = manager.latest_step()
+        if latest is None:
+            first = jax.jit(make, out_shardings=shardings, compiler_options=QUICK_COMPILE)
+            state = first(jax.random.key(0))
+        else:
+            like = jax.tree.map(
+                lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+                abstract.params, of_params,
+            )  # fmt: skip
+            params, opt_state = checkpoint.restore_from(manager, tx, like, shardings=of_state)
+            state = abstract.replace(step=latest, params=params, opt_state=opt_state)
+        start, losses = state, []
+        step = jax.jit(train_step, out_shardings=(shardings, None), compiler_options=QUICK_COMPILE)
+        while int(state.step) < until:
+            state, loss = step(state, *batch())
+            losses.append(float(loss))
+            items = checkpoint.args(tx, state.params, state.opt_state)
+            extra = ocp.args.JsonSave({"loss": losses[-1]})
+            manager.save(int(state.step), args=ocp.args.Composite(**items, metrics=extra))
+    return start, state, losses
+
+
+def test_a_run_that_goes_on_from_its_newest_checkpoint(tmp_path):
+    tx = OPTIMIZERS["flash_adamw"]()
+    _, whole, losses = loop(tmp_path / "whole", tx, mesh_of(data=2), until=8)
+    _, saved, _ = loop(tmp_path / "parts", tx, mesh_of(data=2), until=4)
+    assert sorted(p.name for p in (tmp_path / "parts").iterdir()) == ["2", "4"]
+    start, moved, _ = loop(tmp_path / "parts", tx, mesh_of(data=4), until=6)
+    assert_same_bits((start.params, start.opt_state), (saved.params, saved.opt_state))
+    assert len(moved.opt_state.mu["Dense_1"]["kernel"].sharding.device_set) == 4
+    start, found, last = loop(tmp_path / "parts", tx, mesh_of(data=2), until=8)
+    assert_same_bits((start.params, start.opt_state), (moved.params, moved.opt_state))
+    assert sorted(p.name for p in (tmp_path / "parts").iterdir()) == ["6", "8"]
+    assert_close((found, [losses[0], *last]), (whole, [losses[0], *losses[6:]]))
+
+
+# ---- big_vision: every array by its own shape ----------------------------------------------------
+
+
+def by_shape(tree, mesh, smallest, size=lambda x: x.size):
+    """The largest axis that the mesh divides, of arrays of some size, whatever they are."""
+
+    def of(x):
+        spec = [None] * x.ndim
+        if size(x) >= smallest:
+            fitting = [d for d in range(x.ndim) if x.shape[d] % mesh.size == 0]
+            if fitting:
+                spec[max(fitting, key=lambda d: x.shape[d])] = mesh.axis_names[0]
+        return NamedSharding(mesh, P(*spec))
+
+    return jax.tree.map(of, tree)
+
+
+def by_name(name):
+    if name == "flash_adamw":
+        return sharded.made(name), jnp.bfloat16
+    links = (
+        optax.clip_by_global_norm(1.0),
+        lowmem.scale_by_flash_adam(),
+        optax.add_decayed_weights(1e-4),
+        optax.scale_by_learning_rate(sharded.LEARNING_RATE),
+    )
+    return optax.chain(*links), jnp.float32
+
+
+@functools.cache
+def alone(name):
+    tx, dtype = by_name(name)
+    return sharded.trained(tx, *lowmem.init(tx, sharded.masters(), dtype))
+
+
+@pytest.mark.parametrize("measure", ["elements", "bytes"])
+@pytest.mark.parametrize("name", ["flash_adamw", "scale_by_flash_adam"])
+def test_shardings_by_shape_alone(name, measure):
+    """By bytes, as big_vision counts, 16-bit weights are sharded and their 8-bit codes are not."""
+    tx, dtype = by_name(name)
+    start, mesh = lowmem.init(tx, sharded.masters(), dtype), mesh_of(data=8)
+    how = (1024,) if measure == "elements" else (6144 * dtype.dtype.itemsize, in_bytes)
+    shardings = by_shape(start, mesh, *how)
+    assert len({sharding.spec for sharding in jax.tree.leaves(shardings)}) >= 3
+    weight, codes = (
+        tree["head"].spec for tree in (shardings[0], optax.tree.get(shardings[1], "mu"))
+    )
+    assert (weight == codes) == (measure == "elements")
+    found = sharded.trained(tx, *jax.device_put(start, shardings), shardings)
+    for x, sharding in zip(jax.tree.leaves(found), jax.tree.leaves(shardings), strict=True):
+        assert lies(x, sharding)
+    same = sharded.nearly if name == "flash_adamw" else assert_same_bits
+    same(found, alone(name))  # nearly: XLA moves, and fuses, arrays that lie apart in its own way
+
+
+def in_bytes(x):
+    return x.size * x.dtype.itemsize
