@@ -13,11 +13,9 @@ CUDA ?= 12
 BIN := $(VENV)/bin
 # Workers beyond 8 gain little and each holds a JAX.
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
-CPU := JAX_PLATFORMS=cpu
-
 .DEFAULT_GOAL := help
 .SECONDARY:
-.PHONY: help demo test test-full test-rest test-slow test-newest gpu-test lint format types \
+.PHONY: help demo test test-repo test-full gpu-test lint format types \
   notebook wheel clean
 
 help:  ## List the targets
@@ -40,23 +38,21 @@ $(VENV)/.has-%: pyproject.toml | $(BIN)/python
 demo: $(VENV)/.has-examples  ## Train the same GPT with optax.adamw and with lowmem.flash_adamw
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
-test: $(VENV)/.has-test  ## The fast tests, about 45 minutes on 2 cores
-	$(CPU) $(PYTEST) -m 'not gpu and not slow and not full' $(ARGS)
+# Tests of a tier; most of their time is XLA's, which keeps what it compiled in a folder.
+XLA_CACHE := $(CURDIR)/.xla_cache
+CPU = JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=$(XLA_CACHE)/$(notdir $(VENV)) \
+  JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
-test-rest: $(VENV)/.has-test  ## What test-full has beyond test
-	$(CPU) $(PYTEST) -m 'full and not gpu and not slow' $(ARGS)
+test: $(VENV)/.has-test  ## The library's behaviour, TIME on 2 cores
+	$(CPU) $(PYTEST) -m 'not gpu and not repo and not full' $(ARGS)
 
-test-full: $(VENV)/.has-test  ## The full contract matrix
-	$(CPU) $(PYTEST) -m 'not gpu and not slow' $(ARGS)
+test-repo: $(VENV)/.has-test  ## Benchmarks, claims, docs, notebooks and examples, TIME
+	$(CPU) $(PYTEST) -m repo $(ARGS)
 
-test-slow: $(VENV)/.has-test  ## Tests that train for minutes
-	$(CPU) $(PYTEST) -m 'slow and not gpu' $(ARGS)
+test-full: $(VENV)/.has-test  ## The whole contract product, slow kernels interpreted, TIME
+	$(CPU) $(PYTEST) -m 'full and not gpu' $(ARGS)
 
-# benchmarks and notebooks are run on one JAX
-test-newest:  ## The library's fast tests on a Python >= 3.12, and so on the newest JAX
-	@$(MAKE) test VENV=.venv-newest MINOR=12 \
-	  ARGS="--ignore-glob='tests/test_bench_*' --ignore=tests/repo/test_notebook.py $(ARGS)"
-
+# `make test VENV=.venv-newest MINOR=12` and so on: any tier on the newest JAX, as .ci/run does
 gpu-test: $(VENV)/.has-test  ## The GPU tests, on a machine that has one (CUDA=12 or 13)
 	$(BIN)/python -m pip install -q -e '.[gpu]' 'jax[cuda$(CUDA)]'
 	$(BIN)/python -m pytest -m gpu $(ARGS)
@@ -81,5 +77,5 @@ wheel: $(BIN)/python  ## Build dist/*.whl
 	$(BIN)/python -m pip wheel -q --no-deps --wheel-dir dist .
 
 clean:  ## Remove environments, builds and caches
-	rm -rf .venv .venv-newest .venv-wheel build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-newest .venv-wheel .xla_cache build dist .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,15 +1,25 @@
-"""What every test shares: JAX settings, the gpu marker, and the guard of a GPU run."""
+"""What every test shares: JAX's settings, the tiers, and the guard of a GPU run.
 
-import gc
+A test belongs to one tier: `gpu` and `full` by their markers, `repo` by its folder (tests/repo),
+the default one otherwise.
+"""
+
+import os
 import platform
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
-import jax
-import pytest
+from tests.compilation import QUICK_FLAGS
 
-from optax_lowmem.kernels import platform as kernel_platform
+# Most of a test's time is compiling small programs, and most of that LLVM's optimization of them.
+# Before JAX is imported, which reads the flags once; those of a user come last and win.
+if os.environ.get("JAX_PLATFORMS") == "cpu":
+    os.environ["XLA_FLAGS"] = " ".join([QUICK_FLAGS, os.environ.get("XLA_FLAGS", "")]).strip()
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+from optax_lowmem.kernels import platform as kernel_platform  # noqa: E402
 
 # Both before any backend starts. The devices are for the sharding tests; on a GPU machine they
 # are the CPU's and disturb nothing. A silent broadcast between ranks is a bug in an optimizer.
@@ -19,19 +29,6 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 REPO_TIER = Path(__file__).parent / "repo"
 
 _gpu_tests_run = 0
-
-
-@pytest.fixture(autouse=True, scope="module")
-def few_memory_maps() -> Iterator[None]:
-    """Forgets compiled programs when they are many.
-
-    Each takes memory maps, of which Linux gives a process 65,530; XLA's compiler crashes without.
-    """
-    yield
-    maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > 15_000:
-        jax.clear_caches()
-        gc.collect()
 
 
 @pytest.fixture
@@ -45,9 +42,14 @@ def pytest_report_header() -> str:
     return f"python {platform.python_version()}, jax {jax.__version__}"
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    # not in pyproject.toml: there a plugin that warns as it starts would stop the whole run
+    session.config.getini("filterwarnings").insert(0, "error")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if REPO_TIER in item.path.parents:
+        if REPO_TIER in item.path.parents and not item.get_closest_marker("full"):
             item.add_marker("repo")
 
 

@@ -14,9 +14,8 @@ import pytest
 
 import optax_lowmem as lowmem
 from tests import tolerances
+from tests.compilation import QUICK_COMPILE as QUICK_COMPILE
 
-# A few hundred numbers: compiling is all the time, and a third of it is LLVM's optimization.
-QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 POLICY = lowmem.Policy(min_size=32)
 _MU, _NU = lowmem.codecs.softsign(), lowmem.codecs.sqrt()
 _ADAM = {"mu": _MU, "nu": _NU}

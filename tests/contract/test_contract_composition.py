@@ -248,7 +248,7 @@ def test_follows_f32_optax_for_6000_steps(name):
     assert _stream_changes(*PEERS[name], steps=6000, size=5_000) > COSINE_6000
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", PEERS)
 def test_follows_f32_optax_for_6000_steps_on_a_larger_tree(name):
     assert _stream_changes(*PEERS[name], steps=6000, size=50_000) > COSINE_6000
