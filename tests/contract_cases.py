@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -198,20 +199,10 @@ def cosine(ours: list[np.ndarray], plain: list[np.ndarray]) -> float:
     return float(u @ v / (np.linalg.norm(u) * np.linalg.norm(v)))
 
 
-def shapes_of(tree: Any) -> Any:
-    return jax.tree.map(lambda x: (jnp.shape(x), jnp.dtype(x.dtype)), tree)
-
-
 def assert_same(one: Any, other: Any) -> None:
     """Equal in structure, dtype and every bit's value."""
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True
-    ):
-        assert a.dtype == b.dtype, path
-        np.testing.assert_array_equal(
-            np.asarray(a, np.float32), np.asarray(b, np.float32), err_msg=str(path)
-        )
+    chex.assert_trees_all_equal_shapes_and_dtypes(one, other)
+    chex.assert_trees_all_equal(one, other)
 
 
 def code_differences(one: Any, other: Any) -> tuple[int, float]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,11 +56,11 @@ def test_there_and_back(name):
     params, old = started(plain)
     weights, state = checkpoint.from_optax(tx, old, params)
     assert {leaf.dtype for leaf in jax.tree.leaves(weights)} == {jnp.dtype(jnp.bfloat16)}
-    assert cases.shapes_of(state) == cases.shapes_of(tx.init(weights))
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, tx.init(weights))
 
     back, new = checkpoint.to_optax(tx, state, weights, plain)
     cases.assert_same(back, params)
-    assert cases.shapes_of(new) == cases.shapes_of(old)
+    chex.assert_trees_all_equal_shapes_and_dtypes(new, old)
     described = checkpoint.metadata(tx, weights)["slots"]
     after, seen = moments(new), set()
     for path, x in moments(old).items():
@@ -96,7 +97,7 @@ def test_the_optax_optimizer_is_found(name):
         params, old = started(wanted)
         weights, state = checkpoint.from_optax(tx, old, params)
         _, new = checkpoint.to_optax(tx, state, weights)
-        assert cases.shapes_of(new) == cases.shapes_of(old)
+        chex.assert_trees_all_equal_shapes_and_dtypes(new, old)
         assert {int(c) for _, c in optax.tree.get_all_with_path(new, "count")} <= {7}
 
 
@@ -140,7 +141,7 @@ def test_pieces_and_chains(kind):
     weights, state = checkpoint.from_optax(tx, old, params)
     for given in (None, plain):
         _, new = checkpoint.to_optax(tx, state, weights, given)
-        assert cases.shapes_of(new) == cases.shapes_of(old)
+        chex.assert_trees_all_equal_shapes_and_dtypes(new, old)
         for path, x in moments(old).items():
             np.testing.assert_allclose(moments(new)[path], x, rtol=0.2, atol=2e-5, err_msg=path)
 
@@ -178,7 +179,7 @@ def test_inside_wrappers(kind):
     params, old = started(plain)
     # where the mask leaves a weight to nobody, it has no correction
     weights, state = checkpoint.from_optax(tx, old, params, cases.DTYPES["mixed"])
-    assert cases.shapes_of(state) == cases.shapes_of(tx.init(weights))
+    chex.assert_trees_all_equal_shapes_and_dtypes(state, tx.init(weights))
     back, new = checkpoint.to_optax(tx, state, weights, plain)
     cases.assert_same((back, new), (params, old))
     with pytest.raises(ValueError, match="hidden inside a wrapper .* Pass plain="):

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +22,6 @@ from tests.contract_cases import (
     at,
     code_differences,
     masters,
-    shapes_of,
     stream,
 )
 
@@ -51,7 +51,7 @@ def _gradient() -> Any:
 @OPTIMIZER
 def test_state_is_a_plain_tree_that_eval_shape_knows(name):
     tx, params, state = _begun(name)
-    assert shapes_of(jax.eval_shape(tx.init, params)) == shapes_of(state)
+    chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(tx.init, params), state)
     for leaf in jax.tree.leaves(state):
         assert isinstance(leaf, jax.Array)
     for slot in CASES[name].slots:
@@ -69,7 +69,7 @@ def test_slots_and_count_can_be_got_set_and_mapped(name):
         doubled = jax.tree.map(lambda leaf: leaf + leaf.dtype.type(1), optax.tree.get(state, slot))
         changed = optax.tree.set(state, **{slot: doubled})
         assert_same(optax.tree.get(changed, slot), doubled)
-        assert shapes_of(changed) == shapes_of(state)
+        chex.assert_trees_all_equal_shapes_and_dtypes(changed, state)
     counts = optax.tree.get_all_with_path(state, "count")
     assert counts and all(int(value) == 0 for _, value in counts)
     counted = _step(name)(_gradient(), state, params)[1]
@@ -105,7 +105,7 @@ def test_extra_arguments_are_ignored_and_nothing_recompiles(name):
     compiled = step._cache_size()
     two = step(_gradient(), one[1], one[0])
     assert step._cache_size() == compiled
-    assert shapes_of(two) == shapes_of((params, state))
+    chex.assert_trees_all_equal_shapes_and_dtypes(two, (params, state))
     with_extra = step(_gradient(), state, params, loss=jnp.float32(1), grad_norm=jnp.float32(2))
     assert_same(with_extra, one)
 
@@ -140,7 +140,7 @@ def test_scan_and_cond_equal_separate_steps(name):
     scanned = scan((params, state), gradients)
     for index in range(3):
         params, state = _step(name)(at(gradients, index), state, params)
-    assert shapes_of(scanned) == shapes_of((params, state))
+    chex.assert_trees_all_equal_shapes_and_dtypes(scanned, (params, state))
     largest, share = code_differences(scanned, (params, state))
     assert largest <= 1 and share <= 0.01, (largest, share)
 
@@ -178,7 +178,7 @@ def test_members_of_an_ensemble_round_on_their_own(name):
     assert code_differences(*(optax.tree.get(s, slot) for _, s in (first, second)))[1] > 0.1
     for index, part in enumerate((first, second)):
         alone = one(jnp.uint32(7 + index))
-        assert shapes_of(alone) == shapes_of(part)
+        chex.assert_trees_all_equal_shapes_and_dtypes(alone, part)
         largest, share = code_differences(alone[1], part[1])
         assert largest <= 1 and share <= 0.01, (largest, share)
 
@@ -205,7 +205,7 @@ def test_x64_changes_no_code(name):
             jax.tree.map(jnp.asarray, host[1]), begun[1], begun[0]
         )
         assert not [leaf for leaf in jax.tree.leaves(wide) if leaf.dtype in (np.float64, np.int64)]
-        assert shapes_of(wide) == shapes_of(kept)
+        chex.assert_trees_all_equal_shapes_and_dtypes(wide, kept)
         wide = jax.tree.map(np.asarray, wide)
     largest, share = code_differences(wide, kept)
     assert largest <= 1 and share <= 0.01, (largest, share)

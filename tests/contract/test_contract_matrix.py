@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -28,7 +29,6 @@ from tests.contract_cases import (
     masters,
     pairs_of,
     pairwise,
-    shapes_of,
     stream,
     train,
 )
@@ -139,12 +139,12 @@ def _check(optimizer: str, dtype: str, bits: int, group: int, rounding: str, wra
     tx = _ours(case, wrapper, Form(bits, group, rounding))
     start = _start(wrapper)
     params, state = lowmem.init(tx, start, DTYPES[dtype])
-    assert shapes_of(jax.eval_shape(tx.init, params)) == shapes_of(state)
+    chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(tx.init, params), state)
     assert _codes(state, (3, 40)) >= len(case.slots)
     begun = lowmem.master_params(params, state)
     gradients = stream(masters(), STEPS)
     new, state = train(tx, params, state, gradients)  # a scan: shapes and dtypes are stable
-    assert shapes_of(new) == shapes_of(params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(new, params)
     ours = changes(begun, lowmem.master_params(new, state))
     assert distance(ours, _plain(optimizer, wrapper)) < CONTRACT_DISTANCE
 

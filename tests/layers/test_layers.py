@@ -11,7 +11,7 @@ import optax
 import pytest
 import tolerances as tol
 
-from tests.contract_cases import QUICK_COMPILE
+from tests.contract_cases import QUICK_COMPILE, assert_same
 
 pytest.importorskip("flax")
 
@@ -36,13 +36,6 @@ def close(found, want, share=CLOSE):
     return 0 < off < share
 
 
-def assert_same_trees(found, want):
-    assert jax.tree.structure(found) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b)
-
-
 # ---- SwitchBackDense and SwitchBackLinear --------------------------------------------------------
 
 ARGUMENTS = [
@@ -59,7 +52,7 @@ ARGUMENTS = [
 def test_dense_is_a_drop_in(arguments):
     mine, theirs = layers.SwitchBackDense(3, **arguments), nn.Dense(3, **arguments)
     (y, params), (want, of_theirs) = (one.init_with_output(KEY, X) for one in (mine, theirs))
-    assert_same_trees(params, of_theirs)
+    assert_same(params, of_theirs)
     assert y.dtype == want.dtype and y.shape == want.shape
     assert close(y.astype(jnp.float32), want.astype(jnp.float32))
     for name, value in arguments.items():
@@ -71,7 +64,7 @@ def test_linear_is_a_drop_in(arguments):
     mine = layers.SwitchBackLinear(8, 3, rngs=nnx.Rngs(0), **arguments)
     theirs = nnx.Linear(8, 3, rngs=nnx.Rngs(0), **arguments)
     assert isinstance(mine, nnx.Linear)
-    assert_same_trees(*(nnx.to_pure_dict(nnx.state(one)) for one in (mine, theirs)))
+    assert_same(*(nnx.to_pure_dict(nnx.state(one)) for one in (mine, theirs)))
     y, want = mine(X), theirs(X)
     assert y.dtype == want.dtype and y.shape == want.shape
     assert close(y.astype(jnp.float32), want.astype(jnp.float32))
@@ -154,7 +147,7 @@ def test_dense_general():
         mine = nn.DenseGeneral(**arguments, dot_general=dot_general)
         y, params = jax.jit(mine.init_with_output)(KEY, X)
         want, of_theirs = jax.jit(nn.DenseGeneral(**arguments).init_with_output)(KEY, X)
-        assert_same_trees(params, of_theirs)
+        assert_same(params, of_theirs)
         assert y.shape == want.shape and close(y, want)
     mine, theirs = (
         nnx.LinearGeneral((5, 8), (2, 3), axis=(1, -1), **how, rngs=nnx.Rngs(0))

@@ -19,7 +19,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from benchmarks import model_shapes
-from tests.contract_cases import QUICK_COMPILE
+from tests.contract_cases import QUICK_COMPILE, assert_same
 from tests.repo.test_examples import ROOT, example, run_script  # noqa: F401 (a fixture)
 
 COMMAND = [sys.executable, "examples/train_llama.py"]
@@ -53,13 +53,7 @@ def trained(llama, flags):
 
 
 def assert_same_bits(found, wanted):
-    rows = zip(
-        jax.tree_util.tree_leaves_with_path((found.params, found.state)),
-        jax.tree.leaves((wanted.params, wanted.state)),
-        strict=True,
-    )
-    for (path, a), b in rows:
-        np.testing.assert_array_equal(a, b, err_msg=str(path))
+    assert_same((found.params, found.state), (wanted.params, wanted.state))
 
 
 def settings_of(llama, flags):

@@ -6,6 +6,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import gaussws
+from tests.contract_cases import assert_same
 from tests.repo.test_examples import example  # noqa: F401 (a fixture)
 from tests.repo.test_train_llama import (  # noqa: F401
     ANOTHER,
@@ -36,10 +37,6 @@ def compared(one, other):
     for (keys, a), b in rows:
         path = jax.tree_util.keystr(keys, simple=True, separator="/")
         yield path, bool((np.asarray(a) == np.asarray(b)).all())
-
-
-def assert_same(one, other):
-    assert all(same for _, same in compared(one, other))
 
 
 def test_a_run_with_noise_is_resumed(llama, tmp_path):  # noqa: F811

@@ -1,5 +1,6 @@
 """Gradients in the dtype of 16-bit weights, through wrappers that mind what dtype they see."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +9,6 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import Storage
-from tests.contract_cases import shapes_of
 
 PARAMS = {"w": jnp.linspace(-1, 1, 256).reshape(4, 64), "b": jnp.ones(8)}
 SELECTING = {
@@ -53,7 +53,7 @@ def test_a_step_that_may_be_left_out(wrapper, ours, dtype):
     params, state = lowmem.init(tx, PARAMS, dtype)
     grads = gradient(params)
     new, after = jax.jit(lambda *args: lowmem.step(tx, *args))(grads, state, params)
-    assert shapes_of((new, after)) == shapes_of((params, state))
+    chex.assert_trees_all_equal_shapes_and_dtypes((new, after), (params, state))
     wide = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
     same, _ = jax.jit(lambda *args: lowmem.step(tx, *args))(wide, state, params)
     for a, b, old in zip(*map(jax.tree.leaves, (new, same, params)), strict=True):
@@ -73,7 +73,7 @@ def test_states_keep_their_dtypes(link, inner):
         return lowmem.step(tx, gradient(params), state, params), None
 
     (new, after), _ = jax.jit(lambda c: jax.lax.scan(body, c, length=4))((params, state))
-    assert shapes_of((new, after)) == shapes_of((params, state))
+    chex.assert_trees_all_equal_shapes_and_dtypes((new, after), (params, state))
     for a, b in zip(jax.tree.leaves(new), jax.tree.leaves(params), strict=True):
         assert (a != b).any()
 

@@ -5,6 +5,7 @@ import importlib.util
 import sys
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,9 +68,8 @@ def by_width(path: str, leaf: Any) -> Any:
 
 
 def assert_close(masters: Any, f32: Any) -> None:
-    for master, w in zip(jax.tree.leaves(masters), jax.tree.leaves(f32), strict=True):
-        assert master.dtype == w.dtype == jnp.float32
-        np.testing.assert_allclose(master, w, rtol=2.0**-16, atol=0)
+    chex.assert_trees_all_equal_dtypes(masters, f32)
+    chex.assert_trees_all_close(masters, f32, rtol=2.0**-16, atol=0)
 
 
 def refuse_update(monkeypatch: pytest.MonkeyPatch) -> None:
