@@ -119,17 +119,14 @@ RULES = {
     type(row.make(row.learning_rate).engine.rule): name
     for name, row in reversed(lowmem.OPTIMIZERS.items())
 }.values()
-# Under each of optax's wrappers the fast suite has all of them (test_contract_matrix.py); elsewhere
-# it has one of ours for each rule, the one with the longest codec, the one with most slots and the
-# one with a running maximum.
+# The default tier has one of ours for each rule, the one with the longest codec, the one with most
+# slots and the one with a running maximum; the full tier has all of them.
+DISTINCT = tuple(
+    name for name in CASES if name in (*RULES, "coat_adamw", "optax.adan", "optax.amsgrad")
+)
 OPTIMIZER = pytest.mark.parametrize(
     "name",
-    [
-        name
-        if name in (*RULES, "coat_adamw", "optax.adan", "optax.amsgrad")
-        else pytest.param(name, marks=pytest.mark.full)
-        for name in CASES
-    ],
+    [name if name in DISTINCT else pytest.param(name, marks=pytest.mark.full) for name in CASES],
 )
 DTYPES: dict[str, Any] = {
     "bfloat16": jnp.bfloat16,
@@ -243,6 +240,17 @@ def pairwise(factors: Sequence[Sequence[Any]]) -> list[tuple]:
         rows.append(best)
         missing -= set(pairs_of(best))
     return rows
+
+
+def covering(rows: Sequence[tuple]) -> list[tuple]:
+    """The fewest rows (greedily) in which every value occurs that some row has in that place."""
+    missing = {pair for row in rows for pair in enumerate(row)}
+    found = []
+    while missing:
+        best = max(rows, key=lambda row: len(missing & set(enumerate(row))))
+        found.append(best)
+        missing -= set(enumerate(best))
+    return found
 
 
 def assert_alike(one: Any, other: Any, steps: int) -> None:

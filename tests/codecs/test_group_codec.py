@@ -21,24 +21,17 @@ from tests.launch_cases import units
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
 
 CODECS = sorted(codecs.CODECS)
-# each format and its expansion share their bodies with those that the fast suite has
-MARKED = [
-    pytest.param(name, marks=pytest.mark.full) if "e5m2" in name or "dynamic" in name else name
-    for name in CODECS
-]
+# one of each family, signed and unsigned; the others share their bodies with these
+FAST = {"softsign-int8": "stochastic", "sqrt-uint8": "stochastic", "linear-int8": "nearest",
+        "affine-int8": "stochastic", "expanded-e4m3-uint8": "stochastic"}  # fmt: skip
+MARKED = [name if name in FAST else pytest.param(name, marks=pytest.mark.full) for name in CODECS]
 KEY = jnp.uint32(9)
-# the paper's forms round to nearest; their other rounding shares its code with everyone's
 GRID = [
-    pytest.param(name, key, id=f"{name}-{how}", marks=marks)
-    for name in CODECS
-    for how, key, marks in (
-        ("nearest", None, pytest.mark.full if name not in MARKED else ()),
-        (
-            "stochastic",
-            KEY,
-            () if codecs.CODECS[name].guarded and name in MARKED else pytest.mark.full,
-        ),
+    pytest.param(
+        name, key, id=f"{name}-{how}", marks=() if FAST.get(name) == how else pytest.mark.full
     )
+    for name in CODECS
+    for how, key in (("nearest", None), ("stochastic", KEY))
 ]
 SMALL = Tile(elements=64, warps=1)  # several tiles even of small arrays, the last one partial
 

@@ -14,11 +14,11 @@ from tests.oracle import fp8_flow as oracle
 pytest.importorskip("flax")
 
 from flax import nnx  # noqa: E402
-from test_fp8_flow import bounds_of, drawn, restore, store  # noqa: E402
 
 from optax_lowmem import layers  # noqa: E402
 from optax_lowmem.layers import fp8_flow  # noqa: E402
 from optax_lowmem.layers.fp8_flow import Recipe  # noqa: E402
+from tests.layers.test_fp8_flow import bounds_of, drawn, restore, store  # noqa: E402
 
 jitted = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
 SIZES = (4, 8, 16, 32, 64)

@@ -14,10 +14,9 @@ from tests.oracle import switchback
 
 pytest.importorskip("flax")
 
-from test_switchback import bounds, exact  # noqa: E402
-
 from optax_lowmem.layers import fp8_flow  # noqa: E402
 from optax_lowmem.layers.fp8_flow import Recipe  # noqa: E402
+from tests.layers.test_switchback import bounds, exact  # noqa: E402
 
 jitted = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
 EPS = 1e-6

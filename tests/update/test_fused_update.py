@@ -75,7 +75,9 @@ def some_steps_in(tx, dtype):
 
 @pytest.mark.parametrize("path", [packed, twopass], ids=["packed", "twopass"])
 @pytest.mark.parametrize("name, bits, dtype", GRID)
-@pytest.mark.parametrize("rounding", ["stochastic", "nearest"])
+@pytest.mark.parametrize(
+    "rounding", ["stochastic", pytest.param("nearest", marks=pytest.mark.full)]
+)
 def test_a_path_is_the_reference(name, bits, dtype, rounding, path):
     run, plans, params, wanted = by_reference(name, bits, dtype, rounding)
     backend = {packed: "cpu", twopass: "gpu"}[path]

@@ -19,7 +19,7 @@ from optax_lowmem.kernels import pallas_tiles
 from optax_lowmem.kernels.fused_update import dispatch, operands, pallas_triton, reference, tuning
 from optax_lowmem.kernels.tiles import Tile, Tiling
 from tests import launch_cases, tolerances
-from tests.contract_cases import QUICK_COMPILE, RULES, pairwise
+from tests.contract_cases import QUICK_COMPILE, RULES, covering, pairwise
 from tests.lowering import kernels_in, lower_for_cuda
 from tests.update.test_fused_update import compare
 
@@ -50,7 +50,8 @@ SMALL = tuning.Tuning(
 
 
 def grid(*more):
-    """Cases of a test: the pairwise ones, and every rule, codec and weight.
+    """Cases of a test: in the default tier each value of each factor, in the full one every rule,
+    codec and weight.
 
     (The later codecs, whose arithmetic no rule changes, beyond the pairwise cases with one rule.)
 
@@ -58,11 +59,13 @@ def grid(*more):
       *more: further factors, which take turns beyond the pairwise cases.
     """
     factors = [list(RULES), list(STORED), WEIGHTS, (True, False)]
-    fast = pairwise([*factors, *more])
-    rest = [
+    pairs = pairwise([*factors, *more])
+    fast = covering(pairs)
+    rest = [row for row in pairs if row not in fast] + [
         (*row, *(values[i % len(values)] for values in more))
         for i, row in enumerate(itertools.product(*factors))
-        if row[0] == "flash_adamw" or row[1] not in ("other formats", "expanded")
+        if row not in pairs
+        and (row[0] == "flash_adamw" or row[1] not in ("other formats", "expanded"))
     ]
 
     def name(optimizer, stored, weights, *rest):

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from test_errors import flash, raises, weights
 
 import optax_lowmem as lowmem
+from tests.wrappers.test_errors import flash, raises, weights
 
 
 def test_arguments_in_another_order():
