@@ -171,7 +171,7 @@ def train(tx: Any, params: Any, state: Any, gradients: Any, **extra: Any) -> tup
         return (optax.apply_updates(params, updates), state), None
 
     scan = lambda p, s, g: jax.lax.scan(body, (p, s), g)[0]  # noqa: E731
-    steps = jax.jit(scan, compiler_options=QUICK_COMPILE)
+    steps = jax.jit(scan)
     return steps(params, state, gradients)
 
 

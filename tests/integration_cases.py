@@ -12,7 +12,8 @@ from flax.training import train_state
 from jax.sharding import AxisType
 
 import optax_lowmem as lowmem
-from tests.contract_cases import QUICK_COMPILE, code_differences
+from tests.compilation import SAME_BITS
+from tests.contract_cases import code_differences
 
 STEPS = 8
 WIDTH = 96  # three groups of 32: no even number of devices divides them
@@ -81,9 +82,9 @@ def starting(cls, model, tx, **options):
 def on_one_device(name, cls=train_state.TrainState):
     tx, options = OPTIMIZERS[name](), DTYPES.get(name, {})
     model = MLP(box=lambda init, names: init)
-    init = jax.jit(starting(cls, model, tx, **options), compiler_options=QUICK_COMPILE)
+    init = jax.jit(starting(cls, model, tx, **options), compiler_options=SAME_BITS)
     state = init(jax.random.key(0))
-    return run(jax.jit(train_step, compiler_options=QUICK_COMPILE), state)
+    return run(jax.jit(train_step, compiler_options=SAME_BITS), state)
 
 
 def assert_close(found, wanted):

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import optax_lowmem as lowmem
 from optax_lowmem import checkpoint
 from optax_lowmem.sharding import state_shardings
-from tests.contract_cases import QUICK_COMPILE
+from tests.compilation import SAME_BITS
 
 PROCESSES, DEVICES, STEPS = 2, 2, 10
 SHAPES = {"embed": (128, 96), "layers": (4, 64, 128), "norm": (64,)}
@@ -62,7 +62,7 @@ def training(tx, shardings=None):
 
         return jax.lax.scan(one, (params, state), grads)[0]
 
-    return jax.jit(run, out_shardings=shardings, compiler_options=QUICK_COMPILE)
+    return jax.jit(run, out_shardings=shardings, compiler_options=SAME_BITS)
 
 
 def spread(tree, shardings):

@@ -27,6 +27,7 @@ from tests.checkpoint_cases import (
     scrambled,
     two_steps,
 )
+from tests.compilation import SAME_BITS
 
 # of a read that failed, tensorstore's other reads end after Orbax has closed its event loop
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -44,7 +45,7 @@ def stepping(tx):
         step = lambda carry, g: (lowmem.step(tx, g, carry[1], carry[0]), None)  # noqa: E731
         return jax.lax.scan(step, (params, state), gradients)[0]
 
-    return jax.jit(run, compiler_options=cases.QUICK_COMPILE)
+    return jax.jit(run, compiler_options=SAME_BITS)
 
 
 def trained(tx, steps=3, dtype=jnp.bfloat16):

@@ -321,7 +321,7 @@ def test_100_steps_each_of_optax_flash_and_optax_follow_the_f32_run():
             return lowmem.step(tx, jax.grad(loss)(carry[0], at), carry[1], carry[0]), None
 
         scan = lambda carry, batches: jax.lax.scan(step, carry, batches)[0]  # noqa: E731
-        return jax.jit(scan, compiler_options=cases.QUICK_COMPILE)
+        return jax.jit(scan)
 
     schedule = optax.cosine_decay_schedule(1e-3, 300)
     plain = optax.adamw(schedule, weight_decay=0.1)

@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optax_lowmem as lowmem
-from tests.contract_cases import QUICK_COMPILE, changes, cosine
+from tests.contract_cases import changes, cosine
 from tests.tolerances import COMPOSITION_SHARE, COSINE_200, COSINE_6000, STEP_ROUNDING
 
 LR, DECAY, STEPS = 1e-3, 0.1, 50
@@ -123,10 +123,7 @@ def _master_units(p: jax.Array, correction: jax.Array) -> np.ndarray:
 
 
 def _steps(*transformations: Any) -> list[Any]:
-    return [
-        jax.jit(functools.partial(lowmem.step, tx), compiler_options=QUICK_COMPILE)
-        for tx in transformations
-    ]
+    return [jax.jit(functools.partial(lowmem.step, tx)) for tx in transformations]
 
 
 def _teacher_forced(name: str, dtype: Any, fused: Any, other: Any, forced: Any) -> None:

@@ -16,7 +16,6 @@ import optax_lowmem as lowmem
 from tests.contract_cases import (
     CASES,
     OPTIMIZER,
-    QUICK_COMPILE,
     Form,
     assert_same,
     at,
@@ -25,7 +24,7 @@ from tests.contract_cases import (
     stream,
 )
 
-_compiled = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
+_compiled = jax.jit
 
 
 def _make(name: str, **form: Any) -> optax.GradientTransformationExtraArgs:
@@ -114,7 +113,7 @@ def test_extra_arguments_are_ignored_and_nothing_recompiles(name):
 def test_step_is_update_and_apply_and_updates_are_f32(name):
     tx, params, state = _begun(name)
 
-    @functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
+    @jax.jit
     def both(grads, state, params):
         updates, new = tx.update(grads, state, params)
         return updates, (optax.apply_updates(params, updates), new)
@@ -136,7 +135,7 @@ def test_scan_and_cond_equal_separate_steps(name):
         new = jax.lax.cond(take, lambda c: lowmem.step(tx, grads, c[1], c[0]), lambda c: c, carry)
         return new, None
 
-    scan = jax.jit(lambda c, g: jax.lax.scan(body, c, g)[0], compiler_options=QUICK_COMPILE)
+    scan = jax.jit(lambda c, g: jax.lax.scan(body, c, g)[0])
     scanned = scan((params, state), gradients)
     for index in range(3):
         params, state = _step(name)(at(gradients, index), state, params)
@@ -201,7 +200,7 @@ def test_x64_changes_no_code(name):
     with _config("jax_enable_x64"):
         begun = lowmem.init(tx, jax.tree.map(jnp.asarray, host[0]))
         assert_same(begun, (params, state))
-        wide = jax.jit(lambda g, s, p: lowmem.step(tx, g, s, p), compiler_options=QUICK_COMPILE)(
+        wide = jax.jit(lambda g, s, p: lowmem.step(tx, g, s, p))(
             jax.tree.map(jnp.asarray, host[1]), begun[1], begun[0]
         )
         assert not [leaf for leaf in jax.tree.leaves(wide) if leaf.dtype in (np.float64, np.int64)]

@@ -15,7 +15,6 @@ import optax_lowmem as lowmem
 from tests.contract_cases import (
     CASES,
     OPTIMIZER,
-    QUICK_COMPILE,
     Form,
     assert_same,
     at,
@@ -93,7 +92,7 @@ def test_public_optimizers_can_be_injected_themselves(name):
 def test_apply_if_finite_drops_a_step_with_nan(name):
     tx = optax.apply_if_finite(_make(name), 5)
     params, state = lowmem.init(tx, masters())
-    step = jax.jit(lambda g, s, p: lowmem.step(tx, g, s, p), compiler_options=QUICK_COMPILE)
+    step = jax.jit(lambda g, s, p: lowmem.step(tx, g, s, p))
     params, state = step(_gradient(), state, params)
     bad = jax.tree.map(lambda g: g.at[..., 0].set(jnp.nan), _gradient())
     after, skipped = step(bad, state, params)
@@ -106,7 +105,7 @@ def test_apply_if_finite_drops_a_step_with_nan(name):
 def test_multi_steps_moves_once_in_two_calls(name):
     tx = optax.MultiSteps(_make(name), every_k_schedule=2)
     params, state = lowmem.init(tx, masters())
-    step = jax.jit(lambda g, s, p: lowmem.step(tx, g, s, p), compiler_options=QUICK_COMPILE)
+    step = jax.jit(lambda g, s, p: lowmem.step(tx, g, s, p))
     waiting, between = step(_gradient(), state, params)
     assert_same(waiting, params)
     assert_same(between.inner_opt_state, state.inner_opt_state)
@@ -154,12 +153,10 @@ def test_linen_train_state(name):
     params, state = lowmem.init(tx, masters())
     holder = train_state.TrainState.create(apply_fn=None, params=params, tx=tx)
     chex.assert_trees_all_equal_shapes_and_dtypes(holder.opt_state, state)
-    step = jax.jit(lambda h, g: h.apply_gradients(grads=g), compiler_options=QUICK_COMPILE)
+    step = jax.jit(lambda h, g: h.apply_gradients(grads=g))
     new = step(holder.replace(opt_state=state), _gradient())
     assert int(new.step) == 1
-    expected = jax.jit(lambda g, s, p: lowmem.step(tx, g, s, p), compiler_options=QUICK_COMPILE)(
-        _gradient(), state, params
-    )
+    expected = jax.jit(lambda g, s, p: lowmem.step(tx, g, s, p))(_gradient(), state, params)
     assert_same((new.params, new.opt_state), expected)
 
 

@@ -13,8 +13,6 @@ import tolerances as tol
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.contract_cases import QUICK_COMPILE
-
 pytest.importorskip("flax")
 
 from flax import linen as nn  # noqa: E402
@@ -26,7 +24,7 @@ from optax_lowmem.kernels import quantized_matmul  # noqa: E402
 from optax_lowmem.layers import fp8_flow  # noqa: E402
 from optax_lowmem.layers.fp8_flow import Recipe  # noqa: E402
 
-jitted = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
+jitted = jax.jit
 BATCH, LENGTH, WIDTH, HIDDEN, HEADS = 2, 16, 48, 128, 4
 SHAPES = {
     "input_norm/scale": (WIDTH,),

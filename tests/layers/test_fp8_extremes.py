@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import tolerances as tol
 
-from tests.contract_cases import QUICK_COMPILE
 from tests.oracle import fp8_flow as oracle
 
 pytest.importorskip("flax")
@@ -20,7 +19,7 @@ from optax_lowmem.layers import fp8_flow  # noqa: E402
 from optax_lowmem.layers.fp8_flow import Recipe  # noqa: E402
 from tests.layers.test_fp8_flow import bounds_of, drawn, restore, store  # noqa: E402
 
-jitted = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
+jitted = jax.jit
 SIZES = (4, 8, 16, 32, 64)
 TOKENS, WIDTH, CHANNEL = 6, 50, 17  # no size divides the width
 EPS = 1e-6

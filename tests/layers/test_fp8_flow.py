@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import tolerances as tol
 
-from tests.contract_cases import QUICK_COMPILE
 from tests.oracle import fp8_flow as oracle
 from tests.oracle import switchback
 
@@ -18,7 +17,7 @@ from optax_lowmem.layers import fp8_flow  # noqa: E402
 from optax_lowmem.layers.fp8_flow import Recipe  # noqa: E402
 from tests.layers.test_switchback import bounds, exact  # noqa: E402
 
-jitted = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
+jitted = jax.jit
 EPS = 1e-6
 KINDS = ("normal", "sparse", "spike", "sizes")
 

@@ -15,7 +15,6 @@ from optax_lowmem.kernels.fp8_flow import dispatch, pallas_triton, pallas_turn, 
 from optax_lowmem.kernels.quantized_matmul import E4M3, E5M2, Quantized
 from optax_lowmem.kernels.quantized_matmul import reference as matmul
 from optax_lowmem.kernels.tiles import Tile
-from tests.contract_cases import QUICK_COMPILE
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
 
 EPS = 1e-6
@@ -23,7 +22,7 @@ SHAPES = [(5, 40), (3, 1), (2, 4100), (9, 256), (130, 33)]
 
 
 def jitted(function, **static):
-    return jax.jit(functools.partial(function, **static), compiler_options=QUICK_COMPILE)
+    return jax.jit(functools.partial(function, **static))
 
 
 def drawn(shape, dtype, seed=0):

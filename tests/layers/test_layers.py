@@ -11,7 +11,8 @@ import optax
 import pytest
 import tolerances as tol
 
-from tests.contract_cases import QUICK_COMPILE, assert_same
+from tests.compilation import SAME_BITS  # noqa: E402
+from tests.contract_cases import assert_same
 
 pytest.importorskip("flax")
 
@@ -140,13 +141,14 @@ def test_dense_of_other_settings():
 
 def test_dense_general():
     dot_general = layers.switchback_dot_general("switchback_q")
+    compiled = functools.partial(jax.jit, compiler_options=SAME_BITS)
     for arguments in (
         dict(features=(3, 2), axis=(2, 1)),
         dict(features=3, axis=(-1,), batch_dims=(0,)),
     ):
         mine = nn.DenseGeneral(**arguments, dot_general=dot_general)
-        y, params = jax.jit(mine.init_with_output)(KEY, X)
-        want, of_theirs = jax.jit(nn.DenseGeneral(**arguments).init_with_output)(KEY, X)
+        y, params = compiled(mine.init_with_output)(KEY, X)
+        want, of_theirs = compiled(nn.DenseGeneral(**arguments).init_with_output)(KEY, X)
         assert_same(params, of_theirs)
         assert y.shape == want.shape and close(y, want)
     mine, theirs = (
@@ -191,7 +193,7 @@ def test_einsum(subscripts, shape):
     w = jax.random.normal(KEY, shape)
     x = X if subscripts != "...d,...df->...f" else X[0]
     found, exact, want = (
-        jax.jit(functools.partial(op, subscripts), compiler_options=QUICK_COMPILE)(x, w)
+        jax.jit(functools.partial(op, subscripts))(x, w)
         for op in (layers.switchback_einsum(), layers.switchback_einsum("standard"), jnp.einsum)
     )
     assert found.shape == want.shape and close(found, want)
@@ -304,7 +306,7 @@ def trained(dense, steps=50):
     def run(params):
         return jax.lax.scan(step, (params, tx.init(params)), length=steps)[1]
 
-    losses = jax.jit(run, compiler_options=QUICK_COMPILE)(params)
+    losses = jax.jit(run)(params)
     return float(losses[0]), float(losses[-1])
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from optax_lowmem.kernels import quantized_matmul as kernels
 from optax_lowmem.kernels.quantized_matmul import FORMATS, INT8, pallas_triton, reference
+from tests.compilation import SAME_BITS
 from tests.lowering import kernels_in, lower_for_cuda
 
 SHAPES = [(5, 40), (64, 128), (3, 5000), (130, 33), (1, 1)]
@@ -26,22 +27,28 @@ def raw(codes):
     return np.asarray(codes).view(np.uint8)
 
 
+def compiled(function, *static, **options):
+    """A function of arrays, and of `static` behind them."""
+    return jax.jit(lambda *x: function(*x, *static, **options), compiler_options=SAME_BITS)
+
+
 def compare_rows(shape, dtype, to, interpret):
     x = drawn(shape, dtype)
-    found, wanted = pallas_triton.quantize_rows(x, to, interpret), of_rows(x, 1, to)
+    found = compiled(pallas_triton.quantize_rows, to, interpret)(x)
+    wanted = compiled(of_rows, 1, to)(x)
     np.testing.assert_array_equal(raw(found.codes), raw(wanted.codes))
     np.testing.assert_array_equal(found.scales, wanted.scales)
 
 
 def compare_transposed(shape, dtype, to, interpret):
     x = drawn(shape, dtype)
-    absmax, wanted = reference.absmax_of(x, None), of_rows(x, None, to)
-    found = pallas_triton.quantize_transposed(x, absmax, to, interpret=interpret)
+    absmax, wanted = reference.absmax_of(x, None), compiled(of_rows, None, to)(x)
+    found = compiled(pallas_triton.quantize_transposed, to, interpret=interpret)(x, absmax)
     np.testing.assert_array_equal(raw(found.codes).T, raw(wanted.codes))
     np.testing.assert_array_equal(found.scales, wanted.scales)
     # with a maximum that was found when the largest was half as large
-    wanted = jax.jit(reference.codes_of, static_argnums=(2, 3))(x, absmax / 2, to, True)
-    found = pallas_triton.quantize_transposed(x, absmax / 2, to, True, interpret)
+    wanted = compiled(reference.codes_of, to, True)(x, absmax / 2)
+    found = compiled(pallas_triton.quantize_transposed, to, True, interpret)(x, absmax / 2)
     np.testing.assert_array_equal(raw(found.codes).T, raw(wanted))
     np.testing.assert_array_equal(found.scales, reference.scales_of(absmax / 2, to))
     assert np.abs(np.asarray(wanted, np.float32)).max() == to.largest

@@ -10,7 +10,6 @@ import tolerances as tol
 
 from optax_lowmem.kernels import quantized_matmul
 from optax_lowmem.kernels.quantized_matmul import E4M3, E5M2, INT8, LONGEST_SUM, Quantized
-from tests.contract_cases import QUICK_COMPILE
 from tests.oracle import switchback as oracle
 
 pytest.importorskip("flax")
@@ -42,7 +41,7 @@ def arrays(seed, tokens, inputs, outputs, dtype="float32", sizes=(1.0, 1.0, 1.0)
     )
 
 
-@functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK_COMPILE)
+@functools.partial(jax.jit, static_argnums=0)
 def products(dot_general, x, w, g):
     """Y, dX and dW of a linear layer."""
     axes = (((x.ndim - 1,), (0,)), ((), ()))

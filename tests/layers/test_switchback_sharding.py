@@ -12,8 +12,6 @@ import tolerances as tol
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from tests.contract_cases import QUICK_COMPILE
-
 pytest.importorskip("flax")
 
 from optax_lowmem import layers  # noqa: E402
@@ -63,10 +61,8 @@ def compiled(layout, variant, format="int8"):
 
     x, w, g = shardings
     run = jax.jit(step, in_shardings=shardings, out_shardings=(g, x, w)).lower(*arrays)
-    run = run.compile(QUICK_COMPILE)
-    alone = jax.jit(step, compiler_options=QUICK_COMPILE)(
-        *(jax.device_put(np.asarray(a), jax.devices("cpu")[0]) for a in arrays)
-    )
+    run = run.compile()
+    alone = jax.jit(step)(*(jax.device_put(np.asarray(a), jax.devices("cpu")[0]) for a in arrays))
     return collectives(run.as_text()), run(*arrays), alone
 
 
@@ -148,7 +144,7 @@ def test_explicit_axes(layout, variant):
     with jax.set_mesh(mesh):
         shardings = [NamedSharding(mesh, spec) for spec in LAYOUTS[layout]]
         x, w, g = (jax.device_put(*pair) for pair in zip(drawn(), shardings, strict=True))
-        found = jax.jit(step, compiler_options=QUICK_COMPILE)(x, w, g)
+        found = jax.jit(step)(x, w, g)
         for one, like in zip(found, (g, x, w), strict=True):
             assert jax.typeof(one).sharding == jax.typeof(like).sharding
     for one, other in zip(found, compiled(layout, variant)[1], strict=True):

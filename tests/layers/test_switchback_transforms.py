@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import tolerances as tol
 
-from tests.contract_cases import QUICK_COMPILE
 from tests.oracle import switchback as oracle
 
 pytest.importorskip("flax")
@@ -35,8 +34,8 @@ def run(matmul, x, w, g):
     return y, *vjp(g.astype(y.dtype))
 
 
-jit = functools.partial(jax.jit, compiler_options=QUICK_COMPILE)
-value_and_gradients = jax.jit(run, static_argnums=0, compiler_options=QUICK_COMPILE)
+jit = jax.jit
+value_and_gradients = jax.jit(run, static_argnums=0)
 
 
 def assert_same(found, want, rtol=0.0):
@@ -154,12 +153,12 @@ def test_leading_axes(variant):
 
 @pytest.mark.parametrize("variant", ["switchback_m", "tensorwise"])
 def test_vmap_is_a_loop(variant):
-    step = jax.jit(functools.partial(run, make(variant)), compiler_options=QUICK_COMPILE)
+    step = jax.jit(functools.partial(run, make(variant)))
     over = functools.partial(run, make(variant))
     xs, ws, gs = (jnp.stack([a, 3 * a[::-1], a * a]) for a in (X, W, G))
     for axes in [(0, 0, 0), (0, None, 0), (None, 0, None)]:
         arguments = [s if axis == 0 else s[0] for s, axis in zip((xs, ws, gs), axes, strict=True)]
-        found = jax.jit(jax.vmap(over, axes), compiler_options=QUICK_COMPILE)(*arguments)
+        found = jax.jit(jax.vmap(over, axes))(*arguments)
         loop = [
             step(*(a[i] if axis == 0 else a for a, axis in zip(arguments, axes, strict=True)))
             for i in range(3)
@@ -189,7 +188,7 @@ def test_jit_checkpoint_and_scan(variant):
     for run in (looped, scanned):
         for one in (layer, jax.checkpoint(layer)):
             step = jax.value_and_grad(functools.partial(run, one), (0, 1))
-            found = jax.jit(step, compiler_options=QUICK_COMPILE)(x, ws)
+            found = jax.jit(step)(x, ws)
             assert_same(found, want, REORDERED)
     assert np.abs(want[1][1]).min() > 0
 

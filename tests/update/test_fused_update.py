@@ -17,7 +17,6 @@ from optax_lowmem._core import random
 from optax_lowmem._core.rules import OF_BLOCK
 from optax_lowmem.kernels.fused_update import packed, reference, shared_updates, twopass
 from tests import tolerances
-from tests.contract_cases import QUICK_COMPILE
 from tests.launch_cases import same_scales, units
 
 SHAPES = {"a": (96,), "b": (7, 33), "c": (64, 256), "d": (3, 5, 1000)}
@@ -67,7 +66,7 @@ def some_steps_in(tx, dtype):
         return {n: jnp.asarray(rng.normal(0, scale, s), dtype) for n, s in SHAPES.items()}
 
     params, state = lowmem.init(tx, draw(0.1, jnp.float32), dtype)
-    step = jax.jit(functools.partial(lowmem.step, tx), compiler_options=QUICK_COMPILE)
+    step = jax.jit(functools.partial(lowmem.step, tx))
     for _ in range(3):
         params, state = step(draw(1e-3, jnp.bfloat16), state, params)
     return params, draw(1e-3, jnp.bfloat16), state
@@ -96,7 +95,7 @@ def by_reference(name, bits, dtype, rounding):
     engine = tx.engine
     plans = engine.plans(params)
 
-    @functools.partial(jax.jit, static_argnums=0, compiler_options=QUICK_COMPILE)
+    @functools.partial(jax.jit, static_argnums=0)
     def run(update_leaf, params, grads, state):
         states, shared = engine._unpack(state, plans)
         rows = list(zip(plans, grads.values(), params.values(), states, strict=True))
@@ -224,7 +223,7 @@ def test_a_clipping_is_folded_in(name, folded):
             updated = optax.apply_updates(params, updates)
             yield apart, (new, inner), (updated, other)
 
-    run = jax.jit(lambda *args: list(both(*args)), compiler_options=QUICK_COMPILE)
+    run = jax.jit(lambda *args: list(both(*args)))
     results = run(grads, state, params)
     assert folded == [link for link in links for _ in range(2)]
     codes = [state.mu["c"] for (_, state), *_ in results]

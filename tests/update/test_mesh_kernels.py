@@ -16,7 +16,8 @@ from optax_lowmem._core.placement import placement
 from optax_lowmem.kernels import platform
 from optax_lowmem.kernels.fused_update import dispatch, on_mesh, pallas_triton
 from optax_lowmem.sharding import state_shardings
-from tests.contract_cases import QUICK_COMPILE, assert_alike
+from tests.compilation import SAME_BITS
+from tests.contract_cases import assert_alike
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
 from tests.update.test_sharding import COLLECTIVES, LEARNING_RATE
 
@@ -60,7 +61,7 @@ def gpus(monkeypatch):
 
 def compiled(tx, specs=None, the_mesh=None, **how):
     step = functools.partial(lowmem.step, tx, implementation="pallas", specs=specs, mesh=the_mesh)
-    return jax.jit(step, compiler_options=QUICK_COMPILE, **how)
+    return jax.jit(step, compiler_options=SAME_BITS, **how)
 
 
 def steps(tx, step, params, state, place=lambda tree: tree):
@@ -170,7 +171,7 @@ def test_gradient_release(kind, gpus):
     model = release.Layered(lambda rest, batch: batch, {"layers": layer}, last)
     start = lowmem.init(tx, weights, jnp.float32)
     one = release.train_step(tx, model, implementation="pallas")
-    wanted = jax.jit(one, compiler_options=QUICK_COMPILE)(*start, batch)
+    wanted = jax.jit(one, compiler_options=SAME_BITS)(*start, batch)
     with jax.set_mesh(the_mesh):
         of_params = jax.tree.map(functools.partial(NamedSharding, the_mesh), specs)
         of_state = state_shardings(tx, start[0], of_params)
@@ -179,7 +180,7 @@ def test_gradient_release(kind, gpus):
         places = (of_params, of_state)
         jitted = jax.jit(
             step,
-            compiler_options=QUICK_COMPILE,
+            compiler_options=SAME_BITS,
             out_shardings=(NamedSharding(the_mesh, P()), *places),
         )
         given = [jax.device_put(*pair) for pair in zip(start, places, strict=True)]

@@ -19,7 +19,8 @@ from optax_lowmem.kernels import pallas_tiles
 from optax_lowmem.kernels.fused_update import dispatch, operands, pallas_triton, reference, tuning
 from optax_lowmem.kernels.tiles import Tile, Tiling
 from tests import launch_cases, tolerances
-from tests.contract_cases import QUICK_COMPILE, RULES, covering, pairwise
+from tests.compilation import FULL_COMPILE, SAME_BITS
+from tests.contract_cases import RULES, covering, pairwise
 from tests.lowering import kernels_in, lower_for_cuda
 from tests.update.test_fused_update import compare
 
@@ -139,7 +140,7 @@ def interpreted(on_a_gpu, monkeypatch):
     return launches
 
 
-def both(case, tuned=SMALL, options=QUICK_COMPILE):
+def both(case, tuned=SMALL, options=SAME_BITS):
     """[(update, state)] of the reference and of the kernel, in one compiled call."""
 
     def run(leaves, states, h, keys):
@@ -238,7 +239,7 @@ def test_variants(interpreted, variant):
 def test_as_it_is_compiled_otherwise(interpreted, optimizer, bits):
     """LLVM fuses multiply-adds where it sees them, and sees others in a kernel's loop."""
     case = make(optimizer, [*SHAPES[0], *SHAPES[1]], how={"master_weight_bits": bits})
-    wanted, found = both(case, options=None)
+    wanted, found = both(case, options=FULL_COMPILE)
     close(case, wanted, found)
     for plan, one, other in zip(case.plans, wanted, found, strict=True):
         for slot, codes, codes2 in zip(plan.slots, one[1].slots, other[1].slots, strict=True):
@@ -273,7 +274,7 @@ def launched(case, tile, **how):
     def run(leaves, scalars, keys):
         return anew(case.rule, plans, leaves, names, scalars, keys, numbers, tile)
 
-    return jax.jit(run, compiler_options=QUICK_COMPILE)(tuple(case.leaves), scalars, case.keys)
+    return jax.jit(run, compiler_options=SAME_BITS)(tuple(case.leaves), scalars, case.keys)
 
 
 @pytest.mark.parametrize("optimizer", lowmem.OPTIMIZERS)
@@ -305,7 +306,7 @@ def test_what_is_not_finite_shows(interpreted, optimizer, direct):
     tx, params = build(storage=storage()), {"w": jnp.ones((4, 80), BF16)}
     g = jnp.ones((4, 80)).at[0, 3].set(jnp.nan).at[2, 79].set(jnp.inf).at[1, 40].set(-jnp.inf)
     run = lowmem.step if direct else lambda tx, g, s, p: stepped(tx, g, s, p)
-    step = jax.jit(functools.partial(run, tx), compiler_options=QUICK_COMPILE)
+    step = jax.jit(functools.partial(run, tx), compiler_options=SAME_BITS)
     params, state = step({"w": g}, tx.init(params), params)
     assert interpreted
     bad, infinite = np.isnan(np.asarray(g)), np.isinf(np.asarray(g))

@@ -18,7 +18,8 @@ from optax_lowmem._core import random
 from optax_lowmem.kernels.fused_update import pallas_triton
 from optax_lowmem.kernels.tiles import Tile
 from tests import launch_cases
-from tests.contract_cases import POLICY, QUICK_COMPILE, assert_alike, assert_same
+from tests.compilation import SAME_BITS
+from tests.contract_cases import POLICY, assert_alike, assert_same
 
 LAYERS, WIDTH, WORDS = 3, 40, 17
 BLOCKS = lowmem.blocks.Structure(default="elementwise", rules=(("layers/w?", (1,)),))
@@ -96,14 +97,14 @@ def ordinary(tx, model=MODEL, each=None):
     return step
 
 
-def run(step, params, state, steps=3, options=QUICK_COMPILE):
+def run(step, params, state, steps=3, options=SAME_BITS):
     compiled = jax.jit(step, compiler_options=options)
     for batch in batches(steps):
         value, params, state = compiled(params, state, batch)
     return value, params, state
 
 
-def both(tx, params, state, model=MODEL, options=QUICK_COMPILE, steps=3, **how):
+def both(tx, params, state, model=MODEL, options=SAME_BITS, steps=3, **how):
     return [
         run(step, params, state, steps, options)
         for step in (ordinary(tx, model), release.train_step(tx, model, **how))
@@ -351,7 +352,7 @@ def test_on_an_auto_mesh(axes):
     tx = make("flash_sgd")
     params, state = lowmem.init(tx, masters(), jnp.float32)
     (batch,) = batches()
-    step = jax.jit(release.train_step(tx, MODEL), compiler_options=QUICK_COMPILE)
+    step = jax.jit(release.train_step(tx, MODEL), compiler_options=SAME_BITS)
     wanted = step(params, state, batch)
 
     def spec(path, x):
@@ -384,7 +385,7 @@ def test_inside_a_shard_map(check_vma):
         lambda *args: step(*args)[1:], mesh=mesh, in_specs=(P(), P(), P("data")),
         out_specs=(P(), P()), check_vma=check_vma,
     )  # fmt: skip
-    found = jax.jit(local, compiler_options=QUICK_COMPILE)(params, state, batch)
+    found = jax.jit(local, compiler_options=SAME_BITS)(params, state, batch)
     wanted = jax.jit(release.train_step(tx, MODEL))(params, state, batch)[1:]
     assert_alike(found, wanted, steps=3)
 

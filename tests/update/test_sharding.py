@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 import optax_lowmem as lowmem
 from optax_lowmem.codecs.expansion import ExpandedCodec
 from optax_lowmem.sharding import state_shardings
-from tests.contract_cases import QUICK_COMPILE, code_differences
+from tests.compilation import SAME_BITS
+from tests.contract_cases import code_differences
 
 AUTO = AxisType.Auto
 LEARNING_RATE = 1e-2
@@ -101,7 +102,7 @@ def trained(tx, params, state, shardings=None, steps=20):
         return jax.lax.scan(one, (params, state), grads)[0]
 
     how = {} if shardings is None else dict(out_shardings=shardings)
-    return jax.jit(run, compiler_options=QUICK_COMPILE, **how)(params, state, gradients(steps))
+    return jax.jit(run, compiler_options=SAME_BITS, **how)(params, state, gradients(steps))
 
 
 @functools.cache
@@ -342,7 +343,7 @@ def collectives(tx, params, of_params, of_state):
         functools.partial(lowmem.step, tx),
         in_shardings=(of_params, of_state, of_params),
         out_shardings=(of_params, of_state),
-        compiler_options=QUICK_COMPILE,
+        compiler_options=SAME_BITS,
     )
     return collections.Counter(
         re.findall(COLLECTIVES, step.lower(grads, state, params).compile().as_text())

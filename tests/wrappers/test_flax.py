@@ -14,7 +14,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem.transforms.engine import Engine
-from tests.contract_cases import POLICY, QUICK_COMPILE, assert_alike, assert_same
+from tests.contract_cases import POLICY, assert_alike, assert_same
 
 pytest.importorskip("flax")
 
@@ -105,7 +105,7 @@ def linen_step(state: Any, x: jax.Array, y: jax.Array) -> Any:
     return state.apply_gradients(grads=jax.grad(loss)(state.params))
 
 
-LINEN_STEP = jax.jit(linen_step, compiler_options=QUICK_COMPILE)
+LINEN_STEP = jax.jit(linen_step)
 
 
 def train_linen(state: Any) -> Any:
@@ -145,7 +145,7 @@ def test_train_state_is_donated():
     state = linen(ours.TrainState, adamw(), dtype=jnp.bfloat16)
     expected = LINEN_STEP(state, *data())
     before = jax.tree.leaves((state.params, state.opt_state))
-    step = jax.jit(linen_step, donate_argnums=0, compiler_options=QUICK_COMPILE)
+    step = jax.jit(linen_step, donate_argnums=0)
     assert_same(contents(step(state, *data())), contents(expected))
     assert all(leaf.is_deleted() for leaf in before if leaf.size > 1)
 
@@ -170,7 +170,7 @@ def test_train_state_is_created_inside_a_jit():
     tx = adamw()
     create = functools.partial(linen, ours.TrainState, tx, dtype=jnp.bfloat16)
     assert jax.eval_shape(create).params["Dense_0"]["kernel"].dtype == jnp.bfloat16
-    made = jax.jit(create, compiler_options=QUICK_COMPILE)()
+    made = jax.jit(create)()
     assert_close(made.master_params(), linen(ours.TrainState, tx).params)
 
 
@@ -306,7 +306,7 @@ def train_nnx(model: Any, optimizer: Any, steps: int = STEPS, **extra: Any) -> t
         nnx_step(*pair, x, y, **extra)
         return nnx.state(pair)
 
-    compiled = jax.jit(step, compiler_options=QUICK_COMPILE)
+    compiled = jax.jit(step)
     for _ in range(steps):
         state = compiled(state, *data())
     return nnx.merge(graphdef, state)

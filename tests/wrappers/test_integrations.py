@@ -16,7 +16,7 @@ import optax_lowmem as lowmem
 import optax_lowmem.flax as ours
 from optax_lowmem import checkpoint
 from optax_lowmem.sharding import state_shardings
-from tests.contract_cases import QUICK_COMPILE
+from tests.compilation import SAME_BITS
 from tests.integration_cases import (
     DTYPES,
     MESH,
@@ -43,9 +43,7 @@ def test_train_state_of_named_parameters(name):
     init = starting(cls, MLP(), tx, **DTYPES.get(name, {}))
     abstract = jax.eval_shape(init, jax.random.key(0))
     shardings = nn.get_sharding(abstract, mesh)
-    state = jax.jit(init, out_shardings=shardings, compiler_options=QUICK_COMPILE)(
-        jax.random.key(0)
-    )
+    state = jax.jit(init, out_shardings=shardings, compiler_options=SAME_BITS)(jax.random.key(0))
     mu, scale = (optax.tree.get(state.opt_state, n) for n in ("mu", "mu_scale"))
     kernel = NamedSharding(mesh, P("data", "model"))
     assert lies(mu["Dense_0"]["kernel"].value, kernel)
@@ -56,7 +54,7 @@ def test_train_state_of_named_parameters(name):
         in_shardings=(shardings, *[NamedSharding(mesh, P("data"))] * 2),
         out_shardings=(shardings, None),
         donate_argnums=0,
-        compiler_options=QUICK_COMPILE,
+        compiler_options=SAME_BITS,
     )
     found, losses = run(step, state)
     assert jax.tree.structure(found) == jax.tree.structure(abstract)
@@ -178,11 +176,11 @@ def test_logical_axes(name):
             in_shardings=(shardings, None, None),
             out_shardings=(shardings, None),
             donate_argnums=0,
-            compiler_options=QUICK_COMPILE,
+            compiler_options=SAME_BITS,
         )
         found = run(step, state)
     alone = nn.unbox(jax.jit(init)(jax.random.key(0)))
-    wanted = run(jax.jit(train_step, compiler_options=QUICK_COMPILE), alone)
+    wanted = run(jax.jit(train_step, compiler_options=SAME_BITS), alone)
     assert_close(found, wanted)
 
 

@@ -18,7 +18,7 @@ from optax_lowmem import checkpoint
 from optax_lowmem._core import trees
 from optax_lowmem.sharding import state_shardings
 from tests.checkpoint_cases import assert_same_bits
-from tests.contract_cases import QUICK_COMPILE
+from tests.compilation import SAME_BITS
 from tests.integration_cases import (
     MLP,
     OPTIMIZERS,
@@ -129,7 +129,7 @@ def loop(path, tx, mesh, until):
     with ocp.CheckpointManager(path, options=options) as manager:
         latest = manager.latest_step()
         if latest is None:
-            first = jax.jit(make, out_shardings=shardings, compiler_options=QUICK_COMPILE)
+            first = jax.jit(make, out_shardings=shardings, compiler_options=SAME_BITS)
             state = first(jax.random.key(0))
         else:
             like = jax.tree.map(
@@ -139,7 +139,7 @@ def loop(path, tx, mesh, until):
             params, opt_state = checkpoint.restore_from(manager, tx, like, shardings=of_state)
             state = abstract.replace(step=latest, params=params, opt_state=opt_state)
         start, losses = state, []
-        step = jax.jit(train_step, out_shardings=(shardings, None), compiler_options=QUICK_COMPILE)
+        step = jax.jit(train_step, out_shardings=(shardings, None), compiler_options=SAME_BITS)
         while int(state.step) < until:
             state, loss = step(state, *batch())
             losses.append(float(loss))
