@@ -417,9 +417,7 @@ def _of_device(
     if number * length > lead[-1] and wanted and scale is None:
         scale = jnp.ones(lead, jnp.float32)  # and 0 where there is no token
     axis = labels.ndim - 1
-    given = [
-        None if x is None else _cut(x, axis, number, length) for x in (hidden, labels, scale)
-    ]
+    given = [None if x is None else _cut(x, axis, number, length) for x in (hidden, labels, scale)]
 
     def body(total: Any, own: Any) -> tuple[Any, Any]:
         h, y, s = own
