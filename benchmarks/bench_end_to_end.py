@@ -97,7 +97,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=12, help="of each timing (default: 12)")
     add("--jobs", type=int, default=4, help="programs compiled at once (default: 4)")
     add("--loss", default="16384x2048x128256", metavar="TxWxV",
-        help="of the loss alone: tokens, width, vocabulary; 0: leave it out (default: 1b's)")  # fmt: skip
+        help="of the loss alone: tokens, width, vocabulary; 0: none (default: 1b's)")  # fmt: skip
     add("--profile", nargs="*", choices=VARIANTS, default=[], metavar="NAME",
         help="print where the device's time goes, by operation")  # fmt: skip
     add("--limit", type=float, default=330, metavar="S",

@@ -224,8 +224,8 @@ def run_it(args: argparse.Namespace, settings: Settings, console: Console) -> Re
     try:
         with console.status("compiling"):
             program.compiled  # noqa: B018 (kept by the program)
-        found["compile_s"] = time.perf_counter() - begin
-        say(f"compiled in {found['compile_s']:.1f} s")
+        compile_s = time.perf_counter() - begin
+        say(f"compiled in {compile_s:.1f} s")
         if args.account:
             found |= program.planned
             say(report.planned(found))
@@ -243,14 +243,14 @@ def run_it(args: argparse.Namespace, settings: Settings, console: Console) -> Re
     elif not run.losses:
         say(f"nothing to do: the run is at step {run.step} already")
     else:
-        found |= train.measured(run, settings, program)
+        found |= train.measured(run, settings, program) | {"compile_s": compile_s}
         if args.account and not settings.release:
             found |= train.optimizer_share(run, program)
         say(f"{memory}\n{report.summary(found)}")
         if args.memory_profile:
             jax.profiler.save_device_memory_profile(args.memory_profile)
     if args.record and "fits" in found:
-        report.append(program.settings, memory, found, args.record)
+        report.append(settings, program.settings, memory, found, args.record)
     return None if run is None else Result(run, program, found)
 
 

@@ -47,9 +47,8 @@ def headline(settings: Settings, report: lowmem.memory.Report, text: str) -> str
     noise = f", GaussWS noise [{settings.noise}]" if settings.noise else ""
     kept = "" if settings.activations == STANDARD else f", {settings.activations} activations"
     how = "" if settings.remat == NONE else f", remat {settings.remat}"
-    how += f", {settings.attention} attention" + f", unroll {settings.unroll}" * (
-        settings.unroll > 1
-    )
+    how += f", {settings.attention} attention"
+    how += f", unroll {settings.unroll}" if settings.unroll > 1 else ""
     return (
         f"{settings.preset}: {report.parameters / 1e6:,.1f}M parameters, {settings.optimizer}, "
         f"{settings.steps} steps of {settings.batch} x {settings.sequence} tokens of {text}, "
@@ -116,10 +115,14 @@ def case(settings: Settings) -> str:
 
 
 def append(
-    settings: Settings, report: lowmem.memory.Report, found: dict[str, float], file: Path
+    settings: Settings,
+    ran: Settings,
+    report: lowmem.memory.Report,
+    found: dict[str, float],
+    file: Path,
 ) -> None:
-    """Appends benchmark records of the run to a file of JSON lines."""
-    flags = dataclasses.asdict(settings) | {"parameters": report.parameters}
+    """Appends benchmark records of the run, as asked for and as it ran, to a file of JSON lines."""
+    flags = dataclasses.asdict(ran) | {"parameters": report.parameters}
     del flags["preset"], flags["optimizer"], flags["seed"]
     plain = settings.optimizer == PLAIN
     impl = "optax-f32" if plain else recorded_as(LOWMEM, settings.implementation)

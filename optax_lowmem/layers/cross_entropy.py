@@ -151,7 +151,7 @@ class _Layout:
       tokens: the mesh axes of each axis of the labels.
       width: those of the head's width.
       vocab: those of its vocabulary.
-      manual: the axes that the work is divided over by hand; None: all.
+      manual: the axes that the work is divided over here, not by XLA.
       explicit: whether arrays have these shardings as a part of their types.
       vocab_axis: of the head.
     """
@@ -160,7 +160,7 @@ class _Layout:
     tokens: tuple[tuple[str, ...], ...]
     width: tuple[str, ...]
     vocab: tuple[str, ...]
-    manual: frozenset[str] | None
+    manual: frozenset[str]
     explicit: bool
     vocab_axis: int
 
@@ -250,7 +250,7 @@ def _names(entry: Any) -> tuple[str, ...]:
 def _layout(
     hidden: jax.Array, head: jax.Array, labels: jax.Array, mesh: Any, specs: Any, vocab_axis: int
 ) -> _Layout | None:
-    explicit, manual = False, None
+    explicit = False
     if specs is None:
         if mesh is not None:
             raise ValueError("mesh without specs: pass specs=(of hidden, of head) too")
@@ -259,7 +259,6 @@ def _layout(
         if not meshes:
             return None
         mesh, explicit = meshes[0], True
-        manual = frozenset(mesh.explicit_axes)
         specs = tuple(own.spec for own in types[:2])
     elif mesh is None:
         mesh = jax.sharding.get_abstract_mesh()
@@ -273,6 +272,7 @@ def _layout(
     except (TypeError, ValueError):
         raise ValueError(f"specs={specs!r}: pass those of hidden and head, a pair") from None
     width, vocab = of_head if vocab_axis else of_head[::-1]
+    manual = frozenset(mesh.explicit_axes if explicit else mesh.axis_names)
     layout = _Layout(mesh, of_hidden[:-1], width, vocab, manual, explicit, vocab_axis)
     both = sorted(set(layout.batch) & set(vocab))
     if both:
@@ -319,12 +319,13 @@ def _total_forward(
     loss: _Loss, hidden: Any, head: Any, labels: Any, weights: Any
 ) -> tuple[jax.Array, Any]:
     wanted = _Wanted(hidden.perturbed, head.perturbed)
-    own = None if weights is None else weights.value
-    losses, *gradients = _sweep(loss, wanted, hidden.value, head.value, labels.value, own)
+    given = hidden.value, head.value, labels.value
     if weights is None:
+        losses, *gradients = _sweep(loss, wanted, *given, None)
         return losses.sum(), (*gradients, None)
-    losses = _without_masked(losses, own)
-    return (losses * own).sum(), (*gradients, losses if weights.perturbed else None)
+    losses, *gradients = _sweep(loss, wanted, *given, weights.value)
+    losses = _without_masked(losses, weights.value)
+    return (losses * weights.value).sum(), (*gradients, losses if weights.perturbed else None)
 
 
 def _total_backward(loss: _Loss, saved: Any, g: Any) -> tuple[Any, ...]:
@@ -369,7 +370,6 @@ def _sweep(
         return _of_device(loss, wanted, hidden, head, labels, scale)
     of_tokens, of_hidden, of_head = layout.of_tokens, layout.of_hidden, layout.of_head()
     result = layout.of_head(layout.width if layout.scattered else ())
-    more = {} if layout.manual is None else {"axis_names": set(layout.manual)}
     losses, for_hidden, for_head = jax.shard_map(
         partial(_of_mesh, loss, wanted),
         mesh=layout.mesh,
@@ -377,7 +377,7 @@ def _sweep(
         out_specs=(
             of_tokens, of_hidden if wanted.hidden else None, result if wanted.head else None
         ),
-        **more,
+        axis_names=layout.manual,
     )(hidden, layout.gathered(head), labels, scale)  # fmt: skip
     return losses, for_hidden, None if for_head is None else layout.as_head(for_head)
 
@@ -514,9 +514,11 @@ def _chunk(
     if wanted.hidden:
         for_hidden = over_vocab(dot(f"...v,{of_head}->...w", gradient, w)).astype(hidden.dtype)
     if wanted.head:
-        both, tokens = (h, gradient), tuple(range(labels.ndim))
+        left, right = (h, gradient) if loss.vocab_axis else (gradient, h)
+        tokens = tuple(range(labels.ndim))
         for_head = lax.dot_general(
-            *(both if loss.vocab_axis else both[::-1]),
+            left,
+            right,
             ((tokens, tokens), ((), ())),
             precision=loss.precision,
             preferred_element_type=wide,
