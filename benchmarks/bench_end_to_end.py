@@ -5,7 +5,7 @@
     python -m benchmarks.bench_end_to_end --preset tiny --steps 3 --loss 256x64x32   # anywhere
 
 The variants are command lines of examples/train_llama.py, with what a few of them change beside.
-All are compiled before the first one is timed.
+All but the first are compiled before they are timed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ class Variant:
     options: tuple[tuple[str, str], ...] = ()
 
 
-SLICES = (("xla_gpu_enable_dynamic_slice_fusion", "true"),)
+SLICES = (("xla_gpu_enable_dynamic_slice_fusion", "True"),)
 VARIANTS = {
     "default": Variant(),
     "products-alone": Variant(products_alone=True),
@@ -73,6 +73,7 @@ VARIANTS = {
     "chunk-2048": Variant(chunk_tokens=2048),
     "slice-fusion": Variant(options=SLICES),
     "unroll-2": Variant("--unroll 2"),
+    "unroll-4": Variant("--unroll 4"),
     "unrolled": Variant("--unroll 99"),
     "unrolled-merged": Variant("--unroll 99", merges=True),
     "unrolled-products-alone": Variant("--unroll 99", products_alone=True),
@@ -195,44 +196,47 @@ def timed(program: Any, steps: int) -> tuple[dict[str, float], train.Run]:
 
 
 def steps_of(bench: Bench) -> None:
-    """All variants: compiled together, timed one by one."""
-    args = bench.args
-    case, pending = f"llama-{args.preset}", {}
+    """The first variant, whose choice of kernels serves all; then the others, compiled together."""
+    first, *others = bench.args.only
+    time_all(bench, compile_all(bench, [first]))
+    if others:
+        time_all(bench, compile_all(bench, others))
 
-    def finish(name: str, program: Any, step: Callable[[], tuple[Any, float]]) -> None:
-        try:
-            program.__dict__["compiled"], compile_s = step()
-            say(f"compiled {name} in {compile_s:.0f} s")
-            pending[name] = program, compile_s
-        except jax.errors.JaxRuntimeError as error:
-            bench.failed(case, name, error)
 
-    with ThreadPoolExecutor(args.jobs) as pool:
-        futures = {}
-        for name in args.only:
-            variant = VARIANTS[name]
-            program, step = lowered(args, variant)
-            task = pool.submit(compiled, variant, step)
-            if not futures:  # its choice of kernels serves all
-                with contextlib.suppress(jax.errors.JaxRuntimeError):
-                    task.result()
-            futures[name] = program, task
-        for name, (program, task) in futures.items():
-            finish(name, program, task.result)
-    for name, (program, compile_s) in pending.items():
+def compile_all(bench: Bench, names: list[str]) -> dict[str, tuple[Any, float]]:
+    """Of each name, the program and the seconds of compiling it; less those that fail."""
+    found = {}
+    with ThreadPoolExecutor(bench.args.jobs) as pool:
+        programs, tasks = {}, {}
+        for name in names:
+            programs[name], step = lowered(bench.args, VARIANTS[name])
+            tasks[name] = pool.submit(compiled, VARIANTS[name], step)
+        for name, task in tasks.items():
+            try:
+                programs[name].__dict__["compiled"], compile_s = task.result()
+                say(f"compiled {name} in {compile_s:.0f} s")
+                found[name] = programs[name], compile_s
+            except (jax.errors.JaxRuntimeError, ValueError) as error:
+                bench.failed(f"llama-{bench.args.preset}", name, error)
+    return found
+
+
+def time_all(bench: Bench, programs: dict[str, tuple[Any, float]]) -> None:
+    """One by one, while there is time."""
+    for name, (program, compile_s) in programs.items():
         if bench.late:
-            break
+            return
         try:
-            found, run = timed(program, args.steps)
+            found, run = timed(program, bench.args.steps)
         except jax.errors.JaxRuntimeError as error:
-            bench.failed(case, name, error)
+            bench.failed(f"llama-{bench.args.preset}", name, error)
             continue
-        settings = program.settings
-        how = {"remat": settings.remat, "attention": settings.attention, "unroll": settings.unroll}
-        bench.store(case, name, found | {"compile_s": compile_s}, **how)
-        if name in args.profile:
+        own = program.settings
+        how = {"remat": own.remat, "attention": own.attention, "unroll": own.unroll}
+        found |= {"compile_s": compile_s}
+        bench.store(f"llama-{bench.args.preset}", name, found, **how)
+        if name in bench.args.profile:
             profile(name, program, run)
-        del run
 
 
 def profile(name: str, program: Any, run: train.Run, most: int = 30) -> None:
