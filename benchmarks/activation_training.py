@@ -19,7 +19,7 @@ from benchmarks.switchback_variants import Remedied
 
 # on the path since adam_mini_training
 from _gpt.train import F32, LOWMEM, optimizer_step  # isort: skip
-from _llama.config import FP8, PLAIN, PRESETS as LLAMAS, STANDARD, Settings, Shape  # isort: skip
+from _llama.config import FP8, NONE, PLAIN, PRESETS as LLAMAS, STANDARD, Settings, Shape  # isort: skip
 from _llama.optimizer import make_optimizer, stored_dtype  # isort: skip
 
 
@@ -65,10 +65,7 @@ PRESETS = {
 
 def flops(run: Run) -> float:
     """Of a run: 6 for each weight of a matrix and token, and those of causal attention."""
-    s = run.shape
-    matrices = s.layers * s.width * (2 * s.width * (1 + s.kv_heads / s.heads) + 3 * s.hidden)
-    attention = s.layers * s.width * run.context
-    return 6.0 * (matrices + s.width * s.vocab + attention) * run.tokens * run.steps
+    return run.shape.flops_per_token(run.context) * run.tokens * run.steps
 
 
 class Experiment:
@@ -90,7 +87,7 @@ class Experiment:
             steps=run.steps,
             learning_rate=run.learning_rate,
             text=run.text,
-            remat=False,
+            remat=NONE,
             compute=run.compute,
             seed=self.seed + (1000 if chosen.other_start else 0),
             attention=run.attention,

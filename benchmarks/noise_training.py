@@ -17,7 +17,7 @@ import optax_lowmem as lowmem
 from optax_lowmem.gaussws.parts import chooser
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
-from _llama.config import PLAIN, PRESETS  # noqa: E402
+from _llama.config import FULL, NONE, PLAIN, PRESETS  # noqa: E402
 from _llama.model import Llama, is_norm  # noqa: E402
 from _llama.optimizer import decayed  # noqa: E402
 
@@ -72,7 +72,8 @@ class Run:
         self.tokens = self.batch * self.sequence
         self.tx = make_optimizer(optimizer, name, own.shape)
         self.optimizer, self.name = optimizer, name
-        self.model = Llama(own.shape, "bfloat16", attention, own.remat)
+        remat = FULL if own.text == "random" else NONE  # the large models
+        self.model = Llama(own.shape, "bfloat16", attention, remat)
         self._steps = 1
         size = (self.batch, self.sequence + 1)
         self.inputs = jax.random.randint(jax.random.key(1), size, 0, own.shape.vocab, jnp.int32)

@@ -29,7 +29,21 @@ try:
     from _gpt.data import TEXTS
     from _gpt.train import check_implementation
     from _llama import checkpoints, report, train
-    from _llama.config import FP8, LINEARS, NOISE, PLAIN, PRESETS, STANDARD, Settings
+    from _llama.config import (
+        AUTO,
+        CUDNN,
+        DOTS,
+        FP8,
+        FULL,
+        LINEARS,
+        NOISE,
+        NONE,
+        PLAIN,
+        PRESETS,
+        STANDARD,
+        XLA,
+        Settings,
+    )
     from _llama.optimizer import NAMES, RATE_FACTORS
     from rich.console import Console
     from rich.progress import (
@@ -70,12 +84,19 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--tensor", type=positive, default=1, metavar="N",
         help="devices that share each matrix product")  # fmt: skip
     add("--zero", action="store_true", help="cut the state between the --data devices (ZeRO-1)")
-    add("--remat", action=argparse.BooleanOptionalAction,
-        help="compute layers anew in the backward pass; default: the preset's")  # fmt: skip
+    add("--remat", nargs="?", choices=(NONE, DOTS, FULL, AUTO), const=FULL,
+        help="compute layers anew in the backward pass: in full (the meaning without a word), or "
+        "all but their products and attention (dots); auto, the default: dots on a GPU or TPU, "
+        "full where memory is short, none on a CPU and with --activations fp8")  # fmt: skip
+    add("--no-remat", dest="remat", action="store_const", const=NONE, help="--remat none")
+    add("--unroll", type=positive, default=1, metavar="N",
+        help="layers in a step of the scan over layers: fewer copies, a longer compilation "
+        "(default: 1)")  # fmt: skip
     add("--release", action="store_true",
         help="update each layer inside the backward pass: gradients never exist all at once, and "
         "each layer is computed anew")  # fmt: skip
-    add("--attention", choices=("xla", "cudnn"), default="xla", help="default: xla")
+    add("--attention", choices=(AUTO, XLA, CUDNN), default=AUTO,
+        help="auto, the default: cudnn where it takes the model")  # fmt: skip
     add("--linear", choices=LINEARS, default=STANDARD,
         help="products of the layers' matrices in 8 bits, forward and for the gradient of their "
         "input; embedding and head stay (default: standard)")  # fmt: skip
@@ -93,7 +114,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--cache", type=Path, default=Path("demo_output"), metavar="DIR",
         help="of the tokenizer that is trained for a text (default: demo_output)")  # fmt: skip
     add("--account", action="store_true",
-        help="compile forward and backward alone too, and say what is beside")  # fmt: skip
+        help="compile forward and backward alone too, and say what is beside; and the optimizer's "
+        "step, to take a few more of them at the end and say its share of the time")  # fmt: skip
     add("--memory-profile", type=Path, metavar="FILE",
         help="where to put a profile (pprof) of what lies on the device at the end")  # fmt: skip
     add_common(add)
@@ -107,7 +129,7 @@ def make_settings(args: argparse.Namespace) -> Settings:
     chosen = {name: getattr(preset, name) if x is None else x for name, x in given.items()}
     shared = args.fsdp * args.tensor
     own = ("optimizer", "seed", "attention", "linear", "activations", "noise", "implementation",
-           "fsdp", "tensor", "zero", "release")  # fmt: skip
+           "fsdp", "tensor", "zero", "release", "unroll")  # fmt: skip
     _check_release(args)
     rate = preset.learning_rate * RATE_FACTORS.get(args.optimizer, 1.0)
     settings = Settings(
@@ -195,14 +217,15 @@ def run_it(args: argparse.Namespace, settings: Settings, console: Console) -> Re
     program = train.make_program(settings)
     say = functools.partial(console.print, highlight=False, soft_wrap=True)
     memory, own_bytes = program.report, program.device_bytes
-    say(report.headline(settings, memory, text))
+    say(report.headline(program.settings, memory, text))
     found = {"bytes_per_param": memory.bytes_per_param, "device_bytes": own_bytes}
     found |= report.limit()
     begin = time.perf_counter()
     try:
         with console.status("compiling"):
             program.compiled  # noqa: B018 (kept by the program)
-        say(f"compiled in {time.perf_counter() - begin:.1f} s")
+        compile_s = time.perf_counter() - begin
+        say(f"compiled in {compile_s:.1f} s")
         if args.account:
             found |= program.planned
             say(report.planned(found))
@@ -220,12 +243,14 @@ def run_it(args: argparse.Namespace, settings: Settings, console: Console) -> Re
     elif not run.losses:
         say(f"nothing to do: the run is at step {run.step} already")
     else:
-        found |= train.measured(run, settings, program)
+        found |= train.measured(run, settings, program) | {"compile_s": compile_s}
+        if args.account and not settings.release:
+            found |= train.optimizer_share(run, program)
         say(f"{memory}\n{report.summary(found)}")
         if args.memory_profile:
             jax.profiler.save_device_memory_profile(args.memory_profile)
     if args.record and "fits" in found:
-        report.append(settings, memory, found, args.record)
+        report.append(settings, program.settings, memory, found, args.record)
     return None if run is None else Result(run, program, found)
 
 

@@ -10,6 +10,9 @@ from optax_lowmem import layers
 PLAIN = "optax.adamw"
 STANDARD = "standard"
 FP8 = "fp8"  # --activations
+AUTO = "auto"  # --attention, --remat: what suits the model and the machine
+XLA, CUDNN = "xla", "cudnn"  # --attention
+NONE, DOTS, FULL = "none", "dots", "full"  # --remat
 NOISE = ("od", "qkv", "out", "up", "down", "all")  # --noise
 # --linear: the dot_general of the layers' matrices; None: JAX's. Embedding and head keep it.
 # `-auto`: in 8 bits where that is faster.
@@ -37,6 +40,12 @@ class Shape:
     rope: float = 10_000.0
     tied: bool = False
 
+    def flops_per_token(self, sequence: int) -> float:
+        """Of a training step: 6 for each weight of a matrix, and those of causal attention."""
+        kept = 2 * self.width * (1 + self.kv_heads / self.heads) + 3 * self.hidden
+        matrices = self.layers * self.width * kept + self.width * self.vocab
+        return 6.0 * (matrices + self.layers * self.width * sequence)
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -48,7 +57,7 @@ class Preset:
     steps: int
     learning_rate: float
     text: str = "standard-library"
-    remat: bool = False
+    remat: str = AUTO
 
 
 # 60m to 350m are the sizes that papers on low-memory training compare on, 1b, 3b and 8b are
@@ -60,15 +69,15 @@ PRESETS: dict[str, Preset] = {
     "350m": Preset(Shape(24, 1024, 2736, 16, 16, 32_000), 1024, 32, 2_000, 6e-4),
     "1b": Preset(
         Shape(16, 2048, 8192, 32, 8, 128_256, 500_000.0, tied=True),
-        2048, 8, 1_000, 3e-4, "random", remat=True,
+        2048, 8, 1_000, 3e-4, "random",
     ),
     "3b": Preset(
         Shape(28, 3072, 8192, 24, 8, 128_256, 500_000.0, tied=True),
-        2048, 4, 500, 2e-4, "random", remat=True,
+        2048, 4, 500, 2e-4, "random",
     ),
     "8b": Preset(
         Shape(32, 4096, 14_336, 32, 8, 128_256, 500_000.0),
-        2048, 1, 100, 1e-4, "random", remat=True,
+        2048, 1, 100, 1e-4, "random",
     ),
 }  # fmt: skip
 
@@ -85,11 +94,11 @@ class Settings:
     steps: int
     learning_rate: float
     text: str
-    remat: bool
+    remat: str
     compute: str
     seed: int
     clip: float = 1.0
-    attention: str = "xla"
+    attention: str = AUTO
     linear: str = STANDARD
     activations: str = STANDARD
     noise: str | None = None
@@ -99,6 +108,7 @@ class Settings:
     tensor: int = 1
     zero: bool = False
     release: bool = False
+    unroll: int = 1
 
     @property
     def devices(self) -> int:

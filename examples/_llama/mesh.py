@@ -61,6 +61,14 @@ def shardings(tx: Any, params: Any, settings: Settings, mesh: Mesh) -> tuple[Any
     return of_params, of_state
 
 
+def of_loss(settings: Settings, mesh: Mesh) -> dict[str, Any]:
+    """What the loss must be told for each device to sum its own chunks: where its arguments lie."""
+    if settings.devices == 1:
+        return {}
+    head = _SPECS["embed_tokens" if settings.shape.tied else "lm_head"]
+    return {"mesh": mesh, "specs": (BATCH, head)}
+
+
 def step_placement(of_state: Any, mesh: Mesh) -> dict[str, Any]:
     """What lowmem.step must be told for kernels to run on each device: where the codes lie."""
     if jax.device_count() == 1:

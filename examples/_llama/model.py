@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from _gpt.model import RMSNorm, dense, mean_loss, rotary_angles, rotate
+from _gpt.model import RMSNorm, dense, rotary_angles, rotate
 from flax import nnx
 
-from optax_lowmem import layers
+from optax_lowmem import layers, memory
 
-from .config import FP8, STANDARD, Shape
+from .config import DOTS, FP8, FULL, NONE, STANDARD, XLA, Shape
 
 Constraint = Callable[[jax.Array], jax.Array]
 STACK = "layers"  # the subtree of parameters that has the layers on axis 0
@@ -81,11 +81,11 @@ class Ends(nnx.Module):
         if not shape.tied:
             self.lm_head = dense(shape.width, shape.vocab, shape.width**-0.5, rngs)
 
-    def logits(self, x):
-        """In f32, [batch, length, vocab]."""
+    def mean_loss(self, x, targets, loss):
+        """In nats a token, in f32; `loss` as `layers.linear_cross_entropy`."""
         tied = not hasattr(self, "lm_head")
-        head = self.embed_tokens.embedding[...].T if tied else self.lm_head.kernel[...]
-        return jnp.einsum("blw,wv->blv", self.norm(x), head, preferred_element_type=jnp.float32)
+        head = self.embed_tokens.embedding[...] if tied else self.lm_head.kernel[...]
+        return loss(self.norm(x), head, targets, vocab_axis=0 if tied else 1)
 
 
 def is_norm(path: str) -> bool:
@@ -98,6 +98,17 @@ def leaf_path(keys: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(keys, simple=True, separator="/")
 
 
+def _keeps(primitive: Any, *args: Any, **params: Any) -> bool:
+    """Whether the backward pass is given a result: products with weights, and cuDNN's attention."""
+    products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    attention = primitive.name.startswith("dot_product_attention_fwd")
+    return attention or products(primitive, *args, **params)
+
+
+# name of `remat` -> what of a layer the backward pass does not compute anew
+_POLICIES = {DOTS: _keeps, FULL: None}
+
+
 @dataclass(frozen=True)
 class Llama:
     """The model as functions of its parameters, in stages: what is first, a layer, what is last.
@@ -108,19 +119,24 @@ class Llama:
       shape: its size.
       compute: the dtype of matrix products; norms, the softmax and the loss are f32.
       attention: `xla` or `cudnn`.
-      remat: whether the backward pass computes each layer anew, from its input.
+      remat: `none`; `dots`: the backward pass computes each layer anew but for its products and
+        its attention; `full`: from its input.
       constrain: applied to what goes from layer to layer, to say where it lies on a mesh.
       dot_general: of the matrices of layers; None: JAX's.
       activations: `fp8`: what the backward pass needs of a layer is kept in 8 bits.
+      unroll: layers in a step of the scan; the arrays of a step are not copied to and from stacks.
+      loss: `layers.linear_cross_entropy`, which a mesh makes know where its arguments lie.
     """
 
     shape: Shape
     compute: str = "bfloat16"
-    attention: str = "xla"
-    remat: bool = False
+    attention: str = XLA
+    remat: str = NONE
     constrain: Constraint = lambda x: x
     dot_general: Any = None
     activations: str = STANDARD
+    unroll: int = 1
+    loss: Callable[..., jax.Array] = layers.linear_cross_entropy
 
     def _block(self, key: jax.Array) -> Block:
         return Block(self.shape, self.attention, nnx.Rngs(key))
@@ -187,7 +203,7 @@ class Llama:
         """The mean loss in nats a token, in f32."""
         own = {name: tree for name, tree in rest.items() if name != STACK}
         ends = nnx.merge(self._graphs[0], self._computing(own))
-        return mean_loss(ends.logits(x), tokens[:, 1:])
+        return ends.mean_loss(x, tokens[:, 1:], self.loss)
 
     def __call__(self, params: Any, tokens: jax.Array) -> jax.Array:
         """The loss of `tokens` [batch, length + 1]."""
@@ -199,7 +215,25 @@ class Llama:
         def body(x: jax.Array, own: Any) -> tuple[jax.Array, None]:
             return self.layer(own, params, x, tokens), None
 
-        if self.remat:
-            body = jax.checkpoint(body, prevent_cse=False)
-        x, _ = jax.lax.scan(body, x, params[STACK])
+        body = self.rematerialised(body)
+        x, _ = jax.lax.scan(body, x, params[STACK], unroll=self.unroll)
         return self.last(params, x, tokens)
+
+    def rematerialised(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        """A layer's function, whose gradient computes anew what `remat` says."""
+        if self.remat == NONE:
+            return body
+        # unrolled, XLA would find that both computations are the same, and keep the first one's
+        merges = self.unroll > 1
+        return jax.checkpoint(body, prevent_cse=merges, policy=_POLICIES[self.remat])
+
+    def kept_bytes(self, batch: int, sequence: int) -> int:
+        """What the layers keep for the backward pass, by the shapes of one."""
+        own = jax.eval_shape(
+            lambda key: self.weights(key, lambda path: self.compute), jax.random.key(0)
+        )
+        layer = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), own[STACK])
+        x = jax.ShapeDtypeStruct((batch, sequence, self.shape.width), jnp.dtype(self.compute))
+        body = self.rematerialised(lambda x, own: self.layer(own, None, x, None))
+        report = memory.activation_report(body, x, layer, weights=1)
+        return self.shape.layers * report.total_bytes

@@ -14,7 +14,7 @@ from _gpt.train import LOWMEM
 
 import optax_lowmem as lowmem
 
-from .config import PLAIN, PRESETS, STANDARD, Settings
+from .config import AUTO, NONE, PLAIN, PRESETS, STANDARD, Settings
 from .optimizer import RATE_FACTORS
 
 GIB = 2.0**30
@@ -26,6 +26,10 @@ _UNITS = {
     "device_bytes": "bytes",
     "peak_bytes": "bytes",
     "fits": "yes or no",
+    "mfu": "of the peak in 16 bits",
+    "optimizer_share": "of a step",
+    "compile_s": "s",
+    "planned_bytes": "bytes",
     "limit_bytes": "bytes",
     "argument_bytes": "bytes",
     "temporary_bytes": "bytes",
@@ -42,10 +46,14 @@ def headline(settings: Settings, report: lowmem.memory.Report, text: str) -> str
     linear = "" if settings.linear == STANDARD else f", {settings.linear}"
     noise = f", GaussWS noise [{settings.noise}]" if settings.noise else ""
     kept = "" if settings.activations == STANDARD else f", {settings.activations} activations"
+    how = "" if settings.remat == NONE else f", remat {settings.remat}"
+    how += f", {settings.attention} attention"
+    how += f", unroll {settings.unroll}" if settings.unroll > 1 else ""
     return (
         f"{settings.preset}: {report.parameters / 1e6:,.1f}M parameters, {settings.optimizer}, "
         f"{settings.steps} steps of {settings.batch} x {settings.sequence} tokens of {text}, "
-        f"{settings.compute}{linear}{kept}{noise}, on {settings.devices} x {device_name()}{layout}"
+        f"{settings.compute}{linear}{kept}{noise}{how}, "
+        f"on {settings.devices} x {device_name()}{layout}"
     )
 
 
@@ -68,9 +76,12 @@ def out_of_memory(settings: Settings, report: lowmem.memory.Report, own_bytes: i
 
 def summary(found: dict[str, float]) -> str:
     """The numbers in lines."""
+    more = f"   MFU {found['mfu']:.1%}" if "mfu" in found else ""
+    if "optimizer_share" in found:
+        more += f"   optimizer {found['optimizer_share']:.1%} of a step"
     return (
         f"training loss {found['train_loss']:.4f}   {found['tokens_per_s']:,.0f} tokens/s   "
-        f"{found['step_ms']:.1f} ms a step\n"
+        f"{found['step_ms']:.1f} ms a step{more}\n"
         f"{found['bytes_per_param']:.3f} bytes a parameter of weights and state, "
         f"{found['device_bytes'] / GIB:.3f} GiB a device; "
         f"at most {found['peak_bytes'] / GIB:.3f} GiB with gradients and activations"
@@ -96,7 +107,7 @@ def case(settings: Settings) -> str:
         ("linear", "activations"), STANDARD
     )
     usual |= {n: getattr(preset, n) for n in ("sequence", "batch", "steps", "text", "remat")}
-    usual["noise"] = None
+    usual |= {"noise": None, "attention": AUTO, "unroll": 1}
     for name, value in usual.items():
         own = getattr(settings, name)
         changed += [f"{name}={own}"] if own != value else []
@@ -104,10 +115,14 @@ def case(settings: Settings) -> str:
 
 
 def append(
-    settings: Settings, report: lowmem.memory.Report, found: dict[str, float], file: Path
+    settings: Settings,
+    ran: Settings,
+    report: lowmem.memory.Report,
+    found: dict[str, float],
+    file: Path,
 ) -> None:
-    """Appends benchmark records of the run to a file of JSON lines."""
-    flags = dataclasses.asdict(settings) | {"parameters": report.parameters}
+    """Appends benchmark records of the run, as asked for and as it ran, to a file of JSON lines."""
+    flags = dataclasses.asdict(ran) | {"parameters": report.parameters}
     del flags["preset"], flags["optimizer"], flags["seed"]
     plain = settings.optimizer == PLAIN
     impl = "optax-f32" if plain else recorded_as(LOWMEM, settings.implementation)

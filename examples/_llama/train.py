@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import time
@@ -20,8 +21,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
-from optax_lowmem import release
+from optax_lowmem import layers, release
 
+from . import choose
 from . import mesh as meshes
 from .config import LINEARS, PLAIN, Settings
 from .model import STACK, Llama
@@ -36,20 +38,25 @@ class Program:
     """What a run is made of; nothing of it lies on a device yet.
 
     Attributes:
+      settings: the run, with what `auto` has become.
       tx: the optimizer.
       like: (parameters, state) as shapes with their shardings.
       start: () -> (parameters, state) on their devices.
       step: (parameters, state, tokens) -> (parameters, state, loss); it takes its arguments' place.
       backward: (parameters, tokens) -> loss and gradient of what goes into the layers: the forward
         and backward pass without gradients of weights.
+      update: (gradients, parameters, state) -> (parameters, state): the optimizer's step alone; it
+        takes the place of the latter two.
       tokens: a batch, as a shape with its sharding.
     """
 
+    settings: Settings
     tx: Any
     like: tuple[Any, Any]
     start: Callable[[], tuple[Any, Any]]
     step: Callable[..., tuple[Any, Any, jax.Array]]
     backward: Callable[..., Any]
+    update: Callable[..., tuple[Any, Any]]
     tokens: jax.ShapeDtypeStruct
 
     @functools.cached_property
@@ -95,9 +102,16 @@ def make_program(settings: Settings) -> Program:
     mesh, tx = meshes.make_mesh(settings), make_optimizer(settings)
     of_batch = NamedSharding(mesh, meshes.BATCH)
     constrain = functools.partial(jax.lax.with_sharding_constraint, shardings=of_batch)
-    remat = settings.remat or settings.release
-    how = (settings.compute, settings.attention, remat, constrain, LINEARS[settings.linear])
-    model = Llama(settings.shape, *how, activations=settings.activations)
+    model = Llama(
+        settings.shape,
+        settings.compute,
+        choose.attention(settings),
+        constrain=constrain,
+        dot_general=LINEARS[settings.linear],
+        activations=settings.activations,
+        unroll=settings.unroll,
+        loss=functools.partial(layers.linear_cross_entropy, **meshes.of_loss(settings, mesh)),
+    )
     dtype, plain = functools.partial(stored_dtype, settings.optimizer), settings.optimizer == PLAIN
 
     def start() -> tuple[Any, Any]:
@@ -111,18 +125,35 @@ def make_program(settings: Settings) -> Program:
     params, state = jax.eval_shape(start)
     places = meshes.shardings(tx, params, settings, mesh)
     where = {} if plain else meshes.step_placement(places[1], mesh)
+
+    def kept_bytes(remat: str) -> int:
+        rows = settings.batch // (settings.data * settings.fsdp)
+        own = dataclasses.replace(model, remat=remat, constrain=lambda x: x)
+        return own.kept_bytes(rows, settings.sequence)
+
+    weights_bytes = meshes.bytes_per_device(params, places[0])  # gradients take as much
+    fixed_bytes = weights_bytes + meshes.bytes_per_device((params, state), places)
+    settings = choose.resolved(settings, fixed_bytes, kept_bytes)
+    model = dataclasses.replace(model, remat=settings.remat)
     step = (_released if settings.release else _ordinary)(model, tx, settings, where)
 
     def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     everywhere = NamedSharding(mesh, P())
+    take_step = functools.partial(_take_step(settings), tx, **where)
     return Program(
+        settings,
         tx,
         jax.tree.map(placed, (params, state), places),
         jax.jit(start, out_shardings=places),
         jax.jit(step, donate_argnums=(0, 1), out_shardings=(*places, everywhere)),
         jax.jit(lambda *args: jax.value_and_grad(model.beyond)(model.first(*args), *args)),
+        jax.jit(
+            lambda grads, params, state: take_step(grads, state, params),
+            donate_argnums=(1, 2),
+            out_shardings=places,
+        ),
         jax.ShapeDtypeStruct((settings.batch, settings.sequence + 1), jnp.int32, sharding=of_batch),
     )
 
@@ -138,11 +169,15 @@ def noisy_start(model: Llama, tx: Any, settings: Settings) -> tuple[Any, Any]:
     return lowmem.init(tx, weights, dtype, seed=settings.seed)
 
 
-def _ordinary(model: Llama, tx: Any, settings: Settings, where: dict[str, Any]) -> Step:
-    """All gradients, then the optimizer's step."""
+def _take_step(settings: Settings) -> Callable[..., tuple[Any, Any]]:
     # through `apply_updates` weights with noise would be rounded once more
     impl = F32 if settings.optimizer == PLAIN and not settings.noise else LOWMEM
-    take_step = optimizer_step(impl, settings.implementation)
+    return optimizer_step(impl, settings.implementation)
+
+
+def _ordinary(model: Llama, tx: Any, settings: Settings, where: dict[str, Any]) -> Step:
+    """All gradients, then the optimizer's step."""
+    take_step = _take_step(settings)
 
     def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
         loss, grads = jax.value_and_grad(model)(params, tokens)
@@ -232,10 +267,29 @@ def advance(run: Run, program: Program, batches: Batches, until: int) -> Iterato
 def measured(run: Run, settings: Settings, program: Program) -> dict[str, float]:
     """The numbers of a run; its loss is the mean over the last tenth of the run."""
     stats = jax.local_devices()[0].memory_stats() or {}  # a CPU has none
-    return {
+    rate = settings.batch * settings.sequence / run.step_s
+    found = {
         "train_loss": float(np.mean(run.losses[-max(1, settings.steps // 10) :])),
-        "tokens_per_s": settings.batch * settings.sequence / run.step_s,
+        "tokens_per_s": rate,
         "step_ms": 1e3 * run.step_s,
         "peak_bytes": stats.get("peak_bytes_in_use") or planned_bytes(program.compiled),
+        "planned_bytes": planned_bytes(program.compiled),
         "fits": 1,
     }
+    peak = choose.peak_flops(jax.local_devices()[0].device_kind)
+    if peak:
+        flops = rate * settings.shape.flops_per_token(settings.sequence)
+        found["mfu"] = flops / (peak * settings.devices)
+    return found
+
+
+def optimizer_share(run: Run, program: Program) -> dict[str, float]:
+    """The optimizer's part of a step's time, from steps of its own that move the weights on."""
+    grads = jax.jit(lambda tree: jax.tree.map(jnp.zeros_like, tree))(run.params)
+    update = program.update.lower(grads, run.params, run.state).compile()
+    seconds = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        run.params, run.state = jax.block_until_ready(update(grads, run.params, run.state))
+        seconds.append(time.perf_counter() - begin)
+    return {"optimizer_share": float(np.median(seconds)) / run.step_s}

@@ -2,6 +2,7 @@
 
 from optax_lowmem.layers import fp8_flow as fp8_flow
 from optax_lowmem.layers.convert import convert as convert
+from optax_lowmem.layers.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from optax_lowmem.layers.dot_general import switchback_dot_general as switchback_dot_general
 from optax_lowmem.layers.einsum import switchback_einsum as switchback_einsum
 from optax_lowmem.layers.fp8_flow.linen import Fp8Dense as Fp8Dense
@@ -31,6 +32,7 @@ __all__ = [
     "SwitchBackLinear",
     "convert",
     "fp8_flow",
+    "linear_cross_entropy",
     "renew_noise",
     "switchback_dot_general",
     "switchback_einsum",

@@ -39,6 +39,11 @@ LAYERS = {
     "flow": (flow, {"scale": jnp.ones(32), "gate": W, "up": W[::-1], "down": W.T}),
     "layer norm": (lambda x, s: fp8_flow.layer_norm(x, s, s).value, jnp.ones(32)),
     "gaussws": (lambda x, w: x @ gaussws.sample(w, BITS, jax.random.key(0), compute="float32"), W),
+    "cross entropy": (
+        lambda x, w: layers.linear_cross_entropy(
+            x, w, jnp.arange(x.shape[0]) % 48, reduction="sum", chunk_tokens=5
+        ), W,
+    ),
     "einsum": (lambda x, w: layers.switchback_einsum()("ab,bc->ac", x, w), W),
 } | {name: (product(name), W) for name in ("switchback", "switchback_m", "llm_int8", "tensorwise")}  # fmt: skip  # noqa: E501
 

@@ -84,7 +84,7 @@ def test_configurations():
     args = bench_fit.parse_arguments("--preset tiny --sequence 32".split())
     for name in args.only:
         settings = bench_fit.settings_of(args, name, 3)
-        assert (settings.batch, settings.sequence, settings.remat) == (3, 32, False)
+        assert (settings.batch, settings.sequence, settings.remat) == (3, 32, "none")
         assert settings.optimizer == name.partition("+")[0]
         assert (settings.activations == "fp8") == ("fp8" in name)
     assert "3b" in bench_fit.PRESETS

@@ -37,7 +37,7 @@ def program_of(make, settings):
 @pytest.fixture
 def llama(example, monkeypatch):  # noqa: F811
     """The example's modules; programs are compiled quickly, and once for neighbouring tests."""
-    names = ("config", "model", "mesh", "optimizer", "train", "report")
+    names = ("config", "model", "mesh", "optimizer", "choose", "train", "report")
     parts = SimpleNamespace(script=example("train_llama"))
     for name in names:
         setattr(parts, name, example(f"_llama.{name}"))
@@ -141,11 +141,78 @@ def test_bf16_products_on_a_mesh(llama):
     assert losses[0] != pytest.approx(trained(llama, ONE).run.losses, abs=1e-6)
 
 
-@pytest.mark.full
-def test_remat_changes_nothing(llama):
-    assert trained(llama, f"{ONE} --remat").run.losses == pytest.approx(
+@pytest.mark.parametrize(
+    "flags", ["--remat dots --unroll 3", *(pytest.param(f, marks=pytest.mark.full)
+              for f in ("--remat", "--remat dots", "--unroll 4"))],
+)  # fmt: skip
+def test_remat_changes_nothing(llama, flags):
+    assert trained(llama, f"{ONE} {flags}").run.losses == pytest.approx(
         trained(llama, ONE).run.losses, abs=1e-4
     )
+
+
+def test_what_remat_keeps(llama):
+    """U is what goes into a layer; its products have 1 + 1 + 1 (q, k with v, o) and 2 x 3.
+
+    That of o is an input of the second norm; the last one's result nobody needs.
+    """
+    tiny, u = llama.config.PRESETS["tiny"].shape, 8 * 64 * 64 * 4
+    kept = {
+        remat: llama.model.Llama(tiny, "float32", remat=remat).kept_bytes(8, 64) / (4 * u)
+        for remat in ("none", "dots", "full")
+    }
+    assert kept["full"] == 1
+    assert kept["dots"] == 1 + 3 + 6
+    assert kept["none"] > 20
+
+
+@pytest.fixture
+def hopper(llama, monkeypatch):
+    """A GPU of 80 GB, as far as `auto` asks."""
+    device = SimpleNamespace(compute_capability="9.0", memory_stats=lambda: {"bytes_limit": 80e9})
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    return device
+
+
+@pytest.mark.parametrize(
+    ("flags", "attention", "remat"),
+    [
+        ("--compute bfloat16", "cudnn", "dots"),
+        ("--compute float32", "xla", "dots"),
+        ("--compute bfloat16 --activations fp8 --attention xla", "xla", "none"),
+        ("--compute bfloat16 --remat none", "cudnn", "none"),
+        ("--compute bfloat16 --release", "cudnn", "full"),
+    ],
+)
+def test_what_suits_a_gpu(llama, hopper, flags, attention, remat):
+    choose, settings = llama.choose, settings_of(llama, f"--data 1 {flags}")
+    found = choose.resolved(settings, int(60e9), {"dots": 10e9, "none": 11e9}.__getitem__)
+    assert (found.attention, found.remat) == (attention, remat)
+    if "release" not in flags and "--remat" not in flags:
+        short = choose.resolved(settings, int(60e9), lambda remat: 20e9)
+        assert short.remat == "full"  # where memory is short
+    hopper.compute_capability = "gfx942"  # another vendor's
+    if "--attention" not in flags:
+        assert choose.attention(settings) == "xla"
+
+
+def test_what_suits_a_cpu(llama):
+    settings = settings_of(llama, "--preset 8b --compute bfloat16 --data 1")
+    found = llama.train.make_program(settings).settings
+    assert (found.attention, found.remat) == ("xla", "none")
+
+
+def test_flops_of_a_token(llama):
+    """6 for each weight of a matrix, the embedding's look-up none, and causal attention."""
+    params = abstract(llama, "8b")
+    weights = sum(math.prod(p.shape) for p in jax.tree.leaves(params) if p.shape[-1] > 1)
+    norms = (2 * 32 + 1) * 4096
+    matrices = weights - norms - 128_256 * 4096
+    found = llama.config.PRESETS["8b"].shape.flops_per_token(2048)
+    assert found == 6 * (matrices + 32 * 4096 * 2048)
+    peaks = map(llama.choose.peak_flops, ("NVIDIA H200", "NVIDIA H100 PCIe", "an abacus"))
+    assert list(peaks) == [989e12, 756e12, None]
 
 
 @pytest.mark.full
@@ -360,7 +427,8 @@ def test_another_run_in_the_folder(llama, tmp_path):
             "--optimizer flash_lion --data 2 --zero",
             "llama-tiny zero=True data=2 batch=4/flash_lion",
         ),
-        ("--clip 0 --remat --data 1", "llama-tiny clip=0.0 batch=4 remat=True/flash_adamw"),
+        ("--clip 0 --remat --data 1", "llama-tiny clip=0.0 batch=4 remat=full/flash_adamw"),
+        ("--no-remat --data 1 --unroll 2", "llama-tiny batch=4 remat=none unroll=2/flash_adamw"),
         ("--release --data 1", "llama-tiny clip=0.0 release=True batch=4/flash_adamw"),
         (
             "--linear switchback-fp8 --data 1",
