@@ -1,0 +1,53 @@
+"""Library calls outside of a jit: a handful of compiled programs instead of one for each primitive."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def compiled(function: F) -> F:
+    """Return `function` compiled where it is called eagerly; while JAX traces, itself.
+
+    Its arguments are pytrees: their arrays become the operands of the program, everything else is
+    static and must be hashable. The result must be arrays, and must depend on nothing but the
+    arguments: a program that is there already is not traced again.
+
+    Args:
+      function: a function of a module, since programs are kept by its identity.
+
+    Returns:
+      The function, which compiles once for arguments alike in structure, shapes and static parts.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        leaves, treedef = jax.tree.flatten(args)
+        if jax.config.jax_disable_jit or not is_eager(leaves):
+            return function(*args)
+        arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
+        # 1, 1.0 and True are equal, and not the same to a trace
+        static = tuple(None if _is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
+        return _run(function, treedef, static, arrays)
+
+    return call  # type: ignore[return-value]
+
+
+def is_eager(leaves: list[Any]) -> bool:
+    """Whether no leaf is being traced."""
+    return not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _run(function: Callable[..., Any], treedef: Any, static: tuple, arrays: list[Any]) -> Any:
+    rows = zip(static, arrays, strict=True)
+    leaves = [array if fixed is None else fixed[1] for fixed, array in rows]
+    return function(*jax.tree.unflatten(treedef, leaves))
