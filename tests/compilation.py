@@ -5,7 +5,7 @@ from importlib.metadata import version
 QUICK_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 FULL_COMPILE = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
 # Of programs that are compared bit for bit: both contract multiply-adds alike
-SAME_BITS: dict[str, bool | int] = {}
+SAME_BITS: dict[str, bool | int] = dict(QUICK_COMPILE)
 if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):  # the last that knows the flag
     # MLIR's emitters of fusions take a third of the time of a compilation
     QUICK_COMPILE["xla_cpu_use_fusion_emitters"] = False

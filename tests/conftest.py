@@ -19,6 +19,7 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from optax_lowmem._core import compiled  # noqa: E402
 from optax_lowmem.kernels import platform as kernel_platform  # noqa: E402
 
 # Both before any backend starts. The devices are for the sharding tests; on a GPU machine they
@@ -36,6 +37,8 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is traced is for a machine with one GPU."""
     monkeypatch.setattr(kernel_platform, "no_device_reason", lambda: None)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
+    # no program that was compiled for the machine as it is
+    monkeypatch.setattr(compiled, "is_eager", lambda leaves: False)
 
 
 def pytest_report_header() -> str:

@@ -1,4 +1,4 @@
-"""Library calls outside of a jit: a handful of compiled programs instead of one for each primitive."""
+"""Library calls outside of a jit: a few compiled programs, instead of one for each primitive."""
 
 import functools
 from collections.abc import Callable
@@ -6,6 +6,8 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
+
+from optax_lowmem._core import numerics
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -27,7 +29,8 @@ def compiled(function: F) -> F:
     @functools.wraps(function)
     def call(*args: Any) -> Any:
         leaves, treedef = jax.tree.flatten(args)
-        if jax.config.jax_disable_jit or not is_eager(leaves):
+        eager = is_eager(leaves) and not jax.config.jax_disable_jit  # type: ignore[attr-defined]
+        if not eager or numerics.in_kernel() or _lie_apart(leaves):
             return function(*args)
         arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
         # 1, 1.0 and True are equal, and not the same to a trace
@@ -42,12 +45,26 @@ def is_eager(leaves: list[Any]) -> bool:
     return not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
 
 
+def is_free(leaves: list[Any]) -> bool:
+    """Whether new arrays in the likeness of these may lie anywhere, as those of a program do."""
+    arrays = all(isinstance(leaf, jax.Array) for leaf in leaves) and is_eager(leaves)
+    return arrays and not any(leaf.committed for leaf in leaves)
+
+
+def _lie_apart(leaves: list[Any]) -> bool:
+    """Whether arrays are committed to devices that are not those of others."""
+    arrays = (leaf for leaf in leaves if isinstance(leaf, jax.Array))
+    return len({frozenset(s.device_set) for s in {a.sharding for a in arrays if a.committed}}) > 1
+
+
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _run(function: Callable[..., Any], treedef: Any, static: tuple, arrays: list[Any]) -> Any:
+def _run(
+    function: Callable[..., Any], treedef: Any, static: tuple[Any, ...], arrays: list[Any]
+) -> Any:
     rows = zip(static, arrays, strict=True)
     leaves = [array if fixed is None else fixed[1] for fixed, array in rows]
     return function(*jax.tree.unflatten(treedef, leaves))

@@ -1,6 +1,7 @@
 """Hyperparameters: checked when they are numbers, f32 operands when they are traced."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,6 +9,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+
+from optax_lowmem._core.compiled import compiled
+
+increment = compiled(optax.safe_increment)  # of a count, as one program
 
 
 def check_range(name: str, value: Any, low: float, high: float = math.inf) -> None:
@@ -90,6 +96,32 @@ class PowerDecay:
     def complement(self, count: Any) -> jax.Array:
         """t^-power itself: 1 - decay would be up to 0.2 % off by t = 10^6."""
         return jnp.exp(self._exponent(count))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["arguments"], meta_fields=["function"]
+)
+@dataclasses.dataclass(frozen=True)
+class Formula:
+    """The hyperparameters of a step from the count before it.
+
+    Attributes:
+      function: of a module; takes `arguments` and the count.
+      arguments: numbers, arrays, schedules, and other formulas.
+    """
+
+    function: Callable[..., dict[str, jax.Array]]
+    arguments: tuple[Any, ...] = ()
+
+    def __call__(self, count: jax.Array) -> dict[str, jax.Array]:
+        """f32 scalars; a schedule of the user's is called with the count itself."""
+        if any(map(_is_users, jax.tree.leaves(self.arguments))):
+            return self.function(*self.arguments, count)
+        return compiled(self.function)(*self.arguments, count)
+
+
+def _is_users(value: Any) -> bool:
+    return callable(value) and not isinstance(value, PowerDecay)
 
 
 class Decay(NamedTuple):

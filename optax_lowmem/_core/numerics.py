@@ -159,6 +159,11 @@ def exp2(x: jax.Array) -> jax.Array:
 _PORTABLE = Approximations()
 
 
+def in_kernel() -> bool:
+    """Whether what is traced now is the body of a kernel."""
+    return _approximations.get() is not None
+
+
 @contextlib.contextmanager
 def kernel_arithmetic(approximations: Approximations = _PORTABLE) -> Iterator[None]:
     """What is traced inside is the body of a GPU kernel.

@@ -8,9 +8,11 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from optax_lowmem._core import groups, numerics
+from optax_lowmem._core.compiled import compiled
 
 _GOLDEN = 0x9E3779B9
 _LANE_SALT = 0x5BD1E995
@@ -29,13 +31,18 @@ def mix(x: jax.Array, tweak: jax.Array | None = None) -> jax.Array:
 
 def leaf_key(seed: jax.Array, step: jax.Array, path: str) -> jax.Array:
     """One uint32 key for a leaf at a step."""
-    return leaf_keys(seed, step, [path])[0]
+    return _keys(seed, step, np.uint32(zlib.crc32(path.encode())))
 
 
 def leaf_keys(seed: jax.Array, step: jax.Array, paths: Sequence[str]) -> jax.Array:
     """`leaf_key` of each path, uint32 [paths]."""
-    names = jnp.asarray([zlib.crc32(path.encode()) for path in paths], jnp.uint32)
-    return mix(mix(mix(seed.astype(jnp.uint32) ^ names) + step.astype(jnp.uint32)) ^ names)
+    return _keys(seed, step, np.asarray([zlib.crc32(path.encode()) for path in paths], np.uint32))
+
+
+@compiled
+def _keys(seed: jax.Array, step: jax.Array, names: np.ndarray | np.uint32) -> jax.Array:
+    hashed = jnp.asarray(names)
+    return mix(mix(mix(seed.astype(jnp.uint32) ^ hashed) + step.astype(jnp.uint32)) ^ hashed)
 
 
 def part_keys(keys: jax.Array, *starts: jax.Array) -> jax.Array:
@@ -154,6 +161,7 @@ def uniforms(key: jax.Array, shape: tuple[int, ...], group_size: int, slot: str 
     return join_bits(row, lane, group_size, slot)
 
 
+@compiled
 def round_bits(x: jax.Array, key: jax.Array, dropped: int) -> jax.Array:
     """f32 with its lowest bits zero, rounded up or down with the probabilities that keep the mean.
 

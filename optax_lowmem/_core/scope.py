@@ -124,6 +124,11 @@ def placing(
     return _bound(_placements, placements)
 
 
+def is_placing() -> bool:
+    """Whether an enclosing `placing` has leaves."""
+    return bool(_placements.get())
+
+
 def placement(path: str) -> Placement | None:
     """Where an enclosing `placing` has a leaf."""
     return (_placements.get() or {}).get(path)

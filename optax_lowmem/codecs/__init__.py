@@ -3,6 +3,7 @@
 import jax
 
 from optax_lowmem._core import groups
+from optax_lowmem._core.compiled import compiled
 from optax_lowmem.codecs.affine import affine as affine
 from optax_lowmem.codecs.affine import affine_paper as affine_paper
 from optax_lowmem.codecs.base import GroupCodec as GroupCodec
@@ -46,6 +47,7 @@ CODECS: dict[str, GroupCodec] = {
 }
 
 
+@compiled
 def encode_array(
     codec: GroupCodec, x: jax.Array, group_size: int, noise: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
@@ -62,6 +64,7 @@ def encode_array(
     return codec.quantize(x, divisor, noise), stored
 
 
+@compiled
 def decode_array(
     codec: GroupCodec, codes: jax.Array, scales: jax.Array, group_size: int
 ) -> jax.Array:

@@ -10,6 +10,7 @@ import optax
 
 from optax_lowmem._core import numerics
 from optax_lowmem._core.hyperparameters import (
+    Formula,
     PowerDecay,
     as_f32,
     bias_correction,
@@ -94,41 +95,42 @@ def is_zero(value: Any) -> bool:
     return isinstance(value, int | float) and value == 0
 
 
-def adam_moments(
-    b1: Any, b2: Any, eps: Any, eps_root: Any, nesterov: bool
-) -> Callable[[jax.Array], dict[str, jax.Array]]:
+def adam_moments(b1: Any, b2: Any, eps: Any, eps_root: Any, nesterov: bool) -> Formula:
     """The hyperparameters of `AdamRule` from the count before a step."""
     check_range("b1", b1, 0.0, 1.0)
     check_decay("b2", b2)
     check_range("eps", eps, 0.0)
     check_range("eps_root", eps_root, 0.0)
 
-    def hyperparameters(count: jax.Array) -> dict[str, jax.Array]:
-        step = count + 1
-        beta1, one_minus_b1 = as_f32("b1", b1), complement("b1", b1)
-        decay2 = decay_at("b2", b2, count)
-        nu_scale = 1 / decay2.correction
-        mu_scale = 1 / bias_correction("b1", b1, step)
-        h = {
-            "b1": beta1,
-            "one_minus_b1": one_minus_b1,
-            "b2": decay2.value,
-            "one_minus_b2": decay2.complement,
-            "nu_scale": nu_scale,
-            "eps_root": as_f32("eps_root", eps_root),
-        }
-        root_scale = jnp.float32(1)
-        if nesterov:  # Dozat: the next step's momentum, with its own debiasing
-            h["mu_scale"] = beta1 / bias_correction("b1", b1, step + 1)
-            h["g_scale"] = one_minus_b1 * mu_scale
-        else:  # the debiasing of mu goes to the other side of the quotient, where it costs nothing
-            root_scale = 1 / mu_scale
-        h["root_scale"] = root_scale
-        h["root_nu_scale"] = jnp.sqrt(nu_scale) * root_scale
-        h["eps"] = as_f32("eps", eps) * root_scale
-        return h
+    return Formula(_moments, (b1, b2, eps, eps_root, nesterov))
 
-    return hyperparameters
+
+def _moments(
+    b1: Any, b2: Any, eps: Any, eps_root: Any, nesterov: bool, count: jax.Array
+) -> dict[str, jax.Array]:
+    step = count + 1
+    beta1, one_minus_b1 = as_f32("b1", b1), complement("b1", b1)
+    decay2 = decay_at("b2", b2, count)
+    nu_scale = 1 / decay2.correction
+    mu_scale = 1 / bias_correction("b1", b1, step)
+    h = {
+        "b1": beta1,
+        "one_minus_b1": one_minus_b1,
+        "b2": decay2.value,
+        "one_minus_b2": decay2.complement,
+        "nu_scale": nu_scale,
+        "eps_root": as_f32("eps_root", eps_root),
+    }
+    root_scale = jnp.float32(1)
+    if nesterov:  # Dozat: the next step's momentum, with its own debiasing
+        h["mu_scale"] = beta1 / bias_correction("b1", b1, step + 1)
+        h["g_scale"] = one_minus_b1 * mu_scale
+    else:  # the debiasing of mu goes to the other side of the quotient, where it costs nothing
+        root_scale = 1 / mu_scale
+    h["root_scale"] = root_scale
+    h["root_nu_scale"] = jnp.sqrt(nu_scale) * root_scale
+    h["eps"] = as_f32("eps", eps) * root_scale
+    return h
 
 
 def b2_schedule(power: float = 0.8) -> Callable[[Any], jax.Array]:

@@ -1,14 +1,14 @@
 """FlashLion (FlashOptim Algorithm 6)."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._core.hyperparameters import as_f32, check_range, complement
+from optax_lowmem._core.hyperparameters import Formula, as_f32, check_range, complement
 from optax_lowmem._core.rules import Slot, UpdateRule
 from optax_lowmem.optimizers.schedule import ScalarOrSchedule, direction, optimizer
 from optax_lowmem.transforms.storage import Storage
@@ -41,20 +41,21 @@ class LionRule(UpdateRule):
         return jnp.sign(interpolated), {"mu": h["b2"] * mu + h["one_minus_b2"] * g}
 
 
-def _moments(b1: Any, b2: Any) -> Callable[[jax.Array], dict[str, jax.Array]]:
+def _moments(b1: Any, b2: Any) -> Formula:
     check_range("b1", b1, 0.0, 1.0)
     check_range("b2", b2, 0.0, 1.0)
 
-    def hyperparameters(count: jax.Array) -> dict[str, jax.Array]:
-        del count
-        return {
-            "b1": as_f32("b1", b1),
-            "one_minus_b1": complement("b1", b1),
-            "b2": as_f32("b2", b2),
-            "one_minus_b2": complement("b2", b2),
-        }
+    return Formula(_of_step, (b1, b2))
 
-    return hyperparameters
+
+def _of_step(b1: Any, b2: Any, count: jax.Array) -> dict[str, jax.Array]:
+    del count
+    return {
+        "b1": as_f32("b1", b1),
+        "one_minus_b1": complement("b1", b1),
+        "b2": as_f32("b2", b2),
+        "one_minus_b2": complement("b2", b2),
+    }
 
 
 def scale_by_flash_lion(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._core.block import BlockStructure
-from optax_lowmem._core.hyperparameters import as_f32, check_range
+from optax_lowmem._core.hyperparameters import Formula, as_f32, check_range
 from optax_lowmem._core.rules import UpdateRule
 from optax_lowmem.transforms.engine import Engine
 from optax_lowmem.transforms.storage import Storage
@@ -43,7 +43,7 @@ def _peak(learning_rate: ScalarOrSchedule, decouple_lr: bool | float) -> jax.Arr
 
 def optimizer(
     rule: UpdateRule,
-    moments: Callable[[jax.Array], Mapping[str, jax.Array]],
+    moments: Formula,
     learning_rate: ScalarOrSchedule,
     storage: Storage,
     *,
@@ -76,14 +76,10 @@ def optimizer(
     decays = not (isinstance(weight_decay, int | float) and weight_decay == 0)
 
     def hyperparameters(count: jax.Array) -> dict[str, jax.Array]:
-        lr = learning_rate_at(learning_rate, count)
-        h = {**moments(count), "lr": lr}
-        if decays and coupled:
-            h["l2"] = as_f32("weight_decay", weight_decay)
-        elif decays:
-            decay = as_f32("weight_decay", weight_decay)
-            h["decay"] = decay * (lr if peak is None else jnp.where(peak > 0, lr / peak, 0))
-        return h
+        # a schedule is the user's code, which may not be traced
+        lr = learning_rate_at(learning_rate, count) if callable(learning_rate) else learning_rate
+        decay = weight_decay if decays else None
+        return Formula(_of_step, (moments, lr, decay, peak, coupled))(count)
 
     return Engine(
         rule=rule,
@@ -93,6 +89,24 @@ def optimizer(
         slot_dtypes=slot_dtypes or {},
         structure=structure,
     ).transformation()
+
+
+def _of_step(
+    moments: Formula,
+    learning_rate: Any,
+    weight_decay: Any,
+    peak: Any,
+    coupled: bool,
+    count: jax.Array,
+) -> dict[str, jax.Array]:
+    lr = as_f32("learning_rate", learning_rate)
+    h = {**moments(count), "lr": lr}
+    if weight_decay is not None and coupled:
+        h["l2"] = as_f32("weight_decay", weight_decay)
+    elif weight_decay is not None:
+        decay = as_f32("weight_decay", weight_decay)
+        h["decay"] = decay * (lr if peak is None else jnp.where(peak > 0, lr / peak, 0))
+    return h
 
 
 def _check_storage(storage: Any, structure: BlockStructure | None = None) -> None:
@@ -107,7 +121,7 @@ def _check_storage(storage: Any, structure: BlockStructure | None = None) -> Non
 
 def direction(
     rule: UpdateRule,
-    moments: Callable[[jax.Array], Mapping[str, jax.Array]],
+    moments: Formula,
     storage: Storage,
     slot_dtypes: Mapping[str, Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:

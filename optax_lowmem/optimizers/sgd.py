@@ -1,14 +1,14 @@
 """FlashSGD (FlashOptim Algorithm 5)."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._core.hyperparameters import as_f32, check_range
+from optax_lowmem._core.hyperparameters import Formula, as_f32, check_range
 from optax_lowmem._core.rules import Slot, UpdateRule
 from optax_lowmem.optimizers.schedule import ScalarOrSchedule, direction, optimizer
 from optax_lowmem.transforms.storage import Storage
@@ -63,6 +63,11 @@ class MomentumRule(UpdateRule):
         return {**h, "momentum": kept, "share": jnp.float32(1 / every)}
 
 
+def _nothing(count: jax.Array) -> dict[str, jax.Array]:
+    del count
+    return {}
+
+
 @dataclasses.dataclass(frozen=True)
 class GradientRule(UpdateRule):
     """The gradient itself."""
@@ -78,9 +83,14 @@ class GradientRule(UpdateRule):
         return g, {}
 
 
-def _moments(momentum: Any) -> Callable[[jax.Array], dict[str, jax.Array]]:
+def _moments(momentum: Any) -> Formula:
     check_range("momentum", momentum, 0.0, 1.0)
-    return lambda count: {"momentum": as_f32("momentum", momentum)}
+    return Formula(_of_step, (momentum,))
+
+
+def _of_step(momentum: Any, count: jax.Array) -> dict[str, jax.Array]:
+    del count
+    return {"momentum": as_f32("momentum", momentum)}
 
 
 def flash_trace(
@@ -158,7 +168,7 @@ def flash_sgd(
     if decouple_lr is not False and not decoupled:
         raise ValueError("decouple_lr is about decoupled decay: pass decoupled=True with it")
     rule: UpdateRule = GradientRule() if momentum is None else MomentumRule(nesterov)
-    moments = (lambda count: {}) if momentum is None else _moments(momentum)
+    moments = Formula(_nothing) if momentum is None else _moments(momentum)
     return optimizer(
         rule,
         moments,

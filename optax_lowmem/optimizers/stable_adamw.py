@@ -1,13 +1,13 @@
 """StableAdamW: AdamW with AdaFactor's update clipping (SwitchBack & StableAdamW, Algorithm 2)."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import optax
 
-from optax_lowmem._core.hyperparameters import as_f32
+from optax_lowmem._core.hyperparameters import Formula, as_f32
 from optax_lowmem._core.reductions import clipped_share, rms_of_ratio
 from optax_lowmem._core.rules import UpdateRule
 from optax_lowmem.optimizers.adam import AdamRule, adam_moments
@@ -38,17 +38,14 @@ class StableAdamRule(AdamRule):
         return UpdateRule.accumulating(self, h, first, every)
 
 
-def _moments(
-    b1: Any, b2: Any, eps: Any, threshold: Any
-) -> Callable[[jax.Array], dict[str, jax.Array]]:
+def _moments(b1: Any, b2: Any, eps: Any, threshold: Any) -> Formula:
     check_threshold(threshold)
-    moments = adam_moments(b1, b2, eps, 0.0, nesterov=False)
+    return Formula(_of_step, (adam_moments(b1, b2, eps, 0.0, nesterov=False), eps, threshold))
 
-    def hyperparameters(count: jax.Array) -> dict[str, jax.Array]:
-        own = {"raw_eps": as_f32("eps", eps), "threshold": as_f32("threshold", threshold)}
-        return {**moments(count), **own}
 
-    return hyperparameters
+def _of_step(moments: Formula, eps: Any, threshold: Any, count: jax.Array) -> dict[str, jax.Array]:
+    own = {"raw_eps": as_f32("eps", eps), "threshold": as_f32("threshold", threshold)}
+    return {**moments(count), **own}
 
 
 def stable_adamw(

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from optax_lowmem._core import random, trees
 from optax_lowmem.kernels.fused_update import LeafPlan, LeafState
@@ -62,8 +61,8 @@ class Run:
             for stack in parts.stacks.values()
             for i in stack.indices
         }
-        h, count = engine.hyperparameters(state.count), optax.safe_increment(state.count)
-        opened = engine.open(state, plans, h, count)
+        h = engine.hyperparameters(state.count)
+        opened = engine.open(state, plans, h)
         return cls(
             opened, parts, plans, of_layers, jax.tree.leaves(params), list(opened.states),
             # theirs is that of the leaf, which is in its state

@@ -9,6 +9,7 @@ import optax
 from jax import lax
 
 from optax_lowmem._core import numerics, random, scope, trees, varying
+from optax_lowmem._core.hyperparameters import increment
 from optax_lowmem.transforms.engine import Engine, Optimizer
 
 
@@ -110,7 +111,7 @@ class _Buffered:
         last = state.micro_step == self.every - 1
         new, inner, buffer = lax.cond(last, step, wait)
         micro_step = jnp.where(last, 0, state.micro_step + 1)
-        count = optax.safe_increment(state.count)
+        count = increment(state.count)
         return new, AccumulationState(micro_step, count, state.seed, buffer, inner)
 
     def _rounded(self, means: Any, state: AccumulationState) -> Any:
@@ -144,7 +145,7 @@ class _Direct:
         for name in ("lr", "decay"):
             if name in h:
                 h[name] = jnp.where(last, h[name], 0)
-        count = optax.safe_increment(state.count)
+        count = increment(state.count)
         new, inner = self.engine.step(updates, state.inner_state, params, h, count)
         steps = jnp.where(last, state.inner_state.count + 1, state.inner_state.count)
         micro_step = jnp.where(last, 0, state.micro_step + 1)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._core import numerics, scope, trees
+from optax_lowmem._core.compiled import compiled
 from optax_lowmem._core.placement import placements
 from optax_lowmem.kernels.fused_update import IMPLEMENTATIONS
 from optax_lowmem.transforms.engine import Optimizer
@@ -236,6 +237,7 @@ def _clips_global_norm(link: optax.GradientTransformation) -> bool:
     return name.startswith("optax.") and name.endswith(".clip_by_global_norm.<locals>.update_fn")
 
 
+@compiled
 def _clipping_factor(link: optax.GradientTransformation, updates: Any, state: Any) -> jax.Array:
     """What the link multiplies gradients by: what it makes of one number, the norm of them all."""
     norm = optax.tree.norm(_widened(updates))

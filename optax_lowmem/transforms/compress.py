@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_lowmem._core import boxes, derivative, groups, numerics, random, scope, trees
+from optax_lowmem._core.hyperparameters import increment
 from optax_lowmem._core.policy import Policy
 from optax_lowmem.codecs import GroupCodec, decode_array
 from optax_lowmem.kernels import group_codec
@@ -226,7 +228,7 @@ class _Compressor:
         self._check_state(abstract)
         count = jnp.zeros((), jnp.int32)
         seed = scope.provided_seed(self.seed)
-        small = jax.tree.map(lambda p: jnp.zeros((1,) * p.ndim, jnp.float32), params)
+        small = jax.tree.map(lambda p: jnp.asarray(np.zeros((1,) * p.ndim, np.float32)), params)
         like: Any = jax.tree.structure(jax.eval_shape(self.inner.init, small))
         # a mask may go by sizes
         start = Start(self._codec_of, self._decide, self.group_size)
@@ -252,7 +254,7 @@ class _Compressor:
         gradients, inner = self.inner.update(
             _widened(updates), self._decode(state, updates), params, **extra
         )
-        count = optax.safe_increment(state.count)
+        count = increment(state.count)
         reference = updates if params is None else params
         inner, scales = self._encode(inner, reference, state.seed, count)
         _check_same_storage(state.scales, scales)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lowmem._core import boxes, groups, trees
+from optax_lowmem._core.compiled import compiled, is_free
 from optax_lowmem.codecs import GroupCodec, encode_array
 from optax_lowmem.transforms.slots import facts, map_slots, scale_name
 
@@ -102,11 +103,21 @@ class Start:
     ) -> tuple[jax.Array, jax.Array]:
         if full.shape == one.shape and codec is None:
             return one, jnp.zeros((), jnp.float32)
-        if codec is None:
-            return jnp.full_like(weight, one.reshape(()), dtype=full.dtype), jnp.zeros(
-                (), jnp.float32
-            )
-        code, scale = encode_array(codec, one.astype(jnp.float32), self.group_size)
-        shape = groups.scale_shape(full.shape, self.group_size)
-        codes = jnp.full_like(weight, code.reshape(()), dtype=codec.dtype)
-        return codes, jnp.full(shape, scale.reshape(()))
+        spread = compiled(_spread) if is_free([weight]) else _spread
+        return spread(codec, one, full.shape, full.dtype, weight, self.group_size)
+
+
+def _spread(
+    codec: GroupCodec | None,
+    one: jax.Array,
+    shape: tuple[int, ...],
+    dtype: jnp.dtype,
+    weight: jax.Array,
+    group_size: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Codes and scales of a slot that is the number `one` everywhere, and lies as its weight."""
+    if codec is None:
+        return jnp.full_like(weight, one.reshape(()), dtype=dtype), jnp.zeros((), jnp.float32)
+    code, scale = encode_array(codec, one.astype(jnp.float32), group_size)
+    codes = jnp.full_like(weight, code.reshape(()), dtype=codec.dtype)
+    return codes, jnp.full(groups.scale_shape(shape, group_size), scale.reshape(()))

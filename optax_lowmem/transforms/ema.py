@@ -1,6 +1,7 @@
 """An average of the master weights in three bytes a parameter that does not stall."""
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -8,9 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._core import random, scope, trees
-from optax_lowmem._core.hyperparameters import check_range, complement
+from optax_lowmem._core.compiled import compiled
+from optax_lowmem._core.hyperparameters import check_range, complement, increment
 from optax_lowmem.codecs import BitSplit
-from optax_lowmem.transforms.masters import master_params
+from optax_lowmem.transforms.masters import join, master_params
 from optax_lowmem.transforms.storage import check_bits
 
 
@@ -35,7 +37,10 @@ class _Tracker:
         for path, leaf in trees.named_leaves(params):
             trees.check_param(path, leaf)
         inner = self.inner.init(params)
-        ema, correction = self._split(master_params(params, inner))
+        masters = master_params(params, inner)
+        treedef: Any = jax.tree.structure(masters)
+        pairs = [_split(self.split, w) for w in jax.tree.leaves(masters)]
+        ema, correction = (treedef.unflatten(column) for column in _columns(pairs))
         seed = scope.provided_seed(self.seed)
         return MasterEmaState(jnp.zeros((), jnp.int32), seed, ema, correction, inner)
 
@@ -47,24 +52,44 @@ class _Tracker:
         trees.check_state(state, MasterEmaState)
         updates, inner = self.inner.update(updates, state.inner_state, params, **extra)
         masters = master_params(optax.apply_updates(params, updates), inner)
-        count = optax.safe_increment(state.count)
+        count = increment(state.count)
         share = complement("decay", self.decay)
-        old = jax.tree.map(self.split.join, state.ema, state.ema_correction)
-        new = jax.tree.map(lambda e, w: e + share * (w - e), old, masters)
-        rounded = [
-            self._rounded(leaf, random.leaf_key(state.seed, count, path))
-            for path, leaf in trees.named_leaves(new)
+        rows = zip(
+            trees.named_leaves(masters), jax.tree.leaves(state.ema),
+            jax.tree.leaves(state.ema_correction), strict=True,
+        )  # fmt: skip
+        averaged = [
+            _averaged(self.split, ema, kept, w, share, random.leaf_key(state.seed, count, path))
+            for (path, w), ema, kept in rows
         ]
-        ema, correction = self._split(jax.tree.unflatten(jax.tree.structure(new), rounded))
-        return updates, MasterEmaState(count, state.seed, ema, correction, inner)
+        treedef: Any = jax.tree.structure(masters)
+        average, correction = (treedef.unflatten(column) for column in _columns(averaged))
+        return updates, MasterEmaState(count, state.seed, average, correction, inner)
 
-    def _split(self, tree: Any) -> tuple[Any, Any]:
-        ema = jax.tree.map(lambda w: self.split.round(w, jnp.bfloat16), tree)
-        return ema, jax.tree.map(self.split.correction, tree, ema)
 
-    def _rounded(self, x: jax.Array, key: jax.Array) -> jax.Array:
-        """f32 whose low byte is rounded away stochastically; as it is with 32 bits."""
-        return x if self.split.bits == 32 else random.round_bits(x, key, 8)
+def _columns(pairs: list[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
+    return [one for one, _ in pairs], [other for _, other in pairs]
+
+
+@compiled
+def _split(split: BitSplit, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    ema = split.round(w, jnp.bfloat16)
+    return ema, split.correction(w, ema)
+
+
+@compiled
+def _averaged(
+    split: BitSplit,
+    ema: jax.Array,
+    correction: jax.Array,
+    w: jax.Array,
+    share: jax.Array,
+    key: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The average one step on; with 24 bits its low byte is rounded away stochastically."""
+    old = split.join(ema, correction)
+    new = old + share * (w - old)
+    return _split(split, new if split.bits == 32 else random.round_bits(new, key, 8))
 
 
 def track_master_ema(
@@ -124,4 +149,5 @@ def ema_params(state: Any) -> Any:
         )
     ema, correction = found[0].ema, found[0].ema_correction
     narrow = any(leaf.dtype == jnp.int16 for leaf in jax.tree.leaves(correction))
-    return jax.tree.map(BitSplit(32 if narrow else 24).join, ema, correction)
+    split = BitSplit(32 if narrow else 24)
+    return jax.tree.map(functools.partial(join, split), ema, correction)

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._core import boxes, derivative, random, scope, trees
+from optax_lowmem._core.compiled import compiled, is_free
+from optax_lowmem._core.rules import UpdateRule
 from optax_lowmem.kernels.fused_update import (
     LeafPlan,
     LeafState,
@@ -16,7 +18,7 @@ from optax_lowmem.kernels.fused_update import (
     fused_updates,
     shared_updates,
 )
-from optax_lowmem.transforms.masters import initial_correction
+from optax_lowmem.transforms.masters import NO_CORRECTION, initial_correction
 from optax_lowmem.transforms.plans import Planner
 
 Hyperparameters = Callable[[jax.Array], Mapping[str, jax.Array]]
@@ -52,10 +54,15 @@ class Engine(Planner):
         plans = self.plans(params)
         if self.structure is not None:
             self.structure.warn(params)
-        states = [_init_leaf(plan, leaf) for plan, leaf in zip(plans, leaves, strict=True)]
-        shared = [_init_shared(plan) for plan in plans]
+        slots = (compiled(_zero_slots) if is_free(leaves) else _zero_slots)(plans, leaves)
+        count, scales, shared, none = compiled(_zeros)(plans)
+        corrections = [
+            nothing if plan.split is None else initial_correction(plan.split, plan.path, leaf)
+            for plan, leaf, nothing in zip(plans, leaves, none, strict=True)
+        ]
+        states = list(map(LeafState, slots, scales, corrections))
         seed = scope.provided_seed(self.storage.seed)
-        return self._pack(jnp.zeros((), jnp.int32), seed, states, shared, params)
+        return self._pack(count, seed, states, shared, params)
 
     def _pack(
         self,
@@ -95,9 +102,7 @@ class Engine(Planner):
             )
             return list(zip(slots, scales, strict=True))
 
-        corrections = (
-            column("correction") if self.weights else [jnp.zeros((), jnp.int8)] * len(plans)
-        )
+        corrections = column("correction") if self.weights else [NO_CORRECTION] * len(plans)
         states, shared = (
             [
                 LeafState(s, scales, c)
@@ -141,10 +146,10 @@ class Engine(Planner):
         direct: bool,
     ) -> tuple[Any, Any]:
         trees.check_state(state, self.rule.state_type)
-        h, count = self.hyperparameters(state.count), optax.safe_increment(state.count)
+        h = self.hyperparameters(state.count)
         if gradient_scale is not None:
             h = {**h, "gradient_scale": gradient_scale}
-        return self.step(updates, state, params, h, count, direct)
+        return self.step(updates, state, params, h, direct=direct)
 
     def step(
         self,
@@ -152,10 +157,10 @@ class Engine(Planner):
         state: Any,
         params: Any,
         h: Mapping[str, jax.Array],
-        count: jax.Array,
+        count: jax.Array | None = None,
         direct: bool = False,
     ) -> tuple[Any, Any]:
-        """Updates (or new parameters, if `direct`) and state; `count` is the new one."""
+        """Updates (or new parameters, if `direct`) and state; `count` is the new one, if given."""
         if self.weights and params is None:
             raise ValueError(trees.NO_PARAMS_MSG)
         reference = updates if params is None else params
@@ -176,12 +181,17 @@ class Engine(Planner):
         return results, opened.close(states, shared, reference)
 
     def open(
-        self, state: Any, plans: list[LeafPlan], h: Mapping[str, jax.Array], count: jax.Array
+        self,
+        state: Any,
+        plans: list[LeafPlan],
+        h: Mapping[str, jax.Array],
+        count: jax.Array | None = None,
     ) -> "OpenStep":
-        """A step whose leaves may be advanced one after another; `count` is the new one."""
+        """A step whose leaves may be advanced one after another; `count` as of `step`."""
         states, shared = self._unpack(state, plans)
-        keys = random.leaf_keys(state.seed, count, [plan.path for plan in plans])
-        return OpenStep(self, h, count, state.seed, states, shared, keys)
+        paths = [plan.path for plan in plans]
+        count, keys, alive = _of_step(state.seed, state.count, count, paths)
+        return OpenStep(self, h, count, state.seed, states, shared, keys, alive)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,6 +206,7 @@ class OpenStep:
       states: the old states of the leaves.
       shared: the old states of their shared slots.
       keys: uint32 [leaves].
+      alive: a traced True (see `fused_update.packed`).
     """
 
     engine: Engine
@@ -205,6 +216,7 @@ class OpenStep:
     states: list[LeafState]
     shared: list[LeafState]
     keys: jax.Array
+    alive: jax.Array
 
     def advance(
         self,
@@ -227,38 +239,78 @@ class OpenStep:
           keys: uint32 [leaves], or `random.part_keys` of them.
           shared_keys: those of the shared slots, where they are others.
         """
-        rule, alive, implementation = self.engine.rule, self.count > 0, scope.implementation()
-        of_blocks = None
-        if rule.of_blocks is not None:
-            own = keys if shared_keys is None else shared_keys
-            blocks = shared_updates(
-                rule, plans, gradients, shared, self.h, own, alive, implementation
-            )
-            of_blocks, shared = [given for given, _ in blocks], [new for _, new in blocks]
-        found = fused_updates(
-            rule, plans, gradients, weights, states, self.h, keys, alive, implementation,
-            of_blocks=of_blocks,
+        own = keys if shared_keys is None else shared_keys
+        # on a mesh the leaves' places are known to the context, and to no program
+        run = _advance if scope.is_placing() else compiled(_advance)
+        return run(
+            self.engine.rule, plans, scope.implementation(), self.h, self.alive, gradients,
+            weights, states, shared, keys, own,
         )  # fmt: skip
-        return [update for update, _ in found], [leaf for _, leaf in found], shared
 
     def close(self, states: list[LeafState], shared: list[LeafState], params: Any) -> Any:
         """The new state, of a tree like the parameters."""
         return self.engine._pack(self.count, self.seed, states, shared, params)
 
 
-def _init_leaf(plan: LeafPlan, leaf: Any) -> LeafState:
-    slots = tuple(jnp.zeros_like(leaf, dtype=slot.dtype) for slot in plan.slots)
-    scales = tuple(_init_scales(plan, slot) for slot in plan.slots)
-    return LeafState(slots, scales, initial_correction(plan.split, plan.path, leaf))
+@compiled
+def _of_step(
+    seed: jax.Array, before: jax.Array, count: jax.Array | None, paths: list[str]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The new count, the keys of the leaves, and whether the count is over 0."""
+    if count is None:
+        count = optax.safe_increment(before)
+    return count, random.leaf_keys(seed, count, paths), count > 0
 
 
-def _init_shared(plan: LeafPlan) -> LeafState:
+def _advance(
+    rule: UpdateRule,
+    plans: list[LeafPlan],
+    implementation: str | None,
+    h: Mapping[str, jax.Array],
+    alive: jax.Array,
+    gradients: list[jax.Array],
+    weights: list[Any],
+    states: list[LeafState],
+    shared: list[LeafState],
+    keys: jax.Array,
+    shared_keys: jax.Array,
+) -> tuple[list[jax.Array], list[LeafState], list[LeafState]]:
+    """`OpenStep.advance` of all that it depends on."""
+    of_blocks = None
+    if rule.of_blocks is not None:
+        blocks = shared_updates(
+            rule, plans, gradients, shared, h, shared_keys, alive, implementation
+        )
+        of_blocks, shared = [given for given, _ in blocks], [new for _, new in blocks]
+    found = fused_updates(
+        rule, plans, gradients, weights, states, h, keys, alive, implementation,
+        of_blocks=of_blocks,
+    )  # fmt: skip
+    return [update for update, _ in found], [leaf for _, leaf in found], shared
+
+
+def _zero_slots(plans: list[LeafPlan], leaves: list[Any]) -> list[tuple[jax.Array, ...]]:
+    """Of each leaf the slots with a value an element, which lie where it does."""
+    rows = zip(plans, leaves, strict=True)
+    return [tuple(jnp.zeros_like(leaf, dtype=s.dtype) for s in plan.slots) for plan, leaf in rows]
+
+
+def _zeros(
+    plans: list[LeafPlan],
+) -> tuple[jax.Array, list[tuple[jax.Array, ...]], list[LeafState], list[jax.Array]]:
+    """The count, and of each leaf its scales, the state of its shared slots, and no correction."""
+    scales = [tuple(_zero_scales(plan, slot) for slot in plan.slots) for plan in plans]
+    shared = [_zero_shared(plan) for plan in plans]
+    return jnp.zeros((), jnp.int32), scales, shared, [jnp.zeros((), jnp.int8) for _ in plans]
+
+
+def _zero_shared(plan: LeafPlan) -> LeafState:
     nothing = jnp.zeros((), jnp.int8)
     if plan.block is None:
         return LeafState((), (), nothing)
     shape = plan.block.mean_shape(plan.shape)
     slots = tuple(jnp.zeros(shape, slot.dtype) for slot in plan.shared)
-    scales = tuple(_init_scales(plan.of_blocks, slot) for slot in plan.shared)
+    scales = tuple(_zero_scales(plan.of_blocks, slot) for slot in plan.shared)
     return LeafState(slots, scales, nothing)
 
 
@@ -266,7 +318,7 @@ def _scale_dtype(slot: SlotPlan) -> jnp.dtype:
     return slot.codec.scale.dtype if slot.codec else jnp.dtype(jnp.float32)
 
 
-def _init_scales(plan: LeafPlan, slot: SlotPlan) -> jax.Array:
+def _zero_scales(plan: LeafPlan, slot: SlotPlan) -> jax.Array:
     return jnp.zeros(plan.scale_shape(slot), _scale_dtype(slot))
 
 

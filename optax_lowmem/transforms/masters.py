@@ -4,11 +4,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from optax_lowmem._core import numerics, scope, trees
+from optax_lowmem._core.compiled import compiled
 from optax_lowmem.codecs import BitSplit, MasterSplit, master_split, split_of
 from optax_lowmem.gaussws.states import FIELD, clean_params
 from optax_lowmem.transforms.storage import Storage
+
+NO_CORRECTION: Any = np.zeros((), np.int8)  # beside a weight that has none
 
 
 def split_for(storage: Storage, dtype: jnp.dtype) -> MasterSplit | None:
@@ -31,10 +35,8 @@ def choose_split(storage: Storage, path: str, dtype: jnp.dtype) -> MasterSplit |
     return split
 
 
-def initial_correction(split: MasterSplit | None, path: str, leaf: Any) -> jax.Array:
+def initial_correction(split: MasterSplit, path: str, leaf: Any) -> jax.Array:
     """The correction that `lowmem.init` has for a leaf, else that of the weight itself."""
-    if split is None:
-        return jnp.zeros((), jnp.int8)
     provided = scope.provided_correction(path)
     if provided is not None:
         return provided
@@ -50,6 +52,12 @@ def join_master(p: jax.Array, correction: jax.Array) -> jax.Array:
     split = split_of(correction.dtype)
     if p.dtype == jnp.float16 and isinstance(split, BitSplit):  # a 0-d weight's placeholder
         return numerics.widen(p)
+    return join(split, p, correction)
+
+
+@compiled
+def join(split: MasterSplit, p: jax.Array, correction: jax.Array) -> jax.Array:
+    """`split.join`, as one program."""
     return split.join(p, correction)
 
 
@@ -110,7 +118,7 @@ def master_params(params: Any, state: Any) -> Any:
     weights = dict(trees.named_leaves(params))
     corrections = corrections_of(params, state)
     leaves = [
-        join_master(weight, corrections.get(path, jnp.zeros((), jnp.int8)))
+        join_master(weight, corrections.get(path, NO_CORRECTION))
         for path, weight in weights.items()
     ]
     return jax.tree.unflatten(jax.tree.structure(params), leaves)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._core import boxes, numerics, random, scope, trees
-from optax_lowmem._core.hyperparameters import as_f32
+from optax_lowmem._core.hyperparameters import as_f32, increment
 from optax_lowmem.gaussws.bitwidth import bitwidth
 from optax_lowmem.gaussws.parts import Parts, chooser
 from optax_lowmem.gaussws.sampling import bits_gradient, factor_of
@@ -205,7 +205,7 @@ class Noisy:
             gradients = jax.tree.map(numerics.widen, gradients)
         weights, inner = take(gradients, state.inner_state, _merged(params, state.clean, chosen))
         state = state._replace(
-            count=optax.safe_increment(state.count), bits=bits, bits_state=bits_state,
+            count=increment(state.count), bits=bits, bits_state=bits_state,
             inner_state=trees.keep_dtypes(state.inner_state, inner, given),
         )  # fmt: skip
         found = self._sampled(rows, weights, state)

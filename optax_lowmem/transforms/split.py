@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._core import boxes, derivative, numerics, scope, trees
+from optax_lowmem._core.compiled import compiled
+from optax_lowmem.codecs import MasterSplit
 from optax_lowmem.kernels.fused_update import split_update
 from optax_lowmem.transforms.masters import (
     adds_noise,
@@ -43,7 +45,10 @@ class _Splitter:
         for path, leaf in trees.named_leaves(params):
             trees.check_param(path, leaf)
             split = choose_split(self.storage, path, jnp.dtype(leaf.dtype))
-            corrections.append(initial_correction(split, path, leaf))
+            if split is None:
+                corrections.append(jnp.zeros((), jnp.int8))
+            else:
+                corrections.append(initial_correction(split, path, leaf))
         correction = boxes.like(params, corrections)
         if splits_masters(self.inner, params):
             raise ValueError(
@@ -87,10 +92,21 @@ class _Splitter:
                 "made or restored with other settings: use those, or call init again."
             )
         dtype = p.dtype if self.storage.update_dtype == "param" else jnp.dtype(jnp.float32)
-        update, correction = split_update(split, p, -numerics.widen(step), correction, dtype)
+        update, correction = _landed(split, p, step, correction, dtype)
         if split is not None:
             scope.emit(path, update)
         return update, correction
+
+
+@compiled
+def _landed(
+    split: MasterSplit | None,
+    p: jax.Array,
+    step: jax.Array,
+    correction: jax.Array,
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, jax.Array]:
+    return split_update(split, p, -numerics.widen(step), correction, dtype)
 
 
 def split_master_weights(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._core import numerics, trees
-from optax_lowmem._core.hyperparameters import as_f32, check_decay, check_range, decay_at
+from optax_lowmem._core.hyperparameters import as_f32, check_decay, check_range, decay_at, increment
 from optax_lowmem._core.reductions import clipped_share, rms_of_ratio
 from optax_lowmem.transforms.masters import splits_masters
 from optax_lowmem.transforms.slots import facts, map_slots
@@ -81,7 +81,7 @@ class _Clipper:
     ) -> tuple[Any, UpdateClippingState]:
         trees.check_state(state, UpdateClippingState)
         new, inner = self.inner.update(updates, state.inner_state, params, **extra)
-        count = optax.safe_increment(state.count)
+        count = increment(state.count)
         debias = 1 / decay_at("b2", self.b2, state.count).correction
         moments = _second_moments(inner)
         eps, threshold = as_f32("eps", self.eps), as_f32("threshold", self.threshold)

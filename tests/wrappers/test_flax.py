@@ -68,6 +68,7 @@ def by_width(path: str, leaf: Any) -> Any:
 
 
 def assert_close(masters: Any, f32: Any) -> None:
+    masters, f32 = jax.tree.leaves(masters), jax.tree.leaves(f32)
     chex.assert_trees_all_equal_dtypes(masters, f32)
     chex.assert_trees_all_close(masters, f32, rtol=2.0**-16, atol=0)
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lowmem._core import groups
+from optax_lowmem._core.compiled import compiled
 from optax_lowmem.codecs import GroupCodec
 from optax_lowmem.kernels import platform
 from optax_lowmem.kernels.group_codec import reference
@@ -111,7 +112,7 @@ def encode(
     """
     _check(x, group_size)
     if not _choose(x, group_size, implementation):
-        return reference.encode(codec, x, group_size, key, slot)
+        return compiled(reference.encode)(codec, x, group_size, key, slot)
     from optax_lowmem.kernels.group_codec import pallas_triton
 
     def kernel(x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -168,7 +169,7 @@ def decode(
             f"{wanted[2]}{list(shape)} scales. Pass the codec and group_size that stored them."
         )
     if not _choose(codes, group_size, implementation):
-        return reference.decode(codec, codes, scales, group_size)
+        return compiled(reference.decode)(codec, codes, scales, group_size)
     from optax_lowmem.kernels.group_codec import pallas_triton
 
     def kernel(codes: jax.Array, scales: jax.Array) -> jax.Array:
