@@ -149,25 +149,15 @@ def fused_updates(
                 rule, kernel, taken, own, keys, batch, alive, cut.tile, implementation is None
             )
             results.update(zip(batch, found, strict=True))
-    plain = [i for i, name in enumerate(chosen) if name == "xla"]
-    together = [i for i in plain if packed.supported(plans[i], jax.default_backend()) is None]
-    if together:
-        found = _packed(
-            rule,
-            tuple(plans[i].nameless for i in together),
-            [rows[i][1:] for i in together],
-            [of_leaves[i] for i in together],
-            keys,
-            together,
-            alive,
-        )
-        results.update(zip(together, found, strict=True))
-    for i in plain:
-        if i not in results:
+    numbers = jax.lax.optimization_barrier([jnp.uint32(i) for i in range(len(rows))])
+    for i, name in enumerate(chosen):
+        if name == "xla":
             plan, g, p, state = rows[i]
-            results[i] = fused_update(
-                rule, plan.nameless, g, p, state, of_leaves[i], keys[i], alive
-            )
+            own = (rule, plan.nameless, g, p, state, of_leaves[i])
+            if packed.supported(plan, jax.default_backend()) is None:
+                results[i] = packed.fused_update(*own, keys, numbers[i])
+            else:
+                results[i] = fused_update(*own, keys[i], alive)
     return [results[i] for i in range(len(rows))]
 
 
@@ -240,13 +230,12 @@ def fused_update(
     of `reference.fused_update`, and `alive`, a traced True (see `packed`).
     """
     if packed.supported(plan, jax.default_backend()) is None:
-        return packed.fused_updates(rule, [plan], [(g, p, state)], [h], key[None], [0], alive)[0]
+        return packed.fused_update(rule, plan, g, p, state, h, key[None], jnp.uint32(0))
     if twopass.supported(plan, jax.default_backend()) is None:
         return twopass.fused_update(rule, plan, g, p, state, h, key, alive)
     return reference.fused_update(rule, plan, g, p, state, h, key)
 
 
-_packed = jax.jit(packed.fused_updates, static_argnames=("rule", "plans"))
 # once for leaves of one shape and plan: tracing it for each leaf takes longer than all else
 _plain = jax.jit(reference.fused_update, static_argnames=("rule", "plan"))
 _of_leaf = jax.jit(reference.of_leaf, static_argnames=("rule", "plan"))

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import xla_metadata
 
 from optax_lowmem._core import groups, random
 from optax_lowmem._core.rules import UpdateRule
@@ -79,123 +80,60 @@ def _unpack(
     return values
 
 
-def _nothing(plan: LeafPlan, names: list[str], g: jax.Array, state: LeafState) -> jax.Array:
-    """What stands in for a word in the branch that is never taken: the old slot costs no code."""
-    index = {slot.name: i for i, slot in enumerate(plan.slots)}
-    if len(names) == 1 and names[0] in index:
-        return state.slots[index[names[0]]]
-    return jnp.zeros_like(g, dtype=jnp.uint32)  # on Explicit mesh axes it lies where g does
+def _opaque(function: Any) -> Any:
+    """A jitted function whose calls XLA keeps: it neither inlines them nor fuses through them."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten(function(*args, **kwargs))
+        # of a value, not of a context: that would mark what is called inside as well
+        leaves[0] = xla_metadata.set_xla_metadata(leaves[0], inlineable="false")
+        return jax.tree.unflatten(tree, leaves)
+
+    return call
 
 
-def fused_updates(
-    rule: UpdateRule,
-    plans: Sequence[LeafPlan],
-    rows: Sequence[tuple[jax.Array, jax.Array | None, LeafState]],
-    of_leaves: Sequence[Mapping[str, jax.Array]],
-    keys: jax.Array,
-    numbers: Sequence[int],
-    alive: jax.Array,
-) -> list[tuple[jax.Array, LeafState]]:
-    """As `reference.fused_update` of each leaf.
-
-    Args:
-      rule: the optimizer's arithmetic.
-      plans: the leaves' static choices.
-      rows: (gradient, weight or None, state) of each.
-      of_leaves: hyperparameters of each.
-      keys: uint32 [n], or [n, 2], of these leaves and perhaps others.
-      numbers: which of the keys are theirs.
-      alive: a traced True whose value XLA must not know.
-    """
-    measured = [
-        _measured(rule, plan, *row, h) for plan, row, h in zip(plans, rows, of_leaves, strict=True)
-    ]
-    divisors = [{name: divisor for name, (_, divisor) in m.items()} for m in measured]
-    noises = _noises(plans, keys, numbers, alive)
-
-    every = [
-        (*row, h, of_groups, noise)
-        for row, h, of_groups, noise in zip(rows, of_leaves, divisors, noises, strict=True)
-    ]
-    fields = [_words(_fields(plan, row[1] is not None)) for plan, row in zip(plans, rows, strict=True)]
-    words: list[list[jax.Array]] = [[] for _ in plans]
-    # words of one leaf in one conditional would store what they share, in f32
-    for place in range(max(map(len, fields))):
-        mine = [i for i, names in enumerate(fields) if place < len(names)]
-
-        def compute(every: Any, mine: Any = mine, place: int = place) -> list[jax.Array]:
-            rows = zip(mine, every, strict=True)
-            return [_word(rule, plans[i], place, *own) for i, own in rows]
-
-        def nothing(every: Any, mine: Any = mine, place: int = place) -> list[jax.Array]:
-            rows = zip(mine, every, strict=True)
-            return [_nothing(plans[i], fields[i][place], own[0], own[2]) for i, own in rows]
-
-        found = _cond(alive, compute, nothing, [every[i] for i in mine])
-        for i, word in zip(mine, found, strict=True):
-            words[i].append(word)
-    return [
-        _outputs(rule, plan, *row, h, word, {name: scale for name, (scale, _) in m.items()})
-        for plan, row, h, word, m in zip(plans, rows, of_leaves, words, measured, strict=True)
-    ]
-
-
-def _cond(alive: jax.Array, true: Any, false: Any, operands: Any) -> Any:
-    """`lax.cond` that passes what occurs several times in `operands` once."""
-    leaves, tree = jax.tree.flatten(operands)
-    unique = {id(leaf): leaf for leaf in leaves}
-    places = {key: i for i, key in enumerate(unique)}
-    order = [places[id(leaf)] for leaf in leaves]
-
-    def restored(function: Any) -> Any:
-        return lambda *given: function(jax.tree.unflatten(tree, [given[i] for i in order]))
-
-    return lax.cond(alive, restored(true), restored(false), *unique.values())
-
-
+@_opaque
 @functools.partial(jax.jit, static_argnames=("rule", "plan"))
+def fused_update(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    g: jax.Array,
+    p: jax.Array | None,
+    state: LeafState,
+    h: Mapping[str, jax.Array],
+    keys: jax.Array,
+    number: jax.Array,
+) -> tuple[jax.Array, LeafState]:
+    """As `reference.fused_update`, with the key of this number out of those of many leaves.
+
+    The number is an operand: as a constant it would make a step of each leaf another program.
+    """
+    measured = _measured(rule, plan, g, p, state, h)
+    divisors = {name: divisor for name, (_, divisor) in measured.items()}
+    noise = _noise(plan, keys, number) if plan.stochastic else None
+    words = [
+        _word(rule, plan, place, g, p, state, h, divisors, noise)
+        for place in range(len(_words(_fields(plan, p is not None))))
+    ]
+    return _outputs(
+        rule, plan, g, p, state, h, words, {name: scale for name, (scale, _) in measured.items()}
+    )
+
+
 def _measured(rule: UpdateRule, plan: LeafPlan, g: Any, p: Any, state: Any, h: Any) -> Any:
     return reference.measured(plan, reference.advanced(rule, plan, g, p, state, h)[1])
 
 
-def _noises(
-    plans: Sequence[LeafPlan], keys: jax.Array, numbers: Sequence[int], alive: jax.Array
-) -> list[Any]:
-    """The two parts of the random bits of each leaf, or None.
-
-    Drawn in a conditional of their own, which keeps the mixing out of the loops over elements; and
-    a leaf's number is an operand of it: as a constant it would make each leaf's loop another one.
-    """
-    drawn = [i for i, plan in enumerate(plans) if plan.stochastic]
-    noises: list[Any] = [None] * len(plans)
-    if drawn:
-        indices = [jnp.uint32(numbers[i]) for i in drawn]
-        every = [plans[i] for i in drawn]
-        found = lax.cond(
-            alive,
-            lambda keys, *own: [_noise(plan, keys, i) for plan, i in zip(every, own, strict=True)],
-            lambda keys, *_: [_no_noise(plan, keys) for plan in every],
-            keys,
-            *indices,
-        )
-        for i, noise in zip(drawn, found, strict=True):
-            noises[i] = noise
-    return noises
-
-
+@_opaque
 @functools.partial(jax.jit, static_argnames=("plan",))
 def _noise(plan: LeafPlan, keys: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The two parts of a leaf's random bits; a call of its own mixes once a group, not an element."""
     key = lax.dynamic_index_in_dim(keys, number, keepdims=False)
     return random.noise_bits(key, plan.shape, plan.group_size)
 
 
-@functools.partial(jax.jit, static_argnames=("plan",))
-def _no_noise(plan: LeafPlan, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
-    row, lane = random.row_and_lane_keys(keys[0])
-    shape = groups.scale_shape(plan.shape, plan.group_size)
-    return jnp.broadcast_to(row, shape), jnp.broadcast_to(lane, plan.shape[-1:])
-
-
+@_opaque
 @functools.partial(jax.jit, static_argnames=("rule", "plan", "place"))
 def _word(
     rule: UpdateRule,
@@ -231,7 +169,6 @@ def _codes(
     return slot.codec.quantize(values[slot.name], divisor, uniforms)
 
 
-@functools.partial(jax.jit, static_argnames=("rule", "plan"))
 def _outputs(
     rule: UpdateRule,
     plan: LeafPlan,
