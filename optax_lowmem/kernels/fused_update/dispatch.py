@@ -116,7 +116,7 @@ def fused_updates(
       states: stored states.
       h: f32 hyperparameters.
       keys: uint32 [leaves], for the rounding of each leaf in this step.
-      alive: a traced True (see `packed`).
+      alive: a traced True.
       implementation: `xla`, `pallas`, `triton`, or None for the fastest.
       tuned: how a kernel's work is cut; None for what is known of the device.
       of_blocks: what `shared_updates` gave each leaf.
@@ -149,6 +149,7 @@ def fused_updates(
                 rule, kernel, taken, own, keys, batch, alive, cut.tile, implementation is None
             )
             results.update(zip(batch, found, strict=True))
+    # behind a barrier, or XLA moves them into the steps of the leaves and no two are the same
     numbers = jax.lax.optimization_barrier([jnp.uint32(i) for i in range(len(rows))])
     for i, name in enumerate(chosen):
         if name == "xla":
@@ -227,7 +228,7 @@ def fused_update(
     """`reference.fused_update` in the form that XLA compiles best for the backend.
 
     Compiled once for leaves of one shape and plan, also outside of a jit. The arguments are those
-    of `reference.fused_update`, and `alive`, a traced True (see `packed`).
+    of `reference.fused_update`, and `alive`, a traced True.
     """
     if packed.supported(plan, jax.default_backend()) is None:
         return packed.fused_update(rule, plan, g, p, state, h, key[None], jnp.uint32(0))

@@ -2,8 +2,9 @@
 
 XLA's CPU backend compiles one loop an output and repeats, or stores in f32, whatever several
 outputs share; an `optimization_barrier` does not stop it (jax 0.10). What it cannot see through is
-a conditional, so the small outputs of a leaf (weight, correction, codes) are computed together
-inside one, packed into 32-bit words, and taken apart outside. Measured: docs/cpu_speed.md.
+a call that it may not inline, so the small outputs of a leaf (weight, correction, codes) are
+computed together inside one, packed into 32-bit words, and taken apart outside. The calls of equal
+leaves are the same program, which XLA compiles once. Measured: docs/cpu_speed.md.
 """
 
 import functools
@@ -93,7 +94,6 @@ def _opaque(function: Any) -> Any:
     return call
 
 
-@_opaque
 @functools.partial(jax.jit, static_argnames=("rule", "plan"))
 def fused_update(
     rule: UpdateRule,
@@ -109,6 +109,25 @@ def fused_update(
 
     The number is an operand: as a constant it would make a step of each leaf another program.
     """
+    if plan.direct:
+        return _finished(rule, plan, g, p, state, h, keys, number)
+    # what is left of an update is done where XLA fuses it with its use
+    return _outputs(rule, plan, g, p, state, h, *_computed(rule, plan, g, p, state, h, keys, number))
+
+
+@_opaque
+@functools.partial(jax.jit, static_argnames=("rule", "plan"))
+def _finished(
+    rule: UpdateRule, plan: LeafPlan, g: Any, p: Any, state: Any, h: Any, keys: Any, number: Any
+) -> tuple[jax.Array, LeafState]:
+    found = _computation(rule, plan, g, p, state, h, keys, number)
+    return _outputs(rule, plan, g, p, state, h, *found)
+
+
+def _computation(
+    rule: UpdateRule, plan: LeafPlan, g: Any, p: Any, state: Any, h: Any, keys: Any, number: Any
+) -> tuple[list[jax.Array], dict[str, jax.Array]]:
+    """Words, and the scales to be stored."""
     measured = _measured(rule, plan, g, p, state, h)
     divisors = {name: divisor for name, (_, divisor) in measured.items()}
     noise = _noise(plan, keys, number) if plan.stochastic else None
@@ -116,9 +135,10 @@ def fused_update(
         _word(rule, plan, place, g, p, state, h, divisors, noise)
         for place in range(len(_words(_fields(plan, p is not None))))
     ]
-    return _outputs(
-        rule, plan, g, p, state, h, words, {name: scale for name, (scale, _) in measured.items()}
-    )
+    return words, {name: scale for name, (scale, _) in measured.items()}
+
+
+_computed = jax.jit(_computation, static_argnames=("rule", "plan"))
 
 
 def _measured(rule: UpdateRule, plan: LeafPlan, g: Any, p: Any, state: Any, h: Any) -> Any:

@@ -34,7 +34,7 @@ def shared_updates(
       states: the stored shared slots, of `Block.mean_shape`; their corrections are not used.
       h: f32 hyperparameters; weight decay is not part of the gradient (no `l2`).
       keys: uint32 [leaves], for the rounding of each leaf in this step.
-      alive: a traced True (see `packed`).
+      alive: a traced True.
       implementation: as of `fused_updates`.
     """
     own = rule.of_blocks

@@ -1,0 +1,62 @@
+"""What a step of many leaves costs to compile on a CPU, against optax."""
+
+import time
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import optax_lowmem as lowmem
+
+COUNT = 48
+SHAPE = (64, 64)
+
+
+def compiled(function, *arguments):
+    start = time.process_time()
+    program = jax.jit(function).lower(*arguments).compile()
+    return program, time.process_time() - start
+
+
+def tree(dtype, count=COUNT):
+    return {f"w{i}": jax.ShapeDtypeStruct(SHAPE, dtype) for i in range(count)}
+
+
+def ours(tx, count=COUNT):
+    params, state = jax.eval_shape(lambda p: lowmem.init(tx, p), tree(jnp.float32, count))
+    return compiled(lambda g, s, p: lowmem.step(tx, g, s, p), params, state, params)
+
+
+@pytest.fixture
+def no_cache():
+    """A persistent cache would answer instead of XLA."""
+    enabled = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    yield
+    jax.config.update("jax_enable_compilation_cache", enabled)
+
+
+def test_equal_leaves_are_compiled_once_and_need_no_arrays_of_their_own(no_cache):
+    tx, theirs = lowmem.flash_adamw(1e-3), optax.adamw(1e-3)
+    program, seconds = ours(tx)
+    params = tree(jnp.float32)
+
+    def step(g, s, p):
+        updates, s = theirs.update(g, s, p)
+        return optax.apply_updates(p, updates), s
+
+    _, base = compiled(step, params, jax.eval_shape(theirs.init, params), params)
+    # measured 8 to 12 times optax's, and 25 to 30 before equal leaves shared their programs
+    assert seconds < 20 * base + 1
+    # words of one leaf, 4 bytes an element, and 200 bytes of scalars for each
+    assert program.memory_analysis().temp_size_in_bytes < 4 * 64 * 64 * 3 + 400 * COUNT
+
+
+def test_loops_of_equal_leaves_are_the_same_whatever_their_number():
+    """A constant inside (a leaf's number or key) would make each another kernel to compile."""
+    program, _ = ours(lowmem.flash_adamw(1e-3), 3)
+    text = program.as_text()
+    assert "conditional(" not in text
+    assert text.count('inlineable="false"') > 3
+    assert "slice={[1:2]}" not in text and "slice={[2:3]}" not in text
