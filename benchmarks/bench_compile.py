@@ -73,9 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in NAMES:
             found = measure(name, case)
             print(f"{case:11} {name:12} {found}", flush=True)
-            for metric, value in found.items() if args.record else ():
-                unit = "ms" if metric == "cpu_ms_per_leaf" else "B"
-                records.record("compile", case, name, metric, value, unit)
+            units = {"cpu_ms_per_leaf": "ms", "temp_bytes": "B"}
+            rows = [
+                records.record("compile", case, name, metric, value, units[metric])
+                for metric, value in found.items()
+            ]
+            if args.record:
+                records.append(rows)
     return 0
 
 

@@ -104,6 +104,22 @@ def cpu_step(rows: list[dict[str, Any]]) -> str:
     return markdown(columns, body) + source(found)
 
 
+def cpu_compile(rows: list[dict[str, Any]]) -> str:
+    """CPU time and temporaries of compiling steps of many leaves."""
+    found = newest(rows, bench="compile")
+    value = {(r["case"], r["impl"], r["jax"], r["metric"]): r["value"] for r in found}
+    body = [
+        [
+            *(case, impl, version),
+            f"{value[case, impl, version, 'cpu_ms_per_leaf']:.1f} ms",
+            f"{value[case, impl, version, 'temp_bytes'] / 2**20:.2f} MiB",
+        ]
+        for case, impl, version in dict.fromkeys(key[:3] for key in value)
+    ]
+    columns = ["leaves", "step", "jax", "CPU time a leaf", "temporaries"]
+    return markdown(columns, body) + source(found)
+
+
 def train(rows: list[dict[str, Any]]) -> str:
     """Validation loss of the demo over seeds, ours and f32."""
     found = newest(rows, bench="train", metric="val_loss", case="demo/adamw")
@@ -212,6 +228,7 @@ def _of(module: Any, name: str, usual: str) -> Callable[[list[dict[str, Any]]], 
 TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "memory": memory,
     "cpu_step": cpu_step,
+    "cpu_compile": cpu_compile,
     "train": train,
     "claims": claims,
     "claims_stable_adamw": stable_adamw_claims,
