@@ -154,11 +154,11 @@ def fused_updates(
     for i, name in enumerate(chosen):
         if name == "xla":
             plan, g, p, state = rows[i]
-            own = (rule, plan.nameless, g, p, state, of_leaves[i])
+            arguments = (rule, plan.nameless, g, p, state, of_leaves[i])
             if packed.supported(plan, jax.default_backend()) is None:
-                results[i] = packed.fused_update(*own, keys, numbers[i])
+                results[i] = packed.fused_update_among(*arguments, keys, numbers[i])
             else:
-                results[i] = fused_update(*own, keys[i], alive)
+                results[i] = fused_update(*arguments, keys[i], alive)
     return [results[i] for i in range(len(rows))]
 
 
@@ -230,10 +230,9 @@ def fused_update(
     Compiled once for leaves of one shape and plan, also outside of a jit. The arguments are those
     of `reference.fused_update`, and `alive`, a traced True.
     """
-    if packed.supported(plan, jax.default_backend()) is None:
-        return packed.fused_update(rule, plan, g, p, state, h, key[None], jnp.uint32(0))
-    if twopass.supported(plan, jax.default_backend()) is None:
-        return twopass.fused_update(rule, plan, g, p, state, h, key, alive)
+    for path in (packed, twopass):
+        if path.supported(plan, jax.default_backend()) is None:
+            return path.fused_update(rule, plan, g, p, state, h, key, alive)
     return reference.fused_update(rule, plan, g, p, state, h, key)
 
 

@@ -94,8 +94,23 @@ def _opaque(function: Any) -> Any:
     return call
 
 
-@functools.partial(jax.jit, static_argnames=("rule", "plan"))
 def fused_update(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    g: jax.Array,
+    p: jax.Array | None,
+    state: LeafState,
+    h: Mapping[str, jax.Array],
+    key: jax.Array,
+    alive: jax.Array,
+) -> tuple[jax.Array, LeafState]:
+    """As `reference.fused_update`; `alive` is not used."""
+    del alive
+    return fused_update_among(rule, plan, g, p, state, h, key[None], jnp.uint32(0))
+
+
+@functools.partial(jax.jit, static_argnames=("rule", "plan"))
+def fused_update_among(
     rule: UpdateRule,
     plan: LeafPlan,
     g: jax.Array,
@@ -112,7 +127,9 @@ def fused_update(
     if plan.direct:
         return _finished(rule, plan, g, p, state, h, keys, number)
     # what is left of an update is done where XLA fuses it with its use
-    return _outputs(rule, plan, g, p, state, h, *_computed(rule, plan, g, p, state, h, keys, number))
+    return _outputs(
+        rule, plan, g, p, state, h, *_computed(rule, plan, g, p, state, h, keys, number)
+    )
 
 
 @_opaque
@@ -148,7 +165,7 @@ def _measured(rule: UpdateRule, plan: LeafPlan, g: Any, p: Any, state: Any, h: A
 @_opaque
 @functools.partial(jax.jit, static_argnames=("plan",))
 def _noise(plan: LeafPlan, keys: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The two parts of a leaf's random bits; a call of its own mixes once a group, not an element."""
+    """The two parts of a leaf's random bits; in a call, or it mixes for each element."""
     key = lax.dynamic_index_in_dim(keys, number, keepdims=False)
     return random.noise_bits(key, plan.shape, plan.group_size)
 

@@ -1,0 +1,31 @@
+"""The benchmark of compile times: its cases, what it measures, and the table of its records."""
+
+import jax
+import pytest
+
+from benchmarks import bench_compile, tables
+
+
+def test_cases():
+    assert bench_compile.shapes("equal-3") == [(64, 64)] * 3
+    mixed = bench_compile.shapes("mixed-41")
+    assert (len(mixed), len(set(mixed)), mixed[39]) == (41, 40, (344, 64))
+    with pytest.raises(ValueError, match="no case 'odd-3'"):
+        bench_compile.shapes("odd-3")
+
+
+def test_steps_are_of_bf16_weights_and_of_the_leaves_of_the_case():
+    _, (gradients, _, weights) = bench_compile.prepared("lowmem.step", "mixed-5")
+    assert [leaf.shape for leaf in jax.tree.leaves(weights)] == bench_compile.shapes("mixed-5")
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves((gradients, weights))} == {"bfloat16"}
+
+
+def test_a_measurement_and_its_table(capsys):
+    found = bench_compile.measure("optax.adamw", "equal-1")
+    assert found["cpu_ms_per_leaf"] > 0 and found["temp_bytes"] < 1e4
+    row = {"bench": "compile", "case": "equal-1", "impl": "optax.adamw", "device": "cpu-2-cores"}
+    rows = [
+        {**row, "jax": "1", "commit": "c", "metric": metric, "value": value}
+        for metric, value in (("cpu_ms_per_leaf", 2.34), ("temp_bytes", 2**20))
+    ]
+    assert "| equal-1 | optax.adamw | 1 | 2.3 ms | 1.00 MiB |" in tables.cpu_compile(rows)
