@@ -98,10 +98,8 @@ def widened(tree: Any, floats_only: bool = False) -> Any:
     if all(wide):
         return tree
     made = iter(_widen([x for x, known in zip(leaves, wide, strict=True) if not known]))
-    rows = zip(leaves, wide, strict=True)
-    return jax.tree.unflatten(
-        jax.tree.structure(tree), [x if known else next(made) for x, known in rows]
-    )
+    found = [x if known else next(made) for x, known in zip(leaves, wide, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(tree), found)
 
 
 @compiled

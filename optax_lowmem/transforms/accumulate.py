@@ -87,8 +87,9 @@ class _Buffered:
         seed = scope.provided_seed(self.seed)
         leaves, treedef = jax.tree.flatten(params)
         zeros = compiled(_zeros) if is_free(leaves) else _zeros
-        buffer = jax.tree.unflatten(treedef, zeros(leaves))
-        return AccumulationState(_zero(), _zero(), seed, buffer, self.inner.init(params))
+        micro_step, count, buffers = zeros(leaves)
+        buffer = jax.tree.unflatten(treedef, buffers)
+        return AccumulationState(micro_step, count, seed, buffer, self.inner.init(params))
 
     def update(
         self, updates: Any, state: AccumulationState, params: Any = None, **extra: Any
@@ -128,10 +129,10 @@ class _Direct:
     every: int
 
     def init(self, params: Any) -> AccumulationState:
-        h = self.engine.hyperparameters(_zero())
-        jax.eval_shape(lambda first: self.engine.rule.accumulating(h, first, self.every), _BOOL)
         inner = self.engine.init(params)
-        return AccumulationState(_zero(), _zero(), jnp.array(inner.seed), None, inner)
+        h = self.engine.hyperparameters(inner.count)
+        jax.eval_shape(lambda first: self.engine.rule.accumulating(h, first, self.every), _BOOL)
+        return AccumulationState(*_begin(inner.seed), None, inner)
 
     def update(
         self, updates: Any, state: AccumulationState, params: Any = None, **extra: Any
@@ -146,13 +147,16 @@ class _Direct:
         return new, AccumulationState(micro_step, count, state.seed, None, inner)
 
 
-def _zero() -> jax.Array:
-    """Another array each time: one in two places of a state could not be donated."""
-    return jnp.zeros((), jnp.int32)
+def _zeros(leaves: list[jax.Array]) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    """Two counts, and the buffer of each leaf, which lies where it does."""
+    buffers = [jnp.zeros_like(leaf, dtype=jnp.bfloat16) for leaf in leaves]
+    return jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), buffers
 
 
-def _zeros(leaves: list[jax.Array]) -> list[jax.Array]:
-    return [jnp.zeros_like(leaf, dtype=jnp.bfloat16) for leaf in leaves]
+@compiled
+def _begin(seed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Two counts and a copy of the seed: one array in two places of a state is not donated."""
+    return jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.array(seed)
 
 
 @compiled

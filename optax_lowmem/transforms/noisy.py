@@ -10,7 +10,7 @@ import optax
 
 from optax_lowmem._core import boxes, numerics, random, scope, trees
 from optax_lowmem._core.compiled import apply_updates, compiled, widened
-from optax_lowmem._core.hyperparameters import as_f32, increment
+from optax_lowmem._core.hyperparameters import as_f32
 from optax_lowmem.gaussws.bitwidth import bitwidth
 from optax_lowmem.gaussws.parts import Parts, chooser
 from optax_lowmem.gaussws.sampling import bits_gradient, factor_of
@@ -178,7 +178,7 @@ class Noisy:
         for (path, _), step, bits in named:
             change = next(noisy) if bits.ndim else step
             changes.append(change)
-            if path in emitted or bits.ndim:
+            if scope.is_emitting() and (path in emitted or bits.ndim):
                 # what was changed after the split inside is said to whom watches here
                 spoilt = emitted[path] - step if path in emitted else jnp.zeros_like(change)
                 scope.emit(path, change + spoilt)
@@ -198,7 +198,7 @@ class Noisy:
         trees.check_state(state, GaussWSState)
         of_leaves = trees.match("gradient", gradients, params)
         rows = self._leaves(params, state)
-        bits, bits_state = self._learn(rows, of_leaves, state, params, factor)
+        count, bits, bits_state = self._learn(rows, of_leaves, state, params, factor)
         chosen = [row.sampled for row in rows]
         given = gradients
         if not isinstance(self.inner, Optimizer) and not hasattr(self.inner, "links"):
@@ -206,7 +206,7 @@ class Noisy:
             gradients = widened(gradients)
         weights, inner = take(gradients, state.inner_state, _merged(params, state.clean, chosen))
         state = state._replace(
-            count=increment(state.count), bits=bits, bits_state=bits_state,
+            count=count, bits=bits, bits_state=bits_state,
             inner_state=trees.keep_dtypes(state.inner_state, inner, given),
         )  # fmt: skip
         found = self._sampled(rows, weights, state)
@@ -246,8 +246,8 @@ class Noisy:
         state: GaussWSState,
         params: Any,
         factor: jax.Array | None,
-    ) -> tuple[Any, Any]:
-        """New b_i and the state of their optimizer (equations 3, 9 and 10)."""
+    ) -> tuple[jax.Array, Any, Any]:
+        """The new count, b_i and the state of their optimizer (equations 3, 9 and 10)."""
         run = _bits_gradients if scope.is_placing() else compiled(_bits_gradients)
         small = [row._replace(param=None, clean=None) for row in rows]
         span = self.bits_init, self.bits_target
@@ -256,7 +256,9 @@ class Noisy:
         )
         given = boxes.like(params, found)
         steps, bits_state = self.bits_optimizer.update(given, state.bits_state, state.bits)
-        return apply_updates(state.bits, steps), bits_state
+        moved = jax.tree.leaves(state.bits), jax.tree.leaves(steps)
+        count, leaves = _moved(state.count, *moved)
+        return count, jax.tree.unflatten(jax.tree.structure(state.bits), leaves), bits_state
 
     def _sampled(
         self, rows: list[_Leaf], weights: Any, state: GaussWSState
@@ -325,6 +327,13 @@ def _samples(
         factor = factor_of(bitwidth(b, *span))
         found.append(kernels.sample(w, correction, factor, key, noise, to, dtype, path))
     return found
+
+
+@compiled
+def _moved(
+    count: jax.Array, bits: list[jax.Array], steps: list[jax.Array]
+) -> tuple[jax.Array, list[jax.Array]]:
+    return optax.safe_increment(count), optax.apply_updates(bits, steps)
 
 
 @compiled
