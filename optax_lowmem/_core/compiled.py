@@ -5,7 +5,9 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 
 from optax_lowmem._core import numerics
 
@@ -27,11 +29,11 @@ def compiled(function: F) -> F:
     """
 
     @functools.wraps(function)
-    def call(*args: Any) -> Any:
-        leaves, treedef = jax.tree.flatten(args)
+    def call(*args: Any, **named: Any) -> Any:
+        leaves, treedef = jax.tree.flatten((args, named))
         eager = is_eager(leaves) and not jax.config.jax_disable_jit  # type: ignore[attr-defined]
         if not eager or numerics.in_kernel() or _lie_apart(leaves):
-            return function(*args)
+            return function(*args, **named)
         arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
         # 1, 1.0 and True are equal, and not the same to a trace
         static = tuple(None if _is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
@@ -67,4 +69,39 @@ def _run(
 ) -> Any:
     rows = zip(static, arrays, strict=True)
     leaves = [array if fixed is None else fixed[1] for fixed, array in rows]
-    return function(*jax.tree.unflatten(treedef, leaves))
+    args, named = jax.tree.unflatten(treedef, leaves)
+    return function(*args, **named)
+
+
+_apply = compiled(optax.apply_updates)
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """`optax.apply_updates`, as one program."""
+    treedef: Any = jax.tree.structure(params)
+    if treedef != jax.tree.structure(updates):
+        return optax.apply_updates(params, updates)
+    return treedef.unflatten(_apply(jax.tree.leaves(params), jax.tree.leaves(updates)))
+
+
+def widened(tree: Any, floats_only: bool = False) -> Any:
+    """A tree with its 8- and 16-bit floats in f32, made in one program.
+
+    Args:
+      tree: of arrays.
+      floats_only: leave other numbers as they are, instead of making them f32 too.
+    """
+    leaves = jax.tree.leaves(tree)
+    wide = [
+        not numerics.is_narrow(x.dtype) and (floats_only or x.dtype == jnp.float32) for x in leaves
+    ]
+    if all(wide):
+        return tree
+    made = iter(_widen([x for x, known in zip(leaves, wide, strict=True) if not known]))
+    found = [x if known else next(made) for x, known in zip(leaves, wide, strict=True)]
+    return jax.tree.unflatten(jax.tree.structure(tree), found)
+
+
+@compiled
+def _widen(arrays: list[jax.Array]) -> list[jax.Array]:
+    return [numerics.widen(x) for x in arrays]

@@ -150,6 +150,11 @@ def record(decision: Decision) -> None:
         log.append(decision)
 
 
+def is_emitting() -> bool:
+    """Whether an enclosing `emitting` collects updates."""
+    return _emitted.get() is not None
+
+
 def emit(path: str, update: jax.Array) -> None:
     """Reports the update of a split leaf to an enclosing `emitting`."""
     log = _emitted.get()

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._core import numerics
+from optax_lowmem._core.compiled import compiled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,12 @@ class MasterSplit(abc.ABC):
     """
 
     bits: int = 24
+
+    def __init_subclass__(cls) -> None:
+        """The arithmetic of each scheme is one program where it is called eagerly."""
+        for name in ("round", "correction", "split", "join"):
+            if name in vars(cls):
+                setattr(cls, name, compiled(vars(cls)[name]))
 
     @property
     def name(self) -> str:
@@ -58,6 +65,7 @@ class MasterSplit(abc.ABC):
     def join(self, p: jax.Array, correction: jax.Array) -> jax.Array:
         """The master weight (f32) of a weight and its correction."""
 
+    @compiled
     def split(self, w: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
         """Weight and correction of master weights w (f32)."""
         p = self.round(w, dtype)

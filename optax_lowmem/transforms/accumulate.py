@@ -1,6 +1,7 @@
 """Gradient accumulation that does not cost four bytes a parameter."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -9,8 +10,11 @@ import optax
 from jax import lax
 
 from optax_lowmem._core import numerics, random, scope, trees, varying
-from optax_lowmem._core.hyperparameters import increment
+from optax_lowmem._core.compiled import compiled, is_free
+from optax_lowmem._core.rules import UpdateRule
 from optax_lowmem.transforms.engine import Engine, Optimizer
+
+_BOOL = jax.ShapeDtypeStruct((), jnp.bool_)
 
 
 class AccumulationState(NamedTuple):
@@ -81,8 +85,11 @@ class _Buffered:
         for path, leaf in trees.named_leaves(params):
             trees.check_param(path, leaf)
         seed = scope.provided_seed(self.seed)
-        buffer = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.bfloat16), params)
-        return AccumulationState(_zero(), _zero(), seed, buffer, self.inner.init(params))
+        leaves, treedef = jax.tree.flatten(params)
+        zeros = compiled(_zeros) if is_free(leaves) else _zeros
+        micro_step, count, buffers = zeros(leaves)
+        buffer = jax.tree.unflatten(treedef, buffers)
+        return AccumulationState(micro_step, count, seed, buffer, self.inner.init(params))
 
     def update(
         self, updates: Any, state: AccumulationState, params: Any = None, **extra: Any
@@ -90,11 +97,7 @@ class _Buffered:
         trees.check_state(state, AccumulationState)
         gradients = trees.match("gradient", updates, state.accumulated)
         rows = zip(gradients, jax.tree.leaves(state.accumulated), strict=True)
-        share = jnp.float32(1 / self.every)
-        treedef = jax.tree.structure(updates)
-        means = jax.tree.unflatten(
-            treedef, [numerics.widen(a) + share * numerics.widen(g) for g, a in rows]
-        )
+        means = jax.tree.unflatten(jax.tree.structure(updates), _means(list(rows), self.every))
 
         def step() -> tuple[Any, Any, Any]:
             new, inner = self.inner.update(means, state.inner_state, params, **extra)
@@ -108,10 +111,8 @@ class _Buffered:
             )
             return nothing, state.inner_state, self._rounded(means, state)
 
-        last = state.micro_step == self.every - 1
+        last, micro_step, count = _counted(state.micro_step, state.count, self.every)
         new, inner, buffer = lax.cond(last, step, wait)
-        micro_step = jnp.where(last, 0, state.micro_step + 1)
-        count = increment(state.count)
         return new, AccumulationState(micro_step, count, state.seed, buffer, inner)
 
     def _rounded(self, means: Any, state: AccumulationState) -> Any:
@@ -128,34 +129,70 @@ class _Direct:
     every: int
 
     def init(self, params: Any) -> AccumulationState:
-        zero = _zero()
-        self.engine.rule.accumulating(self.engine.hyperparameters(zero), zero == 0, self.every)
         inner = self.engine.init(params)
-        return AccumulationState(_zero(), _zero(), jnp.array(inner.seed), None, inner)
+        h = self.engine.hyperparameters(inner.count)
+        jax.eval_shape(lambda first: self.engine.rule.accumulating(h, first, self.every), _BOOL)
+        return AccumulationState(*_begin(inner.seed), None, inner)
 
     def update(
         self, updates: Any, state: AccumulationState, params: Any = None, **extra: Any
     ) -> tuple[Any, AccumulationState]:
         del extra
         trees.check_state(state, AccumulationState)
-        first, last = state.micro_step == 0, state.micro_step == self.every - 1
-        h = self.engine.rule.accumulating(
-            self.engine.hyperparameters(state.inner_state.count), first, self.every
-        )
-        for name in ("lr", "decay"):
-            if name in h:
-                h[name] = jnp.where(last, h[name], 0)
-        count = increment(state.count)
+        given = self.engine.hyperparameters(state.inner_state.count)
+        counts = state.micro_step, state.count, state.inner_state.count
+        h, micro_step, count, steps = _micro_batch(self.engine.rule, given, self.every, *counts)
         new, inner = self.engine.step(updates, state.inner_state, params, h, count)
-        steps = jnp.where(last, state.inner_state.count + 1, state.inner_state.count)
-        micro_step = jnp.where(last, 0, state.micro_step + 1)
         inner = inner._replace(count=steps)
         return new, AccumulationState(micro_step, count, state.seed, None, inner)
 
 
-def _zero() -> jax.Array:
-    """Another array each time: one in two places of a state could not be donated."""
-    return jnp.zeros((), jnp.int32)
+def _zeros(leaves: list[jax.Array]) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    """Two counts, and the buffer of each leaf, which lies where it does."""
+    buffers = [jnp.zeros_like(leaf, dtype=jnp.bfloat16) for leaf in leaves]
+    return jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), buffers
+
+
+@compiled
+def _begin(seed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Two counts and a copy of the seed: one array in two places of a state is not donated."""
+    return jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.array(seed)
+
+
+@compiled
+def _means(rows: list[tuple[jax.Array, jax.Array]], every: int) -> list[jax.Array]:
+    """The f32 means so far, of (gradient, mean before)."""
+    share = jnp.float32(1 / every)
+    return [numerics.widen(a) + share * numerics.widen(g) for g, a in rows]
+
+
+@compiled
+def _counted(
+    micro_step: jax.Array, count: jax.Array, every: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Whether this micro-batch is the last, and both counts after it."""
+    last = micro_step == every - 1
+    return last, jnp.where(last, 0, micro_step + 1), optax.safe_increment(count)
+
+
+@compiled
+def _micro_batch(
+    rule: UpdateRule,
+    h: Mapping[str, jax.Array],
+    every: int,
+    micro_step: jax.Array,
+    count: jax.Array,
+    steps: jax.Array,
+) -> tuple[dict[str, jax.Array], jax.Array, jax.Array, jax.Array]:
+    """The hyperparameters of a micro-batch, and what the counts are after it.
+
+    Weights move with the last one only, which alone counts as a step.
+    """
+    first, last = micro_step == 0, micro_step == every - 1
+    own = dict(rule.accumulating(h, first, every))
+    own |= {name: jnp.where(last, own[name], 0) for name in ("lr", "decay") if name in own}
+    micro_step = jnp.where(last, 0, micro_step + 1)
+    return own, micro_step, optax.safe_increment(count), jnp.where(last, steps + 1, steps)
 
 
 def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:

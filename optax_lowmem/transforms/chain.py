@@ -5,10 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
-from optax_lowmem._core import numerics, scope, trees
-from optax_lowmem._core.compiled import compiled
+from optax_lowmem._core import scope, trees
+from optax_lowmem._core.compiled import apply_updates, compiled, widened
 from optax_lowmem._core.placement import placements
 from optax_lowmem.kernels.fused_update import IMPLEMENTATIONS
 from optax_lowmem.transforms.engine import Optimizer
@@ -190,7 +191,7 @@ def _step_last(
 
         return tx.work.advance(updates, state, params, take, factor)
     updates, state = _update_last(tx, updates, state, params, factor, extra)
-    return optax.apply_updates(params, updates), state
+    return apply_updates(params, updates), state
 
 
 def _step_any(
@@ -227,7 +228,7 @@ def _takes_factor(tx: optax.GradientTransformation) -> bool:
 
 
 def _widened(updates: Any) -> Any:
-    return jax.tree.map(numerics.widen_float, updates)
+    return widened(updates, floats_only=True)
 
 
 def _clips_global_norm(link: optax.GradientTransformation) -> bool:
@@ -237,9 +238,16 @@ def _clips_global_norm(link: optax.GradientTransformation) -> bool:
     return name.startswith("optax.") and name.endswith(".clip_by_global_norm.<locals>.update_fn")
 
 
-@compiled
 def _clipping_factor(link: optax.GradientTransformation, updates: Any, state: Any) -> jax.Array:
     """What the link multiplies gradients by: what it makes of one number, the norm of them all."""
+    cells = (cell.cell_contents for cell in getattr(link.update, "__closure__", None) or ())
+    # inject_hyperparams makes another link each step, of an array that would be compiled in
+    of_number = not any(isinstance(cell, jax.Array | np.ndarray) for cell in cells)
+    factor = compiled(_factor) if of_number else _factor
+    return factor(link, jax.tree.leaves(updates), state)
+
+
+def _factor(link: optax.GradientTransformation, updates: list[jax.Array], state: Any) -> jax.Array:
     norm = optax.tree.norm(_widened(updates))
     clipped, _ = link.update(norm, state)
     # an infinite norm: finite gradients become 0 in optax too, infinite ones NaN

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lowmem._core import boxes, derivative, groups, numerics, random, scope, trees
+from optax_lowmem._core import boxes, derivative, groups, random, scope, trees
+from optax_lowmem._core.compiled import compiled, widened
 from optax_lowmem._core.hyperparameters import increment
 from optax_lowmem._core.policy import Policy
 from optax_lowmem.codecs import GroupCodec, decode_array
@@ -57,8 +58,41 @@ def _check_same_storage(before: dict[str, Any], after: dict[str, Any]) -> None:
             )
 
 
-def _widened(tree: Any) -> Any:
-    return jax.tree.map(numerics.widen, tree)
+def _is_code(leaf: jax.Array) -> bool:
+    return leaf.dtype in (jnp.int8, jnp.uint8)
+
+
+class _Slot(NamedTuple):
+    """A leaf of a slot to be encoded."""
+
+    codec: GroupCodec
+    slot: str
+    path: str
+    leaf: jax.Array
+    stochastic: bool
+
+
+def _small(ranks: list[int]) -> list[jax.Array]:
+    return [jnp.zeros((1,) * rank, jnp.float32) for rank in ranks]
+
+
+@compiled
+def _encoded(
+    slots: list[_Slot], group_size: int, seed: jax.Array, count: jax.Array
+) -> list[tuple[jax.Array, jax.Array]]:
+    pairs = []
+    for codec, slot, path, leaf, stochastic in slots:
+        key = random.leaf_key(seed, count, path) if stochastic else None
+        pairs.append(group_codec.encode(codec, leaf, group_size, key, slot))
+    return pairs
+
+
+@compiled
+def _decoded(
+    slots: list[tuple[GroupCodec, jax.Array, jax.Array]], group_size: int
+) -> list[jax.Array]:
+    # plain XLA, not a kernel: it fuses into the inner update and the f32 is never stored
+    return [decode_array(codec, codes, scales, group_size) for codec, codes, scales in slots]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -141,33 +175,62 @@ class _Compressor:
         """Inner state with codes, and the dictionary of scales."""
         scales: dict[str, Any] = {}
         masked = self._masked(params)
+        encoded = iter(_encoded(self._to_encode(state, masked), self.group_size, seed, count))
 
         def encode(node: Any, slot: str, value: Any) -> Any:
             codec = self._codec_of(node, slot)
             if codec is None:
                 return value
-            known = facts(node, slot)
-            leaves, treedef = jax.tree_util.tree_flatten_with_path(value)
             pairs = []
-            for key_path, leaf in leaves:
-                path = trees.path_name(key_path)
-                if self._decide(path, leaf, slot, masked, codec, known):
-                    pairs.append((leaf, jnp.zeros((), jnp.float32)))
+            for path, leaf in trees.named_leaves(value):
+                if self._reason(path, leaf, slot, masked):
+                    pairs.append((leaf, jnp.asarray(np.zeros((), np.float32))))
                 else:
-                    key = random.leaf_key(seed, count, path)
-                    noise_key = key if self._stochastic(known) else None
-                    pairs.append(group_codec.encode(codec, leaf, self.group_size, noise_key, slot))
+                    pairs.append(next(encoded))
+            treedef = jax.tree.structure(value)
             scales[scale_name(slot, scales)] = boxes.like(value, [s for _, s in pairs])
             return jax.tree.unflatten(treedef, [c for c, _ in pairs])
 
         return map_slots(encode, state), scales
 
+    def _to_encode(self, state: Any, masked: set[str]) -> list["_Slot"]:
+        """The leaves of slots that are compressed, in order; decisions are recorded."""
+        found: list[_Slot] = []
+
+        def visit(node: Any, slot: str, value: Any) -> Any:
+            codec = self._codec_of(node, slot)
+            if codec is None:
+                return value
+            known = facts(node, slot)
+            for path, leaf in trees.named_leaves(value):
+                if not self._decide(path, leaf, slot, masked, codec, known):
+                    found.append(_Slot(codec, slot, path, leaf, self._stochastic(known)))
+            return ()
+
+        map_slots(visit, state)
+        return found
+
     def _decode(self, state: CompressedState, updates: Any) -> Any:
         """The inner state with f32 slots."""
         shapes = {path: jnp.shape(leaf) for path, leaf in trees.named_leaves(updates)}
-        seen: dict[str, Any] = {}
+        decoded = iter(_decoded(self._to_decode(state, shapes), self.group_size))
 
         def decode(node: Any, slot: str, value: Any) -> Any:
+            if self._codec_of(node, slot) is None:
+                return value
+            leaves = [next(decoded) if _is_code(leaf) else leaf for leaf in jax.tree.leaves(value)]
+            return jax.tree.unflatten(jax.tree.structure(value), leaves)
+
+        return map_slots(decode, state.inner_state)
+
+    def _to_decode(
+        self, state: CompressedState, shapes: dict[str, tuple[int, ...]]
+    ) -> list[tuple[GroupCodec, jax.Array, jax.Array]]:
+        """(codec, codes, scales) of the leaves that are compressed, in order; all are checked."""
+        found: list[Any] = []
+        seen: dict[str, Any] = {}
+
+        def visit(node: Any, slot: str, value: Any) -> Any:
             codec = self._codec_of(node, slot)
             if codec is None:
                 return value
@@ -178,32 +241,30 @@ class _Compressor:
                     "restored with other settings. Use those, or call init again."
                 )
             seen[name] = stored = state.scales[name]
-            paths = jax.tree_util.tree_leaves_with_path(value)
-            leaves = []
-            for (key_path, codes), scales in zip(paths, jax.tree.leaves(stored), strict=True):
-                path = trees.path_name(key_path)
+            rows = zip(trees.named_leaves(value), jax.tree.leaves(stored), strict=True)
+            for (path, codes), scales in rows:
                 if facts(node, slot).moment and codes.ndim and shapes.get(path) != codes.shape:
                     raise ValueError(
                         f"state of '{path}', slot {slot}, has shape {codes.shape}, the gradient "
                         f"{shapes.get(path, 'is missing')}: the state was made for another tree. "
                         "Call init on these parameters."
                     )
-                leaves.append(self._decode_leaf(codec, slot, path, codes, scales))
-            return jax.tree.unflatten(jax.tree.structure(value), leaves)
+                if _is_code(codes):
+                    self._check_codes(codec, slot, path, codes, scales)
+                    found.append((codec, codes, scales))
+            return ()
 
-        decoded = map_slots(decode, state.inner_state)
+        map_slots(visit, state.inner_state)
         if extra := [name for name in state.scales if name not in seen]:
             raise ValueError(
                 f"the state keeps {', '.join(extra)}, a slot that has no codec here: it was made "
                 "or restored with other settings. Use those, or call init again."
             )
-        return decoded
+        return found
 
-    def _decode_leaf(
+    def _check_codes(
         self, codec: GroupCodec, slot: str, path: str, codes: jax.Array, scales: jax.Array
-    ) -> jax.Array:
-        if codes.dtype not in (jnp.int8, jnp.uint8):
-            return codes
+    ) -> None:
         shape = groups.scale_shape(codes.shape, self.group_size)
         wanted = (codec.dtype, shape, codec.scale.dtype)
         if (codes.dtype, scales.shape, scales.dtype) != wanted:
@@ -213,8 +274,6 @@ class _Compressor:
                 f"{self.group_size} keeps {wanted[0]} with {wanted[2]}{list(shape)}. The state was "
                 "made or restored with other settings: use those, or call init again."
             )
-        # plain XLA, not a kernel: it fuses into the inner update and the f32 is never stored
-        return decode_array(codec, codes, scales, self.group_size)
 
     # ---- the transformation ------------------------------------------------------------------
 
@@ -223,23 +282,24 @@ class _Compressor:
         for path, leaf in trees.named_leaves(params):
             trees.check_param(path, leaf)
         # gradients reach the inner update in f32, so its state is f32 whatever the weights are
-        abstract = jax.eval_shape(lambda p: self.inner.init(_widened(p)), params)
+        abstract = jax.eval_shape(lambda p: self.inner.init(widened(p)), params)
         self._check_inner(params)
         self._check_state(abstract)
         count = jnp.zeros((), jnp.int32)
         seed = scope.provided_seed(self.seed)
-        small = jax.tree.map(lambda p: jnp.asarray(np.zeros((1,) * p.ndim, np.float32)), params)
+        leaves, treedef = jax.tree.flatten(params)
+        small = jax.tree.unflatten(treedef, compiled(_small)([leaf.ndim for leaf in leaves]))
         like: Any = jax.tree.structure(jax.eval_shape(self.inner.init, small))
         # a mask may go by sizes
         start = Start(self._codec_of, self._decide, self.group_size)
         if like != jax.tree.structure(abstract) or not start.is_constant(abstract):
-            inner, scales = self._encode(self.inner.init(_widened(params)), params, seed, count)
+            inner, scales = self._encode(self.inner.init(widened(params)), params, seed, count)
             return CompressedState(count, seed, inner, scales)
         masked = self._masked(params)
         inner, scales = start.spread(abstract, self.inner.init(small), params, masked)
         floats = (leaf.dtype for leaf in jax.tree.leaves(start.others(abstract)))
         if any(jnp.issubdtype(dtype, jnp.inexact) for dtype in floats):  # maybe of values of params
-            own = jax.jit(lambda p: start.others(self.inner.init(_widened(p))))(params)
+            own = jax.jit(lambda p: start.others(self.inner.init(widened(p))))(params)
             inner = start.put(own, inner)
         return CompressedState(count, seed, inner, scales)
 
@@ -252,7 +312,7 @@ class _Compressor:
             trees.match("gradient", updates, params)
         updates, params = derivative.without((updates, params))
         gradients, inner = self.inner.update(
-            _widened(updates), self._decode(state, updates), params, **extra
+            widened(updates), self._decode(state, updates), params, **extra
         )
         count = increment(state.count)
         reference = updates if params is None else params

@@ -64,26 +64,36 @@ class Start:
         """The encoded state of `abstract`'s shapes from that of one-element parameters."""
         weights = dict(trees.named_leaves(params))
         shapes = iter(jax.tree.leaves(self._slots(abstract)))
-        scales: dict[str, Any] = {}
+        trees_of: list[Any] = []  # of each slot the tree of what its leaves become
+        rows: list[Any] = []
 
-        def spread(node: Any, slot: str, value: Any) -> Any:
+        def visit(node: Any, slot: str, value: Any) -> Any:
             codec = self.codec_of(node, slot)
             if codec is None:
                 return value
-            pairs, of_slot = [], []
-            for key_path, one in jax.tree_util.tree_leaves_with_path(value):
-                path, shape = trees.path_name(key_path), next(shapes)
-                of_slot.append(shape)
-                reason = self.decide(path, shape, slot, masked, codec, facts(node, slot))
-                pairs.append(
-                    self._spread_leaf(None if reason else codec, one, shape, weights[path])
-                )
-            treedef = jax.tree.structure(value)
-            full = jax.tree.unflatten(treedef, of_slot)
-            scales[scale_name(slot, scales)] = boxes.like(full, [s for _, s in pairs])
-            return jax.tree.unflatten(treedef, [c for c, _ in pairs])
+            of_slot = []
+            for path, one in trees.named_leaves(value):
+                full = next(shapes)
+                of_slot.append(full)
+                reason = self.decide(path, full, slot, masked, codec, facts(node, slot))
+                rows.append((None if reason else codec, one, full.dtype, weights[path]))
+            trees_of.append(jax.tree.unflatten(jax.tree.structure(value), of_slot))
+            return ()
 
-        return map_slots(spread, small), scales
+        map_slots(visit, small)
+        spread = compiled(_spread) if is_free([row[-1] for row in rows]) else _spread
+        pairs = iter(spread(rows, self.group_size))
+        scales: dict[str, Any] = {}
+
+        def put(node: Any, slot: str, value: Any) -> Any:
+            if self.codec_of(node, slot) is None:
+                return value
+            full = trees_of.pop(0)
+            own = [next(pairs) for _ in jax.tree.leaves(full)]
+            scales[scale_name(slot, scales)] = boxes.like(full, [scale for _, scale in own])
+            return jax.tree.unflatten(jax.tree.structure(value), [codes for codes, _ in own])
+
+        return map_slots(put, small), scales
 
     def _slots(self, state: Any) -> list[Any]:
         """The compressed slots of a state, in order."""
@@ -98,26 +108,25 @@ class Start:
         map_slots(visit, state)
         return slots
 
-    def _spread_leaf(
-        self, codec: GroupCodec | None, one: jax.Array, full: Any, weight: Any
-    ) -> tuple[jax.Array, jax.Array]:
-        if full.shape == one.shape and codec is None:
-            return one, jnp.zeros((), jnp.float32)
-        spread = compiled(_spread) if is_free([weight]) else _spread
-        return spread(codec, one, full.shape, full.dtype, weight, self.group_size)
-
 
 def _spread(
-    codec: GroupCodec | None,
-    one: jax.Array,
-    shape: tuple[int, ...],
-    dtype: jnp.dtype,
-    weight: jax.Array,
-    group_size: int,
-) -> tuple[jax.Array, jax.Array]:
-    """Codes and scales of a slot that is the number `one` everywhere, and lies as its weight."""
-    if codec is None:
-        return jnp.full_like(weight, one.reshape(()), dtype=dtype), jnp.zeros((), jnp.float32)
-    code, scale = encode_array(codec, one.astype(jnp.float32), group_size)
-    codes = jnp.full_like(weight, code.reshape(()), dtype=codec.dtype)
-    return codes, jnp.full(groups.scale_shape(shape, group_size), scale.reshape(()))
+    rows: list[tuple[GroupCodec | None, jax.Array, jnp.dtype, jax.Array]], group_size: int
+) -> list[tuple[jax.Array, jax.Array]]:
+    """Codes and scales of slots that are one number everywhere, and lie as their weights.
+
+    Args:
+      rows: (codec, the number, the slot's dtype, the weight) of each leaf.
+      group_size: neighbours that share a scale.
+    """
+    pairs = []
+    for codec, one, dtype, weight in rows:
+        if codec is None:
+            same = one.shape == weight.shape
+            whole = one if same else jnp.full_like(weight, one.reshape(()), dtype=dtype)
+            pairs.append((whole, jnp.zeros((), jnp.float32)))
+            continue
+        code, scale = encode_array(codec, one.astype(jnp.float32), group_size)
+        codes = jnp.full_like(weight, code.reshape(()), dtype=codec.dtype)
+        shape = groups.scale_shape(weight.shape, group_size)
+        pairs.append((codes, jnp.full(shape, scale.reshape(()))))
+    return pairs

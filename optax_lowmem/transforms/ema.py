@@ -1,7 +1,6 @@
 """An average of the master weights in three bytes a parameter that does not stall."""
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -9,10 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._core import random, scope, trees
-from optax_lowmem._core.compiled import compiled
-from optax_lowmem._core.hyperparameters import check_range, complement, increment
+from optax_lowmem._core.compiled import apply_updates, compiled
+from optax_lowmem._core.hyperparameters import check_range, complement
 from optax_lowmem.codecs import BitSplit
-from optax_lowmem.transforms.masters import join, master_params
+from optax_lowmem.transforms.masters import join_leaves, kept_weights
 from optax_lowmem.transforms.storage import check_bits
 
 
@@ -37,10 +36,7 @@ class _Tracker:
         for path, leaf in trees.named_leaves(params):
             trees.check_param(path, leaf)
         inner = self.inner.init(params)
-        masters = master_params(params, inner)
-        treedef: Any = jax.tree.structure(masters)
-        pairs = [_split(self.split, w) for w in jax.tree.leaves(masters)]
-        ema, correction = (treedef.unflatten(column) for column in _columns(pairs))
+        ema, correction = self._trees(params, _split(self.split, *kept_weights(params, inner)))
         seed = scope.provided_seed(self.seed)
         return MasterEmaState(jnp.zeros((), jnp.int32), seed, ema, correction, inner)
 
@@ -51,28 +47,29 @@ class _Tracker:
             raise ValueError(trees.NO_PARAMS_MSG)
         trees.check_state(state, MasterEmaState)
         updates, inner = self.inner.update(updates, state.inner_state, params, **extra)
-        masters = master_params(optax.apply_updates(params, updates), inner)
-        count = increment(state.count)
-        share = complement("decay", self.decay)
-        rows = zip(
-            trees.named_leaves(masters), jax.tree.leaves(state.ema),
-            jax.tree.leaves(state.ema_correction), strict=True,
-        )  # fmt: skip
-        averaged = [
-            _averaged(self.split, ema, kept, w, share, random.leaf_key(state.seed, count, path))
-            for (path, w), ema, kept in rows
-        ]
-        treedef: Any = jax.tree.structure(masters)
-        average, correction = (treedef.unflatten(column) for column in _columns(averaged))
+        new = apply_updates(params, updates)
+        old = jax.tree.leaves(state.ema), jax.tree.leaves(state.ema_correction)
+        paths = [path for path, _ in trees.named_leaves(params)]
+        count, averages = _averaged(
+            self.split, self.decay, state.seed, state.count, paths, *old, *kept_weights(new, inner)
+        )
+        average, correction = self._trees(params, averages)
         return updates, MasterEmaState(count, state.seed, average, correction, inner)
 
-
-def _columns(pairs: list[tuple[Any, Any]]) -> tuple[list[Any], list[Any]]:
-    return [one for one, _ in pairs], [other for _, other in pairs]
+    def _trees(self, params: Any, pairs: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+        treedef: Any = jax.tree.structure(params)
+        ema, correction = zip(*pairs, strict=True) if pairs else ((), ())
+        return treedef.unflatten(ema), treedef.unflatten(correction)
 
 
 @compiled
-def _split(split: BitSplit, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _split(
+    split: BitSplit, weights: list[jax.Array], corrections: list[jax.Array]
+) -> list[tuple[jax.Array, jax.Array]]:
+    return [_split_one(split, w) for w in join_leaves(weights, corrections)]
+
+
+def _split_one(split: BitSplit, w: jax.Array) -> tuple[jax.Array, jax.Array]:
     ema = split.round(w, jnp.bfloat16)
     return ema, split.correction(w, ema)
 
@@ -80,16 +77,26 @@ def _split(split: BitSplit, w: jax.Array) -> tuple[jax.Array, jax.Array]:
 @compiled
 def _averaged(
     split: BitSplit,
-    ema: jax.Array,
-    correction: jax.Array,
-    w: jax.Array,
-    share: jax.Array,
-    key: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """The average one step on; with 24 bits its low byte is rounded away stochastically."""
-    old = split.join(ema, correction)
-    new = old + share * (w - old)
-    return _split(split, new if split.bits == 32 else random.round_bits(new, key, 8))
+    decay: Any,
+    seed: jax.Array,
+    count: jax.Array,
+    paths: list[str],
+    emas: list[jax.Array],
+    kept: list[jax.Array],
+    weights: list[jax.Array],
+    corrections: list[jax.Array],
+) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
+    """The count and the averages one step on; 24 bits are rounded stochastically."""
+    count, share = optax.safe_increment(count), complement("decay", decay)
+    averages = []
+    rows = zip(paths, emas, kept, join_leaves(weights, corrections), strict=True)
+    for path, ema, correction, w in rows:
+        old = split.join(ema, correction)
+        new = old + share * (w - old)
+        if split.bits == 24:
+            new = random.round_bits(new, random.leaf_key(seed, count, path), 8)
+        averages.append(_split_one(split, new))
+    return count, averages
 
 
 def track_master_ema(
@@ -149,5 +156,13 @@ def ema_params(state: Any) -> Any:
         )
     ema, correction = found[0].ema, found[0].ema_correction
     narrow = any(leaf.dtype == jnp.int16 for leaf in jax.tree.leaves(correction))
-    split = BitSplit(32 if narrow else 24)
-    return jax.tree.map(functools.partial(join, split), ema, correction)
+    treedef: Any = jax.tree.structure(ema)
+    leaves = jax.tree.leaves(ema), jax.tree.leaves(correction)
+    return treedef.unflatten(_joined(BitSplit(32 if narrow else 24), *leaves))
+
+
+@compiled
+def _joined(
+    split: BitSplit, emas: list[jax.Array], corrections: list[jax.Array]
+) -> list[jax.Array]:
+    return list(map(split.join, emas, corrections))

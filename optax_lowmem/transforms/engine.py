@@ -54,8 +54,11 @@ class Engine(Planner):
         plans = self.plans(params)
         if self.structure is not None:
             self.structure.warn(params)
-        slots = (compiled(_zero_slots) if is_free(leaves) else _zero_slots)(plans, leaves)
-        count, scales, shared, none = compiled(_zeros)(plans)
+        if is_free(leaves):
+            slots, (count, scales, shared, none) = compiled(_zero_state)(plans, leaves)
+        else:
+            slots = _zero_slots(plans, leaves)
+            count, scales, shared, none = compiled(_zeros)(plans)
         corrections = [
             nothing if plan.split is None else initial_correction(plan.split, plan.path, leaf)
             for plan, leaf, nothing in zip(plans, leaves, none, strict=True)
@@ -287,6 +290,10 @@ def _advance(
         of_blocks=of_blocks,
     )  # fmt: skip
     return [update for update, _ in found], [leaf for _, leaf in found], shared
+
+
+def _zero_state(plans: list[LeafPlan], leaves: list[Any]) -> Any:
+    return _zero_slots(plans, leaves), _zeros(plans)
 
 
 def _zero_slots(plans: list[LeafPlan], leaves: list[Any]) -> list[tuple[jax.Array, ...]]:

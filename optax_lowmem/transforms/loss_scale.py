@@ -8,12 +8,33 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._core import numerics, trees
+from optax_lowmem._core.compiled import compiled
 from optax_lowmem._core.hyperparameters import check_range
 from optax_lowmem._core.reductions import mean_of_leaf
 
 
 def _is_finite(g: jax.Array) -> jax.Array:
     return mean_of_leaf(jnp.isfinite(g).astype(jnp.float32)) == 1
+
+
+@compiled
+def _unscaled(leaves: list[jax.Array], scale: float) -> list[tuple[jax.Array, jax.Array]]:
+    """(Whether it is finite, what it is without the scale) of each gradient."""
+    finite = list(map(_is_finite, leaves))
+    # 0, so that a norm over the tree is one of the others
+    return [
+        (ok, jnp.where(ok, numerics.widen_float(g) * (1 / scale), 0))
+        for g, ok in zip(leaves, finite, strict=True)
+    ]
+
+
+@compiled
+def _chosen(
+    steps: list[tuple[jax.Array, jax.Array]], states: list[tuple[jax.Array, jax.Array, jax.Array]]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Steps or 0, new states or old, by whether the gradient (first in a row) is finite."""
+    taken = [jnp.where(ok, step, jnp.zeros_like(step)) for ok, step in steps]
+    return taken, [jnp.where(ok, new, old) for ok, new, old in states]
 
 
 def _is_masked(leaf: Any) -> bool:
@@ -26,22 +47,21 @@ class _Unscaler:
     scale: float
 
     def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        finite = jax.tree.map(_is_finite, updates)
-
-        def unscaled(g: jax.Array, ok: jax.Array) -> jax.Array:
-            # 0, so that a norm over the tree is one of the others
-            return jnp.where(ok, numerics.widen_float(g) * (1 / self.scale), 0)
-
-        gradients = jax.tree.map(unscaled, updates, finite)
+        treedef: Any = jax.tree.structure(updates)
+        found = _unscaled(jax.tree.leaves(updates), self.scale)
+        finite = treedef.unflatten([ok for ok, _ in found])
+        gradients = treedef.unflatten([g for _, g in found])
         new, after = self.inner.update(gradients, state, params, **extra)
-        new = jax.tree.map(lambda u, ok: jnp.where(ok, u, jnp.zeros_like(u)), new, finite)
-        kept = jax.tree.map(
-            lambda ok, a, b: a if ok is True else jnp.where(ok, a, b),
-            self._marks(after, finite),
-            after,
-            state,
-        )
-        return new, trees.keep_dtypes(state, kept, updates)
+        new_def: Any = jax.tree.structure(new)
+        after_def: Any = jax.tree.structure(after)
+        steps = zip(new_def.flatten_up_to(finite), jax.tree.leaves(new), strict=True)
+        marks = jax.tree.leaves(self._marks(after, finite))
+        rows = list(zip(marks, jax.tree.leaves(after), after_def.flatten_up_to(state), strict=True))
+        taken, chosen = _chosen(list(steps), [row for row in rows if row[0] is not True])
+        of_tensors = iter(chosen)
+        kept = [leaf if ok is True else next(of_tensors) for ok, leaf, _ in rows]
+        kept = trees.keep_dtypes(state, after_def.unflatten(kept), updates)
+        return new_def.unflatten(taken), kept
 
     def init(self, params: Any) -> Any:
         state = self.inner.init(params)
@@ -58,7 +78,7 @@ class _Unscaler:
         """For each leaf of the state what `finite` has for its tensor, True where it is of none."""
         try:
             return optax.tree.map_params(
-                self.inner,
+                lambda params: jax.eval_shape(self.inner.init, params),
                 lambda leaf, ok: leaf if _is_masked(leaf) else ok,
                 state,
                 finite,

@@ -52,20 +52,26 @@ def join_master(p: jax.Array, correction: jax.Array) -> jax.Array:
     split = split_of(correction.dtype)
     if p.dtype == jnp.float16 and isinstance(split, BitSplit):  # a 0-d weight's placeholder
         return numerics.widen(p)
-    return join(split, p, correction)
+    return split.join(p, correction)
+
+
+def join_leaves(weights: list[jax.Array], corrections: list[Any]) -> list[jax.Array]:
+    """`join_master` of each leaf, those in 16 bits in one program."""
+    rows = list(zip(weights, corrections, strict=True))
+    narrow = [row for row in rows if numerics.is_narrow(row[0].dtype)]
+    joined = iter(_joined(narrow) if narrow else [])
+    return [next(joined) if numerics.is_narrow(p.dtype) else p for p, _ in rows]
 
 
 @compiled
-def join(split: MasterSplit, p: jax.Array, correction: jax.Array) -> jax.Array:
-    """`split.join`, as one program."""
-    return split.join(p, correction)
+def _joined(rows: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
+    return [join_master(p, correction) for p, correction in rows]
 
 
 def join_masters(params: Any, correction: Any) -> Any:
     """`join_master` of each leaf; the boxes of a placeholder have other names than its weight's."""
     leaves, treedef = jax.tree.flatten(params)
-    pairs = zip(leaves, jax.tree.leaves(correction), strict=True)
-    return jax.tree.unflatten(treedef, [join_master(p, c) for p, c in pairs])
+    return jax.tree.unflatten(treedef, join_leaves(leaves, jax.tree.leaves(correction)))
 
 
 def splits_masters(tx: Any, params: Any) -> bool:
@@ -114,14 +120,16 @@ def master_params(params: Any, state: Any) -> Any:
     """
     if next(trees.states_with(params, "correction"), None) is not None:
         raise TypeError("the first argument is an optimizer's state: master_params(params, state)")
+    treedef: Any = jax.tree.structure(params)
+    return treedef.unflatten(join_leaves(*kept_weights(params, state)))
+
+
+def kept_weights(params: Any, state: Any) -> tuple[list[jax.Array], list[Any]]:
+    """What `join_leaves` takes: the clean weights of an optimizer and their corrections."""
     params = clean_params(params, state)
-    weights = dict(trees.named_leaves(params))
     corrections = corrections_of(params, state)
-    leaves = [
-        join_master(weight, corrections.get(path, NO_CORRECTION))
-        for path, weight in weights.items()
-    ]
-    return jax.tree.unflatten(jax.tree.structure(params), leaves)
+    rows = [(w, corrections.get(path, NO_CORRECTION)) for path, w in trees.named_leaves(params)]
+    return [w for w, _ in rows], [correction for _, correction in rows]
 
 
 def corrections_of(params: Any, state: Any) -> dict[str, jax.Array]:

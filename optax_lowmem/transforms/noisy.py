@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._core import boxes, numerics, random, scope, trees
-from optax_lowmem._core.hyperparameters import as_f32, increment
+from optax_lowmem._core.compiled import apply_updates, compiled, widened
+from optax_lowmem._core.hyperparameters import as_f32
 from optax_lowmem.gaussws.bitwidth import bitwidth
 from optax_lowmem.gaussws.parts import Parts, chooser
 from optax_lowmem.gaussws.sampling import bits_gradient, factor_of
@@ -45,8 +46,8 @@ class _Leaf(NamedTuple):
 
     path: str
     sampled: bool
-    param: jax.Array
-    clean: jax.Array
+    param: Any
+    clean: Any
     bits: jax.Array
     scale: jax.Array
 
@@ -74,15 +75,16 @@ class Noisy:
         for path, leaf in leaves:
             trees.check_param(path, leaf)
         chosen = self._chosen(leaves)
-        rows = [
-            (self._clean(path, leaf), jnp.ones(kernels.block_shape(leaf.shape), jnp.float32))
-            if sampled
-            else (jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32))
-            for (path, leaf), sampled in zip(leaves, chosen, strict=True)
+        shapes = [
+            tuple(kernels.block_shape(leaf.shape)) if sampled else None
+            for (_, leaf), sampled in zip(leaves, chosen, strict=True)
         ]
-        clean = boxes.like(params, [row[0] for row in rows])
-        bits = boxes.like(params, [row[1] for row in rows])
-        scale = boxes.like(params, [jnp.zeros_like(row[1]) for row in rows])
+        nothing, ones, zeros = compiled(_first_bits)(shapes)
+        rows = zip(leaves, chosen, nothing, strict=True)
+        clean = boxes.like(
+            params, [self._clean(*leaf) if sampled else none for leaf, sampled, none in rows]
+        )
+        bits, scale = boxes.like(params, ones), boxes.like(params, zeros)
         inner = self._init_inner(_merged(params, clean, chosen))
         seed = scope.provided_seed(self.seed)
         span = jnp.asarray([self.bits_init, self.bits_target], jnp.float32)
@@ -133,8 +135,7 @@ class Noisy:
         """The state with the noise of step 0, which `lowmem.init` gives to the loss."""
         rows = self._leaves(params, state)
         weights = _merged(params, state.clean, [row.sampled for row in rows])
-        sample = jax.jit(self._sample, static_argnums=4)  # a call a leaf, as in lowmem.init
-        found = self._sampled(rows, weights, state, sample)
+        found = self._sampled(rows, weights, state)
         for row, (weight, _) in zip(rows, found, strict=True):
             if row.sampled:
                 scope.hand_sampled(row.path, weight)
@@ -166,18 +167,18 @@ class Noisy:
                 )
             emitted.update(inside)
             steps.append(step)
-            return optax.apply_updates(weights, step), new_state
+            return apply_updates(weights, step), new_state
 
         new, state = self.advance(updates, state, params, take, factor)
+        bits_of = jax.tree.leaves(state.bits)
+        rows = zip(jax.tree.leaves(new), jax.tree.leaves(params), bits_of, strict=True)
+        noisy = iter(_changes([(weight, old) for weight, old, bits in rows if bits.ndim]))
+        named = zip(trees.named_leaves(params), jax.tree.leaves(steps[0]), bits_of, strict=True)
         changes = []
-        rows = zip(
-            trees.named_leaves(params), jax.tree.leaves(new), jax.tree.leaves(steps[0]),
-            jax.tree.leaves(state.bits), strict=True,
-        )  # fmt: skip
-        for (path, old), weight, step, bits in rows:
-            change = numerics.widen(weight) - numerics.widen(old) if bits.ndim else step
+        for (path, _), step, bits in named:
+            change = next(noisy) if bits.ndim else step
             changes.append(change)
-            if path in emitted or bits.ndim:
+            if scope.is_emitting() and (path in emitted or bits.ndim):
                 # what was changed after the split inside is said to whom watches here
                 spoilt = emitted[path] - step if path in emitted else jnp.zeros_like(change)
                 scope.emit(path, change + spoilt)
@@ -197,15 +198,15 @@ class Noisy:
         trees.check_state(state, GaussWSState)
         of_leaves = trees.match("gradient", gradients, params)
         rows = self._leaves(params, state)
-        bits, bits_state = self._learn(rows, of_leaves, state, params, factor)
+        count, bits, bits_state = self._learn(rows, of_leaves, state, params, factor)
         chosen = [row.sampled for row in rows]
         given = gradients
         if not isinstance(self.inner, Optimizer) and not hasattr(self.inner, "links"):
             # ours, and our chains, take 16-bit gradients as they are; optax's square them as such
-            gradients = jax.tree.map(numerics.widen, gradients)
+            gradients = widened(gradients)
         weights, inner = take(gradients, state.inner_state, _merged(params, state.clean, chosen))
         state = state._replace(
-            count=increment(state.count), bits=bits, bits_state=bits_state,
+            count=count, bits=bits, bits_state=bits_state,
             inner_state=trees.keep_dtypes(state.inner_state, inner, given),
         )  # fmt: skip
         found = self._sampled(rows, weights, state)
@@ -238,9 +239,6 @@ class Noisy:
             rows.append(_Leaf(path, sampled, leaf, *own))
         return rows
 
-    def _keys(self, state: GaussWSState, rows: list[_Leaf]) -> jax.Array:
-        return random.leaf_keys(state.seed, state.count, [row.path for row in rows])
-
     def _learn(
         self,
         rows: list[_Leaf],
@@ -248,56 +246,99 @@ class Noisy:
         state: GaussWSState,
         params: Any,
         factor: jax.Array | None,
-    ) -> tuple[Any, Any]:
-        """New b_i and the state of their optimizer (equations 3, 9 and 10)."""
-        slope = self.bits_init - self.bits_target
-        blocks = sum(row.bits.size for row in rows if row.sampled)
-        pull = as_f32("bits_loss", self.bits_loss) / max(blocks, 1)
-        found = []
-        for row, g, key in zip(rows, gradients, self._keys(state, rows), strict=True):
-            if not row.sampled:
-                found.append(jnp.zeros_like(row.bits))
-                continue
-            of_bits = bits_gradient(g, row.scale, key, self.noise, row.path)
-            if factor is not None:
-                of_bits = of_bits * factor
-            away = bitwidth(row.bits, self.bits_init, self.bits_target) - self.bits_target
-            found.append(jnp.float32(slope) * (of_bits + pull * jnp.sign(away)))
+    ) -> tuple[jax.Array, Any, Any]:
+        """The new count, b_i and the state of their optimizer (equations 3, 9 and 10)."""
+        run = _bits_gradients if scope.is_placing() else compiled(_bits_gradients)
+        small = [row._replace(param=None, clean=None) for row in rows]
+        span = self.bits_init, self.bits_target
+        found = run(
+            self.noise, span, self.bits_loss, small, gradients, state.seed, state.count, factor
+        )
         given = boxes.like(params, found)
         steps, bits_state = self.bits_optimizer.update(given, state.bits_state, state.bits)
-        return optax.apply_updates(state.bits, steps), bits_state
+        moved = jax.tree.leaves(state.bits), jax.tree.leaves(steps)
+        count, leaves = _moved(state.count, *moved)
+        return count, jax.tree.unflatten(jax.tree.structure(state.bits), leaves), bits_state
 
     def _sampled(
-        self,
-        rows: list[_Leaf],
-        weights: Any,
-        state: GaussWSState,
-        sample: Callable[..., Any] | None = None,
+        self, rows: list[_Leaf], weights: Any, state: GaussWSState
     ) -> list[tuple[jax.Array, jax.Array]]:
         """(what the loss sees, scale of its noise) of each leaf, from weights without noise."""
-        corrections, keys = corrections_of(weights, state.inner_state), self._keys(state, rows)
-        own = zip(rows, jax.tree.leaves(weights), jax.tree.leaves(state.bits), keys, strict=True)
-        found = []
-        for row, w, b, key in own:
-            if not row.sampled:
-                found.append((w, row.scale))
-                continue
-            given = w, corrections.get(row.path), b, key, jnp.dtype(row.param.dtype)
-            found.append(sample(*given) if sample else self._sample(*given, row.path))
-        return found
+        corrections = corrections_of(weights, state.inner_state)
+        own = list(zip(rows, jax.tree.leaves(weights), jax.tree.leaves(state.bits), strict=True))
+        given = []
+        for row, w, b in own:
+            dtype = jnp.dtype(row.param.dtype)
+            to = self.compute or kernels.format_of(dtype.name)
+            if row.sampled:
+                given.append((row.path, w, corrections.get(row.path), b, to, dtype))
+        run = _samples if scope.is_placing() else compiled(_samples)
+        span = self.bits_init, self.bits_target
+        sampled = iter(run(self.noise, span, given, state.seed, state.count))
+        return [next(sampled) if row.sampled else (w, row.scale) for row, w, _ in own]
 
-    def _sample(
-        self,
-        w: jax.Array,
-        correction: Any,
-        b: jax.Array,
-        key: jax.Array,
-        dtype: jnp.dtype,
-        path: str | None = None,
-    ) -> tuple[jax.Array, jax.Array]:
-        factor = factor_of(bitwidth(b, self.bits_init, self.bits_target))
-        to = self.compute or kernels.format_of(dtype.name)
-        return kernels.sample(w, correction, factor, key, self.noise, to, dtype, path)
+
+def _first_bits(
+    shapes: list[tuple[int, ...] | None],
+) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+    """Of each leaf the 0-d array for no clean weight, b_i and scales; the shapes are of blocks."""
+    ones = [jnp.zeros(()) if shape is None else jnp.ones(shape) for shape in shapes]
+    return [jnp.zeros(()) for _ in shapes], ones, [jnp.zeros(shape or ()) for shape in shapes]
+
+
+def _bits_gradients(
+    noise: kernels.Noise,
+    span: tuple[float, float],
+    bits_loss: Any,
+    rows: list[_Leaf],
+    gradients: list[jax.Array],
+    seed: jax.Array,
+    count: jax.Array,
+    factor: jax.Array | None,
+) -> list[jax.Array]:
+    """The gradient of b_i (equations 3, 9 and 10) of each leaf; `span`: b_init and b_target."""
+    blocks = sum(row.bits.size for row in rows if row.sampled)
+    pull = as_f32("bits_loss", bits_loss) / max(blocks, 1)
+    keys = random.leaf_keys(seed, count, [row.path for row in rows])
+    found = []
+    for row, g, key in zip(rows, gradients, keys, strict=True):
+        if not row.sampled:
+            found.append(jnp.zeros_like(row.bits))
+            continue
+        of_bits = bits_gradient(g, row.scale, key, noise, row.path)
+        if factor is not None:
+            of_bits = of_bits * factor
+        away = bitwidth(row.bits, *span) - span[1]
+        found.append(jnp.float32(span[0] - span[1]) * (of_bits + pull * jnp.sign(away)))
+    return found
+
+
+def _samples(
+    noise: kernels.Noise,
+    span: tuple[float, float],
+    rows: list[tuple[str, jax.Array, Any, jax.Array, kernels.Format, jnp.dtype]],
+    seed: jax.Array,
+    count: jax.Array,
+) -> list[tuple[jax.Array, jax.Array]]:
+    """What the loss sees and the scale of its noise; a row is path, w, correction, b_i, ..."""
+    found = []
+    keys = random.leaf_keys(seed, count, [path for path, *_ in rows])
+    for (path, w, correction, b, to, dtype), key in zip(rows, keys, strict=True):
+        factor = factor_of(bitwidth(b, *span))
+        found.append(kernels.sample(w, correction, factor, key, noise, to, dtype, path))
+    return found
+
+
+@compiled
+def _moved(
+    count: jax.Array, bits: list[jax.Array], steps: list[jax.Array]
+) -> tuple[jax.Array, list[jax.Array]]:
+    return optax.safe_increment(count), optax.apply_updates(bits, steps)
+
+
+@compiled
+def _changes(rows: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
+    return [numerics.widen(new) - numerics.widen(old) for new, old in rows]
 
 
 def _merged(params: Any, clean: Any, chosen: list[bool]) -> Any:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._core import boxes, derivative, numerics, scope, trees
-from optax_lowmem._core.compiled import compiled
+from optax_lowmem._core.compiled import compiled, widened
 from optax_lowmem.codecs import MasterSplit
 from optax_lowmem.kernels.fused_update import split_update
 from optax_lowmem.transforms.masters import (
@@ -70,20 +70,28 @@ class _Splitter:
         trees.match("gradient", updates, fast)
         trees.match_names("correction", state.correction, params)
         masters = join_masters(params, state.correction)
-        gradients = jax.tree.map(numerics.widen, updates)
+        gradients = widened(updates)
         steps, inner = self.inner.update(gradients, state.inner_state, masters, **extra)
         if any(jnp.ndim(c) for c in jax.tree.leaves(state.correction)):
             steps, params = derivative.without((steps, params))
         corrections = jax.tree.leaves(state.correction)
         rows = zip(trees.named_leaves(params), jax.tree.leaves(steps), corrections, strict=True)
-        landed = [self._land(path, leaf, step, c) for (path, leaf), step, c in rows]
+        landed = self._land(list(rows))
         treedef = jax.tree.structure(params)
         correction = boxes.like(params, [c for _, c in landed])
         return jax.tree.unflatten(treedef, [u for u, _ in landed]), SplitState(correction, inner)
 
-    def _land(
-        self, path: str, p: jax.Array, step: jax.Array, correction: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def _land(self, rows: list[tuple[tuple[str, Any], Any, Any]]) -> list[tuple[Any, Any]]:
+        """(update, correction) of each ((path, weight), step, correction)."""
+        splits = [self._split_of(path, p, correction) for (path, p), _, correction in rows]
+        given = [(p, step, correction) for (_, p), step, correction in rows]
+        landed = _landed(splits, given, self.storage.update_dtype == "param")
+        for ((path, _), *_), split, (update, _) in zip(rows, splits, landed, strict=True):
+            if split is not None:
+                scope.emit(path, update)
+        return landed
+
+    def _split_of(self, path: str, p: jax.Array, correction: jax.Array) -> MasterSplit | None:
         split = split_for(self.storage, p.dtype)
         if split is not None and (correction.dtype, correction.shape) != (split.dtype, p.shape):
             raise ValueError(
@@ -91,22 +99,20 @@ class _Splitter:
                 f"{split.name} beside {p.dtype}{list(p.shape)} keeps {split.dtype}. The state was "
                 "made or restored with other settings: use those, or call init again."
             )
-        dtype = p.dtype if self.storage.update_dtype == "param" else jnp.dtype(jnp.float32)
-        update, correction = _landed(split, p, step, correction, dtype)
-        if split is not None:
-            scope.emit(path, update)
-        return update, correction
+        return split
 
 
 @compiled
 def _landed(
-    split: MasterSplit | None,
-    p: jax.Array,
-    step: jax.Array,
-    correction: jax.Array,
-    dtype: jnp.dtype,
-) -> tuple[jax.Array, jax.Array]:
-    return split_update(split, p, -numerics.widen(step), correction, dtype)
+    splits: list[MasterSplit | None],
+    rows: list[tuple[jax.Array, jax.Array, jax.Array]],
+    in_dtype: bool,
+) -> list[tuple[jax.Array, jax.Array]]:
+    landed = []
+    for split, (p, step, correction) in zip(splits, rows, strict=True):
+        dtype = p.dtype if in_dtype else jnp.dtype(jnp.float32)
+        landed.append(split_update(split, p, -numerics.widen(step), correction, dtype))
+    return landed
 
 
 def split_master_weights(

@@ -1,6 +1,5 @@
 """Weights and the state that an optimizer starts from: 16 bits, and corrections."""
 
-import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -8,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lowmem._core import scope, trees
+from optax_lowmem._core.compiled import compiled
 from optax_lowmem.codecs import MasterSplit, master_split
 
 WeightDtype = Any | Callable[[str, Any], Any]
@@ -40,12 +40,9 @@ def start(tx: Any, params: Any, dtype: WeightDtype, seed: Any = None) -> tuple[A
     dtypes = [_weight_dtype(dtype, n, leaf) for n, leaf in zip(names, leaves, strict=True)]
     splits = _splits(tx, treedef, leaves, dtypes, names)
     masters = scope.Masters(seed=seed, originals=dict(zip(names, leaves, strict=True)))
-    weights = []
-    for name, leaf, kind in zip(names, leaves, dtypes, strict=True):
-        weight, correction = _split_leaf(splits.get(name), leaf, kind)
-        weights.append(weight)
-        if correction is not None:
-            masters.corrections[name] = correction
+    own = [splits.get(name) for name in names]
+    weights, corrections = _split_leaves(own, leaves, dtypes)
+    masters.corrections |= {n: c for n, c in zip(names, corrections, strict=True) if c is not None}
     tree = jax.tree.unflatten(treedef, weights)
     with scope.providing(masters):
         state = tx.init(tree)
@@ -77,17 +74,23 @@ def _split_named(form: str, dtype: jnp.dtype) -> MasterSplit:
     return master_split(dtype, int(bits), scheme)
 
 
-def _split_leaf(
-    split: MasterSplit | None, leaf: jax.Array, dtype: jnp.dtype
-) -> tuple[jax.Array, jax.Array | None]:
-    if split is None:
-        return leaf if leaf.dtype == dtype else leaf.astype(dtype), None
-    return _compiled_split(split, leaf.astype(jnp.float32), dtype)
+def _split_leaves(
+    splits: list[MasterSplit | None], leaves: list[Any], dtypes: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Weights and corrections; a leaf that stays as it is, is itself."""
+    rows = list(zip(splits, leaves, dtypes, strict=True))
+    changed = [split is not None or leaf.dtype != dtype for split, leaf, dtype in rows]
+    made = iter(_made([row for row, new in zip(rows, changed, strict=True) if new]))
+    pairs = [next(made) if new else (leaf, None) for leaf, new in zip(leaves, changed, strict=True)]
+    return [weight for weight, _ in pairs], [correction for _, correction in pairs]
 
 
-# one compiled call a leaf, shared by leaves of a shape: its integer temporaries are fused away
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def _compiled_split(
-    split: MasterSplit, w: jax.Array, dtype: jnp.dtype
-) -> tuple[jax.Array, jax.Array]:
-    return split.split(w, dtype)
+# one program: the integer temporaries of a split are fused away
+@compiled
+def _made(rows: list[tuple[MasterSplit | None, Any, Any]]) -> list[tuple[Any, Any]]:
+    return [
+        (leaf.astype(dtype), None)
+        if split is None
+        else split.split(leaf.astype(jnp.float32), dtype)
+        for split, leaf, dtype in rows
+    ]

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._core import numerics, trees
-from optax_lowmem._core.hyperparameters import as_f32, check_decay, check_range, decay_at, increment
+from optax_lowmem._core.compiled import compiled
+from optax_lowmem._core.hyperparameters import (
+    Formula,
+    as_f32,
+    check_decay,
+    check_range,
+    decay_at,
+    increment,
+)
 from optax_lowmem._core.reductions import clipped_share, rms_of_ratio
 from optax_lowmem.transforms.masters import splits_masters
 from optax_lowmem.transforms.slots import facts, map_slots
@@ -82,22 +90,34 @@ class _Clipper:
         trees.check_state(state, UpdateClippingState)
         new, inner = self.inner.update(updates, state.inner_state, params, **extra)
         count = increment(state.count)
-        debias = 1 / decay_at("b2", self.b2, state.count).correction
+        debias = Formula(_debias, (self.b2,))(state.count)["debias"]
         moments = _second_moments(inner)
-        eps, threshold = as_f32("eps", self.eps), as_f32("threshold", self.threshold)
 
-        def clipped(path: str, g: jax.Array, update: jax.Array) -> jax.Array:
-            if path not in moments:  # masked: another optimizer's
-                return update
-            u = numerics.widen(moments[path]) * debias
-            share = clipped_share(rms_of_ratio(numerics.widen(g), u, eps), threshold)
-            return (numerics.widen(update) * share).astype(update.dtype)
-
-        gradients = jax.tree.leaves(updates)
-        rows = zip(trees.named_leaves(new), gradients, strict=True)
-        leaves = [clipped(path, g, update) for (path, update), g in rows]
+        rows = list(zip(trees.named_leaves(new), jax.tree.leaves(updates), strict=True))
+        # where there is no moment another optimizer is at work: masked
+        own = [(moments[path], g, update) for (path, update), g in rows if path in moments]
+        clipped = iter(_clipped(own, debias, self.eps, self.threshold))
+        leaves = [next(clipped) if path in moments else update for (path, update), _ in rows]
         tree = jax.tree.unflatten(jax.tree.structure(new), leaves)
         return tree, UpdateClippingState(count, inner)
+
+
+def _debias(b2: Any, count: jax.Array) -> dict[str, jax.Array]:
+    return {"debias": 1 / decay_at("b2", b2, count).correction}
+
+
+@compiled
+def _clipped(
+    rows: list[tuple[jax.Array, jax.Array, jax.Array]], debias: jax.Array, eps: Any, threshold: Any
+) -> list[jax.Array]:
+    """The updates of (second moment, gradient, update), clipped."""
+    eps, threshold = as_f32("eps", eps), as_f32("threshold", threshold)
+    clipped = []
+    for moment, g, update in rows:
+        u = numerics.widen(moment) * debias
+        share = clipped_share(rms_of_ratio(numerics.widen(g), u, eps), threshold)
+        clipped.append((numerics.widen(update) * share).astype(update.dtype))
+    return clipped
 
 
 def update_clipping(

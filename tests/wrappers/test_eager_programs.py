@@ -1,0 +1,183 @@
+"""Calls outside of a jit compile a few programs, not one for each primitive and shape."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lowmem as lowmem
+from optax_lowmem import codecs
+from optax_lowmem._core import random
+from optax_lowmem.kernels import group_codec
+
+MOST = 5
+_REQUESTS = "/jax/core/compile/backend_compile_duration"  # of a program, from a cache too
+_ADAM = lowmem.flash_adamw(1e-3)
+_COMPRESS = dict(mu=codecs.softsign(), nu=codecs.sqrt(), policy=lowmem.Policy(min_size=0))
+
+_requests = 0
+_sizes = itertools.count(3)
+
+
+def _count(event: str, seconds: float, **_: Any) -> None:
+    global _requests
+    _requests += event == _REQUESTS
+
+
+jax.monitoring.register_event_duration_secs_listener(_count)
+
+
+def programs(call: Callable[[], Any]) -> tuple[Any, int]:
+    """What a call returns and how many programs it compiles, none of which is there already."""
+    jax.clear_caches()
+    before = _requests
+    result = call()
+    return result, _requests - before
+
+
+def tree() -> dict[str, jax.Array]:
+    """Two leaves of shapes that no other tree has."""
+    n = next(_sizes)
+    rng = np.random.default_rng(n)
+    return {
+        "kernel": jnp.asarray(rng.normal(size=(n, 64)).astype(np.float32)),
+        "bias": jnp.asarray(rng.normal(size=(n + 64,)).astype(np.float32)),
+    }
+
+
+def counted(
+    tx: optax.GradientTransformation, own: list[int]
+) -> optax.GradientTransformationExtraArgs:
+    """A transformation that appends what each of its calls compiles to a list."""
+
+    def counting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **extra: Any) -> Any:
+            before = _requests
+            result = function(*args, **extra)
+            own.append(_requests - before)
+            return result
+
+        return call
+
+    tx = optax.with_extra_args_support(tx)
+    return optax.GradientTransformationExtraArgs(counting(tx.init), counting(tx.update))
+
+
+OPTIMIZERS = {
+    "flash_adamw": _ADAM,
+    "flash_lion": lowmem.flash_lion(1e-3),
+    "flash_sgd": lowmem.flash_sgd(1e-2, momentum=0.9),
+    "stable_adamw": lowmem.stable_adamw(1e-3),
+    "adam_mini": lowmem.adam_mini(1e-3),
+    "coat_adamw": lowmem.coat_adamw(1e-3),
+    "f32 state": lowmem.flash_adamw(1e-3, storage=lowmem.Storage.full_precision()),
+    "chain": lowmem.chain(optax.clip_by_global_norm(1.0), _ADAM),
+    "accumulate into bfloat16": lowmem.accumulate_gradients(_ADAM, 4, "bfloat16"),
+    "accumulate into moments": lowmem.accumulate_gradients(_ADAM, 4, "moments"),
+    "track_master_ema": lowmem.track_master_ema(lowmem.flash_sgd(1e-2), 0.99),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_training_step_is_a_few_programs(name):
+    tx, params = OPTIMIZERS[name], tree()
+    (weights, state), made = programs(lambda: lowmem.init(tx, params))
+    assert made <= MOST
+    grads = jax.tree.map(jnp.ones_like, params)
+    assert programs(lambda: tx.init(params))[1] <= MOST
+    assert programs(lambda: tx.update(grads, state, weights))[1] <= MOST
+    assert programs(lambda: lowmem.step(tx, grads, state, weights))[1] <= MOST
+    assert programs(lambda: lowmem.master_params(weights, state))[1] <= 1
+
+
+WRAPPERS = {
+    "compress_state": lambda inner, own: lowmem.compress_state(inner, **_COMPRESS),
+    "split_master_weights": lambda inner, own: lowmem.split_master_weights(inner),
+    "update_clipping": lambda inner, own: lowmem.update_clipping(inner, b2=0.999, eps=1e-8),
+    "per_tensor_loss_scale": lambda inner, own: lowmem.per_tensor_loss_scale(inner, 2.0**16),
+    "track_master_ema": lambda inner, own: lowmem.track_master_ema(inner, 0.99),
+    "gaussws_noise": lambda inner, own: lowmem.gaussws_noise(
+        inner, "kernel", bits_optimizer=counted(optax.sgd(1e-3), own)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_wrapper_adds_a_few_programs(name):
+    params, own = tree(), []
+    tx = WRAPPERS[name](counted(optax.adam(1e-3), own), own)
+
+    def added(call: Callable[[], Any]) -> tuple[Any, int]:
+        own.clear()
+        result, made = programs(call)
+        return result, made - sum(own)
+
+    assert added(lambda: tx.init(params))[1] <= MOST
+    (weights, state), made = added(lambda: lowmem.init(tx, params))
+    assert made <= MOST
+    grads = jax.tree.map(jnp.ones_like, params)
+    assert added(lambda: tx.update(grads, state, weights))[1] <= MOST
+    assert added(lambda: lowmem.step(tx, grads, state, weights))[1] <= MOST
+
+
+@pytest.mark.parametrize("codec", [codecs.softsign(), codecs.expanded_e4m3(), codecs.affine()])
+def test_an_array_is_encoded_and_decoded_by_one_program_each(codec):
+    x, key = tree()["kernel"], jnp.uint32(3)
+    stored, made = programs(lambda: codecs.encode_array(codec, x, 32))
+    assert made == 1
+    assert programs(lambda: codecs.decode_array(codec, *stored, 32))[1] == 1
+    assert programs(lambda: group_codec.encode(codec, x, 32, key))[1] == 1
+    assert programs(lambda: group_codec.decode(codec, *stored, 32))[1] == 1
+
+
+@pytest.mark.parametrize("split", codecs.SPLITS.values(), ids=lambda split: split.name)
+def test_a_master_weight_is_split_and_joined_by_one_program_each(split):
+    w = tree()["kernel"]
+    pair, made = programs(lambda: split.split(w, jnp.bfloat16))
+    assert made == 1
+    assert programs(lambda: split.join(*pair))[1] == 1
+    assert programs(lambda: split.correction(w, pair[0]))[1] == 1
+
+
+def test_random_bits_and_averages_are_one_program():
+    x, key = tree()["kernel"], jnp.uint32(3)
+    assert programs(lambda: random.round_bits(x, key, 8))[1] == 1
+    tx = lowmem.track_master_ema(optax.sgd(0.1), 0.99)
+    _, state = lowmem.init(tx, tree())
+    assert programs(lambda: lowmem.ema_params(state))[1] == 1
+
+
+def test_another_step_compiles_nothing():
+    params, tx = tree(), lowmem.chain(optax.clip_by_global_norm(1.0), _ADAM)
+    params, state = lowmem.init(tx, params)
+    grads = jax.tree.map(jnp.ones_like, params)
+    for _ in range(2):
+        before = _requests
+        params, state = lowmem.step(tx, grads, state, params)
+    assert _requests == before
+
+
+def test_a_learning_rate_that_is_an_array_compiles_once():
+    params = tree()
+    tx = optax.inject_hyperparams(lambda rate: lowmem.chain(lowmem.flash_sgd(rate)))(rate=1e-2)
+    state = tx.init(params)
+    grads = jax.tree.map(jnp.ones_like, params)
+    for rate in (1e-2, 2e-2, 3e-2):
+        state.hyperparams["rate"] = jnp.float32(rate)
+        before = _requests
+        updates, _ = tx.update(grads, state, params)
+        np.testing.assert_allclose(
+            updates["bias"], -np.float32(rate) * np.ones_like(params["bias"])
+        )
+    assert _requests == before
+
+
+def test_arrays_of_a_new_state_are_all_others():
+    tx = lowmem.accumulate_gradients(_ADAM, 4, "moments")
+    leaves = [x for x in jax.tree.leaves(tx.init(tree())) if x.size]
+    assert len({x.unsafe_buffer_pointer() for x in leaves}) == len(leaves)
