@@ -139,6 +139,16 @@ def test_bits_depend_on_coordinates_only():
     np.testing.assert_array_equal(part, whole[:3, :, :64])
 
 
+def test_a_part_along_any_axis_draws_what_the_whole_has_there():
+    key = jnp.uint32(9)
+    whole = np.asarray(random.uniforms(key, (6, 5, 96), 32))
+    for start in ((2, 0, 0), (0, 3, 0), (0, 0, 2), (1, 2, 1)):
+        keys = random.part_keys(key, *map(jnp.int32, start))
+        part = random.uniforms(keys, (2, 2, 32), 32)
+        a, b, c = start
+        np.testing.assert_array_equal(part, whole[a : a + 2, b : b + 2, 32 * c : 32 * c + 32])
+
+
 def test_rounding_bits_keeps_the_mean_and_the_exact():
     x = np.float32([1.0, 1 + 2**-8, 1 + 2**-10, -1.003, 3e-5, 0.0, 2**-130, np.inf, np.nan])
     keys = jnp.arange(16384, dtype=jnp.uint32)
