@@ -15,7 +15,7 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 .DEFAULT_GOAL := help
 .SECONDARY:
-.PHONY: help demo test test-repo test-full gpu-test lint format types \
+.PHONY: help demo test test-repo test-full mutants gpu-test lint format types \
   notebook wheel clean
 
 help:  ## List the targets
@@ -51,6 +51,9 @@ test-repo: $(VENV)/.has-test  ## Benchmarks, claims, docs, notebooks and example
 
 test-full: $(VENV)/.has-test  ## The whole contract product, slow kernels interpreted, TIME
 	$(CPU) $(PYTEST) -m 'full and not gpu' $(ARGS)
+
+mutants: $(VENV)/.has-test  ## Bugs of tests/mutants, which tests of `make test` must catch; 5 minutes
+	$(CPU) $(BIN)/python -m tests.mutants.run $(ARGS)
 
 # `make test VENV=.venv-newest MINOR=12` and so on: any tier on the newest JAX, as .ci/run does
 gpu-test: $(VENV)/.has-test  ## The GPU tests, on a machine that has one (CUDA=12 or 13)

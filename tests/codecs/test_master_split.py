@@ -126,6 +126,14 @@ def test_24_bits_are_within_a_relative_2_to_the_minus_16():
     assert error.max() > 0.99 * tol.MASTER_24_MAX
 
 
+def test_24_bit_ties_go_to_even():
+    split = codecs.master_split(BF16, 24)
+    halves = np.uint32([0x3F800080, 0x3F800180, 0xBF800080, 0xBF800180, 0x3F80FF80, 0x3F807F80])
+    even = np.uint32([0x3F800000, 0x3F800200, 0xBF800000, 0xBF800200, 0x3F810000, 0x3F808000])
+    joined = split.join(*split.split(f32(halves), BF16))
+    np.testing.assert_array_equal(bits_of(joined), even)
+
+
 @pytest.mark.parametrize("exponent", range(-14, 16))
 def test_fp16_weights(exponent):
     """In fp16's normal range 24 bits are within 1e-6 in the mean, 32 bits exact."""

@@ -1,6 +1,7 @@
 """The hash behind stochastic rounding: uniform, uncorrelated, and the same wherever it runs."""
 
 import functools
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -99,12 +100,53 @@ def test_every_leaf_slot_step_and_seed_has_bits_of_its_own():
     assert len(keys) == 4 * 64 * 4
 
 
+def mixed(x):
+    """lowbias32, on Python integers."""
+    x = (x ^ x >> 16) * 0x7FEB352D % 2**32
+    x = (x ^ x >> 15) * 0x846CA68B % 2**32
+    return x ^ x >> 16
+
+
+def drawn(seed, step, path, shape, group_size, slot):
+    """The uniforms of a leaf [rows, n], by hand; other numbers would change stored runs."""
+    names = zlib.crc32(path.encode())
+    key = mixed(mixed((mixed(seed ^ names) + step) % 2**32) ^ names)
+    odd = [zlib.crc32(f"axis {axis}".encode()) | 1 for axis in range(2)]
+    found = np.zeros(shape)
+    for row, column in np.ndindex(*shape):
+        group, lane = divmod(column, group_size)
+        r = mixed((key + row * odd[0] + group * odd[1]) % 2**32)
+        c = mixed((mixed(key ^ 0x5BD1E995) + lane * 0x9E3779B9) % 2**32)
+        bits = (r + c) * (zlib.crc32(slot.encode()) | 1) % 2**32
+        found[row, column] = (bits >> 8) * 2.0**-24
+    return found
+
+
+def test_bits_are_those_of_the_formula():
+    """Of seed, step, path, slot, row, group and lane: a run goes on with the bits it began with."""
+    for given in [(0, 1, "w", "mu"), (0, 2, "w", "mu"), (7, 1, "w", "nu"), (0, 1, "layer/v", "mu")]:
+        seed, step, path, slot = given
+        key = random.leaf_key(jnp.uint32(seed), jnp.uint32(step), path)
+        ours = random.uniforms(key, (3, 8), 4, slot)
+        np.testing.assert_allclose(ours, drawn(seed, step, path, (3, 8), 4, slot), atol=2.0**-23)
+
+
 def test_bits_depend_on_coordinates_only():
     key = jnp.uint32(9)
     whole = np.asarray(jax.jit(random.uniforms, static_argnums=(1, 2))(key, (6, 5, 100), 32))
     np.testing.assert_array_equal(whole, random.uniforms(key, (6, 5, 100), 32))  # eager
     part = np.asarray(random.uniforms(key, (3, 5, 64), 32))
     np.testing.assert_array_equal(part, whole[:3, :, :64])
+
+
+def test_a_part_along_any_axis_draws_what_the_whole_has_there():
+    key = jnp.uint32(9)
+    whole = np.asarray(random.uniforms(key, (6, 5, 96), 32))
+    for start in ((2, 0, 0), (0, 3, 0), (0, 0, 2), (1, 2, 1)):
+        keys = random.part_keys(key, *map(jnp.int32, start))
+        part = random.uniforms(keys, (2, 2, 32), 32)
+        a, b, c = start
+        np.testing.assert_array_equal(part, whole[a : a + 2, b : b + 2, 32 * c : 32 * c + 32])
 
 
 def test_rounding_bits_keeps_the_mean_and_the_exact():

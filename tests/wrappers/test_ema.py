@@ -109,3 +109,17 @@ def test_none_or_two_averages():
     for tx, count in ((optax.adam(0.1), 0), (twice, 2)):
         with pytest.raises(ValueError, match=f"holds {count} averages.*track_master_ema once"):
             lowmem.ema_params(tx.init(params))
+
+
+def test_steps_under_half_a_spacing_of_the_weights_count():
+    """Ten steps that bf16 weights do not show: the average follows their masters."""
+    tx = lowmem.track_master_ema(lowmem.flash_sgd(2.0**-13), 0.5)
+    params, state = lowmem.init(tx, {"w": jnp.ones(4)})
+    step = jax.jit(lambda state: lowmem.step(tx, {"w": -jnp.ones(4)}, state, params))
+    average = 1.0
+    for n in range(1, 11):
+        new, state = step(state)
+        average += 0.5 * (1 + n * 2.0**-13 - average)
+        np.testing.assert_array_equal(new["w"], params["w"])
+    assert average > 1.001
+    np.testing.assert_allclose(lowmem.ema_params(state)["w"], average, atol=2.0**-14)
