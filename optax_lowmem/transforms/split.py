@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._core import boxes, derivative, numerics, scope, trees
-from optax_lowmem.kernels.fused_update import split_update
+from optax_lowmem._core import boxes, derivative, numerics, random, scope, trees
+from optax_lowmem.kernels.fused_update import MASTER, split_update
 from optax_lowmem.transforms.masters import (
     adds_noise,
     choose_split,
@@ -17,12 +17,14 @@ from optax_lowmem.transforms.masters import (
     split_for,
     splits_masters,
 )
-from optax_lowmem.transforms.storage import Storage, check_bits
+from optax_lowmem.transforms.storage import Storage, check_bits, check_master_rounding
 
 
 class SplitState(NamedTuple):
     """Corrections of the 16-bit weights, and the state of the optimizer of the masters."""
 
+    count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
+    seed: jax.Array  # shape=(), dtype=jnp.uint32
     correction: Any  # int8 or int16 beside 16-bit weights; 0-d beside f32 ones
     inner_state: Any
 
@@ -51,7 +53,8 @@ class _Splitter:
                 "that one storage=Storage(master_weight_bits=None)."
             )
         inner = self.inner.init(join_masters(params, correction))
-        return SplitState(correction, inner)
+        seed = scope.provided_seed(self.storage.seed)
+        return SplitState(jnp.zeros((), jnp.int32), seed, correction, inner)
 
     def update(
         self, updates: Any, state: SplitState, params: Any = None, **extra: Any
@@ -70,14 +73,18 @@ class _Splitter:
         if any(jnp.ndim(c) for c in jax.tree.leaves(state.correction)):
             steps, params = derivative.without((steps, params))
         corrections = jax.tree.leaves(state.correction)
-        rows = zip(trees.named_leaves(params), jax.tree.leaves(steps), corrections, strict=True)
-        landed = [self._land(path, leaf, step, c) for (path, leaf), step, c in rows]
+        count, named = optax.safe_increment(state.count), trees.named_leaves(params)
+        # those of the engine, so that a fused optimizer draws the same bits
+        keys = random.leaf_keys(state.seed, count, [path for path, _ in named])
+        rows = zip(named, jax.tree.leaves(steps), corrections, keys, strict=True)
+        landed = [self._land(path, leaf, step, c, key) for (path, leaf), step, c, key in rows]
         treedef = jax.tree.structure(params)
         correction = boxes.like(params, [c for _, c in landed])
-        return jax.tree.unflatten(treedef, [u for u, _ in landed]), SplitState(correction, inner)
+        updates = jax.tree.unflatten(treedef, [u for u, _ in landed])
+        return updates, SplitState(count, state.seed, correction, inner)
 
     def _land(
-        self, path: str, p: jax.Array, step: jax.Array, correction: jax.Array
+        self, path: str, p: jax.Array, step: jax.Array, correction: jax.Array, key: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         split = split_for(self.storage, p.dtype)
         if split is not None and (correction.dtype, correction.shape) != (split.dtype, p.shape):
@@ -87,7 +94,11 @@ class _Splitter:
                 "made or restored with other settings: use those, or call init again."
             )
         dtype = p.dtype if self.storage.update_dtype == "param" else jnp.dtype(jnp.float32)
-        update, correction = split_update(split, p, -numerics.widen(step), correction, dtype)
+        noise = None
+        if split is not None and split.stochastic:
+            noise = random.leaf_bits(key, p.shape, self.storage.group_size, MASTER)
+        step = -numerics.widen(step)
+        update, correction = split_update(split, p, step, correction, dtype, noise)
         if split is not None:
             scope.emit(path, update)
         return update, correction
@@ -99,6 +110,9 @@ def split_master_weights(
     *,
     split: str = "bits",
     update_dtype: str = "float32",
+    rounding: str = "stochastic",
+    seed: int = 0,
+    group_size: int = 32,
 ) -> optax.GradientTransformationExtraArgs:
     """Gives an optimizer f32 master weights for 16-bit parameters, at 1 or 2 bytes each.
 
@@ -111,6 +125,11 @@ def split_master_weights(
       bits: 24 or 32.
       split: `bits`, or `ulp` for FlashOptim's Algorithm 1; fp16 always takes `ulp`.
       update_dtype: `float32`, or `param` for loops that add updates without a cast.
+      rounding: of 24-bit masters, `stochastic` (unbiased) or `nearest`, which loses steps below
+        2^-17 of a weight.
+      seed: of the hash behind stochastic rounding; `lowmem.init(..., seed=)` overrides it.
+      group_size: neighbours on the last axis that share a part of the hash; a fused optimizer whose
+        `Storage` has the same draws the same bits.
 
     Returns:
       An optax transformation.
@@ -125,6 +144,10 @@ def split_master_weights(
       >>> tx = lowmem.split_master_weights(optax.contrib.muon(0.02))
     """
     check_bits("bits", bits)
-    storage = Storage(master_weight_bits=bits, split=split, update_dtype=update_dtype)
+    check_master_rounding("rounding", rounding)
+    storage = Storage(
+        master_weight_bits=bits, split=split, update_dtype=update_dtype, master_rounding=rounding,
+        seed=seed, group_size=group_size,
+    )  # fmt: skip
     work = _Splitter(trees.wrapped(inner), storage)
     return optax.GradientTransformationExtraArgs(work.init, work.update)

@@ -102,7 +102,7 @@ def fused_update(
     measured = reference.measured(plan, values)
     divisors = {name: divisor for name, (_, divisor) in measured.items()}
     noise = None
-    if plan.stochastic:
+    if plan.noisy:
         # the barrier keeps newer XLA from moving the mixing into the conditionals, once an element
         noise = lax.optimization_barrier(random.noise_bits(key, plan.shape, plan.group_size))
 
@@ -110,7 +110,9 @@ def fused_update(
         step, values = reference.advanced(rule, plan, g, p, state, h)
         small = {s.name: _codes(plan, s, values, divisors, noise) for s in plan.slots if s.codec}
         if p is not None and plan.split is not None:
-            weight, small[_CORRECTION] = reference.landed(plan, p, step, state.correction)
+            weight, small[_CORRECTION] = reference.landed(
+                plan, p, step, state.correction, reference.master_noise(plan, noise)
+            )
             small[_WEIGHT] = lax.bitcast_convert_type(weight, jnp.uint16)
         return small
 
