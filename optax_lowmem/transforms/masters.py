@@ -31,7 +31,8 @@ def choose_split(storage: Storage, path: str, dtype: jnp.dtype) -> MasterSplit |
         reason = "an f32 parameter is its own master weight"
     else:
         reason = "master_weight_bits is None: steps under half an ulp of the weight are lost"
-    scope.record(scope.Decision(path, "correction", split.name if split else None, reason))
+    form, stochastic = (split.name, split.stochastic) if split else (None, False)
+    scope.record(scope.Decision(path, "correction", form, reason, stochastic=stochastic))
     return split
 
 
