@@ -146,8 +146,9 @@ class UlpSplit(MasterSplit):
     r"""p rounded to nearest even, and rho = round(N (w - p) / (ULP(p) / 2)) (Alg. 1, eq. 1 and 2).
 
     N = 2^(k-1) - 1 (127 or 32767), stored as rho + 2^(k-1) unsigned. With noise rho is rounded up
-    or down at random, unless the nearest one is w already (to f32's rounding). fp16, 24 bits: mean relative
-    error under 1e-6 in fp16's normal range; 32 bits: exact there. bf16, 32 bits: exact in 99.7 %.
+    or down at random, unless the nearest one is w already (to f32's rounding). fp16, 24 bits: mean
+    relative error under 1e-6 in fp16's normal range; 32 bits: exact there. bf16, 32 bits: exact in
+    99.7 %.
     """
 
     @property

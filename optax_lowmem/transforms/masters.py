@@ -15,9 +15,7 @@ def split_for(storage: Storage, dtype: jnp.dtype) -> MasterSplit | None:
     """How master weights of 16-bit parameters are kept; None for f32 ones or without masters."""
     if dtype == jnp.float32 or storage.master_weight_bits is None:
         return None
-    return master_split(
-        dtype, storage.master_weight_bits, storage.split, storage.master_rounding
-    )
+    return master_split(dtype, storage.master_weight_bits, storage.split, storage.master_rounding)
 
 
 def choose_split(storage: Storage, path: str, dtype: jnp.dtype) -> MasterSplit | None:

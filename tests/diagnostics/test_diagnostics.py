@@ -75,7 +75,9 @@ WIDTHS = [  # master_weight_bits, master_rounding, dtype, half the spacing at 8
 
 @pytest.mark.parametrize(("bits", "rounding", "dtype", "half"), WIDTHS)
 def test_stalled_leaves(bits, rounding, dtype, half):
-    tx = lowmem.flash_adamw(1e-3, storage=Storage(master_weight_bits=bits, master_rounding=rounding))
+    tx = lowmem.flash_adamw(
+        1e-3, storage=Storage(master_weight_bits=bits, master_rounding=rounding)
+    )
     params = weights(dtype)
     (stall,) = diagnostics.stalled_leaves(tx, params, 0.99 * half, action="none")
     assert (stall.path, stall.largest, stall.half_spacing, stall.share) == ("big", 8, half, 0.25)
@@ -95,11 +97,15 @@ def test_stalled_weights_do_stand_still(bits, rounding, dtype, half):
         grads = jax.tree.map(lambda p: jnp.full(p.shape, -1, jnp.float32), params)
         params, state = lowmem.step(tx, grads, state, params)
         after = lowmem.master_params(params, state)["big"][:, :32]
-        assert bool(jnp.all((after != before) == moves))
+        moved = after != before
+        if bits == 24 and rounding == "stochastic":  # a few of them, or this step is of nothing
+            assert bool(jnp.any(moved)) == moves and not bool(jnp.all(moved))
+        else:
+            assert bool(jnp.all(moved == moves))
 
 
 def test_stalled_leaves_speak():
-    tx = lowmem.flash_adamw(1e-3)
+    tx = lowmem.flash_adamw(1e-3, storage=Storage(master_rounding="nearest"))
     message = r"step of 1e-06 cannot move .* big \(25\.0% of its weights\): use .*bits=32\)"
     with pytest.warns(UserWarning, match=message):
         diagnostics.stalled_leaves(tx, weights(), 1e-6, action="warn")
