@@ -212,8 +212,12 @@ def check_landing(
         slots=(jnp.zeros(plan.shape, jnp.int8),),  # the momentum is then the gradient
     )
     (found,) = launch(dataclasses.replace(case, leaves=[leaf]), launcher, tile)
+    noise = None
+    if plan.stochastic_master:
+        key = case.keys[case.numbers[0]]
+        noise = random.leaf_bits(key, plan.shape, plan.group_size, reference.MASTER)
     landed = jax.jit(lambda *arrays: reference.landed(plan, *arrays))
-    weight, kept = landed(leaf.p, leaf.g, leaf.correction)
+    weight, kept = landed(leaf.p, leaf.g, leaf.correction, noise)
     bits, bits2 = (np.asarray(x).view(np.uint16) for x in (found.update, weight))
     np.testing.assert_array_equal(bits, bits2)
     np.testing.assert_array_equal(found.correction, kept)

@@ -136,12 +136,28 @@ def lane_bits(key: jax.Array, lanes: jax.Array) -> jax.Array:
     return mix(mix(key ^ jnp.uint32(_LANE_SALT)) + lanes * jnp.uint32(_GOLDEN))
 
 
-def join_bits(row: jax.Array, lane: jax.Array, group_size: int, slot: str) -> jax.Array:
-    """Uniform f32 in [0, 1) of an array's shape from `noise_bits`, for one slot."""
+def salt(slot: str) -> int:
+    """The odd number of a slot."""
+    return zlib.crc32(slot.encode()) | 1
+
+
+def slot_bits(row: jax.Array, lane: jax.Array, group_size: int, slot: str) -> jax.Array:
+    """uint32 of an array's shape from `noise_bits`, for one slot: the upper bits are random."""
     # not a reshape, for which Triton moves what follows between threads
     lanes = lax.expand_dims(lane, range(row.ndim - 1))
     bits = groups.spread(row, lane.shape[0], group_size) + lanes
-    return numerics.uniform(bits * jnp.uint32(zlib.crc32(slot.encode()) | 1))
+    return bits * jnp.uint32(salt(slot))
+
+
+def join_bits(row: jax.Array, lane: jax.Array, group_size: int, slot: str) -> jax.Array:
+    """Uniform f32 in [0, 1) of an array's shape from `noise_bits`, for one slot."""
+    return numerics.uniform(slot_bits(row, lane, group_size, slot))
+
+
+def leaf_bits(key: jax.Array, shape: tuple[int, ...], group_size: int, slot: str) -> jax.Array:
+    """`slot_bits` of a leaf of any shape, 0-d too."""
+    row, lane = noise_bits(key, shape or (1,), group_size)
+    return slot_bits(row, lane, group_size, slot).reshape(shape)
 
 
 def uniforms(key: jax.Array, shape: tuple[int, ...], group_size: int, slot: str = "") -> jax.Array:

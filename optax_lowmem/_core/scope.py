@@ -30,7 +30,7 @@ class Decision:
       reason: one clause for a person.
       group_size: neighbours that share a scale, where the slot is compressed.
       codec: the codec, where the slot is compressed.
-      stochastic: whether its codes are rounded stochastically.
+      stochastic: whether its codes, or master weights, are rounded stochastically.
       block: the `Block` whose elements share a value, where they do.
     """
 

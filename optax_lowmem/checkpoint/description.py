@@ -9,7 +9,7 @@ import optax
 
 from optax_lowmem._core import scope
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 NAME = "optax_lowmem"
 Forms = dict[str, list[Any]]  # path -> [dtype, shape]
 
@@ -54,7 +54,7 @@ def metadata(tx: optax.GradientTransformation, params: Any) -> dict[str, Any]:
       >>> params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
       >>> described = lowmem.checkpoint.metadata(lowmem.flash_lion(1e-4), params)
       >>> described["version"], described["slots"]["w"]["correction"]
-      (1, {'split': 'bits-24'})
+      (2, {'split': 'bits-24'})
       >>> described["slots"]["w"]["mu"]["codec"], described["slots"]["w"]["mu"]["group_size"]
       ('softsign-int8', 32)
     """

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from optax_lowmem._core import scope
@@ -25,8 +26,26 @@ def _described(saved: Saved) -> Saved:
     return {**saved, "metadata": found}
 
 
+def _counted(saved: Saved) -> Saved:
+    """Version 2 has a count and a seed beside the corrections of split_master_weights."""
+    state = _with_counts(saved["opt_state"])
+    found = {**saved["metadata"], "version": 2, "state": forms(state)}
+    return {**saved, "opt_state": state, "metadata": found}
+
+
+def _with_counts(node: Any) -> Any:
+    if isinstance(node, Mapping):
+        found = {key: _with_counts(value) for key, value in node.items()}
+        if set(found) == {"correction", "inner_state"}:
+            return {"count": np.zeros((), np.int32), "seed": np.zeros((), np.uint32), **found}
+        return found
+    if isinstance(node, list | tuple):
+        return type(node)(map(_with_counts, node))
+    return node
+
+
 # version -> what makes the next one of it
-MIGRATIONS: dict[int, Callable[[Saved], Saved]] = {0: _described}
+MIGRATIONS: dict[int, Callable[[Saved], Saved]] = {0: _described, 1: _counted}
 
 
 def migrate(

@@ -1,7 +1,9 @@
 """A 32-bit master weight as a 16-bit weight and a correction of 8 or 16 bits.
 
 Two schemes. `bits` (bf16 only) is integer arithmetic on the bits of the f32; `ulp` is FlashOptim's
-Algorithm 1 (equations 1 and 2), which fp16 needs and which bf16 has for comparison. Corrections of
+Algorithm 1 (equations 1 and 2), which fp16 needs and which bf16 has for comparison. With 24 bits
+either takes random bits: then what is kept has the mean of w, and steps far below its unit add up.
+Without them it is the nearest. Corrections of
 `bits` are signed integers, those of `ulp` unsigned with an offset, so that the dtypes of a weight
 and its correction say which scheme joins them.
 """
@@ -16,6 +18,9 @@ from jax import lax
 from optax_lowmem._core import numerics
 from optax_lowmem._core.compiled import compiled
 
+Noise = jax.Array | None
+_LARGEST = 3.3895313892515355e38  # of bf16: noise makes no infinity of what is not above it
+
 
 @dataclasses.dataclass(frozen=True)
 class MasterSplit(abc.ABC):
@@ -23,9 +28,11 @@ class MasterSplit(abc.ABC):
 
     Attributes:
       bits: 24 or 32, the width of weight and correction together.
+      stochastic: whether a step rounds with random bits; 32 bits take none.
     """
 
     bits: int = 24
+    stochastic: bool = False
 
     def __init_subclass__(cls) -> None:
         """The arithmetic of each scheme is one program where it is called eagerly."""
@@ -54,22 +61,27 @@ class MasterSplit(abc.ABC):
         return 0
 
     @abc.abstractmethod
-    def round(self, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """The 16-bit weight p of master weights w (f32)."""
+    def round(self, w: jax.Array, dtype: jnp.dtype, noise: Noise = None) -> jax.Array:
+        """The 16-bit weight p of master weights w (f32); `noise` is uint32, random on top."""
 
     @abc.abstractmethod
-    def correction(self, w: jax.Array, p: jax.Array) -> jax.Array:
-        """The correction that brings p closest to w; p need not be `round(w)`."""
+    def correction(self, w: jax.Array, p: jax.Array, noise: Noise = None) -> jax.Array:
+        """The correction that brings p closest to w; p need not be `round(w)`.
+
+        With noise it is unbiased where p is `round(w)` of the same noise.
+        """
 
     @abc.abstractmethod
     def join(self, p: jax.Array, correction: jax.Array) -> jax.Array:
         """The master weight (f32) of a weight and its correction."""
 
     @compiled
-    def split(self, w: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+    def split(
+        self, w: jax.Array, dtype: jnp.dtype, noise: Noise = None
+    ) -> tuple[jax.Array, jax.Array]:
         """Weight and correction of master weights w (f32)."""
-        p = self.round(w, dtype)
-        return p, self.correction(w, p)
+        p = self.round(w, dtype, noise)
+        return p, self.correction(w, p, noise)
 
 
 def _bf16_bits(p: jax.Array) -> jax.Array:
@@ -80,10 +92,12 @@ def _bf16_bits(p: jax.Array) -> jax.Array:
 class BitSplit(MasterSplit):
     r"""The upper 16 bits of w rounded half up, and the signed remainder.
 
-    With b the bits of w (24: rounded to nearest even on bit 8 and shifted down; 32: all of them)
+    With b the bits of w (24: rounded on bit 8, with noise by adding 8 random bits and without to
+    nearest even, and shifted down; 32: all of them)
     and k the width of the correction, p = (b + 2^(k-1)) >> k and c = b - (p << k). Joining is one
-    shift and one addition. Idempotent: a zero update leaves every bit alone. 24 bits: relative
-    error at most 2^-16; 32 bits: every finite f32 comes back bit for bit.
+    shift and one addition. Idempotent, with any noise: a zero update leaves every bit alone. 24
+    bits: relative error at most 2^-16 (with noise 2^-15, and the mean is exactly w); 32 bits: every
+    finite f32 comes back bit for bit.
     """
 
     @property
@@ -91,18 +105,24 @@ class BitSplit(MasterSplit):
         """int8 or int16."""
         return jnp.dtype(jnp.int8 if self.bits == 24 else jnp.int16)
 
-    def _lifted(self, w: jax.Array) -> jax.Array:
-        """The bits of w; for 24 of them raised so that dropping the lowest 8 rounds to nearest."""
+    def _lifted(self, w: jax.Array, noise: Noise) -> jax.Array:
+        """The bits of w; for 24 of them raised so that dropping the lowest 8 rounds."""
         b = numerics.canonical_nan(numerics.to_bits(w))
-        return b + 0x7F + ((b >> 8) & 1) if self.bits == 24 else b
+        if self.bits == 32:
+            return b
+        if noise is None:
+            return b + 0x7F + ((b >> 8) & 1)
+        return b + jnp.where(jnp.abs(w) < jnp.float32(_LARGEST), noise >> 24, jnp.uint32(0))
 
-    def round(self, w: jax.Array, dtype: jnp.dtype = jnp.bfloat16) -> jax.Array:
-        """bf16 weights; they differ from `w.astype(bfloat16)` only next to ties."""
-        return self.split(w, dtype)[0]
+    def round(
+        self, w: jax.Array, dtype: jnp.dtype = jnp.bfloat16, noise: Noise = None
+    ) -> jax.Array:
+        """bf16 weights; without noise they differ from `w.astype(bfloat16)` only next to ties."""
+        return self.split(w, dtype, noise)[0]
 
-    def correction(self, w: jax.Array, p: jax.Array) -> jax.Array:
+    def correction(self, w: jax.Array, p: jax.Array, noise: Noise = None) -> jax.Array:
         """t - (p << k), clamped in value where p is not the rounding of w."""
-        t, weight = self._lifted(w) >> (32 - self.bits), _bf16_bits(p)
+        t, weight = self._lifted(w, noise) >> (32 - self.bits), _bf16_bits(p)
         half = 1 << (self.width - 1)
         c = jnp.clip((t - (weight << self.width)).astype(jnp.int32), -half, half - 1)
         magnitude = weight & 0x7FFF
@@ -111,9 +131,11 @@ class BitSplit(MasterSplit):
         rounded = (t + half) >> self.width == weight
         return jnp.where((magnitude >= 0x7F80) & ~rounded, 0, c).astype(self.dtype)
 
-    def split(self, w: jax.Array, dtype: jnp.dtype = jnp.bfloat16) -> tuple[jax.Array, jax.Array]:
+    def split(
+        self, w: jax.Array, dtype: jnp.dtype = jnp.bfloat16, noise: Noise = None
+    ) -> tuple[jax.Array, jax.Array]:
         """Weight and correction: beside its own rounding the correction needs no clamp."""
-        b = self._lifted(w)
+        b = self._lifted(w, noise)
         weight = ((b + 0x8000) >> 16).astype(jnp.uint16)
         # what is left is the kept bits below the upper 16, read as a signed integer
         correction = (b >> (32 - self.bits)).astype(self.dtype)
@@ -131,8 +153,10 @@ class BitSplit(MasterSplit):
 class UlpSplit(MasterSplit):
     r"""p rounded to nearest even, and rho = round(N (w - p) / (ULP(p) / 2)) (Alg. 1, eq. 1 and 2).
 
-    N = 2^(k-1) - 1 (127 or 32767), stored as rho + 2^(k-1) unsigned. fp16, 24 bits: mean relative
-    error under 1e-6 in fp16's normal range; 32 bits: exact there. bf16, 32 bits: exact in 99.7 %.
+    N = 2^(k-1) - 1 (127 or 32767), stored as rho + 2^(k-1) unsigned. With noise rho is rounded up
+    or down at random, unless the nearest one is w already (to f32's rounding). fp16, 24 bits: mean
+    relative error under 1e-6 in fp16's normal range; 32 bits: exact there. bf16, 32 bits: exact in
+    99.7 %.
     """
 
     @property
@@ -154,20 +178,26 @@ class UlpSplit(MasterSplit):
         low = exponent // 2
         return low, exponent - low
 
-    def round(self, w: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        """`w` rounded to nearest even."""
+    def round(self, w: jax.Array, dtype: jnp.dtype, noise: Noise = None) -> jax.Array:
+        """`w` rounded to nearest even, with noise as well."""
         return numerics.narrow(w, dtype)
 
-    def correction(self, w: jax.Array, p: jax.Array) -> jax.Array:
+    def correction(self, w: jax.Array, p: jax.Array, noise: Noise = None) -> jax.Array:
         """rho, clamped to [-N, N]; 0 where p is not finite."""
         weight = numerics.widen(p)
         low, high = self._half_ulp(p)
         e = jnp.where(jnp.isfinite(weight), w - weight, jnp.float32(0))
         e = e * numerics.power_of_two(-low) * numerics.power_of_two(-high)
         top = jnp.float32(self.zero - 1)
-        rho = jnp.clip(e, -1, 1) * top
-        rho = jnp.where(rho < 0, -jnp.floor(0.5 - rho), jnp.floor(rho + 0.5))
-        return (rho.astype(jnp.int32) + self.zero).astype(self.dtype)
+        exact = jnp.clip(e, -1, 1) * top
+        rho = jnp.where(exact < 0, -jnp.floor(0.5 - exact), jnp.floor(exact + 0.5))
+        stored = (rho.astype(jnp.int32) + self.zero).astype(self.dtype)
+        if noise is None or self.bits == 32:
+            return stored
+        low = jnp.floor(exact)
+        rho = jnp.minimum(low + (numerics.uniform(noise) < exact - low), top)
+        drawn = (rho.astype(jnp.int32) + self.zero).astype(self.dtype)
+        return jnp.where(self.join(p, stored) == w, stored, drawn)
 
     def join(self, p: jax.Array, correction: jax.Array) -> jax.Array:
         """p + rho / N * ULP(p) / 2."""
@@ -178,11 +208,14 @@ class UlpSplit(MasterSplit):
         return weight + e * numerics.power_of_two(low) * numerics.power_of_two(high)
 
 
-def master_split(dtype: jnp.dtype, bits: int, scheme: str = "bits") -> MasterSplit:
+def master_split(
+    dtype: jnp.dtype, bits: int, scheme: str = "bits", rounding: str = "nearest"
+) -> MasterSplit:
     """The scheme for 16-bit weights of a dtype; fp16 always takes `ulp`."""
+    stochastic = rounding == "stochastic" and bits == 24
     if scheme == "ulp" or jnp.dtype(dtype) == jnp.float16:
-        return UlpSplit(bits)
-    return BitSplit(bits)
+        return UlpSplit(bits, stochastic)
+    return BitSplit(bits, stochastic)
 
 
 def split_of(correction_dtype: jnp.dtype) -> MasterSplit:

@@ -127,7 +127,8 @@ def stalled_leaves(
     """Leaves in which a step of one learning rate is under half the spacing of the master weights.
 
     A 24-bit master of magnitude w in [2^e, 2^(e+1)) is a multiple of 2^(e-15), a 32-bit one of
-    2^(e-23), a bf16 weight without a correction of 2^(e-7).
+    2^(e-23), a bf16 weight without a correction of 2^(e-7). With stochastic rounding, the default,
+    24 bits keep the mean of what f32 computes: its 2^(e-23) counts.
 
     Args:
       tx: the optimizer, which says how each leaf is kept.
@@ -144,23 +145,25 @@ def stalled_leaves(
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
       >>> params = {"w": jnp.full((64, 64), 8.0, jnp.bfloat16)}
-      >>> lowmem.diagnostics.stalled_leaves(lowmem.flash_adamw(1e-5), params, 1e-5, action="none")
+      >>> nearest = lowmem.flash_adamw(1e-5, storage=lowmem.Storage(master_rounding="nearest"))
+      >>> lowmem.diagnostics.stalled_leaves(nearest, params, 1e-5, action="none")
       [Stall(path='w', largest=8.0, half_spacing=0.0001220703125, share=1.0)]
     """
     if action not in ("warn", "raise", "none"):
         raise ValueError(f"action must be 'warn', 'raise' or 'none', got {action!r}")
     _, decisions = scope.dry_run(tx, params)
-    forms = {d.path: d.form for d in decisions if d.slot == "correction"}
+    kept = {d.path: (d.form, d.stochastic) for d in decisions if d.slot == "correction"}
     stalls = []
     for path, leaf in trees.named_leaves(params):
-        if leaf.size and path in forms:
-            stall = _stall(path, leaf, forms[path], learning_rate)
+        if leaf.size and path in kept:
+            stall = _stall(path, leaf, *kept[path], learning_rate)
             stalls += [stall] if stall else []
     if stalls and action != "none":
         names = ", ".join(f"{s.path} ({s.share:.1%} of its weights)" for s in stalls[:5])
         message = (
             f"a step of {learning_rate:g} cannot move the largest weights of {names}: use "
-            "Storage(master_weight_bits=32), or keep these leaves in f32."
+            "Storage(master_weight_bits=32), or 24 bits with master_rounding='stochastic', or keep "
+            "these leaves in f32."
         )
         if action == "raise":
             raise ValueError(message)
@@ -168,10 +171,12 @@ def stalled_leaves(
     return stalls
 
 
-def _stall(path: str, leaf: jax.Array, form: str | None, learning_rate: float) -> Stall | None:
+def _stall(
+    path: str, leaf: jax.Array, form: str | None, stochastic: bool, learning_rate: float
+) -> Stall | None:
     magnitude = jnp.abs(numerics.widen(leaf))
     exponent = (numerics.to_bits(magnitude) >> 23).astype(jnp.int32) - 127
-    spacing = exponent - _mantissa_bits(leaf.dtype, form)
+    spacing = exponent - (23 if stochastic else _mantissa_bits(leaf.dtype, form))
     half = numerics.power_of_two(jnp.maximum(spacing - 1, -126))  # exp2 is not exact on a CPU
     stuck = (magnitude > 0) & (jnp.float32(learning_rate) < half)
     share = float(jnp.mean(stuck.astype(jnp.float32)))

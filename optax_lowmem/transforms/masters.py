@@ -19,7 +19,7 @@ def split_for(storage: Storage, dtype: jnp.dtype) -> MasterSplit | None:
     """How master weights of 16-bit parameters are kept; None for f32 ones or without masters."""
     if dtype == jnp.float32 or storage.master_weight_bits is None:
         return None
-    return master_split(dtype, storage.master_weight_bits, storage.split)
+    return master_split(dtype, storage.master_weight_bits, storage.split, storage.master_rounding)
 
 
 def choose_split(storage: Storage, path: str, dtype: jnp.dtype) -> MasterSplit | None:
@@ -27,11 +27,14 @@ def choose_split(storage: Storage, path: str, dtype: jnp.dtype) -> MasterSplit |
     split = split_for(storage, dtype)
     if split is not None:
         reason = f"{split.bits}-bit master weights"
+        if split.bits == 24:
+            reason += f", {'stochastic' if split.stochastic else 'nearest'} rounding"
     elif dtype == jnp.float32:
         reason = "an f32 parameter is its own master weight"
     else:
         reason = "master_weight_bits is None: steps under half an ulp of the weight are lost"
-    scope.record(scope.Decision(path, "correction", split.name if split else None, reason))
+    form, stochastic = (split.name, split.stochastic) if split else (None, False)
+    scope.record(scope.Decision(path, "correction", form, reason, stochastic=stochastic))
     return split
 
 

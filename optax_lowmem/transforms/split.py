@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._core import boxes, derivative, numerics, scope, trees
+from optax_lowmem._core import boxes, derivative, numerics, random, scope, trees
 from optax_lowmem._core.compiled import compiled, widened
+from optax_lowmem._core.hyperparameters import increment
 from optax_lowmem.codecs import MasterSplit
-from optax_lowmem.kernels.fused_update import split_update
+from optax_lowmem.kernels.fused_update import MASTER, split_update
 from optax_lowmem.transforms.masters import (
     adds_noise,
     choose_split,
@@ -19,12 +20,14 @@ from optax_lowmem.transforms.masters import (
     split_for,
     splits_masters,
 )
-from optax_lowmem.transforms.storage import Storage, check_bits
+from optax_lowmem.transforms.storage import Storage, check_bits, check_master_rounding
 
 
 class SplitState(NamedTuple):
     """Corrections of the 16-bit weights, and the state of the optimizer of the masters."""
 
+    count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
+    seed: jax.Array  # shape=(), dtype=jnp.uint32
     correction: Any  # int8 or int16 beside 16-bit weights; 0-d beside f32 ones
     inner_state: Any
 
@@ -56,7 +59,8 @@ class _Splitter:
                 "that one storage=Storage(master_weight_bits=None)."
             )
         inner = self.inner.init(join_masters(params, correction))
-        return SplitState(correction, inner)
+        seed = scope.provided_seed(self.storage.seed)
+        return SplitState(jnp.zeros((), jnp.int32), seed, correction, inner)
 
     def update(
         self, updates: Any, state: SplitState, params: Any = None, **extra: Any
@@ -75,17 +79,25 @@ class _Splitter:
         if any(jnp.ndim(c) for c in jax.tree.leaves(state.correction)):
             steps, params = derivative.without((steps, params))
         corrections = jax.tree.leaves(state.correction)
-        rows = zip(trees.named_leaves(params), jax.tree.leaves(steps), corrections, strict=True)
-        landed = self._land(list(rows))
+        count, named = increment(state.count), trees.named_leaves(params)
+        # those of the engine, so that a fused optimizer draws the same bits
+        keys = random.leaf_keys(state.seed, count, [path for path, _ in named])
+        rows = zip(named, jax.tree.leaves(steps), corrections, strict=True)
+        landed = self._land(list(rows), keys)
         treedef = jax.tree.structure(params)
         correction = boxes.like(params, [c for _, c in landed])
-        return jax.tree.unflatten(treedef, [u for u, _ in landed]), SplitState(correction, inner)
+        updates = jax.tree.unflatten(treedef, [u for u, _ in landed])
+        return updates, SplitState(count, state.seed, correction, inner)
 
-    def _land(self, rows: list[tuple[tuple[str, Any], Any, Any]]) -> list[tuple[Any, Any]]:
+    def _land(
+        self, rows: list[tuple[tuple[str, Any], Any, Any]], keys: jax.Array
+    ) -> list[tuple[Any, Any]]:
         """(update, correction) of each ((path, weight), step, correction)."""
         splits = [self._split_of(path, p, correction) for (path, p), _, correction in rows]
         given = [(p, step, correction) for (_, p), step, correction in rows]
-        landed = _landed(splits, given, self.storage.update_dtype == "param")
+        landed = _landed(
+            splits, given, keys, self.storage.group_size, self.storage.update_dtype == "param"
+        )
         for ((path, _), *_), split, (update, _) in zip(rows, splits, landed, strict=True):
             if split is not None:
                 scope.emit(path, update)
@@ -106,12 +118,16 @@ class _Splitter:
 def _landed(
     splits: list[MasterSplit | None],
     rows: list[tuple[jax.Array, jax.Array, jax.Array]],
+    keys: jax.Array,
+    group_size: int,
     in_dtype: bool,
 ) -> list[tuple[jax.Array, jax.Array]]:
     landed = []
-    for split, (p, step, correction) in zip(splits, rows, strict=True):
-        dtype = p.dtype if in_dtype else jnp.dtype(jnp.float32)
-        landed.append(split_update(split, p, -numerics.widen(step), correction, dtype))
+    for split, (p, step, correction), key in zip(splits, rows, keys, strict=True):
+        dtype, noise = p.dtype if in_dtype else jnp.dtype(jnp.float32), None
+        if split is not None and split.stochastic:
+            noise = random.leaf_bits(key, p.shape, group_size, MASTER)
+        landed.append(split_update(split, p, -numerics.widen(step), correction, dtype, noise))
     return landed
 
 
@@ -121,6 +137,9 @@ def split_master_weights(
     *,
     split: str = "bits",
     update_dtype: str = "float32",
+    rounding: str = "stochastic",
+    seed: int = 0,
+    group_size: int = 32,
 ) -> optax.GradientTransformationExtraArgs:
     """Gives an optimizer f32 master weights for 16-bit parameters, at 1 or 2 bytes each.
 
@@ -133,6 +152,11 @@ def split_master_weights(
       bits: 24 or 32.
       split: `bits`, or `ulp` for FlashOptim's Algorithm 1; fp16 always takes `ulp`.
       update_dtype: `float32`, or `param` for loops that add updates without a cast.
+      rounding: of 24-bit masters, `stochastic` (unbiased) or `nearest`, which loses steps below
+        2^-17 of a weight.
+      seed: of the hash behind stochastic rounding; `lowmem.init(..., seed=)` overrides it.
+      group_size: neighbours on the last axis that share a part of the hash; a fused optimizer whose
+        `Storage` has the same draws the same bits.
 
     Returns:
       An optax transformation.
@@ -147,6 +171,10 @@ def split_master_weights(
       >>> tx = lowmem.split_master_weights(optax.contrib.muon(0.02))
     """
     check_bits("bits", bits)
-    storage = Storage(master_weight_bits=bits, split=split, update_dtype=update_dtype)
+    check_master_rounding("rounding", rounding)
+    storage = Storage(
+        master_weight_bits=bits, split=split, update_dtype=update_dtype, master_rounding=rounding,
+        seed=seed, group_size=group_size,
+    )  # fmt: skip
     work = _Splitter(trees.wrapped(inner), storage)
     return optax.GradientTransformationExtraArgs(work.init, work.update)

@@ -2,6 +2,7 @@
 
 import sys
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import optax
@@ -142,7 +143,7 @@ def test_no_metadata_and_no_orbax(monkeypatch):
     with pytest.raises(ValueError, match="no description of a checkpoint .* keys \\['a'\\]"):
         checkpoint.check({"a": 1}, adamw(), LIKE)
     newer = {**checkpoint.metadata(adamw(), LIKE), "version": description.FORMAT_VERSION + 1}
-    with pytest.raises(ValueError, match="version 2, newer than .* pip install --upgrade"):
+    with pytest.raises(ValueError, match="version 3, newer than .* pip install --upgrade"):
         checkpoint.check(newer, adamw(), LIKE)
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     monkeypatch.setitem(sys.modules, "orbax", None)
@@ -172,22 +173,42 @@ def test_a_checkpoint_without_a_description_is_read_on_trust(tmp_path):
 
 
 def test_an_older_version_is_migrated(tmp_path, monkeypatch):
-    """A version 2 that calls the momentum something else reads what version 1 wrote."""
+    """A version 3 that calls the momentum something else reads what version 2 wrote."""
     tx, (params, _), (weights, state) = two_steps(tmp_path)
 
     def renamed(saved):
         kept = dict(saved["opt_state"])
         seed = kept.pop("seed")
-        found = {**saved["metadata"], "version": 2}
+        found = {**saved["metadata"], "version": 3}
         return {**saved, "opt_state": {"seed": seed, **kept}, "metadata": found}
 
-    monkeypatch.setattr(description, "FORMAT_VERSION", 2)
-    with pytest.raises(ValueError, match="version 1, which this package no longer reads"):
+    monkeypatch.setattr(description, "FORMAT_VERSION", 3)
+    with pytest.raises(ValueError, match="version 2, which this package no longer reads"):
         checkpoint.restore(tmp_path, tx, params)
-    monkeypatch.setitem(migrations.MIGRATIONS, 1, renamed)
+    monkeypatch.setitem(migrations.MIGRATIONS, 2, renamed)
     assert_same_bits(checkpoint.restore(tmp_path, tx, params), (weights, state))
-    with pytest.raises(ValueError, match="has format version 1, this package writes 2"):
-        comparison.check({**checkpoint.metadata(tx, params), "version": 1}, tx, params)
+    with pytest.raises(ValueError, match="has format version 2, this package writes 3"):
+        comparison.check({**checkpoint.metadata(tx, params), "version": 2}, tx, params)
+
+
+@pytest.mark.parametrize("outer", [lambda tx: tx, lambda tx: lowmem.chain(optax.clip(1.0), tx)])
+def test_version_1_had_no_count_beside_its_corrections(outer):
+    """split_master_weights goes on under stochastic rounding, from a count and a seed of 0."""
+    tx = outer(lowmem.split_master_weights(optax.adamw(1e-3)))
+    params, state = scrambled(lowmem.init(tx, cases.masters()))
+    described, plain = checkpoint.metadata(tx, params), flax.serialization.to_state_dict(state)
+    split = plain if "correction" in plain else plain["1"]
+    removed = [split.pop("count"), split.pop("seed")]
+    assert [x.dtype for x in removed] == [jnp.int32, jnp.uint32]
+    old = {**described, "version": 1, "state": description.forms(plain)}
+    saved = {"params": params, "opt_state": plain, "metadata": old}
+    found = checkpoint.migrate(saved, tx, params)
+    counts = {"count": jnp.int32(0), "seed": jnp.uint32(0)}
+    wanted = state._replace(**counts) if split is plain else (state[0], state[1]._replace(**counts))
+    assert_same_bits(found, (params, wanted))
+    after, then = lowmem.step(tx, params, found[1], found[0])
+    assert optax.tree.get(then, "count", filtering=lambda path, _: len(path) < 3) == 1
+    assert jax.tree.structure(after) == jax.tree.structure(params)
 
 
 def test_a_manager_of_ones_own(tmp_path):

@@ -79,9 +79,10 @@ def _onto_composed(fused: Any, like: Any) -> Any:
         core = outer.inner_state._replace(
             count=fused.count, inner_state=adam, scales={"nu_scale": fused.nu_scale}
         )
-    return lowmem.transforms.split.SplitState(
-        fused.correction, (outer._replace(inner_state=core), *like.inner_state[1:])
-    )
+    return like._replace(
+        count=fused.count, seed=fused.seed, correction=fused.correction,
+        inner_state=(outer._replace(inner_state=core), *like.inner_state[1:]),
+    )  # fmt: skip
 
 
 def _slots(state: Any) -> list[tuple[Any, Any]]:
@@ -191,8 +192,9 @@ def test_is_the_chain_of_its_own_direction(name):
         grads = _gradients(params, index)
         bare_state = state._replace(correction=None)
         forced = like._replace(
-            correction=state.correction, inner_state=(bare_state, *like.inner_state[1:])
-        )
+            count=state.count, correction=state.correction,
+            inner_state=(bare_state, *like.inner_state[1:]),
+        )  # fmt: skip
         _, theirs = step_other(grads, forced, params)
         params, state = step(grads, state, params)
         for a, b in zip(_slots(state), _slots(theirs.inner_state[0]), strict=True):

@@ -62,18 +62,22 @@ def weights(dtype=jnp.bfloat16):
     return {"big": jnp.tile(row, (4, 1)).astype(dtype), "small": jnp.full((8, 8), 0.01, dtype)}
 
 
-WIDTHS = [  # master_weight_bits, dtype, half the spacing at 8
-    (24, jnp.bfloat16, 2.0**-13),
-    (32, jnp.bfloat16, 2.0**-21),
-    (None, jnp.bfloat16, 2.0**-5),
-    (24, jnp.float16, 2.0**-16),
-    (None, jnp.float32, 2.0**-21),
+WIDTHS = [  # master_weight_bits, master_rounding, dtype, half the spacing at 8
+    (24, "nearest", jnp.bfloat16, 2.0**-13),
+    (24, "stochastic", jnp.bfloat16, 2.0**-21),
+    (32, "stochastic", jnp.bfloat16, 2.0**-21),
+    (None, "stochastic", jnp.bfloat16, 2.0**-5),
+    (24, "nearest", jnp.float16, 2.0**-16),
+    (24, "stochastic", jnp.float16, 2.0**-21),
+    (None, "stochastic", jnp.float32, 2.0**-21),
 ]
 
 
-@pytest.mark.parametrize(("bits", "dtype", "half"), WIDTHS)
-def test_stalled_leaves(bits, dtype, half):
-    tx = lowmem.flash_adamw(1e-3, storage=Storage(master_weight_bits=bits))
+@pytest.mark.parametrize(("bits", "rounding", "dtype", "half"), WIDTHS)
+def test_stalled_leaves(bits, rounding, dtype, half):
+    tx = lowmem.flash_adamw(
+        1e-3, storage=Storage(master_weight_bits=bits, master_rounding=rounding)
+    )
     params = weights(dtype)
     (stall,) = diagnostics.stalled_leaves(tx, params, 0.99 * half, action="none")
     assert (stall.path, stall.largest, stall.half_spacing, stall.share) == ("big", 8, half, 0.25)
@@ -82,22 +86,26 @@ def test_stalled_leaves(bits, dtype, half):
         assert diagnostics.stalled_leaves(tx, params, 1.01 * half) == []
 
 
-@pytest.mark.parametrize(("bits", "dtype", "half"), WIDTHS)
-def test_stalled_weights_do_stand_still(bits, dtype, half):
+@pytest.mark.parametrize(("bits", "rounding", "dtype", "half"), WIDTHS)
+def test_stalled_weights_do_stand_still(bits, rounding, dtype, half):
     """The claim itself, of a step of plain SGD just a tenth under and over half the spacing."""
     for factor, moves in ((0.9, False), (1.1, True)):
-        storage = Storage(master_weight_bits=bits)
+        storage = Storage(master_weight_bits=bits, master_rounding=rounding)
         tx = lowmem.flash_sgd(factor * half, storage=storage)
         params, state = lowmem.init(tx, weights(jnp.float32), dtype)
         before = lowmem.master_params(params, state)["big"][:, :32]
         grads = jax.tree.map(lambda p: jnp.full(p.shape, -1, jnp.float32), params)
         params, state = lowmem.step(tx, grads, state, params)
         after = lowmem.master_params(params, state)["big"][:, :32]
-        assert bool(jnp.all((after != before) == moves))
+        moved = after != before
+        if moves and bits == 24 and rounding == "stochastic":
+            assert not bool(jnp.all(moved))  # one in hundreds; what adds up: test_master_rounding
+        else:
+            assert bool(jnp.all(moved == moves))
 
 
 def test_stalled_leaves_speak():
-    tx = lowmem.flash_adamw(1e-3)
+    tx = lowmem.flash_adamw(1e-3, storage=Storage(master_rounding="nearest"))
     message = r"step of 1e-06 cannot move .* big \(25\.0% of its weights\): use .*bits=32\)"
     with pytest.warns(UserWarning, match=message):
         diagnostics.stalled_leaves(tx, weights(), 1e-6, action="warn")

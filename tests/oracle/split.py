@@ -94,11 +94,18 @@ def canonical_bits(w: Array) -> Array:
     return np.where((bits & np.uint32(0x7FFFFFFF)) > 0x7F800000, np.uint32(0x7FC00000), bits)
 
 
-def split_bits(w: Array, bits: int = 24) -> tuple[Array, Array]:
-    """bf16 weight and a signed int8 (24 bits) or int16 (32 bits) difference of bit patterns."""
+def split_bits(w: Array, bits: int = 24, noise: Array | None = None) -> tuple[Array, Array]:
+    """bf16 weight and a signed int8 (24 bits) or int16 (32 bits) difference of bit patterns.
+
+    With noise, uint8, 24 bits are rounded away from zero where it and what is cut off are at least
+    256 together; what is above bf16's largest number is cut off.
+    """
     b = canonical_bits(w).astype(np.int64)
     low = bits - 16
-    if bits == 24:  # round to 24 bits, nearest even on bit 8
+    if bits == 24 and noise is not None:
+        up = (b & 0xFF) + noise.astype(np.int64) >= 256
+        b = (b >> 8) + (up & ((b & 0x7FFFFFFF) < 0x7F7F0000))
+    elif bits == 24:  # round to 24 bits, nearest even on bit 8
         b = (b + 0x7F + ((b >> 8) & 1)) >> 8
     p = (b + (1 << (low - 1))) >> low
     correction = (b - (p << low)).astype(CORRECTIONS[bits])

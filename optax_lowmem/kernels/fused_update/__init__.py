@@ -6,5 +6,6 @@ from optax_lowmem.kernels.fused_update.dispatch import fused_updates as fused_up
 from optax_lowmem.kernels.fused_update.plan import LeafPlan as LeafPlan
 from optax_lowmem.kernels.fused_update.plan import LeafState as LeafState
 from optax_lowmem.kernels.fused_update.plan import SlotPlan as SlotPlan
+from optax_lowmem.kernels.fused_update.reference import MASTER as MASTER
 from optax_lowmem.kernels.fused_update.reference import split_update as split_update
 from optax_lowmem.kernels.fused_update.shared import shared_updates as shared_updates

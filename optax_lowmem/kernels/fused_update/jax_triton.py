@@ -185,6 +185,7 @@ def _statics(rule: UpdateRule, plan: LeafPlan, leaf: Leaf) -> dict[str, Any]:
         "STOCHASTIC": plan.stochastic,
         "WEIGHT": has_weight,
         "SPLIT_BITS": plan.split.bits if has_weight and plan.split is not None else 0,
+        "SPLIT_STOCHASTIC": has_weight and plan.stochastic_master,
         "DIRECT": has_weight and plan.direct,
         "DECAYS": plan.decays,
         "UPDATE": jnp.dtype(plan.update_dtype).name,

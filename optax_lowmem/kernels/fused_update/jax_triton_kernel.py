@@ -223,12 +223,21 @@ def _advance(g, mu, mu_scale, nu, nu_scale, scalars, FORMULA: tl.constexpr, NAME
 
 
 @triton.jit
-def _land(master, old, BITS: tl.constexpr, DIRECT: tl.constexpr, UPDATE: tl.constexpr):
+def _land(
+    master,
+    old,
+    row,
+    lane,
+    BITS: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    DIRECT: tl.constexpr,
+    UPDATE: tl.constexpr,
+):
     """Correction, and bf16 bits (upper half), of master weights that follow `old` bf16 bits.
 
     The bits are those of the new weight, or of the one to aim an update at.
     """
-    kept = numerics.lifted(master, BITS)
+    kept = numerics.lifted(master, row, lane, BITS, STOCHASTIC)
     target = numerics.upper_rounded(kept)
     if UPDATE == "float32":
         if not DIRECT:  # an update in f32 may miss a weight that is too small beside the old one
@@ -278,6 +287,7 @@ def step_tile(
     STOCHASTIC: tl.constexpr,
     WEIGHT: tl.constexpr,
     SPLIT_BITS: tl.constexpr,
+    SPLIT_STOCHASTIC: tl.constexpr,
     DIRECT: tl.constexpr,
     DECAYS: tl.constexpr,
     UPDATE: tl.constexpr,
@@ -287,7 +297,7 @@ def step_tile(
     Args:
       scalars: hyperparameters, f32.
       keys: of the leaves, uint32.
-      lane_bits: C of the lanes times the salts of mu and nu, uint32 [leaves, 2, lanes].
+      lane_bits: C of the lanes times the salts of mu, nu and masters, uint32 [leaves, 3, lanes].
       arrays: a tuple of pointers a leaf, in the order of ROLES.
       FORMULA: of the rule.
       NAMES: of the hyperparameters, with spaces between them.
@@ -302,6 +312,7 @@ def step_tile(
       STOCHASTIC: rounding of the codes.
       WEIGHT: whether there is a weight, and not a bare direction.
       SPLIT_BITS: 24, 32, or 0 for no split.
+      SPLIT_STOCHASTIC: rounding of the master weights.
       DIRECT: whether the result is the new weight.
       DECAYS: whether weight decay applies.
       UPDATE: name of the dtype of the update that takes a weight to the next.
@@ -329,8 +340,11 @@ def step_tile(
     if SPLIT_BITS > 0:
         correction = _load(correction_at, offsets, mask, MASKED)
     key = tl.load(keys + leaf)
-    mu_lane = tl.load(lane_bits + leaf * (2 * LANES) + lanes)[None, :]
-    nu_lane = tl.load(lane_bits + leaf * (2 * LANES) + LANES + lanes)[None, :]
+    mu_lane = tl.load(lane_bits + leaf * (3 * LANES) + lanes)[None, :]
+    nu_lane = tl.load(lane_bits + leaf * (3 * LANES) + LANES + lanes)[None, :]
+    master_lane = nu_lane
+    if SPLIT_STOCHASTIC:
+        master_lane = tl.load(lane_bits + leaf * (3 * LANES) + 2 * LANES + lanes)[None, :]
     tl.debug_barrier()
     row = numerics.mix(key + place)
 
@@ -358,7 +372,10 @@ def step_tile(
     if WEIGHT and DECAYS and _place(NAMES, "decay") >= 0:
         step = step + _scalar(scalars, NAMES, "decay") * weight
     if SPLIT_BITS > 0:
-        kept, target = _land(weight - step, old, SPLIT_BITS, DIRECT, UPDATE)
+        master = weight - step
+        kept, target = _land(
+            master, old, row, master_lane, SPLIT_BITS, SPLIT_STOCHASTIC, DIRECT, UPDATE
+        )
         _store(correction_at, offsets, kept, mask, MASKED)
         _store_upper(update_at, offsets, target, mask, MASKED)
     else:

@@ -13,15 +13,17 @@ import zlib
 import triton
 import triton.language as tl
 
-SALTS = (zlib.crc32(b"mu") | 1, zlib.crc32(b"nu") | 1)  # as in random.join_bits
+SALTS = tuple(zlib.crc32(name) | 1 for name in (b"mu", b"nu", b"correction"))  # random.salt
 _MU_SALT = tl.constexpr(SALTS[0])
 _NU_SALT = tl.constexpr(SALTS[1])
+_MASTER_SALT = tl.constexpr(SALTS[2])
 
 _SIGN = tl.constexpr(0x80000000)
 _UPPER = tl.constexpr(0xFFFF0000)
 _INF = tl.constexpr(0x7F800000)
 _NAN = tl.constexpr(0x7FC00000)
 _ONE = tl.constexpr(0x3F800000)
+_LARGEST = tl.constexpr(3.3895313892515355e38)  # of bf16
 _MIN_NORMAL = tl.constexpr(0x00800000)
 _MAX_SCALE = tl.constexpr((126 + 127) << 23)
 _NOISE_UNIT = tl.constexpr(2.0**32)
@@ -141,10 +143,13 @@ def join(weight, correction, BITS: tl.constexpr):
 
 
 @triton.jit
-def lifted(master, BITS: tl.constexpr):
-    """Bits; for 24 of them raised so that dropping the lowest 8 rounds to nearest."""
+def lifted(master, row, lane, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
+    """Bits; for 24 of them raised so that dropping the lowest 8 rounds."""
     bits = _canonical(master)
-    if BITS == 24:
+    if STOCHASTIC:
+        noise = ((row * _MASTER_SALT)[:, None] + lane) >> 24
+        bits += tl.where(tl.abs(master) < _LARGEST, noise, 0)
+    elif BITS == 24:
         bits += 0x7F + ((bits >> 8) & 1)
     return bits
 

@@ -41,7 +41,7 @@ def supported(rule: UpdateRule, plan: LeafPlan, place: Placement) -> str | None:
     if not plan.shape:
         return "a 0-d leaf has no parts"
     last = plan.shape[-1] // place.parts(-1)
-    if plan.grouped and place.parts(-1) > 1 and last % plan.group_size:
+    if (plan.grouped or plan.noisy) and place.parts(-1) > 1 and last % plan.group_size:
         return (
             f"parts of {last} on the last axis, and groups of {plan.group_size}: some groups lie "
             "on two devices"

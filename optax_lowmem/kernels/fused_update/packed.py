@@ -147,7 +147,7 @@ def _computation(
     """Words, and the scales to be stored."""
     measured = _measured(rule, plan, g, p, state, h)
     divisors = {name: divisor for name, (_, divisor) in measured.items()}
-    noise = _noise(plan, keys, number) if plan.stochastic else None
+    noise = _noise(plan, keys, number) if plan.noisy else None
     words = [
         _word(rule, plan, place, g, p, state, h, divisors, noise)
         for place in range(len(_words(_fields(plan, p is not None))))
@@ -186,7 +186,9 @@ def _word(
     step, values = reference.advanced(rule, plan, g, p, state, h)
     small = {s.name: _codes(plan, s, values, divisors, noise) for s in plan.slots if s.codec}
     if p is not None and plan.split is not None:
-        weight, small[_CORRECTION] = reference.landed(plan, p, step, state.correction)
+        weight, small[_CORRECTION] = reference.landed(
+            plan, p, step, state.correction, reference.master_noise(plan, noise)
+        )
         small[_WEIGHT] = lax.bitcast_convert_type(weight, jnp.uint16)
     return _pack(small, _words(_fields(plan, p is not None))[place])
 

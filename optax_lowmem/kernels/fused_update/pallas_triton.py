@@ -71,7 +71,8 @@ def step_tile(
     if leaf.p is not None:
         # for a plan that is not direct the weight: its update is taken where it fuses with its use
         move = reference.moved if plan.split is None else reference.landed
-        update, correction = move(plan, leaf.p, update, correction)
+        own = reference.master_noise(plan, noise, leaf.g.shape[-1])
+        update, correction = move(plan, leaf.p, update, correction, own)
     kept = None if leaf.correction is None else correction
     return Result(update.astype(update_dtype(plan, leaf.p)), kept, tuple(slots), tuple(scales))
 
@@ -118,7 +119,7 @@ def _kernel(
         if leaf.of_block is not None:
             h[OF_BLOCK] = leaf.of_block
         noise = None
-        if plan.stochastic:
+        if plan.noisy:
             number = leaf_numbers[i]
             noise = pallas_tiles.noise(tiling, tile, keys[number], lane_bits[number, :])
         with _arithmetic(interpret):

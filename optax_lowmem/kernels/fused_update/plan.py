@@ -94,6 +94,16 @@ class LeafPlan:
         """Whether any slot takes random bits."""
         return any(slot.stochastic for slot in self.slots)
 
+    @property
+    def stochastic_master(self) -> bool:
+        """Whether the master weight takes random bits."""
+        return self.split is not None and self.split.stochastic
+
+    @property
+    def noisy(self) -> bool:
+        """Whether anything takes random bits, which come in groups."""
+        return self.stochastic or self.stochastic_master
+
     def scale_shape(self, slot: SlotPlan) -> tuple[int, ...]:
         """Shape of a slot's scales; 0-d where it has none."""
         return groups.scale_shape(self.shape, self.group_size) if slot.codec else ()

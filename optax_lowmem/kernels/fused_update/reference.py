@@ -11,6 +11,8 @@ from optax_lowmem._core.rules import OF_BLOCK, UpdateRule
 from optax_lowmem.codecs import BitSplit, MasterSplit, decode_array, encode_array
 from optax_lowmem.kernels.fused_update.plan import LeafPlan, LeafState, SlotPlan
 
+MASTER = "correction"  # its name among the slots in the random hash
+
 
 def decode(plan: LeafPlan, state: LeafState) -> dict[str, jax.Array]:
     """The f32 values of a leaf's slots."""
@@ -103,8 +105,9 @@ def land(
     correction: jax.Array,
     update_dtype: jnp.dtype,
     direct: bool,
+    noise: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(weight, its correction) for master weight - step.
+    """(weight, its correction) for master weight - step; `noise` is of `random.slot_bits`.
 
     The weight is the one that an update of `update_dtype` reaches where the step is `direct`, else
     the one to aim it at. `optax.apply_updates` computes p + update in f32 and rounds to p's dtype,
@@ -112,14 +115,14 @@ def land(
     """
     master = split.join(p, correction) - step
     if update_dtype == jnp.float32 and (direct or isinstance(split, BitSplit)):
-        weight, kept = split.split(master, p.dtype)
+        weight, kept = split.split(master, p.dtype, noise)
         if not direct:
             kept = jnp.where(_missed(master, p), jnp.zeros((), kept.dtype), kept)
         return weight, kept
-    target = split.round(master, p.dtype)
+    target = split.round(master, p.dtype, noise)
     reached = numerics.widen(p) + _towards(target, p, update_dtype)
     reached = numerics.narrow(reached, p.dtype)
-    return reached if direct else target, split.correction(master, reached)
+    return reached if direct else target, split.correction(master, reached, noise)
 
 
 def _missed(master: jax.Array, p: jax.Array) -> jax.Array:
@@ -132,11 +135,24 @@ def _missed(master: jax.Array, p: jax.Array) -> jax.Array:
 
 
 def landed(
-    plan: LeafPlan, p: jax.Array, step: jax.Array, correction: jax.Array
+    plan: LeafPlan,
+    p: jax.Array,
+    step: jax.Array,
+    correction: jax.Array,
+    noise: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`land` for a plan with a split."""
     assert plan.split is not None
-    return land(plan.split, p, step, correction, plan.update_dtype, plan.direct)
+    return land(plan.split, p, step, correction, plan.update_dtype, plan.direct, noise)
+
+
+def master_noise(
+    plan: LeafPlan, noise: tuple[jax.Array, jax.Array] | None, group_size: int | None = None
+) -> jax.Array | None:
+    """The random bits of master weights from `random.noise_bits`; None for a plan without."""
+    if noise is None or not plan.stochastic_master:
+        return None
+    return random.slot_bits(*noise, group_size or plan.group_size, MASTER)
 
 
 def _towards(target: jax.Array, p: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -157,23 +173,28 @@ def split_update(
     step: jax.Array,
     correction: jax.Array,
     update_dtype: jnp.dtype,
+    noise: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The update to emit for master weight - step, and the new correction."""
     if split is None:
         return (-step).astype(update_dtype), correction
-    target, correction = land(split, p, step, correction, update_dtype, direct=False)
+    target, correction = land(split, p, step, correction, update_dtype, False, noise)
     return update_towards(target, p, update_dtype), correction
 
 
 def moved(
-    plan: LeafPlan, p: jax.Array, step: jax.Array, correction: jax.Array
+    plan: LeafPlan,
+    p: jax.Array,
+    step: jax.Array,
+    correction: jax.Array,
+    noise: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Update, or new weight for a plan that is `direct`, and the new correction."""
     if not plan.direct:
-        return split_update(plan.split, p, step, correction, plan.update_dtype)
+        return split_update(plan.split, p, step, correction, plan.update_dtype, noise)
     if plan.split is None:
         return optax.apply_updates(p, (-step).astype(plan.update_dtype)), correction
-    return landed(plan, p, step, correction)
+    return landed(plan, p, step, correction, noise)
 
 
 def fused_update(
@@ -207,7 +228,10 @@ def fused_update(
         scales.append(scale)
     correction = state.correction
     if p is not None:
-        update, correction = moved(plan, p, update, correction)
+        noise = None
+        if plan.stochastic_master:
+            noise = random.leaf_bits(key, plan.shape, plan.group_size, MASTER)
+        update, correction = moved(plan, p, update, correction, noise)
     return update, LeafState(tuple(slots), tuple(scales), correction)
 
 

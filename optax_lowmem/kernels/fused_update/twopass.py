@@ -39,7 +39,7 @@ def fused_update(
     del alive
     values = reference.advanced(rule, plan, g, p, state, h)[1]
     measured = reference.measured(plan, values)
-    noise = random.noise_bits(key, plan.shape, plan.group_size) if plan.stochastic else None
+    noise = random.noise_bits(key, plan.shape, plan.group_size) if plan.noisy else None
     # what comes after the barrier is not the same expression as before it: nothing is shared
     g, p, state, measured, noise = lax.optimization_barrier((g, p, state, measured, noise))
     update, values = reference.advanced(rule, plan, g, p, state, h)
@@ -60,5 +60,7 @@ def fused_update(
         scales.append(stored)
     correction = state.correction
     if p is not None:
-        update, correction = reference.moved(plan, p, update, correction)
+        update, correction = reference.moved(
+            plan, p, update, correction, reference.master_noise(plan, noise)
+        )
     return update, LeafState(tuple(slots), tuple(scales), correction)
