@@ -61,6 +61,28 @@ def part_keys(keys: jax.Array, *starts: jax.Array) -> jax.Array:
     return jnp.stack([rows, keys], axis=-1)
 
 
+def element_keys(keys: jax.Array, place: jax.Array, group_size: int) -> jax.Array:
+    """`part_keys` of single elements of 1-d leaves, which may begin inside a group.
+
+    Args:
+      keys: uint32 [leaves], of the whole leaves.
+      place: of the element, an integer [].
+      group_size: neighbours that share R.
+    """
+    rows = keys + (place // group_size).astype(jnp.uint32) * _odd(0)
+    lane = (place % group_size).astype(jnp.uint32) * jnp.uint32(_GOLDEN)
+    # the key whose first lane has what this lane has
+    lanes = _unmix(mix(keys ^ jnp.uint32(_LANE_SALT)) + lane) ^ jnp.uint32(_LANE_SALT)
+    return jnp.stack([rows, lanes], axis=-1)
+
+
+def _unmix(x: jax.Array) -> jax.Array:
+    """The inverse of `mix` without a tweak."""
+    x = (x ^ (x >> 16)) * jnp.uint32(pow(0x846CA68B, -1, 1 << 32))
+    x = (x ^ (x >> 15) ^ (x >> 30)) * jnp.uint32(pow(0x7FEB352D, -1, 1 << 32))
+    return x ^ (x >> 16)
+
+
 def row_and_lane_keys(keys: jax.Array, rank: int = 0) -> tuple[jax.Array, jax.Array]:
     """What R and C are made of: leaves' own keys, of this rank, are both; those of parts differ."""
     return (keys, keys) if keys.ndim == rank else (keys[..., 0], keys[..., 1])

@@ -114,6 +114,11 @@ class Run:
         plans = [self.of_layers[i] for i in stack.indices]
         weights, states, shared = leaves
         keys = self.opened.keys[jnp.asarray(stack.indices)]
+        own = random.part_keys(keys, layer)
+        single = [len(self.plans[i].shape) == 1 for i in stack.indices]
+        if any(single):
+            of_elements = random.element_keys(keys, layer, plans[0].group_size)
+            own = jnp.where(jnp.asarray(single)[:, None], of_elements, own)
         groups = [stacks.groups_of_blocks(self.plans[i], stack.layers) for i in stack.indices]
         return self.opened.advance(
             plans,
@@ -121,7 +126,7 @@ class Run:
             weights,
             states,
             shared,
-            random.part_keys(keys, layer),
+            own,
             random.part_keys(keys, layer * jnp.asarray(groups, jnp.int32)),
         )
 

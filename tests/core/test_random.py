@@ -213,3 +213,17 @@ def check_sharded_steps(spec, dtype):
     assert np.asarray(want[1].mu["w"]).any()
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
+
+
+def test_an_element_has_the_bits_that_its_leaf_has_there():
+    """Wherever it lies in its group."""
+    key, places, size = jnp.uint32(12345), jnp.arange(70), 32
+    whole = random.leaf_bits(key, (70,), size, "mu")
+
+    @jax.jit
+    @jax.vmap
+    def of_element(place):
+        own = random.element_keys(key[None], place, size)[0]
+        return random.leaf_bits(own, (1,), size, "mu")[0]
+
+    np.testing.assert_array_equal(of_element(places), whole)
