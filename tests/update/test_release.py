@@ -43,7 +43,7 @@ def block(own, rest, x, batch):
     del batch
     h = (x * row(own["norm"])).astype(x.dtype)  # norms may be f32
     h = jnp.tanh(h @ own["w1"] + row(rest["shared"]))
-    return x + own["gain"].astype(x.dtype) * (h @ own["w2"])
+    return x + h @ own["w2"]
 
 
 def loss(rest, x, batch):
@@ -63,7 +63,6 @@ def masters():
     return {
         "embed": leaf(WORDS, WIDTH),
         "layers": {
-            "gain": leaf(LAYERS, mean=1.0),
             "norm": leaf(LAYERS, WIDTH, mean=1.0),
             "w1": leaf(LAYERS, WIDTH, 2 * WIDTH),
             "w2": leaf(LAYERS, 2 * WIDTH, WIDTH),
