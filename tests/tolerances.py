@@ -22,6 +22,7 @@ EAGER_JIT_SHARE = 5e-4
 # Bit split, 24 bits: 8 of 24 mantissa bits dropped, half of 2^-15 of the binade's lower end; mean
 # 2^-17 ln 2 = 5.29e-6 over mantissas spread evenly.
 MASTER_24_MAX = 2.0**-16
+MASTER_24_STOCHASTIC = 2.0**-15  # to either neighbour: a whole spacing instead of half of one
 MASTER_24_MEAN = 5.4e-6
 # ULP split of fp16: half an ulp (2^-11 to 2^-12 of w) in 127 steps, a quarter step in the mean:
 # 2^-11 / 127 / 4 = 9.6e-7 at the binade's lower end, times ln 2.

@@ -177,9 +177,17 @@ def join_bits(row: jax.Array, lane: jax.Array, group_size: int, slot: str) -> ja
 
 
 def leaf_bits(key: jax.Array, shape: tuple[int, ...], group_size: int, slot: str) -> jax.Array:
-    """`slot_bits` of a leaf of any shape, 0-d too."""
-    row, lane = noise_bits(key, shape or (1,), group_size)
-    return slot_bits(row, lane, group_size, slot).reshape(shape)
+    """`slot_bits` of a leaf of any shape, 0-d too.
+
+    R is mixed for each element instead of spread over groups, which would move it between devices
+    where they cut through groups.
+    """
+    row_key, lane_key = row_and_lane_keys(key)
+    whole = shape or (1,)
+    *leading, last = (lax.broadcasted_iota(jnp.uint32, whole, axis) for axis in range(len(whole)))
+    row = row_bits(row_key, [*leading, last // jnp.uint32(group_size)])
+    bits = row + lane_bits(lane_key, last % jnp.uint32(group_size))
+    return (bits * jnp.uint32(salt(slot))).reshape(shape)
 
 
 def uniforms(key: jax.Array, shape: tuple[int, ...], group_size: int, slot: str = "") -> jax.Array:

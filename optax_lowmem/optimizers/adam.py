@@ -259,7 +259,7 @@ def flash_adamw(
       >>> grads = {"w": jnp.ones((64, 128), jnp.bfloat16)}
       >>> params, state = lowmem.step(tx, grads, state, params)
       >>> print(params["w"].dtype, lowmem.master_params(params, state)["w"][0, 0])
-      bfloat16 0.9989929
+      bfloat16 0.9990082
 
     References:
       Gonzalez Ortiz et al., FlashOptim: Optimizers for Memory Efficient Training, 2026.

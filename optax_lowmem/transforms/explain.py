@@ -59,7 +59,7 @@ def explain(tx: optax.GradientTransformation, params: Any) -> Explanation:
       >>> params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
       >>> print(lowmem.explain(lowmem.flash_lion(1e-4), params))
       w  mu          softsign-int8     groups of 32, stochastic rounding
-      w  correction  bits-24           24-bit master weights
+      w  correction  bits-24           24-bit master weights, stochastic rounding
       step by xla for 1 of 1 leaves: the default backend is cpu, and kernels are for NVIDIA GPUs
     """
     with scope.noting_policies() as policies:

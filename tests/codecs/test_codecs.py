@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tolerances as tol
 
 from optax_lowmem import codecs
 from optax_lowmem._core import random
+from tests import tolerances as tol
 from tests.oracle import codecs as oracle
 from tests.oracle import scales as oracle_scales
 

@@ -125,7 +125,10 @@ def test_an_odd_vocabulary():
 
 
 # the authors' affine codec takes whole groups only: the zeros of a partial one widen its range
-@pytest.mark.parametrize("name", [name for name in MARKED if name != "affine-int8-paper"])
+PARTIAL = [row for row in MARKED if "affine-int8-paper" not in getattr(row, "values", (row,))]
+
+
+@pytest.mark.parametrize("name", PARTIAL)
 def test_what_is_not_there_does_not_count(name):
     """A partial group, among far larger values, is stored as it would be alone."""
     codec = codecs.CODECS[name]

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tolerances as tol
 from jax import lax
 
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
 from optax_lowmem.kernels.fused_update import split_update
+from tests import tolerances as tol
 from tests.oracle import split as oracle
 
 BF16, F16 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)

@@ -59,6 +59,7 @@ def test_an_injected_learning_rate_changes_without_recompiling(name):
     lr = CASES[name].step
     tx = optax.inject_hyperparams(factory, hyperparam_dtype=jnp.float32)(learning_rate=lr)
     params, state = lowmem.init(tx, masters())
+    chex.clear_trace_counter()
     step = jax.jit(chex.assert_max_traces(lambda g, s, p: lowmem.step(tx, g, s, p), n=1))
     moved = {}
     for rate in (lr, 0.0, lr / 2):

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tolerances as tol
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
 from optax_lowmem._core import random
+from tests import tolerances as tol
 
 BINS = 256
 

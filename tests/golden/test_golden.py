@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tolerances as tol
 
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
 from optax_lowmem.optimizers import adam, lion, sgd
+from tests import tolerances as tol
 
 GOLDEN = dict(np.load(Path(__file__).parent / "flashoptim.npz"))
 META = json.loads(str(GOLDEN.pop("meta")))

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tolerances as tol
 
+from tests import tolerances as tol
 from tests.oracle import fp8_flow as oracle
 from tests.oracle import switchback
 

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tolerances as tol
 from jax.sharding import PartitionSpec as P
 
 from optax_lowmem.kernels import fp8_flow as kernels
@@ -15,6 +14,7 @@ from optax_lowmem.kernels.fp8_flow import dispatch, pallas_triton, pallas_turn, 
 from optax_lowmem.kernels.quantized_matmul import E4M3, E5M2, Quantized
 from optax_lowmem.kernels.quantized_matmul import reference as matmul
 from optax_lowmem.kernels.tiles import Tile
+from tests import tolerances as tol
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
 
 EPS = 1e-6

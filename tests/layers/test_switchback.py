@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import tolerances as tol
 
 from optax_lowmem.kernels import quantized_matmul
 from optax_lowmem.kernels.quantized_matmul import E4M3, E5M2, INT8, LONGEST_SUM, Quantized
+from tests import tolerances as tol
 from tests.oracle import switchback as oracle
 
 pytest.importorskip("flax")

@@ -8,9 +8,10 @@ import re
 import jax
 import numpy as np
 import pytest
-import tolerances as tol
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from tests import tolerances as tol
 
 pytest.importorskip("flax")
 

@@ -15,7 +15,7 @@ from flax import nnx  # noqa: E402
 
 import optax_lowmem as lowmem  # noqa: E402
 from optax_lowmem import gaussws, layers  # noqa: E402
-from optax_lowmem.transforms.noisy import Noisy  # noqa: E402
+from optax_lowmem._core import compiled, random  # noqa: E402
 from tests.oracle import gaussws as oracle  # noqa: E402
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(16, 64)), jnp.float32)
@@ -279,7 +279,10 @@ def test_transformation_and_linen_layer(monkeypatch):
         drawn = model.apply({}, method=lambda m: m.down.make_rng("gaussws"), rngs=rngs(step))
         return jax.random.bits(drawn, (), jnp.uint32)
 
-    monkeypatch.setattr(Noisy, "_keys", lambda self, state, rows: [key(state.count)] * len(rows))
+    monkeypatch.setattr(compiled, "is_eager", lambda leaves: False)
+    monkeypatch.setattr(
+        random, "leaf_keys", lambda seed, count, paths: jnp.stack([key(count)] * len(paths))
+    )
 
     def loss(params, step, x, y):
         return jnp.mean((model.apply({"params": params}, x, rngs=rngs(step)) - y) ** 2)

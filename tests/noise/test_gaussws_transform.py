@@ -366,6 +366,7 @@ def test_stacked_layers():
 def test_twenty_jitted_steps_compile_once():
     tx = noisy()
     params, state = lowmem.init(tx, start())
+    chex.clear_trace_counter()
 
     @functools.partial(jax.jit, donate_argnums=(1, 2))
     @chex.assert_max_traces(n=1)

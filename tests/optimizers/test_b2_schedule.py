@@ -96,6 +96,7 @@ def test_with_codes_and_masters():
     """8-bit moments follow: a constant |g| gives v = g^2 at every step."""
     tx = lowmem.flash_adamw(1e-3, b2=lowmem.b2_schedule(), weight_decay=0.0)
     params, state = lowmem.init(tx, {"w": jnp.ones((64, 64))})
+    chex.clear_trace_counter()
     step = jax.jit(chex.assert_max_traces(lambda g, s, p: lowmem.step(tx, g, s, p), n=1))
     for _ in range(50):
         params, state = step({"w": jnp.full((64, 64), 0.25, jnp.bfloat16)}, state, params)

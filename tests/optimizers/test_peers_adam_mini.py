@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tolerances as tol
 from golden import make_adam_mini as peer
 
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
+from tests import tolerances as tol
 from tests.oracle import adam_mini as oracle
 
 FOLDER = Path(__file__).parents[1] / "golden"

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import tolerances as tol
 
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
 from optax_lowmem.codecs.scales import E8M8Scale
+from tests import tolerances as tol
 
 EVERYTHING = lowmem.Policy(min_size=0)
 

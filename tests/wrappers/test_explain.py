@@ -25,10 +25,10 @@ def test_the_printed_form():
     assert str(lowmem.explain(lowmem.flash_adamw(1e-3), PARAMS)).splitlines() == [
         "block/bias    mu          -                 64 elements, fewer than min_size=4096",
         "block/bias    nu          -                 64 elements, fewer than min_size=4096",
-        "block/bias    correction  bits-24           24-bit master weights",
+        "block/bias    correction  bits-24           24-bit master weights, stochastic rounding",
         "block/kernel  mu          softsign-int8     groups of 32, stochastic rounding",
         "block/kernel  nu          sqrt-uint8        groups of 32, stochastic rounding",
-        "block/kernel  correction  bits-24           24-bit master weights",
+        "block/kernel  correction  bits-24           24-bit master weights, stochastic rounding",
         "norm          mu          -                 64 elements, fewer than min_size=4096",
         "norm          nu          -                 64 elements, fewer than min_size=4096",
         "norm          correction  -                 an f32 parameter is its own master weight",
