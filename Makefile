@@ -43,13 +43,13 @@ XLA_CACHE := $(CURDIR)/.xla_cache
 CPU = JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=$(XLA_CACHE)/$(notdir $(VENV)) \
   JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
-test: $(VENV)/.has-test  ## The library's behaviour, TIME on 2 cores
+test: $(VENV)/.has-test  ## The library's behaviour, about 10 minutes on 2 cores
 	$(CPU) $(PYTEST) -m 'not gpu and not repo and not full' $(ARGS)
 
-test-repo: $(VENV)/.has-test  ## Benchmarks, claims, docs, notebooks and examples, TIME
+test-repo: $(VENV)/.has-test  ## Benchmarks, claims, docs, notebooks and examples
 	$(CPU) $(PYTEST) -m repo $(ARGS)
 
-test-full: $(VENV)/.has-test  ## The whole contract product, slow kernels interpreted, TIME
+test-full: $(VENV)/.has-test  ## The whole contract product, slow kernels interpreted
 	$(CPU) $(PYTEST) -m 'full and not gpu' $(ARGS)
 
 mutants: $(VENV)/.has-test  ## Bugs of tests/mutants, which tests of `make test` must catch; 5 minutes
