@@ -1,7 +1,7 @@
 """Library calls outside of a jit: a few compiled programs, instead of one for each primitive."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -73,6 +73,39 @@ def _run(
     return function(*args, **named)
 
 
+FEW = 8  # leaves whose programs are one
+
+
+def each(function: Callable[..., Any], rows: Sequence[tuple[Any, ...]], *shared: Any) -> list[Any]:
+    """Return [function(*row, *shared) for row in rows], compiled where it is called eagerly.
+
+    Few rows are one program. Of more, those alike in shapes and static parts share a program of one
+    row: what a hundred equal leaves compile is what one does.
+
+    Args:
+      function: of a module.
+      rows: pytrees, as of `compiled`; what differs between rows that are alike must be arrays.
+      *shared: arguments of every call.
+    """
+    if len(rows) <= FEW or not is_eager(jax.tree.leaves((rows, shared))):
+        return _each(function, list(rows), shared)
+    return [_each(function, [row], shared)[0] for row in rows]
+
+
+@compiled
+def _each(
+    function: Callable[..., Any], rows: list[tuple[Any, ...]], shared: tuple[Any, ...]
+) -> list[Any]:
+    return [function(*row, *shared) for row in rows]
+
+
+def unstacked(x: jax.Array) -> list[Any]:
+    """The parts of a small array along its first axis, with no program for each."""
+    if is_eager([x]) and not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+        return list(np.asarray(x))
+    return list(x)
+
+
 _apply = compiled(optax.apply_updates)
 
 
@@ -82,6 +115,20 @@ def apply_updates(params: Any, updates: Any) -> Any:
     if treedef != jax.tree.structure(updates):
         return optax.apply_updates(params, updates)
     return treedef.unflatten(_apply(jax.tree.leaves(params), jax.tree.leaves(updates)))
+
+
+def advanced(params: Any, updates: Any, count: jax.Array) -> tuple[Any, jax.Array]:
+    """`optax.apply_updates` and the count after it, as one program."""
+    treedef: Any = jax.tree.structure(params)
+    if treedef != jax.tree.structure(updates):
+        return optax.apply_updates(params, updates), optax.safe_increment(count)
+    new, count = _advance(jax.tree.leaves(params), jax.tree.leaves(updates), count)
+    return treedef.unflatten(new), count
+
+
+@compiled
+def _advance(params: list[Any], updates: list[Any], count: jax.Array) -> Any:
+    return optax.apply_updates(params, updates), optax.safe_increment(count)
 
 
 def widened(tree: Any, floats_only: bool = False) -> Any:

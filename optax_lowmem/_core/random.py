@@ -31,16 +31,22 @@ def mix(x: jax.Array, tweak: jax.Array | None = None) -> jax.Array:
 
 def leaf_key(seed: jax.Array, step: jax.Array, path: str) -> jax.Array:
     """One uint32 key for a leaf at a step."""
-    return _keys(seed, step, np.uint32(zlib.crc32(path.encode())))
+    return named_key(seed, step, name_of(path))
+
+
+def name_of(path: str) -> np.uint32:
+    """What a leaf's keys are made of."""
+    return np.uint32(zlib.crc32(path.encode()))
 
 
 def leaf_keys(seed: jax.Array, step: jax.Array, paths: Sequence[str]) -> jax.Array:
     """`leaf_key` of each path, uint32 [paths]."""
-    return _keys(seed, step, np.asarray([zlib.crc32(path.encode()) for path in paths], np.uint32))
+    return named_key(seed, step, np.asarray(list(map(name_of, paths)), np.uint32))
 
 
 @compiled
-def _keys(seed: jax.Array, step: jax.Array, names: np.ndarray | np.uint32) -> jax.Array:
+def named_key(seed: jax.Array, step: jax.Array, names: np.ndarray | np.uint32) -> jax.Array:
+    """`leaf_key`, or `leaf_keys`, of what `name_of` gives."""
     hashed = jnp.asarray(names)
     return mix(mix(mix(seed.astype(jnp.uint32) ^ hashed) + step.astype(jnp.uint32)) ^ hashed)
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 from optax_lowmem._core import boxes, derivative, groups, random, scope, trees
-from optax_lowmem._core.compiled import compiled, widened
+from optax_lowmem._core.compiled import compiled, each, widened
 from optax_lowmem._core.hyperparameters import increment
 from optax_lowmem._core.policy import Policy
 from optax_lowmem.codecs import GroupCodec, decode_array
@@ -67,7 +67,7 @@ class _Slot(NamedTuple):
 
     codec: GroupCodec
     slot: str
-    path: str
+    name: Any  # of the leaf, as of `random.name_of`
     leaf: jax.Array
     stochastic: bool
 
@@ -76,23 +76,23 @@ def _small(ranks: list[int]) -> list[jax.Array]:
     return [jnp.zeros((1,) * rank, jnp.float32) for rank in ranks]
 
 
-@compiled
 def _encoded(
-    slots: list[_Slot], group_size: int, seed: jax.Array, count: jax.Array
-) -> list[tuple[jax.Array, jax.Array]]:
-    pairs = []
-    for codec, slot, path, leaf, stochastic in slots:
-        key = random.leaf_key(seed, count, path) if stochastic else None
-        pairs.append(group_codec.encode(codec, leaf, group_size, key, slot))
-    return pairs
+    codec: GroupCodec,
+    slot: str,
+    name: Any,
+    leaf: jax.Array,
+    stochastic: bool,
+    group_size: int,
+    seed: jax.Array,
+    count: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    key = random.named_key(seed, count, name) if stochastic else None
+    return group_codec.encode(codec, leaf, group_size, key, slot)
 
 
-@compiled
-def _decoded(
-    slots: list[tuple[GroupCodec, jax.Array, jax.Array]], group_size: int
-) -> list[jax.Array]:
+def _decoded(codec: GroupCodec, codes: jax.Array, scales: jax.Array, group_size: int) -> jax.Array:
     # plain XLA, not a kernel: it fuses into the inner update and the f32 is never stored
-    return [decode_array(codec, codes, scales, group_size) for codec, codes, scales in slots]
+    return decode_array(codec, codes, scales, group_size)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -175,7 +175,7 @@ class _Compressor:
         """Inner state with codes, and the dictionary of scales."""
         scales: dict[str, Any] = {}
         masked = self._masked(params)
-        encoded = iter(_encoded(self._to_encode(state, masked), self.group_size, seed, count))
+        encoded = iter(each(_encoded, self._to_encode(state, masked), self.group_size, seed, count))
 
         def encode(node: Any, slot: str, value: Any) -> Any:
             codec = self._codec_of(node, slot)
@@ -204,7 +204,8 @@ class _Compressor:
             known = facts(node, slot)
             for path, leaf in trees.named_leaves(value):
                 if not self._decide(path, leaf, slot, masked, codec, known):
-                    found.append(_Slot(codec, slot, path, leaf, self._stochastic(known)))
+                    name = random.name_of(path)
+                    found.append(_Slot(codec, slot, name, leaf, self._stochastic(known)))
             return ()
 
         map_slots(visit, state)
@@ -213,7 +214,7 @@ class _Compressor:
     def _decode(self, state: CompressedState, updates: Any) -> Any:
         """The inner state with f32 slots."""
         shapes = {path: jnp.shape(leaf) for path, leaf in trees.named_leaves(updates)}
-        decoded = iter(_decoded(self._to_decode(state, shapes), self.group_size))
+        decoded = iter(each(_decoded, self._to_decode(state, shapes), self.group_size))
 
         def decode(node: Any, slot: str, value: Any) -> Any:
             if self._codec_of(node, slot) is None:

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._core import random, scope, trees
-from optax_lowmem._core.compiled import apply_updates, compiled
+from optax_lowmem._core.compiled import advanced, compiled, each
 from optax_lowmem._core.hyperparameters import check_range, complement
 from optax_lowmem.codecs import BitSplit
-from optax_lowmem.transforms.masters import join_leaves, kept_weights
+from optax_lowmem.transforms.masters import join_leaves, join_master, kept_weights
 from optax_lowmem.transforms.storage import check_bits
 
 
@@ -47,12 +47,13 @@ class _Tracker:
             raise ValueError(trees.NO_PARAMS_MSG)
         trees.check_state(state, MasterEmaState)
         updates, inner = self.inner.update(updates, state.inner_state, params, **extra)
-        new = apply_updates(params, updates)
-        old = jax.tree.leaves(state.ema), jax.tree.leaves(state.ema_correction)
-        paths = [path for path, _ in trees.named_leaves(params)]
-        count, averages = _averaged(
-            self.split, self.decay, state.seed, state.count, paths, *old, *kept_weights(new, inner)
-        )
+        new, count = advanced(params, updates, state.count)
+        rows = zip(
+            [random.name_of(path) for path, _ in trees.named_leaves(params)],
+            jax.tree.leaves(state.ema), jax.tree.leaves(state.ema_correction),
+            *kept_weights(new, inner), strict=True,
+        )  # fmt: skip
+        averages = each(_averaged, list(rows), self.split, self.decay, state.seed, count)
         average, correction = self._trees(params, averages)
         return updates, MasterEmaState(count, state.seed, average, correction, inner)
 
@@ -74,29 +75,23 @@ def _split_one(split: BitSplit, w: jax.Array) -> tuple[jax.Array, jax.Array]:
     return ema, split.correction(w, ema)
 
 
-@compiled
 def _averaged(
+    name: Any,
+    ema: jax.Array,
+    kept: jax.Array,
+    weight: jax.Array,
+    correction: jax.Array,
     split: BitSplit,
     decay: Any,
     seed: jax.Array,
     count: jax.Array,
-    paths: list[str],
-    emas: list[jax.Array],
-    kept: list[jax.Array],
-    weights: list[jax.Array],
-    corrections: list[jax.Array],
-) -> tuple[jax.Array, list[tuple[jax.Array, jax.Array]]]:
-    """The count and the averages one step on; 24 bits are rounded stochastically."""
-    count, share = optax.safe_increment(count), complement("decay", decay)
-    averages = []
-    rows = zip(paths, emas, kept, join_leaves(weights, corrections), strict=True)
-    for path, ema, correction, w in rows:
-        old = split.join(ema, correction)
-        new = old + share * (w - old)
-        if split.bits == 24:
-            new = random.round_bits(new, random.leaf_key(seed, count, path), 8)
-        averages.append(_split_one(split, new))
-    return count, averages
+) -> tuple[jax.Array, jax.Array]:
+    """The average of a leaf one step on; 24 bits are rounded stochastically."""
+    old = split.join(ema, kept)
+    new = old + complement("decay", decay) * (join_master(weight, correction) - old)
+    if split.bits == 24:
+        new = random.round_bits(new, random.named_key(seed, count, name), 8)
+    return _split_one(split, new)
 
 
 def track_master_ema(

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._core import boxes, derivative, random, scope, trees
-from optax_lowmem._core.compiled import compiled, is_free
+from optax_lowmem._core.compiled import FEW, compiled, each, is_eager, is_free, unstacked
 from optax_lowmem._core.rules import UpdateRule
+from optax_lowmem.kernels import platform
 from optax_lowmem.kernels.fused_update import (
     LeafPlan,
     LeafState,
@@ -243,12 +244,23 @@ class OpenStep:
           shared_keys: those of the shared slots, where they are others.
         """
         own = keys if shared_keys is None else shared_keys
+        implementation = scope.implementation()
+        arrays = self.engine.rule, implementation, self.h, self.alive
+        if (
+            len(plans) > FEW
+            and platform.no_device_reason() is not None
+            and implementation in (None, "xla")
+            and is_eager(jax.tree.leaves((gradients, weights, states, shared, keys, self.h)))
+        ):
+            rows = zip(
+                [plan.nameless for plan in plans], gradients, weights, states, shared,
+                unstacked(keys), unstacked(own), strict=True,
+            )  # fmt: skip
+            found = each(_advance_leaf, list(rows), *arrays)
+            return [u for u, _, _ in found], [s for _, s, _ in found], [s for _, _, s in found]
         # on a mesh the leaves' places are known to the context, and to no program
         run = _advance if scope.is_placing() else compiled(_advance)
-        return run(
-            self.engine.rule, plans, scope.implementation(), self.h, self.alive, gradients,
-            weights, states, shared, keys, own,
-        )  # fmt: skip
+        return run(*arrays, plans, gradients, weights, states, shared, keys, own)
 
     def close(self, states: list[LeafState], shared: list[LeafState], params: Any) -> Any:
         """The new state, of a tree like the parameters."""
@@ -267,10 +279,10 @@ def _of_step(
 
 def _advance(
     rule: UpdateRule,
-    plans: list[LeafPlan],
     implementation: str | None,
     h: Mapping[str, jax.Array],
     alive: jax.Array,
+    plans: list[LeafPlan],
     gradients: list[jax.Array],
     weights: list[Any],
     states: list[LeafState],
@@ -290,6 +302,23 @@ def _advance(
         of_blocks=of_blocks,
     )  # fmt: skip
     return [update for update, _ in found], [leaf for _, leaf in found], shared
+
+
+def _advance_leaf(
+    plan: LeafPlan,
+    gradient: jax.Array,
+    weight: Any,
+    state: LeafState,
+    shared: LeafState,
+    key: jax.Array,
+    shared_key: jax.Array,
+    *arrays: Any,
+) -> tuple[jax.Array, LeafState, LeafState]:
+    """`_advance` of one leaf."""
+    row = [plan], [gradient], [weight], [state], [shared], key[None], shared_key[None]
+    advance: Any = _advance
+    (update,), (new,), (of_blocks,) = advance(*arrays, *row)
+    return update, new, of_blocks
 
 
 def _zero_state(plans: list[LeafPlan], leaves: list[Any]) -> Any:

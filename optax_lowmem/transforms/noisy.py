@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._core import boxes, numerics, random, scope, trees
-from optax_lowmem._core.compiled import apply_updates, compiled, widened
+from optax_lowmem._core.compiled import advanced, apply_updates, compiled, widened
 from optax_lowmem._core.hyperparameters import as_f32
 from optax_lowmem.gaussws.bitwidth import bitwidth
 from optax_lowmem.gaussws.parts import Parts, chooser
@@ -256,9 +256,8 @@ class Noisy:
         )
         given = boxes.like(params, found)
         steps, bits_state = self.bits_optimizer.update(given, state.bits_state, state.bits)
-        moved = jax.tree.leaves(state.bits), jax.tree.leaves(steps)
-        count, leaves = _moved(state.count, *moved)
-        return count, jax.tree.unflatten(jax.tree.structure(state.bits), leaves), bits_state
+        bits, count = advanced(state.bits, steps, state.count)
+        return count, bits, bits_state
 
     def _sampled(
         self, rows: list[_Leaf], weights: Any, state: GaussWSState
@@ -327,13 +326,6 @@ def _samples(
         factor = factor_of(bitwidth(b, *span))
         found.append(kernels.sample(w, correction, factor, key, noise, to, dtype, path))
     return found
-
-
-@compiled
-def _moved(
-    count: jax.Array, bits: list[jax.Array], steps: list[jax.Array]
-) -> tuple[jax.Array, list[jax.Array]]:
-    return optax.safe_increment(count), optax.apply_updates(bits, steps)
 
 
 @compiled

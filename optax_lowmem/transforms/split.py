@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._core import boxes, derivative, numerics, random, scope, trees
-from optax_lowmem._core.compiled import compiled, widened
+from optax_lowmem._core.compiled import each, unstacked, widened
 from optax_lowmem._core.hyperparameters import increment
 from optax_lowmem.codecs import MasterSplit
 from optax_lowmem.kernels.fused_update import MASTER, split_update
@@ -93,12 +93,13 @@ class _Splitter:
         self, rows: list[tuple[tuple[str, Any], Any, Any]], keys: jax.Array
     ) -> list[tuple[Any, Any]]:
         """(update, correction) of each ((path, weight), step, correction)."""
-        splits = [self._split_of(path, p, correction) for (path, p), _, correction in rows]
-        given = [(p, step, correction) for (_, p), step, correction in rows]
-        landed = _landed(
-            splits, given, keys, self.storage.group_size, self.storage.update_dtype == "param"
-        )
-        for ((path, _), *_), split, (update, _) in zip(rows, splits, landed, strict=True):
+        given = [
+            (self._split_of(path, p, correction), p, step, correction, key)
+            for ((path, p), step, correction), key in zip(rows, unstacked(keys), strict=True)
+        ]
+        in_dtype = self.storage.update_dtype == "param"
+        landed = each(_landed, given, self.storage.group_size, in_dtype)
+        for ((path, _), *_), (split, *_), (update, _) in zip(rows, given, landed, strict=True):
             if split is not None:
                 scope.emit(path, update)
         return landed
@@ -114,21 +115,19 @@ class _Splitter:
         return split
 
 
-@compiled
 def _landed(
-    splits: list[MasterSplit | None],
-    rows: list[tuple[jax.Array, jax.Array, jax.Array]],
-    keys: jax.Array,
+    split: MasterSplit | None,
+    p: jax.Array,
+    step: jax.Array,
+    correction: jax.Array,
+    key: jax.Array,
     group_size: int,
     in_dtype: bool,
-) -> list[tuple[jax.Array, jax.Array]]:
-    landed = []
-    for split, (p, step, correction), key in zip(splits, rows, keys, strict=True):
-        dtype, noise = p.dtype if in_dtype else jnp.dtype(jnp.float32), None
-        if split is not None and split.stochastic:
-            noise = random.leaf_bits(key, p.shape, group_size, MASTER)
-        landed.append(split_update(split, p, -numerics.widen(step), correction, dtype, noise))
-    return landed
+) -> tuple[jax.Array, jax.Array]:
+    dtype, noise = p.dtype if in_dtype else jnp.dtype(jnp.float32), None
+    if split is not None and split.stochastic:
+        noise = random.leaf_bits(key, p.shape, group_size, MASTER)
+    return split_update(split, p, -numerics.widen(step), correction, dtype, noise)
 
 
 def split_master_weights(
