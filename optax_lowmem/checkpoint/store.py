@@ -198,8 +198,9 @@ def restore_from(
     ocp = files.orbax()
     step = manager.latest_step() if step is None else _whole("step", step, 0)
     if step is None or step not in manager.all_steps():
+        which = "" if step is None else f" of step {step}"
         raise ValueError(
-            f"{manager.directory} has no complete checkpoint{f' of step {step}' * (step is not None)}; "
+            f"{manager.directory} has no complete checkpoint{which}; "
             f"it has the steps {sorted(manager.all_steps())}."
         )
     saved = files.description(manager, step, undescribed)
