@@ -1,8 +1,10 @@
 """Saving, restoring, and what a manager of the user's own needs of both."""
 
+import operator
 import os
 from typing import Any
 
+import numpy as np
 import optax
 
 from optax_lowmem._core import scope
@@ -70,11 +72,12 @@ def save(
       params: its parameters.
       state: its state.
       step: number of the step.
-      keep: how many of the newest steps to keep; None keeps all.
+      keep: how many of the newest steps to keep, 1 or more; None keeps all.
 
     Raises:
       ImportError: without Orbax.
-      ValueError: for a step that is there already, or a state that `tx` does not keep.
+      ValueError: for a step that is there already, a step or keep that is no such number, or a
+        state that `tx` does not keep.
 
     Size: that of weights and state in memory, 5.2 bytes a parameter for `flash_adamw` with bf16
     weights (`optax.adamw` in f32: 12), before Orbax compresses them.
@@ -88,11 +91,24 @@ def save(
       ...     lowmem.checkpoint.latest_step(path)
       0
     """
+    step = _whole("step", step, 0)
+    keep = None if keep is None else _whole("keep", keep, 1, "or None, which keeps all, ")
     items = args(tx, params, state)
     with files.open_manager(path, max_to_keep=keep, enable_async_checkpointing=False) as manager:
         if step in manager.all_steps():
             raise ValueError(f"{path} has a checkpoint of step {step} already: save another step.")
         manager.save(step, args=files.orbax().args.Composite(**items), force=True)
+
+
+def _whole(name: str, value: Any, least: int, other: str = "") -> int:
+    """A number that counts steps, as an int; raises where it is none."""
+    try:
+        number = None if isinstance(value, bool | np.bool_) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < least:
+        raise ValueError(f"{name} must be a whole number from {least} up, {other}got {value!r}")
+    return number
 
 
 def latest_step(path: Any) -> int | None:
@@ -180,10 +196,11 @@ def restore_from(
       ValueError: as in `restore`.
     """
     ocp = files.orbax()
-    step = manager.latest_step() if step is None else step
+    step = manager.latest_step() if step is None else _whole("step", step, 0)
     if step is None or step not in manager.all_steps():
+        which = "" if step is None else f" of step {step}"
         raise ValueError(
-            f"{manager.directory} has no complete checkpoint{f' of step {step}' if step else ''}; "
+            f"{manager.directory} has no complete checkpoint{which}; "
             f"it has the steps {sorted(manager.all_steps())}."
         )
     saved = files.description(manager, step, undescribed)
