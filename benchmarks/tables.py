@@ -120,6 +120,16 @@ def cpu_compile(rows: list[dict[str, Any]]) -> str:
     return markdown(columns, body) + source(found)
 
 
+def masters(rows: list[dict[str, Any]]) -> str:
+    """Time of a step by how its master weights are rounded."""
+    found = newest(rows, bench="masters")
+    body = [
+        [row["case"], row["impl"], f"{row['value']:.2f} ms", f"{row['ratio_to_nearest']:.3f}"]
+        for row in found
+    ]
+    return markdown(["step", "kernel and rounding", "time", "to nearest"], body) + source(found)
+
+
 def train(rows: list[dict[str, Any]]) -> str:
     """Validation loss of the demo over seeds, ours and f32."""
     found = newest(rows, bench="train", metric="val_loss", case="demo/adamw")
@@ -229,6 +239,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "memory": memory,
     "cpu_step": cpu_step,
     "cpu_compile": cpu_compile,
+    "masters": masters,
     "train": train,
     "claims": claims,
     "claims_stable_adamw": stable_adamw_claims,
