@@ -62,7 +62,7 @@ ASSERTED = {
     "switchback": {
         "assert-growth": ("paper.EQUAL", "error", "relative", "0.25", "0.35"),
         "assert-clip": ("paper.CLIP_TOKENS", "relative", "weight gradient"),
-        "assert-gradients": ("1.2", "0.01"),
+        "assert-gradients": ("1.1", "0.01"),
         "assert-apply": ("query_ln", "scaled_attention", "scales"),
         "assert-features": ("SCALED", "plain", "scaled"),
         "assert-losses": ("INT8", "FP8", "paper.M", "paper.bound"),
