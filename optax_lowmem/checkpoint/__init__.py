@@ -14,6 +14,7 @@ from optax_lowmem.checkpoint.description import FORMAT_VERSION as FORMAT_VERSION
 from optax_lowmem.checkpoint.description import metadata as metadata
 from optax_lowmem.checkpoint.export import export as export
 from optax_lowmem.checkpoint.from_plain import from_optax as from_optax
+from optax_lowmem.checkpoint.handlers import handlers as handlers
 from optax_lowmem.checkpoint.migrations import migrate as migrate
 from optax_lowmem.checkpoint.store import args as args
 from optax_lowmem.checkpoint.store import latest_step as latest_step
@@ -28,6 +29,7 @@ __all__ = [
     "check",
     "export",
     "from_optax",
+    "handlers",
     "latest_step",
     "metadata",
     "migrate",

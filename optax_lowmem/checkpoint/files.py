@@ -1,15 +1,19 @@
 """Orbax, whose casts and fillings are not trusted."""
 
+import itertools
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import jax
 
+from optax_lowmem.checkpoint import checksums
 from optax_lowmem.checkpoint.comparison import unlike
 from optax_lowmem.checkpoint.description import Forms, array_leaves, form_of, forms
 
+_STEP = re.compile(r"(?:.*_)?(\d+)")  # a folder of Orbax's: 7, step_7, 0007
 PARAMS, STATE, DESCRIPTION = "params", "opt_state", "optax_lowmem"
 
 
@@ -36,19 +40,6 @@ def absolute(path: Any) -> Any:
     return path if is_remote(path) else os.path.abspath(path)
 
 
-@contextmanager
-def open_manager(path: Any, **options: Any) -> Iterator[Any]:
-    """A `CheckpointManager` of our items."""
-    ocp = orbax()
-    arrays = ocp.StandardCheckpointHandler
-    handlers = {PARAMS: arrays(), STATE: arrays(), DESCRIPTION: ocp.JsonCheckpointHandler()}
-    made = ocp.CheckpointManager(
-        absolute(path), item_handlers=handlers, options=ocp.CheckpointManagerOptions(**options)
-    )
-    with made:
-        yield made
-
-
 def description(manager: Any, step: int, undescribed: bool) -> Mapping[str, Any] | None:
     """The description of a step; None where there is none and that is accepted."""
     if DESCRIPTION in _stored(manager, step):
@@ -68,6 +59,25 @@ def _stored(manager: Any, step: int) -> Any:
     """What is known of each item of a step, by name."""
     with _reading(manager, step, (PARAMS, STATE, DESCRIPTION)):
         return manager.item_metadata(step)
+
+
+def check_sums(manager: Any, step: int) -> bool:
+    """Raises where a file is not what was written; False where there are no checksums to tell."""
+    items = [folder(manager, step) / name for name in (PARAMS, STATE, DESCRIPTION)]
+    items = [item for item in items if item.exists()]
+    with _reading(manager, step, [item.name for item in items]):
+        for problem in itertools.chain.from_iterable(map(checksums.damaged, items)):
+            raise OSError(problem)
+    return all((item / checksums.NAME).exists() for item in items)
+
+
+def folder(manager: Any, step: int) -> Any:
+    """Where a step lies, whatever the manager calls it."""
+    for path in manager.directory.iterdir():
+        found = _STEP.fullmatch(path.name)
+        if found and int(found[1]) == step and path.is_dir():
+            return path
+    raise ValueError(f"{manager.directory} has no folder of step {step}")
 
 
 def check_arrays(manager: Any, step: int, wanted: Mapping[str, Any]) -> None:

@@ -1,12 +1,24 @@
 """What a checkpoint goes through: wrong arguments, other folders, flipped bits, cuts, kills."""
 
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
 import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from etils import epath
 
 import optax_lowmem as lowmem
 from optax_lowmem import checkpoint
+from optax_lowmem.checkpoint import checksums
 from tests import contract_cases as cases
-from tests.checkpoint_cases import SMALL, assert_same_bits
+from tests.checkpoint_cases import SMALL, assert_same_bits, two_steps
 
 # of a read that failed, tensorstore's other reads end after Orbax has closed its event loop
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -41,3 +53,210 @@ def test_steps_of_numpy_and_jax_are_numbers(tmp_path):
     assert_same_bits(checkpoint.restore(tmp_path, tx, params, step=jnp.int32(3)), (params, state))
     with pytest.raises(ValueError, match="step must be a whole number from 0 up, got True"):
         checkpoint.restore(tmp_path, tx, params, step=True)
+
+
+# ---- bits and cuts -------------------------------------------------------------------------------
+
+
+def files_of(folder):
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
+
+
+def damages(folder, count, seed=0):
+    """Files one after another, each with a bit flipped, cut or deleted; undone when consumed."""
+    rng = np.random.default_rng(seed)
+    paths = files_of(folder)
+    for index in range(count):
+        path = paths[index % len(paths)]
+        whole = path.read_bytes()
+        at = int(rng.integers(len(whole)))
+        kind = ("flip", "flip", "cut")[int(rng.integers(3))]
+        if kind == "cut":
+            path.write_bytes(whole[:at])
+        else:
+            flipped = bytearray(whole)
+            flipped[at] ^= 1 << int(rng.integers(8))
+            path.write_bytes(flipped)
+        try:
+            yield f"{kind} at {at} of {path.relative_to(folder)}", path
+        finally:
+            path.write_bytes(whole)
+
+
+# what Orbax writes after the files are summed: times and marks, of which nothing is restored
+LATER = {"commit_success.txt", "_CHECKPOINT_METADATA"}
+
+
+def is_detected(folder):
+    """Whether the checksums tell, as `restore` asks them."""
+    try:
+        return any(list(checksums.damaged(item)) for item in folder.iterdir() if item.is_dir())
+    except (ValueError, KeyError, TypeError, AttributeError):  # a damaged file of checksums
+        return True
+
+
+@pytest.mark.parametrize(
+    ("count", "every"), [(90, 15), pytest.param(1000, 10, marks=pytest.mark.full)]
+)
+def test_flips_and_cuts_are_detected_or_harmless(count, every, tmp_path):
+    """In every file; the checksums of all damages, and a whole restore of a share of them."""
+    tx, _, later = two_steps(tmp_path)
+    found = {"told": 0, "harmless": 0}
+    for index, (what, path) in enumerate(damages(tmp_path / "2", count)):
+        if path.name not in LATER:
+            assert is_detected(tmp_path / "2"), what
+            found["told"] += 1
+        if path.name not in LATER and index % every:
+            continue
+        try:
+            restored = checkpoint.restore(tmp_path, tx, later[0], step=2)
+        except ValueError as error:
+            assert "step 2" in str(error), what
+        else:
+            assert path.name in LATER, what
+            assert_same_bits(restored, later)
+            found["harmless"] += 1
+    assert found["told"] > count * 0.7
+    assert_same_bits(checkpoint.restore(tmp_path, tx, later[0], step=2), later)
+
+
+@pytest.mark.parametrize("item", ["params", "opt_state", "optax_lowmem"])
+def test_a_flipped_bit_is_named(item, tmp_path):
+    tx, first, _ = two_steps(tmp_path)
+    path = max(files_of(tmp_path / "2" / item), key=lambda p: ("/d/" in str(p), p.stat().st_size))
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    name = path.relative_to(tmp_path / "2")
+    with pytest.raises(ValueError, match=rf"'{name}' has other bytes than were written"):
+        checkpoint.restore(tmp_path, tx, first[0])
+    assert_same_bits(checkpoint.restore(tmp_path, tx, first[0], step=1), first)
+
+
+def test_checksums_that_are_gone_are_missed(tmp_path):
+    tx, first, _ = two_steps(tmp_path)
+    (tmp_path / "2" / "params" / checksums.NAME).unlink()
+    with pytest.raises(ValueError, match="step 2 .* was saved with checksums, .* missing"):
+        checkpoint.restore(tmp_path, tx, first[0])
+
+
+def test_checkpoints_from_before_checksums_are_restored(tmp_path):
+    """As `save` wrote them, by a manager without our handlers."""
+    tx = lowmem.flash_adamw(1e-2, storage=SMALL)
+    saved = lowmem.init(tx, cases.masters())
+    with ocp.CheckpointManager(tmp_path) as manager:
+        manager.save(1, args=ocp.args.Composite(**checkpoint.args(tx, *saved)))
+    assert not list(tmp_path.rglob(checksums.NAME))
+    assert_same_bits(checkpoint.restore(tmp_path, tx, saved[0]), saved)
+
+
+@pytest.mark.parametrize("prefix", [None, "run"])
+def test_a_manager_with_our_handlers_stores_checksums(prefix, tmp_path):
+    tx = lowmem.flash_adamw(1e-2, storage=SMALL)
+    saved = lowmem.init(tx, cases.masters())
+    options = ocp.CheckpointManagerOptions(step_prefix=prefix, step_format_fixed_length=4)
+    registry = checkpoint.handlers()
+    with ocp.CheckpointManager(tmp_path, options=options, handler_registry=registry) as manager:
+        items = checkpoint.args(tx, *saved)
+        manager.save(1, args=ocp.args.Composite(**items, data=ocp.args.JsonSave({"batch": 7})))
+        manager.wait_until_finished()
+        assert_same_bits(checkpoint.restore_from(manager, tx, saved[0]), saved)
+        path = next(p for p in files_of(tmp_path) if "opt_state" in str(p) and "/d/" in str(p))
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+        with pytest.raises(ValueError, match="other bytes than were written"):
+            checkpoint.restore_from(manager, tx, saved[0])
+
+
+def test_files_of_several_processes_are_summed_by_each(tmp_path, monkeypatch):
+    """Of process 1 first; process 0 sums the rest, those sums too."""
+    item = epath.Path(tmp_path)
+    names = ["ocdbt.process_0/d/a", "ocdbt.process_1/d/b", "array_metadatas/process_1", "d/c"]
+    for name in names:
+        (item / name).parent.mkdir(parents=True, exist_ok=True)
+        (item / name).write_text(name)
+    for index in (1, 0):
+        monkeypatch.setattr(jax, "process_index", lambda index=index: index)
+        checksums.write_own(item)
+    checksums.write_rest(item)
+    own = json.loads((item / "checksums.process_1.json").read_text())[checksums.FORM]
+    assert sorted(own) == ["array_metadatas/process_1", "ocdbt.process_1/d/b"]
+    rest = json.loads((item / checksums.NAME).read_text())[checksums.FORM]
+    assert sorted(rest) == ["checksums.process_0.json", "checksums.process_1.json", "d/c"]
+    assert not list(checksums.damaged(item))
+    for name in [*names, "checksums.process_1.json"]:
+        text = (item / name).read_text()
+        (item / name).write_text(text[:-1] + " ")
+        assert f"'{item.name}/{name}' has other bytes" in next(iter(checksums.damaged(item)))
+        (item / name).unlink()
+        assert f"'{item.name}/{name}' is not there" in next(iter(checksums.damaged(item)))
+        (item / name).write_text(text)
+
+
+def test_every_bit_counts_in_a_checksum(tmp_path, monkeypatch):
+    """Of every page, block and remainder; and pages that change places."""
+    monkeypatch.setattr(checksums, "_BLOCK", 4 * checksums._PAGE)
+    monkeypatch.setattr(checksums, "_PIECE", 2 * checksums._PAGE)
+    rng = np.random.default_rng(0)
+    whole = rng.integers(0, 256, 9 * checksums._PAGE + 13, np.uint8)
+    path = epath.Path(tmp_path / "file")
+
+    def sum_of(data):
+        path.write_bytes(data.tobytes())
+        return checksums._sums(path.parent, ["file"])[0]
+
+    first = sum_of(whole)
+    assert first[0] == whole.size
+    places = [0, whole.size - 1, *rng.integers(0, whole.size, 60)]
+    for at in places:
+        flipped = whole.copy()
+        flipped[at] ^= 1 << int(rng.integers(8))
+        assert sum_of(flipped) != first, at
+    pages = whole[: 9 * checksums._PAGE].reshape(9, -1)
+    for a, b in ((0, 1), (0, 4), (3, 8)):
+        order = list(range(9))
+        order[a], order[b] = b, a
+        assert sum_of(np.concatenate([pages[order].ravel(), whole[-13:]])) != first
+    assert sum_of(np.append(whole, np.uint8(0))) != first
+
+
+def test_files_that_come_in_parts_have_the_same_sum():
+    """A bucket's reader gives what it has, and may have no `readinto`."""
+
+    class Bucket:
+        def __init__(self, data):
+            self.data = io.BytesIO(data)
+
+        def read(self, count):
+            return self.data.read(min(count, 7))
+
+    piece = memoryview(bytearray(50))
+    whole = bytes(range(60))
+    for file in (io.BytesIO(whole), Bucket(whole)):
+        assert (checksums._fill(file, piece), bytes(piece)) == (50, whole[:50])
+        assert (checksums._fill(file, piece), bytes(piece[:10])) == (10, whole[50:])
+        assert checksums._fill(file, piece) == 0
+
+
+# ---- kills ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("times", [3, pytest.param(100, marks=pytest.mark.full)])
+def test_no_acknowledged_step_is_lost_to_a_kill(times, tmp_path):
+    """At any moment of a save; the newest step has every bit of what was saved."""
+    repo = Path(__file__).parents[2]
+    env = {**os.environ, "PYTHONPATH": str(repo), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "tests.checkpoint_killed", str(tmp_path / "run"), str(times)]
+    done = subprocess.run(
+        command, env=env, cwd=repo, capture_output=True, text=True, timeout=30 + 5 * times
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    rounds = json.loads(done.stdout.splitlines()[-1])
+    assert len(rounds) == times
+    for said, acknowledged, found, _ in rounds:
+        assert set(said) <= {"(", ")"}, said
+        # a step that was complete and not yet acknowledged may be there too
+        newest = -1 if found == "null" else int(found)
+        assert newest in (acknowledged, acknowledged + 1), (said, acknowledged, found)
+    if times >= 100:  # kills within a save, and between the two
+        assert sum(said.endswith("(") for said, *_ in rounds) > times // 2
+        assert any(said.endswith(")") or ")" in said for said, *_ in rounds)

@@ -1,0 +1,155 @@
+"""A checksum of every file of a checkpoint, taken by the process that wrote it.
+
+CRC-32 of the bytes takes a tenth of the time in which they are written. Summed as 64-bit words
+before, page by page, they take a third of that: the sums tell any change within a word and of a
+page as a whole, and the CRC-32 which page it was.
+"""
+
+import json
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+FORM = "crc32 of page sums"
+NAME = "checksums.json"
+_BLOCK, _PAGE = 8 << 20, 4096
+_PIECE = 1 << 18  # stays in a core's cache between its copy and its sum
+_THREADS = 8
+
+
+def own_files(index: int) -> Callable[[str], bool]:
+    """Which files of an item a process writes: those of folders and files that have its number."""
+    return lambda name: any(part.split(".")[-1] == f"process_{index}" for part in name.split("/"))
+
+
+def write(folder: Any, name: str, mine: Callable[[str], bool]) -> None:
+    """Writes the checksums of some files of an item beside them.
+
+    Args:
+      folder: of the item, an `epath.Path`.
+      name: of the file to write.
+      mine: which files, by their path from `folder`.
+    """
+    found = [path for path in _files(folder) if mine(path) and path != name]
+    rows = zip(found, _sums(folder, found), strict=True)
+    sums = {path: list(form) for path, form in rows if form}
+    (folder / name).write_text(json.dumps({FORM: sums}))
+
+
+def write_own(folder: Any) -> None:
+    """Writes those of the files that this process wrote."""
+    index = jax.process_index()
+    write(folder, _name_of(index), own_files(index))
+
+
+def write_rest(folder: Any) -> None:
+    """Writes those of all other files, among them what `write_own` wrote."""
+    summed = {path for part in _parts(folder) for path in _read(folder, part)}
+    write(folder, NAME, lambda path: path not in summed)
+
+
+def damaged(folder: Any) -> Iterator[str]:
+    """What is wrong with each file that is not what was written; nothing without checksums.
+
+    Each process reads a share of the files, and raises where another has found something.
+    """
+    if not (folder / NAME).exists():
+        return
+    known = _read(folder, NAME)
+    parts = [path for path in known if path.startswith("checksums.")]
+    for part, form in zip(parts, _sums(folder, parts), strict=True):
+        if _problem(form, known[part]) is None:  # else it is reported below
+            known |= _read(folder, part)
+    share = sorted(known)[jax.process_index() :: jax.process_count()]
+    found = [
+        f"'{folder.name}/{path}' {problem}"
+        for path, form in zip(share, _sums(folder, share), strict=True)
+        if (problem := _problem(form, known[path]))
+    ]
+    if jax.process_count() > 1:
+        counts = np.asarray(multihost_utils.process_allgather(np.int32(len(found))))
+        if not found and counts.any():
+            found = [f"process {int(np.argmax(counts > 0))} found damaged files of '{folder.name}'"]
+    yield from found
+
+
+def _problem(form: tuple[int, int] | None, wanted: list[int]) -> str | None:
+    if form is None:
+        return "is not there"
+    if form[0] != wanted[0]:
+        return f"has {form[0]} bytes, and {wanted[0]} were written"
+    return "has other bytes than were written" if form[1] != wanted[1] else None
+
+
+def _name_of(index: int) -> str:
+    return f"checksums.process_{index}.json"
+
+
+def _parts(folder: Any) -> list[str]:
+    return [p.name for p in folder.glob("checksums.process_*.json")]
+
+
+def _read(folder: Any, name: str) -> dict[str, list[int]]:
+    return json.loads((folder / name).read_text())[FORM]
+
+
+def _files(folder: Any) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in _walk(folder))
+
+
+def _walk(folder: Any) -> Iterator[Any]:
+    for path in folder.iterdir():  # an epath has no rglob
+        yield from _walk(path) if path.is_dir() else [path]
+
+
+def _sums(folder: Any, paths: Sequence[str]) -> list[tuple[int, int] | None]:
+    """(bytes, checksum) of files, None of one that is not there."""
+    with ThreadPoolExecutor(_THREADS) as pool:
+        sizes = list(pool.map(lambda path: _size(folder / path), paths))
+        blocks = [
+            [pool.submit(_page_sums, folder / path, at) for at in range(0, size or 0, _BLOCK)]
+            for path, size in zip(paths, sizes, strict=True)
+        ]
+        sums = [zlib.crc32(b"".join(block.result() for block in of_file)) for of_file in blocks]
+    rows = zip(sizes, sums, strict=True)
+    return [None if size is None else (size, total) for size, total in rows]
+
+
+def _size(path: Any) -> int | None:
+    try:
+        return path.stat().length
+    except FileNotFoundError:
+        return None
+
+
+def _page_sums(path: Any, start: int) -> bytes:
+    """The sums of the pages of one block, taken beside other threads."""
+    found, piece = [], memoryview(bytearray(_PIECE))
+    with path.open("rb") as file:
+        file.seek(start)
+        for _ in range(_BLOCK // _PIECE):
+            count = _fill(file, piece)
+            padded = -(-count // _PAGE) * _PAGE
+            piece[count:padded] = bytes(padded - count)
+            words = np.frombuffer(piece[:padded], "<u8").reshape(-1, _PAGE // 8)
+            found.append(np.add.reduce(words, axis=1).tobytes())
+    return b"".join(found)
+
+
+def _fill(file: Any, piece: memoryview) -> int:
+    """Reads as much as there is and fits, in however many parts it comes."""
+    count = 0
+    while count < len(piece):
+        part = file.read(len(piece) - count) if not hasattr(file, "readinto") else None
+        got = file.readinto(piece[count:]) if part is None else len(part)
+        if not got:
+            break
+        if part is not None:
+            piece[count : count + got] = part
+        count += got
+    return count
