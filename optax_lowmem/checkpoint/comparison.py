@@ -35,7 +35,22 @@ def check(saved: Mapping[str, Any], tx: optax.GradientTransformation, params: An
             f"the checkpoint has format version {saved['version']}, this package writes "
             f"{description.FORMAT_VERSION}: checkpoint.restore and checkpoint.migrate turn it over."
         )
-    problems = list(_problems(saved, metadata(tx, params)))
+    compare(saved, tx, params)
+
+
+def compare(
+    saved: Mapping[str, Any], tx: optax.GradientTransformation, params: Any, trusted: bool = False
+) -> None:
+    """`check` of a description of this version; `trusted`: one that says nothing of codecs."""
+    here = metadata(tx, params)
+    lacking = None if trusted else next(_lacking(saved, here), None)
+    if lacking is not None:
+        raise ValueError(
+            f"the description of the checkpoint lacks {lacking}, so that it does not say how to "
+            "read the arrays: it is damaged, or was made by other means than checkpoint.metadata. "
+            "Restore another step or a copy."
+        )
+    problems = list(_problems(saved, here))
     if problems:
         more = f" ({len(problems) - 1} more like this)" if len(problems) > 1 else ""
         raise ValueError(problems[0] + more)
@@ -53,6 +68,25 @@ def check_version(saved: Mapping[str, Any]) -> None:
             f"the checkpoint has format version {saved['version']}, newer than this package reads "
             f"({description.FORMAT_VERSION}): pip install --upgrade optax-lowmem."
         )
+
+
+def _lacking(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    """What a description does not say of arrays that it has and an optimizer reads."""
+    parts = ("params", "slots", "state")
+    yield from (repr(part) for part in parts if not isinstance(saved.get(part), Mapping))
+    same = all(dict(saved[part]) == here[part] for part in ("params", "state"))  # else that is said
+    for path, of_leaf in here["slots"].items():
+        stored = saved["slots"].get(path, {})
+        for slot, wanted in of_leaf.items():
+            if slot not in stored:
+                if same:
+                    yield f"slot '{slot}' of '{path}'"
+                continue
+            fields = ["split"] if "split" in wanted else ["codec"]
+            if stored[slot].get("codec") is not None:
+                fields += ["scale", "group_size"]
+            missing = [field for field in fields if field not in stored[slot]]
+            yield from (f"'{field}' of slot '{slot}' of '{path}'" for field in missing)
 
 
 def _problems(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:

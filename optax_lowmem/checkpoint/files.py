@@ -1,10 +1,10 @@
 """Orbax, whose casts and fillings are not trusted."""
 
+import contextlib
 import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -63,7 +63,7 @@ def _stored(manager: Any, step: int) -> Any:
 
 def check_sums(manager: Any, step: int) -> bool:
     """Raises where a file is not what was written; False where there are no checksums to tell."""
-    items = [folder(manager, step) / name for name in (PARAMS, STATE, DESCRIPTION)]
+    items = [folders(manager)[step] / name for name in (PARAMS, STATE, DESCRIPTION)]
     items = [item for item in items if item.exists()]
     with _reading(manager, step, [item.name for item in items]):
         for problem in itertools.chain.from_iterable(map(checksums.damaged, items)):
@@ -71,13 +71,37 @@ def check_sums(manager: Any, step: int) -> bool:
     return all((item / checksums.NAME).exists() for item in items)
 
 
-def folder(manager: Any, step: int) -> Any:
-    """Where a step lies, whatever the manager calls it."""
-    for path in manager.directory.iterdir():
-        found = _STEP.fullmatch(path.name)
-        if found and int(found[1]) == step and path.is_dir():
-            return path
-    raise ValueError(f"{manager.directory} has no folder of step {step}")
+def folders(manager: Any) -> dict[int, Any]:
+    """The folder of each step, whatever the manager calls it, complete or not."""
+    if not manager.directory.exists():
+        return {}
+    named = ((_STEP.fullmatch(path.name), path) for path in manager.directory.iterdir())
+    return {int(name[1]): path for name, path in named if name and path.is_dir()}
+
+
+def is_complete(folder: Any) -> bool:
+    """Whether a folder is a checkpoint: it has its description, or both trees without one."""
+    if (folder / DESCRIPTION / "metadata").exists():
+        return True
+    return all((folder / name / "_METADATA").exists() for name in (PARAMS, STATE))
+
+
+def steps(manager: Any) -> list[int]:
+    """The steps that are complete checkpoints."""
+    there = folders(manager)
+    return [step for step in manager.all_steps() if step in there and is_complete(there[step])]
+
+
+def remove_temporary(path: Any, step: int) -> None:
+    """Removes what a save that failed has left."""
+    from etils import epath  # comes with Orbax
+
+    parent = epath.Path(absolute(path))
+    if jax.process_index() == 0 and parent.exists():
+        for left in parent.iterdir():
+            if left.name.startswith(f"{step}.") and "orbax-checkpoint-tmp" in left.name:
+                with contextlib.suppress(OSError):  # the error that is on its way says more
+                    left.rmtree()
 
 
 def check_arrays(manager: Any, step: int, wanted: Mapping[str, Any]) -> None:
@@ -104,7 +128,7 @@ def read(manager: Any, step: int, items: Mapping[str, Any]) -> dict[str, Any]:
         return jax.block_until_ready(dict(found.items()))
 
 
-@contextmanager
+@contextlib.contextmanager
 def _reading(manager: Any, step: int, items: Iterable[str]) -> Iterator[None]:
     """Says of whatever tensorstore, json or the file system raise what it means."""
     try:
@@ -113,5 +137,5 @@ def _reading(manager: Any, step: int, items: Iterable[str]) -> Iterator[None]:
         raise ValueError(
             f"step {step} in {manager.directory} cannot be read: files of {', '.join(items)} are "
             "missing, cut short or damaged. Restore another step "
-            f"({sorted(manager.all_steps())} are there) or a copy. {type(error).__name__}: {error}"
+            f"({sorted(steps(manager))} are there) or a copy. {type(error).__name__}: {error}"
         ) from error

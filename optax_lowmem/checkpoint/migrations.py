@@ -80,6 +80,7 @@ def migrate(
       'FlashLionState'
     """
     now: Saved = {"metadata": None, **saved}
+    undescribed = now["metadata"] is None
     if now["metadata"] is not None:
         comparison.check_version(now["metadata"])
     while (version := (now["metadata"] or {"version": 0})["version"]) < description.FORMAT_VERSION:
@@ -89,7 +90,7 @@ def migrate(
                 "restore and save it with an older one."
             )
         now = MIGRATIONS[version](now)
-    comparison.check(now["metadata"], tx, params_like)
+    comparison.compare(now["metadata"], tx, params_like, trusted=undescribed)
     state_like, _ = scope.dry_run(tx, params_like)
     return _typed(now["params"], params_like), _typed(now["opt_state"], state_like)
 

@@ -14,6 +14,7 @@ from optax_lowmem.checkpoint.description import forms, metadata
 from optax_lowmem.checkpoint.files import DESCRIPTION, PARAMS, STATE
 from optax_lowmem.checkpoint.handlers import open_manager
 from optax_lowmem.checkpoint.migrations import migrate
+from optax_lowmem.checkpoint.packing import packed, unpacked
 from optax_lowmem.checkpoint.targets import Shardings, place, targets
 
 
@@ -26,8 +27,8 @@ def args(tx: optax.GradientTransformation, params: Any, state: Any) -> dict[str,
       state: its state.
 
     Returns:
-      `ocp.args` by item name: `params`, `opt_state` and `optax_lowmem`, the description of the
-      format. `restore_from` reads them back.
+      `ocp.args` by item name: `params`, `opt_state` (each where it has arrays) and `optax_lowmem`,
+      the description of the format. `restore_from` reads them back.
 
     Raises:
       ImportError: without Orbax.
@@ -47,11 +48,9 @@ def args(tx: optax.GradientTransformation, params: Any, state: Any) -> dict[str,
     described = metadata(tx, params)
     for problem in unlike("state", forms(state), described["state"], "Save what tx.init made."):
         raise ValueError(f"the state is not what this optimizer keeps of these params: {problem}")
-    return {
-        PARAMS: ocp.args.StandardSave(params),
-        STATE: ocp.args.StandardSave(state),
-        DESCRIPTION: ocp.args.JsonSave(described),
-    }
+    trees = {PARAMS: packed(params), STATE: packed(state)}
+    arrays = {name: ocp.args.StandardSave(tree) for name, tree in trees.items() if tree is not None}
+    return {**arrays, DESCRIPTION: ocp.args.JsonSave(described)}
 
 
 def save(
@@ -100,10 +99,25 @@ def save(
     ocp = files.orbax()
     items = args(tx, params, state)
     items[DESCRIPTION] = ocp.args.JsonSave({**items[DESCRIPTION].item, "checksums": checksums.FORM})
-    with open_manager(path, max_to_keep=keep, enable_async_checkpointing=False) as manager:
-        if step in manager.all_steps():
-            raise ValueError(f"{path} has a checkpoint of step {step} already: save another step.")
-        manager.save(step, args=ocp.args.Composite(**items), force=True)
+    try:
+        with open_manager(path, enable_async_checkpointing=False) as manager:
+            there = files.folders(manager).get(step)
+            if there is not None and files.is_complete(there):
+                raise ValueError(
+                    f"{path} has a checkpoint of step {step} already: save another step."
+                )
+            if there is not None:
+                raise ValueError(
+                    f"{path} has a folder of step {step} that is no complete checkpoint: remove "
+                    "it, or save another step."
+                )
+            manager.save(step, args=ocp.args.Composite(**items), force=True)
+            for old in sorted(files.steps(manager))[: -keep if keep else 0]:
+                if old != step:
+                    manager.delete(old)
+    except BaseException:
+        files.remove_temporary(path, step)
+        raise
 
 
 def _whole(name: str, value: Any, least: int, other: str = "") -> int:
@@ -126,7 +140,7 @@ def latest_step(path: Any) -> int | None:
     if not files.is_remote(path) and not os.path.isdir(path):
         return None
     with open_manager(path, create=False) as manager:
-        return manager.latest_step()
+        return max(files.steps(manager), default=None)
 
 
 def restore(
@@ -202,13 +216,15 @@ def restore_from(
       ValueError: as in `restore`.
     """
     ocp = files.orbax()
-    step = manager.latest_step() if step is None else _whole("step", step, 0)
-    if step is None or step not in manager.all_steps():
+    there = files.steps(manager)
+    step = max(there, default=None) if step is None else _whole("step", step, 0)
+    if step not in there:
         which = "" if step is None else f" of step {step}"
         raise ValueError(
-            f"{manager.directory} has no complete checkpoint{which}; "
-            f"it has the steps {sorted(manager.all_steps())}."
+            f"{manager.directory} has no complete checkpoint{which}; it has the steps "
+            f"{sorted(there)}."
         )
+    assert step is not None
     summed = files.check_sums(manager, step)
     saved = files.description(manager, step, undescribed)
     if saved is not None:
@@ -222,10 +238,12 @@ def restore_from(
     wanted = dict(zip((PARAMS, STATE), targets(params_like, state_like, shardings), strict=True))
     if saved is not None and saved["version"] == description.FORMAT_VERSION:
         check(saved, tx, params_like)
-        files.check_arrays(manager, step, wanted)
-        items = {name: ocp.args.StandardRestore(target) for name, target in wanted.items()}
-        found = files.read(manager, step, items)
-        return found[PARAMS], found[STATE]
+        stored = {n: tree for n, t in wanted.items() if (tree := packed(t)) is not None}
+        files.check_arrays(manager, step, stored)
+        items = {name: ocp.args.StandardRestore(target) for name, target in stored.items()}
+        found = files.read(manager, step, items) if items else {}
+        params, state = (unpacked(found.get(name), target) for name, target in wanted.items())
+        return params, state
     plain = files.read(manager, step, {name: ocp.args.StandardRestore() for name in wanted})
     old = {PARAMS: plain[PARAMS], STATE: plain[STATE], "metadata": saved}
     params, state = migrate(old, tx, params_like)

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 from etils import epath
@@ -260,3 +261,72 @@ def test_no_acknowledged_step_is_lost_to_a_kill(times, tmp_path):
     if times >= 100:  # kills within a save, and between the two
         assert sum(said.endswith("(") for said, *_ in rounds) > times // 2
         assert any(said.endswith(")") or ")" in said for said, *_ in rounds)
+
+
+# ---- trees that Orbax does not take as they are, and other folders -------------------------------
+
+
+TREES = {
+    "0-size": {"w": jnp.ones((0, 3)), "b": jnp.ones(3)},
+    "all 0-size": {"w": jnp.ones((0, 3))},
+    "bare": jnp.arange(8.0).reshape(2, 4),
+    "bare 0-size": jnp.ones((0, 3)),
+    "bare 0-d": jnp.ones(()),
+    "nothing": {},
+    "None": {"a": None, "b": jnp.ones(3), "c": {}},
+    "list": [jnp.ones(3), (jnp.ones(4),)],
+}
+
+
+@pytest.mark.parametrize("kind", TREES)
+def test_any_tree_comes_back(kind, tmp_path):
+    tx = lowmem.flash_adamw(1e-2, storage=SMALL)
+    params, state = lowmem.init(tx, TREES[kind])
+    checkpoint.save(tmp_path, tx, params, state, step=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+    assert checkpoint.latest_step(tmp_path) == 0
+    assert_same_bits(checkpoint.restore(tmp_path, tx, params), (params, state))
+
+
+def test_an_optimizer_without_a_state_comes_back(tmp_path):
+    tx, params = optax.sgd(1e-2), {"w": jnp.ones(3)}
+    checkpoint.save(tmp_path, tx, params, tx.init(params), step=0)
+    assert_same_bits(checkpoint.restore(tmp_path, tx, params), (params, tx.init(params)))
+
+
+def test_a_save_that_fails_leaves_no_folder(tmp_path, monkeypatch):
+    tx, first, later = two_steps(tmp_path)
+
+    def fail(folder):
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checksums, "write_rest", fail)
+        with pytest.raises(OSError, match="disk full"):
+            checkpoint.save(tmp_path, tx, *first, step=3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+    assert_same_bits(checkpoint.restore(tmp_path, tx, first[0]), later)
+
+
+@pytest.mark.parametrize("holds", [[], ["params"], ["notes.txt"], ["params/d", "opt_state"]])
+def test_a_folder_that_is_no_step_hides_none(holds, tmp_path):
+    tx, first, later = two_steps(tmp_path)
+    for name in ["x", *holds]:
+        (tmp_path / "7" / name).mkdir(parents=True)
+    (tmp_path / "7" / "x").rmdir()
+    assert checkpoint.latest_step(tmp_path) == 2
+    assert_same_bits(checkpoint.restore(tmp_path, tx, first[0]), later)
+    with pytest.raises(ValueError, match=r"no complete checkpoint of step 7; .* \[1, 2\]"):
+        checkpoint.restore(tmp_path, tx, first[0], step=7)
+    with pytest.raises(ValueError, match="folder of step 7 that is no complete checkpoint"):
+        checkpoint.save(tmp_path, tx, *first, step=7)
+    checkpoint.save(tmp_path, tx, *first, step=3, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3", "7"]
+
+
+def test_keep_goes_by_the_numbers_of_steps(tmp_path):
+    tx, first, later = two_steps(tmp_path)
+    checkpoint.save(tmp_path, tx, *first, step=0, keep=2)  # an older one beside the two newest
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
+    checkpoint.save(tmp_path, tx, *first, step=3, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]

@@ -1,5 +1,6 @@
 """What a checkpoint says of its format: others are refused, older ones migrated."""
 
+import json
 import sys
 
 import flax.serialization
@@ -222,3 +223,47 @@ def test_a_manager_of_ones_own(tmp_path):
         data = manager.restore(9, args=ocp.args.Composite(data=ocp.args.JsonRestore()))
     assert_same_bits(restored, (params, state))
     assert data["data"] == {"batch": 7}
+
+
+# ---- descriptions that lack something ------------------------------------------------------------
+
+
+def without(described, *path):
+    """A copy of a description with one part less."""
+    copy = json.loads(json.dumps(described))
+    node = copy
+    for key in path[:-1]:
+        node = node[key]
+    del node[path[-1]]
+    return copy
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ("slots",), ("params",), ("state",),
+        ("slots", "norm"), ("slots", "block/w"), ("slots", "block/w", "nu"),
+        ("slots", "block/w", "correction"), ("slots", "block/w", "correction", "split"),
+        ("slots", "block/w", "nu", "codec"), ("slots", "block/w", "nu", "scale"),
+        ("slots", "block/w", "nu", "group_size"),
+    ],
+    ids="/".join,
+)  # fmt: skip
+def test_a_description_that_lacks_something_is_refused(path):
+    """Also under an optimizer that would read the same arrays as something else."""
+    saved = without(checkpoint.metadata(adamw(), LIKE), *path)
+    for tx in (adamw(), adamw(nu=LINEAR)):
+        with pytest.raises(ValueError, match=f"the description .*lacks .*{path[-1]}"):
+            checkpoint.check(saved, tx, LIKE)
+
+
+def test_a_description_with_null_for_slots_is_not_trusted(tmp_path):
+    tx, (params, _), _ = two_steps(tmp_path)
+    path = tmp_path / "2" / "optax_lowmem" / "metadata"
+    saved = {**json.loads(path.read_text()), "slots": None}
+    del saved["checksums"]
+    path.write_text(json.dumps(saved))
+    for sums in tmp_path.rglob("checksums.json"):
+        sums.unlink()
+    with pytest.raises(ValueError, match="the description .*lacks 'slots'"):
+        checkpoint.restore(tmp_path, adamw(nu=LINEAR), params)
