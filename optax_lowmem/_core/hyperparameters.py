@@ -153,9 +153,8 @@ def check_decay(name: str, decay: Any) -> None:
 def decay_at(name: str, decay: float | jax.Array | Callable[[Any], Any], count: jax.Array) -> Decay:
     """A number, an array or a schedule (`check_decay`) at the step after `count` steps."""
     if not callable(decay):
-        return Decay(
-            as_f32(name, decay), complement(name, decay), bias_correction(name, decay, count + 1)
-        )
+        after = bias_correction(name, decay, optax.safe_increment(count))
+        return Decay(as_f32(name, decay), complement(name, decay), after)
     one = jnp.float32(1)
     if isinstance(decay, PowerDecay):
         return Decay(decay(count), decay.complement(count), one)

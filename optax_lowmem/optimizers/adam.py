@@ -108,7 +108,7 @@ def adam_moments(b1: Any, b2: Any, eps: Any, eps_root: Any, nesterov: bool) -> F
 def _moments(
     b1: Any, b2: Any, eps: Any, eps_root: Any, nesterov: bool, count: jax.Array
 ) -> dict[str, jax.Array]:
-    step = count + 1
+    step = optax.safe_increment(count)
     beta1, one_minus_b1 = as_f32("b1", b1), complement("b1", b1)
     decay2 = decay_at("b2", b2, count)
     nu_scale = 1 / decay2.correction
@@ -123,7 +123,7 @@ def _moments(
     }
     root_scale = jnp.float32(1)
     if nesterov:  # Dozat: the next step's momentum, with its own debiasing
-        h["mu_scale"] = beta1 / bias_correction("b1", b1, step + 1)
+        h["mu_scale"] = beta1 / bias_correction("b1", b1, optax.safe_increment(step))
         h["g_scale"] = one_minus_b1 * mu_scale
     else:  # the debiasing of mu goes to the other side of the quotient, where it costs nothing
         root_scale = 1 / mu_scale

@@ -192,7 +192,8 @@ def _micro_batch(
     own = dict(rule.accumulating(h, first, every))
     own |= {name: jnp.where(last, own[name], 0) for name in ("lr", "decay") if name in own}
     micro_step = jnp.where(last, 0, micro_step + 1)
-    return own, micro_step, optax.safe_increment(count), jnp.where(last, steps + 1, steps)
+    steps = jnp.where(last, optax.safe_increment(steps), steps)
+    return own, micro_step, optax.safe_increment(count), steps
 
 
 def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
