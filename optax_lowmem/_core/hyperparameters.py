@@ -60,6 +60,11 @@ def complement(name: str, decay: Any) -> jax.Array:
     return 1 - as_f32(name, decay)
 
 
+def following(count: jax.Array) -> jax.Array:
+    """The number of the step after `count` steps; the largest one is its own."""
+    return jnp.maximum(count + 1, count)
+
+
 def bias_correction(name: str, decay: Any, step: jax.Array) -> jax.Array:
     """1 - decay^step, without the cancellation of that expression (6e-5 at step 1 in f32)."""
     if isinstance(decay, int | float):
@@ -153,7 +158,7 @@ def check_decay(name: str, decay: Any) -> None:
 def decay_at(name: str, decay: float | jax.Array | Callable[[Any], Any], count: jax.Array) -> Decay:
     """A number, an array or a schedule (`check_decay`) at the step after `count` steps."""
     if not callable(decay):
-        after = bias_correction(name, decay, optax.safe_increment(count))
+        after = bias_correction(name, decay, following(count))
         return Decay(as_f32(name, decay), complement(name, decay), after)
     one = jnp.float32(1)
     if isinstance(decay, PowerDecay):

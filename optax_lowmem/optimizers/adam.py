@@ -18,6 +18,7 @@ from optax_lowmem._core.hyperparameters import (
     check_range,
     complement,
     decay_at,
+    following,
 )
 from optax_lowmem._core.rules import Slot, UpdateRule
 from optax_lowmem.optimizers.schedule import ScalarOrSchedule, direction, optimizer
@@ -108,7 +109,7 @@ def adam_moments(b1: Any, b2: Any, eps: Any, eps_root: Any, nesterov: bool) -> F
 def _moments(
     b1: Any, b2: Any, eps: Any, eps_root: Any, nesterov: bool, count: jax.Array
 ) -> dict[str, jax.Array]:
-    step = optax.safe_increment(count)
+    step = following(count)
     beta1, one_minus_b1 = as_f32("b1", b1), complement("b1", b1)
     decay2 = decay_at("b2", b2, count)
     nu_scale = 1 / decay2.correction
@@ -123,7 +124,7 @@ def _moments(
     }
     root_scale = jnp.float32(1)
     if nesterov:  # Dozat: the next step's momentum, with its own debiasing
-        h["mu_scale"] = beta1 / bias_correction("b1", b1, optax.safe_increment(step))
+        h["mu_scale"] = beta1 / bias_correction("b1", b1, following(step))
         h["g_scale"] = one_minus_b1 * mu_scale
     else:  # the debiasing of mu goes to the other side of the quotient, where it costs nothing
         root_scale = 1 / mu_scale
