@@ -24,8 +24,30 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """(path name, leaf) pairs in flattening order."""
-    return [(path_name(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree)]
+    """(path name, leaf) pairs in flattening order.
+
+    Raises:
+      ValueError: for two leaves of one name, which no table by name could tell apart.
+    """
+    return unique_names(tree, path_name)
+
+
+def unique_names(
+    tree: Any, name_of: Callable[[tuple[Any, ...]], str], what: str = "here"
+) -> list[tuple[str, Any]]:
+    """(name, leaf) pairs in flattening order, of names that tell leaves apart; else raises."""
+    named = jax.tree_util.tree_leaves_with_path(tree)
+    known: dict[str, tuple[Any, ...]] = {}
+    for path, _ in named:
+        name = name_of(path)
+        if name in known:
+            one, other = (jax.tree_util.keystr(p) for p in (known[name], path))
+            raise ValueError(
+                f"leaves {one} and {other} would both be called '{name}' {what}: rename one of "
+                "their keys."
+            )
+        known[name] = path
+    return [(name, leaf) for name, (_, leaf) in zip(known, named, strict=True)]
 
 
 def check_transformation(tx: Any, call: str) -> None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._core import scope
+from optax_lowmem._core import scope, trees
 
 FORMAT_VERSION = 2
 NAME = "optax_lowmem"
@@ -26,8 +26,11 @@ def forms(tree: Any) -> Forms:
 
 def array_leaves(tree: Any) -> list[tuple[str, Any]]:
     """(path, leaf) of a tree, with every key in the path."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [(jax.tree_util.keystr(p, simple=True, separator="/"), leaf) for p, leaf in leaves]
+    return trees.unique_names(tree, _whole_name)
+
+
+def _whole_name(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def words(form: Any) -> str:

@@ -63,11 +63,11 @@ def export(
 
 def _dotted(params: Any) -> list[str]:
     """The leaves' names in a file; what is found by name must have its own."""
-    names = [name.replace("/", ".") for name, _ in trees.named_leaves(params)]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise ValueError(f"two leaves would be called '{twice[0]}' in the file: rename one.")
-    return names
+
+    def name_of(path: tuple[Any, ...]) -> str:
+        return trees.path_name(path).replace("/", ".")
+
+    return [name for name, _ in trees.unique_names(params, name_of, "in the file")]
 
 
 def _cast(w: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -5,15 +5,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from optax_lowmem._core import trees
+
 _BARE = "array"  # the name of an array that is a whole tree
 
 
 def packed(tree: Any) -> Any:
-    """A tree without its arrays of size 0; None where no array is left."""
+    """A tree without its arrays of size 0; None where no array is left.
+
+    Raises:
+      ValueError: for two arrays of one name: Orbax calls a file's arrays by their keys and dots.
+    """
+    trees.unique_names(tree, _dotted, "in an Orbax checkpoint")
     kept = jax.tree.map(lambda leaf: leaf if _filled(leaf) else None, tree)
     if not jax.tree.leaves(kept):
         return None
     return {_BARE: kept} if jax.tree_util.all_leaves([kept]) else kept
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def _filled(leaf: Any) -> bool:

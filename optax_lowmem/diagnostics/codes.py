@@ -38,6 +38,10 @@ def code_shares(state: Any) -> dict[str, dict[str, CodeShares]]:
         whose groups each have a grid of their own, those of `codecs.affine` and `codecs.expanded`,
         are left out.
 
+    Raises:
+      ValueError: for 8-bit arrays without the scales of this library's codecs, one for each group
+        of neighbours on the last axis, and for a state with a slot of a leaf twice.
+
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
       >>> tx = lowmem.flash_adamw(1e-3)
@@ -51,12 +55,31 @@ def code_shares(state: Any) -> dict[str, dict[str, CodeShares]]:
         for slot, tree in trees.state_fields(state)
         for path, leaf in trees.named_leaves(tree)
     ]
-    own_grid = {(slot, path) for slot, path, scales in fields if scales.dtype == jnp.uint32}
+    arrays = {(slot, path): leaf for slot, path, leaf in fields}
     for slot, path, codes in fields:
         if slot != "correction" and codes.ndim and codes.dtype in (jnp.int8, jnp.uint8):
-            if (f"{slot}_scale", path) not in own_grid:
+            scales = arrays.get((f"{slot}_scale", path))
+            _check_layout(slot, path, codes, scales)
+            if path in shares.get(slot, {}):
+                raise ValueError(
+                    f"two states here have a slot '{slot}' of '{path}': pass the one that is meant."
+                )
+            if scales is not None and scales.dtype != jnp.uint32:
                 shares.setdefault(slot, {})[path] = _shares(codes)
     return shares
+
+
+def _check_layout(slot: str, path: str, codes: jax.Array, scales: jax.Array | None) -> None:
+    """Raises unless each element has a code and each group of the last axis a scale."""
+    if scales is not None and codes.shape[:-1] == scales.shape[:-1]:
+        if min(codes.shape[-1], 1) <= scales.shape[-1] <= codes.shape[-1]:
+            return
+    beside = "no scales" if scales is None else f"scales {scales.dtype}{list(scales.shape)}"
+    raise ValueError(
+        f"'{slot}' of '{path}' is {codes.dtype}{list(codes.shape)} with {beside} beside it, which "
+        "no codec of this library writes (packed, or another library's): pass the states of "
+        "optax_lowmem's optimizers alone."
+    )
 
 
 def _shares(codes: jax.Array) -> CodeShares:

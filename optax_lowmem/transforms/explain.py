@@ -4,11 +4,14 @@ import collections
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 
 from optax_lowmem._core import scope, trees
 from optax_lowmem.gaussws.states import FIELD
 from optax_lowmem.transforms import stale
+
+_NO_SPLIT = "none: no optimizer here splits it, so steps under half an ulp of the weight are lost"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,5 +76,11 @@ def explain(tx: optax.GradientTransformation, params: Any) -> Explanation:
         for pattern in policy.unmatched(paths)
     ]
     warnings += stale.found(tx, params) if split else []
+    settled = {d.path for d in decisions if d.slot == "correction"}
+    decisions += [
+        scope.Decision(path, "correction", None, _NO_SPLIT)
+        for path, leaf in trees.named_leaves(params)
+        if path not in settled and getattr(leaf, "dtype", None) in (jnp.bfloat16, jnp.float16)
+    ]
     steps = tuple(d for d in found if d.slot == "step")
     return Explanation(tuple(decisions), steps, tuple(warnings))

@@ -8,7 +8,7 @@ import numpy as np
 
 from optax_lowmem._core import numerics, scope, trees
 from optax_lowmem._core.compiled import compiled
-from optax_lowmem.codecs import BitSplit, MasterSplit, master_split, split_of
+from optax_lowmem.codecs import BitSplit, MasterSplit, UlpSplit, master_split, split_of
 from optax_lowmem.gaussws.states import FIELD, clean_params
 from optax_lowmem.transforms.storage import Storage
 
@@ -113,7 +113,8 @@ def master_params(params: Any, state: Any) -> Any:
 
     Raises:
       TypeError: for arguments in another order.
-      ValueError: where a leaf has two corrections.
+      ValueError: where a leaf has two corrections, or one that is not found because the weight has
+        another name, dtype or shape than in the state.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -139,22 +140,52 @@ def corrections_of(params: Any, state: Any) -> dict[str, jax.Array]:
     """The corrections of 16-bit weights in an optimizer state, by path.
 
     Raises:
-      ValueError: where a leaf has two.
+      ValueError: where a leaf has two, or one of another leaf, dtype or shape.
     """
     corrections: dict[str, jax.Array] = {}
     weights = dict(trees.named_leaves(params))
+    elsewhere: list[str] = []
     for found in trees.states_with(state, "correction"):
         for path, correction in trees.named_leaves(found.correction):
             weight = weights.get(path)
-            if weight is None or weight.dtype == jnp.float32 or correction.shape != weight.shape:
-                continue
-            if path in corrections:
-                if weight.ndim == 0:
-                    continue  # a placeholder, 0-d as well, of an optimizer inside without a split
-                raise ValueError(
-                    f"leaf '{path}' has two corrections in this state: two optimizers split its "
-                    "master weight. Keep one split, and give the other optimizer "
-                    "storage=Storage(master_weight_bits=None)."
-                )
-            corrections[path] = correction
+            if weight is None:
+                elsewhere += [path] if jnp.ndim(correction) else []
+            elif _fits(path, weight, correction):
+                if path not in corrections:
+                    corrections[path] = correction
+                elif weight.ndim:  # else a placeholder, 0-d as well, of one inside without a split
+                    raise ValueError(
+                        f"leaf '{path}' has two corrections in this state: two optimizers split "
+                        "its master weight. Keep one split, and give the other optimizer "
+                        "storage=Storage(master_weight_bits=None)."
+                    )
+    _check_names(weights, corrections, elsewhere)
     return corrections
+
+
+def _fits(path: str, weight: jax.Array, correction: jax.Array) -> bool:
+    """Whether a correction is one of this weight and not a placeholder; raises where it cannot."""
+    if not jnp.ndim(correction):
+        return not jnp.ndim(weight) and weight.dtype != jnp.float32
+    schemes = {jnp.dtype(jnp.bfloat16): (BitSplit, UlpSplit), jnp.dtype(jnp.float16): (UlpSplit,)}
+    of_dtype = schemes.get(jnp.dtype(weight.dtype), ())
+    if weight.shape == correction.shape and isinstance(split_of(correction.dtype), of_dtype):
+        return True
+    raise ValueError(
+        f"weight '{path}' is {weight.dtype}{list(weight.shape)}, and this state corrects 16-bit "
+        f"weights of shape {list(correction.shape)} with {correction.dtype}: the weight was cast "
+        "or reshaped. Pass the weights as the optimizer has them."
+    )
+
+
+def _check_names(
+    weights: dict[str, Any], corrections: dict[str, jax.Array], elsewhere: list[str]
+) -> None:
+    """Raises where weights without a correction stand beside corrections without their weight."""
+    bare = [p for p, w in weights.items() if numerics.is_narrow(w.dtype) and p not in corrections]
+    if bare and elsewhere:
+        raise ValueError(
+            f"the state has no correction of weight '{bare[0]}', and one of '{elsewhere[0]}', "
+            "which is no weight here: the weights were renamed or wrapped, or are of another "
+            "model. Pass the tree that the optimizer has, for example variables['params'] and not variables."
+        )

@@ -114,6 +114,7 @@ TABLE = {  # rate, decay, mean and deviation of the gradients, steps
     "one sign": (1e-5, 0.0, 1.0, 0.0, 3_000),
     "decay 0.01": (3e-4, 0.01, 0.0, 0.0, 10_000),
     "decay 0.1": (1e-4, 0.1, 0.0, 0.0, 10_000),
+    "cosine": (optax.cosine_decay_schedule(1e-5, 3_000), 0.0, 0.3, 1.0, 3_000),
 }
 
 

@@ -38,6 +38,19 @@ def test_code_shares_through_wrappers():
     assert diagnostics.code_shares(optax.adamw(1e-3).init({"w": jnp.ones((64, 64))})) == {}
 
 
+def test_code_shares_of_what_it_cannot_read():
+    """Packed codes, those of another library, and two states of one leaf."""
+    packed = state_with(jnp.zeros((64, 1), jnp.int8), jnp.zeros((64, 64), jnp.uint8))
+    with pytest.raises(ValueError, match=r"'mu' of 'w' is int8\[64, 1\] with scales"):
+        diagnostics.code_shares(packed)
+    foreign = optax.ScaleByAdamState(jnp.zeros(()), {"w": jnp.zeros((64,), jnp.int8)}, {})
+    with pytest.raises(ValueError, match=r"'mu' of 'w' is int8\[64\] with no scales"):
+        diagnostics.code_shares(foreign)
+    state = lowmem.flash_lion(1e-3).init({"w": jnp.ones((64, 64))})
+    with pytest.raises(ValueError, match="two states here have a slot 'mu' of 'w'"):
+        diagnostics.code_shares((state, state))
+
+
 @pytest.mark.parametrize(
     ("tx", "size"),
     [
