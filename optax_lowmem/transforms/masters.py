@@ -187,5 +187,6 @@ def _check_names(
         raise ValueError(
             f"the state has no correction of weight '{bare[0]}', and one of '{elsewhere[0]}', "
             "which is no weight here: the weights were renamed or wrapped, or are of another "
-            "model. Pass the tree that the optimizer has, for example variables['params'] and not variables."
+            "model. Pass the tree that the optimizer has, for example variables['params'] and not "
+            "variables."
         )
