@@ -78,6 +78,7 @@ class TrainState(train_state.TrainState):
         params: Any,
         tx: optax.GradientTransformation,
         dtype: WeightDtype | None = None,
+        allow_rounding: bool = False,
         **kwargs: Any,
     ) -> Self:
         """A state at step 0.
@@ -89,6 +90,7 @@ class TrainState(train_state.TrainState):
           dtype: None leaves the parameters as they are. Otherwise as in `lowmem.init`: f32
             parameters are split into weights of this dtype, which the state holds as `params`, and
             corrections in `opt_state`.
+          allow_rounding: as in `lowmem.init`.
           **kwargs: further fields of a subclass.
 
         Returns:
@@ -96,6 +98,7 @@ class TrainState(train_state.TrainState):
 
         Raises:
           TypeError: for parameters that are not floats, with a dtype, or unknown fields.
+          ValueError: with a dtype, where an f32 leaf would lose precision.
         """
         if dtype is None:
             return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
@@ -105,10 +108,11 @@ class TrainState(train_state.TrainState):
                 "rename the field."
             )
         if _overwrites(params):
-            weights, opt_state = init(tx, params["params"], dtype)
+            inner = params["params"]
+            weights, opt_state = init(tx, inner, dtype, allow_rounding=allow_rounding)
             weights = core.copy(params, {"params": weights})
         else:
-            weights, opt_state = init(tx, params, dtype)
+            weights, opt_state = init(tx, params, dtype, allow_rounding=allow_rounding)
         return cls(step=0, apply_fn=apply_fn, params=weights, tx=tx, opt_state=opt_state, **kwargs)
 
     def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Self:
@@ -157,9 +161,11 @@ class Optimizer(nnx.Optimizer[M]):
       dtype: None leaves the model as it is. Otherwise as in `lowmem.init`: the model's f32
         parameters are replaced, in place, by weights of this dtype, and the rest of them is kept in
         the state. Layers with a `dtype` of None then compute in the wider of it and their inputs'.
+      allow_rounding: as in `lowmem.init`.
 
     Raises:
       TypeError: without `wrt`, or for parameters that are not floats, with a dtype.
+      ValueError: with a dtype, where an f32 leaf would lose precision.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -186,12 +192,13 @@ class Optimizer(nnx.Optimizer[M]):
         wrt: Any,
         graph: bool | None = None,
         dtype: WeightDtype | None = None,
+        allow_rounding: bool = False,
     ):
         params = nnx.state(model, wrt, graph=graph)
         if dtype is None:
             opt_state = tx.init(params)
         else:
-            params, opt_state = init(tx, params, dtype)
+            params, opt_state = init(tx, params, dtype, allow_rounding=allow_rounding)
         fitted = jax.tree.map(_fit_sharding, opt_state, is_leaf=_is_variable)
         # Flax's constructor wraps what `init` returns in variables of its own
         ready = optax.GradientTransformationExtraArgs(lambda _: fitted, tx.update)

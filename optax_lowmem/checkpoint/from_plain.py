@@ -22,6 +22,7 @@ def from_optax(
     dtype: WeightDtype = jnp.bfloat16,
     *,
     seed: Any = None,
+    allow_rounding: bool = False,
 ) -> tuple[Any, Any]:
     """Goes on with an optax optimizer's run in low memory, from where it is.
 
@@ -35,6 +36,7 @@ def from_optax(
       params: its parameters.
       dtype: of the weights, as in `lowmem.init`.
       seed: of stochastic rounding, as in `lowmem.init`.
+      allow_rounding: as in `lowmem.init`.
 
     Returns:
       (weights, state), as of `lowmem.init`, with moments, counts and other state taken over.
@@ -61,7 +63,7 @@ def from_optax(
       >>> int(state.count), state.mu["w"].dtype
       (1, dtype('int8'))
     """
-    weights, empty = init(tx, params, dtype, seed=seed)
+    weights, empty = init(tx, params, dtype, seed=seed, allow_rounding=allow_rounding)
     _, decisions = scope.dry_run(tx, weights)
     return weights, _Encoder(decisions).walk(empty, optax_state)
 

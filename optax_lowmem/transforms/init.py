@@ -10,13 +10,19 @@ from optax_lowmem.transforms.start import WeightDtype, start
 
 
 def init(
-    tx: Any, params: Any, dtype: WeightDtype = jnp.bfloat16, *, seed: Any = None
+    tx: Any,
+    params: Any,
+    dtype: WeightDtype = jnp.bfloat16,
+    *,
+    seed: Any = None,
+    allow_rounding: bool = False,
 ) -> tuple[Any, Any]:
     """16-bit weights and an optimizer state that together hold f32 parameters.
 
     Every split inside `tx` (through chain, masked, partition, MultiSteps, inject_hyperparams) gets
-    the corrections of its leaves. A leaf without a split is rounded to nearest; the rest of it is
-    gone.
+    the corrections of its leaves. A leaf without a split would be rounded to nearest and the rest
+    of it be gone, and with it every later step under half an ulp: that is refused unless it is
+    asked for.
 
     Args:
       tx: an optimizer.
@@ -25,6 +31,8 @@ def init(
         example to keep norms in f32.
       seed: of stochastic rounding, instead of `Storage.seed`; may be traced (one for each member of
         an ensemble).
+      allow_rounding: let f32 leaves that no optimizer here splits become 16-bit weights, for
+        example frozen ones. `Storage(master_weight_bits=None)` says the same of an optimizer's own.
 
     Returns:
       (weights, state). Under `gaussws_noise` weights have their first noise. Peak memory: params,
@@ -33,7 +41,7 @@ def init(
     Raises:
       TypeError: for float64 parameters, and those that are not floats but where a mask or partition
         leaves them to others: these stay as they are.
-      ValueError: where two optimizers split one leaf.
+      ValueError: where two optimizers split one leaf, or an f32 leaf would lose precision.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -42,7 +50,7 @@ def init(
       >>> float(weights["w"][0, 0]), float(lowmem.master_params(weights, state)["w"][0, 0])
       (0.10009765625, 0.10000038146972656)
     """
-    weights, state = start(tx, params, dtype, seed)
+    weights, state = start(tx, params, dtype, seed, allow_rounding)
     if stale.suspected(state):
         for warning in stale.found(tx, weights):
             warnings.warn(warning, stacklevel=2)

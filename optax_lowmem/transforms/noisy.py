@@ -85,7 +85,9 @@ class Noisy:
             params, [self._clean(*leaf) if sampled else none for leaf, sampled, none in rows]
         )
         bits, scale = boxes.like(params, ones), boxes.like(params, zeros)
-        inner = self._init_inner(_merged(params, clean, chosen))
+        with scope.recording() as decisions:
+            inner = self._init_inner(_merged(params, clean, chosen))
+        self._record(decisions, leaves, chosen)
         seed = scope.provided_seed(self.seed)
         span = jnp.asarray([self.bits_init, self.bits_target], jnp.float32)
         state = GaussWSState(
@@ -130,6 +132,19 @@ class Noisy:
                     "get its own noise: put optax.MultiSteps or accumulate_gradients around it."
                 )
         return state
+
+    def _record(
+        self, decisions: list[scope.Decision], leaves: list[tuple[str, Any]], chosen: list[bool]
+    ) -> None:
+        """Records what `inner` decided, and of which other leaves `clean` has all bits."""
+        for decision in decisions:
+            scope.record(decision)
+        decided = {d.path for d in decisions if d.slot == "correction"}
+        for (path, leaf), sampled in zip(leaves, chosen, strict=True):
+            wide = self.clean_dtype not in (None, jnp.dtype(leaf.dtype))
+            if sampled and wide and path not in decided:
+                reason = f"its clean weight is in {self.clean_dtype}"
+                scope.record(scope.Decision(path, "correction", None, reason))
 
     def _first(self, params: Any, state: GaussWSState) -> GaussWSState:
         """The state with the noise of step 0, which `lowmem.init` gives to the loss."""

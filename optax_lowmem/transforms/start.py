@@ -32,13 +32,17 @@ def _weight_dtype(dtype: WeightDtype, path: str, leaf: Any) -> jnp.dtype:
     return chosen
 
 
-def start(tx: Any, params: Any, dtype: WeightDtype, seed: Any = None) -> tuple[Any, Any]:
+def start(
+    tx: Any, params: Any, dtype: WeightDtype, seed: Any = None, allow_rounding: bool = True
+) -> tuple[Any, Any]:
     """`lowmem.init`, without a look at how `tx` is put together."""
     trees.check_transformation(tx, "pass (tx, params), in this order.")
     leaves, treedef = jax.tree.flatten(params)
     names = [name for name, _ in trees.named_leaves(params)]
     dtypes = [_weight_dtype(dtype, n, leaf) for n, leaf in zip(names, leaves, strict=True)]
-    splits = _splits(tx, treedef, leaves, dtypes, names)
+    splits, settled = _splits(tx, treedef, leaves, dtypes, names)
+    if not allow_rounding:
+        _check_rounding(names, leaves, dtypes, settled)
     masters = scope.Masters(seed=seed, originals=dict(zip(names, leaves, strict=True)))
     own = [splits.get(name) for name in names]
     weights, corrections = _split_leaves(own, leaves, dtypes)
@@ -52,8 +56,8 @@ def start(tx: Any, params: Any, dtype: WeightDtype, seed: Any = None) -> tuple[A
 
 def _splits(
     tx: Any, treedef: Any, leaves: list[Any], dtypes: list[Any], names: list[str]
-) -> dict[str, MasterSplit]:
-    """The split of each leaf, from a dry run of `tx.init`."""
+) -> tuple[dict[str, MasterSplit], set[str]]:
+    """The split of each leaf, from a dry run of `tx.init`; and the leaves of which that is said."""
     shapes = [jax.ShapeDtypeStruct(a.shape, d) for a, d in zip(leaves, dtypes, strict=True)]
     abstract = jax.tree.unflatten(treedef, shapes)
     _, decisions = scope.dry_run(tx, abstract)
@@ -66,7 +70,28 @@ def _splits(
             f"({', '.join(names[:3])} ...), such as optax.lookahead: put split_master_weights "
             "around the wrapper, and storage=Storage(master_weight_bits=None) inside."
         )
-    return {path: _split_named(form, by_name[path]) for path, form in forms.items()}
+    settled = {d.path for d in decisions if d.slot == "correction"}
+    return {path: _split_named(form, by_name[path]) for path, form in forms.items()}, settled
+
+
+def _check_rounding(
+    names: list[str], leaves: list[Any], dtypes: list[Any], settled: set[str]
+) -> None:
+    """Raises where an f32 leaf would become 16 bits without a correction, and nobody said so."""
+    lost = [
+        (name, dtype)
+        for name, leaf, dtype in zip(names, leaves, dtypes, strict=True)
+        if leaf.dtype == jnp.float32 and dtype != jnp.float32 and name not in settled
+    ]
+    if lost:
+        (name, dtype), more = lost[0], f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise ValueError(
+            f"'{name}'{more} would be rounded from float32 to {jnp.dtype(dtype).name}, and no "
+            "optimizer here keeps the rest: steps under half an ulp of a weight would be lost. Put "
+            "split_master_weights around the whole optimizer; or keep such leaves in f32 with "
+            "dtype=jnp.float32, or a function (path, leaf) -> dtype; or say allow_rounding=True, "
+            "for example for frozen weights."
+        )
 
 
 def _split_named(form: str, dtype: jnp.dtype) -> MasterSplit:

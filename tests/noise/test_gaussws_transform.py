@@ -78,7 +78,7 @@ def test_noise_from_the_first_step_on(kind):
         "no split": noisy(flash(storage=none)),
     }[kind]
     given = start()
-    params, state = lowmem.init(tx, given, dtype)
+    params, state = lowmem.init(tx, given, dtype, allow_rounding=kind == "f32 beside bf16")
     step = stepper(tx)
     for count in range(3):
         assert int(state.count) == count
@@ -92,7 +92,7 @@ def test_noise_from_the_first_step_on(kind):
         grads = jax.tree.map(lambda w: w.astype(F32), params)
         params, state = step(grads, state, params)
     if kind != "no split":
-        first, state = lowmem.init(tx, given, dtype)
+        first, state = lowmem.init(tx, given, dtype, allow_rounding=kind == "f32 beside bf16")
         masters = lowmem.master_params(first, state)
         limit = 0 if "f32" in kind else tol.MASTER_24_MAX
         for w, m in zip(jax.tree.leaves(given), jax.tree.leaves(masters), strict=True):
@@ -133,9 +133,12 @@ def test_clean_weights_are_stepped_as_without_noise():
 def test_optax_gets_f32_gradients():
     """Of 16-bit ones: it would square those in 16 bits."""
     given, inner = start(), optax.adamw(1e-2)
-    params, state = lowmem.init(noisy(inner, clean_dtype=F32), given)
+    tx = noisy(inner, clean_dtype=F32)
+    with pytest.raises(ValueError, match="^'mlp/up/kernel' and 1 more would be"):
+        lowmem.init(tx, given)  # none of these has a clean weight in f32
+    params, state = lowmem.init(tx, given, allow_rounding=True)
     grads = jax.tree.map(lambda g: g.astype(BF16), start(1))
-    after = stepper(noisy(inner, clean_dtype=F32))(grads, state, params)[1]
+    after = stepper(tx)(grads, state, params)[1]
     wide = {"w": leaf(grads, DOWN).astype(F32)}
     plain = {"w": leaf(given, DOWN)}
     wanted, of_wanted = stepper(inner)(wide, inner.init(plain), plain)
@@ -233,17 +236,18 @@ def test_values_of_few_bits():
 def test_new_noise_every_step_and_of_the_seed():
     tx = noisy(optax.set_to_zero())
     given = start()
-    params, state = lowmem.init(tx, given)
+    params, state = lowmem.init(tx, given, allow_rounding=True)
     seen = []
     for _ in range(4):
         seen.append(np.float32(leaf(params, DOWN)))
         params, state = stepper(tx)(given, state, params)
-    other = lowmem.init(tx, given, seed=5)
+    other = lowmem.init(tx, given, seed=5, allow_rounding=True)
     assert int(other[1].seed) == 5
     seen.append(np.float32(leaf(other[0], DOWN)))
     for i, one in enumerate(seen):
         assert all((one != two).mean() > 0.3 for two in seen[:i])
-    again = lowmem.init(lowmem.gaussws_noise(optax.set_to_zero(), "down", seed=5), given)
+    tx = lowmem.gaussws_noise(optax.set_to_zero(), "down", seed=5)
+    again = lowmem.init(tx, given, allow_rounding=True)
     equal(again[0], other[0])
 
 
@@ -344,7 +348,7 @@ def test_other_optimizers(name):
 def test_masked_and_partitioned():
     params = start()
     only = optax.masked(noisy(), {"mlp": True, "norm": False})
-    weights, state = lowmem.init(only, params)
+    weights, state = lowmem.init(only, params, allow_rounding=True)
     assert (leaf(weights, DOWN) != leaf(gaussws.clean_params(weights, state), DOWN)).any()
     labels = {"mlp": "noisy", "norm": "plain"}
     split = optax.partition({"noisy": noisy(), "plain": flash()}, labels)

@@ -162,7 +162,9 @@ def test_what_is_sound_gets_no_warning(make):
 def started(tx):
     """What `init` warns of, called and traced."""
     masters = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), PARAMS)
-    init = functools.partial(lowmem.init, tx, dtype=lambda path, _: DTYPES[path])
+    init = functools.partial(
+        lowmem.init, tx, dtype=lambda path, _: DTYPES[path], allow_rounding=True
+    )
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         init(masters)

@@ -39,7 +39,11 @@ def gradients(seed, bad=()):
 
 def start(tx):
     params = {n: 0.1 * g / SCALE for n, g in gradients(9).items()}
-    return lowmem.init(tx, params, lambda path, leaf: jnp.bfloat16 if leaf.ndim else jnp.float32)
+
+    def dtype(path, leaf):
+        return jnp.bfloat16 if leaf.ndim else jnp.float32
+
+    return lowmem.init(tx, params, dtype, allow_rounding=True)
 
 
 @pytest.fixture(params=OPTIMIZERS)

@@ -1,4 +1,4 @@
-"""Precision of weights that would be lost without a word: shown by explain, or refused."""
+"""Precision of weights that would be lost without a word: refused, and shown by explain."""
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,60 @@ WITHOUT_SPLIT = {
 
 def masters():
     return {"b": jnp.full(8, 0.3), "w": jnp.full((8, 64), 0.1)}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_SPLIT)
+def test_init_refuses_to_round_what_nobody_splits(kind):
+    tx = WITHOUT_SPLIT[kind]()
+    with pytest.raises(ValueError, match="'b' and 1 more would be rounded from float32 to bfloat"):
+        lowmem.init(tx, masters())
+    weights, _ = lowmem.init(tx, masters(), jnp.float32)
+    assert weights["w"].dtype == jnp.float32
+    weights, _ = lowmem.init(tx, masters(), allow_rounding=True)
+    assert weights["w"].dtype == jnp.bfloat16
+    kept, state = lowmem.init(lowmem.split_master_weights(tx), masters())
+    near = lowmem.master_params(kept, state)["w"]
+    assert jnp.abs(near / jnp.float32(0.1) - 1).max() < 2**-16
+
+
+def test_a_storage_without_masters_says_so_itself():
+    tx = lowmem.flash_adamw(1e-3, storage=lowmem.Storage(master_weight_bits=None))
+    assert lowmem.init(tx, masters())[0]["w"].dtype == jnp.bfloat16
+
+
+def test_a_leaf_that_a_mask_leaves_out():
+    """Named; a dtype that keeps it in f32 is enough."""
+    tx = optax.masked(lowmem.flash_adamw(1e-3), {"b": False, "w": True})
+    with pytest.raises(ValueError, match="^'b' would be rounded"):
+        lowmem.init(tx, masters())
+    weights, _ = lowmem.init(
+        tx, masters(), lambda path, leaf: jnp.float32 if path == "b" else jnp.bfloat16
+    )
+    assert (weights["b"].dtype, weights["w"].dtype) == (jnp.float32, jnp.bfloat16)
+
+
+def test_what_is_in_16_bits_already_is_not_rounded():
+    given = jax.tree.map(lambda p: p.astype(jnp.bfloat16), masters())
+    assert lowmem.init(optax.adam(1e-3), given)[0]["w"] is given["w"]
+
+
+def test_from_optax_as_init():
+    plain = optax.adan(1e-4)
+    state = plain.init(masters())
+    tx = WITHOUT_SPLIT["compressed"]()
+    with pytest.raises(ValueError, match="would be rounded"):
+        checkpoint.from_optax(tx, state, masters())
+    weights, _ = checkpoint.from_optax(tx, state, masters(), allow_rounding=True)
+    assert weights["w"].dtype == jnp.bfloat16
+
+
+def test_flax_as_init():
+    flax = pytest.importorskip("optax_lowmem.flax")
+    create = flax.TrainState.create
+    given = {"apply_fn": None, "params": masters(), "tx": optax.adam(1e-3), "dtype": jnp.bfloat16}
+    with pytest.raises(ValueError, match="would be rounded"):
+        create(**given)
+    assert create(**given, allow_rounding=True).params["w"].dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("kind", WITHOUT_SPLIT)
@@ -60,5 +114,5 @@ def test_masters_of_a_part_of_the_weights():
     weights, state = lowmem.init(lowmem.flash_adamw(1e-3), masters())
     part = lowmem.master_params({"w": weights["w"]}, state)
     assert jnp.abs(part["w"] / jnp.float32(0.1) - 1).max() < 2**-16
-    weights, state = lowmem.init(optax.adam(1e-3), masters())
+    weights, state = lowmem.init(optax.adam(1e-3), masters(), allow_rounding=True)
     assert lowmem.master_params(weights, state)["w"].dtype == jnp.float32
