@@ -47,7 +47,8 @@ def test_equal_leaves_are_compiled_once_and_need_no_arrays_of_their_own(no_cache
         return optax.apply_updates(p, updates), s
 
     _, base = compiled(step, params, jax.eval_shape(theirs.init, params), params)
-    # measured 8 to 12 times optax's, and 25 to 30 before equal leaves shared their programs
+    # measured 9 to 14 times optax's, and 19 to 21 before equal leaves shared their programs; other
+    # work on the machine moves both, so this is loose, and the next test says what is shared
     assert seconds < 20 * base + 1
     # words of one leaf, 4 bytes an element, and 200 bytes of scalars for each
     assert program.memory_analysis().temp_size_in_bytes < 4 * 64 * 64 * 3 + 400 * COUNT
