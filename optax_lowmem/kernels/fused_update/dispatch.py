@@ -18,6 +18,7 @@ from optax_lowmem.kernels.fused_update import (
     operands,
     packed,
     reference,
+    stacked,
     tuning,
     twopass,
 )
@@ -151,8 +152,16 @@ def fused_updates(
             results.update(zip(batch, found, strict=True))
     # behind a barrier, or XLA moves them into the steps of the leaves and no two are the same
     numbers = jax.lax.optimization_barrier([jnp.uint32(i) for i in range(len(rows))])
-    for i, name in enumerate(chosen):
-        if name == "xla":
+    by_xla = [i for i, name in enumerate(chosen) if name == "xla"]
+    for stack in stacked.stacks(plans, gradients, weights, by_xla):
+        found = stacked.fused_updates(
+            rule, plans[stack[0]].nameless, [rows[i][1:] for i in stack],
+            [of_leaves[i] for i in stack], keys,
+            [numbers[i] for i in stack] + numbers[: len(stack)],
+        )  # fmt: skip
+        results.update(zip(stack, found, strict=True))
+    for i in by_xla:
+        if i not in results:
             plan, g, p, state = rows[i]
             arguments = (rule, plan.nameless, g, p, state, of_leaves[i])
             if packed.supported(plan, jax.default_backend()) is None:

@@ -81,7 +81,7 @@ def _unpack(
     return values
 
 
-def _opaque(function: Any) -> Any:
+def opaque(function: Any) -> Any:
     """A jitted function whose calls XLA keeps: it neither inlines them nor fuses through them."""
 
     @functools.wraps(function)
@@ -132,7 +132,7 @@ def fused_update_among(
     )
 
 
-@_opaque
+@opaque
 @functools.partial(jax.jit, static_argnames=("rule", "plan"))
 def _finished(
     rule: UpdateRule, plan: LeafPlan, g: Any, p: Any, state: Any, h: Any, keys: Any, number: Any
@@ -162,7 +162,7 @@ def _measured(rule: UpdateRule, plan: LeafPlan, g: Any, p: Any, state: Any, h: A
     return reference.measured(plan, reference.advanced(rule, plan, g, p, state, h)[1])
 
 
-@_opaque
+@opaque
 @functools.partial(jax.jit, static_argnames=("plan",))
 def _noise(plan: LeafPlan, keys: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The two parts of a leaf's random bits; in a call, or it mixes for each element."""
@@ -170,7 +170,7 @@ def _noise(plan: LeafPlan, keys: jax.Array, number: jax.Array) -> tuple[jax.Arra
     return random.noise_bits(key, plan.shape, plan.group_size)
 
 
-@_opaque
+@opaque
 @functools.partial(jax.jit, static_argnames=("rule", "plan", "place"))
 def _word(
     rule: UpdateRule,
