@@ -153,7 +153,7 @@ def fused_updates(
     # behind a barrier, or XLA moves them into the steps of the leaves and no two are the same
     numbers = jax.lax.optimization_barrier([jnp.uint32(i) for i in range(len(rows))])
     by_xla = [i for i, name in enumerate(chosen) if name == "xla"]
-    for stack in stacked.stacks(plans, gradients, weights, by_xla):
+    for stack in stacked.stacks(rule, plans, gradients, weights, by_xla):
         found = stacked.fused_updates(
             rule, plans[stack[0]].nameless, [rows[i][1:] for i in stack],
             [of_leaves[i] for i in stack], keys,

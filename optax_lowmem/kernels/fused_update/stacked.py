@@ -27,10 +27,12 @@ _ELEMENTS = 1 << 17  # of a stack: with twice as many it is a little slower than
 _PARTS = 8
 
 
-def supported(plan: LeafPlan, platform: str) -> str | None:
+def supported(rule: UpdateRule, plan: LeafPlan, platform: str) -> str | None:
     """Why a leaf cannot be part of a stack; None where it can."""
     if not plan.direct:
         return "an update is computed where it is used, outside of the step of the leaf"
+    if rule.measures:
+        return "XLA rounds what is measured of a whole leaf by what it is fused with"
     if math.prod(plan.shape) * _FEW > _ELEMENTS:
         return "too large: copies would cost more than they save"
     if jax.device_count() > 1:
@@ -40,6 +42,7 @@ def supported(plan: LeafPlan, platform: str) -> str | None:
 
 
 def stacks(
+    rule: UpdateRule,
     plans: Sequence[LeafPlan],
     gradients: Sequence[Any],
     weights: Sequence[Any],
@@ -48,6 +51,7 @@ def stacks(
     """Which of some leaves, given by their numbers, are stepped together; the others alone.
 
     Args:
+      rule: the optimizer's arithmetic.
       plans: of all leaves.
       gradients: of all leaves.
       weights: of all leaves, or None each.
@@ -56,7 +60,7 @@ def stacks(
     kinds: dict[Any, list[int]] = {}
     for i in leaves:
         plan, g, p = plans[i], gradients[i], weights[i]
-        if supported(plan, jax.default_backend()) is None:
+        if supported(rule, plan, jax.default_backend()) is None:
             kind = (plan.nameless, g.dtype, None if p is None else p.dtype)
             kinds.setdefault(kind, []).append(i)
     for (plan, *_), alike in kinds.items():
@@ -84,15 +88,14 @@ def fused_updates(
       rule: the optimizer's arithmetic.
       plan: that of every leaf.
       rows: gradient, weight and state of each.
-      of_leaves: the hyperparameters of each.
+      of_leaves: the hyperparameters of each; they differ in `OF_BLOCK` alone.
       keys: those of all leaves of the step.
       numbers: of these leaves among them, and then 0, 1, ... to number these alone: operands, as
         constants would make each stack another program.
     """
     # what is the same for all leaves stays one scalar
-    names = [name for name in of_leaves[0] if rule.measures or name == OF_BLOCK]
-    own = [{name: h[name] for name in names} for h in of_leaves]
-    h = {name: value for name, value in of_leaves[0].items() if name not in names}
+    own = [{name: x for name, x in h.items() if name == OF_BLOCK} for h in of_leaves]
+    h = {name: x for name, x in of_leaves[0].items() if name != OF_BLOCK}
     return _step(rule, plan, list(rows), own, h, keys, list(numbers))
 
 
