@@ -1,13 +1,17 @@
-"""Bytes of a checkpoint: of Llama-2-7B from its shapes, and a parameter of a file on disk.
+"""Bytes of a checkpoint (Llama-2-7B from its shapes; files on disk), and what its checksums cost.
 
 JAX_PLATFORMS=cpu python -m benchmarks.bench_checkpoint --record
 """
 
 import argparse
+import contextlib
+import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +20,7 @@ import optax
 
 import optax_lowmem as lowmem
 from benchmarks import model_shapes, records
+from optax_lowmem.checkpoint import checksums
 
 SHAPES, FILE = "llama-2-7b/adamw", "normal/adamw"
 # implementation -> (optimizer, dtype of the weights)
@@ -50,8 +55,8 @@ def from_shapes(impl: str, model: Callable[[Any], Any] = llama_2_7b) -> dict[str
     return {"checkpoint_gb": size / 1e9, "bytes_per_param": size / count}
 
 
-def on_disk(impl: str, parameters: int, folder: Path) -> float:
-    """Bytes of files a parameter, after steps of AdamW on normal gradients; Orbax compresses."""
+def trained(impl: str, parameters: int) -> tuple[Any, Any, Any]:
+    """(tx, weights, state) after steps of AdamW on normal gradients."""
     tx, dtype = VARIANTS[impl]
     rng = np.random.default_rng(0)
     master = {"w": jnp.asarray(rng.normal(0, 0.02, (parameters // 512, 512)), jnp.float32)}
@@ -60,8 +65,50 @@ def on_disk(impl: str, parameters: int, folder: Path) -> float:
     for _ in range(3):
         grads = {"w": jnp.asarray(rng.normal(0, 1e-3, master["w"].shape), jnp.float32)}
         params, state = step(grads, state, params)
-    lowmem.checkpoint.save(folder, tx, params, state, step=3)
+    return tx, params, state
+
+
+def on_disk(impl: str, parameters: int, folder: Path) -> float:
+    """Bytes of files a parameter; Orbax compresses."""
+    lowmem.checkpoint.save(folder, *trained(impl, parameters), step=3)
     return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) / parameters
+
+
+def saving(impl: str, parameters: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds of saves with checksums and without, taking turns."""
+    run = trained(impl, parameters)
+    times: dict[str, list[float]] = {"without": [], "with": []}
+    for _ in range(repeats):
+        for kind, found in times.items():
+            skip = mock.patch.object(checksums, "write", lambda *_: None)
+            with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+                if kind == "without":
+                    stack.enter_context(skip)
+                start = time.perf_counter()
+                lowmem.checkpoint.save(folder, *run, step=0)
+                found.append(time.perf_counter() - start)
+    return times
+
+
+def cost_of_checksums(impl: str, parameters: int, repeats: int = 9) -> list[dict[str, Any]]:
+    """Records of saving times; the ratio is the median of pairs."""
+    times = saving(impl, parameters, repeats)
+    pairs = zip(times["with"], times["without"], strict=True)
+    ratio = statistics.median(a / b for a, b in pairs)
+    return [
+        records.record(
+            "checkpoint",
+            FILE,
+            f"{impl}, {kind} checksums",
+            "save_s",
+            statistics.median(found),
+            "s",
+            repeats=repeats,
+            ratio=ratio if kind == "with" else 1.0,
+            flags={"parameters": parameters},
+        )
+        for kind, found in times.items()
+    ]
 
 
 def measure(impl: str, parameters: int) -> list[dict[str, Any]]:
@@ -85,8 +132,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--record", action="store_true", help="append to benchmarks/results")
     parser.add_argument("--parameters", type=int, default=1 << 24, help="of the file on disk")
+    parser.add_argument("--saved", type=int, default=1 << 27, help="parameters of a timed save")
     args = parser.parse_args()
     rows = [row for impl in VARIANTS for row in measure(impl, args.parameters)]
+    rows += cost_of_checksums("lowmem", args.saved)
     for row in rows:
         print(f"{row['case']:<20}{row['impl']:<26}{row['metric']:<22}{row['value']:9.3f}")
     if args.record:

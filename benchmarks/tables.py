@@ -130,6 +130,16 @@ def masters(rows: list[dict[str, Any]]) -> str:
     return markdown(["step", "kernel and rounding", "time", "to nearest"], body) + source(found)
 
 
+def checksums(rows: list[dict[str, Any]]) -> str:
+    """Time of saving a checkpoint with checksums and without."""
+    found = newest(rows, bench="checkpoint", metric="save_s")
+    body = [
+        [row["impl"], f"{row['value']:.2f} s", f"{100 * (row['ratio'] - 1):+.1f} %"]
+        for row in found
+    ]
+    return markdown(["saving", "time", "median of pairs"], body) + source(found)
+
+
 def train(rows: list[dict[str, Any]]) -> str:
     """Validation loss of the demo over seeds, ours and f32."""
     found = newest(rows, bench="train", metric="val_loss", case="demo/adamw")
@@ -240,6 +250,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     "cpu_step": cpu_step,
     "cpu_compile": cpu_compile,
     "masters": masters,
+    "checksums": checksums,
     "train": train,
     "claims": claims,
     "claims_stable_adamw": stable_adamw_claims,

@@ -9,7 +9,7 @@ import pytest
 
 import optax_lowmem as lowmem
 
-COUNT = 48
+COUNT = 100
 SHAPE = (64, 64)
 
 
