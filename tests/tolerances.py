@@ -318,3 +318,9 @@ ACTIVATION = 2.0**-19
 # value away: sqrt(5e-4) / 16 of an array's norm, for each of the 7 arrays that lie one behind the
 # other in a block, forward and backward.
 FLIPPED_CODES = 14**0.5 * EAGER_JIT_SHARE**0.5 / 16
+
+# Gradients of a layer whose norms and gates are computed from their inputs again, beside autodiff's
+# of the same forward pass. A number that travels back may be rounded to the other side each time,
+# 2^-8 of it in bf16 and 2^-24 in f32; as noise, through the 16 operations of a layer one behind the
+# other. In f32 sums of 128 in another order count four times that.
+RECOMPUTED = {"bfloat16": 16**0.5 * 2.0**-8, "float32": 4 * 16**0.5 * 2.0**-24}

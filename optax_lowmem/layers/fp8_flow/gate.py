@@ -9,7 +9,7 @@ import jax
 from optax_lowmem._core import numerics
 from optax_lowmem.kernels import fp8_flow as kernels
 from optax_lowmem.layers.fp8_flow import storage
-from optax_lowmem.layers.fp8_flow.recipe import DEFAULT, Coded, Recipe
+from optax_lowmem.layers.fp8_flow.recipe import DEFAULT, Coded, Formula, Recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,8 @@ def gated_product(
       ValueError: for another activation, or arrays of two shapes.
 
     Memory: for the backward pass, codes of gate and up and a 16-bit scale a group; 2.25 bytes for
-    both in groups of 16. f(gate), which the paper's flow keeps too, is computed again.
+    both in groups of 16. f(gate), which the paper's flow keeps too, is computed again. With
+    `Recipe(storage="bf16")`, gate and up as they are.
 
     Example:
       >>> import jax.numpy as jnp
@@ -60,7 +61,15 @@ def gated_product(
             "they are multiplied number by number, pass arrays of one shape and dtype"
         )
     with jax.named_scope("activation"):
-        return _gated(_Gate(recipe, activation), *((gate,) if up is None else (gate, up)))
+        static, given = _Gate(recipe, activation), (gate,) if up is None else (gate, up)
+        if not recipe.quantises:
+            # with the roundings of jax.nn's functions in 16 bits, bit for bit
+            return storage.recomputed(Formula(_value, static, wide=False), *given)
+        return _gated(static, *given)
+
+
+def _value(gate: _Gate, *given: jax.Array) -> jax.Array:
+    return kernels.gated(gate.activation, *given)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -76,7 +85,7 @@ def _forward(gate: _Gate, *given: jax.Array) -> tuple[Coded, Any]:
         values = [numerics.widen(x) for x in given]
     else:
         values = [kernels.restore(one, size) for one in stored]
-    h = kernels.gated(gate.activation, *values)
+    h = _value(gate, *values)
     codes, stored = storage.kept(kernels.quantized(h, absmax), stored)
     return Coded(h.astype(given[0].dtype), codes), stored
 
@@ -84,7 +93,7 @@ def _forward(gate: _Gate, *given: jax.Array) -> tuple[Coded, Any]:
 @storage.once
 def _gradients(gate: _Gate, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
     values = [kernels.restore(one, gate.recipe.group_size) for one in saved]
-    pull = jax.vjp(partial(kernels.gated, gate.activation), *values)[1]
+    pull = jax.vjp(partial(_value, gate), *values)[1]
     return tuple(dx.astype(g.dtype) for dx in pull(numerics.widen(g)))
 
 

@@ -13,7 +13,15 @@ from optax_lowmem.kernels import fp8_flow as kernels
 from optax_lowmem.kernels.quantized_matmul import Quantized, multiply, quantize_transposed
 from optax_lowmem.kernels.quantized_matmul import reference as matmul
 from optax_lowmem.layers.fp8_flow import storage
-from optax_lowmem.layers.fp8_flow.recipe import DEFAULT, FORWARD, Coded, Recipe, format_of
+from optax_lowmem.layers.fp8_flow.recipe import (
+    DEFAULT,
+    FORWARD,
+    Coded,
+    Recipe,
+    Source,
+    format_of,
+    value_of,
+)
 from optax_lowmem.layers.products import explicit_sharding
 
 KEEPS = ("codes", "input")
@@ -25,6 +33,7 @@ class _Linear:
 
     recipe: Recipe
     keeps_input: bool = False
+    precision: Any = None
 
 
 def linear(
@@ -34,6 +43,7 @@ def linear(
     kernel_absmax: jax.Array | None = None,
     keep: str = "codes",
     recipe: Recipe = DEFAULT,
+    precision: Any = None,
 ) -> jax.Array:
     r"""Y = s_X s_W Q(X) Q(W) in E4M3, and likewise dX = G W^T and dW = X^T G.
 
@@ -45,15 +55,18 @@ def linear(
         `input`, for an array that is kept anyway (by attention, whose output it is: appendix D);
         it is then quantised once more with the same scale.
       recipe: what the gradients' products run in.
+      precision: of products with `Recipe(storage="bf16")`, as `jax.lax.dot` takes it.
 
     Returns:
       [..., m] of x's dtype; gradients too are of the dtypes of x and the kernel.
 
     Raises:
-      ValueError: for a kernel that does not fit, or another `keep`.
+      ValueError: for a kernel that does not fit, another `keep`, or a `kernel_absmax` where nothing
+        is quantised.
 
     Memory: for the backward pass, one byte a number of X and its scale. The kernel is quantised
-    anew in each pass (appendix G.5).
+    anew in each pass (appendix G.5). With `Recipe(storage="bf16")`, nothing for X of a norm or an
+    activation function: it is computed again from what that keeps.
 
     On a mesh, left to XLA: a scalar is reduced where a maximum's tensor lies over devices.
 
@@ -70,8 +83,12 @@ def linear(
         raise ValueError(f"keep must be one of {', '.join(KEEPS)}, got {keep!r}")
     if keep == "input" and isinstance(x, Coded):
         raise ValueError("keep='input' is for an array; what is quantised is kept as codes")
+    if kernel_absmax is not None and not recipe.quantises:
+        raise ValueError("kernel_absmax with storage='bf16', which quantises nothing: leave it out")
     with jax.named_scope("linear"):
-        static = _Linear(recipe, keep == "input")
+        static = _Linear(recipe, keep == "input", precision)
+        if not recipe.quantises:
+            return _in_own_precision(static, *varying.alike(x, kernel))
         if kernel_absmax is not None:
             kernel_absmax = lax.stop_gradient(kernel_absmax)
         x = x if static.keeps_input else storage.code(x)
@@ -114,6 +131,42 @@ class Projection:
             keep=self.keep,
             recipe=self.recipe,
         )
+
+
+# ---- in the inputs' own precision ----------------------------------------------------------------
+
+
+def _in_own_precision(static: _Linear, x: jax.Array | Coded, kernel: jax.Array) -> jax.Array:
+    if isinstance(x, Coded) and x.source is not None:
+        return _recomputing(static, x, kernel)
+    return _times(static, value_of(x), kernel)
+
+
+def _times(static: _Linear, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    dims = (((x.ndim - 1,), (0,)), ((), ()))
+    return lax.dot_general(x, kernel, dims, precision=static.precision)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _recomputing(static: _Linear, x: Coded, kernel: jax.Array) -> jax.Array:
+    """The product, which keeps what its input is computed from."""
+    return _times(static, x.value, kernel)
+
+
+def _recomputing_backward(
+    static: _Linear, saved: tuple[Source, jax.Array], g: jax.Array
+) -> tuple[Coded, jax.Array]:
+    source, kernel = saved
+    dx, dw = jax.vjp(partial(_times, static), source.again(), kernel)[1](g)
+    return Coded(dx, None, None), dw
+
+
+_recomputing.defvjp(
+    lambda static, x, kernel: (_recomputing(static, x, kernel), (x.source, kernel)),
+    _recomputing_backward,
+)
+
+# ---- in FP8 --------------------------------------------------------------------------------------
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -53,7 +53,8 @@ class Fp8Dense(nn.Dense):
             promoted: Any = self.promote_dtype(x, kernel, dtype=self.dtype)
             given, kernel = promoted
         keep = "codes" if isinstance(x, Coded) else self.keep
-        y = linear(given, kernel, kernel_absmax=absmax, keep=keep, recipe=self.recipe)
+        more: dict[str, Any] = {"recipe": self.recipe, "precision": self.precision}
+        y = linear(given, kernel, kernel_absmax=absmax, keep=keep, **more)
         return y if bias is None else y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
 
 

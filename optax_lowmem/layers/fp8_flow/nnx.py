@@ -62,7 +62,8 @@ class Fp8Linear(nnx.Linear):
         else:
             x, kernel = self.promote_dtype((x, kernel), dtype=self.dtype)
         keep = "codes" if isinstance(x, Coded) else self.keep
-        y = linear(x, kernel, kernel_absmax=absmax, keep=keep, recipe=self.recipe)
+        more: dict[str, Any] = {"recipe": self.recipe, "precision": self.precision}
+        y = linear(x, kernel, kernel_absmax=absmax, keep=keep, **more)
         if self.preferred_element_type is not None:
             y = y.astype(self.preferred_element_type)
         return y if bias is None else y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))

@@ -11,7 +11,7 @@ from optax_lowmem.kernels import fp8_flow as kernels
 from optax_lowmem.kernels.fp8_flow import Grouped
 from optax_lowmem.kernels.quantized_matmul.reference import absmax_of
 from optax_lowmem.layers.fp8_flow import storage
-from optax_lowmem.layers.fp8_flow.recipe import DEFAULT, Coded, Recipe
+from optax_lowmem.layers.fp8_flow.recipe import DEFAULT, Coded, Formula, Recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +20,10 @@ class _Norm:
 
     recipe: Recipe
     eps: float
+
+    def group(self, x: jax.Array) -> int:
+        """Neighbours whose sum is taken first; without codes, a whole row."""
+        return self.recipe.group_size if self.recipe.quantises else max(1, x.shape[-1])
 
 
 def rms_norm(
@@ -37,7 +41,7 @@ def rms_norm(
       y: quantised by one scale for the whole tensor; its `value` has x's dtype.
 
     Memory: for the backward pass, codes of x and a 16-bit scale a group; 1.125 bytes a number in
-    groups of 16. Those of y are kept by the products, once.
+    groups of 16. Those of y are kept by the products, once. With `Recipe(storage="bf16")`, x alone.
 
     Numerics: f32 from x, gradients from x as it is kept: straight through. A group with a number
     that is not finite shows as NaN.
@@ -51,7 +55,10 @@ def rms_norm(
     """
     _check(x, scale)
     with jax.named_scope("norm"):
-        return _rms_norm(_Norm(recipe, eps), x, scale)
+        norm = _Norm(recipe, eps)
+        if not recipe.quantises:
+            return storage.recomputed(Formula(_rms, norm), x, scale)
+        return _rms_norm(norm, x, scale)
 
 
 def layer_norm(
@@ -76,7 +83,11 @@ def layer_norm(
     """
     _check(x, scale)
     with jax.named_scope("norm"):
-        return _layer_norm(_Norm(recipe, eps), x, scale, bias)
+        norm = _Norm(recipe, eps)
+        if not recipe.quantises:
+            weights = (scale,) if bias is None else (scale, bias)
+            return storage.recomputed(Formula(_layer, norm), x, *weights)
+        return _layer_norm(norm, x, scale, bias)
 
 
 def _check(x: jax.Array, scale: jax.Array) -> None:
@@ -89,11 +100,14 @@ def _check(x: jax.Array, scale: jax.Array) -> None:
 
 def _rms(norm: _Norm, x: jax.Array, scale: jax.Array) -> jax.Array:
     """In f32."""
-    return _scaled(x, scale, kernels.inverse_rms(x, norm.eps, norm.recipe.group_size))
+    return _scaled(norm, x, scale, kernels.inverse_rms(x, norm.eps, norm.group(x)))
 
 
-def _scaled(x: jax.Array, scale: jax.Array, inverse: jax.Array) -> jax.Array:
-    return x * kernels.row(scale, x) * inverse
+def _scaled(norm: _Norm, x: jax.Array, scale: jax.Array, inverse: jax.Array) -> jax.Array:
+    scale = kernels.row(scale, x)
+    # the maximum of a row that codes need is `inverse` times that of x * scale; ordinary layers
+    # have the other order
+    return x * scale * inverse if norm.recipe.quantises else x * inverse * scale
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -111,7 +125,7 @@ def _rms_coded(norm: _Norm, x: jax.Array, scale: jax.Array) -> tuple[Coded, Grou
     size, exact = norm.recipe.group_size, norm.recipe.exact
     stored, inverse, absmax = kernels.store_normed(x, scale, norm.eps, size, exact)
     given = numerics.widen(x) if exact else kernels.restore(stored, size)
-    y = _scaled(given, scale, inverse)
+    y = _scaled(norm, given, scale, inverse)
     codes, stored = storage.kept(kernels.quantized(y, absmax), stored)
     return Coded(y.astype(x.dtype), codes), stored
 
@@ -131,9 +145,9 @@ _rms_norm.defvjp(_rms_forward, lambda norm, saved, g: _gradients(_rms, norm, sav
 # ---- LayerNorm -----------------------------------------------------------------------------------
 
 
-def _layer(norm: _Norm, x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> jax.Array:
+def _layer(norm: _Norm, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """In f32."""
-    centred = x - kernels.row_sum(x, norm.recipe.group_size) / x.shape[-1]
+    centred = x - kernels.row_sum(x, norm.group(x)) / x.shape[-1]
     y = _rms(norm, centred, scale)
     return y if bias is None else y + kernels.row(bias, x)
 

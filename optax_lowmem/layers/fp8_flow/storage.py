@@ -1,6 +1,7 @@
 """Activations quantised for products, and what rules of differentiation here have in common."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ from jax import lax
 
 from optax_lowmem.kernels.fp8_flow import quantized
 from optax_lowmem.kernels.quantized_matmul.reference import absmax_of
-from optax_lowmem.layers.fp8_flow.recipe import Coded
+from optax_lowmem.layers.fp8_flow.recipe import Coded, Formula, Source, value_of
 
 
 def kept(*trees: Any) -> Any:
@@ -24,7 +25,7 @@ def code(x: jax.Array | Coded) -> Coded:
 
     The gradient goes straight through. One that is quantised stays as it is.
     """
-    return x if isinstance(x, Coded) else _code(x)
+    return x if isinstance(x, Coded) and x.quantized is not None else _code(value_of(x))
 
 
 @jax.custom_vjp
@@ -33,6 +34,28 @@ def _code(x: jax.Array) -> Coded:
 
 
 _code.defvjp(lambda x: (_code(x), None), lambda saved, g: (g.value,))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def recomputed(formula: Formula, *given: jax.Array) -> Coded:
+    """The value of a formula, of which the backward pass is given the arguments alone.
+
+    It computes what it needs from these once more, as linear layers of the value do.
+    """
+    return _recomputed_forward(formula, *given)[0]
+
+
+def _recomputed_forward(formula: Formula, *given: jax.Array) -> tuple[Coded, Any]:
+    # else XLA would find that both computations are the same, and keep the first one's results
+    again = lax.optimization_barrier(given)
+    return Coded(formula(*given), None, Source(formula, again)), again
+
+
+def _recomputed_backward(formula: Formula, given: Any, g: Coded) -> tuple[jax.Array, ...]:
+    return jax.vjp(formula, *given)[1](g.value)
+
+
+recomputed.defvjp(_recomputed_forward, _recomputed_backward)
 
 
 def once(function: Callable[..., Any], static: int = 1) -> Callable[..., Any]:

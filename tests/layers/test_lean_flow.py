@@ -1,0 +1,296 @@
+"""The flow in 16 bits: ordinary layers bit for bit, that keep inputs of norms and gates alone."""
+
+import collections
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import tolerances as tol
+from tests.compilation import SAME_BITS
+
+pytest.importorskip("flax")
+
+from flax import linen as nn  # noqa: E402
+from flax import nnx  # noqa: E402
+
+import optax_lowmem as lowmem  # noqa: E402
+from optax_lowmem import layers  # noqa: E402
+from optax_lowmem.layers import fp8_flow  # noqa: E402
+from optax_lowmem.layers.fp8_flow import Recipe  # noqa: E402
+from tests.layers.test_fp8_block import (  # noqa: E402
+    HEADS,
+    HIDDEN,
+    LENGTH,
+    WIDTH,
+    distance,
+    drawn,
+    flash_attention,
+    make,
+)
+
+LEAN = Recipe(storage="bf16")
+lean = functools.partial(make, LEAN, kv_heads=HEADS)
+
+
+def jitted(function):
+    return jax.jit(function, compiler_options=SAME_BITS)
+
+
+# ---- an ordinary layer ---------------------------------------------------------------------------
+
+
+def norm(x, scale):
+    wide = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)
+    return (wide * inverse * scale.reshape(1, 1, -1)).astype(x.dtype)
+
+
+def rotated(x):
+    frequency = 10_000.0 ** (-jnp.arange(0, x.shape[-1], 2, dtype=jnp.float32) / x.shape[-1])
+    angle = jnp.arange(x.shape[1], dtype=jnp.float32)[:, None] * frequency[None]
+    cos, sin = (f(angle)[None, :, None] for f in (jnp.cos, jnp.sin))
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+def ordinary(params, x, heads=HEADS):
+    """A Llama's layer as one would write it in JAX."""
+    attn, mlp = params["self_attn"], params["mlp"]
+    n = norm(x, params["input_norm"]["scale"])
+    q, k, v = (n @ attn[f"{name}_proj"]["kernel"] for name in "qkv")
+    q, k, v = (y.reshape(*y.shape[:2], heads, -1) for y in (q, k, v))
+    mixed = jax.nn.dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
+    x = x + mixed.reshape(x.shape) @ attn["o_proj"]["kernel"]
+    n = norm(x, params["post_attention_norm"]["scale"])
+    gate, up = (n @ mlp[f"{name}_proj"]["kernel"] for name in ("gate", "up"))
+    return x + (jax.nn.silu(gate) * up) @ mlp["down_proj"]["kernel"]
+
+
+def gradients(block, params, x):
+    """Output, and gradients of sum(sin(y)) of parameters and input."""
+
+    def step(params, x):
+        y, pull = jax.vjp(block, params, x)
+        return y, *pull(jnp.cos(y.astype(jnp.float32)).astype(y.dtype))
+
+    return jitted(step)(params, x)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_an_ordinary_layer(dtype):
+    """No bit of the forward pass is another; gradients are, by rounding."""
+    block, params = lean(dtype)
+    x = drawn(dtype)
+    np.testing.assert_array_equal(jitted(block)(params, x), jitted(ordinary)(params, x))
+    found, want = gradients(block, params, x), gradients(ordinary, params, x)
+    assert distance(found, want) < tol.RECOMPUTED[jnp.dtype(dtype).name]
+
+
+# ---- bytes ---------------------------------------------------------------------------------------
+
+
+def units(block, dtype=jnp.bfloat16):
+    """The report of a layer as the paper counts it: an MLP of 8/3 the width, in U."""
+    batch, length, width = 4, 2048, 3072
+    like = nnx.eval_shape(
+        lambda: layers.Fp8LlamaBlock(
+            width, 8192, 24, attention="cudnn", recipe=LEAN, param_dtype=dtype, rngs=nnx.Rngs(0)
+        )
+    )
+    graph, params = nnx.split(like)
+    block = block or (lambda params, x: nnx.merge(graph, params)(x))
+    x = jax.ShapeDtypeStruct((batch, length, width), dtype)
+    return lowmem.memory.activation_report(
+        block, nnx.to_pure_dict(params), x, weights=0, unit=2 * batch * length * width
+    )
+
+
+def test_units_of_a_llama_layer(monkeypatch):
+    """Done when 2: at most 17 U of JAX's 28; the inputs of two norms, q, k, v, o, gate and up."""
+    monkeypatch.setattr(jax.nn, "dot_product_attention", flash_attention)
+    plain = units(functools.partial(ordinary, heads=24))
+    report = units(None)
+    assert plain.total_bytes / plain.unit > 27.9
+    norms = 2 * 4 * 3072  # their scales, behind a barrier
+    assert report.total_bytes - norms == (2 + 4 + 2 * 8192 / 3072) * report.unit
+    assert report.total_bytes <= 17 * report.unit
+    large = {jnp.dtype(a.dtype).name for a in report.activations if a.bytes > norms}
+    assert large == {"bfloat16"}
+
+
+def test_what_a_compiled_scan_stacks():
+    """The forward loop's stacks, an array a step: those of the report, and none in f32."""
+    block, params = lean(jnp.bfloat16)
+    shape = (2, 8 * LENGTH, WIDTH)
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    def loss(params, x):
+        found, _ = jax.lax.scan(lambda x, own: (block(own, x), None), x, params)
+        return found.astype(jnp.float32).sum()
+
+    stacked = jax.tree.map(lambda w: jax.ShapeDtypeStruct((5, *w.shape), w.dtype), params)
+    text = jax.jit(jax.grad(loss)).lower(stacked, x).compile().as_text()
+    forward = re.search(r"= \((.*?)\) while\(", text).group(1)
+    found = collections.Counter()
+    for kind, dims in re.findall(r"(\w+)\[([\d,]+)\]", forward):
+        numbers = [int(n) for n in dims.split(",")]
+        if numbers[:2] == [5, 2]:
+            found[kind] += 2 * int(np.prod(numbers[1:]))
+    report = lowmem.memory.activation_report(block, params, x, weights=0, unit=2 * x.size)
+    wanted = sum(a.bytes for a in report.activations if a.dtype == jnp.bfloat16)
+    assert found == {"bf16": wanted}
+
+
+# ---- transformations -----------------------------------------------------------------------------
+
+
+def test_scan_remat_and_vmap():
+    block, params = lean(jnp.bfloat16)
+    x = drawn(jnp.bfloat16)
+    want = gradients(block, params, x)
+    limit = tol.RECOMPUTED["bfloat16"]
+    assert distance(gradients(jax.checkpoint(block), params, x), want) < limit
+    stacked = jax.tree.map(lambda w: w[None], params)
+
+    def scanned(params, x):
+        return jax.lax.scan(lambda x, own: (block(own, x), None), x, params)[0]
+
+    y, of_params, of_x = gradients(scanned, stacked, x)
+    assert distance((y, jax.tree.map(lambda w: w[0], of_params), of_x), want) < limit
+    both = jnp.stack([x, 2 * x[::-1]])
+    found = jitted(jax.vmap(block, (None, 0)))(params, both)
+    for one, given in zip(found, both, strict=True):
+        assert distance(one, jitted(block)(params, given)) < limit
+
+
+def test_second_derivatives():
+    """Nothing is rounded to codes: unlike the flow in FP8, this one has them."""
+    x, w = drawn(shape=(3, 8)), drawn(shape=(8, 4))
+
+    def of(rms_norm, x):
+        return jnp.sum(jnp.square(rms_norm(x) @ w))
+
+    def lean(x):
+        return fp8_flow.rms_norm(x, jnp.ones(8), recipe=LEAN).value
+
+    def plain(x):
+        return norm(x[None], jnp.ones(8))[0]
+
+    found, want = (
+        jax.grad(lambda x, f=f: jnp.sum(jnp.sin(jax.grad(functools.partial(of, f))(x))))(x)
+        for f in (lean, plain)
+    )
+    assert distance(found, want) < tol.RECOMPUTED["float32"]
+
+
+# ---- functions and modules -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_exact", "relu"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_gates(activation, gated):
+    """Of two arrays or one, and the linear layer behind: as without the flow."""
+    gate, up, w = (drawn(jnp.bfloat16, i, (6, 16)) for i in range(3))
+    w, up = w.T, up if gated else None
+    of = fp8_flow.gated_product
+
+    def mine(gate, w):
+        return fp8_flow.linear(of(gate, up, activation=activation, recipe=LEAN), w, recipe=LEAN)
+
+    def plain(gate, w):
+        function = {
+            "silu": jax.nn.silu,
+            "gelu": functools.partial(jax.nn.gelu, approximate=True),
+            "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+            "relu": jax.nn.relu,
+        }[activation]
+        return (function(gate) * up if gated else function(gate)) @ w
+
+    found, want = gradients(mine, gate, w), gradients(plain, gate, w)
+    np.testing.assert_array_equal(found[0], want[0])
+    assert distance(found, want) < tol.RECOMPUTED["bfloat16"]
+
+
+class Dense(nn.Module):
+    """A pre-norm MLP of Linen."""
+
+    @nn.compact
+    def __call__(self, x):
+        n = fp8_flow.linen.Fp8LayerNorm(recipe=LEAN)(x)
+        gate, up = (layers.Fp8Dense(32, recipe=LEAN)(n) for _ in range(2))
+        h = fp8_flow.linen.Fp8GatedProduct("gelu", recipe=LEAN)(gate, up)
+        return x + layers.Fp8Dense(16, recipe=LEAN)(h)
+
+
+class Linear(nnx.Module):
+    """The same of NNX."""
+
+    def __init__(self, rngs):
+        make = functools.partial(layers.Fp8Linear, recipe=LEAN, rngs=rngs)
+        self.norm = layers.Fp8LayerNorm(16, recipe=LEAN)
+        self.gate, self.up, self.down = make(16, 32), make(16, 32), make(32, 16)
+        self.product = layers.Fp8GatedProduct("gelu", recipe=LEAN)
+
+    def __call__(self, x):
+        n = self.norm(x)
+        return x + self.down(self.product(self.gate(n), self.up(n)))
+
+
+def plain_mlp(params, x):
+    """The same with JAX's own derivative."""
+
+    def dense(x, own):
+        return x @ own["kernel"] + own["bias"].reshape(1, -1)
+
+    centred = x - x.mean(-1, keepdims=True)
+    scale, bias = (params["norm"][name].reshape(1, -1) for name in ("scale", "bias"))
+    n = centred * jax.lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-6) * scale + bias
+    gate, up = dense(n, params["gate"]), dense(n, params["up"])
+    return x + dense(jax.nn.gelu(gate) * up, params["down"])
+
+
+def test_linen_and_nnx_are_the_same_layers():
+    x, model = drawn(shape=(3, 16)), Linear(nnx.Rngs(0))
+    graph, state = nnx.split(model)
+    params = nnx.to_pure_dict(state)
+    names = {"Fp8LayerNorm_0": "norm"} | {
+        f"Fp8Dense_{i}": name for i, name in enumerate(("gate", "up", "down"))
+    }
+    variables = {"params": {one: params[two] for one, two in names.items()}}
+    found = gradients(lambda params, x: nnx.merge(graph, params)(x), params, x)
+    np.testing.assert_array_equal(jitted(Dense().apply)(variables, x), found[0])
+    assert distance(found, gradients(plain_mlp, params, x)) < tol.RECOMPUTED["float32"]
+
+
+def test_precision_of_products():
+    """A layer's own, which products in FP8 have no use for."""
+    layer = layers.Fp8Linear(8, 4, recipe=LEAN, precision="highest", rngs=nnx.Rngs(0))
+    n = layers.Fp8RMSNorm(8, recipe=LEAN)
+    for given in (drawn(shape=(2, 8)), n(drawn(shape=(2, 8)))):
+        assert str(jax.make_jaxpr(layer)(given)).count("HIGHEST") >= 1
+
+
+def test_flows_meet():
+    """Codes are made of what has none, and the value is taken of what has."""
+    x, w = drawn(shape=(4, 16)), drawn(shape=(16, 8))
+    lean, coded = (fp8_flow.rms_norm(x, jnp.ones(16), recipe=r) for r in (LEAN, Recipe()))
+    np.testing.assert_array_equal(fp8_flow.linear(lean, w), fp8_flow.linear(lean.value, w))
+    np.testing.assert_array_equal(fp8_flow.linear(coded, w, recipe=LEAN), coded.value @ w)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="storage must be fp8 or bf16, got 'int4'"):
+        Recipe(storage="int4")
+    with pytest.raises(ValueError, match="group_size=32 with storage='bf16'"):
+        Recipe(storage="bf16", group_size=32)
+    with pytest.raises(ValueError, match="kernel_absmax with storage='bf16'"):
+        fp8_flow.linear(
+            drawn(shape=(2, 8)), drawn(shape=(8, 3)), kernel_absmax=jnp.ones((1, 1)), recipe=LEAN
+        )
+    block = layers.Fp8LlamaBlock(WIDTH, HIDDEN, HEADS, recipe=LEAN, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="leave it out"):
+        block(drawn(), block.weight_maxima())
