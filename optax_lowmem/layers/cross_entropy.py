@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from optax_lowmem._core import varying
 
 _REDUCTIONS = ("mean", "sum", "none")
-_CHUNK_LOGITS = 2**27  # of a device; half a GiB in f32: the products are large, the rest is small
+_CHUNK_LOGITS = 2**28  # of a device; a GiB in f32: the products are large, the rest is small
 
 
 def linear_cross_entropy(
@@ -49,7 +49,7 @@ def linear_cross_entropy(
       z_loss: z adds z * log(sum(exp(logits)))^2 to each token's loss.
       soft_cap: c replaces the logits by c * tanh(logits / c).
       chunk_tokens: tokens of a chunk, at most (of a device, where `specs` are known); by default as
-        many as have 2^27 logits.
+        many as have 2^28 logits.
       precision: of the products, as `jax.lax.dot` takes it.
       mesh: with `specs`, where the axes are Auto.
       specs: partition specs of `hidden` and `head` on the mesh. Each device then sums its part of
