@@ -65,21 +65,32 @@ class Variant:
     options: tuple[tuple[str, str], ...] = ()
 
 
+STANDARD = "--activations standard --remat dots"
+LT = (("xla_gpu_enable_cublaslt", "True"),)
+CUBLAS = (("xla_gpu_enable_triton_gemm", "False"),)
 SLICES = (("xla_gpu_enable_dynamic_slice_fusion", "True"),)
 VARIANTS = {
     "default": Variant(),
-    "products-alone": Variant(products_alone=True),
+    "lean": Variant("--activations lean --remat none"),
+    "lean-unrolled": Variant("--activations lean --remat none --unroll 99"),
+    "lean-unroll-4": Variant("--activations lean --remat none --unroll 4"),
+    "lean-unrolled-lt": Variant("--activations lean --remat none --unroll 99", options=LT),
+    "lean-unrolled-cublas": Variant("--activations lean --remat none --unroll 99", options=CUBLAS),
+    "lean-full": Variant("--activations lean --remat full"),
+    "lean-full-unrolled": Variant("--activations lean --remat full --unroll 99"),
+    "standard": Variant(STANDARD),
+    "products-alone": Variant(STANDARD, products_alone=True),
     "chunk-512": Variant(chunk_tokens=512),
     "chunk-2048": Variant(chunk_tokens=2048),
     "slice-fusion": Variant(options=SLICES),
-    "unroll-2": Variant("--unroll 2"),
-    "unroll-4": Variant("--unroll 4"),
-    "unrolled": Variant("--unroll 99"),
-    "unrolled-merged": Variant("--unroll 99", merges=True),
-    "unrolled-products-alone": Variant("--unroll 99", products_alone=True),
-    "unrolled-none": Variant("--unroll 99 --remat none"),
-    "scan-none": Variant("--remat none"),
-    "scan-full": Variant("--remat full"),
+    "unroll-2": Variant(f"{STANDARD} --unroll 2"),
+    "unroll-4": Variant(f"{STANDARD} --unroll 4"),
+    "unrolled": Variant(f"{STANDARD} --unroll 99"),
+    "unrolled-merged": Variant(f"{STANDARD} --unroll 99", merges=True),
+    "unrolled-products-alone": Variant(f"{STANDARD} --unroll 99", products_alone=True),
+    "unrolled-none": Variant("--activations standard --remat none --unroll 99"),
+    "scan-none": Variant("--activations standard --remat none"),
+    "scan-full": Variant("--activations standard --remat full"),
     "fp8": Variant("--activations fp8"),
     "fp8-unrolled": Variant("--activations fp8 --unroll 99"),
 }
@@ -232,7 +243,7 @@ def time_all(bench: Bench, programs: dict[str, tuple[Any, float]]) -> None:
             bench.failed(f"llama-{bench.args.preset}", name, error)
             continue
         own = program.settings
-        how = {"remat": own.remat, "attention": own.attention, "unroll": own.unroll}
+        how = {n: getattr(own, n) for n in ("remat", "attention", "activations", "unroll")}
         found |= {"compile_s": compile_s}
         bench.store(f"llama-{bench.args.preset}", name, found, **how)
         if name in bench.args.profile:

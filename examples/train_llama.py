@@ -35,6 +35,7 @@ try:
         DOTS,
         FP8,
         FULL,
+        LEAN,
         LINEARS,
         NOISE,
         NONE,
@@ -86,8 +87,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--zero", action="store_true", help="cut the state between the --data devices (ZeRO-1)")
     add("--remat", nargs="?", choices=(NONE, DOTS, FULL, AUTO), const=FULL,
         help="compute layers anew in the backward pass: in full (the meaning without a word), or "
-        "all but their products and attention (dots); auto, the default: dots on a GPU or TPU, "
-        "full where memory is short, none on a CPU and with --activations fp8")  # fmt: skip
+        "all but their products and attention (dots); auto, the default: none on a CPU, elsewhere "
+        "what keeps least of those within 3 %% of the fastest, by estimates")  # fmt: skip
     add("--no-remat", dest="remat", action="store_const", const=NONE, help="--remat none")
     add("--unroll", type=positive, default=1, metavar="N",
         help="layers in a step of the scan over layers: fewer copies, a longer compilation "
@@ -100,9 +101,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--linear", choices=LINEARS, default=STANDARD,
         help="products of the layers' matrices in 8 bits, forward and for the gradient of their "
         "input; embedding and head stay (default: standard)")  # fmt: skip
-    add("--activations", choices=(STANDARD, FP8), default=STANDARD,
-        help="fp8: layers keep 8-bit codes for the backward pass, and multiply in FP8 but where "
-        "--linear says otherwise (default: standard)")  # fmt: skip
+    add("--activations", choices=(AUTO, STANDARD, LEAN, FP8), default=AUTO,
+        help="lean: the backward pass is given the inputs of norms and activation functions alone, "
+        "and no bit of the forward pass is another; fp8: 8-bit codes of them, and layers multiply "
+        "in FP8 but where --linear says otherwise; auto, the default: lean on a GPU or TPU, "
+        "standard on a CPU")  # fmt: skip
     add("--noise", choices=NOISE,
         help="noise of a learnt bitwidth on these matrices (GaussWS): `od` are an attention's "
         "projection and the last of an MLP")  # fmt: skip

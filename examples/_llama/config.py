@@ -9,8 +9,8 @@ from optax_lowmem import layers
 
 PLAIN = "optax.adamw"
 STANDARD = "standard"
-FP8 = "fp8"  # --activations
-AUTO = "auto"  # --attention, --remat: what suits the model and the machine
+LEAN, FP8 = "lean", "fp8"  # --activations
+AUTO = "auto"  # --attention, --activations, --remat: what suits the model and the machine
 XLA, CUDNN = "xla", "cudnn"  # --attention
 NONE, DOTS, FULL = "none", "dots", "full"  # --remat
 NOISE = ("od", "qkv", "out", "up", "down", "all")  # --noise
@@ -100,7 +100,7 @@ class Settings:
     clip: float = 1.0
     attention: str = AUTO
     linear: str = STANDARD
-    activations: str = STANDARD
+    activations: str = AUTO
     noise: str | None = None
     implementation: str = "auto"
     data: int = 1

@@ -15,7 +15,7 @@ from flax import nnx
 
 from optax_lowmem import layers, memory
 
-from .config import DOTS, FP8, FULL, NONE, STANDARD, XLA, Shape
+from .config import DOTS, FP8, FULL, LEAN, NONE, STANDARD, XLA, Shape
 
 Constraint = Callable[[jax.Array], jax.Array]
 STACK = "layers"  # the subtree of parameters that has the layers on axis 0
@@ -105,6 +105,11 @@ def _keeps(primitive: Any, *args: Any, **params: Any) -> bool:
     return attention or products(primitive, *args, **params)
 
 
+# name of `activations` -> how the library's layer keeps them
+_RECIPES = {
+    LEAN: layers.fp8_flow.Recipe(storage="bf16"),
+    FP8: layers.fp8_flow.Recipe(),
+}
 # name of `remat` -> what of a layer the backward pass does not compute anew
 _POLICIES = {DOTS: _keeps, FULL: None}
 
@@ -123,7 +128,8 @@ class Llama:
         its attention; `full`: from its input.
       constrain: applied to what goes from layer to layer, to say where it lies on a mesh.
       dot_general: of the matrices of layers; None: JAX's.
-      activations: `fp8`: what the backward pass needs of a layer is kept in 8 bits.
+      activations: `lean`: the backward pass is given the inputs of norms and activation functions
+        alone, and products' results; `fp8`: codes of them in 8 bits.
       unroll: layers in a step of the scan; the arrays of a step are not copied to and from stacks.
       loss: `layers.linear_cross_entropy`, which a mesh makes know where its arguments lie.
     """
@@ -141,9 +147,10 @@ class Llama:
     def _block(self, key: jax.Array) -> Block:
         return Block(self.shape, self.attention, nnx.Rngs(key))
 
-    def _fp8_block(self, key: jax.Array) -> layers.Fp8LlamaBlock:
+    def _low_memory_block(self, key: jax.Array) -> layers.Fp8LlamaBlock:
         own, heads = self.shape, (self.shape.heads, self.shape.kv_heads)
         more = dict(rope=own.rope, attention=self.attention, rngs=nnx.Rngs(key))
+        more["recipe"] = _RECIPES[self.activations]
         return layers.Fp8LlamaBlock(own.width, own.hidden, *heads, **more)
 
     def _ends(self, key: jax.Array) -> Ends:
@@ -174,8 +181,8 @@ class Llama:
     def _graphs(self) -> tuple[Any, Any]:
         key = jax.random.key(0)
         ends, block = (nnx.eval_shape(functools.partial(f, key)) for f in (self._ends, self._block))
-        if self.activations == FP8:
-            block = nnx.eval_shape(functools.partial(self._fp8_block, key))
+        if self.activations != STANDARD:
+            block = nnx.eval_shape(functools.partial(self._low_memory_block, key))
         if self.dot_general is not None:
             block = layers.convert(block, to=self.dot_general)
         return nnx.graphdef(ends), nnx.graphdef(block)

@@ -103,11 +103,9 @@ def case(settings: Settings) -> str:
     preset, changed = PRESETS[settings.preset], []
     rate = preset.learning_rate * RATE_FACTORS.get(settings.optimizer, 1.0)
     usual: dict[str, Any] = {"learning_rate": rate, "clip": 1.0, "zero": False, "release": False}
-    usual |= dict.fromkeys(("data", "fsdp", "tensor"), 1) | dict.fromkeys(
-        ("linear", "activations"), STANDARD
-    )
+    usual |= dict.fromkeys(("data", "fsdp", "tensor"), 1) | {"linear": STANDARD}
     usual |= {n: getattr(preset, n) for n in ("sequence", "batch", "steps", "text", "remat")}
-    usual |= {"noise": None, "attention": AUTO, "unroll": 1}
+    usual |= {"noise": None, "attention": AUTO, "activations": AUTO, "unroll": 1}
     for name, value in usual.items():
         own = getattr(settings, name)
         changed += [f"{name}={own}"] if own != value else []

@@ -108,7 +108,7 @@ def make_program(settings: Settings) -> Program:
         choose.attention(settings),
         constrain=constrain,
         dot_general=LINEARS[settings.linear],
-        activations=settings.activations,
+        activations=choose.activations(settings),
         unroll=settings.unroll,
         loss=functools.partial(layers.linear_cross_entropy, **meshes.of_loss(settings, mesh)),
     )
