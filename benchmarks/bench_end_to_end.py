@@ -71,15 +71,15 @@ CUBLAS = (("xla_gpu_enable_triton_gemm", "False"),)
 SLICES = (("xla_gpu_enable_dynamic_slice_fusion", "True"),)
 VARIANTS = {
     "default": Variant(),
-    "lean": Variant("--activations lean --remat none"),
+    "lean": Variant("--activations lean --remat none --unroll 1"),
     "lean-unrolled": Variant("--activations lean --remat none --unroll 99"),
     "lean-unroll-4": Variant("--activations lean --remat none --unroll 4"),
     "lean-unrolled-lt": Variant("--activations lean --remat none --unroll 99", options=LT),
     "lean-unrolled-cublas": Variant("--activations lean --remat none --unroll 99", options=CUBLAS),
-    "lean-full": Variant("--activations lean --remat full"),
+    "lean-full": Variant("--activations lean --remat full --unroll 1"),
     "lean-full-unrolled": Variant("--activations lean --remat full --unroll 99"),
-    "standard": Variant(STANDARD),
-    "products-alone": Variant(STANDARD, products_alone=True),
+    "standard": Variant(f"{STANDARD} --unroll 1"),
+    "products-alone": Variant(f"{STANDARD} --unroll 1", products_alone=True),
     "chunk-512": Variant(chunk_tokens=512),
     "chunk-2048": Variant(chunk_tokens=2048),
     "slice-fusion": Variant(options=SLICES),
@@ -89,9 +89,9 @@ VARIANTS = {
     "unrolled-merged": Variant(f"{STANDARD} --unroll 99", merges=True),
     "unrolled-products-alone": Variant(f"{STANDARD} --unroll 99", products_alone=True),
     "unrolled-none": Variant("--activations standard --remat none --unroll 99"),
-    "scan-none": Variant("--activations standard --remat none"),
-    "scan-full": Variant("--activations standard --remat full"),
-    "fp8": Variant("--activations fp8"),
+    "scan-none": Variant("--activations standard --remat none --unroll 1"),
+    "scan-full": Variant("--activations standard --remat full --unroll 1"),
+    "fp8": Variant("--activations fp8 --unroll 1"),
     "fp8-unrolled": Variant("--activations fp8 --unroll 99"),
 }
 
@@ -182,7 +182,6 @@ def lowered(args: argparse.Namespace, variant: Variant) -> tuple[Any, Any]:
     """A variant's program and its traced step."""
     flags = f"--preset {args.preset} --data 1 --text random --steps {args.steps} {args.flags}"
     own = train_llama.make_settings(train_llama.parse_arguments(f"{flags} {variant.flags}".split()))
-    own = dataclasses.replace(own, unroll=min(own.unroll, own.shape.layers))
     with changed(variant, own.shape.vocab):
         program = train.make_program(own)
         return program, program.step.lower(*program.like, program.tokens)

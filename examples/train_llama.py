@@ -63,6 +63,10 @@ OUT_OF_MEMORY = 3  # the exit code
 SAID_SO = ("RESOURCE_EXHAUSTED", "Out of memory")  # on a CPU only the latter
 
 
+def positive_or_auto(text: str) -> int | str:
+    return AUTO if text == AUTO else positive(text)
+
+
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -90,9 +94,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "all but their products and attention (dots); auto, the default: none on a CPU, elsewhere "
         "what keeps least of those within 3 %% of the fastest, by estimates")  # fmt: skip
     add("--no-remat", dest="remat", action="store_const", const=NONE, help="--remat none")
-    add("--unroll", type=positive, default=1, metavar="N",
-        help="layers in a step of the scan over layers: fewer copies, a longer compilation "
-        "(default: 1)")  # fmt: skip
+    add("--unroll", type=positive_or_auto, default=AUTO, metavar="N",
+        help="layers in a step of the scan over layers: fewer copies, a longer compilation; auto, "
+        "the default: up to 32, all of them, on a GPU or TPU alone, else 1")  # fmt: skip
     add("--release", action="store_true",
         help="update each layer inside the backward pass: gradients never exist all at once, and "
         "each layer is computed anew")  # fmt: skip
@@ -197,17 +201,21 @@ def train_run(
     )
     last = min(args.until or settings.steps, settings.steps)
     tokens = settings.batch * settings.sequence
+
+    def is_saved(step: int) -> bool:
+        due = args.save_every and step % args.save_every == 0
+        return bool(args.checkpoint and (due or step == last))
+
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=last, completed=run.step, now="")
-        for _ in train.advance(run, program, batches, last):
+        for _ in train.advance(run, program, batches, last, is_saved):
             now = f"loss {run.losses[-1]:.4f}  {tokens / run.step_s:,.0f} tokens/s"
             progress.update(task, completed=run.step, now=now)
             if args.log:
                 row = {"step": run.step, "loss": run.losses[-1], "seconds": run.seconds[-1]}
                 with args.log.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(row) + "\n")
-            due = args.save_every and run.step % args.save_every == 0
-            if args.checkpoint and (due or run.step == last):
+            if is_saved(run.step):
                 checkpoints.save(args.checkpoint, program, run)
 
 

@@ -21,7 +21,8 @@ _SHEETS = {
     "TPU v6 lite": (918e12, 1.64e12), "TPU v6e": (918e12, 1.64e12),
 }  # fmt: skip
 _OF_PEAK, _OF_BANDWIDTH = 0.7, 0.85  # what a step's products, and its copies, reach of these
-_PASSES = 4  # over what is kept: written, copied into a scan's stack and out of it, and read
+_PASSES = 2  # over what is kept; once more for each where it is copied to and from a scan's stack
+_MOST_UNROLLED = 32  # layers, which compile in half a minute
 _SLOWER = 1.03  # than the fastest policy, for which a leaner one is taken
 
 
@@ -59,6 +60,15 @@ def _capability(device: Any) -> float:
         return 0.0
 
 
+def unroll(settings: Settings) -> int:
+    """All layers, which then are not copied to and from stacks, where that soon compiles."""
+    layers = settings.shape.layers
+    if settings.unroll != AUTO:
+        return min(int(settings.unroll), layers)
+    alone = settings.devices == 1 and jax.default_backend() != "cpu"
+    return layers if alone and not settings.release and layers <= _MOST_UNROLLED else 1
+
+
 def step_seconds(settings: Settings, policy: str, kept_bytes: int) -> float:
     """Estimate a step's products and what it keeps, on one of the run's devices.
 
@@ -72,7 +82,8 @@ def step_seconds(settings: Settings, policy: str, kept_bytes: int) -> float:
     work = shape.flops_per_token(sequence)
     if policy == FULL:  # the layers' forward pass once more: a third of their part
         work += (work - 6.0 * shape.width * shape.vocab) / 3
-    return tokens * work / (_OF_PEAK * flops) + _PASSES * kept_bytes / (_OF_BANDWIDTH * bandwidth)
+    passes = _PASSES if unroll(settings) >= shape.layers else 2 * _PASSES
+    return tokens * work / (_OF_PEAK * flops) + passes * kept_bytes / (_OF_BANDWIDTH * bandwidth)
 
 
 def remat(settings: Settings, fixed_bytes: int, kept_bytes: Any) -> str:
@@ -104,6 +115,9 @@ def remat(settings: Settings, fixed_bytes: int, kept_bytes: Any) -> str:
 def resolved(settings: Settings, fixed_bytes: int, kept_bytes: Any) -> Settings:
     """The run with what `auto` has become."""
     settings = dataclasses.replace(
-        settings, attention=attention(settings), activations=activations(settings)
+        settings,
+        attention=attention(settings),
+        activations=activations(settings),
+        unroll=unroll(settings),
     )
     return dataclasses.replace(settings, remat=remat(settings, fixed_bytes, kept_bytes))

@@ -10,7 +10,7 @@ from optax_lowmem import layers
 PLAIN = "optax.adamw"
 STANDARD = "standard"
 LEAN, FP8 = "lean", "fp8"  # --activations
-AUTO = "auto"  # --attention, --activations, --remat: what suits the model and the machine
+AUTO = "auto"  # what suits the model and the machine
 XLA, CUDNN = "xla", "cudnn"  # --attention
 NONE, DOTS, FULL = "none", "dots", "full"  # --remat
 NOISE = ("od", "qkv", "out", "up", "down", "all")  # --noise
@@ -108,7 +108,7 @@ class Settings:
     tensor: int = 1
     zero: bool = False
     release: bool = False
-    unroll: int = 1
+    unroll: int | str = AUTO
 
     @property
     def devices(self) -> int:

@@ -48,7 +48,7 @@ def headline(settings: Settings, report: lowmem.memory.Report, text: str) -> str
     kept = "" if settings.activations == STANDARD else f", {settings.activations} activations"
     how = "" if settings.remat == NONE else f", remat {settings.remat}"
     how += f", {settings.attention} attention"
-    how += f", unroll {settings.unroll}" if settings.unroll > 1 else ""
+    how += f", unroll {settings.unroll}" if settings.unroll != 1 else ""
     return (
         f"{settings.preset}: {report.parameters / 1e6:,.1f}M parameters, {settings.optimizer}, "
         f"{settings.steps} steps of {settings.batch} x {settings.sequence} tokens of {text}, "
@@ -105,7 +105,7 @@ def case(settings: Settings) -> str:
     usual: dict[str, Any] = {"learning_rate": rate, "clip": 1.0, "zero": False, "release": False}
     usual |= dict.fromkeys(("data", "fsdp", "tensor"), 1) | {"linear": STANDARD}
     usual |= {n: getattr(preset, n) for n in ("sequence", "batch", "steps", "text", "remat")}
-    usual |= {"noise": None, "attention": AUTO, "activations": AUTO, "unroll": 1}
+    usual |= {"noise": None, "attention": AUTO, "activations": AUTO, "unroll": AUTO}
     for name, value in usual.items():
         own = getattr(settings, name)
         changed += [f"{name}={own}"] if own != value else []

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +110,7 @@ def make_program(settings: Settings) -> Program:
         constrain=constrain,
         dot_general=LINEARS[settings.linear],
         activations=choose.activations(settings),
-        unroll=settings.unroll,
+        unroll=choose.unroll(settings),
         loss=functools.partial(layers.linear_cross_entropy, **meshes.of_loss(settings, mesh)),
     )
     dtype, plain = functools.partial(stored_dtype, settings.optimizer), settings.optimizer == PLAIN
@@ -227,8 +228,8 @@ class Run:
     """A run under way: its arrays, and what was measured.
 
     Attributes:
-      params: on their devices.
-      state: the optimizer's.
+      params: on their devices; while `advance` is under way, a step ahead of the rest.
+      state: the optimizer's, likewise.
       step: how many steps were taken, those before a resumption included.
       losses: of the steps taken here.
       seconds: each of these steps took.
@@ -246,22 +247,44 @@ class Run:
         return float(np.median(self.seconds[2:] or self.seconds))
 
 
-def advance(run: Run, program: Program, batches: Batches, until: int) -> Iterator[Run]:
-    """Trains, yielding after each step."""
+def advance(
+    run: Run,
+    program: Program,
+    batches: Batches,
+    until: int,
+    pauses: Callable[[int], bool] = lambda step: False,
+) -> Iterator[Run]:
+    """Train, yielding after each step, while the device is at the next one already.
+
+    Args:
+      run: moved on.
+      program: whose step is taken.
+      batches: step -> tokens.
+      until: the last step.
+      pauses: step -> whether the device waits after it, with the run's arrays as that step left
+        them; it does after the last step.
+    """
 
     def placed(step: int) -> jax.Array:
         return jax.device_put(batches(step), program.tokens.sharding)
 
-    begin, tokens = time.perf_counter(), placed(run.step)
-    while run.step < until:
+    given, under_way = run.step, deque[jax.Array]()
+    begin, tokens = time.perf_counter(), placed(given)
+    while given < until:
         run.params, run.state, loss = program.compiled(run.params, run.state, tokens)
-        run.step += 1
-        if run.step < until:
-            tokens = placed(run.step)  # while the device computes
-        run.losses.append(float(loss))
-        run.seconds.append(time.perf_counter() - begin)
-        yield run
-        begin = time.perf_counter()
+        under_way.append(loss)
+        given += 1
+        if given < until:
+            tokens = placed(given)  # while the device computes
+        # a device that waits for each loss to be read idles while the next step is sent to it
+        while len(under_way) > (0 if given == until or pauses(given) else 1):
+            run.losses.append(float(under_way.popleft()))
+            run.step += 1
+            run.seconds.append(time.perf_counter() - begin)
+            begin = time.perf_counter()
+            yield run
+            if not under_way:
+                begin = time.perf_counter()
 
 
 def measured(run: Run, settings: Settings, program: Program) -> dict[str, float]:

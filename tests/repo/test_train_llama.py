@@ -213,7 +213,7 @@ def test_what_suits_a_gpu(llama, hopper, flags, attention, activations, remat):
 def test_the_leanest_of_the_fast(llama, hopper):
     """The least kept within 3 % of the fastest, by estimates near the times measured on an H200."""
     choose = llama.choose
-    settings = settings_of(llama, "--preset 1b --data 1 --activations standard")
+    settings = settings_of(llama, "--preset 1b --data 1 --activations standard --unroll 1")
     hopper.device_kind = "NVIDIA H200"
     kept = {policy: int(gib * 2**30) for policy, gib in KEPT["standard"].items()}
     rates = {"none": 58_443, "dots": 64_939, "full": 56_985}  # tokens/s of the records
@@ -224,6 +224,42 @@ def test_the_leanest_of_the_fast(llama, hopper):
     for gib, chosen in ((12.4, "none"), (13, "dots"), (42, "dots")):
         near = kept | {"none": int(gib * 2**30)}
         assert choose.resolved(settings, 0, near.__getitem__).remat == chosen
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers"),
+    [("", 32), ("--unroll 4", 4), ("--unroll 99", 32), ("--release", 1)],
+)
+def test_layers_are_unrolled_on_a_gpu(llama, hopper, flags, layers):
+    """All of them, where that soon compiles, on one device; a stack is not written then."""
+    settings = settings_of(llama, f"--preset 8b --data 1 --compute bfloat16 {flags}")
+    found = llama.choose.resolved(settings, 0, lambda policy: 0)
+    assert found.unroll == layers
+    spread = dataclasses.replace(settings, data=2)
+    assert llama.choose.unroll(spread) == (1 if settings.unroll == "auto" else layers)
+    seconds = functools.partial(llama.choose.step_seconds, policy="none", kept_bytes=2**34)
+    scanned, whole = (dataclasses.replace(settings, unroll=n) for n in (1, 32))
+    assert seconds(scanned) > seconds(whole)
+
+
+def test_the_device_is_a_step_ahead(llama):
+    """Each step is known once, in order; arrays are those of a step where the run pauses."""
+    calls, seen = [], []
+
+    def step(params, state, tokens):
+        calls.append(int(tokens[0]))
+        return params + 1, state, 10.0 * tokens[0]
+
+    one = jax.sharding.SingleDeviceSharding(jax.devices("cpu")[0])
+    program = SimpleNamespace(compiled=step, tokens=SimpleNamespace(sharding=one))
+    run = llama.train.Run(2, None, 2, [], [])
+    batches = lambda step: np.full(1, step, np.int32)  # noqa: E731
+    for _ in llama.train.advance(run, program, batches, 7, lambda step: step == 5):
+        seen.append((run.step, run.losses[-1], len(calls), run.params))
+    assert calls == [2, 3, 4, 5, 6]
+    ahead = {step: step not in (5, 7) for step in range(3, 8)}
+    assert seen == [(n, 10.0 * (n - 1), n - 2 + a, n + a) for n, a in ahead.items()]
+    assert len(run.seconds) == 5
 
 
 def test_what_suits_a_cpu(llama):
