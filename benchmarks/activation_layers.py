@@ -175,6 +175,7 @@ def flax_fp8(shape: Shape, attention: str) -> tuple[Layer, Params]:
 
 RECIPES: dict[str, Recipe] = {
     "fp8-flow": Recipe(),
+    "bf16-lean": Recipe(storage="bf16"),
     "fp8-flow-e5m2": Recipe(input_gradient="e5m2", weight_gradient="e5m2"),
     "fp8-flow-bf16-dw": Recipe(weight_gradient="bf16"),
     "fp8-flow-bf16-gradients": Recipe(input_gradient="bf16", weight_gradient="bf16"),
