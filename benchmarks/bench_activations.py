@@ -26,8 +26,8 @@ from optax_lowmem.layers import fp8_flow
 
 SHAPES = [f"h{width}-s{length}-b4" for width in (2048, 4096) for length in (2048, 4096)]
 DEFAULT = [
-    "bf16", "fp8-flow", "fp8-flow-bf16-dw", "fp8-flow-bf16-gradients", "fp8-flow-cached", "flax-fp8",
-    "bf16-lean",
+    "bf16", "fp8-flow", "fp8-flow-bf16-dw", "fp8-flow-bf16-gradients", "fp8-flow-cached",
+    "flax-fp8", "bf16-lean",
 ]  # fmt: skip
 NORMS = ["4096x1024", "4096x2048", "4096x4096", "4096x8192", "8192x4096"]
 PAPER = "h3072-s2048-b4"  # with an MLP of 8/3 the width, as Table 2 counts
