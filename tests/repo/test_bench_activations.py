@@ -43,7 +43,8 @@ def test_every_layer_computes_the_same():
     size = np.linalg.norm(found["bf16"])
     for name, y in found.items():
         assert np.linalg.norm(y - found["bf16"]) < 0.1 * size
-        assert name == "bf16" or (y != found["bf16"]).any()
+        # the flow without codes has the very bits
+        assert (y != found["bf16"]).any() == (name not in ("bf16", "bf16-lean"))
     layer, params = activation_layers.make(activation_layers.CACHED, SMALL, "xla")
     cached = np.float32(jax.jit(layer, compiler_options=QUICK_COMPILE)(params, x) - x)
     assert np.linalg.norm(cached - found["fp8-flow"]) < 0.01 * size
