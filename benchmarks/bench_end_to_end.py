@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import gzip
 import json
+import math
 import os
 import statistics
 import sys
@@ -112,6 +113,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="of the loss alone: tokens, width, vocabulary; 0: none (default: 1b's)")  # fmt: skip
     add("--profile", nargs="*", choices=VARIANTS, default=[], metavar="NAME",
         help="print where the device's time goes, by operation")  # fmt: skip
+    add("--most", type=int, default=30, help="operations of a profile (default: 30)")
     add("--limit", type=float, default=330, metavar="S",
         help="start nothing after this (default: %(default)s s)")  # fmt: skip
     add("--record", nargs="?", const=True, type=Path, metavar="FILE",
@@ -242,14 +244,15 @@ def time_all(bench: Bench, programs: dict[str, tuple[Any, float]]) -> None:
             bench.failed(f"llama-{bench.args.preset}", name, error)
             continue
         own = program.settings
-        how = {n: getattr(own, n) for n in ("remat", "attention", "activations", "unroll")}
+        names = ("remat", "attention", "activations", "unroll", "stacked")
+        how = {name: getattr(own, name) for name in names}
         found |= {"compile_s": compile_s}
         bench.store(f"llama-{bench.args.preset}", name, found, **how)
         if name in bench.args.profile:
-            profile(name, program, run)
+            profile(name, program, run, bench.args.most)
 
 
-def profile(name: str, program: Any, run: train.Run, most: int = 30) -> None:
+def profile(name: str, program: Any, run: train.Run, most: int) -> None:
     """Where the time of two steps goes, by the kernels' names."""
     _, batches = train.make_batches(program.settings, Path("demo_output"))
     with tempfile.TemporaryDirectory() as folder:
@@ -267,14 +270,31 @@ def profile(name: str, program: Any, run: train.Run, most: int = 30) -> None:
         if e.get("name") == "thread_name" and "Stream" in str(e.get("args", {}).get("name"))
     }  # fmt: skip
     spent: Counter[str] = Counter()
+    spans = []
     for e in events:
         if e.get("ph") == "X" and e["pid"] in devices and (e["pid"], e["tid"]) in lines:
             of = e.get("args", {}).get("hlo_op", "")
             spent[f"{e['name'].split('<')[0][:60]} | {of}"] += e["dur"] / 2e3
-    whole = sum(spent.values())
-    say(f"-- {name}: {whole:.1f} ms of kernels a step")
+            spans.append((e["ts"], e["ts"] + e["dur"], of))
+    whole, waits = sum(spent.values()), gaps(spans)
+    idle = sum(ms for ms, _ in waits) / 2
+    say(f"-- {name}: {whole:.1f} ms of kernels a step, {idle:.1f} ms between them")
     for kernel, ms in spent.most_common(most):
         say(f"{ms:9.2f} ms {ms / max(whole, 1e-9):6.1%}  {kernel}")
+    for ms, where in sorted(waits, reverse=True)[:8]:
+        say(f"{ms:9.2f} ms idle  {where}")
+
+
+def gaps(spans: list[tuple[float, float, str]]) -> list[tuple[float, str]]:
+    """Milliseconds in which nothing runs, and between which operations, of (begin, end, name) in
+    microseconds."""
+    found, until, last = [], math.inf, ""
+    for begin, end, name in sorted(spans):
+        if begin > until:
+            found.append(((begin - until) / 1e3, f"{last} .. {name}"))
+        if end > until or until == math.inf:
+            until, last = end, name
+    return found
 
 
 # ---- the loss alone ------------------------------------------------------------------------------

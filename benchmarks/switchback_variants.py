@@ -14,7 +14,7 @@ from flax import nnx
 from optax_lowmem import layers
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
-from _llama.model import STACK, Block, Llama  # noqa: E402
+from _llama.model import LAYERS, Block, Llama  # noqa: E402
 
 CLIP = 1.0
 
@@ -109,7 +109,7 @@ class Remedied(Llama):
         def body(x: jax.Array, own: Any) -> tuple[jax.Array, jax.Array]:
             return self.layer(own, params, x, tokens), size(x)
 
-        x, sizes = jax.lax.scan(body, self.first(params, tokens), params[STACK])
+        x, sizes = jax.lax.scan(body, self.first(params, tokens), params[LAYERS])
         return self.last(params, x, tokens), jnp.append(sizes, size(x))
 
 

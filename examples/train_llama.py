@@ -95,8 +95,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "what keeps least of those within 3 %% of the fastest, by estimates")  # fmt: skip
     add("--no-remat", dest="remat", action="store_const", const=NONE, help="--remat none")
     add("--unroll", type=positive_or_auto, default=AUTO, metavar="N",
-        help="layers in a step of the scan over layers: fewer copies, a longer compilation; auto, "
-        "the default: up to 32, all of them, on a GPU or TPU alone, else 1")  # fmt: skip
+        help="layers in a step of the scan over layers: fewer copies, a longer compilation; with "
+        "all of them, each layer has weights of its own, and there is no scan; auto, the default: "
+        "all, up to 32, on a GPU or TPU alone, else 1")  # fmt: skip
     add("--release", action="store_true",
         help="update each layer inside the backward pass: gradients never exist all at once, and "
         "each layer is computed anew")  # fmt: skip
@@ -223,7 +224,7 @@ def run_it(args: argparse.Namespace, settings: Settings, console: Console) -> Re
     """The run; None where there is no memory for it, which is said."""
     if args.save_every and not args.checkpoint:
         raise SystemExit("--save-every needs --checkpoint with a folder to save to")
-    first = checkpoints.begin(args.checkpoint, settings, args.resume)
+    first, settings = checkpoints.begin(args.checkpoint, settings, args.resume)
     text, batches = train.make_batches(settings, args.cache)
     program = train.make_program(settings)
     say = functools.partial(console.print, highlight=False, soft_wrap=True)

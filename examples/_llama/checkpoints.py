@@ -9,7 +9,8 @@ from typing import Any
 
 from optax_lowmem import checkpoint
 
-from .config import Settings
+from . import choose
+from .config import AUTO, Settings
 from .train import Program, Run
 
 _FILE = "run.json"
@@ -25,21 +26,32 @@ def _described(settings: Settings) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name not in _FREE}
 
 
-def begin(folder: Path | None, settings: Settings, resume: bool) -> int:
-    """The step to go on from; ends the program where the folder does not fit."""
+def begin(folder: Path | None, settings: Settings, resume: bool) -> tuple[int, Settings]:
+    """The step to go on from, and the run with its layers stacked or apart, as they were saved.
+
+    Ends the program where the folder does not fit.
+    """
     if folder is None:
         if resume:
             raise SystemExit("--resume needs --checkpoint with the folder of the run")
-        return 0
+        return 0, settings
     step, file = checkpoint.latest_step(folder), folder / _FILE
     if step is not None and not resume:
         raise SystemExit(f"{folder} has a run at step {step}: add --resume, or name another folder")
-    own = _described(settings)
     if step is None:  # also where a first run was killed before its first checkpoint
+        settings = dataclasses.replace(settings, stacked=choose.stacked(settings))
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(own, indent=1), encoding="utf-8")
-        return 0
-    saved = json.loads(file.read_text(encoding="utf-8"))
+        file.write_text(json.dumps(_described(settings), indent=1), encoding="utf-8")
+        return 0, settings
+    saved = {"stacked": True} | json.loads(file.read_text(encoding="utf-8"))
+    if settings.stacked == AUTO:
+        settings = dataclasses.replace(settings, stacked=saved["stacked"])
+    if settings.release and not settings.stacked:
+        raise SystemExit(
+            f"--release goes along stacked layers, and {folder} has a run without: leave out "
+            "--release, or begin another run with it"
+        )
+    own = _described(settings)
     unlike = [name for name in own if saved.get(name) != own[name]]
     if unlike:
         name = unlike[0]
@@ -47,7 +59,7 @@ def begin(folder: Path | None, settings: Settings, resume: bool) -> int:
             f"{folder} has a run with {name}={saved.get(name)!r}, not {own[name]!r}: resume it "
             "with the flags that it was begun with (the mesh and what computes it may differ)"
         )
-    return step
+    return step, settings
 
 
 def start_or_restore(folder: Path | None, program: Program, step: int) -> Run:

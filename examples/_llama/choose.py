@@ -69,6 +69,13 @@ def unroll(settings: Settings) -> int:
     return layers if alone and not settings.release and layers <= _MOST_UNROLLED else 1
 
 
+def stacked(settings: Settings) -> bool:
+    """Weights of all layers in one array where a scan, or gradient release, goes along them."""
+    if settings.stacked != AUTO:
+        return bool(settings.stacked)
+    return settings.release or unroll(settings) < settings.shape.layers
+
+
 def step_seconds(settings: Settings, policy: str, kept_bytes: int) -> float:
     """Estimate a step's products and what it keeps, on one of the run's devices.
 
@@ -119,5 +126,6 @@ def resolved(settings: Settings, fixed_bytes: int, kept_bytes: Any) -> Settings:
         attention=attention(settings),
         activations=activations(settings),
         unroll=unroll(settings),
+        stacked=stacked(settings),
     )
     return dataclasses.replace(settings, remat=remat(settings, fixed_bytes, kept_bytes))

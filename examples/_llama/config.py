@@ -109,6 +109,7 @@ class Settings:
     zero: bool = False
     release: bool = False
     unroll: int | str = AUTO
+    stacked: bool | str = AUTO  # layers, in one array
 
     @property
     def devices(self) -> int:

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import optax_lowmem as lowmem
 
 from .config import Settings
-from .model import STACK, leaf_path
+from .model import leaf_path
 
 AXES = ("data", "fsdp", "tensor")
 BATCH = P(("data", "fsdp"))
@@ -39,10 +39,9 @@ def parameter_specs(params: Any) -> Any:
     """The PartitionSpec of each parameter, by its path."""
 
     def of(keys: tuple[Any, ...], leaf: Any) -> P:
-        del leaf
         path = leaf_path(keys).split("/")
-        spec = next((_SPECS[name] for name in path if name in _SPECS), P())  # norms: everywhere
-        return P(None, *spec) if path[0] == STACK and spec else spec
+        spec = next((_SPECS[name] for name in path if name in _SPECS), ())  # norms: everywhere
+        return P(*(None,) * (leaf.ndim - len(spec)), *spec) if spec else P()  # of a stack: each
 
     return jax.tree_util.tree_map_with_path(of, params)
 

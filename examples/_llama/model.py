@@ -1,11 +1,11 @@
-"""A Llama in Flax NNX: its layers are stacked and run in a scan, so that compiling is as long for
-32 layers as for 4."""
+"""A Llama in Flax NNX: a scan runs stacked layers, so that compiling is as long for 32 of them as
+for 4, or each layer has weights of its own, which are not copied to and from stacks."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from optax_lowmem import layers, memory
 from .config import DOTS, FP8, FULL, LEAN, NONE, STANDARD, XLA, Shape
 
 Constraint = Callable[[jax.Array], jax.Array]
-STACK = "layers"  # the subtree of parameters that has the layers on axis 0
+LAYERS = "layers"  # the parameters of layers: with the layers on axis 0, or a list of them
 
 
 class Attention(nnx.Module):
@@ -114,11 +114,11 @@ _RECIPES = {
 _POLICIES = {DOTS: _keeps, FULL: None}
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Llama:
     """The model as functions of its parameters, in stages: what is first, a layer, what is last.
 
-    The parameters are a dict: those of `Ends`, and at "layers" those of `Block`, stacked.
+    The parameters are a dict: those of `Ends`, and at "layers" those of `Block`.
 
     Attributes:
       shape: its size.
@@ -130,6 +130,8 @@ class Llama:
       dot_general: of the matrices of layers; None: JAX's.
       activations: `lean`: the backward pass is given the inputs of norms and activation functions
         alone, and products' results; `fp8`: codes of them in 8 bits.
+      stacked: whether the parameters of all layers are one tree, with the layers on axis 0, which a
+        scan goes along; else they are a list of trees.
       unroll: layers in a step of the scan; the arrays of a step are not copied to and from stacks.
       loss: `layers.linear_cross_entropy`, which a mesh makes know where its arguments lie.
     """
@@ -141,6 +143,7 @@ class Llama:
     constrain: Constraint = lambda x: x
     dot_general: Any = None
     activations: str = STANDARD
+    stacked: bool = True
     unroll: int = 1
     loss: Callable[..., jax.Array] = layers.linear_cross_entropy
 
@@ -172,10 +175,13 @@ class Llama:
             return jax.tree_util.tree_map_with_path(round_to, weights)
 
         def layer(key: jax.Array) -> Any:
-            return stored(self._block(key), f"{STACK}/")
+            return stored(self._block(key), f"{LAYERS}/")
 
-        layers = jax.lax.map(layer, jax.random.split(of_layers, self.shape.layers))
-        return stored(self._ends(of_ends)) | {STACK: layers}
+        number = self.shape.layers
+        drawn = jax.lax.map(layer, jax.random.split(of_layers, number))
+        if not self.stacked:
+            drawn = [jax.tree.map(lambda w, i=i: w[i], drawn) for i in range(number)]
+        return stored(self._ends(of_ends)) | {LAYERS: drawn}
 
     @functools.cached_property
     def _graphs(self) -> tuple[Any, Any]:
@@ -208,7 +214,7 @@ class Llama:
 
     def last(self, rest: Any, x: jax.Array, tokens: jax.Array) -> jax.Array:
         """The mean loss in nats a token, in f32."""
-        own = {name: tree for name, tree in rest.items() if name != STACK}
+        own = {name: tree for name, tree in rest.items() if name != LAYERS}
         ends = nnx.merge(self._graphs[0], self._computing(own))
         return ends.mean_loss(x, tokens[:, 1:], self.loss)
 
@@ -223,7 +229,11 @@ class Llama:
             return self.layer(own, params, x, tokens), None
 
         body = self.rematerialised(body)
-        x, _ = jax.lax.scan(body, x, params[STACK], unroll=self.unroll)
+        if self.stacked:
+            x, _ = jax.lax.scan(body, x, params[LAYERS], unroll=self.unroll)
+        else:
+            for own in params[LAYERS]:
+                x, _ = body(x, own)
         return self.last(params, x, tokens)
 
     def rematerialised(self, body: Callable[..., Any]) -> Callable[..., Any]:
@@ -231,15 +241,14 @@ class Llama:
         if self.remat == NONE:
             return body
         # unrolled, XLA would find that both computations are the same, and keep the first one's
-        merges = self.unroll > 1
+        merges = self.unroll > 1 or not self.stacked
         return jax.checkpoint(body, prevent_cse=merges, policy=_POLICIES[self.remat])
 
     def kept_bytes(self, batch: int, sequence: int) -> int:
         """What the layers keep for the backward pass, by the shapes of one."""
-        own = jax.eval_shape(
-            lambda key: self.weights(key, lambda path: self.compute), jax.random.key(0)
-        )
-        layer = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), own[STACK])
+        apart = dataclasses.replace(self, stacked=False)
+        weights = functools.partial(apart.weights, dtype=lambda path: self.compute)
+        layer = jax.eval_shape(weights, jax.random.key(0))[LAYERS][0]
         x = jax.ShapeDtypeStruct((batch, sequence, self.shape.width), jnp.dtype(self.compute))
         body = self.rematerialised(lambda x, own: self.layer(own, None, x, None))
         report = memory.activation_report(body, x, layer, weights=1)

@@ -27,7 +27,7 @@ from optax_lowmem import layers, release
 from . import choose
 from . import mesh as meshes
 from .config import LINEARS, PLAIN, Settings
-from .model import STACK, Llama
+from .model import LAYERS, Llama
 from .optimizer import make_optimizer, stored_dtype
 
 Batches = Callable[[int], np.ndarray]
@@ -110,6 +110,7 @@ def make_program(settings: Settings) -> Program:
         constrain=constrain,
         dot_general=LINEARS[settings.linear],
         activations=choose.activations(settings),
+        stacked=choose.stacked(settings),
         unroll=choose.unroll(settings),
         loss=functools.partial(layers.linear_cross_entropy, **meshes.of_loss(settings, mesh)),
     )
@@ -190,7 +191,7 @@ def _ordinary(model: Llama, tx: Any, settings: Settings, where: dict[str, Any]) 
 
 def _released(model: Llama, tx: Any, settings: Settings, where: dict[str, Any]) -> Step:
     """Each layer's gradient, then its step, before the gradient of the layer below is taken."""
-    layered = release.Layered(model.first, {STACK: model.layer}, model.last)
+    layered = release.Layered(model.first, {LAYERS: model.layer}, model.last)
     chosen = None if settings.implementation == "auto" else settings.implementation
     # as in the same model with unrolled layers, which is how RMS_t of a tensor is meant
     take_step = release.train_step(tx, layered, per_layer=True, implementation=chosen, **where)

@@ -151,6 +151,37 @@ def test_remat_changes_nothing(llama, flags):
     )
 
 
+def test_layers_apart(llama, tmp_path):
+    """Each with weights of its own: the same start and losses; resumed, the run stays as it is."""
+    stacked = trained(llama, ONE)
+    where, apart = f"--checkpoint {tmp_path}", f"{ONE} --unroll 4"
+    whole = trained(llama, apart)
+    assert len(whole.run.params["layers"]) == whole.program.settings.shape.layers == 4
+    assert not whole.program.settings.stacked and stacked.program.settings.stacked
+    assert whole.run.losses == pytest.approx(stacked.run.losses, abs=1e-3)
+    starts = [found.program.start()[0]["layers"] for found in (stacked, whole)]
+    assert_same(jax.tree.map(lambda *w: np.stack(w), *starts[1]), starts[0])
+
+    trained(llama, f"{apart} {where} --until 3")
+    rest = trained(llama, f"{ANOTHER} {where} --resume --until 4").run
+    assert rest.losses == pytest.approx(whole.run.losses[3:4], abs=1e-4)
+    with pytest.raises(SystemExit, match="--release goes along stacked layers, and"):
+        trained(llama, f"{ONE} {where} --resume --release")
+
+
+def test_a_run_of_an_earlier_version_is_resumed(llama, tmp_path):
+    """Its layers are stacked, which it does not say."""
+    where = f"{ONE} --checkpoint {tmp_path}"
+    trained(llama, f"{where} --until 3")
+    file = tmp_path / "run.json"
+    earlier = json.loads(file.read_text())
+    assert earlier.pop("stacked") is True
+    file.write_text(json.dumps(earlier))
+    rest = trained(llama, f"{where} --resume --unroll 4")
+    assert rest.program.settings.stacked
+    assert rest.run.losses == pytest.approx(trained(llama, ONE).run.losses[3:], abs=1e-4)
+
+
 def test_what_remat_keeps(llama):
     """U is what goes into a layer; its products have 1 + 1 + 1 (q, k with v, o) and 2 x 3.
 
@@ -231,10 +262,11 @@ def test_the_leanest_of_the_fast(llama, hopper):
     [("", 32), ("--unroll 4", 4), ("--unroll 99", 32), ("--release", 1)],
 )
 def test_layers_are_unrolled_on_a_gpu(llama, hopper, flags, layers):
-    """All of them, where that soon compiles, on one device; a stack is not written then."""
+    """All of them, where that soon compiles, on one device; there is no stack then."""
     settings = settings_of(llama, f"--preset 8b --data 1 --compute bfloat16 {flags}")
     found = llama.choose.resolved(settings, 0, lambda policy: 0)
     assert found.unroll == layers
+    assert found.stacked == (layers < 32)
     spread = dataclasses.replace(settings, data=2)
     assert llama.choose.unroll(spread) == (1 if settings.unroll == "auto" else layers)
     seconds = functools.partial(llama.choose.step_seconds, policy="none", kept_bytes=2**34)
