@@ -1,11 +1,13 @@
 """A whole training step of the Llama example, and the loss of its head alone: speed and memory.
 
     python -m benchmarks.bench_end_to_end --record                  # on a GPU: minutes
+    python -m benchmarks.bench_end_to_end --only default fp8 --peers torch-liger torch-compile
     python -m benchmarks.bench_end_to_end --only default scan-full --profile default
     python -m benchmarks.bench_end_to_end --preset tiny --steps 3 --loss 256x64x32   # anywhere
 
 The variants are command lines of examples/train_llama.py, with what a few of them change beside.
-All but the first are compiled before they are timed.
+All but the first are compiled before they are timed. Peers (`end_to_end_torch`) run before, each in
+a process of its own, where their packages are installed.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import json
 import math
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -32,17 +35,20 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
-from benchmarks import records
+from benchmarks import end_to_end_torch, records
+from benchmarks.end_to_end_torch import CHECKPOINTING
 from optax_lowmem import layers
 from optax_lowmem.layers import cross_entropy
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 import train_llama  # noqa: E402
 from _gpt.model import mean_loss  # noqa: E402
-from _llama import model, train  # noqa: E402
+from _llama import choose, model, train  # noqa: E402
 from _llama.config import DOTS, PRESETS  # noqa: E402
 
 GIB = 2.0**30
+PEERS = [name + more for name in end_to_end_torch.NAMES for more in ("", CHECKPOINTING)]
+PEER_SECONDS = 240
 say = functools.partial(print, flush=True)
 
 
@@ -92,6 +98,8 @@ VARIANTS = {
     "unrolled-none": Variant("--activations standard --remat none --unroll 99"),
     "scan-none": Variant("--activations standard --remat none --unroll 1"),
     "scan-full": Variant("--activations standard --remat full --unroll 1"),
+    "optax.adamw": Variant("--optimizer optax.adamw"),
+    "switchback-fp8": Variant("--linear switchback-fp8"),
     "fp8": Variant("--activations fp8 --unroll 1"),
     "fp8-unrolled": Variant("--activations fp8 --unroll 99"),
 }
@@ -107,6 +115,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--flags", default="", help="more of the example's, for all")
     add("--only", nargs="*", choices=VARIANTS, default=list(VARIANTS), metavar="NAME",
         help=f"of {', '.join(VARIANTS)} (default: all)")  # fmt: skip
+    add("--peers", nargs="*", default=[], metavar="NAME", choices=PEERS,
+        help=f"of {', '.join(PEERS)} (default: none)")  # fmt: skip
     add("--steps", type=int, default=12, help="of each timing (default: 12)")
     add("--jobs", type=int, default=4, help="programs compiled at once (default: 4)")
     add("--loss", default="16384x2048x128256", metavar="TxWxV",
@@ -152,9 +162,46 @@ class Bench:
         self.table.append(f"{case:<24}{impl:<26}{numbers}")
         say(self.table[-1])
 
+    def peer(self, name: str, found: dict[str, float] | str) -> None:
+        case = f"llama-{self.args.preset}"
+        if isinstance(found, str):
+            self.said(case, name, found)
+            return
+        given = parse_example(self.args, "")
+        preset = PRESETS[self.args.preset]
+        peak = choose.peak_flops(jax.local_devices()[0].device_kind)
+        if peak:
+            flops = preset.shape.flops_per_token(given.sequence or preset.sequence)
+            found["mfu"] = found["tokens_per_s"] * flops / peak
+        self.store(case, name, found, versions=end_to_end_torch.versions())
+
     def failed(self, case: str, impl: str, error: Exception) -> None:
-        self.table.append(f"{case:<24}{impl:<26}{type(error).__name__}: {str(error)[:150]!r}")
+        self.said(case, impl, f"{type(error).__name__}: {str(error)[:150]!r}")
+
+    def said(self, case: str, impl: str, words: str) -> None:
+        self.table.append(f"{case:<24}{impl:<26}{words}")
         say(self.table[-1])
+
+
+# ---- peers ---------------------------------------------------------------------------------------
+
+
+def peer(name: str, args: argparse.Namespace) -> dict[str, float] | str:
+    """What a process of its own has measured, or the last line of what it says in failing."""
+    preset = PRESETS[args.preset]
+    given = parse_example(args, "")
+    command = [sys.executable, "-m", end_to_end_torch.__name__, name, args.preset]
+    command += [str(given.batch or preset.batch), str(given.sequence or preset.sequence)]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PEER_SECONDS, env=environment
+        )
+    except subprocess.TimeoutExpired:
+        return f"not ended in {PEER_SECONDS} s"
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 # ---- steps ---------------------------------------------------------------------------------------
@@ -180,10 +227,15 @@ def changed(variant: Variant, vocab: int) -> Iterator[None]:
         yield
 
 
+def parse_example(args: argparse.Namespace, flags: str) -> argparse.Namespace:
+    """The example's command line."""
+    common = f"--preset {args.preset} --data 1 --text random --steps {args.steps} {args.flags}"
+    return train_llama.parse_arguments(f"{common} {flags}".split())
+
+
 def lowered(args: argparse.Namespace, variant: Variant) -> tuple[Any, Any]:
     """A variant's program and its traced step."""
-    flags = f"--preset {args.preset} --data 1 --text random --steps {args.steps} {args.flags}"
-    own = train_llama.make_settings(train_llama.parse_arguments(f"{flags} {variant.flags}".split()))
+    own = train_llama.make_settings(parse_example(args, variant.flags))
     with changed(variant, own.shape.vocab):
         program = train.make_program(own)
         return program, program.step.lower(*program.like, program.tokens)
@@ -354,7 +406,10 @@ def main(arguments: list[str] | None = None) -> None:
     """Measures what the command line asks for."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")
     args = parse_arguments(arguments)
+    peers = {name: peer(name, args) for name in args.peers}  # JAX takes most of a GPU's memory
     bench = Bench(args)
+    for name, found in peers.items():
+        bench.peer(name, found)
     if args.loss != "0":
         loss_of(bench)
     if args.only:
