@@ -73,6 +73,7 @@ class Variant:
 
 
 STANDARD = "--activations standard --remat dots"
+HALF_A_MILLION = "--batch 512 --sequence 1024 --accumulate 64"  # tokens in a step
 LT = (("xla_gpu_enable_cublaslt", "True"),)
 CUBLAS = (("xla_gpu_enable_triton_gemm", "False"),)
 SLICES = (("xla_gpu_enable_dynamic_slice_fusion", "True"),)
@@ -98,6 +99,8 @@ VARIANTS = {
     "unrolled-none": Variant("--activations standard --remat none --unroll 99"),
     "scan-none": Variant("--activations standard --remat none --unroll 1"),
     "scan-full": Variant("--activations standard --remat full --unroll 1"),
+    "lean-accumulated": Variant(f"--activations lean {HALF_A_MILLION}"),
+    "fp8-accumulated": Variant(f"--activations fp8 {HALF_A_MILLION}"),
     "optax.adamw": Variant("--optimizer optax.adamw"),
     "switchback-fp8": Variant("--linear switchback-fp8"),
     "fp8": Variant("--activations fp8 --unroll 1"),

@@ -101,6 +101,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--release", action="store_true",
         help="update each layer inside the backward pass: gradients never exist all at once, and "
         "each layer is computed anew")  # fmt: skip
+    add("--accumulate", type=positive, default=1, metavar="N",
+        help="micro-batches that --batch is divided into; their gradients are added up in bf16 "
+        "with stochastic rounding (default: 1)")  # fmt: skip
     add("--attention", choices=(AUTO, XLA, CUDNN), default=AUTO,
         help="auto, the default: cudnn where it takes the model")  # fmt: skip
     add("--linear", choices=LINEARS, default=STANDARD,
@@ -137,7 +140,7 @@ def make_settings(args: argparse.Namespace) -> Settings:
     chosen = {name: getattr(preset, name) if x is None else x for name, x in given.items()}
     shared = args.fsdp * args.tensor
     own = ("optimizer", "seed", "attention", "linear", "activations", "noise", "implementation",
-           "fsdp", "tensor", "zero", "release", "unroll")  # fmt: skip
+           "fsdp", "tensor", "zero", "release", "unroll", "accumulate")  # fmt: skip
     _check_release(args)
     rate = preset.learning_rate * RATE_FACTORS.get(args.optimizer, 1.0)
     settings = Settings(
@@ -155,10 +158,15 @@ def make_settings(args: argparse.Namespace) -> Settings:
             f"--data {settings.data} --fsdp {settings.fsdp} --tensor {settings.tensor} takes "
             f"{settings.devices} devices; there are {there}"
         )
-    if settings.batch % (settings.data * settings.fsdp):
+    shared = settings.data * settings.fsdp
+    if settings.batch % shared:
         raise SystemExit(
-            f"--batch {settings.batch} cannot be shared by {settings.data * settings.fsdp} devices "
-            "(--data x --fsdp)"
+            f"--batch {settings.batch} cannot be shared by {shared} devices (--data x --fsdp)"
+        )
+    if settings.batch % (shared * settings.accumulate):
+        raise SystemExit(
+            f"--batch {settings.batch} cannot be divided into {settings.accumulate} micro-batches "
+            f"of as many sequences for each of {shared} devices"
         )
     return settings
 
@@ -168,6 +176,10 @@ def _check_release(args: argparse.Namespace) -> None:
         raise SystemExit(f"--release takes an optimizer of optax_lowmem, not {PLAIN}")
     if args.release and args.noise:
         raise SystemExit("--release and --noise: noise needs the steps of all layers in one call")
+    if args.release and args.accumulate > 1:
+        raise SystemExit(
+            "--release and --accumulate: the gradients that --release never holds would be added up"
+        )
     if args.release and args.clip:
         raise SystemExit(
             f"--release and --clip {args.clip:g}: a global norm needs the gradients of all layers, "

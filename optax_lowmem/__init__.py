@@ -27,6 +27,7 @@ from optax_lowmem.optimizers.sgd import flash_sgd as flash_sgd
 from optax_lowmem.optimizers.sgd import flash_trace as flash_trace
 from optax_lowmem.optimizers.stable_adamw import stable_adamw as stable_adamw
 from optax_lowmem.transforms.accumulate import accumulate_gradients as accumulate_gradients
+from optax_lowmem.transforms.accumulate import value_and_grad as value_and_grad
 from optax_lowmem.transforms.chain import chain as chain
 from optax_lowmem.transforms.chain import step as step
 from optax_lowmem.transforms.compress import compress_state as compress_state
@@ -91,4 +92,5 @@ __all__ = [
     "step",
     "track_master_ema",
     "update_clipping",
+    "value_and_grad",
 ]

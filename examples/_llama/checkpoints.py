@@ -17,7 +17,7 @@ _FILE = "run.json"
 # What a run may go on with differently: how it is computed, not what.
 _FREE = (
     "implementation", "attention", "compute", "linear", "activations", "remat", "release", "data",
-    "fsdp", "tensor", "zero", "unroll",
+    "fsdp", "tensor", "zero", "unroll", "accumulate",
 )  # fmt: skip
 
 

@@ -77,7 +77,7 @@ def stacked(settings: Settings) -> bool:
 
 
 def step_seconds(settings: Settings, policy: str, kept_bytes: int) -> float:
-    """Estimate a step's products and what it keeps, on one of the run's devices.
+    """Estimate a micro-batch's products and what it keeps, on one of the run's devices.
 
     Measured differences between policies are within 5 ms of it (1b on an H200); what all have in
     common, norms and the optimizer, is left out.
@@ -85,7 +85,7 @@ def step_seconds(settings: Settings, policy: str, kept_bytes: int) -> float:
     device = getattr(jax.local_devices()[0], "device_kind", "")
     flops, bandwidth = _sheet(device) or _SHEETS["H100"]
     shape, sequence = settings.shape, settings.sequence
-    tokens = settings.batch * sequence / settings.devices
+    tokens = settings.batch / settings.accumulate * sequence / settings.devices
     work = shape.flops_per_token(sequence)
     if policy == FULL:  # the layers' forward pass once more: a third of their part
         work += (work - 6.0 * shape.width * shape.vocab) / 3

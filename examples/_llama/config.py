@@ -108,8 +108,14 @@ class Settings:
     tensor: int = 1
     zero: bool = False
     release: bool = False
+    accumulate: int = 1
     unroll: int | str = AUTO
     stacked: bool | str = AUTO  # layers, in one array
+
+    @property
+    def rows(self) -> int:
+        """Sequences whose activations a device keeps at once."""
+        return self.batch // (self.data * self.fsdp * self.accumulate)
 
     @property
     def devices(self) -> int:

@@ -49,6 +49,7 @@ def headline(settings: Settings, report: lowmem.memory.Report, text: str) -> str
     how = "" if settings.remat == NONE else f", remat {settings.remat}"
     how += f", {settings.attention} attention"
     how += f", unroll {settings.unroll}" if settings.unroll != 1 else ""
+    how += f", {settings.accumulate} micro-batches" if settings.accumulate > 1 else ""
     return (
         f"{settings.preset}: {report.parameters / 1e6:,.1f}M parameters, {settings.optimizer}, "
         f"{settings.steps} steps of {settings.batch} x {settings.sequence} tokens of {text}, "
@@ -106,6 +107,7 @@ def case(settings: Settings) -> str:
     usual |= dict.fromkeys(("data", "fsdp", "tensor"), 1) | {"linear": STANDARD}
     usual |= {n: getattr(preset, n) for n in ("sequence", "batch", "steps", "text", "remat")}
     usual |= {"noise": None, "attention": AUTO, "activations": AUTO, "unroll": AUTO}
+    usual |= {"accumulate": 1}
     for name, value in usual.items():
         own = getattr(settings, name)
         changed += [f"{name}={own}"] if own != value else []

@@ -68,7 +68,9 @@ class Program:
     @property
     def planned(self) -> dict[str, float]:
         """Bytes of a device in the step, as the compiler has planned them."""
-        alone = self.backward.lower(self.like[0], self.tokens).compile()
+        rows = self.settings.batch // self.settings.accumulate
+        tokens = self.tokens.update(shape=(rows, *self.tokens.shape[1:]))
+        alone = self.backward.lower(self.like[0], tokens).compile()
         total, backward = planned_bytes(self.compiled), alone.memory_analysis().temp_size_in_bytes
         given = self.compiled.memory_analysis().argument_size_in_bytes
         parameters = sum(
@@ -129,12 +131,12 @@ def make_program(settings: Settings) -> Program:
     where = {} if plain else meshes.step_placement(places[1], mesh)
 
     def kept_bytes(remat: str) -> int:
-        rows = settings.batch // (settings.data * settings.fsdp)
         own = dataclasses.replace(model, remat=remat, constrain=lambda x: x)
-        return own.kept_bytes(rows, settings.sequence)
+        return own.kept_bytes(settings.rows, settings.sequence)
 
-    weights_bytes = meshes.bytes_per_device(params, places[0])  # gradients take as much
-    fixed_bytes = weights_bytes + meshes.bytes_per_device((params, state), places)
+    # gradients take as much as weights, and what they are added to in bf16 as much again
+    gradients_bytes = meshes.bytes_per_device(params, places[0]) * (1 + (settings.accumulate > 1))
+    fixed_bytes = gradients_bytes + meshes.bytes_per_device((params, state), places)
     settings = choose.resolved(settings, fixed_bytes, kept_bytes)
     model = dataclasses.replace(model, remat=settings.remat)
     step = (_released if settings.release else _ordinary)(model, tx, settings, where)
@@ -180,9 +182,11 @@ def _take_step(settings: Settings) -> Callable[..., tuple[Any, Any]]:
 def _ordinary(model: Llama, tx: Any, settings: Settings, where: dict[str, Any]) -> Step:
     """All gradients, then the optimizer's step."""
     take_step = _take_step(settings)
+    value_and_grad = lowmem.value_and_grad(model, settings.accumulate)
 
     def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
-        loss, grads = jax.value_and_grad(model)(params, tokens)
+        # the tokens, which no two steps have alike, make the rounding of each its own
+        loss, grads = value_and_grad(params, tokens, tokens.sum())
         params, state = take_step(tx, grads, state, params, **where)
         return params, state, loss
 

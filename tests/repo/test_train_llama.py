@@ -151,6 +151,19 @@ def test_remat_changes_nothing(llama, flags):
     )
 
 
+def test_micro_batches(llama):
+    """The losses of the whole batch, but for gradients rounded to bf16; on a mesh as on a device.
+
+    A resumed run may divide its batches otherwise.
+    """
+    whole = trained(llama, ONE)
+    one, mesh = (trained(llama, f"{flags} --accumulate 2 --account") for flags in (ONE, ANOTHER))
+    assert one.run.losses == pytest.approx(whole.run.losses, abs=3e-3)
+    assert one.run.losses[1:] != whole.run.losses[1:]
+    assert mesh.run.losses == pytest.approx(one.run.losses, abs=3e-3)
+    assert one.program.planned["backward_bytes"] < 0.6 * whole.program.planned["backward_bytes"]
+
+
 def test_layers_apart(llama, tmp_path):
     """Each with weights of its own: the same start and losses; resumed, the run stays as it is."""
     stacked = trained(llama, ONE)
@@ -498,6 +511,8 @@ def test_nothing_depends_on_later_tokens(llama):
         ("--data 1 --tensor 3", "3 parts, which do not divide dimension 0"),
         ("--save-every 2", "--save-every needs --checkpoint"),
         ("--resume", "--resume needs --checkpoint"),
+        ("--accumulate 3 --data 1", "--batch 8 cannot be divided into 3 micro-batches"),
+        ("--release --accumulate 2", "the gradients that --release never holds"),
         ("--release --clip 1", "a global norm needs the gradients of all layers"),
         ("--release --optimizer optax.adamw", "--release takes an optimizer of optax_lowmem"),
     ],

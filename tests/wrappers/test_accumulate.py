@@ -90,6 +90,90 @@ def test_bfloat16_around_any_optimizer():
     assert bits(masters[3]) == bits(masters[6]) != bits(masters[7])
 
 
+# ---- the gradient of a batch in parts --------------------------------------------------------
+
+
+def linear_loss(params, batch):
+    return jnp.mean(batch["x"] @ params["w"] * batch["y"]) + 0 * jnp.sum(params["scale"])
+
+
+def test_value_and_grad_is_that_of_the_whole_batch():
+    """To the roundings, without bias over seeds, and with the dtypes that are promised."""
+    rng = np.random.default_rng(0)
+    rows = {"x": rng.normal(size=(32, 256)), "y": rng.normal(size=(32, 1))}
+    batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), rows)
+    params = {"w": jnp.ones((256, 1), jnp.bfloat16), "scale": jnp.ones(3)}
+    in_parts = jax.jit(lowmem.value_and_grad(linear_loss, EVERY))
+    value, gradients = in_parts(params, batch, 0)
+    assert value.dtype == jnp.float32 and {g.dtype for g in jax.tree.leaves(gradients)} == {
+        jnp.dtype(jnp.bfloat16)
+    }
+    assert float(value) == pytest.approx(float(linear_loss(params, batch)), abs=1e-5)
+
+    # each micro-batch's gradient is rounded to the bf16 of its parameter before it is added
+    def of_part(i):
+        own = jax.tree.map(lambda x: x[i::EVERY], batch)
+        return np.asarray(jax.grad(linear_loss)(params, own)["w"], np.float64) / EVERY
+
+    partial = np.cumsum([of_part(i) for i in range(EVERY)], axis=0)
+    bound = EVERY * tolerances.BF16_SPACING * np.abs(partial).max(0)
+    found = np.asarray(
+        jax.vmap(lambda seed: in_parts(params, batch, seed)[1]["w"])(jnp.arange(512)), np.float64
+    )
+    assert (np.abs(found - partial[-1]) <= bound).all()
+    error = found.mean(0) - partial[-1]
+    assert np.abs(error).max() <= 5 * (found.std(0) / 512**0.5 + 1e-9).max(), "unbiased"
+    assert (found.std(0) > 0).any(), "another seed rounds otherwise"
+
+
+def test_value_and_grad_of_one_micro_batch_is_jaxs():
+    params = {"w": jnp.ones((8, 1)), "scale": jnp.ones(3)}
+    batch = {"x": jnp.ones((4, 8)), "y": jnp.ones((4, 1))}
+    found, wanted = (
+        make(params, batch, *seed)
+        for make, seed in (
+            (lowmem.value_and_grad(linear_loss, 1), [0]),
+            (jax.value_and_grad(linear_loss), []),
+        )
+    )
+    assert bits(found) == bits(wanted)
+
+
+def test_value_and_grad_on_a_mesh():
+    """Each device has its rows of every micro-batch, and the gradient where the parameter lies."""
+    mesh = jax.make_mesh((8,), ("rows",))
+    rows, cut = (
+        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        for spec in (("rows",), ("rows", None))
+    )
+    rng = np.random.default_rng(0)
+    batch = {"x": rng.normal(size=(32, 64)), "y": rng.normal(size=(32, 1))}
+    batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), batch)
+    params = {"w": jnp.ones((64, 1)), "scale": jnp.ones(3)}
+    in_parts = jax.jit(lowmem.value_and_grad(linear_loss, 2))
+    wanted = in_parts(params, batch, 3)
+    with jax.set_mesh(mesh):
+        placed = {"w": jax.device_put(params["w"], cut), "scale": params["scale"]}
+        found = in_parts(placed, jax.device_put(batch, rows), 3)
+    assert float(found[0]) == pytest.approx(float(wanted[0]), abs=1e-6)
+    difference = jnp.abs(jnp.asarray(np.asarray(found[1]["w"])) - wanted[1]["w"])
+    assert float(difference.max()) <= tolerances.BF16_SPACING * float(jnp.abs(wanted[1]["w"]).max())
+
+
+@pytest.mark.parametrize(
+    ("number", "rows", "message"),
+    [
+        (0, 4, "at least 1, got 0"),
+        (True, 4, "got True"),
+        (3, 4, r"batch leaf 'x' has shape \(4, 8\): axis 0 must have rows that 3 micro-batches"),
+    ],
+)
+def test_value_and_grad_refuses(number, rows, message):
+    params = {"w": jnp.ones((8, 1)), "scale": jnp.ones(3)}
+    with pytest.raises(ValueError, match=message):
+        lowmem.value_and_grad(linear_loss, number)(params, {"x": jnp.ones((rows, 8))}, 0)
+
+
 # ---- into the moments ------------------------------------------------------------------------
 
 
