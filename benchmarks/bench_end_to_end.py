@@ -100,6 +100,7 @@ VARIANTS = {
     "scan-none": Variant("--activations standard --remat none --unroll 1"),
     "scan-full": Variant("--activations standard --remat full --unroll 1"),
     "lean-accumulated": Variant(f"--activations lean {HALF_A_MILLION}"),
+    "fp8-accumulated-16": Variant("--activations fp8 --batch 128 --sequence 1024 --accumulate 16"),
     "fp8-accumulated": Variant(f"--activations fp8 {HALF_A_MILLION}"),
     "optax.adamw": Variant("--optimizer optax.adamw"),
     "switchback-fp8": Variant("--linear switchback-fp8"),

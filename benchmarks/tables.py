@@ -15,6 +15,7 @@ from benchmarks import (
     claims_q_adam_mini,
     claims_stable_adamw,
     claims_switchback,
+    end_to_end_tables,
     findings,
     formats_tables,
     linear_tables,
@@ -39,6 +40,7 @@ PAGES = (
     "docs/memory.md",
     "docs/noise.md",
     "docs/sharding.md",
+    "docs/training_speed.md",
     "docs/claims.md",
 )
 MARKED = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -271,6 +273,7 @@ TABLES: dict[str, Callable[[list[dict[str, Any]]], str]] = {
     **{
         name: _of(activation_tables, name, "bench_activations") for name in activation_tables.TABLES
     },
+    **{name: _of(end_to_end_tables, name, "bench_end_to_end") for name in end_to_end_tables.TABLES},
     **{name: _of(noise_tables, name, "bench_noise") for name in noise_tables.TABLES},
     **formats_tables.TABLES,
 }

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("flax")
 pytest.importorskip("rich")
 
-from benchmarks import bench_end_to_end, records  # noqa: E402
+from benchmarks import bench_end_to_end, end_to_end_tables, end_to_end_torch, records  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +34,51 @@ def test_a_tiny_model(tmp_path, capsys):
     assert same[0] == pytest.approx(same[1], abs=1e-4)  # attention by XLA, whichever is kept
     assert found["llama-tiny", "default", "tokens_per_s"] > 0
     assert capsys.readouterr().out.count("products-alone ") == 3
+
+
+def measured(case, impl, device="NVIDIA H200", **values):
+    own = {"bench": "end_to_end", "case": case, "impl": impl, "device": device}
+    return [own | {"metric": name, "value": value} for name, value in values.items()]
+
+
+def test_tables_and_picture(tmp_path):
+    """Ours and torch's, of the device measured last; accumulation is of another batch."""
+    common = {"tokens_per_s": 72_973.0, "mfu": 0.577, "compile_s": 15.7}
+    rows = [
+        *measured("llama-1b", "default", "NVIDIA H100", planned_bytes=2.0**35, **common),
+        *measured("llama-1b", "torch-liger", peak_bytes=25.3 * 2**30, **common),
+        *measured("llama-1b", "default", planned_bytes=22.1 * 2**30, **common),
+        *measured("llama-8b", "fp8-accumulated", planned_bytes=79.0 * 2**30, **common),
+        *measured("loss and gradients", "all logits", device_ms=80.9, temporary_bytes=2.0**34),
+        *measured("loss alone", "all logits", device_ms=16.4, temporary_bytes=2.0**33),
+    ]
+    head, body, used = end_to_end_tables.programs(rows)
+    assert [row[:2] + row[3:5] for row in body] == [
+        ["Llama-3.2-1B", "8 x 2048", "72,973", "22.1"],
+        ["Llama-3.2-1B", "8 x 2048", "72,973", "25.3"],
+        ["Llama-3.1-8B", "64 x 8 x 1024", "72,973", "79.0"],
+    ]
+    assert {len(row) for row in body} == {len(head)} and len(used) == 3 * 4
+    _, body, _ = end_to_end_tables.losses(rows)
+    assert body == [["all logits", "80.9", "16.00", "16.4", "8.00"]]
+    end_to_end_tables.draw(rows, tmp_path / "figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
+    with pytest.raises(SystemExit, match="run bench_end_to_end first"):
+        end_to_end_tables.draw([], tmp_path / "figure.png")
+
+
+def test_peers_say_why_they_do_not_run():
+    """In a process of their own: what is not installed, not a trace."""
+    args = bench_end_to_end.parse_arguments("--preset tiny --peers torch-liger".split())
+    if "torch 2" in end_to_end_torch.versions():
+        pytest.skip("torch is installed")
+    assert "No module named 'torch'" in bench_end_to_end.peer("torch-liger", args)
+
+
+def test_time_between_kernels():
+    """Overlapping kernels leave no gap; their longest end counts."""
+    spans = [(0.0, 10.0, "a"), (2.0, 30.0, "b"), (12.0, 20.0, "c"), (1030.0, 1040.0, "d")]
+    assert bench_end_to_end.gaps(spans) == [(1.0, "b .. d")]
 
 
 def test_what_variants_change():
