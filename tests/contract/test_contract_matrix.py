@@ -2,7 +2,7 @@
 
 The default tier runs rows in which every pair of values occurs, of the optimizers that differ in
 more than their codecs; the full one such rows of all optimizers, and all other choices with group
-sizes in turn. A row trains on a fixed gradient stream and must follow the same wrapper around plain
+sizes and roundings in turn. A row trains on a fixed gradient stream and must follow the same wrapper around plain
 f32 optax.
 """
 
@@ -94,10 +94,12 @@ def _is_distinct(row: tuple) -> bool:
 
 
 def _in_turn(row: tuple) -> bool:
-    """One of the group sizes for each choice of the rest."""
+    """One of the group sizes, and one of the roundings, for each choice of the rest."""
     places = [values.index(value) for values, value in zip(FACTORS, row, strict=True)]
+    rounding = places.pop(FACTORS.index(ROUNDINGS))
     size = places.pop(FACTORS.index(GROUPS))
-    return size == sum(places) % len(GROUPS)
+    rest = sum(places)
+    return size == rest % len(GROUPS) and rounding == rest // len(GROUPS) % len(ROUNDINGS)
 
 
 PAIRS = set(pairwise(FACTORS))
