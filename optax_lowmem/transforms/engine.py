@@ -8,8 +8,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._core import boxes, derivative, random, scope, trees
-from optax_lowmem._core.compiled import FEW, compiled, each, is_eager, is_free, unstacked
+from optax_lowmem._core import boxes, derivative, numerics, random, scope, trees
+from optax_lowmem._core.compiled import (
+    FEW,
+    compiled,
+    each,
+    is_eager,
+    is_free,
+    unstacked,
+    widened,
+)
 from optax_lowmem._core.rules import UpdateRule
 from optax_lowmem.kernels import platform
 from optax_lowmem.kernels.fused_update import (
@@ -166,7 +174,7 @@ class Engine(Planner):
     ) -> tuple[Any, Any]:
         """Updates (or new parameters, if `direct`) and state; `count` is the new one, if given."""
         if self.weights and params is None:
-            raise ValueError(trees.NO_PARAMS_MSG)
+            params = self._stand_in(updates, state, h)
         reference = updates if params is None else params
         plans = self.plans(reference)
         gradients = trees.match("gradient", updates, reference)
@@ -183,6 +191,30 @@ class Engine(Planner):
                 scope.emit(plan.path, update)
         results = jax.tree.unflatten(jax.tree.structure(reference), results)
         return results, opened.close(states, shared, reference)
+
+    def _stand_in(self, updates: Any, state: Any, h: Mapping[str, jax.Array]) -> Any:
+        """What is stepped where no parameters are given: f32 arrays whose values nothing reads.
+
+        Raises:
+          ValueError: where the step needs the parameters themselves, with the reason.
+        """
+        reason = None
+        narrow_masters = self.storage.master_weight_bits is not None
+        corrected = [name for name, c in trees.named_leaves(state.correction) if jnp.ndim(c)]
+        corrected += [
+            name
+            for name, g in trees.named_leaves(updates)
+            if narrow_masters and not jnp.ndim(g) and numerics.is_narrow(jnp.result_type(g))
+        ]
+        if corrected:
+            reason = f"the state corrects the 16-bit weight '{corrected[0]}'"
+        elif "decay" in h or "l2" in h:
+            reason = "weight decay takes a share of it"
+        elif self.storage.update_dtype == "param":
+            reason = "update_dtype='param' asks for its dtype"
+        if reason is not None:
+            raise ValueError(f"{trees.NO_PARAMS_MSG} It is needed because {reason}.")
+        return widened(updates)
 
     def open(
         self,
