@@ -36,6 +36,7 @@ from optax_lowmem.transforms.ema import track_master_ema as track_master_ema
 from optax_lowmem.transforms.explain import explain as explain
 from optax_lowmem.transforms.gaussws import gaussws_noise as gaussws_noise
 from optax_lowmem.transforms.init import init as init
+from optax_lowmem.transforms.inject import inject_hyperparams as inject_hyperparams
 from optax_lowmem.transforms.loss_scale import per_tensor_loss_scale as per_tensor_loss_scale
 from optax_lowmem.transforms.masters import master_params as master_params
 from optax_lowmem.transforms.moments import compand_momentum as compand_momentum
@@ -76,6 +77,7 @@ __all__ = [
     "gaussws",
     "gaussws_noise",
     "init",
+    "inject_hyperparams",
     "master_params",
     "memory",
     "per_tensor_loss_scale",

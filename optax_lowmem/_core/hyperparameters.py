@@ -17,33 +17,43 @@ increment = compiled(optax.safe_increment)  # of a count, as one program
 
 
 def check_range(name: str, value: Any, low: float, high: float = math.inf) -> None:
-    """Raises unless a number is in [low, high); arrays and schedules pass."""
-    if value is None or isinstance(value, str | list | tuple | dict):
+    """Raises unless a number is in [low, high); schedules and arrays of 32 bits pass."""
+    if value is None or isinstance(value, bool | np.bool_ | str | list | tuple | dict):
         raise TypeError(f"{name} must be a number, an f32 scalar or a schedule, got {value!r}")
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number):
+    _check_dtype(name, value)
+    if not isinstance(value, int | float | np.number):
         return
     if not low <= value < high:
         span = f">= {low:g}" if high == math.inf else f"in [{low:g}, {high:g})"
         raise ValueError(f"{name} must be {span}, got {value!r}")
 
 
+def _check_dtype(name: str, value: Any) -> None:
+    """Raises for a hyperparameter of 16 bits, in which 0.999 would be 1."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is not None and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16):
+        raise TypeError(
+            f"hyperparameter {name} is {dtype}, in which 0.999 is 1. Give f32 (of a schedule too); "
+            "optax.inject_hyperparams casts to the dtype of the parameters: use "
+            "lowmem.inject_hyperparams, or pass hyperparam_dtype=jnp.float32."
+        )
+
+
 def as_f32(name: str, value: Any) -> jax.Array:
     """A hyperparameter as an f32 scalar.
 
     Raises:
-      TypeError: for a 16-bit one, in which 0.999 would be 1, for a schedule and for an array.
+      TypeError: for a 16-bit one, for a schedule, an array, and what a schedule without a return
+        statement gives.
     """
+    if value is None:
+        raise TypeError(f"the schedule of {name} returned None: let it return a number.")
     if callable(value):
         raise TypeError(
             f"{name} takes a number or an f32 scalar here, not a schedule ({value!r}): schedule it "
             "with optax.inject_hyperparams."
         )
-    dtype = getattr(value, "dtype", None)
-    if dtype is not None and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16):
-        raise TypeError(
-            f"hyperparameter {name} is {dtype}, in which 0.999 is 1. Give f32 (of a schedule too); "
-            "with inject_hyperparams pass hyperparam_dtype=jnp.float32."
-        )
+    _check_dtype(name, value)
     scalar = jnp.asarray(value, jnp.float32)
     if scalar.ndim:
         raise TypeError(

@@ -155,8 +155,9 @@ def b2_schedule(power: float = 0.8) -> Callable[[Any], jax.Array]:
       TypeError: for a power that is not a number.
       ValueError: for one out of range.
 
-    Under `optax.inject_hyperparams` name it in `static_args="b2"`: what that injects is one step's
-    number, which is debiased by 1 - b2^t as if it had never changed (v up to 26 % too large).
+    `lowmem.inject_hyperparams` leaves it as it is. Under `optax.inject_hyperparams` name it in
+    `static_args="b2"`: what that injects is one step's number, which is debiased by 1 - b2^t as if
+    it had never changed (v up to 26 % too large).
 
     Example:
       >>> import optax_lowmem as lowmem

@@ -80,7 +80,7 @@ def test_public_optimizers_can_be_injected_themselves(name):
     if "blocks" in inspect.signature(make).parameters:
         options["blocks"] = lowmem.blocks.Structure(default="whole")
     storage = Form().storage(lowmem.Storage())
-    injected = optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)
+    injected = lowmem.inject_hyperparams(make)
     tx = injected(learning_rate=optax.linear_schedule(1e-3, 0, 10), storage=storage, **options)
     plain = make(optax.linear_schedule(1e-3, 0, 10), storage=storage, **options)
     params, state = lowmem.init(tx, masters())

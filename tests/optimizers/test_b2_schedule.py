@@ -124,14 +124,15 @@ def test_under_inject_hyperparams():
     grads, params = {"w": jnp.ones(4)}, {"w": jnp.zeros(4)}
     schedule = lowmem.b2_schedule(0.8)
 
-    def second_step(**options):
-        make = optax.inject_hyperparams(lowmem.flash_adam, hyperparam_dtype=jnp.float32, **options)
+    def second_step(inject=optax.inject_hyperparams, **options):
+        make = inject(lowmem.flash_adam, **options)
         tx = make(optax.constant_schedule(1e-2), b2=schedule, storage=FULL)
         state = tx.init(params)
         for _ in range(2):
             updates, state = tx.update(grads, state, params)
         return float(updates["w"][0])
 
+    assert second_step(lowmem.inject_hyperparams) == pytest.approx(-1e-2, rel=1e-5)
     assert second_step(static_args="b2") == pytest.approx(-1e-2, rel=1e-5)
     # what the docstring says of an injected one: 1 / (1 - b2^2) of b2 = 1 - 2^-0.8
     debiased = 1 / (1 - (1 - 2**-0.8) ** 2)

@@ -1,5 +1,7 @@
 """Bad input gets an error that names the leaf, or the argument, and the remedy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -167,7 +169,7 @@ def test_group_size_through_inject_hyperparams():
 
     with raises("group_size must be an int known when tracing.*static_args", TypeError):
         optax.inject_hyperparams(make)(1e-3, 32).init(weights())
-    remedy = optax.inject_hyperparams(make, static_args=("group_size",))(1e-3, 64)
+    remedy = lowmem.inject_hyperparams(make, static_args=("group_size",))(1e-3, 64)
     assert optax.tree.get(remedy.init(weights()), "mu_scale")["block"]["kernel"].shape == (64, 1)
 
 
@@ -229,24 +231,46 @@ def test_negative_constants(name):
 INJECTED = {
     "inject_hyperparams": lambda: optax.inject_hyperparams(lowmem.flash_adamw)(1e-3),
     "inject_hyperparams lion": lambda: optax.inject_hyperparams(lowmem.flash_lion)(1e-3),
+    "inject_hyperparams schedule": lambda: optax.inject_hyperparams(lowmem.flash_sgd)(
+        optax.constant_schedule(1e-3)
+    ),
     "a bf16 rate": lambda: lowmem.flash_adamw(jnp.bfloat16(1e-3)),
-    "a bf16 schedule": lambda: lowmem.flash_adamw(lambda count: jnp.bfloat16(1e-3)),
 }
+IN_BF16 = r"hyperparameter \w+ is bfloat16.*lowmem.inject_hyperparams, or pass hyperparam_dtype"
 
 
 @pytest.mark.parametrize("make", INJECTED.values(), ids=INJECTED)
 def test_hyperparameters_in_bf16(make):
-    tx, params = make(), weights()
-    state = tx.init(params)
-    with raises("learning_rate is bfloat16.*pass hyperparam_dtype=jnp.float32", TypeError):
-        jax.jit(tx.update)(grads_of(params), state, params)
+    with raises(IN_BF16, TypeError):
+        make().init(weights())
 
 
-def test_hyperparameters_in_f32_pass():
-    wrap = optax.inject_hyperparams(lowmem.flash_adamw, hyperparam_dtype=jnp.float32)
-    tx, params = wrap(0.1), weights()  # 1e-3 would only move the corrections
+def test_a_schedule_in_bf16():
+    tx, params = lowmem.flash_adamw(lambda count: jnp.bfloat16(1e-3)), weights()
+    with raises(IN_BF16, TypeError):
+        jax.jit(tx.update)(grads_of(params), tx.init(params), params)
+
+
+OPTAXS_F32 = functools.partial(optax.inject_hyperparams, hyperparam_dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("wrap", [OPTAXS_F32, lowmem.inject_hyperparams], ids=["optax", "ours"])
+def test_hyperparameters_in_f32_pass(wrap):
+    tx, params = wrap(lowmem.flash_adamw)(0.1), weights()  # 1e-3 would only move the corrections
     updates, _ = tx.update(grads_of(params), tx.init(params), params)
     assert all(bool(jnp.all(u < 0)) for u in jax.tree.leaves(updates))
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "b1", "b2", "weight_decay"])
+def test_booleans_for_hyperparameters(name):
+    with raises(f"{name} must be a number, an f32 scalar or a schedule, got True", TypeError):
+        lowmem.flash_adamw(**{"learning_rate": 1e-3, name: True})
+
+
+def test_a_schedule_without_a_result():
+    tx, params = lowmem.flash_adamw(lambda count: None), weights()
+    with raises("the schedule of learning_rate returned None: let it return a number", TypeError):
+        tx.update(grads_of(params), tx.init(params), params)
 
 
 UNSIGNED = r"negative values and '{}' is unsigned.*Use a signed codec.*codecs\.softsign\(\)"
@@ -348,7 +372,7 @@ def test_masks_of_another_tree(make, name):
 def test_decoupled_decay_needs_a_peak():
     with raises("decouple_lr=True needs .* largest learning rate of the schedule: pass it"):
         lowmem.flash_adamw(optax.constant_schedule(1e-3), decouple_lr=True)
-    injected = optax.inject_hyperparams(lowmem.flash_adamw)
+    injected = lowmem.inject_hyperparams(lowmem.flash_adamw)
     with raises("an array may be that of one step .*: pass it, decouple_lr=3e-4"):
         injected(optax.linear_schedule(0.0, 1e-2, 10), decouple_lr=True).init(weights())
     with raises("pass decoupled=True"):
