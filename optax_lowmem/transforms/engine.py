@@ -27,7 +27,7 @@ from optax_lowmem.kernels.fused_update import (
     fused_updates,
     shared_updates,
 )
-from optax_lowmem.transforms.masters import NO_CORRECTION, initial_correction
+from optax_lowmem.transforms.masters import NO_CORRECTION, initial_correction, promoted
 from optax_lowmem.transforms.plans import Planner
 
 Hyperparameters = Callable[[jax.Array], Mapping[str, jax.Array]]
@@ -408,6 +408,8 @@ def _check_array(plan: LeafPlan, field: str, array: Any, shape: tuple, dtype: An
     if jnp.shape(array) == shape and jnp.dtype(array.dtype) == jnp.dtype(dtype):
         return
     hint = ""
+    if field == "correction" and plan.dtype == jnp.float32 and jnp.shape(array) == plan.shape:
+        raise ValueError(promoted(plan.path, array.dtype))
     if field == "correction":
         hint = (
             " If weights were cast after tx.init, begin with params, state = "

@@ -38,6 +38,18 @@ def choose_split(storage: Storage, path: str, dtype: jnp.dtype) -> MasterSplit |
     return split
 
 
+def promoted(path: str, correction: Any) -> str:
+    """The error of an f32 weight beside a correction, which is of a 16-bit one."""
+    return (
+        f"weight '{path}' is float32, and the state corrects a 16-bit one ({correction} beside "
+        "it). An f32 update was added to it without a cast, as eqx.apply_updates and "
+        "params + updates do: use optax.apply_updates or lowmem.step, or make the optimizer with "
+        "update_dtype='param' (storage=Storage(update_dtype='param'), or the argument of "
+        "split_master_weights). If it was cast, or the state restored for other weights, begin "
+        "with params, state = lowmem.init(tx, params_f32)."
+    )
+
+
 def initial_correction(split: MasterSplit, path: str, leaf: Any) -> jax.Array:
     """The correction that `lowmem.init` has for a leaf, else that of the weight itself."""
     provided = scope.provided_correction(path)

@@ -17,6 +17,7 @@ from optax_lowmem.transforms.masters import (
     choose_split,
     initial_correction,
     join_masters,
+    promoted,
     split_for,
     splits_masters,
 )
@@ -106,6 +107,8 @@ class _Splitter:
 
     def _split_of(self, path: str, p: jax.Array, correction: jax.Array) -> MasterSplit | None:
         split = split_for(self.storage, p.dtype)
+        if p.dtype == jnp.float32 and jnp.ndim(correction) and correction.shape == p.shape:
+            raise ValueError(promoted(path, correction.dtype))
         if split is not None and (correction.dtype, correction.shape) != (split.dtype, p.shape):
             raise ValueError(
                 f"the correction of '{path}' is {correction.dtype}{list(correction.shape)}, but "
