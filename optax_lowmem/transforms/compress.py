@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lowmem._core import boxes, derivative, groups, random, scope, trees
+from optax_lowmem._core import boxes, derivative, groups, numerics, random, scope, trees
 from optax_lowmem._core.compiled import compiled, each, widened
 from optax_lowmem._core.hyperparameters import increment
 from optax_lowmem._core.policy import Policy
@@ -104,6 +104,7 @@ class _Compressor:
     rounding: str
     seed: int
     policy: Policy
+    update_dtype: str
 
     # ---- which slots -------------------------------------------------------------------------
 
@@ -307,19 +308,42 @@ class _Compressor:
     def update(
         self, updates: Any, state: CompressedState, params: Any = None, **extra: Any
     ) -> tuple[Any, CompressedState]:
-        """Decodes the slots, runs the inner update on f32 gradients, encodes them again."""
+        """Decode the slots, run the inner update on f32 gradients, encode the slots again."""
         trees.check_state(state, CompressedState)
         if params is not None:
             trees.match("gradient", updates, params)
         updates, params = derivative.without((updates, params))
-        gradients, inner = self.inner.update(
+        new, inner = self.inner.update(
             widened(updates), self._decode(state, updates), params, **extra
         )
         count = increment(state.count)
         reference = updates if params is None else params
         inner, scales = self._encode(inner, reference, state.seed, count)
         _check_same_storage(state.scales, scales)
-        return gradients, CompressedState(count, state.seed, inner, scales)
+        if self.update_dtype == "gradient":
+            new = _as_given(new, updates)
+        return new, CompressedState(count, state.seed, inner, scales)
+
+
+def _as_given(updates: Any, gradients: Any) -> Any:
+    """Updates in the dtypes of the gradients; those of another tree (lookahead's) as they are."""
+    treedef: Any = jax.tree.structure(updates)
+    if treedef != jax.tree.structure(gradients):
+        return updates
+    rows = list(zip(jax.tree.leaves(updates), jax.tree.leaves(gradients), strict=True))
+    narrow = [numerics.is_narrow(g.dtype) and u.dtype == jnp.float32 for u, g in rows]
+    if not any(narrow):
+        return updates
+    cast = iter(
+        _cast([(u, g.dtype) for (u, g), chosen in zip(rows, narrow, strict=True) if chosen])
+    )
+    leaves = [next(cast) if chosen else u for (u, _), chosen in zip(rows, narrow, strict=True)]
+    return treedef.unflatten(leaves)
+
+
+@compiled
+def _cast(rows: list[tuple[jax.Array, Any]]) -> list[jax.Array]:
+    return [x.astype(dtype) for x, dtype in rows]
 
 
 def compressed(
@@ -330,13 +354,16 @@ def compressed(
     rounding: str,
     seed: int,
     policy: Policy,
+    update_dtype: str,
 ) -> optax.GradientTransformationExtraArgs:
     """`inner` with the slots stored that `select` gives a codec; `wanted` must all be there."""
     check_group_size(group_size)
     if rounding not in ("stochastic", "nearest"):
         raise ValueError(f"rounding must be 'stochastic' or 'nearest', got {rounding!r}")
+    if update_dtype not in ("gradient", "float32"):
+        raise ValueError(f"update_dtype must be 'gradient' or 'float32', got {update_dtype!r}")
     inner = trees.wrapped(inner)
-    work = _Compressor(inner, select, wanted, group_size, rounding, seed, policy)
+    work = _Compressor(inner, select, wanted, group_size, rounding, seed, policy, update_dtype)
     return optax.GradientTransformationExtraArgs(work.init, work.update)
 
 
@@ -347,6 +374,7 @@ def compress_state(
     rounding: str = "stochastic",
     seed: int = 0,
     policy: Policy = Policy(),  # noqa: B008 (frozen)
+    update_dtype: str = "gradient",
     **slot_codecs: GroupCodec | None,
 ) -> optax.GradientTransformationExtraArgs:
     """Stores named slots of any optax optimizer's state with 8-bit codecs.
@@ -358,6 +386,8 @@ def compress_state(
         maximum such as amsgrad's `nu_max` is always rounded to nearest.
       seed: of the hash behind stochastic rounding.
       policy: leaves and slots to leave as they are.
+      update_dtype: `gradient`, an update in the dtype of its gradient as optax's own, or `float32`.
+        (Inside `split_master_weights` gradients, and so updates, are f32.)
       **slot_codecs: a codec for each slot by the name of its field, such as `mu=softsign()`.
 
     Returns:
@@ -388,4 +418,5 @@ def compress_state(
         del known
         return slot_codecs.get(field)
 
-    return compressed(inner, select, tuple(slot_codecs), group_size, rounding, seed, policy)
+    wanted = tuple(slot_codecs)
+    return compressed(inner, select, wanted, group_size, rounding, seed, policy, update_dtype)

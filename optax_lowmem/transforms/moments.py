@@ -31,6 +31,7 @@ def compand_momentum(
     rounding: str = "stochastic",
     seed: int = 0,
     policy: Policy = Policy(),  # noqa: B008 (frozen)
+    update_dtype: str = "gradient",
 ) -> optax.GradientTransformationExtraArgs:
     """Stores the first moment of a transformation as companded int8 (FlashOptim, equation 3).
 
@@ -42,6 +43,7 @@ def compand_momentum(
       rounding: `stochastic` or `nearest`.
       seed: of the hash behind stochastic rounding.
       policy: leaves to leave as they are.
+      update_dtype: `gradient`, an update in the dtype of its gradient, or `float32`.
 
     Returns:
       An optax transformation; 1.06 bytes a value instead of 4.
@@ -53,7 +55,7 @@ def compand_momentum(
     if _is_decay(inner):
         inner = optax.ema(inner, debias=False)
     select = _of_moment(1, codec or softsign())
-    return compressed(inner, select, (), group_size, rounding, seed, policy)
+    return compressed(inner, select, (), group_size, rounding, seed, policy, update_dtype)
 
 
 def sqrt_variance_quant(
@@ -64,6 +66,7 @@ def sqrt_variance_quant(
     rounding: str = "stochastic",
     seed: int = 0,
     policy: Policy = Policy(),  # noqa: B008 (frozen)
+    update_dtype: str = "gradient",
 ) -> optax.GradientTransformationExtraArgs:
     """Stores the second moment of a transformation as uint8 of its root (FlashOptim, equation 4).
 
@@ -75,6 +78,7 @@ def sqrt_variance_quant(
       rounding: `stochastic` or `nearest`.
       seed: of the hash behind stochastic rounding.
       policy: leaves to leave as they are.
+      update_dtype: `gradient`, an update in the dtype of its gradient, or `float32`.
 
     Returns:
       An optax transformation; 1.13 bytes a value instead of 4.
@@ -86,4 +90,4 @@ def sqrt_variance_quant(
     if _is_decay(inner):
         inner = optax.scale_by_rms(inner)
     select = _of_moment(2, codec or sqrt())
-    return compressed(inner, select, (), group_size, rounding, seed, policy)
+    return compressed(inner, select, (), group_size, rounding, seed, policy, update_dtype)

@@ -90,3 +90,46 @@ def test_a_scalar_beside_a_split_around_an_unsplit_optimizer():
     params, state = lowmem.init(ema, given)
     params, state = lowmem.step(ema, gradient(params), state, params)
     assert lowmem.master_params(params, state)["temperature"].shape == ()
+
+
+COMPRESSED = {
+    "compress_state": lambda **how: lowmem.compress_state(
+        optax.adan(1e-2), m=lowmem.codecs.softsign(), **how
+    ),
+    "compand_momentum": lambda **how: lowmem.compand_momentum(optax.adamw(1e-2), **how),
+    "a link": lambda **how: optax.chain(lowmem.compand_momentum(0.9, **how), optax.scale(-1.0)),
+    "sqrt_variance_quant": lambda **how: lowmem.sqrt_variance_quant(optax.adamw(1e-2), **how),
+}
+OF_OPTAX = {
+    "alone": lambda tx: tx,
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 5),
+    "conditionally_transform": lambda tx: optax.conditionally_transform(tx, lambda step: step > 0),
+    "conditionally_mask": lambda tx: optax.conditionally_mask(tx, lambda step: step > 0),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2),
+}
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+@pytest.mark.parametrize("wrapper", OF_OPTAX)
+def test_updates_of_compressed_states_have_the_dtype_of_their_gradient(wrapper, name):
+    """As optax's own, which optax's conditions on the step rely upon."""
+    tx = OF_OPTAX[wrapper](COMPRESSED[name]())
+    params = {"w": PARAMS["w"].astype(jnp.float16), "b": PARAMS["b"].astype(jnp.bfloat16)}
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    for _ in range(3):
+        updates, state = update(gradient(params), state, params)
+        chex.assert_trees_all_equal_shapes_and_dtypes(updates, params)
+    assert all(bool((u != 0).all()) for u in jax.tree.leaves(updates)) or wrapper == "MultiSteps"
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_updates_of_compressed_states_in_f32_where_that_is_asked_for(name):
+    tx, params = COMPRESSED[name](update_dtype="float32"), optax.tree.cast(PARAMS, "bfloat16")
+    updates, _ = tx.update(gradient(params), tx.init(params), params)
+    assert {u.dtype for u in jax.tree.leaves(updates)} == {jnp.dtype("float32")}
+    narrow, _ = COMPRESSED[name]().update(gradient(params), tx.init(params), params)
+    for u, wide in zip(jax.tree.leaves(narrow), jax.tree.leaves(updates), strict=True):
+        np.testing.assert_array_equal(np.float32(u), np.float32(wide.astype(jnp.bfloat16)))
+    with pytest.raises(ValueError, match="update_dtype must be 'gradient' or 'float32', got 'b"):
+        COMPRESSED[name](update_dtype="bfloat16")
