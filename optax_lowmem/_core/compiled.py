@@ -139,6 +139,8 @@ def widened(tree: Any, floats_only: bool = False) -> Any:
       floats_only: leave other numbers as they are, instead of making them f32 too.
     """
     leaves = jax.tree.leaves(tree)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
+        return jax.tree.map(lambda x: _widened_shape(x, floats_only), tree)
     wide = [
         not numerics.is_narrow(x.dtype) and (floats_only or x.dtype == jnp.float32) for x in leaves
     ]
@@ -147,6 +149,13 @@ def widened(tree: Any, floats_only: bool = False) -> Any:
     made = iter(_widen([x for x, known in zip(leaves, wide, strict=True) if not known]))
     found = [x if known else next(made) for x, known in zip(leaves, wide, strict=True)]
     return jax.tree.unflatten(jax.tree.structure(tree), found)
+
+
+def _widened_shape(x: Any, floats_only: bool) -> jax.ShapeDtypeStruct:
+    wide = floats_only and not numerics.is_narrow(x.dtype)
+    return jax.ShapeDtypeStruct(
+        x.shape, x.dtype if wide else jnp.float32, sharding=getattr(x, "sharding", None)
+    )
 
 
 @compiled

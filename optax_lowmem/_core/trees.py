@@ -86,6 +86,17 @@ def check_param(path: str, leaf: Any) -> None:
     )
 
 
+def with_values(params: Any) -> Any:
+    """A tree with zeros in the place of each `jax.ShapeDtypeStruct`, sharded as that says.
+
+    For an `init` that keeps values of the weights: of shapes alone its state has the layout.
+    """
+    return jax.tree.map(
+        lambda leaf: jnp.zeros_like(leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf,
+        params,
+    )
+
+
 def match(what: str, tree: Any, params: Any) -> list[Any]:
     """Leaves of `tree`, which must have the structure and shapes of `params`, and be real.
 

@@ -295,13 +295,15 @@ class _Compressor:
         # a mask may go by sizes
         start = Start(self._codec_of, self._decide, self.group_size)
         if like != jax.tree.structure(abstract) or not start.is_constant(abstract):
-            inner, scales = self._encode(self.inner.init(widened(params)), params, seed, count)
+            started = self.inner.init(widened(trees.with_values(params)))
+            inner, scales = self._encode(started, params, seed, count)
             return CompressedState(count, seed, inner, scales)
         masked = self._masked(params)
         inner, scales = start.spread(abstract, self.inner.init(small), params, masked)
         floats = (leaf.dtype for leaf in jax.tree.leaves(start.others(abstract)))
         if any(jnp.issubdtype(dtype, jnp.inexact) for dtype in floats):  # maybe of values of params
-            own = jax.jit(lambda p: start.others(self.inner.init(widened(p))))(params)
+            values = trees.with_values(params)
+            own = jax.jit(lambda p: start.others(self.inner.init(widened(p))))(values)
             inner = start.put(own, inner)
         return CompressedState(count, seed, inner, scales)
 

@@ -36,7 +36,8 @@ class _Tracker:
         for path, leaf in trees.named_leaves(params):
             trees.check_param(path, leaf)
         inner = self.inner.init(params)
-        ema, correction = self._trees(params, _split(self.split, *kept_weights(params, inner)))
+        weights = trees.with_values(params)
+        ema, correction = self._trees(params, _split(self.split, *kept_weights(weights, inner)))
         seed = scope.provided_seed(self.seed)
         return MasterEmaState(jnp.zeros((), jnp.int32), seed, ema, correction, inner)
 

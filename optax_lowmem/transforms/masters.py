@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lowmem._core import numerics, scope, trees
-from optax_lowmem._core.compiled import compiled
+from optax_lowmem._core.compiled import compiled, widened
 from optax_lowmem.codecs import BitSplit, MasterSplit, UlpSplit, master_split, split_of
 from optax_lowmem.gaussws.states import FIELD, clean_params
 from optax_lowmem.transforms.storage import Storage
@@ -71,7 +71,9 @@ def join_master(p: jax.Array, correction: jax.Array) -> jax.Array:
 
 
 def join_leaves(weights: list[jax.Array], corrections: list[Any]) -> list[jax.Array]:
-    """`join_master` of each leaf, those in 16 bits in one program."""
+    """`join_master` of each leaf, those in 16 bits in one program; shapes give shapes."""
+    if any(isinstance(p, jax.ShapeDtypeStruct) for p in weights):
+        return widened(weights)
     rows = list(zip(weights, corrections, strict=True))
     narrow = [row for row in rows if numerics.is_narrow(row[0].dtype)]
     joined = iter(_joined(narrow) if narrow else [])

@@ -82,7 +82,11 @@ class Noisy:
         nothing, ones, zeros = compiled(_first_bits)(shapes)
         rows = zip(leaves, chosen, nothing, strict=True)
         clean = boxes.like(
-            params, [self._clean(*leaf) if sampled else none for leaf, sampled, none in rows]
+            params,
+            [
+                self._clean(path, trees.with_values(leaf)) if sampled else none
+                for (path, leaf), sampled, none in rows
+            ],
         )
         bits, scale = boxes.like(params, ones), boxes.like(params, zeros)
         with scope.recording() as decisions:

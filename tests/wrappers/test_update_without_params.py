@@ -1,4 +1,4 @@
-"""`tx.update(grads, state)`, as loops of Brax and Haiku call it, where the weights are not needed."""
+"""`tx.update(grads, state)`, as loops of Brax and Haiku call it."""
 
 import jax
 import jax.numpy as jnp
