@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
@@ -83,8 +82,12 @@ def _of_engine(engine: Engine) -> optax.GradientTransformation:
             if isinstance(rule, kind):
                 return make()
     h = engine.hyperparameters(jnp.zeros((), jnp.int32))
-    rate: Any = (lambda count: 0.0) if _is_scheduled(engine) else 0.0
-    decay = {"mask": engine.decay_mask}
+    # where it is scheduled optax keeps a count of its own
+    rate, strength = (
+        (lambda count: 0.0) if name in engine.schedules else default
+        for name, default in (("learning_rate", 0.0), ("weight_decay", 1e-4))
+    )
+    decay: dict[str, Any] = {"weight_decay": strength, "mask": engine.decay_mask}
     if isinstance(rule, StableAdamRule):
         return update_clipping(optax.adamw(rate, **decay), b2=0.9, eps=1e-8)
     if isinstance(rule, AdamRule):
@@ -94,18 +97,7 @@ def _of_engine(engine: Engine) -> optax.GradientTransformation:
     if isinstance(rule, MomentumRule | GradientRule):
         plain = optax.sgd(rate, momentum=0.9 if isinstance(rule, MomentumRule) else None)
         decayed = "decay" in h or "l2" in h
-        return optax.chain(optax.add_decayed_weights(0.0, **decay), plain) if decayed else plain
+        return optax.chain(optax.add_decayed_weights(**decay), plain) if decayed else plain
     raise ValueError(
         f"no optax optimizer is known to correspond to {type(rule).__name__}. {GIVE_PLAIN}"
     )
-
-
-def _is_scheduled(engine: Engine) -> bool:
-    """Whether the learning rate depends on the count: optax then keeps a count of its own."""
-    count = jax.ShapeDtypeStruct((), jnp.int32)
-    traced = jax.make_jaxpr(lambda c: engine.hyperparameters(c)["lr"])(count).jaxpr
-    reached = set(map(id, traced.invars))
-    for equation in traced.eqns:
-        if reached & set(map(id, equation.invars)):
-            reached |= set(map(id, equation.outvars))
-    return bool(reached & set(map(id, traced.outvars)))

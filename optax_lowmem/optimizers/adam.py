@@ -207,7 +207,7 @@ def flash_adamw(
     eps: float | jax.Array = 1e-8,
     eps_root: float | jax.Array = 0.0,
     mu_dtype: Any = None,
-    weight_decay: float | jax.Array = 1e-4,
+    weight_decay: ScalarOrSchedule = 1e-4,
     mask: Any = None,
     *,
     nesterov: bool = False,
@@ -232,7 +232,7 @@ def flash_adamw(
       eps: added outside the root.
       eps_root: added inside the root.
       mu_dtype: dtype of mu where it is not compressed (small or excluded leaves); f32 by default.
-      weight_decay: decoupled, times the learning rate.
+      weight_decay: number, f32 scalar or schedule; decoupled, times the learning rate.
       mask: where weight decay applies: a tree (prefix) of bools or a function of the parameters.
       nesterov: as in `optax.nadamw`.
       storage: codecs, group size, width of the master weights, rounding, policy.

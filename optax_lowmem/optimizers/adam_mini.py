@@ -68,7 +68,7 @@ def adam_mini(
     eps: float | jax.Array = 1e-8,
     eps_root: float | jax.Array = 0.0,
     mu_dtype: Any = None,
-    weight_decay: float | jax.Array = 1e-4,
+    weight_decay: ScalarOrSchedule = 1e-4,
     mask: Any = None,
     *,
     blocks: BlockStructure = Structure(),  # noqa: B008 (frozen)
@@ -94,7 +94,7 @@ def adam_mini(
       eps: added outside the root, as in Adam-mini's code.
       eps_root: added inside the root, where the paper has its epsilon.
       mu_dtype: dtype of mu where it is not compressed; f32 by default.
-      weight_decay: decoupled, times the learning rate.
+      weight_decay: number, f32 scalar or schedule; decoupled, times the learning rate.
       mask: where weight decay applies.
       blocks: head counts and rules; a `Structure`.
       storage: codecs (f32 moments by default), width of the master weights, rounding, policy.
@@ -152,7 +152,7 @@ def q_adam_mini(
     eps: float | jax.Array = 1e-8,
     eps_root: float | jax.Array = 0.0,
     mu_dtype: Any = None,
-    weight_decay: float | jax.Array = 1e-4,
+    weight_decay: ScalarOrSchedule = 1e-4,
     mask: Any = None,
     *,
     blocks: BlockStructure = Structure(),  # noqa: B008 (frozen)
@@ -171,7 +171,7 @@ def q_adam_mini(
       eps: added outside the root.
       eps_root: added inside the root, the paper's epsilon.
       mu_dtype: dtype of mu where it is not compressed; f32 by default.
-      weight_decay: decoupled, times the learning rate.
+      weight_decay: number, f32 scalar or schedule; decoupled, times the learning rate.
       mask: where weight decay applies.
       blocks: head counts and rules; a `Structure`.
       storage: codecs, group size, rounding, policy. The paper's Case 1, 8-bit v, is
@@ -211,7 +211,7 @@ def flash_adam_mini(
     eps: float | jax.Array = 1e-8,
     eps_root: float | jax.Array = 0.0,
     mu_dtype: Any = None,
-    weight_decay: float | jax.Array = 1e-4,
+    weight_decay: ScalarOrSchedule = 1e-4,
     mask: Any = None,
     *,
     blocks: BlockStructure = Structure(),  # noqa: B008 (frozen)
@@ -230,7 +230,7 @@ def flash_adam_mini(
       eps: added outside the root.
       eps_root: added inside the root.
       mu_dtype: dtype of mu where it is not compressed; f32 by default.
-      weight_decay: decoupled, times the learning rate.
+      weight_decay: number, f32 scalar or schedule; decoupled, times the learning rate.
       mask: where weight decay applies.
       blocks: head counts and rules; a `Structure`.
       storage: codecs, group size, width of the master weights, rounding, policy.
@@ -261,7 +261,7 @@ def q_adamw(
     eps: float | jax.Array = 1e-8,
     eps_root: float | jax.Array = 0.0,
     mu_dtype: Any = None,
-    weight_decay: float | jax.Array = 1e-4,
+    weight_decay: ScalarOrSchedule = 1e-4,
     mask: Any = None,
     *,
     storage: Storage = _Q_ADAMW,
@@ -278,7 +278,7 @@ def q_adamw(
       eps: added outside the root.
       eps_root: added inside the root.
       mu_dtype: dtype of mu where it is not compressed; f32 by default.
-      weight_decay: decoupled, times the learning rate.
+      weight_decay: number, f32 scalar or schedule; decoupled, times the learning rate.
       mask: where weight decay applies.
       storage: codecs, group size, rounding, policy.
       decouple_lr: decay by `weight_decay * lr / peak`.

@@ -20,7 +20,7 @@ def coat_adamw(
     eps: float | jax.Array = 1e-8,
     eps_root: float | jax.Array = 0.0,
     mu_dtype: Any = None,
-    weight_decay: float | jax.Array = 1e-4,
+    weight_decay: ScalarOrSchedule = 1e-4,
     mask: Any = None,
     *,
     nesterov: bool = False,
@@ -46,7 +46,7 @@ def coat_adamw(
       eps: added outside the root.
       eps_root: added inside the root, where the paper's table has its epsilon.
       mu_dtype: dtype of mu where it is not compressed; f32 by default.
-      weight_decay: decoupled, times the learning rate.
+      weight_decay: number, f32 scalar or schedule; decoupled, times the learning rate.
       mask: where weight decay applies.
       nesterov: as in `optax.nadamw`.
       storage: codecs, group size, width of the master weights, rounding, policy.

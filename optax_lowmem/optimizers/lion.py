@@ -14,6 +14,9 @@ from optax_lowmem.optimizers.schedule import ScalarOrSchedule, direction, optimi
 from optax_lowmem.transforms.storage import Storage
 
 
+_MODES = ("hard", "smooth", "refined")
+
+
 class FlashLionState(NamedTuple):
     """State of Lion; every tree has the parameters' structure."""
 
@@ -26,11 +29,23 @@ class FlashLionState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LionRule(UpdateRule):
-    """sign(b1 m + (1-b1) g), then m = b2 m + (1-b2) g."""
+    """sign(b1 m + (1-b1) g), or what `mode` has for the sign, then m = b2 m + (1-b2) g."""
+
+    mode: str = "hard"
+    smooth_beta: float = 1.0
 
     slots = (Slot("mu", signed=True),)
     state_type = FlashLionState
-    formula = "lion"
+
+    @property
+    def formula(self) -> str | None:
+        """`lion` with the sign itself."""
+        return "lion" if self.mode == "hard" else None
+
+    def _direction(self, x: jax.Array) -> jax.Array:
+        if self.mode == "smooth":
+            return jnp.tanh(jnp.float32(self.smooth_beta) * x)
+        return jnp.sign(x) if self.mode == "hard" else jnp.clip(x, -1, 1)
 
     def update(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
@@ -38,7 +53,7 @@ class LionRule(UpdateRule):
         """The direction and the new momentum."""
         mu = slots["mu"]
         interpolated = h["b1"] * mu + h["one_minus_b1"] * g
-        return jnp.sign(interpolated), {"mu": h["b2"] * mu + h["one_minus_b2"] * g}
+        return self._direction(interpolated), {"mu": h["b2"] * mu + h["one_minus_b2"] * g}
 
 
 def _moments(b1: Any, b2: Any) -> Formula:
@@ -63,6 +78,8 @@ def scale_by_flash_lion(
     b2: float | jax.Array = 0.99,
     mu_dtype: Any = None,
     *,
+    mode: str = "hard",
+    smooth_beta: float = 1.0,
     storage: Storage = Storage(),  # noqa: B008 (frozen)
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.scale_by_lion` with 8-bit momentum; 1.06 bytes of state a parameter.
@@ -71,13 +88,24 @@ def scale_by_flash_lion(
       b1: weight of the momentum in the sign, in [0, 1).
       b2: decay of mu, in [0, 1).
       mu_dtype: dtype of mu where it is not compressed; f32 by default.
+      mode: `hard`, the sign; `smooth`, tanh(smooth_beta x); or `refined`, x between -1 and 1 and
+        its sign beyond. As in optax, for `scale_by_flash_lion` alone.
+      smooth_beta: factor inside the tanh of `smooth`.
       storage: codec, group size, rounding, policy.
+
+    Raises:
+      ValueError: for another mode.
 
     Example:
       >>> import optax, optax_lowmem as lowmem
       >>> tx = optax.chain(lowmem.scale_by_flash_lion(), optax.scale(-1e-4))
     """
-    return direction(LionRule(), _moments(b1, b2), storage, {"mu": mu_dtype})
+    if mode not in _MODES:
+        raise ValueError(f"mode must be one of {_MODES}, got {mode!r}")
+    if isinstance(smooth_beta, bool) or not isinstance(smooth_beta, int | float):
+        raise TypeError(f"smooth_beta must be a number known when tracing, got {smooth_beta!r}")
+    rule = LionRule(mode, float(smooth_beta) if mode == "smooth" else 1.0)
+    return direction(rule, _moments(b1, b2), storage, {"mu": mu_dtype})
 
 
 def flash_lion(
@@ -85,7 +113,7 @@ def flash_lion(
     b1: float | jax.Array = 0.9,
     b2: float | jax.Array = 0.99,
     mu_dtype: Any = None,
-    weight_decay: float | jax.Array = 1e-3,
+    weight_decay: ScalarOrSchedule = 1e-3,
     mask: Any = None,
     *,
     storage: Storage = Storage(),  # noqa: B008 (frozen)
@@ -106,7 +134,7 @@ def flash_lion(
       b1: weight of the momentum in the sign, in [0, 1).
       b2: decay of mu, in [0, 1).
       mu_dtype: dtype of mu where it is not compressed; f32 by default.
-      weight_decay: decoupled, times the learning rate.
+      weight_decay: number, f32 scalar or schedule; decoupled, times the learning rate.
       mask: where weight decay applies.
       storage: codec, group size, width of the master weights, rounding, policy.
       decouple_lr: decay by `weight_decay * lr / peak`.

@@ -16,10 +16,9 @@ from optax_lowmem.transforms.storage import Storage
 ScalarOrSchedule: TypeAlias = float | jax.Array | Callable[[jax.Array], Any]
 
 
-def learning_rate_at(learning_rate: ScalarOrSchedule, count: jax.Array) -> jax.Array:
-    """The rate of the step after `count` steps (schedules see 0, 1, ...)."""
-    value = learning_rate(count) if callable(learning_rate) else learning_rate
-    return as_f32("learning_rate", value)
+def at_count(name: str, value: ScalarOrSchedule, count: jax.Array) -> jax.Array:
+    """A hyperparameter of the step after `count` steps (schedules see 0, 1, ...)."""
+    return as_f32(name, value(count) if callable(value) else value)
 
 
 def _peak(learning_rate: ScalarOrSchedule, decouple_lr: bool | float) -> jax.Array | None:
@@ -61,7 +60,7 @@ def optimizer(
       moments: its own hyperparameters from the count before the step.
       learning_rate: number, array or schedule.
       storage: how the state is kept.
-      weight_decay: strength; the static 0.0 leaves the term out.
+      weight_decay: strength, or a schedule of it; the static 0.0 leaves the term out.
       mask: optax-style, where weight decay applies.
       decouple_lr: decay by weight_decay lr / peak instead of weight_decay lr, where True takes the
         (constant) learning rate as its peak and a number is the peak of a schedule.
@@ -74,16 +73,20 @@ def optimizer(
     check_range("weight_decay", weight_decay, 0.0)
     peak = _peak(learning_rate, decouple_lr)
     decays = not (isinstance(weight_decay, int | float) and weight_decay == 0)
+    given = {"learning_rate": learning_rate, "weight_decay": weight_decay if decays else None}
 
     def hyperparameters(count: jax.Array) -> dict[str, jax.Array]:
         # a schedule is the user's code, which may not be traced
-        lr = learning_rate_at(learning_rate, count) if callable(learning_rate) else learning_rate
-        decay = weight_decay if decays else None
+        lr, decay = (
+            at_count(name, value, count) if callable(value) else value
+            for name, value in given.items()
+        )
         return Formula(_of_step, (moments, lr, decay, peak, coupled))(count)
 
     return Engine(
         rule=rule,
         hyperparameters=hyperparameters,
+        schedules=frozenset(name for name, value in given.items() if callable(value)),
         storage=storage,
         decay_mask=mask,
         slot_dtypes=slot_dtypes or {},

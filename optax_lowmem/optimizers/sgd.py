@@ -122,7 +122,7 @@ def flash_sgd(
     nesterov: bool = False,
     accumulator_dtype: Any = None,
     *,
-    weight_decay: float | jax.Array = 0.0,
+    weight_decay: ScalarOrSchedule = 0.0,
     decoupled: bool = False,
     mask: Any = None,
     storage: Storage = Storage(),  # noqa: B008 (frozen)
@@ -143,7 +143,7 @@ def flash_sgd(
       momentum: in [0, 1), or None for none (no slot at all).
       nesterov: direction g + momentum m.
       accumulator_dtype: dtype of the momentum where it is not compressed; f32 by default.
-      weight_decay: strength.
+      weight_decay: strength: number, f32 scalar or schedule.
       decoupled: take the decay off the weight instead of adding it to the gradient.
       mask: where weight decay applies.
       storage: codec (`mu`), group size, width of the master weights, rounding, policy.

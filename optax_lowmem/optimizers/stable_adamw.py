@@ -54,7 +54,7 @@ def stable_adamw(
     b2: ScalarOrSchedule = 0.99,
     eps: float | jax.Array = 1e-6,
     mu_dtype: Any = None,
-    weight_decay: float | jax.Array = 1e-2,
+    weight_decay: ScalarOrSchedule = 1e-2,
     mask: Any = None,
     *,
     threshold: float | jax.Array = 1.0,
@@ -79,7 +79,7 @@ def stable_adamw(
       b2: decay of the second moment, in [0, 1), or a schedule such as `b2_schedule()`.
       eps: added outside the root; its square is the least u in RMS_t.
       mu_dtype: dtype of mu where it is not compressed; f32 by default.
-      weight_decay: decoupled, times the clipped learning rate.
+      weight_decay: number, f32 scalar or schedule; decoupled, times the clipped rate.
       mask: where weight decay applies.
       threshold: d, the RMS_t up to which nothing is clipped.
       storage: codecs, group size, width of the master weights, rounding, policy.

@@ -45,9 +45,11 @@ class Engine(Planner):
 
     Attributes:
       hyperparameters: f32 scalars of a step from the count before it.
+      schedules: names of the hyperparameters that were given as schedules.
     """
 
     hyperparameters: Hyperparameters
+    schedules: frozenset[str] = frozenset()
 
     def transformation(self) -> "Optimizer":
         """The optax transformation."""

@@ -106,6 +106,7 @@ def test_every_state_has_a_place_in_optax():
     assert kinds <= counterparts.MOMENTS.keys(), "say in MOMENTS where optax keeps its slots"
 
 
+CONSTANT = optax.constant_schedule(1e-3)  # optax counts its steps all the same
 PIECES = {
     "adam": (lowmem.scale_by_flash_adam(storage=SMALL), optax.scale_by_adam()),
     "lion": (lowmem.scale_by_flash_lion(storage=SMALL), optax.scale_by_lion()),
@@ -114,6 +115,14 @@ PIECES = {
     "sgd with decay": (
         lowmem.flash_sgd(0.1, 0.9, weight_decay=1e-4, storage=SMALL),
         optax.chain(optax.add_decayed_weights(1e-4), optax.sgd(0.1, 0.9)),
+    ),
+    "scheduled decay": (
+        lowmem.flash_adamw(1e-3, weight_decay=CONSTANT, storage=SMALL),
+        optax.adamw(1e-3, weight_decay=CONSTANT),
+    ),
+    "scheduled rate and decay": (
+        lowmem.flash_lion(CONSTANT, weight_decay=CONSTANT, storage=SMALL),
+        optax.lion(CONSTANT, weight_decay=CONSTANT),
     ),
     "adam without decay": (lowmem.flash_adamw(1e-3, weight_decay=0.0), optax.adam(1e-3)),
     "masked decay": (
@@ -207,7 +216,8 @@ def test_numbers_that_only_one_side_has():
     """inject_hyperparams keeps what each optimizer takes: the rest is as init makes it."""
     inject = optax.inject_hyperparams
     plain = inject(optax.adamw)(learning_rate=2e-3, weight_decay=0.5)
-    tx = inject(lambda learning_rate: lowmem.flash_adamw(learning_rate, storage=EXACT))(1e-3)
+    ours = lowmem.inject_hyperparams
+    tx = ours(lambda learning_rate: lowmem.flash_adamw(learning_rate, storage=EXACT))(1e-3)
     params, old = started(plain)
     old = old._replace(hyperparams={**old.hyperparams, "learning_rate": jnp.float32(3e-3)})
     weights, state = checkpoint.from_optax(tx, old, params)

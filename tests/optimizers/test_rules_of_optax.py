@@ -17,6 +17,8 @@ STEPS = [  # of other sizes and signs, so that no debiasing and no order of b1 a
     {"a": jnp.asarray([-0.2, -0.4, 0.1]), "b": jnp.asarray([0.5, 0.3])},
     {"a": jnp.asarray([0.05, 0.9, -1.0]), "b": jnp.asarray([0.1, -2.0])},
 ]
+DECAY = optax.linear_schedule(0.5, 0.0, 3)
+ONLY_A = {"a": True, "b": False}
 RULES = {  # large eps and decay, which show
     "adamw": (
         lambda: lowmem.flash_adamw(0.1, 0.8, 0.9, 0.3, weight_decay=0.2, storage=FULL),
@@ -33,6 +35,33 @@ RULES = {  # large eps and decay, which show
     "lion": (
         lambda: lowmem.flash_lion(0.1, 0.5, 0.9, weight_decay=0.2, storage=FULL),
         lambda: optax.lion(0.1, 0.5, 0.9, weight_decay=0.2),
+    ),
+    "lion smooth": (
+        lambda: optax.chain(
+            lowmem.scale_by_flash_lion(0.5, 0.9, mode="smooth", smooth_beta=3.0, storage=FULL),
+            optax.scale(-0.1),
+        ),
+        lambda: optax.chain(
+            optax.scale_by_lion(0.5, 0.9, mode="smooth", smooth_beta=3.0), optax.scale(-0.1)
+        ),
+    ),
+    "lion refined": (
+        lambda: optax.chain(
+            lowmem.scale_by_flash_lion(0.1, 0.9, mode="refined", storage=FULL), optax.scale(-0.1)
+        ),
+        lambda: optax.chain(optax.scale_by_lion(0.1, 0.9, mode="refined"), optax.scale(-0.1)),
+    ),
+    "adamw, decay by schedule": (
+        lambda: lowmem.flash_adamw(0.1, 0.8, 0.9, weight_decay=DECAY, mask=ONLY_A, storage=FULL),
+        lambda: optax.adamw(0.1, 0.8, 0.9, weight_decay=DECAY, mask=ONLY_A),
+    ),
+    "lion, decay by schedule": (
+        lambda: lowmem.flash_lion(0.1, weight_decay=DECAY, storage=FULL),
+        lambda: optax.lion(0.1, weight_decay=DECAY),
+    ),
+    "momentum, coupled decay by schedule": (
+        lambda: lowmem.flash_sgd(0.1, 0.7, weight_decay=DECAY, storage=FULL),
+        lambda: optax.chain(optax.add_decayed_weights(DECAY), optax.sgd(0.1, 0.7)),
     ),
     "momentum, coupled decay": (
         lambda: lowmem.flash_sgd(0.1, 0.7, weight_decay=0.2, storage=FULL),
