@@ -156,7 +156,7 @@ def check_decay(name: str, decay: Any) -> None:
     if not callable(decay) or isinstance(decay, PowerDecay):
         return
     with jax.ensure_compile_time_eval():
-        first = float(decay(jnp.zeros((), jnp.int32)))
+        first = float(as_f32(name, decay(jnp.zeros((), jnp.int32))))
     if first != 0:
         raise ValueError(
             f"the schedule of {name} starts at {first:g}, not at 0: only then is the average a "

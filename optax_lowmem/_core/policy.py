@@ -3,11 +3,15 @@
 import dataclasses
 import fnmatch
 import math
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
+import jax
+import optax
+
 from optax_lowmem._core import scope
-from optax_lowmem._core.trees import broadcast_prefix, named_leaves
+from optax_lowmem._core.trees import broadcast_prefix, holds, named_leaves
 
 _SCALAR = "a 0-d leaf has no group"
 
@@ -71,6 +75,24 @@ class Policy:
         mask = self.mask(tree) if callable(self.mask) else self.mask
         kept = broadcast_prefix("the policy's mask", mask, tree)
         return {path for (path, _), keep in zip(named_leaves(tree), kept, strict=True) if not keep}
+
+
+def unmatched_patterns(policies: Iterable[Policy], tree: Any) -> list[str]:
+    """A warning for each pattern of some policies that no leaf of the whole tree has."""
+    paths = [path for path, _ in named_leaves(tree)]
+    return [
+        f"the pattern {pattern!r} of Policy.exclude matches no leaf"
+        for policy in policies
+        for pattern in policy.unmatched(paths)
+    ]
+
+
+def warn_of_patterns(policy: Policy, tree: Any) -> None:
+    """Warn of patterns that match nothing, where an `init` has all leaves and nobody else does."""
+    whole = not holds(tree, lambda node: isinstance(node, optax.MaskedNode))
+    if policy.exclude and whole and not scope.is_observed() and jax.tree.leaves(tree):
+        for warning in unmatched_patterns([policy], tree):
+            warnings.warn(warning, stacklevel=3)
 
 
 def _parsed(pattern: str) -> tuple[str, str]:

@@ -97,6 +97,12 @@ def note_policy(policy: Any) -> None:
         log.append(policy)
 
 
+def is_observed() -> bool:
+    """Whether an `init` that runs now is part of something that looks at its decisions."""
+    variables = _decisions, _policies, _masters
+    return any(variable.get() is not None for variable in variables)
+
+
 def emitting() -> contextlib.AbstractContextManager[dict[str, jax.Array]]:
     """Collects the updates that split optimizers emit inside, by leaf path."""
     return _bound(_emitted, {})

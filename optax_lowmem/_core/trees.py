@@ -72,6 +72,11 @@ def check_param(path: str, leaf: Any) -> None:
             f"parameter '{path}' is a {type(leaf).__name__}, not an array: make it one with "
             "jnp.asarray, or leave it out with optax.masked."
         )
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        raise TypeError(
+            f"parameter '{path}' is {leaf.dtype}, such as a PRNG key, which has no gradient: leave "
+            "it out with optax.masked or optax.partition, around this one."
+        )
     dtype = jnp.dtype(leaf.dtype)
     if dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
         return
@@ -192,15 +197,23 @@ def _is_narrow(leaf: Any) -> bool:
     return hasattr(leaf, "dtype") and numerics.is_narrow(leaf.dtype)
 
 
-def states_with(state: Any, field: str) -> Iterator[Any]:
-    """Every NamedTuple inside an optimizer state that has a field, through any wrapper."""
-    found = jax.tree.leaves(state, is_leaf=lambda n: is_named_tuple(n) and field in n._fields)
+def states_with(
+    state: Any, field: str, test: Callable[[Any], bool] = is_named_tuple
+) -> Iterator[Any]:
+    """Every NamedTuple inside an optimizer state that has a field, through any wrapper.
+
+    Args:
+      state: of an optimizer.
+      field: its name.
+      test: `is_ours` for a field of ours, whose name a NamedTuple of weights may have too.
+    """
+    found = jax.tree.leaves(state, is_leaf=lambda n: test(n) and field in n._fields)
     for node in found:
-        if is_named_tuple(node):
+        if test(node):
             yield node
             for name in node._fields:
                 if name != field:
-                    yield from states_with(getattr(node, name), field)
+                    yield from states_with(getattr(node, name), field, test)
 
 
 def is_state(node: Any, slot: str = "") -> bool:

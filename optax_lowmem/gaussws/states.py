@@ -43,7 +43,7 @@ def clean_params(params: Any, state: Any) -> Any:
     found: dict[str, jax.Array] = {}
     leaves = trees.named_leaves(params)
     shapes = {path: jnp.shape(leaf) for path, leaf in leaves}
-    for own in trees.states_with(state, FIELD):
+    for own in trees.states_with(state, FIELD, trees.is_ours):
         for path, clean in trees.named_leaves(own.clean):
             if clean.ndim == 0 or shapes.get(path) != clean.shape:
                 continue
@@ -80,7 +80,7 @@ def bitwidths(state: Any) -> dict[str, jax.Array]:
     """
     found = {
         path: bitwidth(b, *own.bits_range)
-        for own in trees.states_with(state, FIELD)
+        for own in trees.states_with(state, FIELD, trees.is_ours)
         for path, b in trees.named_leaves(own.bits)
         if b.ndim
     }

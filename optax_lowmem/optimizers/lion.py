@@ -13,7 +13,6 @@ from optax_lowmem._core.rules import Slot, UpdateRule
 from optax_lowmem.optimizers.schedule import ScalarOrSchedule, direction, optimizer
 from optax_lowmem.transforms.storage import Storage
 
-
 _MODES = ("hard", "smooth", "refined")
 
 

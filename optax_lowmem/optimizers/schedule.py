@@ -1,5 +1,6 @@
 """Learning rate and weight decay of a step, as f32 operands."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -69,6 +70,7 @@ def optimizer(
       structure: which elements share slots, of a rule with shared slots.
     """
     _check_storage(storage, structure)
+    _warn_of_slot_dtypes(storage, slot_dtypes)
     check_range("learning_rate", learning_rate, 0.0)
     check_range("weight_decay", weight_decay, 0.0)
     peak = _peak(learning_rate, decouple_lr)
@@ -122,6 +124,19 @@ def _check_storage(storage: Any, structure: BlockStructure | None = None) -> Non
         )
 
 
+def _warn_of_slot_dtypes(storage: Storage, slot_dtypes: Mapping[str, Any] | None) -> None:
+    """Warn that the dtype of a slot is not that of the leaves whose slot is compressed."""
+    for slot, dtype in (slot_dtypes or {}).items():
+        codec = getattr(storage, slot)
+        if dtype is not None and codec is not None:
+            warnings.warn(
+                f"the dtype of {slot}, {jnp.dtype(dtype)}, is for leaves that are too small or "
+                f"excluded: in all others {slot} is {codec.name}. Leave it out, or keep {slot} "
+                f"uncompressed everywhere with storage=Storage({slot}=None).",
+                stacklevel=4,  # of the call of the optimizer
+            )
+
+
 def direction(
     rule: UpdateRule,
     moments: Formula,
@@ -130,6 +145,7 @@ def direction(
 ) -> optax.GradientTransformationExtraArgs:
     """The transformation that gives a rule's direction only (optax's `scale_by_*`)."""
     _check_storage(storage)
+    _warn_of_slot_dtypes(storage, slot_dtypes)
     return Engine(
         rule=rule,
         hyperparameters=moments,

@@ -28,7 +28,7 @@ class AccumulationState(NamedTuple):
 
 
 def accumulate_gradients(
-    tx: optax.GradientTransformation, every: int, into: str, *, seed: int = 0
+    tx: optax.GradientTransformation, every: int, into: str = "bfloat16", *, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
     r"""Steps once every `every` micro-batches, on the mean of their gradients.
 
@@ -45,7 +45,7 @@ def accumulate_gradients(
     Args:
       tx: the optimizer; for `moments` one of `flash_sgd`, `flash_adam`, `flash_adamw` themselves.
       every: micro-batches in a step.
-      into: `bfloat16` or `moments`; there is no default, since one rounds and one changes Adam.
+      into: `bfloat16`, which takes any optimizer and only rounds, or `moments`, which changes Adam.
       seed: of the stochastic rounding.
 
     Returns:

@@ -12,7 +12,7 @@ import optax
 from optax_lowmem._core import boxes, derivative, groups, numerics, random, scope, trees
 from optax_lowmem._core.compiled import compiled, each, widened
 from optax_lowmem._core.hyperparameters import increment
-from optax_lowmem._core.policy import Policy
+from optax_lowmem._core.policy import Policy, warn_of_patterns
 from optax_lowmem.codecs import GroupCodec, decode_array
 from optax_lowmem.kernels import group_codec
 from optax_lowmem.transforms.compress_start import Start
@@ -285,6 +285,7 @@ class _Compressor:
             trees.check_param(path, leaf)
         # gradients reach the inner update in f32, so its state is f32 whatever the weights are
         abstract = jax.eval_shape(lambda p: self.inner.init(widened(p)), params)
+        warn_of_patterns(self.policy, params)
         self._check_inner(params)
         self._check_state(abstract)
         count = jnp.zeros((), jnp.int32)

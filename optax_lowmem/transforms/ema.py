@@ -144,7 +144,7 @@ def ema_params(state: Any) -> Any:
       >>> float(lowmem.ema_params(tx.init({"w": jnp.ones(3)}))["w"][0])
       1.0
     """
-    found = list(trees.states_with(state, "ema_correction"))
+    found = list(trees.states_with(state, "ema_correction", trees.is_ours))
     if len(found) != 1:
         raise ValueError(
             f"the state holds {len(found)} averages of master weights; wrap the optimizer in "

@@ -18,6 +18,7 @@ from optax_lowmem._core.compiled import (
     unstacked,
     widened,
 )
+from optax_lowmem._core.policy import warn_of_patterns
 from optax_lowmem._core.rules import UpdateRule
 from optax_lowmem.kernels import platform
 from optax_lowmem.kernels.fused_update import (
@@ -27,7 +28,12 @@ from optax_lowmem.kernels.fused_update import (
     fused_updates,
     shared_updates,
 )
-from optax_lowmem.transforms.masters import NO_CORRECTION, initial_correction, promoted
+from optax_lowmem.transforms.masters import (
+    NO_CORRECTION,
+    check_order,
+    initial_correction,
+    promoted,
+)
 from optax_lowmem.transforms.plans import Planner
 
 Hyperparameters = Callable[[jax.Array], Mapping[str, jax.Array]]
@@ -63,6 +69,7 @@ class Engine(Planner):
         """Zero state, of the parameters' sharding; f32 moments are never allocated on the way."""
         leaves = jax.tree.leaves(params)
         plans = self.plans(params)
+        warn_of_patterns(self.storage.policy, params)
         if self.structure is not None:
             self.structure.warn(params)
         if is_free(leaves):
@@ -181,6 +188,8 @@ class Engine(Planner):
         plans = self.plans(reference)
         gradients = trees.match("gradient", updates, reference)
         weights = jax.tree.leaves(params) if self.weights else [None] * len(plans)
+        if self.weights:
+            check_order(gradients, params, state.correction)
         if any(plan.split or any(s.codec for s in (*plan.slots, *plan.shared)) for plan in plans):
             gradients, weights, h = derivative.without((gradients, weights, dict(h)))
         opened = self.open(state, plans, h, count)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._core import scope, trees
+from optax_lowmem._core.policy import unmatched_patterns
 from optax_lowmem.gaussws.states import FIELD
 from optax_lowmem.transforms import stale
 
@@ -69,12 +70,7 @@ def explain(tx: optax.GradientTransformation, params: Any) -> Explanation:
         _, found = scope.dry_run(tx, params)
     decisions = [d for d in found if d.slot != "step"]
     split = any(d.slot in ("correction", FIELD) and d.form for d in decisions)
-    paths = [path for path, _ in trees.named_leaves(params)]
-    warnings = [
-        f"the pattern {pattern!r} of Policy.exclude matches no leaf"
-        for policy in policies
-        for pattern in policy.unmatched(paths)
-    ]
+    warnings = unmatched_patterns(policies, params)
     warnings += stale.found(tx, params) if split else []
     settled = {d.path for d in decisions if d.slot == "correction"}
     decisions += [

@@ -5,6 +5,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from optax_lowmem._core import scope
+from optax_lowmem._core.policy import unmatched_patterns
 from optax_lowmem.transforms import stale
 from optax_lowmem.transforms.start import WeightDtype, start
 
@@ -50,7 +52,10 @@ def init(
       >>> float(weights["w"][0, 0]), float(lowmem.master_params(weights, state)["w"][0, 0])
       (0.10009765625, 0.10000038146972656)
     """
-    weights, state = start(tx, params, dtype, seed, allow_rounding)
+    with scope.noting_policies() as policies:
+        weights, state = start(tx, params, dtype, seed, allow_rounding)
+    for warning in unmatched_patterns(policies, params):
+        warnings.warn(warning, stacklevel=2)
     if stale.suspected(state):
         for warning in stale.found(tx, weights):
             warnings.warn(warning, stacklevel=2)

@@ -65,7 +65,7 @@ class _Unscaler:
 
     def init(self, params: Any) -> Any:
         state = self.inner.init(params)
-        if next(trees.states_with(state, "accumulated"), None) is not None:
+        if next(trees.states_with(state, "accumulated", trees.is_ours), None) is not None:
             raise ValueError(
                 "gradients are accumulated inside per_tensor_loss_scale, where a tensor that is "
                 "skipped keeps its sum and not its place in the count: put accumulate_gradients "

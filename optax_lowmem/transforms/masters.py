@@ -38,6 +38,18 @@ def choose_split(storage: Storage, path: str, dtype: jnp.dtype) -> MasterSplit |
     return split
 
 
+def check_order(gradients: list[Any], params: Any, correction: Any) -> None:
+    """Raises where dtypes show that gradients and parameters were given in each other's place."""
+    rows = zip(trees.named_leaves(params), gradients, jax.tree.leaves(correction), strict=False)
+    for (path, p), g, kept in rows:
+        if p.dtype == jnp.float32 and numerics.is_narrow(g.dtype) and jnp.ndim(kept):
+            raise ValueError(
+                f"the gradient of '{path}' is {g.dtype} and the weight float32, but the state "
+                "corrects a 16-bit weight: they are in each other's place, or the weight was cast. "
+                "Call tx.update(grads, state, params), lowmem.step(tx, grads, state, params)."
+            )
+
+
 def promoted(path: str, correction: Any) -> str:
     """The error of an f32 weight beside a correction, which is of a 16-bit one."""
     return (
@@ -46,7 +58,8 @@ def promoted(path: str, correction: Any) -> str:
         "params + updates do: use optax.apply_updates or lowmem.step, or make the optimizer with "
         "update_dtype='param' (storage=Storage(update_dtype='param'), or the argument of "
         "split_master_weights). If it was cast, or the state restored for other weights, begin "
-        "with params, state = lowmem.init(tx, params_f32)."
+        "with params, state = lowmem.init(tx, params_f32). If gradients and weights are in each "
+        "other's place, call tx.update(grads, state, params)."
     )
 
 
@@ -136,7 +149,7 @@ def master_params(params: Any, state: Any) -> Any:
       >>> lowmem.master_params(weights, state)["w"].dtype
       dtype('float32')
     """
-    if next(trees.states_with(params, "correction"), None) is not None:
+    if next(trees.states_with(params, "correction", trees.is_ours), None) is not None:
         raise TypeError("the first argument is an optimizer's state: master_params(params, state)")
     treedef: Any = jax.tree.structure(params)
     return treedef.unflatten(join_leaves(*kept_weights(params, state)))
@@ -159,7 +172,7 @@ def corrections_of(params: Any, state: Any) -> dict[str, jax.Array]:
     corrections: dict[str, jax.Array] = {}
     weights = dict(trees.named_leaves(params))
     elsewhere: list[str] = []
-    for found in trees.states_with(state, "correction"):
+    for found in trees.states_with(state, "correction", trees.is_ours):
         for path, correction in trees.named_leaves(found.correction):
             weight = weights.get(path)
             if weight is None:

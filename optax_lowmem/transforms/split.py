@@ -14,6 +14,7 @@ from optax_lowmem.codecs import MasterSplit
 from optax_lowmem.kernels.fused_update import MASTER, split_update
 from optax_lowmem.transforms.masters import (
     adds_noise,
+    check_order,
     choose_split,
     initial_correction,
     join_masters,
@@ -74,6 +75,8 @@ class _Splitter:
         fast = params.fast if isinstance(params, optax.LookaheadParams) else params
         trees.match("gradient", updates, fast)
         trees.match_names("correction", state.correction, params)
+        if fast is params:
+            check_order(jax.tree.leaves(updates), params, state.correction)
         masters = join_masters(params, state.correction)
         gradients = widened(updates)
         steps, inner = self.inner.update(gradients, state.inner_state, masters, **extra)

@@ -67,7 +67,7 @@ def _has_condition(node: Any) -> bool:
 
 
 def _is_split(node: Any) -> bool:
-    return trees.is_named_tuple(node) and ("correction" in node._fields or FIELD in node._fields)
+    return trees.is_ours(node) and ("correction" in node._fields or FIELD in node._fields)
 
 
 def _has_split(node: Any) -> bool:

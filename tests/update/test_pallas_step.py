@@ -466,6 +466,8 @@ MORE = {
     **{name: builder(optimizer) for name, (optimizer, how, _) in VARIANTS.items() if not how},
     "no momentum": functools.partial(lowmem.flash_sgd, LEARNING_RATE),
     "lion's direction": lowmem.scale_by_flash_lion,
+    "smooth lion": functools.partial(lowmem.scale_by_flash_lion, mode="smooth", smooth_beta=2.0),
+    "refined lion": functools.partial(lowmem.scale_by_flash_lion, mode="refined"),
     "a trace": functools.partial(lowmem.flash_trace, 0.9),
     "f16 moments": functools.partial(lowmem.flash_adam, LEARNING_RATE, mu_dtype=F16),
     "into moments": lambda storage: lowmem.accumulate_gradients(

@@ -261,6 +261,11 @@ def test_hyperparameters_in_f32_pass(wrap):
     assert all(bool(jnp.all(u < 0)) for u in jax.tree.leaves(updates))
 
 
+def test_a_schedule_of_a_decay_without_a_result():
+    with raises("the schedule of b2 returned None: let it return a number", TypeError):
+        lowmem.flash_adamw(1e-3, b2=lambda count: None)
+
+
 @pytest.mark.parametrize("name", ["learning_rate", "b1", "b2", "weight_decay"])
 def test_booleans_for_hyperparameters(name):
     with raises(f"{name} must be a number, an f32 scalar or a schedule, got True", TypeError):
