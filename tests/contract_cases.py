@@ -31,6 +31,7 @@ class Form:
     rounding: str = "stochastic"
     seed: int = 0
     policy: lowmem.Policy = POLICY
+    update_dtype: str = "float32"
 
     def storage(self, default: lowmem.Storage) -> lowmem.Storage:
         """An optimizer's own codecs in this form."""
@@ -41,6 +42,7 @@ class Form:
             rounding=self.rounding,
             seed=self.seed,
             policy=self.policy,
+            update_dtype=self.update_dtype,
         )
 
 
@@ -84,6 +86,11 @@ def _flash(name: str) -> Case:
     )
 
 
+def _split(tx: Any, form: Form) -> optax.GradientTransformationExtraArgs:
+    assert form.bits is not None
+    return lowmem.split_master_weights(tx, form.bits, update_dtype=form.update_dtype)
+
+
 def _compressed(
     plain: Callable, learning_rate: float, slots: dict, step: float = 1e-3, **options: Any
 ) -> Case:
@@ -96,7 +103,7 @@ def _compressed(
             policy=form.policy,
             **slots,
         )
-        return tx if form.bits is None else lowmem.split_master_weights(tx, form.bits)
+        return tx if form.bits is None else _split(tx, form)
 
     return Case(functools.partial(plain, **options), make, tuple(slots), learning_rate, step)
 
@@ -113,6 +120,61 @@ CASES: dict[str, Case] = {
     "optax.nadamw": _compressed(optax.nadamw, 1e-2, _ADAM),
     "optax.rmsprop": _compressed(optax.rmsprop, 5e-3, {"nu": _NU}),
 }
+
+
+def _wraps(
+    wrap: Callable[[Any], Any], name: str = "flash_adamw"
+) -> Callable[[Any, Form], optax.GradientTransformationExtraArgs]:
+    return lambda lr, form: wrap(CASES[name].make(lr, form))
+
+
+def _direction(make: Callable[..., Any]) -> Callable[[Any, Form], Any]:
+    def chained(lr: Any, form: Form) -> optax.GradientTransformationExtraArgs:
+        direction = make(storage=form.storage(lowmem.Storage()))
+        return optax.chain(direction, optax.scale_by_learning_rate(lr))
+
+    return chained
+
+
+def _links(lr: Any, form: Form) -> optax.GradientTransformationExtraArgs:
+    del form
+    links = (lowmem.compand_momentum(0.9, policy=POLICY),
+             lowmem.sqrt_variance_quant(0.9, policy=POLICY))  # fmt: skip
+    return optax.chain(*links, optax.scale_by_learning_rate(lr))
+
+
+def _of_moments(wrap: Callable, plain: Callable) -> Callable[[Any, Form], Any]:
+    return lambda lr, form: wrap(plain(lr), group_size=form.group_size, policy=form.policy)
+
+
+# Every wrapper of ours, and the pieces: name -> (learning rate, form) -> transformation.
+WRAPPERS: dict[str, Callable[[Any, Form], optax.GradientTransformationExtraArgs]] = {
+    "compress_state": lambda lr, form: _compressed(optax.adan, 1e-1, {"m": _MU}).make(
+        lr, dataclasses.replace(form, bits=None)
+    ),
+    "compand_momentum": _of_moments(lowmem.compand_momentum, optax.adam),
+    "sqrt_variance_quant": _of_moments(lowmem.sqrt_variance_quant, optax.amsgrad),
+    "split_master_weights": lambda lr, form: _split(optax.contrib.muon(lr), form),
+    "update_clipping": lambda lr, form: _split(
+        lowmem.update_clipping(optax.adamw(lr), b2=0.999, eps=1e-8), form
+    ),
+    "chain": _wraps(lambda tx: lowmem.chain(optax.clip_by_global_norm(1e3), tx)),
+    "accumulate_gradients": _wraps(lambda tx: lowmem.accumulate_gradients(tx, 1)),
+    "into moments": _wraps(lambda tx: lowmem.accumulate_gradients(tx, 1, "moments")),
+    "track_master_ema": _wraps(lambda tx: lowmem.track_master_ema(tx, 0.9)),
+    "per_tensor_loss_scale": _wraps(lambda tx: lowmem.per_tensor_loss_scale(tx, 1.0)),
+    "inject_hyperparams": lambda lr, form: lowmem.inject_hyperparams(lowmem.flash_adamw)(
+        lr, storage=form.storage(lowmem.Storage())
+    ),
+    "flash_sgd plain": lambda lr, form: lowmem.flash_sgd(
+        lr, storage=form.storage(lowmem.Storage())
+    ),
+    "scale_by_flash_adam": _direction(lowmem.scale_by_flash_adam),
+    "scale_by_flash_lion": _direction(lowmem.scale_by_flash_lion),
+    "flash_trace": _direction(functools.partial(lowmem.flash_trace, 0.9)),
+    "links": _links,
+}
+EVERYONE = {**{name: case.make for name, case in CASES.items()}, **WRAPPERS}
 
 # The first of each rule; the others differ in their codecs and defaults.
 RULES = {

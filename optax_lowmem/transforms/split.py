@@ -41,6 +41,8 @@ class _Splitter:
 
     def init(self, params: Any) -> SplitState:
         """Corrections (of the weights themselves unless `lowmem.init` has them), inner state."""
+        for path, leaf in trees.named_leaves(params):
+            trees.check_param(path, leaf)
         if adds_noise(self.inner, params):
             raise ValueError(
                 "split_master_weights around gaussws_noise: the noise is outermost, put the split "
@@ -48,7 +50,6 @@ class _Splitter:
             )
         corrections = []
         for path, leaf in trees.named_leaves(params):
-            trees.check_param(path, leaf)
             split = choose_split(self.storage, path, jnp.dtype(leaf.dtype))
             if split is None:
                 corrections.append(jnp.zeros((), jnp.int8))
