@@ -324,3 +324,8 @@ FLIPPED_CODES = 14**0.5 * EAGER_JIT_SHARE**0.5 / 16
 # 2^-8 of it in bf16 and 2^-24 in f32; as noise, through the 16 operations of a layer one behind the
 # other. In f32 sums of 128 in another order count four times that.
 RECOMPUTED = {"bfloat16": 16**0.5 * 2.0**-8, "float32": 4 * 16**0.5 * 2.0**-24}
+
+# Loss after 60 steps of another package's loop, relative to that of the same loop with optax's own
+# optimizer in f32: what a user would notice of an exchange. Measured: 0.26 % with bf16 weights and
+# no master weights, 0.1 % otherwise.
+LOSS_OF_LOOPS = 0.01

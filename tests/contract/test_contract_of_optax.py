@@ -157,7 +157,7 @@ DEFAULT_DTYPE = {
 
 @pytest.mark.parametrize("name", DEFAULT_DTYPE)
 def test_the_dtype_of_a_moment(name):
-    """As told where it is not compressed; f32 by default, also of 16-bit weights (optax: theirs)."""
+    """As told where it is not compressed; else f32, beside 16-bit weights too (optax: theirs)."""
     make, argument = DEFAULT_DTYPE[name]
     full = lowmem.Storage.full_precision()
     for given, wanted in ((None, "float32"), ("bfloat16", "bfloat16"), ("float32", "float32")):
@@ -179,7 +179,7 @@ def test_updates_between_the_steps_of_multi_steps_are_zero(name):
 @everyone
 @pytest.mark.parametrize("dtype", ["float64", "complex64"])
 def test_dtypes_that_are_refused(name, dtype):
-    """optax's take them: 8-bit state of a float64 weight would lose it, of a complex one its half."""
+    """optax takes them: 8-bit state of a float64 weight would lose it, of a complex one half."""
     with jax.enable_x64(True):
         params = {"w": jnp.ones(3, dtype)}
         with pytest.raises(TypeError, match=f"'w' is {dtype}.*optax.masked"):
