@@ -125,12 +125,15 @@ class _Compressor:
                 "corrections stale: put it inside, split_master_weights(compress_state(...))."
             )
 
-    def _check_state(self, state: Any) -> None:
+    def _check_state(self, state: Any, params: Any) -> None:
+        shapes = {path: jnp.shape(leaf) for path, leaf in trees.named_leaves(params)}
         slots: dict[str, bool] = {}  # field -> whether any state of that field is compressed
 
         def visit(node: Any, field: str, value: Any) -> Any:
             if _may_be_slot(value):
                 chosen = self._codec_of(node, field) is not None
+                if chosen and facts(node, field).moment:
+                    _check_shapes(field, value, shapes)
                 slots[field] = slots.get(field, False) or chosen
             return value
 
@@ -287,7 +290,7 @@ class _Compressor:
         abstract = jax.eval_shape(lambda p: self.inner.init(widened(p)), params)
         warn_of_patterns(self.policy, params)
         self._check_inner(params)
-        self._check_state(abstract)
+        self._check_state(abstract, params)
         count = jnp.zeros((), jnp.int32)
         seed = scope.provided_seed(self.seed)
         leaves, treedef = jax.tree.flatten(params)
@@ -326,6 +329,17 @@ class _Compressor:
         if self.update_dtype == "gradient":
             new = _as_given(new, updates)
         return new, CompressedState(count, state.seed, inner, scales)
+
+
+def _check_shapes(slot: str, value: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raises where a moment has not the shape of its parameter, by which updates are checked."""
+    for path, leaf in trees.named_leaves(value):
+        if leaf.ndim and shapes.get(path, leaf.shape) != leaf.shape:
+            raise ValueError(
+                f"slot {slot} of '{path}' has shape {leaf.shape}, its parameter {shapes[path]}: "
+                "moments of another shape, such as the projected ones of optax.contrib.galore, "
+                "cannot be compressed. Leave them as they are."
+            )
 
 
 def _as_given(updates: Any, gradients: Any) -> Any:
@@ -398,8 +412,9 @@ def compress_state(
 
     Raises:
       ValueError: in `init`, for a slot that the state does not have (naming those it has) or that
-        cannot be rounded, for a signed slot with an unsigned codec, or around an optimizer that
-        splits master weights.
+        cannot be rounded (of centered `rmsprop`), for moments of another shape than their
+        parameter's (`optax.contrib.galore`), for a signed slot with an unsigned codec, or around an
+        optimizer that splits master weights.
 
     Memory: 1.06 bytes (e8m8 scales) or 1.13 (f32) a value instead of 4.
 

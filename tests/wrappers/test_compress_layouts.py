@@ -159,3 +159,12 @@ def test_a_registered_state_of_any_name_is_found_inside_wrappers(monkeypatch):
     )
     tx = lowmem.compress_state(optax.masked(inner, {"x": True, "y": False}), speed=softsign())
     assert tx.init(PARAMS).inner_state.inner_state.speed["x"].dtype == jnp.int8
+
+
+def test_moments_of_another_shape_are_refused():
+    """They were taken for a state of another tree, at the first update."""
+    tx = lowmem.compress_state(optax.contrib.galore(1e-2, rank=8), mu=lowmem.codecs.softsign())
+    with pytest.raises(
+        ValueError, match=r"slot mu of 'w' has shape \(8, 64\), its parameter \(64, "
+    ):
+        tx.init({"w": jnp.ones((64, 64))})
