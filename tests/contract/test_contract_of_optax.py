@@ -166,9 +166,9 @@ def test_the_dtype_of_a_moment(name):
             assert tx.init({"w": x}).mu["w"].dtype == wanted, dtype
 
 
-@everyone
+@pytest.mark.parametrize("name", WRAPPERS)  # of optimizers: test_contract_wrappers
 def test_updates_between_the_steps_of_multi_steps_are_zero(name):
-    tx = optax.MultiSteps(EVERYONE[name](1e-2, Form(policy=SMALL)), 4)
+    tx = optax.MultiSteps(WRAPPERS[name](1e-2, Form(policy=SMALL)), 4)
     params = _mixed()
     state = jax.jit(tx.init)(params)
     updates, after = jax.jit(tx.update)(params, state, params)
