@@ -295,6 +295,8 @@ def flash_adam(
 ) -> optax.GradientTransformationExtraArgs:
     """`flash_adamw` without weight decay; the arguments of `optax.adam`.
 
+    As there, `update(grads, state)` needs no parameters, unless they are 16-bit with a correction.
+
     Args:
       learning_rate: number, f32 scalar or schedule.
       b1: decay of mu, in [0, 1).

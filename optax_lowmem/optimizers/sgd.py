@@ -136,7 +136,8 @@ def flash_sgd(
     (FlashOptim, Algorithm 5: `decoupled=True`). By default the decay is coupled, lambda theta added
     to g, as in PyTorch and in `optax.chain(optax.add_decayed_weights(...), optax.sgd(...))`. The
     first four arguments, their order and their defaults are those of `optax.sgd`; what it returns,
-    raises and deviates in is as in `flash_adamw`.
+    raises and deviates in is as in `flash_adamw`. Without weight decay `update(grads, state)` needs
+    no parameters, unless they are 16-bit with a correction.
 
     Args:
       learning_rate: number, f32 scalar or schedule.
