@@ -51,7 +51,7 @@ def as_f32(name: str, value: Any) -> jax.Array:
     if callable(value):
         raise TypeError(
             f"{name} takes a number or an f32 scalar here, not a schedule ({value!r}): schedule it "
-            "with optax.inject_hyperparams."
+            "with lowmem.inject_hyperparams."
         )
     _check_dtype(name, value)
     scalar = jnp.asarray(value, jnp.float32)
@@ -160,8 +160,8 @@ def check_decay(name: str, decay: Any) -> None:
     if first != 0:
         raise ValueError(
             f"the schedule of {name} starts at {first:g}, not at 0: only then is the average a "
-            "weighted mean without debiasing. Use lowmem.b2_schedule, or optax.inject_hyperparams, "
-            "which debiases by the decay of the step."
+            "weighted mean without debiasing. Use lowmem.b2_schedule, or "
+            "lowmem.inject_hyperparams, which debiases by the decay of the step."
         )
 
 

@@ -173,7 +173,7 @@ def test_made_while_tracing():
         (
             lambda: lowmem.flash_adamw(1e-3, b2=optax.constant_schedule(0.99)),
             ValueError,
-            "schedule of b2 starts at 0.99, not at 0.*b2_schedule, or optax.inject_hyperparams",
+            "schedule of b2 starts at 0.99, not at 0.*b2_schedule, or lowmem.inject_hyperparams",
         ),
     ],
 )
@@ -187,7 +187,7 @@ def test_misuse(make, kind, message):
     [
         lambda s: lowmem.flash_adamw(1e-3, b1=s),
         lambda s: lowmem.flash_lion(1e-3, b2=s),
-        lambda s: lowmem.flash_adamw(1e-3, weight_decay=s),
+        lambda s: lowmem.flash_adamw(1e-3, eps=s),
     ],
 )
 def test_hyperparameters_that_take_no_schedule(make):
