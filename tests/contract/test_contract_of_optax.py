@@ -17,7 +17,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from tests import tolerances
-from tests.contract_cases import DISTINCT, EVERYONE, WRAPPERS, Form, assert_same
+from tests.contract_cases import CASES, DISTINCT, EVERYONE, RULES, WRAPPERS, Form, assert_same
 
 SMALL = lowmem.Policy(min_size=0)
 IN_DTYPE = Form(policy=SMALL, update_dtype="param")
@@ -213,3 +213,33 @@ def test_wrappers_converge(name, target):
 
     run = jax.jit(lambda c: jax.lax.scan(body, c, None, 5000)[0])
     np.testing.assert_allclose(run((start, tx.init(start)))[0], end, rtol=3e-2, atol=3e-2)
+
+
+AROUND = {
+    "mechanize": lambda make, _: optax.contrib.mechanize(make(1.0), weight_decay=0.0),
+    "schedule_free": lambda make, lr: optax.contrib.schedule_free(make(lr), learning_rate=lr),
+    "reduce_on_plateau": lambda make, lr: optax.chain(
+        make(lr), optax.contrib.reduce_on_plateau(patience=1000)
+    ),
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("name", RULES)
+def test_wrappers_of_optax_contrib_converge(name, around):
+    """Around f32 weights; of 16-bit ones the split is outermost."""
+    case, (objective, start, end) = CASES[name], TARGETS["parabola"]
+    make = functools.partial(case.make, form=Form(policy=SMALL))
+    tx = AROUND[around](make, case.learning_rate)
+
+    def body(carry, _):
+        params, state = carry
+        value, grads = jax.value_and_grad(objective)(params)
+        updates, state = tx.update(grads, state, params, value=value)
+        return (optax.apply_updates(params, updates), state), None
+
+    run = jax.jit(lambda c: jax.lax.scan(body, c, None, 10_000)[0])
+    params, state = run((start, tx.init(start)))
+    if around == "schedule_free":
+        params = optax.contrib.schedule_free_eval_params(state, params)
+    np.testing.assert_allclose(params, end, rtol=3e-2, atol=3e-2)
