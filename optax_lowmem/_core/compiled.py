@@ -161,3 +161,22 @@ def _widened_shape(x: Any, floats_only: bool) -> jax.ShapeDtypeStruct:
 @compiled
 def _widen(arrays: list[jax.Array]) -> list[jax.Array]:
     return [numerics.widen(x) for x in arrays]
+
+
+def as_given(updates: Any, gradients: Any) -> Any:
+    """Updates in the dtypes of the gradients; those of another tree (lookahead's) as they are."""
+    treedef: Any = jax.tree.structure(updates)
+    if treedef != jax.tree.structure(gradients):
+        return updates
+    rows = list(zip(jax.tree.leaves(updates), jax.tree.leaves(gradients), strict=True))
+    narrow = [numerics.is_narrow(g.dtype) and u.dtype == jnp.float32 for u, g in rows]
+    chosen = [(u, g.dtype) for (u, g), cast in zip(rows, narrow, strict=True) if cast]
+    made = iter(_cast(chosen) if chosen else [])
+    return treedef.unflatten(
+        [next(made) if cast else u for (u, _), cast in zip(rows, narrow, strict=True)]
+    )
+
+
+@compiled
+def _cast(rows: list[tuple[jax.Array, Any]]) -> list[jax.Array]:
+    return [x.astype(dtype) for x, dtype in rows]

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lowmem._core import boxes, derivative, groups, numerics, random, scope, trees
-from optax_lowmem._core.compiled import compiled, each, widened
+from optax_lowmem._core import boxes, derivative, groups, random, scope, trees
+from optax_lowmem._core.compiled import as_given, compiled, each, widened
 from optax_lowmem._core.hyperparameters import increment
 from optax_lowmem._core.policy import Policy, warn_of_patterns
 from optax_lowmem.codecs import GroupCodec, decode_array
@@ -327,7 +327,7 @@ class _Compressor:
         inner, scales = self._encode(inner, reference, state.seed, count)
         _check_same_storage(state.scales, scales)
         if self.update_dtype == "gradient":
-            new = _as_given(new, updates)
+            new = as_given(new, updates)
         return new, CompressedState(count, state.seed, inner, scales)
 
 
@@ -340,27 +340,6 @@ def _check_shapes(slot: str, value: Any, shapes: dict[str, tuple[int, ...]]) -> 
                 "moments of another shape, such as the projected ones of optax.contrib.galore, "
                 "cannot be compressed. Leave them as they are."
             )
-
-
-def _as_given(updates: Any, gradients: Any) -> Any:
-    """Updates in the dtypes of the gradients; those of another tree (lookahead's) as they are."""
-    treedef: Any = jax.tree.structure(updates)
-    if treedef != jax.tree.structure(gradients):
-        return updates
-    rows = list(zip(jax.tree.leaves(updates), jax.tree.leaves(gradients), strict=True))
-    narrow = [numerics.is_narrow(g.dtype) and u.dtype == jnp.float32 for u, g in rows]
-    if not any(narrow):
-        return updates
-    cast = iter(
-        _cast([(u, g.dtype) for (u, g), chosen in zip(rows, narrow, strict=True) if chosen])
-    )
-    leaves = [next(cast) if chosen else u for (u, _), chosen in zip(rows, narrow, strict=True)]
-    return treedef.unflatten(leaves)
-
-
-@compiled
-def _cast(rows: list[tuple[jax.Array, Any]]) -> list[jax.Array]:
-    return [x.astype(dtype) for x, dtype in rows]
 
 
 def compressed(

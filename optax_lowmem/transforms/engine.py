@@ -11,6 +11,7 @@ import optax
 from optax_lowmem._core import boxes, derivative, numerics, random, scope, trees
 from optax_lowmem._core.compiled import (
     FEW,
+    as_given,
     compiled,
     each,
     is_eager,
@@ -200,6 +201,8 @@ class Engine(Planner):
         for plan, update in zip(plans, results, strict=True):
             if plan.split is not None and not direct:
                 scope.emit(plan.path, update)
+        if not self.weights and self.storage.update_dtype == "param":
+            results = as_given(results, gradients)
         results = jax.tree.unflatten(jax.tree.structure(reference), results)
         return results, opened.close(states, shared, reference)
 

@@ -75,7 +75,8 @@ class Storage:
       policy: leaves and slots to leave in f32.
       split: `bits`, or `ulp` for FlashOptim's Algorithm 1; fp16 always takes `ulp`.
       update_dtype: `float32`, exact through `optax.apply_updates`; or `param` for loops that add
-        without a cast (Equinox, Levanter), whose rounding the correction takes up.
+        without a cast (Equinox, Levanter), whose rounding the correction takes up. Of a bare
+        direction `param` means the dtype of its gradients.
       master_rounding: of 24-bit master weights, `stochastic` (unbiased: steps far below the 2^-16
         of a weight that 24 bits resolve add up to what f32 does) or `nearest` (steps below 2^-17 of
         a weight are lost). Of 32 bits none is rounded so coarsely that it matters.
