@@ -90,7 +90,9 @@ def main(folder, times):
         process, pipe = forked(inspector, folder)
         found = read_all(pipe)
         os.waitpid(process, 0)
-        left = [name for name in os.listdir(folder) if "tmp" in name]
+        # a save that was killed at once has not made the folder yet
+        there = os.listdir(folder) if os.path.isdir(folder) else []
+        left = [name for name in there if "tmp" in name]
         rounds.append([said, acknowledged, found, len(left)])
         first = max(acknowledged, json.loads(found) if found.isdigit() else -1) + 1
     print(json.dumps(rounds))
