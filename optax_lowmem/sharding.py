@@ -8,14 +8,13 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from optax_lowmem._core import boxes, groups, scope, trees
+from optax_lowmem._core import boxes, scope, trees
 from optax_lowmem._core.placement import (
-    Axes,
     Placement,
-    entry,
     mesh_of,
     of_parameters,
     placement,
+    sharding_of_state,
 )
 
 
@@ -27,44 +26,24 @@ class _Parameter:
     placement: Placement
     group_sizes: frozenset[int]
 
-    def axes_of(self, shape: tuple[int, ...], zero_axis: str | None) -> list[Axes]:
-        """The mesh axes of an array of the state with this shape."""
-        if len(shape) != len(self.shape):
-            return []
-        axes = list(self.placement.axes)
-        if zero_axis is not None:
-            axes = self._with_zero(axes, zero_axis)
-        return [own if self._fits(d, shape[d], own) else () for d, own in enumerate(axes)]
+    def sharding_of(self, shape: tuple[int, ...], zero_axis: str | None) -> NamedSharding:
+        """The sharding of an array of the state with this shape."""
+        place = self.placement if zero_axis is None else self._with_zero(zero_axis)
+        return sharding_of_state(place, self.shape, shape, self.group_sizes)
 
-    def _with_zero(self, axes: list[Axes], zero_axis: str) -> list[Axes]:
+    def _with_zero(self, zero_axis: str) -> Placement:
         """With one more axis on the first dimension that codes and scales both have room on."""
+        axes = self.placement.axes
         if any(zero_axis in own for own in axes):
-            return axes
+            return self.placement
+        last = len(self.shape) - 1
         for d, own in enumerate(axes):
-            more = (*own, zero_axis)
-            if self.shape[d] % self.placement.count(more) == 0 and self._aligned(d, more):
-                return [*axes[:d], more, *axes[d + 1 :]]
-        return axes
-
-    def _aligned(self, d: int, axes: Axes) -> bool:
-        """Whether no group lies on two devices."""
-        parts = self.placement.count(axes)
-        last = d == len(self.shape) - 1
-        return not last or all(self.shape[d] % (parts * size) == 0 for size in self.group_sizes)
-
-    def _fits(self, d: int, own: int, axes: Axes) -> bool:
-        """Whether `own` entries along a dimension can be split as the parameter's are.
-
-        Where each is of several neighbours (a group, a head), those have to stay together.
-        """
-        whole = self.shape[d]
-        if whole == own:
-            return True
-        if own == 0 or own % self.placement.count(axes):
-            return False
-        if any(own == groups.group_count(whole, size) for size in self.group_sizes):
-            return self._aligned(d, axes)
-        return whole % own == 0
+            more = (*axes[:d], (*own, zero_axis), *axes[d + 1 :])
+            place = dataclasses.replace(self.placement, axes=more)
+            whole = d < last or not place.cuts_some(self.shape, self.group_sizes)
+            if self.shape[d] % place.parts(d) == 0 and whole:
+                return place
+        return self.placement
 
 
 def state_shardings(
@@ -135,9 +114,9 @@ def state_shardings(
 
     def of_leaf(path: Any, leaf: Any) -> NamedSharding:
         param = _owner(path, known)
-        axes = [] if param is None else param.axes_of(tuple(leaf.shape), zero_axis)
-        spec = PartitionSpec(*map(entry, axes))
-        return NamedSharding(the_mesh, spec, memory_kind=memory_kind)
+        whole = NamedSharding(the_mesh, PartitionSpec())
+        found = whole if param is None else param.sharding_of(tuple(leaf.shape), zero_axis)
+        return NamedSharding(the_mesh, found.spec, memory_kind=memory_kind)
 
     return jax.tree_util.tree_map_with_path(of_leaf, state)
 

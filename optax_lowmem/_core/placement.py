@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from optax_lowmem._core import trees
+from optax_lowmem._core import groups, trees
 
 Axes = tuple[str, ...]  # mesh axes that one dimension is split over, the outermost first
 
@@ -46,6 +46,58 @@ class Placement:
     def local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of a device's part."""
         return tuple(size // self.parts(d) for d, size in enumerate(shape))
+
+    def cut_groups(self, shape: tuple[int, ...], group_size: int) -> str | None:
+        """How the parts of an array cut through groups of its last axis; None where they do not."""
+        own = shape[-1] // self.parts(-1)
+        if self.parts(-1) == 1 or own % group_size == 0:
+            return None
+        return (
+            f"parts of {own} on the last axis, and groups of {group_size}: some groups lie on two "
+            "devices"
+        )
+
+    def cuts_some(self, shape: tuple[int, ...], group_sizes: Iterable[int]) -> bool:
+        """Whether the parts of an array cut through groups of any of these sizes."""
+        return any(self.cut_groups(shape, size) for size in group_sizes)
+
+
+def _splits(
+    place: Placement, whole: tuple[int, ...], d: int, own: int, group_sizes: frozenset[int]
+) -> bool:
+    """Whether `own` entries along a dimension can be split as the parameter's are.
+
+    Where each is of several neighbours (a group, a head), those have to stay together.
+    """
+    if whole[d] == own:
+        return True
+    if own == 0 or own % place.parts(d):
+        return False
+    if any(own == groups.group_count(whole[d], size) for size in group_sizes):
+        return d < len(whole) - 1 or not place.cuts_some(whole, group_sizes)
+    return whole[d] % own == 0
+
+
+def sharding_of_state(
+    place: Placement, whole: tuple[int, ...], shape: tuple[int, ...], group_sizes: Iterable[int]
+) -> NamedSharding:
+    """The sharding of an array of the state of a parameter.
+
+    It is the parameter's, but replicated along an axis whose parts would cut through a group or a
+    head, and everywhere in another number of dimensions.
+
+    Args:
+      place: the parameter's.
+      whole: shape of the parameter.
+      shape: of the array.
+      group_sizes: of the parameter's compressed slots.
+    """
+    sizes = frozenset(group_sizes)
+    axes: list[Axes] = []
+    if len(shape) == len(whole):
+        axes = [own if _splits(place, whole, d, shape[d], sizes) else ()
+                for d, own in enumerate(place.axes)]  # fmt: skip
+    return NamedSharding(place.mesh, PartitionSpec(*map(entry, axes)))
 
 
 def placement(path: str, shape: tuple[int, ...], sharding: Any, mesh: Any) -> Placement:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_lowmem._core import numerics, random, scope, trees, varying
+from optax_lowmem._core import explicit, numerics, random, scope, trees, varying
 from optax_lowmem._core.compiled import compiled, is_free
 from optax_lowmem._core.rules import UpdateRule
 from optax_lowmem.transforms.engine import Engine, Optimizer
@@ -102,13 +102,15 @@ class _Buffered:
         def step() -> tuple[Any, Any, Any]:
             new, inner = self.inner.update(means, state.inner_state, params, **extra)
             inner = trees.keep_dtypes(state.inner_state, inner)
-            return new, inner, jax.tree.map(jnp.zeros_like, state.accumulated)
+            empty = jax.tree.map(jnp.zeros_like, state.accumulated)
+            return new, inner, explicit.laid_like(empty, state.accumulated)
 
         def wait() -> tuple[Any, Any, Any]:
             shapes = jax.eval_shape(step)[0]
             nothing = jax.tree.map(
                 lambda s: varying.over(jnp.zeros(s.shape, s.dtype), varying.axes_of(s)), shapes
             )
+            nothing = explicit.laid_like(nothing, shapes)
             return nothing, state.inner_state, _rounded(means, state.seed, state.count)
 
         last, micro_step, count = _counted(state.micro_step, state.count, self.every)

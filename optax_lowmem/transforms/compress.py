@@ -13,7 +13,7 @@ from optax_lowmem._core import boxes, derivative, groups, random, scope, trees
 from optax_lowmem._core.compiled import as_given, compiled, each, widened
 from optax_lowmem._core.hyperparameters import increment
 from optax_lowmem._core.policy import Policy, warn_of_patterns
-from optax_lowmem.codecs import GroupCodec, decode_array
+from optax_lowmem.codecs import GroupCodec
 from optax_lowmem.kernels import group_codec
 from optax_lowmem.transforms.compress_start import Start
 from optax_lowmem.transforms.masters import splits_masters
@@ -92,7 +92,7 @@ def _encoded(
 
 def _decoded(codec: GroupCodec, codes: jax.Array, scales: jax.Array, group_size: int) -> jax.Array:
     # plain XLA, not a kernel: it fuses into the inner update and the f32 is never stored
-    return decode_array(codec, codes, scales, group_size)
+    return group_codec.decode(codec, codes, scales, group_size, implementation="xla")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

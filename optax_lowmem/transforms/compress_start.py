@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem._core import boxes, groups, trees
+from optax_lowmem._core import boxes, explicit, groups, trees
 from optax_lowmem._core.compiled import compiled, is_free
 from optax_lowmem.codecs import GroupCodec, encode_array
 from optax_lowmem.transforms.slots import facts, map_slots, scale_name
@@ -128,5 +128,6 @@ def _spread(
         code, scale = encode_array(codec, one.astype(jnp.float32), group_size)
         codes = jnp.full_like(weight, code.reshape(()), dtype=codec.dtype)
         shape = groups.scale_shape(weight.shape, group_size)
-        pairs.append((codes, jnp.full(shape, scale.reshape(()))))
+        own = explicit.of_state("a leaf", weight, shape, group_size)
+        pairs.append((codes, explicit.laid(jnp.full(shape, scale.reshape(())), own)))
     return pairs

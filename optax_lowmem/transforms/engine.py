@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._core import boxes, derivative, numerics, random, scope, trees
+from optax_lowmem._core import boxes, derivative, explicit, numerics, random, scope, trees
 from optax_lowmem._core.compiled import (
     FEW,
     as_given,
@@ -82,6 +82,8 @@ class Engine(Planner):
             nothing if plan.split is None else initial_correction(plan.split, plan.path, leaf)
             for plan, leaf, nothing in zip(plans, leaves, none, strict=True)
         ]
+        rows = list(zip(plans, leaves, strict=True))
+        scales, shared = _laid(rows, scales, shared)
         states = list(map(LeafState, slots, scales, corrections))
         seed = scope.provided_seed(self.storage.seed)
         return self._pack(count, seed, states, shared, params)
@@ -384,6 +386,24 @@ def _zeros(
     scales = [tuple(_zero_scales(plan, slot) for slot in plan.slots) for plan in plans]
     shared = [_zero_shared(plan) for plan in plans]
     return jnp.zeros((), jnp.int32), scales, shared, [jnp.zeros((), jnp.int8) for _ in plans]
+
+
+def _laid(
+    leaves: list[tuple[LeafPlan, Any]], scales: list[Any], shared: list[LeafState]
+) -> tuple[list[Any], list[LeafState]]:
+    """Scales and shared slots where each parameter lies on Explicit axes, as steps leave them."""
+
+    def laid(plan: LeafPlan, leaf: Any, tree: Any) -> Any:
+        def one(x: jax.Array) -> jax.Array:
+            own = explicit.of_state(plan.path, leaf, x.shape, plan.group_size)
+            return explicit.laid(x, own)
+
+        return jax.tree.map(one, tree)
+
+    return (
+        [laid(*row, own) for row, own in zip(leaves, scales, strict=True)],
+        [laid(*row, own) for row, own in zip(leaves, shared, strict=True)],
+    )
 
 
 def _zero_shared(plan: LeafPlan) -> LeafState:

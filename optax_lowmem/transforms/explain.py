@@ -6,8 +6,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 
 from optax_lowmem._core import scope, trees
+from optax_lowmem._core.placement import placement
 from optax_lowmem._core.policy import unmatched_patterns
 from optax_lowmem.gaussws.states import FIELD
 from optax_lowmem.transforms import stale
@@ -47,6 +49,9 @@ class Explanation:
 def explain(tx: optax.GradientTransformation, params: Any) -> Explanation:
     """For each leaf: the codec of each slot, its split, the kernel of its step; or why it has none.
 
+    Of parameters that lie on a mesh it says whose groups lie on two devices, so that their moments
+    are gathered in each step.
+
     Also tries one step on a few numbers and warns where the updates of a split optimizer are
     changed after it (by a later `scale`, `schedule_free`, `lookahead`, `reduce_on_plateau` around
     it), which would silently leave its corrections behind.
@@ -78,5 +83,26 @@ def explain(tx: optax.GradientTransformation, params: Any) -> Explanation:
         for path, leaf in trees.named_leaves(params)
         if path not in settled and getattr(leaf, "dtype", None) in (jnp.bfloat16, jnp.float16)
     ]
-    steps = tuple(d for d in found if d.slot == "step")
+    cut = _cut_groups(params, decisions)
+    steps = tuple(
+        dataclasses.replace(d, reason="; ".join([d.reason, *cut.get(d.path, ())]))
+        for d in found
+        if d.slot == "step"
+    )
     return Explanation(tuple(decisions), steps, tuple(warnings))
+
+
+def _cut_groups(params: Any, decisions: list[scope.Decision]) -> dict[str, list[str]]:
+    """How the mesh cuts through groups, by leaf: what is said once for slots of one group size."""
+    leaves = dict(trees.named_leaves(params))
+    found: dict[str, list[str]] = collections.defaultdict(list)
+    for decision in decisions:
+        leaf, size = leaves.get(decision.path), decision.group_size
+        sharding = getattr(leaf, "sharding", None)
+        if leaf is None or size is None or not isinstance(sharding, NamedSharding):
+            continue
+        place = placement(decision.path, tuple(leaf.shape), sharding, sharding.mesh)
+        reason = place.cut_groups(tuple(leaf.shape), size)
+        if reason is not None and reason not in found[decision.path]:
+            found[decision.path].append(reason)
+    return found

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem._core import scope
+from optax_lowmem._core import explicit, scope
 from optax_lowmem._core.placement import Placement
 from optax_lowmem._core.rules import OF_BLOCK, UpdateRule
 from optax_lowmem.kernels import platform
@@ -24,6 +24,8 @@ from optax_lowmem.kernels.fused_update import (
 )
 from optax_lowmem.kernels.fused_update.plan import LeafPlan, LeafState
 from optax_lowmem.kernels.tiles import MAX_ELEMENTS, Tiling
+
+_Row = tuple[LeafPlan, jax.Array, jax.Array | None, LeafState]  # plan, gradient, weight, state
 
 IMPLEMENTATIONS = ("xla", "pallas", "triton")
 _KERNELS = ("pallas", "triton")
@@ -127,7 +129,7 @@ def fused_updates(
     rows: list[Any] = list(zip(plans, gradients, weights, states, strict=True))
     of_leaves = [dict(h)] * len(rows) if measured is None else list(measured)
     if rule.measures and measured is None:
-        of_leaves = [_of_leaf(rule, plan.nameless, *arrays, h) for plan, *arrays in rows]
+        of_leaves = [_measured(rule, row, h) for row in rows]
     placed = _placed(rule, plans, states, implementation)
     if placed:
         results.update(_on_mesh(rule, rows, placed, of_leaves, keys, alive, implementation, tuned))
@@ -162,13 +164,38 @@ def fused_updates(
         results.update(zip(stack, found, strict=True))
     for i in by_xla:
         if i not in results:
-            plan, g, p, state = rows[i]
-            arguments = (rule, plan.nameless, g, p, state, of_leaves[i])
-            if packed.supported(plan, jax.default_backend()) is None:
-                results[i] = packed.fused_update_among(*arguments, keys, numbers[i])
-            else:
-                results[i] = fused_update(*arguments, keys[i], alive)
+            results[i] = _by_xla(rule, rows[i], of_leaves[i], keys, i, numbers[i], alive)
     return [results[i] for i in range(len(rows))]
+
+
+def _measured(rule: UpdateRule, row: _Row, h: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+    """`reference.of_leaf`: scalars, replicated on Explicit axes."""
+    plan, g, p, state = row
+    measure = functools.partial(_of_leaf, rule, plan.nameless)
+    names = jax.eval_shape(measure, g, p, state, h)
+    return explicit.left_to_xla(measure, dict.fromkeys(names), g, p, state, h)
+
+
+def _by_xla(
+    rule: UpdateRule,
+    row: _Row,
+    h: Mapping[str, jax.Array],
+    keys: jax.Array,
+    number: int,
+    traced_number: jax.Array,
+    alive: jax.Array,
+) -> tuple[jax.Array, LeafState]:
+    """The step of one leaf without a kernel; on Explicit axes its results lie where it did."""
+    plan, g, p, state = row
+
+    def step(g: Any, p: Any, state: Any, h: Any, keys: Any, traced: Any, alive: Any) -> Any:
+        arguments = (rule, plan.nameless, g, p, state, h)
+        if packed.supported(plan, jax.default_backend()) is None:
+            return packed.fused_update_among(*arguments, keys, traced)
+        return fused_update(*arguments, keys[number], alive)
+
+    lies = jax.tree.map(explicit.sharding_of, on_mesh.result_like(g, p, state))
+    return explicit.left_to_xla(step, lies, g, p, state, h, keys, traced_number, alive)
 
 
 def _placed(

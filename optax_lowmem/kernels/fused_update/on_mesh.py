@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from optax_lowmem._core import random, scope
+from optax_lowmem._core import explicit, random, scope
 from optax_lowmem._core.placement import Placement, placement
 from optax_lowmem._core.rules import UpdateRule
 from optax_lowmem.kernels.fused_update.plan import LeafPlan, LeafState
@@ -40,13 +40,7 @@ def supported(rule: UpdateRule, plan: LeafPlan, place: Placement) -> str | None:
         return "blocks of weights may lie on several devices"
     if not plan.shape:
         return "a 0-d leaf has no parts"
-    last = plan.shape[-1] // place.parts(-1)
-    if (plan.grouped or plan.noisy) and place.parts(-1) > 1 and last % plan.group_size:
-        return (
-            f"parts of {last} on the last axis, and groups of {plan.group_size}: some groups lie "
-            "on two devices"
-        )
-    return None
+    return place.cut_groups(plan.shape, plan.group_size) if plan.grouped or plan.noisy else None
 
 
 def fused_updates(
@@ -74,7 +68,7 @@ def fused_updates(
       alive: a traced True.
     """
     mesh, specs = places[0].mesh, [place.spec for place in places]
-    explicit = _explicit(mesh)
+    typed = _explicit(mesh)
     own = [_specs_of(state, spec) for state, spec in zip(states, specs, strict=True)]
     local = [
         dataclasses.replace(plan, shape=place.local(plan.shape))
@@ -89,7 +83,7 @@ def fused_updates(
         return step(local, gradients, weights, states, of_leaves, keys, alive)
 
     rows: list[Any] = [list(gradients), list(weights), list(states)]
-    if explicit:  # where they lie is part of their type
+    if typed:  # where they lie is part of their type
         lies: tuple[list[Any], ...] = (specs, specs, own)
         rows = [_laid(row, spec, mesh) for row, spec in zip(rows, lies, strict=True)]
     every = PartitionSpec()
@@ -101,13 +95,17 @@ def fused_updates(
         check_vma=False,
     )
     found = mapped(*rows, list(of_leaves), keys, alive)
-    if explicit:
-        likes = (g if p is None else p for g, p in zip(gradients, weights, strict=True))
-        found = [
-            (jax.sharding.reshard(update, jax.typeof(like).sharding), state)
-            for (update, state), like in zip(found, likes, strict=True)
-        ]
+    if typed:
+        likes = map(result_like, gradients, weights, states)
+        found = [explicit.laid_like(one, like) for one, like in zip(found, likes, strict=True)]
     return found
+
+
+def result_like(
+    gradient: jax.Array, weight: jax.Array | None, state: LeafState
+) -> tuple[jax.Array, LeafState]:
+    """Arrays that lie where a leaf's update and its new state do on Explicit axes."""
+    return (gradient if weight is None else weight), state
 
 
 def _specs_of(state: LeafState, spec: PartitionSpec) -> LeafState:

@@ -4,10 +4,12 @@ A block may span its leaf, so the gradient is read once for the means. What is l
 small leaf, with one element a block, and goes the way of every other.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 
 import jax
 
+from optax_lowmem._core import explicit
 from optax_lowmem._core.block import Block
 from optax_lowmem._core.rules import UpdateRule
 from optax_lowmem.kernels import block_means
@@ -37,6 +39,23 @@ def shared_updates(
       alive: a traced True.
       implementation: as of `fused_updates`.
     """
+    # where blocks lie on several devices XLA finds it out, on Explicit axes too
+    lies = [jax.tree.map(explicit.sharding_of, (s.slots[0], s)) for s in states]
+    work = functools.partial(_updates, rule, plans, implementation)
+    return explicit.left_to_xla(work, lies, gradients, states, h, keys, alive)
+
+
+def _updates(
+    rule: UpdateRule,
+    plans: Sequence[LeafPlan],
+    implementation: str | None,
+    gradients: Sequence[jax.Array],
+    states: Sequence[LeafState],
+    h: Mapping[str, jax.Array],
+    keys: jax.Array,
+    alive: jax.Array,
+) -> list[tuple[jax.Array, LeafState]]:
+    """`shared_updates` of what it depends on."""
     own = rule.of_blocks
     assert own is not None
     blocks = [plan.block or Block() for plan in plans]

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optax_lowmem._core import explicit
 from optax_lowmem._core.rules import OF_BLOCK, UpdateRule
 from optax_lowmem.kernels.fused_update import packed
 from optax_lowmem.kernels.fused_update.plan import LeafPlan, LeafState
@@ -60,6 +61,8 @@ def stacks(
     kinds: dict[Any, list[int]] = {}
     for i in leaves:
         plan, g, p = plans[i], gradients[i], weights[i]
+        if explicit.sharding_of(g) is not None:
+            continue  # leaves of several types cannot be stacked, and on one device they may have
         if supported(rule, plan, jax.default_backend()) is None:
             kind = (plan.nameless, g.dtype, None if p is None else p.dtype)
             kinds.setdefault(kind, []).append(i)

@@ -1,11 +1,12 @@
 """Which implementation takes an array: decided when tracing, by `supported`, never by catching."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem._core import groups
+from optax_lowmem._core import explicit, groups
 from optax_lowmem._core.compiled import compiled
 from optax_lowmem.codecs import GroupCodec
 from optax_lowmem.kernels import platform
@@ -74,6 +75,33 @@ def _check(x: Any, group_size: int) -> None:
         raise ValueError(f"group_size must be at least 1, got {group_size}")
 
 
+@compiled
+def _encode_anywhere(
+    codec: GroupCodec, x: jax.Array, group_size: int, key: jax.Array | None, slot: str
+) -> tuple[jax.Array, jax.Array]:
+    """`reference.encode`, on Explicit axes too: codes lie as x, scales as in an optimizer."""
+    grouped = groups.scale_shape(x.shape, group_size)
+    lies = explicit.sharding_of(x), explicit.of_state(slot, x, grouped, group_size)
+    encode = functools.partial(_with_key, codec, group_size, slot)
+    return explicit.left_to_xla(encode, lies, x, key)
+
+
+def _with_key(codec: GroupCodec, group_size: int, slot: str, x: Any, key: Any) -> Any:
+    return reference.encode(codec, x, group_size, key, slot)
+
+
+@compiled
+def _decode_anywhere(
+    codec: GroupCodec, codes: jax.Array, scales: jax.Array, group_size: int
+) -> jax.Array:
+    """`reference.decode`, on Explicit axes too, where the values lie as the codes."""
+
+    def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
+        return reference.decode(codec, codes, scales, group_size)
+
+    return explicit.left_to_xla(decode, explicit.sharding_of(codes), codes, scales)
+
+
 def encode(
     codec: GroupCodec,
     x: jax.Array,
@@ -112,7 +140,7 @@ def encode(
     """
     _check(x, group_size)
     if not _choose(x, group_size, implementation):
-        return compiled(reference.encode)(codec, x, group_size, key, slot)
+        return _encode_anywhere(codec, x, group_size, key, slot)
     from optax_lowmem.kernels.group_codec import pallas_triton
 
     def kernel(x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -169,7 +197,7 @@ def decode(
             f"{wanted[2]}{list(shape)} scales. Pass the codec and group_size that stored them."
         )
     if not _choose(codes, group_size, implementation):
-        return compiled(reference.decode)(codec, codes, scales, group_size)
+        return _decode_anywhere(codec, codes, scales, group_size)
     from optax_lowmem.kernels.group_codec import pallas_triton
 
     def kernel(codes: jax.Array, scales: jax.Array) -> jax.Array:
