@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import optax
 
-from optax_lowmem._core import scope
+from optax_lowmem._core import scope, varying
 from optax_lowmem._core.trees import broadcast_prefix, holds, named_leaves
 
 _SCALAR = "a 0-d leaf has no group"
@@ -21,7 +21,8 @@ class Policy:
     """Leaves and slots that stay uncompressed (f32).
 
     Attributes:
-      min_size: leaves with fewer elements stay f32 (biases, norms: 0.1 % of a model's bytes).
+      min_size: leaves with fewer elements stay f32 (biases, norms: 0.1 % of a model's bytes). In a
+        `shard_map`, which sees parts of leaves, what `init` did with the whole leaf stays.
       exclude: glob patterns on leaf paths such as `"*embed*"`, or on one slot, `"nu:*embed*"`.
       mask: optax-style, a tree (prefix) of bools or a function of the parameters that gives one;
         False leaves a leaf uncompressed.
@@ -47,15 +48,24 @@ class Policy:
         if not all(isinstance(pattern, str) for pattern in self.exclude):
             raise TypeError(f"Policy.exclude is a tuple of patterns, got {self.exclude!r}")
 
-    def reason(self, path: str, shape: tuple[int, ...], slot: str) -> str | None:
-        """Why a slot of a leaf is not compressed; None where it is."""
+    def reason(
+        self, path: str, shape: tuple[int, ...], slot: str, stored: bool = False
+    ) -> str | None:
+        """Why a slot of a leaf is not compressed; None where it is.
+
+        Args:
+          path: the leaf's name.
+          shape: of the leaf.
+          slot: the slot's name.
+          stored: whether the state that is stepped has codes for it, where `shape` may be a part's.
+        """
         scope.note_policy(self)
         if not shape:
             return _SCALAR
         size = math.prod(shape)
         if size == 0:
             return "the leaf is empty"
-        if size < self.min_size:
+        if size < self.min_size and not (stored and varying.of_parts()):
             return f"{size} elements, fewer than min_size={self.min_size}"
         for pattern in self.exclude:
             of_slot, glob = _parsed(pattern)

@@ -13,6 +13,11 @@ def axes_of(*trees: Any) -> frozenset[Any]:
     return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in leaves))
 
 
+def of_parts() -> bool:
+    """Whether what is traced sees parts of arrays: the body of a `shard_map`, checked or not."""
+    return bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+
 def over(x: jax.Array, axes: Iterable[Any]) -> jax.Array:
     """The same numbers, typed as varying over these axes too. Its gradient is summed over them."""
     more = frozenset(axes) - axes_of(x)

@@ -54,7 +54,7 @@ class Run:
     ) -> "Run":
         """Everything old, and checked: each leaf of a stack can be stepped layer by layer."""
         trees.check_state(state, engine.rule.state_type)
-        plans = engine.plans(params)
+        plans = engine.plans(params, state)
         parts = take_apart(params, tuple(model.layers))
         of_layers = {
             i: stacks.layer_plan(engine.rule, plans[i], stack.layers, per_layer)

@@ -1,7 +1,8 @@
 """8-bit state for any optax optimizer."""
 
 import dataclasses
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -37,7 +38,7 @@ def _may_be_slot(value: Any) -> bool:
     return not leaves or any(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves)
 
 
-def _leaf_forms(scales: dict[str, Any]) -> dict[tuple[str, str], tuple[Any, Any]]:
+def _leaf_forms(scales: Mapping[str, Any]) -> dict[tuple[str, str], tuple[Any, Any]]:
     """(slot's scales, path) -> (shape, dtype)."""
     return {
         (name, path): (jnp.shape(leaf), jnp.dtype(leaf.dtype))
@@ -56,6 +57,11 @@ def _check_same_storage(before: dict[str, Any], after: dict[str, Any]) -> None:
                 f"{new.get((name, path))}: it was made or restored with other settings (policy, "
                 "slots). Use those, or call init again."
             )
+
+
+def _with_codes(scales: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """(slot's scales, path) of the leaves that have scales, and so codes."""
+    return {key for key, (shape, _) in _leaf_forms(scales).items() if shape}
 
 
 def _is_code(leaf: jax.Array) -> bool:
@@ -147,18 +153,27 @@ class _Compressor:
 
     # ---- encoding ----------------------------------------------------------------------------
 
-    def _reason(self, path: str, leaf: Any, slot: str, masked: set[str]) -> str | None:
+    def _reason(
+        self, path: str, leaf: Any, slot: str, masked: set[str], stored: bool = False
+    ) -> str | None:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return f"{leaf.dtype} is not a float"
         if path in masked:
             return "the policy's mask is False here"
-        return self.policy.reason(path, tuple(leaf.shape), slot)
+        return self.policy.reason(path, tuple(leaf.shape), slot, stored)
 
     def _decide(
-        self, path: str, leaf: Any, slot: str, masked: set[str], codec: GroupCodec, known: SlotFacts
+        self,
+        path: str,
+        leaf: Any,
+        slot: str,
+        masked: set[str],
+        codec: GroupCodec,
+        known: SlotFacts,
+        stored: bool = False,
     ) -> str | None:
         """Records how a leaf of a slot is stored; the reason if it is not compressed."""
-        reason = self._reason(path, leaf, slot, masked)
+        reason = self._reason(path, leaf, slot, masked, stored)
         stochastic = self._stochastic(known)
         rounding = "stochastic" if stochastic else "nearest"
         kept = f"groups of {self.group_size}, {rounding} rounding"
@@ -174,40 +189,51 @@ class _Compressor:
         return self.rounding == "stochastic" and not known.running_maximum
 
     def _encode(
-        self, state: Any, params: Any, seed: jax.Array, count: jax.Array
+        self,
+        state: Any,
+        params: Any,
+        seed: jax.Array,
+        count: jax.Array,
+        before: Mapping[str, Any] = types.MappingProxyType({}),
     ) -> tuple[Any, dict[str, Any]]:
-        """Inner state with codes, and the dictionary of scales."""
+        """Inner state with codes, and the dictionary of scales; `before` has those of the step."""
         scales: dict[str, Any] = {}
-        masked = self._masked(params)
-        encoded = iter(each(_encoded, self._to_encode(state, masked), self.group_size, seed, count))
+        masked, stored = self._masked(params), _with_codes(before)
+        rows = self._to_encode(state, masked, stored)
+        encoded = iter(each(_encoded, rows, self.group_size, seed, count))
 
         def encode(node: Any, slot: str, value: Any) -> Any:
             codec = self._codec_of(node, slot)
             if codec is None:
                 return value
-            pairs = []
+            pairs, name = [], scale_name(slot, scales)
             for path, leaf in trees.named_leaves(value):
-                if self._reason(path, leaf, slot, masked):
+                if self._reason(path, leaf, slot, masked, (name, path) in stored):
                     pairs.append((leaf, jnp.asarray(np.zeros((), np.float32))))
                 else:
                     pairs.append(next(encoded))
             treedef = jax.tree.structure(value)
-            scales[scale_name(slot, scales)] = boxes.like(value, [s for _, s in pairs])
+            scales[name] = boxes.like(value, [s for _, s in pairs])
             return jax.tree.unflatten(treedef, [c for c, _ in pairs])
 
         return map_slots(encode, state), scales
 
-    def _to_encode(self, state: Any, masked: set[str]) -> list["_Slot"]:
+    def _to_encode(
+        self, state: Any, masked: set[str], stored: set[tuple[str, str]]
+    ) -> list["_Slot"]:
         """The leaves of slots that are compressed, in order; decisions are recorded."""
         found: list[_Slot] = []
+        seen: dict[str, Any] = {}
 
         def visit(node: Any, slot: str, value: Any) -> Any:
             codec = self._codec_of(node, slot)
             if codec is None:
                 return value
-            known = facts(node, slot)
+            known, scales = facts(node, slot), scale_name(slot, seen)
+            seen[scales] = None
             for path, leaf in trees.named_leaves(value):
-                if not self._decide(path, leaf, slot, masked, codec, known):
+                kept = (scales, path) in stored
+                if not self._decide(path, leaf, slot, masked, codec, known, kept):
                     name = random.name_of(path)
                     found.append(_Slot(codec, slot, name, leaf, self._stochastic(known)))
             return ()
@@ -324,7 +350,7 @@ class _Compressor:
         )
         count = increment(state.count)
         reference = updates if params is None else params
-        inner, scales = self._encode(inner, reference, state.seed, count)
+        inner, scales = self._encode(inner, reference, state.seed, count, state.scales)
         _check_same_storage(state.scales, scales)
         if self.update_dtype == "gradient":
             new = as_given(new, updates)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._core import boxes, derivative, explicit, numerics, random, scope, trees
+from optax_lowmem._core import boxes, derivative, explicit, numerics, random, scope, trees, varying
 from optax_lowmem._core.compiled import (
     FEW,
     as_given,
@@ -188,7 +188,7 @@ class Engine(Planner):
         if self.weights and params is None:
             params = self._stand_in(updates, state, h)
         reference = updates if params is None else params
-        plans = self.plans(reference)
+        plans = self.plans(reference, state)
         gradients = trees.match("gradient", updates, reference)
         weights = jax.tree.leaves(params) if self.weights else [None] * len(plans)
         if self.weights:
@@ -444,6 +444,11 @@ def _check_array(plan: LeafPlan, field: str, array: Any, shape: tuple, dtype: An
     hint = ""
     if field == "correction" and plan.dtype == jnp.float32 and jnp.shape(array) == plan.shape:
         raise ValueError(promoted(plan.path, array.dtype))
+    if varying.of_parts() and field.endswith("_scale"):
+        hint = (
+            " In a shard_map a device's part has to be of whole groups, with the scales of those: "
+            "see docs/sharding.md, or leave the step to jit with shardings."
+        )
     if field == "correction":
         hint = (
             " If weights were cast after tx.init, begin with params, state = "

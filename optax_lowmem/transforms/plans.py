@@ -36,8 +36,13 @@ class Planner:
     slot_dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     structure: BlockStructure | None = None
 
-    def plans(self, params: Any) -> list[LeafPlan]:
-        """The plan of each leaf; decisions are recorded."""
+    def plans(self, params: Any, state: Any = None) -> list[LeafPlan]:
+        """The plan of each leaf; decisions are recorded.
+
+        Args:
+          params: the parameters, or in a `shard_map` this device's part of each.
+          state: that is to be stepped; None before there is one.
+        """
         leaves = trees.named_leaves(params)
         if not leaves:  # also optax.tree.map_params' placeholder, which no mask fits
             return []
@@ -45,10 +50,23 @@ class Planner:
         decays = self._decays(params)
         blocks = self.structure.infer(params) if self.structure else {}
         nearest = self._rounded_to_nearest(params)
+        stored = self._stored(state, len(leaves))
         return [
-            self._plan(path, leaf, path in masked_out, path in nearest, decay, blocks.get(path))
-            for (path, leaf), decay in zip(leaves, decays, strict=True)
+            self._plan(
+                path, leaf, path in masked_out, path in nearest, decay, blocks.get(path), own
+            )
+            for (path, leaf), decay, own in zip(leaves, decays, stored, strict=True)
         ]
+
+    def _stored(self, state: Any, count: int) -> list[set[str]]:
+        """Of each leaf the slots that a state has codes of: those with scales."""
+        stored: list[set[str]] = [set() for _ in range(count)]
+        for slot in () if state is None else self.rule.slots:
+            scales = jax.tree.leaves(getattr(state, f"{slot.name}_scale"))
+            for own, one in zip(stored, scales, strict=False):  # `open` compares their number
+                if jnp.ndim(one):
+                    own.add(slot.name)
+        return stored
 
     def _rounded_to_nearest(self, params: Any) -> set[str]:
         """Paths of the leaves whose codes are not rounded stochastically."""
@@ -71,12 +89,15 @@ class Planner:
         nearest: bool,
         decays: bool,
         block: Block | None,
+        stored: set[str],
     ) -> LeafPlan:
         trees.check_param(path, leaf)
         storage, dtype = self.storage, jnp.dtype(leaf.dtype)
         in_dtype = self.weights and storage.update_dtype == "param"
         slots = {
-            slot: self._slot_plan(path, tuple(leaf.shape), slot, masked_out, nearest, block)
+            slot: self._slot_plan(
+                path, tuple(leaf.shape), slot, masked_out, nearest, block, slot.name in stored
+            )
             for slot in self.rule.slots
         }
         shared = tuple(plan for slot, plan in slots.items() if slot.shared)
@@ -103,9 +124,10 @@ class Planner:
         masked_out: bool,
         nearest: bool,
         block: Block | None,
+        stored: bool,
     ) -> SlotPlan:
         name = slot.name
-        codec, reason = self._codec(path, shape, name, masked_out)
+        codec, reason = self._codec(path, shape, name, masked_out, stored)
         form = codec.name if codec else None
         if codec is not None:
             rounding = "nearest" if nearest else "stochastic"
@@ -121,12 +143,12 @@ class Planner:
         return SlotPlan(name, codec, dtype, stochastic)
 
     def _codec(
-        self, path: str, shape: tuple, slot: str, masked_out: bool
+        self, path: str, shape: tuple, slot: str, masked_out: bool, stored: bool
     ) -> tuple[GroupCodec | None, str]:
         codec = getattr(self.storage, slot)
         if codec is None:
             return None, f"storage.{slot} is None"
         if masked_out:
             return None, "the policy's mask is False here"
-        reason = self.storage.policy.reason(path, shape, slot)
+        reason = self.storage.policy.reason(path, shape, slot, stored)
         return (None, reason) if reason else (codec, "")

@@ -1,0 +1,134 @@
+"""A user's own shard_map, in which an optimizer sees a device's part of each leaf."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import optax_lowmem as lowmem
+from optax_lowmem.sharding import state_shardings
+from tests.compilation import SAME_BITS
+
+CODECS = lowmem.codecs
+SPECS = {"rows": P("x"), "vector": P("x"), "whole": P()}
+
+
+def made(name, **storage):
+    """Without random bits, which are those of the part, not of the whole leaf."""
+    row = lowmem.OPTIMIZERS[name]
+    own = row.make(row.learning_rate).engine.storage
+    exact = dict(rounding="nearest", master_weight_bits=32)
+    return row.make(row.learning_rate, storage=dataclasses.replace(own, **exact, **storage))
+
+
+@functools.cache
+def forms():
+    ours = made("flash_adamw")
+    pair = dict(mu=CODECS.softsign(), nu=CODECS.sqrt(), rounding="nearest")
+    return {
+        "flash_adamw": ours,
+        "flash_lion": made("flash_lion"),
+        "coat_adamw": made("coat_adamw"),
+        "compress_state": lowmem.compress_state(optax.adam(1e-3), **pair),
+        "two slots of one name": lowmem.compress_state(
+            optax.chain(optax.scale_by_adam(), optax.trace(0.9), optax.scale_by_adam()), **pair
+        ),
+        "compand_momentum": lowmem.compand_momentum(optax.trace(0.9), rounding="nearest"),
+        "split_master_weights": lowmem.split_master_weights(
+            lowmem.compress_state(optax.adam(1e-3), **pair), bits=32
+        ),
+        "into moments": lowmem.accumulate_gradients(ours, 2, into="moments"),
+        "chain": lowmem.chain(optax.scale(0.5), ours),
+    }
+
+
+FORMS = (
+    *("flash_adamw", "flash_lion", "coat_adamw", "compress_state", "two slots of one name"),
+    *("compand_momentum", "split_master_weights", "into moments", "chain"),
+)
+
+
+def arrays(seed, dtype=jnp.bfloat16):
+    """8192 elements, of which a device has 1024: fewer than `min_size`."""
+    rng = np.random.default_rng(seed)
+    shapes = {"rows": (64, 128), "vector": (8192,), "whole": (16,)}
+    return {n: jnp.asarray(rng.normal(0, 1e-2, s), dtype) for n, s in shapes.items()}
+
+
+def on_mesh(tx, function, params, specs=SPECS):
+    """A step of (params, state, gradients) in a shard_map over eight devices."""
+    own = jax.devices("cpu")[:8]
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,), devices=own)
+    shardings = state_shardings(tx, params, specs, mesh=mesh)
+    of_state = jax.tree.map(lambda sharding: sharding.spec, shardings)
+    mapped = jax.shard_map(
+        function, mesh=mesh, in_specs=(specs, of_state, specs), out_specs=(specs, of_state)
+    )
+    return jax.jit(mapped, compiler_options=SAME_BITS)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_parts_under_min_size(name):
+    """The state says which leaves have codes; the step is that of the whole leaf."""
+    tx = forms()[name]
+
+    def step(params, state, grads):
+        return lowmem.step(tx, grads, state, params)
+
+    params = arrays(0, jnp.float32 if name == "compand_momentum" else jnp.bfloat16)
+    state = tx.init(params)
+    wanted = jax.jit(step, compiler_options=SAME_BITS)(params, state, arrays(1))
+    found = on_mesh(tx, step, params)(params, state, arrays(1))
+    rows = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True)
+    codes = 0
+    for (path, a), b in rows:
+        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
+        codes += a.dtype in (jnp.int8, jnp.uint8, jnp.float8_e4m3fn) and a.ndim > 0
+    assert codes >= 2
+
+
+@pytest.mark.parametrize("name", ["flash_adamw", "compress_state"])
+def test_a_state_made_of_parts(name):
+    """`init` in a shard_map sees parts alone: those under `min_size` have f32, and keep it."""
+    tx = forms()[name]
+
+    def run(params, grads):
+        state = tx.init(params)
+        updates, state = tx.update(grads, state, params)
+        assert optax.tree.get(state, "mu")["rows"].dtype == jnp.float32
+        return updates
+
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=(SPECS, SPECS), out_specs=SPECS)
+    jax.eval_shape(mapped, arrays(0), arrays(1))
+
+
+def test_other_reasons_hold_in_a_shard_map():
+    """A pattern or mask that left a leaf uncompressed is not decided by the state."""
+    tx = made("flash_adamw")
+    state = jax.eval_shape(tx.init, arrays(0))
+    other = made("flash_adamw", policy=lowmem.Policy(exclude=("vector",)))
+    step = on_mesh(tx, lambda p, s, g: (p, other.update(g, s, p)[1]), arrays(0))
+    with pytest.raises(ValueError, match="'vector' is int8.*made or restored with other settings"):
+        jax.eval_shape(step, arrays(0), state, arrays(1))
+
+
+def test_parts_that_cut_groups_are_refused_with_the_cure():
+    tx = made("flash_adamw", policy=lowmem.Policy(min_size=0))
+    params = {"w": jnp.ones((8, 64), jnp.bfloat16)}
+    specs = {"w": P(None, "x")}
+    step = on_mesh(tx, lambda p, s, g: (p, tx.update(g, s, p)[1]), params, specs)
+    with pytest.raises(ValueError, match="mu_scale of 'w'.*has to be of whole groups.*jit with"):
+        jax.eval_shape(step, params, tx.init(params), params)
+
+
+def test_outside_of_a_shard_map_min_size_is_a_setting():
+    tx, other = made("flash_adamw"), made("flash_adamw", policy=lowmem.Policy(min_size=10**6))
+    with pytest.raises(ValueError, match="other settings"):
+        other.update(arrays(1), tx.init(arrays(0)), arrays(0))
