@@ -6,7 +6,6 @@
 Both are subclasses of Flax's, take any optax transformation, and read each other's checkpoints.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
@@ -14,13 +13,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lowmem._core import boxes
 from optax_lowmem.transforms import chain, masters
 from optax_lowmem.transforms.init import init
 from optax_lowmem.transforms.start import WeightDtype
 
 try:
     from flax import core, nnx
-    from flax.core import spmd
     from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
     from flax.training import train_state
 except ModuleNotFoundError as error:
@@ -199,7 +198,7 @@ class Optimizer(nnx.Optimizer[M]):
             opt_state = tx.init(params)
         else:
             params, opt_state = init(tx, params, dtype, allow_rounding=allow_rounding)
-        fitted = jax.tree.map(_fit_sharding, opt_state, is_leaf=_is_variable)
+        fitted = jax.tree.map(_fit_sharding, opt_state, is_leaf=boxes.is_variable)
         # Flax's constructor wraps what `init` returns in variables of its own
         ready = optax.GradientTransformationExtraArgs(lambda _: fitted, tx.update)
         super().__init__(model, ready, wrt=wrt, graph=graph)
@@ -247,44 +246,12 @@ def _change(new: jax.Array, old: jax.Array) -> jax.Array:
     return new.astype(dtype) - old.astype(dtype)
 
 
-def _is_variable(node: Any) -> bool:
-    return isinstance(node, nnx.Variable)
-
-
 def _fit_sharding(leaf: Any) -> Any:
     """A variable of the state, with its parameter's sharding cut down to what its shape allows.
 
     Flax gives each leaf of the state the sharding of its parameter, also one of another shape.
     """
-    if not _is_variable(leaf):
+    inside = jax.tree.leaves(leaf)  # none of what a mask leaves out
+    if not boxes.is_variable(leaf) or len(inside) != 1:
         return leaf
-    metadata = leaf.get_metadata()
-    # Flax shards the state by the former where it is given
-    key = "optimizer_sharding" if "optimizer_sharding" in metadata else "out_sharding"
-    sharding = metadata.get(key)
-    named = isinstance(sharding, jax.sharding.NamedSharding)
-    if not named and not isinstance(sharding, tuple | jax.sharding.PartitionSpec):
-        return leaf
-    names = tuple(sharding.spec if named else sharding)
-    mesh = sharding.mesh if named else metadata.get("mesh") or jax.sharding.get_abstract_mesh()
-    axes = spmd.apply_rules(jax.sharding.PartitionSpec(*names), metadata.get("sharding_rules"))
-    fitting = _fitting_names(names, tuple(axes), jnp.shape(leaf.get_value()), mesh.shape)
-    if fitting == names:
-        return leaf
-    if not isinstance(sharding, tuple):
-        spec = jax.sharding.PartitionSpec(*fitting)
-        return leaf.replace(**{key: jax.sharding.NamedSharding(mesh, spec) if named else spec})
-    return leaf.replace(**{key: fitting})
-
-
-def _fitting_names(
-    names: tuple[Any, ...], axes: tuple[Any, ...], shape: tuple[int, ...], sizes: Any
-) -> tuple[Any, ...]:
-    """The names of a shape's dimensions, without those whose mesh axes do not divide them."""
-
-    def divides(axis: Any, length: int) -> bool:
-        parts = axis if isinstance(axis, tuple) else (axis,)
-        return length % math.prod(sizes.get(part, 1) for part in parts) == 0
-
-    rows = zip(names, axes, shape, strict=False)
-    return tuple(name if divides(axis, length) else None for name, axis, length in rows)
+    return boxes.fitted_variable(leaf, jnp.shape(inside[0]))

@@ -213,7 +213,7 @@ class _Compressor:
                 else:
                     pairs.append(next(encoded))
             treedef = jax.tree.structure(value)
-            scales[name] = boxes.like(value, [s for _, s in pairs])
+            scales[name] = boxes.like(value, [s for _, s in pairs], before.get(name))
             return jax.tree.unflatten(treedef, [c for c, _ in pairs])
 
         return map_slots(encode, state), scales

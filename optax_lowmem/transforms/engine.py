@@ -95,14 +95,18 @@ class Engine(Planner):
         states: list[LeafState],
         shared: list[LeafState],
         params: Any,
+        before: Any = None,
     ) -> Any:
+        def like(field: str, arrays: list[Any]) -> Any:
+            return boxes.like(params, arrays, getattr(before, field, None))
+
         fields: dict[str, Any] = {"count": count, "seed": seed}
         for slots, of_leaves in ((self._slots(False), states), (self._slots(True), shared)):
             for i, name in enumerate(slots):
-                fields[name] = boxes.like(params, [s.slots[i] for s in of_leaves])
-                fields[f"{name}_scale"] = boxes.like(params, [s.scales[i] for s in of_leaves])
+                fields[name] = like(name, [s.slots[i] for s in of_leaves])
+                fields[f"{name}_scale"] = like(f"{name}_scale", [s.scales[i] for s in of_leaves])
         corrections = [s.correction for s in states]
-        fields["correction"] = boxes.like(params, corrections) if self.weights else None
+        fields["correction"] = like("correction", corrections) if self.weights else None
         return self.rule.state_type(**fields)
 
     def _slots(self, shared: bool) -> list[str]:
@@ -243,7 +247,7 @@ class Engine(Planner):
         states, shared = self._unpack(state, plans)
         paths = [plan.path for plan in plans]
         count, keys, alive = _of_step(state.seed, state.count, count, paths)
-        return OpenStep(self, h, count, state.seed, states, shared, keys, alive)
+        return OpenStep(self, h, count, state, states, shared, keys, alive)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +258,7 @@ class OpenStep:
       engine: whose step it is.
       h: hyperparameters.
       count: the new one.
-      seed: of the state.
+      before: the old state.
       states: the old states of the leaves.
       shared: the old states of their shared slots.
       keys: uint32 [leaves].
@@ -264,7 +268,7 @@ class OpenStep:
     engine: Engine
     h: Mapping[str, jax.Array]
     count: jax.Array
-    seed: jax.Array
+    before: Any
     states: list[LeafState]
     shared: list[LeafState]
     keys: jax.Array
@@ -312,7 +316,8 @@ class OpenStep:
 
     def close(self, states: list[LeafState], shared: list[LeafState], params: Any) -> Any:
         """The new state, of a tree like the parameters."""
-        return self.engine._pack(self.count, self.seed, states, shared, params)
+        before = self.before
+        return self.engine._pack(self.count, before.seed, states, shared, params, before)
 
 
 @compiled
