@@ -5,6 +5,7 @@ groups the mesh does not divide.
 """
 
 import functools
+import math
 import re
 
 import flax.linen as nn
@@ -37,9 +38,10 @@ def made(name="flash_adamw", rate=RATE):
 
 @functools.cache
 def mesh(**axes):
-    axes = axes or dict(fsdp=4, tensor=2, sequence=1)
-    kinds = (AUTO,) * len(axes)
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds)
+    """Two devices by default: XLA's collectives on a CPU, several at once, may wait for ever."""
+    axes = axes or dict(fsdp=2, tensor=1, sequence=1)
+    kinds, own = (AUTO,) * len(axes), jax.devices("cpu")[: math.prod(axes.values())]
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=own)
 
 
 @functools.cache
@@ -106,7 +108,7 @@ def last_loss(cls, tx, the_mesh, dtype):
     with jax.set_mesh(the_mesh), nn.logical_axis_rules(RULES):
         for _ in range(STEPS):
             state, loss = step(state, *batch())
-            loss.block_until_ready()  # steps that wait for each other's collectives may abort
+            loss.block_until_ready()  # or steps wait for each other's collectives
     return float(loss)
 
 
