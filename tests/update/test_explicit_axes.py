@@ -223,3 +223,17 @@ def test_explain_says_which_groups_are_cut(kind):
     for path, parts in ("half groups", 16), ("three groups", 24):
         assert f"parts of {parts} on the last axis, and groups of 32" in found[path]
     assert "parts of" not in found["columns"] + found["rows"] + found["replicated"]
+
+
+@pytest.mark.filterwarnings("ignore:.*Adam-mini:UserWarning", "ignore:.*block:UserWarning")
+@pytest.mark.parametrize("name", ["flash_adamw", "compress_state adam", "split_master_weights"])
+def test_auto_axes(name):
+    """What has a parameter's shape lies where it does, as do updates, from an eager init too."""
+    tx, params = forms()[name], placed(arrays(WHOLE), WHOLE, mesh(kind=AxisType.Auto))
+    of_shape = {x.shape: x.sharding for x in params.values()}
+    state = tx.init(params)
+    updates, after = jax.jit(tx.update)(params, state, params)
+    for x in jax.tree.leaves((state, updates, after)):
+        if x.shape in of_shape and x.ndim > 1:
+            assert x.sharding.is_equivalent_to(of_shape[x.shape], x.ndim), x.shape
+    assert jax.tree.structure(after) == jax.tree.structure(state)

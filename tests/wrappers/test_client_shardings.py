@@ -48,8 +48,10 @@ def mesh(**axes):
 def batch():
     """Numbers of a teacher, so that there is something to learn."""
     rng = np.random.default_rng(0)
-    x = rng.normal(size=(32, 64)).astype(np.float32)
-    return jnp.asarray(x), jnp.asarray(np.tanh(x @ rng.normal(0, 0.2, (64, 64))), jnp.float32)
+    x = rng.normal(size=(512, 64)).astype(np.float32)
+    return jnp.asarray(x), jnp.asarray(
+        np.tanh(x @ rng.normal(0, 0.2, (64, 64))) + rng.normal(0, 0.5, x.shape), jnp.float32
+    )
 
 
 class Model(nnx.Module):
