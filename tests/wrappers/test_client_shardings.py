@@ -57,8 +57,8 @@ def batch():
 class Model(nnx.Module):
     """Two layers with logical axes, as MaxText names them."""
 
-    def __init__(self, dtype=jnp.float32):
-        make = functools.partial(nnx.Linear, rngs=nnx.Rngs(0), param_dtype=dtype)
+    def __init__(self):
+        make = functools.partial(nnx.Linear, rngs=nnx.Rngs(0))
 
         def named(*names):
             return dict(kernel_metadata={"out_sharding": names},
@@ -77,7 +77,10 @@ class State(nnx.Module):
 
     def __init__(self, cls, tx, dtype=jnp.float32):
         splits = cls is Optimizer and dtype != jnp.float32
-        self.model = Model(jnp.float32 if splits else dtype)
+        self.model = Model()
+        if not splits:  # the same weights, rounded
+            own = nnx.state(self.model, nnx.Param)
+            nnx.update(self.model, jax.tree.map(lambda x: x.astype(dtype), own))
         options = dict(dtype=dtype) if splits else {}
         self.optimizer = cls(self.model, tx, wrt=nnx.Param, **options)
 
