@@ -38,8 +38,7 @@ def made(name="flash_adamw", rate=RATE):
 
 @functools.cache
 def mesh(**axes):
-    """Two devices by default: XLA's collectives on a CPU, several at once, may wait for ever."""
-    axes = axes or dict(fsdp=2, tensor=1, sequence=1)
+    axes = axes or dict(fsdp=4, tensor=2, sequence=1)
     kinds, own = (AUTO,) * len(axes), jax.devices("cpu")[: math.prod(axes.values())]
     return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=own)
 
@@ -49,9 +48,11 @@ def batch():
     """Numbers of a teacher, so that there is something to learn."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(512, 64)).astype(np.float32)
-    return jnp.asarray(x), jnp.asarray(
-        np.tanh(x @ rng.normal(0, 0.2, (64, 64))) + rng.normal(0, 0.5, x.shape), jnp.float32
-    )
+    y = np.tanh(x @ rng.normal(0, 0.2, (64, 64))) + rng.normal(0, 0.5, x.shape)
+    return x, y.astype(np.float32)
+
+
+ONE = functools.partial(mesh, fsdp=1, tensor=1, sequence=1)
 
 
 class Model(nnx.Module):
@@ -90,14 +91,12 @@ def loss_of(model, x, y):
 
 
 def maxtext(cls, tx, the_mesh, dtype=jnp.float32):
-    """Abstract state under the rules, its shardings, and the state made by a jit with those."""
+    """Abstract state under the rules, and jits of the first state and of a step, so sharded."""
     create = functools.partial(State, cls, tx, dtype)
     with nn.logical_axis_rules(RULES):
         graph, abstract = nnx.get_abstract_model(create, the_mesh)
         shardings = jax.tree.map(lambda x: x.sharding, abstract)
-        with jax.set_mesh(the_mesh):
-            init = jax.jit(lambda: nnx.state(create()), out_shardings=shardings)
-            state = init()
+        init = jax.jit(lambda: nnx.state(create()), out_shardings=shardings)
 
         def step(state, x, y):
             train = nnx.merge(graph, state)
@@ -105,28 +104,40 @@ def maxtext(cls, tx, the_mesh, dtype=jnp.float32):
             train.optimizer.update(train.model, grads)
             return nnx.state(train), loss
 
-        return state, shardings, jax.jit(step, out_shardings=(shardings, None), donate_argnums=0)
+        return abstract, init, jax.jit(step, out_shardings=(shardings, None), donate_argnums=0)
 
 
 def last_loss(cls, tx, the_mesh, dtype):
-    state, _, step = maxtext(cls, tx, the_mesh, dtype)
+    _, init, step = maxtext(cls, tx, the_mesh, dtype)
     with jax.set_mesh(the_mesh), nn.logical_axis_rules(RULES):
+        state = init()
         for _ in range(STEPS):
             state, loss = step(state, *batch())
-            loss.block_until_ready()  # or steps wait for each other's collectives
     return float(loss)
 
 
 @functools.cache
 def loss_of_adamw(dtype):
-    return last_loss(nnx.Optimizer, optax.adamw(RATE), mesh(), dtype)
+    return last_loss(nnx.Optimizer, optax.adamw(RATE), ONE(), dtype)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("cls", [nnx.Optimizer, Optimizer])
 def test_maxtext_nnx_trains(cls, dtype):
     wanted = loss_of_adamw(jnp.float32)
-    assert last_loss(cls, made(), mesh(), dtype) == pytest.approx(wanted, rel=LOSS_OF_LOOPS)
+    assert last_loss(cls, made(), ONE(), dtype) == pytest.approx(wanted, rel=LOSS_OF_LOOPS)
+
+
+@pytest.mark.parametrize("cls", [nnx.Optimizer, Optimizer])
+def test_maxtext_nnx_on_eight_devices(cls):
+    """Compiled, not run: XLA's collectives on a CPU, several at once, may wait for ever."""
+    abstract, init, step = maxtext(cls, made(), mesh(), jnp.bfloat16)
+    with jax.set_mesh(mesh()), nn.logical_axis_rules(RULES):
+        init.lower().compile()
+        step.lower(abstract, *batch()).compile()
+    state = abstract["optimizer"]["opt_state"]
+    assert state.mu["up"]["kernel"].sharding.spec == P("fsdp", ("tensor", "sequence"))
+    assert state.mu_scale["up"]["kernel"].sharding.spec == P("fsdp", None)
 
 
 WIDE = {"no groups are cut": 4096 * 32, "more parts than groups": 4096}
