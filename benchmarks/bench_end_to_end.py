@@ -110,7 +110,7 @@ VARIANTS = {
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """What the command line asks for."""
+    """The arguments of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -191,7 +191,7 @@ class Bench:
 
 
 def peer(name: str, args: argparse.Namespace) -> dict[str, float] | str:
-    """What a process of its own has measured, or the last line of what it says in failing."""
+    """The measurements of a process of its own, or the last line of its error."""
     preset = PRESETS[args.preset]
     given = parse_example(args, "")
     command = [sys.executable, "-m", end_to_end_torch.__name__, name, args.preset]
@@ -309,7 +309,7 @@ def time_all(bench: Bench, programs: dict[str, tuple[Any, float]]) -> None:
 
 
 def profile(name: str, program: Any, run: train.Run, most: int) -> None:
-    """Where the time of two steps goes, by the kernels' names."""
+    """Print the time of two steps by kernel, and the longest gaps between kernels."""
     _, batches = train.make_batches(program.settings, Path("demo_output"))
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):

@@ -52,7 +52,7 @@ def steps(rows: Rows) -> dict[str, dict[str, dict[str, dict]]]:
 
 
 def _peak(of: dict[str, dict]) -> dict[str, Any]:
-    """What torch has allocated at most; ours is what the compiler plans."""
+    """The record of the peak of memory: torch's allocations, or the plan of our compiler."""
     return of.get("peak_bytes") or of["planned_bytes"]
 
 

@@ -21,7 +21,8 @@ def sharding_of(x: Any) -> NamedSharding | None:
     Args:
       x: an array, a `jax.ShapeDtypeStruct`, or something else, of which the type says nothing.
     """
-    sharding: Any = getattr(jax.typeof(x) if isinstance(x, jax.Array) else x, "sharding", None)
+    # an array's own has its devices, which an operation outside of `jax.set_mesh` needs
+    sharding: Any = getattr(jax.typeof(x) if isinstance(x, jax.core.Tracer) else x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not sharding.mesh.explicit_axes:
         return None
     return sharding
