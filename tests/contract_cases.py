@@ -16,6 +16,7 @@ import pytest
 import optax_lowmem as lowmem
 from tests import tolerances
 from tests.compilation import QUICK_COMPILE as QUICK_COMPILE
+from tests.tiers import rows
 
 POLICY = lowmem.Policy(min_size=32)
 _MU, _NU = lowmem.codecs.softsign(), lowmem.codecs.sqrt()
@@ -186,10 +187,9 @@ RULES = {
 DISTINCT = tuple(
     name for name in CASES if name in (*RULES, "coat_adamw", "optax.adan", "optax.amsgrad")
 )
-OPTIMIZER = pytest.mark.parametrize(
-    "name",
-    [name if name in DISTINCT else pytest.param(name, marks=pytest.mark.full) for name in CASES],
-)
+OPTIMIZER = pytest.mark.parametrize("name", rows(CASES, DISTINCT))
+# where each takes seconds to compile: elementwise, with a reduction, of several transformations
+FEW = pytest.mark.parametrize("name", rows(CASES, ["flash_lion", "stable_adamw", "optax.amsgrad"]))
 DTYPES: dict[str, Any] = {
     "bfloat16": jnp.bfloat16,
     "float16": jnp.float16,

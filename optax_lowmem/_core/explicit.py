@@ -22,7 +22,8 @@ def sharding_of(x: Any) -> NamedSharding | None:
       x: an array, a `jax.ShapeDtypeStruct`, or something else, of which the type says nothing.
     """
     # an array's own has its devices, which an operation outside of `jax.set_mesh` needs
-    sharding: Any = getattr(jax.typeof(x) if isinstance(x, jax.core.Tracer) else x, "sharding", None)
+    typed = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x
+    sharding: Any = getattr(typed, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not sharding.mesh.explicit_axes:
         return None
     return sharding

@@ -52,9 +52,9 @@ def explain(tx: optax.GradientTransformation, params: Any) -> Explanation:
     Of parameters that lie on a mesh it says whose groups lie on two devices, so that their moments
     are gathered in each step.
 
-    Also tries one step on a few numbers and warns where the updates of a split optimizer are
-    changed after it (by a later `scale`, `schedule_free`, `lookahead`, `reduce_on_plateau` around
-    it), which would silently leave its corrections behind.
+    Also tries one step on a few numbers, where something around a split optimizer may change its
+    updates, and warns where they are changed (by a later `scale`, `schedule_free`, `lookahead`,
+    `reduce_on_plateau` around it), which would silently leave its corrections behind.
 
     Args:
       tx: any optax transformation.
@@ -72,11 +72,11 @@ def explain(tx: optax.GradientTransformation, params: Any) -> Explanation:
       step by xla for 1 of 1 leaves: the default backend is cpu, and kernels are for NVIDIA GPUs
     """
     with scope.noting_policies() as policies:
-        _, found = scope.dry_run(tx, params)
+        state, found = scope.dry_run(tx, params)
     decisions = [d for d in found if d.slot != "step"]
     split = any(d.slot in ("correction", FIELD) and d.form for d in decisions)
     warnings = unmatched_patterns(policies, params)
-    warnings += stale.found(tx, params) if split else []
+    warnings += stale.found(tx, params) if split and stale.suspected(state) else []
     settled = {d.path for d in decisions if d.slot == "correction"}
     decisions += [
         scope.Decision(path, "correction", None, _NO_SPLIT)

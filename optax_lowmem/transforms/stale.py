@@ -39,7 +39,7 @@ def _wrapped(node: Any, known: tuple[str, ...], ours: bool, otherwise: bool = Tr
       ours: whether to look into ours.
       otherwise: the answer for other states that have a split inside.
     """
-    if not _has_split(node) or _is_split(node):
+    if not _has_split(node) or _is_split(node) and not ours:
         return False
     if trees.is_named_tuple(node):
         if not (trees.is_ours(node) and ours) and type(node).__name__ not in known:

@@ -19,12 +19,13 @@ from tests import launch_cases
 from tests import tolerances as tol
 from tests.launch_cases import units
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
+from tests.tiers import rows
 
 CODECS = sorted(codecs.CODECS)
 # one of each family, signed and unsigned; the others share their bodies with these
 FAST = {"softsign-int8": "stochastic", "sqrt-uint8": "stochastic", "linear-int8": "nearest",
         "affine-int8": "stochastic", "expanded-e4m3-uint8": "stochastic"}  # fmt: skip
-MARKED = [name if name in FAST else pytest.param(name, marks=pytest.mark.full) for name in CODECS]
+MARKED = rows(CODECS, list(FAST))
 KEY = jnp.uint32(9)
 GRID = [
     pytest.param(

@@ -15,6 +15,7 @@ import optax
 import optax_lowmem as lowmem
 from tests.contract_cases import (
     CASES,
+    FEW,
     OPTIMIZER,
     Form,
     assert_same,
@@ -109,7 +110,7 @@ def test_extra_arguments_are_ignored_and_nothing_recompiles(name):
     assert_same(with_extra, one)
 
 
-@OPTIMIZER
+@FEW
 def test_step_is_update_and_apply_and_updates_are_f32(name):
     tx, params, state = _begun(name)
 
@@ -158,7 +159,7 @@ def test_donation_is_used_and_changes_nothing(name):
     assert copies[1] is not None and any(leaf.is_deleted() for leaf in jax.tree.leaves(copies[1]))
 
 
-@OPTIMIZER
+@FEW
 def test_members_of_an_ensemble_round_on_their_own(name):
     tx, *_ = _begun(name)
     start = masters()
@@ -222,7 +223,7 @@ def test_wide_gradients_are_clipped_as_f32():
     assert_same(*found)
 
 
-@OPTIMIZER
+@FEW
 def test_debug_nans_finds_none_even_in_zero_gradients(name):
     tx, params, state = _begun(name)
     zero = jax.tree.map(jnp.zeros_like, _gradient())

@@ -18,16 +18,11 @@ import pytest
 import optax_lowmem as lowmem
 from tests import tolerances
 from tests.contract_cases import CASES, DISTINCT, EVERYONE, RULES, WRAPPERS, Form, assert_same
+from tests.tiers import in_turn, rows
 
 SMALL = lowmem.Policy(min_size=0)
 IN_DTYPE = Form(policy=SMALL, update_dtype="param")
-everyone = pytest.mark.parametrize(
-    "name",
-    [
-        name if name in (*DISTINCT, *WRAPPERS) else pytest.param(name, marks=pytest.mark.full)
-        for name in EVERYONE
-    ],
-)
+everyone = pytest.mark.parametrize("name", rows(EVERYONE, (*DISTINCT, *WRAPPERS)))
 
 
 def _parabola(x: jax.Array) -> jax.Array:
@@ -93,8 +88,9 @@ WITH_NUMBERS = {
 STATIC = ("group_size", "bits", "every", "seed", "smooth_beta")
 
 
-@pytest.mark.parametrize("inject", [optax.inject_hyperparams, lowmem.inject_hyperparams])
-@pytest.mark.parametrize("name", WITH_NUMBERS)
+@pytest.mark.parametrize(
+    "name, inject", in_turn(WITH_NUMBERS, [optax.inject_hyperparams, lowmem.inject_hyperparams])
+)
 def test_hyperparameters_can_be_injected(name, inject):
     factory, options = WITH_NUMBERS[name]
     arguments = inspect.signature(factory).parameters

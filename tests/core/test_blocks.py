@@ -11,6 +11,7 @@ import pytest
 from benchmarks.model_shapes import llama
 from optax_lowmem import blocks
 from optax_lowmem.blocks import Block
+from tests.tiers import rows
 
 # Table 4 of Q-Adam-mini: its models, and MiB of v_mean with one block a value projection
 LLAMA_1B = {"layers": 24, "width": 2048, "hidden": 5461, "kv": 2048, "vocab": 32000}
@@ -87,7 +88,7 @@ def random_block(rng: np.random.Generator) -> tuple[tuple[int, ...], Block]:
     return shape, Block(tuple(a - rank * int(rng.integers(2)) for a in axes), heads)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", rows(range(40), range(12)))
 def test_mean_and_spread_are_numpys(seed):
     rng = np.random.default_rng(seed)
     shape, block = random_block(rng)

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import optax_lowmem as lowmem
 from optax_lowmem._core import random
 from tests import tolerances as tol
+from tests.tiers import in_turn
 
 BINS = 256
 
@@ -184,8 +185,7 @@ def test_sharded_bits_are_the_same(spec):
     np.testing.assert_array_equal(sharded, draw(jnp.uint32(3)))
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("spec, dtype", in_turn(SPECS, [jnp.float32, jnp.bfloat16]))
 def test_sharded_steps_are_the_same(spec, dtype):
     """Three steps: weights, codes, scales and corrections bit for bit."""
     with jax.default_device(jax.devices("cpu")[0]):

@@ -11,6 +11,7 @@ from optax_lowmem.kernels import quantized_matmul as kernels
 from optax_lowmem.kernels.quantized_matmul import FORMATS, INT8, pallas_triton, reference
 from tests.compilation import FULL_COMPILE
 from tests.lowering import kernels_in, lower_for_cuda
+from tests.tiers import rows
 
 SHAPES = [(5, 40), (64, 128), (3, 5000), (130, 33), (1, 1)]
 of_rows = functools.partial(jax.jit, static_argnums=(1, 2))(reference.quantize)
@@ -68,9 +69,10 @@ def test_maxima(axes):
         np.testing.assert_array_equal(found, wanted)
 
 
-@pytest.mark.parametrize(
-    "name, dtype", [("int8", "bfloat16"), ("e4m3", "float32"), ("e5m2", "bfloat16")]
-)
+INTERPRETED = [("int8", "bfloat16"), ("e4m3", "float32"), ("e5m2", "bfloat16")]
+
+
+@pytest.mark.parametrize("name, dtype", rows(INTERPRETED, INTERPRETED[:1]))
 def test_interpreted(name, dtype):
     """The reference's codes and scales."""
     to, dtype = FORMATS[name], jnp.dtype(dtype)

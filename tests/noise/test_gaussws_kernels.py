@@ -22,6 +22,7 @@ from optax_lowmem.kernels.gaussws import (
 from optax_lowmem.kernels.gaussws.tiles import Strip
 from tests import tolerances as tol
 from tests.lowering import kernels_in, lower_for_cuda
+from tests.tiers import in_turn
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 # whole strips; partial ones along both axes; axes before, one of them of one entry
@@ -79,7 +80,8 @@ def compare_sums(shape, noise, dtype, interpret):
     assert (np.abs(found - wanted) <= tol.BITS_GRADIENT * size).all()
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [pytest.param(s, marks=() if len(s) == 4 else pytest.mark.full)
+                                   for s in SHAPES], ids=str)  # fmt: skip
 def test_interpreted(shape):
     narrow = Strip(columns=64)
     compare(shape, GAUSSWS, "bfloat16", "bits-24", Strip(), True)
@@ -89,6 +91,7 @@ def test_interpreted(shape):
     compare_sums(shape, GAUSSWS, BF16, True)
 
 
+@pytest.mark.full
 def test_interpreted_baselines():
     compare((40, 64), BOX_MULLER, "float32", "bfloat16", Strip(columns=64), True)
     compare((40, 64), GAUSSWS, "float16", "ulp-32", Strip(columns=64), True)
@@ -136,9 +139,9 @@ def test_lowers_for_gpus(on_a_gpu):
         assert kernels_in(lower_for_cuda(draw, jax.ShapeDtypeStruct((), jnp.uint32))) == ["noise"]
 
 
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
+@pytest.mark.parametrize("noise, format", in_turn(NOISES, FORMATS))
 def test_every_kernel_lowers(on_a_gpu, noise, format):
+    noise = NOISES[noise]
     for weights in ("float32", "bits-24", "ulp-32"):
         split = codecs.SPLITS.get(weights)
         w = jax.ShapeDtypeStruct((64, 300), BF16 if split else weights)

@@ -11,6 +11,7 @@ from optax_lowmem import gaussws
 from optax_lowmem.kernels.gaussws import FORMATS, Scaled
 from tests import tolerances as tol
 from tests.oracle import gaussws as oracle
+from tests.tiers import in_turn
 
 SHAPES = [(32, 32), (64, 96), (33, 40), (5, 7), (2, 40, 70), (2, 3, 8, 33)]
 SCALED = [name for name, one in FORMATS.items() if isinstance(one, Scaled)]
@@ -28,8 +29,7 @@ def f64(x):
     return np.asarray(x, np.float32).astype(np.float64)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("noise", gaussws.NOISES)
+@pytest.mark.parametrize("shape, noise", in_turn(SHAPES, gaussws.NOISES), ids=str)
 def test_sample(shape, noise):
     w, bits = drawn(shape)
     key = jax.random.key(1)

@@ -15,6 +15,7 @@ from optax_lowmem import codecs
 from tests import tolerances as tol
 from tests.oracle import adam_mini as oracle
 from tests.oracle.adam_mini import Block
+from tests.tiers import in_turn
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 
@@ -303,8 +304,9 @@ def member(name):
     return tx, stepper(tx, "step")
 
 
-@pytest.mark.parametrize("dtype", [BF16, F32], ids=["bf16", "f32"])
-@pytest.mark.parametrize("name", [name for name in FAMILY if name != "adam_mini"])
+@pytest.mark.parametrize(
+    "name, dtype", in_turn([name for name in FAMILY if name != "adam_mini"], [BF16, F32])
+)
 def test_8_bit_moments_take_the_oracles_step(name, dtype):
     """Each step from the decoded state: weights from the new m itself, codes within their bound."""
     storage, (tx, step) = FAMILY[name], member(name)

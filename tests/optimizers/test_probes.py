@@ -12,6 +12,7 @@ import optax_lowmem as lowmem
 from optax_lowmem import codecs
 from optax_lowmem.codecs.scales import E8M8Scale
 from tests import tolerances as tol
+from tests.tiers import rows
 
 EVERYTHING = lowmem.Policy(min_size=0)
 
@@ -106,6 +107,7 @@ def test_second_moment_follows_gradients_that_fall_tenfold():
     assert abs(moved - 1) <= 0.05
 
 
+@pytest.mark.full
 def test_a_16_bit_scale_of_the_second_moment_does_not_follow():
     """The control: a scale that moves by 5e-4 a step rounds back to itself."""
     nu = dataclasses.replace(codecs.sqrt(), scale=E8M8Scale())
@@ -211,7 +213,7 @@ MOMENTUM = {
 }
 
 
-@pytest.mark.parametrize("name", MOMENTUM)
+@pytest.mark.parametrize("name", rows(MOMENTUM, ["sgd"]))
 def test_elements_asleep_beside_a_live_neighbour(name):
     """4096 of them, 10,000 steps: nearest drifts over 10 x f32 (the control), stochastic as f32."""
     ours, plain = MOMENTUM[name]

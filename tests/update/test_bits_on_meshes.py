@@ -12,6 +12,7 @@ import pytest
 import optax_lowmem as lowmem
 from optax_lowmem.sharding import state_shardings
 from tests.compilation import SAME_BITS
+from tests.tiers import rows
 from tests.update.test_sharding import (
     LAYOUTS,
     LEARNING_RATE,
@@ -64,12 +65,7 @@ def stepped(tx, layout, steps):
     return params, state
 
 
-def rows(names, always):
-    """The others are in the full tier: tests/update/test_sharding.py has a layout of each."""
-    marks = {name: () if name in always else pytest.mark.full for name in names}
-    return [pytest.param(name, marks=marks[name]) for name in names]
-
-
+# of the others, the default tier has a layout each in tests/update/test_sharding.py
 @pytest.mark.parametrize("name", rows(EVERY_BIT, ["flash_adamw"]))
 def test_every_bit(name):
     """Where multiply-adds are compiled alike; jax 0.12 partitions the calls of the CPU's path."""

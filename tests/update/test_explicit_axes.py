@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import optax_lowmem as lowmem
 from optax_lowmem.sharding import state_shardings
 from tests.compilation import SAME_BITS
+from tests.tiers import rows
 from tests.update.test_sharding import PARTITIONS_CALLS, nearly
 
 POLICY = lowmem.Policy(min_size=0)
@@ -135,7 +136,13 @@ def test_a_state_keeps_its_types(name):
 
 
 @pytest.mark.filterwarnings("ignore:.*Adam-mini:UserWarning", "ignore:.*block:UserWarning")
-@pytest.mark.parametrize("name", [name for name in FORMS if name != "gaussws_noise"])
+@pytest.mark.parametrize(
+    "name",
+    rows(
+        [name for name in FORMS if name != "gaussws_noise"],
+        ["flash_adamw", "coat_adamw", "q_adam_mini", "compress_state adam", "into bfloat16"],
+    ),
+)
 def test_one_array_of_three_dimensions_on_eight_devices(name):
     """A bare f16 array split in its middle, outside of a jit and in one."""
     tx = forms()[name]
@@ -176,7 +183,7 @@ def trained(tx, place, steps=4):
 BITS = ("flash_adamw", "flash_sgd", "into bfloat16")
 
 
-@pytest.mark.parametrize("name", BITS)
+@pytest.mark.parametrize("name", rows(BITS, ["flash_sgd"]))
 def test_a_step_is_that_of_one_device(name):
     """Every bit where groups are whole; where they are cut, other parts are compiled."""
     tx = forms()[name]

@@ -18,6 +18,7 @@ from optax_lowmem._core.rules import OF_BLOCK
 from optax_lowmem.kernels.fused_update import packed, reference, shared_updates, twopass
 from tests import tolerances
 from tests.launch_cases import same_scales, units
+from tests.tiers import rows
 
 SHAPES = {"a": (96,), "b": (7, 33), "c": (64, 256), "d": (3, 5, 1000)}
 LEARNING_RATE = 1e-3
@@ -206,7 +207,10 @@ def folded(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in ("coat", "formats")])
+CLIPPED = [name for name in CASES if name not in ("coat", "formats")]
+
+
+@pytest.mark.parametrize("name", rows(CLIPPED, ["adamw", "sgd"]))
 def test_a_clipping_is_folded_in(name, folded):
     """As clipping f32 gradients first, for a norm over the limit and one under it."""
     tx = CASES[name](STORAGE())

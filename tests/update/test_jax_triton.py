@@ -25,6 +25,7 @@ from tests.lowering import gpu_mesh
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 from optax_lowmem.kernels.fused_update import jax_triton  # noqa: E402
+from tests.tiers import rows  # noqa: E402
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 FORMULAS = [name for name in launch_cases.OPTIMIZERS if name != "direction"]
@@ -239,15 +240,12 @@ def moved_tiles(kernel) -> int:
 
 FAST = [
     ("adamw", (24, BF16), BF16, True),
-    ("adamw", (24, BF16), F32, False),
     ("adamw", (None, F32), F32, True),
     ("lion", (32, BF16), F16, False),
-    ("lion", (None, F16), F16, True),
     ("sgd", (None, BF16), BF16, False),
     ("nesterov", (24, BF16), BF16, True),
 ]
-ALL = itertools.product(FORMULAS, WEIGHTS, (BF16, F16, F32), (True, False))
-KINDS = [*FAST, *(pytest.param(*row, marks=pytest.mark.full) for row in ALL if row not in FAST)]
+KINDS = rows(itertools.product(FORMULAS, WEIGHTS, (BF16, F16, F32), (True, False)), FAST)
 
 
 @pytest.mark.parametrize("optimizer, weight, gradient, direct", KINDS)

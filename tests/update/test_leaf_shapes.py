@@ -9,10 +9,12 @@ import optax
 import pytest
 
 import optax_lowmem as lowmem
+from tests.tiers import in_turn
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("name", sorted(lowmem.OPTIMIZERS))
+@pytest.mark.parametrize(
+    "name, dtype", in_turn(sorted(lowmem.OPTIMIZERS), [jnp.float32, jnp.bfloat16])
+)
 def test_scalar_and_empty_leaves(name, dtype):
     """They keep f32 slots, so a scalar moves as the plain optimizer's f32 one does."""
     row = lowmem.OPTIMIZERS[name]

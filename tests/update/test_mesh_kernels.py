@@ -19,6 +19,7 @@ from optax_lowmem.sharding import state_shardings
 from tests.compilation import SAME_BITS
 from tests.contract_cases import assert_alike
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
+from tests.tiers import in_turn, rows
 from tests.update.test_sharding import COLLECTIVES, LEARNING_RATE
 
 SHAPES = {"w": (64, 256), "layers": (4, 16, 96), "bias": (64,)}
@@ -89,14 +90,7 @@ def check(name, found):
             np.testing.assert_array_equal(a, b, err_msg=str(path))
 
 
-CASES = [
-    pytest.param(name, layout, marks=() if name == "flash_adamw" or i == j else pytest.mark.full)
-    for i, name in enumerate(OPTIMIZERS)
-    for j, layout in enumerate(LAYOUTS, start=1)
-]
-
-
-@pytest.mark.parametrize("name, layout", CASES)
+@pytest.mark.parametrize("name, layout", in_turn(OPTIMIZERS, LAYOUTS))
 def test_auto_axes(name, layout, gpus):
     """With the specs that the caller gives, and no communication but a scalar for a mean."""
     sizes, specs = LAYOUTS[layout]
@@ -114,7 +108,7 @@ def test_auto_axes(name, layout, gpus):
     check(name, steps(tx, step, params, state, place))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", rows(LAYOUTS, ["fsdp", "two axes"]))
 def test_explicit_axes(layout, gpus):
     """They say themselves where each array lies."""
     sizes, specs = LAYOUTS[layout]

@@ -22,6 +22,7 @@ from tests import launch_cases, tolerances
 from tests.compilation import FULL_COMPILE, SAME_BITS
 from tests.contract_cases import RULES, covering, pairwise
 from tests.lowering import kernels_in, lower_for_cuda
+from tests.tiers import rows
 from tests.update.test_fused_update import compare
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -227,15 +228,16 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-def test_variants(interpreted, variant):
-    optimizer, how, more = variant
+@pytest.mark.parametrize("name", rows(VARIANTS, ["nesterov", "clipped", "ulp split"]))
+def test_variants(interpreted, name):
+    optimizer, how, more = VARIANTS[name]
     check(make(optimizer, SHAPES[0], how=how, direct=False, more=more))
 
 
-@pytest.mark.parametrize(
-    "optimizer, bits", [("flash_adamw", 24), ("flash_lion", None), ("flash_sgd", 32)]
-)
+OTHERWISE = [("flash_sgd", 32), ("flash_adamw", 24), ("flash_lion", None)]
+
+
+@pytest.mark.parametrize("optimizer, bits", rows(OTHERWISE, OTHERWISE[:1]))
 def test_as_it_is_compiled_otherwise(interpreted, optimizer, bits):
     """LLVM fuses multiply-adds where it sees them, and sees others in a kernel's loop."""
     case = make(optimizer, [*SHAPES[0], *SHAPES[1]], how={"master_weight_bits": bits})
@@ -277,7 +279,9 @@ def launched(case, tile, **how):
     return jax.jit(run, compiler_options=SAME_BITS)(tuple(case.leaves), scalars, case.keys)
 
 
-@pytest.mark.parametrize("optimizer", lowmem.OPTIMIZERS)
+@pytest.mark.parametrize(
+    "optimizer", rows(lowmem.OPTIMIZERS, ["flash_adamw", "coat_adamw", "flash_adam_mini"])
+)
 def test_with_the_arithmetic_of_a_kernel(optimizer):
     """Its quotients, uniforms and shortcuts, here on a CPU: codes within one, steps within 2^-17.
 

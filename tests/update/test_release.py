@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import jax
@@ -20,6 +21,7 @@ from optax_lowmem.kernels.tiles import Tile
 from tests import launch_cases
 from tests.compilation import SAME_BITS
 from tests.contract_cases import POLICY, assert_alike, assert_same
+from tests.tiers import rows
 
 LAYERS, WIDTH, WORDS = 3, 40, 17
 BLOCKS = lowmem.blocks.Structure(default="elementwise", rules=(("layers/w?", (1,)),))
@@ -121,19 +123,11 @@ DTYPES = {
 }
 
 
-def cases():
-    often = {
-        ("flash_adamw", "bfloat16"),
-        ("flash_adam_mini", "bfloat16"),
-        ("flash_lion", "float32"),
-    }
-    for name in lowmem.OPTIMIZERS:
-        for dtype in DTYPES:
-            fast = (name, dtype) in often
-            yield pytest.param(name, dtype, marks=() if fast else pytest.mark.full)
+CASES = itertools.product(lowmem.OPTIMIZERS, DTYPES)
+OFTEN = [("flash_adamw", "bfloat16"), ("flash_lion", "float32")]
 
 
-@pytest.mark.parametrize("name, dtype", list(cases()))
+@pytest.mark.parametrize("name, dtype", rows(CASES, OFTEN))
 def test_it_is_the_ordinary_step(name, dtype):
     """Over several steps of a schedule, to the last code; block means are sums in another order."""
     # below this threshold it does not show that RMS_t is taken layer by layer
@@ -345,7 +339,7 @@ def test_gradients_of_all_layers_never_exist():
 # ---- several devices -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axes", [pytest.param("data", marks=pytest.mark.full), "model"])
+@pytest.mark.parametrize("axes", rows(["data", "model"], ["model"]))
 def test_on_an_auto_mesh(axes):
     """Batch sharded, or columns of the layers: XLA adds what it must; sums have another order."""
     mesh = jax.make_mesh((2,), (axes,), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])

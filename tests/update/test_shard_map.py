@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 import optax_lowmem as lowmem
 from optax_lowmem.sharding import state_shardings
 from tests.compilation import SAME_BITS
+from tests.tiers import rows
 
 CODECS = lowmem.codecs
 SPECS = {"rows": P("x"), "vector": P("x"), "whole": P()}
@@ -73,7 +74,7 @@ def on_mesh(tx, function, params, specs=SPECS):
     return jax.jit(mapped, compiler_options=SAME_BITS)
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", rows(FORMS, ["flash_adamw"]))
 def test_parts_under_min_size(name):
     """The state says which leaves have codes; the step is that of the whole leaf."""
     tx = forms()[name]

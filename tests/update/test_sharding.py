@@ -19,6 +19,7 @@ from optax_lowmem.codecs.expansion import ExpandedCodec
 from optax_lowmem.sharding import state_shardings
 from tests.compilation import SAME_BITS
 from tests.contract_cases import code_differences
+from tests.tiers import in_turn, rows
 
 AUTO = AxisType.Auto
 PARTITIONS_CALLS = jax.default_backend() == "cpu" and jax.__version_info__ >= (0, 12)
@@ -124,14 +125,7 @@ def check(name, layout, start=None, steps=20):
     return found
 
 
-CASES = [
-    pytest.param(name, layout, marks=() if i % len(LAYOUTS) == j else pytest.mark.full)
-    for i, name in enumerate(lowmem.OPTIMIZERS)
-    for j, layout in enumerate(LAYOUTS)
-]
-
-
-@pytest.mark.parametrize("name, layout", CASES)
+@pytest.mark.parametrize("name, layout", in_turn(lowmem.OPTIMIZERS, LAYOUTS))
 def test_a_sharded_step_is_the_unsharded_one(name, layout):
     """Every bit after 20 steps; sums over a leaf are taken in another order.
 
@@ -359,7 +353,7 @@ def of_layout(tx, layout, dtype):
     return collectives(tx, params, of_params, of_state)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", rows(LAYOUTS, ["fsdp", "both"]))
 def test_no_more_communication_than_optax(layout):
     ours = of_layout(made("flash_adamw"), LAYOUTS[layout], jnp.bfloat16)
     assert ours == of_layout(optax.adamw(LEARNING_RATE), LAYOUTS[layout], jnp.float32)

@@ -9,6 +9,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import Storage
+from tests.tiers import in_turn
 
 PARAMS = {"w": jnp.linspace(-1, 1, 256).reshape(4, 64), "b": jnp.ones(8)}
 SELECTING = {
@@ -44,9 +45,7 @@ def gradient(params):
     return jax.grad(lambda p: sum((leaf**2).sum() for leaf in jax.tree.leaves(p)))(params)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("ours", OURS)
-@pytest.mark.parametrize("wrapper", SELECTING)
+@pytest.mark.parametrize("wrapper, ours, dtype", in_turn(SELECTING, OURS, ["bfloat16", "float16"]))
 def test_a_step_that_may_be_left_out(wrapper, ours, dtype):
     """optax's condition has zeros of the gradients' dtype in the place of our f32 updates."""
     tx = SELECTING[wrapper](OURS[ours]())

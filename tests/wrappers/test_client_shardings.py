@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 import optax_lowmem as lowmem
 from optax_lowmem.flax import Optimizer
 from optax_lowmem.sharding import state_shardings
+from tests.tiers import in_turn
 from tests.tolerances import LOSS_OF_LOOPS
 
 AUTO = AxisType.Auto
@@ -121,8 +122,9 @@ def loss_of_adamw(dtype):
     return last_loss(nnx.Optimizer, optax.adamw(RATE), ONE(), dtype)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("cls", [nnx.Optimizer, Optimizer])
+@pytest.mark.parametrize(
+    "cls, dtype", in_turn([nnx.Optimizer, Optimizer], [jnp.float32, jnp.bfloat16])
+)
 def test_maxtext_nnx_trains(cls, dtype):
     wanted = loss_of_adamw(jnp.float32)
     assert last_loss(cls, made(), ONE(), dtype) == pytest.approx(wanted, rel=LOSS_OF_LOOPS)

@@ -208,10 +208,12 @@ def check_abstract(params):
     assert found.warnings == ()
 
 
-def test_abstract_trees():
-    check_abstract(gpt2_124m())
+def test_an_abstract_tree():
+    whole = gpt2_124m()
+    check_abstract(dict(list(whole.items())[:3]))
 
 
 @pytest.mark.full
-def test_an_abstract_8b_tree():
-    check_abstract(llama_3_1_8b())
+@pytest.mark.parametrize("make", [gpt2_124m, llama_3_1_8b])
+def test_a_whole_abstract_tree(make):
+    check_abstract(make())

@@ -25,6 +25,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OWG  # noqa: E402
 from flax.training import train_state  # noqa: E402
 
 import optax_lowmem.flax as ours  # noqa: E402
+from tests.tiers import rows
 
 STORAGE = lowmem.Storage(policy=POLICY)
 STEPS = 3
@@ -457,7 +458,7 @@ def mesh() -> jax.sharding.Mesh:
     return jax.make_mesh((4, 2), ("x", "y"), axis_types=(auto, auto), devices=jax.devices("cpu"))
 
 
-@pytest.mark.parametrize("case", SHARDED)
+@pytest.mark.parametrize("case", rows(SHARDED, ["indivisible groups"]))
 def test_state_is_sharded_as_far_as_its_shapes_allow(case):
     """Flax's class gives scales their parameter's axes, and fails where those do not fit."""
     width, metadata, codes, scales = SHARDED[case]

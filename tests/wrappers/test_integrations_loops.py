@@ -30,6 +30,7 @@ from tests.integration_cases import (
     starting,
     train_step,
 )
+from tests.tiers import in_turn
 from tests.update import test_sharding as sharded
 
 # ---- NNX: sharded by the metadata of its variables -----------------------------------------------
@@ -149,6 +150,7 @@ def loop(path, tx, mesh, until):
     return start, state, losses
 
 
+@pytest.mark.full
 def test_a_run_that_goes_on_from_its_newest_checkpoint(tmp_path):
     tx = OPTIMIZERS["flash_adamw"]()
     _, whole, losses = loop(tmp_path / "whole", tx, mesh_of(data=2), until=8)
@@ -198,8 +200,9 @@ def alone(name):
     return sharded.trained(tx, *lowmem.init(tx, sharded.masters(), dtype))
 
 
-@pytest.mark.parametrize("measure", ["elements", "bytes"])
-@pytest.mark.parametrize("name", ["flash_adamw", "scale_by_flash_adam"])
+@pytest.mark.parametrize(
+    "name, measure", in_turn(["flash_adamw", "scale_by_flash_adam"], ["elements", "bytes"])
+)
 def test_shardings_by_shape_alone(name, measure):
     """By bytes, as big_vision counts, 16-bit weights are sharded and their 8-bit codes are not."""
     tx, dtype = by_name(name)

@@ -18,6 +18,7 @@ from flax.training import train_state
 
 import optax_lowmem as lowmem
 from optax_lowmem import Storage
+from tests.tiers import in_turn
 from tests.tolerances import LOSS_OF_LOOPS
 
 STEPS, RATE = 60, 3e-3
@@ -194,8 +195,7 @@ def of_optax(name: str) -> float:
     return float(loss_of(run(tx, params, tx.init(params))))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name, dtype", in_turn(LOOPS, ["float32", "bfloat16"]))
 def test_a_loop_with_the_optimizer_exchanged(name, dtype):
     run, make, options = LOOPS[name]
     storage = Storage(**({} if dtype == "float32" else options))
