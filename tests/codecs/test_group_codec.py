@@ -24,7 +24,7 @@ from tests.tiers import rows
 CODECS = sorted(codecs.CODECS)
 # one of each family, signed and unsigned; the others share their bodies with these
 FAST = {"softsign-int8": "stochastic", "sqrt-uint8": "stochastic", "linear-int8": "nearest",
-        "affine-int8": "stochastic", "expanded-e4m3-uint8": "stochastic"}  # fmt: skip
+        "expanded-e4m3-uint8": "stochastic"}  # fmt: skip
 MARKED = rows(CODECS, list(FAST))
 KEY = jnp.uint32(9)
 GRID = [

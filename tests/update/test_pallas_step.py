@@ -22,7 +22,7 @@ from tests import launch_cases, tolerances
 from tests.compilation import FULL_COMPILE, SAME_BITS
 from tests.contract_cases import RULES, covering, pairwise
 from tests.lowering import kernels_in, lower_for_cuda
-from tests.tiers import rows
+from tests.tiers import in_turn, rows
 from tests.update.test_fused_update import compare
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -297,10 +297,7 @@ def test_with_the_arithmetic_of_a_kernel(optimizer):
     close(case, launch_cases.expected(case), results, LEARNING_RATE * tolerances.GPU_STEP)
 
 
-@pytest.mark.parametrize(
-    "optimizer", [None, *lowmem.OPTIMIZERS], ids=lambda name: name or "no momentum"
-)
-@pytest.mark.parametrize("direct", [True, False], ids=["step", "update"])
+@pytest.mark.parametrize("optimizer, direct", in_turn([None, *lowmem.OPTIMIZERS], [True, False]))
 def test_what_is_not_finite_shows(interpreted, optimizer, direct):
     """NaN and infinite gradients: NaN in the moments of their group and in their weights alone.
 
@@ -480,9 +477,9 @@ MORE = {
 }
 
 
-@pytest.mark.parametrize("direct", [True, False], ids=["step", "update"])
-@pytest.mark.parametrize("more", MORE.values(), ids=MORE)
-def test_variants_lower_for_cuda(on_a_gpu, more, direct):
+@pytest.mark.parametrize("name, direct", in_turn(MORE, [True, False]))
+def test_variants_lower_for_cuda(on_a_gpu, name, direct):
+    more = MORE[name]
     mu = {"mu": None} if more is MORE["f16 moments"] else {}
     how = {"update_dtype": "param"} if direct else {"split": "ulp"}
     text = lowered(more(storage=storage(**how, **mu)), SHAPES[0], BF16, direct)

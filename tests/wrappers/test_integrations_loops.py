@@ -1,6 +1,7 @@
 """Training loops on a mesh: NNX's Optimizer, Orbax' manager, shardings by shape alone."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ from tests.integration_cases import (
     starting,
     train_step,
 )
-from tests.tiers import in_turn
+from tests.tiers import rows
 from tests.update import test_sharding as sharded
 
 # ---- NNX: sharded by the metadata of its variables -----------------------------------------------
@@ -200,9 +201,10 @@ def alone(name):
     return sharded.trained(tx, *lowmem.init(tx, sharded.masters(), dtype))
 
 
-@pytest.mark.parametrize(
-    "name, measure", in_turn(["flash_adamw", "scale_by_flash_adam"], ["elements", "bytes"])
-)
+BY_SHAPE = list(itertools.product(["flash_adamw", "scale_by_flash_adam"], ["elements", "bytes"]))
+
+
+@pytest.mark.parametrize("name, measure", rows(BY_SHAPE, BY_SHAPE[:1]))
 def test_shardings_by_shape_alone(name, measure):
     """By bytes, as big_vision counts, 16-bit weights are sharded and their 8-bit codes are not."""
     tx, dtype = by_name(name)
