@@ -39,7 +39,12 @@ def over_steps(steps, shape, group_size=32, seed=0, path="w", slot="mu"):
     return np.asarray(jax.jit(jax.vmap(one))(jnp.arange(steps, dtype=jnp.uint32)))
 
 
-@pytest.mark.parametrize("shape", [(65536,), (256, 256), (8, 16, 512), (4096, 1), (64, 1000)])
+UNIFORM = [(65536,), (256, 256), (8, 16, 512), (4096, 1), (64, 1000)]
+
+
+@pytest.mark.parametrize(
+    "shape", [pytest.param(s, marks=() if s[0] < 65 else pytest.mark.full) for s in UNIFORM]
+)
 def test_uniform_over_an_array(shape):
     for key in range(4):
         u = np.asarray(random.uniforms(random.mix(jnp.uint32(key)), shape, 32))

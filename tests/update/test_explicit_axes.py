@@ -111,8 +111,12 @@ def gradients_of(name, params):
     return jax.tree.map(lambda p: p.astype(wide or p.dtype), params)
 
 
+WITH_SCALES = ["flash_adamw", "stable_adamw", "q_adam_mini", "scale_by_flash_adam"]
+WRAPPING = ["compress_state adan", "into bfloat16", "per_tensor_loss_scale", "gaussws_noise"]
+
+
 @pytest.mark.filterwarnings("ignore:.*Adam-mini:UserWarning", "ignore:.*block:UserWarning")
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", rows(FORMS, [*WITH_SCALES, *WRAPPING, "MultiSteps"]))
 def test_a_state_keeps_its_types(name):
     """`init`, eager and traced, and `update` give one type; so a loop can carry the state."""
     tx = forms()[name]

@@ -339,7 +339,8 @@ def test_gradients_of_all_layers_never_exist():
 # ---- several devices -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("axes", rows(["data", "model"], ["model"]))
+@pytest.mark.full
+@pytest.mark.parametrize("axes", ["data", "model"])
 def test_on_an_auto_mesh(axes):
     """Batch sharded, or columns of the layers: XLA adds what it must; sums have another order."""
     mesh = jax.make_mesh((2,), (axes,), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
@@ -361,7 +362,7 @@ def test_on_an_auto_mesh(axes):
     assert_alike(step(params, state, batch), wanted, steps=3)
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", rows([True, False], [True]))
 def test_inside_a_shard_map(check_vma):
     """Without check_vma nobody adds the gradients of the devices up: each_gradient does."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
