@@ -35,7 +35,7 @@ M = TypeVar("M")
 
 
 def _overwrites(tree: Any) -> bool:
-    """Whether a tree has Flax's collection of values whose gradient is their next value (FP8)."""
+    """Return whether a tree has Flax's overwrite-with-gradient collection (FP8)."""
     return isinstance(tree, Mapping) and OVERWRITE_WITH_GRADIENT in tree
 
 

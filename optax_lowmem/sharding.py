@@ -1,4 +1,4 @@
-"""Where each array of an optimizer state lies on a mesh, from where the parameters lie."""
+"""Shardings of the arrays of an optimizer state, from the shardings of the parameters."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -133,7 +133,7 @@ def _owner(path: tuple[Any, ...], known: Mapping[tuple[Any, ...], _Parameter]) -
     return known.get(())  # a parameter that is the whole tree
 
 
-# ---- where the parameters lie ------------------------------------------------------------------
+# ---- shardings of the parameters ---------------------------------------------------------------
 
 
 def _placed(boxed: Any, params: Any, given: Any, mesh: Mesh | None, rules: Any) -> list[Any]:
@@ -145,7 +145,7 @@ def _placed(boxed: Any, params: Any, given: Any, mesh: Mesh | None, rules: Any) 
 
 
 def _own(path: str, box: Any, leaf: Any, mesh: Mesh | None, rules: Any) -> Any:
-    """What a parameter says itself."""
+    """Return the sharding or partition spec of a parameter itself, or None for replicated."""
     if boxes.is_box(box):
         spec = box.get_partition_spec()
         if rules is None:

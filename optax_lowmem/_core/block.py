@@ -12,16 +12,16 @@ _PART, _COLUMNS = 64, 8192
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """How the second moment of one leaf is shared: v_mean = mean of g^2 over each block.
+    """Sharing of one leaf's second moment: v_mean = mean of g^2 over each block.
 
-    A static, hashable choice; two blocks are equal where they average alike, whatever their reason.
+    Static and hashable; blocks with the same axes and heads are equal, whatever their reason.
 
     Attributes:
-      axes: axes averaged over; v_mean keeps them with size 1. () is Adam, element by element.
+      axes: axes averaged over; v_mean keeps them with size 1. () is one value per element: Adam.
       heads: (axis, count) of an axis of count x head_dim entries, viewed as (count, head_dim) and
         averaged inside each head; v_mean has `count` entries there.
-      words: the block in words, such as `per row`.
-      reason: why the leaf has it.
+      words: a short description, such as `per row`.
+      reason: the reason why the leaf has this block.
       known: False where the leaf was not recognised and has the default.
 
     Example:
@@ -47,7 +47,7 @@ class Block:
 
     @property
     def elementwise(self) -> bool:
-        """Whether every element has a value of its own: Adam."""
+        """Return whether every element has its own second moment, as in Adam."""
         return not self.axes and self.heads is None
 
     def fit(self, shape: tuple[int, ...], path: str = "") -> "Block":
@@ -138,7 +138,7 @@ def _mean_along(x: jax.Array, axis: int) -> jax.Array:
 
 
 class BlockStructure(Protocol):
-    """What an optimizer with blocks asks of the parameters."""
+    """Inference of the blocks and embedding tables of a tree of parameters."""
 
     def infer(self, params: Any) -> dict[str, Block]:
         """The block of each leaf, by path."""
@@ -151,5 +151,5 @@ class BlockStructure(Protocol):
 
 
 def is_int(number: Any) -> bool:
-    """Whether it is an int and no bool."""
+    """Return whether a value is an int and not a bool."""
     return isinstance(number, int) and not isinstance(number, bool)

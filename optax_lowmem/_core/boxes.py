@@ -23,12 +23,12 @@ _KEYS = (
 
 
 def is_box(node: Any) -> bool:
-    """Whether a node is one of Linen's boxes with metadata of an array."""
+    """Return whether a node is an array with Linen metadata, such as `Partitioned`."""
     return hasattr(type(node), "unbox") and hasattr(type(node), "replace_boxed")
 
 
 def is_variable(node: Any) -> bool:
-    """Whether a node is one of NNX's variables."""
+    """Return whether a node is an NNX `Variable`."""
     return hasattr(type(node), "get_metadata") and hasattr(type(node), "replace")
 
 
@@ -103,7 +103,7 @@ def _names(
 
 
 def _splits_on_any(own: int, whole: int, sizes: dict[str, int]) -> bool:
-    """Whether `own` entries along an axis of `whole` can be split wherever that is."""
+    """Return whether an axis of `own` entries splits on every mesh that splits one of `whole`."""
     devices = max(math.prod(sizes.values()), jax.device_count())
     parts = max(_PARTS, 1 << (devices - 1).bit_length())
     if own == whole:
@@ -169,13 +169,16 @@ def _fitting(
 
 
 def _parts(axes: Any, sizes: dict[str, int]) -> int | None:
-    """How many parts the mesh axes of a dimension make; None where the mesh does not say."""
+    """Return the number of shards along a dimension, or None where the mesh lacks its axes."""
     own = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
     return math.prod(sizes[a] for a in own) if all(a in sizes for a in own) else None
 
 
 def _splits(parts: int | None, own: int, whole: int, sizes: dict[str, int]) -> bool:
-    """Whether `own` entries, each of several neighbours on an axis of `whole`, have these parts."""
+    """Return whether an axis of `own` entries splits into `parts`, as its axis of `whole` does.
+
+    Where `parts` is None, it must split on every mesh that splits `whole`.
+    """
     if parts is None:
         return _splits_on_any(own, whole, sizes)
     return own == whole or parts == 1 or (own > 0 and own % parts == 0 and whole % own == 0)

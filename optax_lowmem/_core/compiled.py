@@ -43,18 +43,21 @@ def compiled(function: F) -> F:
 
 
 def is_eager(leaves: list[Any]) -> bool:
-    """Whether no leaf is being traced."""
+    """Return whether no leaf is a tracer."""
     return not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
 
 
 def is_free(leaves: list[Any]) -> bool:
-    """Whether new arrays in the likeness of these may lie anywhere, as those of a program do."""
+    """Return whether all leaves are concrete JAX arrays that are not committed to a device.
+
+    New arrays like them may then be on any device, as the results of a program.
+    """
     arrays = all(isinstance(leaf, jax.Array) for leaf in leaves) and is_eager(leaves)
     return arrays and not any(leaf.committed for leaf in leaves)
 
 
 def _lie_apart(leaves: list[Any]) -> bool:
-    """Whether arrays are committed to devices that are not those of others."""
+    """Return whether the leaves include arrays committed to different sets of devices."""
     arrays = (leaf for leaf in leaves if isinstance(leaf, jax.Array))
     return len({frozenset(s.device_set) for s in {a.sharding for a in arrays if a.committed}}) > 1
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 
 def group_count(length: int, group_size: int) -> int:
-    """How many groups a last axis of `length` has."""
+    """Return the number of groups along a last axis of `length`."""
     return -(-length // group_size)
 
 

@@ -29,11 +29,13 @@ def _log2(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Approximations:
-    """What a backend has as single instructions; subnormal operands and results are 0.
+    """A backend's reciprocal, log2 and exp2, in kernels single instructions.
+
+    These instructions take subnormal operands, and give subnormal results, as 0.
 
     Attributes:
       reciprocal: 1 / y to 2^-23.
-      log2: to 2^-22 in [1/2, 2], elsewhere to 2^-22 of itself.
+      log2: to 2^-22 in [1/2, 2], elsewhere to a relative 2^-22.
       exp2: to 2^-22.
     """
 
@@ -160,16 +162,16 @@ _PORTABLE = Approximations()
 
 
 def in_kernel() -> bool:
-    """Whether what is traced now is the body of a kernel."""
+    """Return whether the body of a kernel is being traced."""
     return _approximations.get() is not None
 
 
 @contextlib.contextmanager
 def kernel_arithmetic(approximations: Approximations = _PORTABLE) -> Iterator[None]:
-    """What is traced inside is the body of a GPU kernel.
+    """Trace the code inside as the body of a GPU kernel.
 
     Args:
-      approximations: in as few instructions as the backend has.
+      approximations: the backend's reciprocal, log2 and exp2, in as few instructions as it has.
     """
     token = _approximations.set(approximations)
     try:
@@ -235,5 +237,5 @@ def widen_float(x: jax.Array) -> jax.Array:
 
 
 def is_narrow(dtype: jnp.dtype) -> bool:
-    """Whether a dtype is a float of 8 or 16 bits."""
+    """Return whether a dtype is a float of 8 or 16 bits."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4

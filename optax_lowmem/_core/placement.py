@@ -1,4 +1,4 @@
-"""How an array is split over a mesh, checked, with errors that name it."""
+"""The sharding of an array over a mesh, checked, with errors that name the array."""
 
 import dataclasses
 import math
@@ -14,28 +14,28 @@ Axes = tuple[str, ...]  # mesh axes that one dimension is split over, the outerm
 
 
 def entry(axes: Axes) -> Any:
-    """What a PartitionSpec has for a dimension."""
+    """Return the PartitionSpec entry of a dimension: None, one mesh axis, or a tuple of them."""
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where the parts of an array lie.
+    """The sharding of an array.
 
     Attributes:
-      mesh: the devices.
-      axes: the mesh axes of each dimension.
+      mesh: the device mesh.
+      axes: the mesh axes that each dimension is split over.
     """
 
     mesh: Any
     axes: tuple[Axes, ...]
 
     def parts(self, dimension: int) -> int:
-        """How many parts a dimension has."""
+        """Return the number of shards along a dimension."""
         return self.count(self.axes[dimension])
 
     def count(self, axes: Axes) -> int:
-        """How many parts some mesh axes make."""
+        """Return the number of shards that some mesh axes make."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     @property
@@ -48,7 +48,7 @@ class Placement:
         return tuple(size // self.parts(d) for d, size in enumerate(shape))
 
     def cut_groups(self, shape: tuple[int, ...], group_size: int) -> str | None:
-        """How the parts of an array cut through groups of its last axis; None where they do not."""
+        """Describe how shards cut through groups of the last axis; None where they do not."""
         own = shape[-1] // self.parts(-1)
         if self.parts(-1) == 1 or own % group_size == 0:
             return None
@@ -58,16 +58,16 @@ class Placement:
         )
 
     def cuts_some(self, shape: tuple[int, ...], group_sizes: Iterable[int]) -> bool:
-        """Whether the parts of an array cut through groups of any of these sizes."""
+        """Return whether shards cut through groups of any of these sizes."""
         return any(self.cut_groups(shape, size) for size in group_sizes)
 
 
 def _splits(
     place: Placement, whole: tuple[int, ...], d: int, own: int, group_sizes: frozenset[int]
 ) -> bool:
-    """Whether `own` entries along a dimension can be split as the parameter's are.
+    """Return whether `own` entries along a dimension can be sharded as the parameter's are.
 
-    Where each is of several neighbours (a group, a head), those have to stay together.
+    Where an entry covers several neighbours (a group, a head), they must be in one shard.
     """
     if whole[d] == own:
         return True
@@ -159,7 +159,7 @@ def _is_sharding(node: Any) -> bool:
 
 
 def of_parameters(params: Any, shardings: Any) -> list[Any]:
-    """What a tree like the parameters has for each: a NamedSharding, PartitionSpec or None.
+    """Return the sharding of each parameter: a NamedSharding, a PartitionSpec or None.
 
     Raises:
       ValueError: where the trees differ.
@@ -178,7 +178,7 @@ def of_parameters(params: Any, shardings: Any) -> list[Any]:
 
 
 def placements(params: Any, shardings: Any, mesh: Mesh | None) -> dict[str, Placement]:
-    """Where each parameter lies, by its path, from a tree of NamedSharding or PartitionSpec."""
+    """Return the `Placement` of each parameter by path, from its NamedSharding or spec."""
     given = of_parameters(params, shardings)
     the_mesh = mesh_of(given, mesh)
     return {

@@ -1,4 +1,4 @@
-"""Which leaves and slots are compressed, with a reason for each that is not."""
+"""Choice of the leaves and slots to compress, with a reason for each that is not."""
 
 import dataclasses
 import fnmatch
@@ -51,13 +51,13 @@ class Policy:
     def reason(
         self, path: str, shape: tuple[int, ...], slot: str, stored: bool = False
     ) -> str | None:
-        """Why a slot of a leaf is not compressed; None where it is.
+        """Return the reason why a slot of a leaf is not compressed, or None where it is.
 
         Args:
           path: the leaf's name.
           shape: of the leaf.
           slot: the slot's name.
-          stored: whether the state that is stepped has codes for it, where `shape` may be a part's.
+          stored: whether the current state has codes for it; then `shape` may be a shard's.
         """
         scope.note_policy(self)
         if not shape:

@@ -35,7 +35,7 @@ def leaf_key(seed: jax.Array, step: jax.Array, path: str) -> jax.Array:
 
 
 def name_of(path: str) -> np.uint32:
-    """What a leaf's keys are made of."""
+    """Return the hash of a leaf's path from which its keys are made."""
     return np.uint32(zlib.crc32(path.encode()))
 
 
@@ -90,7 +90,12 @@ def _unmix(x: jax.Array) -> jax.Array:
 
 
 def row_and_lane_keys(keys: jax.Array, rank: int = 0) -> tuple[jax.Array, jax.Array]:
-    """What R and C are made of: leaves' own keys, of this rank, are both; those of parts differ."""
+    """Return the keys of R and of C.
+
+    Args:
+      keys: of whole leaves, as from `leaf_key`, which serve for both; or pairs of `part_keys`.
+      rank: number of dimensions of keys of whole leaves; pairs have one more.
+    """
     return (keys, keys) if keys.ndim == rank else (keys[..., 0], keys[..., 1])
 
 
@@ -129,7 +134,7 @@ def _place(key: jax.Array, coordinates: Sequence[jax.Array]) -> jax.Array:
 
 
 def word_keys(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """What `words` takes, of a key as of `leaf_key`, or a pair, as of `part_keys`."""
+    """Return the keys that `words` takes, from a key of `leaf_key` or a pair of `part_keys`."""
     return word_keys_of(*row_and_lane_keys(key))
 
 

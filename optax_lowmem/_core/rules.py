@@ -36,7 +36,7 @@ class UpdateRule(abc.ABC):
 
     @property
     def elementwise_slots(self) -> int:
-        """How many slots have a value for each element."""
+        """Return the number of slots with one value per element."""
         return sum(not slot.shared for slot in self.slots)
 
     @property
@@ -76,7 +76,7 @@ class UpdateRule(abc.ABC):
 
     @property
     def measures(self) -> bool:
-        """Whether `measure` changes anything: it costs a pass over gradient and slots."""
+        """Return whether `measure` does anything; it costs a pass over gradient and slots."""
         return False
 
     def measure(

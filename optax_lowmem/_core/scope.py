@@ -1,4 +1,4 @@
-"""What an `init` may say and hear beyond its arguments.
+"""Context that an `init` reads, and reports to, beyond its arguments and result.
 
 optax wrappers hide the transformations inside them, and their states hold arrays only. While a tree
 of transformations is initialised, ours report their decisions here (for `explain` and the memory
@@ -20,14 +20,14 @@ from optax_lowmem._core.placement import Placement
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """How one slot of one leaf is stored, and why.
+    """Storage of one slot of one leaf, with the reason.
 
     Attributes:
       path: the leaf, as in `jax.tree_util.keystr(..., simple=True, separator="/")`.
-      slot: `mu`, `nu`, ..., `correction`, or `step` for what computes the leaf's step.
-      form: the codec's or the split's name, None where the slot is not compressed or there is none;
-        of a step `pallas`, `triton` or `xla`.
-      reason: one clause for a person.
+      slot: `mu`, `nu`, ..., `correction`, or `step` for the implementation of the leaf's step.
+      form: the name of the codec or the split, None where the slot is not compressed or not split;
+        for a step `pallas`, `triton` or `xla`.
+      reason: one clause, for display.
       group_size: neighbours that share a scale, where the slot is compressed.
       codec: the codec, where the slot is compressed.
       stochastic: whether its codes, or master weights, are rounded stochastically.
@@ -46,14 +46,14 @@ class Decision:
 
 @dataclasses.dataclass
 class Masters:
-    """What `lowmem.init` tells the `init` inside it, and hears.
+    """Values that `lowmem.init` passes to the `init` inside it, and those that it gets back.
 
     Attributes:
-      corrections: of leaves by path, for splits.
-      taken: the paths of those that a split took.
-      seed: of all hashes.
-      originals: the f32 parameters by path, for who keeps them.
-      sampled: the weights that the loss shall see at first, by path, from who adds noise.
+      corrections: corrections by leaf path, for splits to take.
+      taken: paths of the corrections that a split took.
+      seed: the seed of all hashes.
+      originals: f32 parameters by path, for transformations that keep them.
+      sampled: the first weights that the loss sees, by path, from transformations that add noise.
     """
 
     corrections: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
@@ -98,7 +98,7 @@ def note_policy(policy: Any) -> None:
 
 
 def is_observed() -> bool:
-    """Whether an `init` that runs now is part of something that looks at its decisions."""
+    """Return whether a `recording`, `noting_policies` or `providing` context is active."""
     variables = _decisions, _policies, _masters
     return any(variable.get() is not None for variable in variables)
 
@@ -131,12 +131,12 @@ def placing(
 
 
 def is_placing() -> bool:
-    """Whether an enclosing `placing` has leaves."""
+    """Return whether an enclosing `placing` context has the sharding of any leaf."""
     return bool(_placements.get())
 
 
 def placement(path: str) -> Placement | None:
-    """Where an enclosing `placing` has a leaf."""
+    """Return the `Placement` of a leaf in the enclosing `placing` context, or None."""
     return (_placements.get() or {}).get(path)
 
 
@@ -157,7 +157,7 @@ def record(decision: Decision) -> None:
 
 
 def is_emitting() -> bool:
-    """Whether an enclosing `emitting` collects updates."""
+    """Return whether an enclosing `emitting` context collects updates."""
     return _emitted.get() is not None
 
 

@@ -60,7 +60,11 @@ def check_transformation(tx: Any, call: str) -> None:
 
 
 def wrapped(inner: Any) -> optax.GradientTransformationExtraArgs:
-    """What a wrapper has inside, with `update` taking extra arguments; raises where it is none."""
+    """Return `inner` with an `update` that takes extra arguments.
+
+    Raises:
+      TypeError: where `inner` is not an optax transformation.
+    """
     check_transformation(inner, "wrap one that is made already, such as optax.adam(1e-3).")
     return optax.with_extra_args_support(inner)
 
@@ -161,17 +165,17 @@ def broadcast_prefix(what: str, prefix: Any, tree: Any) -> list[Any]:
 
 
 def is_named_tuple(node: Any) -> bool:
-    """Whether a node is a NamedTuple instance."""
+    """Return whether a node is a NamedTuple instance."""
     return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
 def is_ours(node: Any) -> bool:
-    """Whether a node is a state of this library."""
+    """Return whether a node is a state of this library."""
     return is_named_tuple(node) and type(node).__module__.split(".")[0] == "optax_lowmem"
 
 
 def holds(tree: Any, test: Callable[[Any], bool]) -> bool:
-    """Whether a node of a tree, or the tree, passes a test."""
+    """Return whether any node of a tree, its root included, passes a test."""
     return any(map(test, jax.tree.leaves(tree, is_leaf=test)))
 
 
@@ -217,11 +221,11 @@ def states_with(
 
 
 def is_state(node: Any, slot: str = "") -> bool:
-    """Whether a NamedTuple in a state is a state itself, and no slot of weights in a NamedTuple.
+    """Return whether a node of a state is itself a state, not weights held in a NamedTuple.
 
     Args:
       node: a part of a state.
-      slot: the field that it is in; outside of all ("other") every NamedTuple is a state.
+      slot: the field that holds it; outside of any field ("other") every NamedTuple is a state.
     """
     named = type(node).__name__.endswith(("State", "Schedule"))  # as all of optax are called
     return is_named_tuple(node) and (named or slot == "other")

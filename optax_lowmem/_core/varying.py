@@ -14,7 +14,7 @@ def axes_of(*trees: Any) -> frozenset[Any]:
 
 
 def of_parts() -> bool:
-    """Whether what is traced sees parts of arrays: the body of a `shard_map`, checked or not."""
+    """Return whether tracing is in a `shard_map`, checked or not, where arrays are shards."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 

@@ -30,9 +30,10 @@ AMBIGUOUS = (
 
 
 def splits_heads(leaf: Leaf, leaves: Leaves) -> bool:
-    """Whether 3-D kernels of an attention hold heads, not stacked matrices.
+    """Return whether the 3-D kernels of an attention hold heads, not stacked matrices.
 
-    Query (in, heads, head_dim) and projection (heads, head_dim, out) hold as many heads.
+    They do where heads * head_dim is the same in the query (in, heads, head_dim) and in the
+    projection (heads, head_dim, out), or where one of these is missing.
     """
     found = [leaf, beside(leaf, QUERY, leaves), beside(leaf, OUT, leaves)]
     query = next((one for one in found if one is not None and one.module in QUERY), None)
@@ -76,7 +77,7 @@ def _per_head(leaf: Leaf, leaves: Leaves, count: int, what: str) -> Block:
 
 
 def _count(leaf: Leaf, leaves: Leaves, counts: Heads) -> int | str:
-    """How many heads a (in, heads * head_dim) query or key has, or what is missing."""
+    """Return the number of heads of a 2-D query or key, or a message on what is missing."""
     width = width_of(leaf, leaves)
     if leaf.module in QUERY:
         if counts.query is None:
@@ -105,7 +106,7 @@ def _count(leaf: Leaf, leaves: Leaves, counts: Heads) -> int | str:
 
 
 def _head_dim(query: Leaf | None, leaves: Leaves, counts: Heads) -> int | None:
-    """What a query beside a key says, where it can."""
+    """Return the head_dim of the query beside a key, or None where it is unknown."""
     if query is None:
         return None
     if len(query.inner_shape) == 3:
@@ -167,6 +168,6 @@ def _fused_key_heads(leaf: Leaf, leaves: Leaves, heads: int) -> int | None:
 
 
 def has_query_and_key(leaf: Leaf, leaves: Leaves) -> bool:
-    """Whether query and key lie beside a leaf (or are it), which makes an attention."""
+    """Return whether a leaf is in a group with a query and a key, which makes an attention."""
     names = (QUERY, KEY)
     return all(leaf.module in n or beside(leaf, n, leaves) is not None for n in names)

@@ -66,7 +66,7 @@ def classify(leaf: Leaf, leaves: Leaves, counts: Heads) -> Block | str:
 
 
 def is_embedding(leaf: Leaf) -> bool:
-    """Whether a leaf is an embedding table by name: of the input, not the output head."""
+    """Return whether a leaf is, by name, an input embedding table, not an output head."""
     named = leaf.module in EMBEDDING and leaf.array in ("", "weight")
     return leaf.array == "embedding" or named
 
@@ -75,7 +75,7 @@ def is_embedding(leaf: Leaf) -> bool:
 
 
 def is_norm(leaf: Leaf) -> bool:
-    """Whether a leaf is the scale of a norm by name."""
+    """Return whether a leaf is, by name, the scale of a norm."""
     named = bool(words(leaf.module) & _NORMS)
     return leaf.array == "scale" or (named and leaf.array in ("", "weight", "gamma"))
 

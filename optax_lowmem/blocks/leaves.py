@@ -1,4 +1,4 @@
-"""What a path and a shape say about a leaf: its module, its neighbours, which way it lies."""
+"""Facts about a leaf from its path and shape: its module, its neighbours, its orientation."""
 
 import dataclasses
 import fnmatch
@@ -75,18 +75,18 @@ class Leaf:
 
     @property
     def in_attention(self) -> bool:
-        """Whether a component above the module speaks of attention, as a whole word."""
+        """Return whether a component above the module has a word for attention, as a whole word."""
         return any(words(name) & _ATTENTION_WORDS for name in self.module_names[:-1])
 
     @property
     def directly_in_attention(self) -> bool:
-        """Whether what the module lies in is the attention."""
+        """Return whether the parent of the module is the attention."""
         return bool(self.module_names[:-1]) and bool(
             words(self.module_names[-2]) & _ATTENTION_WORDS
         )
 
     def matches(self, pattern: str) -> bool:
-        """Whether a glob pattern matches the path."""
+        """Return whether a glob pattern matches the path."""
         return fnmatch.fnmatchcase(self.path, pattern)
 
     def stack(self, axis: int, why: str) -> "Leaf":
@@ -127,9 +127,10 @@ def beside(leaf: Leaf, modules: set[str], leaves: Leaves) -> Leaf | None:
 
 
 def out_first(leaf: Leaf, leaves: Leaves) -> bool:
-    """Whether a matrix is (out, in), as in Hugging Face's FlaxConv1D: its bias shows it.
+    """Return whether a matrix is transposed, (out, in), as in Hugging Face's FlaxConv1D.
 
-    A square one (or one without a bias) goes by the others of GPT-2's names in the tree.
+    The length of its bias decides. A square matrix of GPT-2 (`c_...`), or one without a bias,
+    follows the other matrices with such names in the tree.
     """
     shown = _bias_shows(leaf, leaves)
     if shown is not None or not leaf.module.startswith("c_"):
@@ -139,7 +140,7 @@ def out_first(leaf: Leaf, leaves: Leaves) -> bool:
 
 
 def _bias_shows(leaf: Leaf, leaves: Leaves) -> bool | None:
-    """Whether the bias of a matrix has its first axis; None where it does not tell."""
+    """Return whether a matrix's bias has the length of its first axis; None where undecided."""
     bias = bias_of(leaf, leaves)
     if bias is None or len(leaf.inner_shape) != 2 or len(bias.inner_shape) != 1:
         return None
@@ -153,7 +154,7 @@ def output_axis(leaf: Leaf, leaves: Leaves) -> int:
 
 
 def width_of(leaf: Leaf, leaves: Leaves) -> int:
-    """How many outputs one layer's matrix has."""
+    """Return the number of outputs of one layer's matrix."""
     return leaf.inner_shape[output_axis(leaf, leaves)]
 
 

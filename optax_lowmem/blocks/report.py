@@ -38,10 +38,10 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """What each leaf got and why; print it for a table.
+    """The block of each leaf, with its reason; print it for a table.
 
     Attributes:
-      rows: one a leaf.
+      rows: one per leaf.
     """
 
     rows: tuple[Row, ...]
@@ -101,7 +101,9 @@ def describe(
     rules: Sequence[Rule] = (),
     default: str = "whole",
 ) -> Description:
-    """What `infer` gives each leaf, and why; the arguments and errors are those of `infer`.
+    """Describe the block that `infer` gives each leaf, with the reason.
+
+    The arguments and errors are those of `infer`.
 
     Returns:
       A `Description`; print it, or read its rows.

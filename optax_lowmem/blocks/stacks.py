@@ -1,4 +1,4 @@
-"""Which axes of a leaf stack layers or experts: they keep their own second moments."""
+"""Axes of a leaf that stack layers or experts, which keep their own second moments."""
 
 import re
 from collections import defaultdict

@@ -23,7 +23,7 @@ _THREADS = 8
 
 
 def own_files(index: int) -> Callable[[str], bool]:
-    """Which files of an item a process writes: those of folders and files that have its number."""
+    """Return a predicate for the files that a process writes: its number is in their path."""
     return lambda name: any(part.split(".")[-1] == f"process_{index}" for part in name.split("/"))
 
 
@@ -54,9 +54,10 @@ def write_rest(folder: Any) -> None:
 
 
 def damaged(folder: Any) -> Iterator[str]:
-    """What is wrong with each file that is not what was written; nothing without checksums.
+    """Yield the problem of each file that is not as written; nothing without checksums.
 
-    Each process reads a share of the files, and raises where another has found something.
+    Each process reads a share of the files. One whose share is intact yields a problem too where
+    another process has found one.
     """
     if not (folder / NAME).exists():
         return

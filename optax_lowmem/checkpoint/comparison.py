@@ -1,4 +1,4 @@
-"""Whether what a checkpoint says of itself is what an optimizer reads."""
+"""Comparison of the description of a checkpoint with what an optimizer reads."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -71,7 +71,7 @@ def check_version(saved: Mapping[str, Any]) -> None:
 
 
 def _lacking(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
-    """What a description does not say of arrays that it has and an optimizer reads."""
+    """Yield the entries that a description lacks for arrays that an optimizer reads."""
     parts = ("params", "slots", "state")
     yield from (repr(part) for part in parts if not isinstance(saved.get(part), Mapping))
     same = all(dict(saved[part]) == here[part] for part in ("params", "state"))  # else that is said
@@ -90,7 +90,7 @@ def _lacking(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]
 
 
 def _problems(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
-    """What is not the same, the most telling first."""
+    """Yield the differences between a description and the one wanted, the most important first."""
     remedy = "Restore with the parameters that it was saved with."
     yield from unlike("parameter", saved["params"], here["params"], remedy)
     for path, of_leaf in here["slots"].items() if saved.get("slots") else ():
@@ -111,7 +111,7 @@ def _problems(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str
 
 
 def unlike(what: str, saved: Forms, here: Forms, remedy: str) -> Iterator[str]:
-    """What differs between the arrays saved and those wanted."""
+    """Yield the differences between the arrays saved and those wanted."""
     missing = [path for path in here if path not in saved]
     extra = [path for path in saved if path not in here]
     if missing or extra:

@@ -33,18 +33,18 @@ class Converter(abc.ABC):
 
     @abc.abstractmethod
     def moments(self, ours: Any, plain: Any, known: Moments, where: str) -> Any:
-        """What is made of a state of one of our optimizers, or of optax's for it."""
+        """Convert between a state of one of our optimizers and optax's state for it."""
 
     @abc.abstractmethod
     def compressed(self, ours: CompressedState, plain: Any, where: str) -> Any:
-        """What is made of a state with codes in its slots, or of the same without."""
+        """Convert between a state with codes in its slots and the same state without codes."""
 
     @abc.abstractmethod
     def split(self, ours: Any, inner: Any) -> Any:
-        """What is made of a state of split_master_weights, of what was made of its inner one."""
+        """Convert a state of `split_master_weights`, given its converted inner state."""
 
     def walk(self, ours: Any, plain: Any, where: str = "state") -> Any:
-        """What is made of two states; `where` names them in errors."""
+        """Return the converted state, from a pair of states; `where` names them in errors."""
         kind = type(ours).__name__
         if trees.is_named_tuple(ours) and kind in MOMENTS:
             return self.moments(ours, plain, MOMENTS[kind], where)

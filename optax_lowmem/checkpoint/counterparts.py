@@ -25,11 +25,11 @@ GIVE_PLAIN = (
 
 @dataclasses.dataclass(frozen=True)
 class Moments:
-    """Where optax keeps the moments of one of our states.
+    """Fields of optax's state that hold the moments of one of our states.
 
     Attributes:
       state: name of the type of optax's state; None where there are no moments.
-      fields: our slot -> its field.
+      fields: our slot -> the field of optax's state.
     """
 
     state: str | None

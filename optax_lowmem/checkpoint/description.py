@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself, and whether an optimizer can read it."""
+"""Description of the format of a checkpoint: its arrays, and the storage of each slot."""
 
 from collections.abc import Mapping
 from typing import Any

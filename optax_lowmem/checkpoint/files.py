@@ -31,7 +31,7 @@ def orbax() -> Any:
 
 
 def is_remote(path: Any) -> bool:
-    """Whether a path is one such as gs://bucket/run."""
+    """Return whether a path is a URL such as gs://bucket/run."""
     return "://" in str(path)
 
 
@@ -56,7 +56,7 @@ def description(manager: Any, step: int, undescribed: bool) -> Mapping[str, Any]
 
 
 def _stored(manager: Any, step: int) -> Any:
-    """What is known of each item of a step, by name."""
+    """Return Orbax's metadata of each item of a step, by name."""
     with _reading(manager, step, (PARAMS, STATE, DESCRIPTION)):
         return manager.item_metadata(step)
 
@@ -80,7 +80,7 @@ def folders(manager: Any) -> dict[int, Any]:
 
 
 def is_complete(folder: Any) -> bool:
-    """Whether a folder is a checkpoint: it has its description, or both trees without one."""
+    """Return whether a folder is a complete checkpoint, with a description or with both trees."""
     if (folder / DESCRIPTION / "metadata").exists():
         return True
     return all((folder / name / "_METADATA").exists() for name in (PARAMS, STATE))

@@ -137,5 +137,5 @@ class _Encoder(Converter):
 
 
 def _as_f32(codes: Any, scales: Any) -> Any:
-    """What the slot is before it is encoded: f32 where it has scales, else as it is."""
+    """Return the form of a slot before encoding: f32 where it has scales, else unchanged."""
     return jax.ShapeDtypeStruct(codes.shape, jnp.float32) if jnp.ndim(scales) else codes

@@ -1,4 +1,4 @@
-"""Where what is restored goes."""
+"""Target shardings of the parameters and state that are restored."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -45,7 +45,10 @@ def _abstract(leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
 
 
 def _as_parameters(params: Any, state: Any, here: Sharding) -> Sequence[Sharding]:
-    """What has its parameter's path and shape as the parameter, the rest on all its devices."""
+    """Return the sharding of each array of a state: its parameter's, else `here`.
+
+    An array belongs to the parameter whose path ends its own, if both have the same shape.
+    """
     known = dict(trees.named_leaves(params))
     found = []
     for path, leaf in trees.named_leaves(state):

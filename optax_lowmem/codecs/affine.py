@@ -35,7 +35,7 @@ class AffineScale:
 
 
 class Grid(NamedTuple):
-    """Where the codes of a group lie: x = (code - zero) * step."""
+    """The grid of the codes of a group: x = (code - zero) * step."""
 
     step: jax.Array  # of `measure`, guarded: its inverse
     zero: jax.Array

@@ -57,7 +57,7 @@ class GroupCodec(abc.ABC):
 
     @abc.abstractmethod
     def units(self, stored: jax.Array) -> Any:
-        """What `dequantize` needs of each group, of its stored scale."""
+        """Return the values of each group that `dequantize` takes, from its stored scale."""
 
     @abc.abstractmethod
     def dequantize(self, codes: jax.Array, unit: Any) -> jax.Array:

@@ -47,7 +47,7 @@ class CompandedCodec(GroupCodec):
         return y
 
     def divisor(self, scale: jax.Array) -> jax.Array:
-        """What `position` needs of a group's scale (f32, may be 0): computed once a group."""
+        """Return the factor that `position` takes, from a scale (f32, may be 0); once per group."""
         one = jnp.float32(1)
         inverse = numerics.quotient(one, jnp.where(scale == 0, one, scale))
         return jnp.where(scale == 0, jnp.float32(0), inverse)
@@ -57,7 +57,7 @@ class CompandedCodec(GroupCodec):
         """z in [0, levels] of y, at most a rounding above; 0 in a group of scale 0."""
 
     def unit(self, scale: jax.Array) -> jax.Array:
-        """What `expand` gives is in units of this: computed once a group."""
+        """Return the unit of the values of `expand`, from a scale; computed once per group."""
         return scale
 
     @abc.abstractmethod
@@ -66,7 +66,7 @@ class CompandedCodec(GroupCodec):
 
     @abc.abstractmethod
     def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
-        """Whether noise < P(up) for a position z over the code lo, without a division."""
+        """Return whether noise < P(up) for a position z over the code lo, without a division."""
 
     def decode_magnitude(self, code: jax.Array, scale: jax.Array) -> jax.Array:
         """|x| (f32) of a non-negative code."""
@@ -108,7 +108,7 @@ class CompandedCodec(GroupCodec):
         return jnp.floor(signed + jnp.float32(0.5)).astype(jnp.int32).astype(self.dtype)
 
     def units(self, stored: jax.Array) -> jax.Array:
-        """What `dequantize` needs of groups."""
+        """Return the unit of each group for `dequantize`, from its stored scale."""
         return self.unit(self.scale.decode(stored))
 
     def dequantize(self, codes: jax.Array, unit: jax.Array) -> jax.Array:

@@ -58,7 +58,7 @@ class DynamicCodec(CompandedCodec):
         return _knots(self.signed)[1][1]
 
     def position(self, y: jax.Array, divisor: jax.Array) -> jax.Array:
-        """Where y / s lies in the map, linear between neighbours."""
+        """Return the position of y / s in the map, linear between neighbouring codes."""
         return _interpolate(y * divisor, tuple((y, x) for x, y in _knots(self.signed)))
 
     def expand(self, z: jax.Array) -> jax.Array:
@@ -77,7 +77,7 @@ class DynamicCodec(CompandedCodec):
         return numerics.log2(self.expand(code.astype(jnp.float32)))
 
     def odds(self, root: jax.Array) -> jax.Array:
-        """What `round_octaves` needs of groups whose values are the map to the power `root`."""
+        """Return the factor for `round_octaves` of groups with the map to the power `root`."""
         return root * jnp.float32(math.log(2))
 
     def round_octaves(

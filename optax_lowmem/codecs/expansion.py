@@ -66,7 +66,7 @@ class ExpansionScale:
 
 
 class Power(NamedTuple):
-    """What `quantize` needs of a group."""
+    """The constants of a group for `quantize`."""
 
     inverse: jax.Array  # 2^shift / maximum; the shift keeps x inverse in f32
     k: jax.Array
@@ -75,7 +75,7 @@ class Power(NamedTuple):
 
 
 class Root(NamedTuple):
-    """What `dequantize` needs of a group."""
+    """The constants of a group for `dequantize`."""
 
     absmax: jax.Array
     half: jax.Array  # 1 / (2 k): of octaves, in two factors, of which none leaves f32

@@ -24,7 +24,7 @@ _LARGEST = 3.3895313892515355e38  # of bf16: noise makes no infinity of what is 
 
 @dataclasses.dataclass(frozen=True)
 class MasterSplit(abc.ABC):
-    """How the f32 master weight w is kept beside a 16-bit weight p.
+    """Storage of the f32 master weight w as a 16-bit weight p and a correction.
 
     Attributes:
       bits: 24 or 32, the width of weight and correction together.

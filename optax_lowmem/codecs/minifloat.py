@@ -100,16 +100,16 @@ class MinifloatCodec(CompandedCodec):
         return numerics.log2(self._number(code << self._shift))
 
     def odds(self, root: jax.Array) -> Odds:
-        r"""What `round_octaves` needs of groups with the numbers to the power r = `root`.
+        r"""Return the `Odds` for `round_octaves` of groups with numbers to the power r = `root`.
 
         Normal numbers are (n + u) 2^e with a whole n in [N, 2 N), N = 2^mantissa, and subnormal
         ones with n < N. Between n and n + 1, P = ((n + u)^r - n^r) / ((n + 1)^r - n^r), and
 
             u (6 n + 4 - 2 r + (1 + r) u) / (6 n + 1 + r + 2 (2 - r) u)
 
-        is P at r = -1, 1 and 2, and up to 1 / n^3 at any other. What comes next moves n by e =
-        (r - 2) (r + 1) / (20 (n + 1/2)), and the n below by 0.22 e (r - 1) / (n + 1/2) more: here
-        for all numbers that of one n + 1/2 = 1.125 N. So |dP| is, of E4M3 and of E5M2 at most
+        is P at r = -1, 1 and 2, and P up to 1 / n^3 at any other r. The next order shifts n by e =
+        (r - 2) (r + 1) / (20 (n + 1/2)), and n in the denominator by 0.22 e (r - 1) / (n + 1/2)
+        more; all numbers use the shift of n + 1/2 = 1.125 N. So |dP| of E4M3 and E5M2 is at most
 
             r up to   n = 1          other subnormal   normal
             2         2^-9,  2^-10   2^-12, 2^-14      2^-18, 2^-15
@@ -118,7 +118,7 @@ class MinifloatCodec(CompandedCodec):
             14.3      0.26           2^-4              2^-7
 
         (r = 2 is a group of 36 octaves in E4M3, of 64 in E5M2, r = 7 one of 125, and the largest r
-        one of all of f32.) For r -> 0 the gaps are small and P is a share of a logarithm.
+        one of all of f32.) For r -> 0 the gaps are small and P is a ratio of logarithms.
         """
         normal = 1 << self.mantissa
         unit = 1 / (6 * normal)  # s = (n + u) / N

@@ -1,4 +1,4 @@
-"""How the scale of a group is stored: f32, 16 bits with an 8-bit exponent, or the paper's FP16."""
+"""Formats of the scale of a group: f32, 16 bits with an 8-bit exponent, or the paper's FP16."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Why training breaks: codes and stalls of low-precision state, RMS_t, spikes, weight norms."""
+"""Training diagnostics: codes and stalls of low-precision state, RMS_t, spikes, weight norms."""
 
 from optax_lowmem.diagnostics.codes import CodeShares as CodeShares
 from optax_lowmem.diagnostics.codes import Stall as Stall

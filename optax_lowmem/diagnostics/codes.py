@@ -1,4 +1,4 @@
-"""What low-precision state does to training: saturated, zero and floored codes, stalls."""
+"""Effects of low-precision state on training: saturated, zero and floored codes, stalls."""
 
 import dataclasses
 import warnings

@@ -12,7 +12,7 @@ _NEVER = -(2**30)
 
 
 class SpikeState(NamedTuple):
-    """What a `SpikeDetector` remembers: 29 bytes."""
+    """State of a `SpikeDetector`: 29 bytes."""
 
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32; steps so far
     seen: jax.Array  # int32: finite losses

@@ -1,4 +1,4 @@
-"""Which loss spikes RMS spikes predict, beside what chance would give (StableAdamW, appendix E)."""
+"""Prediction of loss spikes by RMS spikes, compared with chance (StableAdamW, appendix E)."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from optax_lowmem.diagnostics.spikes import IGNORE, LEAD
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """Which loss spikes follow an RMS spike, and what chance would give.
+    """Loss spikes that follow an RMS spike, with the share expected by chance.
 
     Attributes:
       spikes: steps of the loss spikes.
@@ -54,7 +54,7 @@ def predicted(
     lead: int = LEAD,
     ignore: int = IGNORE,
 ) -> Prediction:
-    """Which loss spikes follow an RMS spike by 1 to 8 steps (appendix E, Figures 15 to 20).
+    """Find the loss spikes that follow an RMS spike by 1 to 8 steps (appendix E, Figures 15 to 20).
 
     Args:
       losses: steps of loss spikes, of `loss_spikes`.

@@ -1,4 +1,4 @@
-"""Which matrices of a transformer are sampled: out and down, query, key and value, or all."""
+"""Choice of the matrices of a transformer to sample: out and down, query, key, value, or all."""
 
 import fnmatch
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What a state of `gaussws_noise` says: clean weights, bitwidths, tables of them."""
+"""Contents of a state of `gaussws_noise`: clean weights, bitwidths, tables of them."""
 
 import dataclasses
 import math

@@ -37,7 +37,7 @@ def _group_numbers(tiling: Tiling, tile: jax.Array) -> jax.Array:
 
 
 def _row_mask(tiling: Tiling, tile: jax.Array) -> jax.Array | None:
-    """Which groups of a tile exist; None where all do."""
+    """Return a mask of the groups of a tile that exist, or None where all do."""
     if tiling.groups % tiling.rows == 0:
         return None
     return _group_numbers(tiling, tile) < tiling.groups
@@ -54,7 +54,7 @@ def noise(
 
 
 def _coordinates(tiling: Tiling, tile: jax.Array) -> list[jax.Array]:
-    """Where the groups of a tile lie along each axis, [rows] each; the last counts groups."""
+    """Return the coordinates of a tile's groups, [rows] per axis; the last one counts groups."""
     axes = groups.scale_shape(tiling.shape, tiling.group_size)
     rest, coordinates = _group_numbers(tiling, tile), []
     for size in reversed(axes[1:]):
@@ -95,7 +95,10 @@ def part(ref: Any, *axes: jax.Array) -> tuple[Any, jax.Array]:
 
 
 def exists(tiling: Tiling, ref: Any, tile: jax.Array) -> jax.Array | None:
-    """Which elements of a tile exist, [rows, lanes]; None where all do. `ref` is of any array."""
+    """Return a mask [rows, lanes] of the elements of a tile that exist, or None where all do.
+
+    `ref` may be of any array with this tiling.
+    """
     return _elements(tiling, ref, tile)[1]
 
 
@@ -119,7 +122,7 @@ def load_scales(tiling: Tiling, ref: Any, tile: jax.Array) -> jax.Array:
 
 
 def load_of_block(tiling: Tiling, block: Block, ref: Any, tile: jax.Array) -> jax.Array:
-    """What a block gives its elements: [rows, 1], or [rows, lanes] where lanes differ."""
+    """Load the block-wise values of a tile: [rows, 1], or [rows, lanes] where lanes differ."""
     values, size = block.mean_shape(tiling.shape), tiling.group_size
     positions = [index[:, None] for index in _coordinates(tiling, tile)]
     # neighbours along each axis with one value

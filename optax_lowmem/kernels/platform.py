@@ -1,4 +1,4 @@
-"""Whether GPU kernels can be used in the computation that is being traced."""
+"""Availability of GPU kernels in the computation that is being traced."""
 
 import functools
 import importlib.util
@@ -36,7 +36,7 @@ _MULTIPROCESSORS = 132  # of an H100 SXM or an H200
 
 @functools.cache
 def no_device_reason() -> str | None:
-    """Why GPU kernels cannot be used on this machine; None where they can."""
+    """Return the reason why GPU kernels cannot be used on this machine, or None."""
     if jax.default_backend() != "gpu":
         return f"the default backend is {jax.default_backend()}, and kernels are for NVIDIA GPUs"
     device = jax.local_devices()[0]
@@ -48,11 +48,11 @@ def no_device_reason() -> str | None:
 
 
 def no_kernel_reason(x: Any = None) -> str | None:
-    """Why GPU kernels are not used, on an array, in what is being traced; None where they are.
+    """Return the reason why the traced computation uses no GPU kernels on an array, or None.
 
-    A kernel call is opaque to the partitioner: on arrays that are sharded over several devices it
-    would gather them. Where several devices are visible it is used inside a `shard_map` over all
-    axes only.
+    A kernel call is opaque to the partitioner, which would gather arrays that are sharded over
+    several devices. Where several devices are visible, kernels are used only inside a `shard_map`
+    over all axes.
     """
     reason = no_device_reason() or explicit_axes_reason(x)
     if reason is not None:
@@ -69,7 +69,7 @@ def no_kernel_reason(x: Any = None) -> str | None:
 
 
 def explicit_axes_reason(x: Any) -> str | None:
-    """Why JAX would raise for a kernel on an array; None where it would not."""
+    """Return the reason why JAX would raise for a kernel on an array, or None."""
     if isinstance(x, jax.Array) and AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:
         return "it lies on Explicit mesh axes and this is not inside a shard_map"
     return None
@@ -85,7 +85,7 @@ def on_cuda(kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any) -
 
 @functools.cache
 def not_hopper_reason() -> str | None:
-    """Why kernels of Hopper's tensor cores cannot be used; None where they can."""
+    """Return the reason why kernels for Hopper's tensor cores cannot be used, or None."""
     found = getattr(jax.local_devices()[0], "compute_capability", None)
     if found == _HOPPER:
         return None
@@ -99,13 +99,13 @@ def multiprocessors() -> int:
 
 @functools.cache
 def has_pallas_triton() -> bool:
-    """Whether this JAX lowers Pallas through Triton."""
+    """Return whether this JAX lowers Pallas through Triton."""
     return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 
 @functools.cache
 def has_mosaic_gpu() -> bool:
-    """Whether Mosaic GPU of this JAX is as the kernels here are written for."""
+    """Return whether this JAX has the Mosaic GPU functions that the kernels here need."""
     if jax.__version_info__[:3] < tuple(map(int, MOSAIC_GPU.split("."))):
         return False
     try:
@@ -117,5 +117,5 @@ def has_mosaic_gpu() -> bool:
 
 @functools.cache
 def has_jax_triton() -> bool:
-    """Whether jax-triton and Triton are installed."""
+    """Return whether jax-triton and Triton are installed."""
     return all(importlib.util.find_spec(name) for name in ("jax_triton", "triton"))

@@ -23,11 +23,11 @@ def result_like(x: Any, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStr
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """How a kernel is cut into programs.
+    """Size of the tile of one program of a kernel.
 
     Attributes:
-      elements: in a tile, a power of two.
-      warps: of 32 threads that share a tile.
+      elements: elements per tile, a power of two.
+      warps: warps, of 32 threads, that share a tile.
     """
 
     elements: int = 1024
@@ -75,7 +75,7 @@ class Tiling:
 
     @property
     def flat(self) -> bool:
-        """Whether every group is full, so that the array is [groups, lanes]."""
+        """Return whether every group is full, so that the array is [groups, lanes]."""
         return self.shape[-1] % self.width == 0 and self.width == self.lanes
 
     @property

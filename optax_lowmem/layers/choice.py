@@ -1,6 +1,6 @@
-"""Whether the products of a layer are faster in 8 bits, estimated from their sizes.
+"""Choice between 8-bit and standard products of a layer, estimated from their sizes.
 
-Quantising reads each operand once more, of T (K + N) and K N numbers, where the products save a
+Quantizing reads each operand once more, of T (K + N) and K N numbers, where the products save a
 share of T K N operations: narrow layers and few tokens do not pay for it.
 """
 
@@ -27,11 +27,11 @@ _LAUNCHES = 5 * 2e-6  # seconds: of these kernels
 
 
 class Choice(NamedTuple):
-    """What `implementation="auto"` does.
+    """Choice of `implementation="auto"`: 8-bit or standard products.
 
     Attributes:
       quantized: whether the layer runs in 8 bits.
-      reason: why.
+      reason: reason for the choice.
     """
 
     quantized: bool
@@ -70,7 +70,7 @@ def _operand(rows: int, length: int, to: Format) -> Quantized:
 
 
 def choose(recipe: Recipe, tokens: int, inputs: int, outputs: int, dtype: Any) -> Choice:
-    """What is faster where this is traced for."""
+    """Choose the faster products by estimate, or 8-bit products where there is no estimate."""
     elsewhere = platform.no_device_reason() or platform.not_hopper_reason()
     if elsewhere is not None:
         return Choice(True, f"in 8 bits: the estimates are of Hopper GPUs ({elsewhere})")

@@ -144,16 +144,16 @@ def _float_of(x: jax.Array) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """Where the arrays are on a mesh.
+    """Shardings of the arrays on a mesh.
 
     Attributes:
-      mesh: whose devices share the work.
+      mesh: the mesh whose devices share the work.
       tokens: the mesh axes of each axis of the labels.
-      width: those of the head's width.
-      vocab: those of its vocabulary.
-      manual: the axes that the work is divided over here, not by XLA.
+      width: the mesh axes of the head's width.
+      vocab: the mesh axes of the head's vocabulary.
+      manual: the mesh axes over which `shard_map`, not XLA, divides the work.
       explicit: whether arrays have these shardings as a part of their types.
-      vocab_axis: of the head.
+      vocab_axis: the axis of the head that is the vocabulary.
     """
 
     mesh: Any
@@ -171,7 +171,7 @@ class _Layout:
 
     @property
     def scattered(self) -> bool:
-        """Whether the sum of the head's gradient over devices leaves each with its own part."""
+        """Return whether the head's gradient is reduce-scattered, to one shard per device."""
         return bool(self.width) and set(self.width) <= set(self.batch)
 
     @property
@@ -435,7 +435,7 @@ def _of_device(
 
 
 def _chunks(lead: tuple[int, ...], limit: int) -> tuple[int, int]:
-    """How many, and the length of each on the last axis: equal parts, if there are such."""
+    """Return the number of chunks and their length on the last axis; equal chunks if possible."""
     length = lead[-1]
     least = max(1, min(length, math.ceil(math.prod(lead) / limit)))
     numbers = range(least, min(2 * least, length) + 1)

@@ -113,7 +113,7 @@ class _DotGeneral:
     implementation: str = "quantized"
 
     def choose(self, tokens: int, inputs: int, outputs: int, dtype: Any = "bfloat16") -> Choice:
-        """What computes `tokens` rows of a layer from `inputs` to `outputs`, here, and why."""
+        """Choose 8-bit or standard products, with a reason, for the sizes of a layer's operands."""
         if self.implementation == "quantized":
             return Choice(True, 'in 8 bits: implementation="quantized"')
         recipe = Recipe(self.variant, self.forward, self.gradient)

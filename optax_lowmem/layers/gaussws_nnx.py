@@ -13,11 +13,11 @@ from optax_lowmem.kernels.gaussws import block_shape
 
 
 class NoiseSeed(nnx.Variable):
-    """Which noise a layer has, uint32."""
+    """Seed of a layer's noise, uint32."""
 
 
 class NoiseStep(nnx.Variable):
-    """How often a layer's noise was renewed, uint32."""
+    """Number of times that a layer's noise was renewed, uint32."""
 
 
 class GaussWSLinear(nnx.Linear):
@@ -83,7 +83,7 @@ class GaussWSLinear(nnx.Linear):
         self.noise_step = NoiseStep(jnp.zeros_like(seed))
 
     def adopt(self, path: str) -> None:
-        """What `convert` calls of a layer that was another: adds what that one has not."""
+        """Add the variables that a converted layer lacks: bitwidths, seed and step."""
         self.path = f"{path}/kernel"
         stack = self.kernel.shape[:-2]  # layers of a scan, each with noise of its own
         seed = jnp.uint32(self.seed or 0)

@@ -27,9 +27,9 @@ ROW, TENSOR = "row", "tensor"
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """How each product takes its operands.
+    """Granularity of the operands' scales in each product.
 
-    `row`: a scale a row, or column, that is summed over; `tensor`: one scale.
+    `row`: one scale per row, or column, that is summed over; `tensor`: one scale.
 
     Attributes:
       forward: of X and W in Y = X W.
@@ -151,7 +151,7 @@ def _gradients(
 
 
 def explicit_sharding(x: jax.Array) -> Any:
-    """Where an array lies, if Explicit axes make it part of its type: a gradient lies there too."""
+    """Return the sharding of an array and its gradient, or None without Explicit axes."""
     sharding = jax.typeof(x).sharding
     return sharding if sharding.mesh.explicit_axes else None
 

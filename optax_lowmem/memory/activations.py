@@ -35,7 +35,7 @@ class Saved:
 
 @dataclasses.dataclass(frozen=True)
 class ActivationReport:
-    """What a function keeps for its gradient; print it for a table.
+    """Arrays that a function keeps for its gradient; print it for a table.
 
     Attributes:
       saved: every array, once.

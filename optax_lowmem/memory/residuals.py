@@ -1,4 +1,4 @@
-"""Which arrays a traced backward function holds, and what made each."""
+"""Arrays that a traced backward function holds, with the operation that made each."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -39,7 +39,7 @@ class _Frame:
         self.inner: dict[int, _Frame] = {}
 
     def depends(self, atom: Any) -> bool:
-        """Whether it depends on more than weights."""
+        """Return whether a variable depends on more than weights."""
         return not _literal(atom) and self.active.get(atom, False)
 
     def call(self, eqn: Any) -> "_Frame | None":
@@ -67,7 +67,7 @@ def _called(eqn: Any) -> Any:
 
 
 def _flow(jaxpr: Any, active: Sequence[bool]) -> dict[Any, bool]:
-    """Which variables depend on the active inputs."""
+    """Return for each variable whether it depends on the active inputs."""
     found = dict(zip(jaxpr.invars, active, strict=True))
     for eqn in jaxpr.eqns:
         given = [not _literal(atom) and found.get(atom, False) for atom in eqn.invars]

@@ -17,14 +17,14 @@ _UNITS = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10}
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What an optimizer keeps in memory.
+    """Bytes of the parameters and of the state of an optimizer.
 
     Attributes:
-      parameters: how many there are.
-      params_bytes: of the weights.
+      parameters: number of parameters.
+      params_bytes: bytes of the weights.
       by_slot: bytes of each state field.
       by_leaf: path -> {"params" or state field: bytes}.
-      reasons: path -> {slot: how it is stored, or why it is not compressed}.
+      reasons: path -> {slot: its storage, or the reason why it is not compressed}.
       baseline: the report of the optimizer it is compared with.
     """
 

@@ -41,7 +41,7 @@ def _momentum(make: Callable) -> Callable:
 def _clipped_adamw(
     learning_rate: Any, b2: float = 0.99, eps: float = 1e-6, weight_decay: float = 1e-2
 ) -> optax.GradientTransformationExtraArgs:
-    """What `stable_adamw` is, of parts."""
+    """Build `stable_adamw` from `optax.adamw` and `update_clipping`."""
     inner = optax.adamw(learning_rate, b2=b2, eps=eps, weight_decay=weight_decay)
     return update_clipping(inner, b2=b2, eps=eps)
 

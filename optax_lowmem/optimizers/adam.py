@@ -68,7 +68,7 @@ class AdamRule(UpdateRule):
         return numerics.quotient(numerator, self.denominator(nu, h)), {"mu": mu, "nu": nu}
 
     def denominator(self, nu: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
-        """What the new mu is divided by: sqrt(vhat + eps_root) + eps, with the debiasing of mu."""
+        """Return the divisor of the new mu: sqrt(vhat + eps_root) + eps, with mu's debiasing."""
         if self.eps_root_is_zero:  # the codec takes sqrt(nu) too: one square root serves both
             root = jnp.sqrt(nu) * h["root_nu_scale"]
         else:
@@ -92,7 +92,7 @@ class AdamRule(UpdateRule):
 
 
 def is_zero(value: Any) -> bool:
-    """Whether a hyperparameter is 0 for good."""
+    """Return whether a hyperparameter is the number 0, not a schedule or an array."""
     return isinstance(value, int | float) and value == 0
 
 

@@ -184,13 +184,13 @@ def _layers_of(path: str, tree: Any) -> int:
 
 
 def reads(function: Callable[..., Any], rest: Any, *args: Any) -> list[bool]:
-    """Which leaves of `rest` a function (rest, *args) makes use of."""
+    """Return for each leaf of `rest` whether `function(rest, *args)` uses it."""
     closed = jax.make_jaxpr(function)(rest, *args)
     return _read(closed.jaxpr)[: len(jax.tree.leaves(rest))]
 
 
 def _read(jaxpr: Any) -> list[bool]:
-    """Which inputs are used, also by what is called with them; never too few."""
+    """Return for each input of a jaxpr whether it is used, also in called jaxprs, or may be."""
     used = {id(var) for var in jaxpr.outvars}
     for eqn in jaxpr.eqns:
         inner = eqn.params.get("jaxpr")

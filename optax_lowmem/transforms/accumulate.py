@@ -253,7 +253,7 @@ def _means(rows: list[tuple[jax.Array, jax.Array]], every: int) -> list[jax.Arra
 def _counted(
     micro_step: jax.Array, count: jax.Array, every: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Whether this micro-batch is the last, and both counts after it."""
+    """Return whether this micro-batch is the last, and both counts after it."""
     last = micro_step == every - 1
     return last, jnp.where(last, 0, micro_step + 1), optax.safe_increment(count)
 

@@ -210,7 +210,7 @@ def _step_any(
 
 
 def _leaves_steps_out(state: Any) -> bool:
-    """Whether optax has zeros of the gradients' dtype in the place of some f32 updates of ours."""
+    """Return whether optax puts zeros of the gradients' dtype in place of some f32 updates."""
     names = "ApplyIfFiniteState", "ConditionallyMaskState"
 
     def selects(node: Any) -> bool:
@@ -221,7 +221,7 @@ def _leaves_steps_out(state: Any) -> bool:
 
 
 def _takes_factor(tx: optax.GradientTransformation) -> bool:
-    """Whether a transformation takes a factor of its gradients, and those in 16 bits."""
+    """Return whether a transformation takes a factor on its gradients, and 16-bit gradients."""
     return isinstance(tx, Optimizer) or (
         isinstance(tx, Sampler) and isinstance(tx.work.inner, Optimizer)
     )
@@ -232,14 +232,14 @@ def _widened(updates: Any) -> Any:
 
 
 def _clips_global_norm(link: optax.GradientTransformation) -> bool:
-    """Whether a link is optax's clipping by the global norm, which has no class of its own."""
+    """Return whether a link is `optax.clip_by_global_norm`, which has no class of its own."""
     update = link.update
     name = f"{getattr(update, '__module__', '')}.{getattr(update, '__qualname__', '')}"
     return name.startswith("optax.") and name.endswith(".clip_by_global_norm.<locals>.update_fn")
 
 
 def _clipping_factor(link: optax.GradientTransformation, updates: Any, state: Any) -> jax.Array:
-    """What the link multiplies gradients by: what it makes of one number, the norm of them all."""
+    """Return the factor of a clipping link on gradients, found by clipping their global norm."""
     cells = (cell.cell_contents for cell in getattr(link.update, "__closure__", None) or ())
     # inject_hyperparams makes another link each step, of an array that would be compiled in
     of_number = not any(isinstance(cell, jax.Array | np.ndarray) for cell in cells)

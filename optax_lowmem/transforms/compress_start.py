@@ -28,7 +28,7 @@ class Start:
     group_size: int
 
     def is_constant(self, abstract: Any) -> bool:
-        """Whether all that is large in a state are slots known to start as a constant."""
+        """Return whether all large arrays of a state are slots known to start as a constant."""
         constant = True
 
         def visit(node: Any, slot: str, value: Any) -> Any:
@@ -50,7 +50,7 @@ class Start:
         return map_slots(visit, state)
 
     def put(self, others: Any, encoded: Any) -> Any:
-        """What `others` leaves of a state, with the slots of another one."""
+        """Return a state of `others` with the compressed slots of the state `encoded` put back."""
         slots = self._slots(encoded)
 
         def visit(node: Any, slot: str, value: Any) -> Any:

@@ -213,7 +213,7 @@ class Engine(Planner):
         return results, opened.close(states, shared, reference)
 
     def _stand_in(self, updates: Any, state: Any, h: Mapping[str, jax.Array]) -> Any:
-        """What is stepped where no parameters are given: f32 arrays whose values nothing reads.
+        """Return stand-ins for parameters that are not given: f32 arrays whose values are not read.
 
         Raises:
           ValueError: where the step needs the parameters themselves, with the reason.

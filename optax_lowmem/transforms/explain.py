@@ -19,11 +19,11 @@ _NO_SPLIT = "none: no optimizer here splits it, so steps under half an ulp of th
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """How a tree of parameters is stored under an optimizer.
+    """Storage of a tree of parameters under an optimizer.
 
     Attributes:
       decisions: one for each slot of each leaf.
-      steps: for each leaf, what computes its step on this machine.
+      steps: for each leaf, the implementation of its step on this machine.
       warnings: misuses found; each says what to do.
     """
 
@@ -93,7 +93,7 @@ def explain(tx: optax.GradientTransformation, params: Any) -> Explanation:
 
 
 def _cut_groups(params: Any, decisions: list[scope.Decision]) -> dict[str, list[str]]:
-    """How the mesh cuts through groups, by leaf: what is said once for slots of one group size."""
+    """Describe how shards cut through groups, by leaf; once for slots of one group size."""
     leaves = dict(trees.named_leaves(params))
     found: dict[str, list[str]] = collections.defaultdict(list)
     for decision in decisions:

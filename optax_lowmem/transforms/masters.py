@@ -16,7 +16,7 @@ NO_CORRECTION: Any = np.zeros((), np.int8)  # beside a weight that has none
 
 
 def split_for(storage: Storage, dtype: jnp.dtype) -> MasterSplit | None:
-    """How master weights of 16-bit parameters are kept; None for f32 ones or without masters."""
+    """Return the split of master weights of a dtype; None for f32 or without master weights."""
     if dtype == jnp.float32 or storage.master_weight_bits is None:
         return None
     return master_split(dtype, storage.master_weight_bits, storage.split, storage.master_rounding)
@@ -105,7 +105,7 @@ def join_masters(params: Any, correction: Any) -> Any:
 
 
 def splits_masters(tx: Any, params: Any) -> bool:
-    """Whether a transformation splits the master weights of some leaf."""
+    """Return whether a transformation splits the master weights of some leaf."""
     return bool(split_paths(tx, params))
 
 
@@ -115,7 +115,7 @@ def split_paths(tx: Any, params: Any) -> set[str]:
 
 
 def adds_noise(tx: Any, params: Any) -> bool:
-    """Whether a transformation adds noise to the weights that the loss sees."""
+    """Return whether a transformation adds noise to the weights that the loss sees."""
     return bool(_decided(tx, params, FIELD))
 
 
@@ -156,7 +156,7 @@ def master_params(params: Any, state: Any) -> Any:
 
 
 def kept_weights(params: Any, state: Any) -> tuple[list[jax.Array], list[Any]]:
-    """What `join_leaves` takes: the clean weights of an optimizer and their corrections."""
+    """Return the arguments of `join_leaves`: clean weights of an optimizer and corrections."""
     params = clean_params(params, state)
     corrections = corrections_of(params, state)
     rows = [(w, corrections.get(path, NO_CORRECTION)) for path, w in trees.named_leaves(params)]
@@ -191,7 +191,11 @@ def corrections_of(params: Any, state: Any) -> dict[str, jax.Array]:
 
 
 def _fits(path: str, weight: jax.Array, correction: jax.Array) -> bool:
-    """Whether a correction is one of this weight and not a placeholder; raises where it cannot."""
+    """Return whether a correction is of this weight and no placeholder.
+
+    Raises:
+      ValueError: where it is no placeholder and its dtype or shape does not fit the weight.
+    """
     if not jnp.ndim(correction):
         return not jnp.ndim(weight) and weight.dtype != jnp.float32
     schemes = {jnp.dtype(jnp.bfloat16): (BitSplit, UlpSplit), jnp.dtype(jnp.float16): (UlpSplit,)}

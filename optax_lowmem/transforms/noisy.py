@@ -103,7 +103,7 @@ class Noisy:
         return self._first(params, state)
 
     def _chosen(self, leaves: list[tuple[str, Any]]) -> list[bool]:
-        """Which leaves are sampled; decisions are recorded."""
+        """Return for each leaf whether it is sampled, and record the decisions."""
         is_chosen = chooser(self.parts)
         chosen = [bool(is_chosen(path, leaf)) for path, leaf in leaves]
         if leaves and not any(chosen):
@@ -338,7 +338,15 @@ def _samples(
     seed: jax.Array,
     count: jax.Array,
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """What the loss sees and the scale of its noise; a row is path, w, correction, b_i, ..."""
+    """Return the sampled weights of each row and the scale of their noise.
+
+    Args:
+      noise: the distribution.
+      span: (bits_init, bits_target).
+      rows: (path, w, correction, b_i, format, dtype) of each sampled leaf.
+      seed: of the hash.
+      count: of steps.
+    """
     found = []
     keys = random.leaf_keys(seed, count, [path for path, *_ in rows])
     for (path, w, correction, b, to, dtype), key in zip(rows, keys, strict=True):

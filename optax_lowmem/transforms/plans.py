@@ -1,4 +1,4 @@
-"""What an optimizer decides about each leaf before any step, and why."""
+"""Static decisions of an optimizer about each leaf, before any step, with reasons."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What is known of the slots of optimizer states, by (state type, field)."""
+"""Known facts about the slots of optimizer states, by (state type, field)."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -9,12 +9,12 @@ from optax_lowmem._core.trees import DICTS, is_named_tuple, is_state
 
 @dataclasses.dataclass(frozen=True)
 class SlotFacts:
-    """What a codec must know of a slot.
+    """Facts about a slot that determine its codec.
 
     Attributes:
       signed: whether its values may be negative.
-      running_maximum: it only grows, so that rounding stochastically would ratchet it up.
-      constant_init: it starts as one constant, so that no f32 array of it is needed in `init`.
+      running_maximum: whether it only grows, so that stochastic rounding would ratchet it up.
+      constant_init: whether it starts as one constant, so that `init` needs no f32 array of it.
       moment: 1 or 2 for a first or second moment that `compand_momentum` or `sqrt_variance_quant`
         stores, else 0.
     """
@@ -88,7 +88,7 @@ REFUSED = {
 
 
 def facts(state: Any, field: str) -> SlotFacts:
-    """What is known of a field of a state; an unknown one counts as signed."""
+    """Return the facts about a field of a state; an unknown field counts as signed."""
     return SLOTS.get((type(state).__name__, field), _UNKNOWN)
 
 

@@ -21,23 +21,23 @@ _SELECTING = ("MultiStepsState", "ApplyIfFiniteState")  # that, or zeros
 
 
 def suspected(state: Any) -> bool:
-    """Whether something around a split, by the looks of a state, may change its updates."""
+    """Return whether, by the structure of a state, updates may be changed after a split."""
     return _wrapped(state, (*_PASSING, *_SELECTING), ours=True)
 
 
 def _followed(state: Any) -> bool:
-    """Whether a split is a link of a chain with others after it, and in nothing that selects."""
+    """Return whether links of a chain follow a split, with no selecting wrapper around them."""
     return _wrapped(state, _PASSING, ours=False, otherwise=False)
 
 
 def _wrapped(node: Any, known: tuple[str, ...], ours: bool, otherwise: bool = True) -> bool:
-    """Whether a chain goes on after the split inside a state; `otherwise` where that is unknown.
+    """Return whether a chain goes on after the split inside a state, or `otherwise` if unknown.
 
     Args:
       node: a state, or a part of one.
-      known: the states of optax to look into.
-      ours: whether to look into ours.
-      otherwise: the answer for other states that have a split inside.
+      known: names of the optax states to search.
+      ours: whether to search states of this library.
+      otherwise: the answer for any other state with a split inside.
     """
     if not _has_split(node) or _is_split(node) and not ours:
         return False
@@ -50,7 +50,7 @@ def _wrapped(node: Any, known: tuple[str, ...], ours: bool, otherwise: bool = Tr
 
 
 def _in_some_steps(node: Any) -> bool:
-    """Whether a condition on the step, around or after the split, may change its updates."""
+    """Return whether a condition on the step, around or after the split, may change its updates."""
     if not _has_split(node) or _is_split(node):
         return False
     if type(node).__name__ == "ConditionallyTransformState":

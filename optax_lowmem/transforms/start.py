@@ -14,7 +14,10 @@ WeightDtype = Any | Callable[[str, Any], Any]
 
 
 def _weight_dtype(dtype: WeightDtype, path: str, leaf: Any) -> jnp.dtype:
-    """What a leaf becomes; what is no float stays, and only an optimizer that takes it minds."""
+    """Return the dtype in which a leaf is stored.
+
+    A leaf that is not a float keeps its dtype; only an optimizer that steps it rejects it.
+    """
     if hasattr(leaf, "dtype") and not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf.dtype
     trees.check_param(path, leaf)

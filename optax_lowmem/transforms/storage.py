@@ -60,7 +60,7 @@ def check_codec(slot: str, codec: object, signed: bool) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """How weights and slots are stored; static, hashable, never a traced value.
+    """Storage format of weights and slots; static, hashable, never a traced value.
 
     Attributes:
       master_weight_bits: 24 or 32 for 16-bit parameters (1 or 2 more bytes each); None keeps no
@@ -79,9 +79,9 @@ class Storage:
         direction `param` means the dtype of its gradients.
       master_rounding: of 24-bit master weights, `stochastic` (unbiased: steps far below the 2^-16
         of a weight that 24 bits resolve add up to what f32 does) or `nearest` (steps below 2^-17 of
-        a weight are lost). Of 32 bits none is rounded so coarsely that it matters.
+        a weight are lost). 32-bit master weights are so fine that their rounding does not matter.
 
-    Memory: 3.19 bytes a 16-bit parameter for AdamW's state (1 + 2/32, 1 + 4/32, 1).
+    Memory: 3.19 bytes per 16-bit parameter for AdamW's state (1 + 2/32, 1 + 4/32, 1).
 
     Example:
       >>> Storage(master_weight_bits=32, nu=None).group_size

@@ -56,7 +56,7 @@ class Columns:
 
     @property
     def even(self) -> bool:
-        """Whether no tile reaches over an end."""
+        """Return whether all tiles are full: none extends past the last row or column."""
         return self.rows % self.tile_rows == 0 and self.width % self.tile_width == 0
 
 
@@ -76,6 +76,6 @@ def passes(block: Block, shape: tuple[int, ...]) -> list[Columns]:
 
 
 def has_columns(block: Block, shape: tuple[int, ...]) -> bool:
-    """Whether a block averages over an axis that is not the last, along which memory lies."""
+    """Return whether a block averages over an axis other than the last, contiguous one."""
     axes = block.fit(shape).axes
     return bool(axes) and axes[0] < len(shape) - 1

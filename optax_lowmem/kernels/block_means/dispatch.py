@@ -1,4 +1,4 @@
-"""Which implementation takes the means of a leaf: decided when tracing, as in `fused_update`."""
+"""Choice of the implementation of a leaf's block means, made while tracing."""
 
 import math
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ _by_xla = jax.jit(reference.mean_of_squares, static_argnames="block")
 
 
 def supported(block: Block, g: Any, implementation: str | None = None) -> str | None:
-    """Why a leaf goes to XLA; None where the kernel takes it.
+    """Return the reason why a leaf is left to XLA, or None where the kernel takes it.
 
     Args:
-      block: the leaf's.
-      g: its gradient.
+      block: the leaf's block.
+      g: the leaf's gradient.
       implementation: the caller's choice, or None.
     """
     if implementation not in (None, "pallas"):

@@ -1,4 +1,4 @@
-"""Which implementation keeps an activation: decided when tracing, by `supported`."""
+"""Choice of the implementation that stores an activation, made while tracing by `supported`."""
 
 import functools
 import math
@@ -22,12 +22,12 @@ _DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 
 
 def supported(x: Any, group_size: int, whole_rows: bool = False) -> str | None:
-    """Why the kernels cannot keep an array here; None where they can.
+    """Return the reason why the kernels cannot store an array here, or None where they can.
 
     Args:
       x: [..., n], or its `jax.ShapeDtypeStruct`.
       group_size: neighbours on the last axis that share a scale.
-      whole_rows: whether a program needs a row: norms do.
+      whole_rows: whether a program needs a whole row, as norms do.
     """
     reason = platform.no_kernel_reason(x)
     if reason is not None:
@@ -87,7 +87,9 @@ def store_gated(
 
 
 def turning_reason(x: Any, g: Any, dtype: Any) -> str | None:
-    """Why the sum over tokens of X^T G is XLA's; None where codes are turned for a kernel.
+    """Return the reason why the sum over tokens of X^T G is left to XLA, or None.
+
+    None means that the codes are transposed for a kernel.
 
     Args:
       x: codes [..., k].

@@ -1,4 +1,4 @@
-"""How activations are kept in FP8, and the operations that do so in passing (COAT, section 5)."""
+"""Storage of activations in FP8, and the operations fused with it (COAT, section 5)."""
 
 from collections.abc import Callable
 from functools import partial
@@ -116,14 +116,14 @@ def row(w: jax.Array, like: jax.Array) -> jax.Array:
 def store_normed(
     x: jax.Array, scale: jax.Array, eps: float, group_size: int, exact: bool
 ) -> tuple[Grouped, jax.Array, jax.Array]:
-    """What RMSNorm keeps of its input, and what its output is quantised with.
+    """Store the input of RMSNorm, and compute the maximum that its output is quantized with.
 
     Args:
       x: [..., n].
       scale: [n].
       eps: under the root.
-      group_size: of what is kept.
-      exact: whether the norm is of x; else of x as it is kept.
+      group_size: of the stored input.
+      exact: whether the norm is of x; else of x as it is stored.
 
     Returns:
       (x stored, 1 / RMS of rows [..., 1], the maximum of the output with axes of 1).
@@ -148,13 +148,13 @@ def gated(activation: str, *given: jax.Array) -> jax.Array:
 def store_gated(
     given: tuple[jax.Array, ...], activation: str, group_size: int, exact: bool
 ) -> tuple[tuple[Grouped, ...], jax.Array]:
-    """What an activation function keeps of its inputs, and the maximum of its output.
+    """Store the inputs of an activation function, and compute the maximum of its output.
 
     Args:
       given: gate [..., n], or gate and up.
       activation: of ACTIVATIONS.
-      group_size: of what is kept.
-      exact: whether the output is of the inputs; else of what is kept.
+      group_size: of the stored inputs.
+      exact: whether the output is of the inputs; else of the inputs as they are stored.
 
     Returns:
       (each input stored, the maximum of the output with axes of 1).

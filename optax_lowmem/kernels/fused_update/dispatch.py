@@ -1,4 +1,7 @@
-"""Which implementation takes a leaf: decided when tracing, by `supported`, never by catching."""
+"""Choice of the implementation that steps a leaf, made while tracing.
+
+It depends on `supported`, never on caught errors.
+"""
 
 import functools
 import itertools
@@ -35,7 +38,7 @@ _SMALL = 1 << 16  # elements; XLA launches a kernel for each leaf without codes,
 
 
 def _unsupported(kernel: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
-    """Why a kernel cannot take a leaf on any machine."""
+    """Return the reason why a kernel cannot take a leaf on any machine, or None."""
     size = math.prod(plan.shape)
     if not plan.shape or size == 0:
         return "a 0-d or empty leaf has no tiles"

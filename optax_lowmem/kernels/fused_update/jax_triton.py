@@ -34,7 +34,7 @@ _TABLES = ("scalars", "keys", "lane_bits")
 
 
 def supported(rule: UpdateRule, plan: LeafPlan) -> str | None:
-    """Why the kernel cannot take a leaf; None where it can."""
+    """Return the reason why the kernel cannot take a leaf, or None where it can."""
     if rule.formula is None:
         return f"the hand-written kernel does not know {rule}"
     if not 0 < math.prod(plan.shape) <= MAX_ELEMENTS:
@@ -101,13 +101,13 @@ def launch(
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    """What leaves of one Triton launch have in common, besides their plans.
+    """Properties that all leaves of one Triton launch share, besides their plans.
 
     Attributes:
-      lanes: of a group.
+      lanes: lanes per group.
       flat: whether all groups are full.
-      alignment: divides where groups begin and how many elements they have.
-      elements: of a tile.
+      alignment: a divisor of the offsets and sizes of all groups.
+      elements: elements per tile.
     """
 
     lanes: int
@@ -177,7 +177,7 @@ def _launch(
 
 
 def _statics(rule: UpdateRule, plan: LeafPlan, leaf: Leaf) -> dict[str, Any]:
-    """What the kernel's code depends on, apart from the cut."""
+    """Return the constants that the kernel's code depends on, apart from those of its tiling."""
     has_weight = leaf.p is not None
     return {
         "FORMULA": rule.formula,

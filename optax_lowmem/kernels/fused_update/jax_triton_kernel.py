@@ -112,12 +112,12 @@ def _find_leaf(
     ROWS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
-    """What sets the leaf of a program apart from the others, found by halving.
+    """Find the leaf of a program and its properties, by bisection.
 
     Returns:
-      its pointers; its number; the first group of the tile; how many groups the leaf has; of the
-      groups of the tile, what random bits are mixed from, where they begin in the array and how
-      many elements they have, the last two in units of ALIGNMENT.
+      the pointers of the leaf; its index; the first group of the tile; the number of groups of the
+      leaf; and, per group of the tile, the number that its random bits are mixed from, its offset
+      in the array and its number of elements, the last two in units of ALIGNMENT.
     """
     if HIGH - LOW == 1:
         first = (program - _first_tile(LEAVES, LOW)) * ROWS

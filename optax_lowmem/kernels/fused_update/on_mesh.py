@@ -19,7 +19,7 @@ from optax_lowmem.kernels.fused_update.plan import LeafPlan, LeafState
 
 
 def place_of(plan: LeafPlan, state: LeafState) -> Placement | None:
-    """Where a leaf's state lies: what `lowmem.step` was told, or what Explicit axes say."""
+    """Return a leaf's sharding, as given to `lowmem.step` or by Explicit axes, or None."""
     given = scope.placement(plan.path)
     if given is not None:
         return given
@@ -35,7 +35,7 @@ def _explicit(mesh: Any) -> bool:
 
 
 def supported(rule: UpdateRule, plan: LeafPlan, place: Placement) -> str | None:
-    """Why a leaf's parts cannot be stepped apart; None where they can."""
+    """Return the reason why a leaf's shards cannot be stepped separately, or None."""
     if rule.of_blocks is not None:
         return "blocks of weights may lie on several devices"
     if not plan.shape:

@@ -11,18 +11,21 @@ from optax_lowmem.kernels.tiles import Tiling, result_like
 
 
 class Leaf(NamedTuple):
-    """What the step of a leaf reads, without placeholders."""
+    """Arrays that the step of a leaf reads, without placeholders."""
 
     g: jax.Array
     p: jax.Array | None
     correction: jax.Array | None
     slots: tuple[jax.Array, ...]
     scales: tuple[jax.Array, ...]  # of the compressed slots only
-    of_block: jax.Array | None = None  # what the blocks give their elements, a value a block
+    of_block: jax.Array | None = None  # block-wise values, one per block
 
 
 class Result(NamedTuple):
-    """What it writes; `update` is a weight where the leaf has a split or the plan is direct."""
+    """Arrays that the step of a leaf writes.
+
+    `update` is a weight where the leaf has a split or its plan returns new parameters.
+    """
 
     update: jax.Array
     correction: jax.Array | None

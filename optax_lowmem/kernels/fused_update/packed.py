@@ -25,7 +25,7 @@ _WEIGHT, _CORRECTION = "weight", "correction"
 
 
 def supported(plan: LeafPlan, platform: str) -> str | None:
-    """Why a leaf does not take this path; None where it does."""
+    """Return the reason why a leaf does not take this path, or None where it does."""
     if platform != "cpu":
         return f"the packed path is for XLA's CPU backend, not {platform}"
     if not plan.grouped:

@@ -1,4 +1,4 @@
-"""What is static about the step of a leaf, and what is not."""
+"""Static plan and stored state of the step of a leaf."""
 
 import dataclasses
 from typing import NamedTuple
@@ -13,10 +13,10 @@ from optax_lowmem.codecs import GroupCodec, MasterSplit
 
 @dataclasses.dataclass(frozen=True)
 class SlotPlan:
-    """How one slot of a leaf is stored.
+    """Storage of one slot of a leaf.
 
     Attributes:
-      name: the slot.
+      name: name of the slot.
       codec: None where the slot is stored as it is.
       dtype: of the stored slot.
       stochastic: whether its codes are rounded stochastically.
@@ -30,20 +30,20 @@ class SlotPlan:
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
-    """How a leaf is stored and updated.
+    """Storage and update of a leaf.
 
     Attributes:
       path: its name in errors and in the random hash.
       shape: of the parameter.
       dtype: of the parameter.
       group_size: neighbours that share a scale.
-      slots: one plan a slot with a value an element.
-      split: how the master weight is kept; None for f32 parameters and where there is none.
+      slots: one plan per slot with one value per element.
+      split: split of the master weight; None for f32 parameters and without master weights.
       update_dtype: of the emitted update.
       decays: whether weight decay applies.
-      direct: whether the step gives the new parameter instead of an update.
-      block: which elements share the slots with a value a block; None where the rule has none.
-      shared: one plan for each of those; codes lie in groups of all values in one row.
+      direct: whether the step returns new parameters instead of updates.
+      block: the elements that share a value of block-wise slots; None where the rule has none.
+      shared: one plan per block-wise slot; groups are of all its values, as one row.
     """
 
     path: str
@@ -86,22 +86,22 @@ class LeafPlan:
 
     @property
     def grouped(self) -> bool:
-        """Whether any slot is compressed."""
+        """Return whether any slot is compressed."""
         return any(slot.codec is not None for slot in self.slots)
 
     @property
     def stochastic(self) -> bool:
-        """Whether any slot takes random bits."""
+        """Return whether any slot takes random bits."""
         return any(slot.stochastic for slot in self.slots)
 
     @property
     def stochastic_master(self) -> bool:
-        """Whether the master weight takes random bits."""
+        """Return whether the master weight takes random bits."""
         return self.split is not None and self.split.stochastic
 
     @property
     def noisy(self) -> bool:
-        """Whether anything takes random bits, which come in groups."""
+        """Return whether any slot or the master weight takes random bits, which come in groups."""
         return self.stochastic or self.stochastic_master
 
     def scale_shape(self, slot: SlotPlan) -> tuple[int, ...]:

@@ -59,7 +59,10 @@ def advance(
     values: Mapping[str, jax.Array],
     h: Mapping[str, jax.Array],
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """What is taken off the master weight (or the bare direction), and the slots' new values."""
+    """Return the step to subtract from the master weight, and the new values of the slots.
+
+    Without a weight, the step is the bare direction of the rule.
+    """
     g, weight = gradient_and_weight(plan, g, p, correction, h)
     direction, values = rule.update(g, values, h)
     if weight is None:
@@ -75,7 +78,7 @@ def gradient_and_weight(
     correction: jax.Array,
     h: Mapping[str, jax.Array],
 ) -> tuple[jax.Array, jax.Array | None]:
-    """What the rule takes as the gradient, and the master weight if there is one."""
+    """Return the gradient that the rule takes, and the master weight or None."""
     g = numerics.widen(g)
     if "gradient_scale" in h:
         g = g * h["gradient_scale"]
@@ -126,9 +129,10 @@ def land(
 
 
 def _missed(master: jax.Array, p: jax.Array) -> jax.Array:
-    """Where p + (weight - p) in f32 may not be the weight: it is too small beside p.
+    """Return a mask of the elements where p + (weight - p) in f32 may not be the weight.
 
-    2^-16 of it for bf16. Everything else, a wrong low digit of p included, is under 2^-24 |p|.
+    The error of that sum, a wrong low digit of p included, is under 2^-24 |p|. It changes only
+    weights that are small beside p: for bf16, under 2^-16 |p|.
     """
     digits = int(jnp.finfo(p.dtype).nmant) + 1
     return jnp.abs(master) < jnp.abs(numerics.widen(p)) * jnp.float32(2.0 ** (digits - 24))

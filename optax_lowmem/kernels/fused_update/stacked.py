@@ -29,7 +29,7 @@ _PARTS = 8
 
 
 def supported(rule: UpdateRule, plan: LeafPlan, platform: str) -> str | None:
-    """Why a leaf cannot be part of a stack; None where it can."""
+    """Return the reason why a leaf cannot be part of a stack, or None where it can."""
     if not plan.direct:
         return "an update is computed where it is used, outside of the step of the leaf"
     if rule.measures:
@@ -49,14 +49,14 @@ def stacks(
     weights: Sequence[Any],
     leaves: Iterable[int],
 ) -> Iterator[list[int]]:
-    """Which of some leaves, given by their numbers, are stepped together; the others alone.
+    """Yield the indices of the leaves of each stack; leaves in no stack are stepped alone.
 
     Args:
       rule: the optimizer's arithmetic.
       plans: of all leaves.
       gradients: of all leaves.
       weights: of all leaves, or None each.
-      leaves: numbers of those to choose from.
+      leaves: indices of the leaves to choose from.
     """
     kinds: dict[Any, list[int]] = {}
     for i in leaves:

@@ -1,4 +1,4 @@
-"""How a kernel's work is cut: what the caller says, else what was tuned here, else a heuristic."""
+"""Tuning of a kernel: the caller's, else the tuned entry of the device, else a heuristic."""
 
 import contextlib
 import dataclasses
@@ -70,7 +70,7 @@ def entry(tuned: Tuning) -> dict[str, int]:
 
 
 def key(backend: str, slots: int, group_size: int) -> str:
-    """What tuned.json tells apart: the kernel, the slots of the rule, and wide groups."""
+    """Return the key in tuned.json of a kernel, a number of slots, and narrow or wide groups."""
     return f"{backend}/{slots}-slots" + ("/wide" if group_size >= _WIDE else "")
 
 

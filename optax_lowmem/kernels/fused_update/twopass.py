@@ -17,7 +17,7 @@ from optax_lowmem.kernels.fused_update.plan import LeafPlan, LeafState
 
 
 def supported(plan: LeafPlan, platform: str) -> str | None:
-    """Why a leaf does not take this path; None where it does."""
+    """Return the reason why a leaf does not take this path, or None where it does."""
     if platform != "gpu":
         return f"two passes are for XLA's GPU backend, not {platform}"
     if not plan.grouped:

@@ -1,4 +1,4 @@
-"""Which implementation makes noise and samples weights: decided when tracing."""
+"""Choice of the implementation of noise and of sampled weights, made while tracing."""
 
 import functools
 import math
@@ -19,7 +19,7 @@ _DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 
 
 def no_kernel_reason(x: Any, shape: tuple[int, ...], dtype: Any) -> str | None:
-    """Why no kernel takes an array here; None where one does."""
+    """Return the reason why no kernel takes an array here, or None where one does."""
     if scope.implementation() == "xla":
         return "implementation='xla'"
     reason = platform.no_kernel_reason(x)

@@ -22,12 +22,12 @@ _SIGNS = 0x88888888
 
 @dataclasses.dataclass(frozen=True)
 class Noise(abc.ABC):
-    """How random words become R.
+    """Distribution of R, computed from random words.
 
     Attributes:
-      name: as arguments have it.
-      draws: words of 32 bits for eight elements.
-      least: the smallest magnitude of R but 0 (section 3.3: 2^-r).
+      name: its name in arguments.
+      draws: number of 32-bit words per eight elements.
+      least: the smallest nonzero magnitude of R (section 3.3: 2^-r).
     """
 
     name: str
@@ -36,7 +36,7 @@ class Noise(abc.ABC):
 
     @abc.abstractmethod
     def prepared(self, words: list[jax.Array]) -> Any:
-        """What the eight elements of each place have in common, from `draws` words."""
+        """Return the values that `element` takes, each for eight elements, from `draws` words."""
 
     @abc.abstractmethod
     def element(self, prepared: Any, index: int) -> jax.Array:

@@ -18,7 +18,7 @@ from optax_lowmem.kernels.gaussws.squares import SIDE
 
 
 def place_of(path: str | None, x: jax.Array) -> Placement | None:
-    """Where an array lies: what `lowmem.step` was told of a leaf, or what Explicit axes say."""
+    """Return an array's sharding, as given to `lowmem.step` or by Explicit axes, or None."""
     given = scope.placement(path) if path is not None else None
     if given is not None:
         return given
@@ -33,7 +33,7 @@ def _explicit(mesh: Any) -> bool:
 
 
 def on_explicit_axes(place: Placement) -> bool:
-    """Whether an array's type says where it lies."""
+    """Return whether an array's mesh has Explicit axes, so that its type has its sharding."""
     return _explicit(place.mesh)
 
 
@@ -46,7 +46,7 @@ def laid_like(x: jax.Array, other: jax.Array) -> jax.Array:
 
 
 def whole_blocks(place: Placement, shape: tuple[int, ...]) -> bool:
-    """Whether no block lies on two devices."""
+    """Return whether each block is on one device."""
     return all(
         place.parts(d) == 1 or shape[d] // place.parts(d) % SIDE == 0
         for d in (len(shape) - 2, len(shape) - 1)

@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 
 
 class _Program:
-    """Where a program's strip lies in an array [layers, m, n], whose layers have `lead` axes."""
+    """Position of a program's strip in an array [layers, m, n], with layers of shape `lead`."""
 
     def __init__(self, strip: Strip, shape: Shape) -> None:
         self.columns, self.blocks = strip.columns, strip.columns // SIDE

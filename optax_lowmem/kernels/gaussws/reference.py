@@ -91,5 +91,5 @@ def noise_sums(g: jax.Array, key: jax.Array, noise: Noise) -> jax.Array:
 
 
 def result_dtype(to: Format) -> jnp.dtype:
-    """What holds sampled weights: a wide format's own dtype; scaled ones are exact in bf16."""
+    """Return the dtype of sampled weights: a wide format's own, or bf16, exact for scaled ones."""
     return jnp.dtype(jnp.bfloat16 if isinstance(to, Scaled) else to.name)

@@ -12,7 +12,7 @@ SIDE = 32
 
 
 def block_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """How many blocks an array has along each axis; 1 a row along the axes before the last two."""
+    """Return the number of blocks per axis; axes before the last two have one per index."""
     return (*shape[:-2], *(-(-size // SIDE) for size in shape[-2:]))
 
 

@@ -1,15 +1,15 @@
-"""How an array is cut between the programs of a kernel."""
+"""Division of an array into strips, one per program of a kernel."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class Strip:
-    """What a program takes: 32 rows, and some columns.
+    """Strip of one program: 32 rows and some columns.
 
     Attributes:
       columns: a power of two, a multiple of 32.
-      warps: of 32 threads that share it.
+      warps: warps, of 32 threads, that share the strip.
     """
 
     columns: int = 128

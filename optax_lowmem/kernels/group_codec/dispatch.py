@@ -1,4 +1,7 @@
-"""Which implementation takes an array: decided when tracing, by `supported`, never by catching."""
+"""Choice of the implementation of a group codec, made while tracing.
+
+It depends on `supported`, never on caught errors.
+"""
 
 import functools
 from typing import Any
@@ -23,7 +26,7 @@ _decode_by_xla = jax.jit(reference.decode, static_argnames=("codec", "group_size
 
 
 def supported(x: Any, group_size: int) -> str | None:
-    """Why the kernels cannot take an array here; None where they can.
+    """Return the reason why the kernels cannot take an array here, or None where they can.
 
     Args:
       x: values or codes, or their `jax.ShapeDtypeStruct`.
@@ -33,7 +36,7 @@ def supported(x: Any, group_size: int) -> str | None:
 
 
 def _array_reason(x: Any, group_size: int) -> str | None:
-    """Why the kernels cannot take an array on any machine."""
+    """Return the reason why the kernels cannot take an array on any machine, or None."""
     if not platform.has_pallas_triton():
         return "this JAX has no Pallas-Triton lowering"
     if jnp.dtype(x.dtype) not in _DTYPES:
@@ -47,7 +50,7 @@ def _array_reason(x: Any, group_size: int) -> str | None:
 
 
 def _choose(x: Any, group_size: int, implementation: str | None) -> bool:
-    """Whether a kernel takes an array."""
+    """Return whether a kernel takes an array; raise where it was asked for and cannot."""
     if implementation is None:
         return supported(x, group_size) is None
     if implementation not in IMPLEMENTATIONS:

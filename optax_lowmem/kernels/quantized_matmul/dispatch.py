@@ -1,4 +1,4 @@
-"""Which implementation takes a quantisation or a product: decided when tracing."""
+"""Choice of the implementation of a quantization or a product, made while tracing."""
 
 import functools
 import math
@@ -22,7 +22,7 @@ _LEAST = (128, 256, 128)  # under a block of the result most of the kernel's wor
 
 
 def _no_kernel(x: Any) -> str | None:
-    """Why no kernel quantises an array here; None where one may."""
+    """Return the reason why no kernel quantizes an array here, or None where one may."""
     reason = platform.no_kernel_reason(x)
     if reason is not None:
         return reason
@@ -34,7 +34,7 @@ def _no_kernel(x: Any) -> str | None:
 
 
 def _rows_reason(x: Any) -> str | None:
-    """Why the kernel cannot quantise rows of an array here."""
+    """Return the reason why the kernel cannot quantize rows of an array here, or None."""
     if x.dtype not in _DTYPES:
         return f"{x.dtype} is not one of {_NAMES}"
     if x.ndim == 0 or x.shape[-1] > LONGEST_ROW:
@@ -113,10 +113,11 @@ def multiply(
 def product_reason(
     a: Quantized, b: Quantized, sums: int, dtype: Any, transposed: bool = False
 ) -> str | None:
-    """Why a product, of arrays or of `jax.ShapeDtypeStruct`s, is left to XLA here.
+    """Return the reason why a product is left to XLA here, or None.
 
-    None where the kernel of Hopper's tensor cores takes it, which scales sums where they are. XLA
-    also has 8-bit products, and writes their sums first, four bytes each.
+    Operands are arrays or `jax.ShapeDtypeStruct`s. None means that the kernel for Hopper's tensor
+    cores computes the product, and scales the sums before it writes them. XLA also has 8-bit
+    products, but first writes their sums, four bytes each.
     """
     reason = platform.no_kernel_reason(a.codes) or platform.not_hopper_reason()
     if reason is not None:
@@ -134,7 +135,7 @@ def product_reason(
 
 
 def _sizes_reason(rows: int, columns: int, length: int) -> str | None:
-    """Why the kernel does not take these sizes of a product."""
+    """Return the reason why the kernel does not support a product of these sizes, or None."""
     sizes = (rows, columns, length)
     if any(size % unit for size, unit in zip(sizes, _UNITS, strict=True)):
         return f"{sizes} rows, columns and numbers in a sum are not multiples of {_UNITS}"

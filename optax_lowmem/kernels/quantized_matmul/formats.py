@@ -7,12 +7,12 @@ import jax.numpy as jnp
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How numbers between -largest and largest are stored in a byte.
+    """Format that stores numbers between -largest and largest in a byte.
 
     Attributes:
       name: for example `int8`.
       dtype: of the codes.
-      largest: what the largest magnitude of a row or tensor is scaled to.
+      largest: the value that the largest magnitude of a row or tensor is scaled to.
     """
 
     name: str
@@ -21,7 +21,7 @@ class Format:
 
     @property
     def integer(self) -> bool:
-        """Whether codes are integers, whose products are summed in int32, exactly."""
+        """Return whether codes are integers, whose products are summed exactly in int32."""
         return jnp.issubdtype(self.dtype, jnp.integer)
 
     def at_unit(self) -> "Format":

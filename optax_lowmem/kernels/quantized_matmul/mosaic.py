@@ -31,14 +31,14 @@ _COPYING_REGISTERS = 40  # a thread, which leaves 232 for each that multiplies
 
 
 def _layout(bytes_wide: int, dtype: Any) -> tuple[Any, Any]:
-    """How rows of this many bytes lie in shared memory, as TMA and the tensor cores take them."""
+    """Return the tiling and swizzle of rows in shared memory, for TMA and the tensor cores."""
     swizzle = plgpu.find_swizzle(bytes_wide * 8)
     lanes = swizzle // jnp.dtype(dtype).itemsize
     return plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(swizzle)
 
 
 def _pipeline(steps: int, dtypes: tuple[Any, Any], step: Any, around: Any) -> Any:
-    """What copies both operands block after block along the sum, and calls `step` on each."""
+    """Return a pipeline that copies both operands, block by block, and calls `step` on each."""
     specs = [
         plgpu.BlockSpec(
             (size, TILE),

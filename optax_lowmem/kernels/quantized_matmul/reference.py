@@ -78,7 +78,7 @@ def codes_of(x: jax.Array, absmax: jax.Array, to: Format, clip: bool = False) ->
 
 
 def scales_of(absmax: jax.Array, to: Format) -> jax.Array:
-    """What a code of 1 stands for."""
+    """Return the scales: the values that a code of 1 represents."""
     return _with_reciprocal(absmax, to) * jnp.float32(1 / to.largest)
 
 

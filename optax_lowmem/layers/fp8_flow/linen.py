@@ -33,7 +33,7 @@ class Fp8Dense(nn.Dense):
 
     @property
     def takes_codes(self) -> bool:
-        """Whether the product is of this flow: not with a `dot_general`, which then has it."""
+        """Return whether this flow computes the product, not a `dot_general` of the user."""
         return self.dot_general is None and self.dot_general_cls is None
 
     @nn.compact

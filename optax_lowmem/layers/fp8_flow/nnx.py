@@ -48,7 +48,7 @@ class Fp8Linear(nnx.Linear):
 
     @property
     def takes_codes(self) -> bool:
-        """Whether the product is of this flow."""
+        """Return whether this flow computes the product, not a `dot_general` of the user."""
         return self.dot_general is lax.dot_general
 
     def __call__(self, x: jax.Array | Coded, absmax: jax.Array | None = None) -> jax.Array:

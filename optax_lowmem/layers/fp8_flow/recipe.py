@@ -1,4 +1,4 @@
-"""What an FP8 precision flow leaves open, and what travels in it."""
+"""Options of an FP8 precision flow, and the values passed between its layers."""
 
 import dataclasses
 from collections.abc import Callable
@@ -17,7 +17,7 @@ _PRODUCTS = ("e4m3", "e5m2", BF16)
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """How activations are kept in 8 bits, and which products of the backward pass run in them.
+    """Storage of activations in 8 bits, and formats of the products of the backward pass.
 
     Attributes:
       group_size: neighbours on the last axis that share a scale, where inputs of norms and
@@ -68,7 +68,7 @@ class Recipe:
 
     @property
     def quantises(self) -> bool:
-        """Whether anything is kept or multiplied in 8 bits."""
+        """Return whether anything is stored or multiplied in 8 bits."""
         return self.storage == FP8
 
 
@@ -104,10 +104,10 @@ class Formula:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Source:
-    """How an activation is computed again.
+    """Recomputation of an activation from arrays that are kept.
 
     Attributes:
-      formula: of `given`.
+      formula: the function of `given` that returns the activation.
       given: arrays that are kept for the gradient anyway.
     """
 
