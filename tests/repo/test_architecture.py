@@ -181,6 +181,28 @@ def test_private_modules_are_noticed(text, tmp_path, monkeypatch):
     assert list(private_uses(path))
 
 
+RIDDLES = ("What", "Whether", "Where", "Which", "Why", "Who", "How", "When")
+
+
+def vague_docstrings(path: Path) -> Iterator[str]:
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            words = (ast.get_docstring(node) or "").split()
+            if words and words[0].rstrip(",:") in RIDDLES:
+                yield f"{name_of(path)}:{getattr(node, 'lineno', 1)} opens with {words[0]!r}"
+
+
+def test_docstrings_open_with_a_verb_or_a_noun():
+    assert not [line for path in sources("optax_lowmem") for line in vague_docstrings(path)]
+
+
+def test_vague_docstrings_are_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "REPO", tmp_path)
+    path = tmp_path / "probe.py"
+    path.write_text('"""How it is done."""\n\n\ndef f():\n    """Whether it is."""\n')
+    assert [line.rsplit(" ", 1)[1] for line in vague_docstrings(path)] == ["'How'", "'Whether'"]
+
+
 def test_public_names():
     """A name added or lost is a change for users: it goes into the snapshot and CHANGELOG."""
     snapshot = (TESTS / "public_api.txt").read_text(encoding="utf-8").split()
