@@ -182,11 +182,9 @@ RULES = {
     type(row.make(row.learning_rate).engine.rule): name
     for name, row in reversed(lowmem.OPTIMIZERS.items())
 }.values()
-# The default tier has one of ours for each rule, the one with the longest codec, the one with most
-# slots and the one with a running maximum; the full tier has all of them.
-DISTINCT = tuple(
-    name for name in CASES if name in (*RULES, "coat_adamw", "optax.adan", "optax.amsgrad")
-)
+# The default tier has one of ours for each rule, and one of optax's with a running maximum;
+# the full tier has all of them.
+DISTINCT = tuple(name for name in CASES if name in (*RULES, "optax.amsgrad"))
 OPTIMIZER = pytest.mark.parametrize("name", rows(CASES, DISTINCT))
 # where each takes seconds to compile: elementwise, with a reduction, of several transformations
 FEW = pytest.mark.parametrize("name", rows(CASES, ["flash_lion", "stable_adamw", "optax.amsgrad"]))

@@ -254,6 +254,7 @@ def test_an_odd_vocabulary(interpreted):
     check(make("flash_adamw", [(2, 50257)]), tuned=tuning.Tuning())
 
 
+@pytest.mark.full
 def test_one_cut_is_as_good_as_another(interpreted):
     """Neither the tiles nor who shares a launch changes a bit."""
     case = make("flash_adamw", [(7, 33), (3, 5, 64), (96,)])
@@ -486,7 +487,10 @@ def test_variants_lower_for_cuda(on_a_gpu, name, direct):
     assert kernels_in(text) == ["fused_update"]
 
 
-@pytest.mark.parametrize("tile", [Tile(256, 1), Tile(1024, 4), Tile(4096, 8)], ids=str)
+TILES = [Tile(256, 1), Tile(1024, 4), Tile(4096, 8)]
+
+
+@pytest.mark.parametrize("tile", rows(TILES, TILES[:1]), ids=str)
 def test_tiles_lower_for_cuda(on_a_gpu, tile):
     shapes = [(64, 64), (3, 50257), (2, 3, 50), (5, 1)]
     with tuning.trying(tuning.Tuning(tile)):

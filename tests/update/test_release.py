@@ -247,6 +247,7 @@ def furthest(one, other):
     return max(float(np.abs(a - b).max()) for a, b in rows)
 
 
+@pytest.mark.full
 def test_rms_of_each_layer_is_that_of_the_model_unrolled():
     """Rounded to nearest, so that names do not matter; the threshold makes RMS_t count."""
     storage = lowmem.Storage(policy=POLICY, rounding="nearest")
