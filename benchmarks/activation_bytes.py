@@ -1,4 +1,4 @@
-"""What a Llama's layer keeps for its backward pass, from shapes alone (COAT, Table 2)."""
+"""Bytes that a Llama's layer keeps for its backward pass, from shapes alone (COAT, Table 2)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ _OF = {"norm": 0, "activation": 1, "rotary": 2, "attention": 3, "linear": 4}
 
 
 def column(operation: str) -> str:
-    """Which column an operation belongs to: that of the last part that is known."""
+    """Return the column of an operation: that of the last known part of its name."""
     parts = [part for part in operation.split("/") if part in _OF]
     return COLUMNS[_OF[parts[-1]] if parts else -1]
 

@@ -73,7 +73,7 @@ def scale_units(case: str) -> float:
 
 
 def of_one_run(one: dict, other: dict) -> bool:
-    """Whether two times compare: those of two commits may be of two ways to time."""
+    """Return whether two times are of one commit: others may have been timed in another way."""
     return one["commit"] == other["commit"]
 
 
@@ -114,7 +114,7 @@ def over(found: dict[str, dict], name: str) -> float:
 
 
 def targets(rows: Rows) -> Table:
-    """What was asked of this flow, what was measured, and whether that is enough."""
+    """Return the table of this flow's targets, the measured values and whether they are reached."""
     body, used = [], []
 
     def add(what: str, asked: str, text: str, reached: bool, own: Rows) -> None:

@@ -17,7 +17,7 @@ _ABOUT = "about"
 
 @dataclasses.dataclass
 class Curves:
-    """What runs logged.
+    """Curves that runs logged.
 
     Attributes:
       about: the settings that the runs share, and where they ran.

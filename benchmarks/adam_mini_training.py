@@ -65,7 +65,7 @@ def structure(shape: ModelShape) -> Any:
 
 
 def watched(shape: ModelShape) -> dict[str, str]:
-    """What a norm is called -> the path of its leaf."""
+    """Return a dict from the name of each watched norm to the path of its leaf."""
     middle = f"blocks/{shape.layers // 2}/up/kernel"
     return {"embedding": "embed", "head": "lm_head", "mlp": middle}
 
@@ -165,7 +165,7 @@ class Experiment:
         return float(self.mean_loss(params, self.text.held_out))
 
     def blocks(self) -> lowmem.blocks.Description:
-        """What Adam-mini shares second moments over."""
+        """Describe the blocks over which Adam-mini shares second moments."""
         found = structure(self.settings.shape)
         params = jax.eval_shape(self.weights, jax.random.key(0))
         return lowmem.blocks.describe(params, heads=found.heads, rules=found.rules)

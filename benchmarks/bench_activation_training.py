@@ -27,7 +27,7 @@ WHAT = "activations"  # in the case of records
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """What the command line asks for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

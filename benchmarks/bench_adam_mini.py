@@ -70,7 +70,7 @@ def make_experiment(args: argparse.Namespace) -> Experiment:
 
 
 def about(experiment: Experiment, parameters: int) -> dict[str, Any]:
-    """What all runs share, for the curves and the records."""
+    """Return the settings that all runs share, for the curves and the records."""
     settings = dataclasses.asdict(experiment.settings)
     del settings["optimizer"]
     adam = {name: value for name, value in experiment.arguments.items() if name != "mask"}

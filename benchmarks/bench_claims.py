@@ -1,4 +1,4 @@
-"""What Figures 3 to 5 of FlashOptim show, as numbers; minutes on a CPU.
+"""Figures 3 to 5 of FlashOptim as numbers; minutes on a CPU.
 
 JAX_PLATFORMS=cpu python -m benchmarks.bench_claims --record
 

@@ -48,7 +48,7 @@ say = functools.partial(print, flush=True)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """What the command line asks for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -117,7 +117,7 @@ def largest(of: Callable[[int], int], limit: float, most: int) -> tuple[int, dic
 
 @dataclass(frozen=True)
 class Fit:
-    """What fits of a configuration.
+    """Largest batch of a configuration that fits on a device.
 
     Attributes:
       batch: the largest; 0: none.
@@ -131,7 +131,7 @@ class Fit:
 
     @property
     def sequence_bytes(self) -> float:
-        """What a sequence takes more."""
+        """Planned bytes per additional sequence."""
         first, last = min(self.planned), max(self.planned)
         return (self.planned[last] - self.planned[first]) / max(1, last - first)
 

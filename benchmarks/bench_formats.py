@@ -71,7 +71,7 @@ def make_experiment(args: argparse.Namespace) -> Experiment:
 
 
 def about(experiment: Experiment, chunks: int) -> dict[str, Any]:
-    """What the run was."""
+    """Return the settings of the run and of its sample."""
     settings = dataclasses.asdict(experiment.settings)
     del settings["optimizer"]
     return settings | {
@@ -129,7 +129,7 @@ class Looks:
         return self.errors(fe.encoded_once(self.last.true, sorted(copies)))
 
     def states(self, flags: dict[str, Any], keep: int) -> formats_states.States:
-        """What is stored."""
+        """Return the states to store, with at most `keep` chunks per leaf."""
         leaves = self.experiment.sample.leaf_of_chunk
         rank = np.concatenate([np.arange(n) for n in np.bincount(leaves)])
         kept = rank < keep

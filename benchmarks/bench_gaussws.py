@@ -76,7 +76,7 @@ def make_run(args: argparse.Namespace, part: str) -> Run:
 
 
 def about(experiment: Experiment, parameters: int) -> dict[str, Any]:
-    """What the runs of a part share, for the curves and the records."""
+    """Return the settings that the runs of a part share, for the curves and the records."""
     run = experiment.run
     return dataclasses.asdict(run) | {
         "optimizer": training.OPTIMIZER,
@@ -110,7 +110,7 @@ def _unit(metric: str) -> str:
 
 
 def values_of(curves: Curve) -> dict[str, float]:
-    """What a run's records hold: where its curves end."""
+    """Return the values of a run's records, from the ends of its curves."""
     found = {
         "val_loss": float(curves["val_loss"][-1]),
         "least_val_loss": float(np.nanmin(curves["val_loss"])),

@@ -1,4 +1,4 @@
-"""What stochastic rounding of 24-bit master weights costs a step on a GPU, and what runs differ by.
+"""Cost per step of stochastic rounding of 24-bit masters on a GPU, and runs' differences in loss.
 
     python -m benchmarks.bench_masters --record                  # steps, interleaved in one process
     python -m benchmarks.bench_masters --interval RECORDS.jsonl  # of examples/train_gpt.py --record

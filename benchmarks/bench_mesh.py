@@ -59,11 +59,11 @@ DETAILS = {
 
 
 class Failed(Exception):
-    """What a process did not do."""
+    """Failure of a process."""
 
 
 def process(words: list[str], devices: int, told: str = "") -> str:
-    """What a Python process prints that sees the first `devices` GPUs.
+    """Run a Python process that sees the first `devices` GPUs and return its standard output.
 
     Raises:
       Failed: where it ends with another status than 0; what it said goes to standard error.
@@ -122,7 +122,7 @@ def trained(args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]
 
 
 class Run:
-    """What was measured, stored as it comes so that nothing is lost where it is cut off.
+    """Measurements, each stored as it comes so that a run that is cut off loses none.
 
     Attributes:
       args: the command line.

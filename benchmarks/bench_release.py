@@ -36,7 +36,7 @@ def command(name: str, args: argparse.Namespace) -> list[str]:
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """What the command line asks for."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

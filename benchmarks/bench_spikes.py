@@ -33,7 +33,7 @@ Points = list[tuple[float, float]]  # (rate, b2)
 
 
 def grid(steps: int) -> Iterator[tuple[runs.Run, Points]]:
-    """What is trained: one compilation each."""
+    """Yield each run to train, one compilation each, with its points (learning rate, b2)."""
 
     def run(optimizer: str = "adamw", batch: int = BATCH, width: int = WIDTH) -> runs.Run:
         return runs.Run(optimizer, batch, width, steps)

@@ -27,7 +27,7 @@ COPY_ON_CPU, COPY_ON_GPU = (2**25, 5), (2**29, 100)
 
 
 def on_cpu() -> bool:
-    """Whether JAX has nothing faster here."""
+    """Return whether JAX's default backend is the CPU."""
     return jax.default_backend() == "cpu"
 
 

@@ -67,7 +67,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def record_file(args: argparse.Namespace) -> Path | None:
-    """Where to append records; None: to the device's file."""
+    """Return the file to append records to; None: the device's file."""
     return None if args.record is True else Path(args.record)
 
 
@@ -82,7 +82,7 @@ def make_run(args: argparse.Namespace, part: str) -> Run:
 
 
 def about(experiment: Experiment, parameters: int) -> dict[str, Any]:
-    """What the runs of a part share, for the curves and the records."""
+    """Return the settings that the runs of a part share, for the curves and the records."""
     run, text = experiment.run, experiment.text
     return dataclasses.asdict(run) | ADAM | {
         "seed": experiment.seed,

@@ -1,4 +1,4 @@
-"""What FlashOptim claims, and what we measured or why we can't: the table of docs/claims.md."""
+"""Claims of FlashOptim, with our measurements or why we have none: the table of docs/claims.md."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class Claim:
     how: Measure | str
 
     def finding(self, rows: Rows) -> Finding:
-        """What the records say of it."""
+        """Return the finding of the claim from the records."""
         if isinstance(self.how, str):
             return Finding(self.how, NOT_TRIED, [])
         return self.how(rows) or Finding("", NOT_MEASURED, [])

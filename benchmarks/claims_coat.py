@@ -1,4 +1,4 @@
-"""What COAT claims of 8-bit optimizer states, and what we measured.
+"""Claims of COAT on 8-bit optimizer states, and our measurements.
 
 The records are of `bench_formats`; errors are those of one encoding in groups of 128, as in the
 paper's tables. The rows have the form of `claims.Claim`.
@@ -60,7 +60,7 @@ def _reading(says: Says) -> Measure:
 
 
 def _gain(plain: Pair, better: Pair, printed: float) -> Measure:
-    """How many times smaller an error is."""
+    """Return a measure of the factor by which the better pair's error is smaller."""
 
     def measure(rows: Rows) -> Finding | None:
         found = measured(rows)
@@ -75,7 +75,7 @@ def _gain(plain: Pair, better: Pair, printed: float) -> Measure:
 
 
 def _improves(slot: str, name: str) -> Measure:
-    """Whether expanding a format in a slot goes the way it goes in the paper, in each pair."""
+    """Return a measure of whether expanding a format in a slot helps where it does in the paper."""
 
     def says(matrix: Matrix) -> tuple[str, bool]:
         theirs = {p: g for p, g in expansions(slot).items() if name == _expanded(slot, p)}
@@ -88,7 +88,7 @@ def _improves(slot: str, name: str) -> Measure:
 
 
 def _expanded(slot: str, pairs: tuple[Pair, Pair]) -> str:
-    """Which format is expanded."""
+    """Return the name of the expanded format."""
     return pairs[0][0 if slot == MU else 1]
 
 
@@ -146,7 +146,7 @@ def exponents(found: Measured, slot: str) -> tuple[float, float, float]:
 
 
 def _k(slot: str, least: float, most: float) -> Measure:
-    """Whether the median k lies in the paper's span."""
+    """Return a measure of whether the median k lies in the paper's span."""
 
     def measure(rows: Rows) -> Finding | None:
         found = measured(rows)

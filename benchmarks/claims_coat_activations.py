@@ -1,4 +1,4 @@
-"""What COAT claims of FP8 activations, and what we measured.
+"""Claims of COAT on FP8 activations, and our measurements.
 
 The records are of `bench_activations` (one layer: bytes from shapes, errors anywhere, times of a
 GPU), `bench_activation_training` and `bench_fit` (a GPU). The rows have the form of `claims.Claim`.
@@ -75,7 +75,7 @@ def errors(rows: Rows, metric: str) -> dict[str, dict]:
 
 
 def _groups(metric: str) -> Measure:
-    """Whether errors grow with the group, and what 16 costs over linear layers alone."""
+    """Return a measure of whether errors grow with the group, and of 16's over linear alone."""
 
     def measure(rows: Rows) -> Finding | None:
         found = errors(rows, metric)
@@ -110,7 +110,7 @@ def _scales(rows: Rows) -> Finding | None:
 
 
 def _exact(rows: Rows) -> Finding | None:
-    """What computing from the inputs, not from their codes, leaves of the error of activations."""
+    """Compare the error of activations computed from inputs with that of those from codes."""
     found = errors(rows, "forward_error")
     names = ("linear alone", "group 16", "group 16, exact")
     if not all(name in found for name in names):
@@ -183,7 +183,7 @@ def _norm_times(rows: Rows, *names: str) -> dict[str, list[dict]]:
 
 
 def _ratios(names: tuple[str, str], holds: float, words: str) -> Measure:
-    """Whether one way takes at most `holds` times another, in the median case."""
+    """Return a measure of whether one way takes at most `holds` times another, in the median."""
 
     def measure(rows: Rows) -> Finding | None:
         found = _norm_times(rows, *names)

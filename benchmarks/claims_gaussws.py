@@ -1,4 +1,4 @@
-"""What GaussWS claims of noise on weights, and what we measured.
+"""Claims of GaussWS on noise on weights, and our measurements.
 
 The records are of `bench_gaussws` (training on an accelerator, one seed; section 3's numbers,
 anywhere) and `bench_noise` (Figure 5, Table 1). The rows have the form of `claims.Claim`.
@@ -303,7 +303,7 @@ def _towards(rows: Rows) -> Finding | None:
 
 
 def _more(what: str, kinds: tuple[str, ...], other: str, less: tuple[str, ...]) -> Measure:
-    """Whether mean b_t of some matrices is over that of others."""
+    """Return a measure of whether the mean b_t of some matrices is over that of others."""
 
     def measure(rows: Rows) -> Finding | None:
         high, low = bits_of(rows, what, kinds), bits_of(rows, other, less)

@@ -1,4 +1,4 @@
-"""What Q-Adam-mini claims of Adam-mini with 8-bit moments, and what we measured.
+"""Claims of Q-Adam-mini on Adam-mini with 8-bit moments, and our measurements.
 
 The records are of `bench_adam_mini` (one seed) and `bench_rounding`; Tables 3 and 4 are computed
 from shapes. The rows have the form of `claims.Claim`.
@@ -124,7 +124,7 @@ def _ratio(
 
 
 def _case_1(rows: Rows) -> Finding | None:
-    """Where the loss is highest, and where it ends; a v that is never 0 beside it."""
+    """Find case 1's highest training loss and its held-out loss; a v that is never 0 beside it."""
     read = _values(rows, "val_loss", MINI, CASE_1, GUARDED)
     if read is None or not adam_mini_curves.CURVES.exists():
         return None

@@ -1,4 +1,4 @@
-"""What StableAdamW claims of loss spikes (its section 3, appendices E and F), and what we measured.
+"""Claims of StableAdamW on loss spikes (its section 3, appendices E and F), and our measurements.
 
 The records are of `bench_spikes`; the rows have the form of `claims.Claim`.
 """
@@ -34,7 +34,7 @@ def _values(rows: Rows, impl: str, metric: str, points: Iterable[str]) -> tuple[
 
 
 def _share(layer: str, holds: findings.Holds) -> Measure:
-    """How many loss spikes of AdamW at 0.999 an RMS spike of a layer precedes."""
+    """Return a measure of how many loss spikes of AdamW at 0.999 follow a layer's RMS spike."""
 
     def measure(rows: Rows) -> Finding | None:
         names = ("loss_spikes", f"{layer}_predicts", f"{layer}_flagged", f"{layer}_p_value")
@@ -90,7 +90,7 @@ def _mitigated(rows: Rows) -> Finding | None:
 
 
 def _up_to_date(rows: Rows) -> Finding | None:
-    """How often the embedding's RMS_t spikes at each b2: never but at the highest."""
+    """Compare the rates of the embedding's RMS_t spikes at each b2: 0 but at the highest."""
     values, used = _values(rows, ADAMW, "embedding_flagged", [_point(b2) for b2 in B2S])
     if not values:
         return None
@@ -123,7 +123,7 @@ def _clipping(rows: Rows) -> Finding | None:
 
 
 def _slower(rows: Rows) -> Finding | None:
-    """Whether the lowest b2 learns more slowly than the middle one."""
+    """Compare last losses by b2: whether the lowest learns more slowly than the middle one."""
     values, used = _values(rows, ADAMW, "last_loss", [_point(b2) for b2 in B2S])
     if not values:
         return None

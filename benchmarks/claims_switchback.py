@@ -1,4 +1,4 @@
-"""What SwitchBack claims of 8-bit linear layers, and what we measured.
+"""Claims of SwitchBack on 8-bit linear layers, and our measurements.
 
 The records are of `bench_switchback` (training on an accelerator, one seed; a whole model's speed;
 appendix D) and `bench_linear` (one layer). The rows have the form of `claims.Claim`.
@@ -42,7 +42,7 @@ def worse(losses: dict[str, float], impl: str, base: str = STANDARD) -> float:
 
 
 def bound(*losses: dict[str, float]) -> float:
-    """What a loss must be over the standard's to be visibly worse: more than chance would do.
+    """Return the excess over the standard's loss that counts as visibly worse: more than by chance.
 
     Chance is another start's, of the first experiment that has one.
     """

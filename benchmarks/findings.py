@@ -1,4 +1,4 @@
-"""How a claim is compared with our records: functions from records to a `Finding`.
+"""Comparison of claims with our records: functions from records to a `Finding`.
 
 Records are the newest of each case (`tables.newest`); a finding is None while some are missing.
 """
@@ -24,7 +24,7 @@ STEP_SHARE = 0.05
 
 @dataclass(frozen=True)
 class Finding:
-    """What we measured, how it compares, and the records it rests on."""
+    """Our measurement of a claim, its verdict, and the records it rests on."""
 
     measured: str
     verdict: str
@@ -256,7 +256,7 @@ def split_error(target: str, scheme: str, holds: Holds) -> Measure:
 
 
 def exact_share(rows: Rows) -> Finding | None:
-    """How many f32 weights the 32-bit schemes return bit for bit."""
+    """Compare the share of f32 weights that the 32-bit schemes return bit for bit."""
     wanted = {"bench": "claims", "case": "split/bf16", "metric": "exact_share"}
     found = all_of(*(last(rows, impl=name, **wanted) for name in ("ulp-32", "bits-32")))
     if found is None:
@@ -288,7 +288,7 @@ def companding(*cases: str, metric: str = "median_nmse", share: float = 1.0) -> 
 
 
 def divergence(rows: Rows) -> Finding | None:
-    """Whether a linear variance diverges where a companded one trains."""
+    """Compare variances: whether a linear one diverges where a companded one trains."""
     wanted = {"bench": "claims", "case": "variance/adamw", "metric": "diverged"}
     found = all_of(*(last(rows, impl=name, **wanted) for name in ("linear, paper", "sqrt, paper")))
     if found is None:

@@ -21,7 +21,7 @@ EPS = 1e-8  # Adam's, outside the root
 
 @dataclasses.dataclass(frozen=True)
 class Correction:
-    """What makes Adam's step of stored moments: mhat / (sqrt(vhat) + eps)."""
+    """Bias corrections of stored moments in Adam's step, mhat / (sqrt(vhat) + eps)."""
 
     mu: float
     nu: float

@@ -45,7 +45,7 @@ class States:
         return Correction.after(self.about["steps"], self.about["decays"])
 
     def values(self) -> dict[Copy, np.ndarray]:
-        """What the copies hold."""
+        """Decode the values of the stored copies."""
         found = _decode(tuple(self.stored), list(self.stored.values()))
         return dict(zip(self.stored, jax.device_get(found), strict=True))
 

@@ -146,7 +146,7 @@ def _pairs(loop: str, budget: float):
 
 
 def optimizers(rows: Rows) -> str:
-    """What optimizers keep, with their own group sizes and roundings."""
+    """Return the table of the optimizers' states, with their own group sizes and roundings."""
 
     def write(found: Measured) -> list[list[str]]:
         lines = []
@@ -228,7 +228,7 @@ def floor(rows: Rows) -> str:
 
 
 def spans(rows: Rows) -> str:
-    """What groups of 128 span: percentiles of max / min, and of k."""
+    """Return the table of the spans of groups of 128: percentiles of max / min, and of k."""
 
     def write(found: Measured) -> list[list[str]]:
         values = found.values("spans")

@@ -1,4 +1,4 @@
-"""What section 3 of GaussWS says of noise in square blocks, measured on drawn noise."""
+"""Properties of noise in square blocks (section 3 of GaussWS), measured on drawn noise."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def histograms(bits: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass
 class Trained:
-    """What a run leaves: curves, f32 weights without noise, and b_t by path."""
+    """Results of a run: curves, f32 weights without noise, and b_t by path."""
 
     curves: dict[str, np.ndarray]
     weights: Any

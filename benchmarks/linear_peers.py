@@ -20,7 +20,7 @@ HISTORY = 1024  # Flax's own length
 
 
 def missing_reason(name: str) -> str | None:
-    """Why it cannot be timed here; None: it can."""
+    """Return why an implementation cannot be timed here; None: it can."""
     package = "qwix" if name in QWIX else "flax"
     if importlib.util.find_spec(package) is None:
         return f"{name} is left out: {package} is not installed"

@@ -51,7 +51,7 @@ def _kept(kept: dict[str, dict[str, float]], name: str) -> str:
 
 
 def targets(rows: Rows) -> tuple[list[str], list[list[str]]]:
-    """What was asked of two layers, there and back: head and body."""
+    """Return head and body of the table of targets for the two linear layers of an MLP."""
     times, body = values(rows, "device_ms"), []
     for shapes, asked in ASKED.items():
         for name, least in asked.items():

@@ -73,7 +73,7 @@ def _start(program: train.Program) -> device_loop.Carry:
 
 
 def _part(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """What one device has of it."""
+    """Return the shape of one device's shard of a leaf."""
     return jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
 
 

@@ -123,7 +123,7 @@ TARGETS: tuple[tuple[str, Callable[[Rows], tuple[float, Rows]], float, bool, str
 
 
 def targets(rows: Rows) -> Table:
-    """What was asked of noise on an H100, and whether it is reached."""
+    """Return the table of the targets for noise on an H100, and whether they are reached."""
     body, used = [], []
     for what, measure, limit, at_most, form in TARGETS:
         try:

@@ -34,7 +34,7 @@ OPTIMIZERS = ("flash_adamw", "flash_adam_mini", PLAIN)
 
 
 def sampled(name: str, path: str, leaf: Any) -> bool:
-    """Whether a variant has noise on a leaf."""
+    """Return whether a variant has noise on a leaf."""
     variant = VARIANTS[name]
     return variant is not None and chooser(variant[0])(path, leaf)
 
@@ -126,7 +126,7 @@ class Run:
 
     @functools.cached_property
     def extra_bytes(self) -> float:
-        """What the noise costs more, a parameter with noise."""
+        """Extra bytes of the noise, per parameter with noise."""
         if VARIANTS[self.name] is None:
             return 0.0
         leaves = jax.eval_shape(lowmem.gaussws.bitwidths, self.carry[1])

@@ -25,7 +25,7 @@ def gpu_step_details(rows: Rows) -> str:
 
 
 def _by_machine(rows: Rows, write: Callable[[Values], str]) -> str:
-    """What `write` says of each device and version of JAX, with where it comes from."""
+    """Join what `write` returns for each device and version of JAX, each with its source."""
     from benchmarks import tables  # which imports this module
 
     found = on_gpus(tables.newest(rows, bench="step"))

@@ -63,7 +63,7 @@ def markdown(head: list[str], body: list[list[str]]) -> str:
 
 
 def source(rows: list[dict[str, Any]]) -> str:
-    """Where and when records were made."""
+    """Return the line with the device, JAX version and commit of records."""
     where = sorted({f"{r['device']}, jax {r['jax']}, commit {r['commit']}" for r in rows})
     return "\n" + "; ".join(where) + ".\n"
 
@@ -159,49 +159,49 @@ def train(rows: list[dict[str, Any]]) -> str:
 
 
 def claims(rows: list[dict[str, Any]]) -> str:
-    """What FlashOptim says, and what we measured."""
+    """Return the table of FlashOptim's claims and our measurements."""
     body, used = claims_of_papers.table(newest(rows))
     head = ["FlashOptim", "the paper says", "we measured", ""]
     return markdown(head, body) + source(used)
 
 
 def stable_adamw_claims(rows: list[dict[str, Any]]) -> str:
-    """What StableAdamW says of loss spikes, and what we measured."""
+    """Return the table of StableAdamW's claims on loss spikes and our measurements."""
     body, used = claims_of_papers.table(newest(rows), claims_stable_adamw.CLAIMS)
     head = ["StableAdamW", "the paper says", "we measured", ""]
     return markdown(head, body) + (source(used) if used else "")
 
 
 def q_adam_mini_claims(rows: list[dict[str, Any]]) -> str:
-    """What Q-Adam-mini says of 8-bit moments, and what we measured."""
+    """Return the table of Q-Adam-mini's claims on 8-bit moments and our measurements."""
     body, used = claims_of_papers.table(newest(rows), claims_q_adam_mini.CLAIMS)
     head = ["Q-Adam-mini", "the paper says", "we measured", ""]
     return markdown(head, body) + (source(used) if used else "")
 
 
 def coat_claims(rows: list[dict[str, Any]]) -> str:
-    """What COAT says of 8-bit states, and what we measured."""
+    """Return the table of COAT's claims on 8-bit states and our measurements."""
     body, used = claims_of_papers.table(newest(rows), claims_coat.CLAIMS)
     head = ["COAT", "the paper says", "we measured", ""]
     return markdown(head, body) + (source(used) if used else "")
 
 
 def coat_activations_claims(rows: list[dict[str, Any]]) -> str:
-    """What COAT says of FP8 activations, and what we measured."""
+    """Return the table of COAT's claims on FP8 activations and our measurements."""
     body, used = claims_of_papers.table(newest(rows), claims_coat_activations.CLAIMS)
     head = ["COAT", "the paper says", "we measured", ""]
     return markdown(head, body) + (source(used) if used else "")
 
 
 def switchback_claims(rows: list[dict[str, Any]]) -> str:
-    """What SwitchBack says of 8-bit linear layers, and what we measured."""
+    """Return the table of SwitchBack's claims on 8-bit linear layers and our measurements."""
     body, used = claims_of_papers.table(newest(rows), claims_switchback.CLAIMS)
     head = ["SwitchBack", "the paper says", "we measured", ""]
     return markdown(head, body) + (source(used) if used else "")
 
 
 def gaussws_claims(rows: list[dict[str, Any]]) -> str:
-    """What GaussWS says of noise on weights, and what we measured."""
+    """Return the table of GaussWS' claims on noise on weights and our measurements."""
     body, used = claims_of_papers.table(newest(rows), claims_gaussws.CLAIMS)
     head = ["GaussWS", "the paper says", "we measured", ""]
     return markdown(head, body) + (source(used) if used else "")
@@ -215,7 +215,7 @@ def pairs(rows: list[dict[str, Any]]) -> str:
 
 
 def release(rows: list[dict[str, Any]]) -> str:
-    """Where the memory of an 8B model's step is."""
+    """Return the table of the memory of an 8B model's step."""
     head, body, used = release_tables.table(rows)
     if not used:
         return "Nothing is recorded yet: `python -m benchmarks.bench_release` on a GPU of 80 GB.\n"

@@ -1,4 +1,4 @@
-"""What was asked of the fused step on an H100, and what the records say: a table of docs/."""
+"""Targets for the fused step on an H100, and the recorded values: a table of docs/."""
 
 import math
 from collections.abc import Callable, Iterator

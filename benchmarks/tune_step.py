@@ -27,7 +27,7 @@ ELEMENTS = (1 << 22, 1 << 24, 1 << 25)
 
 
 def cuts(kernel: str) -> list[tuning.Tuning]:
-    """What is tried: every size of a launch with the usual tile, and other tiles."""
+    """Return the tunings to try: every size of a launch with the usual tile, and other tiles."""
     sizes = itertools.product(LEAVES[kernel], ELEMENTS)
     tried = [tuning.Tuning(TILES[0], leaves, elements) for leaves, elements in sizes]
     return tried + [tuning.Tuning(tile) for tile in TILES[1:]]

@@ -1,4 +1,4 @@
-"""What coat_activations.ipynb computes and reads: errors of codes, records, curves."""
+"""Errors of codes, records and training curves for coat_activations.ipynb."""
 
 from typing import Any
 
@@ -73,6 +73,6 @@ def over(runs: dict[str, dict[str, np.ndarray]], name: str) -> float:
 
 
 def bound(runs: dict[str, dict[str, np.ndarray]], about: dict[str, Any], name: str) -> float:
-    """What was asked of a variant of Llama-134m; of smaller ones, or twice what chance does."""
+    """Return a bound on excess loss: a variant's target; on small models, 2 x chance if larger."""
     chance = abs(over(runs, paper.OTHER)) if about["preset"] != "llama-134m" else 0.0
     return max(paper.LOSSES[name][0], 2 * chance)

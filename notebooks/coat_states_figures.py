@@ -122,7 +122,7 @@ def equal_bytes_figure(
 
 
 def curves_figure(curves: Mapping[str, np.ndarray]) -> Figure:
-    """How the errors of what optimizers keep go on through training."""
+    """Draw the errors of the optimizers' stored states over training."""
     fig, ax = plt.subplots(figsize=(7.2, 3.8), layout="constrained")
     names = [name for name in curves if name != "step"]
     for name, colour in zip(names, _LINES, strict=False):

@@ -1,4 +1,4 @@
-"""What coat_states.ipynb computes of the stored states with the codecs of the package."""
+"""Errors and spans of the stored states with the package's codecs, for coat_states.ipynb."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +23,7 @@ def once(states: States, copies: list[Copy]) -> Errors:
 
 
 def closed(states: States) -> Errors:
-    """What the copies held after training."""
+    """Return the errors of the copies after training."""
     return states.errors(exact(states) | states.values())
 
 
@@ -37,7 +37,7 @@ def by_name(errors: Errors, values: np.ndarray) -> dict[tuple[str, str], float]:
 
 
 def at_equal_bytes(states: States) -> dict[str, dict[tuple[str, str], float]]:
-    """How it was stored -> median NMSE of each pair of COAT's size, f32 among them."""
+    """Return a dict: way to store -> median NMSE of each pair of COAT's size, f32 among them."""
     budget, held, found = formats.BUDGETS[0], closed(states), {}
     for rounding in (NEAREST, STOCHASTIC):
         copies = [[EXACT[slot], *formats.column(slot, budget, rounding)] for slot in (MU, NU)]

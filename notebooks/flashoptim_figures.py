@@ -176,7 +176,7 @@ _STORAGES = (
 
 
 def closed_loop_figure(ratios: dict[str, dict[str, np.ndarray]]) -> Figure:
-    """How the stored second moment follows the true one, for each case and storage."""
+    """Draw sqrt(stored / true) of the second moment over the steps, for each case and storage."""
     fig, axes = plt.subplots(1, len(ratios), figsize=(8, 3.4), sharey=True, layout="constrained")
     for ax, (case, curves) in zip(axes, ratios.items(), strict=True):
         for (name, curve), style in zip(curves.items(), _STORAGES, strict=True):

@@ -1,4 +1,4 @@
-"""What the figures show: reconstruction errors, quantisation errors of states, closed loops.
+"""Measurements for the figures: errors of reconstruction and of quantized states, closed loops.
 
 Truth is NumPy in float64; the library's codecs do the rest, as they would while training.
 """
@@ -76,7 +76,7 @@ def reconstruction_error(target: str, samples: int) -> dict[str, np.ndarray]:
 
 
 def normal_range(target: str) -> np.ndarray:
-    """Which of EXPONENTS are normal in the 16-bit format."""
+    """Return the mask of EXPONENTS that are normal in the 16-bit format."""
     low, high = NORMAL[target]
     return (low <= EXPONENTS) & (high >= EXPONENTS)
 
@@ -109,7 +109,7 @@ MOMENTS = {
 
 @partial(jax.jit, static_argnames="codec")
 def stored(codec: codecs.GroupCodec, x: jax.Array) -> jax.Array:
-    """What comes back of a group view [..., groups, 32], rounded to nearest."""
+    """Encode and decode a group view [..., groups, 32], rounded to nearest."""
     return codec.decode(*codec.encode(x))
 
 

@@ -122,7 +122,7 @@ class Task:
 
     @property
     def parameters(self) -> int:
-        """How many weights are trained."""
+        """Number of trained weights."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.params))
 
     def train(

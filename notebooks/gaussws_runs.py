@@ -1,4 +1,4 @@
-"""What gaussws.ipynb reads of the stored curves, and what it holds them to."""
+"""Stored curves for gaussws.ipynb, and the bounds that it asserts on them."""
 
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ MOST = STATISTICS.index("max")
 
 
 class Bounds(NamedTuple):
-    """What is asserted of runs of a size; shares of a loss.
+    """Bounds on the runs of one size; shares of a loss.
 
     Attributes:
       follows: [od] over the baseline, at most.

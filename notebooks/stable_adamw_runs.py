@@ -25,7 +25,7 @@ NOISE, AMPLITUDE, SHARE = 3.0, 4.0, 0.5  # of the content, the texture, a source
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What one training run is; `rate`, `b2` and the seed are arrays, so that runs can be mapped.
+    """Settings of a training run that are not mapped; learning rate, b2 and seed are arrays.
 
     Attributes:
       optimizer: a name in `OPTIMIZERS`.
@@ -238,7 +238,7 @@ def rise(losses: np.ndarray, before: int = 100, after: int = 15) -> float:
 
 
 def watching(steps: int, repeats: int, batch: int = 512, width: int = 64) -> dict[str, float]:
-    """What RMS_t of both layers costs a step: shares of its operations and of its time.
+    """Measure the cost per step of RMS_t of both layers: shares of its operations and of its time.
 
     The time is the least of the repeats, with and without in turns.
     """

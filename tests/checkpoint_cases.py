@@ -1,4 +1,4 @@
-"""What the tests of checkpoints share."""
+"""Optimizers, meshes and comparisons of states, shared by the tests of checkpoints."""
 
 import dataclasses
 

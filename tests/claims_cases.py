@@ -1,4 +1,4 @@
-"""What tests of claims share: records made for the purpose, and what is said without any."""
+"""Records and assertions shared by the tests of the papers' claims."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def made(bench: str, case: str, impl: str, metric: str, value: float, **more: An
 
 
 def finding_of(paper: Any, where: str, rows: list[dict]) -> Any:
-    """What records say of the one claim at a place."""
+    """Return the finding of the one claim at `where`, computed from records."""
     found = [claim.finding(rows) for claim in paper.CLAIMS if claim.where == where]
     assert len(found) == 1, where
     return found[0]

@@ -1,4 +1,4 @@
-"""How much XLA optimizes the programs of tests on a CPU."""
+"""Levels of XLA's optimization for programs of tests on a CPU."""
 
 from importlib.metadata import version
 

@@ -1,4 +1,4 @@
-"""What every test shares: JAX's settings, the tiers, and the guard of a GPU run.
+"""Fixtures and hooks of every test: JAX's settings, the tiers, and the guard of a GPU run.
 
 A test belongs to one tier: `gpu` and `full` by their markers, `repo` by its folder (tests/repo),
 the default one otherwise.
@@ -34,7 +34,7 @@ _gpu_tests_run = 0
 
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is traced is for a machine with one GPU."""
+    """Patch platform detection so that code is traced as on a machine with one GPU."""
     monkeypatch.setattr(kernel_platform, "no_device_reason", lambda: None)
     monkeypatch.setattr(jax, "device_count", lambda: 1)
     # no program that was compiled for the machine as it is

@@ -25,7 +25,7 @@ _ADAM = {"mu": _MU, "nu": _NU}
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """How state is kept: what Storage and compress_state have in common."""
+    """Storage settings that `Storage` and `compress_state` have in common."""
 
     bits: int | None = 24
     group_size: int = 32
@@ -236,7 +236,7 @@ def train(tx: Any, params: Any, state: Any, gradients: Any, **extra: Any) -> tup
 
 
 def changes(start: Any, end: Any) -> list[np.ndarray]:
-    """What happened to each leaf, in f64."""
+    """Return the change of each leaf in f64."""
     rows = zip(jax.tree.leaves(start), jax.tree.leaves(end), strict=True)
     return [np.asarray(b, np.float64) - np.asarray(a, np.float64) for a, b in rows]
 

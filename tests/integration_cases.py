@@ -1,4 +1,4 @@
-"""What the tests against other packages share: a model, its training step, and comparisons."""
+"""A model, its training step and comparisons, shared by the tests against other packages."""
 
 import functools
 import math
@@ -69,7 +69,7 @@ def run(step, state, steps=STEPS):
 
 
 def starting(cls, model, tx, **options):
-    """What makes the first state, from a key."""
+    """Return a function of a key that creates the first training state."""
 
     def init(key):
         params = model.init(key, batch()[0])["params"]

@@ -120,7 +120,7 @@ def _stored(plan: LeafPlan, w: jax.Array, moments: dict[str, jax.Array]) -> Any:
 
 
 def launch(case: Case, launcher: Callable[..., Any], tile: Tile) -> list[operands.Result]:
-    """What a kernel makes of a case."""
+    """Launch a kernel on a case and return its results."""
     names = tuple(sorted(case.h))  # not what blocks share, which is a leaf's
     return launcher(
         case.rule,
@@ -135,7 +135,7 @@ def launch(case: Case, launcher: Callable[..., Any], tile: Tile) -> list[operand
 
 
 def expected(case: Case) -> list[tuple[jax.Array, LeafState]]:
-    """What the reference makes of it: the update (or the weight of a direct plan) and state."""
+    """Compute the reference's update (or weight, where a plan returns new parameters) and state."""
 
     def every(leaves: Any, states: Any, hs: Any, keys: Any) -> Any:
         return [
@@ -169,7 +169,7 @@ def compare(case: Case, found: list[operands.Result]) -> None:
 
 
 def undecided(case: Case, i: int) -> np.ndarray:
-    """Where a leaf's direction is Lion's and has the sign of rounding errors."""
+    """Return the mask of elements where rounding errors decide the sign of Lion's direction."""
     leaf, plan = case.leaves[i], case.plans[i]
     if case.rule.formula != "lion":
         return np.zeros(plan.shape, bool)

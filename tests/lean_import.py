@@ -18,7 +18,7 @@ def heavy_modules() -> list[str]:
 
 
 def backend_has_started(devices: int) -> bool:
-    """Whether JAX refuses a new number of CPU devices, as it does once a backend runs."""
+    """Return whether JAX refuses a new number of CPU devices, as it does once a backend runs."""
     try:
         jax.config.update("jax_num_cpu_devices", devices)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""What XLA is given for NVIDIA GPUs, on a machine without one."""
+"""StableHLO of programs for NVIDIA GPUs, lowered on a machine without one."""
 
 import re
 from collections.abc import Callable

@@ -164,7 +164,7 @@ GPU_STATE = 2.0**-18
 
 
 def rare(share: float, elements: int) -> float:
-    """How many of some elements may be what a share of all are: 4 standard errors over the mean.
+    """Return the largest allowed count of a rare outcome: the mean plus 4 standard errors.
 
     At least one, since none is the mean of few.
     """
@@ -304,7 +304,7 @@ U = 2.0**-24
 
 
 def of_row_sum(length: int) -> float:
-    """What f32 loses of a norm's output, of its largest terms.
+    """Bound the f32 rounding error of a norm's output, relative to its largest terms.
 
     A mean of n squares loses n u, half of it in the root; 16 operations of u around it.
     """

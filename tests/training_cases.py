@@ -1,4 +1,4 @@
-"""What tests of the training benchmarks share: quick programs, a text soon learnt."""
+"""Quick programs and an easily learnt text, shared by the tests of the training benchmarks."""
 
 import jax
 import jax.numpy as jnp

@@ -16,7 +16,7 @@ from optax_lowmem.kernels.fused_update import jax_triton, jax_triton_numerics
 
 
 class _Storage:
-    """What Triton's interpreter asks of torch's storages."""
+    """Part of torch's storage interface that Triton's interpreter uses."""
 
     def __init__(self, array: np.ndarray):
         self.array = array
@@ -32,7 +32,7 @@ class _Storage:
 
 
 class Tensor:
-    """What it asks of torch's tensors: a NumPy array by its address."""
+    """Part of torch's tensor interface that Triton's interpreter uses, over a NumPy array."""
 
     def __init__(self, array: np.ndarray | None, dtype: str):
         self.array, self.dtype = array, dtype

@@ -1,1 +1,1 @@
-"""What the step benchmark times: our step and others', in JAX and in torch."""
+"""Implementations that the step benchmark times: our step and others', in JAX and in torch."""

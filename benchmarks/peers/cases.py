@@ -57,5 +57,5 @@ def shapes(leaf_set: str) -> list[tuple[int, ...]]:
 
 
 def parameters(leaf_set: str) -> int:
-    """How many parameters a leaf set has."""
+    """Count the parameters of a leaf set."""
     return sum(math.prod(shape) for shape in shapes(leaf_set))

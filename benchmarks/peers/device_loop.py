@@ -64,7 +64,7 @@ class Setup:
 
 
 def moved_bytes(implementation: Implementation, carry: Carry) -> int:
-    """What a step must move: gradients are read, weights and state read and written."""
+    """Compute the bytes a step must move: gradients read, weights and state read and written."""
     params, state, grads = carry
     return live_bytes(grads) + implementation.rereads(grads) + 2 * live_bytes((params, state))
 

@@ -41,7 +41,7 @@ WARM_UP, STEPS = 3, 10
 
 
 def unavailable(implementation: str, optimizer: str) -> str | None:
-    """Why an implementation cannot run here, before anything is imported but torch."""
+    """Return why an implementation cannot run here, or None; import nothing but torch."""
     package, _ = IMPLEMENTATIONS[implementation]
     if (implementation, optimizer) not in CLASSES:
         return f"{package} has no such {optimizer}"
@@ -134,7 +134,7 @@ def build(case: dict[str, Any]) -> tuple[Any, list[Any]]:
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """What `benchmarks.peers.device_loop` finds of a JAX implementation, of a torch one."""
+    """Measure for a torch implementation what `benchmarks.peers.device_loop` finds of a JAX one."""
     import torch
 
     turns.take(case["turn"], case["compiling"])

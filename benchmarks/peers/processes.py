@@ -25,7 +25,7 @@ Job = dict[str, Any]
 
 
 def job(implementation: str, case: Case, repeats: int, steps: int | None, tbps: float) -> Job:
-    """What a process is told.
+    """Describe one measurement for the process that runs it.
 
     Args:
       implementation: a name of `in_jax` or `in_torch`.
@@ -51,7 +51,7 @@ def job(implementation: str, case: Case, repeats: int, steps: int | None, tbps: 
 
 
 def outcomes(jobs: Sequence[Job], at_once: int) -> Iterator[dict[str, Any]]:
-    """What each job found, in order, `at_once` processes at a time.
+    """Yield the outcome of each job, in order, `at_once` processes at a time.
 
     Those of a round compile together, then take turns on the device while nothing compiles: what
     else a host does shows in times. With more than one there are no compile times.
@@ -90,7 +90,7 @@ def in_a_process(one: Job) -> dict[str, Any]:
 
 
 def measure(one: Job) -> dict[str, Any]:
-    """What a JAX implementation does in one case, or why it does nothing."""
+    """Measure a JAX implementation in one case, or return why it is skipped or fails."""
 
     def steps(moved: int) -> int:
         return one["steps"] or device_loop.steps_for(moved, one["tbps"])

@@ -29,7 +29,7 @@ def say(case: Case, name: str, what: str) -> None:
 
 
 class Report:
-    """What a run has found, stored as it comes so that nothing is lost where it is cut off.
+    """Records of a run, each stored as it comes so that a run that is cut off loses none.
 
     Attributes:
       best: of the times of a step, the one that is recorded.

@@ -1,4 +1,4 @@
-"""What can be chosen by name: model presets and pairs of optimizers."""
+"""Model presets and pairs of optimizers, chosen by name."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def case(settings: Settings) -> str:
 
 
 def recorded_as(impl: str, implementation: str) -> str:
-    """What a record calls a run: lowmem-xla where lowmem.step was told to use XLA."""
+    """Return a run's name in records: lowmem-xla where lowmem.step was told to use XLA."""
     return impl if impl == F32 or implementation == "auto" else f"{impl}-{implementation}"
 
 

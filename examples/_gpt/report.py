@@ -1,4 +1,4 @@
-"""What a run measured: its summary and the table of it."""
+"""Summary of the measurements of runs, and the table of it."""
 
 from __future__ import annotations
 

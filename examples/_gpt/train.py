@@ -170,7 +170,7 @@ def compile_program(impl: str, settings: Settings, vocab: int) -> Program:
 
 
 def planned_bytes(compiled: jax.stages.Compiled) -> int:
-    """What a step holds at most, activations included, as the compiler has planned it."""
+    """Return the peak bytes of a step, activations included, as planned by the compiler."""
     plan = compiled.memory_analysis()
     results = plan.output_size_in_bytes - plan.alias_size_in_bytes
     return plan.argument_size_in_bytes + plan.temp_size_in_bytes + results

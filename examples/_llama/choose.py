@@ -1,4 +1,4 @@
-"""What `auto` means: the attention and the rematerialisation that suit a model and its machine."""
+"""Values of `auto`: the attention and rematerialisation that suit a model and its machine."""
 
 from __future__ import annotations
 

@@ -119,5 +119,5 @@ class Settings:
 
     @property
     def devices(self) -> int:
-        """How many the run is spread over."""
+        """Number of devices of the run."""
         return self.data * self.fsdp * self.tensor

@@ -1,4 +1,4 @@
-"""Where each array lies: a mesh of data x fsdp x tensor devices."""
+"""Shardings of the arrays on a mesh of data x fsdp x tensor devices."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def shardings(tx: Any, params: Any, settings: Settings, mesh: Mesh) -> tuple[Any
 
 
 def of_loss(settings: Settings, mesh: Mesh) -> dict[str, Any]:
-    """What the loss must be told for each device to sum its own chunks: where its arguments lie."""
+    """Return the loss's `mesh` and `specs`, with which each device sums its own chunks."""
     if settings.devices == 1:
         return {}
     head = _SPECS["embed_tokens" if settings.shape.tied else "lm_head"]
@@ -69,7 +69,7 @@ def of_loss(settings: Settings, mesh: Mesh) -> dict[str, Any]:
 
 
 def step_placement(of_state: Any, mesh: Mesh) -> dict[str, Any]:
-    """What lowmem.step must be told for kernels to run on each device: where the codes lie."""
+    """Return lowmem.step's `mesh` and `specs` (those of mu), for kernels on each device."""
     if jax.device_count() == 1:
         return {}
     inner = optax.tree.get(of_state, "inner_state", of_state)  # noise has an optimizer of its own
@@ -77,7 +77,7 @@ def step_placement(of_state: Any, mesh: Mesh) -> dict[str, Any]:
 
 
 def bytes_per_device(tree: Any, of_tree: Any) -> int:
-    """What one device holds of a tree of arrays."""
+    """Compute the bytes per device of a tree of arrays."""
 
     def size(leaf: Any, sharding: NamedSharding) -> int:
         return math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

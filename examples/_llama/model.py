@@ -72,7 +72,7 @@ class Block(nnx.Module):
 
 
 class Ends(nnx.Module):
-    """What is before and behind the layers: the embedding, the last norm, the output head."""
+    """Parts before and behind the layers: the embedding, the last norm, the output head."""
 
     def __init__(self, shape: Shape, rngs: nnx.Rngs):
         embedding = nnx.initializers.normal(shape.width**-0.5)
@@ -89,7 +89,7 @@ class Ends(nnx.Module):
 
 
 def is_norm(path: str) -> bool:
-    """Whether a parameter is the scale of a norm."""
+    """Return whether a parameter is the scale of a norm."""
     return path.endswith("scale")
 
 
@@ -99,7 +99,7 @@ def leaf_path(keys: tuple[Any, ...]) -> str:
 
 
 def _keeps(primitive: Any, *args: Any, **params: Any) -> bool:
-    """Whether the backward pass is given a result: products with weights, and cuDNN's attention."""
+    """Return whether a result is kept for the backward pass: weight products, cuDNN's attention."""
     products = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
     attention = primitive.name.startswith("dot_product_attention_fwd")
     return attention or products(primitive, *args, **params)
@@ -245,7 +245,7 @@ class Llama:
         return jax.checkpoint(body, prevent_cse=merges, policy=_POLICIES[self.remat])
 
     def kept_bytes(self, batch: int, sequence: int) -> int:
-        """What the layers keep for the backward pass, by the shapes of one."""
+        """Compute the bytes that the layers keep for the backward pass, from the shapes of one."""
         apart = dataclasses.replace(self, stacked=False)
         weights = functools.partial(apart.weights, dtype=lambda path: self.compute)
         layer = jax.eval_shape(weights, jax.random.key(0))[LAYERS][0]

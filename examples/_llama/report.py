@@ -1,4 +1,4 @@
-"""What a run says of itself: before, after, when there is no memory for it, and as records."""
+"""Messages of a run (headline, plan, summary, out of memory) and its benchmark records."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def limit() -> dict[str, int]:
 
 
 def out_of_memory(settings: Settings, report: lowmem.memory.Report, own_bytes: int) -> str:
-    """What does not fit, in a line."""
+    """Format one line on a run that does not fit into memory."""
     has = "".join(f" of {limit_bytes / GIB:.1f}" for limit_bytes in limit().values())
     return (
         f"{settings.optimizer}: out of memory: needs {report.state_bytes / GIB:.1f} GiB of state "
@@ -90,7 +90,7 @@ def summary(found: dict[str, float]) -> str:
 
 
 def planned(found: dict[str, float]) -> str:
-    """Where the memory of a step goes, in a line."""
+    """Format one line on the planned memory of a step: arguments, temporaries, backward pass."""
     gib = {n: found[f"{n}_bytes"] / GIB for n in ("argument", "temporary", "backward")}
     return (
         f"planned: {gib['argument']:.3f} GiB of weights and state and {gib['temporary']:.3f} GiB "

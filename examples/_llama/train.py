@@ -36,7 +36,7 @@ Step = Callable[[Any, Any, jax.Array], tuple[Any, Any, jax.Array]]
 
 @dataclass(frozen=True)
 class Program:
-    """What a run is made of; nothing of it lies on a device yet.
+    """Settings, optimizer and functions of a run; none of its arrays is on a device yet.
 
     Attributes:
       settings: the run, with what `auto` has become.
@@ -208,7 +208,7 @@ def _released(model: Llama, tx: Any, settings: Settings, where: dict[str, Any]) 
 
 
 def make_batches(settings: Settings, cache: Path) -> tuple[str, Batches]:
-    """What the text is called, and the batch of a step: a function of it and the seed alone."""
+    """Return the text's name, and the batch of a step: a function of it and the seed alone."""
     shape = settings.shape
     size = (settings.batch, settings.sequence + 1)
     if settings.text == "random":

@@ -1,4 +1,4 @@
-"""What a checkpoint goes through: wrong arguments, other folders, flipped bits, cuts, kills."""
+"""Tests of checkpoints under wrong arguments, other folders, flipped bits, cuts and kills."""
 
 import io
 import json
@@ -89,7 +89,7 @@ LATER = {"commit_success.txt", "_CHECKPOINT_METADATA"}
 
 
 def is_detected(folder):
-    """Whether the checksums tell, as `restore` asks them."""
+    """Return whether checksums detect damage, as in `restore`; an unreadable file counts."""
     try:
         return any(list(checksums.damaged(item)) for item in folder.iterdir() if item.is_dir())
     except (ValueError, KeyError, TypeError, AttributeError):  # a damaged file of checksums

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its format: others are refused, older ones migrated."""
+"""Tests of a checkpoint's format: other settings are refused, older versions migrated."""
 
 import json
 import sys

@@ -227,7 +227,7 @@ def million():
 
 @functools.partial(jax.jit, static_argnames="codec")
 def worst(codec, x):
-    """Whether all is finite; the largest error over its bound, to nearest and stochastic; zeros."""
+    """Return whether all is finite, the largest error over its bound, and the largest |y| at 0."""
     x = (x if codec.signed else jnp.abs(x)).reshape(2, -1, x.shape[-1])
     noise = random.uniforms(jnp.uint32(5), x[1].shape, x.shape[-1])
     y = jnp.stack(

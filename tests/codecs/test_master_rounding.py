@@ -95,7 +95,7 @@ def test_the_mean_of_a_step_is_the_step(name, dtype):
 
 
 def displacement(tx, steps, mean, deviation, dtype=BF16):
-    """How far 4096 weights of 1 go in as many steps, in one program."""
+    """Measure the mean change of 4096 weights of 1 after `steps` steps, in one program."""
     params, state = lowmem.init(tx, {"w": jnp.ones(4096)}, dtype)
 
     def one(carry, index):

@@ -35,7 +35,7 @@ def bf16(bits):
 
 
 def canonical(p, c):
-    """Whether a `split` can make the pair: all but three kinds that join as another pair.
+    """Return whether `split` can make the pair: all but three kinds that join as another pair.
 
     p = +-0 with c < 0 (counts as c = 0); p = +-inf with c > 0 and NaNs but (0x7fc0, 0), which are
     NaN. p = +-inf with c < 0 is a finite weight over bf16's largest.

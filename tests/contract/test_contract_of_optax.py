@@ -1,4 +1,4 @@
-"""What optax 0.2.8 asks of its own optimizers in its suites, asked of every optimizer and wrapper.
+"""Requirements of optax 0.2.8's own test suites, applied to every optimizer and wrapper.
 
 Convergence, state as a plain tree and execution under jit, scan and cond are in the tests beside
 this one. Each exception stands in a table with its reason.

@@ -1,4 +1,4 @@
-"""What optax's wrappers and Flax must do beyond following plain optax: see also the matrix."""
+"""Tests of optax's wrappers and of Flax beyond equality with plain optax; see also the matrix."""
 
 import inspect
 import warnings

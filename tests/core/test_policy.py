@@ -1,4 +1,4 @@
-"""Which leaves and slots stay uncompressed, with the reason kept."""
+"""Tests of the policy: leaves and slots that stay uncompressed, and the recorded reasons."""
 
 import jax
 import jax.numpy as jnp

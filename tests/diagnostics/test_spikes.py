@@ -168,7 +168,7 @@ def test_rms_of_a_sample():
 
 
 def test_rms_reads_chosen_leaves_only():
-    """What makes it cheap: of the whole state, the compiled program takes four arrays."""
+    """The compiled program takes only four arrays of the gradients and the state."""
     grads, state = run(lowmem.flash_adamw(1e-3, b2=B2))
     read = jax.jit(lambda g, s: diagnostics.rms(g, s, b2=B2, leaves=("embed",), sample=640))
     text = read.lower(grads, state).compile().as_text()

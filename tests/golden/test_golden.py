@@ -56,7 +56,7 @@ OPTIMIZERS = {
 
 
 def differing(ours, golden):
-    """Which integers differ; none by more than one unit."""
+    """Return the mask of differing integers; assert that none differs by more than one unit."""
     off = np.abs(np.int32(ours) - np.int32(golden)).ravel()
     assert off.max() <= 1
     return off != 0
@@ -166,7 +166,7 @@ def stepped(name, t):
 
 @functools.cache
 def decided(name, t):
-    """Where a step does not hang on the last bit: for Lion, the sign of a sum that cancels does."""
+    """Return the mask of elements whose sign is certain: all but Lion's sums that cancel."""
     _, state = golden_state(name, t - 1)
     if name != "lion":
         return np.ones(state.mu.shape, bool)

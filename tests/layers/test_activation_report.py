@@ -1,4 +1,4 @@
-"""What a function keeps for its gradient, by operation, without running it."""
+"""Tests of the activation report: what a function keeps for its gradient, by operation."""
 
 import functools
 

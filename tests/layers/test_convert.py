@@ -390,7 +390,7 @@ def test_what_is_no_model():
 
 
 def test_linen_conversions_do_not_pass_unnoticed():
-    """Where `init` and `apply` are not its own, its layers would be the old ones: refused."""
+    """A converted Linen module has `init` and `apply` only: other uses would run the old layers."""
 
     class Outer(nn.Module):
         inner: nn.Module

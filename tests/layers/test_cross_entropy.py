@@ -171,7 +171,7 @@ def test_a_label_that_is_none_is_seen(label):
 
 
 def products(function, *args):
-    """How many matrix products a program has in its text."""
+    """Count the matrix products in a program's jaxpr."""
     return str(jax.make_jaxpr(function)(*args)).count("dot_general[")
 
 

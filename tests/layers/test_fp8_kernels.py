@@ -125,7 +125,7 @@ def of_gradient(tokens, columns, dtype=jnp.bfloat16, kind=jnp.float8_e4m3fn):
 
 
 def test_weight_gradients_turn_codes_for_the_kernel_of_products(on_a_gpu, monkeypatch):
-    """Where that takes them; else XLA sums over tokens."""
+    """Codes are transposed where the product kernel takes them; elsewhere XLA sums over tokens."""
     given = of_gradient(512, 384)
     assert kernels_in(lower_for_cuda(gradient, *given)) == []  # no Hopper
     assert "Hopper" in dispatch.turning_reason(given[0], given[0], jnp.bfloat16)

@@ -104,7 +104,7 @@ def test_interpreted(pair, sizes, dtype, per, interpreted):
 
 @pytest.fixture
 def on_hopper(on_a_gpu, monkeypatch):
-    """What is traced is for a machine with one Hopper GPU."""
+    """Patch platform detection so that code is traced as on a machine with one Hopper GPU."""
     monkeypatch.setattr(platform, "not_hopper_reason", lambda: None)
 
 

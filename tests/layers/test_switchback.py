@@ -197,7 +197,7 @@ def has_ties(seed, size):
 
 
 def bounds(want, x, w, g, variant, formats, dtype):
-    """How far each product may be from the exact one."""
+    """Compute error bounds for the elements of y, dx and dw against the exact products."""
     off = {}
     for name, (a, b) in {"y": (x, w), "dx": (g, w.T), "dw": (x.T, g)}.items():
         errors = []

@@ -33,7 +33,7 @@ COLLECTIVE = re.compile(
 
 
 def collectives(text):
-    """How often each (kind, dtype, elements) is communicated, each array of an all-reduce."""
+    """Count the communicated arrays per (kind, dtype, elements), each array of an all-reduce."""
     found = collections.Counter()
     for types, kind in COLLECTIVE.findall(text):
         for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", types):
@@ -117,7 +117,7 @@ def test_fsdp_gathers_codes_and_reduces_scalars(layout, variant):
 
 @pytest.mark.parametrize("layout,cut", [("columns", INPUTS), ("rows", OUTPUTS)])
 def test_tensor_parallel_reduces_a_maximum_a_token(layout, cut):
-    """Where a sum lies over devices (of dX, or of Y): a row's maximum; sums travel as int32."""
+    """A sum over devices (dX or Y) all-reduces one maximum per row, and int32 in place of f32."""
     mine, theirs = compared(layout, "switchback")
     assert theirs == {(REDUCE, "f32", TOKENS * cut): 1}
     assert mine[REDUCE, MAXIMA, 1] <= 2

@@ -125,7 +125,7 @@ def judge(mutant: Mutant, folder: Path) -> Outcome:
 
 
 def unmutated(mutants: list[Mutant], folder: Path) -> bool:
-    """Whether the tests pass on the package as it is."""
+    """Run the tests on the package as it is and return whether they pass."""
     tests = list(dict.fromkeys(test for mutant in mutants for test in mutant.killed_by))
     start = time.monotonic()
     status, output = pytest(folder, tests)

@@ -205,7 +205,7 @@ def batches():
 
 
 def of_layers(params):
-    """What trains layers: AdamW of the weights, and the same optimizer for b_i as below."""
+    """Return an optimizer for layers: AdamW for the weights, `of_bits()` for b_i."""
     label = lambda path, _: "bits" if path[-1].key == "bits" else "weights"  # noqa: E731
     labels = jax.tree_util.tree_map_with_path(label, params)
     return optax.partition({"weights": optax.adamw(RATE), "bits": of_bits()}, labels)

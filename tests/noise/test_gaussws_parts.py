@@ -1,4 +1,4 @@
-"""Which matrices are of a part of a transformer, by the names that models give them."""
+"""Tests of choosing a transformer's matrices by part, from the names that models give them."""
 
 import jax.numpy as jnp
 

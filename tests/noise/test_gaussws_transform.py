@@ -58,7 +58,7 @@ def stepper(tx):
 
 
 def resampled(params, state, path=DOWN, dtype=BF16, **more):
-    """What the loss should see, from the functions alone."""
+    """Compute the sampled weight that the loss should see, from the functions alone."""
     key = random.leaf_key(state.seed, state.count, path)
     master = leaf(lowmem.master_params(params, state), path)
     bits = gaussws.bitwidths(state)[path]

@@ -42,7 +42,7 @@ def test_both_sides_of_1_are_accurate(power):
 
 
 def test_subtraction_would_not_do():
-    """Why the complement is not 1 - b2: what the test above would say of it."""
+    """Computing the complement as 1 - b2 would fail the test above."""
     t = steps()
     b2 = np.asarray(lowmem.b2_schedule(0.8)(jnp.asarray(t - 1)))
     assert np.max(np.abs((1 - b2) * t**0.8 - 1)) > 1e-3

@@ -168,7 +168,7 @@ def decode(codec, codes, scales):
 
 
 def rows(*kinds):
-    """Which groups are of these kinds."""
+    """Return the indices of the groups of these kinds."""
     found = [i for i, name in enumerate(GROUPS) if any(name.startswith(WORDS[k]) for k in kinds)]
     assert found
     return found

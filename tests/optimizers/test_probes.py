@@ -184,7 +184,7 @@ def test_variance_floor():
 
 
 def drift_asleep(tx, starts, steps):
-    """How far elements move in `steps` steps without a gradient after one of size `starts`.
+    """Measure how far elements move in `steps` steps without a gradient after one of size `starts`.
 
     Each shares a group with one whose gradient stays at 1.
     """

@@ -108,7 +108,7 @@ MASK = {"a": True, "b": True, "c": False, "d": True}
 
 
 def decayed(tx, params=WEIGHTS, step=0):
-    """What one step with gradients of 0 takes off each weight, as a share of it."""
+    """Measure the mean share by which one step with gradients of 0 reduces each weight."""
     zeros = jax.tree.map(jnp.zeros_like, params)
     state = tx.init(params)._replace(count=jnp.int32(step))
     updates, _ = jax.jit(tx.update)(zeros, state, params)

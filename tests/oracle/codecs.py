@@ -107,7 +107,7 @@ def decode(codec: Codec, codes: Array, scale: Array) -> Array:
 
 
 def companded(codec: Codec, x: Array, scale: Array) -> Array:
-    """Where x lies on the code axis: phi(x / s) times 127 or 255, clipped to the end codes."""
+    """Compute x's position on the code axis: phi(x / s) times 127 or 255, clipped to the ends."""
     s = np.asarray(scale, np.float64)[..., None]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         ratio = np.where(s > 0, codec.pre(np.asarray(x, np.float64)) / s, 0.0)

@@ -14,7 +14,7 @@ from .optimizers import step as exact_step
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """What is stored, and how; the defaults are the safe forms, PAPER the published ones."""
+    """Storage settings of the oracle; the defaults are the safe forms, PAPER the published ones."""
 
     mu: Codec | None = codecs.softsign
     nu: Codec | None = codecs.sqrt

@@ -57,7 +57,7 @@ def store(x: Array, group_size: int) -> Stored:
 
 
 def near_a_tie(position: Array, by: float) -> Array:
-    """Where a relative error of `by` in a position among the codes may give another one."""
+    """Return the mask of positions whose E4M3 code a relative error of `by` may change."""
     return cast(position * (1 - by), "e4m3") != cast(position * (1 + by), "e4m3")
 
 

@@ -60,7 +60,7 @@ def bitwidth(b: Array, init: float, target: float) -> Array:
 
 
 def loss(bits: list[Array], target: float, weight: float) -> float:
-    """What equation 10 adds to a loss."""
+    """Compute the loss term of equation 10."""
     every = np.concatenate([np.ravel(b) for b in bits])
     return weight / every.size * np.abs(every - target).sum()
 

@@ -1,4 +1,4 @@
-"""How a group's scale is stored, and what an element's error can be once it is."""
+"""Stored forms of a group's scale, and the error bound of an element encoded with it."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def quantize(x: Array, axis: int | None, fmt: str, largest: float | None = None)
 
 
 def near_a_tie(x: Array, axis: int | None, fmt: str, by: float, largest=None) -> Array:
-    """Where a relative error of `by` in the position may give another code."""
+    """Return the mask of elements whose code a relative error of `by` in position may change."""
     at = position(x, axis, fmt, largest)
     return cast(at * (1 - by), fmt) != cast(at * (1 + by), fmt)
 
@@ -73,7 +73,7 @@ def multiply(a: Operand | Array, b: Operand | Array) -> Array:
 
 
 def _axes(variant: str) -> tuple[int | None, int | None, int | None]:
-    """What shares a scale: of X and G, of W in the forward pass, of W in the backward pass."""
+    """Return the axis that shares a scale (None: all) for X and G, W forward, and W backward."""
     if variant in ("switchback", "switchback_m"):
         return 1, None, None
     if variant in ("switchback_q", "llm_int8"):

@@ -86,7 +86,7 @@ def test_elementwise_is_adamw(lr, peak):
 
 
 def test_gradients_of_one_size_make_every_block_adamw():
-    """Where |g| is one number, the mean of squares is each square."""
+    """Gradients of one magnitude make Adam-mini equal to AdamW for any block."""
     rng = np.random.default_rng(2)
     grads = rng.choice([-1.0, 1], (10, 4, 6)) * rng.uniform(1, 2, (10, 1, 1))
     adamw = optimizers.trajectory(optimizers.adamw, np.ones((4, 6)), grads, lr=0.1)[-1][0]

@@ -146,7 +146,7 @@ def test_import_is_lean():
 
 
 def is_private(dotted: str) -> bool:
-    """Whether a name of JAX and its family lies in a private module, such as jax._src."""
+    """Return whether a name of JAX and its family lies in a private module, such as jax._src."""
     root, *rest = dotted.split(".")
     return root in {"jax", "jaxlib", "optax", "flax"} and any(
         part.startswith("_") and not part.startswith("__") for part in rest

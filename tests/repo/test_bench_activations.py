@@ -62,7 +62,7 @@ def test_units(kind, codes):
 
 
 def test_units_of_bf16():
-    """What the paper counts, less its norms' f32, and what JAX keeps beside; none is quadratic."""
+    """Units of bf16 are the paper's, less f32 norms, plus JAX's extra, for any size of layer."""
     bf16 = bench_activations.kept(bench_activations.PAPER, "bf16")[1]
     assert 20.66 < bf16["value"] < 30
     double = bench_activations.kept("h3072-s4096-b4", "bf16")[1]

@@ -1,4 +1,4 @@
-"""What fits on a device: the search, a small model as it is, and the table."""
+"""Tests of the search for the largest batch that fits on a device, and of its table."""
 
 import jax
 import pytest

@@ -40,7 +40,7 @@ def test_noise_alone():
 
 
 def test_every_run_has_other_noise():
-    """What is looped cannot be taken out of the loop."""
+    """Each pass of the timed loop has another key, so XLA cannot hoist the noise out of it."""
     looped = jax.jit(lambda n: bench_noise.Keyed._loop(lambda key: key, (jnp.uint32(5),), n))
     assert [int(looped(n)) for n in (1, 2, 7)] == [0, 1, 6]
 

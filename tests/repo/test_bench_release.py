@@ -27,7 +27,7 @@ OTHER = made("llama-1b/optax.adamw", False, bytes_per_param=12.0, fits=1)
 
 
 def test_rows():
-    """What fits first; the newest record of a run counts; no number where none was taken."""
+    """The table lists what fits first, uses the newest records and has no unmeasured number."""
     older = made("llama-8b/optax.adamw", False, fits=1)
     head, body, used = release_tables.table([*older, *PLAIN, *OTHER, *RELEASED])
     rows = [dict(zip(head, row, strict=True)) for row in body]

@@ -1,4 +1,4 @@
-"""What records say of COAT's claims on activations, on records made for the purpose."""
+"""Tests of the findings for COAT's claims on activations, with synthetic and stored records."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What records say of GaussWS' claims, on records made for the purpose."""
+"""Tests of the findings for GaussWS' claims, with synthetic and stored records."""
 
 import math
 

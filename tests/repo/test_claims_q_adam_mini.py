@@ -1,4 +1,4 @@
-"""What records say of Q-Adam-mini's claims, on records made for the purpose."""
+"""Tests of the findings for Q-Adam-mini's claims, with synthetic and stored records."""
 
 import numpy as np
 import pytest

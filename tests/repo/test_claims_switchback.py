@@ -1,4 +1,4 @@
-"""What records say of SwitchBack's claims, on records made for the purpose."""
+"""Tests of the findings for SwitchBack's claims, with synthetic and stored records."""
 
 import math
 

@@ -108,7 +108,7 @@ def test_stopped_and_resumed(llama, tmp_path):
 
 
 def test_on_a_mesh(llama):
-    """What one device has, cut in eight: the same start, the same losses but for noise."""
+    """Eight devices have the start of one, its losses to 5e-4, and an eighth of its bytes each."""
     one, mesh = (trained(llama, flags) for flags in (ONE, ANOTHER))
     assert mesh.run.losses == pytest.approx(one.run.losses, abs=5e-4)
     assert mesh.run.losses != one.run.losses
@@ -124,7 +124,7 @@ def test_on_a_mesh(llama):
 @pytest.mark.full
 @pytest.mark.parametrize("flags", ["--data 2 --zero", "--data 2 --fsdp 2 --tensor 2 --remat"])
 def test_resumed_on_other_meshes(llama, tmp_path, flags):
-    """Where each device has the same part of the batch, even the bits are the same."""
+    """A run resumes on another mesh, with the same bits if each device's batch part is the same."""
     whole = trained(llama, "--data 2").run
     where = f"--checkpoint {tmp_path}"
     trained(llama, f"--data 2 {where} --until 3")

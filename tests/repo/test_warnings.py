@@ -1,4 +1,4 @@
-"""What a test run takes for an error."""
+"""Tests of the warnings that a test run treats as errors."""
 
 import os
 import subprocess

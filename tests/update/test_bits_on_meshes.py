@@ -1,4 +1,4 @@
-"""What has the same bits on one device and on eight: the table of docs/sharding.md, row by row."""
+"""Tests of bit equality between one device and eight: the table of docs/sharding.md, row by row."""
 
 import re
 from pathlib import Path
@@ -68,7 +68,7 @@ def stepped(tx, layout, steps):
 # of the others, the default tier has a layout each in tests/update/test_sharding.py
 @pytest.mark.parametrize("name", rows(EVERY_BIT, ["flash_adamw"]))
 def test_every_bit(name):
-    """Where multiply-adds are compiled alike; jax 0.12 partitions the calls of the CPU's path."""
+    """All bits are equal; where JAX partitions the CPU path's calls, at most 4 elements differ."""
     tx = EVERY_BIT[name]()
     found, wanted = stepped(tx, "both", 4), stepped(tx, None, 4)
     different = 0

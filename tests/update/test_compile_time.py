@@ -1,4 +1,4 @@
-"""What a step of many leaves costs to compile on a CPU, against optax."""
+"""Tests of the compilation cost of a step with many leaves on a CPU, against optax."""
 
 import time
 

@@ -239,7 +239,7 @@ def test_explain_says_which_groups_are_cut(kind):
 @pytest.mark.filterwarnings("ignore:.*Adam-mini:UserWarning", "ignore:.*block:UserWarning")
 @pytest.mark.parametrize("name", ["flash_adamw", "compress_state adam", "split_master_weights"])
 def test_auto_axes(name):
-    """What has a parameter's shape lies where it does, as do updates, from an eager init too."""
+    """Updates and state of a parameter's shape have its sharding, also after an eager `init`."""
     tx, params = forms()[name], placed(arrays(WHOLE), WHOLE, mesh(kind=AxisType.Auto))
     of_shape = {x.shape: x.sharding for x in params.values()}
     state = tx.init(params)

@@ -179,7 +179,7 @@ def test_reasons():
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the packed path is for CPUs")
 def test_small_outputs_are_computed_in_calls_that_xla_keeps():
-    """What the packed path rests on: the calls are still there when compiled."""
+    """The compiled program keeps the calls on which the packed path relies."""
     tx = CASES["adamw"](lowmem.Storage())
     params, state = lowmem.init(tx, {"w": jnp.ones((128, 128))})
     grads = {"w": jnp.ones((128, 128))}

@@ -234,7 +234,7 @@ def compile_case(tx, shapes, tile=TILE, **options):
 
 
 def moved_tiles(kernel) -> int:
-    """How often a whole tile changes hands between threads."""
+    """Count the layout conversions of whole tiles between threads."""
     return len(re.findall(r"convert_layout .*tensor<\d+x\d+x", kernel.asm["ttgir"]))
 
 

@@ -1,4 +1,4 @@
-"""Who takes a leaf and why, which leaves share a launch, and how a kernel's work is cut."""
+"""Tests of the kernel chosen per leaf and its reason, of shared launches and of tilings."""
 
 import dataclasses
 import functools
@@ -57,7 +57,7 @@ def test_who_takes_a_leaf(on_a_gpu, shape, tx, chosen, reason):
 
 
 def test_the_second_backend(on_a_gpu, monkeypatch):
-    """Where Pallas has no Triton lowering; its own reasons stand beside Pallas'."""
+    """Without Pallas' Triton lowering and jax-triton, XLA is chosen and both reasons are given."""
     monkeypatch.setattr(platform, "has_pallas_triton", lambda: False)
     monkeypatch.setattr(platform, "has_jax_triton", lambda: False)
     name, why = choose((64, 128))
@@ -160,7 +160,7 @@ def test_explain_says_it(on_a_gpu):
 
 @pytest.mark.parametrize("kernel", fused_update.IMPLEMENTATIONS)
 def test_a_computation_for_a_cpu_on_a_gpu_machine(on_a_gpu, kernel):
-    """What is traced with the kernel in it runs without one where its arrays are a CPU's."""
+    """A step traced with the kernel runs without it where its arrays are on a CPU."""
     params = jax.device_put({"w": jnp.ones((7, 40), BF16)}, jax.local_devices(backend="cpu")[0])
     grads, state = jax.tree.map(lambda p: p * 0.01, params), TX.init(params)
     implementation = "xla" if kernel == "xla" else None

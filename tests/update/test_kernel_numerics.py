@@ -59,7 +59,7 @@ def test_uniform():
 
 
 def test_noise_of_one_never_rounds_up():
-    """What `uniform` may give in a kernel: no value is lifted to a code it has no share of."""
+    """A `uniform` of 1, which a kernel may give, rounds no value up to the next code."""
     whole = np.arange(127, dtype=np.float32)
     z = jnp.asarray(np.add.outer(whole, np.float32([0, 0.5, 1 - 2.0**-17])).ravel())
     companded = [c for c in codecs.CODECS.values() if isinstance(c, codecs.CompandedCodec)]

@@ -267,7 +267,7 @@ def test_one_cut_is_as_good_as_another(interpreted):
 
 
 def launched(case, tile, **how):
-    """What the kernel makes of a case; traced anew each time, for what a test has changed."""
+    """Trace the kernel anew, with a test's changes, and run it on a case in interpret mode."""
     anew = functools.partial(pallas_triton.launch.__wrapped__, interpret=True, **how)
     names = tuple(sorted(case.h))
     scalars = case.scalars(names)
@@ -390,7 +390,7 @@ def padded(x, value):
 
 @pytest.mark.parametrize("shape, size", [((3, 5, 64), 32), ((2, 3, 50), 24)], ids=str)
 def test_nothing_beyond_an_array_is_written(shape, size, monkeypatch):
-    """What lies beside the elements and scales of a leaf is what it was, and changes nothing."""
+    """A kernel neither changes nor uses the values beside a leaf's elements and scales."""
     case, tile = make("flash_adamw", [shape], how={"group_size": size}), Tile(256, 4)
     (wanted,) = launched(case, tile)
     sentinel = 77  # of every dtype
@@ -412,7 +412,7 @@ def test_nothing_beyond_an_array_is_written(shape, size, monkeypatch):
 
 
 def lowered(tx, shapes, dtype, direct, gradient_dtype=BF16):
-    """What XLA is given for CUDA: the text of a step, or of an update."""
+    """Lower a step, or an update, for CUDA and return its StableHLO."""
     params = {f"leaf{i}": jax.ShapeDtypeStruct(s, dtype) for i, s in enumerate(shapes)}
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, gradient_dtype), params)
     run = functools.partial(lowmem.step, tx) if direct else functools.partial(tx.update)

@@ -242,7 +242,7 @@ WRAPPED = {
 
 @pytest.mark.parametrize("wrapper", WRAPPED)
 def test_through_wrappers(wrapper):
-    """What has the parameter's shape lies where it does; the state can be put there, and steps."""
+    """State and scales have the parameter's sharding in a wrapper too; the rest is replicated."""
     tx = WRAPPED[wrapper](lowmem.flash_adamw(1e-3))
     params = {"a": {"w": jnp.ones((64, 256), jnp.bfloat16)}, "w": jnp.ones((8, 64), jnp.bfloat16)}
     the_mesh = mesh(x=4, y=2)
@@ -296,7 +296,7 @@ def test_bytes_of_a_device():
 
 
 def test_state_on_the_host():
-    """Where it waits between the steps; brought to the device inside the jit."""
+    """State stored in host memory between steps and moved to the device gives the same bits."""
     the_mesh, tx = mesh(x=4), lowmem.flash_adamw(1e-3)
     params = {"w": jnp.ones((64, 256), jnp.bfloat16)}
     given = {"w": P("x")}
@@ -344,7 +344,7 @@ COLLECTIVES = r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-per
 
 
 def collectives(tx, params, of_params, of_state):
-    """How many of each kind a step has."""
+    """Count the collectives of each kind in a compiled step."""
     state = jax.eval_shape(tx.init, params)
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), params)
     step = jax.jit(

@@ -33,7 +33,7 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 
 
 def programs(call: Callable[[], Any]) -> tuple[Any, int]:
-    """What a call returns and how many programs it compiles, none of which is there already."""
+    """Return a call's result and the number of programs it compiles, with caches cleared."""
     jax.clear_caches()
     before = _requests
     result = call()

@@ -1,4 +1,4 @@
-"""What explain says of each leaf, and the misuses that it finds."""
+"""Tests of `explain`: its lines per leaf, and the misuses that it finds."""
 
 import functools
 import warnings
@@ -160,7 +160,7 @@ def test_what_is_sound_gets_no_warning(make):
 
 
 def started(tx):
-    """What `init` warns of, called and traced."""
+    """Return the warnings of `init`, called and traced."""
     masters = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), PARAMS)
     init = functools.partial(
         lowmem.init, tx, dtype=lambda path, _: DTYPES[path], allow_rounding=True
@@ -184,7 +184,7 @@ def test_init_does_not_warn_of_what_is_sound(make):
 
 
 def test_a_trial_with_heads_and_with_leaves_that_are_left_out():
-    """What the trial cannot shorten to a few numbers is no reason to warn."""
+    """`explain` and `init` do not warn of leaves that the trial cannot shorten to a few numbers."""
     params = {
         "attention": {"q_proj": {"kernel": jnp.ones((96, 96))}, "step": jnp.arange(3)},
         "norm": jnp.ones(96),

@@ -20,7 +20,7 @@ SCALES = {  # of the gradient, with a largest norm of 1
 
 
 def change(clip, scale, advance):
-    """What one step of plain gradient descent at learning rate 1 takes off weights of 0."""
+    """Return the decrease of weights of 0 in one step of gradient descent at learning rate 1."""
     params = {"w": jnp.zeros(3)}
     tx = clip(optax.clip_by_global_norm(1.0), lowmem.flash_sgd(1.0))
     grads = {"w": jnp.asarray(GRADIENT * np.float32(scale))}

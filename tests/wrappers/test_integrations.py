@@ -186,7 +186,7 @@ def test_logical_axes(name):
 
 
 def test_boxes_on_a_set_mesh():
-    """Where a box that is opened would shard its array, and an array without one is replicated."""
+    """`state_shardings` shards as an opened box would; an array without a box is replicated."""
     params = jax.eval_shape(starting(train_state.TrainState, MLP(), optax.sgd(1.0)),
                             jax.random.key(0)).params  # fmt: skip
     with jax.set_mesh(MESH()):

@@ -25,7 +25,7 @@ MADE = {
 
 
 def added(params, updates):
-    """What `eqx.apply_updates` does: `p + u`, in the wider of both dtypes."""
+    """Add updates like `eqx.apply_updates`: `p + u`, in the wider of both dtypes."""
     return jax.tree.map(lambda p, u: p + u, params, updates)
 
 
