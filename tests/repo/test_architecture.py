@@ -193,7 +193,7 @@ def vague_docstrings(path: Path) -> Iterator[str]:
 
 
 def test_docstrings_open_with_a_verb_or_a_noun():
-    assert not [line for path in sources("optax_lowmem") for line in vague_docstrings(path)]
+    assert not [line for path in all_sources() for line in vague_docstrings(path)]
 
 
 def test_vague_docstrings_are_noticed(tmp_path, monkeypatch):
