@@ -1,8 +1,8 @@
 """Every optimizer x dtype x master width x group size x rounding x optax wrapper.
 
 The default tier runs rows in which every pair of values occurs, of the optimizers that differ in
-more than their codecs; the full one such rows of all optimizers, and all other choices with group
-sizes and roundings in turn. A row trains on a fixed gradient stream and must follow the same
+more than their codecs; the full one such rows of all optimizers, and each optimizer, dtype and
+wrapper with master widths, group sizes and roundings in turn. A row trains on a fixed gradient stream and must follow the same
 wrapper around plain f32 optax.
 """
 
@@ -94,12 +94,15 @@ def _is_distinct(row: tuple) -> bool:
 
 
 def _in_turn(row: tuple) -> bool:
-    """One of the group sizes, and one of the roundings, for each choice of the rest."""
+    """One of the master weights, group sizes and roundings for each choice of the rest."""
     places = [values.index(value) for values, value in zip(FACTORS, row, strict=True)]
-    rounding = places.pop(FACTORS.index(ROUNDINGS))
-    size = places.pop(FACTORS.index(GROUPS))
-    rest = sum(places)
-    return size == rest % len(GROUPS) and rounding == rest // len(GROUPS) % len(ROUNDINGS)
+    turning = [FACTORS.index(values) for values in (BITS, GROUPS, ROUNDINGS)]
+    turn = sum(place for factor, place in enumerate(places) if factor not in turning)
+    for factor in turning:
+        turn, wanted = divmod(turn, len(FACTORS[factor]))
+        if places[factor] != wanted:
+            return False
+    return True
 
 
 PAIRS = set(pairwise(FACTORS))

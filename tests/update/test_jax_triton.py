@@ -158,10 +158,11 @@ def test_a_step_calls_it(opaque, implementation):
 # ---- numerics, without a GPU ---------------------------------------------------------------------
 
 
-def interpreted(expression: str) -> None:
-    """Runs interpret_jax_triton.py in a process of its own, where Triton interprets."""
+@pytest.mark.full
+def test_numerics_in_the_interpreter():
+    """interpret_jax_triton.py in a process of its own, where Triton interprets."""
     tests = Path(__file__).parents[1]
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", expression]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(
         [sys.executable, *command, str(tests / "interpret_jax_triton.py")],
         env={**os.environ, "TRITON_INTERPRET": "1", "JAX_PLATFORMS": "cpu"},
@@ -171,15 +172,6 @@ def interpreted(expression: str) -> None:
         timeout=900,
     )
     assert done.returncode == 0, done.stdout[-10000:] + done.stderr[-2000:]
-
-
-def test_numerics_in_the_interpreter():
-    interpreted("not full")
-
-
-@pytest.mark.full
-def test_more_numerics_in_the_interpreter():
-    interpreted("full")
 
 
 # ---- code, without a GPU -------------------------------------------------------------------------
