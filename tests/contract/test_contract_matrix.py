@@ -2,8 +2,8 @@
 
 The default tier runs rows in which every pair of values occurs, of the optimizers that differ in
 more than their codecs; the full one such rows of all optimizers, and each optimizer, dtype and
-wrapper with master widths, group sizes and roundings in turn. A row trains on a fixed gradient stream and must follow the same
-wrapper around plain f32 optax.
+wrapper with master widths, group sizes and roundings in turn. A row trains on a fixed gradient
+stream and must follow the same wrapper around plain f32 optax.
 """
 
 import functools
