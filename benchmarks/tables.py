@@ -33,6 +33,7 @@ ROOT = Path(__file__).parent.parent
 PAGES = (
     "README.md",
     "docs/activations.md",
+    "docs/architecture.md",
     "docs/choosing.md",
     "docs/cpu_speed.md",
     "docs/gpu_speed.md",

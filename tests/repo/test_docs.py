@@ -94,6 +94,12 @@ def test_code_of_the_readme(tmp_path, monkeypatch):
         exec(compile(block, f"README.md, block {index}", "exec"), namespace)  # noqa: S102
 
 
+def test_every_page_with_a_table_is_rendered():
+    pages = [README, *(README.parent / "docs").rglob("*.md")]
+    marked = [p for p in pages if "<!-- table:" in p.read_text("utf-8")]
+    assert {str(p.relative_to(README.parent)) for p in marked} == set(tables.PAGES)
+
+
 @pytest.mark.parametrize("name", tables.PAGES)
 def test_tables_are_those_of_the_records(name):
     text = (README.parent / name).read_text("utf-8")
