@@ -2,7 +2,7 @@
 
 The bytes are summed as 64-bit words, page by page, and the CRC-32 is of the sums, which takes a
 third of the time of a CRC-32 of all bytes: the sums tell any change within a word and of a page as
-a whole, and the CRC-32 which page it was. docs/architecture.md has what a save takes more.
+a whole, and the CRC-32 which page it was. Its cost is in docs/architecture.md.
 """
 
 import json
