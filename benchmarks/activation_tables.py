@@ -1,5 +1,7 @@
 """The tables of docs/activations.md: a layer whose activations are kept in FP8, and training."""
 
+import json
+import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -46,14 +48,14 @@ LOSSES = {
     "fp8": (0.003, 2.999 / 2.995 - 1),
     "coat_adamw": (0.003, 2.998 / 2.995 - 1),
 }
-OTHER = "standard-other-start"
+BASELINE, OTHER = "standard", "standard-other-start"
 SAYS = {
     "fp8-coat_adamw": "FP8 activations and coat_adamw",
     "fp8": "FP8 activations",
     "coat_adamw": "coat_adamw",
     OTHER: "other initial weights",
 }
-STEPS, WEIGHTS = 2000, 130e6  # at least, for a target
+STEPS, WEIGHTS, SEEDS = 2000, 130e6, 3  # at least, for a target
 NOT_YET = "not measured yet"
 
 
@@ -89,25 +91,45 @@ def speedups(rows: Rows, name: str = OURS) -> dict[str, tuple[float, Rows]]:
     return found
 
 
+def trainings(rows: Rows, on_gpu: bool = True) -> list[dict[str, dict]]:
+    """Variant -> record of its held-out loss, of each training run in the order of their starts."""
+    found: dict[str, dict[str, dict]] = {}
+    for row in on_gpus(rows) if on_gpu else rows:
+        if (
+            row["bench"] == "train" and row["metric"] == "val_loss"
+            and "/activations" in row["case"]
+        ):  # fmt: skip
+            run = json.dumps([row[key] for key in ("device", "jax", "case", "flags")])
+            found.setdefault(run, {})[row["impl"]] = row
+    return [run for run in found.values() if BASELINE in run]
+
+
 def losses(rows: Rows, on_gpu: bool = True) -> dict[str, dict]:
-    """Variant -> record of its held-out loss, in the run of `standard` that was stored last."""
-    rows = on_gpus(rows) if on_gpu else rows
-    ends = [
-        row
-        for row in rows
-        if row["bench"] == "train" and row["metric"] == "val_loss"
-        and row["case"].endswith("/activations")
-    ]  # fmt: skip
-    base = [row for row in ends if row["impl"] == "standard"]
-    if not base:
-        return {}
-    same = ("case", "device", "jax", "flags")
-    return {row["impl"]: row for row in ends if all(row[key] == base[-1][key] for key in same)}
+    """Variant -> record of its held-out loss, in the last of the runs with the most variants."""
+    return max(reversed(trainings(rows, on_gpu)), key=len, default={})
+
+
+def paired(rows: Rows, name: str = "fp8") -> list[tuple[dict, dict]]:
+    """(baseline, variant) by seed: of the runs that differ in it alone, those with the most."""
+    found: dict[str, dict[int, tuple[dict, dict]]] = {}
+    for run in trainings(rows):
+        if name in run:
+            own = run[BASELINE]
+            rest = {key: value for key, value in own["flags"].items() if key != "seed"}
+            same = json.dumps([own["case"], own["device"], own["jax"], rest])
+            found.setdefault(same, {})[own["seed"]] = own, run[name]
+    return list(max(reversed(found.values()), key=len, default={}).values())
+
+
+def differences(pairs: list[tuple[dict, dict]]) -> tuple[float, float]:
+    """The mean relative difference of pairs, and its standard error."""
+    each = [other["value"] / own["value"] - 1 for own, other in pairs]
+    return statistics.mean(each), statistics.stdev(each) / len(each) ** 0.5
 
 
 def over(found: dict[str, dict], name: str) -> float:
     """The share by which a loss is over the standard's."""
-    return found[name]["value"] / found["standard"]["value"] - 1
+    return found[name]["value"] / found[BASELINE]["value"] - 1
 
 
 # ---- tables --------------------------------------------------------------------------------------
@@ -148,6 +170,13 @@ def targets(rows: Rows) -> Table:
             add(f"held-out loss over bf16 with AdamW: {SAYS[name]}", f"≤ {most:.1%}",
                 f"{over(ends, name):+.2%}", over(ends, name) <= most,
                 [ends[name], ends["standard"]])  # fmt: skip
+    pairs = paired(rows)
+    if len(pairs) >= SEEDS:
+        (mean, error), most = differences(pairs), LOSSES["fp8"][0]
+        tokens = pairs[0][0]["flags"]["tokens"]
+        add(f"the same with FP8 activations, {len(pairs)} seeds, {tokens:,} tokens per step",
+            f"≤ {most:.1%}", f"{mean:+.2%} ± {error:.2%}", mean <= most,
+            [row for pair in pairs for row in pair])  # fmt: skip
     return ["target", "asked", "measured", "reached"], body, used
 
 
@@ -253,6 +282,24 @@ def training(rows: Rows) -> Table:
     return head, body, list(found.values())
 
 
+def seeds(rows: Rows) -> Table:
+    """Held-out losses with FP8 activations beside those without, by seed."""
+    pairs = paired(rows)
+    if len(pairs) < 2:
+        return [], [], []
+    body = [
+        [f"{own['seed']}", f"{own['value']:.4f}", f"{other['value']:.4f}",
+         f"{other['value'] / own['value'] - 1:+.2%}"]
+        for own, other in sorted(pairs, key=lambda pair: pair[0]["seed"])
+    ]  # fmt: skip
+    mean, error = differences(pairs)
+    body.append(["mean ± standard error", "", "", f"{mean:+.2%} ± {error:.2%}"])
+    flags = pairs[0][0]["flags"]
+    head = [f"seed of weights and batches; {flags['steps']} steps of {flags['tokens']:,} tokens",
+            "16-bit activations", "FP8 activations", "relative to 16 bits"]  # fmt: skip
+    return head, body, [row for pair in pairs for row in pair]
+
+
 TABLES: dict[str, Callable[[Rows], Table]] = {
     "activation_targets": targets,
     "activation_units": units,
@@ -260,6 +307,11 @@ TABLES: dict[str, Callable[[Rows], Table]] = {
     "activation_groups": groups,
     "activation_norms": norms,
     "activation_training": training,
+    "activation_seeds": seeds,
     "activation_fit": fit_tables.table,
 }
-COMMANDS = {"activation_training": "bench_activation_training", "activation_fit": "bench_fit"}
+COMMANDS = {
+    "activation_training": "bench_activation_training",
+    "activation_seeds": "bench_activation_training --variants standard fp8 --batch 128 --seed N",
+    "activation_fit": "bench_fit",
+}

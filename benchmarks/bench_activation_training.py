@@ -23,7 +23,7 @@ from benchmarks.llama_training import Run
 
 CURVES = records.RESULTS / "coat_activations.npz"
 PART = "run"
-WHAT = "activations"  # in the case of records
+WHAT = "activations"  # in the case of records; with the batch where it is not the preset's
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -67,7 +67,8 @@ def main(arguments: list[str] | None = None) -> dict[str, dict[str, np.ndarray]]
         return Experiment(run, load_text(run, args.cache), args.seed)
 
     path = args.curves or (None if run.preset.startswith("smoke") else CURVES)
-    return train_all(make, args.variants, args, PART, path, WHAT)
+    what = WHAT if args.batch is None else f"{WHAT}-b{args.batch}"
+    return train_all(make, args.variants, args, PART, path, what)
 
 
 if __name__ == "__main__":

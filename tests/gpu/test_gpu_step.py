@@ -302,7 +302,7 @@ def test_arrays_of_the_hosts_cpu():
 
 def test_vmap():
     """Over members of an ensemble, each with its own parameters and state."""
-    tx = build("flash_adamw")
+    tx = lowmem.flash_adamw(LEARNING_RATE, storage=lowmem.Storage(policy=lowmem.Policy(min_size=0)))
     rng = np.random.default_rng(0)
     shapes = {"w": (3, 40, 96), "b": (3, 70)}
     tree = {n: jnp.asarray(rng.normal(0, 0.05, s), F32) for n, s in shapes.items()}

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 pytest.importorskip("flax")
@@ -83,10 +84,12 @@ def test_norms(ratio, verdict):
     assert finding_of("Appendix J", rows).verdict == verdict
 
 
-def trained(steps=2000, **over):
+def trained(steps=2000, seed=0, batch="", **over):
     flags = {"steps": steps, "parameters": 134_000_000, "preset": "llama-134m", "tokens": 16384}
+    flags["seed"] = seed
     losses = {"standard": 3.0} | {name.replace("__", "-"): 3 * (1 + v) for name, v in over.items()}
-    return [made("train", "llama-134m/activations", name, "val_loss", value, flags=flags, seed=0)
+    return [made("train", f"llama-134m/activations{batch}", name, "val_loss", value,
+                 flags=flags, seed=seed)
             for name, value in losses.items()]  # fmt: skip
 
 
@@ -104,6 +107,24 @@ def test_training(name, more, verdict):
     ((*_, reached),) = activation_tables.targets(rows)[1]
     assert (reached == "yes") == (verdict != NOT)
     assert activation_tables.targets(trained(steps=500, **{name: more}))[1] == []  # too short
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_paired_seeds(reached):
+    """The mean difference decides, of runs that differ in the seed alone; another table's stay."""
+    shares = (0.004, 0.001, 0.003 if reached else 0.005)
+    rows = trained(fp8=0.0, coat_adamw=0.0)
+    rows += [r for i, more in enumerate(shares) for r in trained(seed=i, batch="-b128", fp8=more)]
+    rows = tables.newest(rows)
+    (mean, error), pairs = (f(activation_tables.paired(rows)) for f in
+                            (activation_tables.differences, list))  # fmt: skip
+    assert mean == pytest.approx(sum(shares) / 3) and len(pairs) == 3
+    assert error == pytest.approx(np.std(shares, ddof=1) / 3**0.5)
+    assert len(activation_tables.seeds(rows)[1]) == 4
+    assert activation_tables.losses(rows).keys() == {"standard", "fp8", "coat_adamw"}
+    says, asked, _, found = activation_tables.targets(rows)[1][-1]
+    assert "3 seeds" in says and asked == "≤ 0.3%" and (found == "yes") == reached
+    assert all("seeds" not in row[0] for row in activation_tables.targets(rows[:-1])[1])
 
 
 def fitted(preset, plain, coat, planned=(2.0, 1.0)):
