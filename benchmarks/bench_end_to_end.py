@@ -62,6 +62,7 @@ class Variant:
       products_alone: whether `dots` computes the attention anew too.
       merges: whether XLA may find that what is computed anew is there already, as it does in
         unrolled layers that nothing keeps it from.
+      anew: whether each micro-batch quantizes the weights, also where memory is left for codes.
       options: of the compiler.
     """
 
@@ -69,10 +70,12 @@ class Variant:
     chunk_tokens: int | None = None
     products_alone: bool = False
     merges: bool = False
+    anew: bool = False
     options: tuple[tuple[str, str], ...] = ()
 
 
 STANDARD = "--activations standard --remat dots"
+IN_16 = "--activations fp8 --batch 128 --sequence 1024 --accumulate 16"
 HALF_A_MILLION = "--batch 512 --sequence 1024 --accumulate 64"  # tokens in a step
 LT = (("xla_gpu_enable_cublaslt", "True"),)
 CUBLAS = (("xla_gpu_enable_triton_gemm", "False"),)
@@ -100,7 +103,8 @@ VARIANTS = {
     "scan-none": Variant("--activations standard --remat none --unroll 1"),
     "scan-full": Variant("--activations standard --remat full --unroll 1"),
     "lean-accumulated": Variant(f"--activations lean {HALF_A_MILLION}"),
-    "fp8-accumulated-16": Variant("--activations fp8 --batch 128 --sequence 1024 --accumulate 16"),
+    "fp8-accumulated-16": Variant(IN_16),
+    "fp8-accumulated-16-anew": Variant(IN_16, anew=True),
     "fp8-accumulated": Variant(f"--activations fp8 {HALF_A_MILLION}"),
     "optax.adamw": Variant("--optimizer optax.adamw"),
     "switchback-fp8": Variant("--linear switchback-fp8"),
@@ -240,6 +244,8 @@ def parse_example(args: argparse.Namespace, flags: str) -> argparse.Namespace:
 def lowered(args: argparse.Namespace, variant: Variant) -> tuple[Any, Any]:
     """A variant's program and its traced step."""
     own = train_llama.make_settings(parse_example(args, variant.flags))
+    if variant.anew:
+        own = dataclasses.replace(own, quantize_once=False)
     with changed(variant, own.shape.vocab):
         program = train.make_program(own)
         return program, program.step.lower(*program.like, program.tokens)
@@ -300,7 +306,7 @@ def time_all(bench: Bench, programs: dict[str, tuple[Any, float]]) -> None:
             bench.failed(f"llama-{bench.args.preset}", name, error)
             continue
         own = program.settings
-        names = ("remat", "attention", "activations", "unroll", "stacked")
+        names = ("remat", "attention", "activations", "unroll", "stacked", "quantize_once")
         how = {name: getattr(own, name) for name in names}
         found |= {"compile_s": compile_s}
         bench.store(f"llama-{bench.args.preset}", name, found, **how)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from .config import AUTO, CUDNN, DOTS, FULL, LEAN, NONE, STANDARD, XLA, Settings
+from .config import AUTO, CUDNN, DOTS, FP8, FULL, LEAN, NONE, STANDARD, XLA, Settings
 
 _OF_MEMORY = 0.9  # what an estimate may take of a device; it leaves out what operations need
 # Dense FLOP/s of 16-bit products and bytes/s of memory, by name of the device, from the vendors'
@@ -93,6 +93,12 @@ def step_seconds(settings: Settings, policy: str, kept_bytes: int) -> float:
     return tokens * work / (_OF_PEAK * flops) + passes * kept_bytes / (_OF_BANDWIDTH * bandwidth)
 
 
+def _room(fixed_bytes: int) -> float:
+    """Bytes that an estimate may take of a device beside what is fixed; inf of a CPU."""
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    return math.inf if limit is None else _OF_MEMORY * limit - fixed_bytes
+
+
 def remat(settings: Settings, fixed_bytes: int, kept_bytes: Any) -> str:
     """The leanest policy that is estimated within 3 % of the fastest, or one that fits.
 
@@ -107,8 +113,7 @@ def remat(settings: Settings, fixed_bytes: int, kept_bytes: Any) -> str:
         return settings.remat
     if jax.default_backend() == "cpu":
         return NONE
-    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    room = math.inf if limit is None else _OF_MEMORY * limit - fixed_bytes
+    room = _room(fixed_bytes)
     # what is computed anew without a product costs more than it saves where layers are lean
     own = (NONE, FULL) if settings.activations != STANDARD else (NONE, DOTS, FULL)
     kept = {policy: kept_bytes(policy) for policy in own}
@@ -119,7 +124,34 @@ def remat(settings: Settings, fixed_bytes: int, kept_bytes: Any) -> str:
     return min(near, key=kept.__getitem__)
 
 
-def resolved(settings: Settings, fixed_bytes: int, kept_bytes: Any) -> Settings:
+def may_quantize_once(settings: Settings) -> bool:
+    """Return whether several micro-batches quantize the same weights for products of the layers."""
+    alone = settings.activations == FP8 and settings.linear == STANDARD
+    return alone and settings.accumulate > 1
+
+
+def quantize_once(settings: Settings, fixed_bytes: int, kept_bytes: Any, codes_bytes: int) -> bool:
+    """Return whether the weights' codes fit into the memory that the other choices leave.
+
+    They save 1 to 2 % of a step, for which no layer is computed anew.
+
+    Args:
+      settings: the run, with its rematerialization.
+      fixed_bytes: as of `remat`.
+      kept_bytes: likewise.
+      codes_bytes: of the weights' codes on one device.
+    """
+    if settings.quantize_once != AUTO:
+        return bool(settings.quantize_once)
+    if not may_quantize_once(settings):
+        return False
+    room = _room(fixed_bytes)
+    return room == math.inf or codes_bytes + kept_bytes(settings.remat) <= room
+
+
+def resolved(
+    settings: Settings, fixed_bytes: int, kept_bytes: Any, codes_bytes: int = 0
+) -> Settings:
     """The run with what `auto` has become."""
     settings = dataclasses.replace(
         settings,
@@ -128,4 +160,6 @@ def resolved(settings: Settings, fixed_bytes: int, kept_bytes: Any) -> Settings:
         unroll=unroll(settings),
         stacked=stacked(settings),
     )
-    return dataclasses.replace(settings, remat=remat(settings, fixed_bytes, kept_bytes))
+    settings = dataclasses.replace(settings, remat=remat(settings, fixed_bytes, kept_bytes))
+    once = quantize_once(settings, fixed_bytes, kept_bytes, codes_bytes)
+    return dataclasses.replace(settings, quantize_once=once)

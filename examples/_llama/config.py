@@ -111,6 +111,7 @@ class Settings:
     accumulate: int = 1
     unroll: int | str = AUTO
     stacked: bool | str = AUTO  # layers, in one array
+    quantize_once: bool | str = AUTO  # weights, for all micro-batches of a step
 
     @property
     def rows(self) -> int:

@@ -207,10 +207,20 @@ class Llama:
         table = rest["embed_tokens"]["embedding"].astype(jnp.float32)
         return self.constrain(table[tokens[:, :-1]].astype(self.compute))
 
-    def layer(self, own: Any, rest: Any, x: jax.Array, tokens: jax.Array) -> jax.Array:
-        """One layer, of parameters without the axis of layers."""
+    def quantized_weights(self, params: Any) -> Any:
+        """Quantize the weights of layers, for `__call__` while they stay the same."""
+        of_layers = self._computing(params[LAYERS])
+        if self.stacked:
+            return layers.fp8_flow.quantized_weights(of_layers)
+        return [layers.fp8_flow.quantized_weights(own) for own in of_layers]
+
+    def layer(
+        self, own: Any, rest: Any, x: jax.Array, tokens: jax.Array, codes: Any = None
+    ) -> jax.Array:
+        """One layer, of parameters without the axis of layers; `codes` of its weights."""
         del rest, tokens
-        return self.constrain(nnx.merge(self._graphs[1], self._computing(own))(x))
+        given = {} if codes is None else {"codes": codes}
+        return self.constrain(nnx.merge(self._graphs[1], self._computing(own))(x, **given))
 
     def last(self, rest: Any, x: jax.Array, tokens: jax.Array) -> jax.Array:
         """The mean loss in nats a token, in f32."""
@@ -218,22 +228,23 @@ class Llama:
         ends = nnx.merge(self._graphs[0], self._computing(own))
         return ends.mean_loss(x, tokens[:, 1:], self.loss)
 
-    def __call__(self, params: Any, tokens: jax.Array) -> jax.Array:
-        """The loss of `tokens` [batch, length + 1]."""
-        return self.beyond(self.first(params, tokens), params, tokens)
+    def __call__(self, params: Any, tokens: jax.Array, codes: Any = None) -> jax.Array:
+        """The loss of `tokens` [batch, length + 1]; `codes`: of `quantized_weights`."""
+        return self.beyond(self.first(params, tokens), params, tokens, codes)
 
-    def beyond(self, x: jax.Array, params: Any, tokens: jax.Array) -> jax.Array:
+    def beyond(self, x: jax.Array, params: Any, tokens: jax.Array, codes: Any = None) -> jax.Array:
         """The loss, from what goes into the layers."""
 
-        def body(x: jax.Array, own: Any) -> tuple[jax.Array, None]:
-            return self.layer(own, params, x, tokens), None
+        def body(x: jax.Array, given: tuple[Any, Any]) -> tuple[jax.Array, None]:
+            own, of_own = given
+            return self.layer(own, params, x, tokens, of_own), None
 
         body = self.rematerialised(body)
         if self.stacked:
-            x, _ = jax.lax.scan(body, x, params[LAYERS], unroll=self.unroll)
+            x, _ = jax.lax.scan(body, x, (params[LAYERS], codes), unroll=self.unroll)
         else:
-            for own in params[LAYERS]:
-                x, _ = body(x, own)
+            for given in zip(params[LAYERS], codes or [None] * self.shape.layers, strict=True):
+                x, _ = body(x, given)
         return self.last(params, x, tokens)
 
     def rematerialised(self, body: Callable[..., Any]) -> Callable[..., Any]:

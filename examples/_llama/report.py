@@ -14,6 +14,7 @@ from _gpt.train import LOWMEM
 
 import optax_lowmem as lowmem
 
+from . import choose
 from .config import AUTO, NONE, PLAIN, PRESETS, STANDARD, Settings
 from .optimizer import RATE_FACTORS
 
@@ -50,6 +51,9 @@ def headline(settings: Settings, report: lowmem.memory.Report, text: str) -> str
     how += f", {settings.attention} attention"
     how += f", unroll {settings.unroll}" if settings.unroll != 1 else ""
     how += f", {settings.accumulate} micro-batches" if settings.accumulate > 1 else ""
+    if choose.may_quantize_once(settings):
+        once = "once a step" if settings.quantize_once else "in each, for want of memory"
+        how += f", weights quantized {once}"
     return (
         f"{settings.preset}: {report.parameters / 1e6:,.1f}M parameters, {settings.optimizer}, "
         f"{settings.steps} steps of {settings.batch} x {settings.sequence} tokens of {text}, "

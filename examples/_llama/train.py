@@ -130,6 +130,7 @@ def make_program(settings: Settings) -> Program:
     places = meshes.shardings(tx, params, settings, mesh)
     where = {} if plain else meshes.step_placement(places[1], mesh)
 
+    @functools.cache
     def kept_bytes(remat: str) -> int:
         own = dataclasses.replace(model, remat=remat, constrain=lambda x: x)
         return own.kept_bytes(settings.rows, settings.sequence)
@@ -137,7 +138,9 @@ def make_program(settings: Settings) -> Program:
     # gradients take as much as weights, and what they are added to in bf16 as much again
     gradients_bytes = meshes.bytes_per_device(params, places[0]) * (1 + (settings.accumulate > 1))
     fixed_bytes = gradients_bytes + meshes.bytes_per_device((params, state), places)
-    settings = choose.resolved(settings, fixed_bytes, kept_bytes)
+    once = choose.may_quantize_once(settings)
+    codes_bytes = _codes_bytes(model, params, places[0]) if once else 0
+    settings = choose.resolved(settings, fixed_bytes, kept_bytes, codes_bytes)
     model = dataclasses.replace(model, remat=settings.remat)
     step = (_released if settings.release else _ordinary)(model, tx, settings, where)
 
@@ -162,6 +165,16 @@ def make_program(settings: Settings) -> Program:
     )
 
 
+def _codes_bytes(model: Llama, params: Any, of_params: Any) -> int:
+    """Compute the bytes per device of the weights' codes, which lie as the weights do."""
+
+    def size(tree: Any) -> int:
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+    share = meshes.bytes_per_device(params[LAYERS], of_params[LAYERS]) / size(params[LAYERS])
+    return round(share * size(jax.eval_shape(model.quantized_weights, params)))
+
+
 def noisy_start(model: Llama, tx: Any, settings: Settings) -> tuple[Any, Any]:
     """Weights and state with the noise of the first step, which `tx.init` alone does not make."""
     weights = model.weights(jax.random.key(settings.seed), lambda path: jnp.float32)
@@ -182,7 +195,8 @@ def _take_step(settings: Settings) -> Callable[..., tuple[Any, Any]]:
 def _ordinary(model: Llama, tx: Any, settings: Settings, where: dict[str, Any]) -> Step:
     """All gradients, then the optimizer's step."""
     take_step = _take_step(settings)
-    value_and_grad = lowmem.value_and_grad(model, settings.accumulate)
+    prepare = model.quantized_weights if settings.quantize_once else None
+    value_and_grad = lowmem.value_and_grad(model, settings.accumulate, prepare)
 
     def step(params: Any, state: Any, tokens: jax.Array) -> tuple[Any, Any, jax.Array]:
         # the tokens, which no two steps have alike, make the rounding of each its own

@@ -143,19 +143,31 @@ class _Direct:
 
 
 def value_and_grad(
-    loss: Callable[[Any, Any], jax.Array], micro_batches: int
+    loss: Callable[..., jax.Array],
+    micro_batches: int,
+    prepare: Callable[[Any], Any] | None = None,
 ) -> Callable[..., tuple[jax.Array, Any]]:
     r"""Differentiate a mean loss over a batch that is too large, a micro-batch at a time.
 
     In place of `jax.value_and_grad(loss)` in a training step: the batch's rows are divided into k
     micro-batches, and the mean of their gradients is added up in bf16 with stochastic rounding,
-    a <- round(a + g_i / k), so that E[a] is the mean and small gradients are not lost. A step's
-    weights, and whatever else the loss makes of them, stay as they are all the while; the optimizer
-    takes one step on the result.
+    a <- round(a + g_i / k), so that E[a] is the mean and small gradients are not lost. The
+    optimizer takes one step on the result.
+
+    All the while the weights stay as they are, and so does what the loss makes of them alone. With
+    `prepare`, that is q = prepare(params), computed once per step, and
+
+        g_i = d loss(params, batch_i, q) / d params, with q held fixed:
+
+    right where q has no derivative, as codes that a product is computed from, whose gradient goes
+    straight to the weights.
 
     Args:
-      loss: (params, batch) -> a scalar, the mean over the rows of the batch.
+      loss: (params, batch) -> a scalar, the mean over the rows of the batch; with `prepare`,
+        (params, batch, prepared).
       micro_batches: k; 1 is `jax.value_and_grad` itself.
+      prepare: params -> a tree of arrays that is the same for all micro-batches, such as
+        `layers.fp8_flow.quantized_weights`; None: the loss takes two arguments.
 
     Returns:
       (params, batch, seed) -> (loss, gradients): the mean loss in f32, and gradients in bf16 (in
@@ -165,10 +177,12 @@ def value_and_grad(
 
     Raises:
       ValueError: for a number that is not positive, or rows that it does not divide.
+      TypeError: for a `prepare` that is no function.
 
     Numerics: the sum of k roundings is within k 2^-7 of the largest partial mean, and unbiased.
 
-    Memory: 2 bytes a parameter, beside the gradients of one micro-batch.
+    Memory: 2 bytes a parameter, beside the gradients of one micro-batch; and what `prepare`
+    returns, until the last of them.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -178,14 +192,31 @@ def value_and_grad(
       >>> value, grads = of_batch({"w": jnp.ones(3)}, jnp.ones((8, 3)), seed=0)
       >>> float(value), grads["w"].dtype
       (9.0, dtype(bfloat16))
+
+      Weights whose products are in FP8 are quantized once for all micro-batches:
+
+      >>> from optax_lowmem.layers import fp8_flow
+      >>> def loss(params, batch, codes):
+      ...     return jnp.mean(fp8_flow.linear(batch, params["w"], kernel_codes=codes))
+      >>> once = lambda params: fp8_flow.quantize_weight(params["w"])
+      >>> of_batch = jax.jit(lowmem.value_and_grad(loss, micro_batches=4, prepare=once))
+      >>> value, grads = of_batch({"w": jnp.ones((3, 2))}, jnp.ones((8, 3)), seed=0)
+      >>> round(float(value), 4), grads["w"].shape
+      (3.0, (3, 2))
     """
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
         raise ValueError(
             f"micro_batches is how many share a batch, at least 1, got {micro_batches!r}"
         )
-    of_one = jax.value_and_grad(loss)
+    if prepare is not None and not callable(prepare):
+        raise TypeError(f"prepare is a function of the parameters or None, got {prepare!r}")
 
     def of_batch(params: Any, batch: Any, seed: Any) -> tuple[jax.Array, Any]:
+        more = () if prepare is None else (prepare(lax.stop_gradient(params)),)
+
+        def of_one(params: Any, part: Any) -> tuple[jax.Array, Any]:
+            return jax.value_and_grad(loss)(params, part, *more)
+
         if micro_batches == 1:
             return of_one(params, batch)
         parts = jax.tree.unflatten(

@@ -222,6 +222,69 @@ def test_maxima_are_cached_over_an_accumulation():
         np.testing.assert_array_equal(one, two)
 
 
+def test_weights_quantized_before():
+    """Codes of the block's and of stacked parameters."""
+    block = layers.Fp8LlamaBlock(WIDTH, HIDDEN, HEADS, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(block)
+    x = drawn(jnp.bfloat16)
+    run = jitted(lambda x, params, codes: nnx.merge(graph, params)(x, codes=codes))
+    codes = jitted(layers.Fp8LlamaBlock.quantized_weights)(block)
+    want = run(x, params, None)
+    np.testing.assert_array_equal(run(x, params, codes), want)
+    kernels = sum(w.size for w in jax.tree.leaves(params) if w.ndim == 2)
+    assert sum(a.nbytes for a in jax.tree.leaves(codes)) == 2 * kernels + 7 * 4  # and scales
+    stacked = jax.tree.map(lambda w: jnp.stack([2 * w, w]), nnx.to_pure_dict(params))
+    found = jitted(fp8_flow.quantized_weights)(stacked)
+    for two, one in zip(jax.tree.leaves(found), jax.tree.leaves(codes), strict=True):
+        np.testing.assert_array_equal(two[1], one)
+    # nothing else of a kernel is read
+    zeros = jax.tree.map(lambda w: 0 * w if w.ndim == 2 else w, params)
+    np.testing.assert_array_equal(run(x, zeros, codes), want)
+
+
+def quantized_in(jaxpr, inside=False):
+    """Shapes of the arrays that are rounded to FP8 in the bodies of a program's outer scans."""
+    for equation in jaxpr.eqns:
+        name, given = equation.primitive.name, equation.params
+        if inside and name == "convert_element_type" and given["new_dtype"] == jnp.float8_e4m3fn:
+            yield equation.outvars[0].aval.shape
+        for value in jax.tree.leaves(given, is_leaf=lambda v: hasattr(v, "eqns")):
+            part = getattr(value, "jaxpr", value)
+            if hasattr(part, "eqns"):
+                yield from quantized_in(part, inside or name == "scan")
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_weights_are_quantized_once_for_all_micro_batches(remat):
+    """No bit of the gradients is another, and no kernel is rounded among the micro-batches."""
+    block, params = make(kv_heads=HEADS)
+    graph = nnx.graphdef(layers.Fp8LlamaBlock(WIDTH, HIDDEN, HEADS, rngs=nnx.Rngs(0)))
+
+    def loss(params, x, codes=None):
+        def layer(x, given):
+            own, codes = given
+            return nnx.merge(graph, own)(x, codes=codes), None
+
+        layer = jax.checkpoint(layer) if remat else layer
+        return jnp.mean(jnp.sin(jax.lax.scan(layer, x, (params, codes))[0]))
+
+    stacked = jax.tree.map(lambda w: jnp.stack([w, w[::-1]]), params)
+    batch = drawn(shape=(2 * BATCH, LENGTH, WIDTH))
+    anew = lowmem.value_and_grad(loss, 2)
+    once = lowmem.value_and_grad(loss, 2, fp8_flow.quantized_weights)
+    kernels = {(WIDTH, WIDTH), (WIDTH, HIDDEN), (HIDDEN, WIDTH)}
+    of_kernels = [
+        sum(shape in kernels for shape in quantized_in(jax.make_jaxpr(f)(stacked, batch, 0).jaxpr))
+        for f in (anew, once)
+    ]
+    # for both products, and for the first of them again where it is computed anew; the codes of
+    # stacked kernels are made in scans over the layers, before
+    assert of_kernels == [7 * (3 if remat else 2), 7 * 2]
+    found, want = (jitted(f)(stacked, batch, 3) for f in (once, anew))
+    for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
 @pytest.mark.parametrize("arguments,message", [((30, 8, 4), "divide"), ((8, 8, 4, 3), "kv_heads")])
 def test_bad_sizes(arguments, message):
     with pytest.raises(ValueError, match=message):

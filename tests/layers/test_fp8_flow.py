@@ -302,6 +302,60 @@ def test_what_is_kept_of_an_input_and_cached_maxima_change_nothing():
     assert all(jnp.isfinite(a).all() for a in less)
 
 
+@pytest.mark.parametrize(
+    "dtype,keep,recipe",
+    [
+        ("float32", "codes", Recipe()),
+        ("bfloat16", "input", RECIPES["mixed"]),
+        ("bfloat16", "codes", RECIPES["bf16 gradients"]),
+    ],
+)
+def test_a_kernel_quantized_before_changes_no_bit(dtype, keep, recipe):
+    x, w, g = drawn(1, (6, 40), dtype), drawn(2, (40, 8), dtype, "spike"), drawn(3, (6, 8), dtype)
+    want = three(recipe, x, w, g, keep)
+
+    @jitted
+    def step(x, w, g, codes):
+        linear = functools.partial(fp8_flow.linear, keep=keep, recipe=recipe, kernel_codes=codes)
+        y, pull = jax.vjp(linear, x, w)
+        return y, *pull(g)
+
+    codes = jitted(fp8_flow.quantize_weight)(w)
+    for found, wanted in zip(step(x, w, g, codes), want, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    # both products are of the codes; the gradient still goes to the kernel
+    y, dx, dw = step(x, w, g, codes._replace(scale=2 * codes.scale))
+    np.testing.assert_array_equal(y, 2 * want[0])
+    np.testing.assert_array_equal(dx, want[1] * (1 if recipe.input_gradient == "bf16" else 2))
+    np.testing.assert_array_equal(dw, want[2])
+
+
+def test_a_quantized_kernel():
+    """Two bytes per parameter, a scale for each of stacked kernels, and no gradient."""
+    w = drawn(2, (2, 3, 20, 8))
+    found = jitted(fp8_flow.quantize_weight)(w)
+    assert [a.shape for a in found] == [(2, 3, 20, 8), (2, 3, 8, 20), (2, 3, 1, 1)]
+    assert [a.dtype.itemsize for a in found] == [1, 1, 4]
+    one = jitted(fp8_flow.quantize_weight)(w[1, 2])
+    for stacked, alone in zip(found, one, strict=True):
+        np.testing.assert_array_equal(stacked[1, 2], alone)
+    np.testing.assert_array_equal(one.codes.T, one.transposed)
+    of_w = np.float64(one.codes) * one.scale.item()
+    bound = tol.of_quantizing(exact(w[1, 2])[0], one.scale.item(), "e4m3")
+    assert (np.abs(of_w - w[1, 2]) <= bound).all()
+
+    def loss(w, scale):
+        codes = fp8_flow.quantize_weight(w)
+        codes = codes._replace(scale=scale * codes.scale)
+        y = fp8_flow.linear(jnp.ones((2, 20)), jnp.ones((20, 8)), kernel_codes=codes)
+        return (y * codes.scale).sum()  # its own use of the scale has a gradient, of `scale` alone
+
+    of_w, of_scale = jax.grad(loss, (0, 1))(w[1, 2], jnp.float32(1))
+    assert not of_w.any()
+    y = fp8_flow.linear(jnp.ones((2, 20)), jnp.ones((20, 8)), kernel_codes=one)
+    np.testing.assert_allclose(of_scale, y.sum() * one.scale.item(), rtol=8 * tol.U)
+
+
 def test_products_of_zeros_are_zeros():
     x, w, g = drawn(1, (6, 40)), drawn(2, (40, 8)), drawn(3, (6, 8))
     y, dx, dw = three(Recipe(), 0 * x, w, g)
@@ -325,6 +379,12 @@ def test_second_derivatives_are_refused():
         jax.grad(lambda x: jax.grad(lambda x: fp8_flow.gated_product(x, x).value.sum())(x).sum())(x)
 
 
+def with_codes(kernel=jnp.ones((3, 4)), **more):  # noqa: B008 (not written to)
+    """A product of a kernel [3, 4] with codes of another."""
+    codes = fp8_flow.quantize_weight(kernel)
+    return fp8_flow.linear(jnp.ones((2, 3)), jnp.ones((3, 4)), kernel_codes=codes, **more)
+
+
 @pytest.mark.parametrize(
     "call,message",
     [
@@ -340,6 +400,13 @@ def test_second_derivatives_are_refused():
             "is for an array",
         ),
         (lambda: fp8_flow.gated_product(jnp.ones(3), activation="tanh"), "silu, gelu"),
+        (lambda: with_codes(jnp.ones((2, 3, 4))), r"codes\[2, 3, 4\] for a kernel\[3, 4\]"),
+        (lambda: with_codes(jnp.ones((4, 3))), r"codes\[4, 3\] for a kernel\[3, 4\]: pass quant"),
+        (lambda: with_codes(kernel_absmax=jnp.ones((1, 1))), "kernel_absmax beside kernel_codes"),
+        (
+            lambda: with_codes(recipe=Recipe(storage="bf16")),
+            "kernel_codes with storage='bf16', which quantizes nothing: leave it out",
+        ),
         (lambda: fp8_flow.gated_product(jnp.ones(3), jnp.ones(4)), r"float32\[4\]"),
     ],
 )

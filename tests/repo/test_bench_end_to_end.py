@@ -85,7 +85,8 @@ def test_what_variants_change():
     """Loops, and barriers against merging, in what XLA is given."""
     args = bench_end_to_end.parse_arguments("--preset tiny --steps 2 --flags=--remat=dots".split())
     barriers, loops = {}, {}
-    for name in ("default", "chunk-512", "unrolled", "unrolled-merged", "lean-unrolled"):
+    for name in ("default", "chunk-512", "unrolled", "unrolled-merged", "lean-unrolled",
+                 "fp8-accumulated-16", "fp8-accumulated-16-anew"):  # fmt: skip
         variant = bench_end_to_end.VARIANTS[name]
         if variant.chunk_tokens:
             variant = dataclasses.replace(variant, chunk_tokens=64)
@@ -94,4 +95,6 @@ def test_what_variants_change():
     assert barriers["unrolled"] > barriers["unrolled-merged"]
     assert loops["default"] > loops["unrolled"] == loops["unrolled-merged"]
     assert loops["chunk-512"] == loops["default"] + 1
+    anew, once = (barriers[f"fp8-accumulated-16{more}"] for more in ("-anew", ""))
+    assert anew != once  # micro-batches that quantize hold each kernel back
     assert barriers["lean-unrolled"] > 0 and loops["lean-unrolled"] == loops["unrolled"]

@@ -1,11 +1,23 @@
 """The Llama example with activations kept in FP8: losses, checkpoints, meshes, other flags."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
 from tests.repo.test_examples import example  # noqa: F401 (a fixture)
-from tests.repo.test_train_llama import ANOTHER, ONE, llama, settings_of, trained  # noqa: F401
+from tests.repo.test_train_llama import (  # noqa: F401
+    ANOTHER,
+    KEPT,
+    ONE,
+    assert_same_bits,
+    hopper,
+    llama,
+    settings_of,
+    trained,
+)
+from tests.tiers import rows
 
 FP8 = "--activations fp8"
 
@@ -43,6 +55,46 @@ def test_on_a_mesh(llama):  # noqa: F811
     one, mesh = (trained(llama, f"{flags} {FP8}").run for flags in (ONE, ANOTHER))
     assert mesh.losses[0] == pytest.approx(one.losses[0], abs=1e-3)
     assert mesh.losses == pytest.approx(one.losses, abs=0.03)  # codes next to ties differ
+
+
+@pytest.mark.parametrize("flags", rows(["--unroll 1", "--unroll 99 --remat"], ["--unroll 1"]))
+def test_weights_quantized_once_change_no_bit(llama, monkeypatch, capsys, flags):  # noqa: F811
+    """Stacked and unrolled layers: the losses and weights of quantizing in each micro-batch."""
+    flags = f"{ONE} {FP8} --accumulate 2 {flags}"
+    once = trained(llama, flags)
+    assert once.program.settings.quantize_once is True
+    assert "2 micro-batches, weights quantized once a step" in capsys.readouterr().out
+    make = llama.script.make_settings
+    monkeypatch.setattr(
+        llama.script,
+        "make_settings",
+        lambda args: dataclasses.replace(make(args), quantize_once=False),
+    )
+    anew = trained(llama, flags)
+    assert "2 micro-batches, weights quantized in each" in capsys.readouterr().out
+    assert once.run.losses == anew.run.losses
+    assert_same_bits(once.run, anew.run)
+
+
+@pytest.mark.parametrize(
+    ("flags", "fixed", "remat", "once"),
+    [
+        ("--accumulate 2", 54, "none", True),
+        ("--accumulate 2", 55, "none", False),  # no layer is computed anew for it
+        ("--accumulate 2 --remat full", 55, "full", True),
+        ("--accumulate 2", 65, "full", False),
+        ("--accumulate 1", 10, "none", False),
+        ("--accumulate 2 --linear switchback-fp8", 10, "none", False),
+        ("--accumulate 2 --activations lean", 10, "none", False),
+    ],
+)
+def test_where_weights_are_quantized_once(llama, hopper, flags, fixed, remat, once):  # noqa: F811
+    """Only where 1.8 GiB of codes fit into 67, beside `fixed` and what layers keep, 10.7 or 1."""
+    flags = f"--preset 1b --data 1 --compute bfloat16 --activations fp8 {flags}"
+    kept = {policy: int(size * 2**30) for policy, size in KEPT["fp8"].items()}
+    settings, codes = settings_of(llama, flags), int(1.8 * 2**30)
+    found = llama.choose.resolved(settings, fixed * 2**30, kept.__getitem__, codes)
+    assert (found.remat, found.quantize_once) == (remat, once)
 
 
 @pytest.mark.parametrize(

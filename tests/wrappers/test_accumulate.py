@@ -139,6 +139,32 @@ def test_value_and_grad_of_one_micro_batch_is_jaxs():
     assert bits(found) == bits(wanted)
 
 
+@pytest.mark.parametrize("number", [1, 2])
+def test_what_is_prepared_is_computed_once_without_gradients(number):
+    """Of a loss a p + b with p = sin(a): the gradient is p where it is that of a p(a) else."""
+    params, batch = {"w": jnp.float32(0.5)}, jnp.arange(4.0)
+
+    def loss(params, batch, prepared):
+        return jnp.mean(params["w"] * prepared["sine"] + batch)
+
+    of_batch = lowmem.value_and_grad(loss, number, lambda p: {"sine": jnp.sin(p["w"])})
+    value, gradient = jax.jit(of_batch)(params, batch, 0)
+    sine = float(jnp.sin(0.5))
+    assert float(value) == pytest.approx(0.5 * sine + 1.5, abs=1e-6)
+    assert float(gradient["w"]) == pytest.approx(sine, rel=tolerances.BF16_SPACING)
+    text = str(jax.make_jaxpr(of_batch)(params, batch, 0))
+    assert text.count("sin ") == 1 and "cos" not in text
+    assert number == 1 or text.index("sin ") < text.index("scan[")
+    # nor with respect to what the result is differentiated by
+    whole = jax.grad(lambda p: of_batch(p, batch, 0)[0])(params)
+    assert float(whole["w"]) == pytest.approx(sine, rel=1e-6)
+
+
+def test_value_and_grad_refuses_what_prepares_nothing():
+    with pytest.raises(TypeError, match="prepare is a function of the parameters or None, got 3"):
+        lowmem.value_and_grad(linear_loss, 2, 3)
+
+
 def test_value_and_grad_on_a_mesh():
     """Each device has its rows of every micro-batch, and the gradient where the parameter lies."""
     mesh = jax.make_mesh((8,), ("rows",))

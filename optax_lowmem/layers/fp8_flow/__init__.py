@@ -12,8 +12,11 @@ from optax_lowmem.layers.fp8_flow.block import before_attention as before_attent
 from optax_lowmem.layers.fp8_flow.block import mlp_residual as mlp_residual
 from optax_lowmem.layers.fp8_flow.gate import gated_product as gated_product
 from optax_lowmem.layers.fp8_flow.linear import Projection as Projection
+from optax_lowmem.layers.fp8_flow.linear import QuantizedKernel as QuantizedKernel
 from optax_lowmem.layers.fp8_flow.linear import linear as linear
+from optax_lowmem.layers.fp8_flow.linear import quantize_weight as quantize_weight
 from optax_lowmem.layers.fp8_flow.linear import weight_absmax as weight_absmax
+from optax_lowmem.layers.fp8_flow.llama import quantized_weights as quantized_weights
 from optax_lowmem.layers.fp8_flow.llama import weight_maxima as weight_maxima
 from optax_lowmem.layers.fp8_flow.norm import layer_norm as layer_norm
 from optax_lowmem.layers.fp8_flow.norm import rms_norm as rms_norm

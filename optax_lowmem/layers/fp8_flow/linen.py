@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from optax_lowmem.layers.fp8_flow import gate, norm
-from optax_lowmem.layers.fp8_flow.linear import linear
+from optax_lowmem.layers.fp8_flow.linear import QuantizedKernel, linear
 from optax_lowmem.layers.fp8_flow.recipe import DEFAULT, Coded, Recipe, value_of
 
 
@@ -37,8 +37,19 @@ class Fp8Dense(nn.Dense):
         return self.dot_general is None and self.dot_general_cls is None
 
     @nn.compact
-    def __call__(self, x: jax.Array | Coded, absmax: jax.Array | None = None) -> jax.Array:
-        """[..., features] of [..., n]; `absmax` is a `fp8_flow.weight_absmax` of the kernel."""
+    def __call__(
+        self,
+        x: jax.Array | Coded,
+        absmax: jax.Array | None = None,
+        codes: QuantizedKernel | None = None,
+    ) -> jax.Array:
+        """[..., features] of [..., n].
+
+        Args:
+          x: the input.
+          absmax: `fp8_flow.weight_absmax` of the kernel, as of `fp8_flow.linear`.
+          codes: `fp8_flow.quantize_weight` of it, likewise.
+        """
         if not self.takes_codes:
             return super().__call__(value_of(x))
         inputs = value_of(x).shape[-1]
@@ -54,7 +65,8 @@ class Fp8Dense(nn.Dense):
             given, kernel = promoted
         keep = "codes" if isinstance(x, Coded) else self.keep
         more: dict[str, Any] = {"recipe": self.recipe, "precision": self.precision}
-        y = linear(given, kernel, kernel_absmax=absmax, keep=keep, **more)
+        more |= {"kernel_absmax": absmax, "kernel_codes": codes}
+        y = linear(given, kernel, keep=keep, **more)
         return y if bias is None else y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
 
 

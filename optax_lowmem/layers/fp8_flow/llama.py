@@ -8,13 +8,13 @@ import jax
 from flax import nnx
 
 from optax_lowmem.layers.fp8_flow.block import after_attention, before_attention, mlp_residual
-from optax_lowmem.layers.fp8_flow.linear import weight_absmax
+from optax_lowmem.layers.fp8_flow.linear import QuantizedKernel, quantize_weight, weight_absmax
 from optax_lowmem.layers.fp8_flow.nnx import Fp8Linear, Fp8RMSNorm
 from optax_lowmem.layers.fp8_flow.recipe import DEFAULT, Coded, Recipe
 from optax_lowmem.layers.fp8_flow.rotary import rotate
 
 ATTENTIONS = ("xla", "cudnn")
-Maxima = Any
+OfWeights = dict[str, dict[str, Any]] | None  # of each kernel: its maximum, or its codes
 
 
 class Fp8Attention(nnx.Module):
@@ -140,15 +140,18 @@ class Fp8LlamaBlock(nnx.Module):
         self.post_attention_norm = Fp8RMSNorm(width, epsilon=epsilon, recipe=recipe)
         self.mlp = Fp8Mlp(width, hidden, make)
 
-    def __call__(self, x: jax.Array, maxima: Maxima = None) -> jax.Array:
+    def __call__(
+        self, x: jax.Array, maxima: OfWeights = None, codes: OfWeights = None
+    ) -> jax.Array:
         """[batch, length, width] of the same; what travels has x's dtype.
 
         Args:
           x: the input.
-          maxima: `weight_maxima()` of a gradient accumulation's first step.
+          maxima: `weight_maxima()`, found once for the micro-batches of a step.
+          codes: `quantized_weights()`, likewise, instead.
         """
         attention, mlp = self.self_attn, self.mlp
-        of = partial(_with_maximum, maxima)
+        of = partial(_given, maxima, codes)
         with jax.named_scope("before_attention"):
             layers = [of("self_attn", name, getattr(attention, name)) for name in _QKV]
             q, k, v = before_attention(x, self.input_norm, layers)
@@ -164,33 +167,52 @@ class Fp8LlamaBlock(nnx.Module):
         """The maximum of each kernel, for `__call__` while the weights stay the same."""
         return weight_maxima(nnx.to_pure_dict(nnx.state(self, nnx.Param)))
 
+    def quantized_weights(self) -> dict[str, dict[str, QuantizedKernel]]:
+        """Quantize each kernel, for `__call__` while the weights stay the same."""
+        return quantized_weights(nnx.to_pure_dict(nnx.state(self, nnx.Param)))
+
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
-class _WithMaximum:
-    """A linear layer with the maximum of its kernel."""
+class _Given:
+    """A linear layer with what was found of its kernel."""
 
     takes_codes = True
 
-    def __init__(self, layer: Any, absmax: jax.Array):
-        self.layer, self.absmax = layer, absmax
+    def __init__(self, layer: Any, **found: Any):
+        self.layer, self.found = layer, found
 
     def __call__(self, x: jax.Array | Coded) -> jax.Array:
-        return self.layer(x, self.absmax)
+        return self.layer(x, **self.found)
 
 
-def _with_maximum(maxima: Maxima, part: str, name: str, layer: Any) -> Any:
-    if maxima is None or not getattr(layer, "takes_codes", False):
-        return layer
-    return _WithMaximum(layer, maxima[part][name])
+def _given(maxima: OfWeights, codes: OfWeights, part: str, name: str, layer: Any) -> Any:
+    given = {"absmax": maxima, "codes": codes}
+    found = {key: own[part][name] for key, own in given.items() if own is not None}
+    return _Given(layer, **found) if found and getattr(layer, "takes_codes", False) else layer
 
 
 def weight_maxima(params: Any) -> dict[str, dict[str, jax.Array]]:
     """The maximum of each kernel of a block's parameters, also of stacked ones [layers, k, m]."""
+    return _of_kernels(weight_absmax, params)
+
+
+def quantized_weights(params: Any) -> dict[str, dict[str, QuantizedKernel]]:
+    """Quantize each kernel of a block's parameters, also of stacked ones [layers, k, m].
+
+    Args:
+      params: of `Fp8LlamaBlock`, in the dtype of its inputs, for the same results bit for bit.
+
+    Memory: 2 bytes per parameter of the kernels.
+    """
+    return _of_kernels(quantize_weight, params)
+
+
+def _of_kernels(function: Callable[[jax.Array], Any], params: Any) -> dict[str, dict[str, Any]]:
     names = {"self_attn": (*_QKV, "o_proj"), "mlp": _MLP}
     return {
-        part: {name: weight_absmax(params[part][name]["kernel"]) for name in own}
+        part: {name: function(params[part][name]["kernel"]) for name in own}
         for part, own in names.items()
     }

@@ -8,7 +8,7 @@ from flax import nnx
 from jax import lax
 
 from optax_lowmem.layers.fp8_flow import gate, norm
-from optax_lowmem.layers.fp8_flow.linear import linear
+from optax_lowmem.layers.fp8_flow.linear import QuantizedKernel, linear
 from optax_lowmem.layers.fp8_flow.recipe import DEFAULT, Coded, Recipe, value_of
 
 
@@ -51,8 +51,19 @@ class Fp8Linear(nnx.Linear):
         """Return whether this flow computes the product, not a `dot_general` of the user."""
         return self.dot_general is lax.dot_general
 
-    def __call__(self, x: jax.Array | Coded, absmax: jax.Array | None = None) -> jax.Array:
-        """[..., out] of [..., in]; `absmax` is a `fp8_flow.weight_absmax` of the kernel."""
+    def __call__(
+        self,
+        x: jax.Array | Coded,
+        absmax: jax.Array | None = None,
+        codes: QuantizedKernel | None = None,
+    ) -> jax.Array:
+        """[..., out] of [..., in].
+
+        Args:
+          x: the input.
+          absmax: `fp8_flow.weight_absmax` of the kernel, as of `fp8_flow.linear`.
+          codes: `fp8_flow.quantize_weight` of it, likewise.
+        """
         if not self.takes_codes:
             return super().__call__(value_of(x))
         kernel = self.kernel[...]
@@ -63,7 +74,8 @@ class Fp8Linear(nnx.Linear):
             x, kernel = self.promote_dtype((x, kernel), dtype=self.dtype)
         keep = "codes" if isinstance(x, Coded) else self.keep
         more: dict[str, Any] = {"recipe": self.recipe, "precision": self.precision}
-        y = linear(x, kernel, kernel_absmax=absmax, keep=keep, **more)
+        more |= {"kernel_absmax": absmax, "kernel_codes": codes}
+        y = linear(x, kernel, keep=keep, **more)
         if self.preferred_element_type is not None:
             y = y.astype(self.preferred_element_type)
         return y if bias is None else y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
