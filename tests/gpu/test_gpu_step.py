@@ -152,16 +152,43 @@ def test_is_the_reference(optimizer, bits, direct, rounding):
         params, state = other
 
 
-@pytest.mark.parametrize("name", [name for name in STORED if name != "default"])
-def test_codecs(name):
-    """Other codecs than the default's, another group size, and slots that are not compressed."""
-    tx = build("flash_adamw", group_size=48, **STORED[name])
+def check_two_steps(tx, dtype=BF16):
+    """Teacher-forced, with gradients of a dtype."""
     params, state = start(tx)
     step = both(tx)
     for i in range(2):
-        one, other = step(drawn(1 + i, F32), state, params)
+        one, other = step(drawn(1 + i, dtype), state, params)
         check_step(tx, (params, state), one, other)
         params, state = other
+
+
+@pytest.mark.parametrize("name", [name for name in STORED if name != "default"])
+def test_codecs(name):
+    """Other codecs than the default's, another group size, and slots that are not compressed."""
+    check_two_steps(build("flash_adamw", group_size=48, **STORED[name]), F32)
+
+
+@pytest.mark.parametrize("mode", ["smooth", "refined"])
+def test_modes_of_lion(mode):
+    """Steps from zero: new weights are the directions."""
+    tx = lowmem.scale_by_flash_lion(mode=mode, storage=lowmem.Storage(policy=POLICY))
+    zeros = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+    state, step, plans = tx.init(zeros), both(tx), tx.engine.plans(zeros)
+    for i in range(2):
+        (wanted, _), (found, new) = results = step(drawn(1 + i, BF16, 0.3), state, zeros)
+        rows = [tx.engine._unpack(each, plans)[0] for _, each in results]
+        for plan, *pair in zip(plans, *rows, strict=True):
+            stored = [(np.asarray(s.slots[0]), np.asarray(s.scales[0])) for s in pair]
+            check_codes(plan, plan.slots[0], *stored)
+        for one, other in zip(*map(jax.tree.leaves, (wanted, found)), strict=True):
+            limit = tolerances.GPU_STEP * float(jnp.abs(one).max())
+            np.testing.assert_allclose(other, one, rtol=tolerances.GPU_STEP, atol=limit)
+        state = new
+
+
+@pytest.mark.parametrize("optimizer", ["flash_adamw", "flash_lion"])
+def test_master_weights_to_nearest(optimizer):
+    check_two_steps(build(optimizer, master_rounding="nearest"))
 
 
 @pytest.mark.parametrize("bits", [24, 32])
