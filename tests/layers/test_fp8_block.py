@@ -242,21 +242,22 @@ def test_weights_quantized_before():
     np.testing.assert_array_equal(run(x, zeros, codes), want)
 
 
-def quantized_in(jaxpr, inside=False):
-    """Shapes of the arrays that are rounded to FP8 in the bodies of a program's outer scans."""
+def made_in_scans(jaxpr, primitive, inside=False):
+    """Shapes of the FP8 arrays that a primitive makes in the bodies of a program's scans."""
     for equation in jaxpr.eqns:
-        name, given = equation.primitive.name, equation.params
-        if inside and name == "convert_element_type" and given["new_dtype"] == jnp.float8_e4m3fn:
-            yield equation.outvars[0].aval.shape
-        for value in jax.tree.leaves(given, is_leaf=lambda v: hasattr(v, "eqns")):
-            part = getattr(value, "jaxpr", value)
+        name = equation.primitive.name
+        if inside and name == primitive:
+            made = (var.aval for var in equation.outvars)
+            yield from (array.shape for array in made if array.dtype == jnp.float8_e4m3fn)
+        for part in jax.tree.leaves(equation.params, is_leaf=lambda v: hasattr(v, "eqns")):
+            part = getattr(part, "jaxpr", part)
             if hasattr(part, "eqns"):
-                yield from quantized_in(part, inside or name == "scan")
+                yield from made_in_scans(part, primitive, inside or name == "scan")
 
 
 @pytest.mark.parametrize("remat", [False, True])
 def test_weights_are_quantized_once_for_all_micro_batches(remat):
-    """No bit of the gradients is another, and no kernel is rounded among the micro-batches."""
+    """No kernel is rounded among the micro-batches, and no bit of the gradients is another."""
     block, params = make(kv_heads=HEADS)
     graph = nnx.graphdef(layers.Fp8LlamaBlock(WIDTH, HIDDEN, HEADS, rngs=nnx.Rngs(0)))
 
@@ -273,13 +274,20 @@ def test_weights_are_quantized_once_for_all_micro_batches(remat):
     anew = lowmem.value_and_grad(loss, 2)
     once = lowmem.value_and_grad(loss, 2, fp8_flow.quantized_weights)
     kernels = {(WIDTH, WIDTH), (WIDTH, HIDDEN), (HIDDEN, WIDTH)}
+    traced = [jax.make_jaxpr(f)(stacked, batch, 0).jaxpr for f in (anew, once)]
     of_kernels = [
-        sum(shape in kernels for shape in quantized_in(jax.make_jaxpr(f)(stacked, batch, 0).jaxpr))
-        for f in (anew, once)
+        sum(shape in kernels for shape in made_in_scans(jaxpr, "convert_element_type"))
+        for jaxpr in traced
     ]
     # for both products, and for the first of them again where it is computed anew; the codes of
     # stacked kernels are made in scans over the layers, before
     assert of_kernels == [7 * (3 if remat else 2), 7 * 2]
+    # nor are codes that are given copied for the backward pass, as those of activations are
+    kept = [shape[1:] for shape in made_in_scans(traced[1], "scan")]
+    assert (BATCH, LENGTH, WIDTH) in kept or remat
+    assert not kernels & set(kept)
+    if remat:
+        return  # the same bits as without: one compilation less
     found, want = (jitted(f)(stacked, batch, 3) for f in (once, anew))
     for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(one, two)
@@ -510,6 +518,20 @@ def test_linen_and_nnx_are_the_same_layers():
     assert shapes == {one: jax.tree.map(jnp.shape, params[two]) for one, two in names.items()}
     variables = {"params": {one: params[two] for one, two in names.items()}}
     np.testing.assert_array_equal(Dense().apply(variables, x), model(x))
+
+
+def test_modules_take_codes_of_their_kernels():
+    """Those of twice the kernel have twice the product; the bias is added to it."""
+    x, model = drawn(shape=(3, 16)), layers.Fp8Linear(16, 32, rngs=nnx.Rngs(0))
+    kernel, bias = model.kernel[...], 1 + drawn(shape=(32,))
+    model.bias[...] = bias
+    codes = fp8_flow.quantize_weight(2 * kernel)
+    want = fp8_flow.Projection(2 * kernel)(x)
+    np.testing.assert_array_equal(fp8_flow.Projection(kernel, kernel_codes=codes)(x), want)
+    np.testing.assert_array_equal(model(x, codes=codes), want + bias[None])
+    params = {"params": {"kernel": kernel, "bias": bias}}
+    found = layers.Fp8Dense(32).apply(params, x, codes=codes)
+    np.testing.assert_array_equal(found, want + bias[None])
 
 
 def test_modules_in_a_row():

@@ -16,6 +16,7 @@ pytest.importorskip("flax")
 from optax_lowmem.layers import fp8_flow  # noqa: E402
 from optax_lowmem.layers.fp8_flow import Recipe  # noqa: E402
 from tests.layers.test_switchback import bounds, exact  # noqa: E402
+from tests.lowering import kernels_in, lower_for_cuda  # noqa: E402
 
 jitted = jax.jit
 EPS = 1e-6
@@ -354,6 +355,14 @@ def test_a_quantized_kernel():
     assert not of_w.any()
     y = fp8_flow.linear(jnp.ones((2, 20)), jnp.ones((20, 8)), kernel_codes=one)
     np.testing.assert_allclose(of_scale, y.sum() * one.scale.item(), rtol=8 * tol.U)
+
+
+@pytest.mark.parametrize("shape", [(64, 256), (3, 64, 256)])
+def test_quantizing_a_kernel_lowers_for_gpus(on_a_gpu, shape):
+    """The codes of the forward product are made by the kernel that transposes, of stacks too."""
+    given = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    text = lower_for_cuda(functools.partial(fp8_flow.quantize_weight), given)
+    assert kernels_in(text) == ["quantize_transposed"]
 
 
 def test_products_of_zeros_are_zeros():

@@ -36,6 +36,9 @@ LAYERS = {
     "linear, maximum given": (
         lambda x, w: fp8_flow.linear(x, w, kernel_absmax=fp8_flow.weight_absmax(w)), W,
     ),
+    "linear, codes given": (
+        lambda x, w: fp8_flow.linear(x, w, kernel_codes=fp8_flow.quantize_weight(w)), W,
+    ),
     "flow": (flow, {"scale": jnp.ones(32), "gate": W, "up": W[::-1], "down": W.T}),
     "layer norm": (lambda x, s: fp8_flow.layer_norm(x, s, s).value, jnp.ones(32)),
     "gaussws": (lambda x, w: x @ gaussws.sample(w, BITS, jax.random.key(0), compute="float32"), W),

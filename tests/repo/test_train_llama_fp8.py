@@ -3,21 +3,23 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import optax_lowmem as lowmem
+from tests.contract_cases import assert_same
 from tests.repo.test_examples import example  # noqa: F401 (a fixture)
 from tests.repo.test_train_llama import (  # noqa: F401
     ANOTHER,
     KEPT,
     ONE,
-    assert_same_bits,
     hopper,
     llama,
     settings_of,
     trained,
 )
-from tests.tiers import rows
+from tests.tiers import in_turn
 
 FP8 = "--activations fp8"
 
@@ -57,10 +59,23 @@ def test_on_a_mesh(llama):  # noqa: F811
     assert mesh.losses == pytest.approx(one.losses, abs=0.03)  # codes next to ties differ
 
 
-@pytest.mark.parametrize("flags", rows(["--unroll 1", "--unroll 99 --remat"], ["--unroll 1"]))
-def test_weights_quantized_once_change_no_bit(llama, monkeypatch, capsys, flags):  # noqa: F811
-    """Stacked and unrolled layers: the losses and weights of quantizing in each micro-batch."""
-    flags = f"{ONE} {FP8} --accumulate 2 {flags}"
+@pytest.mark.parametrize(("stacked", "remat"), in_turn([True, False], ["none", "full"]))
+def test_weights_quantized_once_change_no_bit(llama, stacked, remat):  # noqa: F811
+    """Loss and gradients of the model, with layers in a scan and unrolled."""
+    more = {"activations": "fp8", "stacked": stacked, "remat": remat}
+    model = llama.model.Llama(llama.config.PRESETS["tiny"].shape, "float32", **more)
+    params = jax.jit(lambda key: model.weights(key, lambda path: jnp.bfloat16))(jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (8, 65), 0, 256)
+    once, anew = (
+        jax.jit(lowmem.value_and_grad(model, 2, prepare)).lower(params, tokens, 3).compile()
+        for prepare in (model.quantized_weights, None)
+    )
+    assert_same(once(params, tokens, 3), anew(params, tokens, 3))
+
+
+def test_a_run_whose_weights_are_quantized_once(llama, monkeypatch, capsys):  # noqa: F811
+    """It says so, and has the losses of quantizing in each micro-batch, up to XLA's fusions."""
+    flags = f"{ONE} {FP8} --accumulate 2 --unroll 1"
     once = trained(llama, flags)
     assert once.program.settings.quantize_once is True
     assert "2 micro-batches, weights quantized once a step" in capsys.readouterr().out
@@ -72,8 +87,8 @@ def test_weights_quantized_once_change_no_bit(llama, monkeypatch, capsys, flags)
     )
     anew = trained(llama, flags)
     assert "2 micro-batches, weights quantized in each" in capsys.readouterr().out
-    assert once.run.losses == anew.run.losses
-    assert_same_bits(once.run, anew.run)
+    assert once.run.losses[:2] == pytest.approx(anew.run.losses[:2], abs=1e-3)
+    assert once.run.losses == pytest.approx(anew.run.losses, abs=0.03)  # as on a mesh
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,8 @@ def linear(
         static = _Linear(recipe, keep == "input", precision)
         if not recipe.quantises:
             return _in_own_precision(static, *varying.alike(x, kernel))
-        given = lax.stop_gradient(kernel_absmax if kernel_codes is None else kernel_codes)
+        # no copies of the codes, which a scan over layers would stack for the backward pass
+        given = lax.stop_gradient(kernel_absmax) if kernel_codes is None else kernel_codes
         x = x if static.keeps_input else storage.code(x)
         return _linear(static, *varying.alike(x, kernel, given))
 
@@ -277,7 +278,8 @@ def _forward(
         codes, of_x = _quantized(x)
         dtype, kept = x.dtype, (x, of_x)
     if isinstance(of_kernel, QuantizedKernel):
-        return _product_of_codes(dtype, codes, of_kernel), (kept, kernel, of_kernel)
+        y = _product_of_codes(dtype, codes, Quantized(of_kernel.transposed, of_kernel.scale))
+        return y, (kept, kernel, Quantized(of_kernel.codes, of_kernel.scale))
     y, *scaled = _product(dtype, codes, kernel, of_kernel)
     return y, (kept, kernel, _Scaled(*scaled))
 
@@ -301,8 +303,8 @@ def _product(
 
 
 @storage.once
-def _product_of_codes(dtype: Any, codes: Quantized, of_kernel: QuantizedKernel) -> jax.Array:
-    return multiply(codes, Quantized(of_kernel.transposed, of_kernel.scale), 1, dtype)
+def _product_of_codes(dtype: Any, codes: Quantized, transposed: Quantized) -> jax.Array:
+    return multiply(codes, transposed, 1, dtype)
 
 
 @storage.once
@@ -310,7 +312,7 @@ def _gradients(
     static: _Linear,
     kept: Any,
     kernel: jax.Array,
-    of_kernel: _Scaled | QuantizedKernel,
+    of_kernel: _Scaled | Quantized,
     g: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     recipe = static.recipe
@@ -332,10 +334,8 @@ def _gradients(
     if to := format_of(recipe.input_gradient):
         of_g = codes.get(to) or kernels.quantized(g, largest, to)
         if isinstance(of_kernel, _Scaled):
-            of_w = _as_it_is(kernel, *of_kernel)
-        else:
-            of_w = Quantized(of_kernel.codes, of_kernel.scale)
-        dx = multiply(of_g, of_w, 1, g.dtype, sharding=like_x)
+            of_kernel = _as_it_is(kernel, *of_kernel)
+        dx = multiply(of_g, of_kernel, 1, g.dtype, sharding=like_x)
     else:
         dims = (((g.ndim - 1,), (1,)), ((), ()))
         dx = lax.dot_general(g, kernel.astype(g.dtype), dims, out_sharding=like_x)
