@@ -1,5 +1,6 @@
-"""Loops that add updates to the weights without a cast, as Equinox's `apply_updates` does."""
+"""Loops that add updates to the weights without a cast, by Equinox's `apply_updates`."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,11 +25,6 @@ MADE = {
 }
 
 
-def added(params, updates):
-    """Add updates like `eqx.apply_updates`: `p + u`, in the wider of both dtypes."""
-    return jax.tree.map(lambda p, u: p + u, params, updates)
-
-
 def gradient(params):
     return jax.tree.map(lambda p: (p - 0.1).astype(p.dtype), params)
 
@@ -39,7 +35,7 @@ def test_a_promoted_weight_is_named_with_the_cure(name, dtype):
     tx = MADE[name]("float32")  # optax's own condition refuses f32 updates of 16-bit gradients
     params, state = lowmem.init(tx, PARAMS, dtype)
     updates, state = tx.update(gradient(params), state, params)
-    promoted = added(params, updates)
+    promoted = eqx.apply_updates(params, updates)
     assert promoted["w"].dtype == jnp.float32
     message = r"'\w' is float32, .*16-bit.*without a cast.*Storage\(update_dtype='param'\)"
     with pytest.raises(ValueError, match=message):
@@ -56,7 +52,7 @@ def test_updates_in_the_dtype_of_the_weights(make, dtype):
     @jax.jit
     def step(params, state):
         updates, state = tx.update(gradient(params), state, params)
-        return optax.apply_updates(params, updates), added(params, updates), state
+        return optax.apply_updates(params, updates), eqx.apply_updates(params, updates), state
 
     for _ in range(3):
         cast, params, state = step(params, state)
