@@ -80,7 +80,7 @@ def save(
       ValueError: for a step that is there already, a step or keep that is no such number, or a
         state that `tx` does not keep.
 
-    Speed: the checksums take about 6 % of the time (0.3 GB into the page cache, 2 cores).
+    Speed: the checksums take 6 to 8 % of the time (0.6 GB into the page cache, 2 cores).
 
     Size: that of weights and state in memory, 5.2 bytes a parameter for `flash_adamw` with bf16
     weights (`optax.adamw` in f32: 12), before Orbax compresses them.

@@ -194,7 +194,7 @@ def test_files_of_several_processes_are_summed_by_each(tmp_path, monkeypatch):
 
 
 def test_every_bit_counts_in_a_checksum(tmp_path, monkeypatch):
-    """Of every page, block and remainder; and pages that change places."""
+    """Of every page, block and remainder; and pages that change places, or become zeros."""
     monkeypatch.setattr(checksums, "_BLOCK", 4 * checksums._PAGE)
     monkeypatch.setattr(checksums, "_PIECE", 2 * checksums._PAGE)
     rng = np.random.default_rng(0)
@@ -217,7 +217,47 @@ def test_every_bit_counts_in_a_checksum(tmp_path, monkeypatch):
         order = list(range(9))
         order[a], order[b] = b, a
         assert sum_of(np.concatenate([pages[order].ravel(), whole[-13:]])) != first
-    assert sum_of(np.append(whole, np.uint8(0))) != first
+    for at in range(9):
+        zeroed = pages.copy()
+        zeroed[at] = 0
+        assert sum_of(np.append(zeroed, whole[-13:])) != first
+    for cut in (1, 13, 14, checksums._PAGE, 5 * checksums._PAGE):
+        assert sum_of(whole[:-cut]) != first
+    for added in (1, checksums._PAGE, 3 * checksums._PAGE):
+        assert sum_of(np.append(whole, np.zeros(added, np.uint8))) != first
+
+
+def bytes_of(size):
+    """Return bytes that no generator's version changes."""
+    steps = np.arange(size, dtype=np.uint64) * np.uint64(2654435761)
+    return (steps >> np.uint64(13)).astype(np.uint8).tobytes()
+
+
+SUMS = {0: 0, 1: 1696784233, 4096: 207339838, 36877: 3512323419, 9441283: 294640259}
+
+
+@pytest.mark.parametrize("piece", [1 << 15, None])
+def test_sums_of_stored_checkpoints_stay_what_they_are(piece, tmp_path, monkeypatch):
+    """However a file is read: the name of the form promises these numbers."""
+    assert checksums.FORM == "crc32 of page sums"
+    monkeypatch.setattr(checksums, "_PIECE", piece or checksums._PIECE)
+    for size in SUMS:
+        (tmp_path / str(size)).write_bytes(bytes_of(size))
+    found = checksums._sums(epath.Path(tmp_path), [str(size) for size in SUMS])
+    assert dict(found) == SUMS
+
+
+def test_a_file_of_a_stored_checkpoint_is_still_compared(tmp_path):
+    """Of sums that an earlier version wrote."""
+    item, size = epath.Path(tmp_path), 36877
+    sums = {"crc32 of page sums": {"d": [size, SUMS[size]]}}
+    (item / "checksums.json").write_text(json.dumps(sums))
+    whole = bytearray(bytes_of(size))
+    (item / "d").write_bytes(whole)
+    assert not list(checksums.damaged(item))
+    whole[20000] ^= 16
+    (item / "d").write_bytes(whole)
+    assert "has other bytes than were written" in next(checksums.damaged(item))
 
 
 def test_files_that_come_in_parts_have_the_same_sum():
