@@ -17,6 +17,7 @@ MODELS = {
 }  # case of a record -> model, tokens of a step
 ACCUMULATED = {
     "fp8-accumulated-16": "16 x 8 x 1024",
+    "fp8-accumulated-16-anew": "16 x 8 x 1024",
     "fp8-accumulated": "64 x 8 x 1024",
     "lean-accumulated": "64 x 8 x 1024",
 }  # likewise of its micro-batches
@@ -26,13 +27,16 @@ PROGRAMS = {
     "fp8-unrolled": "ours, `--activations fp8`",
     "switchback-fp8": "ours, `--linear switchback-fp8`",
     "fp8-accumulated-16": "ours, `--activations fp8 --accumulate 16`",
+    "fp8-accumulated-16-anew": "the same, weights quantized in each micro-batch",
     "fp8-accumulated": "ours, `--activations fp8 --accumulate 64`",
     "lean-accumulated": "ours, bf16, `--accumulate 64`",
     "optax.adamw": "the same model with `optax.adamw` and f32 weights",
     "torch-liger": "torch, Liger kernels, flashoptim",
     "torch-liger-ckpt": "torch, Liger kernels, flashoptim, checkpointing",
     "torch-compile": "torch.compile, flashoptim",
+    "torch-compile-ckpt": "torch.compile, flashoptim, checkpointing",
     "torch-float8": "torch.compile, torchao float8, flashoptim",
+    "torch-float8-ckpt": "torch.compile, torchao float8, flashoptim, checkpointing",
 }
 LOSSES = ("all logits", "chunks of 512", "chunks of 1024", "chunks of 2048", "chunks of 4096")
 
@@ -121,7 +125,8 @@ def draw(rows: Rows, file: Path = PICTURE) -> None:
             axes.plot(*at, "o" if ours else "s", color=colour, markersize=8)
             label = PROGRAMS[name].replace("`", "").removeprefix("ours, ")
             label = label.replace(", flashoptim", "").replace("the same model with ", "")
-            below = (7, -11 if "Liger" in label else -3)  # clear of its neighbour's marker
+            # clear of its neighbour's marker
+            below = (7, -3 if "Liger" not in label else 5 if "checkpointing" in label else -11)
             axes.annotate(
                 label, at, xytext=below, textcoords="offset points", size=7.5, color=colour
             )
@@ -131,7 +136,7 @@ def draw(rows: Rows, file: Path = PICTURE) -> None:
         left, right = axes.get_xlim()
         axes.set_xlim(left, right + 0.6 * (right - left))  # for what is written there
         axes.spines[["top", "right"]].set_visible(False)
-    panels[0][0].set_ylabel("thousand tokens a second")
+    panels[0][0].set_ylabel("thousand tokens per second")
     device = next(iter(next(iter(found.values())).values()))["tokens_per_s"]["device"]
     figure.suptitle(
         f"One training step on one {device}: ours (green) and others; up and left is better",
