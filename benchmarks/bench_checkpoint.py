@@ -19,7 +19,7 @@ import optax
 
 import optax_lowmem as lowmem
 from benchmarks import model_shapes, records
-from optax_lowmem.checkpoint import checksums
+from optax_lowmem._src.checkpoint import checksums
 
 SHAPES, FILE = "llama-2-7b/adamw", "normal/adamw"
 # implementation -> (optimizer, dtype of the weights)

@@ -38,7 +38,7 @@ import jax.numpy as jnp
 from benchmarks import end_to_end_torch, records
 from benchmarks.end_to_end_torch import CHECKPOINTING
 from optax_lowmem import layers
-from optax_lowmem.layers import cross_entropy
+from optax_lowmem._src.losses import cross_entropy
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 import train_llama  # noqa: E402

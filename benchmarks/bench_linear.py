@@ -19,8 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks import linear_peers, records
-from optax_lowmem.kernels import quantized_matmul as kernels
-from optax_lowmem.kernels.quantized_matmul import E4M3, INT8
+from optax_lowmem._src.switchback import quantized_matmul as kernels
+from optax_lowmem._src.switchback.quantized_matmul import E4M3, INT8
 from optax_lowmem.layers import switchback_dot_general
 
 CALL_SECONDS = 0.15

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 
 from benchmarks import noise_training, records
 from benchmarks.bench_linear import Timed, measure
-from optax_lowmem._core import scope
-from optax_lowmem.kernels import gaussws as kernels
-from optax_lowmem.kernels.gaussws import NOISES
+from optax_lowmem._src.core import scope
+from optax_lowmem._src.noise import kernels
+from optax_lowmem._src.noise.kernels import NOISES
 
 # rows x columns: Llama 3.2 1B has (2k, 0.5k) to (2k, 8k), Llama 3.1 405B (16k, 1k) to (16k, 16k)
 SHAPES = [

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from benchmarks import records
 from optax_lowmem import codecs
-from optax_lowmem._core import random
+from optax_lowmem._src.core import random
 
 WIDTH, GROUP, TRIALS = 2048, 256, 10  # the paper's
 ROUNDINGS = ("nearest", "stochastic")

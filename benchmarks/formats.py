@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterator
 
 from optax_lowmem import codecs
+from optax_lowmem._src.codecs.minifloat import MinifloatCodec
+from optax_lowmem._src.codecs.scales import Float32Scale
 from optax_lowmem.codecs import GroupCodec
-from optax_lowmem.codecs.minifloat import MinifloatCodec
-from optax_lowmem.codecs.scales import Float32Scale
 
 MU, NU = "mu", "nu"
 NEAREST, STOCHASTIC = "nearest", "stochastic"

@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks.formats import MU, NU, PAPER_GROUP, Copy
 from optax_lowmem import codecs
-from optax_lowmem._core import groups
+from optax_lowmem._src.core import groups
 
 EPS = 1e-8  # Adam's, outside the root
 

@@ -20,7 +20,7 @@ import optax
 from benchmarks.adam_mini_training import Text, offsets
 from benchmarks.formats import MU, STOCHASTIC, Copy
 from optax_lowmem import codecs
-from optax_lowmem._core import random, trees
+from optax_lowmem._src.core import random, trees
 
 from _gpt import train  # isort: skip (on the path since adam_mini_training)
 from _gpt.config import ModelShape, Settings, matrices  # isort: skip

@@ -15,9 +15,9 @@ from pathlib import Path
 import jax
 
 from benchmarks.peers import cases, in_jax, processes
-from optax_lowmem.kernels import fused_update
-from optax_lowmem.kernels.fused_update import tuning
-from optax_lowmem.kernels.tiles import Tile
+from optax_lowmem._src import update as fused_update
+from optax_lowmem._src.core.tiles import Tile
+from optax_lowmem._src.update import tuning
 
 TUNED = Path(fused_update.__file__).parent / "tuned.json"
 TILES = (Tile(1024, 4), Tile(512, 2), Tile(2048, 8), Tile(4096, 8))

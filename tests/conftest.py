@@ -19,8 +19,8 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from optax_lowmem._core import compiled  # noqa: E402
-from optax_lowmem.kernels import platform as kernel_platform  # noqa: E402
+from optax_lowmem._src.core import compiled  # noqa: E402
+from optax_lowmem._src.core import platform as kernel_platform  # noqa: E402
 
 # Both before any backend starts. The devices are for the sharding tests; on a GPU machine they
 # are the CPU's and disturb nothing. A silent broadcast between ranks is a bug in an optimizer.

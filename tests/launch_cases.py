@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import optax_lowmem as lowmem
-from optax_lowmem._core import numerics, random
-from optax_lowmem._core.rules import OF_BLOCK
+from optax_lowmem._src.core import numerics, random
+from optax_lowmem._src.core.rules import OF_BLOCK
+from optax_lowmem._src.core.tiles import Tile
+from optax_lowmem._src.update import LeafPlan, LeafState, operands, reference
 from optax_lowmem.codecs import decode_array, encode_array
-from optax_lowmem.kernels.fused_update import LeafPlan, LeafState, operands, reference
-from optax_lowmem.kernels.tiles import Tile
 from tests import tolerances
 
 LEARNING_RATE = 1e-3

@@ -12,7 +12,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from optax_lowmem.kernels.fused_update import jax_triton, jax_triton_numerics
+from optax_lowmem._src.update import jax_triton, jax_triton_numerics
 
 
 class _Storage:

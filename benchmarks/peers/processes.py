@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import cases, device_loop, in_jax, in_torch, turns
-from optax_lowmem.kernels.fused_update import tuning
+from optax_lowmem._src.update import tuning
 
 ROOT = Path(__file__).parent.parent.parent
 IN_TORCH = ["-m", "benchmarks.peers.in_torch"]

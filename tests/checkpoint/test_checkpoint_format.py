@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_lowmem as lowmem
 from optax_lowmem import checkpoint
-from optax_lowmem.checkpoint import comparison, description, migrations
+from optax_lowmem._src.checkpoint import comparison, description, migrations
 from tests import contract_cases as cases
 from tests.checkpoint_cases import (
     SMALL,

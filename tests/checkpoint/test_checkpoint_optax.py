@@ -11,8 +11,8 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import checkpoint
-from optax_lowmem._core import groups
-from optax_lowmem.checkpoint import counterparts
+from optax_lowmem._src.checkpoint import counterparts
+from optax_lowmem._src.core import groups
 from tests import contract_cases as cases
 
 SMALL = lowmem.Storage(policy=cases.POLICY)

@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 
 from optax_lowmem import codecs
-from optax_lowmem._core import groups, random
-from optax_lowmem.codecs import expansion, minifloat
-from optax_lowmem.codecs.dynamic import dynamic
-from optax_lowmem.kernels import group_codec
-from optax_lowmem.kernels.group_codec import pallas_triton, reference
-from optax_lowmem.kernels.tiles import Tile
+from optax_lowmem._src.codecs import expansion, group_codec, minifloat
+from optax_lowmem._src.codecs.dynamic import dynamic
+from optax_lowmem._src.codecs.group_codec import pallas_triton, reference
+from optax_lowmem._src.core import groups, random
+from optax_lowmem._src.core.tiles import Tile
 from tests import tolerances as tol
 from tests.lowering import kernels_in, lower_for_cuda
 from tests.oracle import coat as oracle

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from optax_lowmem import codecs
-from optax_lowmem._core import random
+from optax_lowmem._src.core import random
 from tests import tolerances as tol
 from tests.oracle import codecs as oracle
 from tests.oracle import scales as oracle_scales

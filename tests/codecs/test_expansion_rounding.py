@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optax_lowmem._core import numerics, random
-from optax_lowmem.codecs import expansion, minifloat
+from optax_lowmem._src.codecs import expansion, minifloat
+from optax_lowmem._src.core import numerics, random
 from tests import tolerances as tol
 
 CODECS = {"e4m3": minifloat.e4m3(), "e5m2": minifloat.e5m2()}

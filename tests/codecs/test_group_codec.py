@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
-from optax_lowmem.kernels import group_codec, pallas_tiles, platform
-from optax_lowmem.kernels.group_codec import pallas_triton, reference
-from optax_lowmem.kernels.tiles import Tile, Tiling
+from optax_lowmem._src.codecs import group_codec
+from optax_lowmem._src.codecs.group_codec import pallas_triton, reference
+from optax_lowmem._src.core import pallas_tiles, platform
+from optax_lowmem._src.core.tiles import Tile, Tiling
 from tests import launch_cases
 from tests import tolerances as tol
 from tests.launch_cases import units

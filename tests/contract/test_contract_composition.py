@@ -88,7 +88,7 @@ def _onto_composed(fused: Any, like: Any) -> Any:
 
 def _slots(state: Any) -> list[tuple[Any, Any]]:
     """(codes, scales) trees of a state of either form."""
-    if not isinstance(state, lowmem.transforms.split.SplitState):
+    if not isinstance(state, lowmem._src.wrappers.split.SplitState):
         pairs = [(state.mu, state.mu_scale)]
         return pairs + ([(state.nu, state.nu_scale)] if hasattr(state, "nu") else [])
     outer = state.inner_state[0]

@@ -10,9 +10,9 @@ import optax
 import pytest
 
 import optax_lowmem as lowmem
-from optax_lowmem._core import numerics
-from optax_lowmem.kernels.fused_update import choose, pallas_triton, tuning
-from optax_lowmem.kernels.tiles import Tile
+from optax_lowmem._src.core import numerics
+from optax_lowmem._src.core.tiles import Tile
+from optax_lowmem._src.update import choose, pallas_triton, tuning
 from tests import launch_cases, tolerances
 from tests.contract_cases import pairwise
 from tests.update.test_pallas_step import OPTIONS, STORED

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from optax_lowmem.kernels import fp8_flow as kernels
-from optax_lowmem.kernels import quantized_matmul as matmul_kernels
-from optax_lowmem.kernels.fp8_flow import dispatch, pallas_triton, pallas_turn, reference
-from optax_lowmem.kernels.quantized_matmul import E4M3, E5M2, Quantized
-from optax_lowmem.kernels.quantized_matmul import reference as matmul
-from optax_lowmem.kernels.tiles import Tile
+from optax_lowmem._src.core.tiles import Tile
+from optax_lowmem._src.fp8_flow import kernels
+from optax_lowmem._src.fp8_flow.kernels import dispatch, pallas_triton, pallas_turn, reference
+from optax_lowmem._src.switchback import quantized_matmul as matmul_kernels
+from optax_lowmem._src.switchback.quantized_matmul import E4M3, E5M2, Quantized
+from optax_lowmem._src.switchback.quantized_matmul import reference as matmul
 from tests import tolerances as tol
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
 

@@ -13,8 +13,8 @@ from flax import linen, nnx  # noqa: E402
 
 from benchmarks import linear_tables, records, tables  # noqa: E402
 from optax_lowmem import layers  # noqa: E402
-from optax_lowmem.kernels import platform  # noqa: E402
-from optax_lowmem.layers import choice  # noqa: E402
+from optax_lowmem._src.core import platform  # noqa: E402
+from optax_lowmem._src.switchback import choice  # noqa: E402
 from tests.lowering import kernels_in, lower_for_cuda  # noqa: E402
 
 needs_mosaic = pytest.mark.skipif(

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optax_lowmem.kernels import quantized_matmul as kernels
-from optax_lowmem.kernels.quantized_matmul import FORMATS, INT8, pallas_triton, reference
+from optax_lowmem._src.switchback import quantized_matmul as kernels
+from optax_lowmem._src.switchback.quantized_matmul import FORMATS, INT8, pallas_triton, reference
 from tests.compilation import FULL_COMPILE
 from tests.lowering import kernels_in, lower_for_cuda
 from tests.tiers import rows

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optax_lowmem.kernels import quantized_matmul
-from optax_lowmem.kernels.quantized_matmul import E4M3, E5M2, INT8, LONGEST_SUM, Quantized
+from optax_lowmem._src.switchback import quantized_matmul
+from optax_lowmem._src.switchback.quantized_matmul import E4M3, E5M2, INT8, LONGEST_SUM, Quantized
 from tests import tolerances as tol
 from tests.oracle import switchback as oracle
 
@@ -59,7 +59,7 @@ def quantize(x, axes, to):
 
 
 def test_the_variants_are_those_of_the_oracle():
-    from optax_lowmem.layers.products import VARIANTS as known
+    from optax_lowmem._src.switchback.products import VARIANTS as known
 
     assert set(known) == set(VARIANTS)
 

@@ -14,7 +14,7 @@ pytest.importorskip("flax")
 
 import optax_lowmem as lowmem  # noqa: E402
 from optax_lowmem import layers  # noqa: E402
-from optax_lowmem.layers import products  # noqa: E402
+from optax_lowmem._src.switchback import products  # noqa: E402
 
 FORMATS = ("int8", "fp8", "fp8-e5m2")
 rng = np.random.default_rng(0)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from optax_lowmem import codecs, gaussws
-from optax_lowmem._core import random
-from optax_lowmem.kernels import gaussws as kernels
-from optax_lowmem.kernels.gaussws import (
+from optax_lowmem._src.core import random
+from optax_lowmem._src.noise import kernels
+from optax_lowmem._src.noise.kernels import (
     BOX_MULLER,
     DIFFQ,
     FORMATS,
@@ -19,7 +19,7 @@ from optax_lowmem.kernels.gaussws import (
     pallas_triton,
     reference,
 )
-from optax_lowmem.kernels.gaussws.tiles import Strip
+from optax_lowmem._src.noise.kernels.tiles import Strip
 from tests import tolerances as tol
 from tests.lowering import kernels_in, lower_for_cuda
 from tests.tiers import in_turn

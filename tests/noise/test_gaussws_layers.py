@@ -15,7 +15,7 @@ from flax import nnx  # noqa: E402
 
 import optax_lowmem as lowmem  # noqa: E402
 from optax_lowmem import gaussws, layers  # noqa: E402
-from optax_lowmem._core import compiled, random  # noqa: E402
+from optax_lowmem._src.core import compiled, random  # noqa: E402
 from tests.oracle import gaussws as oracle  # noqa: E402
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(16, 64)), jnp.float32)

@@ -11,9 +11,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optax_lowmem import gaussws
-from optax_lowmem._core import random
-from optax_lowmem.kernels.gaussws import GAUSSWS, reference
-from optax_lowmem.kernels.gaussws.noise import pack
+from optax_lowmem._src.core import random
+from optax_lowmem._src.noise.kernels import GAUSSWS, reference
+from optax_lowmem._src.noise.kernels.noise import pack
 from tests import tolerances as tol
 from tests.oracle.gaussws import PROBABILITIES
 

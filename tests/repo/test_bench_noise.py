@@ -11,7 +11,7 @@ pytest.importorskip("flax")
 
 from benchmarks import bench_noise, noise_training  # noqa: E402
 from optax_lowmem import gaussws  # noqa: E402
-from optax_lowmem.kernels.gaussws import block_shape  # noqa: E402
+from optax_lowmem._src.noise.kernels import block_shape  # noqa: E402
 
 SIZE = (64, 96)
 

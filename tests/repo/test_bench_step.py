@@ -13,8 +13,8 @@ import pytest
 from benchmarks import bench_step, records, step_tables, targets, tune_step
 from benchmarks.model_shapes import resnet_50
 from benchmarks.peers import cases, device_loop, in_jax, in_torch, processes, report
-from optax_lowmem.kernels.fused_update import tuning
-from optax_lowmem.kernels.tiles import Tile
+from optax_lowmem._src.core.tiles import Tile
+from optax_lowmem._src.update import tuning
 from tests.contract_cases import assert_alike
 
 OPTIMIZERS = ("adamw", "lion", "sgd")

@@ -20,7 +20,7 @@ MODULES = [
 
 
 def test_modules_were_found():
-    assert {"optax_lowmem.memory", "optax_lowmem.transforms.chain"} <= set(MODULES)
+    assert {"optax_lowmem.memory", "optax_lowmem._src.wrappers.chain"} <= set(MODULES)
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -39,18 +39,17 @@ def test_there_are_examples():
 
 
 def public():
-    """(name, object) of every function and class of the package, and of its two modules."""
+    """(name, object) of every function and class of the package, and functions of two modules."""
     for name in optax_lowmem.__all__:
         thing = getattr(optax_lowmem, name)
         if inspect.isfunction(thing) or inspect.isclass(thing):
             yield name, thing
-        elif inspect.ismodule(thing):
+        elif name in ("codecs", "sharding"):
             yield from (
                 (f"{name}.{inner}", value)
-                for inner, value in vars(thing).items()
-                if inspect.isfunction(value)
-                and value.__module__ == thing.__name__
-                and not inner.startswith("_")
+                for inner in thing.__all__
+                if inspect.isfunction(value := getattr(thing, inner))
+                and value.__module__ == f"optax_lowmem._src.{name}"
             )
 
 

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 import optax_lowmem as lowmem
+from optax_lowmem._src.core import platform
+from optax_lowmem._src.update import block_means
+from optax_lowmem._src.update.block_means import dispatch, pallas_triton, reference
+from optax_lowmem._src.update.block_means.columns import has_columns, passes
 from optax_lowmem.blocks import Block
-from optax_lowmem.kernels import block_means, platform
-from optax_lowmem.kernels.block_means import dispatch, pallas_triton, reference
-from optax_lowmem.kernels.block_means.columns import has_columns, passes
 from tests.lowering import kernels_in, lower_for_cuda
 
 BF16, F32 = jnp.bfloat16, jnp.float32

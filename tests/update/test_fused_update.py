@@ -13,9 +13,9 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
-from optax_lowmem._core import random
-from optax_lowmem._core.rules import OF_BLOCK
-from optax_lowmem.kernels.fused_update import packed, reference, shared_updates, twopass
+from optax_lowmem._src.core import random
+from optax_lowmem._src.core.rules import OF_BLOCK
+from optax_lowmem._src.update import packed, reference, shared_updates, twopass
 from tests import tolerances
 from tests.launch_cases import same_scales, units
 from tests.tiers import rows
@@ -197,7 +197,7 @@ def test_small_outputs_are_computed_in_calls_that_xla_keeps():
 @pytest.fixture
 def folded(monkeypatch):
     """The clippings that became a factor."""
-    module, found = importlib.import_module("optax_lowmem.transforms.chain"), []
+    module, found = importlib.import_module("optax_lowmem._src.wrappers.chain"), []
     plain = module._clipping_factor
 
     def factor(link, updates, state):

@@ -16,15 +16,15 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import optax_lowmem as lowmem
-from optax_lowmem.kernels import platform
-from optax_lowmem.kernels.fused_update import dispatch
-from optax_lowmem.kernels.tiles import Tile
+from optax_lowmem._src.core import platform
+from optax_lowmem._src.core.tiles import Tile
+from optax_lowmem._src.update import dispatch
 from tests import launch_cases
 from tests.lowering import gpu_mesh
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
-from optax_lowmem.kernels.fused_update import jax_triton  # noqa: E402
+from optax_lowmem._src.update import jax_triton  # noqa: E402
 from tests.tiers import rows  # noqa: E402
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32

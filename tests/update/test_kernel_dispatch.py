@@ -12,9 +12,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
-from optax_lowmem.kernels import fused_update, platform
-from optax_lowmem.kernels.fused_update import dispatch, tuning
-from optax_lowmem.kernels.tiles import Tile
+from optax_lowmem._src import update as fused_update
+from optax_lowmem._src.core import platform
+from optax_lowmem._src.core.tiles import Tile
+from optax_lowmem._src.update import dispatch, tuning
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
 
 STORAGE = lowmem.Storage(policy=lowmem.Policy(min_size=0))

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lowmem import codecs
-from optax_lowmem._core import numerics
-from optax_lowmem.codecs.affine import Grid
+from optax_lowmem._src.codecs.affine import Grid
+from optax_lowmem._src.core import numerics
 from tests import tolerances
 
 F32 = jnp.float32

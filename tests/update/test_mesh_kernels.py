@@ -13,9 +13,9 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
 from optax_lowmem import release
-from optax_lowmem._core.placement import placement
-from optax_lowmem.kernels import platform
-from optax_lowmem.kernels.fused_update import dispatch, on_mesh, pallas_triton
+from optax_lowmem._src.core import platform
+from optax_lowmem._src.core.placement import placement
+from optax_lowmem._src.update import dispatch, on_mesh, pallas_triton
 from optax_lowmem.sharding import state_shardings
 from tests.compilation import SAME_BITS
 from tests.contract_cases import assert_alike

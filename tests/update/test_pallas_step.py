@@ -13,11 +13,10 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
-from optax_lowmem._core import numerics
-from optax_lowmem._core.rules import OF_BLOCK
-from optax_lowmem.kernels import pallas_tiles
-from optax_lowmem.kernels.fused_update import dispatch, operands, pallas_triton, reference, tuning
-from optax_lowmem.kernels.tiles import Tile, Tiling
+from optax_lowmem._src.core import numerics, pallas_tiles
+from optax_lowmem._src.core.rules import OF_BLOCK
+from optax_lowmem._src.core.tiles import Tile, Tiling
+from optax_lowmem._src.update import dispatch, operands, pallas_triton, reference, tuning
 from tests import launch_cases, tolerances
 from tests.compilation import FULL_COMPILE, SAME_BITS
 from tests.contract_cases import RULES, covering, pairwise

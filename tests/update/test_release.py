@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
 from optax_lowmem import release
-from optax_lowmem._core import random
-from optax_lowmem.kernels.fused_update import pallas_triton
-from optax_lowmem.kernels.tiles import Tile
+from optax_lowmem._src.core import random
+from optax_lowmem._src.core.tiles import Tile
+from optax_lowmem._src.update import pallas_triton
 from tests import launch_cases
 from tests.compilation import SAME_BITS
 from tests.contract_cases import POLICY, assert_alike, assert_same

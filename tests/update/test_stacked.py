@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import optax_lowmem as lowmem
-from optax_lowmem.kernels.fused_update import stacked
+from optax_lowmem._src.update import stacked
 from tests.compilation import SAME_BITS
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="stacks are for CPUs")

@@ -146,7 +146,7 @@ def test_slots_of_weights_in_a_named_tuple_keep_their_names(kind):
 
 
 def test_a_registered_state_of_any_name_is_found_inside_wrappers(monkeypatch):
-    from optax_lowmem.transforms import slots
+    from optax_lowmem._src.update import slots
 
     class Velocity(NamedTuple):
         speed: Any

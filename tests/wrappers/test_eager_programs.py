@@ -12,8 +12,8 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
-from optax_lowmem._core import random
-from optax_lowmem.kernels import group_codec
+from optax_lowmem._src.codecs import group_codec
+from optax_lowmem._src.core import random
 
 MOST = 5
 _REQUESTS = "/jax/core/compile/backend_compile_duration"  # of a program, from a cache too

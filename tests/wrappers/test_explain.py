@@ -11,7 +11,7 @@ import pytest
 import optax_lowmem as lowmem
 from benchmarks.model_shapes import gpt2_124m, llama_3_1_8b
 from optax_lowmem import Storage
-from optax_lowmem._core import trees
+from optax_lowmem._src.core import trees
 
 PARAMS = {
     "block": {"kernel": jnp.ones((64, 128), jnp.bfloat16), "bias": jnp.ones((64,), jnp.bfloat16)},

@@ -1,0 +1,1 @@
+"""Adam-mini's blocks of shared second moments: the structure of a tree."""

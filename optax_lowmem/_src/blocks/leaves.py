@@ -1,0 +1,180 @@
+"""Facts about a leaf from its path and shape: its module, its neighbours, its orientation."""
+
+import dataclasses
+import fnmatch
+import math
+import re
+from typing import NamedTuple
+
+from optax_lowmem._src.core.block import Block
+
+# names of arrays inside a module; any other last component is a module whose array is bare
+ARRAYS = {"kernel", "embedding", "bias", "scale", "weight", "w", "b", "gamma", "beta"}
+BIASES = {"bias", "b"}
+
+_ATTENTION_WORDS = {"attn", "attention", "mha", "crossattention", "selfattention"}
+
+
+class Heads(NamedTuple):
+    """Head counts that the user gave."""
+
+    query: int | None
+    key: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A leaf as inference sees it.
+
+    Attributes:
+      path: its name.
+      shape: its shape.
+      stacked: axes that stack layers or experts, never averaged over.
+      why: how they were found.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    stacked: tuple[int, ...] = ()
+    why: str = ""
+
+    @property
+    def names(self) -> list[str]:
+        """Components of the path."""
+        return self.path.split("/")
+
+    @property
+    def array(self) -> str:
+        """Name of the array inside its module; "" for a bare one."""
+        return self.names[-1] if self.names[-1] in ARRAYS else ""
+
+    @property
+    def module_names(self) -> list[str]:
+        """Components down to the module."""
+        return self.names[:-1] if self.array else self.names
+
+    @property
+    def module(self) -> str:
+        """The module's name in lower case, without Linen's number: `dense` for `Dense_0`."""
+        return without_number(self.module_names[-1]).lower() if self.module_names else ""
+
+    @property
+    def group(self) -> str:
+        """Path of what the module lies in, such as the attention."""
+        return "/".join(self.module_names[:-1])
+
+    @property
+    def inner(self) -> tuple[int, ...]:
+        """The axes of one layer."""
+        return tuple(axis for axis in range(len(self.shape)) if axis not in self.stacked)
+
+    @property
+    def inner_shape(self) -> tuple[int, ...]:
+        """The shape of one layer's leaf."""
+        return tuple(self.shape[axis] for axis in self.inner)
+
+    @property
+    def in_attention(self) -> bool:
+        """Return whether a component above the module has a word for attention, as a whole word."""
+        return any(words(name) & _ATTENTION_WORDS for name in self.module_names[:-1])
+
+    @property
+    def directly_in_attention(self) -> bool:
+        """Return whether the parent of the module is the attention."""
+        return bool(self.module_names[:-1]) and bool(
+            words(self.module_names[-2]) & _ATTENTION_WORDS
+        )
+
+    def matches(self, pattern: str) -> bool:
+        """Return whether a glob pattern matches the path."""
+        return fnmatch.fnmatchcase(self.path, pattern)
+
+    def stack(self, axis: int, why: str) -> "Leaf":
+        """The leaf with one more stacked axis."""
+        stacked = tuple(sorted({*self.stacked, axis}))
+        return dataclasses.replace(self, stacked=stacked, why=self.why or why)
+
+
+def without_number(name: str) -> str:
+    """`Dense` for `Dense_0`."""
+    return re.sub(r"_\d+$", "", name)
+
+
+def words(name: str) -> set[str]:
+    """The words of a component: self and attn of `self_attn`, of `SelfAttn_0` too."""
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+
+
+Leaves = dict[str, Leaf]
+
+
+def bias_of(leaf: Leaf, leaves: Leaves) -> Leaf | None:
+    """The bias beside a kernel."""
+    if leaf.array in BIASES or not leaf.array:
+        return None
+    paths = ("/".join([*leaf.module_names, name]) for name in sorted(BIASES))
+    return next((leaves[path] for path in paths if path in leaves), None)
+
+
+def beside(leaf: Leaf, modules: set[str], leaves: Leaves) -> Leaf | None:
+    """The kernel or bare array of another module of these names, in the group of this leaf."""
+    start = leaf.group + "/" if leaf.group else ""
+    for name in sorted(modules):
+        for path in (f"{start}{name}", f"{start}{name}/kernel"):
+            if path in leaves and path != leaf.path:
+                return leaves[path]
+    return None
+
+
+def out_first(leaf: Leaf, leaves: Leaves) -> bool:
+    """Return whether a matrix is transposed, (out, in), as in Hugging Face's FlaxConv1D.
+
+    The length of its bias decides. A square matrix of GPT-2 (`c_...`), or one without a bias,
+    follows the other matrices with such names in the tree.
+    """
+    shown = _bias_shows(leaf, leaves)
+    if shown is not None or not leaf.module.startswith("c_"):
+        return bool(shown)
+    others = (one for one in leaves.values() if one.module.startswith("c_"))
+    return any(_bias_shows(one, leaves) for one in others)
+
+
+def _bias_shows(leaf: Leaf, leaves: Leaves) -> bool | None:
+    """Return whether a matrix's bias has the length of its first axis; None where undecided."""
+    bias = bias_of(leaf, leaves)
+    if bias is None or len(leaf.inner_shape) != 2 or len(bias.inner_shape) != 1:
+        return None
+    rows, columns = leaf.inner_shape
+    return None if rows == columns else bias.inner_shape == (rows,)
+
+
+def output_axis(leaf: Leaf, leaves: Leaves) -> int:
+    """The axis of one layer's matrix that holds its outputs."""
+    return 0 if out_first(leaf, leaves) else 1
+
+
+def width_of(leaf: Leaf, leaves: Leaves) -> int:
+    """Return the number of outputs of one layer's matrix."""
+    return leaf.inner_shape[output_axis(leaf, leaves)]
+
+
+def whole(leaf: Leaf, reason: str) -> Block:
+    """One block a tensor; one a layer where layers are stacked."""
+    inner = leaf.inner if math.prod(leaf.shape) else ()
+    text = "whole tensor" + (" of each layer" if leaf.stacked else "")
+    return Block(inner, words=text if inner else "elementwise", reason=because(leaf, reason))
+
+
+def because(leaf: Leaf, reason: str) -> str:
+    """The reason, with how stacked axes were found."""
+    return f"{reason}; {leaf.why}" if leaf.why else reason
+
+
+def layer_block(leaf: Leaf, text: str, axes: tuple[int, ...], reason: str) -> Block:
+    """A block that averages over these axes of one layer's leaf."""
+    return Block(tuple(leaf.inner[a] for a in axes), words=text, reason=because(leaf, reason))
+
+
+def layered(leaf: Leaf) -> Leaf:
+    """The leaf with its first axis as stacked layers: its rank is one above what its kind has."""
+    return leaf.stack(leaf.inner[0], "one axis more than it needs: the first stacks layers")

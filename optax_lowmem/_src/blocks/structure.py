@@ -1,0 +1,179 @@
+"""`infer`: the block of each leaf, by rule or by what Flax calls and shapes it."""
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from optax_lowmem._src.blocks.kinds import classify, is_embedding
+from optax_lowmem._src.blocks.leaves import Heads, Leaf, Leaves, whole
+from optax_lowmem._src.blocks.stacks import leaves_of
+from optax_lowmem._src.core.block import Block, is_int
+
+Rule = tuple[str, Block | Sequence[int] | str]
+
+_WORDS = ("whole", "elementwise")
+
+
+def infer(
+    params: Any,
+    *,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    rules: Sequence[Rule] = (),
+    default: str = "whole",
+) -> dict[str, Block]:
+    """The block structure of each leaf: by explicit rule, else by Flax's names and shapes.
+
+    Per head for query and key, per output neuron for value, projection and MLP, per row for
+    embedding and output head, whole tensor otherwise. Names count as whole path components. Axes
+    of scanned or stacked layers, and of experts, keep their own values: they are found by Flax's
+    partition names (`layers`), by a component such as `layers` or `ScanBlock_0` whose leaves all
+    have an axis of one size, or by a rank one above what the kind of leaf can have.
+
+    Args:
+      params: the weights, or their `jax.eval_shape`; boxed (Linen) or NNX, or plain.
+      heads: query heads; needed where a query kernel is (in, heads * head_dim).
+      kv_heads: key heads; found from the query's head_dim where a fused key has a sibling query.
+      rules: (glob pattern on the path, block), the first that matches decides. A block is a
+        `Block`, the axes averaged over, or "whole" or "elementwise" (plain Adam).
+      default: "whole" or "elementwise", for leaves that are not recognised; `describe` marks them.
+
+    Returns:
+      path -> `Block`, in the order of the leaves.
+
+    Raises:
+      ValueError: an axis out of range or named twice, a head count that does not divide, query and
+        key heads of different head_dim, a rule that matches no leaf, an unknown word.
+
+    Deviations: Adam-mini's code looks for substrings of the path, cuts dim^2 / heads elements a
+    head (wrong for grouped queries) and gives biases plain Adam; ask for that with
+    `rules=[("*bias", "elementwise")]`. Q-Adam-mini's code has one block a value projection:
+    `rules=[("*/v_proj/kernel", "whole")]`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> params = {"attn": {"query": {"kernel": jnp.ones((64, 32))}}}
+      >>> lowmem.blocks.infer(params, heads=4)["attn/query/kernel"].mean_shape((64, 32))
+      (1, 4)
+    """
+    counts = _checked(heads, kv_heads, rules, default)
+    leaves = leaves_of(params)
+    used: set[str] = set()
+    found = {
+        leaf.path: _block(leaf, leaves, counts, rules, default, used) for leaf in leaves.values()
+    }
+    unused = [pattern for pattern, _ in rules if pattern not in used]
+    if unused and leaves:  # a placeholder tree without leaves matches nothing
+        paths = ", ".join(list(leaves)[:3])
+        raise ValueError(
+            f"the rule '{unused[0]}' matches no leaf (paths are {paths}, ...): correct its glob "
+            "pattern or drop it."
+        )
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """The arguments of `infer`, for an optimizer's `blocks=`; static and hashable.
+
+    Attributes:
+      heads: query heads.
+      kv_heads: key heads.
+      rules: (glob pattern on the path, block) pairs.
+      default: "whole" or "elementwise", for leaves that are not recognised. None is "whole", and
+        the optimizer's `init` warns of such leaves.
+
+    Example:
+      >>> import optax_lowmem as lowmem
+      >>> tx = lowmem.q_adam_mini(1e-3, blocks=lowmem.blocks.Structure(heads=16, kv_heads=4))
+    """
+
+    heads: int | None = None
+    kv_heads: int | None = None
+    rules: tuple[Rule, ...] = ()
+    default: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", tuple(map(_hashable, self.rules)))
+        _checked(self.heads, self.kv_heads, self.rules, self.default or "whole")
+
+    def infer(self, params: Any) -> dict[str, Block]:
+        """`infer` with these arguments."""
+        return infer(
+            params,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            rules=self.rules,
+            default=self.default or "whole",
+        )
+
+    def embeddings(self, params: Any) -> set[str]:
+        """Paths of the embedding tables."""
+        return {leaf.path for leaf in leaves_of(params).values() if is_embedding(leaf)}
+
+    def warn(self, params: Any) -> None:
+        """Warns of the leaves that got one block because nothing is known of them."""
+        unknown = {path: b.reason for path, b in self.infer(params).items() if not b.known}
+        if self.default is None and unknown:
+            path, reason = next(iter(unknown.items()))
+            more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+            warnings.warn(
+                f"the blocks of '{path}'{more} are a guess, one for the whole tensor ({reason}). "
+                "See lowmem.blocks.describe(params); say Structure(default='whole') to keep it so.",
+                stacklevel=2,
+            )
+
+
+def _hashable(value: Any) -> Any:
+    """Lists as tuples."""
+    return tuple(map(_hashable, value)) if isinstance(value, tuple | list) else value
+
+
+def _checked(heads: Any, kv_heads: Any, rules: Any, default: Any) -> Heads:
+    for name, count in (("heads", heads), ("kv_heads", kv_heads)):
+        if count is not None and not (is_int(count) and count > 0):
+            raise ValueError(f"{name} is a number of heads >= 1 or None, got {count!r}")
+    if default not in _WORDS:
+        raise ValueError(f"default is 'whole' or 'elementwise', got {default!r}")
+    for rule in rules:
+        if not (isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)):
+            raise TypeError(
+                f"rules is a sequence of (pattern, block) pairs, got {rule!r} in it: write "
+                "rules=[('*/bias', 'elementwise')]."
+            )
+        if isinstance(rule[1], str) and rule[1] not in _WORDS:
+            raise ValueError(
+                f"the rule {rule!r}: a block is a Block, axes, 'whole' or 'elementwise'."
+            )
+    return Heads(heads, kv_heads)
+
+
+def _block(
+    leaf: Leaf,
+    leaves: Leaves,
+    counts: Heads,
+    rules: Sequence[Rule],
+    default: str,
+    used: set[str],
+) -> Block:
+    matching = [rule for rule in rules if leaf.matches(rule[0])]
+    used.update(pattern for pattern, _ in matching)
+    if matching:
+        pattern, value = matching[0]
+        return _explicit(leaf, value, f"rule '{pattern}'")
+    found = classify(leaf, leaves, counts)
+    if isinstance(found, Block):
+        return found.fit(leaf.shape, leaf.path)
+    reason = f"not recognised: {found}; or say it in rules=[('{leaf.path}', axes)]"
+    return dataclasses.replace(_explicit(leaf, default, reason), known=False)
+
+
+def _explicit(leaf: Leaf, value: Block | Sequence[int] | str, reason: str) -> Block:
+    if value == "elementwise":
+        return Block((), words="elementwise", reason=reason)
+    if isinstance(value, str):
+        return whole(leaf, reason)
+    block = value if isinstance(value, Block) else Block(tuple(value))
+    block = block.fit(leaf.shape, leaf.path)
+    return dataclasses.replace(block, reason=block.reason or reason)

@@ -1,0 +1,1 @@
+"""Checkpoints: description and check of the format, files, conversions, export."""

@@ -1,0 +1,206 @@
+"""A state of ours and one of optax, walked beside each other."""
+
+import abc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_lowmem._src.checkpoint.counterparts import MOMENTS, Moments
+from optax_lowmem._src.checkpoint.slots import Decisions
+from optax_lowmem._src.core import scope, trees
+from optax_lowmem._src.update.slots import map_slots
+from optax_lowmem._src.wrappers.compress import CompressedState
+
+# numbers that inject_hyperparams keeps by name: those of one side may be more
+_BY_NAME = ("hyperparams", "hyperparams_states")
+
+
+class Converter(abc.ABC):
+    """Makes one side's state of the other's.
+
+    Args:
+      decisions: those of the `init` of our side.
+    """
+
+    def __init__(self, decisions: list[scope.Decision]):
+        self.decisions = Decisions(decisions)
+
+    @abc.abstractmethod
+    def choose(self, ours: Any, plain: Any) -> tuple[Any, Any]:
+        """(the side that is made, the side that it is made of)."""
+
+    @abc.abstractmethod
+    def moments(self, ours: Any, plain: Any, known: Moments, where: str) -> Any:
+        """Convert between a state of one of our optimizers and optax's state for it."""
+
+    @abc.abstractmethod
+    def compressed(self, ours: CompressedState, plain: Any, where: str) -> Any:
+        """Convert between a state with codes in its slots and the same state without codes."""
+
+    @abc.abstractmethod
+    def split(self, ours: Any, inner: Any) -> Any:
+        """Convert a state of `split_master_weights`, given its converted inner state."""
+
+    def walk(self, ours: Any, plain: Any, where: str = "state") -> Any:
+        """Return the converted state, from a pair of states; `where` names them in errors."""
+        kind = type(ours).__name__
+        if trees.is_named_tuple(ours) and kind in MOMENTS:
+            return self.moments(ours, plain, MOMENTS[kind], where)
+        if isinstance(ours, CompressedState):
+            return self.compressed(ours, plain, where)
+        if kind == "SplitState":
+            return self.split(ours, self.walk(ours.inner_state, plain, where))
+        if not any(holds_ours(ours)):
+            return self.same(ours, plain, where)
+        if trees.is_named_tuple(ours) and ours._fields == getattr(plain, "_fields", None):
+            return self._fields(ours, plain, where)
+        if type(ours) is tuple and type(plain) is tuple and len(ours) <= len(plain):
+            return self._parts(ours, plain, where)
+        named = type(ours) in trees.DICTS and type(plain) is type(ours)
+        if named and ours.keys() == plain.keys():
+            made, _ = self.choose(ours, plain)  # its order
+            return type(made)((k, self.walk(ours[k], plain[k], f"{where}[{k!r}]")) for k in made)
+        raise _unlike(ours, plain, where)
+
+    def same(self, ours: Any, plain: Any, where: str) -> Any:
+        """The arrays of one side in the dtypes of the other; both have the same trees."""
+        made, of = self.choose(ours, plain)
+        wanted: Any = jax.tree.structure(made)
+        if wanted != jax.tree.structure(of):
+            raise _unlike(ours, plain, where)
+
+        def leaf(like: Any, x: Any) -> Any:
+            if jnp.shape(like) != jnp.shape(x):
+                raise ValueError(f"{where}: {_forms(ours)} here and {_forms(plain)} in optax's.")
+            if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+                return x
+            return jnp.asarray(x, like.dtype)
+
+        return jax.tree.map(leaf, made, of)
+
+    def _fields(self, ours: Any, plain: Any, where: str) -> Any:
+        made, of = self.choose(ours, plain)
+        found = {}
+        for name in ours._fields:
+            if name in _BY_NAME:
+                more = getattr(of, name)
+                found[name] = {k: more.get(k, value) for k, value in getattr(made, name).items()}
+            else:
+                pair = getattr(ours, name), getattr(plain, name)
+                found[name] = self.walk(*pair, f"{where}.{name}")
+        return made._replace(**found)
+
+    def _parts(self, ours: tuple, plain: tuple, where: str) -> tuple:
+        """The links of two chains; one of ours may stand for several of optax's."""
+        more = len(plain) - len(ours)
+        fused = [i for i, part in enumerate(ours) if type(part).__name__ in MOMENTS]
+        if more and len(fused) != 1:
+            raise _unlike(ours, plain, where)
+        made: list[Any] = []
+        rest = list(plain)
+        for index, part in enumerate(ours):
+            taken = more + 1 if more and index == fused[0] else 1
+            several, rest = tuple(rest[:taken]), rest[taken:]
+            beside = several if taken > 1 else several[0]
+            found = self.walk(part, beside, f"{where}[{index}]")
+            spliced = taken > 1 and self.choose(part, beside)[0] is beside
+            made.extend(found) if spliced else made.append(found)
+        return tuple(made)
+
+
+def holds_ours(state: Any) -> Iterator[bool]:
+    """True for each state inside a state that is one of ours or has one of ours inside."""
+    if trees.is_named_tuple(state):
+        yield type(state).__name__ in (*MOMENTS, "CompressedState", "SplitState")
+        for value in state:
+            yield from holds_ours(value)
+    elif isinstance(state, tuple | list):
+        for part in state:
+            yield from holds_ours(part)
+    elif isinstance(state, dict):
+        for part in state.values():
+            yield from holds_ours(part)
+
+
+Visit = Callable[[str, Any], Any]
+
+
+def map_optax(plain: Any, known: Moments, of_field: Visit, of_count: Visit, where: str) -> Any:
+    """optax's state for one of ours, with moments and counts replaced by what two functions say.
+
+    Args:
+      plain: the state, of one optimizer or the links of a chain.
+      known: where it has its moments.
+      of_field: (field, tree) -> tree, for each field of `known.fields`.
+      of_count: (field, count) -> count.
+      where: names the state in errors.
+
+    Raises:
+      ValueError: for a state that has not each moment once, or has anything else.
+    """
+    seen: list[str] = []
+    other: list[str] = []
+
+    def visit(node: Any, field: str, value: Any) -> Any:
+        kind = type(node).__name__
+        if kind == known.state and field in known.fields.values():
+            seen.append(field)
+            return of_field(field, value)
+        if field == "count":
+            return of_count(field, value)
+        inside = jax.tree.leaves(value, is_leaf=_is_state)
+        if inside and not any(map(_is_state, inside)):
+            other.append(f"{kind}.{field}")
+        return value
+
+    made = map_slots(visit, plain)
+    if sorted(seen) != sorted(known.fields.values()) or other:
+        wanted = ", ".join(known.fields.values())
+        keeps = f"{wanted} of one {known.state}" if wanted else "a count at most"
+        has = ", ".join([*(f"{known.state}.{field}" for field in seen), *other]) or "nothing"
+        raise ValueError(
+            f"{where}: this optimizer goes on from {keeps}, and optax's state has {has} "
+            f"(it is {kinds(plain)}). It is another optimizer's: give the state of the one that "
+            "this is the low-memory form of."
+        )
+    return made
+
+
+def _is_state(node: Any) -> bool:
+    return trees.is_state(node) and bool(node._fields)
+
+
+def by_path(what: str, tree: Any, wanted: Sequence[str], where: str) -> dict[str, Any]:
+    """The leaves of a tree by path; raises where one is missing."""
+    found = dict(trees.named_leaves(tree))
+    missing = [path for path in wanted if path not in found]
+    extra = [path for path in found if path not in wanted]
+    if missing or extra:
+        raise ValueError(
+            f"{where}: {what} has not the leaves of the parameters: missing {missing[:3]}, extra "
+            f"{extra[:3]}. Give both optimizers the same parameters and masks."
+        )
+    return found
+
+
+def kinds(state: Any) -> str:
+    """The types of a state, such as `(EmptyState, FlashAdamState)`."""
+    if type(state) is tuple:
+        return f"({', '.join(map(kinds, state))})"
+    if hasattr(state, "shape"):
+        return f"{state.dtype}{list(state.shape)}"
+    return type(state).__name__
+
+
+def _forms(tree: Any) -> str:
+    return ", ".join(kinds(leaf) for leaf in jax.tree.leaves(tree)[:4])
+
+
+def _unlike(ours: Any, plain: Any, where: str) -> ValueError:
+    return ValueError(
+        f"{where}: tx keeps {kinds(ours)} where the optax optimizer keeps {kinds(plain)}: they are "
+        "not two forms of one optimizer. Build both of the same links, lowmem.chain(clip, "
+        "flash_adamw(...)) and optax.chain(clip, adamw(...)), with the same wrappers."
+    )

@@ -1,0 +1,96 @@
+"""Weights alone, for those who only run the model."""
+
+import os
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_lowmem._src.checkpoint import files
+from optax_lowmem._src.core import numerics, trees
+from optax_lowmem._src.noise.states import clean_params
+from optax_lowmem._src.update.masters import master_params
+
+_FORMATS = ("safetensors", "orbax")
+
+
+def export(
+    path: Any, params: Any, state: optax.OptState, dtype: Any = jnp.float32, *,
+    format: str = "safetensors",
+) -> None:  # fmt: skip
+    """Writes the weights without the optimizer: in f32 the master weights, in 16 bits as trained.
+
+    Args:
+      path: of the file (safetensors) or directory (Orbax) to write.
+      params: the weights.
+      state: the optimizer's state, whose corrections make the master weights.
+      dtype: float32, or bfloat16: then a bf16 weight is written as it is, any other rounded to
+        nearest.
+      format: `safetensors`, one file whose names are leaf paths joined by dots; or `orbax`, the
+        tree as a `StandardCheckpointer` saves it.
+
+    Raises:
+      ImportError: without the package that writes the format.
+      TypeError: for another dtype.
+      ValueError: for another format, or two leaves of one name.
+
+    Memory: safetensors holds all weights in the host's memory while it writes.
+
+    Example:
+      >>> import jax.numpy as jnp, os, tempfile, optax_lowmem as lowmem
+      >>> params, state = lowmem.init(lowmem.flash_adamw(1e-3), {"w": jnp.full((64, 64), 0.1)})
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     path = os.path.join(folder, "model.safetensors")
+      ...     lowmem.checkpoint.export(path, params, state)
+      ...     os.path.getsize(path) > 4 * 64 * 64
+      True
+    """
+    kind = jnp.dtype(dtype)
+    if kind not in (jnp.float32, jnp.bfloat16):
+        raise TypeError(f"weights are exported in float32 or bfloat16, not {kind}")
+    if format not in _FORMATS:
+        raise ValueError(f"format must be one of {_FORMATS}, got {format!r}")
+    names = _dotted(params)
+    masters, params = master_params(params, state), clean_params(params, state)
+    weights = jax.tree.map(lambda p, w: p if p.dtype == kind else _cast(w, kind), params, masters)
+    if format == "safetensors":
+        _write_safetensors(path, dict(zip(names, jax.tree.leaves(weights), strict=True)))
+    else:
+        _write_orbax(path, weights)
+
+
+def _dotted(params: Any) -> list[str]:
+    """The leaves' names in a file; what is found by name must have its own."""
+
+    def name_of(path: tuple[Any, ...]) -> str:
+        return trees.path_name(path).replace("/", ".")
+
+    return [name for name, _ in trees.unique_names(params, name_of, "in the file")]
+
+
+def _cast(w: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return numerics.widen(w) if dtype == jnp.float32 else numerics.narrow(w, dtype)
+
+
+def _write_safetensors(path: Any, weights: dict[str, jax.Array]) -> None:
+    try:
+        from safetensors.numpy import save_file
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "format='safetensors' needs safetensors: pip install 'optax-lowmem[checkpoint]'",
+            name="safetensors",
+        ) from error
+    arrays = {
+        name: np.ascontiguousarray(jax.device_get(leaf)).reshape(
+            leaf.shape
+        )  # it makes 0-d ones 1-d
+        for name, leaf in weights.items()
+    }
+    save_file(arrays, os.fspath(path), metadata={"format": "jax"})
+
+
+def _write_orbax(path: Any, weights: Any) -> None:
+    with files.orbax().StandardCheckpointer() as checkpointer:
+        checkpointer.save(files.absolute(path), weights)

@@ -1,0 +1,141 @@
+"""Orbax, whose casts and fillings are not trusted."""
+
+import contextlib
+import itertools
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import jax
+
+from optax_lowmem._src.checkpoint import checksums
+from optax_lowmem._src.checkpoint.comparison import unlike
+from optax_lowmem._src.checkpoint.description import Forms, array_leaves, form_of, forms
+
+_STEP = re.compile(r"(?:.*_)?(\d+)")  # a folder of Orbax's: 7, step_7, 0007
+PARAMS, STATE, DESCRIPTION = "params", "opt_state", "optax_lowmem"
+
+
+def orbax() -> Any:
+    """Orbax, which the package itself does not need."""
+    try:
+        import orbax.checkpoint as ocp
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != "orbax":
+            raise  # Orbax is there, and something that it needs is not
+        raise ImportError(
+            "checkpoints need Orbax: pip install 'optax-lowmem[checkpoint]'", name="orbax"
+        ) from error
+    return ocp
+
+
+def is_remote(path: Any) -> bool:
+    """Return whether a path is a URL such as gs://bucket/run."""
+    return "://" in str(path)
+
+
+def absolute(path: Any) -> Any:
+    """The path as Orbax wants it."""
+    return path if is_remote(path) else os.path.abspath(path)
+
+
+def description(manager: Any, step: int, undescribed: bool) -> Mapping[str, Any] | None:
+    """The description of a step; None where there is none and that is accepted."""
+    if DESCRIPTION in _stored(manager, step):
+        return read(manager, step, {DESCRIPTION: orbax().args.JsonRestore()})[DESCRIPTION]
+    if undescribed:
+        return None
+    raise ValueError(
+        f"step {step} in {manager.directory} has no description of its format, so it was saved by "
+        "other means than checkpoint.save or checkpoint.args. If its items 'params' and "
+        "'opt_state' were made by this very optimizer, with these codecs and this group size, pass "
+        "undescribed=True. For the state of a plain optax optimizer, restore it with Orbax and "
+        "give it to checkpoint.from_optax."
+    )
+
+
+def _stored(manager: Any, step: int) -> Any:
+    """Return Orbax's metadata of each item of a step, by name."""
+    with _reading(manager, step, (PARAMS, STATE, DESCRIPTION)):
+        return manager.item_metadata(step)
+
+
+def check_sums(manager: Any, step: int) -> bool:
+    """Raises where a file is not what was written; False where there are no checksums to tell."""
+    items = [folders(manager)[step] / name for name in (PARAMS, STATE, DESCRIPTION)]
+    items = [item for item in items if item.exists()]
+    with _reading(manager, step, [item.name for item in items]):
+        for problem in itertools.chain.from_iterable(map(checksums.damaged, items)):
+            raise OSError(problem)
+    return all((item / checksums.NAME).exists() for item in items)
+
+
+def folders(manager: Any) -> dict[int, Any]:
+    """The folder of each step, whatever the manager calls it, complete or not."""
+    if not manager.directory.exists():
+        return {}
+    named = ((_STEP.fullmatch(path.name), path) for path in manager.directory.iterdir())
+    return {int(name[1]): path for name, path in named if name and path.is_dir()}
+
+
+def is_complete(folder: Any) -> bool:
+    """Return whether a folder is a complete checkpoint, with a description or with both trees."""
+    if (folder / DESCRIPTION / "metadata").exists():
+        return True
+    return all((folder / name / "_METADATA").exists() for name in (PARAMS, STATE))
+
+
+def steps(manager: Any) -> list[int]:
+    """The steps that are complete checkpoints."""
+    there = folders(manager)
+    return [step for step in manager.all_steps() if step in there and is_complete(there[step])]
+
+
+def remove_temporary(path: Any, step: int) -> None:
+    """Removes what a save that failed has left."""
+    from etils import epath  # comes with Orbax
+
+    parent = epath.Path(absolute(path))
+    if jax.process_index() == 0 and parent.exists():
+        for left in parent.iterdir():
+            if left.name.startswith(f"{step}.") and "orbax-checkpoint-tmp" in left.name:
+                with contextlib.suppress(OSError):  # the error that is on its way says more
+                    left.rmtree()
+
+
+def check_arrays(manager: Any, step: int, wanted: Mapping[str, Any]) -> None:
+    """Raises where a file holds another dtype or shape: Orbax would cast, or fill."""
+    found = _stored(manager, step)
+    for name, target in wanted.items():
+        stored = getattr(found[name], "tree", found[name]) if name in found else None
+        if stored is None:  # a manager without our handlers does not say
+            continue
+        on_disk: Forms = {
+            path: form_of(leaf)
+            for path, leaf in array_leaves(stored)
+            if hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+        }
+        remedy = "The files are not those that the description was saved with: save it again."
+        for problem in unlike(name, on_disk, forms(target), remedy):
+            raise ValueError(f"step {step} in {manager.directory}: {problem}")
+
+
+def read(manager: Any, step: int, items: Mapping[str, Any]) -> dict[str, Any]:
+    """Items of a step by name, from their `ocp.args`."""
+    with _reading(manager, step, items):
+        found = manager.restore(step, args=orbax().args.Composite(**items))
+        return jax.block_until_ready(dict(found.items()))
+
+
+@contextlib.contextmanager
+def _reading(manager: Any, step: int, items: Iterable[str]) -> Iterator[None]:
+    """Says of whatever tensorstore, json or the file system raise what it means."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(
+            f"step {step} in {manager.directory} cannot be read: files of {', '.join(items)} are "
+            "missing, cut short or damaged. Restore another step "
+            f"({sorted(steps(manager))} are there) or a copy. {type(error).__name__}: {error}"
+        ) from error

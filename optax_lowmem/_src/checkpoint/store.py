@@ -1,0 +1,250 @@
+"""Saving, restoring, and what a manager of the user's own needs of both."""
+
+import operator
+import os
+from typing import Any
+
+import numpy as np
+import optax
+
+from optax_lowmem._src.checkpoint import checksums, description, files
+from optax_lowmem._src.checkpoint.comparison import check, check_version, unlike
+from optax_lowmem._src.checkpoint.description import forms, metadata
+from optax_lowmem._src.checkpoint.files import DESCRIPTION, PARAMS, STATE
+from optax_lowmem._src.checkpoint.handlers import open_manager
+from optax_lowmem._src.checkpoint.migrations import migrate
+from optax_lowmem._src.checkpoint.packing import packed, unpacked
+from optax_lowmem._src.checkpoint.targets import Shardings, place, targets
+from optax_lowmem._src.core import scope
+
+
+def args(tx: optax.GradientTransformation, params: Any, state: Any) -> dict[str, Any]:
+    """The items of a checkpoint, for a `CheckpointManager` of your own.
+
+    Args:
+      tx: the optimizer.
+      params: its parameters.
+      state: its state.
+
+    Returns:
+      `ocp.args` by item name: `params`, `opt_state` (each where it has arrays) and `optax_lowmem`,
+      the description of the format. `restore_from` reads them back.
+
+    Raises:
+      ImportError: without Orbax.
+      ValueError: for a state that `tx` does not keep of these parameters.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> tx = lowmem.flash_adamw(1e-3)
+      >>> params, state = lowmem.init(tx, {"w": jnp.ones((64, 64))})
+      >>> sorted(lowmem.checkpoint.args(tx, params, state))
+      ['opt_state', 'optax_lowmem', 'params']
+
+    With a manager, beside items of your own:
+    `manager.save(step, args=ocp.args.Composite(**args(tx, params, state), data=...))`.
+    """
+    ocp = files.orbax()
+    described = metadata(tx, params)
+    for problem in unlike("state", forms(state), described["state"], "Save what tx.init made."):
+        raise ValueError(f"the state is not what this optimizer keeps of these params: {problem}")
+    trees = {PARAMS: packed(params), STATE: packed(state)}
+    arrays = {name: ocp.args.StandardSave(tree) for name, tree in trees.items() if tree is not None}
+    return {**arrays, DESCRIPTION: ocp.args.JsonSave(described)}
+
+
+def save(
+    path: Any,
+    tx: optax.GradientTransformation,
+    params: Any,
+    state: Any,
+    step: int,
+    *,
+    keep: int | None = None,
+) -> None:
+    """Saves parameters and state as one step of an Orbax `CheckpointManager` directory.
+
+    A step appears under its name when it is complete: one that was cut off is never restored. Every
+    file has a checksum, which `restore` compares.
+
+    Args:
+      path: of the directory of all steps; made where there is none.
+      tx: the optimizer.
+      params: its parameters.
+      state: its state.
+      step: number of the step.
+      keep: how many of the newest steps to keep, 1 or more; None keeps all.
+
+    Raises:
+      ImportError: without Orbax.
+      ValueError: for a step that is there already, a step or keep that is no such number, or a
+        state that `tx` does not keep.
+
+    Speed: the checksums take 6 to 8 % of the time (0.6 GB into the page cache, 2 cores).
+
+    Size: that of weights and state in memory, 5.2 bytes a parameter for `flash_adamw` with bf16
+    weights (`optax.adamw` in f32: 12), before Orbax compresses them.
+
+    Example:
+      >>> import jax.numpy as jnp, tempfile, optax_lowmem as lowmem
+      >>> tx = lowmem.flash_adamw(1e-3)
+      >>> params, state = lowmem.init(tx, {"w": jnp.ones((64, 64))})
+      >>> with tempfile.TemporaryDirectory() as path:
+      ...     lowmem.checkpoint.save(path, tx, params, state, step=0)
+      ...     lowmem.checkpoint.latest_step(path)
+      0
+    """
+    step = _whole("step", step, 0)
+    keep = None if keep is None else _whole("keep", keep, 1, "or None, which keeps all, ")
+    ocp = files.orbax()
+    items = args(tx, params, state)
+    items[DESCRIPTION] = ocp.args.JsonSave({**items[DESCRIPTION].item, "checksums": checksums.FORM})
+    try:
+        with open_manager(path, enable_async_checkpointing=False) as manager:
+            there = files.folders(manager).get(step)
+            if there is not None and files.is_complete(there):
+                raise ValueError(
+                    f"{path} has a checkpoint of step {step} already: save another step."
+                )
+            if there is not None:
+                raise ValueError(
+                    f"{path} has a folder of step {step} that is no complete checkpoint: remove "
+                    "it, or save another step."
+                )
+            manager.save(step, args=ocp.args.Composite(**items), force=True)
+            for old in sorted(files.steps(manager))[: -keep if keep else 0]:
+                if old != step:
+                    manager.delete(old)
+    except BaseException:
+        files.remove_temporary(path, step)
+        raise
+
+
+def _whole(name: str, value: Any, least: int, other: str = "") -> int:
+    """A number that counts steps, as an int; raises where it is none."""
+    try:
+        number = None if isinstance(value, bool | np.bool_) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or number < least:
+        raise ValueError(f"{name} must be a whole number from {least} up, {other}got {value!r}")
+    return number
+
+
+def latest_step(path: Any) -> int | None:
+    """The newest complete step in a directory that `save` wrote; None where there is none.
+
+    Args:
+      path: of the directory of all steps.
+    """
+    if not files.is_remote(path) and not os.path.isdir(path):
+        return None
+    with open_manager(path, create=False) as manager:
+        return max(files.steps(manager), default=None)
+
+
+def restore(
+    path: Any,
+    tx: optax.GradientTransformation,
+    params_like: Any,
+    *,
+    step: int | None = None,
+    shardings: Shardings = None,
+    undescribed: bool = False,
+) -> tuple[Any, Any]:
+    """Parameters and state as `save` wrote them, bit for bit, on any mesh and devices.
+
+    Args:
+      path: of the directory of all steps.
+      tx: the optimizer that is to go on.
+      params_like: the parameters' shapes, dtypes and shardings: arrays or `jax.ShapeDtypeStruct`s,
+        such as `jax.eval_shape` of what makes them.
+      step: which; the newest complete one by default.
+      shardings: of the state: a tree of `jax.sharding.Sharding`s or a prefix of it, such as one for
+        all. By default what has a parameter's shape goes where the parameter goes, and the rest on
+        all of its devices.
+      undescribed: read a checkpoint without a description, taking it on trust that its codes are
+        those of `tx` (format version 0: items `params` and `opt_state` saved by other means).
+
+    Returns:
+      (params, state).
+
+    Raises:
+      ImportError: without Orbax.
+      ValueError: no complete step; another codec, group size, tree, shape or dtype (nothing is
+        cast); a checkpoint that is cut short or damaged.
+
+    Example:
+      >>> import jax.numpy as jnp, tempfile, optax_lowmem as lowmem
+      >>> tx = lowmem.flash_adamw(1e-3)
+      >>> params, state = lowmem.init(tx, {"w": jnp.ones((64, 64))})
+      >>> with tempfile.TemporaryDirectory() as path:
+      ...     lowmem.checkpoint.save(path, tx, params, state, step=7)
+      ...     params, state = lowmem.checkpoint.restore(path, tx, params)
+      >>> params["w"].dtype
+      dtype(bfloat16)
+    """
+    with open_manager(path, create=False) as manager:
+        return restore_from(
+            manager, tx, params_like, step=step, shardings=shardings, undescribed=undescribed
+        )
+
+
+def restore_from(
+    manager: Any,
+    tx: optax.GradientTransformation,
+    params_like: Any,
+    *,
+    step: int | None = None,
+    shardings: Shardings = None,
+    undescribed: bool = False,
+) -> tuple[Any, Any]:
+    """`restore` from a `CheckpointManager` of your own, whose items `args` made.
+
+    Args:
+      manager: an `ocp.CheckpointManager`.
+      tx: the optimizer that is to go on.
+      params_like: as in `restore`.
+      step: which; the newest complete one by default.
+      shardings: as in `restore`.
+      undescribed: as in `restore`.
+
+    Returns:
+      (params, state).
+
+    Raises:
+      ValueError: as in `restore`.
+    """
+    ocp = files.orbax()
+    there = files.steps(manager)
+    step = max(there, default=None) if step is None else _whole("step", step, 0)
+    if step not in there:
+        which = "" if step is None else f" of step {step}"
+        raise ValueError(
+            f"{manager.directory} has no complete checkpoint{which}; it has the steps "
+            f"{sorted(there)}."
+        )
+    assert step is not None
+    summed = files.check_sums(manager, step)
+    saved = files.description(manager, step, undescribed)
+    if saved is not None:
+        check_version(saved)
+        if "checksums" in saved and not summed:
+            raise ValueError(
+                f"step {step} in {manager.directory} was saved with checksums, and files "
+                f"'{checksums.NAME}' are missing: restore another step or a copy."
+            )
+    state_like, _ = scope.dry_run(tx, params_like)
+    wanted = dict(zip((PARAMS, STATE), targets(params_like, state_like, shardings), strict=True))
+    if saved is not None and saved["version"] == description.FORMAT_VERSION:
+        check(saved, tx, params_like)
+        stored = {n: tree for n, t in wanted.items() if (tree := packed(t)) is not None}
+        files.check_arrays(manager, step, stored)
+        items = {name: ocp.args.StandardRestore(target) for name, target in stored.items()}
+        found = files.read(manager, step, items) if items else {}
+        params, state = (unpacked(found.get(name), target) for name, target in wanted.items())
+        return params, state
+    plain = files.read(manager, step, {name: ocp.args.StandardRestore() for name in wanted})
+    old = {PARAMS: plain[PARAMS], STATE: plain[STATE], "metadata": saved}
+    params, state = migrate(old, tx, params_like)
+    return place(params, wanted[PARAMS]), place(state, wanted[STATE])

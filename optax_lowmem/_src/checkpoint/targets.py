@@ -1,0 +1,70 @@
+"""Target shardings of the parameters and state that are restored."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from optax_lowmem._src.core import trees
+
+Shardings = Any  # a Sharding, or a tree of them, a prefix of the state's
+
+
+def targets(params_like: Any, state_like: Any, shardings: Shardings) -> tuple[Any, Any]:
+    """Abstract parameters and state, every leaf with its sharding.
+
+    Args:
+      params_like: arrays or abstract ones; one without a sharding goes on all devices of those that
+        have one, else to the default device.
+      state_like: abstract state of the optimizer.
+      shardings: of the state, or None.
+    """
+    given = [getattr(p, "sharding", None) for p in jax.tree.leaves(params_like)]
+    widest = max((s for s in given if s is not None), key=lambda s: len(s.device_set), default=None)
+    here = _everywhere(widest or SingleDeviceSharding(jnp.zeros(()).devices().pop()))
+    params = jax.tree.map(lambda p: _abstract(p, getattr(p, "sharding", None) or here), params_like)
+    leaves, treedef = jax.tree.flatten(state_like)
+    if shardings is None:
+        of_leaves = _as_parameters(params, state_like, here)
+    else:
+        of_leaves = trees.broadcast_prefix("the tree of shardings", shardings, state_like)
+        for (path, _), sharding in zip(trees.named_leaves(state_like), of_leaves, strict=True):
+            if not isinstance(sharding, Sharding):
+                raise TypeError(
+                    f"the sharding of state '{path}' is {sharding!r}: give a jax.sharding.Sharding,"
+                    " such as NamedSharding(mesh, spec)."
+                )
+    state = [_abstract(leaf, s) for leaf, s in zip(leaves, of_leaves, strict=True)]
+    return params, jax.tree.unflatten(treedef, state)
+
+
+def _abstract(leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype, sharding=sharding)
+
+
+def _as_parameters(params: Any, state: Any, here: Sharding) -> Sequence[Sharding]:
+    """Return the sharding of each array of a state: its parameter's, else `here`.
+
+    An array belongs to the parameter whose path ends its own, if both have the same shape.
+    """
+    known = dict(trees.named_leaves(params))
+    found = []
+    for path, leaf in trees.named_leaves(state):
+        parts = path.split("/")
+        owners = (known.get("/".join(parts[at:])) for at in range(len(parts)))
+        owner = next((p for p in owners if p is not None and p.shape == leaf.shape), None)
+        found.append(here if owner is None else owner.sharding)
+    return found
+
+
+def _everywhere(sharding: Sharding) -> Sharding:
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    return sharding
+
+
+def place(tree: Any, target: Any) -> Any:
+    """Arrays on the devices of the leaves of `target`."""
+    return jax.tree.map(lambda x, t: jax.device_put(x, t.sharding), tree, target)

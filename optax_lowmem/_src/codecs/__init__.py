@@ -1,0 +1,73 @@
+"""Codecs of optimizer slots and of master weights, and their tables."""
+
+import jax
+
+from optax_lowmem._src.codecs.affine import affine as affine
+from optax_lowmem._src.codecs.affine import affine_paper as affine_paper
+from optax_lowmem._src.codecs.base import GroupCodec as GroupCodec
+from optax_lowmem._src.codecs.companded import CompandedCodec as CompandedCodec
+from optax_lowmem._src.codecs.dynamic import dynamic as dynamic
+from optax_lowmem._src.codecs.expansion import expanded as expanded
+from optax_lowmem._src.codecs.expansion import expanded_dynamic as expanded_dynamic
+from optax_lowmem._src.codecs.expansion import expanded_e4m3 as expanded_e4m3
+from optax_lowmem._src.codecs.expansion import expanded_e5m2 as expanded_e5m2
+from optax_lowmem._src.codecs.linear import linear as linear
+from optax_lowmem._src.codecs.linear import linear_paper as linear_paper
+from optax_lowmem._src.codecs.master import SPLITS as SPLITS
+from optax_lowmem._src.codecs.master import BitSplit as BitSplit
+from optax_lowmem._src.codecs.master import MasterSplit as MasterSplit
+from optax_lowmem._src.codecs.master import UlpSplit as UlpSplit
+from optax_lowmem._src.codecs.master import master_split as master_split
+from optax_lowmem._src.codecs.master import split_of as split_of
+from optax_lowmem._src.codecs.minifloat import e4m3 as e4m3
+from optax_lowmem._src.codecs.minifloat import e5m2 as e5m2
+from optax_lowmem._src.codecs.softsign import softsign as softsign
+from optax_lowmem._src.codecs.softsign import softsign_paper as softsign_paper
+from optax_lowmem._src.codecs.sqrt import sqrt as sqrt
+from optax_lowmem._src.codecs.sqrt import sqrt_paper as sqrt_paper
+from optax_lowmem._src.core import groups
+from optax_lowmem._src.core.compiled import compiled
+
+_BOTH = (e4m3, e5m2, dynamic, expanded_e4m3, expanded_e5m2, expanded_dynamic)
+CODECS: dict[str, GroupCodec] = {
+    codec.name: codec
+    for codec in (
+        softsign(),
+        softsign_paper(),
+        sqrt(),
+        sqrt_paper(),
+        linear(),
+        linear_paper(),
+        linear(signed=False),
+        linear_paper(signed=False),
+        affine(),
+        affine_paper(),
+        *(build(signed) for build in _BOTH for signed in (True, False)),
+    )
+}
+
+
+@compiled
+def encode_array(
+    codec: GroupCodec, x: jax.Array, group_size: int, noise: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Codes of x's shape and scales [..., ceil(n / group_size)] of an array of any rank over 0.
+
+    Args:
+      codec: how to store it.
+      x: f32 values [..., n].
+      group_size: neighbours on the last axis that share a scale.
+      noise: uniforms in [0, 1) of x's shape; None rounds to nearest.
+    """
+    stored, divisor = codec.measure(groups.to_groups(x, group_size))
+    divisor = groups.spread_tree(divisor, x.shape[-1], group_size)
+    return codec.quantize(x, divisor, noise), stored
+
+
+@compiled
+def decode_array(
+    codec: GroupCodec, codes: jax.Array, scales: jax.Array, group_size: int
+) -> jax.Array:
+    """f32 values of `encode_array`'s codes and scales."""
+    unit = groups.spread_tree(codec.units(scales), codes.shape[-1], group_size)
+    return codec.dequantize(codes, unit)

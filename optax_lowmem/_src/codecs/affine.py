@@ -1,0 +1,141 @@
+"""int8 with a zero-point a group (Q-Adam-mini, equation 1)."""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_lowmem._src.codecs.base import GroupCodec
+from optax_lowmem._src.codecs.scales import guard
+from optax_lowmem._src.core import numerics
+
+_PAPER_MIN_RANGE = 1e-5  # the reference implementation's floor
+_FAR = 1024.0  # codes: further than this from the zero-point everything is clipped
+_SLACK = 2.0**-10  # of a code: f32 rounding of positions up to 255
+
+
+@dataclasses.dataclass(frozen=True)
+class AffineScale:
+    """Scale and zero-point of a group in one word: 24 bits of an f32 (it has no sign), 8 of z."""
+
+    name: str = "f24+z8"
+    dtype: jnp.dtype = dataclasses.field(default=jnp.dtype(jnp.uint32))
+    relative_error: float = 2.0**-16
+    absolute_error: float = 0.0
+
+    def encode(self, delta: jax.Array, zero: jax.Array) -> jax.Array:
+        """The word of a scale's bits (a multiple of 2^7) and of z + 128 in [0, 255]."""
+        return (delta << 1) | zero.astype(jnp.uint32)
+
+    def decode(self, stored: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The f32 scale, and z as f32."""
+        zero = (stored & jnp.uint32(0xFF)).astype(jnp.int32) - 128
+        return numerics.from_bits((stored >> 8) << 7), zero.astype(jnp.float32)
+
+
+class Grid(NamedTuple):
+    """The grid of the codes of a group: x = (code - zero) * step."""
+
+    step: jax.Array  # of `measure`, guarded: its inverse
+    zero: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class AffineCodec(GroupCodec):
+    r"""q = clip(round(x / \Delta) + z, -128, 127), x = \Delta (q - z)."""
+
+    scale: AffineScale = dataclasses.field(default_factory=AffineScale)
+
+    zero_code = False
+
+    def measure(self, x: jax.Array) -> tuple[jax.Array, Grid]:
+        """Stored words [..., groups] of a group view, and the grids of its codes."""
+        return self._guarded(x) if self.guarded else self._paper(x)
+
+    def _guarded(self, x: jax.Array) -> tuple[jax.Array, Grid]:
+        """The range holds 0; 254 steps of it leave room for the zero-point's own rounding."""
+        negated = numerics.from_bits(numerics.to_bits(x) ^ jnp.uint32(0x80000000))
+        high, low = (
+            numerics.from_bits(numerics.max_bits(y).astype(jnp.uint32)) for y in (x, negated)
+        )
+        step = high * jnp.float32(1 / 254) + low * jnp.float32(1 / 254)
+        bits = ((guard(numerics.to_bits(step)) + 0x7F) >> 7) << 7
+        step = numerics.from_bits(bits)
+        one = jnp.float32(1)
+        inverse = numerics.quotient(one, jnp.where(step == 0, one, step))
+        inverse = jnp.where(step == 0, jnp.float32(0), inverse)
+        # in the middle of what keeps both ends within the codes
+        middle = jnp.clip((255 + low * inverse - high * inverse) * 0.5, 0, 255)
+        zero = numerics.round_to_int(middle)
+        return self.scale.encode(bits, zero), Grid(inverse, (zero - 128).astype(jnp.float32))
+
+    def _paper(self, x: jax.Array) -> tuple[jax.Array, Grid]:
+        """As the reference implementation: a range without 0 puts its zero-point at an end."""
+        high, low = jnp.max(x, axis=-1), jnp.min(x, axis=-1)
+        step = jnp.maximum(high - low, jnp.float32(_PAPER_MIN_RANGE)) / 255
+        # a GPU's max and min skip NaN, and the NaN of inf - inf there does not bear rounding up
+        finite = numerics.absmax_bits(x) < jnp.uint32(numerics.INF_BITS)
+        step = jnp.where(finite, step, jnp.float32(jnp.nan))
+        zero = jnp.clip(numerics.round_to_int(jnp.clip(-low / step, -_FAR, _FAR)), 0, 255)
+        bits = ((numerics.to_bits(step) + 0x40) >> 7) << 7
+        return self.scale.encode(bits, zero), Grid(step, (zero - 128).astype(jnp.float32))
+
+    def quantize(self, x: jax.Array, divisor: Grid, noise: jax.Array | None = None) -> jax.Array:
+        """Codes of f32 values, elementwise; `divisor` (of `measure`) and `noise` broadcast.
+
+        Args:
+          x: f32 values of any shape.
+          divisor: the grid of each element's group.
+          noise: uniforms in [0, 1) for stochastic rounding; None rounds to nearest.
+        """
+        if not self.guarded:
+            steps = numerics.quotient(x, divisor.step)
+            return self._paper_codes(jnp.clip(steps, -_FAR, _FAR), divisor.zero, noise)
+        z = jnp.clip(x * divisor.step + divisor.zero, -128, 127)
+        if noise is not None:
+            lo = jnp.floor(z)
+            z = lo + (noise < z - lo).astype(jnp.float32)
+        return numerics.low_byte(numerics.round_to_int(z), jnp.int8)
+
+    def _paper_codes(self, steps: jax.Array, zero: jax.Array, noise: jax.Array | None) -> jax.Array:
+        """x / step is rounded before the zero-point is added."""
+        if noise is not None:
+            lo = jnp.floor(steps)
+            steps = lo + (noise < steps - lo).astype(jnp.float32)
+        code = numerics.round_to_int(steps) + zero.astype(jnp.int32)
+        return jnp.clip(code, -128, 127).astype(jnp.int8)
+
+    def units(self, stored: jax.Array) -> Grid:
+        """The grid of each group, of its stored word."""
+        return Grid(*self.scale.decode(stored))
+
+    def dequantize(self, codes: jax.Array, unit: Grid) -> jax.Array:
+        """f32 values of codes, elementwise; the group's grid broadcasts."""
+        return (codes.astype(jnp.int32).astype(jnp.float32) - unit.zero) * unit.step
+
+    def error_bound(self, x: jax.Array, stochastic: bool = False) -> jax.Array:
+        """Half a step (nearest) or a whole one; of the guarded form, which clips nothing."""
+        high = jnp.maximum(jnp.max(x, axis=-1, keepdims=True), 0)
+        low = jnp.minimum(jnp.min(x, axis=-1, keepdims=True), 0)
+        step = (high - low) * jnp.float32((1 + 2 * self.scale.relative_error) / 254)
+        return jnp.broadcast_to(step * jnp.float32((1.0 if stochastic else 0.5) + _SLACK), x.shape)
+
+
+def affine() -> AffineCodec:
+    """int8 with a zero-point: 1 + 4/G bytes a value, error at most 1/508 of the group's range.
+
+    The range holds 0, which is exact, and has no floor. Deviations from the reference, whose range
+    may leave out 0 (errors of 50 to 99.9 % in groups of one sign) and is at least 1e-5: 254 steps
+    instead of 255, so that rounding the zero-point clips neither end; a 24-bit scale.
+    """
+    return AffineCodec()
+
+
+def affine_paper() -> AffineCodec:
+    """As the reference implementation has it: a floor of 1e-5, a range that may leave out 0.
+
+    For whole groups of a power of two, which is all that it takes: the zeros that fill up another
+    widen its range.
+    """
+    return AffineCodec(guarded=False)

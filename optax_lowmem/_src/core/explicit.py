@@ -1,0 +1,87 @@
+"""Arrays on Explicit mesh axes, whose sharding is part of their type.
+
+Every operation on them must say how its result is sharded. A step that reshapes rows into groups,
+and groups that lie on two devices, cannot: it is compiled as on Auto axes, and only what goes in
+and comes out has a type.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from optax_lowmem._src.core.compiled import is_eager
+from optax_lowmem._src.core.placement import Placement, placement, sharding_of_state
+
+
+def sharding_of(x: Any) -> NamedSharding | None:
+    """The sharding in the type of an array, or of its shape and dtype; None without Explicit axes.
+
+    Args:
+      x: an array, a `jax.ShapeDtypeStruct`, or something else, of which the type says nothing.
+    """
+    # an array's own has its devices, which an operation outside of `jax.set_mesh` needs
+    typed = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x
+    sharding: Any = getattr(typed, "sharding", None)
+    if not isinstance(sharding, NamedSharding) or not sharding.mesh.explicit_axes:
+        return None
+    return sharding
+
+
+def placement_of(path: str, x: Any) -> Placement | None:
+    """The placement in an array's type; None where no axis of its mesh is Explicit."""
+    sharding = sharding_of(x)
+    return None if sharding is None else placement(path, tuple(x.shape), sharding, sharding.mesh)
+
+
+def of_state(path: str, x: Any, shape: tuple[int, ...], group_size: int) -> NamedSharding | None:
+    """The sharding of an array of the state of parameter `x`; None without Explicit axes.
+
+    Args:
+      path: the parameter's name.
+      x: the parameter, or its codes.
+      shape: of the array.
+      group_size: neighbours of the parameter's last axis that share a scale.
+    """
+    place = placement_of(path, x)
+    if place is None:
+        return None
+    return sharding_of_state(place, tuple(x.shape), shape, (group_size,))
+
+
+def laid(x: Any, sharding: NamedSharding | None) -> Any:
+    """An array with this sharding in its type; itself where there is none to have."""
+    if sharding is None or sharding_of(x) == sharding:
+        return x
+    return jax.sharding.reshard(x, sharding)
+
+
+def laid_like(tree: Any, other: Any) -> Any:
+    """The arrays of a tree with the shardings in the types of another's."""
+    return jax.tree.map(lambda x, like: laid(x, sharding_of(like)), tree, other)
+
+
+def left_to_xla(function: Callable[..., Any], shardings: Any, *args: Any) -> Any:
+    """function(*args), in which Explicit axes are Auto: XLA finds the shardings, and moves data.
+
+    Args:
+      function: of arrays; it must not close over any.
+      shardings: (sharded args) -> a tree like the result, of NamedSharding; None is replicated.
+      *args: trees of arrays.
+
+    Returns:
+      The result; without Explicit axes in the types of `args` the plain one.
+    """
+    leaves = jax.tree.leaves(args)
+    meshes = [s.mesh for s in map(sharding_of, leaves) if s is not None]
+    if not meshes:
+        return function(*args)
+    mesh = meshes[0]
+
+    def filled(sharding: Any) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec()) if sharding is None else sharding
+
+    out = jax.tree.map(filled, shardings, is_leaf=lambda node: node is None)
+    free = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=out)
+    return (jax.jit(free) if is_eager(leaves) else free)(*args)

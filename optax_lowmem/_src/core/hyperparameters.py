@@ -1,0 +1,177 @@
+"""Hyperparameters: checked when they are numbers, f32 operands when they are traced."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_lowmem._src.core.compiled import compiled
+
+increment = compiled(optax.safe_increment)  # of a count, as one program
+
+
+def check_range(name: str, value: Any, low: float, high: float = math.inf) -> None:
+    """Raises unless a number is in [low, high); schedules and arrays of 32 bits pass."""
+    if value is None or isinstance(value, bool | np.bool_ | str | list | tuple | dict):
+        raise TypeError(f"{name} must be a number, an f32 scalar or a schedule, got {value!r}")
+    _check_dtype(name, value)
+    if not isinstance(value, int | float | np.number):
+        return
+    if not low <= value < high:
+        span = f">= {low:g}" if high == math.inf else f"in [{low:g}, {high:g})"
+        raise ValueError(f"{name} must be {span}, got {value!r}")
+
+
+def _check_dtype(name: str, value: Any) -> None:
+    """Raises for a hyperparameter of 16 bits, in which 0.999 would be 1."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is not None and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16):
+        raise TypeError(
+            f"hyperparameter {name} is {dtype}, in which 0.999 is 1. Give f32 (of a schedule too); "
+            "optax.inject_hyperparams casts to the dtype of the parameters: use "
+            "lowmem.inject_hyperparams, or pass hyperparam_dtype=jnp.float32."
+        )
+
+
+def as_f32(name: str, value: Any) -> jax.Array:
+    """A hyperparameter as an f32 scalar.
+
+    Raises:
+      TypeError: for a 16-bit one, for a schedule, an array, and what a schedule without a return
+        statement gives.
+    """
+    if value is None:
+        raise TypeError(f"the schedule of {name} returned None: let it return a number.")
+    if callable(value):
+        raise TypeError(
+            f"{name} takes a number or an f32 scalar here, not a schedule ({value!r}): schedule it "
+            "with lowmem.inject_hyperparams."
+        )
+    _check_dtype(name, value)
+    scalar = jnp.asarray(value, jnp.float32)
+    if scalar.ndim:
+        raise TypeError(
+            f"{name} must be a scalar, got an array of shape {scalar.shape}: for other values for "
+            "other leaves use optax.partition."
+        )
+    return scalar
+
+
+def complement(name: str, decay: Any) -> jax.Array:
+    """1 - decay in f32, taken in float64 where decay is a number."""
+    if isinstance(decay, int | float):
+        return jnp.float32(1.0 - decay)
+    return 1 - as_f32(name, decay)
+
+
+def following(count: jax.Array) -> jax.Array:
+    """The number of the step after `count` steps; the largest one is its own."""
+    return jnp.maximum(count + 1, count)
+
+
+def bias_correction(name: str, decay: Any, step: jax.Array) -> jax.Array:
+    """1 - decay^step, without the cancellation of that expression (6e-5 at step 1 in f32)."""
+    if isinstance(decay, int | float):
+        log = jnp.float32(math.log(decay) if decay > 0 else -math.inf)
+    else:
+        log = jnp.log(as_f32(name, decay))
+    return -jnp.expm1(step.astype(jnp.float32) * log)
+
+
+@dataclasses.dataclass(frozen=True)
+class PowerDecay:
+    r"""The decay 1 - t^-power of step t = count + 1, as an optax schedule.
+
+    Attributes:
+      power: lambda, in (0, 1].
+    """
+
+    power: float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.power, bool) or not isinstance(self.power, int | float | np.number):
+            raise TypeError(f"power must be a number known when tracing, got {self.power!r}")
+        if not 0 < self.power <= 1:  # over 1 the weights t^-power have a sum: nothing is forgotten
+            raise ValueError(f"power must be in (0, 1], got {self.power!r}")
+
+    def _exponent(self, count: Any) -> jax.Array:
+        step = jnp.asarray(count).astype(jnp.float32) + 1
+        return -jnp.float32(self.power) * jnp.log(step)
+
+    def __call__(self, count: Any) -> jax.Array:
+        """The decay after `count` steps: 0 at first."""
+        return -jnp.expm1(self._exponent(count))
+
+    def complement(self, count: Any) -> jax.Array:
+        """t^-power itself: 1 - decay would be up to 0.2 % off by t = 10^6."""
+        return jnp.exp(self._exponent(count))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["arguments"], meta_fields=["function"]
+)
+@dataclasses.dataclass(frozen=True)
+class Formula:
+    """The hyperparameters of a step from the count before it.
+
+    Attributes:
+      function: of a module; takes `arguments` and the count.
+      arguments: numbers, arrays, schedules, and other formulas.
+    """
+
+    function: Callable[..., dict[str, jax.Array]]
+    arguments: tuple[Any, ...] = ()
+
+    def __call__(self, count: jax.Array) -> dict[str, jax.Array]:
+        """f32 scalars; a schedule of the user's is called with the count itself."""
+        if any(map(_is_users, jax.tree.leaves(self.arguments))):
+            return self.function(*self.arguments, count)
+        return compiled(self.function)(*self.arguments, count)
+
+
+def _is_users(value: Any) -> bool:
+    return callable(value) and not isinstance(value, PowerDecay)
+
+
+class Decay(NamedTuple):
+    """The decay b_t of an average m_t = b_t m_(t-1) + (1 - b_t) x_t at one step, as f32 scalars."""
+
+    value: jax.Array
+    complement: jax.Array  # 1 - b_t
+    correction: jax.Array  # 1 - b_1 b_2 ... b_t: what the weights of x_1 ... x_t sum to
+
+
+def check_decay(name: str, decay: Any) -> None:
+    """Raises unless a decay is in [0, 1), or a schedule that starts at 0.
+
+    Of a schedule that starts elsewhere, 1 - b_1 ... b_t would need a product in the state.
+    """
+    check_range(name, decay, 0.0, 1.0)
+    if not callable(decay) or isinstance(decay, PowerDecay):
+        return
+    with jax.ensure_compile_time_eval():
+        first = float(as_f32(name, decay(jnp.zeros((), jnp.int32))))
+    if first != 0:
+        raise ValueError(
+            f"the schedule of {name} starts at {first:g}, not at 0: only then is the average a "
+            "weighted mean without debiasing. Use lowmem.b2_schedule, or "
+            "lowmem.inject_hyperparams, which debiases by the decay of the step."
+        )
+
+
+def decay_at(name: str, decay: float | jax.Array | Callable[[Any], Any], count: jax.Array) -> Decay:
+    """A number, an array or a schedule (`check_decay`) at the step after `count` steps."""
+    if not callable(decay):
+        after = bias_correction(name, decay, following(count))
+        return Decay(as_f32(name, decay), complement(name, decay), after)
+    one = jnp.float32(1)
+    if isinstance(decay, PowerDecay):
+        return Decay(decay(count), decay.complement(count), one)
+    value = as_f32(name, decay(count))
+    return Decay(value, 1 - value, one)

@@ -1,0 +1,187 @@
+"""The sharding of an array over a mesh, checked, with errors that name the array."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from optax_lowmem._src.core import groups, trees
+
+Axes = tuple[str, ...]  # mesh axes that one dimension is split over, the outermost first
+
+
+def entry(axes: Axes) -> Any:
+    """Return the PartitionSpec entry of a dimension: None, one mesh axis, or a tuple of them."""
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The sharding of an array.
+
+    Attributes:
+      mesh: the device mesh.
+      axes: the mesh axes that each dimension is split over.
+    """
+
+    mesh: Any
+    axes: tuple[Axes, ...]
+
+    def parts(self, dimension: int) -> int:
+        """Return the number of shards along a dimension."""
+        return self.count(self.axes[dimension])
+
+    def count(self, axes: Axes) -> int:
+        """Return the number of shards that some mesh axes make."""
+        return math.prod(self.mesh.shape[axis] for axis in axes)
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """As JAX has it, an entry for every dimension."""
+        return PartitionSpec(*map(entry, self.axes))
+
+    def local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of a device's part."""
+        return tuple(size // self.parts(d) for d, size in enumerate(shape))
+
+    def cut_groups(self, shape: tuple[int, ...], group_size: int) -> str | None:
+        """Describe how shards cut through groups of the last axis; None where they do not."""
+        own = shape[-1] // self.parts(-1)
+        if self.parts(-1) == 1 or own % group_size == 0:
+            return None
+        return (
+            f"parts of {own} on the last axis, and groups of {group_size}: some groups lie on two "
+            "devices"
+        )
+
+    def cuts_some(self, shape: tuple[int, ...], group_sizes: Iterable[int]) -> bool:
+        """Return whether shards cut through groups of any of these sizes."""
+        return any(self.cut_groups(shape, size) for size in group_sizes)
+
+
+def _splits(
+    place: Placement, whole: tuple[int, ...], d: int, own: int, group_sizes: frozenset[int]
+) -> bool:
+    """Return whether `own` entries along a dimension can be sharded as the parameter's are.
+
+    Where an entry covers several neighbours (a group, a head), they must be in one shard.
+    """
+    if whole[d] == own:
+        return True
+    if own == 0 or own % place.parts(d):
+        return False
+    if any(own == groups.group_count(whole[d], size) for size in group_sizes):
+        return d < len(whole) - 1 or not place.cuts_some(whole, group_sizes)
+    return whole[d] % own == 0
+
+
+def sharding_of_state(
+    place: Placement, whole: tuple[int, ...], shape: tuple[int, ...], group_sizes: Iterable[int]
+) -> NamedSharding:
+    """The sharding of an array of the state of a parameter.
+
+    It is the parameter's, but replicated along an axis whose parts would cut through a group or a
+    head, and everywhere in another number of dimensions.
+
+    Args:
+      place: the parameter's.
+      whole: shape of the parameter.
+      shape: of the array.
+      group_sizes: of the parameter's compressed slots.
+    """
+    sizes = frozenset(group_sizes)
+    axes: list[Axes] = []
+    if len(shape) == len(whole):
+        axes = [own if _splits(place, whole, d, shape[d], sizes) else ()
+                for d, own in enumerate(place.axes)]  # fmt: skip
+    return NamedSharding(place.mesh, PartitionSpec(*map(entry, axes)))
+
+
+def placement(path: str, shape: tuple[int, ...], sharding: Any, mesh: Any) -> Placement:
+    """The placement of an array.
+
+    Args:
+      path: its name, for errors.
+      shape: of all of it.
+      sharding: a NamedSharding, a PartitionSpec, or None where it is replicated.
+      mesh: of the PartitionSpec.
+
+    Raises:
+      ValueError: for an axis that the mesh does not have, that is named twice, or that does not
+        divide its dimension.
+    """
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding or PartitionSpec()
+    mesh = sharding.mesh if isinstance(sharding, NamedSharding) else mesh
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    axes = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
+    where = f"parameter '{path}' of shape {shape} with {spec}"
+    if len(axes) > len(shape):
+        raise ValueError(f"{where}: the spec has more entries than the parameter has dimensions.")
+    named = [axis for own in axes for axis in own]
+    for axis in named:
+        if axis not in mesh.shape:
+            raise ValueError(f"{where}: the mesh has no axis '{axis}', only {tuple(mesh.shape)}.")
+        if named.count(axis) > 1:
+            raise ValueError(f"{where}: axis '{axis}' is named twice.")
+    placed = Placement(mesh, tuple(axes))
+    for d, size in enumerate(shape):
+        if size % placed.parts(d):
+            raise ValueError(
+                f"{where}: {' x '.join(axes[d])} makes {placed.parts(d)} parts, which do not "
+                f"divide dimension {d} ({size}). Choose another dimension or mesh, or pad the "
+                "parameter."
+            )
+    return placed
+
+
+def mesh_of(shardings: Sequence[Any], mesh: Mesh | None) -> Any:
+    """The mesh that some NamedShardings and PartitionSpecs are of.
+
+    Raises:
+      ValueError: where nothing says.
+    """
+    if mesh is not None:
+        return mesh
+    for sharding in shardings:
+        if isinstance(sharding, NamedSharding):
+            return sharding.mesh
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty:
+        raise ValueError("PartitionSpecs and names are of some mesh: pass mesh=, or use set_mesh.")
+    return mesh
+
+
+def _is_sharding(node: Any) -> bool:
+    return node is None or isinstance(node, NamedSharding | PartitionSpec)
+
+
+def of_parameters(params: Any, shardings: Any) -> list[Any]:
+    """Return the sharding of each parameter: a NamedSharding, a PartitionSpec or None.
+
+    Raises:
+      ValueError: where the trees differ.
+    """
+    names = [name for name, _ in trees.named_leaves(params)]
+    found = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=_is_sharding)
+    other = [trees.path_name(path) for path, _ in found]
+    if other != names:
+        missing = [name for name in names if name not in other]
+        extra = [name for name in other if name not in names]
+        raise ValueError(
+            "the shardings do not have the structure of the parameters: missing "
+            f"{missing[:3]}, extra {extra[:3]}. Give one for each, None where it is replicated."
+        )
+    return [sharding for _, sharding in found]
+
+
+def placements(params: Any, shardings: Any, mesh: Mesh | None) -> dict[str, Placement]:
+    """Return the `Placement` of each parameter by path, from its NamedSharding or spec."""
+    given = of_parameters(params, shardings)
+    the_mesh = mesh_of(given, mesh)
+    return {
+        path: placement(path, tuple(leaf.shape), sharding, the_mesh)
+        for (path, leaf), sharding in zip(trees.named_leaves(params), given, strict=True)
+    }

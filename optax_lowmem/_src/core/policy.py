@@ -1,0 +1,111 @@
+"""Choice of the leaves and slots to compress, with a reason for each that is not."""
+
+import dataclasses
+import fnmatch
+import math
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import optax
+
+from optax_lowmem._src.core import scope, varying
+from optax_lowmem._src.core.trees import broadcast_prefix, holds, named_leaves
+
+_SCALAR = "a 0-d leaf has no group"
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """Leaves and slots that stay uncompressed (f32).
+
+    Attributes:
+      min_size: leaves with fewer elements stay f32 (biases, norms: 0.1 % of a model's bytes). In a
+        `shard_map`, which sees parts of leaves, what `init` did with the whole leaf stays.
+      exclude: glob patterns on leaf paths such as `"*embed*"`, or on one slot, `"nu:*embed*"`.
+      mask: optax-style, a tree (prefix) of bools or a function of the parameters that gives one;
+        False leaves a leaf uncompressed.
+
+    Example:
+      >>> Policy(min_size=0, exclude=("*/bias", "nu:embed/*")).reason("embed/w", (512, 64), "nu")
+      "excluded by the pattern 'nu:embed/*'"
+    """
+
+    min_size: int = 4096
+    exclude: tuple[str, ...] = ()
+    mask: Any = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.min_size, int) or self.min_size < 0:
+            raise ValueError(f"Policy.min_size is a number of elements >= 0, got {self.min_size!r}")
+        if isinstance(self.exclude, str):
+            raise TypeError(
+                f"Policy.exclude is a tuple of patterns, got the string {self.exclude!r}: write "
+                f"exclude=({self.exclude!r},)"
+            )
+        object.__setattr__(self, "exclude", tuple(self.exclude))  # a list would not be hashable
+        if not all(isinstance(pattern, str) for pattern in self.exclude):
+            raise TypeError(f"Policy.exclude is a tuple of patterns, got {self.exclude!r}")
+
+    def reason(
+        self, path: str, shape: tuple[int, ...], slot: str, stored: bool = False
+    ) -> str | None:
+        """Return the reason why a slot of a leaf is not compressed, or None where it is.
+
+        Args:
+          path: the leaf's name.
+          shape: of the leaf.
+          slot: the slot's name.
+          stored: whether the current state has codes for it; then `shape` may be a shard's.
+        """
+        scope.note_policy(self)
+        if not shape:
+            return _SCALAR
+        size = math.prod(shape)
+        if size == 0:
+            return "the leaf is empty"
+        if size < self.min_size and not (stored and varying.of_parts()):
+            return f"{size} elements, fewer than min_size={self.min_size}"
+        for pattern in self.exclude:
+            of_slot, glob = _parsed(pattern)
+            if of_slot in ("", slot) and fnmatch.fnmatchcase(path, glob):
+                return f"excluded by the pattern '{pattern}'"
+        return None
+
+    def unmatched(self, paths: Iterable[str]) -> list[str]:
+        """The patterns of `exclude` that match none of these paths, whatever their slot."""
+        paths = list(paths)
+        return [p for p in self.exclude if not fnmatch.filter(paths, _parsed(p)[1])]
+
+    def masked_out(self, tree: Any) -> set[str]:
+        """Paths of the leaves that the mask leaves uncompressed."""
+        if self.mask is None:
+            return set()
+        mask = self.mask(tree) if callable(self.mask) else self.mask
+        kept = broadcast_prefix("the policy's mask", mask, tree)
+        return {path for (path, _), keep in zip(named_leaves(tree), kept, strict=True) if not keep}
+
+
+def unmatched_patterns(policies: Iterable[Policy], tree: Any) -> list[str]:
+    """A warning for each pattern of some policies that no leaf of the whole tree has."""
+    paths = [path for path, _ in named_leaves(tree)]
+    return [
+        f"the pattern {pattern!r} of Policy.exclude matches no leaf"
+        for policy in policies
+        for pattern in policy.unmatched(paths)
+    ]
+
+
+def warn_of_patterns(policy: Policy, tree: Any) -> None:
+    """Warn of patterns that match nothing, where an `init` has all leaves and nobody else does."""
+    whole = not holds(tree, lambda node: isinstance(node, optax.MaskedNode))
+    if policy.exclude and whole and not scope.is_observed() and jax.tree.leaves(tree):
+        for warning in unmatched_patterns([policy], tree):
+            warnings.warn(warning, stacklevel=3)
+
+
+def _parsed(pattern: str) -> tuple[str, str]:
+    """(slot or "", glob on paths)."""
+    of_slot, _, glob = pattern.rpartition(":")
+    return of_slot, glob

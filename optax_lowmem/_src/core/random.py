@@ -1,0 +1,236 @@
+"""Random bits from a counter: a hash of (seed, step, leaf path, slot, coordinates).
+
+The result does not depend on sharding, device, masking or recompilation, and nothing is stored.
+"""
+
+import zlib
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from optax_lowmem._src.core import groups, numerics
+from optax_lowmem._src.core.compiled import compiled
+
+_GOLDEN = 0x9E3779B9
+_LANE_SALT = 0x5BD1E995
+_WORD_SALT = 0x2545F491
+_ROUND_GROUP = 32
+
+
+def mix(x: jax.Array, tweak: jax.Array | None = None) -> jax.Array:
+    """A bijection of uint32 with full avalanche (lowbias32, C. Wellons); another for each tweak."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
+    if tweak is not None:
+        x = x ^ tweak
+    x = (x ^ (x >> 15)) * jnp.uint32(0x846CA68B)
+    return x ^ (x >> 16)
+
+
+def leaf_key(seed: jax.Array, step: jax.Array, path: str) -> jax.Array:
+    """One uint32 key for a leaf at a step."""
+    return named_key(seed, step, name_of(path))
+
+
+def name_of(path: str) -> np.uint32:
+    """Return the hash of a leaf's path from which its keys are made."""
+    return np.uint32(zlib.crc32(path.encode()))
+
+
+def leaf_keys(seed: jax.Array, step: jax.Array, paths: Sequence[str]) -> jax.Array:
+    """`leaf_key` of each path, uint32 [paths]."""
+    return named_key(seed, step, np.asarray(list(map(name_of, paths)), np.uint32))
+
+
+@compiled
+def named_key(seed: jax.Array, step: jax.Array, names: np.ndarray | np.uint32) -> jax.Array:
+    """`leaf_key`, or `leaf_keys`, of what `name_of` gives."""
+    hashed = jnp.asarray(names)
+    return mix(mix(mix(seed.astype(jnp.uint32) ^ hashed) + step.astype(jnp.uint32)) ^ hashed)
+
+
+def part_keys(keys: jax.Array, *starts: jax.Array) -> jax.Array:
+    """Keys of parts of leaves: what is drawn for a part is what its leaf has there.
+
+    Args:
+      keys: uint32 [...], of the whole leaves.
+      *starts: where the parts begin along axis 0, 1, ... of the scales, integers [...] or [].
+
+    Returns:
+      uint32 [..., 2], for R and for C.
+    """
+    rows = keys
+    for axis, start in enumerate(starts):
+        rows = rows + start.astype(jnp.uint32) * _odd(axis)
+    return jnp.stack([rows, keys], axis=-1)
+
+
+def element_keys(keys: jax.Array, place: jax.Array, group_size: int) -> jax.Array:
+    """`part_keys` of single elements of 1-d leaves, which may begin inside a group.
+
+    Args:
+      keys: uint32 [leaves], of the whole leaves.
+      place: of the element, an integer [].
+      group_size: neighbours that share R.
+    """
+    rows = keys + (place // group_size).astype(jnp.uint32) * _odd(0)
+    lane = (place % group_size).astype(jnp.uint32) * jnp.uint32(_GOLDEN)
+    # the key whose first lane has what this lane has
+    lanes = _unmix(mix(keys ^ jnp.uint32(_LANE_SALT)) + lane) ^ jnp.uint32(_LANE_SALT)
+    return jnp.stack([rows, lanes], axis=-1)
+
+
+def _unmix(x: jax.Array) -> jax.Array:
+    """The inverse of `mix` without a tweak."""
+    x = (x ^ (x >> 16)) * jnp.uint32(pow(0x846CA68B, -1, 1 << 32))
+    x = (x ^ (x >> 15) ^ (x >> 30)) * jnp.uint32(pow(0x7FEB352D, -1, 1 << 32))
+    return x ^ (x >> 16)
+
+
+def row_and_lane_keys(keys: jax.Array, rank: int = 0) -> tuple[jax.Array, jax.Array]:
+    """Return the keys of R and of C.
+
+    Args:
+      keys: of whole leaves, as from `leaf_key`, which serve for both; or pairs of `part_keys`.
+      rank: number of dimensions of keys of whole leaves; pairs have one more.
+    """
+    return (keys, keys) if keys.ndim == rank else (keys[..., 0], keys[..., 1])
+
+
+def noise_bits(
+    key: jax.Array, shape: tuple[int, ...], group_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """The two parts of the random bits of an array [..., n]: R [..., groups] and C [n], uint32."""
+    row_key, lane_key = row_and_lane_keys(key)
+    grouped = groups.scale_shape(shape, group_size)
+    coordinates = []
+    for axis, size in enumerate(grouped):
+        dims = [1] * len(grouped)
+        dims[axis] = size
+        coordinates.append(lax.broadcasted_iota(jnp.uint32, tuple(dims), axis))
+    lane = lane_bits(lane_key, lax.iota(jnp.uint32, min(group_size, shape[-1])))
+    return row_bits(row_key, coordinates), jnp.tile(lane, grouped[-1])[: shape[-1]]
+
+
+def _odd(axis: int) -> jax.Array:
+    return jnp.uint32(zlib.crc32(b"axis %d" % axis) | 1)
+
+
+def row_bits(key: jax.Array, coordinates: Sequence[jax.Array]) -> jax.Array:
+    """R of groups from their uint32 index along each axis, the group's own index last.
+
+    The sum of the indices, each times an odd number of its axis, is what is mixed: like the mixing,
+    it is the same for a part of an array, and it costs a kernel one mixing a group.
+    """
+    return mix(_place(key, coordinates))
+
+
+def _place(key: jax.Array, coordinates: Sequence[jax.Array]) -> jax.Array:
+    for axis, index in enumerate(coordinates):
+        key = key + index * _odd(axis)
+    return key
+
+
+def word_keys(key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the keys that `words` takes, from a key of `leaf_key` or a pair of `part_keys`."""
+    return word_keys_of(*row_and_lane_keys(key))
+
+
+def word_keys_of(row_key: jax.Array, own: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`word_keys` of the two numbers of a pair; of a leaf both are its key."""
+    return row_key, mix(own ^ jnp.uint32(_WORD_SALT))
+
+
+def words(
+    keys: tuple[jax.Array, jax.Array], coordinates: Sequence[jax.Array], count: int
+) -> list[jax.Array]:
+    """32 random bits for each place, several times; those of any two places are independent.
+
+    Counters of all keys and draws run through one cycle of 2^32 numbers, where those of large
+    leaves overlap: the tweak, another for each, makes other words of the same number.
+
+    Args:
+      keys: of `word_keys`.
+      coordinates: the places, uint32 indices along each axis that broadcast.
+      count: words for each.
+    """
+    place, axis = _place(keys[0], coordinates), len(coordinates)
+    drawn = []
+    for draw in range(count):
+        tweak = keys[1] + jnp.uint32(draw * _GOLDEN & 0xFFFFFFFF)
+        drawn.append(mix(place + jnp.uint32(draw) * _odd(axis), tweak))
+    return drawn
+
+
+def lane_bits(key: jax.Array, lanes: jax.Array) -> jax.Array:
+    """C of lanes (uint32 positions in a group)."""
+    return mix(mix(key ^ jnp.uint32(_LANE_SALT)) + lanes * jnp.uint32(_GOLDEN))
+
+
+def salt(slot: str) -> int:
+    """The odd number of a slot."""
+    return zlib.crc32(slot.encode()) | 1
+
+
+def slot_bits(row: jax.Array, lane: jax.Array, group_size: int, slot: str) -> jax.Array:
+    """uint32 of an array's shape from `noise_bits`, for one slot: the upper bits are random."""
+    # not a reshape, for which Triton moves what follows between threads
+    lanes = lax.expand_dims(lane, range(row.ndim - 1))
+    bits = groups.spread(row, lane.shape[0], group_size) + lanes
+    return bits * jnp.uint32(salt(slot))
+
+
+def join_bits(row: jax.Array, lane: jax.Array, group_size: int, slot: str) -> jax.Array:
+    """Uniform f32 in [0, 1) of an array's shape from `noise_bits`, for one slot."""
+    return numerics.uniform(slot_bits(row, lane, group_size, slot))
+
+
+def leaf_bits(key: jax.Array, shape: tuple[int, ...], group_size: int, slot: str) -> jax.Array:
+    """`slot_bits` of a leaf of any shape, 0-d too.
+
+    R is mixed for each element instead of spread over groups, which would move it between devices
+    where they cut through groups.
+    """
+    row_key, lane_key = row_and_lane_keys(key)
+    whole = shape or (1,)
+    *leading, last = (lax.broadcasted_iota(jnp.uint32, whole, axis) for axis in range(len(whole)))
+    row = row_bits(row_key, [*leading, last // jnp.uint32(group_size)])
+    bits = row + lane_bits(lane_key, last % jnp.uint32(group_size))
+    return (bits * jnp.uint32(salt(slot))).reshape(shape)
+
+
+def uniforms(key: jax.Array, shape: tuple[int, ...], group_size: int, slot: str = "") -> jax.Array:
+    """Uniform f32 in [0, 1) for an array [..., n] in groups on the last axis.
+
+    bits = (R[row, group] + C[lane]) odd(slot) mod 2^32, R and C strongly mixed: any two elements
+    are independent over keys, so sums of rounding errors keep the variance of independent ones, and
+    the cost is an addition and a multiplication an element. R and C serve all slots of a leaf.
+
+    Args:
+      key: a uint32 scalar, as of `leaf_key`, or a pair, as of `part_keys`.
+      shape: of the array.
+      group_size: neighbours on the last axis that share R.
+      slot: which slot of the leaf.
+    """
+    row, lane = noise_bits(key, shape, group_size)
+    return join_bits(row, lane, group_size, slot)
+
+
+@compiled
+def round_bits(x: jax.Array, key: jax.Array, dropped: int) -> jax.Array:
+    """f32 with its lowest bits zero, rounded up or down with the probabilities that keep the mean.
+
+    Args:
+      x: f32 values of any shape; NaN and infinities stay what they are.
+      key: a uint32 key, as of `leaf_key`.
+      dropped: how many bits, at most 23.
+    """
+    shape = x.shape if x.ndim else (1,)
+    noise = uniforms(key, shape, _ROUND_GROUP).reshape(x.shape)
+    bits = numerics.to_bits(x)
+    lifted = bits + (noise * jnp.float32(1 << dropped)).astype(jnp.int32).astype(jnp.uint32)
+    finite = (bits & numerics.MAGNITUDE_MASK) < numerics.INF_BITS
+    kept = jnp.where(finite, lifted, numerics.canonical_nan(bits))
+    return numerics.from_bits((kept >> dropped) << dropped)

@@ -1,0 +1,255 @@
+"""Paths, leaves and their checks; every error names the leaf and the remedy."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._src.core import numerics
+
+DICTS = (dict, OrderedDict)  # of states: those of optax.partition and optax.named_chain
+NO_PARAMS_MSG = (
+    "You are using a transformation that requires the current value of parameters, but you are "
+    "not passing `params` when calling `update`. Call tx.update(grads, state, params)."
+)
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """`blocks/0/attention/kernel` for a key path; a wrapper's trailing `.value` is not a name."""
+    boxed = len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value")
+    return jax.tree_util.keystr(path[:-1] if boxed else path, simple=True, separator="/")
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """(path name, leaf) pairs in flattening order.
+
+    Raises:
+      ValueError: for two leaves of one name, which no table by name could tell apart.
+    """
+    return unique_names(tree, path_name)
+
+
+def unique_names(
+    tree: Any, name_of: Callable[[tuple[Any, ...]], str], what: str = "here"
+) -> list[tuple[str, Any]]:
+    """(name, leaf) pairs in flattening order, of names that tell leaves apart; else raises."""
+    named = jax.tree_util.tree_leaves_with_path(tree)
+    known: dict[str, tuple[Any, ...]] = {}
+    for path, _ in named:
+        name = name_of(path)
+        if name in known:
+            one, other = (jax.tree_util.keystr(p) for p in (known[name], path))
+            raise ValueError(
+                f"leaves {one} and {other} would both be called '{name}' {what}: rename one of "
+                "their keys."
+            )
+        known[name] = path
+    return [(name, leaf) for name, (_, leaf) in zip(known, named, strict=True)]
+
+
+def check_transformation(tx: Any, call: str) -> None:
+    """Raises unless `tx` has the methods of an optax transformation; `call`: how it is passed."""
+    if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
+        raise TypeError(
+            f"a {type(tx).__name__} is not an optax transformation, which has init and update: "
+            f"{call}"
+        )
+
+
+def wrapped(inner: Any) -> optax.GradientTransformationExtraArgs:
+    """Return `inner` with an `update` that takes extra arguments.
+
+    Raises:
+      TypeError: where `inner` is not an optax transformation.
+    """
+    check_transformation(inner, "wrap one that is made already, such as optax.adam(1e-3).")
+    return optax.with_extra_args_support(inner)
+
+
+def check_param(path: str, leaf: Any) -> None:
+    """Raises unless a parameter is f32, bf16 or f16."""
+    if not hasattr(leaf, "dtype"):
+        raise TypeError(
+            f"parameter '{path}' is a {type(leaf).__name__}, not an array: make it one with "
+            "jnp.asarray, or leave it out with optax.masked."
+        )
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+        raise TypeError(
+            f"parameter '{path}' is {leaf.dtype}, such as a PRNG key, which has no gradient: leave "
+            "it out with optax.masked or optax.partition, around this one."
+        )
+    dtype = jnp.dtype(leaf.dtype)
+    if dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        return
+    if dtype == jnp.float64:
+        raise TypeError(
+            f"parameter '{path}' is float64: 8-bit state of a float64 weight would lose it "
+            "silently. Cast it to float32, or leave it to plain optax with optax.masked."
+        )
+    raise TypeError(
+        f"parameter '{path}' is {dtype}: only float32, bfloat16 and float16 leaves can be "
+        "optimized. Leave it out with optax.masked or optax.partition, around this one."
+    )
+
+
+def with_values(params: Any) -> Any:
+    """A tree with zeros in the place of each `jax.ShapeDtypeStruct`, sharded as that says.
+
+    For an `init` that keeps values of the weights: of shapes alone its state has the layout.
+    """
+    return jax.tree.map(
+        lambda leaf: jnp.zeros_like(leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf,
+        params,
+    )
+
+
+def match(what: str, tree: Any, params: Any) -> list[Any]:
+    """Leaves of `tree`, which must have the structure and shapes of `params`, and be real.
+
+    Raises:
+      ValueError: naming the first leaf that is missing, extra or of another shape.
+      TypeError: naming a complex one.
+    """
+    match_names(what, tree, params)
+    for (name, param), (_, leaf) in zip(named_leaves(params), named_leaves(tree), strict=True):
+        if jnp.shape(leaf) != jnp.shape(param):
+            raise ValueError(
+                f"{what} '{name}' has shape {jnp.shape(leaf)}, its parameter has "
+                f"{jnp.shape(param)}: pass one of these very parameters."
+            )
+        if jnp.iscomplexobj(leaf):
+            raise TypeError(
+                f"{what} '{name}' is {leaf.dtype}, whose imaginary part would be lost: pass a real "
+                "one."
+            )
+    return jax.tree.leaves(tree)
+
+
+def match_names(what: str, tree: Any, params: Any) -> None:
+    """Raises unless `tree` has the leaves of `params`, by name and in order."""
+    expected, found = named_leaves(params), named_leaves(tree)
+    names, found_names = [n for n, _ in expected], [n for n, _ in found]
+    if names != found_names:
+        missing = [n for n in names if n not in found_names]
+        extra = [n for n in found_names if n not in names]
+        raise ValueError(
+            f"the {what} tree does not have the structure of the parameters: "
+            f"missing {missing[:3]}, extra {extra[:3]}. Pass the same tree to init and update."
+        )
+
+
+def check_state(state: Any, kind: Any) -> None:
+    """Raises unless a state is the NamedTuple that an optimizer keeps (or its like, by fields)."""
+    if getattr(state, "_fields", None) != kind._fields:
+        raise ValueError(
+            f"the state is a {type(state).__name__}, this optimizer keeps a {kind.__name__} with "
+            f"{', '.join(kind._fields)}. It was made by another optimizer, or restored without its "
+            "types: restore it into the structure of tx.init(params)."
+        )
+
+
+def broadcast_prefix(what: str, prefix: Any, tree: Any) -> list[Any]:
+    """One value of a prefix tree (an optax mask) for each leaf of `tree`, in order."""
+    try:
+        spread = jax.tree.map(lambda value, sub: jax.tree.map(lambda _: value, sub), prefix, tree)
+    except ValueError as error:
+        names = [name for name, _ in named_leaves(tree)]
+        raise ValueError(
+            f"{what} does not fit the parameters ({', '.join(names[:3])}, ...): give a tree of "
+            f"bools of their structure, a prefix of it, or a function of them. {error}"
+        ) from error
+    return jax.tree.leaves(spread)
+
+
+def is_named_tuple(node: Any) -> bool:
+    """Return whether a node is a NamedTuple instance."""
+    return isinstance(node, tuple) and hasattr(node, "_fields")
+
+
+def is_ours(node: Any) -> bool:
+    """Return whether a node is a state of this library."""
+    return is_named_tuple(node) and type(node).__module__.split(".")[0] == "optax_lowmem"
+
+
+def holds(tree: Any, test: Callable[[Any], bool]) -> bool:
+    """Return whether any node of a tree, its root included, passes a test."""
+    return any(map(test, jax.tree.leaves(tree, is_leaf=test)))
+
+
+def keep_dtypes(old: Any, new: Any, given: Any = None) -> Any:
+    """A new state in the dtypes of the old, which f32 gradients of 16-bit weights do not keep.
+
+    Args:
+      old: the state before.
+      new: the state after.
+      given: gradients as they came; if none is in 16 bits, optax would not keep them either.
+    """
+    before: Any = jax.tree.structure(old)
+    if before != jax.tree.structure(new) or given is not None and not holds(given, _is_narrow):
+        return new
+
+    def kept(a: Any, b: Any) -> Any:
+        return b if jnp.result_type(a) == jnp.result_type(b) else b.astype(a.dtype)
+
+    return jax.tree.map(kept, old, new)
+
+
+def _is_narrow(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and numerics.is_narrow(leaf.dtype)
+
+
+def states_with(
+    state: Any, field: str, test: Callable[[Any], bool] = is_named_tuple
+) -> Iterator[Any]:
+    """Every NamedTuple inside an optimizer state that has a field, through any wrapper.
+
+    Args:
+      state: of an optimizer.
+      field: its name.
+      test: `is_ours` for a field of ours, whose name a NamedTuple of weights may have too.
+    """
+    found = jax.tree.leaves(state, is_leaf=lambda n: test(n) and field in n._fields)
+    for node in found:
+        if test(node):
+            yield node
+            for name in node._fields:
+                if name != field:
+                    yield from states_with(getattr(node, name), field, test)
+
+
+def is_state(node: Any, slot: str = "") -> bool:
+    """Return whether a node of a state is itself a state, not weights held in a NamedTuple.
+
+    Args:
+      node: a part of a state.
+      slot: the field that holds it; outside of any field ("other") every NamedTuple is a state.
+    """
+    named = type(node).__name__.endswith(("State", "Schedule"))  # as all of optax are called
+    return is_named_tuple(node) and (named or slot == "other")
+
+
+def state_fields(state: Any, name: str = "other") -> Iterator[tuple[str, Any]]:
+    """(slot, subtree) of every field of every NamedTuple of an optimizer state."""
+    if is_state(state, name):
+        for field in state._fields:
+            yield from state_fields(getattr(state, field), field)
+    elif type(state) in (tuple, list) and any(_has_states(part, name) for part in state):
+        for part in state:
+            yield from state_fields(part, name)
+    elif type(state) in DICTS and (
+        name == "scales" or any(_has_states(part, name) for part in state.values())
+    ):
+        for key, part in state.items():
+            yield from state_fields(part, key if name == "scales" else name)
+    else:
+        yield name, state
+
+
+def _has_states(node: Any, slot: str) -> bool:
+    def filled(inner: Any) -> bool:
+        return is_state(inner, slot) and bool(inner._fields)
+
+    return holds(node, filled)

@@ -1,0 +1,1 @@
+"""Training diagnostics: codes and stalls, RMS_t, spikes, weight norms."""

@@ -1,0 +1,215 @@
+"""Effects of low-precision state on training: saturated, zero and floored codes, stalls."""
+
+import dataclasses
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._src.core import numerics, scope, trees
+from optax_lowmem._src.update.masters import master_params
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeShares:
+    """Shares of the codes of one slot of one leaf.
+
+    Attributes:
+      saturated: at the largest code of the leaf (1/32 is normal: the maximum of each group of 32).
+      zero: at code 0.
+      floored: unsigned codes at 1, where small second moments are held up.
+    """
+
+    saturated: jax.Array
+    zero: jax.Array
+    floored: jax.Array
+
+
+jax.tree_util.register_dataclass(CodeShares, ["saturated", "zero", "floored"], [])
+
+
+def code_shares(state: Any) -> dict[str, dict[str, CodeShares]]:
+    """Shares of saturated, zero and floored codes, slot -> leaf path -> `CodeShares`.
+
+    Args:
+      state: the state of any optimizer of this library, wrapped or not. Works under jit. Slots
+        whose groups each have a grid of their own, those of `codecs.affine` and `codecs.expanded`,
+        are left out.
+
+    Raises:
+      ValueError: for 8-bit arrays without the scales of this library's codecs, one for each group
+        of neighbours on the last axis, and for a state with a slot of a leaf twice.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> tx = lowmem.flash_adamw(1e-3)
+      >>> state = tx.init({"w": jnp.ones((64, 64))})
+      >>> float(lowmem.diagnostics.code_shares(state)["nu"]["w"].zero)
+      1.0
+    """
+    shares: dict[str, dict[str, CodeShares]] = {}
+    fields = [
+        (slot, path, leaf)
+        for slot, tree in trees.state_fields(state)
+        for path, leaf in trees.named_leaves(tree)
+    ]
+    arrays = {(slot, path): leaf for slot, path, leaf in fields}
+    for slot, path, codes in fields:
+        if slot != "correction" and codes.ndim and codes.dtype in (jnp.int8, jnp.uint8):
+            scales = arrays.get((f"{slot}_scale", path))
+            _check_layout(slot, path, codes, scales)
+            if path in shares.get(slot, {}):
+                raise ValueError(
+                    f"two states here have a slot '{slot}' of '{path}': pass the one that is meant."
+                )
+            if scales is not None and scales.dtype != jnp.uint32:
+                shares.setdefault(slot, {})[path] = _shares(codes)
+    return shares
+
+
+def _check_layout(slot: str, path: str, codes: jax.Array, scales: jax.Array | None) -> None:
+    """Raises unless each element has a code and each group of the last axis a scale."""
+    if scales is not None and codes.shape[:-1] == scales.shape[:-1]:
+        if min(codes.shape[-1], 1) <= scales.shape[-1] <= codes.shape[-1]:
+            return
+    beside = "no scales" if scales is None else f"scales {scales.dtype}{list(scales.shape)}"
+    raise ValueError(
+        f"'{slot}' of '{path}' is {codes.dtype}{list(codes.shape)} with {beside} beside it, which "
+        "no codec of this library writes (packed, or another library's): pass the states of "
+        "optax_lowmem's optimizers alone."
+    )
+
+
+def _shares(codes: jax.Array) -> CodeShares:
+    unsigned = codes.dtype == jnp.uint8
+    magnitude = jnp.abs(codes.astype(jnp.int32))
+
+    def share(hits: jax.Array) -> jax.Array:
+        return jnp.mean(hits.astype(jnp.float32))
+
+    return CodeShares(
+        saturated=share((magnitude > 0) & (magnitude == jnp.max(magnitude, initial=0))),
+        zero=share(magnitude == 0),
+        floored=share(magnitude == 1) if unsigned else jnp.zeros((), jnp.float32),
+    )
+
+
+def largest_step(
+    params: Any, state: Any, new_params: Any, new_state: Any, learning_rate: float | jax.Array
+) -> dict[str, jax.Array]:
+    """max |change of the master weight| / learning rate for each leaf of one step.
+
+    About 1 for Adam and Lion with a live second moment; the paper's variance codes reach 3558.
+
+    Args:
+      params: weights before the step.
+      state: state before the step.
+      new_params: weights after it.
+      new_state: state after it.
+      learning_rate: of the step.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> tx = lowmem.flash_lion(0.5, weight_decay=0.0)
+      >>> before = lowmem.init(tx, {"w": jnp.zeros(3)})
+      >>> after = lowmem.step(tx, {"w": jnp.ones(3)}, *reversed(before))
+      >>> float(lowmem.diagnostics.largest_step(*before, *after, 0.5)["w"])
+      1.0
+    """
+    before, after = master_params(params, state), master_params(new_params, new_state)
+    change = jax.tree.map(lambda a, b: jnp.max(jnp.abs(b - a)) / learning_rate, before, after)
+    return dict(trees.named_leaves(change))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stall:
+    """A leaf whose largest weights a step of the learning rate cannot move.
+
+    Attributes:
+      path: the leaf.
+      largest: its largest weight.
+      half_spacing: half the distance of neighbouring master weights there.
+      share: of its weights that do not move.
+    """
+
+    path: str
+    largest: float
+    half_spacing: float
+    share: float
+
+
+def stalled_leaves(
+    tx: optax.GradientTransformation,
+    params: Any,
+    learning_rate: float,
+    *,
+    action: str = "warn",
+) -> list[Stall]:
+    """Leaves in which a step of one learning rate is under half the spacing of the master weights.
+
+    A 24-bit master of magnitude w in [2^e, 2^(e+1)) is a multiple of 2^(e-15), a 32-bit one of
+    2^(e-23), a bf16 weight without a correction of 2^(e-7). With stochastic rounding, the default,
+    24 bits keep the mean of what f32 computes: its 2^(e-23) counts.
+
+    Args:
+      tx: the optimizer, which says how each leaf is kept.
+      params: the weights.
+      learning_rate: the smallest that matters, such as the end of a schedule.
+      action: `warn`, `raise` or `none`.
+
+    Returns:
+      One `Stall` for each such leaf.
+
+    Raises:
+      ValueError: with action="raise", naming the leaves.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> params = {"w": jnp.full((64, 64), 8.0, jnp.bfloat16)}
+      >>> nearest = lowmem.flash_adamw(1e-5, storage=lowmem.Storage(master_rounding="nearest"))
+      >>> lowmem.diagnostics.stalled_leaves(nearest, params, 1e-5, action="none")
+      [Stall(path='w', largest=8.0, half_spacing=0.0001220703125, share=1.0)]
+    """
+    if action not in ("warn", "raise", "none"):
+        raise ValueError(f"action must be 'warn', 'raise' or 'none', got {action!r}")
+    _, decisions = scope.dry_run(tx, params)
+    kept = {d.path: (d.form, d.stochastic) for d in decisions if d.slot == "correction"}
+    stalls = []
+    for path, leaf in trees.named_leaves(params):
+        if leaf.size and path in kept:
+            stall = _stall(path, leaf, *kept[path], learning_rate)
+            stalls += [stall] if stall else []
+    if stalls and action != "none":
+        names = ", ".join(f"{s.path} ({s.share:.1%} of its weights)" for s in stalls[:5])
+        message = (
+            f"a step of {learning_rate:g} cannot move the largest weights of {names}: use "
+            "Storage(master_weight_bits=32), or 24 bits with master_rounding='stochastic', or keep "
+            "these leaves in f32."
+        )
+        if action == "raise":
+            raise ValueError(message)
+        warnings.warn(message, stacklevel=2)
+    return stalls
+
+
+def _stall(
+    path: str, leaf: jax.Array, form: str | None, stochastic: bool, learning_rate: float
+) -> Stall | None:
+    magnitude = jnp.abs(numerics.widen(leaf))
+    exponent = (numerics.to_bits(magnitude) >> 23).astype(jnp.int32) - 127
+    spacing = exponent - (23 if stochastic else _mantissa_bits(leaf.dtype, form))
+    half = numerics.power_of_two(jnp.maximum(spacing - 1, -126))  # exp2 is not exact on a CPU
+    stuck = (magnitude > 0) & (jnp.float32(learning_rate) < half)
+    share = float(jnp.mean(stuck.astype(jnp.float32)))
+    if share == 0:
+        return None
+    return Stall(path, float(jnp.max(magnitude)), float(jnp.max(half * (magnitude > 0))), share)
+
+
+def _mantissa_bits(dtype: jnp.dtype, form: str | None) -> int:
+    """Stored mantissa bits of a master weight."""
+    if dtype == jnp.float32:
+        return 23
+    return min(23, int(jnp.finfo(dtype).nmant) + (int(form.split("-")[1]) - 16 if form else 0))

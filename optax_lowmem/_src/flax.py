@@ -1,0 +1,258 @@
+"""Flax's Linen `TrainState` and NNX `Optimizer` with the fused step: one changed import.
+
+    from optax_lowmem.flax import TrainState  # was flax.training.train_state
+    from optax_lowmem.flax import Optimizer  # was flax.nnx
+
+Both are subclasses of Flax's, take any optax transformation, and read each other's checkpoints.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._src.core import boxes
+from optax_lowmem._src.update import masters
+from optax_lowmem._src.wrappers import chain
+from optax_lowmem._src.wrappers.init import init
+from optax_lowmem._src.wrappers.start import WeightDtype
+
+try:
+    from flax import core, nnx
+    from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
+    from flax.training import train_state
+except ModuleNotFoundError as error:
+    if error.name is None or error.name.split(".")[0] != "flax":
+        raise  # Flax is there, and something that it needs is not
+    raise ImportError(
+        "optax_lowmem.flax needs Flax: pip install 'optax-lowmem[flax]'", name="flax"
+    ) from error
+
+__all__ = ["Optimizer", "TrainState"]
+
+M = TypeVar("M")
+
+
+def _overwrites(tree: Any) -> bool:
+    """Return whether a tree has Flax's overwrite-with-gradient collection (FP8)."""
+    return isinstance(tree, Mapping) and OVERWRITE_WITH_GRADIENT in tree
+
+
+class TrainState(train_state.TrainState):
+    """`flax.training.train_state.TrainState` whose `apply_gradients` is the fused step.
+
+    Fields, `replace`, subclassing and the handling of FP8's overwrite-with-gradient collection are
+    Flax's, and so are the results, to the last bit unless XLA fuses multiply-adds elsewhere.
+    Nothing is donated here: jit the training step with `donate_argnums` for the state.
+
+    Attributes:
+      step: number of calls of `apply_gradients`.
+      apply_fn: usually `model.apply`.
+      params: the parameters, 16-bit weights where `create` was given a dtype.
+      tx: any optax transformation.
+      opt_state: its state.
+
+    Example:
+      >>> import flax.linen as nn, jax, jax.numpy as jnp, optax_lowmem as lowmem
+      >>> from optax_lowmem.flax import TrainState
+      >>> model, x = nn.Dense(64), jnp.ones((8, 64))
+      >>> state = TrainState.create(
+      ...     apply_fn=model.apply,
+      ...     params=model.init(jax.random.key(0), x)["params"],
+      ...     tx=lowmem.flash_adamw(1e-3),
+      ...     dtype=jnp.bfloat16,
+      ... )
+      >>> grads = jax.grad(lambda p: jnp.mean(state.apply_fn({"params": p}, x) ** 2))(state.params)
+      >>> state = state.apply_gradients(grads=grads)
+      >>> state.step, state.params["kernel"].dtype, state.master_params()["kernel"].dtype
+      (1, dtype(bfloat16), dtype('float32'))
+    """
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        apply_fn: Callable[..., Any],
+        params: Any,
+        tx: optax.GradientTransformation,
+        dtype: WeightDtype | None = None,
+        allow_rounding: bool = False,
+        **kwargs: Any,
+    ) -> Self:
+        """A state at step 0.
+
+        Args:
+          apply_fn: usually `model.apply`.
+          params: the parameters; FP8's `{"params": ..., "_overwrite_with_gradient": ...}` too.
+          tx: any optax transformation.
+          dtype: None leaves the parameters as they are. Otherwise as in `lowmem.init`: f32
+            parameters are split into weights of this dtype, which the state holds as `params`, and
+            corrections in `opt_state`.
+          allow_rounding: as in `lowmem.init`.
+          **kwargs: further fields of a subclass.
+
+        Returns:
+          The state.
+
+        Raises:
+          TypeError: for parameters that are not floats, with a dtype, or unknown fields.
+          ValueError: with a dtype, where an f32 leaf would lose precision.
+        """
+        if dtype is None:
+            return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
+        if "dtype" in cls.__dataclass_fields__:
+            raise TypeError(
+                f"{cls.__name__} has a field `dtype`, and `create` takes `dtype` for the weights: "
+                "rename the field."
+            )
+        if _overwrites(params):
+            inner = params["params"]
+            weights, opt_state = init(tx, inner, dtype, allow_rounding=allow_rounding)
+            weights = core.copy(params, {"params": weights})
+        else:
+            weights, opt_state = init(tx, params, dtype, allow_rounding=allow_rounding)
+        return cls(step=0, apply_fn=apply_fn, params=weights, tx=tx, opt_state=opt_state, **kwargs)
+
+    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Self:
+        """The state after one step: `step`, `params` and `opt_state` are new.
+
+        Args:
+          grads: gradients with the structure of `params`.
+          **kwargs: fields to replace at once.
+
+        Returns:
+          A new state.
+        """
+        if _overwrites(grads):
+            params, opt_state = chain.step(
+                self.tx, grads["params"], self.opt_state, self.params["params"]
+            )
+            owg = grads[OVERWRITE_WITH_GRADIENT]
+            params = {"params": params, OVERWRITE_WITH_GRADIENT: owg}
+        else:
+            params, opt_state = chain.step(self.tx, grads, self.opt_state, self.params)
+        return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
+
+    def master_params(self) -> Any:
+        """The f32 parameters that `params` and `opt_state` hold together, as `params` has them."""
+        if not _overwrites(self.params):
+            return masters.master_params(self.params, self.opt_state)
+        trained = masters.master_params(self.params["params"], self.opt_state)
+        return core.copy(self.params, {"params": trained})
+
+
+class Optimizer(nnx.Optimizer[M]):
+    """`flax.nnx.Optimizer` whose `update` is the fused step.
+
+    Parameters, state and step count are Flax's, to the last bit unless XLA fuses multiply-adds
+    elsewhere. Nothing is donated here: `nnx.jit(train_step, donate_argnums=(0, 1))` does it.
+
+    Deviations: where variables have sharding metadata, what the optimizer keeps in another shape
+    than the parameter's (scales, placeholders) is sharded along the axes that divide it, which is
+    an error in Flax; `update` returns the change of the parameters.
+
+    Args:
+      model: an NNX module.
+      tx: any optax transformation.
+      wrt: which variables it trains, as in `nnx.grad`; usually `nnx.Param`.
+      graph: as in Flax.
+      dtype: None leaves the model as it is. Otherwise as in `lowmem.init`: the model's f32
+        parameters are replaced, in place, by weights of this dtype, and the rest of them is kept in
+        the state. Layers with a `dtype` of None then compute in the wider of it and their inputs'.
+      allow_rounding: as in `lowmem.init`.
+
+    Raises:
+      TypeError: without `wrt`, or for parameters that are not floats, with a dtype.
+      ValueError: with a dtype, where an f32 leaf would lose precision.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> from flax import nnx
+      >>> from optax_lowmem.flax import Optimizer
+      >>> model = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+      >>> optimizer = Optimizer(
+      ...     model, lowmem.flash_adamw(1e-3), wrt=nnx.Param, dtype=jnp.bfloat16
+      ... )
+      >>> @nnx.jit
+      ... def train_step(model, optimizer, x):
+      ...     grads = nnx.grad(lambda model: jnp.mean(model(x) ** 2))(model)
+      ...     optimizer.update(model, grads)
+      >>> train_step(model, optimizer, jnp.ones((8, 64)))
+      >>> model.kernel.dtype, optimizer.master_params(model)["kernel"].dtype
+      (dtype(bfloat16), dtype('float32'))
+    """
+
+    def __init__(
+        self,
+        model: M,
+        tx: optax.GradientTransformation,
+        *,
+        wrt: Any,
+        graph: bool | None = None,
+        dtype: WeightDtype | None = None,
+        allow_rounding: bool = False,
+    ):
+        params = nnx.state(model, wrt, graph=graph)
+        if dtype is None:
+            opt_state = tx.init(params)
+        else:
+            params, opt_state = init(tx, params, dtype, allow_rounding=allow_rounding)
+        fitted = jax.tree.map(_fit_sharding, opt_state, is_leaf=boxes.is_variable)
+        # Flax's constructor wraps what `init` returns in variables of its own
+        ready = optax.GradientTransformationExtraArgs(lambda _: fitted, tx.update)
+        super().__init__(model, ready, wrt=wrt, graph=graph)
+        self.tx = tx
+        if dtype is not None:
+            nnx.update(model, params)
+
+    # Flax's annotation has positional arguments; what runs there takes keywords too
+    def update(self, model: M, grads: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """One step: new parameters in the model, new state and step count here.
+
+        Args:
+          model: the model; its other variables are left alone.
+          grads: what `nnx.grad` gave.
+          **kwargs: extra arguments of the optimizer, such as `value=`, and those of `lowmem.step`.
+
+        Returns:
+          The change of the parameters, new - old, in f32. Under a jit it costs nothing if unused.
+        """
+        params = nnx.as_pure(nnx.state(model, self.wrt, graph=self.graph))
+        gradients = nnx.as_pure(nnx.state(grads, self.wrt, graph=self.graph))
+        new, opt_state = chain.step(
+            self.tx, gradients, nnx.as_pure(self.opt_state), params, **nnx.as_pure(kwargs)
+        )
+        nnx.update(model, new)
+        nnx.update(self.opt_state, nnx.state(opt_state, graph=self.graph))
+        self.step[...] += 1
+        return jax.tree.map(_change, new, params)
+
+    def master_params(self, model: M) -> Any:
+        """The f32 parameters that a model and this state hold together.
+
+        Args:
+          model: the model that this optimizer trains.
+
+        Returns:
+          An `nnx.State` of f32 parameters, for `nnx.update` of a clone or for `nnx.merge`.
+        """
+        params = nnx.state(model, self.wrt, graph=self.graph)
+        return masters.master_params(params, nnx.as_pure(self.opt_state))
+
+
+def _change(new: jax.Array, old: jax.Array) -> jax.Array:
+    dtype = jnp.promote_types(new.dtype, jnp.float32)
+    return new.astype(dtype) - old.astype(dtype)
+
+
+def _fit_sharding(leaf: Any) -> Any:
+    """A variable of the state, with its parameter's sharding cut down to what its shape allows.
+
+    Flax gives each leaf of the state the sharding of its parameter, also one of another shape.
+    """
+    inside = jax.tree.leaves(leaf)  # none of what a mask leaves out
+    if not boxes.is_variable(leaf) or len(inside) != 1:
+        return leaf
+    return boxes.fitted_variable(leaf, jnp.shape(inside[0]))

@@ -1,0 +1,1 @@
+"""COAT's FP8 precision flow: functions, kernels, layers and a Llama block."""

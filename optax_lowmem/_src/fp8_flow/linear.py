@@ -1,0 +1,354 @@
+"""A linear layer whose three products run in FP8, with one scale a tensor."""
+
+import dataclasses
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_lowmem._src.core import varying
+from optax_lowmem._src.fp8_flow import kernels, storage
+from optax_lowmem._src.fp8_flow.recipe import (
+    DEFAULT,
+    FORWARD,
+    Coded,
+    Recipe,
+    Source,
+    format_of,
+    value_of,
+)
+from optax_lowmem._src.switchback.products import explicit_sharding
+from optax_lowmem._src.switchback.quantized_matmul import Quantized, multiply, quantize_transposed
+from optax_lowmem._src.switchback.quantized_matmul import reference as matmul
+
+KEEPS = ("codes", "input")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Linear:
+    """The static part: the recipe, and whether the input is kept as it was given."""
+
+    recipe: Recipe
+    keeps_input: bool = False
+    precision: Any = None
+
+
+class QuantizedKernel(NamedTuple):
+    """A kernel's codes for both of its products, from `quantize_weight`: 2 bytes per parameter.
+
+    Attributes:
+      codes: E4M3 [..., k, m], which the gradient of the input is a product of.
+      transposed: the same codes [..., m, k], for the forward product.
+      scale: f32 [..., 1, 1].
+    """
+
+    codes: jax.Array
+    transposed: jax.Array
+    scale: jax.Array
+
+
+def linear(
+    x: jax.Array | Coded,
+    kernel: jax.Array,
+    *,
+    kernel_absmax: jax.Array | None = None,
+    kernel_codes: QuantizedKernel | None = None,
+    keep: str = "codes",
+    recipe: Recipe = DEFAULT,
+    precision: Any = None,
+) -> jax.Array:
+    r"""Y = s_X s_W Q(X) Q(W) in E4M3, and likewise dX = G W^T and dW = X^T G.
+
+    Args:
+      x: [..., k]. What a norm or an activation function has quantised is multiplied as it is.
+      kernel: [k, m].
+      kernel_absmax: of `weight_absmax`, found once for several micro-batches of an accumulation.
+      kernel_codes: of `quantize_weight`, likewise: neither product quantizes the kernel. Its
+        gradient still goes to `kernel`, and nothing to the codes.
+      keep: what of X the backward pass has: `codes`, which all products of one `Coded` share, or
+        `input`, for an array that is kept anyway (by attention, whose output it is: appendix D);
+        it is then quantised once more with the same scale.
+      recipe: what the gradients' products run in.
+      precision: of products with `Recipe(storage="bf16")`, as `jax.lax.dot` takes it.
+
+    Returns:
+      [..., m] of x's dtype; gradients too are of the dtypes of x and the kernel.
+
+    Raises:
+      ValueError: for a kernel that does not fit, codes of another kernel, another `keep`, both of
+        `kernel_absmax` and `kernel_codes`, or one of them where nothing is quantized.
+
+    Memory: for the backward pass, one byte a number of X and its scale. The kernel is quantized
+    anew in each pass (appendix G.5), unless `kernel_codes` are given. With
+    `Recipe(storage="bf16")`, nothing for X of a norm or an activation function: it is computed
+    again from what that keeps.
+
+    On a mesh, left to XLA: a scalar is reduced where a maximum's tensor lies over devices.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_lowmem.layers import fp8_flow
+      >>> print(fp8_flow.linear(jnp.ones((2, 8)), jnp.ones((8, 3)))[0].round(3))
+      [8. 8. 8.]
+    """
+    value = x.value if isinstance(x, Coded) else x
+    if kernel.ndim != 2 or value.shape[-1:] != kernel.shape[:1]:
+        raise ValueError(f"a kernel{list(kernel.shape)} for x{list(value.shape)}: pass [k, m]")
+    if keep not in KEEPS:
+        raise ValueError(f"keep must be one of {', '.join(KEEPS)}, got {keep!r}")
+    if keep == "input" and isinstance(x, Coded):
+        raise ValueError("keep='input' is for an array; what is quantised is kept as codes")
+    _check_given(kernel, kernel_absmax, kernel_codes, recipe)
+    with jax.named_scope("linear"):
+        static = _Linear(recipe, keep == "input", precision)
+        if not recipe.quantises:
+            return _in_own_precision(static, *varying.alike(x, kernel))
+        # no copies of the codes, which a scan over layers would stack for the backward pass
+        given = lax.stop_gradient(kernel_absmax) if kernel_codes is None else kernel_codes
+        x = x if static.keeps_input else storage.code(x)
+        return _linear(static, *varying.alike(x, kernel, given))
+
+
+def _check_given(
+    kernel: jax.Array, absmax: jax.Array | None, codes: QuantizedKernel | None, recipe: Recipe
+) -> None:
+    given = {"kernel_absmax": absmax, "kernel_codes": codes}
+    named = [name for name, value in given.items() if value is not None]
+    if named and not recipe.quantises:
+        raise ValueError(f"{named[0]} with storage='bf16', which quantizes nothing: leave it out")
+    if len(named) > 1:
+        raise ValueError("kernel_absmax beside kernel_codes, which have a scale: leave it out")
+    if codes is not None and (codes.codes.shape, codes.transposed.shape) != (
+        kernel.shape,
+        kernel.shape[::-1],
+    ):
+        raise ValueError(
+            f"kernel_codes{list(codes.codes.shape)} for a kernel{list(kernel.shape)}: pass "
+            "quantize_weight of this kernel, without the axis of layers"
+        )
+
+
+def weight_absmax(kernel: jax.Array) -> jax.Array:
+    """The maximum of a kernel's magnitudes, f32 [..., 1, 1] of [..., k, m].
+
+    Found once and passed to the steps of a gradient accumulation, it spares each a pass over the
+    weights (appendix G.5).
+    """
+    return matmul.absmax_of(kernel, (kernel.ndim - 2, kernel.ndim - 1))
+
+
+def quantize_weight(kernel: jax.Array) -> QuantizedKernel:
+    """Quantize a kernel [..., k, m] for both of its products, once for several micro-batches.
+
+    Args:
+      kernel: in the dtype that `linear` is given, whose results then are the same bit for bit. The
+        axes before the last two are of kernels with a scale each, one after another.
+
+    Returns:
+      The codes, without gradients, for `linear(..., kernel_codes=)`.
+
+    Memory: 2 bytes per parameter, for as long as it is kept.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_lowmem.layers import fp8_flow
+      >>> kernel = jnp.ones((8, 3))
+      >>> codes = fp8_flow.quantize_weight(kernel)
+      >>> codes.transposed.shape, codes.transposed.dtype
+      ((3, 8), dtype(float8_e4m3fn))
+      >>> print(fp8_flow.linear(jnp.ones((2, 8)), kernel, kernel_codes=codes)[0].round(3))
+      [8. 8. 8.]
+    """
+    kernel = lax.stop_gradient(kernel)
+    if kernel.ndim > 2:  # the kernel that transposes takes a matrix
+        return lax.map(quantize_weight, kernel)
+    absmax = weight_absmax(kernel)
+    transposed = _transposed(kernel, absmax)
+    return QuantizedKernel(
+        _as_it_is(kernel, absmax, transposed.scales).codes, transposed.codes, transposed.scales
+    )
+
+
+def _transposed(kernel: jax.Array, absmax: jax.Array) -> Quantized:
+    """For the forward product: 8-bit products of GPUs sum over the last axis of both."""
+    return quantize_transposed(kernel, None, FORWARD, absmax)
+
+
+def _as_it_is(kernel: jax.Array, absmax: jax.Array, scale: jax.Array) -> Quantized:
+    """For the gradient of the input."""
+    # a maximum that was found earlier may be less than that of now
+    return kernels.quantized(kernel, absmax, clip=True)._replace(scales=scale)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Projection:
+    """`linear` of a kernel, as a layer.
+
+    Attributes:
+      kernel: [k, m].
+      kernel_absmax: as of `linear`, like the rest.
+      kernel_codes: likewise.
+      keep: likewise.
+      recipe: likewise.
+    """
+
+    kernel: jax.Array
+    kernel_absmax: jax.Array | None = None
+    kernel_codes: QuantizedKernel | None = None
+    keep: str = "codes"
+    recipe: Recipe = DEFAULT
+
+    takes_codes: ClassVar[bool] = True
+
+    def __call__(self, x: jax.Array | Coded) -> jax.Array:
+        """As `linear`."""
+        return linear(
+            x,
+            self.kernel,
+            kernel_absmax=self.kernel_absmax,
+            kernel_codes=self.kernel_codes,
+            keep=self.keep,
+            recipe=self.recipe,
+        )
+
+
+# ---- in the inputs' own precision ----------------------------------------------------------------
+
+
+def _in_own_precision(static: _Linear, x: jax.Array | Coded, kernel: jax.Array) -> jax.Array:
+    if isinstance(x, Coded) and x.source is not None:
+        return _recomputing(static, x, kernel)
+    return _times(static, value_of(x), kernel)
+
+
+def _times(static: _Linear, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    dims = (((x.ndim - 1,), (0,)), ((), ()))
+    return lax.dot_general(x, kernel, dims, precision=static.precision)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _recomputing(static: _Linear, x: Coded, kernel: jax.Array) -> jax.Array:
+    """The product, which keeps what its input is computed from."""
+    return _times(static, x.value, kernel)
+
+
+def _recomputing_backward(
+    static: _Linear, saved: tuple[Source, jax.Array], g: jax.Array
+) -> tuple[Coded, jax.Array]:
+    source, kernel = saved
+    dx, dw = jax.vjp(partial(_times, static), source.again(), kernel)[1](g)
+    return Coded(dx, None, None), dw
+
+
+_recomputing.defvjp(
+    lambda static, x, kernel: (_recomputing(static, x, kernel), (x.source, kernel)),
+    _recomputing_backward,
+)
+
+# ---- in FP8 --------------------------------------------------------------------------------------
+
+Given = jax.Array | QuantizedKernel | None  # of a kernel: its maximum, its codes
+
+
+class _Scaled(NamedTuple):
+    """Numbers that the backward pass quantizes a kernel by, once more."""
+
+    absmax: jax.Array
+    scale: jax.Array
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _linear(
+    static: _Linear, x: jax.Array | Coded, kernel: jax.Array, of_kernel: Given
+) -> jax.Array:
+    return _forward(static, x, kernel, of_kernel)[0]
+
+
+def _forward(
+    static: _Linear, x: jax.Array | Coded, kernel: jax.Array, of_kernel: Given
+) -> tuple[jax.Array, Any]:
+    kept: Any  # of the input
+    if isinstance(x, Coded):
+        dtype, codes = x.value.dtype, x.quantized
+        kept = codes
+    else:
+        codes, of_x = _quantized(x)
+        dtype, kept = x.dtype, (x, of_x)
+    if isinstance(of_kernel, QuantizedKernel):
+        y = _product_of_codes(dtype, codes, Quantized(of_kernel.transposed, of_kernel.scale))
+        return y, (kept, kernel, Quantized(of_kernel.codes, of_kernel.scale))
+    y, *scaled = _product(dtype, codes, kernel, of_kernel)
+    return y, (kept, kernel, _Scaled(*scaled))
+
+
+@partial(storage.once, static=0)
+def _quantized(x: jax.Array) -> tuple[Quantized, jax.Array]:
+    """And the maximum."""
+    absmax = matmul.absmax_of(x, None)
+    return kernels.quantized(x, absmax), absmax
+
+
+@storage.once
+def _product(
+    dtype: Any, codes: Quantized, kernel: jax.Array, absmax: jax.Array | None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The product; the kernel's maximum, and the scale of its codes."""
+    if absmax is None:
+        absmax = weight_absmax(kernel)
+    transposed = _transposed(kernel, absmax)
+    return multiply(codes, transposed, 1, dtype), absmax, transposed.scales
+
+
+@storage.once
+def _product_of_codes(dtype: Any, codes: Quantized, transposed: Quantized) -> jax.Array:
+    return multiply(codes, transposed, 1, dtype)
+
+
+@storage.once
+def _gradients(
+    static: _Linear,
+    kept: Any,
+    kernel: jax.Array,
+    of_kernel: _Scaled | Quantized,
+    g: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    recipe = static.recipe
+    of_x, like_w = kept if isinstance(kept, Quantized) else None, explicit_sharding(kernel)
+    like_x = explicit_sharding(jax.tree.leaves(kept)[0])
+    largest = matmul.absmax_of(g, None)
+    if isinstance(of_kernel, _Scaled):
+        # else XLA would keep the kernel's codes of the forward pass until here
+        kernel, largest = lax.optimization_barrier((kernel, largest))
+    codes = {}
+    if to := format_of(recipe.weight_gradient):
+        codes[to], dw = kernels.multiply_over_tokens(
+            of_x or kernels.quantized(*kept), g, largest, to, kernel.dtype, like_w
+        )
+    else:
+        rows = tuple(range(g.ndim - 1))
+        x = _values(of_x, g.dtype) if of_x else kept[0]
+        dw = lax.dot_general(x, g, ((rows, rows), ((), ())), out_sharding=like_w)
+    if to := format_of(recipe.input_gradient):
+        of_g = codes.get(to) or kernels.quantized(g, largest, to)
+        if isinstance(of_kernel, _Scaled):
+            of_kernel = _as_it_is(kernel, *of_kernel)
+        dx = multiply(of_g, of_kernel, 1, g.dtype, sharding=like_x)
+    else:
+        dims = (((g.ndim - 1,), (1,)), ((), ()))
+        dx = lax.dot_general(g, kernel.astype(g.dtype), dims, out_sharding=like_x)
+    return dx, dw.astype(kernel.dtype)
+
+
+def _values(x: Quantized, dtype: Any) -> jax.Array:
+    return (x.codes.astype(jnp.float32) * x.scales).astype(dtype)
+
+
+def _backward(static: _Linear, saved: Any, g: jax.Array) -> tuple[Any, jax.Array, None]:
+    dx, dw = _gradients(static, *saved, g)
+    of_x: Any = (dx, None)  # nothing for codes
+    return Coded(*of_x) if isinstance(saved[0], Quantized) else dx, dw, None
+
+
+_linear.defvjp(_forward, _backward)

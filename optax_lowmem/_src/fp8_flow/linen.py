@@ -1,0 +1,143 @@
+"""The FP8 precision flow for Flax Linen."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from optax_lowmem._src.fp8_flow import gate, norm
+from optax_lowmem._src.fp8_flow.linear import QuantizedKernel, linear
+from optax_lowmem._src.fp8_flow.recipe import DEFAULT, Coded, Recipe, value_of
+
+
+class Fp8Dense(nn.Dense):
+    """`nn.Dense` with the same parameters and names, whose three products run in FP8.
+
+    It takes arrays, and what a norm or an activation function of this flow has quantised.
+
+    Attributes:
+      keep: as of `fp8_flow.linear`.
+      recipe: likewise.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from optax_lowmem import layers
+      >>> y, variables = layers.Fp8Dense(3).init_with_output(jax.random.key(0), jnp.ones((2, 8)))
+      >>> y.shape, variables["params"]["kernel"].shape
+      ((2, 3), (8, 3))
+    """
+
+    keep: str = "codes"
+    recipe: Recipe = DEFAULT
+
+    @property
+    def takes_codes(self) -> bool:
+        """Return whether this flow computes the product, not a `dot_general` of the user."""
+        return self.dot_general is None and self.dot_general_cls is None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: jax.Array | Coded,
+        absmax: jax.Array | None = None,
+        codes: QuantizedKernel | None = None,
+    ) -> jax.Array:
+        """[..., features] of [..., n].
+
+        Args:
+          x: the input.
+          absmax: `fp8_flow.weight_absmax` of the kernel, as of `fp8_flow.linear`.
+          codes: `fp8_flow.quantize_weight` of it, likewise.
+        """
+        if not self.takes_codes:
+            return super().__call__(value_of(x))
+        inputs = value_of(x).shape[-1]
+        kernel = self.param("kernel", self.kernel_init, (inputs, self.features), self.param_dtype)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, (self.features,), self.param_dtype)
+        given: Any = x
+        if isinstance(x, Coded):
+            kernel = kernel.astype(x.value.dtype)
+        else:
+            promoted: Any = self.promote_dtype(x, kernel, dtype=self.dtype)
+            given, kernel = promoted
+        keep = "codes" if isinstance(x, Coded) else self.keep
+        more: dict[str, Any] = {"recipe": self.recipe, "precision": self.precision}
+        more |= {"kernel_absmax": absmax, "kernel_codes": codes}
+        y = linear(given, kernel, keep=keep, **more)
+        return y if bias is None else y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
+
+
+class Fp8RMSNorm(nn.Module):
+    """`fp8_flow.rms_norm` with a learnt `scale`.
+
+    Attributes:
+      epsilon: under the root.
+      dtype: of the result; None: of the input.
+      param_dtype: of the scale.
+      scale_init: of the scale.
+      recipe: how the input is kept.
+    """
+
+    epsilon: float = 1e-6
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    scale_init: Any = nn.initializers.ones
+    recipe: Recipe = DEFAULT
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> Coded:
+        """For linear layers of this flow; `.value` is the array."""
+        scale = self.param("scale", self.scale_init, x.shape[-1:], self.param_dtype)
+        x = x.astype(self.dtype or x.dtype)
+        return norm.rms_norm(x, scale, eps=self.epsilon, recipe=self.recipe)
+
+
+class Fp8LayerNorm(nn.Module):
+    """`fp8_flow.layer_norm` with a learnt `scale` and `bias`.
+
+    Attributes:
+      epsilon: under the root.
+      use_bias: whether there is one.
+      dtype: of the result; None: of the input.
+      param_dtype: of scale and bias.
+      scale_init: of the scale.
+      bias_init: of the bias.
+      recipe: how the input is kept.
+    """
+
+    epsilon: float = 1e-6
+    use_bias: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    scale_init: Any = nn.initializers.ones
+    bias_init: Any = nn.initializers.zeros
+    recipe: Recipe = DEFAULT
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> Coded:
+        """For linear layers of this flow; `.value` is the array."""
+        scale = self.param("scale", self.scale_init, x.shape[-1:], self.param_dtype)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, x.shape[-1:], self.param_dtype)
+        x = x.astype(self.dtype or x.dtype)
+        return norm.layer_norm(x, scale, bias, eps=self.epsilon, recipe=self.recipe)
+
+
+class Fp8GatedProduct(nn.Module):
+    """`fp8_flow.gated_product` as a module without parameters.
+
+    Attributes:
+      activation: of the gate.
+      recipe: how gate and up are kept.
+    """
+
+    activation: str = "silu"
+    recipe: Recipe = DEFAULT
+
+    def __call__(self, of_gate: jax.Array, up: jax.Array | None = None) -> Coded:
+        """For a linear layer of this flow; `.value` is the array."""
+        return gate.gated_product(of_gate, up, activation=self.activation, recipe=self.recipe)

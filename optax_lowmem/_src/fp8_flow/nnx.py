@@ -1,0 +1,183 @@
+"""The FP8 precision flow for Flax NNX."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from optax_lowmem._src.fp8_flow import gate, norm
+from optax_lowmem._src.fp8_flow.linear import QuantizedKernel, linear
+from optax_lowmem._src.fp8_flow.recipe import DEFAULT, Coded, Recipe, value_of
+
+
+class Fp8Linear(nnx.Linear):
+    """`nnx.Linear` with the same parameters, whose three products run in FP8.
+
+    It takes arrays, and what a norm or an activation function of this flow has quantised.
+
+    Args:
+      in_features: as of `nnx.Linear`, like all that is not named here.
+      out_features: likewise.
+      keep: as of `fp8_flow.linear`.
+      recipe: likewise.
+      **more: other arguments of `nnx.Linear`. With a `dot_general`, which `layers.convert` gives
+        too, that has the product, and no codes are taken.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from optax_lowmem import layers
+      >>> norm = layers.Fp8RMSNorm(8)
+      >>> layers.Fp8Linear(8, 3, rngs=nnx.Rngs(0))(norm(jnp.ones((2, 8)))).shape
+      (2, 3)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        keep: str = "codes",
+        recipe: Recipe = DEFAULT,
+        **more: Any,
+    ):
+        super().__init__(in_features, out_features, **more)
+        self.keep, self.recipe = keep, recipe
+
+    @property
+    def takes_codes(self) -> bool:
+        """Return whether this flow computes the product, not a `dot_general` of the user."""
+        return self.dot_general is lax.dot_general
+
+    def __call__(
+        self,
+        x: jax.Array | Coded,
+        absmax: jax.Array | None = None,
+        codes: QuantizedKernel | None = None,
+    ) -> jax.Array:
+        """[..., out] of [..., in].
+
+        Args:
+          x: the input.
+          absmax: `fp8_flow.weight_absmax` of the kernel, as of `fp8_flow.linear`.
+          codes: `fp8_flow.quantize_weight` of it, likewise.
+        """
+        if not self.takes_codes:
+            return super().__call__(value_of(x))
+        kernel = self.kernel[...]
+        bias = self.bias[...] if self.bias is not None else None
+        if isinstance(x, Coded):
+            kernel = kernel.astype(x.value.dtype)
+        else:
+            x, kernel = self.promote_dtype((x, kernel), dtype=self.dtype)
+        keep = "codes" if isinstance(x, Coded) else self.keep
+        more: dict[str, Any] = {"recipe": self.recipe, "precision": self.precision}
+        more |= {"kernel_absmax": absmax, "kernel_codes": codes}
+        y = linear(x, kernel, keep=keep, **more)
+        if self.preferred_element_type is not None:
+            y = y.astype(self.preferred_element_type)
+        return y if bias is None else y + bias.astype(y.dtype).reshape((1,) * (y.ndim - 1) + (-1,))
+
+
+class Fp8RMSNorm(nnx.Module):
+    """`fp8_flow.rms_norm` with a learnt `scale`.
+
+    Args:
+      num_features: the length of the last axis.
+      epsilon: under the root.
+      dtype: of the result; None: of the input.
+      param_dtype: of the scale.
+      recipe: how the input is kept.
+      rngs: not used: the scale is 1 at first.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_lowmem import layers
+      >>> layers.Fp8RMSNorm(32)(3 * jnp.ones((2, 32))).value.round(3).max()
+      Array(1., dtype=float32)
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        epsilon: float = 1e-6,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        recipe: Recipe = DEFAULT,
+        rngs: nnx.Rngs | None = None,
+    ):
+        self.scale = nnx.Param(jnp.ones(num_features, param_dtype))
+        self.epsilon, self.dtype, self.recipe = epsilon, dtype, recipe
+
+    def __call__(self, x: jax.Array) -> Coded:
+        """For linear layers of this flow; `.value` is the array."""
+        x = x.astype(self.dtype or x.dtype)
+        return norm.rms_norm(x, self.scale[...], eps=self.epsilon, recipe=self.recipe)
+
+
+class Fp8LayerNorm(nnx.Module):
+    """`fp8_flow.layer_norm` with a learnt `scale` and `bias`.
+
+    Args:
+      num_features: the length of the last axis.
+      epsilon: under the root.
+      use_bias: whether there is one.
+      dtype: of the result; None: of the input.
+      param_dtype: of scale and bias.
+      recipe: how the input is kept.
+      rngs: not used: the scale is 1 and the bias 0 at first.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_lowmem import layers
+      >>> layers.Fp8LayerNorm(32)(3 * jnp.ones((2, 32))).value.max()
+      Array(0., dtype=float32)
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        epsilon: float = 1e-6,
+        use_bias: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        recipe: Recipe = DEFAULT,
+        rngs: nnx.Rngs | None = None,
+    ):
+        self.scale = nnx.Param(jnp.ones(num_features, param_dtype))
+        zeros = jnp.zeros(num_features, param_dtype)
+        self.bias = nnx.Param(zeros) if use_bias else nnx.data(None)
+        self.epsilon, self.dtype, self.recipe = epsilon, dtype, recipe
+
+    def __call__(self, x: jax.Array) -> Coded:
+        """For linear layers of this flow; `.value` is the array."""
+        x = x.astype(self.dtype or x.dtype)
+        bias = None if self.bias is None else self.bias[...]
+        scale, eps = self.scale[...], self.epsilon
+        return norm.layer_norm(x, scale, bias, eps=eps, recipe=self.recipe)
+
+
+class Fp8GatedProduct(nnx.Module):
+    """`fp8_flow.gated_product` as a module without parameters.
+
+    Args:
+      activation: of the gate.
+      recipe: how gate and up are kept.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_lowmem import layers
+      >>> layers.Fp8GatedProduct()(jnp.zeros((2, 32)), jnp.ones((2, 32))).value.shape
+      (2, 32)
+    """
+
+    def __init__(self, activation: str = "silu", *, recipe: Recipe = DEFAULT):
+        self.activation, self.recipe = activation, recipe
+
+    def __call__(self, of_gate: jax.Array, up: jax.Array | None = None) -> Coded:
+        """For a linear layer of this flow; `.value` is the array."""
+        return gate.gated_product(of_gate, up, activation=self.activation, recipe=self.recipe)

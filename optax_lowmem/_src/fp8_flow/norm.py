@@ -1,0 +1,178 @@
+"""Norms whose input is kept in 8 bits, and whose output is quantised for products."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+
+from optax_lowmem._src.core import numerics
+from optax_lowmem._src.fp8_flow import kernels, storage
+from optax_lowmem._src.fp8_flow.kernels import Grouped
+from optax_lowmem._src.fp8_flow.recipe import DEFAULT, Coded, Formula, Recipe
+from optax_lowmem._src.switchback.quantized_matmul.reference import absmax_of
+
+
+@dataclasses.dataclass(frozen=True)
+class _Norm:
+    """A norm's static part."""
+
+    recipe: Recipe
+    eps: float
+
+    def group(self, x: jax.Array) -> int:
+        """Neighbours whose sum is taken first; without codes, a whole row."""
+        return self.recipe.group_size if self.recipe.quantises else max(1, x.shape[-1])
+
+
+def rms_norm(
+    x: jax.Array, scale: jax.Array, *, eps: float = 1e-6, recipe: Recipe = DEFAULT
+) -> Coded:
+    r"""y = x / \sqrt{mean(x^2) + eps} \cdot scale over the last axis, for FP8 products.
+
+    Args:
+      x: [..., n], f32 or 16 bits.
+      scale: [n].
+      eps: under the root.
+      recipe: how x is kept.
+
+    Returns:
+      y: quantised by one scale for the whole tensor; its `value` has x's dtype.
+
+    Memory: for the backward pass, codes of x and a 16-bit scale a group; 1.125 bytes a number in
+    groups of 16. Those of y are kept by the products, once. With `Recipe(storage="bf16")`, x alone.
+
+    Numerics: f32 from x, gradients from x as it is kept: straight through. A group with a number
+    that is not finite shows as NaN.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_lowmem.layers import fp8_flow
+      >>> y = fp8_flow.rms_norm(jnp.arange(8.0).reshape(2, 4), jnp.ones(4))
+      >>> y.value.shape, y.quantized.codes.dtype.name
+      ((2, 4), 'float8_e4m3fn')
+    """
+    _check(x, scale)
+    with jax.named_scope("norm"):
+        norm = _Norm(recipe, eps)
+        if not recipe.quantises:
+            return storage.recomputed(Formula(_rms, norm), x, scale)
+        return _rms_norm(norm, x, scale)
+
+
+def layer_norm(
+    x: jax.Array,
+    scale: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    eps: float = 1e-6,
+    recipe: Recipe = DEFAULT,
+) -> Coded:
+    r"""y = (x - mean(x)) / \sqrt{var(x) + eps} \cdot scale + bias, for FP8 products.
+
+    Args:
+      x: [..., n], f32 or 16 bits.
+      scale: [n].
+      bias: [n], or None.
+      eps: under the root.
+      recipe: how x is kept.
+
+    Returns:
+      y, as of `rms_norm`, which says what is kept and how.
+    """
+    _check(x, scale)
+    with jax.named_scope("norm"):
+        norm = _Norm(recipe, eps)
+        if not recipe.quantises:
+            weights = (scale,) if bias is None else (scale, bias)
+            return storage.recomputed(Formula(_layer, norm), x, *weights)
+        return _layer_norm(norm, x, scale, bias)
+
+
+def _check(x: jax.Array, scale: jax.Array) -> None:
+    if x.ndim == 0 or scale.shape != x.shape[-1:]:
+        raise ValueError(f"a scale{list(scale.shape)} for x{list(x.shape)}: pass [n] for [..., n]")
+
+
+# ---- RMSNorm -------------------------------------------------------------------------------------
+
+
+def _rms(norm: _Norm, x: jax.Array, scale: jax.Array) -> jax.Array:
+    """In f32."""
+    return _scaled(norm, x, scale, kernels.inverse_rms(x, norm.eps, norm.group(x)))
+
+
+def _scaled(norm: _Norm, x: jax.Array, scale: jax.Array, inverse: jax.Array) -> jax.Array:
+    scale = kernels.row(scale, x)
+    # the maximum of a row that codes need is `inverse` times that of x * scale; ordinary layers
+    # have the other order
+    return x * scale * inverse if norm.recipe.quantises else x * inverse * scale
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rms_norm(norm: _Norm, x: jax.Array, scale: jax.Array) -> Coded:
+    return _rms_coded(norm, x, scale)[0]
+
+
+def _rms_forward(norm: _Norm, x: jax.Array, scale: jax.Array) -> tuple[Coded, Any]:
+    y, stored = _rms_coded(norm, x, scale)
+    return y, (stored, scale)
+
+
+@storage.once
+def _rms_coded(norm: _Norm, x: jax.Array, scale: jax.Array) -> tuple[Coded, Grouped]:
+    size, exact = norm.recipe.group_size, norm.recipe.exact
+    stored, inverse, absmax = kernels.store_normed(x, scale, norm.eps, size, exact)
+    given = numerics.widen(x) if exact else kernels.restore(stored, size)
+    y = _scaled(norm, given, scale, inverse)
+    codes, stored = storage.kept(kernels.quantized(y, absmax), stored)
+    return Coded(y.astype(x.dtype), codes), stored
+
+
+@partial(storage.once, static=2)
+def _gradients(function: Any, norm: _Norm, saved: Any, g: jax.Array) -> Any:
+    stored, *weights = saved
+    x = kernels.restore(stored, norm.recipe.group_size)
+    pull = jax.vjp(partial(function, norm), x, *weights)[1]
+    dx, *rest = pull(numerics.widen(g))
+    return dx.astype(g.dtype), *rest
+
+
+_rms_norm.defvjp(_rms_forward, lambda norm, saved, g: _gradients(_rms, norm, saved, g.value))
+
+
+# ---- LayerNorm -----------------------------------------------------------------------------------
+
+
+def _layer(norm: _Norm, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """In f32."""
+    centred = x - kernels.row_sum(x, norm.group(x)) / x.shape[-1]
+    y = _rms(norm, centred, scale)
+    return y if bias is None else y + kernels.row(bias, x)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _layer_norm(norm: _Norm, x: jax.Array, scale: jax.Array, bias: jax.Array | None) -> Coded:
+    return _layer_coded(norm, x, scale, bias)[0]
+
+
+def _layer_forward(
+    norm: _Norm, x: jax.Array, scale: jax.Array, bias: jax.Array | None
+) -> tuple[Coded, Any]:
+    y, stored = _layer_coded(norm, x, scale, bias)
+    return y, (stored, scale, bias)
+
+
+@storage.once
+def _layer_coded(
+    norm: _Norm, x: jax.Array, scale: jax.Array, bias: jax.Array | None
+) -> tuple[Coded, Grouped]:
+    size = norm.recipe.group_size
+    stored = kernels.store(x, size)
+    given = numerics.widen(x) if norm.recipe.exact else kernels.restore(stored, size)
+    y = _layer(norm, given, scale, bias)
+    codes, stored = storage.kept(kernels.quantized(y, absmax_of(y, None)), stored)
+    return Coded(y.astype(x.dtype), codes), stored
+
+
+_layer_norm.defvjp(_layer_forward, lambda norm, saved, g: _gradients(_layer, norm, saved, g.value))

@@ -1,0 +1,526 @@
+"""The cross-entropy of a linear head, whose logits exist one chunk of tokens at a time."""
+
+import dataclasses
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from optax_lowmem._src.core import varying
+
+_REDUCTIONS = ("mean", "sum", "none")
+_CHUNK_LOGITS = 2**28  # of a device; a GiB in f32: the products are large, the rest is small
+
+
+def linear_cross_entropy(
+    hidden: jax.Array,
+    head: jax.Array,
+    labels: jax.Array,
+    *,
+    weights: jax.Array | None = None,
+    reduction: str = "mean",
+    vocab_axis: int = 1,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    chunk_tokens: int | None = None,
+    precision: Any = None,
+    mesh: Any = None,
+    specs: tuple[P, P] | None = None,
+) -> jax.Array:
+    r"""Return the cross-entropy of `labels` under softmax(hidden @ head), without all the logits.
+
+    Equal, to rounding, to `optax.softmax_cross_entropy_with_integer_labels(hidden @ head, labels)`.
+    Where a gradient is asked for, the forward pass computes it chunk by chunk, from the logits that
+    are there: three products for each chunk, as with all logits, and none is computed again.
+
+    Args:
+      hidden: [..., width], in f32 or 16 bits.
+      head: [width, vocab], the kernel of Flax's dense layers.
+      labels: [...], integers. One outside of the vocabulary gives NaN, unless its weight is 0.
+      weights: [...], what each token's loss is multiplied by; booleans are a mask. A token of
+        weight 0 has no part in the result, whatever its label.
+      reduction: `mean` divides the sum by the sum of the weights (0 where all are 0); `sum`; `none`
+        returns [...], and computes the logits again for the gradient.
+      vocab_axis: 0 for a head [vocab, width]: a tied embedding.
+      z_loss: z adds z * log(sum(exp(logits)))^2 to each token's loss.
+      soft_cap: c replaces the logits by c * tanh(logits / c).
+      chunk_tokens: tokens of a chunk, at most (of a device, where `specs` are known); by default as
+        many as have 2^28 logits.
+      precision: of the products, as `jax.lax.dot` takes it.
+      mesh: with `specs`, where the axes are Auto.
+      specs: partition specs of `hidden` and `head` on the mesh. Each device then sums its part of
+        the head's gradient over all chunks before the devices do, once, and the head is gathered
+        once where its width is sharded. Arrays on Explicit axes say so themselves. Without specs
+        the result is the same, and XLA decides what is communicated in each chunk.
+
+    Returns:
+      A scalar in f32, or [...] with `reduction="none"`.
+
+    Raises:
+      ValueError: for shapes, a reduction or specs that do not fit.
+
+    Memory: one chunk of logits in f32 and once more in the dtype of the products, and one gradient
+    of the head in f32, which is given back in the head's dtype.
+
+    Numerics: logits, the softmax and all sums are f32; the gradient of the logits is rounded to the
+    dtype of `hidden` and `head` for its products. Gradients exist with regard to `hidden`, `head`
+    and `weights`; no work is done for those that are not asked for. There is no forward mode.
+
+    Inside a `shard_map`: the loss of this device's tokens, under a head that is there as a whole.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from optax_lowmem import layers
+      >>> hidden, head = jnp.ones((2, 3, 8)), jnp.zeros((8, 5))
+      >>> labels = jnp.zeros((2, 3), jnp.int32)
+      >>> print(f"{layers.linear_cross_entropy(hidden, head, labels):.4f}")  # log(5)
+      1.6094
+    """
+    _check(hidden, head, labels, weights, reduction, vocab_axis, soft_cap, chunk_tokens)
+    layout = _layout(hidden, head, labels, mesh, specs, vocab_axis)
+    if weights is not None:
+        weights = weights.astype(jnp.promote_types(jnp.float32, _float_of(weights)))
+    if layout is not None:
+        hidden, head, labels, weights = layout.laid_out(hidden, head, labels, weights)
+    dtype = str(head.dtype)
+    loss = _Loss(vocab_axis, float(z_loss), soft_cap, chunk_tokens, precision, dtype, layout)
+    hidden, head, labels, weights = varying.alike(hidden, head, labels, weights)
+    if reduction == "none":
+        losses = _each(loss, hidden, head, labels)
+        return losses if weights is None else _without_masked(losses, weights) * weights
+    total = _total(loss, hidden, head, labels, weights)
+    if reduction == "sum":
+        return total
+    if weights is None:
+        return total / labels.size
+    of_all = weights.sum()
+    return total / jnp.where(of_all == 0, jnp.ones_like(of_all), of_all)
+
+
+def _check(
+    hidden: jax.Array,
+    head: jax.Array,
+    labels: jax.Array,
+    weights: jax.Array | None,
+    reduction: str,
+    vocab_axis: int,
+    soft_cap: float | None,
+    chunk_tokens: int | None,
+) -> None:
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
+    if vocab_axis not in (0, 1):
+        raise ValueError(f"vocab_axis must be 0 or 1 (of the head), got {vocab_axis!r}")
+    if head.ndim != 2 or hidden.ndim == 0 or hidden.shape[-1] != head.shape[1 - vocab_axis]:
+        wanted = "[vocab, width]" if vocab_axis == 0 else "[width, vocab]"
+        raise ValueError(
+            f"hidden{list(hidden.shape)} and head{list(head.shape)}: with vocab_axis={vocab_axis} "
+            f"pass [..., width] and {wanted}"
+        )
+    if not jnp.issubdtype(labels.dtype, jnp.integer):
+        raise ValueError(f"labels must be integers, got {labels.dtype}")
+    for name, given in (("labels", labels), ("weights", weights)):
+        if given is not None and given.shape != hidden.shape[:-1]:
+            raise ValueError(
+                f"{name}{list(given.shape)} for hidden{list(hidden.shape)}: pass one for each "
+                f"token, {list(hidden.shape[:-1])}"
+            )
+    if soft_cap is not None and not soft_cap > 0:
+        raise ValueError(f"soft_cap must be above 0, got {soft_cap}; None: no cap")
+    if chunk_tokens is not None and chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+
+
+def _float_of(x: jax.Array) -> Any:
+    return x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.float32
+
+
+# ---- what is static ------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """Shardings of the arrays on a mesh.
+
+    Attributes:
+      mesh: the mesh whose devices share the work.
+      tokens: the mesh axes of each axis of the labels.
+      width: the mesh axes of the head's width.
+      vocab: the mesh axes of the head's vocabulary.
+      manual: the mesh axes over which `shard_map`, not XLA, divides the work.
+      explicit: whether arrays have these shardings as a part of their types.
+      vocab_axis: the axis of the head that is the vocabulary.
+    """
+
+    mesh: Any
+    tokens: tuple[tuple[str, ...], ...]
+    width: tuple[str, ...]
+    vocab: tuple[str, ...]
+    manual: frozenset[str]
+    explicit: bool
+    vocab_axis: int
+
+    @property
+    def batch(self) -> tuple[str, ...]:
+        """All axes that the tokens are sharded over."""
+        return tuple(name for names in self.tokens for name in names)
+
+    @property
+    def scattered(self) -> bool:
+        """Return whether the head's gradient is reduce-scattered, to one shard per device."""
+        return bool(self.width) and set(self.width) <= set(self.batch)
+
+    @property
+    def of_tokens(self) -> P:
+        return P(*(names or None for names in self.tokens))
+
+    @property
+    def of_hidden(self) -> P:
+        return P(*self.of_tokens, None)
+
+    def of_head(self, width: tuple[str, ...] = ()) -> P:
+        both = (self.vocab or None, width or None)
+        return P(*(both if self.vocab_axis == 0 else both[::-1]))
+
+    def laid_out(self, hidden: Any, head: Any, labels: Any, weights: Any) -> tuple[Any, ...]:
+        """The arguments as `specs` have them; shard_map does it by itself for Auto axes."""
+        if not self.explicit:
+            return hidden, head, labels, weights
+        labels, weights = (
+            None if x is None else jax.sharding.reshard(x, self._on(self.of_tokens))
+            for x in (labels, weights)
+        )
+        hidden = jax.sharding.reshard(hidden, self._on(self.of_hidden))
+        return hidden, head, labels, weights
+
+    def gathered(self, head: jax.Array) -> jax.Array:
+        """The head with its whole width."""
+        if not self.explicit:
+            return head
+        return jax.sharding.reshard(head, self._on(self.of_head()))
+
+    def as_head(self, x: jax.Array) -> jax.Array:
+        """A gradient where the head is."""
+        if not self.explicit:
+            return x
+        return jax.sharding.reshard(x, self._on(self.of_head(self.width)))
+
+    def _on(self, spec: P) -> Any:
+        return jax.sharding.NamedSharding(self.mesh, spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loss:
+    """The static part of a loss."""
+
+    vocab_axis: int
+    z_loss: float
+    soft_cap: float | None
+    chunk_tokens: int | None
+    precision: Any
+    head_dtype: str
+    layout: _Layout | None
+
+    @property
+    def vocab_axes(self) -> tuple[str, ...]:
+        """Mesh axes that the vocabulary is sharded over."""
+        return self.layout.vocab if self.layout else ()
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """Whose gradients are asked for."""
+
+    hidden: bool = False
+    head: bool = False
+
+    def __bool__(self) -> bool:
+        return self.hidden or self.head
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _layout(
+    hidden: jax.Array, head: jax.Array, labels: jax.Array, mesh: Any, specs: Any, vocab_axis: int
+) -> _Layout | None:
+    explicit = False
+    if specs is None:
+        if mesh is not None:
+            raise ValueError("mesh without specs: pass specs=(of hidden, of head) too")
+        types = [jax.typeof(x).sharding for x in (hidden, head, labels)]
+        meshes = [own.mesh for own in types if own.mesh.explicit_axes]
+        if not meshes:
+            return None
+        mesh, explicit = meshes[0], True
+        specs = tuple(own.spec for own in types[:2])
+    elif mesh is None:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            raise ValueError("specs without a mesh: pass mesh=, or set one with jax.set_mesh")
+    try:
+        of_hidden, of_head = (
+            tuple(map(_names, (*spec, *(None,) * (x.ndim - len(spec)))))
+            for spec, x in zip(specs, (hidden, head), strict=True)
+        )
+    except (TypeError, ValueError):
+        raise ValueError(f"specs={specs!r}: pass those of hidden and head, a pair") from None
+    width, vocab = of_head if vocab_axis else of_head[::-1]
+    manual = frozenset(mesh.explicit_axes if explicit else mesh.axis_names)
+    layout = _Layout(mesh, of_hidden[:-1], width, vocab, manual, explicit, vocab_axis)
+    both = sorted(set(layout.batch) & set(vocab))
+    if both:
+        raise ValueError(
+            f"tokens and the vocabulary are both sharded over {', '.join(both)}: each device would "
+            "need the logits of others. Shard one of them over another axis."
+        )
+    return layout
+
+
+# ---- rules of differentiation --------------------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _each(loss: _Loss, hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
+    return _sweep(loss, _Wanted(), hidden, head, labels, None)[0]
+
+
+def _each_forward(loss: _Loss, hidden: Any, head: Any, labels: Any) -> tuple[jax.Array, Any]:
+    given = hidden.value, head.value, labels.value
+    return _each(loss, *given), (_Wanted(hidden.perturbed, head.perturbed), *given)
+
+
+def _each_backward(loss: _Loss, saved: Any, g: Any) -> tuple[Any, ...]:
+    wanted, hidden, head, labels = saved
+    if _is_zero(g) or not wanted:
+        return None, None, None
+    _, of_hidden, of_head = _sweep(loss, wanted, hidden, head, labels, g)
+    return of_hidden, None if of_head is None else of_head.astype(head.dtype), None
+
+
+_each.defvjp(_each_forward, _each_backward, symbolic_zeros=True)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _total(
+    loss: _Loss, hidden: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array | None
+) -> jax.Array:
+    losses = _sweep(loss, _Wanted(), hidden, head, labels, None)[0]
+    return losses.sum() if weights is None else (_without_masked(losses, weights) * weights).sum()
+
+
+def _total_forward(
+    loss: _Loss, hidden: Any, head: Any, labels: Any, weights: Any
+) -> tuple[jax.Array, Any]:
+    wanted = _Wanted(hidden.perturbed, head.perturbed)
+    given = hidden.value, head.value, labels.value
+    if weights is None:
+        losses, *gradients = _sweep(loss, wanted, *given, None)
+        return losses.sum(), (*gradients, None)
+    losses, *gradients = _sweep(loss, wanted, *given, weights.value)
+    losses = _without_masked(losses, weights.value)
+    return (losses * weights.value).sum(), (*gradients, losses if weights.perturbed else None)
+
+
+def _total_backward(loss: _Loss, saved: Any, g: Any) -> tuple[Any, ...]:
+    if _is_zero(g):
+        return None, None, None, None
+    of_hidden, of_head, of_weights = saved
+    if of_hidden is not None:
+        of_hidden = (of_hidden * g).astype(of_hidden.dtype)
+    if of_head is not None:
+        of_head = (of_head * g).astype(loss.head_dtype)
+    if of_weights is not None:
+        of_weights = of_weights * g
+    return of_hidden, of_head, None, of_weights
+
+
+_total.defvjp(_total_forward, _total_backward, symbolic_zeros=True)
+
+
+def _is_zero(g: Any) -> bool:
+    return isinstance(g, jax.custom_derivatives.SymbolicZero)
+
+
+def _without_masked(losses: jax.Array, weights: jax.Array) -> jax.Array:
+    """Losses whose product with a weight of 0 is 0."""
+    return jnp.where((weights == 0) & ~jnp.isfinite(losses), 0, losses)
+
+
+# ---- all chunks ----------------------------------------------------------------------------------
+
+Gradients = tuple[jax.Array, jax.Array | None, jax.Array | None]
+
+
+def _sweep(
+    loss: _Loss, wanted: _Wanted, hidden: Any, head: Any, labels: Any, scale: Any
+) -> Gradients:
+    """Each token's loss, and the gradients of their sum times `scale` [...] (None: 1).
+
+    That of hidden is in its dtype, that of the head in f32.
+    """
+    layout = loss.layout
+    if layout is None:
+        return _of_device(loss, wanted, hidden, head, labels, scale)
+    of_tokens, of_hidden, of_head = layout.of_tokens, layout.of_hidden, layout.of_head()
+    result = layout.of_head(layout.width if layout.scattered else ())
+    losses, for_hidden, for_head = jax.shard_map(
+        partial(_of_mesh, loss, wanted),
+        mesh=layout.mesh,
+        in_specs=(of_hidden, of_head, of_tokens, None if scale is None else of_tokens),
+        out_specs=(
+            of_tokens, of_hidden if wanted.hidden else None, result if wanted.head else None
+        ),
+        axis_names=layout.manual,
+    )(hidden, layout.gathered(head), labels, scale)  # fmt: skip
+    return losses, for_hidden, None if for_head is None else layout.as_head(for_head)
+
+
+def _of_mesh(loss: _Loss, wanted: _Wanted, *given: Any) -> Gradients:
+    """One device's part, and the sum of the head's gradient over those that share the batch."""
+    losses, of_hidden, of_head = _of_device(loss, wanted, *given)
+    layout = loss.layout
+    assert layout is not None
+    if of_head is not None:
+        own = layout.width if layout.scattered else ()
+        others = tuple(name for name in layout.batch if name not in own)
+        if others:
+            of_head = lax.psum(of_head, others)
+        if own:
+            axis = 1 - loss.vocab_axis
+            of_head = lax.psum_scatter(of_head, own, scatter_dimension=axis, tiled=True)
+    return losses, of_hidden, of_head
+
+
+def _of_device(
+    loss: _Loss, wanted: _Wanted, hidden: Any, head: Any, labels: Any, scale: Any
+) -> Gradients:
+    """All chunks, one after the other."""
+    lead = labels.shape
+    limit = loss.chunk_tokens or max(1, _CHUNK_LOGITS // max(1, head.shape[loss.vocab_axis]))
+    if not lead or math.prod(lead[:-1]) > limit:  # not even one token of each row
+        flat = (hidden.reshape(-1, hidden.shape[-1]), head, labels.reshape(-1))
+        flat_scale = None if scale is None else scale.reshape(-1)
+        losses, of_hidden, of_head = _of_device(loss, wanted, *flat, flat_scale)
+        of_hidden = None if of_hidden is None else of_hidden.reshape(hidden.shape)
+        return losses.reshape(lead), of_hidden, of_head
+    # along the last axis of tokens, so that each device of a mesh has its rows of every chunk
+    number, length = _chunks(lead, limit)
+    if number == 1:
+        return _chunk(loss, wanted, hidden, head, labels, scale)
+    if number * length > lead[-1] and wanted and scale is None:
+        scale = jnp.ones(lead, jnp.float32)  # and 0 where there is no token
+    axis = labels.ndim - 1
+    given = [None if x is None else _cut(x, axis, number, length) for x in (hidden, labels, scale)]
+
+    def body(total: Any, own: Any) -> tuple[Any, Any]:
+        h, y, s = own
+        losses, of_hidden, of_head = _chunk(loss, wanted, h, head, y, s)
+        return None if of_head is None else total + of_head, (losses, of_hidden)
+
+    zeros = None
+    if wanted.head:
+        zeros = jnp.zeros(head.shape, _f32_or_more(hidden, head))
+        zeros = varying.over(zeros, varying.axes_of(hidden, head, labels, scale))
+    of_head, (losses, of_hidden) = lax.scan(body, zeros, tuple(given))
+    if of_hidden is not None:
+        of_hidden = _joined(of_hidden, axis, lead[-1])
+    return _joined(losses, axis, lead[-1]), of_hidden, of_head
+
+
+def _chunks(lead: tuple[int, ...], limit: int) -> tuple[int, int]:
+    """Return the number of chunks and their length on the last axis; equal chunks if possible."""
+    length = lead[-1]
+    least = max(1, min(length, math.ceil(math.prod(lead) / limit)))
+    numbers = range(least, min(2 * least, length) + 1)
+    number = next((n for n in numbers if length % n == 0), least)
+    return number, math.ceil(length / number)
+
+
+def _cut(x: jax.Array, axis: int, number: int, length: int) -> jax.Array:
+    """[number, ..., length, ...] of an axis, with zeros at the end of the last part."""
+    missing = number * length - x.shape[axis]
+    if missing:
+        x = jnp.pad(x, [(0, missing if d == axis else 0) for d in range(x.ndim)])
+    x = x.reshape(*x.shape[:axis], number, length, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x, axis, 0)
+
+
+def _joined(x: jax.Array, axis: int, length: int) -> jax.Array:
+    """Undo `_cut`."""
+    x = jnp.moveaxis(x, 0, axis)
+    x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+    return lax.slice_in_dim(x, 0, length, axis=axis)
+
+
+# ---- one chunk -----------------------------------------------------------------------------------
+
+
+def _f32_or_more(*arrays: jax.Array) -> Any:
+    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
+
+
+def _chunk(
+    loss: _Loss, wanted: _Wanted, hidden: Any, head: Any, labels: Any, scale: Any
+) -> Gradients:
+    """The logits of some tokens, and all that is made of them."""
+    dtype, wide = jnp.result_type(hidden, head), _f32_or_more(hidden, head)
+    h, w = hidden.astype(dtype), head.astype(dtype)
+    dot = partial(jnp.einsum, precision=loss.precision, preferred_element_type=wide)
+    of_head = "vw" if loss.vocab_axis == 0 else "wv"
+    logits = dot(f"...w,{of_head}->...v", h, w)
+    if loss.soft_cap is not None:
+        logits = loss.soft_cap * jnp.tanh(logits / loss.soft_cap)
+    names, size = loss.vocab_axes, head.shape[loss.vocab_axis]
+    first = lax.axis_index(names) * size if names else 0
+    everything = size * (lax.axis_size(names) if names else 1)
+    is_label = lax.broadcasted_iota(jnp.int32, (1,) * labels.ndim + (size,), labels.ndim)
+    is_label = is_label == (labels.astype(jnp.int32) - first)[..., None]
+
+    def over_vocab(x: jax.Array) -> jax.Array:
+        return lax.psum(x, names) if names else x
+
+    highest = lax.stop_gradient(logits.max(-1))
+    if names:
+        highest = lax.pmax(highest, names)
+    highest = jnp.where(jnp.isfinite(highest), highest, 0)
+    sums = over_vocab(jnp.exp(logits - highest[..., None]).sum(-1))
+    log_sum = jnp.log(sums) + highest
+    of_label = over_vocab(jnp.where(is_label, logits, 0).sum(-1))
+    is_token = (labels >= 0) & (labels < everything)
+    losses = log_sum - of_label
+    if loss.z_loss:
+        losses += loss.z_loss * jnp.square(log_sum)
+    losses = jnp.where(is_token, losses, jnp.nan)
+    if not wanted:
+        return losses, None, None
+
+    gradient = jnp.exp(logits - log_sum[..., None])
+    if loss.z_loss:
+        gradient *= 1 + (2 * loss.z_loss) * log_sum[..., None]
+    gradient -= is_label
+    if loss.soft_cap is not None:
+        gradient *= 1 - jnp.square(logits / loss.soft_cap)
+    times = jnp.ones_like(losses) if scale is None else scale.astype(wide)
+    times = jnp.where(is_token | (times == 0), times, jnp.nan)[..., None]
+    gradient = jnp.where(times == 0, 0, gradient * times).astype(dtype)
+    for_hidden = for_head = None
+    if wanted.hidden:
+        for_hidden = over_vocab(dot(f"...v,{of_head}->...w", gradient, w)).astype(hidden.dtype)
+    if wanted.head:
+        left, right = (h, gradient) if loss.vocab_axis else (gradient, h)
+        tokens = tuple(range(labels.ndim))
+        for_head = lax.dot_general(
+            left,
+            right,
+            ((tokens, tokens), ((), ())),
+            precision=loss.precision,
+            preferred_element_type=wide,
+        )
+    return losses, for_hidden, for_head

@@ -1,0 +1,1 @@
+"""Bytes of weights, of optimizer state and of activations."""

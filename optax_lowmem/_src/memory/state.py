@@ -1,0 +1,135 @@
+"""Bytes of weights and optimizer state: by slot, by leaf, per parameter; without allocating any."""
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._src.core import scope, trees
+
+_UNITS = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10}
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Bytes of the parameters and of the state of an optimizer.
+
+    Attributes:
+      parameters: number of parameters.
+      params_bytes: bytes of the weights.
+      by_slot: bytes of each state field.
+      by_leaf: path -> {"params" or state field: bytes}.
+      reasons: path -> {slot: its storage, or the reason why it is not compressed}.
+      baseline: the report of the optimizer it is compared with.
+    """
+
+    parameters: int
+    params_bytes: int
+    by_slot: dict[str, int]
+    by_leaf: dict[str, dict[str, int]]
+    reasons: dict[str, dict[str, str]]
+    baseline: "Report | None" = None
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer state."""
+        return sum(self.by_slot.values())
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of weights and state."""
+        return self.params_bytes + self.state_bytes
+
+    @property
+    def bytes_per_param(self) -> float:
+        """Bytes of weights and state per parameter."""
+        return self.total_bytes / max(self.parameters, 1)
+
+    def __str__(self) -> str:
+        """A table by slot, then the uncompressed leaves with their reasons."""
+        return "\n".join([*self._table(), *self._kept()])
+
+    def _table(self) -> Iterator[str]:
+        plain = self.baseline
+        largest = max(self.total_bytes, plain.total_bytes if plain else 0)
+        fitting = (name for name, size in _UNITS.items() if largest >= size / 10)
+        unit = next(fitting, "KiB")
+        head = f"{'':<16}{unit:>10}{'bytes/param':>13}"
+        yield head + (f"{f'baseline {unit}':>14}{'bytes/param':>13}" if plain else "")
+        rows = ["params", *dict.fromkeys([*self.by_slot, *(plain.by_slot if plain else ())])]
+        for name in [*rows, "total"]:
+            line = f"{name:<16}" + self._cells(name, unit)
+            yield line + (f"{'':>1}" + plain._cells(name, unit, 13) if plain else "")
+
+    def _cells(self, name: str, unit: str, width: int = 10) -> str:
+        named = {"params": self.params_bytes, "total": self.total_bytes, **self.by_slot}
+        size = named.get(name, 0)
+        return f"{size / _UNITS[unit]:>{width}.3f}{size / max(self.parameters, 1):>13.4f}"
+
+    def _kept(self) -> Iterator[str]:
+        kept: dict[str, list[str]] = defaultdict(list)
+        for path, slots in self.reasons.items():
+            for slot, reason in slots.items():
+                kept[f"{slot}: {reason}"].append(path)
+        if kept:
+            yield "not compressed:"
+        for reason, paths in kept.items():
+            more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
+            yield f"  {', '.join(paths[:3])}{more}: {reason}"
+
+
+def _bytes(leaf: Any) -> int:
+    return math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
+
+
+def report(
+    tx: optax.GradientTransformation,
+    params: Any,
+    *,
+    baseline: optax.GradientTransformation | None = None,
+) -> Report:
+    """Bytes that `params` and the state of `tx` take.
+
+    Args:
+      tx: any optax transformation.
+      params: the weights as they are stored, or their `jax.eval_shape`; nothing is allocated.
+      baseline: an optimizer to compare with, on the same parameters in f32.
+
+    Returns:
+      A `Report`; print it for a table.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optax_lowmem as lowmem
+      >>> params = {"w": jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)}
+      >>> report = lowmem.memory.report(lowmem.flash_adamw(1e-3), params)
+      >>> round(report.bytes_per_param, 4)
+      5.1875
+    """
+    if baseline is not None:
+        plain = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
+        return dataclasses.replace(report(tx, params), baseline=report(baseline, plain))
+    state, decisions = scope.dry_run(tx, params)
+    leaves = dict(trees.named_leaves(params))
+    by_leaf = {path: {"params": _bytes(leaf)} for path, leaf in leaves.items()}
+    by_slot: dict[str, int] = defaultdict(int)
+    for slot, tree in trees.state_fields(state):
+        for path, leaf in trees.named_leaves(tree):
+            by_slot[slot] += _bytes(leaf)
+            if path in by_leaf:
+                by_leaf[path][slot] = by_leaf[path].get(slot, 0) + _bytes(leaf)
+    reasons: dict[str, dict[str, str]] = defaultdict(dict)
+    for decision in decisions:
+        if decision.form is None:
+            reasons[decision.path][decision.slot] = decision.reason
+    return Report(
+        parameters=sum(math.prod(leaf.shape) for leaf in leaves.values()),
+        params_bytes=sum(map(_bytes, leaves.values())),
+        by_slot=dict(by_slot),
+        by_leaf=by_leaf,
+        reasons=dict(reasons),
+    )

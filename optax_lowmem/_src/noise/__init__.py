@@ -1,0 +1,1 @@
+"""Gaussian weight sampling (GaussWS): noise, kernels, transformation, layers, casts."""

@@ -1,0 +1,95 @@
+"""Sampled weights, and what their gradients say of bitwidths, in plain JAX."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_lowmem._src.codecs import split_of
+from optax_lowmem._src.core import numerics, random
+from optax_lowmem._src.noise.kernels import squares
+from optax_lowmem._src.noise.kernels.formats import Format, Scaled
+from optax_lowmem._src.noise.kernels.noise import EIGHT, GAUSSWS, Noise, pack
+
+
+def words_of(key: jax.Array, shape: tuple[int, ...], draws: int) -> list[jax.Array]:
+    """Random words for an array [..., m, n], [..., ceil(m / 8), n] each."""
+    places = (*shape[:-2], -(-shape[-2] // EIGHT), shape[-1])
+    coordinates = []
+    for axis, size in enumerate(places):
+        dims = [1] * len(places)
+        dims[axis] = size
+        coordinates.append(lax.broadcasted_iota(jnp.uint32, tuple(dims), axis))
+    return random.words(random.word_keys(key), coordinates, draws)
+
+
+def packed_noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """GaussWS' R of an array [..., m, n] as words [..., ceil(m / 8), n] of eight rows each."""
+    return pack(*words_of(key, shape, GAUSSWS.draws))
+
+
+def noise_of(
+    key: jax.Array, shape: tuple[int, ...], noise: Noise, dtype: Any = jnp.float32
+) -> jax.Array:
+    """R of an array's shape."""
+    # words made once, not for each of their elements
+    prepared = lax.optimization_barrier(noise.prepared(words_of(key, shape, noise.draws)))
+    rows = jnp.stack([noise.element(prepared, k) for k in range(EIGHT)], axis=-2)
+    r = rows.reshape(*rows.shape[:-3], -1, shape[-1])[..., : shape[-2], :]
+    return r.astype(dtype)  # exact in bf16
+
+
+def perturb(w: jax.Array, scale: jax.Array, r: jax.Array) -> jax.Array:
+    """w + R scale, each block's (equation 1): exact but for the addition, since R scale is."""
+    return w + r * squares.spread(scale, w.shape)
+
+
+def cast(x: jax.Array, to: Format, dtype: jnp.dtype) -> jax.Array:
+    """f32 values of a format, as `dtype`."""
+    if isinstance(to, Scaled):
+        x = to.cast(x, squares.spread(squares.absmax(x), x.shape))
+    return x if dtype == jnp.float32 else numerics.narrow(x, dtype)
+
+
+def sample(
+    w: jax.Array,
+    correction: jax.Array | None,
+    factor: jax.Array,
+    key: jax.Array,
+    noise: Noise,
+    to: Format,
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, jax.Array]:
+    """Sampled weights and the scale of their noise.
+
+    Args:
+      w: weights [..., m, n].
+      correction: what makes them f32 master weights, where they are split.
+      factor: 2^(1 - b_t), f32, a block.
+      key: uint32 key of the leaf and step, or `random.part_keys`.
+      noise: the distribution of R.
+      to: the format of the result.
+      dtype: that holds it.
+
+    Returns:
+      w + R scale, cast; scale = max |w| factor, f32, a block.
+    """
+    masters = numerics.widen(w) if correction is None else _joined(w, correction)
+    scale = squares.absmax(masters) * factor
+    sampled = perturb(masters, scale, noise_of(key, w.shape, noise))
+    return cast(sampled, to, dtype), scale
+
+
+def _joined(w: jax.Array, correction: jax.Array) -> jax.Array:
+    return split_of(correction.dtype).join(w, correction)
+
+
+def noise_sums(g: jax.Array, key: jax.Array, noise: Noise) -> jax.Array:
+    """The sum of g R over each block, f32 (equation 3)."""
+    return squares.sums(numerics.widen(g) * noise_of(key, g.shape, noise))
+
+
+def result_dtype(to: Format) -> jnp.dtype:
+    """Return the dtype of sampled weights: a wide format's own, or bf16, exact for scaled ones."""
+    return jnp.dtype(jnp.bfloat16 if isinstance(to, Scaled) else to.name)

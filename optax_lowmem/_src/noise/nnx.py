@@ -1,0 +1,149 @@
+"""A linear layer of Flax NNX whose weights are sampled (GaussWS)."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from optax_lowmem._src.core import random
+from optax_lowmem._src.noise.bitwidth import bitwidth
+from optax_lowmem._src.noise.kernels import block_shape
+from optax_lowmem._src.noise.sampling import sample
+
+
+class NoiseSeed(nnx.Variable):
+    """Seed of a layer's noise, uint32."""
+
+
+class NoiseStep(nnx.Variable):
+    """Number of times that a layer's noise was renewed, uint32."""
+
+
+class GaussWSLinear(nnx.Linear):
+    r"""`nnx.Linear` with noise of a learnt bitwidth on its kernel: x \hat w + bias (GaussWS).
+
+    Beside kernel and bias it has the parameter `bits`, b_i of each block of 32 x 32, f32, from 1,
+    whose gradient is that of equation 3; weight decay on it guides b_t to its target (equation 9).
+
+    The noise stays what it is, in all micro-batches of a step, until `renew_noise(model)`. It is
+    left out where `deterministic`, which `model.eval()` and `model.train()` set.
+
+    Args:
+      in_features: as of `nnx.Linear`, like all that is not named here.
+      out_features: likewise.
+      rngs: likewise.
+      bits_init: b_t at first.
+      bits_target: what b_t is guided to.
+      noise: as of `gaussws.sample`.
+      compute: a format that the sampled kernel is rounded to, as of `gaussws.sample`; None: the
+        layer's `dtype`.
+      seed: of the noise, together with `path`; None: one drawn from `rngs` (in `convert`: 0).
+      path: of the kernel in its model, as `gaussws_noise` would see it; `convert` knows it.
+      deterministic: whether to leave the noise out.
+      **more: other arguments of `nnx.Linear`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from optax_lowmem import layers
+      >>> layer = layers.GaussWSLinear(64, 3, rngs=nnx.Rngs(0))
+      >>> first, again = layer(jnp.ones((2, 64))), layer(jnp.ones((2, 64)))
+      >>> layers.renew_noise(layer)
+      >>> bool((first == again).all()), bool((layer(jnp.ones((2, 64))) == first).all())
+      (True, False)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        rngs: nnx.Rngs,
+        bits_init: float = 6.0,
+        bits_target: float = 4.0,
+        noise: str = "gaussws",
+        compute: str | None = None,
+        seed: int | None = None,
+        path: str = "",
+        deterministic: bool = False,
+        **more: Any,
+    ):
+        super().__init__(in_features, out_features, rngs=rngs, **more)
+        self.bits_init, self.bits_target = bits_init, bits_target
+        self.noise, self.compute = noise, compute
+        self.seed, self.path, self.deterministic = seed, path, deterministic
+        drawn = jax.random.bits(rngs.params(), (), jnp.uint32) if seed is None else seed
+        self._add_noise(jnp.uint32(drawn))
+
+    def _add_noise(self, seed: jax.Array) -> None:
+        shape = self.kernel.shape
+        self.bits = nnx.Param(jnp.ones(block_shape(shape), jnp.float32))
+        self.noise_seed = NoiseSeed(seed)
+        self.noise_step = NoiseStep(jnp.zeros_like(seed))
+
+    def adopt(self, path: str) -> None:
+        """Add the variables that a converted layer lacks: bitwidths, seed and step."""
+        self.path = f"{path}/kernel"
+        stack = self.kernel.shape[:-2]  # layers of a scan, each with noise of its own
+        seed = jnp.uint32(self.seed or 0)
+        if stack:
+            layers = jnp.arange(math.prod(stack), dtype=jnp.uint32).reshape(stack)
+            seed = random.mix(seed + layers)
+        self._add_noise(seed)
+
+    # of variables that `convert` need not find in the layer whose place this one takes
+    added = ("bits", "noise_seed", "noise_step")
+
+    def sampled(self, dtype: Any = None) -> jax.Array:
+        """The kernel with its noise of now, in a dtype; by default the kernel's."""
+        kernel = self.kernel[...]
+        key = random.leaf_key(self.noise_seed[...], self.noise_step[...], self.path)
+        return sample(
+            kernel,
+            bitwidth(self.bits[...], self.bits_init, self.bits_target),
+            key,
+            noise=self.noise,
+            compute=self.compute or jnp.dtype(dtype or kernel.dtype).name,
+        )
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        """[..., out_features] of `inputs` [..., in_features]."""
+        kernel = self.kernel[...]
+        if not self.deterministic:
+            dtype = self.dtype or jnp.promote_types(inputs.dtype, kernel.dtype)
+            kernel = self.sampled(dtype)
+        bias = None if self.bias is None else self.bias[...]
+        inputs, kernel, bias = self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)
+        more: dict[str, Any] = {"out_sharding": out_sharding}
+        if self.preferred_element_type is not None:
+            more["preferred_element_type"] = self.preferred_element_type
+        dims = (((inputs.ndim - 1,), (0,)), ((), ()))
+        y = self.dot_general(inputs, kernel, dims, precision=self.precision, **more)
+        return y if bias is None else y + jnp.reshape(bias, (1,) * (y.ndim - 1) + (-1,))
+
+
+def renew_noise(model: nnx.Module) -> None:
+    """New noise in all `GaussWSLinear` of a model; call it after each step of the optimizer.
+
+    Args:
+      model: of NNX. Inside `nnx.jit` like any change of its variables.
+
+    Raises:
+      ValueError: for a model without such a layer.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from optax_lowmem import layers
+      >>> layer = layers.GaussWSLinear(64, 3, rngs=nnx.Rngs(0))
+      >>> before = layer(jnp.ones((2, 64)))
+      >>> layers.renew_noise(layer)
+      >>> bool((layer(jnp.ones((2, 64))) != before).any())
+      True
+    """
+    steps = nnx.state(model, NoiseStep)
+    if not jax.tree.leaves(steps):
+        raise ValueError("the model has no GaussWSLinear: `layers.convert` makes them")
+    nnx.update(model, jax.tree.map(lambda step: step + jnp.ones_like(step), steps))

@@ -1,0 +1,366 @@
+"""The loss sees weights plus noise, the state keeps the weights: what `gaussws_noise` does."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._src.core import boxes, numerics, random, scope, trees
+from optax_lowmem._src.core.compiled import advanced, apply_updates, compiled, widened
+from optax_lowmem._src.core.hyperparameters import as_f32
+from optax_lowmem._src.noise import kernels
+from optax_lowmem._src.noise.bitwidth import bitwidth
+from optax_lowmem._src.noise.parts import Parts, chooser
+from optax_lowmem._src.noise.sampling import bits_gradient, factor_of
+from optax_lowmem._src.noise.states import FIELD
+from optax_lowmem._src.update.engine import Optimizer
+from optax_lowmem._src.update.masters import adds_noise, corrections_of
+
+Take = Callable[[Any, Any, Any], tuple[Any, Any]]  # (gradients, state, weights) -> new ones
+
+
+class GaussWSState(NamedTuple):
+    """Weights without noise, the bitwidths of their noise, and the states of both optimizers."""
+
+    count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
+    seed: jax.Array  # shape=(), dtype=jnp.uint32
+    clean: Any  # weights of sampled leaves as the optimizer has them; 0-d for others
+    bits: Any  # b_i, f32, a 32 x 32 block; 0-d for others
+    scale: Any  # max |w| 2^(1 - b_t) of the noise that the parameters have; 0 before the first
+    bits_range: jax.Array  # f32 (b_init, b_target)
+    bits_state: Any
+    inner_state: Any
+
+
+class Sampler(optax.GradientTransformationExtraArgs):
+    """An optax transformation that remembers who adds the noise, for `step`."""
+
+    work: "Noisy"
+
+
+class _Leaf(NamedTuple):
+    """A leaf as a step finds it; the last three are 0-d where it is not sampled."""
+
+    path: str
+    sampled: bool
+    param: Any
+    clean: Any
+    bits: jax.Array
+    scale: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Noisy:
+    """The static choices of `gaussws_noise`."""
+
+    inner: optax.GradientTransformationExtraArgs
+    parts: Parts
+    bits_init: float
+    bits_target: float
+    bits_optimizer: optax.GradientTransformationExtraArgs
+    bits_loss: float
+    noise: kernels.Noise
+    compute: kernels.Scaled | None
+    clean_dtype: Any
+    seed: int
+
+    # ---- state -------------------------------------------------------------------------------
+
+    def init(self, params: Any) -> GaussWSState:
+        """The state of weights without noise; `lowmem.init` gets their first noise from here."""
+        leaves = trees.named_leaves(params)
+        for path, leaf in leaves:
+            trees.check_param(path, leaf)
+        chosen = self._chosen(leaves)
+        shapes = [
+            tuple(kernels.block_shape(leaf.shape)) if sampled else None
+            for (_, leaf), sampled in zip(leaves, chosen, strict=True)
+        ]
+        nothing, ones, zeros = compiled(_first_bits)(shapes)
+        rows = zip(leaves, chosen, nothing, strict=True)
+        clean = boxes.like(
+            params,
+            [
+                self._clean(path, trees.with_values(leaf)) if sampled else none
+                for (path, leaf), sampled, none in rows
+            ],
+        )
+        bits, scale = boxes.like(params, ones), boxes.like(params, zeros)
+        with scope.recording() as decisions:
+            inner = self._init_inner(_merged(params, clean, chosen))
+        self._record(decisions, leaves, chosen)
+        seed = scope.provided_seed(self.seed)
+        span = jnp.asarray([self.bits_init, self.bits_target], jnp.float32)
+        state = GaussWSState(
+            jnp.zeros((), jnp.int32), seed, clean, bits, scale, span,
+            self.bits_optimizer.init(bits), inner,
+        )  # fmt: skip
+        if scope.provided_original(leaves[0][0] if leaves else "") is None:
+            return state
+        return self._first(params, state)
+
+    def _chosen(self, leaves: list[tuple[str, Any]]) -> list[bool]:
+        """Return for each leaf whether it is sampled, and record the decisions."""
+        is_chosen = chooser(self.parts)
+        chosen = [bool(is_chosen(path, leaf)) for path, leaf in leaves]
+        if leaves and not any(chosen):
+            names = ", ".join(f"'{path}'" for path, _ in leaves[:6])
+            raise ValueError(f"no leaf is of parts={self.parts!r}; there are {names}")
+        for (path, leaf), sampled in zip(leaves, chosen, strict=True):
+            if sampled:
+                kernels.check_matrix(f"sampled leaf '{path}'", leaf)
+                words = f"blocks of {kernels.SIDE} x {kernels.SIDE}, b_t from {self.bits_init:g}"
+                scope.record(scope.Decision(path, FIELD, self.noise.name, words))
+        return chosen
+
+    def _clean(self, path: str, leaf: Any) -> jax.Array:
+        original = scope.provided_original(path)
+        if self.clean_dtype is None or jnp.dtype(leaf.dtype) == self.clean_dtype:
+            # with no other weight for the loss, this would be the very buffer of the parameter
+            return jnp.array(leaf, copy=True) if original is None else leaf
+        if original is not None and original.shape == leaf.shape:
+            return jnp.array(original, self.clean_dtype, copy=True)
+        return numerics.widen(leaf)
+
+    def _init_inner(self, weights: Any) -> Any:
+        if adds_noise(self.inner, weights):
+            raise ValueError("gaussws_noise around gaussws_noise: keep one, with the parts of both")
+        state = self.inner.init(weights)
+        for field in ("mini_step", "micro_step"):
+            if any(trees.states_with(state, field)):
+                raise ValueError(
+                    "gradients are accumulated inside gaussws_noise, where each micro-batch would "
+                    "get its own noise: put optax.MultiSteps or accumulate_gradients around it."
+                )
+        return state
+
+    def _record(
+        self, decisions: list[scope.Decision], leaves: list[tuple[str, Any]], chosen: list[bool]
+    ) -> None:
+        """Records what `inner` decided, and of which other leaves `clean` has all bits."""
+        for decision in decisions:
+            scope.record(decision)
+        decided = {d.path for d in decisions if d.slot == "correction"}
+        for (path, leaf), sampled in zip(leaves, chosen, strict=True):
+            wide = self.clean_dtype not in (None, jnp.dtype(leaf.dtype))
+            if sampled and wide and path not in decided:
+                reason = f"its clean weight is in {self.clean_dtype}"
+                scope.record(scope.Decision(path, "correction", None, reason))
+
+    def _first(self, params: Any, state: GaussWSState) -> GaussWSState:
+        """The state with the noise of step 0, which `lowmem.init` gives to the loss."""
+        rows = self._leaves(params, state)
+        weights = _merged(params, state.clean, [row.sampled for row in rows])
+        found = self._sampled(rows, weights, state)
+        for row, (weight, _) in zip(rows, found, strict=True):
+            if row.sampled:
+                scope.hand_sampled(row.path, weight)
+        return state._replace(scale=boxes.like(params, [scale for _, scale in found]))
+
+    # ---- step --------------------------------------------------------------------------------
+
+    def update(
+        self,
+        updates: Any,
+        state: GaussWSState,
+        params: Any = None,
+        *,
+        factor: jax.Array | None = None,
+        **extra: Any,
+    ) -> tuple[Any, GaussWSState]:
+        """Updates from the old noisy weights to the new ones.
+
+        `factor`: what gradients are taken times, if `inner` is one of our optimizers.
+        """
+        emitted: dict[str, jax.Array] = {}
+        steps: list[Any] = []
+
+        def take(gradients: Any, inner_state: Any, weights: Any) -> tuple[Any, Any]:
+            scaled = {} if factor is None else {"gradient_scale": factor}
+            with scope.emitting() as inside:
+                step, new_state = self.inner.update(
+                    gradients, inner_state, weights, **scaled, **extra
+                )
+            emitted.update(inside)
+            steps.append(step)
+            return apply_updates(weights, step), new_state
+
+        new, state = self.advance(updates, state, params, take, factor)
+        bits_of = jax.tree.leaves(state.bits)
+        rows = zip(jax.tree.leaves(new), jax.tree.leaves(params), bits_of, strict=True)
+        noisy = iter(_changes([(weight, old) for weight, old, bits in rows if bits.ndim]))
+        named = zip(trees.named_leaves(params), jax.tree.leaves(steps[0]), bits_of, strict=True)
+        changes = []
+        for (path, _), step, bits in named:
+            change = next(noisy) if bits.ndim else step
+            changes.append(change)
+            if scope.is_emitting() and (path in emitted or bits.ndim):
+                # what was changed after the split inside is said to whom watches here
+                spoilt = emitted[path] - step if path in emitted else jnp.zeros_like(change)
+                scope.emit(path, change + spoilt)
+        return jax.tree.unflatten(jax.tree.structure(params), changes), state
+
+    def advance(
+        self,
+        gradients: Any,
+        state: GaussWSState,
+        params: Any,
+        take: Take,
+        factor: jax.Array | None = None,
+    ) -> tuple[Any, GaussWSState]:
+        """New parameters, with new noise, and state; `take` is the step of the clean weights."""
+        if params is None:
+            raise ValueError(trees.NO_PARAMS_MSG)
+        trees.check_state(state, GaussWSState)
+        of_leaves = trees.match("gradient", gradients, params)
+        rows = self._leaves(params, state)
+        count, bits, bits_state = self._learn(rows, of_leaves, state, params, factor)
+        chosen = [row.sampled for row in rows]
+        given = gradients
+        if not isinstance(self.inner, Optimizer) and not hasattr(self.inner, "links"):
+            # ours, and our chains, take 16-bit gradients as they are; optax's square them as such
+            gradients = widened(gradients)
+        weights, inner = take(gradients, state.inner_state, _merged(params, state.clean, chosen))
+        state = state._replace(
+            count=count, bits=bits, bits_state=bits_state,
+            inner_state=trees.keep_dtypes(state.inner_state, inner, given),
+        )  # fmt: skip
+        found = self._sampled(rows, weights, state)
+        own = zip(rows, jax.tree.leaves(weights), strict=True)
+        kept = [w if row.sampled else row.clean for row, w in own]
+        state = state._replace(
+            clean=boxes.like(params, kept), scale=boxes.like(params, [s for _, s in found])
+        )
+        new = jax.tree.unflatten(jax.tree.structure(params), [w for w, _ in found])
+        return new, state
+
+    def _leaves(self, params: Any, state: GaussWSState) -> list[_Leaf]:
+        leaves = trees.named_leaves(params)
+        columns = [jax.tree.leaves(tree) for tree in (state.clean, state.bits, state.scale)]
+        if any(len(column) != len(leaves) for column in columns):
+            raise ValueError(
+                f"the state has {len(columns[0])} leaves for {len(leaves)} parameters: it was made "
+                "for another tree. Call init on these parameters."
+            )
+        is_chosen = chooser(self.parts)
+        rows = []
+        for (path, leaf), *own in zip(leaves, *columns, strict=True):
+            sampled = bool(is_chosen(path, leaf))
+            if (own[0].shape == leaf.shape and leaf.ndim > 0) != sampled:
+                raise ValueError(
+                    f"'{path}' of shape {leaf.shape} has a clean weight of shape {own[0].shape}, "
+                    f"but parts={self.parts!r} say that it is {'' if sampled else 'not '}sampled: "
+                    "the state was made, or restored, with other parts."
+                )
+            rows.append(_Leaf(path, sampled, leaf, *own))
+        return rows
+
+    def _learn(
+        self,
+        rows: list[_Leaf],
+        gradients: list[jax.Array],
+        state: GaussWSState,
+        params: Any,
+        factor: jax.Array | None,
+    ) -> tuple[jax.Array, Any, Any]:
+        """The new count, b_i and the state of their optimizer (equations 3, 9 and 10)."""
+        run = _bits_gradients if scope.is_placing() else compiled(_bits_gradients)
+        small = [row._replace(param=None, clean=None) for row in rows]
+        span = self.bits_init, self.bits_target
+        found = run(
+            self.noise, span, self.bits_loss, small, gradients, state.seed, state.count, factor
+        )
+        given = boxes.like(params, found)
+        steps, bits_state = self.bits_optimizer.update(given, state.bits_state, state.bits)
+        bits, count = advanced(state.bits, steps, state.count)
+        return count, bits, bits_state
+
+    def _sampled(
+        self, rows: list[_Leaf], weights: Any, state: GaussWSState
+    ) -> list[tuple[jax.Array, jax.Array]]:
+        """(what the loss sees, scale of its noise) of each leaf, from weights without noise."""
+        corrections = corrections_of(weights, state.inner_state)
+        own = list(zip(rows, jax.tree.leaves(weights), jax.tree.leaves(state.bits), strict=True))
+        given = []
+        for row, w, b in own:
+            dtype = jnp.dtype(row.param.dtype)
+            to = self.compute or kernels.format_of(dtype.name)
+            if row.sampled:
+                given.append((row.path, w, corrections.get(row.path), b, to, dtype))
+        run = _samples if scope.is_placing() else compiled(_samples)
+        span = self.bits_init, self.bits_target
+        sampled = iter(run(self.noise, span, given, state.seed, state.count))
+        return [next(sampled) if row.sampled else (w, row.scale) for row, w, _ in own]
+
+
+def _first_bits(
+    shapes: list[tuple[int, ...] | None],
+) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
+    """Of each leaf the 0-d array for no clean weight, b_i and scales; the shapes are of blocks."""
+    ones = [jnp.zeros(()) if shape is None else jnp.ones(shape) for shape in shapes]
+    return [jnp.zeros(()) for _ in shapes], ones, [jnp.zeros(shape or ()) for shape in shapes]
+
+
+def _bits_gradients(
+    noise: kernels.Noise,
+    span: tuple[float, float],
+    bits_loss: Any,
+    rows: list[_Leaf],
+    gradients: list[jax.Array],
+    seed: jax.Array,
+    count: jax.Array,
+    factor: jax.Array | None,
+) -> list[jax.Array]:
+    """The gradient of b_i (equations 3, 9 and 10) of each leaf; `span`: b_init and b_target."""
+    blocks = sum(row.bits.size for row in rows if row.sampled)
+    pull = as_f32("bits_loss", bits_loss) / max(blocks, 1)
+    keys = random.leaf_keys(seed, count, [row.path for row in rows])
+    found = []
+    for row, g, key in zip(rows, gradients, keys, strict=True):
+        if not row.sampled:
+            found.append(jnp.zeros_like(row.bits))
+            continue
+        of_bits = bits_gradient(g, row.scale, key, noise, row.path)
+        if factor is not None:
+            of_bits = of_bits * factor
+        away = bitwidth(row.bits, *span) - span[1]
+        found.append(jnp.float32(span[0] - span[1]) * (of_bits + pull * jnp.sign(away)))
+    return found
+
+
+def _samples(
+    noise: kernels.Noise,
+    span: tuple[float, float],
+    rows: list[tuple[str, jax.Array, Any, jax.Array, kernels.Format, jnp.dtype]],
+    seed: jax.Array,
+    count: jax.Array,
+) -> list[tuple[jax.Array, jax.Array]]:
+    """Return the sampled weights of each row and the scale of their noise.
+
+    Args:
+      noise: the distribution.
+      span: (bits_init, bits_target).
+      rows: (path, w, correction, b_i, format, dtype) of each sampled leaf.
+      seed: of the hash.
+      count: of steps.
+    """
+    found = []
+    keys = random.leaf_keys(seed, count, [path for path, *_ in rows])
+    for (path, w, correction, b, to, dtype), key in zip(rows, keys, strict=True):
+        factor = factor_of(bitwidth(b, *span))
+        found.append(kernels.sample(w, correction, factor, key, noise, to, dtype, path))
+    return found
+
+
+@compiled
+def _changes(rows: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
+    return [numerics.widen(new) - numerics.widen(old) for new, old in rows]
+
+
+def _merged(params: Any, clean: Any, chosen: list[bool]) -> Any:
+    """The parameters, with clean weights where they are sampled."""
+    rows = zip(jax.tree.leaves(params), jax.tree.leaves(clean), chosen, strict=True)
+    return jax.tree.unflatten(jax.tree.structure(params), [w if own else p for p, w, own in rows])

@@ -1,0 +1,87 @@
+"""Choice of the matrices of a transformer to sample: out and down, query, key, value, or all."""
+
+import fnmatch
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from optax_lowmem._src.blocks.heads import FUSED, KEY, OUT, QUERY, VALUE
+from optax_lowmem._src.blocks.kinds import EMBEDDING, HEAD, is_embedding, is_norm
+from optax_lowmem._src.blocks.leaves import BIASES, Leaf, words
+
+# names of modules in lower case, without Linen's number
+_UP = {"up", "up_proj", "gate", "gate_proj", "w1", "w3", "wi", "w_up", "w_gate", "fc1", "fc_in",
+       "c_fc", "dense_h_to_4h"}  # fmt: skip
+_DOWN = {"down", "down_proj", "w2", "wo", "w_down", "fc2", "fc_out", "c_proj", "dense_4h_to_h"}
+_ONLY_IN_ATTENTION = {"proj", "dense", "output"}  # of OUT: other modules are called so too
+_MATRICES = ("kernel", "w", "weight")
+
+Parts = str | Sequence[str] | Callable[[str, Any], bool]
+
+
+def _out(leaf: Leaf) -> bool:
+    if leaf.module not in OUT:
+        return False
+    if leaf.module in _ONLY_IN_ATTENTION:
+        return leaf.directly_in_attention
+    return leaf.in_attention or leaf.module not in _DOWN
+
+
+def _down(leaf: Leaf) -> bool:
+    return leaf.module in _DOWN and not leaf.in_attention
+
+
+def _qkv(leaf: Leaf) -> bool:
+    return leaf.module in QUERY | KEY | VALUE | FUSED
+
+
+def _up(leaf: Leaf) -> bool:
+    return leaf.module in _UP
+
+
+def _every(leaf: Leaf) -> bool:
+    if leaf.array in BIASES or is_norm(leaf) or is_embedding(leaf) or "conv" in words(leaf.module):
+        return False
+    if leaf.module in EMBEDDING or (leaf.module in HEAD and not leaf.in_attention):
+        return False
+    known = _out(leaf) or _down(leaf) or _qkv(leaf) or _up(leaf)
+    return known or leaf.array in _MATRICES
+
+
+PARTS: dict[str, Callable[[Leaf], bool]] = {
+    "od": lambda leaf: _out(leaf) or _down(leaf),
+    "out": _out,
+    "down": _down,
+    "up": _up,
+    "qkv": _qkv,
+    "all": _every,
+}
+
+
+def chooser(parts: Parts) -> Callable[[str, Any], bool]:
+    """(path, leaf) -> whether it is of these parts.
+
+    Args:
+      parts: `od` (an attention's projection, and the last matrix of an MLP), `out`, `down`, `up`,
+        `qkv`, `all` (every matrix but embeddings and the output head), or a glob pattern on paths;
+        several of these; or a function of (path, leaf).
+
+    Raises:
+      TypeError: for anything else.
+    """
+    if callable(parts):
+        return parts
+    names = (parts,) if isinstance(parts, str) else tuple(parts)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"parts are names ({', '.join(PARTS)}), patterns or a function: {parts!r}")
+
+    def chosen(path: str, leaf: Any) -> bool:
+        shape = tuple(getattr(leaf, "shape", (1, 1)))
+        known = Leaf(path, shape)
+        return any(
+            PARTS[name](known) and known.array not in BIASES
+            if name in PARTS
+            else fnmatch.fnmatchcase(path, name)
+            for name in names
+        )
+
+    return chosen

@@ -1,0 +1,224 @@
+"""Contents of a state of `gaussws_noise`: clean weights, bitwidths, tables of them."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lowmem._src.core import trees
+from optax_lowmem._src.noise.bitwidth import SafeFormat, bitwidth, most_bits, safe_format
+from optax_lowmem._src.noise.casting import fake_cast
+
+FIELD = "clean"  # of the states that keep weights without noise
+
+
+def clean_params(params: Any, state: Any) -> Any:
+    """The weights without noise, in the form in which the state keeps them.
+
+    Args:
+      params: what the loss sees, sampled weights among them.
+      state: of an optimizer with `gaussws_noise` in it, through any wrapper.
+
+    Returns:
+      A tree like `params`, for evaluation and export (`master_params` has the f32 ones). Without
+      `gaussws_noise` in the state: `params`.
+
+    Raises:
+      ValueError: where a leaf has two clean weights.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> from optax_lowmem import gaussws
+      >>> tx = lowmem.gaussws_noise(lowmem.flash_adamw(1e-3))
+      >>> params, state = lowmem.init(tx, {"mlp": {"down_proj": {"kernel": jnp.ones((64, 64))}}})
+      >>> sampled = params["mlp"]["down_proj"]["kernel"]
+      >>> clean = gaussws.clean_params(params, state)["mlp"]["down_proj"]["kernel"]
+      >>> bool((sampled == 1).all()), bool((clean == 1).all())
+      (False, True)
+    """
+    found: dict[str, jax.Array] = {}
+    leaves = trees.named_leaves(params)
+    shapes = {path: jnp.shape(leaf) for path, leaf in leaves}
+    for own in trees.states_with(state, FIELD, trees.is_ours):
+        for path, clean in trees.named_leaves(own.clean):
+            if clean.ndim == 0 or shapes.get(path) != clean.shape:
+                continue
+            if path in found:
+                raise ValueError(
+                    f"leaf '{path}' has two clean weights in this state: two transformations add "
+                    "noise to it. Keep one."
+                )
+            found[path] = clean
+    if not found:
+        return params
+    taken = [found.get(path, leaf) for path, leaf in leaves]
+    return jax.tree.unflatten(jax.tree.structure(params), taken)
+
+
+def bitwidths(state: Any) -> dict[str, jax.Array]:
+    """b_t of every sampled leaf, by path.
+
+    Args:
+      state: of an optimizer with `gaussws_noise` in it.
+
+    Returns:
+      path -> f32 [..., ceil(m / 32), ceil(n / 32)].
+
+    Raises:
+      ValueError: without `gaussws_noise` in the state.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> from optax_lowmem import gaussws
+      >>> tx = lowmem.gaussws_noise(lowmem.flash_adamw(1e-3), parts="*")
+      >>> gaussws.bitwidths(tx.init({"w": jnp.ones((64, 40))}))["w"].tolist()
+      [[6.0, 6.0], [6.0, 6.0]]
+    """
+    found = {
+        path: bitwidth(b, *own.bits_range)
+        for own in trees.states_with(state, FIELD, trees.is_ours)
+        for path, b in trees.named_leaves(own.bits)
+        if b.ndim
+    }
+    if not found:
+        raise ValueError("the state holds no bitwidths: it is of no gaussws_noise")
+    return found
+
+
+# ---- tables --------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerBits:
+    """The bitwidths of a layer, or of one of a stack of layers.
+
+    Attributes:
+      path: of the leaf, with the index in a stack: `layers/mlp/down_proj/kernel[3]`.
+      blocks: how many.
+      least: min b_t.
+      mean: over blocks.
+      deviation: standard, over blocks.
+      largest: max b_t.
+      safe: the format of Table 2 for the largest; None where it is under 2.
+      over: the share of blocks over `BitsTable.bound`.
+    """
+
+    path: str
+    blocks: int
+    least: float
+    mean: float
+    deviation: float
+    largest: float
+    safe: SafeFormat | None
+    over: float
+
+
+@dataclasses.dataclass(frozen=True)
+class BitsTable:
+    """Resulting bitwidths, a row a layer (Figure 6, appendix C); print it.
+
+    Attributes:
+      rows: the layers.
+      format: what sampled weights are cast to.
+      bound: b_t up to which noise does not underflow there, whatever the maximum of a block.
+    """
+
+    rows: tuple[LayerBits, ...]
+    format: str
+    bound: int
+
+    def __str__(self) -> str:
+        """A row a layer, then how many have noise that may underflow."""
+        width = max([len(row.path) for row in self.rows], default=5)
+        head = f"{'layer':<{width}}{'blocks':>8}{'min':>8}{'mean':>8}{'std':>8}{'max':>8}  safe"
+        lines = [head]
+        for row in self.rows:
+            numbers = (row.least, row.mean, row.deviation, row.largest)
+            safe = f"e{row.safe.exponent}m{row.safe.mantissa}" if row.safe else "-"
+            cells = "".join(f"{x:>8.3f}" for x in numbers)
+            lines.append(f"{row.path:<{width}}{row.blocks:>8}{cells}  {safe}")
+        over = [row for row in self.rows if row.over]
+        said = f"{len(over)} of {len(self.rows)} layers have blocks over b_t = {self.bound}"
+        return "\n".join([*lines, f"{said}, where noise may underflow in {self.format}"])
+
+
+def bits_table(
+    bits: Mapping[str, jax.Array], format: str = "bfloat16", noise: str = "gaussws"
+) -> BitsTable:
+    """Bitwidths layer by layer, with the safe formats and the blocks whose noise may underflow.
+
+    Args:
+      bits: path -> b_t, as of `bitwidths`; axes before the last two hold layers.
+      format: what sampled weights are cast to.
+      noise: the distribution of R.
+
+    Returns:
+      A `BitsTable`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_lowmem import gaussws
+      >>> print(gaussws.bits_table({"down": jnp.asarray([[4.0, 6.0]])}, "mxfp8_e4m3"))
+      layer  blocks     min    mean     std     max  safe
+      down       2   4.000   5.000   1.000   6.000  e3m4
+      1 of 1 layers have blocks over b_t = 4, where noise may underflow in mxfp8_e4m3
+    """
+    bound, rows = most_bits(format, noise, any_maximum=True), []
+    for path, of_leaf in bits.items():
+        whole = np.asarray(of_leaf, np.float64)
+        layers = whole.reshape(-1, math.prod(whole.shape[-2:]))
+        for index, layer in zip(np.ndindex(whole.shape[:-2]), layers, strict=True):
+            name = path + (f"[{', '.join(map(str, index))}]" if index else "")
+            top = float(layer.max())
+            rows.append(
+                LayerBits(
+                    path=name,
+                    blocks=layer.size,
+                    least=float(layer.min()),
+                    mean=float(layer.mean()),
+                    deviation=float(layer.std()),
+                    largest=top,
+                    safe=safe_format(top) if top >= 2 else None,
+                    over=float((layer > bound).mean()),
+                )
+            )
+    return BitsTable(tuple(rows), format, bound)
+
+
+def safe_cast(weights: Any, bits: Mapping[str, jax.Array]) -> Any:
+    """Weights as the formats of Table 2 would have them, each layer's by its largest b_t.
+
+    Args:
+      weights: a tree of clean weights, or of those of a control trained without noise.
+      bits: path -> b_t, as of `bitwidths`.
+
+    Returns:
+      The tree, with the leaves of `bits` fake-cast (`fake_cast`), in their dtype.
+
+    Raises:
+      ValueError: for a leaf of `bits` that the tree does not have.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_lowmem import gaussws
+      >>> cast = gaussws.safe_cast({"w": jnp.asarray([[1.0, 0.9]])}, {"w": jnp.full((1, 1), 3.0)})
+      >>> cast["w"].tolist()
+      [[1.0, 1.0]]
+    """
+    leaves = trees.named_leaves(weights)
+    missing = sorted(bits.keys() - {path for path, _ in leaves})
+    if missing:
+        raise ValueError(f"there are bitwidths of '{missing[0]}', which is no leaf of the weights")
+    cast = [_cast(leaf, bits[path]) if path in bits else leaf for path, leaf in leaves]
+    return jax.tree.unflatten(jax.tree.structure(weights), cast)
+
+
+def _cast(w: jax.Array, bits: jax.Array) -> jax.Array:
+    layers = w.reshape(-1, *w.shape[-2:])
+    tops = np.asarray(bits, np.float64).reshape(len(layers), -1).max(axis=1)
+    cast = [fake_cast(one, safe_format(top)) for one, top in zip(layers, tops, strict=True)]
+    return jnp.stack(cast).reshape(w.shape).astype(w.dtype)

@@ -1,0 +1,316 @@
+"""FlashAdam and FlashAdamW (FlashOptim Algorithm 4)."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._src.core import numerics
+from optax_lowmem._src.core.hyperparameters import (
+    Formula,
+    PowerDecay,
+    as_f32,
+    bias_correction,
+    check_decay,
+    check_range,
+    complement,
+    decay_at,
+    following,
+)
+from optax_lowmem._src.core.rules import Slot, UpdateRule
+from optax_lowmem._src.optimizers.schedule import ScalarOrSchedule, direction, optimizer
+from optax_lowmem._src.update.storage import Storage
+
+
+class FlashAdamState(NamedTuple):
+    """State of Adam; every tree has the parameters' structure."""
+
+    count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
+    seed: jax.Array  # shape=(), dtype=jnp.uint32
+    mu: Any  # int8 codes of the parameter's shape, or f32
+    mu_scale: Any  # shape[:-1] + (groups,), or 0-d
+    nu: Any  # uint8 codes, or f32
+    nu_scale: Any
+    correction: Any  # int8 or int16 beside 16-bit weights, or 0-d; None in a bare direction
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamRule(UpdateRule):
+    r"""m = b1 m + (1-b1) g, v = b2 v + (1-b2) g^2, mhat / (sqrt(vhat + eps_root) + eps)."""
+
+    nesterov: bool = False
+    eps_root_is_zero: bool = True
+
+    slots: ClassVar[tuple[Slot, ...]] = (Slot("mu", signed=True), Slot("nu", signed=False))
+    state_type = FlashAdamState
+
+    @property
+    def formula(self) -> str | None:
+        """`adam` without its variants."""
+        return "adam" if self.eps_root_is_zero and not self.nesterov else None
+
+    def second_moment(
+        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
+    ) -> jax.Array:
+        """The new nu."""
+        return h["b2"] * slots["nu"] + h["one_minus_b2"] * (g * g)
+
+    def update(
+        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The direction and the new moments."""
+        mu = h["b1"] * slots["mu"] + h["one_minus_b1"] * g
+        nu = self.second_moment(g, slots, h)
+        numerator = h["mu_scale"] * mu + h["g_scale"] * g if self.nesterov else mu
+        return numerics.quotient(numerator, self.denominator(nu, h)), {"mu": mu, "nu": nu}
+
+    def denominator(self, nu: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
+        """Return the divisor of the new mu: sqrt(vhat + eps_root) + eps, with mu's debiasing."""
+        if self.eps_root_is_zero:  # the codec takes sqrt(nu) too: one square root serves both
+            root = jnp.sqrt(nu) * h["root_nu_scale"]
+        else:
+            root = jnp.sqrt(nu * h["nu_scale"] + h["eps_root"]) * h["root_scale"]
+        return root + h["eps"]
+
+    def accumulating(
+        self, h: Mapping[str, jax.Array], first: jax.Array, every: int
+    ) -> dict[str, jax.Array]:
+        """m takes sum g_i / k, v takes sum (g_i / k)^2 (Adam Accumulation)."""
+        if self.nesterov:
+            return super().accumulating(h, first, every)
+        share = 1 / every
+        return {
+            **h,
+            "b1": jnp.where(first, h["b1"], 1),
+            "b2": jnp.where(first, h["b2"], 1),
+            "one_minus_b1": h["one_minus_b1"] * share,
+            "one_minus_b2": h["one_minus_b2"] * share**2,
+        }
+
+
+def is_zero(value: Any) -> bool:
+    """Return whether a hyperparameter is the number 0, not a schedule or an array."""
+    return isinstance(value, int | float) and value == 0
+
+
+def adam_moments(b1: Any, b2: Any, eps: Any, eps_root: Any, nesterov: bool) -> Formula:
+    """The hyperparameters of `AdamRule` from the count before a step."""
+    check_range("b1", b1, 0.0, 1.0)
+    check_decay("b2", b2)
+    check_range("eps", eps, 0.0)
+    check_range("eps_root", eps_root, 0.0)
+
+    return Formula(_moments, (b1, b2, eps, eps_root, nesterov))
+
+
+def _moments(
+    b1: Any, b2: Any, eps: Any, eps_root: Any, nesterov: bool, count: jax.Array
+) -> dict[str, jax.Array]:
+    step = following(count)
+    beta1, one_minus_b1 = as_f32("b1", b1), complement("b1", b1)
+    decay2 = decay_at("b2", b2, count)
+    nu_scale = 1 / decay2.correction
+    mu_scale = 1 / bias_correction("b1", b1, step)
+    h = {
+        "b1": beta1,
+        "one_minus_b1": one_minus_b1,
+        "b2": decay2.value,
+        "one_minus_b2": decay2.complement,
+        "nu_scale": nu_scale,
+        "eps_root": as_f32("eps_root", eps_root),
+    }
+    root_scale = jnp.float32(1)
+    if nesterov:  # Dozat: the next step's momentum, with its own debiasing
+        h["mu_scale"] = beta1 / bias_correction("b1", b1, following(step))
+        h["g_scale"] = one_minus_b1 * mu_scale
+    else:  # the debiasing of mu goes to the other side of the quotient, where it costs nothing
+        root_scale = 1 / mu_scale
+    h["root_scale"] = root_scale
+    h["root_nu_scale"] = jnp.sqrt(nu_scale) * root_scale
+    h["eps"] = as_f32("eps", eps) * root_scale
+    return h
+
+
+def b2_schedule(power: float = 0.8) -> Callable[[Any], jax.Array]:
+    r"""The decay of second moments that grows with the step, for `b2=` of our Adam-like optimizers.
+
+    .. math:: b_{2,t} = 1 - t^{-\lambda}, \qquad
+      v_t = (1 - t^{-\lambda}) v_{t-1} + t^{-\lambda} g_t^2
+
+    (SwitchBack and StableAdamW, Figure 14; Adafactor, section 7.2.) As b2 is 0 at step 1, the
+    weights of :math:`g_1^2 \dots g_t^2` in v_t sum to 1: v_t is an exact weighted mean, and no
+    debiasing is done. With power 1 it is the plain mean of all.
+
+    Args:
+      power: lambda, in (0, 1]; 0.8 is Adafactor's, the paper tries 0.45, 0.5 and 0.65.
+
+    Returns:
+      An optax schedule, count -> b2, with t = count + 1; hashable. The optimizers take 1 - b2 from
+      it as t^-power, to 3e-6 of itself up to t = 10^6; 1 - b2(t) in f32 is up to 0.2 % off there.
+
+    Raises:
+      TypeError: for a power that is not a number.
+      ValueError: for one out of range.
+
+    `lowmem.inject_hyperparams` leaves it as it is. Under `optax.inject_hyperparams` name it in
+    `static_args="b2"`: what that injects is one step's number, which is debiased by 1 - b2^t as if
+    it had never changed (v up to 26 % too large).
+
+    Example:
+      >>> import optax_lowmem as lowmem
+      >>> schedule = lowmem.b2_schedule(0.5)
+      >>> [float(schedule(count)) for count in (0, 3, 9_999)]
+      [0.0, 0.5, 0.9900000095367432]
+      >>> tx = lowmem.flash_adamw(1e-3, b2=schedule)
+    """
+    return PowerDecay(power)
+
+
+def scale_by_flash_adam(
+    b1: float | jax.Array = 0.9,
+    b2: ScalarOrSchedule = 0.999,
+    eps: float | jax.Array = 1e-8,
+    eps_root: float | jax.Array = 0.0,
+    mu_dtype: Any = None,
+    *,
+    nesterov: bool = False,
+    storage: Storage = Storage(),  # noqa: B008 (frozen)
+) -> optax.GradientTransformationExtraArgs:
+    """`optax.scale_by_adam` with 8-bit moments: a direction, without rate, decay or split.
+
+    2.19 bytes of state a parameter.
+
+    Args:
+      b1: decay of mu, in [0, 1).
+      b2: decay of nu, in [0, 1), or a schedule that starts at 0 such as `b2_schedule()`.
+      eps: added outside the root.
+      eps_root: added inside the root.
+      mu_dtype: dtype of mu where it is not compressed; f32 by default.
+      nesterov: as in `optax.nadamw`.
+      storage: codecs, group size, rounding, policy.
+
+    Example:
+      >>> import optax, optax_lowmem as lowmem
+      >>> tx = optax.chain(lowmem.scale_by_flash_adam(), optax.scale(-1e-3))
+    """
+    rule = AdamRule(nesterov, is_zero(eps_root))
+    return direction(rule, adam_moments(b1, b2, eps, eps_root, nesterov), storage, {"mu": mu_dtype})
+
+
+def flash_adamw(
+    learning_rate: ScalarOrSchedule,
+    b1: float | jax.Array = 0.9,
+    b2: ScalarOrSchedule = 0.999,
+    eps: float | jax.Array = 1e-8,
+    eps_root: float | jax.Array = 0.0,
+    mu_dtype: Any = None,
+    weight_decay: ScalarOrSchedule = 1e-4,
+    mask: Any = None,
+    *,
+    nesterov: bool = False,
+    storage: Storage = Storage(),  # noqa: B008 (frozen)
+    decouple_lr: bool | float = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""AdamW with 8-bit moments and split master weights.
+
+    .. math::
+      m_t = b_1 m_{t-1} + (1-b_1) g_t, \quad v_t = b_2 v_{t-1} + (1-b_2) g_t^2, \\
+      \theta_t = \theta_{t-1} - \eta_t \left(\frac{\hat m_t}{\sqrt{\hat v_t + \bar\epsilon} +
+      \epsilon} + \lambda \theta_{t-1}\right)
+
+    (FlashOptim, Algorithm 4), with m as companded int8 (equation 3), sqrt(v) as uint8 (equation 4)
+    and theta as a 16-bit weight and 8 more bits. The first nine arguments, their order and their
+    defaults are those of `optax.adamw`.
+
+    Args:
+      learning_rate: number, f32 scalar or schedule.
+      b1: decay of mu, in [0, 1).
+      b2: decay of nu, in [0, 1), or a schedule that starts at 0 such as `b2_schedule()`.
+      eps: added outside the root.
+      eps_root: added inside the root.
+      mu_dtype: dtype of mu where it is not compressed (small or excluded leaves); f32 by default.
+      weight_decay: number, f32 scalar or schedule; decoupled, times the learning rate.
+      mask: where weight decay applies: a tree (prefix) of bools or a function of the parameters.
+      nesterov: as in `optax.nadamw`.
+      storage: codecs, group size, width of the master weights, rounding, policy.
+      decouple_lr: decay by `weight_decay * lr / peak`: True for a constant rate, or a schedule's
+        peak as a number.
+
+    Returns:
+      An optax transformation. f32 parameters get compressed moments; bf16 and f16 ones a correction
+      as well, so that `optax.apply_updates` lands on the rounded master weight.
+
+    Raises:
+      ValueError: for a hyperparameter out of range; in `init` and `update` for leaves that cannot
+        be optimized and trees that do not match, by name.
+      TypeError: for a 16-bit hyperparameter.
+
+    Numerics: moments in f32; codes at most one code from the exact value, unbiased; the denominator
+    never underflows where v > 0, so |update| stays near the learning rate. Master weights to a
+    relative 2^-16 (24 bits).
+
+    Memory: 3.19 bytes of state beside a 2-byte weight (`optax.adamw`: 8 beside 4).
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, optax_lowmem as lowmem
+      >>> tx = lowmem.flash_adamw(1e-3)
+      >>> params, state = lowmem.init(tx, {"w": jnp.ones((64, 128))})
+      >>> grads = {"w": jnp.ones((64, 128), jnp.bfloat16)}
+      >>> params, state = lowmem.step(tx, grads, state, params)
+      >>> print(params["w"].dtype, lowmem.master_params(params, state)["w"][0, 0])
+      bfloat16 0.9990082
+
+    References:
+      Gonzalez Ortiz et al., FlashOptim: Optimizers for Memory Efficient Training, 2026.
+
+    Deviations from the paper, each on by default and each undone by `Storage.paper()`: scales of
+    f32's range, stochastic rounding, a variance code of at least 1, the split on the bits.
+    """
+    rule = AdamRule(nesterov, is_zero(eps_root))
+    return optimizer(
+        rule,
+        adam_moments(b1, b2, eps, eps_root, nesterov),
+        learning_rate,
+        storage,
+        weight_decay=weight_decay,
+        mask=mask,
+        decouple_lr=decouple_lr,
+        slot_dtypes={"mu": mu_dtype},
+    )
+
+
+def flash_adam(
+    learning_rate: ScalarOrSchedule,
+    b1: float | jax.Array = 0.9,
+    b2: ScalarOrSchedule = 0.999,
+    eps: float | jax.Array = 1e-8,
+    eps_root: float | jax.Array = 0.0,
+    mu_dtype: Any = None,
+    *,
+    nesterov: bool = False,
+    storage: Storage = Storage(),  # noqa: B008 (frozen)
+) -> optax.GradientTransformationExtraArgs:
+    """`flash_adamw` without weight decay; the arguments of `optax.adam`.
+
+    As there, `update(grads, state)` needs no parameters, unless they are 16-bit with a correction.
+
+    Args:
+      learning_rate: number, f32 scalar or schedule.
+      b1: decay of mu, in [0, 1).
+      b2: decay of nu, in [0, 1), or a schedule that starts at 0 such as `b2_schedule()`.
+      eps: added outside the root.
+      eps_root: added inside the root.
+      mu_dtype: dtype of mu where it is not compressed; f32 by default.
+      nesterov: as in `optax.nadamw`.
+      storage: codecs, group size, rounding, policy.
+
+    Example:
+      >>> import optax, optax_lowmem as lowmem
+      >>> tx = lowmem.flash_adam(1e-3)
+    """
+    return flash_adamw(
+        learning_rate, b1, b2, eps, eps_root, mu_dtype, 0.0, nesterov=nesterov, storage=storage
+    )

@@ -1,0 +1,183 @@
+"""FlashSGD (FlashOptim Algorithm 5)."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._src.core.hyperparameters import Formula, as_f32, check_range
+from optax_lowmem._src.core.rules import Slot, UpdateRule
+from optax_lowmem._src.optimizers.schedule import ScalarOrSchedule, direction, optimizer
+from optax_lowmem._src.update.storage import Storage
+
+
+class FlashSgdState(NamedTuple):
+    """State of SGD with momentum; every tree has the parameters' structure."""
+
+    count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
+    seed: jax.Array  # shape=(), dtype=jnp.uint32
+    mu: Any  # int8 codes of the parameter's shape, or f32
+    mu_scale: Any  # shape[:-1] + (groups,), or 0-d
+    correction: Any  # int8 or int16 beside 16-bit weights, or 0-d; None in a bare direction
+
+
+class PlainSgdState(NamedTuple):
+    """State of SGD without momentum: what master weights need."""
+
+    count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
+    seed: jax.Array  # shape=(), dtype=jnp.uint32
+    correction: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class MomentumRule(UpdateRule):
+    """m = momentum m + g; the direction is m, or g + momentum m (Nesterov)."""
+
+    nesterov: bool = False
+
+    slots = (Slot("mu", signed=True),)
+    state_type = FlashSgdState
+
+    @property
+    def formula(self) -> str | None:
+        """`momentum` or `nesterov`."""
+        return "nesterov" if self.nesterov else "momentum"
+
+    def update(
+        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The direction and the new momentum."""
+        mu = h["momentum"] * slots["mu"] + h.get("share", 1) * g
+        return (g + h["momentum"] * mu if self.nesterov else mu), {"mu": mu}
+
+    def accumulating(
+        self, h: Mapping[str, jax.Array], first: jax.Array, every: int
+    ) -> dict[str, jax.Array]:
+        """m = momentum m + sum of g_i / k: exact."""
+        if self.nesterov:
+            return super().accumulating(h, first, every)
+        kept = jnp.where(first, h["momentum"], 1)
+        return {**h, "momentum": kept, "share": jnp.float32(1 / every)}
+
+
+def _nothing(count: jax.Array) -> dict[str, jax.Array]:
+    del count
+    return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientRule(UpdateRule):
+    """The gradient itself."""
+
+    slots = ()
+    state_type = PlainSgdState
+
+    def update(
+        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The gradient."""
+        del slots, h
+        return g, {}
+
+
+def _moments(momentum: Any) -> Formula:
+    check_range("momentum", momentum, 0.0, 1.0)
+    return Formula(_of_step, (momentum,))
+
+
+def _of_step(momentum: Any, count: jax.Array) -> dict[str, jax.Array]:
+    del count
+    return {"momentum": as_f32("momentum", momentum)}
+
+
+def flash_trace(
+    decay: float | jax.Array,
+    nesterov: bool = False,
+    accumulator_dtype: Any = None,
+    *,
+    storage: Storage = Storage(),  # noqa: B008 (frozen)
+) -> optax.GradientTransformationExtraArgs:
+    """`optax.trace` with 8-bit momentum; 1.06 bytes of state a parameter.
+
+    Args:
+      decay: of the momentum, in [0, 1).
+      nesterov: direction g + decay m.
+      accumulator_dtype: dtype of the momentum where it is not compressed; f32 by default.
+      storage: codec (`mu`), group size, rounding, policy.
+
+    Example:
+      >>> import optax, optax_lowmem as lowmem
+      >>> tx = optax.chain(lowmem.flash_trace(0.9), optax.scale(-0.1))
+    """
+    rule = MomentumRule(nesterov)
+    return direction(rule, _moments(decay), storage, {"mu": accumulator_dtype})
+
+
+def flash_sgd(
+    learning_rate: ScalarOrSchedule,
+    momentum: float | jax.Array | None = None,
+    nesterov: bool = False,
+    accumulator_dtype: Any = None,
+    *,
+    weight_decay: ScalarOrSchedule = 0.0,
+    decoupled: bool = False,
+    mask: Any = None,
+    storage: Storage = Storage(),  # noqa: B008 (frozen)
+    decouple_lr: bool | float = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""SGD with 8-bit momentum and split master weights.
+
+    .. math::
+      m_t = \mu m_{t-1} + g_t, \quad \theta_t = \theta_{t-1} - \eta_t (m_t + \lambda \theta_{t-1})
+
+    (FlashOptim, Algorithm 5: `decoupled=True`). By default the decay is coupled, lambda theta added
+    to g, as in PyTorch and in `optax.chain(optax.add_decayed_weights(...), optax.sgd(...))`. The
+    first four arguments, their order and their defaults are those of `optax.sgd`; what it returns,
+    raises and deviates in is as in `flash_adamw`. Without weight decay `update(grads, state)` needs
+    no parameters, unless they are 16-bit with a correction.
+
+    Args:
+      learning_rate: number, f32 scalar or schedule.
+      momentum: in [0, 1), or None for none (no slot at all).
+      nesterov: direction g + momentum m.
+      accumulator_dtype: dtype of the momentum where it is not compressed; f32 by default.
+      weight_decay: strength: number, f32 scalar or schedule.
+      decoupled: take the decay off the weight instead of adding it to the gradient.
+      mask: where weight decay applies.
+      storage: codec (`mu`), group size, width of the master weights, rounding, policy.
+      decouple_lr: with `decoupled`, decay by `weight_decay * lr / peak`.
+
+    Returns:
+      An optax transformation; the momentum is the slot `mu` of its state.
+
+    Memory: 2.06 bytes of state beside a 2-byte weight (`optax.sgd`: 4 beside 4), 1 without
+    momentum.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> tx = lowmem.flash_sgd(0.1, momentum=0.9, weight_decay=5e-4)
+      >>> params, state = lowmem.init(tx, {"w": jnp.ones((64, 128))})
+      >>> state.mu["w"].dtype
+      dtype('int8')
+
+    References:
+      FlashOptim, 2026.
+    """
+    if decouple_lr is not False and not decoupled:
+        raise ValueError("decouple_lr is about decoupled decay: pass decoupled=True with it")
+    rule: UpdateRule = GradientRule() if momentum is None else MomentumRule(nesterov)
+    moments = Formula(_nothing) if momentum is None else _moments(momentum)
+    return optimizer(
+        rule,
+        moments,
+        learning_rate,
+        storage,
+        weight_decay=weight_decay,
+        mask=mask,
+        decouple_lr=decouple_lr,
+        coupled=not decoupled,
+        slot_dtypes={"mu": accumulator_dtype},
+    )

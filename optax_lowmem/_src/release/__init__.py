@@ -1,0 +1,1 @@
+"""Gradient release: layers of a stack updated inside the backward pass."""

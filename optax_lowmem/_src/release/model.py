@@ -1,0 +1,219 @@
+"""A model as a chain of stages, and its parameters taken apart accordingly."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_lowmem._src.core import trees
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layered:
+    """A model whose layers are stacked: what comes first, stacks of like layers, what comes last.
+
+    ::
+
+        x = first(rest, batch)
+        for path, layer in layers.items():          # each stack in turn
+            for own in params[path]:                # one layer after another
+                x = layer(own, rest, x, batch)
+        loss = last(rest, x, batch)
+
+    `rest` is the tree of parameters with None in place of the stacks. Any of the functions may read
+    any of it: an embedding that is also the output head, an attention block that all layers share.
+
+    Args:
+      first: (rest, batch) -> x, any tree of arrays. The layers keep its shapes and dtypes.
+      layers: path of a stack in the parameters (as in `explain`: "layers", "decoder/blocks") ->
+        (own, rest, x, batch) -> x. Each leaf of a stack has the layers on axis 0; `own` is the
+        subtree without that axis. A layer of its own number: put it into x.
+      last: (rest, x, batch) -> loss, a float scalar, or (loss, aux).
+      has_aux: whether `last` gives (loss, aux).
+
+    A `Layered` is itself the function (params, batch) -> loss: a scan over each stack in which
+    every layer is rematerialised, for evaluation, or for `jax.value_and_grad` and `lowmem.step`.
+
+    Raises:
+      TypeError: for stages that are not functions.
+      ValueError: without a stack; when called, for a path that is not in the parameters, and for
+        leaves of a stack that do not all have as many layers, by name.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_lowmem import release
+      >>> model = release.Layered(
+      ...     first=lambda rest, batch: rest["embed"][batch],
+      ...     layers={"layers": lambda own, rest, x, batch: x + jnp.tanh(x @ own["w"])},
+      ...     last=lambda rest, x, batch: jnp.mean((x @ rest["embed"].T) ** 2),
+      ... )
+      >>> params = {"embed": jnp.ones((5, 4)), "layers": {"w": jnp.zeros((3, 4, 4))}}
+      >>> print(model(params, jnp.array([0, 1])))
+      16.0
+    """
+
+    first: Callable[[Any, Any], Any]
+    layers: Mapping[str, Callable[[Any, Any, Any, Any], Any]]
+    last: Callable[[Any, Any, Any], Any]
+    has_aux: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.layers, Mapping) or not self.layers:
+            raise ValueError(
+                f"layers is a dict from the path of a stack to its layer function, such as "
+                f"{{'layers': block}}, got {self.layers!r}"
+            )
+        stages = {"first": self.first, **self.layers, "last": self.last}
+        for name, stage in stages.items():
+            if not callable(stage):
+                raise TypeError(f"stage '{name}' of the model is no function: {stage!r}")
+
+    def __call__(self, params: Any, batch: Any) -> Any:
+        """The loss, or (loss, aux)."""
+        parts = take_apart(params, tuple(self.layers))
+        x = self.first(parts.rest(), batch)
+        for path, layer in self.layers.items():
+
+            def body(x: Any, own: Any, layer: Callable = layer) -> tuple[Any, None]:
+                return layer(own, parts.rest(), x, batch), None
+
+            body = jax.checkpoint(body, prevent_cse=False)
+            x, _ = lax.scan(body, x, parts.stacks[path].tree)
+        return self.last(parts.rest(), x, batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """The parameters of like layers.
+
+    Attributes:
+      tree: each leaf with the layers on axis 0.
+      indices: of its leaves in the whole tree.
+      layers: how many there are.
+    """
+
+    tree: Any
+    indices: list[int]
+    layers: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Parameters taken apart: stacks, and the rest.
+
+    Attributes:
+      stacks: by path.
+      leaves: of the rest.
+      indices: of these in the whole tree.
+      treedef: of the rest.
+    """
+
+    stacks: dict[str, Stack]
+    leaves: list[Any]
+    indices: list[int]
+    treedef: Any
+
+    def rest(self, changed: Mapping[int, Any] | None = None) -> Any:
+        """The rest of the tree, with other leaves at some positions of it."""
+        changed = changed or {}
+        return self.treedef.unflatten([changed.get(i, x) for i, x in enumerate(self.leaves)])
+
+
+def take_apart(params: Any, paths: Sequence[str]) -> Parts:
+    """The stacks at these paths, and the rest."""
+
+    def is_stack(path: Any, node: Any) -> bool:
+        del node
+        return trees.path_name(path) in paths
+
+    treedef: Any
+    nodes, treedef = jax.tree_util.tree_flatten_with_path(
+        params, is_leaf=is_stack, is_leaf_takes_path=True
+    )
+    stacks: dict[str, Stack] = {}
+    others: list[Any] = []
+    indices: list[int] = []
+    index = 0
+    for key_path, node in nodes:
+        path, count = trees.path_name(key_path), len(jax.tree.leaves(node))
+        own = list(range(index, index + count))
+        index += count
+        if path in paths:
+            stacks[path] = Stack(node, own, _layers_of(path, node))
+            others.append(None)
+        else:
+            indices += own
+            others.append(node)
+    for path in paths:
+        if path not in stacks:
+            known = ", ".join(name for name, _ in trees.named_leaves(params)[:4])
+            raise ValueError(
+                f"there is no '{path}' in the parameters ({known}, ...): `layers` names the "
+                "subtree whose leaves have the layers on axis 0."
+            )
+    rest, rest_treedef = jax.tree.flatten(treedef.unflatten(others))
+    return Parts(stacks, rest, indices, rest_treedef)
+
+
+def _layers_of(path: str, tree: Any) -> int:
+    leaves = trees.named_leaves(tree)
+    if not leaves:
+        raise ValueError(f"the stack '{path}' has no leaves: name the subtree of the layers.")
+    sizes = {name: jnp.shape(leaf)[:1] for name, leaf in leaves}
+    (first, size), *others = sizes.items()
+    for name, other in [(first, size), *others]:
+        where = f"{path}/{name}" if name else path
+        if not other or other[0] == 0:
+            raise ValueError(
+                f"leaf '{where}' of the stack '{path}' has no axis of layers: every leaf of a "
+                "stack has one entry a layer on axis 0. Move it out of the stack, into the rest."
+            )
+        if other != size:
+            raise ValueError(
+                f"leaf '{where}' has {other[0]} layers on axis 0 and '{path}/{first}' has "
+                f"{size[0]}: the leaves of a stack have one entry a layer. Move it into another "
+                "stack, or into the rest."
+            )
+    return int(size[0])
+
+
+# ---- what a function reads -----------------------------------------------------------------------
+
+
+def reads(function: Callable[..., Any], rest: Any, *args: Any) -> list[bool]:
+    """Return for each leaf of `rest` whether `function(rest, *args)` uses it."""
+    closed = jax.make_jaxpr(function)(rest, *args)
+    return _read(closed.jaxpr)[: len(jax.tree.leaves(rest))]
+
+
+def _read(jaxpr: Any) -> list[bool]:
+    """Return for each input of a jaxpr whether it is used, also in called jaxprs, or may be."""
+    used = {id(var) for var in jaxpr.outvars}
+    for eqn in jaxpr.eqns:
+        inner = eqn.params.get("jaxpr")
+        inner = getattr(inner, "jaxpr", inner)
+        called = inner is not None and len(inner.invars) == len(eqn.invars)
+        flags = _read(inner) if called else [True] * len(eqn.invars)
+        used |= {id(var) for var, flag in zip(eqn.invars, flags, strict=True) if flag}
+    return [id(var) in used for var in jaxpr.invars]
+
+
+# ---- values and gradients ------------------------------------------------------------------------
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def floats(tree: Any) -> list[Any]:
+    """The leaves that have a gradient."""
+    return [x for x in jax.tree.leaves(tree) if _is_float(x)]
+
+
+def with_floats(tree: Any, values: Sequence[Any]) -> Any:
+    """The tree with other `floats`."""
+    new = iter(values)
+    return jax.tree.map(lambda x: next(new) if _is_float(x) else x, tree)

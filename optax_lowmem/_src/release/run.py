@@ -1,0 +1,142 @@
+"""The leaves of a tree while a step updates them, some before others have a gradient."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_lowmem._src.core import random, trees
+from optax_lowmem._src.release import stack as stacks
+from optax_lowmem._src.release.model import Layered, Parts, Stack, take_apart
+from optax_lowmem._src.update import LeafPlan, LeafState
+from optax_lowmem._src.update.engine import Engine, OpenStep
+
+Gradient = Callable[[jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(eq=False)
+class Run:
+    """One step: every leaf of the tree, old until it is updated.
+
+    Attributes:
+      opened: the optimizer's step.
+      parts: the parameters taken apart.
+      plans: of the whole leaves.
+      of_layers: plans of one layer of stacked leaves, by index.
+      weights: parameters.
+      states: of the leaves.
+      shared: of their shared slots.
+      totals: gradients so far of leaves of the rest, by index.
+      each: to be applied to every gradient.
+    """
+
+    opened: OpenStep
+    parts: Parts
+    plans: list[LeafPlan]
+    of_layers: dict[int, LeafPlan]
+    weights: list[jax.Array]
+    states: list[LeafState]
+    shared: list[LeafState]
+    totals: dict[int, jax.Array]
+    each: Gradient
+
+    @classmethod
+    def begin(
+        cls,
+        engine: Engine,
+        model: Layered,
+        params: Any,
+        state: Any,
+        each: Gradient | None,
+        per_layer: bool,
+    ) -> "Run":
+        """Everything old, and checked: each leaf of a stack can be stepped layer by layer."""
+        trees.check_state(state, engine.rule.state_type)
+        plans = engine.plans(params, state)
+        parts = take_apart(params, tuple(model.layers))
+        of_layers = {
+            i: stacks.layer_plan(engine.rule, plans[i], stack.layers, per_layer)
+            for stack in parts.stacks.values()
+            for i in stack.indices
+        }
+        h = engine.hyperparameters(state.count)
+        opened = engine.open(state, plans, h)
+        return cls(
+            opened, parts, plans, of_layers, jax.tree.leaves(params), list(opened.states),
+            # theirs is that of the leaf, which is in its state
+            [s._replace(correction=jnp.zeros((), jnp.int8)) for s in opened.shared],
+            {}, each or (lambda g: g),
+        )  # fmt: skip
+
+    def result(self, params: Any) -> tuple[Any, Any]:
+        """The new parameters and state."""
+        treedef: Any = jax.tree.structure(params)
+        state = self.opened.close(self.states, self.shared, params)
+        return treedef.unflatten(self.weights), state
+
+    def add(self, positions: Sequence[int], gradients: Sequence[jax.Array]) -> None:
+        """Gradients of leaves of the rest, by position in it."""
+        for at, g in zip(positions, gradients, strict=True):
+            i = self.parts.indices[at]
+            self.totals[i] = self.totals[i] + g if i in self.totals else g
+
+    def update_rest(self, positions: Sequence[int], then: Any) -> Any:
+        """Steps leaves of the rest; what comes `then` waits for it, and so frees the gradients."""
+        indices = [self.parts.indices[at] for at in positions]
+        if not indices:
+            return then
+        unread = [i for i in indices if i not in self.totals]
+        gradients = {i: jnp.zeros_like(self.weights[i]) for i in unread} | self.totals
+        found = self.opened.advance(
+            [dataclasses.replace(self.plans[i], direct=True) for i in indices],
+            [self.each(gradients[i]) for i in indices],
+            *self.of(indices),
+            self.opened.keys[jnp.asarray(indices)],
+        )
+        for i in indices:
+            self.totals.pop(i, None)
+        self.set(indices, *found)
+        return stacks.after(then, found)
+
+    def update_layer(
+        self, stack: Stack, layer: jax.Array, gradients: list[jax.Array], leaves: Any
+    ) -> Any:
+        """The `leaves` of one layer (weights, states, shared states), stepped.
+
+        Args:
+          stack: which leaves.
+          layer: which layer.
+          gradients: of the layer, with `each` applied.
+          leaves: with the axis of layers, of size 1.
+        """
+        plans = [self.of_layers[i] for i in stack.indices]
+        weights, states, shared = leaves
+        keys = self.opened.keys[jnp.asarray(stack.indices)]
+        own = random.part_keys(keys, layer)
+        single = [len(self.plans[i].shape) == 1 for i in stack.indices]
+        if any(single):
+            of_elements = random.element_keys(keys, layer, plans[0].group_size)
+            own = jnp.where(jnp.asarray(single)[:, None], of_elements, own)
+        groups = [stacks.groups_of_blocks(self.plans[i], stack.layers) for i in stack.indices]
+        return self.opened.advance(
+            plans,
+            [g[None] for g in gradients],
+            weights,
+            states,
+            shared,
+            own,
+            random.part_keys(keys, layer * jnp.asarray(groups, jnp.int32)),
+        )
+
+    def of(self, indices: Sequence[int]) -> tuple[list, list, list]:
+        """Weights, states and states of shared slots of some leaves."""
+        fields = (self.weights, self.states, self.shared)
+        weights, states, shared = ([field[i] for i in indices] for field in fields)
+        return weights, states, shared
+
+    def set(self, indices: Sequence[int], weights: Any, states: Any, shared: Any) -> None:
+        """Puts the new ones in their place."""
+        for i, *new in zip(indices, weights, states, shared, strict=True):
+            self.weights[i], self.states[i], self.shared[i] = new

@@ -1,0 +1,165 @@
+"""Shardings of the arrays of an optimizer state, from the shardings of the parameters."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from optax_lowmem._src.core import boxes, scope, trees
+from optax_lowmem._src.core.placement import (
+    Placement,
+    mesh_of,
+    of_parameters,
+    placement,
+    sharding_of_state,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Parameter:
+    """A parameter, how it is split, and the group sizes of its compressed slots."""
+
+    shape: tuple[int, ...]
+    placement: Placement
+    group_sizes: frozenset[int]
+
+    def sharding_of(self, shape: tuple[int, ...], zero_axis: str | None) -> NamedSharding:
+        """The sharding of an array of the state with this shape."""
+        place = self.placement if zero_axis is None else self._with_zero(zero_axis)
+        return sharding_of_state(place, self.shape, shape, self.group_sizes)
+
+    def _with_zero(self, zero_axis: str) -> Placement:
+        """With one more axis on the first dimension that codes and scales both have room on."""
+        axes = self.placement.axes
+        if any(zero_axis in own for own in axes):
+            return self.placement
+        last = len(self.shape) - 1
+        for d, own in enumerate(axes):
+            more = (*axes[:d], (*own, zero_axis), *axes[d + 1 :])
+            place = dataclasses.replace(self.placement, axes=more)
+            whole = d < last or not place.cuts_some(self.shape, self.group_sizes)
+            if self.shape[d] % place.parts(d) == 0 and whole:
+                return place
+        return self.placement
+
+
+def state_shardings(
+    tx: optax.GradientTransformation,
+    params: Any,
+    param_shardings: Any = None,
+    *,
+    mesh: Mesh | None = None,
+    rules: Sequence[tuple[str, Any]] | None = None,
+    zero_axis: str | None = None,
+    memory_kind: str | None = None,
+) -> Any:
+    """A sharding for every array of `tx.init(params)`.
+
+    Codes, corrections and whatever else has its parameter's shape lie as the parameter does. Scales
+    and the second moments of blocks do too, but are whole along an axis whose parts would cut
+    through a group or a head. The rest is replicated.
+
+    Linen's `nn.get_partition_spec` of a whole `TrainState` works too, but knows no mesh: there
+    scales (0.19 bytes a parameter) are whole along the last axis, unless the count of their groups
+    is a multiple of 64 (2048 columns in groups of 32), which mesh axes of up to 64 devices divide.
+
+    Args:
+      tx: any optax transformation, wrapped or not.
+      params: the parameters or their `jax.eval_shape`; Linen's `Partitioned` boxes are understood.
+      param_shardings: a tree like `params` of `NamedSharding` or `PartitionSpec` (None:
+        replicated). By default what `params` say: the shardings of their arrays, the names of their
+        boxes.
+      mesh: for `PartitionSpec` and names; by default that of `jax.set_mesh`.
+      rules: (logical name, mesh axis or None) pairs, for boxes with logical names.
+      zero_axis: a mesh axis over which the state is split although the parameters are not (ZeRO-1):
+        on the first dimension that it divides.
+      memory_kind: where the state lies, such as `pinned_host`; by default where the device has it.
+
+    Returns:
+      A tree of `NamedSharding` like `tx.init(params)`, without boxes; for `out_shardings` of
+      `jax.jit(tx.init)`, `jax.device_put`, or an abstract target of a checkpoint.
+
+    Raises:
+      ValueError: for an axis that the mesh does not have, that is named twice, or that does not
+        divide its dimension; for a parameter of which nothing says where it lies.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax_lowmem as lowmem
+      >>> mesh = jax.make_mesh((1,), ("data",))
+      >>> specs = {"w": jax.sharding.PartitionSpec("data")}
+      >>> params = {"w": jax.ShapeDtypeStruct((64, 128), jnp.bfloat16)}
+      >>> tx = lowmem.flash_adamw(1e-3)
+      >>> shardings = lowmem.sharding.state_shardings(tx, params, specs, mesh=mesh)
+      >>> print(shardings.mu_scale["w"].spec)
+      P('data', None)
+    """
+    boxed, params = params, boxes.unboxed(params)
+    placed = _placed(boxed, params, param_shardings, mesh, rules)
+    the_mesh = mesh_of(placed, mesh)
+    if zero_axis is not None and zero_axis not in the_mesh.shape:
+        raise ValueError(f"zero_axis={zero_axis!r}: the mesh has {tuple(the_mesh.shape)}.")
+    state, decisions = scope.dry_run(tx, params)
+    sizes: dict[str, set[int]] = {}
+    for decision in decisions:
+        if decision.group_size is not None:
+            sizes.setdefault(decision.path, set()).add(decision.group_size)
+    known = {}
+    for (path, leaf), sharding in zip(_leaves(params), placed, strict=True):
+        name, shape = trees.path_name(path), tuple(leaf.shape)
+        lies = placement(name, shape, sharding, the_mesh)
+        known[path] = _Parameter(shape, lies, frozenset(sizes.get(name, ())))
+
+    def of_leaf(path: Any, leaf: Any) -> NamedSharding:
+        param = _owner(path, known)
+        whole = NamedSharding(the_mesh, PartitionSpec())
+        found = whole if param is None else param.sharding_of(tuple(leaf.shape), zero_axis)
+        return NamedSharding(the_mesh, found.spec, memory_kind=memory_kind)
+
+    return jax.tree_util.tree_map_with_path(of_leaf, state)
+
+
+def _leaves(params: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    return jax.tree_util.tree_leaves_with_path(params)
+
+
+def _owner(path: tuple[Any, ...], known: Mapping[tuple[Any, ...], _Parameter]) -> Any:
+    """The parameter whose path ends that of an array of the state, the longest."""
+    for start in range(len(path)):
+        if path[start:] in known:
+            return known[path[start:]]
+    return known.get(())  # a parameter that is the whole tree
+
+
+# ---- shardings of the parameters ---------------------------------------------------------------
+
+
+def _placed(boxed: Any, params: Any, given: Any, mesh: Mesh | None, rules: Any) -> list[Any]:
+    """A NamedSharding, PartitionSpec or None for each parameter."""
+    if given is not None:
+        return of_parameters(params, given)
+    rows = zip(jax.tree.leaves(boxed, is_leaf=boxes.is_box), _leaves(params), strict=True)
+    return [_own(trees.path_name(path), box, leaf, mesh, rules) for box, (path, leaf) in rows]
+
+
+def _own(path: str, box: Any, leaf: Any, mesh: Mesh | None, rules: Any) -> Any:
+    """Return the sharding or partition spec of a parameter itself, or None for replicated."""
+    if boxes.is_box(box):
+        spec = box.get_partition_spec()
+        if rules is None:
+            return spec
+        from flax import linen
+
+        return linen.logical_to_mesh_axes(tuple(spec), rules)
+    sharding = getattr(leaf, "sharding", None)
+    if isinstance(sharding, NamedSharding):
+        return sharding
+    some_mesh = mesh is not None or not jax.sharding.get_abstract_mesh().empty
+    if some_mesh or isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        return None
+    raise ValueError(
+        f"nothing says where parameter '{path}' lies: pass param_shardings, a tree of "
+        "NamedSharding or PartitionSpec, or parameters that are on the mesh already."
+    )

@@ -1,0 +1,270 @@
+"""Other dense layers in a model that exists, by path."""
+
+import contextvars
+import dataclasses
+import fnmatch
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from flax import linen, nnx
+
+from optax_lowmem._src.noise.parts import PARTS, chooser
+from optax_lowmem._src.switchback.dot_general import switchback_dot_general
+
+Where = str | Sequence[str] | Callable[[str, Any], bool]
+
+
+def convert(model: Any, where: Where = "*", to: Any = None) -> Any:
+    """The model with other dense layers, of the same parameters.
+
+    Args:
+      model: of NNX or Linen. It is not changed.
+      where: glob patterns on the paths of layers ("decoder/*/mlp/*"), one or several, or a function
+        of (path, layer). `*` matches `/` too. Or a part of a transformer by the names of its
+        modules: `od`, `qkv`, `out`, `up`, `down`, `all`, as of `gaussws_noise`.
+      to: what dense layers (`nn.Dense`, `nnx.Linear`) become: a class such as `SwitchBackLinear` or
+        `SwitchBackDense`, or a `functools.partial` of one with its arguments, whose `dtype`,
+        `precision`, `promote_dtype` and `preferred_element_type` go before a layer's own. Or a
+        `dot_general`, which general ones (`nn.DenseGeneral`, `nnx.LinearGeneral`, inside attention)
+        take too. By default `switchback_dot_general()`.
+
+    Returns:
+      A model of NNX with the same variables; a module of Linen with the same parameters, to call
+      `init` and `apply` of (no `bind`; as a part of another module, convert that one).
+
+    Raises:
+      ValueError: where no dense layer matches; for Linen when first applied.
+      TypeError: for what is no model, for another `to`, or where a layer and `to` both compute more
+        than a product and a bias.
+
+    A layer that several paths share has the first of them. A layer of a subclass with a `__call__`
+    of its own (`nnx.LoRALinear`) keeps it, and gets the product only.
+
+    Example:
+      >>> from flax import nnx
+      >>> from optax_lowmem import layers
+      >>> model = nnx.Sequential(nnx.Linear(8, 8, rngs=nnx.Rngs(0)), nnx.relu)
+      >>> type(layers.convert(model, "layers/0", layers.SwitchBackLinear).layers[0]).__name__
+      'SwitchBackLinear'
+    """
+    to = switchback_dot_general() if to is None else to
+    chosen = _chooser(where)
+    if isinstance(model, nnx.Module):
+        return _convert_nnx(model, chosen, to)
+    if isinstance(model, linen.Module):
+        return _convert_linen(model, chosen, to)
+    raise TypeError(f"convert takes a Flax module, of NNX or Linen, got {type(model).__name__}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Patterns:
+    patterns: tuple[str, ...]
+
+    def __call__(self, path: str, layer: Any) -> bool:
+        return any(fnmatch.fnmatchcase(path, pattern) for pattern in self.patterns)
+
+
+def _chooser(where: Where) -> Callable[[str, Any], bool]:
+    if callable(where):
+        return where
+    if isinstance(where, str) and where in PARTS:
+        return _Part(where)
+    return _Patterns((where,) if isinstance(where, str) else tuple(where))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    name: str
+
+    def __call__(self, path: str, layer: Any) -> bool:
+        return chooser(self.name)(f"{path}/kernel", None)
+
+
+def _nothing(paths: Iterable[str]) -> ValueError:
+    known = ", ".join(f"'{path}'" for path in list(paths)[:6]) or "none"
+    return ValueError(f"no dense layer matches `where`; there are {known}")
+
+
+def _class_of(to: Any) -> Any:
+    return to.func if isinstance(to, functools.partial) else to
+
+
+def _check(to: Any, kind: type) -> None:
+    """Raises where `to` is no class of this kind and no dot_general."""
+    made = _class_of(to)
+    other = isinstance(made, type) and not issubclass(made, kind)
+    if not callable(to) or other or isinstance(made, nnx.Module | linen.Module):
+        raise TypeError(
+            f"`to` is a subclass of {kind.__module__}.{kind.__name__}, or a dot_general, for this "
+            f"model; got {to!r}"
+        )
+
+
+def _is_class(to: Any) -> bool:
+    return isinstance(_class_of(to), type)
+
+
+# what `to`, a partial of a class, may say otherwise than the layer whose place it takes
+_COMPUTING = ("dtype", "precision", "promote_dtype", "preferred_element_type")
+
+
+def _given(layer: Any, names: Iterable[str], to: Any) -> dict[str, Any]:
+    """A layer's arguments for its successor, less what a partial has."""
+    said = to.keywords if isinstance(to, functools.partial) else ()
+    free = [name for name in _COMPUTING if name in said]
+    return {name: getattr(layer, name) for name in names if name not in free}
+
+
+def _refuse(path: str, layer: Any, to: Any) -> TypeError:
+    return TypeError(
+        f"'{path}' is a {type(layer).__name__} with a computation of its own, as has "
+        f"{_class_of(to).__name__}: leave it out of `where`, or give a dot_general as `to`."
+    )
+
+
+# ---- NNX -----------------------------------------------------------------------------------------
+
+_OF_LINEAR = ("use_bias", "param_dtype", *_COMPUTING)
+
+
+def _convert_nnx(model: nnx.Module, chosen: Callable[[str, Any], bool], to: Any) -> nnx.Module:
+    _check(to, nnx.Linear)
+    model = nnx.merge(*nnx.split(model))  # other modules around the same arrays
+    kinds = (nnx.Linear,) if _is_class(to) else (nnx.Linear, nnx.LinearGeneral)
+    layers = {
+        "/".join(map(str, path)): layer
+        for path, layer in nnx.iter_modules(model)
+        if isinstance(layer, kinds)
+    }
+    mine = {path: layer for path, layer in layers.items() if chosen(path, layer)}
+    if not mine:
+        raise _nothing(layers)
+    for path, layer in mine.items():
+        if _is_class(to):
+            _become(path, layer, to)
+        else:
+            layer.dot_general = to
+            if isinstance(layer, nnx.LinearGeneral):
+                layer.dot_general_cls = None  # which would go before
+    return model
+
+
+def _become(path: str, layer: Any, to: Any) -> None:
+    """Makes a layer one of another class where it is, in whatever container, or shared."""
+    size, given = (layer.in_features, layer.out_features), _given(layer, _OF_LINEAR, to)
+    like = nnx.eval_shape(lambda: to(*size, rngs=nnx.Rngs(0), **given))
+    own = {name for name, value in vars(like).items() if isinstance(value, nnx.Variable)}
+    own -= set(getattr(type(like), "added", ()))
+    if own - vars(layer).keys():
+        raise TypeError(f"'{path}' has no {', '.join(own - vars(layer).keys())}: init {to} anew.")
+    if type(layer).__call__ is nnx.Linear.__call__:
+        layer.__class__ = type(like)
+    elif type(like).__call__ is not nnx.Linear.__call__:
+        raise _refuse(path, layer, to)
+    for name, value in vars(like).items():
+        if not name.startswith("_") and name not in ("kernel", "bias"):
+            setattr(layer, name, value)
+    if hasattr(layer, "adopt"):  # of variables that the other layer has not
+        layer.adopt(path)
+
+
+# ---- Linen ---------------------------------------------------------------------------------------
+
+
+def _convert_linen(
+    model: linen.Module, chosen: Callable[[str, Any], bool], to: Any
+) -> linen.Module:
+    _check(to, linen.Dense)
+    base: Any = type(model)
+    fields = {
+        field.name: getattr(model, field.name)
+        for field in dataclasses.fields(model)
+        if field.init and field.name not in ("parent", "name")
+    }
+    return _converted(base, chosen, to)(**fields)
+
+
+_running: contextvars.ContextVar[tuple[type, ...]] = contextvars.ContextVar("running", default=())
+
+
+@functools.lru_cache(128)  # so that equal conversions are of one class, and compile once
+def _converted(base: Any, chosen: Callable[[str, Any], bool], to: Any) -> Any:
+    """A subclass in whose `init` and `apply` chosen layers are others, at the same paths."""
+    kinds = (linen.Dense,) if _is_class(to) else (linen.Dense, linen.DenseGeneral)
+
+    def intercepted(method: Any) -> Any:
+        @linen.nowrap
+        @functools.wraps(method)
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            seen: dict[str, bool] = {}
+
+            def intercept(call: Any, given: Any, named: Any, context: Any) -> Any:
+                layer = context.module
+                if context.method_name != "__call__" or not isinstance(layer, kinds):
+                    return call(*given, **named)
+                path = "/".join(layer.path)
+                seen[path] = chosen(path, layer)
+                if not seen[path] or getattr(layer, _TAKEN, False):  # by a later conversion
+                    return call(*given, **named)
+                return _call_as(path, layer, to, call)(*given, **named)
+
+            token = _running.set((*_running.get(), made))
+            try:
+                with linen.intercept_methods(intercept):
+                    found = method(self, *args, **kwargs)
+            finally:
+                _running.reset(token)
+            if kwargs.get("method") is None and not any(seen.values()):
+                raise _nothing(list(seen))
+            return found
+
+        return run
+
+    def checked(self: Any) -> None:
+        base.__post_init__(self)
+        if self.parent is not None and made not in _running.get():
+            raise TypeError(
+                f"a converted {base.__name__} has `init` and `apply` only: no `bind`, and to use "
+                "it in another module, convert that one."
+            )
+
+    methods = {name: intercepted(getattr(base, name)) for name in ("init_with_output", "apply")}
+    made = type(
+        base.__name__, (base,), methods | {"__post_init__": checked, "__module__": base.__module__}
+    )
+    return made
+
+
+_TAKEN = "_optax_lowmem_taken"  # of a layer that computes as another one now
+_DENSE = [f.name for f in dataclasses.fields(linen.Dense) if f.init]
+_OF_DENSE = [f for f in _DENSE if f not in ("parent", "name", "dot_general", "dot_general_cls")]
+
+
+def _call_as(path: str, layer: Any, to: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's call as what it becomes. It keeps its scope, and so its parameters."""
+    others = {"dot_general": to, "dot_general_cls": None}
+    if _is_class(to):
+        twin = to(**_given(layer, _OF_DENSE, to), parent=None)
+        if type(twin).__call__ is not linen.Dense.__call__:  # not only another dot_general
+            if type(layer).__call__ is not linen.Dense.__call__:
+                raise _refuse(path, layer, to)
+            twin = twin.clone(parent=layer.scope)
+            object.__setattr__(twin, _TAKEN, True)
+            return twin
+        names = (*_COMPUTING, *others)
+        others = {name: getattr(twin, name) for name in names if name in _DENSE}
+
+    others[_TAKEN] = True
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        kept = {name: getattr(layer, name, None) for name in others}
+        try:  # modules are frozen
+            for name, value in others.items():
+                object.__setattr__(layer, name, value)
+            return call(*args, **kwargs)
+        finally:
+            for name, value in kept.items():
+                object.__setattr__(layer, name, value)
+
+    return run

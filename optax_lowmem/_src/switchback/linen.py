@@ -1,0 +1,81 @@
+"""Layers for Flax Linen."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.linen.dtypes import promote_dtype
+
+from optax_lowmem._src.switchback.dot_general import switchback_dot_general
+
+
+class SwitchBackDense(nn.Dense):
+    """`nn.Dense` with the same arguments, parameters and names, whose products run in 8 bits.
+
+    Attributes:
+      variant: as of `switchback_dot_general`, which has the mathematics and its limits.
+      format: likewise.
+      scaling: likewise.
+      implementation: likewise.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_lowmem import layers
+      >>> layer = layers.SwitchBackDense(3, variant="switchback_m")
+      >>> y, variables = layer.init_with_output(jax.random.key(0), jnp.ones((2, 8)))
+      >>> y.shape, variables["params"]["kernel"].shape
+      ((2, 3), (8, 3))
+    """
+
+    variant: str = "switchback"
+    format: str = "int8"
+    scaling: str = "format"
+    implementation: str = "quantized"
+
+    def __post_init__(self) -> None:
+        if self.dot_general is None and self.dot_general_cls is None:
+            self.dot_general = switchback_dot_general(
+                self.variant,
+                self.format,
+                scaling=self.scaling,
+                implementation=self.implementation,
+            )
+        super().__post_init__()
+
+    def clone(self, **updates: Any) -> Any:
+        """As `nn.Module.clone`; another variant, or another of its options, takes effect."""
+        if {"variant", "format", "scaling", "implementation"} & updates.keys():
+            updates = {"dot_general": None, **updates}
+        return super().clone(**updates)
+
+
+class LayerScale(nn.Module):
+    """The output of a block times a vector that is learnt, 0 at first (SwitchBack, eq. 3).
+
+    x + LayerScale()(block(x)) is the identity at first: features stay small through the depth,
+    which is what lets tensor-wise float8 train.
+
+    Attributes:
+      init_value: of the vector.
+      dtype: of the product; None: of the input.
+      param_dtype: of the vector, `scale`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_lowmem.layers import linen
+      >>> print(linen.LayerScale().init_with_output(jax.random.key(0), jnp.ones(3))[0])
+      [0. 0. 0.]
+    """
+
+    init_value: float = 0.0
+    dtype: jnp.dtype | None = None
+    param_dtype: jnp.dtype = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`x` [..., features] times `scale` [features]."""
+        constant = nn.initializers.constant(self.init_value)
+        scale = self.param("scale", constant, x.shape[-1:], self.param_dtype)
+        x, scale = promote_dtype(x, scale, dtype=self.dtype or x.dtype)
+        return x * scale.reshape((1,) * (x.ndim - 1) + (-1,))

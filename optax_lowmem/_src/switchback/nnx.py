@@ -1,0 +1,83 @@
+"""Layers for Flax NNX."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from optax_lowmem._src.switchback.dot_general import switchback_dot_general
+
+
+class SwitchBackLinear(nnx.Linear):
+    """`nnx.Linear` with the same arguments, parameters and names, whose products run in 8 bits.
+
+    Args:
+      in_features: as of `nnx.Linear`, like all that is not named here.
+      out_features: likewise.
+      variant: as of `switchback_dot_general`, which has the mathematics and its limits.
+      format: likewise.
+      scaling: likewise.
+      implementation: likewise.
+      **more: other arguments of `nnx.Linear`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from optax_lowmem import layers
+      >>> layer = layers.SwitchBackLinear(8, 3, format="fp8", rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((2, 8))).shape
+      (2, 3)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        variant: str = "switchback",
+        format: str = "int8",
+        scaling: str = "format",
+        implementation: str = "quantized",
+        **more: Any,
+    ):
+        how = {"scaling": scaling, "implementation": implementation}
+        more.setdefault("dot_general", switchback_dot_general(variant, format, **how))
+        super().__init__(in_features, out_features, **more)
+
+
+class LayerScale(nnx.Module):
+    """The output of a block times a vector that is learnt, 0 at first (SwitchBack, eq. 3).
+
+    x + LayerScale(features)(block(x)) is the identity at first: features stay small through the
+    depth, which is what lets tensor-wise float8 train.
+
+    Args:
+      features: the length of the vector, `scale`.
+      init_value: of the vector.
+      dtype: of the product; None: of the input.
+      param_dtype: of the vector.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from optax_lowmem import layers
+      >>> print(layers.LayerScale(3)(jnp.ones(3)))
+      [0. 0. 0.]
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        init_value: float = 0.0,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+    ):
+        self.scale = nnx.Param(jnp.full(features, init_value, param_dtype))
+        self.dtype = dtype
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """`x` [..., features] times `scale` [features]."""
+        dtype = self.dtype or x.dtype
+        scale = self.scale[...].astype(dtype)
+        return x.astype(dtype) * scale.reshape((1,) * (x.ndim - 1) + (-1,))

@@ -1,0 +1,159 @@
+"""The three matrix products of a linear layer, each in 8 bits or not (SwitchBack, section 2.2).
+
+Y = X W with X [b, k] and W [k, m] (Flax's kernel); for the gradient G of Y, dX = G W^T and
+dW = X^T G. The paper has W^T for our W.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_lowmem._src.core import varying
+from optax_lowmem._src.switchback.quantized_matmul import (
+    Format,
+    Quantized,
+    multiply,
+    quantize,
+    quantize_transposed,
+)
+
+ROW, TENSOR = "row", "tensor"
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """Granularity of the operands' scales in each product.
+
+    `row`: one scale per row, or column, that is summed over; `tensor`: one scale.
+
+    Attributes:
+      forward: of X and W in Y = X W.
+      input_gradient: of G and W in dX = G W^T.
+      weight_gradient: of X and G in dW = X^T G; None: in the inputs' own precision.
+      saves_codes: whether X is kept for the backward pass as codes of 8 bits (SwitchBackM).
+    """
+
+    forward: tuple[str, str]
+    input_gradient: tuple[str, str]
+    weight_gradient: tuple[str, str] | None = None
+    saves_codes: bool = False
+
+
+VARIANTS: dict[str, Variant] = {
+    "switchback": Variant((ROW, TENSOR), (ROW, TENSOR)),  # Algorithm 1
+    "switchback_m": Variant((ROW, TENSOR), (ROW, TENSOR), saves_codes=True),  # Algorithm 3
+    "switchback_q": Variant((ROW, ROW), (ROW, ROW)),  # Algorithm 4
+    "llm_int8": Variant((ROW, ROW), (ROW, ROW), (ROW, ROW)),
+    "tensorwise": Variant((TENSOR, TENSOR), (TENSOR, TENSOR), (TENSOR, TENSOR)),  # section 2.3
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """A variant in formats.
+
+    Attributes:
+      variant: of VARIANTS.
+      forward: the format of X and W.
+      gradient: the format of G.
+      precision: of a product that is not quantised, as `jax.lax.dot` takes it.
+      result: dtype of Y; None: that of X and W.
+      sharding: of Y, on a mesh with Explicit axes, where it is not clear.
+    """
+
+    variant: Variant
+    forward: Format
+    gradient: Format
+    precision: Any = None
+    result: Any = None
+    sharding: Any = None
+
+
+def _operand(x: jax.Array, per: str, to: Format, summed: tuple[int, ...]) -> Quantized:
+    return quantize(x, None if per == TENSOR else summed, to)
+
+
+def _refuse(recipe: Recipe, primals: Any, tangents: Any) -> Any:
+    raise TypeError(
+        "the gradients of a quantised product have no derivative: rounding has none. For second "
+        'derivatives (Hessians, meta-learning) use variant="standard" in these layers.'
+    )
+
+
+def _differentiated_once(products: Callable[..., Any]) -> Callable[..., Any]:
+    """Products behind a gradient. Differentiated again they would give 0, or half of the truth."""
+    once = jax.custom_jvp(products, nondiff_argnums=(0,))
+    once.defjvp(_refuse)
+    return once
+
+
+def matmul(recipe: Recipe, x: jax.Array, w: jax.Array) -> jax.Array:
+    """[..., m] of `x` [..., k] and `w` [k, m], of one dtype.
+
+    The gradients are straight through: rounding counts as the identity. dX is the product of G with
+    W quantised anew, dW that of X (as it was kept) with G.
+    """
+    return _matmul(recipe, *varying.alike(x, w))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(recipe: Recipe, x: jax.Array, w: jax.Array) -> jax.Array:
+    return _forward(recipe, x, w)[0]
+
+
+def _forward(recipe: Recipe, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
+    y, codes = _output(recipe, x, w)
+    # the arguments themselves: what comes out of `_output` would be kept anew, W by each layer
+    return y, (codes if recipe.variant.saves_codes else x, w)
+
+
+@_differentiated_once
+def _output(recipe: Recipe, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Quantized]:
+    per, last = recipe.variant.forward, x.ndim - 1
+    codes = _operand(x, per[0], recipe.forward, (last,))
+    # the sum on the last axis of both is what 8-bit products of GPUs take
+    of_w = quantize_transposed(w, None if per[1] == TENSOR else 0, recipe.forward)
+    y = multiply(codes, of_w, 1, recipe.result or x.dtype, sharding=recipe.sharding)
+    return y, codes
+
+
+def _backward(recipe: Recipe, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w = saved
+    return _gradients(recipe, x, w, g)
+
+
+@_differentiated_once
+def _gradients(
+    recipe: Recipe, x: jax.Array | Quantized, w: jax.Array, g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    last, variant = g.ndim - 1, recipe.variant
+    rows = tuple(range(last))
+    of_x, of_w = explicit_sharding(jax.tree.leaves(x)[0]), explicit_sharding(w)
+    if isinstance(x, Quantized):
+        x = (x.codes.astype(jnp.float32) * x.scales).astype(w.dtype)
+    per_g, per_w = variant.input_gradient
+    codes = _operand(g, per_g, recipe.gradient, (last,))
+    weights = _operand(w, per_w, recipe.forward, (1,))
+    dx = multiply(codes, weights, 1, w.dtype, sharding=of_x)
+    if variant.weight_gradient is None:
+        dims = ((rows, rows), ((), ()))
+        g = g.astype(w.dtype)
+        return dx, lax.dot_general(x, g, dims, recipe.precision, out_sharding=of_w)
+    per_x, per_g = variant.weight_gradient
+    codes = _operand(x, per_x, recipe.forward, rows)
+    gradients = _operand(g, per_g, recipe.gradient, rows)
+    return dx, multiply(codes, gradients, last, w.dtype, transposed=True, sharding=of_w)
+
+
+def explicit_sharding(x: jax.Array) -> Any:
+    """Return the sharding of an array and its gradient, or None without Explicit axes."""
+    sharding = jax.typeof(x).sharding
+    return sharding if sharding.mesh.explicit_axes else None
+
+
+_matmul.defvjp(_forward, _backward)

@@ -1,0 +1,140 @@
+"""Quantising the operands of a matrix product and multiplying them, in plain JAX."""
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_lowmem._src.core import numerics
+from optax_lowmem._src.switchback.quantized_matmul.formats import Format
+
+LONGEST_SUM = (2**31 - 1) // 127**2  # of int8 products in int32
+# 2^-100: under this a maximum is taken as this, so that its reciprocal stays in f32
+_LEAST_BITS = (127 - 100) << 23
+
+
+class Quantized(NamedTuple):
+    """An array as codes * scales.
+
+    Attributes:
+      codes: of the format's dtype, of the array's shape.
+      scales: f32, of size 1 on the axes that share one.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+
+
+def quantize(x: jax.Array, axes: int | tuple[int, ...] | None, to: Format) -> Quantized:
+    r"""Codes round(x * largest / absmax), and absmax / largest (SwitchBack, eq. 1).
+
+    Args:
+      x: of any floating dtype.
+      axes: what shares a maximum: the axis of the sum (row-wise), or None, all (tensor-wise).
+      to: the format.
+
+    Returns:
+      Codes and scales; |x - codes * scales| is at most half a unit of the codes. Rounding is to
+      nearest, ties to even. All zeros are codes of 0. Where a maximum is not finite, the scale is
+      not either, and so the product.
+    """
+    absmax = absmax_of(x, axes)
+    return Quantized(codes_of(x, absmax, to), scales_of(absmax, to))
+
+
+def absmax_of(x: jax.Array, axes: int | tuple[int, ...] | None) -> jax.Array:
+    """f32 maxima of the magnitudes, of size 1 on the axes that share one; 2^-100 at least."""
+    over = range(x.ndim) if axes is None else axes
+    over = tuple(over) if isinstance(over, Iterable) else (over,)
+    over = tuple(axis % x.ndim for axis in over)
+    if x.size == 0:
+        shape = [1 if axis in over else size for axis, size in enumerate(x.shape)]
+        return jnp.full(shape, numerics.from_bits(jnp.uint32(_LEAST_BITS)))
+    if len(over) > 1 or (axes is None and over):
+        absmax = numerics.absmax(numerics.widen(x), over, _LEAST_BITS)
+    else:  # as kernels do
+        bits = numerics.absmax_bits(numerics.widen(x), axes=over)
+        absmax = numerics.from_bits(jnp.maximum(bits, jnp.uint32(_LEAST_BITS)))
+    return lax.expand_dims(absmax, over)
+
+
+def as_stored(stored: Any) -> Any:
+    """The same codes and scales; XLA on a GPU would go on with what was rounded to FP8 codes."""
+    return lax.optimization_barrier(stored)
+
+
+def codes_of(x: jax.Array, absmax: jax.Array, to: Format, clip: bool = False) -> jax.Array:
+    """Codes of values whose maximum is `absmax`, which broadcasts; `clip`: or may be more."""
+    x = numerics.widen(x)
+    if clip:
+        x = jnp.clip(x, -absmax, absmax)
+    scaled = x * (jnp.float32(to.largest) / _with_reciprocal(absmax, to))
+    if to.integer:
+        return numerics.low_byte(numerics.round_to_int(scaled), to.dtype)
+    return scaled.astype(to.dtype)
+
+
+def scales_of(absmax: jax.Array, to: Format) -> jax.Array:
+    """Return the scales: the values that a code of 1 represents."""
+    return _with_reciprocal(absmax, to) * jnp.float32(1 / to.largest)
+
+
+def _with_reciprocal(absmax: jax.Array, to: Format) -> jax.Array:
+    """Maxima whose reciprocals are normal numbers; codes of larger ones exceed 1, up to 4."""
+    most = to.largest * 2.0**126
+    return absmax if most >= 2.0**128 else jnp.minimum(absmax, jnp.float32(most))
+
+
+def multiply(
+    a: Quantized,
+    b: Quantized,
+    sums: int,
+    dtype: jnp.dtype,
+    transposed: bool = False,
+    sharding: Any = None,
+) -> jax.Array:
+    """A product of codes, scaled back.
+
+    Products of integers are summed in int32, exactly, those of float8 in f32; the sums times the
+    scales, those of `b` first, in f32, are rounded to `dtype`.
+
+    Args:
+      a: the left operand.
+      b: the right operand.
+      sums: how many axes each is summed over: the last ones, or the first (`transposed`); scales
+        are of size 1 there.
+      dtype: of the result.
+      transposed: whether the sum is over the first axes.
+      sharding: of the result, on a mesh with Explicit axes.
+
+    Returns:
+      [*the other axes of a, *those of b].
+
+    Raises:
+      ValueError: for sums of more int8 products than int32 holds, 133,144.
+    """
+    axes = [
+        tuple(range(sums)) if transposed else tuple(range(x.codes.ndim - sums, x.codes.ndim))
+        for x in (a, b)
+    ]
+    integer = jnp.issubdtype(a.codes.dtype, jnp.integer)
+    length = math.prod(a.codes.shape[axis] for axis in axes[0])
+    if integer and length > LONGEST_SUM:
+        raise ValueError(
+            f"a sum of {length:,} int8 products may leave int32, which holds {LONGEST_SUM:,}: use "
+            "float8, or keep this product in 16 bits."
+        )
+    dims = ((axes[0], axes[1]), ((), ()))
+    kind = jnp.int32 if integer else jnp.float32
+    found = lax.dot_general(
+        a.codes, b.codes, dims, preferred_element_type=kind, out_sharding=sharding
+    )
+    of_a, of_b = (jnp.squeeze(x.scales, own) for x, own in zip((a, b), axes, strict=True))
+    rank_a, rank_b = of_a.ndim, of_b.ndim
+    of_a = jnp.expand_dims(of_a, tuple(range(rank_a, rank_a + rank_b)))
+    of_b = jnp.expand_dims(of_b, tuple(range(rank_a)))
+    # the weight's scale first: sums times an activation's may leave f32 where the result does not
+    return (found.astype(jnp.float32) * of_b * of_a).astype(dtype)

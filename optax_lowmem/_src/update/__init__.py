@@ -1,0 +1,11 @@
+"""One optimizer step: plan of each leaf, decode, update, encode, the weight's new split."""
+
+from optax_lowmem._src.update.dispatch import IMPLEMENTATIONS as IMPLEMENTATIONS
+from optax_lowmem._src.update.dispatch import choose as choose
+from optax_lowmem._src.update.dispatch import fused_updates as fused_updates
+from optax_lowmem._src.update.plan import LeafPlan as LeafPlan
+from optax_lowmem._src.update.plan import LeafState as LeafState
+from optax_lowmem._src.update.plan import SlotPlan as SlotPlan
+from optax_lowmem._src.update.reference import MASTER as MASTER
+from optax_lowmem._src.update.reference import split_update as split_update
+from optax_lowmem._src.update.shared import shared_updates as shared_updates

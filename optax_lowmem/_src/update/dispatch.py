@@ -1,0 +1,402 @@
+"""Choice of the implementation that steps a leaf, made while tracing.
+
+It depends on `supported`, never on caught errors.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_lowmem._src.core import explicit, platform, scope
+from optax_lowmem._src.core.placement import Placement
+from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
+from optax_lowmem._src.core.tiles import MAX_ELEMENTS, Tiling
+from optax_lowmem._src.update import on_mesh, operands, packed, reference, stacked, tuning, twopass
+from optax_lowmem._src.update.plan import LeafPlan, LeafState
+
+_Row = tuple[LeafPlan, jax.Array, jax.Array | None, LeafState]  # plan, gradient, weight, state
+
+IMPLEMENTATIONS = ("xla", "pallas", "triton")
+_KERNELS = ("pallas", "triton")
+_ELEMENTWISE = "no slot is compressed: plain elementwise work, which XLA fuses well"
+_UPDATES = 1 << 20  # bytes that the updates of a launch may take, however small the leaves
+_SMALL = 1 << 16  # elements; XLA launches a kernel for each leaf without codes, small or not
+
+
+def _unsupported(kernel: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
+    """Return the reason why a kernel cannot take a leaf on any machine, or None."""
+    size = math.prod(plan.shape)
+    if not plan.shape or size == 0:
+        return "a 0-d or empty leaf has no tiles"
+    if size > MAX_ELEMENTS:
+        return f"{size} elements, more than a kernel's 32-bit offsets reach"
+    if plan.block is not None and plan.block.elementwise:
+        return "a second moment for each element, in f32: plain elementwise work"
+    if kernel == "pallas":
+        return None if platform.has_pallas_triton() else "this JAX has no Pallas-Triton lowering"
+    if not platform.has_jax_triton():
+        return "jax-triton is not installed (pip install 'optax-lowmem[gpu]')"
+    from optax_lowmem._src.update import jax_triton
+
+    return jax_triton.supported(rule, plan)
+
+
+def choose(
+    rule: UpdateRule, plan: LeafPlan, implementation: str | None = None, g: Any = None
+) -> tuple[str, str]:
+    """(implementation of a leaf, why).
+
+    Args:
+      rule: the optimizer's arithmetic.
+      plan: the leaf's.
+      implementation: the caller's choice, or None.
+      g: the leaf's gradient, for where it lies.
+
+    Raises:
+      ValueError: where the caller's choice cannot take the leaf.
+    """
+    if implementation == "xla":
+        return "xla", "asked for"
+    if implementation is not None:
+        return _asked_for(rule, plan, implementation, g)
+    if not plan.grouped and math.prod(plan.shape) > _SMALL:
+        return "xla", _ELEMENTWISE
+    nowhere = platform.no_kernel_reason(g)
+    if nowhere is not None:
+        return "xla", nowhere
+    reasons = {kernel: _unsupported(kernel, rule, plan) for kernel in _KERNELS}
+    for kernel, reason in reasons.items():
+        if reason is None:
+            return kernel, "fused kernel"
+    return "xla", "; ".join(f"{kernel}: {reason}" for kernel, reason in reasons.items())
+
+
+def _asked_for(rule: UpdateRule, plan: LeafPlan, kernel: str, g: Any) -> tuple[str, str]:
+    reason = platform.no_device_reason() or platform.explicit_axes_reason(g)
+    reason = reason or _unsupported(kernel, rule, plan)
+    if reason is None and (plan.grouped or math.prod(plan.shape) <= _SMALL):
+        return kernel, "asked for"
+    if not plan.grouped and platform.no_device_reason() is None:
+        return "xla", reason or _ELEMENTWISE
+    raise ValueError(
+        f"implementation={kernel!r} cannot take leaf '{plan.path}': {reason}. Pass "
+        "implementation=None to use what can."
+    )
+
+
+def fused_updates(
+    rule: UpdateRule,
+    plans: Sequence[LeafPlan],
+    gradients: Sequence[jax.Array],
+    weights: Sequence[jax.Array | None],
+    states: Sequence[LeafState],
+    h: Mapping[str, jax.Array],
+    keys: jax.Array,
+    alive: jax.Array,
+    implementation: str | None = None,
+    tuned: tuning.Tuning | None = None,
+    of_blocks: Sequence[jax.Array] | None = None,
+    measured: Sequence[Mapping[str, jax.Array]] | None = None,
+) -> list[tuple[jax.Array, LeafState]]:
+    """`reference.fused_update` of every leaf, by the fastest implementation for each.
+
+    Args:
+      rule: the optimizer's arithmetic.
+      plans: the leaves' static choices.
+      gradients: one a leaf.
+      weights: parameters, or None each.
+      states: stored states.
+      h: f32 hyperparameters.
+      keys: uint32 [leaves], for the rounding of each leaf in this step.
+      alive: a traced True.
+      implementation: `xla`, `pallas`, `triton`, or None for the fastest.
+      tuned: how a kernel's work is cut; None for what is known of the device.
+      of_blocks: what `shared_updates` gave each leaf.
+      measured: the hyperparameters of each leaf, where they are known already.
+    """
+    results: dict[int, tuple[jax.Array, LeafState]] = {}
+    rows: list[Any] = list(zip(plans, gradients, weights, states, strict=True))
+    of_leaves = [dict(h)] * len(rows) if measured is None else list(measured)
+    if rule.measures and measured is None:
+        of_leaves = [_measured(rule, row, h) for row in rows]
+    placed = _placed(rule, plans, states, implementation)
+    if placed:
+        results.update(_on_mesh(rule, rows, placed, of_leaves, keys, alive, implementation, tuned))
+    chosen = [
+        "done" if i in results else choose(rule, plan, implementation, g)[0]
+        for i, (plan, g, *_) in enumerate(rows)
+    ]
+    if of_blocks is not None:
+        pairs = zip(of_leaves, of_blocks, strict=True)
+        of_leaves = [{**own, OF_BLOCK: given} for own, given in pairs]
+    for kernel in _KERNELS:
+        mine = [i for i, name in enumerate(chosen) if name == kernel]
+        if not mine:
+            continue
+        size = plans[mine[0]].group_size  # one for all leaves of an optimizer
+        cut = tuning.resolve(tuned, kernel, rule.elementwise_slots, size)
+        for batch in _batches(rows, mine, cut):
+            taken, own = [rows[i] for i in batch], [of_leaves[i] for i in batch]
+            found = _by_kernel(
+                rule, kernel, taken, own, keys, batch, alive, cut.tile, implementation is None
+            )
+            results.update(zip(batch, found, strict=True))
+    # behind a barrier, or XLA moves them into the steps of the leaves and no two are the same
+    numbers = jax.lax.optimization_barrier([jnp.uint32(i) for i in range(len(rows))])
+    by_xla = [i for i, name in enumerate(chosen) if name == "xla"]
+    for stack in stacked.stacks(rule, plans, gradients, weights, by_xla):
+        found = stacked.fused_updates(
+            rule, plans[stack[0]].nameless, [rows[i][1:] for i in stack],
+            [of_leaves[i] for i in stack], keys,
+            [numbers[i] for i in stack] + numbers[: len(stack)],
+        )  # fmt: skip
+        results.update(zip(stack, found, strict=True))
+    for i in by_xla:
+        if i not in results:
+            results[i] = _by_xla(rule, rows[i], of_leaves[i], keys, i, numbers[i], alive)
+    return [results[i] for i in range(len(rows))]
+
+
+def _measured(rule: UpdateRule, row: _Row, h: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+    """`reference.of_leaf`: scalars, replicated on Explicit axes."""
+    plan, g, p, state = row
+    measure = functools.partial(_of_leaf, rule, plan.nameless)
+    names = jax.eval_shape(measure, g, p, state, h)
+    return explicit.left_to_xla(measure, dict.fromkeys(names), g, p, state, h)
+
+
+def _by_xla(
+    rule: UpdateRule,
+    row: _Row,
+    h: Mapping[str, jax.Array],
+    keys: jax.Array,
+    number: int,
+    traced_number: jax.Array,
+    alive: jax.Array,
+) -> tuple[jax.Array, LeafState]:
+    """The step of one leaf without a kernel; on Explicit axes its results lie where it did."""
+    plan, g, p, state = row
+
+    def step(g: Any, p: Any, state: Any, h: Any, keys: Any, traced: Any, alive: Any) -> Any:
+        arguments = (rule, plan.nameless, g, p, state, h)
+        if packed.supported(plan, jax.default_backend()) is None:
+            return packed.fused_update_among(*arguments, keys, traced)
+        return fused_update(*arguments, keys[number], alive)
+
+    lies = jax.tree.map(explicit.sharding_of, on_mesh.result_like(g, p, state))
+    return explicit.left_to_xla(step, lies, g, p, state, h, keys, traced_number, alive)
+
+
+def _placed(
+    rule: UpdateRule,
+    plans: Sequence[LeafPlan],
+    states: Sequence[LeafState],
+    implementation: str | None,
+) -> dict[int, Placement]:
+    """The leaves on a mesh whose parts kernels can step."""
+    if implementation == "xla" or platform.no_device_reason() is not None:
+        return {}
+    places = {
+        i: on_mesh.place_of(plan, state)
+        for i, (plan, state) in enumerate(zip(plans, states, strict=True))
+    }
+    return {
+        i: place
+        for i, place in places.items()
+        if place is not None and on_mesh.supported(rule, plans[i], place) is None
+    }
+
+
+def _on_mesh(
+    rule: UpdateRule,
+    rows: Sequence[tuple],
+    placed: Mapping[int, Placement],
+    of_leaves: Sequence[Mapping[str, jax.Array]],
+    keys: jax.Array,
+    alive: jax.Array,
+    implementation: str | None,
+    tuned: tuning.Tuning | None,
+) -> Iterator[tuple[int, tuple[jax.Array, LeafState]]]:
+    """(number, result) of the leaves on a mesh, those of one mesh together."""
+
+    def step(
+        plans: Any, gradients: Any, weights: Any, states: Any, own: Any, keys: Any, alive: Any
+    ) -> Any:
+        with scope.placing(None):
+            return fused_updates(
+                rule, plans, gradients, weights, states, {}, keys, alive, implementation, tuned,
+                measured=own,
+            )  # fmt: skip
+
+    for mesh in dict.fromkeys(place.mesh for place in placed.values()):
+        mine = [i for i, place in placed.items() if place.mesh == mesh]
+        columns = zip(*(rows[i] for i in mine), strict=True)
+        plans, gradients, weights, states = map(list, columns)
+        found = on_mesh.fused_updates(
+            step, plans, [placed[i] for i in mine], gradients, weights, states,
+            [of_leaves[i] for i in mine], keys[jnp.asarray(mine)], alive,
+        )  # fmt: skip
+        yield from zip(mine, found, strict=True)
+
+
+@functools.partial(jax.jit, static_argnames=("rule", "plan"))
+def fused_update(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    g: jax.Array,
+    p: jax.Array | None,
+    state: LeafState,
+    h: Mapping[str, jax.Array],
+    key: jax.Array,
+    alive: jax.Array,
+) -> tuple[jax.Array, LeafState]:
+    """`reference.fused_update` in the form that XLA compiles best for the backend.
+
+    Compiled once for leaves of one shape and plan, also outside of a jit. The arguments are those
+    of `reference.fused_update`, and `alive`, a traced True.
+    """
+    for path in (packed, twopass):
+        if path.supported(plan, jax.default_backend()) is None:
+            return path.fused_update(rule, plan, g, p, state, h, key, alive)
+    return reference.fused_update(rule, plan, g, p, state, h, key)
+
+
+# once for leaves of one shape and plan: tracing it for each leaf takes longer than all else
+_plain = jax.jit(reference.fused_update, static_argnames=("rule", "plan"))
+_of_leaf = jax.jit(reference.of_leaf, static_argnames=("rule", "plan"))
+
+
+def _batches(
+    rows: Sequence[tuple], indices: Sequence[int], tuned: tuning.Tuning
+) -> list[list[int]]:
+    """Leaves that share a launch: they differ in shape alone.
+
+    As many as fit of one shape together, since launches of the same shapes compile once; shapes of
+    which there are few go with their neighbours.
+
+    What an update is taken from is one new array a leaf, all of a launch at once: together at most
+    4 bytes an element of the largest leaf, or 1 MB.
+    """
+    largest = max((math.prod(rows[i][0].shape) for i in indices), default=0)
+    kinds: dict[Any, list[int]] = {}
+    for i in indices:
+        plan, g = rows[i][:2]
+        lanes = Tiling(plan.shape, plan.group_size, tuned.tile.elements).lanes
+        kind = (plan.shapeless, lanes, jnp.dtype(g.dtype))
+        kinds.setdefault(kind, []).append(i)
+    done = []
+    for alike in kinds.values():
+        plan, _, p = rows[alike[0]][:3]
+        most = tuned.elements
+        if not plan.direct:
+            itemsize = operands.update_dtype(plan, p).itemsize
+            most = min(most, max(4 * largest, _UPDATES) // itemsize)
+        sizes = {i: math.prod(rows[i][0].shape) for i in alike}
+        shapes: dict[tuple[int, ...], list[int]] = {}
+        for i in alike:
+            shapes.setdefault(rows[i][0].shape, []).append(i)
+        few: list[int] = []
+        for same in shapes.values():
+            fitting = max(1, min(tuned.leaves, most // sizes[same[0]]))
+            if len(same) < fitting:
+                few += same
+            else:
+                done += _evenly(same, fitting)
+        done += _in_order(sorted(few), sizes, tuned.leaves, most)
+    return done
+
+
+def _evenly(leaves: Sequence[int], most: int) -> list[list[int]]:
+    """Parts of at most `most` leaves, as few and as equal as can be."""
+    parts = -(-len(leaves) // most)
+    cuts = [len(leaves) * part // parts for part in range(parts + 1)]
+    return [list(leaves[a:b]) for a, b in itertools.pairwise(cuts)]
+
+
+def _in_order(
+    leaves: Sequence[int], sizes: Mapping[int, int], most_leaves: int, most_elements: int
+) -> list[list[int]]:
+    """Neighbours together, until there are too many leaves or elements."""
+    done: list[list[int]] = []
+    elements = 0
+    for i in leaves:
+        elements += sizes[i]
+        if not done or len(done[-1]) == most_leaves or elements > most_elements:
+            done.append([])
+            elements = sizes[i]
+        done[-1].append(i)
+    return done
+
+
+def _by_kernel(
+    rule: UpdateRule,
+    kernel: str,
+    rows: Sequence[tuple],
+    of_leaves: Sequence[Mapping[str, jax.Array]],
+    keys: jax.Array,
+    numbers: Sequence[int],
+    alive: jax.Array,
+    tile: Any,
+    automatic: bool,
+) -> list[tuple[jax.Array, LeafState]]:
+    """The leaves of one launch."""
+    plans = tuple(plan.nameless for plan, *_ in rows)
+    arrays = [row[1:] for row in rows]
+    of_blocks = [h.get(OF_BLOCK) for h in of_leaves]
+    names = tuple(sorted(set(of_leaves[0]) - {OF_BLOCK}))
+    # a row for each leaf only where leaves differ
+    own = of_leaves if rule.measures else of_leaves[:1]
+    scalars = jnp.stack([jnp.stack([h[name] for name in names]) for h in own])
+    leaf_numbers = jnp.asarray(numbers, jnp.int32)
+
+    def launched(arrays: Any, of_blocks: Any, scalars: Any, keys: Any, alive: Any) -> Any:
+        del alive
+        every = zip(plans, arrays, of_blocks, strict=True)
+        leaves = tuple(
+            operands.leaf_of(plan, g, p, state, own) for plan, (g, p, state), own in every
+        )
+        launch = _launcher(kernel)
+        found = launch(rule, plans, leaves, names, scalars, keys, leaf_numbers, tile)
+        return [
+            (_update(plan, row[1], result), operands.state_of(plan, row[2], result))
+            for plan, row, result in zip(plans, arrays, found, strict=True)
+        ]
+
+    def plain(arrays: Any, of_blocks: Any, scalars: Any, keys: Any, alive: Any) -> Any:
+        del alive
+        hs = [dict(zip(names, row, strict=True)) for row in scalars]
+        found = []
+        every = zip(plans, arrays, of_blocks, numbers, strict=True)
+        for i, (plan, row, own, number) in enumerate(every):
+            h = {**hs[i % len(hs)], **({} if own is None else {OF_BLOCK: own})}
+            found.append(_plain(rule, plan, *row, h, keys[number]))
+        return found
+
+    if not automatic:
+        return launched(arrays, of_blocks, scalars, keys, alive)
+    # a computation for the host's CPU may be traced on a machine with a GPU
+    return jax.lax.platform_dependent(
+        arrays, of_blocks, scalars, keys, alive, cuda=launched, default=plain
+    )
+
+
+def _launcher(kernel: str) -> Any:
+    if kernel == "pallas":
+        from optax_lowmem._src.update import pallas_triton
+
+        return pallas_triton.launch
+    from optax_lowmem._src.update import jax_triton
+
+    return jax_triton.launch
+
+
+def _update(plan: LeafPlan, p: jax.Array | None, result: operands.Result) -> jax.Array:
+    """A kernel gives the weight to aim at: the update is taken where XLA fuses it with its use."""
+    if p is None or plan.direct or plan.split is None:
+        return result.update
+    return reference.update_towards(result.update, p, plan.update_dtype)

@@ -1,0 +1,134 @@
+"""The step of leaves that lie on several devices: each steps its own part, as a leaf of its own.
+
+A kernel call is opaque to XLA's partitioner, which would gather its operands. Inside a `shard_map`
+it is one call a device, and nothing moves.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from optax_lowmem._src.core import explicit, random, scope
+from optax_lowmem._src.core.placement import Placement, placement
+from optax_lowmem._src.core.rules import UpdateRule
+from optax_lowmem._src.update.plan import LeafPlan, LeafState
+
+
+def place_of(plan: LeafPlan, state: LeafState) -> Placement | None:
+    """Return a leaf's sharding, as given to `lowmem.step` or by Explicit axes, or None."""
+    given = scope.placement(plan.path)
+    if given is not None:
+        return given
+    for x in (*state.slots, state.correction):
+        sharding = jax.typeof(x).sharding
+        if x.shape == plan.shape and _explicit(sharding.mesh):
+            return placement(plan.path, plan.shape, sharding, sharding.mesh)
+    return None
+
+
+def _explicit(mesh: Any) -> bool:
+    return bool(mesh.axis_types) and all(axis == AxisType.Explicit for axis in mesh.axis_types)
+
+
+def supported(rule: UpdateRule, plan: LeafPlan, place: Placement) -> str | None:
+    """Return the reason why a leaf's shards cannot be stepped separately, or None."""
+    if rule.of_blocks is not None:
+        return "blocks of weights may lie on several devices"
+    if not plan.shape:
+        return "a 0-d leaf has no parts"
+    return place.cut_groups(plan.shape, plan.group_size) if plan.grouped or plan.noisy else None
+
+
+def fused_updates(
+    step: Callable[..., list[tuple[jax.Array, LeafState]]],
+    plans: Sequence[LeafPlan],
+    places: Sequence[Placement],
+    gradients: Sequence[jax.Array],
+    weights: Sequence[jax.Array | None],
+    states: Sequence[LeafState],
+    of_leaves: Sequence[Mapping[str, jax.Array]],
+    keys: jax.Array,
+    alive: jax.Array,
+) -> list[tuple[jax.Array, LeafState]]:
+    """The step of some leaves on one mesh.
+
+    Args:
+      step: (plans, gradients, weights, states, of_leaves, keys, alive) -> results, of one device.
+      plans: the leaves' static choices.
+      places: where they lie.
+      gradients: one a leaf.
+      weights: parameters, or None each.
+      states: stored states.
+      of_leaves: the hyperparameters of each.
+      keys: uint32 [leaves] or [leaves, 2].
+      alive: a traced True.
+    """
+    mesh, specs = places[0].mesh, [place.spec for place in places]
+    typed = _explicit(mesh)
+    own = [_specs_of(state, spec) for state, spec in zip(states, specs, strict=True)]
+    local = [
+        dataclasses.replace(plan, shape=place.local(plan.shape))
+        for plan, place in zip(plans, places, strict=True)
+    ]
+
+    def on_a_device(
+        gradients: Any, weights: Any, states: Any, of_leaves: Any, keys: Any, alive: Any
+    ) -> Any:
+        rows = zip(local, places, keys, strict=True)
+        keys = jnp.stack([_part_key(*row) for row in rows])
+        return step(local, gradients, weights, states, of_leaves, keys, alive)
+
+    rows: list[Any] = [list(gradients), list(weights), list(states)]
+    if typed:  # where they lie is part of their type
+        lies: tuple[list[Any], ...] = (specs, specs, own)
+        rows = [_laid(row, spec, mesh) for row, spec in zip(rows, lies, strict=True)]
+    every = PartitionSpec()
+    mapped: Any = jax.shard_map(
+        on_a_device,
+        mesh=mesh,
+        in_specs=(specs, specs, own, every, every, every),
+        out_specs=[(spec, of_state) for spec, of_state in zip(specs, own, strict=True)],
+        check_vma=False,
+    )
+    found = mapped(*rows, list(of_leaves), keys, alive)
+    if typed:
+        likes = map(result_like, gradients, weights, states)
+        found = [explicit.laid_like(one, like) for one, like in zip(found, likes, strict=True)]
+    return found
+
+
+def result_like(
+    gradient: jax.Array, weight: jax.Array | None, state: LeafState
+) -> tuple[jax.Array, LeafState]:
+    """Arrays that lie where a leaf's update and its new state do on Explicit axes."""
+    return (gradient if weight is None else weight), state
+
+
+def _specs_of(state: LeafState, spec: PartitionSpec) -> LeafState:
+    """Scales lie as their codes; a placeholder, which has no dimension, everywhere."""
+    return jax.tree.map(lambda x: spec if x.ndim else PartitionSpec(), state)
+
+
+def _laid(arrays: list[Any], specs: list[Any], mesh: Any) -> list[Any]:
+    def laid(x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+
+    return [
+        None if row is None else jax.tree.map(laid, row, spec)
+        for row, spec in zip(arrays, specs, strict=True)
+    ]
+
+
+def _part_key(plan: LeafPlan, place: Placement, key: jax.Array) -> jax.Array:
+    """Of this device's part of a leaf; the last axis counts groups."""
+    sizes = [*plan.shape[:-1], plan.shape[-1] // plan.group_size if place.parts(-1) > 1 else 0]
+    starts = [
+        jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(size) if axes else jnp.uint32(0)
+        for axes, size in zip(place.axes, sizes, strict=True)
+    ]
+    row, lane = random.row_and_lane_keys(key)  # of a leaf, or of a part of one already
+    return jnp.stack([random.part_keys(row, *starts)[0], lane])

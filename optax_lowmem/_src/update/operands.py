@@ -1,0 +1,119 @@
+"""The arrays of a launch: what a GPU kernel reads and writes of each leaf, and what lies where."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_lowmem._src.core.tiles import Tiling, result_like
+from optax_lowmem._src.update.plan import LeafPlan, LeafState
+
+
+class Leaf(NamedTuple):
+    """Arrays that the step of a leaf reads, without placeholders."""
+
+    g: jax.Array
+    p: jax.Array | None
+    correction: jax.Array | None
+    slots: tuple[jax.Array, ...]
+    scales: tuple[jax.Array, ...]  # of the compressed slots only
+    of_block: jax.Array | None = None  # block-wise values, one per block
+
+
+class Result(NamedTuple):
+    """Arrays that the step of a leaf writes.
+
+    `update` is a weight where the leaf has a split or its plan returns new parameters.
+    """
+
+    update: jax.Array
+    correction: jax.Array | None
+    slots: tuple[jax.Array, ...]
+    scales: tuple[jax.Array, ...]
+
+
+def leaf_of(
+    plan: LeafPlan,
+    g: jax.Array,
+    p: jax.Array | None,
+    state: LeafState,
+    of_block: jax.Array | None = None,
+) -> Leaf:
+    """The arrays that a kernel takes."""
+    correction = state.correction if p is not None and plan.split is not None else None
+    scales = tuple(s for slot, s in zip(plan.slots, state.scales, strict=True) if slot.codec)
+    return Leaf(g, p, correction, state.slots, scales, of_block)
+
+
+def state_of(plan: LeafPlan, state: LeafState, result: Result) -> LeafState:
+    """The new state, with the old one's placeholders."""
+    scales = iter(result.scales)
+    return LeafState(
+        result.slots,
+        tuple(
+            next(scales) if slot.codec else old
+            for slot, old in zip(plan.slots, state.scales, strict=True)
+        ),
+        state.correction if result.correction is None else result.correction,
+    )
+
+
+def update_dtype(plan: LeafPlan, p: jax.Array | None) -> jnp.dtype:
+    """dtype of the first result: a weight's where the leaf has a split or the plan is direct."""
+    if p is None:
+        return jnp.dtype(jnp.float32)
+    return p.dtype if plan.direct or plan.split is not None else plan.update_dtype
+
+
+def views(tiling: Tiling, leaf: Leaf) -> Leaf:
+    """The arrays of a leaf as its kernel sees them."""
+    g, p, correction, slots = jax.tree.map(
+        tiling.element_view, (leaf.g, leaf.p, leaf.correction, leaf.slots)
+    )
+    scales, of_block = jax.tree.map(tiling.scale_view, (leaf.scales, leaf.of_block))
+    return Leaf(g, p, correction, slots, scales, of_block)
+
+
+def output(plan: LeafPlan, viewed: Leaf) -> Any:
+    """Shapes and dtypes of what a kernel writes for a leaf that it sees so, as a `Result`."""
+
+    def like(x: jax.Array, dtype: Any = None) -> Any:
+        return result_like(x, x.shape, dtype or x.dtype)
+
+    update = like(viewed.g, update_dtype(plan, viewed.p))
+    state: Any = jax.tree.map(like, (viewed.correction, viewed.slots, viewed.scales))
+    return Result(update, *state)
+
+
+def aliases(
+    plan: LeafPlan, inputs: Sequence[Leaf], outputs: Sequence[Result], first: int
+) -> dict[int, int]:
+    """Operand -> result that takes its place: the state, and the weight of a direct plan."""
+    numbered_in = _numbered(inputs, first)
+    found: dict[int, int] = {}
+    for leaf, result in zip(numbered_in, _numbered(outputs, 0), strict=True):
+        pairs = [*zip(leaf.slots, result.slots, strict=True)]
+        pairs += zip(leaf.scales, result.scales, strict=True)
+        if leaf.correction is not None:
+            pairs.append((leaf.correction, result.correction))
+        if plan.direct:
+            pairs.append((leaf.p, result.update))
+        found.update(pairs)
+    return found
+
+
+def _numbered(trees: Sequence[Any], first: int) -> Any:
+    leaves, structure = jax.tree.flatten(list(trees))
+    return jax.tree.unflatten(structure, range(first, first + len(leaves)))
+
+
+def restored(plan: LeafPlan, leaf: Leaf, result: Result) -> Result:
+    """The results in the shapes of their leaf."""
+
+    def reshaped(new: jax.Array, old: jax.Array) -> jax.Array:
+        return new.reshape(old.shape)
+
+    update = result.update.reshape(plan.shape)
+    state = jax.tree.map(reshaped, result[1:], (leaf.correction, leaf.slots, leaf.scales))
+    return Result(update, *state)

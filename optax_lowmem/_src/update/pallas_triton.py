@@ -1,0 +1,217 @@
+"""The step of several leaves in one GPU kernel: Pallas, lowered through Triton.
+
+The body calls the rule, the codecs and the split that the reference calls. Leaves that differ in
+nothing but their shape share a launch: a program finds its leaf by its number, loads its tile in a
+branch of that leaf, computes, and stores in a branch again.
+"""
+
+import contextlib
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from optax_lowmem._src.codecs import GroupCodec
+from optax_lowmem._src.core import numerics, pallas_tiles, random
+from optax_lowmem._src.core.block import Block
+from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
+from optax_lowmem._src.core.tiles import Tile, Tiling
+from optax_lowmem._src.update import reference
+from optax_lowmem._src.update.operands import (
+    Leaf,
+    Result,
+    aliases,
+    output,
+    restored,
+    update_dtype,
+    views,
+)
+from optax_lowmem._src.update.plan import LeafPlan
+
+
+def step_tile(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    leaf: Leaf,
+    h: dict[str, jax.Array],
+    noise: tuple[jax.Array, jax.Array] | None,
+    exists: jax.Array | None,
+) -> Result:
+    """One tile [groups, lanes], a group a row: decode, rule, encode, split.
+
+    `plan` is that of any leaf of the launch; only its shape, which is not used, tells them apart.
+    """
+    stored_scales = iter(leaf.scales)
+    values = {
+        slot.name: _decode(slot.codec, stored, next(stored_scales), exists)
+        if slot.codec
+        else stored.astype(jnp.float32)
+        for slot, stored in zip(plan.slots, leaf.slots, strict=True)
+    }
+    correction = jnp.zeros((), jnp.int8) if leaf.correction is None else leaf.correction
+    update, values = reference.advance(rule, plan, leaf.g, leaf.p, correction, values, h)
+    slots, scales = [], []
+    for slot in plan.slots:
+        value = values[slot.name]
+        if slot.codec is None:
+            slots.append(value.astype(slot.dtype))
+            continue
+        uniforms = None
+        if slot.stochastic and noise is not None:
+            uniforms = random.join_bits(*noise, value.shape[-1], slot.name)
+        codes, scale = slot.codec.encode(value, uniforms)
+        slots.append(codes)
+        scales.append(scale)
+    if leaf.p is not None:
+        # for a plan that is not direct the weight: its update is taken where it fuses with its use
+        move = reference.moved if plan.split is None else reference.landed
+        own = reference.master_noise(plan, noise, leaf.g.shape[-1])
+        update, correction = move(plan, leaf.p, update, correction, own)
+    kept = None if leaf.correction is None else correction
+    return Result(update.astype(update_dtype(plan, leaf.p)), kept, tuple(slots), tuple(scales))
+
+
+def _decode(
+    codec: GroupCodec, codes: jax.Array, scales: jax.Array, exists: jax.Array | None
+) -> jax.Array:
+    """Values of a tile, 0 where there are none: they would count in what the group spans."""
+    values = codec.decode(codes, scales)
+    if codec.zero_code or exists is None:  # codes of what is not there are 0
+        return values
+    return jnp.where(exists, values, jnp.float32(0))
+
+
+def _kernel(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    tilings: tuple[Tiling, ...],
+    blocks: tuple[Block | None, ...],
+    names: tuple[str, ...],
+    treedefs: tuple[Any, Any],
+    interpret: bool,
+    *refs: Any,
+) -> None:
+    scalars, keys, lane_bits, leaf_numbers, *arrays = refs
+    sizes = [treedef.num_leaves for treedef in treedefs]
+    count, inputs = len(tilings), len(tilings) * sizes[0]
+    read = [arrays[i * sizes[0] : (i + 1) * sizes[0]] for i in range(count)]
+    written = [arrays[inputs + i * sizes[1] : inputs + (i + 1) * sizes[1]] for i in range(count)]
+    program = pl.program_id(0)
+    starts = [0, *itertools.accumulate(tiling.tiles for tiling in tilings[:-1])]
+
+    per_leaf = scalars.shape[0] > 1
+    # in a jit, which inlines, the step is traced once for all leaves
+    step = jax.jit(functools.partial(step_tile, rule, plan))
+
+    def run(i: int) -> None:
+        h = {name: scalars[i if per_leaf else 0, j] for j, name in enumerate(names)}
+        tiling, tile = tilings[i], program - starts[i]
+        own = jax.tree.unflatten(treedefs[0], read[i])
+        leaf, exists = _load(plan, tiling, blocks[i], tile, own), None
+        if not all(slot.codec is None or slot.codec.zero_code for slot in plan.slots):
+            exists = pallas_tiles.exists(tiling, own.g, tile)
+        if leaf.of_block is not None:
+            h[OF_BLOCK] = leaf.of_block
+        noise = None
+        if plan.noisy:
+            number = leaf_numbers[i]
+            noise = pallas_tiles.noise(tiling, tile, keys[number], lane_bits[number, :])
+        with _arithmetic(interpret):
+            result = step(leaf._replace(of_block=None), h, noise, exists)
+        _store(tiling, tile, jax.tree.unflatten(treedefs[1], written[i]), result)
+
+    # the whole step in each branch: values that leave a branch cost their packing there
+    pallas_tiles.in_leaf(starts, program, run)
+
+
+def _arithmetic(interpret: bool) -> contextlib.AbstractContextManager[None]:
+    """Interpreted, a kernel is compared with the reference: the same expressions."""
+    if interpret:
+        return contextlib.nullcontext()
+    return numerics.kernel_arithmetic(pallas_tiles.APPROXIMATIONS)
+
+
+def _load(plan: LeafPlan, tiling: Tiling, block: Block | None, tile: jax.Array, refs: Leaf) -> Leaf:
+    """A tile of a leaf; lanes and groups that do not exist hold zeros."""
+    nothing = plan.split.zero if plan.split is not None else 0
+    return Leaf(
+        pallas_tiles.load(tiling, refs.g, tile),
+        None if refs.p is None else pallas_tiles.load(tiling, refs.p, tile),
+        None
+        if refs.correction is None
+        else pallas_tiles.load(tiling, refs.correction, tile, nothing),
+        tuple(pallas_tiles.load(tiling, ref, tile) for ref in refs.slots),
+        tuple(pallas_tiles.load_scales(tiling, ref, tile) for ref in refs.scales),
+        pallas_tiles.load_of_block(tiling, block, refs.of_block, tile) if block else None,
+    )
+
+
+def _store(tiling: Tiling, tile: jax.Array, refs: Result, result: Result) -> None:
+    for ref, scale in zip(refs.scales, result.scales, strict=True):
+        pallas_tiles.store_scales(tiling, ref, tile, scale)
+    jax.tree.map(
+        lambda ref, value: pallas_tiles.store(tiling, ref, tile, value),
+        refs._replace(scales=()),
+        result._replace(scales=()),
+    )
+
+
+@functools.partial(
+    jax.jit, static_argnames=("rule", "plans", "names", "tile", "interpret"), inline=False
+)
+def launch(
+    rule: UpdateRule,
+    plans: tuple[LeafPlan, ...],
+    leaves: tuple[Leaf, ...],
+    names: tuple[str, ...],
+    scalars: jax.Array,
+    keys: jax.Array,
+    leaf_numbers: jax.Array,
+    tile: Tile,
+    interpret: bool = False,
+) -> list[Result]:
+    """The step of leaves whose plans differ in shape alone.
+
+    Args:
+      rule: the optimizer's arithmetic.
+      plans: one a leaf.
+      leaves: their arrays.
+      names: of the hyperparameters.
+      scalars: the hyperparameters, f32 [1, len(names)], or [len(plans), len(names)] where the
+        leaves have their own.
+      keys: of the leaves of the whole tree, uint32 [leaves], or of parts of them, [leaves, 2].
+      leaf_numbers: which of them are these leaves', int32 [len(plans)].
+      tile: how the work is cut.
+      interpret: run as plain JAX, on any device.
+    """
+    tilings = tuple(Tiling(plan.shape, plan.group_size, tile.elements) for plan in plans)
+    viewed = [views(tiling, leaf) for tiling, leaf in zip(tilings, leaves, strict=True)]
+    results = [output(plan, leaf) for plan, leaf in zip(plans, viewed, strict=True)]
+    # the bits of the lanes are the same for every tile of a leaf: mixed once, here
+    lanes = lax.iota(jnp.uint32, tilings[0].lanes)[None]
+    row_keys, lane_keys = random.row_and_lane_keys(keys, rank=1)
+    lane_bits = random.lane_bits(lane_keys[:, None], lanes)
+    blocks = tuple(plan.block for plan in plans)
+    alike = plans[0].shapeless
+    flat_in, flat_out = (jax.tree.leaves(tree) for tree in (viewed, results))
+    treedefs = (jax.tree.structure(viewed[0]), jax.tree.structure(results[0]))
+    body = functools.partial(_kernel, rule, alike, tilings, blocks, names, treedefs, interpret)
+    outputs = pl.pallas_call(
+        body,
+        out_shape=flat_out,
+        grid=(sum(tiling.tiles for tiling in tilings),),
+        input_output_aliases=aliases(alike, viewed, results, first=4),
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
+        interpret=interpret,
+        name="fused_update",
+    )(scalars, row_keys, lane_bits, leaf_numbers, *flat_in)
+    found = jax.tree.unflatten(jax.tree.structure(results), outputs)
+    return [
+        restored(plan, leaf, result)
+        for plan, leaf, result in zip(plans, leaves, found, strict=True)
+    ]

@@ -1,0 +1,131 @@
+"""Storage: every static choice of how an optimizer keeps its state."""
+
+import dataclasses
+from typing import Any
+
+from optax_lowmem._src.codecs import GroupCodec, softsign, softsign_paper, sqrt, sqrt_paper
+from optax_lowmem._src.core.policy import Policy
+
+_ROUNDINGS = ("stochastic", "nearest", "embeddings")
+_MASTER_ROUNDINGS = ("stochastic", "nearest")
+_SPLITS = ("bits", "ulp")
+_UPDATE_DTYPES = ("float32", "param")
+
+
+def check_group_size(group_size: object) -> None:
+    """Raises unless a group size is a positive int."""
+    if isinstance(group_size, bool) or not isinstance(group_size, int):
+        raise TypeError(
+            f"group_size must be an int known when tracing, got {type(group_size).__name__}. "
+            "Inside inject_hyperparams name it in static_args, or pass it through "
+            "storage=Storage(group_size=...)."
+        )
+    if group_size < 1:
+        raise ValueError(f"group_size must be at least 1, got {group_size}")
+
+
+def check_bits(name: str, bits: object) -> None:
+    """Raises unless the width of master weights is 24 or 32, as an int."""
+    if type(bits) is not int or bits not in (24, 32):
+        raise ValueError(
+            f"{name} is the width of the master weights: 24 or 32, known when tracing (for 16 "
+            f"bits, no correction at all, Storage(master_weight_bits=None)), got {bits!r}"
+        )
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+
+
+def check_master_rounding(name: str, rounding: object) -> None:
+    """Raises unless master weights can be rounded so."""
+    _check_choice(name, rounding, _MASTER_ROUNDINGS)
+
+
+def check_codec(slot: str, codec: object, signed: bool) -> None:
+    """Raises unless a codec can store a slot."""
+    if codec is None:
+        return
+    if not isinstance(codec, GroupCodec):
+        raise TypeError(
+            f"{slot} takes a codec such as lowmem.codecs.softsign(), or None for f32; got {codec!r}"
+        )
+    if signed and not codec.signed:
+        raise ValueError(
+            f"slot '{slot}' has negative values and '{codec.name}' is unsigned: it would store "
+            "their magnitude. Use a signed codec, for example lowmem.codecs.softsign()."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """Storage format of weights and slots; static, hashable, never a traced value.
+
+    Attributes:
+      master_weight_bits: 24 or 32 for 16-bit parameters (1 or 2 more bytes each); None keeps no
+        correction. f32 parameters are their own master weights.
+      mu: codec of first moments, None for f32.
+      nu: codec of second moments, None for f32.
+      group_size: neighbours on the last axis that share a scale.
+      rounding: `stochastic` (unbiased; codes of a slow average never stick), `nearest`, or
+        `embeddings`, stochastic for embedding tables alone (Q-Adam-mini; for optimizers that take
+        `blocks`).
+      seed: of the hash behind stochastic rounding; `lowmem.init(..., seed=)` overrides it.
+      policy: leaves and slots to leave in f32.
+      split: `bits`, or `ulp` for FlashOptim's Algorithm 1; fp16 always takes `ulp`.
+      update_dtype: `float32`, exact through `optax.apply_updates`; or `param` for loops that add
+        without a cast (Equinox, Levanter), whose rounding the correction takes up. Of a bare
+        direction `param` means the dtype of its gradients.
+      master_rounding: of 24-bit master weights, `stochastic` (unbiased: steps far below the 2^-16
+        of a weight that 24 bits resolve add up to what f32 does) or `nearest` (steps below 2^-17 of
+        a weight are lost). 32-bit master weights are so fine that their rounding does not matter.
+
+    Memory: 3.19 bytes per 16-bit parameter for AdamW's state (1 + 2/32, 1 + 4/32, 1).
+
+    Example:
+      >>> Storage(master_weight_bits=32, nu=None).group_size
+      32
+    """
+
+    master_weight_bits: int | None = 24
+    mu: GroupCodec | None = dataclasses.field(default_factory=softsign)
+    nu: GroupCodec | None = dataclasses.field(default_factory=sqrt)
+    group_size: int = 32
+    rounding: str = "stochastic"
+    seed: int = 0
+    policy: Policy = dataclasses.field(default_factory=Policy)
+    split: str = "bits"
+    update_dtype: str = "float32"
+    master_rounding: str = "stochastic"
+
+    def __post_init__(self) -> None:
+        if self.master_weight_bits is not None:
+            check_bits("master_weight_bits", self.master_weight_bits)
+        check_group_size(self.group_size)
+        _check_choice("rounding", self.rounding, _ROUNDINGS)
+        _check_choice("split", self.split, _SPLITS)
+        _check_choice("update_dtype", self.update_dtype, _UPDATE_DTYPES)
+        check_master_rounding("master_rounding", self.master_rounding)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise TypeError(
+                f"seed must be an int, got {self.seed!r}; a traced one goes to lowmem.init"
+            )
+        if not isinstance(self.policy, Policy):
+            raise TypeError(f"policy takes a lowmem.Policy, got {self.policy!r}")
+        check_codec("mu", self.mu, signed=True)
+        check_codec("nu", self.nu, signed=False)
+
+    @classmethod
+    def paper(cls, **changes: Any) -> "Storage":
+        """FlashOptim as published: FP16 scales, nearest rounding, Algorithm 1's split."""
+        paper = cls(
+            mu=softsign_paper(), nu=sqrt_paper(), rounding="nearest", split="ulp",
+            master_rounding="nearest",
+        )  # fmt: skip
+        return dataclasses.replace(paper, **changes)
+
+    @classmethod
+    def full_precision(cls, **changes: Any) -> "Storage":
+        """f32 moments; only the master weights are split."""
+        return dataclasses.replace(cls(mu=None, nu=None), **changes)

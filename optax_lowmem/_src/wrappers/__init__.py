@@ -1,0 +1,1 @@
+"""Transformations around an optimizer: compress, split, accumulate, average, explain."""

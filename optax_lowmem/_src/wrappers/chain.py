@@ -1,0 +1,257 @@
+"""`chain` that keeps precision, and `step`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_lowmem._src.core import scope, trees
+from optax_lowmem._src.core.compiled import apply_updates, compiled, widened
+from optax_lowmem._src.core.placement import placements
+from optax_lowmem._src.noise.noisy import Sampler
+from optax_lowmem._src.update import IMPLEMENTATIONS
+from optax_lowmem._src.update.engine import Optimizer
+from optax_lowmem._src.update.masters import adds_noise, splits_masters
+
+
+def chain(*transformations: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """`optax.chain` whose links see 16-bit gradients in f32, with the same tuple as its state.
+
+    (optax's clipping takes the norm of bf16 gradients in bf16.)
+
+    Args:
+      *transformations: the links; one that splits master weights, or adds noise to weights, must
+        be the last.
+
+    Raises:
+      TypeError: for a link that is no transformation.
+      ValueError: in `init`, where a link follows one that splits master weights or adds noise.
+
+    Example:
+      >>> import optax, optax_lowmem as lowmem
+      >>> tx = lowmem.chain(optax.clip_by_global_norm(1.0), lowmem.flash_adamw(3e-4))
+    """
+    for link in transformations:
+        trees.check_transformation(link, "chain takes transformations one by one, chain(*links).")
+    linked = optax.chain(*transformations)
+
+    def init(params: Any) -> Any:
+        for index, link in enumerate(transformations[:-1]):
+            if adds_noise(link, params):
+                raise ValueError(
+                    f"link {index} of the chain adds noise to weights, and link {index + 1} would "
+                    "change its updates: put gaussws_noise around the chain, or last in it."
+                )
+            if splits_masters(link, params):
+                raise ValueError(
+                    f"link {index} of the chain splits master weights, so link {index + 1} would "
+                    "change updates whose corrections are already taken. Put it before, or give "
+                    f"link {index} storage=Storage(master_weight_bits=None) and wrap the chain in "
+                    "split_master_weights."
+                )
+        return linked.init(params)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        return _run(transformations, updates, state, params, _update_last, extra)
+
+    chained = Chain(init, update)
+    chained.links = transformations
+    return chained
+
+
+class Chain(optax.GradientTransformationExtraArgs):
+    """A chain that remembers its links, for `step`."""
+
+    links: tuple[optax.GradientTransformation, ...]
+
+
+def step(
+    tx: optax.GradientTransformation,
+    grads: Any,
+    state: Any,
+    params: Any,
+    *,
+    implementation: str | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    specs: Any = None,
+    **extra: Any,
+) -> tuple[Any, Any]:
+    """One training step: new parameters and state.
+
+    The same result as `tx.update` and `optax.apply_updates`. Nothing is donated here: jit the
+    training step with `donate_argnums` for parameters and state.
+
+    Args:
+      tx: any optax transformation.
+      grads: gradients, f32 or 16-bit.
+      state: the optimizer's state.
+      params: the parameters.
+      implementation: None picks the fastest there is for each leaf (`explain` says which); "xla"
+        is plain jnp, on every device; "pallas" and "triton" are GPU kernels.
+      mesh: of `specs`; by default that of `jax.set_mesh`.
+      specs: on a mesh with Auto axes, where codes and corrections lie: a tree like the parameters
+        of PartitionSpec or NamedSharding (under ZeRO-1 those of `state_shardings(...).mu`). Then
+        the kernels step each device's part. (Explicit axes say it themselves; without either, XLA
+        compiles the step.)
+      **extra: extra arguments of the optimizer, such as `value=`.
+
+    Returns:
+      (parameters, state).
+
+    Raises:
+      ValueError: for an implementation that cannot take a leaf; it names the leaf and the reason.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> tx = lowmem.flash_adamw(1e-3)
+      >>> params, state = lowmem.init(tx, {"w": jnp.ones((8, 8))})
+      >>> params, state = lowmem.step(tx, {"w": jnp.ones((8, 8))}, state, params)
+    """
+    trees.check_transformation(tx, "pass step(tx, grads, state, params).")
+    if implementation not in (None, *IMPLEMENTATIONS):
+        raise ValueError(
+            f"implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}"
+        )
+    places = None if specs is None else placements(params, specs, mesh)
+    with scope.implementing(implementation), scope.placing(places):
+        return _step_any(tx, grads, state, params, None, extra)
+
+
+# ---- the links of a chain ------------------------------------------------------------------------
+
+
+def _run(
+    links: Sequence[optax.GradientTransformation],
+    updates: Any,
+    state: Any,
+    params: Any,
+    last: Callable[..., tuple[Any, Any]],
+    extra: Mapping[str, Any],
+) -> tuple[Any, tuple[Any, ...]]:
+    """The links before the last on f32 gradients, then `last` on the last one.
+
+    A clipping by the global norm right before one of our optimizers becomes a factor that the
+    optimizer takes the gradient times, so that no scaled f32 copy of it is made.
+    """
+    if not links:
+        return updates, state
+    *before, final = links
+    if len(state) != len(links):
+        raise ValueError(f"the state has {len(state)} parts, the chain {len(links)} links")
+    given = updates
+    folds = bool(before) and _takes_factor(final) and _clips_global_norm(before[-1])
+    run = before[:-1] if folds else before
+    if run or not _takes_factor(final):
+        updates = _widened(updates)
+    states = []
+    for link, link_state in zip(run, state, strict=False):
+        update = optax.with_extra_args_support(link).update
+        updates, new = update(updates, link_state, params, **extra)
+        states.append(trees.keep_dtypes(link_state, new, given))
+    factor = None
+    if folds:
+        factor = _clipping_factor(before[-1], updates, state[-2])
+        states.append(state[-2])
+    result, new = last(final, updates, state[-1], params, factor, extra)
+    return result, (*states, trees.keep_dtypes(state[-1], new, given))
+
+
+def _update_last(
+    tx: optax.GradientTransformation,
+    updates: Any,
+    state: Any,
+    params: Any,
+    factor: jax.Array | None,
+    extra: Mapping[str, Any],
+) -> tuple[Any, Any]:
+    if isinstance(tx, Optimizer):
+        return tx.engine.update(updates, state, params, gradient_scale=factor)
+    if isinstance(tx, Sampler):
+        return tx.work.update(updates, state, params, factor=factor, **extra)
+    return optax.with_extra_args_support(tx).update(updates, state, params, **extra)
+
+
+def _step_last(
+    tx: optax.GradientTransformation,
+    updates: Any,
+    state: Any,
+    params: Any,
+    factor: jax.Array | None,
+    extra: Mapping[str, Any],
+) -> tuple[Any, Any]:
+    if isinstance(tx, Optimizer) and tx.engine.weights and params is not None:
+        return tx.engine.apply(updates, state, params, factor)
+    if isinstance(tx, Sampler):
+
+        def take(gradients: Any, inner_state: Any, weights: Any) -> tuple[Any, Any]:
+            return _step_any(tx.work.inner, gradients, inner_state, weights, factor, extra)
+
+        return tx.work.advance(updates, state, params, take, factor)
+    updates, state = _update_last(tx, updates, state, params, factor, extra)
+    return apply_updates(params, updates), state
+
+
+def _step_any(
+    tx: optax.GradientTransformation,
+    updates: Any,
+    state: Any,
+    params: Any,
+    factor: jax.Array | None,
+    extra: Mapping[str, Any],
+) -> tuple[Any, Any]:
+    if isinstance(tx, Chain) and tx.links:
+        return _run(tx.links, updates, state, params, _step_last, extra)
+    if _leaves_steps_out(state):
+        updates = _widened(updates)
+    return _step_last(tx, updates, state, params, factor, extra)
+
+
+def _leaves_steps_out(state: Any) -> bool:
+    """Return whether optax puts zeros of the gradients' dtype in place of some f32 updates."""
+    names = "ApplyIfFiniteState", "ConditionallyMaskState"
+
+    def selects(node: Any) -> bool:
+        return type(node).__name__ in names and trees.holds(node, trees.is_ours)
+
+    accumulates = trees.holds(state, lambda node: type(node).__name__ == "MultiStepsState")
+    return trees.holds(state, selects) and not accumulates  # which averages in their dtype
+
+
+def _takes_factor(tx: optax.GradientTransformation) -> bool:
+    """Return whether a transformation takes a factor on its gradients, and 16-bit gradients."""
+    return isinstance(tx, Optimizer) or (
+        isinstance(tx, Sampler) and isinstance(tx.work.inner, Optimizer)
+    )
+
+
+def _widened(updates: Any) -> Any:
+    return widened(updates, floats_only=True)
+
+
+def _clips_global_norm(link: optax.GradientTransformation) -> bool:
+    """Return whether a link is `optax.clip_by_global_norm`, which has no class of its own."""
+    update = link.update
+    name = f"{getattr(update, '__module__', '')}.{getattr(update, '__qualname__', '')}"
+    return name.startswith("optax.") and name.endswith(".clip_by_global_norm.<locals>.update_fn")
+
+
+def _clipping_factor(link: optax.GradientTransformation, updates: Any, state: Any) -> jax.Array:
+    """Return the factor of a clipping link on gradients, found by clipping their global norm."""
+    cells = (cell.cell_contents for cell in getattr(link.update, "__closure__", None) or ())
+    # inject_hyperparams makes another link each step, of an array that would be compiled in
+    of_number = not any(isinstance(cell, jax.Array | np.ndarray) for cell in cells)
+    factor = compiled(_factor) if of_number else _factor
+    return factor(link, jax.tree.leaves(updates), state)
+
+
+def _factor(link: optax.GradientTransformation, updates: list[jax.Array], state: Any) -> jax.Array:
+    norm = optax.tree.norm(_widened(updates))
+    clipped, _ = link.update(norm, state)
+    # an infinite norm: finite gradients become 0 in optax too, infinite ones NaN
+    infinite = jnp.where(jnp.isnan(norm), norm, jnp.float32(0))
+    # a norm of 0: the squares of tiny gradients are 0 too, and optax leaves these as they are
+    factor = jnp.where(norm == 0, 1, clipped / jnp.where(norm == 0, 1, norm))
+    return jnp.where(jnp.isfinite(norm), factor, infinite).astype(jnp.float32)

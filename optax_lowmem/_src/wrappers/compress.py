@@ -1,0 +1,444 @@
+"""8-bit state for any optax optimizer."""
+
+import dataclasses
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_lowmem._src.codecs import GroupCodec, group_codec
+from optax_lowmem._src.core import boxes, derivative, groups, random, scope, trees
+from optax_lowmem._src.core.compiled import as_given, compiled, each, widened
+from optax_lowmem._src.core.hyperparameters import increment
+from optax_lowmem._src.core.policy import Policy, warn_of_patterns
+from optax_lowmem._src.update.masters import splits_masters
+from optax_lowmem._src.update.slots import REFUSED, SlotFacts, facts, map_slots, scale_name
+from optax_lowmem._src.update.storage import check_codec, check_group_size
+from optax_lowmem._src.wrappers.compress_start import Start
+
+Select = Callable[[str, SlotFacts], GroupCodec | None]
+
+
+class CompressedState(NamedTuple):
+    """An optimizer's own state with codes in its slots, and the scales beside it."""
+
+    count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
+    seed: jax.Array  # shape=(), dtype=jnp.uint32
+    inner_state: Any  # the inner state's own type
+    scales: dict[str, Any]  # "<slot>_scale" -> a tree like the slot; "<slot>_scale_1" for a second
+
+
+def _may_be_slot(value: Any) -> bool:
+    leaves = jax.tree.leaves(value)
+    return not leaves or any(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves)
+
+
+def _leaf_forms(scales: Mapping[str, Any]) -> dict[tuple[str, str], tuple[Any, Any]]:
+    """(slot's scales, path) -> (shape, dtype)."""
+    return {
+        (name, path): (jnp.shape(leaf), jnp.dtype(leaf.dtype))
+        for name, tree in scales.items()
+        for path, leaf in trees.named_leaves(tree)
+    }
+
+
+def _check_same_storage(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Raises where a state's slots were stored otherwise than they now are."""
+    old, new = _leaf_forms(before), _leaf_forms(after)
+    for name, path in old.keys() | new.keys():
+        if old.get((name, path)) != new.get((name, path)):
+            raise ValueError(
+                f"{name} of '{path}' is {old.get((name, path))} in the state and would be "
+                f"{new.get((name, path))}: it was made or restored with other settings (policy, "
+                "slots). Use those, or call init again."
+            )
+
+
+def _with_codes(scales: Mapping[str, Any]) -> set[tuple[str, str]]:
+    """(slot's scales, path) of the leaves that have scales, and so codes."""
+    return {key for key, (shape, _) in _leaf_forms(scales).items() if shape}
+
+
+def _is_code(leaf: jax.Array) -> bool:
+    return leaf.dtype in (jnp.int8, jnp.uint8)
+
+
+class _Slot(NamedTuple):
+    """A leaf of a slot to be encoded."""
+
+    codec: GroupCodec
+    slot: str
+    name: Any  # of the leaf, as of `random.name_of`
+    leaf: jax.Array
+    stochastic: bool
+
+
+def _small(ranks: list[int]) -> list[jax.Array]:
+    return [jnp.zeros((1,) * rank, jnp.float32) for rank in ranks]
+
+
+def _encoded(
+    codec: GroupCodec,
+    slot: str,
+    name: Any,
+    leaf: jax.Array,
+    stochastic: bool,
+    group_size: int,
+    seed: jax.Array,
+    count: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    key = random.named_key(seed, count, name) if stochastic else None
+    return group_codec.encode(codec, leaf, group_size, key, slot)
+
+
+def _decoded(codec: GroupCodec, codes: jax.Array, scales: jax.Array, group_size: int) -> jax.Array:
+    # plain XLA, not a kernel: it fuses into the inner update and the f32 is never stored
+    return group_codec.decode(codec, codes, scales, group_size, implementation="xla")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Compressor:
+    inner: optax.GradientTransformationExtraArgs
+    select: Select
+    wanted: tuple[str, ...]
+    group_size: int
+    rounding: str
+    seed: int
+    policy: Policy
+    update_dtype: str
+
+    # ---- which slots -------------------------------------------------------------------------
+
+    def _codec_of(self, state: Any, field: str) -> GroupCodec | None:
+        known = facts(state, field)
+        codec = self.select(field, known)
+        kind = type(state).__name__
+        if codec is not None and kind in REFUSED:
+            raise ValueError(f"{kind}.{field} cannot be kept in 8 bits: {REFUSED[kind]}.")
+        if codec is not None:
+            check_codec(f"{kind}.{field}", codec, known.signed)
+        return codec
+
+    def _check_inner(self, params: Any) -> None:
+        if splits_masters(self.inner, params):
+            raise ValueError(
+                "compress_state around an optimizer that splits master weights makes their "
+                "corrections stale: put it inside, split_master_weights(compress_state(...))."
+            )
+
+    def _check_state(self, state: Any, params: Any) -> None:
+        shapes = {path: jnp.shape(leaf) for path, leaf in trees.named_leaves(params)}
+        slots: dict[str, bool] = {}  # field -> whether any state of that field is compressed
+
+        def visit(node: Any, field: str, value: Any) -> Any:
+            if _may_be_slot(value):
+                chosen = self._codec_of(node, field) is not None
+                if chosen and facts(node, field).moment:
+                    _check_shapes(field, value, shapes)
+                slots[field] = slots.get(field, False) or chosen
+            return value
+
+        map_slots(visit, state)
+        missing = [name for name in self.wanted if name not in slots]
+        if missing or not any(slots.values()):
+            raise ValueError(
+                f"the optimizer's state has no slot {' or '.join(missing) or 'to compress'}; "
+                f"it has {', '.join(slots) or 'none'}"
+            )
+
+    # ---- encoding ----------------------------------------------------------------------------
+
+    def _reason(
+        self, path: str, leaf: Any, slot: str, masked: set[str], stored: bool = False
+    ) -> str | None:
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            return f"{leaf.dtype} is not a float"
+        if path in masked:
+            return "the policy's mask is False here"
+        return self.policy.reason(path, tuple(leaf.shape), slot, stored)
+
+    def _decide(
+        self,
+        path: str,
+        leaf: Any,
+        slot: str,
+        masked: set[str],
+        codec: GroupCodec,
+        known: SlotFacts,
+        stored: bool = False,
+    ) -> str | None:
+        """Records how a leaf of a slot is stored; the reason if it is not compressed."""
+        reason = self._reason(path, leaf, slot, masked, stored)
+        stochastic = self._stochastic(known)
+        rounding = "stochastic" if stochastic else "nearest"
+        kept = f"groups of {self.group_size}, {rounding} rounding"
+        how = (None,) if reason else (self.group_size, codec, stochastic)
+        form = None if reason else codec.name
+        scope.record(scope.Decision(path, slot, form, reason or kept, *how))
+        return reason
+
+    def _masked(self, params: Any) -> set[str]:
+        return self.policy.masked_out(params) if jax.tree.leaves(params) else set()
+
+    def _stochastic(self, known: SlotFacts) -> bool:
+        return self.rounding == "stochastic" and not known.running_maximum
+
+    def _encode(
+        self,
+        state: Any,
+        params: Any,
+        seed: jax.Array,
+        count: jax.Array,
+        before: Mapping[str, Any] = types.MappingProxyType({}),
+    ) -> tuple[Any, dict[str, Any]]:
+        """Inner state with codes, and the dictionary of scales; `before` has those of the step."""
+        scales: dict[str, Any] = {}
+        masked, stored = self._masked(params), _with_codes(before)
+        rows = self._to_encode(state, masked, stored)
+        encoded = iter(each(_encoded, rows, self.group_size, seed, count))
+
+        def encode(node: Any, slot: str, value: Any) -> Any:
+            codec = self._codec_of(node, slot)
+            if codec is None:
+                return value
+            pairs, name = [], scale_name(slot, scales)
+            for path, leaf in trees.named_leaves(value):
+                if self._reason(path, leaf, slot, masked, (name, path) in stored):
+                    pairs.append((leaf, jnp.asarray(np.zeros((), np.float32))))
+                else:
+                    pairs.append(next(encoded))
+            treedef = jax.tree.structure(value)
+            scales[name] = boxes.like(value, [s for _, s in pairs], before.get(name))
+            return jax.tree.unflatten(treedef, [c for c, _ in pairs])
+
+        return map_slots(encode, state), scales
+
+    def _to_encode(
+        self, state: Any, masked: set[str], stored: set[tuple[str, str]]
+    ) -> list["_Slot"]:
+        """The leaves of slots that are compressed, in order; decisions are recorded."""
+        found: list[_Slot] = []
+        seen: dict[str, Any] = {}
+
+        def visit(node: Any, slot: str, value: Any) -> Any:
+            codec = self._codec_of(node, slot)
+            if codec is None:
+                return value
+            known, scales = facts(node, slot), scale_name(slot, seen)
+            seen[scales] = None
+            for path, leaf in trees.named_leaves(value):
+                kept = (scales, path) in stored
+                if not self._decide(path, leaf, slot, masked, codec, known, kept):
+                    name = random.name_of(path)
+                    found.append(_Slot(codec, slot, name, leaf, self._stochastic(known)))
+            return ()
+
+        map_slots(visit, state)
+        return found
+
+    def _decode(self, state: CompressedState, updates: Any) -> Any:
+        """The inner state with f32 slots."""
+        shapes = {path: jnp.shape(leaf) for path, leaf in trees.named_leaves(updates)}
+        decoded = iter(each(_decoded, self._to_decode(state, shapes), self.group_size))
+
+        def decode(node: Any, slot: str, value: Any) -> Any:
+            if self._codec_of(node, slot) is None:
+                return value
+            leaves = [next(decoded) if _is_code(leaf) else leaf for leaf in jax.tree.leaves(value)]
+            return jax.tree.unflatten(jax.tree.structure(value), leaves)
+
+        return map_slots(decode, state.inner_state)
+
+    def _to_decode(
+        self, state: CompressedState, shapes: dict[str, tuple[int, ...]]
+    ) -> list[tuple[GroupCodec, jax.Array, jax.Array]]:
+        """(codec, codes, scales) of the leaves that are compressed, in order; all are checked."""
+        found: list[Any] = []
+        seen: dict[str, Any] = {}
+
+        def visit(node: Any, slot: str, value: Any) -> Any:
+            codec = self._codec_of(node, slot)
+            if codec is None:
+                return value
+            name = scale_name(slot, seen)
+            if name not in state.scales:
+                raise ValueError(
+                    f"the state has no {name}, only {', '.join(state.scales)}: it was made or "
+                    "restored with other settings. Use those, or call init again."
+                )
+            seen[name] = stored = state.scales[name]
+            rows = zip(trees.named_leaves(value), jax.tree.leaves(stored), strict=True)
+            for (path, codes), scales in rows:
+                if facts(node, slot).moment and codes.ndim and shapes.get(path) != codes.shape:
+                    raise ValueError(
+                        f"state of '{path}', slot {slot}, has shape {codes.shape}, the gradient "
+                        f"{shapes.get(path, 'is missing')}: the state was made for another tree. "
+                        "Call init on these parameters."
+                    )
+                if _is_code(codes):
+                    self._check_codes(codec, slot, path, codes, scales)
+                    found.append((codec, codes, scales))
+            return ()
+
+        map_slots(visit, state.inner_state)
+        if extra := [name for name in state.scales if name not in seen]:
+            raise ValueError(
+                f"the state keeps {', '.join(extra)}, a slot that has no codec here: it was made "
+                "or restored with other settings. Use those, or call init again."
+            )
+        return found
+
+    def _check_codes(
+        self, codec: GroupCodec, slot: str, path: str, codes: jax.Array, scales: jax.Array
+    ) -> None:
+        shape = groups.scale_shape(codes.shape, self.group_size)
+        wanted = (codec.dtype, shape, codec.scale.dtype)
+        if (codes.dtype, scales.shape, scales.dtype) != wanted:
+            raise ValueError(
+                f"state of '{path}', slot {slot}: codes {codes.dtype} with scales "
+                f"{scales.dtype}{list(scales.shape)}, but {codec.name} in groups of "
+                f"{self.group_size} keeps {wanted[0]} with {wanted[2]}{list(shape)}. The state was "
+                "made or restored with other settings: use those, or call init again."
+            )
+
+    # ---- the transformation ------------------------------------------------------------------
+
+    def init(self, params: Any) -> CompressedState:
+        """The inner state, encoded; where every slot starts constant, no f32 array is allocated."""
+        for path, leaf in trees.named_leaves(params):
+            trees.check_param(path, leaf)
+        # gradients reach the inner update in f32, so its state is f32 whatever the weights are
+        abstract = jax.eval_shape(lambda p: self.inner.init(widened(p)), params)
+        warn_of_patterns(self.policy, params)
+        self._check_inner(params)
+        self._check_state(abstract, params)
+        count = jnp.zeros((), jnp.int32)
+        seed = scope.provided_seed(self.seed)
+        leaves, treedef = jax.tree.flatten(params)
+        small = jax.tree.unflatten(treedef, compiled(_small)([leaf.ndim for leaf in leaves]))
+        like: Any = jax.tree.structure(jax.eval_shape(self.inner.init, small))
+        # a mask may go by sizes
+        start = Start(self._codec_of, self._decide, self.group_size)
+        if like != jax.tree.structure(abstract) or not start.is_constant(abstract):
+            started = self.inner.init(widened(trees.with_values(params)))
+            inner, scales = self._encode(started, params, seed, count)
+            return CompressedState(count, seed, inner, scales)
+        masked = self._masked(params)
+        inner, scales = start.spread(abstract, self.inner.init(small), params, masked)
+        floats = (leaf.dtype for leaf in jax.tree.leaves(start.others(abstract)))
+        if any(jnp.issubdtype(dtype, jnp.inexact) for dtype in floats):  # maybe of values of params
+            values = trees.with_values(params)
+            own = jax.jit(lambda p: start.others(self.inner.init(widened(p))))(values)
+            inner = start.put(own, inner)
+        return CompressedState(count, seed, inner, scales)
+
+    def update(
+        self, updates: Any, state: CompressedState, params: Any = None, **extra: Any
+    ) -> tuple[Any, CompressedState]:
+        """Decode the slots, run the inner update on f32 gradients, encode the slots again."""
+        trees.check_state(state, CompressedState)
+        if params is not None:
+            trees.match("gradient", updates, params)
+        updates, params = derivative.without((updates, params))
+        new, inner = self.inner.update(
+            widened(updates), self._decode(state, updates), params, **extra
+        )
+        count = increment(state.count)
+        reference = updates if params is None else params
+        inner, scales = self._encode(inner, reference, state.seed, count, state.scales)
+        _check_same_storage(state.scales, scales)
+        if self.update_dtype == "gradient":
+            new = as_given(new, updates)
+        return new, CompressedState(count, state.seed, inner, scales)
+
+
+def _check_shapes(slot: str, value: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raises where a moment has not the shape of its parameter, by which updates are checked."""
+    for path, leaf in trees.named_leaves(value):
+        if leaf.ndim and shapes.get(path, leaf.shape) != leaf.shape:
+            raise ValueError(
+                f"slot {slot} of '{path}' has shape {leaf.shape}, its parameter {shapes[path]}: "
+                "moments of another shape, such as the projected ones of optax.contrib.galore, "
+                "cannot be compressed. Leave them as they are."
+            )
+
+
+def compressed(
+    inner: optax.GradientTransformation,
+    select: Select,
+    wanted: tuple[str, ...],
+    group_size: int,
+    rounding: str,
+    seed: int,
+    policy: Policy,
+    update_dtype: str,
+) -> optax.GradientTransformationExtraArgs:
+    """`inner` with the slots stored that `select` gives a codec; `wanted` must all be there."""
+    check_group_size(group_size)
+    if rounding not in ("stochastic", "nearest"):
+        raise ValueError(f"rounding must be 'stochastic' or 'nearest', got {rounding!r}")
+    if update_dtype not in ("gradient", "float32"):
+        raise ValueError(f"update_dtype must be 'gradient' or 'float32', got {update_dtype!r}")
+    inner = trees.wrapped(inner)
+    work = _Compressor(inner, select, wanted, group_size, rounding, seed, policy, update_dtype)
+    return optax.GradientTransformationExtraArgs(work.init, work.update)
+
+
+def compress_state(
+    inner: optax.GradientTransformation,
+    *,
+    group_size: int = 32,
+    rounding: str = "stochastic",
+    seed: int = 0,
+    policy: Policy = Policy(),  # noqa: B008 (frozen)
+    update_dtype: str = "gradient",
+    **slot_codecs: GroupCodec | None,
+) -> optax.GradientTransformationExtraArgs:
+    """Stores named slots of any optax optimizer's state with 8-bit codecs.
+
+    Args:
+      inner: any optax transformation, chains included.
+      group_size: neighbours on the last axis that share a scale.
+      rounding: `stochastic` (an average that moves slowly never sticks) or `nearest`; a running
+        maximum such as amsgrad's `nu_max` is always rounded to nearest.
+      seed: of the hash behind stochastic rounding.
+      policy: leaves and slots to leave as they are.
+      update_dtype: `gradient`, an update in the dtype of its gradient as optax's own, or `float32`.
+        (Inside `split_master_weights` gradients, and so updates, are f32.)
+      **slot_codecs: a codec for each slot by the name of its field, such as `mu=softsign()`.
+
+    Returns:
+      An optax transformation. Its state keeps the inner state's types, with codes in their slots.
+
+    Raises:
+      ValueError: in `init`, for a slot that the state does not have (naming those it has) or that
+        cannot be rounded (of centered `rmsprop`), for moments of another shape than their
+        parameter's (`optax.contrib.galore`), for a signed slot with an unsigned codec, or around an
+        optimizer that splits master weights.
+
+    Memory: 1.06 bytes (e8m8 scales) or 1.13 (f32) a value instead of 4.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_lowmem as lowmem
+      >>> tx = lowmem.compress_state(optax.adan(1e-3), m=lowmem.codecs.softsign())
+      >>> state = tx.init({"w": jnp.ones((64, 128))})
+      >>> optax.tree.get(state, "m")["w"].dtype
+      dtype('int8')
+    """
+    if not slot_codecs:
+        raise ValueError(
+            "compress_state needs a codec for at least one slot, such as mu=softsign()"
+        )
+    for name, codec in slot_codecs.items():
+        check_codec(name, codec, signed=False)
+
+    def select(field: str, known: SlotFacts) -> GroupCodec | None:
+        del known
+        return slot_codecs.get(field)
+
+    wanted = tuple(slot_codecs)
+    return compressed(inner, select, wanted, group_size, rounding, seed, policy, update_dtype)

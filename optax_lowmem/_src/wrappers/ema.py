@@ -1,0 +1,164 @@
+"""An average of the master weights in three bytes a parameter that does not stall."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._src.codecs import BitSplit
+from optax_lowmem._src.core import random, scope, trees
+from optax_lowmem._src.core.compiled import advanced, compiled, each
+from optax_lowmem._src.core.hyperparameters import check_range, complement
+from optax_lowmem._src.update.masters import join_leaves, join_master, kept_weights
+from optax_lowmem._src.update.storage import check_bits
+
+
+class MasterEmaState(NamedTuple):
+    """The average as bf16 and a correction, and the state of the optimizer."""
+
+    count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
+    seed: jax.Array  # shape=(), dtype=jnp.uint32
+    ema: Any  # bf16, of the parameters' shapes
+    ema_correction: Any  # int8 or int16
+    inner_state: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Tracker:
+    inner: optax.GradientTransformationExtraArgs
+    decay: Any
+    split: BitSplit
+    seed: int
+
+    def init(self, params: Any) -> MasterEmaState:
+        for path, leaf in trees.named_leaves(params):
+            trees.check_param(path, leaf)
+        inner = self.inner.init(params)
+        weights = trees.with_values(params)
+        ema, correction = self._trees(params, _split(self.split, *kept_weights(weights, inner)))
+        seed = scope.provided_seed(self.seed)
+        return MasterEmaState(jnp.zeros((), jnp.int32), seed, ema, correction, inner)
+
+    def update(
+        self, updates: Any, state: MasterEmaState, params: Any = None, **extra: Any
+    ) -> tuple[Any, MasterEmaState]:
+        if params is None:
+            raise ValueError(trees.NO_PARAMS_MSG)
+        trees.check_state(state, MasterEmaState)
+        updates, inner = self.inner.update(updates, state.inner_state, params, **extra)
+        new, count = advanced(params, updates, state.count)
+        rows = zip(
+            [random.name_of(path) for path, _ in trees.named_leaves(params)],
+            jax.tree.leaves(state.ema), jax.tree.leaves(state.ema_correction),
+            *kept_weights(new, inner), strict=True,
+        )  # fmt: skip
+        averages = each(_averaged, list(rows), self.split, self.decay, state.seed, count)
+        average, correction = self._trees(params, averages)
+        return updates, MasterEmaState(count, state.seed, average, correction, inner)
+
+    def _trees(self, params: Any, pairs: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+        treedef: Any = jax.tree.structure(params)
+        ema, correction = zip(*pairs, strict=True) if pairs else ((), ())
+        return treedef.unflatten(ema), treedef.unflatten(correction)
+
+
+@compiled
+def _split(
+    split: BitSplit, weights: list[jax.Array], corrections: list[jax.Array]
+) -> list[tuple[jax.Array, jax.Array]]:
+    return [_split_one(split, w) for w in join_leaves(weights, corrections)]
+
+
+def _split_one(split: BitSplit, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    ema = split.round(w, jnp.bfloat16)
+    return ema, split.correction(w, ema)
+
+
+def _averaged(
+    name: Any,
+    ema: jax.Array,
+    kept: jax.Array,
+    weight: jax.Array,
+    correction: jax.Array,
+    split: BitSplit,
+    decay: Any,
+    seed: jax.Array,
+    count: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The average of a leaf one step on; 24 bits are rounded stochastically."""
+    old = split.join(ema, kept)
+    new = old + complement("decay", decay) * (join_master(weight, correction) - old)
+    if split.bits == 24:
+        new = random.round_bits(new, random.named_key(seed, count, name), 8)
+    return _split_one(split, new)
+
+
+def track_master_ema(
+    inner: optax.GradientTransformation,
+    decay: float | jax.Array,
+    *,
+    bits: int = 24,
+    seed: int = 0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Keeps e = decay e + (1 - decay) w of the master weights beside an optimizer.
+
+    In bf16 such an average stands still as soon as (1 - decay) |w - e| is under 2^-9 |e|; at 24
+    bits with stochastic rounding its mean moves at any distance.
+
+    Args:
+      inner: the whole optimizer, its split included.
+      decay: in [0, 1).
+      bits: 24 (3 bytes a parameter) or 32 (4 bytes).
+      seed: of the stochastic rounding.
+
+    Returns:
+      An optax transformation with the same updates; `ema_params(state)` reads the average.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> tx = lowmem.track_master_ema(lowmem.flash_adamw(1e-3), 0.999)
+      >>> params, state = lowmem.init(tx, {"w": jnp.ones((8, 8))})
+      >>> float(lowmem.ema_params(state)["w"][0, 0])
+      1.0
+    """
+    check_range("decay", decay, 0.0, 1.0)
+    check_bits("bits", bits)
+    work = _Tracker(trees.wrapped(inner), decay, BitSplit(bits), seed)
+    return optax.GradientTransformationExtraArgs(work.init, work.update)
+
+
+def ema_params(state: Any) -> Any:
+    """The average of the master weights (f32) in an optimizer state, through any wrapper.
+
+    Args:
+      state: of an optimizer with `track_master_ema` in it.
+
+    Raises:
+      ValueError: where there is none, or more than one.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_lowmem as lowmem
+      >>> tx = lowmem.track_master_ema(optax.sgd(0.1), 0.999)
+      >>> float(lowmem.ema_params(tx.init({"w": jnp.ones(3)}))["w"][0])
+      1.0
+    """
+    found = list(trees.states_with(state, "ema_correction", trees.is_ours))
+    if len(found) != 1:
+        raise ValueError(
+            f"the state holds {len(found)} averages of master weights; wrap the optimizer in "
+            "track_master_ema once"
+        )
+    ema, correction = found[0].ema, found[0].ema_correction
+    narrow = any(leaf.dtype == jnp.int16 for leaf in jax.tree.leaves(correction))
+    treedef: Any = jax.tree.structure(ema)
+    leaves = jax.tree.leaves(ema), jax.tree.leaves(correction)
+    return treedef.unflatten(_joined(BitSplit(32 if narrow else 24), *leaves))
+
+
+@compiled
+def _joined(
+    split: BitSplit, emas: list[jax.Array], corrections: list[jax.Array]
+) -> list[jax.Array]:
+    return list(map(split.join, emas, corrections))

@@ -1,0 +1,62 @@
+"""`lowmem.init`."""
+
+import warnings
+from typing import Any
+
+import jax.numpy as jnp
+
+from optax_lowmem._src.core import scope
+from optax_lowmem._src.core.policy import unmatched_patterns
+from optax_lowmem._src.wrappers import stale
+from optax_lowmem._src.wrappers.start import WeightDtype, start
+
+
+def init(
+    tx: Any,
+    params: Any,
+    dtype: WeightDtype = jnp.bfloat16,
+    *,
+    seed: Any = None,
+    allow_rounding: bool = False,
+) -> tuple[Any, Any]:
+    """16-bit weights and an optimizer state that together hold f32 parameters.
+
+    Every split inside `tx` (through chain, masked, partition, MultiSteps, inject_hyperparams) gets
+    the corrections of its leaves. A leaf without a split would be rounded to nearest and the rest
+    of it be gone, and with it every later step under half an ulp: that is refused unless it is
+    asked for.
+
+    Args:
+      tx: an optimizer.
+      params: f32 parameters.
+      dtype: of the weights: bfloat16, float16 or float32, or a function (path, leaf) -> dtype, for
+        example to keep norms in f32.
+      seed: of stochastic rounding, instead of `Storage.seed`; may be traced (one for each member of
+        an ensemble).
+      allow_rounding: let f32 leaves that no optimizer here splits become 16-bit weights, for
+        example frozen ones. `Storage(master_weight_bits=None)` says the same of an optimizer's own.
+
+    Returns:
+      (weights, state). Under `gaussws_noise` weights have their first noise. Peak memory: params,
+      weights and state, plus temporaries of one leaf.
+
+    Raises:
+      TypeError: for float64 parameters, and those that are not floats but where a mask or partition
+        leaves them to others: these stay as they are.
+      ValueError: where two optimizers split one leaf, or an f32 leaf would lose precision.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> tx = lowmem.flash_adamw(1e-3)
+      >>> weights, state = lowmem.init(tx, {"w": jnp.full((64, 64), 0.1)})
+      >>> float(weights["w"][0, 0]), float(lowmem.master_params(weights, state)["w"][0, 0])
+      (0.10009765625, 0.10000038146972656)
+    """
+    with scope.noting_policies() as policies:
+        weights, state = start(tx, params, dtype, seed, allow_rounding)
+    for warning in unmatched_patterns(policies, params):
+        warnings.warn(warning, stacklevel=2)
+    if stale.suspected(state):
+        for warning in stale.found(tx, weights):
+            warnings.warn(warning, stacklevel=2)
+    return weights, state

@@ -1,0 +1,57 @@
+"""`optax.inject_hyperparams` whose hyperparameters are f32 beside 16-bit weights."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._src.core.hyperparameters import PowerDecay
+
+
+def inject_hyperparams(
+    inner_factory: Callable[..., optax.GradientTransformation],
+    static_args: str | Iterable[str] = (),
+) -> Callable[..., optax.GradientTransformationExtraArgs]:
+    """Keeps the hyperparameters of an optimizer in its state, in f32, where they may be changed.
+
+    `optax.inject_hyperparams` casts hyperparameters, defaults included, to the dtype of the
+    parameters. In bf16 b2 = 0.999 is 1: `optax.adamw` then makes NaN, and our optimizers raise.
+    This is optax's with `hyperparam_dtype=jnp.float32`, the same state and the same updates. A
+    `b2_schedule` stays what it is, an exact mean without debiasing.
+
+    Args:
+      inner_factory: what makes the optimizer, such as `lowmem.flash_adamw`.
+      static_args: names of arguments of it that are neither numbers nor schedules to be injected.
+
+    Returns:
+      A function with the arguments of `inner_factory`, each a number or a schedule. It gives an
+      optax transformation whose state has them as `state.hyperparams`.
+
+    Raises:
+      ValueError: for names that are no arguments of `inner_factory`.
+
+    Memory: 4 bytes a hyperparameter.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> tx = lowmem.inject_hyperparams(lowmem.flash_adamw)(learning_rate=1e-3)
+      >>> params, state = lowmem.init(tx, {"w": jnp.ones((64, 128))})
+      >>> state.hyperparams["learning_rate"] = 5e-4
+      >>> params, state = lowmem.step(tx, {"w": jnp.ones((64, 128))}, state, params)
+      >>> state.hyperparams["b2"].dtype
+      dtype('float32')
+    """
+    given = {static_args} if isinstance(static_args, str) else set(static_args)
+    optax.inject_hyperparams(inner_factory, given)  # raises for names that are none
+
+    @functools.wraps(inner_factory)
+    def made(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:
+        arguments = inspect.signature(inner_factory).bind(*args, **kwargs).arguments
+        exact = {name for name, value in arguments.items() if isinstance(value, PowerDecay)}
+        injected = optax.inject_hyperparams(inner_factory, given | exact, jnp.float32)
+        return injected(*args, **kwargs)
+
+    return made

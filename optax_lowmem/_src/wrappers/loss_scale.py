@@ -1,0 +1,133 @@
+"""A fixed loss scale that skips tensors, not steps (Wortsman et al., appendix G)."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._src.core import numerics, trees
+from optax_lowmem._src.core.compiled import compiled
+from optax_lowmem._src.core.hyperparameters import check_range
+from optax_lowmem._src.core.reductions import mean_of_leaf
+
+
+def _is_finite(g: jax.Array) -> jax.Array:
+    return mean_of_leaf(jnp.isfinite(g).astype(jnp.float32)) == 1
+
+
+@compiled
+def _unscaled(leaves: list[jax.Array], scale: float) -> list[tuple[jax.Array, jax.Array]]:
+    """(Whether it is finite, what it is without the scale) of each gradient."""
+    finite = list(map(_is_finite, leaves))
+    # 0, so that a norm over the tree is one of the others
+    return [
+        (ok, jnp.where(ok, numerics.widen_float(g) * (1 / scale), 0))
+        for g, ok in zip(leaves, finite, strict=True)
+    ]
+
+
+@compiled
+def _chosen(
+    steps: list[tuple[jax.Array, jax.Array]], states: list[tuple[jax.Array, jax.Array, jax.Array]]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Steps or 0, new states or old, by whether the gradient (first in a row) is finite."""
+    taken = [jnp.where(ok, step, jnp.zeros_like(step)) for ok, step in steps]
+    return taken, [jnp.where(ok, new, old) for ok, new, old in states]
+
+
+def _is_masked(leaf: Any) -> bool:
+    return isinstance(leaf, optax.MaskedNode)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Unscaler:
+    inner: optax.GradientTransformationExtraArgs
+    scale: float
+
+    def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        treedef: Any = jax.tree.structure(updates)
+        found = _unscaled(jax.tree.leaves(updates), self.scale)
+        finite = treedef.unflatten([ok for ok, _ in found])
+        gradients = treedef.unflatten([g for _, g in found])
+        new, after = self.inner.update(gradients, state, params, **extra)
+        new_def: Any = jax.tree.structure(new)
+        after_def: Any = jax.tree.structure(after)
+        steps = zip(new_def.flatten_up_to(finite), jax.tree.leaves(new), strict=True)
+        marks = jax.tree.leaves(self._marks(after, finite))
+        rows = list(zip(marks, jax.tree.leaves(after), after_def.flatten_up_to(state), strict=True))
+        taken, chosen = _chosen(list(steps), [row for row in rows if row[0] is not True])
+        of_tensors = iter(chosen)
+        kept = [leaf if ok is True else next(of_tensors) for ok, leaf, _ in rows]
+        kept = trees.keep_dtypes(state, after_def.unflatten(kept), updates)
+        return new_def.unflatten(taken), kept
+
+    def init(self, params: Any) -> Any:
+        state = self.inner.init(params)
+        if next(trees.states_with(state, "accumulated", trees.is_ours), None) is not None:
+            raise ValueError(
+                "gradients are accumulated inside per_tensor_loss_scale, where a tensor that is "
+                "skipped keeps its sum and not its place in the count: put accumulate_gradients "
+                "around it, accumulate_gradients(per_tensor_loss_scale(tx, scale), ...)."
+            )
+        self._marks(state, params)
+        return state
+
+    def _marks(self, state: Any, finite: Any) -> Any:
+        """For each leaf of the state what `finite` has for its tensor, True where it is of none."""
+        try:
+            return optax.tree.map_params(
+                lambda params: jax.eval_shape(self.inner.init, params),
+                lambda leaf, ok: leaf if _is_masked(leaf) else ok,
+                state,
+                finite,
+                transform_non_params=lambda _: True,
+                is_leaf=_is_masked,
+            )
+        except (ValueError, IndexError) as error:
+            raise ValueError(
+                "per_tensor_loss_scale: the state of this optimizer is not one "
+                "array a tensor, so that no tensor can be skipped alone. Use "
+                "optax.apply_if_finite, which skips whole steps, or another optimizer."
+            ) from error
+
+
+def per_tensor_loss_scale(
+    inner: optax.GradientTransformation, scale: float
+) -> optax.GradientTransformationExtraArgs:
+    r"""Divides gradients by a fixed loss scale and skips each tensor whose gradient overflowed.
+
+    A tensor with an Inf or NaN in its gradient keeps its weight, its moments and its correction in
+    that step; the others take theirs, and the scale never changes (Wortsman et al., appendix G).
+    With a global, adaptive scale one layer's Inf skips the step of all, and the scale is too low
+    for thousands.
+
+    Args:
+      inner: the whole optimizer. Counters (of steps, for bias and schedules) go on for all.
+      scale: what the loss was multiplied by, a power of two.
+
+    Returns:
+      An optax transformation with the state of `inner`.
+
+    Raises:
+      ValueError: for a scale that is not positive; in `init`, for an optimizer whose state is not
+        one array a tensor (optax's sm3 and lbfgs), and for accumulate_gradients inside; inside a
+        `shard_map` with `check_vma=False`.
+
+    Memory: none.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_lowmem as lowmem
+      >>> tx = lowmem.per_tensor_loss_scale(lowmem.flash_adamw(1e-3), 2.0**16)
+      >>> params = {"a": jnp.ones(3), "b": jnp.ones(3)}
+      >>> grads = {"a": jnp.full(3, jnp.inf), "b": jnp.full(3, 2.0**16)}
+      >>> updates, state = tx.update(grads, tx.init(params), params)
+      >>> bool((updates["a"] == 0).all()), bool((updates["b"] != 0).all())
+      (True, True)
+    """
+    check_range("scale", scale, 0.0)
+    if isinstance(scale, int | float) and scale == 0:
+        raise ValueError("scale must be > 0: it is what the loss was multiplied by")
+    work = _Unscaler(trees.wrapped(inner), scale)
+    return optax.GradientTransformationExtraArgs(work.init, work.update)

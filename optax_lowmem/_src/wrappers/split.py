@@ -1,0 +1,186 @@
+"""Master weights split into a 16-bit weight and a correction, for any optimizer."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._src.codecs import MasterSplit
+from optax_lowmem._src.core import boxes, derivative, numerics, random, scope, trees
+from optax_lowmem._src.core.compiled import each, unstacked, widened
+from optax_lowmem._src.core.hyperparameters import increment
+from optax_lowmem._src.update import MASTER, split_update
+from optax_lowmem._src.update.masters import (
+    adds_noise,
+    check_order,
+    choose_split,
+    initial_correction,
+    join_masters,
+    promoted,
+    split_for,
+    splits_masters,
+)
+from optax_lowmem._src.update.storage import Storage, check_bits, check_master_rounding
+
+
+class SplitState(NamedTuple):
+    """Corrections of the 16-bit weights, and the state of the optimizer of the masters."""
+
+    count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
+    seed: jax.Array  # shape=(), dtype=jnp.uint32
+    correction: Any  # int8 or int16 beside 16-bit weights; 0-d beside f32 ones
+    inner_state: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Splitter:
+    inner: optax.GradientTransformationExtraArgs
+    storage: Storage
+
+    def init(self, params: Any) -> SplitState:
+        """Corrections (of the weights themselves unless `lowmem.init` has them), inner state."""
+        for path, leaf in trees.named_leaves(params):
+            trees.check_param(path, leaf)
+        if adds_noise(self.inner, params):
+            raise ValueError(
+                "split_master_weights around gaussws_noise: the noise is outermost, put the split "
+                "inside it, gaussws_noise(split_master_weights(...))."
+            )
+        corrections = []
+        for path, leaf in trees.named_leaves(params):
+            split = choose_split(self.storage, path, jnp.dtype(leaf.dtype))
+            if split is None:
+                corrections.append(jnp.zeros((), jnp.int8))
+            else:
+                corrections.append(initial_correction(split, path, leaf))
+        correction = boxes.like(params, corrections)
+        if splits_masters(self.inner, params):
+            raise ValueError(
+                "split_master_weights around an optimizer that splits master weights itself: give "
+                "that one storage=Storage(master_weight_bits=None)."
+            )
+        inner = self.inner.init(join_masters(params, correction))
+        seed = scope.provided_seed(self.storage.seed)
+        return SplitState(jnp.zeros((), jnp.int32), seed, correction, inner)
+
+    def update(
+        self, updates: Any, state: SplitState, params: Any = None, **extra: Any
+    ) -> tuple[Any, SplitState]:
+        """The inner update of the masters, as updates that land on the new 16-bit weights."""
+        if params is None:
+            raise ValueError(trees.NO_PARAMS_MSG)
+        trees.check_state(state, SplitState)
+        # optax.lookahead takes the gradients of its fast parameters, and updates both
+        fast = params.fast if isinstance(params, optax.LookaheadParams) else params
+        trees.match("gradient", updates, fast)
+        trees.match_names("correction", state.correction, params)
+        if fast is params:
+            check_order(jax.tree.leaves(updates), params, state.correction)
+        masters = join_masters(params, state.correction)
+        gradients = widened(updates)
+        steps, inner = self.inner.update(gradients, state.inner_state, masters, **extra)
+        if any(jnp.ndim(c) for c in jax.tree.leaves(state.correction)):
+            steps, params = derivative.without((steps, params))
+        corrections = jax.tree.leaves(state.correction)
+        count, named = increment(state.count), trees.named_leaves(params)
+        # those of the engine, so that a fused optimizer draws the same bits
+        keys = random.leaf_keys(state.seed, count, [path for path, _ in named])
+        rows = zip(named, jax.tree.leaves(steps), corrections, strict=True)
+        landed = self._land(list(rows), keys)
+        treedef = jax.tree.structure(params)
+        correction = boxes.like(params, [c for _, c in landed])
+        updates = jax.tree.unflatten(treedef, [u for u, _ in landed])
+        return updates, SplitState(count, state.seed, correction, inner)
+
+    def _land(
+        self, rows: list[tuple[tuple[str, Any], Any, Any]], keys: jax.Array
+    ) -> list[tuple[Any, Any]]:
+        """(update, correction) of each ((path, weight), step, correction)."""
+        given = [
+            (self._split_of(path, p, correction), p, step, correction, key)
+            for ((path, p), step, correction), key in zip(rows, unstacked(keys), strict=True)
+        ]
+        in_dtype = self.storage.update_dtype == "param"
+        landed = each(_landed, given, self.storage.group_size, in_dtype)
+        for ((path, _), *_), (split, *_), (update, _) in zip(rows, given, landed, strict=True):
+            if split is not None:
+                scope.emit(path, update)
+        return landed
+
+    def _split_of(self, path: str, p: jax.Array, correction: jax.Array) -> MasterSplit | None:
+        split = split_for(self.storage, p.dtype)
+        if p.dtype == jnp.float32 and jnp.ndim(correction) and correction.shape == p.shape:
+            raise ValueError(promoted(path, correction.dtype))
+        if split is not None and (correction.dtype, correction.shape) != (split.dtype, p.shape):
+            raise ValueError(
+                f"the correction of '{path}' is {correction.dtype}{list(correction.shape)}, but "
+                f"{split.name} beside {p.dtype}{list(p.shape)} keeps {split.dtype}. The state was "
+                "made or restored with other settings: use those, or call init again."
+            )
+        return split
+
+
+def _landed(
+    split: MasterSplit | None,
+    p: jax.Array,
+    step: jax.Array,
+    correction: jax.Array,
+    key: jax.Array,
+    group_size: int,
+    in_dtype: bool,
+) -> tuple[jax.Array, jax.Array]:
+    dtype, noise = p.dtype if in_dtype else jnp.dtype(jnp.float32), None
+    if split is not None and split.stochastic:
+        noise = random.leaf_bits(key, p.shape, group_size, MASTER)
+    return split_update(split, p, -numerics.widen(step), correction, dtype, noise)
+
+
+def split_master_weights(
+    inner: optax.GradientTransformation,
+    bits: int = 24,
+    *,
+    split: str = "bits",
+    update_dtype: str = "float32",
+    rounding: str = "stochastic",
+    seed: int = 0,
+    group_size: int = 32,
+) -> optax.GradientTransformationExtraArgs:
+    """Gives an optimizer f32 master weights for 16-bit parameters, at 1 or 2 bytes each.
+
+    `inner` sees f32 parameters and f32 gradients; what comes out lands exactly on the 16-bit
+    rounding of its result, and the rest is kept as a correction. It is outermost: whatever changes
+    the updates after it makes the corrections stale.
+
+    Args:
+      inner: the whole optimizer: rate, decay, schedule_free, lookahead and all.
+      bits: 24 or 32.
+      split: `bits`, or `ulp` for FlashOptim's Algorithm 1; fp16 always takes `ulp`.
+      update_dtype: `float32`, or `param` for loops that add updates without a cast.
+      rounding: of 24-bit masters, `stochastic` (unbiased) or `nearest`, which loses steps below
+        2^-17 of a weight.
+      seed: of the hash behind stochastic rounding; `lowmem.init(..., seed=)` overrides it.
+      group_size: neighbours on the last axis that share a part of the hash; a fused optimizer whose
+        `Storage` has the same draws the same bits.
+
+    Returns:
+      An optax transformation.
+
+    Raises:
+      ValueError: for other bits, without `params`, or around an optimizer that splits itself.
+
+    Memory: 1 or 2 bytes of state a parameter; the update holds f32 masters while it runs.
+
+    Example:
+      >>> import optax, optax_lowmem as lowmem
+      >>> tx = lowmem.split_master_weights(optax.contrib.muon(0.02))
+    """
+    check_bits("bits", bits)
+    check_master_rounding("rounding", rounding)
+    storage = Storage(
+        master_weight_bits=bits, split=split, update_dtype=update_dtype, master_rounding=rounding,
+        seed=seed, group_size=group_size,
+    )  # fmt: skip
+    work = _Splitter(trees.wrapped(inner), storage)
+    return optax.GradientTransformationExtraArgs(work.init, work.update)

@@ -1,0 +1,124 @@
+"""Weights and the state that an optimizer starts from: 16 bits, and corrections."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from optax_lowmem._src.codecs import MasterSplit, master_split
+from optax_lowmem._src.core import scope, trees
+from optax_lowmem._src.core.compiled import compiled
+
+WeightDtype = Any | Callable[[str, Any], Any]
+
+
+def _weight_dtype(dtype: WeightDtype, path: str, leaf: Any) -> jnp.dtype:
+    """Return the dtype in which a leaf is stored.
+
+    A leaf that is not a float keeps its dtype; only an optimizer that steps it rejects it.
+    """
+    if hasattr(leaf, "dtype") and not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return leaf.dtype
+    trees.check_param(path, leaf)
+    if callable(dtype) and not isinstance(dtype, type) and not hasattr(dtype, "dtype"):
+        dtype = dtype(path, leaf)
+    try:
+        chosen = jnp.dtype(cast(Any, dtype)) if dtype is not None else None  # else it is float64
+    except TypeError:
+        chosen = dtype
+    if chosen not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise TypeError(
+            f"dtype of parameter '{path}': weights are kept in 'bfloat16', 'float16' or 'float32', "
+            f"not {str(chosen)!r}"
+        )
+    return chosen
+
+
+def start(
+    tx: Any, params: Any, dtype: WeightDtype, seed: Any = None, allow_rounding: bool = True
+) -> tuple[Any, Any]:
+    """`lowmem.init`, without a look at how `tx` is put together."""
+    trees.check_transformation(tx, "pass (tx, params), in this order.")
+    leaves, treedef = jax.tree.flatten(params)
+    names = [name for name, _ in trees.named_leaves(params)]
+    dtypes = [_weight_dtype(dtype, n, leaf) for n, leaf in zip(names, leaves, strict=True)]
+    splits, settled = _splits(tx, treedef, leaves, dtypes, names)
+    if not allow_rounding:
+        _check_rounding(names, leaves, dtypes, settled)
+    masters = scope.Masters(seed=seed, originals=dict(zip(names, leaves, strict=True)))
+    own = [splits.get(name) for name in names]
+    weights, corrections = _split_leaves(own, leaves, dtypes)
+    masters.corrections |= {n: c for n, c in zip(names, corrections, strict=True) if c is not None}
+    tree = jax.tree.unflatten(treedef, weights)
+    with scope.providing(masters):
+        state = tx.init(tree)
+    seen = [masters.sampled.get(name, weight) for name, weight in zip(names, weights, strict=True)]
+    return jax.tree.unflatten(treedef, seen), state
+
+
+def _splits(
+    tx: Any, treedef: Any, leaves: list[Any], dtypes: list[Any], names: list[str]
+) -> tuple[dict[str, MasterSplit], set[str]]:
+    """The split of each leaf, from a dry run of `tx.init`; and the leaves of which that is said."""
+    shapes = [jax.ShapeDtypeStruct(a.shape, d) for a, d in zip(leaves, dtypes, strict=True)]
+    abstract = jax.tree.unflatten(treedef, shapes)
+    _, decisions = scope.dry_run(tx, abstract)
+    forms = {d.path: d.form for d in decisions if d.slot == "correction" and d.form}
+    by_name = dict(zip(names, dtypes, strict=True))
+    unknown = [path for path in forms if path not in by_name]
+    if unknown:
+        raise ValueError(
+            f"the master weight of '{unknown[0]}' is split inside a wrapper that has other leaves "
+            f"({', '.join(names[:3])} ...), such as optax.lookahead: put split_master_weights "
+            "around the wrapper, and storage=Storage(master_weight_bits=None) inside."
+        )
+    settled = {d.path for d in decisions if d.slot == "correction"}
+    return {path: _split_named(form, by_name[path]) for path, form in forms.items()}, settled
+
+
+def _check_rounding(
+    names: list[str], leaves: list[Any], dtypes: list[Any], settled: set[str]
+) -> None:
+    """Raises where an f32 leaf would become 16 bits without a correction, and nobody said so."""
+    lost = [
+        (name, dtype)
+        for name, leaf, dtype in zip(names, leaves, dtypes, strict=True)
+        if leaf.dtype == jnp.float32 and dtype != jnp.float32 and name not in settled
+    ]
+    if lost:
+        (name, dtype), more = lost[0], f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+        raise ValueError(
+            f"'{name}'{more} would be rounded from float32 to {jnp.dtype(dtype).name}, and no "
+            "optimizer here keeps the rest: steps under half an ulp of a weight would be lost. Put "
+            "split_master_weights around the whole optimizer; or keep such leaves in f32 with "
+            "dtype=jnp.float32, or a function (path, leaf) -> dtype; or say allow_rounding=True, "
+            "for example for frozen weights."
+        )
+
+
+def _split_named(form: str, dtype: jnp.dtype) -> MasterSplit:
+    scheme, bits = form.split("-")
+    return master_split(dtype, int(bits), scheme)
+
+
+def _split_leaves(
+    splits: list[MasterSplit | None], leaves: list[Any], dtypes: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Weights and corrections; a leaf that stays as it is, is itself."""
+    rows = list(zip(splits, leaves, dtypes, strict=True))
+    changed = [split is not None or leaf.dtype != dtype for split, leaf, dtype in rows]
+    made = iter(_made([row for row, new in zip(rows, changed, strict=True) if new]))
+    pairs = [next(made) if new else (leaf, None) for leaf, new in zip(leaves, changed, strict=True)]
+    return [weight for weight, _ in pairs], [correction for _, correction in pairs]
+
+
+# one program: the integer temporaries of a split are fused away
+@compiled
+def _made(rows: list[tuple[MasterSplit | None, Any, Any]]) -> list[tuple[Any, Any]]:
+    return [
+        (leaf.astype(dtype), None)
+        if split is None
+        else split.split(leaf.astype(jnp.float32), dtype)
+        for split, leaf, dtype in rows
+    ]

@@ -1,0 +1,165 @@
+"""AdaFactor's update clipping around any Adam-like optimizer (StableAdamW's Algorithm 2)."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._src.core import numerics, trees
+from optax_lowmem._src.core.compiled import compiled
+from optax_lowmem._src.core.hyperparameters import (
+    Formula,
+    as_f32,
+    check_decay,
+    check_range,
+    decay_at,
+    increment,
+)
+from optax_lowmem._src.core.reductions import clipped_share, rms_of_ratio
+from optax_lowmem._src.update.masters import splits_masters
+from optax_lowmem._src.update.slots import facts, map_slots
+
+
+class UpdateClippingState(NamedTuple):
+    """State of `update_clipping`."""
+
+    count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
+    inner_state: Any
+
+
+def check_threshold(threshold: Any) -> None:
+    """Raises unless a threshold of RMS_t is positive."""
+    check_range("threshold", threshold, 0.0)
+    if isinstance(threshold, int | float) and threshold == 0:
+        raise ValueError("threshold must be > 0: it is the RMS_t up to which nothing is clipped")
+
+
+def _second_moments(state: Any) -> dict[str, jax.Array]:
+    """Leaf path -> second moment, from the one slot of a state that is one."""
+    found: list[Any] = []
+
+    def visit(node: Any, field: str, value: Any) -> Any:
+        known = facts(node, field)
+        if known.moment == 2 and not known.running_maximum:
+            found.append(value)
+        return value
+
+    map_slots(visit, state)
+    if len(found) != 1:
+        raise ValueError(
+            f"update_clipping needs an optimizer with one second moment (optax.adamw, "
+            f"scale_by_adam, ...); this one's state has {len(found)}. Tell it of your own with "
+            "lowmem.register_slot, or use lowmem.stable_adamw."
+        )
+    moments = dict(trees.named_leaves(found[0]))
+    for path, leaf in moments.items():
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"the second moment of '{path}' is stored as {leaf.dtype} codes, which "
+                "update_clipping cannot read: put it inside, "
+                "compress_state(update_clipping(...)), or use lowmem.stable_adamw."
+            )
+    return moments
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Clipper:
+    inner: optax.GradientTransformationExtraArgs
+    b2: Any
+    eps: Any
+    threshold: Any
+
+    def init(self, params: Any) -> UpdateClippingState:
+        if splits_masters(self.inner, params):
+            raise ValueError(
+                "update_clipping around an optimizer that splits master weights makes their "
+                "corrections stale: put it inside, split_master_weights(update_clipping(...)), or "
+                "use lowmem.stable_adamw."
+            )
+        inner = self.inner.init(params)
+        if jax.tree.leaves(params):
+            _second_moments(inner)
+        return UpdateClippingState(jnp.zeros((), jnp.int32), inner)
+
+    def update(
+        self, updates: Any, state: UpdateClippingState, params: Any = None, **extra: Any
+    ) -> tuple[Any, UpdateClippingState]:
+        trees.check_state(state, UpdateClippingState)
+        new, inner = self.inner.update(updates, state.inner_state, params, **extra)
+        count = increment(state.count)
+        debias = Formula(_debias, (self.b2,))(state.count)["debias"]
+        moments = _second_moments(inner)
+
+        rows = list(zip(trees.named_leaves(new), jax.tree.leaves(updates), strict=True))
+        # where there is no moment another optimizer is at work: masked
+        own = [(moments[path], g, update) for (path, update), g in rows if path in moments]
+        clipped = iter(_clipped(own, debias, self.eps, self.threshold))
+        leaves = [next(clipped) if path in moments else update for (path, update), _ in rows]
+        tree = jax.tree.unflatten(jax.tree.structure(new), leaves)
+        return tree, UpdateClippingState(count, inner)
+
+
+def _debias(b2: Any, count: jax.Array) -> dict[str, jax.Array]:
+    return {"debias": 1 / decay_at("b2", b2, count).correction}
+
+
+@compiled
+def _clipped(
+    rows: list[tuple[jax.Array, jax.Array, jax.Array]], debias: jax.Array, eps: Any, threshold: Any
+) -> list[jax.Array]:
+    """The updates of (second moment, gradient, update), clipped."""
+    eps, threshold = as_f32("eps", eps), as_f32("threshold", threshold)
+    clipped = []
+    for moment, g, update in rows:
+        u = numerics.widen(moment) * debias
+        share = clipped_share(rms_of_ratio(numerics.widen(g), u, eps), threshold)
+        clipped.append((numerics.widen(update) * share).astype(update.dtype))
+    return clipped
+
+
+def update_clipping(
+    inner: optax.GradientTransformation,
+    *,
+    b2: float | jax.Array | Callable[[jax.Array], Any],
+    eps: float | jax.Array,
+    threshold: float | jax.Array = 1.0,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Divides an Adam-like optimizer's step, decay included, by max(1, RMS_t / d) for each tensor.
+
+    .. math::
+      \mathrm{RMS}_t = \sqrt{\mathrm{E}[g_t^2 / \max(\hat u_t, \epsilon^2)]}
+
+    with u_t the second moment after this step's gradient, without bias (Wortsman et al., Algorithm
+    2 and appendix F.2). `stable_adamw` is the same in one pass over 8-bit state.
+
+    Args:
+      inner: the optimizer, learning rate and weight decay included, with a second moment in f32.
+        8-bit moments and split master weights go around this:
+        `split_master_weights(compress_state(update_clipping(optax.adamw(...)), ...))`.
+      b2: the optimizer's, a schedule too, for the bias.
+      eps: the optimizer's.
+      threshold: d, the RMS_t up to which nothing is clipped.
+
+    Returns:
+      An optax transformation.
+
+    Raises:
+      ValueError: in `init`, for an optimizer that splits master weights, or whose state has no
+        second moment, several, or codes.
+
+    Memory: 4 bytes.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_lowmem as lowmem
+      >>> adamw = optax.adamw(1e-3, b2=0.99, eps=1e-6, weight_decay=1e-2)
+      >>> tx = lowmem.update_clipping(adamw, b2=0.99, eps=1e-6)
+      >>> state = tx.init({"w": jnp.ones(3)})
+    """
+    check_decay("b2", b2)
+    check_range("eps", eps, 0.0)
+    check_threshold(threshold)
+    work = _Clipper(trees.wrapped(inner), b2, eps, threshold)
+    return optax.GradientTransformationExtraArgs(work.init, work.update)

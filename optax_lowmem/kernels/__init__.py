@@ -1,1 +1,0 @@
-"""One folder an operation: its XLA reference, the specification, and its backends."""

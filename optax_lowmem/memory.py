@@ -1,0 +1,9 @@
+"""Bytes of weights, of optimizer state and of activations, without allocating any."""
+
+from optax_lowmem._src.memory.activations import ActivationReport as ActivationReport
+from optax_lowmem._src.memory.activations import Saved as Saved
+from optax_lowmem._src.memory.activations import activation_report as activation_report
+from optax_lowmem._src.memory.state import Report as Report
+from optax_lowmem._src.memory.state import report as report
+
+__all__ = ["ActivationReport", "Report", "Saved", "activation_report", "report"]

@@ -1,7 +1,0 @@
-"""Bytes of weights, of optimizer state and of activations, without allocating any."""
-
-from optax_lowmem.memory.activations import ActivationReport as ActivationReport
-from optax_lowmem.memory.activations import Saved as Saved
-from optax_lowmem.memory.activations import activation_report as activation_report
-from optax_lowmem.memory.state import Report as Report
-from optax_lowmem.memory.state import report as report

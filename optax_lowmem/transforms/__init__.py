@@ -1,1 +1,0 @@
-"""Transformations of optax optimizers: compressed state, split master weights, and their kin."""
