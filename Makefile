@@ -38,9 +38,10 @@ $(VENV)/.has-%: pyproject.toml | $(BIN)/python
 demo: $(VENV)/.has-examples  ## Train the same GPT with optax.adamw and with lowmem.flash_adamw
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
-# Tests of a tier; most of their time is XLA's, which keeps what it compiled in a folder.
+# Tests of a tier; most of their time is XLA's, which keeps what it compiled in a folder. Python
+# keeps its own compilations too, whatever the environment says: pytest rewrites each test file.
 XLA_CACHE := $(CURDIR)/.xla_cache
-CPU = JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=$(XLA_CACHE)/$(notdir $(VENV)) \
+CPU = PYTHONDONTWRITEBYTECODE= JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=$(XLA_CACHE)/$(notdir $(VENV)) \
   JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
 test: $(VENV)/.has-test  ## The library's behaviour, about 10 minutes on 2 cores

@@ -50,6 +50,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.getini("filterwarnings").insert(0, "error")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave the benchmarks and examples unimported in a run that leaves out all of their tests."""
+    wanted = config.getoption("markexpr") or ""
+    without = all(f"not {tier}" in wanted for tier in ("repo", "full"))
+    return True if without and collection_path == REPO_TIER else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if REPO_TIER in item.path.parents and not item.get_closest_marker("full"):

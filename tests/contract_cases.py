@@ -279,11 +279,17 @@ def pairs_of(row: Sequence[Any]) -> Iterator[tuple]:
     return itertools.combinations(enumerate(row), 2)
 
 
-def pairwise(factors: Sequence[Sequence[Any]]) -> list[tuple]:
-    """Rows in which every pair of values of two factors occurs; greedy, the same every time."""
+def pairwise(factors: Sequence[Sequence[Any]], but: tuple[int, int] | None = None) -> list[tuple]:
+    """Rows in which every pair of values of two factors occurs; greedy, the same every time.
+
+    Args:
+      factors: the values of each.
+      but: two factors of whose pairs only those occur that the others happen to need.
+    """
     missing = {
         ((i, a), (j, b))
         for (i, left), (j, right) in itertools.combinations(enumerate(factors), 2)
+        if (i, j) != but
         for a in left
         for b in right
     }

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ import pytest
 from optax_lowmem._src.codecs import expansion, minifloat
 from optax_lowmem._src.core import numerics, random
 from tests import tolerances as tol
+from tests.tiers import in_turn
 
 CODECS = {"e4m3": minifloat.e4m3(), "e5m2": minifloat.e5m2()}
 
@@ -113,10 +115,14 @@ def round_trip(codec, x, noise, in_kernel):
         return *stored, codec.decode(*stored)
 
 
-@pytest.mark.parametrize("stochastic", [False, True])
-@pytest.mark.parametrize("spread", [0.01, 1.0, 5.0])
-@pytest.mark.parametrize("build", [expansion.expanded_e4m3, expansion.expanded_dynamic])
-def test_a_kernels_approximations_move_codes_by_one_and_rarely(build, spread, stochastic):
+BUILT = [expansion.expanded_e4m3, expansion.expanded_dynamic]
+
+
+@pytest.mark.parametrize(
+    "how, spread", in_turn(itertools.product(BUILT, [False, True]), [0.01, 1.0, 5.0])
+)
+def test_a_kernels_approximations_move_codes_by_one_and_rarely(how, spread):
+    build, stochastic = how
     codec = build()
     x = np.random.default_rng(0).normal(size=(64, 32, 128))
     x = jnp.asarray(np.sign(x) * np.exp(spread * x), jnp.float32)

@@ -95,12 +95,12 @@ def test_the_mean_of_a_step_is_the_step(name, dtype):
 
 
 def displacement(tx, steps, mean, deviation, dtype=BF16):
-    """Measure the mean change of 4096 weights of 1 after `steps` steps, in one program."""
-    params, state = lowmem.init(tx, {"w": jnp.ones(4096)}, dtype)
+    """Measure the mean change of 1024 weights of 1 after `steps` steps, in one program."""
+    params, state = lowmem.init(tx, {"w": jnp.ones(1024)}, dtype)
 
     def one(carry, index):
         key = random.leaf_key(jnp.uint32(7), index, "gradient")
-        uniform = random.uniforms(key, (4096,), 32)
+        uniform = random.uniforms(key, (1024,), 32)
         g = mean + deviation * 12.0**0.5 * (uniform - 0.5)
         return lowmem.step(tx, {"w": g}, carry[1], carry[0]), None
 

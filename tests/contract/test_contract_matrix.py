@@ -1,9 +1,10 @@
 """Every optimizer x dtype x master width x group size x rounding x optax wrapper.
 
 The default tier runs rows in which every pair of values occurs, of the optimizers that differ in
-more than their codecs; the full one such rows of all optimizers, and each optimizer, dtype and
-wrapper with master widths, group sizes and roundings in turn. A row trains on a fixed gradient
-stream and must follow the same wrapper around plain f32 optax.
+more than their codecs, but only half of those of an optimizer and a wrapper; the full one such rows
+of all optimizers with every wrapper, and each optimizer, dtype and wrapper with master widths,
+group sizes and roundings in turn. A row trains on a fixed gradient stream and must follow the same
+wrapper around plain f32 optax.
 """
 
 import functools
@@ -15,6 +16,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
@@ -84,7 +86,8 @@ WRAPPERS: dict[str, tuple[bool, Callable[[Make, float], optax.GradientTransforma
 BITS, GROUPS, ROUNDINGS = (24, 32), (16, 32), ("stochastic", "nearest")
 OTHERS = (tuple(DTYPES), BITS, GROUPS, ROUNDINGS, tuple(WRAPPERS))
 FACTORS = (tuple(CASES), *OTHERS)
-FAST = pairwise((DISTINCT, *OTHERS))
+OF_EACH = (FACTORS.index(tuple(CASES)), FACTORS.index(tuple(WRAPPERS)))
+FAST = pairwise((DISTINCT, *OTHERS), but=OF_EACH)
 
 
 def _is_distinct(row: tuple) -> bool:
@@ -174,7 +177,7 @@ def test_the_fast_rows_hold_every_pair():
     seen = {pair for row in FAST for pair in pairs_of(row)}
     factors = (DISTINCT, *OTHERS)
     for (i, left), (j, right) in itertools.combinations(enumerate(factors), 2):
-        for a, b in itertools.product(left, right):
-            assert ((i, a), (j, b)) in seen
-    smallest = len(DISTINCT) * len(WRAPPERS)
+        found = [((i, a), (j, b)) in seen for a, b in itertools.product(left, right)]
+        assert np.mean(found) > 0.5 if (i, j) == OF_EACH else all(found)
+    smallest = len(DTYPES) * len(WRAPPERS)
     assert smallest <= len(FAST) <= smallest * 1.1

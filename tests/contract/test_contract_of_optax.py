@@ -189,8 +189,7 @@ RATES = {"scale_by_flash_lion": 1e-2, "flash_trace": 1e-2, "split_master_weights
          "links": 1e-2, "flash_sgd plain": 1e-2}  # fmt: skip
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("name, target", in_turn(WRAPPERS, TARGETS))
 def test_wrappers_converge(name, target):
     objective, start, end = TARGETS[target]
     tx = WRAPPERS[name](RATES.get(name, 1e-1), Form(policy=SMALL))

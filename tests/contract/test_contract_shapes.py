@@ -8,6 +8,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from tests.contract_cases import EVERYONE, POLICY, Form, masters
+from tests.tiers import in_turn
 
 FROM_WEIGHTS = lowmem.compress_state(
     optax.contrib.schedule_free(optax.sgd(0.1), 0.1), z=lowmem.codecs.softsign(), policy=POLICY
@@ -23,8 +24,7 @@ def _layout(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name, dtype", in_turn(MADE, ["float32", "bfloat16"]))
 def test_init_of_shapes(name, dtype):
     tx, params = MADE[name](1e-3, Form()), optax.tree.cast(masters(), dtype)
     found = tx.init(_layout(params))

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from optax_lowmem import layers
 from tests.contract_cases import QUICK_COMPILE
+from tests.tiers import in_turn
 
 BATCH, LENGTH, WIDTH, VOCAB = 4, 12, 16, 40
 KEYS = jax.random.split(jax.random.key(0), 4)
@@ -62,21 +63,20 @@ def assert_close(found, wanted, **tolerance):
         np.testing.assert_allclose(a, b, **({"rtol": 2e-5, "atol": 2e-6} | tolerance))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"reduction": "sum", "z_loss": 0.1},
-        {"reduction": "none", "soft_cap": 1.5},
-        {"vocab_axis": 0, "z_loss": 0.1, "soft_cap": 1.5},
-        {"weights": WEIGHTS},
-        {"weights": WEIGHTS > 0.5, "vocab_axis": 0},
-        {"weights": WEIGHTS, "reduction": "none", "z_loss": 0.1, "vocab_axis": 0},
-    ],
-    ids=lambda options: "-".join(options) or "plain",
-)
-@pytest.mark.parametrize("chunk_tokens", [None, 13])
+OPTIONS = {
+    "plain": {},
+    "sum": {"reduction": "sum", "z_loss": 0.1},
+    "none": {"reduction": "none", "soft_cap": 1.5},
+    "transposed": {"vocab_axis": 0, "z_loss": 0.1, "soft_cap": 1.5},
+    "weights": {"weights": WEIGHTS},
+    "mask": {"weights": WEIGHTS > 0.5, "vocab_axis": 0},
+    "all": {"weights": WEIGHTS, "reduction": "none", "z_loss": 0.1, "vocab_axis": 0},
+}
+
+
+@pytest.mark.parametrize("options, chunk_tokens", in_turn(OPTIONS, [13, None]))
 def test_equals_the_loss_of_all_logits(options, chunk_tokens):
+    options = OPTIONS[options]
     head = HEAD if options.get("vocab_axis", 1) else HEAD.T
     of_chunks = functools.partial(
         layers.linear_cross_entropy, chunk_tokens=chunk_tokens, labels=LABELS, **options
@@ -98,8 +98,10 @@ def test_gradient_of_weights(reduction):
     assert_close(found, with_gradients(of(expected), WEIGHTS, numbers=(0,)))
 
 
-@pytest.mark.parametrize("tokens", [(1, 1), (2, 7), (5, 3), (40, 2), (3,), (7,), ()])
-@pytest.mark.parametrize("chunk", [1, 5])
+TOKENS = [(1, 1), (2, 7), (5, 3), (40, 2), (3,), (7,), ()]
+
+
+@pytest.mark.parametrize("tokens, chunk", in_turn(TOKENS, [5, 1]))
 def test_any_number_of_tokens(tokens, chunk):
     """Chunks that divide nothing, rows longer and shorter than a chunk, one token."""
     hidden = jax.random.normal(KEYS[3], (*tokens, WIDTH))

@@ -10,6 +10,7 @@ import pytest
 from tests import tolerances as tol
 from tests.oracle import fp8_flow as oracle
 from tests.oracle import switchback
+from tests.tiers import in_turn
 
 pytest.importorskip("flax")
 
@@ -102,15 +103,19 @@ def coded_as(codes, y, by):
     assert tie.mean() < 0.01
 
 
-def run(function, *arguments, g):
-    """A function's `Coded` and its gradients for `g`."""
-
+@functools.cache  # traces once for all kinds of values
+def with_gradients(function, **options):
     def step(arguments, g):
-        y, pull = jax.vjp(lambda *a: function(*a), *arguments)
+        y, pull = jax.vjp(functools.partial(function, **options), *arguments)
         zeros = jax.tree.map(jnp.zeros_like, y.quantized)
         return y, pull(fp8_flow.Coded(g.astype(y.value.dtype), zeros))
 
-    return jitted(step)(arguments, g)
+    return jitted(step)
+
+
+def run(function, *arguments, g, **options):
+    """A function's `Coded` and its gradients for `g`."""
+    return with_gradients(function, **options)(arguments, g)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -119,7 +124,7 @@ def test_rms_norm(recipe, kind):
     for shape in ((7, 100), (2, 3, 48)):
         x, g = drawn(1, shape, kind=kind), drawn(2, shape)
         scale = jnp.exp(drawn(3, shape[-1:]) / 4)
-        y, (dx, dscale) = run(functools.partial(fp8_flow.rms_norm, recipe=recipe), x, scale, g=g)
+        y, (dx, dscale) = run(fp8_flow.rms_norm, x, scale, g=g, recipe=recipe)
         values, w, of_y = exact(x, scale, g)
         kept = np.float64(restore(store(x, recipe.group_size), recipe.group_size))
         lost = tol.of_row_sum(shape[-1])
@@ -141,8 +146,7 @@ def test_layer_norm(kind):
     for recipe, width in ((Recipe(), 100), (Recipe.paper(), 48)):
         x, g = drawn(1, (7, width), kind=kind), drawn(2, (7, width))
         scale, bias = jnp.exp(drawn(3, (width,)) / 4), drawn(4, (width,))
-        function = functools.partial(fp8_flow.layer_norm, recipe=recipe)
-        y, (dx, dscale, dbias) = run(function, x, scale, bias, g=g)
+        y, (dx, dscale, dbias) = run(fp8_flow.layer_norm, x, scale, bias, g=g, recipe=recipe)
         values, w, b, of_y = exact(x, scale, bias, g)
         kept = np.float64(restore(store(x, 16), 16))
         lost = 4 * tol.of_row_sum(width)  # two sums, and a difference
@@ -177,17 +181,20 @@ def test_a_norm_without_bias():
 # ---- gated products ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_exact", "relu"])
-@pytest.mark.parametrize("recipe", [Recipe(), Recipe.paper(group_size=32)], ids=["ours", "paper"])
-def test_gated_product(recipe, name):
+ACTIVATIONS = ["silu", "gelu", "gelu_exact", "relu"]
+
+
+@pytest.mark.parametrize("name, kept", in_turn(ACTIVATIONS, ["ours", "paper"]))
+def test_gated_product(name, kept):
+    recipe = {"ours": Recipe(), "paper": Recipe.paper(group_size=32)}[kept]
     for kind in ("normal", "sparse", "spike"):
         gate, up, g = drawn(1, (5, 50), kind=kind), drawn(2, (5, 50)), drawn(3, (5, 50))
-        function = functools.partial(fp8_flow.gated_product, activation=name, recipe=recipe)
-        h, grads = run(function, gate, up, g=g)
+        how = {"activation": name, "recipe": recipe}
+        h, grads = run(fp8_flow.gated_product, gate, up, g=g, **how)
         of_gate, of_up, of_h = exact(gate, up, g)
         size = recipe.group_size
-        kept = [np.float64(restore(store(x, size), size)) for x in (gate, up)]
-        source = (of_gate, of_up) if recipe.exact else kept
+        stored = [np.float64(restore(store(x, size), size)) for x in (gate, up)]
+        source = (of_gate, of_up) if recipe.exact else stored
         want = oracle.gated(name, *source)
         bound = tol.ACTIVATION * np.abs(source[0] * source[1])
         assert (np.abs(exact(h.value)[0] - want) <= bound).all()
@@ -195,8 +202,8 @@ def test_gated_product(recipe, name):
         np.testing.assert_allclose(h.quantized.scales.item(), scale, rtol=tol.ACTIVATION)
         coded = np.float64(h.quantized.codes) * h.quantized.scales.item()
         assert (np.abs(coded - want) <= tol.of_quantizing(want, scale, "e4m3") + bound).all()
-        wanted = oracle.gated_gradients(name, *kept, of_h)
-        around = [np.abs(kept[1] * of_h), np.abs(kept[0] * of_h)]
+        wanted = oracle.gated_gradients(name, *stored, of_h)
+        around = [np.abs(stored[1] * of_h), np.abs(stored[0] * of_h)]
         for found, value, size in zip(grads, wanted, around, strict=True):
             assert (np.abs(exact(found)[0] - value) <= 4 * tol.ACTIVATION * size + 1e-30).all()
 
@@ -222,17 +229,14 @@ RECIPES = {
 }
 
 
+@functools.partial(jitted, static_argnums=(0, 4))
 def three(recipe, x, w, g, keep="codes", absmax=None):
-    def step(x, w, g):
-        linear = functools.partial(fp8_flow.linear, keep=keep, recipe=recipe, kernel_absmax=absmax)
-        y, pull = jax.vjp(linear, x, w)
-        return y, *pull(g)
-
-    return jitted(step)(x, w, g)
+    linear = functools.partial(fp8_flow.linear, keep=keep, recipe=recipe, kernel_absmax=absmax)
+    y, pull = jax.vjp(linear, x, w)
+    return y, *pull(g)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name, dtype", in_turn(RECIPES, ["float32", "bfloat16"]))
 def test_linear(name, dtype):
     """Each product within its bound of the exact one, and the bounds are not idle."""
     recipe, worst = RECIPES[name], np.zeros(3)

@@ -351,8 +351,12 @@ def code_bound(codec, x, group_size):
     groups = [
         x[..., at : at + group_size].astype(np.float32) for at in range(0, x.shape[-1], group_size)
     ]
-    bounds = [np.float64(codec.error_bound(jnp.asarray(g), stochastic=True)) for g in groups]
-    return np.concatenate(bounds, axis=-1)
+    return np.concatenate([np.float64(stochastic_bound(codec, g)) for g in groups], axis=-1)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def stochastic_bound(codec, group):
+    return codec.error_bound(group, stochastic=True)
 
 
 def test_rounding_of_embeddings_only():

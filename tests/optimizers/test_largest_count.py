@@ -8,6 +8,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from tests import contract_cases as cases
+from tests.tiers import rows
 
 LARGEST = 2**31 - 1
 WRAPPED = {
@@ -26,7 +27,7 @@ def is_count(x):
     return x.dtype == jnp.int32 and not x.ndim
 
 
-@pytest.mark.parametrize("name", [*lowmem.OPTIMIZERS, *WRAPPED])
+@pytest.mark.parametrize("name", rows([*lowmem.OPTIMIZERS, *WRAPPED], [*cases.RULES, *WRAPPED]))
 def test_the_largest_count_stays(name):
     make = WRAPPED[name] if name in WRAPPED else lambda: cases.CASES[name].make(1e-2, cases.Form())
     tx = make()

@@ -14,6 +14,7 @@ from optax_lowmem._src.update.block_means import dispatch, pallas_triton, refere
 from optax_lowmem._src.update.block_means.columns import has_columns, passes
 from optax_lowmem.blocks import Block
 from tests.lowering import kernels_in, lower_for_cuda
+from tests.tiers import in_turn
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 # (shape, block): columns, stacked layers, heads after columns, heads with their own axis, all of
@@ -57,9 +58,9 @@ def by_kernel(block, g, scale=1.0, interpret=True):
     return mean.reshape(block.mean_shape(g.shape))
 
 
-@pytest.mark.parametrize("dtype", [BF16, F32])
-@pytest.mark.parametrize("shape, block", CASES, ids=str)
-def test_against_float64(shape, block, dtype):
+@pytest.mark.parametrize("case, dtype", in_turn(CASES, [BF16, F32]), ids=str)
+def test_against_float64(case, dtype):
+    shape, block = case
     g = drawn(shape, dtype)
     wanted = exact(block, g, 0.5)
     for found in (by_kernel(block, g, 0.5), reference.mean_of_squares(block, g, jnp.float32(0.5))):

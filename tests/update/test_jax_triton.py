@@ -235,7 +235,6 @@ FAST = [
     ("adamw", (None, F32), F32, True),
     ("lion", (32, BF16), F16, False),
     ("sgd", (None, BF16), BF16, False),
-    ("nesterov", (24, BF16), BF16, True),
 ]
 KINDS = rows(itertools.product(FORMULAS, WEIGHTS, (BF16, F16, F32), (True, False)), FAST)
 

@@ -103,12 +103,11 @@ def test_auto_axes(name, layout, gpus):
     of_params = {n: NamedSharding(the_mesh, spec) for n, spec in specs.items()}
     of_state = state_shardings(tx, params, of_params)
     how = dict(in_shardings=(of_params, of_state, of_params), out_shardings=(of_params, of_state))
-    step = compiled(tx, specs, the_mesh, **how)
     place = lambda tree: jax.device_put(tree, of_params)  # noqa: E731
     params, state = place(params), jax.device_put(state, of_state)
-    text = step.lower(params, state, params).compile().as_text()
+    step = compiled(tx, specs, the_mesh, **how).lower(params, state, params).compile()
     allowed = {"all-reduce"} if tx.engine.rule.measures else set()
-    assert set(re.findall(COLLECTIVES, text)) <= allowed
+    assert set(re.findall(COLLECTIVES, step.as_text())) <= allowed
     check(name, steps(tx, step, params, state, place))
 
 
@@ -136,11 +135,10 @@ def test_zero(gpus):
     of_state = state_shardings(tx, params, of_params, zero_axis="a")
     assert of_state.mu["w"].spec == P("a", None)
     how = dict(in_shardings=(of_params, of_state, of_params), out_shardings=(of_params, of_state))
-    step = compiled(tx, of_state.mu, **how)
     place = lambda tree: jax.device_put(tree, of_params)  # noqa: E731
     params, state = place(params), jax.device_put(state, of_state)
-    text = step.lower(params, state, params).compile().as_text()
-    gathered = re.findall(r"= \w+\[([\d,]*)\][^=]* all-gather(?:-start)?\(", text)
+    step = compiled(tx, of_state.mu, **how).lower(params, state, params).compile()
+    gathered = re.findall(r"= \w+\[([\d,]*)\][^=]* all-gather(?:-start)?\(", step.as_text())
     assert sorted(gathered) == ["4,16,96", "64,256"]  # weights (bf16 is f32 for a CPU), no state
     check("flash_adamw", steps(tx, step, params, state, place))
 
@@ -183,9 +181,9 @@ def test_gradient_release(kind, gpus):
         )
         given = [jax.device_put(*pair) for pair in zip(start, places, strict=True)]
         batch = jax.device_put(batch, NamedSharding(the_mesh, P()))
-        text = jitted.lower(*given, batch).compile().as_text()
-        found = jitted(*given, batch)
-    for line in text.splitlines():
+        program = jitted.lower(*given, batch).compile()
+        found = program(*given, batch)
+    for line in program.as_text().splitlines():
         assert not re.search(rf"= [su]8\[.*({COLLECTIVES})", line), line
     assert_alike(found, wanted, steps=1)
 

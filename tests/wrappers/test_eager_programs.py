@@ -21,7 +21,7 @@ _ADAM = lowmem.flash_adamw(1e-3)
 _COMPRESS = dict(mu=codecs.softsign(), nu=codecs.sqrt(), policy=lowmem.Policy(min_size=0))
 
 _requests = 0
-_sizes = itertools.count(3)
+_sizes = itertools.count(301, 2)  # of no other test: their programs would be found
 
 
 def _count(event: str, seconds: float, **_: Any) -> None:
@@ -33,8 +33,7 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 
 
 def programs(call: Callable[[], Any]) -> tuple[Any, int]:
-    """Return a call's result and the number of programs it compiles, with caches cleared."""
-    jax.clear_caches()
+    """Return a call's result and the number of programs that it compiles, and none before had."""
     before = _requests
     result = call()
     return result, _requests - before
@@ -85,11 +84,11 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_training_step_is_a_few_programs(name):
-    tx, params = OPTIMIZERS[name], tree()
+    tx, params, other = OPTIMIZERS[name], tree(), tree()
     (weights, state), made = programs(lambda: lowmem.init(tx, params, allow_rounding=True))
     assert made <= MOST
     grads = jax.tree.map(jnp.ones_like, params)
-    assert programs(lambda: tx.init(params))[1] <= MOST
+    assert programs(lambda: tx.init(other))[1] <= MOST
     assert programs(lambda: tx.update(grads, state, weights))[1] <= MOST
     assert programs(lambda: lowmem.step(tx, grads, state, weights))[1] <= MOST
     assert programs(lambda: lowmem.master_params(weights, state))[1] <= 1
@@ -109,7 +108,7 @@ WRAPPERS = {
 
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_wrapper_adds_a_few_programs(name):
-    params, own = tree(), []
+    params, other, own = tree(), tree(), []
     tx = WRAPPERS[name](counted(optax.adam(1e-3), own), own)
 
     def added(call: Callable[[], Any]) -> tuple[Any, int]:
@@ -117,7 +116,7 @@ def test_a_wrapper_adds_a_few_programs(name):
         result, made = programs(call)
         return result, made - sum(own)
 
-    assert added(lambda: tx.init(params))[1] <= MOST
+    assert added(lambda: tx.init(other))[1] <= MOST
     (weights, state), made = added(lambda: lowmem.init(tx, params, allow_rounding=True))
     assert made <= MOST
     grads = jax.tree.map(jnp.ones_like, params)
