@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from optax_lowmem._src.blocks.kinds import classify, is_embedding
-from optax_lowmem._src.blocks.leaves import Heads, Leaf, Leaves, whole
-from optax_lowmem._src.blocks.stacks import leaves_of
+from optax_lowmem._src.blocks.leaves import Heads, Leaf, Leaves, leaves_of, whole
 from optax_lowmem._src.core.block import Block, is_int
 
 Rule = tuple[str, Block | Sequence[int] | str]

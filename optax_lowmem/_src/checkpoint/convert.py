@@ -1,6 +1,7 @@
-"""A state of ours and one of optax, walked beside each other."""
+"""A state of ours and one of optax, walked beside each other, and the slots of ours on the way."""
 
 import abc
+import collections
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -8,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from optax_lowmem._src.checkpoint.counterparts import MOMENTS, Moments
-from optax_lowmem._src.checkpoint.slots import Decisions
-from optax_lowmem._src.core import scope, trees
+from optax_lowmem._src.codecs import group_codec
+from optax_lowmem._src.core import numerics, random, scope, trees
 from optax_lowmem._src.update.slots import map_slots
 from optax_lowmem._src.wrappers.compress import CompressedState
 
@@ -204,3 +205,83 @@ def _unlike(ours: Any, plain: Any, where: str) -> ValueError:
         "not two forms of one optimizer. Build both of the same links, lowmem.chain(clip, "
         "flash_adamw(...)) and optax.chain(clip, adamw(...)), with the same wrappers."
     )
+
+
+# ---- the slots of our states ---------------------------------------------------------------------
+
+# one compiled call a leaf: eager, every operation of a codec would store its result
+_encode = jax.jit(group_codec.encode, static_argnames=("codec", "group_size", "slot"))
+_decode = jax.jit(group_codec.decode, static_argnames=("codec", "group_size"))
+
+
+class Decisions:
+    """The decisions of an `init`, handed out in the order in which they were taken."""
+
+    def __init__(self, decisions: list[scope.Decision]):
+        self._left: dict[tuple[str, str], list[scope.Decision]] = collections.defaultdict(list)
+        for decision in decisions:
+            self._left[decision.path, decision.slot].append(decision)
+
+    def take(self, path: str, slot: str) -> scope.Decision:
+        """The next one of a slot of a leaf."""
+        return self._left[path, slot].pop(0)
+
+
+def encode_leaf(
+    decision: scope.Decision, x: jax.Array, like: jax.Array, seed: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Slot and scales of f32 values, as the optimizer of a decision stores them.
+
+    Args:
+      decision: how.
+      x: f32 values, one an element; the mean over each block is taken where a block shares one.
+      like: the stored slot, for its dtype and shape.
+      seed: of the state.
+      count: steps so far; the next step has other random bits.
+    """
+    if decision.block is not None and x.shape != like.shape:
+        x = decision.block.mean(x)
+    if decision.codec is None:
+        return x.astype(like.dtype), jnp.zeros((), jnp.float32)
+    key = random.leaf_key(seed, count, decision.path) if decision.stochastic else None
+    flat = x.reshape(-1) if decision.block is not None else x  # the values of blocks lie in one row
+    codes, scales = _encode(
+        decision.codec, numerics.widen(flat), decision.group_size, key, slot=decision.slot
+    )
+    return codes.reshape(like.shape), scales
+
+
+def decode_leaf(
+    decision: scope.Decision, stored: jax.Array, scales: jax.Array, shape: tuple[int, ...]
+) -> jax.Array:
+    """f32 values of a stored slot, one an element of a leaf of this shape."""
+    x = numerics.widen(stored) if decision.codec is None else None
+    if x is None:
+        flat = stored.reshape(-1) if decision.block is not None else stored
+        x = _decode(decision.codec, flat, scales, decision.group_size).reshape(stored.shape)
+    if decision.block is not None and x.shape != shape:
+        return decision.block.spread(x, shape)
+    return x
+
+
+def coded_slots(
+    state: CompressedState, inner: Any, function: Callable[[str, str, Any], Any]
+) -> Any:
+    """`inner`, a state like `state.inner_state`, with its coded slots replaced.
+
+    Args:
+      state: says by its scales which slots are coded.
+      inner: the state whose slots are visited.
+      function: (slot, key of its scales, its value) -> another value.
+    """
+    seen: collections.Counter[str] = collections.Counter()
+
+    def visit(node: Any, field: str, value: Any) -> Any:
+        del node
+        name = f"{field}_scale" + (f"_{seen[field]}" if seen[field] else "")
+        if name not in state.scales:
+            return value
+        seen[field] += 1
+        return function(field, name, value)
+
+    return map_slots(visit, inner)

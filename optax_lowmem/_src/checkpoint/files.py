@@ -10,8 +10,7 @@ from typing import Any
 import jax
 
 from optax_lowmem._src.checkpoint import checksums
-from optax_lowmem._src.checkpoint.comparison import unlike
-from optax_lowmem._src.checkpoint.description import Forms, array_leaves, form_of, forms
+from optax_lowmem._src.checkpoint.description import Forms, array_leaves, form_of, forms, unlike
 
 _STEP = re.compile(r"(?:.*_)?(\d+)")  # a folder of Orbax's: 7, step_7, 0007
 PARAMS, STATE, DESCRIPTION = "params", "opt_state", "optax_lowmem"

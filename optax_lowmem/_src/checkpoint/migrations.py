@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 
-from optax_lowmem._src.checkpoint import comparison, description
+from optax_lowmem._src.checkpoint import description
 from optax_lowmem._src.checkpoint.description import array_leaves, forms
 from optax_lowmem._src.core import scope
 
@@ -82,7 +82,7 @@ def migrate(
     now: Saved = {"metadata": None, **saved}
     undescribed = now["metadata"] is None
     if now["metadata"] is not None:
-        comparison.check_version(now["metadata"])
+        description.check_version(now["metadata"])
     while (version := (now["metadata"] or {"version": 0})["version"]) < description.FORMAT_VERSION:
         if version not in MIGRATIONS:
             raise ValueError(
@@ -90,7 +90,7 @@ def migrate(
                 "restore and save it with an older one."
             )
         now = MIGRATIONS[version](now)
-    comparison.compare(now["metadata"], tx, params_like, trusted=undescribed)
+    description.compare(now["metadata"], tx, params_like, trusted=undescribed)
     state_like, _ = scope.dry_run(tx, params_like)
     return _typed(now["params"], params_like), _typed(now["opt_state"], state_like)
 

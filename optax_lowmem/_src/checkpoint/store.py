@@ -8,13 +8,11 @@ import numpy as np
 import optax
 
 from optax_lowmem._src.checkpoint import checksums, description, files
-from optax_lowmem._src.checkpoint.comparison import check, check_version, unlike
-from optax_lowmem._src.checkpoint.description import forms, metadata
+from optax_lowmem._src.checkpoint.arrays import Shardings, packed, place, targets, unpacked
+from optax_lowmem._src.checkpoint.description import check, check_version, forms, metadata, unlike
 from optax_lowmem._src.checkpoint.files import DESCRIPTION, PARAMS, STATE
 from optax_lowmem._src.checkpoint.handlers import open_manager
 from optax_lowmem._src.checkpoint.migrations import migrate
-from optax_lowmem._src.checkpoint.packing import packed, unpacked
-from optax_lowmem._src.checkpoint.targets import Shardings, place, targets
 from optax_lowmem._src.core import scope
 
 

@@ -5,13 +5,13 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from optax_lowmem._src.fp8_flow.block import after_attention, before_attention, mlp_residual
 from optax_lowmem._src.fp8_flow.linear import QuantizedKernel, quantize_weight, weight_absmax
 from optax_lowmem._src.fp8_flow.nnx import Fp8Linear, Fp8RMSNorm
 from optax_lowmem._src.fp8_flow.recipe import DEFAULT, Coded, Recipe
-from optax_lowmem._src.fp8_flow.rotary import rotate
 
 ATTENTIONS = ("xla", "cudnn")
 OfWeights = dict[str, dict[str, Any]] | None  # of each kernel: its maximum, or its codes
@@ -216,3 +216,28 @@ def _of_kernels(function: Callable[[jax.Array], Any], params: Any) -> dict[str, 
         part: {name: function(params[part][name]["kernel"]) for name in own}
         for part, own in names.items()
     }
+
+
+# ---- rotary positions, whose gradient needs nothing kept: it is the rotation back ----------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def rotate(x: jax.Array, base: float) -> jax.Array:
+    """Rotates queries or keys [batch, length, heads, head] by their position, in f32."""
+    return _rotated(x, base, 1.0)
+
+
+def _rotated(x: jax.Array, base: float, direction: float) -> jax.Array:
+    length, head = x.shape[1], x.shape[-1]
+    frequency = base ** (-jnp.arange(0, head, 2, dtype=jnp.float32) / head)
+    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency[None]
+    cos, sin = (f(angle)[None, :, None] for f in (jnp.cos, jnp.sin))
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    sin = sin * jnp.float32(direction)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+rotate.defvjp(
+    lambda x, base: (rotate(x, base), None),
+    lambda base, saved, g: (_rotated(g, base, -1.0),),
+)

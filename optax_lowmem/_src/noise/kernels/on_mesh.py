@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax_lowmem._src.core import random, scope
 from optax_lowmem._src.core.placement import Placement, placement
 from optax_lowmem._src.noise.kernels.noise import EIGHT
-from optax_lowmem._src.noise.kernels.squares import SIDE
+from optax_lowmem._src.noise.kernels.reference import SIDE
 
 
 def place_of(path: str | None, x: jax.Array) -> Placement | None:

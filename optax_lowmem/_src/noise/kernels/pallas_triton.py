@@ -5,6 +5,7 @@ it is used, from 4 rows of words whose eight elements lie in the same column, an
 once for its block's maximum and for the sum.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -21,8 +22,21 @@ from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.tiles import result_like
 from optax_lowmem._src.noise.kernels.formats import Format, Scaled
 from optax_lowmem._src.noise.kernels.noise import EIGHT, GAUSSWS, Noise
-from optax_lowmem._src.noise.kernels.squares import SIDE, block_shape
-from optax_lowmem._src.noise.kernels.tiles import Strip
+from optax_lowmem._src.noise.kernels.reference import SIDE, block_shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Strip:
+    """Strip of one program: 32 rows and some columns.
+
+    Attributes:
+      columns: a power of two, a multiple of 32.
+      warps: warps, of 32 threads, that share the strip.
+    """
+
+    columns: int = 128
+    warps: int = 4
+
 
 _WORDS = SIDE // EIGHT  # rows of words in a strip
 Shape = tuple[int, ...]

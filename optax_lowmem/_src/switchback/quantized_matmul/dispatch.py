@@ -10,8 +10,7 @@ import jax.numpy as jnp
 from optax_lowmem._src.core import platform
 from optax_lowmem._src.core.tiles import MAX_ELEMENTS
 from optax_lowmem._src.switchback.quantized_matmul import reference
-from optax_lowmem._src.switchback.quantized_matmul.formats import Format
-from optax_lowmem._src.switchback.quantized_matmul.reference import Quantized
+from optax_lowmem._src.switchback.quantized_matmul.reference import Format, Quantized
 
 LONGEST_ROW = 1 << 15  # 32 numbers for each of the 1024 threads of the largest program
 _DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))

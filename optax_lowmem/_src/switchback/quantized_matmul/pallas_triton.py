@@ -15,8 +15,7 @@ from jax.experimental.pallas import triton as plgpu
 from optax_lowmem._src.core import pallas_tiles
 from optax_lowmem._src.core.tiles import next_power_of_two, result_like
 from optax_lowmem._src.switchback.quantized_matmul import reference
-from optax_lowmem._src.switchback.quantized_matmul.formats import Format
-from optax_lowmem._src.switchback.quantized_matmul.reference import Quantized
+from optax_lowmem._src.switchback.quantized_matmul.reference import Format, Quantized
 
 _PER_WARP = 1024  # numbers of a row that a warp takes
 _ROW_ELEMENTS = 4096  # of a program, where rows are shorter
