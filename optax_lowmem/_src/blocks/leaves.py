@@ -8,6 +8,7 @@ from collections import defaultdict
 from typing import Any, NamedTuple
 
 import jax
+import optax
 
 from optax_lowmem._src.core import trees
 from optax_lowmem._src.core.block import Block
@@ -194,7 +195,7 @@ _STACK_AXES = {"layers", "layer", "scan", "stack", "blocks", "stages", "stage", 
                "expert", "exp"}  # fmt: skip
 
 
-def leaves_of(params: Any) -> Leaves:
+def leaves_of(params: optax.Params) -> Leaves:
     """path -> leaf with its stacked axes, in flattening order."""
     names = _partition_names(params)
     leaves = []
@@ -207,13 +208,13 @@ def leaves_of(params: Any) -> Leaves:
     return _by_biases({leaf.path: leaf for leaf in _by_components(leaves)})
 
 
-def _partition_names(params: Any) -> list[tuple[Any, ...]]:
+def _partition_names(params: optax.Params) -> list[tuple[Any, ...]]:
     """For each leaf the names that Flax's metadata gives its axes, or ()."""
     nodes = jax.tree.leaves(params, is_leaf=lambda node: _axis_names(node) is not None)
     return [_axis_names(node) or () for node in nodes for _ in jax.tree.leaves(node)]
 
 
-def _axis_names(node: Any) -> tuple[Any, ...] | None:
+def _axis_names(node: object) -> tuple[Any, ...] | None:
     """Names of a Linen box or an NNX variable; by their attributes, since Flax is not imported."""
     if hasattr(node, "unbox") and hasattr(node, "names"):
         return tuple(node.names)

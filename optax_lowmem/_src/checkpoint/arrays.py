@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from optax_lowmem._src.core import trees
@@ -14,7 +15,7 @@ from optax_lowmem._src.core import trees
 _BARE = "array"  # the name of an array that is a whole tree
 
 
-def packed(tree: Any) -> Any:
+def packed(tree: object) -> Any:
     """A tree without its arrays of size 0; None where no array is left.
 
     Raises:
@@ -27,15 +28,15 @@ def packed(tree: Any) -> Any:
     return {_BARE: kept} if jax.tree_util.all_leaves([kept]) else kept
 
 
-def _dotted(path: tuple[Any, ...]) -> str:
+def _dotted(path: tuple[object, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def _filled(leaf: Any) -> bool:
+def _filled(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
     return 0 not in jnp.shape(leaf)
 
 
-def unpacked(found: Any, target: Any) -> Any:
+def unpacked(found: object, target: object) -> Any:
     """The tree of `target`, from the arrays of its packed form.
 
     Args:
@@ -57,7 +58,9 @@ def unpacked(found: Any, target: Any) -> Any:
 Shardings = Any  # a Sharding, or a tree of them, a prefix of the state's
 
 
-def targets(params_like: Any, state_like: Any, shardings: Shardings) -> tuple[Any, Any]:
+def targets(
+    params_like: optax.Params, state_like: optax.OptState, shardings: Shardings
+) -> tuple[Any, Any]:
     """Abstract parameters and state, every leaf with its sharding.
 
     Args:
@@ -85,11 +88,13 @@ def targets(params_like: Any, state_like: Any, shardings: Shardings) -> tuple[An
     return params, jax.tree.unflatten(treedef, state)
 
 
-def _abstract(leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+def _abstract(leaf: jax.Array | jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype, sharding=sharding)
 
 
-def _as_parameters(params: Any, state: Any, here: Sharding) -> Sequence[Sharding]:
+def _as_parameters(
+    params: optax.Params, state: optax.OptState, here: Sharding
+) -> Sequence[Sharding]:
     """Return the sharding of each array of a state: its parameter's, else `here`.
 
     An array belongs to the parameter whose path ends its own, if both have the same shape.
@@ -110,6 +115,6 @@ def _everywhere(sharding: Sharding) -> Sharding:
     return sharding
 
 
-def place(tree: Any, target: Any) -> Any:
+def place(tree: object, target: object) -> Any:
     """Arrays on the devices of the leaves of `target`."""
     return jax.tree.map(lambda x, t: jax.device_put(x, t.sharding), tree, target)

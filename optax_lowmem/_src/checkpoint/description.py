@@ -1,6 +1,6 @@
 """Description of the format of a checkpoint, and its comparison with what an optimizer reads."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,31 +14,31 @@ NAME = "optax_lowmem"
 Forms = dict[str, list[Any]]  # path -> [dtype, shape]
 
 
-def form_of(leaf: Any) -> list[Any]:
+def form_of(leaf: jax.Array | jax.ShapeDtypeStruct) -> list[Any]:
     """[dtype, shape] of an array, as JSON has it."""
     return [str(leaf.dtype), list(jnp.shape(leaf))]
 
 
-def forms(tree: Any) -> Forms:
+def forms(tree: object) -> Forms:
     """Path -> [dtype, shape] of every array of a tree."""
     return {path: form_of(leaf) for path, leaf in array_leaves(tree)}
 
 
-def array_leaves(tree: Any) -> list[tuple[str, Any]]:
+def array_leaves(tree: object) -> list[tuple[str, Any]]:
     """(path, leaf) of a tree, with every key in the path."""
     return trees.unique_names(tree, _whole_name)
 
 
-def _whole_name(path: tuple[Any, ...]) -> str:
+def _whole_name(path: tuple[object, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def words(form: Any) -> str:
+def words(form: Sequence[object] | None) -> str:
     """`int8[64, 128]` of a form, or `nothing`."""
     return f"{form[0]}{form[1]}" if form else "nothing"
 
 
-def metadata(tx: optax.GradientTransformation, params: Any) -> dict[str, Any]:
+def metadata(tx: optax.GradientTransformation, params: optax.Params) -> dict[str, Any]:
     """The description of the format in which an optimizer keeps its state; JSON has types for it.
 
     Save it with a checkpoint of your own making, and give it to `check` before you restore one.
@@ -103,7 +103,7 @@ def _described(decision: scope.Decision) -> dict[str, Any]:
 # ---- comparison ----------------------------------------------------------------------------------
 
 
-def check(saved: Mapping[str, Any], tx: optax.GradientTransformation, params: Any) -> None:
+def check(saved: Mapping[str, Any], tx: optax.GradientTransformation, params: optax.Params) -> None:
     """Raises unless a checkpoint's description is what an optimizer reads.
 
     Rounding and seed are not compared: they are of the steps to come.
@@ -133,7 +133,10 @@ def check(saved: Mapping[str, Any], tx: optax.GradientTransformation, params: An
 
 
 def compare(
-    saved: Mapping[str, Any], tx: optax.GradientTransformation, params: Any, trusted: bool = False
+    saved: Mapping[str, Any],
+    tx: optax.GradientTransformation,
+    params: optax.Params,
+    trusted: bool = False,
 ) -> None:
     """`check` of a description of this version; `trusted`: one that says nothing of codecs."""
     here = metadata(tx, params)

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from optax_lowmem._src.checkpoint.convert import (
     Converter,
@@ -26,11 +27,11 @@ from optax_lowmem._src.wrappers.start import WeightDtype
 
 def from_optax(
     tx: optax.GradientTransformation,
-    optax_state: Any,
-    params: Any,
+    optax_state: optax.OptState,
+    params: optax.Params,
     dtype: WeightDtype = jnp.bfloat16,
     *,
-    seed: Any = None,
+    seed: ArrayLike | None = None,
     allow_rounding: bool = False,
 ) -> tuple[Any, Any]:
     """Goes on with an optax optimizer's run in low memory, from where it is.
@@ -78,13 +79,15 @@ def from_optax(
 
 
 class _Encoder(Converter):
-    def choose(self, ours: Any, plain: Any) -> tuple[Any, Any]:
+    def choose(self, ours: optax.OptState, plain: optax.OptState) -> tuple[Any, Any]:
         return ours, plain
 
-    def split(self, ours: Any, inner: Any) -> Any:
+    def split(self, ours: optax.OptState, inner: optax.OptState) -> Any:
         return ours._replace(inner_state=inner)
 
-    def moments(self, ours: Any, plain: Any, known: Moments, where: str) -> Any:
+    def moments(
+        self, ours: optax.OptState, plain: optax.OptState, known: Moments, where: str
+    ) -> Any:
         trees_of: dict[str, Any] = {}
         counts: list[Any] = []
         map_optax(plain, known, trees_of.__setitem__, lambda _, c: counts.append(c), where)
@@ -116,8 +119,8 @@ class _Encoder(Converter):
             fields[f"{slot}_scale"] = scales.unflatten([scale for _, scale in pairs])
         return ours._replace(**fields)
 
-    def compressed(self, ours: CompressedState, plain: Any, where: str) -> Any:
-        def wide(slot: str, name: str, codes: Any) -> Any:
+    def compressed(self, ours: CompressedState, plain: optax.OptState, where: str) -> Any:
+        def wide(slot: str, name: str, codes: optax.Params) -> Any:
             leaves, treedef = jax.tree.flatten(codes)
             rows = zip(leaves, jax.tree.leaves(ours.scales[name]), strict=True)
             return jax.tree.unflatten(treedef, [_as_f32(*row) for row in rows])
@@ -127,7 +130,7 @@ class _Encoder(Converter):
         count = jnp.asarray(counts[0][1] if counts else 0, jnp.int32)
         scales: dict[str, Any] = {}
 
-        def encode(slot: str, name: str, values: Any) -> Any:
+        def encode(slot: str, name: str, values: optax.Params) -> Any:
             like = stored[name]
             pairs = [
                 encode_leaf(self.decisions.take(path, slot), x, leaf, ours.seed, count)
@@ -145,7 +148,9 @@ class _Encoder(Converter):
         return CompressedState(count, ours.seed, coded_slots(ours, inner, encode), scales)
 
 
-def _as_f32(codes: Any, scales: Any) -> Any:
+def _as_f32(
+    codes: jax.Array | jax.ShapeDtypeStruct, scales: jax.Array | jax.ShapeDtypeStruct
+) -> Any:
     """Return the form of a slot before encoding: f32 where it has scales, else unchanged."""
     return jax.ShapeDtypeStruct(codes.shape, jnp.float32) if jnp.ndim(scales) else codes
 
@@ -155,8 +160,8 @@ def _as_f32(codes: Any, scales: Any) -> Any:
 
 def to_optax(
     tx: optax.GradientTransformation,
-    state: Any,
-    params: Any,
+    state: optax.OptState,
+    params: optax.Params,
     plain: optax.GradientTransformation | None = None,
 ) -> tuple[Any, Any]:
     """Goes on with a run of ours in plain optax and f32, from where it is.
@@ -198,7 +203,9 @@ def to_optax(
     return masters, _filled(found, chosen, masters)
 
 
-def _filled(state: Any, plain: optax.GradientTransformation, params: Any) -> Any:
+def _filled(
+    state: optax.OptState, plain: optax.GradientTransformation, params: optax.Params
+) -> Any:
     """A state whose abstract leaves, numbers that ours has not, are as `plain.init` makes them."""
     leaves, treedef = jax.tree.flatten(state)
     left = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
@@ -210,16 +217,18 @@ def _filled(state: Any, plain: optax.GradientTransformation, params: Any) -> Any
 
 
 class _Decoder(Converter):
-    def choose(self, ours: Any, plain: Any) -> tuple[Any, Any]:
+    def choose(self, ours: optax.OptState, plain: optax.OptState) -> tuple[Any, Any]:
         return plain, ours
 
-    def split(self, ours: Any, inner: Any) -> Any:
+    def split(self, ours: optax.OptState, inner: optax.OptState) -> Any:
         return inner
 
-    def moments(self, ours: Any, plain: Any, known: Moments, where: str) -> Any:
+    def moments(
+        self, ours: optax.OptState, plain: optax.OptState, known: Moments, where: str
+    ) -> Any:
         slots = {field: slot for slot, field in known.fields.items()}
 
-        def field_of(field: str, like: Any) -> Any:
+        def field_of(field: str, like: optax.Params) -> Any:
             slot = slots[field]
             names = [path for path, _ in trees.named_leaves(getattr(ours, slot))]
             wanted = by_path(field, like, names, f"{where}.{slot}")
@@ -238,8 +247,8 @@ class _Decoder(Converter):
 
         return map_optax(plain, known, field_of, lambda *_: jnp.asarray(ours.count), where)
 
-    def compressed(self, ours: CompressedState, plain: Any, where: str) -> Any:
-        def decode(slot: str, name: str, codes: Any) -> Any:
+    def compressed(self, ours: CompressedState, plain: optax.OptState, where: str) -> Any:
+        def decode(slot: str, name: str, codes: optax.Params) -> Any:
             rows = zip(trees.named_leaves(codes), jax.tree.leaves(ours.scales[name]), strict=True)
             values = [
                 decode_leaf(self.decisions.take(path, slot), leaf, scales, leaf.shape)

@@ -2,10 +2,12 @@
 
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
 
 from optax_lowmem._src.codecs import decode_array
 from optax_lowmem._src.core import groups, numerics, trees
@@ -14,8 +16,10 @@ from optax_lowmem._src.core.reductions import rms_of_ratio
 from optax_lowmem._src.update.masters import master_params
 from optax_lowmem._src.update.storage import Storage
 
+L = TypeVar("L")
 
-def chosen(named: Sequence[tuple[str, Any]], patterns: Sequence[str]) -> list[tuple[str, Any]]:
+
+def chosen(named: Sequence[tuple[str, L]], patterns: Sequence[str]) -> list[tuple[str, Any]]:
     """The (path, leaf) pairs that some pattern matches, in order.
 
     Args:
@@ -53,10 +57,10 @@ Moment = tuple[jax.Array, Any]  # `nu` of a leaf, codes or values, and the steps
 
 
 def rms(
-    gradients: Any,
-    state: Any,
+    gradients: optax.Updates,
+    state: optax.OptState,
     *,
-    b2: float | jax.Array | Callable = 0.999,
+    b2: float | jax.Array | Callable[[jax.Array], jax.Array | float] = 0.999,
     eps: float = 1e-8,
     leaves: Sequence[str] = ("*",),
     sample: int | None = None,
@@ -134,7 +138,7 @@ def rms(
     return found
 
 
-def _moments(state: Any) -> dict[str, Moment]:
+def _moments(state: optax.OptState) -> dict[str, Moment]:
     """Leaf path -> second moment, of every NamedTuple with a `nu` inside a state."""
     moments: dict[str, Moment] = {}
     for node in trees.states_with(state, "nu"):
@@ -154,7 +158,7 @@ def _moments(state: Any) -> dict[str, Moment]:
     return moments
 
 
-def _scales(state: Any) -> dict[str, jax.Array]:
+def _scales(state: optax.OptState) -> dict[str, jax.Array]:
     """Leaf path -> scales of the codes of `nu`; compress_state numbers its trees of them."""
     return {
         path: scales
@@ -201,7 +205,9 @@ def _sampled(sample: int | None, *arrays: jax.Array | None) -> list[Any]:
 # ---- norms of weights ----------------------------------------------------------------------------
 
 
-def norms(params: Any, state: Any = None, *, leaves: Sequence[str] = ("*",)) -> dict[str, Any]:
+def norms(
+    params: optax.Params, state: optax.OptState | None = None, *, leaves: Sequence[str] = ("*",)
+) -> dict[str, Any]:
     r"""The Euclidean norm :math:`\lVert\theta\rVert_2` of each leaf's master weight, in f32.
 
     Args:
@@ -232,7 +238,9 @@ def norms(params: Any, state: Any = None, *, leaves: Sequence[str] = ("*",)) -> 
     return {path: jnp.sqrt(jnp.sum(jnp.square(masters[path]))) for path in weights}
 
 
-def norm_drift(now: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, jax.Array]:
+def norm_drift(
+    now: Mapping[str, ArrayLike], reference: Mapping[str, ArrayLike]
+) -> dict[str, jax.Array]:
     r"""Relative change :math:`\lVert\theta_t\rVert / \lVert\theta_0\rVert - 1` of weight norms.
 
     Args:
@@ -261,6 +269,6 @@ def norm_drift(now: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str
     return {path: _drift(now[path], reference[path]) for path in now}
 
 
-def _drift(now: Any, before: Any) -> jax.Array:
+def _drift(now: ArrayLike, before: ArrayLike) -> jax.Array:
     now, before = jnp.asarray(now, jnp.float32), jnp.asarray(before, jnp.float32)
     return jnp.where((now == 0) & (before == 0), jnp.float32(0), now / before - 1)

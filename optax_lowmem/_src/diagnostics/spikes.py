@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.typing import ArrayLike
+
+Number = float | jax.Array
 
 # ---- of whole recorded series --------------------------------------------------------------------
 
@@ -32,7 +35,12 @@ def check_constants(ignore: int, interval: int, least: int, decay: float) -> Non
 
 
 def advance(
-    seen: Any, mean: Any, variance: Any, loss: Any, decay: Any, maximum: Callable = max
+    seen: Number,
+    mean: Number,
+    variance: Number,
+    loss: Number,
+    decay: float,
+    maximum: Callable[[Number, Number], Number] = max,
 ) -> tuple[Any, Any]:
     """Running mean and variance with one more loss, of numbers or (with jnp.maximum) of arrays.
 
@@ -212,7 +220,9 @@ class SpikeDetector:
         none = jnp.zeros((), jnp.float32)
         return SpikeState(zero, zero, none, none, never, never, zero, jnp.zeros((), bool))
 
-    def update(self, state: SpikeState, loss: Any, rms: Any) -> tuple[SpikeState, dict[str, Any]]:
+    def update(
+        self, state: SpikeState, loss: ArrayLike, rms: ArrayLike
+    ) -> tuple[SpikeState, dict[str, Any]]:
         """The state after a step, and its flags.
 
         Args:

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+Atom = Var | Literal
 
 _MIB = 2.0**20
 
@@ -103,7 +106,7 @@ class ActivationReport:
 
 def activation_report(
     fn: Callable[..., Any],
-    *args: Any,
+    *args: object,
     weights: int | Sequence[int] = (),
     unit: float | None = None,
 ) -> ActivationReport:
@@ -157,17 +160,23 @@ _LIBRARIES = ("site-packages", "dist-packages", "optax_lowmem")
 class _Frame:
     """A jaxpr, and the call that runs it."""
 
-    def __init__(self, jaxpr: Any, active: Sequence[bool], parent: Any = None, eqn: Any = None):
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        active: Sequence[bool],
+        parent: "_Frame | None" = None,
+        eqn: JaxprEqn | None = None,
+    ):
         self.jaxpr, self.parent, self.eqn = jaxpr, parent, eqn
         self.makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         self.active = _flow(jaxpr, active)
         self.inner: dict[int, _Frame] = {}
 
-    def depends(self, atom: Any) -> bool:
+    def depends(self, atom: Atom) -> bool:
         """Return whether a variable depends on more than weights."""
-        return not _literal(atom) and self.active.get(atom, False)
+        return isinstance(atom, Var) and self.active.get(atom, False)
 
-    def call(self, eqn: Any) -> "_Frame | None":
+    def call(self, eqn: JaxprEqn) -> "_Frame | None":
         """The jaxpr that an equation runs once, of its operands."""
         if eqn.primitive.name in ("scan", "while", "cond"):
             return None
@@ -177,11 +186,7 @@ class _Frame:
         return self.inner.get(id(eqn))
 
 
-def _literal(atom: Any) -> bool:
-    return not hasattr(atom, "count") and hasattr(atom, "val")
-
-
-def _called(eqn: Any) -> Any:
+def _called(eqn: JaxprEqn) -> Jaxpr | None:
     """The jaxpr of a call or a scan, whose variables are those of the equation."""
     for name in ("jaxpr", "call_jaxpr"):
         if (jaxpr := eqn.params.get(name)) is not None:
@@ -191,11 +196,11 @@ def _called(eqn: Any) -> Any:
     return None
 
 
-def _flow(jaxpr: Any, active: Sequence[bool]) -> dict[Any, bool]:
+def _flow(jaxpr: Jaxpr, active: Sequence[bool]) -> dict[Var, bool]:
     """Return for each variable whether it depends on the active inputs."""
     found = dict(zip(jaxpr.invars, active, strict=True))
     for eqn in jaxpr.eqns:
-        given = [not _literal(atom) and found.get(atom, False) for atom in eqn.invars]
+        given = [isinstance(atom, Var) and found.get(atom, False) for atom in eqn.invars]
         inner = _called(eqn)
         if inner is None:
             results = [any(given)] * len(eqn.outvars)
@@ -207,12 +212,12 @@ def _flow(jaxpr: Any, active: Sequence[bool]) -> dict[Any, bool]:
     return found
 
 
-def _results(jaxpr: Any, given: Sequence[bool]) -> list[bool]:
+def _results(jaxpr: Jaxpr, given: Sequence[bool]) -> list[bool]:
     found = _flow(jaxpr, given)
-    return [not _literal(atom) and found.get(atom, False) for atom in jaxpr.outvars]
+    return [isinstance(atom, Var) and found.get(atom, False) for atom in jaxpr.outvars]
 
 
-def _flow_of_scan(eqn: Any, inner: Any, given: list[bool]) -> list[bool]:
+def _flow_of_scan(eqn: JaxprEqn, inner: Jaxpr, given: list[bool]) -> list[bool]:
     """Until nothing more is carried on. What is stacked has an axis that the carry has not."""
     carries = _as_inside(eqn.outvars, inner.outvars)
     first = _as_inside(eqn.invars, inner.invars) - carries
@@ -225,14 +230,14 @@ def _flow_of_scan(eqn: Any, inner: Any, given: list[bool]) -> list[bool]:
         given[carry] = carried
 
 
-def _as_inside(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    return sum(a.aval.ndim == b.aval.ndim for a, b in zip(outside, inside, strict=True))
+def _as_inside(outside: Sequence[Atom], inside: Sequence[Atom]) -> int:
+    return sum(_aval(a).ndim == _aval(b).ndim for a, b in zip(outside, inside, strict=True))
 
 
 # ---- what made an array --------------------------------------------------------------------------
 
 
-def _kept(traced: Any, is_weight: Sequence[bool], names: Sequence[str]) -> Iterator[Saved]:
+def _kept(traced: ClosedJaxpr, is_weight: Sequence[bool], names: Sequence[str]) -> Iterator[Saved]:
     """The arrays that the results of a jaxpr take, each once, without views of others.
 
     Args:
@@ -253,31 +258,36 @@ def _kept(traced: Any, is_weight: Sequence[bool], names: Sequence[str]) -> Itera
         eqn = frame.makers.get(var)
         if eqn is None:
             if var in arguments:
-                yield _saved(f"argument {arguments[var]}", _ARGUMENT, var.aval, weights)
+                yield _saved(var, f"argument {arguments[var]}", _ARGUMENT, weights)
             else:
-                yield _saved("constant", "constant", var.aval, weights)
+                yield _saved(var, "constant", "constant", weights)
         else:
-            yield _saved(*_label(frame, var), var.aval, weights)
+            yield _saved(var, *_label(frame, var), weights)
 
 
-def _saved(operation: str, what: str, aval: Any, weights: bool) -> Saved:
-    shape, dtype = tuple(aval.shape), aval.dtype
-    return Saved(operation, what, shape, dtype, math.prod(shape) * dtype.itemsize, weights)
+def _saved(var: Var, operation: str, what: str, weights: bool) -> Saved:
+    shape, dtype = tuple(_aval(var).shape), _aval(var).dtype
+    return Saved(operation, what, shape, dtype, _bytes(var), weights)
 
 
-def _origin(frame: _Frame, atom: Any) -> tuple[_Frame, Any] | None:
+def _aval(atom: Atom) -> Any:
+    """The shape and dtype; JAX's type of them is of tokens too."""
+    return atom.aval
+
+
+def _origin(frame: _Frame, atom: Atom) -> tuple[_Frame, Var] | None:
     """The array of which another is a view; None for a number."""
-    while not _literal(atom):
+    while isinstance(atom, Var):
         eqn = frame.makers.get(atom)
         if eqn is None:
-            if frame.parent is None or atom not in frame.jaxpr.invars:
+            if frame.parent is None or frame.eqn is None or atom not in frame.jaxpr.invars:
                 return frame, atom
-            position = frame.jaxpr.invars.index(atom)
-            frame, atom = frame.parent, frame.eqn.invars[position]
+            given = frame.eqn.invars[frame.jaxpr.invars.index(atom)]
+            frame, atom = frame.parent, given
         elif (inner := frame.call(eqn)) is not None:
             frame, atom = inner, inner.jaxpr.outvars[eqn.outvars.index(atom)]
         elif eqn.primitive.name in _VIEWS and all(
-            _literal(given) or _bytes(given) <= _bytes(atom) for given in eqn.invars
+            isinstance(given, Literal) or _bytes(given) <= _bytes(atom) for given in eqn.invars
         ):
             if not eqn.invars:
                 return None
@@ -287,27 +297,29 @@ def _origin(frame: _Frame, atom: Any) -> tuple[_Frame, Any] | None:
     return None
 
 
-def _bytes(var: Any) -> int:
-    return var.aval.size * var.aval.dtype.itemsize
+def _bytes(var: Var) -> int:
+    return math.prod(_aval(var).shape) * _aval(var).dtype.itemsize
 
 
-def _label(frame: _Frame, var: Any) -> tuple[str, str]:
+def _label(frame: _Frame, var: Var) -> tuple[str, str]:
     """(operation, primitive) that made an array: inside the step of a loop, if it is one."""
     made = [frame.makers[var]]  # from the inside out
     while (inner := _called(made[0])) is not None:
-        var = inner.outvars[made[0].outvars.index(var)]
-        makers = [eqn for eqn in inner.eqns if not _literal(var) and var in eqn.outvars]
-        if not makers:
+        out = inner.outvars[made[0].outvars.index(var)]
+        makers = [eqn for eqn in inner.eqns if isinstance(out, Var) and out in eqn.outvars]
+        if not makers or not isinstance(out, Var):
             break
         made.insert(0, makers[0])
+        var = out
     what = made[0].primitive.name
-    while frame.eqn is not None:
-        made.append(frame.eqn)
-        frame = frame.parent
+    around: _Frame | None = frame
+    while around is not None and around.eqn is not None:
+        made.append(around.eqn)
+        around = around.parent
     return _operation(made) or what, what
 
 
-def _operation(made: Sequence[Any]) -> str:
+def _operation(made: Sequence[JaxprEqn]) -> str:
     """Scopes without the names of transformations, or the user's module or function."""
     stacks = "/".join(str(eqn.source_info.name_stack) for eqn in reversed(made))
     scopes = [part for part in re.sub(r"\w+\(|\)", "", stacks).split("/") if part]
@@ -315,9 +327,10 @@ def _operation(made: Sequence[Any]) -> str:
         return "/".join(scopes)
     for eqn in made:
         traceback = eqn.source_info.traceback
-        names = [
+        frames: Sequence[Any] = traceback.frames if traceback is not None else ()
+        names: list[str] = [
             frame.function_name
-            for frame in (traceback.frames if traceback is not None else ())
+            for frame in frames
             if not any(part in frame.file_name for part in _LIBRARIES)
         ]
         modules = [name.removesuffix(".__call__") for name in names if name.endswith(".__call__")]

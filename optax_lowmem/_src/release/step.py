@@ -11,7 +11,15 @@ from jax import lax
 from optax_lowmem._src.core import scope
 from optax_lowmem._src.core.placement import placements
 from optax_lowmem._src.release import stack as stacks
-from optax_lowmem._src.release.model import Layered, Parts, Stack, floats, reads, with_floats
+from optax_lowmem._src.release.model import (
+    Layered,
+    LayerFunction,
+    Parts,
+    Stack,
+    floats,
+    reads,
+    with_floats,
+)
 from optax_lowmem._src.release.run import Gradient, Run
 from optax_lowmem._src.update import IMPLEMENTATIONS
 from optax_lowmem._src.update.engine import Engine, Optimizer
@@ -25,7 +33,7 @@ def train_step(
     per_layer: bool = False,
     implementation: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
-    specs: Any = None,
+    specs: object = None,
 ) -> Callable[[Any, Any, Any], tuple[Any, Any, Any]]:
     """A training step in which the gradients of stacked layers never exist all at once.
 
@@ -91,7 +99,7 @@ def train_step(
             f"implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}"
         )
 
-    def step(params: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
+    def step(params: optax.Params, state: optax.OptState, batch: object) -> tuple[Any, Any, Any]:
         places = None if specs is None else placements(params, specs, mesh)
         with scope.implementing(implementation), scope.placing(places):
             run = Run.begin(engine, model, params, state, each_gradient, per_layer)
@@ -101,7 +109,7 @@ def train_step(
     return step
 
 
-def _engine_of(tx: Any) -> Engine:
+def _engine_of(tx: optax.GradientTransformation) -> Engine:
     if isinstance(tx, Optimizer) and tx.engine.weights:
         return tx.engine
     if isinstance(tx, Optimizer):
@@ -126,7 +134,7 @@ def _engine_of(tx: Any) -> Engine:
 # ---- backward, stage by stage --------------------------------------------------------------------
 
 
-def backward(model: Layered, run: Run, batch: Any) -> Any:
+def backward(model: Layered, run: Run, batch: object) -> Any:
     """Loss (and aux); afterwards all leaves of `run` are updated."""
     parts = run.parts
     reading = [_positions(reads(lambda rest: model.first(rest, batch), parts.rest()))]
@@ -136,7 +144,7 @@ def backward(model: Layered, run: Run, batch: Any) -> Any:
         stacked = parts.stacks[path].tree
         own = jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape[1:], w.dtype), stacked)
 
-        def one(rest: Any, own: Any, x: Any, layer: Callable = layer) -> Any:
+        def one(rest: optax.Params, own: object, x: object, layer: LayerFunction = layer) -> Any:
             return layer(own, rest, x, batch)
 
         reading.append(_positions(reads(one, parts.rest(), own, x)))
@@ -164,7 +172,7 @@ def _positions(flags: Sequence[bool]) -> list[int]:
     return [at for at, flag in enumerate(flags) if flag]
 
 
-def _first(model: Layered, parts: Parts, batch: Any, positions: list[int]) -> tuple[Any, Any]:
+def _first(model: Layered, parts: Parts, batch: object, positions: list[int]) -> tuple[Any, Any]:
     """x, and the function from its gradient to those of what was read."""
 
     def run(own: list[jax.Array]) -> tuple[Any, Any]:
@@ -175,17 +183,19 @@ def _first(model: Layered, parts: Parts, batch: Any, positions: list[int]) -> tu
     return x, pull
 
 
-def _forward(layer: Callable, parts: Parts, stacked: Any, x: Any, batch: Any) -> tuple[Any, Any]:
+def _forward(
+    layer: LayerFunction, parts: Parts, stacked: object, x: object, batch: object
+) -> tuple[Any, Any]:
     """x after all layers, and the stacked inputs of each."""
 
-    def body(x: Any, own: Any) -> tuple[Any, Any]:
+    def body(x: object, own: object) -> tuple[Any, Any]:
         return layer(own, parts.rest(), x, batch), x
 
     return lax.scan(body, x, stacked)
 
 
 def _last(
-    model: Layered, parts: Parts, x: Any, batch: Any, positions: list[int]
+    model: Layered, parts: Parts, x: object, batch: object, positions: list[int]
 ) -> tuple[Any, list[jax.Array], list[jax.Array]]:
     """Loss (and aux), gradients of what was read and of x."""
 
@@ -207,11 +217,11 @@ def _last(
 
 def _backward_stack(
     run: Run,
-    layer: Callable,
+    layer: LayerFunction,
     stack: Stack,
-    saved: Any,
+    saved: object,
     dx: list[jax.Array],
-    batch: Any,
+    batch: object,
     positions: list[int],
 ) -> list[jax.Array]:
     """The gradient of what went into a stack; its leaves are updated on the way."""
@@ -225,7 +235,7 @@ def _backward_stack(
         weights = [stacks.read(weight, i, count) for weight, *_ in leaves]
         x = jax.tree.map(lambda s: lax.dynamic_index_in_dim(s, i, 0, keepdims=False), saved)
 
-        def forward(own: Any, read: list[jax.Array], values: list[jax.Array]) -> list[jax.Array]:
+        def forward(own: object, read: list[jax.Array], values: list[jax.Array]) -> list[jax.Array]:
             rest = parts.rest(dict(zip(positions, read, strict=True)))
             return floats(layer(own, rest, with_floats(x, values), batch))
 

@@ -28,7 +28,7 @@ _PER_WARP = 1024
 # ---- norms ---------------------------------------------------------------------------------------
 
 
-def _norm_body(eps: float, exact: bool, size: int, rows: int, *refs: Any) -> None:
+def _norm_body(eps: float, exact: bool, size: int, rows: int, *refs: jax.Ref) -> None:
     """Some rows, as [rows * groups, size]; groups that do not exist are zeros."""
     x_ref, scale_ref, codes_ref, scales_ref, inverse_ref, largest_ref = refs
     count, width = x_ref.shape
@@ -93,7 +93,7 @@ def store_normed(
 # ---- activation functions ------------------------------------------------------------------------
 
 
-def _gate_body(activation: str, exact: bool, tiling: Tiling, inputs: int, *refs: Any) -> None:
+def _gate_body(activation: str, exact: bool, tiling: Tiling, inputs: int, *refs: jax.Ref) -> None:
     tile = pl.program_id(0)
     values = []
     for i in range(inputs):
@@ -152,7 +152,7 @@ def store_gated(
 ROWS, COLUMNS = 128, {1: 128, 2: 64, 4: 64}
 
 
-def _transpose_body(to: Format | None, columns: int, *refs: Any) -> None:
+def _transpose_body(to: Format | None, columns: int, *refs: jax.Ref) -> None:
     x_ref, *rest = refs
     row = pl.program_id(0) * ROWS + lax.iota(jnp.int32, ROWS)
     column = pl.program_id(1) * columns + lax.iota(jnp.int32, columns)
@@ -168,7 +168,11 @@ def _transpose_body(to: Format | None, columns: int, *refs: Any) -> None:
 
 
 def _transpose_call(
-    to: Format | None, x: jax.Array, out: Any, interpret: bool, *more: jax.Array
+    to: Format | None,
+    x: jax.Array,
+    out: tuple[jax.ShapeDtypeStruct, ...],
+    interpret: bool,
+    *more: jax.Array,
 ) -> Any:
     columns = COLUMNS[x.dtype.itemsize]
     return pl.pallas_call(

@@ -1,11 +1,11 @@
 """Sampled weights, and what their gradients say of bitwidths, in plain JAX."""
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.codecs import split_of
 from optax_lowmem._src.core import numerics, random
@@ -22,7 +22,7 @@ def block_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], *(-(-size // SIDE) for size in shape[-2:]))
 
 
-def check_matrix(what: str, x: Any) -> None:
+def check_matrix(what: str, x: jax.Array | jax.ShapeDtypeStruct) -> None:
     """Raises unless an array has the two axes of a matrix, and maybe others before."""
     if jnp.ndim(x) < 2 or math.prod(x.shape) == 0:
         raise ValueError(
@@ -80,7 +80,7 @@ def packed_noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def noise_of(
-    key: jax.Array, shape: tuple[int, ...], noise: Noise, dtype: Any = jnp.float32
+    key: jax.Array, shape: tuple[int, ...], noise: Noise, dtype: DTypeLike = jnp.float32
 ) -> jax.Array:
     """R of an array's shape."""
     # words made once, not for each of their elements

@@ -3,13 +3,15 @@
 import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._src.core import numerics
+
+T = TypeVar("T")
 
 # ---- 8-bit formats -------------------------------------------------------------------------------
 
@@ -96,7 +98,7 @@ def absmax_of(x: jax.Array, axes: int | tuple[int, ...] | None) -> jax.Array:
     return lax.expand_dims(absmax, over)
 
 
-def as_stored(stored: Any) -> Any:
+def as_stored(stored: T) -> T:
     """The same codes and scales; XLA on a GPU would go on with what was rounded to FP8 codes."""
     return lax.optimization_barrier(stored)
 
@@ -129,7 +131,7 @@ def multiply(
     sums: int,
     dtype: jnp.dtype,
     transposed: bool = False,
-    sharding: Any = None,
+    sharding: jax.sharding.NamedSharding | None = None,
 ) -> jax.Array:
     """A product of codes, scaled back.
 
