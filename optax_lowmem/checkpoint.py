@@ -9,19 +9,19 @@ Arrays alone do not say how to read them: codes of `sqrt()` and of `linear(signe
 with f32 scales both. A description of the format is saved with them and compared on the way back.
 """
 
-from optax_lowmem._src.checkpoint.comparison import check as check
 from optax_lowmem._src.checkpoint.description import FORMAT_VERSION as FORMAT_VERSION
+from optax_lowmem._src.checkpoint.description import check as check
 from optax_lowmem._src.checkpoint.description import metadata as metadata
 from optax_lowmem._src.checkpoint.export import export as export
-from optax_lowmem._src.checkpoint.from_plain import from_optax as from_optax
 from optax_lowmem._src.checkpoint.handlers import handlers as handlers
 from optax_lowmem._src.checkpoint.migrations import migrate as migrate
+from optax_lowmem._src.checkpoint.plain import from_optax as from_optax
+from optax_lowmem._src.checkpoint.plain import to_optax as to_optax
 from optax_lowmem._src.checkpoint.store import args as args
 from optax_lowmem._src.checkpoint.store import latest_step as latest_step
 from optax_lowmem._src.checkpoint.store import restore as restore
 from optax_lowmem._src.checkpoint.store import restore_from as restore_from
 from optax_lowmem._src.checkpoint.store import save as save
-from optax_lowmem._src.checkpoint.to_plain import to_optax as to_optax
 
 __all__ = [
     "FORMAT_VERSION",

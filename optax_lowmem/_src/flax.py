@@ -35,7 +35,7 @@ __all__ = ["Optimizer", "TrainState"]
 M = TypeVar("M")
 
 
-def _overwrites(tree: Any) -> bool:
+def _overwrites(tree: object) -> bool:
     """Return whether a tree has Flax's overwrite-with-gradient collection (FP8)."""
     return isinstance(tree, Mapping) and OVERWRITE_WITH_GRADIENT in tree
 
@@ -75,7 +75,7 @@ class TrainState(train_state.TrainState):
         cls,
         *,
         apply_fn: Callable[..., Any],
-        params: Any,
+        params: optax.Params,
         tx: optax.GradientTransformation,
         dtype: WeightDtype | None = None,
         allow_rounding: bool = False,
@@ -115,7 +115,7 @@ class TrainState(train_state.TrainState):
             weights, opt_state = init(tx, params, dtype, allow_rounding=allow_rounding)
         return cls(step=0, apply_fn=apply_fn, params=weights, tx=tx, opt_state=opt_state, **kwargs)
 
-    def apply_gradients(self, *, grads: Any, **kwargs: Any) -> Self:
+    def apply_gradients(self, *, grads: optax.Updates, **kwargs: Any) -> Self:
         """The state after one step: `step`, `params` and `opt_state` are new.
 
         Args:
@@ -208,7 +208,7 @@ class Optimizer(nnx.Optimizer[M]):
             nnx.update(model, params)
 
     # Flax's annotation has positional arguments; what runs there takes keywords too
-    def update(self, model: M, grads: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+    def update(self, model: M, grads: optax.Updates, **kwargs: Any) -> Any:  # type: ignore[override]
         """One step: new parameters in the model, new state and step count here.
 
         Args:
@@ -247,7 +247,7 @@ def _change(new: jax.Array, old: jax.Array) -> jax.Array:
     return new.astype(dtype) - old.astype(dtype)
 
 
-def _fit_sharding(leaf: Any) -> Any:
+def _fit_sharding(leaf: object) -> Any:
     """A variable of the state, with its parameter's sharding cut down to what its shape allows.
 
     Flax gives each leaf of the state the sharding of its parameter, also one of another shape.

@@ -17,6 +17,8 @@ from optax_lowmem._src.core.placement import (
     sharding_of_state,
 )
 
+Rules = Sequence[tuple[str, str | tuple[str, ...] | None]]  # logical name, mesh axes
+
 
 @dataclasses.dataclass(frozen=True)
 class _Parameter:
@@ -48,11 +50,11 @@ class _Parameter:
 
 def state_shardings(
     tx: optax.GradientTransformation,
-    params: Any,
-    param_shardings: Any = None,
+    params: optax.Params,
+    param_shardings: object = None,
     *,
     mesh: Mesh | None = None,
-    rules: Sequence[tuple[str, Any]] | None = None,
+    rules: Rules | None = None,
     zero_axis: str | None = None,
     memory_kind: str | None = None,
 ) -> Any:
@@ -112,7 +114,7 @@ def state_shardings(
         lies = placement(name, shape, sharding, the_mesh)
         known[path] = _Parameter(shape, lies, frozenset(sizes.get(name, ())))
 
-    def of_leaf(path: Any, leaf: Any) -> NamedSharding:
+    def of_leaf(path: tuple[object, ...], leaf: jax.Array | jax.ShapeDtypeStruct) -> NamedSharding:
         param = _owner(path, known)
         whole = NamedSharding(the_mesh, PartitionSpec())
         found = whole if param is None else param.sharding_of(tuple(leaf.shape), zero_axis)
@@ -121,11 +123,11 @@ def state_shardings(
     return jax.tree_util.tree_map_with_path(of_leaf, state)
 
 
-def _leaves(params: Any) -> list[tuple[tuple[Any, ...], Any]]:
+def _leaves(params: optax.Params) -> list[tuple[tuple[Any, ...], Any]]:
     return jax.tree_util.tree_leaves_with_path(params)
 
 
-def _owner(path: tuple[Any, ...], known: Mapping[tuple[Any, ...], _Parameter]) -> Any:
+def _owner(path: tuple[object, ...], known: Mapping[tuple[object, ...], _Parameter]) -> Any:
     """The parameter whose path ends that of an array of the state, the longest."""
     for start in range(len(path)):
         if path[start:] in known:
@@ -136,7 +138,9 @@ def _owner(path: tuple[Any, ...], known: Mapping[tuple[Any, ...], _Parameter]) -
 # ---- shardings of the parameters ---------------------------------------------------------------
 
 
-def _placed(boxed: Any, params: Any, given: Any, mesh: Mesh | None, rules: Any) -> list[Any]:
+def _placed(
+    boxed: optax.Params, params: optax.Params, given: object, mesh: Mesh | None, rules: Rules | None
+) -> list[Any]:
     """A NamedSharding, PartitionSpec or None for each parameter."""
     if given is not None:
         return of_parameters(params, given)
@@ -144,7 +148,13 @@ def _placed(boxed: Any, params: Any, given: Any, mesh: Mesh | None, rules: Any) 
     return [_own(trees.path_name(path), box, leaf, mesh, rules) for box, (path, leaf) in rows]
 
 
-def _own(path: str, box: Any, leaf: Any, mesh: Mesh | None, rules: Any) -> Any:
+def _own(
+    path: str,
+    box: Any,
+    leaf: jax.Array | jax.ShapeDtypeStruct,
+    mesh: Mesh | None,
+    rules: Rules | None,
+) -> Any:
     """Return the sharding or partition spec of a parameter itself, or None for replicated."""
     if boxes.is_box(box):
         spec = box.get_partition_spec()

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_lowmem as lowmem
 from optax_lowmem import checkpoint
-from optax_lowmem._src.checkpoint import comparison, description, migrations
+from optax_lowmem._src.checkpoint import description, migrations
 from tests import contract_cases as cases
 from tests.checkpoint_cases import (
     SMALL,
@@ -189,7 +189,7 @@ def test_an_older_version_is_migrated(tmp_path, monkeypatch):
     monkeypatch.setitem(migrations.MIGRATIONS, 2, renamed)
     assert_same_bits(checkpoint.restore(tmp_path, tx, params), (weights, state))
     with pytest.raises(ValueError, match="has format version 2, this package writes 3"):
-        comparison.check({**checkpoint.metadata(tx, params), "version": 2}, tx, params)
+        description.check({**checkpoint.metadata(tx, params), "version": 2}, tx, params)
 
 
 @pytest.mark.parametrize("outer", [lambda tx: tx, lambda tx: lowmem.chain(optax.clip(1.0), tx)])

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from optax_lowmem._src.core.tiles import Tile
 from optax_lowmem._src.fp8_flow import kernels
-from optax_lowmem._src.fp8_flow.kernels import dispatch, pallas_triton, pallas_turn, reference
+from optax_lowmem._src.fp8_flow.kernels import dispatch, pallas_triton, reference
 from optax_lowmem._src.switchback import quantized_matmul as matmul_kernels
 from optax_lowmem._src.switchback.quantized_matmul import E4M3, E5M2, Quantized
 from optax_lowmem._src.switchback.quantized_matmul import reference as matmul
@@ -88,15 +88,15 @@ def test_numbers_that_are_none_show():
     assert np.isnan(largest).any()
 
 
-TURNED = [(5, 40), (300, 70), (128, 64), (1, 1)]
+TRANSPOSED = [(5, 40), (300, 70), (128, 64), (1, 1)]
 
 
-def compare_turned(shape, dtype, to, interpret):
+def compare_transposed(shape, dtype, to, interpret):
     x = drawn((max(2, shape[0]), shape[1]), dtype)[: shape[0]]
     absmax = kernels.tensor_absmax(x, 16)
-    codes, turned = pallas_turn.quantize_both(x, absmax, to, interpret)
+    codes, transposed = pallas_triton.quantize_both(x, absmax, to, interpret)
     want = jitted(reference.quantized, to=to)(x, absmax)
-    for found in (codes.codes, turned.T, pallas_turn.turn(want.codes, interpret).T):
+    for found in (codes.codes, transposed.T, pallas_triton.transpose(want.codes, interpret).T):
         assert found.dtype == to.dtype
         np.testing.assert_array_equal(np.asarray(found).view(np.uint8), raw_of(want.codes))
     np.testing.assert_array_equal(codes.scales, want.scales)
@@ -107,9 +107,9 @@ def raw_of(codes):
 
 
 @pytest.mark.parametrize("to,dtype", [(E4M3, "bfloat16"), (E5M2, "float32")])
-def test_turned_codes(to, dtype):
-    for shape in TURNED:
-        compare_turned(shape, dtype, to, True)
+def test_transposed_codes(to, dtype):
+    for shape in TRANSPOSED:
+        compare_transposed(shape, dtype, to, True)
 
 
 def gradient(x, scale, g, absmax):
@@ -124,15 +124,15 @@ def of_gradient(tokens, columns, dtype=jnp.bfloat16, kind=jnp.float8_e4m3fn):
     )  # fmt: skip
 
 
-def test_weight_gradients_turn_codes_for_the_kernel_of_products(on_a_gpu, monkeypatch):
+def test_weight_gradients_transpose_codes_for_the_kernel_of_products(on_a_gpu, monkeypatch):
     """Codes are transposed where the product kernel takes them; elsewhere XLA sums over tokens."""
     given = of_gradient(512, 384)
     assert kernels_in(lower_for_cuda(gradient, *given)) == []  # no Hopper
-    assert "Hopper" in dispatch.turning_reason(given[0], given[0], jnp.bfloat16)
+    assert "Hopper" in dispatch.transposes_reason(given[0], given[0], jnp.bfloat16)
     monkeypatch.setattr(dispatch, "product_reason", lambda *_: None)
     monkeypatch.setattr(dispatch, "multiply", reference_product)
     found = lower_for_cuda(functools.partial(gradient), *given)  # not the trace of before
-    assert sorted(kernels_in(found)) == ["fp8_quantize_both", "fp8_turn"]
+    assert sorted(kernels_in(found)) == ["fp8_quantize_both", "fp8_transpose"]
 
 
 def reference_product(a, b, sums, dtype, **more):
@@ -145,10 +145,10 @@ def test_a_weight_gradient_is_the_same_either_way(monkeypatch):
     of_g, want = jitted(kernels.multiply_over_tokens, to=E4M3, dtype=g.dtype)(
         codes, g, absmax=absmax
     )
-    same, turned = pallas_turn.quantize_both(g, absmax, E4M3, True)
+    same, transposed = pallas_triton.quantize_both(g, absmax, E4M3, True)
     np.testing.assert_array_equal(raw_of(same.codes), raw_of(of_g.codes))
-    rows = Quantized(pallas_turn.turn(codes.codes, True), codes.scales)
-    found = matmul.multiply(rows, Quantized(turned, same.scales), 1, g.dtype)
+    rows = Quantized(pallas_triton.transpose(codes.codes, True), codes.scales)
+    found = matmul.multiply(rows, Quantized(transposed, same.scales), 1, g.dtype)
     np.testing.assert_allclose(found, want, atol=96 * tol.U * np.abs(want).max())
 
 
@@ -238,9 +238,9 @@ def test_on_a_gpu(dtype, exact):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("to", [E4M3, E5M2], ids=lambda to: to.name)
-def test_turning_on_a_gpu(to, dtype):
-    for shape in [*TURNED, (4096, 1024)]:
-        compare_turned(shape, dtype, to, False)
+def test_transposes_on_a_gpu(to, dtype):
+    for shape in [*TRANSPOSED, (4096, 1024)]:
+        compare_transposed(shape, dtype, to, False)
 
 
 @pytest.mark.gpu

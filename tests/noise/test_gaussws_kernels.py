@@ -19,7 +19,7 @@ from optax_lowmem._src.noise.kernels import (
     pallas_triton,
     reference,
 )
-from optax_lowmem._src.noise.kernels.tiles import Strip
+from optax_lowmem._src.noise.kernels.pallas_triton import Strip
 from tests import tolerances as tol
 from tests.lowering import kernels_in, lower_for_cuda
 from tests.tiers import in_turn

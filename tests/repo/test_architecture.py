@@ -54,7 +54,7 @@ EXCEPTIONS = {
     ("fp8_flow/recipe.py", "switchback"): "products of 8-bit operands: their formats",
     ("fp8_flow/storage.py", "switchback"): "products of 8-bit operands: the largest magnitude",
     ("fp8_flow/kernels/dispatch.py", "switchback"): "products of 8-bit operands",
-    ("fp8_flow/kernels/pallas_turn.py", "switchback"): "products of 8-bit operands",
+    ("fp8_flow/kernels/pallas_triton.py", "switchback"): "products of 8-bit operands",
     ("fp8_flow/kernels/reference.py", "switchback"): "products of 8-bit operands",
 }
 

@@ -3,7 +3,8 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+
+import optax
 
 from optax_lowmem._src.blocks.structure import Rule, infer
 from optax_lowmem._src.core import trees
@@ -94,7 +95,7 @@ class Description:
 
 
 def describe(
-    params: Any,
+    params: optax.Params,
     *,
     heads: int | None = None,
     kv_heads: int | None = None,

@@ -5,9 +5,10 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import optax
+
 from optax_lowmem._src.blocks.kinds import classify, is_embedding
-from optax_lowmem._src.blocks.leaves import Heads, Leaf, Leaves, whole
-from optax_lowmem._src.blocks.stacks import leaves_of
+from optax_lowmem._src.blocks.leaves import Heads, Leaf, Leaves, leaves_of, whole
 from optax_lowmem._src.core.block import Block, is_int
 
 Rule = tuple[str, Block | Sequence[int] | str]
@@ -16,7 +17,7 @@ _WORDS = ("whole", "elementwise")
 
 
 def infer(
-    params: Any,
+    params: optax.Params,
     *,
     heads: int | None = None,
     kv_heads: int | None = None,
@@ -98,7 +99,7 @@ class Structure:
         object.__setattr__(self, "rules", tuple(map(_hashable, self.rules)))
         _checked(self.heads, self.kv_heads, self.rules, self.default or "whole")
 
-    def infer(self, params: Any) -> dict[str, Block]:
+    def infer(self, params: optax.Params) -> dict[str, Block]:
         """`infer` with these arguments."""
         return infer(
             params,
@@ -108,11 +109,11 @@ class Structure:
             default=self.default or "whole",
         )
 
-    def embeddings(self, params: Any) -> set[str]:
+    def embeddings(self, params: optax.Params) -> set[str]:
         """Paths of the embedding tables."""
         return {leaf.path for leaf in leaves_of(params).values() if is_embedding(leaf)}
 
-    def warn(self, params: Any) -> None:
+    def warn(self, params: optax.Params) -> None:
         """Warns of the leaves that got one block because nothing is known of them."""
         unknown = {path: b.reason for path, b in self.infer(params).items() if not b.known}
         if self.default is None and unknown:
@@ -130,7 +131,7 @@ def _hashable(value: Any) -> Any:
     return tuple(map(_hashable, value)) if isinstance(value, tuple | list) else value
 
 
-def _checked(heads: Any, kv_heads: Any, rules: Any, default: Any) -> Heads:
+def _checked(heads: int | None, kv_heads: int | None, rules: Sequence[Rule], default: str) -> Heads:
     for name, count in (("heads", heads), ("kv_heads", kv_heads)):
         if count is not None and not (is_int(count) and count > 0):
             raise ValueError(f"{name} is a number of heads >= 1 or None, got {count!r}")

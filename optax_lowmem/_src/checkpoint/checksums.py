@@ -10,11 +10,15 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from io import BufferedIOBase
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+
+if TYPE_CHECKING:
+    from etils import epath  # comes with Orbax
 
 FORM = "crc32 of page sums"
 NAME = "checksums.json"
@@ -28,7 +32,7 @@ def own_files(index: int) -> Callable[[str], bool]:
     return lambda name: any(part.split(".")[-1] == f"process_{index}" for part in name.split("/"))
 
 
-def write(folder: Any, name: str, mine: Callable[[str], bool]) -> None:
+def write(folder: "epath.Path", name: str, mine: Callable[[str], bool]) -> None:
     """Writes the checksums of some files of an item beside them.
 
     Args:
@@ -42,19 +46,19 @@ def write(folder: Any, name: str, mine: Callable[[str], bool]) -> None:
     (folder / name).write_text(json.dumps({FORM: sums}))
 
 
-def write_own(folder: Any) -> None:
+def write_own(folder: "epath.Path") -> None:
     """Writes those of the files that this process wrote."""
     index = jax.process_index()
     write(folder, _name_of(index), own_files(index))
 
 
-def write_rest(folder: Any) -> None:
+def write_rest(folder: "epath.Path") -> None:
     """Writes those of all other files, among them what `write_own` wrote."""
     summed = {path for part in _parts(folder) for path in _read(folder, part)}
     write(folder, NAME, lambda path: path not in summed)
 
 
-def damaged(folder: Any) -> Iterator[str]:
+def damaged(folder: "epath.Path") -> Iterator[str]:
     """Yield the problem of each file that is not as written; nothing without checksums.
 
     Each process reads a share of the files. One whose share is intact yields a problem too where
@@ -92,24 +96,24 @@ def _name_of(index: int) -> str:
     return f"checksums.process_{index}.json"
 
 
-def _parts(folder: Any) -> list[str]:
+def _parts(folder: "epath.Path") -> list[str]:
     return [p.name for p in folder.glob("checksums.process_*.json")]
 
 
-def _read(folder: Any, name: str) -> dict[str, list[int]]:
+def _read(folder: "epath.Path", name: str) -> dict[str, list[int]]:
     return json.loads((folder / name).read_text())[FORM]
 
 
-def _files(folder: Any) -> list[str]:
+def _files(folder: "epath.Path") -> list[str]:
     return sorted(path.relative_to(folder).as_posix() for path in _walk(folder))
 
 
-def _walk(folder: Any) -> Iterator[Any]:
+def _walk(folder: "epath.Path") -> Iterator[Any]:
     for path in folder.iterdir():  # an epath has no rglob
         yield from _walk(path) if path.is_dir() else [path]
 
 
-def _sums(folder: Any, paths: Sequence[str]) -> list[tuple[int, int] | None]:
+def _sums(folder: "epath.Path", paths: Sequence[str]) -> list[tuple[int, int] | None]:
     """(bytes, checksum) of files, None of one that is not there."""
     with ThreadPoolExecutor(_THREADS) as pool:
         sizes = list(pool.map(lambda path: _size(folder / path), paths))
@@ -122,14 +126,14 @@ def _sums(folder: Any, paths: Sequence[str]) -> list[tuple[int, int] | None]:
     return [None if size is None else (size, total) for size, total in rows]
 
 
-def _size(path: Any) -> int | None:
+def _size(path: "epath.Path") -> int | None:
     try:
         return path.stat().length
     except FileNotFoundError:
         return None
 
 
-def _page_sums(path: Any, start: int) -> bytes:
+def _page_sums(path: "epath.Path", start: int) -> bytes:
     """The sums of the pages of one block, taken beside other threads."""
     found, piece = [], np.empty(_PIECE, np.uint8).data
     with path.open("rb") as file:
@@ -143,7 +147,7 @@ def _page_sums(path: Any, start: int) -> bytes:
     return b"".join(found)
 
 
-def _fill(file: Any, piece: memoryview) -> int:
+def _fill(file: BufferedIOBase, piece: memoryview) -> int:
     """Reads as much as there is and fits, in however many parts it comes."""
     count = 0
     while count < len(piece):

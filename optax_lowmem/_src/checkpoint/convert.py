@@ -1,15 +1,17 @@
-"""A state of ours and one of optax, walked beside each other."""
+"""A state of ours and one of optax, walked beside each other, and the slots of ours on the way."""
 
 import abc
+import collections
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_lowmem._src.checkpoint.counterparts import MOMENTS, Moments
-from optax_lowmem._src.checkpoint.slots import Decisions
-from optax_lowmem._src.core import scope, trees
+from optax_lowmem._src.codecs import group_codec
+from optax_lowmem._src.core import numerics, random, scope, trees
 from optax_lowmem._src.update.slots import map_slots
 from optax_lowmem._src.wrappers.compress import CompressedState
 
@@ -28,22 +30,24 @@ class Converter(abc.ABC):
         self.decisions = Decisions(decisions)
 
     @abc.abstractmethod
-    def choose(self, ours: Any, plain: Any) -> tuple[Any, Any]:
+    def choose(self, ours: optax.OptState, plain: optax.OptState) -> tuple[Any, Any]:
         """(the side that is made, the side that it is made of)."""
 
     @abc.abstractmethod
-    def moments(self, ours: Any, plain: Any, known: Moments, where: str) -> Any:
+    def moments(
+        self, ours: optax.OptState, plain: optax.OptState, known: Moments, where: str
+    ) -> Any:
         """Convert between a state of one of our optimizers and optax's state for it."""
 
     @abc.abstractmethod
-    def compressed(self, ours: CompressedState, plain: Any, where: str) -> Any:
+    def compressed(self, ours: CompressedState, plain: optax.OptState, where: str) -> Any:
         """Convert between a state with codes in its slots and the same state without codes."""
 
     @abc.abstractmethod
-    def split(self, ours: Any, inner: Any) -> Any:
+    def split(self, ours: optax.OptState, inner: optax.OptState) -> Any:
         """Convert a state of `split_master_weights`, given its converted inner state."""
 
-    def walk(self, ours: Any, plain: Any, where: str = "state") -> Any:
+    def walk(self, ours: optax.OptState, plain: optax.OptState, where: str = "state") -> Any:
         """Return the converted state, from a pair of states; `where` names them in errors."""
         kind = type(ours).__name__
         if trees.is_named_tuple(ours) and kind in MOMENTS:
@@ -64,14 +68,14 @@ class Converter(abc.ABC):
             return type(made)((k, self.walk(ours[k], plain[k], f"{where}[{k!r}]")) for k in made)
         raise _unlike(ours, plain, where)
 
-    def same(self, ours: Any, plain: Any, where: str) -> Any:
+    def same(self, ours: optax.OptState, plain: optax.OptState, where: str) -> Any:
         """The arrays of one side in the dtypes of the other; both have the same trees."""
         made, of = self.choose(ours, plain)
         wanted: Any = jax.tree.structure(made)
         if wanted != jax.tree.structure(of):
             raise _unlike(ours, plain, where)
 
-        def leaf(like: Any, x: Any) -> Any:
+        def leaf(like: jax.Array | jax.ShapeDtypeStruct, x: jax.Array) -> Any:
             if jnp.shape(like) != jnp.shape(x):
                 raise ValueError(f"{where}: {_forms(ours)} here and {_forms(plain)} in optax's.")
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -80,7 +84,7 @@ class Converter(abc.ABC):
 
         return jax.tree.map(leaf, made, of)
 
-    def _fields(self, ours: Any, plain: Any, where: str) -> Any:
+    def _fields(self, ours: optax.OptState, plain: optax.OptState, where: str) -> Any:
         made, of = self.choose(ours, plain)
         found = {}
         for name in ours._fields:
@@ -92,7 +96,7 @@ class Converter(abc.ABC):
                 found[name] = self.walk(*pair, f"{where}.{name}")
         return made._replace(**found)
 
-    def _parts(self, ours: tuple, plain: tuple, where: str) -> tuple:
+    def _parts(self, ours: tuple[Any, ...], plain: tuple[Any, ...], where: str) -> tuple[Any, ...]:
         """The links of two chains; one of ours may stand for several of optax's."""
         more = len(plain) - len(ours)
         fused = [i for i, part in enumerate(ours) if type(part).__name__ in MOMENTS]
@@ -110,7 +114,7 @@ class Converter(abc.ABC):
         return tuple(made)
 
 
-def holds_ours(state: Any) -> Iterator[bool]:
+def holds_ours(state: optax.OptState) -> Iterator[bool]:
     """True for each state inside a state that is one of ours or has one of ours inside."""
     if trees.is_named_tuple(state):
         yield type(state).__name__ in (*MOMENTS, "CompressedState", "SplitState")
@@ -127,7 +131,9 @@ def holds_ours(state: Any) -> Iterator[bool]:
 Visit = Callable[[str, Any], Any]
 
 
-def map_optax(plain: Any, known: Moments, of_field: Visit, of_count: Visit, where: str) -> Any:
+def map_optax(
+    plain: optax.OptState, known: Moments, of_field: Visit, of_count: Visit, where: str
+) -> Any:
     """optax's state for one of ours, with moments and counts replaced by what two functions say.
 
     Args:
@@ -143,7 +149,7 @@ def map_optax(plain: Any, known: Moments, of_field: Visit, of_count: Visit, wher
     seen: list[str] = []
     other: list[str] = []
 
-    def visit(node: Any, field: str, value: Any) -> Any:
+    def visit(node: optax.OptState, field: str, value: Any) -> Any:
         kind = type(node).__name__
         if kind == known.state and field in known.fields.values():
             seen.append(field)
@@ -172,7 +178,7 @@ def _is_state(node: Any) -> bool:
     return trees.is_state(node) and bool(node._fields)
 
 
-def by_path(what: str, tree: Any, wanted: Sequence[str], where: str) -> dict[str, Any]:
+def by_path(what: str, tree: object, wanted: Sequence[str], where: str) -> dict[str, Any]:
     """The leaves of a tree by path; raises where one is missing."""
     found = dict(trees.named_leaves(tree))
     missing = [path for path in wanted if path not in found]
@@ -185,7 +191,7 @@ def by_path(what: str, tree: Any, wanted: Sequence[str], where: str) -> dict[str
     return found
 
 
-def kinds(state: Any) -> str:
+def kinds(state: optax.OptState) -> str:
     """The types of a state, such as `(EmptyState, FlashAdamState)`."""
     if type(state) is tuple:
         return f"({', '.join(map(kinds, state))})"
@@ -194,13 +200,93 @@ def kinds(state: Any) -> str:
     return type(state).__name__
 
 
-def _forms(tree: Any) -> str:
+def _forms(tree: object) -> str:
     return ", ".join(kinds(leaf) for leaf in jax.tree.leaves(tree)[:4])
 
 
-def _unlike(ours: Any, plain: Any, where: str) -> ValueError:
+def _unlike(ours: optax.OptState, plain: optax.OptState, where: str) -> ValueError:
     return ValueError(
         f"{where}: tx keeps {kinds(ours)} where the optax optimizer keeps {kinds(plain)}: they are "
         "not two forms of one optimizer. Build both of the same links, lowmem.chain(clip, "
         "flash_adamw(...)) and optax.chain(clip, adamw(...)), with the same wrappers."
     )
+
+
+# ---- the slots of our states ---------------------------------------------------------------------
+
+# one compiled call a leaf: eager, every operation of a codec would store its result
+_encode = jax.jit(group_codec.encode, static_argnames=("codec", "group_size", "slot"))
+_decode = jax.jit(group_codec.decode, static_argnames=("codec", "group_size"))
+
+
+class Decisions:
+    """The decisions of an `init`, handed out in the order in which they were taken."""
+
+    def __init__(self, decisions: list[scope.Decision]):
+        self._left: dict[tuple[str, str], list[scope.Decision]] = collections.defaultdict(list)
+        for decision in decisions:
+            self._left[decision.path, decision.slot].append(decision)
+
+    def take(self, path: str, slot: str) -> scope.Decision:
+        """The next one of a slot of a leaf."""
+        return self._left[path, slot].pop(0)
+
+
+def encode_leaf(
+    decision: scope.Decision, x: jax.Array, like: jax.Array, seed: jax.Array, count: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Slot and scales of f32 values, as the optimizer of a decision stores them.
+
+    Args:
+      decision: how.
+      x: f32 values, one an element; the mean over each block is taken where a block shares one.
+      like: the stored slot, for its dtype and shape.
+      seed: of the state.
+      count: steps so far; the next step has other random bits.
+    """
+    if decision.block is not None and x.shape != like.shape:
+        x = decision.block.mean(x)
+    if decision.codec is None:
+        return x.astype(like.dtype), jnp.zeros((), jnp.float32)
+    key = random.leaf_key(seed, count, decision.path) if decision.stochastic else None
+    flat = x.reshape(-1) if decision.block is not None else x  # the values of blocks lie in one row
+    codes, scales = _encode(
+        decision.codec, numerics.widen(flat), decision.group_size, key, slot=decision.slot
+    )
+    return codes.reshape(like.shape), scales
+
+
+def decode_leaf(
+    decision: scope.Decision, stored: jax.Array, scales: jax.Array, shape: tuple[int, ...]
+) -> jax.Array:
+    """f32 values of a stored slot, one an element of a leaf of this shape."""
+    x = numerics.widen(stored) if decision.codec is None else None
+    if x is None:
+        flat = stored.reshape(-1) if decision.block is not None else stored
+        x = _decode(decision.codec, flat, scales, decision.group_size).reshape(stored.shape)
+    if decision.block is not None and x.shape != shape:
+        return decision.block.spread(x, shape)
+    return x
+
+
+def coded_slots(
+    state: CompressedState, inner: optax.OptState, function: Callable[[str, str, Any], Any]
+) -> Any:
+    """`inner`, a state like `state.inner_state`, with its coded slots replaced.
+
+    Args:
+      state: says by its scales which slots are coded.
+      inner: the state whose slots are visited.
+      function: (slot, key of its scales, its value) -> another value.
+    """
+    seen: collections.Counter[str] = collections.Counter()
+
+    def visit(node: optax.OptState, field: str, value: Any) -> Any:
+        del node
+        name = f"{field}_scale" + (f"_{seen[field]}" if seen[field] else "")
+        if name not in state.scales:
+            return value
+        seen[field] += 1
+        return function(field, name, value)
+
+    return map_slots(visit, inner)

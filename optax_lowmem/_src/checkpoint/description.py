@@ -1,6 +1,6 @@
-"""Description of the format of a checkpoint: its arrays, and the storage of each slot."""
+"""Description of the format of a checkpoint, and its comparison with what an optimizer reads."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,31 +14,31 @@ NAME = "optax_lowmem"
 Forms = dict[str, list[Any]]  # path -> [dtype, shape]
 
 
-def form_of(leaf: Any) -> list[Any]:
+def form_of(leaf: jax.Array | jax.ShapeDtypeStruct) -> list[Any]:
     """[dtype, shape] of an array, as JSON has it."""
     return [str(leaf.dtype), list(jnp.shape(leaf))]
 
 
-def forms(tree: Any) -> Forms:
+def forms(tree: object) -> Forms:
     """Path -> [dtype, shape] of every array of a tree."""
     return {path: form_of(leaf) for path, leaf in array_leaves(tree)}
 
 
-def array_leaves(tree: Any) -> list[tuple[str, Any]]:
+def array_leaves(tree: object) -> list[tuple[str, Any]]:
     """(path, leaf) of a tree, with every key in the path."""
     return trees.unique_names(tree, _whole_name)
 
 
-def _whole_name(path: tuple[Any, ...]) -> str:
+def _whole_name(path: tuple[object, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def words(form: Any) -> str:
+def words(form: Sequence[object] | None) -> str:
     """`int8[64, 128]` of a form, or `nothing`."""
     return f"{form[0]}{form[1]}" if form else "nothing"
 
 
-def metadata(tx: optax.GradientTransformation, params: Any) -> dict[str, Any]:
+def metadata(tx: optax.GradientTransformation, params: optax.Params) -> dict[str, Any]:
     """The description of the format in which an optimizer keeps its state; JSON has types for it.
 
     Save it with a checkpoint of your own making, and give it to `check` before you restore one.
@@ -98,3 +98,158 @@ def _described(decision: scope.Decision) -> dict[str, Any]:
         heads = list(block.heads) if block.heads else None
         found["block"] = {"axes": list(block.axes), "heads": heads}
     return found
+
+
+# ---- comparison ----------------------------------------------------------------------------------
+
+
+def check(saved: Mapping[str, Any], tx: optax.GradientTransformation, params: optax.Params) -> None:
+    """Raises unless a checkpoint's description is what an optimizer reads.
+
+    Rounding and seed are not compared: they are of the steps to come.
+
+    Args:
+      saved: what `metadata` gave when the checkpoint was saved.
+      tx: the optimizer that is to go on.
+      params: the weights as they are stored, or their `jax.eval_shape`.
+
+    Raises:
+      ValueError: another format or version, tree, shape, dtype, codec, group size, block or width
+        of master weights; it names the leaf, what was saved, what `tx` reads and what to do.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> params = {"w": jnp.ones((64, 64))}
+      >>> saved = lowmem.checkpoint.metadata(lowmem.flash_adamw(1e-3), params)
+      >>> lowmem.checkpoint.check(saved, lowmem.flash_adamw(3e-4), params)
+    """
+    check_version(saved)
+    if saved["version"] < FORMAT_VERSION:
+        raise ValueError(
+            f"the checkpoint has format version {saved['version']}, this package writes "
+            f"{FORMAT_VERSION}: checkpoint.restore and checkpoint.migrate turn it over."
+        )
+    compare(saved, tx, params)
+
+
+def compare(
+    saved: Mapping[str, Any],
+    tx: optax.GradientTransformation,
+    params: optax.Params,
+    trusted: bool = False,
+) -> None:
+    """`check` of a description of this version; `trusted`: one that says nothing of codecs."""
+    here = metadata(tx, params)
+    lacking = None if trusted else next(_lacking(saved, here), None)
+    if lacking is not None:
+        raise ValueError(
+            f"the description of the checkpoint lacks {lacking}, so that it does not say how to "
+            "read the arrays: it is damaged, or was made by other means than checkpoint.metadata. "
+            "Restore another step or a copy."
+        )
+    problems = list(_problems(saved, here))
+    if problems:
+        more = f" ({len(problems) - 1} more like this)" if len(problems) > 1 else ""
+        raise ValueError(problems[0] + more)
+
+
+def check_version(saved: Mapping[str, Any]) -> None:
+    """Raises unless a description is one, and no newer than this package."""
+    if saved.get("format") != NAME or not isinstance(saved.get("version"), int):
+        raise ValueError(
+            "this is no description of a checkpoint of optax_lowmem: it has the keys "
+            f"{sorted(saved)}. Give what checkpoint.metadata returned."
+        )
+    if saved["version"] > FORMAT_VERSION:
+        raise ValueError(
+            f"the checkpoint has format version {saved['version']}, newer than this package reads "
+            f"({FORMAT_VERSION}): pip install --upgrade optax-lowmem."
+        )
+
+
+def _lacking(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the entries that a description lacks for arrays that an optimizer reads."""
+    parts = ("params", "slots", "state")
+    yield from (repr(part) for part in parts if not isinstance(saved.get(part), Mapping))
+    same = all(dict(saved[part]) == here[part] for part in ("params", "state"))  # else that is said
+    for path, of_leaf in here["slots"].items():
+        stored = saved["slots"].get(path, {})
+        for slot, wanted in of_leaf.items():
+            if slot not in stored:
+                if same:
+                    yield f"slot '{slot}' of '{path}'"
+                continue
+            fields = ["split"] if "split" in wanted else ["codec"]
+            if stored[slot].get("codec") is not None:
+                fields += ["scale", "group_size"]
+            missing = [field for field in fields if field not in stored[slot]]
+            yield from (f"'{field}' of slot '{slot}' of '{path}'" for field in missing)
+
+
+def _problems(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the differences between a description and the one wanted, the most important first."""
+    remedy = "Restore with the parameters that it was saved with."
+    yield from unlike("parameter", saved["params"], here["params"], remedy)
+    for path, of_leaf in here["slots"].items() if saved.get("slots") else ():
+        for slot, wanted in of_leaf.items():
+            stored = saved["slots"].get(path, {}).get(slot)
+            if stored is not None and _kept(stored) != _kept(wanted):
+                yield (
+                    f"slot {slot} of '{path}' was saved as {_form_words(stored)}, and this "
+                    f"optimizer reads {_form_words(wanted)}, which would make other numbers of the "
+                    f"same bytes. Restore with {_advice(slot, stored)} and, to go on in another "
+                    "form, turn it over: checkpoint.to_optax, then checkpoint.from_optax."
+                )
+    remedy = (
+        "Restore with the optimizer that it was saved with; from the state of a plain optax "
+        "optimizer, checkpoint.from_optax goes on."
+    )
+    yield from unlike("state", saved["state"], here["state"], remedy)
+
+
+def unlike(what: str, saved: Forms, here: Forms, remedy: str) -> Iterator[str]:
+    """Yield the differences between the arrays saved and those wanted."""
+    missing = [path for path in here if path not in saved]
+    extra = [path for path in saved if path not in here]
+    if missing or extra:
+        yield (
+            f"the checkpoint holds another tree of {what} arrays: it lacks {_few(missing)}, and "
+            f"has {_few(extra)} beyond what is wanted here. {remedy}"
+        )
+    for path, form in here.items():
+        if path in saved and list(saved[path]) != form:
+            yield (
+                f"{what} '{path}' was saved as {words(saved[path])}, and {words(form)} is wanted "
+                f"here; it is not cast. {remedy}"
+            )
+
+
+def _few(paths: list[str]) -> str:
+    names = ", ".join(f"'{path}'" for path in paths[:3])
+    return names + (f" and {len(paths) - 3} more" if len(paths) > 3 else "") or "nothing"
+
+
+def _kept(form: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in form.items() if key != "rounding"}
+
+
+def _form_words(form: Mapping[str, Any]) -> str:
+    if "split" in form:
+        return f"master weights split by {form['split']}" if form["split"] else "no correction"
+    block = form.get("block")
+    each = f", a value for each block of axes {block['axes']}" if block else ""
+    each += f" and heads {block['heads']}" if block and block["heads"] else ""
+    if form["codec"] is None:
+        return "uncompressed numbers" + each
+    return f"{form['codec']} in groups of {form['group_size']} with {form['scale']} scales" + each
+
+
+def _advice(slot: str, stored: Mapping[str, Any]) -> str:
+    """The settings that read what was saved."""
+    if "split" in stored:
+        scheme, _, bits = (stored["split"] or "").partition("-")
+        chosen = f"{bits}, split={scheme!r}" if bits else "None"
+        return f"Storage(master_weight_bits={chosen})"
+    if stored["codec"] is None:
+        return f"Storage({slot}=None), or the policy that it was saved with,"
+    return f"{slot}=the codec {stored['codec']}, group_size={stored['group_size']}"

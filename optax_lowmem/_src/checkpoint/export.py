@@ -1,14 +1,15 @@
 """Weights alone, for those who only run the model."""
 
 import os
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.checkpoint import files
+from optax_lowmem._src.checkpoint.files import StrPath
 from optax_lowmem._src.core import numerics, trees
 from optax_lowmem._src.noise.states import clean_params
 from optax_lowmem._src.update.masters import master_params
@@ -17,7 +18,7 @@ _FORMATS = ("safetensors", "orbax")
 
 
 def export(
-    path: Any, params: Any, state: optax.OptState, dtype: Any = jnp.float32, *,
+    path: StrPath, params: optax.Params, state: optax.OptState, dtype: DTypeLike = jnp.float32, *,
     format: str = "safetensors",
 ) -> None:  # fmt: skip
     """Writes the weights without the optimizer: in f32 the master weights, in 16 bits as trained.
@@ -61,10 +62,10 @@ def export(
         _write_orbax(path, weights)
 
 
-def _dotted(params: Any) -> list[str]:
+def _dotted(params: optax.Params) -> list[str]:
     """The leaves' names in a file; what is found by name must have its own."""
 
-    def name_of(path: tuple[Any, ...]) -> str:
+    def name_of(path: tuple[object, ...]) -> str:
         return trees.path_name(path).replace("/", ".")
 
     return [name for name, _ in trees.unique_names(params, name_of, "in the file")]
@@ -74,7 +75,7 @@ def _cast(w: jax.Array, dtype: jnp.dtype) -> jax.Array:
     return numerics.widen(w) if dtype == jnp.float32 else numerics.narrow(w, dtype)
 
 
-def _write_safetensors(path: Any, weights: dict[str, jax.Array]) -> None:
+def _write_safetensors(path: StrPath, weights: dict[str, jax.Array]) -> None:
     try:
         from safetensors.numpy import save_file
     except ModuleNotFoundError as error:
@@ -91,6 +92,6 @@ def _write_safetensors(path: Any, weights: dict[str, jax.Array]) -> None:
     save_file(arrays, os.fspath(path), metadata={"format": "jax"})
 
 
-def _write_orbax(path: Any, weights: Any) -> None:
+def _write_orbax(path: StrPath, weights: optax.Params) -> None:
     with files.orbax().StandardCheckpointer() as checkpointer:
         checkpointer.save(files.absolute(path), weights)

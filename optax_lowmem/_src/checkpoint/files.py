@@ -5,14 +5,19 @@ import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from optax_lowmem._src.checkpoint import checksums
-from optax_lowmem._src.checkpoint.comparison import unlike
-from optax_lowmem._src.checkpoint.description import Forms, array_leaves, form_of, forms
+from optax_lowmem._src.checkpoint.description import Forms, array_leaves, form_of, forms, unlike
 
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+    from etils import epath  # comes with Orbax
+
+
+StrPath = str | os.PathLike[str]
 _STEP = re.compile(r"(?:.*_)?(\d+)")  # a folder of Orbax's: 7, step_7, 0007
 PARAMS, STATE, DESCRIPTION = "params", "opt_state", "optax_lowmem"
 
@@ -30,17 +35,19 @@ def orbax() -> Any:
     return ocp
 
 
-def is_remote(path: Any) -> bool:
+def is_remote(path: StrPath) -> bool:
     """Return whether a path is a URL such as gs://bucket/run."""
     return "://" in str(path)
 
 
-def absolute(path: Any) -> Any:
+def absolute(path: StrPath) -> Any:
     """The path as Orbax wants it."""
     return path if is_remote(path) else os.path.abspath(path)
 
 
-def description(manager: Any, step: int, undescribed: bool) -> Mapping[str, Any] | None:
+def description(
+    manager: "ocp.CheckpointManager", step: int, undescribed: bool
+) -> Mapping[str, Any] | None:
     """The description of a step; None where there is none and that is accepted."""
     if DESCRIPTION in _stored(manager, step):
         return read(manager, step, {DESCRIPTION: orbax().args.JsonRestore()})[DESCRIPTION]
@@ -55,13 +62,13 @@ def description(manager: Any, step: int, undescribed: bool) -> Mapping[str, Any]
     )
 
 
-def _stored(manager: Any, step: int) -> Any:
+def _stored(manager: "ocp.CheckpointManager", step: int) -> Any:
     """Return Orbax's metadata of each item of a step, by name."""
     with _reading(manager, step, (PARAMS, STATE, DESCRIPTION)):
         return manager.item_metadata(step)
 
 
-def check_sums(manager: Any, step: int) -> bool:
+def check_sums(manager: "ocp.CheckpointManager", step: int) -> bool:
     """Raises where a file is not what was written; False where there are no checksums to tell."""
     items = [folders(manager)[step] / name for name in (PARAMS, STATE, DESCRIPTION)]
     items = [item for item in items if item.exists()]
@@ -71,7 +78,7 @@ def check_sums(manager: Any, step: int) -> bool:
     return all((item / checksums.NAME).exists() for item in items)
 
 
-def folders(manager: Any) -> dict[int, Any]:
+def folders(manager: "ocp.CheckpointManager") -> dict[int, Any]:
     """The folder of each step, whatever the manager calls it, complete or not."""
     if not manager.directory.exists():
         return {}
@@ -79,20 +86,20 @@ def folders(manager: Any) -> dict[int, Any]:
     return {int(name[1]): path for name, path in named if name and path.is_dir()}
 
 
-def is_complete(folder: Any) -> bool:
+def is_complete(folder: "epath.Path") -> bool:
     """Return whether a folder is a complete checkpoint, with a description or with both trees."""
     if (folder / DESCRIPTION / "metadata").exists():
         return True
     return all((folder / name / "_METADATA").exists() for name in (PARAMS, STATE))
 
 
-def steps(manager: Any) -> list[int]:
+def steps(manager: "ocp.CheckpointManager") -> list[int]:
     """The steps that are complete checkpoints."""
     there = folders(manager)
     return [step for step in manager.all_steps() if step in there and is_complete(there[step])]
 
 
-def remove_temporary(path: Any, step: int) -> None:
+def remove_temporary(path: StrPath, step: int) -> None:
     """Removes what a save that failed has left."""
     from etils import epath  # comes with Orbax
 
@@ -104,7 +111,7 @@ def remove_temporary(path: Any, step: int) -> None:
                     left.rmtree()
 
 
-def check_arrays(manager: Any, step: int, wanted: Mapping[str, Any]) -> None:
+def check_arrays(manager: "ocp.CheckpointManager", step: int, wanted: Mapping[str, object]) -> None:
     """Raises where a file holds another dtype or shape: Orbax would cast, or fill."""
     found = _stored(manager, step)
     for name, target in wanted.items():
@@ -121,7 +128,9 @@ def check_arrays(manager: Any, step: int, wanted: Mapping[str, Any]) -> None:
             raise ValueError(f"step {step} in {manager.directory}: {problem}")
 
 
-def read(manager: Any, step: int, items: Mapping[str, Any]) -> dict[str, Any]:
+def read(
+    manager: "ocp.CheckpointManager", step: int, items: Mapping[str, object]
+) -> dict[str, Any]:
     """Items of a step by name, from their `ocp.args`."""
     with _reading(manager, step, items):
         found = manager.restore(step, args=orbax().args.Composite(**items))
@@ -129,7 +138,7 @@ def read(manager: Any, step: int, items: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _reading(manager: Any, step: int, items: Iterable[str]) -> Iterator[None]:
+def _reading(manager: "ocp.CheckpointManager", step: int, items: Iterable[str]) -> Iterator[None]:
     """Says of whatever tensorstore, json or the file system raise what it means."""
     try:
         yield

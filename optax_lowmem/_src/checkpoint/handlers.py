@@ -3,12 +3,15 @@
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from optax_lowmem._src.checkpoint import checksums, files
-from optax_lowmem._src.checkpoint.files import DESCRIPTION, PARAMS, STATE
+from optax_lowmem._src.checkpoint.files import DESCRIPTION, PARAMS, STATE, StrPath
+
+if TYPE_CHECKING:
+    from etils import epath  # comes with Orbax
 
 
 def handlers() -> Any:
@@ -45,7 +48,7 @@ def handlers() -> Any:
 
 
 @contextmanager
-def open_manager(path: Any, **options: Any) -> Iterator[Any]:
+def open_manager(path: StrPath, **options: object) -> Iterator[Any]:
     """A `CheckpointManager` of our items."""
     ocp = files.orbax()
     made = ocp.CheckpointManager(
@@ -68,11 +71,11 @@ def _kinds() -> tuple[Any, Any]:
 class _Summing:
     """Beside a handler of Orbax: checksums before a step has its name."""
 
-    async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> Any:
+    async def async_save(self, directory: "epath.Path", *args: object, **kwargs: object) -> Any:
         futures = await super().async_save(directory, *args, **kwargs)  # type: ignore[misc]
         return [_Summed(futures or [], directory)] if jax.process_count() > 1 else futures
 
-    def finalize(self, directory: Any) -> None:
+    def finalize(self, directory: "epath.Path") -> None:
         """On one process, when all have written."""
         super().finalize(directory)  # type: ignore[misc]
         checksums.write_rest(directory)
@@ -81,7 +84,7 @@ class _Summing:
 class _Summed:
     """Done when the files of this process are written and summed."""
 
-    def __init__(self, futures: list[Any], directory: Any):
+    def __init__(self, futures: list[Any], directory: "epath.Path"):
         self._futures, self._directory = futures, directory
 
     def result(self, timeout: float | None = None) -> None:

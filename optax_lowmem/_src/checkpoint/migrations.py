@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import optax
 
-from optax_lowmem._src.checkpoint import comparison, description
+from optax_lowmem._src.checkpoint import description
 from optax_lowmem._src.checkpoint.description import array_leaves, forms
 from optax_lowmem._src.core import scope
 
@@ -33,7 +33,7 @@ def _counted(saved: Saved) -> Saved:
     return {**saved, "opt_state": state, "metadata": found}
 
 
-def _with_counts(node: Any) -> Any:
+def _with_counts(node: object) -> Any:
     if isinstance(node, Mapping):
         found = {key: _with_counts(value) for key, value in node.items()}
         if set(found) == {"correction", "inner_state"}:
@@ -49,7 +49,7 @@ MIGRATIONS: dict[int, Callable[[Saved], Saved]] = {0: _described, 1: _counted}
 
 
 def migrate(
-    saved: Mapping[str, Any], tx: optax.GradientTransformation, params_like: Any
+    saved: Mapping[str, Any], tx: optax.GradientTransformation, params_like: optax.Params
 ) -> tuple[Any, Any]:
     """Parameters and state of a checkpoint of an older format version.
 
@@ -82,7 +82,7 @@ def migrate(
     now: Saved = {"metadata": None, **saved}
     undescribed = now["metadata"] is None
     if now["metadata"] is not None:
-        comparison.check_version(now["metadata"])
+        description.check_version(now["metadata"])
     while (version := (now["metadata"] or {"version": 0})["version"]) < description.FORMAT_VERSION:
         if version not in MIGRATIONS:
             raise ValueError(
@@ -90,12 +90,12 @@ def migrate(
                 "restore and save it with an older one."
             )
         now = MIGRATIONS[version](now)
-    comparison.compare(now["metadata"], tx, params_like, trusted=undescribed)
+    description.compare(now["metadata"], tx, params_like, trusted=undescribed)
     state_like, _ = scope.dry_run(tx, params_like)
     return _typed(now["params"], params_like), _typed(now["opt_state"], state_like)
 
 
-def _typed(tree: Any, like: Any) -> Any:
+def _typed(tree: object, like: object) -> Any:
     """The arrays of a tree in another's structure, by their paths."""
     found = dict(array_leaves(tree))
     leaves = [found[path] for path, _ in array_leaves(like)]

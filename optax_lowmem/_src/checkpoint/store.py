@@ -2,23 +2,26 @@
 
 import operator
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import optax
 
 from optax_lowmem._src.checkpoint import checksums, description, files
-from optax_lowmem._src.checkpoint.comparison import check, check_version, unlike
-from optax_lowmem._src.checkpoint.description import forms, metadata
-from optax_lowmem._src.checkpoint.files import DESCRIPTION, PARAMS, STATE
+from optax_lowmem._src.checkpoint.arrays import Shardings, packed, place, targets, unpacked
+from optax_lowmem._src.checkpoint.description import check, check_version, forms, metadata, unlike
+from optax_lowmem._src.checkpoint.files import DESCRIPTION, PARAMS, STATE, StrPath
 from optax_lowmem._src.checkpoint.handlers import open_manager
 from optax_lowmem._src.checkpoint.migrations import migrate
-from optax_lowmem._src.checkpoint.packing import packed, unpacked
-from optax_lowmem._src.checkpoint.targets import Shardings, place, targets
 from optax_lowmem._src.core import scope
 
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
 
-def args(tx: optax.GradientTransformation, params: Any, state: Any) -> dict[str, Any]:
+
+def args(
+    tx: optax.GradientTransformation, params: optax.Params, state: optax.OptState
+) -> dict[str, Any]:
     """The items of a checkpoint, for a `CheckpointManager` of your own.
 
     Args:
@@ -54,10 +57,10 @@ def args(tx: optax.GradientTransformation, params: Any, state: Any) -> dict[str,
 
 
 def save(
-    path: Any,
+    path: StrPath,
     tx: optax.GradientTransformation,
-    params: Any,
-    state: Any,
+    params: optax.Params,
+    state: optax.OptState,
     step: int,
     *,
     keep: int | None = None,
@@ -120,7 +123,7 @@ def save(
         raise
 
 
-def _whole(name: str, value: Any, least: int, other: str = "") -> int:
+def _whole(name: str, value: int, least: int, other: str = "") -> int:
     """A number that counts steps, as an int; raises where it is none."""
     try:
         number = None if isinstance(value, bool | np.bool_) else operator.index(value)
@@ -131,7 +134,7 @@ def _whole(name: str, value: Any, least: int, other: str = "") -> int:
     return number
 
 
-def latest_step(path: Any) -> int | None:
+def latest_step(path: StrPath) -> int | None:
     """The newest complete step in a directory that `save` wrote; None where there is none.
 
     Args:
@@ -144,9 +147,9 @@ def latest_step(path: Any) -> int | None:
 
 
 def restore(
-    path: Any,
+    path: StrPath,
     tx: optax.GradientTransformation,
-    params_like: Any,
+    params_like: optax.Params,
     *,
     step: int | None = None,
     shardings: Shardings = None,
@@ -191,9 +194,9 @@ def restore(
 
 
 def restore_from(
-    manager: Any,
+    manager: "ocp.CheckpointManager",
     tx: optax.GradientTransformation,
-    params_like: Any,
+    params_like: optax.Params,
     *,
     step: int | None = None,
     shardings: Shardings = None,

@@ -2,7 +2,6 @@
 
 import dataclasses
 import warnings
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,7 @@ class CodeShares:
 jax.tree_util.register_dataclass(CodeShares, ["saturated", "zero", "floored"], [])
 
 
-def code_shares(state: Any) -> dict[str, dict[str, CodeShares]]:
+def code_shares(state: optax.OptState) -> dict[str, dict[str, CodeShares]]:
     """Shares of saturated, zero and floored codes, slot -> leaf path -> `CodeShares`.
 
     Args:
@@ -97,7 +96,11 @@ def _shares(codes: jax.Array) -> CodeShares:
 
 
 def largest_step(
-    params: Any, state: Any, new_params: Any, new_state: Any, learning_rate: float | jax.Array
+    params: optax.Params,
+    state: optax.OptState,
+    new_params: optax.Params,
+    new_state: optax.OptState,
+    learning_rate: float | jax.Array,
 ) -> dict[str, jax.Array]:
     """max |change of the master weight| / learning rate for each leaf of one step.
 
@@ -142,7 +145,7 @@ class Stall:
 
 def stalled_leaves(
     tx: optax.GradientTransformation,
-    params: Any,
+    params: optax.Params,
     learning_rate: float,
     *,
     action: str = "warn",

@@ -2,17 +2,20 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
+import optax
 from flax import nnx
+from jax.typing import DTypeLike
 
-from optax_lowmem._src.fp8_flow.block import after_attention, before_attention, mlp_residual
+from optax_lowmem._src.fp8_flow.block import Layer, after_attention, before_attention, mlp_residual
 from optax_lowmem._src.fp8_flow.linear import QuantizedKernel, quantize_weight, weight_absmax
 from optax_lowmem._src.fp8_flow.nnx import Fp8Linear, Fp8RMSNorm
 from optax_lowmem._src.fp8_flow.recipe import DEFAULT, Coded, Recipe
-from optax_lowmem._src.fp8_flow.rotary import rotate
 
+T = TypeVar("T")
 ATTENTIONS = ("xla", "cudnn")
 OfWeights = dict[str, dict[str, Any]] | None  # of each kernel: its maximum, or its codes
 
@@ -118,8 +121,8 @@ class Fp8LlamaBlock(nnx.Module):
         epsilon: float = 1e-6,
         attention: str = "xla",
         recipe: Recipe = DEFAULT,
-        kernel_init: Any = None,
-        param_dtype: Any = None,
+        kernel_init: nnx.Initializer | None = None,
+        param_dtype: DTypeLike | None = None,
         rngs: nnx.Rngs,
     ):
         kv_heads = heads if kv_heads is None else kv_heads
@@ -181,25 +184,25 @@ class _Given:
 
     takes_codes = True
 
-    def __init__(self, layer: Any, **found: Any):
+    def __init__(self, layer: Layer, **found: object):
         self.layer, self.found = layer, found
 
     def __call__(self, x: jax.Array | Coded) -> jax.Array:
         return self.layer(x, **self.found)
 
 
-def _given(maxima: OfWeights, codes: OfWeights, part: str, name: str, layer: Any) -> Any:
+def _given(maxima: OfWeights, codes: OfWeights, part: str, name: str, layer: Layer) -> Any:
     given = {"absmax": maxima, "codes": codes}
     found = {key: own[part][name] for key, own in given.items() if own is not None}
     return _Given(layer, **found) if found and getattr(layer, "takes_codes", False) else layer
 
 
-def weight_maxima(params: Any) -> dict[str, dict[str, jax.Array]]:
+def weight_maxima(params: optax.Params) -> dict[str, dict[str, jax.Array]]:
     """The maximum of each kernel of a block's parameters, also of stacked ones [layers, k, m]."""
     return _of_kernels(weight_absmax, params)
 
 
-def quantized_weights(params: Any) -> dict[str, dict[str, QuantizedKernel]]:
+def quantized_weights(params: optax.Params) -> dict[str, dict[str, QuantizedKernel]]:
     """Quantize each kernel of a block's parameters, also of stacked ones [layers, k, m].
 
     Args:
@@ -210,9 +213,36 @@ def quantized_weights(params: Any) -> dict[str, dict[str, QuantizedKernel]]:
     return _of_kernels(quantize_weight, params)
 
 
-def _of_kernels(function: Callable[[jax.Array], Any], params: Any) -> dict[str, dict[str, Any]]:
+def _of_kernels(
+    function: Callable[[jax.Array], T], params: optax.Params
+) -> dict[str, dict[str, T]]:
     names = {"self_attn": (*_QKV, "o_proj"), "mlp": _MLP}
     return {
         part: {name: function(params[part][name]["kernel"]) for name in own}
         for part, own in names.items()
     }
+
+
+# ---- rotary positions, whose gradient needs nothing kept: it is the rotation back ----------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def rotate(x: jax.Array, base: float) -> jax.Array:
+    """Rotates queries or keys [batch, length, heads, head] by their position, in f32."""
+    return _rotated(x, base, 1.0)
+
+
+def _rotated(x: jax.Array, base: float, direction: float) -> jax.Array:
+    length, head = x.shape[1], x.shape[-1]
+    frequency = base ** (-jnp.arange(0, head, 2, dtype=jnp.float32) / head)
+    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency[None]
+    cos, sin = (f(angle)[None, :, None] for f in (jnp.cos, jnp.sin))
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    sin = sin * jnp.float32(direction)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+rotate.defvjp(
+    lambda x, base: (rotate(x, base), None),
+    lambda base, saved, g: (_rotated(g, base, -1.0),),
+)

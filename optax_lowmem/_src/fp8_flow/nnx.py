@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.fp8_flow import gate, norm
 from optax_lowmem._src.fp8_flow.linear import QuantizedKernel, linear
@@ -104,8 +105,8 @@ class Fp8RMSNorm(nnx.Module):
         num_features: int,
         *,
         epsilon: float = 1e-6,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         recipe: Recipe = DEFAULT,
         rngs: nnx.Rngs | None = None,
     ):
@@ -143,8 +144,8 @@ class Fp8LayerNorm(nnx.Module):
         *,
         epsilon: float = 1e-6,
         use_bias: bool = True,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
         recipe: Recipe = DEFAULT,
         rngs: nnx.Rngs | None = None,
     ):

@@ -1,6 +1,7 @@
 """Norms whose input is kept in 8 bits, and whose output is quantised for products."""
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -130,7 +131,7 @@ def _rms_coded(norm: _Norm, x: jax.Array, scale: jax.Array) -> tuple[Coded, Grou
 
 
 @partial(storage.once, static=2)
-def _gradients(function: Any, norm: _Norm, saved: Any, g: jax.Array) -> Any:
+def _gradients(function: Callable[..., jax.Array], norm: _Norm, saved: Any, g: jax.Array) -> Any:
     stored, *weights = saved
     x = kernels.restore(stored, norm.recipe.group_size)
     pull = jax.vjp(partial(function, norm), x, *weights)[1]

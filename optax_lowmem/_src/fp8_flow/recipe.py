@@ -61,7 +61,7 @@ class Recipe:
                 )
 
     @classmethod
-    def paper(cls, **changes: Any) -> "Recipe":
+    def paper(cls, **changes: object) -> "Recipe":
         """COAT's: everything from codes, gradients in E5M2 as its kernels have them."""
         own: dict[str, Any] = dict(exact=False, input_gradient="e5m2", weight_gradient="e5m2")
         return cls(**own | changes)

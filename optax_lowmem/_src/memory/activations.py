@@ -2,12 +2,14 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from optax_lowmem._src.memory import residuals
+Atom = Var | Literal
 
 _MIB = 2.0**20
 
@@ -58,7 +60,7 @@ class ActivationReport:
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights, which are in memory anyway."""
-        return sum(one.bytes for one in self._weights if one.what == residuals.ARGUMENT)
+        return sum(one.bytes for one in self._weights if one.what == _ARGUMENT)
 
     @property
     def of_weights_bytes(self) -> int:
@@ -104,7 +106,7 @@ class ActivationReport:
 
 def activation_report(
     fn: Callable[..., Any],
-    *args: Any,
+    *args: object,
     weights: int | Sequence[int] = (),
     unit: float | None = None,
 ) -> ActivationReport:
@@ -141,9 +143,197 @@ def activation_report(
     counts = [len(jax.tree.leaves(arg)) for arg in args]
     is_weight = [n in numbers for n, count in enumerate(counts) for _ in range(count)]
     names = [jax.tree_util.keystr(keys) for keys, _ in jax.tree_util.tree_leaves_with_path(args)]
-    found = []
-    for one in residuals.find(traced, is_weight, names):
-        dtype, shape = one.aval.dtype, tuple(one.aval.shape)
-        size = math.prod(shape) * dtype.itemsize
-        found.append(Saved(one.operation, one.what, shape, dtype, size, one.weights))
-    return ActivationReport(tuple(found), unit)
+    return ActivationReport(tuple(_kept(traced, is_weight, names)), unit)
+
+
+# ---- arrays that a traced backward function holds ------------------------------------------------
+
+# made anew by XLA where they are used: views, and numbers written wider
+_VIEWS = {
+    "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "iota", "reduce_precision",
+    "reshape", "rev", "squeeze", "transpose",
+}  # fmt: skip
+_ARGUMENT = "argument"
+_LIBRARIES = ("site-packages", "dist-packages", "optax_lowmem")
+
+
+class _Frame:
+    """A jaxpr, and the call that runs it."""
+
+    def __init__(
+        self,
+        jaxpr: Jaxpr,
+        active: Sequence[bool],
+        parent: "_Frame | None" = None,
+        eqn: JaxprEqn | None = None,
+    ):
+        self.jaxpr, self.parent, self.eqn = jaxpr, parent, eqn
+        self.makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        self.active = _flow(jaxpr, active)
+        self.inner: dict[int, _Frame] = {}
+
+    def depends(self, atom: Atom) -> bool:
+        """Return whether a variable depends on more than weights."""
+        return isinstance(atom, Var) and self.active.get(atom, False)
+
+    def call(self, eqn: JaxprEqn) -> "_Frame | None":
+        """The jaxpr that an equation runs once, of its operands."""
+        if eqn.primitive.name in ("scan", "while", "cond"):
+            return None
+        if id(eqn) not in self.inner and (jaxpr := _called(eqn)) is not None:
+            active = [self.depends(atom) for atom in eqn.invars]
+            self.inner[id(eqn)] = _Frame(jaxpr, active, self, eqn)
+        return self.inner.get(id(eqn))
+
+
+def _called(eqn: JaxprEqn) -> Jaxpr | None:
+    """The jaxpr of a call or a scan, whose variables are those of the equation."""
+    for name in ("jaxpr", "call_jaxpr"):
+        if (jaxpr := eqn.params.get(name)) is not None:
+            jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+            sizes = (len(jaxpr.invars), len(jaxpr.outvars))
+            return jaxpr if sizes == (len(eqn.invars), len(eqn.outvars)) else None
+    return None
+
+
+def _flow(jaxpr: Jaxpr, active: Sequence[bool]) -> dict[Var, bool]:
+    """Return for each variable whether it depends on the active inputs."""
+    found = dict(zip(jaxpr.invars, active, strict=True))
+    for eqn in jaxpr.eqns:
+        given = [isinstance(atom, Var) and found.get(atom, False) for atom in eqn.invars]
+        inner = _called(eqn)
+        if inner is None:
+            results = [any(given)] * len(eqn.outvars)
+        elif eqn.primitive.name == "scan":
+            results = _flow_of_scan(eqn, inner, given)
+        else:
+            results = _results(inner, given)
+        found |= dict(zip(eqn.outvars, results, strict=True))
+    return found
+
+
+def _results(jaxpr: Jaxpr, given: Sequence[bool]) -> list[bool]:
+    found = _flow(jaxpr, given)
+    return [isinstance(atom, Var) and found.get(atom, False) for atom in jaxpr.outvars]
+
+
+def _flow_of_scan(eqn: JaxprEqn, inner: Jaxpr, given: list[bool]) -> list[bool]:
+    """Until nothing more is carried on. What is stacked has an axis that the carry has not."""
+    carries = _as_inside(eqn.outvars, inner.outvars)
+    first = _as_inside(eqn.invars, inner.invars) - carries
+    while True:
+        results = _results(inner, given)
+        carry = slice(first, first + carries)
+        carried = [a or b for a, b in zip(given[carry], results[:carries], strict=True)]
+        if carried == given[carry]:
+            return results
+        given[carry] = carried
+
+
+def _as_inside(outside: Sequence[Atom], inside: Sequence[Atom]) -> int:
+    return sum(_aval(a).ndim == _aval(b).ndim for a, b in zip(outside, inside, strict=True))
+
+
+# ---- what made an array --------------------------------------------------------------------------
+
+
+def _kept(traced: ClosedJaxpr, is_weight: Sequence[bool], names: Sequence[str]) -> Iterator[Saved]:
+    """The arrays that the results of a jaxpr take, each once, without views of others.
+
+    Args:
+      traced: a closed jaxpr whose results are kept.
+      is_weight: of each of its arguments.
+      names: of each of its arguments.
+    """
+    top = _Frame(traced.jaxpr, [not weight for weight in is_weight])
+    arguments = dict(zip(traced.jaxpr.invars, names, strict=True))
+    seen = set()
+    for atom in traced.jaxpr.outvars:
+        place = _origin(top, atom)
+        if place is None or (id(place[0]), place[1]) in seen:
+            continue
+        frame, var = place
+        seen.add((id(frame), var))
+        weights = not frame.depends(var)
+        eqn = frame.makers.get(var)
+        if eqn is None:
+            if var in arguments:
+                yield _saved(var, f"argument {arguments[var]}", _ARGUMENT, weights)
+            else:
+                yield _saved(var, "constant", "constant", weights)
+        else:
+            yield _saved(var, *_label(frame, var), weights)
+
+
+def _saved(var: Var, operation: str, what: str, weights: bool) -> Saved:
+    shape, dtype = tuple(_aval(var).shape), _aval(var).dtype
+    return Saved(operation, what, shape, dtype, _bytes(var), weights)
+
+
+def _aval(atom: Atom) -> Any:
+    """The shape and dtype; JAX's type of them is of tokens too."""
+    return atom.aval
+
+
+def _origin(frame: _Frame, atom: Atom) -> tuple[_Frame, Var] | None:
+    """The array of which another is a view; None for a number."""
+    while isinstance(atom, Var):
+        eqn = frame.makers.get(atom)
+        if eqn is None:
+            if frame.parent is None or frame.eqn is None or atom not in frame.jaxpr.invars:
+                return frame, atom
+            given = frame.eqn.invars[frame.jaxpr.invars.index(atom)]
+            frame, atom = frame.parent, given
+        elif (inner := frame.call(eqn)) is not None:
+            frame, atom = inner, inner.jaxpr.outvars[eqn.outvars.index(atom)]
+        elif eqn.primitive.name in _VIEWS and all(
+            isinstance(given, Literal) or _bytes(given) <= _bytes(atom) for given in eqn.invars
+        ):
+            if not eqn.invars:
+                return None
+            atom = eqn.invars[0]
+        else:
+            return frame, atom
+    return None
+
+
+def _bytes(var: Var) -> int:
+    return math.prod(_aval(var).shape) * _aval(var).dtype.itemsize
+
+
+def _label(frame: _Frame, var: Var) -> tuple[str, str]:
+    """(operation, primitive) that made an array: inside the step of a loop, if it is one."""
+    made = [frame.makers[var]]  # from the inside out
+    while (inner := _called(made[0])) is not None:
+        out = inner.outvars[made[0].outvars.index(var)]
+        makers = [eqn for eqn in inner.eqns if isinstance(out, Var) and out in eqn.outvars]
+        if not makers or not isinstance(out, Var):
+            break
+        made.insert(0, makers[0])
+        var = out
+    what = made[0].primitive.name
+    around: _Frame | None = frame
+    while around is not None and around.eqn is not None:
+        made.append(around.eqn)
+        around = around.parent
+    return _operation(made) or what, what
+
+
+def _operation(made: Sequence[JaxprEqn]) -> str:
+    """Scopes without the names of transformations, or the user's module or function."""
+    stacks = "/".join(str(eqn.source_info.name_stack) for eqn in reversed(made))
+    scopes = [part for part in re.sub(r"\w+\(|\)", "", stacks).split("/") if part]
+    if scopes:
+        return "/".join(scopes)
+    for eqn in made:
+        traceback = eqn.source_info.traceback
+        frames: Sequence[Any] = traceback.frames if traceback is not None else ()
+        names: list[str] = [
+            frame.function_name
+            for frame in frames
+            if not any(part in frame.file_name for part in _LIBRARIES)
+        ]
+        modules = [name.removesuffix(".__call__") for name in names if name.endswith(".__call__")]
+        if names:
+            return (modules or names)[0]
+    return ""

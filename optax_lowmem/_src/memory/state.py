@@ -4,7 +4,6 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,13 +82,13 @@ class Report:
             yield f"  {', '.join(paths[:3])}{more}: {reason}"
 
 
-def _bytes(leaf: Any) -> int:
+def _bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
     return math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize
 
 
 def report(
     tx: optax.GradientTransformation,
-    params: Any,
+    params: optax.Params,
     *,
     baseline: optax.GradientTransformation | None = None,
 ) -> Report:

@@ -1,16 +1,18 @@
 """Bitwidths: how they are learnt (equations 9 and 10), and what they allow (6 and Table 2)."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
 
 from optax_lowmem._src.noise import kernels
 from optax_lowmem._src.noise.sampling import noise_named
 
 
-def bitwidth(b: Any, init: float = 6.0, target: float = 4.0) -> jax.Array:
+def bitwidth(b: ArrayLike, init: float = 6.0, target: float = 4.0) -> jax.Array:
     r"""b_t = b_{target} + b_i (b_{init} - b_{target}) (equation 9).
 
     Args:
@@ -29,7 +31,7 @@ def bitwidth(b: Any, init: float = 6.0, target: float = 4.0) -> jax.Array:
     return target + jnp.asarray(b, jnp.float32) * (init - target)
 
 
-def bitwidth_loss(bits: Any, target: float = 4.0, weight: float = 1e-4) -> jax.Array:
+def bitwidth_loss(bits: optax.Params, target: float = 4.0, weight: float = 1e-4) -> jax.Array:
     r"""\lambda / n \sum |b_t - b_{target}| over all blocks, to add to a loss (equation 10).
 
     Args:

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.core import random
 from optax_lowmem._src.noise.bitwidth import bitwidth
@@ -13,11 +14,11 @@ from optax_lowmem._src.noise.kernels import block_shape
 from optax_lowmem._src.noise.sampling import sample
 
 
-class NoiseSeed(nnx.Variable):
+class NoiseSeed(nnx.Variable[jax.Array]):
     """Seed of a layer's noise, uint32."""
 
 
-class NoiseStep(nnx.Variable):
+class NoiseStep(nnx.Variable[jax.Array]):
     """Number of times that a layer's noise was renewed, uint32."""
 
 
@@ -96,7 +97,7 @@ class GaussWSLinear(nnx.Linear):
     # of variables that `convert` need not find in the layer whose place this one takes
     added = ("bits", "noise_seed", "noise_step")
 
-    def sampled(self, dtype: Any = None) -> jax.Array:
+    def sampled(self, dtype: DTypeLike | None = None) -> jax.Array:
         """The kernel with its noise of now, in a dtype; by default the kernel's."""
         kernel = self.kernel[...]
         key = random.leaf_key(self.noise_seed[...], self.noise_step[...], self.path)
@@ -108,7 +109,9 @@ class GaussWSLinear(nnx.Linear):
             compute=self.compute or jnp.dtype(dtype or kernel.dtype).name,
         )
 
-    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+    def __call__(
+        self, inputs: jax.Array, out_sharding: jax.sharding.Sharding | None = None
+    ) -> jax.Array:
         """[..., out_features] of `inputs` [..., in_features]."""
         kernel = self.kernel[...]
         if not self.deterministic:

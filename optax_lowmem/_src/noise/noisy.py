@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from optax_lowmem._src.core import boxes, numerics, random, scope, trees
 from optax_lowmem._src.core.compiled import advanced, apply_updates, compiled, widened
@@ -18,6 +19,9 @@ from optax_lowmem._src.noise.sampling import bits_gradient, factor_of
 from optax_lowmem._src.noise.states import FIELD
 from optax_lowmem._src.update.engine import Optimizer
 from optax_lowmem._src.update.masters import adds_noise, corrections_of
+
+# path, w, correction, b_i, format and dtype of a sampled leaf
+_Sampled = tuple[str, jax.Array, jax.Array | None, jax.Array, kernels.Format, jnp.dtype]
 
 Take = Callable[[Any, Any, Any], tuple[Any, Any]]  # (gradients, state, weights) -> new ones
 
@@ -35,7 +39,7 @@ class GaussWSState(NamedTuple):
     inner_state: Any
 
 
-class Sampler(optax.GradientTransformationExtraArgs):
+class Sampler(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax is untyped
     """An optax transformation that remembers who adds the noise, for `step`."""
 
     work: "Noisy"
@@ -69,7 +73,7 @@ class Noisy:
 
     # ---- state -------------------------------------------------------------------------------
 
-    def init(self, params: Any) -> GaussWSState:
+    def init(self, params: optax.Params) -> GaussWSState:
         """The state of weights without noise; `lowmem.init` gets their first noise from here."""
         leaves = trees.named_leaves(params)
         for path, leaf in leaves:
@@ -102,7 +106,7 @@ class Noisy:
             return state
         return self._first(params, state)
 
-    def _chosen(self, leaves: list[tuple[str, Any]]) -> list[bool]:
+    def _chosen(self, leaves: list[tuple[str, jax.Array]]) -> list[bool]:
         """Return for each leaf whether it is sampled, and record the decisions."""
         is_chosen = chooser(self.parts)
         chosen = [bool(is_chosen(path, leaf)) for path, leaf in leaves]
@@ -116,7 +120,7 @@ class Noisy:
                 scope.record(scope.Decision(path, FIELD, self.noise.name, words))
         return chosen
 
-    def _clean(self, path: str, leaf: Any) -> jax.Array:
+    def _clean(self, path: str, leaf: jax.Array) -> jax.Array:
         original = scope.provided_original(path)
         if self.clean_dtype is None or jnp.dtype(leaf.dtype) == self.clean_dtype:
             # with no other weight for the loss, this would be the very buffer of the parameter
@@ -125,7 +129,7 @@ class Noisy:
             return jnp.array(original, self.clean_dtype, copy=True)
         return numerics.widen(leaf)
 
-    def _init_inner(self, weights: Any) -> Any:
+    def _init_inner(self, weights: optax.Params) -> Any:
         if adds_noise(self.inner, weights):
             raise ValueError("gaussws_noise around gaussws_noise: keep one, with the parts of both")
         state = self.inner.init(weights)
@@ -138,7 +142,10 @@ class Noisy:
         return state
 
     def _record(
-        self, decisions: list[scope.Decision], leaves: list[tuple[str, Any]], chosen: list[bool]
+        self,
+        decisions: list[scope.Decision],
+        leaves: list[tuple[str, jax.Array]],
+        chosen: list[bool],
     ) -> None:
         """Records what `inner` decided, and of which other leaves `clean` has all bits."""
         for decision in decisions:
@@ -150,7 +157,7 @@ class Noisy:
                 reason = f"its clean weight is in {self.clean_dtype}"
                 scope.record(scope.Decision(path, "correction", None, reason))
 
-    def _first(self, params: Any, state: GaussWSState) -> GaussWSState:
+    def _first(self, params: optax.Params, state: GaussWSState) -> GaussWSState:
         """The state with the noise of step 0, which `lowmem.init` gives to the loss."""
         rows = self._leaves(params, state)
         weights = _merged(params, state.clean, [row.sampled for row in rows])
@@ -164,9 +171,9 @@ class Noisy:
 
     def update(
         self,
-        updates: Any,
+        updates: optax.Updates,
         state: GaussWSState,
-        params: Any = None,
+        params: optax.Params | None = None,
         *,
         factor: jax.Array | None = None,
         **extra: Any,
@@ -178,7 +185,9 @@ class Noisy:
         emitted: dict[str, jax.Array] = {}
         steps: list[Any] = []
 
-        def take(gradients: Any, inner_state: Any, weights: Any) -> tuple[Any, Any]:
+        def take(
+            gradients: optax.Updates, inner_state: optax.OptState, weights: optax.Params
+        ) -> tuple[Any, Any]:
             scaled = {} if factor is None else {"gradient_scale": factor}
             with scope.emitting() as inside:
                 step, new_state = self.inner.update(
@@ -205,9 +214,9 @@ class Noisy:
 
     def advance(
         self,
-        gradients: Any,
+        gradients: optax.Updates,
         state: GaussWSState,
-        params: Any,
+        params: optax.Params,
         take: Take,
         factor: jax.Array | None = None,
     ) -> tuple[Any, GaussWSState]:
@@ -237,7 +246,7 @@ class Noisy:
         new = jax.tree.unflatten(jax.tree.structure(params), [w for w, _ in found])
         return new, state
 
-    def _leaves(self, params: Any, state: GaussWSState) -> list[_Leaf]:
+    def _leaves(self, params: optax.Params, state: GaussWSState) -> list[_Leaf]:
         leaves = trees.named_leaves(params)
         columns = [jax.tree.leaves(tree) for tree in (state.clean, state.bits, state.scale)]
         if any(len(column) != len(leaves) for column in columns):
@@ -263,7 +272,7 @@ class Noisy:
         rows: list[_Leaf],
         gradients: list[jax.Array],
         state: GaussWSState,
-        params: Any,
+        params: optax.Params,
         factor: jax.Array | None,
     ) -> tuple[jax.Array, Any, Any]:
         """The new count, b_i and the state of their optimizer (equations 3, 9 and 10)."""
@@ -279,7 +288,7 @@ class Noisy:
         return count, bits, bits_state
 
     def _sampled(
-        self, rows: list[_Leaf], weights: Any, state: GaussWSState
+        self, rows: list[_Leaf], weights: optax.Params, state: GaussWSState
     ) -> list[tuple[jax.Array, jax.Array]]:
         """(what the loss sees, scale of its noise) of each leaf, from weights without noise."""
         corrections = corrections_of(weights, state.inner_state)
@@ -307,7 +316,7 @@ def _first_bits(
 def _bits_gradients(
     noise: kernels.Noise,
     span: tuple[float, float],
-    bits_loss: Any,
+    bits_loss: ArrayLike,
     rows: list[_Leaf],
     gradients: list[jax.Array],
     seed: jax.Array,
@@ -334,7 +343,7 @@ def _bits_gradients(
 def _samples(
     noise: kernels.Noise,
     span: tuple[float, float],
-    rows: list[tuple[str, jax.Array, Any, jax.Array, kernels.Format, jnp.dtype]],
+    rows: list[_Sampled],
     seed: jax.Array,
     count: jax.Array,
 ) -> list[tuple[jax.Array, jax.Array]]:
@@ -360,7 +369,7 @@ def _changes(rows: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
     return [numerics.widen(new) - numerics.widen(old) for new, old in rows]
 
 
-def _merged(params: Any, clean: Any, chosen: list[bool]) -> Any:
+def _merged(params: optax.Params, clean: optax.Params, chosen: list[bool]) -> Any:
     """The parameters, with clean weights where they are sampled."""
     rows = zip(jax.tree.leaves(params), jax.tree.leaves(clean), chosen, strict=True)
     return jax.tree.unflatten(jax.tree.structure(params), [w if own else p for p, w, own in rows])

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
 from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.noise import kernels
@@ -31,7 +32,7 @@ def noise_key(seed: int | jax.Array, step: int | jax.Array, path: str) -> jax.Ar
     return random.leaf_key(jnp.uint32(seed), jnp.uint32(step), path)
 
 
-def as_key(key: Any) -> jax.Array:
+def as_key(key: int | jax.Array) -> jax.Array:
     """A uint32 scalar of itself, or of one of JAX's random keys.
 
     Raises:
@@ -40,7 +41,7 @@ def as_key(key: Any) -> jax.Array:
     if isinstance(key, int) and not isinstance(key, bool):
         return random.mix(jnp.uint32(key))
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
-    if dtype == jnp.uint32 and shape == ():
+    if dtype == jnp.uint32 and shape == () and not isinstance(key, int):
         return key
     typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
     if (typed and shape == ()) or (dtype == jnp.uint32 and shape == (2,)):
@@ -62,7 +63,10 @@ def noise_named(name: str) -> Noise:
 
 
 def draw(
-    key: Any, shape: tuple[int, ...], noise: str = "gaussws", dtype: Any = jnp.float32
+    key: int | jax.Array,
+    shape: tuple[int, ...],
+    noise: str = "gaussws",
+    dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
     r"""R of an array's shape.
 
@@ -91,7 +95,7 @@ def draw(
     return kernels.noise_of(as_key(key), tuple(shape), noise_named(noise), jnp.dtype(dtype))
 
 
-def draw_packed(key: Any, shape: tuple[int, ...]) -> jax.Array:
+def draw_packed(key: int | jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """GaussWS' R in 4 bits an element: half a byte.
 
     Args:
@@ -137,7 +141,7 @@ def unpack(words: jax.Array, rows: int | None = None) -> jax.Array:
 # ---- equation 1 ----------------------------------------------------------------------------------
 
 
-def _check_bits(w: jax.Array, bits: Any) -> jax.Array:
+def _check_bits(w: jax.Array, bits: ArrayLike) -> jax.Array:
     kernels.check_matrix("a sampled weight", w)
     if w.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise TypeError(f"a sampled weight is float32, bfloat16 or float16, not {w.dtype}")
@@ -157,7 +161,7 @@ def factor_of(bits: jax.Array) -> jax.Array:
     return numerics.power_of_two(whole.astype(jnp.int32)) * numerics.exp2(rest)
 
 
-def perturb(w: jax.Array, bits: Any, r: jax.Array) -> jax.Array:
+def perturb(w: jax.Array, bits: ArrayLike, r: jax.Array) -> jax.Array:
     r"""\hat w = w + R broadcast(max|w| 2^(1 - b_t)) (equation 1) of a given R, in f32.
 
     Transposing commutes with it (section 3.2).
@@ -188,7 +192,12 @@ def perturb(w: jax.Array, bits: Any, r: jax.Array) -> jax.Array:
 
 
 def sample(
-    w: jax.Array, bits: Any, key: Any, *, noise: str = "gaussws", compute: str = "bfloat16"
+    w: jax.Array,
+    bits: ArrayLike,
+    key: int | jax.Array,
+    *,
+    noise: str = "gaussws",
+    compute: str = "bfloat16",
 ) -> jax.Array:
     r"""Weights plus noise of a bitwidth: \hat w = w + R broadcast(max|w| 2^(1 - b_t)) (equation 1).
 
@@ -243,7 +252,9 @@ def _forward(
     return sampled, (scale, key, jnp.zeros((0,), w.dtype))
 
 
-def _backward(noise: Noise, to: Format, saved: Any, g: jax.Array) -> tuple[Any, ...]:
+def _backward(
+    noise: Noise, to: Format, saved: tuple[jax.Array, jax.Array, jax.Array], g: jax.Array
+) -> tuple[Any, ...]:
     scale, key, like = saved
     return g.astype(like.dtype), bits_gradient(g, scale, key, noise), None
 

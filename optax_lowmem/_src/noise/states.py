@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from optax_lowmem._src.core import trees
 from optax_lowmem._src.noise.bitwidth import SafeFormat, bitwidth, most_bits, safe_format
@@ -16,7 +17,7 @@ from optax_lowmem._src.noise.casting import fake_cast
 FIELD = "clean"  # of the states that keep weights without noise
 
 
-def clean_params(params: Any, state: Any) -> Any:
+def clean_params(params: optax.Params, state: optax.OptState) -> Any:
     """The weights without noise, in the form in which the state keeps them.
 
     Args:
@@ -59,7 +60,7 @@ def clean_params(params: Any, state: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(params), taken)
 
 
-def bitwidths(state: Any) -> dict[str, jax.Array]:
+def bitwidths(state: optax.OptState) -> dict[str, jax.Array]:
     """b_t of every sampled leaf, by path.
 
     Args:
@@ -189,7 +190,7 @@ def bits_table(
     return BitsTable(tuple(rows), format, bound)
 
 
-def safe_cast(weights: Any, bits: Mapping[str, jax.Array]) -> Any:
+def safe_cast(weights: optax.Params, bits: Mapping[str, jax.Array]) -> Any:
     """Weights as the formats of Table 2 would have them, each layer's by its largest b_t.
 
     Args:

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.core import trees
 from optax_lowmem._src.core.hyperparameters import check_range
@@ -23,7 +24,7 @@ def gaussws_noise(
     bits_loss: float = 0.0,
     noise: str = "gaussws",
     compute: str | None = None,
-    clean_dtype: Any = None,
+    clean_dtype: DTypeLike | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     r"""Trains on weights plus noise, \hat w = w + R max|w| 2^{1 - b_t} (GaussWS, equation 1).
@@ -126,7 +127,7 @@ def _scaled(compute: str | None) -> kernels.Scaled | None:
     return found
 
 
-def _clean_dtype(dtype: Any) -> Any:
+def _clean_dtype(dtype: DTypeLike | None) -> Any:
     if dtype is None:
         return None
     if jnp.dtype(dtype) != jnp.float32:

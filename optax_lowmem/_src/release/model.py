@@ -6,9 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
+from jax.extend.core import Jaxpr
+from jax.typing import ArrayLike
 
 from optax_lowmem._src.core import trees
+
+LayerFunction = Callable[[Any, Any, Any, Any], Any]  # (own, rest, x, batch) -> x
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,7 +61,7 @@ class Layered:
     """
 
     first: Callable[[Any, Any], Any]
-    layers: Mapping[str, Callable[[Any, Any, Any, Any], Any]]
+    layers: Mapping[str, LayerFunction]
     last: Callable[[Any, Any, Any], Any]
     has_aux: bool = False
 
@@ -71,13 +76,13 @@ class Layered:
             if not callable(stage):
                 raise TypeError(f"stage '{name}' of the model is no function: {stage!r}")
 
-    def __call__(self, params: Any, batch: Any) -> Any:
+    def __call__(self, params: optax.Params, batch: object) -> Any:
         """The loss, or (loss, aux)."""
         parts = take_apart(params, tuple(self.layers))
         x = self.first(parts.rest(), batch)
         for path, layer in self.layers.items():
 
-            def body(x: Any, own: Any, layer: Callable = layer) -> tuple[Any, None]:
+            def body(x: object, own: object, layer: LayerFunction = layer) -> tuple[Any, None]:
                 return layer(own, parts.rest(), x, batch), None
 
             body = jax.checkpoint(body, prevent_cse=False)
@@ -116,16 +121,16 @@ class Parts:
     indices: list[int]
     treedef: Any
 
-    def rest(self, changed: Mapping[int, Any] | None = None) -> Any:
+    def rest(self, changed: Mapping[int, jax.Array] | None = None) -> Any:
         """The rest of the tree, with other leaves at some positions of it."""
         changed = changed or {}
         return self.treedef.unflatten([changed.get(i, x) for i, x in enumerate(self.leaves)])
 
 
-def take_apart(params: Any, paths: Sequence[str]) -> Parts:
+def take_apart(params: optax.Params, paths: Sequence[str]) -> Parts:
     """The stacks at these paths, and the rest."""
 
-    def is_stack(path: Any, node: Any) -> bool:
+    def is_stack(path: tuple[object, ...], node: object) -> bool:
         del node
         return trees.path_name(path) in paths
 
@@ -158,7 +163,7 @@ def take_apart(params: Any, paths: Sequence[str]) -> Parts:
     return Parts(stacks, rest, indices, rest_treedef)
 
 
-def _layers_of(path: str, tree: Any) -> int:
+def _layers_of(path: str, tree: optax.Params) -> int:
     leaves = trees.named_leaves(tree)
     if not leaves:
         raise ValueError(f"the stack '{path}' has no leaves: name the subtree of the layers.")
@@ -183,20 +188,21 @@ def _layers_of(path: str, tree: Any) -> int:
 # ---- what a function reads -----------------------------------------------------------------------
 
 
-def reads(function: Callable[..., Any], rest: Any, *args: Any) -> list[bool]:
+def reads(function: Callable[..., Any], rest: optax.Params, *args: object) -> list[bool]:
     """Return for each leaf of `rest` whether `function(rest, *args)` uses it."""
     closed = jax.make_jaxpr(function)(rest, *args)
     return _read(closed.jaxpr)[: len(jax.tree.leaves(rest))]
 
 
-def _read(jaxpr: Any) -> list[bool]:
+def _read(jaxpr: Jaxpr) -> list[bool]:
     """Return for each input of a jaxpr whether it is used, also in called jaxprs, or may be."""
     used = {id(var) for var in jaxpr.outvars}
     for eqn in jaxpr.eqns:
         inner = eqn.params.get("jaxpr")
         inner = getattr(inner, "jaxpr", inner)
-        called = inner is not None and len(inner.invars) == len(eqn.invars)
-        flags = _read(inner) if called else [True] * len(eqn.invars)
+        flags = [True] * len(eqn.invars)
+        if inner is not None and len(inner.invars) == len(eqn.invars):
+            flags = _read(inner)
         used |= {id(var) for var, flag in zip(eqn.invars, flags, strict=True) if flag}
     return [id(var) in used for var in jaxpr.invars]
 
@@ -204,16 +210,16 @@ def _read(jaxpr: Any) -> list[bool]:
 # ---- values and gradients ------------------------------------------------------------------------
 
 
-def _is_float(x: Any) -> bool:
+def _is_float(x: ArrayLike) -> bool:
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
-def floats(tree: Any) -> list[Any]:
+def floats(tree: object) -> list[Any]:
     """The leaves that have a gradient."""
     return [x for x in jax.tree.leaves(tree) if _is_float(x)]
 
 
-def with_floats(tree: Any, values: Sequence[Any]) -> Any:
+def with_floats(tree: object, values: Sequence[jax.Array]) -> Any:
     """The tree with other `floats`."""
     new = iter(values)
     return jax.tree.map(lambda x: next(new) if _is_float(x) else x, tree)

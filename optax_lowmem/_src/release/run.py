@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_lowmem._src.core import random, trees
 from optax_lowmem._src.release import stack as stacks
@@ -47,8 +48,8 @@ class Run:
         cls,
         engine: Engine,
         model: Layered,
-        params: Any,
-        state: Any,
+        params: optax.Params,
+        state: optax.OptState,
         each: Gradient | None,
         per_layer: bool,
     ) -> "Run":
@@ -70,7 +71,7 @@ class Run:
             {}, each or (lambda g: g),
         )  # fmt: skip
 
-    def result(self, params: Any) -> tuple[Any, Any]:
+    def result(self, params: optax.Params) -> tuple[Any, Any]:
         """The new parameters and state."""
         treedef: Any = jax.tree.structure(params)
         state = self.opened.close(self.states, self.shared, params)
@@ -82,7 +83,7 @@ class Run:
             i = self.parts.indices[at]
             self.totals[i] = self.totals[i] + g if i in self.totals else g
 
-    def update_rest(self, positions: Sequence[int], then: Any) -> Any:
+    def update_rest(self, positions: Sequence[int], then: object) -> Any:
         """Steps leaves of the rest; what comes `then` waits for it, and so frees the gradients."""
         indices = [self.parts.indices[at] for at in positions]
         if not indices:
@@ -130,11 +131,12 @@ class Run:
             random.part_keys(keys, layer * jnp.asarray(groups, jnp.int32)),
         )
 
-    def of(self, indices: Sequence[int]) -> tuple[list, list, list]:
+    def of(
+        self, indices: Sequence[int]
+    ) -> tuple[list[jax.Array], list[LeafState], list[LeafState]]:
         """Weights, states and states of shared slots of some leaves."""
-        fields = (self.weights, self.states, self.shared)
-        weights, states, shared = ([field[i] for i in indices] for field in fields)
-        return weights, states, shared
+        weights = [self.weights[i] for i in indices]
+        return weights, [self.states[i] for i in indices], [self.shared[i] for i in indices]
 
     def set(self, indices: Sequence[int], weights: Any, states: Any, shared: Any) -> None:
         """Puts the new ones in their place."""

@@ -61,7 +61,7 @@ def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
     return None
 
 
-def after(x: Any, earlier: Any) -> Any:
+def after(x: object, earlier: object) -> Any:
     """`x`, which must wait until `earlier` is there.
 
     Inside a `shard_map` with check_vma, where the fence would make what devices have in common
@@ -80,7 +80,7 @@ def groups_of_blocks(plan: LeafPlan, layers: int) -> int:
     return plan.block.values(plan.shape) // layers // plan.group_size
 
 
-def read(tree: Any, layer: jax.Array, layers: int) -> Any:
+def read(tree: object, layer: jax.Array, layers: int) -> Any:
     """A layer's part of each array, fenced; 0-d placeholders have none.
 
     Without the fence XLA's CPU backend sees that a part is read of what is written, and copies the
@@ -96,7 +96,7 @@ def read(tree: Any, layer: jax.Array, layers: int) -> Any:
     return lax.optimization_barrier(jax.tree.map(part, tree))
 
 
-def write(tree: Any, parts: Any, layer: jax.Array, layers: int) -> Any:
+def write(tree: object, parts: object, layer: jax.Array, layers: int) -> Any:
     """The arrays with a layer's part anew, in place where the old one is not used any more."""
 
     def whole(x: jax.Array, part: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.core import platform
 from optax_lowmem._src.switchback.products import Recipe
@@ -39,7 +40,7 @@ class Choice(NamedTuple):
 
 
 def estimates(
-    recipe: Recipe, tokens: int, inputs: int, outputs: int, dtype: Any
+    recipe: Recipe, tokens: int, inputs: int, outputs: int, dtype: DTypeLike
 ) -> tuple[float, float]:
     """Seconds of forward and backward on a Hopper GPU: in 8 bits, and in the standard layer."""
     wide = jnp.dtype(dtype).itemsize
@@ -69,7 +70,7 @@ def _operand(rows: int, length: int, to: Format) -> Quantized:
     return Quantized(codes, scales)
 
 
-def choose(recipe: Recipe, tokens: int, inputs: int, outputs: int, dtype: Any) -> Choice:
+def choose(recipe: Recipe, tokens: int, inputs: int, outputs: int, dtype: DTypeLike) -> Choice:
     """Choose the faster products by estimate, or 8-bit products where there is no estimate."""
     elsewhere = platform.no_device_reason() or platform.not_hopper_reason()
     if elsewhere is not None:

@@ -4,7 +4,7 @@ import contextvars
 import dataclasses
 import fnmatch
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flax import linen, nnx
@@ -12,10 +12,12 @@ from flax import linen, nnx
 from optax_lowmem._src.noise.parts import PARTS, chooser
 from optax_lowmem._src.switchback.dot_general import switchback_dot_general
 
-Where = str | Sequence[str] | Callable[[str, Any], bool]
+Chooser = Callable[[str, Any], bool]
+Where = str | Sequence[str] | Chooser
+To = type | Callable[..., Any]  # a class of layers, a partial of one, or a dot_general
 
 
-def convert(model: Any, where: Where = "*", to: Any = None) -> Any:
+def convert(model: nnx.Module | linen.Module, where: Where = "*", to: To | None = None) -> Any:
     """The model with other dense layers, of the same parameters.
 
     Args:
@@ -61,11 +63,11 @@ def convert(model: Any, where: Where = "*", to: Any = None) -> Any:
 class _Patterns:
     patterns: tuple[str, ...]
 
-    def __call__(self, path: str, layer: Any) -> bool:
+    def __call__(self, path: str, layer: object) -> bool:
         return any(fnmatch.fnmatchcase(path, pattern) for pattern in self.patterns)
 
 
-def _chooser(where: Where) -> Callable[[str, Any], bool]:
+def _chooser(where: Where) -> Chooser:
     if callable(where):
         return where
     if isinstance(where, str) and where in PARTS:
@@ -77,7 +79,7 @@ def _chooser(where: Where) -> Callable[[str, Any], bool]:
 class _Part:
     name: str
 
-    def __call__(self, path: str, layer: Any) -> bool:
+    def __call__(self, path: str, layer: object) -> bool:
         return chooser(self.name)(f"{path}/kernel", None)
 
 
@@ -86,11 +88,11 @@ def _nothing(paths: Iterable[str]) -> ValueError:
     return ValueError(f"no dense layer matches `where`; there are {known}")
 
 
-def _class_of(to: Any) -> Any:
+def _class_of(to: To) -> Any:
     return to.func if isinstance(to, functools.partial) else to
 
 
-def _check(to: Any, kind: type) -> None:
+def _check(to: To, kind: type) -> None:
     """Raises where `to` is no class of this kind and no dot_general."""
     made = _class_of(to)
     other = isinstance(made, type) and not issubclass(made, kind)
@@ -101,7 +103,7 @@ def _check(to: Any, kind: type) -> None:
         )
 
 
-def _is_class(to: Any) -> bool:
+def _is_class(to: To) -> bool:
     return isinstance(_class_of(to), type)
 
 
@@ -109,14 +111,14 @@ def _is_class(to: Any) -> bool:
 _COMPUTING = ("dtype", "precision", "promote_dtype", "preferred_element_type")
 
 
-def _given(layer: Any, names: Iterable[str], to: Any) -> dict[str, Any]:
+def _given(layer: object, names: Iterable[str], to: To) -> dict[str, Any]:
     """A layer's arguments for its successor, less what a partial has."""
     said = to.keywords if isinstance(to, functools.partial) else ()
     free = [name for name in _COMPUTING if name in said]
     return {name: getattr(layer, name) for name in names if name not in free}
 
 
-def _refuse(path: str, layer: Any, to: Any) -> TypeError:
+def _refuse(path: str, layer: object, to: To) -> TypeError:
     return TypeError(
         f"'{path}' is a {type(layer).__name__} with a computation of its own, as has "
         f"{_class_of(to).__name__}: leave it out of `where`, or give a dot_general as `to`."
@@ -128,7 +130,7 @@ def _refuse(path: str, layer: Any, to: Any) -> TypeError:
 _OF_LINEAR = ("use_bias", "param_dtype", *_COMPUTING)
 
 
-def _convert_nnx(model: nnx.Module, chosen: Callable[[str, Any], bool], to: Any) -> nnx.Module:
+def _convert_nnx(model: nnx.Module, chosen: Chooser, to: To) -> nnx.Module:
     _check(to, nnx.Linear)
     model = nnx.merge(*nnx.split(model))  # other modules around the same arrays
     kinds = (nnx.Linear,) if _is_class(to) else (nnx.Linear, nnx.LinearGeneral)
@@ -150,7 +152,7 @@ def _convert_nnx(model: nnx.Module, chosen: Callable[[str, Any], bool], to: Any)
     return model
 
 
-def _become(path: str, layer: Any, to: Any) -> None:
+def _become(path: str, layer: Any, to: To) -> None:
     """Makes a layer one of another class where it is, in whatever container, or shared."""
     size, given = (layer.in_features, layer.out_features), _given(layer, _OF_LINEAR, to)
     like = nnx.eval_shape(lambda: to(*size, rngs=nnx.Rngs(0), **given))
@@ -172,9 +174,7 @@ def _become(path: str, layer: Any, to: Any) -> None:
 # ---- Linen ---------------------------------------------------------------------------------------
 
 
-def _convert_linen(
-    model: linen.Module, chosen: Callable[[str, Any], bool], to: Any
-) -> linen.Module:
+def _convert_linen(model: linen.Module, chosen: Chooser, to: To) -> linen.Module:
     _check(to, linen.Dense)
     base: Any = type(model)
     fields = {
@@ -189,17 +189,22 @@ _running: contextvars.ContextVar[tuple[type, ...]] = contextvars.ContextVar("run
 
 
 @functools.lru_cache(128)  # so that equal conversions are of one class, and compile once
-def _converted(base: Any, chosen: Callable[[str, Any], bool], to: Any) -> Any:
+def _converted(base: type[linen.Module], chosen: Chooser, to: To) -> Any:
     """A subclass in whose `init` and `apply` chosen layers are others, at the same paths."""
     kinds = (linen.Dense,) if _is_class(to) else (linen.Dense, linen.DenseGeneral)
 
-    def intercepted(method: Any) -> Any:
+    def intercepted(method: Callable[..., Any]) -> Any:
         @linen.nowrap
         @functools.wraps(method)
-        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def run(self: linen.Module, *args: object, **kwargs: object) -> Any:
             seen: dict[str, bool] = {}
 
-            def intercept(call: Any, given: Any, named: Any, context: Any) -> Any:
+            def intercept(
+                call: Callable[..., Any],
+                given: tuple[object, ...],
+                named: Mapping[str, object],
+                context: linen.module.InterceptorContext,
+            ) -> Any:
                 layer = context.module
                 if context.method_name != "__call__" or not isinstance(layer, kinds):
                     return call(*given, **named)
@@ -221,7 +226,7 @@ def _converted(base: Any, chosen: Callable[[str, Any], bool], to: Any) -> Any:
 
         return run
 
-    def checked(self: Any) -> None:
+    def checked(self: linen.Module) -> None:
         base.__post_init__(self)
         if self.parent is not None and made not in _running.get():
             raise TypeError(
@@ -241,9 +246,11 @@ _DENSE = [f.name for f in dataclasses.fields(linen.Dense) if f.init]
 _OF_DENSE = [f for f in _DENSE if f not in ("parent", "name", "dot_general", "dot_general_cls")]
 
 
-def _call_as(path: str, layer: Any, to: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+def _call_as(
+    path: str, layer: linen.Module, to: To, call: Callable[..., Any]
+) -> Callable[..., Any]:
     """A layer's call as what it becomes. It keeps its scope, and so its parameters."""
-    others = {"dot_general": to, "dot_general_cls": None}
+    others: dict[str, Any] = {"dot_general": to, "dot_general_cls": None}
     if _is_class(to):
         twin = to(**_given(layer, _OF_DENSE, to), parent=None)
         if type(twin).__call__ is not linen.Dense.__call__:  # not only another dot_general
@@ -257,7 +264,7 @@ def _call_as(path: str, layer: Any, to: Any, call: Callable[..., Any]) -> Callab
 
     others[_TAKEN] = True
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: object) -> Any:
         kept = {name: getattr(layer, name, None) for name in others}
         try:  # modules are frozen
             for name, value in others.items():

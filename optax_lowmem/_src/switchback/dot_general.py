@@ -3,17 +3,19 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.switchback.choice import IMPLEMENTATIONS, Choice, choose
 from optax_lowmem._src.switchback.products import VARIANTS, Recipe, Variant, matmul
 from optax_lowmem._src.switchback.quantized_matmul import E4M3, E5M2, INT8, Format
 
+T = TypeVar("T")
 DotGeneral = Callable[..., jax.Array]
 # name -> formats of (activations and weights, gradients)
 FORMATS: dict[str, tuple[Format, Format]] = {
@@ -92,7 +94,8 @@ def switchback_dot_general(
         if format == "int8":
             raise ValueError("scaling='unit' is of float8: integers between -1 and 1 are three.")
         formats = tuple(one.at_unit() for one in formats)
-    found = _choice("variant", variant, {STANDARD: None} | VARIANTS)
+    variants: dict[str, Variant | None] = {STANDARD: None, **VARIANTS}
+    found = _choice("variant", variant, variants)
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(
             f"implementation must be one of {', '.join(IMPLEMENTATIONS)}, got {implementation!r}; "
@@ -112,7 +115,9 @@ class _DotGeneral:
     gradient: Format
     implementation: str = "quantized"
 
-    def choose(self, tokens: int, inputs: int, outputs: int, dtype: Any = "bfloat16") -> Choice:
+    def choose(
+        self, tokens: int, inputs: int, outputs: int, dtype: DTypeLike = "bfloat16"
+    ) -> Choice:
         """Choose 8-bit or standard products, with a reason, for the sizes of a layer's operands."""
         if self.implementation == "quantized":
             return Choice(True, 'in 8 bits: implementation="quantized"')
@@ -123,11 +128,11 @@ class _DotGeneral:
         self,
         lhs: jax.Array,
         rhs: jax.Array,
-        dimension_numbers: Any,
-        precision: Any = None,
-        preferred_element_type: Any = None,
-        out_sharding: Any = None,
-        **more: Any,
+        dimension_numbers: lax.DotDimensionNumbers,
+        precision: lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+        out_sharding: jax.sharding.Sharding | None = None,
+        **more: object,
     ) -> jax.Array:
         """As `jax.lax.dot_general`; the weight is `rhs`."""
         if given := [name for name, value in more.items() if value is not None]:
@@ -149,7 +154,9 @@ class _DotGeneral:
         return _as_matrices(recipe, lhs, rhs, dimension_numbers)
 
 
-def _sizes(lhs: jax.Array, rhs: jax.Array, numbers: Any) -> tuple[int, int, int]:
+def _sizes(
+    lhs: jax.Array, rhs: jax.Array, numbers: lax.DotDimensionNumbers
+) -> tuple[int, int, int]:
     """Tokens, inputs and outputs of a product, of one entry of a batch."""
     (sum_l, sum_r), (batch_l, batch_r) = (tuple(map(tuple, pair)) for pair in numbers)
     sizes = (
@@ -161,7 +168,9 @@ def _sizes(lhs: jax.Array, rhs: jax.Array, numbers: Any) -> tuple[int, int, int]
     return tokens, inputs, outputs
 
 
-def _as_matrices(recipe: Recipe, lhs: jax.Array, rhs: jax.Array, numbers: Any) -> jax.Array:
+def _as_matrices(
+    recipe: Recipe, lhs: jax.Array, rhs: jax.Array, numbers: lax.DotDimensionNumbers
+) -> jax.Array:
     """The product [*batch, *rest of lhs, *rest of rhs]."""
     (sum_l, sum_r), (batch_l, batch_r) = (tuple(map(tuple, pair)) for pair in numbers)
     rest_l = _others(lhs, sum_l + batch_l)
@@ -185,7 +194,7 @@ def _others(x: jax.Array, axes: Sequence[int]) -> tuple[int, ...]:
     return tuple(axis for axis in range(x.ndim) if axis not in axes)
 
 
-def _choice(name: str, value: str, table: dict[str, Any]) -> Any:
+def _choice(name: str, value: str, table: Mapping[str, T]) -> T:
     if value not in table:
         raise ValueError(f"{name} must be one of {', '.join(table)}, got {value!r}")
     return table[value]

@@ -2,9 +2,9 @@
 
 import dataclasses
 import string
-from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.switchback.dot_general import DotGeneral, switchback_dot_general
 
@@ -58,9 +58,9 @@ class Einsum:
         x: jax.Array,
         w: jax.Array,
         *,
-        precision: Any = None,
-        preferred_element_type: Any = None,
-        **more: Any,
+        precision: jax.lax.PrecisionLike = None,
+        preferred_element_type: DTypeLike | None = None,
+        **more: object,
     ) -> jax.Array:
         """The product of `x` and the weight `w`."""
         left, right, out = _terms(subscripts, x.ndim, w.ndim)

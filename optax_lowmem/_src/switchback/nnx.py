@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.switchback.dot_general import switchback_dot_general
 
@@ -70,8 +71,8 @@ class LayerScale(nnx.Module):
         features: int,
         *,
         init_value: float = 0.0,
-        dtype: Any = None,
-        param_dtype: Any = jnp.float32,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
     ):
         self.scale = nnx.Param(jnp.full(features, init_value, param_dtype))
         self.dtype = dtype

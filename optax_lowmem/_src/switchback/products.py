@@ -78,7 +78,7 @@ def _operand(x: jax.Array, per: str, to: Format, summed: tuple[int, ...]) -> Qua
     return quantize(x, None if per == TENSOR else summed, to)
 
 
-def _refuse(recipe: Recipe, primals: Any, tangents: Any) -> Any:
+def _refuse(recipe: Recipe, primals: object, tangents: object) -> Any:
     raise TypeError(
         "the gradients of a quantised product have no derivative: rounding has none. For second "
         'derivatives (Hessians, meta-learning) use variant="standard" in these layers.'
@@ -122,7 +122,9 @@ def _output(recipe: Recipe, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Quan
     return y, codes
 
 
-def _backward(recipe: Recipe, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _backward(
+    recipe: Recipe, saved: tuple[jax.Array | Quantized, jax.Array], g: jax.Array
+) -> tuple[jax.Array, jax.Array]:
     x, w = saved
     return _gradients(recipe, x, w, g)
 

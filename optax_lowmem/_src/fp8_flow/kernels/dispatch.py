@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.core import groups, platform
 from optax_lowmem._src.core.tiles import MAX_ELEMENTS, next_power_of_two
@@ -25,7 +26,9 @@ _NOT_LOWERED = ("gelu_exact",)  # Pallas' Triton backend has no erf
 _DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 
 
-def supported(x: Any, group_size: int, whole_rows: bool = False) -> str | None:
+def supported(
+    x: jax.Array | jax.ShapeDtypeStruct, group_size: int, whole_rows: bool = False
+) -> str | None:
     """Return the reason why the kernels cannot store an array here, or None where they can.
 
     Args:
@@ -90,7 +93,9 @@ def store_gated(
     return platform.on_cuda(kernel, plain, *given)
 
 
-def turning_reason(x: Any, g: Any, dtype: Any) -> str | None:
+def transposes_reason(
+    x: jax.Array | jax.ShapeDtypeStruct, g: jax.Array | jax.ShapeDtypeStruct, dtype: DTypeLike
+) -> str | None:
     """Return the reason why the sum over tokens of X^T G is left to XLA, or None.
 
     None means that the codes are transposed for a kernel.
@@ -113,7 +118,12 @@ def turning_reason(x: Any, g: Any, dtype: Any) -> str | None:
 
 
 def multiply_over_tokens(
-    x: Quantized, g: jax.Array, absmax: jax.Array, to: Format, dtype: Any, sharding: Any = None
+    x: Quantized,
+    g: jax.Array,
+    absmax: jax.Array,
+    to: Format,
+    dtype: jnp.dtype,
+    sharding: jax.sharding.NamedSharding | None = None,
 ) -> tuple[Quantized, jax.Array]:
     """G quantised, and X^T G, the gradient of a weight.
 
@@ -132,16 +142,16 @@ def multiply_over_tokens(
         return codes, multiply(x, codes, sums, dtype, transposed=True, sharding=sharding)
 
     like = jax.ShapeDtypeStruct(g.shape, to.dtype)
-    if g.dtype not in _DTYPES or turning_reason(x.codes, like, dtype) is not None:
+    if g.dtype not in _DTYPES or transposes_reason(x.codes, like, dtype) is not None:
         return plain(x, g, absmax)
-    from optax_lowmem._src.fp8_flow.kernels import pallas_turn
+    from optax_lowmem._src.fp8_flow.kernels import pallas_triton
 
     def kernel(x: Quantized, g: jax.Array, absmax: jax.Array) -> tuple[Quantized, jax.Array]:
         one = (1, 1)
-        codes, turned = pallas_turn.quantize_both(g.reshape(-1, g.shape[-1]), absmax, to)
-        of_x = pallas_turn.turn(x.codes.reshape(-1, x.codes.shape[-1]))
+        codes, of_g = pallas_triton.quantize_both(g.reshape(-1, g.shape[-1]), absmax, to)
+        of_x = pallas_triton.transpose(x.codes.reshape(-1, x.codes.shape[-1]))
         product = multiply(
-            Quantized(of_x, x.scales.reshape(one)), Quantized(turned, codes.scales), 1, dtype
+            Quantized(of_x, x.scales.reshape(one)), Quantized(of_g, codes.scales), 1, dtype
         )
         scales = codes.scales.reshape((1,) * g.ndim)
         return Quantized(codes.codes.reshape(g.shape), scales), product

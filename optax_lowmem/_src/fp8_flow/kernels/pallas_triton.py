@@ -17,6 +17,9 @@ from optax_lowmem._src.core import groups, numerics, pallas_tiles
 from optax_lowmem._src.core.tiles import Tile, Tiling, next_power_of_two, result_like
 from optax_lowmem._src.fp8_flow.kernels import reference
 from optax_lowmem._src.fp8_flow.kernels.reference import Grouped
+from optax_lowmem._src.switchback.quantized_matmul import Format, Quantized
+from optax_lowmem._src.switchback.quantized_matmul import reference as matmul
+from optax_lowmem._src.switchback.quantized_matmul.pallas_triton import store_scale
 
 _ELEMENTS = 4096  # of a program of a norm, where rows are shorter
 _PER_WARP = 1024
@@ -25,7 +28,7 @@ _PER_WARP = 1024
 # ---- norms ---------------------------------------------------------------------------------------
 
 
-def _norm_body(eps: float, exact: bool, size: int, rows: int, *refs: Any) -> None:
+def _norm_body(eps: float, exact: bool, size: int, rows: int, *refs: jax.Ref) -> None:
     """Some rows, as [rows * groups, size]; groups that do not exist are zeros."""
     x_ref, scale_ref, codes_ref, scales_ref, inverse_ref, largest_ref = refs
     count, width = x_ref.shape
@@ -90,7 +93,7 @@ def store_normed(
 # ---- activation functions ------------------------------------------------------------------------
 
 
-def _gate_body(activation: str, exact: bool, tiling: Tiling, inputs: int, *refs: Any) -> None:
+def _gate_body(activation: str, exact: bool, tiling: Tiling, inputs: int, *refs: jax.Ref) -> None:
     tile = pl.program_id(0)
     values = []
     for i in range(inputs):
@@ -138,3 +141,65 @@ def store_gated(
         for i in range(0, len(arrays), 2)
     )
     return stored, largest
+
+
+# ---- transposed codes, for dW = X^T G ------------------------------------------------------------
+
+# GPUs multiply 8 bits along the last axis. As XLA's transposes these would change the layout, and
+# so the speed, of all that is computed before.
+
+# of a program: 128 bytes in a row of what it writes transposed, and of what it reads
+ROWS, COLUMNS = 128, {1: 128, 2: 64, 4: 64}
+
+
+def _transpose_body(to: Format | None, columns: int, *refs: jax.Ref) -> None:
+    x_ref, *rest = refs
+    row = pl.program_id(0) * ROWS + lax.iota(jnp.int32, ROWS)
+    column = pl.program_id(1) * columns + lax.iota(jnp.int32, columns)
+    place, there = pallas_tiles.part(x_ref, row, column)
+    codes = plgpu.load(place, mask=there, other=0.0)
+    if to is not None:
+        absmax_ref, codes_ref, scale_ref, *rest = rest
+        codes = matmul.codes_of(codes, absmax_ref[0], to)
+        plgpu.store(pallas_tiles.part(codes_ref, row, column)[0], codes, mask=there)
+        store_scale(scale_ref, absmax_ref[0], to)
+    place, there = pallas_tiles.part(rest[0], column, row)
+    plgpu.store(place, codes.T, mask=there)
+
+
+def _transpose_call(
+    to: Format | None,
+    x: jax.Array,
+    out: tuple[jax.ShapeDtypeStruct, ...],
+    interpret: bool,
+    *more: jax.Array,
+) -> Any:
+    columns = COLUMNS[x.dtype.itemsize]
+    return pl.pallas_call(
+        functools.partial(_transpose_body, to, columns),
+        out_shape=out,
+        grid=(pl.cdiv(x.shape[0], ROWS), pl.cdiv(x.shape[1], columns)),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="fp8_transpose" if to is None else "fp8_quantize_both",
+    )(x, *more)
+
+
+@functools.partial(jax.jit, static_argnames=("interpret",))
+def transpose(codes: jax.Array, interpret: bool = False) -> jax.Array:
+    """The transpose of codes [rows, columns]."""
+    (transposed,) = _transpose_call(
+        None, codes, (result_like(codes, codes.shape[::-1], codes.dtype),), interpret
+    )
+    return transposed
+
+
+@functools.partial(jax.jit, static_argnames=("to", "interpret"))
+def quantize_both(
+    x: jax.Array, absmax: jax.Array, to: Format, interpret: bool = False
+) -> tuple[Quantized, jax.Array]:
+    """`reference.quantized` of a matrix, and the transpose of its codes; x is read once."""
+    shapes = (x.shape, to.dtype), ((1,), jnp.float32), (x.shape[::-1], to.dtype)
+    out = tuple(result_like(x, *shape) for shape in shapes)
+    codes, scale, transposed = _transpose_call(to, x, out, interpret, absmax.reshape(1))
+    return Quantized(codes, scale.reshape(1, 1)), transposed

@@ -18,11 +18,11 @@ from optax_lowmem._src.noise.kernels.noise import NOISES as NOISES
 from optax_lowmem._src.noise.kernels.noise import Noise as Noise
 from optax_lowmem._src.noise.kernels.noise import number as number
 from optax_lowmem._src.noise.kernels.on_mesh import laid_like as laid_like
+from optax_lowmem._src.noise.kernels.reference import SIDE as SIDE
+from optax_lowmem._src.noise.kernels.reference import absmax as absmax
+from optax_lowmem._src.noise.kernels.reference import block_shape as block_shape
 from optax_lowmem._src.noise.kernels.reference import cast as cast
+from optax_lowmem._src.noise.kernels.reference import check_matrix as check_matrix
 from optax_lowmem._src.noise.kernels.reference import perturb as perturb
 from optax_lowmem._src.noise.kernels.reference import result_dtype as result_dtype
-from optax_lowmem._src.noise.kernels.squares import SIDE as SIDE
-from optax_lowmem._src.noise.kernels.squares import absmax as absmax
-from optax_lowmem._src.noise.kernels.squares import block_shape as block_shape
-from optax_lowmem._src.noise.kernels.squares import check_matrix as check_matrix
-from optax_lowmem._src.noise.kernels.squares import spread as spread
+from optax_lowmem._src.noise.kernels.reference import spread as spread

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.core import platform, scope
 from optax_lowmem._src.core.tiles import MAX_ELEMENTS
@@ -17,7 +18,7 @@ from optax_lowmem._src.noise.kernels.noise import Noise
 _DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 
 
-def no_kernel_reason(x: Any, shape: tuple[int, ...], dtype: Any) -> str | None:
+def no_kernel_reason(x: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
     """Return the reason why no kernel takes an array here, or None where one does."""
     if scope.implementation() == "xla":
         return "implementation='xla'"
@@ -34,7 +35,7 @@ def no_kernel_reason(x: Any, shape: tuple[int, ...], dtype: Any) -> str | None:
     return None
 
 
-def _either(name: str, plain: Callable[..., Any], *args: Any) -> Any:
+def _either(name: str, plain: Callable[..., Any], *args: jax.Array | None) -> Any:
     """A kernel by name, or for a host's CPU the reference, with the same static arguments."""
     from optax_lowmem._src.noise.kernels import pallas_triton
 
@@ -56,7 +57,7 @@ def sample(
     """`reference.sample`, in one kernel where there is one; `path`: of the leaf, for a mesh."""
     plain = functools.partial(reference.sample, noise=noise, to=to, dtype=dtype)
 
-    def run(w: jax.Array, correction: Any, factor: jax.Array, key: jax.Array) -> Any:
+    def run(w: jax.Array, correction: jax.Array | None, factor: jax.Array, key: jax.Array) -> Any:
         if no_kernel_reason(w, w.shape, w.dtype) is not None:
             return plain(w, correction, factor, key)
         return _either("sample", plain, w, correction, factor, key)
@@ -78,13 +79,19 @@ def noise_sums(g: jax.Array, key: jax.Array, noise: Noise, path: str | None = No
 
 
 def _laid_out(
-    run: Callable[..., Any], path: str | None, arrays: list[Any], key: jax.Array, results: int
+    run: Callable[..., Any],
+    path: str | None,
+    arrays: list[jax.Array | None],
+    key: jax.Array,
+    results: int,
 ) -> Any:
     """run(*arrays, key), on a mesh where the first of them is known to lie on one."""
-    place = on_mesh.place_of(path, arrays[0])
+    first = arrays[0]
+    assert first is not None
+    place = on_mesh.place_of(path, first)
     if place is None:
         return run(*arrays, key)
-    if on_mesh.whole_blocks(place, arrays[0].shape):
+    if on_mesh.whole_blocks(place, first.shape):
         return on_mesh.each_part(run, place, arrays, key, results)
     if on_mesh.on_explicit_axes(place):
         return on_mesh.gathered(run, place, arrays, key, results)

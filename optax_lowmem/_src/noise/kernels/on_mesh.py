@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax_lowmem._src.core import random, scope
 from optax_lowmem._src.core.placement import Placement, placement
 from optax_lowmem._src.noise.kernels.noise import EIGHT
-from optax_lowmem._src.noise.kernels.squares import SIDE
+from optax_lowmem._src.noise.kernels.reference import SIDE
 
 
 def place_of(path: str | None, x: jax.Array) -> Placement | None:
@@ -28,7 +28,7 @@ def place_of(path: str | None, x: jax.Array) -> Placement | None:
     return placement(path or "a sampled weight", x.shape, sharding, sharding.mesh)
 
 
-def _explicit(mesh: Any) -> bool:
+def _explicit(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> bool:
     return AxisType.Explicit in mesh.axis_types
 
 
@@ -102,7 +102,11 @@ def _part_key(place: Placement, local: tuple[int, ...], key: jax.Array) -> jax.A
 
 
 def gathered(
-    run: Callable[..., Any], place: Placement, arrays: list[Any], key: jax.Array, results: int
+    run: Callable[..., Any],
+    place: Placement,
+    arrays: list[jax.Array | None],
+    key: jax.Array,
+    results: int,
 ) -> Any:
     """run(*arrays, key), of arrays on Explicit axes whose parts cut through blocks, left to XLA.
 

@@ -5,6 +5,7 @@ it is used, from 4 rows of words whose eight elements lie in the same column, an
 once for its block's maximum and for the sum.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -21,8 +22,21 @@ from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.tiles import result_like
 from optax_lowmem._src.noise.kernels.formats import Format, Scaled
 from optax_lowmem._src.noise.kernels.noise import EIGHT, GAUSSWS, Noise
-from optax_lowmem._src.noise.kernels.squares import SIDE, block_shape
-from optax_lowmem._src.noise.kernels.tiles import Strip
+from optax_lowmem._src.noise.kernels.reference import SIDE, block_shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Strip:
+    """Strip of one program: 32 rows and some columns.
+
+    Attributes:
+      columns: a power of two, a multiple of 32.
+      warps: warps, of 32 threads, that share the strip.
+    """
+
+    columns: int = 128
+    warps: int = 4
+
 
 _WORDS = SIDE // EIGHT  # rows of words in a strip
 Shape = tuple[int, ...]
@@ -41,7 +55,7 @@ class _Program:
         self.column = pl.program_id(1) * self.columns + lanes
         self.word = self.strip * _WORDS + lax.iota(jnp.int32, _WORDS)
 
-    def prepared(self, noise: Noise, keys_ref: Any) -> Any:
+    def prepared(self, noise: Noise, keys_ref: jax.Ref) -> Any:
         """The words of the strip, [4, columns]."""
         coordinates, rest = [], self.layer
         for size in reversed(self.lead):
@@ -52,7 +66,7 @@ class _Program:
         keys = random.word_keys_of(keys_ref[0], keys_ref[keys_ref.shape[0] - 1])
         return noise.prepared(random.words(keys, [*reversed(coordinates), *places], noise.draws))
 
-    def _part(self, ref: Any, rows: jax.Array) -> tuple[Any, jax.Array | None]:
+    def _part(self, ref: jax.Ref, rows: jax.Array) -> tuple[Any, jax.Array | None]:
         """Rows of the strip in an array, by indices, and which elements exist; None: all."""
         shape = (rows.size, self.columns)
         row = lax.broadcast_in_dim(rows, shape, (0,))
@@ -62,22 +76,22 @@ class _Program:
             return part, None
         return part, (row < ref.shape[1]) & (column < self.n)
 
-    def load(self, ref: Any, index: int) -> jax.Array:
+    def load(self, ref: jax.Ref, index: int) -> jax.Array:
         """One of the eight elements of each word; 0 where there is none."""
         part, there = self._part(ref, self.word * EIGHT + index)
         return plgpu.load(part, mask=there, other=None if there is None else 0)
 
-    def store(self, ref: Any, index: int, values: jax.Array) -> None:
+    def store(self, ref: jax.Ref, index: int, values: jax.Array) -> None:
         """Writes one of the eight elements of each word."""
         part, there = self._part(ref, self.word * EIGHT + index)
         plgpu.store(part, values, mask=there)
 
-    def store_words(self, ref: Any, words: jax.Array) -> None:
+    def store_words(self, ref: jax.Ref, words: jax.Array) -> None:
         """Writes the words themselves, to an array [layers, ceil(m / 8), n]."""
         part, there = self._part(ref, self.word)
         plgpu.store(part, words, mask=there)
 
-    def of_blocks(self, ref: Any) -> tuple[Any, jax.Array]:
+    def of_blocks(self, ref: jax.Ref) -> tuple[Any, jax.Array]:
         """The strip's blocks in an array [layers, blocks, blocks]."""
         block = pl.program_id(1) * self.blocks + lax.iota(jnp.int32, self.blocks)
         at = [lax.broadcast_in_dim(i, block.shape, ()) for i in (self.layer, self.strip)]
@@ -99,7 +113,7 @@ class _Program:
         return lax.bitcast_convert_type(top, jnp.float32)
 
 
-def _sample_body(noise: Noise, to: Format, strip: Strip, shape: Shape, *refs: Any) -> None:
+def _sample_body(noise: Noise, to: Format, strip: Strip, shape: Shape, *refs: jax.Ref) -> None:
     keys_ref, factor_ref, *parts, out_ref, scale_ref = refs
     here = _Program(strip, shape)
     masters = []
@@ -120,7 +134,7 @@ def _sample_body(noise: Noise, to: Format, strip: Strip, shape: Shape, *refs: An
         here.store(out_ref, k, x.astype(out_ref.dtype))
 
 
-def _sums_body(noise: Noise, strip: Strip, shape: Shape, *refs: Any) -> None:
+def _sums_body(noise: Noise, strip: Strip, shape: Shape, *refs: jax.Ref) -> None:
     keys_ref, g_ref, sums_ref = refs
     here = _Program(strip, shape)
     prepared = here.prepared(noise, keys_ref)
@@ -131,7 +145,7 @@ def _sums_body(noise: Noise, strip: Strip, shape: Shape, *refs: Any) -> None:
     plgpu.store(where, here.over_blocks(total, jnp.sum), mask=there)
 
 
-def _noise_body(noise: Noise, packed: bool, strip: Strip, shape: Shape, *refs: Any) -> None:
+def _noise_body(noise: Noise, packed: bool, strip: Strip, shape: Shape, *refs: jax.Ref) -> None:
     keys_ref, out_ref = refs
     here = _Program(strip, shape)
     prepared = here.prepared(noise, keys_ref)
@@ -146,7 +160,7 @@ def _call(
     body: Callable[..., None],
     name: str,
     shape: Shape,
-    out: Any,
+    out: jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...],
     strip: Strip,
     interpret: bool,
 ) -> Callable[..., Any]:

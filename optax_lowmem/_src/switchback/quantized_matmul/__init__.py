@@ -6,10 +6,10 @@ from optax_lowmem._src.switchback.quantized_matmul.dispatch import quantize as q
 from optax_lowmem._src.switchback.quantized_matmul.dispatch import (
     quantize_transposed as quantize_transposed,
 )
-from optax_lowmem._src.switchback.quantized_matmul.formats import E4M3 as E4M3
-from optax_lowmem._src.switchback.quantized_matmul.formats import E5M2 as E5M2
-from optax_lowmem._src.switchback.quantized_matmul.formats import FORMATS as FORMATS
-from optax_lowmem._src.switchback.quantized_matmul.formats import INT8 as INT8
-from optax_lowmem._src.switchback.quantized_matmul.formats import Format as Format
+from optax_lowmem._src.switchback.quantized_matmul.reference import E4M3 as E4M3
+from optax_lowmem._src.switchback.quantized_matmul.reference import E5M2 as E5M2
+from optax_lowmem._src.switchback.quantized_matmul.reference import FORMATS as FORMATS
+from optax_lowmem._src.switchback.quantized_matmul.reference import INT8 as INT8
 from optax_lowmem._src.switchback.quantized_matmul.reference import LONGEST_SUM as LONGEST_SUM
+from optax_lowmem._src.switchback.quantized_matmul.reference import Format as Format
 from optax_lowmem._src.switchback.quantized_matmul.reference import Quantized as Quantized

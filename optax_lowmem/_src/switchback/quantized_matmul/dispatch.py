@@ -2,16 +2,15 @@
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.core import platform
 from optax_lowmem._src.core.tiles import MAX_ELEMENTS
 from optax_lowmem._src.switchback.quantized_matmul import reference
-from optax_lowmem._src.switchback.quantized_matmul.formats import Format
-from optax_lowmem._src.switchback.quantized_matmul.reference import Quantized
+from optax_lowmem._src.switchback.quantized_matmul.reference import Format, Quantized
 
 LONGEST_ROW = 1 << 15  # 32 numbers for each of the 1024 threads of the largest program
 _DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
@@ -21,7 +20,7 @@ _UNITS = (8, 64, 128)
 _LEAST = (128, 256, 128)  # under a block of the result most of the kernel's work is on nothing
 
 
-def _no_kernel(x: Any) -> str | None:
+def _no_kernel(x: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     """Return the reason why no kernel quantizes an array here, or None where one may."""
     reason = platform.no_kernel_reason(x)
     if reason is not None:
@@ -33,7 +32,7 @@ def _no_kernel(x: Any) -> str | None:
     return None
 
 
-def _rows_reason(x: Any) -> str | None:
+def _rows_reason(x: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     """Return the reason why the kernel cannot quantize rows of an array here, or None."""
     if x.dtype not in _DTYPES:
         return f"{x.dtype} is not one of {_NAMES}"
@@ -92,7 +91,7 @@ def multiply(
     sums: int,
     dtype: jnp.dtype,
     transposed: bool = False,
-    sharding: Any = None,
+    sharding: jax.sharding.NamedSharding | None = None,
 ) -> jax.Array:
     """`reference.multiply`; where `product_reason` has none against it, in one kernel."""
     plain = functools.partial(
@@ -111,7 +110,7 @@ def multiply(
 
 
 def product_reason(
-    a: Quantized, b: Quantized, sums: int, dtype: Any, transposed: bool = False
+    a: Quantized, b: Quantized, sums: int, dtype: DTypeLike, transposed: bool = False
 ) -> str | None:
     """Return the reason why a product is left to XLA here, or None.
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.core import platform, varying
 from optax_lowmem._src.switchback.quantized_matmul.reference import Quantized
@@ -29,14 +30,19 @@ _STORED_ROWS, _STORED_BYTES = 64, 128  # of a result, written at a time
 _COPYING_REGISTERS = 40  # a thread, which leaves 232 for each that multiplies
 
 
-def _layout(bytes_wide: int, dtype: Any) -> tuple[Any, Any]:
+def _layout(bytes_wide: int, dtype: DTypeLike) -> tuple[Any, Any]:
     """Return the tiling and swizzle of rows in shared memory, for TMA and the tensor cores."""
     swizzle = plgpu.find_swizzle(bytes_wide * 8)
     lanes = swizzle // jnp.dtype(dtype).itemsize
     return plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(swizzle)
 
 
-def _pipeline(steps: int, dtypes: tuple[Any, Any], step: Any, around: Any) -> Any:
+def _pipeline(
+    steps: int,
+    dtypes: tuple[DTypeLike, DTypeLike],
+    step: Callable[..., Any],
+    around: Callable[..., Any],
+) -> Any:
     """Return a pipeline that copies both operands, block by block, and calls `step` on each."""
     specs = [
         plgpu.BlockSpec(
@@ -59,7 +65,7 @@ def _pipeline(steps: int, dtypes: tuple[Any, Any], step: Any, around: Any) -> An
     )
 
 
-def _scales(ref: Any, first: jax.Array, summed: int) -> jax.Array:
+def _scales(ref: jax.Ref, first: jax.Array, summed: int) -> jax.Array:
     """The scales of a warpgroup's rows or columns, where their sums are; one scale: it alone."""
     if ref.shape == (1,):
         return ref[0]
@@ -74,7 +80,7 @@ def _scaled(found: jax.Array, scales: jax.Array, axis: int) -> jax.Array:
     return found * (lax.broadcast_in_dim(scales, found.shape, (axis,)) if scales.ndim else scales)
 
 
-def _store(found: jax.Array, buffers: Any, out: Any) -> None:
+def _store(found: jax.Array, buffers: jax.Ref, out: jax.Ref) -> None:
     """Writes a warpgroup's part in pieces, one copied to shared memory while another leaves it."""
     slots, rows, columns = buffers.shape
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
@@ -91,14 +97,14 @@ def _store(found: jax.Array, buffers: Any, out: Any) -> None:
         plgpu.copy_smem_to_gmem(buffer, out.at[part])
 
 
-def _multiply_step(own: Any, _: Any, a: Any, b: Any, sums: Any) -> Any:
+def _multiply_step(own: slice | pl.Slice, _: object, a: jax.Ref, b: jax.Ref, sums: Any) -> Any:
     """Adds the product of two blocks to the sums of this warpgroup's columns."""
     plgpu.wgmma(sums, a, b.at[own].transpose((1, 0)))
     plgpu.wgmma_wait(0)
     return sums
 
 
-def _body(a: Any, b: Any, of_a: Any, of_b: Any, out: Any) -> None:
+def _body(a: jax.Ref, b: jax.Ref, of_a: jax.Ref, of_b: jax.Ref, out: jax.Ref) -> None:
     (rows, length), columns = a.shape, b.shape[0]
     integer = jnp.issubdtype(a.dtype, jnp.integer)
     kind = jnp.int32 if integer else jnp.float32
@@ -109,7 +115,7 @@ def _body(a: Any, b: Any, of_a: Any, of_b: Any, out: Any) -> None:
         (_MULTIPLYING, 2, *stored), out.dtype, transforms=_layout(_STORED_BYTES, out.dtype)
     )
 
-    def program(shared: Any, buffers: Any) -> None:
+    def program(shared: Any, buffers: jax.Ref) -> None:
         group = lax.axis_index("warpgroup")
         own = pl.ds(group * TILE, TILE)
 
@@ -125,7 +131,7 @@ def _body(a: Any, b: Any, of_a: Any, of_b: Any, out: Any) -> None:
                 of_columns = _scales(of_b, column + group * TILE, 0)
 
                 @functools.partial(pl.run_scoped, sums=plgpu.ACC((TILE, TILE), kind))
-                def _(sums: Any) -> None:
+                def _(sums: jax.Ref) -> None:
                     run(sums)
                     found = sums[...].astype(jnp.float32)
                     # in the reference's order
@@ -136,7 +142,7 @@ def _body(a: Any, b: Any, of_a: Any, of_b: Any, out: Any) -> None:
             step = functools.partial(_multiply_step, own)
             pipeline(step, around)(a.at[part[0]], b.at[part[1]], allocations=shared)
 
-    def nothing(*_: Any) -> None: ...
+    def nothing(*_: object) -> None: ...
 
     shared = pipeline(nothing, nothing).get_allocations(a, b)
     pl.run_scoped(program, shared, buffers, collective_axes="warpgroup")

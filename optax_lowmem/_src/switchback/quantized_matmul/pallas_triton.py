@@ -4,7 +4,6 @@ XLA reads an array once for its maxima and once more for its codes. Here a row i
 """
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +14,14 @@ from jax.experimental.pallas import triton as plgpu
 from optax_lowmem._src.core import pallas_tiles
 from optax_lowmem._src.core.tiles import next_power_of_two, result_like
 from optax_lowmem._src.switchback.quantized_matmul import reference
-from optax_lowmem._src.switchback.quantized_matmul.formats import Format
-from optax_lowmem._src.switchback.quantized_matmul.reference import Quantized
+from optax_lowmem._src.switchback.quantized_matmul.reference import Format, Quantized
 
 _PER_WARP = 1024  # numbers of a row that a warp takes
 _ROW_ELEMENTS = 4096  # of a program, where rows are shorter
 _TRANSPOSED_TILE = 64
 
 
-def _rows_body(to: Format, rows: int, *refs: Any) -> None:
+def _rows_body(to: Format, rows: int, *refs: jax.Ref) -> None:
     x_ref, codes_ref, scales_ref = refs
     row = pl.program_id(0) * rows + lax.iota(jnp.int32, rows)
     lane = lax.iota(jnp.int32, next_power_of_two(x_ref.shape[1]))
@@ -52,7 +50,7 @@ def quantize_rows(x: jax.Array, to: Format, interpret: bool = False) -> Quantize
     return Quantized(codes, scales[:, None])
 
 
-def store_scale(ref: Any, absmax: jax.Array, to: Format) -> None:
+def store_scale(ref: jax.Ref, absmax: jax.Array, to: Format) -> None:
     """Writes the scale of a tensor's codes to an array [1], in one program of a grid of two axes.
 
     By XLA it would be a launch of its own.
@@ -63,7 +61,7 @@ def store_scale(ref: Any, absmax: jax.Array, to: Format) -> None:
         ref[0] = reference.scales_of(absmax, to)
 
 
-def _transposed_body(to: Format, clip: bool, *refs: Any) -> None:
+def _transposed_body(to: Format, clip: bool, *refs: jax.Ref) -> None:
     x_ref, absmax_ref, codes_ref, scale_ref = refs
     lanes = lax.iota(jnp.int32, _TRANSPOSED_TILE)
     row, column = (pl.program_id(axis) * _TRANSPOSED_TILE + lanes for axis in (0, 1))

@@ -1,15 +1,52 @@
-"""Quantising the operands of a matrix product and multiplying them, in plain JAX."""
+"""Quantizing the operands of a matrix product and multiplying them, in plain JAX."""
 
+import dataclasses
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._src.core import numerics
-from optax_lowmem._src.switchback.quantized_matmul.formats import Format
+
+T = TypeVar("T")
+
+# ---- 8-bit formats -------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """Format that stores numbers between -largest and largest in a byte.
+
+    Attributes:
+      name: for example `int8`.
+      dtype: of the codes.
+      largest: the value that the largest magnitude of a row or tensor is scaled to.
+    """
+
+    name: str
+    dtype: jnp.dtype
+    largest: float
+
+    @property
+    def integer(self) -> bool:
+        """Return whether codes are integers, whose products are summed exactly in int32."""
+        return jnp.issubdtype(self.dtype, jnp.integer)
+
+    def at_unit(self) -> "Format":
+        """The format with the largest magnitude scaled to 1 (SwitchBack's simulated float8)."""
+        return dataclasses.replace(self, name=f"{self.name}-unit", largest=1.0)
+
+
+INT8 = Format("int8", jnp.dtype(jnp.int8), 127.0)
+E4M3 = Format("e4m3", jnp.dtype(jnp.float8_e4m3fn), 448.0)
+E5M2 = Format("e5m2", jnp.dtype(jnp.float8_e5m2), 57344.0)
+FORMATS = {format.name: format for format in (INT8, E4M3, E5M2)}
+
+
+# ---- quantized operands and their products -------------------------------------------------------
 
 LONGEST_SUM = (2**31 - 1) // 127**2  # of int8 products in int32
 # 2^-100: under this a maximum is taken as this, so that its reciprocal stays in f32
@@ -61,7 +98,7 @@ def absmax_of(x: jax.Array, axes: int | tuple[int, ...] | None) -> jax.Array:
     return lax.expand_dims(absmax, over)
 
 
-def as_stored(stored: Any) -> Any:
+def as_stored(stored: T) -> T:
     """The same codes and scales; XLA on a GPU would go on with what was rounded to FP8 codes."""
     return lax.optimization_barrier(stored)
 
@@ -94,7 +131,7 @@ def multiply(
     sums: int,
     dtype: jnp.dtype,
     transposed: bool = False,
-    sharding: Any = None,
+    sharding: jax.sharding.NamedSharding | None = None,
 ) -> jax.Array:
     """A product of codes, scaled back.
 

@@ -1,27 +1,37 @@
-"""From a running optax optimizer to low memory."""
+"""From a running optax optimizer to low memory, and back."""
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
-from optax_lowmem._src.checkpoint.convert import Converter, by_path, map_optax
-from optax_lowmem._src.checkpoint.counterparts import Moments
-from optax_lowmem._src.checkpoint.slots import coded_slots, encode_leaf
+from optax_lowmem._src.checkpoint.convert import (
+    Converter,
+    by_path,
+    coded_slots,
+    decode_leaf,
+    encode_leaf,
+    map_optax,
+)
+from optax_lowmem._src.checkpoint.counterparts import Moments, counterpart
 from optax_lowmem._src.core import scope, trees
+from optax_lowmem._src.update.masters import master_params
 from optax_lowmem._src.wrappers.compress import CompressedState
 from optax_lowmem._src.wrappers.init import init
 from optax_lowmem._src.wrappers.start import WeightDtype
 
+# ---- from optax ----------------------------------------------------------------------------------
+
 
 def from_optax(
     tx: optax.GradientTransformation,
-    optax_state: Any,
-    params: Any,
+    optax_state: optax.OptState,
+    params: optax.Params,
     dtype: WeightDtype = jnp.bfloat16,
     *,
-    seed: Any = None,
+    seed: ArrayLike | None = None,
     allow_rounding: bool = False,
 ) -> tuple[Any, Any]:
     """Goes on with an optax optimizer's run in low memory, from where it is.
@@ -69,13 +79,15 @@ def from_optax(
 
 
 class _Encoder(Converter):
-    def choose(self, ours: Any, plain: Any) -> tuple[Any, Any]:
+    def choose(self, ours: optax.OptState, plain: optax.OptState) -> tuple[Any, Any]:
         return ours, plain
 
-    def split(self, ours: Any, inner: Any) -> Any:
+    def split(self, ours: optax.OptState, inner: optax.OptState) -> Any:
         return ours._replace(inner_state=inner)
 
-    def moments(self, ours: Any, plain: Any, known: Moments, where: str) -> Any:
+    def moments(
+        self, ours: optax.OptState, plain: optax.OptState, known: Moments, where: str
+    ) -> Any:
         trees_of: dict[str, Any] = {}
         counts: list[Any] = []
         map_optax(plain, known, trees_of.__setitem__, lambda _, c: counts.append(c), where)
@@ -107,8 +119,8 @@ class _Encoder(Converter):
             fields[f"{slot}_scale"] = scales.unflatten([scale for _, scale in pairs])
         return ours._replace(**fields)
 
-    def compressed(self, ours: CompressedState, plain: Any, where: str) -> Any:
-        def wide(slot: str, name: str, codes: Any) -> Any:
+    def compressed(self, ours: CompressedState, plain: optax.OptState, where: str) -> Any:
+        def wide(slot: str, name: str, codes: optax.Params) -> Any:
             leaves, treedef = jax.tree.flatten(codes)
             rows = zip(leaves, jax.tree.leaves(ours.scales[name]), strict=True)
             return jax.tree.unflatten(treedef, [_as_f32(*row) for row in rows])
@@ -118,7 +130,7 @@ class _Encoder(Converter):
         count = jnp.asarray(counts[0][1] if counts else 0, jnp.int32)
         scales: dict[str, Any] = {}
 
-        def encode(slot: str, name: str, values: Any) -> Any:
+        def encode(slot: str, name: str, values: optax.Params) -> Any:
             like = stored[name]
             pairs = [
                 encode_leaf(self.decisions.take(path, slot), x, leaf, ours.seed, count)
@@ -136,6 +148,112 @@ class _Encoder(Converter):
         return CompressedState(count, ours.seed, coded_slots(ours, inner, encode), scales)
 
 
-def _as_f32(codes: Any, scales: Any) -> Any:
+def _as_f32(
+    codes: jax.Array | jax.ShapeDtypeStruct, scales: jax.Array | jax.ShapeDtypeStruct
+) -> Any:
     """Return the form of a slot before encoding: f32 where it has scales, else unchanged."""
     return jax.ShapeDtypeStruct(codes.shape, jnp.float32) if jnp.ndim(scales) else codes
+
+
+# ---- to optax ------------------------------------------------------------------------------------
+
+
+def to_optax(
+    tx: optax.GradientTransformation,
+    state: optax.OptState,
+    params: optax.Params,
+    plain: optax.GradientTransformation | None = None,
+) -> tuple[Any, Any]:
+    """Goes on with a run of ours in plain optax and f32, from where it is.
+
+    Args:
+      tx: the optimizer that ran so far.
+      state: its state.
+      params: its weights.
+      plain: the optax optimizer that is to go on. None finds one for our optimizers,
+        `lowmem.chain`, `compress_state` and `split_master_weights`: `optax.adamw` for
+        `flash_adamw` (`optax.adam` where weight_decay is 0), and so on, with a count of its own
+        where the learning rate depends on the step. Inside wrappers of optax's it cannot be told.
+
+    Returns:
+      (f32 parameters, state of `plain`).
+
+    Raises:
+      ValueError: where `plain` is needed, or keeps what `tx` has not.
+
+    Numerics: exact: what codes and corrections stand for, in f32. v of Adam-mini is spread over its
+    blocks, whose mean `from_optax` takes again.
+
+    Memory: 12 bytes a parameter for AdamW beside what is there.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_lowmem as lowmem
+      >>> tx = lowmem.flash_adamw(1e-3)
+      >>> weights, state = lowmem.init(tx, {"w": jnp.ones((64, 64))})
+      >>> params, old = lowmem.checkpoint.to_optax(tx, state, weights)
+      >>> params["w"].dtype, type(old[0]).__name__
+      (dtype('float32'), 'ScaleByAdamState')
+      >>> updates, old = optax.adamw(1e-3).update(params, old, params)
+    """
+    masters = master_params(params, state)
+    _, decisions = scope.dry_run(tx, params)
+    chosen = counterpart(tx, params) if plain is None else plain
+    abstract = jax.eval_shape(chosen.init, masters)
+    found = _Decoder(decisions).walk(state, abstract)
+    return masters, _filled(found, chosen, masters)
+
+
+def _filled(
+    state: optax.OptState, plain: optax.GradientTransformation, params: optax.Params
+) -> Any:
+    """A state whose abstract leaves, numbers that ours has not, are as `plain.init` makes them."""
+    leaves, treedef = jax.tree.flatten(state)
+    left = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    if left:  # under a jit, where the moments, which are not asked for, are not made
+        made = jax.jit(lambda p: [jax.tree.leaves(plain.init(p))[i] for i in left])(params)
+        for index, leaf in zip(left, made, strict=True):
+            leaves[index] = leaf
+    return jax.tree.unflatten(treedef, leaves)
+
+
+class _Decoder(Converter):
+    def choose(self, ours: optax.OptState, plain: optax.OptState) -> tuple[Any, Any]:
+        return plain, ours
+
+    def split(self, ours: optax.OptState, inner: optax.OptState) -> Any:
+        return inner
+
+    def moments(
+        self, ours: optax.OptState, plain: optax.OptState, known: Moments, where: str
+    ) -> Any:
+        slots = {field: slot for slot, field in known.fields.items()}
+
+        def field_of(field: str, like: optax.Params) -> Any:
+            slot = slots[field]
+            names = [path for path, _ in trees.named_leaves(getattr(ours, slot))]
+            wanted = by_path(field, like, names, f"{where}.{slot}")
+            rows = zip(
+                trees.named_leaves(getattr(ours, slot)),
+                jax.tree.leaves(getattr(ours, f"{slot}_scale")),
+                strict=True,
+            )
+            values = {}
+            for (path, codes), scales in rows:
+                shape, dtype = wanted[path].shape, wanted[path].dtype
+                decision = self.decisions.take(path, slot)
+                values[path] = decode_leaf(decision, codes, scales, shape).astype(dtype)
+            leaves = [values[path] for path, _ in trees.named_leaves(like)]
+            return jax.tree.unflatten(jax.tree.structure(like), leaves)
+
+        return map_optax(plain, known, field_of, lambda *_: jnp.asarray(ours.count), where)
+
+    def compressed(self, ours: CompressedState, plain: optax.OptState, where: str) -> Any:
+        def decode(slot: str, name: str, codes: optax.Params) -> Any:
+            rows = zip(trees.named_leaves(codes), jax.tree.leaves(ours.scales[name]), strict=True)
+            values = [
+                decode_leaf(self.decisions.take(path, slot), leaf, scales, leaf.shape)
+                for (path, leaf), scales in rows
+            ]
+            return jax.tree.unflatten(jax.tree.structure(codes), values)
+
+        return self.walk(coded_slots(ours, ours.inner_state, decode), plain, where)

@@ -1,18 +1,66 @@
-"""Target shardings of the parameters and state that are restored."""
+"""Trees of arrays as Orbax saves them, and the abstract trees that it restores them to."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from optax_lowmem._src.core import trees
 
+# ---- saved: no arrays of size 0, no array without a name, no empty items -------------------------
+
+_BARE = "array"  # the name of an array that is a whole tree
+
+
+def packed(tree: object) -> Any:
+    """A tree without its arrays of size 0; None where no array is left.
+
+    Raises:
+      ValueError: for two arrays of one name: Orbax calls a file's arrays by their keys and dots.
+    """
+    trees.unique_names(tree, _dotted, "in an Orbax checkpoint")
+    kept = jax.tree.map(lambda leaf: leaf if _filled(leaf) else None, tree)
+    if not jax.tree.leaves(kept):
+        return None
+    return {_BARE: kept} if jax.tree_util.all_leaves([kept]) else kept
+
+
+def _dotted(path: tuple[object, ...]) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _filled(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
+    return 0 not in jnp.shape(leaf)
+
+
+def unpacked(found: object, target: object) -> Any:
+    """The tree of `target`, from the arrays of its packed form.
+
+    Args:
+      found: what was restored for `packed(target)`, None where that is None.
+      target: abstract, with shardings.
+    """
+    arrays = iter(jax.tree.leaves(found))
+
+    def leaf(like: jax.ShapeDtypeStruct) -> Any:
+        if _filled(like):
+            return next(arrays)
+        return jnp.zeros(like.shape, like.dtype, device=like.sharding)
+
+    return jax.tree.map(leaf, target)
+
+
+# ---- restored: with the shardings of the parameters and the state --------------------------------
+
 Shardings = Any  # a Sharding, or a tree of them, a prefix of the state's
 
 
-def targets(params_like: Any, state_like: Any, shardings: Shardings) -> tuple[Any, Any]:
+def targets(
+    params_like: optax.Params, state_like: optax.OptState, shardings: Shardings
+) -> tuple[Any, Any]:
     """Abstract parameters and state, every leaf with its sharding.
 
     Args:
@@ -40,11 +88,13 @@ def targets(params_like: Any, state_like: Any, shardings: Shardings) -> tuple[An
     return params, jax.tree.unflatten(treedef, state)
 
 
-def _abstract(leaf: Any, sharding: Sharding) -> jax.ShapeDtypeStruct:
+def _abstract(leaf: jax.Array | jax.ShapeDtypeStruct, sharding: Sharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(leaf), leaf.dtype, sharding=sharding)
 
 
-def _as_parameters(params: Any, state: Any, here: Sharding) -> Sequence[Sharding]:
+def _as_parameters(
+    params: optax.Params, state: optax.OptState, here: Sharding
+) -> Sequence[Sharding]:
     """Return the sharding of each array of a state: its parameter's, else `here`.
 
     An array belongs to the parameter whose path ends its own, if both have the same shape.
@@ -65,6 +115,6 @@ def _everywhere(sharding: Sharding) -> Sharding:
     return sharding
 
 
-def place(tree: Any, target: Any) -> Any:
+def place(tree: object, target: object) -> Any:
     """Arrays on the devices of the leaves of `target`."""
     return jax.tree.map(lambda x, t: jax.device_put(x, t.sharding), tree, target)
