@@ -2,16 +2,11 @@
 
 import json
 import statistics
-from collections.abc import Callable
-from typing import Any
 
-from benchmarks import fit_tables
 from benchmarks.activation_bytes import COLUMNS
 from benchmarks.activation_layers import Shape
-from benchmarks.records import on_gpus
-
-Rows = list[dict[str, Any]]
-Table = tuple[list[str], list[list[str]], Rows]
+from benchmarks.records import Rows, on_gpus
+from benchmarks.render import Rendered, Table
 
 BF16, LEAN, OURS, XLA_ATTENTION = "bf16", "bf16-lean", "fp8-flow", "fp8-flow, xla attention"
 TWO_THIRDS = "h3072-s2048-b4"  # the shape with the paper's MLP: 8/3 of the width
@@ -300,18 +295,13 @@ def seeds(rows: Rows) -> Table:
     return head, body, [row for pair in pairs for row in pair]
 
 
-TABLES: dict[str, Callable[[Rows], Table]] = {
-    "activation_targets": targets,
-    "activation_units": units,
-    "activation_layers": layers,
-    "activation_groups": groups,
-    "activation_norms": norms,
-    "activation_training": training,
-    "activation_seeds": seeds,
-    "activation_fit": fit_tables.table,
-}
-COMMANDS = {
-    "activation_training": "bench_activation_training",
-    "activation_seeds": "bench_activation_training --variants standard fp8 --batch 128 --seed N",
-    "activation_fit": "bench_fit",
+_TRAIN = "bench_activation_training"
+TABLES = {
+    "activation_targets": Rendered(targets, "bench_activations"),
+    "activation_units": Rendered(units, "bench_activations"),
+    "activation_layers": Rendered(layers, "bench_activations"),
+    "activation_groups": Rendered(groups, "bench_activations"),
+    "activation_norms": Rendered(norms, "bench_activations"),
+    "activation_training": Rendered(training, _TRAIN),
+    "activation_seeds": Rendered(seeds, f"{_TRAIN} --variants standard fp8 --batch 128 --seed N"),
 }

@@ -1,6 +1,7 @@
 """The size of a checkpoint (FlashOptim, section 3.4), from the records of bench_checkpoint."""
 
-from benchmarks.findings import F32, NOT, OURS, PAPER, SAME, Finding, Measure, Rows, all_of, last
+from benchmarks.findings import F32, NOT, OURS, PAPER, SAME, Finding, Measure, Rows, all_of
+from benchmarks.records import last
 
 SHAPES, FILE = "llama-2-7b/adamw", "normal/adamw"
 BILLION = 7  # parameters, as the paper rounds them

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from benchmarks import findings
 from benchmarks.claims import Claim
 from benchmarks.findings import NOT, SAME, Finding, Measure, Rows
-from benchmarks.records import on_gpus
+from benchmarks.records import last, on_gpus, select
 
 # names of variants and kinds of matrices, as in gaussws_training, which needs Flax
 BASE, OD, ALL, DIFFQ = "no noise", "gaussws[od]", "gaussws[all]", "diffq[all]"
@@ -40,7 +40,7 @@ FEW = 1e-3  # of a share
 
 def analysis(rows: Rows, case: str) -> dict[str, dict]:
     """metric -> record, of the measurement stored last."""
-    return {row["metric"]: row for row in findings.select(rows, bench="gaussws", case=case)}
+    return {row["metric"]: row for row in select(rows, bench="gaussws", case=case)}
 
 
 def _probabilities(rows: Rows) -> Finding | None:
@@ -118,7 +118,7 @@ def _section_3() -> Iterator[Claim]:
 
 def rates_of_noise(rows: Rows, metric: str) -> dict[str, dict[str, dict]]:
     """shape -> implementation -> record, on the accelerator measured last; small shapes first."""
-    found = findings.select(on_gpus(rows), bench="noise", metric=metric)
+    found = select(on_gpus(rows), bench="noise", metric=metric)
     shapes: dict[str, dict[str, dict]] = {}
     for row in found:
         if (row["device"], row["jax"]) == (found[-1]["device"], found[-1]["jax"]):
@@ -146,8 +146,8 @@ def _overhead(optimizer: str, name: str) -> Measure:
     says = OVERHEADS[optimizer][name]
 
     def measure(rows: Rows) -> Finding | None:
-        steps = findings.select(on_gpus(rows), bench="train", case=f"llama-134m/{optimizer}")
-        row = findings.last(steps, metric="overhead", impl=name)
+        steps = select(on_gpus(rows), bench="train", case=f"llama-134m/{optimizer}")
+        row = last(steps, metric="overhead", impl=name)
         if row is None:
             return None
         text = f"Llama-134M: {100 * row['value']:.2f} % of a step"
@@ -157,7 +157,7 @@ def _overhead(optimizer: str, name: str) -> Measure:
 
 
 def _memory(rows: Rows) -> Finding | None:
-    steps = findings.select(on_gpus(rows), bench="train", metric="extra_bytes")
+    steps = select(on_gpus(rows), bench="train", metric="extra_bytes")
     used = [r for r in steps if r["case"].startswith("llama-134m/") and r["impl"] in (OD, ALL)]
     if not used:
         return None
@@ -195,7 +195,7 @@ def newest_run(rows: Rows, part: str = "") -> dict[tuple[str, str], dict]:
     if not found:
         return {}
     alike = {key: found[-1][key] for key in ("case", "device", "jax")}
-    return {(row["impl"], row["metric"]): row for row in findings.select(found, **alike)}
+    return {(row["impl"], row["metric"]): row for row in select(found, **alike)}
 
 
 def over(loss: float, base: float) -> float:

@@ -16,7 +16,7 @@ from benchmarks import adam_mini_curves, findings
 from benchmarks.claims import Claim
 from benchmarks.findings import BETTER, NOT, SAME, Finding, Measure, Rows
 from benchmarks.model_shapes import llama
-from benchmarks.records import on_gpus
+from benchmarks.records import last, on_gpus
 
 ADAMW, MINI, AGAIN = "adamw", "adam_mini", "adam_mini-again"
 OURS, NEAREST, EMBEDDINGS = "q_adam_mini", "q_adam_mini-nearest", "q_adam_mini-embeddings"
@@ -75,11 +75,11 @@ def _values(rows: Rows, metric: str, *impls: str) -> tuple[list[float], Rows] | 
     """A metric of several variants, on the device where Adam-mini was measured last."""
     wanted = {"bench": "train", "metric": metric}
     cases = [row for row in rows if row["case"].endswith("/q_adam_mini")]
-    newest = findings.last(cases, impl=MINI, **wanted)
+    newest = last(cases, impl=MINI, **wanted)
     if newest is None:
         return None
     wanted |= {key: newest[key] for key in ("case", "device", "jax")}
-    found = findings.all_of(*(findings.last(cases, impl=impl, **wanted) for impl in impls))
+    found = findings.all_of(*(last(cases, impl=impl, **wanted) for impl in impls))
     return ([row["value"] for row in found], found) if found else None
 
 
@@ -257,7 +257,7 @@ def _latency(rows: Rows) -> Finding | None:
     here = on_gpus(rows)
     wanted = {"bench": "rounding", "metric": "device_ms"}
     found = findings.all_of(
-        *(findings.last(here, impl=impl, **wanted) for impl in ("nearest", "stochastic"))
+        *(last(here, impl=impl, **wanted) for impl in ("nearest", "stochastic"))
     )
     if found is None:
         return None

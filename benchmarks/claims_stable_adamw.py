@@ -9,6 +9,7 @@ from benchmarks import findings
 from benchmarks.bench_spikes import B2, B2S, BATCH, BATCHES, RATE, RATES, WIDTH, WIDTHS
 from benchmarks.claims import Claim
 from benchmarks.findings import NOT, SAME, Finding, Measure, Rows
+from benchmarks.records import last
 
 ADAMW, STABLE, CLIPPED = "adamw", "stable_adamw", "adamw, gradients clipped"
 PREDICTED = 0.9  # of the loss spikes; the paper: 27 or 28 of 30
@@ -25,11 +26,11 @@ def _values(rows: Rows, impl: str, metric: str, points: Iterable[str]) -> tuple[
     """A metric's values and records, empty where one is missing; of the device measured last."""
     points = list(points)
     wanted = {"bench": "spikes", "impl": impl, "metric": metric}
-    newest = findings.last(rows, case=_point(), **wanted)
+    newest = last(rows, case=_point(), **wanted)
     if newest is None:
         return [], []
     wanted["device"] = newest["device"]
-    found = findings.all_of(*(findings.last(rows, case=point, **wanted) for point in points))
+    found = findings.all_of(*(last(rows, case=point, **wanted) for point in points))
     return ([row["value"] for row in found], found) if found else ([], [])
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks import findings
 from benchmarks.claims import Claim
 from benchmarks.findings import BETTER, NOT, SAME, Finding, Measure, Rows
-from benchmarks.records import on_gpus
+from benchmarks.records import last, on_gpus, select
 
 STANDARD, OTHER_START = "standard", "standard-other-start"
 INT8, FP8, M, Q = "switchback-int8", "switchback-fp8", "switchback_m-int8", "switchback_q-int8"
@@ -61,11 +61,11 @@ def values(
         for row in on_gpus(rows)
         if row["case"].endswith(end) and (large or not row["case"].endswith("-large/switchback"))
     ]
-    newest = findings.last(here, impl=STANDARD, **wanted)
+    newest = last(here, impl=STANDARD, **wanted)
     if newest is None:
         return None
     wanted |= {key: newest[key] for key in ("case", "device", "jax")}
-    found = findings.all_of(*(findings.last(here, impl=impl, **wanted) for impl in impls))
+    found = findings.all_of(*(last(here, impl=impl, **wanted) for impl in impls))
     return ({row["impl"]: row["value"] for row in found}, found) if found else None
 
 
@@ -167,7 +167,7 @@ def _training() -> Iterator[Claim]:
 def variances(rows: Rows, metric: str, draw: str = "normal") -> dict[str, dict[int, dict]]:
     """product -> length of its sums -> record, of the measurement stored last."""
     found: dict[str, dict[int, dict]] = {}
-    for row in findings.select(rows, bench="switchback", impl=draw, metric=f"{metric}_variance"):
+    for row in select(rows, bench="switchback", impl=draw, metric=f"{metric}_variance"):
         product = row["case"].removeprefix("variance/").rpartition(" of ")[0]
         found.setdefault(product, {})[row["length"]] = row
     return found
@@ -250,7 +250,7 @@ def _analysis() -> Iterator[Claim]:
 def _layers(rows: Rows, metric: str) -> dict[str, dict[str, dict]]:
     """shape -> implementation or operation -> record, on the accelerator measured last."""
     here = on_gpus(rows)
-    here = findings.select(here, bench="linear", metric=metric)
+    here = select(here, bench="linear", metric=metric)
     found: dict[str, dict[str, dict]] = {}
     for row in here:
         if (row["device"], row["jax"]) == (here[-1]["device"], here[-1]["jax"]):
@@ -321,19 +321,17 @@ def _whole_model(impl: str) -> Measure:
 
     def measure(rows: Rows) -> Finding | None:
         steps = [row for row in rows if row["case"].startswith("llama-1b")]
-        steps = findings.select(steps, bench="train", metric="tokens_per_s")
+        steps = select(steps, bench="train", metric="tokens_per_s")
         ours = [row for row in steps if row["flags"].get("linear") in (impl, f"{impl}-auto")]
         if not ours:
             return None
         alike = {key: ours[-1][key] for key in ("device", "jax", "impl")}
         flags = {"linear": STANDARD}
-        plain = findings.last(steps, flags=ours[-1]["flags"] | flags, **alike)
+        plain = last(steps, flags=ours[-1]["flags"] | flags, **alike)
         if plain is None:
             return None
         # of one run: all in 8 bits, and only what is faster so
-        ours = [
-            row for row in findings.select(ours, **alike) if row["flags"] | flags == plain["flags"]
-        ]
+        ours = [row for row in select(ours, **alike) if row["flags"] | flags == plain["flags"]]
         gains = {row["flags"]["linear"]: row["value"] / plain["value"] - 1 for row in ours}
         shown = ", ".join(
             f"{row['value']:,.0f} ({row['flags']['linear']}, "

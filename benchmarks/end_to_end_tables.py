@@ -3,10 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import on_gpus
-
-Rows = list[dict[str, Any]]
-Table = tuple[list[str], list[list[str]], Rows]
+from benchmarks.records import Rows, all_records, newest, on_gpus
+from benchmarks.render import Rendered, Table
 
 GIB = 2.0**30
 PICTURE = Path(__file__).parent.parent / "docs/figures/training_speed.png"
@@ -98,8 +96,10 @@ def losses(rows: Rows) -> Table:
     return head, body, used
 
 
-TABLES = {"end_to_end": programs, "end_to_end_loss": losses}
-COMMANDS: dict[str, str] = {}
+TABLES = {
+    "end_to_end": Rendered(programs, "bench_end_to_end"),
+    "end_to_end_loss": Rendered(losses, "bench_end_to_end"),
+}
 
 
 def draw(rows: Rows, file: Path = PICTURE) -> None:
@@ -148,6 +148,4 @@ def draw(rows: Rows, file: Path = PICTURE) -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks.tables import all_records, newest
-
     draw(newest(all_records()))

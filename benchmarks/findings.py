@@ -1,6 +1,6 @@
 """Comparison of claims with our records: functions from records to a `Finding`.
 
-Records are the newest of each case (`tables.newest`); a finding is None while some are missing.
+Records are the newest of each case (`records.newest`); a finding is None while some are missing.
 """
 
 import statistics
@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.records import on_gpus
+from benchmarks.records import Rows, last, on_gpus, select
 
-Rows = list[dict[str, Any]]
 F32, OURS = "optax-f32", "lowmem"
 PAPER = "lowmem, paper's storage"
 SAME, BETTER, NOT = "same", "better", "not the same"
@@ -33,16 +32,6 @@ class Finding:
 
 Measure = Callable[[Rows], Finding | None]
 Holds = Callable[[float], bool]
-
-
-def select(rows: Rows, **wanted: Any) -> Rows:
-    """The records that match."""
-    return [row for row in rows if all(row.get(k) == v for k, v in wanted.items())]
-
-
-def last(rows: Rows, **wanted: Any) -> dict[str, Any] | None:
-    """The record stored last of those that match."""
-    return (select(rows, **wanted) or [None])[-1]
 
 
 def all_of(*found: dict[str, Any] | None) -> Rows | None:

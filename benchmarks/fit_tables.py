@@ -1,11 +1,7 @@
 """Table 8's shape: what fits on one GPU by optimizer and activations, from bench_fit's records."""
 
-from typing import Any
-
-from benchmarks.records import on_gpus
-
-Rows = list[dict[str, Any]]
-Table = tuple[list[str], list[list[str]], Rows]
+from benchmarks.records import Rows, on_gpus
+from benchmarks.render import Rendered, Table
 
 GIB = 2.0**30
 BASE = "optax.adamw"
@@ -57,3 +53,6 @@ def table(rows: Rows) -> Table:
             "peak, GiB", "largest batch", "tokens/s at the same batch", "tokens/s at the largest",
             "x the first that fits"]  # fmt: skip
     return head, body, used
+
+
+TABLES = {"activation_fit": Rendered(table, "bench_fit")}

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import findings, formats
+from benchmarks import formats
 from benchmarks.formats import BUDGETS, EXACT, MU, NEAREST, NU, STOCHASTIC, Copy
+from benchmarks.records import Rows, newest, select
+from benchmarks.render import NOTHING, markdown, source
 
-Rows = list[dict[str, Any]]
-NOTHING = "No record yet.\n"
 LOOPS = {"once": "once", NEAREST: "closed loop, nearest", STOCHASTIC: "closed loop, stochastic"}
 
 # COAT's tables: first order -> second order -> MSE of m / sqrt(v), in units that it does not say.
@@ -40,7 +40,7 @@ class Measured:
 
     def of(self, table: str, **wanted: Any) -> Rows:
         """Of one of the benchmark's tables."""
-        return findings.select(self.rows, case=f"{self.preset}/{table}", **wanted)
+        return select(self.rows, case=f"{self.preset}/{table}", **wanted)
 
     def matrix(self, table: str, metric: str) -> dict[tuple[str, str], float]:
         """(format of m, format of v) -> error."""
@@ -57,25 +57,23 @@ class Measured:
 
 def measured(rows: Rows) -> Measured | None:
     """None without records."""
-    found = findings.select(rows, bench="formats")
+    found = select(rows, bench="formats")
     if not found:
         return None
     last = found[-1]
     preset = last["case"].partition("/")[0]
-    same = findings.select(found, device=last["device"], jax=last["jax"], seed=last["seed"])
+    same = select(found, device=last["device"], jax=last["jax"], seed=last["seed"])
     return Measured(preset, [row for row in same if row["case"].startswith(f"{preset}/")])
 
 
 def _table(rows: Rows, head: list[str], write) -> str:
     """Lines of `write(measured)` under a head, with what run they are of."""
-    from benchmarks import tables  # which imports this module
-
-    found = measured(tables.newest(rows, bench="formats"))
+    found = measured(newest(rows, bench="formats"))
     if found is None:
         return NOTHING
     flags = found.rows[0]["flags"]
     run = f"{found.preset}, {flags['parameters']:,} weights, {flags['steps']} steps; "
-    return tables.markdown(head, write(found)) + "\n" + run + tables.source(found.rows).lstrip()
+    return markdown(head, write(found)) + "\n" + run + source(found.rows).lstrip()
 
 
 def number(x: float) -> str:

@@ -1,9 +1,9 @@
 """The tables of docs/layers.md: one linear layer in 8 bits, from the records of bench_linear."""
 
 from collections.abc import Sequence
-from typing import Any
 
-Rows = list[dict[str, Any]]
+from benchmarks.records import Rows, on_gpus, select
+from benchmarks.render import Rendered, Table
 
 PLAIN = "bf16"
 CODES = ("int8", "e4m3")
@@ -13,6 +13,11 @@ ASKED = {
     ("16384x4096x16384", "16384x16384x4096"): {"switchback-int8": 1.25, "switchback-fp8": 1.35},
     ("32768x1280x5120", "32768x5120x1280"): {"switchback-int8": 1.10, "switchback-fp8": 1.10},
 }
+
+
+def measured(rows: Rows) -> Rows:
+    """The benchmark's records on GPUs."""
+    return on_gpus(select(rows, bench="linear"))
 
 
 def values(rows: Rows, metric: str) -> dict[str, dict[str, float]]:
@@ -30,8 +35,9 @@ def _faster(times: dict[str, float], name: str) -> str:
     return f"{times[name]:.3g} ({times[PLAIN] / times[name]:.2f} x)"
 
 
-def layers(rows: Rows) -> tuple[list[str], list[list[str]]]:
-    """Forward and backward of a layer in every implementation: head and body."""
+def layers(rows: Rows) -> Table:
+    """Forward and backward of a layer in every implementation."""
+    rows = measured(rows)
     times, kept = values(rows, "device_ms"), values(rows, "saved_bytes")
     times = {shape: own for shape, own in times.items() if PLAIN in own}
     names = list(dict.fromkeys(name for own in times.values() for name in own if name != PLAIN))
@@ -41,7 +47,7 @@ def layers(rows: Rows) -> tuple[list[str], list[list[str]]]:
         for shape, own in times.items()
     ]
     shares = ["kept for backward, x bf16", "1", *(_kept(kept, name) for name in names)]
-    return head, [*body, shares] if body else []
+    return head, [*body, shares] if body else [], rows
 
 
 def _kept(kept: dict[str, dict[str, float]], name: str) -> str:
@@ -50,8 +56,9 @@ def _kept(kept: dict[str, dict[str, float]], name: str) -> str:
     return f"{max(shares):.2f}" if shares else ""
 
 
-def targets(rows: Rows) -> tuple[list[str], list[list[str]]]:
-    """Return head and body of the table of targets for the two linear layers of an MLP."""
+def targets(rows: Rows) -> Table:
+    """Return the table of targets for the two linear layers of an MLP."""
+    rows = measured(rows)
     times, body = values(rows, "device_ms"), []
     for shapes, asked in ASKED.items():
         for name, least in asked.items():
@@ -61,11 +68,12 @@ def targets(rows: Rows) -> tuple[list[str], list[list[str]]]:
             ratio = sum(one[PLAIN] for one in own) / sum(one[name] for one in own)
             reached = "yes" if ratio >= least else "**no**"
             body.append([" and ".join(shapes), name, f"≥ {least:.2f} x", f"{ratio:.2f} x", reached])
-    return ["layers", "implementation", "asked", "measured", "reached"], body
+    return ["layers", "implementation", "asked", "measured", "reached"], body, rows
 
 
-def operations(rows: Rows) -> tuple[list[str], list[list[str]]]:
-    """Each operation of SwitchBack alone, and the share of quantising (Figure 6): head and body."""
+def operations(rows: Rows) -> Table:
+    """Each operation of SwitchBack alone, and the share of quantising (Figure 6)."""
+    rows = measured(rows)
     head = ["tokens x in x out", "format", "forward, ms", "input gradient", "weight gradient, bf16",
             "quantising, all four", "share of the sum"]  # fmt: skip
     body = []
@@ -73,7 +81,7 @@ def operations(rows: Rows) -> tuple[list[str], list[list[str]]]:
         for codes in CODES:
             if f"{codes} forward" in own:
                 body.append([shape, _FORMAT[codes], *_alone(own, codes)])
-    return head, body
+    return head, body, rows
 
 
 def _alone(own: dict[str, float], codes: str) -> Sequence[str]:
@@ -83,3 +91,10 @@ def _alone(own: dict[str, float], codes: str) -> Sequence[str]:
     quantising = sum(own[f"{codes} quantize {name}"] for name in what)
     share = quantising / (quantising + sum(products))
     return [*(f"{one:.3g}" for one in (*products, quantising)), f"{share:.0%}"]
+
+
+TABLES = {
+    "linear": Rendered(layers, "bench_linear --alone"),
+    "linear_targets": Rendered(targets, "bench_linear --alone"),
+    "linear_operations": Rendered(operations, "bench_linear --alone"),
+}

@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.records import on_gpus
+from benchmarks.records import Rows, newest, on_gpus
+from benchmarks.render import NOTHING, markdown, source
 
-Rows = list[dict[str, Any]]
 Values = dict[tuple[int, str, str], dict[str, Any]]  # (devices, impl, metric) -> record
 
 OURS, OPTAX = "lowmem.step", "optax-f32"
 LIMIT = 1.15  # of n x time / time(1)
-NOTHING = "No record yet.\n"
 HEAD = [
     *("`lowmem.step`, ms", f"n x time / time(1), asked: ≤ {LIMIT}"),
     *("optax in f32, ms", "n x time / time(1)"),
@@ -33,12 +32,10 @@ def times_the_devices(values: Values, devices: int, impl: str) -> float | None:
 
 def fsdp(rows: Rows) -> str:
     """A table for each model, kind of GPU and version of JAX."""
-    from benchmarks import tables  # which imports this module
-
-    found = on_gpus(tables.newest(rows, bench="mesh"))
+    found = on_gpus(newest(rows, bench="mesh"))
     parts = []
     for own in _groups(found):
-        parts.append(_table(own) + _protocol(own) + tables.source(own))
+        parts.append(_table(own) + _protocol(own) + source(own))
     return "\n".join(parts) or NOTHING
 
 
@@ -64,11 +61,9 @@ def _protocol(rows: Rows) -> str:
 
 
 def _table(rows: Rows) -> str:
-    from benchmarks import tables
-
     values: Values = {(r["devices"], r["impl"], r["metric"]): r for r in rows}
     body = [_row(values, devices) for devices in sorted({r["devices"] for r in rows})]
-    return tables.markdown([f"{rows[0]['model']}, devices", *HEAD], body)
+    return markdown([f"{rows[0]['model']}, devices", *HEAD], body)
 
 
 def _row(values: Values, devices: int) -> list[str]:
@@ -91,3 +86,6 @@ def _row(values: Values, devices: int) -> list[str]:
         cell(OPTAX, "device_bytes", ".2f", gib),
         cell(OURS, "train_peak_bytes", ".2f", gib),
     ]
+
+
+TABLES = {"fsdp": fsdp}

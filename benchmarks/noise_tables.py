@@ -1,13 +1,10 @@
 """The tables of docs/noise.md: what noise on weights costs, from bench_noise, and casts."""
 
 from collections.abc import Callable
-from typing import Any
 
 from benchmarks import claims_gaussws as paper
-from benchmarks.records import on_gpus
-
-Rows = list[dict[str, Any]]
-Table = tuple[list[str], list[list[str]], Rows]
+from benchmarks.records import Rows, on_gpus
+from benchmarks.render import Rendered, Table
 
 OURS, NORMAL = "gaussws", "jax-normal"
 LARGEST = "16384x16384"
@@ -157,11 +154,10 @@ def casts(rows: Rows) -> Table:
     return ["cast", *names], body, list(found.values())
 
 
-TABLES: dict[str, Callable[[Rows], Table]] = {
-    "noise_targets": targets,
-    "noise_forward": forward,
-    "noise_alone": alone,
-    "noise_steps": steps,
-    "noise_casts": casts,
+TABLES = {
+    "noise_targets": Rendered(targets, "bench_noise"),
+    "noise_forward": Rendered(forward, "bench_noise"),
+    "noise_alone": Rendered(alone, "bench_noise"),
+    "noise_steps": Rendered(steps, "bench_noise"),
+    "noise_casts": Rendered(casts, "bench_gaussws"),
 }
-COMMANDS = {"noise_casts": "bench_gaussws"}

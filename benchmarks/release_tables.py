@@ -8,11 +8,12 @@ import optax
 
 import optax_lowmem as lowmem
 from benchmarks import model_shapes
+from benchmarks.records import Rows
+from benchmarks.render import Rendered, Table
 
 PICTURE = Path(__file__).parent.parent / "docs/figures/llama_8b_memory.png"
 CASE = "llama-8b"
 GIB = 2.0**30
-Rows = list[dict[str, Any]]
 _COLOURS = {
     "weights": "#2f4b7c",
     "correction": "#b9c6de",
@@ -41,7 +42,7 @@ def runs(rows: Rows) -> dict[str, Rows]:
     return {name: list(found[name].values()) for name in order}
 
 
-def table(rows: Rows) -> tuple[list[str], list[list[str]], Rows]:
+def table(rows: Rows) -> Table:
     """Head, body, and the records they rest on."""
     head = [
         "Llama-3.1-8B, one GPU", "fits", "weights and state, bytes/param", "GiB", "beside it, GiB",
@@ -127,3 +128,6 @@ def draw(rows: Rows, file: Path = PICTURE) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=150, facecolor="white")
     plt.close(figure)
+
+
+TABLES = {"release": Rendered(table, "bench_release")}

@@ -1,17 +1,60 @@
-"""Tables of the step benchmark on GPUs, for benchmarks.tables."""
+"""Tables of the step benchmark, for benchmarks.tables."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks.records import on_gpus
+from benchmarks.records import Rows, newest, on_gpus, select
+from benchmarks.render import NOTHING, Rendered, Table, markdown, source
 
-Rows = list[dict[str, Any]]
 Values = dict[tuple[str, str, str], dict[str, Any]]  # (case, implementation, metric) -> record
 
 BASE = "optax-f32"
 ORDER = ("lowmem", "optax", "flashoptim", "torch", "bitsandbytes")  # of implementations' names
 TITLES = {"adamw": "AdamW", "lion": "Lion", "sgd": "SGD"}
-NOTHING = "No record yet.\n"
+
+
+def cpu_step(rows: Rows) -> Table:
+    """Milliseconds and compile seconds of a step on a CPU."""
+    found = [r for r in select(rows, bench="step") if r["device"].startswith("cpu")]
+    body = [
+        [
+            r["case"],
+            r["impl"],
+            r["jax"],
+            {"device_ms": "step", "compile_s": "compilation"}[r["metric"]],
+            f"{r['value']:.1f} {r['unit']}",
+            f"{r['ratio_to_optax']:.2f}",
+        ]
+        for r in found
+    ]
+    columns = ["case", "implementation", "jax", "of", "time", "x optax"]
+    return columns, body, found
+
+
+def cpu_compile(rows: Rows) -> Table:
+    """CPU time and temporaries of compiling steps of many leaves."""
+    found = select(rows, bench="compile")
+    value = {(r["case"], r["impl"], r["jax"], r["metric"]): r["value"] for r in found}
+    body = [
+        [
+            *(case, impl, version),
+            f"{value[case, impl, version, 'cpu_ms_per_leaf']:.1f} ms",
+            f"{value[case, impl, version, 'temp_bytes'] / 2**20:.2f} MiB",
+        ]
+        for case, impl, version in dict.fromkeys(key[:3] for key in value)
+    ]
+    columns = ["leaves", "step", "jax", "CPU time a leaf", "temporaries"]
+    return columns, body, found
+
+
+def masters(rows: Rows) -> Table:
+    """Time of a step by how its master weights are rounded."""
+    found = select(rows, bench="masters")
+    body = [
+        [row["case"], row["impl"], f"{row['value']:.2f} ms", f"{row['ratio_to_nearest']:.3f}"]
+        for row in found
+    ]
+    return ["step", "kernel and rounding", "time", "to nearest"], body, found
 
 
 def gpu_step(rows: Rows) -> str:
@@ -26,14 +69,12 @@ def gpu_step_details(rows: Rows) -> str:
 
 def _by_machine(rows: Rows, write: Callable[[Values], str]) -> str:
     """Join what `write` returns for each device and version of JAX, each with its source."""
-    from benchmarks import tables  # which imports this module
-
-    found = on_gpus(tables.newest(rows, bench="step"))
+    found = on_gpus(newest(rows, bench="step"))
     parts = []
     for machine in sorted({(r["device"], r["jax"]) for r in found}):
         own = [r for r in found if (r["device"], r["jax"]) == machine]
         values = {(r["case"], r["impl"], r["metric"]): r for r in own}
-        parts.append(write(values) + tables.source(own) + _copies(own))
+        parts.append(write(values) + source(own) + _copies(own))
     return "\n".join(parts) or NOTHING
 
 
@@ -46,8 +87,6 @@ def _copies(rows: Rows) -> str:
 
 
 def _summaries(values: Values) -> str:
-    from benchmarks import tables
-
     timed = [(case, impl) for case, impl, metric in values if metric == "device_ms"]
     texts = []
     for optimizer in dict.fromkeys(case.split("/")[1] for case, _ in timed):
@@ -55,7 +94,7 @@ def _summaries(values: Values) -> str:
         impls = _sorted({impl for case, impl in timed if case in cases})
         head = [f"{TITLES.get(optimizer, optimizer)}, ms (of bound, x {BASE})"]
         body = [[impl, *(_cell(values, case, impl) for case in cases)] for impl in impls]
-        texts.append(tables.markdown(head + [case.split("/")[0] for case in cases], body))
+        texts.append(markdown(head + [case.split("/")[0] for case in cases], body))
     return "\n".join(texts)
 
 
@@ -68,8 +107,6 @@ def _cell(values: Values, case: str, impl: str) -> str:
 
 
 def _details(values: Values) -> str:
-    from benchmarks import tables
-
     cases = dict.fromkeys(case for case, impl, _ in values if impl != "copy")
     body = []
     for case in cases:
@@ -85,7 +122,7 @@ def _details(values: Values) -> str:
             row.append(_text(values, (case, impl, "compile_s"), ".1f"))
             body.append(row)
     head = ["case", "implementation", "ms", "spread", "wall ms", "of bound", f"x {BASE}"]
-    return tables.markdown([*head, "temp MiB", "peak MiB", "compile s"], body)
+    return markdown([*head, "temp MiB", "peak MiB", "compile s"], body)
 
 
 def _ratio(values: Values, case: str, impl: str) -> str:
@@ -105,3 +142,12 @@ def _sorted(impls: Iterable[str]) -> list[str]:
         return (found[0] if found else len(ORDER)), impl
 
     return sorted(impls, key=place)
+
+
+TABLES: dict[str, Callable[[Rows], str]] = {
+    "cpu_step": Rendered(cpu_step, "bench_step --leaf-set ten-million demo-gpt"),
+    "cpu_compile": Rendered(cpu_compile, "bench_compile"),
+    "masters": Rendered(masters, "bench_masters"),
+    "gpu_step": gpu_step,
+    "gpu_step_details": gpu_step_details,
+}

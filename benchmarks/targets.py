@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 
-from benchmarks import step_tables
 from benchmarks.peers import cases
+from benchmarks.records import Rows, newest
+from benchmarks.render import markdown, source
 
 DEVICE = "NVIDIA H100"
 OURS, UPDATE, OPTAX, FLASHOPTIM = "lowmem.step", "lowmem.update", "optax-f32", "flashoptim"
@@ -120,12 +121,10 @@ def _mini(name: str) -> Iterator[Target]:
     )  # fmt: skip
 
 
-def table(rows: step_tables.Rows) -> str:
+def table(rows: Rows) -> str:
     """Asked, found, reached; of the H100 measured last."""
-    from benchmarks import tables  # which imports this module
-
     steps = [r for r in rows if r["bench"] == "step" and r["device"].startswith(DEVICE)]
-    found = tables.newest([r for r in steps if r["jax"] == steps[-1]["jax"]])
+    found = newest([r for r in steps if r["jax"] == steps[-1]["jax"]])
     known = {(r["case"], r["impl"], r["metric"]): r for r in found}
 
     def value(case: str, impl: str, metric: str, field: str = "value") -> float:
@@ -139,4 +138,7 @@ def table(rows: step_tables.Rows) -> str:
     head = ["AdamW with default storage, on an H100", "asked", "Pallas", "reached"]
     head += ["jax-triton", "reached"]
     body = [target.row(value, with_triton) for target in targets()]
-    return tables.markdown(head, body) + (tables.source(found) if found else "")
+    return markdown(head, body) + (source(found) if found else "")
+
+
+TABLES = {"gpu_targets": table}

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import activation_tables as paper
-from benchmarks import adam_mini_curves, bench_activation_training, tables
+from benchmarks import adam_mini_curves, bench_activation_training
 from benchmarks.activation_bytes import COLUMNS, by_column, kept
 from benchmarks.activation_errors import SIZES, drawn, mse
 from benchmarks.activation_layers import Shape
+from benchmarks.records import all_records, newest
 from optax_lowmem.layers import fp8_flow
 
 Rows = list[dict[str, Any]]
@@ -43,7 +44,7 @@ def storage_errors(shape: tuple[int, int]) -> dict[int, tuple[float, float]]:
 
 def records() -> Rows:
     """The newest of every case."""
-    return tables.newest(tables.all_records())
+    return newest(all_records())
 
 
 def shown(name: str, rows: Rows) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import optax_lowmem as lowmem
-from benchmarks import bench_formats, claims, formats, formats_states, formats_tables, tables
+from benchmarks import bench_formats, claims, formats, formats_states, formats_tables, records
 from benchmarks import claims_coat as paper
 from benchmarks import formats_errors as fe
 from benchmarks.adam_mini_training import Text
@@ -304,7 +304,7 @@ def test_stored_states(run):
 def test_records_make_the_tables(run, monkeypatch):
     _, rows = run
     assert {row["bench"] for row in rows} == {"formats"}
-    assert len(tables.newest(rows)) == len(rows)  # none replaces another
+    assert len(records.newest(rows)) == len(rows)  # none replaces another
     monkeypatch.setattr(formats, "column", few)
     for name, table in formats_tables.TABLES.items():
         text = table(rows)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from benchmarks import adam_mini_curves, claims, findings, tables
+from benchmarks import adam_mini_curves, claims, findings, records, tables
 from benchmarks import claims_q_adam_mini as paper
 from benchmarks.findings import BETTER, NOT, SAME
 
@@ -49,7 +49,7 @@ def test_without_records_only_shapes_speak():
 
 def test_the_stored_records():
     """Of each row with records there is a verdict, and the embedding's explosion is seen."""
-    rows = tables.newest(tables.all_records())
+    rows = records.newest(records.all_records())
     found = {claim.where: claim.finding(rows) for claim in paper.CLAIMS}
     assert claims.NOT_MEASURED not in {one.verdict for one in found.values()}
     assert found["Figure 6a, embedding, nearest"].verdict == SAME
