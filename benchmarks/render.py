@@ -27,7 +27,7 @@ class Rendered:
 
     Attributes:
       make: it, from records.
-      command: that makes the records, with what it needs.
+      command: of `benchmarks.run` or the script of examples/ that makes the records.
     """
 
     make: Callable[[Rows], Table]
@@ -37,5 +37,7 @@ class Rendered:
         """Return the table as Markdown, or how to make its records."""
         head, body, used = self.make(newest(rows))
         if not body:
-            return f"Nothing is recorded yet: `python -m benchmarks.{self.command} --record`.\n"
+            script = self.command.startswith("examples/")
+            command = self.command if script else f"-m benchmarks.run {self.command}"
+            return f"Nothing is recorded yet: `python {command} --record`.\n"
         return markdown(head, body) + (source(used) if used else "")

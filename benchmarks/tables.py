@@ -3,35 +3,32 @@
 import argparse
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-from benchmarks import (
-    activation_tables,
-    checkpoint_tables,
-    claims,
-    claims_coat,
-    claims_coat_activations,
-    claims_gaussws,
-    claims_q_adam_mini,
-    claims_stable_adamw,
-    claims_switchback,
-    end_to_end_tables,
-    example_tables,
-    fit_tables,
-    formats_tables,
-    linear_tables,
-    memory_tables,
-    mesh_tables,
-    noise_tables,
-    release_tables,
-    step_tables,
-    targets,
-)
+from benchmarks import ROOT
+from benchmarks.claims import coat as claims_coat
+from benchmarks.claims import coat_activations as claims_coat_activations
+from benchmarks.claims import flashoptim as claims
+from benchmarks.claims import gaussws as claims_gaussws
+from benchmarks.claims import q_adam_mini as claims_q_adam_mini
+from benchmarks.claims import stable_adamw as claims_stable_adamw
+from benchmarks.claims import switchback as claims_switchback
 from benchmarks.records import Rows, all_records, newest
 from benchmarks.render import markdown, source
+from benchmarks.suites import examples as example_tables
+from benchmarks.suites.activations import tables as activation_tables
+from benchmarks.suites.checkpoint import tables as checkpoint_tables
+from benchmarks.suites.end_to_end import tables as end_to_end_tables
+from benchmarks.suites.fit import tables as fit_tables
+from benchmarks.suites.formats import tables as formats_tables
+from benchmarks.suites.linear import tables as linear_tables
+from benchmarks.suites.memory import tables as memory_tables
+from benchmarks.suites.mesh import tables as mesh_tables
+from benchmarks.suites.noise import tables as noise_tables
+from benchmarks.suites.release import tables as release_tables
+from benchmarks.suites.step import tables as step_tables
+from benchmarks.suites.step import targets
 
-ROOT = Path(__file__).parent.parent
 PAGES = (
     "README.md",
     "docs/activations.md",

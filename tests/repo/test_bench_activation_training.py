@@ -8,9 +8,11 @@ import pytest
 
 nnx = pytest.importorskip("flax.nnx")
 
-from benchmarks import activation_tables as paper  # noqa: E402
-from benchmarks import activation_training as training  # noqa: E402
-from benchmarks import adam_mini_curves, bench_activation_training, records  # noqa: E402
+from benchmarks import curves as adam_mini_curves  # noqa: E402
+from benchmarks import records  # noqa: E402
+from benchmarks.suites.activations import bench_training as bench_activation_training  # noqa: E402
+from benchmarks.suites.activations import tables as paper  # noqa: E402
+from benchmarks.suites.activations import training  # noqa: E402
 from optax_lowmem import layers  # noqa: E402
 from tests.training_cases import as_users_do as as_users_do  # noqa: E402 (a fixture)
 from tests.training_cases import text_for  # noqa: E402

@@ -3,7 +3,8 @@
 import jax
 import pytest
 
-from benchmarks import bench_compile, tables
+from benchmarks import tables
+from benchmarks.suites.step import compilation as bench_compile
 
 
 def test_cases():

@@ -6,7 +6,9 @@ import pytest
 pytest.importorskip("flax")
 pytest.importorskip("rich")
 
-from benchmarks import bench_fit, fit_tables, records, tables  # noqa: E402
+from benchmarks import records, tables  # noqa: E402
+from benchmarks.suites.fit import bench as bench_fit  # noqa: E402
+from benchmarks.suites.fit import tables as fit_tables  # noqa: E402
 from tests.contract_cases import QUICK_COMPILE  # noqa: E402
 
 GIB = 2**30

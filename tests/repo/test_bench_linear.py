@@ -8,7 +8,10 @@ import pytest
 
 pytest.importorskip("flax")
 
-from benchmarks import bench_linear, linear_peers, linear_tables, records  # noqa: E402
+from benchmarks import records  # noqa: E402
+from benchmarks.suites.linear import bench as bench_linear  # noqa: E402
+from benchmarks.suites.linear import peers as linear_peers  # noqa: E402
+from benchmarks.suites.linear import tables as linear_tables  # noqa: E402
 
 
 def test_saved_bytes():

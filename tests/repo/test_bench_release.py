@@ -2,7 +2,9 @@
 
 import pytest
 
-from benchmarks import bench_release, records, release_tables, tables
+from benchmarks import records, tables
+from benchmarks.suites.release import bench as bench_release
+from benchmarks.suites.release import tables as release_tables
 
 GIB = 2**30
 N = 8_030_261_248

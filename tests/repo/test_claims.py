@@ -3,8 +3,11 @@
 import jax
 import pytest
 
-from benchmarks import bench_claims, claims, findings, records
-from benchmarks.findings import BETTER, F32, NOT, OURS, SAME
+from benchmarks import records
+from benchmarks.claims import findings
+from benchmarks.claims import flashoptim as claims
+from benchmarks.claims.findings import BETTER, F32, NOT, OURS, SAME
+from benchmarks.suites import flashoptim as bench_claims
 
 GPU = "some GPU"
 VERDICTS = {SAME, BETTER, NOT, claims.NOT_MEASURED, claims.NOT_TRIED}

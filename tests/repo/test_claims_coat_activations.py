@@ -7,10 +7,12 @@ import pytest
 
 pytest.importorskip("flax")
 
-from benchmarks import activation_tables, claims, records, tables  # noqa: E402
-from benchmarks import claims_coat_activations as paper  # noqa: E402
-from benchmarks.activation_tables import BF16, OURS, TWO_THIRDS  # noqa: E402
-from benchmarks.findings import BETTER, NOT, SAME  # noqa: E402
+from benchmarks import records, tables  # noqa: E402
+from benchmarks.claims import coat_activations as paper  # noqa: E402
+from benchmarks.claims import flashoptim as claims  # noqa: E402
+from benchmarks.claims.findings import BETTER, NOT, SAME  # noqa: E402
+from benchmarks.suites.activations import tables as activation_tables  # noqa: E402
+from benchmarks.suites.activations.tables import BF16, OURS, TWO_THIRDS  # noqa: E402
 from tests import claims_cases  # noqa: E402
 from tests.claims_cases import made  # noqa: E402
 

@@ -4,9 +4,11 @@ import math
 
 import pytest
 
-from benchmarks import claims, noise_tables, records, tables
-from benchmarks import claims_gaussws as paper
-from benchmarks.findings import NOT, SAME
+from benchmarks import records, tables
+from benchmarks.claims import flashoptim as claims
+from benchmarks.claims import gaussws as paper
+from benchmarks.claims.findings import NOT, SAME
+from benchmarks.suites.noise import tables as noise_tables
 from tests import claims_cases
 
 FLAGS = {"parameters": 27_000_000, "steps": 5000, "tokens": 8192}

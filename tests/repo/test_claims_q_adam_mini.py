@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 
-from benchmarks import adam_mini_curves, claims, findings, records, tables
-from benchmarks import claims_q_adam_mini as paper
-from benchmarks.findings import BETTER, NOT, SAME
+from benchmarks import curves as adam_mini_curves
+from benchmarks import records, tables
+from benchmarks.claims import findings
+from benchmarks.claims import flashoptim as claims
+from benchmarks.claims import q_adam_mini as paper
+from benchmarks.claims.findings import BETTER, NOT, SAME
 
 GPU = "some GPU"
 LOSSES = {

@@ -4,9 +4,11 @@ import math
 
 import pytest
 
-from benchmarks import claims, findings, records, tables
-from benchmarks import claims_switchback as paper
-from benchmarks.findings import BETTER, NOT, SAME
+from benchmarks import records, tables
+from benchmarks.claims import findings
+from benchmarks.claims import flashoptim as claims
+from benchmarks.claims import switchback as paper
+from benchmarks.claims.findings import BETTER, NOT, SAME
 from tests import claims_cases
 
 LOSSES = {
