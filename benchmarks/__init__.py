@@ -1,1 +1,10 @@
-"""Benchmarks: one protocol, one record format, tables generated from the records."""
+"""Benchmarks: `benchmarks.run` measures, `benchmarks.tables` writes the tables of the records.
+
+Suites measure the programs of examples/ and notebooks/, which are therefore on the path.
+"""
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path += [str(ROOT / folder) for folder in ("examples", "notebooks")]

@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+Rows = list[dict[str, Any]]
+
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -62,7 +64,7 @@ def record(
     }
 
 
-def append(rows: list[dict[str, Any]], path: Path | None = None) -> Path:
+def append(rows: Rows, path: Path | None = None) -> Path:
     """Appends records to a file, by default that of this device."""
     if path is None:
         name = re.sub(r"[^a-z0-9]+", "-", device().lower()).strip("-")
@@ -74,11 +76,32 @@ def append(rows: list[dict[str, Any]], path: Path | None = None) -> Path:
     return path
 
 
-def load(path: Path) -> list[dict[str, Any]]:
+def load(path: Path) -> Rows:
     """The records of a file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
-def on_gpus(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def all_records() -> Rows:
+    """Every stored record."""
+    return [row for path in sorted(RESULTS.glob("*.jsonl")) for row in load(path)]
+
+
+def on_gpus(rows: Rows) -> Rows:
     """Those of accelerators."""
     return [row for row in rows if not row["device"].startswith("cpu")]
+
+
+def select(rows: Rows, **wanted: Any) -> Rows:
+    """The records that match."""
+    return [row for row in rows if all(row.get(k) == v for k, v in wanted.items())]
+
+
+def last(rows: Rows, **wanted: Any) -> dict[str, Any] | None:
+    """The record stored last of those that match."""
+    return (select(rows, **wanted) or [None])[-1]
+
+
+def newest(rows: Rows, **wanted: Any) -> Rows:
+    """Records that match, the last one of each case, implementation, metric, seed and device."""
+    keys = ("device", "case", "impl", "metric", "seed", "jax")
+    return list({tuple(row.get(k) for k in keys): row for row in select(rows, **wanted)}.values())

@@ -5,8 +5,8 @@ import numpy as np
 from flashoptim_figures import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, log_log
 from matplotlib.figure import Figure
 
-from benchmarks.activation_bytes import COLUMNS
-from benchmarks.activation_training import VARIANTS
+from benchmarks.suites.activations.bytes import COLUMNS
+from benchmarks.suites.activations.training import VARIANTS
 
 _COLUMNS = dict(zip(COLUMNS, (BLUE, ORANGE, SKY, GREEN, PURPLE, GREY), strict=True))
 _LINES = {  # colour, line

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import activation_tables as paper
-from benchmarks import adam_mini_curves, bench_activation_training, tables
-from benchmarks.activation_bytes import COLUMNS, by_column, kept
-from benchmarks.activation_errors import SIZES, drawn, mse
-from benchmarks.activation_layers import Shape
+from benchmarks import curves as adam_mini_curves
+from benchmarks.records import all_records, newest
+from benchmarks.suites.activations import bench_training as bench_activation_training
+from benchmarks.suites.activations import tables as paper
+from benchmarks.suites.activations.bytes import COLUMNS, by_column, kept
+from benchmarks.suites.activations.errors import SIZES, drawn, mse
+from benchmarks.suites.activations.layers import Shape
 from optax_lowmem.layers import fp8_flow
 
 Rows = list[dict[str, Any]]
@@ -43,7 +45,7 @@ def storage_errors(shape: tuple[int, int]) -> dict[int, tuple[float, float]]:
 
 def records() -> Rows:
     """The newest of every case."""
-    return tables.newest(tables.all_records())
+    return newest(all_records())
 
 
 def shown(name: str, rows: Rows) -> bool:

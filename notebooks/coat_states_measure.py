@@ -3,10 +3,10 @@
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import formats
-from benchmarks.formats import EXACT, MU, NEAREST, NU, PAPER_GROUP, STOCHASTIC, Copy
-from benchmarks.formats_errors import Errors, encoded_once, spans
-from benchmarks.formats_states import States
+from benchmarks.suites.formats import formats
+from benchmarks.suites.formats.errors import Errors, encoded_once, spans
+from benchmarks.suites.formats.formats import EXACT, MU, NEAREST, NU, PAPER_GROUP, STOCHASTIC, Copy
+from benchmarks.suites.formats.states import States
 from optax_lowmem import codecs
 
 BINS = np.linspace(-6, 0, 49)  # log10 of a magnitude over its group's maximum

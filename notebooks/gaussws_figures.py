@@ -5,7 +5,16 @@ import numpy as np
 from flashoptim_figures import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION
 from matplotlib.figure import Figure
 
-from benchmarks.gaussws_training import ALL, BASE, DIFFQ, EDGES, KINDS, OD, OTHER_START, STATISTICS
+from benchmarks.suites.gaussws.training import (
+    ALL,
+    BASE,
+    DIFFQ,
+    EDGES,
+    KINDS,
+    OD,
+    OTHER_START,
+    STATISTICS,
+)
 
 Runs = dict[str, dict[str, np.ndarray]]
 LINES = {  # colour, line

@@ -4,10 +4,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks import claims_gaussws as paper
-from benchmarks import gaussws_casts
-from benchmarks.adam_mini_curves import Curves
-from benchmarks.gaussws_training import KINDS, STATISTICS
+from benchmarks.claims import gaussws as paper
+from benchmarks.curves import Curves
+from benchmarks.suites.gaussws import casts as gaussws_casts
+from benchmarks.suites.gaussws.training import KINDS, STATISTICS
 from optax_lowmem import gaussws
 
 MOST = STATISTICS.index("max")

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import switchback_variants as variants
-from benchmarks.adam_mini_curves import Curves
-from benchmarks.switchback_training import PRESETS, Experiment
+from benchmarks.curves import Curves
+from benchmarks.suites.switchback import variants
+from benchmarks.suites.switchback.training import PRESETS, Experiment
 from optax_lowmem import layers
 
 FORWARD, WEIGHT = "forward and input gradient in int8", "the weight gradient's product in int8"

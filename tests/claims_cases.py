@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks import claims
+from benchmarks.claims import flashoptim as claims
 
 GPU = "some GPU"
 

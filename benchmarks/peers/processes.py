@@ -11,13 +11,12 @@ import tempfile
 import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
+from benchmarks import ROOT
 from benchmarks.peers import cases, device_loop, in_jax, in_torch, turns
 from optax_lowmem._src.update import tuning
 
-ROOT = Path(__file__).parent.parent.parent
 IN_TORCH = ["-m", "benchmarks.peers.in_torch"]
 IN_JAX = ["-m", "benchmarks.peers.processes"]
 Case = tuple[str, str]  # leaf set, optimizer

@@ -6,7 +6,7 @@ import optax
 import pytest
 
 import optax_lowmem as lowmem
-from benchmarks import claims_q_adam_mini as paper
+from benchmarks.claims import q_adam_mini as paper
 from benchmarks.model_shapes import llama_3_2_1b
 
 GROUP = 256

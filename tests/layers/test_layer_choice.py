@@ -11,7 +11,8 @@ pytest.importorskip("flax")
 
 from flax import linen, nnx  # noqa: E402
 
-from benchmarks import linear_tables, records, tables  # noqa: E402
+from benchmarks import records  # noqa: E402
+from benchmarks.suites.linear import tables as linear_tables  # noqa: E402
 from optax_lowmem import layers  # noqa: E402
 from optax_lowmem._src.core import platform  # noqa: E402
 from optax_lowmem._src.switchback import choice  # noqa: E402
@@ -67,7 +68,7 @@ def test_what_the_kernel_does_not_take_pays_later(on_hopper):
 def test_estimates_are_what_was_measured(monkeypatch):
     """Of the records that docs/layers.md shows, taken by the Hopper kernels."""
     monkeypatch.setattr(choice, "product_reason", lambda *_: None)
-    rows = tables.newest(records.on_gpus(tables.all_records()), bench="linear")
+    rows = records.newest(records.on_gpus(records.all_records()), bench="linear")
     times = linear_tables.values(rows, "device_ms")
     assert len(times) >= 12
     for shape, own in times.items():

@@ -1,6 +1,7 @@
 """The shape of the repository: direction of imports, lean import, the public names."""
 
 import ast
+import graphlib
 import os
 import subprocess
 import sys
@@ -174,6 +175,23 @@ def test_upward_imports_are_noticed(text, tmp_path, monkeypatch):
     path.parent.mkdir(parents=True)
     path.write_text("from .. import core\nfrom . import base\nimport jax\n" + text)
     assert len(upward_imports(path)) == 1
+
+
+def test_benchmarks_import_in_no_circle():
+    """Neither at the top of a module nor inside its functions."""
+    paths = {".".join(module_of(path)): path for path in sources("benchmarks")}
+    below = {
+        name: {found for _, target in imports(path) if (found := module_in(paths, target)) != name}
+        for name, path in paths.items()
+    }
+    graph = {name: targets - {None} for name, targets in below.items()}
+    assert len(graph) > 20
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises where there is a circle
+
+
+def module_in(paths: dict[str, Path], target: str) -> str | None:
+    """The module that an import loads: the name itself, or what it is a member of."""
+    return next((name for name in (target, target.rpartition(".")[0]) if name in paths), None)
 
 
 def test_import_is_lean():

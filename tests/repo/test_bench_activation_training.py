@@ -8,9 +8,11 @@ import pytest
 
 nnx = pytest.importorskip("flax.nnx")
 
-from benchmarks import activation_tables as paper  # noqa: E402
-from benchmarks import activation_training as training  # noqa: E402
-from benchmarks import adam_mini_curves, bench_activation_training, records, tables  # noqa: E402
+from benchmarks import curves as adam_mini_curves  # noqa: E402
+from benchmarks import records  # noqa: E402
+from benchmarks.suites.activations import bench_training as bench_activation_training  # noqa: E402
+from benchmarks.suites.activations import tables as paper  # noqa: E402
+from benchmarks.suites.activations import training  # noqa: E402
 from optax_lowmem import layers  # noqa: E402
 from tests.training_cases import as_users_do as as_users_do  # noqa: E402 (a fixture)
 from tests.training_cases import text_for  # noqa: E402
@@ -73,7 +75,7 @@ def test_trains_and_records(tmp_path, monkeypatch, capsys):
                           "fp8-coat_adamw")) < 0.05  # fmt: skip
     stored = adam_mini_curves.load(curves)
     assert stored.runs.keys() == {"run/standard", "run/fp8-coat_adamw"}
-    found = tables.newest([json.loads(line) for line in rows.read_text().splitlines()])
+    found = records.newest([json.loads(line) for line in rows.read_text().splitlines()])
     assert {row["case"] for row in found} == {"smoke/activations"}
     losses = paper.losses(found, on_gpu=False)
     assert losses.keys() == set(runs)

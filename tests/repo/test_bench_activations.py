@@ -9,13 +9,11 @@ import pytest
 
 pytest.importorskip("flax")
 
-from benchmarks import (  # noqa: E402
-    activation_bytes,
-    activation_errors,
-    activation_layers,
-    bench_activations,
-)
-from benchmarks.activation_layers import Shape  # noqa: E402
+from benchmarks.suites.activations import bench as bench_activations  # noqa: E402
+from benchmarks.suites.activations import bytes as activation_bytes  # noqa: E402
+from benchmarks.suites.activations import errors as activation_errors  # noqa: E402
+from benchmarks.suites.activations import layers as activation_layers  # noqa: E402
+from benchmarks.suites.activations.layers import Shape  # noqa: E402
 from tests.contract_cases import QUICK_COMPILE  # noqa: E402
 
 SMALL = Shape(64, 32, 2)

@@ -12,8 +12,11 @@ import optax
 import pytest
 
 import optax_lowmem as lowmem
-from benchmarks import adam_mini_curves, adam_mini_training, bench_adam_mini, bench_rounding
-from benchmarks import adam_mini_variants as variants
+from benchmarks import curves as adam_mini_curves
+from benchmarks.suites.adam_mini import bench as bench_adam_mini
+from benchmarks.suites.adam_mini import rounding as bench_rounding
+from benchmarks.suites.adam_mini import training as adam_mini_training
+from benchmarks.suites.adam_mini import variants
 from optax_lowmem import codecs
 
 pytest.importorskip("flax")

@@ -3,7 +3,8 @@
 import jax
 import pytest
 
-from benchmarks import bench_compile, tables
+from benchmarks import tables
+from benchmarks.suites.step import compilation as bench_compile
 
 
 def test_cases():
@@ -28,4 +29,4 @@ def test_a_measurement_and_its_table(capsys):
         {**row, "jax": "1", "commit": "c", "metric": metric, "value": value}
         for metric, value in (("cpu_ms_per_leaf", 2.34), ("temp_bytes", 2**20))
     ]
-    assert "| equal-1 | optax.adamw | 1 | 2.3 ms | 1.00 MiB |" in tables.cpu_compile(rows)
+    assert "| equal-1 | optax.adamw | 1 | 2.3 ms | 1.00 MiB |" in tables.TABLES["cpu_compile"](rows)

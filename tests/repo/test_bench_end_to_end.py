@@ -8,7 +8,10 @@ import pytest
 pytest.importorskip("flax")
 pytest.importorskip("rich")
 
-from benchmarks import bench_end_to_end, end_to_end_tables, end_to_end_torch, records  # noqa: E402
+from benchmarks import records  # noqa: E402
+from benchmarks.suites.end_to_end import bench as bench_end_to_end  # noqa: E402
+from benchmarks.suites.end_to_end import in_torch as end_to_end_torch  # noqa: E402
+from benchmarks.suites.end_to_end import tables as end_to_end_tables  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

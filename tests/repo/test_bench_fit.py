@@ -6,7 +6,9 @@ import pytest
 pytest.importorskip("flax")
 pytest.importorskip("rich")
 
-from benchmarks import activation_tables, bench_fit, fit_tables, tables  # noqa: E402
+from benchmarks import records, tables  # noqa: E402
+from benchmarks.suites.fit import bench as bench_fit  # noqa: E402
+from benchmarks.suites.fit import tables as fit_tables  # noqa: E402
 from tests.contract_cases import QUICK_COMPILE  # noqa: E402
 
 GIB = 2**30
@@ -54,7 +56,7 @@ def made(case, impl, device="some GPU", **values):
 CASE = "llama-3b-s2048"
 
 
-def records():
+def stored():
     sizes = dict(own_bytes=20 * GIB, sequence_bytes=GIB, planned_bytes=70 * GIB)
     rows = made(CASE, "all", common_batch=2)
     for name, most, rate in (("optax.adamw", 2, 100.0), ("coat_adamw+fp8", 8, 150.0)):
@@ -67,17 +69,16 @@ def records():
 
 
 def test_table():
-    head, body, used = fit_tables.table(tables.newest(records()))
+    head, body, used = fit_tables.table(records.newest(stored()))
     plain, coat, none = (dict(zip(head, row, strict=True)) for row in body)
     assert plain["largest batch"] == "2" and coat["largest batch"] == "8"
     assert none["largest batch"] == "out of memory" and not none["tokens/s at the largest"]
     assert (coat["tokens/s at the same batch"], coat["tokens/s at the largest"]) == ("150", "158")
     assert coat["x the first that fits"] == "1.58 x"
     assert plain["peak, GiB"] == "40.0 (batch 2)"
-    on_a_cpu = [row | {"device": "cpu-2-cores"} for row in records()]
+    on_a_cpu = [row | {"device": "cpu-2-cores"} for row in stored()]
     assert fit_tables.table(on_a_cpu)[1] == []
     assert "bench_fit" in tables.TABLES["activation_fit"](on_a_cpu)
-    assert activation_tables.TABLES["activation_fit"] is fit_tables.table
 
 
 def test_configurations():
@@ -106,14 +107,14 @@ def test_on_a_small_model(tmp_path, monkeypatch):
     file = tmp_path / "records.jsonl"
     flags = f"--preset tiny --sequence 16 --memory 0.02 --most 1 --steps 3 --record {file}"
     bench_fit.main([*flags.split(), "--only", "optax.adamw"])
-    rows = tables.records.load(file)
+    rows = records.load(file)
     value = {(row["case"], row["metric"]): row["value"] for row in rows}
     assert value["llama-tiny-s16", "max_batch"] == 1 == value["llama-tiny-s16", "common_batch"]
     assert value["llama-tiny-s16", "planned_bytes"] == bytes_of[1]
     assert value["llama-tiny-s16-b1", "tokens_per_s"] > 0
     monkeypatch.setattr(bench_fit, "plan", lambda *_: bytes_of[1])
     bench_fit.main(f"--preset tiny --memory 0.001 --only optax.adamw --record {file}".split())
-    assert tables.records.load(file)[len(rows)]["value"] == 0  # max_batch: out of memory
+    assert records.load(file)[len(rows)]["value"] == 0  # max_batch: out of memory
     if not (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit"):
         with pytest.raises(SystemExit, match="pass --memory"):
             bench_fit.main("--preset tiny".split())
@@ -136,7 +137,7 @@ def test_a_batch_that_was_planned_too_large(tmp_path, monkeypatch):
     bench.timings({"optax.adamw": bench_fit.Fit(1, {1: 10}, 5), "coat_adamw": fit})
     assert sorted(tried) == [("coat_adamw", 1), ("coat_adamw", 2), ("coat_adamw", 3),
                              ("optax.adamw", 1)]  # fmt: skip
-    found = [(row["case"], row["metric"], row["value"]) for row in tables.records.load(file)]
+    found = [(row["case"], row["metric"], row["value"]) for row in records.load(file)]
     assert found == [
         ("llama-tiny-s2048", "common_batch", 1),
         ("llama-tiny-s2048", "max_batch", 2),

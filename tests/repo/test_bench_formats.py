@@ -9,16 +9,21 @@ import numpy as np
 import pytest
 
 import optax_lowmem as lowmem
-from benchmarks import bench_formats, claims, formats, formats_states, formats_tables, tables
-from benchmarks import claims_coat as paper
-from benchmarks import formats_errors as fe
-from benchmarks.adam_mini_training import Text
-from benchmarks.findings import BETTER, NOT, SAME
-from benchmarks.formats import EXACT, MU, NEAREST, NU, STOCHASTIC, Copy
+from benchmarks import records
+from benchmarks.claims import coat as paper
+from benchmarks.claims import flashoptim as claims
+from benchmarks.claims.findings import BETTER, NOT, SAME
+from benchmarks.suites.adam_mini.training import Text
+from benchmarks.suites.formats import bench as bench_formats
+from benchmarks.suites.formats import errors as fe
+from benchmarks.suites.formats import formats
+from benchmarks.suites.formats import states as formats_states
+from benchmarks.suites.formats import tables as formats_tables
+from benchmarks.suites.formats.formats import EXACT, MU, NEAREST, NU, STOCHASTIC, Copy
 from optax_lowmem import codecs
 
 pytest.importorskip("flax")
-from benchmarks import formats_training as training  # noqa: E402 (needs flax)
+from benchmarks.suites.formats import training  # noqa: E402 (needs flax)
 
 DECAYS = {MU: 0.9, NU: 0.999}
 
@@ -304,7 +309,7 @@ def test_stored_states(run):
 def test_records_make_the_tables(run, monkeypatch):
     _, rows = run
     assert {row["bench"] for row in rows} == {"formats"}
-    assert len(tables.newest(rows)) == len(rows)  # none replaces another
+    assert len(records.newest(rows)) == len(rows)  # none replaces another
     monkeypatch.setattr(formats, "column", few)
     for name, table in formats_tables.TABLES.items():
         text = table(rows)

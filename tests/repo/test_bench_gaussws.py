@@ -9,9 +9,12 @@ import pytest
 
 pytest.importorskip("flax.nnx")
 
-from benchmarks import adam_mini_curves, bench_gaussws, gaussws_analysis, gaussws_casts  # noqa: E402
-from benchmarks import gaussws_training as training  # noqa: E402
-from benchmarks.gaussws_training import ALL, BASE, OD  # noqa: E402
+from benchmarks import curves as adam_mini_curves  # noqa: E402
+from benchmarks.suites.gaussws import analysis as gaussws_analysis  # noqa: E402
+from benchmarks.suites.gaussws import bench as bench_gaussws  # noqa: E402
+from benchmarks.suites.gaussws import casts as gaussws_casts  # noqa: E402
+from benchmarks.suites.gaussws import training  # noqa: E402
+from benchmarks.suites.gaussws.training import ALL, BASE, OD  # noqa: E402
 from optax_lowmem import gaussws  # noqa: E402
 from tests.training_cases import as_users_do as as_users_do  # noqa: E402 (a fixture)
 from tests.training_cases import text_for  # noqa: E402

@@ -8,7 +8,10 @@ import pytest
 
 pytest.importorskip("flax")
 
-from benchmarks import bench_linear, linear_peers, linear_tables, records  # noqa: E402
+from benchmarks import records  # noqa: E402
+from benchmarks.suites.linear import bench as bench_linear  # noqa: E402
+from benchmarks.suites.linear import peers as linear_peers  # noqa: E402
+from benchmarks.suites.linear import tables as linear_tables  # noqa: E402
 
 
 def test_saved_bytes():
@@ -72,7 +75,7 @@ def test_tables_of_layers():
     shapes = next(iter(linear_tables.ASKED))
     rows = made_up(shapes[0], bf16=9.0, switchback_int8=6.0)
     rows += made_up(shapes[1], bf16=9.0, switchback_int8=9.0)
-    head, body = linear_tables.layers(rows)
+    head, body, _ = linear_tables.layers(rows)
     assert head == ["tokens x in x out", "bf16, ms", "switchback-int8 (x bf16)"]
     assert body == [
         [shapes[0], "9", "6 (1.50 x)"],
@@ -90,7 +93,8 @@ def test_table_of_operations():
     own = {f"int8 {name}": 1.0 for name in [*names, "quantize w transposed"]}
     own["bf16 weight gradient"] = 2.0
     rows = [
-        {"metric": "operation_ms", "case": "8x4x4", "impl": name, "value": value}
+        {"bench": "linear", "device": "some GPU", "metric": "operation_ms", "case": "8x4x4",
+         "impl": name, "value": value}
         for name, value in own.items()
-    ]
+    ]  # fmt: skip
     assert linear_tables.operations(rows)[1] == [["8x4x4", "int8", "1", "1", "2", "4", "50%"]]

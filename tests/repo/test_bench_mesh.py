@@ -6,7 +6,10 @@ import os
 import jax
 import pytest
 
-from benchmarks import bench_mesh, mesh_step, mesh_tables, records, tables
+from benchmarks import records, tables
+from benchmarks.suites.mesh import bench as bench_mesh
+from benchmarks.suites.mesh import step as mesh_step
+from benchmarks.suites.mesh import tables as mesh_tables
 from tests.contract_cases import QUICK_COMPILE
 
 OURS, OPTAX = mesh_tables.OURS, mesh_tables.OPTAX

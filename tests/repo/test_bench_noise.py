@@ -9,7 +9,8 @@ import pytest
 
 pytest.importorskip("flax")
 
-from benchmarks import bench_noise, noise_training  # noqa: E402
+from benchmarks.suites.noise import bench as bench_noise  # noqa: E402
+from benchmarks.suites.noise import training as noise_training  # noqa: E402
 from optax_lowmem import gaussws  # noqa: E402
 from optax_lowmem._src.noise.kernels import block_shape  # noqa: E402
 

@@ -2,7 +2,9 @@
 
 import pytest
 
-from benchmarks import bench_release, release_tables, tables
+from benchmarks import records, tables
+from benchmarks.suites.release import bench as bench_release
+from benchmarks.suites.release import tables as release_tables
 
 GIB = 2**30
 N = 8_030_261_248
@@ -60,7 +62,7 @@ def test_picture(tmp_path):
 
 
 def test_without_records():
-    assert "bench_release" in tables.release([])
+    assert "bench_release" in tables.TABLES["release"]([])
 
 
 def test_commands(tmp_path):
@@ -76,10 +78,10 @@ def test_commands(tmp_path):
 @pytest.mark.full
 def test_on_a_small_model(tmp_path):
     """Runs the example as it is; every run leaves records that the table takes."""
-    records = tmp_path / "records.jsonl"
-    flags = f"--preset tiny --steps 2 --record {records} --profiles {tmp_path / 'profiles'}"
+    file = tmp_path / "records.jsonl"
+    flags = f"--preset tiny --steps 2 --record {file} --profiles {tmp_path / 'profiles'}"
     bench_release.main(flags.split())
-    rows = tables.records.load(records)
+    rows = records.load(file)
     assert len({row["case"] for row in rows}) == 3
     for row in rows:
         row["case"] = row["case"].replace("tiny", "8b")

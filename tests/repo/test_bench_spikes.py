@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import bench_spikes, claims, claims_stable_adamw
-from benchmarks.findings import NOT, SAME
+from benchmarks.claims import flashoptim as claims
+from benchmarks.claims import stable_adamw as claims_stable_adamw
+from benchmarks.claims.findings import NOT, SAME
+from benchmarks.suites import spikes as bench_spikes
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "notebooks"))
 import stable_adamw_runs as runs  # noqa: E402

@@ -10,9 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import bench_step, records, step_tables, targets, tune_step
+from benchmarks import records
 from benchmarks.model_shapes import resnet_50
 from benchmarks.peers import cases, device_loop, in_jax, in_torch, processes, report
+from benchmarks.suites.step import bench as bench_step
+from benchmarks.suites.step import tables as step_tables
+from benchmarks.suites.step import targets
+from benchmarks.suites.step import tune as tune_step
 from optax_lowmem._src.core.tiles import Tile
 from optax_lowmem._src.update import tuning
 from tests.contract_cases import assert_alike

@@ -11,9 +11,10 @@ import pytest
 
 nnx = pytest.importorskip("flax.nnx")
 
-from benchmarks import adam_mini_curves, bench_switchback, switchback_variance  # noqa: E402
-from benchmarks import switchback_training as training  # noqa: E402
-from benchmarks import switchback_variants as variants  # noqa: E402
+from benchmarks import curves as adam_mini_curves  # noqa: E402
+from benchmarks.suites.switchback import bench as bench_switchback  # noqa: E402
+from benchmarks.suites.switchback import training, variants  # noqa: E402
+from benchmarks.suites.switchback import variance as switchback_variance  # noqa: E402
 from tests.contract_cases import QUICK_COMPILE  # noqa: E402
 from tests.training_cases import as_users_do as as_users_do  # noqa: E402 (a fixture)
 from tests.training_cases import text_for  # noqa: E402

@@ -3,8 +3,11 @@
 import jax
 import pytest
 
-from benchmarks import bench_claims, claims, findings, tables
-from benchmarks.findings import BETTER, F32, NOT, OURS, SAME
+from benchmarks import records
+from benchmarks.claims import findings
+from benchmarks.claims import flashoptim as claims
+from benchmarks.claims.findings import BETTER, F32, NOT, OURS, SAME
+from benchmarks.suites import flashoptim as bench_claims
 
 GPU = "some GPU"
 VERDICTS = {SAME, BETTER, NOT, claims.NOT_MEASURED, claims.NOT_TRIED}
@@ -42,7 +45,7 @@ def test_every_claim_has_a_row_of_its_own():
 
 
 def test_the_stored_records():
-    body, used = claims.table(tables.newest(tables.all_records()))
+    body, used = claims.table(records.newest(records.all_records()))
     assert {verdict for *_, verdict in body} <= VERDICTS
     assert used
     memory = [row for row in body if row[0].startswith("Table 4, Llama-3.1-8B, AdamW: ")]

@@ -7,10 +7,12 @@ import pytest
 
 pytest.importorskip("flax")
 
-from benchmarks import activation_tables, claims, tables  # noqa: E402
-from benchmarks import claims_coat_activations as paper  # noqa: E402
-from benchmarks.activation_tables import BF16, OURS, TWO_THIRDS  # noqa: E402
-from benchmarks.findings import BETTER, NOT, SAME  # noqa: E402
+from benchmarks import records, tables  # noqa: E402
+from benchmarks.claims import coat_activations as paper  # noqa: E402
+from benchmarks.claims import flashoptim as claims  # noqa: E402
+from benchmarks.claims.findings import BETTER, NOT, SAME  # noqa: E402
+from benchmarks.suites.activations import tables as activation_tables  # noqa: E402
+from benchmarks.suites.activations.tables import BF16, OURS, TWO_THIRDS  # noqa: E402
 from tests import claims_cases  # noqa: E402
 from tests.claims_cases import made  # noqa: E402
 
@@ -33,12 +35,12 @@ def test_without_records_nothing_is_said():
 
 def test_the_stored_records():
     """Bytes and errors need no GPU and do not wait for one; the targets on bytes are reached."""
-    rows = tables.newest(tables.all_records())
+    rows = records.newest(records.all_records())
     for where in ("Table 2, COAT", "Tables 2 and 7", "Figure 4a", "Table 10, scales"):
         assert finding_of(where, rows).verdict in (SAME, BETTER)
     _, body, _ = activation_tables.targets(rows)
     assert [row[-1] for row in body if "kept by a layer" in row[0]] == ["yes"] * 3
-    assert all(activation_tables.TABLES[name](rows)[1] for name in (
+    assert all(activation_tables.TABLES[name].make(rows)[1] for name in (
         "activation_units", "activation_groups", "activation_training"))  # fmt: skip
 
 
@@ -115,7 +117,7 @@ def test_paired_seeds(reached):
     shares = (0.004, 0.001, 0.003 if reached else 0.005)
     rows = trained(fp8=0.0, coat_adamw=0.0)
     rows += [r for i, more in enumerate(shares) for r in trained(seed=i, batch="-b128", fp8=more)]
-    rows = tables.newest(rows)
+    rows = records.newest(rows)
     (mean, error), pairs = (f(activation_tables.paired(rows)) for f in
                             (activation_tables.differences, list))  # fmt: skip
     assert mean == pytest.approx(sum(shares) / 3) and len(pairs) == 3

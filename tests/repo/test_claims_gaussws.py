@@ -4,9 +4,11 @@ import math
 
 import pytest
 
-from benchmarks import claims, noise_tables, tables
-from benchmarks import claims_gaussws as paper
-from benchmarks.findings import NOT, SAME
+from benchmarks import records, tables
+from benchmarks.claims import flashoptim as claims
+from benchmarks.claims import gaussws as paper
+from benchmarks.claims.findings import NOT, SAME
+from benchmarks.suites.noise import tables as noise_tables
 from tests import claims_cases
 
 FLAGS = {"parameters": 27_000_000, "steps": 5000, "tokens": 8192}
@@ -34,7 +36,7 @@ def test_without_records_nothing_is_said():
 
 
 def test_the_stored_records():
-    rows = tables.newest(tables.all_records())
+    rows = records.newest(records.all_records())
     found = {claim.where: claim.finding(rows) for claim in paper.CLAIMS}
     for where, verdict in (("Equation 8", SAME), ("§3.4", NOT), ("§3.5", SAME),
                            ("Equation 6, BF16", NOT),

@@ -3,9 +3,12 @@
 import numpy as np
 import pytest
 
-from benchmarks import adam_mini_curves, claims, findings, tables
-from benchmarks import claims_q_adam_mini as paper
-from benchmarks.findings import BETTER, NOT, SAME
+from benchmarks import curves as adam_mini_curves
+from benchmarks import records, tables
+from benchmarks.claims import findings
+from benchmarks.claims import flashoptim as claims
+from benchmarks.claims import q_adam_mini as paper
+from benchmarks.claims.findings import BETTER, NOT, SAME
 
 GPU = "some GPU"
 LOSSES = {
@@ -49,7 +52,7 @@ def test_without_records_only_shapes_speak():
 
 def test_the_stored_records():
     """Of each row with records there is a verdict, and the embedding's explosion is seen."""
-    rows = tables.newest(tables.all_records())
+    rows = records.newest(records.all_records())
     found = {claim.where: claim.finding(rows) for claim in paper.CLAIMS}
     assert claims.NOT_MEASURED not in {one.verdict for one in found.values()}
     assert found["Figure 6a, embedding, nearest"].verdict == SAME

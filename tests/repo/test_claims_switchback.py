@@ -4,9 +4,11 @@ import math
 
 import pytest
 
-from benchmarks import claims, findings, tables
-from benchmarks import claims_switchback as paper
-from benchmarks.findings import BETTER, NOT, SAME
+from benchmarks import records, tables
+from benchmarks.claims import findings
+from benchmarks.claims import flashoptim as claims
+from benchmarks.claims import switchback as paper
+from benchmarks.claims.findings import BETTER, NOT, SAME
 from tests import claims_cases
 
 LOSSES = {
@@ -38,7 +40,7 @@ def test_without_records_nothing_is_said():
 
 def test_the_stored_records():
     """Each row has a verdict or waits for its records; appendix D does not wait."""
-    rows = tables.newest(tables.all_records())
+    rows = records.newest(records.all_records())
     found = {claim.where: claim.finding(rows) for claim in paper.CLAIMS}
     verdicts = {SAME, BETTER, NOT, claims.NOT_MEASURED, claims.NOT_TRIED}
     assert {one.verdict for one in found.values()} <= verdicts

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import optax_lowmem
-from benchmarks import tables
+from benchmarks import records, tables
 
 README = Path(__file__).parents[2] / "README.md"
 MODULES = [
@@ -103,4 +103,4 @@ def test_every_page_with_a_table_is_rendered():
 def test_tables_are_those_of_the_records(name):
     text = (README.parent / name).read_text("utf-8")
     assert tables.MARKED.search(text)
-    assert tables.rendered(text, tables.all_records()) == text, "run python -m benchmarks.tables"
+    assert tables.rendered(text, records.all_records()) == text, "run python -m benchmarks.tables"

@@ -1,0 +1,54 @@
+"""The stored curves of `adam_mini`: a compressed .npz of f32, with what the run was."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import records
+
+CURVES = records.RESULTS / "q_adam_mini.npz"
+_ABOUT = "about"
+
+
+@dataclasses.dataclass
+class Curves:
+    """Curves that runs logged.
+
+    Attributes:
+      about: the settings that the runs share, and where they ran.
+      runs: variant -> {curve: values}; `step` and `val_step` are the abscissae.
+    """
+
+    about: dict[str, Any]
+    runs: dict[str, dict[str, np.ndarray]]
+
+    def save(self, path: Path) -> None:
+        """Writes the file, together with what other variants of the same settings left in it."""
+        if path.exists():
+            stored = load(path)
+            if stored.about == self.about:
+                self.runs = stored.runs | self.runs
+        arrays = {
+            f"{variant}/{name}": values.astype(np.int32 if "step" in name else np.float32)
+            for variant, curves in self.runs.items()
+            for name, values in curves.items()
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.savez_compressed(path, **{_ABOUT: np.array(json.dumps(self.about))}, **arrays)
+
+
+def load(path: Path = CURVES) -> Curves:
+    """Reads a file that `Curves.save` wrote."""
+    runs: dict[str, dict[str, np.ndarray]] = {}
+    with np.load(path) as stored:
+        about = json.loads(str(stored[_ABOUT]))
+        for key in stored.files:
+            if key != _ABOUT:
+                variant, name = key.rsplit("/", 1)
+                runs.setdefault(variant, {})[name] = stored[key]
+    return Curves(about, runs)

@@ -1,0 +1,45 @@
+"""Runs a benchmark: `python -m benchmarks.run step --record`; without a name, lists them all."""
+
+import importlib
+import sys
+
+# name -> module below benchmarks.suites, whose `main` measures
+SUITES = {
+    "activation_training": "activations.bench_training",
+    "activations": "activations.bench",
+    "adam_mini": "adam_mini.bench",
+    "checkpoint": "checkpoint.bench",
+    "compile": "step.compilation",
+    "end_to_end": "end_to_end.bench",
+    "fit": "fit.bench",
+    "flashoptim": "flashoptim",
+    "formats": "formats.bench",
+    "gaussws": "gaussws.bench",
+    "linear": "linear.bench",
+    "masters": "step.masters",
+    "memory": "memory.bench",
+    "mesh": "mesh.bench",
+    "noise": "noise.bench",
+    "release": "release.bench",
+    "rounding": "adam_mini.rounding",
+    "spikes": "spikes",
+    "step": "step.bench",
+    "switchback": "switchback.bench",
+    "tune": "step.tune",
+}
+
+
+def main() -> int:
+    """Give the rest of the command line to the suite that it names; return the exit status."""
+    name, *rest = sys.argv[1:] or [""]
+    if name not in SUITES:
+        print(f"usage: python -m benchmarks.run SUITE ...; suites: {', '.join(SUITES)}")
+        return 0 if name in ("-h", "--help") else 2
+    suite = importlib.import_module(f"benchmarks.suites.{SUITES[name]}")
+    sys.argv = [f"python -m benchmarks.run {name}", *rest]
+    status = suite.main()
+    return status if isinstance(status, int) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

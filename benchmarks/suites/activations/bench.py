@@ -1,0 +1,211 @@
+"""A Llama's layer with activations in FP8: forward, backward, bytes kept (COAT, Tables 2 and 7).
+
+python -m benchmarks.run activations --record              # Table 7's four shapes, on a GPU
+python -m benchmarks.run activations --only norms errors   # Table 12 and Figure 4; Table 10
+python -m benchmarks.run activations --only bytes errors --record   # anywhere, in minutes
+python -m benchmarks.run activations --shapes h64-s32-b2   # anywhere
+
+Device time of programs looped in one jit, median of `--repeats` calls; implementations take turns.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import records
+from benchmarks.suites.activations import bytes as activation_bytes
+from benchmarks.suites.activations import errors as activation_errors
+from benchmarks.suites.activations import layers as activation_layers
+from benchmarks.suites.activations.layers import Shape
+from benchmarks.suites.fit.bench import QUICK
+from benchmarks.suites.linear.bench import Timed, measure
+from optax_lowmem.layers import fp8_flow
+
+SHAPES = [f"h{width}-s{length}-b4" for width in (2048, 4096) for length in (2048, 4096)]
+DEFAULT = [
+    "bf16", "fp8-flow", "fp8-flow-bf16-dw", "fp8-flow-bf16-gradients", "fp8-flow-cached",
+    "flax-fp8", "bf16-lean",
+]  # fmt: skip
+NORMS = ["4096x1024", "4096x2048", "4096x4096", "4096x8192", "8192x4096"]
+PAPER = "h3072-s2048-b4"  # with an MLP of 8/3 the width, as Table 2 counts
+PARTS = ("layers", "norms", "errors", "bytes")
+Rows = list[dict[str, Any]]
+
+
+def attention() -> str:
+    """The one that is measured: XLA's on a CPU."""
+    return "cudnn" if jax.default_backend() == "gpu" else "xla"
+
+
+def backward(layer: activation_layers.Layer) -> Callable[..., Any]:
+    """(parameters, x, g) -> output and gradients."""
+
+    def step(params: Any, x: jax.Array, g: jax.Array) -> Any:
+        y, pull = jax.vjp(layer, params, x)
+        return y, *pull(g)
+
+    return step
+
+
+def _guess(shape: Shape) -> float:
+    """Seconds of a forward pass, about."""
+    tokens = shape.batch * shape.length
+    flops = 2 * tokens * (4 * shape.width**2 + 3 * shape.width * shape.hidden)
+    return flops / (400e12 if jax.default_backend() == "gpu" else 50e9)
+
+
+def row(case: str, name: str, metric: str, value: float, unit: str, **more: Any) -> dict[str, Any]:
+    """A record, which is printed too."""
+    found = records.record("activations", case, name, metric, value, unit, **more)
+    print(f"{case:<18}{name:<26}{metric:<16}{value:14.4f} {unit}", flush=True)
+    return found
+
+
+# ---- layers: Tables 2 and 7 ----------------------------------------------------------------------
+
+
+def kept(case: str, name: str, kind: str = "cudnn") -> Rows:
+    """Bytes that a layer keeps for its backward pass, from shapes alone, and what made them.
+
+    With XLA's attention, which ours computes anew, its name says so.
+    """
+    if name == "flax-fp8":
+        return []
+    report = activation_bytes.kept(Shape.parse(case), name, kind)
+    label = name if kind == "cudnn" else f"{name}, {kind} attention"
+    more = {"attention": kind, "columns": activation_bytes.by_column(report)}
+    units = report.total_bytes / report.unit
+    return [
+        row(case, label, "saved_bytes", report.total_bytes, "bytes", **more),
+        row(case, label, "saved_units", units, "U", **more),
+    ]
+
+
+def byte_rows(case: str, names: list[str]) -> Rows:
+    """Of each layer, and of ours with XLA's attention."""
+    ours = [name for name in names if name in activation_layers.RECIPES][:1]
+    found = [kept(case, name) for name in names] + [kept(case, name, "xla") for name in ours]
+    return [one for rows in found for one in rows]
+
+
+def planned(step: jax.stages.Lowered) -> int:
+    """Temporary bytes of a step."""
+    options = QUICK if jax.default_backend() == "gpu" else None
+    return step.compile(options).memory_analysis().temp_size_in_bytes
+
+
+def layer_rows(case: str, names: list[str], repeats: int) -> Rows:
+    """Forward, and forward with backward, of each layer; memory that the compiler plans."""
+    shape, kind = Shape.parse(case), attention()
+    keys = jax.random.split(jax.random.key(1), 2)
+    size = (shape.batch, shape.length, shape.width)
+    x, g = (jax.random.normal(key, size, jnp.bfloat16) for key in keys)
+    timed: dict[str, Timed] = {}
+    with ThreadPoolExecutor() as pool:  # plans are made while others are compiled to be timed
+        plans = {}
+        for name in names:
+            layer, params = activation_layers.make(name, shape, kind)
+            plans[name] = pool.submit(planned, jax.jit(backward(layer)).lower(params, x, g))
+            timed[f"{name} forward"] = Timed(layer, (params, x), _guess(shape))
+            timed[name] = Timed(backward(layer), (params, x, g), 3 * _guess(shape))
+    rows = [row(case, name, "temp_bytes", plan.result(), "bytes") for name, plan in plans.items()]
+    times = measure(timed, repeats)
+    for name in names:
+        both, forward = times[name], times[f"{name} forward"]
+        spread = {"min": min(both), "max": max(both), "repeats": repeats, "attention": kind}
+        ms = statistics.median(both), statistics.median(forward)
+        rows.append(row(case, name, "device_ms", ms[0], "ms", **spread))
+        rows.append(row(case, name, "forward_ms", ms[1], "ms"))
+        rows.append(row(case, name, "backward_ms", ms[0] - ms[1], "ms"))
+    return rows
+
+
+# ---- norms: Table 12 and Figure 4b ---------------------------------------------------------------
+
+
+def scalings() -> dict[str, Callable[..., Any]]:
+    """A norm, and what quantising its result for a product takes beside it, of (x, scale)."""
+    norm = activation_layers.normalised
+
+    def delayed(x: jax.Array, scale: jax.Array) -> Any:  # with the maximum of a step before
+        absmax = jnp.full((1, 1), 4.0)
+        return fp8_flow.quantized(norm(x, scale), absmax)
+
+    def just_in_time(x: jax.Array, scale: jax.Array) -> Any:  # a pass of its own for the maximum
+        y = jax.lax.optimization_barrier(norm(x, scale))
+        return fp8_flow.quantized(y, jnp.abs(y).max(keepdims=True).astype(jnp.float32))
+
+    def group_maxima(x: jax.Array, scale: jax.Array) -> Any:  # the first stage alone
+        y = norm(x, scale)
+        return y, fp8_flow.group_absmax(y, 16)
+
+    def group_scaling(x: jax.Array, scale: jax.Array) -> Any:
+        y = norm(x, scale)
+        return fp8_flow.quantized(y, fp8_flow.tensor_absmax(y, 16))
+
+    def flow(x: jax.Array, scale: jax.Array) -> Any:  # with the codes of x that are kept
+        y, pull = jax.vjp(fp8_flow.rms_norm, x, scale)
+        return y.quantized, jax.tree.leaves(pull)
+
+    return {
+        "bf16": norm,
+        "group-maxima": group_maxima,
+        "delayed-scaling": delayed,
+        "just-in-time": just_in_time,
+        "group-scaling": group_scaling,
+        "fp8-flow": flow,
+    }
+
+
+def norm_rows(case: str, repeats: int) -> Rows:
+    """Times of a norm with each way of scaling its result."""
+    rows, width = map(int, case.split("x"))
+    x = jax.random.normal(jax.random.key(0), (rows, width), jnp.bfloat16)
+    guess = 6 * x.size / (1e12 if jax.default_backend() == "gpu" else 5e8)
+    args = (x, jnp.ones(width, jnp.float32))
+    timed = {name: Timed(run, args, guess) for name, run in scalings().items()}
+    found = []
+    for name, times in measure(timed, repeats).items():
+        spread = {"min": min(times), "max": max(times), "repeats": repeats}
+        ms = statistics.median(times)
+        found.append(row(f"norm-{case}", name, "device_ms", ms, "ms", **spread))
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures and prints; `--record` also stores."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--shapes", nargs="+", default=SHAPES, metavar="hWIDTH-sLENGTH-bBATCH")
+    add("--impl", nargs="+", choices=activation_layers.NAMES, default=DEFAULT, metavar="NAME",
+        help=f"of {', '.join(activation_layers.NAMES)}")  # fmt: skip
+    add("--norms", nargs="+", default=NORMS, metavar="ROWSxWIDTH")
+    add("--only", nargs="+", choices=PARTS, default=PARTS, help="parts (default: all)")
+    add("--repeats", type=int, default=5)
+    add("--record", nargs="?", const=True, type=Path, metavar="FILE",
+        help="append to FILE, or to benchmarks/results")  # fmt: skip
+    args = parser.parse_args(arguments)
+
+    def store(rows: Rows) -> None:
+        if args.record:
+            records.append(rows, None if args.record is True else args.record)
+
+    if "layers" in args.only:
+        for case in args.shapes:
+            store(layer_rows(case, args.impl, args.repeats))
+    if "norms" in args.only:
+        for case in args.norms:
+            store(norm_rows(case, args.repeats))
+    if "errors" in args.only:
+        store(activation_errors.rows(row))
+    if "bytes" in args.only:
+        for case in dict.fromkeys((PAPER, *args.shapes)):
+            store(byte_rows(case, args.impl))

@@ -1,0 +1,124 @@
+"""Trains one Llama with activations in bf16 or FP8 and states in f32 or FP8 (COAT, Table 13)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from _gpt.train import F32, LOWMEM, optimizer_step
+from _llama.config import FP8, NONE, PLAIN, STANDARD, Settings, Shape
+from _llama.config import PRESETS as LLAMAS
+from _llama.optimizer import make_optimizer, stored_dtype
+
+from benchmarks import training as llama_training
+from benchmarks.suites.adam_mini.training import Text, offsets
+from benchmarks.suites.switchback.variants import Remedied
+from benchmarks.training import Program, Run, Say
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A way to train.
+
+    Attributes:
+      says: what it is, for a legend.
+      activations: of the layers, as of `--activations`.
+      optimizer: as of `--optimizer`.
+      other_start: whether the weights are drawn from another seed.
+    """
+
+    says: str
+    activations: str = STANDARD
+    optimizer: str = PLAIN
+    other_start: bool = False
+
+
+PLAIN_RUN, FP8_A, FP8_O, FP8_OA, OTHER = (
+    "standard", "fp8", "coat_adamw", "fp8-coat_adamw", "standard-other-start",
+)  # fmt: skip
+VARIANTS = {
+    PLAIN_RUN: Variant("AdamW, 16-bit activations"),
+    FP8_OA: Variant("coat_adamw, FP8 activations", FP8, "coat_adamw"),
+    FP8_A: Variant("AdamW, FP8 activations", FP8),
+    FP8_O: Variant("coat_adamw, 16-bit activations", optimizer="coat_adamw"),
+    OTHER: Variant("AdamW, other initial weights", other_start=True),
+}
+
+_SMALL, _TINY = Shape(4, 96, 256, 3, 3, 256), Shape(2, 32, 64, 2, 2, 256)
+# 134m with half of its preset's batch: five runs of 16,384 tokens x 2000 steps are 0.11 EFLOP
+PRESETS = {
+    "gpu": Run(
+        "llama-134m", LLAMAS["134m"].shape, 256, 64, 2_000, 50, 1e-3, "installed", 16, "bfloat16",
+        "cudnn", "bpe",
+    ),
+    "cpu": Run("llama-mini", _SMALL, 64, 8, 500, 20, 4e-3, "standard-library", 64, "bfloat16"),
+    "smoke": Run("smoke", _TINY, 16, 4, 10, 5, 1e-2, "standard-library", 2, "float32"),
+}  # fmt: skip
+
+
+def flops(run: Run) -> float:
+    """Of a run: 6 for each weight of a matrix and token, and those of causal attention."""
+    return run.shape.flops_per_token(run.context) * run.tokens * run.steps
+
+
+class Experiment:
+    """A model and its text, to be trained with one variant after another."""
+
+    def __init__(self, run: Run, text: Text, seed: int):
+        self.run, self.text, self.seed = run, text, seed
+        self.offsets = offsets(run, text, seed).reshape(-1, run.every, run.batch)
+
+    def settings(self, name: str) -> Settings:
+        """The run as examples/train_llama.py would have it."""
+        run, chosen = self.run, VARIANTS[name]
+        return Settings(
+            preset=run.preset,
+            optimizer=chosen.optimizer,
+            shape=run.shape,
+            sequence=run.context,
+            batch=run.batch,
+            steps=run.steps,
+            learning_rate=run.learning_rate,
+            text=run.text,
+            remat=NONE,
+            compute=run.compute,
+            seed=self.seed + (1000 if chosen.other_start else 0),
+            attention=run.attention,
+            activations=chosen.activations,
+        )
+
+    def model(self, name: str) -> Remedied:
+        """The model of a variant; its `measured` gives the loss and the sizes of features."""
+        run = self.run
+        kept = VARIANTS[name].activations
+        return Remedied(run.shape, run.compute, run.attention, activations=kept)
+
+    def lower(self, name: str) -> Program:
+        """Traces `every` steps of a variant."""
+        model, settings = self.model(name), self.settings(name)
+        tx, plain = make_optimizer(settings), settings.optimizer == PLAIN
+        own_step = optimizer_step(F32 if plain else LOWMEM, settings.implementation)
+
+        @jax.jit
+        def start() -> tuple[Any, Any]:
+            dtype = functools.partial(stored_dtype, settings.optimizer)
+            weights = model.weights(jax.random.key(settings.seed), dtype)
+            state = tx.init(weights)
+            return weights, state if plain else optax.tree.set(state, seed=jnp.uint32(self.seed))
+
+        def take_step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+            return own_step(tx, grads, state, params)
+
+        return llama_training.lower(self.run, self.text, self.offsets, model, start, take_step)
+
+    def train(
+        self, program: Program, compiled: tuple[Callable[..., Any], ...], say: Say
+    ) -> dict[str, np.ndarray]:
+        """Trains from the start: name -> curve. A run that becomes NaN ends there."""
+        return llama_training.train(self.run, self.text, self.offsets, program, compiled, say)

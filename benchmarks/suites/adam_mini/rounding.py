@@ -1,0 +1,94 @@
+"""Q-Adam-mini's Table 5: what stochastic rounding costs, encoding a matrix of a million rows.
+
+    python -m benchmarks.run rounding --record               # [1,000,000, 2048] f32: 12 GB
+    python -m benchmarks.run rounding --rows 1000            # anywhere
+
+Both read f32 and write int8 codes and a scale for each 256 values. The random numbers are a hash of
+the position, made where they are used. The copy is what reading and writing as many bytes takes.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import records
+from optax_lowmem import codecs
+from optax_lowmem._src.core import random
+
+WIDTH, GROUP, TRIALS = 2048, 256, 10  # the paper's
+ROUNDINGS = ("nearest", "stochastic")
+
+
+def encoder(rounding: str) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
+    """(matrix, uint32 step) -> codes and scales, compiled."""
+
+    def encode(x: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+        noise = None
+        if rounding == "stochastic":
+            key = random.leaf_key(jnp.uint32(0), step, "matrix")
+            noise = random.uniforms(key, x.shape, GROUP)
+        return codecs.encode_array(codecs.affine(), x, GROUP, noise)
+
+    return jax.jit(encode)
+
+
+def _converted(x: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """As many bytes with no work: a byte of each value."""
+    return x.astype(jnp.int8), step
+
+
+def seconds(work: Callable[..., Any], x: jax.Array, trials: int) -> list[float]:
+    """Each trial's time, after two that do not count."""
+    times = []
+    for step in range(trials + 2):
+        begin = time.perf_counter()
+        jax.block_until_ready(work(x, jnp.uint32(step)))
+        times.append(time.perf_counter() - begin)
+    return times[2:]
+
+
+def measure(rows: int, trials: int = TRIALS) -> dict[str, list[float]]:
+    """Seconds of every trial: how it rounds -> times; `convert` is the copy."""
+    x = jax.random.normal(jax.random.key(0), (rows, WIDTH), jnp.float32)
+    work = {name: encoder(name) for name in ROUNDINGS} | {"convert": jax.jit(_converted)}
+    return {name: seconds(function, x, trials) for name, function in work.items()}
+
+
+def as_records(rows: int, times: dict[str, list[float]]) -> Iterator[dict[str, Any]]:
+    """One record a way to round: the median, with the paper's mean beside it."""
+    base = statistics.median(times["nearest"])
+    for name, found in times.items():
+        middle = statistics.median(found)
+        yield records.record(
+            "rounding",
+            f"affine-int8/{rows}x{WIDTH}",
+            name,
+            "device_ms",
+            1e3 * middle,
+            "ms",
+            mean=1e3 * statistics.mean(found),
+            ratio_to_nearest=middle / base,
+        )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures and prints; `--record` also stores."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--rows", type=int, default=1_000_000)
+    add("--trials", type=int, default=TRIALS)
+    add("--record", nargs="?", const=True, metavar="FILE")
+    args = parser.parse_args(arguments)
+    found = list(as_records(args.rows, measure(args.rows, args.trials)))
+    for row in found:
+        print(f"{row['impl']:<12}{row['value']:>10.3f} ms  x {row['ratio_to_nearest']:.2f}")
+    if args.record is not None:
+        print(records.append(found, None if args.record is True else Path(args.record)))

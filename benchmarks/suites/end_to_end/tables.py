@@ -1,0 +1,152 @@
+"""Whole training steps beside torch's: tables and a figure, from end_to_end's records."""
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks import ROOT
+from benchmarks.records import Rows, all_records, newest, on_gpus
+from benchmarks.render import Rendered, Table
+
+GIB = 2.0**30
+PICTURE = ROOT / "docs/figures/training_speed.png"
+MODELS = {
+    "llama-1b": ("Llama-3.2-1B", "8 x 2048"),
+    "llama-3b": ("Llama-3.2-3B", "4 x 2048"),
+    "llama-8b": ("Llama-3.1-8B", "4 x 2048"),
+}  # case of a record -> model, tokens of a step
+ACCUMULATED = {
+    "fp8-accumulated-16": "16 x 8 x 1024",
+    "fp8-accumulated-16-anew": "16 x 8 x 1024",
+    "fp8-accumulated": "64 x 8 x 1024",
+    "lean-accumulated": "64 x 8 x 1024",
+}  # likewise of its micro-batches
+# impl of a record -> what it is, in the table's order
+PROGRAMS = {
+    "default": "ours, bf16: without flags",
+    "fp8-unrolled": "ours, `--activations fp8`",
+    "switchback-fp8": "ours, `--linear switchback-fp8`",
+    "fp8-accumulated-16": "ours, `--activations fp8 --accumulate 16`",
+    "fp8-accumulated-16-anew": "the same, weights quantized in each micro-batch",
+    "fp8-accumulated": "ours, `--activations fp8 --accumulate 64`",
+    "lean-accumulated": "ours, bf16, `--accumulate 64`",
+    "optax.adamw": "the same model with `optax.adamw` and f32 weights",
+    "torch-liger": "torch, Liger kernels, flashoptim",
+    "torch-liger-ckpt": "torch, Liger kernels, flashoptim, checkpointing",
+    "torch-compile": "torch.compile, flashoptim",
+    "torch-compile-ckpt": "torch.compile, flashoptim, checkpointing",
+    "torch-float8": "torch.compile, torchao float8, flashoptim",
+    "torch-float8-ckpt": "torch.compile, torchao float8, flashoptim, checkpointing",
+}
+LOSSES = ("all logits", "chunks of 512", "chunks of 1024", "chunks of 2048", "chunks of 4096")
+
+
+def steps(rows: Rows) -> dict[str, dict[str, dict[str, dict]]]:
+    """Model -> program -> metric -> record, of the device measured last for each model."""
+    here = [row for row in on_gpus(rows) if row["bench"] == "end_to_end"]
+    found: dict[str, dict[str, dict[str, dict]]] = {}
+    for case in MODELS:
+        own = [row for row in here if row["case"] == case and row["impl"] in PROGRAMS]
+        for name in PROGRAMS:
+            of = {row["metric"]: row for row in own
+                  if row["impl"] == name and row["device"] == own[-1]["device"]}  # fmt: skip
+            if of:
+                found.setdefault(case, {})[name] = of
+    return found
+
+
+def _peak(of: dict[str, dict]) -> dict[str, Any]:
+    """The record of the peak of memory: torch's allocations, or the plan of our compiler."""
+    return of.get("peak_bytes") or of["planned_bytes"]
+
+
+def programs(rows: Rows) -> Table:
+    """Tokens a second, the peak of memory, and the share of the chip's FLOP/s, by program."""
+    body, used = [], []
+    for case, own in steps(rows).items():
+        for name, of in own.items():
+            body.append([
+                MODELS[case][0], ACCUMULATED.get(name, MODELS[case][1]), PROGRAMS[name],
+                f"{of['tokens_per_s']['value']:,.0f}",
+                f"{_peak(of)['value'] / GIB:.1f}", f"{of['mfu']['value']:.0%}",
+                f"{of['compile_s']['value']:.0f}",
+            ])  # fmt: skip
+            used += of.values()
+    head = ["model", "tokens", "program", "tokens/s", "peak, GiB", "MFU of 16 bits",
+            "compilation or warm-up, s"]  # fmt: skip
+    return head, body, used
+
+
+def losses(rows: Rows) -> Table:
+    """The loss of the linear head alone, and with its gradients."""
+    here = [row for row in on_gpus(rows) if row["bench"] == "end_to_end"]
+    body, used = [], []
+    for name in LOSSES:
+        own = [row for row in here if row["impl"] == name and row["case"].startswith("loss")]
+        of = {(row["case"], row["metric"]): row for row in own}
+        if of:
+            both = "loss and gradients"
+            body.append([
+                name, f"{of[both, 'device_ms']['value']:.1f}",
+                f"{of[both, 'temporary_bytes']['value'] / GIB:.2f}",
+                f"{of['loss alone', 'device_ms']['value']:.1f}",
+                f"{of['loss alone', 'temporary_bytes']['value'] / GIB:.2f}",
+            ])  # fmt: skip
+            used += of.values()
+    head = ["16,384 tokens, 128,256 x 2048", "loss and gradients, ms", "temporaries, GiB",
+            "loss alone, ms", "temporaries, GiB"]  # fmt: skip
+    return head, body, used
+
+
+TABLES = {
+    "end_to_end": Rendered(programs, "end_to_end"),
+    "end_to_end_loss": Rendered(losses, "end_to_end"),
+}
+
+
+def draw(rows: Rows, file: Path = PICTURE) -> None:
+    """Tokens a second against the peak of memory; one panel a model."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = steps(rows)
+    if not found:
+        raise SystemExit("no records of whole steps: run end_to_end first")
+    figure, panels = plt.subplots(
+        1, len(found), figsize=(4.8 * len(found), 3.6), layout="constrained", squeeze=False
+    )
+    for axes, (case, own) in zip(panels[0], found.items(), strict=True):
+        for name, of in own.items():
+            if name in ACCUMULATED:  # another batch
+                continue
+            ours = PROGRAMS[name].startswith("ours")
+            at = _peak(of)["value"] / GIB, of["tokens_per_s"]["value"] / 1e3
+            colour = "#0b6e4f" if ours else "#7a7f87"
+            axes.plot(*at, "o" if ours else "s", color=colour, markersize=8)
+            label = PROGRAMS[name].replace("`", "").removeprefix("ours, ")
+            label = label.replace(", flashoptim", "").replace("the same model with ", "")
+            # clear of its neighbour's marker
+            below = (7, -3 if "Liger" not in label else 5 if "checkpointing" in label else -11)
+            axes.annotate(
+                label, at, xytext=below, textcoords="offset points", size=7.5, color=colour
+            )
+        axes.set_title(f"{', '.join(MODELS[case])} tokens", loc="left", size=9.5, weight="bold")
+        axes.margins(y=0.12)
+        axes.set_xlabel("peak memory, GiB")
+        left, right = axes.get_xlim()
+        axes.set_xlim(left, right + 0.6 * (right - left))  # for what is written there
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0][0].set_ylabel("thousand tokens per second")
+    device = next(iter(next(iter(found.values())).values()))["tokens_per_s"]["device"]
+    figure.suptitle(
+        f"One training step on one {device}: ours (green) and others; up and left is better",
+        size=10,
+    )
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=150, facecolor="white")
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    draw(newest(all_records()))

@@ -1,0 +1,253 @@
+"""The largest batch of a Llama that fits on one GPU, by optimizer and activations (COAT, Table 8).
+
+    python -m benchmarks.run fit --preset 3b --record     # minutes on a GPU of 80 GB
+    python -m benchmarks.run fit --preset 8b --only flash_adamw coat_adamw+fp8 --record
+    python -m benchmarks.run fit --preset tiny --sequence 32 --memory 0.02   # anywhere
+
+What fits is read from the compiler's plan of a step: nothing is allocated to find it. Then a few
+steps are timed, at a batch that all can run and at each one's largest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import train_llama
+from _gpt.train import planned_bytes
+from _llama import train
+from _llama.config import PRESETS
+
+from benchmarks import records
+
+GIB = 2.0**30
+# name -> flags of examples/train_llama.py
+CONFIGURATIONS = {
+    "optax.adamw": "--optimizer optax.adamw",
+    "flash_adamw": "--optimizer flash_adamw",
+    "coat_adamw": "--optimizer coat_adamw",
+    "coat_adamw+fp8": "--optimizer coat_adamw --activations fp8",
+    "flash_adamw+fp8": "--optimizer flash_adamw --activations fp8",
+}
+ALL = "all"  # the implementation of what is said of all of them
+SHARE = 0.98  # of what JAX may take: what lies in pieces cannot be used whole
+# A plan's bytes hardly depend on how kernels are chosen, which is most of compiling.
+QUICK = {"xla_gpu_autotune_level": "0"}
+say = functools.partial(print, flush=True)
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--preset", choices=PRESETS, default="3b", help="of examples/train_llama.py (default: 3b)")
+    add("--sequence", type=int, default=2048, help="tokens (default: 2048)")
+    add("--only", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS), metavar="NAME",
+        help=f"of {', '.join(CONFIGURATIONS)} (default: all)")  # fmt: skip
+    add("--remat", action="store_true", help="compute layers anew in the backward pass")
+    add("--attention", choices=("xla", "cudnn"), help="default: cudnn on a GPU")
+    add("--memory", type=float, metavar="GIB", help="of a device; default: what JAX may take")
+    add("--most", type=int, default=1024, help="batch (default: 1024)")
+    add("--steps", type=int, default=8, help="of each timing; 0: plans alone (default: 8)")
+    add("--jobs", type=int, default=5, help="programs compiled at once (default: 5)")
+    add("--limit", type=float, default=530, metavar="S",
+        help="start no timing after this (default: %(default)s s)")  # fmt: skip
+    add("--record", nargs="?", const=True, type=Path, metavar="FILE",
+        help="append to FILE, or to benchmarks/results")  # fmt: skip
+    return parser.parse_args(arguments)
+
+
+# ---- plans ---------------------------------------------------------------------------------------
+
+
+def settings_of(args: argparse.Namespace, name: str, batch: int) -> Any:
+    """A run of the example."""
+    attention = args.attention or ("cudnn" if jax.default_backend() == "gpu" else "xla")
+    flags = f"--preset {args.preset} --sequence {args.sequence} --batch {batch} --data 1"
+    flags += f" --text random --attention {attention} --steps {max(1, args.steps)}"
+    flags += f" --{'' if args.remat else 'no-'}remat {CONFIGURATIONS[name]}"
+    return train_llama.make_settings(train_llama.parse_arguments(flags.split()))
+
+
+def plan(args: argparse.Namespace, name: str, batch: int) -> int:
+    """Bytes of a step, by its compiler."""
+    program = train.make_program(settings_of(args, name, batch))
+    lowered = program.step.lower(*program.like, program.tokens)
+    options = QUICK if jax.default_backend() == "gpu" else None
+    found = planned_bytes(lowered.compile(options))
+    say(f"{name:<18} batch {batch:>4}: {found / GIB:9.3f} GiB planned")
+    return found
+
+
+def largest(of: Callable[[int], int], limit: float, most: int) -> tuple[int, dict[int, int]]:
+    """The largest batch within a limit (0: none), and the bytes of each one looked at.
+
+    Bytes grow nearly in proportion, so the next one looked at is where a line reaches the limit;
+    and now and then the middle of what is left, for plans that do not.
+    """
+    found: dict[int, int] = {}
+    low, high, guess = 0, most + 1, 1
+    while high - low > 1:
+        found[guess] = of(guess)
+        low, high = (guess, high) if found[guess] <= limit else (low, guess)
+        if len(found) == 1:
+            guess = 2
+        elif len(found) > 4 and len(found) % 2:
+            guess = (low + high) // 2
+        else:
+            a, b = sorted(found, key=lambda batch: abs(batch - low))[:2]
+            slope = max(1.0, (found[b] - found[a]) / (b - a))
+            guess = low + int((limit - found.get(low, limit)) / slope)
+        guess = min(max(guess, low + 1), high - 1)
+    return low, found
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Largest batch of a configuration that fits on a device.
+
+    Attributes:
+      batch: the largest; 0: none.
+      planned: batch -> bytes.
+      own_bytes: of weights and state.
+    """
+
+    batch: int
+    planned: dict[int, int]
+    own_bytes: int
+
+    @property
+    def sequence_bytes(self) -> float:
+        """Planned bytes per additional sequence."""
+        first, last = min(self.planned), max(self.planned)
+        return (self.planned[last] - self.planned[first]) / max(1, last - first)
+
+
+def fit(args: argparse.Namespace, name: str, limit: float) -> Fit:
+    """The largest batch of a configuration."""
+    batch, planned = largest(functools.partial(plan, args, name), limit, args.most)
+    own = train.make_program(settings_of(args, name, 1)).device_bytes
+    return Fit(batch, planned, own)
+
+
+# ---- timings -------------------------------------------------------------------------------------
+
+
+def peak() -> int:
+    """The most bytes that there have been on the device; 0 where nobody counts."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+
+
+def timed(settings: Any, program: Any) -> dict[str, float]:
+    """Tokens a second and bytes of a few steps; the peak is its own if it is a new one."""
+    before = peak()
+    _, batches = train.make_batches(settings, Path("demo_output"))
+    run = train.Run(*program.start(), 0, [], [])
+    for _ in train.advance(run, program, batches, settings.steps):
+        pass
+    found = train.measured(run, settings, program)
+    numbers = {name: found[name] for name in ("tokens_per_s", "step_ms")}
+    numbers["planned_bytes"] = planned_bytes(program.compiled)
+    return numbers | ({"peak_bytes": peak()} if peak() > before else {})
+
+
+def attempt(settings: Any, program: Any) -> dict[str, float] | None:
+    """`timed`, or None where there is no memory for it."""
+    try:
+        return timed(settings, program)
+    except jax.errors.JaxRuntimeError as error:
+        if not any(words in str(error) for words in train_llama.SAID_SO):
+            raise
+    return None
+
+
+UNITS = {"tokens_per_s": "tokens/s", "step_ms": "ms"}
+
+
+class Bench:
+    """Plans, then timings, and their records."""
+
+    def __init__(self, args: argparse.Namespace):
+        self.args, self.start = args, time.perf_counter()
+        has = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+        if args.memory is None and has is None:
+            raise SystemExit("this device does not say what memory it has: pass --memory GIB")
+        self.has = args.memory * GIB if args.memory is not None else has
+        self.case = f"llama-{args.preset}-s{args.sequence}{'-remat' if args.remat else ''}"
+
+    def store(self, impl: str, values: dict[str, float], case: str = "") -> None:
+        """Prints, and records where that was asked for."""
+        rows = []
+        for metric, value in values.items():
+            unit = UNITS.get(metric, "sequences" if metric.endswith("batch") else "bytes")
+            rows.append(
+                records.record("fit", case or self.case, impl, metric, value, unit,
+                               limit_bytes=self.has, remat=self.args.remat)
+            )  # fmt: skip
+            say(f"{case or self.case:<24}{impl:<18}{metric:<16}{value:>18,.0f} {unit}")
+        if self.args.record:
+            records.append(rows, None if self.args.record is True else self.args.record)
+
+    def plans(self) -> dict[str, Fit]:
+        """Side by side, one thread a configuration."""
+        with ThreadPoolExecutor(self.args.jobs) as pool:
+            of = functools.partial(fit, self.args, limit=SHARE * self.has)
+            fits = dict(zip(self.args.only, pool.map(of, self.args.only), strict=True))
+        for name, found in fits.items():
+            values = {"max_batch": found.batch, "own_bytes": found.own_bytes}
+            values |= {"planned_bytes": found.planned[found.batch or 1]}
+            self.store(name, values | {"sequence_bytes": found.sequence_bytes})
+        return fits
+
+    def timings(self, fits: dict[str, Fit]) -> None:
+        """Smaller programs first, so that peaks are new."""
+        batches = {name: found.batch for name, found in fits.items() if found.batch}
+        if not batches:
+            return
+        common = min(batches.values())
+        self.store(ALL, {"common_batch": common})
+        wanted = sorted(
+            {(name, b) for name, most in batches.items() for b in (common, most)},
+            key=lambda one: fits[one[0]].own_bytes + one[1] * fits[one[0]].sequence_bytes,
+        )
+        every = [settings_of(self.args, *one) for one in wanted]
+        programs = [train.make_program(settings) for settings in every]
+        with ThreadPoolExecutor(self.args.jobs) as pool:
+            list(pool.map(lambda program: program.compiled, programs))
+        say(f"compiled after {time.perf_counter() - self.start:.0f} s")
+        for (name, batch), settings, program in zip(wanted, every, programs, strict=True):
+            if time.perf_counter() - self.start > self.args.limit:
+                say(f"{name} at batch {batch} is left out")
+                continue
+            numbers = attempt(settings, program)
+            if numbers is None and batch > common:  # its kernels, now chosen, want more: one less
+                say(f"{name} at batch {batch}: planned, but out of memory")
+                batch -= 1
+                self.store(name, {"max_batch": batch})
+                settings = settings_of(self.args, name, batch)
+                numbers = attempt(settings, train.make_program(settings))
+            if numbers is None:
+                say(f"{name} at batch {batch}: out of memory")
+            else:
+                self.store(name, numbers, f"{self.case}-b{batch}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Plans, then times."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")  # as the example
+    args = parse_arguments(arguments)
+    bench = Bench(args)
+    fits = bench.plans()
+    if args.steps:
+        bench.timings(fits)
+    say(f"done after {time.perf_counter() - bench.start:.0f} s")

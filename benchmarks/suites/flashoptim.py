@@ -1,0 +1,94 @@
+"""Figures 3 to 5 of FlashOptim as numbers; minutes on a CPU.
+
+JAX_PLATFORMS=cpu python -m benchmarks.run flashoptim --record
+
+The notebook draws the same figures with the same functions.
+"""
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+import flashoptim_measure as measure
+import numpy as np
+import optax
+from flashoptim_training import Run, Size, Task, warmup_cosine
+
+import optax_lowmem as lowmem
+from benchmarks import records
+from optax_lowmem import codecs
+
+PEAK, ADAMW = 3e-3, {"b1": 0.9, "b2": 0.99, "weight_decay": 0.1}
+VARIANCES = {
+    "sqrt, paper": (codecs.sqrt_paper(), "nearest"),
+    "linear, paper": (codecs.linear_paper(signed=False), "nearest"),
+    "sqrt, ours": (codecs.sqrt(), "stochastic"),
+}
+PERCENTILES = {"median_nmse": 50, "p95_nmse": 95}
+LOWEST = -100  # below, the correction of a bf16 weight is a denormal f32, which devices flush
+
+
+def splits(samples: int) -> Iterator[dict[str, Any]]:
+    """Figure 3: range over the normal exponents of the mean relative error of a rebuilt f32."""
+    for target in measure.DTYPES:
+        normal = measure.normal_range(target) & (measure.EXPONENTS >= LOWEST)
+        for name, errors in measure.reconstruction_error(target, samples).items():
+            case, within = f"split/{target}", errors[normal]
+            for end, value in (("min", within.min()), ("max", within.max())):
+                metric = f"{end}_mean_relative_error"
+                yield records.record("claims", case, name, metric, float(value), "share")
+    for name in ("ulp-32", "bits-32"):
+        share = measure.exact_share(name, samples, LOWEST)
+        yield records.record("claims", "split/bf16", name, "exact_share", share, "share")
+
+
+def moments(task: Task, steps: int) -> Iterator[dict[str, Any]]:
+    """Figure 4: percentiles over tensors and steps of the NMSE of a real run's moments."""
+    optimizers = {
+        "SGD": optax.sgd(warmup_cosine(0.1, steps), momentum=0.9),
+        "AdamW": optax.adamw(warmup_cosine(PEAK, steps), **ADAMW),
+        "Lion": optax.lion(warmup_cosine(PEAK / 10, steps), b1=0.9, b2=0.99, weight_decay=1.0),
+    }
+    for name, tx in optimizers.items():
+        watch = measure.StateErrors(every=max(1, steps // 30))
+        task.train(tx, steps, watch)
+        for slot in ("m", "v"):
+            for codec, values in watch.values.get(slot, {}).items():
+                case = f"moments/{name}-{slot}"
+                for metric, percent in PERCENTILES.items():
+                    nmse = float(np.percentile(values, percent))
+                    yield records.record("claims", case, codec, metric, nmse, "share")
+
+
+def variances(task: Task, steps: int) -> Iterator[dict[str, Any]]:
+    """Figure 5: whether AdamW becomes NaN with a stored variance, and its last loss if not."""
+    for name, (nu, rounding) in VARIANCES.items():
+        mu = codecs.softsign() if rounding == "stochastic" else codecs.softsign_paper()
+        storage = lowmem.Storage(mu=mu, nu=nu, rounding=rounding, policy=lowmem.Policy(min_size=1))
+        rate = warmup_cosine(PEAK, steps)
+        run: Run = task.train(lowmem.flash_adamw(rate, **ADAMW, storage=storage), steps)
+        values = {"diverged": float(not np.isfinite(run.final()))}
+        if not values["diverged"]:
+            values["last_loss"] = run.final()
+        for metric, value in values.items():
+            unit = "nats/byte" if metric == "last_loss" else "yes or no"
+            yield records.record("claims", "variance/adamw", name, metric, value, unit)
+
+
+def main() -> None:
+    """Measures and prints; `--record` also stores."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--samples", type=int, default=2**16, help="f32 weights an exponent")
+    parser.add_argument("--steps", type=int, default=300, help="of each training run")
+    parser.add_argument("--record", action="store_true", help="append to benchmarks/results")
+    args = parser.parse_args()
+    task = Task(Size())
+    rows = [
+        *splits(args.samples),
+        *moments(task, args.steps),
+        *variances(task, args.steps),
+    ]
+    for row in rows:
+        print(f"{row['case']:<20}{row['impl']:<22}{row['metric']:<26}{row['value']:.4g}")
+    if args.record:
+        print(f"recorded in {records.append(rows)}")

@@ -1,0 +1,249 @@
+"""Trains a GPT with AdamW in f32, and keeps a sample of its m and v in every format beside it.
+
+Each copy is in closed loop: at every step it is decoded, averaged with the live gradient and
+encoded again. The weights follow the f32 state alone, so that all copies see the same gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from _gpt import train
+from _gpt.config import ModelShape, Settings, matrices
+
+from benchmarks.suites.adam_mini.training import Text, offsets
+from benchmarks.suites.formats.formats import MU, STOCHASTIC, Copy
+from optax_lowmem import codecs
+from optax_lowmem._src.core import random, trees
+
+PRESETS = {
+    # the examples' model of that name; 2048 tokens a step leave the gradients noisy
+    "gpt-42m": Settings(
+        preset="gpt-42m",
+        optimizer="adamw",
+        shape=ModelShape(layers=8, heads=8, width=512),
+        context=256,
+        batch=8,
+        steps=3_000,
+        learning_rate=1e-3,
+        tokenizer="bpe",
+        vocab=32_000,
+        text="installed",
+        held_out_batches=100,
+        compute="bfloat16",
+    ),
+    "gpt-3m": Settings(
+        preset="gpt-3m",
+        optimizer="adamw",
+        shape=ModelShape(layers=2, heads=4, width=256),
+        context=64,
+        batch=8,
+        steps=1_500,
+        learning_rate=3e-3,
+        tokenizer="bpe",
+        vocab=4_096,
+        text="standard-library",
+        held_out_batches=20,
+        compute="float32",
+    ),
+}
+LONGEST = 512  # neighbours in a chunk: 16 groups of 32, or 4 of 128
+NOISE_GROUP = 32  # of the random bits, which all copies of a slot share
+SMALLEST = 4096  # elements of a leaf: below, the package does not compress
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """Some rows of neighbours of each matrix, always the same.
+
+    Attributes:
+      paths, sizes: of the sampled leaves.
+      length: neighbours in a chunk.
+      chunks: of each leaf, which of its chunks.
+    """
+
+    paths: tuple[str, ...]
+    sizes: tuple[int, ...]
+    length: int
+    chunks: tuple[np.ndarray, ...]
+
+    @staticmethod
+    def of(params: Any, each: int, seed: int) -> Sample:
+        """`each` chunks of every matrix."""
+        leaves = [
+            (path, p) for path, p in trees.named_leaves(params) if p.ndim > 1 and p.size >= SMALLEST
+        ]
+        # the largest power of two that divides every last axis
+        length = functools.reduce(np.gcd, (p.shape[-1] for _, p in leaves), LONGEST)
+        rng = np.random.default_rng(seed)
+        totals = [p.size // length for _, p in leaves]
+        chunks = [np.sort(rng.choice(n, min(each, n), replace=False)) for n in totals]
+        names, sizes = zip(*((path, p.size) for path, p in leaves), strict=True)
+        return Sample(names, sizes, int(length), tuple(c.astype(np.int32) for c in chunks))
+
+    @property
+    def leaf_of_chunk(self) -> np.ndarray:
+        """Index of the leaf of each chunk."""
+        return np.repeat(np.arange(len(self.paths)), [len(c) for c in self.chunks])
+
+    def leaves(self, tree: Any) -> list[jax.Array]:
+        """The sampled leaves of a tree like the parameters, whole."""
+        found = dict(trees.named_leaves(tree))
+        return [found[path] for path in self.paths]
+
+    def take(self, tree: Any) -> jax.Array:
+        """[chunks, length] of a tree like the parameters."""
+        rows = [
+            leaf.reshape(-1, self.length)[chunks]
+            for leaf, chunks in zip(self.leaves(tree), self.chunks, strict=True)
+        ]
+        return jnp.concatenate(rows)
+
+
+def start_copies(copies: Sequence[Copy], shape: tuple[int, ...]) -> dict[str, Any]:
+    """Codes and scales of zeros: all bits 0, which every codec decodes to 0."""
+    values = jax.ShapeDtypeStruct(shape, jnp.float32)
+    shapes = {
+        c.key: jax.eval_shape(lambda x, c=c: codecs.encode_array(c.codec, x, c.group), values)
+        for c in copies
+    }
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+
+
+def decode_copies(copies: Sequence[Copy], stored: dict[str, Any]) -> dict[str, jax.Array]:
+    """f32 values of each copy."""
+    return {c.key: codecs.decode_array(c.codec, *stored[c.key], c.group) for c in copies}
+
+
+def average(slot: str, values: jax.Array, grads: jax.Array, decays: dict[str, float]) -> jax.Array:
+    """Adam's moment after a gradient."""
+    decay = decays[slot]
+    new = grads if slot == MU else grads * grads
+    return decay * values + (1 - decay) * new
+
+
+def step_copies(
+    copies: Sequence[Copy],
+    stored: dict[str, Any],
+    grads: jax.Array,
+    decays: dict[str, float],
+    key: tuple[jax.Array, jax.Array],
+) -> dict[str, Any]:
+    """Decodes, averages and encodes every copy; `key` is the seed and the step."""
+    noise = {
+        slot: random.uniforms(random.leaf_key(*key, "sample"), grads.shape, NOISE_GROUP, slot)
+        for slot in decays
+    }
+    values = decode_copies(copies, stored)
+    return {
+        c.key: codecs.encode_array(
+            c.codec,
+            average(c.slot, values[c.key], grads, decays),
+            c.group,
+            noise[c.slot] if c.rounding == STOCHASTIC else None,
+        )
+        for c in copies
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """The sample after a step: f32 moments, copies as stored, and their values."""
+
+    step: int
+    true: dict[str, np.ndarray]
+    stored: dict[str, tuple[np.ndarray, np.ndarray]]
+    values: dict[str, np.ndarray]
+
+
+class Experiment:
+    """A model, its text and optimizer, and the copies of its states."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        text: Text,
+        copies: Sequence[Copy],
+        *,
+        decays: dict[str, float],
+        chunks: int,
+        every: int,
+        seed: int,
+    ):
+        self.settings, self.text, self.copies, self.decays = settings, text, copies, decays
+        self.every, self.seed = every, seed
+        graphdef, self.weights = train.build_model(settings, text.vocab)
+        self.loss = train.loss_function(graphdef, settings.compute)
+        self.clip = optax.clip_by_global_norm(train.CLIP)
+        self.adamw = optax.adamw(
+            settings.schedule(), decays["mu"], decays["nu"], weight_decay=0.1, mask=matrices
+        )
+        shapes = jax.eval_shape(self.weights, jax.random.key(0))
+        self.sample = Sample.of(shapes, chunks, seed)
+        self.parameters = sum(p.size for p in jax.tree.leaves(shapes))
+        self.offsets = offsets(settings, text, seed).reshape(-1, every, settings.batch)
+
+    def start(self) -> tuple[Any, ...]:
+        """Weights, optimizer state and copies before the first step."""
+        weights = self.weights(jax.random.key(self.seed))
+        shape = (len(self.sample.leaf_of_chunk), self.sample.length)
+        return weights, self.adamw.init(weights), start_copies(self.copies, shape)
+
+    def _step(self, tokens: jax.Array, carry: Any, now: Any) -> tuple[Any, jax.Array]:
+        (params, state, stored), (step, at) = carry, now
+        windows = tokens[at[:, None] + jnp.arange(self.settings.context + 1)[None]]
+        value, grads = jax.value_and_grad(self.loss)(params, windows.astype(jnp.int32))
+        grads, _ = self.clip.update(grads, optax.EmptyState())
+        key = jnp.uint32(self.seed), step
+        stored = step_copies(self.copies, stored, self.sample.take(grads), self.decays, key)
+        updates, state = self.adamw.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state, stored), value
+
+    def lower(self) -> jax.stages.Lowered:
+        """`every` steps."""
+
+        def steps(carry: Any, tokens: jax.Array, first: jax.Array, starts: jax.Array) -> Any:
+            numbers = first + jnp.arange(self.every)
+            return jax.lax.scan(functools.partial(self._step, tokens), carry, (numbers, starts))
+
+        shapes = jax.eval_shape(self.start)
+        starts = jax.ShapeDtypeStruct(self.offsets.shape[1:], np.int32)
+        first = jax.ShapeDtypeStruct((), np.int32)
+        return jax.jit(steps, donate_argnums=0).lower(shapes, self.text.tokens, first, starts)
+
+    def moments(self, state: Any) -> dict[str, Any]:
+        """AdamW's own mu and nu, as trees."""
+        return {slot: optax.tree_utils.tree_get(state, slot) for slot in self.decays}
+
+    def run(
+        self, look: Callable[[Snapshot, Any], None], looks: int, say: Callable[[str], None]
+    ) -> None:
+        """Trains; `look` sees the sample and AdamW's moments `looks` times, last at the end."""
+        compiled = self.lower().compile()
+        decode = jax.jit(functools.partial(decode_copies, self.copies))
+        carry, begin = jax.jit(self.start)(), time.perf_counter()
+        calls, shown = len(self.offsets), max(1, len(self.offsets) // looks)
+        for call, starts in enumerate(self.offsets, start=1):
+            carry, losses = compiled(
+                carry, self.text.tokens, np.int32((call - 1) * self.every), starts
+            )
+            if call % shown and call < calls:
+                continue
+            _, state, stored = carry
+            moments = self.moments(state)
+            true = {slot: self.sample.take(tree) for slot, tree in moments.items()}
+            step = call * self.every
+            look(Snapshot(step, *jax.device_get((true, stored, decode(stored)))), moments)
+            seconds = time.perf_counter() - begin
+            mean = float(losses.mean())
+            say(f"{step:6d}  training loss {mean:.4f}  {1e3 * seconds / step:.1f} ms a step")
+            if not np.isfinite(mean):
+                raise SystemExit("the training diverged")

@@ -1,0 +1,189 @@
+"""Trains one Llama on bytes with noise on some of its matrices, on the same batches.
+
+All variants have flash_adamw behind clipping by the global norm: bf16 weights whose other bits are
+in the state, as noise is meant to be used here; without noise it is the bf16 baseline.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from _gpt.config import warmup_cosine
+from _llama.config import Shape
+from _llama.model import Llama
+from _llama.optimizer import stored_dtype
+
+import optax_lowmem as lowmem
+from benchmarks.suites.adam_mini.training import Text, offsets
+from benchmarks.suites.noise.training import VARIANTS as NOISY
+from benchmarks.suites.noise.training import make_optimizer
+from benchmarks.training import Program, Run, Say, follow, many_steps
+from optax_lowmem import gaussws
+
+OPTIMIZER = "flash_adamw"
+BASE, OD, ALL, DIFFQ = "no noise", "gaussws[od]", "gaussws[all]", "diffq[all]"
+OTHER_START = "no noise, other start"
+# name -> what has noise: as of noise_training; runs that differ by chance alone have the base's
+VARIANTS = {name: name for name in (BASE, ALL, OD, DIFFQ)} | {OTHER_START: BASE}
+KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+# What AdamW's decay leaves of b_i is exp(-DECAYED) where it has no gradient. The paper says no
+# rate; with its 600,000 steps, a mean rate of 3e-4 and a decay of 0.1 it would be exp(-18), with
+# the 5000 steps of here and a rate of 1e-3 exp(-0.5): b_t would stay over 5.2.
+DECAYED = 4.0
+# a larger decay at a smaller rate than 0.1: b_i walks less at random
+BITS_DECAY = 0.3
+
+EDGES = np.linspace(2.0, 8.0, 61)  # of histograms of b_t
+STATISTICS = ("min", "5 %", "25 %", "50 %", "75 %", "95 %", "max", "mean", "std")
+
+_BIG, _SMALL, _TINY = Shape(8, 512, 1536, 8, 8, 256), Shape(4, 96, 288, 3, 3, 256), Shape(
+    2, 32, 64, 2, 2, 256
+)  # fmt: skip
+_RUN = Run("llama-27m", _BIG, 256, 32, 5_000, 50, 1e-3, "installed", 64, "bfloat16", "cudnn")
+# preset -> part -> run; `rates` is trained once with each factor on its rate
+PRESETS = {
+    "gpu": {
+        "run": _RUN,
+        "rates": dataclasses.replace(
+            _RUN, preset="llama-27m-rates", steps=400, every=20, held_out_batches=16
+        ),
+    },
+    "cpu": {
+        "run": Run("llama-mini", _SMALL, 64, 8, 1_000, 20, 4e-3, "standard-library", 32, "float32"),
+        "rates": Run(
+            "llama-mini-rates", _SMALL, 64, 8, 200, 10, 4e-3, "standard-library", 16, "float32"
+        ),
+    },
+    "smoke": {
+        "run": Run("smoke", _TINY, 16, 4, 10, 5, 1e-2, "standard-library", 2, "float32"),
+        "rates": Run("smoke-rates", _TINY, 16, 4, 5, 5, 1e-2, "standard-library", 2, "float32"),
+    },
+}
+
+
+def bits_optimizer(steps: int) -> optax.GradientTransformation:
+    """AdamW for b_i on the weights' own schedule, whose decay takes b_i to exp(-DECAYED)."""
+    mean = float(jnp.mean(jax.vmap(warmup_cosine(1.0, steps))(jnp.arange(steps))))
+    peak = DECAYED / (BITS_DECAY * mean * steps)
+    return optax.adamw(warmup_cosine(peak, steps), weight_decay=BITS_DECAY)
+
+
+def statistics(bits: np.ndarray) -> np.ndarray:
+    """[layers, STATISTICS] of b_t [layers, rows, columns]."""
+    flat = bits.reshape(len(bits), -1)
+    quantiles = np.quantile(flat, [0, 0.05, 0.25, 0.5, 0.75, 0.95, 1], axis=1)
+    return np.stack([*quantiles, flat.mean(1), flat.std(1)], axis=1)
+
+
+def histograms(bits: np.ndarray) -> np.ndarray:
+    """[layers, bins] counts of b_t; what is outside `EDGES` is in the first or the last bin."""
+    clipped = np.clip(bits.reshape(len(bits), -1), EDGES[0], EDGES[-1])
+    return np.stack([np.histogram(layer, EDGES)[0] for layer in clipped])
+
+
+@dataclasses.dataclass
+class Trained:
+    """Results of a run: curves, f32 weights without noise, and b_t by path."""
+
+    curves: dict[str, np.ndarray]
+    weights: Any
+    bits: dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Noisy(Program):
+    """One variant, whose start is compiled beside its steps: it makes the first noise."""
+
+    first: jax.stages.Lowered
+
+    def compile(self) -> tuple[Any, ...]:
+        """The steps, the evaluation and the start."""
+        return (*super().compile(), self.first.compile())
+
+
+class Experiment:
+    """A model and its text, to be trained with one variant after another."""
+
+    def __init__(self, run: Run, text: Text, seed: int):
+        self.run, self.text, self.seed = run, text, seed
+        self.offsets = offsets(run, text, seed).reshape(-1, run.every, run.batch)
+        self.model = Llama(run.shape, run.compute, run.attention)
+        self.of_bits = bits_optimizer(run.steps)
+
+    def optimizer(self, name: str, rate: Any) -> optax.GradientTransformation:
+        """A variant's, with a peak learning rate that may be traced."""
+        schedule, noisy = warmup_cosine(1.0, self.run.steps), VARIANTS[name]
+        more = {} if NOISY[noisy] is None else {"bits_optimizer": self.of_bits}
+        peak = jnp.float32(rate)
+        return make_optimizer(
+            OPTIMIZER, noisy, self.run.shape, lambda count: peak * schedule(count), **more
+        )
+
+    def lower(self, name: str) -> Noisy:
+        """Traces `every` steps of a variant; its steps take the peak learning rate last."""
+        seed = self.seed + (1000 if name == OTHER_START else 0)
+
+        @jax.jit
+        def start() -> tuple[Any, Any]:
+            weights = self.model.weights(jax.random.key(seed), lambda path: jnp.float32)
+            tx = self.optimizer(name, 0.0)
+            return lowmem.init(
+                tx, weights, lambda path, leaf: stored_dtype(OPTIMIZER, path), seed=self.seed
+            )
+
+        def take_step(grads: Any, state: Any, params: Any, rate: jax.Array) -> tuple[Any, Any]:
+            return lowmem.step(self.optimizer(name, rate), grads, state, params)
+
+        def evaluate(params: Any, batches: jax.Array) -> jax.Array:
+            return jax.lax.map(lambda batch: self.model(params, batch), batches).mean()
+
+        steps = many_steps(self.model, take_step, self.run.context)
+        shapes = jax.eval_shape(start)
+        more = (
+            jax.ShapeDtypeStruct(self.offsets.shape[1:], np.int32),
+            jax.ShapeDtypeStruct((), np.float32),
+        )
+        return Noisy(
+            start,
+            jax.jit(steps, donate_argnums=(0, 1)).lower(*shapes, self.text.tokens, *more),
+            jax.jit(evaluate).lower(shapes[0], self.text.held_out),
+            sum(leaf.size for leaf in jax.tree.leaves(shapes[0])),
+            start.lower(),
+        )
+
+    def train(self, compiled: tuple[Any, ...], say: Say, factor: float = 1.0) -> Trained:
+        """Trains from the start, at `factor` times the run's learning rate."""
+        (take, evaluate, start), rate = compiled, np.float32(factor * self.run.learning_rate)
+
+        def steps(*args: Any) -> Any:
+            return take(*args, rate)
+
+        def look(params: Any, state: Any) -> dict[str, Any]:
+            bits = _bits(state)
+            clean = gaussws.clean_params(params, state)
+            loss = float(evaluate(clean, self.text.held_out))
+            found = {"val_loss": loss}
+            if bits:
+                found["sampled_loss"] = float(evaluate(params, self.text.held_out))
+            for path, of_leaf in jax.device_get(bits).items():
+                kind = path.split("/")[-2]
+                found[f"bits_{kind}"] = statistics(of_leaf)
+                found[f"histogram_{kind}"] = histograms(of_leaf)
+            return found
+
+        curves, params, state = follow(self.run, self.text, self.offsets, start, steps, look, say)
+        return Trained(curves, lowmem.master_params(params, state), _bits(state))
+
+
+def _bits(state: Any) -> dict[str, jax.Array]:
+    """b_t by path; none without noise."""
+    try:
+        return gaussws.bitwidths(state)
+    except ValueError:
+        return {}

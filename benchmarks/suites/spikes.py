@@ -1,0 +1,133 @@
+"""Loss spikes of AdamW, and what lower b2, gradient clipping and StableAdamW do about them.
+
+python -m benchmarks.run spikes --record
+
+trains every point of the grid below with several seeds, minutes on a GPU, and stores the curves
+that notebooks/stable_adamw.ipynb draws. On a CPU take a part: `--only stable_adamw --seeds 1`.
+"""
+
+import argparse
+import time
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import stable_adamw_runs as runs
+
+from benchmarks import records
+
+RATE, B2, BATCH, WIDTH = 0.005, 0.999, 512, 32
+B2S, RATES = (0.9, 0.99, 0.999), (0.00125, 0.0025, 0.01)
+BATCHES, WIDTHS = (128, 256, 1024), (16, 64)
+CURVES = records.RESULTS / "spikes.npz"
+
+Points = list[tuple[float, float]]  # (rate, b2)
+
+
+def grid(steps: int) -> Iterator[tuple[runs.Run, Points]]:
+    """Yield each run to train, one compilation each, with its points (learning rate, b2)."""
+
+    def run(optimizer: str = "adamw", batch: int = BATCH, width: int = WIDTH) -> runs.Run:
+        return runs.Run(optimizer, batch, width, steps)
+
+    every_b2: Points = [(RATE, b2) for b2 in B2S]
+    high: Points = [(RATE, b2) for b2 in B2S[1:]]
+    yield run(), every_b2 + [(rate, b2) for rate in RATES for b2 in B2S[1:]]
+    yield run("stable_adamw"), every_b2
+    yield run("adamw, gradients clipped"), every_b2
+    yield run("flash_adamw"), [(RATE, B2)]
+    yield from ((run(batch=batch), high) for batch in BATCHES)
+    yield from ((run(width=width), high) for width in WIDTHS)
+
+
+def case(run: runs.Run, rate: float, b2: float) -> str:
+    """Name of a point, of its records and of its curves."""
+    return f"b2={b2:g} rate={rate:g} batch={run.batch} width={run.width}"
+
+
+def trained(run: runs.Run, points: Points, seeds: int, program: Any) -> dict[str, np.ndarray]:
+    """Curves of each point, (loss, embedding[, middle]) x seeds x steps, in f16."""
+    rates, b2s = (jnp.asarray(column, jnp.float32) for column in zip(*points, strict=True))
+    found = jax.device_get(program(rates, b2s, jnp.arange(seeds)))
+    curves = {}
+    for i, (rate, b2) in enumerate(points):
+        main = (rate, run.batch, run.width) == (RATE, BATCH, WIDTH)
+        names = ("loss", "embedding", "middle")[: 3 if main else 2]
+        stacked = np.stack([found[name][i] for name in names])
+        curves[f"{run.optimizer}/{case(run, rate, b2)}"] = stacked.astype(np.float16)
+    return curves
+
+
+def compiled(run: runs.Run, points: Points, seeds: int) -> Any:
+    """The program of a run's points."""
+    shape = jax.ShapeDtypeStruct((len(points),), jnp.float32)
+    lowered = runs.many.lower(run, shape, shape, jax.ShapeDtypeStruct((seeds,), jnp.int32))
+    return lowered.compile()
+
+
+def summary(name: str, curves: np.ndarray) -> Iterator[dict[str, Any]]:
+    """Records of one point: its spikes over all seeds, what predicts them, its loss."""
+    impl, _, where = name.partition("/")
+    loss, *layers = curves.astype(np.float64)
+    more = {"seeds": len(loss), "steps": loss.shape[1]}
+
+    def made(metric: str, value: float, unit: str) -> dict[str, Any]:
+        return records.record("spikes", where, impl, metric, float(value), unit, **more)
+
+    for layer, rms in zip(("embedding", "middle"), layers, strict=False):
+        found = runs.predicted(loss, rms)
+        if layer == "embedding":
+            yield made("loss_spikes", found.spikes.size, "spikes")
+        yield made(f"{layer}_predicts", found.follows.sum(), "spikes")
+        yield made(f"{layer}_flagged", found.flagged, "share")
+        yield made(f"{layer}_chance", found.chance, "share")
+        yield made(f"{layer}_p_value", found.p_value, "probability")
+    yield made("last_loss", np.median(loss[:, -1000:]), "nats")
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Prints one line a point."""
+    names = ("loss_spikes", "embedding_predicts", "embedding_flagged", "middle_predicts")
+    print("optimizer, point: spikes, predicted, flagged, predicted by the middle layer, last loss")
+    for key in dict.fromkeys((row["impl"], row["case"]) for row in rows):
+        value = {r["metric"]: r["value"] for r in rows if (r["impl"], r["case"]) == key}
+        numbers = " ".join(f"{value.get(name, np.nan):7.4g}" for name in (*names, "last_loss"))
+        print(f"{key[0]:<26}{key[1]:<42}{numbers}", flush=True)
+
+
+def main() -> int:
+    """Trains, stores and prints; what fails is reported and the rest goes on."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--only", nargs="*", help="optimizers")
+    parser.add_argument("--jobs", type=int, default=9, help="compilations at once")
+    parser.add_argument("--out", type=Path, default=CURVES, help="the curves")
+    parser.add_argument("--record", type=Path, nargs="?", const=True, help="the records")
+    args = parser.parse_args()
+    began, kept, rows, failed = time.time(), {}, [], 0
+    todo = [job for job in grid(args.steps) if not args.only or job[0].optimizer in args.only]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        programs = [pool.submit(compiled, *job, args.seeds) for job in todo]
+        for (run, points), program in zip(todo, programs, strict=True):
+            try:
+                found = trained(run, points, args.seeds, program.result())
+            except Exception:
+                traceback.print_exc()
+                failed += 1
+                continue
+            kept |= found
+            rows += [row for item in found.items() for row in summary(*item)]
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            np.savez_compressed(args.out, **kept)
+            print(f"{run}: after {time.time() - began:.0f} s", flush=True)
+    show(rows)
+    if args.record:
+        path = records.append(rows, None if args.record is True else args.record)
+        print(f"recorded in {path}")
+    return int(failed > 0)

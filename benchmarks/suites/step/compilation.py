@@ -1,0 +1,82 @@
+"""CPU time and temporaries of compiling a step of many leaves: ours and optax's.
+
+python -m benchmarks.run compile --record
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optax_lowmem as lowmem
+from benchmarks import records
+
+CASES = ("mixed-100", "mixed-400", "equal-200", "equal-1000")
+NAMES = ("optax.adamw", "lowmem.step")
+Prepared = tuple[Callable[..., Any], tuple[Any, ...]]
+
+
+def shapes(case: str) -> list[tuple[int, int]]:
+    """Shapes of the leaves of a case: `equal-<n>`, or `mixed-<n>`, of 40 shapes."""
+    kind, count = case.split("-")
+    if kind not in ("equal", "mixed"):
+        raise ValueError(f"no case {case!r}: equal-<leaves> or mixed-<leaves>")
+    return [(64, 64) if kind == "equal" else (32 + 8 * (i % 40), 64) for i in range(int(count))]
+
+
+def prepared(name: str, case: str) -> Prepared:
+    """A step and its abstract arguments."""
+    params = {
+        f"w{i}": jax.ShapeDtypeStruct(shape, jnp.float32) for i, shape in enumerate(shapes(case))
+    }
+    if name == "optax.adamw":
+        theirs = optax.adamw(1e-3)
+
+        def step(g: Any, s: Any, p: Any) -> Any:
+            updates, s = theirs.update(g, s, p)
+            return optax.apply_updates(p, updates), s
+
+        return step, (params, jax.eval_shape(theirs.init, params), params)
+    tx = lowmem.flash_adamw(1e-3)
+    weights, state = jax.eval_shape(lambda p: lowmem.init(tx, p), params)
+    return lambda g, s, p: lowmem.step(tx, g, s, p), (weights, state, weights)
+
+
+def measure(name: str, case: str) -> dict[str, float]:
+    """CPU milliseconds of tracing and compilation a leaf, and bytes of temporaries."""
+    step, arguments = prepared(name, case)
+    start = time.process_time()
+    program = jax.jit(step).lower(*arguments).compile()
+    seconds = time.process_time() - start
+    analysis = program.memory_analysis()
+    assert analysis is not None
+    return {
+        "cpu_ms_per_leaf": 1e3 * seconds / len(shapes(case)),
+        "temp_bytes": float(analysis.temp_size_in_bytes),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures and prints; `--record` also stores."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", nargs="+", default=list(CASES))
+    parser.add_argument("--record", action="store_true")
+    args = parser.parse_args(argv)
+    jax.config.update("jax_enable_compilation_cache", False)
+    jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()  # XLA's own
+    for case in args.case:
+        for name in NAMES:
+            found = measure(name, case)
+            print(f"{case:11} {name:12} {found}", flush=True)
+            units = {"cpu_ms_per_leaf": "ms", "temp_bytes": "B"}
+            rows = [
+                records.record("compile", case, name, metric, value, units[metric])
+                for metric, value in found.items()
+            ]
+            if args.record:
+                records.append(rows)
+    return 0

@@ -1,0 +1,78 @@
+"""Finds how the fused step is best cut on this GPU, and writes it to tuned.json.
+
+python -m benchmarks.run tune --leaf-set llama-3.2-1b --optimizer adamw lion --write
+
+It works on weights and state of its own, made for the purpose: nothing live is tuned on.
+"""
+
+import argparse
+import itertools
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from benchmarks.peers import cases, in_jax, processes
+from optax_lowmem._src import update as fused_update
+from optax_lowmem._src.core.tiles import Tile
+from optax_lowmem._src.update import tuning
+
+TUNED = Path(fused_update.__file__).parent / "tuned.json"
+TILES = (Tile(1024, 4), Tile(512, 2), Tile(2048, 8), Tile(4096, 8))
+# the hand-written kernel has one copy of its code however many leaves share it
+LEAVES = {"pallas": (1, 2, 4, 8), "triton": (8, 32)}
+ELEMENTS = (1 << 22, 1 << 24, 1 << 25)
+
+
+def cuts(kernel: str) -> list[tuning.Tuning]:
+    """Return the tunings to try: every size of a launch with the usual tile, and other tiles."""
+    sizes = itertools.product(LEAVES[kernel], ELEMENTS)
+    tried = [tuning.Tuning(TILES[0], leaves, elements) for leaves, elements in sizes]
+    return tried + [tuning.Tuning(tile) for tile in TILES[1:]]
+
+
+def key(kernel: str, optimizer: str) -> str:
+    """Of the optimizer's line in tuned.json."""
+    engine = in_jax.ours(optimizer, "tiny").engine
+    return tuning.key(kernel, engine.rule.elementwise_slots, engine.storage.group_size)
+
+
+def trials(
+    cuts: Sequence[tuning.Tuning], case: processes.Case, kernel: str, repeats: int, at_once: int
+) -> dict[tuning.Tuning, float]:
+    """Milliseconds of a step for each cut, in processes of their own."""
+    tbps = 2.5  # only decides how many steps a call has
+    base = processes.job(f"lowmem.step-{kernel}", case, repeats, None, tbps)
+    jobs = [{**base, "tuned": tuning.entry(cut)} for cut in cuts]
+    times = {}
+    for cut, outcome in zip(cuts, processes.outcomes(jobs, at_once), strict=True):
+        if "times" not in outcome:
+            raise SystemExit(f"{cut}: {outcome}")
+        times[cut] = statistics.median(outcome["times"])
+        print(f"{'/'.join(case)} {kernel} {cut} {times[cut]:8.3f} ms", flush=True)
+    return times
+
+
+def main() -> None:
+    """Tries every cut, prints them and, with --write, keeps the best."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--leaf-set", default="llama-3.2-1b", choices=cases.LEAF_SETS)
+    parser.add_argument("--optimizer", nargs="+", default=["adamw"], choices=cases.OPTIMIZERS)
+    parser.add_argument("--kernel", default="pallas", choices=("pallas", "triton"))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--jobs", type=int, default=4, help="that compile at once")
+    parser.add_argument("--write", type=Path, nargs="?", const=TUNED, help="default: the package's")
+    args = parser.parse_args()
+    entries = json.loads(TUNED.read_text(encoding="utf-8"))
+    device = entries.setdefault(jax.local_devices()[0].device_kind, {})
+    for optimizer in args.optimizer:
+        case = (args.leaf_set, optimizer)
+        times = trials(cuts(args.kernel), case, args.kernel, args.repeats, args.jobs)
+        best = min(times, key=times.__getitem__)
+        device[key(args.kernel, optimizer)] = tuning.entry(best)
+    if args.write:
+        text = json.dumps(entries, indent=2, sort_keys=True) + "\n"
+        args.write.write_text(text, encoding="utf-8")
+        print(f"wrote {args.write}")

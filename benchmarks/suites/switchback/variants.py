@@ -1,0 +1,122 @@
+"""The models that `switchback` trains: how matrices are multiplied, and what is to help."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from _llama.model import LAYERS, Block, Llama
+from flax import nnx
+
+from optax_lowmem import layers
+
+CLIP = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """A way to train.
+
+    Attributes:
+      says: what it is, for a legend.
+      dot_general: of the layers' matrices; None: JAX's.
+      clip: whether gradients are clipped by their global norm.
+      kq_norm: whether queries and keys are normalised.
+      layer_scale: whether blocks are multiplied with vectors that are 0 at first.
+      other_start: whether the weights are drawn from another seed.
+    """
+
+    says: str
+    dot_general: Any = None
+    clip: bool = False
+    kq_norm: bool = False
+    layer_scale: bool = False
+    other_start: bool = False
+
+
+# E4M3 forward and E5M2 for gradients, 1 for the largest number: section 2.2.1's float8 by its words
+_UNIT = layers.switchback_dot_general("tensorwise", "fp8-e5m2", scaling="unit")
+
+VARIANTS = {
+    "standard": Variant("standard"),
+    "standard-other-start": Variant("standard, other initial weights", other_start=True),
+    "switchback-int8": Variant("SwitchBack, int8", layers.switchback_dot_general()),
+    "switchback-fp8": Variant(
+        "SwitchBack, fp8", layers.switchback_dot_general("switchback", "fp8")
+    ),
+    "switchback_m-int8": Variant(
+        "SwitchBackM, int8", layers.switchback_dot_general("switchback_m")
+    ),
+    "switchback_q-int8": Variant(
+        "SwitchBackQ, int8", layers.switchback_dot_general("switchback_q")
+    ),
+    "llm_int8": Variant("LLM.int8(): all in int8", layers.switchback_dot_general("llm_int8")),
+    "tensorwise-fp8": Variant(
+        "tensor-wise fp8, scaled to its range",
+        layers.switchback_dot_general("tensorwise", "fp8-e5m2"),
+    ),
+    "tensorwise-unit": Variant("tensor-wise fp8, scaled to 1", _UNIT),
+    "tensorwise-unit-clipped": Variant("+ gradient clipping", _UNIT, clip=True),
+    "tensorwise-unit-kq-norm": Variant("+ KQ layer norm", _UNIT, kq_norm=True),
+    "tensorwise-unit-layer-scale": Variant("+ zero-init layer scale", _UNIT, layer_scale=True),
+    "standard-layer-scale": Variant("standard + zero-init layer scale", layer_scale=True),
+}
+
+
+class HeadNorm(nnx.Module):
+    """A layer norm of each head, as Flax's attention has with `normalize_qk=True`."""
+
+    def __init__(self, head: int, dtype: str):
+        self.head = head
+        self.norm = nnx.LayerNorm(head, use_bias=False, dtype=dtype, rngs=nnx.Rngs(0))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.norm(x.reshape(*x.shape[:-1], -1, self.head)).reshape(x.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Remedied(Llama):
+    """The Llama of examples/ with what is to help tensor-wise float8 (section 2.3)."""
+
+    kq_norm: bool = False
+    layer_scale: bool = False
+
+    def _block(self, key: jax.Array) -> Block:
+        block = super()._block(key)
+        if self.kq_norm:
+            own = block.self_attn
+            for name in ("q_proj", "k_proj"):
+                normed = nnx.Sequential(getattr(own, name), HeadNorm(own.head, self.compute))
+                setattr(own, name, normed)
+        if self.layer_scale:
+            for name in ("self_attn", "mlp"):
+                scale = layers.LayerScale(self.shape.width)
+                setattr(block, name, nnx.Sequential(getattr(block, name), scale))
+        return block
+
+    def measured(self, params: Any, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The loss, and the mean magnitude of what goes into each layer and out of the last."""
+
+        def size(x: jax.Array) -> jax.Array:
+            return jnp.mean(jnp.abs(x.astype(jnp.float32)))
+
+        def body(x: jax.Array, own: Any) -> tuple[jax.Array, jax.Array]:
+            return self.layer(own, params, x, tokens), size(x)
+
+        x, sizes = jax.lax.scan(body, self.first(params, tokens), params[LAYERS])
+        return self.last(params, x, tokens), jnp.append(sizes, size(x))
+
+
+def model(name: str, shape: Any, compute: str, attention: str) -> Remedied:
+    """The model of a variant."""
+    chosen = VARIANTS[name]
+    return Remedied(
+        shape,
+        compute,
+        attention,
+        dot_general=chosen.dot_general,
+        kq_norm=chosen.kq_norm,
+        layer_scale=chosen.layer_scale,
+    )
