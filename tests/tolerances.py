@@ -329,3 +329,56 @@ RECOMPUTED = {"bfloat16": 16**0.5 * 2.0**-8, "float32": 4 * 16**0.5 * 2.0**-24}
 # optimizer in f32: what a user would notice of an exchange. Measured: 0.63 % with bf16 weights and
 # no master weights, 0.1 % otherwise. A learning rate 10 % lower is seen in every loop.
 LOSS_OF_LOOPS = 0.01
+
+
+# -- the loss of a head whose products run in FP8 (test_cross_entropy.py) --------------------------
+
+# Root mean square of a code's error, of the number: uniform in half a spacing, 2^-4 (2^-3) of
+# a number with a mantissa of 1, and less with a larger one (3/4 of it if those are log-uniform).
+CODE_RMS = {"e4m3": 2.0**-4 / 3**0.5, "e5m2": 2.0**-3 / 3**0.5}
+
+
+def fp8_logits(hidden: Any, head: Any) -> Any:
+    """|logit^ - logit| at most: rows of hidden and the whole head [width, vocab] share scales."""
+    of_h = of_quantizing(hidden, np.abs(hidden).max(-1, keepdims=True) / 448, "e4m3")
+    return of_product(hidden, head, of_h, of_quantizing(head, np.abs(head).max() / 448, "e4m3"))
+
+
+def fp8_loss(logits: Any, labels: Any, of_logits: Any, z_loss: float) -> Any:
+    """Of losses, at most, where logits are off by `of_logits` [tokens, vocab].
+
+    log(sum(exp)) moves by the largest error, the label's logit by its own; a soft cap makes errors
+    no larger. z L^2 moves by z (2 |L| + d) d where L moves by d. f32 adds 2^-20 of each term.
+    """
+    most = of_logits.max(-1)
+    highest = logits.max(-1)
+    log_sum = np.log(np.exp(logits - highest[:, None]).sum(-1)) + highest
+    rows = np.arange(len(labels))
+    moved = most + of_logits[rows, labels] + z_loss * (2 * np.abs(log_sum) + most) * most
+    size = np.abs(log_sum) + np.abs(logits[rows, labels]) + z_loss * log_sum**2
+    return moved + 2.0**-20 * size
+
+
+def fp8_loss_rms(hidden: Any, head: Any, of_logits: Any) -> float:
+    """Of losses as root mean square, where the loss's gradient of the logits is `of_logits`.
+
+    A loss moves by sum_v g_v d_v, where d_v = sum_k h_k w_kv (e_k + e_kv) with independent errors e
+    of codes: one for each number of hidden, which all logits share, and one for each of the head.
+    """
+    shared = hidden**2 * (of_logits @ head.T) ** 2
+    own = of_logits**2 * (hidden**2 @ head**2)
+    return CODE_RMS["e4m3"] * np.sqrt((shared.sum(-1) + own.sum(-1)).mean())
+
+
+def fp8_head_gradients(hidden: Any, head: Any, of_logits: bool) -> float:
+    """Of the norm of a gradient: a code of E4M3 times one of E5M2, and probabilities of FP8 logits.
+
+    p_v moves by p_v d_v; d is sqrt(2) CODE_RMS of a logit's terms as root mean square.
+    """
+    codes = CODE_RMS["e4m3"] ** 2 + CODE_RMS["e5m2"] ** 2
+    d = 2 * CODE_RMS["e4m3"] ** 2 * (hidden**2 @ head**2).mean() if of_logits else 0.0
+    return (codes + d) ** 0.5
+
+
+# Of the norm of a gradient beside the same one from other scales: both have errors of their codes.
+FP8_OTHER_SCALES = (2 * (CODE_RMS["e4m3"] ** 2 + CODE_RMS["e5m2"] ** 2)) ** 0.5

@@ -4,6 +4,7 @@ import functools
 import itertools
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -12,7 +13,12 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from optax_lowmem import layers
+from optax_lowmem._src.core import platform
+from optax_lowmem._src.fp8_flow import kernels as fp8_flow
+from optax_lowmem._src.switchback import quantized_matmul
+from tests import tolerances as tol
 from tests.contract_cases import QUICK_COMPILE
+from tests.lowering import kernels_in, lower_for_cuda
 from tests.tiers import in_turn
 
 BATCH, LENGTH, WIDTH, VOCAB = 4, 12, 16, 40
@@ -274,17 +280,24 @@ def wanted_on(weighted, vocab_axis, reduction="mean"):
     return with_gradients(functools.partial(expected, labels=LABELS, **more), HIDDEN, head)
 
 
-@pytest.mark.parametrize(
-    ("name", "how", "vocab_axis", "weighted"),
-    [
-        (name, how, axis, weighted)
-        for (name, how), (axis, weighted) in zip(
-            itertools.product(LAYOUTS, HOW), itertools.cycle([(1, True), (0, False), (0, True)])
-        )
-    ],
-)
+CASES = [
+    (name, how, axis, weighted)
+    for (name, how), (axis, weighted) in zip(
+        itertools.product(LAYOUTS, HOW), itertools.cycle([(1, True), (0, False), (0, True)])
+    )
+]
+
+
+@pytest.mark.parametrize(("name", "how", "vocab_axis", "weighted"), CASES)
 def test_on_a_mesh(name, how, vocab_axis, weighted):
     """Equal to one device's, and gradients lie where their arguments do."""
+    assert_close(
+        on_a_mesh(name, how, vocab_axis, weighted, chunk_tokens=5), wanted_on(weighted, vocab_axis)
+    )
+
+
+def on_a_mesh(name, how, vocab_axis, weighted, **options):
+    """The mean loss and its gradients, which lie where their arguments do."""
     sizes, of_hidden, of_head = LAYOUTS[name]
     of_head = of_head if vocab_axis else P(*(tuple(of_head) + (None,) * 2)[:2][::-1])
     kind = AxisType.Explicit if how == "explicit" else AxisType.Auto
@@ -305,11 +318,404 @@ def test_on_a_mesh(name, how, vocab_axis, weighted):
     def loss(hidden, head):
         return layers.linear_cross_entropy(
             hidden, head, labels, weights=weights if weighted else None,
-            vocab_axis=vocab_axis, chunk_tokens=5, **more,
+            vocab_axis=vocab_axis, **more, **options,
         )  # fmt: skip
 
     value, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(hidden, head)
-    assert_close((value, *gradients), wanted_on(weighted, vocab_axis))
     for gradient, given in zip(gradients, (hidden, head), strict=True):
         if how == "explicit":
             assert gradient.sharding.is_equivalent_to(given.sharding, given.ndim)
+    return value, *gradients
+
+
+# ---- products in FP8 -----------------------------------------------------------------------------
+
+FP8 = ("fp8", "fp8-gradients")
+BOTH = [(FP8[0], 1), (FP8[1], 0)]  # with an axis of the vocabulary
+fp8_loss = functools.partial(layers.linear_cross_entropy, products="fp8")
+
+
+def oracle(hidden, head, labels, weights=None, z_loss=0.0, soft_cap=None, **_):
+    """Of a head [width, vocab], in float64: logits, losses, and the gradients of their sum."""
+    h, w = np.float64(hidden).reshape(-1, hidden.shape[-1]), np.float64(head)
+    y, weights = np.ravel(labels), np.ones(labels.size) if weights is None else np.ravel(weights)
+    logits, slope = h @ w, 1.0
+    if soft_cap:
+        logits = soft_cap * np.tanh(logits / soft_cap)
+        slope = 1 - (logits / soft_cap) ** 2
+    highest = logits.max(-1, keepdims=True)
+    log_sum = np.log(np.exp(logits - highest).sum(-1, keepdims=True)) + highest
+    losses = log_sum[:, 0] - logits[np.arange(y.size), y] + z_loss * log_sum[:, 0] ** 2
+    of_logits = np.exp(logits - log_sum) * (1 + 2 * z_loss * log_sum)
+    of_logits[np.arange(y.size), y] -= 1
+    of_logits *= slope
+    weighted = of_logits * np.float64(weights)[:, None]
+    return logits, losses, of_logits, (weighted @ w.T).reshape(hidden.shape), h.T @ weighted
+
+
+def distance(found, wanted):
+    """Of the norm."""
+    found, wanted = np.float64(found), np.float64(wanted)
+    return np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+
+
+def sums_and_losses(options, hidden, head, labels):
+    """Each token's loss, and the gradients of their (weighted) sum."""
+
+    def both(hidden, head):
+        more = {name: value for name, value in options.items() if name != "weights"}
+        each = layers.linear_cross_entropy(hidden, head, labels, reduction="none", **more)
+        return layers.linear_cross_entropy(
+            hidden, head, labels, reduction="sum", **options
+        ), jax.lax.stop_gradient(each)
+
+    (_, each), gradients = compiled(jax.value_and_grad(both, (0, 1), has_aux=True), hidden, head)
+    return each, *gradients
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"chunk_tokens": 13},
+        {"vocab_axis": 0, "z_loss": 0.1, "soft_cap": 1.5},
+        {"weights": WEIGHTS, "chunk_tokens": 7},
+        {"weights": WEIGHTS > 0.5, "vocab_axis": 0, "chunk_tokens": 13},
+    ],
+    ids=lambda options: "-".join(options),
+)
+@pytest.mark.parametrize("products", FP8)
+def test_fp8_against_float64(products, options):
+    """Losses within their bound and as far off as derived; gradients likewise, in their norm."""
+    logits, losses, of_logits, *wanted = oracle(HIDDEN, HEAD, LABELS, **options)
+    own = options | {"products": products}
+    tied = own.get("vocab_axis") == 0
+    each, *found = sums_and_losses(own, HIDDEN, HEAD.T if tied else HEAD, LABELS)
+    found[1] = found[1].T if tied else found[1]
+    off, h, w = np.ravel(each) - losses, np.float64(HIDDEN).reshape(-1, WIDTH), np.float64(HEAD)
+    if products == "fp8":
+        z_loss = options.get("z_loss", 0.0)
+        bound = tol.fp8_loss(logits, np.ravel(LABELS), tol.fp8_logits(h, w), z_loss)
+        assert (np.abs(off) <= bound).all()
+        expected_rms = tol.fp8_loss_rms(h, w, of_logits)
+        assert expected_rms / 3 <= np.sqrt((off**2).mean()) <= expected_rms
+    else:
+        np.testing.assert_allclose(off, 0, atol=2e-5)
+    most = tol.fp8_head_gradients(h, w, of_logits=products == "fp8")
+    for a, b in zip(found, wanted, strict=True):
+        assert 2.0**-10 < distance(a, b) <= most
+
+
+# sigma of logits -> of `fp8`: the mean loss higher by, at most; errors of both gradients, at most;
+# the same of `fp8-gradients`. As docs/layers.md has them, and a quarter more.
+LARGE = {1.0: (0.009, (0.036, 0.077), (0.034, 0.033)), 3.0: (0.018, (0.049, 0.067), (0.036, 0.035))}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sigma", LARGE)
+def test_fp8_of_a_large_vocabulary(sigma):
+    """Words of Zipf's law in a direction that all hidden states share; labels of the softmax."""
+    vocab, width, tokens = 2**15, 512, 512
+    rng = np.random.default_rng(0)
+    hidden = rng.normal(size=(tokens, width))
+    hidden[:, 0] = width**0.5 / 2
+    head = rng.normal(size=(width, vocab)) * sigma / width**0.5
+    zipf = -np.log(np.arange(1, vocab + 1) + 2.7)
+    head[0] = (zipf - zipf.mean()) / hidden[0, 0]
+    hidden /= np.sqrt((hidden**2).mean(1, keepdims=True))
+    hidden, head = (jnp.asarray(x, jnp.bfloat16).astype(jnp.float32) for x in (hidden, head))
+    cumulated = np.cumsum(np.exp(np.float64(hidden) @ np.float64(head)), 1)
+    drawn = zip(cumulated, rng.random(tokens), strict=True)
+    labels = jnp.array([np.searchsorted(row, u * row[-1]) for row, u in drawn])
+    _, losses, _, *wanted = oracle(hidden, head, labels)
+    higher, *most = LARGE[sigma]
+    for products, bounds in zip(FP8, most, strict=True):
+        each, *found = sums_and_losses({"products": products}, hidden, head, labels)
+        off = each.mean() - losses.mean()
+        assert 0 < off < higher if products == "fp8" else abs(off) < 1e-5
+        for a, b, bound in zip(found, wanted, bounds, strict=True):
+            assert distance(a, b) < bound
+
+
+@pytest.mark.parametrize(("products", "axis"), BOTH)
+def test_fp8_of_16_bits(products, axis):
+    """Codes of the same numbers are the same; gradients have the dtypes of the arguments."""
+    hidden, head = HIDDEN.astype(jnp.bfloat16), (HEAD if axis else HEAD.T).astype(jnp.bfloat16)
+    options = {"products": products, "vocab_axis": axis, **CHUNKED}
+    loss = functools.partial(layers.linear_cross_entropy, labels=LABELS, **options)
+    value, *found = with_gradients(loss, hidden, head)
+    same, *wanted = with_gradients(loss, hidden.astype(jnp.float32), head.astype(jnp.float32))
+    assert value.dtype == jnp.float32 and [g.dtype for g in found] == [jnp.bfloat16] * 2
+    np.testing.assert_allclose(value, same, rtol=1e-6)
+    for a, b in zip(found, wanted, strict=True):
+        assert distance(a, b) < tol.FP8_OTHER_SCALES  # codes of a rounded gradient
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_fp8_of_powers_of_two_is_exact(axis):
+    """Logits of 4 and -4 from 8 numbers of 1/2, whose codes and sums have no error."""
+    hidden = jnp.where(jnp.arange(6)[:, None] % 2, 0.5, -0.5) * jnp.ones((6, 8))
+    head = jnp.ones((8, 1)) * jnp.array([[1.0, -1.0]])
+    labels = jnp.array([0, 1, 0, 0, 1, 1])
+    loss = functools.partial(fp8_loss, reduction="none", vocab_axis=axis, labels=labels)
+    found = compiled(loss, hidden, head if axis else head.T)
+    np.testing.assert_allclose(found, oracle(hidden, head, labels)[1], rtol=2e-6, atol=2e-7)
+    # (1/2, -1/2) of two logits that are the same: exact in both gradients too
+    zeros = jnp.zeros((8, 2))
+    given = hidden, zeros if axis else zeros.T
+    of_head = compiled(jax.grad(lambda *x: loss(*x).sum(), 1), *given)
+    wanted = oracle(hidden, zeros, labels)[4]
+    np.testing.assert_allclose(of_head, wanted if axis else wanted.T, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (3, 1), (2, 5)])
+def test_fp8_of_few_tokens_and_any_width(shape):
+    """One token; 7 wide; 11 words: nothing is a multiple of a tile."""
+    hidden, head = jax.random.normal(KEYS[0], (*shape, 7)), jax.random.normal(KEYS[1], (7, 11)) / 4
+    labels = jax.random.randint(KEYS[2], shape, 0, 11)
+    value, *found = with_gradients(
+        functools.partial(fp8_loss, labels=labels, reduction="sum", chunk_tokens=3), hidden, head
+    )
+    logits, losses, _, *wanted = oracle(hidden, head, labels)
+    h, w = np.float64(hidden).reshape(-1, 7), np.float64(head)
+    bound = tol.fp8_loss(logits, np.ravel(labels), tol.fp8_logits(h, w), 0.0)
+    assert 0 < abs(value - losses.sum()) <= bound.sum()
+    for a, b in zip(found, wanted, strict=True):
+        assert a.shape == b.shape
+        assert distance(a, b) < tol.fp8_head_gradients(h, w, True)
+
+
+def test_fp8_of_zeros():
+    """Scales of zeros are no zeros: the loss of a new head, and gradients that are finite."""
+    for hidden, head in ((HIDDEN, 0 * HEAD), (0 * HIDDEN, HEAD), (0 * HIDDEN, 0 * HEAD)):
+        value, gradients = compiled(jax.value_and_grad(fp8_loss, (0, 1)), hidden, head, LABELS)
+        np.testing.assert_allclose(value, np.log(VOCAB), rtol=1e-6)
+        assert all(np.isfinite(g).all() for g in gradients)
+
+
+def test_fp8_keeps_small_probabilities():
+    """E4M3 has no code for 1 / 2^20 beside the label's 1; E5M2 has it, exactly."""
+    vocab, tokens = 2**20, 4
+    hidden, head = jnp.ones((tokens, 2)), jnp.zeros((2, vocab))
+    labels = jnp.arange(tokens)
+    found = compiled(
+        jax.grad(functools.partial(fp8_loss, reduction="sum"), 1), hidden, head, labels
+    )
+    np.testing.assert_allclose(found[:, tokens:], tokens / vocab, rtol=tol.HALF_CODE["e5m2"][0])
+
+
+def test_fp8_tokens_have_scales_of_their_own():
+    """Neither a token a million times as large, nor a label that is none, nor chunks change others'
+    losses and gradients."""
+    labels = LABELS.at[1, 2].set(-1)
+    of = functools.partial(fp8_loss, reduction="none")
+
+    def run(hidden, labels, chunk):
+        loss = functools.partial(of, labels=labels, chunk_tokens=chunk)
+        return with_gradients(lambda h: loss(h, HEAD), hidden, numbers=(0,))
+
+    others = np.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) != LENGTH + 2
+    value, gradient = run(HIDDEN, LABELS, 13)
+    for hidden, own, chunk in ((HIDDEN.at[1, 2].mul(1e6), LABELS, 13), (HIDDEN, labels, 13),
+                               (HIDDEN, LABELS, 5), (HIDDEN, LABELS, None)):  # fmt: skip
+        other, of_hidden = run(hidden, own, chunk)
+        np.testing.assert_allclose(other[others], value[others], rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(of_hidden[others], gradient[others], rtol=1e-5, atol=1e-6)
+    assert np.isnan(run(HIDDEN, labels, 13)[1][1, 2]).all()
+
+
+@pytest.mark.parametrize("products", FP8)
+def test_fp8_masked_tokens_have_no_part(products):
+    """Neither in the loss nor in the scale of the head's gradient."""
+    mask = (WEIGHTS > 0).at[0, 0].set(False)
+    labels = LABELS.at[0, 0].set(-100)
+
+    @jax.jit
+    def of(hidden, labels, mask):
+        loss = functools.partial(
+            layers.linear_cross_entropy, weights=mask, products=products, **CHUNKED
+        )
+        return jax.value_and_grad(loss, (0, 1))(hidden, HEAD, labels)
+
+    wanted = of(HIDDEN, LABELS, mask)
+    for outlier in (1e30, jnp.inf, jnp.nan):
+        found = of(HIDDEN.at[0, 0].set(outlier), labels, mask)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_array_equal(a, b)
+    loss, gradients = of(HIDDEN, labels, jnp.zeros_like(mask))
+    assert loss == 0 and not any(g.any() for g in gradients)
+
+
+@pytest.mark.parametrize("products", FP8)
+def test_fp8_numbers_that_are_none_show(products):
+    """In the loss and in both gradients."""
+    loss = functools.partial(layers.linear_cross_entropy, products=products)
+    for given in ((HIDDEN.at[0, 0, 0].set(jnp.inf), HEAD), (HIDDEN, HEAD.at[0, 0].set(jnp.nan))):
+        value, gradients = compiled(jax.value_and_grad(loss, (0, 1)), *given, LABELS)
+        assert not np.isfinite(value)
+        assert all(np.isnan(g).any() for g in gradients)
+
+
+def equations(jaxpr, scanned=False):
+    """All operations of a program, and whether each is in a loop."""
+    for equation in jaxpr.eqns:
+        yield equation, scanned
+        for inner in jax.extend.core.jaxprs_in_params(equation.params):
+            yield from equations(inner, scanned or equation.primitive.name == "scan")
+
+
+E4M3, E5M2 = "float8_e4m3fn", "float8_e5m2"
+
+
+@pytest.mark.parametrize(("products", "axis"), BOTH)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_fp8_products_and_none_that_is_not_asked_for(products, axis, reduction):
+    """As many as in 16 bits, in FP8; and only what they read of the head is quantized."""
+    hidden, head = HIDDEN.astype(jnp.bfloat16), (HEAD if axis else HEAD.T).astype(jnp.bfloat16)
+
+    def loss(hidden, head):
+        return layers.linear_cross_entropy(
+            hidden, head, LABELS, reduction=reduction, products=products, vocab_axis=axis, **CHUNKED
+        ).sum()
+
+    forward = (E4M3, E4M3) if products == "fp8" else ("bfloat16", "bfloat16")
+    again = [forward] if reduction == "none" else []
+    for numbers in ((), (0,), (1,), (0, 1)):
+        function = jax.grad(loss, numbers) if numbers else loss
+        program = list(equations(jax.make_jaxpr(function)(hidden, head).jaxpr))
+        dots = [
+            tuple(str(x.aval.dtype) for x in one.invars)
+            for one, _ in program
+            if one.primitive.name == "dot_general"
+        ]
+        assert dots == [forward, *(again if numbers else []), *[(E5M2, E4M3)] * len(numbers)]
+        of_head = [
+            in_a_chunk
+            for one, in_a_chunk in program
+            if one.primitive.name == "convert_element_type"
+            and one.outvars[0].aval.dtype == E4M3
+            and one.outvars[0].aval.shape == head.shape
+        ]
+        forwards = (products == "fp8") * (1 + len(again) * bool(numbers))
+        assert of_head == [False] * (forwards + (0 in numbers)), numbers
+
+
+def test_products_of_the_inputs_are_as_ever():
+    """No FP8 in them, and not another program."""
+    loss = functools.partial(layers.linear_cross_entropy, **CHUNKED)
+    programs = {
+        str(jax.make_jaxpr(jax.value_and_grad(functools.partial(loss, **more), (0, 1)))(
+            HIDDEN, HEAD, LABELS
+        )) for more in ({}, {"products": "input"})
+    }  # fmt: skip
+    assert len(programs) == 1 and "f8" not in programs.pop()
+
+
+def test_fp8_under_transformations():
+    """vmap over heads, remat and scan give what a loop gives."""
+    heads = jnp.stack([HEAD, -2 * HEAD])
+    gradients = jax.value_and_grad(functools.partial(fp8_loss, **CHUNKED), (0, 1))
+    found = compiled(jax.vmap(gradients, (None, 0, None)), HIDDEN, heads, LABELS)
+    single = jax.jit(gradients)
+    wanted = [single(HIDDEN, head, LABELS) for head in heads]
+    assert_close(found, jax.tree.map(lambda *x: jnp.stack(x), *wanted))
+
+    def total(hidden, head):
+        @jax.checkpoint
+        def body(sum, own):
+            return sum + fp8_loss(own[0], head, own[1], chunk_tokens=5), None
+
+        return jax.lax.scan(body, 0.0, (hidden, LABELS))[0]
+
+    def loop(hidden, head):
+        return sum(
+            fp8_loss(h, head, y, chunk_tokens=5) for h, y in zip(hidden, LABELS, strict=True)
+        )
+
+    assert_close(with_gradients(total, HIDDEN, HEAD), with_gradients(loop, HIDDEN, HEAD))
+
+
+@pytest.mark.parametrize("products", FP8)
+def test_fp8_gradients_have_no_derivative(products):
+    """It would be a part of the truth; the gradient of weights is exact."""
+    loss = functools.partial(layers.linear_cross_entropy, products=products)
+    with pytest.raises(TypeError, match=f"products='{products}'"):
+        jax.grad(lambda h: jax.grad(loss)(h, HEAD, LABELS).sum())(HIDDEN)
+
+    def of(weights):
+        return loss(HIDDEN, HEAD, LABELS, weights=weights, reduction="sum")
+
+    each = loss(HIDDEN, HEAD, LABELS, reduction="none")
+    np.testing.assert_allclose(jax.grad(of)(WEIGHTS), each, rtol=1e-6)
+
+
+def test_fp8_options_that_are_refused():
+    with pytest.raises(ValueError, match="products must be one of input, fp8, fp8-gradients"):
+        layers.linear_cross_entropy(HIDDEN, HEAD, LABELS, products="int8")
+    with pytest.raises(ValueError, match="precision='highest' with products='fp8'"):
+        fp8_loss(HIDDEN, HEAD, LABELS, precision="highest")
+    with jax.enable_x64(True):
+        wide = jnp.zeros((3, 4), jnp.float64)
+        with pytest.raises(ValueError, match="float64 with products='fp8'"):
+            fp8_loss(wide, wide.T, jnp.zeros(3, jnp.int32))
+
+
+def run_fp8(axis, weighted):
+    head = HEAD if axis else HEAD.T
+    weights = WEIGHTS if weighted else None
+    loss = functools.partial(fp8_loss, labels=LABELS, weights=weights, vocab_axis=axis)
+    return compiled(jax.value_and_grad(loss, (0, 1)), HIDDEN, head)
+
+
+fp8_on_one = functools.cache(run_fp8)
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "axis", "weighted"),
+    [
+        case if i % 4 == i // 4 % 4 else pytest.param(*case, marks=pytest.mark.full)
+        for i, case in enumerate(CASES)
+    ]
+    + [("all", "specs", 1, True), ("all", "explicit", 0, True), ("tensor", "auto", 1, False)],
+)
+def test_fp8_on_a_mesh(name, how, axis, weighted):
+    """The loss of one device: rows and the head have the same scales. Sums for the head's gradient
+    have a scale on each device, and so have parts of a vocabulary in the gradient of logits."""
+    value, *found = on_a_mesh(name, how, axis, weighted, chunk_tokens=5, products="fp8")
+    same, wanted = fp8_on_one(axis, weighted)
+    np.testing.assert_allclose(value, same, rtol=1e-5)
+    for a, b in zip(found, wanted, strict=True):
+        assert distance(a, b) <= tol.FP8_OTHER_SCALES
+    if "tensor" not in LAYOUTS[name][0] or how == "auto":
+        assert_close(found[0], wanted[0])
+
+
+def of_cuda(axis, tokens=256, width=256, vocab=512):
+    hidden, labels = (jax.ShapeDtypeStruct((2, tokens // 2, *more), kind)
+                      for more, kind in (((width,), jnp.bfloat16), ((), jnp.int32)))  # fmt: skip
+    shape = (width, vocab) if axis else (vocab, width)
+
+    def gradients(*given):
+        return jax.value_and_grad(functools.partial(fp8_loss, vocab_axis=axis), (0, 1))(*given)
+
+    return lower_for_cuda(gradients, hidden, jax.ShapeDtypeStruct(shape, jnp.bfloat16), labels)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_fp8_products_reach_a_gpu(axis, on_a_gpu, monkeypatch):
+    """As FP8 products of XLA, behind kernels that quantize; on Hopper as kernels."""
+    text = of_cuda(axis)
+    lines = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(lines) == 3
+    assert sum(line.count("xf8E4M3FN>") for line in lines) == 4  # of two, and one in each other
+    assert sum(line.count("xf8E5M2>") for line in lines) == 2
+    rows = ["quantize_rows", "quantize_rows", "quantize_transposed"]
+    assert sorted(kernels_in(text)) == rows
+    monkeypatch.setattr(fp8_flow.dispatch, "product_reason", lambda *_: None)
+    both = ["fp8_quantize_both", "fp8_turn"]
+    if platform.has_mosaic_gpu():
+        monkeypatch.setattr(platform, "not_hopper_reason", lambda: None)
+        rows += ["quantized_product"] * 3
+    else:  # the kernels around the product of this JAX
+        plain = quantized_matmul.reference.multiply
+        monkeypatch.setattr(fp8_flow.dispatch, "multiply", plain)
+    assert sorted(kernels_in(of_cuda(axis))) == sorted(both + rows)

@@ -47,6 +47,11 @@ LAYERS = {
             x, w, jnp.arange(x.shape[0]) % 48, reduction="sum", chunk_tokens=5
         ), W,
     ),
+    "cross entropy in fp8": (
+        lambda x, w: layers.linear_cross_entropy(
+            x, w, jnp.arange(x.shape[0]) % 48, reduction="sum", chunk_tokens=5, products="fp8"
+        ), W,
+    ),
     "einsum": (lambda x, w: layers.switchback_einsum()("ab,bc->ac", x, w), W),
 } | {name: (product(name), W) for name in ("switchback", "switchback_m", "llm_int8", "tensorwise")}  # fmt: skip  # noqa: E501
 

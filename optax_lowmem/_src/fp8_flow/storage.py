@@ -58,7 +58,16 @@ def _recomputed_backward(formula: Formula, given: Any, g: Coded) -> tuple[jax.Ar
 recomputed.defvjp(_recomputed_forward, _recomputed_backward)
 
 
-def once(function: Callable[..., Any], static: int = 1) -> Callable[..., Any]:
+def _refuse(*args: Any) -> Any:
+    raise TypeError(
+        "the gradients of an FP8 flow have no derivative: rounding has none. For second "
+        "derivatives use the ordinary layers."
+    )
+
+
+def once(
+    function: Callable[..., Any], static: int = 1, refuse: Callable[..., Any] = _refuse
+) -> Callable[..., Any]:
     """A part of a rule of differentiation, that refuses to be differentiated again.
 
     Rounding has no derivative: gradients would be a part of the truth. (Its results are new arrays:
@@ -67,14 +76,8 @@ def once(function: Callable[..., Any], static: int = 1) -> Callable[..., Any]:
     Args:
       function: of `static` static arguments, then arrays.
       static: how many.
+      refuse: of the static arguments and more, raises the error.
     """
     rule = jax.custom_jvp(function, nondiff_argnums=tuple(range(static)))
-    rule.defjvp(_refuse)
+    rule.defjvp(refuse)
     return rule
-
-
-def _refuse(*args: Any) -> Any:
-    raise TypeError(
-        "the gradients of an FP8 flow have no derivative: rounding has none. For second "
-        "derivatives use the ordinary layers."
-    )

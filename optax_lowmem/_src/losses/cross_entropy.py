@@ -11,6 +11,18 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from optax_lowmem._src.core import varying
+from optax_lowmem._src.fp8_flow import storage
+from optax_lowmem._src.losses.head_products import (
+    FP8,
+    FP8_INPUTS,
+    INPUT,
+    PRODUCTS,
+    HeadCodes,
+    InFp8,
+    InInputs,
+    f32_or_more,
+    quantize_head,
+)
 
 _REDUCTIONS = ("mean", "sum", "none")
 _CHUNK_LOGITS = 2**28  # of a device; a GiB in f32: the products are large, the rest is small
@@ -27,6 +39,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     soft_cap: float | None = None,
     chunk_tokens: int | None = None,
+    products: str = INPUT,
     precision: Any = None,
     mesh: Any = None,
     specs: tuple[P, P] | None = None,
@@ -50,7 +63,9 @@ def linear_cross_entropy(
       soft_cap: c replaces the logits by c * tanh(logits / c).
       chunk_tokens: tokens of a chunk, at most (of a device, where `specs` are known); by default as
         many as have 2^28 logits.
-      precision: of the products, as `jax.lax.dot` takes it.
+      products: `input`, the three products in the dtype of `hidden` and `head`; `fp8`, in FP8;
+        `fp8-gradients`, in FP8 but for the logits, so that the loss stays as it is.
+      precision: of products that are not in FP8, as `jax.lax.dot` takes it.
       mesh: with `specs`, where the axes are Auto.
       specs: partition specs of `hidden` and `head` on the mesh. Each device then sums its part of
         the head's gradient over all chunks before the devices do, once, and the head is gathered
@@ -61,14 +76,34 @@ def linear_cross_entropy(
       A scalar in f32, or [...] with `reduction="none"`.
 
     Raises:
-      ValueError: for shapes, a reduction or specs that do not fit.
+      ValueError: for shapes, a reduction, specs or products that do not fit; for float64 in FP8,
+        and a precision where no product takes it.
+      TypeError: where gradients of products in FP8 are differentiated again.
 
     Memory: one chunk of logits in f32 and once more in the dtype of the products, and one gradient
-    of the head in f32, which is given back in the head's dtype.
+    of the head in f32, which is given back in the head's dtype. In FP8 also the head's codes, while
+    the call runs: a byte per parameter for the logits, and one for the gradient of `hidden`; and a
+    byte for each logit of a chunk.
 
     Numerics: logits, the softmax and all sums are f32; the gradient of the logits is rounded to the
     dtype of `hidden` and `head` for its products. Gradients exist with regard to `hidden`, `head`
     and `weights`; no work is done for those that are not asked for. There is no forward mode.
+
+    Numerics in FP8: z = s_h s_W Q(h) Q(W) for a row h of `hidden`, dh = s_g s_W Q(g) Q(W)^T for the
+    gradient g of its logits, and dW = s Q(s_g H)^T Q(G), where the tokens' scales s_g are factors
+    of their hidden states. Codes are E4M3; those of g are E5M2, since a large vocabulary's
+    probabilities lie far below the label's. The head has one scale, h and g one per token, s_g H
+    one per chunk: a token's loss and gradient depend neither on other tokens nor on chunks. The
+    softmax and all sums stay f32. A code of E4M3 is off by 2^-4 of its number at most, and by 2.7 %
+    as root mean square: a logit by (2^-3 + 2^-8) sum_k |h_k W_kv| at most, and by 3.7 % of the root
+    of sum_k (h_k W_kv)^2 as root mean square (numbers under 2^-15 of their scale's largest by 2^-10
+    of a code's unit instead); a loss by the largest error of its logits and that of its label's
+    together. Where losses are off by d as root mean square, their mean is about d^2 / 2 higher.
+    Rounding counts as the identity in gradients.
+
+    On a mesh in FP8: the parts of a sharded vocabulary share the head's scale (a scalar is reduced
+    once per call), so that the loss is that of one device. Where devices have chunks of their own
+    (`specs`, Explicit axes), s_g H has a scale on each; g has one for each part of the vocabulary.
 
     Inside a `shard_map`: the loss of this device's tokens, under a head that is there as a whole.
 
@@ -81,13 +116,15 @@ def linear_cross_entropy(
       1.6094
     """
     _check(hidden, head, labels, weights, reduction, vocab_axis, soft_cap, chunk_tokens)
+    _check_products(hidden, head, products, precision)
     layout = _layout(hidden, head, labels, mesh, specs, vocab_axis)
     if weights is not None:
         weights = weights.astype(jnp.promote_types(jnp.float32, _float_of(weights)))
     if layout is not None:
         hidden, head, labels, weights = layout.laid_out(hidden, head, labels, weights)
     dtype = str(head.dtype)
-    loss = _Loss(vocab_axis, float(z_loss), soft_cap, chunk_tokens, precision, dtype, layout)
+    static = (vocab_axis, float(z_loss), soft_cap, chunk_tokens, products, precision, dtype, layout)
+    loss = _Loss(*static)
     hidden, head, labels, weights = varying.alike(hidden, head, labels, weights)
     if reduction == "none":
         losses = _each(loss, hidden, head, labels)
@@ -133,6 +170,24 @@ def _check(
         raise ValueError(f"soft_cap must be above 0, got {soft_cap}; None: no cap")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+
+
+def _check_products(hidden: jax.Array, head: jax.Array, products: str, precision: Any) -> None:
+    if products not in PRODUCTS:
+        raise ValueError(f"products must be one of {', '.join(PRODUCTS)}, got {products!r}")
+    if products == INPUT:
+        return
+    for name, x in (("hidden", hidden), ("head", head)):
+        if x.dtype.name not in FP8_INPUTS:
+            raise ValueError(
+                f"{name} in {x.dtype} with products={products!r}, which quantizes "
+                f"{', '.join(FP8_INPUTS)}: cast it, or leave products out"
+            )
+    if products == FP8 and precision is not None:
+        raise ValueError(
+            f"precision={precision!r} with products={products!r}: codes are multiplied as they "
+            "are. Leave precision out, or use products='fp8-gradients', whose logits take it"
+        )
 
 
 def _float_of(x: jax.Array) -> Any:
@@ -221,6 +276,7 @@ class _Loss:
     z_loss: float
     soft_cap: float | None
     chunk_tokens: int | None
+    products: str
     precision: Any
     head_dtype: str
     layout: _Layout | None
@@ -229,6 +285,11 @@ class _Loss:
     def vocab_axes(self) -> tuple[str, ...]:
         """Mesh axes that the vocabulary is sharded over."""
         return self.layout.vocab if self.layout else ()
+
+    @property
+    def in_fp8(self) -> bool:
+        """Return whether any product runs in FP8."""
+        return self.products != INPUT
 
 
 @jax.tree_util.register_static
@@ -365,6 +426,14 @@ def _sweep(
 
     That of hidden is in its dtype, that of the head in f32.
     """
+    if loss.in_fp8:
+        return _sweep_once(loss, wanted, hidden, head, labels, scale)
+    return _of_devices(loss, wanted, hidden, head, labels, scale)
+
+
+def _of_devices(
+    loss: _Loss, wanted: _Wanted, hidden: Any, head: Any, labels: Any, scale: Any
+) -> Gradients:
     layout = loss.layout
     if layout is None:
         return _of_device(loss, wanted, hidden, head, labels, scale)
@@ -380,6 +449,16 @@ def _sweep(
         axis_names=layout.manual,
     )(hidden, layout.gathered(head), labels, scale)  # fmt: skip
     return losses, for_hidden, None if for_head is None else layout.as_head(for_head)
+
+
+def _refuse(loss: _Loss, *more: Any) -> Any:
+    raise TypeError(
+        f"the gradients of linear_cross_entropy with products={loss.products!r} have no "
+        "derivative: rounding has none. For second derivatives use products='input'"
+    )
+
+
+_sweep_once = storage.once(_of_devices, static=2, refuse=_refuse)
 
 
 def _of_mesh(loss: _Loss, wanted: _Wanted, *given: Any) -> Gradients:
@@ -402,18 +481,37 @@ def _of_device(
     loss: _Loss, wanted: _Wanted, hidden: Any, head: Any, labels: Any, scale: Any
 ) -> Gradients:
     """All chunks, one after the other."""
+    if not loss.in_fp8:
+        return _chunks_of(loss, wanted, hidden, head, None, labels, scale)
+    needed = (loss.products == FP8, wanted.hidden)
+    codes = quantize_head(head, loss.vocab_axis, loss.vocab_axes, *needed)
+    losses, of_hidden, of_head = _chunks_of(loss, wanted, hidden, head, codes, labels, scale)
+    if of_head is not None and loss.vocab_axis:
+        of_head = of_head.T  # the sum of all chunks
+    return losses, of_hidden, of_head
+
+
+def _chunks_of(
+    loss: _Loss,
+    wanted: _Wanted,
+    hidden: Any,
+    head: Any,
+    codes: HeadCodes | None,
+    labels: Any,
+    scale: Any,
+) -> Gradients:
     lead = labels.shape
     limit = loss.chunk_tokens or max(1, _CHUNK_LOGITS // max(1, head.shape[loss.vocab_axis]))
     if not lead or math.prod(lead[:-1]) > limit:  # not even one token of each row
-        flat = (hidden.reshape(-1, hidden.shape[-1]), head, labels.reshape(-1))
+        flat = (hidden.reshape(-1, hidden.shape[-1]), head, codes, labels.reshape(-1))
         flat_scale = None if scale is None else scale.reshape(-1)
-        losses, of_hidden, of_head = _of_device(loss, wanted, *flat, flat_scale)
+        losses, of_hidden, of_head = _chunks_of(loss, wanted, *flat, flat_scale)
         of_hidden = None if of_hidden is None else of_hidden.reshape(hidden.shape)
         return losses.reshape(lead), of_hidden, of_head
     # along the last axis of tokens, so that each device of a mesh has its rows of every chunk
     number, length = _chunks(lead, limit)
     if number == 1:
-        return _chunk(loss, wanted, hidden, head, labels, scale)
+        return _chunk(loss, wanted, hidden, head, codes, labels, scale)
     if number * length > lead[-1] and wanted and scale is None:
         scale = jnp.ones(lead, jnp.float32)  # and 0 where there is no token
     axis = labels.ndim - 1
@@ -421,12 +519,13 @@ def _of_device(
 
     def body(total: Any, own: Any) -> tuple[Any, Any]:
         h, y, s = own
-        losses, of_hidden, of_head = _chunk(loss, wanted, h, head, y, s)
+        losses, of_hidden, of_head = _chunk(loss, wanted, h, head, codes, y, s)
         return None if of_head is None else total + of_head, (losses, of_hidden)
 
     zeros = None
     if wanted.head:
-        zeros = jnp.zeros(head.shape, _f32_or_more(hidden, head))
+        shape = head.shape[::-1] if loss.in_fp8 and loss.vocab_axis else head.shape
+        zeros = jnp.zeros(shape, f32_or_more(hidden, head))
         zeros = varying.over(zeros, varying.axes_of(hidden, head, labels, scale))
     of_head, (losses, of_hidden) = lax.scan(body, zeros, tuple(given))
     if of_hidden is not None:
@@ -462,19 +561,19 @@ def _joined(x: jax.Array, axis: int, length: int) -> jax.Array:
 # ---- one chunk -----------------------------------------------------------------------------------
 
 
-def _f32_or_more(*arrays: jax.Array) -> Any:
-    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
-
-
 def _chunk(
-    loss: _Loss, wanted: _Wanted, hidden: Any, head: Any, labels: Any, scale: Any
+    loss: _Loss,
+    wanted: _Wanted,
+    hidden: Any,
+    head: Any,
+    codes: HeadCodes | None,
+    labels: Any,
+    scale: Any,
 ) -> Gradients:
     """The logits of some tokens, and all that is made of them."""
-    dtype, wide = jnp.result_type(hidden, head), _f32_or_more(hidden, head)
-    h, w = hidden.astype(dtype), head.astype(dtype)
-    dot = partial(jnp.einsum, precision=loss.precision, preferred_element_type=wide)
-    of_head = "vw" if loss.vocab_axis == 0 else "wv"
-    logits = dot(f"...w,{of_head}->...v", h, w)
+    how = (loss.vocab_axis, loss.precision)
+    own = InInputs(hidden, head, *how) if codes is None else InFp8(hidden, head, codes, *how)
+    logits = own.logits()
     if loss.soft_cap is not None:
         logits = loss.soft_cap * jnp.tanh(logits / loss.soft_cap)
     names, size = loss.vocab_axes, head.shape[loss.vocab_axis]
@@ -507,20 +606,12 @@ def _chunk(
     gradient -= is_label
     if loss.soft_cap is not None:
         gradient *= 1 - jnp.square(logits / loss.soft_cap)
-    times = jnp.ones_like(losses) if scale is None else scale.astype(wide)
+    times = jnp.ones_like(losses) if scale is None else scale.astype(own.wide)
     times = jnp.where(is_token | (times == 0), times, jnp.nan)[..., None]
-    gradient = jnp.where(times == 0, 0, gradient * times).astype(dtype)
+    g = own.operand(jnp.where(times == 0, 0, gradient * times))
     for_hidden = for_head = None
     if wanted.hidden:
-        for_hidden = over_vocab(dot(f"...v,{of_head}->...w", gradient, w)).astype(hidden.dtype)
+        for_hidden = over_vocab(own.for_hidden(g)).astype(hidden.dtype)
     if wanted.head:
-        left, right = (h, gradient) if loss.vocab_axis else (gradient, h)
-        tokens = tuple(range(labels.ndim))
-        for_head = lax.dot_general(
-            left,
-            right,
-            ((tokens, tokens), ((), ())),
-            precision=loss.precision,
-            preferred_element_type=wide,
-        )
+        for_head = own.for_head(g, None if scale is None else scale == 0)
     return losses, for_hidden, for_head
