@@ -35,6 +35,7 @@ try:
         DOTS,
         FP8,
         FULL,
+        HEADS,
         LEAN,
         LINEARS,
         NOISE,
@@ -114,6 +115,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "and no bit of the forward pass is another; fp8: 8-bit codes of them, and layers multiply "
         "in FP8 but where --linear says otherwise; auto, the default: lean on a GPU or TPU, "
         "standard on a CPU")  # fmt: skip
+    add("--head", choices=HEADS, default=STANDARD,
+        help="products of the output head: fp8, all three; fp8-gradients, but for the logits, so "
+        "that the loss is what it was (default: standard, in --compute)")  # fmt: skip
     add("--noise", choices=NOISE,
         help="noise of a learnt bitwidth on these matrices (GaussWS): `od` are an attention's "
         "projection and the last of an MLP")  # fmt: skip
@@ -139,8 +143,9 @@ def make_settings(args: argparse.Namespace) -> Settings:
     given = {n: getattr(args, n) for n in ("steps", "batch", "sequence", "text", "remat")}
     chosen = {name: getattr(preset, name) if x is None else x for name, x in given.items()}
     shared = args.fsdp * args.tensor
-    own = ("optimizer", "seed", "attention", "linear", "activations", "noise", "implementation",
-           "fsdp", "tensor", "zero", "release", "unroll", "accumulate")  # fmt: skip
+    own = ("optimizer", "seed", "attention", "linear", "activations", "head", "noise",
+           "implementation", "fsdp", "tensor", "zero", "release", "unroll",
+           "accumulate")  # fmt: skip
     _check_release(args)
     rate = preset.learning_rate * RATE_FACTORS.get(args.optimizer, 1.0)
     settings = Settings(

@@ -16,8 +16,8 @@ from .train import Program, Run
 _FILE = "run.json"
 # What a run may go on with differently: how it is computed, not what.
 _FREE = (
-    "implementation", "attention", "compute", "linear", "activations", "remat", "release", "data",
-    "fsdp", "tensor", "zero", "unroll", "accumulate",
+    "implementation", "attention", "compute", "linear", "activations", "head", "remat", "release",
+    "data", "fsdp", "tensor", "zero", "unroll", "accumulate",
 )  # fmt: skip
 
 

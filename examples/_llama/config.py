@@ -13,6 +13,8 @@ LEAN, FP8 = "lean", "fp8"  # --activations
 AUTO = "auto"  # what suits the model and the machine
 XLA, CUDNN = "xla", "cudnn"  # --attention
 NONE, DOTS, FULL = "none", "dots", "full"  # --remat
+# --head: the `products` of its loss
+HEADS = {STANDARD: "input", FP8: "fp8", "fp8-gradients": "fp8-gradients"}
 NOISE = ("od", "qkv", "out", "up", "down", "all")  # --noise
 # --linear: the dot_general of the layers' matrices; None: JAX's. Embedding and head keep it.
 # `-auto`: in 8 bits where that is faster.
@@ -101,6 +103,7 @@ class Settings:
     attention: str = AUTO
     linear: str = STANDARD
     activations: str = AUTO
+    head: str = STANDARD
     noise: str | None = None
     implementation: str = "auto"
     data: int = 1

@@ -47,6 +47,7 @@ def headline(settings: Settings, report: lowmem.memory.Report, text: str) -> str
     linear = "" if settings.linear == STANDARD else f", {settings.linear}"
     noise = f", GaussWS noise [{settings.noise}]" if settings.noise else ""
     kept = "" if settings.activations == STANDARD else f", {settings.activations} activations"
+    kept += "" if settings.head == STANDARD else f", {settings.head} head"
     how = "" if settings.remat == NONE else f", remat {settings.remat}"
     how += f", {settings.attention} attention"
     how += f", unroll {settings.unroll}" if settings.unroll != 1 else ""
@@ -108,7 +109,8 @@ def case(settings: Settings) -> str:
     preset, changed = PRESETS[settings.preset], []
     rate = preset.learning_rate * RATE_FACTORS.get(settings.optimizer, 1.0)
     usual: dict[str, Any] = {"learning_rate": rate, "clip": 1.0, "zero": False, "release": False}
-    usual |= dict.fromkeys(("data", "fsdp", "tensor"), 1) | {"linear": STANDARD}
+    usual |= dict.fromkeys(("data", "fsdp", "tensor"), 1)
+    usual |= dict.fromkeys(("linear", "head"), STANDARD)
     usual |= {n: getattr(preset, n) for n in ("sequence", "batch", "steps", "text", "remat")}
     usual |= {"noise": None, "attention": AUTO, "activations": AUTO, "unroll": AUTO}
     usual |= {"accumulate": 1}

@@ -26,7 +26,7 @@ from optax_lowmem import layers, release
 
 from . import choose
 from . import mesh as meshes
-from .config import LINEARS, PLAIN, Settings
+from .config import HEADS, LINEARS, PLAIN, Settings
 from .model import LAYERS, Llama
 from .optimizer import make_optimizer, stored_dtype
 
@@ -114,7 +114,11 @@ def make_program(settings: Settings) -> Program:
         activations=choose.activations(settings),
         stacked=choose.stacked(settings),
         unroll=choose.unroll(settings),
-        loss=functools.partial(layers.linear_cross_entropy, **meshes.of_loss(settings, mesh)),
+        loss=functools.partial(
+            layers.linear_cross_entropy,
+            products=HEADS[settings.head],
+            **meshes.of_loss(settings, mesh),
+        ),
     )
     dtype, plain = functools.partial(stored_dtype, settings.optimizer), settings.optimizer == PLAIN
 

@@ -101,3 +101,9 @@ def test_what_variants_change():
     anew, once = (barriers[f"fp8-accumulated-16{more}"] for more in ("-anew", ""))
     assert anew != once  # micro-batches that quantize hold each kernel back
     assert barriers["lean-unrolled"] > 0 and loops["lean-unrolled"] == loops["unrolled"]
+    eight_bits = []
+    for more in ("", "-head-gradients", "-head"):
+        variant = bench_end_to_end.VARIANTS[f"fp8-unrolled{more}"]
+        lines = bench_end_to_end.lowered(args, variant)[1].as_text().splitlines()
+        eight_bits.append(sum("dot_general" in line and "f8E" in line for line in lines))
+    assert [count - eight_bits[0] for count in eight_bits] == [0, 2, 3]

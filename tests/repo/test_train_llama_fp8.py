@@ -129,6 +129,25 @@ def test_with_other_flags(llama, flags):  # noqa: F811
     assert run.losses != plain.losses
 
 
+HEADS = ["fp8 --activations fp8", "fp8-gradients --compute bfloat16"]
+
+
+@pytest.mark.parametrize("flags", HEADS)
+def test_a_head_in_fp8(llama, flags, capsys):  # noqa: F811
+    """Alone or beside FP8 layers, on one device and on a mesh: nearly the same losses."""
+    more = flags.partition(" ")[2]
+    plain, one, mesh = (
+        trained(llama, f"{where} {own}").run
+        for where, own in ((ONE, more), (ONE, f"--head {flags}"), (ANOTHER, f"--head {flags}"))
+    )
+    assert f", {flags.split()[0]} head" in capsys.readouterr().out
+    assert one.losses != plain.losses
+    assert one.losses == pytest.approx(plain.losses, abs=0.05)
+    assert mesh.losses[0] == pytest.approx(one.losses[0], abs=1e-3)
+    assert mesh.losses == pytest.approx(one.losses, abs=0.05)
+    assert "head=fp8" in llama.report.case(settings_of(llama, f"--data 1 --head {flags}"))
+
+
 def test_the_record_says_so(llama):  # noqa: F811
     settings = settings_of(llama, f"--data 1 {FP8}")
     assert llama.report.case(settings) == "llama-tiny activations=fp8/flash_adamw"

@@ -109,6 +109,8 @@ VARIANTS = {
     "switchback-fp8": Variant("--linear switchback-fp8"),
     "fp8": Variant("--activations fp8 --unroll 1"),
     "fp8-unrolled": Variant("--activations fp8 --unroll 99"),
+    "fp8-unrolled-head": Variant("--activations fp8 --unroll 99 --head fp8"),
+    "fp8-unrolled-head-gradients": Variant("--activations fp8 --unroll 99 --head fp8-gradients"),
 }
 
 
@@ -305,7 +307,7 @@ def time_all(bench: Bench, programs: dict[str, tuple[Any, float]]) -> None:
             bench.failed(f"llama-{bench.args.preset}", name, error)
             continue
         own = program.settings
-        names = ("remat", "attention", "activations", "unroll", "stacked", "quantize_once")
+        names = ("remat", "attention", "activations", "head", "unroll", "stacked", "quantize_once")
         how = {name: getattr(own, name) for name in names}
         found |= {"compile_s": compile_s}
         bench.store(f"llama-{bench.args.preset}", name, found, **how)
