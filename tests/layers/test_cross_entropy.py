@@ -711,7 +711,7 @@ def test_fp8_products_reach_a_gpu(axis, on_a_gpu, monkeypatch):
     rows = ["quantize_rows", "quantize_rows", "quantize_transposed"]
     assert sorted(kernels_in(text)) == rows
     monkeypatch.setattr(fp8_flow.dispatch, "product_reason", lambda *_: None)
-    both = ["fp8_quantize_both", "fp8_turn"]
+    both = ["fp8_quantize_both", "fp8_transpose"]
     if platform.has_mosaic_gpu():
         monkeypatch.setattr(platform, "not_hopper_reason", lambda: None)
         rows += ["quantized_product"] * 3
