@@ -4,6 +4,7 @@ A test belongs to one tier: `gpu` and `full` by their markers, `repo` by its fol
 the default one otherwise.
 """
 
+import gc
 import os
 import platform
 import re
@@ -66,6 +67,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip(f"needs a GPU; JAX's default backend here is {jax.default_backend()}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Take what is alive after a file, mostly JAX's caches, out of what later collections walk."""
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect(1)
+        gc.freeze()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
