@@ -60,13 +60,14 @@ def state_shardings(
 ) -> Any:
     """A sharding for every array of `tx.init(params)`.
 
-    Codes, corrections and whatever else has its parameter's shape lie as the parameter does. Scales
-    and the second moments of blocks do too, but are whole along an axis whose parts would cut
-    through a group or a head. The rest is replicated.
+    Codes, corrections and whatever else has its parameter's shape have its sharding. Scales and the
+    second moments of blocks have it too, but are whole along an axis whose parts would cut through
+    a group or a head. The rest is replicated.
 
     Linen's `nn.get_partition_spec` of a whole `TrainState` works too, but knows no mesh: there
-    scales (0.19 bytes a parameter) are whole along the last axis, unless the count of their groups
-    is a multiple of 64 (2048 columns in groups of 32), which mesh axes of up to 64 devices divide.
+    scales (0.19 bytes per parameter) are whole along the last axis, unless the count of their
+    groups is a multiple of 64 (2048 columns in groups of 32), which mesh axes of up to 64 devices
+    divide.
 
     Args:
       tx: any optax transformation, wrapped or not.
@@ -78,7 +79,7 @@ def state_shardings(
       rules: (logical name, mesh axis or None) pairs, for boxes with logical names.
       zero_axis: a mesh axis over which the state is split although the parameters are not (ZeRO-1):
         on the first dimension that it divides.
-      memory_kind: where the state lies, such as `pinned_host`; by default where the device has it.
+      memory_kind: of the state's shardings, such as `pinned_host`; by default the device's.
 
     Returns:
       A tree of `NamedSharding` like `tx.init(params)`, without boxes; for `out_shardings` of
@@ -86,7 +87,7 @@ def state_shardings(
 
     Raises:
       ValueError: for an axis that the mesh does not have, that is named twice, or that does not
-        divide its dimension; for a parameter of which nothing says where it lies.
+        divide its dimension; for a parameter without a known sharding.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_lowmem as lowmem
@@ -135,7 +136,7 @@ def _owner(path: tuple[object, ...], known: Mapping[tuple[object, ...], _Paramet
     return known.get(())  # a parameter that is the whole tree
 
 
-# ---- shardings of the parameters ---------------------------------------------------------------
+# ---- shardings of the parameters -----------------------------------------------------------------
 
 
 def _placed(
@@ -170,6 +171,6 @@ def _own(
     if some_mesh or isinstance(sharding, jax.sharding.SingleDeviceSharding):
         return None
     raise ValueError(
-        f"nothing says where parameter '{path}' lies: pass param_shardings, a tree of "
+        f"the sharding of parameter '{path}' is not known: pass param_shardings, a tree of "
         "NamedSharding or PartitionSpec, or parameters that are on the mesh already."
     )

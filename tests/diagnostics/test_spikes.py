@@ -354,8 +354,8 @@ def test_the_control_predicts_no_better_than_chance():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: diagnostics.loss_spikes([[1.0]]), "losses is one value a step.*shape"),
-        (lambda: diagnostics.rms_spikes(np.ones((2, 2))), "rms is one value a step"),
+        (lambda: diagnostics.loss_spikes([[1.0]]), "losses is one value per step.*shape"),
+        (lambda: diagnostics.rms_spikes(np.ones((2, 2))), "rms is one value per step"),
         (lambda: diagnostics.loss_spikes([1.0], decay=1.0), r"decay must be in \[0, 1\)"),
         (lambda: diagnostics.loss_spikes([1.0], least=0), "least is a number of steps, at least 1"),
         (lambda: diagnostics.rms_spikes([1.0], interval=0), "interval is a number of steps"),

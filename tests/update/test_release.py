@@ -426,7 +426,7 @@ def test_what_may_need_all_gradients_is_refused(make_tx, name):
                 blocks=BLOCKS,
                 storage=lowmem.Storage(nu=lowmem.codecs.linear(signed=False), policy=POLICY),
             ),
-            r"'layers/.*nu has \d+ values a layer in groups of 32.*Policy\(exclude=\('nu:layers/",
+            r"'layers/.*nu has \d+ values per layer in groups of 32.*Policy\(exclude=\('nu:layers/",
         ),
     ],
 )

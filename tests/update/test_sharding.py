@@ -330,7 +330,7 @@ def test_what_is_missing():
     tx, params = lowmem.flash_adamw(1e-3), {"w": jax.ShapeDtypeStruct((66, 256), jnp.bfloat16)}
     with pytest.raises(ValueError, match=r"'w'.*x makes 4 parts, which do not divide dimension 0"):
         specs_of(tx, P("x"), params)
-    with pytest.raises(ValueError, match="nothing says where parameter 'w' lies"):
+    with pytest.raises(ValueError, match="the sharding of parameter 'w' is not known"):
         state_shardings(tx, params)
     with pytest.raises(ValueError, match="pass mesh=, or use set_mesh"):
         state_shardings(tx, params, {"w": P("x")})

@@ -164,7 +164,7 @@ def width_of(leaf: Leaf, leaves: Leaves) -> int:
 
 
 def whole(leaf: Leaf, reason: str) -> Block:
-    """One block a tensor; one a layer where layers are stacked."""
+    """One block per tensor; one per layer where layers are stacked."""
     inner = leaf.inner if math.prod(leaf.shape) else ()
     text = "whole tensor" + (" of each layer" if leaf.stacked else "")
     return Block(inner, words=text if inner else "elementwise", reason=because(leaf, reason))

@@ -239,7 +239,7 @@ def encode_leaf(
 
     Args:
       decision: how.
-      x: f32 values, one an element; the mean over each block is taken where a block shares one.
+      x: f32 values, one per element; the mean over each block is taken where a block shares one.
       like: the stored slot, for its dtype and shape.
       seed: of the state.
       count: steps so far; the next step has other random bits.
@@ -259,7 +259,7 @@ def encode_leaf(
 def decode_leaf(
     decision: scope.Decision, stored: jax.Array, scales: jax.Array, shape: tuple[int, ...]
 ) -> jax.Array:
-    """f32 values of a stored slot, one an element of a leaf of this shape."""
+    """f32 values of a stored slot, one per element of a leaf of this shape."""
     x = numerics.widen(stored) if decision.codec is None else None
     if x is None:
         flat = stored.reshape(-1) if decision.block is not None else stored

@@ -127,7 +127,7 @@ def check(saved: Mapping[str, Any], tx: optax.GradientTransformation, params: op
     if saved["version"] < FORMAT_VERSION:
         raise ValueError(
             f"the checkpoint has format version {saved['version']}, this package writes "
-            f"{FORMAT_VERSION}: checkpoint.restore and checkpoint.migrate turn it over."
+            f"{FORMAT_VERSION}: checkpoint.restore and checkpoint.migrate convert it."
         )
     compare(saved, tx, params)
 
@@ -198,7 +198,7 @@ def _problems(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str
                     f"slot {slot} of '{path}' was saved as {_form_words(stored)}, and this "
                     f"optimizer reads {_form_words(wanted)}, which would make other numbers of the "
                     f"same bytes. Restore with {_advice(slot, stored)} and, to go on in another "
-                    "form, turn it over: checkpoint.to_optax, then checkpoint.from_optax."
+                    "form, convert it: checkpoint.to_optax, then checkpoint.from_optax."
                 )
     remedy = (
         "Restore with the optimizer that it was saved with; from the state of a plain optax "

@@ -1,4 +1,4 @@
-"""Checkpoints of older format versions, turned into the present one."""
+"""Checkpoints of older format versions, converted to the present one."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -184,7 +184,7 @@ def to_optax(
     Numerics: exact: what codes and corrections stand for, in f32. v of Adam-mini is spread over its
     blocks, whose mean `from_optax` takes again.
 
-    Memory: 12 bytes a parameter for AdamW beside what is there.
+    Memory: 12 bytes per parameter for AdamW beside what is there.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lowmem as lowmem

@@ -85,7 +85,7 @@ def save(
 
     Speed: the checksums take 6 to 8 % of the time (0.6 GB into the page cache, 2 cores).
 
-    Size: that of weights and state in memory, 5.2 bytes a parameter for `flash_adamw` with bf16
+    Size: that of weights and state in memory, 5.2 bytes per parameter for `flash_adamw` with bf16
     weights (`optax.adamw` in f32: 12), before Orbax compresses them.
 
     Example:

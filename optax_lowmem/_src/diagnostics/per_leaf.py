@@ -97,7 +97,7 @@ def rms(
       ValueError: for a state without second moments, a pattern that matches no leaf, a leaf with
         two of them or of another shape, or a `storage` that did not store it.
 
-    Cost: the gradient and 1.13 bytes of state an element of the chosen leaves: 3.1 bytes with a
+    Cost: the gradient and 1.13 bytes of state per element of the chosen leaves: 3.1 bytes with a
     bf16 gradient, where the step moves 12 to 18. A patch embedding, or a vocabulary's under a
     `sample` of 2^18, is well under 1 % of the step of a model of 100M parameters; all leaves are
     not. Call it under jit: it fuses to one reduction, without an f32 copy.
@@ -222,7 +222,7 @@ def norms(
       TypeError: for a string as `leaves`.
       ValueError: for a pattern that matches no leaf, or a leaf with two corrections.
 
-    Cost: reads 3 bytes a bf16 weight of the chosen leaves (2 and a correction of 1), or 4. Under
+    Cost: reads 3 bytes per bf16 weight of the chosen leaves (2 and a correction of 1), or 4. Under
     jit, no f32 copy is stored.
 
     Example:

@@ -139,7 +139,7 @@ def _series(name: str, values: npt.ArrayLike) -> np.ndarray:
     series = np.asarray(values, np.float64)
     if series.ndim != 1:
         raise ValueError(
-            f"{name} is one value a step, a series of one axis, got shape {series.shape}"
+            f"{name} is one value per step, a series of one axis, got shape {series.shape}"
         )
     return series
 

@@ -13,7 +13,7 @@ Layer = Callable[[Any], jax.Array]
 
 
 def project(layer: Layer, x: Coded) -> jax.Array:
-    """A linear layer of what is quantised: of its value, if the layer takes no codes."""
+    """A linear layer of what is quantized: of its value, if the layer takes no codes."""
     return layer(x if getattr(layer, "takes_codes", False) else x.value)
 
 

@@ -35,12 +35,12 @@ def gated_product(
       recipe: how gate and up are kept.
 
     Returns:
-      h: quantised by one scale for the whole tensor; its `value` has the gate's dtype.
+      h: quantized by one scale for the whole tensor; its `value` has the gate's dtype.
 
     Raises:
       ValueError: for another activation, or arrays of two shapes.
 
-    Memory: for the backward pass, codes of gate and up and a 16-bit scale a group; 2.25 bytes for
+    Memory: for the backward pass, codes of gate and up and a 16-bit scale per group; 2.25 bytes for
     both in groups of 16. f(gate), which the paper's flow keeps too, is computed again. With
     `Recipe(storage="bf16")`, gate and up as they are.
 

@@ -14,7 +14,7 @@ from optax_lowmem._src.fp8_flow.recipe import DEFAULT, Coded, Recipe, value_of
 class Fp8Dense(nn.Dense):
     """`nn.Dense` with the same parameters and names, whose three products run in FP8.
 
-    It takes arrays, and what a norm or an activation function of this flow has quantised.
+    It takes arrays, and what a norm or an activation function of this flow has quantized.
 
     Attributes:
       keep: as of `fp8_flow.linear`.

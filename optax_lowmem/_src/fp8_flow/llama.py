@@ -79,7 +79,7 @@ class Fp8LlamaBlock(nnx.Module):
 
     x + o(attention(q, k, v of norm(x))), then x + down(silu(gate) * up of norm(x)). Kept are codes
     of the norms' inputs, of gate and up (a scale for 16 neighbours), and of the linear layers'
-    inputs (a scale a tensor); and queries, keys and values in 16 bits for attention. With
+    inputs (a scale per tensor); and queries, keys and values in 16 bits for attention. With
     U = 2 \cdot batch \cdot length \cdot width bytes and an MLP of 8/3 the width, that is 9.5 U and
     0.46 U of scales (10 U with cudnn, which keeps its output), where the paper counts 22.66 U for
     bf16 and 13.33 U for its own.

@@ -16,7 +16,7 @@ from optax_lowmem._src.fp8_flow.recipe import DEFAULT, Coded, Recipe, value_of
 class Fp8Linear(nnx.Linear):
     """`nnx.Linear` with the same parameters, whose three products run in FP8.
 
-    It takes arrays, and what a norm or an activation function of this flow has quantised.
+    It takes arrays, and what a norm or an activation function of this flow has quantized.
 
     Args:
       in_features: as of `nnx.Linear`, like all that is not named here.

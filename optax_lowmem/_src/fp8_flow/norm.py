@@ -1,4 +1,4 @@
-"""Norms whose input is kept in 8 bits, and whose output is quantised for products."""
+"""Norms whose input is kept in 8 bits, and whose output is quantized for products."""
 
 import dataclasses
 from collections.abc import Callable
@@ -38,10 +38,11 @@ def rms_norm(
       recipe: how x is kept.
 
     Returns:
-      y: quantised by one scale for the whole tensor; its `value` has x's dtype.
+      y: quantized by one scale for the whole tensor; its `value` has x's dtype.
 
-    Memory: for the backward pass, codes of x and a 16-bit scale a group; 1.125 bytes a number in
-    groups of 16. Those of y are kept by the products, once. With `Recipe(storage="bf16")`, x alone.
+    Memory: for the backward pass, codes of x and a 16-bit scale per group; 1.125 bytes per number
+    in groups of 16. Those of y are kept by the products, once. With `Recipe(storage="bf16")`, x
+    alone.
 
     Numerics: f32 from x, gradients from x as it is kept: straight through. A group with a number
     that is not finite shows as NaN.

@@ -27,7 +27,7 @@ class Recipe:
       input_gradient: format of the gradient G of Y in dX = G W^T: `e4m3`, `e5m2`, or `bf16`, a
         product in the inputs' own precision.
       weight_gradient: likewise in dW = X^T G.
-      storage: `fp8`, or `bf16`: nothing is quantised. Norms and activation functions keep their
+      storage: `fp8`, or `bf16`: nothing is quantized. Norms and activation functions keep their
         inputs in the inputs' own precision and nothing else, linear layers behind them keep
         nothing, and all products run in that precision; the forward pass has the bits of ordinary
         layers. The other fields then have no meaning.
@@ -50,7 +50,7 @@ class Recipe:
                 if getattr(self, field.name) != field.default:
                     raise ValueError(
                         f"{field.name}={getattr(self, field.name)!r} with storage='bf16', which "
-                        "quantises nothing: leave it out"
+                        "quantizes nothing: leave it out"
                     )
         if self.group_size < 1:
             raise ValueError(f"group_size must be at least 1, got {self.group_size}")
@@ -76,7 +76,7 @@ DEFAULT = Recipe()
 
 
 def format_of(name: str) -> Format | None:
-    """The format of a gradient; None for a product that is not quantised."""
+    """The format of a gradient; None for a product that is not quantized."""
     return None if name == BF16 else FORMATS[name]
 
 
@@ -122,7 +122,7 @@ class Source:
 @jax.tree_util.register_dataclass  # no tuple: Flax's Sequential takes those apart
 @dataclasses.dataclass(frozen=True, eq=False)
 class Coded:
-    """An activation on its way to matrix products: quantised once, for all of them.
+    """An activation on its way to matrix products: quantized once, for all of them.
 
     Attributes:
       value: in 16 bits or f32; what gradients belong to. Products of codes do not read it, and

@@ -70,7 +70,7 @@ def draw(
 ) -> jax.Array:
     r"""R of an array's shape.
 
-    `gaussws` (equation 8) is made of 11 random bits an element by bitwise operations alone:
+    `gaussws` (equation 8) is made of 11 random bits per element by bitwise operations alone:
     P(2) = P(-2) = 3/4 2^-9, P(1) = P(-1) = (3/4)^2 2^-2, else 0. `diffq` is U(-0.5, 0.5) in bf16,
     `box-muller` round(N(0, 1) / 2).
 
@@ -96,7 +96,7 @@ def draw(
 
 
 def draw_packed(key: int | jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """GaussWS' R in 4 bits an element: half a byte.
+    """GaussWS' R in 4 bits per element: half a byte.
 
     Args:
       key: as of `draw`.
@@ -221,7 +221,7 @@ def sample(
       ValueError: for weights without the axes of a matrix, another shape of `bits`, another name.
       TypeError: for other weights, or another key.
 
-    Memory: nothing of the weights' size is kept for the backward pass, 4 bytes a block.
+    Memory: nothing of the weights' size is kept for the backward pass, 4 bytes per block.
 
     Numerics: R max|w| 2^(1 - b_t) is exact but for 2^(1 - b_t), the sum rounded once in f32, once
     by the cast. A block with a NaN or an infinity has no finite element.
@@ -265,14 +265,14 @@ _sample.defvjp(_forward, _backward)
 def bits_gradient(
     g: jax.Array, scale: jax.Array, key: jax.Array, noise: Noise, path: str | None = None
 ) -> jax.Array:
-    """The gradient of b_t, f32, a block (equation 3), from that of the sampled weights.
+    """The gradient of b_t, f32, per block (equation 3), from that of the sampled weights.
 
     Args:
       g: dL/dw^.
       scale: max |w| 2^(1 - b_t) of the sample.
       key: its key.
       noise: its distribution.
-      path: the leaf's, by which `lowmem.step` knows where it lies on a mesh.
+      path: the leaf's, by which `lowmem.step` knows its sharding.
     """
     sums = kernels.noise_sums(g, key, noise, path)
     return jnp.float32(-math.log(2)) * scale * kernels.laid_like(sums, scale)

@@ -174,12 +174,12 @@ def _layers_of(path: str, tree: optax.Params) -> int:
         if not other or other[0] == 0:
             raise ValueError(
                 f"leaf '{where}' of the stack '{path}' has no axis of layers: every leaf of a "
-                "stack has one entry a layer on axis 0. Move it out of the stack, into the rest."
+                "stack has one entry per layer on axis 0. Move it out of the stack, into the rest."
             )
         if other != size:
             raise ValueError(
                 f"leaf '{where}' has {other[0]} layers on axis 0 and '{path}/{first}' has "
-                f"{size[0]}: the leaves of a stack have one entry a layer. Move it into another "
+                f"{size[0]}: the leaves of a stack have one entry per layer. Move it into another "
                 "stack, or into the rest."
             )
     return int(size[0])

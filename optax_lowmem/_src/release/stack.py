@@ -54,7 +54,7 @@ def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
     for slot in plan.shared:
         if slot.codec is not None and values % plan.group_size:
             return (
-                f"its {slot.name} has {values} values a layer in groups of {plan.group_size}, "
+                f"its {slot.name} has {values} values per layer in groups of {plan.group_size}, "
                 "which lie across layers. Keep it in f32: "
                 f"Policy(exclude=('{slot.name}:{plan.path}',))."
             )

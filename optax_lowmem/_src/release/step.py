@@ -53,7 +53,7 @@ def train_step(
         layer on its own, as in the same model unrolled; else it is refused.
       implementation: as of `lowmem.step`.
       mesh: likewise.
-      specs: likewise; the axis of layers lies on no mesh axis.
+      specs: likewise; the axis of layers is not sharded.
 
     Returns:
       (params, state, batch) -> (loss, params, state), with (loss, aux) for a model `has_aux`. Jit
@@ -67,7 +67,7 @@ def train_step(
 
     Memory: beside weights, state and the inputs of the layers (what rematerialisation of each layer
     keeps anyway), the working set of one layer: its backward, its gradients, and a copy of its
-    slices. An ordinary step holds the gradients of all layers, 2 or 4 bytes a parameter.
+    slices. An ordinary step holds the gradients of all layers, 2 or 4 bytes per parameter.
 
     Numerics: XLA may fuse the multiply-adds of the two programs differently: last bits, which are
     codes only next to a rounding boundary. Means over a block of Adam-mini are taken layer by

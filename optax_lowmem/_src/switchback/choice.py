@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from optax_lowmem._src.core import platform
-from optax_lowmem._src.switchback.products import Recipe
+from optax_lowmem._src.switchback.products import ProductSettings
 from optax_lowmem._src.switchback.quantized_matmul import Format, Quantized, product_reason
 
 IMPLEMENTATIONS = ("quantized", "auto")
@@ -20,10 +20,10 @@ IMPLEMENTATIONS = ("quantized", "auto")
 # Of an H100, fitted to layers of 8192 to 32768 tokens and 1024 to 16384 wide: estimates are within
 # 7 % of what was measured, and choose what was faster but where that is by less than 3 %. XLA's own
 # 8-bit products are as fast, but write and read a result in four bytes before it is scaled.
-_STANDARD, _EIGHT_BITS = 7.1e14, 1.58e15  # operations a second
-_TAIL = 2.5e-6  # seconds a standard product, of starting and of its last blocks
-_UNSCALED = 2e-12  # seconds a result
-_BANDWIDTH = 1.75e12  # bytes a second of the kernels that quantise, and what products wait for
+_STANDARD, _EIGHT_BITS = 7.1e14, 1.58e15  # operations per second
+_TAIL = 2.5e-6  # seconds per standard product, of starting and of its last blocks
+_UNSCALED = 2e-12  # seconds per result
+_BANDWIDTH = 1.75e12  # bytes per second of the kernels that quantize, and what products wait for
 _LAUNCHES = 5 * 2e-6  # seconds: of these kernels
 
 
@@ -40,7 +40,7 @@ class Choice(NamedTuple):
 
 
 def estimates(
-    recipe: Recipe, tokens: int, inputs: int, outputs: int, dtype: DTypeLike
+    settings: ProductSettings, tokens: int, inputs: int, outputs: int, dtype: DTypeLike
 ) -> tuple[float, float]:
     """Seconds of forward and backward on a Hopper GPU: in 8 bits, and in the standard layer."""
     wide = jnp.dtype(dtype).itemsize
@@ -49,37 +49,39 @@ def estimates(
     numbers = tokens * (inputs + outputs)
     # activations: read, codes written; weights: read for their maximum, then once for each product
     moved = (wide + 1) * numbers + (wide + 2 * (wide + 1)) * inputs * outputs
-    if recipe.variant.saves_codes:  # and read for the gradient of the weight
+    if settings.variant.saves_codes:  # and read for the gradient of the weight
         moved += (wide + 1) * tokens * inputs
     products = 2 * product / _EIGHT_BITS + standard
     quantized = products + moved / _BANDWIDTH + _LAUNCHES
     for left, columns, length in (
-        (recipe.forward, outputs, inputs),
-        (recipe.gradient, inputs, outputs),
+        (settings.forward, outputs, inputs),
+        (settings.gradient, inputs, outputs),
     ):
-        a, b = _operand(tokens, length, left), _operand(columns, length, recipe.forward)
+        a, b = _operand(tokens, length, left), _operand(columns, length, settings.forward)
         if product_reason(a, b, 1, dtype) is not None:
             quantized += _UNSCALED * tokens * columns
     return quantized, 3 * standard
 
 
 def _operand(rows: int, length: int, to: Format) -> Quantized:
-    """The shapes of a quantised matrix."""
+    """The shapes of a quantized matrix."""
     codes: Any = jax.ShapeDtypeStruct((rows, length), to.dtype)
     scales: Any = jax.ShapeDtypeStruct((rows, 1), jnp.float32)
     return Quantized(codes, scales)
 
 
-def choose(recipe: Recipe, tokens: int, inputs: int, outputs: int, dtype: DTypeLike) -> Choice:
+def choose(
+    settings: ProductSettings, tokens: int, inputs: int, outputs: int, dtype: DTypeLike
+) -> Choice:
     """Choose the faster products by estimate, or 8-bit products where there is no estimate."""
     elsewhere = platform.no_device_reason() or platform.not_hopper_reason()
     if elsewhere is not None:
         return Choice(True, f"in 8 bits: the estimates are of Hopper GPUs ({elsewhere})")
-    if recipe.variant.weight_gradient is not None:
-        return Choice(True, "in 8 bits: no estimate is of three quantised products")
+    if settings.variant.weight_gradient is not None:
+        return Choice(True, "in 8 bits: no estimate is of three quantized products")
     if math.prod((tokens, inputs, outputs)) == 0:
         return Choice(True, "in 8 bits: nothing is computed")
-    quantized, standard = estimates(recipe, tokens, inputs, outputs, dtype)
+    quantized, standard = estimates(settings, tokens, inputs, outputs, dtype)
     times = f"{quantized * 1e3:.3g} ms estimated in 8 bits, {standard * 1e3:.3g} in {dtype}"
     if quantized < standard:
         return Choice(True, f"in 8 bits: {times}")

@@ -1,4 +1,4 @@
-"""Quantised products for whatever takes a `dot_general`."""
+"""Quantized products for whatever takes a `dot_general`."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from optax_lowmem._src.switchback.choice import IMPLEMENTATIONS, Choice, choose
-from optax_lowmem._src.switchback.products import VARIANTS, Recipe, Variant, matmul
+from optax_lowmem._src.switchback.products import VARIANTS, ProductSettings, Variant, matmul
 from optax_lowmem._src.switchback.quantized_matmul import E4M3, E5M2, INT8, Format
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ def switchback_dot_general(
     Args:
       variant: `switchback` (Algorithm 1), `switchback_m` (Algorithm 3: only codes of X are kept for
         the backward pass), `switchback_q` (Algorithm 4: a scale for each row and column of W),
-        `llm_int8` (all three products row-wise), `tensorwise` (all three, one scale a tensor:
+        `llm_int8` (all three products row-wise), `tensorwise` (all three, one scale per tensor:
         section 2.3's float8), `standard` (`jax.lax.dot_general` itself).
       format: `int8`; `fp8` (E4M3); `fp8-e5m2` (E5M2 for gradients).
       scaling: what a maximum becomes: `format`, the format's largest number, or `unit`, 1, as in
@@ -70,14 +70,15 @@ def switchback_dot_general(
     row's maximum is not finite its outputs are not. Elements of a row whose maximum is under 2^-100
     round as if it was that. Straight-through gradients.
 
-    On a mesh, left to XLA: data-parallel tokens add no collective, sharded weights one scalar a
-    pass (they are gathered as codes, once a pass). Where a sum lies over devices (of Y under
-    row-wise, of dX under column-wise tensor parallelism) a maximum a token is reduced, and int8
+    On a mesh, left to XLA: data-parallel tokens add no collective, sharded weights one scalar per
+    pass (they are gathered as codes, once per pass). Where a sum lies over devices (of Y under
+    row-wise, of dX under column-wise tensor parallelism) a maximum per token is reduced, and int8
     sums travel as int32. `switchback_q` and `llm_int8` reduce a maximum for each row and column
-    that is cut. On Explicit axes a gradient lies as what it is of, and `out_sharding` is as of
-    `jax.lax.dot_general`. In a `jax.shard_map` of one's own each device has scales of its own.
+    that is cut. On Explicit axes a gradient has the sharding of its operand, and `out_sharding` is
+    as of `jax.lax.dot_general`. In a `jax.shard_map` of one's own each device has scales of its
+    own.
 
-    Deviation: `switchback_m` quantises W again in the backward pass instead of keeping its codes.
+    Deviation: `switchback_m` quantizes W again in the backward pass instead of keeping its codes.
 
     Example:
       >>> import jax.numpy as jnp
@@ -121,8 +122,8 @@ class _DotGeneral:
         """Choose 8-bit or standard products, with a reason, for the sizes of a layer's operands."""
         if self.implementation == "quantized":
             return Choice(True, 'in 8 bits: implementation="quantized"')
-        recipe = Recipe(self.variant, self.forward, self.gradient)
-        return choose(recipe, tokens, inputs, outputs, jnp.dtype(dtype))
+        settings = ProductSettings(self.variant, self.forward, self.gradient)
+        return choose(settings, tokens, inputs, outputs, jnp.dtype(dtype))
 
     def __call__(
         self,
@@ -136,10 +137,10 @@ class _DotGeneral:
     ) -> jax.Array:
         """As `jax.lax.dot_general`; the weight is `rhs`."""
         if given := [name for name, value in more.items() if value is not None]:
-            raise TypeError(f"a quantised dot_general takes no {', '.join(given)}")
+            raise TypeError(f"a quantized dot_general takes no {', '.join(given)}")
         dtype = jnp.result_type(lhs, rhs)
         if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(f"a quantised dot_general takes floats, got {lhs.dtype}, {rhs.dtype}")
+            raise TypeError(f"a quantized dot_general takes floats, got {lhs.dtype}, {rhs.dtype}")
         result = jnp.dtype(preferred_element_type or dtype)
         if out_sharding is not None and rhs.ndim != 2:
             raise TypeError(f"out_sharding is for weights that are matrices, not {rhs.shape}")
@@ -150,8 +151,8 @@ class _DotGeneral:
                 out_sharding=out_sharding,
             )  # fmt: skip
         own = (self.variant, self.forward, self.gradient)
-        recipe = Recipe(*own, precision, result, out_sharding)
-        return _as_matrices(recipe, lhs, rhs, dimension_numbers)
+        settings = ProductSettings(*own, precision, result, out_sharding)
+        return _as_matrices(settings, lhs, rhs, dimension_numbers)
 
 
 def _sizes(
@@ -169,7 +170,7 @@ def _sizes(
 
 
 def _as_matrices(
-    recipe: Recipe, lhs: jax.Array, rhs: jax.Array, numbers: lax.DotDimensionNumbers
+    settings: ProductSettings, lhs: jax.Array, rhs: jax.Array, numbers: lax.DotDimensionNumbers
 ) -> jax.Array:
     """The product [*batch, *rest of lhs, *rest of rhs]."""
     (sum_l, sum_r), (batch_l, batch_r) = (tuple(map(tuple, pair)) for pair in numbers)
@@ -183,7 +184,7 @@ def _as_matrices(
         x = x.reshape(*x.shape[: batch + len(rest_l)], length)
     if len(sum_r) != 1 or len(out) != 1:
         w = w.reshape(*w.shape[:batch], length, math.prod(out))
-    product = functools.partial(matmul, recipe)
+    product = functools.partial(matmul, settings)
     for _ in range(batch):
         product = jax.vmap(product)
     y = product(x, w)

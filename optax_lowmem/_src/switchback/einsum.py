@@ -1,4 +1,4 @@
-"""Quantised products for what is written as an einsum."""
+"""Quantized products for what is written as an einsum."""
 
 import dataclasses
 import string

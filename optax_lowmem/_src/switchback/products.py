@@ -54,14 +54,14 @@ VARIANTS: dict[str, Variant] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
-    """A variant in formats.
+class ProductSettings:
+    """Settings of the three products of a layer: a variant in formats.
 
     Attributes:
       variant: of VARIANTS.
       forward: the format of X and W.
       gradient: the format of G.
-      precision: of a product that is not quantised, as `jax.lax.dot` takes it.
+      precision: of a product that is not quantized, as `jax.lax.dot` takes it.
       result: dtype of Y; None: that of X and W.
       sharding: of Y, on a mesh with Explicit axes, where it is not clear.
     """
@@ -78,9 +78,9 @@ def _operand(x: jax.Array, per: str, to: Format, summed: tuple[int, ...]) -> Qua
     return quantize(x, None if per == TENSOR else summed, to)
 
 
-def _refuse(recipe: Recipe, primals: object, tangents: object) -> Any:
+def _refuse(settings: ProductSettings, primals: object, tangents: object) -> Any:
     raise TypeError(
-        "the gradients of a quantised product have no derivative: rounding has none. For second "
+        "the gradients of a quantized product have no derivative: rounding has none. For second "
         'derivatives (Hessians, meta-learning) use variant="standard" in these layers.'
     )
 
@@ -92,63 +92,63 @@ def _differentiated_once(products: Callable[..., Any]) -> Callable[..., Any]:
     return once
 
 
-def matmul(recipe: Recipe, x: jax.Array, w: jax.Array) -> jax.Array:
+def matmul(settings: ProductSettings, x: jax.Array, w: jax.Array) -> jax.Array:
     """[..., m] of `x` [..., k] and `w` [k, m], of one dtype.
 
     The gradients are straight through: rounding counts as the identity. dX is the product of G with
-    W quantised anew, dW that of X (as it was kept) with G.
+    W quantized anew, dW that of X (as it was kept) with G.
     """
-    return _matmul(recipe, *varying.alike(x, w))
+    return _matmul(settings, *varying.alike(x, w))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(recipe: Recipe, x: jax.Array, w: jax.Array) -> jax.Array:
-    return _forward(recipe, x, w)[0]
+def _matmul(settings: ProductSettings, x: jax.Array, w: jax.Array) -> jax.Array:
+    return _forward(settings, x, w)[0]
 
 
-def _forward(recipe: Recipe, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
-    y, codes = _output(recipe, x, w)
+def _forward(settings: ProductSettings, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
+    y, codes = _output(settings, x, w)
     # the arguments themselves: what comes out of `_output` would be kept anew, W by each layer
-    return y, (codes if recipe.variant.saves_codes else x, w)
+    return y, (codes if settings.variant.saves_codes else x, w)
 
 
 @_differentiated_once
-def _output(recipe: Recipe, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Quantized]:
-    per, last = recipe.variant.forward, x.ndim - 1
-    codes = _operand(x, per[0], recipe.forward, (last,))
+def _output(settings: ProductSettings, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Quantized]:
+    per, last = settings.variant.forward, x.ndim - 1
+    codes = _operand(x, per[0], settings.forward, (last,))
     # the sum on the last axis of both is what 8-bit products of GPUs take
-    of_w = quantize_transposed(w, None if per[1] == TENSOR else 0, recipe.forward)
-    y = multiply(codes, of_w, 1, recipe.result or x.dtype, sharding=recipe.sharding)
+    of_w = quantize_transposed(w, None if per[1] == TENSOR else 0, settings.forward)
+    y = multiply(codes, of_w, 1, settings.result or x.dtype, sharding=settings.sharding)
     return y, codes
 
 
 def _backward(
-    recipe: Recipe, saved: tuple[jax.Array | Quantized, jax.Array], g: jax.Array
+    settings: ProductSettings, saved: tuple[jax.Array | Quantized, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, w = saved
-    return _gradients(recipe, x, w, g)
+    return _gradients(settings, x, w, g)
 
 
 @_differentiated_once
 def _gradients(
-    recipe: Recipe, x: jax.Array | Quantized, w: jax.Array, g: jax.Array
+    settings: ProductSettings, x: jax.Array | Quantized, w: jax.Array, g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    last, variant = g.ndim - 1, recipe.variant
+    last, variant = g.ndim - 1, settings.variant
     rows = tuple(range(last))
     of_x, of_w = explicit_sharding(jax.tree.leaves(x)[0]), explicit_sharding(w)
     if isinstance(x, Quantized):
         x = (x.codes.astype(jnp.float32) * x.scales).astype(w.dtype)
     per_g, per_w = variant.input_gradient
-    codes = _operand(g, per_g, recipe.gradient, (last,))
-    weights = _operand(w, per_w, recipe.forward, (1,))
+    codes = _operand(g, per_g, settings.gradient, (last,))
+    weights = _operand(w, per_w, settings.forward, (1,))
     dx = multiply(codes, weights, 1, w.dtype, sharding=of_x)
     if variant.weight_gradient is None:
         dims = ((rows, rows), ((), ()))
         g = g.astype(w.dtype)
-        return dx, lax.dot_general(x, g, dims, recipe.precision, out_sharding=of_w)
+        return dx, lax.dot_general(x, g, dims, settings.precision, out_sharding=of_w)
     per_x, per_g = variant.weight_gradient
-    codes = _operand(x, per_x, recipe.forward, rows)
-    gradients = _operand(g, per_g, recipe.gradient, rows)
+    codes = _operand(x, per_x, settings.forward, rows)
+    gradients = _operand(g, per_g, settings.gradient, rows)
     return dx, multiply(codes, gradients, last, w.dtype, transposed=True, sharding=of_w)
 
 

@@ -125,7 +125,7 @@ def multiply_over_tokens(
     dtype: jnp.dtype,
     sharding: jax.sharding.NamedSharding | None = None,
 ) -> tuple[Quantized, jax.Array]:
-    """G quantised, and X^T G, the gradient of a weight.
+    """G quantized, and X^T G, the gradient of a weight.
 
     Args:
       x: codes [..., k] with one scale.

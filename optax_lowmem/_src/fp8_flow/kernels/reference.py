@@ -22,7 +22,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class Grouped(NamedTuple):
-    """An array as 8-bit codes and a 16-bit scale a group.
+    """An array as 8-bit codes and a 16-bit scale per group.
 
     Attributes:
       codes: E4M3, of the array's shape.
@@ -33,7 +33,7 @@ class Grouped(NamedTuple):
     scales: jax.Array
 
 
-# ---- a scale a group -----------------------------------------------------------------------------
+# ---- a scale per group ---------------------------------------------------------------------------
 
 
 def store(x: jax.Array, group_size: int) -> Grouped:
@@ -72,7 +72,7 @@ def restore_groups(stored: Grouped) -> jax.Array:
     return stored.codes.astype(jnp.float32) * unit[..., None]
 
 
-# ---- a scale a tensor: Group Scaling -------------------------------------------------------------
+# ---- a scale per tensor: Group Scaling -----------------------------------------------------------
 
 
 def group_absmax(x: jax.Array, group_size: int) -> jax.Array:

@@ -85,7 +85,7 @@ def _laid_out(
     key: jax.Array,
     results: int,
 ) -> Any:
-    """run(*arrays, key), on a mesh where the first of them is known to lie on one."""
+    """run(*arrays, key), on a mesh where the first of them is known to be sharded."""
     first = arrays[0]
     assert first is not None
     place = on_mesh.place_of(path, first)

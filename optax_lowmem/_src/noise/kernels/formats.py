@@ -1,4 +1,4 @@
-"""Floats that sampled weights are cast to: 16 and 32 bits, and a few bits with a scale a block."""
+"""Floats that sampled weights are cast to: 16 and 32 bits, and a few bits and a scale per block."""
 
 import dataclasses
 

@@ -81,7 +81,7 @@ def number(word: jax.Array, index: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class BitwiseNormal(Noise):
-    """Equation 8: round(N(0, 1) / 2), nearly, of 11 bits an element and no arithmetic on floats."""
+    """Equation 8: round(N(0, 1) / 2), nearly, of 11 bits per element, without floats."""
 
     def prepared(self, words: list[jax.Array]) -> jax.Array:
         """The packed numbers."""
@@ -94,7 +94,7 @@ class BitwiseNormal(Noise):
 
 @dataclasses.dataclass(frozen=True)
 class Uniform(Noise):
-    """U(-0.5, 0.5) in bf16, of 16 bits an element (DiffQ)."""
+    """U(-0.5, 0.5) in bf16, of 16 bits per element (DiffQ)."""
 
     def prepared(self, words: list[jax.Array]) -> list[jax.Array]:
         """The words."""

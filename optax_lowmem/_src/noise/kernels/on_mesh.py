@@ -1,4 +1,4 @@
-"""Noise on arrays that lie on several devices: each makes that of its own part.
+"""Noise on sharded arrays: each device makes that of its own part.
 
 A part's noise is what the whole array has there, since words are made of coordinates in it. Where
 parts would cut through blocks, XLA finds the maxima of the whole.
@@ -38,7 +38,7 @@ def on_explicit_axes(place: Placement) -> bool:
 
 
 def laid_like(x: jax.Array, other: jax.Array) -> jax.Array:
-    """An array where another lies, if Explicit axes make that part of its type."""
+    """An array with the sharding of another, if Explicit axes make that part of its type."""
     sharding = jax.typeof(other).sharding
     if not _explicit(sharding.mesh) or jax.typeof(x).sharding == sharding:
         return x
@@ -64,7 +64,7 @@ def each_part(
 
     Args:
       run: gives one array, or a tuple of `results` of them.
-      place: where the first of `arrays` lies, and so the others, which may count blocks instead.
+      place: sharding of the first of `arrays`, and of the others, which may count blocks instead.
       arrays: the operands.
       key: of the whole.
       results: how many.
@@ -78,7 +78,7 @@ def each_part(
         *parts, whole_key = operands
         return run(*parts, _part_key(place, local, whole_key))
 
-    if _explicit(place.mesh):  # where they lie is part of their type
+    if _explicit(place.mesh):  # the sharding is part of their type
         lies = NamedSharding(place.mesh, spec)
         arrays = [None if x is None else jax.sharding.reshard(x, lies) for x in arrays]
     mapped = jax.shard_map(
@@ -110,7 +110,7 @@ def gathered(
 ) -> Any:
     """run(*arrays, key), of arrays on Explicit axes whose parts cut through blocks, left to XLA.
 
-    Of two results the first lies as `place` says; what counts blocks lies everywhere.
+    Of two results the first has the sharding `place`; what counts blocks is replicated.
     """
     lies = NamedSharding(place.mesh, place.spec)
     blocks = NamedSharding(place.mesh, PartitionSpec())

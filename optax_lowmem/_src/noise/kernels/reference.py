@@ -116,14 +116,14 @@ def sample(
     Args:
       w: weights [..., m, n].
       correction: what makes them f32 master weights, where they are split.
-      factor: 2^(1 - b_t), f32, a block.
+      factor: 2^(1 - b_t), f32, per block.
       key: uint32 key of the leaf and step, or `random.part_keys`.
       noise: the distribution of R.
       to: the format of the result.
       dtype: that holds it.
 
     Returns:
-      w + R scale, cast; scale = max |w| factor, f32, a block.
+      w + R scale, cast; scale = max |w| factor, f32, per block.
     """
     masters = numerics.widen(w) if correction is None else _joined(w, correction)
     scale = absmax(masters) * factor

@@ -1,4 +1,4 @@
-"""Matrix products of 8-bit operands: quantise a row or a tensor, multiply, scale back."""
+"""Matrix products of 8-bit operands: quantize a row or a tensor, multiply, scale back."""
 
 from optax_lowmem._src.switchback.quantized_matmul.dispatch import multiply as multiply
 from optax_lowmem._src.switchback.quantized_matmul.dispatch import product_reason as product_reason

@@ -1,7 +1,7 @@
 """Products of codes as a kernel for Hopper's tensor cores: Pallas, lowered through Mosaic GPU.
 
-XLA writes the int32 or f32 sums of a product before it scales them, four bytes a number; here they
-are scaled where they are. One warpgroup copies blocks of both operands to shared memory, by TMA,
+XLA writes the int32 or f32 sums of a product before it scales them, four bytes per number; here
+they are scaled in registers. One warpgroup copies blocks of both operands to shared memory, by TMA,
 while two multiply, each its half of a block of columns. The program of each multiprocessor takes
 one block of the result after the other, so that the copies for the next one run beside the scaling.
 """

@@ -1,4 +1,4 @@
-"""Quantising as GPU kernels: Pallas, lowered through Triton.
+"""Quantizing as GPU kernels: Pallas, lowered through Triton.
 
 XLA reads an array once for its maxima and once more for its codes. Here a row is read once.
 """
