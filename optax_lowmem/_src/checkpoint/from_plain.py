@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.checkpoint.convert import Converter, by_path, map_optax
-from optax_lowmem._src.checkpoint.counterparts import Moments
 from optax_lowmem._src.checkpoint.slots import coded_slots, encode_leaf
 from optax_lowmem._src.core import scope, trees
+from optax_lowmem._src.optimizers.record import OptimizerRecord
 from optax_lowmem._src.wrappers.compress import CompressedState
 from optax_lowmem._src.wrappers.init import init
 from optax_lowmem._src.wrappers.start import WeightDtype
@@ -75,10 +75,11 @@ class _Encoder(Converter):
     def split(self, ours: Any, inner: Any) -> Any:
         return ours._replace(inner_state=inner)
 
-    def moments(self, ours: Any, plain: Any, known: Moments, where: str) -> Any:
+    def moments(self, ours: Any, plain: Any, record: OptimizerRecord, where: str) -> Any:
         trees_of: dict[str, Any] = {}
         counts: list[Any] = []
-        map_optax(plain, known, trees_of.__setitem__, lambda _, c: counts.append(c), where)
+        fields_of = record.optax_fields
+        map_optax(plain, fields_of, trees_of.__setitem__, lambda _, c: counts.append(c), where)
         if len({int(count) for count in counts}) > 1:
             raise ValueError(
                 f"{where}: optax's state counts {sorted({int(c) for c in counts})} steps, in its "
@@ -87,11 +88,12 @@ class _Encoder(Converter):
             )
         count = jnp.asarray(counts[0] if counts else 0, jnp.int32)
         fields: dict[str, Any] = {"count": count}
-        for slot, field in known.fields.items():
-            like = getattr(ours, slot)
+        of_elements = getattr(ours, record.moments[0]) if record.moments else ()
+        for slot, name in fields_of.items():
+            like, field = getattr(ours, slot), name.rpartition(".")[2]
             names = [path for path, _ in trees.named_leaves(like)]
-            values = by_path(field, trees_of[field], names, f"{where}.{slot}")
-            shapes = {path: leaf.shape for path, leaf in trees.named_leaves(ours.mu)}
+            values = by_path(field, trees_of[slot], names, f"{where}.{slot}")
+            shapes = {path: leaf.shape for path, leaf in trees.named_leaves(of_elements)}
             pairs = []
             for path, leaf in trees.named_leaves(like):
                 if values[path].shape not in (shapes[path], leaf.shape):

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.checkpoint.convert import Converter, by_path, map_optax
-from optax_lowmem._src.checkpoint.counterparts import Moments, counterpart
+from optax_lowmem._src.checkpoint.counterparts import counterpart
 from optax_lowmem._src.checkpoint.slots import coded_slots, decode_leaf
 from optax_lowmem._src.core import scope, trees
+from optax_lowmem._src.optimizers.record import OptimizerRecord
 from optax_lowmem._src.update.masters import master_params
 from optax_lowmem._src.wrappers.compress import CompressedState
 
@@ -77,11 +78,9 @@ class _Decoder(Converter):
     def split(self, ours: Any, inner: Any) -> Any:
         return inner
 
-    def moments(self, ours: Any, plain: Any, known: Moments, where: str) -> Any:
-        slots = {field: slot for slot, field in known.fields.items()}
-
-        def field_of(field: str, like: Any) -> Any:
-            slot = slots[field]
+    def moments(self, ours: Any, plain: Any, record: OptimizerRecord, where: str) -> Any:
+        def field_of(slot: str, like: Any) -> Any:
+            field = record.optax_fields[slot].rpartition(".")[2]
             names = [path for path, _ in trees.named_leaves(getattr(ours, slot))]
             wanted = by_path(field, like, names, f"{where}.{slot}")
             rows = zip(
@@ -97,7 +96,9 @@ class _Decoder(Converter):
             leaves = [values[path] for path, _ in trees.named_leaves(like)]
             return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
-        return map_optax(plain, known, field_of, lambda *_: jnp.asarray(ours.count), where)
+        return map_optax(
+            plain, record.optax_fields, field_of, lambda *_: jnp.asarray(ours.count), where
+        )
 
     def compressed(self, ours: CompressedState, plain: Any, where: str) -> Any:
         def decode(slot: str, name: str, codes: Any) -> Any:
