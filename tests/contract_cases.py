@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import optax_lowmem as lowmem
+from optax_lowmem._src.optimizers.record import name_of
 from tests import tolerances
 from tests.compilation import QUICK_COMPILE as QUICK_COMPILE
 from tests.tiers import rows
@@ -74,7 +75,8 @@ _OPTIONS: dict[str, tuple[float, dict[str, Any]]] = {
 }
 
 
-def _flash(name: str) -> Case:
+def case_of(name: str) -> Case:
+    """The case of an optimizer of the table."""
     row = lowmem.OPTIMIZERS[name]
     # an optimizer that comes new into the table is tested with its own defaults
     learning_rate, options = _OPTIONS.get(name, (row.learning_rate, {}))
@@ -110,7 +112,7 @@ def _compressed(
 
 
 CASES: dict[str, Case] = {
-    **{name: _flash(name) for name in lowmem.OPTIMIZERS},
+    **{name: case_of(name) for name in lowmem.OPTIMIZERS},
     "optax.adamw": _compressed(optax.adamw, 1e-1, _ADAM),
     "optax.adan": _compressed(optax.adan, 1e-1, {"m": _MU, "v": _MU, "n": _NU}),
     "optax.lion": _compressed(optax.lion, 1e-2, {"mu": _MU}, weight_decay=1e-4),
@@ -148,6 +150,12 @@ def _of_moments(wrap: Callable, plain: Callable) -> Callable[[Any, Form], Any]:
     return lambda lr, form: wrap(plain(lr), group_size=form.group_size, policy=form.policy)
 
 
+# Our `scale_by_*` by name.
+DIRECTIONS = {
+    name_of(record.scale_by): record.scale_by
+    for record in lowmem.OPTIMIZERS.values()
+    if record.scale_by is not None
+}
 # Every wrapper of ours, and the pieces: name -> (learning rate, form) -> transformation.
 WRAPPERS: dict[str, Callable[[Any, Form], optax.GradientTransformationExtraArgs]] = {
     "compress_state": lambda lr, form: _compressed(optax.adan, 1e-1, {"m": _MU}).make(
@@ -170,18 +178,13 @@ WRAPPERS: dict[str, Callable[[Any, Form], optax.GradientTransformationExtraArgs]
     "flash_sgd plain": lambda lr, form: lowmem.flash_sgd(
         lr, storage=form.storage(lowmem.Storage())
     ),
-    "scale_by_flash_adam": _direction(lowmem.scale_by_flash_adam),
-    "scale_by_flash_lion": _direction(lowmem.scale_by_flash_lion),
-    "flash_trace": _direction(functools.partial(lowmem.flash_trace, 0.9)),
+    **{name: _direction(make) for name, make in DIRECTIONS.items()},
     "links": _links,
 }
 EVERYONE = {**{name: case.make for name, case in CASES.items()}, **WRAPPERS}
 
 # The first of each rule; the others differ in their codecs and defaults.
-RULES = {
-    type(row.make(row.learning_rate).engine.rule): name
-    for name, row in reversed(lowmem.OPTIMIZERS.items())
-}.values()
+RULES = {type(record.rule): name for name, record in reversed(lowmem.OPTIMIZERS.items())}.values()
 # The default tier has one of ours for each rule, and one of optax's with a running maximum;
 # the full tier has all of them.
 DISTINCT = tuple(name for name in CASES if name in (*RULES, "optax.amsgrad"))

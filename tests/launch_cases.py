@@ -13,6 +13,7 @@ import optax_lowmem as lowmem
 from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.rules import OF_BLOCK
 from optax_lowmem._src.core.tiles import Tile
+from optax_lowmem._src.optimizers.lion import LionRule
 from optax_lowmem._src.update import LeafPlan, LeafState, operands, reference
 from optax_lowmem.codecs import decode_array, encode_array
 from tests import tolerances
@@ -171,7 +172,7 @@ def compare(case: Case, found: list[operands.Result]) -> None:
 def undecided(case: Case, i: int) -> np.ndarray:
     """Return the mask of elements where rounding errors decide the sign of Lion's direction."""
     leaf, plan = case.leaves[i], case.plans[i]
-    if case.rule.formula != "lion":
+    if not isinstance(case.rule, LionRule):
         return np.zeros(plan.shape, bool)
     kept = np.float64(case.h["b1"]) * np.asarray(reference.decode(plan, case.states[i])["mu"])
     new = np.float64(case.h["one_minus_b1"]) * np.asarray(numerics.widen(leaf.g))

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+import optax_lowmem as lowmem
 from benchmarks import model_shapes
 
 
@@ -36,16 +37,18 @@ LEAF_SETS: dict[str, Callable[[], Any]] = {
     ),
     "tiny": _leaves(w=(64, 160), odd=(65, 67), bias=(160,)),  # to try the benchmark itself
 }
-OPTIMIZERS: dict[str, dict[str, float]] = {
-    "adamw": {"learning_rate": 1e-3, "weight_decay": 0.1},
-    "lion": {"learning_rate": 1e-4, "weight_decay": 0.1},
-    "sgd": {"learning_rate": 1e-2, "momentum": 0.9},
-    "coat_adamw": {"learning_rate": 1e-3, "weight_decay": 0.1},
-    "q_adam_mini": {"learning_rate": 1e-3, "weight_decay": 0.1},
-    "flash_adam_mini": {"learning_rate": 1e-3, "weight_decay": 0.1},
-}
-# what optax and the peers call the optimizer that one is compared with
-PLAIN = {"coat_adamw": "adamw", "q_adam_mini": "adamw", "flash_adam_mini": "adamw"}
+# by the name in optax, where it is there
+RECORDS = {record.short_name: record for record in lowmem.OPTIMIZERS.values()}
+
+
+def hyperparameters(record: Any) -> dict[str, float]:
+    """Those that the optimizer, its counterpart in optax and the peers are all given."""
+    own = getattr(record.in_optax, "keywords", {})  # SGD's momentum
+    decay = record.chosen({"weight_decay": 0.1}, record.in_optax, record.make)
+    return {"learning_rate": record.learning_rate / 10, **own, **decay}
+
+
+OPTIMIZERS: dict[str, dict[str, float]] = {n: hyperparameters(r) for n, r in RECORDS.items()}
 # (query, key) heads of a leaf set, for Adam-mini's blocks
 HEADS: dict[str, tuple[int, int]] = {"gpt2-124m": (12, 12), "llama-3.2-1b": (32, 8)}
 WEIGHT_SCALE, GRADIENT_SCALE = 0.02, 1e-3

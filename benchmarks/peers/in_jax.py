@@ -16,6 +16,7 @@ import optax
 
 import optax_lowmem as lowmem
 from benchmarks.peers import cases
+from optax_lowmem._src.optimizers.record import name_of
 
 # implementation -> `lowmem.step`'s argument
 STEPS = {
@@ -68,12 +69,12 @@ def make(name: str, leaf_set: str, optimizer: str) -> Implementation:
     Raises:
       Unavailable: where a package is missing or a kernel cannot take a leaf.
     """
-    hyper, plain = cases.OPTIMIZERS[optimizer], cases.PLAIN.get(optimizer, optimizer)
+    hyper, plain = cases.OPTIMIZERS[optimizer], cases.RECORDS[optimizer].in_optax
     if name == "flashoptim-jax":
-        return _flashoptim(plain, hyper)
+        return _flashoptim(name_of(plain), hyper)
     if name in ("optax-f32", "optax-bf16"):
         dtype = jnp.float32 if name == "optax-f32" else jnp.bfloat16
-        return _optax(getattr(optax, plain)(**hyper), dtype)
+        return _optax(plain(**hyper), dtype)
     tx = ours(optimizer, leaf_set, next((r for r in ROUNDINGS if name.endswith(r)), None))
     if name.startswith("lowmem.update"):
         step = _update_and_apply(tx)
@@ -86,7 +87,7 @@ def make(name: str, leaf_set: str, optimizer: str) -> Implementation:
 def ours(optimizer: str, leaf_set: str, rounding: str | None = None) -> Any:
     """Our optimizer of a case; `rounding` other than its own default."""
     hyper: dict[str, Any] = dict(cases.OPTIMIZERS[optimizer])
-    make = getattr(lowmem, optimizer if optimizer in cases.PLAIN else f"flash_{optimizer}")
+    make = cases.RECORDS[optimizer].make
     if "blocks" in inspect.signature(make).parameters:
         heads, kv_heads = cases.HEADS.get(leaf_set, (None, None))
         hyper["blocks"] = lowmem.blocks.Structure(heads, kv_heads, default="whole")
@@ -137,8 +138,10 @@ def _optax(tx: optax.GradientTransformation, dtype: Any) -> Implementation:
 def _flashoptim(optimizer: str, hyper: dict[str, float]) -> Implementation:
     """As its README has it: bf16 weights, 24-bit masters, fused kernels (GPU only)."""
     package = imported("flashoptim_jax")
-    fused = jax.default_backend() == "gpu"
-    tx = getattr(package, f"flash_{optimizer}")(**hyper, fused=fused)
+    make = getattr(package, f"flash_{optimizer}", None)
+    if make is None:
+        raise Unavailable(f"flashoptim_jax has no such {optimizer}")
+    tx = make(**hyper, fused=jax.default_backend() == "gpu")
 
     def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         return tx.step(params, state, grads)

@@ -94,18 +94,19 @@ def _compressed(plain: Factory, **slots: codecs.GroupCodec) -> Factory:
 
 _DECAYED = {"weight_decay": 0.1, "mask": matrices}
 _ADAM = {"b1": 0.9, "b2": 0.99}  # 0.99: few tokens in a batch
+# what an optimizer has of its own
+_ARGUMENTS: dict[str, dict[str, Any]] = {"lion": {"weight_decay": 0.5}, "sgd": {"nesterov": True}}
+
+
+def pair_of(record: Any) -> OptimizerPair:
+    """The pair of a record of `lowmem.OPTIMIZERS`, with the arguments that both take."""
+    given = _ADAM | _DECAYED | _ARGUMENTS.get(record.short_name, {})
+    arguments = record.chosen(given, record.plain, record.make)
+    return OptimizerPair(record.plain, record.make, record.rate_factor, arguments)
+
 
 OPTIMIZERS: dict[str, OptimizerPair] = {
-    "adamw": OptimizerPair(optax.adamw, lowmem.flash_adamw, 1.0, _ADAM | _DECAYED),
-    "coat_adamw": OptimizerPair(optax.adamw, lowmem.coat_adamw, 1.0, _ADAM | _DECAYED),
-    "adam": OptimizerPair(optax.adam, lowmem.flash_adam, 1.0, _ADAM),
-    "lion": OptimizerPair(
-        optax.lion,
-        lowmem.flash_lion,
-        0.3,
-        {"b1": 0.9, "b2": 0.99, "weight_decay": 0.5, "mask": matrices},
-    ),
-    "sgd": OptimizerPair(optax.sgd, lowmem.flash_sgd, 50.0, {"momentum": 0.9, "nesterov": True}),
+    **{record.short_name: pair_of(record) for record in lowmem.OPTIMIZERS.values()},
     "nadamw": OptimizerPair(
         optax.nadamw,
         _compressed(optax.nadamw, mu=codecs.softsign(), nu=codecs.sqrt()),

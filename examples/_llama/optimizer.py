@@ -17,9 +17,9 @@ from .model import is_norm, leaf_path
 
 NAMES = (*lowmem.OPTIMIZERS, PLAIN)
 # AdamW's peak times this
-RATE_FACTORS = {"flash_lion": 0.3, "flash_sgd": 50.0}
+RATE_FACTORS = {name: record.rate_factor for name, record in lowmem.OPTIMIZERS.items()}
 _DECAY = 0.1
-_DECAYS = {"flash_adam": None, "flash_lion": 0.3, "flash_sgd": 1e-4}
+_DECAYS = {"flash_lion": 0.3, "flash_sgd": 1e-4}
 
 
 def decayed(params: Any) -> Any:
@@ -28,17 +28,16 @@ def decayed(params: Any) -> Any:
 
 
 def _arguments(settings: Settings) -> dict[str, Any]:
-    name = settings.optimizer
-    found: dict[str, Any] = {}
-    if "adam" in name:
-        found |= {"b1": 0.9, "b2": 0.95}
-    decay = _DECAYS.get(name, _DECAY)
-    if decay is not None:
-        found |= {"weight_decay": decay, "mask": decayed}
-    if name.endswith("adam_mini"):
-        shape = settings.shape
-        found["blocks"] = lowmem.blocks.Structure(heads=shape.heads, kv_heads=shape.kv_heads)
-    return found
+    name, shape = settings.optimizer, settings.shape
+    record = lowmem.OPTIMIZERS["flash_adamw" if name == PLAIN else name]
+    known: dict[str, Any] = {
+        "weight_decay": _DECAYS.get(name, _DECAY),
+        "mask": decayed,
+        "blocks": lowmem.blocks.Structure(heads=shape.heads, kv_heads=shape.kv_heads),
+    }
+    if any(slot.name == "nu" for slot in record.rule.slots):  # Lion's b1 and b2 are others
+        known |= {"b1": 0.9, "b2": 0.95}
+    return record.chosen(known)
 
 
 def make_optimizer(settings: Settings) -> optax.GradientTransformation:

@@ -11,18 +11,18 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import checkpoint
-from optax_lowmem._src.checkpoint import counterparts
 from optax_lowmem._src.core import groups
+from optax_lowmem._src.optimizers import every_record
 from tests import contract_cases as cases
 
 SMALL = lowmem.Storage(policy=cases.POLICY)
 EXACT = lowmem.Storage.full_precision(policy=cases.POLICY, master_weight_bits=32)
-MINI = ("q_adam_mini", "flash_adam_mini")
 
 
 def plain_of(name):
     """The optax optimizer of a case; Adam-mini, which optax has not, goes on from AdamW."""
-    return optax.adamw if name in MINI else cases.CASES[name].plain
+    record = lowmem.OPTIMIZERS.get(name)
+    return (record and record.counterpart) or cases.CASES[name].plain
 
 
 def started(plain, seed=0):
@@ -101,9 +101,13 @@ def test_the_optax_optimizer_is_found(name):
         assert {int(c) for _, c in optax.tree.get_all_with_path(new, "count")} <= {7}
 
 
-def test_every_state_has_a_place_in_optax():
-    kinds = {row.make(1e-3).engine.rule.state_type.__name__ for row in lowmem.OPTIMIZERS.values()}
-    assert kinds <= counterparts.MOMENTS.keys(), "say in MOMENTS where optax keeps its slots"
+def test_every_slot_has_a_place_in_optax():
+    """The same for all records of one type of state, by which it is looked up."""
+    fields = {}
+    for record in every_record():
+        assert record.optax_fields.keys() == {slot.name for slot in record.rule.slots}
+        wanted = fields.setdefault(record.rule.state_type.__name__, record.optax_fields)
+        assert record.optax_fields == wanted
 
 
 CONSTANT = optax.constant_schedule(1e-3)  # optax counts its steps all the same

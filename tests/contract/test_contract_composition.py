@@ -54,11 +54,7 @@ def _composed(name: str, bits: int, rounding: str) -> optax.GradientTransformati
 
 
 def _direction(name: str, storage: lowmem.Storage) -> optax.GradientTransformationExtraArgs:
-    if name == "flash_adamw":
-        return lowmem.scale_by_flash_adam(storage=storage)
-    if name == "flash_lion":
-        return lowmem.scale_by_flash_lion(storage=storage)
-    return lowmem.flash_trace(0.9, storage=storage)
+    return lowmem.OPTIMIZERS[name].scale_by(storage=storage)
 
 
 def _fused(name: str, storage: lowmem.Storage) -> optax.GradientTransformationExtraArgs:

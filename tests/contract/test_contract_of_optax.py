@@ -17,7 +17,16 @@ import pytest
 
 import optax_lowmem as lowmem
 from tests import tolerances
-from tests.contract_cases import CASES, DISTINCT, EVERYONE, RULES, WRAPPERS, Form, assert_same
+from tests.contract_cases import (
+    CASES,
+    DIRECTIONS,
+    DISTINCT,
+    EVERYONE,
+    RULES,
+    WRAPPERS,
+    Form,
+    assert_same,
+)
 from tests.tiers import in_turn, rows
 
 SMALL = lowmem.Policy(min_size=0)
@@ -72,8 +81,7 @@ def test_a_constant_schedule_is_its_number(name):
 
 WITH_NUMBERS = {
     **{name: (getattr(lowmem, name), {"learning_rate": 1e-2}) for name in lowmem.OPTIMIZERS},
-    "scale_by_flash_adam": (lowmem.scale_by_flash_adam, {}),
-    "scale_by_flash_lion": (lowmem.scale_by_flash_lion, {}),
+    **{name: (make, {}) for name, make in DIRECTIONS.items()},
     "flash_trace": (lowmem.flash_trace, {"decay": 0.9}),
     "compand_momentum": (lowmem.compand_momentum, {"inner": 0.9}),
     "sqrt_variance_quant": (lowmem.sqrt_variance_quant, {"inner": 0.9}),

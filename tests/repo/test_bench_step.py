@@ -61,6 +61,18 @@ def test_optax_bf16_keeps_every_moment_in_bf16(optimizer):
     assert moments and all(leaf.dtype == jnp.bfloat16 for leaf in moments)
 
 
+@pytest.mark.parametrize("optimizer", cases.OPTIMIZERS)
+def test_every_optimizer_of_the_table_is_a_case(optimizer):
+    """Ours and its counterpart in optax take the case's hyperparameters, and step."""
+    for name in ("lowmem.step", "optax-f32"):
+        made = in_jax.make(name, "tiny", optimizer)
+        shapes = cases.LEAF_SETS["tiny"]()
+        params = jax.tree.map(lambda x, t=made.dtype: jax.ShapeDtypeStruct(x.shape, t), shapes)
+        state = jax.eval_shape(made.init, params)
+        new = jax.eval_shape(made.step, params, state, params)
+        assert jax.tree.structure(new) == jax.tree.structure((params, state))
+
+
 def test_gradients_and_weights_are_random():
     """Different in every leaf, of the scale asked for, centred, and without a zero."""
     _, (params, _, grads) = carry_of("optax-f32")

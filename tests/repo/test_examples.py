@@ -8,7 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+
+import optax_lowmem as lowmem
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,6 +118,27 @@ def test_any_optimizer_seeds_and_own_text(tmp_path):
     first, second = result["runs"]["lowmem"]["by_seed"]
     assert first["val_loss"] != second["val_loss"]
     assert first["val_loss"] < first["val_curve"][0][1] - 1
+
+
+def test_every_optimizer_of_the_table_is_a_choice(example):
+    """Both sides of a pair take its arguments; those of recorded runs are as they were."""
+    config = example("_gpt.config")
+    assert {r.short_name for r in lowmem.OPTIMIZERS.values()} < config.OPTIMIZERS.keys()
+    params = {"w": jax.ShapeDtypeStruct((64, 128), jnp.float32)}
+    for pair in config.OPTIMIZERS.values():
+        for make in (pair.plain, pair.lowmem):
+            assert jax.tree.leaves(jax.eval_shape(make(1e-3, **pair.arguments).init, params))
+    adam = {"b1": 0.9, "b2": 0.99}
+    decayed = {"weight_decay": 0.1, "mask": config.matrices}
+    recorded = {
+        "adamw": (1.0, adam | decayed),
+        "coat_adamw": (1.0, adam | decayed),
+        "adam": (1.0, adam),
+        "lion": (0.3, adam | decayed | {"weight_decay": 0.5}),
+        "sgd": (50.0, {"nesterov": True}),
+    }
+    found = {name: config.OPTIMIZERS[name] for name in recorded}
+    assert recorded == {n: (pair.rate_factor, pair.arguments) for n, pair in found.items()}
 
 
 @pytest.mark.parametrize(

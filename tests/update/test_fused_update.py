@@ -15,6 +15,7 @@ import optax_lowmem as lowmem
 from optax_lowmem import codecs
 from optax_lowmem._src.core import random
 from optax_lowmem._src.core.rules import OF_BLOCK
+from optax_lowmem._src.optimizers import every_record
 from optax_lowmem._src.update import packed, reference, shared_updates, twopass
 from tests import tolerances
 from tests.launch_cases import same_scales, units
@@ -42,6 +43,12 @@ CASES = {
     ),
     "lion": lambda s: lowmem.flash_lion(LEARNING_RATE, storage=s),
     "sgd": lambda s: lowmem.flash_sgd(LEARNING_RATE, momentum=0.9, weight_decay=1e-2, storage=s),
+}
+_KNOWN = {type(make(lowmem.Storage()).engine.rule) for make in CASES.values()}
+CASES |= {
+    name: lambda s, make=record.make: make(LEARNING_RATE, storage=s)
+    for name, record in lowmem.OPTIMIZERS.items()
+    if type(record.rule) not in _KNOWN
 }
 STORAGE = functools.partial(lowmem.Storage, policy=lowmem.Policy(min_size=0))
 FAST = {
@@ -123,7 +130,12 @@ def by_reference(name, bits, dtype, rounding):
 
 def test_every_rule_is_among_the_cases():
     rules = {make(STORAGE()).engine.rule for make in CASES.values()}
-    assert {row.make(LEARNING_RATE).engine.rule for row in lowmem.OPTIMIZERS.values()} <= rules
+    assert {record.rule for record in lowmem.OPTIMIZERS.values()} <= rules
+
+
+def test_records_have_the_rules_of_their_constructors():
+    for record in every_record():
+        assert record.make(LEARNING_RATE).engine.rule == record.rule
 
 
 def same_state(plan, one, other):

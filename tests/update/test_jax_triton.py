@@ -18,6 +18,7 @@ from jax.sharding import AxisType, PartitionSpec
 import optax_lowmem as lowmem
 from optax_lowmem._src.core import platform
 from optax_lowmem._src.core.tiles import Tile
+from optax_lowmem._src.optimizers.adam import AdamRule
 from optax_lowmem._src.update import dispatch
 from tests import launch_cases
 from tests.lowering import gpu_mesh
@@ -63,6 +64,19 @@ def test_what_it_takes():
 )
 def test_reasons(tx, words):
     assert words in reason(tx)
+
+
+class HalvedRule(AdamRule):
+    def update(self, g, slots, h):
+        direction, slots = super().update(g, slots, h)
+        return direction / 2, slots
+
+
+def test_a_subclass_with_arithmetic_of_its_own_is_not_taken():
+    tx = lowmem.flash_adamw(1e-3, storage=storage())
+    assert reason(tx) is None
+    halved = dataclasses.replace(tx.engine, rule=HalvedRule()).transformation()
+    assert "does not know HalvedRule" in reason(halved)
 
 
 def test_reasons_of_shape_and_dtype():

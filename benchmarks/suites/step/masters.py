@@ -32,7 +32,7 @@ T90 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812,
 
 def implementation(rounding: str, kernel: str, optimizer: str) -> in_jax.Implementation:
     """`lowmem.step` by one kernel, with masters rounded so."""
-    make = getattr(lowmem, f"flash_{optimizer}")
+    make = cases.RECORDS[optimizer].make
     tx = make(**cases.OPTIMIZERS[optimizer], storage=lowmem.Storage(master_rounding=rounding))
 
     def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:

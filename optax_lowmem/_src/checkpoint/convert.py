@@ -2,16 +2,17 @@
 
 import abc
 import collections
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.checkpoint.counterparts import MOMENTS, Moments
+from optax_lowmem._src.checkpoint.counterparts import record_of
 from optax_lowmem._src.codecs import group_codec
 from optax_lowmem._src.core import numerics, random, scope, trees
+from optax_lowmem._src.optimizers.record import OptimizerRecord
 from optax_lowmem._src.update.slots import map_slots
 from optax_lowmem._src.wrappers.compress import CompressedState
 
@@ -35,7 +36,7 @@ class Converter(abc.ABC):
 
     @abc.abstractmethod
     def moments(
-        self, ours: optax.OptState, plain: optax.OptState, known: Moments, where: str
+        self, ours: optax.OptState, plain: optax.OptState, record: OptimizerRecord, where: str
     ) -> Any:
         """Convert between a state of one of our optimizers and optax's state for it."""
 
@@ -50,8 +51,9 @@ class Converter(abc.ABC):
     def walk(self, ours: optax.OptState, plain: optax.OptState, where: str = "state") -> Any:
         """Return the converted state, from a pair of states; `where` names them in errors."""
         kind = type(ours).__name__
-        if trees.is_named_tuple(ours) and kind in MOMENTS:
-            return self.moments(ours, plain, MOMENTS[kind], where)
+        record = record_of(ours)
+        if record is not None:
+            return self.moments(ours, plain, record, where)
         if isinstance(ours, CompressedState):
             return self.compressed(ours, plain, where)
         if kind == "SplitState":
@@ -99,7 +101,7 @@ class Converter(abc.ABC):
     def _parts(self, ours: tuple[Any, ...], plain: tuple[Any, ...], where: str) -> tuple[Any, ...]:
         """The links of two chains; one of ours may stand for several of optax's."""
         more = len(plain) - len(ours)
-        fused = [i for i, part in enumerate(ours) if type(part).__name__ in MOMENTS]
+        fused = [i for i, part in enumerate(ours) if record_of(part) is not None]
         if more and len(fused) != 1:
             raise _unlike(ours, plain, where)
         made: list[Any] = []
@@ -117,7 +119,8 @@ class Converter(abc.ABC):
 def holds_ours(state: optax.OptState) -> Iterator[bool]:
     """True for each state inside a state that is one of ours or has one of ours inside."""
     if trees.is_named_tuple(state):
-        yield type(state).__name__ in (*MOMENTS, "CompressedState", "SplitState")
+        wrapper = type(state).__name__ in ("CompressedState", "SplitState")
+        yield wrapper or record_of(state) is not None
         for value in state:
             yield from holds_ours(value)
     elif isinstance(state, tuple | list):
@@ -132,46 +135,59 @@ Visit = Callable[[str, Any], Any]
 
 
 def map_optax(
-    plain: optax.OptState, known: Moments, of_field: Visit, of_count: Visit, where: str
+    plain: optax.OptState,
+    fields: Mapping[str, str],
+    of_field: Visit,
+    of_count: Visit,
+    where: str,
 ) -> Any:
     """optax's state for one of ours, with moments and counts replaced by what two functions say.
 
     Args:
       plain: the state, of one optimizer or the links of a chain.
-      known: where it has its moments.
-      of_field: (field, tree) -> tree, for each field of `known.fields`.
+      fields: slot -> where it has it, as `OptimizerRecord.optax_fields`.
+      of_field: (slot, tree) -> tree, for each of `fields`.
       of_count: (field, count) -> count.
       where: names the state in errors.
 
     Raises:
       ValueError: for a state that has not each moment once, or has anything else.
     """
+    slots = {field: slot for slot, field in fields.items()}
     seen: list[str] = []
     other: list[str] = []
 
     def visit(node: optax.OptState, field: str, value: Any) -> Any:
-        kind = type(node).__name__
-        if kind == known.state and field in known.fields.values():
-            seen.append(field)
-            return of_field(field, value)
+        name = f"{type(node).__name__}.{field}"
+        if name in slots:
+            seen.append(name)
+            return of_field(slots[name], value)
         if field == "count":
             return of_count(field, value)
         inside = jax.tree.leaves(value, is_leaf=_is_state)
         if inside and not any(map(_is_state, inside)):
-            other.append(f"{kind}.{field}")
+            other.append(name)
         return value
 
     made = map_slots(visit, plain)
-    if sorted(seen) != sorted(known.fields.values()) or other:
-        wanted = ", ".join(known.fields.values())
-        keeps = f"{wanted} of one {known.state}" if wanted else "a count at most"
-        has = ", ".join([*(f"{known.state}.{field}" for field in seen), *other]) or "nothing"
+    if sorted(seen) != sorted(slots) or other:
+        keeps = _by_state(slots) or "a count at most"
+        has = ", ".join([*seen, *other]) or "nothing"
         raise ValueError(
             f"{where}: this optimizer goes on from {keeps}, and optax's state has {has} "
             f"(it is {kinds(plain)}). It is another optimizer's: give the state of the one that "
             "this is the low-memory form of."
         )
     return made
+
+
+def _by_state(names: Iterable[str]) -> str:
+    """Fields by their state: `mu, nu of one ScaleByAdamState`."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        state, _, field = name.rpartition(".")
+        found.setdefault(state, []).append(field)
+    return " and ".join(f"{', '.join(fields)} of one {state}" for state, fields in found.items())
 
 
 def _is_state(node: Any) -> bool:

@@ -1,21 +1,15 @@
 """The optax optimizer that ours are a low-memory form of, and where its state keeps what."""
 
-import dataclasses
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.core import scope
-from optax_lowmem._src.core.rules import UpdateRule
-from optax_lowmem._src.optimizers.adam import AdamRule
-from optax_lowmem._src.optimizers.lion import LionRule
-from optax_lowmem._src.optimizers.sgd import GradientRule, MomentumRule
-from optax_lowmem._src.optimizers.stable_adamw import StableAdamRule
+from optax_lowmem._src.core import scope, trees
+from optax_lowmem._src.optimizers import every_record
+from optax_lowmem._src.optimizers.record import OptimizerRecord
 from optax_lowmem._src.update.engine import Engine, Optimizer
 from optax_lowmem._src.wrappers.chain import Chain
-from optax_lowmem._src.wrappers.update_clipping import update_clipping
 
 GIVE_PLAIN = (
     "Pass plain=, the optax optimizer that is to go on, for example "
@@ -23,26 +17,12 @@ GIVE_PLAIN = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Moments:
-    """Fields of optax's state that hold the moments of one of our states.
-
-    Attributes:
-      state: name of the type of optax's state; None where there are no moments.
-      fields: our slot -> the field of optax's state.
-    """
-
-    state: str | None
-    fields: Mapping[str, str]
-
-
-# type of our state -> where optax has its slots; an optimizer with a new type of state adds a line
-MOMENTS: dict[str, Moments] = {
-    "FlashAdamState": Moments("ScaleByAdamState", {"mu": "mu", "nu": "nu"}),
-    "FlashLionState": Moments("ScaleByLionState", {"mu": "mu"}),
-    "FlashSgdState": Moments("TraceState", {"mu": "trace"}),
-    "PlainSgdState": Moments(None, {}),
-}
+def record_of(state: Any) -> OptimizerRecord | None:
+    """Return the record whose state this is, or None where it is not one of our optimizers'."""
+    if not trees.is_named_tuple(state):
+        return None
+    kind = type(state).__name__
+    return next((r for r in every_record() if r.rule.state_type.__name__ == kind), None)
 
 
 def counterpart(tx: Any, params: Any) -> optax.GradientTransformation:
@@ -67,20 +47,13 @@ def counterpart(tx: Any, params: Any) -> optax.GradientTransformation:
     )
 
 
-_OF_DIRECTION: list[tuple[type[UpdateRule], Callable[[], optax.GradientTransformation]]] = [
-    (AdamRule, optax.scale_by_adam),
-    (LionRule, optax.scale_by_lion),
-    (MomentumRule, lambda: optax.trace(0.9)),
-    (GradientRule, optax.identity),
-]
-
-
 def _of_engine(engine: Engine) -> optax.GradientTransformation:
-    rule = engine.rule
-    if not engine.weights:
-        for kind, make in _OF_DIRECTION:
-            if isinstance(rule, kind):
-                return make()
+    record = next((r for r in every_record() if type(r.rule) is type(engine.rule)), None)
+    if record is None or (not engine.weights and record.plain_scale_by is None):
+        what = type(engine.rule).__name__ + ("" if engine.weights else "'s direction alone")
+        raise ValueError(f"no optax optimizer is known to correspond to {what}. {GIVE_PLAIN}")
+    if not engine.weights and record.plain_scale_by is not None:
+        return record.plain_scale_by()
     h = engine.hyperparameters(jnp.zeros((), jnp.int32))
     # where it is scheduled optax keeps a count of its own
     rate, strength = (
@@ -88,16 +61,11 @@ def _of_engine(engine: Engine) -> optax.GradientTransformation:
         for name, default in (("learning_rate", 0.0), ("weight_decay", 1e-4))
     )
     decay: dict[str, Any] = {"weight_decay": strength, "mask": engine.decay_mask}
-    if isinstance(rule, StableAdamRule):
-        return update_clipping(optax.adamw(rate, **decay), b2=0.9, eps=1e-8)
-    if isinstance(rule, AdamRule):
-        return optax.adamw(rate, **decay) if "decay" in h else optax.adam(rate)
-    if isinstance(rule, LionRule):
-        return optax.lion(rate, **decay)
-    if isinstance(rule, MomentumRule | GradientRule):
-        plain = optax.sgd(rate, momentum=0.9 if isinstance(rule, MomentumRule) else None)
-        decayed = "decay" in h or "l2" in h
-        return optax.chain(optax.add_decayed_weights(**decay), plain) if decayed else plain
-    raise ValueError(
-        f"no optax optimizer is known to correspond to {type(rule).__name__}. {GIVE_PLAIN}"
-    )
+    decays = "decay" in h or "l2" in h
+    if not decays and record.undecayed is not None:
+        return record.undecayed(rate)
+    plain = record.in_optax
+    taken = record.chosen(decay, plain)
+    if decays and not taken:
+        return optax.chain(optax.add_decayed_weights(**decay), plain(rate))
+    return plain(rate, **taken)

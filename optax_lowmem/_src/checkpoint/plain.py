@@ -15,8 +15,9 @@ from optax_lowmem._src.checkpoint.convert import (
     encode_leaf,
     map_optax,
 )
-from optax_lowmem._src.checkpoint.counterparts import Moments, counterpart
+from optax_lowmem._src.checkpoint.counterparts import counterpart
 from optax_lowmem._src.core import scope, trees
+from optax_lowmem._src.optimizers.record import OptimizerRecord
 from optax_lowmem._src.update.masters import master_params
 from optax_lowmem._src.wrappers.compress import CompressedState
 from optax_lowmem._src.wrappers.init import init
@@ -86,11 +87,12 @@ class _Encoder(Converter):
         return ours._replace(inner_state=inner)
 
     def moments(
-        self, ours: optax.OptState, plain: optax.OptState, known: Moments, where: str
+        self, ours: optax.OptState, plain: optax.OptState, record: OptimizerRecord, where: str
     ) -> Any:
         trees_of: dict[str, Any] = {}
         counts: list[Any] = []
-        map_optax(plain, known, trees_of.__setitem__, lambda _, c: counts.append(c), where)
+        fields_of = record.optax_fields
+        map_optax(plain, fields_of, trees_of.__setitem__, lambda _, c: counts.append(c), where)
         if len({int(count) for count in counts}) > 1:
             raise ValueError(
                 f"{where}: optax's state counts {sorted({int(c) for c in counts})} steps, in its "
@@ -99,11 +101,12 @@ class _Encoder(Converter):
             )
         count = jnp.asarray(counts[0] if counts else 0, jnp.int32)
         fields: dict[str, Any] = {"count": count}
-        for slot, field in known.fields.items():
-            like = getattr(ours, slot)
+        of_elements = getattr(ours, record.moments[0]) if record.moments else ()
+        for slot, name in fields_of.items():
+            like, field = getattr(ours, slot), name.rpartition(".")[2]
             names = [path for path, _ in trees.named_leaves(like)]
-            values = by_path(field, trees_of[field], names, f"{where}.{slot}")
-            shapes = {path: leaf.shape for path, leaf in trees.named_leaves(ours.mu)}
+            values = by_path(field, trees_of[slot], names, f"{where}.{slot}")
+            shapes = {path: leaf.shape for path, leaf in trees.named_leaves(of_elements)}
             pairs = []
             for path, leaf in trees.named_leaves(like):
                 if values[path].shape not in (shapes[path], leaf.shape):
@@ -224,12 +227,10 @@ class _Decoder(Converter):
         return inner
 
     def moments(
-        self, ours: optax.OptState, plain: optax.OptState, known: Moments, where: str
+        self, ours: optax.OptState, plain: optax.OptState, record: OptimizerRecord, where: str
     ) -> Any:
-        slots = {field: slot for slot, field in known.fields.items()}
-
-        def field_of(field: str, like: optax.Params) -> Any:
-            slot = slots[field]
+        def field_of(slot: str, like: optax.Params) -> Any:
+            field = record.optax_fields[slot].rpartition(".")[2]
             names = [path for path, _ in trees.named_leaves(getattr(ours, slot))]
             wanted = by_path(field, like, names, f"{where}.{slot}")
             rows = zip(
@@ -245,7 +246,9 @@ class _Decoder(Converter):
             leaves = [values[path] for path, _ in trees.named_leaves(like)]
             return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
-        return map_optax(plain, known, field_of, lambda *_: jnp.asarray(ours.count), where)
+        return map_optax(
+            plain, record.optax_fields, field_of, lambda *_: jnp.asarray(ours.count), where
+        )
 
     def compressed(self, ours: CompressedState, plain: optax.OptState, where: str) -> Any:
         def decode(slot: str, name: str, codes: optax.Params) -> Any:

@@ -44,14 +44,6 @@ class UpdateRule(abc.ABC):
     def state_type(self) -> Any:
         """The NamedTuple of the state: count, seed, slots, their scales, correction."""
 
-    @property
-    def formula(self) -> str | None:
-        """Name of the hand-written kernels' formula for the rule; None where they have none.
-
-        A rule that inherits from another and changes its arithmetic must change this too.
-        """
-        return None
-
     @abc.abstractmethod
     def update(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]

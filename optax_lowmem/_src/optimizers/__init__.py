@@ -1,48 +1,38 @@
-"""Optimizers on 8-bit state: one file each, and the table that tests and benchmarks iterate."""
+"""Optimizers on 8-bit state: one file each, and the table of their records."""
 
-import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import optax
 
 from optax_lowmem._src.blocks.structure import Structure
-from optax_lowmem._src.optimizers.adam import flash_adam, flash_adamw
-from optax_lowmem._src.optimizers.adam_mini import adam_mini, flash_adam_mini, q_adam_mini, q_adamw
+from optax_lowmem._src.optimizers.adam import AdamRule, flash_adam, flash_adamw, scale_by_flash_adam
+from optax_lowmem._src.optimizers.adam_mini import (
+    AdamMiniRule,
+    adam_mini,
+    flash_adam_mini,
+    q_adam_mini,
+    q_adamw,
+)
 from optax_lowmem._src.optimizers.coat import coat_adamw
-from optax_lowmem._src.optimizers.lion import flash_lion
-from optax_lowmem._src.optimizers.sgd import flash_sgd
-from optax_lowmem._src.optimizers.stable_adamw import stable_adamw
+from optax_lowmem._src.optimizers.lion import LionRule, flash_lion, scale_by_flash_lion
+from optax_lowmem._src.optimizers.record import OptimizerRecord
+from optax_lowmem._src.optimizers.sgd import GradientRule, MomentumRule, flash_sgd, flash_trace
+from optax_lowmem._src.optimizers.stable_adamw import StableAdamRule, stable_adamw
 from optax_lowmem._src.wrappers.update_clipping import update_clipping
 
 
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """An optimizer and what it must equal.
-
-    Attributes:
-      make: learning rate and keyword arguments -> our transformation.
-      plain: the optax counterpart with the same arguments.
-      learning_rate: one that converges on small problems.
-      moments: slots of 8-bit state.
-    """
-
-    make: Callable[..., optax.GradientTransformationExtraArgs]
-    plain: Callable[..., optax.GradientTransformation]
-    learning_rate: float
-    moments: tuple[str, ...]
-
-
-def _momentum(make: Callable) -> Callable:
-    return lambda learning_rate, **options: make(learning_rate, momentum=0.9, **options)
-
-
 def _clipped_adamw(
-    learning_rate: Any, b2: float = 0.99, eps: float = 1e-6, weight_decay: float = 1e-2
+    learning_rate: Any,
+    b1: float = 0.9,
+    b2: float = 0.99,
+    eps: float = 1e-6,
+    weight_decay: Any = 1e-2,
+    mask: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Build `stable_adamw` from `optax.adamw` and `update_clipping`."""
-    inner = optax.adamw(learning_rate, b2=b2, eps=eps, weight_decay=weight_decay)
+    inner = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
     return update_clipping(inner, b2=b2, eps=eps)
 
 
@@ -51,14 +41,93 @@ def _mini(make: Callable) -> Callable:
     return functools.partial(make, blocks=Structure(default="whole"))
 
 
-OPTIMIZERS: dict[str, Row] = {
-    "flash_adamw": Row(flash_adamw, optax.adamw, 1e-2, ("mu", "nu")),
-    "flash_adam": Row(flash_adam, optax.adam, 1e-2, ("mu", "nu")),
-    "stable_adamw": Row(stable_adamw, _clipped_adamw, 1e-2, ("mu", "nu")),
-    "coat_adamw": Row(coat_adamw, optax.adamw, 1e-2, ("mu", "nu")),
-    "q_adamw": Row(q_adamw, optax.adamw, 1e-2, ("mu", "nu")),
-    "q_adam_mini": Row(_mini(q_adam_mini), _mini(adam_mini), 1e-2, ("mu",)),
-    "flash_adam_mini": Row(_mini(flash_adam_mini), _mini(adam_mini), 1e-2, ("mu",)),
-    "flash_lion": Row(flash_lion, optax.lion, 1e-3, ("mu",)),
-    "flash_sgd": Row(_momentum(flash_sgd), _momentum(optax.sgd), 1e-2, ("mu",)),
+_ADAM_FIELDS = {"mu": "ScaleByAdamState.mu", "nu": "ScaleByAdamState.nu"}
+
+
+def _adamw(make: Callable, **more: Any) -> OptimizerRecord:
+    """AdamW with other codecs."""
+    return OptimizerRecord(
+        rule=AdamRule(),
+        make=make,
+        plain=optax.adamw,
+        learning_rate=1e-2,
+        optax_fields=_ADAM_FIELDS,
+        undecayed=optax.adam,
+        **more,
+    )
+
+
+def _adam_mini(make: Callable) -> OptimizerRecord:
+    """Adam-mini, which optax has not: a run goes on from AdamW's state."""
+    return OptimizerRecord(
+        rule=AdamMiniRule(),
+        make=_mini(make),
+        plain=_mini(adam_mini),
+        learning_rate=1e-2,
+        optax_fields=_ADAM_FIELDS,
+        counterpart=optax.adamw,
+        undecayed=optax.adam,
+    )
+
+
+# Of several records with one rule, conversion to optax takes the first.
+OPTIMIZERS: dict[str, OptimizerRecord] = {
+    "flash_adamw": _adamw(
+        flash_adamw, scale_by=scale_by_flash_adam, plain_scale_by=optax.scale_by_adam
+    ),
+    "flash_adam": OptimizerRecord(
+        rule=AdamRule(),
+        make=flash_adam,
+        plain=optax.adam,
+        learning_rate=1e-2,
+        optax_fields=_ADAM_FIELDS,
+    ),
+    "stable_adamw": OptimizerRecord(
+        rule=StableAdamRule(),
+        make=stable_adamw,
+        plain=_clipped_adamw,
+        learning_rate=1e-2,
+        optax_fields=_ADAM_FIELDS,
+    ),
+    "coat_adamw": _adamw(coat_adamw),
+    "q_adamw": _adamw(q_adamw),
+    "q_adam_mini": _adam_mini(q_adam_mini),
+    "flash_adam_mini": _adam_mini(flash_adam_mini),
+    "flash_lion": OptimizerRecord(
+        rule=LionRule(),
+        make=flash_lion,
+        plain=optax.lion,
+        learning_rate=1e-3,
+        optax_fields={"mu": "ScaleByLionState.mu"},
+        rate_factor=0.3,
+        scale_by=scale_by_flash_lion,
+        plain_scale_by=optax.scale_by_lion,
+    ),
+    "flash_sgd": OptimizerRecord(
+        rule=MomentumRule(),
+        make=functools.partial(flash_sgd, momentum=0.9),
+        plain=functools.partial(optax.sgd, momentum=0.9),
+        learning_rate=1e-2,
+        optax_fields={"mu": "TraceState.trace"},
+        rate_factor=50.0,
+        scale_by=functools.partial(flash_trace, 0.9),
+        plain_scale_by=functools.partial(optax.trace, 0.9),
+        variants=(
+            OptimizerRecord(
+                rule=GradientRule(),
+                make=flash_sgd,
+                plain=optax.sgd,
+                learning_rate=1e-2,
+                optax_fields={},
+                plain_scale_by=optax.identity,
+            ),
+        ),
+    ),
 }
+
+
+def every_record() -> Iterator[OptimizerRecord]:
+    """Yield the records of all rules, variants included."""
+    for record in OPTIMIZERS.values():
+        yield record
+        yield from record.variants

@@ -47,11 +47,6 @@ class AdamRule(UpdateRule):
     slots: ClassVar[tuple[Slot, ...]] = (Slot("mu", signed=True), Slot("nu", signed=False))
     state_type = FlashAdamState
 
-    @property
-    def formula(self) -> str | None:
-        """`adam` without its variants."""
-        return "adam" if self.eps_root_is_zero and not self.nesterov else None
-
     def second_moment(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> jax.Array:

@@ -29,7 +29,6 @@ class AdamMiniRule(AdamRule):
         Slot("mu", signed=True),
         Slot("nu", signed=False, shared=True),
     )
-    formula = None
 
     @property
     def of_blocks(self) -> "BlockRule":
@@ -49,7 +48,6 @@ class BlockRule(AdamRule):
     """The second moment of blocks, and the inverse of what their m is divided by."""
 
     slots: ClassVar[tuple[Slot, ...]] = (Slot("nu", signed=False),)
-    formula = None
 
     def update(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]

@@ -36,11 +36,6 @@ class LionRule(UpdateRule):
     slots = (Slot("mu", signed=True),)
     state_type = FlashLionState
 
-    @property
-    def formula(self) -> str | None:
-        """`lion` with the sign itself."""
-        return "lion" if self.mode == "hard" else None
-
     def _direction(self, x: jax.Array) -> jax.Array:
         if self.mode == "smooth":
             return jnp.tanh(jnp.float32(self.smooth_beta) * x)

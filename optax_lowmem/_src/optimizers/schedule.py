@@ -51,6 +51,7 @@ def optimizer(
     mask: Any = None,
     decouple_lr: bool | float = False,
     coupled: bool = False,
+    rate_in_rule: bool = False,
     slot_dtypes: Mapping[str, Any] | None = None,
     structure: BlockStructure | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -66,6 +67,8 @@ def optimizer(
       decouple_lr: decay by weight_decay lr / peak instead of weight_decay lr, where True takes the
         (constant) learning rate as its peak and a number is the peak of a schedule.
       coupled: add weight_decay w to the gradient instead (L2).
+      rate_in_rule: the rule itself multiplies by the learning rate, h["rate"], before its slots, as
+        `optax.rmsprop` before its momentum.
       slot_dtypes: dtype of slots where they are not compressed.
       structure: which elements share slots, of a rule with shared slots.
     """
@@ -83,7 +86,7 @@ def optimizer(
             at_count(name, value, count) if callable(value) else value
             for name, value in given.items()
         )
-        return Formula(_of_step, (moments, lr, decay, peak, coupled))(count)
+        return Formula(_of_step, (moments, lr, decay, peak, coupled, rate_in_rule))(count)
 
     return Engine(
         rule=rule,
@@ -102,10 +105,12 @@ def _of_step(
     weight_decay: Any,
     peak: Any,
     coupled: bool,
+    rate_in_rule: bool,
     count: jax.Array,
 ) -> dict[str, jax.Array]:
     lr = as_f32("learning_rate", learning_rate)
-    h = {**moments(count), "lr": lr}
+    rates = {"rate": lr, "lr": jnp.float32(1)} if rate_in_rule else {"lr": lr}
+    h = {**moments(count), **rates}
     if weight_decay is not None and coupled:
         h["l2"] = as_f32("weight_decay", weight_decay)
     elif weight_decay is not None:

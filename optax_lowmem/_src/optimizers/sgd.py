@@ -41,11 +41,6 @@ class MomentumRule(UpdateRule):
     slots = (Slot("mu", signed=True),)
     state_type = FlashSgdState
 
-    @property
-    def formula(self) -> str | None:
-        """`momentum` or `nesterov`."""
-        return "nesterov" if self.nesterov else "momentum"
-
     def update(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:

@@ -20,7 +20,6 @@ from optax_lowmem._src.wrappers.update_clipping import check_threshold
 class StableAdamRule(AdamRule):
     """Adam whose rate, weight decay's included, is divided by max(1, RMS_t / d) for each leaf."""
 
-    formula = None
     measures = True
 
     def measure(

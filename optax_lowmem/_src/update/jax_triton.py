@@ -20,6 +20,9 @@ from optax_lowmem._src.codecs import BitSplit, softsign, sqrt
 from optax_lowmem._src.core import groups, random, varying
 from optax_lowmem._src.core.rules import UpdateRule
 from optax_lowmem._src.core.tiles import MAX_ELEMENTS, Tile, Tiling
+from optax_lowmem._src.optimizers.adam import AdamRule
+from optax_lowmem._src.optimizers.lion import LionRule
+from optax_lowmem._src.optimizers.sgd import MomentumRule
 from optax_lowmem._src.update import jax_triton_kernel as kernel
 from optax_lowmem._src.update import jax_triton_numerics as numerics
 from optax_lowmem._src.update.operands import Leaf, Result, aliases, output
@@ -32,10 +35,24 @@ _VECTOR = 8  # neighbours that a thread takes at once
 
 _TABLES = ("scalars", "keys", "lane_bits")
 
+# Rule -> name of its formula in the kernel, or None for what the kernel has no formula for. Looked
+# up by the exact type: a subclass may have other arithmetic.
+_FORMULAS: dict[type[UpdateRule], Callable[[Any], str | None]] = {
+    AdamRule: lambda rule: "adam" if rule.eps_root_is_zero and not rule.nesterov else None,
+    LionRule: lambda rule: "lion" if rule.mode == "hard" else None,
+    MomentumRule: lambda rule: "nesterov" if rule.nesterov else "momentum",
+}
+
+
+def formula(rule: UpdateRule) -> str | None:
+    """Return the name of a rule's formula in the kernel, or None where it has none."""
+    named = _FORMULAS.get(type(rule))
+    return None if named is None else named(rule)
+
 
 def supported(rule: UpdateRule, plan: LeafPlan) -> str | None:
     """Return the reason why the kernel cannot take a leaf, or None where it can."""
-    if rule.formula is None:
+    if formula(rule) is None:
         return f"the hand-written kernel does not know {rule}"
     if not 0 < math.prod(plan.shape) <= MAX_ELEMENTS:
         return f"{math.prod(plan.shape)} elements, and the kernel takes 1 to {MAX_ELEMENTS}"
@@ -180,7 +197,7 @@ def _statics(rule: UpdateRule, plan: LeafPlan, leaf: Leaf) -> dict[str, Any]:
     """Return the constants that the kernel's code depends on, apart from those of its tiling."""
     has_weight = leaf.p is not None
     return {
-        "FORMULA": rule.formula,
+        "FORMULA": formula(rule),
         "GROUP_SIZE": plan.group_size,
         "STOCHASTIC": plan.stochastic,
         "WEIGHT": has_weight,
