@@ -21,6 +21,7 @@ from tests.tiers import rows
 POLICY = lowmem.Policy(min_size=32)
 _MU, _NU = lowmem.codecs.softsign(), lowmem.codecs.sqrt()
 _ADAM = {"mu": _MU, "nu": _NU}
+_WHOLE = lowmem.blocks.Structure(default="whole")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,6 +175,7 @@ WRAPPERS: dict[str, Callable[[Any, Form], optax.GradientTransformationExtraArgs]
     "scale_by_flash_lion": _direction(lowmem.scale_by_flash_lion),
     "flash_trace": _direction(functools.partial(lowmem.flash_trace, 0.9)),
     "links": _links,
+    "scale_by_adam_mini": _direction(functools.partial(lowmem.scale_by_adam_mini, blocks=_WHOLE)),
 }
 EVERYONE = {**{name: case.make for name, case in CASES.items()}, **WRAPPERS}
 

@@ -72,6 +72,7 @@ def test_a_constant_schedule_is_its_number(name):
 
 WITH_NUMBERS = {
     **{name: (getattr(lowmem, name), {"learning_rate": 1e-2}) for name in lowmem.OPTIMIZERS},
+    "scale_by_adam_mini": (lowmem.scale_by_adam_mini, {}),
     "scale_by_flash_adam": (lowmem.scale_by_flash_adam, {}),
     "scale_by_flash_lion": (lowmem.scale_by_flash_lion, {}),
     "flash_trace": (lowmem.flash_trace, {"decay": 0.9}),

@@ -92,7 +92,7 @@ class _Decoder(Converter):
             values = {}
             for (path, codes), scales in rows:
                 shape, dtype = wanted[path].shape, wanted[path].dtype
-                decision = self.decisions.take(path, slot)
+                decision = self.decisions.take_own(path, slot)
                 values[path] = decode_leaf(decision, codes, scales, shape).astype(dtype)
             leaves = [values[path] for path, _ in trees.named_leaves(like)]
             return jax.tree.unflatten(jax.tree.structure(like), leaves)
@@ -108,4 +108,5 @@ class _Decoder(Converter):
             ]
             return jax.tree.unflatten(jax.tree.structure(codes), values)
 
+        self.decisions.code_outside(ours)
         return self.walk(coded_slots(ours, ours.inner_state, decode), plain, where)

@@ -142,9 +142,10 @@ def direction(
     moments: Formula,
     storage: Storage,
     slot_dtypes: Mapping[str, Any] | None = None,
+    structure: BlockStructure | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The transformation that gives a rule's direction only (optax's `scale_by_*`)."""
-    _check_storage(storage)
+    _check_storage(storage, structure)
     _warn_of_slot_dtypes(storage, slot_dtypes)
     return Engine(
         rule=rule,
@@ -152,4 +153,5 @@ def direction(
         storage=storage,
         weights=False,
         slot_dtypes=slot_dtypes or {},
+        structure=structure,
     ).transformation()
