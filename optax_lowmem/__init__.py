@@ -22,6 +22,7 @@ from optax_lowmem._src.optimizers.adam_mini import adam_mini as adam_mini
 from optax_lowmem._src.optimizers.adam_mini import flash_adam_mini as flash_adam_mini
 from optax_lowmem._src.optimizers.adam_mini import q_adam_mini as q_adam_mini
 from optax_lowmem._src.optimizers.adam_mini import q_adamw as q_adamw
+from optax_lowmem._src.optimizers.adam_mini import scale_by_adam_mini as scale_by_adam_mini
 from optax_lowmem._src.optimizers.coat import coat_adamw as coat_adamw
 from optax_lowmem._src.optimizers.lion import flash_lion as flash_lion
 from optax_lowmem._src.optimizers.lion import scale_by_flash_lion as scale_by_flash_lion
@@ -88,6 +89,7 @@ __all__ = [
     "q_adamw",
     "register_slot",
     "release",
+    "scale_by_adam_mini",
     "scale_by_flash_adam",
     "scale_by_flash_lion",
     "sharding",

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import optax_lowmem as lowmem
 from optax_lowmem import checkpoint
 from optax_lowmem.codecs import softsign, sqrt
+from tests.tolerances import REORDERED_SLOT
 
 PARAMS = {"x": jnp.zeros((64, 64)), "y": jnp.zeros((64, 64))}
 GRADS = {"x": jnp.full((64, 64), 1e-3), "y": jnp.ones((64, 64))}
@@ -168,3 +170,63 @@ def test_moments_of_another_shape_are_refused():
         ValueError, match=r"slot mu of 'w' has shape \(8, 64\), its parameter \(64, "
     ):
         tx.init({"w": jnp.ones((64, 64))})
+
+
+# ---- our own directions --------------------------------------------------------------------------
+
+OF_BLOCKS = {"attn": {"query": {"kernel": jnp.ones((64, 32))}}, "embed": {"w": jnp.ones((300, 4))},
+             "norm": jnp.ones(32)}  # fmt: skip
+BLOCKS = lowmem.blocks.Structure(heads=4, rules=(("embed/w", (1,)), ("norm", "elementwise")))
+
+
+def test_second_moments_of_blocks():
+    """As the optimizer that keeps them so itself: groups along all blocks, the same random bits."""
+    policy, linear = lowmem.Policy(min_size=64), lowmem.codecs.linear(signed=False)
+    how = {"group_size": 256, "policy": policy}
+    momentum = lowmem.compand_momentum(lowmem.scale_by_adam_mini(blocks=BLOCKS), **how)
+    tx = lowmem.sqrt_variance_quant(momentum, codec=linear, **how)
+    storage = lowmem.Storage(nu=linear, **how)
+    fused = lowmem.scale_by_adam_mini(blocks=BLOCKS, storage=storage)
+    grads = jax.tree.map(lambda p: jnp.cos(jnp.arange(1.0, p.size + 1)).reshape(p.shape), OF_BLOCKS)
+    state, wanted = tx.init(OF_BLOCKS), fused.init(OF_BLOCKS)
+    for _ in range(2):
+        updates, state = tx.update(grads, state, OF_BLOCKS)
+        directions, wanted = fused.update(grads, wanted, OF_BLOCKS)
+    core = state.inner_state.inner_state
+    assert core.nu["embed"]["w"].shape == (300, 1)
+    assert state.scales["nu_scale"]["embed"]["w"].shape == (2,)
+    assert core.nu["norm"].dtype == jnp.float32
+    chex.assert_trees_all_close(updates, directions, rtol=REORDERED_SLOT)
+    chex.assert_trees_all_equal(core.nu, wanted.nu)
+    chex.assert_trees_all_equal(state.scales["nu_scale"], wanted.nu_scale)
+    chex.assert_trees_all_equal(state.inner_state.scales["mu_scale"], wanted.mu_scale)
+
+    def told(tx):
+        found = lowmem.explain(tx, OF_BLOCKS).decisions
+        return {(d.path, d.slot, d.form, d.block, d.group_size, d.codec) for d in found}
+
+    assert told(tx) == told(fused)
+    wider = lowmem.sqrt_variance_quant(momentum, codec=linear, group_size=32, policy=policy)
+    with pytest.raises(ValueError, match=r"'attn/query/kernel|'embed/w', slot nu.*groups of 32"):
+        wider.update(grads, state, OF_BLOCKS)
+
+
+def test_a_slot_that_holds_codes_already():
+    params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
+    for inner in (
+        lowmem.scale_by_flash_adam(),
+        lowmem.compress_state(optax.adam(1.0), mu=softsign()),
+    ):
+        message = r"slot mu of 'w' is kept as u?int8 codes by the optimizer inside: give .*mu=None"
+        with pytest.raises(ValueError, match=message):
+            lowmem.compand_momentum(inner).init(params)
+    kept = lowmem.scale_by_flash_adam(storage=lowmem.Storage(mu=None))
+    assert lowmem.compand_momentum(kept).init(params).inner_state.mu["w"].dtype == jnp.int8
+
+
+def test_a_trace_has_the_random_bits_of_flash_sgd():
+    params = {"w": jnp.ones((64, 64))}
+    grads = {"w": jnp.cos(jnp.arange(4096.0)).reshape(64, 64)}
+    _, found = (tx := lowmem.compand_momentum(optax.trace(0.9))).update(grads, tx.init(params))
+    _, wanted = (tx := lowmem.flash_trace(0.9)).update(grads, tx.init(params))
+    chex.assert_trees_all_equal(found.inner_state.trace, wanted.mu)

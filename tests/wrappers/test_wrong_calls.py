@@ -83,6 +83,10 @@ OF_SLOTS = {
     "flash_lion": lambda dtype, **how: lowmem.flash_lion(1e-3, mu_dtype=dtype, **how),
     "flash_sgd": lambda dtype, **how: lowmem.flash_sgd(0.1, 0.9, False, dtype, **how),
     "direction": lambda dtype, **how: lowmem.scale_by_flash_adam(mu_dtype=dtype, **how),
+    "direction of blocks": lambda dtype, **how: lowmem.scale_by_adam_mini(
+        mu_dtype=dtype,
+        **{"blocks": lowmem.blocks.Structure(default="whole"), "storage": Storage(), **how},
+    ),
 }
 
 

@@ -242,10 +242,29 @@ class Decisions:
         self._left: dict[tuple[str, str], list[scope.Decision]] = collections.defaultdict(list)
         for decision in decisions:
             self._left[decision.path, decision.slot].append(decision)
+        self._blocks = {(d.path, d.slot): d.block for d in decisions}
+        self._outside: set[tuple[str, str]] = set()
 
     def take(self, path: str, slot: str) -> scope.Decision:
         """The next one of a slot of a leaf."""
         return self._left[path, slot].pop(0)
+
+    def take_own(self, path: str, slot: str) -> scope.Decision:
+        """`take` for a state that may be inside a `CompressedState`: f32 if that has the codes."""
+        if (path, slot) in self._outside:
+            reason = "coded outside"
+            return scope.Decision(path, slot, None, reason, block=self._blocks[path, slot])
+        return self.take(path, slot)
+
+    def code_outside(self, state: CompressedState) -> None:
+        """Note that the coded slots of this state are f32 to the states inside it."""
+
+        def visit(slot: str, name: str, codes: Any) -> Any:
+            del name
+            self._outside.update((path, slot) for path, _ in trees.named_leaves(codes))
+            return codes
+
+        coded_slots(state, state.inner_state, visit)
 
 
 def encode_leaf(

@@ -114,7 +114,7 @@ class _Encoder(Converter):
                         f"{where}.{slot}: '{path}' has shape {values[path].shape} in optax's state "
                         f"and {shapes[path]} here: give the parameters of this very run."
                     )
-                decision = self.decisions.take(path, slot)
+                decision = self.decisions.take_own(path, slot)
                 pairs.append(encode_leaf(decision, values[path], leaf, ours.seed, count))
             treedef = jax.tree.structure(like)
             fields[slot] = jax.tree.unflatten(treedef, [codes for codes, _ in pairs])
@@ -128,6 +128,7 @@ class _Encoder(Converter):
             rows = zip(leaves, jax.tree.leaves(ours.scales[name]), strict=True)
             return jax.tree.unflatten(treedef, [_as_f32(*row) for row in rows])
 
+        self.decisions.code_outside(ours)
         inner = self.walk(coded_slots(ours, ours.inner_state, wide), plain, where)
         counts = optax.tree.get_all_with_path(plain, "count")
         count = jnp.asarray(counts[0][1] if counts else 0, jnp.int32)
@@ -241,7 +242,7 @@ class _Decoder(Converter):
             values = {}
             for (path, codes), scales in rows:
                 shape, dtype = wanted[path].shape, wanted[path].dtype
-                decision = self.decisions.take(path, slot)
+                decision = self.decisions.take_own(path, slot)
                 values[path] = decode_leaf(decision, codes, scales, shape).astype(dtype)
             leaves = [values[path] for path, _ in trees.named_leaves(like)]
             return jax.tree.unflatten(jax.tree.structure(like), leaves)
@@ -259,4 +260,5 @@ class _Decoder(Converter):
             ]
             return jax.tree.unflatten(jax.tree.structure(codes), values)
 
+        self.decisions.code_outside(ours)
         return self.walk(coded_slots(ours, ours.inner_state, decode), plain, where)

@@ -85,6 +85,16 @@ def recording() -> contextlib.AbstractContextManager[list[Decision]]:
     return _bound(_decisions, [])
 
 
+@contextlib.contextmanager
+def absorbing() -> Iterator[list[Decision]]:
+    """Keeps the decisions taken inside from an enclosing `recording`; none without one."""
+    if _decisions.get() is None:
+        yield []
+        return
+    with recording() as decisions:
+        yield decisions
+
+
 def noting_policies() -> contextlib.AbstractContextManager[list[Any]]:
     """Collects the policies that every `init` inside asks."""
     return _bound(_policies, [])

@@ -14,6 +14,7 @@ from optax_lowmem._src.optimizers.adam_mini import (
     flash_adam_mini,
     q_adam_mini,
     q_adamw,
+    scale_by_adam_mini,
 )
 from optax_lowmem._src.optimizers.coat import coat_adamw
 from optax_lowmem._src.optimizers.lion import LionRule, flash_lion, scale_by_flash_lion
@@ -57,7 +58,7 @@ def _adamw(make: Callable, **more: Any) -> OptimizerRecord:
     )
 
 
-def _adam_mini(make: Callable) -> OptimizerRecord:
+def _adam_mini(make: Callable, **more: Any) -> OptimizerRecord:
     """Adam-mini, which optax has not: a run goes on from AdamW's state."""
     return OptimizerRecord(
         rule=AdamMiniRule(),
@@ -67,6 +68,8 @@ def _adam_mini(make: Callable) -> OptimizerRecord:
         optax_fields=_ADAM_FIELDS,
         counterpart=optax.adamw,
         undecayed=optax.adam,
+        plain_scale_by=optax.scale_by_adam,
+        **more,
     )
 
 
@@ -92,7 +95,7 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
     "coat_adamw": _adamw(coat_adamw),
     "q_adamw": _adamw(q_adamw),
     "q_adam_mini": _adam_mini(q_adam_mini),
-    "flash_adam_mini": _adam_mini(flash_adam_mini),
+    "flash_adam_mini": _adam_mini(flash_adam_mini, scale_by=_mini(scale_by_adam_mini)),
     "flash_lion": OptimizerRecord(
         rule=LionRule(),
         make=flash_lion,

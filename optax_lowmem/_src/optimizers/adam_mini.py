@@ -14,7 +14,7 @@ from optax_lowmem._src.core import numerics
 from optax_lowmem._src.core.block import BlockStructure
 from optax_lowmem._src.core.rules import OF_BLOCK, Slot
 from optax_lowmem._src.optimizers.adam import AdamRule, adam_moments, flash_adamw, is_zero
-from optax_lowmem._src.optimizers.schedule import ScalarOrSchedule, optimizer
+from optax_lowmem._src.optimizers.schedule import ScalarOrSchedule, direction, optimizer
 from optax_lowmem._src.update.storage import Storage
 
 _Q_ADAM_MINI = Storage(mu=affine(), nu=None, group_size=256)
@@ -57,6 +57,71 @@ class BlockRule(AdamRule):
         # of an infinite v inf / inf, not 0: the block would stop for good, and nobody would see it
         one = jnp.where(nu < jnp.inf, jnp.float32(1), nu)
         return numerics.quotient(one, self.denominator(nu, h)), {"nu": nu}
+
+
+def scale_by_adam_mini(
+    b1: float | jax.Array = 0.9,
+    b2: ScalarOrSchedule = 0.999,
+    eps: float | jax.Array = 1e-8,
+    eps_root: float | jax.Array = 0.0,
+    mu_dtype: Any = None,
+    *,
+    blocks: BlockStructure = Structure(),  # noqa: B008 (frozen)
+    storage: Storage = Storage.full_precision(),  # noqa: B008 (frozen)
+) -> optax.GradientTransformationExtraArgs:
+    r"""`optax.scale_by_adam` with one second moment a block: the direction of `adam_mini` alone.
+
+    .. math::
+      m_t = b_1 m_{t-1} + (1-b_1) g_t, \quad
+      v_t = b_2 v_{t-1} + (1-b_2) \mathrm{Average}_{block}(g_t^2), \quad
+      u_t = \frac{\hat m_t}{\sqrt{\hat v_t + \bar\epsilon} + \epsilon}
+
+    (Q-Adam-mini, section 2.1.2; Adam-mini), without learning rate, weight decay or master weights:
+    those are other links of a chain, and `split_master_weights` around it. The first five
+    arguments, their order and their defaults are those of `optax.scale_by_adam`.
+
+    Args:
+      b1: decay of mu, in [0, 1).
+      b2: decay of nu, in [0, 1), or a schedule that starts at 0 such as `b2_schedule()`.
+      eps: added outside the root, as in Adam-mini's code.
+      eps_root: added inside the root, where the paper has its epsilon.
+      mu_dtype: dtype of mu where it is not compressed; f32 by default.
+      blocks: head counts and rules; a `Structure`.
+      storage: codecs (f32 moments by default), group size, rounding, policy. `Storage(nu=None)` has
+        the moments of `flash_adam_mini`.
+
+    Returns:
+      An optax transformation: `update` gives u_t, to be subtracted times the learning rate. Its
+      state's `nu` has one value a block. Without `params` it takes the blocks from the gradients,
+      which have the names and shapes, and none of the metadata of boxed parameters: pass them too.
+
+    Raises:
+      ValueError: for a hyperparameter out of range, a block axis out of range, a head count that
+        does not divide; inside a `shard_map`, where a block may be on several devices.
+      TypeError: for a 16-bit hyperparameter, or `blocks` that are no `Structure`.
+
+    Numerics: v in f32, debiased. One NaN or infinity makes a whole block NaN, and no other tensor.
+
+    Memory: 4 bytes of state a parameter and 4 bytes a block; 1.06 with `Storage(nu=None)`.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_lowmem as lowmem
+      >>> tx = optax.chain(lowmem.scale_by_adam_mini(), optax.scale_by_learning_rate(1e-3))
+      >>> params = {"embed": {"embedding": jnp.ones((64, 256))}}
+      >>> tx.init(params)[0].nu["embed"]["embedding"].shape
+      (64, 1)
+
+    References:
+      Han et al., Q-Adam-mini, 2025; Zhang et al., Adam-mini: Use Fewer Learning Rates To Gain More,
+      2024. Deviations: as of `adam_mini`.
+    """
+    return direction(
+        AdamMiniRule(eps_root_is_zero=is_zero(eps_root)),
+        adam_moments(b1, b2, eps, eps_root, nesterov=False),
+        storage,
+        {"mu": mu_dtype},
+        _checked(blocks),
+    )
 
 
 def adam_mini(

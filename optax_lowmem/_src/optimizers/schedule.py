@@ -147,9 +147,10 @@ def direction(
     moments: Formula,
     storage: Storage,
     slot_dtypes: Mapping[str, Any] | None = None,
+    structure: BlockStructure | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The transformation that gives a rule's direction only (optax's `scale_by_*`)."""
-    _check_storage(storage)
+    _check_storage(storage, structure)
     _warn_of_slot_dtypes(storage, slot_dtypes)
     return Engine(
         rule=rule,
@@ -157,4 +158,5 @@ def direction(
         storage=storage,
         weights=False,
         slot_dtypes=slot_dtypes or {},
+        structure=structure,
     ).transformation()

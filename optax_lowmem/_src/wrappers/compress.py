@@ -22,6 +22,18 @@ from optax_lowmem._src.wrappers.compress_start import Start
 
 Select = Callable[[str, SlotFacts], GroupCodec | None]
 
+_FIRST = SlotFacts(signed=True, constant_init=False, moment=1)
+_SECOND = SlotFacts(signed=False, constant_init=False, moment=2)
+# of our own optimizers, where they keep f32: scale_by_adam_mini and its kin
+_OWN: dict[tuple[str, str], SlotFacts] = {
+    ("FlashAdamState", "mu"): _FIRST,
+    ("FlashAdamState", "nu"): _SECOND,
+    ("FlashLionState", "mu"): _FIRST,
+    ("FlashSgdState", "mu"): _FIRST,
+}
+_OF_BLOCKS = ("FlashAdamState", "nu")  # may have a value a block, of another shape
+_DRAWN_AS = {"trace": "mu"}  # flash_sgd has optax's trace as mu: both draw the same random bits
+
 
 class CompressedState(NamedTuple):
     """An optimizer's own state with codes in its slots, and the scales beside it."""
@@ -30,6 +42,19 @@ class CompressedState(NamedTuple):
     seed: jax.Array  # shape=(), dtype=jnp.uint32
     inner_state: Any  # the inner state's own type
     scales: dict[str, Any]  # "<slot>_scale" -> a tree like the slot; "<slot>_scale_1" for a second
+
+
+def _facts(state: Any, field: str) -> SlotFacts:
+    return _OWN.get((type(state).__name__, field)) or facts(state, field)
+
+
+def _in_one_row(state: Any, slot: str, shape: tuple[int, ...], weight: tuple[int, ...]) -> bool:
+    """Return whether an array of a slot has a value a block: groups are along all of them."""
+    return (type(state).__name__, slot) == _OF_BLOCKS and shape != weight
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    return {path: jnp.shape(leaf) for path, leaf in trees.named_leaves(tree)}
 
 
 def _may_be_slot(value: Any) -> bool:
@@ -75,6 +100,7 @@ class _Slot(NamedTuple):
     name: Any  # of the leaf, as of `random.name_of`
     leaf: jax.Array
     stochastic: bool
+    in_one_row: bool
 
 
 def _small(ranks: list[int]) -> list[jax.Array]:
@@ -87,17 +113,24 @@ def _encoded(
     name: Any,
     leaf: jax.Array,
     stochastic: bool,
+    in_one_row: bool,
     group_size: int,
     seed: jax.Array,
     count: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     key = random.named_key(seed, count, name) if stochastic else None
-    return group_codec.encode(codec, leaf, group_size, key, slot)
+    values = leaf.reshape(-1) if in_one_row else leaf
+    codes, scales = group_codec.encode(codec, values, group_size, key, _DRAWN_AS.get(slot, slot))
+    return codes.reshape(leaf.shape), scales
 
 
-def _decoded(codec: GroupCodec, codes: jax.Array, scales: jax.Array, group_size: int) -> jax.Array:
+def _decoded(
+    codec: GroupCodec, codes: jax.Array, scales: jax.Array, in_one_row: bool, group_size: int
+) -> jax.Array:
     # plain XLA, not a kernel: it fuses into the inner update and the f32 is never stored
-    return group_codec.decode(codec, codes, scales, group_size, implementation="xla")
+    rows = codes.reshape(-1) if in_one_row else codes
+    values = group_codec.decode(codec, rows, scales, group_size, implementation="xla")
+    return values.reshape(codes.shape)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -114,7 +147,7 @@ class _Compressor:
     # ---- which slots -------------------------------------------------------------------------
 
     def _codec_of(self, state: Any, field: str) -> GroupCodec | None:
-        known = facts(state, field)
+        known = _facts(state, field)
         codec = self.select(field, known)
         kind = type(state).__name__
         if codec is not None and kind in REFUSED:
@@ -131,14 +164,17 @@ class _Compressor:
             )
 
     def _check_state(self, state: Any, params: Any) -> None:
-        shapes = {path: jnp.shape(leaf) for path, leaf in trees.named_leaves(params)}
+        shapes = _shapes(params)
         slots: dict[str, bool] = {}  # field -> whether any state of that field is compressed
 
         def visit(node: Any, field: str, value: Any) -> Any:
+            chosen = self._codec_of(node, field) is not None
+            if chosen:
+                _check_uncoded(field, value)
             if _may_be_slot(value):
-                chosen = self._codec_of(node, field) is not None
-                if chosen and facts(node, field).moment:
-                    _check_shapes(field, value, shapes)
+                if chosen and (type(node).__name__, field) != _OF_BLOCKS:
+                    if _facts(node, field).moment:
+                        _check_shapes(field, value, shapes)
                 slots[field] = slots.get(field, False) or chosen
             return value
 
@@ -153,13 +189,19 @@ class _Compressor:
     # ---- encoding ----------------------------------------------------------------------------
 
     def _reason(
-        self, path: str, leaf: Any, slot: str, masked: set[str], stored: bool = False
+        self,
+        path: str,
+        leaf: Any,
+        slot: str,
+        masked: set[str],
+        stored: bool = False,
+        shape: tuple[int, ...] | None = None,
     ) -> str | None:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             return f"{leaf.dtype} is not a float"
         if path in masked:
             return "the policy's mask is False here"
-        return self.policy.reason(path, tuple(leaf.shape), slot, stored)
+        return self.policy.reason(path, shape or tuple(leaf.shape), slot, stored)
 
     def _decide(
         self,
@@ -170,15 +212,23 @@ class _Compressor:
         codec: GroupCodec,
         known: SlotFacts,
         stored: bool = False,
+        shape: tuple[int, ...] | None = None,
+        block: Any = None,
     ) -> str | None:
-        """Records how a leaf of a slot is stored; the reason if it is not compressed."""
-        reason = self._reason(path, leaf, slot, masked, stored)
+        """Records how a leaf of a slot is stored; the reason if it is not compressed.
+
+        `shape` is the parameter's, and `block` the `Block`, where the slot has a value a block.
+        """
+        reason = self._reason(path, leaf, slot, masked, stored, shape)
         stochastic = self._stochastic(known)
         rounding = "stochastic" if stochastic else "nearest"
-        kept = f"groups of {self.group_size}, {rounding} rounding"
-        how = (None,) if reason else (self.group_size, codec, stochastic)
+        why = reason or f"groups of {self.group_size}, {rounding} rounding"
+        how = None if reason else self.group_size, None if reason else codec
         form = None if reason else codec.name
-        scope.record(scope.Decision(path, slot, form, reason or kept, *how))
+        if block is not None:  # in the words of the optimizers that keep it so themselves
+            form, why = f"{form or 'f32'}, {block.words or 'a value a block'}", block.reason
+        rounded = stochastic and reason is None
+        scope.record(scope.Decision(path, slot, form, why, *how, rounded, block))
         return reason
 
     def _masked(self, params: Any) -> set[str]:
@@ -194,11 +244,21 @@ class _Compressor:
         seed: jax.Array,
         count: jax.Array,
         before: Mapping[str, Any] = types.MappingProxyType({}),
+        blocks: Mapping[tuple[str, str], Any] = types.MappingProxyType({}),
     ) -> tuple[Any, dict[str, Any]]:
-        """Inner state with codes, and the dictionary of scales; `before` has those of the step."""
+        """Inner state with codes, and the dictionary of scales.
+
+        Args:
+          state: the inner state, with f32 slots.
+          params: the parameters, or the gradients.
+          seed: of the hash.
+          count: of the step.
+          before: the scales before the step.
+          blocks: of the shared slots, by (path, slot), for the decisions of an `init`.
+        """
         scales: dict[str, Any] = {}
-        masked, stored = self._masked(params), _with_codes(before)
-        rows = self._to_encode(state, masked, stored)
+        masked, stored, shapes = self._masked(params), _with_codes(before), _shapes(params)
+        rows = self._to_encode(state, masked, stored, shapes, blocks)
         encoded = iter(each(_encoded, rows, self.group_size, seed, count))
 
         def encode(node: Any, slot: str, value: Any) -> Any:
@@ -207,7 +267,9 @@ class _Compressor:
                 return value
             pairs, name = [], scale_name(slot, scales)
             for path, leaf in trees.named_leaves(value):
-                if self._reason(path, leaf, slot, masked, (name, path) in stored):
+                shape, kept = shapes.get(path, leaf.shape), (name, path) in stored
+                own = shape if _in_one_row(node, slot, leaf.shape, shape) else None
+                if self._reason(path, leaf, slot, masked, kept, own):
                     pairs.append((leaf, jnp.asarray(np.zeros((), np.float32))))
                 else:
                     pairs.append(next(encoded))
@@ -218,7 +280,12 @@ class _Compressor:
         return map_slots(encode, state), scales
 
     def _to_encode(
-        self, state: Any, masked: set[str], stored: set[tuple[str, str]]
+        self,
+        state: Any,
+        masked: set[str],
+        stored: set[tuple[str, str]],
+        shapes: Mapping[str, tuple[int, ...]],
+        blocks: Mapping[tuple[str, str], Any],
     ) -> list["_Slot"]:
         """The leaves of slots that are compressed, in order; decisions are recorded."""
         found: list[_Slot] = []
@@ -228,13 +295,15 @@ class _Compressor:
             codec = self._codec_of(node, slot)
             if codec is None:
                 return value
-            known, scales = facts(node, slot), scale_name(slot, seen)
+            known, scales = _facts(node, slot), scale_name(slot, seen)
             seen[scales] = None
             for path, leaf in trees.named_leaves(value):
-                kept = (scales, path) in stored
-                if not self._decide(path, leaf, slot, masked, codec, known, kept):
+                kept, shape = (scales, path) in stored, shapes.get(path, leaf.shape)
+                row = _in_one_row(node, slot, leaf.shape, shape)
+                of_block = (shape if row else None, blocks.get((path, slot)))
+                if not self._decide(path, leaf, slot, masked, codec, known, kept, *of_block):
                     name = random.name_of(path)
-                    found.append(_Slot(codec, slot, name, leaf, self._stochastic(known)))
+                    found.append(_Slot(codec, slot, name, leaf, self._stochastic(known), row))
             return ()
 
         map_slots(visit, state)
@@ -242,8 +311,7 @@ class _Compressor:
 
     def _decode(self, state: CompressedState, updates: Any) -> Any:
         """The inner state with f32 slots."""
-        shapes = {path: jnp.shape(leaf) for path, leaf in trees.named_leaves(updates)}
-        decoded = iter(each(_decoded, self._to_decode(state, shapes), self.group_size))
+        decoded = iter(each(_decoded, self._to_decode(state, _shapes(updates)), self.group_size))
 
         def decode(node: Any, slot: str, value: Any) -> Any:
             if self._codec_of(node, slot) is None:
@@ -255,8 +323,8 @@ class _Compressor:
 
     def _to_decode(
         self, state: CompressedState, shapes: dict[str, tuple[int, ...]]
-    ) -> list[tuple[GroupCodec, jax.Array, jax.Array]]:
-        """(codec, codes, scales) of the leaves that are compressed, in order; all are checked."""
+    ) -> list[tuple[GroupCodec, jax.Array, jax.Array, bool]]:
+        """(codec, codes, scales, whether in one row) of the compressed leaves; all are checked."""
         found: list[Any] = []
         seen: dict[str, Any] = {}
 
@@ -273,15 +341,18 @@ class _Compressor:
             seen[name] = stored = state.scales[name]
             rows = zip(trees.named_leaves(value), jax.tree.leaves(stored), strict=True)
             for (path, codes), scales in rows:
-                if facts(node, slot).moment and codes.ndim and shapes.get(path) != codes.shape:
+                shape = shapes.get(path, ())
+                row = _in_one_row(node, slot, codes.shape, shape)
+                if not row and _facts(node, slot).moment and codes.ndim and shape != codes.shape:
                     raise ValueError(
                         f"state of '{path}', slot {slot}, has shape {codes.shape}, the gradient "
                         f"{shapes.get(path, 'is missing')}: the state was made for another tree. "
                         "Call init on these parameters."
                     )
                 if _is_code(codes):
-                    self._check_codes(codec, slot, path, codes, scales)
-                    found.append((codec, codes, scales))
+                    of_groups = (codes.size,) if row else codes.shape
+                    self._check_codes(codec, slot, path, codes, scales, of_groups)
+                    found.append((codec, codes, scales, row))
             return ()
 
         map_slots(visit, state.inner_state)
@@ -293,9 +364,15 @@ class _Compressor:
         return found
 
     def _check_codes(
-        self, codec: GroupCodec, slot: str, path: str, codes: jax.Array, scales: jax.Array
+        self,
+        codec: GroupCodec,
+        slot: str,
+        path: str,
+        codes: jax.Array,
+        scales: jax.Array,
+        of_groups: tuple[int, ...],
     ) -> None:
-        shape = groups.scale_shape(codes.shape, self.group_size)
+        shape = groups.scale_shape(of_groups, self.group_size)
         wanted = (codec.dtype, shape, codec.scale.dtype)
         if (codes.dtype, scales.shape, scales.dtype) != wanted:
             raise ValueError(
@@ -312,7 +389,7 @@ class _Compressor:
         for path, leaf in trees.named_leaves(params):
             trees.check_param(path, leaf)
         # gradients reach the inner update in f32, so its state is f32 whatever the weights are
-        abstract = jax.eval_shape(lambda p: self.inner.init(widened(p)), params)
+        abstract = jax.eval_shape(lambda p: self._start(widened(p))[0], params)
         warn_of_patterns(self.policy, params)
         self._check_inner(params)
         self._check_state(abstract, params)
@@ -320,21 +397,46 @@ class _Compressor:
         seed = scope.provided_seed(self.seed)
         leaves, treedef = jax.tree.flatten(params)
         small = jax.tree.unflatten(treedef, compiled(_small)([leaf.ndim for leaf in leaves]))
-        like: Any = jax.tree.structure(jax.eval_shape(self.inner.init, small))
-        # a mask may go by sizes
         start = Start(self._codec_of, self._decide, self.group_size)
-        if like != jax.tree.structure(abstract) or not start.is_constant(abstract):
-            started = self.inner.init(widened(trees.with_values(params)))
-            inner, scales = self._encode(started, params, seed, count)
+        # a mask may go by sizes
+        if not (start.is_constant(abstract) and self._is_like(abstract, small)):
+            started, blocks = self._start(widened(trees.with_values(params)))
+            inner, scales = self._encode(started, params, seed, count, blocks=blocks)
             return CompressedState(count, seed, inner, scales)
         masked = self._masked(params)
-        inner, scales = start.spread(abstract, self.inner.init(small), params, masked)
+        inner, scales = start.spread(abstract, self._start(small)[0], params, masked)
         floats = (leaf.dtype for leaf in jax.tree.leaves(start.others(abstract)))
         if any(jnp.issubdtype(dtype, jnp.inexact) for dtype in floats):  # maybe of values of params
             values = trees.with_values(params)
-            own = jax.jit(lambda p: start.others(self.inner.init(widened(p))))(values)
+            own = jax.jit(lambda p: start.others(self._start(widened(p))[0]))(values)
             inner = start.put(own, inner)
         return CompressedState(count, seed, inner, scales)
+
+    def _start(self, params: Any) -> tuple[Any, dict[tuple[str, str], Any]]:
+        """The inner state, and the blocks of its shared slots by (path, slot).
+
+        What the inner `init` decides about slots that are compressed here is not recorded.
+        """
+        with scope.absorbing() as decisions:
+            state = self.inner.init(params)
+        taken: set[tuple[str, str]] = set()
+
+        def visit(node: Any, slot: str, value: Any) -> Any:
+            if self._codec_of(node, slot) is None:
+                return value
+            taken.update((path, slot) for path, _ in trees.named_leaves(value))
+            return ()
+
+        map_slots(visit, state)
+        for decision in decisions:
+            if (decision.path, decision.slot) not in taken:
+                scope.record(decision)
+        return state, {(d.path, d.slot): d.block for d in decisions if d.block is not None}
+
+    def _is_like(self, abstract: Any, small: Any) -> bool:
+        """Return whether the inner state of other parameters has the structure of this one."""
+        like: Any = jax.tree.structure(jax.eval_shape(lambda p: self._start(p)[0], small))
+        return bool(like == jax.tree.structure(abstract))
 
     def update(
         self, updates: Any, state: CompressedState, params: Any = None, **extra: Any
@@ -354,6 +456,16 @@ class _Compressor:
         if self.update_dtype == "gradient":
             new = as_given(new, updates)
         return new, CompressedState(count, state.seed, inner, scales)
+
+
+def _check_uncoded(slot: str, value: Any) -> None:
+    """Raises where a slot holds codes already."""
+    for path, leaf in trees.named_leaves(value):
+        if _is_code(leaf):
+            raise ValueError(
+                f"slot {slot} of '{path}' is kept as {leaf.dtype} codes by the optimizer inside: "
+                f"give that one storage=Storage({slot}=None), or drop what compresses it again."
+            )
 
 
 def _check_shapes(slot: str, value: Any, shapes: dict[str, tuple[int, ...]]) -> None:

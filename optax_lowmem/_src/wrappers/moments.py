@@ -36,8 +36,9 @@ def compand_momentum(
     """Stores the first moment of a transformation as companded int8 (FlashOptim, equation 3).
 
     Args:
-      inner: a transformation with a first moment (`mu`, `trace`, `m`, `ema`), or a decay b for a
-        plain link of a chain, m = b m + (1-b) g without debiasing.
+      inner: a transformation with a first moment in f32 (`mu`, `trace`, `m`, `ema`), of optax or
+        `scale_by_adam_mini`; or a decay b for a plain link of a chain, m = b m + (1-b) g without
+        debiasing.
       codec: softsign int8 by default.
       group_size: neighbours on the last axis that share a scale.
       rounding: `stochastic` or `nearest`.
@@ -71,8 +72,9 @@ def sqrt_variance_quant(
     """Stores the second moment of a transformation as uint8 of its root (FlashOptim, equation 4).
 
     Args:
-      inner: a transformation with a non-negative second moment (`nu`, `n`, `sum_of_squares`), or a
-        decay b for a plain link of a chain, g / sqrt(v) with v = b v + (1-b) g^2.
+      inner: a transformation with a non-negative second moment in f32 (`nu`, `n`,
+        `sum_of_squares`), of optax or `scale_by_adam_mini`, whose values of blocks lie in one row;
+        or a decay b for a plain link of a chain, g / sqrt(v) with v = b v + (1-b) g^2.
       codec: sqrt uint8 by default.
       group_size: neighbours on the last axis that share a scale.
       rounding: `stochastic` or `nearest`.
