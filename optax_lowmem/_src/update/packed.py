@@ -102,10 +102,8 @@ def fused_update(
     state: LeafState,
     h: Mapping[str, jax.Array],
     key: jax.Array,
-    alive: jax.Array,
 ) -> tuple[jax.Array, LeafState]:
-    """As `reference.fused_update`; `alive` is not used."""
-    del alive
+    """As `reference.fused_update`."""
     return fused_update_among(rule, plan, g, p, state, h, key[None], jnp.uint32(0))
 
 

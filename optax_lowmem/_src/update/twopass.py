@@ -33,10 +33,8 @@ def fused_update(
     state: LeafState,
     h: Mapping[str, jax.Array],
     key: jax.Array,
-    alive: jax.Array,
 ) -> tuple[jax.Array, LeafState]:
-    """As `reference.fused_update`; `alive` is not used."""
-    del alive
+    """As `reference.fused_update`."""
     values = reference.advanced(rule, plan, g, p, state, h)[1]
     measured = reference.measured(plan, values)
     noise = random.noise_bits(key, plan.shape, plan.group_size) if plan.noisy else None

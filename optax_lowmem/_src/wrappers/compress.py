@@ -16,6 +16,7 @@ from optax_lowmem._src.core.compiled import as_given, compiled, each, widened
 from optax_lowmem._src.core.hyperparameters import increment
 from optax_lowmem._src.core.policy import Policy, warn_of_patterns
 from optax_lowmem._src.update.masters import splits_masters
+from optax_lowmem._src.update.plan import decide_slot
 from optax_lowmem._src.update.slots import REFUSED, SlotFacts, facts, map_slots, scale_name
 from optax_lowmem._src.update.storage import check_codec, check_group_size
 from optax_lowmem._src.wrappers.compress_start import Start
@@ -152,15 +153,6 @@ class _Compressor:
 
     # ---- encoding ----------------------------------------------------------------------------
 
-    def _reason(
-        self, path: str, leaf: Any, slot: str, masked: set[str], stored: bool = False
-    ) -> str | None:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return f"{leaf.dtype} is not a float"
-        if path in masked:
-            return "the policy's mask is False here"
-        return self.policy.reason(path, tuple(leaf.shape), slot, stored)
-
     def _decide(
         self,
         path: str,
@@ -170,16 +162,16 @@ class _Compressor:
         codec: GroupCodec,
         known: SlotFacts,
         stored: bool = False,
-    ) -> str | None:
-        """Records how a leaf of a slot is stored; the reason if it is not compressed."""
-        reason = self._reason(path, leaf, slot, masked, stored)
-        stochastic = self._stochastic(known)
-        rounding = "stochastic" if stochastic else "nearest"
-        kept = f"groups of {self.group_size}, {rounding} rounding"
-        how = (None,) if reason else (self.group_size, codec, stochastic)
-        form = None if reason else codec.name
-        scope.record(scope.Decision(path, slot, form, reason or kept, *how))
-        return reason
+    ) -> bool:
+        """Records how a leaf of a slot is stored; whether it is compressed."""
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        decision = decide_slot(
+            path, tuple(leaf.shape), slot, codec, self.group_size, self._stochastic(known),
+            self.policy, path in masked, stored,
+            refused=None if is_float else f"{leaf.dtype} is not a float",
+        )  # fmt: skip
+        scope.record(decision)
+        return decision.codec is not None
 
     def _masked(self, params: Any) -> set[str]:
         return self.policy.masked_out(params) if jax.tree.leaves(params) else set()
@@ -198,16 +190,18 @@ class _Compressor:
         """Inner state with codes, and the dictionary of scales; `before` has those of the step."""
         scales: dict[str, Any] = {}
         masked, stored = self._masked(params), _with_codes(before)
-        rows = self._to_encode(state, masked, stored)
+        slots = self._to_encode(state, masked, stored)
+        rows = [slot for slot in slots if slot is not None]
         encoded = iter(each(_encoded, rows, self.group_size, seed, count))
+        decided = iter(slots)
 
         def encode(node: Any, slot: str, value: Any) -> Any:
             codec = self._codec_of(node, slot)
             if codec is None:
                 return value
             pairs, name = [], scale_name(slot, scales)
-            for path, leaf in trees.named_leaves(value):
-                if self._reason(path, leaf, slot, masked, (name, path) in stored):
+            for leaf in jax.tree.leaves(value):
+                if next(decided) is None:
                     pairs.append((leaf, jnp.asarray(np.zeros((), np.float32))))
                 else:
                     pairs.append(next(encoded))
@@ -219,9 +213,9 @@ class _Compressor:
 
     def _to_encode(
         self, state: Any, masked: set[str], stored: set[tuple[str, str]]
-    ) -> list["_Slot"]:
-        """The leaves of slots that are compressed, in order; decisions are recorded."""
-        found: list[_Slot] = []
+    ) -> list["_Slot | None"]:
+        """The leaves of slots in order, None where not compressed; decisions are recorded."""
+        found: list[_Slot | None] = []
         seen: dict[str, Any] = {}
 
         def visit(node: Any, slot: str, value: Any) -> Any:
@@ -232,9 +226,9 @@ class _Compressor:
             seen[scales] = None
             for path, leaf in trees.named_leaves(value):
                 kept = (scales, path) in stored
-                if not self._decide(path, leaf, slot, masked, codec, known, kept):
-                    name = random.name_of(path)
-                    found.append(_Slot(codec, slot, name, leaf, self._stochastic(known)))
+                compressed = self._decide(path, leaf, slot, masked, codec, known, kept)
+                own = _Slot(codec, slot, random.name_of(path), leaf, self._stochastic(known))
+                found.append(own if compressed else None)
             return ()
 
         map_slots(visit, state)
