@@ -71,7 +71,8 @@ class Run:
         }
         h = engine.hyperparameters(state.count)
         states, shared = engine.unpack(state, plans)
-        count, keys = count_and_keys(state, None, plans)
+        paths = [plan.path for plan in plans]
+        count, keys = count_and_keys(state.seed, state.count, None, paths)
         return cls(
             engine, h, count, keys, state, parts, plans, of_layers, jax.tree.leaves(params), states,
             # theirs is that of the leaf, which is in its state

@@ -353,7 +353,7 @@ def _by_kernel(
         launch = _launcher(kernel)
         found = launch(rule, plans, leaves, names, scalars, keys, leaf_numbers, tile)
         return [
-            (_update(plan, row[1], result), operands.state_of(plan, row[2], result))
+            (reference.emit(plan, row[1], result.update), operands.state_of(plan, row[2], result))
             for plan, row, result in zip(plans, arrays, found, strict=True)
         ]
 
@@ -382,10 +382,3 @@ def _launcher(kernel: str) -> Any:
     from optax_lowmem._src.update import jax_triton
 
     return jax_triton.launch
-
-
-def _update(plan: LeafPlan, p: jax.Array | None, result: operands.Result) -> jax.Array:
-    """A kernel gives the weight to aim at: the update is taken where XLA fuses it with its use."""
-    if p is None or plan.direct or plan.split is None:
-        return result.update
-    return reference.update_towards(result.update, p, plan.update_dtype)

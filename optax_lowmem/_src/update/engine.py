@@ -158,22 +158,14 @@ class Engine:
                 )
             return leaves
 
-        def rows(shared: bool) -> list[Any]:
-            names = self._slots(shared)
-            fields = [names, [f"{name}_scale" for name in names]]
-            slots, scales = (
-                list(zip(*map(column, field), strict=True)) or [()] * len(plans) for field in fields
-            )
-            return list(zip(slots, scales, strict=True))
-
+        nothing: list[Any] = [()] * len(plans)
         corrections = column("correction") if self.weights else [NO_CORRECTION] * len(plans)
-        states, shared = (
-            [
-                LeafState(s, scales, c)
-                for (s, scales), c in zip(rows(which), corrections, strict=True)
-            ]
-            for which in (False, True)
-        )
+        found: list[list[LeafState]] = []
+        for names in (self._slots(False), self._slots(True)):
+            slots = list(zip(*map(column, names), strict=True)) or nothing
+            scales = list(zip(*(column(f"{name}_scale") for name in names), strict=True)) or nothing
+            found.append(list(map(LeafState, slots, scales, corrections)))
+        states, shared = found
         for plan, leaf, of_blocks in zip(plans, states, shared, strict=True):
             _check_leaf(plan, leaf)
             if plan.block is not None:
@@ -237,7 +229,8 @@ class Engine:
         if any(plan.split or any(s.codec for s in (*plan.slots, *plan.shared)) for plan in plans):
             gradients, weights, h = derivative.without((gradients, weights, dict(h)))
         states, shared = self.unpack(state, plans)
-        count, keys = count_and_keys(state, count, plans)
+        paths = [plan.path for plan in plans]
+        count, keys = count_and_keys(state.seed, state.count, count, paths)
         results, states, shared = step_leaves(
             self.rule, h, plans, gradients, weights, states, shared, keys
         )
@@ -277,17 +270,11 @@ class Engine:
 # ---- the leaves of a step ------------------------------------------------------------------------
 
 
-def count_and_keys(
-    state: Any, count: jax.Array | None, plans: list[LeafPlan]
-) -> tuple[jax.Array, jax.Array]:
-    """The new count, or the given one, and the keys of the leaves in the step: uint32 [leaves]."""
-    return _count_and_keys(state.seed, state.count, count, [plan.path for plan in plans])
-
-
 @compiled
-def _count_and_keys(
+def count_and_keys(
     seed: jax.Array, before: jax.Array, count: jax.Array | None, paths: list[str]
 ) -> tuple[jax.Array, jax.Array]:
+    """The new count, or the given one, and the keys of the leaves in the step: uint32 [leaves]."""
     if count is None:
         count = optax.safe_increment(before)
     return count, random.leaf_keys(seed, count, paths)
