@@ -217,7 +217,7 @@ def check_landing(
     if plan.stochastic_master:
         key = case.keys[case.numbers[0]]
         noise = random.leaf_bits(key, plan.shape, plan.group_size, reference.MASTER)
-    landed = jax.jit(lambda *arrays: reference.landed(plan, *arrays))
+    landed = jax.jit(lambda *arrays: reference.move(plan, *arrays))
     weight, kept = landed(leaf.p, leaf.g, leaf.correction, noise)
     bits, bits2 = (np.asarray(x).view(np.uint16) for x in (found.update, weight))
     np.testing.assert_array_equal(bits, bits2)

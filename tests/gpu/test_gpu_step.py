@@ -113,7 +113,7 @@ def check_weights(plan, old, one, other, flips):
 def check_step(tx, old, one, other):
     """Two results of (params, state) from the same (params, state)."""
     plans, lion = tx.engine.plans(old[0]), isinstance(tx.engine.rule, LionRule)
-    unpacked = [tx.engine._unpack(state, plans) for _, state in (old, one, other)]
+    unpacked = [tx.engine.unpack(state, plans) for _, state in (old, one, other)]
     rows = [
         list(zip(jax.tree.leaves(params), states, strict=True))
         for (params, _), (states, _) in zip((old, one, other), unpacked, strict=True)
@@ -177,7 +177,7 @@ def test_modes_of_lion(mode):
     state, step, plans = tx.init(zeros), both(tx), tx.engine.plans(zeros)
     for i in range(2):
         (wanted, _), (found, new) = results = step(drawn(1 + i, BF16, 0.3), state, zeros)
-        rows = [tx.engine._unpack(each, plans)[0] for _, each in results]
+        rows = [tx.engine.unpack(each, plans)[0] for _, each in results]
         for plan, *pair in zip(plans, *rows, strict=True):
             stored = [(np.asarray(s.slots[0]), np.asarray(s.scales[0])) for s in pair]
             check_codes(plan, plan.slots[0], *stored)

@@ -106,26 +106,23 @@ def by_reference(name, bits, dtype, rounding):
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(update_leaf, params, grads, state):
-        states, shared = engine._unpack(state, plans)
+        states, shared = engine.unpack(state, plans)
         rows = list(zip(plans, grads.values(), params.values(), states, strict=True))
         h = engine.hyperparameters(state.count)
         key = random.leaf_key(state.seed, state.count, "w")
-        alive, rule = state.count > 0, engine.rule
+        rule = engine.rule
         hs = [reference.of_leaf(rule, *row, h) for row in rows]
         if rule.of_blocks is not None:
             keys = jnp.full(len(plans), key)
-            found = shared_updates(rule, plans, list(grads.values()), shared, h, keys, alive)
+            found = shared_updates(rule, plans, list(grads.values()), shared, h, keys)
             hs = [own | {OF_BLOCK: given} for own, (given, _) in zip(hs, found, strict=True)]
         every = zip(rows, hs, strict=True)
-        return [update_leaf(rule, *row, own, key, alive) for row, own in every]
-
-    def plain(*args):
-        return reference.fused_update(*args[:-1])
+        return [update_leaf(rule, *row, own, key) for row, own in every]
 
     def with_arrays(update_leaf):
         return run(update_leaf, params, grads, state)
 
-    return with_arrays, plans, params, with_arrays(plain)
+    return with_arrays, plans, params, with_arrays(reference.fused_update)
 
 
 def test_every_rule_is_among_the_cases():

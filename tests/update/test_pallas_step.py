@@ -148,7 +148,7 @@ def both(case, tuned=SMALL, options=SAME_BITS):
         given = [leaf.of_block for leaf in leaves]
         found = dispatch.fused_updates(
             case.rule, case.plans, gradients, weights, states, h,
-            keys[jnp.asarray(case.numbers)], jnp.array(True), "pallas", tuned,
+            keys[jnp.asarray(case.numbers)], "pallas", tuned,
             given if case.rule.of_blocks else None,
         )  # fmt: skip
         rows = zip(case.plans, leaves, states, case.numbers, given, strict=True)

@@ -1,7 +1,7 @@
 """The leaves of a tree while a step updates them, some before others have a gradient."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ from optax_lowmem._src.core import random, trees
 from optax_lowmem._src.release import stack as stacks
 from optax_lowmem._src.release.model import Layered, Parts, Stack, take_apart
 from optax_lowmem._src.update import LeafPlan, LeafState
-from optax_lowmem._src.update.engine import Engine, OpenStep
+from optax_lowmem._src.update.engine import Engine, count_and_keys, step_leaves
 
 Gradient = Callable[[jax.Array], jax.Array]
 
@@ -22,7 +22,11 @@ class Run:
     """One step: every leaf of the tree, old until it is updated.
 
     Attributes:
-      opened: the optimizer's step.
+      engine: the optimizer.
+      h: hyperparameters of the step.
+      count: the new one.
+      keys: of the leaves, uint32 [leaves].
+      before: the old state.
       parts: the parameters taken apart.
       plans: of the whole leaves.
       of_layers: plans of one layer of stacked leaves, by index.
@@ -33,7 +37,11 @@ class Run:
       each: to be applied to every gradient.
     """
 
-    opened: OpenStep
+    engine: Engine
+    h: Mapping[str, jax.Array]
+    count: jax.Array
+    keys: jax.Array
+    before: Any
     parts: Parts
     plans: list[LeafPlan]
     of_layers: dict[int, LeafPlan]
@@ -55,7 +63,7 @@ class Run:
     ) -> "Run":
         """Everything old, and checked: each leaf of a stack can be stepped layer by layer."""
         trees.check_state(state, engine.rule.state_type)
-        plans = engine.plans(params, state)
+        plans = engine.plans(params, state, direct=True)
         parts = take_apart(params, tuple(model.layers))
         of_layers = {
             i: stacks.layer_plan(engine.rule, plans[i], stack.layers, per_layer)
@@ -63,18 +71,21 @@ class Run:
             for i in stack.indices
         }
         h = engine.hyperparameters(state.count)
-        opened = engine.open(state, plans, h)
+        states, shared = engine.unpack(state, plans)
+        paths = [plan.path for plan in plans]
+        count, keys = count_and_keys(state.seed, state.count, None, paths)
         return cls(
-            opened, parts, plans, of_layers, jax.tree.leaves(params), list(opened.states),
+            engine, h, count, keys, state, parts, plans, of_layers, jax.tree.leaves(params), states,
             # theirs is that of the leaf, which is in its state
-            [s._replace(correction=jnp.zeros((), jnp.int8)) for s in opened.shared],
+            [s._replace(correction=jnp.zeros((), jnp.int8)) for s in shared],
             {}, each or (lambda g: g),
         )  # fmt: skip
 
     def result(self, params: optax.Params) -> tuple[Any, Any]:
         """The new parameters and state."""
         treedef: Any = jax.tree.structure(params)
-        state = self.opened.close(self.states, self.shared, params)
+        before = self.before
+        state = self.engine.pack(self.count, before.seed, self.states, self.shared, params, before)
         return treedef.unflatten(self.weights), state
 
     def add(self, positions: Sequence[int], gradients: Sequence[jax.Array]) -> None:
@@ -90,11 +101,13 @@ class Run:
             return then
         unread = [i for i in indices if i not in self.totals]
         gradients = {i: jnp.zeros_like(self.weights[i]) for i in unread} | self.totals
-        found = self.opened.advance(
-            [dataclasses.replace(self.plans[i], direct=True) for i in indices],
+        found = step_leaves(
+            self.engine.rule,
+            self.h,
+            [self.plans[i] for i in indices],
             [self.each(gradients[i]) for i in indices],
             *self.of(indices),
-            self.opened.keys[jnp.asarray(indices)],
+            self.keys[jnp.asarray(indices)],
         )
         for i in indices:
             self.totals.pop(i, None)
@@ -114,14 +127,16 @@ class Run:
         """
         plans = [self.of_layers[i] for i in stack.indices]
         weights, states, shared = leaves
-        keys = self.opened.keys[jnp.asarray(stack.indices)]
+        keys = self.keys[jnp.asarray(stack.indices)]
         own = random.part_keys(keys, layer)
         single = [len(self.plans[i].shape) == 1 for i in stack.indices]
         if any(single):
             of_elements = random.element_keys(keys, layer, plans[0].group_size)
             own = jnp.where(jnp.asarray(single)[:, None], of_elements, own)
         groups = [stacks.groups_of_blocks(self.plans[i], stack.layers) for i in stack.indices]
-        return self.opened.advance(
+        return step_leaves(
+            self.engine.rule,
+            self.h,
             plans,
             [g[None] for g in gradients],
             weights,

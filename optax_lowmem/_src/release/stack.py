@@ -24,7 +24,7 @@ def layer_plan(rule: UpdateRule, plan: LeafPlan, layers: int, per_layer: bool) -
             f"{reason}"
         )
     block = None if plan.block is None else plan.block.fit(plan.shape, plan.path)
-    return dataclasses.replace(plan, shape=(1, *plan.shape[1:]), block=block, direct=True)
+    return dataclasses.replace(plan, shape=(1, *plan.shape[1:]), block=block)
 
 
 def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:

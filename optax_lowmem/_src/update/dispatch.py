@@ -97,7 +97,6 @@ def fused_updates(
     states: Sequence[LeafState],
     h: Mapping[str, jax.Array],
     keys: jax.Array,
-    alive: jax.Array,
     implementation: str | None = None,
     tuned: tuning.Tuning | None = None,
     of_blocks: Sequence[jax.Array] | None = None,
@@ -113,7 +112,6 @@ def fused_updates(
       states: stored states.
       h: f32 hyperparameters.
       keys: uint32 [leaves], for the rounding of each leaf in this step.
-      alive: a traced True.
       implementation: `xla`, `pallas`, `triton`, or None for the fastest.
       tuned: how a kernel's work is cut; None for what is known of the device.
       of_blocks: what `shared_updates` gave each leaf.
@@ -126,7 +124,7 @@ def fused_updates(
         of_leaves = [_measured(rule, row, h) for row in rows]
     placed = _placed(rule, plans, states, implementation)
     if placed:
-        results.update(_on_mesh(rule, rows, placed, of_leaves, keys, alive, implementation, tuned))
+        results.update(_on_mesh(rule, rows, placed, of_leaves, keys, implementation, tuned))
     chosen = [
         "done" if i in results else choose(rule, plan, implementation, g)[0]
         for i, (plan, g, *_) in enumerate(rows)
@@ -143,7 +141,7 @@ def fused_updates(
         for batch in _batches(rows, mine, cut):
             taken, own = [rows[i] for i in batch], [of_leaves[i] for i in batch]
             found = _by_kernel(
-                rule, kernel, taken, own, keys, batch, alive, cut.tile, implementation is None
+                rule, kernel, taken, own, keys, batch, cut.tile, implementation is None
             )
             results.update(zip(batch, found, strict=True))
     # behind a barrier, or XLA moves them into the steps of the leaves and no two are the same
@@ -158,7 +156,7 @@ def fused_updates(
         results.update(zip(stack, found, strict=True))
     for i in by_xla:
         if i not in results:
-            results[i] = _by_xla(rule, rows[i], of_leaves[i], keys, i, numbers[i], alive)
+            results[i] = _by_xla(rule, rows[i], of_leaves[i], keys, i, numbers[i])
     return [results[i] for i in range(len(rows))]
 
 
@@ -177,19 +175,18 @@ def _by_xla(
     keys: jax.Array,
     number: int,
     traced_number: jax.Array,
-    alive: jax.Array,
 ) -> tuple[jax.Array, LeafState]:
     """The step of one leaf without a kernel; on Explicit axes its results lie where it did."""
     plan, g, p, state = row
 
-    def step(g: Any, p: Any, state: Any, h: Any, keys: Any, traced: Any, alive: Any) -> Any:
+    def step(g: Any, p: Any, state: Any, h: Any, keys: Any, traced: Any) -> Any:
         arguments = (rule, plan.nameless, g, p, state, h)
         if packed.supported(plan, jax.default_backend()) is None:
             return packed.fused_update_among(*arguments, keys, traced)
-        return fused_update(*arguments, keys[number], alive)
+        return fused_update(*arguments, keys[number])
 
     lies = jax.tree.map(explicit.sharding_of, on_mesh.result_like(g, p, state))
-    return explicit.left_to_xla(step, lies, g, p, state, h, keys, traced_number, alive)
+    return explicit.left_to_xla(step, lies, g, p, state, h, keys, traced_number)
 
 
 def _placed(
@@ -218,18 +215,15 @@ def _on_mesh(
     placed: Mapping[int, Placement],
     of_leaves: Sequence[Mapping[str, jax.Array]],
     keys: jax.Array,
-    alive: jax.Array,
     implementation: str | None,
     tuned: tuning.Tuning | None,
 ) -> Iterator[tuple[int, tuple[jax.Array, LeafState]]]:
     """(number, result) of the leaves on a mesh, those of one mesh together."""
 
-    def step(
-        plans: Any, gradients: Any, weights: Any, states: Any, own: Any, keys: Any, alive: Any
-    ) -> Any:
+    def step(plans: Any, gradients: Any, weights: Any, states: Any, own: Any, keys: Any) -> Any:
         with scope.placing(None):
             return fused_updates(
-                rule, plans, gradients, weights, states, {}, keys, alive, implementation, tuned,
+                rule, plans, gradients, weights, states, {}, keys, implementation, tuned,
                 measured=own,
             )  # fmt: skip
 
@@ -239,7 +233,7 @@ def _on_mesh(
         plans, gradients, weights, states = map(list, columns)
         found = on_mesh.fused_updates(
             step, plans, [placed[i] for i in mine], gradients, weights, states,
-            [of_leaves[i] for i in mine], keys[jnp.asarray(mine)], alive,
+            [of_leaves[i] for i in mine], keys[jnp.asarray(mine)],
         )  # fmt: skip
         yield from zip(mine, found, strict=True)
 
@@ -253,16 +247,14 @@ def fused_update(
     state: LeafState,
     h: Mapping[str, jax.Array],
     key: jax.Array,
-    alive: jax.Array,
 ) -> tuple[jax.Array, LeafState]:
     """`reference.fused_update` in the form that XLA compiles best for the backend.
 
-    Compiled once for leaves of one shape and plan, also outside of a jit. The arguments are those
-    of `reference.fused_update`, and `alive`, a traced True.
+    Compiled once for leaves of one shape and plan, also outside of a jit.
     """
     for path in (packed, twopass):
         if path.supported(plan, jax.default_backend()) is None:
-            return path.fused_update(rule, plan, g, p, state, h, key, alive)
+            return path.fused_update(rule, plan, g, p, state, h, key)
     return reference.fused_update(rule, plan, g, p, state, h, key)
 
 
@@ -340,7 +332,6 @@ def _by_kernel(
     of_leaves: Sequence[Mapping[str, jax.Array]],
     keys: jax.Array,
     numbers: Sequence[int],
-    alive: jax.Array,
     tile: Any,
     automatic: bool,
 ) -> list[tuple[jax.Array, LeafState]]:
@@ -354,8 +345,7 @@ def _by_kernel(
     scalars = jnp.stack([jnp.stack([h[name] for name in names]) for h in own])
     leaf_numbers = jnp.asarray(numbers, jnp.int32)
 
-    def launched(arrays: Any, of_blocks: Any, scalars: Any, keys: Any, alive: Any) -> Any:
-        del alive
+    def launched(arrays: Any, of_blocks: Any, scalars: Any, keys: Any) -> Any:
         every = zip(plans, arrays, of_blocks, strict=True)
         leaves = tuple(
             operands.leaf_of(plan, g, p, state, own) for plan, (g, p, state), own in every
@@ -363,12 +353,11 @@ def _by_kernel(
         launch = _launcher(kernel)
         found = launch(rule, plans, leaves, names, scalars, keys, leaf_numbers, tile)
         return [
-            (_update(plan, row[1], result), operands.state_of(plan, row[2], result))
+            (reference.emit(plan, row[1], result.update), operands.state_of(plan, row[2], result))
             for plan, row, result in zip(plans, arrays, found, strict=True)
         ]
 
-    def plain(arrays: Any, of_blocks: Any, scalars: Any, keys: Any, alive: Any) -> Any:
-        del alive
+    def plain(arrays: Any, of_blocks: Any, scalars: Any, keys: Any) -> Any:
         hs = [dict(zip(names, row, strict=True)) for row in scalars]
         found = []
         every = zip(plans, arrays, of_blocks, numbers, strict=True)
@@ -378,10 +367,10 @@ def _by_kernel(
         return found
 
     if not automatic:
-        return launched(arrays, of_blocks, scalars, keys, alive)
+        return launched(arrays, of_blocks, scalars, keys)
     # a computation for the host's CPU may be traced on a machine with a GPU
     return jax.lax.platform_dependent(
-        arrays, of_blocks, scalars, keys, alive, cuda=launched, default=plain
+        arrays, of_blocks, scalars, keys, cuda=launched, default=plain
     )
 
 
@@ -393,10 +382,3 @@ def _launcher(kernel: str) -> Any:
     from optax_lowmem._src.update import jax_triton
 
     return jax_triton.launch
-
-
-def _update(plan: LeafPlan, p: jax.Array | None, result: operands.Result) -> jax.Array:
-    """A kernel gives the weight to aim at: the update is taken where XLA fuses it with its use."""
-    if p is None or plan.direct or plan.split is None:
-        return result.update
-    return reference.update_towards(result.update, p, plan.update_dtype)

@@ -1,4 +1,7 @@
-"""From an update rule to an optax transformation whose state is stored as `Storage` says."""
+"""From an update rule to an optax transformation whose state is stored as `Storage` says.
+
+A step is: plan the leaves, unpack the state, step the leaves, pack their new states.
+"""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -19,6 +22,7 @@ from optax_lowmem._src.core import (
     trees,
     varying,
 )
+from optax_lowmem._src.core.block import BlockStructure
 from optax_lowmem._src.core.compiled import (
     FEW,
     as_given,
@@ -31,14 +35,15 @@ from optax_lowmem._src.core.compiled import (
 )
 from optax_lowmem._src.core.policy import warn_of_patterns
 from optax_lowmem._src.core.rules import UpdateRule
-from optax_lowmem._src.update import LeafPlan, LeafState, SlotPlan, fused_updates, shared_updates
+from optax_lowmem._src.update import LeafPlan, LeafState, choose, fused_updates, shared_updates
 from optax_lowmem._src.update.masters import (
     NO_CORRECTION,
     check_order,
     initial_correction,
     promoted,
 )
-from optax_lowmem._src.update.planner import Planner
+from optax_lowmem._src.update.plan import plan_leaves
+from optax_lowmem._src.update.storage import Storage
 
 Hyperparameters = Callable[[jax.Array], Mapping[str, jax.Array]]
 
@@ -50,16 +55,28 @@ class Optimizer(optax.GradientTransformationExtraArgs):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Engine(Planner):
-    """One optimizer: what is static (`Planner`), and the hyperparameters of a step.
+class Engine:
+    """One optimizer: what is static, and the hyperparameters of a step.
 
     Attributes:
+      rule: its arithmetic.
+      storage: how its state is kept.
       hyperparameters: f32 scalars of a step from the count before it.
       schedules: names of the hyperparameters that were given as schedules.
+      weights: whether it updates weights (learning rate, decay, split) or gives a bare direction.
+      decay_mask: optax-style mask of weight decay.
+      slot_dtypes: dtype of slots where they are not compressed, f32 unless given.
+      structure: which elements share the slots that the rule's blocks share.
     """
 
+    rule: UpdateRule
+    storage: Storage
     hyperparameters: Hyperparameters
     schedules: frozenset[str] = frozenset()
+    weights: bool = True
+    decay_mask: Any = None
+    slot_dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    structure: BlockStructure | None = None
 
     def transformation(self) -> "Optimizer":
         """The optax transformation."""
@@ -67,12 +84,22 @@ class Engine(Planner):
         transformation.engine = self
         return transformation
 
+    def plans(self, params: Any, state: Any = None, direct: bool = False) -> list[LeafPlan]:
+        """`plan_leaves` of this optimizer."""
+        return plan_leaves(
+            self.rule, self.storage, params, state, weights=self.weights,
+            decay_mask=self.decay_mask, slot_dtypes=self.slot_dtypes, structure=self.structure,
+            direct=direct,
+        )  # fmt: skip
+
     # ---- state -------------------------------------------------------------------------------
 
     def init(self, params: Any) -> Any:
         """Zero state, of the parameters' sharding; f32 moments are never allocated on the way."""
         leaves = jax.tree.leaves(params)
         plans = self.plans(params)
+        for plan in plans:
+            scope.record(scope.Decision(plan.path, "step", *choose(self.rule, plan)))
         warn_of_patterns(self.storage.policy, params)
         if self.structure is not None:
             self.structure.warn(params)
@@ -81,17 +108,19 @@ class Engine(Planner):
         else:
             slots = _zero_slots(plans, leaves)
             count, scales, shared, none = compiled(_zeros)(plans)
-        corrections = [
-            nothing if plan.split is None else initial_correction(plan.split, plan.path, leaf)
-            for plan, leaf, nothing in zip(plans, leaves, none, strict=True)
-        ]
-        rows = list(zip(plans, leaves, strict=True))
-        scales, shared = _laid(rows, scales, shared)
-        states = list(map(LeafState, slots, scales, corrections))
+        states, laid = [], []
+        for plan, leaf, *zeros in zip(plans, leaves, slots, scales, shared, none, strict=True):
+            own, scale, of_blocks, nothing = zeros
+            correction = nothing
+            if plan.split is not None:
+                correction = initial_correction(plan.split, plan.path, leaf)
+            scale, of_blocks = _laid(plan, leaf, (scale, of_blocks))
+            states.append(LeafState(own, scale, correction))
+            laid.append(of_blocks)
         seed = scope.provided_seed(self.storage.seed)
-        return self._pack(count, seed, states, shared, params)
+        return self.pack(count, seed, states, laid, params)
 
-    def _pack(
+    def pack(
         self,
         count: jax.Array,
         seed: jax.Array,
@@ -100,6 +129,8 @@ class Engine(Planner):
         params: Any,
         before: Any = None,
     ) -> Any:
+        """The state of a tree like the parameters; `before` is the one before the step."""
+
         def like(field: str, arrays: list[Any]) -> Any:
             return boxes.like(params, arrays, getattr(before, field, None))
 
@@ -115,7 +146,9 @@ class Engine(Planner):
     def _slots(self, shared: bool) -> list[str]:
         return [slot.name for slot in self.rule.slots if slot.shared == shared]
 
-    def _unpack(self, state: Any, plans: list[LeafPlan]) -> tuple[list[LeafState], list[LeafState]]:
+    def unpack(self, state: Any, plans: list[LeafPlan]) -> tuple[list[LeafState], list[LeafState]]:
+        """The states of the leaves, and those of their shared slots; both are checked."""
+
         def column(field: str) -> list[jax.Array]:
             leaves = jax.tree.leaves(getattr(state, field))
             if len(leaves) != len(plans):
@@ -125,22 +158,14 @@ class Engine(Planner):
                 )
             return leaves
 
-        def rows(shared: bool) -> list[Any]:
-            names = self._slots(shared)
-            fields = [names, [f"{name}_scale" for name in names]]
-            slots, scales = (
-                list(zip(*map(column, field), strict=True)) or [()] * len(plans) for field in fields
-            )
-            return list(zip(slots, scales, strict=True))
-
+        nothing: list[Any] = [()] * len(plans)
         corrections = column("correction") if self.weights else [NO_CORRECTION] * len(plans)
-        states, shared = (
-            [
-                LeafState(s, scales, c)
-                for (s, scales), c in zip(rows(which), corrections, strict=True)
-            ]
-            for which in (False, True)
-        )
+        found: list[list[LeafState]] = []
+        for names in (self._slots(False), self._slots(True)):
+            slots = list(zip(*map(column, names), strict=True)) or nothing
+            scales = list(zip(*(column(f"{name}_scale") for name in names), strict=True)) or nothing
+            found.append(list(map(LeafState, slots, scales, corrections)))
+        states, shared = found
         for plan, leaf, of_blocks in zip(plans, states, shared, strict=True):
             _check_leaf(plan, leaf)
             if plan.block is not None:
@@ -158,62 +183,64 @@ class Engine(Planner):
         gradient_scale: jax.Array | None = None,
         **extra: Any,
     ) -> tuple[Any, Any]:
-        """One step; `extra` is accepted as optax's wrappers pass it, and not used."""
+        """Updates and state; `extra` is accepted as optax's wrappers pass it, and not used."""
         del extra
-        return self._next(updates, state, params, gradient_scale, direct=False)
+        return self.run(updates, state, params, gradient_scale=gradient_scale)
 
-    def apply(
+    def step(
         self, updates: Any, state: Any, params: Any, gradient_scale: jax.Array | None = None
     ) -> tuple[Any, Any]:
         """New parameters and state: `update` and `optax.apply_updates` at once."""
-        return self._next(updates, state, params, gradient_scale, direct=True)
+        return self.run(updates, state, params, gradient_scale=gradient_scale, direct=True)
 
-    def _next(
+    def run(
         self,
         updates: Any,
         state: Any,
         params: Any,
-        gradient_scale: jax.Array | None,
-        direct: bool,
-    ) -> tuple[Any, Any]:
-        trees.check_state(state, self.rule.state_type)
-        h = self.hyperparameters(state.count)
-        if gradient_scale is not None:
-            h = {**h, "gradient_scale": gradient_scale}
-        return self.step(updates, state, params, h, direct=direct)
-
-    def step(
-        self,
-        updates: Any,
-        state: Any,
-        params: Any,
-        h: Mapping[str, jax.Array],
+        h: Mapping[str, jax.Array] | None = None,
         count: jax.Array | None = None,
+        gradient_scale: jax.Array | None = None,
         direct: bool = False,
     ) -> tuple[Any, Any]:
-        """Updates (or new parameters, if `direct`) and state; `count` is the new one, if given."""
+        """`update`, or `step` if `direct`; given the step's hyperparameters or new count, theirs.
+
+        Args:
+          updates: gradients, f32 or 16-bit.
+          state: the old one.
+          params: the parameters, or None.
+          h: hyperparameters; by default those of the state's count.
+          count: the new one; by default one more.
+          gradient_scale: a factor of the gradients.
+          direct: whether to return new parameters instead of updates.
+        """
+        trees.check_state(state, self.rule.state_type)
+        h = self.hyperparameters(state.count) if h is None else h
+        if gradient_scale is not None:
+            h = {**h, "gradient_scale": gradient_scale}
         if self.weights and params is None:
             params = self._stand_in(updates, state, h)
-        reference = updates if params is None else params
-        plans = self.plans(reference, state)
-        gradients = trees.match("gradient", updates, reference)
+        like = updates if params is None else params
+        plans = self.plans(like, state, direct)
+        gradients = trees.match("gradient", updates, like)
         weights = jax.tree.leaves(params) if self.weights else [None] * len(plans)
         if self.weights:
             check_order(gradients, params, state.correction)
         if any(plan.split or any(s.codec for s in (*plan.slots, *plan.shared)) for plan in plans):
             gradients, weights, h = derivative.without((gradients, weights, dict(h)))
-        opened = self.open(state, plans, h, count)
-        static = [dataclasses.replace(plan, direct=direct) for plan in plans]
-        results, states, shared = opened.advance(
-            static, gradients, weights, opened.states, opened.shared, opened.keys
+        states, shared = self.unpack(state, plans)
+        paths = [plan.path for plan in plans]
+        count, keys = count_and_keys(state.seed, state.count, count, paths)
+        results, states, shared = step_leaves(
+            self.rule, h, plans, gradients, weights, states, shared, keys
         )
         for plan, update in zip(plans, results, strict=True):
             if plan.split is not None and not direct:
                 scope.emit(plan.path, update)
         if not self.weights and self.storage.update_dtype == "param":
             results = as_given(results, gradients)
-        results = jax.tree.unflatten(jax.tree.structure(reference), results)
-        return results, opened.close(states, shared, reference)
+        results = jax.tree.unflatten(jax.tree.structure(like), results)
+        return results, self.pack(count, state.seed, states, shared, like, state)
 
     def _stand_in(self, updates: Any, state: Any, h: Mapping[str, jax.Array]) -> Any:
         """Return stand-ins for parameters that are not given: f32 arrays whose values are not read.
@@ -239,105 +266,67 @@ class Engine(Planner):
             raise ValueError(f"{trees.NO_PARAMS_MSG} It is needed because {reason}.")
         return widened(updates)
 
-    def open(
-        self,
-        state: Any,
-        plans: list[LeafPlan],
-        h: Mapping[str, jax.Array],
-        count: jax.Array | None = None,
-    ) -> "OpenStep":
-        """A step whose leaves may be advanced one after another; `count` as of `step`."""
-        states, shared = self._unpack(state, plans)
-        paths = [plan.path for plan in plans]
-        count, keys, alive = _of_step(state.seed, state.count, count, paths)
-        return OpenStep(self, h, count, state, states, shared, keys, alive)
 
-
-@dataclasses.dataclass(frozen=True)
-class OpenStep:
-    """One step of an engine between the old state and the new one.
-
-    Attributes:
-      engine: whose step it is.
-      h: hyperparameters.
-      count: the new one.
-      before: the old state.
-      states: the old states of the leaves.
-      shared: the old states of their shared slots.
-      keys: uint32 [leaves].
-      alive: a traced True (see `fused_update.packed`).
-    """
-
-    engine: Engine
-    h: Mapping[str, jax.Array]
-    count: jax.Array
-    before: Any
-    states: list[LeafState]
-    shared: list[LeafState]
-    keys: jax.Array
-    alive: jax.Array
-
-    def advance(
-        self,
-        plans: list[LeafPlan],
-        gradients: list[jax.Array],
-        weights: list[Any],
-        states: list[LeafState],
-        shared: list[LeafState],
-        keys: jax.Array,
-        shared_keys: jax.Array | None = None,
-    ) -> tuple[list[jax.Array], list[LeafState], list[LeafState]]:
-        """(updates, states, states of shared slots) of some leaves, or of parts of them.
-
-        Args:
-          plans: what they are; `direct` ones get new weights instead of updates.
-          gradients: f32 or 16-bit.
-          weights: parameters, or None each for a bare direction.
-          states: the old ones.
-          shared: the old ones of the shared slots.
-          keys: uint32 [leaves], or `random.part_keys` of them.
-          shared_keys: those of the shared slots, where they are others.
-        """
-        own = keys if shared_keys is None else shared_keys
-        implementation = scope.implementation()
-        arrays = self.engine.rule, implementation, self.h, self.alive
-        if (
-            len(plans) > FEW
-            and platform.no_device_reason() is not None
-            and implementation in (None, "xla")
-            and is_eager(jax.tree.leaves((gradients, weights, states, shared, keys, self.h)))
-        ):
-            rows = zip(
-                [plan.nameless for plan in plans], gradients, weights, states, shared,
-                unstacked(keys), unstacked(own), strict=True,
-            )  # fmt: skip
-            found = each(_advance_leaf, list(rows), *arrays)
-            return [u for u, _, _ in found], [s for _, s, _ in found], [s for _, _, s in found]
-        # on a mesh the leaves' places are known to the context, and to no program
-        run = _advance if scope.is_placing() else compiled(_advance)
-        return run(*arrays, plans, gradients, weights, states, shared, keys, own)
-
-    def close(self, states: list[LeafState], shared: list[LeafState], params: Any) -> Any:
-        """The new state, of a tree like the parameters."""
-        before = self.before
-        return self.engine._pack(self.count, before.seed, states, shared, params, before)
+# ---- the leaves of a step ------------------------------------------------------------------------
 
 
 @compiled
-def _of_step(
+def count_and_keys(
     seed: jax.Array, before: jax.Array, count: jax.Array | None, paths: list[str]
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The new count, the keys of the leaves, and whether the count is over 0."""
+) -> tuple[jax.Array, jax.Array]:
+    """The new count, or the given one, and the keys of the leaves in the step: uint32 [leaves]."""
     if count is None:
         count = optax.safe_increment(before)
-    return count, random.leaf_keys(seed, count, paths), count > 0
+    return count, random.leaf_keys(seed, count, paths)
 
 
-def _advance(
+def step_leaves(
+    rule: UpdateRule,
+    h: Mapping[str, jax.Array],
+    plans: list[LeafPlan],
+    gradients: list[jax.Array],
+    weights: list[Any],
+    states: list[LeafState],
+    shared: list[LeafState],
+    keys: jax.Array,
+    shared_keys: jax.Array | None = None,
+) -> tuple[list[jax.Array], list[LeafState], list[LeafState]]:
+    """(updates, states, states of shared slots) of some leaves, or of parts of them.
+
+    Args:
+      rule: the optimizer's arithmetic.
+      h: hyperparameters.
+      plans: what the leaves are; `direct` ones get new weights instead of updates.
+      gradients: f32 or 16-bit.
+      weights: parameters, or None each for a bare direction.
+      states: the old ones.
+      shared: the old ones of the shared slots.
+      keys: uint32 [leaves], or `random.part_keys` of them.
+      shared_keys: those of the shared slots, where they are others.
+    """
+    own = keys if shared_keys is None else shared_keys
+    implementation = scope.implementation()
+    if (
+        len(plans) > FEW
+        and platform.no_device_reason() is not None
+        and implementation in (None, "xla")
+        and is_eager(jax.tree.leaves((gradients, weights, states, shared, keys, h)))
+    ):
+        rows = zip(
+            [plan.nameless for plan in plans], gradients, weights, states, shared,
+            unstacked(keys), unstacked(own), strict=True,
+        )  # fmt: skip
+        found = each(_step_leaf, list(rows), rule, implementation, h)
+        return [u for u, _, _ in found], [s for _, s, _ in found], [s for _, _, s in found]
+    # on a mesh the leaves' places are known to the context, and to no program
+    run = _step_leaves if scope.is_placing() else compiled(_step_leaves)
+    return run(rule, implementation, h, plans, gradients, weights, states, shared, keys, own)
+
+
+def _step_leaves(
     rule: UpdateRule,
     implementation: str | None,
     h: Mapping[str, jax.Array],
-    alive: jax.Array,
     plans: list[LeafPlan],
     gradients: list[jax.Array],
     weights: list[Any],
@@ -346,21 +335,18 @@ def _advance(
     keys: jax.Array,
     shared_keys: jax.Array,
 ) -> tuple[list[jax.Array], list[LeafState], list[LeafState]]:
-    """`OpenStep.advance` of all that it depends on."""
+    """`step_leaves` of all that it depends on."""
     of_blocks = None
     if rule.of_blocks is not None:
-        blocks = shared_updates(
-            rule, plans, gradients, shared, h, shared_keys, alive, implementation
-        )
+        blocks = shared_updates(rule, plans, gradients, shared, h, shared_keys, implementation)
         of_blocks, shared = [given for given, _ in blocks], [new for _, new in blocks]
     found = fused_updates(
-        rule, plans, gradients, weights, states, h, keys, alive, implementation,
-        of_blocks=of_blocks,
-    )  # fmt: skip
+        rule, plans, gradients, weights, states, h, keys, implementation, of_blocks=of_blocks
+    )
     return [update for update, _ in found], [leaf for _, leaf in found], shared
 
 
-def _advance_leaf(
+def _step_leaf(
     plan: LeafPlan,
     gradient: jax.Array,
     weight: Any,
@@ -368,13 +354,16 @@ def _advance_leaf(
     shared: LeafState,
     key: jax.Array,
     shared_key: jax.Array,
-    *arrays: Any,
+    *arguments: Any,
 ) -> tuple[jax.Array, LeafState, LeafState]:
-    """`_advance` of one leaf."""
+    """`_step_leaves` of one leaf."""
     row = [plan], [gradient], [weight], [state], [shared], key[None], shared_key[None]
-    advance: Any = _advance
-    (update,), (new,), (of_blocks,) = advance(*arrays, *row)
+    step: Any = _step_leaves
+    (update,), (new,), (of_blocks,) = step(*arguments, *row)
     return update, new, of_blocks
+
+
+# ---- new states ----------------------------------------------------------------------------------
 
 
 def _zero_state(plans: list[LeafPlan], leaves: list[Any]) -> Any:
@@ -391,27 +380,9 @@ def _zeros(
     plans: list[LeafPlan],
 ) -> tuple[jax.Array, list[tuple[jax.Array, ...]], list[LeafState], list[jax.Array]]:
     """The count, and of each leaf its scales, the state of its shared slots, and no correction."""
-    scales = [tuple(_zero_scales(plan, slot) for slot in plan.slots) for plan in plans]
+    scales = [_zero_scales(plan) for plan in plans]
     shared = [_zero_shared(plan) for plan in plans]
     return jnp.zeros((), jnp.int32), scales, shared, [jnp.zeros((), jnp.int8) for _ in plans]
-
-
-def _laid(
-    leaves: list[tuple[LeafPlan, Any]], scales: list[Any], shared: list[LeafState]
-) -> tuple[list[Any], list[LeafState]]:
-    """Scales and shared slots where each parameter lies on Explicit axes, as steps leave them."""
-
-    def laid(plan: LeafPlan, leaf: Any, tree: Any) -> Any:
-        def one(x: jax.Array) -> jax.Array:
-            own = explicit.of_state(plan.path, leaf, x.shape, plan.group_size)
-            return explicit.laid(x, own)
-
-        return jax.tree.map(one, tree)
-
-    return (
-        [laid(*row, own) for row, own in zip(leaves, scales, strict=True)],
-        [laid(*row, own) for row, own in zip(leaves, shared, strict=True)],
-    )
 
 
 def _zero_shared(plan: LeafPlan) -> LeafState:
@@ -420,16 +391,22 @@ def _zero_shared(plan: LeafPlan) -> LeafState:
         return LeafState((), (), nothing)
     shape = plan.block.mean_shape(plan.shape)
     slots = tuple(jnp.zeros(shape, slot.dtype) for slot in plan.shared)
-    scales = tuple(_zero_scales(plan.of_blocks, slot) for slot in plan.shared)
-    return LeafState(slots, scales, nothing)
+    return LeafState(slots, _zero_scales(plan.of_blocks), nothing)
 
 
-def _scale_dtype(slot: SlotPlan) -> jnp.dtype:
-    return slot.codec.scale.dtype if slot.codec else jnp.dtype(jnp.float32)
+def _zero_scales(plan: LeafPlan) -> tuple[jax.Array, ...]:
+    return tuple(jnp.zeros(plan.scale_shape(slot), slot.scale_dtype) for slot in plan.slots)
 
 
-def _zero_scales(plan: LeafPlan, slot: SlotPlan) -> jax.Array:
-    return jnp.zeros(plan.scale_shape(slot), _scale_dtype(slot))
+def _laid(plan: LeafPlan, leaf: Any, tree: Any) -> Any:
+    """Scales and shared slots where their parameter lies on Explicit axes, as steps leave them."""
+    return jax.tree.map(
+        lambda x: explicit.laid(x, explicit.of_state(plan.path, leaf, x.shape, plan.group_size)),
+        tree,
+    )
+
+
+# ---- checks --------------------------------------------------------------------------------------
 
 
 def _check_leaf(plan: LeafPlan, state: LeafState) -> None:
@@ -443,7 +420,7 @@ def _check_slots(plan: LeafPlan, state: LeafState, shape: tuple[int, ...]) -> No
     for slot, stored, scales in zip(plan.slots, state.slots, state.scales, strict=True):
         _check_array(plan, slot.name, stored, shape, slot.dtype)
         scale_shape = plan.scale_shape(slot)
-        _check_array(plan, f"{slot.name}_scale", scales, scale_shape, _scale_dtype(slot))
+        _check_array(plan, f"{slot.name}_scale", scales, scale_shape, slot.scale_dtype)
 
 
 def _check_array(plan: LeafPlan, field: str, array: Any, shape: tuple, dtype: Any) -> None:

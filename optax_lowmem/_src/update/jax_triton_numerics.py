@@ -1,6 +1,6 @@
 """The hand-written Triton kernel's rounding, default codecs, and split of weights on the bits.
 
-What `codecs` and `reference.landed` say, which are the specification, in fewer instructions: a
+What `codecs` and `reference.move` say, which are the specification, in fewer instructions: a
 weight's bits stay in the upper half of 32, and 2^24 goes to the side of a comparison where it costs
 nothing.
 """

@@ -52,12 +52,11 @@ def fused_updates(
     states: Sequence[LeafState],
     of_leaves: Sequence[Mapping[str, jax.Array]],
     keys: jax.Array,
-    alive: jax.Array,
 ) -> list[tuple[jax.Array, LeafState]]:
     """The step of some leaves on one mesh.
 
     Args:
-      step: (plans, gradients, weights, states, of_leaves, keys, alive) -> results, of one device.
+      step: (plans, gradients, weights, states, of_leaves, keys) -> results, of one device.
       plans: the leaves' static choices.
       places: where they lie.
       gradients: one a leaf.
@@ -65,7 +64,6 @@ def fused_updates(
       states: stored states.
       of_leaves: the hyperparameters of each.
       keys: uint32 [leaves] or [leaves, 2].
-      alive: a traced True.
     """
     mesh, specs = places[0].mesh, [place.spec for place in places]
     typed = _explicit(mesh)
@@ -75,12 +73,10 @@ def fused_updates(
         for plan, place in zip(plans, places, strict=True)
     ]
 
-    def on_a_device(
-        gradients: Any, weights: Any, states: Any, of_leaves: Any, keys: Any, alive: Any
-    ) -> Any:
+    def on_a_device(gradients: Any, weights: Any, states: Any, of_leaves: Any, keys: Any) -> Any:
         rows = zip(local, places, keys, strict=True)
         keys = jnp.stack([_part_key(*row) for row in rows])
-        return step(local, gradients, weights, states, of_leaves, keys, alive)
+        return step(local, gradients, weights, states, of_leaves, keys)
 
     rows: list[Any] = [list(gradients), list(weights), list(states)]
     if typed:  # where they lie is part of their type
@@ -90,11 +86,11 @@ def fused_updates(
     mapped: Any = jax.shard_map(
         on_a_device,
         mesh=mesh,
-        in_specs=(specs, specs, own, every, every, every),
+        in_specs=(specs, specs, own, every, every),
         out_specs=[(spec, of_state) for spec, of_state in zip(specs, own, strict=True)],
         check_vma=False,
     )
-    found = mapped(*rows, list(of_leaves), keys, alive)
+    found = mapped(*rows, list(of_leaves), keys)
     if typed:
         likes = map(result_like, gradients, weights, states)
         found = [explicit.laid_like(one, like) for one, like in zip(found, likes, strict=True)]

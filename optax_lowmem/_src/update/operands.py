@@ -48,15 +48,20 @@ def leaf_of(
 
 def state_of(plan: LeafPlan, state: LeafState, result: Result) -> LeafState:
     """The new state, with the old one's placeholders."""
-    scales = iter(result.scales)
     return LeafState(
         result.slots,
-        tuple(
-            next(scales) if slot.codec else old
-            for slot, old in zip(plan.slots, state.scales, strict=True)
-        ),
+        with_placeholders(plan, result.scales, state.scales),
         state.correction if result.correction is None else result.correction,
     )
+
+
+def with_placeholders(
+    plan: LeafPlan, scales: Sequence[Any], others: Sequence[Any] | None = None
+) -> tuple[Any, ...]:
+    """The scales of the compressed slots, and what `others` has, or None, for each other slot."""
+    given, others = iter(scales), others or [None] * len(plan.slots)
+    rows = zip(plan.slots, others, strict=True)
+    return tuple(next(given) if slot.codec else other for slot, other in rows)
 
 
 def update_dtype(plan: LeafPlan, p: jax.Array | None) -> jnp.dtype:

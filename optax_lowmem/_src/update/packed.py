@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import xla_metadata
 
-from optax_lowmem._src.core import groups, random
+from optax_lowmem._src.core import random
 from optax_lowmem._src.core.rules import UpdateRule
 from optax_lowmem._src.update import reference
-from optax_lowmem._src.update.plan import LeafPlan, LeafState, SlotPlan
+from optax_lowmem._src.update.plan import LeafPlan, LeafState
 
 _WEIGHT, _CORRECTION = "weight", "correction"
 
@@ -102,10 +102,8 @@ def fused_update(
     state: LeafState,
     h: Mapping[str, jax.Array],
     key: jax.Array,
-    alive: jax.Array,
 ) -> tuple[jax.Array, LeafState]:
-    """As `reference.fused_update`; `alive` is not used."""
-    del alive
+    """As `reference.fused_update`."""
     return fused_update_among(rule, plan, g, p, state, h, key[None], jnp.uint32(0))
 
 
@@ -145,7 +143,7 @@ def _computation(
     rule: UpdateRule, plan: LeafPlan, g: Any, p: Any, state: Any, h: Any, keys: Any, number: Any
 ) -> tuple[list[jax.Array], dict[str, jax.Array]]:
     """Words, and the scales to be stored."""
-    measured = _measured(rule, plan, g, p, state, h)
+    measured = reference.measure(plan, reference.advance(rule, plan, g, p, state, h)[1])
     divisors = {name: divisor for name, (_, divisor) in measured.items()}
     noise = _noise(plan, keys, number) if plan.noisy else None
     words = [
@@ -156,10 +154,6 @@ def _computation(
 
 
 _computed = jax.jit(_computation, static_argnames=("rule", "plan"))
-
-
-def _measured(rule: UpdateRule, plan: LeafPlan, g: Any, p: Any, state: Any, h: Any) -> Any:
-    return reference.measured(plan, reference.advanced(rule, plan, g, p, state, h)[1])
 
 
 @opaque
@@ -183,29 +177,22 @@ def _word(
     divisors: Mapping[str, jax.Array],
     noise: tuple[jax.Array, jax.Array] | None,
 ) -> jax.Array:
-    step, values = reference.advanced(rule, plan, g, p, state, h)
-    small = {s.name: _codes(plan, s, values, divisors, noise) for s in plan.slots if s.codec}
-    if p is not None and plan.split is not None:
-        weight, small[_CORRECTION] = reference.landed(
-            plan, p, step, state.correction, reference.master_noise(plan, noise)
+    step, values = reference.advance(rule, plan, g, p, state, h)
+    whole = reference.Whole(plan)
+    small = {
+        s.name: s.codec.quantize(
+            values[s.name],
+            whole.to_elements(divisors[s.name]),
+            reference.slot_noise(s, noise, whole),
         )
+        for s in plan.slots
+        if s.codec
+    }
+    if p is not None and plan.split is not None:
+        own = reference.master_noise(plan, noise)
+        weight, small[_CORRECTION] = reference.move(plan, p, step, state.correction, own)
         small[_WEIGHT] = lax.bitcast_convert_type(weight, jnp.uint16)
     return _pack(small, _words(_fields(plan, p is not None))[place])
-
-
-def _codes(
-    plan: LeafPlan,
-    slot: SlotPlan,
-    values: Mapping[str, jax.Array],
-    divisors: Mapping[str, jax.Array],
-    noise: tuple[jax.Array, jax.Array] | None,
-) -> jax.Array:
-    assert slot.codec is not None
-    uniforms = None
-    if slot.stochastic and noise is not None:
-        uniforms = random.join_bits(*noise, plan.group_size, slot.name)
-    divisor = groups.spread_tree(divisors[slot.name], plan.shape[-1], plan.group_size)
-    return slot.codec.quantize(values[slot.name], divisor, uniforms)
 
 
 def _outputs(
@@ -228,12 +215,10 @@ def _outputs(
     correction = small.get(_CORRECTION, state.correction)
     plain = any(slot.codec is None for slot in plan.slots)
     if plain or _WEIGHT not in small:
-        update, values = reference.advanced(rule, plan, g, p, state, h)
+        moved, values = reference.advance(rule, plan, g, p, state, h)
     if p is not None and _WEIGHT in small:
-        update = lax.bitcast_convert_type(small[_WEIGHT], p.dtype)
-        if not plan.direct:
-            update = reference.update_towards(update, p, plan.update_dtype)
+        moved = lax.bitcast_convert_type(small[_WEIGHT], p.dtype)
     elif p is not None:
-        update, correction = reference.moved(plan, p, update, correction)
+        moved, correction = reference.move(plan, p, moved, correction)
     slots = tuple(small[s.name] if s.codec else values[s.name].astype(s.dtype) for s in plan.slots)
-    return update, LeafState(slots, stored, correction)
+    return reference.emit(plan, p, moved), LeafState(slots, stored, correction)

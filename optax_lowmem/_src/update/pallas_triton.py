@@ -16,7 +16,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from optax_lowmem._src.codecs import GroupCodec
 from optax_lowmem._src.core import numerics, pallas_tiles, random
 from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
@@ -30,8 +29,9 @@ from optax_lowmem._src.update.operands import (
     restored,
     update_dtype,
     views,
+    with_placeholders,
 )
-from optax_lowmem._src.update.plan import LeafPlan
+from optax_lowmem._src.update.plan import LeafPlan, LeafState
 
 
 def step_tile(
@@ -46,44 +46,18 @@ def step_tile(
 
     `plan` is that of any leaf of the launch; only its shape, which is not used, tells them apart.
     """
-    stored_scales = iter(leaf.scales)
-    values = {
-        slot.name: _decode(slot.codec, stored, next(stored_scales), exists)
-        if slot.codec
-        else stored.astype(jnp.float32)
-        for slot, stored in zip(plan.slots, leaf.slots, strict=True)
-    }
+    layout = reference.Tile(leaf.g.shape[-1], exists)
     correction = jnp.zeros((), jnp.int8) if leaf.correction is None else leaf.correction
-    update, values = reference.advance(rule, plan, leaf.g, leaf.p, correction, values, h)
-    slots, scales = [], []
-    for slot in plan.slots:
-        value = values[slot.name]
-        if slot.codec is None:
-            slots.append(value.astype(slot.dtype))
-            continue
-        uniforms = None
-        if slot.stochastic and noise is not None:
-            uniforms = random.join_bits(*noise, value.shape[-1], slot.name)
-        codes, scale = slot.codec.encode(value, uniforms)
-        slots.append(codes)
-        scales.append(scale)
+    state = LeafState(leaf.slots, with_placeholders(plan, leaf.scales), correction)
+    moved, values = reference.advance(rule, plan, leaf.g, leaf.p, state, h, layout)
+    slots, scales = reference.encode(plan, values, state.scales, noise, layout)
     if leaf.p is not None:
         # for a plan that is not direct the weight: its update is taken where it fuses with its use
-        move = reference.moved if plan.split is None else reference.landed
-        own = reference.master_noise(plan, noise, leaf.g.shape[-1])
-        update, correction = move(plan, leaf.p, update, correction, own)
+        own = reference.master_noise(plan, noise, layout)
+        moved, correction = reference.move(plan, leaf.p, moved, correction, own)
     kept = None if leaf.correction is None else correction
-    return Result(update.astype(update_dtype(plan, leaf.p)), kept, tuple(slots), tuple(scales))
-
-
-def _decode(
-    codec: GroupCodec, codes: jax.Array, scales: jax.Array, exists: jax.Array | None
-) -> jax.Array:
-    """Values of a tile, 0 where there are none: they would count in what the group spans."""
-    values = codec.decode(codes, scales)
-    if codec.zero_code or exists is None:  # codes of what is not there are 0
-        return values
-    return jnp.where(exists, values, jnp.float32(0))
+    scales = tuple(scale for scale in scales if scale is not None)
+    return Result(moved.astype(update_dtype(plan, leaf.p)), kept, slots, scales)
 
 
 def _kernel(

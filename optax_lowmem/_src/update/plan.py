@@ -1,14 +1,19 @@
-"""Static plan and stored state of the step of a leaf."""
+"""The plan of a leaf: every static decision about its storage and step, with reasons."""
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from optax_lowmem._src.codecs import GroupCodec, MasterSplit
-from optax_lowmem._src.core import groups
-from optax_lowmem._src.core.block import Block
+from optax_lowmem._src.core import groups, scope, trees
+from optax_lowmem._src.core.block import Block, BlockStructure
+from optax_lowmem._src.core.policy import Policy
+from optax_lowmem._src.core.rules import Slot, UpdateRule
+from optax_lowmem._src.update.masters import choose_split
+from optax_lowmem._src.update.storage import Storage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +31,11 @@ class SlotPlan:
     codec: GroupCodec | None
     dtype: jnp.dtype
     stochastic: bool
+
+    @property
+    def scale_dtype(self) -> jnp.dtype:
+        """dtype of its scales, or of their placeholder."""
+        return self.codec.scale.dtype if self.codec else jnp.dtype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,3 +125,163 @@ class LeafState(NamedTuple):
     slots: tuple[jax.Array, ...]  # codes of the parameter's shape, or f32
     scales: tuple[jax.Array, ...]  # shape[:-1] + (groups,), or 0-d
     correction: jax.Array  # of the parameter's shape, or 0-d
+
+
+# ---- decisions -----------------------------------------------------------------------------------
+
+
+def decide_slot(
+    path: str,
+    shape: tuple[int, ...],
+    slot: str,
+    codec: GroupCodec | None,
+    group_size: int,
+    stochastic: bool,
+    policy: Policy,
+    masked_out: bool,
+    stored: bool,
+    refused: str | None = None,
+) -> scope.Decision:
+    """Return the decision whether a codec stores a slot of a leaf; nothing is recorded.
+
+    Args:
+      path: the leaf's name.
+      shape: of the leaf.
+      slot: the slot's name.
+      codec: the one that may store it.
+      group_size: neighbours that share a scale.
+      stochastic: whether codes are rounded stochastically.
+      policy: whose reasons against it count.
+      masked_out: whether the policy's mask is False here.
+      stored: whether the current state has codes of it.
+      refused: a reason against it that comes before the policy's.
+    """
+    masked = "the policy's mask is False here" if masked_out else None
+    reason = refused or masked or policy.reason(path, shape, slot, stored)
+    if reason or codec is None:
+        return scope.Decision(path, slot, None, reason or "")
+    rounding = "stochastic" if stochastic else "nearest"
+    reason = f"groups of {group_size}, {rounding} rounding"
+    return scope.Decision(path, slot, codec.name, reason, group_size, codec, stochastic)
+
+
+def plan_leaves(
+    rule: UpdateRule,
+    storage: Storage,
+    params: Any,
+    state: Any = None,
+    *,
+    weights: bool = True,
+    decay_mask: Any = None,
+    slot_dtypes: Mapping[str, Any] | None = None,
+    structure: BlockStructure | None = None,
+    direct: bool = False,
+) -> list[LeafPlan]:
+    """The plan of each leaf; decisions are recorded.
+
+    Args:
+      rule: the optimizer's arithmetic.
+      storage: how its state is kept.
+      params: the parameters, or in a `shard_map` this device's part of each.
+      state: that is to be stepped; None before there is one.
+      weights: whether weights are updated (learning rate, decay, split), or a bare direction given.
+      decay_mask: optax-style mask of weight decay.
+      slot_dtypes: dtype of slots where they are not compressed, f32 unless given.
+      structure: which elements share the slots that the rule's blocks share.
+      direct: whether the step returns new parameters instead of updates.
+    """
+    leaves = trees.named_leaves(params)
+    if not leaves:  # also optax.tree.map_params' placeholder, which no mask fits
+        return []
+    masked_out = storage.policy.masked_out(params)
+    decays = _decays(decay_mask, params)
+    blocks = structure.infer(params) if structure else {}
+    nearest = _rounded_to_nearest(storage, structure, params)
+    plans = []
+    for (path, leaf), decay, stored in zip(
+        leaves, decays, _stored(rule, state, len(leaves)), strict=True
+    ):
+        trees.check_param(path, leaf)
+        shape, dtype, block = tuple(leaf.shape), jnp.dtype(leaf.dtype), blocks.get(path)
+        slots = {
+            slot: _plan_slot(
+                storage, slot, path, shape, path in masked_out, path in nearest, block,
+                slot.name in stored, (slot_dtypes or {}).get(slot.name),
+            )
+            for slot in rule.slots
+        }  # fmt: skip
+        in_dtype = weights and storage.update_dtype == "param"
+        plans.append(
+            LeafPlan(
+                path=path,
+                shape=shape,
+                dtype=dtype,
+                group_size=storage.group_size,
+                slots=tuple(plan for slot, plan in slots.items() if not slot.shared),
+                split=choose_split(storage, path, dtype) if weights else None,
+                update_dtype=dtype if in_dtype else jnp.dtype(jnp.float32),
+                decays=decay,
+                direct=direct,
+                block=block,
+                shared=tuple(plan for slot, plan in slots.items() if slot.shared),
+            )
+        )
+    return plans
+
+
+def _plan_slot(
+    storage: Storage,
+    slot: Slot,
+    path: str,
+    shape: tuple[int, ...],
+    masked_out: bool,
+    nearest: bool,
+    block: Block | None,
+    stored: bool,
+    plain_dtype: Any,
+) -> SlotPlan:
+    name, codec = slot.name, getattr(storage, slot.name)
+    refused = f"storage.{name} is None" if codec is None else None
+    decision = decide_slot(
+        path, shape, name, codec, storage.group_size, not nearest, storage.policy, masked_out,
+        stored, refused,
+    )  # fmt: skip
+    if slot.shared and block is not None:
+        form = f"{decision.form or 'f32'}, {block.words or 'a value a block'}"
+        decision = dataclasses.replace(decision, form=form, reason=block.reason)
+    if slot.shared:
+        decision = dataclasses.replace(decision, block=block)
+    scope.record(decision)
+    codec = decision.codec
+    dtype = codec.dtype if codec else jnp.dtype(plain_dtype or jnp.float32)
+    return SlotPlan(name, codec, dtype, decision.stochastic)
+
+
+def _decays(mask: Any, params: Any) -> list[bool]:
+    mask = mask(params) if callable(mask) else mask
+    if mask is None:
+        return [True] * len(jax.tree.leaves(params))
+    return list(map(bool, trees.broadcast_prefix("the mask of weight decay", mask, params)))
+
+
+def _rounded_to_nearest(
+    storage: Storage, structure: BlockStructure | None, params: Any
+) -> set[str]:
+    """Paths of the leaves whose codes are not rounded stochastically."""
+    if storage.rounding == "stochastic":
+        return set()
+    every = {path for path, _ in trees.named_leaves(params)}
+    if storage.rounding == "embeddings" and structure is not None:
+        return every - structure.embeddings(params)
+    return every
+
+
+def _stored(rule: UpdateRule, state: Any, count: int) -> list[set[str]]:
+    """Of each leaf the slots that a state has codes of: those with scales."""
+    stored: list[set[str]] = [set() for _ in range(count)]
+    for slot in () if state is None else rule.slots:
+        scales = jax.tree.leaves(getattr(state, f"{slot.name}_scale"))
+        for own, one in zip(stored, scales, strict=False):  # `unpack` compares their number
+            if jnp.ndim(one):
+                own.add(slot.name)
+    return stored

@@ -1,53 +1,103 @@
-"""The step of a leaf in plain jnp: the specification of every backend, and the path without one."""
+"""The step of a leaf in plain jnp: the specification of every backend, and the path without one.
 
+A step is `advance` (decode the slots, then the rule), `encode` of the new slots, and `move` of the
+weight and its correction. Every implementation calls these, and differs in what it does between
+them; arrays are those of a leaf (`Whole`), or of a kernel's tile (`Tile`).
+"""
+
+import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.codecs import BitSplit, MasterSplit, decode_array, encode_array
+from optax_lowmem._src.codecs import BitSplit, MasterSplit
 from optax_lowmem._src.core import groups, numerics, random
 from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
 from optax_lowmem._src.update.plan import LeafPlan, LeafState, SlotPlan
 
 MASTER = "correction"  # its name among the slots in the random hash
+Noise = tuple[jax.Array, jax.Array]  # of `random.noise_bits`
+Measured = Mapping[str, tuple[jax.Array, Any]]  # of each codec its scales, and divisors of codes
 
 
-def decode(plan: LeafPlan, state: LeafState) -> dict[str, jax.Array]:
+# ---- arrays in groups ----------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """Arrays of a whole leaf, [..., n], with groups along the last axis."""
+
+    plan: LeafPlan
+    exists = None  # every element is there
+
+    @property
+    def group_size(self) -> int:
+        """Elements of a group."""
+        return self.plan.group_size
+
+    def to_groups(self, x: jax.Array) -> jax.Array:
+        """An array as [..., groups, lanes]."""
+        return groups.to_groups(x, self.group_size)
+
+    def to_elements(self, of_groups: Any) -> Any:
+        """Values of groups for each of their elements."""
+        return groups.spread_tree(of_groups, self.plan.shape[-1], self.group_size)
+
+    def operands(self, h: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+        """Hyperparameters that broadcast to the elements."""
+        if self.plan.block is None:
+            return h
+        return {**h, OF_BLOCK: self.plan.block.spread(h[OF_BLOCK], self.plan.shape)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Arrays of a kernel's tile, [groups, lanes], with hyperparameters as its kernel loads them.
+
+    Attributes:
+      group_size: elements of a group.
+      exists: where there are elements; None where codes 0 of what is not there stand for 0.
+    """
+
+    group_size: int
+    exists: jax.Array | None
+
+    def to_groups(self, x: jax.Array) -> jax.Array:
+        """A tile is one already."""
+        return x
+
+    def to_elements(self, of_groups: Any) -> Any:
+        """Values of groups for each of their elements."""
+        return jax.tree.map(lambda x: x[..., None], of_groups)
+
+    def operands(self, h: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+        """Hyperparameters that broadcast to the elements."""
+        return h
+
+
+# ---- decode and advance --------------------------------------------------------------------------
+
+
+def decode(
+    plan: LeafPlan, state: LeafState, layout: Whole | Tile | None = None
+) -> dict[str, jax.Array]:
     """The f32 values of a leaf's slots."""
-    rows = zip(plan.slots, state.slots, state.scales, strict=True)
-    return {
-        slot.name: stored.astype(jnp.float32)
-        if slot.codec is None
-        else decode_array(slot.codec, stored, scales, plan.group_size)
-        for slot, stored, scales in rows
-    }
-
-
-def advanced(
-    rule: UpdateRule,
-    plan: LeafPlan,
-    g: jax.Array,
-    p: jax.Array | None,
-    state: LeafState,
-    h: Mapping[str, jax.Array],
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """`advance` from the state as it is stored."""
-    if plan.block is not None:
-        h = {**h, OF_BLOCK: plan.block.spread(h[OF_BLOCK], plan.shape)}
-    return advance(rule, plan, g, p, state.correction, decode(plan, state), h)
-
-
-def measured(
-    plan: LeafPlan, values: Mapping[str, jax.Array]
-) -> dict[str, tuple[jax.Array, jax.Array]]:
-    """Stored scales and the divisors of codes, of each slot that has a codec."""
-    return {
-        slot.name: slot.codec.measure(groups.to_groups(values[slot.name], plan.group_size))
-        for slot in plan.slots
-        if slot.codec is not None
-    }
+    layout = layout or Whole(plan)
+    values = {}
+    for slot, stored, scales in zip(plan.slots, state.slots, state.scales, strict=True):
+        if slot.codec is None:
+            values[slot.name] = stored.astype(jnp.float32)
+            continue
+        unit = layout.to_elements(slot.codec.units(scales))
+        value = slot.codec.dequantize(stored, unit)
+        if layout.exists is not None and not slot.codec.zero_code:
+            # 0 where there is nothing: it would count in what the group spans
+            value = jnp.where(layout.exists, value, jnp.float32(0))
+        values[slot.name] = value
+    return values
 
 
 def advance(
@@ -55,15 +105,18 @@ def advance(
     plan: LeafPlan,
     g: jax.Array,
     p: jax.Array | None,
-    correction: jax.Array,
-    values: Mapping[str, jax.Array],
+    state: LeafState,
     h: Mapping[str, jax.Array],
+    layout: Whole | Tile | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return the step to subtract from the master weight, and the new values of the slots.
 
     Without a weight, the step is the bare direction of the rule.
     """
-    g, weight = gradient_and_weight(plan, g, p, correction, h)
+    layout = layout or Whole(plan)
+    h = layout.operands(h)
+    values = decode(plan, state, layout)
+    g, weight = gradient_and_weight(plan, g, p, state.correction, h)
     direction, values = rule.update(g, values, h)
     if weight is None:
         return direction, values
@@ -99,6 +152,100 @@ def of_leaf(
     """The hyperparameters of one leaf: `h`, and what the rule must measure of all of it."""
     gradient, _ = gradient_and_weight(plan, g, p, state.correction, h)
     return {**h, **rule.measure(gradient, decode(plan, state), h)}
+
+
+# ---- encode --------------------------------------------------------------------------------------
+
+
+def measure(plan: LeafPlan, values: Mapping[str, jax.Array]) -> Measured:
+    """Stored scales and the divisors of codes, of each slot that has a codec."""
+    layout = Whole(plan)
+    return {
+        slot.name: slot.codec.measure(layout.to_groups(values[slot.name]))
+        for slot in plan.slots
+        if slot.codec is not None
+    }
+
+
+def slot_noise(slot: SlotPlan, noise: Noise | None, layout: Whole | Tile) -> jax.Array | None:
+    """The uniforms that a slot's codes are rounded with; None rounds to nearest."""
+    if noise is None or not slot.stochastic:
+        return None
+    return random.join_bits(*noise, layout.group_size, slot.name)
+
+
+def encode(
+    plan: LeafPlan,
+    values: Mapping[str, jax.Array],
+    placeholders: tuple[Any, ...],
+    noise: Noise | None,
+    layout: Whole | Tile | None = None,
+    measured: Measured | None = None,
+) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
+    """Stored slots and scales of their new values; without a codec the old scales' placeholder.
+
+    (A new one would be a copy from a constant: one launch a leaf and step.)
+
+    Args:
+      plan: the leaf's static choices.
+      values: f32.
+      placeholders: old scales.
+      noise: for codes that are rounded stochastically.
+      layout: of the arrays; by default those of the whole leaf.
+      measured: scales and divisors, where `measure` has given them already.
+    """
+    layout = layout or Whole(plan)
+    slots, scales = [], []
+    for slot, old in zip(plan.slots, placeholders, strict=True):
+        value = values[slot.name]
+        if slot.codec is None:
+            slots.append(value.astype(slot.dtype))
+            scales.append(old)
+            continue
+        uniforms = slot_noise(slot, noise, layout)
+        if measured is None:
+            stored, divisor = slot.codec.measure(layout.to_groups(value))
+        else:
+            stored, divisor = measured[slot.name]
+        slots.append(slot.codec.quantize(value, layout.to_elements(divisor), uniforms))
+        scales.append(stored)
+    return tuple(slots), tuple(scales)
+
+
+# ---- move ----------------------------------------------------------------------------------------
+
+
+def move(
+    plan: LeafPlan,
+    p: jax.Array,
+    step: jax.Array,
+    correction: jax.Array,
+    noise: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The weight where it lands and its correction; without a split the update, if not `direct`.
+
+    `emit` makes an update of it. `noise` is of `master_noise`, or of `random.leaf_bits`.
+    """
+    if plan.split is not None:
+        return land(plan.split, p, step, correction, plan.update_dtype, plan.direct, noise)
+    update = (-step).astype(plan.update_dtype)
+    return (optax.apply_updates(p, update) if plan.direct else update), correction
+
+
+def emit(plan: LeafPlan, p: jax.Array | None, moved: jax.Array) -> jax.Array:
+    """The update of `move`'s weight, or the new weight of a plan that is `direct`."""
+    if p is None or plan.direct or plan.split is None:
+        return moved
+    return update_towards(moved, p, plan.update_dtype)
+
+
+def master_noise(
+    plan: LeafPlan, noise: Noise | None, layout: Whole | Tile | None = None
+) -> jax.Array | None:
+    """The random bits of master weights from `random.noise_bits`; None for a plan without."""
+    if noise is None or not plan.stochastic_master:
+        return None
+    return random.slot_bits(*noise, (layout or Whole(plan)).group_size, MASTER)
 
 
 def land(
@@ -138,27 +285,6 @@ def _missed(master: jax.Array, p: jax.Array) -> jax.Array:
     return jnp.abs(master) < jnp.abs(numerics.widen(p)) * jnp.float32(2.0 ** (digits - 24))
 
 
-def landed(
-    plan: LeafPlan,
-    p: jax.Array,
-    step: jax.Array,
-    correction: jax.Array,
-    noise: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """`land` for a plan with a split."""
-    assert plan.split is not None
-    return land(plan.split, p, step, correction, plan.update_dtype, plan.direct, noise)
-
-
-def master_noise(
-    plan: LeafPlan, noise: tuple[jax.Array, jax.Array] | None, group_size: int | None = None
-) -> jax.Array | None:
-    """The random bits of master weights from `random.noise_bits`; None for a plan without."""
-    if noise is None or not plan.stochastic_master:
-        return None
-    return random.slot_bits(*noise, group_size or plan.group_size, MASTER)
-
-
 def _towards(target: jax.Array, p: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """f32 of the update in a dtype; rounded by hand, since XLA drops an `astype` round trip."""
     # -0.0, which leaves even a -0.0 alone, where nothing changes
@@ -186,21 +312,6 @@ def split_update(
     return update_towards(target, p, update_dtype), correction
 
 
-def moved(
-    plan: LeafPlan,
-    p: jax.Array,
-    step: jax.Array,
-    correction: jax.Array,
-    noise: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Update, or new weight for a plan that is `direct`, and the new correction."""
-    if not plan.direct:
-        return split_update(plan.split, p, step, correction, plan.update_dtype, noise)
-    if plan.split is None:
-        return optax.apply_updates(p, (-step).astype(plan.update_dtype)), correction
-    return landed(plan, p, step, correction, noise)
-
-
 def fused_update(
     rule: UpdateRule,
     plan: LeafPlan,
@@ -224,31 +335,13 @@ def fused_update(
         weight).
       key: a uint32 key for the rounding of this leaf in this step; a pair for a part of one.
     """
-    update, values = advanced(rule, plan, g, p, state, h)
-    slots, scales = [], []
-    for slot, old in zip(plan.slots, state.scales, strict=True):
-        stored, scale = encode(plan, slot, values[slot.name], old, key)
-        slots.append(stored)
-        scales.append(scale)
+    step, values = advance(rule, plan, g, p, state, h)
+    noise = random.noise_bits(key, plan.shape, plan.group_size) if plan.stochastic else None
+    slots, scales = encode(plan, values, state.scales, noise)
     correction = state.correction
     if p is not None:
-        noise = None
+        bits = None
         if plan.stochastic_master:
-            noise = random.leaf_bits(key, plan.shape, plan.group_size, MASTER)
-        update, correction = moved(plan, p, update, correction, noise)
-    return update, LeafState(tuple(slots), tuple(scales), correction)
-
-
-def encode(
-    plan: LeafPlan, slot: SlotPlan, value: jax.Array, placeholder: jax.Array, key: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Stored slot and scales of its new value; without a codec the old scales' placeholder.
-
-    (A new one would be a copy from a constant: one launch a leaf and step.)
-    """
-    if slot.codec is None:
-        return value.astype(slot.dtype), placeholder
-    noise = None
-    if slot.stochastic:
-        noise = random.uniforms(key, plan.shape, plan.group_size, slot.name)
-    return encode_array(slot.codec, value, plan.group_size, noise)
+            bits = random.leaf_bits(key, plan.shape, plan.group_size, MASTER)
+        step, correction = move(plan, p, step, correction, bits)
+    return emit(plan, p, step), LeafState(slots, scales, correction)

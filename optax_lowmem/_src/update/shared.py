@@ -24,7 +24,6 @@ def shared_updates(
     states: Sequence[LeafState],
     h: Mapping[str, jax.Array],
     keys: jax.Array,
-    alive: jax.Array,
     implementation: str | None = None,
 ) -> list[tuple[jax.Array, LeafState]]:
     """(What each block gives its elements, new state of the shared slots) of every leaf.
@@ -36,13 +35,12 @@ def shared_updates(
       states: the stored shared slots, of `Block.mean_shape`; their corrections are not used.
       h: f32 hyperparameters; weight decay is not part of the gradient (no `l2`).
       keys: uint32 [leaves], for the rounding of each leaf in this step.
-      alive: a traced True.
       implementation: as of `fused_updates`.
     """
     # where blocks lie on several devices XLA finds it out, on Explicit axes too
     lies = [jax.tree.map(explicit.sharding_of, (s.slots[0], s)) for s in states]
     work = functools.partial(_updates, rule, plans, implementation)
-    return explicit.left_to_xla(work, lies, gradients, states, h, keys, alive)
+    return explicit.left_to_xla(work, lies, gradients, states, h, keys)
 
 
 def _updates(
@@ -53,7 +51,6 @@ def _updates(
     states: Sequence[LeafState],
     h: Mapping[str, jax.Array],
     keys: jax.Array,
-    alive: jax.Array,
 ) -> list[tuple[jax.Array, LeafState]]:
     """`shared_updates` of what it depends on."""
     own = rule.of_blocks
@@ -66,7 +63,7 @@ def _updates(
     found = fused_updates(
         own, [plan.of_blocks for plan in plans], [mean.reshape(-1) for mean in means],
         [None] * len(plans), flat,
-        {name: value for name, value in h.items() if name != "gradient_scale"}, keys, alive,
+        {name: value for name, value in h.items() if name != "gradient_scale"}, keys,
         implementation,
     )  # fmt: skip
     shaped = []

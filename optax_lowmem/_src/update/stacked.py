@@ -111,8 +111,7 @@ def _step(
 
     def one(row: Any, own: Any, key: jax.Array) -> Any:
         g, p, state = row
-        alive = key > 0  # not used
-        return packed.fused_update(rule, plan, g, p, state, {**h, **own}, key, alive)
+        return packed.fused_update(rule, plan, g, p, state, {**h, **own}, key)
 
     every, own = _stack((rows, own))
     found = jax.vmap(one)(every, own, keys[jnp.stack(numbers)])

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import jax
 from jax import lax
 
-from optax_lowmem._src.core import groups, random
+from optax_lowmem._src.core import random
 from optax_lowmem._src.core.rules import UpdateRule
 from optax_lowmem._src.update import reference
 from optax_lowmem._src.update.plan import LeafPlan, LeafState
@@ -33,34 +33,16 @@ def fused_update(
     state: LeafState,
     h: Mapping[str, jax.Array],
     key: jax.Array,
-    alive: jax.Array,
 ) -> tuple[jax.Array, LeafState]:
-    """As `reference.fused_update`; `alive` is not used."""
-    del alive
-    values = reference.advanced(rule, plan, g, p, state, h)[1]
-    measured = reference.measured(plan, values)
+    """As `reference.fused_update`."""
+    measured = reference.measure(plan, reference.advance(rule, plan, g, p, state, h)[1])
     noise = random.noise_bits(key, plan.shape, plan.group_size) if plan.noisy else None
     # what comes after the barrier is not the same expression as before it: nothing is shared
     g, p, state, measured, noise = lax.optimization_barrier((g, p, state, measured, noise))
-    update, values = reference.advanced(rule, plan, g, p, state, h)
-    slots, scales = [], []
-    for slot, old in zip(plan.slots, state.scales, strict=True):
-        value = values[slot.name]
-        if slot.codec is None:
-            slots.append(value.astype(slot.dtype))
-            scales.append(old)
-            continue
-        stored, divisor = measured[slot.name]
-        uniforms = None
-        if slot.stochastic and noise is not None:
-            row, lane = noise
-            uniforms = random.join_bits(row, lane, plan.group_size, slot.name)
-        divisor = groups.spread_tree(divisor, plan.shape[-1], plan.group_size)
-        slots.append(slot.codec.quantize(value, divisor, uniforms))
-        scales.append(stored)
+    step, values = reference.advance(rule, plan, g, p, state, h)
+    slots, scales = reference.encode(plan, values, state.scales, noise, measured=measured)
     correction = state.correction
     if p is not None:
-        update, correction = reference.moved(
-            plan, p, update, correction, reference.master_noise(plan, noise)
-        )
-    return update, LeafState(tuple(slots), tuple(scales), correction)
+        own = reference.master_noise(plan, noise)
+        step, correction = reference.move(plan, p, step, correction, own)
+    return reference.emit(plan, p, step), LeafState(slots, scales, correction)

@@ -183,7 +183,7 @@ def _step_last(
     extra: Mapping[str, Any],
 ) -> tuple[Any, Any]:
     if isinstance(tx, Optimizer) and tx.engine.weights and params is not None:
-        return tx.engine.apply(updates, state, params, factor)
+        return tx.engine.step(updates, state, params, factor)
     if isinstance(tx, Sampler):
 
         def take(gradients: Any, inner_state: Any, weights: Any) -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ from optax_lowmem._src.core.compiled import as_given, compiled, each, widened
 from optax_lowmem._src.core.hyperparameters import increment
 from optax_lowmem._src.core.policy import Policy, warn_of_patterns
 from optax_lowmem._src.update.masters import splits_masters
+from optax_lowmem._src.update.plan import decide_slot
 from optax_lowmem._src.update.slots import REFUSED, SlotFacts, facts, map_slots, scale_name
 from optax_lowmem._src.update.storage import check_codec, check_group_size
 from optax_lowmem._src.wrappers.compress_start import Start
@@ -188,21 +189,6 @@ class _Compressor:
 
     # ---- encoding ----------------------------------------------------------------------------
 
-    def _reason(
-        self,
-        path: str,
-        leaf: Any,
-        slot: str,
-        masked: set[str],
-        stored: bool = False,
-        shape: tuple[int, ...] | None = None,
-    ) -> str | None:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            return f"{leaf.dtype} is not a float"
-        if path in masked:
-            return "the policy's mask is False here"
-        return self.policy.reason(path, shape or tuple(leaf.shape), slot, stored)
-
     def _decide(
         self,
         path: str,
@@ -214,22 +200,23 @@ class _Compressor:
         stored: bool = False,
         shape: tuple[int, ...] | None = None,
         block: Any = None,
-    ) -> str | None:
-        """Records how a leaf of a slot is stored; the reason if it is not compressed.
+    ) -> bool:
+        """Record how a leaf of a slot is stored; return whether it is compressed.
 
         `shape` is the parameter's, and `block` the `Block`, where the slot has a value a block.
         """
-        reason = self._reason(path, leaf, slot, masked, stored, shape)
-        stochastic = self._stochastic(known)
-        rounding = "stochastic" if stochastic else "nearest"
-        why = reason or f"groups of {self.group_size}, {rounding} rounding"
-        how = None if reason else self.group_size, None if reason else codec
-        form = None if reason else codec.name
+        is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        decision = decide_slot(
+            path, shape or tuple(leaf.shape), slot, codec, self.group_size,
+            self._stochastic(known), self.policy, path in masked, stored,
+            refused=None if is_float else f"{leaf.dtype} is not a float",
+        )  # fmt: skip
+        compressed = decision.codec is not None
         if block is not None:  # in the words of the optimizers that keep it so themselves
-            form, why = f"{form or 'f32'}, {block.words or 'a value a block'}", block.reason
-        rounded = stochastic and reason is None
-        scope.record(scope.Decision(path, slot, form, why, *how, rounded, block))
-        return reason
+            form = f"{decision.form or 'f32'}, {block.words or 'a value a block'}"
+            decision = dataclasses.replace(decision, form=form, reason=block.reason, block=block)
+        scope.record(decision)
+        return compressed
 
     def _masked(self, params: Any) -> set[str]:
         return self.policy.masked_out(params) if jax.tree.leaves(params) else set()
@@ -258,18 +245,18 @@ class _Compressor:
         """
         scales: dict[str, Any] = {}
         masked, stored, shapes = self._masked(params), _with_codes(before), _shapes(params)
-        rows = self._to_encode(state, masked, stored, shapes, blocks)
+        slots = self._to_encode(state, masked, stored, shapes, blocks)
+        rows = [slot for slot in slots if slot is not None]
         encoded = iter(each(_encoded, rows, self.group_size, seed, count))
+        decided = iter(slots)
 
         def encode(node: Any, slot: str, value: Any) -> Any:
             codec = self._codec_of(node, slot)
             if codec is None:
                 return value
             pairs, name = [], scale_name(slot, scales)
-            for path, leaf in trees.named_leaves(value):
-                shape, kept = shapes.get(path, leaf.shape), (name, path) in stored
-                own = shape if _in_one_row(node, slot, leaf.shape, shape) else None
-                if self._reason(path, leaf, slot, masked, kept, own):
+            for leaf in jax.tree.leaves(value):
+                if next(decided) is None:
                     pairs.append((leaf, jnp.asarray(np.zeros((), np.float32))))
                 else:
                     pairs.append(next(encoded))
@@ -286,9 +273,9 @@ class _Compressor:
         stored: set[tuple[str, str]],
         shapes: Mapping[str, tuple[int, ...]],
         blocks: Mapping[tuple[str, str], Any],
-    ) -> list["_Slot"]:
-        """The leaves of slots that are compressed, in order; decisions are recorded."""
-        found: list[_Slot] = []
+    ) -> list["_Slot | None"]:
+        """The leaves of slots in order, None where not compressed; decisions are recorded."""
+        found: list[_Slot | None] = []
         seen: dict[str, Any] = {}
 
         def visit(node: Any, slot: str, value: Any) -> Any:
@@ -301,9 +288,9 @@ class _Compressor:
                 kept, shape = (scales, path) in stored, shapes.get(path, leaf.shape)
                 row = _in_one_row(node, slot, leaf.shape, shape)
                 of_block = (shape if row else None, blocks.get((path, slot)))
-                if not self._decide(path, leaf, slot, masked, codec, known, kept, *of_block):
-                    name = random.name_of(path)
-                    found.append(_Slot(codec, slot, name, leaf, self._stochastic(known), row))
+                own = _Slot(codec, slot, random.name_of(path), leaf, self._stochastic(known), row)
+                compressed = self._decide(path, leaf, slot, masked, codec, known, kept, *of_block)
+                found.append(own if compressed else None)
             return ()
 
         map_slots(visit, state)

@@ -19,12 +19,12 @@ class Start:
 
     Attributes:
       codec_of: (state, field) -> codec, or None.
-      decide: records how a leaf of a slot is stored, and gives the reason if it is not compressed.
+      decide: records how a leaf of a slot is stored, and gives whether it is compressed.
       group_size: neighbours that share a scale.
     """
 
     codec_of: Callable[[Any, str], GroupCodec | None]
-    decide: Callable[..., str | None]
+    decide: Callable[..., bool]
     group_size: int
 
     def is_constant(self, abstract: Any) -> bool:
@@ -75,8 +75,8 @@ class Start:
             for path, one in trees.named_leaves(value):
                 full = next(shapes)
                 of_slot.append(full)
-                reason = self.decide(path, full, slot, masked, codec, facts(node, slot))
-                rows.append((None if reason else codec, one, full.dtype, weights[path]))
+                kept = self.decide(path, full, slot, masked, codec, facts(node, slot))
+                rows.append((codec if kept else None, one, full.dtype, weights[path]))
             trees_of.append(jax.tree.unflatten(jax.tree.structure(value), of_slot))
             return ()
 
