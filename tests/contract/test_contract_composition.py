@@ -200,7 +200,7 @@ def _parts(scales: jax.Array, codec: Any) -> list[np.ndarray]:
 
 
 def _same_sum(storage: lowmem.Storage, slot: str, codes: Any, scales: Any) -> Any:
-    """Whether decoded values are as close as the f32 sums that they are of.
+    """Return whether decoded values are as close as the f32 sums that they are of.
 
     Where m = b1 m + (1-b1) g cancels its relative error is of any size, and an expanded group of
     one value has 4095 times the octaves: several codes.

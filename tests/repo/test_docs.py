@@ -1,16 +1,21 @@
 """Docstrings and README: their examples run, and public names say what they take."""
 
 import doctest
+import functools
 import importlib
 import inspect
 import pkgutil
 import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import optax_lowmem
 from benchmarks import tables
+from tests.tolerances import COMPOSITION_SHARE
 
 README = Path(__file__).parents[2] / "README.md"
 MODULES = [
@@ -82,15 +87,54 @@ def test_arguments_are_described(name):
     assert not missing
 
 
+def blocks_of(page):
+    """(name, source) of each python block of a page."""
+    found = re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
+    return [(f"{page.name}, block {index}", block) for index, block in enumerate(found)]
+
+
 def test_code_of_the_readme(tmp_path, monkeypatch):
     """Its python blocks, in order, in one namespace."""
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(
-        r"^```python\n(.*?)^```", README.read_text("utf-8"), re.DOTALL | re.MULTILINE
-    )
     namespace: dict = {}
-    for index, block in enumerate(blocks):
-        exec(compile(block, f"README.md, block {index}", "exec"), namespace)  # noqa: S102
+    for name, block in blocks_of(README):
+        exec(compile(block, name, "exec"), namespace)  # noqa: S102
+
+
+COMPOSITION = README.parent / "docs" / "composition.md"
+
+
+def test_chains_of_the_composition_page():
+    """Each block after the first has a drop-in, and a chain with its state and its weights."""
+    (name, first), *others = blocks_of(COMPOSITION)
+    namespace: dict = {}
+    exec(compile(first, name, "exec"), namespace)  # noqa: S102
+    params = namespace["params"]
+    grads = jax.tree.map(lambda p: jnp.cos(jnp.arange(p.size)).reshape(p.shape), params)
+    for name, block in others:
+        own = {**namespace}
+        exec(compile(block, name, "exec"), own)  # noqa: S102
+        namespace.update({k: v for k, v in own.items() if k not in ("drop_in", "chain")})
+        found = []
+        for tx in (own["drop_in"], own["chain"]):
+            weights, state = optax_lowmem.init(tx, params)
+            step = jax.jit(functools.partial(optax_lowmem.step, tx))
+            for _ in range(3):
+                weights, state = step(grads, state, weights)
+            found.append(optax_lowmem.master_params(weights, state))
+        for one, other in zip(*map(jax.tree.leaves, found), strict=True):
+            moved, gap = np.abs(one - 1).mean(), np.abs(one - other).mean()
+            assert moved > 1e-3 and gap < COMPOSITION_SHARE * moved, name
+        drop_in, chain = (
+            optax_lowmem.memory.report(own[which], params).state_bytes
+            for which in ("drop_in", "chain")
+        )
+        assert abs(chain - drop_in) <= 64, name  # counters, seeds and placeholders
+
+
+def test_every_optimizer_is_on_the_composition_page():
+    heads = re.findall(r"^## (.*)$", COMPOSITION.read_text("utf-8"), re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", " ".join(heads))) == {*optax_lowmem.OPTIMIZERS, "adam_mini"}
 
 
 def test_every_page_with_a_table_is_rendered():
