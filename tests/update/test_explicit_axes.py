@@ -116,7 +116,13 @@ def gradients_of(name, params):
 
 
 WITH_SCALES = ["flash_adamw", "stable_adamw", "q_adam_mini", "scale_by_flash_adam"]
-WRAPPING = ["compress_state adan", "moments of blocks", "into bfloat16", "per_tensor_loss_scale", "gaussws_noise"]
+WRAPPING = [
+    "compress_state adan",
+    "moments of blocks",
+    "into bfloat16",
+    "per_tensor_loss_scale",
+    "gaussws_noise",
+]
 
 
 @pytest.mark.filterwarnings("ignore:.*Adam-mini:UserWarning", "ignore:.*block:UserWarning")
