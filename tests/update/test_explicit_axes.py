@@ -61,6 +61,10 @@ def forms():
         "compress_state amsgrad": compressed(optax.amsgrad(1e-3), mu=mu, nu=nu, nu_max=nu),
         "compand_momentum": lowmem.compand_momentum(optax.trace(0.9), policy=POLICY),
         "sqrt_variance_quant": lowmem.sqrt_variance_quant(optax.scale_by_rms(), policy=POLICY),
+        "moments of blocks": lowmem.sqrt_variance_quant(
+            lowmem.scale_by_adam_mini(blocks=lowmem.blocks.Structure(rules=(("*", (-1,)),))),
+            policy=POLICY,
+        ),
         "split_master_weights": lowmem.split_master_weights(optax.adam(1e-3)),
         "into bfloat16": lowmem.accumulate_gradients(ours, 2, into="bfloat16"),
         "into moments": lowmem.accumulate_gradients(ours, 2, into="moments"),
@@ -77,7 +81,7 @@ def forms():
 FORMS = (
     *lowmem.OPTIMIZERS,
     *("scale_by_flash_adam", "compress_state adam", "compress_state adan"),
-    *("compress_state amsgrad", "compand_momentum", "sqrt_variance_quant"),
+    *("compress_state amsgrad", "compand_momentum", "sqrt_variance_quant", "moments of blocks"),
     *("split_master_weights", "into bfloat16", "into moments", "track_master_ema"),
     *("per_tensor_loss_scale", "update_clipping", "gaussws_noise", "chain"),
     *("MultiSteps", "apply_if_finite"),
@@ -112,7 +116,7 @@ def gradients_of(name, params):
 
 
 WITH_SCALES = ["flash_adamw", "stable_adamw", "q_adam_mini"]
-WRAPPING = ["compress_state adan", "into bfloat16", "gaussws_noise"]
+WRAPPING = ["compress_state adan", "moments of blocks", "into bfloat16", "gaussws_noise"]
 
 
 @pytest.mark.filterwarnings("ignore:.*Adam-mini:UserWarning", "ignore:.*block:UserWarning")

@@ -211,6 +211,18 @@ def test_second_moments_of_blocks():
         wider.update(grads, state, OF_BLOCKS)
 
 
+def test_a_direction_of_blocks_knows_embeddings():
+    storage = lowmem.Storage(nu=None, rounding="embeddings", policy=lowmem.Policy(min_size=64))
+    tx = lowmem.scale_by_adam_mini(blocks=lowmem.blocks.Structure(default="whole"), storage=storage)
+    params = {"embed": {"embedding": jnp.ones((64, 32))}, "mlp": jnp.ones((64, 32))}
+    found = {d.path: d.stochastic for d in lowmem.explain(tx, params).decisions if d.slot == "mu"}
+    assert found == {"embed/embedding": True, "mlp": False}
+    with pytest.raises(ValueError, match="heads=5 does not divide"):
+        lowmem.scale_by_adam_mini(blocks=lowmem.blocks.Structure(heads=5)).init(
+            {"attn": {"query": {"kernel": jnp.ones((64, 32))}}}
+        )
+
+
 def test_a_slot_that_holds_codes_already():
     params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
     for inner in (

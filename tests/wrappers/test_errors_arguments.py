@@ -46,6 +46,8 @@ def test_blocks_that_are_no_structure():
     for make in (lowmem.adam_mini, lowmem.flash_adam_mini, lowmem.q_adam_mini):
         with raises(r"blocks must be a lowmem.blocks.Structure, got \{'heads': 4\}", TypeError):
             make(1e-3, blocks=dict(heads=4))
+    with raises(r"blocks must be a lowmem.blocks.Structure, got \{'heads': 4\}", TypeError):
+        lowmem.scale_by_adam_mini(blocks=dict(heads=4))
 
 
 def test_weights_cast_after_init():

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 
 from optax_lowmem._src.codecs import GroupCodec, group_codec
-from optax_lowmem._src.core import boxes, derivative, groups, random, scope, trees
+from optax_lowmem._src.core import boxes, derivative, explicit, groups, random, scope, trees
 from optax_lowmem._src.core.compiled import as_given, compiled, each, widened
 from optax_lowmem._src.core.hyperparameters import increment
 from optax_lowmem._src.core.policy import Policy, warn_of_patterns
@@ -108,6 +109,15 @@ def _small(ranks: list[int]) -> list[jax.Array]:
     return [jnp.zeros((1,) * rank, jnp.float32) for rank in ranks]
 
 
+def _shaped(x: jax.Array, shape: tuple[int, ...], lies: NamedSharding | None) -> jax.Array:
+    """`x` reshaped; on Explicit axes it has this sharding, or None for replicated."""
+
+    def reshape(x: jax.Array) -> jax.Array:
+        return x.reshape(shape)
+
+    return explicit.left_to_xla(reshape, lies, x)
+
+
 def _encoded(
     codec: GroupCodec,
     slot: str,
@@ -120,18 +130,20 @@ def _encoded(
     count: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     key = random.named_key(seed, count, name) if stochastic else None
-    values = leaf.reshape(-1) if in_one_row else leaf
+    values = _shaped(leaf, (leaf.size,), None) if in_one_row else leaf
     codes, scales = group_codec.encode(codec, values, group_size, key, _DRAWN_AS.get(slot, slot))
-    return codes.reshape(leaf.shape), scales
+    lies = explicit.sharding_of(leaf)
+    return (_shaped(codes, leaf.shape, lies) if in_one_row else codes), scales
 
 
 def _decoded(
     codec: GroupCodec, codes: jax.Array, scales: jax.Array, in_one_row: bool, group_size: int
 ) -> jax.Array:
     # plain XLA, not a kernel: it fuses into the inner update and the f32 is never stored
-    rows = codes.reshape(-1) if in_one_row else codes
+    rows = _shaped(codes, (codes.size,), None) if in_one_row else codes
     values = group_codec.decode(codec, rows, scales, group_size, implementation="xla")
-    return values.reshape(codes.shape)
+    lies = explicit.sharding_of(codes)
+    return _shaped(values, codes.shape, lies) if in_one_row else values
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
