@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 import optax_lowmem as lowmem
-from benchmarks import records
+from benchmarks import claims, records
+from benchmarks.claims import BETTER, NOT, SAME
 from benchmarks.claims import coat as paper
-from benchmarks.claims import flashoptim as claims
-from benchmarks.claims.findings import BETTER, NOT, SAME
 from benchmarks.suites.formats import bench as bench_formats
 from benchmarks.suites.formats import errors as fe
 from benchmarks.suites.formats import formats
