@@ -1,4 +1,4 @@
-"""The stored curves of `adam_mini`: a compressed .npz of f32, with what the run was."""
+"""Stored curves of training runs: a compressed .npz of f32, with what the runs were."""
 
 from __future__ import annotations
 
@@ -52,3 +52,17 @@ def load(path: Path = CURVES) -> Curves:
                 variant, name = key.rsplit("/", 1)
                 runs.setdefault(variant, {})[name] = stored[key]
     return Curves(about, runs)
+
+
+def store(path: Path, part: str | None, flags: dict[str, Any], runs: dict[str, Any]) -> None:
+    """Writes a part's curves beside those of the others; of other settings, it starts anew.
+
+    Without a part, they are all that the file has.
+    """
+    if part is None:
+        return Curves(flags, dict(runs)).save(path)
+    found = load(path) if path.exists() else Curves({}, {})
+    same = found.about.get(part) == flags
+    kept = {k: v for k, v in found.runs.items() if same or k.partition("/")[0] != part}
+    added = {f"{part}/{name}": curves for name, curves in runs.items()}
+    return Curves(found.about | {part: flags}, kept | added).save(path)

@@ -5,10 +5,10 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import ROOT
+from benchmarks import ROOT, claims
 from benchmarks.claims import coat as claims_coat
 from benchmarks.claims import coat_activations as claims_coat_activations
-from benchmarks.claims import flashoptim as claims
+from benchmarks.claims import flashoptim
 from benchmarks.claims import gaussws as claims_gaussws
 from benchmarks.claims import q_adam_mini as claims_q_adam_mini
 from benchmarks.claims import stable_adamw as claims_stable_adamw
@@ -62,7 +62,7 @@ SUITES: tuple[Any, ...] = (
     targets,
 )
 PAPERS: dict[str, tuple[str, Any]] = {
-    "claims": ("FlashOptim", claims),
+    "claims": ("FlashOptim", flashoptim),
     "claims_stable_adamw": ("StableAdamW", claims_stable_adamw),
     "claims_q_adam_mini": ("Q-Adam-mini", claims_q_adam_mini),
     "claims_coat": ("COAT", claims_coat),

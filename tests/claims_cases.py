@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from benchmarks.claims import flashoptim as claims
+from benchmarks import claims
 
 GPU = "some GPU"
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.suites.adam_mini.training import Text
+from benchmarks.training import Text
 from tests.contract_cases import QUICK_COMPILE
 
 

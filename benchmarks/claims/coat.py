@@ -1,21 +1,32 @@
 """Claims of COAT on 8-bit optimizer states, and our measurements.
 
 The records are of `formats`; errors are those of one encoding in groups of 128, as in the
-paper's tables. The rows have the form of `claims.Claim`.
+paper's tables.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
-from benchmarks.claims import findings
-from benchmarks.claims.findings import BETTER, NOT, SAME, Finding, Measure, Rows
-from benchmarks.claims.flashoptim import Claim
+from benchmarks.claims import (
+    BETTER,
+    NOT,
+    SAME,
+    Claim,
+    Finding,
+    Measure,
+    findings,
+    judged,
+    measure,
+    some,
+)
+from benchmarks.records import Rows
 from benchmarks.suites.formats.formats import DE8, DE8_X, E4M3, E4M3_X, E5M2, E5M2_X, MU, NU
 from benchmarks.suites.formats.tables import PAPER, Measured, measured, number
 
 EXPANDED = {E4M3: E4M3_X, E5M2: E5M2_X, DE8: DE8_X}
 BOTH, DE8_BEST = 1.63, 1.41  # §4.2 and §6.3.1
+WORSE = PAPER[DE8, DE8_X] / PAPER[DE8, DE8]  # Table 9
 NEAR = 0.15  # two ratios of errors are alike within this share
 CLOSE = 0.03  # and two errors within this
 MOST = 0.9  # of groups: "typically"
@@ -48,30 +59,21 @@ def rank_correlation(matrix: Matrix) -> float:
     return float(np.corrcoef(ours, theirs)[0, 1])
 
 
-def _reading(says: Says) -> Measure:
-    def measure(rows: Rows) -> Finding | None:
-        found = measured(rows)
-        if found is None:
-            return None
-        text, holds = says(once(found))
-        return Finding(text, SAME if holds else NOT, found.of("once at 128"))
-
-    return measure
+@measure
+def _reading(rows: Rows, says: Says) -> Finding:
+    found = some(measured(rows))
+    text, holds = says(once(found))
+    return judged(text, holds, found.of("once at 128"))
 
 
-def _gain(plain: Pair, better: Pair, printed: float) -> Measure:
+@measure
+def _gain(rows: Rows, plain: Pair, better: Pair, printed: float) -> Finding:
     """Return a measure of the factor by which the better pair's error is smaller."""
-
-    def measure(rows: Rows) -> Finding | None:
-        found = measured(rows)
-        if found is None:
-            return None
-        matrix = once(found)
-        gain = matrix[plain] / matrix[better]
-        verdict = SAME if abs(gain / printed - 1) <= NEAR else BETTER if gain > printed else NOT
-        return Finding(f"x {gain:.2f}", verdict, found.of("once at 128"))
-
-    return measure
+    found = some(measured(rows))
+    matrix = once(found)
+    gain = matrix[plain] / matrix[better]
+    verdict = SAME if abs(gain / printed - 1) <= NEAR else BETTER if gain > printed else NOT
+    return judged(f"x {gain:.2f}", verdict, found.of("once at 128"))
 
 
 def _improves(slot: str, name: str) -> Measure:
@@ -124,18 +126,14 @@ def _lowest(matrix: Matrix) -> tuple[str, bool]:
     return text, least in {(DE8_X, E4M3_X), (DE8_X, E5M2_X)}
 
 
-def _span(slot: str, decades: int) -> Measure:
-    def measure(rows: Rows) -> Finding | None:
-        found = measured(rows)
-        if found is None:
-            return None
-        values = found.values("spans")
-        within = 1 - values[slot, f"over_1e{decades}"]
-        median = 10 ** values[slot, "p50"]
-        text = f"under 1e{decades} in {100 * within:.0f} % of groups, median {number(median)}"
-        return Finding(text, SAME if within >= MOST else NOT, found.of("spans", impl=slot))
-
-    return measure
+@measure
+def _span(rows: Rows, slot: str, decades: int) -> Finding:
+    found = some(measured(rows))
+    values = found.values("spans")
+    within = 1 - values[slot, f"over_1e{decades}"]
+    median = 10 ** values[slot, "p50"]
+    text = f"under 1e{decades} in {100 * within:.0f} % of groups, median {number(median)}"
+    return judged(text, within >= MOST, found.of("spans", impl=slot))
 
 
 def exponents(found: Measured, slot: str) -> tuple[float, float, float]:
@@ -145,54 +143,14 @@ def exponents(found: Measured, slot: str) -> tuple[float, float, float]:
     return low, middle, high
 
 
-def _k(slot: str, least: float, most: float) -> Measure:
+@measure
+def _k(rows: Rows, slot: str, least: float, most: float) -> Finding:
     """Return a measure of whether the median k lies in the paper's span."""
-
-    def measure(rows: Rows) -> Finding | None:
-        found = measured(rows)
-        if found is None:
-            return None
-        low, middle, high = exponents(found, slot)
-        text = f"median {middle:.1f}, {low:.1f} to {high:.1f} in 90 % of groups"
-        same = least <= middle <= most
-        return Finding(text, SAME if same else NOT, found.of("spans", impl=slot))
-
-    return measure
-
-
-def _tables() -> Iterator[Claim]:
-    for slot, letter in ((MU, "m"), (NU, "v")):
-        for name in EXPANDED if slot == MU else (E4M3, E5M2):
-            where = "Table 9" if name == DE8 else "Table 1"
-            yield Claim(
-                f"{where}, expansion of {name} for {letter}",
-                f"error {_spread(slot, name)} smaller",
-                _improves(slot, name),
-            )
-    yield Claim(
-        "§4.2, expansion of E4M3 for both",
-        f"x {BOTH} smaller",
-        _gain((E4M3, E4M3), (E4M3_X, E4M3_X), BOTH),
-    )
-    yield Claim(
-        "§6.3.1, DE8 for both → DE8 + expansion for m, E4M3 + expansion for v",
-        f"x {DE8_BEST} smaller",
-        _gain((DE8, DE8), (DE8_X, E4M3_X), DE8_BEST),
-    )
-    printed = PAPER[DE8, DE8_X] / PAPER[DE8, DE8]
-    yield Claim(
-        "Table 9, DE8 for v",
-        f"expansion makes it worse (x {printed:.2f} beside DE8 for m)",
-        _reading(_worse),
-    )
-    yield Claim("Table 1, m", "E4M3 is more suitable than E5M2", _reading(_formats))
-    yield Claim("Table 1, v", "E4M3 is better; expanded nearly the same", _reading(_seconds))
-    yield Claim(
-        "Table 9, the lowest error",
-        "m DE8 + expansion, v E4M3 or E5M2 + expansion",
-        _reading(_lowest),
-    )
-    yield Claim("Tables 1 and 9", "the order of all pairs", _reading(_order))
+    found = some(measured(rows))
+    low, middle, high = exponents(found, slot)
+    text = f"median {middle:.1f}, {low:.1f} to {high:.1f} in 90 % of groups"
+    same = least <= middle <= most
+    return judged(text, same, found.of("spans", impl=slot))
 
 
 def _worse(matrix: Matrix) -> tuple[str, bool]:
@@ -200,26 +158,35 @@ def _worse(matrix: Matrix) -> tuple[str, bool]:
     return f"x {min(ratios):.2f} to {max(ratios):.2f}", min(ratios) > 1
 
 
-def _ranges() -> Iterator[Claim]:
-    yield Claim("Figure 2a, m", "max / min of a group typically under 1e4", _span(MU, 4))
-    yield Claim("Figure 2a, v", "max / min of a group usually under 1e1", _span(NU, 1))
-    yield Claim("Figure 2c, k of m", "1 to 3", _k(MU, 1, 3))
-    yield Claim("Figure 2c, k of v", "5 to 15", _k(NU, 5, 15))
-
-
-def _training() -> Iterator[Claim]:
-    yield Claim(
-        "Table 13, FP8 states against BF16 training",
-        "training perplexity 2.995 → 2.998 (+0.10 %)",
-        findings.training("gpt-42m batch=8/coat_adamw", "val_loss", theirs=0.001),
-    )
-    reasons = [
-        ("Tables 3 and 4, Figures 5 and 6, OLMo", "training loss 2.551 → 2.568, 2.366 → 2.379",
-         "needs 250 to 300 billion tokens"),
-        ("Tables 5 and 6, Figures 7 and 8, fine-tuning", "average 55.7 → 55.5, VILA 62.80 → 62.51",
-         "needs the weights of Llama-2-7B and VILA1.5-7B"),
-    ]  # fmt: skip
-    yield from (Claim(*row) for row in reasons)
-
-
-CLAIMS = (*_tables(), *_ranges(), *_training())
+CLAIMS: tuple[Claim, ...] = (
+    # tables
+    *(Claim(f"{('Table 9' if name == DE8 else 'Table 1')}, expansion of {name} for {letter}",
+            f"error {_spread(slot, name)} smaller", _improves(slot, name))
+      for slot, letter in ((MU, "m"), (NU, "v"))
+      for name in (EXPANDED if slot == MU else (E4M3, E5M2))),
+    Claim("§4.2, expansion of E4M3 for both", f"x {BOTH} smaller",
+          _gain((E4M3, E4M3), (E4M3_X, E4M3_X), BOTH)),
+    Claim("§6.3.1, DE8 for both → DE8 + expansion for m, E4M3 + expansion for v",
+          f"x {DE8_BEST} smaller", _gain((DE8, DE8), (DE8_X, E4M3_X), DE8_BEST)),
+    Claim("Table 9, DE8 for v",
+          f"expansion makes it worse (x {WORSE:.2f} beside DE8 for m)",
+          _reading(_worse)),
+    Claim("Table 1, m", "E4M3 is more suitable than E5M2", _reading(_formats)),
+    Claim("Table 1, v", "E4M3 is better; expanded nearly the same", _reading(_seconds)),
+    Claim("Table 9, the lowest error", "m DE8 + expansion, v E4M3 or E5M2 + expansion",
+          _reading(_lowest)),
+    Claim("Tables 1 and 9", "the order of all pairs", _reading(_order)),
+    # ranges
+    Claim("Figure 2a, m", "max / min of a group typically under 1e4", _span(MU, 4)),
+    Claim("Figure 2a, v", "max / min of a group usually under 1e1", _span(NU, 1)),
+    Claim("Figure 2c, k of m", "1 to 3", _k(MU, 1, 3)),
+    Claim("Figure 2c, k of v", "5 to 15", _k(NU, 5, 15)),
+    # training
+    Claim("Table 13, FP8 states against BF16 training",
+          "training perplexity 2.995 → 2.998 (+0.10 %)",
+          findings.training("gpt-42m batch=8/coat_adamw", "val_loss", theirs=0.001)),
+    Claim("Tables 3 and 4, Figures 5 and 6, OLMo", "training loss 2.551 → 2.568, 2.366 → 2.379",
+          "needs 250 to 300 billion tokens"),
+    Claim("Tables 5 and 6, Figures 7 and 8, fine-tuning", "average 55.7 → 55.5, VILA 62.80 → 62.51",
+          "needs the weights of Llama-2-7B and VILA1.5-7B"),
+)  # fmt: skip

@@ -1,17 +1,14 @@
 """Claims of GaussWS on noise on weights, and our measurements.
 
 The records are of `gaussws` (training on an accelerator, one seed; section 3's numbers,
-anywhere) and `noise` (Figure 5, Table 1). The rows have the form of `claims.Claim`.
+anywhere) and `noise` (Figure 5, Table 1).
 """
 
 import math
 import statistics
-from collections.abc import Iterator
 
-from benchmarks.claims import findings
-from benchmarks.claims.findings import NOT, SAME, Finding, Measure, Rows
-from benchmarks.claims.flashoptim import Claim
-from benchmarks.records import last, on_gpus, select
+from benchmarks.claims import Claim, Finding, all_of, judged, measure, some
+from benchmarks.records import Rows, last, on_gpus, select
 
 # names of variants and kinds of matrices, as in gaussws_training, which needs Flax
 BASE, OD, ALL, DIFFQ = "no noise", "gaussws[od]", "gaussws[all]", "diffq[all]"
@@ -43,23 +40,19 @@ def analysis(rows: Rows, case: str) -> dict[str, dict]:
     return {row["metric"]: row for row in select(rows, bench="gaussws", case=case)}
 
 
-def _probabilities(rows: Rows) -> Finding | None:
+def _probabilities(rows: Rows) -> Finding:
     found = analysis(rows, "equation 8")
-    used = findings.all_of(*(found.get(f"share of {m}") for m in (0, 1, 2)))
-    if used is None:
-        return None
+    used = all_of(*(found.get(f"share of {m}") for m in (0, 1, 2)))
     zero, one, two = (row["value"] for row in used)
     text = f"1/{2 / two:.1f}, 1/{2 / one:.2f}, {zero:.4f}"
     wanted = (1 - 2 * (9 / 64 + 3 / 2048), 9 / 32, 3 / 1024)
     same = max(abs(a - b) for a, b in zip((zero, one, two), wanted, strict=True)) < FEW
-    return Finding(text, SAME if same else NOT, used)
+    return judged(text, same, used)
 
 
-def _rounded_normal(rows: Rows) -> Finding | None:
+def _rounded_normal(rows: Rows) -> Finding:
     found = analysis(rows, "equation 8")
-    used = findings.all_of(*(found.get(f"share of {m}") for m in (0, 1)))
-    if used is None:
-        return None
+    used = all_of(*(found.get(f"share of {m}") for m in (0, 1)))
     zero, one = (math.erf(s / math.sqrt(2)) for s in (1, 3))
     normal = (zero, one - zero)
     text = ", ".join(
@@ -67,50 +60,23 @@ def _rounded_normal(rows: Rows) -> Finding | None:
         for m, row, p in zip(("0", "±1"), used, normal, strict=True)
     )
     off = max(abs(row["value"] / p - 1) for row, p in zip(used, normal, strict=True))
-    return Finding(text, SAME if off < 0.05 else NOT, used)
+    return judged(text, off < 0.05, used)
 
 
-def _nullified(rows: Rows) -> Finding | None:
-    used = list(analysis(rows, "section 3.5").values())
-    if not used:
-        return None
+def _nullified(rows: Rows) -> Finding:
+    used = some(list(analysis(rows, "section 3.5").values()))
     most, least = (f(row["value"] for row in used) for f in (max, min))
     text = f"{least:.3f} to {most:.4f}, the smaller the value the more"
-    return Finding(text, SAME if abs(most - 0.284) < FEW and least == 0 else NOT, used)
+    return judged(text, abs(most - 0.284) < FEW and least == 0, used)
 
 
-def _underflow(case: str, to: str, bits: int) -> Measure:
-    def measure(rows: Rows) -> Finding | None:
-        found = analysis(rows, case)
-        used = [row for name, row in found.items() if name.startswith(to)]
-        if not used:
-            return None
-        most = max(row["value"] for row in used)
-        text = f"b_t = {bits}: {100 * most:.2f} % of the noise underflows at most, over maxima"
-        return Finding(text, SAME if most == 0 else NOT, used)
-
-    return measure
-
-
-def _section_3() -> Iterator[Claim]:
-    yield Claim("Equation 8", "P(2) ≈ 1/682.7, P(1) ≈ 1/7.1, P(0) ≈ 0.716", _probabilities)
-    yield Claim("§3.4", "approximates the rounded normal distribution", _rounded_normal)
-    yield Claim("§3.5", "near-zero values are nullified with up to ≈ 0.284", _nullified)
-    yield Claim(
-        "Equation 6, BF16",
-        "b_t ≤ m + 2 - r = 9: no noise underflows",
-        _underflow("equation 6", "bfloat16", 9),
-    )
-    yield Claim(
-        "Equation 6, FP8 E4M3",
-        "b_t ≤ m + 2 - r = 5: no noise underflows",
-        _underflow("equation 6", "mxfp8_e4m3", 5),
-    )
-    yield Claim(
-        "Equation 6 with m + 1 - r, BF16",
-        "(ours: the bound for any maximum of a block)",
-        _underflow("equation 6, any maximum", "bfloat16", 8),
-    )
+@measure
+def _underflow(rows: Rows, case: str, to: str, bits: int) -> Finding:
+    found = analysis(rows, case)
+    used = some([row for name, row in found.items() if name.startswith(to)])
+    most = max(row["value"] for row in used)
+    text = f"b_t = {bits}: {100 * most:.2f} % of the noise underflows at most, over maxima"
+    return judged(text, most == 0, used)
 
 
 # ---- Speed and memory: bench_noise ---------------------------------------------------------------
@@ -126,59 +92,33 @@ def rates_of_noise(rows: Rows, metric: str) -> dict[str, dict[str, dict]]:
     return dict(sorted(shapes.items(), key=lambda one: math.prod(map(int, one[0].split("x")))))
 
 
-def _faster(other: str, least: float) -> Measure:
+@measure
+def _faster(rows: Rows, other: str, least: float) -> Finding:
     """Equation 1's forward pass against another's, over shapes."""
-
-    def measure(rows: Rows) -> Finding | None:
-        shapes = rates_of_noise(rows, "gelem_per_s").values()
-        pairs = [(of["gaussws"], of[other]) for of in shapes if {"gaussws", other} <= of.keys()]
-        if not pairs:
-            return None
-        gains = [ours["value"] / theirs["value"] for ours, theirs in pairs]
-        text = f"x {min(gains):.2f} to {max(gains):.2f} over {len(pairs)} shapes"
-        used = [row for pair in pairs for row in pair]
-        return Finding(text, SAME if min(gains) >= least else NOT, used)
-
-    return measure
+    shapes = rates_of_noise(rows, "gelem_per_s").values()
+    pairs = some([(of["gaussws"], of[other]) for of in shapes if {"gaussws", other} <= of.keys()])
+    gains = [ours["value"] / theirs["value"] for ours, theirs in pairs]
+    text = f"x {min(gains):.2f} to {max(gains):.2f} over {len(pairs)} shapes"
+    used = [row for pair in pairs for row in pair]
+    return judged(text, min(gains) >= least, used)
 
 
-def _overhead(optimizer: str, name: str) -> Measure:
+@measure
+def _overhead(rows: Rows, optimizer: str, name: str) -> Finding:
     says = OVERHEADS[optimizer][name]
-
-    def measure(rows: Rows) -> Finding | None:
-        steps = select(on_gpus(rows), bench="train", case=f"llama-134m/{optimizer}")
-        row = last(steps, metric="overhead", impl=name)
-        if row is None:
-            return None
-        text = f"Llama-134M: {100 * row['value']:.2f} % of a step"
-        return Finding(text, SAME if row["value"] <= says else NOT, [row])
-
-    return measure
+    steps = select(on_gpus(rows), bench="train", case=f"llama-134m/{optimizer}")
+    row = some(last(steps, metric="overhead", impl=name))
+    text = f"Llama-134M: {100 * row['value']:.2f} % of a step"
+    return judged(text, row["value"] <= says, [row])
 
 
-def _memory(rows: Rows) -> Finding | None:
+def _memory(rows: Rows) -> Finding:
     steps = select(on_gpus(rows), bench="train", metric="extra_bytes")
     used = [r for r in steps if r["case"].startswith("llama-134m/") and r["impl"] in (OD, ALL)]
-    if not used:
-        return None
+    some(used)
     most = max(row["value"] for row in used)
     text = f"at most {most:.3f}, over optimizers and parts"
-    return Finding(text, SAME if most <= MEMORY else NOT, used)
-
-
-def _speed() -> Iterator[Claim]:
-    yield Claim(
-        "Figure 5, against the framework's normal numbers",
-        "at least 3 x (PyTorch's; ours: jax.random.normal)",
-        _faster("jax-normal", FACTOR),
-    )
-    yield Claim("Figure 5, against Box-Muller", "faster in all cases", _faster("box-muller", 1.0))
-    for optimizer, of in OVERHEADS.items():
-        for name, share in of.items():
-            words = "AdamW" if optimizer == "flash_adamw" else "Adam-mini"
-            where, says = f"Table 1, {words}, {name}", f"{100 * share:.2f} % of tokens/s"
-            yield Claim(where, says, _overhead(optimizer, name))
-    yield Claim("Table 1, memory", "≈ 2 bytes a parameter", _memory)
+    return judged(text, most <= MEMORY, used)
 
 
 # ---- Training: bench_gaussws ---------------------------------------------------------------------
@@ -209,24 +149,19 @@ def _about(row: dict) -> str:
     return f"{flags['parameters'] / 1e6:.0f}M, {flags['steps']} steps of {flags['tokens']:,} tokens"
 
 
-def _loss(name: str, base: str, most: float, metric: str = "val_loss") -> Measure:
+@measure
+def _loss(rows: Rows, name: str, base: str, most: float, metric: str = "val_loss") -> Finding:
     """A run's held-out loss over another's, without noise in either."""
-
-    def measure(rows: Rows) -> Finding | None:
-        run = newest_run(rows)
-        used = findings.all_of(run.get((base, "val_loss")), run.get((name, metric)))
-        if used is None:
-            return None
-        more = over(used[1]["value"], used[0]["value"])
-        chance, text = run.get((OTHER_START, "val_loss")), _about(used[0])
-        text += f": {used[0]['value']:.4f} → {used[1]['value']:.4f} ({100 * more:+.2f} %"
-        if chance is not None and base == BASE:
-            other = over(chance["value"], used[0]["value"])
-            text += f"; other initial weights {100 * other:+.2f} %"
-            used.append(chance)
-        return Finding(text + ")", SAME if more <= most else NOT, used)
-
-    return measure
+    run = newest_run(rows)
+    used = all_of(run.get((base, "val_loss")), run.get((name, metric)))
+    more = over(used[1]["value"], used[0]["value"])
+    chance, text = run.get((OTHER_START, "val_loss")), _about(used[0])
+    text += f": {used[0]['value']:.4f} → {used[1]['value']:.4f} ({100 * more:+.2f} %"
+    if chance is not None and base == BASE:
+        other = over(chance["value"], used[0]["value"])
+        text += f"; other initial weights {100 * other:+.2f} %"
+        used.append(chance)
+    return judged(text + ")", more <= most, used)
 
 
 def diverges(losses: dict[float, tuple[float, float]]) -> dict[float, bool]:
@@ -239,7 +174,7 @@ def diverges(losses: dict[float, tuple[float, float]]) -> dict[float, bool]:
     }
 
 
-def _stability(rows: Rows) -> Finding | None:
+def _stability(rows: Rows) -> Finding:
     run, said, failing, used = newest_run(rows, "-rates"), [], {}, []
     for name in (BASE, ALL):
         losses = {
@@ -247,120 +182,110 @@ def _stability(rows: Rows) -> Finding | None:
             for (impl, metric), row in run.items()
             if metric == "val_loss" and impl.rpartition(" x")[0] == name
         }
-        if not losses:
-            return None
+        some(losses)
         failing[name] = {factor for factor, fails in diverges(losses).items() if fails}
         shown = ", ".join(f"{f:g}" for f in sorted(failing[name])) or "none"
         said.append(f"{name}: {shown} of {', '.join(f'{f:g}' for f in sorted(losses))}")
         used += [row for (impl, metric), row in run.items() if metric == "val_loss"]
     helped = failing[BASE] - failing[ALL]
     text = "factors on the rate that fail: " + "; ".join(said)
-    return Finding(text, SAME if helped and failing[ALL] < failing[BASE] else NOT, used)
-
-
-def _training() -> Iterator[Claim]:
-    follows = "closely follows the BF16 baseline"
-    for name in (OD, ALL):
-        yield Claim(f"Figures 1b and 4, {name}", follows, _loss(name, BASE, FOLLOWS))
-    yield Claim("Figure 1b, [od]", "the least increase in loss", _loss(OD, ALL, 0.0))
-    for name in (ALL, OD):
-        says = "GaussWS consistently outperforms DiffQ"
-        yield Claim(f"Figure 1b, {name} against DiffQ[all]", says, _loss(name, DIFFQ, 0.0))
-    yield Claim(
-        "Figure 1b, learning rates",
-        "a rate at which the baseline diverges and noise mitigates it",
-        _stability,
-    )
-    yield Claim(
-        "Figures 1b, 3 and 4",
-        "OPT2-124M and Llama2-134M to 300 billion tokens, Llama2-1B to 100 billion",
-        "needs C4 or OpenWebText and 900 to 2900 GPU-hours a run; above, a smaller model",
-    )
+    return judged(text, helped and failing[ALL] < failing[BASE], used)
 
 
 # ---- Bitwidths and casts -------------------------------------------------------------------------
 
 
-def bits_of(rows: Rows, what: str, kinds: tuple[str, ...], name: str = ALL) -> Rows | None:
+def bits_of(rows: Rows, what: str, kinds: tuple[str, ...], name: str = ALL) -> Rows:
     """Records of b_t of kinds of matrices: `mean`, `least`, `largest`, `mean_second`, ..."""
     run = newest_run(rows)
-    return findings.all_of(*(run.get((name, f"bits_{kind}_{what}")) for kind in kinds))
+    return all_of(*(run.get((name, f"bits_{kind}_{what}")) for kind in kinds))
 
 
 def _mean(rows: Rows) -> float:
     return statistics.mean(row["value"] for row in rows)
 
 
-def _towards(rows: Rows) -> Finding | None:
+def _towards(rows: Rows) -> Finding:
     used = bits_of(rows, "mean", MATRICES)
-    if used is None:
-        return None
-    low, high = bits_of(rows, "least", MATRICES), bits_of(rows, "largest", MATRICES)
+    low, high = (bits_of(rows, what, MATRICES) for what in ("least", "largest"))
     mean = _mean(used)
-    spans = [f(row["value"] for row in of) for f, of in ((min, low or used), (max, high or used))]
+    spans = [f(row["value"] for row in of) for f, of in ((min, low), (max, high))]
     text = f"mean {mean:.2f}, {spans[0]:.2f} to {spans[1]:.2f}"
-    return Finding(text, SAME if mean < TOWARDS else NOT, used)
+    return judged(text, mean < TOWARDS, used)
 
 
-def _more(what: str, kinds: tuple[str, ...], other: str, less: tuple[str, ...]) -> Measure:
+@measure
+def _more(
+    rows: Rows, what: str, kinds: tuple[str, ...], other: str, less: tuple[str, ...]
+) -> Finding:
     """Return a measure of whether the mean b_t of some matrices is over that of others."""
-
-    def measure(rows: Rows) -> Finding | None:
-        high, low = bits_of(rows, what, kinds), bits_of(rows, other, less)
-        if high is None or low is None:
-            return None
-        text = f"mean b_t {_mean(high):.3f} against {_mean(low):.3f}"
-        return Finding(text, SAME if _mean(high) > _mean(low) else NOT, [*high, *low])
-
-    return measure
+    high, low = bits_of(rows, what, kinds), bits_of(rows, other, less)
+    text = f"mean b_t {_mean(high):.3f} against {_mean(low):.3f}"
+    return judged(text, _mean(high) > _mean(low), [*high, *low])
 
 
-def _cast(name: str, which: str, control: bool = False) -> Measure:
+@measure
+def _cast(rows: Rows, name: str, which: str, control: bool = False) -> Finding:
     """The loss of a cast model over its own without."""
-
-    def measure(rows: Rows) -> Finding | None:
-        run = newest_run(rows)
-        names = (name, BASE) if control else (name,)
-        used = findings.all_of(
-            *(run.get((n, f"cast {m}")) for n in names for m in ("clean", which))
-        )
-        if used is None:
-            return None
-        shares = [
-            over(cast["value"], clean["value"])
-            for clean, cast in zip(used[::2], used[1::2], strict=True)
-        ]
-        text = f"{100 * shares[0]:+.2f} %"
-        text += f" (trained without noise: {100 * shares[1]:+.2f} %)" if control else ""
-        return Finding(text, SAME if shares[0] <= SAFE else NOT, used)
-
-    return measure
+    run = newest_run(rows)
+    names = (name, BASE) if control else (name,)
+    used = all_of(*(run.get((n, f"cast {m}")) for n in names for m in ("clean", which)))
+    shares = [
+        over(cast["value"], clean["value"])
+        for clean, cast in zip(used[::2], used[1::2], strict=True)
+    ]
+    text = f"{100 * shares[0]:+.2f} %"
+    text += f" (trained without noise: {100 * shares[1]:+.2f} %)" if control else ""
+    return judged(text, shares[0] <= SAFE, used)
 
 
-def _bits() -> Iterator[Claim]:
-    yield Claim("Figure 6, b_t", "from 6 towards 4", _towards)
-    yield Claim(
-        "§4.4, depth",
-        "layers towards the end require more precision",
-        _more("mean_second", MATRICES, "mean_first", MATRICES),
-    )
-    yield Claim(
-        "§4.4, feed-forward against attention",
-        "more sensitive",
-        _more("mean", FEED_FORWARD, "mean", ATTENTION),
-    )
-    yield Claim(
-        "§4.4, w2 against the others of the feed-forward module",
-        "requires the highest precision",
-        _more("mean", ("down_proj",), "mean", ("gate_proj", "up_proj")),
-    )
-    for name, parts in ((ALL, "all"), (OD, "od")):
-        where = f"Table 2, {name} cast to the formats of its b_t"
-        yield Claim(where, "safe for inference", _cast(name, f"{parts} safe", control=True))
-    for bits, to in ((6, "e3m4"), (5, "e3m3"), (4, "e3m2"), (3, "e2m1")):
-        where = f"Table 2, {ALL} cast to FP {to}, of b_t = {bits}"
-        says = "safe where b_t is at most that (ours: see Figure 6)"
-        yield Claim(where, says, _cast(ALL, f"all {to}", control=True))
-
-
-CLAIMS = (*_section_3(), *_speed(), *_training(), *_bits())
+CLAIMS: tuple[Claim, ...] = (
+    # section 3
+    Claim("Equation 8", "P(2) ≈ 1/682.7, P(1) ≈ 1/7.1, P(0) ≈ 0.716", _probabilities),
+    Claim("§3.4", "approximates the rounded normal distribution", _rounded_normal),
+    Claim("§3.5", "near-zero values are nullified with up to ≈ 0.284", _nullified),
+    Claim("Equation 6, BF16", "b_t ≤ m + 2 - r = 9: no noise underflows",
+          _underflow("equation 6", "bfloat16", 9)),
+    Claim("Equation 6, FP8 E4M3", "b_t ≤ m + 2 - r = 5: no noise underflows",
+          _underflow("equation 6", "mxfp8_e4m3", 5)),
+    Claim("Equation 6 with m + 1 - r, BF16", "(ours: the bound for any maximum of a block)",
+          _underflow("equation 6, any maximum", "bfloat16", 8)),
+    # speed
+    Claim("Figure 5, against the framework's normal numbers",
+          "at least 3 x (PyTorch's; ours: jax.random.normal)", _faster("jax-normal", FACTOR)),
+    Claim("Figure 5, against Box-Muller", "faster in all cases", _faster("box-muller", 1.0)),
+    *(Claim(f"Table 1, {('AdamW' if optimizer == 'flash_adamw' else 'Adam-mini')}, {name}",
+            f"{100 * share:.2f} % of tokens/s", _overhead(optimizer, name))
+      for optimizer, of in OVERHEADS.items()
+      for name, share in of.items()),
+    Claim("Table 1, memory", "≈ 2 bytes a parameter", _memory),
+    # training
+    *(Claim(f"Figures 1b and 4, {name}", "closely follows the BF16 baseline",
+            _loss(name, BASE, FOLLOWS))
+      for name in (OD, ALL)),
+    Claim("Figure 1b, [od]", "the least increase in loss", _loss(OD, ALL, 0.0)),
+    *(Claim(f"Figure 1b, {name} against DiffQ[all]", "GaussWS consistently outperforms DiffQ",
+            _loss(name, DIFFQ, 0.0))
+      for name in (ALL, OD)),
+    Claim("Figure 1b, learning rates",
+          "a rate at which the baseline diverges and noise mitigates it", _stability),
+    Claim("Figures 1b, 3 and 4",
+          "OPT2-124M and Llama2-134M to 300 billion tokens, Llama2-1B to 100 billion",
+          "needs C4 or OpenWebText and 900 to 2900 GPU-hours a run; above, a smaller model"),
+    # bits
+    Claim("Figure 6, b_t", "from 6 towards 4", _towards),
+    Claim("§4.4, depth", "layers towards the end require more precision",
+          _more("mean_second", MATRICES, "mean_first", MATRICES)),
+    Claim("§4.4, feed-forward against attention", "more sensitive",
+          _more("mean", FEED_FORWARD, "mean", ATTENTION)),
+    Claim("§4.4, w2 against the others of the feed-forward module",
+          "requires the highest precision",
+          _more("mean", ("down_proj",), "mean", ("gate_proj", "up_proj"))),
+    *(Claim(f"Table 2, {name} cast to the formats of its b_t", "safe for inference",
+            _cast(name, f"{parts} safe", control=True))
+      for name, parts in ((ALL, "all"), (OD, "od"))),
+    *(Claim(f"Table 2, {ALL} cast to FP {to}, of b_t = {bits}",
+            "safe where b_t is at most that (ours: see Figure 6)",
+            _cast(ALL, f"all {to}", control=True))
+      for bits, to in ((6, "e3m4"), (5, "e3m3"), (4, "e3m2"), (3, "e2m1"))),
+)  # fmt: skip

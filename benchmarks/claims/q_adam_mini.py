@@ -1,10 +1,8 @@
 """Claims of Q-Adam-mini on Adam-mini with 8-bit moments, and our measurements.
 
 The records are of `adam_mini` (one seed) and `rounding`; Tables 3 and 4 are computed
-from shapes. The rows have the form of `claims.Claim`.
+from shapes.
 """
-
-from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +11,21 @@ import optax
 
 import optax_lowmem as lowmem
 from benchmarks import curves as adam_mini_curves
-from benchmarks.claims import findings
-from benchmarks.claims.findings import BETTER, NOT, SAME, Finding, Measure, Rows
-from benchmarks.claims.flashoptim import Claim
+from benchmarks.claims import (
+    BETTER,
+    NOT,
+    SAME,
+    Claim,
+    Finding,
+    Holds,
+    all_of,
+    findings,
+    judged,
+    measure,
+    some,
+)
 from benchmarks.model_shapes import llama
-from benchmarks.records import last, on_gpus
+from benchmarks.records import Rows, last, on_gpus
 
 ADAMW, MINI, AGAIN = "adamw", "adam_mini", "adam_mini-again"
 OURS, NEAREST, EMBEDDINGS = "q_adam_mini", "q_adam_mini-nearest", "q_adam_mini-embeddings"
@@ -72,63 +80,50 @@ def v_mean_mib(size: str) -> tuple[float, float]:
 # ---- Training ------------------------------------------------------------------------------------
 
 
-def _values(rows: Rows, metric: str, *impls: str) -> tuple[list[float], Rows] | None:
+def _values(rows: Rows, metric: str, *impls: str) -> tuple[list[float], Rows]:
     """A metric of several variants, on the device where Adam-mini was measured last."""
     wanted = {"bench": "train", "metric": metric}
     cases = [row for row in rows if row["case"].endswith("/q_adam_mini")]
-    newest = last(cases, impl=MINI, **wanted)
-    if newest is None:
-        return None
+    newest = some(last(cases, impl=MINI, **wanted))
     wanted |= {key: newest[key] for key in ("case", "device", "jax")}
-    found = findings.all_of(*(last(cases, impl=impl, **wanted) for impl in impls))
-    return ([row["value"] for row in found], found) if found else None
+    found = all_of(*(last(cases, impl=impl, **wanted) for impl in impls))
+    return [row["value"] for row in found], found
 
 
-def _over_adamw(index: int, impl: str) -> Measure:
+@measure
+def _over_adamw(rows: Rows, index: int, impl: str) -> Finding:
     """A held-out loss over AdamW's: no further above it than in Table 1 at 60M."""
     bound = TABLE_1["60M"][index] / TABLE_1["60M"][0]
-
-    def measure(rows: Rows) -> Finding | None:
-        read = _values(rows, "val_loss", ADAMW, impl)
-        if read is None:
-            return None
-        (plain, ours), used = read
-        size = f"{used[0]['flags']['parameters'] / 1e6:.0f}M"
-        text = f"{size}: {plain:.3f} → {ours:.3f} ({_percent(ours / plain)})"
-        return Finding(text, SAME if ours / plain <= bound else NOT, used)
-
-    return measure
+    read = _values(rows, "val_loss", ADAMW, impl)
+    (plain, ours), used = read
+    size = f"{used[0]['flags']['parameters'] / 1e6:.0f}M"
+    text = f"{size}: {plain:.3f} → {ours:.3f} ({_percent(ours / plain)})"
+    return judged(text, ours / plain <= bound, used)
 
 
 def _percent(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.2f} %"
 
 
+@measure
 def _ratio(
-    metric: str, impls: tuple[str, ...], holds: findings.Holds, what: str = "x {:.3g}"
-) -> Measure:
+    rows: Rows, metric: str, impls: tuple[str, ...], holds: Holds, what: str = "x {:.3g}"
+) -> Finding:
     """Variants over Adam-mini; the first one decides."""
-
-    def measure(rows: Rows) -> Finding | None:
-        read = _values(rows, metric, MINI, *impls)
-        if read is None:
-            return None
-        (mini, *others), used = read
-        text = ", ".join(
-            f"{impl} {what.format(value / mini)}" for impl, value in zip(impls, others, strict=True)
-        )
-        name = metric.replace("val_loss", "held-out loss").replace("_", " ")
-        same = holds(others[0] / mini)
-        return Finding(f"{name} over Adam-mini's: {text}", SAME if same else NOT, used)
-
-    return measure
+    read = _values(rows, metric, MINI, *impls)
+    (mini, *others), used = read
+    text = ", ".join(
+        f"{impl} {what.format(value / mini)}" for impl, value in zip(impls, others, strict=True)
+    )
+    name = metric.replace("val_loss", "held-out loss").replace("_", " ")
+    same = holds(others[0] / mini)
+    return judged(f"{name} over Adam-mini's: {text}", same, used)
 
 
-def _case_1(rows: Rows) -> Finding | None:
+def _case_1(rows: Rows) -> Finding:
     """Find case 1's highest training loss and its held-out loss; a v that is never 0 beside it."""
     read = _values(rows, "val_loss", MINI, CASE_1, GUARDED)
-    if read is None or not adam_mini_curves.CURVES.exists():
-        return None
+    some(adam_mini_curves.CURVES.exists())
     (mini, case_1, guarded), used = read
     curve = adam_mini_curves.load().runs[CASE_1]
     top = int(np.argmax(curve["train_loss"]))
@@ -138,7 +133,7 @@ def _case_1(rows: Rows) -> Finding | None:
         f"(a v that is never 0, one seed: {guarded:.3f}, x {guarded / mini:.3f})"
     )
     trains = case_1 / mini <= DIVERGES
-    return Finding(text, NOT if trains else SAME, used)
+    return judged(text, NOT if trains else SAME, used)
 
 
 def moment_ratio(runs: dict[str, dict[str, np.ndarray]], impl: str, curve: str) -> float:
@@ -147,11 +142,10 @@ def moment_ratio(runs: dict[str, dict[str, np.ndarray]], impl: str, curve: str) 
     return float(np.mean(ours[len(ours) // 2 :]) / np.mean(mini[len(mini) // 2 :]))
 
 
-def _moments(rows: Rows) -> Finding | None:
+def _moments(rows: Rows) -> Finding:
     """Norms of m and v of the embedding, of the stored curves that the records came with."""
     read = _values(rows, "embedding_norm", MINI, REFERENCE, OURS)
-    if read is None or not adam_mini_curves.CURVES.exists():
-        return None
+    some(adam_mini_curves.CURVES.exists())
     runs = adam_mini_curves.load().runs
     ratios = {
         (impl, curve): moment_ratio(runs, impl, curve)
@@ -163,125 +157,92 @@ def _moments(rows: Rows) -> Finding | None:
         for impl in (REFERENCE, OURS)
     )
     explodes = any(ratios[REFERENCE, curve] > 1.1 for curve in ("mu_norm", "nu_norm"))
-    return Finding(f"over Adam-mini's, second half: {text}", NOT if explodes else SAME, read[1])
+    return judged(f"over Adam-mini's, second half: {text}", NOT if explodes else SAME, read[1])
 
 
-def _training() -> Iterator[Claim]:
-    for index, name, impl in ((1, "Adam-mini", MINI), (2, "Q-Adam-mini", OURS)):
-        says = ", ".join(
-            f"{size}: {losses[0]} → {losses[index]} ({_percent(losses[index] / losses[0])})"
-            for size, losses in TABLE_1.items()
-        )
-        yield Claim(f"Table 1, AdamW → {name}", f"validation loss {says}", _over_adamw(index, impl))
-    yield Claim(
-        "Table 1, Q-AdamW, 350M and 1B",
-        "2.71 → 2.71, 2.55 → 2.55",
-        "Q-AdamW was not trained; the large models need C4 and many days of a GPU",
-    )
-    yield Claim(
-        "Table 2, fine-tuning Llama3-8B",
-        "MMLU 63.37 → 63.50 %, GSM-8K 56.86 → 56.03 %",
-        "needs the weights of Llama3-8B, and the memory to train them in f32 with AdamW beside",
-    )
-    yield Claim(
-        "Figure 3, 8-bit m and v (Case 1)",
-        "does not train: a loss spike after 10K steps, then divergence",
-        _case_1,
-    )
-    yield Claim(
-        "Figure 5, 8-bit m, f32 v (Case 2), nearest",
-        "stable, but slower than Adam-mini in the end",
-        _ratio("val_loss", (REFERENCE, NEAREST), lambda x: 1 + CLOSE < x < DIVERGES, "x {:.4f}"),
-    )
-
-
-def _norms() -> Iterator[Claim]:
-    yield Claim(
-        "Figure 6a, embedding, nearest",
-        "its norm explodes",
-        _ratio("embedding_norm", (REFERENCE,), lambda x: x > EXPLODES),
-    )
-    yield Claim(
-        "§2.3.2, embedding, nearest, without the reference's floor",
-        "to prevent the explosion, randomness is needed",
-        _ratio("embedding_norm", (NEAREST,), lambda x: x > EXPLODES, "x {:.4f}"),
-    )
-    for where, impls in (
-        ("nearest", (REFERENCE,)),
-        ("stochastic in the embedding", (EMBEDDINGS, NEAREST)),
-        ("stochastic everywhere", (OURS,)),
-    ):
-        yield Claim(
-            f"Figure 6b, a middle layer, {where}",
-            "nearly identical to Adam-mini's",
-            _ratio("mlp_norm", impls, lambda x: abs(x - 1) <= ALIKE),
-        )
-    yield Claim("Figure 7, m and v of the embedding", "their norms do not explode", _moments)
-    yield Claim(
-        "Figure 8a, stochastic in the embedding",
-        "its norm stays",
-        _ratio("embedding_norm", (EMBEDDINGS, OURS), lambda x: abs(x - 1) <= SAME_NORM, "x {:.4f}"),
-    )
-    yield Claim(
-        "Figure 8b, stochastic in the embedding",
-        "matches Adam-mini in f32 (Table 1: + 0.3 %)",
-        _ratio("val_loss", (EMBEDDINGS, OURS, AGAIN), lambda x: x <= 1 + CLOSE, "x {:.4f}"),
-    )
+def _table_1(index: int) -> str:
+    losses = [
+        f"{size}: {of[0]} → {of[index]} ({_percent(of[index] / of[0])})"
+        for size, of in TABLE_1.items()
+    ]
+    return f"validation loss {', '.join(losses)}"
 
 
 # ---- Memory and time -----------------------------------------------------------------------------
 
 
-def _table_3(method: str) -> Measure:
-    def measure(rows: Rows) -> Finding:
-        del rows
-        found, paper = state_bytes(method), TABLE_3[method][0]
-        same = 0 <= found - paper <= SCALES
-        return Finding(f"{found:.3f} bytes a parameter", SAME if same else NOT, [])
-
-    return measure
+@measure
+def _table_3(rows: Rows, method: str) -> Finding:
+    del rows
+    found, paper = state_bytes(method), TABLE_3[method][0]
+    same = 0 <= found - paper <= SCALES
+    return judged(f"{found:.3f} bytes a parameter", same, [])
 
 
-def _table_4(size: str) -> Measure:
-    def measure(rows: Rows) -> Finding:
-        del rows
-        theirs, right = v_mean_mib(size)
-        text = f"{theirs:.2f} MiB; with a block for each neuron of the values {right:.2f}"
-        same = f"{theirs:.1f}" == str(TABLE_4[size][0])
-        return Finding(text, SAME if same else NOT, [])
-
-    return measure
+@measure
+def _table_4(rows: Rows, size: str) -> Finding:
+    del rows
+    theirs, right = v_mean_mib(size)
+    text = f"{theirs:.2f} MiB; with a block for each neuron of the values {right:.2f}"
+    same = f"{theirs:.1f}" == str(TABLE_4[size][0])
+    return judged(text, same, [])
 
 
-def _latency(rows: Rows) -> Finding | None:
+def _latency(rows: Rows) -> Finding:
     """Stochastic over nearest encoding, on the accelerator measured last."""
     here = on_gpus(rows)
     wanted = {"bench": "rounding", "metric": "device_ms"}
-    found = findings.all_of(
-        *(last(here, impl=impl, **wanted) for impl in ("nearest", "stochastic"))
-    )
-    if found is None:
-        return None
+    found = all_of(*(last(here, impl=impl, **wanted) for impl in ("nearest", "stochastic")))
     nearest, stochastic = (row["value"] for row in found)
     ratio = stochastic / nearest
     verdict = SAME if abs(ratio - ROUNDING) <= findings.STEP_SHARE else NOT
     verdict = BETTER if ratio < ROUNDING - findings.STEP_SHARE else verdict
-    return Finding(f"{nearest:.2f} → {stochastic:.2f} ms (x {ratio:.2f})", verdict, found)
+    return judged(f"{nearest:.2f} → {stochastic:.2f} ms (x {ratio:.2f})", verdict, found)
 
 
-def _memory() -> Iterator[Claim]:
-    constants = {"AdamW": "", "Q-AdamW": "", "Adam-mini": " + O(1)", "Q-Adam-mini": " + O(1)"}
-    for method, (size, _) in TABLE_3.items():
-        factor = "" if size == 1 else size
-        says = f"{factor}mn{constants[method]} bytes of state (no scales)"
-        yield Claim(f"Table 3, {method}", says, _table_3(method))
-    for size, (mib, _) in TABLE_4.items():
-        yield Claim(f"Table 4, v of {size}", f"{mib} MB", _table_4(size))
-    yield Claim(
-        "Table 5, stochastic rounding of [1,000,000, 2048]",
-        f"17.5 → 33.1 ms (x {ROUNDING:.2f})",
-        _latency,
-    )
+def _constant(method: str) -> str:
+    return " + O(1)" if "mini" in method else ""
 
 
-CLAIMS = (*_training(), *_norms(), *_memory())
+CLAIMS: tuple[Claim, ...] = (
+    # training
+    *(Claim(f"Table 1, AdamW → {name}", _table_1(index), _over_adamw(index, impl))
+      for index, name, impl in ((1, "Adam-mini", MINI), (2, "Q-Adam-mini", OURS))),
+    Claim("Table 1, Q-AdamW, 350M and 1B", "2.71 → 2.71, 2.55 → 2.55",
+          "Q-AdamW was not trained; the large models need C4 and many days of a GPU"),
+    Claim("Table 2, fine-tuning Llama3-8B", "MMLU 63.37 → 63.50 %, GSM-8K 56.86 → 56.03 %",
+          "needs the weights of Llama3-8B, and the memory to train them in f32 with AdamW beside"),
+    Claim("Figure 3, 8-bit m and v (Case 1)",
+          "does not train: a loss spike after 10K steps, then divergence", _case_1),
+    Claim("Figure 5, 8-bit m, f32 v (Case 2), nearest",
+          "stable, but slower than Adam-mini in the end",
+          _ratio("val_loss", (REFERENCE, NEAREST), lambda x: 1 + CLOSE < x < DIVERGES, "x {:.4f}")),
+    # norms
+    Claim("Figure 6a, embedding, nearest", "its norm explodes",
+          _ratio("embedding_norm", (REFERENCE,), lambda x: x > EXPLODES)),
+    Claim("§2.3.2, embedding, nearest, without the reference's floor",
+          "to prevent the explosion, randomness is needed",
+          _ratio("embedding_norm", (NEAREST,), lambda x: x > EXPLODES, "x {:.4f}")),
+    *(Claim(f"Figure 6b, a middle layer, {where}", "nearly identical to Adam-mini's",
+            _ratio("mlp_norm", impls, lambda x: abs(x - 1) <= ALIKE))
+      for where, impls in (
+          ("nearest", (REFERENCE,)),
+          ("stochastic in the embedding", (EMBEDDINGS, NEAREST)),
+          ("stochastic everywhere", (OURS,)),
+      )),
+    Claim("Figure 7, m and v of the embedding", "their norms do not explode", _moments),
+    Claim("Figure 8a, stochastic in the embedding", "its norm stays",
+          _ratio("embedding_norm", (EMBEDDINGS, OURS), lambda x: abs(x - 1) <= SAME_NORM,
+                 "x {:.4f}")),
+    Claim("Figure 8b, stochastic in the embedding", "matches Adam-mini in f32 (Table 1: + 0.3 %)",
+          _ratio("val_loss", (EMBEDDINGS, OURS, AGAIN), lambda x: x <= 1 + CLOSE, "x {:.4f}")),
+    # memory
+    *(Claim(f"Table 3, {method}",
+            f"{('' if size == 1 else size)}mn{_constant(method)} bytes of state (no scales)",
+            _table_3(method))
+      for (method, (size, _)) in TABLE_3.items()),
+    *(Claim(f"Table 4, v of {size}", f"{mib} MB", _table_4(size))
+      for (size, (mib, _)) in TABLE_4.items()),
+    Claim("Table 5, stochastic rounding of [1,000,000, 2048]",
+          f"17.5 → 33.1 ms (x {ROUNDING:.2f})", _latency),
+)  # fmt: skip

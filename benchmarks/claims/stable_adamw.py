@@ -1,14 +1,20 @@
 """Claims of StableAdamW on loss spikes (its section 3, appendices E and F), and our measurements.
 
-The records are of `spikes`; the rows have the form of `claims.Claim`.
+The records are of `spikes`.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
-from benchmarks.claims import findings
-from benchmarks.claims.findings import NOT, SAME, Finding, Measure, Rows
-from benchmarks.claims.flashoptim import Claim
-from benchmarks.records import last
+from benchmarks.claims import (
+    Claim,
+    Finding,
+    Holds,
+    all_of,
+    judged,
+    measure,
+    some,
+)
+from benchmarks.records import Rows, last
 from benchmarks.suites.spikes import B2, B2S, BATCH, BATCHES, RATE, RATES, WIDTH, WIDTHS
 
 ADAMW, STABLE, CLIPPED = "adamw", "stable_adamw", "adamw, gradients clipped"
@@ -23,169 +29,111 @@ def _point(b2: float = B2, rate: float = RATE, batch: int = BATCH, width: int = 
 
 
 def _values(rows: Rows, impl: str, metric: str, points: Iterable[str]) -> tuple[list[float], Rows]:
-    """A metric's values and records, empty where one is missing; of the device measured last."""
+    """A metric's values and records, of the device measured last."""
     points = list(points)
     wanted = {"bench": "spikes", "impl": impl, "metric": metric}
     newest = last(rows, case=_point(), **wanted)
-    if newest is None:
-        return [], []
-    wanted["device"] = newest["device"]
-    found = findings.all_of(*(last(rows, case=point, **wanted) for point in points))
-    return ([row["value"] for row in found], found) if found else ([], [])
+    wanted["device"] = some(newest)["device"]
+    found = all_of(*(last(rows, case=point, **wanted) for point in points))
+    return [row["value"] for row in found], found
 
 
-def _share(layer: str, holds: findings.Holds) -> Measure:
+@measure
+def _share(rows: Rows, layer: str, holds: Holds) -> Finding:
     """Return a measure of how many loss spikes of AdamW at 0.999 follow a layer's RMS spike."""
-
-    def measure(rows: Rows) -> Finding | None:
-        names = ("loss_spikes", f"{layer}_predicts", f"{layer}_flagged", f"{layer}_p_value")
-        read = [_values(rows, ADAMW, name, [_point()]) for name in names]
-        if not all(values for values, _ in read):
-            return None
-        (total,), (hits,), (flagged,), (p_value,) = (values for values, _ in read)
-        text = f"{hits:.0f} of {total:.0f}, RMS spikes at {100 * flagged:.2f} % of the steps"
-        same = total > 0 and holds(hits / total if layer == "embedding" else p_value)
-        return Finding(
-            f"{text} (p = {p_value:.1g})", SAME if same else NOT, sum((r for _, r in read), [])
-        )
-
-    return measure
+    names = ("loss_spikes", f"{layer}_predicts", f"{layer}_flagged", f"{layer}_p_value")
+    read = [_values(rows, ADAMW, name, [_point()]) for name in names]
+    (total,), (hits,), (flagged,), (p_value,) = (values for values, _ in read)
+    text = f"{hits:.0f} of {total:.0f}, RMS spikes at {100 * flagged:.2f} % of the steps"
+    same = total > 0 and holds(hits / total if layer == "embedding" else p_value)
+    return judged(f"{text} (p = {p_value:.1g})", same, sum((r for _, r in read), []))
 
 
-def _chance(rows: Rows) -> Finding | None:
+def _chance(rows: Rows) -> Finding:
     """The share of the steps that follow an RMS spike."""
     values, used = _values(rows, ADAMW, "embedding_chance", [_point()])
-    if not values:
-        return None
     text = f"{100 * values[0]:.1f} %: our data changes more often"
-    return Finding(text, SAME if values[0] <= 0.01 else NOT, used)
+    return judged(text, values[0] <= 0.01, used)
 
 
-def _series(name: str, points: dict[float, str]) -> Measure:
+@measure
+def _series(rows: Rows, name: str, points: dict[float, str]) -> Finding:
     """Spikes of AdamW along one hyperparameter: growing, and not constant."""
-
-    def measure(rows: Rows) -> Finding | None:
-        values, used = _values(rows, ADAMW, "loss_spikes", points.values())
-        if not values:
-            return None
-        text = ", ".join(f"{v:.0f} at {x:g}" for x, v in zip(points, values, strict=True))
-        same = values == sorted(values) and values[-1] > values[0]
-        return Finding(f"spikes by {name}: {text}", SAME if same else NOT, used)
-
-    return measure
+    values, used = _values(rows, ADAMW, "loss_spikes", points.values())
+    text = ", ".join(f"{v:.0f} at {x:g}" for x, v in zip(points, values, strict=True))
+    same = values == sorted(values) and values[-1] > values[0]
+    return judged(f"spikes by {name}: {text}", same, used)
 
 
-def _mitigated(rows: Rows) -> Finding | None:
+def _mitigated(rows: Rows) -> Finding:
     """Spikes of update clipping at each b2, beside AdamW's at the highest."""
     points = [_point(b2) for b2 in B2S]
     (plain, first), (ours, used) = (
         _values(rows, impl, "loss_spikes", points) for impl in (ADAMW, STABLE)
     )
-    if not plain or not ours:
-        return None
     text = ", ".join(
         f"{a:.0f} → {b:.0f} at {b2:g}" for b2, a, b in zip(B2S, plain, ours, strict=True)
     )
     same = max(ours) <= REMAIN * max(plain) and max(plain) > 0
-    return Finding(f"spikes by b2: {text}", SAME if same else NOT, first + used)
+    return judged(f"spikes by b2: {text}", same, first + used)
 
 
-def _up_to_date(rows: Rows) -> Finding | None:
+def _up_to_date(rows: Rows) -> Finding:
     """Compare the rates of the embedding's RMS_t spikes at each b2: 0 but at the highest."""
     values, used = _values(rows, ADAMW, "embedding_flagged", [_point(b2) for b2 in B2S])
-    if not values:
-        return None
     text = ", ".join(f"{100 * v:.2f} % at {b2:g}" for b2, v in zip(B2S, values, strict=True))
     same = values[-1] > 0 and not any(values[:-1])
-    return Finding(f"steps with RMS spikes by b2: {text}", SAME if same else NOT, used)
+    return judged(f"steps with RMS spikes by b2: {text}", same, used)
 
 
-def _clipping(rows: Rows) -> Finding | None:
+def _clipping(rows: Rows) -> Finding:
     """Update clipping against gradient clipping at norm 1, both at the highest b2."""
     read = {
         (impl, metric): _values(rows, impl, metric, [_point()])
         for impl in (CLIPPED, STABLE)
         for metric in ("loss_spikes", "last_loss")
     }
-    if not all(values for values, _ in read.values()):
-        return None
     value = {key: values[0] for key, (values, _) in read.items()}
     text = "; ".join(
         f"{impl}: spikes {value[impl, 'loss_spikes']:.0f}, loss {value[impl, 'last_loss']:.3f}"
         for impl in (CLIPPED, STABLE)
     )
     plain, more = _values(rows, ADAMW, "loss_spikes", [_point()])
-    if not plain:
-        return None
     bound = REMAIN * plain[0]
     neither = all(value[impl, "loss_spikes"] <= bound for impl in (CLIPPED, STABLE))
     same = neither and value[STABLE, "last_loss"] < value[CLIPPED, "last_loss"]
-    return Finding(text, SAME if same else NOT, sum((rows for _, rows in read.values()), more))
+    return judged(text, same, sum((rows for _, rows in read.values()), more))
 
 
-def _slower(rows: Rows) -> Finding | None:
+def _slower(rows: Rows) -> Finding:
     """Compare last losses by b2: whether the lowest learns more slowly than the middle one."""
     values, used = _values(rows, ADAMW, "last_loss", [_point(b2) for b2 in B2S])
-    if not values:
-        return None
     text = ", ".join(f"{v:.3f} at {b2:g}" for b2, v in zip(B2S, values, strict=True))
-    return Finding(f"last loss: {text}", SAME if values[0] > values[1] else NOT, used)
+    return judged(f"last loss: {text}", values[0] > values[1], used)
 
 
-def _rows() -> Iterator[Claim]:
-    yield Claim(
-        "§3.4, Figures 4, 15 and 16",
-        "28 of 30 loss spikes follow an RMS spike of the patch embedding by 1 to 8 steps",
-        _share("embedding", lambda share: share >= PREDICTED),
-    )
-    yield Claim("Appendix E, by chance", "under 1 % (ViT-Huge), 1.0 % (ViT-Large)", _chance)
-    yield Claim(
-        "Figure 20, a middle layer",
-        "none of the loss spikes follow its RMS spikes",
-        _share("middle", lambda p_value: p_value > SIGNIFICANT),
-    )
-    yield Claim(
-        "§3.3, Figure 3, b2",
-        "loss spikes can be avoided by reducing b2",
-        _series("b2", {b2: _point(b2) for b2 in B2S}),
-    )
-    yield Claim(
-        "§3.3, too low a b2",
-        "learning is slowed",
-        _slower,
-    )
-    sweeps = [
-        ("Figure 3, model size", "width", {w: _point(width=w) for w in sorted({*WIDTHS, WIDTH})}),
-        ("Figure 12, batch", "batch", {b: _point(batch=b) for b in sorted({*BATCHES, BATCH})}),
-        ("Figure 13, rate", "rate", {r: _point(rate=r) for r in sorted({*RATES, RATE})}),
-    ]
-    for where, name, points in sweeps:
-        yield Claim(where, "loss spikes increase with it", _series(name, points))
-    yield Claim(
-        "Figure 4, lower b2",
-        "RMS stays around 1",
-        _up_to_date,
-    )
-    yield Claim(
-        "§3.5, Figure 5, update clipping",
-        "mitigates loss spikes",
-        _mitigated,
-    )
-    yield Claim(
-        "Figure 5, gradient clipping at norm 1",
-        "removes the instability too, update clipping performs better",
-        _clipping,
-    )
-    yield Claim(
-        "Figure 5, zero-shot accuracy",
-        "best with update clipping and a high b2",
-        "needs CLIP on LAION and ImageNet; above, a small transformer on made data",
-    )
-    yield Claim(
-        "Figure 14, b2 of 1 - t^-λ",
-        "does not improve accuracy",
-        "as the row above; `b2_schedule` is that schedule",
-    )
-
-
-CLAIMS = tuple(_rows())
+CLAIMS: tuple[Claim, ...] = (
+    Claim("§3.4, Figures 4, 15 and 16",
+          "28 of 30 loss spikes follow an RMS spike of the patch embedding by 1 to 8 steps",
+          _share("embedding", lambda share: share >= PREDICTED)),
+    Claim("Appendix E, by chance", "under 1 % (ViT-Huge), 1.0 % (ViT-Large)", _chance),
+    Claim("Figure 20, a middle layer", "none of the loss spikes follow its RMS spikes",
+          _share("middle", lambda p_value: p_value > SIGNIFICANT)),
+    Claim("§3.3, Figure 3, b2", "loss spikes can be avoided by reducing b2",
+          _series("b2", {b2: _point(b2) for b2 in B2S})),
+    Claim("§3.3, too low a b2", "learning is slowed", _slower),
+    *(Claim(where, "loss spikes increase with it", _series(name, points))
+      for where, name, points in [
+          ("Figure 3, model size", "width", {w: _point(width=w) for w in sorted({*WIDTHS, WIDTH})}),
+          ("Figure 12, batch", "batch", {b: _point(batch=b) for b in sorted({*BATCHES, BATCH})}),
+          ("Figure 13, rate", "rate", {r: _point(rate=r) for r in sorted({*RATES, RATE})}),
+      ]),
+    Claim("Figure 4, lower b2", "RMS stays around 1", _up_to_date),
+    Claim("§3.5, Figure 5, update clipping", "mitigates loss spikes", _mitigated),
+    Claim("Figure 5, gradient clipping at norm 1",
+          "removes the instability too, update clipping performs better", _clipping),
+    Claim("Figure 5, zero-shot accuracy", "best with update clipping and a high b2",
+          "needs CLIP on LAION and ImageNet; above, a small transformer on made data"),
+    Claim("Figure 14, b2 of 1 - t^-λ", "does not improve accuracy",
+          "as the row above; `b2_schedule` is that schedule"),
+)  # fmt: skip

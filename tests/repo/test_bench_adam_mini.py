@@ -1,6 +1,5 @@
 """The experiment on Q-Adam-mini: its model, its variants, and a run that takes seconds."""
 
-import concurrent.futures
 import dataclasses
 import itertools
 import json
@@ -13,6 +12,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from benchmarks import curves as adam_mini_curves
+from benchmarks import training as shared
 from benchmarks.suites.adam_mini import bench as bench_adam_mini
 from benchmarks.suites.adam_mini import rounding as bench_rounding
 from benchmarks.suites.adam_mini import training as adam_mini_training
@@ -24,7 +24,7 @@ pytest.importorskip("flax")
 SMOKE = adam_mini_training.PRESETS["smoke"]
 SMALLER = dataclasses.replace(SMOKE.shape, layers=1)
 CURVES = {"step", "train_loss", "embedding_norm", "head_norm", "mlp_norm", "mu_norm", "nu_norm",
-          "val_step", "val_loss"}  # fmt: skip
+          "val_step", "val_loss", "tokens_per_s"}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -34,11 +34,11 @@ def as_users_do():
         yield
 
 
-def text(vocab: int = 256) -> adam_mini_training.Text:
+def text(vocab: int = 256) -> shared.Text:
     """Tokens of which each follows from the one before, so that a few steps learn something."""
     tokens = jnp.asarray(np.arange(5000) * 7 % vocab, jnp.uint16)
     windows = tokens[jnp.arange(16)[:, None] * 100 + jnp.arange(SMOKE.context + 1)]
-    return adam_mini_training.Text(tokens, windows.reshape(2, 8, -1).astype(int), vocab, 0.5, 1.0)
+    return shared.Text(tokens, windows.reshape(2, 8, -1).astype(int), vocab, 0.5, 1.0)
 
 
 def experiment(steps: int = 10) -> adam_mini_training.Experiment:
@@ -121,12 +121,12 @@ def test_trains_in_calls_of_many_steps():
     run = experiment()
     program = run.lower("q_adam_mini")
     lines = []
-    curves = run.train(program, program.lowered.compile(), 5, lines.append)
+    curves = run.train(program, program.compile(), lines.append)
     assert curves.keys() == CURVES
     assert curves["step"].tolist() == [5, 10] and curves["val_step"].tolist() == [0, 5, 10]
     assert curves["val_loss"][-1] < curves["val_loss"][0] - 0.5
     assert len(lines) == 2
-    params, state = program.start(0)
+    params, state = program.start()
     blocks = adam_mini_training.structure(SMALLER)
     tx = variants.build("q_adam_mini", run.settings.schedule(), blocks, run.arguments)
 
@@ -138,7 +138,8 @@ def test_trains_in_calls_of_many_steps():
 
     for at in run.offsets.reshape(-1, SMOKE.batch):
         params, state = step(params, state, at)
-    assert run.evaluate(params) == pytest.approx(float(curves["val_loss"][-1]), rel=1e-3)
+    loss = float(program.compile()[1](params, run.text.held_out))
+    assert loss == pytest.approx(float(curves["val_loss"][-1]), rel=1e-3)
     norm = float(jnp.linalg.norm(params["embed"]))
     assert norm == pytest.approx(float(curves["embedding_norm"][-1]), rel=1e-3)
 
@@ -147,13 +148,11 @@ def test_a_diverged_run_ends():
     run = experiment(steps=20)
 
     def diverges(params, state, tokens, starts):
-        return jax.tree.map(lambda p: p * jnp.nan, params), state, {"embedding_norm": jnp.nan}
+        return None, None, {"train_loss": 0.0, "embedding_norm": jnp.nan}
 
-    def start(seed):
-        return run.weights(jax.random.key(seed)), None
-
-    program = adam_mini_training.Program(start, None, 0, 0)
-    curves = run.train(program, diverges, 5, lambda line: None)
+    losses = iter([1.0, jnp.nan])
+    program = shared.Program(lambda: (None, None), None, None, 0)
+    curves = run.train(program, (diverges, lambda *_: next(losses)), lambda line: None)
     assert curves["step"].tolist() == [5]
     assert np.isfinite(curves["val_loss"][0]) and np.isnan(curves["val_loss"][-1])
 
@@ -195,17 +194,15 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 def test_no_variant_starts_too_late(capsys):
     """The second is left out: as long again as the first is more than the limit."""
     run, args = experiment(), bench_adam_mini.parse_arguments("--smoke --limit 800".split())
-    program = adam_mini_training.Program(None, None, 1, 1)
-    ready = concurrent.futures.Future()
-    ready.set_result(None)
+    program = shared.Program(None, None, None, 1)
     run.train = lambda *_: {"val_loss": np.zeros(1)} | dict.fromkeys(CURVES, np.zeros(1))
     with pytest.MonkeyPatch.context() as patch:
-        names = {"adamw": (program, ready), "adam_mini": (program, ready)}
-        patch.setattr(bench_adam_mini, "compile_all", lambda *_: names)
+        names = {"adamw": (program, ()), "adam_mini": (program, ())}
+        patch.setattr(shared, "compile_all", lambda *_: names)
         ticks = itertools.count(0, 300)
-        patch.setattr(bench_adam_mini.time, "perf_counter", lambda: next(ticks))
-        assert bench_adam_mini.train_all(args, run, 0).runs.keys() == {"adamw"}
-    assert "adam_mini is left out after 600 s" in capsys.readouterr().out
+        patch.setattr(shared.time, "perf_counter", lambda: next(ticks))
+        assert bench_adam_mini.train_all(args, run, 1e-9).keys() == {"adamw"}
+    assert "adam_mini is left out after 900 s" in capsys.readouterr().out
 
 
 def test_rounding_is_timed():

@@ -78,7 +78,7 @@ def test_table():
     assert plain["peak, GiB"] == "40.0 (batch 2)"
     on_a_cpu = [row | {"device": "cpu-2-cores"} for row in stored()]
     assert fit_tables.table(on_a_cpu)[1] == []
-    assert "bench_fit" in tables.TABLES["activation_fit"](on_a_cpu)
+    assert "run fit" in tables.TABLES["activation_fit"](on_a_cpu)
 
 
 def test_configurations():

@@ -9,17 +9,16 @@ import numpy as np
 import pytest
 
 import optax_lowmem as lowmem
-from benchmarks import records
+from benchmarks import claims, records
+from benchmarks.claims import BETTER, NOT, SAME
 from benchmarks.claims import coat as paper
-from benchmarks.claims import flashoptim as claims
-from benchmarks.claims.findings import BETTER, NOT, SAME
-from benchmarks.suites.adam_mini.training import Text
 from benchmarks.suites.formats import bench as bench_formats
 from benchmarks.suites.formats import errors as fe
 from benchmarks.suites.formats import formats
 from benchmarks.suites.formats import states as formats_states
 from benchmarks.suites.formats import tables as formats_tables
 from benchmarks.suites.formats.formats import EXACT, MU, NEAREST, NU, STOCHASTIC, Copy
+from benchmarks.training import Text
 from optax_lowmem import codecs
 
 pytest.importorskip("flax")

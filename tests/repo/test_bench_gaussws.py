@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("flax.nnx")
 
 from benchmarks import curves as adam_mini_curves  # noqa: E402
+from benchmarks import training as shared  # noqa: E402
 from benchmarks.suites.gaussws import analysis as gaussws_analysis  # noqa: E402
 from benchmarks.suites.gaussws import bench as bench_gaussws  # noqa: E402
 from benchmarks.suites.gaussws import casts as gaussws_casts  # noqa: E402
@@ -90,13 +91,13 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_gaussws, "load_text", lambda run, cache: text())
     monkeypatch.setattr(gaussws_casts, "FORMATS", ())
     monkeypatch.setattr(training, "OPTIMIZER", "optax.adamw")  # which compiles in less time
-    compiled, compile_all = {}, bench_gaussws.compile_all
+    compiled, compile_all = {}, shared.compile_all
 
     def once(experiment, names):  # the smoke rates' program is that of the run
         compiled.update(compile_all(experiment, [name for name in names if name not in compiled]))
         return {name: compiled[name] for name in names}
 
-    monkeypatch.setattr(bench_gaussws, "compile_all", once)
+    monkeypatch.setattr(shared, "compile_all", once)
     curves, rows = tmp_path / "curves.npz", tmp_path / "rows.jsonl"
     where = ["--preset", "smoke", "--curves", str(curves), "--record", str(rows)]
     bench_gaussws.main(["--part", "run", "--variants", BASE, OD, *where])
@@ -137,13 +138,8 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
 def test_no_run_starts_too_late(monkeypatch, capsys):
     monkeypatch.setattr(bench_gaussws, "load_text", lambda run, cache: text())
-    monkeypatch.setattr(bench_gaussws, "compile_all", lambda experiment, names: {
-        name: (training.Noisy(None, None, None, 1, None), Done()) for name in names
+    monkeypatch.setattr(shared, "compile_all", lambda experiment, names: {
+        name: (training.Program(None, None, None, 1), ()) for name in names
     })  # fmt: skip
     bench_gaussws.main(["--preset", "smoke", "--variants", BASE, ALL, "--limit", "0"])
     assert f"{ALL} is left out after" in capsys.readouterr().out
-
-
-class Done:
-    def result(self):
-        return None

@@ -62,7 +62,7 @@ def test_picture(tmp_path):
 
 
 def test_without_records():
-    assert "bench_release" in tables.TABLES["release"]([])
+    assert "run release" in tables.TABLES["release"]([])
 
 
 def test_commands(tmp_path):

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.claims import flashoptim as claims
+from benchmarks import claims
+from benchmarks.claims import NOT, SAME
 from benchmarks.claims import stable_adamw as claims_stable_adamw
-from benchmarks.claims.findings import NOT, SAME
 from benchmarks.suites import spikes as bench_spikes
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "notebooks"))

@@ -12,6 +12,7 @@ import pytest
 nnx = pytest.importorskip("flax.nnx")
 
 from benchmarks import curves as adam_mini_curves  # noqa: E402
+from benchmarks import training as shared  # noqa: E402
 from benchmarks.suites.switchback import bench as bench_switchback  # noqa: E402
 from benchmarks.suites.switchback import training, variants  # noqa: E402
 from benchmarks.suites.switchback import variance as switchback_variance  # noqa: E402
@@ -138,7 +139,7 @@ def test_a_diverged_run_ends():
     program = training.Program(lambda: (None, None), None, None, 0)
 
     def diverges(params, state, tokens, starts):
-        return params, state, jnp.nan
+        return params, state, {"train_loss": jnp.nan}
 
     curves = run.train(program, (diverges, lambda *_: (jnp.nan, sizes)), lambda line: None)
     assert curves["step"].tolist() == [5] and np.isnan(curves["val_loss"][-1])
@@ -186,11 +187,11 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
 def test_parts_are_stored_side_by_side(tmp_path):
     file, curves = tmp_path / "curves.npz", {"step": np.arange(3)}
-    bench_switchback.store(file, "run", {"steps": 3}, {"a": curves})
-    bench_switchback.store(file, "large", {"steps": 1}, {"a": curves})
-    bench_switchback.store(file, "run", {"steps": 3}, {"b": curves})
+    adam_mini_curves.store(file, "run", {"steps": 3}, {"a": curves})
+    adam_mini_curves.store(file, "large", {"steps": 1}, {"a": curves})
+    adam_mini_curves.store(file, "run", {"steps": 3}, {"b": curves})
     assert adam_mini_curves.load(file).runs.keys() == {"run/a", "run/b", "large/a"}
-    bench_switchback.store(file, "run", {"steps": 4}, {"b": curves})  # other settings
+    adam_mini_curves.store(file, "run", {"steps": 4}, {"b": curves})  # other settings
     found = adam_mini_curves.load(file)
     assert found.runs.keys() == {"run/b", "large/a"}
     assert found.about == {"run": {"steps": 4}, "large": {"steps": 1}}
@@ -199,8 +200,8 @@ def test_parts_are_stored_side_by_side(tmp_path):
 def test_no_variant_starts_too_late(monkeypatch, capsys):
     monkeypatch.setattr(bench_switchback, "load_text", lambda run, cache: text())
     flags = "--preset smoke --variants standard llm_int8 --limit 0".split()
-    monkeypatch.setattr(bench_switchback, "compile_all", lambda *_: {
-        name: (training.Program(None, None, None, 1), None) for name in ("standard", "llm_int8")
+    monkeypatch.setattr(shared, "compile_all", lambda *_: {
+        name: (training.Program(None, None, None, 1), ()) for name in ("standard", "llm_int8")
     })  # fmt: skip
     bench_switchback.main(flags)
     assert "llm_int8 is left out after" in capsys.readouterr().out

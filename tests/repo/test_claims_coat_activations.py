@@ -7,10 +7,13 @@ import pytest
 
 pytest.importorskip("flax")
 
-from benchmarks import records, tables  # noqa: E402
+from benchmarks import (  # noqa: E402
+    claims,  # noqa: E402
+    records,
+    tables,
+)
+from benchmarks.claims import BETTER, NOT, SAME  # noqa: E402
 from benchmarks.claims import coat_activations as paper  # noqa: E402
-from benchmarks.claims import flashoptim as claims  # noqa: E402
-from benchmarks.claims.findings import BETTER, NOT, SAME  # noqa: E402
 from benchmarks.suites.activations import tables as activation_tables  # noqa: E402
 from benchmarks.suites.activations.tables import BF16, OURS, TWO_THIRDS  # noqa: E402
 from tests import claims_cases  # noqa: E402

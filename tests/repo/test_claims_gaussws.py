@@ -4,10 +4,9 @@ import math
 
 import pytest
 
-from benchmarks import records, tables
-from benchmarks.claims import flashoptim as claims
+from benchmarks import claims, records, tables
+from benchmarks.claims import NOT, SAME
 from benchmarks.claims import gaussws as paper
-from benchmarks.claims.findings import NOT, SAME
 from benchmarks.suites.noise import tables as noise_tables
 from tests import claims_cases
 

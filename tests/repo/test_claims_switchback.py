@@ -4,11 +4,9 @@ import math
 
 import pytest
 
-from benchmarks import records, tables
-from benchmarks.claims import findings
-from benchmarks.claims import flashoptim as claims
+from benchmarks import claims, records, tables
+from benchmarks.claims import BETTER, NOT, SAME
 from benchmarks.claims import switchback as paper
-from benchmarks.claims.findings import BETTER, NOT, SAME
 from tests import claims_cases
 
 LOSSES = {
@@ -230,4 +228,4 @@ def test_a_whole_model(gain, verdict):
 def test_the_page_has_the_table():
     page = tables.TABLES["claims_switchback"]([])
     assert page.count("\n| ") == len(paper.CLAIMS)
-    assert findings.NOT not in page
+    assert NOT not in page

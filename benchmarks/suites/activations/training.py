@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from _gpt.train import F32, LOWMEM, optimizer_step
 from _llama.config import FP8, NONE, PLAIN, STANDARD, Settings, Shape
 from _llama.config import PRESETS as LLAMAS
 from _llama.optimizer import make_optimizer, stored_dtype
 
-from benchmarks import training as llama_training
-from benchmarks.suites.adam_mini.training import Text, offsets
 from benchmarks.suites.switchback.variants import Remedied
-from benchmarks.training import Program, Run, Say
+from benchmarks.training import Measured, Program, Run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,12 +63,8 @@ def flops(run: Run) -> float:
     return run.shape.flops_per_token(run.context) * run.tokens * run.steps
 
 
-class Experiment:
+class Experiment(Measured):
     """A model and its text, to be trained with one variant after another."""
-
-    def __init__(self, run: Run, text: Text, seed: int):
-        self.run, self.text, self.seed = run, text, seed
-        self.offsets = offsets(run, text, seed).reshape(-1, run.every, run.batch)
 
     def settings(self, name: str) -> Settings:
         """The run as examples/train_llama.py would have it."""
@@ -115,10 +107,4 @@ class Experiment:
         def take_step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
             return own_step(tx, grads, state, params)
 
-        return llama_training.lower(self.run, self.text, self.offsets, model, start, take_step)
-
-    def train(
-        self, program: Program, compiled: tuple[Callable[..., Any], ...], say: Say
-    ) -> dict[str, np.ndarray]:
-        """Trains from the start: name -> curve. A run that becomes NaN ends there."""
-        return llama_training.train(self.run, self.text, self.offsets, program, compiled, say)
+        return self.trace_measured(model, start, take_step)

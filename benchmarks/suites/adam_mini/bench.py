@@ -12,47 +12,28 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-
-from benchmarks import records
 from benchmarks.claims.q_adam_mini import TABLE_1
-from benchmarks.curves import CURVES, Curves
+from benchmarks.curves import CURVES
 from benchmarks.suites.adam_mini import variants
-from benchmarks.suites.adam_mini.training import PRESETS, Experiment, Program, load_text
-
-VALIDATIONS = 20
-say = functools.partial(print, flush=True)
+from benchmarks.suites.adam_mini.training import PRESETS, Experiment
+from benchmarks.training import Curve, Part, Program, about, load_text, parser, rows_of, say
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
+    made = parser(__doc__, 570, CURVES)
+    add = made.add_argument
     add("--smoke", action="store_true", help="a tiny model and 60 steps; stores nothing by itself")
     add("--variants", nargs="+", choices=variants.VARIANTS, default=list(variants.VARIANTS))
-    add("--steps", type=int, help="of each run (default: 10,000)")
     add("--every", type=int, help="steps of a call, and between logged norms (default: 50)")
     add("--lr", type=float, help="peak learning rate (default: 1e-3)")
     add("--b2", type=float, default=variants.ADAM["b2"], help="default: %(default)s")
     add("--weight-decay", type=float, default=variants.ADAM["weight_decay"])
     add("--compute", choices=("float32", "bfloat16"), help="of matrix products")
     add("--implementation", help="of lowmem.step: xla, pallas, ...")
-    add("--seed", type=int, default=0, help="of weights, batches and rounding")
-    add("--limit", type=float, default=570, metavar="S",
-        help="start no variant that would end later (default: %(default)s s)")  # fmt: skip
-    add("--cache", type=Path, default=Path("demo_output"), help="where the tokenizer is kept")
-    add("--curves", type=Path, help=f"default: {CURVES.name} in benchmarks/results")
-    add("--record", nargs="?", const=True, default=None, metavar="FILE",
-        help="append records, to benchmarks/results or to a file")  # fmt: skip
-    return parser.parse_args(arguments)
+    return made.parse_args(arguments)
 
 
 def make_experiment(args: argparse.Namespace) -> Experiment:
@@ -69,52 +50,27 @@ def make_experiment(args: argparse.Namespace) -> Experiment:
     return Experiment(settings, load_text(settings, args.cache), every, arguments, args.seed)
 
 
-def about(experiment: Experiment, parameters: int) -> dict[str, Any]:
+def flags_of(experiment: Experiment, parameters: int) -> dict[str, Any]:
     """Return the settings that all runs share, for the curves and the records."""
     settings = dataclasses.asdict(experiment.settings)
     del settings["optimizer"]
     adam = {name: value for name, value in experiment.arguments.items() if name != "mask"}
-    return settings | adam | {
-        "seed": experiment.seed,
-        "parameters": parameters,
-        "vocab": experiment.text.vocab,
-        "train_tokens": experiment.text.last,
-        "awake_rows": experiment.text.awake,
-        "device": records.device(),
-        "jax": jax.__version__,
-        "commit": records.commit(),
-    }  # fmt: skip
+    text = experiment.text
+    more = {"vocab": text.vocab, "train_tokens": text.last, "awake_rows": text.awake}
+    return about(experiment, parameters, **(settings | adam | more))
 
 
-def rows_of(
-    name: str, curves: dict[str, np.ndarray], program: Program, flags: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """One variant's records."""
-    values = {
+def values_of(curves: Curve, program: Program) -> dict[str, tuple[float, str]]:
+    """One variant's values and their units."""
+    return {
         "val_loss": (float(curves["val_loss"][-1]), "nats/token"),
         "embedding_norm": (float(curves["embedding_norm"][-1]), "norm"),
         "mlp_norm": (float(curves["mlp_norm"][-1]), "norm"),
         "state_bytes_per_param": (program.state_bytes / program.parameters, "bytes"),
     }
-    case = f"{flags['preset']}/q_adam_mini"
-    own = {key: value for key, value in flags.items() if key not in ("device", "jax", "commit")}
-    return [
-        records.record("train", case, name, metric, value, unit, seed=own["seed"], flags=own)
-        for metric, (value, unit) in values.items()
-    ]
 
 
-def compile_all(experiment: Experiment, names: list[str]) -> dict[str, tuple[Program, Future]]:
-    """Traces the variants one by one, and compiles them side by side."""
-    pool, found = ThreadPoolExecutor(), {}
-    for name in names:
-        program = experiment.lower(name)
-        found[name] = program, pool.submit(program.lowered.compile)
-    pool.shutdown(wait=False)
-    return found
-
-
-def summary(runs: dict[str, dict[str, np.ndarray]]) -> list[str]:
+def summary(runs: dict[str, Curve]) -> list[str]:
     """Final values, and how far they are from Adam-mini's and AdamW's."""
     last = {
         name: {key: float(values[-1]) for key, values in curves.items()}
@@ -137,28 +93,16 @@ def summary(runs: dict[str, dict[str, np.ndarray]]) -> list[str]:
     return [*lines, f"Q-Adam-mini's Table 1, over AdamW: {paper}"]
 
 
-def train_all(args: argparse.Namespace, experiment: Experiment, start: float) -> Curves:
+def train_all(args: argparse.Namespace, experiment: Experiment, began: float) -> dict[str, Curve]:
     """Trains the variants one after the other, and stores after each."""
-    compiled = compile_all(experiment, args.variants)
-    flags = about(experiment, next(iter(compiled.values()))[0].parameters)
-    path = args.curves or (None if args.smoke else CURVES)
-    curves, longest = Curves(flags, {}), 0.0
-    chunks = experiment.settings.steps // experiment.every
-    validate = experiment.every * max(1, chunks // VALIDATIONS)
-    for name, (program, compilation) in compiled.items():
-        executable, began = compilation.result(), time.perf_counter()
-        if began - start + longest > args.limit:
-            say(f"{name} is left out after {began - start:.0f} s")
-            continue
-        say(f"{name} after {began - start:.0f} s")
-        curves.runs[name] = experiment.train(program, executable, validate, say)
-        longest = max(longest, time.perf_counter() - began)
-        if path is not None:
-            curves.save(path)
-        if args.record is not None:
-            to = None if args.record is True else Path(args.record)
-            records.append(rows_of(name, curves.runs[name], program, flags), to)
-    return curves
+    path = None if args.smoke else CURVES
+    part = Part(args, lambda: experiment, args.variants, flags_of, path, began=began)
+    for name, (program, compiled) in part.programs.items():
+        if part.begins(name):
+            curves = part.experiment.train(program, compiled, say)
+            rows = rows_of(part.flags, "q_adam_mini", name, values_of(curves, program))
+            part.add(name, curves, rows)
+    return part.runs
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -172,6 +116,5 @@ def main(arguments: list[str] | None = None) -> None:
     say(blocks)
     if blocks.unknown:
         raise SystemExit("some leaf's blocks are not known")
-    curves = train_all(args, experiment, start)
-    say("\n".join(summary(curves.runs)))
+    say("\n".join(summary(train_all(args, experiment, start))))
     say(f"done after {time.perf_counter() - start:.0f} s")

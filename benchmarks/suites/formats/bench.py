@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import itertools
 import time
 from collections.abc import Iterator
@@ -24,18 +23,17 @@ import jax
 import numpy as np
 
 from benchmarks import records
-from benchmarks.suites.adam_mini.training import load_text
 from benchmarks.suites.formats import errors as fe
 from benchmarks.suites.formats import formats
 from benchmarks.suites.formats import states as formats_states
 from benchmarks.suites.formats.formats import BUDGETS, EXACT, MU, NEAREST, NU, STOCHASTIC, Copy
 from benchmarks.suites.formats.training import PRESETS, Experiment, Snapshot
+from benchmarks.training import load_text, say
 
 B1, B2 = 0.9, 0.999
 LOOKS, CALLS = 10, 30
 TOP = 3  # of the best pairs
 _UNITS = {"mse": "lr^2", "largest": "lr", **{f"p{p}": "decades" for p in (1, 5, 50, 95, 99)}}
-say = functools.partial(print, flush=True)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -251,7 +249,7 @@ def main(arguments: list[str] | None = None) -> None:
         f"{len(experiment.copies)} copies; after {time.perf_counter() - start:.0f} s"
     )
     looks = Looks(experiment)
-    experiment.run(looks, LOOKS, say)
+    experiment.train(looks, LOOKS, say)
     say(f"trained after {time.perf_counter() - start:.0f} s")
     flags |= {"floors": looks.floors, "best": searched(looks.closed)}
     rows = list(rows_of(looks, flags))

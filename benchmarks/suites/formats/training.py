@@ -19,8 +19,9 @@ import optax
 from _gpt import train
 from _gpt.config import ModelShape, Settings, matrices
 
-from benchmarks.suites.adam_mini.training import Text, offsets
+from benchmarks import training
 from benchmarks.suites.formats.formats import MU, STOCHASTIC, Copy
+from benchmarks.training import Text, calls
 from optax_lowmem import codecs
 from optax_lowmem._src.core import random, trees
 
@@ -164,7 +165,7 @@ class Snapshot:
     values: dict[str, np.ndarray]
 
 
-class Experiment:
+class Experiment(training.Experiment):
     """A model, its text and optimizer, and the copies of its states."""
 
     def __init__(
@@ -178,8 +179,8 @@ class Experiment:
         every: int,
         seed: int,
     ):
-        self.settings, self.text, self.copies, self.decays = settings, text, copies, decays
-        self.every, self.seed = every, seed
+        super().__init__(settings, text, seed, every)
+        self.settings, self.copies, self.decays = settings, copies, decays
         graphdef, self.weights = train.build_model(settings, text.vocab)
         self.loss = train.loss_function(graphdef, settings.compute)
         self.clip = optax.clip_by_global_norm(train.CLIP)
@@ -189,61 +190,42 @@ class Experiment:
         shapes = jax.eval_shape(self.weights, jax.random.key(0))
         self.sample = Sample.of(shapes, chunks, seed)
         self.parameters = sum(p.size for p in jax.tree.leaves(shapes))
-        self.offsets = offsets(settings, text, seed).reshape(-1, every, settings.batch)
 
-    def start(self) -> tuple[Any, ...]:
-        """Weights, optimizer state and copies before the first step."""
+    def start(self) -> tuple[Any, Any]:
+        """Weights; optimizer state, copies and the number of the step, before the first."""
         weights = self.weights(jax.random.key(self.seed))
         shape = (len(self.sample.leaf_of_chunk), self.sample.length)
-        return weights, self.adamw.init(weights), start_copies(self.copies, shape)
+        return weights, (self.adamw.init(weights), start_copies(self.copies, shape), jnp.int32(0))
 
-    def _step(self, tokens: jax.Array, carry: Any, now: Any) -> tuple[Any, jax.Array]:
-        (params, state, stored), (step, at) = carry, now
-        windows = tokens[at[:, None] + jnp.arange(self.settings.context + 1)[None]]
-        value, grads = jax.value_and_grad(self.loss)(params, windows.astype(jnp.int32))
+    def take_step(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        """AdamW on clipped gradients; the copies follow beside it."""
+        own, stored, count = state
         grads, _ = self.clip.update(grads, optax.EmptyState())
-        key = jnp.uint32(self.seed), step
+        key = jnp.uint32(self.seed), count
         stored = step_copies(self.copies, stored, self.sample.take(grads), self.decays, key)
-        updates, state = self.adamw.update(grads, state, params)
-        return (optax.apply_updates(params, updates), state, stored), value
-
-    def lower(self) -> jax.stages.Lowered:
-        """`every` steps."""
-
-        def steps(carry: Any, tokens: jax.Array, first: jax.Array, starts: jax.Array) -> Any:
-            numbers = first + jnp.arange(self.every)
-            return jax.lax.scan(functools.partial(self._step, tokens), carry, (numbers, starts))
-
-        shapes = jax.eval_shape(self.start)
-        starts = jax.ShapeDtypeStruct(self.offsets.shape[1:], np.int32)
-        first = jax.ShapeDtypeStruct((), np.int32)
-        return jax.jit(steps, donate_argnums=0).lower(shapes, self.text.tokens, first, starts)
+        updates, own = self.adamw.update(grads, own, params)
+        return optax.apply_updates(params, updates), (own, stored, count + 1)
 
     def moments(self, state: Any) -> dict[str, Any]:
         """AdamW's own mu and nu, as trees."""
         return {slot: optax.tree_utils.tree_get(state, slot) for slot in self.decays}
 
-    def run(
+    def train(
         self, look: Callable[[Snapshot, Any], None], looks: int, say: Callable[[str], None]
     ) -> None:
         """Trains; `look` sees the sample and AdamW's moments `looks` times, last at the end."""
-        compiled = self.lower().compile()
+        steps = self.trace(self.start, self.loss, self.take_step).steps.compile()
         decode = jax.jit(functools.partial(decode_copies, self.copies))
-        carry, begin = jax.jit(self.start)(), time.perf_counter()
-        calls, shown = len(self.offsets), max(1, len(self.offsets) // looks)
-        for call, starts in enumerate(self.offsets, start=1):
-            carry, losses = compiled(
-                carry, self.text.tokens, np.int32((call - 1) * self.every), starts
-            )
-            if call % shown and call < calls:
+        shown, begin = self.every * max(1, len(self.offsets) // looks), time.perf_counter()
+        start = jax.jit(self.start)()
+        for step, _, state, found, _ in calls(self.offsets, self.text, start, steps):
+            if step % shown and step < self.offsets[..., 0].size:
                 continue
-            _, state, stored = carry
-            moments = self.moments(state)
+            own, stored, _ = state
+            moments = self.moments(own)
             true = {slot: self.sample.take(tree) for slot, tree in moments.items()}
-            step = call * self.every
             look(Snapshot(step, *jax.device_get((true, stored, decode(stored)))), moments)
-            seconds = time.perf_counter() - begin
-            mean = float(losses.mean())
+            seconds, mean = time.perf_counter() - begin, float(found["train_loss"])
             say(f"{step:6d}  training loss {mean:.4f}  {1e3 * seconds / step:.1f} ms a step")
             if not np.isfinite(mean):
                 raise SystemExit("the training diverged")

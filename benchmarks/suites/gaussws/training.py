@@ -19,10 +19,10 @@ from _llama.model import Llama
 from _llama.optimizer import stored_dtype
 
 import optax_lowmem as lowmem
-from benchmarks.suites.adam_mini.training import Text, offsets
+from benchmarks import training
 from benchmarks.suites.noise.training import VARIANTS as NOISY
 from benchmarks.suites.noise.training import make_optimizer
-from benchmarks.training import Program, Run, Say, follow, many_steps
+from benchmarks.training import Program, Run, Say, Text, follow
 from optax_lowmem import gaussws
 
 OPTIMIZER = "flash_adamw"
@@ -96,23 +96,11 @@ class Trained:
     bits: dict[str, jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class Noisy(Program):
-    """One variant, whose start is compiled beside its steps: it makes the first noise."""
-
-    first: jax.stages.Lowered
-
-    def compile(self) -> tuple[Any, ...]:
-        """The steps, the evaluation and the start."""
-        return (*super().compile(), self.first.compile())
-
-
-class Experiment:
+class Experiment(training.Experiment):
     """A model and its text, to be trained with one variant after another."""
 
     def __init__(self, run: Run, text: Text, seed: int):
-        self.run, self.text, self.seed = run, text, seed
-        self.offsets = offsets(run, text, seed).reshape(-1, run.every, run.batch)
+        super().__init__(run, text, seed)
         self.model = Llama(run.shape, run.compute, run.attention)
         self.of_bits = bits_optimizer(run.steps)
 
@@ -125,7 +113,7 @@ class Experiment:
             OPTIMIZER, noisy, self.run.shape, lambda count: peak * schedule(count), **more
         )
 
-    def lower(self, name: str) -> Noisy:
+    def lower(self, name: str) -> Program:
         """Traces `every` steps of a variant; its steps take the peak learning rate last."""
         seed = self.seed + (1000 if name == OTHER_START else 0)
 
@@ -140,22 +128,9 @@ class Experiment:
         def take_step(grads: Any, state: Any, params: Any, rate: jax.Array) -> tuple[Any, Any]:
             return lowmem.step(self.optimizer(name, rate), grads, state, params)
 
-        def evaluate(params: Any, batches: jax.Array) -> jax.Array:
-            return jax.lax.map(lambda batch: self.model(params, batch), batches).mean()
-
-        steps = many_steps(self.model, take_step, self.run.context)
-        shapes = jax.eval_shape(start)
-        more = (
-            jax.ShapeDtypeStruct(self.offsets.shape[1:], np.int32),
-            jax.ShapeDtypeStruct((), np.float32),
-        )
-        return Noisy(
-            start,
-            jax.jit(steps, donate_argnums=(0, 1)).lower(*shapes, self.text.tokens, *more),
-            jax.jit(evaluate).lower(shapes[0], self.text.held_out),
-            sum(leaf.size for leaf in jax.tree.leaves(shapes[0])),
-            start.lower(),
-        )
+        rate = jax.ShapeDtypeStruct((), np.float32)
+        traced = self.trace(start, self.model, take_step, None, rate)
+        return dataclasses.replace(traced, first=start.lower())  # it makes the first noise
 
     def train(self, compiled: tuple[Any, ...], say: Say, factor: float = 1.0) -> Trained:
         """Trains from the start, at `factor` times the run's learning rate."""
@@ -177,7 +152,7 @@ class Experiment:
                 found[f"histogram_{kind}"] = histograms(of_leaf)
             return found
 
-        curves, params, state = follow(self.run, self.text, self.offsets, start, steps, look, say)
+        curves, params, state = follow(self.offsets, self.text, start, steps, look, say)
         return Trained(curves, lowmem.master_params(params, state), _bits(state))
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from _gpt.config import warmup_cosine
 from _llama.config import Shape
 from _llama.optimizer import decayed
 
-from benchmarks import training as llama_training
-from benchmarks.suites.adam_mini.training import Text, offsets
 from benchmarks.suites.switchback import variants
-from benchmarks.training import Program, Run
+from benchmarks.training import Measured, Program, Run
 
 ADAM = {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1}
 
@@ -42,12 +38,8 @@ PRESETS = {
 }
 
 
-class Experiment:
+class Experiment(Measured):
     """A model and its text, to be trained with one variant after another."""
-
-    def __init__(self, run: Run, text: Text, seed: int):
-        self.run, self.text, self.seed = run, text, seed
-        self.offsets = offsets(run, text, seed).reshape(-1, run.every, run.batch)
 
     def optimizer(self, name: str) -> optax.GradientTransformation:
         """AdamW in f32."""
@@ -72,10 +64,4 @@ class Experiment:
             updates, state = tx.update(grads, state, params)
             return optax.apply_updates(params, updates), state
 
-        return llama_training.lower(self.run, self.text, self.offsets, model, start, take_step)
-
-    def train(
-        self, program: Program, compiled: tuple[Any, Any], say: Callable[[str], None]
-    ) -> dict[str, np.ndarray]:
-        """Trains from the start: name -> curve. A run that becomes NaN ends there."""
-        return llama_training.train(self.run, self.text, self.offsets, program, compiled, say)
+        return self.trace_measured(model, start, take_step)
