@@ -112,7 +112,7 @@ def draw(rows: Rows, file: Path = PICTURE) -> None:
 
     found = steps(rows)
     if not found:
-        raise SystemExit("no records of whole steps: run end_to_end first")
+        raise SystemExit("no records of whole steps: run `benchmarks.run end_to_end` first")
     figure, panels = plt.subplots(
         1, len(found), figsize=(4.8 * len(found), 3.6), layout="constrained", squeeze=False
     )
