@@ -66,7 +66,7 @@ def test_tables_and_picture(tmp_path):
     assert body == [["all logits", "80.9", "16.00", "16.4", "8.00"]]
     end_to_end_tables.draw(rows, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
-    with pytest.raises(SystemExit, match="run bench_end_to_end first"):
+    with pytest.raises(SystemExit, match="run end_to_end first"):
         end_to_end_tables.draw([], tmp_path / "figure.png")
 
 
