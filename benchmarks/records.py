@@ -1,5 +1,6 @@
 """Records of measurements: one JSON object a line in benchmarks/results/<device>.jsonl."""
 
+import argparse
 import datetime
 import json
 import os
@@ -74,6 +75,18 @@ def append(rows: Rows, path: Path | None = None) -> Path:
         for row in rows:
             file.write(json.dumps(row) + "\n")
     return path
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    """Give a command line the option `--record`, for `keep`."""
+    parser.add_argument("--record", nargs="?", const=True, metavar="FILE",
+                        help="append records to FILE; default: that of this device in "
+                        "benchmarks/results")  # fmt: skip
+
+
+def keep(rows: Rows, to: bool | str | Path | None) -> Path | None:
+    """Appends records where `--record` asks for it; return the file."""
+    return append(rows, None if to is True else Path(to)) if to else None
 
 
 def load(path: Path) -> Rows:

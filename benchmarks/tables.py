@@ -6,27 +6,29 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks import ROOT, claims
-from benchmarks.claims import coat as claims_coat
-from benchmarks.claims import coat_activations as claims_coat_activations
-from benchmarks.claims import flashoptim
-from benchmarks.claims import gaussws as claims_gaussws
-from benchmarks.claims import q_adam_mini as claims_q_adam_mini
-from benchmarks.claims import stable_adamw as claims_stable_adamw
-from benchmarks.claims import switchback as claims_switchback
+from benchmarks.claims import (
+    coat,
+    coat_activations,
+    flashoptim,
+    gaussws,
+    q_adam_mini,
+    stable_adamw,
+    switchback,
+)
 from benchmarks.records import Rows, all_records, newest
 from benchmarks.render import markdown, source
-from benchmarks.suites import examples as example_tables
-from benchmarks.suites.activations import tables as activation_tables
-from benchmarks.suites.checkpoint import tables as checkpoint_tables
-from benchmarks.suites.end_to_end import tables as end_to_end_tables
-from benchmarks.suites.fit import tables as fit_tables
-from benchmarks.suites.formats import tables as formats_tables
-from benchmarks.suites.linear import tables as linear_tables
-from benchmarks.suites.memory import tables as memory_tables
-from benchmarks.suites.mesh import tables as mesh_tables
-from benchmarks.suites.noise import tables as noise_tables
-from benchmarks.suites.release import tables as release_tables
-from benchmarks.suites.step import tables as step_tables
+from benchmarks.suites import examples
+from benchmarks.suites.activations import tables as activations
+from benchmarks.suites.checkpoint import tables as checkpoint
+from benchmarks.suites.end_to_end import tables as end_to_end
+from benchmarks.suites.fit import tables as fit
+from benchmarks.suites.formats import tables as formats
+from benchmarks.suites.linear import tables as linear
+from benchmarks.suites.memory import tables as memory
+from benchmarks.suites.mesh import tables as mesh
+from benchmarks.suites.noise import tables as noise
+from benchmarks.suites.release import tables as release
+from benchmarks.suites.step import tables as step
 from benchmarks.suites.step import targets
 
 PAGES = (
@@ -45,30 +47,19 @@ PAGES = (
 )
 MARKED = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
-
+# what has `TABLES`: name -> what makes it of records
 SUITES: tuple[Any, ...] = (
-    activation_tables,
-    checkpoint_tables,
-    end_to_end_tables,
-    example_tables,
-    fit_tables,
-    formats_tables,
-    linear_tables,
-    memory_tables,
-    mesh_tables,
-    noise_tables,
-    release_tables,
-    step_tables,
-    targets,
-)
+    activations, checkpoint, end_to_end, examples, fit, formats, linear, memory, mesh, noise,
+    release, step, targets,
+)  # fmt: skip
 PAPERS: dict[str, tuple[str, Any]] = {
     "claims": ("FlashOptim", flashoptim),
-    "claims_stable_adamw": ("StableAdamW", claims_stable_adamw),
-    "claims_q_adam_mini": ("Q-Adam-mini", claims_q_adam_mini),
-    "claims_coat": ("COAT", claims_coat),
-    "claims_coat_activations": ("COAT", claims_coat_activations),
-    "claims_switchback": ("SwitchBack", claims_switchback),
-    "claims_gaussws": ("GaussWS", claims_gaussws),
+    "claims_stable_adamw": ("StableAdamW", stable_adamw),
+    "claims_q_adam_mini": ("Q-Adam-mini", q_adam_mini),
+    "claims_coat": ("COAT", coat),
+    "claims_coat_activations": ("COAT", coat_activations),
+    "claims_switchback": ("SwitchBack", switchback),
+    "claims_gaussws": ("GaussWS", gaussws),
 }
 
 

@@ -305,25 +305,13 @@ def parser(doc: str | None, limit: int, curves: Path) -> argparse.ArgumentParser
         help="start no run that would end later (default: %(default)s s)")  # fmt: skip
     add("--cache", type=Path, default=Path("demo_output"), help="where a tokenizer is kept")
     add("--curves", type=Path, help=f"default: {curves.name} in benchmarks/results")
-    add("--record", nargs="?", const=True, default=None, metavar="FILE",
-        help="append records, to benchmarks/results or to a file")  # fmt: skip
+    records.add_option(made)
     return made
 
 
 def usual(presets: dict[str, Any], name: str | None) -> Any:
     """The preset of that name; without one, that of this device."""
     return presets[name or ("cpu" if jax.default_backend() == "cpu" else "gpu")]
-
-
-def record_file(args: argparse.Namespace) -> Path | None:
-    """Return the file to append records to; None: the device's file."""
-    return None if args.record is True else Path(args.record)
-
-
-def keep(args: argparse.Namespace, rows: records.Rows) -> None:
-    """Appends records where the command line asks for it."""
-    if args.record is not None:
-        records.append(rows, record_file(args))
 
 
 def about(experiment: Experiment, parameters: int, **own: Any) -> dict[str, Any]:
@@ -412,7 +400,7 @@ class Part:
         self._longest = max(self._longest, self.seconds() - self._at)
         self.runs[label] = curves
         self.store()
-        keep(self.args, rows)
+        records.keep(rows, self.args.record)
 
     def store(self) -> None:
         """Writes the curves that there are."""

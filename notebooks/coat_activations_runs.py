@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks import curves as adam_mini_curves
+from benchmarks import curves as stored_curves
 from benchmarks.records import all_records, newest
 from benchmarks.suites.activations import bench_training as bench_activation_training
 from benchmarks.suites.activations import tables as paper
 from benchmarks.suites.activations.bytes import COLUMNS, by_column, kept
 from benchmarks.suites.activations.errors import SIZES, drawn, mse
 from benchmarks.suites.activations.layers import Shape
+from benchmarks.tables import TABLES
 from optax_lowmem.layers import fp8_flow
 
 Rows = list[dict[str, Any]]
@@ -50,7 +51,7 @@ def records() -> Rows:
 
 def shown(name: str, rows: Rows) -> bool:
     """Prints a table of docs/activations.md; says so where nothing is recorded."""
-    head, body, _ = paper.TABLES[name](rows)
+    head, body, _ = TABLES[name].make(rows)
     if not body:
         print(f"nothing is recorded yet for {name}")
         return False
@@ -64,7 +65,7 @@ def shown(name: str, rows: Rows) -> bool:
 
 def trained() -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
     """The curves of each variant, and what the run was."""
-    stored = adam_mini_curves.load(bench_activation_training.CURVES)
+    stored = stored_curves.load(bench_activation_training.CURVES)
     part = bench_activation_training.PART
     return {name.partition("/")[2]: own for name, own in stored.runs.items()}, stored.about[part]
 

@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 import optax_lowmem as lowmem
-from benchmarks import curves as adam_mini_curves
+from benchmarks import curves
 from benchmarks.claims import (
     BETTER,
     NOT,
@@ -123,9 +123,9 @@ def _ratio(
 def _case_1(rows: Rows) -> Finding:
     """Find case 1's highest training loss and its held-out loss; a v that is never 0 beside it."""
     read = _values(rows, "val_loss", MINI, CASE_1, GUARDED)
-    some(adam_mini_curves.CURVES.exists())
+    some(curves.CURVES.exists())
     (mini, case_1, guarded), used = read
-    curve = adam_mini_curves.load().runs[CASE_1]
+    curve = curves.load().runs[CASE_1]
     top = int(np.argmax(curve["train_loss"]))
     text = (
         f"training loss up to {curve['train_loss'][top]:.0f} at step {curve['step'][top]}; "
@@ -145,8 +145,8 @@ def moment_ratio(runs: dict[str, dict[str, np.ndarray]], impl: str, curve: str) 
 def _moments(rows: Rows) -> Finding:
     """Norms of m and v of the embedding, of the stored curves that the records came with."""
     read = _values(rows, "embedding_norm", MINI, REFERENCE, OURS)
-    some(adam_mini_curves.CURVES.exists())
-    runs = adam_mini_curves.load().runs
+    some(curves.CURVES.exists())
+    runs = curves.load().runs
     ratios = {
         (impl, curve): moment_ratio(runs, impl, curve)
         for impl in (REFERENCE, OURS)

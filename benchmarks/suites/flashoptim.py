@@ -80,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--samples", type=int, default=2**16, help="f32 weights an exponent")
     parser.add_argument("--steps", type=int, default=300, help="of each training run")
-    parser.add_argument("--record", action="store_true", help="append to benchmarks/results")
+    records.add_option(parser)
     args = parser.parse_args()
     task = Task(Size())
     rows = [
@@ -91,4 +91,4 @@ def main() -> None:
     for row in rows:
         print(f"{row['case']:<20}{row['impl']:<22}{row['metric']:<26}{row['value']:.4g}")
     if args.record:
-        print(f"recorded in {records.append(rows)}")
+        print(f"recorded in {records.keep(rows, args.record)}")

@@ -108,7 +108,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="optimizers")
     parser.add_argument("--jobs", type=int, default=9, help="compilations at once")
     parser.add_argument("--out", type=Path, default=CURVES, help="the curves")
-    parser.add_argument("--record", type=Path, nargs="?", const=True, help="the records")
+    records.add_option(parser)
     args = parser.parse_args()
     began, kept, rows, failed = time.time(), {}, [], 0
     todo = [job for job in grid(args.steps) if not args.only or job[0].optimizer in args.only]
@@ -128,6 +128,5 @@ def main() -> int:
             print(f"{run}: after {time.time() - began:.0f} s", flush=True)
     show(rows)
     if args.record:
-        path = records.append(rows, None if args.record is True else args.record)
-        print(f"recorded in {path}")
+        print(f"recorded in {records.keep(rows, args.record)}")
     return int(failed > 0)

@@ -8,7 +8,7 @@ import pytest
 
 nnx = pytest.importorskip("flax.nnx")
 
-from benchmarks import curves as adam_mini_curves  # noqa: E402
+from benchmarks import curves as stored_curves  # noqa: E402
 from benchmarks import records  # noqa: E402
 from benchmarks.suites.activations import bench_training as bench_activation_training  # noqa: E402
 from benchmarks.suites.activations import tables as paper  # noqa: E402
@@ -73,7 +73,7 @@ def test_trains_and_records(tmp_path, monkeypatch, capsys):
         assert of["step"].tolist() == [5, 10]
     assert abs(paper.over({k: {"value": v["val_loss"][-1]} for k, v in runs.items()},
                           "fp8-coat_adamw")) < 0.05  # fmt: skip
-    stored = adam_mini_curves.load(curves)
+    stored = stored_curves.load(curves)
     assert stored.runs.keys() == {"run/standard", "run/fp8-coat_adamw"}
     found = records.newest([json.loads(line) for line in rows.read_text().splitlines()])
     assert {row["case"] for row in found} == {"smoke/activations"}

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import optax_lowmem as lowmem
-from benchmarks import curves as adam_mini_curves
+from benchmarks import curves as stored_curves
 from benchmarks import training as shared
 from benchmarks.suites.adam_mini import bench as bench_adam_mini
 from benchmarks.suites.adam_mini import rounding as bench_rounding
@@ -160,14 +160,14 @@ def test_a_diverged_run_ends():
 def test_curves_are_kept_by_settings(tmp_path):
     file = tmp_path / "curves.npz"
     one = {"step": np.arange(3), "loss": np.array([1.5, 2.5, np.nan])}
-    adam_mini_curves.Curves({"steps": 3}, {"a": one}).save(file)
-    adam_mini_curves.Curves({"steps": 3}, {"b": one}).save(file)
-    found = adam_mini_curves.load(file)
+    stored_curves.Curves({"steps": 3}, {"a": one}).save(file)
+    stored_curves.Curves({"steps": 3}, {"b": one}).save(file)
+    found = stored_curves.load(file)
     assert found.about == {"steps": 3} and found.runs.keys() == {"a", "b"}
     np.testing.assert_array_equal(found.runs["a"]["loss"], one["loss"])
     assert found.runs["a"]["loss"].dtype == np.float32
-    adam_mini_curves.Curves({"steps": 4}, {"b": one}).save(file)
-    assert adam_mini_curves.load(file).runs.keys() == {"b"}
+    stored_curves.Curves({"steps": 4}, {"b": one}).save(file)
+    assert stored_curves.load(file).runs.keys() == {"b"}
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
@@ -175,7 +175,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     curves, rows = tmp_path / "curves.npz", tmp_path / "rows.jsonl"
     flags = f"--smoke --steps 10 --variants adam_mini q_adam_mini --curves {curves} --record {rows}"
     bench_adam_mini.main(flags.split())
-    found = adam_mini_curves.load(curves)
+    found = stored_curves.load(curves)
     assert found.runs.keys() == {"adam_mini", "q_adam_mini"}
     assert found.about["steps"] == 10 and found.about["b2"] == 0.95
     stored = [json.loads(line) for line in rows.read_text().splitlines()]

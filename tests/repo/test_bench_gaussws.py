@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("flax.nnx")
 
-from benchmarks import curves as adam_mini_curves  # noqa: E402
+from benchmarks import curves as stored_curves  # noqa: E402
 from benchmarks import training as shared  # noqa: E402
 from benchmarks.suites.gaussws import analysis as gaussws_analysis  # noqa: E402
 from benchmarks.suites.gaussws import bench as bench_gaussws  # noqa: E402
@@ -102,7 +102,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     where = ["--preset", "smoke", "--curves", str(curves), "--record", str(rows)]
     bench_gaussws.main(["--part", "run", "--variants", BASE, OD, *where])
     bench_gaussws.main(["--part", "rates", "--variants", BASE, "--factors", "1", "64", *where])
-    found = adam_mini_curves.load(curves)
+    found = stored_curves.load(curves)
     assert found.runs.keys() == {
         f"run/{BASE}",
         f"run/{OD}",

@@ -11,7 +11,7 @@ import pytest
 
 nnx = pytest.importorskip("flax.nnx")
 
-from benchmarks import curves as adam_mini_curves  # noqa: E402
+from benchmarks import curves as stored_curves  # noqa: E402
 from benchmarks import training as shared  # noqa: E402
 from benchmarks.suites.switchback import bench as bench_switchback  # noqa: E402
 from benchmarks.suites.switchback import training, variants  # noqa: E402
@@ -168,7 +168,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     where = f"--preset smoke --curves {curves} --record {rows}"
     bench_switchback.main(f"--part run --variants {names} {where}".split())
     bench_switchback.main(f"--part large {where}".split())
-    found = adam_mini_curves.load(curves)
+    found = stored_curves.load(curves)
     assert found.runs.keys() == {"run/standard", "run/switchback-int8", "large/standard"}
     assert found.about["run"]["tokens"] == 64 and found.about["large"]["tokens"] == 256
     stored = [json.loads(line) for line in rows.read_text().splitlines()]
@@ -187,12 +187,12 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
 def test_parts_are_stored_side_by_side(tmp_path):
     file, curves = tmp_path / "curves.npz", {"step": np.arange(3)}
-    adam_mini_curves.store(file, "run", {"steps": 3}, {"a": curves})
-    adam_mini_curves.store(file, "large", {"steps": 1}, {"a": curves})
-    adam_mini_curves.store(file, "run", {"steps": 3}, {"b": curves})
-    assert adam_mini_curves.load(file).runs.keys() == {"run/a", "run/b", "large/a"}
-    adam_mini_curves.store(file, "run", {"steps": 4}, {"b": curves})  # other settings
-    found = adam_mini_curves.load(file)
+    stored_curves.store(file, "run", {"steps": 3}, {"a": curves})
+    stored_curves.store(file, "large", {"steps": 1}, {"a": curves})
+    stored_curves.store(file, "run", {"steps": 3}, {"b": curves})
+    assert stored_curves.load(file).runs.keys() == {"run/a", "run/b", "large/a"}
+    stored_curves.store(file, "run", {"steps": 4}, {"b": curves})  # other settings
+    found = stored_curves.load(file)
     assert found.runs.keys() == {"run/b", "large/a"}
     assert found.about == {"run": {"steps": 4}, "large": {"steps": 1}}
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks import claims, records, tables
-from benchmarks import curves as adam_mini_curves
+from benchmarks import curves as stored_curves
 from benchmarks.claims import BETTER, NOT, SAME
 from benchmarks.claims import q_adam_mini as paper
 
@@ -90,11 +90,11 @@ def test_other_devices_and_cases_are_not_mixed():
 def curves(tmp_path, monkeypatch):
     """Stores curves where the claims look for them."""
     path = tmp_path / "curves.npz"
-    monkeypatch.setattr(adam_mini_curves, "CURVES", path)
-    monkeypatch.setattr(adam_mini_curves.load, "__defaults__", (path,))
+    monkeypatch.setattr(stored_curves, "CURVES", path)
+    monkeypatch.setattr(stored_curves.load, "__defaults__", (path,))
 
     def store(**runs):
-        adam_mini_curves.Curves({}, runs).save(path)
+        stored_curves.Curves({}, runs).save(path)
 
     return store
 

@@ -9,10 +9,10 @@ Device time of programs looped in one jit, median of `--repeats` calls; implemen
 """
 
 import argparse
+import functools
 import statistics
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -190,14 +190,10 @@ def main(arguments: list[str] | None = None) -> None:
     add("--norms", nargs="+", default=NORMS, metavar="ROWSxWIDTH")
     add("--only", nargs="+", choices=PARTS, default=PARTS, help="parts (default: all)")
     add("--repeats", type=int, default=5)
-    add("--record", nargs="?", const=True, type=Path, metavar="FILE",
-        help="append to FILE, or to benchmarks/results")  # fmt: skip
+    records.add_option(parser)
     args = parser.parse_args(arguments)
 
-    def store(rows: Rows) -> None:
-        if args.record:
-            records.append(rows, None if args.record is True else args.record)
-
+    store = functools.partial(records.keep, to=args.record)
     if "layers" in args.only:
         for case in args.shapes:
             store(layer_rows(case, args.impl, args.repeats))

@@ -11,7 +11,6 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -85,10 +84,10 @@ def main(arguments: list[str] | None = None) -> None:
     add = parser.add_argument
     add("--rows", type=int, default=1_000_000)
     add("--trials", type=int, default=TRIALS)
-    add("--record", nargs="?", const=True, metavar="FILE")
+    records.add_option(parser)
     args = parser.parse_args(arguments)
     found = list(as_records(args.rows, measure(args.rows, args.trials)))
     for row in found:
         print(f"{row['impl']:<12}{row['value']:>10.3f} ms  x {row['ratio_to_nearest']:.2f}")
-    if args.record is not None:
-        print(records.append(found, None if args.record is True else Path(args.record)))
+    if args.record:
+        print(records.keep(found, args.record))

@@ -145,7 +145,7 @@ def measure(impl: str, parameters: int) -> list[dict[str, Any]]:
 def main() -> None:
     """Computes and prints; `--record` also stores."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--record", action="store_true", help="append to benchmarks/results")
+    records.add_option(parser)
     parser.add_argument("--parameters", type=int, default=1 << 24, help="of the file on disk")
     parser.add_argument("--saved", type=int, default=1 << 27, help="parameters of a timed save")
     args = parser.parse_args()
@@ -154,4 +154,4 @@ def main() -> None:
     for row in rows:
         print(f"{row['case']:<20}{row['impl']:<26}{row['metric']:<22}{row['value']:9.3f}")
     if args.record:
-        print(f"recorded in {records.append(rows)}")
+        print(f"recorded in {records.keep(rows, args.record)}")

@@ -62,8 +62,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--jobs", type=int, default=5, help="programs compiled at once (default: 5)")
     add("--limit", type=float, default=530, metavar="S",
         help="start no timing after this (default: %(default)s s)")  # fmt: skip
-    add("--record", nargs="?", const=True, type=Path, metavar="FILE",
-        help="append to FILE, or to benchmarks/results")  # fmt: skip
+    records.add_option(parser)
     return parser.parse_args(arguments)
 
 
@@ -195,8 +194,7 @@ class Bench:
                                limit_bytes=self.has, remat=self.args.remat)
             )  # fmt: skip
             say(f"{case or self.case:<24}{impl:<18}{metric:<16}{value:>18,.0f} {unit}")
-        if self.args.record:
-            records.append(rows, None if self.args.record is True else self.args.record)
+        records.keep(rows, self.args.record)
 
     def plans(self) -> dict[str, Fit]:
         """Side by side, one thread a configuration."""

@@ -51,8 +51,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of weights, batches, sample and rounding")
     add("--cache", type=Path, default=Path("demo_output"), help="where the tokenizer is kept")
     add("--states", type=Path, help="where to store the sample, --record or not")
-    add("--record", nargs="?", const=True, default=None, metavar="FILE",
-        help="store the sample, and append records to benchmarks/results or to a file")  # fmt: skip
+    records.add_option(parser)
     return parser.parse_args(arguments)
 
 
@@ -259,6 +258,6 @@ def main(arguments: list[str] | None = None) -> None:
     if path is not None:
         looks.states(flags, args.keep).save(path)
         say(f"{path}: {path.stat().st_size / 1e6:.2f} MB")
-    if args.record is not None:
-        say(records.append(rows, None if args.record is True else Path(args.record)))
+    if args.record:
+        say(records.keep(rows, args.record))
     say(f"done after {time.perf_counter() - start:.0f} s")

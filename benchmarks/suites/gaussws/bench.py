@@ -25,7 +25,7 @@ from benchmarks.suites.gaussws import analysis as gaussws_analysis
 from benchmarks.suites.gaussws import casts as gaussws_casts
 from benchmarks.suites.gaussws import training
 from benchmarks.suites.gaussws.training import ALL, BASE, OD, PRESETS, VARIANTS, Experiment, Trained
-from benchmarks.training import Curve, Part, about, keep, load_text, parser, rows_of, say, usual
+from benchmarks.training import Curve, Part, about, load_text, parser, rows_of, say, usual
 from optax_lowmem import gaussws
 
 CURVES = records.RESULTS / "gaussws.npz"
@@ -120,7 +120,7 @@ def run_part(args: argparse.Namespace) -> dict[str, Curve]:
         if casts:
             one.curves |= {f"cast_{key}": np.asarray([loss]) for key, loss in casts.items()}
             values = {f"cast {key}": loss for key, loss in casts.items()}
-            keep(args, rows(part, name, values, "gaussws"))
+            records.keep(rows(part, name, values, "gaussws"), args.record)
             part.store()
     say("\n".join(summary(part.runs)))
     say("\n".join(said_of_casts(part.runs)))
@@ -206,10 +206,11 @@ def analysis(args: argparse.Namespace) -> None:
                 found.append((f"equation 6{words}", f"{to}, maximum {maximum:.4g}", share))
     for case, metric, value in found:
         say(f"{case:<26}{metric:<28}{value:.6f}")
-    keep(args, [
+    stored = [
         records.record("gaussws", case, "gaussws", metric, value, "share", seed=args.seed)
         for case, metric, value in found
-    ])  # fmt: skip
+    ]
+    records.keep(stored, args.record)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -11,7 +11,6 @@ import functools
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -211,8 +210,7 @@ def main(arguments: list[str] | None = None) -> None:
         help=f"of {', '.join(choices)}")  # fmt: skip
     add("--alone", action="store_true", help="each operation alone too")
     add("--repeats", type=int, default=5)
-    add("--record", nargs="?", const=True, type=Path, metavar="FILE",
-        help="append to FILE, or to benchmarks/results")  # fmt: skip
+    records.add_option(parser)
     args = parser.parse_args(arguments)
     missing = {name: linear_peers.missing_reason(name) for name in linear_peers.NAMES}
     for name in filter(missing.get, args.impl):
@@ -220,5 +218,4 @@ def main(arguments: list[str] | None = None) -> None:
     names = [name for name in args.impl if not missing.get(name)]
     for shape in args.shapes:
         rows = rows_of(shape, names, args.repeats, args.alone)
-        if args.record:
-            records.append(rows, None if args.record is True else args.record)
+        records.keep(rows, args.record)

@@ -69,11 +69,11 @@ def measure(model: str, optimizer: str) -> list[dict[str, Any]]:
 def main() -> None:
     """Computes and prints; `--record` also stores."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--record", action="store_true", help="append to benchmarks/results")
+    records.add_option(parser)
     args = parser.parse_args()
     rows = [row for model, optimizer in PUBLISHED for row in measure(model, optimizer)]
     for row in rows:
         paper = f"paper {row['paper']}" if "paper" in row else ""
         print(f"{row['case']:<22}{row['impl']:<40}{row['metric']:<18}{row['value']:9.3f}  {paper}")
     if args.record:
-        print(f"recorded in {records.append(rows)}")
+        print(f"recorded in {records.keep(rows, args.record)}")

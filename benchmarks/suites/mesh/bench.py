@@ -172,8 +172,7 @@ class Run:
             if found.get(key) is not None
         ]
         self.rows += rows
-        if self.args.record:
-            records.append(rows, None if self.args.record is True else Path(self.args.record))
+        records.keep(rows, self.args.record)
         say(case, name, ", ".join(f"{row['metric']} {row['value']:.5g}" for row in rows))
 
     def _row(
@@ -217,8 +216,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--train-impl", nargs="+", choices=IMPLEMENTATIONS, default=[mesh_tables.OURS],
         help="whose runs; both: what optax's losses differ by stands beside ours")  # fmt: skip
     add("--batch", type=int, help="sequences that all devices share; default: the preset's")
-    add("--record", nargs="?", const=True, metavar="FILE",
-        help="append to FILE; default: that of this device in benchmarks/results")  # fmt: skip
+    records.add_option(parser)
     args = parser.parse_args(argv)
     args.devices = sorted(set(args.devices))
     if args.devices[0] != 1:

@@ -14,7 +14,6 @@ import functools
 import statistics
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -186,17 +185,13 @@ def main(arguments: list[str] | None = None) -> None:
     add("--batch", type=int, help="sequences in a batch; default: the preset's")
     add("--attention", choices=("xla", "cudnn"), default="xla")
     add("--repeats", type=int, default=5)
-    add("--record", nargs="?", const=True, type=Path, metavar="FILE",
-        help="append to FILE, or to benchmarks/results")  # fmt: skip
+    records.add_option(parser)
     args = parser.parse_args(arguments)
-    file = None if args.record is True else args.record
     parts = args.part or ["noise", "train"]
     if "noise" in parts:
         for shape in args.shapes:
             rows = rows_of(shape, args.repeats, args.impl)
-            if args.record:
-                records.append(rows, file)
+            records.keep(rows, args.record)
     if "train" in parts:
         rows = train_rows(args)
-        if args.record:
-            records.append(rows, file)
+        records.keep(rows, args.record)

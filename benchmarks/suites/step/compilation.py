@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints; `--record` also stores."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", nargs="+", default=list(CASES))
-    parser.add_argument("--record", action="store_true")
+    records.add_option(parser)
     args = parser.parse_args(argv)
     jax.config.update("jax_enable_compilation_cache", False)
     jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()  # XLA's own
@@ -77,6 +77,5 @@ def main(argv: Sequence[str] | None = None) -> int:
                 records.record("compile", case, name, metric, value, units[metric])
                 for metric, value in found.items()
             ]
-            if args.record:
-                records.append(rows)
+            records.keep(rows, args.record)
     return 0

@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--optimizer", default="adamw", choices=["adamw", "lion", "sgd"])
     add("--repeats", type=int, default=9)
     add("--steps", type=int, help="in one jit; default: 0.6 s at copy speed")
-    add("--record", nargs="?", const=True, metavar="FILE")
+    records.add_option(parser)
     add("--interval", type=Path, metavar="FILE", help="read training records instead")
     args = parser.parse_args(argv)
     if args.interval:
@@ -145,7 +145,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                     f"[{row['least']:.3f}, {row['most']:.3f}]  x {row['ratio_to_nearest']:.4f}",
                     flush=True,
                 )
-            if args.record is not None:
-                records.append(found, None if args.record is True else Path(args.record))
+            records.keep(found, args.record)
             jax.clear_caches()
     return 0

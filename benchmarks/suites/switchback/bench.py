@@ -29,10 +29,8 @@ from benchmarks.training import (
     Curve,
     Part,
     about,
-    keep,
     load_text,
     parser,
-    record_file,
     rows_of,
     say,
     usual,
@@ -151,7 +149,7 @@ def variance(args: argparse.Namespace) -> None:
                                    length=length)
                     for metric, value in values.items()
                 ]  # fmt: skip
-                keep(args, rows)
+                records.keep(rows, args.record)
 
 
 # ---- A whole model -------------------------------------------------------------------------------
@@ -162,7 +160,7 @@ def llama(args: argparse.Namespace) -> None:
     flags = args.llama.split()
     if args.record is not None:
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # naming the device takes it
-        flags += ["--record", str(records.append([], record_file(args)))]
+        flags += ["--record", str(records.keep([], args.record))]
     failed = []
     for linear in args.linears:
         say(f"== {linear}")
