@@ -75,7 +75,7 @@ def compare_sums(shape, noise, dtype, interpret):
     g = drawn(shape, 1)[0].astype(dtype)
     found = pallas_triton.noise_sums(g, KEY, noise, interpret=interpret)
     wanted = reference.noise_sums(g, KEY, noise)
-    size = reference.squares.sums(jnp.abs(g.astype(F32)) * jnp.abs(
+    size = reference.sums(jnp.abs(g.astype(F32)) * jnp.abs(
         reference.noise_of(KEY, shape, noise)))  # fmt: skip
     assert (np.abs(found - wanted) <= tol.BITS_GRADIENT * size).all()
 

@@ -496,6 +496,7 @@ def test_what_flax_can_shard_stays_as_it_is(case):
 def test_without_flax_the_import_says_what_to_install(monkeypatch):
     spec = importlib.util.spec_from_file_location("flaxless", ours.__file__)
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.delitem(sys.modules, "optax_lowmem._src.flax")
     monkeypatch.setitem(sys.modules, "flax", None)  # Python's way to say that it is not there
     with pytest.raises(ImportError, match=r"pip install 'optax-lowmem\[flax\]'"):
         spec.loader.exec_module(module)
