@@ -5,6 +5,7 @@ programs that are no packages, or are too heavy to install, in `test_training_lo
 """
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from tests.loop_cases import (
     data,
     exchanged,
 )
+from tests.tiers import rows
 
 
 @pytest.fixture(autouse=True)
@@ -238,8 +240,14 @@ def of_optax(name: str) -> float:
     return float(run(make(optax.adam, optax.adamw), "float32").losses[1])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", PROGRAMS)
+# The default tier has 16-bit weights, which ask more of a program, and f32 ones once.
+@pytest.mark.parametrize(
+    "name, dtype",
+    rows(
+        itertools.product(PROGRAMS, ["float32", "bfloat16"]),
+        [("haiku", "float32"), *((name, "bfloat16") for name in PROGRAMS)],
+    ),
+)
 def test_a_program_with_the_optimizer_exchanged(name, dtype):
     run, make, options = PROGRAMS[name]
     losses, params, state = run(exchanged(make, dtype, options), dtype)
