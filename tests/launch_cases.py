@@ -47,11 +47,11 @@ class Case:
     @property
     def of_leaves(self) -> list[dict[str, jax.Array]]:
         """The hyperparameters, once or, where leaves have their own, once a leaf."""
-        if self.rule.of_blocks is not None:
+        if self.rule.prepares == "blocks":
             return [{**self.h, OF_BLOCK: leaf.of_block} for leaf in self.leaves]
-        if not self.rule.measures:
+        if self.rule.prepares is None:
             return [self.h]
-        measured = jax.jit(reference.of_leaf, static_argnums=(0, 1))
+        measured = jax.jit(reference.prepare, static_argnums=(0, 1))
         return [
             measured(self.rule, plan.nameless, leaf.g, leaf.p, state, self.h)
             for plan, leaf, state in zip(self.plans, self.leaves, self.states, strict=True)
@@ -59,7 +59,7 @@ class Case:
 
     def scalars(self, names: tuple[str, ...]) -> jax.Array:
         """`of_leaves` as a launch takes them."""
-        every = self.of_leaves if self.rule.measures else self.of_leaves[:1]
+        every = self.of_leaves if self.rule.prepares == "leaf" else self.of_leaves[:1]
         return jnp.stack([jnp.stack([h[name] for name in names]) for h in every])
 
     @property

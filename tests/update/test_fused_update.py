@@ -14,9 +14,8 @@ import pytest
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
 from optax_lowmem._src.core import random
-from optax_lowmem._src.core.rules import OF_BLOCK
 from optax_lowmem._src.optimizers import every_record
-from optax_lowmem._src.update import packed, reference, shared_updates, twopass
+from optax_lowmem._src.update import packed, prepare_leaves, reference, twopass
 from tests import tolerances
 from tests.launch_cases import same_scales, units
 from tests.tiers import rows
@@ -111,11 +110,11 @@ def by_reference(name, bits, dtype, rounding):
         h = engine.hyperparameters(state.count)
         key = random.leaf_key(state.seed, state.count, "w")
         rule = engine.rule
-        hs = [reference.of_leaf(rule, *row, h) for row in rows]
-        if rule.of_blocks is not None:
-            keys = jnp.full(len(plans), key)
-            found = shared_updates(rule, plans, list(grads.values()), shared, h, keys)
-            hs = [own | {OF_BLOCK: given} for own, (given, _) in zip(hs, found, strict=True)]
+        columns = (list(tree.values()) for tree in (grads, params))
+        keys = jnp.full(len(plans), key)
+        hs = [h] * len(plans)
+        if rule.prepares is not None:
+            hs, _ = prepare_leaves(rule, plans, *columns, states, shared, h, keys)
         every = zip(rows, hs, strict=True)
         return [update_leaf(rule, *row, own, key) for row, own in every]
 

@@ -145,18 +145,18 @@ def both(case, tuned=SMALL, options=SAME_BITS):
 
     def run(leaves, states, h, keys):
         gradients, weights = ([leaf[i] for leaf in leaves] for i in (0, 1))
-        given = [leaf.of_block for leaf in leaves]
+        hs = []
+        for plan, leaf, state in zip(case.plans, leaves, states, strict=True):
+            own = reference.prepare(case.rule, plan, leaf.g, leaf.p, state, h)
+            hs.append(own if leaf.of_block is None else own | {OF_BLOCK: leaf.of_block})
         found = dispatch.fused_updates(
-            case.rule, case.plans, gradients, weights, states, h,
+            case.rule, case.plans, gradients, weights, states, hs,
             keys[jnp.asarray(case.numbers)], "pallas", tuned,
-            given if case.rule.of_blocks else None,
         )  # fmt: skip
-        rows = zip(case.plans, leaves, states, case.numbers, given, strict=True)
         wanted = []
-        for plan, leaf, state, number, more in rows:
-            own = reference.of_leaf(case.rule, plan, leaf.g, leaf.p, state, h)
-            if more is not None:
-                own |= {OF_BLOCK: more}
+        for plan, leaf, state, number, own in zip(
+            case.plans, leaves, states, case.numbers, hs, strict=True
+        ):
             arrays = leaf.g, leaf.p, state, own, keys[number]
             wanted.append(reference.fused_update(case.rule, plan, *arrays))
         return wanted, found
@@ -182,7 +182,7 @@ def check(case, **how):
     in_f32 = any(slot.codec is None for slot in plan.slots)
     through_logarithms = any(slot.codec and "expanded" in slot.codec.name for slot in plan.slots)
     wide = plan.split is not None and plan.split.bits == 32
-    if case.rule.measures or through_logarithms or (in_f32 and wide):
+    if case.rule.prepares == "leaf" or through_logarithms or (in_f32 and wide):
         return close(case, wanted, found)
     for plan, one, other in zip(case.plans, wanted, found, strict=True):
         for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
@@ -456,7 +456,7 @@ def test_lowers_for_cuda(on_a_gpu, optimizer, stored, weights, direct, group_siz
     arrays = 1 + (bits is not None) + stored_arrays(False)
     in_place = arrays if direct else arrays - 1
     wanted = [(3 * arrays, 3 * in_place), (arrays, in_place)]
-    if tx.engine.rule.of_blocks is not None:  # a launch before, of all four leaves' one block
+    if tx.engine.rule.prepares == "blocks":  # a launch before, of all four leaves' one block
         count = stored_arrays(True)
         wanted.insert(0, (4 * (1 + count), 4 * count))
     assert kernels_in(text) == ["fused_update"] * len(wanted)

@@ -151,7 +151,7 @@ def test_a_sharded_step_is_the_unsharded_one(name, layout):
         return nearly(check(name, LAYOUTS[layout], start, 1), trained(tx, *start, steps=1))
     found, wanted = check(name, LAYOUTS[layout]), unsharded(name)
     rule = tx.engine.rule
-    if rule.measures or rule.of_blocks is not None:
+    if rule.prepares:
         return nearly(found, wanted)
     rows = zip(jax.tree_util.tree_leaves_with_path(found), jax.tree.leaves(wanted), strict=True)
     for (path, a), b in rows:

@@ -62,7 +62,7 @@ def test_what_is_not_stacked(monkeypatch):
     assert not stacks_of({(1024, 64): 64})  # copies of large leaves take time
     assert not stacks_of({(4, 4): 64})  # kept in f32
     assert not stacks_of({(64, 64): 64}, direct=False)
-    assert not stacks_of({(64, 64): 64}, make=lowmem.stable_adamw)  # measures a leaf
+    assert not stacks_of({(64, 64): 64}, make=lowmem.stable_adamw)  # prepares of a leaf
     assert stacks_of({(64, 64): 64})
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     assert not stacks_of({(64, 64): 64})

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-OF_BLOCK = "of_block"  # the hyperparameter that the blocks' rule gives each element
+OF_BLOCK = "of_block"  # the operand that `prepare` gives of blocks: one value each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,29 +53,31 @@ class UpdateRule(abc.ABC):
         Args:
           g: gradient, f32.
           slots: decoded slots, f32, of g's shape; not the shared ones.
-          h: the step's hyperparameters, f32 scalars, which may be traced; with shared slots also
-            `OF_BLOCK`, which broadcasts to the elements.
+          h: the step's hyperparameters, f32 scalars, which may be traced, and the operands of
+            `prepare`, which broadcast to the elements.
         """
 
     @property
-    def of_blocks(self) -> "UpdateRule | None":
-        """The arithmetic of the shared slots, on one value a block; None where there are none.
+    def prepares(self) -> str | None:
+        """Return what `prepare` looks at before any `update`: `leaf`, `blocks`, or None.
 
-        Its gradient is the mean of g^2 over each block, and its direction is what `update` finds in
-        h under the name `OF_BLOCK`.
+        `leaf` costs a pass over gradient and slots, `blocks` one over the gradient.
         """
         return None
 
-    @property
-    def measures(self) -> bool:
-        """Return whether `measure` does anything; it costs a pass over gradient and slots."""
-        return False
-
-    def measure(
+    def prepare(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> dict[str, jax.Array]:
-        """Hyperparameters of one leaf that depend on all of it; the arguments are `update`'s."""
-        return {}
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """Operands of `update` that depend on many elements, and the new shared slots.
+
+        `update` finds the operands in h, broadcast to the elements.
+
+        Args:
+          g: gradient of a whole `leaf`; of `blocks` the mean of its square over each.
+          slots: decoded slots with a value an element; of `blocks` the shared ones.
+          h: as of `update`.
+        """
+        return {}, {}
 
     def accumulating(
         self, h: Mapping[str, jax.Array], first: jax.Array, every: int

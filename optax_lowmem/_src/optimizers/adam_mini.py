@@ -30,10 +30,16 @@ class AdamMiniRule(AdamRule):
         Slot("nu", signed=False, shared=True),
     )
 
-    @property
-    def of_blocks(self) -> "BlockRule":
-        """The new v of each block."""
-        return BlockRule(eps_root_is_zero=self.eps_root_is_zero)
+    prepares = "blocks"
+
+    def prepare(
+        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """1 / (sqrt(vhat + eps_root) + eps), and the new v; `g` is the mean of g^2."""
+        nu = h["b2"] * slots["nu"] + h["one_minus_b2"] * g
+        # of an infinite v inf / inf, not 0: the block would stop for good, and nobody would see it
+        one = jnp.where(nu < jnp.inf, jnp.float32(1), nu)
+        return {OF_BLOCK: numerics.quotient(one, self.denominator(nu, h))}, {"nu": nu}
 
     def update(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
@@ -41,22 +47,6 @@ class AdamMiniRule(AdamRule):
         """The direction and the new m."""
         mu = h["b1"] * slots["mu"] + h["one_minus_b1"] * g
         return mu * h[OF_BLOCK], {"mu": mu}
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockRule(AdamRule):
-    """The second moment of blocks, and the inverse of what their m is divided by."""
-
-    slots: ClassVar[tuple[Slot, ...]] = (Slot("nu", signed=False),)
-
-    def update(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """1 / (sqrt(vhat + eps_root) + eps), and the new v; `g` is the mean of g^2."""
-        nu = h["b2"] * slots["nu"] + h["one_minus_b2"] * g
-        # of an infinite v inf / inf, not 0: the block would stop for good, and nobody would see it
-        one = jnp.where(nu < jnp.inf, jnp.float32(1), nu)
-        return numerics.quotient(one, self.denominator(nu, h)), {"nu": nu}
 
 
 def scale_by_adam_mini(

@@ -20,15 +20,15 @@ from optax_lowmem._src.wrappers.update_clipping import check_threshold
 class StableAdamRule(AdamRule):
     """Adam whose rate, weight decay's included, is divided by max(1, RMS_t / d) for each leaf."""
 
-    measures = True
+    prepares = "leaf"
 
-    def measure(
+    def prepare(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> dict[str, jax.Array]:
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """RMS_t = sqrt(mean(g^2 / max(u, eps^2))), u the debiased second moment after this g."""
         u = self.second_moment(g, slots, h) * h["nu_scale"]
         share = clipped_share(rms_of_ratio(g, u, h["raw_eps"]), h["threshold"])
-        return {name: h[name] * share for name in ("lr", "decay") if name in h}
+        return {name: h[name] * share for name in ("lr", "decay") if name in h}, {}
 
     def accumulating(
         self, h: Mapping[str, jax.Array], first: jax.Array, every: int

@@ -28,7 +28,7 @@ def layer_plan(rule: UpdateRule, plan: LeafPlan, layers: int, per_layer: bool) -
 
 
 def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
-    if rule.measures and not per_layer:
+    if rule.prepares == "leaf" and not per_layer:
         return (
             f"{type(rule).__name__} measures all of a tensor before it steps. per_layer=True "
             "measures each layer on its own, as in the same model with unrolled layers."

@@ -95,12 +95,10 @@ def fused_updates(
     gradients: Sequence[jax.Array],
     weights: Sequence[jax.Array | None],
     states: Sequence[LeafState],
-    h: Mapping[str, jax.Array],
+    of_leaves: Sequence[Mapping[str, jax.Array]],
     keys: jax.Array,
     implementation: str | None = None,
     tuned: tuning.Tuning | None = None,
-    of_blocks: Sequence[jax.Array] | None = None,
-    measured: Sequence[Mapping[str, jax.Array]] | None = None,
 ) -> list[tuple[jax.Array, LeafState]]:
     """`reference.fused_update` of every leaf, by the fastest implementation for each.
 
@@ -110,18 +108,13 @@ def fused_updates(
       gradients: one a leaf.
       weights: parameters, or None each.
       states: stored states.
-      h: f32 hyperparameters.
+      of_leaves: the hyperparameters and operands of each leaf, as of `prepare_leaves`.
       keys: uint32 [leaves], for the rounding of each leaf in this step.
       implementation: `xla`, `pallas`, `triton`, or None for the fastest.
       tuned: how a kernel's work is cut; None for what is known of the device.
-      of_blocks: what `shared_updates` gave each leaf.
-      measured: the hyperparameters of each leaf, where they are known already.
     """
     results: dict[int, tuple[jax.Array, LeafState]] = {}
     rows: list[Any] = list(zip(plans, gradients, weights, states, strict=True))
-    of_leaves = [dict(h)] * len(rows) if measured is None else list(measured)
-    if rule.measures and measured is None:
-        of_leaves = [_measured(rule, row, h) for row in rows]
     placed = _placed(rule, plans, states, implementation)
     if placed:
         results.update(_on_mesh(rule, rows, placed, of_leaves, keys, implementation, tuned))
@@ -129,9 +122,6 @@ def fused_updates(
         "done" if i in results else choose(rule, plan, implementation, g)[0]
         for i, (plan, g, *_) in enumerate(rows)
     ]
-    if of_blocks is not None:
-        pairs = zip(of_leaves, of_blocks, strict=True)
-        of_leaves = [{**own, OF_BLOCK: given} for own, given in pairs]
     for kernel in _KERNELS:
         mine = [i for i, name in enumerate(chosen) if name == kernel]
         if not mine:
@@ -158,14 +148,6 @@ def fused_updates(
         if i not in results:
             results[i] = _by_xla(rule, rows[i], of_leaves[i], keys, i, numbers[i])
     return [results[i] for i in range(len(rows))]
-
-
-def _measured(rule: UpdateRule, row: _Row, h: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
-    """`reference.of_leaf`: scalars, replicated on Explicit axes."""
-    plan, g, p, state = row
-    measure = functools.partial(_of_leaf, rule, plan.nameless)
-    names = jax.eval_shape(measure, g, p, state, h)
-    return explicit.left_to_xla(measure, dict.fromkeys(names), g, p, state, h)
 
 
 def _by_xla(
@@ -223,8 +205,7 @@ def _on_mesh(
     def step(plans: Any, gradients: Any, weights: Any, states: Any, own: Any, keys: Any) -> Any:
         with scope.placing(None):
             return fused_updates(
-                rule, plans, gradients, weights, states, {}, keys, implementation, tuned,
-                measured=own,
+                rule, plans, gradients, weights, states, own, keys, implementation, tuned
             )  # fmt: skip
 
     for mesh in dict.fromkeys(place.mesh for place in placed.values()):
@@ -260,7 +241,6 @@ def fused_update(
 
 # once for leaves of one shape and plan: tracing it for each leaf takes longer than all else
 _plain = jax.jit(reference.fused_update, static_argnames=("rule", "plan"))
-_of_leaf = jax.jit(reference.of_leaf, static_argnames=("rule", "plan"))
 
 
 def _batches(
@@ -341,7 +321,7 @@ def _by_kernel(
     of_blocks = [h.get(OF_BLOCK) for h in of_leaves]
     names = tuple(sorted(set(of_leaves[0]) - {OF_BLOCK}))
     # a row for each leaf only where leaves differ
-    own = of_leaves if rule.measures else of_leaves[:1]
+    own = of_leaves if rule.prepares == "leaf" else of_leaves[:1]
     scalars = jnp.stack([jnp.stack([h[name] for name in names]) for h in own])
     leaf_numbers = jnp.asarray(numbers, jnp.int32)
 

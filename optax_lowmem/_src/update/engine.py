@@ -35,7 +35,7 @@ from optax_lowmem._src.core.compiled import (
 )
 from optax_lowmem._src.core.policy import warn_of_patterns
 from optax_lowmem._src.core.rules import UpdateRule
-from optax_lowmem._src.update import LeafPlan, LeafState, choose, fused_updates, shared_updates
+from optax_lowmem._src.update import LeafPlan, LeafState, choose, fused_updates, prepare_leaves
 from optax_lowmem._src.update.masters import (
     NO_CORRECTION,
     check_order,
@@ -110,13 +110,13 @@ class Engine:
             count, scales, shared, none = compiled(_zeros)(plans)
         states, laid = [], []
         for plan, leaf, *zeros in zip(plans, leaves, slots, scales, shared, none, strict=True):
-            own, scale, of_blocks, nothing = zeros
+            own, scale, own_shared, nothing = zeros
             correction = nothing
             if plan.split is not None:
                 correction = initial_correction(plan.split, plan.path, leaf)
-            scale, of_blocks = _laid(plan, leaf, (scale, of_blocks))
+            scale, own_shared = _laid(plan, leaf, (scale, own_shared))
             states.append(LeafState(own, scale, correction))
-            laid.append(of_blocks)
+            laid.append(own_shared)
         seed = scope.provided_seed(self.storage.seed)
         return self.pack(count, seed, states, laid, params)
 
@@ -166,10 +166,10 @@ class Engine:
             scales = list(zip(*(column(f"{name}_scale") for name in names), strict=True)) or nothing
             found.append(list(map(LeafState, slots, scales, corrections)))
         states, shared = found
-        for plan, leaf, of_blocks in zip(plans, states, shared, strict=True):
+        for plan, leaf, own_shared in zip(plans, states, shared, strict=True):
             _check_leaf(plan, leaf)
             if plan.block is not None:
-                _check_slots(plan.of_blocks, of_blocks, plan.block.mean_shape(plan.shape))
+                _check_slots(plan.shared_plan, own_shared, plan.block.mean_shape(plan.shape))
         return states, shared
 
     # ---- step --------------------------------------------------------------------------------
@@ -336,13 +336,12 @@ def _step_leaves(
     shared_keys: jax.Array,
 ) -> tuple[list[jax.Array], list[LeafState], list[LeafState]]:
     """`step_leaves` of all that it depends on."""
-    of_blocks = None
-    if rule.of_blocks is not None:
-        blocks = shared_updates(rule, plans, gradients, shared, h, shared_keys, implementation)
-        of_blocks, shared = [given for given, _ in blocks], [new for _, new in blocks]
-    found = fused_updates(
-        rule, plans, gradients, weights, states, h, keys, implementation, of_blocks=of_blocks
-    )
+    of_leaves: list[Mapping[str, jax.Array]] = [h] * len(plans)
+    if rule.prepares is not None:
+        of_leaves, shared = prepare_leaves(
+            rule, plans, gradients, weights, states, shared, h, shared_keys, implementation
+        )
+    found = fused_updates(rule, plans, gradients, weights, states, of_leaves, keys, implementation)
     return [update for update, _ in found], [leaf for _, leaf in found], shared
 
 
@@ -359,8 +358,8 @@ def _step_leaf(
     """`_step_leaves` of one leaf."""
     row = [plan], [gradient], [weight], [state], [shared], key[None], shared_key[None]
     step: Any = _step_leaves
-    (update,), (new,), (of_blocks,) = step(*arguments, *row)
-    return update, new, of_blocks
+    (update,), (new,), (new_shared,) = step(*arguments, *row)
+    return update, new, new_shared
 
 
 # ---- new states ----------------------------------------------------------------------------------
@@ -391,7 +390,7 @@ def _zero_shared(plan: LeafPlan) -> LeafState:
         return LeafState((), (), nothing)
     shape = plan.block.mean_shape(plan.shape)
     slots = tuple(jnp.zeros(shape, slot.dtype) for slot in plan.shared)
-    return LeafState(slots, _zero_scales(plan.of_blocks), nothing)
+    return LeafState(slots, _zero_scales(plan.shared_plan), nothing)
 
 
 def _zero_scales(plan: LeafPlan) -> tuple[jax.Array, ...]:

@@ -36,7 +36,7 @@ def _explicit(mesh: Any) -> bool:
 
 def supported(rule: UpdateRule, plan: LeafPlan, place: Placement) -> str | None:
     """Return the reason why a leaf's shards cannot be stepped separately, or None."""
-    if rule.of_blocks is not None:
+    if rule.prepares == "blocks":
         return "blocks of weights may lie on several devices"
     if not plan.shape:
         return "a 0-d leaf has no parts"

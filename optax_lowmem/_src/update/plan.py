@@ -80,7 +80,7 @@ class LeafPlan:
         return dataclasses.replace(self, path="", shape=(), block=block)
 
     @property
-    def of_blocks(self) -> "LeafPlan":
+    def shared_plan(self) -> "LeafPlan":
         """The plan of the shared slots: a leaf with one element a block, all in one row."""
         assert self.block is not None
         return LeafPlan(

@@ -141,7 +141,7 @@ def gradient_and_weight(
     return g + h["l2"] * weight if plan.decays and "l2" in h else g, weight
 
 
-def of_leaf(
+def prepare(
     rule: UpdateRule,
     plan: LeafPlan,
     g: jax.Array,
@@ -149,9 +149,11 @@ def of_leaf(
     state: LeafState,
     h: Mapping[str, jax.Array],
 ) -> dict[str, jax.Array]:
-    """The hyperparameters of one leaf: `h`, and what the rule must measure of all of it."""
+    """`h` with the operands of a rule that prepares for the step of a whole leaf."""
+    if rule.prepares != "leaf":
+        return dict(h)
     gradient, _ = gradient_and_weight(plan, g, p, state.correction, h)
-    return {**h, **rule.measure(gradient, decode(plan, state), h)}
+    return {**h, **rule.prepare(gradient, decode(plan, state), h)[0]}
 
 
 # ---- encode --------------------------------------------------------------------------------------
@@ -329,7 +331,7 @@ def fused_update(
       g: gradient, f32 or 16-bit, of the parameter's shape.
       p: parameter; None for a bare direction (no `lr` in h).
       state: stored slots, scales, correction.
-      h: f32 scalars (see `of_leaf`; `OF_BLOCK` has a value a block): the rule's own,
+      h: f32 scalars (see `prepare`; `OF_BLOCK` has a value a block): the rule's own,
         `gradient_scale` (a factor of the gradient) where there is one, and with a parameter `lr`,
         `decay` (the share of the weight taken off) and `l2` (added to the gradient times the
         weight).

@@ -32,8 +32,8 @@ def supported(rule: UpdateRule, plan: LeafPlan, platform: str) -> str | None:
     """Return the reason why a leaf cannot be part of a stack, or None where it can."""
     if not plan.direct:
         return "an update is computed where it is used, outside of the step of the leaf"
-    if rule.measures:
-        return "XLA rounds what is measured of a whole leaf by what it is fused with"
+    if rule.prepares == "leaf":
+        return "XLA rounds what is computed of a whole leaf by what it is fused with"
     if math.prod(plan.shape) * _FEW > _ELEMENTS:
         return "too large: copies would cost more than they save"
     if jax.device_count() > 1:
