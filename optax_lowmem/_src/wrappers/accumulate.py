@@ -181,7 +181,7 @@ def value_and_grad(
 
     Numerics: the sum of k roundings is within k 2^-7 of the largest partial mean, and unbiased.
 
-    Memory: 2 bytes a parameter, beside the gradients of one micro-batch; and what `prepare`
+    Memory: 2 bytes per parameter, beside the gradients of one micro-batch; and what `prepare`
     returns, until the last of them.
 
     Example:
