@@ -46,7 +46,7 @@ def unboxed(tree: optax.Params) -> optax.Params:
 
 
 def like(
-    reference: optax.Params, arrays: Iterable[object], before: optax.Params = None
+    reference: optax.Params, arrays: Iterable[object], before: optax.Params | None = None
 ) -> optax.Params:
     """A tree of the structure of `reference`, whose boxes fit the arrays in them.
 

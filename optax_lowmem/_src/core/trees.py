@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -165,12 +165,12 @@ def broadcast_prefix(what: str, prefix: object, tree: object) -> list[Any]:
     return jax.tree.leaves(spread)
 
 
-def is_named_tuple(node: object) -> bool:
+def is_named_tuple(node: object) -> TypeGuard[NamedTuple]:
     """Return whether a node is a NamedTuple instance."""
     return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
-def is_ours(node: object) -> bool:
+def is_ours(node: object) -> TypeGuard[NamedTuple]:
     """Return whether a node is a state of this library."""
     return is_named_tuple(node) and type(node).__module__.split(".")[0] == "optax_lowmem"
 
@@ -180,7 +180,7 @@ def holds(tree: object, test: Callable[[object], bool]) -> bool:
     return any(map(test, jax.tree.leaves(tree, is_leaf=test)))
 
 
-def keep_dtypes(old: Tree, new: Tree, given: optax.Updates = None) -> Tree:
+def keep_dtypes(old: Tree, new: Tree, given: optax.Updates | None = None) -> Tree:
     """A new state in the dtypes of the old, which f32 gradients of 16-bit weights do not keep.
 
     Args:
