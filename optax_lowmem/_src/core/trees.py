@@ -171,8 +171,14 @@ def is_named_tuple(node: object) -> TypeGuard[NamedTuple]:
 
 
 def is_ours(node: object) -> TypeGuard[NamedTuple]:
-    """Return whether a node is a state of this library."""
-    return is_named_tuple(node) and type(node).__module__.split(".")[0] == "optax_lowmem"
+    """Return whether a node is a state of this library, or one that its optimizers keep.
+
+    The class of the latter is the rule's, which may be anybody's: they have a count and a seed.
+    """
+    if not is_named_tuple(node):
+        return False
+    library = type(node).__module__.split(".")[0] == "optax_lowmem"
+    return library or {"count", "seed"} <= set(node._fields)
 
 
 def holds(tree: object, test: Callable[[object], bool]) -> bool:
