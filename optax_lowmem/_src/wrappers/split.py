@@ -61,7 +61,11 @@ class _Splitter:
                 "split_master_weights around an optimizer that splits master weights itself: give "
                 "that one storage=Storage(master_weight_bits=None)."
             )
-        inner = self.inner.init(join_masters(params, correction))
+        with scope.absorbing() as decisions:
+            inner = self.inner.init(join_masters(params, correction))
+        for decision in decisions:  # the corrections are decided here
+            if decision.slot != "correction":
+                scope.record(decision)
         seed = scope.provided_seed(self.storage.seed)
         return SplitState(jnp.zeros((), jnp.int32), seed, correction, inner)
 
