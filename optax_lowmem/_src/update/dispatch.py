@@ -19,8 +19,7 @@ from optax_lowmem._src.core.tiles import MAX_ELEMENTS, Tile, Tiling
 from optax_lowmem._src.update import on_mesh, operands, packed, reference, stacked, tuning, twopass
 from optax_lowmem._src.update.plan import LeafPlan, LeafState
 
-_Row = tuple[LeafPlan, jax.Array, jax.Array | None, LeafState]  # plan, gradient, weight, state
-_Arrays = list[tuple[jax.Array, jax.Array | None, LeafState]]  # of some leaves
+_PlannedLeaf = tuple[LeafPlan, jax.Array, jax.Array | None, LeafState]  # with gradient, weight
 
 IMPLEMENTATIONS = ("xla", "pallas", "triton")
 _KERNELS = ("pallas", "triton")
@@ -117,7 +116,7 @@ def fused_updates(
       tuned: how a kernel's work is cut; None for what is known of the device.
     """
     results: dict[int, tuple[jax.Array, LeafState]] = {}
-    rows: list[_Row] = list(zip(plans, gradients, weights, states, strict=True))
+    rows: list[_PlannedLeaf] = list(zip(plans, gradients, weights, states, strict=True))
     placed = _placed(rule, plans, states, implementation)
     if placed:
         results.update(_on_mesh(rule, rows, placed, of_leaves, keys, implementation, tuned))
@@ -155,7 +154,7 @@ def fused_updates(
 
 def _by_xla(
     rule: UpdateRule,
-    row: _Row,
+    row: _PlannedLeaf,
     h: Mapping[str, jax.Array],
     keys: jax.Array,
     number: int,
@@ -203,7 +202,7 @@ def _placed(
 
 def _on_mesh(
     rule: UpdateRule,
-    rows: Sequence[_Row],
+    rows: Sequence[_PlannedLeaf],
     placed: Mapping[int, Placement],
     of_leaves: Sequence[Mapping[str, jax.Array]],
     keys: jax.Array,
@@ -260,7 +259,9 @@ def fused_update(
 _plain = jax.jit(reference.fused_update, static_argnames=("rule", "plan"))
 
 
-def _batches(rows: Sequence[_Row], indices: Sequence[int], tuned: tuning.Tuning) -> list[list[int]]:
+def _batches(
+    rows: Sequence[_PlannedLeaf], indices: Sequence[int], tuned: tuning.Tuning
+) -> list[list[int]]:
     """Leaves that share a launch: they differ in shape alone.
 
     As many as fit of one shape together, since launches of the same shapes compile once; shapes of
@@ -323,7 +324,7 @@ def _in_order(
 def _by_kernel(
     rule: UpdateRule,
     kernel: str,
-    rows: Sequence[_Row],
+    rows: Sequence[_PlannedLeaf],
     of_leaves: Sequence[Mapping[str, jax.Array]],
     keys: jax.Array,
     numbers: Sequence[int],
@@ -341,7 +342,10 @@ def _by_kernel(
     leaf_numbers = jnp.asarray(numbers, jnp.int32)
 
     def launched(
-        arrays: _Arrays, of_blocks: list[jax.Array | None], scalars: jax.Array, keys: jax.Array
+        arrays: list[stacked.LeafArrays],
+        of_blocks: list[jax.Array | None],
+        scalars: jax.Array,
+        keys: jax.Array,
     ) -> list[tuple[jax.Array, LeafState]]:
         every = zip(plans, arrays, of_blocks, strict=True)
         leaves = tuple(
@@ -355,7 +359,10 @@ def _by_kernel(
         ]
 
     def plain(
-        arrays: _Arrays, of_blocks: list[jax.Array | None], scalars: jax.Array, keys: jax.Array
+        arrays: list[stacked.LeafArrays],
+        of_blocks: list[jax.Array | None],
+        scalars: jax.Array,
+        keys: jax.Array,
     ) -> list[tuple[jax.Array, LeafState]]:
         hs = [dict(zip(names, row, strict=True)) for row in scalars]
         found = []

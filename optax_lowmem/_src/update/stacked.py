@@ -21,7 +21,7 @@ from optax_lowmem._src.core.typing import Tree
 from optax_lowmem._src.update import packed
 from optax_lowmem._src.update.plan import LeafPlan, LeafState
 
-_Row = tuple[jax.Array, jax.Array | None, LeafState]  # gradient, weight, state
+LeafArrays = tuple[jax.Array, jax.Array | None, LeafState]  # gradient, weight, state
 
 _MOST = 32  # leaves of a stack
 _FEW = 8  # leaves, below which a stack saves nothing
@@ -83,7 +83,7 @@ def stacks(
 def fused_updates(
     rule: UpdateRule,
     plan: LeafPlan,
-    rows: Sequence[_Row],
+    rows: Sequence[LeafArrays],
     of_leaves: Sequence[Mapping[str, jax.Array]],
     keys: jax.Array,
     numbers: Sequence[jax.Array],
@@ -110,7 +110,7 @@ def fused_updates(
 def _step(
     rule: UpdateRule,
     plan: LeafPlan,
-    rows: list[_Row],
+    rows: list[LeafArrays],
     own: list[dict[str, jax.Array]],
     h: Mapping[str, jax.Array],
     keys: jax.Array,
@@ -118,7 +118,9 @@ def _step(
 ) -> list[tuple[jax.Array, LeafState]]:
     numbers, places = numbers[: len(rows)], numbers[len(rows) :]
 
-    def one(row: _Row, own: dict[str, jax.Array], key: jax.Array) -> tuple[jax.Array, LeafState]:
+    def one(
+        row: LeafArrays, own: dict[str, jax.Array], key: jax.Array
+    ) -> tuple[jax.Array, LeafState]:
         g, p, state = row
         return packed.fused_update(rule, plan, g, p, state, {**h, **own}, key)
 

@@ -14,7 +14,7 @@ from optax_lowmem._src.core import explicit, numerics, random, scope, trees, var
 from optax_lowmem._src.core.compiled import compiled, is_free
 from optax_lowmem._src.core.rules import UpdateRule
 from optax_lowmem._src.core.typing import Tree
-from optax_lowmem._src.update.engine import Engine, Optimizer
+from optax_lowmem._src.update.engine import Engine, EngineTransformation
 
 _BOOL = jax.ShapeDtypeStruct((), jnp.bool_)
 
@@ -67,7 +67,7 @@ def accumulate_gradients(
         return optax.GradientTransformationExtraArgs(work.init, work.update)
     if into != "moments":
         raise ValueError(f"into must be 'bfloat16' or 'moments', got {into!r}")
-    if not isinstance(tx, Optimizer) or not tx.engine.weights:
+    if not isinstance(tx, EngineTransformation) or not tx.engine.weights:
         raise ValueError(
             "into='moments' takes flash_sgd, flash_adam or flash_adamw itself: what stands around "
             "it (a chain, a mask), or follows a bare scale_by_*, would see micro-batches as steps. "

@@ -14,7 +14,7 @@ from optax_lowmem._src.core.placement import placements
 from optax_lowmem._src.core.typing import Tree
 from optax_lowmem._src.noise.noisy import Sampler
 from optax_lowmem._src.update import IMPLEMENTATIONS
-from optax_lowmem._src.update.engine import Optimizer
+from optax_lowmem._src.update.engine import EngineTransformation
 from optax_lowmem._src.update.masters import adds_noise, splits_masters
 
 
@@ -173,7 +173,7 @@ def _update_last(
     factor: jax.Array | None,
     extra: Mapping[str, Any],
 ) -> tuple[optax.Updates, optax.OptState]:
-    if isinstance(tx, Optimizer):
+    if isinstance(tx, EngineTransformation):
         return tx.engine.update(updates, state, params, gradient_scale=factor)
     if isinstance(tx, Sampler):
         return tx.work.update(updates, state, params, factor=factor, **extra)
@@ -188,7 +188,7 @@ def _step_last(
     factor: jax.Array | None,
     extra: Mapping[str, Any],
 ) -> tuple[optax.Params, optax.OptState]:
-    if isinstance(tx, Optimizer) and tx.engine.weights and params is not None:
+    if isinstance(tx, EngineTransformation) and tx.engine.weights and params is not None:
         return tx.engine.step(updates, state, params, factor)
     if isinstance(tx, Sampler):
 
@@ -230,8 +230,8 @@ def _leaves_steps_out(state: optax.OptState) -> bool:
 
 def _takes_factor(tx: optax.GradientTransformation) -> bool:
     """Return whether a transformation takes a factor on its gradients, and 16-bit gradients."""
-    return isinstance(tx, Optimizer) or (
-        isinstance(tx, Sampler) and isinstance(tx.work.inner, Optimizer)
+    return isinstance(tx, EngineTransformation) or (
+        isinstance(tx, Sampler) and isinstance(tx.work.inner, EngineTransformation)
     )
 
 
