@@ -103,7 +103,7 @@ def linear(
     _check_given(kernel, kernel_absmax, kernel_codes, recipe)
     with jax.named_scope("linear"):
         static = _Linear(recipe, keep == "input", precision)
-        if not recipe.quantises:
+        if not recipe.quantizes:
             return _in_own_precision(static, *varying.alike(x, kernel))
         # no copies of the codes, which a scan over layers would stack for the backward pass
         given = lax.stop_gradient(kernel_absmax) if kernel_codes is None else kernel_codes
@@ -116,7 +116,7 @@ def _check_given(
 ) -> None:
     given = {"kernel_absmax": absmax, "kernel_codes": codes}
     named = [name for name, value in given.items() if value is not None]
-    if named and not recipe.quantises:
+    if named and not recipe.quantizes:
         raise ValueError(f"{named[0]} with storage='bf16', which quantizes nothing: leave it out")
     if len(named) > 1:
         raise ValueError("kernel_absmax beside kernel_codes, which have a scale: leave it out")
