@@ -62,14 +62,14 @@ def linear(
     r"""Y = s_X s_W Q(X) Q(W) in E4M3, and likewise dX = G W^T and dW = X^T G.
 
     Args:
-      x: [..., k]. What a norm or an activation function has quantised is multiplied as it is.
+      x: [..., k]. What a norm or an activation function has quantized is multiplied as it is.
       kernel: [k, m].
       kernel_absmax: of `weight_absmax`, found once for several micro-batches of an accumulation.
       kernel_codes: of `quantize_weight`, likewise: neither product quantizes the kernel. Its
         gradient still goes to `kernel`, and nothing to the codes.
       keep: what of X the backward pass has: `codes`, which all products of one `Coded` share, or
         `input`, for an array that is kept anyway (by attention, whose output it is: appendix D);
-        it is then quantised once more with the same scale.
+        it is then quantized once more with the same scale.
       recipe: what the gradients' products run in.
       precision: of products with `Recipe(storage="bf16")`, as `jax.lax.dot` takes it.
 
@@ -99,7 +99,7 @@ def linear(
     if keep not in KEEPS:
         raise ValueError(f"keep must be one of {', '.join(KEEPS)}, got {keep!r}")
     if keep == "input" and isinstance(x, Coded):
-        raise ValueError("keep='input' is for an array; what is quantised is kept as codes")
+        raise ValueError("keep='input' is for an array; what is quantized is kept as codes")
     _check_given(kernel, kernel_absmax, kernel_codes, recipe)
     with jax.named_scope("linear"):
         static = _Linear(recipe, keep == "input", precision)

@@ -94,7 +94,7 @@ def scale_by_adam_mini(
 
     Numerics: v in f32, debiased. One NaN or infinity makes a whole block NaN, and no other tensor.
 
-    Memory: 4 bytes of state a parameter and 4 bytes a block; 1.06 with `Storage(nu=None)`.
+    Memory: 4 bytes of state per parameter and 4 bytes a block; 1.06 with `Storage(nu=None)`.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lowmem as lowmem
@@ -237,7 +237,7 @@ def q_adam_mini(
     Returns:
       An optax transformation.
 
-    Memory: 1.02 bytes of state a parameter beside f32 weights (Table 3: mn + O(1)), 1 more beside
+    Memory: 1.02 bytes of state per parameter beside f32 weights (Table 3: mn + O(1)), 1 more beside
     16-bit ones.
 
     Example:
@@ -273,7 +273,7 @@ def flash_adam_mini(
     storage: Storage = Storage(nu=None),  # noqa: B008 (frozen)
     decouple_lr: bool | float = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`adam_mini` with FlashOptim's m and master weights: 4.06 bytes a parameter, weight included.
+    """`adam_mini` with FlashOptim's m and master weights: 4.06 bytes per parameter with its weight.
 
     m is companded int8 in groups of 32, rounded stochastically; v is f32, one value a block; a
     16-bit weight has 8 more bits. The arguments are those of `q_adam_mini`.
@@ -341,7 +341,7 @@ def q_adamw(
     Returns:
       An optax transformation.
 
-    Memory: 2.03 bytes of state a parameter beside f32 weights (Table 3: 2mn).
+    Memory: 2.03 bytes of state per parameter beside f32 weights (Table 3: 2mn).
 
     Example:
       >>> import optax_lowmem as lowmem
