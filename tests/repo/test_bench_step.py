@@ -48,7 +48,7 @@ def test_resnet_50():
     ],
 )
 def test_bytes_that_must_move(name, optimizer, expected):
-    """Bytes a parameter, by hand."""
+    """Bytes per parameter, by hand."""
     made = in_jax.make(name, "ten-million", optimizer)
     moved = device_loop.moved_bytes(made, device_loop.Setup(made, "ten-million").shapes)
     assert moved / cases.parameters("ten-million") == pytest.approx(expected, rel=1e-5)

@@ -8,7 +8,7 @@ import optax
 from optax_lowmem._src.core import scope, trees
 from optax_lowmem._src.optimizers import every_record
 from optax_lowmem._src.optimizers.record import OptimizerRecord
-from optax_lowmem._src.update.engine import Engine, Optimizer
+from optax_lowmem._src.update.engine import Engine, EngineTransformation
 from optax_lowmem._src.wrappers.chain import Chain
 
 GIVE_PLAIN = (
@@ -31,7 +31,7 @@ def counterpart(tx: Any, params: Any) -> optax.GradientTransformation:
     Raises:
       ValueError: where it cannot be told from `tx`, which may be a closure of optax's.
     """
-    if isinstance(tx, Optimizer):
+    if isinstance(tx, EngineTransformation):
         return _of_engine(tx.engine)
     if isinstance(tx, Chain):
         return optax.chain(*(counterpart(link, params) for link in tx.links))
