@@ -16,7 +16,7 @@ TESTS = Path(__file__).parents[1]
 REPO = TESTS.parent
 PACKAGE = REPO / "optax_lowmem"
 
-# What each room of optax_lowmem/_src may import of the others (docs/architecture.md says why).
+# What each room of _src may import of the others (docs/internals/architecture.md says why).
 # A new room fails `test_every_room_has_a_place` until it has a line here. Public modules may import
 # everything, and nothing imports them.
 ROOMS = ("core", "codecs", "update")

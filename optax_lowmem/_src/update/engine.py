@@ -431,7 +431,7 @@ def _check_array(plan: LeafPlan, field: str, array: Any, shape: tuple, dtype: An
     if varying.of_parts() and field.endswith("_scale"):
         hint = (
             " In a shard_map a device's part has to be of whole groups, with the scales of those: "
-            "see docs/sharding.md, or leave the step to jit with shardings."
+            "see docs/guides/sharding.md, or leave the step to jit with shardings."
         )
     if field == "correction":
         hint = (
