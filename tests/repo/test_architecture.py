@@ -50,6 +50,7 @@ EXCEPTIONS = {
     ("wrappers/explain.py", "noise"): "explain leaves what only adds noise out",
     ("wrappers/stale.py", "noise"): "a weight with noise is no stale correction",
     ("checkpoint/export.py", "noise"): "weights are exported without noise",
+    ("memory/state.py", "checkpoint"): "the optax optimizer that a report compares with",
     ("switchback/convert.py", "noise"): "parts of a model are named as for gaussws_noise",
     ("losses/cross_entropy.py", "fp8_flow"): "a head's codes, made once per call",
     ("losses/head_products.py", "fp8_flow"): "products of 8-bit operands",
