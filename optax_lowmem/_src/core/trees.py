@@ -1,7 +1,7 @@
 """Paths, leaves and their checks; every error names the leaf and the remedy."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
@@ -31,6 +31,12 @@ def named_leaves(tree: object) -> list[tuple[str, Any]]:
       ValueError: for two leaves of one name, which no table by name could tell apart.
     """
     return unique_names(tree, path_name)
+
+
+def some_of(paths: Sequence[str], shown: int = 3) -> str:
+    """Return the first paths of several, and how many more there are, for display."""
+    more = f" and {len(paths) - shown} more" if len(paths) > shown else ""
+    return ", ".join(paths[:shown]) + more
 
 
 def unique_names(
