@@ -13,7 +13,7 @@ from benchmarks.suites.fit import tables as fit_tables
 
 NOISE = 0.001  # two equal runs on a GPU differ by less
 CLOSE = 0.05  # two times are alike within this share
-FUSED = 0.05  # appendix J: a norm with quantising takes this much more at most
+FUSED = 0.05  # appendix J: a norm with quantizing takes this much more at most
 DOUBLE = 2  # times the batch
 SPEED, MEMORY = 1.44, 1.55  # §6.2.2, end to end
 FLAX = "flax-fp8"
@@ -272,7 +272,7 @@ CLAIMS: tuple[Claim, ...] = (
           _ratios(("group-scaling", "just-in-time"), 1.0, "its time")),
     Claim("§5.2, Group Scaling", "not significantly slower than delayed scaling",
           _ratios(("group-scaling", "delayed-scaling"), 1 + CLOSE, "its time")),
-    Claim("Appendix J and Table 12, a norm that quantises", "less than 5 % more time",
+    Claim("Appendix J and Table 12, a norm that quantizes", "less than 5 % more time",
           _ratios(("fp8-flow", BF16), 1 + FUSED, "the norm's")),
     Claim("Appendix G.5, maxima of weights found once an accumulation", "less overhead", _cached),
     Claim("Appendix H, linear layers in groups of 128", "40 % slower, little more accurate",

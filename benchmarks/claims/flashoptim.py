@@ -20,7 +20,7 @@ SPLIT_ALONE = "lowmem, weight split alone"
 CODES_ALONE = "lowmem, 8-bit moments alone (paper's)"
 SHAPES, FILE = "llama-2-7b/adamw", "normal/adamw"
 BILLION = 7  # parameters of Llama-2-7B, as the paper rounds them
-# Bytes a parameter of scales (0.19) and of one layer's gradients beside the paper's 5.
+# Bytes per parameter of scales (0.19) and of one layer's gradients beside the paper's 5.
 RELEASE_SLACK = 0.3
 
 
@@ -72,7 +72,7 @@ def gradient_release(rows: Rows) -> Finding:
 
 
 def scale_overhead(rows: Rows) -> Finding:
-    """Bytes of scales a parameter and moment: what two moments take beyond 5 bytes."""
+    """Bytes of scales per parameter and moment: what two moments take beyond 5 bytes."""
     wanted = {"case": "llama-3.1-8b/adamw", "metric": "bytes_per_param"}
     found = all_of(last(rows, impl=PAPER, **wanted))
     each = (found[0]["value"] - 5) / 2
@@ -101,9 +101,9 @@ def step_time(rows: Rows, case: str, plain_ms: float, flash_ms: float) -> Findin
 
 @measure
 def of_7b(rows: Rows, plain_gb: float, flash_gb: float) -> Finding:
-    """GB of a model of 7 billion parameters, from bytes a parameter of Llama-2-7B.
+    """GB of a model of 7 billion parameters, from bytes per parameter of Llama-2-7B.
 
-    The paper leaves out the scales, an eighth of a byte a parameter.
+    The paper leaves out the scales, an eighth of a byte per parameter.
     """
     wanted = {"bench": "checkpoint", "case": SHAPES, "metric": "bytes_per_param"}
     found = all_of(*(last(rows, impl=name, **wanted) for name in (F32, PAPER, OURS)))
@@ -117,12 +117,12 @@ def of_7b(rows: Rows, plain_gb: float, flash_gb: float) -> Finding:
 
 
 def on_disk(rows: Rows) -> Finding:
-    """Bytes of files a parameter: Orbax compresses both."""
+    """Bytes of files per parameter: Orbax compresses both."""
     wanted = {"bench": "checkpoint", "case": FILE, "metric": "disk_bytes_per_param"}
     found = all_of(*(last(rows, impl=name, **wanted) for name in (F32, PAPER, OURS)))
     before, after, default = (row["value"] for row in found)
     text = (
-        f"{before:.2f} → {after:.2f} bytes of files a parameter ({default:.2f} with our default "
+        f"{before:.2f} → {after:.2f} bytes of files per parameter ({default:.2f} with our default "
         "storage), compressed by Orbax"
     )
     return judged(text, after / before <= 0.5, found)
@@ -203,13 +203,13 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("Table 2, Figures 2 and 8, GSM8k", "75.09 ± 0.40 → 74.98 ± 0.77 % accuracy",
           "needs the weights of Llama-3.1-8B, 26 billion tokens and many GPUs"),
     # memory
-    Claim("Table 1, AdamW", "16 → 7 bytes a parameter (weights, gradients, state; no scales)",
+    Claim("Table 1, AdamW", "16 → 7 bytes per parameter (weights, gradients, state; no scales)",
           bytes_a_parameter(LLAMA, "16", "7", gradients=True)),
-    Claim("Table 1, SGD with momentum", "12 → 6 bytes a parameter",
+    Claim("Table 1, SGD with momentum", "12 → 6 bytes per parameter",
           bytes_a_parameter("llama-3.1-8b/sgd", "12", "6", gradients=True)),
     Claim("Table 1, gradient release", "5 bytes (SGD: 4)", gradient_release),
-    Claim("§3.2, scales", "1/16 = 0.0625 bytes a parameter and moment", scale_overhead),
-    Claim("§3.4, checkpoint with AdamW", "12 → 5 bytes a parameter (no scales)",
+    Claim("§3.2, scales", "1/16 = 0.0625 bytes per parameter and moment", scale_overhead),
+    Claim("§3.4, checkpoint with AdamW", "12 → 5 bytes per parameter (no scales)",
           bytes_a_parameter(LLAMA, "12", "5", gradients=False)),
     Claim("§3.4, checkpoint of a 7B model", "84 → 35 GB (no scales)", of_7b(84, 35)),
     Claim("Abstract, checkpoint size", "cut by more than half", on_disk),

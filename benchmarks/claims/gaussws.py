@@ -23,7 +23,7 @@ TOWARDS = 5.0  # mean b_t, from 6 to 4: has moved more than half the way
 RISES = 0.05  # over its own lowest loss: diverges and fails to recover
 STUCK = 0.5  # over the best of all rates: has learned little
 FACTOR = 3.0  # Figure 5, over PyTorch's (here JAX's) normal numbers
-MEMORY = 2.1  # bytes a parameter
+MEMORY = 2.1  # bytes per parameter
 OVERHEADS = {  # Table 1, AdamW and Adam-mini: geometric means over 134M, 360M and 1B
     "flash_adamw": {OD: 0.0047, ALL: 0.0163, DIFFQ: 0.1295},
     "flash_adam_mini": {OD: 0.0260, ALL: 0.0929, DIFFQ: 0.1452},
@@ -258,7 +258,7 @@ CLAIMS: tuple[Claim, ...] = (
             f"{100 * share:.2f} % of tokens/s", _overhead(optimizer, name))
       for optimizer, of in OVERHEADS.items()
       for name, share in of.items()),
-    Claim("Table 1, memory", "≈ 2 bytes a parameter", _memory),
+    Claim("Table 1, memory", "≈ 2 bytes per parameter", _memory),
     # training
     *(Claim(f"Figures 1b and 4, {name}", "closely follows the BF16 baseline",
             _loss(name, BASE, FOLLOWS))

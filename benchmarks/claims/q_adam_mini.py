@@ -34,7 +34,7 @@ CASE_1, GUARDED = "q_adam_mini-case1", "q_adam_mini-case1-guarded"
 
 # Validation losses of Table 1: AdamW, Adam-mini, Q-Adam-mini.
 TABLE_1 = {"60M": (3.34, 3.37, 3.38), "130M": (3.07, 3.08, 3.09)}
-# Bytes of state a parameter in Table 3, less the scales and one value a block.
+# Bytes of state per parameter in Table 3, less the scales and one value a block.
 TABLE_3 = {
     "AdamW": (8, optax.adamw(1e-3)),
     "Q-AdamW": (2, lowmem.q_adamw(1e-3)),
@@ -52,7 +52,7 @@ ROUNDING = 1.88  # Table 5: stochastic over nearest
 CLOSE = 0.0035  # of the loss: Table 1 has 0.3 % between Adam-mini and Q-Adam-mini
 SAME_NORM, ALIKE = 0.01, 0.05  # of the embedding's norm, and of a middle layer's
 EXPLODES = 10.0
-DIVERGES = 1.2  # of Adam-mini's loss; the reference quantiser's, which trains, is at 1.07
+DIVERGES = 1.2  # of Adam-mini's loss; the reference quantizer's, which trains, is at 1.07
 SCALES = 0.04  # bytes of scales and blocks, of 8-bit state in groups of 256
 
 
@@ -62,7 +62,7 @@ def model(size: str) -> dict:
 
 
 def state_bytes(method: str, rows: int = 2048, columns: int = 2048) -> float:
-    """Bytes of state a parameter of one f32 matrix."""
+    """Bytes of state per parameter of one f32 matrix."""
     matrix = jax.ShapeDtypeStruct((rows, columns), jnp.float32)
     params = {"mlp": {"up_proj": {"kernel": matrix}}}
     return lowmem.memory.report(TABLE_3[method][1], params).state_bytes / matrix.size
@@ -176,7 +176,7 @@ def _table_3(rows: Rows, method: str) -> Finding:
     del rows
     found, paper = state_bytes(method), TABLE_3[method][0]
     same = 0 <= found - paper <= SCALES
-    return judged(f"{found:.3f} bytes a parameter", same, [])
+    return judged(f"{found:.3f} bytes per parameter", same, [])
 
 
 @measure

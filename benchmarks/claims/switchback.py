@@ -330,7 +330,7 @@ CLAIMS: tuple[Claim, ...] = (
             "5 to 35 % faster, more for larger sizes", _speedup(impl))
       for name, impl in (("int8", INT8), ("fp8 (the paper: int8)", FP8))),
     Claim("Figure 6, left, int8 products", "just over half the time of fp16's", _multiplies),
-    Claim("Figure 7, left, quantising", "at most 25 % of a layer's time", _share),
+    Claim("Figure 7, left, quantizing", "at most 25 % of a layer's time", _share),
     *(Claim(f"Figure 7, right, a whole model in {name} (ours: Llama-3.2-1B)",
             "CLIP ViT-Huge 13 % faster than with nn.Linear", _whole_model(impl))
       for name, impl in (("int8", INT8), ("fp8 (the paper: int8)", FP8))),

@@ -45,7 +45,7 @@ def test_model_shapes(model, parameters, leaves):
         (lowmem.flash_adamw(1e-3, storage=UNCOMPRESSED), jnp.bfloat16, 15.0, 67.3),
         (lowmem.flash_adamw(1e-3, storage=PAPER), jnp.float32, 29.9, 15.9),
     ],
-    ids=["reference", "flashoptim", "weight split", "quantisation"],
+    ids=["reference", "flashoptim", "weight split", "quantization"],
 )
 def test_table_4(tx, dtype, params, state):
     found = report(tx, llama_3_1_8b(dtype))
@@ -65,7 +65,7 @@ def test_table_4_with_our_default():
     ids=["adamw", "lion"],
 )
 def test_table_8(flash, plain, sizes):
-    """Optim columns: reference, FlashOptim, weight split, optimizer quantisation."""
+    """Optim columns: reference, FlashOptim, weight split, optimizer quantization."""
     half, full = gpt2_124m(), gpt2_124m(jnp.float32)
     found = [
         report(plain(1e-3), full),
@@ -179,6 +179,29 @@ def test_the_printed_table():
     assert kept[0] == "not compressed:"
     assert any("h/0/ln_1/scale" in k and "fewer than min_size=4096" in k for k in kept[1:])
     assert all("and 9 more" in k or "and 71 more" in k for k in kept[1:])
+
+
+@pytest.mark.parametrize(
+    ("tx", "said"),
+    [
+        (lowmem.flash_adamw(1e-3), "0.602 GiB; optax.adamw on f32 weights: 1.391 GiB"),
+        (lowmem.flash_adam(1e-3), "0.602 GiB; optax.adam on f32 weights: 1.391 GiB"),
+        (
+            lowmem.chain(optax.clip_by_global_norm(1.0), lowmem.flash_lion(1e-3)),
+            "0.471 GiB; optax.lion on f32 weights: 0.927 GiB",
+        ),
+        (
+            lowmem.stable_adamw(1e-3),
+            "0.602 GiB; the same optimizer, uncompressed, on f32 weights: 1.391 GiB",
+        ),
+        (optax.adamw(1e-3), None),
+        (optax.chain(lowmem.flash_adamw(1e-3)), None),  # a closure: which one cannot be told
+    ],
+    ids=["adamw", "adam", "chain", "stable", "optax's own", "hidden"],
+)
+def test_the_counterpart_is_compared_by_itself(tx, said):
+    compared = [line for line in str(report(tx, gpt2_124m())).splitlines() if "; " in line]
+    assert compared == ([] if said is None else [said])
 
 
 def test_the_baseline_has_f32_parameters():

@@ -48,7 +48,7 @@ def test_resnet_50():
     ],
 )
 def test_bytes_that_must_move(name, optimizer, expected):
-    """Bytes a parameter, by hand."""
+    """Bytes per parameter, by hand."""
     made = in_jax.make(name, "ten-million", optimizer)
     moved = device_loop.moved_bytes(made, device_loop.Setup(made, "ten-million").shapes)
     assert moved / cases.parameters("ten-million") == pytest.approx(expected, rel=1e-5)
@@ -148,7 +148,7 @@ def small_copy(monkeypatch):
 
 
 def test_a_run_on_a_cpu(small_copy, tmp_path, capsys, monkeypatch):
-    """The records that docs/cpu_speed.md is made of."""
+    """The records that docs/results/cpu_speed.md is made of."""
     path = tmp_path / "run.jsonl"
     monkeypatch.setitem(cases.LEAF_SETS, "smoke", cases.LEAF_SETS["tiny"])
     words = "--leaf-set smoke --impl lowmem.update optax-f32 --repeats 3 --steps 2 --record"

@@ -230,7 +230,7 @@ def test_a_whole_models_runs(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("product", switchback_variance.PRODUCTS)
 def test_equation_12(product):
-    """The variance of an error is what its quantisers' variances make of it, and grows."""
+    """The variance of an error is what its quantizers' variances make of it, and grows."""
     short, long = (switchback_variance.spread("llm_int8", product, n) for n in (256, 2048))
     for found in (short, long):
         assert found.error == pytest.approx(found.predicted, rel=0.05)
@@ -239,7 +239,7 @@ def test_equation_12(product):
     assert long.relative == pytest.approx(long.error / long.exact)
 
 
-def test_which_products_switchback_quantises():
+def test_which_products_switchback_quantizes():
     for product, none in (("forward", False), ("input gradient", False), ("weight gradient", True)):
         assert (switchback_variance.spread("switchback", product, 256).error == 0) == none
 

@@ -246,7 +246,7 @@ CHAINS = {
 
 @pytest.mark.parametrize("name", CHAINS)
 def test_easylm(name):
-    """docs/sharding.md: the parameters' specs by rules, the state's by `state_shardings`."""
+    """docs/guides/sharding.md: the parameters' specs by rules, the state's by `state_shardings`."""
     tx, the_mesh, params = CHAINS[name](), mesh(fsdp=2, tensor=4), params_of_shapes()
     state = jax.eval_shape(tx.init, params)
     with pytest.raises(

@@ -23,18 +23,32 @@ DTYPES = {path: leaf.dtype for path, leaf in trees.named_leaves(PARAMS)}
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the last line is of a CPU")
 def test_the_printed_form():
     assert str(lowmem.explain(lowmem.flash_adamw(1e-3), PARAMS)).splitlines() == [
-        "block/bias    mu          -                 64 elements, fewer than min_size=4096",
-        "block/bias    nu          -                 64 elements, fewer than min_size=4096",
-        "block/bias    correction  bits-24           24-bit master weights, stochastic rounding",
-        "block/kernel  mu          softsign-int8     groups of 32, stochastic rounding",
-        "block/kernel  nu          sqrt-uint8        groups of 32, stochastic rounding",
-        "block/kernel  correction  bits-24           24-bit master weights, stochastic rounding",
-        "norm          mu          -                 64 elements, fewer than min_size=4096",
-        "norm          nu          -                 64 elements, fewer than min_size=4096",
-        "norm          correction  -                 an f32 parameter is its own master weight",
+        "block/bias",
+        "  mu          -                 64 elements, fewer than min_size=4096",
+        "  nu          -                 64 elements, fewer than min_size=4096",
+        "  correction  bits-24           24-bit master weights, stochastic rounding",
+        "block/kernel",
+        "  mu          softsign-int8     groups of 32, stochastic rounding",
+        "  nu          sqrt-uint8        groups of 32, stochastic rounding",
+        "  correction  bits-24           24-bit master weights, stochastic rounding",
+        "norm",
+        "  mu          -                 64 elements, fewer than min_size=4096",
+        "  nu          -                 64 elements, fewer than min_size=4096",
+        "  correction  -                 an f32 parameter is its own master weight",
         "step by xla for 3 of 3 leaves: "
         "the default backend is cpu, and kernels are for NVIDIA GPUs",
     ]
+
+
+def test_equal_leaves_are_printed_together():
+    """A line per slot and kind of leaf, not per leaf: GPT-2's 148 leaves have four kinds."""
+    printed = str(lowmem.explain(lowmem.flash_adamw(1e-3), gpt2_124m())).splitlines()
+    assert len(printed) == 4 * (1 + 3) + 1
+    kinds = [line for line in printed if not line.startswith((" ", "step"))]
+    assert (
+        "h/0/attn/c_attn/kernel, h/0/attn/c_proj/kernel, h/0/mlp/c_fc/kernel and 47 more" in kinds
+    )
+    assert len(kinds) == 4
 
 
 def lines(tx, path):
@@ -51,6 +65,45 @@ def test_other_storage():
     nothing = lines(lowmem.flash_sgd(0.1, storage=Storage(master_weight_bits=None)), "block/kernel")
     assert nothing.keys() == {"correction"}
     assert "steps under half an ulp of the weight are lost" in nothing["correction"][1]
+
+
+WHOLE = Storage(master_weight_bits=None)  # its split is around it
+CODECS = {"mu": lowmem.codecs.softsign(), "nu": lowmem.codecs.sqrt()}
+NESTED = {
+    "split of ours": lambda: lowmem.split_master_weights(lowmem.flash_adamw(1e-3, storage=WHOLE)),
+    "split of a wrapper of ours": lambda: lowmem.split_master_weights(
+        lowmem.per_tensor_loss_scale(lowmem.flash_adamw(1e-3, storage=WHOLE), 2.0)
+    ),
+    "codecs in codecs": lambda: lowmem.split_master_weights(
+        lowmem.compand_momentum(lowmem.sqrt_variance_quant(optax.adamw(1e-3)))
+    ),
+    "codecs in codecs of values": lambda: lowmem.split_master_weights(
+        lowmem.compand_momentum(
+            lowmem.sqrt_variance_quant(optax.contrib.schedule_free(optax.adam(1e-3), 1e-3))
+        )
+    ),
+    "average and batches": lambda: lowmem.track_master_ema(
+        lowmem.accumulate_gradients(lowmem.split_master_weights(
+            lowmem.compress_state(optax.adamw(1e-3), **CODECS)
+        ), 2), 0.9
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("nested", NESTED)
+def test_each_slot_of_a_leaf_once(nested):
+    found = lowmem.explain(NESTED[nested](), PARAMS)
+    slots = [(d.path, d.slot) for d in found.decisions]
+    assert len(slots) == len(set(slots)), str(found)
+    assert lines(NESTED[nested](), "block/kernel")["correction"][0] == "bits-24"
+    assert len(found.steps) in (0, len(DTYPES))
+
+
+def test_slots_of_one_name_are_each_listed():
+    """The momentum of the chain's first link, and that of Adam."""
+    tx = optax.chain(lowmem.flash_trace(0.9), lowmem.scale_by_flash_adam())
+    slots = [(d.path, d.slot) for d in lowmem.explain(tx, PARAMS).decisions]
+    assert slots.count(("norm", "mu")) == 2 and slots.count(("norm", "nu")) == 1
 
 
 def test_patterns_that_match_nothing():

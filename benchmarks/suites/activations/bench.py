@@ -130,7 +130,7 @@ def layer_rows(case: str, names: list[str], repeats: int) -> Rows:
 
 
 def scalings() -> dict[str, Callable[..., Any]]:
-    """A norm, and what quantising its result for a product takes beside it, of (x, scale)."""
+    """A norm, and what quantizing its result for a product takes beside it, of (x, scale)."""
     norm = activation_layers.normalised
 
     def delayed(x: jax.Array, scale: jax.Array) -> Any:  # with the maximum of a step before

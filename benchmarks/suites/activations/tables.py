@@ -1,4 +1,4 @@
-"""The tables of docs/activations.md: a layer whose activations are kept in FP8, and training."""
+"""The tables of docs/guides/activations.md: a layer that keeps activations in FP8, and training."""
 
 import json
 import statistics
@@ -32,7 +32,7 @@ PRINTED_ERRORS = {
     "linear alone": (438, 286), "group 4": (464, 319), "group 8": (480, 334),
     "group 16": (492, 363), "group 32": (512, 361), "group 64": (520, 371),
 }  # fmt: skip
-# Table 12: a norm with quantising over the same without
+# Table 12: a norm with quantizing over the same without
 PRINTED_NORMS = {
     "4096x1024": 10.1 / 8.7, "4096x2048": 29.6 / 28.7, "4096x4096": 55.6 / 53.2,
     "4096x8192": 122.6 / 117.5,
@@ -242,7 +242,7 @@ def groups(rows: Rows) -> Table:
 
 
 def norms(rows: Rows) -> Table:
-    """Table 12 and Figure 4b: a norm, and what quantising its result takes beside."""
+    """Table 12 and Figure 4b: a norm, and what quantizing its result takes beside."""
     found = known(on_gpus(rows), "device_ms")
     cases = {case.removeprefix("norm-"): own for case, own in found.items()
              if case.startswith("norm-") and BF16 in own}  # fmt: skip

@@ -74,7 +74,7 @@ VARIANTS = {
     "q_adam_mini-embeddings": Variant("ours: stochastic in the embedding", _stored()),
     "q_adam_mini-nearest": Variant("ours: nearest", _stored(rounding="nearest")),
     "q_adam_mini-reference": Variant(
-        "reference quantiser: floor, nearest",
+        "reference quantizer: floor, nearest",
         _stored(mu=codecs.affine_paper(), rounding="nearest"),
     ),
     "q_adam_mini-case1": Variant("Case 1: 8-bit v", _stored(nu=CASE_1, rounding="nearest")),

@@ -68,7 +68,7 @@ def trained(impl: str, parameters: int) -> tuple[Any, Any, Any]:
 
 
 def on_disk(impl: str, parameters: int, folder: Path) -> float:
-    """Bytes of files a parameter; Orbax compresses."""
+    """Bytes of files per parameter; Orbax compresses."""
     lowmem.checkpoint.save(folder, *trained(impl, parameters), step=3)
     return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) / parameters
 

@@ -1,4 +1,4 @@
-"""The tables of docs/layers.md: one linear layer in 8 bits, from the records of linear."""
+"""The tables of docs/guides/layers.md: one linear layer in 8 bits, from the records of linear."""
 
 from collections.abc import Sequence
 
@@ -72,10 +72,10 @@ def targets(rows: Rows) -> Table:
 
 
 def operations(rows: Rows) -> Table:
-    """Each operation of SwitchBack alone, and the share of quantising (Figure 6)."""
+    """Each operation of SwitchBack alone, and the share of quantizing (Figure 6)."""
     rows = measured(rows)
     head = ["tokens x in x out", "format", "forward, ms", "input gradient", "weight gradient, bf16",
-            "quantising, all four", "share of the sum"]  # fmt: skip
+            "quantizing, all four", "share of the sum"]  # fmt: skip
     body = []
     for shape, own in values(rows, "operation_ms").items():
         for codes in CODES:

@@ -94,7 +94,7 @@ def targets() -> list[Target]:
                share),
         Target("Llama-3.2-1B, AdamW, `update` and `apply_updates`", _of(llama, UPDATE, step_ms),
                8.5, True, ms),
-        Target("its temporaries, bytes a parameter of the largest leaf",
+        Target("its temporaries, bytes per parameter of the largest leaf",
                _temp(UPDATE, _largest(LLAMA)), 4.0, True, "{:.2f}"),
         Target("temporaries of the step, MB", _temp(OURS, 1e6), 1.0, True, "{:.2f}"),
         Target("peak over weights, state and gradients", _peak, 0.01, True, percent),

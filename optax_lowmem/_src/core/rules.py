@@ -41,7 +41,7 @@ class UpdateRule(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def state_type(self) -> Any:
+    def state_type(self) -> Any:  # a type[NamedTuple], which mypy would not let us call
         """The NamedTuple of the state: count, seed, slots, their scales, correction."""
 
     @abc.abstractmethod

@@ -2,9 +2,9 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.core import groups
 
@@ -16,7 +16,7 @@ def next_power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def result_like(x: Any, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+def result_like(x: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
     """A kernel's result; how its operand `x` varies over a mesh is kept for `shard_map`."""
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
 

@@ -62,14 +62,14 @@ def linear(
     r"""Y = s_X s_W Q(X) Q(W) in E4M3, and likewise dX = G W^T and dW = X^T G.
 
     Args:
-      x: [..., k]. What a norm or an activation function has quantised is multiplied as it is.
+      x: [..., k]. What a norm or an activation function has quantized is multiplied as it is.
       kernel: [k, m].
       kernel_absmax: of `weight_absmax`, found once for several micro-batches of an accumulation.
       kernel_codes: of `quantize_weight`, likewise: neither product quantizes the kernel. Its
         gradient still goes to `kernel`, and nothing to the codes.
       keep: what of X the backward pass has: `codes`, which all products of one `Coded` share, or
         `input`, for an array that is kept anyway (by attention, whose output it is: appendix D);
-        it is then quantised once more with the same scale.
+        it is then quantized once more with the same scale.
       recipe: what the gradients' products run in.
       precision: of products with `Recipe(storage="bf16")`, as `jax.lax.dot` takes it.
 
@@ -99,11 +99,11 @@ def linear(
     if keep not in KEEPS:
         raise ValueError(f"keep must be one of {', '.join(KEEPS)}, got {keep!r}")
     if keep == "input" and isinstance(x, Coded):
-        raise ValueError("keep='input' is for an array; what is quantised is kept as codes")
+        raise ValueError("keep='input' is for an array; what is quantized is kept as codes")
     _check_given(kernel, kernel_absmax, kernel_codes, recipe)
     with jax.named_scope("linear"):
         static = _Linear(recipe, keep == "input", precision)
-        if not recipe.quantises:
+        if not recipe.quantizes:
             return _in_own_precision(static, *varying.alike(x, kernel))
         # no copies of the codes, which a scan over layers would stack for the backward pass
         given = lax.stop_gradient(kernel_absmax) if kernel_codes is None else kernel_codes
@@ -116,7 +116,7 @@ def _check_given(
 ) -> None:
     given = {"kernel_absmax": absmax, "kernel_codes": codes}
     named = [name for name, value in given.items() if value is not None]
-    if named and not recipe.quantises:
+    if named and not recipe.quantizes:
         raise ValueError(f"{named[0]} with storage='bf16', which quantizes nothing: leave it out")
     if len(named) > 1:
         raise ValueError("kernel_absmax beside kernel_codes, which have a scale: leave it out")

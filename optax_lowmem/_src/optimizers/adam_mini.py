@@ -2,19 +2,21 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.blocks.structure import Structure
 from optax_lowmem._src.codecs import affine, sqrt
 from optax_lowmem._src.core import numerics
 from optax_lowmem._src.core.block import BlockStructure
 from optax_lowmem._src.core.rules import OF_BLOCK, Slot
+from optax_lowmem._src.core.typing import ScalarOrSchedule
 from optax_lowmem._src.optimizers.adam import AdamRule, adam_moments, flash_adamw, is_zero
-from optax_lowmem._src.optimizers.schedule import ScalarOrSchedule, direction, optimizer
+from optax_lowmem._src.optimizers.schedule import direction, optimizer
 from optax_lowmem._src.update.storage import Storage
 
 _Q_ADAM_MINI = Storage(mu=affine(), nu=None, group_size=256)
@@ -54,7 +56,7 @@ def scale_by_adam_mini(
     b2: ScalarOrSchedule = 0.999,
     eps: float | jax.Array = 1e-8,
     eps_root: float | jax.Array = 0.0,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     *,
     blocks: BlockStructure = Structure(),  # noqa: B008 (frozen)
     storage: Storage = Storage.full_precision(),  # noqa: B008 (frozen)
@@ -92,7 +94,7 @@ def scale_by_adam_mini(
 
     Numerics: v in f32, debiased. One NaN or infinity makes a whole block NaN, and no other tensor.
 
-    Memory: 4 bytes of state a parameter and 4 bytes a block; 1.06 with `Storage(nu=None)`.
+    Memory: 4 bytes of state per parameter and 4 bytes a block; 1.06 with `Storage(nu=None)`.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lowmem as lowmem
@@ -120,9 +122,9 @@ def adam_mini(
     b2: ScalarOrSchedule = 0.999,
     eps: float | jax.Array = 1e-8,
     eps_root: float | jax.Array = 0.0,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     weight_decay: ScalarOrSchedule = 1e-4,
-    mask: Any = None,
+    mask: optax.MaskOrFn = None,
     *,
     blocks: BlockStructure = Structure(),  # noqa: B008 (frozen)
     storage: Storage = Storage.full_precision(),  # noqa: B008 (frozen)
@@ -189,7 +191,7 @@ def adam_mini(
     )
 
 
-def _checked(blocks: Any) -> BlockStructure:
+def _checked(blocks: BlockStructure) -> BlockStructure:
     if not callable(getattr(blocks, "infer", None)):
         raise TypeError(
             f"blocks must be a lowmem.blocks.Structure, got {blocks!r}: write "
@@ -204,9 +206,9 @@ def q_adam_mini(
     b2: ScalarOrSchedule = 0.999,
     eps: float | jax.Array = 1e-8,
     eps_root: float | jax.Array = 0.0,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     weight_decay: ScalarOrSchedule = 1e-4,
-    mask: Any = None,
+    mask: optax.MaskOrFn = None,
     *,
     blocks: BlockStructure = Structure(),  # noqa: B008 (frozen)
     storage: Storage = _Q_ADAM_MINI,
@@ -235,7 +237,7 @@ def q_adam_mini(
     Returns:
       An optax transformation.
 
-    Memory: 1.02 bytes of state a parameter beside f32 weights (Table 3: mn + O(1)), 1 more beside
+    Memory: 1.02 bytes of state per parameter beside f32 weights (Table 3: mn + O(1)), 1 more beside
     16-bit ones.
 
     Example:
@@ -263,15 +265,15 @@ def flash_adam_mini(
     b2: ScalarOrSchedule = 0.999,
     eps: float | jax.Array = 1e-8,
     eps_root: float | jax.Array = 0.0,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     weight_decay: ScalarOrSchedule = 1e-4,
-    mask: Any = None,
+    mask: optax.MaskOrFn = None,
     *,
     blocks: BlockStructure = Structure(),  # noqa: B008 (frozen)
     storage: Storage = Storage(nu=None),  # noqa: B008 (frozen)
     decouple_lr: bool | float = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`adam_mini` with FlashOptim's m and master weights: 4.06 bytes a parameter, weight included.
+    """`adam_mini` with FlashOptim's m and master weights: 4.06 bytes per parameter with its weight.
 
     m is companded int8 in groups of 32, rounded stochastically; v is f32, one value a block; a
     16-bit weight has 8 more bits. The arguments are those of `q_adam_mini`.
@@ -313,9 +315,9 @@ def q_adamw(
     b2: ScalarOrSchedule = 0.999,
     eps: float | jax.Array = 1e-8,
     eps_root: float | jax.Array = 0.0,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     weight_decay: ScalarOrSchedule = 1e-4,
-    mask: Any = None,
+    mask: optax.MaskOrFn = None,
     *,
     storage: Storage = _Q_ADAMW,
     decouple_lr: bool | float = False,
@@ -339,7 +341,7 @@ def q_adamw(
     Returns:
       An optax transformation.
 
-    Memory: 2.03 bytes of state a parameter beside f32 weights (Table 3: 2mn).
+    Memory: 2.03 bytes of state per parameter beside f32 weights (Table 3: 2mn).
 
     Example:
       >>> import optax_lowmem as lowmem

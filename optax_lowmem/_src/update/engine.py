@@ -48,7 +48,7 @@ from optax_lowmem._src.update.storage import Storage
 Hyperparameters = Callable[[jax.Array], Mapping[str, jax.Array]]
 
 
-class Optimizer(optax.GradientTransformationExtraArgs):
+class EngineTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
     """An optax transformation that remembers the engine behind it."""
 
     engine: "Engine"
@@ -78,9 +78,9 @@ class Engine:
     slot_dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     structure: BlockStructure | None = None
 
-    def transformation(self) -> "Optimizer":
+    def transformation(self) -> "EngineTransformation":
         """The optax transformation."""
-        transformation = Optimizer(self.init, self.update)
+        transformation = EngineTransformation(self.init, self.update)
         transformation.engine = self
         return transformation
 
@@ -422,7 +422,9 @@ def _check_slots(plan: LeafPlan, state: LeafState, shape: tuple[int, ...]) -> No
         _check_array(plan, f"{slot.name}_scale", scales, scale_shape, slot.scale_dtype)
 
 
-def _check_array(plan: LeafPlan, field: str, array: Any, shape: tuple, dtype: Any) -> None:
+def _check_array(
+    plan: LeafPlan, field: str, array: Any, shape: tuple[int, ...], dtype: Any
+) -> None:
     if jnp.shape(array) == shape and jnp.dtype(array.dtype) == jnp.dtype(dtype):
         return
     hint = ""
@@ -431,7 +433,7 @@ def _check_array(plan: LeafPlan, field: str, array: Any, shape: tuple, dtype: An
     if varying.of_parts() and field.endswith("_scale"):
         hint = (
             " In a shard_map a device's part has to be of whole groups, with the scales of those: "
-            "see docs/sharding.md, or leave the step to jit with shardings."
+            "see docs/guides/sharding.md, or leave the step to jit with shardings."
         )
     if field == "correction":
         hint = (

@@ -388,7 +388,7 @@ class _Compressor:
         for path, leaf in trees.named_leaves(params):
             trees.check_param(path, leaf)
         # gradients reach the inner update in f32, so its state is f32 whatever the weights are
-        abstract = jax.eval_shape(lambda p: self._start(widened(p))[0], params)
+        abstract = jax.eval_shape(lambda p: self._start(widened(p), True)[0], params)
         warn_of_patterns(self.policy, params)
         self._check_inner(params)
         self._check_state(abstract, params)
@@ -411,10 +411,11 @@ class _Compressor:
             inner = start.put(own, inner)
         return CompressedState(count, seed, inner, scales)
 
-    def _start(self, params: Any) -> tuple[Any, dict[tuple[str, str], Any]]:
+    def _start(self, params: Any, first: bool = False) -> tuple[Any, dict[tuple[str, str], Any]]:
         """The inner state, and the blocks of its shared slots by (path, slot).
 
-        What the inner `init` decides about slots that are compressed here is not recorded.
+        What the inner `init` decides is recorded where `first`: once in an `init`, and not about
+        slots that are compressed here.
         """
         with scope.absorbing() as decisions:
             state = self.inner.init(params)
@@ -428,7 +429,7 @@ class _Compressor:
 
         map_slots(visit, state)
         for decision in decisions:
-            if (decision.path, decision.slot) not in taken:
+            if first and (decision.path, decision.slot) not in taken:
                 scope.record(decision)
         return state, {(d.path, d.slot): d.block for d in decisions if d.block is not None}
 
