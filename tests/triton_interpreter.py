@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from optax_lowmem._src.update import jax_triton
+from optax_lowmem._src.update import jax_triton, jax_triton_kernel
 
 
 class _Storage:
@@ -104,6 +104,11 @@ def _triton_call_04(
     return [jnp.asarray(x) for x in outputs]
 
 
+@triton.jit
+def _minus(x):
+    return x * -1.0  # the interpreter has no inline assembly
+
+
 _convert = interpreter._convert_float
 
 
@@ -119,6 +124,7 @@ def install(version: str) -> Any:
     assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
     call = {"0.3": _triton_call_03, "0.4": _triton_call_04}[version]
     interpreter._convert_float = _rounded
+    jax_triton_kernel.minus = _minus
     jax_triton._triton_call = lambda: call
     jax_triton._one_by_one = lambda f: f  # it would trace, and the interpreter needs the arrays
     return jax_triton

@@ -70,6 +70,7 @@ def run(source: str, name: str, *arguments: Any) -> list[np.ndarray]:
     names = {
         "tl": tl,
         "libdevice": tl,
+        "minus": _lifted(np.negative),
         "triton": types.SimpleNamespace(jit=lambda function: function),
     }
     exec(source, names)

@@ -79,6 +79,12 @@ def test_instructions_are_named():
     assert "'lg2.approx.ftz.f32 $0, $1;', '=r,r', [x], dtype=tl.float32" in source
 
 
+def test_a_maximum_keeps_nan():
+    """As lax.max; Triton's own would drop it."""
+    jaxpr = jax.make_jaxpr(jnp.maximum)(FLOATS, FLOATS)
+    assert "propagate_nan=tl.PropagateNan.ALL" in triton_source.function(jaxpr, "f", ["x", "y"])
+
+
 def test_what_has_no_form_is_named():
     for function in (jnp.sort, jax.jit(lambda x: jnp.sort(x) + 1)):
         assert triton_source.missing(jax.make_jaxpr(function)(FLOATS).jaxpr) == "sort"

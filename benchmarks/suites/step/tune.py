@@ -20,8 +20,8 @@ from optax_lowmem._src.core.tiles import Tile
 from optax_lowmem._src.update import tuning
 
 TUNED = Path(fused_update.__file__).parent / "tuned.json"
-TILES = (Tile(1024, 4), Tile(512, 2), Tile(2048, 8), Tile(4096, 8))
-# the hand-written kernel has one copy of its code however many leaves share it
+TILES = (Tile(1024, 4), Tile(512, 2), Tile(2048, 4), Tile(2048, 8), Tile(4096, 8))
+# a generated kernel has one copy of its code however many leaves share it
 LEAVES = {"pallas": (1, 2, 4, 8), "triton": (8, 32)}
 ELEMENTS = (1 << 22, 1 << 24, 1 << 25)
 

@@ -1,5 +1,7 @@
 """Triton source of a function that JAX traced: a formula is written once, in jnp.
 
+The source is for a module that has `triton`, `tl`, `libdevice` and `minus`, of f32 values.
+
 The arrays of the function are tiles [rows, lanes], values of groups [rows] or [rows, 1], values of
 lanes [lanes] and scalars. A bf16 array is held as its bits, in uint16; what is computed of it is
 computed in f32 and rounded.
@@ -139,8 +141,10 @@ class _Operation:
         return f"({x} >> {by}).to({self.type}, bitcast=True)"
 
     def negative(self) -> str:
-        """Triton's minus is 0 - x, which makes 0.0 of 0.0."""
+        """Return -x; Triton's own is 0 - x, which makes 0.0 of 0.0."""
         (x,) = self.operands
+        if self.result.dtype == jnp.float32:
+            return f"minus({x})"
         return f"{x} * -1.0" if self.floating else f"0 - {x}"
 
     def sign(self) -> str:

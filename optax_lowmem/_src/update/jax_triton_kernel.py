@@ -40,6 +40,17 @@ def store(pointer, offsets, values, mask, MASKED: tl.constexpr):
         tl.store(_pointer(pointer) + offsets, values)
 
 
+# ---- arithmetic ----------------------------------------------------------------------------------
+
+
+@triton.jit
+def minus(x):
+    """-x of f32 values, where a NaN is CUDA's own: a change of its sign would leave another."""
+    return tl.inline_asm_elementwise(
+        "sub.rn.f32 $0, 0f80000000, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
 # ---- leaves --------------------------------------------------------------------------------------
 
 
