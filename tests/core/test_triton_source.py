@@ -28,7 +28,7 @@ def bits(x):
 def found(function, *arguments):
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
     jaxpr = jax.make_jaxpr(function)(*shapes)
-    assert triton_source.missing(jaxpr.jaxpr) is None
+    assert triton_source.missing(jaxpr) is None
     source = triton_source.function(jaxpr, "f", [f"x{i}" for i in range(len(arguments))])
     return triton_on_numpy.run(source, "f", *map(bits, arguments))
 
@@ -87,7 +87,9 @@ def test_a_maximum_keeps_nan():
 
 def test_what_has_no_form_is_named():
     for function in (jnp.sort, jax.jit(lambda x: jnp.sort(x) + 1)):
-        assert triton_source.missing(jax.make_jaxpr(function)(FLOATS).jaxpr) == "sort"
+        assert triton_source.missing(jax.make_jaxpr(function)(FLOATS)) == "sort"
+    table = jax.make_jaxpr(lambda x: x + FLOATS)(FLOATS)
+    assert triton_source.missing(table) == "a constant array of shape (8,)"
 
 
 # ---- the step of a tile --------------------------------------------------------------------------

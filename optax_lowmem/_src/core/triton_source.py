@@ -156,7 +156,7 @@ class _Operation:
 
     def power(self) -> str:
         """Return x^y of a small positive y."""
-        return " * ".join(self.operands * self.params["y"])
+        return " * ".join([self.operands[0]] * self.params["y"])
 
     def reduce(self) -> str:
         """Return a reduction over one axis."""
@@ -222,9 +222,8 @@ def _narrowed(x: str) -> str:
 
 
 _FORMS: dict[str, Callable[[_Operation], str]] = {
-    **{name: lambda op, sign=sign: sign.join(f" {x} " for x in op.operands).strip()
-       for name, sign in _INFIX.items()},
-    **{name: lambda op, call=call: f"{call}({op.operands[0]})" for name, call in _CALLS.items()},
+    **dict.fromkeys(_INFIX, lambda op: f" {_INFIX[op.name]} ".join(op.operands)),
+    **dict.fromkeys(_CALLS, lambda op: f"{_CALLS[op.name]}({op.operands[0]})"),
     **dict.fromkeys(_REDUCTIONS, _Operation.reduce),
     **dict.fromkeys(("max", "min"), _Operation.extreme),
     **dict.fromkeys(_SHAPES, _Operation.shape),
@@ -235,7 +234,7 @@ _FORMS: dict[str, Callable[[_Operation], str]] = {
     "div": lambda op: (" / " if op.floating else " // ").join(op.operands),
     "rem": lambda op: " % ".join(op.operands),
     "sign": _Operation.sign,
-    "square": lambda op: " * ".join(op.operands * 2),
+    "square": lambda op: "{0} * {0}".format(*op.operands),
     "integer_pow": _Operation.power,
     "is_finite": lambda op: f'tl.abs({op.operands[0]}) < float("inf")',
     "clamp": lambda op: "tl.minimum(tl.maximum({1}, {0}), {2})".format(*op.operands),
@@ -256,11 +255,17 @@ def _inner(eqn: Any) -> Any:
     return inner if hasattr(inner, "consts") else jex.core.ClosedJaxpr(inner, ())
 
 
-def missing(jaxpr: Any) -> str | None:
-    """Return a primitive of a jaxpr that has no form in Triton here, or None where all have."""
-    for eqn in jaxpr.eqns:
+def missing(closed: Any) -> str | None:
+    """Return what of a closed jaxpr has no form in Triton here, or None where all has.
+
+    That is the name of a primitive, or a constant array.
+    """
+    shapes = [np.shape(value) for value in closed.consts if np.ndim(value)]
+    if shapes:
+        return f"a constant array of shape {shapes[0]}"
+    for eqn in closed.jaxpr.eqns:
         name = eqn.primitive.name
-        found = missing(_inner(eqn).jaxpr) if name in _INLINED else None
+        found = missing(_inner(eqn)) if name in _INLINED else None
         if found is not None or (name not in _INLINED and name not in _FORMS):
             return found or name
     return None
@@ -276,13 +281,12 @@ class _Writer:
         """Write a closed jaxpr; return the names of its results."""
         names = dict(zip(closed.jaxpr.invars, arguments, strict=True))
         for variable, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
-            if np.ndim(value):
-                raise NotImplementedError(f"a constant array of shape {np.shape(value)}")
             names[variable] = _literal(value, value.dtype)
 
         def read(x: Any) -> str:
             if isinstance(x, jex.core.Literal):
-                return _literal(x.val, x.aval.dtype)
+                aval: Any = x.aval
+                return _literal(x.val, aval.dtype)
             return names[x]
 
         for eqn in closed.jaxpr.eqns:

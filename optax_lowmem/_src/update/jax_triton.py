@@ -71,15 +71,16 @@ def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
     """Return a primitive of the step that has no form in Triton, or None."""
     rows, lanes = 4, Tiling((32,), plan.group_size, 1).lanes
 
-    def tile(dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct((rows, lanes), dtype)
+    def like(shape: tuple[int, ...], dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
 
+    tile = functools.partial(like, (rows, lanes))
     leaf = Leaf(
         tile(jnp.float32),
         tile(plan.dtype),
         None if plan.split is None else tile(plan.split.dtype),
         tuple(tile(slot.dtype) for slot in plan.slots),
-        tuple(jax.ShapeDtypeStruct((rows,), slot.scale_dtype) for slot in plan.slots if slot.codec),
+        tuple(like((rows,), slot.scale_dtype) for slot in plan.slots if slot.codec),
     )
 
     def traced(leaf: Leaf, place: jax.Array, lane: jax.Array, exists: jax.Array) -> Result:
@@ -87,8 +88,8 @@ def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
             noise = random.mix(place)[:, None], lane
             return step_tile(rule, plan, leaf, _AnyHyperparameters(), noise, exists)
 
-    words = (jax.ShapeDtypeStruct((n,), jnp.uint32) for n in (rows, lanes))
-    return triton_source.missing(jax.make_jaxpr(traced)(leaf, *words, tile(jnp.bool_)).jaxpr)
+    words = (like((n,), jnp.uint32) for n in (rows, lanes))
+    return triton_source.missing(jax.make_jaxpr(traced)(leaf, *words, tile(jnp.bool_)))
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "plans", "names", "tile"), inline=False)
@@ -294,15 +295,15 @@ class _Body:
     by_lane: bool
 
     @functools.cached_property
-    def roles(self) -> Leaf:
-        """Names of the arrays of a leaf."""
+    def roles(self) -> Any:
+        """Names of the arrays of a leaf, as a `Leaf`."""
 
         def named(field: str) -> Any:
             return None if getattr(self.dtypes, field) is None else field
 
-        slots = tuple(slot.name for slot in self.plan.slots)
-        coded = tuple(f"{slot.name}_scale" for slot in self.plan.slots if slot.codec)
-        return Leaf("g", named("p"), named("correction"), slots, coded, named("of_block"))
+        slots: Any = tuple(slot.name for slot in self.plan.slots)
+        coded: Any = tuple(f"{slot.name}_scale" for slot in self.plan.slots if slot.codec)
+        return Leaf(named("g"), named("p"), named("correction"), slots, coded, named("of_block"))
 
     @property
     def results(self) -> list[str]:

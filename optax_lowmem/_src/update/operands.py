@@ -1,6 +1,6 @@
 """A GPU kernel apart from its language: its arrays of each leaf, and the step of a tile."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -130,7 +130,7 @@ def step_tile(
     rule: UpdateRule,
     plan: LeafPlan,
     leaf: Leaf,
-    h: dict[str, jax.Array],
+    h: Mapping[str, jax.Array],
     noise: tuple[jax.Array, jax.Array] | None,
     exists: jax.Array | None,
 ) -> Result:
