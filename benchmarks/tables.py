@@ -33,17 +33,17 @@ from benchmarks.suites.step import targets
 
 PAGES = (
     "README.md",
-    "docs/activations.md",
-    "docs/architecture.md",
-    "docs/choosing.md",
-    "docs/cpu_speed.md",
-    "docs/gpu_speed.md",
-    "docs/layers.md",
-    "docs/memory.md",
-    "docs/noise.md",
-    "docs/sharding.md",
-    "docs/training_speed.md",
-    "docs/claims.md",
+    "docs/guides/activations.md",
+    "docs/internals/architecture.md",
+    "docs/guides/choosing.md",
+    "docs/results/cpu_speed.md",
+    "docs/results/gpu_speed.md",
+    "docs/guides/layers.md",
+    "docs/results/memory.md",
+    "docs/guides/noise.md",
+    "docs/guides/sharding.md",
+    "docs/results/training_speed.md",
+    "docs/results/claims.md",
 )
 MARKED = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

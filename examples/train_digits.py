@@ -34,6 +34,13 @@ from _gpt.train import (
 )
 from flax import linen as nn
 from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 
 import optax_lowmem as lowmem
@@ -70,7 +77,7 @@ def load() -> Digits:
         from sklearn.datasets import load_digits
     except ImportError:
         raise SystemExit(
-            "train_digits.py needs scikit-learn: pip install 'optax-lowmem[examples]'"
+            "train_digits.py needs scikit-learn: pip install '.[examples]' in the clone"
         ) from None
     found = load_digits()
     order = np.random.default_rng(0).permutation(len(found.target))
@@ -142,17 +149,21 @@ def trainer(
     return run
 
 
-def train(impl: str, digits: Digits, args: argparse.Namespace) -> list[dict[str, float]]:
-    """The metrics of every seed."""
+def train(
+    impl: str, digits: Digits, args: argparse.Namespace, progress: Progress, task: Any
+) -> list[dict[str, float]]:
+    """The metrics of every seed; a run is one program, so progress is told by runs."""
     tx = optimizer(impl, args.steps)
     run, found = trainer(impl, tx, digits, args), []
     for seed in range(args.seed, args.seed + args.seeds):
+        progress.update(task, now=f"{LABELS[impl]}, seed {seed}")
         params, state = start(impl, tx, seed)
         count = sum(p.size for p in jax.tree.leaves(params))
         size = bytes_by_slot(tx, params)["total"] / count
         loss, accuracy = run(params, state, jax.random.fold_in(jax.random.key(seed), 1))
         values = (float(loss), float(accuracy), size)
         found.append({**dict(zip(UNITS, values, strict=True)), "parameters": count})
+        progress.update(task, advance=1, now=f"{LABELS[impl]}, seed {seed}: {accuracy:.2f} %")
     return found
 
 
@@ -203,7 +214,10 @@ def main(arguments: list[str] | None = None) -> None:
     args.compute = compute_dtype(args.compute)
     check_implementation(args.implementation)
     console, digits, begin = Console(), load(), time.perf_counter()
-    runs = {impl: train(impl, digits, args) for impl in (F32, LOWMEM)}
+    columns = BarColumn(), MofNCompleteColumn(), TextColumn("runs; {task.fields[now]}")
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        task = progress.add_task("", total=2 * args.seeds, now="")
+        runs = {impl: train(impl, digits, args, progress, task) for impl in (F32, LOWMEM)}
     if args.record:
         append(runs, args)
     console.print(table(runs))

@@ -13,6 +13,7 @@ trained.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import time
 from pathlib import Path
@@ -20,7 +21,13 @@ from typing import Any
 
 try:
     from _gpt import data, figure, records, report, train
-    from _gpt.arguments import add_common, compute_dtype, positive
+    from _gpt.arguments import (
+        add_common,
+        compute_dtype,
+        positive,
+        preset_values,
+        rate_factors,
+    )
     from _gpt.config import OPTIMIZERS, PRESETS, Settings
     from rich.console import Console
     from rich.progress import (
@@ -32,7 +39,7 @@ try:
     )
 except ModuleNotFoundError as error:
     raise SystemExit(
-        f"train_gpt.py needs {error.name}: pip install 'optax-lowmem[examples]'"
+        f"train_gpt.py needs {error.name}: pip install '.[examples]' in the clone"
     ) from None
 
 _ONLY = {"f32": [train.F32], "lowmem": [train.LOWMEM], "both": [train.F32, train.LOWMEM]}
@@ -42,17 +49,19 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
+    add, told = parser.add_argument, functools.partial(preset_values, PRESETS)
+    factors = rate_factors({name: pair.rate_factor for name, pair in OPTIMIZERS.items()})
     add("--preset", choices=PRESETS, default="demo", help="model and run (default: demo)")
     add("--optimizer", choices=OPTIMIZERS, default="adamw", help="default: adamw")
     add("--only", choices=_ONLY, default="both", help="which of the two to train (default: both)")
-    add("--steps", type=positive, help="default: the preset's")
-    add("--batch", type=positive, help="sequences in a batch; default: the preset's")
-    add("--context", type=positive, help="tokens in a sequence; default: the preset's")
-    add("--lr", type=float, help="peak learning rate; default: the preset's and optimizer's")
-    add("--tokenizer", choices=("byte", "bpe"), help="default: the preset's")
-    add("--vocab", type=positive, help="tokens of the BPE tokenizer; default: the preset's")
-    add("--text", choices=data.TEXTS, help="default: the preset's")
+    add("--steps", type=positive, help=told("steps"))
+    add("--batch", type=positive, help=f"sequences in a batch; {told('batch')}")
+    add("--context", type=positive, help=f"tokens in a sequence; {told('context')}")
+    add("--lr", type=float,
+        help=f"peak learning rate; {told('learning_rate')}, times {factors}")  # fmt: skip
+    add("--tokenizer", choices=("byte", "bpe"), help=told("tokenizer"))
+    add("--vocab", type=positive, help=f"tokens of the BPE tokenizer; {told('vocab')}")
+    add("--text", choices=data.TEXTS, help=told("text"))
     add("--data", type=Path, metavar="PATH", help="a file or folder of text, instead of --text")
     add("--seeds", type=positive, default=1, help="how many seeds to repeat over (default: 1)")
     add("--out", type=Path, default=Path("demo_output"), help="default: demo_output")

@@ -3,12 +3,14 @@
     python examples/train_llama.py                                      # seconds on a CPU core
     python examples/train_llama.py --preset 8b --steps 20               # on one 80 GB GPU
     python examples/train_llama.py --preset 8b --optimizer optax.adamw  # does not fit: exit code 3
-    python examples/train_llama.py --preset 1b --fsdp 4 --tensor 2 --data 1
+    python examples/train_llama.py --preset 60m --data my_texts/        # a file or folder of text
+    python examples/train_llama.py --preset 1b --fsdp 4 --tensor 2 --data-parallel 1
     python examples/train_llama.py --checkpoint run --save-every 50 --until 100  # and later, on any
     python examples/train_llama.py --checkpoint run --save-every 50 --resume     # mesh, the rest
 
-The text is the source of Python's standard library or random tokens, so nothing is downloaded. A
-batch depends on the seed and the step alone: a resumed run goes on as if it had not been stopped.
+The text is your own (--data), the source of Python's standard library, or random tokens, so nothing
+is downloaded. A batch depends on the seed and the step alone: a resumed run goes on as if it had
+not been stopped.
 """
 
 from __future__ import annotations
@@ -25,7 +27,13 @@ from pathlib import Path
 import jax
 
 try:
-    from _gpt.arguments import add_common, compute_dtype, positive
+    from _gpt.arguments import (
+        add_common,
+        compute_dtype,
+        positive,
+        preset_values,
+        rate_factors,
+    )
     from _gpt.data import TEXTS
     from _gpt.train import check_implementation
     from _llama import checkpoints, report, train
@@ -57,10 +65,10 @@ try:
     )
 except ModuleNotFoundError as error:
     raise SystemExit(
-        f"train_llama.py needs {error.name}: pip install 'optax-lowmem[examples]'"
+        f"train_llama.py needs {error.name}: pip install '.[examples]' in the clone"
     ) from None
 
-OUT_OF_MEMORY = 3  # the exit code
+OUT_OF_MEMORY, INTERRUPTED = 3, 130  # exit codes
 SAID_SO = ("RESOURCE_EXHAUSTED", "Out of memory")  # on a CPU only the latter
 
 
@@ -72,24 +80,31 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
+    add, told = parser.add_argument, functools.partial(preset_values, PRESETS)
     add("--preset", choices=PRESETS, default="tiny", help="model and run (default: tiny)")
     add("--optimizer", choices=NAMES, default="flash_adamw", metavar="NAME",
         help=f"{', '.join(NAMES)} (default: flash_adamw)")  # fmt: skip
-    add("--steps", type=positive, help="of the whole run; default: the preset's")
-    add("--batch", type=positive, help="sequences in a batch; default: the preset's")
-    add("--sequence", type=positive, help="tokens in a sequence; default: the preset's")
-    add("--lr", type=float, help="peak learning rate; default: the preset's and optimizer's")
+    add("--steps", type=positive, help=f"of the whole run; {told('steps')}")
+    add("--batch", type=positive, help=f"sequences in a batch; {told('batch')}")
+    add("--sequence", type=positive, help=f"tokens in a sequence; {told('sequence')}")
+    add("--lr", type=float,
+        help=f"peak learning rate; {told('learning_rate')}, times {rate_factors(RATE_FACTORS)}"
+    )  # fmt: skip
     add("--clip", type=float,
         help="global norm of gradients; 0: any, as --release takes it (default: 1)")  # fmt: skip
-    add("--text", choices=("random", *TEXTS), help="default: the preset's")
-    add("--data", type=positive, metavar="N",
+    add("--text", choices=("random", *TEXTS), help=told("text"))
+    add("--data", metavar="PATH", help="a file or folder of text of your own, instead of --text")
+    add("--data-parallel", type=positive, metavar="N",
         help="devices that share a batch; default: all that --fsdp and --tensor leave")  # fmt: skip
     add("--fsdp", type=positive, default=1, metavar="N",
         help="devices that share a batch and keep a part of weights and state each")  # fmt: skip
     add("--tensor", type=positive, default=1, metavar="N",
         help="devices that share each matrix product")  # fmt: skip
-    add("--zero", action="store_true", help="cut the state between the --data devices (ZeRO-1)")
+    add(
+        "--zero",
+        action="store_true",
+        help="cut the state between the --data-parallel devices (ZeRO-1)",
+    )
     add("--remat", nargs="?", choices=(NONE, DOTS, FULL, AUTO), const=FULL,
         help="compute layers anew in the backward pass: in full (the meaning without a word), or "
         "all but their products and attention (dots); auto, the default: none on a CPU, elsewhere "
@@ -134,13 +149,20 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--memory-profile", type=Path, metavar="FILE",
         help="where to put a profile (pprof) of what lies on the device at the end")  # fmt: skip
     add_common(add)
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.data and args.data.isdigit() and not Path(args.data).exists():
+        print(f"--data {args.data} is deprecated: --data-parallel {args.data}", file=sys.stderr)
+        args.data_parallel, args.data = positive(args.data), None
+    if args.data and args.text:
+        parser.error("--data and --text: leave out one of them")
+    return args
 
 
 def make_settings(args: argparse.Namespace) -> Settings:
     """The preset with what the command line changes."""
     preset, there = PRESETS[args.preset], jax.device_count()
-    given = {n: getattr(args, n) for n in ("steps", "batch", "sequence", "text", "remat")}
+    given = {n: getattr(args, n) for n in ("steps", "batch", "sequence", "remat")}
+    given["text"] = args.data or args.text
     chosen = {name: getattr(preset, name) if x is None else x for name, x in given.items()}
     shared = args.fsdp * args.tensor
     own = ("optimizer", "seed", "attention", "linear", "activations", "head", "noise",
@@ -154,19 +176,20 @@ def make_settings(args: argparse.Namespace) -> Settings:
         learning_rate=rate if args.lr is None else args.lr,
         clip=(0.0 if args.release else 1.0) if args.clip is None else args.clip,
         compute=compute_dtype(args.compute),
-        data=args.data or max(1, there // shared),
+        data=args.data_parallel or max(1, there // shared),
         **{name: getattr(args, name) for name in own},
         **chosen,
     )
     if settings.devices > there:
         raise SystemExit(
-            f"--data {settings.data} --fsdp {settings.fsdp} --tensor {settings.tensor} takes "
-            f"{settings.devices} devices; there are {there}"
+            f"--data-parallel {settings.data} --fsdp {settings.fsdp} --tensor {settings.tensor} "
+            f"takes {settings.devices} devices; there are {there}"
         )
     shared = settings.data * settings.fsdp
     if settings.batch % shared:
         raise SystemExit(
-            f"--batch {settings.batch} cannot be shared by {shared} devices (--data x --fsdp)"
+            f"--batch {settings.batch} cannot be shared by {shared} devices "
+            "(--data-parallel x --fsdp)"
         )
     if settings.batch % (shared * settings.accumulate):
         raise SystemExit(
@@ -289,7 +312,11 @@ def main(arguments: list[str] | None = None) -> Result:
     args = parse_arguments(arguments)
     settings = make_settings(args)
     check_implementation(settings.implementation)
-    result = run_it(args, settings, Console())
+    try:
+        result = run_it(args, settings, Console())
+    except KeyboardInterrupt:
+        print(checkpoints.stopped(args.checkpoint), file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
     if result is None:
         raise SystemExit(OUT_OF_MEMORY)
     return result

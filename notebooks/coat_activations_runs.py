@@ -50,7 +50,7 @@ def records() -> Rows:
 
 
 def shown(name: str, rows: Rows) -> bool:
-    """Prints a table of docs/activations.md; says so where nothing is recorded."""
+    """Prints a table of docs/guides/activations.md; says so where nothing is recorded."""
     head, body, _ = TABLES[name].make(rows)
     if not body:
         print(f"nothing is recorded yet for {name}")

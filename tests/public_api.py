@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from optax_lowmem._src.core.shown import ShowsChanges
+
 SNAPSHOT = Path(__file__).with_suffix(".txt")
 PACKAGE = "optax_lowmem"
 MODULES = (
@@ -32,7 +34,7 @@ MODULES = (
 
 
 def _default(value: Any) -> str:
-    plain = isinstance(value, bool | int | float | str | tuple | None)
+    plain = isinstance(value, bool | int | float | str | tuple | ShowsChanges | None)
     return repr(value) if plain else "..."  # others may show an address, or what JAX calls it
 
 

@@ -1,4 +1,4 @@
-"""Claims of papers, with our measurements or why we have none: the tables of docs/claims.md.
+"""Claims of papers, with our measurements or why we have none: tables of docs/results/claims.md.
 
 The module of a paper has its claims as data, below the measures that they name.
 """

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -15,6 +16,23 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value
+
+
+def preset_values(presets: Mapping[str, Any], name: str) -> str:
+    """Return a field of the presets as text, for the help of an option that replaces it."""
+    by_value: dict[str, list[str]] = {}
+    for preset, values in presets.items():
+        value = getattr(values, name)
+        shown = f"{value:g}" if isinstance(value, float) else str(value)
+        by_value.setdefault(shown, []).append(preset)
+    told = "; ".join(f"{value} ({', '.join(names)})" for value, names in by_value.items())
+    return f"default: {told}"
+
+
+def rate_factors(factors: Mapping[str, float]) -> str:
+    """Return the factors of a preset's learning rate as text, for the help of `--lr`."""
+    unlike = ", ".join(f"{factor:g} for {name}" for name, factor in factors.items() if factor != 1)
+    return f"the optimizer's factor ({unlike}, 1 for others)"
 
 
 def add_common(add: Callable[..., object]) -> None:

@@ -76,3 +76,13 @@ def start_or_restore(folder: Path | None, program: Program, step: int) -> Run:
 def save(folder: Path, program: Program, run: Run) -> None:
     """Saves the run; the two newest checkpoints are kept."""
     checkpoint.save(folder, program.tx, run.params, run.state, run.step, keep=2)
+
+
+def stopped(folder: Path | None) -> str:
+    """Return the message of a run that was interrupted."""
+    if folder is None:
+        return "stopped; nothing was saved (--checkpoint DIR --save-every N keeps a run)"
+    step = checkpoint.latest_step(folder)
+    if step is None:
+        return f"stopped before the first checkpoint; begin again with --checkpoint {folder}"
+    return f"stopped; continue from step {step} with --checkpoint {folder} --resume"

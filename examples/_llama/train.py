@@ -236,11 +236,14 @@ def make_batches(settings: Settings, cache: Path) -> tuple[str, Batches]:
             return (shape.vocab**drawn).astype(np.int32) - 1  # Zipf's law: there is a loss to lower
 
         return "random tokens", random
-    corpus = data.load_corpus(text=settings.text)
+    own = None if settings.text in data.TEXTS else Path(settings.text)
+    corpus = data.load_corpus(own, settings.text)
     if shape.vocab == 256:
         tokens = data.byte_tokens(corpus)
     else:
         tokens = data.bpe_tokens(corpus, shape.vocab, cache)
+    if len(tokens.train) <= settings.sequence:
+        raise SystemExit(f"{corpus.source}: too little text for --sequence {settings.sequence}")
     return corpus.source, lambda step: data.sample_batch(
         tokens.train, settings.batch, settings.sequence, settings.seed, step
     )

@@ -26,9 +26,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name is None or error.name.split(".")[0] != "flax":
         raise  # Flax is there, and something that it needs is not
-    raise ImportError(
-        "optax_lowmem.flax needs Flax: pip install 'optax-lowmem[flax]'", name="flax"
-    ) from error
+    raise ImportError("optax_lowmem.flax needs Flax: pip install flax", name="flax") from error
 
 __all__ = ["Optimizer", "TrainState"]
 

@@ -181,6 +181,29 @@ def test_the_printed_table():
     assert all("and 9 more" in k or "and 71 more" in k for k in kept[1:])
 
 
+@pytest.mark.parametrize(
+    ("tx", "said"),
+    [
+        (lowmem.flash_adamw(1e-3), "0.602 GiB; optax.adamw on f32 weights: 1.391 GiB"),
+        (lowmem.flash_adam(1e-3), "0.602 GiB; optax.adam on f32 weights: 1.391 GiB"),
+        (
+            lowmem.chain(optax.clip_by_global_norm(1.0), lowmem.flash_lion(1e-3)),
+            "0.471 GiB; optax.lion on f32 weights: 0.927 GiB",
+        ),
+        (
+            lowmem.stable_adamw(1e-3),
+            "0.602 GiB; the same optimizer, uncompressed, on f32 weights: 1.391 GiB",
+        ),
+        (optax.adamw(1e-3), None),
+        (optax.chain(lowmem.flash_adamw(1e-3)), None),  # a closure: which one cannot be told
+    ],
+    ids=["adamw", "adam", "chain", "stable", "optax's own", "hidden"],
+)
+def test_the_counterpart_is_compared_by_itself(tx, said):
+    compared = [line for line in str(report(tx, gpt2_124m())).splitlines() if "; " in line]
+    assert compared == ([] if said is None else [said])
+
+
 def test_the_baseline_has_f32_parameters():
     found = lowmem.memory.report(lowmem.flash_lion(1e-3), LARGE, baseline=optax.lion(1e-3))
     assert (found.params_bytes, found.baseline.params_bytes) == (2 * 8192**2, 4 * 8192**2)

@@ -68,7 +68,7 @@ def test_what_the_kernel_does_not_take_pays_later(on_hopper):
 
 
 def test_estimates_are_what_was_measured(monkeypatch):
-    """Of the records that docs/layers.md shows, taken by the Hopper kernels."""
+    """Of the records that docs/guides/layers.md shows, taken by the Hopper kernels."""
     monkeypatch.setattr(choice, "product_reason", lambda *_: None)
     rows = records.newest(records.on_gpus(records.all_records()), bench="linear")
     times = linear_tables.values(rows, "device_ms")

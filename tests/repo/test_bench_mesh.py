@@ -67,7 +67,7 @@ def quick(monkeypatch):
 
 def test_a_step_on_two_devices(quick):
     """Every step of a call is taken, and each device keeps its half."""
-    words = "--preset tiny --data 1 --fsdp 2 --clip 0".split()
+    words = "--preset tiny --data-parallel 1 --fsdp 2 --clip 0".split()
     script = mesh_step.train_llama
     runner = mesh_step.Runner(script.make_settings(script.parse_arguments(words)), steps=3)
     runner.start()  # a step, and a call

@@ -148,7 +148,7 @@ def small_copy(monkeypatch):
 
 
 def test_a_run_on_a_cpu(small_copy, tmp_path, capsys, monkeypatch):
-    """The records that docs/cpu_speed.md is made of."""
+    """The records that docs/results/cpu_speed.md is made of."""
     path = tmp_path / "run.jsonl"
     monkeypatch.setitem(cases.LEAF_SETS, "smoke", cases.LEAF_SETS["tiny"])
     words = "--leaf-set smoke --impl lowmem.update optax-f32 --repeats 3 --steps 2 --record"

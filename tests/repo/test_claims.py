@@ -1,4 +1,4 @@
-"""docs/claims.md: what the records say of each claim, on records made for the purpose."""
+"""docs/results/claims.md: what the records say of each claim, on records made for the purpose."""
 
 import jax
 import pytest

@@ -101,7 +101,7 @@ def test_code_of_the_readme(tmp_path, monkeypatch):
         exec(compile(block, name, "exec"), namespace)  # noqa: S102
 
 
-COMPOSITION = README.parent / "docs" / "composition.md"
+COMPOSITION = README.parent / "docs" / "guides" / "composition.md"
 
 
 def test_chains_of_the_composition_page():

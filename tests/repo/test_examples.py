@@ -261,3 +261,20 @@ def test_digits_without_scikit_learn(tmp_path):
     assert done.returncode != 0
     assert "needs scikit-learn" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("script", ["train_gpt", "train_llama"])
+def test_help_has_the_numbers_of_the_presets(example, script, capsys):
+    with pytest.raises(SystemExit):
+        example(script).parse_arguments(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    presets = example("_gpt.config" if script == "train_gpt" else "_llama.config").PRESETS
+    assert "the preset's" not in said
+    for name in ("steps", "batch", "learning_rate"):
+        for preset in presets.values():
+            assert f"{getattr(preset, name):g} (" in said, name
+
+
+def test_digits_show_progress(example, capsys):
+    example("train_digits").main("--seeds 1 --steps 2".split())
+    assert "2/2" in capsys.readouterr().out

@@ -24,7 +24,7 @@ from tests.repo.test_examples import ROOT, example, run_script  # noqa: F401 (a 
 
 COMMAND = [sys.executable, "examples/train_llama.py"]
 XLA_FLAGS = " ".join(f"--{name}={value}" for name, value in QUICK_COMPILE.items())
-ONE, ANOTHER = "--data 1", "--data 1 --fsdp 4 --tensor 2"
+ONE, ANOTHER = "--data-parallel 1", "--data-parallel 1 --fsdp 4 --tensor 2"
 
 
 @functools.lru_cache(maxsize=8)  # a program takes up to 2,500 of a process's memory maps
@@ -122,12 +122,14 @@ def test_on_a_mesh(llama):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("flags", ["--data 2 --zero", "--data 2 --fsdp 2 --tensor 2 --remat"])
+@pytest.mark.parametrize(
+    "flags", ["--data-parallel 2 --zero", "--data-parallel 2 --fsdp 2 --tensor 2 --remat"]
+)
 def test_resumed_on_other_meshes(llama, tmp_path, flags):
     """A run resumes on another mesh, with the same bits if each device's batch part is the same."""
-    whole = trained(llama, "--data 2").run
+    whole = trained(llama, "--data-parallel 2").run
     where = f"--checkpoint {tmp_path}"
-    trained(llama, f"--data 2 {where} --until 3")
+    trained(llama, f"--data-parallel 2 {where} --until 3")
     rest = trained(llama, f"{flags} {where} --resume").run
     assert rest.losses == pytest.approx(whole.losses[3:], abs=5e-4)
     if "--zero" in flags:
@@ -242,7 +244,7 @@ KEPT = {  # GiB of the layers of 1b with its batch
     ],
 )
 def test_what_suits_a_gpu(llama, hopper, flags, attention, activations, remat):
-    choose, settings = llama.choose, settings_of(llama, f"--preset 1b --data 1 {flags}")
+    choose, settings = llama.choose, settings_of(llama, f"--preset 1b --data-parallel 1 {flags}")
     kept = {policy: int(gib * 2**30) for policy, gib in KEPT[activations].items()}
     found = choose.resolved(settings, int(10e9), kept.__getitem__)
     assert (found.attention, found.activations, found.remat) == (attention, activations, remat)
@@ -257,7 +259,7 @@ def test_what_suits_a_gpu(llama, hopper, flags, attention, activations, remat):
 def test_the_leanest_of_the_fast(llama, hopper):
     """The least kept within 3 % of the fastest, by estimates near the times measured on an H200."""
     choose = llama.choose
-    settings = settings_of(llama, "--preset 1b --data 1 --activations standard --unroll 1")
+    settings = settings_of(llama, "--preset 1b --data-parallel 1 --activations standard --unroll 1")
     hopper.device_kind = "NVIDIA H200"
     kept = {policy: int(gib * 2**30) for policy, gib in KEPT["standard"].items()}
     rates = {"none": 58_443, "dots": 64_939, "full": 56_985}  # tokens/s of the records
@@ -276,7 +278,7 @@ def test_the_leanest_of_the_fast(llama, hopper):
 )
 def test_layers_are_unrolled_on_a_gpu(llama, hopper, flags, layers):
     """All of them, where that soon compiles, on one device; there is no stack then."""
-    settings = settings_of(llama, f"--preset 8b --data 1 --compute bfloat16 {flags}")
+    settings = settings_of(llama, f"--preset 8b --data-parallel 1 --compute bfloat16 {flags}")
     found = llama.choose.resolved(settings, 0, lambda policy: 0)
     assert found.unroll == layers
     assert found.stacked == (layers < 32)
@@ -308,7 +310,7 @@ def test_the_device_is_a_step_ahead(llama):
 
 
 def test_what_suits_a_cpu(llama):
-    settings = settings_of(llama, "--preset 8b --compute bfloat16 --data 1")
+    settings = settings_of(llama, "--preset 8b --compute bfloat16 --data-parallel 1")
     found = llama.train.make_program(settings).settings
     assert (found.attention, found.remat) == ("xla", "none")
 
@@ -330,7 +332,7 @@ def test_flops_of_a_token(llama):
     "name", [n for n in (*lowmem.OPTIMIZERS, "optax.adamw") if n != "flash_adamw"]
 )
 def test_any_optimizer(llama, name):
-    flags = f"--data 2 --optimizer {name} --clip {0 if name == 'flash_lion' else 1}"
+    flags = f"--data-parallel 2 --optimizer {name} --clip {0 if name == 'flash_lion' else 1}"
     run = trained(llama, flags).run
     assert run.losses[-1] < run.losses[0] - 0.5
     weights = {p.dtype for p in jax.tree.leaves(run.params) if p.shape[-1] > 64}
@@ -371,9 +373,11 @@ def test_products_in_8_bits(llama, name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("flags", ["--remat", "--release", "--data 2 --fsdp 2 --tensor 2"])
+@pytest.mark.parametrize("flags", ["--remat", "--release", "--data-parallel 2 --fsdp 2 --tensor 2"])
 def test_products_in_8_bits_however_trained(llama, flags):
-    where = f"{flags} --linear switchback-int8" + (" --data 1" if "--data" not in flags else "")
+    where = f"{flags} --linear switchback-int8" + (
+        " --data-parallel 1" if "--data" not in flags else ""
+    )
     wanted = trained(llama, f"{ONE} --linear switchback-int8 --clip 0").run.losses
     found = trained(llama, f"{where} --clip 0").run.losses
     assert found == pytest.approx(wanted, abs=5e-3)
@@ -442,7 +446,7 @@ def exhausted(message, *args, **kwargs):
 def test_out_of_memory(llama, tmp_path, monkeypatch, capsys):
     """A line and an exit code, and a record."""
     records = tmp_path / "records.jsonl"
-    flags = f"--preset 8b --optimizer optax.adamw --data 1 --record {records}"
+    flags = f"--preset 8b --optimizer optax.adamw --data-parallel 1 --record {records}"
     settings = settings_of(llama, flags)
     program = llama.train.make_program(settings)
     fail = functools.partial(exhausted, "RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.")
@@ -507,11 +511,11 @@ def test_nothing_depends_on_later_tokens(llama):
     ("flags", "message"),
     [
         ("--fsdp 16", "takes 16 devices; there are 8"),
-        ("--fsdp 3 --data 1", "--batch 8 cannot be shared by 3 devices"),
-        ("--data 1 --tensor 3", "3 parts, which do not divide dimension 0"),
+        ("--fsdp 3 --data-parallel 1", "--batch 8 cannot be shared by 3 devices"),
+        ("--data-parallel 1 --tensor 3", "3 parts, which do not divide dimension 0"),
         ("--save-every 2", "--save-every needs --checkpoint"),
         ("--resume", "--resume needs --checkpoint"),
-        ("--accumulate 3 --data 1", "--batch 8 cannot be divided into 3 micro-batches"),
+        ("--accumulate 3 --data-parallel 1", "--batch 8 cannot be divided into 3 micro-batches"),
         ("--release --accumulate 2", "the gradients that --release never holds"),
         ("--release --clip 1", "a global norm needs the gradients of all layers"),
         ("--release --optimizer optax.adamw", "--release takes an optimizer of optax_lowmem"),
@@ -520,6 +524,49 @@ def test_nothing_depends_on_later_tokens(llama):
 def test_says_what_is_wrong(llama, flags, message):
     with pytest.raises(SystemExit, match=message):
         trained(llama, flags)
+
+
+def test_trains_on_text_of_ones_own(llama, tmp_path):
+    text = tmp_path / "notes.txt"
+    text.write_text("the cat sat on the mat. " * 2000)
+    words = ["--data", str(text), *ONE.split()]
+    settings = llama.script.make_settings(llama.script.parse_arguments(words))
+    source, batches = llama.train.make_batches(settings, tmp_path)
+    assert source == str(text) == settings.text
+    assert "the mat" in bytes(batches(0)[0].astype(np.uint8)).decode()
+    text.write_text("too short")
+    with pytest.raises(SystemExit, match="too little text for --sequence 64"):
+        llama.train.make_batches(settings, tmp_path)
+
+
+def test_a_number_of_devices_as_data_is_deprecated(llama, capsys):
+    assert settings_of(llama, "--data 2") == settings_of(llama, "--data-parallel 2")
+    assert "deprecated: --data-parallel 2" in capsys.readouterr().err
+
+
+def test_data_and_text_exclude_each_other(llama, capsys):
+    with pytest.raises(SystemExit):
+        settings_of(llama, "--data notes --text random")
+    assert "leave out one of them" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_says_how_to_continue(llama, tmp_path, monkeypatch, capsys):
+    """Ctrl-C ends it with the command that goes on, not with a traceback."""
+    save = llama.script.checkpoints.save
+
+    def interrupted(*args):
+        save(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llama.script.checkpoints, "save", interrupted)
+    with pytest.raises(SystemExit) as raised:
+        trained(llama, f"{ONE} --checkpoint {tmp_path / 'run'} --save-every 2")
+    assert raised.value.code == llama.script.INTERRUPTED
+    said = capsys.readouterr().err
+    assert f"continue from step 2 with --checkpoint {tmp_path / 'run'} --resume" in said
+    stopped = llama.script.checkpoints.stopped
+    assert "nothing was saved" in stopped(None)
+    assert "before the first checkpoint" in stopped(tmp_path / "empty")
 
 
 def test_another_run_in_the_folder(llama, tmp_path):
@@ -534,16 +581,22 @@ def test_another_run_in_the_folder(llama, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "case"),
     [
-        ("--preset 1b --data 1 --fsdp 4", "llama-1b fsdp=4 batch=4/flash_adamw"),
+        ("--preset 1b --data-parallel 1 --fsdp 4", "llama-1b fsdp=4 batch=4/flash_adamw"),
         (
-            "--optimizer flash_lion --data 2 --zero",
+            "--optimizer flash_lion --data-parallel 2 --zero",
             "llama-tiny zero=True data=2 batch=4/flash_lion",
         ),
-        ("--clip 0 --remat --data 1", "llama-tiny clip=0.0 batch=4 remat=full/flash_adamw"),
-        ("--no-remat --data 1 --unroll 2", "llama-tiny batch=4 remat=none unroll=2/flash_adamw"),
-        ("--release --data 1", "llama-tiny clip=0.0 release=True batch=4/flash_adamw"),
         (
-            "--linear switchback-fp8 --data 1",
+            "--clip 0 --remat --data-parallel 1",
+            "llama-tiny clip=0.0 batch=4 remat=full/flash_adamw",
+        ),
+        (
+            "--no-remat --data-parallel 1 --unroll 2",
+            "llama-tiny batch=4 remat=none unroll=2/flash_adamw",
+        ),
+        ("--release --data-parallel 1", "llama-tiny clip=0.0 release=True batch=4/flash_adamw"),
+        (
+            "--linear switchback-fp8 --data-parallel 1",
             "llama-tiny linear=switchback-fp8 batch=4/flash_adamw",
         ),
     ],
@@ -554,7 +607,7 @@ def test_records_say_what_was_changed(llama, flags, case):
 
 def test_norms_are_f32_and_do_not_decay(llama):
     """Stacked norms are matrices: their path tells what they are, not their rank."""
-    params, _ = llama.train.make_program(settings_of(llama, "--preset 1b --data 1")).like
+    params, _ = llama.train.make_program(settings_of(llama, "--preset 1b --data-parallel 1")).like
     decayed = llama.optimizer.decayed(params)
     rows = zip(jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(decayed), strict=True)
     found = {llama.model.leaf_path(keys): (p.dtype, decays) for (keys, p), decays in rows}

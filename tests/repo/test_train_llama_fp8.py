@@ -105,7 +105,7 @@ def test_a_run_whose_weights_are_quantized_once(llama, monkeypatch, capsys):  # 
 )
 def test_where_weights_are_quantized_once(llama, hopper, flags, fixed, remat, once):  # noqa: F811
     """Only where 1.8 GiB of codes fit into 67, beside `fixed` and what layers keep, 10.7 or 1."""
-    flags = f"--preset 1b --data 1 --compute bfloat16 --activations fp8 {flags}"
+    flags = f"--preset 1b --data-parallel 1 --compute bfloat16 --activations fp8 {flags}"
     kept = {policy: int(size * 2**30) for policy, size in KEPT["fp8"].items()}
     settings, codes = settings_of(llama, flags), int(1.8 * 2**30)
     found = llama.choose.resolved(settings, fixed * 2**30, kept.__getitem__, codes)
@@ -145,9 +145,9 @@ def test_a_head_in_fp8(llama, flags, capsys):  # noqa: F811
     assert one.losses == pytest.approx(plain.losses, abs=0.05)
     assert mesh.losses[0] == pytest.approx(one.losses[0], abs=1e-3)
     assert mesh.losses == pytest.approx(one.losses, abs=0.05)
-    assert "head=fp8" in llama.report.case(settings_of(llama, f"--data 1 --head {flags}"))
+    assert "head=fp8" in llama.report.case(settings_of(llama, f"--data-parallel 1 --head {flags}"))
 
 
 def test_the_record_says_so(llama):  # noqa: F811
-    settings = settings_of(llama, f"--data 1 {FP8}")
+    settings = settings_of(llama, f"--data-parallel 1 {FP8}")
     assert llama.report.case(settings) == "llama-tiny activations=fp8/flash_adamw"

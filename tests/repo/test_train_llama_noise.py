@@ -72,9 +72,9 @@ def test_optax_keeps_its_weights_in_the_state(llama):  # noqa: F811
 
 
 def test_it_says_so(llama):  # noqa: F811
-    settings = settings_of(llama, f"--data 1 {NOISE}")
+    settings = settings_of(llama, f"--data-parallel 1 {NOISE}")
     assert llama.report.case(settings) == "llama-tiny noise=od/flash_adamw"
     program = llama.train.make_program(settings)
     assert "GaussWS noise [od]" in llama.report.headline(settings, program.report, "a text")
     with pytest.raises(SystemExit, match="--release and --noise"):
-        settings_of(llama, f"--data 1 --release {NOISE}")
+        settings_of(llama, f"--data-parallel 1 --release {NOISE}")

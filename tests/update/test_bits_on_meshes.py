@@ -1,4 +1,4 @@
-"""Tests of bit equality between one device and eight: the table of docs/sharding.md, row by row."""
+"""Bit equality between one device and eight: the table of docs/guides/sharding.md, row by row."""
 
 import re
 from pathlib import Path
@@ -87,7 +87,7 @@ def test_last_bits(name):
 
 
 def test_the_table_has_every_optimizer():
-    text = (ROOT / "docs" / "sharding.md").read_text()
+    text = (ROOT / "docs" / "guides" / "sharding.md").read_text()
     section = text.split("## Which bits are the same")[1].split("\n## ")[0]
     lines = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
     of_table = {kind: set() for kind in ("every bit", "all but last bits")}

@@ -372,7 +372,7 @@ def test_no_more_communication_than_optax(layout):
     assert bool(ours) == ("zero" in layout)  # ZeRO-1 gathers the new weights
 
 
-# what docs/sharding.md says of them
+# what docs/guides/sharding.md says of them
 OF_CUT_GROUPS = {
     "half of three groups": {"all-gather": 2},
     "narrower than a group": {"all-reduce": 1, "all-gather": 2},

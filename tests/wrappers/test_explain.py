@@ -23,18 +23,32 @@ DTYPES = {path: leaf.dtype for path, leaf in trees.named_leaves(PARAMS)}
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the last line is of a CPU")
 def test_the_printed_form():
     assert str(lowmem.explain(lowmem.flash_adamw(1e-3), PARAMS)).splitlines() == [
-        "block/bias    mu          -                 64 elements, fewer than min_size=4096",
-        "block/bias    nu          -                 64 elements, fewer than min_size=4096",
-        "block/bias    correction  bits-24           24-bit master weights, stochastic rounding",
-        "block/kernel  mu          softsign-int8     groups of 32, stochastic rounding",
-        "block/kernel  nu          sqrt-uint8        groups of 32, stochastic rounding",
-        "block/kernel  correction  bits-24           24-bit master weights, stochastic rounding",
-        "norm          mu          -                 64 elements, fewer than min_size=4096",
-        "norm          nu          -                 64 elements, fewer than min_size=4096",
-        "norm          correction  -                 an f32 parameter is its own master weight",
+        "block/bias",
+        "  mu          -                 64 elements, fewer than min_size=4096",
+        "  nu          -                 64 elements, fewer than min_size=4096",
+        "  correction  bits-24           24-bit master weights, stochastic rounding",
+        "block/kernel",
+        "  mu          softsign-int8     groups of 32, stochastic rounding",
+        "  nu          sqrt-uint8        groups of 32, stochastic rounding",
+        "  correction  bits-24           24-bit master weights, stochastic rounding",
+        "norm",
+        "  mu          -                 64 elements, fewer than min_size=4096",
+        "  nu          -                 64 elements, fewer than min_size=4096",
+        "  correction  -                 an f32 parameter is its own master weight",
         "step by xla for 3 of 3 leaves: "
         "the default backend is cpu, and kernels are for NVIDIA GPUs",
     ]
+
+
+def test_equal_leaves_are_printed_together():
+    """A line per slot and kind of leaf, not per leaf: GPT-2's 148 leaves have four kinds."""
+    printed = str(lowmem.explain(lowmem.flash_adamw(1e-3), gpt2_124m())).splitlines()
+    assert len(printed) == 4 * (1 + 3) + 1
+    kinds = [line for line in printed if not line.startswith((" ", "step"))]
+    assert (
+        "h/0/attn/c_attn/kernel, h/0/attn/c_proj/kernel, h/0/mlp/c_fc/kernel and 47 more" in kinds
+    )
+    assert len(kinds) == 4
 
 
 def lines(tx, path):

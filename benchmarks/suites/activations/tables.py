@@ -1,4 +1,4 @@
-"""The tables of docs/activations.md: a layer whose activations are kept in FP8, and training."""
+"""The tables of docs/guides/activations.md: a layer that keeps activations in FP8, and training."""
 
 import json
 import statistics

@@ -24,6 +24,8 @@ ACCUMULATED = {
 PROGRAMS = {
     "default": "ours, bf16: without flags",
     "fp8-unrolled": "ours, `--activations fp8`",
+    "fp8-unrolled-head": "ours, `--activations fp8 --head fp8`",
+    "fp8-unrolled-head-gradients": "ours, `--activations fp8 --head fp8-gradients`",
     "switchback-fp8": "ours, `--linear switchback-fp8`",
     "fp8-accumulated-16": "ours, `--activations fp8 --accumulate 16`",
     "fp8-accumulated-16-anew": "the same, weights quantized in each micro-batch",

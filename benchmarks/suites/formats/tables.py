@@ -1,4 +1,4 @@
-"""Tables of docs/choosing.md, from the records of `formats`, for benchmarks.tables."""
+"""Tables of docs/guides/choosing.md, from the records of `formats`, for benchmarks.tables."""
 
 from __future__ import annotations
 

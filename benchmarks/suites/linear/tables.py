@@ -1,4 +1,4 @@
-"""The tables of docs/layers.md: one linear layer in 8 bits, from the records of linear."""
+"""The tables of docs/guides/layers.md: one linear layer in 8 bits, from the records of linear."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The table of docs/sharding.md: FSDP on several GPUs, for benchmarks.tables."""
+"""The table of docs/guides/sharding.md: FSDP on several GPUs, for benchmarks.tables."""
 
 from collections.abc import Sequence
 from typing import Any

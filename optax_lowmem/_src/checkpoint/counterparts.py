@@ -7,7 +7,7 @@ import optax
 
 from optax_lowmem._src.core import scope, trees
 from optax_lowmem._src.optimizers import every_record
-from optax_lowmem._src.optimizers.record import OptimizerRecord
+from optax_lowmem._src.optimizers.record import Constructor, OptimizerRecord, name_of
 from optax_lowmem._src.update.engine import Engine, EngineTransformation
 from optax_lowmem._src.wrappers.chain import Chain
 
@@ -15,6 +15,8 @@ GIVE_PLAIN = (
     "Pass plain=, the optax optimizer that is to go on, for example "
     "plain=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))."
 )
+
+_UNCOMPRESSED = "the same optimizer, uncompressed,"
 
 
 def record_of(state: Any) -> OptimizerRecord | None:
@@ -48,24 +50,50 @@ def counterpart(tx: Any, params: Any) -> optax.GradientTransformation:
 
 
 def _of_engine(engine: Engine) -> optax.GradientTransformation:
-    record = next((r for r in every_record() if type(r.rule) is type(engine.rule)), None)
-    if record is None or (not engine.weights and record.plain_scale_by is None):
+    record = _record_of_rule(engine)
+    make = _constructor(record, engine) if record else None
+    if record is None or make is None:
         what = type(engine.rule).__name__ + ("" if engine.weights else "'s direction alone")
         raise ValueError(f"no optax optimizer is known to correspond to {what}. {GIVE_PLAIN}")
-    if not engine.weights and record.plain_scale_by is not None:
-        return record.plain_scale_by()
-    h = engine.hyperparameters(jnp.zeros((), jnp.int32))
+    if not engine.weights:
+        return make()
     # where it is scheduled optax keeps a count of its own
     rate, strength = (
         (lambda count: 0.0) if name in engine.schedules else default
         for name, default in (("learning_rate", 0.0), ("weight_decay", 1e-4))
     )
+    if not _decays(engine):
+        return make(rate)
     decay: dict[str, Any] = {"weight_decay": strength, "mask": engine.decay_mask}
-    decays = "decay" in h or "l2" in h
-    if not decays and record.undecayed is not None:
-        return record.undecayed(rate)
-    plain = record.in_optax
-    taken = record.chosen(decay, plain)
-    if decays and not taken:
-        return optax.chain(optax.add_decayed_weights(**decay), plain(rate))
-    return plain(rate, **taken)
+    taken = record.chosen(decay, make)
+    if not taken:
+        return optax.chain(optax.add_decayed_weights(**decay), make(rate))
+    return make(rate, **taken)
+
+
+def name(tx: Any) -> str:
+    """Return what `counterpart` of an optimizer is called, for display."""
+    if isinstance(tx, Chain):
+        ours = [link for link in tx.links if isinstance(link, EngineTransformation)]
+        return name(ours[0]) if len(ours) == 1 else _UNCOMPRESSED
+    record = _record_of_rule(tx.engine) if isinstance(tx, EngineTransformation) else None
+    made = (
+        _constructor(record, tx.engine) if record and isinstance(tx, EngineTransformation) else None
+    )
+    known = name_of(made) if made else None
+    return f"optax.{known}" if known and hasattr(optax, known) else _UNCOMPRESSED
+
+
+def _constructor(record: OptimizerRecord, engine: Engine) -> Constructor | None:
+    """Return what makes the optax optimizer with the state that an engine would have in f32."""
+    if not engine.weights:
+        return record.plain_scale_by
+    return record.in_optax if _decays(engine) else record.undecayed or record.in_optax
+
+
+def _decays(engine: Engine) -> bool:
+    return not {"decay", "l2"}.isdisjoint(engine.hyperparameters(jnp.zeros((), jnp.int32)))
+
+
+def _record_of_rule(engine: Engine) -> OptimizerRecord | None:
+    return next((r for r in every_record() if type(r.rule) is type(engine.rule)), None)

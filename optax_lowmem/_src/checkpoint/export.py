@@ -80,7 +80,7 @@ def _write_safetensors(path: StrPath, weights: dict[str, jax.Array]) -> None:
         from safetensors.numpy import save_file
     except ModuleNotFoundError as error:
         raise ImportError(
-            "format='safetensors' needs safetensors: pip install 'optax-lowmem[checkpoint]'",
+            "format='safetensors' needs safetensors: pip install safetensors",
             name="safetensors",
         ) from error
     arrays = {

@@ -30,7 +30,7 @@ def orbax() -> Any:
         if error.name is None or error.name.split(".")[0] != "orbax":
             raise  # Orbax is there, and something that it needs is not
         raise ImportError(
-            "checkpoints need Orbax: pip install 'optax-lowmem[checkpoint]'", name="orbax"
+            "checkpoints need Orbax: pip install orbax-checkpoint", name="orbax"
         ) from error
     return ocp
 

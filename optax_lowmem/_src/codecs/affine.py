@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from optax_lowmem._src.codecs.base import GroupCodec
 from optax_lowmem._src.codecs.scales import guard
 from optax_lowmem._src.core import numerics
+from optax_lowmem._src.core.shown import ShowsChanges
 
 _PAPER_MIN_RANGE = 1e-5  # the reference implementation's floor
 _FAR = 1024.0  # codes: further than this from the zero-point everything is clipped
@@ -16,7 +17,7 @@ _SLACK = 2.0**-10  # of a code: f32 rounding of positions up to 255
 
 
 @dataclasses.dataclass(frozen=True)
-class AffineScale:
+class AffineScale(ShowsChanges):
     """Scale and zero-point of a group in one word: 24 bits of an f32 (it has no sign), 8 of z."""
 
     name: str = "f24+z8"

@@ -11,9 +11,11 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
+from optax_lowmem._src.core.shown import ShowsChanges
+
 
 @dataclasses.dataclass(frozen=True)
-class GroupCodec(abc.ABC):
+class GroupCodec(ShowsChanges, abc.ABC):
     """Stores a slot as 8-bit codes and one scale a group.
 
     Attributes:

@@ -13,6 +13,7 @@ from optax_lowmem._src.codecs.dynamic import DynamicCodec, dynamic
 from optax_lowmem._src.codecs.minifloat import E4M3Codec, MinifloatCodec, e4m3, e5m2
 from optax_lowmem._src.codecs.scales import guard
 from optax_lowmem._src.core import numerics
+from optax_lowmem._src.core.shown import ShowsChanges
 
 _K_BITS = 15  # of a word: 4 of the exponent, the rest of the mantissa
 _K_DROPPED = 23 - (_K_BITS - 4)
@@ -27,7 +28,7 @@ _SLACK_PER_OCTAVE = 2.0**-21  # and of every octave under the maximum
 
 
 @dataclasses.dataclass(frozen=True)
-class ExpansionScale:
+class ExpansionScale(ShowsChanges):
     """Maximum and exponent k of a group in one word: 17 bits of an f32, rounded up, and 15 of k.
 
     k has 4 exponent and 11 mantissa bits, from 2^-4 to 4095, and is rounded down. The smallest k

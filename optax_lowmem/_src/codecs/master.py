@@ -17,13 +17,14 @@ from jax import lax
 
 from optax_lowmem._src.core import numerics
 from optax_lowmem._src.core.compiled import compiled
+from optax_lowmem._src.core.shown import ShowsChanges
 
 Noise = jax.Array | None
 _LARGEST = 3.3895313892515355e38  # of bf16: noise makes no infinity of what is not above it
 
 
 @dataclasses.dataclass(frozen=True)
-class MasterSplit(abc.ABC):
+class MasterSplit(ShowsChanges, abc.ABC):
     """Storage of the f32 master weight w as a 16-bit weight p and a correction.
 
     Attributes:
@@ -36,6 +37,7 @@ class MasterSplit(abc.ABC):
 
     def __init_subclass__(cls) -> None:
         """The arithmetic of each scheme is one program where it is called eagerly."""
+        super().__init_subclass__()
         for name in ("round", "correction", "split", "join"):
             if name in vars(cls):
                 setattr(cls, name, compiled(vars(cls)[name]))

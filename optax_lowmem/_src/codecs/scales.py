@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lowmem._src.core import numerics
+from optax_lowmem._src.core.shown import ShowsChanges
 
 _MAX_BITS = (126 + 127) << 23  # 2^126: its reciprocal is still normal
 
@@ -18,7 +19,7 @@ def guard(bits: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Float32Scale:
+class Float32Scale(ShowsChanges):
     """Four bytes a group: follows a second moment that moves by 5e-4 a step."""
 
     name: str = "f32"
@@ -36,7 +37,7 @@ class Float32Scale:
 
 
 @dataclasses.dataclass(frozen=True)
-class E8M8Scale:
+class E8M8Scale(ShowsChanges):
     """Two bytes a group: an unsigned float of 8 exponent and 8 mantissa bits, f32's range.
 
     Rounded up: a scale under the group maximum would clip the largest value a little at every step,
@@ -58,7 +59,7 @@ class E8M8Scale:
 
 
 @dataclasses.dataclass(frozen=True)
-class Float16Scale:
+class Float16Scale(ShowsChanges):
     """Two bytes a group, as in the paper: 0 under 3e-8 and inf over 65504, unguarded."""
 
     name: str = "f16"

@@ -10,13 +10,14 @@ import jax
 import optax
 
 from optax_lowmem._src.core import scope, varying
+from optax_lowmem._src.core.shown import ShowsChanges
 from optax_lowmem._src.core.trees import broadcast_prefix, holds, named_leaves
 
 _SCALAR = "a 0-d leaf has no group"
 
 
 @dataclasses.dataclass(frozen=True)
-class Policy:
+class Policy(ShowsChanges):
     """Leaves and slots that stay uncompressed (f32).
 
     Attributes:

@@ -1,7 +1,7 @@
 """Paths, leaves and their checks; every error names the leaf and the remedy."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import jax
@@ -22,6 +22,12 @@ def path_name(path: tuple[Any, ...]) -> str:
     """`blocks/0/attention/kernel` for a key path; a wrapper's trailing `.value` is not a name."""
     boxed = len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value")
     return jax.tree_util.keystr(path[:-1] if boxed else path, simple=True, separator="/")
+
+
+def some_of(paths: Sequence[str], shown: int = 3) -> str:
+    """Return the first paths of several, and how many more there are, for display."""
+    more = f" and {len(paths) - shown} more" if len(paths) > shown else ""
+    return ", ".join(paths[:shown]) + more
 
 
 def named_leaves(

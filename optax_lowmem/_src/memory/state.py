@@ -4,11 +4,13 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lowmem._src.checkpoint import counterparts
 from optax_lowmem._src.core import scope, trees
 
 _UNITS = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10}
@@ -24,7 +26,9 @@ class Report:
       by_slot: bytes of each state field.
       by_leaf: path -> {"params" or state field: bytes}.
       reasons: path -> {slot: its storage, or the reason why it is not compressed}.
-      baseline: the report of the optimizer it is compared with.
+      baseline: the report of the optimizer it is compared with, on f32 weights.
+      counterpart: the name of that one, where nobody gave it: the optax optimizer of which this is
+        the low-memory form.
     """
 
     parameters: int
@@ -33,6 +37,7 @@ class Report:
     by_leaf: dict[str, dict[str, int]]
     reasons: dict[str, dict[str, str]]
     baseline: "Report | None" = None
+    counterpart: str | None = None
 
     @property
     def state_bytes(self) -> int:
@@ -50,14 +55,12 @@ class Report:
         return self.total_bytes / max(self.parameters, 1)
 
     def __str__(self) -> str:
-        """A table by slot, then the uncompressed leaves with their reasons."""
-        return "\n".join([*self._table(), *self._kept()])
+        """A table by slot, the comparison, then the uncompressed leaves with their reasons."""
+        return "\n".join([*self._table(), *self._compared(), *self._kept()])
 
     def _table(self) -> Iterator[str]:
-        plain = self.baseline
-        largest = max(self.total_bytes, plain.total_bytes if plain else 0)
-        fitting = (name for name, size in _UNITS.items() if largest >= size / 10)
-        unit = next(fitting, "KiB")
+        plain = self.baseline if self.counterpart is None else None
+        unit = self._unit(max(self.total_bytes, plain.total_bytes if plain else 0))
         head = f"{'':<16}{unit:>10}{'bytes/param':>13}"
         yield head + (f"{f'baseline {unit}':>14}{'bytes/param':>13}" if plain else "")
         rows = ["params", *dict.fromkeys([*self.by_slot, *(plain.by_slot if plain else ())])]
@@ -65,10 +68,21 @@ class Report:
             line = f"{name:<16}" + self._cells(name, unit)
             yield line + (f"{'':>1}" + plain._cells(name, unit, 13) if plain else "")
 
+    @staticmethod
+    def _unit(largest: float) -> str:
+        return next((name for name, size in _UNITS.items() if largest >= size / 10), "KiB")
+
     def _cells(self, name: str, unit: str, width: int = 10) -> str:
         named = {"params": self.params_bytes, "total": self.total_bytes, **self.by_slot}
         size = named.get(name, 0)
         return f"{size / _UNITS[unit]:>{width}.3f}{size / max(self.parameters, 1):>13.4f}"
+
+    def _compared(self) -> Iterator[str]:
+        if self.baseline is None or self.counterpart is None:
+            return
+        unit = self._unit(max(self.total_bytes, self.baseline.total_bytes))
+        ours, plain = (r.total_bytes / _UNITS[unit] for r in (self, self.baseline))
+        yield f"{ours:.3f} {unit}; {self.counterpart} on f32 weights: {plain:.3f} {unit}"
 
     def _kept(self) -> Iterator[str]:
         kept: dict[str, list[str]] = defaultdict(list)
@@ -78,8 +92,7 @@ class Report:
         if kept:
             yield "not compressed:"
         for reason, paths in kept.items():
-            more = f" and {len(paths) - 3} more" if len(paths) > 3 else ""
-            yield f"  {', '.join(paths[:3])}{more}: {reason}"
+            yield f"  {trees.some_of(paths)}: {reason}"
 
 
 def _bytes(leaf: jax.Array | jax.ShapeDtypeStruct) -> int:
@@ -97,7 +110,8 @@ def report(
     Args:
       tx: any optax transformation.
       params: the weights as they are stored, or their `jax.eval_shape`; nothing is allocated.
-      baseline: an optimizer to compare with, on the same parameters in f32.
+      baseline: an optimizer to compare with, on the same parameters in f32; by default the optax
+        optimizer that has the same state in f32, where it can be told from `tx`.
 
     Returns:
       A `Report`; print it for a table.
@@ -109,9 +123,27 @@ def report(
       >>> round(report.bytes_per_param, 4)
       5.1875
     """
-    if baseline is not None:
-        plain = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
-        return dataclasses.replace(report(tx, params), baseline=report(baseline, plain))
+    name = None
+    if baseline is None:
+        name, baseline = _counterpart(tx, params)
+    found = _alone(tx, params)
+    if baseline is None:
+        return found
+    plain = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
+    return dataclasses.replace(found, baseline=_alone(baseline, plain), counterpart=name)
+
+
+def _counterpart(tx: Any, params: Any) -> tuple[str | None, Any]:
+    """Return the name of the optax optimizer of which `tx` is the low-memory form, and it."""
+    try:
+        plain = counterparts.counterpart(tx, params)
+    except ValueError:  # hidden in a wrapper of optax's, or nothing of optax's is like it
+        return None, None
+    return (None, None) if plain is tx else (counterparts.name(tx), plain)
+
+
+def _alone(tx: optax.GradientTransformation, params: Any) -> Report:
+    """Return the report without a comparison."""
     state, decisions = scope.dry_run(tx, params)
     leaves = dict(trees.named_leaves(params))
     by_leaf = {path: {"params": _bytes(leaf)} for path, leaf in leaves.items()}

@@ -40,7 +40,7 @@ def _unsupported(kernel: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
     if kernel == "pallas":
         return None if platform.has_pallas_triton() else "this JAX has no Pallas-Triton lowering"
     if not platform.has_jax_triton():
-        return "jax-triton is not installed (pip install 'optax-lowmem[gpu]')"
+        return "jax-triton is not installed (pip install jax-triton)"
     from optax_lowmem._src.update import jax_triton
 
     return jax_triton.supported(rule, plan)

@@ -433,7 +433,7 @@ def _check_array(
     if varying.of_parts() and field.endswith("_scale"):
         hint = (
             " In a shard_map a device's part has to be of whole groups, with the scales of those: "
-            "see docs/sharding.md, or leave the step to jit with shardings."
+            "see docs/guides/sharding.md, or leave the step to jit with shardings."
         )
     if field == "correction":
         hint = (

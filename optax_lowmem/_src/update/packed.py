@@ -4,7 +4,7 @@ XLA's CPU backend compiles one loop an output and repeats, or stores in f32, wha
 outputs share; an `optimization_barrier` does not stop it (jax 0.10). What it cannot see through is
 a call that it may not inline, so the small outputs of a leaf (weight, correction, codes) are
 computed together inside one, packed into 32-bit words, and taken apart outside. The calls of equal
-leaves are the same program, which XLA compiles once. Measured: docs/cpu_speed.md.
+leaves are the same program, which XLA compiles once. Measured: docs/results/cpu_speed.md.
 """
 
 import functools

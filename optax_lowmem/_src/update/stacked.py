@@ -3,7 +3,7 @@
 XLA compiles the kernels of equal leaves once, but its passes work on a copy of the step for each
 leaf, 600 instructions that take 40 ms and more. A stack has one copy; what a leaf adds are the
 slices of its results. The arrays are copied twice for it, which small ones hardly notice: the step
-is no slower, as its loops are longer. Measured: docs/cpu_speed.md.
+is no slower, as its loops are longer. Measured: docs/results/cpu_speed.md.
 """
 
 import functools

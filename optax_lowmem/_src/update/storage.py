@@ -5,6 +5,7 @@ from typing import Any
 
 from optax_lowmem._src.codecs import GroupCodec, softsign, softsign_paper, sqrt, sqrt_paper
 from optax_lowmem._src.core.policy import Policy
+from optax_lowmem._src.core.shown import ShowsChanges
 
 _ROUNDINGS = ("stochastic", "nearest", "embeddings")
 _MASTER_ROUNDINGS = ("stochastic", "nearest")
@@ -59,7 +60,7 @@ def check_codec(slot: str, codec: object, signed: bool) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Storage:
+class Storage(ShowsChanges):
     """Storage format of weights and slots; static, hashable, never a traced value.
 
     Attributes:

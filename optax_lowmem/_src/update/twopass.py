@@ -2,7 +2,7 @@
 
 Left to itself XLA computes the new slots in a kernel of their own and stores them in f32, since a
 reduction and what is broadcast from it do not fuse. With a barrier between them it reads the codes
-twice instead, which are an eighth of that. Measured: docs/gpu_speed.md.
+twice instead, which are an eighth of that. Measured: docs/results/gpu_speed.md.
 """
 
 from collections.abc import Mapping

@@ -31,18 +31,27 @@ class Explanation:
     warnings: tuple[str, ...]
 
     def __str__(self) -> str:
-        """One line a leaf and slot, one for each way that steps are computed, then the warnings."""
+        """Leaves with equal slots together, one line for each way of a step, then the warnings."""
         if not self.decisions:
             return "nothing here keeps low-memory state"
-        width = max([len(d.path) for d in self.decisions], default=0)
-        lines = [
-            f"{d.path:<{width}}  {d.slot:<10}  {d.form or '-':<16}  {d.reason}"
-            for d in self.decisions
-        ]
+        lines: list[str] = []
+        for slots, paths in self._merged().items():
+            lines += [trees.some_of(paths)]
+            lines += [f"  {slot:<10}  {form or '-':<16}  {reason}" for slot, form, reason in slots]
         ways = collections.Counter((d.form, d.reason) for d in self.steps)
         lines += [f"step by {form} for {n} of {len(self.steps)} leaves: {reason}"
                   for (form, reason), n in ways.items()]  # fmt: skip
         return "\n".join([*lines, *(f"warning: {w}" for w in self.warnings)])
+
+    def _merged(self) -> dict[tuple[tuple[str, str | None, str], ...], list[str]]:
+        """Return the paths of the leaves by their slots: name, form and reason of each."""
+        slots: dict[str, list[tuple[str, str | None, str]]] = collections.defaultdict(list)
+        for d in self.decisions:
+            slots[d.path].append((d.slot, d.form, d.reason))
+        merged: dict[tuple[tuple[str, str | None, str], ...], list[str]] = {}
+        for path, own in slots.items():
+            merged.setdefault(tuple(own), []).append(path)
+        return merged
 
 
 def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanation:
@@ -66,8 +75,9 @@ def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanati
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
       >>> params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
       >>> print(lowmem.explain(lowmem.flash_lion(1e-4), params))
-      w  mu          softsign-int8     groups of 32, stochastic rounding
-      w  correction  bits-24           24-bit master weights, stochastic rounding
+      w
+        mu          softsign-int8     groups of 32, stochastic rounding
+        correction  bits-24           24-bit master weights, stochastic rounding
       step by xla for 1 of 1 leaves: the default backend is cpu, and kernels are for NVIDIA GPUs
     """
     with scope.noting_policies() as policies:

@@ -1,0 +1,40 @@
+"""The short repr of codecs, Storage and Policy: what differs from the defaults."""
+
+import inspect
+
+import pytest
+
+import optax_lowmem as lowmem
+from optax_lowmem import codecs
+from optax_lowmem._src.codecs import scales
+
+NAMES = {**vars(codecs), **vars(scales), "Storage": lowmem.Storage, "Policy": lowmem.Policy}
+NAMES.update({type(c).__name__: type(c) for c in codecs.CODECS.values()})
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (lowmem.Storage(), "Storage()"),
+        (lowmem.Storage(nu=None, group_size=64), "Storage(nu=None, group_size=64)"),
+        (lowmem.Policy(exclude=("*embed*",)), "Policy(exclude=('*embed*',))"),
+        (codecs.softsign(), "SoftsignCodec()"),
+        (codecs.sqrt_paper(), "SqrtCodec(scale=Float16Scale(), guarded=False)"),
+        (codecs.e4m3(), "E4M3Codec(scale=E8M8Scale())"),
+        (codecs.master_split("bfloat16", 24), "BitSplit()"),
+    ],
+)
+def test_only_what_differs_is_shown(value, text):
+    assert repr(value) == text
+
+
+@pytest.mark.parametrize("value", [*codecs.CODECS.values(), lowmem.Storage.paper()], ids=str)
+def test_a_repr_makes_the_value_again(value):
+    assert eval(repr(value), NAMES) == value  # noqa: S307
+    assert len(repr(value)) < 180
+
+
+@pytest.mark.parametrize("name", lowmem.OPTIMIZERS)
+def test_the_default_of_storage_in_help_is_short(name):
+    default = inspect.signature(getattr(lowmem, name)).parameters["storage"].default
+    assert len(repr(default)) < 150
