@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SOURCES = Path(__file__).parents[2] / "optax_lowmem" / "_src"
-MOST = 0.06  # of the annotated arguments that may be `Any`: lower it where types get clearer
+MOST = 0.05  # of the annotated arguments that may be `Any`: lower it where types get clearer
 
 
 def annotations(text: str) -> Iterator[str]:

@@ -19,7 +19,7 @@ GIVE_PLAIN = (
 _UNCOMPRESSED = "the same optimizer, uncompressed,"
 
 
-def record_of(state: Any) -> OptimizerRecord | None:
+def record_of(state: optax.OptState) -> OptimizerRecord | None:
     """Return the record whose state this is, or None where it is not one of our optimizers'."""
     if not trees.is_named_tuple(state):
         return None
@@ -27,7 +27,9 @@ def record_of(state: Any) -> OptimizerRecord | None:
     return next((r for r in every_record() if r.rule.state_type.__name__ == kind), None)
 
 
-def counterpart(tx: Any, params: Any) -> optax.GradientTransformation:
+def counterpart(
+    tx: optax.GradientTransformation, params: optax.Params
+) -> optax.GradientTransformation:
     """An optax optimizer with the state that `tx` would have in f32; its rates mean nothing.
 
     Raises:
@@ -71,7 +73,7 @@ def _of_engine(engine: Engine) -> optax.GradientTransformation:
     return make(rate, **taken)
 
 
-def name(tx: Any) -> str:
+def name(tx: optax.GradientTransformation) -> str:
     """Return what `counterpart` of an optimizer is called, for display."""
     if isinstance(tx, Chain):
         ours = [link for link in tx.links if isinstance(link, EngineTransformation)]

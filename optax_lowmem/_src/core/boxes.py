@@ -64,9 +64,12 @@ def like(
     """
     treedef: Any = jax.tree.structure(reference)
     kept: Any = jax.tree.structure(before)
-    if _has_boxes(before) and _has_boxes(reference) and kept.num_leaves == treedef.num_leaves:
+    boxed = _has_boxes(reference)
+    if boxed and _has_boxes(before) and kept.num_leaves == treedef.num_leaves:
         return jax.tree.unflatten(kept, list(arrays))
     made = jax.tree.unflatten(treedef, list(arrays))
+    if not boxed:
+        return made
     return jax.tree.map(_fitted, made, reference, is_leaf=_is_any)
 
 

@@ -35,7 +35,7 @@ def compiled(function: F) -> F:
     def call(*args: Any, **named: Any) -> Any:
         leaves, treedef = jax.tree.flatten((args, named))
         eager = is_eager(leaves) and not jax.config.jax_disable_jit  # type: ignore[attr-defined]
-        if not eager or numerics.in_kernel() or _lie_apart(leaves):
+        if not eager or _lie_apart(leaves) or numerics.in_kernel():
             return function(*args, **named)
         arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
         # 1, 1.0 and True are equal, and not the same to a trace

@@ -131,13 +131,10 @@ class Formula:
 
     def __call__(self, count: jax.Array) -> dict[str, jax.Array]:
         """f32 scalars; a schedule of the user's is called with the count itself."""
-        if any(map(_is_users, jax.tree.leaves(self.arguments))):
+        own = [value for value in jax.tree.leaves(self.arguments) if callable(value)]
+        if not all(isinstance(schedule, PowerDecay) for schedule in own):
             return self.function(*self.arguments, count)
         return compiled(self.function)(*self.arguments, count)
-
-
-def _is_users(value: object) -> bool:
-    return callable(value) and not isinstance(value, PowerDecay)
 
 
 class Decay(NamedTuple):

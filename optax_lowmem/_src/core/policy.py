@@ -99,8 +99,9 @@ def unmatched_patterns(policies: Iterable[Policy], tree: optax.Params) -> list[s
 
 def warn_of_patterns(policy: Policy, tree: optax.Params) -> None:
     """Warn of patterns that match nothing, where an `init` has all leaves and nobody else does."""
-    whole = not holds(tree, lambda node: isinstance(node, optax.MaskedNode))
-    if policy.exclude and whole and not scope.is_observed() and jax.tree.leaves(tree):
+    if not policy.exclude or scope.is_observed() or not jax.tree.leaves(tree):
+        return
+    if not holds(tree, lambda node: isinstance(node, optax.MaskedNode)):
         for warning in unmatched_patterns([policy], tree):
             warnings.warn(warning, stacklevel=3)
 

@@ -24,25 +24,25 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path[:-1] if boxed else path, simple=True, separator="/")
 
 
-def named_leaves(tree: object) -> list[tuple[str, Any]]:
-    """(path name, leaf) pairs in flattening order.
-
-    Raises:
-      ValueError: for two leaves of one name, which no table by name could tell apart.
-    """
-    return unique_names(tree, path_name)
-
-
 def some_of(paths: Sequence[str], shown: int = 3) -> str:
     """Return the first paths of several, and how many more there are, for display."""
     more = f" and {len(paths) - shown} more" if len(paths) > shown else ""
     return ", ".join(paths[:shown]) + more
 
 
-def unique_names(
-    tree: object, name_of: Callable[[tuple[Any, ...]], str], what: str = "here"
+def named_leaves(
+    tree: object, name_of: Callable[[tuple[Any, ...]], str] = path_name, what: str = "here"
 ) -> list[tuple[str, Any]]:
-    """(name, leaf) pairs in flattening order, of names that tell leaves apart; else raises."""
+    """(name, leaf) pairs in flattening order.
+
+    Args:
+      tree: any pytree.
+      name_of: the name of a leaf from its key path.
+      what: where leaves are called so, for the error.
+
+    Raises:
+      ValueError: for two leaves of one name, which no table by name could tell apart.
+    """
     named = jax.tree_util.tree_leaves_with_path(tree)
     known: dict[str, tuple[Any, ...]] = {}
     for path, _ in named:

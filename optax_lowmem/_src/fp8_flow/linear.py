@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.lax import PrecisionLike
 
 from optax_lowmem._src.core import varying
 from optax_lowmem._src.fp8_flow import kernels, storage
@@ -32,7 +33,7 @@ class _Linear:
 
     recipe: Recipe
     keeps_input: bool = False
-    precision: Any = None
+    precision: PrecisionLike = None
 
 
 class QuantizedKernel(NamedTuple):
@@ -57,7 +58,7 @@ def linear(
     kernel_codes: QuantizedKernel | None = None,
     keep: str = "codes",
     recipe: Recipe = DEFAULT,
-    precision: Any = None,
+    precision: PrecisionLike = None,
 ) -> jax.Array:
     r"""Y = s_X s_W Q(X) Q(W) in E4M3, and likewise dX = G W^T and dW = X^T G.
 
@@ -292,7 +293,7 @@ def _quantized(x: jax.Array) -> tuple[Quantized, jax.Array]:
 
 @storage.once
 def _product(
-    dtype: Any, codes: Quantized, kernel: jax.Array, absmax: jax.Array | None
+    dtype: jnp.dtype, codes: Quantized, kernel: jax.Array, absmax: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The product; the kernel's maximum, and the scale of its codes."""
     if absmax is None:
@@ -302,7 +303,7 @@ def _product(
 
 
 @storage.once
-def _product_of_codes(dtype: Any, codes: Quantized, transposed: Quantized) -> jax.Array:
+def _product_of_codes(dtype: jnp.dtype, codes: Quantized, transposed: Quantized) -> jax.Array:
     return multiply(codes, transposed, 1, dtype)
 
 
@@ -341,7 +342,7 @@ def _gradients(
     return dx, dw.astype(kernel.dtype)
 
 
-def _values(x: Quantized, dtype: Any) -> jax.Array:
+def _values(x: Quantized, dtype: jnp.dtype) -> jax.Array:
     return (x.codes.astype(jnp.float32) * x.scales).astype(dtype)
 
 

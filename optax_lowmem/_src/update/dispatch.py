@@ -136,9 +136,11 @@ def fused_updates(
                 rule, kernel, taken, own, keys, batch, cut.tile, implementation is None
             )
             results.update(zip(batch, found, strict=True))
+    by_xla = [i for i, name in enumerate(chosen) if name == "xla"]
+    if not by_xla:
+        return [results[i] for i in range(len(rows))]
     # behind a barrier, or XLA moves them into the steps of the leaves and no two are the same
     numbers = jax.lax.optimization_barrier([jnp.uint32(i) for i in range(len(rows))])
-    by_xla = [i for i, name in enumerate(chosen) if name == "xla"]
     for stack in stacked.stacks(rule, plans, gradients, weights, by_xla):
         found = stacked.fused_updates(
             rule, plans[stack[0]].nameless, [rows[i][1:] for i in stack],

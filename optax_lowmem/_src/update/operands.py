@@ -84,12 +84,8 @@ def views(tiling: Tiling, leaf: Leaf) -> Leaf:
 
 def output(plan: LeafPlan, viewed: Leaf) -> Any:
     """Shapes and dtypes of what a kernel writes for a leaf that it sees so, as a `Result`."""
-
-    def like(x: jax.Array, dtype: Any = None) -> Any:
-        return result_like(x, x.shape, dtype or x.dtype)
-
-    update = like(viewed.g, update_dtype(plan, viewed.p))
-    state: Any = jax.tree.map(like, (viewed.correction, viewed.slots, viewed.scales))
+    update: Any = result_like(viewed.g, dtype=update_dtype(plan, viewed.p))
+    state: Any = jax.tree.map(result_like, (viewed.correction, viewed.slots, viewed.scales))
     return Result(update, *state)
 
 

@@ -47,7 +47,8 @@ def _wrapped(node: object, known: tuple[str, ...], ours: bool, otherwise: bool =
             return otherwise
     elif _is_chain(node) and not _has_split(list(_parts(node))[-1]):
         return True
-    return any(_wrapped(part, known, ours, otherwise) for part in _parts(node))
+    parts = list(_parts(node))
+    return _has_split(parts) and any(_wrapped(part, known, ours, otherwise) for part in parts)
 
 
 def _in_some_steps(node: object) -> bool:
@@ -68,7 +69,8 @@ def _has_condition(node: object) -> bool:
 
 
 def _is_split(node: object) -> bool:
-    return trees.is_ours(node) and ("correction" in node._fields or FIELD in node._fields)
+    fields = getattr(node, "_fields", ())
+    return ("correction" in fields or FIELD in fields) and trees.is_ours(node)
 
 
 def _has_split(node: object) -> bool:

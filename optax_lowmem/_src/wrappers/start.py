@@ -85,7 +85,11 @@ def _splits(
             "around the wrapper, and storage=Storage(master_weight_bits=None) inside."
         )
     settled = {d.path for d in decisions if d.slot == "correction"}
-    return {path: _split_named(form, by_name[path]) for path, form in forms.items()}, settled
+    splits = {}
+    for path, form in forms.items():
+        scheme, bits = form.split("-")
+        splits[path] = master_split(by_name[path], int(bits), scheme)
+    return splits, settled
 
 
 def _check_rounding(
@@ -106,11 +110,6 @@ def _check_rounding(
             "dtype=jnp.float32, or a function (path, leaf) -> dtype; or say allow_rounding=True, "
             "for example for frozen weights."
         )
-
-
-def _split_named(form: str, dtype: jnp.dtype) -> MasterSplit:
-    scheme, bits = form.split("-")
-    return master_split(dtype, int(bits), scheme)
 
 
 def _split_leaves(
