@@ -17,19 +17,15 @@ from benchmarks.claims import (
 )
 from benchmarks.records import Rows, all_records, newest
 from benchmarks.render import markdown, source
-from benchmarks.suites import examples
+from benchmarks.suites import checkpoint, examples, memory, release
 from benchmarks.suites.activations import tables as activations
-from benchmarks.suites.checkpoint import tables as checkpoint
 from benchmarks.suites.end_to_end import tables as end_to_end
 from benchmarks.suites.fit import tables as fit
 from benchmarks.suites.formats import tables as formats
 from benchmarks.suites.linear import tables as linear
-from benchmarks.suites.memory import tables as memory
 from benchmarks.suites.mesh import tables as mesh
 from benchmarks.suites.noise import tables as noise
-from benchmarks.suites.release import tables as release
 from benchmarks.suites.step import tables as step
-from benchmarks.suites.step import targets
 
 PAGES = (
     "README.md",
@@ -50,7 +46,7 @@ MARKED = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 # what has `TABLES`: name -> what makes it of records
 SUITES: tuple[Any, ...] = (
     activations, checkpoint, end_to_end, examples, fit, formats, linear, memory, mesh, noise,
-    release, step, targets,
+    release, step,
 )  # fmt: skip
 PAPERS: dict[str, tuple[str, Any]] = {
     "claims": ("FlashOptim", flashoptim),

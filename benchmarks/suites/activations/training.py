@@ -15,7 +15,7 @@ from _llama.config import PRESETS as LLAMAS
 from _llama.optimizer import make_optimizer, stored_dtype
 
 from benchmarks.suites.switchback.variants import Remedied
-from benchmarks.training import Measured, Program, Run
+from benchmarks.training import SMALL, SMOKE, Measured, Program, Run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,15 +46,17 @@ VARIANTS = {
     OTHER: Variant("AdamW, other initial weights", other_start=True),
 }
 
-_SMALL, _TINY = Shape(4, 96, 256, 3, 3, 256), Shape(2, 32, 64, 2, 2, 256)
 # 134m with half of its preset's batch: five runs of 16,384 tokens x 2000 steps are 0.11 EFLOP
 PRESETS = {
     "gpu": Run(
         "llama-134m", LLAMAS["134m"].shape, 256, 64, 2_000, 50, 1e-3, "installed", 16, "bfloat16",
         "cudnn", "bpe",
     ),
-    "cpu": Run("llama-mini", _SMALL, 64, 8, 500, 20, 4e-3, "standard-library", 64, "bfloat16"),
-    "smoke": Run("smoke", _TINY, 16, 4, 10, 5, 1e-2, "standard-library", 2, "float32"),
+    "cpu": dataclasses.replace(
+        SMALL, shape=Shape(4, 96, 256, 3, 3, 256), steps=500, held_out_batches=64,
+        compute="bfloat16",
+    ),
+    "smoke": SMOKE,
 }  # fmt: skip
 
 
@@ -65,6 +67,8 @@ def flops(run: Run) -> float:
 
 class Experiment(Measured):
     """A model and its text, to be trained with one variant after another."""
+
+    what, base = "activations", PLAIN_RUN
 
     def settings(self, name: str) -> Settings:
         """The run as examples/train_llama.py would have it."""
@@ -87,12 +91,10 @@ class Experiment(Measured):
 
     def model(self, name: str) -> Remedied:
         """The model of a variant; its `measured` gives the loss and the sizes of features."""
-        run = self.run
-        kept = VARIANTS[name].activations
+        run, kept = self.run, VARIANTS[name].activations
         return Remedied(run.shape, run.compute, run.attention, activations=kept)
 
     def lower(self, name: str) -> Program:
-        """Traces `every` steps of a variant."""
         model, settings = self.model(name), self.settings(name)
         tx, plain = make_optimizer(settings), settings.optimizer == PLAIN
         own_step = optimizer_step(F32 if plain else LOWMEM, settings.implementation)
@@ -107,4 +109,4 @@ class Experiment(Measured):
         def take_step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
             return own_step(tx, grads, state, params)
 
-        return self.trace_measured(model, start, take_step)
+        return self.trace(start, model, take_step)

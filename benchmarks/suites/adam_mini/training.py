@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -13,40 +14,29 @@ from _gpt.config import ModelShape, Settings, matrices
 import optax_lowmem as lowmem
 from benchmarks import training
 from benchmarks.suites.adam_mini import variants
-from benchmarks.training import Curve, Program, Say, Text, follow
+from benchmarks.training import Curve, Program, Text
 from optax_lowmem import codecs
 
-VALIDATIONS = 20
-PRESETS = {
-    "gpt-45m": Settings(
-        preset="gpt-45m",
-        optimizer="q_adam_mini",
-        shape=ModelShape(layers=4, heads=8, width=512, tied=False, fused=False),
-        context=256,
-        batch=8,
-        steps=10_000,
-        learning_rate=1e-3,
-        tokenizer="bpe",
-        vocab=32_000,
-        text="installed",
-        held_out_batches=128,
-        compute="bfloat16",
-    ),
-    "smoke": Settings(
-        preset="smoke",
-        optimizer="q_adam_mini",
-        shape=ModelShape(layers=2, heads=2, width=64, tied=False, fused=False),
-        context=32,
-        batch=8,
-        steps=60,
-        learning_rate=1e-2,
-        tokenizer="byte",
-        vocab=256,
-        text="standard-library",
-        held_out_batches=8,
-        compute="float32",
-    ),
-}
+_45M = Settings(
+    preset="gpt-45m",
+    optimizer="q_adam_mini",
+    shape=ModelShape(layers=4, heads=8, width=512, tied=False, fused=False),
+    context=256,
+    batch=8,
+    steps=10_000,
+    learning_rate=1e-3,
+    tokenizer="bpe",
+    vocab=32_000,
+    text="installed",
+    held_out_batches=128,
+    compute="bfloat16",
+)
+_SMOKE = dataclasses.replace(
+    _45M, preset="smoke", shape=ModelShape(layers=2, heads=2, width=64, tied=False, fused=False),
+    context=32, steps=60, learning_rate=1e-2, tokenizer="byte", vocab=256, text="standard-library",
+    held_out_batches=8, compute="float32",
+)  # fmt: skip
+PRESETS = {"gpt-45m": _45M, "smoke": _SMOKE}
 
 
 def structure(shape: ModelShape) -> Any:
@@ -83,33 +73,38 @@ def _leaf(tree: Any, path: str) -> jax.Array:
 class Experiment(training.Experiment):
     """A model and its text, to be trained with one optimizer after another."""
 
+    what, base, validations = "q_adam_mini", "adam_mini", 20
+
     def __init__(
         self, settings: Settings, text: Text, every: int, arguments: dict[str, Any], seed: int
     ):
         super().__init__(settings, text, seed, every)
-        self.settings, self.arguments = settings, arguments | {"mask": matrices}
+        self.arguments = arguments | {"mask": matrices}
         graphdef, self.weights = train.build_model(settings, text.vocab)
         self.loss = train.loss_function(graphdef, settings.compute)
 
+    def flags(self) -> dict[str, Any]:
+        own = dataclasses.asdict(self.run) | self.arguments
+        del own["optimizer"], own["mask"]
+        text = self.text
+        return own | {"vocab": text.vocab, "train_tokens": text.last, "awake_rows": text.awake}
+
     def blocks(self) -> lowmem.blocks.Description:
         """Describe the blocks over which Adam-mini shares second moments."""
-        found = structure(self.settings.shape)
+        found = structure(self.run.shape)
         params = jax.eval_shape(self.weights, jax.random.key(0))
         return lowmem.blocks.describe(params, heads=found.heads, rules=found.rules)
 
     def lower(self, name: str) -> Program:
-        """Traces `every` steps of a variant."""
-        settings = self.settings
-        blocks = structure(settings.shape)
-        tx = variants.build(name, settings.schedule(), blocks, self.arguments)
-        fused = variants.VARIANTS[name].fused
+        blocks, fused = structure(self.run.shape), variants.VARIANTS[name].fused
+        tx = variants.build(name, self.run.schedule(), blocks, self.arguments)
         own_step = train.optimizer_step(
-            train.LOWMEM if fused else train.F32, settings.implementation
+            train.LOWMEM if fused else train.F32, self.run.implementation
         )
 
         def start() -> tuple[Any, Any]:
             weights = self.weights(jax.random.key(self.seed))
-            if name == "adamw":
+            if not fused:
                 return weights, tx.init(weights)
             return lowmem.init(tx, weights, dtype=jnp.float32, seed=self.seed)
 
@@ -119,7 +114,7 @@ class Experiment(training.Experiment):
         return self.trace(start, self.loss, take_step, measure=self._measured)
 
     def _measured(self, params: Any, state: Any) -> dict[str, Any]:
-        leaves = watched(self.settings.shape)
+        leaves = watched(self.run.shape)
         norms = lowmem.diagnostics.norms(params, leaves=tuple(leaves.values()))
         return {
             **{f"{what}_norm": norms[path] for what, path in leaves.items()},
@@ -127,11 +122,8 @@ class Experiment(training.Experiment):
             "nu_norm": moment_norm(state, "nu", "embed"),
         }
 
-    def train(self, program: Program, compiled: tuple[Any, ...], say: Say) -> Curve:
-        """Trains from the start: name -> curve. A run that becomes NaN ends there."""
-        steps, evaluate = compiled
-
-        def look(params: Any, state: Any) -> dict[str, Any]:
-            return {"val_loss": float(evaluate(params, self.text.held_out))}
-
-        return follow(self.offsets, self.text, program.start, steps, look, say, VALIDATIONS)[0]
+    def values(self, curves: Curve, program: Program) -> dict[str, tuple[float, str]]:
+        units = {"val_loss": "nats/token", "embedding_norm": "norm", "mlp_norm": "norm"}
+        found = {name: (float(curves[name][-1]), unit) for name, unit in units.items()}
+        each = program.state_bytes / program.parameters
+        return found | {"state_bytes_per_param": (each, "bytes")}

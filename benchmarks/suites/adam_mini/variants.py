@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -19,12 +20,6 @@ ADAM = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 Transformation = optax.GradientTransformation
 
 
-def q_storage(**changes: Any) -> lowmem.Storage:
-    """The paper's storage, without its floor, with something changed."""
-    paper = lowmem.Storage(mu=codecs.affine(), nu=None, group_size=GROUP, rounding="embeddings")
-    return dataclasses.replace(paper, **changes)
-
-
 # Equation 1 for a range from 0: an f32 scale, and a code 0 for what is small beside it. A group
 # holds the means of 256 blocks, so those of many rows.
 CASE_1 = dataclasses.replace(codecs.linear(signed=False), guarded=False)
@@ -36,7 +31,7 @@ class Variant:
 
     Attributes:
       says: what it is, for a legend.
-      make: (schedule, blocks, arguments) -> transformation.
+      make: (schedule, blocks=, ...) -> transformation.
       fused: whether it goes through `lowmem.step`.
     """
 
@@ -50,39 +45,26 @@ def _adamw(schedule: optax.Schedule, blocks: Any, **arguments: Any) -> Transform
     return optax.adamw(schedule, **arguments)
 
 
-def _adam_mini(schedule: optax.Schedule, blocks: Any, **arguments: Any) -> Transformation:
-    return lowmem.adam_mini(schedule, blocks=blocks, **arguments)
-
-
-def _q_adam_mini(schedule: optax.Schedule, blocks: Any, **arguments: Any) -> Transformation:
-    return lowmem.q_adam_mini(schedule, blocks=blocks, **arguments)
-
-
-def _stored(**changes: Any) -> Callable[..., Transformation]:
-    def make(schedule: optax.Schedule, blocks: Any, **arguments: Any) -> Transformation:
-        return lowmem.q_adam_mini(
-            schedule, blocks=blocks, storage=q_storage(**changes), **arguments
-        )
-
-    return make
+def _stored(says: str, **changes: Any) -> Variant:
+    """The paper's storage, without its floor, with something changed."""
+    paper = lowmem.Storage(mu=codecs.affine(), nu=None, group_size=GROUP, rounding="embeddings")
+    storage = dataclasses.replace(paper, **changes)
+    return Variant(says, functools.partial(lowmem.q_adam_mini, storage=storage))
 
 
 VARIANTS = {
     "adamw": Variant("AdamW, f32", _adamw, fused=False),
-    "adam_mini": Variant("Adam-mini, f32", _adam_mini),
-    "q_adam_mini": Variant("ours: stochastic everywhere", _q_adam_mini),
-    "q_adam_mini-embeddings": Variant("ours: stochastic in the embedding", _stored()),
-    "q_adam_mini-nearest": Variant("ours: nearest", _stored(rounding="nearest")),
-    "q_adam_mini-reference": Variant(
-        "reference quantiser: floor, nearest",
-        _stored(mu=codecs.affine_paper(), rounding="nearest"),
+    "adam_mini": Variant("Adam-mini, f32", lowmem.adam_mini),
+    "q_adam_mini": Variant("ours: stochastic everywhere", lowmem.q_adam_mini),
+    "q_adam_mini-embeddings": _stored("ours: stochastic in the embedding"),
+    "q_adam_mini-nearest": _stored("ours: nearest", rounding="nearest"),
+    "q_adam_mini-reference": _stored(
+        "reference quantiser: floor, nearest", mu=codecs.affine_paper(), rounding="nearest"
     ),
-    "q_adam_mini-case1": Variant("Case 1: 8-bit v", _stored(nu=CASE_1, rounding="nearest")),
+    "q_adam_mini-case1": _stored("Case 1: 8-bit v", nu=CASE_1, rounding="nearest"),
     # Beyond the paper: a v that is never 0, and how far equal runs come apart.
-    "q_adam_mini-case1-guarded": Variant(
-        "Case 1 with our codec", _stored(nu=codecs.linear(signed=False))
-    ),
-    "adam_mini-again": Variant("Adam-mini, once more", _adam_mini),
+    "q_adam_mini-case1-guarded": _stored("Case 1 with our codec", nu=codecs.linear(signed=False)),
+    "adam_mini-again": Variant("Adam-mini, once more", lowmem.adam_mini),
 }
 
 
@@ -92,4 +74,6 @@ def build(
     """A variant behind the clipping of the gradient's global norm."""
     variant = VARIANTS[name]
     chain = lowmem.chain if variant.fused else optax.chain
-    return chain(optax.clip_by_global_norm(CLIP), variant.make(schedule, blocks, **arguments))
+    return chain(
+        optax.clip_by_global_norm(CLIP), variant.make(schedule, blocks=blocks, **arguments)
+    )

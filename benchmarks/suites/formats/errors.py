@@ -119,8 +119,6 @@ def _round_trips(copies: tuple[Copy, ...], true: dict[str, jax.Array]) -> list[j
     ]
 
 
-# ---- What a whole state's groups span ------------------------------------------------------------
-
 DECADES = np.linspace(0, 16, 161)  # edges of log10(max / min) of a group
 EXPONENTS = np.linspace(-1, 3, 161)  # edges of log10(k)
 FORMAT_RANGE = 1 / codecs.e4m3().smallest  # E4M3's, 229376
@@ -144,8 +142,6 @@ def histograms(spans_of_slot: np.ndarray) -> dict[str, np.ndarray]:
         "k": np.histogram(np.clip(np.log10(k), *EXPONENTS[[0, -1]]), EXPONENTS)[0],
     }
 
-
-# ---- The variance floor --------------------------------------------------------------------------
 
 # Codecs of v with their groups, and whether a code may be 0 where v is not.
 FLOORS: dict[str, tuple[Any, int, bool]] = {
