@@ -60,11 +60,15 @@ def _improves(rows: Rows, slot: str, name: str) -> Finding:
     return judged(f"{_span(ours)}; {agree} of {len(ours)} pairs", agree == len(ours), used)
 
 
-def _order(rows: Rows) -> Finding:
-    """Spearman's rank correlation over the pairs that the paper prints."""
-    matrix, used = _once(rows)
+def rank_correlation(matrix: Matrix) -> float:
+    """Spearman's, over the pairs that the paper prints."""
     ours, theirs = (np.argsort(np.argsort([m[p] for p in PAPER])) for m in (matrix, PAPER))
-    rho = float(np.corrcoef(ours, theirs)[0, 1])
+    return float(np.corrcoef(ours, theirs)[0, 1])
+
+
+def _order(rows: Rows) -> Finding:
+    matrix, used = _once(rows)
+    rho = rank_correlation(matrix)
     return judged(f"Spearman's rank correlation {rho:.2f} over {len(PAPER)} pairs", rho > 0.9, used)
 
 

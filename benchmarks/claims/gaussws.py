@@ -118,14 +118,14 @@ def _loss(rows: Rows, name: str, base: str, most: float) -> Finding:
     return judged(text + ")", more <= most, used)
 
 
-def _failing(losses: dict[float, tuple[float, float]]) -> set[float]:
-    """The factors on the rate with which training fails, from (last, least) losses of all."""
+def diverges(losses: dict[float, tuple[float, float]]) -> dict[float, bool]:
+    """Factor -> whether training with that rate fails, from (last, least) losses of all."""
     finite = [last for last, _ in losses.values() if math.isfinite(last)]
     best = min(finite, default=math.nan)
     return {
-        factor for factor, (last, least) in losses.items()
-        if not math.isfinite(last) or over(last, least) > RISES or over(last, best) > STUCK
-    }  # fmt: skip
+        factor: not math.isfinite(last) or over(last, least) > RISES or over(last, best) > STUCK
+        for factor, (last, least) in losses.items()
+    }
 
 
 def _stability(rows: Rows) -> Finding:
@@ -137,7 +137,7 @@ def _stability(rows: Rows) -> Finding:
             for impl, row in ends.items()
             if impl.rpartition(" x")[0] == name
         }
-        failing[name] = _failing(some(losses))
+        failing[name] = {factor for factor, fails in diverges(some(losses)).items() if fails}
         shown = ", ".join(f"{f:g}" for f in sorted(failing[name])) or "none"
         said.append(f"{name}: {shown} of {', '.join(f'{f:g}' for f in sorted(losses))}")
     text = "factors on the rate that fail: " + "; ".join(said)

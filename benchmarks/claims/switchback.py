@@ -53,6 +53,20 @@ def _values(
     return dict(zip(impls, values, strict=True)), used
 
 
+def worse(losses: dict[str, float], impl: str, base: str = STANDARD) -> float:
+    """The share by which a loss is over the base's; infinite where it is not a number."""
+    return over(losses[impl], losses[base])
+
+
+def bound(*losses: dict[str, float]) -> float:
+    """Return the excess over the standard's loss that counts as visibly worse: more than by chance.
+
+    Chance is another start's, of the first experiment that has one.
+    """
+    of = next(one for one in losses if OTHER_START in one)
+    return max(CLOSE, 2 * abs(worse(of, OTHER_START)))
+
+
 @measure
 def _loss(
     rows: Rows, impl: str, expected: str, base: str = STANDARD, large: bool = False
@@ -68,12 +82,12 @@ def _loss(
         others, _ = _values(rows, *starts, large=large)
     except Missing:
         (others, _), where = _values(rows, *starts), ", with the smaller batch"
-    chance, more = over(others[OTHER_START], others[STANDARD]), over(losses[impl], losses[base])
+    chance, more = worse(others, OTHER_START), worse(losses, impl, base)
     shown = percent(more) if math.isfinite(more) else "becomes NaN"
     text = f"{about(used[0])}: {losses[base]:.4f} → {losses[impl]:.4f} ({shown}; "
     holds = {
         "close": more <= CLOSE,
-        "worse": more > max(CLOSE, 2 * abs(chance)),
+        "worse": more > bound(others),
         "fails": more > FAILS,
         "trains": more <= FAILS,
     }[expected]
@@ -101,10 +115,13 @@ def _variances(rows: Rows, metric: str, draw: str = "normal") -> dict[str, dict[
     return products
 
 
-def _power(of: dict[int, dict]) -> float:
+def growth(values: dict[int, float]) -> float:
     """The power of the length that values grow with (least squares of the logarithms)."""
-    values = [row["value"] for row in of.values()]
-    return float(np.polyfit(np.log(list(of)), np.log(values), 1)[0])
+    return float(np.polyfit(np.log(list(values)), np.log(list(values.values())), 1)[0])
+
+
+def _power(of: dict[int, dict]) -> float:
+    return growth({length: row["value"] for length, row in of.items()})
 
 
 def _growth(rows: Rows) -> Finding:
