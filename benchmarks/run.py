@@ -10,6 +10,7 @@ SUITES = {
     "adam_mini": "adam_mini.bench",
     "checkpoint": "checkpoint",
     "compile": "step.compilation",
+    "composition": "composition",
     "end_to_end": "end_to_end.bench",
     "fit": "fit.bench",
     "flashoptim": "flashoptim",
