@@ -56,12 +56,15 @@ def main() -> None:
     first: dict[str, dict[str, Any]] = {}
     for name, both in transformations():
         first.setdefault(name, both)
-    for name in OPTIMIZERS:
-        for kind, tx in first[name].items():
-            more = {"leaves": f"{LEAVES} x {SIDE} x {SIDE}"}
-            rows = records.records_of("composition", name, kind, measure(tx), **more)
-            records.show(rows)
-            records.keep(rows, args.record)
+    more = {"leaves": f"{LEAVES} x {SIDE} x {SIDE}"}
+    rows = [
+        row
+        for name in OPTIMIZERS
+        for kind, tx in first[name].items()
+        for row in records.records_of("composition", name, kind, measure(tx), **more)
+    ]
+    records.show(rows)
+    records.keep(rows, args.record)
 
 
 def table(rows: Rows) -> Table:
