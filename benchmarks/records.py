@@ -2,11 +2,12 @@
 
 import argparse
 import datetime
+import functools
 import json
 import os
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,29 @@ def record(
     }
 
 
+def suite(**options: dict[str, Any]) -> Callable[[Callable[..., Iterable[Rows]]], Any]:
+    """Make a benchmark's `main` of what yields its records: command line, printing, `--record`.
+
+    Args:
+      options: of the command line: name -> arguments of `add_argument`.
+    """
+
+    def made(measure: Callable[..., Iterable[Rows]]) -> Callable[..., None]:
+        @functools.wraps(measure)
+        def main(arguments: Sequence[str] | None = None) -> None:
+            parser = command_line(measure.__globals__["__doc__"])
+            for name, how in options.items():
+                parser.add_argument(f"--{name.replace('_', '-')}", **how)
+            args = parser.parse_args(arguments)
+            for rows in measure(args):
+                show(rows)
+                keep(rows, args.record)
+
+        return main
+
+    return made
+
+
 def records_of(
     bench: str, case: str, impl: str, values: Mapping[str, tuple[float, Any]], **more: Any
 ) -> Rows:
@@ -113,22 +137,18 @@ def show(rows: Rows) -> None:
 
 
 def load(path: Path) -> Rows:
-    """The records of a file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
 def all_records() -> Rows:
-    """Every stored record."""
     return [row for path in sorted(RESULTS.glob("*.jsonl")) for row in load(path)]
 
 
 def on_gpus(rows: Rows) -> Rows:
-    """Those of accelerators."""
     return [row for row in rows if not row["device"].startswith("cpu")]
 
 
 def select(rows: Rows, **wanted: Any) -> Rows:
-    """The records that match."""
     return [row for row in rows if all(row.get(k) == v for k, v in wanted.items())]
 
 

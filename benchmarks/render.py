@@ -13,7 +13,6 @@ NOTHING = "No record yet.\n"
 
 
 def markdown(head: list[str], body: list[list[str]]) -> str:
-    """A table."""
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in body)]) + "\n"
 
@@ -47,15 +46,10 @@ def target(what: str, asked: str, limit: float, value: float, text: str | None =
 
 @dataclass(frozen=True)
 class Rendered:
-    """A table of the newest records, with where they are from.
+    """A table of the newest records, with where they are from."""
 
-    Attributes:
-      make: it, from records.
-      command: of `benchmarks.run` or the script of examples/ that makes the records.
-    """
-
-    make: Callable[[Rows], Table]
-    command: str
+    make: Callable[[Rows], Table]  # it, from records
+    command: str  # of `benchmarks.run` or the script of examples/ that makes the records
 
     def __call__(self, rows: Rows) -> str:
         """Return the table as Markdown, or how to make its records."""
@@ -90,7 +84,6 @@ def figure(rows: int = 1, columns: int = 1, **more: Any) -> tuple[Any, list[Any]
 
 
 def save(made: Any, file: Path) -> None:
-    """Writes a figure."""
     import matplotlib.pyplot as plt
 
     file.parent.mkdir(parents=True, exist_ok=True)

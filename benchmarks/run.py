@@ -31,7 +31,6 @@ SUITES = {
 
 
 def main() -> int:
-    """Give the rest of the command line to the suite that it names; return the exit status."""
     name, *rest = sys.argv[1:] or [""]
     if name not in SUITES:
         print(f"usage: python -m benchmarks.run SUITE ...; suites: {', '.join(SUITES)}")

@@ -78,12 +78,10 @@ TABLES: dict[str, Callable[[Rows], str]] = {
 
 
 def rendered(text: str, rows: Rows) -> str:
-    """A page with its tables written anew."""
     return MARKED.sub(lambda m: m[1] + TABLES[m[2]](rows) + m[3], text)
 
 
 def main() -> None:
-    """Rewrites the pages; with --check, fails where one is out of date."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check

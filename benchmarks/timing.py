@@ -35,7 +35,6 @@ class Timed:
         return lax.fori_loop(0, calls, body, nothing(function, args))
 
     def time(self) -> float:
-        """Milliseconds of one run of the function."""
         started = time.perf_counter()
         jax.block_until_ready(self.run(self.args))
         return (time.perf_counter() - started) / self.calls * 1e3
@@ -90,5 +89,4 @@ def middle(times: Iterable[float], unit: str = "ms") -> tuple[tuple[float, str],
 
 
 def on_gpu() -> bool:
-    """Return whether JAX's default backend is a GPU."""
     return jax.default_backend() == "gpu"

@@ -39,33 +39,19 @@ def changed(settings: Any, **given: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A model and its training, with the names of the examples' settings where they have them.
+    """A model and its training, with the names of the examples' settings where they have them."""
 
-    Attributes:
-      preset: its name.
-      shape: of the model.
-      context: bytes in a window.
-      batch: windows in a step.
-      steps: of the run.
-      every: steps of a call.
-      learning_rate: the peak.
-      text: which.
-      held_out_batches: of an evaluation.
-      compute: dtype of what is not in 8 bits.
-      attention: `xla` or `cudnn`.
-    """
-
-    preset: str
-    shape: Shape
-    context: int
-    batch: int
-    steps: int
-    every: int
-    learning_rate: float
-    text: str
-    held_out_batches: int
-    compute: str
-    attention: str = "xla"
+    preset: str  # its name
+    shape: Shape  # of the model
+    context: int  # bytes in a window
+    batch: int  # windows in a step
+    steps: int  # of the run
+    every: int  # steps of a call
+    learning_rate: float  # the peak
+    text: str  # which
+    held_out_batches: int  # of an evaluation
+    compute: str  # dtype of what is not in 8 bits
+    attention: str = "xla"  # `xla` or `cudnn`
     tokenizer: str = "byte"
 
     @property
@@ -236,7 +222,6 @@ class Experiment:
         return {"val_loss": float(evaluate(params, self.text.held_out))}
 
     def values(self, curves: Curve, program: Program) -> dict[str, tuple[float, str]]:
-        """The records of a run: metric -> its value and unit."""
         return {
             "val_loss": (float(curves["val_loss"][-1]), f"nats/{UNITS[self.run.tokenizer]}"),
             "tokens_per_s": (float(curves["tokens_per_s"][0]), "tokens/s"),
@@ -417,7 +402,6 @@ class Part:
         say(f"{run.preset}: {size}; compiled {len(names)} variants after {self.seconds():.0f} s")
 
     def train_all(self) -> dict[str, Curve]:
-        """Trains every variant."""
         for name, (program, compiled) in self.programs.items():
             if self.begins(name):
                 curves = self.experiment.train(program, compiled, say)
@@ -426,7 +410,6 @@ class Part:
         return self.runs
 
     def seconds(self) -> float:
-        """Since it began."""
         return time.perf_counter() - self._began
 
     def begins(self, label: str) -> bool:
@@ -444,7 +427,6 @@ class Part:
         self.record(label, values)
 
     def store(self) -> None:
-        """Writes the curves that there are."""
         if self.path is not None:
             store(self.path, self.part, self.flags, self.runs)
 

@@ -108,7 +108,6 @@ class Claim:
 
 
 def table(rows: Rows, claims: Sequence[Claim]) -> tuple[list[list[str]], Rows]:
-    """The rows of the table, and the records that they rest on."""
     found = [(claim, claim.finding(rows)) for claim in claims]
     body = [[claim.where, claim.says, one.measured, one.verdict] for claim, one in found]
     return body, [row for _, one in found for row in one.rows]

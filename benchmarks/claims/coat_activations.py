@@ -21,7 +21,6 @@ STATES = 1.18  # Table 11, 2 GPUs
 
 
 def _units(rows: Rows, *names: str) -> tuple[list[float], Rows]:
-    """U that layers keep."""
     found = tables.known(rows, "saved_units").get(TWO_THIRDS, {})
     return values_of(*map(found.get, names))
 
@@ -84,7 +83,6 @@ def _exact(rows: Rows) -> Finding:
 
 
 def _at_least(ratio: float, printed: float) -> str:
-    """The verdict on a gain."""
     return graded(ratio > printed * (1 + CLOSE), ratio >= printed * (1 - CLOSE))
 
 
@@ -136,7 +134,6 @@ def _trained(rows: Rows, name: str) -> Finding:
 
 
 def _batches(rows: Rows, preset: str) -> tuple[list[float], Rows]:
-    """The largest batch of the baseline and of COAT."""
     own = fit_tables.fits(rows).get(f"llama-{preset}-s2048", {})
     names = (fit_tables.BASE, fit_tables.COAT)
     return values_of(*(own.get(name, {}).get("max_batch") for name in names))

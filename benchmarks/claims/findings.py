@@ -51,7 +51,6 @@ def about(row: dict[str, Any]) -> str:
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
-    """The mean, and its standard error."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
     return statistics.mean(values), error
 
@@ -77,7 +76,6 @@ class Pair:
         return SAME if same else graded((mean < 0) == lower_is_better, False)
 
     def text(self) -> str:
-        """The numbers."""
         plain, ours = statistics.mean(self.plain), statistics.mean(self.ours)
         share, error = (100 * x / abs(plain) for x in self.difference)
         return f"{plain:.4f} → {ours:.4f}: {share:+.2f} % ± {error:.2f} %"

@@ -57,7 +57,6 @@ SCALES = 0.04  # bytes of scales and blocks, of 8-bit state in groups of 256
 
 
 def model(size: str) -> dict:
-    """The shapes of a model of Table 4."""
     return llama(jnp.float32, vocab=32000, tied=False, **TABLE_4[size][1])
 
 

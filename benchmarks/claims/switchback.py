@@ -54,7 +54,6 @@ def _values(
 
 
 def worse(losses: dict[str, float], impl: str, base: str = STANDARD) -> float:
-    """The share by which a loss is over the base's; infinite where it is not a number."""
     return over(losses[impl], losses[base])
 
 

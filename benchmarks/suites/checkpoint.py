@@ -3,9 +3,11 @@
 JAX_PLATFORMS=cpu python -m benchmarks.run checkpoint --record
 """
 
+import argparse
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -122,7 +124,6 @@ def cost_of_checksums(impl: str, parameters: int, repeats: int = 21) -> Rows:
 
 
 def measure(impl: str, parameters: int) -> Rows:
-    """Records of one implementation."""
     shapes = {"bytes_per_param": (from_shapes(impl), "bytes")}
     with tempfile.TemporaryDirectory() as folder:
         disk = {"disk_bytes_per_param": (on_disk(impl, parameters, Path(folder)), "bytes")}
@@ -133,20 +134,16 @@ def measure(impl: str, parameters: int) -> Rows:
     ]
 
 
-def main() -> None:
-    """Computes and prints; `--record` also stores."""
-    parser = records.command_line(__doc__)
-    parser.add_argument("--parameters", type=int, default=1 << 24, help="of the file on disk")
-    parser.add_argument("--saved", type=int, default=1 << 27, help="parameters of a timed save")
-    args = parser.parse_args()
-    rows = [row for impl in VARIANTS for row in measure(impl, args.parameters)]
-    rows += cost_of_checksums("lowmem", args.saved)
-    records.show(rows)
-    records.keep(rows, args.record)
+@records.suite(
+    parameters={"type": int, "default": 1 << 24, "help": "of the file on disk"},
+    saved={"type": int, "default": 1 << 27, "help": "parameters of a timed save"},
+)
+def main(args: argparse.Namespace) -> Iterator[Rows]:
+    yield from (measure(impl, args.parameters) for impl in VARIANTS)
+    yield cost_of_checksums("lowmem", args.saved)
 
 
 def table(rows: Rows) -> Table:
-    """Time of saving a checkpoint with checksums and without."""
     found = records.select(rows, bench="checkpoint", metric="save_s")
     body = [
         [row["impl"], f"{row['value']:.2f} s", f"{100 * row['share']:.1f} %",

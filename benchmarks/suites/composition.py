@@ -5,6 +5,7 @@ JAX_PLATFORMS=cpu python -m benchmarks.run composition --record
 Compiles the blocks of that page and reads the compiler's plan: nothing is computed.
 """
 
+import argparse
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -50,21 +51,18 @@ def measure(tx: Any) -> dict[str, tuple[float, str]]:
     return {f"{metric}_per_param": (value, "bytes") for metric, value in each.items()}
 
 
-def main() -> None:
-    """Compiles and prints; `--record` also stores."""
-    args = records.command_line(__doc__).parse_args()
+@records.suite()
+def main(args: argparse.Namespace) -> Iterator[Rows]:
     first: dict[str, dict[str, Any]] = {}
     for name, both in transformations():
         first.setdefault(name, both)
     more = {"leaves": f"{LEAVES} x {SIDE} x {SIDE}"}
-    rows = [
+    yield [
         row
         for name in OPTIMIZERS
         for kind, tx in first[name].items()
         for row in records.records_of("composition", name, kind, measure(tx), **more)
     ]
-    records.show(rows)
-    records.keep(rows, args.record)
 
 
 def table(rows: Rows) -> Table:

@@ -5,6 +5,7 @@ JAX_PLATFORMS=cpu python -m benchmarks.run flashoptim --record
 The notebook draws the same figures with the same functions.
 """
 
+import argparse
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,12 +71,12 @@ def variances(task: Task, steps: int) -> Iterator[dict[str, Any]]:
         yield records.record("claims", "variance/adamw", name, "diverged", diverged, "yes or no")
 
 
-def main() -> None:
-    """Measures and prints; `--record` also stores."""
-    parser = records.command_line(__doc__)
-    parser.add_argument("--samples", type=int, default=2**16, help="f32 weights an exponent")
-    parser.add_argument("--steps", type=int, default=300, help="of each training run")
-    args, task = parser.parse_args(), Task(Size())
-    rows = [*splits(args.samples), *moments(task, args.steps), *variances(task, args.steps)]
-    records.show(rows)
-    records.keep(rows, args.record)
+@records.suite(
+    samples={"type": int, "default": 2**16, "help": "f32 weights an exponent"},
+    steps={"type": int, "default": 300, "help": "of each training run"},
+)
+def main(args: argparse.Namespace) -> Iterator[records.Rows]:
+    task = Task(Size())
+    yield list(splits(args.samples))
+    yield list(moments(task, args.steps))
+    yield list(variances(task, args.steps))

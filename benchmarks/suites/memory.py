@@ -3,7 +3,8 @@
 python -m benchmarks.run memory --record
 """
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -50,7 +51,6 @@ def _ours(name: str, storage: lowmem.Storage) -> optax.GradientTransformation:
 
 
 def measure(model: str, optimizer: str) -> Rows:
-    """Records of one model and optimizer."""
     rows = []
     published = PUBLISHED[model, optimizer]
     for (impl, (make, dtype)), paper in zip(VARIANTS.items(), published, strict=True):
@@ -66,12 +66,9 @@ def measure(model: str, optimizer: str) -> Rows:
     return rows
 
 
-def main() -> None:
-    """Computes and prints; `--record` also stores."""
-    args = records.command_line(__doc__).parse_args()
-    rows = [row for one in PUBLISHED for row in measure(*one)]
-    records.show(rows)
-    records.keep(rows, args.record)
+@records.suite()
+def main(args: argparse.Namespace) -> Iterator[Rows]:
+    return (measure(*one) for one in PUBLISHED)
 
 
 def memory(rows: Rows) -> Table:

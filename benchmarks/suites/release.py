@@ -57,7 +57,6 @@ def runs(rows: Rows) -> dict[str, Rows]:
 
 
 def table(rows: Rows) -> Table:
-    """Head, body, and the records they rest on."""
     columns = {
         "weights and state, bytes/param": ("bytes_per_param", "{:.2f}", 1.0),
         "GiB": ("device_bytes", "{:.1f}", GIB),
@@ -133,7 +132,6 @@ TABLES = {"release": Rendered(table, "release")}
 
 
 def command(name: str, args: argparse.Namespace) -> list[str]:
-    """The command line of a run."""
     own = f"--preset {args.preset} --steps {args.steps} --account {RUNS[name]}".split()
     if args.record:
         own += ["--record", *([] if args.record is True else [args.record])]
@@ -154,7 +152,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Runs each; ends with an error where one fails for anything but memory."""
     args = parse_arguments(arguments)
     if args.draw:
         return draw(records.all_records())

@@ -64,7 +64,6 @@ def trained(run: runs.Run, points: Points, seeds: int, program: Any) -> dict[str
 
 
 def compiled(run: runs.Run, points: Points, seeds: int) -> Any:
-    """The program of a run's points."""
     shape = jax.ShapeDtypeStruct((len(points),), jnp.float32)
     lowered = runs.many.lower(run, shape, shape, jax.ShapeDtypeStruct((seeds,), jnp.int32))
     return lowered.compile()
@@ -91,7 +90,6 @@ def summary(name: str, curves: np.ndarray) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    """Trains, stores and prints; what fails is reported and the rest goes on."""
     parser = records.command_line(__doc__)
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4000)

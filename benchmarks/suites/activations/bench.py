@@ -8,8 +8,8 @@ python -m benchmarks.run activations --shapes h64-s32-b2   # anywhere
 Device time of programs looped in one jit, median of `--repeats` calls; implementations take turns.
 """
 
-import functools
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -45,7 +45,6 @@ def backward(layer: activation_layers.Layer) -> Callable[..., Any]:
 
 
 def row(case: str, name: str, metric: str, value: float, unit: str, **more: Any) -> dict[str, Any]:
-    """A record of this benchmark."""
     return records.record("activations", case, name, metric, value, unit, **more)
 
 
@@ -142,25 +141,20 @@ def norm_rows(case: str, repeats: int) -> Rows:
     return found
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measures and prints; `--record` also stores."""
-    parser = records.command_line(__doc__)
-    add = parser.add_argument
-    add("--shapes", nargs="+", default=SHAPES, metavar="hWIDTH-sLENGTH-bBATCH")
-    add("--impl", nargs="+", choices=activation_layers.NAMES, default=DEFAULT, metavar="NAME",
-        help=f"of {', '.join(activation_layers.NAMES)}")  # fmt: skip
-    add("--norms", nargs="+", default=NORMS, metavar="ROWSxWIDTH")
-    add("--only", nargs="+", choices=PARTS, default=PARTS, help="parts (default: all)")
-    add("--repeats", type=int, default=5)
-    args = parser.parse_args(arguments)
-    shapes, of = args.shapes, functools.partial
-    todo = {
-        "layers": [of(layer_rows, case, args.impl, args.repeats) for case in shapes],
-        "norms": [of(norm_rows, case, args.repeats) for case in args.norms],
-        "errors": [of(activation_errors.rows, row)],
-        "bytes": [of(byte_rows, case, args.impl) for case in dict.fromkeys((PAPER, *shapes))],
-    }
-    for measure in (measure for part in PARTS if part in args.only for measure in todo[part]):
-        rows = measure()
-        records.show(rows)
-        records.keep(rows, args.record)
+@records.suite(
+    shapes={"nargs": "+", "default": SHAPES, "metavar": "hWIDTH-sLENGTH-bBATCH"},
+    impl={"nargs": "+", "choices": activation_layers.NAMES, "default": DEFAULT, "metavar": "NAME",
+          "help": f"of {', '.join(activation_layers.NAMES)}"},
+    norms={"nargs": "+", "default": NORMS, "metavar": "ROWSxWIDTH"},
+    only={"nargs": "+", "choices": PARTS, "default": PARTS, "help": "parts (default: all)"},
+    repeats={"type": int, "default": 5},
+)  # fmt: skip
+def main(args: argparse.Namespace) -> Iterator[Rows]:
+    if "layers" in args.only:
+        yield from (layer_rows(case, args.impl, args.repeats) for case in args.shapes)
+    if "norms" in args.only:
+        yield from (norm_rows(case, args.repeats) for case in args.norms)
+    if "errors" in args.only:
+        yield activation_errors.rows(row)
+    if "bytes" in args.only:
+        yield from (byte_rows(case, args.impl) for case in dict.fromkeys((PAPER, *args.shapes)))

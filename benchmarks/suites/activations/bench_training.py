@@ -18,7 +18,6 @@ PART = "run"
 
 
 def main(arguments: list[str] | None = None) -> dict[str, Curve]:
-    """Trains the variants; with `--record` it also stores their ends."""
     made = parser(__doc__, 530, CURVES, VARIANTS)
     made.add_argument("--batch", type=int, help="windows in a step; default: the preset's")
     args = made.parse_args(arguments)

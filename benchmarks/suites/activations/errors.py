@@ -113,5 +113,4 @@ def across_tokens(row: Row) -> list[dict[str, Any]]:
 
 
 def rows(row: Row) -> list[dict[str, Any]]:
-    """Records of both."""
     return by_group_size(row, Shape(256, 128, 4)) + across_tokens(row)

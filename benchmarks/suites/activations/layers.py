@@ -90,7 +90,6 @@ def rotated(x: jax.Array) -> jax.Array:
 
 
 def mixed(q: jax.Array, k: jax.Array, v: jax.Array, shape: Shape, attention: str) -> jax.Array:
-    """Causal self-attention of projections."""
     q, k, v = (y.reshape(*y.shape[:2], shape.heads, -1) for y in (q, k, v))
     with jax.named_scope("attention"):
         given = (rotated(q), rotated(k), v)
@@ -169,7 +168,6 @@ NAMES = (*_DOTS, "flax-fp8", *RECIPES, CACHED)
 
 
 def make(name: str, shape: Shape, attention: str) -> tuple[Layer, Params]:
-    """A layer and its parameters."""
     if name == "flax-fp8":
         return flax_fp8(shape, attention)
     layer, params = _by_name(name, shape, attention)

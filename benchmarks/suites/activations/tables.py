@@ -115,7 +115,6 @@ def differences(pairs: list[tuple[dict, dict]]) -> tuple[float, float]:
 
 
 def over(found: dict[str, dict], name: str) -> float:
-    """The share by which a loss is over the standard's."""
     return found[name]["value"] / found[BASELINE]["value"] - 1
 
 

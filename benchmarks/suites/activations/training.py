@@ -20,19 +20,12 @@ from benchmarks.training import SMALL, SMOKE, Measured, Program, Run
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A way to train.
+    """A way to train."""
 
-    Attributes:
-      says: what it is, for a legend.
-      activations: of the layers, as of `--activations`.
-      optimizer: as of `--optimizer`.
-      other_start: whether the weights are drawn from another seed.
-    """
-
-    says: str
-    activations: str = STANDARD
-    optimizer: str = PLAIN
-    other_start: bool = False
+    says: str  # what it is, for a legend
+    activations: str = STANDARD  # of the layers, as of `--activations`
+    optimizer: str = PLAIN  # as of `--optimizer`
+    other_start: bool = False  # whether the weights are drawn from another seed
 
 
 PLAIN_RUN, FP8_A, FP8_O, FP8_OA, OTHER = (

@@ -31,7 +31,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_experiment(args: argparse.Namespace) -> Experiment:
-    """The model and its text."""
     settings = changed(
         PRESETS[args.preset or "gpt-45m"], learning_rate=args.lr, steps=args.steps,
         compute=args.compute, implementation=args.implementation,
@@ -44,7 +43,6 @@ def make_experiment(args: argparse.Namespace) -> Experiment:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Trains and prints; `--record` also stores records."""
     start = time.perf_counter()
     args = parse_arguments(arguments)
     experiment = make_experiment(args)

@@ -7,9 +7,10 @@ Both read f32 and write int8 codes and a scale for each 256 values. The random n
 the position, made where they are used. The copy is what reading and writing as many bytes takes.
 """
 
+import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -68,12 +69,6 @@ def as_records(rows: int, times: dict[str, list[float]]) -> records.Rows:
     return found
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measures and prints; `--record` also stores."""
-    parser = records.command_line(__doc__)
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--trials", type=int, default=TRIALS)
-    args = parser.parse_args(arguments)
-    found = as_records(args.rows, measure(args.rows, args.trials))
-    records.show(found)
-    records.keep(found, args.record)
+@records.suite(rows={"type": int, "default": 1_000_000}, trials={"type": int, "default": TRIALS})
+def main(args: argparse.Namespace) -> Iterator[records.Rows]:
+    yield as_records(args.rows, measure(args.rows, args.trials))

@@ -27,17 +27,11 @@ CASE_1 = dataclasses.replace(codecs.linear(signed=False), guarded=False)
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """An optimizer to train with.
+    """An optimizer to train with."""
 
-    Attributes:
-      says: what it is, for a legend.
-      make: (schedule, blocks=, ...) -> transformation.
-      fused: whether it goes through `lowmem.step`.
-    """
-
-    says: str
-    make: Callable[..., Transformation]
-    fused: bool = True
+    says: str  # what it is, for a legend
+    make: Callable[..., Transformation]  # (schedule, blocks=, ...) -> transformation
+    fused: bool = True  # whether it goes through `lowmem.step`
 
 
 def _adamw(schedule: optax.Schedule, blocks: Any, **arguments: Any) -> Transformation:

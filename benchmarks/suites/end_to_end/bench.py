@@ -88,7 +88,6 @@ class Bench:
         return time.perf_counter() - self.begin > self.args.limit
 
     def store(self, case: str, impl: str, found: dict[str, float], **more: Any) -> None:
-        """Records and prints numbers."""
         values = {metric: (value, UNITS.get(metric, metric)) for metric, value in found.items()}
         rows = records.records_of("end_to_end", case, impl, values, **more)
         records.show(rows)
@@ -110,7 +109,6 @@ class Bench:
 
 
 def parse_example(args: argparse.Namespace, flags: str) -> argparse.Namespace:
-    """The example's command line."""
     common = f"--preset {args.preset} --data 1 --text random --steps {args.steps} {args.flags}"
     return train_llama.parse_arguments(f"{common} {flags}".split())
 
@@ -148,7 +146,6 @@ def lowered(args: argparse.Namespace, name: str, flags: str | None = None) -> tu
 
 
 def compiled(step: Any) -> tuple[Any, float]:
-    """The step, and the seconds of compiling it."""
     begin = time.perf_counter()
     return step.compile(), time.perf_counter() - begin
 
@@ -172,7 +169,6 @@ def compile_all(bench: Bench, names: list[str]) -> dict[str, tuple[Any, float]]:
 
 
 def time_all(bench: Bench, programs: dict[str, tuple[Any, float]]) -> None:
-    """One by one, while there is time."""
     for name, (program, compile_s) in programs.items():
         if bench.late:
             return
@@ -189,7 +185,6 @@ def time_all(bench: Bench, programs: dict[str, tuple[Any, float]]) -> None:
 
 
 def full_loss(hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Array:
-    """From all logits at once."""
     logits = jnp.einsum("tw,vw->tv", hidden, head, preferred_element_type=jnp.float32)
     return mean_loss(logits, labels)
 
@@ -221,7 +216,6 @@ def loss_of(bench: Bench) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Measures what the command line asks for."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")
     args = parse_arguments(arguments)
     peers = {name: peer(name, args) for name in args.peers}  # JAX takes most of a GPU's memory

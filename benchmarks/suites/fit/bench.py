@@ -44,7 +44,6 @@ say = functools.partial(print, flush=True)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
     parser = records.command_line(__doc__)
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="3b", help="of examples/train_llama.py (default: 3b)")
@@ -63,7 +62,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def settings_of(args: argparse.Namespace, name: str, batch: int) -> Any:
-    """A run of the example."""
     attention = args.attention or ("cudnn" if on_gpu() else "xla")
     flags = f"--preset {args.preset} --sequence {args.sequence} --batch {batch} --data 1"
     flags += f" --text random --attention {attention} --steps {max(1, args.steps)}"
@@ -72,7 +70,6 @@ def settings_of(args: argparse.Namespace, name: str, batch: int) -> Any:
 
 
 def plan(args: argparse.Namespace, name: str, batch: int) -> int:
-    """Bytes of a step, by its compiler."""
     program = train.make_program(settings_of(args, name, batch))
     lowered = program.step.lower(*program.like, program.tokens)
     found = planned_bytes(lowered.compile(QUICK if on_gpu() else None))
@@ -105,21 +102,14 @@ def largest(of: Callable[[int], int], limit: float, most: int) -> tuple[int, dic
 
 @dataclass(frozen=True)
 class Fit:
-    """Largest batch of a configuration that fits on a device.
+    """Largest batch of a configuration that fits on a device."""
 
-    Attributes:
-      batch: the largest; 0: none.
-      planned: batch -> bytes.
-      own_bytes: of weights and state.
-    """
-
-    batch: int
-    planned: dict[int, int]
-    own_bytes: int
+    batch: int  # the largest; 0: none
+    planned: dict[int, int]  # batch -> bytes
+    own_bytes: int  # of weights and state
 
     @property
     def sequence_bytes(self) -> float:
-        """Planned bytes per additional sequence."""
         first, last = min(self.planned), max(self.planned)
         return (self.planned[last] - self.planned[first]) / max(1, last - first)
 
@@ -167,7 +157,6 @@ class Bench:
         self.case = f"llama-{args.preset}-s{args.sequence}{'-remat' if args.remat else ''}"
 
     def store(self, impl: str, values: dict[str, float], case: str = "") -> None:
-        """Prints, and records where that was asked for."""
         rows = []
         for metric, value in values.items():
             unit = "sequences" if metric.endswith("batch") else "bytes"
@@ -179,7 +168,6 @@ class Bench:
         records.keep(rows, self.args.record)
 
     def fit(self, name: str) -> Fit:
-        """The largest batch of a configuration."""
         of = functools.partial(plan, self.args, name)
         batch, planned = largest(of, SHARE * self.has, self.args.most)
         own = train.make_program(settings_of(self.args, name, 1)).device_bytes
@@ -229,7 +217,6 @@ class Bench:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Plans, then times."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")  # as the example
     args = parse_arguments(arguments)
     bench = Bench(args)

@@ -52,7 +52,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_experiment(args: argparse.Namespace) -> Experiment:
-    """The model, its text and the copies."""
     settings = changed(
         PRESETS[args.preset], steps=args.steps, batch=args.batch, learning_rate=args.lr
     )
@@ -208,7 +207,6 @@ def nearest(mu: Copy, nu: Copy) -> tuple[Copy, Copy]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Trains, measures and prints; `--record` also stores."""
     start = time.perf_counter()
     args = parse_arguments(arguments)
     experiment = make_experiment(args)

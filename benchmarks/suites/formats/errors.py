@@ -28,34 +28,24 @@ class Correction:
 
     @staticmethod
     def after(step: int, decays: Mapping[str, float]) -> Correction:
-        """Bias corrections of a step."""
         return Correction(*(1 / (1 - decays[slot] ** step) for slot in (MU, NU)))
 
     def first(self, mu: np.ndarray) -> np.ndarray:
-        """mhat, float64."""
         return np.float64(mu) * self.mu
 
     def second(self, nu: np.ndarray) -> np.ndarray:
-        """1 / (sqrt(vhat) + eps), float64."""
         return 1 / (np.sqrt(np.maximum(np.float64(nu), 0) * self.nu) + EPS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-    """Errors of the step for each pair of a way to store m and one to store v.
+    """Errors of the step for each pair of a way to store m and one to store v."""
 
-    Attributes:
-      mus, nus: the copies.
-      mse: [leaves, mus, nus], mean square over the sample of a leaf.
-      signal: [leaves], mean square of the f32 step.
-      sizes: [leaves], elements of the whole leaf.
-    """
-
-    mus: tuple[Copy, ...]
+    mus: tuple[Copy, ...]  # the copies
     nus: tuple[Copy, ...]
-    mse: np.ndarray
-    signal: np.ndarray
-    sizes: np.ndarray
+    mse: np.ndarray  # [leaves, mus, nus], mean square over the sample of a leaf
+    signal: np.ndarray  # [leaves], mean square of the f32 step
+    sizes: np.ndarray  # [leaves], elements of the whole leaf
 
     @property
     def of_model(self) -> np.ndarray:
@@ -73,7 +63,6 @@ class Errors:
         return float(self.of_model[i, j]), float(self.median[i, j])
 
     def select(self, mus: Sequence[Copy], nus: Sequence[Copy]) -> Errors:
-        """A part of it."""
         rows, columns = ([have.index(c) for c in want]
                          for have, want in ((self.mus, mus), (self.nus, nus)))  # fmt: skip
         part = self.mse[:, rows][:, :, columns]
@@ -157,7 +146,6 @@ FLOORS: dict[str, tuple[Any, int, bool]] = {
 
 
 def _without_floor(codec: Any, group: int, nu: jax.Array, decoded: jax.Array) -> jax.Array:
-    """0 where the nearest code is 0."""
     _, divisor = codec.measure(groups.to_groups(nu, group))
     divisor = groups.spread_tree(divisor, nu.shape[-1], group)
     return jnp.where(codec.position(codec.magnitude(nu), divisor) < 0.5, 0, decoded)
@@ -165,7 +153,6 @@ def _without_floor(codec: Any, group: int, nu: jax.Array, decoded: jax.Array) ->
 
 @jax.jit
 def _floor_sums(mu: jax.Array, nu: jax.Array, correction: Any) -> dict[str, dict[str, jax.Array]]:
-    """Of one leaf, for each of FLOORS."""
     return {name: _sums(*how, mu, nu, correction) for name, how in FLOORS.items()}
 
 

@@ -42,18 +42,12 @@ _E3M4, _UE4M4 = E3M4Codec(scale=codecs.e4m3().scale), UE4M4Codec(signed=False)
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A way to store each slot; None where nobody stores that slot so.
+    """A way to store each slot; None where nobody stores that slot so."""
 
-    Attributes:
-      mu, nu: the codecs.
-      group: the group size it comes with.
-      roundings: those that it is used with in closed loop.
-    """
-
-    mu: GroupCodec | None
+    mu: GroupCodec | None  # the codecs
     nu: GroupCodec | None
-    group: int = PAPER_GROUP
-    roundings: tuple[str, ...] = (NEAREST, STOCHASTIC)
+    group: int = PAPER_GROUP  # the group size it comes with
+    roundings: tuple[str, ...] = (NEAREST, STOCHASTIC)  # those that it is used with in closed loop
 
 
 def _pair(build) -> Format:
@@ -96,7 +90,6 @@ class Copy:
 
     @property
     def codec(self) -> GroupCodec:
-        """Of the slot."""
         found = getattr(FORMATS[self.format], self.slot)
         if found is None:
             raise ValueError(f"{self.format} does not store {self.slot}")
@@ -104,17 +97,14 @@ class Copy:
 
     @property
     def bytes(self) -> float:
-        """A value, scales included."""
         return 1 + self.codec.scale.dtype.itemsize / self.group
 
     @property
     def key(self) -> str:
-        """In files and records."""
         return f"{self.slot}|{self.format}|{self.group}|{self.rounding}"
 
     @staticmethod
     def of(key: str) -> Copy:
-        """The copy with a key."""
         slot, name, group, rounding = key.split("|")
         return Copy(slot, name, int(group), rounding)
 

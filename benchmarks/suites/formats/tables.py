@@ -41,11 +41,9 @@ class Measured:
     rows: Rows
 
     def of(self, table: str, **wanted: Any) -> Rows:
-        """Of one of the benchmark's tables."""
         return select(self.rows, case=f"{self.preset}/{table}", **wanted)
 
     def matrix(self, table: str, metric: str) -> dict[tuple[str, str], float]:
-        """(format of m, format of v) -> error."""
         return {
             (row["impl"], nu): value
             for row in self.of(table, metric=metric)
@@ -53,7 +51,6 @@ class Measured:
         }
 
     def values(self, table: str) -> dict[tuple[str, str], float]:
-        """(implementation, metric) -> value."""
         return {(row["impl"], row["metric"]): row["value"] for row in self.of(table)}
 
 

@@ -53,18 +53,12 @@ SMALLEST = 4096  # elements of a leaf: below, the package does not compress
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Some rows of neighbours of each matrix, always the same.
+    """Some rows of neighbours of each matrix, always the same."""
 
-    Attributes:
-      paths, sizes: of the sampled leaves.
-      length: neighbours in a chunk.
-      chunks: of each leaf, which of its chunks.
-    """
-
-    paths: tuple[str, ...]
+    paths: tuple[str, ...]  # of the sampled leaves
     sizes: tuple[int, ...]
-    length: int
-    chunks: tuple[np.ndarray, ...]
+    length: int  # neighbours in a chunk
+    chunks: tuple[np.ndarray, ...]  # of each leaf, which of its chunks
 
     @staticmethod
     def of(params: Any, each: int, seed: int) -> Sample:
@@ -110,12 +104,10 @@ def start_copies(copies: Sequence[Copy], shape: tuple[int, ...]) -> dict[str, An
 
 
 def decode_copies(copies: Sequence[Copy], stored: dict[str, Any]) -> dict[str, jax.Array]:
-    """f32 values of each copy."""
     return {c.key: codecs.decode_array(c.codec, *stored[c.key], c.group) for c in copies}
 
 
 def average(slot: str, values: jax.Array, grads: jax.Array, decays: dict[str, float]) -> jax.Array:
-    """Adam's moment after a gradient."""
     decay = decays[slot]
     new = grads if slot == MU else grads * grads
     return decay * values + (1 - decay) * new
@@ -212,7 +204,6 @@ class Experiment(training.Experiment):
         return optax.apply_updates(params, updates), (own, stored, count + 1)
 
     def moments(self, state: Any) -> dict[str, Any]:
-        """AdamW's own mu and nu, as trees."""
         return {slot: optax.tree_utils.tree_get(state, slot) for slot in self.decays}
 
     def train_copies(

@@ -39,7 +39,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_part(args: argparse.Namespace, part: str, names: tuple[str, ...]) -> Part:
-    """Read the text and compile the variants."""
     run = usual(PRESETS, args.preset)[part].changed(
         steps=args.steps, attention=args.attention, learning_rate=args.lr
     )
@@ -127,7 +126,6 @@ def analysis(args: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Does the parts one after the other."""
     args, start = parse_arguments(arguments), time.perf_counter()
     for part in args.part:
         {"run": run_part, "rates": rates_part, "analysis": analysis}[part](args)

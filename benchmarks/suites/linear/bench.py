@@ -6,8 +6,9 @@ python -m benchmarks.run linear --shapes 8192x1024x4096 --impl bf16 switchback-i
 Device time of programs looped in one jit, median of `--repeats` calls; implementations take turns.
 """
 
+import argparse
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -40,6 +41,7 @@ LAYERS |= {
     "auto-int8": switchback_dot_general(implementation="auto"),
     "auto-fp8": switchback_dot_general(format="fp8", implementation="auto"),
 }
+NAMES = [*LAYERS, *linear_peers.NAMES]
 DEFAULT = [
     "bf16", "switchback-int8", "switchback-fp8", "switchback_m-int8", "switchback_m-fp8",
     *linear_peers.NAMES,
@@ -95,12 +97,10 @@ def products(to: kernels.Format, x: jax.Array, w: jax.Array, g: jax.Array) -> di
 
 
 def sizes(shape: str) -> tuple[int, ...]:
-    """Tokens, in and out."""
     return tuple(map(int, shape.split("x")))
 
 
 def operands(shape: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """x, w and g in bf16."""
     tokens, width, out = sizes(shape)
     keys = jax.random.split(jax.random.key(0), 3)
     draw = jax.jit(lambda key, size: jax.random.normal(key, size, jnp.bfloat16), static_argnums=1)
@@ -121,7 +121,6 @@ def saved_bytes(dot: Dot, shape: str) -> int:
 
 
 def rows_of(shape: str, names: list[str], repeats: int, alone: bool) -> records.Rows:
-    """Records of a shape."""
     args = operands(shape)
     tokens, width, out = sizes(shape)
     guess = 6 * tokens * width * out / (1e11 if jax.default_backend() == "cpu" else 500e12)
@@ -144,22 +143,16 @@ def rows_of(shape: str, names: list[str], repeats: int, alone: bool) -> records.
     return found
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measures and prints; `--record` also stores."""
-    parser = records.command_line(__doc__)
-    add = parser.add_argument
-    add("--shapes", nargs="+", default=SHAPES, metavar="TOKENSxINxOUT")
-    choices = [*LAYERS, *linear_peers.NAMES]
-    add("--impl", nargs="+", choices=choices, default=DEFAULT, metavar="NAME",
-        help=f"of {', '.join(choices)}")  # fmt: skip
-    add("--alone", action="store_true", help="each operation alone too")
-    add("--repeats", type=int, default=5)
-    args = parser.parse_args(arguments)
+@records.suite(
+    shapes={"nargs": "+", "default": SHAPES, "metavar": "TOKENSxINxOUT"},
+    impl={"nargs": "+", "choices": NAMES, "default": DEFAULT, "metavar": "NAME",
+          "help": f"of {', '.join(NAMES)}"},
+    alone={"action": "store_true", "help": "each operation alone too"},
+    repeats={"type": int, "default": 5},
+)  # fmt: skip
+def main(args: argparse.Namespace) -> Iterator[records.Rows]:
     missing = {name: linear_peers.missing_reason(name) for name in linear_peers.NAMES}
     for name in filter(missing.get, args.impl):
         print(missing[name])
     names = [name for name in args.impl if not missing.get(name)]
-    for shape in args.shapes:
-        rows = rows_of(shape, names, args.repeats, args.alone)
-        records.show(rows)
-        records.keep(rows, args.record)
+    return (rows_of(shape, names, args.repeats, args.alone) for shape in args.shapes)

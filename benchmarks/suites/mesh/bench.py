@@ -70,7 +70,6 @@ def process(words: list[str], devices: int, told: str = "") -> str:
 
 
 def run_of(args: argparse.Namespace, devices: int, optimizer: str) -> list[str]:
-    """The example's command line."""
     words = ["--preset", args.preset, "--optimizer", optimizer, "--fsdp", str(devices)]
     return [*words, "--data", "1", *([] if args.batch is None else ["--batch", str(args.batch)])]
 
@@ -89,7 +88,6 @@ def stepped(args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]
 
 
 def trained(args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]:
-    """Losses and numbers of a run of the example."""
     with tempfile.TemporaryDirectory() as folder:
         log, record = Path(folder) / "log.jsonl", Path(folder) / "records.jsonl"
         words = [*run_of(args, devices, IMPLEMENTATIONS[impl]), "--steps", str(args.train_steps)]
@@ -186,7 +184,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and prints; `--record` also stores. 1 where something failed."""
     # or this process takes most of a GPU before the others can have any of it
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     run = Run(arguments(argv))

@@ -12,7 +12,7 @@ looped in one jit, median of `--repeats` calls; implementations take turns.
 import argparse
 import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -34,6 +34,8 @@ SHAPES = [
 NORMAL, XLA = "jax-normal", "gaussws-xla"
 FORWARD = ["gaussws", "box-muller", "diffq", NORMAL, XLA]
 ALONE = ["gaussws", "gaussws-packed", "box-muller", "diffq", NORMAL]
+NAMES = sorted({*FORWARD, *ALONE})
+VARIANTS = list(noise_training.VARIANTS)
 BF16 = jnp.dtype(jnp.bfloat16)
 BITS = 6.0
 
@@ -70,7 +72,6 @@ def alone(name: str, shape: tuple[int, ...]) -> Callable[..., jax.Array]:
 
 
 def rows_of(shape: str, repeats: int, only: list[str] | None) -> records.Rows:
-    """Records of a shape."""
     size = tuple(map(int, shape.split("x")))
     elements = size[0] * size[1]
     guess = max(3e-6, 6 * elements / 2e12) * (300 if jax.default_backend() == "cpu" else 1)
@@ -96,7 +97,6 @@ def rows_of(shape: str, repeats: int, only: list[str] | None) -> records.Rows:
 
 
 def train_rows(args: argparse.Namespace, optimizer: str) -> records.Rows:
-    """Records of training steps with an optimizer."""
     runs = {
         name: noise_training.Run(args.preset, optimizer, name, args.batch, args.attention)
         for name in args.variants
@@ -124,30 +124,24 @@ def train_rows(args: argparse.Namespace, optimizer: str) -> records.Rows:
     return found
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measures and prints; `--record` also stores."""
-    parser = records.command_line(__doc__)
-    add, impls = parser.add_argument, sorted({*FORWARD, *ALONE})
-    add("--part", choices=("noise", "train"), action="append", help="default: both")
-    add("--shapes", nargs="+", default=SHAPES, metavar="ROWSxCOLUMNS")
-    add("--impl", nargs="+", choices=impls, metavar="NAME",
-        help=f"of {', '.join(impls)}; default: all")  # fmt: skip
-    add("--preset", default="134m", help="of examples/train_llama.py (default: %(default)s)")
-    add("--optimizers", nargs="+", choices=noise_training.OPTIMIZERS,
-        default=["flash_adamw", "flash_adam_mini"], metavar="NAME",
-        help=f"of {', '.join(noise_training.OPTIMIZERS)}")  # fmt: skip
-    variants = list(noise_training.VARIANTS)
-    add("--variants", nargs="+", choices=variants, default=variants, metavar="NAME",
-        help=f"the first is what others are compared with; of {', '.join(variants)}")  # fmt: skip
-    add("--batch", type=int, help="sequences in a batch; default: the preset's")
-    add("--attention", choices=("xla", "cudnn"), default="xla")
-    add("--repeats", type=int, default=5)
-    args = parser.parse_args(arguments)
-    parts = args.part or ["noise", "train"]
-    todo = [functools.partial(rows_of, shape, args.repeats, args.impl) for shape in args.shapes]
-    trained = [functools.partial(train_rows, args, optimizer) for optimizer in args.optimizers]
-    for measure in [*todo * ("noise" in parts), *trained * ("train" in parts)]:
-        rows = measure()
-        records.show(rows)
-        records.keep(rows, args.record)
+@records.suite(
+    part={"nargs": "+", "choices": ("noise", "train"), "default": ["noise", "train"]},
+    shapes={"nargs": "+", "default": SHAPES, "metavar": "ROWSxCOLUMNS"},
+    impl={"nargs": "+", "choices": NAMES, "metavar": "NAME",
+          "help": f"of {', '.join(NAMES)}; default: all"},
+    preset={"default": "134m", "help": "of examples/train_llama.py (default: %(default)s)"},
+    optimizers={"nargs": "+", "choices": noise_training.OPTIMIZERS, "metavar": "NAME",
+                "default": ["flash_adamw", "flash_adam_mini"],
+                "help": f"of {', '.join(noise_training.OPTIMIZERS)}"},
+    variants={"nargs": "+", "choices": VARIANTS, "default": VARIANTS, "metavar": "NAME",
+              "help": f"the first is what others are compared with; of {', '.join(VARIANTS)}"},
+    batch={"type": int, "help": "sequences in a batch; default: the preset's"},
+    attention={"choices": ("xla", "cudnn"), "default": "xla"},
+    repeats={"type": int, "default": 5},
+)  # fmt: skip
+def main(args: argparse.Namespace) -> Iterator[records.Rows]:
+    for shape in args.shapes if "noise" in args.part else ():
+        yield rows_of(shape, args.repeats, args.impl)
+    for optimizer in args.optimizers if "train" in args.part else ():
+        yield train_rows(args, optimizer)
         jax.clear_caches()

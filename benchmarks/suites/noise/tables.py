@@ -34,7 +34,6 @@ def forward(rows: Rows) -> Table:
 
 
 def alone(rows: Rows) -> Table:
-    """R alone."""
     return _rates(rows, "noise_gelem_per_s")
 
 

@@ -31,7 +31,6 @@ OPTIMIZERS = ("flash_adamw", "flash_adam_mini", PLAIN)
 
 
 def sampled(name: str, path: str, leaf: Any) -> bool:
-    """Return whether a variant has noise on a leaf."""
     variant = VARIANTS[name]
     return variant is not None and chooser(variant[0])(path, leaf)
 
@@ -105,11 +104,9 @@ class Run:
         return lowmem.step(self.tx, grads, state, params)
 
     def many(self, carry: Any, tokens: jax.Array, steps: jax.Array) -> Any:
-        """So many steps on one batch."""
         return jax.lax.fori_loop(0, steps, lambda _, c: self._step(c, tokens), carry)
 
     def time(self) -> float:
-        """Milliseconds of a step."""
         started = time.perf_counter()
         self.carry = jax.block_until_ready(self._run(self.carry, self.inputs, self._steps))
         return (time.perf_counter() - started) / self._steps * 1e3

@@ -26,7 +26,6 @@ COPY_ON_CPU, COPY_ON_GPU = (2**25, 5), (2**29, 100)
 
 
 def on_cpu() -> bool:
-    """Return whether JAX's default backend is the CPU."""
     return jax.default_backend() == "cpu"
 
 
@@ -79,7 +78,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and prints; `--record` also stores. 1 where an implementation failed."""
     # or JAX takes most of the device before the processes can have any of it
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     args = arguments(argv)

@@ -3,8 +3,9 @@
 python -m benchmarks.run compile --record
 """
 
+import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -57,17 +58,12 @@ def measure(name: str, case: str) -> dict[str, float]:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; `--record` also stores."""
-    parser = records.command_line(__doc__)
-    parser.add_argument("--case", nargs="+", default=list(CASES))
-    args = parser.parse_args(argv)
+@records.suite(case={"nargs": "+", "default": list(CASES)})
+def main(args: argparse.Namespace) -> Iterator[records.Rows]:
     jax.config.update("jax_enable_compilation_cache", False)
     jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()  # XLA's own
+    units = {"cpu_ms_per_leaf": "ms", "temp_bytes": "B"}
     for case in args.case:
         for name in NAMES:
-            units = {"cpu_ms_per_leaf": "ms", "temp_bytes": "B"}
             values = {m: (value, units[m]) for m, value in measure(name, case).items()}
-            rows = records.records_of("compile", case, name, values)
-            records.show(rows)
-            records.keep(rows, args.record)
+            yield records.records_of("compile", case, name, values)

@@ -3,8 +3,9 @@
 python -m benchmarks.run masters --record                  # steps, interleaved in one process
 """
 
+import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import optax_lowmem as lowmem
 from benchmarks import records, timing
 from benchmarks.peers import cases, device_loop, in_jax
 
+KERNELS = ["xla", "pallas", "triton"]
 ROUNDINGS = ("nearest", "stochastic")
 SECONDS_TBPS = 3.5  # of an H200's copy: how many steps a call takes
 
@@ -51,20 +53,16 @@ def rows_of(
     return [row | {"ratio_to_nearest": row["value"] / rows[0]["value"]} for row in rows]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measures and prints; `--record` also stores."""
-    parser = records.command_line(__doc__)
-    add = parser.add_argument
-    add("--leaf-set", nargs="+", default=["llama-3.2-1b", "gpt2-124m"], choices=cases.LEAF_SETS)
-    add("--kernel", nargs="+", default=["pallas", "triton"], choices=["xla", "pallas", "triton"])
-    add("--optimizer", default="adamw", choices=["adamw", "lion", "sgd"])
-    add("--repeats", type=int, default=9)
-    add("--steps", type=int, help="in one jit; default: 0.6 s at copy speed")
-    args = parser.parse_args(argv)
+@records.suite(
+    leaf_set={"nargs": "+", "default": ["llama-3.2-1b", "gpt2-124m"], "choices": cases.LEAF_SETS},
+    kernel={"nargs": "+", "default": KERNELS[1:], "choices": KERNELS},
+    optimizer={"default": "adamw", "choices": ["adamw", "lion", "sgd"]},
+    repeats={"type": int, "default": 9},
+    steps={"type": int, "help": "in one jit; default: 0.6 s at copy speed"},
+)
+def main(args: argparse.Namespace) -> Iterator[records.Rows]:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     for leaf_set in args.leaf_set:
         for kernel in args.kernel:
-            rows = rows_of(leaf_set, kernel, args.optimizer, args.repeats, args.steps)
-            records.show(rows)
-            records.keep(rows, args.record)
+            yield rows_of(leaf_set, kernel, args.optimizer, args.repeats, args.steps)
             jax.clear_caches()

@@ -23,7 +23,6 @@ MIB = 2.0**20
 
 
 def cpu_step(rows: Rows) -> Table:
-    """Milliseconds and compile seconds of a step on a CPU."""
     found = [r for r in select(rows, bench="step") if r["device"].startswith("cpu")]
     kinds = {"device_ms": "step", "compile_s": "compilation"}
     body = [
@@ -46,7 +45,6 @@ def cpu_compile(rows: Rows) -> Table:
 
 
 def masters(rows: Rows) -> Table:
-    """Time of a step by how its master weights are rounded."""
     found = select(rows, bench="masters")
     body = [
         [row["case"], row["impl"], f"{row['value']:.2f} ms", f"{row['ratio_to_nearest']:.3f}"]

@@ -56,7 +56,6 @@ def trials(
 
 
 def main() -> None:
-    """Tries every cut, prints them and, with --write, keeps the best."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--leaf-set", default="llama-3.2-1b", choices=cases.LEAF_SETS)

@@ -69,7 +69,6 @@ def variance(args: argparse.Namespace) -> None:
 
 
 def variance_rows(draw: str, product: str, length: int) -> records.Rows:
-    """Records of one product."""
     found = switchback_variance.spread("llm_int8", product, length, draw)
     names = ("error", "predicted", "relative")
     values = {f"{name}_variance": (getattr(found, name), None) for name in names}
@@ -96,7 +95,6 @@ def llama(args: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Does the parts one after the other."""
     args, start = parse_arguments(arguments), time.perf_counter()
     for part in args.part:
         if part in TRAINED:

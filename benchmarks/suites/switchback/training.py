@@ -35,7 +35,6 @@ class Experiment(Measured):
     what, base = "switchback", "standard"
 
     def optimizer(self, name: str) -> optax.GradientTransformation:
-        """AdamW in f32."""
         run = self.run
         tx = optax.adamw(warmup_cosine(run.learning_rate, run.steps), **ADAM, mask=decayed)
         if not variants.VARIANTS[name].clip:

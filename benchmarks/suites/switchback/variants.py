@@ -17,23 +17,14 @@ CLIP = 1.0
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A way to train.
+    """A way to train."""
 
-    Attributes:
-      says: what it is, for a legend.
-      dot_general: of the layers' matrices; None: JAX's.
-      clip: whether gradients are clipped by their global norm.
-      kq_norm: whether queries and keys are normalised.
-      layer_scale: whether blocks are multiplied with vectors that are 0 at first.
-      other_start: whether the weights are drawn from another seed.
-    """
-
-    says: str
-    dot_general: Any = None
-    clip: bool = False
-    kq_norm: bool = False
-    layer_scale: bool = False
-    other_start: bool = False
+    says: str  # what it is, for a legend
+    dot_general: Any = None  # of the layers' matrices; None: JAX's
+    clip: bool = False  # whether gradients are clipped by their global norm
+    kq_norm: bool = False  # whether queries and keys are normalised
+    layer_scale: bool = False  # whether blocks are multiplied with vectors that are 0 at first
+    other_start: bool = False  # whether the weights are drawn from another seed
 
 
 # E4M3 forward and E5M2 for gradients, 1 for the largest number: section 2.2.1's float8 by its words
@@ -110,7 +101,6 @@ class Remedied(Llama):
 
 
 def model(name: str, shape: Any, compute: str, attention: str) -> Remedied:
-    """The model of a variant."""
     chosen = VARIANTS[name]
     return Remedied(
         shape,
