@@ -5,7 +5,7 @@ import sys
 
 # name -> module below benchmarks.suites, whose `main` measures
 SUITES = {
-    "activation_training": "activations.bench_training",
+    "activation_training": "activations.training",
     "activations": "activations.bench",
     "adam_mini": "adam_mini.bench",
     "checkpoint": "checkpoint",

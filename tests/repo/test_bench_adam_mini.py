@@ -16,7 +16,6 @@ from benchmarks import training as shared
 from benchmarks.suites.adam_mini import bench as bench_adam_mini
 from benchmarks.suites.adam_mini import rounding as bench_rounding
 from benchmarks.suites.adam_mini import training as adam_mini_training
-from benchmarks.suites.adam_mini import variants
 from optax_lowmem import codecs
 
 pytest.importorskip("flax")
@@ -43,7 +42,7 @@ def text(vocab: int = 256) -> shared.Text:
 
 def experiment(steps: int = 10) -> adam_mini_training.Experiment:
     changed = dataclasses.replace(SMOKE, shape=SMALLER, steps=steps)
-    return adam_mini_training.Experiment(changed, text(), 5, variants.ADAM, seed=0)
+    return adam_mini_training.Experiment(changed, text(), 5, adam_mini_training.ADAM, seed=0)
 
 
 def test_the_model_is_what_the_paper_is_compared_with():
@@ -69,10 +68,10 @@ def test_blocks_are_adam_minis():
     assert set(adam_mini_training.watched(SMALLER).values()) <= found.keys()
 
 
-@pytest.mark.parametrize("name", variants.VARIANTS)
+@pytest.mark.parametrize("name", adam_mini_training.VARIANTS)
 def test_what_each_variant_stores(name):
-    tx = variants.build(
-        name, optax.constant_schedule(1e-3), lowmem.blocks.Structure(), variants.ADAM
+    tx = adam_mini_training.build(
+        name, optax.constant_schedule(1e-3), lowmem.blocks.Structure(), adam_mini_training.ADAM
     )
     params = {"embed": {"embedding": jnp.zeros((64, 256))}, "up": {"kernel": jnp.zeros((64, 256))}}
     state = tx.init(params)
@@ -97,7 +96,9 @@ def test_case_1_loses_small_second_moments(guarded, kept):
     """Rows that share a group with one of 900 times their v get 0, or our codec's least code."""
     name = f"q_adam_mini-case1{guarded}"
     blocks = lowmem.blocks.Structure()
-    tx = variants.VARIANTS[name].make(optax.constant_schedule(1e-3), blocks=blocks, **variants.ADAM)
+    tx = adam_mini_training.VARIANTS[name].make(
+        optax.constant_schedule(1e-3), blocks=blocks, **adam_mini_training.ADAM
+    )
     params = {"embed": jnp.zeros((256, 64))}
     scale = jnp.where(jnp.arange(256) == 3, 30.0, 1.0)[:, None]
     _, state = tx.update(jax.tree.map(lambda p: p + scale, params), tx.init(params), params)
@@ -128,7 +129,7 @@ def test_trains_in_calls_of_many_steps():
     assert len(lines) == 2
     params, state = program.start()
     blocks = adam_mini_training.structure(SMALLER)
-    tx = variants.build("q_adam_mini", run.run.schedule(), blocks, run.arguments)
+    tx = adam_mini_training.build("q_adam_mini", run.run.schedule(), blocks, run.arguments)
 
     @jax.jit
     def step(params, state, at):

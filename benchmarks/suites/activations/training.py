@@ -1,4 +1,11 @@
-"""Trains one Llama with activations in bf16 or FP8 and states in f32 or FP8 (COAT, Table 13)."""
+"""COAT's Table 13 on a Llama: FP8 activations, FP8 states, and both, against bf16 and AdamW.
+
+    python -m benchmarks.run activation_training --record                # Llama-134m, on a GPU
+    python -m benchmarks.run activation_training --preset cpu --record   # a small one, minutes
+
+All variants see the same batches, and but for one the same initial weights. Curves are stored in
+benchmarks/results/coat_activations.npz after each variant.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +21,24 @@ from _llama.config import FP8, NONE, PLAIN, STANDARD, Settings, Shape
 from _llama.config import PRESETS as LLAMAS
 from _llama.optimizer import make_optimizer, stored_dtype
 
-from benchmarks.suites.switchback.variants import Remedied
-from benchmarks.training import SMALL, SMOKE, Measured, Program, Run
+from benchmarks import records
+from benchmarks.suites.switchback.training import Remedied
+from benchmarks.training import (
+    SMALL,
+    SMOKE,
+    Curve,
+    Measured,
+    Part,
+    Program,
+    Run,
+    load_text,
+    parser,
+    say,
+    usual,
+)  # fmt: skip
+
+CURVES = records.RESULTS / "coat_activations.npz"
+PART = "run"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,3 +126,21 @@ class Experiment(Measured):
             return own_step(tx, grads, state, params)
 
         return self.trace(start, model, take_step)
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Curve]:
+    made = parser(__doc__, 530, CURVES, VARIANTS)
+    made.add_argument("--batch", type=int, help="windows in a step; default: the preset's")
+    args = made.parse_args(arguments)
+    run = usual(PRESETS, args.preset).changed(
+        steps=args.steps, learning_rate=args.lr, attention=args.attention, batch=args.batch
+    )
+    say(f"{run.preset}: {flops(run):.3g} operations a variant")
+
+    def make() -> Experiment:
+        found = Experiment(run, load_text(run, args.cache), args.seed)
+        if args.batch is not None:  # in the case of records
+            found.what += f"-b{args.batch}"
+        return found
+
+    return Part(args, make, args.variants or VARIANTS, CURVES, PART).train_all()

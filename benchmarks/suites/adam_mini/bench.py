@@ -14,17 +14,16 @@ import argparse
 import time
 
 from benchmarks.curves import CURVES
-from benchmarks.suites.adam_mini import variants
-from benchmarks.suites.adam_mini.training import PRESETS, Experiment
+from benchmarks.suites.adam_mini.training import ADAM, PRESETS, VARIANTS, Experiment
 from benchmarks.training import Part, changed, load_text, parser, say
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    made = parser(__doc__, 570, CURVES, variants.VARIANTS, PRESETS)
+    made = parser(__doc__, 570, CURVES, VARIANTS, PRESETS)
     add = made.add_argument
     add("--every", type=int, help="steps of a call, and between logged norms (default: 50)")
-    add("--b2", type=float, default=variants.ADAM["b2"], help="default: %(default)s")
-    add("--weight-decay", type=float, default=variants.ADAM["weight_decay"])
+    add("--b2", type=float, default=ADAM["b2"], help="default: %(default)s")
+    add("--weight-decay", type=float, default=ADAM["weight_decay"])
     add("--compute", choices=("float32", "bfloat16"), help="of matrix products")
     add("--implementation", help="of lowmem.step: xla, pallas, ...")
     return made.parse_args(arguments)
@@ -38,7 +37,7 @@ def make_experiment(args: argparse.Namespace) -> Experiment:
     every = args.every or (5 if settings.preset == "smoke" else 50)
     if settings.steps % every:
         raise SystemExit(f"--steps {settings.steps} is not a multiple of --every {every}")
-    arguments = variants.ADAM | {"b2": args.b2, "weight_decay": args.weight_decay}
+    arguments = ADAM | {"b2": args.b2, "weight_decay": args.weight_decay}
     return Experiment(settings, load_text(settings, args.cache), every, arguments, args.seed)
 
 
@@ -51,6 +50,6 @@ def main(arguments: list[str] | None = None) -> None:
     say(blocks)
     if blocks.unknown:
         raise SystemExit("some leaf's blocks are not known")
-    Part(args, lambda: experiment, args.variants or variants.VARIANTS, CURVES, None,
+    Part(args, lambda: experiment, args.variants or VARIANTS, CURVES, None,
          start).train_all()  # fmt: skip
     say(f"done after {time.perf_counter() - start:.0f} s")

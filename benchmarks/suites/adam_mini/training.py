@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,24 +15,75 @@ from _gpt.config import ModelShape, Settings, matrices
 
 import optax_lowmem as lowmem
 from benchmarks import training
-from benchmarks.suites.adam_mini import variants
 from benchmarks.training import Curve, Program, Text
 from optax_lowmem import codecs
 
+CLIP = 1.0
+GROUP = 256
+# Adam-mini's for pre-training, which Q-Adam-mini takes over; matrices decay, the embedding too.
+ADAM = {"b1": 0.9, "b2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+
+Transformation = optax.GradientTransformation
+
+
+# Equation 1 for a range from 0: an f32 scale, and a code 0 for what is small beside it. A group
+# holds the means of 256 blocks, so those of many rows.
+CASE_1 = dataclasses.replace(codecs.linear(signed=False), guarded=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """An optimizer to train with."""
+
+    says: str  # what it is, for a legend
+    make: Callable[..., Transformation]  # (schedule, blocks=, ...) -> transformation
+    fused: bool = True  # whether it goes through `lowmem.step`
+
+
+def _adamw(schedule: optax.Schedule, blocks: Any, **arguments: Any) -> Transformation:
+    del blocks
+    return optax.adamw(schedule, **arguments)
+
+
+def _stored(says: str, **changes: Any) -> Variant:
+    """The paper's storage, without its floor, with something changed."""
+    paper = lowmem.Storage(mu=codecs.affine(), nu=None, group_size=GROUP, rounding="embeddings")
+    storage = dataclasses.replace(paper, **changes)
+    return Variant(says, functools.partial(lowmem.q_adam_mini, storage=storage))
+
+
+VARIANTS = {
+    "adamw": Variant("AdamW, f32", _adamw, fused=False),
+    "adam_mini": Variant("Adam-mini, f32", lowmem.adam_mini),
+    "q_adam_mini": Variant("ours: stochastic everywhere", lowmem.q_adam_mini),
+    "q_adam_mini-embeddings": _stored("ours: stochastic in the embedding"),
+    "q_adam_mini-nearest": _stored("ours: nearest", rounding="nearest"),
+    "q_adam_mini-reference": _stored(
+        "reference quantiser: floor, nearest", mu=codecs.affine_paper(), rounding="nearest"
+    ),
+    "q_adam_mini-case1": _stored("Case 1: 8-bit v", nu=CASE_1, rounding="nearest"),
+    # Beyond the paper: a v that is never 0, and how far equal runs come apart.
+    "q_adam_mini-case1-guarded": _stored("Case 1 with our codec", nu=codecs.linear(signed=False)),
+    "adam_mini-again": Variant("Adam-mini, once more", lowmem.adam_mini),
+}
+
+
+def build(
+    name: str, schedule: optax.Schedule, blocks: Any, arguments: dict[str, Any]
+) -> Transformation:
+    """A variant behind the clipping of the gradient's global norm."""
+    variant = VARIANTS[name]
+    chain = lowmem.chain if variant.fused else optax.chain
+    return chain(
+        optax.clip_by_global_norm(CLIP), variant.make(schedule, blocks=blocks, **arguments)
+    )
+
+
 _45M = Settings(
-    preset="gpt-45m",
-    optimizer="q_adam_mini",
-    shape=ModelShape(layers=4, heads=8, width=512, tied=False, fused=False),
-    context=256,
-    batch=8,
-    steps=10_000,
-    learning_rate=1e-3,
-    tokenizer="bpe",
-    vocab=32_000,
-    text="installed",
-    held_out_batches=128,
-    compute="bfloat16",
-)
+    "gpt-45m", "q_adam_mini", ModelShape(layers=4, heads=8, width=512, tied=False, fused=False),
+    context=256, batch=8, steps=10_000, learning_rate=1e-3, tokenizer="bpe", vocab=32_000,
+    text="installed", held_out_batches=128, compute="bfloat16",
+)  # fmt: skip
 _SMOKE = dataclasses.replace(
     _45M, preset="smoke", shape=ModelShape(layers=2, heads=2, width=64, tied=False, fused=False),
     context=32, steps=60, learning_rate=1e-2, tokenizer="byte", vocab=256, text="standard-library",
@@ -60,7 +113,7 @@ def moment_norm(state: Any, slot: str, path: str) -> jax.Array:
         codec = codecs.affine() if slot == "mu" else codecs.linear(signed=False)
         codes = found if slot == "mu" else found.reshape(-1)
         scales = _leaf(optax.tree_utils.tree_get(state, f"{slot}_scale"), path)
-        found = codecs.decode_array(codec, codes, scales, variants.GROUP)
+        found = codecs.decode_array(codec, codes, scales, GROUP)
     return jnp.sqrt(jnp.sum(jnp.square(found)))
 
 
@@ -96,8 +149,8 @@ class Experiment(training.Experiment):
         return lowmem.blocks.describe(params, heads=found.heads, rules=found.rules)
 
     def lower(self, name: str) -> Program:
-        blocks, fused = structure(self.run.shape), variants.VARIANTS[name].fused
-        tx = variants.build(name, self.run.schedule(), blocks, self.arguments)
+        blocks, fused = structure(self.run.shape), VARIANTS[name].fused
+        tx = build(name, self.run.schedule(), blocks, self.arguments)
         own_step = train.optimizer_step(
             train.LOWMEM if fused else train.F32, self.run.implementation
         )

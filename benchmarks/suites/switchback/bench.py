@@ -19,8 +19,7 @@ import time
 
 from benchmarks import ROOT, records
 from benchmarks.suites.switchback import variance as switchback_variance
-from benchmarks.suites.switchback.training import PRESETS, Experiment
-from benchmarks.suites.switchback.variants import VARIANTS
+from benchmarks.suites.switchback.training import PRESETS, VARIANTS, Experiment
 from benchmarks.training import Curve, Part, load_text, parser, say, usual
 
 CURVES = records.RESULTS / "switchback.npz"
