@@ -103,24 +103,15 @@ class Text:
 
 
 def load_text(settings: Any, cache: Path) -> Text:
-    """Tokenises the text of `settings`."""
     corpus = data.load_corpus(text=settings.text)
-    if settings.tokenizer == "bpe":
-        found = data.bpe_tokens(corpus, settings.vocab, cache)
-    else:
-        found = data.byte_tokens(corpus)
+    trained = settings.tokenizer == "bpe"
+    found = data.bpe_tokens(corpus, settings.vocab, cache) if trained else data.byte_tokens(corpus)
     size = settings.batch, settings.context
     held_out = np.stack(data.held_out_batches(found.held_out, *size, settings.held_out_batches))
-    seen = [
-        len(np.unique(data.sample_batch(found.train, *size, 0, step)[:, :-1])) for step in range(50)
-    ]
-    return Text(
-        jnp.asarray(found.train),
-        jnp.asarray(held_out),
-        found.vocab,
-        float(np.mean(seen)) / found.vocab,
-        found.bytes_per_token,
-    )
+    batches = (data.sample_batch(found.train, *size, 0, step)[:, :-1] for step in range(50))
+    awake = float(np.mean([len(np.unique(batch)) for batch in batches])) / found.vocab
+    tokens = jnp.asarray(found.train), jnp.asarray(held_out)
+    return Text(*tokens, found.vocab, awake, found.bytes_per_token)
 
 
 def offsets(settings: Any, text: Text, seed: int) -> np.ndarray:
@@ -131,23 +122,14 @@ def offsets(settings: Any, text: Text, seed: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One variant: its start, its steps and its evaluation, to be compiled.
+    """One variant: its start, its steps and its evaluation, to be compiled."""
 
-    Attributes:
-      start: gives weights and state.
-      steps: `every` of them.
-      evaluate: the loss of the held-out windows.
-      parameters: of the model.
-      state_bytes: of the optimizer.
-      first: the start again, where it is to be compiled beside the steps.
-    """
-
-    start: Callable[[], tuple[Any, Any]]
-    steps: jax.stages.Lowered
-    evaluate: jax.stages.Lowered
-    parameters: int
-    state_bytes: int = 0
-    first: jax.stages.Lowered | None = None
+    start: Callable[[], tuple[Any, Any]]  # gives weights and state
+    steps: jax.stages.Lowered  # `every` of them
+    evaluate: jax.stages.Lowered  # the loss of the held-out windows
+    parameters: int  # of the model
+    state_bytes: int = 0  # of the optimizer
+    first: jax.stages.Lowered | None = None  # the start, where it is to be compiled too
 
     def compile(self) -> tuple[Any, ...]:
         """The steps, the evaluation, and the start if it is to be."""
@@ -156,10 +138,7 @@ class Program:
 
 
 def many_steps(
-    loss: Any,
-    take_step: Callable[..., tuple[Any, Any]],
-    context: int,
-    measure: Measure | None = None,
+    loss: Any, take_step: Callable[..., Any], context: int, measure: Measure | None
 ) -> Any:
     """(weights, state, text, where the windows of each step start, ...) -> both, measures.
 
@@ -233,12 +212,7 @@ class Experiment:
         return dataclasses.asdict(self.run) | {"tokens": self.run.tokens}
 
     def trace(
-        self,
-        start: Any,
-        loss: Any,
-        take_step: Any,
-        *more: Any,
-        measure: Measure | None = None,
+        self, start: Any, loss: Any, take_step: Any, *more: Any, measure: Measure | None = None
     ) -> Program:
         """Traces `every` steps.
 
@@ -247,16 +221,12 @@ class Experiment:
         steps = many_steps(loss, take_step, self.run.context, measure)
         params, state = jax.eval_shape(start)
         starts = jax.ShapeDtypeStruct(self.offsets.shape[1:], np.int32)
-        traced = jax.jit(steps, donate_argnums=(0, 1)).lower(
-            params, state, self.text.tokens, starts, *more
-        )
-        return Program(
-            start,
-            traced,
-            jax.jit(self.evaluation(loss)).lower(params, self.text.held_out),
-            sum(leaf.size for leaf in jax.tree.leaves(params)),
-            sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
-        )
+        given = params, state, self.text.tokens, starts, *more
+        traced = jax.jit(steps, donate_argnums=(0, 1)).lower(*given)
+        evaluation = jax.jit(self.evaluation(loss)).lower(params, self.text.held_out)
+        size = sum(leaf.size for leaf in jax.tree.leaves(params))
+        state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+        return Program(start, traced, evaluation, size, state_bytes)
 
     def train(self, program: Program, compiled: tuple[Any, ...], say: Say) -> Curve:
         """Trains from the start: name -> curve. A run that becomes NaN ends there."""
@@ -346,6 +316,13 @@ def parser(
 def usual(presets: dict[str, Any], name: str | None) -> Any:
     """The preset of that name; without one, that of this device."""
     return presets[name or ("cpu" if jax.default_backend() == "cpu" else "gpu")]
+
+
+def built(args: argparse.Namespace, experiment: Any, preset: Run) -> Any:
+    """An experiment on a preset with what the command line changes."""
+    more = {"learning_rate": args.lr, "attention": args.attention}
+    run = preset.changed(steps=args.steps, batch=getattr(args, "batch", None), **more)
+    return experiment(run, load_text(run, args.cache), args.seed)
 
 
 def about(experiment: Experiment, parameters: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ nnx = pytest.importorskip("flax.nnx")
 
 from benchmarks import curves as stored_curves  # noqa: E402
 from benchmarks import records  # noqa: E402
+from benchmarks import training as shared  # noqa: E402
 from benchmarks.suites.activations import tables as paper  # noqa: E402
 from benchmarks.suites.activations import training  # noqa: E402
 from optax_lowmem import layers  # noqa: E402
@@ -62,7 +63,7 @@ def test_variants(name):
 
 
 def test_trains_and_records(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(training, "load_text", lambda run, cache: text())
+    monkeypatch.setattr(shared, "load_text", lambda run, cache: text())
     curves, rows = tmp_path / "curves.npz", tmp_path / "rows.jsonl"
     names = "standard fp8-coat_adamw"
     flags = f"--preset smoke --variants {names} --curves {curves} --record {rows}"

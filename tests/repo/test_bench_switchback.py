@@ -161,7 +161,7 @@ def test_only_the_clipped_variant_clips():
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench_switchback, "load_text", lambda run, cache: text())
+    monkeypatch.setattr(shared, "load_text", lambda run, cache: text())
     monkeypatch.setattr(bench_switchback, "LARGE", ["standard"])
     curves, rows = tmp_path / "curves.npz", tmp_path / "rows.jsonl"
     names = "standard switchback-int8"
@@ -198,7 +198,7 @@ def test_parts_are_stored_side_by_side(tmp_path):
 
 
 def test_no_variant_starts_too_late(monkeypatch, capsys):
-    monkeypatch.setattr(bench_switchback, "load_text", lambda run, cache: text())
+    monkeypatch.setattr(shared, "load_text", lambda run, cache: text())
     flags = "--preset smoke --variants standard llm_int8 --limit 0".split()
     monkeypatch.setattr(shared, "compile_all", lambda *_: {
         name: (training.Program(None, None, None, 1), ()) for name in ("standard", "llm_int8")

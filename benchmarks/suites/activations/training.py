@@ -31,7 +31,7 @@ from benchmarks.training import (
     Part,
     Program,
     Run,
-    load_text,
+    built,
     parser,
     say,
     usual,
@@ -132,13 +132,10 @@ def main(arguments: list[str] | None = None) -> dict[str, Curve]:
     made = parser(__doc__, 530, CURVES, VARIANTS)
     made.add_argument("--batch", type=int, help="windows in a step; default: the preset's")
     args = made.parse_args(arguments)
-    run = usual(PRESETS, args.preset).changed(
-        steps=args.steps, learning_rate=args.lr, attention=args.attention, batch=args.batch
-    )
-    say(f"{run.preset}: {flops(run):.3g} operations a variant")
 
     def make() -> Experiment:
-        found = Experiment(run, load_text(run, args.cache), args.seed)
+        found = built(args, Experiment, usual(PRESETS, args.preset))
+        say(f"{found.run.preset}: {flops(found.run):.3g} operations a variant")
         if args.batch is not None:  # in the case of records
             found.what += f"-b{args.batch}"
         return found

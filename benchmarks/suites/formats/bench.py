@@ -59,8 +59,8 @@ def make_experiment(args: argparse.Namespace) -> Experiment:
     if not every or settings.steps % CALLS:
         raise SystemExit(f"--steps {settings.steps} is not a multiple of {CALLS}")
     return Experiment(
-        settings, load_text(settings, args.cache), formats.copies(),
-        decays={MU: B1, NU: args.b2}, chunks=args.chunks, every=every, seed=args.seed,
+        settings, load_text(settings, args.cache), every, args.seed, copies=formats.copies(),
+        decays={MU: B1, NU: args.b2}, chunks=args.chunks,
     )  # fmt: skip
 
 
@@ -180,9 +180,11 @@ def rows_of(looks: Looks, flags: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 yield row(table, mu.format, metric, min(values), over=over)
     for name, (mu, nu) in formats.OPTIMIZERS.items():
         for loop, found in (("closed", closed), ("once", once)):
-            pair = (mu, nu) if loop == "closed" else nearest(mu, nu)
+            pair = (mu, nu)
+            if loop == "once":
+                pair = tuple(dataclasses.replace(copy, rounding=NEAREST) for copy in pair)
+            own = {"mu": mu.key, "nu": nu.key, "bytes": [mu.bytes, nu.bytes]}
             for metric, value in zip(("mse", "median_nmse"), found.at(*pair), strict=True):
-                own = {"mu": mu.key, "nu": nu.key, "bytes": [mu.bytes, nu.bytes]}
                 yield row("optimizers", name, f"{metric}_{loop}", value, **own)
     for table, pairs in flags["best"].items():
         metric = table.split()[3]
@@ -197,13 +199,7 @@ def rows_of(looks: Looks, flags: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield row("spans", slot, f"p{percent}", np.percentile(spans, percent))
         for decades in (1, 4):
             yield row("spans", slot, f"over_1e{decades}", np.mean(spans > decades))
-        wide = np.mean(spans > np.log10(fe.FORMAT_RANGE))
-        yield row("spans", slot, "over_e4m3", wide)
-
-
-def nearest(mu: Copy, nu: Copy) -> tuple[Copy, Copy]:
-    """The same copies, encoded once."""
-    return dataclasses.replace(mu, rounding=NEAREST), dataclasses.replace(nu, rounding=NEAREST)
+        yield row("spans", slot, "over_e4m3", np.mean(spans > np.log10(fe.FORMAT_RANGE)))
 
 
 def main(arguments: list[str] | None = None) -> None:

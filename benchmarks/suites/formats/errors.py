@@ -145,12 +145,6 @@ FLOORS: dict[str, tuple[Any, int, bool]] = {
 }
 
 
-def _without_floor(codec: Any, group: int, nu: jax.Array, decoded: jax.Array) -> jax.Array:
-    _, divisor = codec.measure(groups.to_groups(nu, group))
-    divisor = groups.spread_tree(divisor, nu.shape[-1], group)
-    return jnp.where(codec.position(codec.magnitude(nu), divisor) < 0.5, 0, decoded)
-
-
 @jax.jit
 def _floor_sums(mu: jax.Array, nu: jax.Array, correction: Any) -> dict[str, dict[str, jax.Array]]:
     return {name: _sums(*how, mu, nu, correction) for name, how in FLOORS.items()}
@@ -161,8 +155,10 @@ def _sums(
 ) -> dict[str, jax.Array]:
     codes, scales = codecs.encode_array(codec, nu, group)
     decoded = codecs.decode_array(codec, codes, scales, group)
-    if cut:
-        decoded = _without_floor(codec, group, nu, decoded)
+    if cut:  # 0 where the nearest code is 0
+        _, divisor = codec.measure(groups.to_groups(nu, group))
+        divisor = groups.spread_tree(divisor, nu.shape[-1], group)
+        decoded = jnp.where(codec.position(codec.magnitude(nu), divisor) < 0.5, 0, decoded)
 
     def step(v: jax.Array) -> jax.Array:
         return mu * correction[0] / (jnp.sqrt(v * correction[1]) + EPS)
@@ -187,21 +183,21 @@ def floor_effect(
     moments: Sequence[tuple[jax.Array, jax.Array]], correction: Correction
 ) -> dict[str, dict[str, float]]:
     """Codec -> what one encoding of v, with m exact, does to the step over a whole state."""
-    totals: dict[str, dict[str, float]] = {name: {} for name in FLOORS}
-    for mu, nu in moments:
-        leaf = jax.device_get(_floor_sums(mu, nu, (correction.mu, correction.nu)))
-        for name, sums in totals.items():
-            for key, value in leaf[name].items():
-                old, more = sums.get(key, 0.0), float(value)
-                sums[key] = max(old, more) if key.startswith("largest") else old + more
-    found = {}
-    for name, sums in totals.items():
-        found[name] = {
-            "lost_share": sums["lost"] / sums["elements"],
-            "groups_share": sums["groups_hit"] / sums["groups"],
-            "nmse": sums["error"] / sums["signal"],
-            "nmse_elsewhere": sums["error_elsewhere"] / sums["signal"],
-            "largest_step": sums["largest"],
-            "largest_step_f32": sums["largest_f32"],
+    both = correction.mu, correction.nu
+    leaves = [jax.device_get(_floor_sums(mu, nu, both)) for mu, nu in moments]
+
+    def effect(name: str) -> dict[str, float]:
+        def total(key: str) -> float:
+            values = [float(leaf[name][key]) for leaf in leaves]
+            return max(values) if key.startswith("largest") else sum(values)
+
+        return {
+            "lost_share": total("lost") / total("elements"),
+            "groups_share": total("groups_hit") / total("groups"),
+            "nmse": total("error") / total("signal"),
+            "nmse_elsewhere": total("error_elsewhere") / total("signal"),
+            "largest_step": total("largest"),
+            "largest_step_f32": total("largest_f32"),
         }
-    return found
+
+    return {name: effect(name) for name in FLOORS}

@@ -98,12 +98,6 @@ def decode_copies(copies: Sequence[Copy], stored: dict[str, Any]) -> dict[str, j
     return {c.key: codecs.decode_array(c.codec, *stored[c.key], c.group) for c in copies}
 
 
-def average(slot: str, values: jax.Array, grads: jax.Array, decays: dict[str, float]) -> jax.Array:
-    decay = decays[slot]
-    new = grads if slot == MU else grads * grads
-    return decay * values + (1 - decay) * new
-
-
 def step_copies(
     copies: Sequence[Copy],
     stored: dict[str, Any],
@@ -117,15 +111,14 @@ def step_copies(
         for slot in decays
     }
     values = decode_copies(copies, stored)
-    return {
-        c.key: codecs.encode_array(
-            c.codec,
-            average(c.slot, values[c.key], grads, decays),
-            c.group,
-            noise[c.slot] if c.rounding == STOCHASTIC else None,
-        )
-        for c in copies
-    }
+
+    def encoded(c: Copy) -> Any:
+        decay, new = decays[c.slot], grads if c.slot == MU else grads * grads  # Adam's moments
+        moment = decay * values[c.key] + (1 - decay) * new
+        own = noise[c.slot] if c.rounding == STOCHASTIC else None
+        return codecs.encode_array(c.codec, moment, c.group, own)
+
+    return {c.key: encoded(c) for c in copies}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,16 +135,9 @@ class Experiment(training.Experiment):
     """A model, its text and optimizer, and the copies of its states."""
 
     def __init__(
-        self,
-        settings: Settings,
-        text: Text,
-        copies: Sequence[Copy],
-        *,
-        decays: dict[str, float],
-        chunks: int,
-        every: int,
-        seed: int,
-    ):
+        self, settings: Settings, text: Text, every: int, seed: int, *, copies: Sequence[Copy],
+        decays: dict[str, float], chunks: int,
+    ):  # fmt: skip
         super().__init__(settings, text, seed, every)
         self.copies, self.decays, self.chunks = copies, decays, chunks
         graphdef, self.weights = train.build_model(settings, text.vocab)

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 
 import jax
@@ -21,7 +22,7 @@ from benchmarks import records
 from benchmarks.suites.gaussws import analysis as gaussws_analysis
 from benchmarks.suites.gaussws import casts as gaussws_casts
 from benchmarks.suites.gaussws.training import ALL, BASE, OD, PRESETS, VARIANTS, Experiment, Trained
-from benchmarks.training import Curve, Part, load_text, parser, say, usual
+from benchmarks.training import Curve, Part, built, parser, say, usual
 from optax_lowmem import gaussws
 
 CURVES = records.RESULTS / "gaussws.npz"
@@ -39,13 +40,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_part(args: argparse.Namespace, part: str, names: tuple[str, ...]) -> Part:
-    run = usual(PRESETS, args.preset)[part].changed(
-        steps=args.steps, attention=args.attention, learning_rate=args.lr
-    )
-
-    def make() -> Experiment:
-        return Experiment(run, load_text(run, args.cache), args.seed)
-
+    make = functools.partial(built, args, Experiment, usual(PRESETS, args.preset)[part])
     return Part(args, make, args.variants or names, CURVES, part)
 
 

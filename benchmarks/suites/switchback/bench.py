@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import subprocess
 import sys
@@ -20,7 +21,7 @@ import time
 from benchmarks import ROOT, records
 from benchmarks.suites.switchback import variance as switchback_variance
 from benchmarks.suites.switchback.training import PRESETS, VARIANTS, Experiment
-from benchmarks.training import Curve, Part, load_text, parser, say, usual
+from benchmarks.training import Curve, Part, built, parser, say, usual
 
 CURVES = records.RESULTS / "switchback.npz"
 TRAINED = ("run", "large")
@@ -41,14 +42,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def train_part(args: argparse.Namespace, part: str) -> dict[str, Curve]:
     """Trains a part's variants one after the other, and stores after each."""
-    run = usual(PRESETS, args.preset)[part].changed(
-        steps=args.steps, learning_rate=args.lr, attention=args.attention
-    )
     names = args.variants or (VARIANTS if part == "run" else LARGE)
-
-    def make() -> Experiment:
-        return Experiment(run, load_text(run, args.cache), args.seed)
-
+    make = functools.partial(built, args, Experiment, usual(PRESETS, args.preset)[part])
     return Part(args, make, names, CURVES, part).train_all()
 
 
