@@ -17,7 +17,7 @@ from benchmarks.claims import (
 )
 from benchmarks.records import Rows, all_records, newest
 from benchmarks.render import markdown, source
-from benchmarks.suites import examples
+from benchmarks.suites import examples, front
 from benchmarks.suites.activations import tables as activations
 from benchmarks.suites.checkpoint import tables as checkpoint
 from benchmarks.suites.end_to_end import tables as end_to_end
@@ -33,6 +33,8 @@ from benchmarks.suites.step import targets
 
 PAGES = (
     "README.md",
+    "docs/index.md",
+    "docs/results/index.md",
     "docs/guides/activations.md",
     "docs/internals/architecture.md",
     "docs/guides/choosing.md",
@@ -49,8 +51,8 @@ MARKED = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 # what has `TABLES`: name -> what makes it of records
 SUITES: tuple[Any, ...] = (
-    activations, checkpoint, end_to_end, examples, fit, formats, linear, memory, mesh, noise,
-    release, step, targets,
+    activations, checkpoint, end_to_end, examples, fit, formats, front, linear, memory, mesh,
+    noise, release, step, targets,
 )  # fmt: skip
 PAPERS: dict[str, tuple[str, Any]] = {
     "claims": ("FlashOptim", flashoptim),

@@ -271,7 +271,7 @@ def flash_adam_mini(
     storage: Storage = Storage(nu=None),  # noqa: B008 (frozen)
     decouple_lr: bool | float = False,
 ) -> optax.GradientTransformationExtraArgs:
-    """`adam_mini` with FlashOptim's m and master weights: 4.06 bytes a parameter, weight included.
+    """`adam_mini` with FlashOptim's m and master weights: 4.06 bytes per parameter with its weight.
 
     m is companded int8 in groups of 32, rounded stochastically; v is f32, one value a block; a
     16-bit weight has 8 more bits. The arguments are those of `q_adam_mini`.

@@ -95,7 +95,7 @@ def stable_adamw(
     infinity in a tensor's gradient makes all of that tensor NaN, and of no other.
 
     Memory: 3.19 bytes of state beside a 2-byte weight. The step reads gradient and second moment
-    twice: 3.1 bytes a parameter more than `flash_adamw`'s 12.4.
+    twice: 3.1 bytes per parameter more than `flash_adamw`'s 12.4.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem

@@ -1,4 +1,4 @@
-"""Gradient accumulation that does not cost four bytes a parameter."""
+"""Gradient accumulation that does not cost four bytes per parameter."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ def accumulate_gradients(
     r"""Steps once every `every` micro-batches, on the mean of their gradients.
 
     Into `bfloat16`: the mean is kept in bf16 with stochastic rounding, a += g / k, so that small
-    gradients are not lost; 2 bytes a parameter (`optax.MultiSteps`: 4 for f32 gradients). Any `tx`.
+    gradients are not lost; 2 bytes per parameter (`optax.MultiSteps`: 4 for f32 ones). Any `tx`.
 
     Into `moments`: no buffer at all; every micro-batch goes straight into the optimizer's moments
     and weights move with the last one. Exact up to the codecs for `flash_sgd` without Nesterov

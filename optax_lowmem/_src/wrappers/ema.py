@@ -1,4 +1,4 @@
-"""An average of the master weights in three bytes a parameter that does not stall."""
+"""An average of the master weights in three bytes per parameter that does not stall."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -110,7 +110,7 @@ def track_master_ema(
     Args:
       inner: the whole optimizer, its split included.
       decay: in [0, 1).
-      bits: 24 (3 bytes a parameter) or 32 (4 bytes).
+      bits: 24 (3 bytes per parameter) or 32 (4 bytes).
       seed: of the stochastic rounding.
 
     Returns:
