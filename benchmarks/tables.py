@@ -17,7 +17,7 @@ from benchmarks.claims import (
 )
 from benchmarks.records import Rows, all_records, newest
 from benchmarks.render import markdown, source
-from benchmarks.suites import checkpoint, composition, examples, memory, release
+from benchmarks.suites import checkpoint, composition, examples, front, memory, release
 from benchmarks.suites.activations import tables as activations
 from benchmarks.suites.end_to_end import tables as end_to_end
 from benchmarks.suites.fit import tables as fit
@@ -29,6 +29,8 @@ from benchmarks.suites.step import tables as step
 
 PAGES = (
     "README.md",
+    "docs/index.md",
+    "docs/results/index.md",
     "docs/guides/activations.md",
     "docs/internals/architecture.md",
     "docs/guides/choosing.md",
@@ -46,8 +48,8 @@ MARKED = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 # what has `TABLES`: name -> what makes it of records
 SUITES: tuple[Any, ...] = (
-    activations, checkpoint, composition, end_to_end, examples, fit, formats, linear, memory, mesh,
-    noise, release, step,
+    activations, checkpoint, composition, end_to_end, examples, fit, formats, front, linear, memory,
+    mesh, noise, release, step,
 )  # fmt: skip
 PAPERS: dict[str, tuple[str, Any]] = {
     "claims": ("FlashOptim", flashoptim),
