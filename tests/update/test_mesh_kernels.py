@@ -15,7 +15,7 @@ import optax_lowmem as lowmem
 from optax_lowmem import release
 from optax_lowmem._src.core import platform
 from optax_lowmem._src.core.placement import placement
-from optax_lowmem._src.update import dispatch, on_mesh, pallas_triton
+from optax_lowmem._src.update import on_mesh, pallas_triton
 from optax_lowmem.sharding import state_shardings
 from tests.compilation import SAME_BITS
 from tests.contract_cases import assert_alike
@@ -58,7 +58,7 @@ def gpus(monkeypatch):
     """Eight devices that take kernels, which run as plain JAX."""
     launch = functools.partial(pallas_triton.launch, interpret=True)
     monkeypatch.setattr(platform, "no_device_reason", lambda: None)
-    monkeypatch.setattr(dispatch, "_launcher", lambda kernel: launch)
+    monkeypatch.setattr(pallas_triton, "launch", launch)
 
 
 def compiled(tx, specs=None, the_mesh=None, **how):

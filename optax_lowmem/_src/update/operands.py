@@ -71,23 +71,32 @@ def update_dtype(plan: LeafPlan, p: jax.Array | None) -> jnp.dtype:
     return p.dtype if plan.direct or plan.split is not None else plan.update_dtype
 
 
-def views(tiling: Tiling, leaf: Leaf) -> Leaf:
+def slot_tilings(plan: LeafPlan, tiling: Tiling) -> list[Tiling]:
+    """Return how each slot is cut where its leaf is cut so."""
+    return [
+        tiling
+        if slot.codec is None or slot.codec.bits == 8
+        else tiling.of_bytes(slot.codec.codes_per_byte)
+        for slot in plan.slots
+    ]
+
+
+def views(plan: LeafPlan, tiling: Tiling, leaf: Leaf) -> Leaf:
     """The arrays of a leaf as its kernel sees them."""
-    g, p, correction, slots = jax.tree.map(
-        tiling.element_view, (leaf.g, leaf.p, leaf.correction, leaf.slots)
-    )
+    g, p, correction = jax.tree.map(tiling.element_view, (leaf.g, leaf.p, leaf.correction))
+    own = zip(slot_tilings(plan, tiling), leaf.slots, strict=True)
+    slots = tuple(tiling.element_view(slot) for tiling, slot in own)
     scales, of_block = jax.tree.map(tiling.scale_view, (leaf.scales, leaf.of_block))
     return Leaf(g, p, correction, slots, scales, of_block)
 
 
 def output(plan: LeafPlan, viewed: Leaf) -> Any:
     """Shapes and dtypes of what a kernel writes for a leaf that it sees so, as a `Result`."""
-
-    def like(x: jax.Array, dtype: Any = None) -> Any:
-        return result_like(x, x.shape, dtype or x.dtype)
-
-    update = like(viewed.g, update_dtype(plan, viewed.p))
-    state: Any = jax.tree.map(like, (viewed.correction, viewed.slots, viewed.scales))
+    update: Any = result_like(viewed.g, viewed.g.shape, update_dtype(plan, viewed.p))
+    state: Any = jax.tree.map(
+        lambda x: result_like(x, x.shape, x.dtype),
+        (viewed.correction, viewed.slots, viewed.scales),
+    )
     return Result(update, *state)
 
 
@@ -115,10 +124,10 @@ def _numbered(trees: Sequence[Any], first: int) -> Any:
 
 def restored(plan: LeafPlan, leaf: Leaf, result: Result) -> Result:
     """The results in the shapes of their leaf."""
-
-    def reshaped(new: jax.Array, old: jax.Array) -> jax.Array:
-        return new.reshape(old.shape)
-
     update = result.update.reshape(plan.shape)
-    state = jax.tree.map(reshaped, result[1:], (leaf.correction, leaf.slots, leaf.scales))
+    state = jax.tree.map(
+        lambda new, old: new.reshape(old.shape),
+        result[1:],
+        (leaf.correction, leaf.slots, leaf.scales),
+    )
     return Result(update, *state)

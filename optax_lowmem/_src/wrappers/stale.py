@@ -67,7 +67,8 @@ def _has_condition(node: Any) -> bool:
 
 
 def _is_split(node: Any) -> bool:
-    return trees.is_ours(node) and ("correction" in node._fields or FIELD in node._fields)
+    fields = getattr(node, "_fields", ())
+    return ("correction" in fields or FIELD in fields) and trees.is_ours(node)
 
 
 def _has_split(node: Any) -> bool:

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem._src.codecs import GroupCodec
+from optax_lowmem._src.codecs import GroupCodec, StoredSlot
 from optax_lowmem._src.codecs.group_codec import reference
-from optax_lowmem._src.core import explicit, groups, platform
+from optax_lowmem._src.core import explicit, platform
 from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.core.tiles import MAX_ELEMENTS, Tiling
 
@@ -21,7 +21,7 @@ _MAX_LANES = 1 << 14  # 16 elements for each thread of the largest program
 
 # traced once for arrays of a shape, where tracing is all that they are for
 _encode_by_xla = jax.jit(reference.encode, static_argnames=("codec", "group_size", "slot"))
-_decode_by_xla = jax.jit(reference.decode, static_argnames=("codec", "group_size"))
+_decode_by_xla = jax.jit(reference.decode, static_argnames=("codec", "group_size", "length"))
 
 
 def supported(x: Any, group_size: int) -> str | None:
@@ -81,9 +81,9 @@ def _check(x: Any, group_size: int) -> None:
 def _encode_anywhere(
     codec: GroupCodec, x: jax.Array, group_size: int, key: jax.Array | None, slot: str
 ) -> tuple[jax.Array, jax.Array]:
-    """`reference.encode`, on Explicit axes too: codes lie as x, scales as in an optimizer."""
-    grouped = groups.scale_shape(x.shape, group_size)
-    lies = explicit.sharding_of(x), explicit.of_state(slot, x, grouped, group_size)
+    """`reference.encode`, on Explicit axes too, where codes and scales lie as in an optimizer."""
+    forms = codec.storage(x.shape, group_size)
+    lies = tuple(explicit.of_state(slot, x, form.shape, group_size) for form in forms)
     encode = functools.partial(_with_key, codec, group_size, slot)
     return explicit.left_to_xla(encode, lies, x, key)
 
@@ -94,14 +94,15 @@ def _with_key(codec: GroupCodec, group_size: int, slot: str, x: Any, key: Any) -
 
 @compiled
 def _decode_anywhere(
-    codec: GroupCodec, codes: jax.Array, scales: jax.Array, group_size: int
+    codec: GroupCodec, codes: jax.Array, scales: jax.Array, group_size: int, length: int
 ) -> jax.Array:
     """`reference.decode`, on Explicit axes too, where the values lie as the codes."""
 
     def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
-        return reference.decode(codec, codes, scales, group_size)
+        return reference.decode(codec, codes, scales, group_size, length)
 
-    return explicit.left_to_xla(decode, explicit.sharding_of(codes), codes, scales)
+    lies = explicit.of_values(codes, length)
+    return explicit.left_to_xla(decode, lies, codes, scales)
 
 
 def encode(
@@ -125,7 +126,7 @@ def encode(
       implementation: `xla`, `pallas` (NVIDIA GPUs), or None for what is fastest here.
 
     Returns:
-      (codes of x's shape, scales [..., ceil(n / group_size)]).
+      (codes, scales [..., ceil(n / group_size)]), as `codec.storage` has them.
 
     Raises:
       ValueError: for an array without a last axis or elements on it, or where the implementation
@@ -162,6 +163,7 @@ def decode(
     codes: jax.Array,
     scales: jax.Array,
     group_size: int = 32,
+    length: int | None = None,
     *,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -172,9 +174,10 @@ def decode(
 
     Args:
       codec: how they were stored.
-      codes: [..., n], of any rank over 0.
+      codes: as they are stored, of any rank over 0.
       scales: [..., ceil(n / group_size)].
       group_size: neighbours on the last axis that share a scale.
+      length: n, where codes share bytes.
       implementation: `xla`, `pallas` (NVIDIA GPUs), or None for what is fastest here.
 
     Raises:
@@ -190,23 +193,23 @@ def decode(
       -1.0
     """
     _check(codes, group_size)
-    shape = groups.scale_shape(codes.shape, group_size)
-    wanted = (codec.dtype, shape, codec.scale.dtype)
-    if (codes.dtype, scales.shape, scales.dtype) != wanted:
+    length = codec.length_of(codes, length)
+    forms = codec.storage((*codes.shape[:-1], length), group_size)
+    given = StoredSlot(codes, scales)
+    if not given.is_like(forms):
         raise ValueError(
-            f"{codes.dtype}{list(codes.shape)} codes with {scales.dtype}{list(scales.shape)} "
-            f"scales: {codec.name} in groups of {group_size} keeps {wanted[0]} codes with "
-            f"{wanted[2]}{list(shape)} scales. Pass the codec and group_size that stored them."
+            f"{given.words}: {codec.name} in groups of {group_size} keeps {forms.words}. Pass the "
+            "codec and group_size that stored them."
         )
     if not _choose(codes, group_size, implementation):
-        return _decode_anywhere(codec, codes, scales, group_size)
+        return _decode_anywhere(codec, codes, scales, group_size, length)
     from optax_lowmem._src.codecs.group_codec import pallas_triton
 
     def kernel(codes: jax.Array, scales: jax.Array) -> jax.Array:
-        return pallas_triton.decode(codec, codes, scales, group_size)
+        return pallas_triton.decode(codec, codes, scales, group_size, length)
 
     def plain(codes: jax.Array, scales: jax.Array) -> jax.Array:
-        return _decode_by_xla(codec, codes, scales, group_size)
+        return _decode_by_xla(codec, codes, scales, group_size, length)
 
     if implementation is not None:
         return kernel(codes, scales)
