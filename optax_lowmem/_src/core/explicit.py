@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_lowmem._src.core.compiled import is_eager
-from optax_lowmem._src.core.placement import Placement, entry, placement, sharding_of_state
+from optax_lowmem._src.core.placement import Placement, beside, entry, placement, sharding_of_state
 
 
 def sharding_of(x: Any) -> NamedSharding | None:
@@ -83,8 +83,7 @@ def filled(path: str, x: Any, form: jax.ShapeDtypeStruct, group_size: int, value
     if not isinstance(given, NamedSharding) or sharding_of(x) is not None:
         own = of_state(path, x, form.shape, group_size)
         return laid(jnp.full(form.shape, value, form.dtype), own)
-    place = placement(path, tuple(x.shape), given, given.mesh)
-    own = sharding_of_state(place, tuple(x.shape), form.shape, (group_size,))
+    own = beside(path, tuple(x.shape), given, form.shape, (group_size,))
     return jnp.full(form.shape, value, form.dtype, device=own)
 
 

@@ -137,6 +137,20 @@ def placement(path: str, shape: tuple[int, ...], sharding: Any, mesh: Any) -> Pl
     return placed
 
 
+def beside(
+    path: str,
+    whole: tuple[int, ...],
+    sharding: Any,
+    shape: tuple[int, ...],
+    group_sizes: Iterable[int],
+) -> Any:
+    """`sharding_of_state` of a parameter with this sharding; itself where it is of no mesh."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    place = placement(path, whole, sharding, sharding.mesh)
+    return sharding_of_state(place, whole, shape, group_sizes)
+
+
 def mesh_of(shardings: Sequence[Any], mesh: Mesh | None) -> Any:
     """The mesh that some NamedShardings and PartitionSpecs are of.
 
