@@ -73,6 +73,14 @@ class GroupCodec(abc.ABC):
         """Return the number of neighbours on the last axis whose codes share a byte."""
         return 8 // self.bits
 
+    @property
+    def no_tile_reason(self) -> str | None:
+        """Return the reason why a kernel's tiles cannot hold the stored array, or None."""
+        several = self.codes_per_byte
+        if several & (several - 1) == 0:
+            return None
+        return f"{self.name} keeps {several} codes in a byte, and tiles hold powers of two"
+
     def storage(self, shape: tuple[int, ...], group_size: int) -> StoredSlot:
         """Return the shapes and dtypes of what is stored of values of a shape of any rank over 0.
 
@@ -114,7 +122,8 @@ class GroupCodec(abc.ABC):
         if self.bits == 8:
             return codes
         fields = codes.astype(jnp.int32) & (2**self.bits - 1)
-        in_bytes = groups.to_groups(fields << self._offsets(codes.shape), self.codes_per_byte)
+        shifted = fields << (self.place_in_byte(codes.shape) * self.bits)
+        in_bytes = groups.to_groups(shifted, self.codes_per_byte)
         return jnp.sum(in_bytes, axis=-1, dtype=jnp.int32).astype(jnp.uint8)
 
     def unpack(self, stored: jax.Array, length: int) -> jax.Array:
@@ -122,14 +131,15 @@ class GroupCodec(abc.ABC):
         if self.bits == 8:
             return stored
         spread = groups.spread(stored.astype(jnp.int32), length, self.codes_per_byte)
-        fields = (spread >> self._offsets(spread.shape)) & (2**self.bits - 1)
+        offsets = self.place_in_byte(spread.shape) * self.bits
+        fields = (spread >> offsets) & (2**self.bits - 1)
         sign = 2 ** (self.bits - 1) if self.signed else 0
         return ((fields ^ sign) - sign).astype(self.dtype)
 
-    def _offsets(self, shape: tuple[int, ...]) -> jax.Array:
-        """Return the number of bits below each code in its byte."""
-        lane = lax.broadcasted_iota(jnp.int32, shape, len(shape) - 1)
-        return (lane & (self.codes_per_byte - 1)) * self.bits
+    def place_in_byte(self, shape: tuple[int, ...]) -> jax.Array:
+        """Return how many codes lie before each in its byte, for codes of this shape."""
+        lane = lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
+        return lax.rem(lane, jnp.uint32(self.codes_per_byte)).astype(jnp.int32)
 
     # ---- arithmetic --------------------------------------------------------------------------
 

@@ -37,6 +37,9 @@ def _unsupported(kernel: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
         return f"{size} elements, more than a kernel's 32-bit offsets reach"
     if plan.block is not None and plan.block.elementwise:
         return "a second moment for each element, in f32: plain elementwise work"
+    for slot in plan.slots:
+        if slot.codec is not None and slot.codec.bits < 8 and slot.codec.no_tile_reason:
+            return slot.codec.no_tile_reason
     if kernel == "pallas":
         return None if platform.has_pallas_triton() else "this JAX has no Pallas-Triton lowering"
     if not platform.has_jax_triton():

@@ -24,18 +24,21 @@ _encode_by_xla = jax.jit(reference.encode, static_argnames=("codec", "group_size
 _decode_by_xla = jax.jit(reference.decode, static_argnames=("codec", "group_size", "length"))
 
 
-def supported(x: Any, group_size: int) -> str | None:
+def supported(x: Any, group_size: int, codec: GroupCodec | None = None) -> str | None:
     """Return the reason why the kernels cannot take an array here, or None where they can.
 
     Args:
       x: values or codes, or their `jax.ShapeDtypeStruct`.
       group_size: neighbours on the last axis that share a scale.
+      codec: how it is stored; by default with a code in each byte.
     """
-    return platform.no_kernel_reason(x) or _array_reason(x, group_size)
+    return platform.no_kernel_reason(x) or _array_reason(x, group_size, codec)
 
 
-def _array_reason(x: Any, group_size: int) -> str | None:
+def _array_reason(x: Any, group_size: int, codec: GroupCodec | None) -> str | None:
     """Return the reason why the kernels cannot take an array on any machine, or None."""
+    if codec is not None and codec.no_tile_reason is not None:
+        return codec.no_tile_reason
     if not platform.has_pallas_triton():
         return "this JAX has no Pallas-Triton lowering"
     if jnp.dtype(x.dtype) not in _DTYPES:
@@ -48,17 +51,17 @@ def _array_reason(x: Any, group_size: int) -> str | None:
     return f"a group takes {lanes} lanes, over {_MAX_LANES}" if lanes > _MAX_LANES else None
 
 
-def _choose(x: Any, group_size: int, implementation: str | None) -> bool:
+def _choose(codec: GroupCodec, x: Any, group_size: int, implementation: str | None) -> bool:
     """Return whether a kernel takes an array; raise where it was asked for and cannot."""
     if implementation is None:
-        return supported(x, group_size) is None
+        return supported(x, group_size, codec) is None
     if implementation not in IMPLEMENTATIONS:
         names = ", ".join(IMPLEMENTATIONS)
         raise ValueError(f"implementation must be {names} or None, got {implementation!r}")
     if implementation == "xla":
         return False
     reason = platform.no_device_reason() or platform.explicit_axes_reason(x)
-    reason = reason or _array_reason(x, group_size)
+    reason = reason or _array_reason(x, group_size, codec)
     if reason is not None:
         raise ValueError(
             f"implementation='pallas' cannot take this {x.dtype}{list(x.shape)} array: {reason}. "
@@ -142,7 +145,7 @@ def encode(
       ([-127, -64, 0, 64, 127], [2.0])
     """
     _check(x, group_size)
-    if not _choose(x, group_size, implementation):
+    if not _choose(codec, x, group_size, implementation):
         return _encode_anywhere(codec, x, group_size, key, slot)
     from optax_lowmem._src.codecs.group_codec import pallas_triton
 
@@ -201,7 +204,7 @@ def decode(
             f"{given.words}: {codec.name} in groups of {group_size} keeps {forms.words}. Pass the "
             "codec and group_size that stored them."
         )
-    if not _choose(codes, group_size, implementation):
+    if not _choose(codec, codes, group_size, implementation):
         return _decode_anywhere(codec, codes, scales, group_size, length)
     from optax_lowmem._src.codecs.group_codec import pallas_triton
 
