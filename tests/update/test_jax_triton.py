@@ -57,6 +57,7 @@ def test_what_it_takes():
         (lowmem.flash_adamw(1e-3, storage=storage(nu=None)), "nu is plain float32"),
         (lowmem.flash_adamw(1e-3, storage=lowmem.Storage.paper()), "softsign-int8-paper"),
         (lowmem.flash_lion(1e-3, storage=storage(mu=lowmem.codecs.linear())), "linear-int8"),
+        (lowmem.flash_lion(1e-3, storage=storage(mu=lowmem.codecs.linear4())), "linear-int4"),
         (lowmem.flash_lion(1e-3, storage=storage(group_size=48)), "not a power of two"),
         (lowmem.flash_lion(1e-3, storage=storage(group_size=512)), "not a power of two up to 256"),
         (lowmem.flash_lion(1e-3, storage=storage(split="ulp")), "ulp-24"),
