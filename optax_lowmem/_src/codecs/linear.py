@@ -53,7 +53,7 @@ def linear4(signed: bool = True) -> LinearCodec:
         s = \max_{\text{group}} |x|
 
     The error is at most s / 2L (nearest: s / 14, s / 30) or s / L (stochastic). Unsigned, a value
-    above 0 has a code of at least 1. The group size must be even.
+    above 0 has a code of at least 1, and so may be off by s / L. The group size must be even.
 
     Args:
       signed: codes -7 to 7; else 0 to 15, for values that are not negative.
