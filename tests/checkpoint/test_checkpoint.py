@@ -80,7 +80,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("optax.adan", marks=pytest.mark.full), "optax.amsgrad"]
+    "name", rows(["optax.adan", "optax.amsgrad", "optax.adan-int4"], ["optax.adan-int4"])
 )
 def test_compressed_state_comes_back(name, tmp_path):
     tx = made(name)
@@ -123,6 +123,13 @@ def test_states_inside_wrappers_come_back(kind, tmp_path):
     assert_same_bits(checkpoint.restore(tmp_path, tx, params), (params, state))
 
 
+def four_bits(learning_rate, storage=None):
+    """Two codes in a byte."""
+    codecs = {"mu": lowmem.codecs.linear4(), "nu": lowmem.codecs.linear4(signed=False)}
+    chosen = dataclasses.replace(storage or lowmem.Storage(), **codecs)
+    return lowmem.flash_adamw(learning_rate, storage=chosen)
+
+
 @pytest.mark.parametrize(
     "storage", [SMALL, lowmem.Storage.paper(policy=cases.POLICY, master_weight_bits=32)]
 )
@@ -132,6 +139,7 @@ def test_states_inside_wrappers_come_back(kind, tmp_path):
         lowmem.flash_adamw,
         pytest.param(lowmem.coat_adamw, marks=pytest.mark.full),
         pytest.param(lowmem.q_adamw, marks=pytest.mark.full),
+        pytest.param(four_bits, marks=pytest.mark.full),
     ],
 )
 def test_onto_another_mesh(make, storage, tmp_path):
