@@ -15,8 +15,8 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 .DEFAULT_GOAL := help
 .SECONDARY:
-.PHONY: help demo test test-repo test-full mutants gpu-test lint format types \
-  notebook wheel clean
+.PHONY: help demo docs serve test test-repo test-full mutants gpu-test lint format types \
+  notebook wheel package clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,13 @@ $(BIN)/python:
 $(VENV)/.has-%: pyproject.toml | $(BIN)/python
 	@echo "Installing optax-lowmem[$*] into $(VENV) (the first time takes a few minutes)"
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[$*]'
+	@touch $@
+
+# Tools that need neither the package nor its dependencies: the requirements of an extra alone.
+.venv-tools/.has-%: pyproject.toml
+	@$(MAKE) -s .venv-tools/bin/python VENV=.venv-tools
+	@.venv-tools/bin/python -m pip install -q --disable-pip-version-check \
+	  $$(.venv-tools/bin/python .ci/requirements $*)
 	@touch $@
 
 demo: $(VENV)/.has-examples  ## Train the same GPT with optax.adamw and with lowmem.flash_adamw
@@ -61,13 +68,19 @@ gpu-test: $(VENV)/.has-test  ## The GPU tests, on a machine that has one (CUDA=1
 	$(BIN)/python -m pip install -q -e '.[gpu]' 'jax[cuda$(CUDA)]'
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
-lint: $(VENV)/.has-dev  ## Check style and formatting
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+lint: .venv-tools/.has-lint  ## Check style and formatting
+	.venv-tools/bin/ruff check .
+	.venv-tools/bin/ruff format --check .
 
-format: $(VENV)/.has-dev  ## Mend what ruff can mend
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+format: .venv-tools/.has-lint  ## Mend what ruff can mend
+	.venv-tools/bin/ruff check --fix .
+	.venv-tools/bin/ruff format .
+
+docs: .venv-tools/.has-docs  ## Build the site into site/, strictly
+	NO_MKDOCS_2_WARNING=1 .venv-tools/bin/python -m mkdocs -q build --strict --clean
+
+serve: .venv-tools/.has-docs  ## Show the site while editing, on port 8000
+	.venv-tools/bin/python -m mkdocs serve
 
 types: $(VENV)/.has-dev  ## Check types
 	$(BIN)/mypy
@@ -80,6 +93,11 @@ wheel: $(BIN)/python  ## Build dist/*.whl
 	rm -rf dist
 	$(BIN)/python -m pip wheel -q --no-deps --wheel-dir dist .
 
+package: .venv-tools/.has-package  ## Build and check what an index would get: dist/*.whl, *.tar.gz
+	rm -rf dist
+	.venv-tools/bin/python -m build -q
+	.venv-tools/bin/python -m twine check --strict dist/*
+
 clean:  ## Remove environments, builds and caches
-	rm -rf .venv .venv-newest .venv-wheel .xla_cache build dist .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-newest .venv-tools .venv-wheel .xla_cache build dist site .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -157,8 +157,8 @@ class Optimizer(nnx.Optimizer[M]):
       wrt: which variables it trains, as in `nnx.grad`; usually `nnx.Param`.
       graph: as in Flax.
       dtype: None leaves the model as it is. Otherwise as in `lowmem.init`: the model's f32
-        parameters are replaced, in place, by weights of this dtype, and the rest of them is kept in
-        the state. Layers with a `dtype` of None then compute in the wider of it and their inputs'.
+        parameters are replaced, in place, by weights of this dtype, whose corrections are in the
+        state. Layers with a `dtype` of None then compute in the wider of it and their inputs'.
       allow_rounding: as in `lowmem.init`.
 
     Raises:

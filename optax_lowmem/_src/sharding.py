@@ -71,18 +71,18 @@ def state_shardings(
 
     Args:
       tx: any optax transformation, wrapped or not.
-      params: the parameters or their `jax.eval_shape`; Linen's `Partitioned` boxes are understood.
+      params: the parameters or their `jax.eval_shape`; Linen's metadata (`Partitioned`) is read.
       param_shardings: a tree like `params` of `NamedSharding` or `PartitionSpec` (None:
-        replicated). By default what `params` say: the shardings of their arrays, the names of their
-        boxes.
+        replicated). By default what `params` say: the shardings of their arrays, the names in
+        their metadata.
       mesh: for `PartitionSpec` and names; by default that of `jax.set_mesh`.
-      rules: (logical name, mesh axis or None) pairs, for boxes with logical names.
+      rules: (logical name, mesh axis or None) pairs, for metadata with logical names.
       zero_axis: a mesh axis over which the state is split although the parameters are not (ZeRO-1):
         on the first dimension that it divides.
       memory_kind: of the state's shardings, such as `pinned_host`; by default the device's.
 
     Returns:
-      A tree of `NamedSharding` like `tx.init(params)`, without boxes; for `out_shardings` of
+      A tree of `NamedSharding` like `tx.init(params)`, without metadata; for `out_shardings` of
       `jax.jit(tx.init)`, `jax.device_put`, or an abstract target of a checkpoint.
 
     Raises:

@@ -71,6 +71,8 @@ def test_estimates_are_what_was_measured(monkeypatch):
     """Of the records that docs/guides/layers.md shows, taken by the Hopper kernels."""
     monkeypatch.setattr(choice, "product_reason", lambda *_: None)
     rows = records.newest(records.on_gpus(records.all_records()), bench="linear")
+    if not rows:
+        pytest.skip("no records here: a source distribution")
     times = linear_tables.values(rows, "device_ms")
     assert len(times) >= 12
     for shape, own in times.items():

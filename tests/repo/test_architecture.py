@@ -43,7 +43,6 @@ MAY_IMPORT = {
 # (file, room that it imports all the same): why. A file that no longer does fails the test.
 EXCEPTIONS = {
     ("update/masters.py", "noise"): "the weights without noise are the master weights",
-    ("update/jax_triton.py", "optimizers"): "the rules that its kernel has formulas for, by type",
     ("optimizers/__init__.py", "wrappers"): "stable_adamw's plain counterpart is update_clipping",
     ("optimizers/stable_adamw.py", "wrappers"): "its threshold is that of update_clipping",
     ("wrappers/chain.py", "noise"): "step folds clipping into an optimizer inside gaussws_noise",

@@ -6,7 +6,6 @@ import importlib
 import inspect
 import pkgutil
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +14,9 @@ import pytest
 
 import optax_lowmem
 from benchmarks import records, tables
+from tests.repo.pages import PAGES, README, blocks_of, run_block
 from tests.tolerances import COMPOSITION_SHARE
 
-README = Path(__file__).parents[2] / "README.md"
 MODULES = [
     optax_lowmem.__name__,
     *(m.name for m in pkgutil.walk_packages(optax_lowmem.__path__, "optax_lowmem.")),
@@ -87,33 +86,19 @@ def test_arguments_are_described(name):
     assert not missing
 
 
-def blocks_of(page):
-    """(name, source) of each python block of a page."""
-    found = re.findall(r"^```python\n(.*?)^```", page.read_text("utf-8"), re.DOTALL | re.MULTILINE)
-    return [(f"{page.name}, block {index}", block) for index, block in enumerate(found)]
-
-
-def test_code_of_the_readme(tmp_path, monkeypatch):
-    """Its python blocks, in order, in one namespace."""
-    monkeypatch.chdir(tmp_path)
-    namespace: dict = {}
-    for name, block in blocks_of(README):
-        exec(compile(block, name, "exec"), namespace)  # noqa: S102
-
-
 COMPOSITION = README.parent / "docs" / "guides" / "composition.md"
 
 
 def test_chains_of_the_composition_page():
     """Each block after the first has a drop-in, and a chain with its state and its weights."""
-    (name, first), *others = blocks_of(COMPOSITION)
+    first, *others = blocks_of(COMPOSITION)
     namespace: dict = {}
-    exec(compile(first, name, "exec"), namespace)  # noqa: S102
+    run_block(first, namespace)
     params = namespace["params"]
     grads = jax.tree.map(lambda p: jnp.cos(jnp.arange(p.size)).reshape(p.shape), params)
-    for name, block in others:
-        own = {**namespace}
-        exec(compile(block, name, "exec"), own)  # noqa: S102
+    for block in others:
+        own, name = {**namespace}, block.name
+        run_block(block, own)
         namespace.update({k: v for k, v in own.items() if k not in ("drop_in", "chain")})
         found = []
         for tx in (own["drop_in"], own["chain"]):
@@ -138,8 +123,7 @@ def test_every_optimizer_is_on_the_composition_page():
 
 
 def test_every_page_with_a_table_is_rendered():
-    pages = [README, *(README.parent / "docs").rglob("*.md")]
-    marked = [p for p in pages if "<!-- table:" in p.read_text("utf-8")]
+    marked = [p for p in PAGES if "<!-- table:" in p.read_text("utf-8")]
     assert {str(p.relative_to(README.parent)) for p in marked} == set(tables.PAGES)
 
 

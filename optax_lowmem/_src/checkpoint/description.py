@@ -163,7 +163,7 @@ def check_version(saved: Mapping[str, Any]) -> None:
     if saved["version"] > FORMAT_VERSION:
         raise ValueError(
             f"the checkpoint has format version {saved['version']}, newer than this package reads "
-            f"({FORMAT_VERSION}): pip install --upgrade optax-lowmem."
+            f"({FORMAT_VERSION}): update optax_lowmem to read it."
         )
 
 

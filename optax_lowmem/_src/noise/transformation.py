@@ -68,7 +68,7 @@ def gaussws_noise(
       ValueError: where no leaf is of `parts`, or one is no matrix; for accumulation inside.
 
     Memory: of sampled leaves another weight, and 16 bytes per block of 1024 (with AdamW for b_i):
-    2.02 bytes a 16-bit parameter.
+    2.02 bytes per 16-bit parameter.
 
     Numerics: through `optax.apply_updates` \hat w may be off by 2^-24 of what it was before;
     `lowmem.step` gives its very bits. The state knows w exactly either way.

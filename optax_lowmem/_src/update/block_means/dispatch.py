@@ -29,8 +29,8 @@ def supported(block: Block, g: jax.Array, implementation: str | None = None) -> 
       g: the leaf's gradient.
       implementation: the caller's choice, or None.
     """
-    if implementation not in (None, "pallas"):
-        return f"implementation={implementation!r} was asked for"
+    if implementation == "xla":  # the other names are of kernels of the step
+        return "implementation='xla' was asked for"
     reason = platform.no_device_reason() if implementation else platform.no_kernel_reason(g)
     if reason is not None:
         return reason

@@ -1,0 +1,62 @@
+"""The three rows of the README: bytes, time and loss, from the newest records of each."""
+
+import statistics
+
+from benchmarks.records import Rows, last, on_gpus, select
+from benchmarks.render import Rendered, Table
+from benchmarks.suites.step.tables import BASE
+
+OURS = {"memory": "lowmem", "step": "lowmem.step", "train": "lowmem"}
+GPU = "NVIDIA H100 80GB HBM3"
+
+
+def front(rows: Rows) -> Table:
+    """Weights and state of an 8B model, a step of a 1B model, and the loss of the demo."""
+    head = ["AdamW", f"`{BASE.removesuffix('-f32')}.adamw`, f32", "`flash_adamw`, bf16", "ratio"]
+    body, used = [], []
+    for make in (_bytes, _milliseconds, _loss):
+        row, own = make(rows)
+        if own:
+            body.append(row)
+            used += own
+    return head, body, used
+
+
+def _bytes(rows: Rows) -> tuple[list[str], Rows]:
+    own = select(rows, bench="memory", case="llama-3.1-8b/adamw")
+    pair = [
+        [last(own, impl=impl, metric=metric) for metric in ("params_gib", "state_gib")]
+        for impl in (BASE, OURS["memory"])
+    ]
+    if not all(record for records in pair for record in records):
+        return [], []
+    plain, ours = (sum(r["value"] for r in records if r) for records in pair)
+    name = "weights and optimizer state, Llama-3.1-8B"
+    row = [name, f"{plain:.1f} GiB", f"{ours:.1f} GiB", f"{ours / plain:.2f}"]
+    return row, [r for records in pair for r in records if r]
+
+
+def _milliseconds(rows: Rows) -> tuple[list[str], Rows]:
+    own = on_gpus(select(rows, bench="step", case="llama-3.2-1b/adamw", device=GPU))
+    pair = [last(own, impl=impl, metric="device_ms") for impl in (BASE, OURS["step"])]
+    if not all(pair):
+        return [], []
+    plain, ours = (r["value"] for r in pair if r)
+    name = "the optimizer's step alone, Llama-3.2-1B, one H100"
+    row = [name, f"{plain:.2f} ms", f"{ours:.2f} ms", f"{ours / plain:.2f}"]
+    return row, [r for r in pair if r]
+
+
+def _loss(rows: Rows) -> tuple[list[str], Rows]:
+    own = select(rows, bench="train", metric="val_loss", case="demo/adamw", device=GPU)
+    runs = [select(own, impl=impl) for impl in (BASE, OURS["train"])]
+    if not all(runs):
+        return [], []
+    means = [statistics.mean(r["value"] for r in found) for found in runs]
+    seeds = len({r["seed"] for r in own})
+    name = f"validation loss of the demo's GPT, {seeds} seeds"
+    row = [name, *(f"{mean:.4f}" for mean in means), f"{means[1] / means[0]:.4f}"]
+    return row, own
+
+
+TABLES = {"front": Rendered(front, "memory")}

@@ -1,0 +1,87 @@
+"""Bytes of weights and optimizer state of published models; nothing is allocated.
+
+python -m benchmarks.run memory --record
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+import optax_lowmem as lowmem
+from benchmarks import model_shapes, records
+from benchmarks.records import Rows
+from benchmarks.render import Rendered, Table, cell
+
+PAPER, FULL = lowmem.Storage.paper(), lowmem.Storage.full_precision()
+MODELS: dict[str, Callable[[Any], Any]] = {
+    "llama-3.1-8b": model_shapes.llama_3_1_8b,
+    "gpt2-124m": model_shapes.gpt2_124m,
+    "resnet-50": model_shapes.resnet_50,
+}
+ARGUMENTS = {"sgd": {"momentum": 0.9}}
+# implementation -> (optimizer by name, dtype of the weights)
+VARIANTS: dict[str, tuple[Callable[[str], optax.GradientTransformation], Any]] = {
+    "optax-f32": (lambda name: _made(optax, name), jnp.float32),
+    "lowmem": (lambda name: _ours(name, lowmem.Storage()), jnp.bfloat16),
+    "lowmem, paper's storage": (lambda name: _ours(name, PAPER), jnp.bfloat16),
+    "lowmem, weight split alone": (lambda name: _ours(name, FULL), jnp.bfloat16),
+    "lowmem, 8-bit moments alone (paper's)": (lambda name: _ours(name, PAPER), jnp.float32),
+}
+# FlashOptim Tables 4, 6 and 8, optimizer GiB, in the order of VARIANTS (the second is ours alone);
+# it has no row for SGD on Llama
+PUBLISHED = {
+    ("llama-3.1-8b", "adamw"): (59.8, None, 23.4, 67.3, 15.9),
+    ("gpt2-124m", "adamw"): (0.93, None, 0.36, 1.04, 0.25),
+    ("gpt2-124m", "lion"): (0.46, None, 0.24, 0.58, 0.12),
+    ("resnet-50", "sgd"): (0.10, None, 0.05, 0.12, 0.03),
+    ("resnet-50", "adamw"): (0.19, None, 0.08, 0.21, 0.05),
+    ("llama-3.1-8b", "sgd"): (None,) * 5,
+}
+
+
+def _made(module: Any, name: str, **more: Any) -> optax.GradientTransformation:
+    return getattr(module, name)(1e-3, **ARGUMENTS.get(name.removeprefix("flash_"), {}), **more)
+
+
+def _ours(name: str, storage: lowmem.Storage) -> optax.GradientTransformation:
+    return _made(lowmem, f"flash_{name}", storage=storage)
+
+
+def measure(model: str, optimizer: str) -> Rows:
+    rows = []
+    published = PUBLISHED[model, optimizer]
+    for (impl, (make, dtype)), paper in zip(VARIANTS.items(), published, strict=True):
+        report = lowmem.memory.report(make(optimizer), MODELS[model](dtype))
+        values = {
+            "params_gib": (report.params_bytes / 2**30, "GiB"),
+            "state_gib": (report.state_bytes / 2**30, "GiB"),
+            "bytes_per_param": (report.bytes_per_param, "bytes"),
+        }
+        own = records.records_of("memory", f"{model}/{optimizer}", impl, values)
+        own[1] |= {"paper": paper} if paper else {}
+        rows += own
+    return rows
+
+
+@records.suite()
+def main(args: argparse.Namespace) -> Iterator[Rows]:
+    return (measure(*one) for one in PUBLISHED)
+
+
+def memory(rows: Rows) -> Table:
+    """GiB of weights and state of Llama-3.1-8B, beside the paper's Table 4."""
+    found = records.select(rows, bench="memory", case="llama-3.1-8b/adamw")
+    body = [
+        [impl, cell(of["params_gib"], "{:.1f}"), cell(of["state_gib"], "{:.1f}"),
+         cell(of["bytes_per_param"], "{:.2f}"),
+         f"{of['state_gib']['paper']:.1f}" if of["state_gib"].get("paper") else ""]
+        for impl, of in records.grouped(found, "impl", "metric").items()
+    ]  # fmt: skip
+    head = ["Llama-3.1-8B, AdamW", "weights GiB", "state GiB", "bytes/param", "paper: state GiB"]
+    return head, body, found
+
+
+TABLES = {"memory": Rendered(memory, "memory")}

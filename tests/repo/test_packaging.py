@@ -1,0 +1,179 @@
+"""What an index would get, and what the project's address fills."""
+
+import email
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+
+import pytest
+
+from tests.repo.pages import ROOT
+from tools import address
+
+SOMEWHERE = "https://example.org/someone/optax_lowmem"
+SETTINGS = address.settings()
+LIMIT = 1_500_000  # bytes of the source distribution
+
+
+def run(*command: str, cwd=ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=cwd,
+        env=os.environ | env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The folder with a source distribution and the wheel that was built from it."""
+    for module in ("build", "hatchling", "twine"):
+        pytest.importorskip(module, reason="needs the extra package")
+    folder = tmp_path_factory.mktemp("dist")
+    done = run("build", "--no-isolation", "--outdir", str(folder), str(ROOT))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unpacked(built, tmp_path_factory):
+    """The source distribution's folder."""
+    folder = tmp_path_factory.mktemp("sdist")
+    (archive,) = built.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        opened.extractall(folder, filter="data")
+    (inside,) = folder.iterdir()
+    return inside
+
+
+def test_an_index_would_take_them(built):
+    done = run("twine", "check", "--strict", *map(str, sorted(built.iterdir())))
+    assert done.returncode == 0 and done.stdout.count("PASSED") == 2, done.stdout + done.stderr
+
+
+def test_the_source_distribution_is_small(built):
+    (archive,) = built.glob("*.tar.gz")
+    assert archive.stat().st_size < LIMIT
+
+
+def test_metadata(built):
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as opened:
+        (name,) = [n for n in opened.namelist() if n.endswith("METADATA")]
+        found = email.message_from_bytes(opened.read(name))
+        assert not [n for n in opened.namelist() if n.startswith(("tests", "tools", "docs"))]
+    assert found["Author"] == "optax_lowmem developers"
+    assert found["Version"] == SETTINGS["project"]["version"]
+    assert found.get_all("Project-URL", []) == [
+        f"{name}, {url}" for name, url in address.urls(address.address()).items()
+    ]
+    text = found.get_payload()
+    assert text.startswith("# optax_lowmem")
+    assert not re.search(r"\]\((?!https?://|#)", text)  # nothing relative is left to break
+
+
+def test_the_default_tier_is_whole_in_a_source_distribution(unpacked):
+    """Its tests are collected without the repository: nothing that they import is left out."""
+    assert (unpacked / ".ci" / "find-python").exists() and (unpacked / "Makefile").exists()
+    mark = "not gpu and not repo and not full"
+    done = run("pytest", "--collect-only", "-q", "-m", mark, "-p", "no:cacheprovider",
+               cwd=unpacked, PYTHONPATH="", JAX_PLATFORMS="cpu")  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:]
+    found = run("pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "tests/repo",
+                "tests/codecs/test_codecs.py", "tests/layers/test_layer_choice.py", "-k",
+                "records or what_was_measured or round_trip",
+                cwd=unpacked, PYTHONPATH="", JAX_PLATFORMS="cpu")  # fmt: skip
+    assert found.returncode == 0, found.stdout[-3000:]
+    assert found.stdout.count("no records here: a source distribution") == 2
+
+
+# ---- the address ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", address.PAGES)
+def test_pages_follow_the_address(name):
+    text = (ROOT / name).read_text("utf-8")
+    assert "<!-- address:" in text
+    assert address.filled(text, address.address()) == text, "run python -m tools.address"
+
+
+def test_without_an_address():
+    text = address.readme("")
+    assert "![" not in text and "in the clone" in text and "make wheel" in text
+    assert not re.search(r"\]\((?!https?://|#)", text)
+    assert address.urls("") == {} and address.badges("") == ""
+
+
+def test_with_an_address():
+    text = address.readme(SOMEWHERE)
+    assert f'pip install "optax-lowmem @ git+{SOMEWHERE}"' in text
+    picture = f"({SOMEWHERE}/raw/main/docs/figures/llama_8b_memory.png)"
+    assert picture in text and text.count("img.shields.io") == 2
+    assert f"[results]({SOMEWHERE}/blob/main/docs/results/index.md)" in text
+    assert not re.search(r"\]\((?!https?://|#)", text)
+    assert set(address.urls(SOMEWHERE)) >= {"Homepage", "Documentation", "Issues"}
+
+
+def test_links_out_of_the_site():
+    from tools import site
+
+    line = "see [the notes](../../notebooks/a.ipynb) and [this](../other.md#x)"
+    assert site.leaving(line, "guides", "") == "see the notes and [this](../other.md#x)"
+    led = site.leaving(line, "guides", SOMEWHERE)
+    assert f"[the notes]({SOMEWHERE}/blob/main/notebooks/a.ipynb)" in led
+
+
+# ---- names ---------------------------------------------------------------------------------------
+
+INDEX = re.compile(r"pip install[^\n]*\boptax[-_]lowmem\b(?! @)")
+TEXT = {".cff", ".cfg", ".md", ".py", ".toml", ".yaml", ".yml"}
+
+
+def test_nothing_is_installed_by_our_name():
+    """The name on the index is not the project's, so what is there could be anybody's."""
+    done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip("not a clone")
+    files = [ROOT / name for name in done.stdout.split()]
+    named = [
+        path.relative_to(ROOT).as_posix()
+        for path in files
+        if (path.suffix in TEXT or path.name in ("Makefile", "run"))
+        and path.exists()
+        and INDEX.search(path.read_text("utf-8"))
+    ]
+    assert not named
+
+
+def test_one_version():
+    version = SETTINGS["project"]["version"]
+    cited = (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"\nversion: {version}\n" in cited
+    assert f"version = {{{version}}}" in (ROOT / "docs/citation.md").read_text("utf-8")
+    changes = (ROOT / "CHANGELOG.md").read_text("utf-8")
+    heads = re.findall(r"^## \[(.*?)\]", changes, re.MULTILINE)
+    assert heads[:2] == ["Unreleased", "0.1.0"] or heads[0] == version
+
+
+def test_templates_are_yaml():
+    yaml = pytest.importorskip("yaml")
+    for path in [*(ROOT / ".github").rglob("*.yml"), ROOT / ".pre-commit-config.yaml"]:
+        assert yaml.safe_load(path.read_text("utf-8")), path
+
+
+@pytest.mark.parametrize("extra", ["lint", "docs", "package"])
+def test_tools_do_not_install_the_library(extra):
+    """`make lint` installs what `.ci/requirements` prints."""
+    done = subprocess.run(
+        [sys.executable, ROOT / ".ci/requirements", extra], capture_output=True, text=True
+    )
+    names = {re.split(r"[<>=\[]", line)[0] for line in done.stdout.split("\n") if line}
+    assert names and not names & {"jax", "flax", "triton", "optax", "optax-lowmem"}
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    assert done.stdout.splitlines() == wanted["project"]["optional-dependencies"][extra]

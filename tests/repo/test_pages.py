@@ -1,0 +1,190 @@
+"""Pages of the README and docs/: code runs, commands exist, words are the field's."""
+
+import importlib
+import inspect
+import re
+import shlex
+
+import jax
+import pytest
+
+from tests import public_api
+from tests.lowering import kernels_in, lower_for_cuda
+from tests.repo.pages import DOCS, PAGES, README, ROOT, blocks_of, name_of, run_block
+from tests.repo.test_examples import example  # noqa: F401 (a fixture)
+
+WITH_CODE = [page for page in PAGES if blocks_of(page)]
+
+
+def test_pages_with_code_were_found():
+    assert len(WITH_CODE) >= 18
+    assert sum(len(blocks_of(page)) for page in WITH_CODE) >= 70
+
+
+@pytest.fixture
+def as_users_do(tmp_path, monkeypatch):
+    """In a folder of its own; programs may broadcast, as users' do."""
+    monkeypatch.chdir(tmp_path)
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
+def test_code_runs_and_prints_what_the_page_shows(page, as_users_do):
+    """Its blocks, in order, in one namespace, on eight devices."""
+    assert jax.device_count() == 8
+    namespace: dict = {"__name__": "page"}
+    for block in blocks_of(page):
+        printed = run_block(block, namespace)
+        if block.printed is not None:
+            assert printed == block.printed, block.name
+
+
+def test_code_for_a_gpu_has_a_kernel_in_it(on_a_gpu, as_users_do):
+    blocks = [block for page in PAGES for block in blocks_of(page) if block.lowered]
+    assert blocks
+    for block in blocks:
+        namespace: dict = {}
+        run_block(block, namespace)
+        step = namespace["train_step"].__wrapped__
+        assert kernels_in(lower_for_cuda(step, *namespace["arguments"])), block.name
+
+
+def test_no_python_block_is_left_out():
+    """Every fence that says python is one that the tests run."""
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        assert text.count("```python") == sum(
+            "```python" not in b.source for b in blocks_of(page)
+        ) - (text.count("<!-- run\n")), name_of(page)
+
+
+def test_the_readme_trains(as_users_do):
+    """Its step is jitted and donates, and the loss falls."""
+    namespace: dict = {}
+    first = blocks_of(README)[0]
+    assert "donate_argnums" in first.source and "value_and_grad" in first.source
+    run_block(first, namespace)
+    start = namespace["loss_fn"](namespace["params_f32"], namespace["x"], namespace["y"])
+    assert float(namespace["loss"]) < 0.2 * float(start)
+    old = namespace["params"]["w1"]
+    namespace["train_step"](*(namespace[name] for name in ("params", "state", "x", "y")))
+    assert old.is_deleted()
+
+
+def test_the_readme_is_short():
+    assert len(README.read_text("utf-8").splitlines()) <= 150
+
+
+# ---- commands ------------------------------------------------------------------------------------
+
+EXAMPLE = re.compile(r"python examples/(train_\w+)\.py((?: (?!#|and\b)[\w./=:-]+)*)")
+
+
+def commands():
+    found = {match for page in PAGES for match in EXAMPLE.findall(page.read_text("utf-8"))}
+    return sorted(found)
+
+
+@pytest.mark.parametrize(("script", "flags"), commands())
+def test_commands_of_examples_parse(example, script, flags):  # noqa: F811
+    assert example(script).parse_arguments(shlex.split(flags))
+
+
+def test_commands_were_found():
+    assert len(commands()) >= 5
+
+
+def test_make_targets_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text("utf-8"), re.MULTILINE))
+    named = {
+        name for page in PAGES for name in re.findall(r"`make ([a-z-]+)", page.read_text("utf-8"))
+    }
+    assert named and named <= targets
+
+
+# ---- words ---------------------------------------------------------------------------------------
+
+# Phrases of this project's past, and the field's terms for them.
+SAY = {
+    r"bytes a parameter|a 16-bit parameter\b(?<!per 16-bit parameter)": "bytes per parameter",
+    r"\bGiB a device\b": "GiB per device",
+    r"\ba step more\b|\bms a step\b": "per step",
+    r"x the first that fits|base of every ratio": "relative to the baseline",
+    r"Linen's boxes|metadata boxes|\bboxes\b": "metadata (Flax)",
+    r"\bplacements?\b|where arrays lie": "sharding",
+    r"\bturned (array|weight|matrix|kernel|codes)": "transposed",
+    r"\bgrouped slots?\b|slots? that (is|are) grouped": "quantized",
+    r"\bof_leaves\b": "per-leaf hyperparameter",
+    r"slots? with a value a block": "block-wise (shared) slot",
+    r"what takes it, and why": "supported on, falls back to",
+    r"the other (8|16) bits|the rest of (them|it) is kept in": "error-feedback bits, correction",
+    r"\bfirst-?order moments?\b|\bsecond-?order moments?\b": "first and second moment",
+}
+
+
+def prose(text: str) -> str:
+    """A page without its tables, which come from the records, and its code."""
+    text = re.sub(r"<!-- table:.*?<!-- end -->", "", text, flags=re.DOTALL)
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def public_docstrings():
+    """(name, text) of public modules and names, and of the public methods of classes."""
+    for module in public_api.MODULES:
+        path = f"{public_api.PACKAGE}.{module}".rstrip(".")
+        found = importlib.import_module(path)
+        yield path, found.__doc__ or ""
+        for name in found.__all__:
+            thing = getattr(found, name)
+            if not (inspect.isclass(thing) or inspect.isfunction(thing)):
+                continue
+            yield f"{path}.{name}", inspect.getdoc(thing) or ""
+            for method, member in vars(thing).items() if inspect.isclass(thing) else ():
+                if not method.startswith("_"):
+                    yield f"{path}.{name}.{method}", inspect.getdoc(member) or ""
+
+
+def texts():
+    yield from ((name_of(page), prose(page.read_text("utf-8"))) for page in PAGES)
+    yield from public_docstrings()
+
+
+def test_public_docstrings_were_found():
+    assert len(dict(public_docstrings())) > 150
+
+
+@pytest.mark.parametrize("phrase", SAY)
+def test_words_are_the_field_s(phrase):
+    found = [
+        f"{name}: {match[0]!r}; say {SAY[phrase]!r}"
+        for name, text in texts()
+        for match in re.finditer(phrase, text)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "sentence", ["5.2 bytes a parameter", "the other 8 bits of it", "Linen's boxes and names"]
+)
+def test_the_words_are_noticed(sentence):
+    assert any(re.search(phrase, sentence) for phrase in SAY)
+
+
+# ---- links ---------------------------------------------------------------------------------------
+
+LINK = re.compile(r"(?<!\\)\[[^\]]*\]\((?!https?://|mailto:|#)([^)#\s]+)")
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
+def test_relative_links_have_a_target(page):
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+    missing = [to for to in LINK.findall(text) if not (page.parent / to).exists()]
+    assert not missing
+
+
+def test_every_page_is_in_the_navigation():
+    nav = (ROOT / "mkdocs.yml").read_text("utf-8")
+    missing = [p for p in DOCS.rglob("*.md") if f"- {p.relative_to(DOCS).as_posix()}\n" not in nav]
+    assert not missing

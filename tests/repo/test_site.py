@@ -1,0 +1,156 @@
+"""The documentation site: it builds strictly, has every public name, and works in a browser."""
+
+import functools
+import http.server
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.repo import browser
+from tests.repo.pages import DOCS, ROOT
+
+pytest.importorskip("mkdocs", reason="needs the extra docs")
+pytest.importorskip("latex2mathml", reason="needs the extra docs")
+
+NAMES = [
+    found[1]
+    for line in (ROOT / "tests/public_api.txt").read_text("utf-8").splitlines()
+    if not line.endswith(": module") and (found := re.match(r"(?:class )?([\w.]+)", line))
+]
+PAGES = sorted(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md"))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built once; strictly, so that a broken link ends it."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def url_of(page: str) -> str:
+    """The address of a page under the site's."""
+    return (
+        re.sub(r"(?:(^|/)index)?\.md$", r"\1", page)
+        if page.endswith("index.md")
+        else (page.removesuffix(".md") + "/")
+    )
+
+
+def html_of(site: Path, page: str) -> str:
+    return (site / url_of(page) / "index.html").read_text("utf-8")
+
+
+def test_every_public_name_is_on_an_api_page(site):
+    ids = set()
+    for page in PAGES:
+        if page.startswith("api/"):
+            ids |= set(re.findall(r'id="(optax_lowmem[\w.]*)"', html_of(site, page)))
+    assert len(NAMES) > 120
+    assert not [name for name in NAMES if name not in ids]
+
+
+def test_docstrings_are_rendered(site):
+    """Examples are code, formulas MathML, and nothing of another markup is left."""
+    text = html_of(site, "api/optimizers.md")
+    assert "<math" in text and "language-pycon highlight" in text
+    assert ":math:" not in text and ".. math::" not in text
+
+
+def test_nothing_is_loaded_from_elsewhere(site):
+    for page in PAGES:
+        text = html_of(site, page)
+        loaded = re.findall(r'<(?:script|img|link)[^>]+(?:src|href)="(https?://[^"]+)"', text)
+        assert not [url for url in loaded if 'rel="canonical"' not in url], page
+
+
+# ---- in a browser --------------------------------------------------------------------------------
+
+
+class _Quiet(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def served(site):
+    """The site's address on this machine."""
+    handler = functools.partial(_Quiet, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def chromium(tmp_path_factory):
+    program = browser.find()
+    if program is None:
+        pytest.skip(f"needs a Chromium (apt-get install chromium): none of {browser.NAMES} here")
+    with browser.Browser(program, tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+BROKEN = "[...document.images].filter(i => !(i.complete && i.naturalWidth)).map(i => i.src)"
+
+
+def test_pages_load_with_their_pictures(chromium, served):
+    pictures = 0
+    for page in PAGES:
+        chromium.open(served + url_of(page))
+        assert chromium.evaluate("document.querySelector('article h1') !== null"), page
+        assert chromium.evaluate(BROKEN) == [], page
+        pictures += chromium.evaluate("document.images.length")
+    assert pictures >= 15
+
+
+def test_no_page_scrolls_sideways_on_a_phone(chromium, served):
+    chromium.width(390, 844)
+    try:
+        wide = []
+        for page in PAGES:
+            chromium.open(served + url_of(page))
+            size = chromium.evaluate("document.documentElement.scrollWidth")
+            wide += [(page, size)] if size > 390 else []
+        assert not wide
+    finally:
+        chromium.width(1280)
+
+
+def test_the_search_finds_an_optimizer(chromium, served):
+    chromium.open(served)
+    chromium.wait_for("document.querySelector('input[data-md-component=search-query]') !== null")
+    chromium.evaluate(
+        "document.querySelector('label[for=__search]').click();"
+        "const box = document.querySelector('input[data-md-component=search-query]');"
+        "box.focus(); box.value = 'flash_adamw';"
+        "box.dispatchEvent(new Event('keyup', {bubbles: true}));"
+        "box.dispatchEvent(new Event('input', {bubbles: true}));"
+    )
+    links = "[...document.querySelectorAll('.md-search-result__link')].map(a => a.href)"
+    chromium.wait_for(f"{links}.length > 0")
+    found = json.loads(chromium.evaluate(f"JSON.stringify({links})"))
+    assert any("api/optimizers" in link for link in found), found
+
+
+def test_the_site_follows_its_address(chromium, served):
+    """Links that leave the pages are plain text while there is no address."""
+    chromium.open(served + "internals/")
+    assert not chromium.evaluate(
+        "[...document.querySelectorAll('article a')].some(a => a.href.includes('CONTRIBUTING'))"
+    )
+    assert "CONTRIBUTING.md" in chromium.evaluate("document.querySelector('article').innerText")
