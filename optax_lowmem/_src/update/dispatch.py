@@ -72,11 +72,13 @@ def choose(
     nowhere = platform.no_kernel_reason(g)
     if nowhere is not None:
         return "xla", nowhere
-    reasons = {kernel: _unsupported(kernel, rule, plan) for kernel in _KERNELS}
-    for kernel, reason in reasons.items():
+    reasons = []
+    for kernel in _KERNELS:
+        reason = _unsupported(kernel, rule, plan)
         if reason is None:
             return kernel, "fused kernel"
-    return "xla", "; ".join(f"{kernel}: {reason}" for kernel, reason in reasons.items())
+        reasons.append(f"{kernel}: {reason}")
+    return "xla", "; ".join(reasons)
 
 
 def _asked_for(
