@@ -22,7 +22,7 @@ def write(path: Path, about: dict[str, Any], arrays: dict[str, np.ndarray]) -> N
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """What `write` wrote."""
+    """Return what `write` wrote: what arrays are of, and the arrays."""
     with np.load(path) as stored:
         arrays = {key: stored[key] for key in stored.files if key != _ABOUT}
         return json.loads(str(stored[_ABOUT])), arrays

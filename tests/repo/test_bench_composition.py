@@ -15,7 +15,6 @@ def test_every_optimizer_of_the_page_is_found():
 def test_a_chain_holds_more_beside_a_step(monkeypatch):
     """f32 masters, moments and updates at once; the same state."""
     monkeypatch.setattr(composition, "SIDE", 256)
-    monkeypatch.setattr(composition, "LEAVES", 1)
     both = dict(composition.transformations())["flash_lion"]
     drop_in, chain = (composition.measure(both[kind]) for kind in composition.KINDS)
     (state, unit), (other, _) = (one["state_bytes_per_param"] for one in (drop_in, chain))
