@@ -1,5 +1,7 @@
 """Adam-mini and Q-Adam-mini: one second moment a block of weights (Q-Adam-mini, section 2)."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
