@@ -106,10 +106,10 @@ def test_make_targets_exist():
 # ---- words ---------------------------------------------------------------------------------------
 
 # Phrases of this project's past, and the field's terms for them.
+UNIT = r"(bytes?|[GMK]i?B|ms|values?|numbers?|scales?|moments?|codes?|bits)(?: of state)?"
+ITEM = r"(parameter|device|step|leaf|block|group|row|head|token|layer|weight|slot|element|tensor)"
 SAY = {
-    r"bytes a parameter|a 16-bit parameter\b(?<!per 16-bit parameter)": "bytes per parameter",
-    r"\bGiB a device\b": "GiB per device",
-    r"\ba step more\b|\bms a step\b": "per step",
+    rf"\b{UNIT} an? {ITEM}\b(?!')|\ba step more\b": "per parameter, per device, per step",
     r"x the first that fits|base of every ratio": "relative to the baseline",
     r"Linen's boxes|metadata boxes|\bboxes\b": "metadata (Flax)",
     r"\bplacements?\b|where arrays lie": "sharding",

@@ -16,7 +16,7 @@ from optax_lowmem._src.core.shown import ShowsChanges
 
 @dataclasses.dataclass(frozen=True)
 class GroupCodec(ShowsChanges, abc.ABC):
-    """Stores a slot as 8-bit codes and one scale a group.
+    """Stores a slot as 8-bit codes and one scale per group.
 
     Attributes:
       scale: how the scale of a group is stored; it has a `dtype`.

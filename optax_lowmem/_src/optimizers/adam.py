@@ -178,7 +178,7 @@ def scale_by_flash_adam(
 ) -> optax.GradientTransformationExtraArgs:
     """`optax.scale_by_adam` with 8-bit moments: a direction, without rate, decay or split.
 
-    2.19 bytes of state a parameter.
+    2.19 bytes of state per parameter.
 
     Args:
       b1: decay of mu, in [0, 1).

@@ -78,7 +78,7 @@ def scale_by_flash_lion(
     smooth_beta: float = 1.0,
     storage: Storage = Storage(),  # noqa: B008 (frozen)
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_lion` with 8-bit momentum; 1.06 bytes of state a parameter.
+    """`optax.scale_by_lion` with 8-bit momentum; 1.06 bytes of state per parameter.
 
     Args:
       b1: weight of the momentum in the sign, in [0, 1).

@@ -97,7 +97,7 @@ def flash_trace(
     *,
     storage: Storage = Storage(),  # noqa: B008 (frozen)
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.trace` with 8-bit momentum; 1.06 bytes of state a parameter.
+    """`optax.trace` with 8-bit momentum; 1.06 bytes of state per parameter.
 
     Args:
       decay: of the momentum, in [0, 1).

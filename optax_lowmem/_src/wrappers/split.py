@@ -170,7 +170,7 @@ def split_master_weights(
     Raises:
       ValueError: for other bits, without `params`, or around an optimizer that splits itself.
 
-    Memory: 1 or 2 bytes of state a parameter; the update holds f32 masters while it runs.
+    Memory: 1 or 2 bytes of state per parameter; the update holds f32 masters while it runs.
 
     Example:
       >>> import optax, optax_lowmem as lowmem
