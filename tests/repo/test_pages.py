@@ -177,7 +177,9 @@ def test_the_words_are_noticed(sentence):
 LINK = re.compile(r"(?<!\\)\[[^\]]*\]\((?!https?://|mailto:|#)([^)#\s]+)")
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"], ids=name_of
+)
 def test_relative_links_have_a_target(page):
     text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
     missing = [to for to in LINK.findall(text) if not (page.parent / to).exists()]
