@@ -28,7 +28,6 @@ class Curves:
     runs: dict[str, dict[str, np.ndarray]]
 
     def save(self, path: Path) -> None:
-        """Writes the file, together with what other variants of the same settings left in it."""
         if path.exists():
             stored = load(path)
             if stored.about == self.about:
@@ -43,7 +42,6 @@ class Curves:
 
 
 def load(path: Path = CURVES) -> Curves:
-    """Reads a file that `Curves.save` wrote."""
     runs: dict[str, dict[str, np.ndarray]] = {}
     with np.load(path) as stored:
         about = json.loads(str(stored[_ABOUT]))

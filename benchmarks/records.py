@@ -2,10 +2,12 @@
 
 import argparse
 import datetime
+import functools
 import json
 import os
 import re
 import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +67,36 @@ def record(
     }
 
 
+def suite(**options: dict[str, Any]) -> Callable[[Callable[..., Iterable[Rows]]], Any]:
+    """Make a benchmark's `main` of what yields its records: command line, printing, `--record`.
+
+    Args:
+      options: of the command line: name -> arguments of `add_argument`.
+    """
+
+    def made(measure: Callable[..., Iterable[Rows]]) -> Callable[..., None]:
+        @functools.wraps(measure)
+        def main(arguments: Sequence[str] | None = None) -> None:
+            parser = command_line(measure.__globals__["__doc__"])
+            for name, how in options.items():
+                parser.add_argument(f"--{name.replace('_', '-')}", **how)
+            args = parser.parse_args(arguments)
+            for rows in measure(args):
+                show(rows)
+                keep(rows, args.record)
+
+        return main
+
+    return made
+
+
+def records_of(
+    bench: str, case: str, impl: str, values: Mapping[str, tuple[float, Any]], **more: Any
+) -> Rows:
+    """Return a record of each metric: metric -> its value and unit."""
+    return [record(bench, case, impl, metric, *one, **more) for metric, one in values.items()]
+
+
 def append(rows: Rows, path: Path | None = None) -> Path:
     """Appends records to a file, by default that of this device."""
     if path is None:
@@ -77,41 +109,69 @@ def append(rows: Rows, path: Path | None = None) -> Path:
     return path
 
 
-def add_option(parser: argparse.ArgumentParser) -> None:
-    """Give a command line the option `--record`, for `keep`."""
+def command_line(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the option that every benchmark has: `--record`, for `keep`."""
+    parser = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--record", nargs="?", const=True, metavar="FILE",
                         help="append records to FILE; default: that of this device in "
                         "benchmarks/results")  # fmt: skip
+    return parser
 
 
 def keep(rows: Rows, to: bool | str | Path | None) -> Path | None:
-    """Appends records where `--record` asks for it; return the file."""
-    return append(rows, None if to is True else Path(to)) if to else None
+    """Appends records where `--record` asks for it, and says where; return the file."""
+    if not to:
+        return None
+    path = append(rows, None if to is True else Path(to))
+    print(f"recorded in {path}", flush=True)
+    return path
+
+
+def show(rows: Rows) -> None:
+    """Prints a line for each record."""
+    for row in rows:
+        names = f"{row['case']:<44} {row['impl']:<30} {row['metric']:<24}"
+        print(f"{names} {row['value']:>12.6g} {row['unit'] or ''}", flush=True)
 
 
 def load(path: Path) -> Rows:
-    """The records of a file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
 def all_records() -> Rows:
-    """Every stored record."""
     return [row for path in sorted(RESULTS.glob("*.jsonl")) for row in load(path)]
 
 
 def on_gpus(rows: Rows) -> Rows:
-    """Those of accelerators."""
     return [row for row in rows if not row["device"].startswith("cpu")]
 
 
 def select(rows: Rows, **wanted: Any) -> Rows:
-    """The records that match."""
     return [row for row in rows if all(row.get(k) == v for k, v in wanted.items())]
 
 
 def last(rows: Rows, **wanted: Any) -> dict[str, Any] | None:
     """The record stored last of those that match."""
     return (select(rows, **wanted) or [None])[-1]
+
+
+def grouped(rows: Rows, *keys: str) -> dict[Any, Any]:
+    """Nested dicts by the fields `keys` of records, in stored order; the last record of each."""
+    found: dict[Any, Any] = {}
+    for row in rows:
+        at = found
+        for key in keys[:-1]:
+            at = at.setdefault(row[key], {})
+        at[row[keys[-1]]] = row
+    return found
+
+
+def alike(rows: Rows, *keys: str) -> Rows:
+    """The records with these fields as the last one has them; default: its device and jax."""
+    wanted = {key: rows[-1][key] for key in keys or ("device", "jax")} if rows else {}
+    return select(rows, **wanted)
 
 
 def newest(rows: Rows, **wanted: Any) -> Rows:

@@ -2,15 +2,17 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from benchmarks.records import Rows, newest
 
+GIB = 2.0**30
 Table = tuple[list[str], list[list[str]], Rows]  # head, body, the records that they rest on
 NOTHING = "No record yet.\n"
 
 
 def markdown(head: list[str], body: list[list[str]]) -> str:
-    """A table."""
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in body)]) + "\n"
 
@@ -21,17 +23,33 @@ def source(rows: Rows) -> str:
     return "\n" + "; ".join(where) + ".\n"
 
 
+def cell(row: dict[str, Any] | None, form: str, unit: float = 1.0) -> str:
+    """The value of a record in units, or nothing where there is none."""
+    return form.format(row["value"] / unit) if row else ""
+
+
+def target(what: str, asked: str, limit: float, value: float, text: str | None = None) -> list[str]:
+    """Return a line of a table of targets: what, asked, measured, reached.
+
+    Args:
+      what: is measured.
+      asked: how the limit is printed, behind `≤ ` or `≥ `, which say what reaches it; the value
+        is printed as the limit unless there is a `text`.
+      limit: that it is to reach.
+      value: that was measured.
+      text: of the value.
+    """
+    reached = value <= limit if asked.startswith("≤") else value >= limit
+    text = asked[2:].format(value) if text is None else text
+    return [what, asked.format(limit), text, "yes" if reached else "**no**"]
+
+
 @dataclass(frozen=True)
 class Rendered:
-    """A table of the newest records, with where they are from.
+    """A table of the newest records, with where they are from."""
 
-    Attributes:
-      make: it, from records.
-      command: of `benchmarks.run` or the script of examples/ that makes the records.
-    """
-
-    make: Callable[[Rows], Table]
-    command: str
+    make: Callable[[Rows], Table]  # it, from records
+    command: str  # of `benchmarks.run` or the script of examples/ that makes the records
 
     def __call__(self, rows: Rows) -> str:
         """Return the table as Markdown, or how to make its records."""
@@ -41,3 +59,33 @@ class Rendered:
             command = self.command if script else f"-m benchmarks.run {self.command}"
             return f"Nothing is recorded yet: `python {command} --record`.\n"
         return markdown(head, body) + (source(used) if used else "")
+
+
+def by_machine(rows: Rows, write: Callable[[Rows], str], *keys: str) -> str:
+    """Join what `write` makes of the records of each device and JAX version, and other fields."""
+    keys = (*keys, "device", "jax")
+    parts = {tuple(row[key] for key in keys) for row in rows}
+    own = ([row for row in rows if tuple(row[key] for key in keys) == part]
+           for part in sorted(parts))  # fmt: skip
+    return "\n".join(map(write, own)) or NOTHING
+
+
+def figure(rows: int = 1, columns: int = 1, **more: Any) -> tuple[Any, list[Any]]:
+    """A figure, and its panels with no frame but the axes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    made, panels = plt.subplots(rows, columns, layout="constrained", squeeze=False, **more)
+    for axes in panels.flat:
+        axes.spines[["top", "right"]].set_visible(False)
+    return made, list(panels.flat)
+
+
+def save(made: Any, file: Path) -> None:
+    import matplotlib.pyplot as plt
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    made.savefig(file, dpi=150, facecolor="white")
+    plt.close(made)

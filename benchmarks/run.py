@@ -5,11 +5,12 @@ import sys
 
 # name -> module below benchmarks.suites, whose `main` measures
 SUITES = {
-    "activation_training": "activations.bench_training",
+    "activation_training": "activations.training",
     "activations": "activations.bench",
     "adam_mini": "adam_mini.bench",
-    "checkpoint": "checkpoint.bench",
+    "checkpoint": "checkpoint",
     "compile": "step.compilation",
+    "composition": "composition",
     "end_to_end": "end_to_end.bench",
     "fit": "fit.bench",
     "flashoptim": "flashoptim",
@@ -17,10 +18,10 @@ SUITES = {
     "gaussws": "gaussws.bench",
     "linear": "linear.bench",
     "masters": "step.masters",
-    "memory": "memory.bench",
+    "memory": "memory",
     "mesh": "mesh.bench",
     "noise": "noise.bench",
-    "release": "release.bench",
+    "release": "release",
     "rounding": "adam_mini.rounding",
     "spikes": "spikes",
     "step": "step.bench",
@@ -30,7 +31,6 @@ SUITES = {
 
 
 def main() -> int:
-    """Give the rest of the command line to the suite that it names; return the exit status."""
     name, *rest = sys.argv[1:] or [""]
     if name not in SUITES:
         print(f"usage: python -m benchmarks.run SUITE ...; suites: {', '.join(SUITES)}")

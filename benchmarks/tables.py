@@ -17,19 +17,15 @@ from benchmarks.claims import (
 )
 from benchmarks.records import Rows, all_records, newest
 from benchmarks.render import markdown, source
-from benchmarks.suites import examples, front
+from benchmarks.suites import checkpoint, composition, examples, front, memory, release
 from benchmarks.suites.activations import tables as activations
-from benchmarks.suites.checkpoint import tables as checkpoint
 from benchmarks.suites.end_to_end import tables as end_to_end
 from benchmarks.suites.fit import tables as fit
 from benchmarks.suites.formats import tables as formats
 from benchmarks.suites.linear import tables as linear
-from benchmarks.suites.memory import tables as memory
 from benchmarks.suites.mesh import tables as mesh
 from benchmarks.suites.noise import tables as noise
-from benchmarks.suites.release import tables as release
 from benchmarks.suites.step import tables as step
-from benchmarks.suites.step import targets
 
 PAGES = (
     "README.md",
@@ -38,6 +34,7 @@ PAGES = (
     "docs/guides/activations.md",
     "docs/internals/architecture.md",
     "docs/guides/choosing.md",
+    "docs/guides/composition.md",
     "docs/results/cpu_speed.md",
     "docs/results/gpu_speed.md",
     "docs/guides/layers.md",
@@ -51,8 +48,8 @@ MARKED = re.compile(r"(<!-- table:(\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 # what has `TABLES`: name -> what makes it of records
 SUITES: tuple[Any, ...] = (
-    activations, checkpoint, end_to_end, examples, fit, formats, front, linear, memory, mesh,
-    noise, release, step, targets,
+    activations, checkpoint, composition, end_to_end, examples, fit, formats, front, linear, memory,
+    mesh, noise, release, step,
 )  # fmt: skip
 PAPERS: dict[str, tuple[str, Any]] = {
     "claims": ("FlashOptim", flashoptim),
@@ -83,12 +80,10 @@ TABLES: dict[str, Callable[[Rows], str]] = {
 
 
 def rendered(text: str, rows: Rows) -> str:
-    """A page with its tables written anew."""
     return MARKED.sub(lambda m: m[1] + TABLES[m[2]](rows) + m[3], text)
 
 
 def main() -> None:
-    """Rewrites the pages; with --check, fails where one is out of date."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check

@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,41 +24,34 @@ from benchmarks import records
 from benchmarks.curves import store
 
 VALIDATIONS = 10
+UNITS = {"byte": "byte", "bpe": "token"}
+ADAM = {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1}
 Curve = dict[str, np.ndarray]
-Look = Callable[[Any, Any], dict[str, Any]]  # (weights, state) -> curve -> its value now
+Measure = Callable[[Any, Any], dict[str, Any]]  # (weights, state) -> curve -> its value now
 Say = Callable[[str], None]
 say = functools.partial(print, flush=True)
 
 
+def changed(settings: Any, **given: Any) -> Any:
+    """Settings with what a command line gives; None: as it is."""
+    return dataclasses.replace(settings, **{k: v for k, v in given.items() if v is not None})
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A model and its training, with the names of the examples' settings where they have them.
+    """A model and its training, with the names of the examples' settings where they have them."""
 
-    Attributes:
-      preset: its name.
-      shape: of the model.
-      context: bytes in a window.
-      batch: windows in a step.
-      steps: of the run.
-      every: steps of a call.
-      learning_rate: the peak.
-      text: which.
-      held_out_batches: of an evaluation.
-      compute: dtype of what is not in 8 bits.
-      attention: `xla` or `cudnn`.
-    """
-
-    preset: str
-    shape: Shape
-    context: int
-    batch: int
-    steps: int
-    every: int
-    learning_rate: float
-    text: str
-    held_out_batches: int
-    compute: str
-    attention: str = "xla"
+    preset: str  # its name
+    shape: Shape  # of the model
+    context: int  # bytes in a window
+    batch: int  # windows in a step
+    steps: int  # of the run
+    every: int  # steps of a call
+    learning_rate: float  # the peak
+    text: str  # which
+    held_out_batches: int  # of an evaluation
+    compute: str  # dtype of what is not in 8 bits
+    attention: str = "xla"  # `xla` or `cudnn`
     tokenizer: str = "byte"
 
     @property
@@ -73,10 +66,24 @@ class Run:
 
     def changed(self, **given: Any) -> Run:
         """With what a command line gives; None: as it is."""
-        own = dataclasses.replace(self, **{k: v for k, v in given.items() if v is not None})
+        own = changed(self, **given)
         if own.steps % own.every:
             raise SystemExit(f"--steps {own.steps} is not a multiple of {own.every}, a call's")
         return own
+
+
+# models of bytes, which others are made of: minutes on a GPU and on a CPU, and seconds
+LLAMA_27M = Run(
+    "llama-27m", Shape(8, 512, 1536, 8, 8, 256), 256, 32, 2_000, 50, 1e-3, "installed", 64,
+    "bfloat16",
+)  # fmt: skip
+SMALL = Run(
+    "llama-mini", Shape(4, 96, 288, 3, 3, 256), 64, 8, 1_000, 20, 4e-3, "standard-library", 32,
+    "float32",
+)  # fmt: skip
+SMOKE = Run(
+    "smoke", Shape(2, 32, 64, 2, 2, 256), 16, 4, 10, 5, 1e-2, "standard-library", 2, "float32"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,24 +103,15 @@ class Text:
 
 
 def load_text(settings: Any, cache: Path) -> Text:
-    """Tokenises the text of `settings`."""
     corpus = data.load_corpus(text=settings.text)
-    if settings.tokenizer == "bpe":
-        found = data.bpe_tokens(corpus, settings.vocab, cache)
-    else:
-        found = data.byte_tokens(corpus)
+    trained = settings.tokenizer == "bpe"
+    found = data.bpe_tokens(corpus, settings.vocab, cache) if trained else data.byte_tokens(corpus)
     size = settings.batch, settings.context
     held_out = np.stack(data.held_out_batches(found.held_out, *size, settings.held_out_batches))
-    seen = [
-        len(np.unique(data.sample_batch(found.train, *size, 0, step)[:, :-1])) for step in range(50)
-    ]
-    return Text(
-        jnp.asarray(found.train),
-        jnp.asarray(held_out),
-        found.vocab,
-        float(np.mean(seen)) / found.vocab,
-        found.bytes_per_token,
-    )
+    batches = (data.sample_batch(found.train, *size, 0, step)[:, :-1] for step in range(50))
+    awake = float(np.mean([len(np.unique(batch)) for batch in batches])) / found.vocab
+    tokens = jnp.asarray(found.train), jnp.asarray(held_out)
+    return Text(*tokens, found.vocab, awake, found.bytes_per_token)
 
 
 def offsets(settings: Any, text: Text, seed: int) -> np.ndarray:
@@ -122,28 +120,16 @@ def offsets(settings: Any, text: Text, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, text.last - settings.context, size, np.int32)
 
 
-# ---- the loop ------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """One variant: its start, its steps and its evaluation, to be compiled.
+    """One variant: its start, its steps and its evaluation, to be compiled."""
 
-    Attributes:
-      start: gives weights and state.
-      steps: `every` of them.
-      evaluate: the loss of the held-out windows.
-      parameters: of the model.
-      state_bytes: of the optimizer.
-      first: the start again, where it is to be compiled beside the steps.
-    """
-
-    start: Callable[[], tuple[Any, Any]]
-    steps: jax.stages.Lowered
-    evaluate: jax.stages.Lowered
-    parameters: int
-    state_bytes: int = 0
-    first: jax.stages.Lowered | None = None
+    start: Callable[[], tuple[Any, Any]]  # gives weights and state
+    steps: jax.stages.Lowered  # `every` of them
+    evaluate: jax.stages.Lowered  # the loss of the held-out windows
+    parameters: int  # of the model
+    state_bytes: int = 0  # of the optimizer
+    first: jax.stages.Lowered | None = None  # the start, where it is to be compiled too
 
     def compile(self) -> tuple[Any, ...]:
         """The steps, the evaluation, and the start if it is to be."""
@@ -152,7 +138,7 @@ class Program:
 
 
 def many_steps(
-    loss: Any, take_step: Callable[..., tuple[Any, Any]], context: int, measure: Look | None = None
+    loss: Any, take_step: Callable[..., Any], context: int, measure: Measure | None
 ) -> Any:
     """(weights, state, text, where the windows of each step start, ...) -> both, measures.
 
@@ -186,126 +172,144 @@ def calls(
         yield index * len(starts), params, state, found, time.perf_counter() - began
 
 
-def follow(
-    offsets: np.ndarray,
-    text: Text,
-    start: Any,
-    steps: Any,
-    look: Look,
-    say: Say,
-    validations: int = VALIDATIONS,
-) -> tuple[Curve, Any, Any]:
-    """Trains from the start: curves by name, weights, state. A run that becomes NaN ends there.
-
-    `look` gives `val_loss`, and what else is to be a curve. `tokens_per_s` is the median over
-    calls, without evaluations.
-    """
-    first = start()
-    found: dict[str, list[Any]] = {"step": [], "val_step": []}
-    seconds: list[float] = []
-
-    def keep(values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            found.setdefault(name, []).append(value)
-
-    keep({"val_step": 0} | look(*first))
-    every, last = offsets.shape[1], len(offsets) * offsets.shape[1]
-    validate = every * max(1, len(offsets) // validations)
-    for step, params, state, logged, took in calls(offsets, text, first, steps):
-        seconds.append(took)
-        keep({"step": step} | logged)
-        if step % validate and step < last and np.isfinite(logged["train_loss"]):
-            continue
-        keep({"val_step": step} | look(params, state))
-        held_out = found["val_loss"][-1]
-        ms = 1e3 * float(np.median(seconds)) / every
-        say(f"{step:6d}  held out {held_out:.4f}  {ms:.2f} ms a step")
-        if not np.isfinite(held_out):
-            break
-    curves = {name: np.asarray(values) for name, values in found.items()}
-    tokens = offsets[0].size * (text.held_out.shape[-1] - 1)  # of a call
-    rate = tokens / np.median(seconds[1:] or seconds)
-    return curves | {"tokens_per_s": np.asarray([rate])}, params, state
-
-
 class Experiment:
-    """A run and its text, to be trained with one variant after another on the same batches."""
+    """A run and its text, to be trained with one variant after another on the same batches.
+
+    Attributes:
+      what: is trained, in the case of records.
+      base: the variant whose losses the others' are compared with.
+      validations: how many evaluations a run has, but for the first.
+    """
+
+    what, base, validations = "", "", VALIDATIONS
 
     def __init__(self, run: Any, text: Text, seed: int, every: int | None = None):
         self.run, self.text, self.seed = run, text, seed
         self.every = every or run.every
         self.offsets = offsets(run, text, seed).reshape(-1, self.every, run.batch)
 
+    def lower(self, name: str) -> Program:
+        """Traces `every` steps of a variant."""
+        raise NotImplementedError
+
+    def evaluation(self, loss: Any) -> Callable[[Any, jax.Array], Any]:
+        """(weights, held-out windows) -> what `look` gets: the mean of a loss."""
+        return lambda params, batches: jax.lax.map(functools.partial(loss, params), batches).mean()
+
+    def look(self, evaluate: Any, params: Any, state: Any) -> dict[str, Any]:
+        """Return `val_loss`, and what else is to be a curve, of weights and state."""
+        return {"val_loss": float(evaluate(params, self.text.held_out))}
+
+    def values(self, curves: Curve, program: Program) -> dict[str, tuple[float, str]]:
+        return {
+            "val_loss": (float(curves["val_loss"][-1]), f"nats/{UNITS[self.run.tokenizer]}"),
+            "tokens_per_s": (float(curves["tokens_per_s"][0]), "tokens/s"),
+            "done": (int(curves["step"][-1]), "steps"),
+        }
+
+    def flags(self) -> dict[str, Any]:
+        """Return the settings that the runs share, but for what `about` adds."""
+        return dataclasses.asdict(self.run) | {"tokens": self.run.tokens}
+
     def trace(
-        self,
-        start: Any,
-        loss: Any,
-        take_step: Any,
-        evaluate: Any = None,
-        *more: Any,
-        measure: Look | None = None,
+        self, start: Any, loss: Any, take_step: Any, *more: Any, measure: Measure | None = None
     ) -> Program:
-        """Traces `every` steps; the held-out loss is the mean of `loss` unless `evaluate` is.
+        """Traces `every` steps.
 
         `more` are the types of what `take_step` takes beside gradients, state and weights.
         """
-
-        def mean(params: Any, batches: jax.Array) -> jax.Array:
-            return jax.lax.map(functools.partial(loss, params), batches).mean()
-
         steps = many_steps(loss, take_step, self.run.context, measure)
         params, state = jax.eval_shape(start)
         starts = jax.ShapeDtypeStruct(self.offsets.shape[1:], np.int32)
-        return Program(
-            start,
-            jax.jit(steps, donate_argnums=(0, 1)).lower(
-                params, state, self.text.tokens, starts, *more
-            ),
-            jax.jit(evaluate or mean).lower(params, self.text.held_out),
-            sum(leaf.size for leaf in jax.tree.leaves(params)),
-            sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state)),
-        )
+        given = params, state, self.text.tokens, starts, *more
+        traced = jax.jit(steps, donate_argnums=(0, 1)).lower(*given)
+        evaluation = jax.jit(self.evaluation(loss)).lower(params, self.text.held_out)
+        size = sum(leaf.size for leaf in jax.tree.leaves(params))
+        state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+        return Program(start, traced, evaluation, size, state_bytes)
+
+    def train(self, program: Program, compiled: tuple[Any, ...], say: Say) -> Curve:
+        """Trains from the start: name -> curve. A run that becomes NaN ends there."""
+        return self.follow(program.start, compiled[0], compiled[1], say)[0]
+
+    def follow(self, start: Any, steps: Any, evaluate: Any, say: Say) -> tuple[Curve, Any, Any]:
+        """Trains from the start: curves by name, weights, state. A run that becomes NaN ends there.
+
+        `tokens_per_s` is the median over calls, without evaluations.
+        """
+        first = start()
+        found: dict[str, list[Any]] = {"step": [], "val_step": []}
+        seconds: list[float] = []
+
+        def keep(values: dict[str, Any]) -> None:
+            for name, value in values.items():
+                found.setdefault(name, []).append(value)
+
+        keep({"val_step": 0} | self.look(evaluate, *first))
+        calls_of_run, last = len(self.offsets), len(self.offsets) * self.every
+        validate = self.every * max(1, calls_of_run // self.validations)
+        for step, params, state, logged, took in calls(self.offsets, self.text, first, steps):
+            seconds.append(took)
+            keep({"step": step} | logged)
+            if step % validate and step < last and np.isfinite(logged["train_loss"]):
+                continue
+            keep({"val_step": step} | self.look(evaluate, params, state))
+            held_out, ms = found["val_loss"][-1], 1e3 * float(np.median(seconds)) / self.every
+            say(f"{step:6d}  held out {held_out:.4f}  {ms:.2f} ms a step")
+            if not np.isfinite(held_out):
+                break
+        curves = {name: np.asarray(values) for name, values in found.items()}
+        tokens = self.offsets[0].size * (self.text.held_out.shape[-1] - 1)  # of a call
+        rate = tokens / np.median(seconds[1:] or seconds)
+        return curves | {"tokens_per_s": np.asarray([rate])}, params, state
 
 
 class Measured(Experiment):
     """An experiment with models whose `measured` gives the loss and the sizes of features."""
 
-    def trace_measured(self, model: Any, start: Any, take_step: Any) -> Program:
-        """Traces `every` steps; `start` is jitted."""
-
+    def evaluation(self, loss: Any) -> Callable[[Any, jax.Array], Any]:
         def evaluate(params: Any, batches: jax.Array) -> tuple[jax.Array, jax.Array]:
-            losses, sizes = jax.lax.map(functools.partial(model.measured, params), batches)
+            losses, sizes = jax.lax.map(functools.partial(loss.measured, params), batches)
             return losses.mean(), sizes.mean(0)
 
-        return self.trace(start, model, take_step, evaluate)
+        return evaluate
 
-    def train(self, program: Program, compiled: tuple[Any, ...], say: Say) -> Curve:
-        """Trains from the start: name -> curve. A run that becomes NaN ends there."""
-        steps, evaluate = compiled
+    def look(self, evaluate: Any, params: Any, state: Any) -> dict[str, Any]:
+        loss, sizes = jax.device_get(evaluate(params, self.text.held_out))
+        return {"val_loss": loss, "features": sizes}
 
-        def look(params: Any, state: Any) -> dict[str, Any]:
-            loss, sizes = jax.device_get(evaluate(params, self.text.held_out))
-            return {"val_loss": loss, "features": sizes}
+    def values(self, curves: Curve, program: Program) -> dict[str, tuple[float, str]]:
+        first, *_, last = (float(sizes[-1]) for sizes in curves["features"])
+        return super().values(curves, program) | {
+            "first_features": (first, "mean magnitude"),
+            "last_features": (last, "mean magnitude"),
+        }
 
-        return follow(self.offsets, self.text, program.start, steps, look, say)[0]
+    def flags(self) -> dict[str, Any]:
+        return super().flags() | ADAM | {"train_tokens": self.text.last}
 
 
-# ---- the runs of a benchmark ---------------------------------------------------------------------
-
-
-def parser(doc: str | None, limit: int, curves: Path) -> argparse.ArgumentParser:
+def parser(
+    doc: str | None,
+    limit: int,
+    curves: Path,
+    variants: Iterable[str],
+    presets: Iterable[str] = ("gpu", "cpu", "smoke"),
+) -> argparse.ArgumentParser:
     """Return the command line that every training benchmark has."""
-    made = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = records.command_line(doc)
     add = made.add_argument
+    add("--preset", choices=list(presets), help="default: gpu, or cpu where there is none")
+    add("--variants", nargs="+", choices=list(variants), metavar="NAME",
+        help=f"of {', '.join(variants)} (default: all)")  # fmt: skip
     add("--steps", type=int, help="of each run; default: the preset's")
+    add("--lr", type=float, help="peak learning rate; default: the preset's")
+    add("--attention", choices=("xla", "cudnn"), help="default: the preset's")
     add("--seed", type=int, default=0, help="of weights, batches and what else is random")
     add("--limit", type=float, default=limit, metavar="S",
         help="start no run that would end later (default: %(default)s s)")  # fmt: skip
     add("--cache", type=Path, default=Path("demo_output"), help="where a tokenizer is kept")
     add("--curves", type=Path, help=f"default: {curves.name} in benchmarks/results")
-    records.add_option(made)
     return made
 
 
@@ -314,31 +318,22 @@ def usual(presets: dict[str, Any], name: str | None) -> Any:
     return presets[name or ("cpu" if jax.default_backend() == "cpu" else "gpu")]
 
 
-def about(experiment: Experiment, parameters: int, **own: Any) -> dict[str, Any]:
+def built(args: argparse.Namespace, experiment: Any, preset: Run) -> Any:
+    """An experiment on a preset with what the command line changes."""
+    more = {"learning_rate": args.lr, "attention": args.attention}
+    run = preset.changed(steps=args.steps, batch=getattr(args, "batch", None), **more)
+    return experiment(run, load_text(run, args.cache), args.seed)
+
+
+def about(experiment: Experiment, parameters: int) -> dict[str, Any]:
     """Return the settings that runs share, for the curves and the records."""
-    return own | {
+    return experiment.flags() | {
         "seed": experiment.seed,
         "parameters": parameters,
         "device": records.device(),
         "jax": jax.__version__,
         "commit": records.commit(),
     }
-
-
-def rows_of(
-    flags: dict[str, Any],
-    what: str,
-    name: str,
-    values: dict[str, tuple[float, str]],
-    bench: str = "train",
-) -> records.Rows:
-    """Records of one run: metric -> value and unit."""
-    own = {key: value for key, value in flags.items() if key not in ("device", "jax", "commit")}
-    case = f"{flags['preset']}/{what}"
-    return [
-        records.record(bench, case, name, metric, value, unit, seed=own["seed"], flags=own)
-        for metric, (value, unit) in values.items()
-    ]
 
 
 def compile_all(experiment: Any, names: list[str]) -> dict[str, tuple[Program, tuple[Any, ...]]]:
@@ -366,26 +361,32 @@ class Part:
     def __init__(
         self,
         args: argparse.Namespace,
-        make: Callable[[], Any],
-        names: list[str],
-        flags: Callable[[Any, int], dict[str, Any]],
-        path: Path | None,
+        make: Callable[[], Experiment],
+        names: Iterable[str],
+        path: Path,
         part: str | None = None,
         began: float | None = None,
     ):
-        self.args, self.part, self.path = args, part, args.curves or path
         self._began, self._longest = began or time.perf_counter(), 0.0
-        self.experiment = make()
+        self.args, self.part, self.experiment = args, part, make()
+        run, names = self.experiment.run, list(names)
+        self.path = args.curves or (None if run.preset.startswith("smoke") else path)
         self.programs = compile_all(self.experiment, names)
-        self.flags = flags(self.experiment, next(iter(self.programs.values()))[0].parameters)
+        self.flags = about(self.experiment, next(iter(self.programs.values()))[0].parameters)
         self.runs: dict[str, Curve] = {}
-        run = self.experiment.run
         size = f"{self.flags['parameters']:,} weights, {run.steps} steps"
         size += f" of {run.batch * run.context:,} {run.tokenizer}s"
         say(f"{run.preset}: {size}; compiled {len(names)} variants after {self.seconds():.0f} s")
 
+    def train_all(self) -> dict[str, Curve]:
+        for name, (program, compiled) in self.programs.items():
+            if self.begins(name):
+                curves = self.experiment.train(program, compiled, say)
+                self.add(name, curves, self.experiment.values(curves, program))
+        say("\n".join(self.summary()))
+        return self.runs
+
     def seconds(self) -> float:
-        """Since it began."""
         return time.perf_counter() - self._began
 
     def begins(self, label: str) -> bool:
@@ -395,14 +396,32 @@ class Part:
         say(f"{label} {'is left out ' if late else ''}after {self._at:.0f} s")
         return not late
 
-    def add(self, label: str, curves: Curve, rows: records.Rows) -> None:
+    def add(self, label: str, curves: Curve, values: dict[str, tuple[float, str]]) -> None:
         """Keeps what a run that began has become."""
         self._longest = max(self._longest, self.seconds() - self._at)
         self.runs[label] = curves
         self.store()
-        records.keep(rows, self.args.record)
+        self.record(label, values)
 
     def store(self) -> None:
-        """Writes the curves that there are."""
         if self.path is not None:
             store(self.path, self.part, self.flags, self.runs)
+
+    def record(
+        self, label: str, values: dict[str, tuple[float, str]], bench: str = "train"
+    ) -> None:
+        """Keeps records of a run: metric -> value and unit."""
+        where = ("device", "jax", "commit")
+        own = {key: value for key, value in self.flags.items() if key not in where}
+        case = f"{own['preset']}/{self.experiment.what}"
+        rows = records.records_of(bench, case, label, values, seed=own["seed"], flags=own)
+        records.keep(rows, self.args.record)
+
+    def summary(self) -> Iterator[str]:
+        """Last values of each run, and its loss over the base's."""
+        base = self.runs.get(self.experiment.base, {"val_loss": [np.nan]})["val_loss"][-1]
+        for label, curves in self.runs.items():
+            loss = curves["val_loss"][-1]
+            last = {name: values[-1] for name, values in curves.items() if values.ndim == 1}
+            more = "  ".join(f"{name} {value:.5g}" for name, value in last.items())
+            yield f"{label:<28}{100 * (loss / base - 1):>+8.2f} %  {more}"

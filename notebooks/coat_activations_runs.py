@@ -8,8 +8,8 @@ import numpy as np
 
 from benchmarks import curves as stored_curves
 from benchmarks.records import all_records, newest
-from benchmarks.suites.activations import bench_training as bench_activation_training
 from benchmarks.suites.activations import tables as paper
+from benchmarks.suites.activations import training
 from benchmarks.suites.activations.bytes import COLUMNS, by_column, kept
 from benchmarks.suites.activations.errors import SIZES, drawn, mse
 from benchmarks.suites.activations.layers import Shape
@@ -65,8 +65,7 @@ def shown(name: str, rows: Rows) -> bool:
 
 def trained() -> tuple[dict[str, dict[str, np.ndarray]], dict[str, Any]]:
     """The curves of each variant, and what the run was."""
-    stored = stored_curves.load(bench_activation_training.CURVES)
-    part = bench_activation_training.PART
+    stored, part = stored_curves.load(training.CURVES), training.PART
     return {name.partition("/")[2]: own for name, own in stored.runs.items()}, stored.about[part]
 
 

@@ -11,7 +11,7 @@ _LINES = {  # label, colour, line
     "adamw": ("AdamW, f32", GREY, "-"),
     "adam_mini": ("Adam-mini, f32", BLACK, "-"),
     "adam_mini-again": ("Adam-mini, once more", BLACK, ":"),
-    "q_adam_mini-reference": ("reference quantiser: floor, nearest", VERMILION, "-"),
+    "q_adam_mini-reference": ("reference quantizer: floor, nearest", VERMILION, "-"),
     "q_adam_mini-case1": ("Case 1: 8-bit v", ORANGE, "-"),
     "q_adam_mini-case1-guarded": ("Case 1 with v never 0", GREEN, "-"),
     "q_adam_mini": ("q_adam_mini: stochastic everywhere", BLUE, "-"),

@@ -6,7 +6,7 @@ from flashoptim_figures import BLACK, BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VE
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from benchmarks.suites.switchback.variants import VARIANTS
+from benchmarks.suites.switchback.training import VARIANTS
 
 Runs = dict[str, dict[str, np.ndarray]]
 _LINES = {  # colour, line

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.curves import Curves
-from benchmarks.suites.switchback import variants
-from benchmarks.suites.switchback.training import PRESETS, Experiment
+from benchmarks.suites.switchback.training import PRESETS, Experiment, Remedied
 from optax_lowmem import layers
 
 FORWARD, WEIGHT = "forward and input gradient in int8", "the weight gradient's product in int8"
@@ -39,7 +38,7 @@ def gradient_errors(params: Any, text: Any, batches: tuple[int, ...]) -> dict[st
 
     def matrices(kind: str, windows: jax.Array) -> list[jax.Array]:
         dot_general = layers.switchback_dot_general(kind)
-        model = variants.Remedied(run.shape, run.compute, dot_general=dot_general)
+        model = Remedied(run.shape, run.compute, dot_general=dot_general)
         grads = jax.grad(model)(params, windows)["layers"]
         return [leaf for leaf in jax.tree.leaves(grads) if leaf.ndim > 2]
 

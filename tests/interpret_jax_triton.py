@@ -1,4 +1,4 @@
-"""The hand-written kernel's numerics in Triton's interpreter; run by test_jax_triton.py.
+"""The generated kernel's numerics in Triton's interpreter; run by test_jax_triton.py.
 
 Not a test file by its name: TRITON_INTERPRET=1 must be set before Triton is imported, and then
 nothing else that uses Triton runs in the process.
@@ -89,7 +89,7 @@ def test_without_decay(launcher):
 
 def test_many_leaves(launcher, monkeypatch):
     """More than a launch takes, of two kinds that take turns."""
-    monkeypatch.setattr(triton_interpreter.install("0.3"), "_MAX_LEAVES", 3)
+    monkeypatch.setattr(triton_interpreter.install("0.3"), "_MAX_POINTERS", 40)
     shapes = [(2 + i, 32 if i % 3 else 33) for i in range(7)]
     check(launcher, launch_cases.OPTIMIZERS["lion"](storage()), shapes, Tile(128, 4))
 

@@ -116,7 +116,13 @@ def _stored(plan: LeafPlan, w: jax.Array, moments: dict[str, jax.Array]) -> Any:
     p, correction = w.astype(plan.dtype), jnp.zeros((), jnp.int8)
     if plan.split is not None:
         p, correction = plan.split.split(w, plan.dtype)
-    stored = [encode_array(slot.codec, moments[slot.name], plan.group_size) for slot in plan.slots]
+    nothing = jnp.zeros((), jnp.float32)
+    stored = [
+        encode_array(slot.codec, moments[slot.name], plan.group_size)
+        if slot.codec
+        else (moments[slot.name], nothing)
+        for slot in plan.slots
+    ]
     return p, LeafState(*zip(*stored, strict=True), correction)
 
 

@@ -236,7 +236,7 @@ SAMPLE = 8 * 2.0**-24
 # after the other, u each, and what stands before it, of the sum of magnitudes.
 BITS_GRADIENT = (64 + 8) * 2.0**-24
 
-# -- quantised products (test_switchback*.py, test_layers.py) --------------------------------------
+# -- quantized products (test_switchback*.py, test_layers.py) --------------------------------------
 
 # A position x * (largest / absmax) of its exact value: a quotient and a product of u each.
 POSITION = 3 * 2.0**-24

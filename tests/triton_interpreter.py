@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 
-from optax_lowmem._src.update import jax_triton, jax_triton_numerics
+from optax_lowmem._src.update import jax_triton, jax_triton_kernel
 
 
 class _Storage:
@@ -103,25 +104,27 @@ def _triton_call_04(
     return [jnp.asarray(x) for x in outputs]
 
 
-# The interpreter has no inline assembly, and a CPU's NaN is not CUDA's.
-
-
 @triton.jit
-def _reciprocal(x):
-    return 1.0 / x
+def _minus(x):
+    return x * -1.0  # the interpreter has no inline assembly
 
 
-@triton.jit
-def _canonical(x):
-    return tl.where(x == x, x.to(tl.uint32, bitcast=True), 0x7FC00000)
+_convert = interpreter._convert_float
+
+
+def _rounded(x: np.ndarray, one: Any, other: Any, mode: Any) -> np.ndarray:
+    """The interpreter's conversion, to bf16 to nearest even (its own drops the carry)."""
+    if (one, other) == (tl.float32, tl.bfloat16):
+        return x.astype(jnp.bfloat16).view(np.uint16)
+    return _convert(x, one, other, mode)
 
 
 def install(version: str) -> Any:
     """The kernel's launcher on top of the interpreter, as with jax_triton 0.3 or 0.4."""
     assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
     call = {"0.3": _triton_call_03, "0.4": _triton_call_04}[version]
+    interpreter._convert_float = _rounded
+    jax_triton_kernel.minus = _minus
     jax_triton._triton_call = lambda: call
     jax_triton._one_by_one = lambda f: f  # it would trace, and the interpreter needs the arrays
-    jax_triton_numerics.reciprocal = _reciprocal
-    jax_triton_numerics._canonical = _canonical
     return jax_triton

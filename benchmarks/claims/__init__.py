@@ -4,11 +4,12 @@ The module of a paper has its claims as data, below the measures that they name.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.records import Rows
+from benchmarks.records import Rows, last
 
 SAME, BETTER, NOT = "same", "better", "not the same"
 NOT_MEASURED, NOT_TRIED = "not measured yet", "not tried here"
@@ -41,9 +42,14 @@ def measure(function: Callable[..., Finding]) -> Callable[..., Measure]:
     return given
 
 
+def graded(better: bool, same: bool) -> str:
+    """A verdict of three."""
+    return BETTER if better else SAME if same else NOT
+
+
 def judged(text: str, holds: bool | str, rows: Rows) -> Finding:
     """A finding, by whether the claim holds, or with another verdict."""
-    return Finding(text, holds if isinstance(holds, str) else SAME if holds else NOT, rows)
+    return Finding(text, holds if isinstance(holds, str) else graded(False, holds), rows)
 
 
 def some(found: Any) -> Any:
@@ -53,9 +59,34 @@ def some(found: Any) -> Any:
     return found
 
 
-def all_of(*found: dict[str, Any] | None) -> Rows:
-    """The records, of which none may be missing."""
-    return [some(row) for row in found]
+def values_of(*found: dict[str, Any] | None) -> tuple[list[Any], Rows]:
+    """The values of records, of which none may be missing, and the records."""
+    used = [some(row) for row in found]
+    return [row["value"] for row in used], used
+
+
+def read(rows: Rows, *impls: str, **wanted: Any) -> tuple[list[Any], Rows]:
+    """The values and records stored last of implementations."""
+    return values_of(*(last(rows, impl=impl, **wanted) for impl in impls))
+
+
+class Ratios:
+    """One implementation's values over another's, of the cases that have both.
+
+    Attributes:
+      each: the ratios.
+      rows: the records of both.
+    """
+
+    def __init__(self, cases: Mapping[str, Mapping[str, Any]], one: str, other: str):
+        pairs = [(of[one], of[other]) for of in cases.values() if {one, other} <= of.keys()]
+        self.each = [a["value"] / b["value"] for a, b in some(pairs)]
+        self.rows = [row for pair in pairs for row in pair]
+        self.least, self.most = min(self.each), max(self.each)
+        self.median, self.count = statistics.median(self.each), len(pairs)
+
+    def __str__(self) -> str:
+        return f"x {self.least:.2f} to {self.most:.2f}"
 
 
 @dataclass(frozen=True)
@@ -77,10 +108,6 @@ class Claim:
 
 
 def table(rows: Rows, claims: Sequence[Claim]) -> tuple[list[list[str]], Rows]:
-    """The rows of the table, and the records that they rest on."""
-    found = [claim.finding(rows) for claim in claims]
-    body = [
-        [claim.where, claim.says, one.measured, one.verdict]
-        for claim, one in zip(claims, found, strict=True)
-    ]
-    return body, [row for one in found for row in one.rows]
+    found = [(claim, claim.finding(rows)) for claim in claims]
+    body = [[claim.where, claim.says, one.measured, one.verdict] for claim, one in found]
+    return body, [row for _, one in found for row in one.rows]

@@ -4,25 +4,12 @@ The records are of `formats`; errors are those of one encoding in groups of 128,
 paper's tables.
 """
 
-from collections.abc import Callable
-
 import numpy as np
 
-from benchmarks.claims import (
-    BETTER,
-    NOT,
-    SAME,
-    Claim,
-    Finding,
-    Measure,
-    findings,
-    judged,
-    measure,
-    some,
-)
+from benchmarks.claims import Claim, Finding, findings, graded, judged, measure, some
 from benchmarks.records import Rows
 from benchmarks.suites.formats.formats import DE8, DE8_X, E4M3, E4M3_X, E5M2, E5M2_X, MU, NU
-from benchmarks.suites.formats.tables import PAPER, Measured, measured, number
+from benchmarks.suites.formats.tables import PAPER, SPAN, measured, number
 
 EXPANDED = {E4M3: E4M3_X, E5M2: E5M2_X, DE8: DE8_X}
 BOTH, DE8_BEST = 1.63, 1.41  # §4.2 and §6.3.1
@@ -33,12 +20,6 @@ MOST = 0.9  # of groups: "typically"
 
 Pair = tuple[str, str]
 Matrix = dict[Pair, float]
-Says = Callable[[Matrix], tuple[str, bool]]
-
-
-def once(found: Measured) -> Matrix:
-    """MSE of the step for each pair, in the paper's groups."""
-    return found.matrix("once at 128", "mse")
 
 
 def expansions(slot: str, matrix: Matrix = PAPER) -> dict[tuple[Pair, Pair], float]:
@@ -53,115 +34,101 @@ def expansions(slot: str, matrix: Matrix = PAPER) -> dict[tuple[Pair, Pair], flo
     return found
 
 
+def _gains(slot: str, name: str, matrix: Matrix = PAPER) -> list[float]:
+    """The gains from expanding one format in one slot."""
+    at = 0 if slot == MU else 1
+    return [g for (plain, _), g in expansions(slot, matrix).items() if plain[at] == name]
+
+
+def _span(ratios: list[float]) -> str:
+    return f"x {min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def _once(rows: Rows) -> tuple[Matrix, Rows]:
+    """MSE of the step for each pair in the paper's groups, and the records."""
+    found = some(measured(rows))
+    return found.matrix("once at 128", "mse"), found.of("once at 128")
+
+
+@measure
+def _gain(rows: Rows, plain: Pair, better: Pair, printed: float) -> Finding:
+    """Return a measure of the factor by which the better pair's error is smaller."""
+    matrix, used = _once(rows)
+    gain = matrix[plain] / matrix[better]
+    near = abs(gain / printed - 1) <= NEAR
+    return judged(f"x {gain:.2f}", graded(gain > printed and not near, near), used)
+
+
+@measure
+def _improves(rows: Rows, slot: str, name: str) -> Finding:
+    """Return a measure of whether expanding a format in a slot helps where it does in the paper."""
+    matrix, used = _once(rows)
+    ours, theirs = _gains(slot, name, matrix), _gains(slot, name)
+    agree = sum((a > 1) == (b > 1) for a, b in zip(ours, theirs, strict=True))
+    return judged(f"{_span(ours)}; {agree} of {len(ours)} pairs", agree == len(ours), used)
+
+
 def rank_correlation(matrix: Matrix) -> float:
     """Spearman's, over the pairs that the paper prints."""
     ours, theirs = (np.argsort(np.argsort([m[p] for p in PAPER])) for m in (matrix, PAPER))
     return float(np.corrcoef(ours, theirs)[0, 1])
 
 
-@measure
-def _reading(rows: Rows, says: Says) -> Finding:
-    found = some(measured(rows))
-    text, holds = says(once(found))
-    return judged(text, holds, found.of("once at 128"))
-
-
-@measure
-def _gain(rows: Rows, plain: Pair, better: Pair, printed: float) -> Finding:
-    """Return a measure of the factor by which the better pair's error is smaller."""
-    found = some(measured(rows))
-    matrix = once(found)
-    gain = matrix[plain] / matrix[better]
-    verdict = SAME if abs(gain / printed - 1) <= NEAR else BETTER if gain > printed else NOT
-    return judged(f"x {gain:.2f}", verdict, found.of("once at 128"))
-
-
-def _improves(slot: str, name: str) -> Measure:
-    """Return a measure of whether expanding a format in a slot helps where it does in the paper."""
-
-    def says(matrix: Matrix) -> tuple[str, bool]:
-        theirs = {p: g for p, g in expansions(slot).items() if name == _expanded(slot, p)}
-        ours = {p: g for p, g in expansions(slot, matrix).items() if p in theirs}
-        agree = sum((ours[p] > 1) == (theirs[p] > 1) for p in theirs)
-        low, high = min(ours.values()), max(ours.values())
-        return f"x {low:.2f} to {high:.2f}; {agree} of {len(theirs)} pairs", agree == len(theirs)
-
-    return _reading(says)
-
-
-def _expanded(slot: str, pairs: tuple[Pair, Pair]) -> str:
-    """Return the name of the expanded format."""
-    return pairs[0][0 if slot == MU else 1]
-
-
-def _spread(slot: str, name: str) -> str:
-    gains = [g for p, g in expansions(slot).items() if name == _expanded(slot, p)]
-    return f"x {min(gains):.2f} to {max(gains):.2f}"
-
-
-def _order(matrix: Matrix) -> tuple[str, bool]:
+def _order(rows: Rows) -> Finding:
+    matrix, used = _once(rows)
     rho = rank_correlation(matrix)
-    return f"Spearman's rank correlation {rho:.2f} over {len(PAPER)} pairs", rho > 0.9
+    return judged(f"Spearman's rank correlation {rho:.2f} over {len(PAPER)} pairs", rho > 0.9, used)
 
 
-def _formats(matrix: Matrix) -> tuple[str, bool]:
+def _formats(rows: Rows) -> Finding:
+    matrix, used = _once(rows)
     gains = [matrix[E5M2, nu] / matrix[E4M3, nu] for mu, nu in PAPER if mu == E4M3]
-    return f"E5M2's error over E4M3's: x {min(gains):.2f} to {max(gains):.2f}", min(gains) > 1
+    return judged(f"E5M2's error over E4M3's: {_span(gains)}", min(gains) > 1, used)
 
 
-def _seconds(matrix: Matrix) -> tuple[str, bool]:
+def _seconds(rows: Rows) -> Finding:
+    matrix, used = _once(rows)
     mus = (E4M3, E4M3_X, E5M2, E5M2_X, DE8, DE8_X)
     plain = [matrix[mu, E5M2] / matrix[mu, E4M3] for mu in mus]
     wide = [matrix[mu, E5M2_X] / matrix[mu, E4M3_X] for mu in mus]
-    text = (
-        f"E5M2's error over E4M3's x {min(plain):.2f} to {max(plain):.2f}, "
-        f"expanded x {min(wide):.2f} to {max(wide):.2f}"
-    )
-    return text, min(plain) > 1 and max(wide) <= 1 + CLOSE
+    text = f"E5M2's error over E4M3's {_span(plain)}, expanded {_span(wide)}"
+    return judged(text, min(plain) > 1 and max(wide) <= 1 + CLOSE, used)
 
 
-def _lowest(matrix: Matrix) -> tuple[str, bool]:
-    least = min(PAPER, key=matrix.__getitem__)
-    text = f"m {least[0]}, v {least[1]}"
-    return text, least in {(DE8_X, E4M3_X), (DE8_X, E5M2_X)}
+def _lowest(rows: Rows) -> Finding:
+    matrix, used = _once(rows)
+    mu, nu = min(PAPER, key=matrix.__getitem__)
+    return judged(f"m {mu}, v {nu}", mu == DE8_X and nu in (E4M3_X, E5M2_X), used)
+
+
+def _worse(rows: Rows) -> Finding:
+    matrix, used = _once(rows)
+    ratios = [matrix[mu, DE8_X] / matrix[mu, DE8] for mu in (E4M3_X, DE8, DE8_X)]
+    return judged(_span(ratios), min(ratios) > 1, used)
 
 
 @measure
-def _span(rows: Rows, slot: str, decades: int) -> Finding:
+def _spans(rows: Rows, slot: str, decades: int) -> Finding:
     found = some(measured(rows))
     values = found.values("spans")
-    within = 1 - values[slot, f"over_1e{decades}"]
-    median = 10 ** values[slot, "p50"]
+    within, median = 1 - values[slot, f"over_1e{decades}"], 10 ** values[slot, "p50"]
     text = f"under 1e{decades} in {100 * within:.0f} % of groups, median {number(median)}"
     return judged(text, within >= MOST, found.of("spans", impl=slot))
 
 
-def exponents(found: Measured, slot: str) -> tuple[float, float, float]:
-    """k of E4M3: the 5th, 50th and 95th percentile over groups."""
-    wide = np.log10(2.0**8 * 1.75 * 2**9)
-    low, middle, high = (wide / found.values("spans")[slot, f"p{p}"] for p in (95, 50, 5))
-    return low, middle, high
-
-
 @measure
 def _k(rows: Rows, slot: str, least: float, most: float) -> Finding:
-    """Return a measure of whether the median k lies in the paper's span."""
+    """Return a measure of whether the median k of E4M3 lies in the paper's span."""
     found = some(measured(rows))
-    low, middle, high = exponents(found, slot)
+    low, middle, high = (SPAN / found.values("spans")[slot, f"p{p}"] for p in (95, 50, 5))
     text = f"median {middle:.1f}, {low:.1f} to {high:.1f} in 90 % of groups"
-    same = least <= middle <= most
-    return judged(text, same, found.of("spans", impl=slot))
-
-
-def _worse(matrix: Matrix) -> tuple[str, bool]:
-    ratios = [matrix[mu, DE8_X] / matrix[mu, DE8] for mu in (E4M3_X, DE8, DE8_X)]
-    return f"x {min(ratios):.2f} to {max(ratios):.2f}", min(ratios) > 1
+    return judged(text, least <= middle <= most, found.of("spans", impl=slot))
 
 
 CLAIMS: tuple[Claim, ...] = (
     # tables
     *(Claim(f"{('Table 9' if name == DE8 else 'Table 1')}, expansion of {name} for {letter}",
-            f"error {_spread(slot, name)} smaller", _improves(slot, name))
+            f"error {_span(_gains(slot, name))} smaller", _improves(slot, name))
       for slot, letter in ((MU, "m"), (NU, "v"))
       for name in (EXPANDED if slot == MU else (E4M3, E5M2))),
     Claim("§4.2, expansion of E4M3 for both", f"x {BOTH} smaller",
@@ -170,15 +137,15 @@ CLAIMS: tuple[Claim, ...] = (
           f"x {DE8_BEST} smaller", _gain((DE8, DE8), (DE8_X, E4M3_X), DE8_BEST)),
     Claim("Table 9, DE8 for v",
           f"expansion makes it worse (x {WORSE:.2f} beside DE8 for m)",
-          _reading(_worse)),
-    Claim("Table 1, m", "E4M3 is more suitable than E5M2", _reading(_formats)),
-    Claim("Table 1, v", "E4M3 is better; expanded nearly the same", _reading(_seconds)),
+          _worse),
+    Claim("Table 1, m", "E4M3 is more suitable than E5M2", _formats),
+    Claim("Table 1, v", "E4M3 is better; expanded nearly the same", _seconds),
     Claim("Table 9, the lowest error", "m DE8 + expansion, v E4M3 or E5M2 + expansion",
-          _reading(_lowest)),
-    Claim("Tables 1 and 9", "the order of all pairs", _reading(_order)),
+          _lowest),
+    Claim("Tables 1 and 9", "the order of all pairs", _order),
     # ranges
-    Claim("Figure 2a, m", "max / min of a group typically under 1e4", _span(MU, 4)),
-    Claim("Figure 2a, v", "max / min of a group usually under 1e1", _span(NU, 1)),
+    Claim("Figure 2a, m", "max / min of a group typically under 1e4", _spans(MU, 4)),
+    Claim("Figure 2a, v", "max / min of a group usually under 1e1", _spans(NU, 1)),
     Claim("Figure 2c, k of m", "1 to 3", _k(MU, 1, 3)),
     Claim("Figure 2c, k of v", "5 to 15", _k(NU, 5, 15)),
     # training

@@ -6,11 +6,13 @@ anywhere) and `noise` (Figure 5, Table 1).
 
 import math
 import statistics
+from typing import Any
 
-from benchmarks.claims import Claim, Finding, all_of, judged, measure, some
-from benchmarks.records import Rows, last, on_gpus, select
+from benchmarks.claims import Claim, Finding, Ratios, judged, measure, some, values_of
+from benchmarks.claims.findings import about, newest_run, over, percent
+from benchmarks.records import Rows, alike, grouped, last, on_gpus, select
 
-# names of variants and kinds of matrices, as in gaussws_training, which needs Flax
+# names of variants and kinds of matrices, as in the suite's training, which needs Flax
 BASE, OD, ALL, DIFFQ = "no noise", "gaussws[od]", "gaussws[all]", "diffq[all]"
 OTHER_START = "no noise, other start"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -23,143 +25,95 @@ TOWARDS = 5.0  # mean b_t, from 6 to 4: has moved more than half the way
 RISES = 0.05  # over its own lowest loss: diverges and fails to recover
 STUCK = 0.5  # over the best of all rates: has learned little
 FACTOR = 3.0  # Figure 5, over PyTorch's (here JAX's) normal numbers
-MEMORY = 2.1  # bytes a parameter
+MEMORY = 2.1  # bytes per parameter
 OVERHEADS = {  # Table 1, AdamW and Adam-mini: geometric means over 134M, 360M and 1B
     "flash_adamw": {OD: 0.0047, ALL: 0.0163, DIFFQ: 0.1295},
     "flash_adam_mini": {OD: 0.0260, ALL: 0.0929, DIFFQ: 0.1452},
 }
-NOISES = ("gaussws", "box-muller", "jax-normal")
 FEW = 1e-3  # of a share
 
 
-# ---- Section 3 -----------------------------------------------------------------------------------
-
-
-def analysis(rows: Rows, case: str) -> dict[str, dict]:
-    """metric -> record, of the measurement stored last."""
-    return {row["metric"]: row for row in select(rows, bench="gaussws", case=case)}
+def _analysis(rows: Rows, case: str) -> dict[str, dict]:
+    """metric -> record, of section 3's numbers."""
+    return grouped(select(rows, bench="gaussws", case=case), "metric")
 
 
 def _probabilities(rows: Rows) -> Finding:
-    found = analysis(rows, "equation 8")
-    used = all_of(*(found.get(f"share of {m}") for m in (0, 1, 2)))
-    zero, one, two = (row["value"] for row in used)
-    text = f"1/{2 / two:.1f}, 1/{2 / one:.2f}, {zero:.4f}"
+    found = _analysis(rows, "equation 8")
+    (zero, one, two), used = values_of(*(found.get(f"share of {m}") for m in (0, 1, 2)))
     wanted = (1 - 2 * (9 / 64 + 3 / 2048), 9 / 32, 3 / 1024)
     same = max(abs(a - b) for a, b in zip((zero, one, two), wanted, strict=True)) < FEW
-    return judged(text, same, used)
+    return judged(f"1/{2 / two:.1f}, 1/{2 / one:.2f}, {zero:.4f}", same, used)
 
 
 def _rounded_normal(rows: Rows) -> Finding:
-    found = analysis(rows, "equation 8")
-    used = all_of(*(found.get(f"share of {m}") for m in (0, 1)))
-    zero, one = (math.erf(s / math.sqrt(2)) for s in (1, 3))
-    normal = (zero, one - zero)
-    text = ", ".join(
-        f"P({m}) {row['value']:.3f} (normal: {p:.3f})"
-        for m, row, p in zip(("0", "±1"), used, normal, strict=True)
-    )
-    off = max(abs(row["value"] / p - 1) for row, p in zip(used, normal, strict=True))
-    return judged(text, off < 0.05, used)
+    found = _analysis(rows, "equation 8")
+    shares, used = values_of(*(found.get(f"share of {m}") for m in (0, 1)))
+    within_1, within_3 = (math.erf(s / math.sqrt(2)) for s in (1, 3))
+    both = list(zip(("0", "±1"), shares, (within_1, within_3 - within_1), strict=True))
+    text = ", ".join(f"P({m}) {share:.3f} (normal: {p:.3f})" for m, share, p in both)
+    return judged(text, max(abs(share / p - 1) for _, share, p in both) < 0.05, used)
 
 
 def _nullified(rows: Rows) -> Finding:
-    used = some(list(analysis(rows, "section 3.5").values()))
-    most, least = (f(row["value"] for row in used) for f in (max, min))
-    text = f"{least:.3f} to {most:.4f}, the smaller the value the more"
-    return judged(text, abs(most - 0.284) < FEW and least == 0, used)
+    shares, used = values_of(*some(_analysis(rows, "section 3.5")).values())
+    text = f"{min(shares):.3f} to {max(shares):.4f}, the smaller the value the more"
+    return judged(text, abs(max(shares) - 0.284) < FEW and min(shares) == 0, used)
 
 
 @measure
 def _underflow(rows: Rows, case: str, to: str, bits: int) -> Finding:
-    found = analysis(rows, case)
-    used = some([row for name, row in found.items() if name.startswith(to)])
-    most = max(row["value"] for row in used)
-    text = f"b_t = {bits}: {100 * most:.2f} % of the noise underflows at most, over maxima"
+    found = {m: row for m, row in _analysis(rows, case).items() if m.startswith(to)}
+    shares, used = values_of(*some(found).values())
+    most = 100 * max(shares)
+    text = f"b_t = {bits}: {most:.2f} % of the noise underflows at most, over maxima"
     return judged(text, most == 0, used)
-
-
-# ---- Speed and memory: bench_noise ---------------------------------------------------------------
 
 
 def rates_of_noise(rows: Rows, metric: str) -> dict[str, dict[str, dict]]:
     """shape -> implementation -> record, on the accelerator measured last; small shapes first."""
-    found = select(on_gpus(rows), bench="noise", metric=metric)
-    shapes: dict[str, dict[str, dict]] = {}
-    for row in found:
-        if (row["device"], row["jax"]) == (found[-1]["device"], found[-1]["jax"]):
-            shapes.setdefault(row["case"], {})[row["impl"]] = row
+    shapes = grouped(alike(select(on_gpus(rows), bench="noise", metric=metric)), "case", "impl")
     return dict(sorted(shapes.items(), key=lambda one: math.prod(map(int, one[0].split("x")))))
 
 
 @measure
 def _faster(rows: Rows, other: str, least: float) -> Finding:
     """Equation 1's forward pass against another's, over shapes."""
-    shapes = rates_of_noise(rows, "gelem_per_s").values()
-    pairs = some([(of["gaussws"], of[other]) for of in shapes if {"gaussws", other} <= of.keys()])
-    gains = [ours["value"] / theirs["value"] for ours, theirs in pairs]
-    text = f"x {min(gains):.2f} to {max(gains):.2f} over {len(pairs)} shapes"
-    used = [row for pair in pairs for row in pair]
-    return judged(text, min(gains) >= least, used)
+    gains = Ratios(rates_of_noise(rows, "gelem_per_s"), "gaussws", other)
+    return judged(f"{gains} over {gains.count} shapes", gains.least >= least, gains.rows)
 
 
 @measure
 def _overhead(rows: Rows, optimizer: str, name: str) -> Finding:
-    says = OVERHEADS[optimizer][name]
     steps = select(on_gpus(rows), bench="train", case=f"llama-134m/{optimizer}")
-    row = some(last(steps, metric="overhead", impl=name))
-    text = f"Llama-134M: {100 * row['value']:.2f} % of a step"
-    return judged(text, row["value"] <= says, [row])
+    (share,), used = values_of(last(steps, metric="overhead", impl=name))
+    text = f"Llama-134M: {100 * share:.2f} % of a step"
+    return judged(text, share <= OVERHEADS[optimizer][name], used)
 
 
 def _memory(rows: Rows) -> Finding:
     steps = select(on_gpus(rows), bench="train", metric="extra_bytes")
     used = [r for r in steps if r["case"].startswith("llama-134m/") and r["impl"] in (OD, ALL)]
-    some(used)
-    most = max(row["value"] for row in used)
-    text = f"at most {most:.3f}, over optimizers and parts"
-    return judged(text, most <= MEMORY, used)
+    most = max(row["value"] for row in some(used))
+    return judged(f"at most {most:.3f}, over optimizers and parts", most <= MEMORY, used)
 
 
-# ---- Training: bench_gaussws ---------------------------------------------------------------------
-
-
-def newest_run(rows: Rows, part: str = "") -> dict[tuple[str, str], dict]:
+def run_of(rows: Rows, part: str = "") -> dict[tuple[str, str], dict[str, Any]]:
     """(variant, metric) -> record, of the model and accelerator trained last."""
-    end = f"{part}/gaussws"
-    found = [
-        row
-        for row in on_gpus(rows)
-        if row["case"].endswith(end) and (part or not row["case"].endswith("-rates/gaussws"))
-    ]
-    if not found:
-        return {}
-    alike = {key: found[-1][key] for key in ("case", "device", "jax")}
-    return {(row["impl"], row["metric"]): row for row in select(found, **alike)}
-
-
-def over(loss: float, base: float) -> float:
-    """The share by which a loss is over another; infinite where it is not a number."""
-    share = loss / base - 1
-    return share if math.isfinite(share) else math.inf
-
-
-def _about(row: dict) -> str:
-    flags = row["flags"]
-    return f"{flags['parameters'] / 1e6:.0f}M, {flags['steps']} steps of {flags['tokens']:,} tokens"
+    end, rates = f"{part}/gaussws", "-rates/gaussws"
+    return newest_run(on_gpus(rows), lambda case: case.endswith(end)
+                      and (bool(part) or not case.endswith(rates)))  # fmt: skip
 
 
 @measure
-def _loss(rows: Rows, name: str, base: str, most: float, metric: str = "val_loss") -> Finding:
+def _loss(rows: Rows, name: str, base: str, most: float) -> Finding:
     """A run's held-out loss over another's, without noise in either."""
-    run = newest_run(rows)
-    used = all_of(run.get((base, "val_loss")), run.get((name, metric)))
-    more = over(used[1]["value"], used[0]["value"])
-    chance, text = run.get((OTHER_START, "val_loss")), _about(used[0])
-    text += f": {used[0]['value']:.4f} → {used[1]['value']:.4f} ({100 * more:+.2f} %"
+    run = run_of(rows)
+    (plain, own), used = values_of(*(run.get((one, "val_loss")) for one in (base, name)))
+    more, chance = over(own, plain), run.get((OTHER_START, "val_loss"))
+    text = f"{about(used[0])}: {plain:.4f} → {own:.4f} ({percent(more)}"
     if chance is not None and base == BASE:
-        other = over(chance["value"], used[0]["value"])
-        text += f"; other initial weights {100 * other:+.2f} %"
+        text += f"; other initial weights {percent(over(chance['value'], plain))}"
         used.append(chance)
     return judged(text + ")", more <= most, used)
 
@@ -175,43 +129,33 @@ def diverges(losses: dict[float, tuple[float, float]]) -> dict[float, bool]:
 
 
 def _stability(rows: Rows) -> Finding:
-    run, said, failing, used = newest_run(rows, "-rates"), [], {}, []
+    run, said, failing = run_of(rows, "-rates"), [], {}
+    ends = {impl: row for (impl, metric), row in run.items() if metric == "val_loss"}
     for name in (BASE, ALL):
         losses = {
             float(impl.rpartition("x")[2]): (row["value"], run[impl, "least_val_loss"]["value"])
-            for (impl, metric), row in run.items()
-            if metric == "val_loss" and impl.rpartition(" x")[0] == name
+            for impl, row in ends.items()
+            if impl.rpartition(" x")[0] == name
         }
-        some(losses)
-        failing[name] = {factor for factor, fails in diverges(losses).items() if fails}
+        failing[name] = {factor for factor, fails in diverges(some(losses)).items() if fails}
         shown = ", ".join(f"{f:g}" for f in sorted(failing[name])) or "none"
         said.append(f"{name}: {shown} of {', '.join(f'{f:g}' for f in sorted(losses))}")
-        used += [row for (impl, metric), row in run.items() if metric == "val_loss"]
-    helped = failing[BASE] - failing[ALL]
     text = "factors on the rate that fail: " + "; ".join(said)
-    return judged(text, helped and failing[ALL] < failing[BASE], used)
+    return judged(text, failing[ALL] < failing[BASE], list(ends.values()))
 
 
-# ---- Bitwidths and casts -------------------------------------------------------------------------
-
-
-def bits_of(rows: Rows, what: str, kinds: tuple[str, ...], name: str = ALL) -> Rows:
-    """Records of b_t of kinds of matrices: `mean`, `least`, `largest`, `mean_second`, ..."""
-    run = newest_run(rows)
-    return all_of(*(run.get((name, f"bits_{kind}_{what}")) for kind in kinds))
-
-
-def _mean(rows: Rows) -> float:
-    return statistics.mean(row["value"] for row in rows)
+def _bits(rows: Rows, what: str, kinds: tuple[str, ...]) -> tuple[list[float], Rows]:
+    """b_t of kinds of matrices: `mean`, `least`, `largest`, `mean_second`, ..."""
+    run = run_of(rows)
+    return values_of(*(run.get((ALL, f"bits_{kind}_{what}")) for kind in kinds))
 
 
 def _towards(rows: Rows) -> Finding:
-    used = bits_of(rows, "mean", MATRICES)
-    low, high = (bits_of(rows, what, MATRICES) for what in ("least", "largest"))
-    mean = _mean(used)
-    spans = [f(row["value"] for row in of) for f, of in ((min, low), (max, high))]
-    text = f"mean {mean:.2f}, {spans[0]:.2f} to {spans[1]:.2f}"
-    return judged(text, mean < TOWARDS, used)
+    (means, used), (low, _), (high, _) = (
+        _bits(rows, what, MATRICES) for what in ("mean", "least", "largest")
+    )
+    mean = statistics.mean(means)
+    return judged(f"mean {mean:.2f}, {min(low):.2f} to {max(high):.2f}", mean < TOWARDS, used)
 
 
 @measure
@@ -219,24 +163,19 @@ def _more(
     rows: Rows, what: str, kinds: tuple[str, ...], other: str, less: tuple[str, ...]
 ) -> Finding:
     """Return a measure of whether the mean b_t of some matrices is over that of others."""
-    high, low = bits_of(rows, what, kinds), bits_of(rows, other, less)
-    text = f"mean b_t {_mean(high):.3f} against {_mean(low):.3f}"
-    return judged(text, _mean(high) > _mean(low), [*high, *low])
+    found = _bits(rows, what, kinds), _bits(rows, other, less)
+    high, low = (statistics.mean(bits) for bits, _ in found)
+    text = f"mean b_t {high:.3f} against {low:.3f}"
+    return judged(text, high > low, [row for _, used in found for row in used])
 
 
 @measure
-def _cast(rows: Rows, name: str, which: str, control: bool = False) -> Finding:
-    """The loss of a cast model over its own without."""
-    run = newest_run(rows)
-    names = (name, BASE) if control else (name,)
-    used = all_of(*(run.get((n, f"cast {m}")) for n in names for m in ("clean", which)))
-    shares = [
-        over(cast["value"], clean["value"])
-        for clean, cast in zip(used[::2], used[1::2], strict=True)
-    ]
-    text = f"{100 * shares[0]:+.2f} %"
-    text += f" (trained without noise: {100 * shares[1]:+.2f} %)" if control else ""
-    return judged(text, shares[0] <= SAFE, used)
+def _cast(rows: Rows, name: str, which: str) -> Finding:
+    """The loss of a cast model over its own without, beside that of one trained without noise."""
+    run, metrics = run_of(rows), ("cast clean", f"cast {which}")
+    losses, used = values_of(*(run.get((n, m)) for n in (name, BASE) for m in metrics))
+    own, control = over(losses[1], losses[0]), over(losses[3], losses[2])
+    return judged(f"{percent(own)} (trained without noise: {percent(control)})", own <= SAFE, used)
 
 
 CLAIMS: tuple[Claim, ...] = (
@@ -258,7 +197,7 @@ CLAIMS: tuple[Claim, ...] = (
             f"{100 * share:.2f} % of tokens/s", _overhead(optimizer, name))
       for optimizer, of in OVERHEADS.items()
       for name, share in of.items()),
-    Claim("Table 1, memory", "≈ 2 bytes a parameter", _memory),
+    Claim("Table 1, memory", "≈ 2 bytes per parameter", _memory),
     # training
     *(Claim(f"Figures 1b and 4, {name}", "closely follows the BF16 baseline",
             _loss(name, BASE, FOLLOWS))
@@ -282,10 +221,10 @@ CLAIMS: tuple[Claim, ...] = (
           "requires the highest precision",
           _more("mean", ("down_proj",), "mean", ("gate_proj", "up_proj"))),
     *(Claim(f"Table 2, {name} cast to the formats of its b_t", "safe for inference",
-            _cast(name, f"{parts} safe", control=True))
+            _cast(name, f"{parts} safe"))
       for name, parts in ((ALL, "all"), (OD, "od"))),
     *(Claim(f"Table 2, {ALL} cast to FP {to}, of b_t = {bits}",
             "safe where b_t is at most that (ours: see Figure 6)",
-            _cast(ALL, f"all {to}", control=True))
+            _cast(ALL, f"all {to}"))
       for bits, to in ((6, "e3m4"), (5, "e3m3"), (4, "e3m2"), (3, "e2m1"))),
 )  # fmt: skip

@@ -12,20 +12,20 @@ import optax
 import optax_lowmem as lowmem
 from benchmarks import curves
 from benchmarks.claims import (
-    BETTER,
-    NOT,
-    SAME,
     Claim,
     Finding,
     Holds,
-    all_of,
     findings,
+    graded,
     judged,
     measure,
+    read,
     some,
+    values_of,
 )
+from benchmarks.claims.findings import newest_run, percent
 from benchmarks.model_shapes import llama
-from benchmarks.records import Rows, last, on_gpus
+from benchmarks.records import Rows, on_gpus, select
 
 ADAMW, MINI, AGAIN = "adamw", "adam_mini", "adam_mini-again"
 OURS, NEAREST, EMBEDDINGS = "q_adam_mini", "q_adam_mini-nearest", "q_adam_mini-embeddings"
@@ -34,7 +34,7 @@ CASE_1, GUARDED = "q_adam_mini-case1", "q_adam_mini-case1-guarded"
 
 # Validation losses of Table 1: AdamW, Adam-mini, Q-Adam-mini.
 TABLE_1 = {"60M": (3.34, 3.37, 3.38), "130M": (3.07, 3.08, 3.09)}
-# Bytes of state a parameter in Table 3, less the scales and one value a block.
+# Bytes of state per parameter in Table 3, less the scales and one value a block.
 TABLE_3 = {
     "AdamW": (8, optax.adamw(1e-3)),
     "Q-AdamW": (2, lowmem.q_adamw(1e-3)),
@@ -52,17 +52,16 @@ ROUNDING = 1.88  # Table 5: stochastic over nearest
 CLOSE = 0.0035  # of the loss: Table 1 has 0.3 % between Adam-mini and Q-Adam-mini
 SAME_NORM, ALIKE = 0.01, 0.05  # of the embedding's norm, and of a middle layer's
 EXPLODES = 10.0
-DIVERGES = 1.2  # of Adam-mini's loss; the reference quantiser's, which trains, is at 1.07
+DIVERGES = 1.2  # of Adam-mini's loss; the reference quantizer's, which trains, is at 1.07
 SCALES = 0.04  # bytes of scales and blocks, of 8-bit state in groups of 256
 
 
 def model(size: str) -> dict:
-    """The shapes of a model of Table 4."""
     return llama(jnp.float32, vocab=32000, tied=False, **TABLE_4[size][1])
 
 
 def state_bytes(method: str, rows: int = 2048, columns: int = 2048) -> float:
-    """Bytes of state a parameter of one f32 matrix."""
+    """Bytes of state per parameter of one f32 matrix."""
     matrix = jax.ShapeDtypeStruct((rows, columns), jnp.float32)
     params = {"mlp": {"up_proj": {"kernel": matrix}}}
     return lowmem.memory.report(TABLE_3[method][1], params).state_bytes / matrix.size
@@ -70,39 +69,27 @@ def state_bytes(method: str, rows: int = 2048, columns: int = 2048) -> float:
 
 def v_mean_mib(size: str) -> tuple[float, float]:
     """MiB of v_mean, with one block a value projection and with one an output neuron of it."""
-    found = [
-        lowmem.blocks.describe(model(size), heads=HEADS, rules=rules) for rules in (VALUE_WHOLE, ())
-    ]
-    theirs, right = (one.bytes / 2**20 for one in found)
+    theirs, right = (
+        lowmem.blocks.describe(model(size), heads=HEADS, rules=rules).bytes / 2**20
+        for rules in (VALUE_WHOLE, ())
+    )
     return theirs, right
-
-
-# ---- Training ------------------------------------------------------------------------------------
 
 
 def _values(rows: Rows, metric: str, *impls: str) -> tuple[list[float], Rows]:
     """A metric of several variants, on the device where Adam-mini was measured last."""
-    wanted = {"bench": "train", "metric": metric}
-    cases = [row for row in rows if row["case"].endswith("/q_adam_mini")]
-    newest = some(last(cases, impl=MINI, **wanted))
-    wanted |= {key: newest[key] for key in ("case", "device", "jax")}
-    found = all_of(*(last(cases, impl=impl, **wanted) for impl in impls))
-    return [row["value"] for row in found], found
+    trained = select(rows, bench="train", metric=metric)
+    run = newest_run(trained, lambda case: case.endswith("/q_adam_mini"), impl=MINI)
+    return values_of(*(run.get((impl, metric)) for impl in impls))
 
 
 @measure
 def _over_adamw(rows: Rows, index: int, impl: str) -> Finding:
     """A held-out loss over AdamW's: no further above it than in Table 1 at 60M."""
-    bound = TABLE_1["60M"][index] / TABLE_1["60M"][0]
-    read = _values(rows, "val_loss", ADAMW, impl)
-    (plain, ours), used = read
+    (plain, ours), used = _values(rows, "val_loss", ADAMW, impl)
     size = f"{used[0]['flags']['parameters'] / 1e6:.0f}M"
-    text = f"{size}: {plain:.3f} → {ours:.3f} ({_percent(ours / plain)})"
-    return judged(text, ours / plain <= bound, used)
-
-
-def _percent(ratio: float) -> str:
-    return f"{100 * (ratio - 1):+.2f} %"
+    text = f"{size}: {plain:.3f} → {ours:.3f} ({percent(ours / plain - 1)})"
+    return judged(text, ours / plain <= TABLE_1["60M"][index] / TABLE_1["60M"][0], used)
 
 
 @measure
@@ -110,21 +97,18 @@ def _ratio(
     rows: Rows, metric: str, impls: tuple[str, ...], holds: Holds, what: str = "x {:.3g}"
 ) -> Finding:
     """Variants over Adam-mini; the first one decides."""
-    read = _values(rows, metric, MINI, *impls)
-    (mini, *others), used = read
-    text = ", ".join(
-        f"{impl} {what.format(value / mini)}" for impl, value in zip(impls, others, strict=True)
-    )
+    (mini, *others), used = _values(rows, metric, MINI, *impls)
+    ratios = [value / mini for value in others]
+    shown = zip(impls, ratios, strict=True)
+    text = ", ".join(f"{impl} {what.format(ratio)}" for impl, ratio in shown)
     name = metric.replace("val_loss", "held-out loss").replace("_", " ")
-    same = holds(others[0] / mini)
-    return judged(f"{name} over Adam-mini's: {text}", same, used)
+    return judged(f"{name} over Adam-mini's: {text}", holds(ratios[0]), used)
 
 
 def _case_1(rows: Rows) -> Finding:
     """Find case 1's highest training loss and its held-out loss; a v that is never 0 beside it."""
-    read = _values(rows, "val_loss", MINI, CASE_1, GUARDED)
+    (mini, case_1, guarded), used = _values(rows, "val_loss", MINI, CASE_1, GUARDED)
     some(curves.CURVES.exists())
-    (mini, case_1, guarded), used = read
     curve = curves.load().runs[CASE_1]
     top = int(np.argmax(curve["train_loss"]))
     text = (
@@ -132,76 +116,55 @@ def _case_1(rows: Rows) -> Finding:
         f"held-out loss {case_1:.2f}, Adam-mini's x {case_1 / mini:.2f} "
         f"(a v that is never 0, one seed: {guarded:.3f}, x {guarded / mini:.3f})"
     )
-    trains = case_1 / mini <= DIVERGES
-    return judged(text, NOT if trains else SAME, used)
+    return judged(text, not case_1 / mini <= DIVERGES, used)
 
 
 def moment_ratio(runs: dict[str, dict[str, np.ndarray]], impl: str, curve: str) -> float:
     """A norm over Adam-mini's, means of the second half of training."""
-    ours, mini = (runs[name][curve] for name in (impl, MINI))
-    return float(np.mean(ours[len(ours) // 2 :]) / np.mean(mini[len(mini) // 2 :]))
+    ours, mini = (own[len(own) // 2 :] for own in (runs[impl][curve], runs[MINI][curve]))
+    return float(np.mean(ours) / np.mean(mini))
 
 
 def _moments(rows: Rows) -> Finding:
     """Norms of m and v of the embedding, of the stored curves that the records came with."""
-    read = _values(rows, "embedding_norm", MINI, REFERENCE, OURS)
+    _, used = _values(rows, "embedding_norm", MINI, REFERENCE, OURS)
     some(curves.CURVES.exists())
-    runs = curves.load().runs
-    ratios = {
-        (impl, curve): moment_ratio(runs, impl, curve)
-        for impl in (REFERENCE, OURS)
-        for curve in ("mu_norm", "nu_norm")
-    }
-    text = "; ".join(
-        f"{impl}: m x {ratios[impl, 'mu_norm']:.2f}, v x {ratios[impl, 'nu_norm']:.2f}"
-        for impl in (REFERENCE, OURS)
-    )
-    explodes = any(ratios[REFERENCE, curve] > 1.1 for curve in ("mu_norm", "nu_norm"))
-    return judged(f"over Adam-mini's, second half: {text}", NOT if explodes else SAME, read[1])
+    runs, texts, explodes = curves.load().runs, [], False
+    for impl in (REFERENCE, OURS):
+        mu, nu = (moment_ratio(runs, impl, curve) for curve in ("mu_norm", "nu_norm"))
+        texts.append(f"{impl}: m x {mu:.2f}, v x {nu:.2f}")
+        explodes = explodes or (impl == REFERENCE and max(mu, nu) > 1.1)
+    text = "; ".join(texts)
+    return judged(f"over Adam-mini's, second half: {text}", not explodes, used)
 
 
 def _table_1(index: int) -> str:
-    losses = [
-        f"{size}: {of[0]} → {of[index]} ({_percent(of[index] / of[0])})"
-        for size, of in TABLE_1.items()
-    ]
+    losses = [f"{size}: {of[0]} → {of[index]} ({percent(of[index] / of[0] - 1)})"
+              for size, of in TABLE_1.items()]  # fmt: skip
     return f"validation loss {', '.join(losses)}"
-
-
-# ---- Memory and time -----------------------------------------------------------------------------
 
 
 @measure
 def _table_3(rows: Rows, method: str) -> Finding:
-    del rows
-    found, paper = state_bytes(method), TABLE_3[method][0]
-    same = 0 <= found - paper <= SCALES
-    return judged(f"{found:.3f} bytes a parameter", same, [])
+    found = state_bytes(method)
+    same = 0 <= found - TABLE_3[method][0] <= SCALES
+    return judged(f"{found:.3f} bytes per parameter", same, [])
 
 
 @measure
 def _table_4(rows: Rows, size: str) -> Finding:
-    del rows
     theirs, right = v_mean_mib(size)
     text = f"{theirs:.2f} MiB; with a block for each neuron of the values {right:.2f}"
-    same = f"{theirs:.1f}" == str(TABLE_4[size][0])
-    return judged(text, same, [])
+    return judged(text, f"{theirs:.1f}" == str(TABLE_4[size][0]), [])
 
 
 def _latency(rows: Rows) -> Finding:
     """Stochastic over nearest encoding, on the accelerator measured last."""
-    here = on_gpus(rows)
-    wanted = {"bench": "rounding", "metric": "device_ms"}
-    found = all_of(*(last(here, impl=impl, **wanted) for impl in ("nearest", "stochastic")))
-    nearest, stochastic = (row["value"] for row in found)
-    ratio = stochastic / nearest
-    verdict = SAME if abs(ratio - ROUNDING) <= findings.STEP_SHARE else NOT
-    verdict = BETTER if ratio < ROUNDING - findings.STEP_SHARE else verdict
-    return judged(f"{nearest:.2f} → {stochastic:.2f} ms (x {ratio:.2f})", verdict, found)
-
-
-def _constant(method: str) -> str:
-    return " + O(1)" if "mini" in method else ""
+    here = select(on_gpus(rows), bench="rounding", metric="device_ms")
+    (nearest, stochastic), used = read(here, "nearest", "stochastic")
+    ratio, slack = stochastic / nearest, findings.STEP_SHARE
+    verdict = graded(ratio < ROUNDING - slack, ratio <= ROUNDING + slack)
+    return judged(f"{nearest:.2f} → {stochastic:.2f} ms (x {ratio:.2f})", verdict, used)
 
 
 CLAIMS: tuple[Claim, ...] = (
@@ -238,7 +201,8 @@ CLAIMS: tuple[Claim, ...] = (
           _ratio("val_loss", (EMBEDDINGS, OURS, AGAIN), lambda x: x <= 1 + CLOSE, "x {:.4f}")),
     # memory
     *(Claim(f"Table 3, {method}",
-            f"{('' if size == 1 else size)}mn{_constant(method)} bytes of state (no scales)",
+            f"{('' if size == 1 else size)}mn{' + O(1)' * ('mini' in method)} bytes of state "
+            "(no scales)",
             _table_3(method))
       for (method, (size, _)) in TABLE_3.items()),
     *(Claim(f"Table 4, v of {size}", f"{mib} MB", _table_4(size))

@@ -3,112 +3,91 @@
 The records are of `spikes`.
 """
 
-from collections.abc import Iterable
-
-from benchmarks.claims import (
-    Claim,
-    Finding,
-    Holds,
-    all_of,
-    judged,
-    measure,
-    some,
-)
+from benchmarks.claims import Claim, Finding, Holds, judged, measure, some, values_of
 from benchmarks.records import Rows, last
-from benchmarks.suites.spikes import B2, B2S, BATCH, BATCHES, RATE, RATES, WIDTH, WIDTHS
+from benchmarks.suites.spikes import B2S, BATCH, BATCHES, RATE, RATES, WIDTH, WIDTHS, point
 
 ADAMW, STABLE, CLIPPED = "adamw", "stable_adamw", "adamw, gradients clipped"
 PREDICTED = 0.9  # of the loss spikes; the paper: 27 or 28 of 30
 REMAIN = 0.05  # of the spikes, which noise alone may make
 SIGNIFICANT = 0.05  # a p-value over it is no better than chance
+BY_B2 = {b2: point(b2) for b2 in B2S}
 
 
-def _point(b2: float = B2, rate: float = RATE, batch: int = BATCH, width: int = WIDTH) -> str:
-    """The case of a point, as `spikes.case` has it."""
-    return f"b2={b2:g} rate={rate:g} batch={batch} width={width}"
-
-
-def _values(rows: Rows, impl: str, metric: str, points: Iterable[str]) -> tuple[list[float], Rows]:
-    """A metric's values and records, of the device measured last."""
-    points = list(points)
+def _values(rows: Rows, impl: str, metric: str, *points: str) -> tuple[list[float], Rows]:
+    """A metric's values and records, of the device measured last; without points, at the first."""
     wanted = {"bench": "spikes", "impl": impl, "metric": metric}
-    newest = last(rows, case=_point(), **wanted)
-    wanted["device"] = some(newest)["device"]
-    found = all_of(*(last(rows, case=point, **wanted) for point in points))
-    return [row["value"] for row in found], found
+    wanted["device"] = some(last(rows, case=point(), **wanted))["device"]
+    return values_of(*(last(rows, case=one, **wanted) for one in points or (point(),)))
+
+
+def _listed(values: list[float], at: dict[float, str], form: str) -> str:
+    pairs = zip(at, values, strict=True)
+    return ", ".join(f"{form.format(value)} at {x:g}" for x, value in pairs)
 
 
 @measure
 def _share(rows: Rows, layer: str, holds: Holds) -> Finding:
     """Return a measure of how many loss spikes of AdamW at 0.999 follow a layer's RMS spike."""
     names = ("loss_spikes", f"{layer}_predicts", f"{layer}_flagged", f"{layer}_p_value")
-    read = [_values(rows, ADAMW, name, [_point()]) for name in names]
-    (total,), (hits,), (flagged,), (p_value,) = (values for values, _ in read)
+    read = [_values(rows, ADAMW, name) for name in names]
+    total, hits, flagged, p_value = (values[0] for values, _ in read)
     text = f"{hits:.0f} of {total:.0f}, RMS spikes at {100 * flagged:.2f} % of the steps"
     same = total > 0 and holds(hits / total if layer == "embedding" else p_value)
-    return judged(f"{text} (p = {p_value:.1g})", same, sum((r for _, r in read), []))
+    return judged(f"{text} (p = {p_value:.1g})", same, [row for _, own in read for row in own])
 
 
 def _chance(rows: Rows) -> Finding:
     """The share of the steps that follow an RMS spike."""
-    values, used = _values(rows, ADAMW, "embedding_chance", [_point()])
-    text = f"{100 * values[0]:.1f} %: our data changes more often"
-    return judged(text, values[0] <= 0.01, used)
+    (share,), used = _values(rows, ADAMW, "embedding_chance")
+    return judged(f"{100 * share:.1f} %: our data changes more often", share <= 0.01, used)
 
 
 @measure
 def _series(rows: Rows, name: str, points: dict[float, str]) -> Finding:
     """Spikes of AdamW along one hyperparameter: growing, and not constant."""
-    values, used = _values(rows, ADAMW, "loss_spikes", points.values())
-    text = ", ".join(f"{v:.0f} at {x:g}" for x, v in zip(points, values, strict=True))
+    values, used = _values(rows, ADAMW, "loss_spikes", *points.values())
     same = values == sorted(values) and values[-1] > values[0]
-    return judged(f"spikes by {name}: {text}", same, used)
+    return judged(f"spikes by {name}: {_listed(values, points, '{:.0f}')}", same, used)
 
 
 def _mitigated(rows: Rows) -> Finding:
     """Spikes of update clipping at each b2, beside AdamW's at the highest."""
-    points = [_point(b2) for b2 in B2S]
     (plain, first), (ours, used) = (
-        _values(rows, impl, "loss_spikes", points) for impl in (ADAMW, STABLE)
+        _values(rows, impl, "loss_spikes", *BY_B2.values()) for impl in (ADAMW, STABLE)
     )
-    text = ", ".join(
-        f"{a:.0f} → {b:.0f} at {b2:g}" for b2, a, b in zip(B2S, plain, ours, strict=True)
-    )
+    both = zip(B2S, plain, ours, strict=True)
+    text = ", ".join(f"{a:.0f} → {b:.0f} at {b2:g}" for b2, a, b in both)
     same = max(ours) <= REMAIN * max(plain) and max(plain) > 0
     return judged(f"spikes by b2: {text}", same, first + used)
 
 
 def _up_to_date(rows: Rows) -> Finding:
     """Compare the rates of the embedding's RMS_t spikes at each b2: 0 but at the highest."""
-    values, used = _values(rows, ADAMW, "embedding_flagged", [_point(b2) for b2 in B2S])
-    text = ", ".join(f"{100 * v:.2f} % at {b2:g}" for b2, v in zip(B2S, values, strict=True))
+    values, used = _values(rows, ADAMW, "embedding_flagged", *BY_B2.values())
+    text = _listed([100 * value for value in values], BY_B2, "{:.2f} %")
     same = values[-1] > 0 and not any(values[:-1])
     return judged(f"steps with RMS spikes by b2: {text}", same, used)
 
 
 def _clipping(rows: Rows) -> Finding:
     """Update clipping against gradient clipping at norm 1, both at the highest b2."""
-    read = {
-        (impl, metric): _values(rows, impl, metric, [_point()])
-        for impl in (CLIPPED, STABLE)
-        for metric in ("loss_spikes", "last_loss")
-    }
-    value = {key: values[0] for key, (values, _) in read.items()}
-    text = "; ".join(
-        f"{impl}: spikes {value[impl, 'loss_spikes']:.0f}, loss {value[impl, 'last_loss']:.3f}"
-        for impl in (CLIPPED, STABLE)
-    )
-    plain, more = _values(rows, ADAMW, "loss_spikes", [_point()])
-    bound = REMAIN * plain[0]
-    neither = all(value[impl, "loss_spikes"] <= bound for impl in (CLIPPED, STABLE))
-    same = neither and value[STABLE, "last_loss"] < value[CLIPPED, "last_loss"]
-    return judged(text, same, sum((rows for _, rows in read.values()), more))
+    texts, spikes, losses, used = [], [], [], []
+    for impl in (CLIPPED, STABLE):
+        read = [_values(rows, impl, metric) for metric in ("loss_spikes", "last_loss")]
+        ((count,), _), ((loss,), _) = read
+        texts.append(f"{impl}: spikes {count:.0f}, loss {loss:.3f}")
+        spikes, losses = [*spikes, count], [*losses, loss]
+        used += [row for _, own in read for row in own]
+    (plain,), more = _values(rows, ADAMW, "loss_spikes")
+    same = max(spikes) <= REMAIN * plain and losses[1] < losses[0]
+    return judged("; ".join(texts), same, [*more, *used])
 
 
 def _slower(rows: Rows) -> Finding:
     """Compare last losses by b2: whether the lowest learns more slowly than the middle one."""
-    values, used = _values(rows, ADAMW, "last_loss", [_point(b2) for b2 in B2S])
-    text = ", ".join(f"{v:.3f} at {b2:g}" for b2, v in zip(B2S, values, strict=True))
+    values, used = _values(rows, ADAMW, "last_loss", *BY_B2.values())
+    text = _listed(values, BY_B2, "{:.3f}")
     return judged(f"last loss: {text}", values[0] > values[1], used)
 
 
@@ -120,13 +99,13 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("Figure 20, a middle layer", "none of the loss spikes follow its RMS spikes",
           _share("middle", lambda p_value: p_value > SIGNIFICANT)),
     Claim("§3.3, Figure 3, b2", "loss spikes can be avoided by reducing b2",
-          _series("b2", {b2: _point(b2) for b2 in B2S})),
+          _series("b2", BY_B2)),
     Claim("§3.3, too low a b2", "learning is slowed", _slower),
     *(Claim(where, "loss spikes increase with it", _series(name, points))
       for where, name, points in [
-          ("Figure 3, model size", "width", {w: _point(width=w) for w in sorted({*WIDTHS, WIDTH})}),
-          ("Figure 12, batch", "batch", {b: _point(batch=b) for b in sorted({*BATCHES, BATCH})}),
-          ("Figure 13, rate", "rate", {r: _point(rate=r) for r in sorted({*RATES, RATE})}),
+          ("Figure 3, model size", "width", {w: point(width=w) for w in sorted({*WIDTHS, WIDTH})}),
+          ("Figure 12, batch", "batch", {b: point(batch=b) for b in sorted({*BATCHES, BATCH})}),
+          ("Figure 13, rate", "rate", {r: point(rate=r) for r in sorted({*RATES, RATE})}),
       ]),
     Claim("Figure 4, lower b2", "RMS stays around 1", _up_to_date),
     Claim("§3.5, Figure 5, update clipping", "mitigates loss spikes", _mitigated),

@@ -17,9 +17,6 @@ CALL_SECONDS = 0.6  # of device work in one call, beside which its launch is lit
 MAX_STEPS = 1200
 
 
-# ---- what a step works on ------------------------------------------------------------------------
-
-
 def _noise(shape: tuple[int, ...], scale: jax.Array, salt: jax.Array) -> jax.Array:
     """Uniform, mean 0, standard deviation `scale`; cheap to compile, made where it is used."""
     x = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) + salt * jnp.uint32(0x9E3779B9)
@@ -74,9 +71,6 @@ def live_bytes(tree: Any) -> int:
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
-# ---- one step ------------------------------------------------------------------------------------
-
-
 def compile_step(implementation: Implementation, carry: Carry) -> tuple[Any, dict[str, Any]]:
     """One step with donated weights and state, and what its compiler says.
 
@@ -113,9 +107,6 @@ def take_step(step: Any, carry: Carry) -> tuple[Carry, dict[str, int]]:
         "peak_bytes": after["peak_bytes_in_use"],
         "setup_peak_bytes": before["peak_bytes_in_use"],
     }
-
-
-# ---- many steps ----------------------------------------------------------------------------------
 
 
 def looped(step: Callable, steps: int) -> Callable:
@@ -178,9 +169,6 @@ class Runner:
         started = time.perf_counter()
         self.carry = jax.block_until_ready(self.loop(self.carry))
         return (time.perf_counter() - started) / self.steps * 1e3
-
-
-# ---- the copy ------------------------------------------------------------------------------------
 
 
 @functools.partial(jax.jit, static_argnums=1, donate_argnums=0)

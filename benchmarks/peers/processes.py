@@ -105,8 +105,13 @@ def measure(one: Job) -> dict[str, Any]:
     except in_jax.Unavailable as reason:
         return {"skipped": str(reason)}
     except Exception as error:  # the others are still worth their time
-        traceback.print_exc()
-        return {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
+        return failure(error)
+
+
+def failure(error: Exception) -> dict[str, Any]:
+    """The outcome of what failed, whose trace is printed."""
+    traceback.print_exception(error)
+    return {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
 
 
 if __name__ == "__main__":

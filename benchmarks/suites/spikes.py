@@ -6,7 +6,6 @@ trains every point of the grid below with several seeds, minutes on a GPU, and s
 that notebooks/stable_adamw.ipynb draws. On a CPU take a part: `--only stable_adamw --seeds 1`.
 """
 
-import argparse
 import time
 import traceback
 from collections.abc import Iterator
@@ -45,9 +44,9 @@ def grid(steps: int) -> Iterator[tuple[runs.Run, Points]]:
     yield from ((run(width=width), high) for width in WIDTHS)
 
 
-def case(run: runs.Run, rate: float, b2: float) -> str:
+def point(b2: float = B2, rate: float = RATE, batch: int = BATCH, width: int = WIDTH) -> str:
     """Name of a point, of its records and of its curves."""
-    return f"b2={b2:g} rate={rate:g} batch={run.batch} width={run.width}"
+    return f"b2={b2:g} rate={rate:g} batch={batch} width={width}"
 
 
 def trained(run: runs.Run, points: Points, seeds: int, program: Any) -> dict[str, np.ndarray]:
@@ -59,12 +58,12 @@ def trained(run: runs.Run, points: Points, seeds: int, program: Any) -> dict[str
         main = (rate, run.batch, run.width) == (RATE, BATCH, WIDTH)
         names = ("loss", "embedding", "middle")[: 3 if main else 2]
         stacked = np.stack([found[name][i] for name in names])
-        curves[f"{run.optimizer}/{case(run, rate, b2)}"] = stacked.astype(np.float16)
+        name = point(b2, rate, run.batch, run.width)
+        curves[f"{run.optimizer}/{name}"] = stacked.astype(np.float16)
     return curves
 
 
 def compiled(run: runs.Run, points: Points, seeds: int) -> Any:
-    """The program of a run's points."""
     shape = jax.ShapeDtypeStruct((len(points),), jnp.float32)
     lowered = runs.many.lower(run, shape, shape, jax.ShapeDtypeStruct((seeds,), jnp.int32))
     return lowered.compile()
@@ -90,25 +89,13 @@ def summary(name: str, curves: np.ndarray) -> Iterator[dict[str, Any]]:
     yield made("last_loss", np.median(loss[:, -1000:]), "nats")
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    """Prints one line a point."""
-    names = ("loss_spikes", "embedding_predicts", "embedding_flagged", "middle_predicts")
-    print("optimizer, point: spikes, predicted, flagged, predicted by the middle layer, last loss")
-    for key in dict.fromkeys((row["impl"], row["case"]) for row in rows):
-        value = {r["metric"]: r["value"] for r in rows if (r["impl"], r["case"]) == key}
-        numbers = " ".join(f"{value.get(name, np.nan):7.4g}" for name in (*names, "last_loss"))
-        print(f"{key[0]:<26}{key[1]:<42}{numbers}", flush=True)
-
-
 def main() -> int:
-    """Trains, stores and prints; what fails is reported and the rest goes on."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = records.command_line(__doc__)
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=4000)
     parser.add_argument("--only", nargs="*", help="optimizers")
     parser.add_argument("--jobs", type=int, default=9, help="compilations at once")
     parser.add_argument("--out", type=Path, default=CURVES, help="the curves")
-    records.add_option(parser)
     args = parser.parse_args()
     began, kept, rows, failed = time.time(), {}, [], 0
     todo = [job for job in grid(args.steps) if not args.only or job[0].optimizer in args.only]
@@ -126,7 +113,6 @@ def main() -> int:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             np.savez_compressed(args.out, **kept)
             print(f"{run}: after {time.time() - began:.0f} s", flush=True)
-    show(rows)
-    if args.record:
-        print(f"recorded in {records.keep(rows, args.record)}")
+    records.show(rows)
+    records.keep(rows, args.record)
     return int(failed > 0)

@@ -19,7 +19,7 @@ def positive(text: str) -> int:
 
 
 def preset_values(presets: Mapping[str, Any], name: str) -> str:
-    """What a field of the presets is, for the help of an option that replaces it."""
+    """Return a field of the presets as text, for the help of an option that replaces it."""
     by_value: dict[str, list[str]] = {}
     for preset, values in presets.items():
         value = getattr(values, name)
@@ -30,7 +30,7 @@ def preset_values(presets: Mapping[str, Any], name: str) -> str:
 
 
 def rate_factors(factors: Mapping[str, float]) -> str:
-    """What a preset's learning rate is multiplied by, for the help of `--lr`."""
+    """Return the factors of a preset's learning rate as text, for the help of `--lr`."""
     unlike = ", ".join(f"{factor:g} for {name}" for name, factor in factors.items() if factor != 1)
     return f"the optimizer's factor ({unlike}, 1 for others)"
 

@@ -171,7 +171,7 @@ def _draw_memory(axes: plt.Axes, runs: dict[str, Any]) -> None:
                   fontsize=15, fontweight="bold", color=_COLOURS[impl])  # fmt: skip
         below = f"{_NAMES[impl]}\n{run['step_ms']:.3g} ms a step"
         axes.text(x, -0.02 * tallest, below, ha="center", va="top", fontsize=10)
-    axes.set_title("Bytes a parameter while training")
+    axes.set_title("Bytes per parameter while training")
     axes.set_xlim(-0.6, len(runs) - 0.4)
     axes.set_ylim(0, 1.1 * tallest)
     axes.set_xticks([])

@@ -98,7 +98,7 @@ def table(result: dict[str, Any]) -> Table:
     slots = dict.fromkeys(slot for r in runs.values() for slot in r["bytes_per_param"])
     slots = [slot for slot in slots if slot not in ("counters", "total")]
     for slot in slots:
-        name = f"{slot}, bytes a parameter" if slot == slots[0] else slot
+        name = f"{slot}, bytes per parameter" if slot == slots[0] else slot
         row(name, lambda r, slot=slot: _bytes(r["bytes_per_param"], slot), end=slot == slots[-1])
     row("[bold]total", lambda r: f"[bold]{r['bytes_per_param']['total']:.3f}")
     row("[bold]total, MB", lambda r: f"[bold]{_megabytes(r):,.1f}", end=True)

@@ -79,7 +79,7 @@ def save(folder: Path, program: Program, run: Run) -> None:
 
 
 def stopped(folder: Path | None) -> str:
-    """What to say of a run that was interrupted."""
+    """Return the message of a run that was interrupted."""
     if folder is None:
         return "stopped; nothing was saved (--checkpoint DIR --save-every N keeps a run)"
     step = checkpoint.latest_step(folder)

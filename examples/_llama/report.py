@@ -75,7 +75,7 @@ def out_of_memory(settings: Settings, report: lowmem.memory.Report, own_bytes: i
     return (
         f"{settings.optimizer}: out of memory: needs {report.state_bytes / GIB:.1f} GiB of state "
         f"beside {report.params_bytes / GIB:.1f} GiB of weights ({report.bytes_per_param:.2f} "
-        f"bytes a parameter), {own_bytes / GIB:.1f} GiB{has} on each of {settings.devices} "
+        f"bytes per parameter), {own_bytes / GIB:.1f} GiB{has} on each of {settings.devices} "
         "device(s), then gradients and activations"
     )
 
@@ -88,7 +88,7 @@ def summary(found: dict[str, float]) -> str:
     return (
         f"training loss {found['train_loss']:.4f}   {found['tokens_per_s']:,.0f} tokens/s   "
         f"{found['step_ms']:.1f} ms a step{more}\n"
-        f"{found['bytes_per_param']:.3f} bytes a parameter of weights and state, "
+        f"{found['bytes_per_param']:.3f} bytes per parameter of weights and state, "
         f"{found['device_bytes'] / GIB:.3f} GiB a device; "
         f"at most {found['peak_bytes'] / GIB:.3f} GiB with gradients and activations"
     )
@@ -100,7 +100,7 @@ def planned(found: dict[str, float]) -> str:
     return (
         f"planned: {gib['argument']:.3f} GiB of weights and state and {gib['temporary']:.3f} GiB "
         f"beside, where forward and backward alone take {gib['backward']:.3f} GiB: the rest is "
-        f"{found['beside_backward']:.2f} bytes a parameter"
+        f"{found['beside_backward']:.2f} bytes per parameter"
     )
 
 

@@ -1,4 +1,4 @@
-"""Gaussian weight sampling: noise of a learnt bitwidth on weights, instead of quantising them."""
+"""Gaussian weight sampling: noise of a learnt bitwidth on weights, instead of quantizing them."""
 
 from optax_lowmem._src.noise.bitwidth import SafeFormat as SafeFormat
 from optax_lowmem._src.noise.bitwidth import bitwidth as bitwidth

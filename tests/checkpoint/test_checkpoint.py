@@ -311,7 +311,7 @@ def test_export_refuses(tmp_path):
 
 def test_bytes_a_parameter_on_disk(tmp_path):
     """5.19 for flash_adamw, 12 for optax.adamw; Orbax compresses, codes less than f32 numbers."""
-    from benchmarks.suites.checkpoint import bench as bench_checkpoint
+    from benchmarks.suites import checkpoint as bench_checkpoint
 
     ours, plain = (bench_checkpoint.on_disk(impl, 1 << 18, tmp_path / impl[:5]) for impl in
                    ("lowmem", "optax-f32"))  # fmt: skip

@@ -61,10 +61,10 @@ def test_codes_are_the_oracles(kind):
     codes, scales, y = round_trip(x)
     grid = CODEC.units(scales)
     step, zero = np.float64(grid.step), np.float64(grid.zero)
-    wanted = oracle.quantise(np.float64(x).reshape(16, 2, SIZE), step, zero)
+    wanted = oracle.quantize(np.float64(x).reshape(16, 2, SIZE), step, zero)
     off = np.abs(np.int32(wanted).reshape(x.shape) - np.int32(codes))
     assert off.max() <= 1 and (off > 0).mean() < 1e-3, "only f32 rounding at ties"
-    exact = oracle.dequantise(np.asarray(codes).reshape(wanted.shape), step, zero)
+    exact = oracle.dequantize(np.asarray(codes).reshape(wanted.shape), step, zero)
     np.testing.assert_allclose(y, exact.reshape(x.shape), rtol=3e-7)
 
 

@@ -45,7 +45,7 @@ def test_model_shapes(model, parameters, leaves):
         (lowmem.flash_adamw(1e-3, storage=UNCOMPRESSED), jnp.bfloat16, 15.0, 67.3),
         (lowmem.flash_adamw(1e-3, storage=PAPER), jnp.float32, 29.9, 15.9),
     ],
-    ids=["reference", "flashoptim", "weight split", "quantisation"],
+    ids=["reference", "flashoptim", "weight split", "quantization"],
 )
 def test_table_4(tx, dtype, params, state):
     found = report(tx, llama_3_1_8b(dtype))
@@ -65,7 +65,7 @@ def test_table_4_with_our_default():
     ids=["adamw", "lion"],
 )
 def test_table_8(flash, plain, sizes):
-    """Optim columns: reference, FlashOptim, weight split, optimizer quantisation."""
+    """Optim columns: reference, FlashOptim, weight split, optimizer quantization."""
     half, full = gpt2_124m(), gpt2_124m(jnp.float32)
     found = [
         report(plain(1e-3), full),

@@ -38,7 +38,7 @@ def test_table_3(shape):
 
 
 def test_table_3_of_8_bit_adamw():
-    """Two codes a parameter; a word of m and at most an f32 of v for 256 neighbours."""
+    """Two codes per parameter; a word of m and at most an f32 of v for 256 neighbours."""
     rows, columns = 1024, 4096
     size, words = rows * columns, rows * columns // GROUP
     found = lowmem.memory.report(lowmem.q_adamw(1e-3), kernel(rows, columns))

@@ -1,4 +1,4 @@
-"""Write golden vectors of the affine quantiser of Q-Adam-mini's authors.
+"""Write golden vectors of the affine quantizer of Q-Adam-mini's authors.
 
 Needs torch (a CPU will do) and a copy of q_adam_mini_8bit.py from their repository,
 github.com/LouisCroix/Q-Adam-mini (commit 98a7868c), whose own imports are not needed:

@@ -74,7 +74,7 @@ def test_provenance():
 
 
 @pytest.mark.parametrize("slot", CODECS)
-def test_quantise(slot):
+def test_quantize(slot):
     codec, pairs = CODECS[slot], []
     for case in CASES:
         x = GOLDEN[f"quant.{case}.x"]
@@ -90,7 +90,7 @@ def test_quantise(slot):
 
 @pytest.mark.parametrize("slot", CODECS)
 @pytest.mark.parametrize("case", CASES)
-def test_dequantise(case, slot):
+def test_dequantize(case, slot):
     codes, scales, want = (
         GOLDEN[f"quant.{case}.{slot}_{k}"] for k in ("codes", "scales", "decoded")
     )

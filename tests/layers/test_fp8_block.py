@@ -93,7 +93,7 @@ def same(x):
 
 
 def plain_block(of_group=same, of_tensor=same):
-    """Autodiff's gradients of the block, with something in place of each quantisation."""
+    """Autodiff's gradients of the block, with something in place of each quantization."""
     group, tensor = (functools.partial(straight_through, to=to) for to in (of_group, of_tensor))
 
     def norm(x, scale):

@@ -92,7 +92,7 @@ def choice_format():
     return layers.switchback_dot_general().forward
 
 
-def test_elsewhere_it_quantises(on_a_gpu):
+def test_elsewhere_it_quantizes(on_a_gpu):
     """On another GPU, and without one: numerics are those that are asked for."""
     found = auto().choose(*SMALL)
     assert found.quantized and "(Hopper), not None" in found.reason
@@ -124,7 +124,7 @@ def test_the_standard_products_are_jaxs(on_hopper):
     np.testing.assert_array_equal(
         *(jax.grad(loss, 1)(dot, weights) for dot in (auto(), jax.lax.dot_general))
     )
-    jax.hessian(loss, 1)(auto(), weights)  # which quantised products have not
+    jax.hessian(loss, 1)(auto(), weights)  # which quantized products have not
 
 
 def test_layers_take_it(on_hopper):

@@ -1,4 +1,4 @@
-"""Kernels that quantise against their reference: interpreted, lowered, and on a GPU."""
+"""Kernels that quantize against their reference: interpreted, lowered, and on a GPU."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Quantised products against the NumPy oracle: codes, sums, all three products, bad inputs."""
+"""Quantized products against the NumPy oracle: codes, sums, all three products, bad inputs."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Quantised products on a mesh of 8 simulated devices: results, and what is communicated."""
+"""Quantized products on a mesh of 8 simulated devices: results, and what is communicated."""
 
 import collections
 import functools

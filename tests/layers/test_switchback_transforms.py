@@ -1,4 +1,4 @@
-"""Quantised products under JAX's transformations, what they keep, and what they refuse."""
+"""Quantized products under JAX's transformations, what they keep, and what they refuse."""
 
 import functools
 

@@ -257,7 +257,7 @@ def test_new_noise_every_step_and_of_the_seed():
 
 @pytest.mark.parametrize("kind", ["flash_adamw", "adam_mini", "f32"])
 def test_memory(kind):
-    """At most 2.1 bytes a parameter of the sampled parts."""
+    """At most 2.1 bytes per parameter of the sampled parts."""
     dtype = BF16
     if kind == "f32":  # f32 weights for the optimizer, bf16 ones for the loss
         inner, tx = optax.adamw(1e-3), noisy(optax.adamw(1e-3), "all", clean_dtype=F32)
@@ -445,7 +445,7 @@ BEHIND_THE_NOISE = {
 }
 
 
-@pytest.mark.parametrize("case", rows(BEHIND_THE_NOISE, ["inside"]))
+@pytest.mark.parametrize("case", rows(BEHIND_THE_NOISE, ["around sgd"]))
 def test_explain_tells_what_changes_the_noise(case):
     params = jax.tree.map(lambda w: w.astype(BF16), start())
     bad = BEHIND_THE_NOISE[case]()

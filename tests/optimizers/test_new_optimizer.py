@@ -37,9 +37,6 @@ class RmsState(NamedTuple):
     correction: Any
 
 
-RmsState.__module__ = "optax_lowmem._src.optimizers.rmsprop"  # where master_params looks for states
-
-
 @dataclasses.dataclass(frozen=True)
 class RmsRule(UpdateRule):
     """nu = b2 nu + (1-b2) g^2, mu = momentum mu - rate g / sqrt(nu + eps): optax's update is mu."""
@@ -122,6 +119,17 @@ def test_its_state_goes_to_optax_and_back(table):
 def test_its_counterpart_is_found(table):
     """At a constant rate and with a schedule, whose count optax keeps by itself."""
     of_checkpoint.test_the_optax_optimizer_is_found(NAME)
+
+
+def test_its_corrections_are_found():
+    """In a state whose class is not of the library."""
+    params = {"w": jnp.full((64, 128), 0.1)}
+    weights, state = lowmem.init(flash_rmsprop(1e-3), params)
+    found = lowmem.master_params(weights, state)["w"]
+    np.testing.assert_allclose(found, params["w"], rtol=tolerances.MASTER_24_MAX)
+    assert found[0, 0] != weights["w"][0, 0]
+    with pytest.raises(TypeError, match="optimizer's state"):
+        lowmem.master_params(state, weights)
 
 
 def test_memory_and_explain(table):

@@ -221,7 +221,7 @@ def test_ours_is_within_delta_where_the_reference_is_not():
     assert (delta < np.abs(x).max(-1) / 253).all()
 
 
-def test_ours_is_the_exact_quantiser():
+def test_ours_is_the_exact_quantizer():
     """Codes less their zero-point, and Delta, against float64; nothing clipped, 0 exact."""
     x = np.float64(CODEC["x"])
     codes, scales = encode(codecs.affine(), CODEC["x"])

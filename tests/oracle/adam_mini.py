@@ -1,4 +1,4 @@
-"""Adam-mini and the affine quantiser of Q-Adam-mini in float64, from its section 2.1 alone.
+"""Adam-mini and the affine quantizer of Q-Adam-mini in float64, from its section 2.1 alone.
 
 `v` holds one value a block, flat, in the order of the blocks' numbers; codes are eq. 1's, from -128
 to 127, on a group view (..., groups, lanes) with delta and z of shape (..., groups).
@@ -99,7 +99,7 @@ def trajectory(
 # -- eq. 1 -----------------------------------------------------------------------------------------
 
 
-def quantise(
+def quantize(
     x: Array, delta: Array, z: Array, rounding: Callable[[Array], Array] = np.rint
 ) -> Array:
     """clamp(round(x / delta) + z, -128, 127); a delta of 0 (a group of zeros) takes z."""
@@ -107,7 +107,7 @@ def quantise(
     return np.clip(rounding(steps) + z[..., None], LOWEST, LOWEST + LEVELS).astype(np.int8)
 
 
-def dequantise(codes: Array, delta: Array, z: Array) -> Array:
+def dequantize(codes: Array, delta: Array, z: Array) -> Array:
     """delta (code - z)."""
     return delta[..., None] * (np.float64(codes) - z[..., None])
 
@@ -121,7 +121,7 @@ def reference(x: Array) -> tuple[Array, Array, Array]:
     low, high = x.min(-1), x.max(-1)
     delta = np.maximum(high - low, FLOOR) / LEVELS
     z = np.clip(-np.rint(low / delta), 0, LEVELS) + LOWEST
-    return quantise(x, delta, z), delta, z
+    return quantize(x, delta, z), delta, z
 
 
 def zero_inside(x: Array) -> tuple[Array, Array, Array]:
@@ -133,4 +133,4 @@ def zero_inside(x: Array) -> tuple[Array, Array, Array]:
     low, high = np.minimum(x.min(-1), 0), np.maximum(x.max(-1), 0)
     delta = (high - low) / (LEVELS - 1)
     z = LOWEST - round_half_away(low / np.where(delta > 0, delta, 1.0))
-    return quantise(x, delta, z, round_half_away), delta, z
+    return quantize(x, delta, z, round_half_away), delta, z

@@ -99,7 +99,7 @@ def step(
     noise: dict[str, Array] | None = None,
     **hyper,
 ) -> State:
-    """One quantised step; `hyper` as for `optimizers.step`, noise per slot for stochastic codes."""
+    """One quantized step; `hyper` as for `optimizers.step`, noise per slot for stochastic codes."""
     moments = {name: decode_slot(name, stored, storage) for name, stored in state.slots.items()}
     theta, moments = exact_step(rule, master_weight(state, storage), moments, g, t, **hyper)
     noise = noise or {}

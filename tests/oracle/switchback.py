@@ -31,7 +31,7 @@ class Operand(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """A layer's three products, and what was multiplied: an array where it was not quantised."""
+    """A layer's three products, and what was multiplied: an array where it was not quantized."""
 
     y: Array
     dx: Array

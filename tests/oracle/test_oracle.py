@@ -1,4 +1,4 @@
-"""The uncompressed rules against optax, the quantised steps by hand, and the closed-loop probes."""
+"""The uncompressed rules against optax, the quantized steps by hand, and the closed-loop probes."""
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +82,7 @@ def test_decoupled_learning_rate():
     np.testing.assert_allclose(theta, [1 - 0.5 * 0.1], rtol=1e-14)
 
 
-# -- the quantised steps -----------------------------------------------------------------------
+# -- the quantized steps -----------------------------------------------------------------------
 
 
 def test_flash_adamw_first_step_by_hand():

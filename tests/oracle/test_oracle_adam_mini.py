@@ -104,7 +104,7 @@ def test_reference_by_hand():
     codes, delta, z = adam_mini.reference(x)
     assert (delta.tolist(), z.tolist()) == ([1.0], [-28.0])
     assert codes.tolist() == [[-128, -28, -28, -26, -26, 126]]
-    back = adam_mini.dequantise(codes, delta, z)
+    back = adam_mini.dequantize(codes, delta, z)
     assert back.tolist() == [[-100, 0, 0, 2, 2, 154]]
 
 
@@ -116,10 +116,10 @@ def test_what_the_reference_does_to_groups_of_one_sign():
         (-np.linspace(1, 2, 256), 0.4),
     ):
         codes, delta, z = adam_mini.reference(x[None])
-        error = np.abs(adam_mini.dequantise(codes, delta, z)[0] - x) / np.abs(x)
+        error = np.abs(adam_mini.dequantize(codes, delta, z)[0] - x) / np.abs(x)
         assert error.max() > lost
         codes, delta, z = adam_mini.zero_inside(x[None])
-        error = np.abs(adam_mini.dequantise(codes, delta, z)[0] - x)
+        error = np.abs(adam_mini.dequantize(codes, delta, z)[0] - x)
         assert error.max() <= delta[0] / 2 * (1 + 1e-12)
     # and the floor of 1e-5 under the range
     assert adam_mini.reference(np.array([[-1e-9, 1e-9]]))[0].tolist() == [[-128, -128]]
@@ -135,7 +135,7 @@ def test_zero_inside_by_hand():
     assert adam_mini.zero_inside(np.array([[254.0, 1.0]]))[0].tolist() == [[126, -127]]
     assert adam_mini.zero_inside(np.array([[-254.0, -1.0]]))[0].tolist() == [[-128, 125]]
     codes, delta, z = adam_mini.zero_inside(np.zeros((1, 3)))
-    assert not adam_mini.dequantise(codes, delta, z).any()
+    assert not adam_mini.dequantize(codes, delta, z).any()
 
 
 def test_nothing_is_clipped_and_zero_is_a_code():

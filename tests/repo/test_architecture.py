@@ -43,7 +43,6 @@ MAY_IMPORT = {
 # (file, room that it imports all the same): why. A file that no longer does fails the test.
 EXCEPTIONS = {
     ("update/masters.py", "noise"): "the weights without noise are the master weights",
-    ("update/jax_triton.py", "optimizers"): "the rules that its kernel has formulas for, by type",
     ("optimizers/__init__.py", "wrappers"): "stable_adamw's plain counterpart is update_clipping",
     ("optimizers/stable_adamw.py", "wrappers"): "its threshold is that of update_clipping",
     ("wrappers/chain.py", "noise"): "step folds clipping into an optimizer inside gaussws_noise",
@@ -293,3 +292,28 @@ def test_public_modules_are_thin():
             body = [node for node in body if not isinstance(node, ast.Try | ast.Expr)]
         others = [node for node in body if not isinstance(node, ast.Import | ast.ImportFrom)]
         assert [ast.unparse(node.targets[0]) for node in others] == ["__all__"], name_of(path)
+
+
+def classes() -> dict[str, set[str]]:
+    """The files of the library that define each class name at their top."""
+    found: dict[str, set[str]] = {}
+    for path in sources("optax_lowmem"):
+        for node in parse(path).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, set()).add(name_of(path))
+    return found
+
+
+def test_a_public_class_shares_its_name_with_none():
+    """But for the Linen and the NNX form of one layer."""
+    snapshot = public_api.SNAPSHOT.read_text(encoding="utf-8").splitlines()
+    public = {
+        line.partition("(")[0].rpartition(".")[2] for line in snapshot if line.startswith("class ")
+    }
+    defined = classes()
+    assert {"Row", "Optimizer", "Storage"} <= public & defined.keys()
+    shared = {name: files for name, files in defined.items() if len(files) > 1 and name in public}
+    layers = {"linen.py", "nnx.py"}
+    assert not [
+        name for name, files in shared.items() if {f.split("/")[-1] for f in files} != layers
+    ]

@@ -10,7 +10,7 @@ nnx = pytest.importorskip("flax.nnx")
 
 from benchmarks import curves as stored_curves  # noqa: E402
 from benchmarks import records  # noqa: E402
-from benchmarks.suites.activations import bench_training as bench_activation_training  # noqa: E402
+from benchmarks import training as shared  # noqa: E402
 from benchmarks.suites.activations import tables as paper  # noqa: E402
 from benchmarks.suites.activations import training  # noqa: E402
 from optax_lowmem import layers  # noqa: E402
@@ -63,11 +63,11 @@ def test_variants(name):
 
 
 def test_trains_and_records(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench_activation_training, "load_text", lambda run, cache: text())
+    monkeypatch.setattr(shared, "load_text", lambda run, cache: text())
     curves, rows = tmp_path / "curves.npz", tmp_path / "rows.jsonl"
     names = "standard fp8-coat_adamw"
     flags = f"--preset smoke --variants {names} --curves {curves} --record {rows}"
-    runs = bench_activation_training.main(flags.split())
+    runs = training.main(flags.split())
     for of in runs.values():
         assert of["val_loss"][-1] < of["val_loss"][0] - 0.3
         assert of["step"].tolist() == [5, 10]
@@ -83,4 +83,4 @@ def test_trains_and_records(tmp_path, monkeypatch, capsys):
     assert paper.losses(found) == {} or not records.device().startswith("cpu")
     assert "fp8-coat_adamw" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="not a multiple"):
-        bench_activation_training.main("--preset smoke --steps 7".split())
+        training.main("--preset smoke --steps 7".split())

@@ -16,7 +16,6 @@ from benchmarks import training as shared
 from benchmarks.suites.adam_mini import bench as bench_adam_mini
 from benchmarks.suites.adam_mini import rounding as bench_rounding
 from benchmarks.suites.adam_mini import training as adam_mini_training
-from benchmarks.suites.adam_mini import variants
 from optax_lowmem import codecs
 
 pytest.importorskip("flax")
@@ -43,7 +42,7 @@ def text(vocab: int = 256) -> shared.Text:
 
 def experiment(steps: int = 10) -> adam_mini_training.Experiment:
     changed = dataclasses.replace(SMOKE, shape=SMALLER, steps=steps)
-    return adam_mini_training.Experiment(changed, text(), 5, variants.ADAM, seed=0)
+    return adam_mini_training.Experiment(changed, text(), 5, adam_mini_training.ADAM, seed=0)
 
 
 def test_the_model_is_what_the_paper_is_compared_with():
@@ -69,10 +68,10 @@ def test_blocks_are_adam_minis():
     assert set(adam_mini_training.watched(SMALLER).values()) <= found.keys()
 
 
-@pytest.mark.parametrize("name", variants.VARIANTS)
+@pytest.mark.parametrize("name", adam_mini_training.VARIANTS)
 def test_what_each_variant_stores(name):
-    tx = variants.build(
-        name, optax.constant_schedule(1e-3), lowmem.blocks.Structure(), variants.ADAM
+    tx = adam_mini_training.build(
+        name, optax.constant_schedule(1e-3), lowmem.blocks.Structure(), adam_mini_training.ADAM
     )
     params = {"embed": {"embedding": jnp.zeros((64, 256))}, "up": {"kernel": jnp.zeros((64, 256))}}
     state = tx.init(params)
@@ -97,7 +96,9 @@ def test_case_1_loses_small_second_moments(guarded, kept):
     """Rows that share a group with one of 900 times their v get 0, or our codec's least code."""
     name = f"q_adam_mini-case1{guarded}"
     blocks = lowmem.blocks.Structure()
-    tx = variants.VARIANTS[name].make(optax.constant_schedule(1e-3), blocks, **variants.ADAM)
+    tx = adam_mini_training.VARIANTS[name].make(
+        optax.constant_schedule(1e-3), blocks=blocks, **adam_mini_training.ADAM
+    )
     params = {"embed": jnp.zeros((256, 64))}
     scale = jnp.where(jnp.arange(256) == 3, 30.0, 1.0)[:, None]
     _, state = tx.update(jax.tree.map(lambda p: p + scale, params), tx.init(params), params)
@@ -128,7 +129,7 @@ def test_trains_in_calls_of_many_steps():
     assert len(lines) == 2
     params, state = program.start()
     blocks = adam_mini_training.structure(SMALLER)
-    tx = variants.build("q_adam_mini", run.settings.schedule(), blocks, run.arguments)
+    tx = adam_mini_training.build("q_adam_mini", run.run.schedule(), blocks, run.arguments)
 
     @jax.jit
     def step(params, state, at):
@@ -173,8 +174,8 @@ def test_curves_are_kept_by_settings(tmp_path):
 def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_adam_mini, "load_text", lambda settings, cache: text())
     curves, rows = tmp_path / "curves.npz", tmp_path / "rows.jsonl"
-    flags = f"--smoke --steps 10 --variants adam_mini q_adam_mini --curves {curves} --record {rows}"
-    bench_adam_mini.main(flags.split())
+    flags = "--preset smoke --steps 10 --variants adam_mini q_adam_mini"
+    bench_adam_mini.main(f"{flags} --curves {curves} --record {rows}".split())
     found = stored_curves.load(curves)
     assert found.runs.keys() == {"adam_mini", "q_adam_mini"}
     assert found.about["steps"] == 10 and found.about["b2"] == 0.95
@@ -188,12 +189,12 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert value["q_adam_mini", "state_bytes_per_param"] == pytest.approx(1.1, abs=0.1)
     assert "embed" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="not a multiple"):
-        bench_adam_mini.main("--smoke --steps 7".split())
+        bench_adam_mini.main("--preset smoke --steps 7".split())
 
 
 def test_no_variant_starts_too_late(capsys):
     """The second is left out: as long again as the first is more than the limit."""
-    run, args = experiment(), bench_adam_mini.parse_arguments("--smoke --limit 800".split())
+    run, args = experiment(), bench_adam_mini.parse_arguments("--preset smoke --limit 800".split())
     program = shared.Program(None, None, None, 1)
     run.train = lambda *_: {"val_loss": np.zeros(1)} | dict.fromkeys(CURVES, np.zeros(1))
     with pytest.MonkeyPatch.context() as patch:
@@ -201,7 +202,8 @@ def test_no_variant_starts_too_late(capsys):
         patch.setattr(shared, "compile_all", lambda *_: names)
         ticks = itertools.count(0, 300)
         patch.setattr(shared.time, "perf_counter", lambda: next(ticks))
-        assert bench_adam_mini.train_all(args, run, 1e-9).keys() == {"adamw"}
+        part = shared.Part(args, lambda: run, names, None, began=1e-9)
+        assert part.train_all().keys() == {"adamw"}
     assert "adam_mini is left out after 900 s" in capsys.readouterr().out
 
 

@@ -129,7 +129,7 @@ def test_a_batch_that_was_planned_too_large(tmp_path, monkeypatch):
         return None if settings.batch in (1, 3) else {"tokens_per_s": 1.0}
 
     file, fit = tmp_path / "records.jsonl", bench_fit.Fit(3, {1: 10, 3: 30}, 5)
-    monkeypatch.setattr(bench_fit, "attempt", attempt)
+    monkeypatch.setattr(bench_fit, "timed", attempt)
     monkeypatch.setattr(bench_fit.train, "make_program", lambda settings: type("P", (), {
         "compiled": None})())  # fmt: skip
     flags = f"--preset tiny --memory 1 --only coat_adamw optax.adamw --record {file}"

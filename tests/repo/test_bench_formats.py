@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import optax_lowmem as lowmem
-from benchmarks import claims, records
+from benchmarks import claims, records, render
 from benchmarks.claims import BETTER, NOT, SAME
 from benchmarks.claims import coat as paper
 from benchmarks.suites.formats import bench as bench_formats
@@ -314,14 +314,12 @@ def test_records_make_the_tables(run, monkeypatch):
         text = table(rows)
         assert "gpt-3m" in text and "60 steps" in text, name
         assert "nan" not in text and "inf" not in text
-        assert table([]) == formats_tables.NOTHING
-    slots = formats_tables.slots(rows)
+        assert table([]) == render.NOTHING
+    slots = formats_tables.TABLES["formats_slots"](rows)
     assert slots.count("\n| 0.03125 |") == slots.count("\n| 0.06250 |") == len(FEW)
     found = formats_tables.measured(rows).matrix("once at 128", "mse")
-    assert (
-        f"| {found[formats.E5M2, formats.E4M3] / found[formats.E4M3, formats.E4M3]:.2f} (1.84)"
-        in (formats_tables.paper(rows))
-    )
+    ratio = found[formats.E5M2, formats.E4M3] / found[formats.E4M3, formats.E4M3]
+    assert f"| {ratio:.2f} (1.84)" in formats_tables.TABLES["formats_paper"](rows)
 
 
 def test_the_run_wants_whole_calls():

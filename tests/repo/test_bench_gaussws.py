@@ -88,7 +88,7 @@ def test_section_3(monkeypatch):
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench_gaussws, "load_text", lambda run, cache: text())
+    monkeypatch.setattr(shared, "load_text", lambda run, cache: text())
     monkeypatch.setattr(gaussws_casts, "FORMATS", ())
     monkeypatch.setattr(training, "OPTIMIZER", "optax.adamw")  # which compiles in less time
     compiled, compile_all = {}, shared.compile_all
@@ -137,7 +137,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
 
 def test_no_run_starts_too_late(monkeypatch, capsys):
-    monkeypatch.setattr(bench_gaussws, "load_text", lambda run, cache: text())
+    monkeypatch.setattr(shared, "load_text", lambda run, cache: text())
     monkeypatch.setattr(shared, "compile_all", lambda experiment, names: {
         name: (training.Program(None, None, None, 1), ()) for name in names
     })  # fmt: skip

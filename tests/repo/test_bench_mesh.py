@@ -6,7 +6,7 @@ import os
 import jax
 import pytest
 
-from benchmarks import records, tables
+from benchmarks import records, render, tables
 from benchmarks.suites.mesh import bench as bench_mesh
 from benchmarks.suites.mesh import step as mesh_step
 from benchmarks.suites.mesh import tables as mesh_tables
@@ -247,7 +247,7 @@ def test_every_machine_has_its_table():
 
 def test_without_records():
     only_cpu = [row for row in ROWS if row["device"].startswith("cpu")]
-    assert tables.TABLES["fsdp"]([]) == mesh_tables.fsdp(only_cpu) == mesh_tables.NOTHING
+    assert tables.TABLES["fsdp"]([]) == mesh_tables.fsdp(only_cpu) == render.NOTHING
 
 
 def test_the_largest_difference_of_a_loss():

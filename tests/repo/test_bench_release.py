@@ -3,8 +3,7 @@
 import pytest
 
 from benchmarks import records, tables
-from benchmarks.suites.release import bench as bench_release
-from benchmarks.suites.release import tables as release_tables
+from benchmarks.suites import release
 
 GIB = 2**30
 N = 8_030_261_248
@@ -31,7 +30,7 @@ OTHER = made("llama-1b/optax.adamw", False, bytes_per_param=12.0, fits=1)
 def test_rows():
     """The table lists what fits first, uses the newest records and has no unmeasured number."""
     older = made("llama-8b/optax.adamw", False, fits=1)
-    head, body, used = release_tables.table([*older, *PLAIN, *OTHER, *RELEASED])
+    head, body, used = release.table([*older, *PLAIN, *OTHER, *RELEASED])
     rows = [dict(zip(head, row, strict=True)) for row in body]
     assert [row["Llama-3.1-8B, one GPU"] for row in rows] == [
         "`flash_adamw`, gradient release",
@@ -45,8 +44,8 @@ def test_rows():
 
 def test_parts_add_up():
     """To arguments and temporaries; where nothing was planned, to weights and state."""
-    both = release_tables.runs(RELEASED + PLAIN)
-    released, plain = (release_tables.parts(*run) for run in both.items())
+    both = release.runs(RELEASED + PLAIN)
+    released, plain = (release.parts(*run) for run in both.items())
     assert sum(released.values()) == pytest.approx(42, abs=1e-6)
     assert released["forward and backward"] == 3.5
     assert released["weights"] == pytest.approx(2 * N / GIB)
@@ -55,10 +54,10 @@ def test_parts_add_up():
 
 def test_picture(tmp_path):
     file = tmp_path / "figures/memory.png"
-    release_tables.draw(RELEASED + PLAIN, file)
+    release.draw(RELEASED + PLAIN, file)
     assert file.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(SystemExit, match="no records of llama-8b"):
-        release_tables.draw(OTHER, file)
+        release.draw(OTHER, file)
 
 
 def test_without_records():
@@ -67,12 +66,12 @@ def test_without_records():
 
 def test_commands(tmp_path):
     given = f"--preset tiny --steps 2 --record {tmp_path / 'r'} --profiles {tmp_path}".split()
-    args = bench_release.parse_arguments(given)
-    words = [" ".join(bench_release.command(name, args)) for name in args.runs]
+    args = release.parse_arguments(given)
+    words = [" ".join(release.command(name, args)) for name in args.runs]
     assert ["--release" in word for word in words] == [True, False, False]
     assert f"--memory-profile {tmp_path}/llama-tiny-optax.pprof" in words[-1]
     with pytest.raises(SystemExit, match="failed: optax"):
-        bench_release.main("--preset tinier --runs optax".split())
+        release.main("--preset tinier --runs optax".split())
 
 
 @pytest.mark.full
@@ -80,11 +79,11 @@ def test_on_a_small_model(tmp_path):
     """Runs the example as it is; every run leaves records that the table takes."""
     file = tmp_path / "records.jsonl"
     flags = f"--preset tiny --steps 2 --record {file} --profiles {tmp_path / 'profiles'}"
-    bench_release.main(flags.split())
+    release.main(flags.split())
     rows = records.load(file)
     assert len({row["case"] for row in rows}) == 3
     for row in rows:
         row["case"] = row["case"].replace("tiny", "8b")
-    head, body, _ = release_tables.table(rows)
+    head, body, _ = release.table(rows)
     assert len(body) == 3 and all("" not in row for row in body)
     assert len(list((tmp_path / "profiles").iterdir())) == 3

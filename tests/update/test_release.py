@@ -325,7 +325,7 @@ def compiled(step, tx, layers=8, width=64):
 
 
 def test_gradients_of_all_layers_never_exist():
-    """Bytes a parameter of temporaries; XLA's CPU backend copies a stack too before jax 0.11."""
+    """Bytes per parameter of temporaries; XLA's CPU backend copies a stack too before jax 0.11."""
     tx = lowmem.flash_adamw(1e-3)
     plain, count = compiled(ordinary, tx)
     released, _ = compiled(release.train_step, tx)

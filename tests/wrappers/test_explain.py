@@ -67,6 +67,45 @@ def test_other_storage():
     assert "steps under half an ulp of the weight are lost" in nothing["correction"][1]
 
 
+WHOLE = Storage(master_weight_bits=None)  # its split is around it
+CODECS = {"mu": lowmem.codecs.softsign(), "nu": lowmem.codecs.sqrt()}
+NESTED = {
+    "split of ours": lambda: lowmem.split_master_weights(lowmem.flash_adamw(1e-3, storage=WHOLE)),
+    "split of a wrapper of ours": lambda: lowmem.split_master_weights(
+        lowmem.per_tensor_loss_scale(lowmem.flash_adamw(1e-3, storage=WHOLE), 2.0)
+    ),
+    "codecs in codecs": lambda: lowmem.split_master_weights(
+        lowmem.compand_momentum(lowmem.sqrt_variance_quant(optax.adamw(1e-3)))
+    ),
+    "codecs in codecs of values": lambda: lowmem.split_master_weights(
+        lowmem.compand_momentum(
+            lowmem.sqrt_variance_quant(optax.contrib.schedule_free(optax.adam(1e-3), 1e-3))
+        )
+    ),
+    "average and batches": lambda: lowmem.track_master_ema(
+        lowmem.accumulate_gradients(lowmem.split_master_weights(
+            lowmem.compress_state(optax.adamw(1e-3), **CODECS)
+        ), 2), 0.9
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("nested", NESTED)
+def test_each_slot_of_a_leaf_once(nested):
+    found = lowmem.explain(NESTED[nested](), PARAMS)
+    slots = [(d.path, d.slot) for d in found.decisions]
+    assert len(slots) == len(set(slots)), str(found)
+    assert lines(NESTED[nested](), "block/kernel")["correction"][0] == "bits-24"
+    assert len(found.steps) in (0, len(DTYPES))
+
+
+def test_slots_of_one_name_are_each_listed():
+    """The momentum of the chain's first link, and that of Adam."""
+    tx = optax.chain(lowmem.flash_trace(0.9), lowmem.scale_by_flash_adam())
+    slots = [(d.path, d.slot) for d in lowmem.explain(tx, PARAMS).decisions]
+    assert slots.count(("norm", "mu")) == 2 and slots.count(("norm", "nu")) == 1
+
+
 def test_patterns_that_match_nothing():
     policy = lowmem.Policy(exclude=("*kernle*", "nu:*bias", "nu:head"))
     found = lowmem.explain(lowmem.flash_adamw(1e-3, storage=Storage(policy=policy)), PARAMS)

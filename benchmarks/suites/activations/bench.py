@@ -9,22 +9,19 @@ Device time of programs looped in one jit, median of `--repeats` calls; implemen
 """
 
 import argparse
-import functools
-import statistics
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import records
+from benchmarks import records, timing
+from benchmarks.records import Rows
 from benchmarks.suites.activations import bytes as activation_bytes
 from benchmarks.suites.activations import errors as activation_errors
 from benchmarks.suites.activations import layers as activation_layers
 from benchmarks.suites.activations.layers import Shape
-from benchmarks.suites.fit.bench import QUICK
-from benchmarks.suites.linear.bench import Timed, measure
+from benchmarks.timing import Timed
 from optax_lowmem.layers import fp8_flow
 
 SHAPES = [f"h{width}-s{length}-b4" for width in (2048, 4096) for length in (2048, 4096)]
@@ -35,12 +32,6 @@ DEFAULT = [
 NORMS = ["4096x1024", "4096x2048", "4096x4096", "4096x8192", "8192x4096"]
 PAPER = "h3072-s2048-b4"  # with an MLP of 8/3 the width, as Table 2 counts
 PARTS = ("layers", "norms", "errors", "bytes")
-Rows = list[dict[str, Any]]
-
-
-def attention() -> str:
-    """The one that is measured: XLA's on a CPU."""
-    return "cudnn" if jax.default_backend() == "gpu" else "xla"
 
 
 def backward(layer: activation_layers.Layer) -> Callable[..., Any]:
@@ -53,21 +44,8 @@ def backward(layer: activation_layers.Layer) -> Callable[..., Any]:
     return step
 
 
-def _guess(shape: Shape) -> float:
-    """Seconds of a forward pass, about."""
-    tokens = shape.batch * shape.length
-    flops = 2 * tokens * (4 * shape.width**2 + 3 * shape.width * shape.hidden)
-    return flops / (400e12 if jax.default_backend() == "gpu" else 50e9)
-
-
 def row(case: str, name: str, metric: str, value: float, unit: str, **more: Any) -> dict[str, Any]:
-    """A record, which is printed too."""
-    found = records.record("activations", case, name, metric, value, unit, **more)
-    print(f"{case:<18}{name:<26}{metric:<16}{value:14.4f} {unit}", flush=True)
-    return found
-
-
-# ---- layers: Tables 2 and 7 ----------------------------------------------------------------------
+    return records.record("activations", case, name, metric, value, unit, **more)
 
 
 def kept(case: str, name: str, kind: str = "cudnn") -> Rows:
@@ -80,10 +58,9 @@ def kept(case: str, name: str, kind: str = "cudnn") -> Rows:
     report = activation_bytes.kept(Shape.parse(case), name, kind)
     label = name if kind == "cudnn" else f"{name}, {kind} attention"
     more = {"attention": kind, "columns": activation_bytes.by_column(report)}
-    units = report.total_bytes / report.unit
     return [
         row(case, label, "saved_bytes", report.total_bytes, "bytes", **more),
-        row(case, label, "saved_units", units, "U", **more),
+        row(case, label, "saved_units", report.total_bytes / report.unit, "U", **more),
     ]
 
 
@@ -94,48 +71,35 @@ def byte_rows(case: str, names: list[str]) -> Rows:
     return [one for rows in found for one in rows]
 
 
-def planned(step: jax.stages.Lowered) -> int:
-    """Temporary bytes of a step."""
-    options = QUICK if jax.default_backend() == "gpu" else None
-    return step.compile(options).memory_analysis().temp_size_in_bytes
-
-
 def layer_rows(case: str, names: list[str], repeats: int) -> Rows:
-    """Forward, and forward with backward, of each layer; memory that the compiler plans."""
-    shape, kind = Shape.parse(case), attention()
+    """Times of forward, and of forward with backward, of each layer."""
+    shape, kind = Shape.parse(case), "cudnn" if timing.on_gpu() else "xla"
     keys = jax.random.split(jax.random.key(1), 2)
     size = (shape.batch, shape.length, shape.width)
     x, g = (jax.random.normal(key, size, jnp.bfloat16) for key in keys)
+    flops = 2 * shape.batch * shape.length * shape.width * (4 * shape.width + 3 * shape.hidden)
+    guess = flops / (400e12 if timing.on_gpu() else 50e9)  # seconds of a forward pass, about
     timed: dict[str, Timed] = {}
-    with ThreadPoolExecutor() as pool:  # plans are made while others are compiled to be timed
-        plans = {}
-        for name in names:
-            layer, params = activation_layers.make(name, shape, kind)
-            plans[name] = pool.submit(planned, jax.jit(backward(layer)).lower(params, x, g))
-            timed[f"{name} forward"] = Timed(layer, (params, x), _guess(shape))
-            timed[name] = Timed(backward(layer), (params, x, g), 3 * _guess(shape))
-    rows = [row(case, name, "temp_bytes", plan.result(), "bytes") for name, plan in plans.items()]
-    times = measure(timed, repeats)
     for name in names:
-        both, forward = times[name], times[f"{name} forward"]
-        spread = {"min": min(both), "max": max(both), "repeats": repeats, "attention": kind}
-        ms = statistics.median(both), statistics.median(forward)
-        rows.append(row(case, name, "device_ms", ms[0], "ms", **spread))
-        rows.append(row(case, name, "forward_ms", ms[1], "ms"))
-        rows.append(row(case, name, "backward_ms", ms[0] - ms[1], "ms"))
+        layer, params = activation_layers.make(name, shape, kind)
+        timed[f"{name} forward"] = Timed(layer, (params, x), guess)
+        timed[name] = Timed(backward(layer), (params, x, g), 3 * guess)
+    times, rows = timing.in_turns(timed, repeats), []
+    for name in names:
+        (both, _), spread = timing.middle(times[name])
+        (forward, _), _ = timing.middle(times[f"{name} forward"])
+        rows.append(row(case, name, "device_ms", both, "ms", **spread, attention=kind))
+        rows.append(row(case, name, "forward_ms", forward, "ms"))
+        rows.append(row(case, name, "backward_ms", both - forward, "ms"))
     return rows
 
 
-# ---- norms: Table 12 and Figure 4b ---------------------------------------------------------------
-
-
 def scalings() -> dict[str, Callable[..., Any]]:
-    """A norm, and what quantising its result for a product takes beside it, of (x, scale)."""
+    """A norm, and what quantizing its result for a product takes beside it, of (x, scale)."""
     norm = activation_layers.normalised
 
     def delayed(x: jax.Array, scale: jax.Array) -> Any:  # with the maximum of a step before
-        absmax = jnp.full((1, 1), 4.0)
-        return fp8_flow.quantized(norm(x, scale), absmax)
+        return fp8_flow.quantized(norm(x, scale), jnp.full((1, 1), 4.0))
 
     def just_in_time(x: jax.Array, scale: jax.Array) -> Any:  # a pass of its own for the maximum
         y = jax.lax.optimization_barrier(norm(x, scale))
@@ -165,43 +129,32 @@ def scalings() -> dict[str, Callable[..., Any]]:
 
 def norm_rows(case: str, repeats: int) -> Rows:
     """Times of a norm with each way of scaling its result."""
-    rows, width = map(int, case.split("x"))
-    x = jax.random.normal(jax.random.key(0), (rows, width), jnp.bfloat16)
-    guess = 6 * x.size / (1e12 if jax.default_backend() == "gpu" else 5e8)
-    args = (x, jnp.ones(width, jnp.float32))
+    size = tuple(map(int, case.split("x")))
+    x = jax.random.normal(jax.random.key(0), size, jnp.bfloat16)
+    guess = 6 * x.size / (1e12 if timing.on_gpu() else 5e8)
+    args = (x, jnp.ones(size[1], jnp.float32))
     timed = {name: Timed(run, args, guess) for name, run in scalings().items()}
     found = []
-    for name, times in measure(timed, repeats).items():
-        spread = {"min": min(times), "max": max(times), "repeats": repeats}
-        ms = statistics.median(times)
-        found.append(row(f"norm-{case}", name, "device_ms", ms, "ms", **spread))
+    for name, times in timing.in_turns(timed, repeats).items():
+        value, spread = timing.middle(times)
+        found.append(row(f"norm-{case}", name, "device_ms", *value, **spread))
     return found
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measures and prints; `--record` also stores."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--shapes", nargs="+", default=SHAPES, metavar="hWIDTH-sLENGTH-bBATCH")
-    add("--impl", nargs="+", choices=activation_layers.NAMES, default=DEFAULT, metavar="NAME",
-        help=f"of {', '.join(activation_layers.NAMES)}")  # fmt: skip
-    add("--norms", nargs="+", default=NORMS, metavar="ROWSxWIDTH")
-    add("--only", nargs="+", choices=PARTS, default=PARTS, help="parts (default: all)")
-    add("--repeats", type=int, default=5)
-    records.add_option(parser)
-    args = parser.parse_args(arguments)
-
-    store = functools.partial(records.keep, to=args.record)
+@records.suite(
+    shapes={"nargs": "+", "default": SHAPES, "metavar": "hWIDTH-sLENGTH-bBATCH"},
+    impl={"nargs": "+", "choices": activation_layers.NAMES, "default": DEFAULT, "metavar": "NAME",
+          "help": f"of {', '.join(activation_layers.NAMES)}"},
+    norms={"nargs": "+", "default": NORMS, "metavar": "ROWSxWIDTH"},
+    only={"nargs": "+", "choices": PARTS, "default": PARTS, "help": "parts (default: all)"},
+    repeats={"type": int, "default": 5},
+)  # fmt: skip
+def main(args: argparse.Namespace) -> Iterator[Rows]:
     if "layers" in args.only:
-        for case in args.shapes:
-            store(layer_rows(case, args.impl, args.repeats))
+        yield from (layer_rows(case, args.impl, args.repeats) for case in args.shapes)
     if "norms" in args.only:
-        for case in args.norms:
-            store(norm_rows(case, args.repeats))
+        yield from (norm_rows(case, args.repeats) for case in args.norms)
     if "errors" in args.only:
-        store(activation_errors.rows(row))
+        yield activation_errors.rows(row)
     if "bytes" in args.only:
-        for case in dict.fromkeys((PAPER, *args.shapes)):
-            store(byte_rows(case, args.impl))
+        yield from (byte_rows(case, args.impl) for case in dict.fromkeys((PAPER, *args.shapes)))

@@ -1,8 +1,7 @@
 """Bytes that a Llama's layer keeps for its backward pass, from shapes alone (COAT, Table 2)."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -51,25 +50,15 @@ def _backward(kept: Any, g: jax.Array) -> tuple[jax.Array, ...]:
 flash_attention.defvjp(_forward, _backward)
 
 
-@contextmanager
-def keeping_as_cudnn() -> Iterator[None]:
-    """Attention keeps what cuDNN's does, which cannot be traced without a GPU."""
-    own = jax.nn.dot_product_attention
-    jax.nn.dot_product_attention = lambda q, k, v, **more: flash_attention(q, k, v)
-    try:
-        yield
-    finally:
-        jax.nn.dot_product_attention = own
-
-
 def kept(shape: Shape, name: str, attention: str) -> memory.ActivationReport:
-    """The report of a layer by its name, in U; nothing is computed."""
-    with keeping_as_cudnn() if attention == "cudnn" else _nothing():
+    """The report of a layer by its name, in U; nothing is computed.
+
+    The attention `cudnn`, which cannot be traced without a GPU, is one that keeps as much.
+    """
+    own = jax.nn.dot_product_attention
+    if attention == "cudnn":
+        own = lambda q, k, v, **more: flash_attention(q, k, v)  # noqa: E731
+    with mock.patch.object(jax.nn, "dot_product_attention", own):
         layer, params = activation_layers.make_abstract(name, shape, attention)
         x = jax.ShapeDtypeStruct((shape.batch, shape.length, shape.width), jnp.bfloat16)
         return memory.activation_report(layer, params, x, weights=0, unit=shape.unit)
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield

@@ -14,7 +14,7 @@ from benchmarks.suites.activations.layers import (
     fp8_block,
     plain_block,
     weights,
-)
+)  # fmt: skip
 from optax_lowmem.layers import fp8_flow
 from optax_lowmem.layers.fp8_flow import Recipe
 
@@ -31,9 +31,6 @@ def drawn(shape: tuple[int, ...], seed: int) -> jax.Array:
     large = jax.random.uniform(keys[2], shape[-1:]) < 0.01
     channels = jnp.where(large, 20.0, 1.0) * jnp.exp(jax.random.normal(keys[3], shape[-1:]) / 2)
     return (x * tokens * channels).astype(jnp.bfloat16)
-
-
-# ---- Table 10 ------------------------------------------------------------------------------------
 
 
 def stacked(block: Layer, many: Params) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
@@ -58,18 +55,15 @@ def mse(found: jax.Array, want: jax.Array) -> float:
 
 def by_group_size(row: Row, shape: Shape) -> list[dict[str, Any]]:
     """Errors of the output and of the first gradient, beside bf16's, by the size of groups."""
-    keys = jax.random.split(jax.random.key(3), DEPTH)
+    leaves, tree = jax.tree.flatten(weights(shape))
 
     def noisy(key: jax.Array) -> Params:  # other weights for each layer
-        leaves, tree = jax.tree.flatten(weights(shape))
-        own = jax.random.split(key, len(leaves))
+        own = zip(leaves, jax.random.split(key, len(leaves)), strict=True)
         return tree.unflatten(
-            [
-                w if w.ndim < 2 else jax.random.normal(k, w.shape, w.dtype) * w.std()
-                for w, k in zip(leaves, own, strict=True)
-            ]
+            w if w.ndim < 2 else jax.random.normal(k, w.shape, w.dtype) * w.std() for w, k in own
         )
 
+    keys = jax.random.split(jax.random.key(3), DEPTH)
     many = jax.tree.map(lambda *w: jnp.stack(w), *map(noisy, keys))
     x = drawn((shape.batch, shape.length, shape.width), 0)
     want = stacked(plain_block(shape, "xla", jax.lax.dot_general), many)(x)
@@ -77,20 +71,16 @@ def by_group_size(row: Row, shape: Shape) -> list[dict[str, Any]]:
     recipes = {"linear alone": Recipe.paper(group_size=1)}
     recipes |= {f"group {size}": Recipe.paper(group_size=size) for size in SIZES}
     recipes |= {f"group {size}, exact": Recipe(group_size=size) for size in SIZES}
-    found = []
+    found, case = [], f"errors-h{shape.width}"
     for name, recipe in recipes.items():
         y, dx = stacked(fp8_block(shape, "xla", recipe), many)(x)
-        case = f"errors-h{shape.width}"
         found.append(row(case, name, "forward_error", mse(y, want[0]), ""))
         found.append(row(case, name, "backward_error", mse(dx, want[1]), ""))
     for size in SIZES:  # of bytes beside those of codes (Table 10's overhead)
         codes, scales = jax.eval_shape(lambda x, n=size: fp8_flow.store(x, n), x)
         share = scales.size * scales.dtype.itemsize / codes.size
-        found.append(row(f"errors-h{shape.width}", f"group {size}", "scale_share", share, ""))
+        found.append(row(case, f"group {size}", "scale_share", share, ""))
     return found
-
-
-# ---- Figure 4a -----------------------------------------------------------------------------------
 
 
 def in_blocks(x: jax.Array, side: int) -> jax.Array:
@@ -123,5 +113,4 @@ def across_tokens(row: Row) -> list[dict[str, Any]]:
 
 
 def rows(row: Row) -> list[dict[str, Any]]:
-    """Records of both."""
     return by_group_size(row, Shape(256, 128, 4)) + across_tokens(row)

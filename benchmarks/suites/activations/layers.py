@@ -47,30 +47,12 @@ class Shape(NamedTuple):
 
 def fp8_block(shape: Shape, attention: str, recipe: Recipe) -> Layer:
     """The layer whose activations are kept in FP8."""
+    sizes, more = (shape.width, shape.hidden, shape.heads), {"attention": attention}
     block = nnx.eval_shape(
-        lambda: layers.Fp8LlamaBlock(
-            shape.width,
-            shape.hidden,
-            shape.heads,
-            attention=attention,
-            recipe=recipe,
-            rngs=nnx.Rngs(0),
-        )  # fmt: skip
+        lambda: layers.Fp8LlamaBlock(*sizes, **more, recipe=recipe, rngs=nnx.Rngs(0))
     )
     graph = nnx.graphdef(block)
     return lambda params, x, maxima=None: nnx.merge(graph, params)(x, maxima)
-
-
-def cached(shape: Shape, attention: str) -> Layer:
-    """The same with the maxima of kernels given, as over an accumulation (appendix G.5)."""
-    block = fp8_block(shape, attention, Recipe())
-    return lambda params, x: block(params["block"], x, params["maxima"])
-
-
-def with_maxima(shape: Shape) -> Params:
-    """Its parameters."""
-    block = weights(shape)
-    return {"block": block, "maxima": fp8_flow.weight_maxima(block)}
 
 
 def weights(shape: Shape) -> Params:
@@ -87,9 +69,6 @@ def weights(shape: Shape) -> Params:
     found: Params = {name: {"scale": jnp.ones(width, jnp.float32)} for name in norms}
     found["self_attn"] = {name: kernel(size) for name, size in sizes.items()}
     return found | {"mlp": {name: kernel(size) for name, size in more.items()}}
-
-
-# ---- with activations in bf16 --------------------------------------------------------------------
 
 
 def normalised(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -111,7 +90,6 @@ def rotated(x: jax.Array) -> jax.Array:
 
 
 def mixed(q: jax.Array, k: jax.Array, v: jax.Array, shape: Shape, attention: str) -> jax.Array:
-    """Causal self-attention of projections."""
     q, k, v = (y.reshape(*y.shape[:2], shape.heads, -1) for y in (q, k, v))
     with jax.named_scope("attention"):
         given = (rotated(q), rotated(k), v)
@@ -171,8 +149,6 @@ def flax_fp8(shape: Shape, attention: str) -> tuple[Layer, Params]:
     return (lambda variables, x: model.apply(variables, x)), draw()
 
 
-# ---- by name -------------------------------------------------------------------------------------
-
 RECIPES: dict[str, Recipe] = {
     "fp8-flow": Recipe(),
     "bf16-lean": Recipe(storage="bf16"),
@@ -192,7 +168,6 @@ NAMES = (*_DOTS, "flax-fp8", *RECIPES, CACHED)
 
 
 def make(name: str, shape: Shape, attention: str) -> tuple[Layer, Params]:
-    """A layer and its parameters."""
     if name == "flax-fp8":
         return flax_fp8(shape, attention)
     layer, params = _by_name(name, shape, attention)
@@ -206,8 +181,13 @@ def make_abstract(name: str, shape: Shape, attention: str) -> tuple[Layer, Param
 
 
 def _by_name(name: str, shape: Shape, attention: str) -> tuple[Layer, Callable[[], Params]]:
-    if name == CACHED:
-        return cached(shape, attention), partial(with_maxima, shape)
+    def with_maxima() -> Params:
+        block = weights(shape)
+        return {"block": block, "maxima": fp8_flow.weight_maxima(block)}
+
+    if name == CACHED:  # with the maxima of kernels given, as over an accumulation (appendix G.5)
+        block = fp8_block(shape, attention, Recipe())
+        return lambda params, x: block(params["block"], x, params["maxima"]), with_maxima
     if name in RECIPES:
         return fp8_block(shape, attention, RECIPES[name]), partial(weights, shape)
     return plain_block(shape, attention, _DOTS[name]), partial(weights, shape)

@@ -1,10 +1,10 @@
 """The tables of docs/guides/activations.md: a layer that keeps activations in FP8, and training."""
 
 import json
-import statistics
 
-from benchmarks.records import Rows, on_gpus
-from benchmarks.render import Rendered, Table
+from benchmarks.claims.findings import mean_and_error
+from benchmarks.records import Rows, grouped, on_gpus, select
+from benchmarks.render import Rendered, Table, cell, target
 from benchmarks.suites.activations.bytes import COLUMNS
 from benchmarks.suites.activations.layers import Shape
 
@@ -32,7 +32,7 @@ PRINTED_ERRORS = {
     "linear alone": (438, 286), "group 4": (464, 319), "group 8": (480, 334),
     "group 16": (492, 363), "group 32": (512, 361), "group 64": (520, 371),
 }  # fmt: skip
-# Table 12: a norm with quantising over the same without
+# Table 12: a norm with quantizing over the same without
 PRINTED_NORMS = {
     "4096x1024": 10.1 / 8.7, "4096x2048": 29.6 / 28.7, "4096x4096": 55.6 / 53.2,
     "4096x8192": 122.6 / 117.5,
@@ -51,22 +51,20 @@ SAYS = {
     OTHER: "other initial weights",
 }
 STEPS, WEIGHTS, SEEDS = 2000, 130e6, 3  # at least, for a target
-NOT_YET = "not measured yet"
 
 
 def known(rows: Rows, metric: str) -> dict[str, dict[str, dict]]:
     """case -> implementation -> the record of a metric that was stored last."""
-    found: dict[str, dict[str, dict]] = {}
-    for row in rows:
-        if row["bench"] == "activations" and row["metric"] == metric:
-            found.setdefault(row["case"], {})[row["impl"]] = row
-    return found
+    return grouped(select(rows, bench="activations", metric=metric), "case", "impl")
 
 
 def scale_units(case: str) -> float:
     """U of scales of 16 neighbours, on norms' inputs, gate and up."""
     shape = Shape.parse(case)
     return SCALES * (1 + shape.hidden / shape.width)
+
+
+_SCALES = scale_units(TWO_THIRDS)
 
 
 def of_one_run(one: dict, other: dict) -> bool:
@@ -76,24 +74,19 @@ def of_one_run(one: dict, other: dict) -> bool:
 
 def speedups(rows: Rows, name: str = OURS) -> dict[str, tuple[float, Rows]]:
     """case -> how many times faster forward and backward are than bf16's, and the records."""
-    found = {}
-    for case, own in known(on_gpus(rows), "device_ms").items():
-        if {BF16, name} <= own.keys() and not case.startswith("norm"):
-            pair = [own[BF16], own[name]]
-            if not of_one_run(*pair):
-                continue
-            found[case] = pair[0]["value"] / pair[1]["value"], pair
-    return found
+    return {
+        case: (own[BF16]["value"] / own[name]["value"], [own[BF16], own[name]])
+        for case, own in known(on_gpus(rows), "device_ms").items()
+        if {BF16, name} <= own.keys() and not case.startswith("norm")
+        and of_one_run(own[BF16], own[name])
+    }  # fmt: skip
 
 
 def trainings(rows: Rows, on_gpu: bool = True) -> list[dict[str, dict]]:
     """Variant -> record of its held-out loss, of each training run in the order of their starts."""
     found: dict[str, dict[str, dict]] = {}
-    for row in on_gpus(rows) if on_gpu else rows:
-        if (
-            row["bench"] == "train" and row["metric"] == "val_loss"
-            and "/activations" in row["case"]
-        ):  # fmt: skip
+    for row in select(on_gpus(rows) if on_gpu else rows, bench="train", metric="val_loss"):
+        if "/activations" in row["case"]:
             run = json.dumps([row[key] for key in ("device", "jax", "case", "flags")])
             found.setdefault(run, {})[row["impl"]] = row
     return [run for run in found.values() if BASELINE in run]
@@ -118,60 +111,51 @@ def paired(rows: Rows, name: str = "fp8") -> list[tuple[dict, dict]]:
 
 def differences(pairs: list[tuple[dict, dict]]) -> tuple[float, float]:
     """The mean relative difference of pairs, and its standard error."""
-    each = [other["value"] / own["value"] - 1 for own, other in pairs]
-    return statistics.mean(each), statistics.stdev(each) / len(each) ** 0.5
+    return mean_and_error([other["value"] / own["value"] - 1 for own, other in pairs])
 
 
 def over(found: dict[str, dict], name: str) -> float:
-    """The share by which a loss is over the standard's."""
     return found[name]["value"] / found[BASELINE]["value"] - 1
 
 
-# ---- tables --------------------------------------------------------------------------------------
-
-
 def targets(rows: Rows) -> Table:
-    """Return the table of this flow's targets, the measured values and whether they are reached."""
+    """The targets of this flow, the measured values and whether they are reached."""
     body, used = [], []
-
-    def add(what: str, asked: str, text: str, reached: bool, own: Rows) -> None:
-        body.append([what, asked, text, "yes" if reached else "**no**"])
-        used.extend(own)
-
-    units = known(rows, "saved_units").get(TWO_THIRDS, {})
-    for name in (OURS, XLA_ATTENTION):
-        if {name, BF16} <= units.keys():
-            value, plain = units[name]["value"], units[BF16]["value"]
-            most = UNITS + scale_units(TWO_THIRDS)
-            text = f"{value:.2f} U: Table 2's bf16 / {PAPER_BF16 / value:.2f}, "
-            add(f"kept by a layer, {name}", f"≤ {UNITS} U and {most - UNITS:.2f} U of scales",
-                f"{text}bf16 in JAX ({plain:.2f} U) / {plain / value:.2f}", value <= most,
-                [units[name], units[BF16]])  # fmt: skip
-    if {LEAN, BF16} <= units.keys():
-        value, plain = units[LEAN]["value"], units[BF16]["value"]
-        text = f"{value:.2f} U: bf16 in JAX ({plain:.2f} U) / {plain / value:.2f}"
-        add(f"kept by a layer, {LEAN}", f"≤ {LEAN_UNITS} U", text, value <= LEAN_UNITS,
-            [units[LEAN], units[BF16]])  # fmt: skip
-    found = speedups(rows)
+    found = known(rows, "saved_units").get(TWO_THIRDS, {})
+    for name, asked, most, beside in (
+        (OURS, f"≤ {UNITS} U and {_SCALES:.2f} U of scales", UNITS + _SCALES, True),
+        (XLA_ATTENTION, f"≤ {UNITS} U and {_SCALES:.2f} U of scales", UNITS + _SCALES, True),
+        (LEAN, f"≤ {LEAN_UNITS} U", LEAN_UNITS, False),
+    ):
+        if {name, BF16} <= found.keys():
+            value, plain = found[name]["value"], found[BF16]["value"]
+            text = f"bf16 in JAX ({plain:.2f} U) / {plain / value:.2f}"
+            text = f"Table 2's bf16 / {PAPER_BF16 / value:.2f}, {text}" if beside else text
+            what = f"kept by a layer, {name}"
+            body.append(target(what, asked, most, value, f"{value:.2f} U: {text}"))
+            used += [found[name], found[BF16]]
+    times = speedups(rows)
     for case, least in FASTER.items():
-        if case in found:
-            times, own = found[case]
-            add(f"forward and backward, {case}", f"≥ {least:.2f} x bf16", f"{times:.2f} x",
-                times >= least, own)  # fmt: skip
+        if case in times:
+            body.append(
+                target(f"forward and backward, {case}", "≥ {:.2f} x", least, times[case][0])
+            )
+            body[-1][1] += " bf16"
+            used += times[case][1]
     ends = losses(rows)
     for name, (most, _) in LOSSES.items():
-        flags = ends.get("standard", {}).get("flags", {"steps": 0, "parameters": 0})
+        flags = ends.get(BASELINE, {}).get("flags", {"steps": 0, "parameters": 0})
         if name in ends and flags["steps"] >= STEPS and flags["parameters"] >= WEIGHTS:
-            add(f"held-out loss over bf16 with AdamW: {SAYS[name]}", f"≤ {most:.1%}",
-                f"{over(ends, name):+.2%}", over(ends, name) <= most,
-                [ends[name], ends["standard"]])  # fmt: skip
+            more, what = over(ends, name), f"held-out loss over bf16 with AdamW: {SAYS[name]}"
+            body.append(target(what, "≤ {:.1%}", most, more, f"{more:+.2%}"))
+            used += [ends[name], ends[BASELINE]]
     pairs = paired(rows)
     if len(pairs) >= SEEDS:
-        (mean, error), most = differences(pairs), LOSSES["fp8"][0]
-        tokens = pairs[0][0]["flags"]["tokens"]
-        add(f"the same with FP8 activations, {len(pairs)} seeds, {tokens:,} tokens per step",
-            f"≤ {most:.1%}", f"{mean:+.2%} ± {error:.2%}", mean <= most,
-            [row for pair in pairs for row in pair])  # fmt: skip
+        (mean, error), tokens = differences(pairs), pairs[0][0]["flags"]["tokens"]
+        what = f"the same with FP8 activations, {len(pairs)} seeds, {tokens:,} tokens per step"
+        text = f"{mean:+.2%} ± {error:.2%}"
+        body.append(target(what, "≤ {:.1%}", LOSSES["fp8"][0], mean, text))
+        used += [row for pair in pairs for row in pair]
     return ["target", "asked", "measured", "reached"], body, used
 
 
@@ -191,22 +175,21 @@ def units(rows: Rows) -> Table:
 
 def layers(rows: Rows) -> Table:
     """Table 7: times and bytes of one layer."""
-    here = on_gpus(rows)
-    times = {metric: known(here, metric) for metric in ("forward_ms", "backward_ms", "device_ms")}
-    kept = known(rows, "saved_bytes")
-    body, used = [], []
-    for case, own in times["device_ms"].items():
+    times = {metric: known(on_gpus(rows), f"{metric}_ms") for metric in ("forward", "backward")}
+    kept, body, used = known(rows, "saved_bytes"), [], []
+    for case, own in known(on_gpus(rows), "device_ms").items():
         if case.startswith("norm") or BF16 not in own:
             continue
         base = own[BF16]
         for name, row in own.items():
-            cells = [f"{times[m][case][name]['value']:.3g}" for m in ("forward_ms", "backward_ms")]
             memory = kept.get(case, {}).get(name)
-            size = f"{memory['value'] / 2**20:.0f}" if memory else ""
-            of_paper = PRINTED_SPEED.get(case) if name == OURS else None
-            printed = f"{of_paper:.2f} x" if of_paper else ""
-            times_bf16 = f"{base['value'] / row['value']:.2f} x" if of_one_run(base, row) else ""
-            body.append([case, name, *cells, f"{row['value']:.3g}", times_bf16, printed, size])
+            printed = PRINTED_SPEED.get(case) if name == OURS else None
+            body.append([
+                case, name, *(cell(times[m][case][name], "{:.3g}") for m in times),
+                cell(row, "{:.3g}"),
+                f"{base['value'] / row['value']:.2f} x" if of_one_run(base, row) else "",
+                f"{printed:.2f} x" if printed else "", cell(memory, "{:.0f}", 2.0**20),
+            ])  # fmt: skip
             used += [row, memory] if memory else [row]
     head = ["layer", "implementation", "forward, ms", "backward, ms", "both, ms", "x bf16",
             "COAT in Table 7", "kept, MiB"]  # fmt: skip
@@ -215,34 +198,29 @@ def layers(rows: Rows) -> Table:
 
 def groups(rows: Rows) -> Table:
     """Table 10: errors by the size of groups."""
-    parts = [known(rows, metric) for metric in ("forward_error", "backward_error", "scale_share")]
-    if not parts[0]:
-        return [], [], []
-    case = list(parts[0])[-1]
-    forward, backward, share = (part.get(case, {}) for part in parts)
+    forward, backward, share = (
+        list(known(rows, metric).values() or [{}])[-1]
+        for metric in ("forward_error", "backward_error", "scale_share")
+    )
     if "linear alone" not in forward:
         return [], [], []
-    body = []
+    body, base, parts = [], "linear alone", (forward, backward)
     for name, printed in PRINTED_ERRORS.items():
-        base = PRINTED_ERRORS["linear alone"]
-        cells = [f"{part[name]['value']:.2e}" for part in (forward, backward)]
-        ratio = [
-            f"x {part[name]['value'] / part['linear alone']['value']:.2f} ({own / one:.2f})"
-            for part, own, one in zip((forward, backward), printed, base, strict=True)
+        ratios = [
+            f"x {part[name]['value'] / part[base]['value']:.2f} ({own / one:.2f})"
+            for part, own, one in zip(parts, printed, PRINTED_ERRORS[base], strict=True)
         ]
-        exact = f"{name}, exact"
-        more = [f"{part[exact]['value']:.2e}" if exact in part else ""
-                for part in (forward, backward)]  # fmt: skip
-        extra = f"{share[name]['value']:.1%}" if name in share else ""
-        body.append([name, extra, *cells, *ratio, *more])
+        cells = [cell(part[name], "{:.2e}") for part in parts]
+        more = [cell(part.get(f"{name}, exact"), "{:.2e}") for part in parts]
+        body.append([name, cell(share.get(name), "{:.1%}"), *cells, *ratios, *more])
     head = ["activations", "scales", "forward error", "backward error",
             "forward, of linear alone (the paper)", "backward (the paper)",
             "ours, forward", "ours, backward"]  # fmt: skip
-    return head, body, [row for part in (forward, backward) for row in part.values()]
+    return head, body, [row for part in (*parts, share) for row in part.values()]
 
 
 def norms(rows: Rows) -> Table:
-    """Table 12 and Figure 4b: a norm, and what quantising its result takes beside."""
+    """Table 12 and Figure 4b: a norm, and what quantizing its result takes beside."""
     found = known(on_gpus(rows), "device_ms")
     cases = {case.removeprefix("norm-"): own for case, own in found.items()
              if case.startswith("norm-") and BF16 in own}  # fmt: skip
@@ -251,7 +229,7 @@ def norms(rows: Rows) -> Table:
     for case, own in sorted(cases.items(), key=lambda item: [*map(int, item[0].split("x"))]):
         base = own[BF16]["value"]
         printed = f"{PRINTED_NORMS[case]:.2f}" if case in PRINTED_NORMS else ""
-        shown = [f"{own[name]['value'] / base:.2f}" if name in own else "" for name in names]
+        shown = [cell(own.get(name), "{:.2f}", base) for name in names]
         body.append([case, f"{1e3 * base:.1f}", *shown, printed])
     head = ["rows x columns", "norm, µs", *(f"x, {name}" for name in names), "the paper: fused"]
     return head, body, [row for own in cases.values() for row in own.values()]
@@ -262,18 +240,16 @@ def training(rows: Rows) -> Table:
     found = losses(rows) or losses(rows, on_gpu=False)
     if not found:
         return [], [], []
-    flags = found["standard"]["flags"]
-    body = [["AdamW, activations in 16 bits", f"{found['standard']['value']:.4f}", "", "", ""]]
-    for name, says in SAYS.items():
-        if name in found:
-            most, printed = LOSSES.get(name, (None, None))
-            body.append([says, f"{found[name]['value']:.4f}", f"{over(found, name):+.2%}",
-                         "" if printed is None else f"{printed:+.2%}",
-                         "" if most is None else f"≤ {most:.1%}"])  # fmt: skip
+    base = found[BASELINE]
+    body = [["AdamW, activations in 16 bits", cell(base, "{:.4f}"), "", "", ""]]
+    for name in filter(found.get, SAYS):
+        asked = [f"{LOSSES[name][1]:+.2%}", f"≤ {LOSSES[name][0]:.1%}"] if name in LOSSES else []
+        cells = [cell(found[name], "{:.4f}"), f"{over(found, name):+.2%}", *(asked or ["", ""])]
+        body.append([SAYS[name], *cells])
+    flags = base["flags"]
     about = f"{flags['preset']}, {flags['parameters'] / 1e6:.3g}M weights, {flags['steps']} steps"
-    unit = found["standard"]["unit"]
-    head = [f"{about} of {flags['tokens']:,} tokens", f"held-out loss, {unit}", "over the first",
-            "Table 13", "asked of Llama-134m"]  # fmt: skip
+    head = [f"{about} of {flags['tokens']:,} tokens", f"held-out loss, {base['unit']}",
+            "over the first", "Table 13", "asked of Llama-134m"]  # fmt: skip
     return head, body, list(found.values())
 
 
@@ -283,7 +259,7 @@ def seeds(rows: Rows) -> Table:
     if len(pairs) < 2:
         return [], [], []
     body = [
-        [f"{own['seed']}", f"{own['value']:.4f}", f"{other['value']:.4f}",
+        [f"{own['seed']}", cell(own, "{:.4f}"), cell(other, "{:.4f}"),
          f"{other['value'] / own['value'] - 1:+.2%}"]
         for own, other in sorted(pairs, key=lambda pair: pair[0]["seed"])
     ]  # fmt: skip
@@ -297,11 +273,8 @@ def seeds(rows: Rows) -> Table:
 
 _TRAIN = "activation_training"
 TABLES = {
-    "activation_targets": Rendered(targets, "activations"),
-    "activation_units": Rendered(units, "activations"),
-    "activation_layers": Rendered(layers, "activations"),
-    "activation_groups": Rendered(groups, "activations"),
-    "activation_norms": Rendered(norms, "activations"),
+    **{f"activation_{make.__name__}": Rendered(make, "activations")
+       for make in (targets, units, layers, groups, norms)},
     "activation_training": Rendered(training, _TRAIN),
     "activation_seeds": Rendered(seeds, f"{_TRAIN} --variants standard fp8 --batch 128 --seed N"),
-}
+}  # fmt: skip

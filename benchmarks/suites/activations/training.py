@@ -1,4 +1,11 @@
-"""Trains one Llama with activations in bf16 or FP8 and states in f32 or FP8 (COAT, Table 13)."""
+"""COAT's Table 13 on a Llama: FP8 activations, FP8 states, and both, against bf16 and AdamW.
+
+    python -m benchmarks.run activation_training --record                # Llama-134m, on a GPU
+    python -m benchmarks.run activation_training --preset cpu --record   # a small one, minutes
+
+All variants see the same batches, and but for one the same initial weights. Curves are stored in
+benchmarks/results/coat_activations.npz after each variant.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +21,34 @@ from _llama.config import FP8, NONE, PLAIN, STANDARD, Settings, Shape
 from _llama.config import PRESETS as LLAMAS
 from _llama.optimizer import make_optimizer, stored_dtype
 
-from benchmarks.suites.switchback.variants import Remedied
-from benchmarks.training import Measured, Program, Run
+from benchmarks import records
+from benchmarks.suites.switchback.training import Remedied
+from benchmarks.training import (
+    SMALL,
+    SMOKE,
+    Curve,
+    Measured,
+    Part,
+    Program,
+    Run,
+    built,
+    parser,
+    say,
+    usual,
+)  # fmt: skip
+
+CURVES = records.RESULTS / "coat_activations.npz"
+PART = "run"
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A way to train.
+    """A way to train."""
 
-    Attributes:
-      says: what it is, for a legend.
-      activations: of the layers, as of `--activations`.
-      optimizer: as of `--optimizer`.
-      other_start: whether the weights are drawn from another seed.
-    """
-
-    says: str
-    activations: str = STANDARD
-    optimizer: str = PLAIN
-    other_start: bool = False
+    says: str  # what it is, for a legend
+    activations: str = STANDARD  # of the layers, as of `--activations`
+    optimizer: str = PLAIN  # as of `--optimizer`
+    other_start: bool = False  # whether the weights are drawn from another seed
 
 
 PLAIN_RUN, FP8_A, FP8_O, FP8_OA, OTHER = (
@@ -46,15 +62,17 @@ VARIANTS = {
     OTHER: Variant("AdamW, other initial weights", other_start=True),
 }
 
-_SMALL, _TINY = Shape(4, 96, 256, 3, 3, 256), Shape(2, 32, 64, 2, 2, 256)
 # 134m with half of its preset's batch: five runs of 16,384 tokens x 2000 steps are 0.11 EFLOP
 PRESETS = {
     "gpu": Run(
         "llama-134m", LLAMAS["134m"].shape, 256, 64, 2_000, 50, 1e-3, "installed", 16, "bfloat16",
         "cudnn", "bpe",
     ),
-    "cpu": Run("llama-mini", _SMALL, 64, 8, 500, 20, 4e-3, "standard-library", 64, "bfloat16"),
-    "smoke": Run("smoke", _TINY, 16, 4, 10, 5, 1e-2, "standard-library", 2, "float32"),
+    "cpu": dataclasses.replace(
+        SMALL, shape=Shape(4, 96, 256, 3, 3, 256), steps=500, held_out_batches=64,
+        compute="bfloat16",
+    ),
+    "smoke": SMOKE,
 }  # fmt: skip
 
 
@@ -65,6 +83,8 @@ def flops(run: Run) -> float:
 
 class Experiment(Measured):
     """A model and its text, to be trained with one variant after another."""
+
+    what, base = "activations", PLAIN_RUN
 
     def settings(self, name: str) -> Settings:
         """The run as examples/train_llama.py would have it."""
@@ -87,12 +107,10 @@ class Experiment(Measured):
 
     def model(self, name: str) -> Remedied:
         """The model of a variant; its `measured` gives the loss and the sizes of features."""
-        run = self.run
-        kept = VARIANTS[name].activations
+        run, kept = self.run, VARIANTS[name].activations
         return Remedied(run.shape, run.compute, run.attention, activations=kept)
 
     def lower(self, name: str) -> Program:
-        """Traces `every` steps of a variant."""
         model, settings = self.model(name), self.settings(name)
         tx, plain = make_optimizer(settings), settings.optimizer == PLAIN
         own_step = optimizer_step(F32 if plain else LOWMEM, settings.implementation)
@@ -107,4 +125,19 @@ class Experiment(Measured):
         def take_step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
             return own_step(tx, grads, state, params)
 
-        return self.trace_measured(model, start, take_step)
+        return self.trace(start, model, take_step)
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Curve]:
+    made = parser(__doc__, 530, CURVES, VARIANTS)
+    made.add_argument("--batch", type=int, help="windows in a step; default: the preset's")
+    args = made.parse_args(arguments)
+
+    def make() -> Experiment:
+        found = built(args, Experiment, usual(PRESETS, args.preset))
+        say(f"{found.run.preset}: {flops(found.run):.3g} operations a variant")
+        if args.batch is not None:  # in the case of records
+            found.what += f"-b{args.batch}"
+        return found
+
+    return Part(args, make, args.variants or VARIANTS, CURVES, PART).train_all()

@@ -37,11 +37,6 @@ def encoder(rounding: str) -> Callable[[jax.Array, jax.Array], tuple[jax.Array, 
     return jax.jit(encode)
 
 
-def _converted(x: jax.Array, step: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """As many bytes with no work: a byte of each value."""
-    return x.astype(jnp.int8), step
-
-
 def seconds(work: Callable[..., Any], x: jax.Array, trials: int) -> list[float]:
     """Each trial's time, after two that do not count."""
     times = []
@@ -55,39 +50,25 @@ def seconds(work: Callable[..., Any], x: jax.Array, trials: int) -> list[float]:
 def measure(rows: int, trials: int = TRIALS) -> dict[str, list[float]]:
     """Seconds of every trial: how it rounds -> times; `convert` is the copy."""
     x = jax.random.normal(jax.random.key(0), (rows, WIDTH), jnp.float32)
-    work = {name: encoder(name) for name in ROUNDINGS} | {"convert": jax.jit(_converted)}
+    work = {name: encoder(name) for name in ROUNDINGS}
+    # as many bytes with no work: a byte of each value
+    work["convert"] = jax.jit(lambda x, step: (x.astype(jnp.int8), step))
     return {name: seconds(function, x, trials) for name, function in work.items()}
 
 
-def as_records(rows: int, times: dict[str, list[float]]) -> Iterator[dict[str, Any]]:
+def as_records(rows: int, times: dict[str, list[float]]) -> records.Rows:
     """One record a way to round: the median, with the paper's mean beside it."""
+    found, case = [], f"affine-int8/{rows}x{WIDTH}"
     base = statistics.median(times["nearest"])
-    for name, found in times.items():
-        middle = statistics.median(found)
-        yield records.record(
-            "rounding",
-            f"affine-int8/{rows}x{WIDTH}",
-            name,
-            "device_ms",
-            1e3 * middle,
-            "ms",
-            mean=1e3 * statistics.mean(found),
-            ratio_to_nearest=middle / base,
+    for name, own in times.items():
+        middle = statistics.median(own)
+        more = {"mean": 1e3 * statistics.mean(own), "ratio_to_nearest": middle / base}
+        found.append(
+            records.record("rounding", case, name, "device_ms", 1e3 * middle, "ms", **more)
         )
+    return found
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measures and prints; `--record` also stores."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--rows", type=int, default=1_000_000)
-    add("--trials", type=int, default=TRIALS)
-    records.add_option(parser)
-    args = parser.parse_args(arguments)
-    found = list(as_records(args.rows, measure(args.rows, args.trials)))
-    for row in found:
-        print(f"{row['impl']:<12}{row['value']:>10.3f} ms  x {row['ratio_to_nearest']:.2f}")
-    if args.record:
-        print(records.keep(found, args.record))
+@records.suite(rows={"type": int, "default": 1_000_000}, trials={"type": int, "default": TRIALS})
+def main(args: argparse.Namespace) -> Iterator[records.Rows]:
+    yield as_records(args.rows, measure(args.rows, args.trials))

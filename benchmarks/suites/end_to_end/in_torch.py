@@ -25,7 +25,6 @@ Shape = Any
 
 
 def versions() -> str:
-    """Of what runs here."""
     there = [name for name in PACKAGES if importlib.util.find_spec(name.replace("-", "_"))]
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in there)
 

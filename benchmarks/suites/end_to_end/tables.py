@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from benchmarks import ROOT
-from benchmarks.records import Rows, all_records, newest, on_gpus
-from benchmarks.render import Rendered, Table
+from benchmarks import ROOT, render
+from benchmarks.records import Rows, alike, all_records, grouped, newest, on_gpus, select
+from benchmarks.render import GIB, Rendered, Table, cell
 
-GIB = 2.0**30
 PICTURE = ROOT / "docs/figures/training_speed.png"
 MODELS = {
     "llama-1b": ("Llama-3.2-1B", "8 x 2048"),
@@ -24,6 +23,8 @@ ACCUMULATED = {
 PROGRAMS = {
     "default": "ours, bf16: without flags",
     "fp8-unrolled": "ours, `--activations fp8`",
+    "fp8-unrolled-head": "ours, `--activations fp8 --head fp8`",
+    "fp8-unrolled-head-gradients": "ours, `--activations fp8 --head fp8-gradients`",
     "switchback-fp8": "ours, `--linear switchback-fp8`",
     "fp8-accumulated-16": "ours, `--activations fp8 --accumulate 16`",
     "fp8-accumulated-16-anew": "the same, weights quantized in each micro-batch",
@@ -42,16 +43,13 @@ LOSSES = ("all logits", "chunks of 512", "chunks of 1024", "chunks of 2048", "ch
 
 def steps(rows: Rows) -> dict[str, dict[str, dict[str, dict]]]:
     """Model -> program -> metric -> record, of the device measured last for each model."""
-    here = [row for row in on_gpus(rows) if row["bench"] == "end_to_end"]
-    found: dict[str, dict[str, dict[str, dict]]] = {}
+    found = {}
     for case in MODELS:
-        own = [row for row in here if row["case"] == case and row["impl"] in PROGRAMS]
-        for name in PROGRAMS:
-            of = {row["metric"]: row for row in own
-                  if row["impl"] == name and row["device"] == own[-1]["device"]}  # fmt: skip
-            if of:
-                found.setdefault(case, {})[name] = of
-    return found
+        own = select(on_gpus(rows), bench="end_to_end", case=case)
+        here = alike([row for row in own if row["impl"] in PROGRAMS], "device")
+        of = grouped(here, "impl", "metric")
+        found[case] = {name: of[name] for name in PROGRAMS if name in of}
+    return {case: own for case, own in found.items() if own}
 
 
 def _peak(of: dict[str, dict]) -> dict[str, Any]:
@@ -66,9 +64,8 @@ def programs(rows: Rows) -> Table:
         for name, of in own.items():
             body.append([
                 MODELS[case][0], ACCUMULATED.get(name, MODELS[case][1]), PROGRAMS[name],
-                f"{of['tokens_per_s']['value']:,.0f}",
-                f"{_peak(of)['value'] / GIB:.1f}", f"{of['mfu']['value']:.0%}",
-                f"{of['compile_s']['value']:.0f}",
+                cell(of["tokens_per_s"], "{:,.0f}"), cell(_peak(of), "{:.1f}", GIB),
+                cell(of["mfu"], "{:.0%}"), cell(of["compile_s"], "{:.0f}"),
             ])  # fmt: skip
             used += of.values()
     head = ["model", "tokens", "program", "tokens/s", "peak, GiB", "MFU of 16 bits",
@@ -78,20 +75,16 @@ def programs(rows: Rows) -> Table:
 
 def losses(rows: Rows) -> Table:
     """The loss of the linear head alone, and with its gradients."""
-    here = [row for row in on_gpus(rows) if row["bench"] == "end_to_end"]
+    found = grouped(select(on_gpus(rows), bench="end_to_end"), "impl", "case", "metric")
     body, used = [], []
-    for name in LOSSES:
-        own = [row for row in here if row["impl"] == name and row["case"].startswith("loss")]
-        of = {(row["case"], row["metric"]): row for row in own}
-        if of:
-            both = "loss and gradients"
-            body.append([
-                name, f"{of[both, 'device_ms']['value']:.1f}",
-                f"{of[both, 'temporary_bytes']['value'] / GIB:.2f}",
-                f"{of['loss alone', 'device_ms']['value']:.1f}",
-                f"{of['loss alone', 'temporary_bytes']['value'] / GIB:.2f}",
-            ])  # fmt: skip
+    for name in filter(found.get, LOSSES):
+        line = [name]
+        for case in ("loss and gradients", "loss alone"):
+            of = found[name][case]
+            line.append(cell(of["device_ms"], "{:.1f}"))
+            line.append(cell(of["temporary_bytes"], "{:.2f}", GIB))
             used += of.values()
+        body.append(line)
     head = ["16,384 tokens, 128,256 x 2048", "loss and gradients, ms", "temporaries, GiB",
             "loss alone, ms", "temporaries, GiB"]  # fmt: skip
     return head, body, used
@@ -105,18 +98,11 @@ TABLES = {
 
 def draw(rows: Rows, file: Path = PICTURE) -> None:
     """Tokens a second against the peak of memory; one panel a model."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     found = steps(rows)
     if not found:
         raise SystemExit("no records of whole steps: run `benchmarks.run end_to_end` first")
-    figure, panels = plt.subplots(
-        1, len(found), figsize=(4.8 * len(found), 3.6), layout="constrained", squeeze=False
-    )
-    for axes, (case, own) in zip(panels[0], found.items(), strict=True):
+    figure, panels = render.figure(columns=len(found), figsize=(4.8 * len(found), 3.6))
+    for axes, (case, own) in zip(panels, found.items(), strict=True):
         for name, of in own.items():
             if name in ACCUMULATED:  # another batch
                 continue
@@ -128,24 +114,18 @@ def draw(rows: Rows, file: Path = PICTURE) -> None:
             label = label.replace(", flashoptim", "").replace("the same model with ", "")
             # clear of its neighbour's marker
             below = (7, -3 if "Liger" not in label else 5 if "checkpointing" in label else -11)
-            axes.annotate(
-                label, at, xytext=below, textcoords="offset points", size=7.5, color=colour
-            )
+            where = {"xytext": below, "textcoords": "offset points"}
+            axes.annotate(label, at, **where, size=7.5, color=colour)
         axes.set_title(f"{', '.join(MODELS[case])} tokens", loc="left", size=9.5, weight="bold")
         axes.margins(y=0.12)
         axes.set_xlabel("peak memory, GiB")
         left, right = axes.get_xlim()
         axes.set_xlim(left, right + 0.6 * (right - left))  # for what is written there
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0][0].set_ylabel("thousand tokens per second")
+    panels[0].set_ylabel("thousand tokens per second")
     device = next(iter(next(iter(found.values())).values()))["tokens_per_s"]["device"]
-    figure.suptitle(
-        f"One training step on one {device}: ours (green) and others; up and left is better",
-        size=10,
-    )
-    file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file, dpi=150, facecolor="white")
-    plt.close(figure)
+    title = f"One training step on one {device}: ours (green) and others; up and left is better"
+    figure.suptitle(title, size=10)
+    render.save(figure, file)
 
 
 if __name__ == "__main__":

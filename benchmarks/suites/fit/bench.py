@@ -27,8 +27,10 @@ from _llama import train
 from _llama.config import PRESETS
 
 from benchmarks import records
+from benchmarks.render import GIB
+from benchmarks.suites.fit.tables import ALL
+from benchmarks.timing import QUICK, on_gpu
 
-GIB = 2.0**30
 # name -> flags of examples/train_llama.py
 CONFIGURATIONS = {
     "optax.adamw": "--optimizer optax.adamw",
@@ -37,18 +39,12 @@ CONFIGURATIONS = {
     "coat_adamw+fp8": "--optimizer coat_adamw --activations fp8",
     "flash_adamw+fp8": "--optimizer flash_adamw --activations fp8",
 }
-ALL = "all"  # the implementation of what is said of all of them
 SHARE = 0.98  # of what JAX may take: what lies in pieces cannot be used whole
-# A plan's bytes hardly depend on how kernels are chosen, which is most of compiling.
-QUICK = {"xla_gpu_autotune_level": "0"}
 say = functools.partial(print, flush=True)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.command_line(__doc__)
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="3b", help="of examples/train_llama.py (default: 3b)")
     add("--sequence", type=int, default=2048, help="tokens (default: 2048)")
@@ -62,16 +58,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--jobs", type=int, default=5, help="programs compiled at once (default: 5)")
     add("--limit", type=float, default=530, metavar="S",
         help="start no timing after this (default: %(default)s s)")  # fmt: skip
-    records.add_option(parser)
     return parser.parse_args(arguments)
 
 
-# ---- plans ---------------------------------------------------------------------------------------
-
-
 def settings_of(args: argparse.Namespace, name: str, batch: int) -> Any:
-    """A run of the example."""
-    attention = args.attention or ("cudnn" if jax.default_backend() == "gpu" else "xla")
+    attention = args.attention or ("cudnn" if on_gpu() else "xla")
     flags = f"--preset {args.preset} --sequence {args.sequence} --batch {batch} --data 1"
     flags += f" --text random --attention {attention} --steps {max(1, args.steps)}"
     flags += f" --{'' if args.remat else 'no-'}remat {CONFIGURATIONS[name]}"
@@ -79,11 +70,9 @@ def settings_of(args: argparse.Namespace, name: str, batch: int) -> Any:
 
 
 def plan(args: argparse.Namespace, name: str, batch: int) -> int:
-    """Bytes of a step, by its compiler."""
     program = train.make_program(settings_of(args, name, batch))
     lowered = program.step.lower(*program.like, program.tokens)
-    options = QUICK if jax.default_backend() == "gpu" else None
-    found = planned_bytes(lowered.compile(options))
+    found = planned_bytes(lowered.compile(QUICK if on_gpu() else None))
     say(f"{name:<18} batch {batch:>4}: {found / GIB:9.3f} GiB planned")
     return found
 
@@ -113,33 +102,16 @@ def largest(of: Callable[[int], int], limit: float, most: int) -> tuple[int, dic
 
 @dataclass(frozen=True)
 class Fit:
-    """Largest batch of a configuration that fits on a device.
+    """Largest batch of a configuration that fits on a device."""
 
-    Attributes:
-      batch: the largest; 0: none.
-      planned: batch -> bytes.
-      own_bytes: of weights and state.
-    """
-
-    batch: int
-    planned: dict[int, int]
-    own_bytes: int
+    batch: int  # the largest; 0: none
+    planned: dict[int, int]  # batch -> bytes
+    own_bytes: int  # of weights and state
 
     @property
     def sequence_bytes(self) -> float:
-        """Planned bytes per additional sequence."""
         first, last = min(self.planned), max(self.planned)
         return (self.planned[last] - self.planned[first]) / max(1, last - first)
-
-
-def fit(args: argparse.Namespace, name: str, limit: float) -> Fit:
-    """The largest batch of a configuration."""
-    batch, planned = largest(functools.partial(plan, args, name), limit, args.most)
-    own = train.make_program(settings_of(args, name, 1)).device_bytes
-    return Fit(batch, planned, own)
-
-
-# ---- timings -------------------------------------------------------------------------------------
 
 
 def peak() -> int:
@@ -147,30 +119,30 @@ def peak() -> int:
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
 
 
-def timed(settings: Any, program: Any) -> dict[str, float]:
-    """Tokens a second and bytes of a few steps; the peak is its own if it is a new one."""
+def timed(settings: Any, program: Any) -> dict[str, float] | None:
+    """Tokens a second and bytes of a few steps; the peak is its own if it is a new one.
+
+    None where there is no memory for them.
+    """
     before = peak()
-    _, batches = train.make_batches(settings, Path("demo_output"))
-    run = train.Run(*program.start(), 0, [], [])
-    for _ in train.advance(run, program, batches, settings.steps):
-        pass
-    found = train.measured(run, settings, program)
-    numbers = {name: found[name] for name in ("tokens_per_s", "step_ms")}
+    try:
+        found = stepped(program, settings.steps)
+    except jax.errors.JaxRuntimeError as error:
+        if any(words in str(error) for words in train_llama.SAID_SO):
+            return None
+        raise
+    numbers = {"tokens_per_s": found["tokens_per_s"]}
     numbers["planned_bytes"] = planned_bytes(program.compiled)
     return numbers | ({"peak_bytes": peak()} if peak() > before else {})
 
 
-def attempt(settings: Any, program: Any) -> dict[str, float] | None:
-    """`timed`, or None where there is no memory for it."""
-    try:
-        return timed(settings, program)
-    except jax.errors.JaxRuntimeError as error:
-        if not any(words in str(error) for words in train_llama.SAID_SO):
-            raise
-    return None
-
-
-UNITS = {"tokens_per_s": "tokens/s", "step_ms": "ms"}
+def stepped(program: Any, steps: int) -> dict[str, Any]:
+    """The example's measurements of steps of its compiled program."""
+    _, batches = train.make_batches(program.settings, Path("demo_output"))
+    run = train.Run(*program.start(), 0, [], [])
+    for _ in train.advance(run, program, batches, steps):
+        pass
+    return train.measured(run, program.settings, program)
 
 
 class Bench:
@@ -185,22 +157,26 @@ class Bench:
         self.case = f"llama-{args.preset}-s{args.sequence}{'-remat' if args.remat else ''}"
 
     def store(self, impl: str, values: dict[str, float], case: str = "") -> None:
-        """Prints, and records where that was asked for."""
         rows = []
         for metric, value in values.items():
-            unit = UNITS.get(metric, "sequences" if metric.endswith("batch") else "bytes")
-            rows.append(
-                records.record("fit", case or self.case, impl, metric, value, unit,
-                               limit_bytes=self.has, remat=self.args.remat)
-            )  # fmt: skip
-            say(f"{case or self.case:<24}{impl:<18}{metric:<16}{value:>18,.0f} {unit}")
+            unit = "sequences" if metric.endswith("batch") else "bytes"
+            unit = "tokens/s" if metric == "tokens_per_s" else unit
+            more = {"limit_bytes": self.has, "remat": self.args.remat}
+            case = case or self.case
+            rows.append(records.record("fit", case, impl, metric, value, unit, **more))
+        records.show(rows)
         records.keep(rows, self.args.record)
+
+    def fit(self, name: str) -> Fit:
+        of = functools.partial(plan, self.args, name)
+        batch, planned = largest(of, SHARE * self.has, self.args.most)
+        own = train.make_program(settings_of(self.args, name, 1)).device_bytes
+        return Fit(batch, planned, own)
 
     def plans(self) -> dict[str, Fit]:
         """Side by side, one thread a configuration."""
         with ThreadPoolExecutor(self.args.jobs) as pool:
-            of = functools.partial(fit, self.args, limit=SHARE * self.has)
-            fits = dict(zip(self.args.only, pool.map(of, self.args.only), strict=True))
+            fits = dict(zip(self.args.only, pool.map(self.fit, self.args.only), strict=True))
         for name, found in fits.items():
             values = {"max_batch": found.batch, "own_bytes": found.own_bytes}
             values |= {"planned_bytes": found.planned[found.batch or 1]}
@@ -227,13 +203,13 @@ class Bench:
             if time.perf_counter() - self.start > self.args.limit:
                 say(f"{name} at batch {batch} is left out")
                 continue
-            numbers = attempt(settings, program)
+            numbers = timed(settings, program)
             if numbers is None and batch > common:  # its kernels, now chosen, want more: one less
                 say(f"{name} at batch {batch}: planned, but out of memory")
                 batch -= 1
                 self.store(name, {"max_batch": batch})
                 settings = settings_of(self.args, name, batch)
-                numbers = attempt(settings, train.make_program(settings))
+                numbers = timed(settings, train.make_program(settings))
             if numbers is None:
                 say(f"{name} at batch {batch}: out of memory")
             else:
@@ -241,7 +217,6 @@ class Bench:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Plans, then times."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")  # as the example
     args = parse_arguments(arguments)
     bench = Bench(args)

@@ -1,9 +1,8 @@
 """Table 8's shape: what fits on one GPU by optimizer and activations, from fit's records."""
 
-from benchmarks.records import Rows, on_gpus
-from benchmarks.render import Rendered, Table
+from benchmarks.records import Rows, alike, grouped, on_gpus, select
+from benchmarks.render import GIB, Rendered, Table, cell
 
-GIB = 2.0**30
 BASE = "optax.adamw"
 COAT = "coat_adamw+fp8"
 ALL = "all"
@@ -11,42 +10,33 @@ ALL = "all"
 
 def fits(rows: Rows) -> dict[str, dict[str, dict[str, dict]]]:
     """case -> configuration -> metric -> record, of the device measured last for each case."""
-    here = [row for row in on_gpus(rows) if row["bench"] == "fit"]
-    found: dict[str, dict[str, dict[str, dict]]] = {}
-    for row in here:
-        last = [r for r in here if r["case"] == row["case"]][-1]
-        if (row["device"], row["jax"]) == (last["device"], last["jax"]):
-            found.setdefault(row["case"], {}).setdefault(row["impl"], {})[row["metric"]] = row
-    return found
-
-
-def value(of: dict[str, dict], metric: str) -> float | None:
-    """A record's, or None."""
-    return of[metric]["value"] if metric in of else None
+    here = select(on_gpus(rows), bench="fit")
+    cases = dict.fromkeys(row["case"] for row in here)
+    newest = [row for case in cases for row in alike(select(here, case=case))]
+    return grouped(newest, "case", "impl", "metric")
 
 
 def table(rows: Rows) -> Table:
     """Bytes, the largest batch, and tokens a second at it and at a batch that all can run."""
-    found = fits(rows)
-    body, used = [], []
+    found, body, used = fits(rows), [], []
     for case, own in found.items():
-        models = {name: of for name, of in own.items() if "max_batch" in of}
-        common = value(own.get(ALL, {}), "common_batch")
-        base = None
-        for name, of in models.items():
+        common, base = own.get(ALL, {}).get("common_batch"), None
+        for name, of in own.items():
+            if "max_batch" not in of:
+                continue
             most = int(of["max_batch"]["value"])
-            at = [found.get(f"{case}-b{int(b)}", {}).get(name, {}) if b else {}
-                  for b in (common, most)]  # fmt: skip
-            rates = [value(one, "tokens_per_s") for one in at]
+            batches = (int(common["value"]) if common else 0, most)
+            at = [found.get(f"{case}-b{b}", {}).get(name, {}) if b else {} for b in batches]
+            rates = [one.get("tokens_per_s") for one in at]
             base = base or rates[1]
-            peak = value(at[0], "peak_bytes") or value(at[0], "planned_bytes")
+            peak = at[0].get("peak_bytes") or at[0].get("planned_bytes")
             body.append([
-                case, f"`{name}`", f"{of['own_bytes']['value'] / GIB:.1f}",
-                f"{of['sequence_bytes']['value'] / GIB:.2f}" if most else "",
-                f"{peak / GIB:.1f} (batch {int(common)})" if peak else "",
+                case, f"`{name}`", cell(of["own_bytes"], "{:.1f}", GIB),
+                cell(of["sequence_bytes"], "{:.2f}", GIB) if most else "",
+                cell(peak, f"{{:.1f}} (batch {batches[0]})", GIB),
                 str(most) if most else "out of memory",
-                *(f"{rate:,.0f}" if rate else "" for rate in rates),
-                f"{rates[1] / base:.2f} x" if rates[1] and base else "",
+                *(cell(rate, "{:,.0f}") for rate in rates),
+                cell(rates[1], "{:.2f} x", base["value"]) if base else "",
             ])  # fmt: skip
             used += [*of.values(), *(row for one in at for row in one.values())]
     head = ["model", "optimizer, activations", "weights and state, GiB", "a sequence more, GiB",

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from benchmarks import records
@@ -28,7 +27,7 @@ from benchmarks.suites.formats import formats
 from benchmarks.suites.formats import states as formats_states
 from benchmarks.suites.formats.formats import BUDGETS, EXACT, MU, NEAREST, NU, STOCHASTIC, Copy
 from benchmarks.suites.formats.training import PRESETS, Experiment, Snapshot
-from benchmarks.training import load_text, say
+from benchmarks.training import about, changed, load_text, say
 
 B1, B2 = 0.9, 0.999
 LOOKS, CALLS = 10, 30
@@ -37,9 +36,7 @@ _UNITS = {"mse": "lr^2", "largest": "lr", **{f"p{p}": "decades" for p in (1, 5, 
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.command_line(__doc__)
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="gpt-42m")
     add("--steps", type=int, help="of the run (default: the preset's); a multiple of 30")
@@ -51,44 +48,20 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="of weights, batches, sample and rounding")
     add("--cache", type=Path, default=Path("demo_output"), help="where the tokenizer is kept")
     add("--states", type=Path, help="where to store the sample, --record or not")
-    records.add_option(parser)
     return parser.parse_args(arguments)
 
 
 def make_experiment(args: argparse.Namespace) -> Experiment:
-    """The model, its text and the copies."""
-    given = {"steps": args.steps, "batch": args.batch, "learning_rate": args.lr}
-    given = {name: value for name, value in given.items() if value is not None}
-    settings = dataclasses.replace(PRESETS[args.preset], **given)
+    settings = changed(
+        PRESETS[args.preset], steps=args.steps, batch=args.batch, learning_rate=args.lr
+    )
     every = settings.steps // CALLS
     if not every or settings.steps % CALLS:
         raise SystemExit(f"--steps {settings.steps} is not a multiple of {CALLS}")
     return Experiment(
-        settings, load_text(settings, args.cache), formats.copies(),
-        decays={MU: B1, NU: args.b2}, chunks=args.chunks, every=every, seed=args.seed,
+        settings, load_text(settings, args.cache), every, args.seed, copies=formats.copies(),
+        decays={MU: B1, NU: args.b2}, chunks=args.chunks,
     )  # fmt: skip
-
-
-def about(experiment: Experiment, chunks: int) -> dict[str, Any]:
-    """Return the settings of the run and of its sample."""
-    settings = dataclasses.asdict(experiment.settings)
-    del settings["optimizer"]
-    return settings | {
-        "decays": experiment.decays,
-        "clip": 1.0,
-        "weight_decay": 0.1,
-        "seed": experiment.seed,
-        "parameters": experiment.parameters,
-        "vocab": experiment.text.vocab,
-        "train_tokens": experiment.text.last,
-        "paths": list(experiment.sample.paths),
-        "sizes": list(experiment.sample.sizes),
-        "chunk": experiment.sample.length,
-        "chunks_of_a_leaf": chunks,
-        "device": records.device(),
-        "jax": jax.__version__,
-        "commit": records.commit(),
-    }
 
 
 class Looks:
@@ -99,7 +72,7 @@ class Looks:
 
     def __call__(self, snapshot: Snapshot, moments: dict[str, Any]) -> None:
         """Errors of every pair of copies; the floor's effect, at the first look and the last."""
-        self.last, end = snapshot, snapshot.step == self.experiment.settings.steps
+        self.last, end = snapshot, snapshot.step == self.experiment.run.steps
         self.correction = fe.Correction.after(snapshot.step, self.experiment.decays)
         values = {Copy.of(key): x for key, x in snapshot.values.items()}
         self.closed = self.errors(values)
@@ -145,9 +118,6 @@ class Looks:
             },
             {"step": np.array(self.steps)} | curves,
         )
-
-
-# ---- Records -------------------------------------------------------------------------------------
 
 
 def tables_of(once: fe.Errors, closed: fe.Errors) -> Iterator[tuple[str, fe.Errors]]:
@@ -210,9 +180,11 @@ def rows_of(looks: Looks, flags: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 yield row(table, mu.format, metric, min(values), over=over)
     for name, (mu, nu) in formats.OPTIMIZERS.items():
         for loop, found in (("closed", closed), ("once", once)):
-            pair = (mu, nu) if loop == "closed" else nearest(mu, nu)
+            pair = (mu, nu)
+            if loop == "once":
+                pair = tuple(dataclasses.replace(copy, rounding=NEAREST) for copy in pair)
+            own = {"mu": mu.key, "nu": nu.key, "bytes": [mu.bytes, nu.bytes]}
             for metric, value in zip(("mse", "median_nmse"), found.at(*pair), strict=True):
-                own = {"mu": mu.key, "nu": nu.key, "bytes": [mu.bytes, nu.bytes]}
                 yield row("optimizers", name, f"{metric}_{loop}", value, **own)
     for table, pairs in flags["best"].items():
         metric = table.split()[3]
@@ -227,37 +199,28 @@ def rows_of(looks: Looks, flags: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield row("spans", slot, f"p{percent}", np.percentile(spans, percent))
         for decades in (1, 4):
             yield row("spans", slot, f"over_1e{decades}", np.mean(spans > decades))
-        wide = np.mean(spans > np.log10(fe.FORMAT_RANGE))
-        yield row("spans", slot, "over_e4m3", wide)
-
-
-def nearest(mu: Copy, nu: Copy) -> tuple[Copy, Copy]:
-    """The same copies, encoded once."""
-    return dataclasses.replace(mu, rounding=NEAREST), dataclasses.replace(nu, rounding=NEAREST)
+        yield row("spans", slot, "over_e4m3", np.mean(spans > np.log10(fe.FORMAT_RANGE)))
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Trains, measures and prints; `--record` also stores."""
     start = time.perf_counter()
     args = parse_arguments(arguments)
     experiment = make_experiment(args)
-    sample, flags = experiment.sample, about(experiment, args.chunks)
+    sample, flags = experiment.sample, about(experiment, experiment.parameters)
     say(
         f"{experiment.parameters:,} weights, {experiment.text.last:,} tokens; {len(sample.paths)} "
         f"matrices, {len(sample.leaf_of_chunk)} chunks of {sample.length}, "
         f"{len(experiment.copies)} copies; after {time.perf_counter() - start:.0f} s"
     )
     looks = Looks(experiment)
-    experiment.train(looks, LOOKS, say)
+    experiment.train_copies(looks, LOOKS, say)
     say(f"trained after {time.perf_counter() - start:.0f} s")
     flags |= {"floors": looks.floors, "best": searched(looks.closed)}
     rows = list(rows_of(looks, flags))
-    for row in rows:
-        say(f"{row['case']:<44}{row['impl']:<26}{row['metric']:<20}{row['value']:.4g}")
+    records.show(rows)
     path = args.states or (formats_states.STATES if args.record else None)
     if path is not None:
         looks.states(flags, args.keep).save(path)
         say(f"{path}: {path.stat().st_size / 1e6:.2f} MB")
-    if args.record:
-        say(records.keep(rows, args.record))
+    records.keep(rows, args.record)
     say(f"done after {time.perf_counter() - start:.0f} s")

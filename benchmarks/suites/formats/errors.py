@@ -28,34 +28,24 @@ class Correction:
 
     @staticmethod
     def after(step: int, decays: Mapping[str, float]) -> Correction:
-        """Bias corrections of a step."""
         return Correction(*(1 / (1 - decays[slot] ** step) for slot in (MU, NU)))
 
     def first(self, mu: np.ndarray) -> np.ndarray:
-        """mhat, float64."""
         return np.float64(mu) * self.mu
 
     def second(self, nu: np.ndarray) -> np.ndarray:
-        """1 / (sqrt(vhat) + eps), float64."""
         return 1 / (np.sqrt(np.maximum(np.float64(nu), 0) * self.nu) + EPS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Errors:
-    """Errors of the step for each pair of a way to store m and one to store v.
+    """Errors of the step for each pair of a way to store m and one to store v."""
 
-    Attributes:
-      mus, nus: the copies.
-      mse: [leaves, mus, nus], mean square over the sample of a leaf.
-      signal: [leaves], mean square of the f32 step.
-      sizes: [leaves], elements of the whole leaf.
-    """
-
-    mus: tuple[Copy, ...]
+    mus: tuple[Copy, ...]  # the copies
     nus: tuple[Copy, ...]
-    mse: np.ndarray
-    signal: np.ndarray
-    sizes: np.ndarray
+    mse: np.ndarray  # [leaves, mus, nus], mean square over the sample of a leaf
+    signal: np.ndarray  # [leaves], mean square of the f32 step
+    sizes: np.ndarray  # [leaves], elements of the whole leaf
 
     @property
     def of_model(self) -> np.ndarray:
@@ -73,7 +63,6 @@ class Errors:
         return float(self.of_model[i, j]), float(self.median[i, j])
 
     def select(self, mus: Sequence[Copy], nus: Sequence[Copy]) -> Errors:
-        """A part of it."""
         rows, columns = ([have.index(c) for c in want]
                          for have, want in ((self.mus, mus), (self.nus, nus)))  # fmt: skip
         part = self.mse[:, rows][:, :, columns]
@@ -119,8 +108,6 @@ def _round_trips(copies: tuple[Copy, ...], true: dict[str, jax.Array]) -> list[j
     ]
 
 
-# ---- What a whole state's groups span ------------------------------------------------------------
-
 DECADES = np.linspace(0, 16, 161)  # edges of log10(max / min) of a group
 EXPONENTS = np.linspace(-1, 3, 161)  # edges of log10(k)
 FORMAT_RANGE = 1 / codecs.e4m3().smallest  # E4M3's, 229376
@@ -145,8 +132,6 @@ def histograms(spans_of_slot: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-# ---- The variance floor --------------------------------------------------------------------------
-
 # Codecs of v with their groups, and whether a code may be 0 where v is not.
 FLOORS: dict[str, tuple[Any, int, bool]] = {
     "sqrt, paper": (codecs.sqrt_paper(), 32, False),
@@ -160,16 +145,8 @@ FLOORS: dict[str, tuple[Any, int, bool]] = {
 }
 
 
-def _without_floor(codec: Any, group: int, nu: jax.Array, decoded: jax.Array) -> jax.Array:
-    """0 where the nearest code is 0."""
-    _, divisor = codec.measure(groups.to_groups(nu, group))
-    divisor = groups.spread_tree(divisor, nu.shape[-1], group)
-    return jnp.where(codec.position(codec.magnitude(nu), divisor) < 0.5, 0, decoded)
-
-
 @jax.jit
 def _floor_sums(mu: jax.Array, nu: jax.Array, correction: Any) -> dict[str, dict[str, jax.Array]]:
-    """Of one leaf, for each of FLOORS."""
     return {name: _sums(*how, mu, nu, correction) for name, how in FLOORS.items()}
 
 
@@ -178,8 +155,10 @@ def _sums(
 ) -> dict[str, jax.Array]:
     codes, scales = codecs.encode_array(codec, nu, group)
     decoded = codecs.decode_array(codec, codes, scales, group)
-    if cut:
-        decoded = _without_floor(codec, group, nu, decoded)
+    if cut:  # 0 where the nearest code is 0
+        _, divisor = codec.measure(groups.to_groups(nu, group))
+        divisor = groups.spread_tree(divisor, nu.shape[-1], group)
+        decoded = jnp.where(codec.position(codec.magnitude(nu), divisor) < 0.5, 0, decoded)
 
     def step(v: jax.Array) -> jax.Array:
         return mu * correction[0] / (jnp.sqrt(v * correction[1]) + EPS)
@@ -204,21 +183,21 @@ def floor_effect(
     moments: Sequence[tuple[jax.Array, jax.Array]], correction: Correction
 ) -> dict[str, dict[str, float]]:
     """Codec -> what one encoding of v, with m exact, does to the step over a whole state."""
-    totals: dict[str, dict[str, float]] = {name: {} for name in FLOORS}
-    for mu, nu in moments:
-        leaf = jax.device_get(_floor_sums(mu, nu, (correction.mu, correction.nu)))
-        for name, sums in totals.items():
-            for key, value in leaf[name].items():
-                old, more = sums.get(key, 0.0), float(value)
-                sums[key] = max(old, more) if key.startswith("largest") else old + more
-    found = {}
-    for name, sums in totals.items():
-        found[name] = {
-            "lost_share": sums["lost"] / sums["elements"],
-            "groups_share": sums["groups_hit"] / sums["groups"],
-            "nmse": sums["error"] / sums["signal"],
-            "nmse_elsewhere": sums["error_elsewhere"] / sums["signal"],
-            "largest_step": sums["largest"],
-            "largest_step_f32": sums["largest_f32"],
+    both = correction.mu, correction.nu
+    leaves = [jax.device_get(_floor_sums(mu, nu, both)) for mu, nu in moments]
+
+    def effect(name: str) -> dict[str, float]:
+        def total(key: str) -> float:
+            values = [float(leaf[name][key]) for leaf in leaves]
+            return max(values) if key.startswith("largest") else sum(values)
+
+        return {
+            "lost_share": total("lost") / total("elements"),
+            "groups_share": total("groups_hit") / total("groups"),
+            "nmse": total("error") / total("signal"),
+            "nmse_elsewhere": total("error_elsewhere") / total("signal"),
+            "largest_step": total("largest"),
+            "largest_step_f32": total("largest_f32"),
         }
-    return found
+
+    return {name: effect(name) for name in FLOORS}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
 
 from optax_lowmem import codecs
 from optax_lowmem._src.codecs.minifloat import MinifloatCodec
@@ -42,18 +42,12 @@ _E3M4, _UE4M4 = E3M4Codec(scale=codecs.e4m3().scale), UE4M4Codec(signed=False)
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """A way to store each slot; None where nobody stores that slot so.
+    """A way to store each slot; None where nobody stores that slot so."""
 
-    Attributes:
-      mu, nu: the codecs.
-      group: the group size it comes with.
-      roundings: those that it is used with in closed loop.
-    """
-
-    mu: GroupCodec | None
+    mu: GroupCodec | None  # the codecs
     nu: GroupCodec | None
-    group: int = PAPER_GROUP
-    roundings: tuple[str, ...] = (NEAREST, STOCHASTIC)
+    group: int = PAPER_GROUP  # the group size it comes with
+    roundings: tuple[str, ...] = (NEAREST, STOCHASTIC)  # those that it is used with in closed loop
 
 
 def _pair(build) -> Format:
@@ -73,14 +67,12 @@ FORMATS: dict[str, Format] = {
     AFFINE_PAPER: Format(codecs.affine_paper(), None, 256, (NEAREST,)),
     LINEAR: Format(codecs.linear(), codecs.linear(signed=False), 256),
     BNB: Format(
-        dataclasses.replace(codecs.dynamic(), scale=Float32Scale()),
-        codecs.dynamic(signed=False),
-        256,
-        (NEAREST,),
+        dataclasses.replace(codecs.dynamic(), scale=Float32Scale()), codecs.dynamic(signed=False),
+        256, (NEAREST,),
     ),
     FINE: Format(_E3M4, _UE4M4),
     FINE_X: Format(codecs.expanded(_E3M4), codecs.expanded(_UE4M4)),
-}
+}  # fmt: skip
 PAPERS = (FLASH_PAPER, AFFINE_PAPER)  # as published, flaws included
 TRIALS = (FINE, FINE_X)  # not in the package
 
@@ -96,7 +88,6 @@ class Copy:
 
     @property
     def codec(self) -> GroupCodec:
-        """Of the slot."""
         found = getattr(FORMATS[self.format], self.slot)
         if found is None:
             raise ValueError(f"{self.format} does not store {self.slot}")
@@ -104,30 +95,22 @@ class Copy:
 
     @property
     def bytes(self) -> float:
-        """A value, scales included."""
         return 1 + self.codec.scale.dtype.itemsize / self.group
 
     @property
     def key(self) -> str:
-        """In files and records."""
         return f"{self.slot}|{self.format}|{self.group}|{self.rounding}"
 
     @staticmethod
     def of(key: str) -> Copy:
-        """The copy with a key."""
         slot, name, group, rounding = key.split("|")
         return Copy(slot, name, int(group), rounding)
-
-
-def group_at(codec: GroupCodec, budget: float) -> int:
-    """The group size at which a codec takes this many bytes a value."""
-    return round(codec.scale.dtype.itemsize / (budget - 1))
 
 
 def column(slot: str, budget: float, rounding: str) -> list[Copy]:
     """Every format of a slot at equal bytes, rounded the same way where it is ever rounded so."""
     return [
-        Copy(slot, name, group_at(codec, budget), rounding)
+        Copy(slot, name, round(codec.scale.dtype.itemsize / (budget - 1)), rounding)
         for name, how in FORMATS.items()
         if (codec := getattr(how, slot)) is not None and rounding in how.roundings and name != BNB
     ]
@@ -159,33 +142,28 @@ OPTIMIZERS: dict[str, Pair] = {
 }
 
 
+def _kept(*budgets: float) -> set[Copy]:
+    """What optimizers keep, and every format at equal bytes."""
+    found = {copy for pair in OPTIMIZERS.values() for copy in pair}
+    for slot, rounding, budget in itertools.product((MU, NU), (NEAREST, STOCHASTIC), budgets):
+        found |= {*column(slot, budget, rounding)}
+    return found
+
+
 def copies() -> list[Copy]:
     """All that are kept in closed loop: at equal bytes, in each one's own group, in optimizers."""
-    return sorted(set(_copies()))
-
-
-def _copies() -> Iterator[Copy]:
+    found = _kept(*BUDGETS)
     for slot in (MU, NU):
-        for rounding in (NEAREST, STOCHASTIC):
-            for budget in BUDGETS:
-                yield from column(slot, budget, rounding)
-        for name, how in FORMATS.items():
-            if getattr(how, slot) is not None:
-                yield from (Copy(slot, name, how.group, rounding) for rounding in how.roundings)
-        yield from (Copy(slot, FLASH, PAPER_GROUP, rounding) for rounding in (NEAREST, STOCHASTIC))
-    for pair in OPTIMIZERS.values():
-        yield from pair
+        held = {name: how for name, how in FORMATS.items() if getattr(how, slot) is not None}
+        found |= {Copy(slot, n, how.group, rounding) for n, how in held.items()
+                  for rounding in how.roundings}  # fmt: skip
+        found |= {Copy(slot, FLASH, PAPER_GROUP, rounding) for rounding in (NEAREST, STOCHASTIC)}
+    return sorted(found)
 
 
 def stored() -> list[Copy]:
     """Of these, the ones whose codes are kept in the file: COAT's bytes, and optimizers'."""
-    equal = [
-        copy
-        for slot in (MU, NU)
-        for rounding in (NEAREST, STOCHASTIC)
-        for copy in column(slot, BUDGETS[0], rounding)
-    ]
-    return sorted({*equal, *(copy for pair in OPTIMIZERS.values() for copy in pair)})
+    return sorted(_kept(BUDGETS[0]))
 
 
 # The f32 moments themselves, for what one slot does alone.

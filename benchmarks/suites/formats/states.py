@@ -45,7 +45,6 @@ class States:
         return Correction.after(self.about["steps"], self.about["decays"])
 
     def values(self) -> dict[Copy, np.ndarray]:
-        """Decode the values of the stored copies."""
         found = _decode(tuple(self.stored), list(self.stored.values()))
         return dict(zip(self.stored, jax.device_get(found), strict=True))
 
@@ -55,7 +54,6 @@ class States:
         return errors(self.true, values, self.leaf_of_chunk, sizes, self.correction)
 
     def save(self, path: Path) -> None:
-        """Writes the file."""
         arrays = {f"true/{slot}": x for slot, x in self.true.items()}
         for c, (codes, scales) in self.stored.items():
             arrays |= {f"codes/{c.key}": codes, f"scales/{c.key}": scales}
@@ -72,7 +70,6 @@ def _decode(copies: tuple[Copy, ...], stored: list[Any]) -> list[jax.Array]:
 
 
 def load(path: Path = STATES) -> States:
-    """Reads a file that `States.save` wrote."""
     parts: dict[str, dict[str, np.ndarray]] = {}
     with np.load(path) as file:
         about = json.loads(str(file["about"]))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from benchmarks.records import Rows, newest, select
+from benchmarks.records import Rows, alike, newest, select
 from benchmarks.render import NOTHING, markdown, source
 from benchmarks.suites.formats import formats
 from benchmarks.suites.formats.formats import BUDGETS, EXACT, MU, NEAREST, NU, STOCHASTIC, Copy
@@ -29,6 +30,7 @@ PAPER: dict[tuple[str, str], float] = {
     for mu, values in _PRINTED.items()
     for nu, value in zip(_SECONDS, values, strict=False)
 }
+SPAN = np.log10(1 / formats.FORMATS[formats.E4M3].mu.smallest)  # decades of E4M3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +41,9 @@ class Measured:
     rows: Rows
 
     def of(self, table: str, **wanted: Any) -> Rows:
-        """Of one of the benchmark's tables."""
         return select(self.rows, case=f"{self.preset}/{table}", **wanted)
 
     def matrix(self, table: str, metric: str) -> dict[tuple[str, str], float]:
-        """(format of m, format of v) -> error."""
         return {
             (row["impl"], nu): value
             for row in self.of(table, metric=metric)
@@ -51,29 +51,33 @@ class Measured:
         }
 
     def values(self, table: str) -> dict[tuple[str, str], float]:
-        """(implementation, metric) -> value."""
         return {(row["impl"], row["metric"]): row["value"] for row in self.of(table)}
 
 
 def measured(rows: Rows) -> Measured | None:
     """None without records."""
-    found = select(rows, bench="formats")
+    found = alike(select(rows, bench="formats"), "device", "jax", "seed")
     if not found:
         return None
-    last = found[-1]
-    preset = last["case"].partition("/")[0]
-    same = select(found, device=last["device"], jax=last["jax"], seed=last["seed"])
-    return Measured(preset, [row for row in same if row["case"].startswith(f"{preset}/")])
+    preset = found[-1]["case"].partition("/")[0]
+    return Measured(preset, [row for row in found if row["case"].startswith(f"{preset}/")])
 
 
-def _table(rows: Rows, head: list[str], write) -> str:
-    """Lines of `write(measured)` under a head, with what run they are of."""
-    found = measured(newest(rows, bench="formats"))
-    if found is None:
-        return NOTHING
-    flags = found.rows[0]["flags"]
-    run = f"{found.preset}, {flags['parameters']:,} weights, {flags['steps']} steps; "
-    return markdown(head, write(found)) + "\n" + run + source(found.rows).lstrip()
+Lines = Iterator[list[str]]
+
+
+def _table(head: list[str], write: Callable[[Measured], Lines]) -> Callable[[Rows], str]:
+    """A table of what `write` makes of the run, with which run that is."""
+
+    def table(rows: Rows) -> str:
+        found = measured(newest(rows, bench="formats"))
+        if found is None:
+            return NOTHING
+        flags = found.rows[0]["flags"]
+        run = f"{found.preset}, {flags['parameters']:,} weights, {flags['steps']} steps; "
+        return markdown(head, list(write(found))) + "\n" + run + source(found.rows).lstrip()
+
+    return table
 
 
 def number(x: float) -> str:
@@ -81,117 +85,85 @@ def number(x: float) -> str:
     return "0" if x == 0 else f"{x:.1e}".replace("e-0", "e-").replace("e+00", "")
 
 
-def paper(rows: Rows) -> str:
-    """Tables 1 and 9 in the paper's form: MSE over E4M3's for both, the paper's in brackets."""
-
-    def write(found: Measured) -> list[list[str]]:
-        ours, base = found.matrix("once at 128", "mse"), (formats.E4M3, formats.E4M3)
-        lines = []
-        for mu in _SECONDS:
-            line = [mu]
-            for nu in _SECONDS:
-                printed = PAPER.get((mu, nu))
-                theirs = f" ({printed / PAPER[base]:.2f})" if printed else ""
-                line.append(f"{ours[mu, nu] / ours[base]:.2f}{theirs}")
-            lines.append(line)
-        return lines
-
-    return _table(rows, ["m \\ v", *_SECONDS], write)
-
-
-def slots(rows: Rows, metric: str = "median_nmse") -> str:
-    """Each format in one slot, at equal bytes: its error with the other slot in f32."""
-
-    def write(found: Measured) -> list[list[str]]:
-        lines = []
-        for budget in BUDGETS:
-            by_loop = {n: found.matrix(f"{n} at {budget}", metric) for n in LOOPS}
-            for name in formats.FORMATS:
-                line = [f"{budget - 1:.5f}", name]
-                for slot in (MU, NU):
-                    line += [_alone(by_loop[loop], slot, name) for loop in LOOPS]
-                lines += [line] if any(line[2:]) else []
-        return lines
-
-    head = ["scales", "format", *(f"{s}, {n}" for s in "mv" for n in LOOPS)]
-    return _table(rows, head, write)
-
-
-def slots_of_model(rows: Rows) -> str:
-    """The same as MSE over the model."""
-    return slots(rows, "mse")
-
-
-def _alone(matrix: dict[tuple[str, str], float], slot: str, name: str) -> str:
-    exact = EXACT[slot].format
-    value = matrix.get((name, exact) if slot == MU else (exact, name))
-    return "" if value is None else number(value)
-
-
-def _pairs(loop: str, budget: float):
-    def table(rows: Rows) -> str:
-        """Every pair at equal bytes."""
-        how = NEAREST if loop == "once" else loop
-        mus, nus = ([c.format for c in formats.column(slot, budget, how)] for slot in (MU, NU))
-
-        def write(found: Measured) -> list[list[str]]:
-            matrix = found.matrix(f"{loop} at {budget}", "median_nmse")
-            return [[mu, *(number(matrix[mu, nu]) for nu in nus)] for mu in mus]
-
-        return _table(rows, ["m \\ v", *nus], write)
-
-    return table
-
-
-def optimizers(rows: Rows) -> str:
-    """Return the table of the optimizers' states, with their own group sizes and roundings."""
-
-    def write(found: Measured) -> list[list[str]]:
-        lines = []
-        for name, pair in formats.OPTIMIZERS.items():
-            both = [
-                found.of("optimizers", impl=name, metric=f"{m}_{loop}")[-1]["value"]
-                for m in ("median_nmse", "mse")
-                for loop in ("once", "closed")
-            ]
-            size = sum(copy.bytes for copy in pair)
-            lines.append([name, *(_called(c) for c in pair), f"{size:.5g}", *map(number, both)])
-        return lines
-
-    head = ["optimizer", "m", "v", "bytes of both", "median NMSE, once", "closed loop",
-            "MSE, once", "closed loop"]  # fmt: skip
-    return _table(rows, head, write)
-
-
 def _called(copy: Copy) -> str:
     return f"{copy.format}, groups of {copy.group}, {copy.rounding}"
 
 
-def best(rows: Rows) -> str:
-    """The best pairs of at most so many bytes, beside the paper's FlashOptim pair of 2.125."""
+def _paper(found: Measured) -> Lines:
+    """Tables 1 and 9 in the paper's form: MSE over E4M3's for both, the paper's in brackets."""
+    ours, base = found.matrix("once at 128", "mse"), (formats.E4M3, formats.E4M3)
 
-    def write(found: Measured) -> list[list[str]]:
-        theirs = found.values("optimizers")
-        nmse, mse = (theirs["FlashOptim", f"{m}_closed"] for m in ("median_nmse", "mse"))
-        pair = formats.OPTIMIZERS["FlashOptim"]
+    def cell(pair: tuple[str, str]) -> str:
+        theirs = f" ({PAPER[pair] / PAPER[base]:.2f})" if pair in PAPER else ""
+        return f"{ours[pair] / ours[base]:.2f}{theirs}"
+
+    for mu in _SECONDS:
+        yield [mu, *(cell((mu, nu)) for nu in _SECONDS)]
+
+
+def _slots(metric: str) -> Callable[[Measured], Lines]:
+    """Each format in one slot, at equal bytes: its error with the other slot in f32."""
+    exact = EXACT[MU].format
+
+    def write(found: Measured) -> Lines:
+        for budget in BUDGETS:
+            matrices = [found.matrix(f"{loop} at {budget}", metric) for loop in LOOPS]
+            for name in formats.FORMATS:
+                pairs = ((name, exact), (exact, name))
+                values = [matrix.get(pair) for pair in pairs for matrix in matrices]
+                cells = ["" if value is None else number(value) for value in values]
+                if any(cells):
+                    yield [f"{budget - 1:.5f}", name, *cells]
+
+    return write
+
+
+def _pairs(loop: str, budget: float) -> Callable[[Rows], str]:
+    """Every pair at equal bytes."""
+    how = NEAREST if loop == "once" else loop
+
+    def table(rows: Rows) -> str:
+        mus, nus = ([c.format for c in formats.column(slot, budget, how)] for slot in (MU, NU))
+
+        def write(found: Measured) -> Lines:
+            matrix = found.matrix(f"{loop} at {budget}", "median_nmse")
+            return ([mu, *(number(matrix[mu, nu]) for nu in nus)] for mu in mus)
+
+        return _table(["m \\ v", *nus], write)(rows)
+
+    return table
+
+
+def _optimizers(found: Measured) -> Lines:
+    """The optimizers' states, with their own group sizes and roundings."""
+    value = found.values("optimizers")
+    metrics = [f"{m}_{loop}" for m in ("median_nmse", "mse") for loop in ("once", "closed")]
+    for name, pair in formats.OPTIMIZERS.items():
         size = f"{sum(copy.bytes for copy in pair):.5g}"
-        lines = [["FlashOptim", size, *map(_called, pair), number(nmse), "1", number(mse), "1"]]
-        for row in found.rows:
-            table = row["case"].partition("/")[2]
-            if table.startswith("best ") and row["impl"] == "#1":
-                one = row["pair"]
-                _, search, _, metric, _, budget = table.split()
-                lines.append([
-                    f"{_SEARCHES[search]}, at most {2 * float(budget):.5g}, by {_BY[metric]}",
-                    f"{one['bytes']:.5g}",
-                    *(_called(Copy.of(one[slot])) for slot in (MU, NU)),
-                    number(one["median_nmse"]), f"{nmse / one['median_nmse']:.2f}",
-                    number(one["mse"]), f"{mse / one['mse']:.2f}",
-                ])  # fmt: skip
-        return lines
+        yield [name, *map(_called, pair), size, *(number(value[name, m]) for m in metrics)]
 
-    head = ["search", "bytes of both", "m", "v", "median NMSE", "x better", "MSE", "x better"]
-    return _table(rows, head, write)
+
+def _best(found: Measured) -> Lines:
+    """The best pairs of at most so many bytes, beside the paper's FlashOptim pair of 2.125."""
+    value, base = found.values("optimizers"), "FlashOptim"
+    theirs = {m: value[base, f"{m}_closed"] for m in _BY}
+    pair = formats.OPTIMIZERS[base]
+
+    def cells(size: float, pair: tuple[Copy, ...], values: dict[str, float]) -> list[str]:
+        errors = ((number(values[m]), theirs[m] / values[m]) for m in _BY)
+        shown = (cell for error, times in errors
+                 for cell in (error, "1" if values is theirs else f"{times:.2f}"))  # fmt: skip
+        return [f"{size:.5g}", *map(_called, pair), *shown]
+
+    yield [base, *cells(sum(copy.bytes for copy in pair), pair, theirs)]
+    for row in found.rows:
+        table = row["case"].partition("/")[2]
+        if table.startswith("best ") and row["impl"] == "#1":
+            one = row["pair"]
+            _, search, _, metric, _, budget = table.split()
+            what = f"{_SEARCHES[search]}, at most {2 * float(budget):.5g}, by {_BY[metric]}"
+            copies = tuple(Copy.of(one[slot]) for slot in (MU, NU))
+            yield [what, *cells(one["bytes"], copies, one)]
 
 
 _SEARCHES = {
@@ -202,57 +174,46 @@ _SEARCHES = {
 _BY = {"median_nmse": "NMSE", "mse": "MSE"}
 
 
-def floor(rows: Rows) -> str:
+def _floor(found: Measured) -> Lines:
     """Codes of v, with m in f32, encoded once."""
-
-    def write(found: Measured) -> list[list[str]]:
-        tables = dict.fromkeys(row["case"].partition("/")[2] for row in found.rows)
-        by_step = {t: found.values(t) for t in tables if t.startswith("floor at ")}
-        return [
-            [
-                step.rpartition(" ")[2],
-                name,
-                *(number(values[name, m]) for m in ("lost_share", "groups_share", "nmse",
-                                                    "nmse_elsewhere")),
-                f"{values[name, 'largest_step']:.1f}",
-            ]
-            for step, values in by_step.items()
-            for name in dict.fromkeys(name for name, _ in values)
-        ]  # fmt: skip
-
-    head = ["step", "codec of v", "code 0 though v > 0, share of elements", "groups with such",
-            "NMSE of the step", "without these elements", "largest step / lr"]  # fmt: skip
-    return _table(rows, head, write)
+    for table in dict.fromkeys(row["case"].partition("/")[2] for row in found.rows):
+        if table.startswith("floor at "):
+            values = found.values(table)
+            for name in dict.fromkeys(name for name, _ in values):
+                metrics = ("lost_share", "groups_share", "nmse", "nmse_elsewhere")
+                cells = [number(values[name, metric]) for metric in metrics]
+                largest = f"{values[name, 'largest_step']:.1f}"
+                yield [table.removeprefix("floor at "), name, *cells, largest]
 
 
-def spans(rows: Rows) -> str:
-    """Return the table of the spans of groups of 128: percentiles of max / min, and of k."""
-
-    def write(found: Measured) -> list[list[str]]:
-        values = found.values("spans")
-        wide = np.log10(1 / formats.FORMATS[formats.E4M3].mu.smallest)
-        return [
-            [
-                name,
-                *(f"{10 ** values[slot, f'p{p}']:.1e}" for p in (5, 50, 95, 99)),
-                *(f"{wide / values[slot, f'p{p}']:.1f}" for p in (95, 50, 5)),
-                f"{100 * values[slot, 'over_e4m3']:.2f} %",
-            ]
-            for name, slot in (("m", MU), ("v", NU))
-        ]
-
-    head = ["", *(f"max / min, {p} %" for p in (5, 50, 95, 99)),
-            *(f"k, {p} %" for p in (5, 50, 95)), "wider than E4M3 (k < 1)"]  # fmt: skip
-    return _table(rows, head, write)
+def _spans(found: Measured) -> Lines:
+    """The spans of groups of 128: percentiles of max / min, and of k."""
+    values = found.values("spans")
+    for name, slot in (("m", MU), ("v", NU)):
+        spans = [f"{10 ** values[slot, f'p{p}']:.1e}" for p in (5, 50, 95, 99)]
+        exponents = [f"{SPAN / values[slot, f'p{p}']:.1f}" for p in (95, 50, 5)]
+        yield [name, *spans, *exponents, f"{100 * values[slot, 'over_e4m3']:.2f} %"]
 
 
+_SLOTS = ["scales", "format", *(f"{s}, {n}" for s in "mv" for n in LOOPS)]
 TABLES = {
-    "formats_paper": paper,
-    "formats_slots": slots,
-    "formats_slots_mse": slots_of_model,
+    "formats_paper": _table(["m \\ v", *_SECONDS], _paper),
+    "formats_slots": _table(_SLOTS, _slots("median_nmse")),
+    "formats_slots_mse": _table(_SLOTS, _slots("mse")),
     **{f"formats_{loop}": _pairs(loop, BUDGETS[0]) for loop in LOOPS},
-    "formats_optimizers": optimizers,
-    "formats_best": best,
-    "formats_floor": floor,
-    "formats_spans": spans,
-}
+    "formats_optimizers": _table(
+        ["optimizer", "m", "v", "bytes of both", "median NMSE, once", "closed loop", "MSE, once",
+         "closed loop"], _optimizers,
+    ),
+    "formats_best": _table(
+        ["search", "bytes of both", "m", "v", "median NMSE", "x better", "MSE", "x better"], _best
+    ),
+    "formats_floor": _table(
+        ["step", "codec of v", "code 0 though v > 0, share of elements", "groups with such",
+         "NMSE of the step", "without these elements", "largest step / lr"], _floor,
+    ),
+    "formats_spans": _table(
+        ["", *(f"max / min, {p} %" for p in (5, 50, 95, 99)),
+         *(f"k, {p} %" for p in (5, 50, 95)), "wider than E4M3 (k < 1)"], _spans,
+    ),
+}  # fmt: skip

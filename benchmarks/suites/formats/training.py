@@ -25,37 +25,18 @@ from benchmarks.training import Text, calls
 from optax_lowmem import codecs
 from optax_lowmem._src.core import random, trees
 
-PRESETS = {
-    # the examples' model of that name; 2048 tokens a step leave the gradients noisy
-    "gpt-42m": Settings(
-        preset="gpt-42m",
-        optimizer="adamw",
-        shape=ModelShape(layers=8, heads=8, width=512),
-        context=256,
-        batch=8,
-        steps=3_000,
-        learning_rate=1e-3,
-        tokenizer="bpe",
-        vocab=32_000,
-        text="installed",
-        held_out_batches=100,
-        compute="bfloat16",
-    ),
-    "gpt-3m": Settings(
-        preset="gpt-3m",
-        optimizer="adamw",
-        shape=ModelShape(layers=2, heads=4, width=256),
-        context=64,
-        batch=8,
-        steps=1_500,
-        learning_rate=3e-3,
-        tokenizer="bpe",
-        vocab=4_096,
-        text="standard-library",
-        held_out_batches=20,
-        compute="float32",
-    ),
-}
+# the examples' model of that name; 2048 tokens a step leave the gradients noisy
+_42M = Settings(
+    "gpt-42m", "adamw", ModelShape(layers=8, heads=8, width=512), context=256, batch=8,
+    steps=3_000, learning_rate=1e-3, tokenizer="bpe", vocab=32_000, text="installed",
+    held_out_batches=100, compute="bfloat16",
+)  # fmt: skip
+_3M = dataclasses.replace(
+    _42M, preset="gpt-3m", shape=ModelShape(layers=2, heads=4, width=256), context=64, steps=1_500,
+    learning_rate=3e-3, vocab=4_096, text="standard-library", held_out_batches=20,
+    compute="float32",
+)  # fmt: skip
+PRESETS = {"gpt-42m": _42M, "gpt-3m": _3M}
 LONGEST = 512  # neighbours in a chunk: 16 groups of 32, or 4 of 128
 NOISE_GROUP = 32  # of the random bits, which all copies of a slot share
 SMALLEST = 4096  # elements of a leaf: below, the package does not compress
@@ -63,18 +44,12 @@ SMALLEST = 4096  # elements of a leaf: below, the package does not compress
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Some rows of neighbours of each matrix, always the same.
+    """Some rows of neighbours of each matrix, always the same."""
 
-    Attributes:
-      paths, sizes: of the sampled leaves.
-      length: neighbours in a chunk.
-      chunks: of each leaf, which of its chunks.
-    """
-
-    paths: tuple[str, ...]
+    paths: tuple[str, ...]  # of the sampled leaves
     sizes: tuple[int, ...]
-    length: int
-    chunks: tuple[np.ndarray, ...]
+    length: int  # neighbours in a chunk
+    chunks: tuple[np.ndarray, ...]  # of each leaf, which of its chunks
 
     @staticmethod
     def of(params: Any, each: int, seed: int) -> Sample:
@@ -120,15 +95,7 @@ def start_copies(copies: Sequence[Copy], shape: tuple[int, ...]) -> dict[str, An
 
 
 def decode_copies(copies: Sequence[Copy], stored: dict[str, Any]) -> dict[str, jax.Array]:
-    """f32 values of each copy."""
     return {c.key: codecs.decode_array(c.codec, *stored[c.key], c.group) for c in copies}
-
-
-def average(slot: str, values: jax.Array, grads: jax.Array, decays: dict[str, float]) -> jax.Array:
-    """Adam's moment after a gradient."""
-    decay = decays[slot]
-    new = grads if slot == MU else grads * grads
-    return decay * values + (1 - decay) * new
 
 
 def step_copies(
@@ -144,15 +111,14 @@ def step_copies(
         for slot in decays
     }
     values = decode_copies(copies, stored)
-    return {
-        c.key: codecs.encode_array(
-            c.codec,
-            average(c.slot, values[c.key], grads, decays),
-            c.group,
-            noise[c.slot] if c.rounding == STOCHASTIC else None,
-        )
-        for c in copies
-    }
+
+    def encoded(c: Copy) -> Any:
+        decay, new = decays[c.slot], grads if c.slot == MU else grads * grads  # Adam's moments
+        moment = decay * values[c.key] + (1 - decay) * new
+        own = noise[c.slot] if c.rounding == STOCHASTIC else None
+        return codecs.encode_array(c.codec, moment, c.group, own)
+
+    return {c.key: encoded(c) for c in copies}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,18 +135,11 @@ class Experiment(training.Experiment):
     """A model, its text and optimizer, and the copies of its states."""
 
     def __init__(
-        self,
-        settings: Settings,
-        text: Text,
-        copies: Sequence[Copy],
-        *,
-        decays: dict[str, float],
-        chunks: int,
-        every: int,
-        seed: int,
-    ):
+        self, settings: Settings, text: Text, every: int, seed: int, *, copies: Sequence[Copy],
+        decays: dict[str, float], chunks: int,
+    ):  # fmt: skip
         super().__init__(settings, text, seed, every)
-        self.settings, self.copies, self.decays = settings, copies, decays
+        self.copies, self.decays, self.chunks = copies, decays, chunks
         graphdef, self.weights = train.build_model(settings, text.vocab)
         self.loss = train.loss_function(graphdef, settings.compute)
         self.clip = optax.clip_by_global_norm(train.CLIP)
@@ -190,6 +149,21 @@ class Experiment(training.Experiment):
         shapes = jax.eval_shape(self.weights, jax.random.key(0))
         self.sample = Sample.of(shapes, chunks, seed)
         self.parameters = sum(p.size for p in jax.tree.leaves(shapes))
+
+    def flags(self) -> dict[str, Any]:
+        own, sample = dataclasses.asdict(self.run), self.sample
+        del own["optimizer"]
+        return own | {
+            "decays": self.decays,
+            "clip": 1.0,
+            "weight_decay": 0.1,
+            "vocab": self.text.vocab,
+            "train_tokens": self.text.last,
+            "paths": list(sample.paths),
+            "sizes": list(sample.sizes),
+            "chunk": sample.length,
+            "chunks_of_a_leaf": self.chunks,
+        }
 
     def start(self) -> tuple[Any, Any]:
         """Weights; optimizer state, copies and the number of the step, before the first."""
@@ -207,10 +181,9 @@ class Experiment(training.Experiment):
         return optax.apply_updates(params, updates), (own, stored, count + 1)
 
     def moments(self, state: Any) -> dict[str, Any]:
-        """AdamW's own mu and nu, as trees."""
         return {slot: optax.tree_utils.tree_get(state, slot) for slot in self.decays}
 
-    def train(
+    def train_copies(
         self, look: Callable[[Snapshot, Any], None], looks: int, say: Callable[[str], None]
     ) -> None:
         """Trains; `look` sees the sample and AdamW's moments `looks` times, last at the end."""

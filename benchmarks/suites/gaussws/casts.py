@@ -17,7 +17,6 @@ CLEAN, SAFE = "clean", "safe"
 
 
 def name_of(exponent: int, mantissa: int) -> str:
-    """`e3m4`."""
     return f"e{exponent}m{mantissa}"
 
 

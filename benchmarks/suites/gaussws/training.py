@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _gpt.config import warmup_cosine
-from _llama.config import Shape
 from _llama.model import Llama
 from _llama.optimizer import stored_dtype
 
@@ -22,7 +21,7 @@ import optax_lowmem as lowmem
 from benchmarks import training
 from benchmarks.suites.noise.training import VARIANTS as NOISY
 from benchmarks.suites.noise.training import make_optimizer
-from benchmarks.training import Program, Run, Say, Text, follow
+from benchmarks.training import LLAMA_27M, SMALL, SMOKE, Curve, Program, Run, Say, Text
 from optax_lowmem import gaussws
 
 OPTIMIZER = "flash_adamw"
@@ -42,28 +41,15 @@ BITS_DECAY = 0.3
 EDGES = np.linspace(2.0, 8.0, 61)  # of histograms of b_t
 STATISTICS = ("min", "5 %", "25 %", "50 %", "75 %", "95 %", "max", "mean", "std")
 
-_BIG, _SMALL, _TINY = Shape(8, 512, 1536, 8, 8, 256), Shape(4, 96, 288, 3, 3, 256), Shape(
-    2, 32, 64, 2, 2, 256
-)  # fmt: skip
-_RUN = Run("llama-27m", _BIG, 256, 32, 5_000, 50, 1e-3, "installed", 64, "bfloat16", "cudnn")
+_RUN = dataclasses.replace(LLAMA_27M, steps=5_000, attention="cudnn")
 # preset -> part -> run; `rates` is trained once with each factor on its rate
 PRESETS = {
-    "gpu": {
-        "run": _RUN,
-        "rates": dataclasses.replace(
-            _RUN, preset="llama-27m-rates", steps=400, every=20, held_out_batches=16
-        ),
-    },
-    "cpu": {
-        "run": Run("llama-mini", _SMALL, 64, 8, 1_000, 20, 4e-3, "standard-library", 32, "float32"),
-        "rates": Run(
-            "llama-mini-rates", _SMALL, 64, 8, 200, 10, 4e-3, "standard-library", 16, "float32"
-        ),
-    },
-    "smoke": {
-        "run": Run("smoke", _TINY, 16, 4, 10, 5, 1e-2, "standard-library", 2, "float32"),
-        "rates": Run("smoke-rates", _TINY, 16, 4, 5, 5, 1e-2, "standard-library", 2, "float32"),
-    },
+    name: {"run": run, "rates": dataclasses.replace(run, preset=f"{run.preset}-rates", **rates)}
+    for name, run, rates in (
+        ("gpu", _RUN, {"steps": 400, "every": 20, "held_out_batches": 16}),
+        ("cpu", SMALL, {"steps": 200, "every": 10, "held_out_batches": 16}),
+        ("smoke", SMOKE, {"steps": 5}),
+    )
 }
 
 
@@ -91,7 +77,7 @@ def histograms(bits: np.ndarray) -> np.ndarray:
 class Trained:
     """Results of a run: curves, f32 weights without noise, and b_t by path."""
 
-    curves: dict[str, np.ndarray]
+    curves: Curve
     weights: Any
     bits: dict[str, jax.Array]
 
@@ -99,10 +85,17 @@ class Trained:
 class Experiment(training.Experiment):
     """A model and its text, to be trained with one variant after another."""
 
+    what, base = "gaussws", BASE
+
     def __init__(self, run: Run, text: Text, seed: int):
         super().__init__(run, text, seed)
         self.model = Llama(run.shape, run.compute, run.attention)
         self.of_bits = bits_optimizer(run.steps)
+
+    def flags(self) -> dict[str, Any]:
+        return super().flags() | {
+            "optimizer": OPTIMIZER, "bits_decay": BITS_DECAY, "bits_decayed": DECAYED,
+        }  # fmt: skip
 
     def optimizer(self, name: str, rate: Any) -> optax.GradientTransformation:
         """A variant's, with a peak learning rate that may be traced."""
@@ -129,31 +122,41 @@ class Experiment(training.Experiment):
             return lowmem.step(self.optimizer(name, rate), grads, state, params)
 
         rate = jax.ShapeDtypeStruct((), np.float32)
-        traced = self.trace(start, self.model, take_step, None, rate)
+        traced = self.trace(start, self.model, take_step, rate)
         return dataclasses.replace(traced, first=start.lower())  # it makes the first noise
 
-    def train(self, compiled: tuple[Any, ...], say: Say, factor: float = 1.0) -> Trained:
+    def look(self, evaluate: Any, params: Any, state: Any) -> dict[str, Any]:
+        bits, held_out = _bits(state), self.text.held_out
+        found = {"val_loss": float(evaluate(gaussws.clean_params(params, state), held_out))}
+        if bits:
+            found["sampled_loss"] = float(evaluate(params, held_out))
+        for path, of_leaf in jax.device_get(bits).items():
+            kind = path.split("/")[-2]
+            found[f"bits_{kind}"] = statistics(of_leaf)
+            found[f"histogram_{kind}"] = histograms(of_leaf)
+        return found
+
+    def train_at(self, compiled: tuple[Any, ...], say: Say, factor: float = 1.0) -> Trained:
         """Trains from the start, at `factor` times the run's learning rate."""
         (take, evaluate, start), rate = compiled, np.float32(factor * self.run.learning_rate)
-
-        def steps(*args: Any) -> Any:
-            return take(*args, rate)
-
-        def look(params: Any, state: Any) -> dict[str, Any]:
-            bits = _bits(state)
-            clean = gaussws.clean_params(params, state)
-            loss = float(evaluate(clean, self.text.held_out))
-            found = {"val_loss": loss}
-            if bits:
-                found["sampled_loss"] = float(evaluate(params, self.text.held_out))
-            for path, of_leaf in jax.device_get(bits).items():
-                kind = path.split("/")[-2]
-                found[f"bits_{kind}"] = statistics(of_leaf)
-                found[f"histogram_{kind}"] = histograms(of_leaf)
-            return found
-
-        curves, params, state = follow(self.offsets, self.text, start, steps, look, say)
+        curves, params, state = self.follow(start, lambda *args: take(*args, rate), evaluate, say)
         return Trained(curves, lowmem.master_params(params, state), _bits(state))
+
+    def values(self, curves: Curve, program: Program) -> dict[str, tuple[float, str]]:
+        least = float(np.nanmin(curves["val_loss"]))
+        found = super().values(curves, program) | {"least_val_loss": (least, "nats/byte")}
+        for name in (name for name in curves if name.startswith("bits_")):
+            last = curves[name][-1]  # least, mean and largest of any layer
+            means = np.array_split(last[:, STATISTICS.index("mean")], 2)
+            bits = {
+                "mean": np.concatenate(means).mean(),
+                "least": last[:, 0].min(),
+                "largest": last[:, STATISTICS.index("max")].max(),
+                "mean_first": means[0].mean(),
+                "mean_second": means[1].mean(),
+            }
+            found |= {f"{name}_{what}": (float(value), "bits") for what, value in bits.items()}
+        return found
 
 
 def _bits(state: Any) -> dict[str, jax.Array]:

@@ -8,22 +8,20 @@ Device time of programs looped in one jit, median of `--repeats` calls; implemen
 
 import argparse
 import functools
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks import records
+from benchmarks import records, timing
 from benchmarks.suites.linear import peers as linear_peers
+from benchmarks.timing import Timed
 from optax_lowmem._src.switchback import quantized_matmul as kernels
 from optax_lowmem._src.switchback.quantized_matmul import E4M3, INT8
 from optax_lowmem.layers import switchback_dot_general
 
-CALL_SECONDS = 0.15
 # tokens x in x out: the targets, then SwitchBack's Figure 6 (dim to 4 dim and back)
 SHAPES = ["16384x4096x16384", "16384x16384x4096", "32768x1280x5120", "32768x5120x1280"] + [
     f"{tokens}x{dim}x{4 * dim}"
@@ -36,27 +34,29 @@ LAYERS: dict[str, Dot] = {"bf16": lax.dot_general} | {
     f"{name}-{format}": switchback_dot_general(name, format)
     for name in ("switchback", "switchback_m", "switchback_q", "llm_int8", "tensorwise")
     for format in ("int8", "fp8")
-    if not (name == "llm_int8" and format == "fp8")
+    if (name, format) != ("llm_int8", "fp8")
 }
 LAYERS |= {
     "switchback-fp8-e5m2": switchback_dot_general(format="fp8-e5m2"),
     "auto-int8": switchback_dot_general(implementation="auto"),
     "auto-fp8": switchback_dot_general(format="fp8", implementation="auto"),
 }
+NAMES = [*LAYERS, *linear_peers.NAMES]
 DEFAULT = [
     "bf16", "switchback-int8", "switchback-fp8", "switchback_m-int8", "switchback_m-fp8",
     *linear_peers.NAMES,
 ]  # fmt: skip
 
 
-# ---- what is timed -------------------------------------------------------------------------------
+def _product(a: jax.Array, b: jax.Array, axes: tuple[int, int], dot: Dot = lax.dot_general) -> Any:
+    return dot(a, b, (((axes[0],), (axes[1],)), ((), ())))
 
 
 def linear(dot: Dot) -> Callable[..., Any]:
     """(x, w, g) -> output and both gradients of x [tokens, in] times w [in, out]."""
 
     def step(x: jax.Array, w: jax.Array, g: jax.Array) -> Any:
-        y, pull = jax.vjp(lambda x, w: dot(x, w, (((1,), (0,)), ((), ()))), x, w)
+        y, pull = jax.vjp(lambda x, w: _product(x, w, (1, 0), dot), x, w)
         return y, *pull(g)
 
     return step
@@ -67,10 +67,6 @@ def step_of(name: str) -> Callable[..., Any]:
     return linear(LAYERS[name]) if name in LAYERS else linear_peers.step(name)
 
 
-def _product(a: jax.Array, b: jax.Array, axes: tuple[int, int]) -> jax.Array:
-    return lax.dot_general(a, b, (((axes[0],), (axes[1],)), ((), ())))
-
-
 def operations() -> dict[str, Callable[..., Any]]:
     """Each operation of a layer alone, of (x, w, g) (Figure 6, left)."""
     found: dict[str, Callable[..., Any]] = {
@@ -79,14 +75,13 @@ def operations() -> dict[str, Callable[..., Any]]:
         "bf16 weight gradient": lambda x, w, g: _product(x, g, (0, 0)),
     }
     for to in (INT8, E4M3):
-        rows = functools.partial(kernels.quantize, axes=1, to=to)
-        turned = functools.partial(kernels.quantize_transposed, axes=None, to=to)
-        whole = functools.partial(kernels.quantize, axes=None, to=to)
+        quantize = functools.partial(kernels.quantize, to=to)
+        transposed = functools.partial(kernels.quantize_transposed, axes=None, to=to)
         found |= {
-            f"{to.name} quantize x": lambda x, w, g, rows=rows: rows(x),
-            f"{to.name} quantize g": lambda x, w, g, rows=rows: rows(g),
-            f"{to.name} quantize w": lambda x, w, g, whole=whole: whole(w),
-            f"{to.name} quantize w transposed": lambda x, w, g, turned=turned: turned(w),
+            f"{to.name} quantize x": lambda x, w, g, own=quantize: own(x, axes=1),
+            f"{to.name} quantize g": lambda x, w, g, own=quantize: own(g, axes=1),
+            f"{to.name} quantize w": lambda x, w, g, own=quantize: own(w, axes=None),
+            f"{to.name} quantize w transposed": lambda x, w, g, own=transposed: own(w),
         }
     return found
 
@@ -95,51 +90,17 @@ def products(to: kernels.Format, x: jax.Array, w: jax.Array, g: jax.Array) -> di
     """The products of codes, and their operands."""
     rows, whole = (functools.partial(kernels.quantize, axes=axes, to=to) for axes in (1, None))
     times = functools.partial(kernels.multiply, sums=1, dtype=x.dtype)
-    turned = kernels.quantize_transposed(w, None, to)
     return {
-        f"{to.name} forward": (times, (rows(x), turned)),
+        f"{to.name} forward": (times, (rows(x), kernels.quantize_transposed(w, None, to))),
         f"{to.name} input gradient": (times, (rows(g), whole(w))),
     }
 
 
-# ---- how -----------------------------------------------------------------------------------------
-
-
-class Timed:
-    """A function of arrays, looped in one jit."""
-
-    def __init__(self, function: Callable[..., Any], args: tuple[Any, ...], guess_s: float) -> None:
-        self.args, self.calls = args, max(3, min(400, round(CALL_SECONDS / guess_s)))
-        # how often is known when compiling: else a GPU waits for the host before each turn
-        loop = functools.partial(self._loop, function, calls=self.calls)
-        self.run = jax.jit(loop).lower(args).compile()
-        self.time()
-
-    @staticmethod
-    def _loop(function: Callable[..., Any], args: tuple[Any, ...], calls: int) -> Any:
-        def body(_: jax.Array, found: Any) -> Any:
-            # arguments that wait for the result before: nothing moves out of the loop
-            own, _ = lax.optimization_barrier((args, found))
-            return function(*own)
-
-        shapes = jax.eval_shape(function, *args)
-        nothing = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        return lax.fori_loop(0, calls, body, nothing)
-
-    def time(self) -> float:
-        """Milliseconds of one run of the function."""
-        started = time.perf_counter()
-        jax.block_until_ready(self.run(self.args))
-        return (time.perf_counter() - started) / self.calls * 1e3
-
-
 def sizes(shape: str) -> tuple[int, ...]:
-    """Tokens, in and out."""
     return tuple(map(int, shape.split("x")))
 
 
 def operands(shape: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """x, w and g in bf16."""
     tokens, width, out = sizes(shape)
     keys = jax.random.split(jax.random.key(0), 3)
     draw = jax.jit(lambda key, size: jax.random.normal(key, size, jnp.bfloat16), static_argnums=1)
@@ -153,28 +114,16 @@ def saved_bytes(dot: Dot, shape: str) -> int:
     x, w = (jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in ((tokens, width), (width, out)))
 
     def kept(x: jax.Array, w: jax.Array) -> Any:
-        return jax.vjp(lambda x, w: dot(x, w, (((1,), (0,)), ((), ()))), x, w)[1]
+        return jax.vjp(lambda x, w: _product(x, w, (1, 0), dot), x, w)[1]
 
     arrays = [leaf for leaf in jax.tree.leaves(jax.eval_shape(kept, x, w)) if leaf.shape != w.shape]
     return sum(leaf.size * leaf.dtype.itemsize for leaf in arrays)
 
 
-def measure(timed: dict[str, Timed], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of each, in turns."""
-    found: dict[str, list[float]] = {name: [] for name in timed}
-    for _ in range(repeats):
-        for name, one in timed.items():
-            found[name].append(one.time())
-    return found
-
-
-def rows_of(shape: str, names: list[str], repeats: int, alone: bool) -> list[dict[str, Any]]:
-    """Records of a shape."""
+def rows_of(shape: str, names: list[str], repeats: int, alone: bool) -> records.Rows:
     args = operands(shape)
     tokens, width, out = sizes(shape)
-    guess = 6 * tokens * width * out / 500e12
-    if jax.default_backend() == "cpu":
-        guess *= 5e3
+    guess = 6 * tokens * width * out / (1e11 if jax.default_backend() == "cpu" else 500e12)
     timed = {name: Timed(step_of(name), args, guess) for name in names}
     if alone:
         timed |= {name: Timed(run, args, guess / 4) for name, run in operations().items()}
@@ -182,14 +131,10 @@ def rows_of(shape: str, names: list[str], repeats: int, alone: bool) -> list[dic
             for name, (run, own) in products(to, *args).items():
                 timed[name] = Timed(run, own, guess / 6)
     found = []
-    for name, times in measure(timed, repeats).items():
-        spread = {"min": min(times), "max": max(times), "repeats": repeats}
+    for name, times in timing.in_turns(timed, repeats).items():
+        value, spread = timing.middle(times)
         metric = "device_ms" if name in names else "operation_ms"
-        row = records.record(
-            "linear", shape, name, metric, statistics.median(times), "ms", **spread
-        )
-        found.append(row)
-        print(f"{shape:<20}{name:<28}{row['value']:9.4f} ms  {spread['min']:.4f}", flush=True)
+        found.append(records.record("linear", shape, name, metric, *value, **spread))
     for name in (name for name in names if name in LAYERS):
         if name.startswith("auto"):
             print(f"{shape:<20}{name:<28}{LAYERS[name].choose(tokens, width, out).reason}")
@@ -198,24 +143,16 @@ def rows_of(shape: str, names: list[str], repeats: int, alone: bool) -> list[dic
     return found
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measures and prints; `--record` also stores."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--shapes", nargs="+", default=SHAPES, metavar="TOKENSxINxOUT")
-    choices = [*LAYERS, *linear_peers.NAMES]
-    add("--impl", nargs="+", choices=choices, default=DEFAULT, metavar="NAME",
-        help=f"of {', '.join(choices)}")  # fmt: skip
-    add("--alone", action="store_true", help="each operation alone too")
-    add("--repeats", type=int, default=5)
-    records.add_option(parser)
-    args = parser.parse_args(arguments)
+@records.suite(
+    shapes={"nargs": "+", "default": SHAPES, "metavar": "TOKENSxINxOUT"},
+    impl={"nargs": "+", "choices": NAMES, "default": DEFAULT, "metavar": "NAME",
+          "help": f"of {', '.join(NAMES)}"},
+    alone={"action": "store_true", "help": "each operation alone too"},
+    repeats={"type": int, "default": 5},
+)  # fmt: skip
+def main(args: argparse.Namespace) -> Iterator[records.Rows]:
     missing = {name: linear_peers.missing_reason(name) for name in linear_peers.NAMES}
     for name in filter(missing.get, args.impl):
         print(missing[name])
     names = [name for name in args.impl if not missing.get(name)]
-    for shape in args.shapes:
-        rows = rows_of(shape, names, args.repeats, args.alone)
-        records.keep(rows, args.record)
+    return (rows_of(shape, names, args.repeats, args.alone) for shape in args.shapes)

@@ -1,6 +1,6 @@
 """A linear layer in 8 bits by other libraries, where they are installed (for `linear`).
 
-`qwix-int8`, `qwix-fp8`: Qwix' training product, all three products quantised, a scale a row.
+`qwix-int8`, `qwix-fp8`: Qwix' training product, all three products quantized, a scale a row.
 `flax-fp8`: Flax's `Fp8DirectDotGeneralOp`: E4M3 forward, E5M2 gradients, delayed scaling with a
 history of 1024 maxima, which is renewed by each run as in training.
 """

@@ -14,7 +14,6 @@ them (the optimizer's step has none).
 """
 
 import argparse
-import functools
 import json
 import os
 import statistics
@@ -35,27 +34,17 @@ from benchmarks.suites.mesh.step import PRESETS
 PARTS = ("step", "train")
 # implementation -> what the example calls its optimizer
 IMPLEMENTATIONS = {mesh_tables.OURS: "flash_adamw", mesh_tables.OPTAX: "optax.adamw"}
-# what an outcome has -> metric and unit
+# what an outcome has -> metric, unit, and the fields that say more about it
 STEP = {
-    "device_ms": ("device_ms", "ms"),
+    "device_ms": ("device_ms", "ms", "steps", "spread", "call_ms", "temp_bytes", "loop_temp_bytes"),
     "device_bytes": ("device_bytes", "bytes"),
-    "peak_bytes": ("step_peak_bytes", "bytes"),
 }
 TRAIN = {
-    "train_loss": ("train_loss", "nats/token"),
+    "train_loss": ("train_loss", "nats/token", "losses", "step_ms", "run"),
     "loss_difference": ("loss_difference", "1"),
-    "tokens_per_s": ("tokens_per_s", "tokens/s"),
+    "tokens_per_s": ("tokens_per_s", "tokens/s", "run"),
     "peak_bytes": ("train_peak_bytes", "bytes"),
 }
-# fields that say more about a metric
-DETAILS = {
-    "device_ms": ("steps", "spread", "call_ms", "temp_bytes", "loop_temp_bytes"),
-    "step_peak_bytes": ("live_bytes", "setup_peak_bytes"),
-    "train_loss": ("losses", "step_ms"),
-}
-
-
-# ---- processes -----------------------------------------------------------------------------------
 
 
 class Failed(Exception):
@@ -69,18 +58,10 @@ def process(words: list[str], devices: int, told: str = "") -> str:
       Failed: where it ends with another status than 0; what it said goes to standard error.
     """
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "JAX_CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices))),
-    }
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=ROOT,
-        env=os.environ | own,
-        input=told,
-        capture_output=True,
-        text=True,
-    )
+    seen = {"JAX_CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices)))}
+    own = os.environ | {"PYTHONPATH": os.pathsep.join(paths)} | seen
+    how = {"cwd": ROOT, "env": own, "input": told, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, *words], **how)
     if done.returncode:
         sys.stderr.write(done.stdout[-2000:] + done.stderr[-4000:])
         last = (done.stderr.strip().splitlines() or ["nothing said"])[-1]
@@ -89,7 +70,6 @@ def process(words: list[str], devices: int, told: str = "") -> str:
 
 
 def run_of(args: argparse.Namespace, devices: int, optimizer: str) -> list[str]:
-    """The example's command line."""
     words = ["--preset", args.preset, "--optimizer", optimizer, "--fsdp", str(devices)]
     return [*words, "--data", "1", *([] if args.batch is None else ["--batch", str(args.batch)])]
 
@@ -108,7 +88,6 @@ def stepped(args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]
 
 
 def trained(args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]:
-    """Losses and numbers of a run of the example."""
     with tempfile.TemporaryDirectory() as folder:
         log, record = Path(folder) / "log.jsonl", Path(folder) / "records.jsonl"
         words = [*run_of(args, devices, IMPLEMENTATIONS[impl]), "--steps", str(args.train_steps)]
@@ -116,9 +95,6 @@ def trained(args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]
         process(["examples/train_llama.py", *words], devices)
         found = {row["metric"]: row["value"] for row in records.load(record)}
         return found | {"losses": [row["loss"] for row in records.load(log)]}
-
-
-# ---- a run ---------------------------------------------------------------------------------------
 
 
 class Run:
@@ -132,66 +108,48 @@ class Run:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.failed = args, False
-        self.rows: list[dict[str, Any]] = []
+        self.rows: records.Rows = []
+        self._of_one: dict[str, list[float]] = {}  # losses of one device
 
     def measure(self) -> None:
         """All parts on each number of devices, the largest last."""
-        args, of_one = self.args, {}
-        for devices in args.devices:
-            if "step" in args.part:
-                for impl in IMPLEMENTATIONS:
-                    self._try(devices, impl, STEP, lambda n=devices, i=impl: stepped(args, n, i))
-            if "train" in args.part:
-                for impl in args.train_impl:
-                    compared = functools.partial(self._compared, devices, impl, of_one)
-                    self._try(devices, impl, TRAIN, compared)
+        for devices in self.args.devices:
+            for impl in IMPLEMENTATIONS if "step" in self.args.part else ():
+                self._keep(devices, impl, impl, STEP, stepped)
+            for impl in self.args.train_impl if "train" in self.args.part else ():
+                self._keep(devices, impl, f"{impl}, training", TRAIN, self._compared)
 
-    def _compared(self, devices: int, impl: str, of_one: dict[str, list[float]]) -> dict[str, Any]:
-        """A run of the example, and how far its losses are from those `of_one` device."""
-        found = trained(self.args, devices, impl)
+    def _compared(self, args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]:
+        """A run of the example, and how far its losses are from those of one device."""
+        found, preset = trained(args, devices, impl), PRESETS[args.preset]
+        size = {"batch": args.batch or preset.batch, "sequence": preset.sequence}
+        found["run"] = {"steps": args.train_steps} | size
         if devices == 1:
-            of_one[impl] = found["losses"]
-        elif impl in of_one:
-            found["loss_difference"] = mesh_tables.loss_difference(found["losses"], of_one[impl])
+            self._of_one[impl] = found["losses"]
+        elif impl in self._of_one:
+            one = self._of_one[impl]
+            found["loss_difference"] = mesh_tables.loss_difference(found["losses"], one)
         return found
 
-    def _try(
-        self, devices: int, impl: str, metrics: dict, measured: Callable[[], dict[str, Any]]
+    def _keep(
+        self, devices: int, impl: str, name: str, metrics: dict, measure: Callable[..., Any]
     ) -> None:
         case = (f"llama-{self.args.preset} fsdp={devices}", "adamw")
-        name = impl if metrics is STEP else f"{impl}, training"
         say(case, name, "begins")
         try:
-            found = measured()
+            found = measure(self.args, devices, impl)
         except Failed as error:  # the others are still worth their time
             self.failed = True
             return say(case, name, f"failed: {error}")
-        rows = [
-            self._row("/".join(case), impl, devices, metric, unit, found[key], found)
-            for key, (metric, unit) in metrics.items()
-            if found.get(key) is not None
-        ]
+        own, rows = {"model": f"llama-{self.args.preset}", "devices": devices}, []
+        for key, (metric, unit, *details) in metrics.items():
+            if found.get(key) is not None:
+                more = own | {detail: found[detail] for detail in details if detail in found}
+                values = {metric: (found[key], unit)}
+                rows += records.records_of("mesh", "/".join(case), impl, values, **more)
         self.rows += rows
         records.keep(rows, self.args.record)
         say(case, name, ", ".join(f"{row['metric']} {row['value']:.5g}" for row in rows))
-
-    def _row(
-        self,
-        case: str,
-        impl: str,
-        devices: int,
-        metric: str,
-        unit: str,
-        value: float,
-        found: dict[str, Any],
-    ) -> dict[str, Any]:
-        args, preset = self.args, PRESETS[self.args.preset]
-        more = {name: found[name] for name in DETAILS.get(metric, ()) if name in found}
-        if metric in ("train_loss", "tokens_per_s"):
-            run = {"steps": args.train_steps, "batch": args.batch or preset.batch}
-            more["run"] = run | {"sequence": preset.sequence}
-        own = {"model": f"llama-{args.preset}", "devices": devices, **more}
-        return records.record("mesh", case, impl, metric, value, unit, **own)
 
 
 def powers_of_two(there: int) -> list[int]:
@@ -202,9 +160,7 @@ def powers_of_two(there: int) -> list[int]:
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; defaults depend on the machine."""
     on_cpu, there = jax.default_backend() == "cpu", jax.device_count()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.command_line(__doc__)
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="1b", help="of examples/train_llama.py; default: 1b")
     add("--devices", nargs="+", type=int, default=powers_of_two(there), metavar="N",
@@ -216,7 +172,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--train-impl", nargs="+", choices=IMPLEMENTATIONS, default=[mesh_tables.OURS],
         help="whose runs; both: what optax's losses differ by stands beside ours")  # fmt: skip
     add("--batch", type=int, help="sequences that all devices share; default: the preset's")
-    records.add_option(parser)
     args = parser.parse_args(argv)
     args.devices = sorted(set(args.devices))
     if args.devices[0] != 1:
@@ -229,7 +184,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and prints; `--record` also stores. 1 where something failed."""
     # or this process takes most of a GPU before the others can have any of it
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     run = Run(arguments(argv))

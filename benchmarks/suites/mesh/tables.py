@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.records import Rows, newest, on_gpus
-from benchmarks.render import NOTHING, markdown, source
+from benchmarks.render import GIB, by_machine, cell, markdown, source
 
 Values = dict[tuple[int, str, str], dict[str, Any]]  # (devices, impl, metric) -> record
 
@@ -24,31 +24,15 @@ def loss_difference(losses: Sequence[float], one: Sequence[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
-def times_the_devices(values: Values, devices: int, impl: str) -> float | None:
-    """n x time / time(1): 1 where n devices take an nth of the time."""
-    here, one = (values.get((n, impl, "device_ms")) for n in (devices, 1))
-    return devices * here["value"] / one["value"] if here and one else None
-
-
 def fsdp(rows: Rows) -> str:
     """A table for each model, kind of GPU and version of JAX."""
     found = on_gpus(newest(rows, bench="mesh"))
-    parts = []
-    for own in _groups(found):
-        parts.append(_table(own) + _protocol(own) + source(own))
-    return "\n".join(parts) or NOTHING
+    return by_machine(found, lambda own: _table(own) + _protocol(own) + source(own), "model")
 
 
 def of_a_run(rows: Rows) -> str:
     """The same of what a run measured, wherever it ran."""
-    return "\n".join(map(_table, _groups(rows))) or NOTHING
-
-
-def _groups(rows: Rows) -> list[Rows]:
-    def of(row: dict[str, Any]) -> tuple[str, str, str]:
-        return row["model"], row["device"], row["jax"]
-
-    return [[row for row in rows if of(row) == one] for one in sorted(set(map(of, rows)))]
+    return by_machine(rows, _table, "model")
 
 
 def _protocol(rows: Rows) -> str:
@@ -67,24 +51,25 @@ def _table(rows: Rows) -> str:
 
 
 def _row(values: Values, devices: int) -> list[str]:
-    def cell(impl: str, metric: str, form: str, unit: float = 1.0) -> str:
-        found = values.get((devices, impl, metric))
-        return format(found["value"] / unit, form) if found else ""
+    def of(impl: str, metric: str, form: str, unit: float = 1.0) -> str:
+        return cell(values.get((devices, impl, metric)), form, unit)
 
-    gib = 2.0**30
-    ours, theirs = (times_the_devices(values, devices, impl) for impl in (OURS, OPTAX))
+    def times(impl: str, most: float = float("inf")) -> str:
+        """n x time / time(1): 1 where n devices take an nth of the time; bold where over `most`."""
+        here, one = (values.get((n, impl, "device_ms")) for n in (devices, 1))
+        ratio = devices * here["value"] / one["value"] if here and one else None
+        return "" if ratio is None else f"{ratio:.2f}" if ratio <= most else f"**{ratio:.2f}**"
+
     return [
         str(devices),
-        cell(OURS, "device_ms", ".2f"),
-        "" if ours is None else f"{ours:.2f}" if ours <= LIMIT else f"**{ours:.2f}**",
-        cell(OPTAX, "device_ms", ".2f"),
-        "" if theirs is None else f"{theirs:.2f}",
-        cell(OURS, "tokens_per_s", ",.0f"),
-        cell(OURS, "loss_difference", ".1e"),
-        cell(OPTAX, "loss_difference", ".1e"),
-        cell(OURS, "device_bytes", ".2f", gib),
-        cell(OPTAX, "device_bytes", ".2f", gib),
-        cell(OURS, "train_peak_bytes", ".2f", gib),
+        of(OURS, "device_ms", "{:.2f}"),
+        times(OURS, LIMIT),
+        of(OPTAX, "device_ms", "{:.2f}"),
+        times(OPTAX),
+        of(OURS, "tokens_per_s", "{:,.0f}"),
+        *(of(impl, "loss_difference", "{:.1e}") for impl in (OURS, OPTAX)),
+        *(of(impl, "device_bytes", "{:.2f}", GIB) for impl in (OURS, OPTAX)),
+        of(OURS, "train_peak_bytes", "{:.2f}", GIB),
     ]
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from _gpt.train import planned_bytes
 from _llama.config import FULL, NONE, PLAIN, PRESETS
 from _llama.model import Llama, is_norm
 from _llama.optimizer import decayed
@@ -30,7 +31,6 @@ OPTIMIZERS = ("flash_adamw", "flash_adam_mini", PLAIN)
 
 
 def sampled(name: str, path: str, leaf: Any) -> bool:
-    """Return whether a variant has noise on a leaf."""
     variant = VARIANTS[name]
     return variant is not None and chooser(variant[0])(path, leaf)
 
@@ -79,7 +79,7 @@ class Run:
     def compile(self) -> None:
         """May run beside others' in threads."""
         self._run = self._lowered.compile()
-        self.peak_bytes = _planned(self._run)
+        self.peak_bytes = planned_bytes(self._run)
 
     def start(self) -> None:
         """Weights and state, and how many steps a call has."""
@@ -104,21 +104,17 @@ class Run:
         return lowmem.step(self.tx, grads, state, params)
 
     def many(self, carry: Any, tokens: jax.Array, steps: jax.Array) -> Any:
-        """So many steps on one batch."""
         return jax.lax.fori_loop(0, steps, lambda _, c: self._step(c, tokens), carry)
 
     def time(self) -> float:
-        """Milliseconds of a step."""
         started = time.perf_counter()
         self.carry = jax.block_until_ready(self._run(self.carry, self.inputs, self._steps))
         return (time.perf_counter() - started) / self._steps * 1e3
 
-    # ---- bytes -------------------------------------------------------------------------------
-
     @functools.cached_property
     def bytes_per_param(self) -> float:
         """Of weights and state."""
-        return _bytes(self.carry) / _size(self.carry[0])
+        return _bytes(self.carry) / sum(x.size for x in jax.tree.leaves(self.carry[0]))
 
     @functools.cached_property
     def extra_bytes(self) -> float:
@@ -126,9 +122,9 @@ class Run:
         if VARIANTS[self.name] is None:
             return 0.0
         leaves = jax.eval_shape(lowmem.gaussws.bitwidths, self.carry[1])
-        paths = [(jax.tree_util.keystr(p, simple=True, separator="/"), x)
-                 for p, x in jax.tree_util.tree_leaves_with_path(self.carry[0])]  # fmt: skip
-        count = sum(x.size for path, x in paths if path in leaves)
+        paths = jax.tree_util.tree_leaves_with_path(self.carry[0])
+        names = ((jax.tree_util.keystr(p, simple=True, separator="/"), x) for p, x in paths)
+        count = sum(x.size for path, x in names if path in leaves)
         plain = Run.__new__(Run)
         plain.optimizer, plain.name = self.optimizer, next(iter(VARIANTS))
         plain.model = self.model
@@ -138,14 +134,3 @@ class Run:
 
 def _bytes(tree: Any) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def _size(tree: Any) -> int:
-    return sum(x.size for x in jax.tree.leaves(tree))
-
-
-def _planned(compiled: Any) -> int:
-    """Bytes of a device in steps, as their compiler plans them."""
-    plan = compiled.memory_analysis()
-    given = plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
-    return given + plan.temp_size_in_bytes

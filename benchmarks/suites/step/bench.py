@@ -6,11 +6,11 @@ python -m benchmarks.run step --leaf-set ten-million --record
 import argparse
 import os
 import statistics
-import traceback
 from collections.abc import Sequence
 
 import jax
 
+from benchmarks import records, timing
 from benchmarks.peers import device_loop, in_jax, in_torch, processes
 from benchmarks.peers.cases import LEAF_SETS, OPTIMIZERS
 from benchmarks.peers.report import BASE, Report, Storage, say
@@ -26,7 +26,6 @@ COPY_ON_CPU, COPY_ON_GPU = (2**25, 5), (2**29, 100)
 
 
 def on_cpu() -> bool:
-    """Return whether JAX's default backend is the CPU."""
     return jax.default_backend() == "cpu"
 
 
@@ -43,15 +42,9 @@ def on_a_cpu(args: argparse.Namespace, report: Report) -> None:
             except in_jax.Unavailable as reason:
                 report.outcome(case, name, {"skipped": str(reason)})
             except Exception as error:  # the other implementations are still worth their time
-                traceback.print_exc()
-                failed = f"{type(error).__name__}: {error}".splitlines()[0]
-                report.outcome(case, name, {"failed": failed})
-        times: dict[str, list[float]] = {name: [] for name in runners}
-        for _ in range(args.repeats):
-            for name, runner in runners.items():
-                times[name].append(runner.time())
-        for name, runner in runners.items():
-            report.outcome(case, name, {"times": times[name], **runner.found})
+                report.outcome(case, name, processes.failure(error))
+        for name, times in timing.in_turns(runners, args.repeats).items():
+            report.outcome(case, name, {"times": times, **runners[name].found})
 
 
 def on_a_gpu(args: argparse.Namespace, report: Report) -> None:
@@ -66,7 +59,7 @@ def on_a_gpu(args: argparse.Namespace, report: Report) -> None:
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; defaults depend on the device."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = records.command_line(__doc__)
     add = parser.add_argument
     add("--leaf-set", nargs="+", default=["ten-million"], choices=LEAF_SETS)
     add("--optimizer", nargs="+", default=["adamw"], choices=OPTIMIZERS)
@@ -74,13 +67,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--steps", type=int, help="in one jit; default: 5 on a CPU, 0.3 s at copy speed on a GPU")
     add("--repeats", type=int, default=9 if on_cpu() else 5)
     add("--jobs", type=int, default=1, help="that compile at once on a GPU; without compile times")
-    add(
-        *("--record",),
-        nargs="?",
-        const=True,
-        metavar="FILE",
-        help="append to FILE; default: that of this device in benchmarks/results",
-    )
     args = parser.parse_args(argv)
     if args.record and "tiny" in args.leaf_set:
         parser.error("the leaf set tiny is there to try the benchmark: it is not recorded")
@@ -92,7 +78,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and prints; `--record` also stores. 1 where an implementation failed."""
     # or JAX takes most of the device before the processes can have any of it
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     args = arguments(argv)

@@ -5,7 +5,7 @@ python -m benchmarks.run compile --record
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -51,31 +51,19 @@ def measure(name: str, case: str) -> dict[str, float]:
     step, arguments = prepared(name, case)
     start = time.process_time()
     program = jax.jit(step).lower(*arguments).compile()
-    seconds = time.process_time() - start
-    analysis = program.memory_analysis()
-    assert analysis is not None
+    milliseconds = 1e3 * (time.process_time() - start)
     return {
-        "cpu_ms_per_leaf": 1e3 * seconds / len(shapes(case)),
-        "temp_bytes": float(analysis.temp_size_in_bytes),
+        "cpu_ms_per_leaf": milliseconds / len(shapes(case)),
+        "temp_bytes": float(program.memory_analysis().temp_size_in_bytes),
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures and prints; `--record` also stores."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", nargs="+", default=list(CASES))
-    records.add_option(parser)
-    args = parser.parse_args(argv)
+@records.suite(case={"nargs": "+", "default": list(CASES)})
+def main(args: argparse.Namespace) -> Iterator[records.Rows]:
     jax.config.update("jax_enable_compilation_cache", False)
     jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((3,), jnp.float32)).compile()  # XLA's own
+    units = {"cpu_ms_per_leaf": "ms", "temp_bytes": "B"}
     for case in args.case:
         for name in NAMES:
-            found = measure(name, case)
-            print(f"{case:11} {name:12} {found}", flush=True)
-            units = {"cpu_ms_per_leaf": "ms", "temp_bytes": "B"}
-            rows = [
-                records.record("compile", case, name, metric, value, units[metric])
-                for metric, value in found.items()
-            ]
-            records.keep(rows, args.record)
-    return 0
+            values = {m: (value, units[m]) for m, value in measure(name, case).items()}
+            yield records.records_of("compile", case, name, values)

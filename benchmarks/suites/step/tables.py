@@ -1,54 +1,50 @@
-"""Tables of the step benchmark, for benchmarks.tables."""
+"""Tables of the step benchmark, and its targets on an H100, for benchmarks.tables."""
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from benchmarks.records import Rows, newest, on_gpus, select
-from benchmarks.render import NOTHING, Rendered, Table, markdown, source
+import jax
+
+from benchmarks.peers import cases
+from benchmarks.records import Rows, alike, grouped, newest, on_gpus, select
+from benchmarks.render import Rendered, Table, by_machine, cell, markdown, source, target
 
 Values = dict[tuple[str, str, str], dict[str, Any]]  # (case, implementation, metric) -> record
 
 BASE = "optax-f32"
+OURS, UPDATE, FLASHOPTIM = "lowmem.step", "lowmem.update", "flashoptim"
+TRITON = "lowmem.step-triton"
 ORDER = ("lowmem", "optax", "flashoptim", "torch", "bitsandbytes")  # of implementations' names
 TITLES = {"adamw": "AdamW", "lion": "Lion", "sgd": "SGD"}
+DEVICE = "NVIDIA H100"  # of the targets
+LLAMA, GPT2, ONE = "llama-3.2-1b", "gpt2-124m", "one-16384"
+MIB = 2.0**20
 
 
 def cpu_step(rows: Rows) -> Table:
-    """Milliseconds and compile seconds of a step on a CPU."""
     found = [r for r in select(rows, bench="step") if r["device"].startswith("cpu")]
+    kinds = {"device_ms": "step", "compile_s": "compilation"}
     body = [
-        [
-            r["case"],
-            r["impl"],
-            r["jax"],
-            {"device_ms": "step", "compile_s": "compilation"}[r["metric"]],
-            f"{r['value']:.1f} {r['unit']}",
-            f"{r['ratio_to_optax']:.2f}",
-        ]
+        [r["case"], r["impl"], r["jax"], kinds[r["metric"]], f"{r['value']:.1f} {r['unit']}",
+         f"{r['ratio_to_optax']:.2f}"]
         for r in found
-    ]
-    columns = ["case", "implementation", "jax", "of", "time", "x optax"]
-    return columns, body, found
+    ]  # fmt: skip
+    return ["case", "implementation", "jax", "of", "time", "x optax"], body, found
 
 
 def cpu_compile(rows: Rows) -> Table:
     """CPU time and temporaries of compiling steps of many leaves."""
     found = select(rows, bench="compile")
-    value = {(r["case"], r["impl"], r["jax"], r["metric"]): r["value"] for r in found}
-    body = [
-        [
-            *(case, impl, version),
-            f"{value[case, impl, version, 'cpu_ms_per_leaf']:.1f} ms",
-            f"{value[case, impl, version, 'temp_bytes'] / 2**20:.2f} MiB",
-        ]
-        for case, impl, version in dict.fromkeys(key[:3] for key in value)
-    ]
-    columns = ["leaves", "step", "jax", "CPU time a leaf", "temporaries"]
-    return columns, body, found
+    body = []
+    for case, impl, version in dict.fromkeys((r["case"], r["impl"], r["jax"]) for r in found):
+        of = grouped(select(found, case=case, impl=impl, jax=version), "metric")
+        ms, size = of["cpu_ms_per_leaf"], of["temp_bytes"]
+        body.append([case, impl, version, cell(ms, "{:.1f} ms"), cell(size, "{:.2f} MiB", MIB)])
+    return ["leaves", "step", "jax", "CPU time a leaf", "temporaries"], body, found
 
 
 def masters(rows: Rows) -> Table:
-    """Time of a step by how its master weights are rounded."""
     found = select(rows, bench="masters")
     body = [
         [row["case"], row["impl"], f"{row['value']:.2f} ms", f"{row['ratio_to_nearest']:.3f}"]
@@ -59,79 +55,65 @@ def masters(rows: Rows) -> Table:
 
 def gpu_step(rows: Rows) -> str:
     """For each optimizer, implementations by leaf sets: milliseconds, of the bound, x optax-f32."""
-    return _by_machine(rows, _summaries)
+    return by_machine(on_gpus(newest(rows, bench="step")), lambda own: _page(own, _summaries))
 
 
 def gpu_step_details(rows: Rows) -> str:
     """Everything that was measured of each case and implementation, a line each."""
-    return _by_machine(rows, _details)
+    return by_machine(on_gpus(newest(rows, bench="step")), lambda own: _page(own, _details))
 
 
-def _by_machine(rows: Rows, write: Callable[[Values], str]) -> str:
-    """Join what `write` returns for each device and version of JAX, each with its source."""
-    found = on_gpus(newest(rows, bench="step"))
-    parts = []
-    for machine in sorted({(r["device"], r["jax"]) for r in found}):
-        own = [r for r in found if (r["device"], r["jax"]) == machine]
-        values = {(r["case"], r["impl"], r["metric"]): r for r in own}
-        parts.append(write(values) + source(own) + _copies(own))
-    return "\n".join(parts) or NOTHING
-
-
-def _copies(rows: Rows) -> str:
+def _page(rows: Rows, write: Callable[[Values], str]) -> str:
+    """The tables of a machine's records, where they are from, and what a copy moves there."""
+    text = write({(r["case"], r["impl"], r["metric"]): r for r in rows}) + source(rows)
     rates = [f"{r['value']:.2f}" for r in rows if r["metric"] == "copy_tbps"]
     if not rates:
-        return ""
+        return text
     span = min(rates) if min(rates) == max(rates) else f"{min(rates)} to {max(rates)}"
-    return f"A copy moves {span} TB/s, read and written.\n"
+    return f"{text}A copy moves {span} TB/s, read and written.\n"
 
 
 def _summaries(values: Values) -> str:
     timed = [(case, impl) for case, impl, metric in values if metric == "device_ms"]
+
+    def shown(case: str, impl: str) -> str:
+        ms = values.get((case, impl, "device_ms"))
+        share = cell(values.get((case, impl, "bound_share")), "{:.0%}")
+        return cell(
+            ms, f"{{:.2f}} ({', '.join(filter(None, (share, _ratio(values, case, impl))))})"
+        )
+
     texts = []
     for optimizer in dict.fromkeys(case.split("/")[1] for case, _ in timed):
         cases = list(dict.fromkeys(c for c, _ in timed if c.endswith(f"/{optimizer}")))
         impls = _sorted({impl for case, impl in timed if case in cases})
         head = [f"{TITLES.get(optimizer, optimizer)}, ms (of bound, x {BASE})"]
-        body = [[impl, *(_cell(values, case, impl) for case in cases)] for impl in impls]
+        body = [[impl, *(shown(case, impl) for case in cases)] for impl in impls]
         texts.append(markdown(head + [case.split("/")[0] for case in cases], body))
     return "\n".join(texts)
 
 
-def _cell(values: Values, case: str, impl: str) -> str:
-    ms = values.get((case, impl, "device_ms"))
-    if ms is None:
-        return ""
-    share = _text(values, (case, impl, "bound_share"), ".0%")
-    return f"{ms['value']:.2f} ({', '.join(filter(None, (share, _ratio(values, case, impl))))})"
-
-
 def _details(values: Values) -> str:
-    cases = dict.fromkeys(case for case, impl, _ in values if impl != "copy")
     body = []
-    for case in cases:
+    for case in dict.fromkeys(case for case, impl, _ in values if impl != "copy"):
         for impl in _sorted({i for c, i, _ in values if c == case and i != "copy"}):
-            ms = values.get((case, impl, "device_ms"), {})
+            of = {metric: row for (c, i, metric), row in values.items() if (c, i) == (case, impl)}
+            ms = of.get("device_ms", {})
             spread = " to ".join(f"{t:.2f}" for t in ms.get("spread", ()))
-            row = [case, impl, _text(values, (case, impl, "device_ms"), ".2f"), spread]
-            row.append(f"{ms['wall_ms']:.1f}" if "wall_ms" in ms else "")
-            row.append(_text(values, (case, impl, "bound_share"), ".0%"))
-            row.append(_ratio(values, case, impl))
-            row.append(_text(values, (case, impl, "temp_bytes"), ",.0f", 2.0**20))
-            row.append(_text(values, (case, impl, "peak_bytes"), ",.0f", 2.0**20))
-            row.append(_text(values, (case, impl, "compile_s"), ".1f"))
-            body.append(row)
+            body.append([
+                case, impl, cell(ms, "{:.2f}"), spread,
+                f"{ms['wall_ms']:.1f}" if "wall_ms" in ms else "",
+                cell(of.get("bound_share"), "{:.0%}"), _ratio(values, case, impl),
+                cell(of.get("temp_bytes"), "{:,.0f}", MIB),
+                cell(of.get("peak_bytes"), "{:,.0f}", MIB), cell(of.get("compile_s"), "{:.1f}"),
+            ])  # fmt: skip
     head = ["case", "implementation", "ms", "spread", "wall ms", "of bound", f"x {BASE}"]
     return markdown([*head, "temp MiB", "peak MiB", "compile s"], body)
 
 
 def _ratio(values: Values, case: str, impl: str) -> str:
-    ms, base = (values.get((case, name, "device_ms")) for name in (impl, BASE))
-    return f"{ms['value'] / base['value']:.2f} x" if ms and base else ""
-
-
-def _text(values: Values, key: tuple[str, str, str], form: str, unit: float = 1.0) -> str:
-    return format(values[key]["value"] / unit, form) if key in values else ""
+    base = values.get((case, BASE, "device_ms"))
+    return cell(values.get((case, impl, "device_ms")), "{:.2f} x", base["value"]) if base else ""
 
 
 def _sorted(impls: Iterable[str]) -> list[str]:
@@ -144,10 +126,89 @@ def _sorted(impls: Iterable[str]) -> list[str]:
     return sorted(impls, key=place)
 
 
+Value = Callable[..., float]  # of a record: (case, implementation, metric, field="value")
+Measure = Callable[[Value], float]
+
+
+def _of(case: str, metric: str, impl: str = OURS, unit: float = 1.0) -> Measure:
+    return lambda value: value(case, impl, metric) / unit
+
+
+def _times(case: str, slower: str, faster: str, metric: str = "device_ms") -> Measure:
+    return lambda value: value(case, slower, metric) / value(case, faster, metric)
+
+
+def targets() -> list[tuple[str, str, float, Measure]]:
+    """All of them: of what, how they are printed, the limit, and the measure."""
+    llama, gpt2, bound, step = f"{LLAMA}/adamw", f"{GPT2}/adamw", "bound_share", "device_ms"
+    leaves = jax.tree.leaves(cases.LEAF_SETS[LLAMA]())
+    largest = max(math.prod(leaf.shape) for leaf in leaves)
+
+    def peak(value: Value) -> float:
+        live = value(llama, OURS, "peak_bytes", "live_bytes")
+        return value(llama, OURS, "peak_bytes") / live - 1
+
+    found = [
+        ("Llama-3.2-1B, AdamW, a step", "≤ {:.2f} ms", 5.8, _of(llama, step)),
+        ("the same, of its byte bound", "≥ {:.1%}", 0.90, _of(llama, bound)),
+        ("times faster than flashoptim", "≥ {:.2f} x", 1.9, _times(llama, FLASHOPTIM, OURS)),
+        ("times faster than optax in f32", "≥ {:.2f} x", 2.0, _times(llama, BASE, OURS)),
+        ("GPT-2 124M, AdamW, a step", "≤ {:.2f} ms", 0.95, _of(gpt2, step)),
+        ("one leaf of 16384 x 16384, of the bound", "≥ {:.1%}", 0.95, _of(f"{ONE}/adamw", bound)),
+        ("Llama-3.2-1B, Lion, of the bound", "≥ {:.1%}", 0.90, _of(f"{LLAMA}/lion", bound)),
+        ("Llama-3.2-1B, SGD, of the bound", "≥ {:.1%}", 0.90, _of(f"{LLAMA}/sgd", bound)),
+        ("Llama-3.2-1B, AdamW, `update` and `apply_updates`", "≤ {:.2f} ms", 8.5,
+         _of(llama, step, UPDATE)),
+        ("its temporaries, bytes per parameter of the largest leaf", "≤ {:.2f}", 4.0,
+         _of(llama, "temp_bytes", UPDATE, largest)),
+        ("temporaries of the step, MB", "≤ {:.2f}", 1.0, _of(llama, "temp_bytes", unit=1e6)),
+        ("peak over weights, state and gradients", "≤ {:.2%}", 0.01, peak),
+        ("compile time, times optax's", "≤ {:.2f} x", 2.0, _times(llama, OURS, BASE, "compile_s")),
+        ("Llama-3.2-1B, coat_adamw, of the bound", "≥ {:.1%}", 0.80,
+         _of(f"{LLAMA}/coat_adamw", bound)),
+    ]  # fmt: skip
+    for name in ("q_adam_mini", "flash_adam_mini"):
+        case = f"{LLAMA}/{name}"  # the gradient counts twice where a block spans rows
+        found += [
+            (f"Llama-3.2-1B, {name}, of the bound", "≥ {:.1%}", 0.85, _of(case, bound)),
+            ("its time, times flash_adamw's", "≤ {:.3f} x", 1.0,
+             lambda value, case=case: value(case, OURS, step) / value(llama, OURS, step)),
+            ("stochastic rounding, times nearest (Q-Adam-mini's Table 5: 1.88 x)", "≤ {:.2f} x",
+             1.1, _times(case, f"{OURS}-stochastic", f"{OURS}-nearest")),
+        ]  # fmt: skip
+    return found
+
+
+def gpu_targets(rows: Rows) -> str:
+    """Asked, found, reached; of the H100 measured last."""
+    steps = [r for r in select(rows, bench="step") if r["device"].startswith(DEVICE)]
+    found = newest(alike(steps, "jax"))
+    known = {(r["case"], r["impl"], r["metric"]): r for r in found}
+
+    def pallas(case: str, impl: str, metric: str, field: str = "value") -> float:
+        return known[case, impl, metric][field]
+
+    def triton(case: str, impl: str, metric: str, field: str = "value") -> float:
+        if impl == UPDATE or "mini" in case or "coat" in case or impl.startswith(f"{OURS}-"):
+            raise KeyError(impl)
+        return known[case, TRITON if impl == OURS else impl, metric][field]
+
+    body = []
+    for what, asked, limit, measure in targets():
+        line = [what, asked.format(limit)]
+        for value in (pallas, triton):
+            try:
+                line += target(what, asked, limit, measure(value))[2:]
+            except KeyError:
+                line += ["not measured", ""]
+        body.append(line)
+    head = ["AdamW with default storage, on an H100", "asked", "Pallas", "reached", "jax-triton"]
+    return markdown([*head, "reached"], body) + (source(found) if found else "")
+
+
 TABLES: dict[str, Callable[[Rows], str]] = {
     "cpu_step": Rendered(cpu_step, "step --leaf-set ten-million demo-gpt"),
     "cpu_compile": Rendered(cpu_compile, "compile"),
     "masters": Rendered(masters, "masters"),
-    "gpu_step": gpu_step,
-    "gpu_step_details": gpu_step_details,
+    **{make.__name__: make for make in (gpu_step, gpu_step_details, gpu_targets)},
 }

@@ -20,8 +20,8 @@ from optax_lowmem._src.core.tiles import Tile
 from optax_lowmem._src.update import tuning
 
 TUNED = Path(fused_update.__file__).parent / "tuned.json"
-TILES = (Tile(1024, 4), Tile(512, 2), Tile(2048, 8), Tile(4096, 8))
-# the hand-written kernel has one copy of its code however many leaves share it
+TILES = (Tile(1024, 4), Tile(512, 2), Tile(2048, 4), Tile(2048, 8), Tile(4096, 8))
+# a generated kernel has one copy of its code however many leaves share it
 LEAVES = {"pallas": (1, 2, 4, 8), "triton": (8, 32)}
 ELEMENTS = (1 << 22, 1 << 24, 1 << 25)
 
@@ -56,14 +56,14 @@ def trials(
 
 
 def main() -> None:
-    """Tries every cut, prints them and, with --write, keeps the best."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--leaf-set", default="llama-3.2-1b", choices=cases.LEAF_SETS)
-    parser.add_argument("--optimizer", nargs="+", default=["adamw"], choices=cases.OPTIMIZERS)
-    parser.add_argument("--kernel", default="pallas", choices=("pallas", "triton"))
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=4, help="that compile at once")
-    parser.add_argument("--write", type=Path, nargs="?", const=TUNED, help="default: the package's")
+    add = parser.add_argument
+    add("--leaf-set", default="llama-3.2-1b", choices=cases.LEAF_SETS)
+    add("--optimizer", nargs="+", default=["adamw"], choices=cases.OPTIMIZERS)
+    add("--kernel", default="pallas", choices=("pallas", "triton"))
+    add("--repeats", type=int, default=3)
+    add("--jobs", type=int, default=4, help="that compile at once")
+    add("--write", type=Path, nargs="?", const=TUNED, help="default: the package's")
     args = parser.parse_args()
     entries = json.loads(TUNED.read_text(encoding="utf-8"))
     device = entries.setdefault(jax.local_devices()[0].device_kind, {})

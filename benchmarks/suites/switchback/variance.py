@@ -27,19 +27,12 @@ DRAWS: dict[str, Draw] = {
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Of the sums of one product.
+    """Of the sums of one product."""
 
-    Attributes:
-      error: variance of the error, in 8 bits.
-      exact: variance of the sums themselves.
-      predicted: of the error, by equation 12 with the measured variance of the quantiser.
-      quantiser: that variance, mean of both operands.
-    """
-
-    error: float
-    exact: float
-    predicted: float
-    quantiser: float
+    error: float  # variance of the error, in 8 bits
+    exact: float  # variance of the sums themselves
+    predicted: float  # of the error, by equation 12 with the measured variance of the quantiser
+    quantiser: float  # that variance, mean of both operands
 
     @property
     def relative(self) -> float:

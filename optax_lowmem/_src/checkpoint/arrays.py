@@ -21,7 +21,7 @@ def packed(tree: object) -> Any:
     Raises:
       ValueError: for two arrays of one name: Orbax calls a file's arrays by their keys and dots.
     """
-    trees.unique_names(tree, _dotted, "in an Orbax checkpoint")
+    trees.named_leaves(tree, _dotted, "in an Orbax checkpoint")
     kept = jax.tree.map(lambda leaf: leaf if _filled(leaf) else None, tree)
     if not jax.tree.leaves(kept):
         return None

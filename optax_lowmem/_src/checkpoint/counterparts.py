@@ -8,7 +8,7 @@ import optax
 from optax_lowmem._src.core import scope, trees
 from optax_lowmem._src.optimizers import every_record
 from optax_lowmem._src.optimizers.record import Constructor, OptimizerRecord, name_of
-from optax_lowmem._src.update.engine import Engine, Optimizer
+from optax_lowmem._src.update.engine import Engine, EngineTransformation
 from optax_lowmem._src.wrappers.chain import Chain
 
 GIVE_PLAIN = (
@@ -19,7 +19,7 @@ GIVE_PLAIN = (
 _UNCOMPRESSED = "the same optimizer, uncompressed,"
 
 
-def record_of(state: Any) -> OptimizerRecord | None:
+def record_of(state: optax.OptState) -> OptimizerRecord | None:
     """Return the record whose state this is, or None where it is not one of our optimizers'."""
     if not trees.is_named_tuple(state):
         return None
@@ -27,13 +27,15 @@ def record_of(state: Any) -> OptimizerRecord | None:
     return next((r for r in every_record() if r.rule.state_type.__name__ == kind), None)
 
 
-def counterpart(tx: Any, params: Any) -> optax.GradientTransformation:
+def counterpart(
+    tx: optax.GradientTransformation, params: optax.Params
+) -> optax.GradientTransformation:
     """An optax optimizer with the state that `tx` would have in f32; its rates mean nothing.
 
     Raises:
       ValueError: where it cannot be told from `tx`, which may be a closure of optax's.
     """
-    if isinstance(tx, Optimizer):
+    if isinstance(tx, EngineTransformation):
         return _of_engine(tx.engine)
     if isinstance(tx, Chain):
         return optax.chain(*(counterpart(link, params) for link in tx.links))
@@ -71,13 +73,15 @@ def _of_engine(engine: Engine) -> optax.GradientTransformation:
     return make(rate, **taken)
 
 
-def name(tx: Any) -> str:
+def name(tx: optax.GradientTransformation) -> str:
     """Return what `counterpart` of an optimizer is called, for display."""
     if isinstance(tx, Chain):
-        ours = [link for link in tx.links if isinstance(link, Optimizer)]
+        ours = [link for link in tx.links if isinstance(link, EngineTransformation)]
         return name(ours[0]) if len(ours) == 1 else _UNCOMPRESSED
-    record = _record_of_rule(tx.engine) if isinstance(tx, Optimizer) else None
-    made = _constructor(record, tx.engine) if record and isinstance(tx, Optimizer) else None
+    record = _record_of_rule(tx.engine) if isinstance(tx, EngineTransformation) else None
+    made = (
+        _constructor(record, tx.engine) if record and isinstance(tx, EngineTransformation) else None
+    )
     known = name_of(made) if made else None
     return f"optax.{known}" if known and hasattr(optax, known) else _UNCOMPRESSED
 

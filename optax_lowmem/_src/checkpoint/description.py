@@ -26,7 +26,7 @@ def forms(tree: object) -> Forms:
 
 def array_leaves(tree: object) -> list[tuple[str, Any]]:
     """(path, leaf) of a tree, with every key in the path."""
-    return trees.unique_names(tree, _whole_name)
+    return trees.named_leaves(tree, _whole_name)
 
 
 def _whole_name(path: tuple[object, ...]) -> str:

@@ -68,7 +68,7 @@ def _dotted(params: optax.Params) -> list[str]:
     def name_of(path: tuple[object, ...]) -> str:
         return trees.path_name(path).replace("/", ".")
 
-    return [name for name, _ in trees.unique_names(params, name_of, "in the file")]
+    return [name for name, _ in trees.named_leaves(params, name_of, "in the file")]
 
 
 def _cast(w: jax.Array, dtype: jnp.dtype) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Plain linear 8-bit quantisation: the ablation of FlashOptim's Figures 4 and 5."""
+"""Plain linear 8-bit quantization: the ablation of FlashOptim's Figures 4 and 5."""
 
 import dataclasses
 

@@ -2,10 +2,12 @@
 
 import dataclasses
 import math
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
 
 _PART, _COLUMNS = 64, 8192
 
@@ -92,7 +94,7 @@ class Block:
         """Number of entries of v_mean."""
         return math.prod(self.mean_shape(shape))
 
-    def mean(self, x: Any) -> jax.Array:
+    def mean(self, x: ArrayLike) -> jax.Array:
         """f32 mean of `x` over each block, of `mean_shape(x.shape)`."""
         x = jnp.asarray(x, jnp.float32)
         shape, block = self.mean_shape(x.shape), self.fit(x.shape)
@@ -140,16 +142,16 @@ def _mean_along(x: jax.Array, axis: int) -> jax.Array:
 class BlockStructure(Protocol):
     """Inference of the blocks and embedding tables of a tree of parameters."""
 
-    def infer(self, params: Any) -> dict[str, Block]:
+    def infer(self, params: optax.Params) -> dict[str, Block]:
         """The block of each leaf, by path."""
 
-    def embeddings(self, params: Any) -> set[str]:
+    def embeddings(self, params: optax.Params) -> set[str]:
         """Paths of the embedding tables."""
 
-    def warn(self, params: Any) -> None:
+    def warn(self, params: optax.Params) -> None:
         """Warns of leaves whose block is a guess."""
 
 
-def is_int(number: Any) -> bool:
+def is_int(number: object) -> bool:
     """Return whether a value is an int and not a bool."""
     return isinstance(number, int) and not isinstance(number, bool)

@@ -7,12 +7,13 @@ where a mesh is known; else, and in a box of Linen, those that any mesh of these
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 # A mesh axis of so many devices, or one that the number divides, keeps its name where it can.
 _PARTS = 64
@@ -22,20 +23,20 @@ _KEYS = (
 )  # of NNX; Flax shards a state by the latter, if given
 
 
-def is_box(node: Any) -> bool:
+def is_box(node: object) -> bool:
     """Return whether a node is an array with Linen metadata, such as `Partitioned`."""
     return hasattr(type(node), "unbox") and hasattr(type(node), "replace_boxed")
 
 
-def is_variable(node: Any) -> bool:
+def is_variable(node: object) -> bool:
     """Return whether a node is an NNX `Variable`."""
     return hasattr(type(node), "get_metadata") and hasattr(type(node), "replace")
 
 
-def unboxed(tree: Any) -> Any:
+def unboxed(tree: optax.Params) -> optax.Params:
     """A tree without Linen's boxes."""
 
-    def content(node: Any) -> Any:
+    def content(node: object) -> object:
         if not is_box(node):
             return node
         inside = jax.tree.leaves(node)  # `node.unbox()` would shard it by its names on a set mesh
@@ -44,7 +45,9 @@ def unboxed(tree: Any) -> Any:
     return jax.tree.map(content, tree, is_leaf=is_box)
 
 
-def like(reference: Any, arrays: Iterable[Any], before: Any = None) -> Any:
+def like(
+    reference: optax.Params, arrays: Iterable[object], before: optax.Params | None = None
+) -> optax.Params:
     """A tree of the structure of `reference`, whose boxes fit the arrays in them.
 
     A box of Linen names the axes that the array shares with the parameter. Along the others it
@@ -61,21 +64,24 @@ def like(reference: Any, arrays: Iterable[Any], before: Any = None) -> Any:
     """
     treedef: Any = jax.tree.structure(reference)
     kept: Any = jax.tree.structure(before)
-    if _has_boxes(before) and _has_boxes(reference) and kept.num_leaves == treedef.num_leaves:
+    boxed = _has_boxes(reference)
+    if boxed and _has_boxes(before) and kept.num_leaves == treedef.num_leaves:
         return jax.tree.unflatten(kept, list(arrays))
     made = jax.tree.unflatten(treedef, list(arrays))
+    if not boxed:
+        return made
     return jax.tree.map(_fitted, made, reference, is_leaf=_is_any)
 
 
-def _is_any(node: Any) -> bool:
+def _is_any(node: object) -> bool:
     return is_box(node) or is_variable(node)
 
 
-def _has_boxes(tree: Any) -> bool:
+def _has_boxes(tree: object) -> bool:
     return any(map(_is_any, jax.tree.leaves(tree, is_leaf=_is_any)))
 
 
-def _fitted(box: Any, reference: Any) -> Any:
+def _fitted(box: Any, reference: object) -> Any:
     if not _is_any(box):
         return box
     inside, original = jax.tree.leaves(box), jax.tree.leaves(reference)
@@ -114,7 +120,7 @@ def _splits_on_any(own: int, whole: int, sizes: dict[str, int]) -> bool:
     return size & (size - 1) == 0  # else an odd number of parts may cut through a group
 
 
-def _sizes(mesh: Any) -> dict[str, int]:
+def _sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
     return {} if mesh is None or mesh.empty else dict(mesh.shape)
 
 
@@ -142,7 +148,10 @@ def fitted_variable(
 
 
 def _fitting(
-    sharding: Any, metadata: Any, shape: tuple[int, ...], whole: tuple[int, ...] | None
+    sharding: Any,
+    metadata: Mapping[str, Any],
+    shape: tuple[int, ...],
+    whole: tuple[int, ...] | None,
 ) -> Any:
     from flax.core import meta, spmd
 

@@ -1,15 +1,18 @@
 """Library calls outside of a jit: a few compiled programs, instead of one for each primitive."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.tree_util import PyTreeDef
+from jax.typing import ArrayLike, DTypeLike
 
 from optax_lowmem._src.core import numerics
+from optax_lowmem._src.core.typing import Tree
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,7 +35,7 @@ def compiled(function: F) -> F:
     def call(*args: Any, **named: Any) -> Any:
         leaves, treedef = jax.tree.flatten((args, named))
         eager = is_eager(leaves) and not jax.config.jax_disable_jit  # type: ignore[attr-defined]
-        if not eager or numerics.in_kernel() or _lie_apart(leaves):
+        if not eager or _lie_apart(leaves) or numerics.in_kernel():
             return function(*args, **named)
         arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
         # 1, 1.0 and True are equal, and not the same to a trace
@@ -42,7 +45,7 @@ def compiled(function: F) -> F:
     return call  # type: ignore[return-value]
 
 
-def is_eager(leaves: list[Any]) -> bool:
+def is_eager(leaves: Iterable[object]) -> bool:
     """Return whether no leaf is a tracer."""
     return not any(isinstance(leaf, jax.core.Tracer) for leaf in leaves)
 
@@ -56,19 +59,19 @@ def is_free(leaves: list[Any]) -> bool:
     return arrays and not any(leaf.committed for leaf in leaves)
 
 
-def _lie_apart(leaves: list[Any]) -> bool:
+def _lie_apart(leaves: Iterable[object]) -> bool:
     """Return whether the leaves include arrays committed to different sets of devices."""
     arrays = (leaf for leaf in leaves if isinstance(leaf, jax.Array))
     return len({frozenset(s.device_set) for s in {a.sharding for a in arrays if a.committed}}) > 1
 
 
-def _is_array(leaf: Any) -> bool:
+def _is_array(leaf: object) -> bool:
     return isinstance(leaf, jax.Array | np.ndarray | np.generic)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _run(
-    function: Callable[..., Any], treedef: Any, static: tuple[Any, ...], arrays: list[Any]
+    function: Callable[..., Any], treedef: PyTreeDef, static: tuple[Any, ...], arrays: list[Any]
 ) -> Any:
     rows = zip(static, arrays, strict=True)
     leaves = [array if fixed is None else fixed[1] for fixed, array in rows]
@@ -102,7 +105,7 @@ def _each(
     return [function(*row, *shared) for row in rows]
 
 
-def unstacked(x: jax.Array) -> list[Any]:
+def unstacked(x: jax.Array) -> list[ArrayLike]:
     """The parts of a small array along its first axis, with no program for each."""
     if is_eager([x]) and not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         return list(np.asarray(x))
@@ -112,7 +115,7 @@ def unstacked(x: jax.Array) -> list[Any]:
 _apply = compiled(optax.apply_updates)
 
 
-def apply_updates(params: Any, updates: Any) -> Any:
+def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
     """`optax.apply_updates`, as one program."""
     treedef: Any = jax.tree.structure(params)
     if treedef != jax.tree.structure(updates):
@@ -120,7 +123,9 @@ def apply_updates(params: Any, updates: Any) -> Any:
     return treedef.unflatten(_apply(jax.tree.leaves(params), jax.tree.leaves(updates)))
 
 
-def advanced(params: Any, updates: Any, count: jax.Array) -> tuple[Any, jax.Array]:
+def advanced(
+    params: optax.Params, updates: optax.Updates, count: jax.Array
+) -> tuple[optax.Params, jax.Array]:
     """`optax.apply_updates` and the count after it, as one program."""
     treedef: Any = jax.tree.structure(params)
     if treedef != jax.tree.structure(updates):
@@ -130,11 +135,13 @@ def advanced(params: Any, updates: Any, count: jax.Array) -> tuple[Any, jax.Arra
 
 
 @compiled
-def _advance(params: list[Any], updates: list[Any], count: jax.Array) -> Any:
+def _advance(
+    params: list[jax.Array], updates: list[jax.Array], count: jax.Array
+) -> tuple[list[jax.Array], jax.Array]:
     return optax.apply_updates(params, updates), optax.safe_increment(count)
 
 
-def widened(tree: Any, floats_only: bool = False) -> Any:
+def widened(tree: Tree, floats_only: bool = False) -> Tree:
     """A tree with its 8- and 16-bit floats in f32, made in one program.
 
     Args:
@@ -154,7 +161,7 @@ def widened(tree: Any, floats_only: bool = False) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), found)
 
 
-def _widened_shape(x: Any, floats_only: bool) -> jax.ShapeDtypeStruct:
+def _widened_shape(x: jax.ShapeDtypeStruct, floats_only: bool) -> jax.ShapeDtypeStruct:
     wide = floats_only and not numerics.is_narrow(x.dtype)
     return jax.ShapeDtypeStruct(
         x.shape, x.dtype if wide else jnp.float32, sharding=getattr(x, "sharding", None)
@@ -166,7 +173,7 @@ def _widen(arrays: list[jax.Array]) -> list[jax.Array]:
     return [numerics.widen(x) for x in arrays]
 
 
-def as_given(updates: Any, gradients: Any) -> Any:
+def as_given(updates: optax.Updates, gradients: optax.Updates) -> optax.Updates:
     """Updates in the dtypes of the gradients; those of another tree (lookahead's) as they are."""
     treedef: Any = jax.tree.structure(updates)
     if treedef != jax.tree.structure(gradients):
@@ -181,5 +188,5 @@ def as_given(updates: Any, gradients: Any) -> Any:
 
 
 @compiled
-def _cast(rows: list[tuple[jax.Array, Any]]) -> list[jax.Array]:
+def _cast(rows: list[tuple[jax.Array, DTypeLike]]) -> list[jax.Array]:
     return [x.astype(dtype) for x, dtype in rows]

@@ -4,9 +4,11 @@ from typing import Any
 
 import jax
 
+from optax_lowmem._src.core.typing import Tree
+
 
 @jax.custom_jvp
-def without(tree: Any) -> Any:
+def without(tree: Tree) -> Tree:
     """A tree as it is, which raises where it would be differentiated.
 
     JAX gives an integer no tangent and a rounding that of the identity or none, so that the

@@ -13,9 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_lowmem._src.core.compiled import is_eager
 from optax_lowmem._src.core.placement import Placement, placement, sharding_of_state
+from optax_lowmem._src.core.typing import Shaped, Tree
 
 
-def sharding_of(x: Any) -> NamedSharding | None:
+def sharding_of(x: object) -> NamedSharding | None:
     """The sharding in the type of an array, or of its shape and dtype; None without Explicit axes.
 
     Args:
@@ -23,19 +24,19 @@ def sharding_of(x: Any) -> NamedSharding | None:
     """
     # an array's own has its devices, which an operation outside of `jax.set_mesh` needs
     typed = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x
-    sharding: Any = getattr(typed, "sharding", None)
+    sharding = getattr(typed, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not sharding.mesh.explicit_axes:
         return None
     return sharding
 
 
-def placement_of(path: str, x: Any) -> Placement | None:
+def placement_of(path: str, x: Shaped) -> Placement | None:
     """The placement in an array's type; None where no axis of its mesh is Explicit."""
     sharding = sharding_of(x)
     return None if sharding is None else placement(path, tuple(x.shape), sharding, sharding.mesh)
 
 
-def of_state(path: str, x: Any, shape: tuple[int, ...], group_size: int) -> NamedSharding | None:
+def of_state(path: str, x: Shaped, shape: tuple[int, ...], group_size: int) -> NamedSharding | None:
     """The sharding of an array of the state of parameter `x`; None without Explicit axes.
 
     Args:
@@ -50,14 +51,14 @@ def of_state(path: str, x: Any, shape: tuple[int, ...], group_size: int) -> Name
     return sharding_of_state(place, tuple(x.shape), shape, (group_size,))
 
 
-def laid(x: Any, sharding: NamedSharding | None) -> Any:
+def laid(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
     """An array with this sharding in its type; itself where there is none to have."""
     if sharding is None or sharding_of(x) == sharding:
         return x
     return jax.sharding.reshard(x, sharding)
 
 
-def laid_like(tree: Any, other: Any) -> Any:
+def laid_like(tree: Tree, other: object) -> Tree:
     """The arrays of a tree with the shardings in the types of another's."""
     return jax.tree.map(lambda x, like: laid(x, sharding_of(like)), tree, other)
 
@@ -79,7 +80,7 @@ def left_to_xla(function: Callable[..., Any], shardings: Any, *args: Any) -> Any
         return function(*args)
     mesh = meshes[0]
 
-    def filled(sharding: Any) -> NamedSharding:
+    def filled(sharding: NamedSharding | None) -> NamedSharding:
         return NamedSharding(mesh, PartitionSpec()) if sharding is None else sharding
 
     out = jax.tree.map(filled, shardings, is_leaf=lambda node: node is None)

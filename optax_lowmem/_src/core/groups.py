@@ -3,10 +3,10 @@
 Never across rows: codes then shard like the parameter, with no collective.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+
+from optax_lowmem._src.core.typing import Tree
 
 
 def group_count(length: int, group_size: int) -> int:
@@ -37,7 +37,7 @@ def from_groups(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return flat if flat.shape == shape else flat[..., : shape[-1]]
 
 
-def spread_tree(of_groups: Any, length: int, group_size: int) -> Any:
+def spread_tree(of_groups: Tree, length: int, group_size: int) -> Tree:
     """`spread` of each array of a tree."""
     return jax.tree.map(lambda x: spread(x, length, group_size), of_groups)
 

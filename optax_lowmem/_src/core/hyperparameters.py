@@ -10,13 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.typing import ArrayLike
 
 from optax_lowmem._src.core.compiled import compiled
 
 increment = compiled(optax.safe_increment)  # of a count, as one program
 
 
-def check_range(name: str, value: Any, low: float, high: float = math.inf) -> None:
+def check_range(name: str, value: object, low: float, high: float = math.inf) -> None:
     """Raises unless a number is in [low, high); schedules and arrays of 32 bits pass."""
     if value is None or isinstance(value, bool | np.bool_ | str | list | tuple | dict):
         raise TypeError(f"{name} must be a number, an f32 scalar or a schedule, got {value!r}")
@@ -28,7 +29,7 @@ def check_range(name: str, value: Any, low: float, high: float = math.inf) -> No
         raise ValueError(f"{name} must be {span}, got {value!r}")
 
 
-def _check_dtype(name: str, value: Any) -> None:
+def _check_dtype(name: str, value: object) -> None:
     """Raises for a hyperparameter of 16 bits, in which 0.999 would be 1."""
     dtype = getattr(value, "dtype", None)
     if dtype is not None and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16):
@@ -39,7 +40,7 @@ def _check_dtype(name: str, value: Any) -> None:
         )
 
 
-def as_f32(name: str, value: Any) -> jax.Array:
+def as_f32(name: str, value: object) -> jax.Array:
     """A hyperparameter as an f32 scalar.
 
     Raises:
@@ -63,7 +64,7 @@ def as_f32(name: str, value: Any) -> jax.Array:
     return scalar
 
 
-def complement(name: str, decay: Any) -> jax.Array:
+def complement(name: str, decay: float | jax.Array) -> jax.Array:
     """1 - decay in f32, taken in float64 where decay is a number."""
     if isinstance(decay, int | float):
         return jnp.float32(1.0 - decay)
@@ -75,7 +76,7 @@ def following(count: jax.Array) -> jax.Array:
     return jnp.maximum(count + 1, count)
 
 
-def bias_correction(name: str, decay: Any, step: jax.Array) -> jax.Array:
+def bias_correction(name: str, decay: float | jax.Array, step: jax.Array) -> jax.Array:
     """1 - decay^step, without the cancellation of that expression (6e-5 at step 1 in f32)."""
     if isinstance(decay, int | float):
         log = jnp.float32(math.log(decay) if decay > 0 else -math.inf)
@@ -100,15 +101,15 @@ class PowerDecay:
         if not 0 < self.power <= 1:  # over 1 the weights t^-power have a sum: nothing is forgotten
             raise ValueError(f"power must be in (0, 1], got {self.power!r}")
 
-    def _exponent(self, count: Any) -> jax.Array:
+    def _exponent(self, count: ArrayLike) -> jax.Array:
         step = jnp.asarray(count).astype(jnp.float32) + 1
         return -jnp.float32(self.power) * jnp.log(step)
 
-    def __call__(self, count: Any) -> jax.Array:
+    def __call__(self, count: ArrayLike) -> jax.Array:
         """The decay after `count` steps: 0 at first."""
         return -jnp.expm1(self._exponent(count))
 
-    def complement(self, count: Any) -> jax.Array:
+    def complement(self, count: ArrayLike) -> jax.Array:
         """t^-power itself: 1 - decay would be up to 0.2 % off by t = 10^6."""
         return jnp.exp(self._exponent(count))
 
@@ -130,13 +131,10 @@ class Formula:
 
     def __call__(self, count: jax.Array) -> dict[str, jax.Array]:
         """f32 scalars; a schedule of the user's is called with the count itself."""
-        if any(map(_is_users, jax.tree.leaves(self.arguments))):
+        own = [value for value in jax.tree.leaves(self.arguments) if callable(value)]
+        if not all(isinstance(schedule, PowerDecay) for schedule in own):
             return self.function(*self.arguments, count)
         return compiled(self.function)(*self.arguments, count)
-
-
-def _is_users(value: Any) -> bool:
-    return callable(value) and not isinstance(value, PowerDecay)
 
 
 class Decay(NamedTuple):
@@ -147,7 +145,7 @@ class Decay(NamedTuple):
     correction: jax.Array  # 1 - b_1 b_2 ... b_t: what the weights of x_1 ... x_t sum to
 
 
-def check_decay(name: str, decay: Any) -> None:
+def check_decay(name: str, decay: object) -> None:
     """Raises unless a decay is in [0, 1), or a schedule that starts at 0.
 
     Of a schedule that starts elsewhere, 1 - b_1 ... b_t would need a product in the state.
@@ -165,7 +163,9 @@ def check_decay(name: str, decay: Any) -> None:
         )
 
 
-def decay_at(name: str, decay: float | jax.Array | Callable[[Any], Any], count: jax.Array) -> Decay:
+def decay_at(
+    name: str, decay: float | jax.Array | Callable[[jax.Array], ArrayLike], count: jax.Array
+) -> Decay:
     """A number, an array or a schedule (`check_decay`) at the step after `count` steps."""
     if not callable(decay):
         after = bias_correction(name, decay, following(count))

@@ -48,7 +48,8 @@ class Approximations:
 _approximations: ContextVar[Approximations | None] = ContextVar("approximations", default=None)
 
 
-def _in_kernel() -> bool:
+def in_kernel() -> bool:
+    """Return whether the body of a kernel is being traced."""
     return _approximations.get() is not None
 
 
@@ -64,7 +65,7 @@ def from_bits(bits: jax.Array) -> jax.Array:
 
 def canonical_nan(bits: jax.Array) -> jax.Array:
     """f32 bits with every NaN made 0x7fc00000."""
-    if _in_kernel():  # what a GPU computes is never another NaN than 0x7fffffff
+    if in_kernel():  # what a GPU computes is never another NaN than 0x7fffffff
         signed = lax.bitcast_convert_type(bits, jnp.int32)
         return lax.bitcast_convert_type(jnp.minimum(signed, NAN_BITS), jnp.uint32)
     return jnp.where(jnp.isnan(from_bits(bits)), jnp.uint32(NAN_BITS), bits)
@@ -75,7 +76,7 @@ def absmax_bits(
 ) -> jax.Array:
     """Bits of max |x| over axes (None: all), in integers: a float maximum may drop NaN."""
     magnitude = lax.bitcast_convert_type(x, jnp.int32)
-    if signed or not _in_kernel():  # what a GPU computes is never a NaN with a sign
+    if signed or not in_kernel():  # what a GPU computes is never a NaN with a sign
         magnitude = magnitude & MAGNITUDE_MASK
     return jnp.max(magnitude, axis=axes).astype(jnp.uint32)
 
@@ -121,7 +122,7 @@ def round_to_int(x: jax.Array) -> jax.Array:
 
 def uniform(bits: jax.Array) -> jax.Array:
     """f32 in [0, 1) of uint32 bits; in a kernel rounded from all 32, so up to 1."""
-    if _in_kernel():
+    if in_kernel():
         return bits.astype(jnp.float32) * jnp.float32(2.0**-32)
     return (bits >> 8).astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0**-24)
 
@@ -132,7 +133,7 @@ def low_byte(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
     XLA on a GPU (jax 0.11.2) converts the bits of a float, less a constant, as if they were the
     float: everything comes out saturated. A clamp in between prevents it; kernels need none.
     """
-    if not _in_kernel():
+    if not in_kernel():
         info = jnp.iinfo(dtype)
         bits = jnp.clip(bits, jnp.int32(info.min), jnp.int32(info.max))
     return bits.astype(dtype)
@@ -159,11 +160,6 @@ def exp2(x: jax.Array) -> jax.Array:
 
 
 _PORTABLE = Approximations()
-
-
-def in_kernel() -> bool:
-    """Return whether the body of a kernel is being traced."""
-    return _approximations.get() is not None
 
 
 @contextlib.contextmanager

@@ -13,15 +13,18 @@ from jax.experimental.pallas import triton as plgpu
 from optax_lowmem._src.core import groups, numerics, random
 from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.core.tiles import Tiling
+from optax_lowmem._src.core.typing import T
+
+Ref = jax.Ref | jax.Array  # to a mypy that knows the NamedTuple of references by its arrays
 
 
-def in_leaf(starts: list[int], program: jax.Array, branch: Callable[[int], Any]) -> Any:
+def in_leaf(starts: list[int], program: jax.Array, branch: Callable[[int], T]) -> T:
     """branch(i) for the leaf i that a program belongs to, found by halving.
 
     (The Triton lowering of a `switch` asks for one case after another.)
     """
 
-    def between(low: int, high: int) -> Any:
+    def between(low: int, high: int) -> T:
         if high - low == 1:
             return branch(low)
         middle = (low + high) // 2
@@ -63,7 +66,7 @@ def _coordinates(tiling: Tiling, tile: jax.Array) -> list[jax.Array]:
     return [rest, *reversed(coordinates)]
 
 
-def _elements(tiling: Tiling, ref: Any, tile: jax.Array) -> tuple[Any, jax.Array | None]:
+def _elements(tiling: Tiling, ref: Ref, tile: jax.Array) -> tuple[Any, jax.Array | None]:
     """Reference to the elements of a tile [rows, lanes], and which of them exist."""
     shape = tiling.tile_shape
     if tiling.flat:
@@ -79,11 +82,11 @@ def _elements(tiling: Tiling, ref: Any, tile: jax.Array) -> tuple[Any, jax.Array
     return ref.at[row, column], mask
 
 
-def _scales(tiling: Tiling, ref: Any, tile: jax.Array) -> Any:
+def _scales(tiling: Tiling, ref: Ref, tile: jax.Array) -> Any:
     return ref.at[pl.ds(tile * tiling.rows, tiling.rows)]
 
 
-def part(ref: Any, *axes: jax.Array) -> tuple[Any, jax.Array]:
+def part(ref: Ref, *axes: jax.Array) -> tuple[Any, jax.Array]:
     """A reference to elements by the indices of each axis, and which of them exist.
 
     By indices, since JAX refuses slices that leave an array, also where they are masked.
@@ -94,7 +97,7 @@ def part(ref: Any, *axes: jax.Array) -> tuple[Any, jax.Array]:
     return ref.at[tuple(grid)], functools.reduce(jnp.logical_and, inside)
 
 
-def exists(tiling: Tiling, ref: Any, tile: jax.Array) -> jax.Array | None:
+def exists(tiling: Tiling, ref: Ref, tile: jax.Array) -> jax.Array | None:
     """Return a mask [rows, lanes] of the elements of a tile that exist, or None where all do.
 
     `ref` may be of any array with this tiling.
@@ -102,20 +105,20 @@ def exists(tiling: Tiling, ref: Any, tile: jax.Array) -> jax.Array | None:
     return _elements(tiling, ref, tile)[1]
 
 
-def load(tiling: Tiling, ref: Any, tile: jax.Array, other: int = 0) -> jax.Array:
+def load(tiling: Tiling, ref: Ref, tile: jax.Array, other: int = 0) -> jax.Array:
     """Elements of a tile; `other` where there are none."""
     where, mask = _elements(tiling, ref, tile)
     # volatile: else the assembler moves loads down to their use, and their latency shows
     return plgpu.load(where, mask=mask, other=None if mask is None else other, volatile=True)
 
 
-def store(tiling: Tiling, ref: Any, tile: jax.Array, values: jax.Array) -> None:
+def store(tiling: Tiling, ref: Ref, tile: jax.Array, values: jax.Array) -> None:
     """Writes the elements of a tile."""
     where, mask = _elements(tiling, ref, tile)
     plgpu.store(where, values, mask=mask)
 
 
-def load_scales(tiling: Tiling, ref: Any, tile: jax.Array) -> jax.Array:
+def load_scales(tiling: Tiling, ref: Ref, tile: jax.Array) -> jax.Array:
     """Scales of a tile, [rows]; 0 where there are none."""
     mask = _row_mask(tiling, tile)
     return plgpu.load(_scales(tiling, ref, tile), mask=mask, other=None if mask is None else 0)
@@ -142,7 +145,7 @@ def load_of_block(tiling: Tiling, block: Block, ref: Any, tile: jax.Array) -> ja
     return plgpu.load(ref.at[jnp.minimum(index, jnp.int32(stride - 1))])
 
 
-def store_scales(tiling: Tiling, ref: Any, tile: jax.Array, values: jax.Array) -> None:
+def store_scales(tiling: Tiling, ref: Ref, tile: jax.Array, values: jax.Array) -> None:
     """Writes the scales of a tile."""
     plgpu.store(_scales(tiling, ref, tile), values, mask=_row_mask(tiling, tile))
 

@@ -3,17 +3,18 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from optax_lowmem._src.core import groups, trees
 
 Axes = tuple[str, ...]  # mesh axes that one dimension is split over, the outermost first
+Sharding = NamedSharding | PartitionSpec | None  # of a leaf; None is replicated
 
 
-def entry(axes: Axes) -> Any:
+def entry(axes: Axes) -> None | str | Axes:
     """Return the PartitionSpec entry of a dimension: None, one mesh axis, or a tuple of them."""
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
@@ -27,7 +28,7 @@ class Placement:
       axes: the mesh axes that each dimension is split over.
     """
 
-    mesh: Any
+    mesh: Mesh | AbstractMesh
     axes: tuple[Axes, ...]
 
     def parts(self, dimension: int) -> int:
@@ -100,7 +101,9 @@ def sharding_of_state(
     return NamedSharding(place.mesh, PartitionSpec(*map(entry, axes)))
 
 
-def placement(path: str, shape: tuple[int, ...], sharding: Any, mesh: Any) -> Placement:
+def placement(
+    path: str, shape: tuple[int, ...], sharding: Sharding, mesh: Mesh | AbstractMesh
+) -> Placement:
     """The placement of an array.
 
     Args:
@@ -137,7 +140,7 @@ def placement(path: str, shape: tuple[int, ...], sharding: Any, mesh: Any) -> Pl
     return placed
 
 
-def mesh_of(shardings: Sequence[Any], mesh: Mesh | None) -> Any:
+def mesh_of(shardings: Sequence[Sharding], mesh: Mesh | None) -> Mesh | AbstractMesh:
     """The mesh that some NamedShardings and PartitionSpecs are of.
 
     Raises:
@@ -154,11 +157,11 @@ def mesh_of(shardings: Sequence[Any], mesh: Mesh | None) -> Any:
     return mesh
 
 
-def _is_sharding(node: Any) -> bool:
+def _is_sharding(node: object) -> bool:
     return node is None or isinstance(node, NamedSharding | PartitionSpec)
 
 
-def of_parameters(params: Any, shardings: Any) -> list[Any]:
+def of_parameters(params: optax.Params, shardings: object) -> list[Sharding]:
     """Return the sharding of each parameter: a NamedSharding, a PartitionSpec or None.
 
     Raises:
@@ -177,7 +180,7 @@ def of_parameters(params: Any, shardings: Any) -> list[Any]:
     return [sharding for _, sharding in found]
 
 
-def placements(params: Any, shardings: Any, mesh: Mesh | None) -> dict[str, Placement]:
+def placements(params: optax.Params, shardings: object, mesh: Mesh | None) -> dict[str, Placement]:
     """Return the `Placement` of each parameter by path, from its NamedSharding or spec."""
     given = of_parameters(params, shardings)
     the_mesh = mesh_of(given, mesh)

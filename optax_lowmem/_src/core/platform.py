@@ -47,7 +47,7 @@ def no_device_reason() -> str | None:
     return None
 
 
-def no_kernel_reason(x: Any = None) -> str | None:
+def no_kernel_reason(x: object = None) -> str | None:
     """Return the reason why the traced computation uses no GPU kernels on an array, or None.
 
     A kernel call is opaque to the partitioner, which would gather arrays that are sharded over
@@ -68,7 +68,7 @@ def no_kernel_reason(x: Any = None) -> str | None:
     )
 
 
-def explicit_axes_reason(x: Any) -> str | None:
+def explicit_axes_reason(x: object) -> str | None:
     """Return the reason why JAX would raise for a kernel on an array, or None."""
     if isinstance(x, jax.Array) and AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:
         return "it lies on Explicit mesh axes and this is not inside a shard_map"

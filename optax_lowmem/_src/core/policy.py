@@ -5,7 +5,6 @@ import fnmatch
 import math
 import warnings
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 import optax
@@ -35,7 +34,7 @@ class Policy(ShowsChanges):
 
     min_size: int = 4096
     exclude: tuple[str, ...] = ()
-    mask: Any = None
+    mask: optax.MaskOrFn | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.min_size, int) or self.min_size < 0:
@@ -79,7 +78,7 @@ class Policy(ShowsChanges):
         paths = list(paths)
         return [p for p in self.exclude if not fnmatch.filter(paths, _parsed(p)[1])]
 
-    def masked_out(self, tree: Any) -> set[str]:
+    def masked_out(self, tree: optax.Params) -> set[str]:
         """Paths of the leaves that the mask leaves uncompressed."""
         if self.mask is None:
             return set()
@@ -88,7 +87,7 @@ class Policy(ShowsChanges):
         return {path for (path, _), keep in zip(named_leaves(tree), kept, strict=True) if not keep}
 
 
-def unmatched_patterns(policies: Iterable[Policy], tree: Any) -> list[str]:
+def unmatched_patterns(policies: Iterable[Policy], tree: optax.Params) -> list[str]:
     """A warning for each pattern of some policies that no leaf of the whole tree has."""
     paths = [path for path, _ in named_leaves(tree)]
     return [
@@ -98,10 +97,11 @@ def unmatched_patterns(policies: Iterable[Policy], tree: Any) -> list[str]:
     ]
 
 
-def warn_of_patterns(policy: Policy, tree: Any) -> None:
+def warn_of_patterns(policy: Policy, tree: optax.Params) -> None:
     """Warn of patterns that match nothing, where an `init` has all leaves and nobody else does."""
-    whole = not holds(tree, lambda node: isinstance(node, optax.MaskedNode))
-    if policy.exclude and whole and not scope.is_observed() and jax.tree.leaves(tree):
+    if not policy.exclude or scope.is_observed() or not jax.tree.leaves(tree):
+        return
+    if not holds(tree, lambda node: isinstance(node, optax.MaskedNode)):
         for warning in unmatched_patterns([policy], tree):
             warnings.warn(warning, stacklevel=3)
 

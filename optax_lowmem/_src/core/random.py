@@ -177,9 +177,8 @@ def salt(slot: str) -> int:
 def slot_bits(row: jax.Array, lane: jax.Array, group_size: int, slot: str) -> jax.Array:
     """uint32 of an array's shape from `noise_bits`, for one slot: the upper bits are random."""
     # not a reshape, for which Triton moves what follows between threads
-    lanes = lax.expand_dims(lane, range(row.ndim - 1))
-    bits = groups.spread(row, lane.shape[0], group_size) + lanes
-    return bits * jnp.uint32(salt(slot))
+    lanes, odd = lax.expand_dims(lane, range(row.ndim - 1)), salt(slot)
+    return (groups.spread(row, lane.shape[0], group_size) + lanes) * jnp.uint32(odd)
 
 
 def join_bits(row: jax.Array, lane: jax.Array, group_size: int, slot: str) -> jax.Array:

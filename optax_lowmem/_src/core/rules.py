@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -27,7 +27,14 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateRule(abc.ABC):
-    """f32 arithmetic of one step on elements; pure jnp, called by the XLA path and by kernels."""
+    """f32 arithmetic of one step on elements; pure jnp, called by the XLA path and by kernels.
+
+    Attributes:
+      prepares: what `prepare` looks at before any `update`: `leaf`, which costs a pass over
+        gradient and slots, `blocks`, one over the gradient, or None.
+    """
+
+    prepares: ClassVar[str | None] = None
 
     @property
     @abc.abstractmethod
@@ -41,7 +48,7 @@ class UpdateRule(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def state_type(self) -> Any:
+    def state_type(self) -> Any:  # a type[NamedTuple], which mypy would not let us call
         """The NamedTuple of the state: count, seed, slots, their scales, correction."""
 
     @abc.abstractmethod
@@ -56,14 +63,6 @@ class UpdateRule(abc.ABC):
           h: the step's hyperparameters, f32 scalars, which may be traced, and the operands of
             `prepare`, which broadcast to the elements.
         """
-
-    @property
-    def prepares(self) -> str | None:
-        """Return what `prepare` looks at before any `update`: `leaf`, `blocks`, or None.
-
-        `leaf` costs a pass over gradient and slots, `blocks` one over the gradient.
-        """
-        return None
 
     def prepare(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]

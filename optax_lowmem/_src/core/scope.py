@@ -13,9 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
 
 from optax_lowmem._src.core import trees
 from optax_lowmem._src.core.placement import Placement
+from optax_lowmem._src.core.typing import T
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Masters:
 
     corrections: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     taken: list[str] = dataclasses.field(default_factory=list)
-    seed: Any = None
+    seed: ArrayLike | None = None
     originals: dict[str, jax.Array] | None = None
     sampled: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
@@ -72,7 +75,7 @@ _masters: ContextVar[Masters | None] = ContextVar("masters", default=None)
 
 
 @contextlib.contextmanager
-def _bound(variable: ContextVar[Any], value: Any) -> Iterator[Any]:
+def _bound(variable: ContextVar[T | None], value: T) -> Iterator[T]:
     token = variable.set(value)
     try:
         yield value
@@ -150,7 +153,9 @@ def placement(path: str) -> Placement | None:
     return (_placements.get() or {}).get(path)
 
 
-def dry_run(tx: Any, params: Any) -> tuple[Any, list[Decision]]:
+def dry_run(
+    tx: optax.GradientTransformation, params: optax.Params
+) -> tuple[optax.OptState, list[Decision]]:
     """The abstract state of `tx.init`, and the decisions it takes; nothing is allocated."""
     trees.check_transformation(tx, "pass (tx, params), in this order.")
     with recording() as decisions:

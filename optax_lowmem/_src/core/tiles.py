@@ -1,10 +1,11 @@
 """An array [..., n] as tiles of groups: what a GPU program loads, computes and stores at once."""
 
 import dataclasses
+import functools
 import math
-from typing import Any
 
 import jax
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.core import groups
 
@@ -16,8 +17,11 @@ def next_power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def result_like(x: Any, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+def result_like(
+    x: jax.Array, shape: tuple[int, ...] | None = None, dtype: DTypeLike | None = None
+) -> jax.ShapeDtypeStruct:
     """A kernel's result; how its operand `x` varies over a mesh is kept for `shard_map`."""
+    shape, dtype = x.shape if shape is None else shape, x.dtype if dtype is None else dtype
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
 
 
@@ -48,37 +52,37 @@ class Tiling:
     group_size: int
     elements: int
 
-    @property
+    @functools.cached_property
     def width(self) -> int:
         """Elements of a full group."""
         return min(self.group_size, self.shape[-1])
 
-    @property
+    @functools.cached_property
     def lanes(self) -> int:
         """The width, rounded up to a power of two."""
         return next_power_of_two(self.width)
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         """Groups of a tile."""
         return max(1, self.elements // self.lanes)
 
-    @property
+    @functools.cached_property
     def groups(self) -> int:
         """Groups of the array."""
         return math.prod(groups.scale_shape(self.shape, self.group_size))
 
-    @property
+    @functools.cached_property
     def tiles(self) -> int:
         """Tiles of the array; the last one may be partial."""
         return -(-self.groups // self.rows)
 
-    @property
+    @functools.cached_property
     def flat(self) -> bool:
         """Return whether every group is full, so that the array is [groups, lanes]."""
         return self.shape[-1] % self.width == 0 and self.width == self.lanes
 
-    @property
+    @functools.cached_property
     def tile_shape(self) -> tuple[int, int]:
         """[rows, lanes]."""
         return self.rows, self.lanes

@@ -2,13 +2,14 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.core import numerics
+from optax_lowmem._src.core.typing import Tree
 
 DICTS = (dict, OrderedDict)  # of states: those of optax.partition and optax.named_chain
 NO_PARAMS_MSG = (
@@ -23,25 +24,25 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path[:-1] if boxed else path, simple=True, separator="/")
 
 
-def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """(path name, leaf) pairs in flattening order.
-
-    Raises:
-      ValueError: for two leaves of one name, which no table by name could tell apart.
-    """
-    return unique_names(tree, path_name)
-
-
 def some_of(paths: Sequence[str], shown: int = 3) -> str:
     """Return the first paths of several, and how many more there are, for display."""
     more = f" and {len(paths) - shown} more" if len(paths) > shown else ""
     return ", ".join(paths[:shown]) + more
 
 
-def unique_names(
-    tree: Any, name_of: Callable[[tuple[Any, ...]], str], what: str = "here"
+def named_leaves(
+    tree: object, name_of: Callable[[tuple[Any, ...]], str] = path_name, what: str = "here"
 ) -> list[tuple[str, Any]]:
-    """(name, leaf) pairs in flattening order, of names that tell leaves apart; else raises."""
+    """(name, leaf) pairs in flattening order.
+
+    Args:
+      tree: any pytree.
+      name_of: the name of a leaf from its key path.
+      what: where leaves are called so, for the error.
+
+    Raises:
+      ValueError: for two leaves of one name, which no table by name could tell apart.
+    """
     named = jax.tree_util.tree_leaves_with_path(tree)
     known: dict[str, tuple[Any, ...]] = {}
     for path, _ in named:
@@ -56,7 +57,7 @@ def unique_names(
     return [(name, leaf) for name, (_, leaf) in zip(known, named, strict=True)]
 
 
-def check_transformation(tx: Any, call: str) -> None:
+def check_transformation(tx: object, call: str) -> None:
     """Raises unless `tx` has the methods of an optax transformation; `call`: how it is passed."""
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise TypeError(
@@ -65,7 +66,7 @@ def check_transformation(tx: Any, call: str) -> None:
         )
 
 
-def wrapped(inner: Any) -> optax.GradientTransformationExtraArgs:
+def wrapped(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Return `inner` with an `update` that takes extra arguments.
 
     Raises:
@@ -75,7 +76,7 @@ def wrapped(inner: Any) -> optax.GradientTransformationExtraArgs:
     return optax.with_extra_args_support(inner)
 
 
-def check_param(path: str, leaf: Any) -> None:
+def check_param(path: str, leaf: object) -> None:
     """Raises unless a parameter is f32, bf16 or f16."""
     if not hasattr(leaf, "dtype"):
         raise TypeError(
@@ -101,7 +102,7 @@ def check_param(path: str, leaf: Any) -> None:
     )
 
 
-def with_values(params: Any) -> Any:
+def with_values(params: optax.Params) -> optax.Params:
     """A tree with zeros in the place of each `jax.ShapeDtypeStruct`, sharded as that says.
 
     For an `init` that keeps values of the weights: of shapes alone its state has the layout.
@@ -112,7 +113,7 @@ def with_values(params: Any) -> Any:
     )
 
 
-def match(what: str, tree: Any, params: Any) -> list[Any]:
+def match(what: str, tree: optax.Updates, params: optax.Params) -> list[jax.Array]:
     """Leaves of `tree`, which must have the structure and shapes of `params`, and be real.
 
     Raises:
@@ -134,7 +135,7 @@ def match(what: str, tree: Any, params: Any) -> list[Any]:
     return jax.tree.leaves(tree)
 
 
-def match_names(what: str, tree: Any, params: Any) -> None:
+def match_names(what: str, tree: optax.Updates, params: optax.Params) -> None:
     """Raises unless `tree` has the leaves of `params`, by name and in order."""
     expected, found = named_leaves(params), named_leaves(tree)
     names, found_names = [n for n, _ in expected], [n for n, _ in found]
@@ -147,7 +148,7 @@ def match_names(what: str, tree: Any, params: Any) -> None:
         )
 
 
-def check_state(state: Any, kind: Any) -> None:
+def check_state(state: optax.OptState, kind: type[NamedTuple]) -> None:
     """Raises unless a state is the NamedTuple that an optimizer keeps (or its like, by fields)."""
     if getattr(state, "_fields", None) != kind._fields:
         raise ValueError(
@@ -157,7 +158,7 @@ def check_state(state: Any, kind: Any) -> None:
         )
 
 
-def broadcast_prefix(what: str, prefix: Any, tree: Any) -> list[Any]:
+def broadcast_prefix(what: str, prefix: object, tree: object) -> list[Any]:
     """One value of a prefix tree (an optax mask) for each leaf of `tree`, in order."""
     try:
         spread = jax.tree.map(lambda value, sub: jax.tree.map(lambda _: value, sub), prefix, tree)
@@ -170,22 +171,28 @@ def broadcast_prefix(what: str, prefix: Any, tree: Any) -> list[Any]:
     return jax.tree.leaves(spread)
 
 
-def is_named_tuple(node: Any) -> bool:
+def is_named_tuple(node: object) -> TypeGuard[NamedTuple]:
     """Return whether a node is a NamedTuple instance."""
     return isinstance(node, tuple) and hasattr(node, "_fields")
 
 
-def is_ours(node: Any) -> bool:
-    """Return whether a node is a state of this library."""
-    return is_named_tuple(node) and type(node).__module__.split(".")[0] == "optax_lowmem"
+def is_ours(node: object) -> TypeGuard[NamedTuple]:
+    """Return whether a node is a state of this library, or one that its optimizers keep.
+
+    The class of the latter is the rule's, which may be anybody's: they have a count and a seed.
+    """
+    if not is_named_tuple(node):
+        return False
+    library = type(node).__module__.split(".")[0] == "optax_lowmem"
+    return library or {"count", "seed"} <= set(node._fields)
 
 
-def holds(tree: Any, test: Callable[[Any], bool]) -> bool:
+def holds(tree: object, test: Callable[[object], bool]) -> bool:
     """Return whether any node of a tree, its root included, passes a test."""
     return any(map(test, jax.tree.leaves(tree, is_leaf=test)))
 
 
-def keep_dtypes(old: Any, new: Any, given: Any = None) -> Any:
+def keep_dtypes(old: Tree, new: Tree, given: optax.Updates | None = None) -> Tree:
     """A new state in the dtypes of the old, which f32 gradients of 16-bit weights do not keep.
 
     Args:
@@ -197,18 +204,18 @@ def keep_dtypes(old: Any, new: Any, given: Any = None) -> Any:
     if before != jax.tree.structure(new) or given is not None and not holds(given, _is_narrow):
         return new
 
-    def kept(a: Any, b: Any) -> Any:
+    def kept(a: jax.Array, b: jax.Array) -> jax.Array:
         return b if jnp.result_type(a) == jnp.result_type(b) else b.astype(a.dtype)
 
     return jax.tree.map(kept, old, new)
 
 
-def _is_narrow(leaf: Any) -> bool:
+def _is_narrow(leaf: object) -> bool:
     return hasattr(leaf, "dtype") and numerics.is_narrow(leaf.dtype)
 
 
 def states_with(
-    state: Any, field: str, test: Callable[[Any], bool] = is_named_tuple
+    state: optax.OptState, field: str, test: Callable[[object], bool] = is_named_tuple
 ) -> Iterator[Any]:
     """Every NamedTuple inside an optimizer state that has a field, through any wrapper.
 
@@ -226,7 +233,7 @@ def states_with(
                     yield from states_with(getattr(node, name), field, test)
 
 
-def is_state(node: Any, slot: str = "") -> bool:
+def is_state(node: object, slot: str = "") -> bool:
     """Return whether a node of a state is itself a state, not weights held in a NamedTuple.
 
     Args:
@@ -237,7 +244,7 @@ def is_state(node: Any, slot: str = "") -> bool:
     return is_named_tuple(node) and (named or slot == "other")
 
 
-def state_fields(state: Any, name: str = "other") -> Iterator[tuple[str, Any]]:
+def state_fields(state: optax.OptState, name: str = "other") -> Iterator[tuple[str, Any]]:
     """(slot, subtree) of every field of every NamedTuple of an optimizer state."""
     if is_state(state, name):
         for field in state._fields:
@@ -254,8 +261,8 @@ def state_fields(state: Any, name: str = "other") -> Iterator[tuple[str, Any]]:
         yield name, state
 
 
-def _has_states(node: Any, slot: str) -> bool:
-    def filled(inner: Any) -> bool:
+def _has_states(node: object, slot: str) -> bool:
+    def filled(inner: optax.OptState) -> bool:
         return is_state(inner, slot) and bool(inner._fields)
 
     return holds(node, filled)

@@ -7,7 +7,7 @@ import jax
 from jax import lax
 
 
-def axes_of(*trees: Any) -> frozenset[Any]:
+def axes_of(*trees: object) -> frozenset[Any]:
     """The axes over which any of these arrays varies; none outside of a `shard_map`."""
     leaves = jax.tree.leaves(trees)
     return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in leaves))

@@ -61,7 +61,7 @@ def gated_product(
         )
     with jax.named_scope("activation"):
         static, given = _Gate(recipe, activation), (gate,) if up is None else (gate, up)
-        if not recipe.quantises:
+        if not recipe.quantizes:
             # with the roundings of jax.nn's functions in 16 bits, bit for bit
             return storage.recomputed(Formula(_value, static, wide=False), *given)
         return _gated(static, *given)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.lax import PrecisionLike
 
 from optax_lowmem._src.core import varying
 from optax_lowmem._src.fp8_flow import kernels, storage
@@ -32,7 +33,7 @@ class _Linear:
 
     recipe: Recipe
     keeps_input: bool = False
-    precision: Any = None
+    precision: PrecisionLike = None
 
 
 class QuantizedKernel(NamedTuple):
@@ -57,19 +58,19 @@ def linear(
     kernel_codes: QuantizedKernel | None = None,
     keep: str = "codes",
     recipe: Recipe = DEFAULT,
-    precision: Any = None,
+    precision: PrecisionLike = None,
 ) -> jax.Array:
     r"""Y = s_X s_W Q(X) Q(W) in E4M3, and likewise dX = G W^T and dW = X^T G.
 
     Args:
-      x: [..., k]. What a norm or an activation function has quantised is multiplied as it is.
+      x: [..., k]. What a norm or an activation function has quantized is multiplied as it is.
       kernel: [k, m].
       kernel_absmax: of `weight_absmax`, found once for several micro-batches of an accumulation.
       kernel_codes: of `quantize_weight`, likewise: neither product quantizes the kernel. Its
         gradient still goes to `kernel`, and nothing to the codes.
       keep: what of X the backward pass has: `codes`, which all products of one `Coded` share, or
         `input`, for an array that is kept anyway (by attention, whose output it is: appendix D);
-        it is then quantised once more with the same scale.
+        it is then quantized once more with the same scale.
       recipe: what the gradients' products run in.
       precision: of products with `Recipe(storage="bf16")`, as `jax.lax.dot` takes it.
 
@@ -99,11 +100,11 @@ def linear(
     if keep not in KEEPS:
         raise ValueError(f"keep must be one of {', '.join(KEEPS)}, got {keep!r}")
     if keep == "input" and isinstance(x, Coded):
-        raise ValueError("keep='input' is for an array; what is quantised is kept as codes")
+        raise ValueError("keep='input' is for an array; what is quantized is kept as codes")
     _check_given(kernel, kernel_absmax, kernel_codes, recipe)
     with jax.named_scope("linear"):
         static = _Linear(recipe, keep == "input", precision)
-        if not recipe.quantises:
+        if not recipe.quantizes:
             return _in_own_precision(static, *varying.alike(x, kernel))
         # no copies of the codes, which a scan over layers would stack for the backward pass
         given = lax.stop_gradient(kernel_absmax) if kernel_codes is None else kernel_codes
@@ -116,7 +117,7 @@ def _check_given(
 ) -> None:
     given = {"kernel_absmax": absmax, "kernel_codes": codes}
     named = [name for name, value in given.items() if value is not None]
-    if named and not recipe.quantises:
+    if named and not recipe.quantizes:
         raise ValueError(f"{named[0]} with storage='bf16', which quantizes nothing: leave it out")
     if len(named) > 1:
         raise ValueError("kernel_absmax beside kernel_codes, which have a scale: leave it out")
@@ -292,7 +293,7 @@ def _quantized(x: jax.Array) -> tuple[Quantized, jax.Array]:
 
 @storage.once
 def _product(
-    dtype: Any, codes: Quantized, kernel: jax.Array, absmax: jax.Array | None
+    dtype: jnp.dtype, codes: Quantized, kernel: jax.Array, absmax: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The product; the kernel's maximum, and the scale of its codes."""
     if absmax is None:
@@ -302,7 +303,7 @@ def _product(
 
 
 @storage.once
-def _product_of_codes(dtype: Any, codes: Quantized, transposed: Quantized) -> jax.Array:
+def _product_of_codes(dtype: jnp.dtype, codes: Quantized, transposed: Quantized) -> jax.Array:
     return multiply(codes, transposed, 1, dtype)
 
 
@@ -341,7 +342,7 @@ def _gradients(
     return dx, dw.astype(kernel.dtype)
 
 
-def _values(x: Quantized, dtype: Any) -> jax.Array:
+def _values(x: Quantized, dtype: jnp.dtype) -> jax.Array:
     return (x.codes.astype(jnp.float32) * x.scales).astype(dtype)
 
 

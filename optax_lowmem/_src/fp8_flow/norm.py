@@ -23,7 +23,7 @@ class _Norm:
 
     def group(self, x: jax.Array) -> int:
         """Neighbours whose sum is taken first; without codes, a whole row."""
-        return self.recipe.group_size if self.recipe.quantises else max(1, x.shape[-1])
+        return self.recipe.group_size if self.recipe.quantizes else max(1, x.shape[-1])
 
 
 def rms_norm(
@@ -57,7 +57,7 @@ def rms_norm(
     _check(x, scale)
     with jax.named_scope("norm"):
         norm = _Norm(recipe, eps)
-        if not recipe.quantises:
+        if not recipe.quantizes:
             return storage.recomputed(Formula(_rms, norm), x, scale)
         return _rms_norm(norm, x, scale)
 
@@ -85,7 +85,7 @@ def layer_norm(
     _check(x, scale)
     with jax.named_scope("norm"):
         norm = _Norm(recipe, eps)
-        if not recipe.quantises:
+        if not recipe.quantizes:
             weights = (scale,) if bias is None else (scale, bias)
             return storage.recomputed(Formula(_layer, norm), x, *weights)
         return _layer_norm(norm, x, scale, bias)
@@ -108,7 +108,7 @@ def _scaled(norm: _Norm, x: jax.Array, scale: jax.Array, inverse: jax.Array) -> 
     scale = kernels.row(scale, x)
     # the maximum of a row that codes need is `inverse` times that of x * scale; ordinary layers
     # have the other order
-    return x * scale * inverse if norm.recipe.quantises else x * inverse * scale
+    return x * scale * inverse if norm.recipe.quantizes else x * inverse * scale
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

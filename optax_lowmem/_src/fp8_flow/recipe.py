@@ -1,6 +1,7 @@
 """Options of an FP8 precision flow, and the values passed between its layers."""
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -67,9 +68,18 @@ class Recipe:
         return cls(**own | changes)
 
     @property
-    def quantises(self) -> bool:
+    def quantizes(self) -> bool:
         """Return whether anything is stored or multiplied in 8 bits."""
         return self.storage == FP8
+
+    @property
+    def quantises(self) -> bool:
+        """Return `quantizes`, of which this is the old name."""
+        message = (
+            "Recipe.quantises is called quantizes now; the old name goes with the next version"
+        )
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return self.quantizes
 
 
 DEFAULT = Recipe()

@@ -1,4 +1,4 @@
-"""Activations quantised for products, and what rules of differentiation here have in common."""
+"""Activations quantized for products, and what rules of differentiation here have in common."""
 
 from collections.abc import Callable
 from functools import partial
@@ -21,9 +21,9 @@ def kept(*trees: Any) -> Any:
 
 
 def code(x: jax.Array | Coded) -> Coded:
-    """An activation quantised for matrix products, by one scale.
+    """An activation quantized for matrix products, by one scale.
 
-    The gradient goes straight through. One that is quantised stays as it is.
+    The gradient goes straight through. One that is quantized stays as it is.
     """
     return x if isinstance(x, Coded) and x.quantized is not None else _code(value_of(x))
 

@@ -2,12 +2,16 @@
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import CustomVJPPrimal as Primal
+from jax.lax import PrecisionLike
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from optax_lowmem._src.core import varying
@@ -40,8 +44,8 @@ def linear_cross_entropy(
     soft_cap: float | None = None,
     chunk_tokens: int | None = None,
     products: str = INPUT,
-    precision: Any = None,
-    mesh: Any = None,
+    precision: PrecisionLike = None,
+    mesh: Mesh | AbstractMesh | None = None,
     specs: tuple[P, P] | None = None,
 ) -> jax.Array:
     r"""Return the cross-entropy of `labels` under softmax(hidden @ head), without all the logits.
@@ -172,7 +176,9 @@ def _check(
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
 
 
-def _check_products(hidden: jax.Array, head: jax.Array, products: str, precision: Any) -> None:
+def _check_products(
+    hidden: jax.Array, head: jax.Array, products: str, precision: PrecisionLike
+) -> None:
     if products not in PRODUCTS:
         raise ValueError(f"products must be one of {', '.join(PRODUCTS)}, got {products!r}")
     if products == INPUT:
@@ -211,7 +217,7 @@ class _Layout:
       vocab_axis: the axis of the head that is the vocabulary.
     """
 
-    mesh: Any
+    mesh: Mesh | AbstractMesh
     tokens: tuple[tuple[str, ...], ...]
     width: tuple[str, ...]
     vocab: tuple[str, ...]
@@ -241,14 +247,15 @@ class _Layout:
         both = (self.vocab or None, width or None)
         return P(*(both if self.vocab_axis == 0 else both[::-1]))
 
-    def laid_out(self, hidden: Any, head: Any, labels: Any, weights: Any) -> tuple[Any, ...]:
+    def laid_out(
+        self, hidden: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """The arguments as `specs` have them; shard_map does it by itself for Auto axes."""
         if not self.explicit:
             return hidden, head, labels, weights
-        labels, weights = (
-            None if x is None else jax.sharding.reshard(x, self._on(self.of_tokens))
-            for x in (labels, weights)
-        )
+        labels = jax.sharding.reshard(labels, self._on(self.of_tokens))
+        if weights is not None:
+            weights = jax.sharding.reshard(weights, self._on(self.of_tokens))
         hidden = jax.sharding.reshard(hidden, self._on(self.of_hidden))
         return hidden, head, labels, weights
 
@@ -264,7 +271,7 @@ class _Layout:
             return x
         return jax.sharding.reshard(x, self._on(self.of_head(self.width)))
 
-    def _on(self, spec: P) -> Any:
+    def _on(self, spec: P) -> jax.sharding.NamedSharding:
         return jax.sharding.NamedSharding(self.mesh, spec)
 
 
@@ -277,7 +284,7 @@ class _Loss:
     soft_cap: float | None
     chunk_tokens: int | None
     products: str
-    precision: Any
+    precision: PrecisionLike
     head_dtype: str
     layout: _Layout | None
 
@@ -304,12 +311,17 @@ class _Wanted:
         return self.hidden or self.head
 
 
-def _names(entry: Any) -> tuple[str, ...]:
+def _names(entry: str | Iterable[str] | None) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _layout(
-    hidden: jax.Array, head: jax.Array, labels: jax.Array, mesh: Any, specs: Any, vocab_axis: int
+    hidden: jax.Array,
+    head: jax.Array,
+    labels: jax.Array,
+    mesh: Mesh | AbstractMesh | None,
+    specs: tuple[P, P] | None,
+    vocab_axis: int,
 ) -> _Layout | None:
     explicit = False
     if specs is None:
@@ -352,7 +364,9 @@ def _each(loss: _Loss, hidden: jax.Array, head: jax.Array, labels: jax.Array) ->
     return _sweep(loss, _Wanted(), hidden, head, labels, None)[0]
 
 
-def _each_forward(loss: _Loss, hidden: Any, head: Any, labels: Any) -> tuple[jax.Array, Any]:
+def _each_forward(
+    loss: _Loss, hidden: Primal, head: Primal, labels: Primal
+) -> tuple[jax.Array, Any]:
     given = hidden.value, head.value, labels.value
     return _each(loss, *given), (_Wanted(hidden.perturbed, head.perturbed), *given)
 
@@ -377,7 +391,7 @@ def _total(
 
 
 def _total_forward(
-    loss: _Loss, hidden: Any, head: Any, labels: Any, weights: Any
+    loss: _Loss, hidden: Primal, head: Primal, labels: Primal, weights: Primal | None
 ) -> tuple[jax.Array, Any]:
     wanted = _Wanted(hidden.perturbed, head.perturbed)
     given = hidden.value, head.value, labels.value
@@ -405,7 +419,7 @@ def _total_backward(loss: _Loss, saved: Any, g: Any) -> tuple[Any, ...]:
 _total.defvjp(_total_forward, _total_backward, symbolic_zeros=True)
 
 
-def _is_zero(g: Any) -> bool:
+def _is_zero(g: object) -> bool:
     return isinstance(g, jax.custom_derivatives.SymbolicZero)
 
 
@@ -420,7 +434,12 @@ Gradients = tuple[jax.Array, jax.Array | None, jax.Array | None]
 
 
 def _sweep(
-    loss: _Loss, wanted: _Wanted, hidden: Any, head: Any, labels: Any, scale: Any
+    loss: _Loss,
+    wanted: _Wanted,
+    hidden: jax.Array,
+    head: jax.Array,
+    labels: jax.Array,
+    scale: jax.Array | None,
 ) -> Gradients:
     """Each token's loss, and the gradients of their sum times `scale` [...] (None: 1).
 
@@ -432,7 +451,12 @@ def _sweep(
 
 
 def _of_devices(
-    loss: _Loss, wanted: _Wanted, hidden: Any, head: Any, labels: Any, scale: Any
+    loss: _Loss,
+    wanted: _Wanted,
+    hidden: jax.Array,
+    head: jax.Array,
+    labels: jax.Array,
+    scale: jax.Array | None,
 ) -> Gradients:
     layout = loss.layout
     if layout is None:
@@ -478,7 +502,12 @@ def _of_mesh(loss: _Loss, wanted: _Wanted, *given: Any) -> Gradients:
 
 
 def _of_device(
-    loss: _Loss, wanted: _Wanted, hidden: Any, head: Any, labels: Any, scale: Any
+    loss: _Loss,
+    wanted: _Wanted,
+    hidden: jax.Array,
+    head: jax.Array,
+    labels: jax.Array,
+    scale: jax.Array | None,
 ) -> Gradients:
     """All chunks, one after the other."""
     if not loss.in_fp8:
@@ -494,11 +523,11 @@ def _of_device(
 def _chunks_of(
     loss: _Loss,
     wanted: _Wanted,
-    hidden: Any,
-    head: Any,
+    hidden: jax.Array,
+    head: jax.Array,
     codes: HeadCodes | None,
-    labels: Any,
-    scale: Any,
+    labels: jax.Array,
+    scale: jax.Array | None,
 ) -> Gradients:
     lead = labels.shape
     limit = loss.chunk_tokens or max(1, _CHUNK_LOGITS // max(1, head.shape[loss.vocab_axis]))
@@ -517,7 +546,7 @@ def _chunks_of(
     axis = labels.ndim - 1
     given = [None if x is None else _cut(x, axis, number, length) for x in (hidden, labels, scale)]
 
-    def body(total: Any, own: Any) -> tuple[Any, Any]:
+    def body(total: Any, own: tuple[Any, ...]) -> tuple[Any, Any]:
         h, y, s = own
         losses, of_hidden, of_head = _chunk(loss, wanted, h, head, codes, y, s)
         return None if of_head is None else total + of_head, (losses, of_hidden)
@@ -564,11 +593,11 @@ def _joined(x: jax.Array, axis: int, length: int) -> jax.Array:
 def _chunk(
     loss: _Loss,
     wanted: _Wanted,
-    hidden: Any,
-    head: Any,
+    hidden: jax.Array,
+    head: jax.Array,
     codes: HeadCodes | None,
-    labels: Any,
-    scale: Any,
+    labels: jax.Array,
+    scale: jax.Array | None,
 ) -> Gradients:
     """The logits of some tokens, and all that is made of them."""
     how = (loss.vocab_axis, loss.precision)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.lax import PrecisionLike
 
 from optax_lowmem._src.core import varying
 from optax_lowmem._src.fp8_flow import kernels
@@ -31,7 +32,7 @@ FP8_INPUTS = ("float32", "bfloat16", "float16")
 GRADIENT = E5M2
 
 
-def f32_or_more(*arrays: jax.Array) -> Any:
+def f32_or_more(*arrays: jax.Array) -> jnp.dtype:
     """The dtype of sums of products."""
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
@@ -46,7 +47,9 @@ class InInputs:
       precision: as `jax.lax.dot` takes it.
     """
 
-    def __init__(self, hidden: jax.Array, head: jax.Array, vocab_axis: int, precision: Any):
+    def __init__(
+        self, hidden: jax.Array, head: jax.Array, vocab_axis: int, precision: PrecisionLike
+    ):
         self.vocab_axis, self.precision = vocab_axis, precision
         self.dtype, self.wide = jnp.result_type(hidden, head), f32_or_more(hidden, head)
         self.hidden, self.head = hidden.astype(self.dtype), head.astype(self.dtype)
@@ -133,7 +136,12 @@ class InFp8(InInputs):
     """
 
     def __init__(
-        self, hidden: jax.Array, head: jax.Array, codes: HeadCodes, vocab_axis: int, precision: Any
+        self,
+        hidden: jax.Array,
+        head: jax.Array,
+        codes: HeadCodes,
+        vocab_axis: int,
+        precision: PrecisionLike,
     ):
         super().__init__(hidden, head, vocab_axis, precision)
         self.codes = codes

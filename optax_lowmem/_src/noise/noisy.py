@@ -17,7 +17,7 @@ from optax_lowmem._src.noise.bitwidth import bitwidth
 from optax_lowmem._src.noise.parts import Parts, chooser
 from optax_lowmem._src.noise.sampling import bits_gradient, factor_of
 from optax_lowmem._src.noise.states import FIELD
-from optax_lowmem._src.update.engine import Optimizer
+from optax_lowmem._src.update.engine import EngineTransformation
 from optax_lowmem._src.update.masters import adds_noise, corrections_of
 
 # path, w, correction, b_i, format and dtype of a sampled leaf
@@ -229,7 +229,7 @@ class Noisy:
         count, bits, bits_state = self._learn(rows, of_leaves, state, params, factor)
         chosen = [row.sampled for row in rows]
         given = gradients
-        if not isinstance(self.inner, Optimizer) and not hasattr(self.inner, "links"):
+        if not isinstance(self.inner, EngineTransformation) and not hasattr(self.inner, "links"):
             # ours, and our chains, take 16-bit gradients as they are; optax's square them as such
             gradients = widened(gradients)
         weights, inner = take(gradients, state.inner_state, _merged(params, state.clean, chosen))

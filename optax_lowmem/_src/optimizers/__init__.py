@@ -1,12 +1,13 @@
 """Optimizers on 8-bit state: one file each, and the table of their records."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import optax
 
 from optax_lowmem._src.blocks.structure import Structure
+from optax_lowmem._src.core.typing import ScalarOrSchedule
 from optax_lowmem._src.optimizers.adam import AdamRule, flash_adam, flash_adamw, scale_by_flash_adam
 from optax_lowmem._src.optimizers.adam_mini import (
     AdamMiniRule,
@@ -18,26 +19,26 @@ from optax_lowmem._src.optimizers.adam_mini import (
 )
 from optax_lowmem._src.optimizers.coat import coat_adamw
 from optax_lowmem._src.optimizers.lion import LionRule, flash_lion, scale_by_flash_lion
-from optax_lowmem._src.optimizers.record import OptimizerRecord
+from optax_lowmem._src.optimizers.record import Constructor, OptimizerRecord
 from optax_lowmem._src.optimizers.sgd import GradientRule, MomentumRule, flash_sgd, flash_trace
 from optax_lowmem._src.optimizers.stable_adamw import StableAdamRule, stable_adamw
 from optax_lowmem._src.wrappers.update_clipping import update_clipping
 
 
 def _clipped_adamw(
-    learning_rate: Any,
+    learning_rate: ScalarOrSchedule,
     b1: float = 0.9,
     b2: float = 0.99,
     eps: float = 1e-6,
-    weight_decay: Any = 1e-2,
-    mask: Any = None,
+    weight_decay: ScalarOrSchedule = 1e-2,
+    mask: optax.MaskOrFn = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Build `stable_adamw` from `optax.adamw` and `update_clipping`."""
     inner = optax.adamw(learning_rate, b1, b2, eps, weight_decay=weight_decay, mask=mask)
     return update_clipping(inner, b2=b2, eps=eps)
 
 
-def _mini(make: Callable) -> Callable:
+def _mini(make: Constructor) -> Constructor:
     """With one block a tensor where nothing is known of a leaf."""
     return functools.partial(make, blocks=Structure(default="whole"))
 
@@ -45,7 +46,7 @@ def _mini(make: Callable) -> Callable:
 _ADAM_FIELDS = {"mu": "ScaleByAdamState.mu", "nu": "ScaleByAdamState.nu"}
 
 
-def _adamw(make: Callable, **more: Any) -> OptimizerRecord:
+def _adamw(make: Constructor, **more: Any) -> OptimizerRecord:
     """AdamW with other codecs."""
     return OptimizerRecord(
         rule=AdamRule(),
@@ -58,7 +59,7 @@ def _adamw(make: Callable, **more: Any) -> OptimizerRecord:
     )
 
 
-def _adam_mini(make: Callable, **more: Any) -> OptimizerRecord:
+def _adam_mini(make: Constructor, **more: Any) -> OptimizerRecord:
     """Adam-mini, which optax has not: a run goes on from AdamW's state."""
     return OptimizerRecord(
         rule=AdamMiniRule(),

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike, DTypeLike
 
 from optax_lowmem._src.core import numerics
 from optax_lowmem._src.core.hyperparameters import (
@@ -23,7 +24,8 @@ from optax_lowmem._src.core.hyperparameters import (
     following,
 )
 from optax_lowmem._src.core.rules import Slot, UpdateRule
-from optax_lowmem._src.optimizers.schedule import ScalarOrSchedule, direction, optimizer
+from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
+from optax_lowmem._src.optimizers.schedule import direction, optimizer
 from optax_lowmem._src.update.storage import Storage
 
 
@@ -88,12 +90,14 @@ class AdamRule(UpdateRule):
         }
 
 
-def is_zero(value: Any) -> bool:
+def is_zero(value: object) -> bool:
     """Return whether a hyperparameter is the number 0, not a schedule or an array."""
     return isinstance(value, int | float) and value == 0
 
 
-def adam_moments(b1: Any, b2: Any, eps: Any, eps_root: Any, nesterov: bool) -> Formula:
+def adam_moments(
+    b1: Scalar, b2: ScalarOrSchedule, eps: Scalar, eps_root: Scalar, nesterov: bool
+) -> Formula:
     """The hyperparameters of `AdamRule` from the count before a step."""
     check_range("b1", b1, 0.0, 1.0)
     check_decay("b2", b2)
@@ -104,7 +108,12 @@ def adam_moments(b1: Any, b2: Any, eps: Any, eps_root: Any, nesterov: bool) -> F
 
 
 def _moments(
-    b1: Any, b2: Any, eps: Any, eps_root: Any, nesterov: bool, count: jax.Array
+    b1: Scalar,
+    b2: ScalarOrSchedule,
+    eps: Scalar,
+    eps_root: Scalar,
+    nesterov: bool,
+    count: jax.Array,
 ) -> dict[str, jax.Array]:
     step = following(count)
     beta1, one_minus_b1 = as_f32("b1", b1), complement("b1", b1)
@@ -131,7 +140,7 @@ def _moments(
     return h
 
 
-def b2_schedule(power: float = 0.8) -> Callable[[Any], jax.Array]:
+def b2_schedule(power: float = 0.8) -> Callable[[ArrayLike], jax.Array]:
     r"""The decay of second moments that grows with the step, for `b2=` of our Adam-like optimizers.
 
     .. math:: b_{2,t} = 1 - t^{-\lambda}, \qquad
@@ -171,7 +180,7 @@ def scale_by_flash_adam(
     b2: ScalarOrSchedule = 0.999,
     eps: float | jax.Array = 1e-8,
     eps_root: float | jax.Array = 0.0,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     *,
     nesterov: bool = False,
     storage: Storage = Storage(),  # noqa: B008 (frozen)
@@ -203,9 +212,9 @@ def flash_adamw(
     b2: ScalarOrSchedule = 0.999,
     eps: float | jax.Array = 1e-8,
     eps_root: float | jax.Array = 0.0,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     weight_decay: ScalarOrSchedule = 1e-4,
-    mask: Any = None,
+    mask: optax.MaskOrFn = None,
     *,
     nesterov: bool = False,
     storage: Storage = Storage(),  # noqa: B008 (frozen)
@@ -285,7 +294,7 @@ def flash_adam(
     b2: ScalarOrSchedule = 0.999,
     eps: float | jax.Array = 1e-8,
     eps_root: float | jax.Array = 0.0,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     *,
     nesterov: bool = False,
     storage: Storage = Storage(),  # noqa: B008 (frozen)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.blocks.structure import Structure
 from optax_lowmem._src.codecs import affine, sqrt
 from optax_lowmem._src.core import numerics
 from optax_lowmem._src.core.block import BlockStructure
 from optax_lowmem._src.core.rules import OF_BLOCK, Slot
+from optax_lowmem._src.core.typing import ScalarOrSchedule
 from optax_lowmem._src.optimizers.adam import AdamRule, adam_moments, flash_adamw, is_zero
-from optax_lowmem._src.optimizers.schedule import ScalarOrSchedule, direction, optimizer
+from optax_lowmem._src.optimizers.schedule import direction, optimizer
 from optax_lowmem._src.update.storage import Storage
 
 _Q_ADAM_MINI = Storage(mu=affine(), nu=None, group_size=256)
@@ -56,7 +58,7 @@ def scale_by_adam_mini(
     b2: ScalarOrSchedule = 0.999,
     eps: float | jax.Array = 1e-8,
     eps_root: float | jax.Array = 0.0,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     *,
     blocks: BlockStructure = Structure(),  # noqa: B008 (frozen)
     storage: Storage = Storage.full_precision(),  # noqa: B008 (frozen)
@@ -122,9 +124,9 @@ def adam_mini(
     b2: ScalarOrSchedule = 0.999,
     eps: float | jax.Array = 1e-8,
     eps_root: float | jax.Array = 0.0,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     weight_decay: ScalarOrSchedule = 1e-4,
-    mask: Any = None,
+    mask: optax.MaskOrFn = None,
     *,
     blocks: BlockStructure = Structure(),  # noqa: B008 (frozen)
     storage: Storage = Storage.full_precision(),  # noqa: B008 (frozen)
@@ -191,7 +193,7 @@ def adam_mini(
     )
 
 
-def _checked(blocks: Any) -> BlockStructure:
+def _checked(blocks: BlockStructure) -> BlockStructure:
     if not callable(getattr(blocks, "infer", None)):
         raise TypeError(
             f"blocks must be a lowmem.blocks.Structure, got {blocks!r}: write "
@@ -206,9 +208,9 @@ def q_adam_mini(
     b2: ScalarOrSchedule = 0.999,
     eps: float | jax.Array = 1e-8,
     eps_root: float | jax.Array = 0.0,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     weight_decay: ScalarOrSchedule = 1e-4,
-    mask: Any = None,
+    mask: optax.MaskOrFn = None,
     *,
     blocks: BlockStructure = Structure(),  # noqa: B008 (frozen)
     storage: Storage = _Q_ADAM_MINI,
@@ -265,9 +267,9 @@ def flash_adam_mini(
     b2: ScalarOrSchedule = 0.999,
     eps: float | jax.Array = 1e-8,
     eps_root: float | jax.Array = 0.0,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     weight_decay: ScalarOrSchedule = 1e-4,
-    mask: Any = None,
+    mask: optax.MaskOrFn = None,
     *,
     blocks: BlockStructure = Structure(),  # noqa: B008 (frozen)
     storage: Storage = Storage(nu=None),  # noqa: B008 (frozen)
@@ -315,9 +317,9 @@ def q_adamw(
     b2: ScalarOrSchedule = 0.999,
     eps: float | jax.Array = 1e-8,
     eps_root: float | jax.Array = 0.0,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     weight_decay: ScalarOrSchedule = 1e-4,
-    mask: Any = None,
+    mask: optax.MaskOrFn = None,
     *,
     storage: Storage = _Q_ADAMW,
     decouple_lr: bool | float = False,

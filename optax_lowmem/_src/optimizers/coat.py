@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import optax
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.codecs import expanded_e4m3
+from optax_lowmem._src.core.typing import ScalarOrSchedule
 from optax_lowmem._src.optimizers.adam import flash_adamw
-from optax_lowmem._src.optimizers.schedule import ScalarOrSchedule
 from optax_lowmem._src.update.storage import Storage
 
 _COAT = Storage(mu=expanded_e4m3(), nu=expanded_e4m3(signed=False), group_size=128)
@@ -21,9 +20,9 @@ def coat_adamw(
     b2: ScalarOrSchedule = 0.999,
     eps: float | jax.Array = 1e-8,
     eps_root: float | jax.Array = 0.0,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     weight_decay: ScalarOrSchedule = 1e-4,
-    mask: Any = None,
+    mask: optax.MaskOrFn = None,
     *,
     nesterov: bool = False,
     storage: Storage = _COAT,

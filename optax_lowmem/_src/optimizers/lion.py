@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.core.hyperparameters import Formula, as_f32, check_range, complement
 from optax_lowmem._src.core.rules import Slot, UpdateRule
-from optax_lowmem._src.optimizers.schedule import ScalarOrSchedule, direction, optimizer
+from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
+from optax_lowmem._src.optimizers.schedule import direction, optimizer
 from optax_lowmem._src.update.storage import Storage
 
 _MODES = ("hard", "smooth", "refined")
@@ -52,14 +54,14 @@ class LionRule(UpdateRule):
         return self._direction(interpolated), {"mu": h["b2"] * mu + h["one_minus_b2"] * g}
 
 
-def _moments(b1: Any, b2: Any) -> Formula:
+def _moments(b1: Scalar, b2: Scalar) -> Formula:
     check_range("b1", b1, 0.0, 1.0)
     check_range("b2", b2, 0.0, 1.0)
 
     return Formula(_of_step, (b1, b2))
 
 
-def _of_step(b1: Any, b2: Any, count: jax.Array) -> dict[str, jax.Array]:
+def _of_step(b1: Scalar, b2: Scalar, count: jax.Array) -> dict[str, jax.Array]:
     del count
     return {
         "b1": as_f32("b1", b1),
@@ -72,7 +74,7 @@ def _of_step(b1: Any, b2: Any, count: jax.Array) -> dict[str, jax.Array]:
 def scale_by_flash_lion(
     b1: float | jax.Array = 0.9,
     b2: float | jax.Array = 0.99,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     *,
     mode: str = "hard",
     smooth_beta: float = 1.0,
@@ -108,9 +110,9 @@ def flash_lion(
     learning_rate: ScalarOrSchedule,
     b1: float | jax.Array = 0.9,
     b2: float | jax.Array = 0.99,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     weight_decay: ScalarOrSchedule = 1e-3,
-    mask: Any = None,
+    mask: optax.MaskOrFn = None,
     *,
     storage: Storage = Storage(),  # noqa: B008 (frozen)
     decouple_lr: bool | float = False,

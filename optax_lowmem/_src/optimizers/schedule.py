@@ -1,20 +1,19 @@
 """Learning rate and weight decay of a step, as f32 operands."""
 
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.core.block import BlockStructure
 from optax_lowmem._src.core.hyperparameters import Formula, as_f32, check_range
 from optax_lowmem._src.core.rules import UpdateRule
+from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
 from optax_lowmem._src.update.engine import Engine
 from optax_lowmem._src.update.storage import Storage
-
-ScalarOrSchedule: TypeAlias = float | jax.Array | Callable[[jax.Array], Any]
 
 
 def at_count(name: str, value: ScalarOrSchedule, count: jax.Array) -> jax.Array:
@@ -47,12 +46,12 @@ def optimizer(
     learning_rate: ScalarOrSchedule,
     storage: Storage,
     *,
-    weight_decay: Any = 0.0,
-    mask: Any = None,
+    weight_decay: ScalarOrSchedule = 0.0,
+    mask: optax.MaskOrFn = None,
     decouple_lr: bool | float = False,
     coupled: bool = False,
     rate_in_rule: bool = False,
-    slot_dtypes: Mapping[str, Any] | None = None,
+    slot_dtypes: Mapping[str, DTypeLike | None] | None = None,
     structure: BlockStructure | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The transformation w <- w - lr (direction + weight_decay w) of a rule.
@@ -101,9 +100,9 @@ def optimizer(
 
 def _of_step(
     moments: Formula,
-    learning_rate: Any,
-    weight_decay: Any,
-    peak: Any,
+    learning_rate: Scalar,
+    weight_decay: Scalar | None,
+    peak: jax.Array | None,
     coupled: bool,
     rate_in_rule: bool,
     count: jax.Array,
@@ -119,7 +118,7 @@ def _of_step(
     return h
 
 
-def _check_storage(storage: Any, structure: BlockStructure | None = None) -> None:
+def _check_storage(storage: object, structure: BlockStructure | None = None) -> None:
     if not isinstance(storage, Storage):
         raise TypeError(f"storage takes a lowmem.Storage, got {storage!r}")
     if storage.rounding == "embeddings" and structure is None:
@@ -129,7 +128,9 @@ def _check_storage(storage: Any, structure: BlockStructure | None = None) -> Non
         )
 
 
-def _warn_of_slot_dtypes(storage: Storage, slot_dtypes: Mapping[str, Any] | None) -> None:
+def _warn_of_slot_dtypes(
+    storage: Storage, slot_dtypes: Mapping[str, DTypeLike | None] | None
+) -> None:
     """Warn that the dtype of a slot is not that of the leaves whose slot is compressed."""
     for slot, dtype in (slot_dtypes or {}).items():
         codec = getattr(storage, slot)
@@ -146,7 +147,7 @@ def direction(
     rule: UpdateRule,
     moments: Formula,
     storage: Storage,
-    slot_dtypes: Mapping[str, Any] | None = None,
+    slot_dtypes: Mapping[str, DTypeLike | None] | None = None,
     structure: BlockStructure | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The transformation that gives a rule's direction only (optax's `scale_by_*`)."""

@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.core.hyperparameters import Formula, as_f32, check_range
 from optax_lowmem._src.core.rules import Slot, UpdateRule
-from optax_lowmem._src.optimizers.schedule import ScalarOrSchedule, direction, optimizer
+from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
+from optax_lowmem._src.optimizers.schedule import direction, optimizer
 from optax_lowmem._src.update.storage import Storage
 
 
@@ -80,12 +82,12 @@ class GradientRule(UpdateRule):
         return g, {}
 
 
-def _moments(momentum: Any) -> Formula:
+def _moments(momentum: Scalar) -> Formula:
     check_range("momentum", momentum, 0.0, 1.0)
     return Formula(_of_step, (momentum,))
 
 
-def _of_step(momentum: Any, count: jax.Array) -> dict[str, jax.Array]:
+def _of_step(momentum: Scalar, count: jax.Array) -> dict[str, jax.Array]:
     del count
     return {"momentum": as_f32("momentum", momentum)}
 
@@ -93,7 +95,7 @@ def _of_step(momentum: Any, count: jax.Array) -> dict[str, jax.Array]:
 def flash_trace(
     decay: float | jax.Array,
     nesterov: bool = False,
-    accumulator_dtype: Any = None,
+    accumulator_dtype: DTypeLike | None = None,
     *,
     storage: Storage = Storage(),  # noqa: B008 (frozen)
 ) -> optax.GradientTransformationExtraArgs:
@@ -117,11 +119,11 @@ def flash_sgd(
     learning_rate: ScalarOrSchedule,
     momentum: float | jax.Array | None = None,
     nesterov: bool = False,
-    accumulator_dtype: Any = None,
+    accumulator_dtype: DTypeLike | None = None,
     *,
     weight_decay: ScalarOrSchedule = 0.0,
     decoupled: bool = False,
-    mask: Any = None,
+    mask: optax.MaskOrFn = None,
     storage: Storage = Storage(),  # noqa: B008 (frozen)
     decouple_lr: bool | float = False,
 ) -> optax.GradientTransformationExtraArgs:

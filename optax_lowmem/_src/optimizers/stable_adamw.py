@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import optax
+from jax.typing import DTypeLike
 
 from optax_lowmem._src.core.hyperparameters import Formula, as_f32
 from optax_lowmem._src.core.reductions import clipped_share, rms_of_ratio
 from optax_lowmem._src.core.rules import UpdateRule
+from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
 from optax_lowmem._src.optimizers.adam import AdamRule, adam_moments
-from optax_lowmem._src.optimizers.schedule import ScalarOrSchedule, optimizer
+from optax_lowmem._src.optimizers.schedule import optimizer
 from optax_lowmem._src.update.storage import Storage
 from optax_lowmem._src.wrappers.update_clipping import check_threshold
 
@@ -39,12 +40,14 @@ class StableAdamRule(AdamRule):
         return UpdateRule.accumulating(self, h, first, every)
 
 
-def _moments(b1: Any, b2: Any, eps: Any, threshold: Any) -> Formula:
+def _moments(b1: Scalar, b2: ScalarOrSchedule, eps: Scalar, threshold: Scalar) -> Formula:
     check_threshold(threshold)
     return Formula(_of_step, (adam_moments(b1, b2, eps, 0.0, nesterov=False), eps, threshold))
 
 
-def _of_step(moments: Formula, eps: Any, threshold: Any, count: jax.Array) -> dict[str, jax.Array]:
+def _of_step(
+    moments: Formula, eps: Scalar, threshold: Scalar, count: jax.Array
+) -> dict[str, jax.Array]:
     own = {"raw_eps": as_f32("eps", eps), "threshold": as_f32("threshold", threshold)}
     return {**moments(count), **own}
 
@@ -54,9 +57,9 @@ def stable_adamw(
     b1: float | jax.Array = 0.9,
     b2: ScalarOrSchedule = 0.99,
     eps: float | jax.Array = 1e-6,
-    mu_dtype: Any = None,
+    mu_dtype: DTypeLike | None = None,
     weight_decay: ScalarOrSchedule = 1e-2,
-    mask: Any = None,
+    mask: optax.MaskOrFn = None,
     *,
     threshold: float | jax.Array = 1.0,
     storage: Storage = Storage(),  # noqa: B008 (frozen)

@@ -22,7 +22,7 @@ from optax_lowmem._src.release.model import (
 )
 from optax_lowmem._src.release.run import Gradient, Run
 from optax_lowmem._src.update import IMPLEMENTATIONS
-from optax_lowmem._src.update.engine import Engine, Optimizer
+from optax_lowmem._src.update.engine import Engine, EngineTransformation
 
 
 def train_step(
@@ -110,9 +110,9 @@ def train_step(
 
 
 def _engine_of(tx: optax.GradientTransformation) -> Engine:
-    if isinstance(tx, Optimizer) and tx.engine.weights:
+    if isinstance(tx, EngineTransformation) and tx.engine.weights:
         return tx.engine
-    if isinstance(tx, Optimizer):
+    if isinstance(tx, EngineTransformation):
         raise ValueError(
             "a bare direction (scale_by_*) has no learning rate to step with: use the optimizer "
             "itself, such as flash_adamw."

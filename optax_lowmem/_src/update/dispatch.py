@@ -15,11 +15,11 @@ import jax.numpy as jnp
 from optax_lowmem._src.core import explicit, platform, scope
 from optax_lowmem._src.core.placement import Placement
 from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
-from optax_lowmem._src.core.tiles import MAX_ELEMENTS, Tiling
+from optax_lowmem._src.core.tiles import MAX_ELEMENTS, Tile, Tiling
 from optax_lowmem._src.update import on_mesh, operands, packed, reference, stacked, tuning, twopass
 from optax_lowmem._src.update.plan import LeafPlan, LeafState
 
-_Row = tuple[LeafPlan, jax.Array, jax.Array | None, LeafState]  # plan, gradient, weight, state
+_PlannedLeaf = tuple[LeafPlan, jax.Array, jax.Array | None, LeafState]  # with gradient, weight
 
 IMPLEMENTATIONS = ("xla", "pallas", "triton")
 _KERNELS = ("pallas", "triton")
@@ -47,7 +47,7 @@ def _unsupported(kernel: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
 
 
 def choose(
-    rule: UpdateRule, plan: LeafPlan, implementation: str | None = None, g: Any = None
+    rule: UpdateRule, plan: LeafPlan, implementation: str | None = None, g: jax.Array | None = None
 ) -> tuple[str, str]:
     """(implementation of a leaf, why).
 
@@ -76,7 +76,9 @@ def choose(
     return "xla", "; ".join(f"{kernel}: {reason}" for kernel, reason in reasons.items())
 
 
-def _asked_for(rule: UpdateRule, plan: LeafPlan, kernel: str, g: Any) -> tuple[str, str]:
+def _asked_for(
+    rule: UpdateRule, plan: LeafPlan, kernel: str, g: jax.Array | None
+) -> tuple[str, str]:
     reason = platform.no_device_reason() or platform.explicit_axes_reason(g)
     reason = reason or _unsupported(kernel, rule, plan)
     if reason is None and (plan.grouped or math.prod(plan.shape) <= _SMALL):
@@ -114,7 +116,7 @@ def fused_updates(
       tuned: how a kernel's work is cut; None for what is known of the device.
     """
     results: dict[int, tuple[jax.Array, LeafState]] = {}
-    rows: list[Any] = list(zip(plans, gradients, weights, states, strict=True))
+    rows: list[_PlannedLeaf] = list(zip(plans, gradients, weights, states, strict=True))
     placed = _placed(rule, plans, states, implementation)
     if placed:
         results.update(_on_mesh(rule, rows, placed, of_leaves, keys, implementation, tuned))
@@ -134,9 +136,11 @@ def fused_updates(
                 rule, kernel, taken, own, keys, batch, cut.tile, implementation is None
             )
             results.update(zip(batch, found, strict=True))
+    by_xla = [i for i, name in enumerate(chosen) if name == "xla"]
+    if not by_xla:
+        return [results[i] for i in range(len(rows))]
     # behind a barrier, or XLA moves them into the steps of the leaves and no two are the same
     numbers = jax.lax.optimization_barrier([jnp.uint32(i) for i in range(len(rows))])
-    by_xla = [i for i, name in enumerate(chosen) if name == "xla"]
     for stack in stacked.stacks(rule, plans, gradients, weights, by_xla):
         found = stacked.fused_updates(
             rule, plans[stack[0]].nameless, [rows[i][1:] for i in stack],
@@ -152,7 +156,7 @@ def fused_updates(
 
 def _by_xla(
     rule: UpdateRule,
-    row: _Row,
+    row: _PlannedLeaf,
     h: Mapping[str, jax.Array],
     keys: jax.Array,
     number: int,
@@ -161,7 +165,14 @@ def _by_xla(
     """The step of one leaf without a kernel; on Explicit axes its results lie where it did."""
     plan, g, p, state = row
 
-    def step(g: Any, p: Any, state: Any, h: Any, keys: Any, traced: Any) -> Any:
+    def step(
+        g: jax.Array,
+        p: jax.Array | None,
+        state: LeafState,
+        h: Mapping[str, jax.Array],
+        keys: jax.Array,
+        traced: jax.Array,
+    ) -> tuple[jax.Array, LeafState]:
         arguments = (rule, plan.nameless, g, p, state, h)
         if packed.supported(plan, jax.default_backend()) is None:
             return packed.fused_update_among(*arguments, keys, traced)
@@ -193,7 +204,7 @@ def _placed(
 
 def _on_mesh(
     rule: UpdateRule,
-    rows: Sequence[tuple],
+    rows: Sequence[_PlannedLeaf],
     placed: Mapping[int, Placement],
     of_leaves: Sequence[Mapping[str, jax.Array]],
     keys: jax.Array,
@@ -202,7 +213,14 @@ def _on_mesh(
 ) -> Iterator[tuple[int, tuple[jax.Array, LeafState]]]:
     """(number, result) of the leaves on a mesh, those of one mesh together."""
 
-    def step(plans: Any, gradients: Any, weights: Any, states: Any, own: Any, keys: Any) -> Any:
+    def step(
+        plans: Sequence[LeafPlan],
+        gradients: Sequence[jax.Array],
+        weights: Sequence[jax.Array | None],
+        states: Sequence[LeafState],
+        own: Sequence[Mapping[str, jax.Array]],
+        keys: jax.Array,
+    ) -> list[tuple[jax.Array, LeafState]]:
         with scope.placing(None):
             return fused_updates(
                 rule, plans, gradients, weights, states, own, keys, implementation, tuned
@@ -244,7 +262,7 @@ _plain = jax.jit(reference.fused_update, static_argnames=("rule", "plan"))
 
 
 def _batches(
-    rows: Sequence[tuple], indices: Sequence[int], tuned: tuning.Tuning
+    rows: Sequence[_PlannedLeaf], indices: Sequence[int], tuned: tuning.Tuning
 ) -> list[list[int]]:
     """Leaves that share a launch: they differ in shape alone.
 
@@ -308,11 +326,11 @@ def _in_order(
 def _by_kernel(
     rule: UpdateRule,
     kernel: str,
-    rows: Sequence[tuple],
+    rows: Sequence[_PlannedLeaf],
     of_leaves: Sequence[Mapping[str, jax.Array]],
     keys: jax.Array,
     numbers: Sequence[int],
-    tile: Any,
+    tile: Tile,
     automatic: bool,
 ) -> list[tuple[jax.Array, LeafState]]:
     """The leaves of one launch."""
@@ -325,7 +343,12 @@ def _by_kernel(
     scalars = jnp.stack([jnp.stack([h[name] for name in names]) for h in own])
     leaf_numbers = jnp.asarray(numbers, jnp.int32)
 
-    def launched(arrays: Any, of_blocks: Any, scalars: Any, keys: Any) -> Any:
+    def launched(
+        arrays: list[stacked.LeafArrays],
+        of_blocks: list[jax.Array | None],
+        scalars: jax.Array,
+        keys: jax.Array,
+    ) -> list[tuple[jax.Array, LeafState]]:
         every = zip(plans, arrays, of_blocks, strict=True)
         leaves = tuple(
             operands.leaf_of(plan, g, p, state, own) for plan, (g, p, state), own in every
@@ -337,7 +360,12 @@ def _by_kernel(
             for plan, row, result in zip(plans, arrays, found, strict=True)
         ]
 
-    def plain(arrays: Any, of_blocks: Any, scalars: Any, keys: Any) -> Any:
+    def plain(
+        arrays: list[stacked.LeafArrays],
+        of_blocks: list[jax.Array | None],
+        scalars: jax.Array,
+        keys: jax.Array,
+    ) -> list[tuple[jax.Array, LeafState]]:
         hs = [dict(zip(names, row, strict=True)) for row in scalars]
         found = []
         every = zip(plans, arrays, of_blocks, numbers, strict=True)

@@ -48,7 +48,7 @@ from optax_lowmem._src.update.storage import Storage
 Hyperparameters = Callable[[jax.Array], Mapping[str, jax.Array]]
 
 
-class Optimizer(optax.GradientTransformationExtraArgs):
+class EngineTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
     """An optax transformation that remembers the engine behind it."""
 
     engine: "Engine"
@@ -74,17 +74,19 @@ class Engine:
     hyperparameters: Hyperparameters
     schedules: frozenset[str] = frozenset()
     weights: bool = True
-    decay_mask: Any = None
+    decay_mask: optax.MaskOrFn = None
     slot_dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     structure: BlockStructure | None = None
 
-    def transformation(self) -> "Optimizer":
+    def transformation(self) -> "EngineTransformation":
         """The optax transformation."""
-        transformation = Optimizer(self.init, self.update)
+        transformation = EngineTransformation(self.init, self.update)
         transformation.engine = self
         return transformation
 
-    def plans(self, params: Any, state: Any = None, direct: bool = False) -> list[LeafPlan]:
+    def plans(
+        self, params: optax.Params, state: optax.OptState | None = None, direct: bool = False
+    ) -> list[LeafPlan]:
         """`plan_leaves` of this optimizer."""
         return plan_leaves(
             self.rule, self.storage, params, state, weights=self.weights,
@@ -94,7 +96,7 @@ class Engine:
 
     # ---- state -------------------------------------------------------------------------------
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: optax.Params) -> Any:
         """Zero state, of the parameters' sharding; f32 moments are never allocated on the way."""
         leaves = jax.tree.leaves(params)
         plans = self.plans(params)
@@ -126,8 +128,8 @@ class Engine:
         seed: jax.Array,
         states: list[LeafState],
         shared: list[LeafState],
-        params: Any,
-        before: Any = None,
+        params: optax.Params,
+        before: optax.OptState | None = None,
     ) -> Any:
         """The state of a tree like the parameters; `before` is the one before the step."""
 
@@ -146,7 +148,9 @@ class Engine:
     def _slots(self, shared: bool) -> list[str]:
         return [slot.name for slot in self.rule.slots if slot.shared == shared]
 
-    def unpack(self, state: Any, plans: list[LeafPlan]) -> tuple[list[LeafState], list[LeafState]]:
+    def unpack(
+        self, state: optax.OptState, plans: list[LeafPlan]
+    ) -> tuple[list[LeafState], list[LeafState]]:
         """The states of the leaves, and those of their shared slots; both are checked."""
 
         def column(field: str) -> list[jax.Array]:
@@ -176,9 +180,9 @@ class Engine:
 
     def update(
         self,
-        updates: Any,
-        state: Any,
-        params: Any = None,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
         *,
         gradient_scale: jax.Array | None = None,
         **extra: Any,
@@ -188,16 +192,20 @@ class Engine:
         return self.run(updates, state, params, gradient_scale=gradient_scale)
 
     def step(
-        self, updates: Any, state: Any, params: Any, gradient_scale: jax.Array | None = None
+        self,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params,
+        gradient_scale: jax.Array | None = None,
     ) -> tuple[Any, Any]:
         """New parameters and state: `update` and `optax.apply_updates` at once."""
         return self.run(updates, state, params, gradient_scale=gradient_scale, direct=True)
 
     def run(
         self,
-        updates: Any,
-        state: Any,
-        params: Any,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params,
         h: Mapping[str, jax.Array] | None = None,
         count: jax.Array | None = None,
         gradient_scale: jax.Array | None = None,
@@ -242,7 +250,9 @@ class Engine:
         results = jax.tree.unflatten(jax.tree.structure(like), results)
         return results, self.pack(count, state.seed, states, shared, like, state)
 
-    def _stand_in(self, updates: Any, state: Any, h: Mapping[str, jax.Array]) -> Any:
+    def _stand_in(
+        self, updates: optax.Updates, state: optax.OptState, h: Mapping[str, jax.Array]
+    ) -> Any:
         """Return stand-ins for parameters that are not given: f32 arrays whose values are not read.
 
         Raises:
@@ -422,7 +432,9 @@ def _check_slots(plan: LeafPlan, state: LeafState, shape: tuple[int, ...]) -> No
         _check_array(plan, f"{slot.name}_scale", scales, scale_shape, slot.scale_dtype)
 
 
-def _check_array(plan: LeafPlan, field: str, array: Any, shape: tuple, dtype: Any) -> None:
+def _check_array(
+    plan: LeafPlan, field: str, array: Any, shape: tuple[int, ...], dtype: Any
+) -> None:
     if jnp.shape(array) == shape and jnp.dtype(array.dtype) == jnp.dtype(dtype):
         return
     hint = ""

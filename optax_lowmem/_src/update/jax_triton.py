@@ -1,76 +1,95 @@
-"""The step of several leaves in one GPU kernel: hand-written Triton, called through jax_triton.
+"""The step of several leaves in one GPU kernel: Triton generated from what JAX traces of a tile.
 
-For AdamW, Lion and SGD with the default codecs, and for a JAX whose Pallas has no Triton lowering.
+Called through jax_triton, so for a JAX whose Pallas has no Triton lowering.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lowmem._src.codecs import BitSplit, softsign, sqrt
-from optax_lowmem._src.core import groups, random, varying
-from optax_lowmem._src.core.rules import UpdateRule
+from optax_lowmem._src.core import groups, numerics, random, triton_source, varying
+from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
 from optax_lowmem._src.core.tiles import MAX_ELEMENTS, Tile, Tiling
-from optax_lowmem._src.optimizers.adam import AdamRule
-from optax_lowmem._src.optimizers.lion import LionRule
-from optax_lowmem._src.optimizers.sgd import MomentumRule
-from optax_lowmem._src.update import jax_triton_kernel as kernel
-from optax_lowmem._src.update import jax_triton_numerics as numerics
-from optax_lowmem._src.update.operands import Leaf, Result, aliases, output
+from optax_lowmem._src.update.operands import Leaf, Result, aliases, output, step_tile
 from optax_lowmem._src.update.plan import LeafPlan
 
-_CODECS = {"mu": softsign(), "nu": sqrt()}
-_MAX_GROUP_SIZE = 256
-_MAX_LEAVES = 32  # with 13 pointers each: CUDA takes 4 KiB of arguments
+_MAX_LANES = 1 << 16
+_MAX_POINTERS = 480  # CUDA takes 4 KiB of arguments
 _VECTOR = 8  # neighbours that a thread takes at once
 
 _TABLES = ("scalars", "keys", "lane_bits")
-
-# Rule -> name of its formula in the kernel, or None for what the kernel has no formula for. Looked
-# up by the exact type: a subclass may have other arithmetic.
-_FORMULAS: dict[type[UpdateRule], Callable[[Any], str | None]] = {
-    AdamRule: lambda rule: "adam" if rule.eps_root_is_zero and not rule.nesterov else None,
-    LionRule: lambda rule: "lion" if rule.mode == "hard" else None,
-    MomentumRule: lambda rule: "nesterov" if rule.nesterov else "momentum",
-}
-
-
-def formula(rule: UpdateRule) -> str | None:
-    """Return the name of a rule's formula in the kernel, or None where it has none."""
-    named = _FORMULAS.get(type(rule))
-    return None if named is None else named(rule)
+_STATICS = (
+    "LEAVES",
+    "GROUP_SIZE",
+    "ROWS",
+    "LANES",
+    "FLAT",
+    "ALIGNMENT",
+    "MASKED",
+    "BY_LANE",
+)
 
 
 def supported(rule: UpdateRule, plan: LeafPlan) -> str | None:
     """Return the reason why the kernel cannot take a leaf, or None where it can."""
-    if formula(rule) is None:
-        return f"the hand-written kernel does not know {rule}"
     if not 0 < math.prod(plan.shape) <= MAX_ELEMENTS:
         return f"{math.prod(plan.shape)} elements, and the kernel takes 1 to {MAX_ELEMENTS}"
-    for slot in plan.slots:
-        if slot.codec != _CODECS[slot.name]:
-            stored = slot.codec.name if slot.codec else f"plain {slot.dtype}"
-            return (
-                f"{slot.name} is {stored}, and the kernel knows the default only, "
-                f"{_CODECS[slot.name].name} with its guards"
-            )
-    if len({slot.stochastic for slot in plan.slots}) > 1:
-        return "its slots are not all rounded the same way"
-    size = plan.group_size
-    if size > _MAX_GROUP_SIZE or size & (size - 1):
-        return f"the group size {size} is not a power of two up to {_MAX_GROUP_SIZE}"
-    if plan.split is not None and not isinstance(plan.split, BitSplit):
-        return f"the kernel has no {plan.split.name} split of master weights"
-    return None
+    if Tiling(plan.shape, plan.group_size, 1).lanes > _MAX_LANES:
+        return f"groups of {plan.group_size}, and the kernel takes up to {_MAX_LANES} elements"
+    unknown = _unknown(rule, plan.shapeless)
+    return unknown and f"the step uses `{unknown}`, which the kernel has no form for"
+
+
+class _AnyHyperparameters(Mapping[str, jax.Array]):
+    """Every name there is, so that what is traced has all that a step may do."""
+
+    def __getitem__(self, name: str) -> jax.Array:
+        return jnp.float32(0.5)
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+@functools.cache
+def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
+    """Return a primitive of the step that has no form in Triton, or None."""
+    rows, lanes = 4, Tiling((32,), plan.group_size, 1).lanes
+
+    def like(shape: tuple[int, ...], dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    tile = functools.partial(like, (rows, lanes))
+    leaf = Leaf(
+        tile(jnp.float32),
+        tile(plan.dtype),
+        None if plan.split is None else tile(plan.split.dtype),
+        tuple(tile(slot.dtype) for slot in plan.slots),
+        tuple(like((rows,), slot.scale_dtype) for slot in plan.slots if slot.codec),
+    )
+
+    def traced(leaf: Leaf, place: jax.Array, lane: jax.Array, exists: jax.Array) -> Result:
+        with numerics.kernel_arithmetic(triton_source.APPROXIMATIONS):
+            noise = random.mix(place)[:, None], lane
+            return step_tile(rule, plan, leaf, _AnyHyperparameters(), noise, exists)
+
+    words = (like((n,), jnp.uint32) for n in (rows, lanes))
+    return triton_source.missing(jax.make_jaxpr(traced)(leaf, *words, tile(jnp.bool_)))
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "plans", "names", "tile"), inline=False)
@@ -97,18 +116,19 @@ def launch(
       tile: how the work is cut.
     """
     kinds = [_Kind.of(plan, tile) for plan in plans]
+    most = _MAX_POINTERS // (2 * len(jax.tree.leaves(leaves[0])) + 1)
     results: dict[int, Result] = {}
     for kind in dict.fromkeys(kinds):
         alike = [i for i, other in enumerate(kinds) if other == kind]
-        for first in range(0, len(alike), _MAX_LEAVES):
-            batch = alike[first : first + _MAX_LEAVES]
+        for first in range(0, len(alike), most):
+            batch = alike[first : first + most]
             found = _launch(
                 rule,
                 kind,
                 [plans[i] for i in batch],
                 [leaves[i] for i in batch],
                 names,
-                scalars,
+                scalars if len(scalars) == 1 else scalars[jnp.asarray(batch)],
                 keys[leaf_numbers[jnp.asarray(batch)]],
                 tile,
             )
@@ -125,12 +145,14 @@ class _Kind:
       flat: whether all groups are full.
       alignment: a divisor of the offsets and sizes of all groups.
       elements: elements per tile.
+      by_lane: whether a group has elements of several blocks.
     """
 
     lanes: int
     flat: bool
     alignment: int
     elements: int
+    by_lane: bool
 
     @classmethod
     def of(cls, plan: LeafPlan, tile: Tile) -> "_Kind":
@@ -140,7 +162,8 @@ class _Kind:
         # then has numbers of many groups to keep
         vectors = tiling.flat or alignment == _VECTOR
         elements = tile.elements if vectors else tile.elements // 2
-        return cls(tiling.lanes, tiling.flat, alignment, max(elements, tiling.lanes))
+        by_lane = any(axis[-2] for axis in _block_axes(plan))
+        return cls(tiling.lanes, tiling.flat, alignment, max(elements, tiling.lanes), by_lane)
 
     def tiling(self, plan: LeafPlan) -> Tiling:
         return Tiling(plan.shape, plan.group_size, self.elements)
@@ -160,53 +183,48 @@ def _launch(
     tilings = [kind.tiling(plan) for plan in plans]
     starts = itertools.accumulate((tiling.tiles for tiling in tilings), initial=0)
     layout = tuple(
-        (start, plan.shape[-1], tiling.groups, _places(plan))
+        (start, plan.shape[-1], tiling.groups, _places(plan), _block_axes(plan))
         for start, plan, tiling in zip(starts, plans, tilings, strict=False)
     )
     results = [output(plan, leaf) for plan, leaf in zip(plans, leaves, strict=True)]
-    statics = {
-        **_statics(rule, plans[0], leaves[0]),
-        "NAMES": " ".join(names),
-        "LEAVES": layout,
-        "ROWS": tilings[0].rows,
-        "LANES": kind.lanes,
-        "FLAT": kind.flat,
-        "ALIGNMENT": kind.alignment,
-        "MASKED": not kind.flat or any(tiling.groups % tiling.rows for tiling in tilings),
-    }
+    statics = (
+        layout,
+        plans[0].group_size,
+        tilings[0].rows,
+        kind.lanes,
+        kind.flat,
+        kind.alignment,
+        not kind.flat or any(tiling.groups % tiling.rows for tiling in tilings),
+        kind.by_lane,
+    )
     row_keys, lane_keys = random.row_and_lane_keys(keys, rank=1)
-    tables = [scalars[0], row_keys, _lane_bits(lane_keys, kind.lanes)]
-    operands = [*tables, *jax.tree.leaves(leaves)]
+    lanes = lax.iota(jnp.uint32, kind.lanes)[None]
+    # the bits of the lanes are the same for every tile of a leaf: mixed once, here
+    tables = [scalars, row_keys, random.lane_bits(lane_keys[:, None], lanes)]
+    body = _Body(
+        rule,
+        plans[0].shapeless,
+        jax.tree.map(lambda x: x.dtype, leaves[0]),
+        names,
+        len(scalars) > 1,
+        tilings[0].rows,
+        kind.lanes,
+        kind.by_lane,
+    )
     outputs = _call(
-        operands,
-        [_named(leaf, i) for i, leaf in enumerate(leaves)],
+        body,
+        [*tables, *jax.tree.leaves(leaves)],
         jax.tree.leaves(results),
         aliases(plans[0], leaves, results, first=len(_TABLES)),
         grid=(sum(tiling.tiles for tiling in tilings),),
         num_warps=tile.warps,
         num_stages=1,
         name="fused_update",
-        **statics,
+        **dict(zip(_STATICS, statics, strict=True)),
     )
-    leaves, structure = jax.tree.flatten(results)
-    axes = (leaf.manual_axis_type.varying for leaf in leaves)  # which jax_triton forgets
+    flat, structure = jax.tree.flatten(results)
+    axes = (leaf.manual_axis_type.varying for leaf in flat)  # which jax_triton forgets
     return jax.tree.unflatten(structure, list(map(varying.over, outputs, axes)))
-
-
-def _statics(rule: UpdateRule, plan: LeafPlan, leaf: Leaf) -> dict[str, Any]:
-    """Return the constants that the kernel's code depends on, apart from those of its tiling."""
-    has_weight = leaf.p is not None
-    return {
-        "FORMULA": formula(rule),
-        "GROUP_SIZE": plan.group_size,
-        "STOCHASTIC": plan.stochastic,
-        "WEIGHT": has_weight,
-        "SPLIT_BITS": plan.split.bits if has_weight and plan.split is not None else 0,
-        "SPLIT_STOCHASTIC": has_weight and plan.stochastic_master,
-        "DIRECT": has_weight and plan.direct,
-        "DECAYS": plan.decays,
-        "UPDATE": jnp.dtype(plan.update_dtype).name,
-    }
 
 
 def _places(plan: LeafPlan) -> tuple[tuple[int, int], ...]:
@@ -224,26 +242,188 @@ def _places(plan: LeafPlan) -> tuple[tuple[int, int], ...]:
     )
 
 
-def _lane_bits(keys: jax.Array, lanes: int) -> jax.Array:
-    """C of the lanes times the salt of each slot, uint32 [leaves, slots, lanes].
+def _block_axes(plan: LeafPlan) -> tuple[tuple[int | bool, ...], ...]:
+    """The way from the number of a group to that of its block, as the kernel's LEAVES have it.
 
-    The same for every tile of a leaf, so it is mixed once, here.
+    Of each axis with several blocks: the groups below, the groups along it, the neighbours with one
+    value, the blocks below, whether those neighbours are lanes, and the last block.
     """
-    mixed = random.lane_bits(keys[:, None, None], lax.iota(jnp.uint32, lanes)[None, None])
-    return mixed * jnp.asarray(numerics.SALTS, jnp.uint32)[None, :, None]
+    if plan.block is None:
+        return ()
+    size, values = plan.group_size, plan.block.mean_shape(plan.shape)
+    shape = groups.scale_shape(plan.shape, size)
+    found: list[tuple[int | bool, ...]] = []
+    for axis, (length, count) in enumerate(zip(plan.shape, values, strict=True)):
+        if count == 1:
+            continue
+        width = length // count
+        last = axis == len(values) - 1
+        by_lane = last and width % size != 0
+        neighbours = width // size if last and not by_lane else width
+        below = math.prod(shape[axis + 1 :])
+        found.append(
+            (below, shape[axis], neighbours, math.prod(values[axis + 1 :]), by_lane, count - 1)
+        )
+    return tuple(found)
 
 
-def _named(leaf: Leaf, number: int) -> dict[str, str]:
-    """Role -> name of each array of a leaf, in the order of its tree."""
-    slots = list(_CODECS)[: len(leaf.slots)]
-    roles = [
-        "g",
-        *(["p"] if leaf.p is not None else []),
-        *(["correction"] if leaf.correction is not None else []),
-        *slots,
-        *(f"{slot}_scale" for slot in slots),
-    ]
-    return {role: f"{role}{number}" for role in roles}
+# ---- the kernel's source -------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Body:
+    """Everything that the code of a kernel depends on, apart from the layout of its leaves.
+
+    Attributes:
+      rule: the optimizer's arithmetic.
+      plan: that of any leaf, without its shape.
+      dtypes: of the arrays of a leaf.
+      names: of the hyperparameters.
+      per_leaf: whether each leaf has its own.
+      rows: of a tile.
+      lanes: of a tile.
+      by_lane: whether block-wise values are those of elements.
+    """
+
+    rule: UpdateRule
+    plan: LeafPlan
+    dtypes: Leaf
+    names: tuple[str, ...]
+    per_leaf: bool
+    rows: int
+    lanes: int
+    by_lane: bool
+
+    @functools.cached_property
+    def roles(self) -> Any:
+        """Names of the arrays of a leaf, as a `Leaf`."""
+
+        def named(field: str) -> Any:
+            return None if getattr(self.dtypes, field) is None else field
+
+        slots: Any = tuple(slot.name for slot in self.plan.slots)
+        coded: Any = tuple(f"{slot.name}_scale" for slot in self.plan.slots if slot.codec)
+        return Leaf(named("g"), named("p"), named("correction"), slots, coded, named("of_block"))
+
+    @property
+    def results(self) -> list[str]:
+        """Names of the arrays that are written, in the order of `Result`."""
+        return ["update", *jax.tree.leaves((self.roles.correction, *self.roles[3:5]))]
+
+    @property
+    def has_holes(self) -> bool:
+        """Return whether the step asks which elements of a tile exist."""
+        return not all(slot.codec is None or slot.codec.zero_code for slot in self.plan.slots)
+
+    def step(self) -> str:
+        """Return the source of the step of a tile: what `step_tile` computes."""
+        shaped = {"g": 2, "p": 2, "correction": 2, "slots": 2, "scales": 1}
+        shapes = {1: (self.rows,), 2: (self.rows, self.lanes)}
+        leaf = Leaf(
+            **{
+                field: jax.tree.map(
+                    lambda dtype, rank=rank: jax.ShapeDtypeStruct(shapes[rank], dtype),
+                    getattr(self.dtypes, field),
+                )
+                for field, rank in shaped.items()
+            },
+            of_block=jax.tree.map(
+                lambda dtype: jax.ShapeDtypeStruct(
+                    shapes[2] if self.by_lane else (self.rows, 1), dtype
+                ),
+                self.dtypes.of_block,
+            ),
+        )
+        h = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in self.names}
+        place = jax.ShapeDtypeStruct((self.rows,), jnp.uint32)
+        lane = jax.ShapeDtypeStruct((self.lanes,), jnp.uint32)
+        exists = jax.ShapeDtypeStruct(shapes[2], jnp.bool_) if self.has_holes else None
+
+        def traced(leaf: Leaf, h: Any, place: Any, lane: Any, exists: Any) -> Result:
+            if leaf.of_block is not None:
+                h = {**h, OF_BLOCK: leaf.of_block}
+            noise = (random.mix(place)[:, None], lane) if self.plan.noisy else None
+            with _arithmetic():
+                return step_tile(
+                    self.rule, self.plan, leaf._replace(of_block=None), h, noise, exists
+                )
+
+        jaxpr = jax.make_jaxpr(traced)(leaf, h, place, lane, exists)
+        return triton_source.function(jaxpr, "step", self.operands)
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of the operands of `step`."""
+        there = ["there"] if self.has_holes else []
+        scalars = [f"h_{name}" for name in sorted(self.names)]
+        return [*jax.tree.leaves(self.roles), *scalars, "place", "lane", *there]
+
+    def lines(self, leaves: Sequence[Sequence[str]]) -> list[str]:
+        """Return the lines of the kernel: find the leaf, load, step, store.
+
+        Args:
+          leaves: of each leaf the names of its pointers, those of its operands and its update's.
+        """
+        roles, new = jax.tree.leaves(self.roles), {name: f"new_{name}" for name in self.results}
+        pointers = "".join(f"({', '.join(names)}), " for names in leaves)
+        lines = [
+            f"arrays = ({pointers})",
+            "pointers, leaf, first, count, place, begin, size, block = find_leaf(",
+            "    arrays, tl.program_id(0), LEAVES, 0, len(LEAVES), GROUP_SIZE, ROWS, LANES,",
+            "    ALIGNMENT, BY_LANE)",
+            f"{', '.join(f'{role}_at' for role in [*roles, 'update'])} = pointers",
+            "group = first + tl.arange(0, ROWS)",
+            "exists = group < count",
+            "lanes = tl.arange(0, LANES)",
+            "offsets, mask = elements(group, exists, begin, size, lanes, LANES, FLAT, ALIGNMENT)",
+        ]
+        nothing = {"correction": self.plan.split.zero if self.plan.split is not None else 0}
+        where = dict.fromkeys(roles, "offsets, mask")
+        where |= dict.fromkeys(self.roles.scales, "group, exists")
+        for role in roles:
+            if role == "of_block":
+                lines.append("of_block = tl.load(of_block_at + block)")
+            else:
+                other = nothing.get(role, 0)
+                lines.append(f"{role} = load({role}_at, {where[role]}, {other}, MASKED)")
+        first = f"leaf * {len(self.names)} + " if self.per_leaf else ""
+        lines += [f"h_{name} = tl.load(scalars + {first}{i})" for i, name in enumerate(self.names)]
+        lines += [
+            "place = tl.load(keys + leaf) + place",
+            "lane = tl.load(lane_bits + leaf * LANES + lanes)",
+            "there = tl.broadcast_to(mask, (ROWS, LANES))",
+            # everything is asked for before anything is waited for, which the barrier sees to
+            "tl.debug_barrier()",
+            f"{', '.join(new.values())} = step({', '.join(self.operands)})",
+        ]
+        where["update"] = "offsets, mask"
+        for name, values in new.items():
+            at, exists = where[name].split(", ")
+            lines.append(f"store({name}_at, {at}, {values}, {exists}, MASKED)")
+        return lines
+
+
+def _arithmetic() -> contextlib.AbstractContextManager[None]:
+    """Interpreted, a kernel is compared with the reference: the same expressions."""
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        return contextlib.nullcontext()
+    return numerics.kernel_arithmetic(triton_source.APPROXIMATIONS)
+
+
+@functools.cache
+def _step(body: _Body) -> str:
+    return body.step()
+
+
+@functools.cache
+def _kernel(body: _Body, parameters: tuple[str, ...], leaves: tuple[tuple[str, ...], ...]) -> Any:
+    """Return the `triton.jit` function of a launch."""
+    from optax_lowmem._src.update import jax_triton_kernel
+
+    source = jax_triton_kernel.entry(parameters, _STATICS, body.lines(leaves))
+    return jax_triton_kernel.compiled_from(f"{_step(body)}\n\n{source}", "fused_update")
 
 
 # ---- jax_triton's conventions --------------------------------------------------------------------
@@ -260,8 +440,8 @@ _one_by_one = jax.custom_batching.sequential_vmap  # jax_triton cannot be vmappe
 
 
 def _call(
+    body: _Body,
     operands: Sequence[jax.Array],
-    named: Sequence[dict[str, str]],
     outputs: Sequence[jax.ShapeDtypeStruct],
     in_place: dict[int, int],
     **options: Any,
@@ -273,22 +453,27 @@ def _call(
     passes their pointers once.
 
     Args:
+      body: of the kernel.
       operands: tables, then the arrays of the leaves.
-      named: role -> name of the latter, a leaf each.
       outputs: what the results are like.
       in_place: operand -> result that takes its place.
       options: of `triton_call`, and the kernel's static arguments.
     """
-    parameters = [*_TABLES, *(name for leaf in named for name in leaf.values())]
+    roles = jax.tree.leaves(body.roles)
+    count = len(outputs) // len(body.results)
+    named = [[f"{role}{i}" for role in roles] for i in range(count)]
+    parameters = [*_TABLES, *itertools.chain(*named)]
     owner = {result: parameters[operand] for operand, result in in_place.items()}
     results = [owner.get(j, f"result{j}") for j in range(len(outputs))]
-    roles, triton_call = _roles(named, results), _triton_call()
+    updates = results[:: len(body.results)]  # the first result of every leaf
+    leaves = tuple((*names, update) for names, update in zip(named, updates, strict=True))
+    triton_call = _triton_call()
 
     def call_03(*operands: jax.Array) -> list[jax.Array]:
         every = [f"result{j}" for j in range(len(outputs))]
         return triton_call(
             *operands,
-            kernel=kernel.entry((*parameters, *every), roles),
+            kernel=_kernel(body, (*parameters, *every), leaves),
             out_shape=list(outputs),
             input_output_aliases=in_place,
             enable_fp_fusion=True,
@@ -300,7 +485,7 @@ def _call(
         refs = {i: jax.new_ref(operands[i]) for i in in_place}
         found = triton_call(
             *(refs.get(i, x) for i, x in enumerate(operands)),
-            kernel=kernel.entry((*parameters, *(results[j] for j in fresh)), roles),
+            kernel=_kernel(body, (*parameters, *(results[j] for j in fresh)), leaves),
             out_type=[outputs[j] for j in fresh],
             backend_options={"enable_fp_fusion": True},  # Triton is about to change its default
             **options,
@@ -311,12 +496,3 @@ def _call(
 
     newer = "out_type" in inspect.signature(triton_call).parameters
     return _one_by_one(call_04 if newer else call_03)(*operands)
-
-
-def _roles(named: Sequence[dict[str, str]], results: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Of each leaf the names of its pointers by role; the gradient's for roles it has not."""
-    updates = results[:: len(results) // len(named)]  # the first result of every leaf
-    return tuple(
-        tuple({**leaf, "update": update}.get(role, leaf["g"]) for role in kernel.ROLES)
-        for leaf, update in zip(named, updates, strict=True)
-    )

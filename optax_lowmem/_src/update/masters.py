@@ -5,6 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from optax_lowmem._src.codecs import BitSplit, MasterSplit, UlpSplit, master_split, split_of
 from optax_lowmem._src.core import numerics, scope, trees
@@ -38,7 +39,7 @@ def choose_split(storage: Storage, path: str, dtype: jnp.dtype) -> MasterSplit |
     return split
 
 
-def check_order(gradients: list[Any], params: Any, correction: Any) -> None:
+def check_order(gradients: list[jax.Array], params: optax.Params, correction: optax.Params) -> None:
     """Raises where dtypes show that gradients and parameters were given in each other's place."""
     rows = zip(trees.named_leaves(params), gradients, jax.tree.leaves(correction), strict=False)
     for (path, p), g, kept in rows:
@@ -50,7 +51,7 @@ def check_order(gradients: list[Any], params: Any, correction: Any) -> None:
             )
 
 
-def promoted(path: str, correction: Any) -> str:
+def promoted(path: str, correction: jnp.dtype) -> str:
     """The error of an f32 weight beside a correction, which is of a 16-bit one."""
     return (
         f"weight '{path}' is float32, and the state corrects a 16-bit one ({correction} beside "
@@ -63,7 +64,7 @@ def promoted(path: str, correction: Any) -> str:
     )
 
 
-def initial_correction(split: MasterSplit, path: str, leaf: Any) -> jax.Array:
+def initial_correction(split: MasterSplit, path: str, leaf: jax.Array) -> jax.Array:
     """The correction that `lowmem.init` has for a leaf, else that of the weight itself."""
     provided = scope.provided_correction(path)
     if provided is not None:
@@ -83,7 +84,7 @@ def join_master(p: jax.Array, correction: jax.Array) -> jax.Array:
     return split.join(p, correction)
 
 
-def join_leaves(weights: list[jax.Array], corrections: list[Any]) -> list[jax.Array]:
+def join_leaves(weights: list[jax.Array], corrections: list[jax.Array]) -> list[jax.Array]:
     """`join_master` of each leaf, those in 16 bits in one program; shapes give shapes."""
     if any(isinstance(p, jax.ShapeDtypeStruct) for p in weights):
         return widened(weights)
@@ -98,34 +99,34 @@ def _joined(rows: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
     return [join_master(p, correction) for p, correction in rows]
 
 
-def join_masters(params: Any, correction: Any) -> Any:
+def join_masters(params: optax.Params, correction: optax.Params) -> optax.Params:
     """`join_master` of each leaf; the boxes of a placeholder have other names than its weight's."""
     leaves, treedef = jax.tree.flatten(params)
     return jax.tree.unflatten(treedef, join_leaves(leaves, jax.tree.leaves(correction)))
 
 
-def splits_masters(tx: Any, params: Any) -> bool:
+def splits_masters(tx: optax.GradientTransformation, params: optax.Params) -> bool:
     """Return whether a transformation splits the master weights of some leaf."""
     return bool(split_paths(tx, params))
 
 
-def split_paths(tx: Any, params: Any) -> set[str]:
+def split_paths(tx: optax.GradientTransformation, params: optax.Params) -> set[str]:
     """The leaves whose master weights a transformation splits."""
     return _decided(tx, params, "correction")
 
 
-def adds_noise(tx: Any, params: Any) -> bool:
+def adds_noise(tx: optax.GradientTransformation, params: optax.Params) -> bool:
     """Return whether a transformation adds noise to the weights that the loss sees."""
     return bool(_decided(tx, params, FIELD))
 
 
-def _decided(tx: Any, params: Any, slot: str) -> set[str]:
+def _decided(tx: optax.GradientTransformation, params: optax.Params, slot: str) -> set[str]:
     with scope.providing(scope.Masters()):
         _, decisions = scope.dry_run(tx, params)
     return {d.path for d in decisions if d.slot == slot and d.form is not None}
 
 
-def master_params(params: Any, state: Any) -> Any:
+def master_params(params: optax.Params, state: optax.OptState) -> optax.Params:
     """The f32 parameters that 16-bit weights and an optimizer state hold together.
 
     The corrections are found through chain, masked, partition, MultiSteps, inject_hyperparams and
@@ -155,7 +156,9 @@ def master_params(params: Any, state: Any) -> Any:
     return treedef.unflatten(join_leaves(*kept_weights(params, state)))
 
 
-def kept_weights(params: Any, state: Any) -> tuple[list[jax.Array], list[Any]]:
+def kept_weights(
+    params: optax.Params, state: optax.OptState
+) -> tuple[list[jax.Array], list[jax.Array]]:
     """Return the arguments of `join_leaves`: clean weights of an optimizer and corrections."""
     params = clean_params(params, state)
     corrections = corrections_of(params, state)
@@ -163,7 +166,7 @@ def kept_weights(params: Any, state: Any) -> tuple[list[jax.Array], list[Any]]:
     return [w for w, _ in rows], [correction for _, correction in rows]
 
 
-def corrections_of(params: Any, state: Any) -> dict[str, jax.Array]:
+def corrections_of(params: optax.Params, state: optax.OptState) -> dict[str, jax.Array]:
     """The corrections of 16-bit weights in an optimizer state, by path.
 
     Raises:
@@ -210,7 +213,7 @@ def _fits(path: str, weight: jax.Array, correction: jax.Array) -> bool:
 
 
 def _check_names(
-    weights: dict[str, Any], corrections: dict[str, jax.Array], elsewhere: list[str]
+    weights: dict[str, jax.Array], corrections: dict[str, jax.Array], elsewhere: list[str]
 ) -> None:
     """Raises where weights without a correction stand beside corrections without their weight."""
     bare = [p for p, w in weights.items() if numerics.is_narrow(w.dtype) and p not in corrections]

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_lowmem._src.core import explicit, random, scope
 from optax_lowmem._src.core.placement import Placement, placement
@@ -30,7 +30,7 @@ def place_of(plan: LeafPlan, state: LeafState) -> Placement | None:
     return None
 
 
-def _explicit(mesh: Any) -> bool:
+def _explicit(mesh: Mesh | AbstractMesh) -> bool:
     return bool(mesh.axis_types) and all(axis == AxisType.Explicit for axis in mesh.axis_types)
 
 
@@ -73,7 +73,13 @@ def fused_updates(
         for plan, place in zip(plans, places, strict=True)
     ]
 
-    def on_a_device(gradients: Any, weights: Any, states: Any, of_leaves: Any, keys: Any) -> Any:
+    def on_a_device(
+        gradients: list[jax.Array],
+        weights: list[jax.Array | None],
+        states: list[LeafState],
+        of_leaves: list[Mapping[str, jax.Array]],
+        keys: jax.Array,
+    ) -> list[tuple[jax.Array, LeafState]]:
         rows = zip(local, places, keys, strict=True)
         keys = jnp.stack([_part_key(*row) for row in rows])
         return step(local, gradients, weights, states, of_leaves, keys)
@@ -109,7 +115,7 @@ def _specs_of(state: LeafState, spec: PartitionSpec) -> LeafState:
     return jax.tree.map(lambda x: spec if x.ndim else PartitionSpec(), state)
 
 
-def _laid(arrays: list[Any], specs: list[Any], mesh: Any) -> list[Any]:
+def _laid(arrays: list[Any], specs: list[Any], mesh: Mesh | AbstractMesh) -> list[Any]:
     def laid(x: jax.Array, spec: PartitionSpec) -> jax.Array:
         return jax.sharding.reshard(x, NamedSharding(mesh, spec))
 

@@ -1,12 +1,14 @@
-"""The arrays of a launch: what a GPU kernel reads and writes of each leaf, and what lies where."""
+"""A GPU kernel apart from its language: its arrays of each leaf, and the step of a tile."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from optax_lowmem._src.core.rules import UpdateRule
 from optax_lowmem._src.core.tiles import Tiling, result_like
+from optax_lowmem._src.update import reference
 from optax_lowmem._src.update.plan import LeafPlan, LeafState
 
 
@@ -82,12 +84,8 @@ def views(tiling: Tiling, leaf: Leaf) -> Leaf:
 
 def output(plan: LeafPlan, viewed: Leaf) -> Any:
     """Shapes and dtypes of what a kernel writes for a leaf that it sees so, as a `Result`."""
-
-    def like(x: jax.Array, dtype: Any = None) -> Any:
-        return result_like(x, x.shape, dtype or x.dtype)
-
-    update = like(viewed.g, update_dtype(plan, viewed.p))
-    state: Any = jax.tree.map(like, (viewed.correction, viewed.slots, viewed.scales))
+    update: Any = result_like(viewed.g, dtype=update_dtype(plan, viewed.p))
+    state: Any = jax.tree.map(result_like, (viewed.correction, viewed.slots, viewed.scales))
     return Result(update, *state)
 
 
@@ -122,3 +120,29 @@ def restored(plan: LeafPlan, leaf: Leaf, result: Result) -> Result:
     update = result.update.reshape(plan.shape)
     state = jax.tree.map(reshaped, result[1:], (leaf.correction, leaf.slots, leaf.scales))
     return Result(update, *state)
+
+
+def step_tile(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    leaf: Leaf,
+    h: Mapping[str, jax.Array],
+    noise: tuple[jax.Array, jax.Array] | None,
+    exists: jax.Array | None,
+) -> Result:
+    """One tile [groups, lanes], a group a row: decode, rule, encode, split.
+
+    `plan` is that of any leaf of the launch; only its shape, which is not used, tells them apart.
+    """
+    layout = reference.Tile(leaf.g.shape[-1], exists)
+    correction = jnp.zeros((), jnp.int8) if leaf.correction is None else leaf.correction
+    state = LeafState(leaf.slots, with_placeholders(plan, leaf.scales), correction)
+    moved, values = reference.advance(rule, plan, leaf.g, leaf.p, state, h, layout)
+    slots, scales = reference.encode(plan, values, state.scales, noise, layout)
+    if leaf.p is not None:
+        # for a plan that is not direct the weight: its update is taken where it fuses with its use
+        own = reference.master_noise(plan, noise, layout)
+        moved, correction = reference.move(plan, leaf.p, moved, correction, own)
+    kept = None if leaf.correction is None else correction
+    scales = tuple(scale for scale in scales if scale is not None)
+    return Result(moved.astype(update_dtype(plan, leaf.p)), kept, slots, scales)

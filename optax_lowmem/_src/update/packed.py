@@ -133,14 +133,28 @@ def fused_update_among(
 @opaque
 @functools.partial(jax.jit, static_argnames=("rule", "plan"))
 def _finished(
-    rule: UpdateRule, plan: LeafPlan, g: Any, p: Any, state: Any, h: Any, keys: Any, number: Any
+    rule: UpdateRule,
+    plan: LeafPlan,
+    g: jax.Array,
+    p: jax.Array | None,
+    state: LeafState,
+    h: Mapping[str, jax.Array],
+    keys: jax.Array,
+    number: jax.Array,
 ) -> tuple[jax.Array, LeafState]:
     found = _computation(rule, plan, g, p, state, h, keys, number)
     return _outputs(rule, plan, g, p, state, h, *found)
 
 
 def _computation(
-    rule: UpdateRule, plan: LeafPlan, g: Any, p: Any, state: Any, h: Any, keys: Any, number: Any
+    rule: UpdateRule,
+    plan: LeafPlan,
+    g: jax.Array,
+    p: jax.Array | None,
+    state: LeafState,
+    h: Mapping[str, jax.Array],
+    keys: jax.Array,
+    number: jax.Array,
 ) -> tuple[list[jax.Array], dict[str, jax.Array]]:
     """Words, and the scales to be stored."""
     measured = reference.measure(plan, reference.advance(rule, plan, g, p, state, h)[1])

@@ -20,44 +20,16 @@ from optax_lowmem._src.core import numerics, pallas_tiles, random
 from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
 from optax_lowmem._src.core.tiles import Tile, Tiling
-from optax_lowmem._src.update import reference
 from optax_lowmem._src.update.operands import (
     Leaf,
     Result,
     aliases,
     output,
     restored,
-    update_dtype,
+    step_tile,
     views,
-    with_placeholders,
 )
-from optax_lowmem._src.update.plan import LeafPlan, LeafState
-
-
-def step_tile(
-    rule: UpdateRule,
-    plan: LeafPlan,
-    leaf: Leaf,
-    h: dict[str, jax.Array],
-    noise: tuple[jax.Array, jax.Array] | None,
-    exists: jax.Array | None,
-) -> Result:
-    """One tile [groups, lanes], a group a row: decode, rule, encode, split.
-
-    `plan` is that of any leaf of the launch; only its shape, which is not used, tells them apart.
-    """
-    layout = reference.Tile(leaf.g.shape[-1], exists)
-    correction = jnp.zeros((), jnp.int8) if leaf.correction is None else leaf.correction
-    state = LeafState(leaf.slots, with_placeholders(plan, leaf.scales), correction)
-    moved, values = reference.advance(rule, plan, leaf.g, leaf.p, state, h, layout)
-    slots, scales = reference.encode(plan, values, state.scales, noise, layout)
-    if leaf.p is not None:
-        # for a plan that is not direct the weight: its update is taken where it fuses with its use
-        own = reference.master_noise(plan, noise, layout)
-        moved, correction = reference.move(plan, leaf.p, moved, correction, own)
-    kept = None if leaf.correction is None else correction
-    scales = tuple(scale for scale in scales if scale is not None)
-    return Result(moved.astype(update_dtype(plan, leaf.p)), kept, slots, scales)
+from optax_lowmem._src.update.plan import LeafPlan
 
 
 def _kernel(

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_lowmem._src.codecs import GroupCodec, MasterSplit
 from optax_lowmem._src.core import groups, scope, trees
@@ -168,11 +169,11 @@ def decide_slot(
 def plan_leaves(
     rule: UpdateRule,
     storage: Storage,
-    params: Any,
-    state: Any = None,
+    params: optax.Params,
+    state: optax.OptState | None = None,
     *,
     weights: bool = True,
-    decay_mask: Any = None,
+    decay_mask: optax.MaskOrFn = None,
     slot_dtypes: Mapping[str, Any] | None = None,
     structure: BlockStructure | None = None,
     direct: bool = False,
@@ -257,7 +258,7 @@ def _plan_slot(
     return SlotPlan(name, codec, dtype, decision.stochastic)
 
 
-def _decays(mask: Any, params: Any) -> list[bool]:
+def _decays(mask: optax.MaskOrFn, params: optax.Params) -> list[bool]:
     mask = mask(params) if callable(mask) else mask
     if mask is None:
         return [True] * len(jax.tree.leaves(params))
@@ -265,7 +266,7 @@ def _decays(mask: Any, params: Any) -> list[bool]:
 
 
 def _rounded_to_nearest(
-    storage: Storage, structure: BlockStructure | None, params: Any
+    storage: Storage, structure: BlockStructure | None, params: optax.Params
 ) -> set[str]:
     """Paths of the leaves whose codes are not rounded stochastically."""
     if storage.rounding == "stochastic":
@@ -276,7 +277,7 @@ def _rounded_to_nearest(
     return every
 
 
-def _stored(rule: UpdateRule, state: Any, count: int) -> list[set[str]]:
+def _stored(rule: UpdateRule, state: optax.OptState, count: int) -> list[set[str]]:
     """Of each leaf the slots that a state has codes of: those with scales."""
     stored: list[set[str]] = [set() for _ in range(count)]
     for slot in () if state is None else rule.slots:

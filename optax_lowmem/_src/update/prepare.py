@@ -57,7 +57,12 @@ def prepare_leaves(
 
 
 def _prepare_leaf(
-    rule: UpdateRule, plan: LeafPlan, g: Any, p: Any, state: LeafState, h: Mapping[str, jax.Array]
+    rule: UpdateRule,
+    plan: LeafPlan,
+    g: jax.Array,
+    p: jax.Array | None,
+    state: LeafState,
+    h: Mapping[str, jax.Array],
 ) -> Mapping[str, jax.Array]:
     """`reference.prepare`: scalars, replicated on Explicit axes."""
     prepare = functools.partial(_prepare, rule, plan.nameless)

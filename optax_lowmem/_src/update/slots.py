@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import optax
+
 from optax_lowmem._src.core.trees import DICTS, is_named_tuple, is_state
 
 
@@ -87,12 +89,14 @@ REFUSED = {
 }
 
 
-def facts(state: Any, field: str) -> SlotFacts:
+def facts(state: object, field: str) -> SlotFacts:
     """Return the facts about a field of a state; an unknown field counts as signed."""
     return SLOTS.get((type(state).__name__, field), _UNKNOWN)
 
 
-def map_slots(function: Callable[[Any, str, Any], Any], state: Any, in_field: bool = False) -> Any:
+def map_slots(
+    function: Callable[[Any, str, Any], Any], state: optax.OptState, in_field: bool = False
+) -> optax.OptState:
     """A state with every NamedTuple field replaced by function(state, field, value), in order.
 
     `function` returns its value unchanged (`is`) where the field is not a slot; such a field is
@@ -107,7 +111,8 @@ def map_slots(function: Callable[[Any, str, Any], Any], state: Any, in_field: bo
             value = getattr(state, name)
             new = function(state, name, value)
             fields[name] = map_slots(function, value, True) if new is value else new
-        return type(state)(**fields)
+        kind: Any = type(state)  # a NamedTuple, whose call mypy takes for the making of a class
+        return kind(**fields)
     if type(state) in (tuple, list):
         return type(state)(map_slots(function, part, in_field) for part in state)
     if type(state) in DICTS:
@@ -117,7 +122,7 @@ def map_slots(function: Callable[[Any, str, Any], Any], state: Any, in_field: bo
     return state
 
 
-def _is_known(node: Any) -> bool:
+def _is_known(node: object) -> bool:
     return is_state(node) or any(type(node).__name__ == state_type for state_type, _ in SLOTS)
 
 

@@ -17,8 +17,11 @@ from jax import lax
 
 from optax_lowmem._src.core import explicit
 from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
+from optax_lowmem._src.core.typing import Tree
 from optax_lowmem._src.update import packed
 from optax_lowmem._src.update.plan import LeafPlan, LeafState
+
+LeafArrays = tuple[jax.Array, jax.Array | None, LeafState]  # gradient, weight, state
 
 _MOST = 32  # leaves of a stack
 _FEW = 8  # leaves, below which a stack saves nothing
@@ -45,8 +48,8 @@ def supported(rule: UpdateRule, plan: LeafPlan, platform: str) -> str | None:
 def stacks(
     rule: UpdateRule,
     plans: Sequence[LeafPlan],
-    gradients: Sequence[Any],
-    weights: Sequence[Any],
+    gradients: Sequence[jax.Array],
+    weights: Sequence[jax.Array | None],
     leaves: Iterable[int],
 ) -> Iterator[list[int]]:
     """Yield the indices of the leaves of each stack; leaves in no stack are stepped alone.
@@ -58,7 +61,7 @@ def stacks(
       weights: of all leaves, or None each.
       leaves: indices of the leaves to choose from.
     """
-    kinds: dict[Any, list[int]] = {}
+    kinds: dict[tuple[Any, ...], list[int]] = {}
     for i in leaves:
         plan, g, p = plans[i], gradients[i], weights[i]
         if explicit.sharding_of(g) is not None:
@@ -80,7 +83,7 @@ def stacks(
 def fused_updates(
     rule: UpdateRule,
     plan: LeafPlan,
-    rows: Sequence[tuple[jax.Array, jax.Array | None, LeafState]],
+    rows: Sequence[LeafArrays],
     of_leaves: Sequence[Mapping[str, jax.Array]],
     keys: jax.Array,
     numbers: Sequence[jax.Array],
@@ -105,27 +108,35 @@ def fused_updates(
 @packed.opaque
 @functools.partial(jax.jit, static_argnames=("rule", "plan"))
 def _step(
-    rule: UpdateRule, plan: LeafPlan, rows: Any, own: Any, h: Any, keys: Any, numbers: Any
-) -> Any:
+    rule: UpdateRule,
+    plan: LeafPlan,
+    rows: list[LeafArrays],
+    own: list[dict[str, jax.Array]],
+    h: Mapping[str, jax.Array],
+    keys: jax.Array,
+    numbers: list[jax.Array],
+) -> list[tuple[jax.Array, LeafState]]:
     numbers, places = numbers[: len(rows)], numbers[len(rows) :]
 
-    def one(row: Any, own: Any, key: jax.Array) -> Any:
+    def one(
+        row: LeafArrays, own: dict[str, jax.Array], key: jax.Array
+    ) -> tuple[jax.Array, LeafState]:
         g, p, state = row
         return packed.fused_update(rule, plan, g, p, state, {**h, **own}, key)
 
-    every, own = _stack((rows, own))
-    found = jax.vmap(one)(every, own, keys[jnp.stack(numbers)])
+    every, alike = _stack((rows, own))
+    found = jax.vmap(one)(every, alike, keys[jnp.stack(numbers)])
     return [_of_place(found, place) for place in places]
 
 
 @packed.opaque
 @jax.jit
-def _stack(columns: Any) -> Any:
+def _stack(columns: tuple[list[Any], ...]) -> list[Any]:
     """In a call, or each loop over a stack would look for its leaf at every element."""
     return [jax.tree.map(lambda *arrays: jnp.stack(arrays), *column) for column in columns]
 
 
 @packed.opaque
 @jax.jit
-def _of_place(found: Any, place: jax.Array) -> Any:
+def _of_place(found: Tree, place: jax.Array) -> Tree:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, place, keepdims=False), found)

@@ -8,11 +8,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import ArrayLike
 
 from optax_lowmem._src.core import explicit, numerics, random, scope, trees, varying
 from optax_lowmem._src.core.compiled import compiled, is_free
 from optax_lowmem._src.core.rules import UpdateRule
-from optax_lowmem._src.update.engine import Engine, Optimizer
+from optax_lowmem._src.core.typing import Tree
+from optax_lowmem._src.update.engine import Engine, EngineTransformation
 
 _BOOL = jax.ShapeDtypeStruct((), jnp.bool_)
 
@@ -24,7 +26,7 @@ class AccumulationState(NamedTuple):
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32; micro-batches seen
     seed: jax.Array  # shape=(), dtype=jnp.uint32
     accumulated: Any  # bf16, of the parameters' shapes; None where the moments take the gradients
-    inner_state: Any
+    inner_state: optax.OptState
 
 
 def accumulate_gradients(
@@ -33,7 +35,7 @@ def accumulate_gradients(
     r"""Steps once every `every` micro-batches, on the mean of their gradients.
 
     Into `bfloat16`: the mean is kept in bf16 with stochastic rounding, a += g / k, so that small
-    gradients are not lost; 2 bytes per parameter (`optax.MultiSteps`: 4 for f32 ones). Any `tx`.
+    gradients are not lost; 2 bytes per parameter (`optax.MultiSteps`: 4 in f32). Any `tx`.
 
     Into `moments`: no buffer at all; every micro-batch goes straight into the optimizer's moments
     and weights move with the last one. Exact up to the codecs for `flash_sgd` without Nesterov
@@ -65,7 +67,7 @@ def accumulate_gradients(
         return optax.GradientTransformationExtraArgs(work.init, work.update)
     if into != "moments":
         raise ValueError(f"into must be 'bfloat16' or 'moments', got {into!r}")
-    if not isinstance(tx, Optimizer) or not tx.engine.weights:
+    if not isinstance(tx, EngineTransformation) or not tx.engine.weights:
         raise ValueError(
             "into='moments' takes flash_sgd, flash_adam or flash_adamw itself: what stands around "
             "it (a chain, a mask), or follows a bare scale_by_*, would see micro-batches as steps. "
@@ -81,7 +83,7 @@ class _Buffered:
     every: int
     seed: int
 
-    def init(self, params: Any) -> AccumulationState:
+    def init(self, params: optax.Params) -> AccumulationState:
         for path, leaf in trees.named_leaves(params):
             trees.check_param(path, leaf)
         seed = scope.provided_seed(self.seed)
@@ -92,20 +94,24 @@ class _Buffered:
         return AccumulationState(micro_step, count, seed, buffer, self.inner.init(params))
 
     def update(
-        self, updates: Any, state: AccumulationState, params: Any = None, **extra: Any
-    ) -> tuple[Any, AccumulationState]:
+        self,
+        updates: optax.Updates,
+        state: AccumulationState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, AccumulationState]:
         trees.check_state(state, AccumulationState)
         gradients = trees.match("gradient", updates, state.accumulated)
         rows = zip(gradients, jax.tree.leaves(state.accumulated), strict=True)
         means = jax.tree.unflatten(jax.tree.structure(updates), _means(list(rows), self.every))
 
-        def step() -> tuple[Any, Any, Any]:
+        def step() -> tuple[optax.Updates, optax.OptState, optax.Updates]:
             new, inner = self.inner.update(means, state.inner_state, params, **extra)
             inner = trees.keep_dtypes(state.inner_state, inner)
             empty = jax.tree.map(jnp.zeros_like, state.accumulated)
             return new, inner, explicit.laid_like(empty, state.accumulated)
 
-        def wait() -> tuple[Any, Any, Any]:
+        def wait() -> tuple[optax.Updates, optax.OptState, optax.Updates]:
             shapes = jax.eval_shape(step)[0]
             nothing = jax.tree.map(
                 lambda s: varying.over(jnp.zeros(s.shape, s.dtype), varying.axes_of(s)), shapes
@@ -123,15 +129,19 @@ class _Direct:
     engine: Engine
     every: int
 
-    def init(self, params: Any) -> AccumulationState:
+    def init(self, params: optax.Params) -> AccumulationState:
         inner = self.engine.init(params)
         h = self.engine.hyperparameters(inner.count)
         jax.eval_shape(lambda first: self.engine.rule.accumulating(h, first, self.every), _BOOL)
         return AccumulationState(*_begin(inner.seed), None, inner)
 
     def update(
-        self, updates: Any, state: AccumulationState, params: Any = None, **extra: Any
-    ) -> tuple[Any, AccumulationState]:
+        self,
+        updates: optax.Updates,
+        state: AccumulationState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, AccumulationState]:
         del extra
         trees.check_state(state, AccumulationState)
         given = self.engine.hyperparameters(state.inner_state.count)
@@ -145,8 +155,8 @@ class _Direct:
 def value_and_grad(
     loss: Callable[..., jax.Array],
     micro_batches: int,
-    prepare: Callable[[Any], Any] | None = None,
-) -> Callable[..., tuple[jax.Array, Any]]:
+    prepare: Callable[[optax.Params], Any] | None = None,
+) -> Callable[..., tuple[jax.Array, optax.Updates]]:
     r"""Differentiate a mean loss over a batch that is too large, a micro-batch at a time.
 
     In place of `jax.value_and_grad(loss)` in a training step: the batch's rows are divided into k
@@ -211,10 +221,12 @@ def value_and_grad(
     if prepare is not None and not callable(prepare):
         raise TypeError(f"prepare is a function of the parameters or None, got {prepare!r}")
 
-    def of_batch(params: Any, batch: Any, seed: Any) -> tuple[jax.Array, Any]:
+    def of_batch(
+        params: optax.Params, batch: object, seed: ArrayLike
+    ) -> tuple[jax.Array, optax.Updates]:
         more = () if prepare is None else (prepare(lax.stop_gradient(params)),)
 
-        def of_one(params: Any, part: Any) -> tuple[jax.Array, Any]:
+        def of_one(params: optax.Params, part: object) -> tuple[jax.Array, optax.Updates]:
             return jax.value_and_grad(loss)(params, part, *more)
 
         if micro_batches == 1:
@@ -226,7 +238,9 @@ def value_and_grad(
         # the optimizer's own keys are of (its seed, step) in this place
         own = random.mix(jnp.asarray(seed).astype(jnp.uint32))
 
-        def body(carry: Any, given: Any) -> tuple[Any, None]:
+        def body(
+            carry: tuple[jax.Array, optax.Updates], given: tuple[jax.Array, Any]
+        ) -> tuple[tuple[jax.Array, optax.Updates], None]:
             total, mean = carry
             index, part = given
             value, gradient = of_one(params, part)
@@ -310,7 +324,7 @@ def _micro_batch(
     return own, micro_step, optax.safe_increment(count), steps
 
 
-def _rounded(means: Any, seed: jax.Array, count: jax.Array) -> Any:
+def _rounded(means: Tree, seed: jax.Array, count: jax.Array) -> Tree:
     leaves = [
         round_stochastically(mean, random.leaf_key(seed, count, path))
         for path, mean in trees.named_leaves(means)

@@ -11,9 +11,10 @@ import optax
 from optax_lowmem._src.core import scope, trees
 from optax_lowmem._src.core.compiled import apply_updates, compiled, widened
 from optax_lowmem._src.core.placement import placements
+from optax_lowmem._src.core.typing import Tree
 from optax_lowmem._src.noise.noisy import Sampler
 from optax_lowmem._src.update import IMPLEMENTATIONS
-from optax_lowmem._src.update.engine import Optimizer
+from optax_lowmem._src.update.engine import EngineTransformation
 from optax_lowmem._src.update.masters import adds_noise, splits_masters
 
 
@@ -38,7 +39,7 @@ def chain(*transformations: optax.GradientTransformation) -> optax.GradientTrans
         trees.check_transformation(link, "chain takes transformations one by one, chain(*links).")
     linked = optax.chain(*transformations)
 
-    def init(params: Any) -> Any:
+    def init(params: optax.Params) -> optax.OptState:
         for index, link in enumerate(transformations[:-1]):
             if adds_noise(link, params):
                 raise ValueError(
@@ -54,7 +55,12 @@ def chain(*transformations: optax.GradientTransformation) -> optax.GradientTrans
                 )
         return linked.init(params)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
         return _run(transformations, updates, state, params, _update_last, extra)
 
     chained = Chain(init, update)
@@ -62,7 +68,7 @@ def chain(*transformations: optax.GradientTransformation) -> optax.GradientTrans
     return chained
 
 
-class Chain(optax.GradientTransformationExtraArgs):
+class Chain(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
     """A chain that remembers its links, for `step`."""
 
     links: tuple[optax.GradientTransformation, ...]
@@ -70,15 +76,15 @@ class Chain(optax.GradientTransformationExtraArgs):
 
 def step(
     tx: optax.GradientTransformation,
-    grads: Any,
-    state: Any,
-    params: Any,
+    grads: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params,
     *,
     implementation: str | None = None,
     mesh: jax.sharding.Mesh | None = None,
-    specs: Any = None,
+    specs: object = None,
     **extra: Any,
-) -> tuple[Any, Any]:
+) -> tuple[optax.Params, optax.OptState]:
     """One training step: new parameters and state.
 
     The same result as `tx.update` and `optax.apply_updates`. Nothing is donated here: jit the
@@ -125,12 +131,12 @@ def step(
 
 def _run(
     links: Sequence[optax.GradientTransformation],
-    updates: Any,
-    state: Any,
-    params: Any,
-    last: Callable[..., tuple[Any, Any]],
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params,
+    last: Callable[..., tuple[optax.Updates, optax.OptState]],
     extra: Mapping[str, Any],
-) -> tuple[Any, tuple[Any, ...]]:
+) -> tuple[optax.Updates, optax.OptState]:
     """The links before the last on f32 gradients, then `last` on the last one.
 
     A clipping by the global norm right before one of our optimizers becomes a factor that the
@@ -161,13 +167,13 @@ def _run(
 
 def _update_last(
     tx: optax.GradientTransformation,
-    updates: Any,
-    state: Any,
-    params: Any,
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params,
     factor: jax.Array | None,
     extra: Mapping[str, Any],
-) -> tuple[Any, Any]:
-    if isinstance(tx, Optimizer):
+) -> tuple[optax.Updates, optax.OptState]:
+    if isinstance(tx, EngineTransformation):
         return tx.engine.update(updates, state, params, gradient_scale=factor)
     if isinstance(tx, Sampler):
         return tx.work.update(updates, state, params, factor=factor, **extra)
@@ -176,17 +182,19 @@ def _update_last(
 
 def _step_last(
     tx: optax.GradientTransformation,
-    updates: Any,
-    state: Any,
-    params: Any,
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params,
     factor: jax.Array | None,
     extra: Mapping[str, Any],
-) -> tuple[Any, Any]:
-    if isinstance(tx, Optimizer) and tx.engine.weights and params is not None:
+) -> tuple[optax.Params, optax.OptState]:
+    if isinstance(tx, EngineTransformation) and tx.engine.weights and params is not None:
         return tx.engine.step(updates, state, params, factor)
     if isinstance(tx, Sampler):
 
-        def take(gradients: Any, inner_state: Any, weights: Any) -> tuple[Any, Any]:
+        def take(
+            gradients: optax.Updates, inner_state: optax.OptState, weights: optax.Params
+        ) -> tuple[optax.Params, optax.OptState]:
             return _step_any(tx.work.inner, gradients, inner_state, weights, factor, extra)
 
         return tx.work.advance(updates, state, params, take, factor)
@@ -196,12 +204,12 @@ def _step_last(
 
 def _step_any(
     tx: optax.GradientTransformation,
-    updates: Any,
-    state: Any,
-    params: Any,
+    updates: optax.Updates,
+    state: optax.OptState,
+    params: optax.Params,
     factor: jax.Array | None,
     extra: Mapping[str, Any],
-) -> tuple[Any, Any]:
+) -> tuple[optax.Params, optax.OptState]:
     if isinstance(tx, Chain) and tx.links:
         return _run(tx.links, updates, state, params, _step_last, extra)
     if _leaves_steps_out(state):
@@ -209,11 +217,11 @@ def _step_any(
     return _step_last(tx, updates, state, params, factor, extra)
 
 
-def _leaves_steps_out(state: Any) -> bool:
+def _leaves_steps_out(state: optax.OptState) -> bool:
     """Return whether optax puts zeros of the gradients' dtype in place of some f32 updates."""
     names = "ApplyIfFiniteState", "ConditionallyMaskState"
 
-    def selects(node: Any) -> bool:
+    def selects(node: object) -> bool:
         return type(node).__name__ in names and trees.holds(node, trees.is_ours)
 
     accumulates = trees.holds(state, lambda node: type(node).__name__ == "MultiStepsState")
@@ -222,12 +230,12 @@ def _leaves_steps_out(state: Any) -> bool:
 
 def _takes_factor(tx: optax.GradientTransformation) -> bool:
     """Return whether a transformation takes a factor on its gradients, and 16-bit gradients."""
-    return isinstance(tx, Optimizer) or (
-        isinstance(tx, Sampler) and isinstance(tx.work.inner, Optimizer)
+    return isinstance(tx, EngineTransformation) or (
+        isinstance(tx, Sampler) and isinstance(tx.work.inner, EngineTransformation)
     )
 
 
-def _widened(updates: Any) -> Any:
+def _widened(updates: Tree) -> Tree:
     return widened(updates, floats_only=True)
 
 
@@ -238,7 +246,9 @@ def _clips_global_norm(link: optax.GradientTransformation) -> bool:
     return name.startswith("optax.") and name.endswith(".clip_by_global_norm.<locals>.update_fn")
 
 
-def _clipping_factor(link: optax.GradientTransformation, updates: Any, state: Any) -> jax.Array:
+def _clipping_factor(
+    link: optax.GradientTransformation, updates: optax.Updates, state: optax.OptState
+) -> jax.Array:
     """Return the factor of a clipping link on gradients, found by clipping their global norm."""
     cells = (cell.cell_contents for cell in getattr(link.update, "__closure__", None) or ())
     # inject_hyperparams makes another link each step, of an array that would be compiled in
@@ -247,7 +257,9 @@ def _clipping_factor(link: optax.GradientTransformation, updates: Any, state: An
     return factor(link, jax.tree.leaves(updates), state)
 
 
-def _factor(link: optax.GradientTransformation, updates: list[jax.Array], state: Any) -> jax.Array:
+def _factor(
+    link: optax.GradientTransformation, updates: list[jax.Array], state: optax.OptState
+) -> jax.Array:
     norm = optax.tree.norm(_widened(updates))
     clipped, _ = link.update(norm, state)
     # an infinite norm: finite gradients become 0 in optax too, infinite ones NaN

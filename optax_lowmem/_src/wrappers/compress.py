@@ -46,11 +46,13 @@ class CompressedState(NamedTuple):
     scales: dict[str, Any]  # "<slot>_scale" -> a tree like the slot; "<slot>_scale_1" for a second
 
 
-def _facts(state: Any, field: str) -> SlotFacts:
+def _facts(state: optax.OptState, field: str) -> SlotFacts:
     return _OWN.get((type(state).__name__, field)) or facts(state, field)
 
 
-def _in_one_row(state: Any, slot: str, shape: tuple[int, ...], weight: tuple[int, ...]) -> bool:
+def _in_one_row(
+    state: optax.OptState, slot: str, shape: tuple[int, ...], weight: tuple[int, ...]
+) -> bool:
     """Return whether an array of a slot has a value a block: groups are along all of them."""
     return (type(state).__name__, slot) == _OF_BLOCKS and shape != weight
 
@@ -59,7 +61,7 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
     return {path: jnp.shape(leaf) for path, leaf in trees.named_leaves(tree)}
 
 
-def _may_be_slot(value: Any) -> bool:
+def _may_be_slot(value: object) -> bool:
     leaves = jax.tree.leaves(value)
     return not leaves or any(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in leaves)
 
@@ -159,7 +161,7 @@ class _Compressor:
 
     # ---- which slots -------------------------------------------------------------------------
 
-    def _codec_of(self, state: Any, field: str) -> GroupCodec | None:
+    def _codec_of(self, state: optax.OptState, field: str) -> GroupCodec | None:
         known = _facts(state, field)
         codec = self.select(field, known)
         kind = type(state).__name__
@@ -169,18 +171,18 @@ class _Compressor:
             check_codec(f"{kind}.{field}", codec, known.signed)
         return codec
 
-    def _check_inner(self, params: Any) -> None:
+    def _check_inner(self, params: optax.Params) -> None:
         if splits_masters(self.inner, params):
             raise ValueError(
                 "compress_state around an optimizer that splits master weights makes their "
                 "corrections stale: put it inside, split_master_weights(compress_state(...))."
             )
 
-    def _check_state(self, state: Any, params: Any) -> None:
+    def _check_state(self, state: optax.OptState, params: optax.Params) -> None:
         shapes = _shapes(params)
         slots: dict[str, bool] = {}  # field -> whether any state of that field is compressed
 
-        def visit(node: Any, field: str, value: Any) -> Any:
+        def visit(node: optax.OptState, field: str, value: Any) -> Any:
             chosen = self._codec_of(node, field) is not None
             if chosen:
                 _check_uncoded(field, value)
@@ -230,7 +232,7 @@ class _Compressor:
         scope.record(decision)
         return compressed
 
-    def _masked(self, params: Any) -> set[str]:
+    def _masked(self, params: optax.Params) -> set[str]:
         return self.policy.masked_out(params) if jax.tree.leaves(params) else set()
 
     def _stochastic(self, known: SlotFacts) -> bool:
@@ -238,8 +240,8 @@ class _Compressor:
 
     def _encode(
         self,
-        state: Any,
-        params: Any,
+        state: optax.OptState,
+        params: optax.Params,
         seed: jax.Array,
         count: jax.Array,
         before: Mapping[str, Any] = types.MappingProxyType({}),
@@ -262,7 +264,7 @@ class _Compressor:
         encoded = iter(each(_encoded, rows, self.group_size, seed, count))
         decided = iter(slots)
 
-        def encode(node: Any, slot: str, value: Any) -> Any:
+        def encode(node: optax.OptState, slot: str, value: Any) -> Any:
             codec = self._codec_of(node, slot)
             if codec is None:
                 return value
@@ -280,7 +282,7 @@ class _Compressor:
 
     def _to_encode(
         self,
-        state: Any,
+        state: optax.OptState,
         masked: set[str],
         stored: set[tuple[str, str]],
         shapes: Mapping[str, tuple[int, ...]],
@@ -290,7 +292,7 @@ class _Compressor:
         found: list[_Slot | None] = []
         seen: dict[str, Any] = {}
 
-        def visit(node: Any, slot: str, value: Any) -> Any:
+        def visit(node: optax.OptState, slot: str, value: Any) -> Any:
             codec = self._codec_of(node, slot)
             if codec is None:
                 return value
@@ -308,11 +310,11 @@ class _Compressor:
         map_slots(visit, state)
         return found
 
-    def _decode(self, state: CompressedState, updates: Any) -> Any:
+    def _decode(self, state: CompressedState, updates: optax.Updates) -> Any:
         """The inner state with f32 slots."""
         decoded = iter(each(_decoded, self._to_decode(state, _shapes(updates)), self.group_size))
 
-        def decode(node: Any, slot: str, value: Any) -> Any:
+        def decode(node: optax.OptState, slot: str, value: Any) -> Any:
             if self._codec_of(node, slot) is None:
                 return value
             leaves = [next(decoded) if _is_code(leaf) else leaf for leaf in jax.tree.leaves(value)]
@@ -327,7 +329,7 @@ class _Compressor:
         found: list[Any] = []
         seen: dict[str, Any] = {}
 
-        def visit(node: Any, slot: str, value: Any) -> Any:
+        def visit(node: optax.OptState, slot: str, value: Any) -> Any:
             codec = self._codec_of(node, slot)
             if codec is None:
                 return value
@@ -383,12 +385,12 @@ class _Compressor:
 
     # ---- the transformation ------------------------------------------------------------------
 
-    def init(self, params: Any) -> CompressedState:
+    def init(self, params: optax.Params) -> CompressedState:
         """The inner state, encoded; where every slot starts constant, no f32 array is allocated."""
         for path, leaf in trees.named_leaves(params):
             trees.check_param(path, leaf)
         # gradients reach the inner update in f32, so its state is f32 whatever the weights are
-        abstract = jax.eval_shape(lambda p: self._start(widened(p))[0], params)
+        abstract = jax.eval_shape(lambda p: self._start(widened(p), True)[0], params)
         warn_of_patterns(self.policy, params)
         self._check_inner(params)
         self._check_state(abstract, params)
@@ -411,16 +413,19 @@ class _Compressor:
             inner = start.put(own, inner)
         return CompressedState(count, seed, inner, scales)
 
-    def _start(self, params: Any) -> tuple[Any, dict[tuple[str, str], Any]]:
+    def _start(
+        self, params: optax.Params, first: bool = False
+    ) -> tuple[Any, dict[tuple[str, str], Any]]:
         """The inner state, and the blocks of its shared slots by (path, slot).
 
-        What the inner `init` decides about slots that are compressed here is not recorded.
+        What the inner `init` decides is recorded where `first`: once in an `init`, and not about
+        slots that are compressed here.
         """
         with scope.absorbing() as decisions:
             state = self.inner.init(params)
         taken: set[tuple[str, str]] = set()
 
-        def visit(node: Any, slot: str, value: Any) -> Any:
+        def visit(node: optax.OptState, slot: str, value: Any) -> Any:
             if self._codec_of(node, slot) is None:
                 return value
             taken.update((path, slot) for path, _ in trees.named_leaves(value))
@@ -428,17 +433,21 @@ class _Compressor:
 
         map_slots(visit, state)
         for decision in decisions:
-            if (decision.path, decision.slot) not in taken:
+            if first and (decision.path, decision.slot) not in taken:
                 scope.record(decision)
         return state, {(d.path, d.slot): d.block for d in decisions if d.block is not None}
 
-    def _is_like(self, abstract: Any, small: Any) -> bool:
+    def _is_like(self, abstract: optax.OptState, small: optax.OptState) -> bool:
         """Return whether the inner state of other parameters has the structure of this one."""
         like: Any = jax.tree.structure(jax.eval_shape(lambda p: self._start(p)[0], small))
         return bool(like == jax.tree.structure(abstract))
 
     def update(
-        self, updates: Any, state: CompressedState, params: Any = None, **extra: Any
+        self,
+        updates: optax.Updates,
+        state: CompressedState,
+        params: optax.Params | None = None,
+        **extra: Any,
     ) -> tuple[Any, CompressedState]:
         """Decode the slots, run the inner update on f32 gradients, encode the slots again."""
         trees.check_state(state, CompressedState)
@@ -457,7 +466,7 @@ class _Compressor:
         return new, CompressedState(count, state.seed, inner, scales)
 
 
-def _check_uncoded(slot: str, value: Any) -> None:
+def _check_uncoded(slot: str, value: object) -> None:
     """Raises where a slot holds codes already."""
     for path, leaf in trees.named_leaves(value):
         if _is_code(leaf):
@@ -467,7 +476,7 @@ def _check_uncoded(slot: str, value: Any) -> None:
             )
 
 
-def _check_shapes(slot: str, value: Any, shapes: dict[str, tuple[int, ...]]) -> None:
+def _check_shapes(slot: str, value: object, shapes: dict[str, tuple[int, ...]]) -> None:
     """Raises where a moment has not the shape of its parameter, by which updates are checked."""
     for path, leaf in trees.named_leaves(value):
         if leaf.ndim and shapes.get(path, leaf.shape) != leaf.shape:

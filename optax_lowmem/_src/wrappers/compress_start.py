@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from optax_lowmem._src.codecs import GroupCodec, encode_array
 from optax_lowmem._src.core import boxes, explicit, groups, trees
@@ -27,11 +28,11 @@ class Start:
     decide: Callable[..., bool]
     group_size: int
 
-    def is_constant(self, abstract: Any) -> bool:
+    def is_constant(self, abstract: optax.OptState) -> bool:
         """Return whether all large arrays of a state are slots known to start as a constant."""
         constant = True
 
-        def visit(node: Any, slot: str, value: Any) -> Any:
+        def visit(node: optax.OptState, slot: str, value: Any) -> Any:
             nonlocal constant
             if self.codec_of(node, slot) is None:
                 return value
@@ -41,25 +42,29 @@ class Start:
         rest = map_slots(visit, abstract)
         return constant and all(leaf.size <= 1 for leaf in jax.tree.leaves(rest))
 
-    def others(self, state: Any) -> Any:
+    def others(self, state: optax.OptState) -> Any:
         """A state with () in the place of its compressed slots."""
 
-        def visit(node: Any, slot: str, value: Any) -> Any:
+        def visit(node: optax.OptState, slot: str, value: Any) -> Any:
             return value if self.codec_of(node, slot) is None else ()
 
         return map_slots(visit, state)
 
-    def put(self, others: Any, encoded: Any) -> Any:
+    def put(self, others: optax.OptState, encoded: optax.OptState) -> Any:
         """Return a state of `others` with the compressed slots of the state `encoded` put back."""
         slots = self._slots(encoded)
 
-        def visit(node: Any, slot: str, value: Any) -> Any:
+        def visit(node: optax.OptState, slot: str, value: Any) -> Any:
             return value if self.codec_of(node, slot) is None else slots.pop(0)
 
         return map_slots(visit, others)
 
     def spread(
-        self, abstract: Any, small: Any, params: Any, masked: set[str]
+        self,
+        abstract: optax.OptState,
+        small: optax.OptState,
+        params: optax.Params,
+        masked: set[str],
     ) -> tuple[Any, dict[str, Any]]:
         """The encoded state of `abstract`'s shapes from that of one-element parameters."""
         weights = dict(trees.named_leaves(params))
@@ -67,7 +72,7 @@ class Start:
         trees_of: list[Any] = []  # of each slot the tree of what its leaves become
         rows: list[Any] = []
 
-        def visit(node: Any, slot: str, value: Any) -> Any:
+        def visit(node: optax.OptState, slot: str, value: Any) -> Any:
             codec = self.codec_of(node, slot)
             if codec is None:
                 return value
@@ -85,7 +90,7 @@ class Start:
         pairs = iter(spread(rows, self.group_size))
         scales: dict[str, Any] = {}
 
-        def put(node: Any, slot: str, value: Any) -> Any:
+        def put(node: optax.OptState, slot: str, value: Any) -> Any:
             if self.codec_of(node, slot) is None:
                 return value
             full = trees_of.pop(0)
@@ -95,11 +100,11 @@ class Start:
 
         return map_slots(put, small), scales
 
-    def _slots(self, state: Any) -> list[Any]:
+    def _slots(self, state: optax.OptState) -> list[Any]:
         """The compressed slots of a state, in order."""
         slots: list[Any] = []
 
-        def visit(node: Any, slot: str, value: Any) -> Any:
+        def visit(node: optax.OptState, slot: str, value: Any) -> Any:
             if self.codec_of(node, slot) is None:
                 return value
             slots.append(value)

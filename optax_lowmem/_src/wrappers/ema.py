@@ -5,12 +5,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from optax_lowmem._src.codecs import BitSplit
 from optax_lowmem._src.core import random, scope, trees
 from optax_lowmem._src.core.compiled import advanced, compiled, each
 from optax_lowmem._src.core.hyperparameters import check_range, complement
+from optax_lowmem._src.core.typing import Scalar, Tree
 from optax_lowmem._src.update.masters import join_leaves, join_master, kept_weights
 from optax_lowmem._src.update.storage import check_bits
 
@@ -22,17 +24,17 @@ class MasterEmaState(NamedTuple):
     seed: jax.Array  # shape=(), dtype=jnp.uint32
     ema: Any  # bf16, of the parameters' shapes
     ema_correction: Any  # int8 or int16
-    inner_state: Any
+    inner_state: optax.OptState
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Tracker:
     inner: optax.GradientTransformationExtraArgs
-    decay: Any
+    decay: Scalar
     split: BitSplit
     seed: int
 
-    def init(self, params: Any) -> MasterEmaState:
+    def init(self, params: optax.Params) -> MasterEmaState:
         for path, leaf in trees.named_leaves(params):
             trees.check_param(path, leaf)
         inner = self.inner.init(params)
@@ -42,8 +44,12 @@ class _Tracker:
         return MasterEmaState(jnp.zeros((), jnp.int32), seed, ema, correction, inner)
 
     def update(
-        self, updates: Any, state: MasterEmaState, params: Any = None, **extra: Any
-    ) -> tuple[Any, MasterEmaState]:
+        self,
+        updates: optax.Updates,
+        state: MasterEmaState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, MasterEmaState]:
         if params is None:
             raise ValueError(trees.NO_PARAMS_MSG)
         trees.check_state(state, MasterEmaState)
@@ -58,7 +64,7 @@ class _Tracker:
         average, correction = self._trees(params, averages)
         return updates, MasterEmaState(count, state.seed, average, correction, inner)
 
-    def _trees(self, params: Any, pairs: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+    def _trees(self, params: Tree, pairs: list[tuple[jax.Array, jax.Array]]) -> tuple[Tree, Tree]:
         treedef: Any = jax.tree.structure(params)
         ema, correction = zip(*pairs, strict=True) if pairs else ((), ())
         return treedef.unflatten(ema), treedef.unflatten(correction)
@@ -77,13 +83,13 @@ def _split_one(split: BitSplit, w: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _averaged(
-    name: Any,
+    name: np.uint32,
     ema: jax.Array,
     kept: jax.Array,
     weight: jax.Array,
     correction: jax.Array,
     split: BitSplit,
-    decay: Any,
+    decay: Scalar,
     seed: jax.Array,
     count: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
@@ -129,7 +135,7 @@ def track_master_ema(
     return optax.GradientTransformationExtraArgs(work.init, work.update)
 
 
-def ema_params(state: Any) -> Any:
+def ema_params(state: optax.OptState) -> optax.Params:
     """The average of the master weights (f32) in an optimizer state, through any wrapper.
 
     Args:

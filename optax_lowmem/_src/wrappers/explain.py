@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 import optax
@@ -55,7 +54,7 @@ class Explanation:
         return merged
 
 
-def explain(tx: optax.GradientTransformation, params: Any) -> Explanation:
+def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanation:
     """For each leaf: the codec of each slot, its split, the kernel of its step; or why it has none.
 
     Of parameters that lie on a mesh it says whose groups lie on two devices, so that their moments
@@ -102,7 +101,7 @@ def explain(tx: optax.GradientTransformation, params: Any) -> Explanation:
     return Explanation(tuple(decisions), steps, tuple(warnings))
 
 
-def _cut_groups(params: Any, decisions: list[scope.Decision]) -> dict[str, list[str]]:
+def _cut_groups(params: optax.Params, decisions: list[scope.Decision]) -> dict[str, list[str]]:
     """Describe how shards cut through groups, by leaf; once for slots of one group size."""
     leaves = dict(trees.named_leaves(params))
     found: dict[str, list[str]] = collections.defaultdict(list)

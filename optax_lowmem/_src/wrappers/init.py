@@ -1,9 +1,10 @@
 """`lowmem.init`."""
 
 import warnings
-from typing import Any
 
 import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
 
 from optax_lowmem._src.core import scope
 from optax_lowmem._src.core.policy import unmatched_patterns
@@ -12,13 +13,13 @@ from optax_lowmem._src.wrappers.start import WeightDtype, start
 
 
 def init(
-    tx: Any,
-    params: Any,
+    tx: optax.GradientTransformation,
+    params: optax.Params,
     dtype: WeightDtype = jnp.bfloat16,
     *,
-    seed: Any = None,
+    seed: ArrayLike | None = None,
     allow_rounding: bool = False,
-) -> tuple[Any, Any]:
+) -> tuple[optax.Params, optax.OptState]:
     """16-bit weights and an optimizer state that together hold f32 parameters.
 
     Every split inside `tx` (through chain, masked, partition, MultiSteps, inject_hyperparams) gets

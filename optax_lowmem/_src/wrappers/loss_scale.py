@@ -37,7 +37,7 @@ def _chosen(
     return taken, [jnp.where(ok, new, old) for ok, new, old in states]
 
 
-def _is_masked(leaf: Any) -> bool:
+def _is_masked(leaf: object) -> bool:
     return isinstance(leaf, optax.MaskedNode)
 
 
@@ -46,7 +46,13 @@ class _Unscaler:
     inner: optax.GradientTransformationExtraArgs
     scale: float
 
-    def update(self, updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        self,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, optax.OptState]:
         treedef: Any = jax.tree.structure(updates)
         found = _unscaled(jax.tree.leaves(updates), self.scale)
         finite = treedef.unflatten([ok for ok, _ in found])
@@ -63,7 +69,7 @@ class _Unscaler:
         kept = trees.keep_dtypes(state, after_def.unflatten(kept), updates)
         return new_def.unflatten(taken), kept
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: optax.Params) -> optax.OptState:
         state = self.inner.init(params)
         if next(trees.states_with(state, "accumulated", trees.is_ours), None) is not None:
             raise ValueError(
@@ -74,7 +80,7 @@ class _Unscaler:
         self._marks(state, params)
         return state
 
-    def _marks(self, state: Any, finite: Any) -> Any:
+    def _marks(self, state: optax.OptState, finite: object) -> object:
         """For each leaf of the state what `finite` has for its tensor, True where it is of none."""
         try:
             return optax.tree.map_params(

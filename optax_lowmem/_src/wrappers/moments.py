@@ -1,6 +1,6 @@
 """FlashOptim's two moment codecs as wrappers of a transformation, or as links of a chain."""
 
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import jax
 import numpy as np
@@ -16,7 +16,7 @@ def _of_moment(moment: int, codec: GroupCodec) -> Select:
     return lambda field, known: codec if known.moment == moment else None
 
 
-def _is_decay(inner: Any) -> TypeGuard[float]:
+def _is_decay(inner: object) -> TypeGuard[float]:
     if not isinstance(inner, int | float | np.number | jax.Array):
         return False
     check_range("the decay", inner, 0.0, 1.0)

@@ -31,7 +31,7 @@ class SplitState(NamedTuple):
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
     seed: jax.Array  # shape=(), dtype=jnp.uint32
     correction: Any  # int8 or int16 beside 16-bit weights; 0-d beside f32 ones
-    inner_state: Any
+    inner_state: optax.OptState
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,7 +39,7 @@ class _Splitter:
     inner: optax.GradientTransformationExtraArgs
     storage: Storage
 
-    def init(self, params: Any) -> SplitState:
+    def init(self, params: optax.Params) -> SplitState:
         """Corrections (of the weights themselves unless `lowmem.init` has them), inner state."""
         for path, leaf in trees.named_leaves(params):
             trees.check_param(path, leaf)
@@ -61,13 +61,21 @@ class _Splitter:
                 "split_master_weights around an optimizer that splits master weights itself: give "
                 "that one storage=Storage(master_weight_bits=None)."
             )
-        inner = self.inner.init(join_masters(params, correction))
+        with scope.absorbing() as decisions:
+            inner = self.inner.init(join_masters(params, correction))
+        for decision in decisions:  # the corrections are decided here
+            if decision.slot != "correction":
+                scope.record(decision)
         seed = scope.provided_seed(self.storage.seed)
         return SplitState(jnp.zeros((), jnp.int32), seed, correction, inner)
 
     def update(
-        self, updates: Any, state: SplitState, params: Any = None, **extra: Any
-    ) -> tuple[Any, SplitState]:
+        self,
+        updates: optax.Updates,
+        state: SplitState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, SplitState]:
         """The inner update of the masters, as updates that land on the new 16-bit weights."""
         if params is None:
             raise ValueError(trees.NO_PARAMS_MSG)
@@ -95,8 +103,8 @@ class _Splitter:
         return updates, SplitState(count, state.seed, correction, inner)
 
     def _land(
-        self, rows: list[tuple[tuple[str, Any], Any, Any]], keys: jax.Array
-    ) -> list[tuple[Any, Any]]:
+        self, rows: list[tuple[tuple[str, jax.Array], jax.Array, jax.Array]], keys: jax.Array
+    ) -> list[tuple[jax.Array, jax.Array]]:
         """(update, correction) of each ((path, weight), step, correction)."""
         given = [
             (self._split_of(path, p, correction), p, step, correction, key)

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from optax_lowmem._src.core import scope, trees
+from optax_lowmem._src.core.typing import Shaped
 from optax_lowmem._src.noise.states import FIELD
 from optax_lowmem._src.wrappers.start import start
 
@@ -20,17 +21,17 @@ _PASSING = ("MaskedState", "PartitionState", "InjectHyperparamsState",
 _SELECTING = ("MultiStepsState", "ApplyIfFiniteState")  # that, or zeros
 
 
-def suspected(state: Any) -> bool:
+def suspected(state: optax.OptState) -> bool:
     """Return whether, by the structure of a state, updates may be changed after a split."""
     return _wrapped(state, (*_PASSING, *_SELECTING), ours=True)
 
 
-def _followed(state: Any) -> bool:
+def _followed(state: optax.OptState) -> bool:
     """Return whether links of a chain follow a split, with no selecting wrapper around them."""
     return _wrapped(state, _PASSING, ours=False, otherwise=False)
 
 
-def _wrapped(node: Any, known: tuple[str, ...], ours: bool, otherwise: bool = True) -> bool:
+def _wrapped(node: object, known: tuple[str, ...], ours: bool, otherwise: bool = True) -> bool:
     """Return whether a chain goes on after the split inside a state, or `otherwise` if unknown.
 
     Args:
@@ -46,10 +47,11 @@ def _wrapped(node: Any, known: tuple[str, ...], ours: bool, otherwise: bool = Tr
             return otherwise
     elif _is_chain(node) and not _has_split(list(_parts(node))[-1]):
         return True
-    return any(_wrapped(part, known, ours, otherwise) for part in _parts(node))
+    parts = list(_parts(node))
+    return _has_split(parts) and any(_wrapped(part, known, ours, otherwise) for part in parts)
 
 
-def _in_some_steps(node: Any) -> bool:
+def _in_some_steps(node: object) -> bool:
     """Return whether a condition on the step, around or after the split, may change its updates."""
     if not _has_split(node) or _is_split(node):
         return False
@@ -61,29 +63,30 @@ def _in_some_steps(node: Any) -> bool:
     return any(map(_has_condition, after)) or any(map(_in_some_steps, parts))
 
 
-def _has_condition(node: Any) -> bool:
+def _has_condition(node: object) -> bool:
     conditions = "ConditionallyTransformState", "ConditionallyMaskState"
     return trees.holds(node, lambda inner: type(inner).__name__ in conditions)
 
 
-def _is_split(node: Any) -> bool:
-    return trees.is_ours(node) and ("correction" in node._fields or FIELD in node._fields)
+def _is_split(node: object) -> bool:
+    fields = getattr(node, "_fields", ())
+    return ("correction" in fields or FIELD in fields) and trees.is_ours(node)
 
 
-def _has_split(node: Any) -> bool:
+def _has_split(node: object) -> bool:
     return trees.holds(node, _is_split)
 
 
-def _is_chain(node: Any) -> bool:
+def _is_chain(node: object) -> bool:
     """Of optax.chain or optax.named_chain."""
     return type(node) in (tuple, OrderedDict)
 
 
-def _parts(node: Any) -> Iterator[Any]:
+def _parts(node: object) -> Iterator[Any]:
     yield from jax.tree.leaves(node, is_leaf=lambda inner: inner is not node)
 
 
-def found(tx: optax.GradientTransformation, params: Any) -> list[str]:
+def found(tx: optax.GradientTransformation, params: optax.Params) -> list[str]:
     """Warnings for leaves whose final update is not what their split emitted, in a trial step.
 
     Args:
@@ -109,10 +112,10 @@ def found(tx: optax.GradientTransformation, params: Any) -> list[str]:
     ]
 
 
-def _changed(tx: optax.GradientTransformation, params: Any, most: int) -> list[str]:
+def _changed(tx: optax.GradientTransformation, params: optax.Params, most: int) -> list[str]:
     rng = np.random.default_rng(0)
 
-    def small(leaf: Any) -> jax.Array:
+    def small(leaf: Shaped) -> jax.Array:
         shape = tuple(_shortened(side, most) for side in leaf.shape)
         dtype = jnp.float32 if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf.dtype
         return jnp.asarray(rng.normal(size=shape)).astype(dtype)

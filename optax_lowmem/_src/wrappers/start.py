@@ -1,19 +1,22 @@
 """Weights and the state that an optimizer starts from: 16 bits, and corrections."""
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
+import optax
+from jax.tree_util import PyTreeDef
+from jax.typing import ArrayLike, DTypeLike
 
 from optax_lowmem._src.codecs import MasterSplit, master_split
 from optax_lowmem._src.core import scope, trees
 from optax_lowmem._src.core.compiled import compiled
 
-WeightDtype = Any | Callable[[str, Any], Any]
+WeightDtype: TypeAlias = DTypeLike | Callable[[str, Any], DTypeLike]
 
 
-def _weight_dtype(dtype: WeightDtype, path: str, leaf: Any) -> jnp.dtype:
+def _weight_dtype(dtype: WeightDtype, path: str, leaf: object) -> jnp.dtype:
     """Return the dtype in which a leaf is stored.
 
     A leaf that is not a float keeps its dtype; only an optimizer that steps it rejects it.
@@ -36,8 +39,12 @@ def _weight_dtype(dtype: WeightDtype, path: str, leaf: Any) -> jnp.dtype:
 
 
 def start(
-    tx: Any, params: Any, dtype: WeightDtype, seed: Any = None, allow_rounding: bool = True
-) -> tuple[Any, Any]:
+    tx: optax.GradientTransformation,
+    params: optax.Params,
+    dtype: WeightDtype,
+    seed: ArrayLike | None = None,
+    allow_rounding: bool = True,
+) -> tuple[optax.Params, optax.OptState]:
     """`lowmem.init`, without a look at how `tx` is put together."""
     trees.check_transformation(tx, "pass (tx, params), in this order.")
     leaves, treedef = jax.tree.flatten(params)
@@ -58,7 +65,11 @@ def start(
 
 
 def _splits(
-    tx: Any, treedef: Any, leaves: list[Any], dtypes: list[Any], names: list[str]
+    tx: optax.GradientTransformation,
+    treedef: PyTreeDef,
+    leaves: list[jax.Array],
+    dtypes: list[jnp.dtype],
+    names: list[str],
 ) -> tuple[dict[str, MasterSplit], set[str]]:
     """The split of each leaf, from a dry run of `tx.init`; and the leaves of which that is said."""
     shapes = [jax.ShapeDtypeStruct(a.shape, d) for a, d in zip(leaves, dtypes, strict=True)]
@@ -74,11 +85,15 @@ def _splits(
             "around the wrapper, and storage=Storage(master_weight_bits=None) inside."
         )
     settled = {d.path for d in decisions if d.slot == "correction"}
-    return {path: _split_named(form, by_name[path]) for path, form in forms.items()}, settled
+    splits = {}
+    for path, form in forms.items():
+        scheme, bits = form.split("-")
+        splits[path] = master_split(by_name[path], int(bits), scheme)
+    return splits, settled
 
 
 def _check_rounding(
-    names: list[str], leaves: list[Any], dtypes: list[Any], settled: set[str]
+    names: list[str], leaves: list[jax.Array], dtypes: list[jnp.dtype], settled: set[str]
 ) -> None:
     """Raises where an f32 leaf would become 16 bits without a correction, and nobody said so."""
     lost = [
@@ -97,14 +112,9 @@ def _check_rounding(
         )
 
 
-def _split_named(form: str, dtype: jnp.dtype) -> MasterSplit:
-    scheme, bits = form.split("-")
-    return master_split(dtype, int(bits), scheme)
-
-
 def _split_leaves(
-    splits: list[MasterSplit | None], leaves: list[Any], dtypes: list[Any]
-) -> tuple[list[Any], list[Any]]:
+    splits: list[MasterSplit | None], leaves: list[jax.Array], dtypes: list[jnp.dtype]
+) -> tuple[list[jax.Array], list[jax.Array | None]]:
     """Weights and corrections; a leaf that stays as it is, is itself."""
     rows = list(zip(splits, leaves, dtypes, strict=True))
     changed = [split is not None or leaf.dtype != dtype for split, leaf, dtype in rows]
@@ -115,7 +125,9 @@ def _split_leaves(
 
 # one program: the integer temporaries of a split are fused away
 @compiled
-def _made(rows: list[tuple[MasterSplit | None, Any, Any]]) -> list[tuple[Any, Any]]:
+def _made(
+    rows: list[tuple[MasterSplit | None, jax.Array, jnp.dtype]],
+) -> list[tuple[jax.Array, jax.Array | None]]:
     return [
         (leaf.astype(dtype), None)
         if split is None

@@ -1,7 +1,6 @@
 """AdaFactor's update clipping around any Adam-like optimizer (StableAdamW's Algorithm 2)."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +18,7 @@ from optax_lowmem._src.core.hyperparameters import (
     increment,
 )
 from optax_lowmem._src.core.reductions import clipped_share, rms_of_ratio
+from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule, Tree
 from optax_lowmem._src.update.masters import splits_masters
 from optax_lowmem._src.update.slots import facts, map_slots
 
@@ -27,21 +27,21 @@ class UpdateClippingState(NamedTuple):
     """State of `update_clipping`."""
 
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
-    inner_state: Any
+    inner_state: optax.OptState
 
 
-def check_threshold(threshold: Any) -> None:
+def check_threshold(threshold: object) -> None:
     """Raises unless a threshold of RMS_t is positive."""
     check_range("threshold", threshold, 0.0)
     if isinstance(threshold, int | float) and threshold == 0:
         raise ValueError("threshold must be > 0: it is the RMS_t up to which nothing is clipped")
 
 
-def _second_moments(state: Any) -> dict[str, jax.Array]:
+def _second_moments(state: optax.OptState) -> dict[str, jax.Array]:
     """Leaf path -> second moment, from the one slot of a state that is one."""
-    found: list[Any] = []
+    found: list[optax.Params] = []
 
-    def visit(node: Any, field: str, value: Any) -> Any:
+    def visit(node: object, field: str, value: Tree) -> Tree:
         known = facts(node, field)
         if known.moment == 2 and not known.running_maximum:
             found.append(value)
@@ -68,11 +68,11 @@ def _second_moments(state: Any) -> dict[str, jax.Array]:
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Clipper:
     inner: optax.GradientTransformationExtraArgs
-    b2: Any
-    eps: Any
-    threshold: Any
+    b2: ScalarOrSchedule
+    eps: Scalar
+    threshold: Scalar
 
-    def init(self, params: Any) -> UpdateClippingState:
+    def init(self, params: optax.Params) -> UpdateClippingState:
         if splits_masters(self.inner, params):
             raise ValueError(
                 "update_clipping around an optimizer that splits master weights makes their "
@@ -85,8 +85,12 @@ class _Clipper:
         return UpdateClippingState(jnp.zeros((), jnp.int32), inner)
 
     def update(
-        self, updates: Any, state: UpdateClippingState, params: Any = None, **extra: Any
-    ) -> tuple[Any, UpdateClippingState]:
+        self,
+        updates: optax.Updates,
+        state: UpdateClippingState,
+        params: optax.Params | None = None,
+        **extra: Any,
+    ) -> tuple[optax.Updates, UpdateClippingState]:
         trees.check_state(state, UpdateClippingState)
         new, inner = self.inner.update(updates, state.inner_state, params, **extra)
         count = increment(state.count)
@@ -102,13 +106,16 @@ class _Clipper:
         return tree, UpdateClippingState(count, inner)
 
 
-def _debias(b2: Any, count: jax.Array) -> dict[str, jax.Array]:
+def _debias(b2: ScalarOrSchedule, count: jax.Array) -> dict[str, jax.Array]:
     return {"debias": 1 / decay_at("b2", b2, count).correction}
 
 
 @compiled
 def _clipped(
-    rows: list[tuple[jax.Array, jax.Array, jax.Array]], debias: jax.Array, eps: Any, threshold: Any
+    rows: list[tuple[jax.Array, jax.Array, jax.Array]],
+    debias: jax.Array,
+    eps: Scalar,
+    threshold: Scalar,
 ) -> list[jax.Array]:
     """The updates of (second moment, gradient, update), clipped."""
     eps, threshold = as_f32("eps", eps), as_f32("threshold", threshold)
@@ -123,7 +130,7 @@ def _clipped(
 def update_clipping(
     inner: optax.GradientTransformation,
     *,
-    b2: float | jax.Array | Callable[[jax.Array], Any],
+    b2: ScalarOrSchedule,
     eps: float | jax.Array,
     threshold: float | jax.Array = 1.0,
 ) -> optax.GradientTransformationExtraArgs:

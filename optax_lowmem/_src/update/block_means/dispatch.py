@@ -21,7 +21,7 @@ _LEAVES, _ELEMENTS = 16, 1 << 26  # of a launch, at most: it needs all its gradi
 _by_xla = jax.jit(reference.mean_of_squares, static_argnames="block")
 
 
-def supported(block: Block, g: Any, implementation: str | None = None) -> str | None:
+def supported(block: Block, g: jax.Array, implementation: str | None = None) -> str | None:
     """Return the reason why a leaf is left to XLA, or None where the kernel takes it.
 
     Args:
@@ -29,8 +29,8 @@ def supported(block: Block, g: Any, implementation: str | None = None) -> str | 
       g: the leaf's gradient.
       implementation: the caller's choice, or None.
     """
-    if implementation not in (None, "pallas"):
-        return f"implementation={implementation!r} was asked for"
+    if implementation == "xla":  # the other names are of kernels of the step
+        return "implementation='xla' was asked for"
     reason = platform.no_device_reason() if implementation else platform.no_kernel_reason(g)
     if reason is not None:
         return reason
@@ -98,14 +98,14 @@ def _by_kernel(
     factor = jnp.ones((), jnp.float32) if scale is None else scale
     blocks, gradients = zip(*pairs, strict=True)
 
-    def launched(gradients: Any, factor: Any) -> list[jax.Array]:
+    def launched(gradients: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
         shapes = [g.shape for g in gradients]
         own = tuple(map(passes, blocks, shapes))
         means = pallas_triton.means(own, gradients, factor)
         rows = zip(means, blocks, shapes, strict=True)
         return [mean.reshape(block.mean_shape(shape)) for mean, block, shape in rows]
 
-    def plain(gradients: Any, factor: Any) -> list[jax.Array]:
+    def plain(gradients: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
         rows = zip(blocks, gradients, strict=True)
         return [_by_xla(block, g, factor) for block, g in rows]
 

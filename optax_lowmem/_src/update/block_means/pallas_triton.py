@@ -70,7 +70,7 @@ def _launch(
     )(scale.reshape(1), *viewed)
 
 
-def _kernel(columns: tuple[Columns, ...], first: bool, scale: Any, *refs: Any) -> None:
+def _kernel(columns: tuple[Columns, ...], first: bool, scale: Any, *refs: jax.Ref) -> None:
     count, program = len(columns), pl.program_id(0)
     starts = [0, *itertools.accumulate(column.tiles for column in columns[:-1])]
 
@@ -89,7 +89,7 @@ def _kernel(columns: tuple[Columns, ...], first: bool, scale: Any, *refs: Any) -
     pallas_tiles.in_leaf(starts, program, run)
 
 
-def _load(column: Columns, ref: Any, part: jax.Array, start: jax.Array) -> jax.Array:
+def _load(column: Columns, ref: jax.Ref, part: jax.Array, start: jax.Array) -> jax.Array:
     """[tile_rows, tile_width] of an array; 0 beyond its ends."""
     shape, parts = (column.tile_rows, column.tile_width), jnp.int32(column.parts)
     outer, first = lax.div(part, parts), lax.rem(part, parts) * jnp.int32(column.tile_rows)
@@ -104,7 +104,9 @@ def _load(column: Columns, ref: Any, part: jax.Array, start: jax.Array) -> jax.A
     return plgpu.load(where, mask=mask, other=None if mask is None else 0, volatile=True)
 
 
-def _store(column: Columns, ref: Any, part: jax.Array, start: jax.Array, sums: jax.Array) -> None:
+def _store(
+    column: Columns, ref: jax.Ref, part: jax.Array, start: jax.Array, sums: jax.Array
+) -> None:
     if column.even:
         plgpu.store(ref.at[part, pl.ds(start, column.tile_width)], sums)
         return

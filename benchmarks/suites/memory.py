@@ -4,7 +4,7 @@ python -m benchmarks.run memory --record
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,6 +12,8 @@ import optax
 
 import optax_lowmem as lowmem
 from benchmarks import model_shapes, records
+from benchmarks.records import Rows
+from benchmarks.render import Rendered, Table, cell
 
 PAPER, FULL = lowmem.Storage.paper(), lowmem.Storage.full_precision()
 MODELS: dict[str, Callable[[Any], Any]] = {
@@ -48,8 +50,7 @@ def _ours(name: str, storage: lowmem.Storage) -> optax.GradientTransformation:
     return _made(lowmem, f"flash_{name}", storage=storage)
 
 
-def measure(model: str, optimizer: str) -> list[dict[str, Any]]:
-    """Records of one model and optimizer."""
+def measure(model: str, optimizer: str) -> Rows:
     rows = []
     published = PUBLISHED[model, optimizer]
     for (impl, (make, dtype)), paper in zip(VARIANTS.items(), published, strict=True):
@@ -59,21 +60,28 @@ def measure(model: str, optimizer: str) -> list[dict[str, Any]]:
             "state_gib": (report.state_bytes / 2**30, "GiB"),
             "bytes_per_param": (report.bytes_per_param, "bytes"),
         }
-        for metric, (value, unit) in values.items():
-            more = {"paper": paper} if metric == "state_gib" and paper else {}
-            case = f"{model}/{optimizer}"
-            rows.append(records.record("memory", case, impl, metric, value, unit, **more))
+        own = records.records_of("memory", f"{model}/{optimizer}", impl, values)
+        own[1] |= {"paper": paper} if paper else {}
+        rows += own
     return rows
 
 
-def main() -> None:
-    """Computes and prints; `--record` also stores."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    records.add_option(parser)
-    args = parser.parse_args()
-    rows = [row for model, optimizer in PUBLISHED for row in measure(model, optimizer)]
-    for row in rows:
-        paper = f"paper {row['paper']}" if "paper" in row else ""
-        print(f"{row['case']:<22}{row['impl']:<40}{row['metric']:<18}{row['value']:9.3f}  {paper}")
-    if args.record:
-        print(f"recorded in {records.keep(rows, args.record)}")
+@records.suite()
+def main(args: argparse.Namespace) -> Iterator[Rows]:
+    return (measure(*one) for one in PUBLISHED)
+
+
+def memory(rows: Rows) -> Table:
+    """GiB of weights and state of Llama-3.1-8B, beside the paper's Table 4."""
+    found = records.select(rows, bench="memory", case="llama-3.1-8b/adamw")
+    body = [
+        [impl, cell(of["params_gib"], "{:.1f}"), cell(of["state_gib"], "{:.1f}"),
+         cell(of["bytes_per_param"], "{:.2f}"),
+         f"{of['state_gib']['paper']:.1f}" if of["state_gib"].get("paper") else ""]
+        for impl, of in records.grouped(found, "impl", "metric").items()
+    ]  # fmt: skip
+    head = ["Llama-3.1-8B, AdamW", "weights GiB", "state GiB", "bytes/param", "paper: state GiB"]
+    return head, body, found
+
+
+TABLES = {"memory": Rendered(memory, "memory")}

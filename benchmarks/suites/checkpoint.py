@@ -7,7 +7,7 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +19,8 @@ import optax
 
 import optax_lowmem as lowmem
 from benchmarks import model_shapes, records
+from benchmarks.records import Rows
+from benchmarks.render import Rendered, Table
 from optax_lowmem._src.checkpoint import checksums
 
 SHAPES, FILE = "llama-2-7b/adamw", "normal/adamw"
@@ -40,18 +42,17 @@ def llama_2_7b(dtype: Any) -> dict:
     )
 
 
-def from_shapes(impl: str, model: Callable[[Any], Any] = llama_2_7b) -> dict[str, float]:
-    """Bytes of the arrays that `lowmem.checkpoint.save` writes of a model; none is allocated."""
+def from_shapes(impl: str) -> float:
+    """Bytes per parameter of what is saved of Llama-2-7B; none is allocated."""
     tx, dtype = VARIANTS[impl]
-    params = model(dtype)
+    params = llama_2_7b(dtype)
     described = lowmem.checkpoint.metadata(tx, params)
     size = sum(
         int(np.prod(shape, dtype=np.int64)) * jnp.dtype(kind).itemsize
         for part in ("params", "state")
         for kind, shape in described[part].values()
     )
-    count = sum(leaf.size for leaf in jax.tree.leaves(params))
-    return {"checkpoint_gb": size / 1e9, "bytes_per_param": size / count}
+    return size / sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def trained(impl: str, parameters: int) -> tuple[Any, Any, Any]:
@@ -68,7 +69,7 @@ def trained(impl: str, parameters: int) -> tuple[Any, Any, Any]:
 
 
 def on_disk(impl: str, parameters: int, folder: Path) -> float:
-    """Bytes of files a parameter; Orbax compresses."""
+    """Bytes of files per parameter; Orbax compresses."""
     lowmem.checkpoint.save(folder, *trained(impl, parameters), step=3)
     return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) / parameters
 
@@ -102,56 +103,54 @@ def saving(impl: str, parameters: int, repeats: int) -> dict[str, list[float]]:
     return times
 
 
-def cost_of_checksums(impl: str, parameters: int, repeats: int = 21) -> list[dict[str, Any]]:
+def cost_of_checksums(impl: str, parameters: int, repeats: int = 21) -> Rows:
     """Records of saving times; the ratio is the median of pairs, the share that of the summing."""
     times = saving(impl, parameters, repeats)
     pairs = zip(times["with"], times["without"], strict=True)
-    ratio = statistics.median(a / b for a, b in pairs)
     both = zip(times["with"], times["summing"], strict=True)
-    share = statistics.median(part / (whole - part) for whole, part in both)
+    more = {
+        "without": {"ratio": 1.0, "share": 0.0},
+        "with": {
+            "ratio": statistics.median(a / b for a, b in pairs),
+            "share": statistics.median(part / (whole - part) for whole, part in both),
+        },
+    }
+    flags = {"flags": {"parameters": parameters}, "repeats": repeats}
     return [
-        records.record(
-            "checkpoint",
-            FILE,
-            f"{impl}, {kind} checksums",
-            "save_s",
-            statistics.median(times[kind]),
-            "s",
-            repeats=repeats,
-            ratio=ratio if kind == "with" else 1.0,
-            share=share if kind == "with" else 0.0,
-            flags={"parameters": parameters},
-        )
-        for kind in ("without", "with")
-    ]
+        records.record("checkpoint", FILE, f"{impl}, {kind} checksums", "save_s",
+                       statistics.median(times[kind]), "s", **own, **flags)
+        for kind, own in more.items()
+    ]  # fmt: skip
 
 
-def measure(impl: str, parameters: int) -> list[dict[str, Any]]:
-    """Records of one implementation."""
-    units = {"checkpoint_gb": "GB", "bytes_per_param": "bytes"}
-    rows = [
-        records.record("checkpoint", SHAPES, impl, metric, value, units[metric])
-        for metric, value in from_shapes(impl).items()
-    ]
+def measure(impl: str, parameters: int) -> Rows:
+    shapes = {"bytes_per_param": (from_shapes(impl), "bytes")}
     with tempfile.TemporaryDirectory() as folder:
-        value = on_disk(impl, parameters, Path(folder))
-    more = {"flags": {"parameters": parameters, "compression": "zstd"}}
+        disk = {"disk_bytes_per_param": (on_disk(impl, parameters, Path(folder)), "bytes")}
+    flags = {"parameters": parameters, "compression": "zstd"}
     return [
-        *rows,
-        records.record("checkpoint", FILE, impl, "disk_bytes_per_param", value, "bytes", **more),
+        *records.records_of("checkpoint", SHAPES, impl, shapes),
+        *records.records_of("checkpoint", FILE, impl, disk, flags=flags),
     ]
 
 
-def main() -> None:
-    """Computes and prints; `--record` also stores."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    records.add_option(parser)
-    parser.add_argument("--parameters", type=int, default=1 << 24, help="of the file on disk")
-    parser.add_argument("--saved", type=int, default=1 << 27, help="parameters of a timed save")
-    args = parser.parse_args()
-    rows = [row for impl in VARIANTS for row in measure(impl, args.parameters)]
-    rows += cost_of_checksums("lowmem", args.saved)
-    for row in rows:
-        print(f"{row['case']:<20}{row['impl']:<26}{row['metric']:<22}{row['value']:9.3f}")
-    if args.record:
-        print(f"recorded in {records.keep(rows, args.record)}")
+@records.suite(
+    parameters={"type": int, "default": 1 << 24, "help": "of the file on disk"},
+    saved={"type": int, "default": 1 << 27, "help": "parameters of a timed save"},
+)
+def main(args: argparse.Namespace) -> Iterator[Rows]:
+    yield from (measure(impl, args.parameters) for impl in VARIANTS)
+    yield cost_of_checksums("lowmem", args.saved)
+
+
+def table(rows: Rows) -> Table:
+    found = records.select(rows, bench="checkpoint", metric="save_s")
+    body = [
+        [row["impl"], f"{row['value']:.2f} s", f"{100 * row['share']:.1f} %",
+         f"{100 * (row['ratio'] - 1):+.1f} %"]
+        for row in found
+    ]  # fmt: skip
+    return ["saving", "time", "summing, of the rest", "median of pairs"], body, found
+
+
+TABLES = {"checksums": Rendered(table, "checkpoint")}

@@ -1,0 +1,331 @@
+"""Triton source of a function that JAX traced: a formula is written once, in jnp.
+
+The source is for a module that has `triton`, `tl`, `libdevice` and `minus`, of f32 values.
+
+The arrays of the function are tiles [rows, lanes], values of groups [rows] or [rows, 1], values of
+lanes [lanes] and scalars. A bf16 array is held as its bits, in uint16; what is computed of it is
+computed in f32 and rounded.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend as jex
+import jax.numpy as jnp
+import numpy as np
+
+from optax_lowmem._src.core import numerics
+
+_TYPES = {
+    "float32": "tl.float32",
+    "float16": "tl.float16",
+    "bfloat16": "tl.uint16",
+    "int8": "tl.int8",
+    "uint8": "tl.uint8",
+    "int16": "tl.int16",
+    "uint16": "tl.uint16",
+    "int32": "tl.int32",
+    "uint32": "tl.uint32",
+    "bool": "tl.int1",
+}
+
+# ---- instructions --------------------------------------------------------------------------------
+
+# Of one f32 operand, traced only: what `numerics.Approximations` of a GPU are.
+_instruction = jex.core.Primitive("instruction")
+_instruction.def_abstract_eval(lambda x, name: jax.core.ShapedArray(x.shape, x.dtype))
+
+
+def _approximation(name: str) -> numerics.Elementwise:
+    return lambda x: _instruction.bind(jnp.asarray(x), name=name)
+
+
+# The reciprocal is 0 above 2^126; a division as it is compiled takes eight instructions, a
+# logarithm six, a power of two four.
+APPROXIMATIONS = numerics.Approximations(
+    reciprocal=_approximation("rcp.approx.ftz.f32"),
+    log2=_approximation("lg2.approx.ftz.f32"),
+    exp2=_approximation("ex2.approx.ftz.f32"),
+)
+
+# ---- expressions ---------------------------------------------------------------------------------
+
+_INFIX = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "lt": "<",
+    "le": "<=",
+    "gt": ">",
+    "ge": ">=",
+    "eq": "==",
+    "ne": "!=",
+    "shift_left": "<<",
+    "shift_right_arithmetic": ">>",
+    "and": "&",
+    "or": "|",
+    "xor": "^",
+}
+_CALLS = {
+    "abs": "tl.abs",
+    "sqrt": "tl.sqrt",
+    "rsqrt": "tl.rsqrt",
+    "floor": "tl.floor",
+    "ceil": "tl.ceil",
+    "exp": "tl.exp",
+    "exp2": "tl.exp2",
+    "expm1": "libdevice.expm1",
+    "log1p": "libdevice.log1p",
+    "log": "tl.log",
+}
+_REDUCTIONS = {"reduce_max": "tl.max", "reduce_min": "tl.min", "reduce_sum": "tl.sum"}
+_SHAPES = ("broadcast_in_dim", "reshape", "expand_dims", "squeeze")
+_UNCHANGED = ("copy", "copy_p", "stop_gradient", "optimization_barrier", "pvary")
+# what moves bits, also those of bf16
+_OF_BITS = (*_SHAPES, *_UNCHANGED, "bitcast_convert_type", "convert_element_type", "select_n")
+_INLINED = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat")
+
+
+class _Operation:
+    """An equation of a jaxpr with the names of its operands.
+
+    Attributes:
+      name: of the primitive.
+      params: its parameters.
+      operands: Triton expressions.
+      avals: shape and dtype of each operand.
+      result: shape and dtype of the result.
+    """
+
+    def __init__(self, eqn: Any, operands: Sequence[str]):
+        self.name, self.params, self.operands = eqn.primitive.name, eqn.params, operands
+        self.avals, self.result = [x.aval for x in eqn.invars], eqn.outvars[0].aval
+
+    def source(self) -> str:
+        """Return the Triton expression of the result."""
+        form = _FORMS[self.name]
+        if self.name in _OF_BITS:
+            return form(self)
+        kinds = [aval.dtype for aval in self.avals]
+        self.operands = [
+            _widened(x) if kind == jnp.bfloat16 else x
+            for x, kind in zip(self.operands, kinds, strict=True)
+        ]
+        return _narrowed(form(self)) if self.result.dtype == jnp.bfloat16 else form(self)
+
+    @property
+    def type(self) -> str:
+        """Triton's name of the result's dtype."""
+        return _TYPES[self.result.dtype.name]
+
+    @property
+    def floating(self) -> bool:
+        """Return whether the result is a float."""
+        return bool(jnp.issubdtype(self.result.dtype, jnp.floating))
+
+    def extreme(self) -> str:
+        """lax.max and lax.min: NaN wins."""
+        nan = ", propagate_nan=tl.PropagateNan.ALL" if self.floating else ""
+        return f"tl.{self.name}imum({self.operands[0]}, {self.operands[1]}{nan})"
+
+    def shift_right_logical(self) -> str:
+        """Of an unsigned number Triton's shift; a signed one is taken for one."""
+        x, by = self.operands
+        kind = self.avals[0].dtype
+        if kind.kind == "u":
+            return f"{x} >> {by}"
+        unsigned = _TYPES[f"u{kind.name}"]
+        x, by = (f"{operand}.to({unsigned}, bitcast=True)" for operand in (x, by))
+        return f"({x} >> {by}).to({self.type}, bitcast=True)"
+
+    def negative(self) -> str:
+        """Return -x; Triton's own is 0 - x, which makes 0.0 of 0.0."""
+        (x,) = self.operands
+        if self.result.dtype == jnp.float32:
+            return f"minus({x})"
+        return f"{x} * -1.0" if self.floating else f"0 - {x}"
+
+    def sign(self) -> str:
+        """-1, 0 or 1; a NaN is its own."""
+        (x,) = self.operands
+        if not self.floating:
+            return f"({x} > 0).to({self.type}) - ({x} < 0).to({self.type})"
+        return f"tl.where({x} > 0, 1.0, tl.where({x} < 0, -1.0, {x}))"
+
+    def power(self) -> str:
+        """Return x^y of a small positive y."""
+        return " * ".join([self.operands[0]] * self.params["y"])
+
+    def reduce(self) -> str:
+        """Return a reduction over one axis."""
+        (axis,) = self.params["axes"]
+        return f"{_REDUCTIONS[self.name]}({self.operands[0]}, axis={axis})"
+
+    def bitcast(self) -> str:
+        """Return the same bits of another dtype."""
+        (x,) = self.operands
+        if {self.avals[0].dtype.name, self.result.dtype.name} == {"bfloat16", "uint16"}:
+            return x
+        return f"{x}.to({self.type}, bitcast=True)"
+
+    def convert(self) -> str:
+        """Return the nearest values of another dtype."""
+        (x,), one, other = self.operands, self.avals[0].dtype.name, self.result.dtype.name
+        if one == "bfloat16":
+            x, one = _widened(x), "float32"
+            if other == one:
+                return x
+        if other == "bfloat16":
+            return _narrowed(x if one == "float32" else f"{x}.to(tl.float32)")
+        return f"{x} != 0" if other == "bool" else f"{x}.to({self.type})"
+
+    def shape(self) -> str:
+        """Return a view, or the operand spread over more rows or lanes."""
+        (x,), old, new = self.operands, tuple(self.avals[0].shape), tuple(self.result.shape)
+        if old == new:
+            return x
+        if self.name != "broadcast_in_dim":
+            return f"tl.reshape({x}, {new})"
+        dims = self.params["broadcast_dimensions"]
+        if old and len(new) > len(old):
+            x = f"{x}[{', '.join(':' if d in dims else 'None' for d in range(len(new)))}]"
+            old = tuple(old[dims.index(d)] if d in dims else 1 for d in range(len(new)))
+        return x if old == new else f"tl.broadcast_to({x}, {new})"
+
+    def iota(self) -> str:
+        """Return the index along a dimension."""
+        shape, axis = tuple(self.result.shape), self.params["dimension"]
+        index = f"tl.arange(0, {shape[axis]}).to({self.type})"
+        if len(shape) == 1:
+            return index
+        at = ", ".join(":" if d == axis else "None" for d in range(len(shape)))
+        return f"tl.broadcast_to({index}[{at}], {shape})"
+
+    def instruction(self) -> str:
+        """Return a PTX instruction of one f32 operand."""
+        return (
+            f"tl.inline_asm_elementwise('{self.params['name']} $0, $1;', '=r,r', "
+            f"[{self.operands[0]}], dtype={self.type}, is_pure=True, pack=1)"
+        )
+
+
+def _widened(x: str) -> str:
+    """f32 of bf16's bits."""
+    return f"({x}.to(tl.uint32) << 16).to(tl.float32, bitcast=True)"
+
+
+def _narrowed(x: str) -> str:
+    """bf16's bits of f32, to nearest even."""
+    return f"({x}).to(tl.bfloat16).to(tl.uint16, bitcast=True)"
+
+
+_FORMS: dict[str, Callable[[_Operation], str]] = {
+    **dict.fromkeys(_INFIX, lambda op: f" {_INFIX[op.name]} ".join(op.operands)),
+    **dict.fromkeys(_CALLS, lambda op: f"{_CALLS[op.name]}({op.operands[0]})"),
+    **dict.fromkeys(_REDUCTIONS, _Operation.reduce),
+    **dict.fromkeys(("max", "min"), _Operation.extreme),
+    **dict.fromkeys(_SHAPES, _Operation.shape),
+    **dict.fromkeys(_UNCHANGED, lambda op: op.operands[0]),
+    "shift_right_logical": _Operation.shift_right_logical,
+    "not": lambda op: f"{op.operands[0]} == 0" if op.type == "tl.int1" else f"~{op.operands[0]}",
+    "neg": _Operation.negative,
+    "div": lambda op: (" / " if op.floating else " // ").join(op.operands),
+    "rem": lambda op: " % ".join(op.operands),
+    "sign": _Operation.sign,
+    "square": lambda op: "{0} * {0}".format(*op.operands),
+    "integer_pow": _Operation.power,
+    "is_finite": lambda op: f'tl.abs({op.operands[0]}) < float("inf")',
+    "clamp": lambda op: "tl.minimum(tl.maximum({1}, {0}), {2})".format(*op.operands),
+    "select_n": lambda op: "tl.where({0}, {2}, {1})".format(*op.operands),
+    "bitcast_convert_type": _Operation.bitcast,
+    "convert_element_type": _Operation.convert,
+    "iota": _Operation.iota,
+    "instruction": _Operation.instruction,
+}  # fmt: skip
+
+
+# ---- functions -----------------------------------------------------------------------------------
+
+
+def _inner(eqn: Any) -> Any:
+    """The closed jaxpr of a call."""
+    inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
+    return inner if hasattr(inner, "consts") else jex.core.ClosedJaxpr(inner, ())
+
+
+def missing(closed: Any) -> str | None:
+    """Return what of a closed jaxpr has no form in Triton here, or None where all has.
+
+    That is the name of a primitive, or a constant array.
+    """
+    shapes = [np.shape(value) for value in closed.consts if np.ndim(value)]
+    if shapes:
+        return f"a constant array of shape {shapes[0]}"
+    for eqn in closed.jaxpr.eqns:
+        name = eqn.primitive.name
+        found = missing(_inner(eqn)) if name in _INLINED else None
+        if found is not None or (name not in _INLINED and name not in _FORMS):
+            return found or name
+    return None
+
+
+class _Writer:
+    """The lines of a function's body."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def body(self, closed: Any, arguments: Sequence[str]) -> list[str]:
+        """Write a closed jaxpr; return the names of its results."""
+        names = dict(zip(closed.jaxpr.invars, arguments, strict=True))
+        for variable, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
+            names[variable] = _literal(value, value.dtype)
+
+        def read(x: Any) -> str:
+            if isinstance(x, jex.core.Literal):
+                aval: Any = x.aval
+                return _literal(x.val, aval.dtype)
+            return names[x]
+
+        for eqn in closed.jaxpr.eqns:
+            operands = [read(x) for x in eqn.invars]
+            if eqn.primitive.name in _INLINED:
+                results = self.body(_inner(eqn), operands)
+            else:
+                results = [self._named(_Operation(eqn, operands))]
+            names.update(zip(eqn.outvars, results, strict=True))
+        return [read(x) for x in closed.jaxpr.outvars]
+
+    def _named(self, operation: _Operation) -> str:
+        name = f"v{len(self.lines)}"
+        self.lines.append(f"{name} = {operation.source()}")
+        return name
+
+
+def _literal(value: Any, dtype: Any) -> str:
+    value, kind = np.asarray(value)[()], np.dtype(dtype)
+    if kind == jnp.bfloat16:
+        value, kind = np.asarray(value, dtype).view(np.uint16)[()], np.dtype(np.uint16)
+    if kind.kind == "f":
+        number = float(value)
+        text = repr(number) if math.isfinite(number) else f'float("{number}")'
+    else:
+        text = str(int(value))
+    return f"tl.full((), {text}, {_TYPES[kind.name]})"
+
+
+def function(closed: Any, name: str, parameters: Sequence[str]) -> str:
+    """Return the source of a `triton.jit` function.
+
+    Args:
+      closed: the closed jaxpr of what it computes; see `missing`.
+      name: of the function.
+      parameters: one for each variable of the jaxpr.
+    """
+    writer = _Writer()
+    results = writer.body(closed, parameters)
+    body = [*writer.lines, f"return {', '.join(results)}"]
+    lines = ["@triton.jit", f"def {name}({', '.join(parameters)}):"]
+    return "\n".join([*lines, *(f"    {line}" for line in body)]) + "\n"

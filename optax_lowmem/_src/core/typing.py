@@ -1,0 +1,13 @@
+"""Types that JAX and optax have no name for."""
+
+from collections.abc import Callable
+from typing import TypeAlias, TypeVar
+
+import jax
+from jax.typing import ArrayLike
+
+T = TypeVar("T")
+Tree = TypeVar("Tree")  # a pytree that comes back in its structure
+Shaped: TypeAlias = jax.Array | jax.ShapeDtypeStruct  # what has a shape and a dtype
+Scalar: TypeAlias = float | jax.Array
+ScalarOrSchedule: TypeAlias = Scalar | Callable[[jax.Array], ArrayLike]
