@@ -77,7 +77,7 @@ format: .venv-tools/.has-lint  ## Mend what ruff can mend
 	.venv-tools/bin/ruff format .
 
 docs: .venv-tools/.has-docs  ## Build the site into site/, strictly
-	NO_MKDOCS_2_WARNING=1 .venv-tools/bin/python -m mkdocs -q build --strict --clean
+	NO_MKDOCS_2_WARNING=1 .venv-tools/bin/python -m mkdocs build --strict --clean
 
 serve: .venv-tools/.has-docs  ## Show the site while editing, on port 8000
 	.venv-tools/bin/python -m mkdocs serve

@@ -18,8 +18,8 @@ PAGES = [
 # modules below benchmarks.suites that have `TABLES`: name -> what makes it of records
 SUITES = (
     "activations.tables", "checkpoint", "composition", "end_to_end.tables", "examples",
-    "fit.tables", "formats.tables", "front", "linear.tables", "memory", "mesh.tables", "noise.tables",
-    "release", "step.tables",
+    "fit.tables", "formats.tables", "front", "linear.tables", "memory", "mesh.tables",
+    "noise.tables", "release", "step.tables",
 )  # fmt: skip
 # module below benchmarks.claims -> name of its table, and of the method
 PAPERS = {

@@ -206,6 +206,14 @@ def test_the_counterpart_is_compared_by_itself(tx, said):
     assert compared == ([] if said is None else [said])
 
 
+@pytest.mark.parametrize("name", lowmem.OPTIMIZERS)
+def test_every_optimizer_is_compared(name):
+    """With what its record names: AdamW's 12 bytes per parameter, or 8 with one moment."""
+    found = report(lowmem.OPTIMIZERS[name].make(1e-3), LARGE)
+    moments = 1 if name in ("flash_lion", "flash_sgd") else 2
+    assert found.counterpart and round(found.baseline.bytes_per_param) == 4 * (1 + moments)
+
+
 def test_the_baseline_has_f32_parameters():
     found = lowmem.memory.report(lowmem.flash_lion(1e-3), LARGE, baseline=optax.lion(1e-3))
     assert (found.params_bytes, found.baseline.params_bytes) == (2 * 8192**2, 4 * 8192**2)

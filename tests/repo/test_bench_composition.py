@@ -1,4 +1,4 @@
-"""The suite that compiles the chains of docs/composition.md beside the drop-ins."""
+"""The suite that compiles the chains of docs/guides/composition.md beside the drop-ins."""
 
 import optax_lowmem as lowmem
 from benchmarks.suites import composition

@@ -14,7 +14,7 @@ import pytest
 
 import optax_lowmem
 from benchmarks import records, tables
-from tests.repo.pages import PAGES, README, blocks_of, run_block
+from tests.repo.pages import README, blocks_of, run_block
 from tests.tolerances import COMPOSITION_SHARE
 
 MODULES = [

@@ -115,7 +115,7 @@ def test_with_an_address():
     assert f'pip install "optax-lowmem @ git+{SOMEWHERE}"' in text
     picture = f"({SOMEWHERE}/raw/main/docs/figures/llama_8b_memory.png)"
     assert picture in text and text.count("img.shields.io") == 2
-    assert f"[results]({SOMEWHERE}/blob/main/docs/results/index.md)" in text
+    assert f"[Results]({SOMEWHERE}/blob/main/docs/results/index.md)" in text
     assert not re.search(r"\]\((?!https?://|#)", text)
     assert set(address.urls(SOMEWHERE)) >= {"Homepage", "Documentation", "Issues"}
 

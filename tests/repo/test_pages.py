@@ -106,10 +106,10 @@ def test_make_targets_exist():
 # ---- words ---------------------------------------------------------------------------------------
 
 # Phrases of this project's past, and the field's terms for them.
+UNIT = r"(bytes?|[GMK]i?B|ms|values?|numbers?|scales?|moments?|codes?|bits)(?: of state)?"
+ITEM = r"(parameter|device|step|leaf|block|group|row|head|token|layer|weight|slot|element|tensor)"
 SAY = {
-    r"bytes a parameter|a 16-bit parameter\b(?<!per 16-bit parameter)": "bytes per parameter",
-    r"\bGiB a device\b": "GiB per device",
-    r"\ba step more\b|\bms a step\b": "per step",
+    rf"\b{UNIT} an? {ITEM}\b(?!')|\ba step more\b": "per parameter, per device, per step",
     r"x the first that fits|base of every ratio": "relative to the baseline",
     r"Linen's boxes|metadata boxes|\bboxes\b": "metadata (Flax)",
     r"\bplacements?\b|where arrays lie": "sharding",
@@ -177,7 +177,9 @@ def test_the_words_are_noticed(sentence):
 LINK = re.compile(r"(?<!\\)\[[^\]]*\]\((?!https?://|mailto:|#)([^)#\s]+)")
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
+@pytest.mark.parametrize(
+    "page", [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"], ids=name_of
+)
 def test_relative_links_have_a_target(page):
     text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
     missing = [to for to in LINK.findall(text) if not (page.parent / to).exists()]

@@ -5,6 +5,7 @@ import http.server
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -40,6 +41,26 @@ def site(tmp_path_factory):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
+
+
+def test_a_broken_link_ends_the_build(tmp_path):
+    """Of `make docs`: MkDocs counts no warnings that it is told not to print."""
+    (command,) = re.findall(r"python -m (mkdocs .*build.*)", (ROOT / "Makefile").read_text("utf-8"))
+    for name in ("docs", "tools", "optax_lowmem"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    for name in ("mkdocs.yml", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    with (tmp_path / "docs/faq.md").open("a", encoding="utf-8") as page:
+        page.write("\n[gone](nowhere.md)\n")
+    done = subprocess.run(
+        [sys.executable, "-m", *command.split()],
+        cwd=tmp_path,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode != 0 and "nowhere.md" in done.stderr, done.stderr
 
 
 def url_of(page: str) -> str:

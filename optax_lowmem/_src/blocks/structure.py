@@ -47,7 +47,7 @@ def infer(
       ValueError: an axis out of range or named twice, a head count that does not divide, query and
         key heads of different head_dim, a rule that matches no leaf, an unknown word.
 
-    Deviations: Adam-mini's code looks for substrings of the path, cuts dim^2 / heads elements a
+    Deviations: Adam-mini's code looks for substrings of the path, cuts dim^2 / heads elements per
     head (wrong for grouped queries) and gives biases plain Adam; ask for that with
     `rules=[("*bias", "elementwise")]`. Q-Adam-mini's code has one block a value projection:
     `rules=[("*/v_proj/kernel", "whole")]`.

@@ -36,7 +36,7 @@ class StoredSlot(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GroupCodec(ShowsChanges, abc.ABC):
-    """Stores a slot as codes of up to 8 bits and one scale a group.
+    """Stores a slot as codes of up to 8 bits and one scale per group.
 
     A code of 8 bits is stored as it is. A narrower one lies in a byte with its neighbours on the
     last axis, the first in the lowest bits.

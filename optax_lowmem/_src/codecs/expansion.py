@@ -217,7 +217,7 @@ def expanded(inner: MinifloatCodec | DynamicCodec) -> ExpandedCodec:
 
     Deviations from the published implementation: R_format as in the paper (229376 for E4M3, there
     100352); the minimum leaves out zeros wherever they are; codes use maximum and k as stored, in
-    4 bytes a group instead of 12; stochastic rounding is between decoded neighbours.
+    4 bytes per group instead of 12; stochastic rounding is between decoded neighbours.
     """
     return ExpandedCodec(inner=inner, signed=inner.signed)
 

@@ -110,7 +110,7 @@ class Block:
         return x.reshape(shape)
 
     def spread(self, v: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """`v`, one value a block, for each element of a leaf of this shape."""
+        """`v`, one value per block, for each element of a leaf of this shape."""
         viewed, axes = self.view(shape)
         kept = [1 if axis in axes else size for axis, size in enumerate(viewed)]
         return jnp.broadcast_to(v.reshape(kept), viewed).reshape(shape)

@@ -1,5 +1,7 @@
 """FlashAdam and FlashAdamW (FlashOptim Algorithm 4)."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple

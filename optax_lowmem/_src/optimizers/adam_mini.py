@@ -1,4 +1,6 @@
-"""Adam-mini and Q-Adam-mini: one second moment a block of weights (Q-Adam-mini, section 2)."""
+"""Adam-mini and Q-Adam-mini: one second moment per block of weights (Q-Adam-mini, section 2)."""
+
+from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
@@ -61,7 +63,7 @@ def scale_by_adam_mini(
     blocks: BlockStructure = Structure(),  # noqa: B008 (frozen)
     storage: Storage = Storage.full_precision(),  # noqa: B008 (frozen)
 ) -> optax.GradientTransformationExtraArgs:
-    r"""`optax.scale_by_adam` with one second moment a block: the direction of `adam_mini` alone.
+    r"""`optax.scale_by_adam` with one second moment per block: the direction of `adam_mini` alone.
 
     .. math::
       m_t = b_1 m_{t-1} + (1-b_1) g_t, \quad
@@ -84,7 +86,7 @@ def scale_by_adam_mini(
 
     Returns:
       An optax transformation: `update` gives u_t, to be subtracted times the learning rate. Its
-      state's `nu` has one value a block. Without `params` it takes the blocks from the gradients,
+      state's `nu` has one value per block. Without `params` it takes the blocks from the gradients,
       which have the names and shapes, and none of the metadata of boxed parameters: pass them too.
 
     Raises:
@@ -94,7 +96,7 @@ def scale_by_adam_mini(
 
     Numerics: v in f32, debiased. One NaN or infinity makes a whole block NaN, and no other tensor.
 
-    Memory: 4 bytes of state per parameter and 4 bytes a block; 1.06 with `Storage(nu=None)`.
+    Memory: 4 bytes of state per parameter and 4 bytes per block; 1.06 with `Storage(nu=None)`.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lowmem as lowmem
@@ -156,7 +158,7 @@ def adam_mini(
       decouple_lr: decay by `weight_decay * lr / peak`.
 
     Returns:
-      An optax transformation, whose state's `nu` has one value a block.
+      An optax transformation, whose state's `nu` has one value per block.
 
     Raises:
       ValueError: for a hyperparameter out of range, a block axis out of range, a head count that
@@ -164,7 +166,7 @@ def adam_mini(
 
     Numerics: v in f32. One NaN or infinity makes a whole block NaN, and no other tensor.
 
-    Memory: 4 bytes of state beside an f32 weight, and 4 bytes a block; `q_adam_mini` 1.02 and
+    Memory: 4 bytes of state beside an f32 weight, and 4 bytes per block; `q_adam_mini` 1.02 and
     `flash_adam_mini` 2.06 beside a 2-byte weight.
 
     Example:
@@ -217,7 +219,7 @@ def q_adam_mini(
     """`adam_mini` with m as int8 with a zero-point (Q-Adam-mini, Case 2).
 
     m lies in groups of 256 (equation 1, `codecs.affine`), rounded stochastically; v is f32, one
-    value a block.
+    value per block.
 
     Args:
       learning_rate: number, f32 scalar or schedule.
@@ -275,7 +277,7 @@ def flash_adam_mini(
 ) -> optax.GradientTransformationExtraArgs:
     """`adam_mini` with FlashOptim's m and master weights: 4.06 bytes per parameter with its weight.
 
-    m is companded int8 in groups of 32, rounded stochastically; v is f32, one value a block; a
+    m is companded int8 in groups of 32, rounded stochastically; v is f32, one value per block; a
     16-bit weight has 8 more bits. The arguments are those of `q_adam_mini`.
 
     Args:
@@ -294,7 +296,7 @@ def flash_adam_mini(
     Returns:
       An optax transformation.
 
-    Memory: 2 (weight) + 1 (correction) + 1.06 (m) bytes, and 4 bytes a block.
+    Memory: 2 (weight) + 1 (correction) + 1.06 (m) bytes, and 4 bytes per block.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem

@@ -1,5 +1,7 @@
 """COAT's optimizer: AdamW whose moments are FP8 after dynamic range expansion (COAT, section 4)."""
 
+from __future__ import annotations
+
 import jax
 import optax
 from jax.typing import DTypeLike

@@ -1,5 +1,7 @@
 """FlashLion (FlashOptim Algorithm 6)."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -1,5 +1,7 @@
 """FlashSGD (FlashOptim Algorithm 5)."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple

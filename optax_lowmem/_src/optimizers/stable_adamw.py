@@ -1,5 +1,7 @@
 """StableAdamW: AdamW with AdaFactor's update clipping (SwitchBack & StableAdamW, Algorithm 2)."""
 
+from __future__ import annotations
+
 import dataclasses
 from collections.abc import Mapping
 
