@@ -1,6 +1,7 @@
 """The fused step on a GPU: against the reference there, in place, and wherever it is called."""
 
 import functools
+import importlib
 import math
 
 import jax
@@ -14,7 +15,6 @@ from optax_lowmem._src.core import numerics, platform
 from optax_lowmem._src.core.tiles import Tile
 from optax_lowmem._src.optimizers.lion import LionRule
 from optax_lowmem._src.update import choose, tuning
-from optax_lowmem._src.update.dispatch import _launcher
 from tests import launch_cases, tolerances
 from tests.contract_cases import pairwise
 from tests.update.test_pallas_step import OPTIONS, STORED
@@ -36,6 +36,11 @@ def kernel(request, monkeypatch):
     """Either kernel: nothing needs Pallas' Triton lowering, which JAX deprecates."""
     monkeypatch.setattr(platform, "has_pallas_triton", lambda: request.param == "pallas")
     return request.param
+
+
+def launcher(kernel):
+    name = {"pallas": "pallas_triton", "triton": "jax_triton"}[kernel]
+    return importlib.import_module(f"optax_lowmem._src.update.{name}").launch
 
 
 def build(optimizer, **storage):
@@ -207,12 +212,12 @@ def test_master_weights_to_nearest(optimizer):
 def test_weights_land_bit_for_bit(kernel, bits, direct):
     """Weights, corrections and steps of any size, sign and kind."""
     how = lowmem.Storage(bits, policy=launch_cases.POLICY)
-    launch_cases.check_landing(_launcher(kernel), how, direct, Tile())
+    launch_cases.check_landing(launcher(kernel), how, direct, Tile())
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd"])
 def test_what_is_not_finite_shows(kernel, optimizer):
-    launch_cases.check_not_finite(_launcher(kernel), optimizer, Tile())
+    launch_cases.check_not_finite(launcher(kernel), optimizer, Tile())
 
 
 @pytest.mark.parametrize("tile", [Tile(256, 1), Tile(4096, 8)], ids=str)
