@@ -126,7 +126,7 @@ def gradients_of(name, params):
 
 
 WITH_SCALES = ["flash_adamw", "stable_adamw", "q_adam_mini"]
-WRAPPING = ["4 bits", "compress_state adan", "moments of blocks", "into bfloat16", "gaussws_noise"]
+WRAPPING = ["compress_state adan", "moments of blocks", "into bfloat16", "gaussws_noise"]
 
 
 @pytest.mark.filterwarnings("ignore:.*Adam-mini:UserWarning", "ignore:.*block:UserWarning")
