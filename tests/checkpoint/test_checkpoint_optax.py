@@ -181,7 +181,10 @@ def test_directions_of_blocks(kind):
 
 @pytest.mark.parametrize("blocks", [False, True])
 def test_two_codes_in_a_byte(blocks):
-    """Of each element, and of the values of three blocks, whose bytes lie in one row."""
+    """Of each element, and of the values of three blocks, whose bytes lie in one row.
+
+    Where each element is a block, rows of an even length have bytes of their own.
+    """
     four = {"mu": lowmem.codecs.linear4(), "nu": lowmem.codecs.linear4(signed=False)}
     storage = dataclasses.replace(SMALL, **four)
     tx, rows = lowmem.flash_adamw(1e-3, storage=storage), (3, 20)
@@ -191,6 +194,10 @@ def test_two_codes_in_a_byte(blocks):
     params, old = started(optax.adamw(1e-3))
     weights, state = checkpoint.from_optax(tx, old, params)
     assert (state.mu["block"]["w"].shape, state.nu["block"]["w"].shape) == ((3, 20), rows)
+    if blocks:
+        by_element = lowmem.blocks.Structure(rules=[("*", ())])
+        table = lowmem.flash_adam_mini(1e-3, storage=storage, blocks=by_element).init(weights)
+        assert table.nu["block"]["w"].shape == (3, 20)
     _, new = checkpoint.to_optax(tx, state, weights, optax.adamw(1e-3))
     chex.assert_trees_all_equal_shapes_and_dtypes(new, old)
     mu, nu = (optax.tree.get(old, slot)["block"]["w"] for slot in ("mu", "nu"))

@@ -30,7 +30,7 @@ FAST = {
     "expanded-e4m3-uint8": "stochastic",
     "linear-int4": "stochastic",  # two codes in a byte
 }
-MARKED = rows(CODECS, list(FAST))
+MARKED = rows(CODECS, list(FAST)[:3])
 KEY = jnp.uint32(9)
 GRID = [
     pytest.param(

@@ -31,7 +31,7 @@ def test_code_shares():
         assert (second.saturated, second.zero, second.floored) == (1 / 4096, 8 / 64, 4 / 64)
 
 
-@pytest.mark.parametrize("slot", ["mu", "nu"])
+@pytest.mark.parametrize("slot", ["mu", pytest.param("nu", marks=pytest.mark.full)])
 def test_code_shares_of_two_codes_in_a_byte(slot):
     """Of an odd axis, whose last byte has one; only the optimizer can tell."""
     four, policy = codecs.linear4(signed=slot == "mu"), lowmem.Policy(min_size=0)

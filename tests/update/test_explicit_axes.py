@@ -126,7 +126,7 @@ def gradients_of(name, params):
 
 
 WITH_SCALES = ["flash_adamw", "q_adam_mini"]
-WRAPPING = ["4 bits", "moments of blocks", "gaussws_noise", "MultiSteps"]
+WRAPPING = ["moments of blocks", "gaussws_noise", "MultiSteps"]
 
 
 @pytest.mark.filterwarnings("ignore:.*Adam-mini:UserWarning", "ignore:.*block:UserWarning")

@@ -34,7 +34,10 @@ CASES = {
         LEARNING_RATE,
         storage=dataclasses.replace(s, mu=codecs.affine(), nu=codecs.dynamic(signed=False)),
     ),
-    "narrow": lambda s: lowmem.flash_adamw(
+    "narrow": lambda s: lowmem.flash_lion(
+        LEARNING_RATE, storage=dataclasses.replace(s, mu=codecs.linear4())
+    ),
+    "narrow adamw": lambda s: lowmem.flash_adamw(
         LEARNING_RATE,
         storage=dataclasses.replace(s, mu=codecs.linear4(), nu=codecs.linear4(signed=False)),
     ),
@@ -62,11 +65,11 @@ FAST = {
     ("lion", 32, jnp.float16),
     ("sgd", None, jnp.float32),
 }
+ONCE = {("formats", None, jnp.float32), ("narrow adamw", 24, jnp.bfloat16)}
 GRID = [
     pytest.param(*case, marks=() if case in FAST else pytest.mark.full)
     for case in itertools.product(CASES, (24, 32, None), (jnp.bfloat16, jnp.float16, jnp.float32))
-    if case[0] not in ("coat", "formats", "narrow")
-    or case in (*FAST, ("formats", None, jnp.float32))
+    if case[0] not in ("coat", "formats", "narrow", "narrow adamw") or case in (*FAST, *ONCE)
 ]
 # Rounding to nearest differs in the codec alone: with one kind of weight each rule.
 NEAREST = [row for row in GRID if row.values[1:] == (24, jnp.bfloat16)]

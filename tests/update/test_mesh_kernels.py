@@ -98,7 +98,6 @@ def check(name, found):
 
 
 OFTEN = [("flash_adamw", "fsdp"), ("flash_lion", "two axes"), ("stable_adamw", "last axis")]
-OFTEN += [("flash_lion-int4", "last axis")]
 
 
 @pytest.mark.parametrize("name, layout", rows(itertools.product(OPTIMIZERS, LAYOUTS), OFTEN))

@@ -394,7 +394,11 @@ def padded(x, value):
 
 @pytest.mark.parametrize(
     "shape, size, stored",
-    [((3, 5, 64), 32, "default"), ((2, 3, 50), 24, "default"), ((2, 3, 51), 24, "4 bits")],
+    [
+        ((3, 5, 64), 32, "default"),
+        ((2, 3, 50), 24, "default"),
+        pytest.param((2, 3, 51), 24, "4 bits", marks=pytest.mark.full),
+    ],
     ids=str,
 )
 def test_nothing_beyond_an_array_is_written(shape, size, stored, monkeypatch):

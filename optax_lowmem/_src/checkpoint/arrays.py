@@ -111,7 +111,9 @@ def _as_parameters(
     known = dict(trees.named_leaves(params))
     narrow = {}
     for d in decisions:
-        if d.codec is None or d.group_size is None or d.block is not None or d.codec.bits == 8:
+        if d.codec is None or d.group_size is None or d.codec.bits == 8:
+            continue
+        if d.block is not None and not d.block.elementwise:
             continue
         p = known.get(d.path)
         if p is not None and p.shape == d.shape:

@@ -126,17 +126,21 @@ class LeafPlan:
     def shared_storage(self) -> list[StoredSlot]:
         """Shapes and dtypes of each of `shared` as stored: codes have the shape of the means.
 
-        Codes that share bytes lie in one row, as their groups do.
+        Bytes with several codes have that shape too, but along the last axis, or where they would
+        have codes of two rows lie in one, as the groups do.
         """
         if self.block is None:
             return []
-        shape = self.block.mean_shape(self.shape)
-        return [
-            row
-            if slot.codec is not None and slot.codec.bits < 8
-            else row._replace(codes=jax.ShapeDtypeStruct(shape, row.codes.dtype))
-            for slot, row in zip(self.shared, self.shared_plan.storage, strict=True)
-        ]
+        shape, forms = self.block.mean_shape(self.shape), []
+        for slot, form in zip(self.shared, self.shared_plan.storage, strict=True):
+            several = 1 if slot.codec is None else slot.codec.codes_per_byte
+            if several == 1:
+                form = form._replace(codes=jax.ShapeDtypeStruct(shape, form.codes.dtype))
+            elif shape[-1] % several == 0:
+                in_bytes = (*shape[:-1], shape[-1] // several)
+                form = form._replace(codes=jax.ShapeDtypeStruct(in_bytes, form.codes.dtype))
+            forms.append(form)
+        return forms
 
 
 class LeafState(NamedTuple):
