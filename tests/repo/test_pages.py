@@ -124,8 +124,7 @@ SAY = {
 
 
 def prose(text: str) -> str:
-    """A page without its tables, which come from the records, and its code."""
-    text = re.sub(r"<!-- table:.*?<!-- end -->", "", text, flags=re.DOTALL)
+    """A page without its code."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     return re.sub(r"`[^`\n]*`", "", text)
 
