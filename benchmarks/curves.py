@@ -15,17 +15,25 @@ CURVES = records.RESULTS / "q_adam_mini.npz"
 _ABOUT = "about"
 
 
+def write(path: Path, about: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+    """Writes arrays, with what they are of."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(path, **{_ABOUT: np.array(json.dumps(about))}, **arrays)
+
+
+def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return what `write` wrote: what arrays are of, and the arrays."""
+    with np.load(path) as stored:
+        arrays = {key: stored[key] for key in stored.files if key != _ABOUT}
+        return json.loads(str(stored[_ABOUT])), arrays
+
+
 @dataclasses.dataclass
 class Curves:
-    """Curves that runs logged.
+    """Curves that runs logged."""
 
-    Attributes:
-      about: the settings that the runs share, and where they ran.
-      runs: variant -> {curve: values}; `step` and `val_step` are the abscissae.
-    """
-
-    about: dict[str, Any]
-    runs: dict[str, dict[str, np.ndarray]]
+    about: dict[str, Any]  # the settings that the runs share, and where they ran
+    runs: dict[str, dict[str, np.ndarray]]  # variant -> {curve: values}; `step` is an abscissa
 
     def save(self, path: Path) -> None:
         if path.exists():
@@ -37,18 +45,15 @@ class Curves:
             for variant, curves in self.runs.items()
             for name, values in curves.items()
         }
-        path.parent.mkdir(parents=True, exist_ok=True)
-        np.savez_compressed(path, **{_ABOUT: np.array(json.dumps(self.about))}, **arrays)
+        write(path, self.about, arrays)
 
 
 def load(path: Path = CURVES) -> Curves:
+    about, arrays = read(path)
     runs: dict[str, dict[str, np.ndarray]] = {}
-    with np.load(path) as stored:
-        about = json.loads(str(stored[_ABOUT]))
-        for key in stored.files:
-            if key != _ABOUT:
-                variant, name = key.rsplit("/", 1)
-                runs.setdefault(variant, {})[name] = stored[key]
+    for key, values in arrays.items():
+        variant, name = key.rsplit("/", 1)
+        runs.setdefault(variant, {})[name] = values
     return Curves(about, runs)
 
 

@@ -18,30 +18,17 @@ def llama(
     def kernel(inputs: int, outputs: int) -> dict:
         return {"kernel": _leaf(dtype, inputs, outputs)}
 
-    def norm() -> dict:
-        return {"scale": _leaf(dtype, width)}
-
-    def layer() -> dict:
-        return {
-            "input_layernorm": norm(),
-            "self_attn": {
-                "q_proj": kernel(width, width),
-                "k_proj": kernel(width, kv),
-                "v_proj": kernel(width, kv),
-                "o_proj": kernel(width, width),
-            },
-            "post_attention_layernorm": norm(),
-            "mlp": {
-                "gate_proj": kernel(width, hidden),
-                "up_proj": kernel(width, hidden),
-                "down_proj": kernel(hidden, width),
-            },
-        }
-
+    norm, square = {"scale": _leaf(dtype, width)}, kernel(width, width)
+    attention = {f"{name}_proj": kernel(width, kv) for name in "kv"}
+    attention |= {"q_proj": square, "o_proj": square}
+    mlp = {f"{name}_proj": kernel(width, hidden) for name in ("gate", "up")}
+    mlp["down_proj"] = kernel(hidden, width)
+    layer = {"input_layernorm": norm, "self_attn": attention, "mlp": mlp}
+    layer["post_attention_layernorm"] = norm
     model = {
         "embed_tokens": {"embedding": _leaf(dtype, vocab, width)},
-        "layers": {str(index): layer() for index in range(layers)},
-        "norm": norm(),
+        "layers": {str(index): layer for index in range(layers)},
+        "norm": norm,
     }
     return {"model": model} if tied else {"model": model, "lm_head": kernel(width, vocab)}
 

@@ -6,6 +6,7 @@ from optax_lowmem._src.codecs import BitSplit as BitSplit
 from optax_lowmem._src.codecs import CompandedCodec as CompandedCodec
 from optax_lowmem._src.codecs import GroupCodec as GroupCodec
 from optax_lowmem._src.codecs import MasterSplit as MasterSplit
+from optax_lowmem._src.codecs import StoredSlot as StoredSlot
 from optax_lowmem._src.codecs import UlpSplit as UlpSplit
 from optax_lowmem._src.codecs import affine as affine
 from optax_lowmem._src.codecs import affine_paper as affine_paper
@@ -19,6 +20,7 @@ from optax_lowmem._src.codecs import expanded_dynamic as expanded_dynamic
 from optax_lowmem._src.codecs import expanded_e4m3 as expanded_e4m3
 from optax_lowmem._src.codecs import expanded_e5m2 as expanded_e5m2
 from optax_lowmem._src.codecs import linear as linear
+from optax_lowmem._src.codecs import linear4 as linear4
 from optax_lowmem._src.codecs import linear_paper as linear_paper
 from optax_lowmem._src.codecs import master_split as master_split
 from optax_lowmem._src.codecs import softsign as softsign
@@ -34,6 +36,7 @@ __all__ = [
     "GroupCodec",
     "MasterSplit",
     "SPLITS",
+    "StoredSlot",
     "UlpSplit",
     "affine",
     "affine_paper",
@@ -47,6 +50,7 @@ __all__ = [
     "expanded_e4m3",
     "expanded_e5m2",
     "linear",
+    "linear4",
     "linear_paper",
     "master_split",
     "softsign",

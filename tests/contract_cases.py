@@ -123,6 +123,23 @@ CASES: dict[str, Case] = {
     "optax.nadamw": _compressed(optax.nadamw, 1e-2, _ADAM),
     "optax.rmsprop": _compressed(optax.rmsprop, 5e-3, {"nu": _NU}),
 }
+# In codes of 4 bits, two in a byte: what holds whatever the size of rounding errors.
+_MU4, _NU4 = lowmem.codecs.linear4(), lowmem.codecs.linear4(signed=False)
+WIDE = tuple(CASES)
+CASES |= {
+    "flash_adamw-int4": dataclasses.replace(
+        CASES["flash_adamw"],
+        make=lambda lr, form: lowmem.flash_adamw(
+            lr, storage=form.storage(lowmem.Storage(mu=_MU4, nu=_NU4))
+        ),
+    ),
+    "optax.adan-int4": _compressed(optax.adan, 1e-1, {"m": _MU4, "v": _MU4, "n": _NU4}),
+}
+
+
+def codes_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Shape of the codes of a case for a weight of this one."""
+    return (*shape[:-1], -(-shape[-1] // 2)) if name.endswith("-int4") else shape
 
 
 def _wraps(

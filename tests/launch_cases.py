@@ -15,7 +15,7 @@ from optax_lowmem._src.core.rules import OF_BLOCK
 from optax_lowmem._src.core.tiles import Tile
 from optax_lowmem._src.optimizers.lion import LionRule
 from optax_lowmem._src.update import LeafPlan, LeafState, operands, reference
-from optax_lowmem.codecs import decode_array, encode_array
+from optax_lowmem.codecs import StoredSlot, decode_array, encode_array
 from tests import tolerances
 
 LEARNING_RATE = 1e-3
@@ -30,7 +30,7 @@ OPTIMIZERS: dict[str, Callable[[lowmem.Storage], Any]] = {
 
 
 # op by op they would compile for seconds
-_decoded = jax.jit(decode_array, static_argnums=(0, 3))
+_decoded = jax.jit(decode_array, static_argnums=(0, 3, 4))
 
 
 @dataclasses.dataclass
@@ -327,12 +327,18 @@ def decoded_scales(codec: Any, stored: Any) -> np.ndarray:
 
 def _compare_state(plan: LeafPlan, one: LeafState, other: LeafState) -> None:
     for i, slot in enumerate(plan.slots):
-        codes, codes2 = (np.asarray(state.slots[i], np.int32) for state in (one, other))
-        assert one.slots[i].dtype == other.slots[i].dtype == slot.dtype
+        for state in (one, other):
+            assert StoredSlot(state.slots[i], state.scales[i]).is_like(plan.storage[i])
+        codes, codes2 = (
+            np.asarray(slot.codec.unpack(state.slots[i], plan.shape[-1]), np.int32)
+            for state in (one, other)
+        )
         scales, scales2 = (decoded_scales(slot.codec, state.scales[i]) for state in (one, other))
         np.testing.assert_allclose(scales2, scales, rtol=slot.codec.scale.relative_error or 1e-6)
         decoded, decoded2 = (
-            np.asarray(_decoded(slot.codec, s.slots[i], s.scales[i], plan.group_size))
+            np.asarray(
+                _decoded(slot.codec, s.slots[i], s.scales[i], plan.group_size, plan.shape[-1])
+            )
             for s in (one, other)
         )
         np.testing.assert_array_equal(np.isnan(decoded2), np.isnan(decoded))

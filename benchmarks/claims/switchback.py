@@ -33,7 +33,7 @@ CLOSE = 0.005  # of the loss: nothing lost
 FAILS = 0.05  # of the loss: training has failed
 FASTER = (0.05, 0.35)  # Figure 6, right: a layer
 HALF = 0.6  # Figure 6, left: "just over half the time"
-QUANTISING = 0.25  # Figure 7, left: the largest share
+QUANTIZING = 0.25  # Figure 7, left: the largest share
 END_TO_END = 0.13  # Figure 7, right, over nn.Linear, ViT-Huge
 SAVED = 0.55  # of bf16's bytes: int8 and a scale a row
 CLIP_TOKENS, CLIP_DIMS = 65536, (1280, 5120)  # appendix D.3
@@ -195,7 +195,7 @@ def _share(rows: Rows) -> Finding:
     times = [[row["value"] for row in of] for of in found]
     shares = [sum(of[: len(quantizing)]) / sum(of) for of in times]
     text = f"{100 * min(shares):.0f} to {100 * max(shares):.0f} % over {len(found)} shapes"
-    return judged(text, max(shares) <= QUANTISING, [row for of in found for row in of])
+    return judged(text, max(shares) <= QUANTIZING, [row for of in found for row in of])
 
 
 def _saved(rows: Rows) -> Finding:

@@ -18,6 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_lowmem as lowmem
 from optax_lowmem import checkpoint
+from optax_lowmem._src.checkpoint import arrays
+from optax_lowmem._src.core import scope
 from tests import contract_cases as cases
 from tests.checkpoint_cases import (
     SMALL,
@@ -80,7 +82,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param("optax.adan", marks=pytest.mark.full), "optax.amsgrad"]
+    "name", rows(["optax.adan", "optax.amsgrad", "optax.adan-int4"], ["optax.adan-int4"])
 )
 def test_compressed_state_comes_back(name, tmp_path):
     tx = made(name)
@@ -123,6 +125,13 @@ def test_states_inside_wrappers_come_back(kind, tmp_path):
     assert_same_bits(checkpoint.restore(tmp_path, tx, params), (params, state))
 
 
+def four_bits(learning_rate, storage=None):
+    """Two codes in a byte."""
+    codecs = {"mu": lowmem.codecs.linear4(), "nu": lowmem.codecs.linear4(signed=False)}
+    chosen = dataclasses.replace(storage or lowmem.Storage(), **codecs)
+    return lowmem.flash_adamw(learning_rate, storage=chosen)
+
+
 @pytest.mark.parametrize(
     "storage", [SMALL, lowmem.Storage.paper(policy=cases.POLICY, master_weight_bits=32)]
 )
@@ -132,6 +141,7 @@ def test_states_inside_wrappers_come_back(kind, tmp_path):
         lowmem.flash_adamw,
         pytest.param(lowmem.coat_adamw, marks=pytest.mark.full),
         pytest.param(lowmem.q_adamw, marks=pytest.mark.full),
+        pytest.param(four_bits, marks=pytest.mark.full),
     ],
 )
 def test_onto_another_mesh(make, storage, tmp_path):
@@ -163,6 +173,17 @@ def test_onto_another_mesh(make, storage, tmp_path):
     replicated = NamedSharding(mesh_of(2), P())
     _, restored = checkpoint.restore(tmp_path, tx, like, shardings=replicated)
     assert_same_bits(restored, state)
+
+
+def test_codes_that_share_bytes_lie_as_their_parameter():
+    """Of abstract parameters, where parts are whole bytes; nothing is written."""
+    few = NamedSharding(mesh_of(2), P(None, "a"))
+    for columns, codes in ((96, P(None, "a")), (94, P(None, None))):  # 48 bytes, and 47
+        like = {"w": jax.ShapeDtypeStruct((64, columns), jnp.bfloat16, sharding=few)}
+        state, decisions = scope.dry_run(four_bits(1e-3), like)
+        _, found = arrays.targets(like, state, None, decisions)
+        assert found.mu["w"].sharding.spec == found.nu["w"].sharding.spec == codes
+        assert found.correction["w"].sharding == few
 
 
 def spread(x, sharding):

@@ -179,6 +179,27 @@ def test_directions_of_blocks(kind):
         np.testing.assert_allclose(moments(new)[path], wanted, rtol=0.2, atol=2e-5, err_msg=path)
 
 
+@pytest.mark.parametrize("blocks", [False, True])
+def test_two_codes_in_a_byte(blocks):
+    """Of each element, and of the values of three blocks, whose bytes lie in one row."""
+    four = {"mu": lowmem.codecs.linear4(), "nu": lowmem.codecs.linear4(signed=False)}
+    storage = dataclasses.replace(SMALL, **four)
+    tx, rows = lowmem.flash_adamw(1e-3, storage=storage), (3, 20)
+    if blocks:
+        per_row = lowmem.blocks.Structure(rules=[("block/w", (1,)), ("norm", ())])
+        tx, rows = lowmem.flash_adam_mini(1e-3, storage=storage, blocks=per_row), (2,)
+    params, old = started(optax.adamw(1e-3))
+    weights, state = checkpoint.from_optax(tx, old, params)
+    assert (state.mu["block"]["w"].shape, state.nu["block"]["w"].shape) == ((3, 20), rows)
+    _, new = checkpoint.to_optax(tx, state, weights, optax.adamw(1e-3))
+    chex.assert_trees_all_equal_shapes_and_dtypes(new, old)
+    mu, nu = (optax.tree.get(old, slot)["block"]["w"] for slot in ("mu", "nu"))
+    nu = jnp.broadcast_to(nu.mean(1, keepdims=True), nu.shape) if blocks else nu
+    for slot, wanted, levels in (("mu", mu, 7), ("nu", nu, 15)):
+        error = np.abs(optax.tree.get(new, slot)["block"]["w"] - wanted)
+        assert 0 < error.max() <= wanted.max() / levels * (1 + 1e-6)
+
+
 @pytest.mark.parametrize("kind", PIECES)
 def test_pieces_and_chains(kind):
     tx, plain = PIECES[kind]

@@ -17,12 +17,11 @@ from optax_lowmem._src.core.tiles import Tile
 from tests import tolerances as tol
 from tests.lowering import kernels_in, lower_for_cuda
 from tests.oracle import coat as oracle
+from tests.oracle.table import ORACLES, named
 from tests.tiers import rows
 
 PLAIN = {"e4m3": minifloat.e4m3, "e5m2": minifloat.e5m2, "dynamic": dynamic}
-BUILT = [build(signed) for build in PLAIN.values() for signed in (True, False)]
-BUILT += [expansion.expanded(codec) for codec in BUILT]
-CODECS = {codec.name: codec for codec in BUILT}
+CODECS = {name: codecs.CODECS[name] for name in named(np.ndarray)}
 EXPANDED = [name for name in CODECS if name.startswith("expanded")]
 # one shape, since compiling takes longest; the last group has one element
 SIZE, SHAPE = 128, (16, 385)
@@ -36,8 +35,7 @@ DECODE = (32 / 0.3 + 8) * 2.0**-24
 
 
 def table_of(codec):
-    inner = getattr(codec, "inner", codec)
-    return oracle.table_of(inner.name.split("-")[0], codec.signed)
+    return ORACLES[codec.name]
 
 
 def stored_of(codec, scales):

@@ -26,6 +26,7 @@ from tests.contract_cases import (
     DISTINCT,
     DTYPES,
     RULES,
+    WIDE,
     Case,
     Form,
     changes,
@@ -85,8 +86,8 @@ WRAPPERS: dict[str, tuple[bool, Callable[[Make, float], optax.GradientTransforma
 }
 BITS, GROUPS, ROUNDINGS = (24, 32), (16, 32), ("stochastic", "nearest")
 OTHERS = (tuple(DTYPES), BITS, GROUPS, ROUNDINGS, tuple(WRAPPERS))
-FACTORS = (tuple(CASES), *OTHERS)
-OF_EACH = (FACTORS.index(tuple(CASES)), FACTORS.index(tuple(WRAPPERS)))
+FACTORS = (WIDE, *OTHERS)
+OF_EACH = (FACTORS.index(WIDE), FACTORS.index(tuple(WRAPPERS)))
 FAST = pairwise((DISTINCT, *OTHERS), but=OF_EACH)
 
 

@@ -95,8 +95,9 @@ def test_what_has_no_form_is_named():
 # ---- the step of a tile --------------------------------------------------------------------------
 
 CODECS = lowmem.codecs.CODECS
-SIGNED = {name: codec for name, codec in CODECS.items() if codec.signed}
-UNSIGNED = {name: codec for name, codec in CODECS.items() if not codec.signed}
+BYTES = {name: codec for name, codec in CODECS.items() if codec.codes_per_byte == 1}
+SIGNED = {name: codec for name, codec in BYTES.items() if codec.signed}
+UNSIGNED = {name: codec for name, codec in BYTES.items() if not codec.signed}
 OF_CODECS = [("flash_adamw", {"mu": codec}) for codec in SIGNED.values()]
 OF_CODECS += [("flash_adamw", {"nu": codec}) for codec in UNSIGNED.values()]
 OF_RULES = [(name, {}) for name in lowmem.OPTIMIZERS]

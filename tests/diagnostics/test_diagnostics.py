@@ -1,5 +1,6 @@
 """Shares of codes, the largest step, and weights that a learning rate cannot move."""
 
+import dataclasses
 import warnings
 
 import jax
@@ -8,7 +9,7 @@ import optax
 import pytest
 
 import optax_lowmem as lowmem
-from optax_lowmem import Storage, diagnostics
+from optax_lowmem import Storage, codecs, diagnostics
 
 
 def state_with(mu, nu):
@@ -28,6 +29,24 @@ def test_code_shares():
         assert (first.saturated, first.floored) == (48 / 4096, 0)
         assert first.zero == 1 - (48 + 64) / 4096
         assert (second.saturated, second.zero, second.floored) == (1 / 4096, 8 / 64, 4 / 64)
+
+
+@pytest.mark.parametrize("slot", ["mu", "nu"])
+def test_code_shares_of_two_codes_in_a_byte(slot):
+    """Of an odd axis, whose last byte has one; only the optimizer can tell."""
+    four, policy = codecs.linear4(signed=slot == "mu"), lowmem.Policy(min_size=0)
+    one = Storage(mu=None, nu=None, policy=policy)
+    tx = lowmem.flash_adamw(1e-3, storage=dataclasses.replace(one, **{slot: four}))
+    params = {"w": jnp.ones((10, 33), jnp.bfloat16)}
+    codes = jnp.zeros((10, 33), four.dtype).at[0].set(four.levels).at[1, :11].set(1)
+    state = tx.init(params)._replace(**{slot: {"w": four.pack(codes)}})
+    found = jax.jit(lambda s: diagnostics.code_shares(s, tx, params))(state)[slot]["w"]
+    assert float(found.saturated) == pytest.approx(33 / 330)
+    assert float(found.zero) == pytest.approx((330 - 44) / 330)
+    assert float(found.floored) == pytest.approx(0 if slot == "mu" else 11 / 330)
+    for read in (diagnostics.code_shares, lambda s: diagnostics.code_shares(s, None, params)):
+        with pytest.raises(ValueError, match=rf"'{slot}' of 'w', uint8\[10, 17\], has several"):
+            read(state)
 
 
 def test_code_shares_through_wrappers():

@@ -16,6 +16,7 @@ from optax_lowmem import Storage, codecs
 GIB = 2.0**30
 PAPER = Storage.paper()
 UNCOMPRESSED = Storage(mu=None, nu=None)
+FOUR = Storage(mu=codecs.linear4(), nu=codecs.linear4(signed=False))
 
 
 def report(tx, params):
@@ -87,8 +88,9 @@ LARGE = {"w": jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)}
         (lowmem.flash_sgd(1e-3, momentum=0.9, storage=PAPER), 6.0625),
         (lowmem.flash_adamw(1e-3), 7.1875),
         (lowmem.flash_lion(1e-3), 6.0625),
+        (lowmem.flash_adamw(1e-3, storage=FOUR), 6.25),
     ],
-    ids=["adamw", "sgd", "our adamw", "our lion"],
+    ids=["adamw", "sgd", "our adamw", "our lion", "4 bits"],
 )
 def test_table_1_with_scales(tx, total):
     gradients = 2

@@ -13,6 +13,7 @@ import pytest
 import optax_lowmem as lowmem
 from optax_lowmem import Storage, codecs, diagnostics
 from tests.oracle import codecs as oracle_codecs
+from tests.oracle.table import ORACLES
 
 B2, STEPS = 0.99, 12
 
@@ -95,6 +96,10 @@ CODED = {
         lambda s: lowmem.flash_adamw(1e-3, b2=B2, storage=s),
         Storage(nu=codecs.linear(signed=False)),
     ),
+    "4 bits": (
+        lambda s: lowmem.flash_adamw(1e-3, b2=B2, storage=s),
+        Storage(mu=codecs.linear4(), nu=codecs.linear4(signed=False)),
+    ),
     "compress_state": (
         lambda s: lowmem.compress_state(optax.adamw(1e-3, b2=B2), nu=s.nu, mu=s.mu),
         Storage(),
@@ -110,16 +115,15 @@ CODED = {
 PATHS = ("embed", "block", "bias")
 
 
-def decoded(state, path, storage):
-    """`nu` of a leaf in float64."""
+def decoded(state, path, storage, length):
+    """`nu` of a leaf, with a last axis of this length, in float64."""
     codes, scales = (np.asarray(optax.tree.get(state, field)[path]) for field in ("nu", "nu_scale"))
     if not scales.ndim:
         return codes.astype(np.float64)
-    kind = oracle_codecs.linear_unsigned if "linear" in storage.nu.name else oracle_codecs.sqrt
+    codes = storage.nu.unpack(codes, length)
     grouped = oracle_codecs.group_view(codes, storage.group_size)
-    return oracle_codecs.ungroup(
-        oracle_codecs.decode(kind, grouped, scales.astype(np.float64)), codes.shape[-1]
-    )
+    values = oracle_codecs.decode(ORACLES[storage.nu.name], grouped, scales.astype(np.float64))
+    return oracle_codecs.ungroup(values, length)
 
 
 @pytest.mark.parametrize("name", CODED)
@@ -128,12 +132,12 @@ def test_rms_of_codes(name):
     grads, state = run(make(storage), jnp.float32 if name == "compress_state" else jnp.bfloat16)
     found = jax.jit(lambda g, s: diagnostics.rms(g, s, b2=B2, storage=storage))(grads, state)
     for path in PATHS:
-        u = decoded(state, path, storage) / (1 - B2**STEPS)
         g = np.asarray(grads[path], np.float64)
+        u = decoded(state, path, storage, g.shape[-1]) / (1 - B2**STEPS)
         assert found[path] == pytest.approx(
             math.sqrt(np.mean(g**2 / np.maximum(u, 1e-16))), rel=1e-5
         )
-    if name != "linear":  # whose zero codes are what the square root is for
+    if name not in ("linear", "4 bits"):  # whose zero codes are what the square root is for
         assert found["block"] == pytest.approx(exact()["block"], rel=0.02)
 
 
@@ -159,7 +163,8 @@ def test_rms_of_a_sample():
     tx = lowmem.flash_adamw(1e-3, b2=B2)
     grads, state = run(tx)
     found = diagnostics.rms(grads, state, b2=B2, sample=1280)  # of 5120: every 4th row
-    u = decoded(state, "embed", Storage())[::4] / (1 - B2**STEPS)
+    width = grads["embed"].shape[-1]
+    u = decoded(state, "embed", Storage(), width)[::4] / (1 - B2**STEPS)
     wanted = math.sqrt(np.mean(np.asarray(grads["embed"], np.float64)[::4] ** 2 / u))
     assert found["embed"] == pytest.approx(wanted, rel=1e-5)
     assert found["bias"] == diagnostics.rms(grads, state, b2=B2)["bias"]

@@ -3,10 +3,6 @@
 It then passes what the tests of the table ask of every optimizer.
 """
 
-import dataclasses
-import functools
-from typing import Any, ClassVar, NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,65 +11,16 @@ import pytest
 
 import optax_lowmem as lowmem
 from benchmarks.peers import cases as benchmark
-from optax_lowmem._src.core.hyperparameters import Formula, as_f32, complement
-from optax_lowmem._src.core.rules import Slot, UpdateRule
-from optax_lowmem._src.optimizers.record import OptimizerRecord
-from optax_lowmem._src.optimizers.schedule import optimizer
 from tests import contract_cases as cases
 from tests import tolerances
 from tests.checkpoint import test_checkpoint_optax as of_checkpoint
 from tests.contract import test_contract_matrix as of_contract
+from tests.pages import page_block
 
-# ---- the file of the optimizer -------------------------------------------------------------------
-
-
-class RmsState(NamedTuple):
-    count: Any  # type: ignore[assignment]
-    seed: Any
-    mu: Any
-    mu_scale: Any
-    nu: Any
-    nu_scale: Any
-    correction: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class RmsRule(UpdateRule):
-    """nu = b2 nu + (1-b2) g^2, mu = momentum mu - rate g / sqrt(nu + eps): optax's update is mu."""
-
-    slots: ClassVar[tuple[Slot, ...]] = (Slot("mu", signed=True), Slot("nu", signed=False))
-    state_type = RmsState
-
-    def update(self, g, slots, h):
-        nu = h["b2"] * slots["nu"] + h["one_minus_b2"] * (g * g)
-        mu = h["momentum"] * slots["mu"] - h["rate"] * (g * jax.lax.rsqrt(nu + h["eps"]))
-        return -mu, {"mu": mu, "nu": nu}
-
-
-def _of_step(decay, eps, momentum, count):
-    del count
-    return {
-        "b2": as_f32("decay", decay),
-        "one_minus_b2": complement("decay", decay),
-        "eps": as_f32("eps", eps),
-        "momentum": as_f32("momentum", momentum),
-    }
-
-
-def flash_rmsprop(learning_rate, decay=0.9, eps=1e-8, momentum=0.9, *, storage=lowmem.Storage()):  # noqa: B008
-    moments = Formula(_of_step, (decay, eps, momentum))
-    return optimizer(RmsRule(), moments, learning_rate, storage, rate_in_rule=True)
-
-
-# ---- its record ----------------------------------------------------------------------------------
-
-RECORD = OptimizerRecord(
-    rule=RmsRule(),
-    make=flash_rmsprop,
-    plain=functools.partial(optax.rmsprop, momentum=0.9),
-    learning_rate=5e-3,
-    optax_fields={"mu": "TraceState.trace", "nu": "ScaleByRmsState.nu"},
-)
+FILE = page_block("CONTRIBUTING.md", "class RmsRule")  # the file of the optimizer
+flash_rmsprop, RECORD = FILE["flash_rmsprop"], FILE["RECORD"]
+# where master_params looks for states
+FILE["FlashRmsState"].__module__ = "optax_lowmem._src.optimizers.rmsprop"
 NAME = "flash_rmsprop"
 
 

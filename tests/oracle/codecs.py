@@ -1,4 +1,4 @@
-"""8-bit group codecs in float64, from Algorithms 2 and 3 and eq. 3 and 4 of the FlashOptim paper.
+"""Group codecs in float64, from Algorithms 2 and 3 and eq. 3 and 4 of the FlashOptim paper.
 
 Everything works on a group view: an array (..., n_groups, G) with scales (..., n_groups).
 Arithmetic is float64, so a result is within about 1e-16 relative of the exact one.
@@ -24,14 +24,15 @@ class Codec:
     post: Callable[[Array], Array]
     compress: Callable[[Array], Array]
     expand: Callable[[Array], Array]
+    bits: int = 8
 
     @property
     def levels(self) -> int:
-        return 127 if self.signed else 255
+        return 2 ** (self.bits - 1) - 1 if self.signed else 2**self.bits - 1
 
     @property
     def lowest(self) -> int:
-        return -127 if self.signed else 0
+        return -self.levels if self.signed else 0
 
     @property
     def dtype(self) -> np.dtype:
@@ -48,11 +49,13 @@ def _root(x: Array) -> Array:
 
 linear = Codec("linear", True, _same, _same, _same, _same)
 linear_unsigned = Codec("linear_unsigned", False, _same, _same, _same, _same)
+linear4 = Codec("linear4", True, _same, _same, _same, _same, bits=4)
+linear4_unsigned = Codec("linear4_unsigned", False, _same, _same, _same, _same, bits=4)
 softsign = Codec(
     "softsign", True, _same, _same, lambda r: 2 * r / (1 + np.abs(r)), lambda z: z / (2 - np.abs(z))
 )
 sqrt = Codec("sqrt", False, _root, np.square, _same, _same)
-CODECS = {c.name: c for c in (linear, linear_unsigned, softsign, sqrt)}
+CODECS = {c.name: c for c in (linear, linear_unsigned, linear4, linear4_unsigned, softsign, sqrt)}
 
 
 # -- groups ------------------------------------------------------------------------------------
@@ -107,7 +110,7 @@ def decode(codec: Codec, codes: Array, scale: Array) -> Array:
 
 
 def companded(codec: Codec, x: Array, scale: Array) -> Array:
-    """Compute x's position on the code axis: phi(x / s) times 127 or 255, clipped to the ends."""
+    """Compute x's position in codes: phi(x / s) times the largest one, clipped to the ends."""
     s = np.asarray(scale, np.float64)[..., None]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         ratio = np.where(s > 0, codec.pre(np.asarray(x, np.float64)) / s, 0.0)

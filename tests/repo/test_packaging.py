@@ -1,4 +1,4 @@
-"""What an index would get, and what the project's address fills."""
+"""The metadata that an index would show, and what the project's address fills."""
 
 import email
 import os

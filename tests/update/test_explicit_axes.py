@@ -18,7 +18,9 @@ from tests.tiers import rows
 from tests.update.test_sharding import PARTITIONS_CALLS, nearly
 
 POLICY = lowmem.Policy(min_size=0)
+FULL = pytest.mark.full
 CODECS = lowmem.codecs
+FOUR = lowmem.Storage(mu=CODECS.linear4(), nu=CODECS.linear4(signed=False), policy=POLICY)
 # name -> (shape, spec); on 4 devices
 WHOLE = {
     "rows": ((16, 64), P("x")),
@@ -59,6 +61,8 @@ def forms():
         "compress_state adam": compressed(optax.adam(1e-3), mu=mu, nu=nu),
         "compress_state adan": compressed(optax.adan(1e-3), m=mu, v=mu, n=nu),
         "compress_state amsgrad": compressed(optax.amsgrad(1e-3), mu=mu, nu=nu, nu_max=nu),
+        "4 bits": lowmem.flash_adamw(1e-3, storage=FOUR),
+        "compress_state 4 bits": compressed(optax.adam(1e-3), mu=FOUR.mu, nu=FOUR.nu),
         "compand_momentum": lowmem.compand_momentum(optax.trace(0.9), policy=POLICY),
         "sqrt_variance_quant": lowmem.sqrt_variance_quant(optax.scale_by_rms(), policy=POLICY),
         "moments of blocks": lowmem.sqrt_variance_quant(
@@ -80,7 +84,13 @@ def forms():
 
 FORMS = (
     *lowmem.OPTIMIZERS,
-    *("scale_by_flash_adam", "compress_state adam", "compress_state adan"),
+    *(
+        "4 bits",
+        "compress_state 4 bits",
+        "scale_by_flash_adam",
+        "compress_state adam",
+        "compress_state adan",
+    ),
     *("compress_state amsgrad", "compand_momentum", "sqrt_variance_quant", "moments of blocks"),
     *("split_master_weights", "into bfloat16", "into moments", "track_master_ema"),
     *("per_tensor_loss_scale", "update_clipping", "gaussws_noise", "chain"),
@@ -116,7 +126,7 @@ def gradients_of(name, params):
 
 
 WITH_SCALES = ["flash_adamw", "q_adam_mini"]
-WRAPPING = ["moments of blocks", "gaussws_noise", "MultiSteps"]
+WRAPPING = ["4 bits", "moments of blocks", "gaussws_noise", "MultiSteps"]
 
 
 @pytest.mark.filterwarnings("ignore:.*Adam-mini:UserWarning", "ignore:.*block:UserWarning")
@@ -164,6 +174,21 @@ def test_one_array_of_three_dimensions_on_eight_devices(name):
         eager = jitted if name == "apply_if_finite" else tx.update(grads, state, params)
         assert types(eager[1]) == types(jitted[1]) == types(state)
         assert types(eager[0]) == types(jitted[0])
+
+
+@pytest.mark.parametrize("name", ["4 bits", pytest.param("compress_state 4 bits", marks=FULL)])
+def test_parts_that_would_cut_bytes_of_two_codes(name):
+    """5 columns a device: codes are whole on that axis, values and updates are not."""
+    tx, leaves = forms()[name], {"w": ((8, 20), P(None, "x"))}
+    wanted = jax.jit(tx.update)(arrays(leaves), tx.init(arrays(leaves)), arrays(leaves))
+    with jax.set_mesh(mesh()):
+        params = placed(arrays(leaves), leaves)
+        state = tx.init(params)
+        updates, after = jax.jit(tx.update)(params, state, params)
+    assert types(after) == types(state) and types(updates)[0][3] == (None, "x")
+    assert ("w", (8, 10), (None, None)) in [(p[-3:-2], s, spec) for p, s, _, spec in types(after)]
+    for a, b in zip(jax.tree.leaves((updates, after)), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(np.float64(a), np.float64(b), rtol=1e-6)
 
 
 def test_the_shardings_are_those_of_state_shardings():

@@ -86,6 +86,11 @@ def test_it_takes_every_storage(options):
     assert reason(lowmem.flash_adamw(1e-3, storage=storage(**options))) is None
 
 
+def test_codes_that_share_bytes_are_left_to_pallas():
+    tx = lowmem.flash_lion(1e-3, storage=storage(mu=lowmem.codecs.linear4()))
+    assert reason(tx) == "mu is linear-int4, and the kernel takes a byte for each code"
+
+
 def test_reasons_of_shape():
     tx = lowmem.flash_lion(1e-3, storage=storage())
     assert "elements" in reason(tx, shape=(1 << 16, 1 << 16))

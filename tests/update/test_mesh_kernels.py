@@ -15,7 +15,8 @@ import optax_lowmem as lowmem
 from optax_lowmem import release
 from optax_lowmem._src.core import platform
 from optax_lowmem._src.core.placement import placement
-from optax_lowmem._src.update import dispatch, on_mesh, pallas_triton
+from optax_lowmem._src.update import on_mesh, pallas_triton
+from optax_lowmem.codecs import linear4
 from optax_lowmem.sharding import state_shardings
 from tests.compilation import SAME_BITS
 from tests.contract_cases import assert_alike
@@ -33,6 +34,7 @@ LAYOUTS = {
     "one dimension": ((2, 4), {"w": P(("a", "b")), "layers": P(None, ("b", "a")), "bias": P()}),
 }
 OPTIMIZERS = ["flash_adamw", "stable_adamw", "q_adamw", "flash_lion", "flash_sgd"]
+OPTIMIZERS += ["flash_adamw-int4", "flash_lion-int4"]
 
 
 def mesh(sizes, kind):
@@ -42,8 +44,10 @@ def mesh(sizes, kind):
 
 
 def made(name, **storage):
-    row = lowmem.OPTIMIZERS[name]
+    row = lowmem.OPTIMIZERS[name.removesuffix("-int4")]
     default = row.make(LEARNING_RATE).engine.storage
+    if name.endswith("-int4"):
+        default = lowmem.Storage(mu=linear4(), nu=linear4(signed=False))
     how = {"policy": POLICY, "group_size": 32, **storage}
     return row.make(LEARNING_RATE, storage=lowmem.Storage(mu=default.mu, nu=default.nu, **how))
 
@@ -58,7 +62,7 @@ def gpus(monkeypatch):
     """Eight devices that take kernels, which run as plain JAX."""
     launch = functools.partial(pallas_triton.launch, interpret=True)
     monkeypatch.setattr(platform, "no_device_reason", lambda: None)
-    monkeypatch.setattr(dispatch, "_launcher", lambda kernel: launch)
+    monkeypatch.setattr(pallas_triton, "launch", launch)
 
 
 def compiled(tx, specs=None, the_mesh=None, **how):
@@ -94,6 +98,7 @@ def check(name, found):
 
 
 OFTEN = [("flash_adamw", "fsdp"), ("flash_lion", "two axes"), ("stable_adamw", "last axis")]
+OFTEN += [("flash_lion-int4", "last axis")]
 
 
 @pytest.mark.parametrize("name, layout", rows(itertools.product(OPTIMIZERS, LAYOUTS), OFTEN))
@@ -113,11 +118,16 @@ def test_auto_axes(name, layout, gpus):
     check(name, steps(tx, step, params, state, place))
 
 
-@pytest.mark.parametrize("layout", rows(LAYOUTS, ["fsdp", "two axes"]))
-def test_explicit_axes(layout, gpus):
+EXPLICITLY = [*(("flash_adamw", layout) for layout in LAYOUTS), ("flash_lion-int4", "last axis")]
+
+
+@pytest.mark.parametrize(
+    "name, layout", rows(EXPLICITLY, [("flash_adamw", "fsdp"), ("flash_adamw", "two axes")])
+)
+def test_explicit_axes(name, layout, gpus):
     """They say themselves where each array lies."""
     sizes, specs = LAYOUTS[layout]
-    the_mesh, tx = mesh(sizes, EXPLICIT), made("flash_adamw")
+    the_mesh, tx = mesh(sizes, EXPLICIT), made(name)
     of_params = {n: NamedSharding(the_mesh, spec) for n, spec in specs.items()}
     place = lambda tree: jax.device_put(tree, of_params)  # noqa: E731
     with jax.set_mesh(the_mesh):
@@ -126,7 +136,7 @@ def test_explicit_axes(layout, gpus):
         found = steps(tx, compiled(tx), params, state, place)
         for n, x in found[0].items():
             assert jax.typeof(x).sharding == jax.typeof(params[n]).sharding
-    check("flash_adamw", found)
+    check(name, found)
 
 
 def test_zero(gpus):

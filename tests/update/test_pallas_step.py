@@ -39,6 +39,7 @@ STORED = {
     "nu in f32": {"mu": codecs.linear_paper(), "nu": None},
     "other formats": {"mu": codecs.affine(), "nu": codecs.e4m3(signed=False)},
     "expanded": {"mu": codecs.expanded_e4m3(), "nu": codecs.expanded_e4m3(signed=False)},
+    "4 bits": {"mu": codecs.linear4(), "nu": codecs.linear4(signed=False)},
 }
 WEIGHTS = [(24, BF16), (32, BF16), (None, BF16), (24, F16), (32, F16), (None, F16), (None, F32)]
 ROUNDINGS = ("stochastic", "nearest")
@@ -65,7 +66,7 @@ def grid(*more):
     product = [
         (*row, *(values[i % len(values)] for values in [factors[3], *more]))
         for i, row in enumerate(itertools.product(*factors[:3]))
-        if row[0] == "flash_adamw" or row[1] not in ("other formats", "expanded")
+        if row[0] == "flash_adamw" or row[1] not in ("other formats", "expanded", "4 bits")
     ]
     rest = [row for row in dict.fromkeys([*pairs, *product]) if row not in fast]
 
@@ -112,7 +113,10 @@ def make(optimizer, shapes, stored=None, how=None, **options):
         new, plain = wanted[i], [slot.codec is None for slot in wanted[i].slots]
         rows = zip(plan.slots, state.slots, state.scales, plain, strict=True)
         kept = [
-            (codecs.decode_array(slot.codec, codes, scales, plan.group_size), jnp.zeros(()))
+            (
+                codecs.decode_array(slot.codec, codes, scales, plan.group_size, plan.shape[-1]),
+                jnp.zeros(()),
+            )
             if drop
             else (codes, scales)
             for slot, codes, scales, drop in rows
@@ -131,12 +135,13 @@ def make(optimizer, shapes, stored=None, how=None, **options):
 def interpreted(on_a_gpu, monkeypatch):
     """The kernel runs as plain JAX; the launches and how many leaves each has are listed."""
     launches = []
+    compiled = pallas_triton.launch
 
     def launch(*args):
         launches.append(len(args[1]))
-        return pallas_triton.launch(*args, interpret=True)
+        return compiled(*args, interpret=True)
 
-    monkeypatch.setattr(dispatch, "_launcher", lambda kernel: launch)
+    monkeypatch.setattr(pallas_triton, "launch", launch)
     return launches
 
 
@@ -387,24 +392,30 @@ def padded(x, value):
     return jnp.pad(x, [(0, 70), (0, 70)][: x.ndim], constant_values=value)
 
 
-@pytest.mark.parametrize("shape, size", [((3, 5, 64), 32), ((2, 3, 50), 24)], ids=str)
-def test_nothing_beyond_an_array_is_written(shape, size, monkeypatch):
+@pytest.mark.parametrize(
+    "shape, size, stored",
+    [((3, 5, 64), 32, "default"), ((2, 3, 50), 24, "default"), ((2, 3, 51), 24, "4 bits")],
+    ids=str,
+)
+def test_nothing_beyond_an_array_is_written(shape, size, stored, monkeypatch):
     """A kernel neither changes nor uses the values beside a leaf's elements and scales."""
-    case, tile = make("flash_adamw", [shape], how={"group_size": size}), Tile(256, 4)
+    how, tile = {"group_size": size}, Tile(256, 4)
+    case = make("flash_adamw", [shape], STORED[stored], how)
     (wanted,) = launched(case, tile)
     sentinel = 77  # of every dtype
     plain = pallas_triton.views
 
-    def views(tiling, leaf):
-        return jax.tree.map(lambda x: padded(x, sentinel), plain(tiling, leaf))
+    def views(*args):
+        return jax.tree.map(lambda x: padded(x, sentinel), plain(*args))
 
     monkeypatch.setattr(pallas_triton, "views", views)
     monkeypatch.setattr(pallas_triton, "restored", lambda plan, leaf, result: result)
     (found,) = launched(case, tile)
     tiling = Tiling(shape, size, tile.elements)
-    for inside, whole in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
-        view = tiling.element_view if inside.shape == shape else tiling.scale_view
-        np.testing.assert_array_equal(whole, padded(view(inside), sentinel))
+    update, *state = wanted
+    inside = views(case.plans[0], tiling, operands.Leaf(update, None, *state))
+    for one, other in zip(jax.tree.leaves(inside), jax.tree.leaves(found), strict=True):
+        np.testing.assert_array_equal(other, one)
 
 
 # ---- lowering --------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
-from optax_lowmem import release
+from optax_lowmem import codecs, release
 from optax_lowmem._src.core import random
 from optax_lowmem._src.core.tiles import Tile
 from optax_lowmem._src.update import pallas_triton
@@ -82,8 +82,11 @@ def batches(count=1):
 
 def make(name, learning_rate=lambda count: 1e-2 / (1 + count), **options):
     """An optimizer of the table, with small leaves compressed and blocks inside layers."""
-    row = lowmem.OPTIMIZERS[name]
+    row = lowmem.OPTIMIZERS[name.removesuffix("-int4")]
     storage = dataclasses.replace(row.make(1e-2).engine.storage, policy=POLICY)
+    if name.endswith("-int4"):
+        four = {"mu": codecs.linear4(), "nu": codecs.linear4(signed=False)}
+        storage = dataclasses.replace(storage, **four)
     if name in MINI:
         return MINI[name](learning_rate, storage=storage, blocks=BLOCKS, **options)
     return row.make(learning_rate, storage=storage, **options)
@@ -123,7 +126,7 @@ DTYPES = {
 }
 
 
-CASES = itertools.product(lowmem.OPTIMIZERS, DTYPES)
+CASES = [*itertools.product(lowmem.OPTIMIZERS, DTYPES), ("flash_adamw-int4", "bfloat16")]
 OFTEN = [("flash_adamw", "bfloat16"), ("flash_lion", "float32")]
 
 

@@ -210,6 +210,26 @@ def test_groups_are_known_by_their_size_not_by_counting():
     assert (state.mu["w"], state.mu_scale["w"]) == (P(None, "y"), P(None, None))
 
 
+def test_bytes_of_two_codes_stay_whole():
+    """Codes lie as their parameter where its parts are whole bytes; `explain` says where not."""
+    four = {"mu": lowmem.codecs.linear4(), "nu": lowmem.codecs.linear4(signed=False)}
+    storage = lowmem.Storage(policy=lowmem.Policy(min_size=0), **four)
+    tx = lowmem.flash_adamw(1e-3, storage=storage)
+    assert specs_of(tx, P("x", "y")).mu["w"] == P("x", "y")
+    # 24 a part are 12 bytes, but cut groups; of 33, the 17th byte would have codes of both
+    for columns, codes in ((48, P("x", "y")), (66, P("x", None))):
+        params = {"w": jax.ShapeDtypeStruct((64, columns), jnp.bfloat16)}
+        found = specs_of(tx, P("x", "y"), params)
+        assert found.mu["w"] == found.nu["w"] == codes
+        assert found.mu_scale["w"] == P("x", None) and found.correction["w"] == P("x", "y")
+        where = NamedSharding(mesh(x=4, y=2), P("x", "y"))
+        leaf = jax.ShapeDtypeStruct((64, columns), jnp.bfloat16, sharding=where)
+        (step,) = lowmem.explain(tx, {"w": leaf}).steps
+        assert f"parts of {columns // 2} on the last axis, and groups of 32" in step.reason
+        assert ("bytes of 2 codes" in step.reason) == (columns == 66)
+        assert tx.init({"w": jnp.ones((64, columns), device=where)}).mu["w"].sharding.spec == codes
+
+
 def test_heads_stay_together():
     """6 on an axis of 192: in two parts, 3 each; in four they would be cut."""
     blocks = lowmem.blocks.Structure(rules=[("w", lowmem.blocks.Block((0,), heads=(1, 6)))])

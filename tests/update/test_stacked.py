@@ -11,13 +11,18 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem._src.update import stacked
+from optax_lowmem.codecs import linear4
 from tests.compilation import SAME_BITS
+from tests.tiers import rows
 
 pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="stacks are for CPUs")
 OPTIMIZERS = {
     "adamw": lowmem.flash_adamw,
     "a value of a block": functools.partial(
         lowmem.q_adam_mini, blocks=lowmem.blocks.Structure(rules=[("w*", (1,))])
+    ),
+    "4 bits": functools.partial(
+        lowmem.flash_adamw, storage=lowmem.Storage(mu=linear4(), nu=linear4(signed=False))
     ),
 }
 
@@ -68,7 +73,7 @@ def test_what_is_not_stacked(monkeypatch):
     assert not stacks_of({(64, 64): 64})
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", rows(OPTIMIZERS, ["adamw", "a value of a block"]))
 def test_a_stack_has_the_bits_of_its_leaves_alone(name, monkeypatch):
     """Two stacks and a leaf left over, of the same shape, with gradients of unlike sizes."""
     tx = OPTIMIZERS[name](1e-2)

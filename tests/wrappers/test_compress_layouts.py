@@ -163,6 +163,24 @@ def test_a_registered_state_of_any_name_is_found_inside_wrappers(monkeypatch):
     assert tx.init(PARAMS).inner_state.inner_state.speed["x"].dtype == jnp.int8
 
 
+def test_bytes_of_two_codes_are_of_slots_like_their_weights():
+    """How many values of blocks such bytes hold they do not say: f32, with the reason."""
+    mini = lowmem.scale_by_adam_mini(blocks=lowmem.blocks.Structure(rules=[("*", (1,))]))
+    codecs = {"mu": lowmem.codecs.linear4(), "nu": lowmem.codecs.linear4(signed=False)}
+    tx, params = lowmem.compress_state(mini, **codecs), {"w": jnp.ones((64, 65))}
+    state = tx.init(params)
+    assert state.inner_state.mu["w"].shape == (64, 33)
+    assert state.inner_state.nu["w"].dtype == jnp.float32
+    reasons = {d.slot: d.reason for d in lowmem.explain(tx, params).decisions}
+    assert "values have shape (64, 1) and its parameter (64, 65)" in reasons["nu"]
+    assert "2 codes in a byte" in reasons["mu"]
+    _, after = jax.jit(tx.update)(params, state, params)
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
+    other = {"w": jnp.ones((64, 64))}
+    with pytest.raises(ValueError, match="uint8.64, 33. codes.*linear-int4 in groups of 32 keeps"):
+        tx.update(other, state, other)
+
+
 def test_moments_of_another_shape_are_refused():
     """They were taken for a state of another tree, at the first update."""
     tx = lowmem.compress_state(optax.contrib.galore(1e-2, rank=8), mu=lowmem.codecs.softsign())

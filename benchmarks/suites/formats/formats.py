@@ -143,7 +143,7 @@ OPTIMIZERS: dict[str, Pair] = {
 
 
 def _kept(*budgets: float) -> set[Copy]:
-    """What optimizers keep, and every format at equal bytes."""
+    """The copies that optimizers keep, and every format at equal bytes."""
     found = {copy for pair in OPTIMIZERS.values() for copy in pair}
     for slot, rounding, budget in itertools.product((MU, NU), (NEAREST, STOCHASTIC), budgets):
         found |= {*column(slot, budget, rounding)}

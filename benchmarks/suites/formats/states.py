@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax
 import numpy as np
 
 from benchmarks import records
+from benchmarks.curves import read, write
 from benchmarks.suites.formats.errors import Correction, Errors, errors
 from benchmarks.suites.formats.formats import Copy
 from optax_lowmem import codecs
@@ -21,23 +21,14 @@ STATES = records.RESULTS / "coat_states.npz"
 
 @dataclasses.dataclass
 class States:
-    """A sample of AdamW's state after training, in f32 and as each copy stored it.
+    """A sample of AdamW's state after training, in f32 and as each copy stored it."""
 
-    Attributes:
-      about: the settings of the run, where it ran, and the paths and sizes of the leaves.
-      true: slot -> f32 [chunks, length].
-      leaf_of_chunk: index of each chunk's leaf.
-      stored: copy -> its codes [chunks, length] and scales [chunks, groups].
-      histograms: name -> counts over the whole state (`formats_errors.histograms`).
-      curves: name -> one value a look; `step` is the abscissa.
-    """
-
-    about: dict[str, Any]
-    true: dict[str, np.ndarray]
-    leaf_of_chunk: np.ndarray
-    stored: dict[Copy, tuple[np.ndarray, np.ndarray]]
-    histograms: dict[str, np.ndarray]
-    curves: dict[str, np.ndarray]
+    about: dict[str, Any]  # the run's settings, where it ran, and the leaves' paths and sizes
+    true: dict[str, np.ndarray]  # slot -> f32 [chunks, length]
+    leaf_of_chunk: np.ndarray  # index of each chunk's leaf
+    stored: dict[Copy, tuple[np.ndarray, np.ndarray]]  # codes [chunks, length], and scales
+    histograms: dict[str, np.ndarray]  # name -> counts over the whole state
+    curves: dict[str, np.ndarray]  # name -> one value a look; `step` is the abscissa
 
     @property
     def correction(self) -> Correction:
@@ -60,8 +51,7 @@ class States:
         arrays |= {f"histograms/{name}": np.int32(x) for name, x in self.histograms.items()}
         arrays |= {f"curves/{name}": np.float32(x) for name, x in self.curves.items()}
         arrays["leaf_of_chunk"] = self.leaf_of_chunk.astype(np.int16)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        np.savez_compressed(path, about=np.array(json.dumps(self.about)), **arrays)
+        write(path, self.about, arrays)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -70,13 +60,11 @@ def _decode(copies: tuple[Copy, ...], stored: list[Any]) -> list[jax.Array]:
 
 
 def load(path: Path = STATES) -> States:
+    about, arrays = read(path)
+    leaf_of_chunk = arrays.pop("leaf_of_chunk")
     parts: dict[str, dict[str, np.ndarray]] = {}
-    with np.load(path) as file:
-        about = json.loads(str(file["about"]))
-        leaf_of_chunk = file["leaf_of_chunk"]
-        for key in file.files:
-            kind, _, name = key.partition("/")
-            if name:
-                parts.setdefault(kind, {})[name] = file[key]
+    for key, values in arrays.items():
+        kind, _, name = key.partition("/")
+        parts.setdefault(kind, {})[name] = values
     stored = {Copy.of(key): (codes, parts["scales"][key]) for key, codes in parts["codes"].items()}
     return States(about, parts["true"], leaf_of_chunk, stored, parts["histograms"], parts["curves"])

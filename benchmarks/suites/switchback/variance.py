@@ -31,8 +31,8 @@ class Spread:
 
     error: float  # variance of the error, in 8 bits
     exact: float  # variance of the sums themselves
-    predicted: float  # of the error, by equation 12 with the measured variance of the quantiser
-    quantiser: float  # that variance, mean of both operands
+    predicted: float  # of the error, by equation 12 with the measured variance of the quantizer
+    quantizer: float  # that variance, mean of both operands
 
     @property
     def relative(self) -> float:
@@ -61,7 +61,7 @@ def results(variant: str, x: jax.Array, w: jax.Array, g: jax.Array) -> dict[str,
     return dict(zip(PRODUCTS, (y, *pull(g)), strict=True))
 
 
-def _quantiser_variance(x: jax.Array, axis: int) -> jax.Array:
+def _quantizer_variance(x: jax.Array, axis: int) -> jax.Array:
     """Mean square of the error of int8, row-wise along `axis`."""
     codes, scales = quantize(x, axis, INT8)
     return jnp.mean((codes.astype(jnp.float32) * scales - x) ** 2)
@@ -79,14 +79,14 @@ def _spread(
         "input gradient": ((g, 1), (w, 1)),
         "weight gradient": ((x, 0), (g, 0)),
     }[product]
-    of_u, of_v = _quantiser_variance(*u), _quantiser_variance(*v)
+    of_u, of_v = _quantizer_variance(*u), _quantizer_variance(*v)
     # equation 12 with a variance of its own for each operand
     more = of_u * jnp.mean(v[0] ** 2) + of_v * jnp.mean(u[0] ** 2) + of_u * of_v
     return {
         "error": jnp.mean(error**2),
         "exact": jnp.mean(exact**2),
         "predicted": u[0].shape[u[1]] * more,
-        "quantiser": (of_u + of_v) / 2,
+        "quantizer": (of_u + of_v) / 2,
     }
 
 

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from optax_lowmem._src.core import trees
+from optax_lowmem._src.core import scope, trees
+from optax_lowmem._src.core.placement import beside
 
 # ---- saved: no arrays of size 0, no array without a name, no empty items -------------------------
 
@@ -59,7 +60,10 @@ Shardings = Any  # a Sharding, or a tree of them, a prefix of the state's
 
 
 def targets(
-    params_like: optax.Params, state_like: optax.OptState, shardings: Shardings
+    params_like: optax.Params,
+    state_like: optax.OptState,
+    shardings: Shardings,
+    decisions: Sequence[scope.Decision],
 ) -> tuple[Any, Any]:
     """Abstract parameters and state, every leaf with its sharding.
 
@@ -68,6 +72,7 @@ def targets(
         have one, else to the default device.
       state_like: abstract state of the optimizer.
       shardings: of the state, or None.
+      decisions: how the optimizer stores each slot.
     """
     given = [getattr(p, "sharding", None) for p in jax.tree.leaves(params_like)]
     widest = max((s for s in given if s is not None), key=lambda s: len(s.device_set), default=None)
@@ -75,7 +80,7 @@ def targets(
     params = jax.tree.map(lambda p: _abstract(p, getattr(p, "sharding", None) or here), params_like)
     leaves, treedef = jax.tree.flatten(state_like)
     if shardings is None:
-        of_leaves = _as_parameters(params, state_like, here)
+        of_leaves = _as_parameters(params, state_like, here, decisions)
     else:
         of_leaves = trees.broadcast_prefix("the tree of shardings", shardings, state_like)
         for (path, _), sharding in zip(trees.named_leaves(state_like), of_leaves, strict=True):
@@ -93,19 +98,33 @@ def _abstract(leaf: jax.Array | jax.ShapeDtypeStruct, sharding: Sharding) -> jax
 
 
 def _as_parameters(
-    params: optax.Params, state: optax.OptState, here: Sharding
+    params: optax.Params,
+    state: optax.OptState,
+    here: Sharding,
+    decisions: Sequence[scope.Decision],
 ) -> Sequence[Sharding]:
     """Return the sharding of each array of a state: its parameter's, else `here`.
 
-    An array belongs to the parameter whose path ends its own, if both have the same shape.
+    An array belongs to the parameter whose path ends its own, if both have the same shape, or it
+    has the shape of codes of that parameter.
     """
     known = dict(trees.named_leaves(params))
+    narrow = {}
+    for d in decisions:
+        if d.codec is None or d.group_size is None or d.block is not None or d.codec.bits == 8:
+            continue
+        p = known.get(d.path)
+        if p is not None and p.shape == d.shape:
+            shape = d.codec.storage(d.shape, d.group_size).codes.shape
+            narrow[d.path, shape] = beside(d.path, d.shape, p.sharding, shape, (d.group_size,))
     found = []
     for path, leaf in trees.named_leaves(state):
         parts = path.split("/")
-        owners = (known.get("/".join(parts[at:])) for at in range(len(parts)))
+        names = ["/".join(parts[at:]) for at in range(len(parts))]
+        owners = (known.get(name) for name in names)
         owner = next((p for p in owners if p is not None and p.shape == leaf.shape), None)
-        found.append(here if owner is None else owner.sharding)
+        of_codes = (narrow[name, leaf.shape] for name in names if (name, leaf.shape) in narrow)
+        found.append(next(of_codes, here) if owner is None else owner.sharding)
     return found
 
 

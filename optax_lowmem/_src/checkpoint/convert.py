@@ -2,6 +2,8 @@
 
 import abc
 import collections
+import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -232,7 +234,7 @@ def _unlike(ours: optax.OptState, plain: optax.OptState, where: str) -> ValueErr
 
 # one compiled call a leaf: eager, every operation of a codec would store its result
 _encode = jax.jit(group_codec.encode, static_argnames=("codec", "group_size", "slot"))
-_decode = jax.jit(group_codec.decode, static_argnames=("codec", "group_size"))
+_decode = jax.jit(group_codec.decode, static_argnames=("codec", "group_size", "length"))
 
 
 class Decisions:
@@ -242,7 +244,7 @@ class Decisions:
         self._left: dict[tuple[str, str], list[scope.Decision]] = collections.defaultdict(list)
         for decision in decisions:
             self._left[decision.path, decision.slot].append(decision)
-        self._blocks = {(d.path, d.slot): d.block for d in decisions}
+        self._all = {(d.path, d.slot): d for d in decisions}
         self._outside: set[tuple[str, str]] = set()
 
     def take(self, path: str, slot: str) -> scope.Decision:
@@ -252,9 +254,13 @@ class Decisions:
     def take_own(self, path: str, slot: str) -> scope.Decision:
         """`take` for a state that may be inside a `CompressedState`: f32 if that has the codes."""
         if (path, slot) in self._outside:
-            reason = "coded outside"
-            return scope.Decision(path, slot, None, reason, block=self._blocks[path, slot])
+            decision = self._all[path, slot]
+            return dataclasses.replace(decision, form=None, codec=None, reason="coded outside")
         return self.take(path, slot)
+
+    def values_shape(self, path: str, slot: str) -> tuple[int, ...]:
+        """Return the shape of the values of a slot of a leaf."""
+        return self._all[path, slot].values_shape
 
     def code_outside(self, state: CompressedState) -> None:
         """Note that the coded slots of this state are f32 to the states inside it."""
@@ -275,11 +281,11 @@ def encode_leaf(
     Args:
       decision: how.
       x: f32 values, one per element; the mean over each block is taken where a block shares one.
-      like: the stored slot, for its dtype and shape.
+      like: the slot as it is stored.
       seed: of the state.
       count: steps so far; the next step has other random bits.
     """
-    if decision.block is not None and x.shape != like.shape:
+    if decision.block is not None and x.shape != decision.values_shape:
         x = decision.block.mean(x)
     if decision.codec is None:
         return x.astype(like.dtype), jnp.zeros((), jnp.float32)
@@ -295,10 +301,14 @@ def decode_leaf(
     decision: scope.Decision, stored: jax.Array, scales: jax.Array, shape: tuple[int, ...]
 ) -> jax.Array:
     """f32 values of a stored slot, one per element of a leaf of this shape."""
-    x = numerics.widen(stored) if decision.codec is None else None
-    if x is None:
-        flat = stored.reshape(-1) if decision.block is not None else stored
-        x = _decode(decision.codec, flat, scales, decision.group_size).reshape(stored.shape)
+    own = decision.values_shape
+    if decision.codec is None:
+        x = numerics.widen(stored)
+    elif decision.block is None:
+        x = _decode(decision.codec, stored, scales, decision.group_size, own[-1])
+    else:  # the values of blocks lie in one row
+        row, length = stored.reshape(-1), math.prod(own)
+        x = _decode(decision.codec, row, scales, decision.group_size, length).reshape(own)
     if decision.block is not None and x.shape != shape:
         return decision.block.spread(x, shape)
     return x

@@ -101,20 +101,18 @@ class _Encoder(Converter):
             )
         count = jnp.asarray(counts[0] if counts else 0, jnp.int32)
         fields: dict[str, Any] = {"count": count}
-        of_elements = getattr(ours, record.moments[0]) if record.moments else ()
         for slot, name in fields_of.items():
             like, field = getattr(ours, slot), name.rpartition(".")[2]
             names = [path for path, _ in trees.named_leaves(like)]
             values = by_path(field, trees_of[slot], names, f"{where}.{slot}")
-            shapes = {path: leaf.shape for path, leaf in trees.named_leaves(of_elements)}
             pairs = []
             for path, leaf in trees.named_leaves(like):
-                if values[path].shape not in (shapes[path], leaf.shape):
+                decision = self.decisions.take_own(path, slot)
+                if values[path].shape not in (decision.shape, decision.values_shape):
                     raise ValueError(
                         f"{where}.{slot}: '{path}' has shape {values[path].shape} in optax's state "
-                        f"and {shapes[path]} here: give the parameters of this very run."
+                        f"and {decision.shape} here: give the parameters of this very run."
                     )
-                decision = self.decisions.take_own(path, slot)
                 pairs.append(encode_leaf(decision, values[path], leaf, ours.seed, count))
             treedef = jax.tree.structure(like)
             fields[slot] = jax.tree.unflatten(treedef, [codes for codes, _ in pairs])
@@ -124,9 +122,15 @@ class _Encoder(Converter):
 
     def compressed(self, ours: CompressedState, plain: optax.OptState, where: str) -> Any:
         def wide(slot: str, name: str, codes: optax.Params) -> Any:
-            leaves, treedef = jax.tree.flatten(codes)
-            rows = zip(leaves, jax.tree.leaves(ours.scales[name]), strict=True)
-            return jax.tree.unflatten(treedef, [_as_f32(*row) for row in rows])
+            rows = zip(trees.named_leaves(codes), jax.tree.leaves(ours.scales[name]), strict=True)
+            # with scales as it was before encoding, else unchanged
+            leaves = [
+                jax.ShapeDtypeStruct(self.decisions.values_shape(path, slot), jnp.float32)
+                if jnp.ndim(scales)
+                else leaf
+                for (path, leaf), scales in rows
+            ]
+            return jax.tree.unflatten(jax.tree.structure(codes), leaves)
 
         self.decisions.code_outside(ours)
         inner = self.walk(coded_slots(ours, ours.inner_state, wide), plain, where)
@@ -150,13 +154,6 @@ class _Encoder(Converter):
         stored: dict[str, Any] = {}
         coded_slots(ours, ours.inner_state, lambda _, name, codes: stored.setdefault(name, codes))
         return CompressedState(count, ours.seed, coded_slots(ours, inner, encode), scales)
-
-
-def _as_f32(
-    codes: jax.Array | jax.ShapeDtypeStruct, scales: jax.Array | jax.ShapeDtypeStruct
-) -> Any:
-    """Return the form of a slot before encoding: f32 where it has scales, else unchanged."""
-    return jax.ShapeDtypeStruct(codes.shape, jnp.float32) if jnp.ndim(scales) else codes
 
 
 # ---- to optax ------------------------------------------------------------------------------------
@@ -254,10 +251,10 @@ class _Decoder(Converter):
     def compressed(self, ours: CompressedState, plain: optax.OptState, where: str) -> Any:
         def decode(slot: str, name: str, codes: optax.Params) -> Any:
             rows = zip(trees.named_leaves(codes), jax.tree.leaves(ours.scales[name]), strict=True)
-            values = [
-                decode_leaf(self.decisions.take(path, slot), leaf, scales, leaf.shape)
-                for (path, leaf), scales in rows
-            ]
+            values = []
+            for (path, leaf), scales in rows:
+                decision = self.decisions.take(path, slot)
+                values.append(decode_leaf(decision, leaf, scales, decision.values_shape))
             return jax.tree.unflatten(jax.tree.structure(codes), values)
 
         self.decisions.code_outside(ours)

@@ -237,8 +237,9 @@ def restore_from(
                 f"step {step} in {manager.directory} was saved with checksums, and files "
                 f"'{checksums.NAME}' are missing: restore another step or a copy."
             )
-    state_like, _ = scope.dry_run(tx, params_like)
-    wanted = dict(zip((PARAMS, STATE), targets(params_like, state_like, shardings), strict=True))
+    state_like, decisions = scope.dry_run(tx, params_like)
+    abstract = targets(params_like, state_like, shardings, decisions)
+    wanted = dict(zip((PARAMS, STATE), abstract, strict=True))
     if saved is not None and saved["version"] == description.FORMAT_VERSION:
         check(saved, tx, params_like)
         stored = {n: tree for n, t in wanted.items() if (tree := packed(t)) is not None}

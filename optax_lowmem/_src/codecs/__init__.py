@@ -5,6 +5,7 @@ import jax
 from optax_lowmem._src.codecs.affine import affine as affine
 from optax_lowmem._src.codecs.affine import affine_paper as affine_paper
 from optax_lowmem._src.codecs.base import GroupCodec as GroupCodec
+from optax_lowmem._src.codecs.base import StoredSlot as StoredSlot
 from optax_lowmem._src.codecs.companded import CompandedCodec as CompandedCodec
 from optax_lowmem._src.codecs.dynamic import dynamic as dynamic
 from optax_lowmem._src.codecs.expansion import expanded as expanded
@@ -12,6 +13,7 @@ from optax_lowmem._src.codecs.expansion import expanded_dynamic as expanded_dyna
 from optax_lowmem._src.codecs.expansion import expanded_e4m3 as expanded_e4m3
 from optax_lowmem._src.codecs.expansion import expanded_e5m2 as expanded_e5m2
 from optax_lowmem._src.codecs.linear import linear as linear
+from optax_lowmem._src.codecs.linear import linear4 as linear4
 from optax_lowmem._src.codecs.linear import linear_paper as linear_paper
 from optax_lowmem._src.codecs.master import SPLITS as SPLITS
 from optax_lowmem._src.codecs.master import BitSplit as BitSplit
@@ -40,6 +42,8 @@ CODECS: dict[str, GroupCodec] = {
         linear_paper(),
         linear(signed=False),
         linear_paper(signed=False),
+        linear4(),
+        linear4(signed=False),
         affine(),
         affine_paper(),
         *(build(signed) for build in _BOTH for signed in (True, False)),
@@ -51,7 +55,7 @@ CODECS: dict[str, GroupCodec] = {
 def encode_array(
     codec: GroupCodec, x: jax.Array, group_size: int, noise: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Codes of x's shape and scales [..., ceil(n / group_size)] of an array of any rank over 0.
+    """Return stored codes and scales, of `codec.storage`, of an array of any rank over 0.
 
     Args:
       codec: how to store it.
@@ -59,15 +63,29 @@ def encode_array(
       group_size: neighbours on the last axis that share a scale.
       noise: uniforms in [0, 1) of x's shape; None rounds to nearest.
     """
+    codec.check_group_size(group_size)
     stored, divisor = codec.measure(groups.to_groups(x, group_size))
     divisor = groups.spread_tree(divisor, x.shape[-1], group_size)
-    return codec.quantize(x, divisor, noise), stored
+    return codec.pack(codec.quantize(x, divisor, noise)), stored
 
 
 @compiled
 def decode_array(
-    codec: GroupCodec, codes: jax.Array, scales: jax.Array, group_size: int
+    codec: GroupCodec,
+    codes: jax.Array,
+    scales: jax.Array,
+    group_size: int,
+    length: int | None = None,
 ) -> jax.Array:
-    """f32 values of `encode_array`'s codes and scales."""
-    unit = groups.spread_tree(codec.units(scales), codes.shape[-1], group_size)
-    return codec.dequantize(codes, unit)
+    """f32 values of `encode_array`'s codes and scales.
+
+    Args:
+      codec: how they were stored.
+      codes: as they are stored, [..., n] for a code of 8 bits.
+      scales: [..., ceil(n / group_size)].
+      group_size: neighbours on the last axis that share a scale.
+      length: n, which a codec with several codes in a byte must be told.
+    """
+    length = codec.length_of(codes, length)
+    unit = groups.spread_tree(codec.units(scales), length, group_size)
+    return codec.dequantize(codec.unpack(codes, length), unit)

@@ -1,22 +1,45 @@
-"""The codec of an 8-bit slot: scaling by what a group's values span, rounding, and back.
+"""The codec of a slot: scaling by what a group's values span, rounding, and back; and its storage.
 
 A codec works on a group view [..., groups, lanes] and is pure jnp, so that the XLA path and a
-kernel body call the same functions.
+kernel body call the same functions. What it stores, of which shape and dtype, it alone says.
 """
 
 import abc
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
+from optax_lowmem._src.core import groups
 from optax_lowmem._src.core.shown import ShowsChanges
+
+
+class StoredSlot(NamedTuple):
+    """The two arrays that a slot is stored as, or their shapes and dtypes."""
+
+    codes: Any
+    scales: Any
+
+    def is_like(self, other: "StoredSlot") -> bool:
+        """Return whether both are of the same shapes and dtypes."""
+        rows = zip(self, other, strict=True)
+        return all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in rows)
+
+    @property
+    def words(self) -> str:
+        """For example `int8[64, 64] codes with float32[64, 2] scales`."""
+        codes, scales = (f"{x.dtype}{list(x.shape)}" for x in self)
+        return f"{codes} codes with {scales} scales"
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupCodec(ShowsChanges, abc.ABC):
-    """Stores a slot as 8-bit codes and one scale per group.
+    """Stores a slot as codes of up to 8 bits and one scale per group.
+
+    A code of 8 bits is stored as it is. A narrower one lies in a byte with its neighbours on the
+    last axis, the first in the lowest bits.
 
     Attributes:
       scale: how the scale of a group is stored; it has a `dtype`.
@@ -29,7 +52,7 @@ class GroupCodec(ShowsChanges, abc.ABC):
     guarded: bool = True
     signed: bool = True
 
-    bits = 8
+    bits = 8  # of a code: 8, 4, 2 or 1
     zero_code: ClassVar[bool] = True  # code 0 stands for 0 in every group
 
     @property
@@ -39,9 +62,87 @@ class GroupCodec(ShowsChanges, abc.ABC):
 
     @property
     def name(self) -> str:
-        """For example `softsign-int8` or `sqrt-uint8-paper`."""
+        """For example `softsign-int8`, `sqrt-uint8-paper` or `linear-int4`."""
         kind = type(self).__name__.removesuffix("Codec").lower()
-        return f"{kind}-{self.dtype.name}" + ("" if self.guarded else "-paper")
+        form = f"{kind}-{'int' if self.signed else 'uint'}{self.bits}"
+        return form + ("" if self.guarded else "-paper")
+
+    # ---- storage -----------------------------------------------------------------------------
+
+    @property
+    def codes_per_byte(self) -> int:
+        """Return the number of neighbours on the last axis whose codes share a byte."""
+        return 8 // self.bits
+
+    @property
+    def no_tile_reason(self) -> str | None:
+        """Return the reason why a kernel's tiles cannot hold the stored array, or None."""
+        several = self.codes_per_byte
+        if several & (several - 1) == 0:
+            return None
+        return f"{self.name} keeps {several} codes in a byte, and tiles hold powers of two"
+
+    def storage(self, shape: tuple[int, ...], group_size: int) -> StoredSlot:
+        """Return the shapes and dtypes of what is stored of values of a shape of any rank over 0.
+
+        Raises:
+          ValueError: for a group size with which bytes would hold codes of two groups.
+        """
+        codes = jax.ShapeDtypeStruct(shape, self.dtype)
+        if self.bits < 8:
+            self.check_group_size(group_size)
+            codes = jax.ShapeDtypeStruct(groups.scale_shape(shape, self.codes_per_byte), jnp.uint8)
+        scales = groups.scale_shape(shape, group_size)
+        return StoredSlot(codes, jax.ShapeDtypeStruct(scales, self.scale.dtype))
+
+    def check_group_size(self, group_size: int) -> None:
+        """Raises for a group size with which bytes would hold codes of two groups."""
+        if group_size % self.codes_per_byte:
+            raise ValueError(
+                f"{self.name} keeps {self.codes_per_byte} codes in a byte, so its group_size must "
+                f"be a multiple of {self.codes_per_byte}, got {group_size}"
+            )
+
+    def length_of(self, stored: jax.Array, length: int | None) -> int:
+        """Return the length of the last axis of the values: that given, or that of the codes.
+
+        Raises:
+          ValueError: where it is not given and stored bytes may be of several lengths.
+        """
+        if length is not None:
+            return length
+        if self.codes_per_byte > 1:
+            raise ValueError(
+                f"{self.name} keeps {self.codes_per_byte} codes in a byte, and {stored.shape[-1]} "
+                "bytes may be of several lengths: pass length=, that of the values' last axis"
+            )
+        return stored.shape[-1]
+
+    def pack(self, codes: jax.Array) -> jax.Array:
+        """Codes [..., n] as they are stored; what is left of the last byte of a row is 0."""
+        if self.bits == 8:
+            return codes
+        fields = codes.astype(jnp.int32) & (2**self.bits - 1)
+        shifted = fields << (self.place_in_byte(codes.shape) * self.bits)
+        in_bytes = groups.to_groups(shifted, self.codes_per_byte)
+        return jnp.sum(in_bytes, axis=-1, dtype=jnp.int32).astype(jnp.uint8)
+
+    def unpack(self, stored: jax.Array, length: int) -> jax.Array:
+        """Return the codes [..., length] of a stored array; bytes of 0 are codes of 0."""
+        if self.bits == 8:
+            return stored
+        spread = groups.spread(stored.astype(jnp.int32), length, self.codes_per_byte)
+        offsets = self.place_in_byte(spread.shape) * self.bits
+        fields = (spread >> offsets) & (2**self.bits - 1)
+        sign = 2 ** (self.bits - 1) if self.signed else 0
+        return ((fields ^ sign) - sign).astype(self.dtype)
+
+    def place_in_byte(self, shape: tuple[int, ...]) -> jax.Array:
+        """Return how many codes lie before each in its byte, for codes of this shape."""
+        lane = lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
+        return lax.rem(lane, jnp.uint32(self.codes_per_byte)).astype(jnp.int32)
+
+    # ---- arithmetic --------------------------------------------------------------------------
 
     @abc.abstractmethod
     def measure(self, x: jax.Array) -> tuple[jax.Array, Any]:

@@ -17,7 +17,7 @@ _PAPER_MIN_ABSMAX = 1e-12  # the official implementation's floor
 
 @dataclasses.dataclass(frozen=True)
 class CompandedCodec(GroupCodec):
-    r"""Stores a slot as 8-bit codes and the maximum of each group.
+    r"""Stores a slot as codes and the maximum of each group.
 
     With magnitudes y (of the companded domain), s the scale as it is stored and L the largest code,
     the position of a value is z(y / s) in [0, L]; the code is z rounded, to nearest (half away from
@@ -36,7 +36,7 @@ class CompandedCodec(GroupCodec):
     @property
     def levels(self) -> int:
         """The largest code."""
-        return 127 if self.signed else 255
+        return 2 ** (self.bits - self.signed) - 1
 
     def magnitude(self, x: jax.Array) -> jax.Array:
         """Non-negative values of the companded domain whose group maximum is the scale."""

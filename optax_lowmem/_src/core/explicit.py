@@ -9,10 +9,17 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from optax_lowmem._src.core.compiled import is_eager
-from optax_lowmem._src.core.placement import Placement, placement, sharding_of_state
+from optax_lowmem._src.core.placement import (
+    Placement,
+    beside,
+    entry,
+    placement,
+    sharding_of_state,
+)
 from optax_lowmem._src.core.typing import Shaped, Tree
 
 
@@ -49,6 +56,42 @@ def of_state(path: str, x: Shaped, shape: tuple[int, ...], group_size: int) -> N
     if place is None:
         return None
     return sharding_of_state(place, tuple(x.shape), shape, (group_size,))
+
+
+def of_values(codes: Any, length: int) -> NamedSharding | None:
+    """The sharding of the values of stored codes: theirs; None without Explicit axes.
+
+    Args:
+      codes: of a slot.
+      length: of the last axis of the values, of which several may share a byte.
+    """
+    sharding = sharding_of(codes)
+    if sharding is None or codes.shape[-1] == length:
+        return sharding
+    place = placement("the codes", tuple(codes.shape), sharding, sharding.mesh)
+    last = place.axes[-1] if length % place.parts(-1) == 0 else ()
+    axes = (*place.axes[:-1], last)
+    return NamedSharding(place.mesh, PartitionSpec(*map(entry, axes)))
+
+
+def filled(path: str, x: Any, form: jax.ShapeDtypeStruct, group_size: int, value: Any) -> jax.Array:
+    """An array of the state of parameter `x` with one value everywhere, which lies where it does.
+
+    Args:
+      path: the parameter's name.
+      x: the parameter.
+      form: shape and dtype of the array.
+      group_size: neighbours of the parameter's last axis that share a scale.
+      value: a number, or a 0-d array.
+    """
+    if form.shape == x.shape:
+        return jnp.full_like(x, value, dtype=form.dtype)
+    given = None if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    if not isinstance(given, NamedSharding) or sharding_of(x) is not None:
+        own = of_state(path, x, form.shape, group_size)
+        return laid(jnp.full(form.shape, value, form.dtype), own)
+    own = beside(path, tuple(x.shape), given, form.shape, (group_size,))
+    return jnp.full(form.shape, value, form.dtype, device=own)
 
 
 def laid(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import jax
 import optax
@@ -12,6 +13,7 @@ from optax_lowmem._src.core import groups, trees
 
 Axes = tuple[str, ...]  # mesh axes that one dimension is split over, the outermost first
 Sharding = NamedSharding | PartitionSpec | None  # of a leaf; None is replicated
+Given = TypeVar("Given")
 
 
 def entry(axes: Axes) -> None | str | Axes:
@@ -138,6 +140,20 @@ def placement(
                 "parameter."
             )
     return placed
+
+
+def beside(
+    path: str,
+    whole: tuple[int, ...],
+    sharding: Given,
+    shape: tuple[int, ...],
+    group_sizes: Iterable[int],
+) -> Given | NamedSharding:
+    """`sharding_of_state` of a parameter with this sharding; itself where it is of no mesh."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    place = placement(path, whole, sharding, sharding.mesh)
+    return sharding_of_state(place, whole, shape, group_sizes)
 
 
 def mesh_of(shardings: Sequence[Sharding], mesh: Mesh | None) -> Mesh | AbstractMesh:

@@ -35,6 +35,7 @@ class Decision:
       codec: the codec, where the slot is compressed.
       stochastic: whether its codes, or master weights, are rounded stochastically.
       block: the `Block` whose elements share a value, where they do.
+      shape: of the parameter; of the values of a slot, where they have another and no block.
     """
 
     path: str
@@ -45,6 +46,12 @@ class Decision:
     codec: Any = None
     stochastic: bool = False
     block: Any = None
+    shape: tuple[int, ...] = ()
+
+    @property
+    def values_shape(self) -> tuple[int, ...]:
+        """Shape of the slot's values: one per element, or one per block."""
+        return self.shape if self.block is None else self.block.mean_shape(self.shape)
 
 
 @dataclasses.dataclass

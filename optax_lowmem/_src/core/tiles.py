@@ -52,6 +52,14 @@ class Tiling:
     group_size: int
     elements: int
 
+    def of_bytes(self, codes_per_byte: int) -> "Tiling":
+        """The same groups of an array in which so many neighbours share a byte, in equal tiles."""
+        if codes_per_byte == 1:
+            return self
+        shape = groups.scale_shape(self.shape, codes_per_byte)
+        own = dataclasses.replace(self, shape=shape, group_size=self.group_size // codes_per_byte)
+        return dataclasses.replace(own, elements=self.rows * own.lanes)
+
     @functools.cached_property
     def width(self) -> int:
         """Elements of a full group."""

@@ -1,13 +1,14 @@
 """Effects of low-precision state on training: saturated, zero and floored codes, stalls."""
 
 import dataclasses
+import math
 import warnings
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.core import numerics, scope, trees
+from optax_lowmem._src.core import groups, numerics, scope, trees
 from optax_lowmem._src.update.masters import master_params
 
 
@@ -29,17 +30,25 @@ class CodeShares:
 jax.tree_util.register_dataclass(CodeShares, ["saturated", "zero", "floored"], [])
 
 
-def code_shares(state: optax.OptState) -> dict[str, dict[str, CodeShares]]:
+def code_shares(
+    state: optax.OptState,
+    tx: optax.GradientTransformation | None = None,
+    params: optax.Params | None = None,
+) -> dict[str, dict[str, CodeShares]]:
     """Shares of saturated, zero and floored codes, slot -> leaf path -> `CodeShares`.
 
     Args:
       state: the state of any optimizer of this library, wrapped or not. Works under jit. Slots
         whose groups each have a grid of their own, those of `codecs.affine` and `codecs.expanded`,
         are left out.
+      tx: the optimizer, which says where bytes hold several codes (`codecs.linear4`), and how many;
+        without it each byte is one.
+      params: its parameters, or their `jax.eval_shape`; with `tx`.
 
     Raises:
       ValueError: for 8-bit arrays without the scales of this library's codecs, one for each group
-        of neighbours on the last axis, and for a state with a slot of a leaf twice.
+        of neighbours on the last axis; for a state with a slot of a leaf twice; and for bytes that
+        hold several codes, where that shows, without `tx` and `params`.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -49,6 +58,9 @@ def code_shares(state: optax.OptState) -> dict[str, dict[str, CodeShares]]:
       1.0
     """
     shares: dict[str, dict[str, CodeShares]] = {}
+    decided: dict[tuple[str, str], scope.Decision] = {}
+    if tx is not None:
+        decided = {(d.slot, d.path): d for d in scope.dry_run(tx, params)[1]}
     fields = [
         (slot, path, leaf)
         for slot, tree in trees.state_fields(state)
@@ -58,6 +70,13 @@ def code_shares(state: optax.OptState) -> dict[str, dict[str, CodeShares]]:
     for slot, path, codes in fields:
         if slot != "correction" and codes.ndim and codes.dtype in (jnp.int8, jnp.uint8):
             scales = arrays.get((f"{slot}_scale", path))
+            decision = decided.get((slot, path))
+            if decision is None or decision.codec is None:
+                _check_one_a_byte(slot, path, codes, arrays.get(("correction", path)))
+            elif decision.codec.codes_per_byte > 1:
+                shape = decision.values_shape
+                row = codes.ndim != len(shape)  # of the values of blocks
+                codes = decision.codec.unpack(codes, math.prod(shape) if row else shape[-1])
             _check_layout(slot, path, codes, scales)
             if path in shares.get(slot, {}):
                 raise ValueError(
@@ -66,6 +85,22 @@ def code_shares(state: optax.OptState) -> dict[str, dict[str, CodeShares]]:
             if scales is not None and scales.dtype != jnp.uint32:
                 shares.setdefault(slot, {})[path] = _shares(codes)
     return shares
+
+
+def _check_one_a_byte(slot: str, path: str, codes: jax.Array, correction: jax.Array | None) -> None:
+    """Raises where bytes show that they hold several codes."""
+    whole = codes.shape if correction is None or correction.ndim != codes.ndim else correction.shape
+    packed = [(*whole[:-1], groups.group_count(whole[-1], several)) for several in (2, 4, 8)]
+    # mu has signs
+    if (
+        (slot == "mu" and codes.dtype == jnp.uint8)
+        or codes.shape != whole
+        and codes.shape in packed
+    ):
+        raise ValueError(
+            f"'{slot}' of '{path}', {codes.dtype}{list(codes.shape)}, has several codes in a byte: "
+            "pass the optimizer and its parameters too, code_shares(state, tx, params)."
+        )
 
 
 def _check_layout(slot: str, path: str, codes: jax.Array, scales: jax.Array | None) -> None:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_lowmem._src.codecs import decode_array
-from optax_lowmem._src.core import groups, numerics, trees
+from optax_lowmem._src.codecs import StoredSlot, decode_array
+from optax_lowmem._src.core import numerics, trees
 from optax_lowmem._src.core.hyperparameters import as_f32, check_decay, check_range, decay_at
 from optax_lowmem._src.core.reductions import rms_of_ratio
 from optax_lowmem._src.update.masters import master_params
@@ -130,7 +130,7 @@ def rms(
         nu, stored = _checked(path, g, nu, scales.get(path), storage)
         g, nu, stored = _sampled(sample, g, nu, stored)
         if stored is not None and storage.nu is not None:
-            nu = decode_array(storage.nu, nu, stored, storage.group_size)
+            nu = decode_array(storage.nu, nu, stored, storage.group_size, g.shape[-1])
         u = numerics.widen(nu)
         if count is not None:
             u /= decay_at("b2", b2, count - 1).correction
@@ -173,21 +173,22 @@ def _checked(
     path: str, g: jax.Array, nu: jax.Array, scales: jax.Array | None, storage: Storage
 ) -> tuple[jax.Array, jax.Array | None]:
     """`nu` and its scales, None where it is not compressed."""
-    if nu.shape != g.shape:
+    codec, size = storage.nu, storage.group_size
+    is_code = nu.dtype in (jnp.int8, jnp.uint8)
+    wanted = codec.storage(g.shape, size) if codec is not None and is_code and g.ndim else None
+    if nu.shape not in (g.shape, wanted and wanted.codes.shape):
         raise ValueError(
             f"the second moment of '{path}' has shape {nu.shape}, its gradient {g.shape}: pass the "
             "gradients and the state of one step, and leave out shared moments with `leaves`."
         )
-    if nu.dtype not in (jnp.int8, jnp.uint8):
+    if not is_code:
         return nu, None
-    codec, size = storage.nu, storage.group_size
-    kept = (nu.dtype, scales.dtype, scales.shape) if scales is not None else (nu.dtype,)
-    wanted = codec and (codec.dtype, codec.scale.dtype, groups.scale_shape(nu.shape, size))
-    if kept != wanted:
+    kept = None if scales is None else StoredSlot(nu, scales)
+    if kept is None or wanted is None or not kept.is_like(wanted):
         raise ValueError(
-            f"the second moment of '{path}' is kept as {', '.join(map(str, kept))} (codes and "
-            f"scales), {codec.name if codec else 'storage.nu=None'} in groups of {size} would be "
-            f"{', '.join(map(str, wanted or ('f32',)))}. Pass the optimizer's own storage=."
+            f"the second moment of '{path}' is kept as {kept.words if kept else nu.dtype}, "
+            f"{codec.name if codec else 'storage.nu=None'} in groups of {size} would be "
+            f"{wanted.words if wanted else 'f32'}. Pass the optimizer's own storage=."
         )
     return nu, scales
 

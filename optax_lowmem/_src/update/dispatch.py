@@ -37,6 +37,9 @@ def _unsupported(kernel: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
         return f"{size} elements, more than a kernel's 32-bit offsets reach"
     if plan.block is not None and plan.block.elementwise:
         return "a second moment for each element, in f32: plain elementwise work"
+    for slot in plan.slots:
+        if slot.codec is not None and slot.codec.bits < 8 and slot.codec.no_tile_reason:
+            return slot.codec.no_tile_reason
     if kernel == "pallas":
         return None if platform.has_pallas_triton() else "this JAX has no Pallas-Triton lowering"
     if not platform.has_jax_triton():
@@ -69,11 +72,13 @@ def choose(
     nowhere = platform.no_kernel_reason(g)
     if nowhere is not None:
         return "xla", nowhere
-    reasons = {kernel: _unsupported(kernel, rule, plan) for kernel in _KERNELS}
-    for kernel, reason in reasons.items():
+    reasons = []
+    for kernel in _KERNELS:
+        reason = _unsupported(kernel, rule, plan)
         if reason is None:
             return kernel, "fused kernel"
-    return "xla", "; ".join(f"{kernel}: {reason}" for kernel, reason in reasons.items())
+        reasons.append(f"{kernel}: {reason}")
+    return "xla", "; ".join(reasons)
 
 
 def _asked_for(
@@ -117,7 +122,7 @@ def fused_updates(
     """
     results: dict[int, tuple[jax.Array, LeafState]] = {}
     rows: list[_PlannedLeaf] = list(zip(plans, gradients, weights, states, strict=True))
-    placed = _placed(rule, plans, states, implementation)
+    placed = _placed(rule, plans, states, gradients, implementation)
     if placed:
         results.update(_on_mesh(rule, rows, placed, of_leaves, keys, implementation, tuned))
     chosen = [
@@ -186,14 +191,15 @@ def _placed(
     rule: UpdateRule,
     plans: Sequence[LeafPlan],
     states: Sequence[LeafState],
+    gradients: Sequence[jax.Array],
     implementation: str | None,
 ) -> dict[int, Placement]:
     """The leaves on a mesh whose parts kernels can step."""
     if implementation == "xla" or platform.no_device_reason() is not None:
         return {}
     places = {
-        i: on_mesh.place_of(plan, state)
-        for i, (plan, state) in enumerate(zip(plans, states, strict=True))
+        i: on_mesh.place_of(*row)
+        for i, row in enumerate(zip(plans, states, gradients, strict=True))
     }
     return {
         i: place
@@ -353,7 +359,10 @@ def _by_kernel(
         leaves = tuple(
             operands.leaf_of(plan, g, p, state, own) for plan, (g, p, state), own in every
         )
-        launch = _launcher(kernel)
+        if kernel == "pallas":
+            from optax_lowmem._src.update.pallas_triton import launch
+        else:
+            from optax_lowmem._src.update.jax_triton import launch
         found = launch(rule, plans, leaves, names, scalars, keys, leaf_numbers, tile)
         return [
             (reference.emit(plan, row[1], result.update), operands.state_of(plan, row[2], result))
@@ -380,13 +389,3 @@ def _by_kernel(
     return jax.lax.platform_dependent(
         arrays, of_blocks, scalars, keys, cuda=launched, default=plain
     )
-
-
-def _launcher(kernel: str) -> Any:
-    if kernel == "pallas":
-        from optax_lowmem._src.update import pallas_triton
-
-        return pallas_triton.launch
-    from optax_lowmem._src.update import jax_triton
-
-    return jax_triton.launch

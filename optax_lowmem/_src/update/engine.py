@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from optax_lowmem._src.codecs import StoredSlot
 from optax_lowmem._src.core import (
     boxes,
     derivative,
@@ -105,11 +106,13 @@ class Engine:
         warn_of_patterns(self.storage.policy, params)
         if self.structure is not None:
             self.structure.warn(params)
+        forms, of_shared = [plan.storage for plan in plans], [p.shared_storage for p in plans]
         if is_free(leaves):
-            slots, (count, scales, shared, none) = compiled(_zero_state)(plans, leaves)
+            made = compiled(_zero_state)(plans, leaves, forms, of_shared)
+            slots, (count, scales, shared, none) = made
         else:
-            slots = _zero_slots(plans, leaves)
-            count, scales, shared, none = compiled(_zeros)(plans)
+            slots = _zero_slots(plans, leaves, forms)
+            count, scales, shared, none = compiled(_zeros)(forms, of_shared)
         states, laid = [], []
         for plan, leaf, *zeros in zip(plans, leaves, slots, scales, shared, none, strict=True):
             own, scale, own_shared, nothing = zeros
@@ -171,9 +174,12 @@ class Engine:
             found.append(list(map(LeafState, slots, scales, corrections)))
         states, shared = found
         for plan, leaf, own_shared in zip(plans, states, shared, strict=True):
-            _check_leaf(plan, leaf)
+            _check_slots(plan, leaf, plan.storage)
+            correction = plan.split and plan.split.dtype
+            form = (plan.shape, correction) if correction else ((), jnp.int8)
+            _check_array(plan, "correction", leaf.correction, *form)
             if plan.block is not None:
-                _check_slots(plan.shared_plan, own_shared, plan.block.mean_shape(plan.shape))
+                _check_slots(plan.shared_plan, own_shared, plan.shared_storage)
         return states, shared
 
     # ---- step --------------------------------------------------------------------------------
@@ -375,36 +381,34 @@ def _step_leaf(
 # ---- new states ----------------------------------------------------------------------------------
 
 
-def _zero_state(plans: list[LeafPlan], leaves: list[Any]) -> Any:
-    return _zero_slots(plans, leaves), _zeros(plans)
+Forms = list[list[StoredSlot]]  # of each leaf, of each slot
 
 
-def _zero_slots(plans: list[LeafPlan], leaves: list[Any]) -> list[tuple[jax.Array, ...]]:
+def _zero_state(plans: list[LeafPlan], leaves: list[Any], forms: Forms, shared: Forms) -> Any:
+    return _zero_slots(plans, leaves, forms), _zeros(forms, shared)
+
+
+def _zero_slots(
+    plans: list[LeafPlan], leaves: list[Any], forms: Forms
+) -> list[tuple[jax.Array, ...]]:
     """Of each leaf the slots with a value an element, which lie where it does."""
-    rows = zip(plans, leaves, strict=True)
-    return [tuple(jnp.zeros_like(leaf, dtype=s.dtype) for s in plan.slots) for plan, leaf in rows]
+    return [
+        tuple(explicit.filled(plan.path, leaf, s.codes, plan.group_size, 0) for s in own)
+        for plan, leaf, own in zip(plans, leaves, forms, strict=True)
+    ]
 
 
 def _zeros(
-    plans: list[LeafPlan],
+    forms: Forms, shared: Forms
 ) -> tuple[jax.Array, list[tuple[jax.Array, ...]], list[LeafState], list[jax.Array]]:
     """The count, and of each leaf its scales, the state of its shared slots, and no correction."""
-    scales = [_zero_scales(plan) for plan in plans]
-    shared = [_zero_shared(plan) for plan in plans]
-    return jnp.zeros((), jnp.int32), scales, shared, [jnp.zeros((), jnp.int8) for _ in plans]
-
-
-def _zero_shared(plan: LeafPlan) -> LeafState:
-    nothing = jnp.zeros((), jnp.int8)
-    if plan.block is None:
-        return LeafState((), (), nothing)
-    shape = plan.block.mean_shape(plan.shape)
-    slots = tuple(jnp.zeros(shape, slot.dtype) for slot in plan.shared)
-    return LeafState(slots, _zero_scales(plan.shared_plan), nothing)
-
-
-def _zero_scales(plan: LeafPlan) -> tuple[jax.Array, ...]:
-    return tuple(jnp.zeros(plan.scale_shape(slot), slot.scale_dtype) for slot in plan.slots)
+    scales = [tuple(jnp.zeros_like(slot.scales) for slot in own) for own in forms]
+    of_shared = [
+        LeafState(tuple(jnp.zeros_like(slot.codes) for slot in own),
+                  tuple(jnp.zeros_like(slot.scales) for slot in own), jnp.zeros((), jnp.int8))
+        for own in shared
+    ]  # fmt: skip
+    return jnp.zeros((), jnp.int32), scales, of_shared, [jnp.zeros((), jnp.int8) for _ in forms]
 
 
 def _laid(plan: LeafPlan, leaf: Any, tree: Any) -> Any:
@@ -418,18 +422,12 @@ def _laid(plan: LeafPlan, leaf: Any, tree: Any) -> Any:
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def _check_leaf(plan: LeafPlan, state: LeafState) -> None:
+def _check_slots(plan: LeafPlan, state: LeafState, forms: list[StoredSlot]) -> None:
     """Raises where a state was made, or restored, with other settings than these."""
-    _check_slots(plan, state, plan.shape)
-    shape, dtype = (plan.shape, plan.split.dtype) if plan.split else ((), jnp.int8)
-    _check_array(plan, "correction", state.correction, shape, dtype)
-
-
-def _check_slots(plan: LeafPlan, state: LeafState, shape: tuple[int, ...]) -> None:
-    for slot, stored, scales in zip(plan.slots, state.slots, state.scales, strict=True):
-        _check_array(plan, slot.name, stored, shape, slot.dtype)
-        scale_shape = plan.scale_shape(slot)
-        _check_array(plan, f"{slot.name}_scale", scales, scale_shape, slot.scale_dtype)
+    rows = zip(plan.slots, forms, state.slots, state.scales, strict=True)
+    for slot, form, stored, scales in rows:
+        _check_array(plan, slot.name, stored, form.codes.shape, form.codes.dtype)
+        _check_array(plan, f"{slot.name}_scale", scales, form.scales.shape, form.scales.dtype)
 
 
 def _check_array(

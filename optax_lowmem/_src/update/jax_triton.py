@@ -46,6 +46,9 @@ def supported(rule: UpdateRule, plan: LeafPlan) -> str | None:
         return f"{math.prod(plan.shape)} elements, and the kernel takes 1 to {MAX_ELEMENTS}"
     if Tiling(plan.shape, plan.group_size, 1).lanes > _MAX_LANES:
         return f"groups of {plan.group_size}, and the kernel takes up to {_MAX_LANES} elements"
+    for slot in plan.slots:
+        if slot.codec is not None and slot.codec.codes_per_byte > 1:
+            return f"{slot.name} is {slot.codec.name}, and the kernel takes a byte for each code"
     unknown = _unknown(rule, plan.shapeless)
     return unknown and f"the step uses `{unknown}`, which the kernel has no form for"
 
@@ -80,7 +83,7 @@ def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
         tile(plan.dtype),
         None if plan.split is None else tile(plan.split.dtype),
         tuple(tile(slot.dtype) for slot in plan.slots),
-        tuple(like((rows,), slot.scale_dtype) for slot in plan.slots if slot.codec),
+        tuple(like((rows,), slot.codec.scale.dtype) for slot in plan.slots if slot.codec),
     )
 
     def traced(leaf: Leaf, place: jax.Array, lane: jax.Array, exists: jax.Array) -> Result:

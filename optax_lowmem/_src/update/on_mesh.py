@@ -18,12 +18,12 @@ from optax_lowmem._src.core.rules import UpdateRule
 from optax_lowmem._src.update.plan import LeafPlan, LeafState
 
 
-def place_of(plan: LeafPlan, state: LeafState) -> Placement | None:
+def place_of(plan: LeafPlan, state: LeafState, g: jax.Array) -> Placement | None:
     """Return a leaf's sharding, as given to `lowmem.step` or by Explicit axes, or None."""
     given = scope.placement(plan.path)
     if given is not None:
         return given
-    for x in (*state.slots, state.correction):
+    for x in (*state.slots, state.correction, g):  # bytes may hold several codes
         sharding = jax.typeof(x).sharding
         if x.shape == plan.shape and _explicit(sharding.mesh):
             return placement(plan.path, plan.shape, sharding, sharding.mesh)

@@ -73,11 +73,21 @@ def update_dtype(plan: LeafPlan, p: jax.Array | None) -> jnp.dtype:
     return p.dtype if plan.direct or plan.split is not None else plan.update_dtype
 
 
-def views(tiling: Tiling, leaf: Leaf) -> Leaf:
+def slot_tilings(plan: LeafPlan, tiling: Tiling) -> list[Tiling]:
+    """Return how each slot is cut where its leaf is cut so."""
+    return [
+        tiling
+        if slot.codec is None or slot.codec.bits == 8
+        else tiling.of_bytes(slot.codec.codes_per_byte)
+        for slot in plan.slots
+    ]
+
+
+def views(plan: LeafPlan, tiling: Tiling, leaf: Leaf) -> Leaf:
     """The arrays of a leaf as its kernel sees them."""
-    g, p, correction, slots = jax.tree.map(
-        tiling.element_view, (leaf.g, leaf.p, leaf.correction, leaf.slots)
-    )
+    g, p, correction = jax.tree.map(tiling.element_view, (leaf.g, leaf.p, leaf.correction))
+    own = zip(slot_tilings(plan, tiling), leaf.slots, strict=True)
+    slots = tuple(tiling.element_view(slot) for tiling, slot in own)
     scales, of_block = jax.tree.map(tiling.scale_view, (leaf.scales, leaf.of_block))
     return Leaf(g, p, correction, slots, scales, of_block)
 
@@ -113,12 +123,12 @@ def _numbered(trees: Sequence[Any], first: int) -> Any:
 
 def restored(plan: LeafPlan, leaf: Leaf, result: Result) -> Result:
     """The results in the shapes of their leaf."""
-
-    def reshaped(new: jax.Array, old: jax.Array) -> jax.Array:
-        return new.reshape(old.shape)
-
     update = result.update.reshape(plan.shape)
-    state = jax.tree.map(reshaped, result[1:], (leaf.correction, leaf.slots, leaf.scales))
+    state = jax.tree.map(
+        lambda new, old: new.reshape(old.shape),
+        result[1:],
+        (leaf.correction, leaf.slots, leaf.scales),
+    )
     return Result(update, *state)
 
 
@@ -134,7 +144,8 @@ def step_tile(
 
     `plan` is that of any leaf of the launch; only its shape, which is not used, tells them apart.
     """
-    layout = reference.Tile(leaf.g.shape[-1], exists)
+    lanes = leaf.g.shape[-1]
+    layout = reference.Tile(lanes, lanes, exists)
     correction = jnp.zeros((), jnp.int8) if leaf.correction is None else leaf.correction
     state = LeafState(leaf.slots, with_placeholders(plan, leaf.scales), correction)
     moved, values = reference.advance(rule, plan, leaf.g, leaf.p, state, h, layout)

@@ -234,5 +234,8 @@ def _outputs(
         moved = lax.bitcast_convert_type(small[_WEIGHT], p.dtype)
     elif p is not None:
         moved, correction = reference.move(plan, p, moved, correction)
-    slots = tuple(small[s.name] if s.codec else values[s.name].astype(s.dtype) for s in plan.slots)
+    slots = tuple(
+        s.codec.pack(small[s.name]) if s.codec else values[s.name].astype(s.dtype)
+        for s in plan.slots
+    )
     return reference.emit(plan, p, moved), LeafState(slots, stored, correction)

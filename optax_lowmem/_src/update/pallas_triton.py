@@ -26,6 +26,7 @@ from optax_lowmem._src.update.operands import (
     aliases,
     output,
     restored,
+    slot_tilings,
     step_tile,
     views,
 )
@@ -69,7 +70,7 @@ def _kernel(
             noise = pallas_tiles.noise(tiling, tile, keys[number], lane_bits[number, :])
         with _arithmetic(interpret):
             result = step(leaf._replace(of_block=None), h, noise, exists)
-        _store(tiling, tile, jax.tree.unflatten(treedefs[1], written[i]), result)
+        _store(plan, tiling, tile, jax.tree.unflatten(treedefs[1], written[i]), result)
 
     # the whole step in each branch: values that leave a branch cost their packing there
     pallas_tiles.in_leaf(starts, program, run)
@@ -91,20 +92,24 @@ def _load(plan: LeafPlan, tiling: Tiling, block: Block | None, tile: jax.Array, 
         None
         if refs.correction is None
         else pallas_tiles.load(tiling, refs.correction, tile, nothing),
-        tuple(pallas_tiles.load(tiling, ref, tile) for ref in refs.slots),
+        tuple(
+            pallas_tiles.load(own, ref, tile)
+            for own, ref in zip(slot_tilings(plan, tiling), refs.slots, strict=True)
+        ),
         tuple(pallas_tiles.load_scales(tiling, ref, tile) for ref in refs.scales),
         pallas_tiles.load_of_block(tiling, block, refs.of_block, tile) if block else None,
     )
 
 
-def _store(tiling: Tiling, tile: jax.Array, refs: Result, result: Result) -> None:
+def _store(plan: LeafPlan, tiling: Tiling, tile: jax.Array, refs: Result, result: Result) -> None:
     for ref, scale in zip(refs.scales, result.scales, strict=True):
         pallas_tiles.store_scales(tiling, ref, tile, scale)
-    jax.tree.map(
-        lambda ref, value: pallas_tiles.store(tiling, ref, tile, value),
-        refs._replace(scales=()),
-        result._replace(scales=()),
-    )
+    pallas_tiles.store(tiling, refs.update, tile, result.update)
+    if refs.correction is not None and result.correction is not None:
+        pallas_tiles.store(tiling, refs.correction, tile, result.correction)
+    for own, *slot in zip(slot_tilings(plan, tiling), refs.slots, result.slots, strict=True):
+        ref, value = slot
+        pallas_tiles.store(own, ref, tile, value)
 
 
 @functools.partial(
@@ -136,7 +141,7 @@ def launch(
       interpret: run as plain JAX, on any device.
     """
     tilings = tuple(Tiling(plan.shape, plan.group_size, tile.elements) for plan in plans)
-    viewed = [views(tiling, leaf) for tiling, leaf in zip(tilings, leaves, strict=True)]
+    viewed = [views(*row) for row in zip(plans, tilings, leaves, strict=True)]
     results = [output(plan, leaf) for plan, leaf in zip(plans, viewed, strict=True)]
     # the bits of the lanes are the same for every tile of a leaf: mixed once, here
     lanes = lax.iota(jnp.uint32, tilings[0].lanes)[None]

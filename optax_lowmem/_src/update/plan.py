@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.codecs import GroupCodec, MasterSplit
-from optax_lowmem._src.core import groups, scope, trees
+from optax_lowmem._src.codecs import GroupCodec, MasterSplit, StoredSlot
+from optax_lowmem._src.core import scope, trees
 from optax_lowmem._src.core.block import Block, BlockStructure
 from optax_lowmem._src.core.policy import Policy
 from optax_lowmem._src.core.rules import Slot, UpdateRule
@@ -24,7 +24,7 @@ class SlotPlan:
     Attributes:
       name: name of the slot.
       codec: None where the slot is stored as it is.
-      dtype: of the stored slot.
+      dtype: of its codes, or of the slot without a codec.
       stochastic: whether its codes are rounded stochastically.
     """
 
@@ -32,11 +32,6 @@ class SlotPlan:
     codec: GroupCodec | None
     dtype: jnp.dtype
     stochastic: bool
-
-    @property
-    def scale_dtype(self) -> jnp.dtype:
-        """dtype of its scales, or of their placeholder."""
-        return self.codec.scale.dtype if self.codec else jnp.dtype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,15 +110,39 @@ class LeafPlan:
         """Return whether any slot or the master weight takes random bits, which come in groups."""
         return self.stochastic or self.stochastic_master
 
-    def scale_shape(self, slot: SlotPlan) -> tuple[int, ...]:
-        """Shape of a slot's scales; 0-d where it has none."""
-        return groups.scale_shape(self.shape, self.group_size) if slot.codec else ()
+    @property
+    def storage(self) -> list[StoredSlot]:
+        """Shapes and dtypes of each of `slots` as stored; without a codec its scales are 0-d."""
+        return [
+            StoredSlot(
+                jax.ShapeDtypeStruct(self.shape, slot.dtype), jax.ShapeDtypeStruct((), jnp.float32)
+            )
+            if slot.codec is None
+            else slot.codec.storage(self.shape, self.group_size)
+            for slot in self.slots
+        ]
+
+    @property
+    def shared_storage(self) -> list[StoredSlot]:
+        """Shapes and dtypes of each of `shared` as stored: codes have the shape of the means.
+
+        Codes that share bytes lie in one row, as their groups do.
+        """
+        if self.block is None:
+            return []
+        shape = self.block.mean_shape(self.shape)
+        return [
+            row
+            if slot.codec is not None and slot.codec.bits < 8
+            else row._replace(codes=jax.ShapeDtypeStruct(shape, row.codes.dtype))
+            for slot, row in zip(self.shared, self.shared_plan.storage, strict=True)
+        ]
 
 
 class LeafState(NamedTuple):
     """The stored state of a leaf; tuples are in the order of `LeafPlan.slots`."""
 
-    slots: tuple[jax.Array, ...]  # codes of the parameter's shape, or f32
+    slots: tuple[jax.Array, ...]  # what `LeafPlan.storage` says: codes, or values
     scales: tuple[jax.Array, ...]  # shape[:-1] + (groups,), or 0-d
     correction: jax.Array  # of the parameter's shape, or 0-d
 
@@ -160,10 +179,13 @@ def decide_slot(
     masked = "the policy's mask is False here" if masked_out else None
     reason = refused or masked or policy.reason(path, shape, slot, stored)
     if reason or codec is None:
-        return scope.Decision(path, slot, None, reason or "")
+        return scope.Decision(path, slot, None, reason or "", shape=shape)
     rounding = "stochastic" if stochastic else "nearest"
-    reason = f"groups of {group_size}, {rounding} rounding"
-    return scope.Decision(path, slot, codec.name, reason, group_size, codec, stochastic)
+    packed = f"{codec.codes_per_byte} codes in a byte, " if codec.bits < 8 else ""
+    reason = f"groups of {group_size}, {packed}{rounding} rounding"
+    return scope.Decision(
+        path, slot, codec.name, reason, group_size, codec, stochastic, shape=shape
+    )
 
 
 def plan_leaves(
@@ -247,15 +269,15 @@ def _plan_slot(
         path, shape, name, codec, storage.group_size, not nearest, storage.policy, masked_out,
         stored, refused,
     )  # fmt: skip
+    kept = decision.codec
+    dtype = kept.dtype if kept else jnp.dtype(plain_dtype or jnp.float32)
     if slot.shared and block is not None:
         form = f"{decision.form or 'f32'}, {block.words or 'a value a block'}"
         decision = dataclasses.replace(decision, form=form, reason=block.reason)
     if slot.shared:
         decision = dataclasses.replace(decision, block=block)
     scope.record(decision)
-    codec = decision.codec
-    dtype = codec.dtype if codec else jnp.dtype(plain_dtype or jnp.float32)
-    return SlotPlan(name, codec, dtype, decision.stochastic)
+    return SlotPlan(name, kept, dtype, decision.stochastic)
 
 
 def _decays(mask: optax.MaskOrFn, params: optax.Params) -> list[bool]:

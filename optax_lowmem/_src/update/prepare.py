@@ -115,7 +115,7 @@ def _prepare_blocks(
         [None] * len(plans), flat, [h] * len(plans), keys, implementation,
     )  # fmt: skip
     shaped = []
-    for mean, (given, state) in zip(means, found, strict=True):
-        slots = tuple(x.reshape(mean.shape) for x in state.slots)
+    for mean, old, (given, state) in zip(means, shared, found, strict=True):
+        slots = tuple(x.reshape(o.shape) for x, o in zip(state.slots, old.slots, strict=True))
         shaped.append((given.reshape(mean.shape), state._replace(slots=slots)))
     return shaped

@@ -38,13 +38,18 @@ class Whole:
         """Elements of a group."""
         return self.plan.group_size
 
+    @property
+    def length(self) -> int:
+        """Elements along the last axis."""
+        return self.plan.shape[-1]
+
     def to_groups(self, x: jax.Array) -> jax.Array:
         """An array as [..., groups, lanes]."""
         return groups.to_groups(x, self.group_size)
 
     def to_elements(self, of_groups: Any) -> Any:
         """Values of groups for each of their elements."""
-        return groups.spread_tree(of_groups, self.plan.shape[-1], self.group_size)
+        return groups.spread_tree(of_groups, self.length, self.group_size)
 
     def operands(self, h: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
         """Hyperparameters that broadcast to the elements."""
@@ -59,10 +64,12 @@ class Tile:
 
     Attributes:
       group_size: elements of a group.
+      length: of the last axis, which has one group.
       exists: where there are elements; None where codes 0 of what is not there stand for 0.
     """
 
     group_size: int
+    length: int
     exists: jax.Array | None
 
     def to_groups(self, x: jax.Array) -> jax.Array:
@@ -92,7 +99,7 @@ def decode(
             values[slot.name] = stored.astype(jnp.float32)
             continue
         unit = layout.to_elements(slot.codec.units(scales))
-        value = slot.codec.dequantize(stored, unit)
+        value = slot.codec.dequantize(slot.codec.unpack(stored, layout.length), unit)
         if layout.exists is not None and not slot.codec.zero_code:
             # 0 where there is nothing: it would count in what the group spans
             value = jnp.where(layout.exists, value, jnp.float32(0))
@@ -209,7 +216,8 @@ def encode(
             stored, divisor = slot.codec.measure(layout.to_groups(value))
         else:
             stored, divisor = measured[slot.name]
-        slots.append(slot.codec.quantize(value, layout.to_elements(divisor), uniforms))
+        codes = slot.codec.quantize(value, layout.to_elements(divisor), uniforms)
+        slots.append(slot.codec.pack(codes))
         scales.append(stored)
     return tuple(slots), tuple(scales)
 

@@ -116,6 +116,9 @@ class Storage(ShowsChanges):
             raise TypeError(f"policy takes a lowmem.Policy, got {self.policy!r}")
         check_codec("mu", self.mu, signed=True)
         check_codec("nu", self.nu, signed=False)
+        for codec in (self.mu, self.nu):
+            if codec is not None:
+                codec.check_group_size(self.group_size)
 
     @classmethod
     def paper(cls, **changes: Any) -> "Storage":

@@ -11,8 +11,8 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from optax_lowmem._src.codecs import GroupCodec, group_codec
-from optax_lowmem._src.core import boxes, derivative, explicit, groups, random, scope, trees
+from optax_lowmem._src.codecs import GroupCodec, StoredSlot, group_codec
+from optax_lowmem._src.core import boxes, derivative, explicit, random, scope, trees
 from optax_lowmem._src.core.compiled import as_given, compiled, each, widened
 from optax_lowmem._src.core.hyperparameters import increment
 from optax_lowmem._src.core.policy import Policy, warn_of_patterns
@@ -55,6 +55,18 @@ def _in_one_row(
 ) -> bool:
     """Return whether an array of a slot has a value a block: groups are along all of them."""
     return (type(state).__name__, slot) == _OF_BLOCKS and shape != weight
+
+
+def _unpackable(
+    codec: GroupCodec | None, shape: tuple[int, ...], weight: tuple[int, ...]
+) -> str | None:
+    """Return the reason why a slot cannot be kept in codes that share bytes, or None."""
+    if codec is None or codec.codes_per_byte == 1 or shape == weight:
+        return None
+    return (
+        f"its values have shape {shape} and its parameter {weight}: how many they are cannot be "
+        f"told from bytes with {codec.codes_per_byte} codes"
+    )
 
 
 def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
@@ -139,11 +151,16 @@ def _encoded(
 
 
 def _decoded(
-    codec: GroupCodec, codes: jax.Array, scales: jax.Array, in_one_row: bool, group_size: int
+    codec: GroupCodec,
+    codes: jax.Array,
+    scales: jax.Array,
+    in_one_row: bool,
+    length: int,
+    group_size: int,
 ) -> jax.Array:
     # plain XLA, not a kernel: it fuses into the inner update and the f32 is never stored
     rows = _shaped(codes, (codes.size,), None) if in_one_row else codes
-    values = group_codec.decode(codec, rows, scales, group_size, implementation="xla")
+    values = group_codec.decode(codec, rows, scales, group_size, length, implementation="xla")
     lies = explicit.sharding_of(codes)
     return _shaped(values, codes.shape, lies) if in_one_row else values
 
@@ -169,6 +186,7 @@ class _Compressor:
             raise ValueError(f"{kind}.{field} cannot be kept in 8 bits: {REFUSED[kind]}.")
         if codec is not None:
             check_codec(f"{kind}.{field}", codec, known.signed)
+            codec.check_group_size(self.group_size)
         return codec
 
     def _check_inner(self, params: optax.Params) -> None:
@@ -212,23 +230,28 @@ class _Compressor:
         codec: GroupCodec,
         known: SlotFacts,
         stored: bool = False,
-        shape: tuple[int, ...] | None = None,
+        weight: tuple[int, ...] = (),
+        of_blocks: bool = False,
         block: Any = None,
     ) -> bool:
         """Record how a leaf of a slot is stored; return whether it is compressed.
 
-        `shape` is the parameter's, and `block` the `Block`, where the slot has a value a block.
+        `weight` is the parameter's shape, and `block` the `Block` where the slot has a value a
+        block and an `init` says of which.
         """
+        shape = tuple(leaf.shape)
         is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
+        unpackable = _unpackable(codec, shape, weight)
         decision = decide_slot(
-            path, shape or tuple(leaf.shape), slot, codec, self.group_size,
+            path, weight if of_blocks else shape, slot, codec, self.group_size,
             self._stochastic(known), self.policy, path in masked, stored,
-            refused=None if is_float else f"{leaf.dtype} is not a float",
+            refused=unpackable if is_float else f"{leaf.dtype} is not a float",
         )  # fmt: skip
         compressed = decision.codec is not None
         if block is not None:  # in the words of the optimizers that keep it so themselves
             form = f"{decision.form or 'f32'}, {block.words or 'a value a block'}"
-            decision = dataclasses.replace(decision, form=form, reason=block.reason, block=block)
+            reason = "; ".join(filter(None, [block.reason, unpackable]))
+            decision = dataclasses.replace(decision, form=form, reason=reason, block=block)
         scope.record(decision)
         return compressed
 
@@ -301,7 +324,7 @@ class _Compressor:
             for path, leaf in trees.named_leaves(value):
                 kept, shape = (scales, path) in stored, shapes.get(path, leaf.shape)
                 row = _in_one_row(node, slot, leaf.shape, shape)
-                of_block = (shape if row else None, blocks.get((path, slot)))
+                of_block = (shape, row, blocks.get((path, slot)))
                 own = _Slot(codec, slot, random.name_of(path), leaf, self._stochastic(known), row)
                 compressed = self._decide(path, leaf, slot, masked, codec, known, kept, *of_block)
                 found.append(own if compressed else None)
@@ -324,8 +347,8 @@ class _Compressor:
 
     def _to_decode(
         self, state: CompressedState, shapes: dict[str, tuple[int, ...]]
-    ) -> list[tuple[GroupCodec, jax.Array, jax.Array, bool]]:
-        """(codec, codes, scales, whether in one row) of the compressed leaves; all are checked."""
+    ) -> list[tuple[GroupCodec, jax.Array, jax.Array, bool, int]]:
+        """(codec, codes, scales, whether in one row, length) of the compressed leaves, checked."""
         found: list[Any] = []
         seen: dict[str, Any] = {}
 
@@ -343,17 +366,20 @@ class _Compressor:
             rows = zip(trees.named_leaves(value), jax.tree.leaves(stored), strict=True)
             for (path, codes), scales in rows:
                 shape = shapes.get(path, ())
-                row = _in_one_row(node, slot, codes.shape, shape)
-                if not row and _facts(node, slot).moment and codes.ndim and shape != codes.shape:
+                # of the values; bytes with several codes are of a slot with its weight's shape
+                packed = shape and codec.codes_per_byte > 1 and _is_code(codes)
+                own = shape if packed else codes.shape
+                row = _in_one_row(node, slot, own, shape)
+                if not row and _facts(node, slot).moment and codes.ndim and shape != own:
                     raise ValueError(
                         f"state of '{path}', slot {slot}, has shape {codes.shape}, the gradient "
                         f"{shapes.get(path, 'is missing')}: the state was made for another tree. "
                         "Call init on these parameters."
                     )
                 if _is_code(codes):
-                    of_groups = (codes.size,) if row else codes.shape
-                    self._check_codes(codec, slot, path, codes, scales, of_groups)
-                    found.append((codec, codes, scales, row))
+                    of_groups = (codes.size,) if row else own
+                    self._check_codes(codec, slot, path, codes, scales, of_groups, row)
+                    found.append((codec, codes, scales, row, of_groups[-1]))
             return ()
 
         map_slots(visit, state.inner_state)
@@ -372,15 +398,16 @@ class _Compressor:
         codes: jax.Array,
         scales: jax.Array,
         of_groups: tuple[int, ...],
+        in_one_row: bool,
     ) -> None:
-        shape = groups.scale_shape(of_groups, self.group_size)
-        wanted = (codec.dtype, shape, codec.scale.dtype)
-        if (codes.dtype, scales.shape, scales.dtype) != wanted:
+        row = jax.ShapeDtypeStruct(of_groups, codes.dtype)
+        given = StoredSlot(row if in_one_row else codes, scales)
+        wanted = codec.storage(of_groups, self.group_size)
+        if not given.is_like(wanted):
             raise ValueError(
-                f"state of '{path}', slot {slot}: codes {codes.dtype} with scales "
-                f"{scales.dtype}{list(scales.shape)}, but {codec.name} in groups of "
-                f"{self.group_size} keeps {wanted[0]} with {wanted[2]}{list(shape)}. The state was "
-                "made or restored with other settings: use those, or call init again."
+                f"state of '{path}', slot {slot}: {given.words}, but {codec.name} in groups of "
+                f"{self.group_size} keeps {wanted.words}. The state was made or restored with "
+                "other settings: use those, or call init again."
             )
 
     # ---- the transformation ------------------------------------------------------------------

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.codecs import GroupCodec, encode_array
-from optax_lowmem._src.core import boxes, explicit, groups, trees
+from optax_lowmem._src.core import boxes, explicit, trees
 from optax_lowmem._src.core.compiled import compiled, is_free
 from optax_lowmem._src.update.slots import facts, map_slots, scale_name
 
@@ -80,7 +80,8 @@ class Start:
             for path, one in trees.named_leaves(value):
                 full = next(shapes)
                 of_slot.append(full)
-                kept = self.decide(path, full, slot, masked, codec, facts(node, slot))
+                known, weight = facts(node, slot), jnp.shape(weights[path])
+                kept = self.decide(path, full, slot, masked, codec, known, weight=weight)
                 rows.append((codec if kept else None, one, full.dtype, weights[path]))
             trees_of.append(jax.tree.unflatten(jax.tree.structure(value), of_slot))
             return ()
@@ -130,9 +131,11 @@ def _spread(
             whole = one if same else jnp.full_like(weight, one.reshape(()), dtype=dtype)
             pairs.append((whole, jnp.zeros((), jnp.float32)))
             continue
-        code, scale = encode_array(codec, one.astype(jnp.float32), group_size)
-        codes = jnp.full_like(weight, code.reshape(()), dtype=codec.dtype)
-        shape = groups.scale_shape(weight.shape, group_size)
-        own = explicit.of_state("a leaf", weight, shape, group_size)
-        pairs.append((codes, explicit.laid(jnp.full(shape, scale.reshape(())), own)))
+        # a whole byte of codes, where several share one
+        row = jnp.broadcast_to(one.astype(jnp.float32).reshape(1), (codec.codes_per_byte,))
+        code, scale = encode_array(codec, row, group_size)
+        codes, scales = codec.storage(weight.shape, group_size)
+        code = explicit.filled("a leaf", weight, codes, group_size, code.reshape(()))
+        own = explicit.of_state("a leaf", weight, scales.shape, group_size)
+        pairs.append((code, explicit.laid(jnp.full(scales.shape, scale.reshape(())), own)))
     return pairs

@@ -112,6 +112,9 @@ def _cut_groups(params: optax.Params, decisions: list[scope.Decision]) -> dict[s
             continue
         place = placement(decision.path, tuple(leaf.shape), sharding, sharding.mesh)
         reason = place.cut_groups(tuple(leaf.shape), size)
+        several = decision.codec.codes_per_byte if decision.codec is not None else 1
+        if reason and place.local(tuple(leaf.shape))[-1] % several:
+            reason += f", and bytes of {several} codes too: those are whole along that axis"
         if reason is not None and reason not in found[decision.path]:
             found[decision.path].append(reason)
     return found

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem._src.codecs import GroupCodec
+from optax_lowmem._src.codecs import GroupCodec, StoredSlot
 from optax_lowmem._src.codecs.group_codec import reference
-from optax_lowmem._src.core import explicit, groups, platform
+from optax_lowmem._src.core import explicit, platform
 from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.core.tiles import MAX_ELEMENTS, Tiling
 
@@ -21,21 +21,24 @@ _MAX_LANES = 1 << 14  # 16 elements for each thread of the largest program
 
 # traced once for arrays of a shape, where tracing is all that they are for
 _encode_by_xla = jax.jit(reference.encode, static_argnames=("codec", "group_size", "slot"))
-_decode_by_xla = jax.jit(reference.decode, static_argnames=("codec", "group_size"))
+_decode_by_xla = jax.jit(reference.decode, static_argnames=("codec", "group_size", "length"))
 
 
-def supported(x: Any, group_size: int) -> str | None:
+def supported(x: Any, group_size: int, codec: GroupCodec | None = None) -> str | None:
     """Return the reason why the kernels cannot take an array here, or None where they can.
 
     Args:
       x: values or codes, or their `jax.ShapeDtypeStruct`.
       group_size: neighbours on the last axis that share a scale.
+      codec: how it is stored; by default with a code in each byte.
     """
-    return platform.no_kernel_reason(x) or _array_reason(x, group_size)
+    return platform.no_kernel_reason(x) or _array_reason(x, group_size, codec)
 
 
-def _array_reason(x: Any, group_size: int) -> str | None:
+def _array_reason(x: Any, group_size: int, codec: GroupCodec | None) -> str | None:
     """Return the reason why the kernels cannot take an array on any machine, or None."""
+    if codec is not None and codec.no_tile_reason is not None:
+        return codec.no_tile_reason
     if not platform.has_pallas_triton():
         return "this JAX has no Pallas-Triton lowering"
     if jnp.dtype(x.dtype) not in _DTYPES:
@@ -48,17 +51,17 @@ def _array_reason(x: Any, group_size: int) -> str | None:
     return f"a group takes {lanes} lanes, over {_MAX_LANES}" if lanes > _MAX_LANES else None
 
 
-def _choose(x: Any, group_size: int, implementation: str | None) -> bool:
+def _choose(codec: GroupCodec, x: Any, group_size: int, implementation: str | None) -> bool:
     """Return whether a kernel takes an array; raise where it was asked for and cannot."""
     if implementation is None:
-        return supported(x, group_size) is None
+        return supported(x, group_size, codec) is None
     if implementation not in IMPLEMENTATIONS:
         names = ", ".join(IMPLEMENTATIONS)
         raise ValueError(f"implementation must be {names} or None, got {implementation!r}")
     if implementation == "xla":
         return False
     reason = platform.no_device_reason() or platform.explicit_axes_reason(x)
-    reason = reason or _array_reason(x, group_size)
+    reason = reason or _array_reason(x, group_size, codec)
     if reason is not None:
         raise ValueError(
             f"implementation='pallas' cannot take this {x.dtype}{list(x.shape)} array: {reason}. "
@@ -81,9 +84,9 @@ def _check(x: Any, group_size: int) -> None:
 def _encode_anywhere(
     codec: GroupCodec, x: jax.Array, group_size: int, key: jax.Array | None, slot: str
 ) -> tuple[jax.Array, jax.Array]:
-    """`reference.encode`, on Explicit axes too: codes lie as x, scales as in an optimizer."""
-    grouped = groups.scale_shape(x.shape, group_size)
-    lies = explicit.sharding_of(x), explicit.of_state(slot, x, grouped, group_size)
+    """`reference.encode`, on Explicit axes too, where codes and scales lie as in an optimizer."""
+    forms = codec.storage(x.shape, group_size)
+    lies = tuple(explicit.of_state(slot, x, form.shape, group_size) for form in forms)
     encode = functools.partial(_with_key, codec, group_size, slot)
     return explicit.left_to_xla(encode, lies, x, key)
 
@@ -94,14 +97,15 @@ def _with_key(codec: GroupCodec, group_size: int, slot: str, x: Any, key: Any) -
 
 @compiled
 def _decode_anywhere(
-    codec: GroupCodec, codes: jax.Array, scales: jax.Array, group_size: int
+    codec: GroupCodec, codes: jax.Array, scales: jax.Array, group_size: int, length: int
 ) -> jax.Array:
     """`reference.decode`, on Explicit axes too, where the values lie as the codes."""
 
     def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
-        return reference.decode(codec, codes, scales, group_size)
+        return reference.decode(codec, codes, scales, group_size, length)
 
-    return explicit.left_to_xla(decode, explicit.sharding_of(codes), codes, scales)
+    lies = explicit.of_values(codes, length)
+    return explicit.left_to_xla(decode, lies, codes, scales)
 
 
 def encode(
@@ -125,7 +129,7 @@ def encode(
       implementation: `xla`, `pallas` (NVIDIA GPUs), or None for what is fastest here.
 
     Returns:
-      (codes of x's shape, scales [..., ceil(n / group_size)]).
+      (codes, scales [..., ceil(n / group_size)]), as `codec.storage` has them.
 
     Raises:
       ValueError: for an array without a last axis or elements on it, or where the implementation
@@ -141,7 +145,7 @@ def encode(
       ([-127, -64, 0, 64, 127], [2.0])
     """
     _check(x, group_size)
-    if not _choose(x, group_size, implementation):
+    if not _choose(codec, x, group_size, implementation):
         return _encode_anywhere(codec, x, group_size, key, slot)
     from optax_lowmem._src.codecs.group_codec import pallas_triton
 
@@ -162,6 +166,7 @@ def decode(
     codes: jax.Array,
     scales: jax.Array,
     group_size: int = 32,
+    length: int | None = None,
     *,
     implementation: str | None = None,
 ) -> jax.Array:
@@ -172,9 +177,10 @@ def decode(
 
     Args:
       codec: how they were stored.
-      codes: [..., n], of any rank over 0.
+      codes: as they are stored, of any rank over 0.
       scales: [..., ceil(n / group_size)].
       group_size: neighbours on the last axis that share a scale.
+      length: n, where codes share bytes.
       implementation: `xla`, `pallas` (NVIDIA GPUs), or None for what is fastest here.
 
     Raises:
@@ -190,23 +196,23 @@ def decode(
       -1.0
     """
     _check(codes, group_size)
-    shape = groups.scale_shape(codes.shape, group_size)
-    wanted = (codec.dtype, shape, codec.scale.dtype)
-    if (codes.dtype, scales.shape, scales.dtype) != wanted:
+    length = codec.length_of(codes, length)
+    forms = codec.storage((*codes.shape[:-1], length), group_size)
+    given = StoredSlot(codes, scales)
+    if not given.is_like(forms):
         raise ValueError(
-            f"{codes.dtype}{list(codes.shape)} codes with {scales.dtype}{list(scales.shape)} "
-            f"scales: {codec.name} in groups of {group_size} keeps {wanted[0]} codes with "
-            f"{wanted[2]}{list(shape)} scales. Pass the codec and group_size that stored them."
+            f"{given.words}: {codec.name} in groups of {group_size} keeps {forms.words}. Pass the "
+            "codec and group_size that stored them."
         )
-    if not _choose(codes, group_size, implementation):
-        return _decode_anywhere(codec, codes, scales, group_size)
+    if not _choose(codec, codes, group_size, implementation):
+        return _decode_anywhere(codec, codes, scales, group_size, length)
     from optax_lowmem._src.codecs.group_codec import pallas_triton
 
     def kernel(codes: jax.Array, scales: jax.Array) -> jax.Array:
-        return pallas_triton.decode(codec, codes, scales, group_size)
+        return pallas_triton.decode(codec, codes, scales, group_size, length)
 
     def plain(codes: jax.Array, scales: jax.Array) -> jax.Array:
-        return _decode_by_xla(codec, codes, scales, group_size)
+        return _decode_by_xla(codec, codes, scales, group_size, length)
 
     if implementation is not None:
         return kernel(codes, scales)

@@ -30,7 +30,7 @@ def _encode_tile(codec: GroupCodec, tiling: Tiling, slot: str, *refs: Any) -> No
         bits = pallas_tiles.noise(tiling, tile, key_ref[0][0])
         noise = random.join_bits(*bits, tiling.lanes, slot)
     codes, scales = codec.encode(x, noise)
-    pallas_tiles.store(tiling, codes_ref, tile, codes)
+    pallas_tiles.store(tiling.of_bytes(codec.codes_per_byte), codes_ref, tile, codec.pack(codes))
     pallas_tiles.store_scales(tiling, scales_ref, tile, scales)
 
 
@@ -38,7 +38,8 @@ def _decode_tile(
     codec: GroupCodec, tiling: Tiling, codes_ref: Any, scales_ref: Any, x_ref: Any
 ) -> None:
     tile = pl.program_id(0)
-    codes = pallas_tiles.load(tiling, codes_ref, tile)
+    stored = pallas_tiles.load(tiling.of_bytes(codec.codes_per_byte), codes_ref, tile)
+    codes = codec.unpack(stored, tiling.lanes)
     x = codec.decode(codes, pallas_tiles.load_scales(tiling, scales_ref, tile))
     pallas_tiles.store(tiling, x_ref, tile, x)
 
@@ -93,19 +94,21 @@ def encode(
     wanted = functools.partial(reference.encode, codec, group_size=group_size)
     codes, scales = jax.eval_shape(wanted, x, key=key)
     viewed = tiling.element_view(x)
-    out_shape = (_viewed(codes, viewed.shape), _viewed(scales, (tiling.groups,)))
+    in_bytes = jax.eval_shape(tiling.of_bytes(codec.codes_per_byte).element_view, codes)
+    out_shape = (_viewed(codes, in_bytes.shape), _viewed(scales, (tiling.groups,)))
     body = functools.partial(_encode_tile, codec, tiling, slot)
     call = _call(body, tiling, tile, out_shape, "group_encode", interpret)
     stored, scale = call(viewed, *(() if key is None else (key.reshape(1),)))
     return stored.reshape(codes.shape), scale.reshape(scales.shape)
 
 
-@functools.partial(jax.jit, static_argnames=("codec", "group_size", "tile", "interpret"))
+@functools.partial(jax.jit, static_argnames=("codec", "group_size", "length", "tile", "interpret"))
 def decode(
     codec: GroupCodec,
     codes: jax.Array,
     scales: jax.Array,
     group_size: int,
+    length: int | None = None,
     tile: Tile = Tile(),  # noqa: B008 (frozen)
     interpret: bool = False,
 ) -> jax.Array:
@@ -113,16 +116,18 @@ def decode(
 
     Args:
       codec: how they were stored.
-      codes: [..., n].
+      codes: as they are stored.
       scales: [..., ceil(n / group_size)].
       group_size: neighbours on the last axis that share a scale.
+      length: n, where codes share bytes.
       tile: how the work is cut.
       interpret: run as plain JAX, on any device.
     """
-    tiling = Tiling(codes.shape, group_size, tile.elements)
-    wanted = functools.partial(reference.decode, codec, group_size=group_size)
-    viewed = tiling.element_view(codes)
-    out_shape = _viewed(jax.eval_shape(wanted, codes, scales), viewed.shape)
+    wanted = functools.partial(reference.decode, codec, group_size=group_size, length=length)
+    values = jax.eval_shape(wanted, codes, scales)
+    tiling = Tiling(values.shape, group_size, tile.elements)
+    viewed = tiling.of_bytes(codec.codes_per_byte).element_view(codes)
+    out_shape = _viewed(values, jax.eval_shape(tiling.element_view, values).shape)
     body = functools.partial(_decode_tile, codec, tiling)
     call = _call(body, tiling, tile, out_shape, "group_decode", interpret)
-    return call(viewed, tiling.scale_view(scales)).reshape(codes.shape)
+    return call(viewed, tiling.scale_view(scales)).reshape(values.shape)

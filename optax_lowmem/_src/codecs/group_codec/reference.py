@@ -9,7 +9,7 @@ from optax_lowmem._src.core import numerics, random
 def encode(
     codec: GroupCodec, x: jax.Array, group_size: int, key: jax.Array | None = None, slot: str = ""
 ) -> tuple[jax.Array, jax.Array]:
-    """Codes of x's shape and scales [..., ceil(n / group_size)] of an array [..., n].
+    """Codes and scales, as `codec.storage` has them, of an array [..., n].
 
     Args:
       codec: how to store it.
@@ -22,6 +22,12 @@ def encode(
     return encode_array(codec, numerics.widen(x), group_size, noise)
 
 
-def decode(codec: GroupCodec, codes: jax.Array, scales: jax.Array, group_size: int) -> jax.Array:
-    """f32 values of `encode`'s codes and scales."""
-    return decode_array(codec, codes, scales, group_size)
+def decode(
+    codec: GroupCodec,
+    codes: jax.Array,
+    scales: jax.Array,
+    group_size: int,
+    length: int | None = None,
+) -> jax.Array:
+    """f32 values of `encode`'s codes and scales, of this `length` where codes share bytes."""
+    return decode_array(codec, codes, scales, group_size, length)
