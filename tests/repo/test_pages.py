@@ -80,7 +80,7 @@ def test_the_readme_is_short():
 
 @pytest.mark.parametrize("page", ["README.md", "docs/tutorials/choose.md"])
 def test_bytes_of_the_optimizers_tables(page):
-    """What `memory.report` says of a bf16 matrix."""
+    """The bytes are those of `memory.report` for a bf16 matrix."""
     like = {"w": jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)}
     found = {}
     for line in (ROOT / page).read_text("utf-8").splitlines():
