@@ -200,7 +200,7 @@ CLAIMS: tuple[Claim, ...] = (
           _norms("fp8-flow", BF16, 1 + FUSED, "the norm's")),
     Claim("Appendix G.5, maxima of weights found once an accumulation", "less overhead", _cached),
     Claim("Appendix H, linear layers in groups of 128", "40 % slower, little more accurate",
-          "one scale a tensor is all that this flow has; `switchback_m` has one a row"),
+          "one scale per tensor is all that this flow has; `switchback_m` has one per row"),
     # training
     *(Claim(f"Table 13, {tables.SAYS[name]}", f"training perplexity {printed:+.2%}", _trained(name))
       for (name, (_, printed)) in tables.LOSSES.items()),

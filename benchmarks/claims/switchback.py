@@ -245,7 +245,8 @@ CLAIMS: tuple[Claim, ...] = (
             _loss(ALL_INT8, "worse", large=large))
       for where, large in (("", False), (", a large batch (appendix D.3)", True))),
     Claim("§2.2.1, SwitchBackM", "negligible differences", _loss(M, "close", INT8)),
-    Claim("§2.2.1, SwitchBackQ", "a scale a row of W: no better accuracy", _loss(Q, "close", INT8)),
+    Claim("§2.2.1, SwitchBackQ", "a scale per row of W: no better accuracy",
+          _loss(Q, "close", INT8)),
     Claim("Figure 1, tensor-wise fp8, scaled to its range", "diverges over 420M parameters",
           _loss(TENSORWISE, "fails")),
     Claim("Figure 1, tensor-wise fp8, scaled to 1", "diverges over 420M parameters",

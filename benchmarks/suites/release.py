@@ -64,7 +64,7 @@ def table(rows: Rows) -> Table:
         "forward and backward alone, GiB": ("backward_bytes", "{:.1f}", GIB),
         "all but that, bytes/param": ("beside_backward", "{:.2f}", 1.0),
         "peak GiB": ("peak_bytes", "{:.1f}", GIB),
-        "ms a step": ("step_ms", "{:.0f}", 1.0),
+        "ms per step": ("step_ms", "{:.0f}", 1.0),
     }
     found = runs(rows)
     body = []

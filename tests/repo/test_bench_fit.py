@@ -74,7 +74,7 @@ def test_table():
     assert plain["largest batch"] == "2" and coat["largest batch"] == "8"
     assert none["largest batch"] == "out of memory" and not none["tokens/s at the largest"]
     assert (coat["tokens/s at the same batch"], coat["tokens/s at the largest"]) == ("150", "158")
-    assert coat["x the first that fits"] == "1.58 x"
+    assert coat["relative to the baseline"] == "1.58 x"
     assert plain["peak, GiB"] == "40.0 (batch 2)"
     on_a_cpu = [row | {"device": "cpu-2-cores"} for row in stored()]
     assert fit_tables.table(on_a_cpu)[1] == []

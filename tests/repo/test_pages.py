@@ -6,8 +6,10 @@ import re
 import shlex
 
 import jax
+import jax.numpy as jnp
 import pytest
 
+import optax_lowmem as lowmem
 from tests import public_api
 from tests.lowering import kernels_in, lower_for_cuda
 from tests.repo.pages import DOCS, PAGES, README, ROOT, blocks_of, name_of, run_block
@@ -76,6 +78,24 @@ def test_the_readme_is_short():
     assert len(README.read_text("utf-8").splitlines()) <= 150
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorials/choose.md"])
+def test_bytes_of_the_optimizers_tables(page):
+    """The bytes are those of `memory.report` for a bf16 matrix."""
+    like = {"w": jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)}
+    found = {}
+    for line in (ROOT / page).read_text("utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        told = next((cell for cell in cells if re.fullmatch(r"\d[\d., ]*", cell)), "")
+        numbers = told.split(", ") if told else []
+        names = [n for n in re.findall(r"`(\w+)`", " ".join(cells[:2])) if n in lowmem.OPTIMIZERS]
+        if line.startswith("|") and names and numbers:
+            found |= zip(names, numbers * (len(names) // len(numbers)), strict=True)
+    assert found.keys() >= lowmem.OPTIMIZERS.keys() - {"q_adamw"}
+    for name, shown in found.items():
+        report = lowmem.memory.report(lowmem.OPTIMIZERS[name].make(1e-3), like)
+        assert f"{report.state_bytes / report.parameters:.2f}" == shown, name
+
+
 # ---- commands ------------------------------------------------------------------------------------
 
 EXAMPLE = re.compile(r"python examples/(train_\w+)\.py((?: (?!#|and\b)[\w./=:-]+)*)")
@@ -124,8 +144,7 @@ SAY = {
 
 
 def prose(text: str) -> str:
-    """A page without its tables, which come from the records, and its code."""
-    text = re.sub(r"<!-- table:.*?<!-- end -->", "", text, flags=re.DOTALL)
+    """A page without its code."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     return re.sub(r"`[^`\n]*`", "", text)
 

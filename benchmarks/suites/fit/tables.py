@@ -41,7 +41,7 @@ def table(rows: Rows) -> Table:
             used += [*of.values(), *(row for one in at for row in one.values())]
     head = ["model", "optimizer, activations", "weights and state, GiB", "a sequence more, GiB",
             "peak, GiB", "largest batch", "tokens/s at the same batch", "tokens/s at the largest",
-            "x the first that fits"]  # fmt: skip
+            "relative to the baseline"]  # fmt: skip
     return head, body, used
 
 

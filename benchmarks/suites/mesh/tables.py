@@ -14,7 +14,7 @@ HEAD = [
     *("`lowmem.step`, ms", f"n x time / time(1), asked: ≤ {LIMIT}"),
     *("optax in f32, ms", "n x time / time(1)"),
     *("tokens/s", "loss, at most off by", "optax's"),
-    *("weights and state, GiB a device", "optax's", "peak of training, GiB a device"),
+    *("weights and state, GiB per device", "optax's", "peak of training, GiB per device"),
 ]
 
 
