@@ -1,6 +1,7 @@
 """A headless Chromium, spoken to in its DevTools protocol over pipes: no driver, no package."""
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -11,6 +12,14 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+
+# the pipes of the protocol are 3 and 4
+START = """
+import os, sys
+for given, wanted in zip(map(int, sys.argv[1:3]), (3, 4)):
+    os.dup2(given, wanted)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 def find() -> str | None:
@@ -28,19 +37,16 @@ class Browser:
         more = "remote-debugging-pipe", f"user-data-dir={profile}"
         flags = [f"--{name}" for name in (*names.split(), *more)]
 
-        def pipes() -> None:  # the protocol's are 3 and 4
-            os.dup2(from_us, 30)
-            os.dup2(from_it, 31)
-            os.dup2(30, 3)
-            os.dup2(31, 4)
-
+        # A function between fork and the program would run in a copy of JAX's threads, which warns.
+        ours = [fcntl.fcntl(pipe, fcntl.F_DUPFD_CLOEXEC, 10) for pipe in (from_us, from_it)]
         self._process = subprocess.Popen(
-            [program, *flags, "about:blank"],
-            preexec_fn=pipes,  # noqa: PLW1509
-            close_fds=False,
+            [sys.executable, "-c", START, *map(str, ours), program, *flags, "about:blank"],
+            pass_fds=ours,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
+        for pipe in ours:
+            os.close(pipe)
         os.close(from_us)
         os.close(from_it)
         self._buffer, self._count, self._session = b"", 0, None
