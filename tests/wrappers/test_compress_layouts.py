@@ -164,7 +164,7 @@ def test_a_registered_state_of_any_name_is_found_inside_wrappers(monkeypatch):
 
 
 def test_bytes_of_two_codes_are_of_slots_like_their_weights():
-    """Such bytes do not say how many values of blocks they hold: f32, with the reason."""
+    """Values of blocks stay in f32, with the reason: bytes do not say how many they hold."""
     mini = lowmem.scale_by_adam_mini(blocks=lowmem.blocks.Structure(rules=[("*", (1,))]))
     codecs = {"mu": lowmem.codecs.linear4(), "nu": lowmem.codecs.linear4(signed=False)}
     tx, params = lowmem.compress_state(mini, **codecs), {"w": jnp.ones((64, 65))}

@@ -52,7 +52,7 @@ class GroupCodec(ShowsChanges, abc.ABC):
     guarded: bool = True
     signed: bool = True
 
-    bits = 8  # of a code: 8, 4, 2 or 1
+    bits = 8  # of a code: 8, 4 or 2
     zero_code: ClassVar[bool] = True  # code 0 stands for 0 in every group
 
     @property
