@@ -3,7 +3,7 @@
 The bytes are summed as 64-bit words, page by page, and the CRC-32 is of the sums, which takes a
 fraction of the time of a CRC-32 of all bytes: the sums tell any change within a word and of a page
 as a whole, and the CRC-32 which page it was. Most of the time is the copy out of the page cache,
-and next the calls, so pieces are large. Its cost is in docs/internals/architecture.md.
+and next the calls, so pieces are large. Its cost is in docs/internals/checkpoints.md.
 """
 
 import json
