@@ -116,7 +116,7 @@ def label(x):
 
 
 @pytest.mark.parametrize("name, options", rows(STEPS, OF_RULES + OPTIONS), ids=label)
-@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("direct", rows([True, False], [True]))
 def test_a_step(name, options, direct):
     """Of every rule, codec and split: the bits of the function that it was made from."""
     storage = lowmem.Storage(policy=launch_cases.POLICY, group_size=32, **options)
