@@ -16,6 +16,7 @@ from optax_lowmem._src.switchback.quantized_matmul import E4M3, E5M2, Quantized
 from optax_lowmem._src.switchback.quantized_matmul import reference as matmul
 from tests import tolerances as tol
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
+from tests.tiers import rows
 
 EPS = 1e-6
 SHAPES = [(5, 40), (3, 1), (2, 4100), (9, 256), (130, 33)]
@@ -67,7 +68,10 @@ def compare_gated(shape, dtype, size, exact, activation, inputs, interpret):
     np.testing.assert_allclose(largest.max(), absmax.item(), rtol=tol.ACTIVATION)
 
 
-@pytest.mark.parametrize("size,dtype,exact", [(16, "bfloat16", True), (4, "float32", False)])
+FORMS = [(16, "bfloat16", True), (4, "float32", False)]
+
+
+@pytest.mark.parametrize("size,dtype,exact", rows(FORMS, FORMS[:1]))
 def test_interpreted(size, dtype, exact):
     for shape in SHAPES:
         compare_normed(shape, dtype, size, exact, True)

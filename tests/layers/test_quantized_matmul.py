@@ -11,7 +11,6 @@ from optax_lowmem._src.switchback import quantized_matmul as kernels
 from optax_lowmem._src.switchback.quantized_matmul import FORMATS, INT8, pallas_triton, reference
 from tests.compilation import FULL_COMPILE
 from tests.lowering import kernels_in, lower_for_cuda
-from tests.tiers import rows
 
 SHAPES = [(5, 40), (64, 128), (3, 5000), (130, 33), (1, 1)]
 of_rows = functools.partial(jax.jit, static_argnums=(1, 2))(reference.quantize)
@@ -72,7 +71,8 @@ def test_maxima(axes):
 INTERPRETED = [("int8", "bfloat16"), ("e4m3", "float32"), ("e5m2", "bfloat16")]
 
 
-@pytest.mark.parametrize("name, dtype", rows(INTERPRETED, INTERPRETED[:1]))
+@pytest.mark.full
+@pytest.mark.parametrize("name, dtype", INTERPRETED)
 def test_interpreted(name, dtype):
     """The reference's codes and scales."""
     to, dtype = FORMATS[name], jnp.dtype(dtype)

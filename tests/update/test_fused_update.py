@@ -59,7 +59,6 @@ CASES |= {
 STORAGE = functools.partial(lowmem.Storage, policy=lowmem.Policy(min_size=0))
 FAST = {
     ("adamw", 24, jnp.bfloat16),
-    ("coat", 24, jnp.bfloat16),
     ("narrow", 24, jnp.bfloat16),
     ("mini", 24, jnp.bfloat16),
     ("lion", 32, jnp.float16),

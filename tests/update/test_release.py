@@ -179,6 +179,7 @@ def test_gradients_are_those_of_a_loop_over_the_layers():
     assert np.abs(gradients["shared"]).max() > 1e-3  # and of the embedding: it is tied
 
 
+@pytest.mark.full
 def test_stacks_in_turn_with_integers_in_x_and_an_aux():
     """Layers know their number; the later stack reads what only the first stage reads else."""
 
@@ -216,6 +217,7 @@ def test_each_gradient_is_elementwise_work_on_it():
     assert_same(run(release.train_step(tx, MODEL, each_gradient=jnp.sign), *start), wanted)
 
 
+@pytest.mark.full
 def test_codes_of_a_second_moment_a_block():
     """Groups of 40 of the 80 values a layer of w1: they end where layers do, and round alike."""
     linear = lowmem.codecs.linear(signed=False)

@@ -126,13 +126,11 @@ def check(name, layout, start=None, steps=20):
     return found
 
 
-# each layout, and each rule
+# each way to shard, by rules of each kind
 OFTEN = [
-    ("flash_adamw", "fsdp"),
+    ("flash_adamw", "layers"),
     ("flash_lion", "tensor"),
     ("stable_adamw", "both"),
-    ("q_adamw", "zero"),
-    ("coat_adamw", "layers"),
     ("q_adam_mini", "zero and tensor"),
 ]
 
