@@ -131,8 +131,8 @@ def test_links_out_of_the_site():
 
 # ---- names ---------------------------------------------------------------------------------------
 
-INDEX = re.compile(r"pip install[^\n]*\boptax[-_]lowmem\b(?! @)")
-TEXT = {".cff", ".cfg", ".md", ".py", ".toml", ".yaml", ".yml"}
+INDEX = re.compile(r"pip (?:install|download)[^\n]*\boptax[-_]lowmem\b(?! @)")
+TEXT = {".cff", ".cfg", ".ipynb", ".md", ".py", ".toml", ".yaml", ".yml"}
 
 
 def test_nothing_is_installed_by_our_name():
