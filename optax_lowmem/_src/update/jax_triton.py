@@ -72,27 +72,16 @@ class _AnyHyperparameters(Mapping[str, jax.Array]):
 @functools.cache
 def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
     """Return a primitive of the step that has no form in Triton, or None."""
-    rows, lanes = 4, Tiling((32,), plan.group_size, 1).lanes
-
-    def like(shape: tuple[int, ...], dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    tile = functools.partial(like, (rows, lanes))
-    leaf = Leaf(
-        tile(jnp.float32),
-        tile(plan.dtype),
-        None if plan.split is None else tile(plan.split.dtype),
-        tuple(tile(slot.dtype) for slot in plan.slots),
-        tuple(like((rows,), slot.codec.scale.dtype) for slot in plan.slots if slot.codec),
+    dtypes: tuple[Any, ...] = (
+        jnp.dtype(jnp.float32),
+        plan.dtype,
+        None if plan.split is None else plan.split.dtype,
+        tuple(slot.dtype for slot in plan.slots),
+        tuple(slot.codec.scale.dtype for slot in plan.slots if slot.codec),
     )
-
-    def traced(leaf: Leaf, place: jax.Array, lane: jax.Array, exists: jax.Array) -> Result:
-        with numerics.kernel_arithmetic(triton_source.APPROXIMATIONS):
-            noise = random.mix(place)[:, None], lane
-            return step_tile(rule, plan, leaf, _AnyHyperparameters(), noise, exists)
-
-    words = (like((n,), jnp.uint32) for n in (rows, lanes))
-    return triton_source.missing(jax.make_jaxpr(traced)(leaf, *words, tile(jnp.bool_)))
+    lanes = Tiling((32,), plan.group_size, 1).lanes
+    body = _Body(rule, plan, Leaf(*dtypes), (), False, 4, lanes, False)
+    return triton_source.missing(body.jaxpr(_AnyHyperparameters()))
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "plans", "names", "tile"), inline=False)
@@ -113,7 +102,8 @@ def launch(
       plans: one a leaf, all `supported`.
       leaves: their arrays.
       names: of the hyperparameters.
-      scalars: the hyperparameters, f32 [1, len(names)].
+      scalars: the hyperparameters, f32 [1, len(names)], or [len(plans), len(names)] where the
+        leaves have their own.
       keys: of the leaves of the whole tree, uint32 [leaves], or of parts of them, [leaves, 2].
       leaf_numbers: which of them are these leaves', int32 [len(plans)].
       tile: how the work is cut.
@@ -318,8 +308,12 @@ class _Body:
         """Return whether the step asks which elements of a tile exist."""
         return not all(slot.codec is None or slot.codec.zero_code for slot in self.plan.slots)
 
-    def step(self) -> str:
-        """Return the source of the step of a tile: what `step_tile` computes."""
+    def jaxpr(self, others: Mapping[str, jax.Array] | None = None) -> Any:
+        """Return the closed jaxpr of the step of a tile: what `step_tile` computes.
+
+        Args:
+          others: hyperparameters that are no operands, in place of those that are.
+        """
         shaped = {"g": 2, "p": 2, "correction": 2, "slots": 2, "scales": 1}
         shapes = {1: (self.rows,), 2: (self.rows, self.lanes)}
         leaf = Leaf(
@@ -343,6 +337,7 @@ class _Body:
         exists = jax.ShapeDtypeStruct(shapes[2], jnp.bool_) if self.has_holes else None
 
         def traced(leaf: Leaf, h: Any, place: Any, lane: Any, exists: Any) -> Result:
+            h = h if others is None else others
             if leaf.of_block is not None:
                 h = {**h, OF_BLOCK: leaf.of_block}
             noise = (random.mix(place)[:, None], lane) if self.plan.noisy else None
@@ -351,8 +346,7 @@ class _Body:
                     self.rule, self.plan, leaf._replace(of_block=None), h, noise, exists
                 )
 
-        jaxpr = jax.make_jaxpr(traced)(leaf, h, place, lane, exists)
-        return triton_source.function(jaxpr, "step", self.operands)
+        return jax.make_jaxpr(traced)(leaf, h, place, lane, exists)
 
     @property
     def operands(self) -> list[str]:
@@ -417,7 +411,8 @@ def _arithmetic() -> contextlib.AbstractContextManager[None]:
 
 @functools.cache
 def _step(body: _Body) -> str:
-    return body.step()
+    """Return the source of the step of a tile."""
+    return triton_source.function(body.jaxpr(), "step", body.operands)
 
 
 @functools.cache
