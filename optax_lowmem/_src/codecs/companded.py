@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +33,8 @@ class CompandedCodec(GroupCodec):
     """
 
     scale: ScaleFormat = dataclasses.field(default_factory=Float32Scale)
+
+    least: ClassVar[float] = _MIN_NORMAL  # magnitude of the least normal number
 
     @property
     def levels(self) -> int:
@@ -74,11 +77,21 @@ class CompandedCodec(GroupCodec):
 
     def measure(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Stored scales [..., groups] of a group view, and the inverse of each."""
-        absmax = self.magnitude(numerics.from_bits(numerics.absmax_bits(x, self.signed)))
+        absmax = self._absmax(x)
         stored = self.scale.encode(numerics.to_bits(absmax))
         if self.guarded:
             return stored, self.divisor(self.scale.decode(stored))
         return stored, self.divisor(jnp.maximum(absmax, jnp.float32(_PAPER_MIN_ABSMAX)))
+
+    def _absmax(self, x: jax.Array) -> jax.Array:
+        """Return the largest magnitude of each group.
+
+        A kernel takes it of the magnitudes, which `quantize` needs in any case: with the values
+        themselves its assembler computes the magnitudes twice, before and after the reduction.
+        """
+        if not self.signed and numerics.in_kernel():
+            return numerics.from_bits(numerics.absmax_bits(self.magnitude(x), self.signed))
+        return self.magnitude(numerics.from_bits(numerics.absmax_bits(x, self.signed)))
 
     def quantize(
         self, x: jax.Array, divisor: jax.Array, noise: jax.Array | None = None
@@ -90,7 +103,8 @@ class CompandedCodec(GroupCodec):
           divisor: of each element's group.
           noise: uniforms in [0, 1) for stochastic rounding; None rounds to nearest.
         """
-        z = jnp.minimum(self.position(self.magnitude(x), divisor), jnp.float32(self.levels))
+        y = self.magnitude(x)
+        z = jnp.minimum(self.position(y, divisor), jnp.float32(self.levels))
         if noise is None and not self.guarded:
             return self._paper_codes(x, z)
         if noise is not None:
@@ -99,7 +113,8 @@ class CompandedCodec(GroupCodec):
         if self.signed:  # the sign last: XLA on CPU would else keep two f32 divisions
             return numerics.round_to_signed_byte(z, x)
         if self.guarded:  # subnormals are 0 on every backend
-            z = jnp.maximum(z, (x >= _MIN_NORMAL).astype(jnp.float32))
+            normal = y >= self.least if numerics.in_kernel() else x >= _MIN_NORMAL
+            z = jnp.maximum(z, normal.astype(jnp.float32))
         return numerics.round_to_byte(z)
 
     def _paper_codes(self, x: jax.Array, z: jax.Array) -> jax.Array:

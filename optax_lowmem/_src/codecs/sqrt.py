@@ -1,6 +1,7 @@
 """Second moment as uint8 of its square root (FlashOptim Algorithm 3, equation 4)."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,8 @@ class SqrtCodec(CompandedCodec):
     r"""phi(v) = sqrt(v), scaled by its group maximum; non-negative values only."""
 
     signed: bool = False
+
+    least: ClassVar[float] = 2.0**-63
 
     def magnitude(self, x: jax.Array) -> jax.Array:
         """sqrt(v)."""

@@ -149,11 +149,12 @@ def step_tile(
     correction = jnp.zeros((), jnp.int8) if leaf.correction is None else leaf.correction
     state = LeafState(leaf.slots, with_placeholders(plan, leaf.scales), correction)
     moved, values = reference.advance(rule, plan, leaf.g, leaf.p, state, h, layout)
-    slots, scales = reference.encode(plan, values, state.scales, noise, layout)
     if leaf.p is not None:
         # for a plan that is not direct the weight: its update is taken where it fuses with its use
         own = reference.master_noise(plan, noise, layout)
         moved, correction = reference.move(plan, leaf.p, moved, correction, own)
+    # last, when the weight is done with: encoding takes the most registers
+    slots, scales = reference.encode(plan, values, state.scales, noise, layout)
     kept = None if leaf.correction is None else correction
     scales = tuple(scale for scale in scales if scale is not None)
     return Result(moved.astype(update_dtype(plan, leaf.p)), kept, slots, scales)
