@@ -12,7 +12,7 @@ from optax_lowmem import release as release
 from optax_lowmem import sharding as sharding
 from optax_lowmem._src import pickles as _pickles
 from optax_lowmem._src.core.policy import Policy as Policy
-from optax_lowmem._src.noise.transformation import gaussws_noise as gaussws_noise
+from optax_lowmem._src.noise.noisy import gaussws_noise as gaussws_noise
 from optax_lowmem._src.optimizers import OPTIMIZERS as OPTIMIZERS
 from optax_lowmem._src.optimizers.adam import b2_schedule as b2_schedule
 from optax_lowmem._src.optimizers.adam import flash_adam as flash_adam
