@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from optax_lowmem._src.fp8_flow.gate import gated_product
-from optax_lowmem._src.fp8_flow.recipe import DEFAULT, Coded, Recipe
+from optax_lowmem._src.fp8_flow.storage import DEFAULT, Coded, Recipe
 
 Norm = Callable[[jax.Array], Coded]
 Layer = Callable[[Any], jax.Array]

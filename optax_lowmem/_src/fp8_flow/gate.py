@@ -8,7 +8,7 @@ import jax
 
 from optax_lowmem._src.core import numerics
 from optax_lowmem._src.fp8_flow import kernels, storage
-from optax_lowmem._src.fp8_flow.recipe import DEFAULT, Coded, Formula, Recipe
+from optax_lowmem._src.fp8_flow.storage import DEFAULT, Coded, Formula, Recipe
 
 
 @dataclasses.dataclass(frozen=True)

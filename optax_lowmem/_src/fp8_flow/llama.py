@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from optax_lowmem._src.fp8_flow.block import Layer, after_attention, before_attention, mlp_residual
 from optax_lowmem._src.fp8_flow.linear import QuantizedKernel, quantize_weight, weight_absmax
 from optax_lowmem._src.fp8_flow.nnx import Fp8Linear, Fp8RMSNorm
-from optax_lowmem._src.fp8_flow.recipe import DEFAULT, Coded, Recipe
+from optax_lowmem._src.fp8_flow.storage import DEFAULT, Coded, Recipe
 
 T = TypeVar("T")
 ATTENTIONS = ("xla", "cudnn")

@@ -10,8 +10,8 @@ import jax
 from optax_lowmem._src.core import numerics
 from optax_lowmem._src.fp8_flow import kernels, storage
 from optax_lowmem._src.fp8_flow.kernels import Grouped
-from optax_lowmem._src.fp8_flow.recipe import DEFAULT, Coded, Formula, Recipe
-from optax_lowmem._src.switchback.quantized_matmul.reference import absmax_of
+from optax_lowmem._src.fp8_flow.storage import DEFAULT, Coded, Formula, Recipe
+from optax_lowmem._src.switchback.quantized_matmul import absmax_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,11 +18,11 @@ from optax_lowmem._src.switchback.quantized_matmul import (
     E4M3,
     E5M2,
     Quantized,
+    absmax_of,
     multiply,
     quantize,
     quantize_transposed,
 )
-from optax_lowmem._src.switchback.quantized_matmul.reference import absmax_of
 
 INPUT, FP8, FP8_GRADIENTS = "input", "fp8", "fp8-gradients"
 PRODUCTS = (INPUT, FP8, FP8_GRADIENTS)

@@ -19,8 +19,8 @@ from optax_lowmem._src.fp8_flow.llama import quantized_weights as quantized_weig
 from optax_lowmem._src.fp8_flow.llama import weight_maxima as weight_maxima
 from optax_lowmem._src.fp8_flow.norm import layer_norm as layer_norm
 from optax_lowmem._src.fp8_flow.norm import rms_norm as rms_norm
-from optax_lowmem._src.fp8_flow.recipe import Coded as Coded
-from optax_lowmem._src.fp8_flow.recipe import Recipe as Recipe
+from optax_lowmem._src.fp8_flow.storage import Coded as Coded
+from optax_lowmem._src.fp8_flow.storage import Recipe as Recipe
 from optax_lowmem._src.fp8_flow.storage import code as code
 from optax_lowmem.layers.fp8_flow import linen as linen
 
