@@ -4,8 +4,17 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from optax_lowmem._src.blocks.heads import FUSED, KEY, OUT, QUERY, VALUE
-from optax_lowmem._src.blocks.kinds import EMBEDDING, HEAD, is_embedding, is_norm
+from optax_lowmem._src.blocks.kinds import (
+    EMBEDDING,
+    FUSED,
+    HEAD,
+    KEY,
+    OUT,
+    QUERY,
+    VALUE,
+    is_embedding,
+    is_norm,
+)
 from optax_lowmem._src.blocks.leaves import BIASES, Leaf, words
 
 # names of modules in lower case, without Linen's number
