@@ -36,15 +36,15 @@ from optax_lowmem._src.wrappers.accumulate import accumulate_gradients as accumu
 from optax_lowmem._src.wrappers.accumulate import value_and_grad as value_and_grad
 from optax_lowmem._src.wrappers.chain import chain as chain
 from optax_lowmem._src.wrappers.chain import step as step
+from optax_lowmem._src.wrappers.compress import compand_momentum as compand_momentum
 from optax_lowmem._src.wrappers.compress import compress_state as compress_state
+from optax_lowmem._src.wrappers.compress import sqrt_variance_quant as sqrt_variance_quant
 from optax_lowmem._src.wrappers.ema import ema_params as ema_params
 from optax_lowmem._src.wrappers.ema import track_master_ema as track_master_ema
 from optax_lowmem._src.wrappers.explain import explain as explain
 from optax_lowmem._src.wrappers.init import init as init
 from optax_lowmem._src.wrappers.inject import inject_hyperparams as inject_hyperparams
 from optax_lowmem._src.wrappers.loss_scale import per_tensor_loss_scale as per_tensor_loss_scale
-from optax_lowmem._src.wrappers.moments import compand_momentum as compand_momentum
-from optax_lowmem._src.wrappers.moments import sqrt_variance_quant as sqrt_variance_quant
 from optax_lowmem._src.wrappers.split import split_master_weights as split_master_weights
 from optax_lowmem._src.wrappers.update_clipping import update_clipping as update_clipping
 
