@@ -14,7 +14,7 @@ import optax_lowmem as lowmem
 from optax_lowmem import codecs
 from optax_lowmem._src.codecs import group_codec, group_codec_triton
 from optax_lowmem._src.core import pallas_tiles, platform
-from optax_lowmem._src.core.tiles import Tile, Tiling
+from optax_lowmem._src.core.groups import Tile, Tiling
 from tests import launch_cases
 from tests import tolerances as tol
 from tests.launch_cases import units

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from optax_lowmem._src.core.tiles import Tile
+from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.fp8_flow import kernels, kernels_triton
 from optax_lowmem._src.switchback import quantized_matmul as matmul
 from optax_lowmem._src.switchback import quantized_matmul as matmul_kernels

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import optax_lowmem as lowmem
 from optax_lowmem._src.core import platform
-from optax_lowmem._src.core.tiles import Tile
+from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.optimizers.adam import AdamRule
 from optax_lowmem._src.update import dispatch
 from tests import launch_cases

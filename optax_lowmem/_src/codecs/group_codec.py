@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from optax_lowmem._src.codecs import GroupCodec, StoredSlot, decode_array, encode_array
 from optax_lowmem._src.core import explicit, numerics, platform, random
 from optax_lowmem._src.core.compiled import compiled
-from optax_lowmem._src.core.tiles import MAX_ELEMENTS, Tiling
+from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tiling
 
 # ---- in plain jnp: the specification, and the path without a kernel ------------------------------
 

@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from optax_lowmem._src.codecs import GroupCodec, group_codec
 from optax_lowmem._src.core import numerics, pallas_tiles, random
-from optax_lowmem._src.core.tiles import Tile, Tiling
+from optax_lowmem._src.core.groups import Tile, Tiling
 
 _MOST_WARPS = 32  # of a program on a GPU
 

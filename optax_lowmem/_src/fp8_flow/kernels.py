@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from optax_lowmem._src.codecs.scales import E8M8Scale
 from optax_lowmem._src.core import groups, numerics, platform
-from optax_lowmem._src.core.tiles import MAX_ELEMENTS, next_power_of_two
+from optax_lowmem._src.core.groups import MAX_ELEMENTS, next_power_of_two
 from optax_lowmem._src.switchback import quantized_matmul as matmul
 from optax_lowmem._src.switchback.quantized_matmul import (
     E4M3,

@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from optax_lowmem._src.core import groups, numerics, pallas_tiles
-from optax_lowmem._src.core.tiles import Tile, Tiling, next_power_of_two, result_like
+from optax_lowmem._src.core.groups import Tile, Tiling, next_power_of_two, result_like
 from optax_lowmem._src.fp8_flow import kernels
 from optax_lowmem._src.fp8_flow.kernels import Grouped
 from optax_lowmem._src.switchback import quantized_matmul as matmul

@@ -16,8 +16,8 @@ from jax.typing import DTypeLike
 
 from optax_lowmem._src.codecs import split_of
 from optax_lowmem._src.core import numerics, platform, random, scope
+from optax_lowmem._src.core.groups import MAX_ELEMENTS
 from optax_lowmem._src.core.placement import Placement, placement
-from optax_lowmem._src.core.tiles import MAX_ELEMENTS
 from optax_lowmem._src.noise.distributions import EIGHT, GAUSSWS, Noise, pack
 from optax_lowmem._src.noise.formats import Format, Scaled
 

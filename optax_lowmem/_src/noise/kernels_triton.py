@@ -19,7 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from optax_lowmem._src.codecs import split_of
 from optax_lowmem._src.core import numerics, random
-from optax_lowmem._src.core.tiles import result_like
+from optax_lowmem._src.core.groups import result_like
 from optax_lowmem._src.noise.distributions import EIGHT, GAUSSWS, Noise
 from optax_lowmem._src.noise.formats import Format, Scaled
 from optax_lowmem._src.noise.kernels import SIDE, block_shape

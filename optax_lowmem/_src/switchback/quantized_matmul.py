@@ -15,7 +15,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from optax_lowmem._src.core import numerics, platform
-from optax_lowmem._src.core.tiles import MAX_ELEMENTS
+from optax_lowmem._src.core.groups import MAX_ELEMENTS
 
 T = TypeVar("T")
 

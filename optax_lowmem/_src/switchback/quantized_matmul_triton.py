@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from optax_lowmem._src.core import pallas_tiles
-from optax_lowmem._src.core.tiles import next_power_of_two, result_like
+from optax_lowmem._src.core.groups import next_power_of_two, result_like
 from optax_lowmem._src.switchback import quantized_matmul
 from optax_lowmem._src.switchback.quantized_matmul import Format, Quantized
 

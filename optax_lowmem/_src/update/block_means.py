@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from optax_lowmem._src.core import numerics, platform
 from optax_lowmem._src.core.block import Block
-from optax_lowmem._src.core.reductions import check_blocks
-from optax_lowmem._src.core.tiles import MAX_ELEMENTS, next_power_of_two
+from optax_lowmem._src.core.groups import MAX_ELEMENTS, next_power_of_two
+from optax_lowmem._src.core.varying import check_blocks
 
 # ---- in plain jnp: the specification, and the path without a kernel ------------------------------
 

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from optax_lowmem._src.core import numerics, pallas_tiles
-from optax_lowmem._src.core.tiles import result_like
+from optax_lowmem._src.core.groups import result_like
 from optax_lowmem._src.update.block_means import Columns
 
 _WARPS = 4
