@@ -15,6 +15,7 @@ from optax_lowmem._src.core.policy import Policy as Policy
 from optax_lowmem._src.noise.noisy import gaussws_noise as gaussws_noise
 from optax_lowmem._src.optimizers import OPTIMIZERS as OPTIMIZERS
 from optax_lowmem._src.optimizers.adam import b2_schedule as b2_schedule
+from optax_lowmem._src.optimizers.adam import coat_adamw as coat_adamw
 from optax_lowmem._src.optimizers.adam import flash_adam as flash_adam
 from optax_lowmem._src.optimizers.adam import flash_adamw as flash_adamw
 from optax_lowmem._src.optimizers.adam import scale_by_flash_adam as scale_by_flash_adam
@@ -23,14 +24,12 @@ from optax_lowmem._src.optimizers.adam_mini import flash_adam_mini as flash_adam
 from optax_lowmem._src.optimizers.adam_mini import q_adam_mini as q_adam_mini
 from optax_lowmem._src.optimizers.adam_mini import q_adamw as q_adamw
 from optax_lowmem._src.optimizers.adam_mini import scale_by_adam_mini as scale_by_adam_mini
-from optax_lowmem._src.optimizers.coat import coat_adamw as coat_adamw
 from optax_lowmem._src.optimizers.lion import flash_lion as flash_lion
 from optax_lowmem._src.optimizers.lion import scale_by_flash_lion as scale_by_flash_lion
 from optax_lowmem._src.optimizers.sgd import flash_sgd as flash_sgd
 from optax_lowmem._src.optimizers.sgd import flash_trace as flash_trace
 from optax_lowmem._src.optimizers.stable_adamw import stable_adamw as stable_adamw
 from optax_lowmem._src.update.masters import master_params as master_params
-from optax_lowmem._src.update.slots import register_slot as register_slot
 from optax_lowmem._src.update.storage import Storage as Storage
 from optax_lowmem._src.wrappers.accumulate import accumulate_gradients as accumulate_gradients
 from optax_lowmem._src.wrappers.accumulate import value_and_grad as value_and_grad
@@ -38,6 +37,7 @@ from optax_lowmem._src.wrappers.chain import chain as chain
 from optax_lowmem._src.wrappers.chain import step as step
 from optax_lowmem._src.wrappers.compress import compand_momentum as compand_momentum
 from optax_lowmem._src.wrappers.compress import compress_state as compress_state
+from optax_lowmem._src.wrappers.compress import register_slot as register_slot
 from optax_lowmem._src.wrappers.compress import sqrt_variance_quant as sqrt_variance_quant
 from optax_lowmem._src.wrappers.ema import ema_params as ema_params
 from optax_lowmem._src.wrappers.ema import track_master_ema as track_master_ema
