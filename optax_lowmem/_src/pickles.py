@@ -23,7 +23,7 @@ MOVED = {
     "codecs.linear": "_src.codecs.companded",
     "codecs.master": "_src.codecs.master",
     "codecs.minifloat": "_src.codecs.float8",
-    "codecs.scales": "_src.codecs.scales",
+    "codecs.scales": "_src.codecs.base",
     "codecs.softsign": "_src.codecs.companded",
     "codecs.sqrt": "_src.codecs.companded",
     "diagnostics.codes": "_src.diagnostics.codes",

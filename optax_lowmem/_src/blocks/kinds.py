@@ -5,8 +5,8 @@ import math
 from optax_lowmem._src.blocks.leaves import (
     BIASES,
     Heads,
-    Leaf,
     Leaves,
+    ModuleLeaf,
     because,
     beside,
     bias_of,
@@ -36,7 +36,7 @@ AMBIGUOUS = (
 )
 
 
-def splits_heads(leaf: Leaf, leaves: Leaves) -> bool:
+def splits_heads(leaf: ModuleLeaf, leaves: Leaves) -> bool:
     """Return whether the 3-D kernels of an attention hold heads, not stacked matrices.
 
     They do where heads * head_dim is the same in the query (in, heads, head_dim) and in the
@@ -51,7 +51,7 @@ def splits_heads(leaf: Leaf, leaves: Leaves) -> bool:
     return math.prod(inner[0][1:]) == math.prod(inner[1][:-1])
 
 
-def query_or_key(leaf: Leaf, leaves: Leaves, counts: Heads) -> Block | str:
+def query_or_key(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> Block | str:
     """One block a head, or what is missing to know the heads."""
     rank, what = len(leaf.inner_shape), "a query" if leaf.module in QUERY else "a key"
     if rank == 4:
@@ -71,7 +71,7 @@ def query_or_key(leaf: Leaf, leaves: Leaves, counts: Heads) -> Block | str:
     return count if isinstance(count, str) else _per_head(leaf, leaves, count, what)
 
 
-def _per_head(leaf: Leaf, leaves: Leaves, count: int, what: str) -> Block:
+def _per_head(leaf: ModuleLeaf, leaves: Leaves, count: int, what: str) -> Block:
     """The block of a 2-D matrix whose outputs are `count` heads."""
     out, inputs = output_axis(leaf, leaves), 0 if output_axis(leaf, leaves) else 1
     shape = "(in, heads * head_dim)" if out else "(heads * head_dim, in), as biases show"
@@ -83,7 +83,7 @@ def _per_head(leaf: Leaf, leaves: Leaves, count: int, what: str) -> Block:
     )
 
 
-def _count(leaf: Leaf, leaves: Leaves, counts: Heads) -> int | str:
+def _count(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> int | str:
     """Return the number of heads of a 2-D query or key, or a message on what is missing."""
     width = width_of(leaf, leaves)
     if leaf.module in QUERY:
@@ -112,7 +112,7 @@ def _count(leaf: Leaf, leaves: Leaves, counts: Heads) -> int | str:
     return width // dim
 
 
-def _head_dim(query: Leaf | None, leaves: Leaves, counts: Heads) -> int | None:
+def _head_dim(query: ModuleLeaf | None, leaves: Leaves, counts: Heads) -> int | None:
     """Return the head_dim of the query beside a key, or None where it is unknown."""
     if query is None:
         return None
@@ -124,7 +124,7 @@ def _head_dim(query: Leaf | None, leaves: Leaves, counts: Heads) -> int | None:
     return None if width % counts.query else width // counts.query  # its own leaf raises
 
 
-def _check(leaf: Leaf, width: int, count: int, name: str) -> None:
+def _check(leaf: ModuleLeaf, width: int, count: int, name: str) -> None:
     if width % count:
         raise ValueError(
             f"{name}={count} does not divide the {width} outputs of leaf '{leaf.path}', of "
@@ -132,7 +132,7 @@ def _check(leaf: Leaf, width: int, count: int, name: str) -> None:
         )
 
 
-def fused(leaf: Leaf, leaves: Leaves, counts: Heads) -> Block | str:
+def fused(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> Block | str:
     """Query, key and value in one leaf: per head in all three, since their order is not known."""
     what = "query, key and value in one (value per head too, give axes in a rule for per neuron)"
     shape = leaf.inner_shape
@@ -160,7 +160,7 @@ def fused(leaf: Leaf, leaves: Leaves, counts: Heads) -> Block | str:
     return _per_head(leaf, leaves, total, what)
 
 
-def _fused_key_heads(leaf: Leaf, leaves: Leaves, heads: int) -> int | None:
+def _fused_key_heads(leaf: ModuleLeaf, leaves: Leaves, heads: int) -> int | None:
     """From the projection, whose inputs are heads * head_dim; without one only 3 * in is plain."""
     width, out = width_of(leaf, leaves), beside(leaf, OUT, leaves)
     if out is not None and len(out.inner_shape) == 2:
@@ -174,7 +174,7 @@ def _fused_key_heads(leaf: Leaf, leaves: Leaves, heads: int) -> int | None:
     return None if rest or kv < 1 else kv
 
 
-def has_query_and_key(leaf: Leaf, leaves: Leaves) -> bool:
+def has_query_and_key(leaf: ModuleLeaf, leaves: Leaves) -> bool:
     """Return whether a leaf is in a group with a query and a key, which makes an attention."""
     names = (QUERY, KEY)
     return all(leaf.module in n or beside(leaf, n, leaves) is not None for n in names)
@@ -195,7 +195,7 @@ _GENERIC = {"dense", "linear", "mlp", "fc"}
 _NORMS = {"norm", "ln", "layernorm", "rmsnorm", "batchnorm", "groupnorm"}
 
 
-def classify(leaf: Leaf, leaves: Leaves, counts: Heads) -> Block | str:
+def classify(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> Block | str:
     """The block of a leaf, or why it is not known.
 
     Raises:
@@ -218,7 +218,7 @@ def classify(leaf: Leaf, leaves: Leaves, counts: Heads) -> Block | str:
     return _matrix(leaf, leaves, counts)
 
 
-def is_embedding(leaf: Leaf) -> bool:
+def is_embedding(leaf: ModuleLeaf) -> bool:
     """Return whether a leaf is, by name, an input embedding table, not an output head."""
     named = leaf.module in EMBEDDING and leaf.array in ("", "weight")
     return leaf.array == "embedding" or named
@@ -227,13 +227,13 @@ def is_embedding(leaf: Leaf) -> bool:
 # ---- vectors and tables --------------------------------------------------------------------------
 
 
-def is_norm(leaf: Leaf) -> bool:
+def is_norm(leaf: ModuleLeaf) -> bool:
     """Return whether a leaf is, by name, the scale of a norm."""
     named = bool(words(leaf.module) & _NORMS)
     return leaf.array == "scale" or (named and leaf.array in ("", "weight", "gamma"))
 
 
-def _vector(leaf: Leaf, what: str, rank: int = 1) -> Block | str:
+def _vector(leaf: ModuleLeaf, what: str, rank: int = 1) -> Block | str:
     if len(leaf.inner_shape) == rank + 1:
         leaf = layered(leaf)
     if len(leaf.inner_shape) > rank:
@@ -241,7 +241,7 @@ def _vector(leaf: Leaf, what: str, rank: int = 1) -> Block | str:
     return whole(leaf, what)
 
 
-def _bias(leaf: Leaf, leaves: Leaves) -> Block | str:
+def _bias(leaf: ModuleLeaf, leaves: Leaves) -> Block | str:
     kernel = leaves.get("/".join([*leaf.module_names, "kernel"]))
     of_heads = leaf.module in QUERY | KEY | VALUE | FUSED and leaf.in_attention
     fits = kernel is not None and kernel.inner_shape[-len(leaf.inner_shape) :] == leaf.inner_shape
@@ -249,7 +249,7 @@ def _bias(leaf: Leaf, leaves: Leaves) -> Block | str:
     return _vector(leaf, "a bias", rank)
 
 
-def _embedding(leaf: Leaf) -> Block | str:
+def _embedding(leaf: ModuleLeaf) -> Block | str:
     rank = len(leaf.inner_shape)
     if rank < 2:
         return f"an embedding has rows, and this leaf has shape {leaf.shape}"
@@ -259,7 +259,7 @@ def _embedding(leaf: Leaf) -> Block | str:
 # ---- matrices ------------------------------------------------------------------------------------
 
 
-def _matrix(leaf: Leaf, leaves: Leaves, counts: Heads) -> Block | str:
+def _matrix(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> Block | str:
     """Kernels and bare arrays."""
     module, rank = leaf.module, len(leaf.inner_shape)
     if rank < 2:
@@ -284,14 +284,16 @@ def _matrix(leaf: Leaf, leaves: Leaves, counts: Heads) -> Block | str:
     return "neither its name nor its module is known"
 
 
-def _per_neuron(leaf: Leaf, leaves: Leaves, what: str, text: str = "per output neuron") -> Block:
+def _per_neuron(
+    leaf: ModuleLeaf, leaves: Leaves, what: str, text: str = "per output neuron"
+) -> Block:
     """The block of a 2-D matrix."""
     if out_first(leaf, leaves):
         return layer_block(leaf, text, (1,), f"{what} of shape (out, in), as biases show")
     return layer_block(leaf, text, (0,), f"{what} of shape (in, out)")
 
 
-def _dense(leaf: Leaf, leaves: Leaves) -> Block | str:
+def _dense(leaf: ModuleLeaf, leaves: Leaves) -> Block | str:
     rank, bias = len(leaf.inner_shape), bias_of(leaf, leaves)
     what, text = "a kernel" if leaf.array else f"'{leaf.module}'", "per output neuron"
     if leaf.module in HEAD:
@@ -308,7 +310,7 @@ def _dense(leaf: Leaf, leaves: Leaves) -> Block | str:
     return f"which axes of shape {leaf.shape} are inputs is not known"
 
 
-def _out(leaf: Leaf, leaves: Leaves) -> Block | str:
+def _out(leaf: ModuleLeaf, leaves: Leaves) -> Block | str:
     if len(leaf.inner_shape) == 4:
         leaf = layered(leaf)
     if len(leaf.inner_shape) == 2:
@@ -320,7 +322,7 @@ def _out(leaf: Leaf, leaves: Leaves) -> Block | str:
     )
 
 
-def _value(leaf: Leaf, leaves: Leaves) -> Block | str:
+def _value(leaf: ModuleLeaf, leaves: Leaves) -> Block | str:
     if len(leaf.inner_shape) == 4:
         leaf = layered(leaf)
     if len(leaf.inner_shape) == 2:

@@ -9,7 +9,7 @@ from typing import Any
 import optax
 
 from optax_lowmem._src.blocks.kinds import classify, is_embedding
-from optax_lowmem._src.blocks.leaves import Heads, Leaf, Leaves, leaves_of, whole
+from optax_lowmem._src.blocks.leaves import Heads, Leaves, ModuleLeaf, leaves_of, whole
 from optax_lowmem._src.core import trees
 from optax_lowmem._src.core.block import Block, is_int
 
@@ -153,7 +153,7 @@ def _checked(heads: int | None, kv_heads: int | None, rules: Sequence[Rule], def
 
 
 def _block(
-    leaf: Leaf,
+    leaf: ModuleLeaf,
     leaves: Leaves,
     counts: Heads,
     rules: Sequence[Rule],
@@ -172,7 +172,7 @@ def _block(
     return dataclasses.replace(_explicit(leaf, default, reason), known=False)
 
 
-def _explicit(leaf: Leaf, value: Block | Sequence[int] | str, reason: str) -> Block:
+def _explicit(leaf: ModuleLeaf, value: Block | Sequence[int] | str, reason: str) -> Block:
     if value == "elementwise":
         return Block((), words="elementwise", reason=reason)
     if isinstance(value, str):

@@ -6,8 +6,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem._src.codecs.base import GroupCodec
-from optax_lowmem._src.codecs.scales import E8M8Scale, Float16Scale, Float32Scale, ScaleFormat
+from optax_lowmem._src.codecs.base import (
+    E8M8Scale,
+    Float16Scale,
+    Float32Scale,
+    GroupCodec,
+    ScaleFormat,
+)
 from optax_lowmem._src.core import numerics
 
 _EPS = float(jnp.finfo(jnp.float32).eps)

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optax_lowmem._src.codecs.base import E8M8Scale, Float32Scale
 from optax_lowmem._src.codecs.companded import CompandedCodec
-from optax_lowmem._src.codecs.scales import E8M8Scale, Float32Scale
 from optax_lowmem._src.core import numerics
 
 # ---- E4M3 and E5M2: the OCP FP8 formats ----------------------------------------------------------

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_lowmem._src.codecs.scales import E8M8Scale
+from optax_lowmem._src.codecs.base import E8M8Scale
 from optax_lowmem._src.core import groups, numerics, platform
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, next_power_of_two
 from optax_lowmem._src.switchback import quantized_matmul as matmul
@@ -41,7 +41,7 @@ class Grouped(NamedTuple):
 
     Attributes:
       codes: E4M3, of the array's shape.
-      scales: [..., groups], maxima of magnitudes in `codecs.scales.E8M8Scale`.
+      scales: [..., groups], maxima of magnitudes in `codecs.base.E8M8Scale`.
     """
 
     codes: jax.Array

@@ -1,4 +1,4 @@
-"""What the FP8 flow keeps: its formats, what carries a value and its codes, and how it is coded."""
+"""Storage of an FP8 flow: its options, the values passed between its layers, and their codes."""
 
 import dataclasses
 import warnings
@@ -100,7 +100,7 @@ def format_of(name: str) -> Format | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Formula:
+class ArrayFunction:
     """A function of arrays, whose result is given the dtype of the first one.
 
     Attributes:
@@ -130,7 +130,7 @@ class Source:
       given: arrays that are kept for the gradient anyway.
     """
 
-    formula: Formula = dataclasses.field(metadata={"static": True})
+    formula: ArrayFunction = dataclasses.field(metadata={"static": True})
     given: tuple[jax.Array, ...]
 
     def again(self) -> jax.Array:
@@ -188,7 +188,7 @@ _code.defvjp(lambda x: (_code(x), None), lambda saved, g: (g.value,))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def recomputed(formula: Formula, *given: jax.Array) -> Coded:
+def recomputed(formula: ArrayFunction, *given: jax.Array) -> Coded:
     """The value of a formula, of which the backward pass is given the arguments alone.
 
     It computes what it needs from these once more, as linear layers of the value do.
@@ -196,13 +196,13 @@ def recomputed(formula: Formula, *given: jax.Array) -> Coded:
     return _recomputed_forward(formula, *given)[0]
 
 
-def _recomputed_forward(formula: Formula, *given: jax.Array) -> tuple[Coded, Any]:
+def _recomputed_forward(formula: ArrayFunction, *given: jax.Array) -> tuple[Coded, Any]:
     # else XLA would find that both computations are the same, and keep the first one's results
     again = lax.optimization_barrier(given)
     return Coded(formula(*given), None, Source(formula, again)), again
 
 
-def _recomputed_backward(formula: Formula, given: Any, g: Coded) -> tuple[jax.Array, ...]:
+def _recomputed_backward(formula: ArrayFunction, given: Any, g: Coded) -> tuple[jax.Array, ...]:
     return jax.vjp(formula, *given)[1](g.value)
 
 
