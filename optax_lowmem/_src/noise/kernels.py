@@ -285,7 +285,7 @@ def no_kernel_reason(x: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> 
 
 
 def _either(name: str, plain: Callable[..., Any], *args: jax.Array | None) -> Any:
-    """A kernel by name, or for a host's CPU the reference, with the same static arguments."""
+    """A kernel by name, or for a host's CPU the plain form, with the same static arguments."""
     from optax_lowmem._src.noise import kernels_triton
 
     assert isinstance(plain, functools.partial)

@@ -134,7 +134,7 @@ def _body(a: jax.Ref, b: jax.Ref, of_a: jax.Ref, of_b: jax.Ref, out: jax.Ref) ->
                 def _(sums: jax.Ref) -> None:
                     run(sums)
                     found = sums[...].astype(jnp.float32)
-                    # in the reference's order
+                    # in the order of `multiply_plain`
                     found = _scaled(_scaled(found, of_columns, 1), of_rows, 0)
                     place = out.at[part].at[:, own]
                     _store(found.astype(out.dtype), buffers.at[group], place)
