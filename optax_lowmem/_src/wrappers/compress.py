@@ -49,13 +49,13 @@ class SlotFacts:
     moment: int = 0
 
 
-_FIRST_MOMENT = SlotFacts(signed=True, moment=1)
-_SECOND_MOMENT = SlotFacts(signed=False, moment=2)
+_FIRST = SlotFacts(signed=True, moment=1)
+_SECOND = SlotFacts(signed=False, moment=2)
 _UNKNOWN = SlotFacts(signed=True, constant_init=False)
 
 SLOTS: dict[tuple[str, str], SlotFacts] = {
     **{
-        (state, "mu"): _FIRST_MOMENT
+        (state, "mu"): _FIRST
         for state in (
             "ScaleByAdamState",
             "ScaleByAmsgradState",
@@ -66,7 +66,7 @@ SLOTS: dict[tuple[str, str], SlotFacts] = {
         )
     },
     **{
-        (state, "nu"): _SECOND_MOMENT
+        (state, "nu"): _SECOND
         for state in (
             "ScaleByAdamState",
             "ScaleByAmsgradState",
@@ -77,13 +77,23 @@ SLOTS: dict[tuple[str, str], SlotFacts] = {
         )
     },
     ("ScaleByAmsgradState", "nu_max"): SlotFacts(signed=False, running_maximum=True, moment=2),
-    ("ScaleByAdanState", "m"): _FIRST_MOMENT,
-    ("ScaleByAdanState", "v"): _FIRST_MOMENT,  # of gradient differences: signed, whatever its name
-    ("ScaleByAdanState", "n"): _SECOND_MOMENT,
+    ("ScaleByAdanState", "m"): _FIRST,
+    ("ScaleByAdanState", "v"): _FIRST,  # of gradient differences: signed, whatever its name
+    ("ScaleByAdanState", "n"): _SECOND,
     ("ScaleByAdanState", "g"): SlotFacts(signed=True),
     ("ScaleByRssState", "sum_of_squares"): SlotFacts(signed=False, moment=2),
-    ("TraceState", "trace"): _FIRST_MOMENT,
-    ("EmaState", "ema"): _FIRST_MOMENT,
+    ("TraceState", "trace"): _FIRST,
+    ("EmaState", "ema"): _FIRST,
+}
+
+_OWN_FIRST = SlotFacts(signed=True, constant_init=False, moment=1)
+_OWN_SECOND = SlotFacts(signed=False, constant_init=False, moment=2)
+# of our own optimizers, where they keep f32: scale_by_adam_mini and its kin
+_OWN: dict[tuple[str, str], SlotFacts] = {
+    ("FlashAdamState", "mu"): _OWN_FIRST,
+    ("FlashAdamState", "nu"): _OWN_SECOND,
+    ("FlashLionState", "mu"): _OWN_FIRST,
+    ("FlashSgdState", "mu"): _OWN_FIRST,
 }
 
 
@@ -288,15 +298,6 @@ def _spread(
 
 Select = Callable[[str, SlotFacts], GroupCodec | None]
 
-_FIRST = SlotFacts(signed=True, constant_init=False, moment=1)
-_SECOND = SlotFacts(signed=False, constant_init=False, moment=2)
-# of our own optimizers, where they keep f32: scale_by_adam_mini and its kin
-_OWN: dict[tuple[str, str], SlotFacts] = {
-    ("FlashAdamState", "mu"): _FIRST,
-    ("FlashAdamState", "nu"): _SECOND,
-    ("FlashLionState", "mu"): _FIRST,
-    ("FlashSgdState", "mu"): _FIRST,
-}
 _OF_BLOCKS = ("FlashAdamState", "nu")  # may have a value a block, of another shape
 _DRAWN_AS = {"trace": "mu"}  # flash_sgd has optax's trace as mu: both draw the same random bits
 
