@@ -1,4 +1,4 @@
-"""FlashAdam and FlashAdamW (FlashOptim Algorithm 4)."""
+"""FlashAdam and FlashAdamW (FlashOptim Algorithm 4), and COAT's AdamW with other codecs."""
 
 from __future__ import annotations
 
