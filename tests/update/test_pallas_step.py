@@ -14,8 +14,8 @@ import pytest
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
 from optax_lowmem._src.core import numerics, pallas_tiles
+from optax_lowmem._src.core.groups import Tile, Tiling
 from optax_lowmem._src.core.rules import OF_BLOCK
-from optax_lowmem._src.core.tiles import Tile, Tiling
 from optax_lowmem._src.update import dispatch, operands, pallas_triton, reference, tuning
 from tests import launch_cases, tolerances
 from tests.compilation import FULL_COMPILE, SAME_BITS

@@ -6,8 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem._src.codecs.base import GroupCodec
-from optax_lowmem._src.codecs.scales import guard
+from optax_lowmem._src.codecs.base import GroupCodec, guard
 from optax_lowmem._src.core import numerics
 from optax_lowmem._src.core.shown import ShowsChanges
 

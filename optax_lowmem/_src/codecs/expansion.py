@@ -8,10 +8,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lowmem._src.codecs.base import GroupCodec
-from optax_lowmem._src.codecs.dynamic import DynamicCodec, dynamic
-from optax_lowmem._src.codecs.minifloat import E4M3Codec, MinifloatCodec, e4m3, e5m2
-from optax_lowmem._src.codecs.scales import guard
+from optax_lowmem._src.codecs.base import GroupCodec, guard
+from optax_lowmem._src.codecs.float8 import (
+    DynamicCodec,
+    E4M3Codec,
+    MinifloatCodec,
+    dynamic,
+    e4m3,
+    e5m2,
+)
 from optax_lowmem._src.core import numerics
 from optax_lowmem._src.core.shown import ShowsChanges
 

@@ -10,13 +10,12 @@ import optax
 from jax.typing import DTypeLike
 
 from optax_lowmem._src.core.hyperparameters import Formula, as_f32
-from optax_lowmem._src.core.reductions import clipped_share, rms_of_ratio
 from optax_lowmem._src.core.rules import UpdateRule
 from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
 from optax_lowmem._src.optimizers.adam import AdamRule, adam_moments
 from optax_lowmem._src.optimizers.schedule import optimizer
 from optax_lowmem._src.update.storage import Storage
-from optax_lowmem._src.wrappers.update_clipping import check_threshold
+from optax_lowmem._src.wrappers.update_clipping import check_threshold, clipped_share, rms_of_ratio
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from optax_lowmem._src.core import explicit, platform, scope
+from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tile, Tiling
 from optax_lowmem._src.core.placement import Placement
 from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
-from optax_lowmem._src.core.tiles import MAX_ELEMENTS, Tile, Tiling
 from optax_lowmem._src.update import on_mesh, operands, packed, reference, stacked, tuning, twopass
 from optax_lowmem._src.update.plan import LeafPlan, LeafState
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._src.core import groups, numerics, random, triton_source, varying
+from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tile, Tiling
 from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
-from optax_lowmem._src.core.tiles import MAX_ELEMENTS, Tile, Tiling
 from optax_lowmem._src.update.operands import Leaf, Result, aliases, output, step_tile
 from optax_lowmem._src.update.plan import LeafPlan
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from optax_lowmem._src.core.groups import Tiling, result_like
 from optax_lowmem._src.core.rules import UpdateRule
-from optax_lowmem._src.core.tiles import Tiling, result_like
 from optax_lowmem._src.update import reference
 from optax_lowmem._src.update.plan import LeafPlan, LeafState
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from optax_lowmem._src.core.tiles import Tile
+from optax_lowmem._src.core.groups import Tile
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,9 +12,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from optax_lowmem._src.core import pallas_tiles
-from optax_lowmem._src.core.tiles import next_power_of_two, result_like
-from optax_lowmem._src.switchback.quantized_matmul import reference
-from optax_lowmem._src.switchback.quantized_matmul.reference import Format, Quantized
+from optax_lowmem._src.core.groups import next_power_of_two, result_like
+from optax_lowmem._src.switchback import quantized_matmul
+from optax_lowmem._src.switchback.quantized_matmul import Format, Quantized
 
 _PER_WARP = 1024  # numbers of a row that a warp takes
 _ROW_ELEMENTS = 4096  # of a program, where rows are shorter
@@ -26,7 +26,7 @@ def _rows_body(to: Format, rows: int, *refs: jax.Ref) -> None:
     row = pl.program_id(0) * rows + lax.iota(jnp.int32, rows)
     lane = lax.iota(jnp.int32, next_power_of_two(x_ref.shape[1]))
     part, there = pallas_tiles.part(x_ref, row, lane)
-    codes, scales = reference.quantize(plgpu.load(part, mask=there, other=0.0), 1, to)
+    codes, scales = quantized_matmul.quantize_plain(plgpu.load(part, mask=there, other=0.0), 1, to)
     plgpu.store(pallas_tiles.part(codes_ref, row, lane)[0], codes, mask=there)
     part, there = pallas_tiles.part(scales_ref, row)
     plgpu.store(part, scales[:, 0], mask=there)
@@ -34,7 +34,7 @@ def _rows_body(to: Format, rows: int, *refs: jax.Ref) -> None:
 
 @functools.partial(jax.jit, static_argnames=("to", "interpret"))
 def quantize_rows(x: jax.Array, to: Format, interpret: bool = False) -> Quantized:
-    """`reference.quantize(x, 1, to)` of [rows, width], reading it once."""
+    """`quantized_matmul.quantize_plain(x, 1, to)` of [rows, width], reading it once."""
     count, width = x.shape
     padded = next_power_of_two(width)
     rows = max(1, _ROW_ELEMENTS // padded)
@@ -58,7 +58,7 @@ def store_scale(ref: jax.Ref, absmax: jax.Array, to: Format) -> None:
 
     @pl.when((pl.program_id(0) == 0) & (pl.program_id(1) == 0))
     def _() -> None:
-        ref[0] = reference.scales_of(absmax, to)
+        ref[0] = quantized_matmul.scales_of(absmax, to)
 
 
 def _transposed_body(to: Format, clip: bool, *refs: jax.Ref) -> None:
@@ -67,7 +67,7 @@ def _transposed_body(to: Format, clip: bool, *refs: jax.Ref) -> None:
     row, column = (pl.program_id(axis) * _TRANSPOSED_TILE + lanes for axis in (0, 1))
     part, there = pallas_tiles.part(x_ref, row, column)
     x = plgpu.load(part, mask=there, other=0.0)
-    codes = reference.codes_of(x, absmax_ref[0], to, clip)
+    codes = quantized_matmul.codes_of(x, absmax_ref[0], to, clip)
     part, there = pallas_tiles.part(codes_ref, column, row)
     plgpu.store(part, codes.T, mask=there)
     store_scale(scale_ref, absmax_ref[0], to)
@@ -77,7 +77,7 @@ def _transposed_body(to: Format, clip: bool, *refs: jax.Ref) -> None:
 def quantize_transposed(
     x: jax.Array, absmax: jax.Array, to: Format, clip: bool = False, interpret: bool = False
 ) -> Quantized:
-    """The transpose of [rows, columns] as codes of `reference.codes_of`, and their scale."""
+    """The transpose of [rows, columns] as codes of `quantized_matmul.codes_of`, and their scale."""
     grid = tuple(pl.cdiv(size, _TRANSPOSED_TILE) for size in x.shape)
     codes, scale = pl.pallas_call(
         functools.partial(_transposed_body, to, clip),

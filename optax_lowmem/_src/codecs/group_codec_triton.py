@@ -1,7 +1,7 @@
 """Encode and decode of one array as a GPU kernel each: Pallas, lowered through Triton.
 
 A program takes a tile of whole groups, so a group's maximum and its codes come from one read of the
-array, which XLA reads twice. The bodies call the codec that the reference calls.
+array, which XLA reads twice. The bodies call the codec that the plain form calls.
 """
 
 import functools
@@ -12,10 +12,9 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from optax_lowmem._src.codecs import GroupCodec
-from optax_lowmem._src.codecs.group_codec import reference
+from optax_lowmem._src.codecs import GroupCodec, group_codec
 from optax_lowmem._src.core import numerics, pallas_tiles, random
-from optax_lowmem._src.core.tiles import Tile, Tiling
+from optax_lowmem._src.core.groups import Tile, Tiling
 
 _MOST_WARPS = 32  # of a program on a GPU
 
@@ -79,7 +78,7 @@ def encode(
     tile: Tile = Tile(),  # noqa: B008 (frozen)
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`reference.encode` in one kernel.
+    """`group_codec.encode_plain` in one kernel.
 
     Args:
       codec: how to store it.
@@ -91,7 +90,7 @@ def encode(
       interpret: run as plain JAX, on any device.
     """
     tiling = Tiling(x.shape, group_size, tile.elements)
-    wanted = functools.partial(reference.encode, codec, group_size=group_size)
+    wanted = functools.partial(group_codec.encode_plain, codec, group_size=group_size)
     codes, scales = jax.eval_shape(wanted, x, key=key)
     viewed = tiling.element_view(x)
     in_bytes = jax.eval_shape(tiling.of_bytes(codec.codes_per_byte).element_view, codes)
@@ -112,7 +111,7 @@ def decode(
     tile: Tile = Tile(),  # noqa: B008 (frozen)
     interpret: bool = False,
 ) -> jax.Array:
-    """`reference.decode` in one kernel.
+    """`group_codec.decode_plain` in one kernel.
 
     Args:
       codec: how they were stored.
@@ -123,7 +122,9 @@ def decode(
       tile: how the work is cut.
       interpret: run as plain JAX, on any device.
     """
-    wanted = functools.partial(reference.decode, codec, group_size=group_size, length=length)
+    wanted = functools.partial(
+        group_codec.decode_plain, codec, group_size=group_size, length=length
+    )
     values = jax.eval_shape(wanted, codes, scales)
     tiling = Tiling(values.shape, group_size, tile.elements)
     viewed = tiling.of_bytes(codec.codes_per_byte).element_view(codes)

@@ -1,6 +1,6 @@
-"""Choice of the implementation of a group codec, made while tracing.
+"""Encode and decode of one array: in plain jnp, and by the fastest implementation.
 
-It depends on `supported`, never on caught errors.
+The choice is made while tracing and depends on `supported`, never on caught errors.
 """
 
 import functools
@@ -9,19 +9,50 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem._src.codecs import GroupCodec, StoredSlot
-from optax_lowmem._src.codecs.group_codec import reference
-from optax_lowmem._src.core import explicit, platform
+from optax_lowmem._src.codecs import GroupCodec, StoredSlot, decode_array, encode_array
+from optax_lowmem._src.core import explicit, numerics, platform, random
 from optax_lowmem._src.core.compiled import compiled
-from optax_lowmem._src.core.tiles import MAX_ELEMENTS, Tiling
+from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tiling
+
+# ---- in plain jnp: the specification, and the path without a kernel ------------------------------
+
+
+def encode_plain(
+    codec: GroupCodec, x: jax.Array, group_size: int, key: jax.Array | None = None, slot: str = ""
+) -> tuple[jax.Array, jax.Array]:
+    """Codes and scales, as `codec.storage` has them, of an array [..., n].
+
+    Args:
+      codec: how to store it.
+      x: values [..., n], f32 or 16-bit.
+      group_size: neighbours on the last axis that share a scale.
+      key: a uint32 scalar for stochastic rounding, as of `random.leaf_key`; None rounds to nearest.
+      slot: which slot of the leaf, for the random bits.
+    """
+    noise = None if key is None else random.uniforms(key, x.shape, group_size, slot)
+    return encode_array(codec, numerics.widen(x), group_size, noise)
+
+
+def decode_plain(
+    codec: GroupCodec,
+    codes: jax.Array,
+    scales: jax.Array,
+    group_size: int,
+    length: int | None = None,
+) -> jax.Array:
+    """f32 values of `encode`'s codes and scales, of this `length` where codes share bytes."""
+    return decode_array(codec, codes, scales, group_size, length)
+
+
+# ---- the choice of the implementation ------------------------------------------------------------
 
 IMPLEMENTATIONS = ("xla", "pallas")
 _DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16", "int8", "uint8")))
 _MAX_LANES = 1 << 14  # 16 elements for each thread of the largest program
 
 # traced once for arrays of a shape, where tracing is all that they are for
-_encode_by_xla = jax.jit(reference.encode, static_argnames=("codec", "group_size", "slot"))
-_decode_by_xla = jax.jit(reference.decode, static_argnames=("codec", "group_size", "length"))
+_encode_by_xla = jax.jit(encode_plain, static_argnames=("codec", "group_size", "slot"))
+_decode_by_xla = jax.jit(decode_plain, static_argnames=("codec", "group_size", "length"))
 
 
 def supported(x: Any, group_size: int, codec: GroupCodec | None = None) -> str | None:
@@ -84,7 +115,7 @@ def _check(x: Any, group_size: int) -> None:
 def _encode_anywhere(
     codec: GroupCodec, x: jax.Array, group_size: int, key: jax.Array | None, slot: str
 ) -> tuple[jax.Array, jax.Array]:
-    """`reference.encode`, on Explicit axes too, where codes and scales lie as in an optimizer."""
+    """`encode_plain`, on Explicit axes too, where codes and scales lie as in an optimizer."""
     forms = codec.storage(x.shape, group_size)
     lies = tuple(explicit.of_state(slot, x, form.shape, group_size) for form in forms)
     encode = functools.partial(_with_key, codec, group_size, slot)
@@ -92,17 +123,17 @@ def _encode_anywhere(
 
 
 def _with_key(codec: GroupCodec, group_size: int, slot: str, x: Any, key: Any) -> Any:
-    return reference.encode(codec, x, group_size, key, slot)
+    return encode_plain(codec, x, group_size, key, slot)
 
 
 @compiled
 def _decode_anywhere(
     codec: GroupCodec, codes: jax.Array, scales: jax.Array, group_size: int, length: int
 ) -> jax.Array:
-    """`reference.decode`, on Explicit axes too, where the values lie as the codes."""
+    """`decode_plain`, on Explicit axes too, where the values lie as the codes."""
 
     def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
-        return reference.decode(codec, codes, scales, group_size, length)
+        return decode_plain(codec, codes, scales, group_size, length)
 
     lies = explicit.of_values(codes, length)
     return explicit.left_to_xla(decode, lies, codes, scales)
@@ -147,10 +178,10 @@ def encode(
     _check(x, group_size)
     if not _choose(codec, x, group_size, implementation):
         return _encode_anywhere(codec, x, group_size, key, slot)
-    from optax_lowmem._src.codecs.group_codec import pallas_triton
+    from optax_lowmem._src.codecs import group_codec_triton
 
     def kernel(x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        return pallas_triton.encode(codec, x, group_size, key, slot)
+        return group_codec_triton.encode(codec, x, group_size, key, slot)
 
     def plain(x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         return _encode_by_xla(codec, x, group_size, key, slot)
@@ -206,10 +237,10 @@ def decode(
         )
     if not _choose(codec, codes, group_size, implementation):
         return _decode_anywhere(codec, codes, scales, group_size, length)
-    from optax_lowmem._src.codecs.group_codec import pallas_triton
+    from optax_lowmem._src.codecs import group_codec_triton
 
     def kernel(codes: jax.Array, scales: jax.Array) -> jax.Array:
-        return pallas_triton.decode(codec, codes, scales, group_size, length)
+        return group_codec_triton.decode(codec, codes, scales, group_size, length)
 
     def plain(codes: jax.Array, scales: jax.Array) -> jax.Array:
         return _decode_by_xla(codec, codes, scales, group_size, length)

@@ -17,8 +17,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from optax_lowmem._src.core import numerics, pallas_tiles
-from optax_lowmem._src.core.tiles import result_like
-from optax_lowmem._src.update.block_means.columns import Columns
+from optax_lowmem._src.core.groups import result_like
+from optax_lowmem._src.update.block_means import Columns
 
 _WARPS = 4
 
@@ -32,7 +32,7 @@ def means(
     """Mean of (scale g)^2 over each block of each leaf, f32, flat.
 
     Args:
-      passes: of each leaf, see `columns.passes`.
+      passes: of each leaf, see `block_means.passes`.
       gradients: f32 or 16-bit; of any shape with so many elements.
       scale: f32 scalar.
       interpret: run as plain JAX, on any device.

@@ -14,12 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from optax_lowmem._src.core import groups, numerics, pallas_tiles
-from optax_lowmem._src.core.tiles import Tile, Tiling, next_power_of_two, result_like
-from optax_lowmem._src.fp8_flow.kernels import reference
-from optax_lowmem._src.fp8_flow.kernels.reference import Grouped
+from optax_lowmem._src.core.groups import Tile, Tiling, next_power_of_two, result_like
+from optax_lowmem._src.fp8_flow import kernels
+from optax_lowmem._src.fp8_flow.kernels import Grouped
+from optax_lowmem._src.switchback import quantized_matmul as matmul
 from optax_lowmem._src.switchback.quantized_matmul import Format, Quantized
-from optax_lowmem._src.switchback.quantized_matmul import reference as matmul
-from optax_lowmem._src.switchback.quantized_matmul.pallas_triton import store_scale
+from optax_lowmem._src.switchback.quantized_matmul_triton import store_scale
 
 _ELEMENTS = 4096  # of a program of a norm, where rows are shorter
 _PER_WARP = 1024
@@ -42,11 +42,11 @@ def _norm_body(eps: float, exact: bool, size: int, rows: int, *refs: jax.Ref) ->
     there = (column < width) & (line < count)[:, None]
     place = (jnp.broadcast_to(line[:, None], shape), column)
     x = numerics.widen(plgpu.load(x_ref.at[place], mask=there, other=0.0))
-    stored = reference.store_groups(x)
+    stored = kernels.store_groups(x)
     plgpu.store(codes_ref.at[place], stored.codes, mask=there)
     exists = (at < scales_ref.shape[1]) & (line < count)
     plgpu.store(scales_ref.at[line, at], stored.scales, mask=exists)
-    given = x if exact else reference.restore_groups(stored)
+    given = x if exact else kernels.restore_groups(stored)
     scale = plgpu.load(scale_ref.at[column], mask=there, other=0.0)
     squares = jnp.sum(given * given, axis=1).reshape(rows, wide)
     inverse = lax.rsqrt(jnp.sum(squares, axis=1) / width + eps)
@@ -66,14 +66,14 @@ def store_normed(
     exact: bool,
     interpret: bool = False,
 ) -> tuple[Grouped, jax.Array, jax.Array]:
-    """`reference.store_normed` of [rows, n], but the maxima of rows [rows], reading x once."""
+    """`kernels.store_normed_plain` of [rows, n], but the maxima of rows [rows], reading x once."""
     count, width = x.shape
     per_row = groups.group_count(width, group_size)
     wide = next_power_of_two(per_row) * group_size
     rows = max(1, _ELEMENTS // wide)
     shapes = (
         result_like(x, x.shape, jnp.float8_e4m3fn),
-        result_like(x, (count, per_row), reference.SCALE.dtype),
+        result_like(x, (count, per_row), kernels.SCALE.dtype),
         result_like(x, (count,), jnp.float32),
         result_like(x, (count,), jnp.float32),
     )
@@ -99,12 +99,12 @@ def _gate_body(activation: str, exact: bool, tiling: Tiling, inputs: int, *refs:
     for i in range(inputs):
         codes_ref, scales_ref = refs[inputs + 2 * i : inputs + 2 * i + 2]
         x = numerics.widen(pallas_tiles.load(tiling, refs[i], tile))
-        stored = reference.store_groups(x)
+        stored = kernels.store_groups(x)
         pallas_tiles.store(tiling, codes_ref, tile, stored.codes)
         pallas_tiles.store_scales(tiling, scales_ref, tile, stored.scales)
-        values.append(x if exact else reference.restore_groups(stored))
+        values.append(x if exact else kernels.restore_groups(stored))
     # f(0) = 0: what does not exist raises no maximum
-    bits = numerics.absmax_bits(reference.gated(activation, *values)).astype(jnp.int32)
+    bits = numerics.absmax_bits(kernels.gated(activation, *values)).astype(jnp.int32)
     plgpu.store(refs[-1].at[tile], lax.bitcast_convert_type(jnp.max(bits), jnp.float32))
 
 
@@ -119,13 +119,13 @@ def store_gated(
     tile: Tile = Tile(elements=2048),  # noqa: B008 (frozen)
     interpret: bool = False,
 ) -> tuple[tuple[Grouped, ...], jax.Array]:
-    """`reference.store_gated`, but the maxima of tiles [tiles], reading each input once."""
+    """`kernels.store_gated_plain`, but the maxima of tiles [tiles], reading each input once."""
     first = given[0]
     tiling = Tiling(first.shape, group_size, tile.elements)
     views = [tiling.element_view(x) for x in given]
     of_one = (
         result_like(first, views[0].shape, jnp.float8_e4m3fn),
-        result_like(first, (tiling.groups,), reference.SCALE.dtype),
+        result_like(first, (tiling.groups,), kernels.SCALE.dtype),
     )
     *arrays, largest = pl.pallas_call(
         functools.partial(_gate_body, activation, exact, tiling, len(given)),
@@ -198,7 +198,7 @@ def transpose(codes: jax.Array, interpret: bool = False) -> jax.Array:
 def quantize_both(
     x: jax.Array, absmax: jax.Array, to: Format, interpret: bool = False
 ) -> tuple[Quantized, jax.Array]:
-    """`reference.quantized` of a matrix, and the transpose of its codes; x is read once."""
+    """`kernels.quantized` of a matrix, and the transpose of its codes; x is read once."""
     shapes = (x.shape, to.dtype), ((1,), jnp.float32), (x.shape[::-1], to.dtype)
     out = tuple(result_like(x, *shape) for shape in shapes)
     codes, scale, transposed = _transpose_call(to, x, out, interpret, absmax.reshape(1))

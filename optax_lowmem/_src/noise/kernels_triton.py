@@ -19,10 +19,10 @@ from jax.experimental.pallas import triton as plgpu
 
 from optax_lowmem._src.codecs import split_of
 from optax_lowmem._src.core import numerics, random
-from optax_lowmem._src.core.tiles import result_like
-from optax_lowmem._src.noise.kernels.formats import Format, Scaled
-from optax_lowmem._src.noise.kernels.noise import EIGHT, GAUSSWS, Noise
-from optax_lowmem._src.noise.kernels.reference import SIDE, block_shape
+from optax_lowmem._src.core.groups import result_like
+from optax_lowmem._src.noise.distributions import EIGHT, GAUSSWS, Noise
+from optax_lowmem._src.noise.formats import Format, Scaled
+from optax_lowmem._src.noise.kernels import SIDE, block_shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +193,7 @@ def sample(
     strip: Strip = Strip(),  # noqa: B008 (frozen)
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """`reference.sample`, reading each weight once."""
+    """`kernels.sample_plain`, reading each weight once."""
     parts = [_layers(x) for x in (w, correction) if x is not None]
     of_blocks = _layers(factor)
     out = (
@@ -214,7 +214,7 @@ def noise_sums(
     strip: Strip = Strip(),  # noqa: B008 (frozen)
     interpret: bool = False,
 ) -> jax.Array:
-    """`reference.noise_sums`, but for the order of the sums."""
+    """`kernels.noise_sums_plain`, but for the order of the sums."""
     rows, blocks = _layers(g), block_shape(g.shape)
     out = result_like(g, (rows.shape[0], *blocks[-2:]), jnp.dtype(jnp.float32))
     body = functools.partial(_sums_body, noise)
@@ -231,7 +231,7 @@ def noise_of(
     strip: Strip = Strip(),  # noqa: B008 (frozen)
     interpret: bool = False,
 ) -> jax.Array:
-    """`reference.noise_of` in a dtype."""
+    """`kernels.noise_of_plain` in a dtype."""
     own = (math.prod(shape[:-2]), *shape[-2:])
     body = functools.partial(_noise_body, noise, False)
     call = _call(body, "noise", shape, result_like(key, own, dtype), strip, interpret)
@@ -245,7 +245,7 @@ def packed_noise(
     strip: Strip = Strip(),  # noqa: B008 (frozen)
     interpret: bool = False,
 ) -> jax.Array:
-    """`reference.packed_noise`."""
+    """`kernels.packed_noise_plain`."""
     words = (*shape[:-2], -(-shape[-2] // EIGHT), shape[-1])
     own = (math.prod(shape[:-2]), *words[-2:])
     body = functools.partial(_noise_body, GAUSSWS, True)

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from optax_lowmem._src.core import platform, varying
-from optax_lowmem._src.switchback.quantized_matmul.reference import Quantized
+from optax_lowmem._src.switchback.quantized_matmul import Quantized
 
 TILE = 128  # rows and columns of a warpgroup's part of the result, and length of a partial sum
 COLUMNS = 2 * TILE  # of a program's part: two warpgroups, side by side
@@ -134,7 +134,7 @@ def _body(a: jax.Ref, b: jax.Ref, of_a: jax.Ref, of_b: jax.Ref, out: jax.Ref) ->
                 def _(sums: jax.Ref) -> None:
                     run(sums)
                     found = sums[...].astype(jnp.float32)
-                    # in the reference's order
+                    # in the order of `multiply_plain`
                     found = _scaled(_scaled(found, of_columns, 1), of_rows, 0)
                     place = out.at[part].at[:, own]
                     _store(found.astype(out.dtype), buffers.at[group], place)
@@ -160,7 +160,7 @@ def _of_blocks(x: Quantized, block: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("dtype", "interpret"))
 def multiply(a: Quantized, b: Quantized, dtype: jnp.dtype, interpret: Any = None) -> jax.Array:
-    """`reference.multiply(a, b, 1, dtype)` of matrices [m, k] and [n, k].
+    """`quantized_matmul.multiply_plain(a, b, 1, dtype)` of matrices [m, k] and [n, k].
 
     Both int8, or each of one of the float8 formats. Blocks at the edges may be partial (TMA copies
     zeros from outside an array, and drops what is stored there), but m is of eights, n of 64s and k
