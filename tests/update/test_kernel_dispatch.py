@@ -79,8 +79,9 @@ def test_the_second_backend_and_its_reasons(on_a_gpu, monkeypatch):
     with pytest.raises(ValueError, match="'triton' cannot take leaf 'block/w': groups of 131072"):
         choose((2, 1 << 17), "triton", WIDE)
     assert choose((64, 128), "triton") == ("triton", "asked for")
-    monkeypatch.setattr(platform, "has_pallas_triton", lambda: False)
     assert choose((64, 128)) == ("triton", "fused kernel")
+    assert choose((2, 1 << 17), tx=WIDE) == ("pallas", "fused kernel")
+    monkeypatch.setattr(platform, "has_pallas_triton", lambda: False)
     assert "triton: groups of 131072" in choose((2, 1 << 17), tx=WIDE)[1]
 
 
