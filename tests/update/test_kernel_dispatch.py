@@ -159,7 +159,7 @@ def test_explain_says_it(on_a_gpu):
     params = {"w": jnp.ones((64, 128), BF16), "big": jax.ShapeDtypeStruct(TOO_MANY, BF16)}
     lines = str(lowmem.explain(TX, params)).splitlines()
     assert any("step by pallas for 1 of 2 leaves: fused kernel" in line for line in lines)
-    assert any("step by xla for 1 of 2 leaves: pallas: 2147483648" in line for line in lines)
+    assert any("step by xla for 1 of 2 leaves: triton: 2147483648" in line for line in lines)
 
 
 @pytest.mark.parametrize("kernel", fused_update.IMPLEMENTATIONS)
