@@ -214,7 +214,7 @@ class SqrtCodec(CompandedCodec):
 
     signed: bool = False
 
-    least: ClassVar[float] = 2.0**-63
+    least: ClassVar[float] = 2.0**-63 * (1 - 2.0**-20)  # as approximate roots may have it
 
     def magnitude(self, x: jax.Array) -> jax.Array:
         """sqrt(v)."""

@@ -22,7 +22,7 @@ from optax_lowmem._src.update.plan import LeafPlan, LeafState
 _PlannedLeaf = tuple[LeafPlan, jax.Array, jax.Array | None, LeafState]  # with gradient, weight
 
 IMPLEMENTATIONS = ("xla", "pallas", "triton")
-_KERNELS = ("triton", "pallas")  # the faster one first
+_KERNELS = ("pallas", "triton")  # the one that needs nothing beside JAX first
 _ELEMENTWISE = "no slot is compressed: plain elementwise work, which XLA fuses well"
 _UPDATES = 1 << 20  # bytes that the updates of a launch may take, however small the leaves
 _SMALL = 1 << 16  # elements; XLA launches a kernel for each leaf without codes, small or not
