@@ -372,6 +372,7 @@ def test_the_run_goes_on_as_if_nothing_had_happened(ours, plain):
     assert {int(c) for _, c in optax.tree.get_all_with_path(new, "count")} == {8}
 
 
+@pytest.mark.full
 def test_100_steps_each_of_optax_flash_and_optax_follow_the_f32_run():
     """scikit-learn's digits: AdamW, then FlashAdamW, then AdamW again; loss within 0.5 %."""
     from sklearn.datasets import load_digits

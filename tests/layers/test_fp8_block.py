@@ -179,6 +179,7 @@ def test_spikes_and_zero_tokens():
     assert off.max() <= 0.25 * added.max()
 
 
+@pytest.mark.full
 def test_other_products():
     """SwitchBack's in place of the block's own."""
     to = layers.switchback_dot_general("switchback_m", "fp8")
@@ -190,6 +191,7 @@ def test_other_products():
     assert distance(y, gradients(make()[0], params, x)[0]) > 0  # row-wise scales
 
 
+@pytest.mark.full
 def test_cached_maxima():
     block = layers.Fp8LlamaBlock(WIDTH, HIDDEN, HEADS, rngs=nnx.Rngs(0))
     x, maxima = drawn(), block.weight_maxima()

@@ -115,6 +115,7 @@ def test_transposing():
     assert (block.max(axis=1) != block.max(axis=0)).mean() > 0.5
 
 
+@pytest.mark.full
 def test_under_transformations():
     """jit, vmap over keys and over weights, scan."""
     w, bits = drawn((3, 40, 64))

@@ -297,6 +297,7 @@ def test_noise_is_frozen_while_gradients_accumulate(around):
     assert (leaf(params, UP) != leaf(lowmem.init(tx, start())[0], UP)).any()
 
 
+@pytest.mark.full
 def test_clipping_before_it_and_inside():
     """A chain around it folds the clipping; the result is that of scaled gradients."""
     clip = optax.clip_by_global_norm(0.1)
@@ -445,7 +446,7 @@ BEHIND_THE_NOISE = {
 }
 
 
-@pytest.mark.parametrize("case", rows(BEHIND_THE_NOISE, ["around sgd"]))
+@pytest.mark.parametrize("case", rows(BEHIND_THE_NOISE, ["around"]))
 def test_explain_tells_what_changes_the_noise(case):
     params = jax.tree.map(lambda w: w.astype(BF16), start())
     bad = BEHIND_THE_NOISE[case]()

@@ -100,6 +100,7 @@ def falling(storage):
     return ratio, moved[0] / moved[1]
 
 
+@pytest.mark.full
 def test_second_moment_follows_gradients_that_fall_tenfold():
     ratio, moved = falling(lowmem.Storage(policy=EVERYTHING))
     print("sqrt(v / v_fp32), median:", ratio, "moved, of fp32:", moved)
@@ -213,7 +214,8 @@ MOMENTUM = {
 }
 
 
-@pytest.mark.parametrize("name", rows(MOMENTUM, ["sgd"]))
+@pytest.mark.full
+@pytest.mark.parametrize("name", MOMENTUM)
 def test_elements_asleep_beside_a_live_neighbour(name):
     """4096 of them, 10,000 steps: stochastic as f32; nearest (the control, 512) over 10 x f32."""
     ours, plain = MOMENTUM[name]

@@ -60,7 +60,6 @@ CASES |= {
 STORAGE = functools.partial(lowmem.Storage, policy=lowmem.Policy(min_size=0))
 FAST = {
     ("adamw", 24, jnp.bfloat16),
-    ("narrow", 24, jnp.bfloat16),
     ("mini", 24, jnp.bfloat16),
     ("lion", 32, jnp.float16),
     ("sgd", None, jnp.float32),
@@ -229,7 +228,7 @@ def folded(monkeypatch):
 CLIPPED = [name for name in CASES if name not in ("coat", "formats")]
 
 
-@pytest.mark.parametrize("name", rows(CLIPPED, ["adamw", "sgd"]))
+@pytest.mark.parametrize("name", rows(CLIPPED, ["sgd"]))
 def test_a_clipping_is_folded_in(name, folded):
     """As clipping f32 gradients first, for a norm over the limit and one under it."""
     tx = CASES[name](STORAGE())

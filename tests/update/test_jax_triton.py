@@ -258,9 +258,7 @@ def moved_tiles(kernel) -> int:
 
 FAST = [
     ("adamw", (24, BF16), BF16, True),
-    ("adamw", (None, F32), F32, True),
     ("lion", (32, BF16), F16, False),
-    ("sgd", (None, BF16), BF16, False),
 ]
 KINDS = list(itertools.product(FORMULAS, WEIGHTS, (BF16, F16, F32), (True, False)))
 # each two values of two columns together, but for some gradients of updates and of parameters

@@ -234,7 +234,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", rows(VARIANTS, ["nesterov", "clipped", "ulp split"]))
+@pytest.mark.parametrize("name", rows(VARIANTS, ["clipped", "ulp split"]))
 def test_variants(interpreted, name):
     optimizer, how, more = VARIANTS[name]
     check(make(optimizer, SHAPES[0], how=how, direct=False, more=more))
@@ -243,7 +243,7 @@ def test_variants(interpreted, name):
 OTHERWISE = [("flash_sgd", 32), ("flash_adamw", 24), ("flash_lion", None)]
 
 
-@pytest.mark.parametrize("optimizer, bits", rows(OTHERWISE, OTHERWISE[:1]))
+@pytest.mark.parametrize("optimizer, bits", rows(OTHERWISE, OTHERWISE[-1:]))
 def test_as_it_is_compiled_otherwise(interpreted, optimizer, bits):
     """LLVM fuses multiply-adds where it sees them, and sees others in a kernel's loop."""
     case = make(optimizer, [*SHAPES[0], *SHAPES[1]], how={"master_weight_bits": bits})
@@ -398,7 +398,7 @@ def padded(x, value):
     "shape, size, stored",
     [
         ((3, 5, 64), 32, "default"),
-        ((2, 3, 50), 24, "default"),
+        pytest.param((2, 3, 50), 24, "default", marks=pytest.mark.full),
         pytest.param((2, 3, 51), 24, "4 bits", marks=pytest.mark.full),
     ],
     ids=str,

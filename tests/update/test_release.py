@@ -298,6 +298,7 @@ def test_a_part_draws_what_the_whole_has_there(shape, size, start):
     assert (found != random.uniforms(key, part, 32, "mu")).any()
 
 
+@pytest.mark.full
 def test_kernels_draw_for_a_part_too():
     """Interpreted, against the reference: the same keys of parts mean the same bits."""
     tx = lowmem.flash_adamw(1e-3, storage=lowmem.Storage(policy=launch_cases.POLICY))

@@ -131,7 +131,6 @@ OFTEN = [
     ("flash_adamw", "layers"),
     ("flash_lion", "tensor"),
     ("stable_adamw", "both"),
-    ("q_adam_mini", "zero and tensor"),
 ]
 
 
