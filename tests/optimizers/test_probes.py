@@ -12,7 +12,6 @@ import optax_lowmem as lowmem
 from optax_lowmem import codecs
 from optax_lowmem._src.codecs.base import E8M8Scale
 from tests import tolerances as tol
-from tests.tiers import rows
 
 EVERYTHING = lowmem.Policy(min_size=0)
 
