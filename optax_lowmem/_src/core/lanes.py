@@ -1,8 +1,8 @@
 """An array [..., n] in the registers of a TPU: rows on sublanes, its groups side by side on lanes.
 
-A register has 128 lanes, the elements of 128 / G groups. A unit, G registers along a row, has 128
-groups, whose scales are one register. A block, what a program of a kernel takes, is some rows of a
-unit, or of whole rows where those are shorter.
+A register has 128 lanes, the elements of 128 / G groups, or part of one larger group. A unit, G
+registers along a row, has 128 groups, whose scales are one register. A block, what a program of a
+kernel takes, is some rows of a unit, or of whole rows where those are shorter.
 """
 
 import dataclasses
@@ -30,8 +30,10 @@ def unsupported(shape: tuple[int, ...], group_size: int) -> str | None:
         return f"its last axis, {shape[-1]}, is not a multiple of {LANES}, so XLA transposes it"
     if len(shape) > 2 and shape[-2] % _SUBLANES:
         return f"its second-last axis, {shape[-2]}, is not a multiple of {_SUBLANES}"
-    if LANES % group_size:
-        return f"groups of {group_size} do not divide the {LANES} lanes of a register"
+    if group_size & (group_size - 1) or group_size > LANES * _AT_ONCE:
+        return f"groups of {group_size}, and registers hold powers of two up to {LANES * _AT_ONCE}"
+    if shape[-1] % group_size:
+        return f"groups of {group_size} do not divide its last axis, {shape[-1]}"
     return None
 
 
@@ -70,7 +72,8 @@ class Blocks:
         """Registers along a row that are stepped together, a power of two."""
         last = (self.columns - 1) % (LANES * self.group_size) // LANES + 1
         size = min(_AT_ONCE, self.group_size)
-        while _rounded_up(last, size) > last * (1 + _WASTE) and size > self.least_registers:
+        least = max(self.least_registers, self.of_group)
+        while _rounded_up(last, size) > last * (1 + _WASTE) and size > least:
             size //= 2
         return size
 
@@ -110,9 +113,24 @@ class Blocks:
     # ---- groups ------------------------------------------------------------------------------
 
     @property
+    def of_group(self) -> int:
+        """Registers that a group fills, or is part of."""
+        return max(1, self.group_size // LANES)
+
+    @property
+    def lanes_of_group(self) -> int:
+        """Lanes of a register that a group has."""
+        return min(self.group_size, LANES)
+
+    @property
     def per_register(self) -> int:
-        """Groups of a register."""
-        return LANES // self.group_size
+        """Groups of a register; 1 of which it is part."""
+        return LANES // self.lanes_of_group
+
+    @property
+    def parts(self) -> int:
+        """Registers, or groups of several, that a step along a row has."""
+        return self.at_once // self.of_group
 
     @property
     def groups(self) -> int:
@@ -140,7 +158,8 @@ class Blocks:
 
     def group_of_lane(self, register: jax.Array) -> jax.Array:
         """int32 [ROWS, LANES]: the number in its block of the group of each lane of a register."""
-        return _lane() // self.group_size + register * self.per_register
+        first = _div(register, self.of_group) * self.per_register
+        return _div(_lane(), self.lanes_of_group) + first
 
     def coordinates(self, row: jax.Array, block: jax.Array) -> list[jax.Array]:
         """Indices uint32 of the groups of ROWS rows along each axis of the scales.
@@ -155,8 +174,8 @@ class Blocks:
             rest, own = rest + own[0], []
         places = []
         for size in reversed(self.shape[1:-1]):
-            places.append(lax.rem(rest, jnp.int32(size)))
-            rest = lax.div(rest, jnp.int32(size))
+            places.append(_rem(rest, size))
+            rest = _div(rest, size)
         places = [rest, *reversed(places)]
         if own:
             places[-1] = places[-1] + own[0]
@@ -166,8 +185,8 @@ class Blocks:
     def in_order(self, ends: jax.Array) -> jax.Array:
         """`tree`'s result with the groups of a row in their order."""
         lane = _lane()
-        place = lane % self.per_register * self.group_size + lane // self.per_register
-        return gather(ends, place)
+        in_register, register = _rem(lane, self.per_register), _div(lane, self.per_register)
+        return gather(ends, in_register * self.lanes_of_group + register)
 
 
 def bytes_of_lane(register: int, several: int) -> jax.Array:
@@ -177,15 +196,15 @@ def bytes_of_lane(register: int, several: int) -> jax.Array:
       register: of codes, among those whose bytes are one register.
       several: codes in a byte.
     """
-    return _lane() // several + register * (LANES // several)
+    return _div(_lane(), several) + register * (LANES // several)
 
 
 def in_bytes(registers: Sequence[jax.Array], several: int) -> jax.Array:
     """Sums of neighbours, `several` at a time, of as many registers: one register."""
     lane = _lane()
-    own, sums = lane // (LANES // several), []
+    own, sums = _div(lane, LANES // several), []
     for i in range(several):
-        place = lane % (LANES // several) * several + i
+        place = _rem(lane, LANES // several) * several + i
         of_own = gather(registers[0], place)
         for register, x in enumerate(registers[1:], 1):
             of_own = jnp.where(own == register, gather(x, place), of_own)
@@ -243,6 +262,15 @@ def _merged(
 
 def _lane() -> jax.Array:
     return lax.broadcasted_iota(jnp.int32, (ROWS, LANES), 1)
+
+
+def _div(x: jax.Array, y: int) -> jax.Array:
+    """x // y of numbers that are not negative, which `lax` need not look at."""
+    return lax.div(x, jnp.int32(y)) if y > 1 else x
+
+
+def _rem(x: jax.Array, y: int) -> jax.Array:
+    return lax.rem(x, jnp.int32(y))
 
 
 def _signed(x: jax.Array) -> jax.Array:

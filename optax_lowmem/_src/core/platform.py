@@ -95,12 +95,18 @@ def target(x: object = None, mesh: Mesh | AbstractMesh | None = None) -> str | N
     `jax.default_device`. Shardings of one device, and `in_shardings` of a jit alone, do not show
     while JAX traces. The machine that traces is not asked: it need not be the one that computes.
     """
-    for one in (mesh, _mesh_of(x)):
-        one = one.abstract_mesh if isinstance(one, Mesh) else one
-        if one is not None and one.abstract_device is not None:
+    given = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    for one in ([] if given is None else [given]) + _meshes(x):
+        if one.abstract_device is not None:
             return str(one.abstract_device.platform)
     device = _default_device()
     return device if device is None or isinstance(device, str) else str(device.platform)
+
+
+def _meshes(x: object) -> list[AbstractMesh]:
+    """The mesh that an array lies on, and that of the context; they may have no axes."""
+    own = [jax.typeof(x).sharding.mesh] if isinstance(x, jax.Array) else []
+    return [*own, jax.sharding.get_abstract_mesh()]
 
 
 def _default_device() -> Any:
@@ -109,19 +115,13 @@ def _default_device() -> Any:
 
 def targeting(x: object = None) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which Pallas finds the kind of TPU that is the `target`, on any host."""
-    device, mesh = _default_device(), _mesh_of(x)
-    if mesh is None and isinstance(device, jax.Device):
-        mesh = Mesh(np.asarray([device]), ("device",)).abstract_mesh
-    if mesh is None or jax.sharding.get_abstract_mesh().axis_names:
+    if jax.sharding.get_abstract_mesh().abstract_device is not None:
         return contextlib.nullcontext()
-    return jax.sharding.use_abstract_mesh(mesh)
-
-
-def _mesh_of(x: object) -> AbstractMesh | None:
-    """The mesh that an array lies on, else that of the context, else None."""
-    found = [jax.typeof(x).sharding.mesh] if isinstance(x, jax.Array) else []
-    found.append(jax.sharding.get_abstract_mesh())
-    return next((mesh for mesh in found if mesh.axis_names), None)
+    found = [mesh for mesh in _meshes(x) if mesh.abstract_device is not None]
+    device = _default_device()
+    if not found and isinstance(device, jax.Device):
+        found.append(Mesh(np.asarray([device]), ("device",)).abstract_mesh)
+    return jax.sharding.use_abstract_mesh(found[0]) if found else contextlib.nullcontext()
 
 
 def may_be_tpu(x: object = None, mesh: Mesh | AbstractMesh | None = None) -> bool:
@@ -148,9 +148,9 @@ def no_tpu_reason(x: object = None) -> str | None:
     reason = not_tpu_reason(x) or explicit_axes_reason(x)
     if reason is not None:
         return reason
-    mesh = _mesh_of(x)
-    devices = mesh.size if mesh is not None else 1 if target(x) else jax.device_count()
-    return _several_devices_reason(devices)
+    # of a program for the machine that traces it, the machine's
+    known = [mesh.size for mesh in _meshes(x) if mesh.axis_names] or [1]
+    return _several_devices_reason(known[0] if target(x) else jax.device_count())
 
 
 # ---- GPUs ----------------------------------------------------------------------------------------

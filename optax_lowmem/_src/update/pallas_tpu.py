@@ -19,8 +19,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from optax_lowmem._src.codecs import GroupCodec
 from optax_lowmem._src.core import lanes, numerics, random
-from optax_lowmem._src.core.lanes import LANES, ROWS, Blocks
+from optax_lowmem._src.core.lanes import LANES, ROWS
 from optax_lowmem._src.core.rules import UpdateRule
+from optax_lowmem._src.update import pallas_tpu_views as views
 from optax_lowmem._src.update.operands import (
     AnyHyperparameters,
     Leaf,
@@ -33,8 +34,6 @@ from optax_lowmem._src.update.operands import (
 )
 from optax_lowmem._src.update.pallas_tpu_kernel import ARITHMETIC, Kernel, several_in_a_byte
 from optax_lowmem._src.update.plan import LeafPlan
-
-_BUFFERS = 12 << 20  # bytes of a core's memory, of 16 MB, for blocks that come and go
 
 # ---- leaves that it takes ------------------------------------------------------------------------
 
@@ -116,80 +115,10 @@ def _primitives(jaxpr: Any) -> Iterator[str]:
 # ---- the call ------------------------------------------------------------------------------------
 
 
-def _scale_view(blocks: Blocks, scales: jax.Array) -> jax.Array:
-    """The scales as XLA keeps them: [rows, groups], or [n, groups, rows]."""
-    if not blocks.transposed:
-        return scales.reshape(-1, blocks.groups)
-    shape = (-1, *scales.shape[-2:]) if blocks.stacked else (1, -1, blocks.groups)
-    return scales.reshape(shape).swapaxes(-1, -2)
-
-
-def _scales_of_view(blocks: Blocks, view: jax.Array, like: jax.Array) -> jax.Array:
-    """The inverse of `_scale_view`."""
-    return (view.swapaxes(-1, -2) if blocks.transposed else view).reshape(like.shape)
-
-
-def _scale_spec(blocks: Blocks) -> pl.BlockSpec:
-    rows, groups = blocks.block_rows, blocks.block_groups
-    if not blocks.transposed:
-        return pl.BlockSpec((rows, groups), lambda i, j: (i, j))
-    if not blocks.stacked:
-        return pl.BlockSpec((None, groups, rows), lambda i, j: (0, j, i))
-    each = blocks.shape[-2] // rows
-    return pl.BlockSpec((None, groups, rows), lambda i, j: (lax.div(i, each), j, lax.rem(i, each)))
-
-
-def _of_block(plan: LeafPlan, values: jax.Array | None) -> tuple[jax.Array | None, bool, bool]:
-    """Return values of blocks of each row [1, rows], or of each column [n, 1, columns].
-
-    Returns:
-      (values, whether they are of rows, whether blocks of a kernel must be within one matrix).
-    """
-    if plan.block is None or values is None:
-        return None, False, False
-    if values.shape[-1] == 1:
-        spread = plan.block.spread(values, (*plan.shape[:-1], 1))
-        return spread.reshape(1, -1), True, False
-    alike = math.prod(values.shape[:-1]) == 1  # in all matrices
-    leading = values.shape[:-1] if alike else (*plan.shape[:-2], 1)
-    spread = plan.block.spread(values, (*leading, plan.shape[-1]))
-    return spread.reshape(-1, 1, plan.shape[-1]), False, not alike
-
-
-def _specs(plan: LeafPlan, blocks: Blocks, viewed: Leaf) -> Leaf:
-    """The blocks of a leaf's arrays."""
-
-    def elements(several: int = 1) -> pl.BlockSpec:
-        return pl.BlockSpec((blocks.block_rows, blocks.width // several), lambda i, j: (i, j))
-
-    of_block = None
-    if blocks.of_rows:
-        of_block = pl.BlockSpec((1, blocks.block_rows), lambda i, j: (0, i))
-    elif viewed.of_block is not None:
-        each = plan.shape[-2] // blocks.block_rows if blocks.within else 0
-        of_block = pl.BlockSpec(
-            (None, 1, blocks.width), lambda i, j: (lax.div(i, each) if each else 0, 0, j)
-        )
-    specs: Any = (
-        elements(),
-        None if viewed.p is None else elements(),
-        None if viewed.correction is None else elements(),
-        tuple(elements(several_in_a_byte(slot)) for slot in plan.slots),
-        tuple(_scale_spec(blocks) for _ in viewed.scales),
-        of_block,
-    )
-    return Leaf(*specs)
-
-
 def register_bits(lane_keys: jax.Array, group_size: int) -> jax.Array:
-    """C of the lanes of a register, uint32 [leaves, 128], of keys [leaves]."""
-    lane = lax.iota(jnp.uint32, LANES) % jnp.uint32(group_size)
+    """C of the lanes of a register, or of those of a larger group, uint32 [leaves, lanes]."""
+    lane = lax.iota(jnp.uint32, max(LANES, group_size)) % jnp.uint32(group_size)
     return random.lane_bits(lane_keys[:, None], lane[None])
-
-
-def _bytes(*trees: Any) -> int:
-    """Bytes per element of arrays of one shape."""
-    return sum(x.dtype.itemsize for x in jax.tree.leaves(trees))
 
 
 @functools.partial(
@@ -215,28 +144,17 @@ def launch(
       names: of the hyperparameters.
       scalars: the hyperparameters, f32 [len(names)].
       row_key: of the random bits R, uint32 [].
-      lane_bits: the random bits C of a register, of `register_bits`.
+      lane_bits: the random bits C, of `register_bits`.
       elements: of a block, at most.
       interpret: run as plain JAX, on any device: True, or `pltpu.InterpretParams`.
     """
-    moving = _bytes(leaf.g, leaf.p, leaf.correction, leaf.slots)
-    moving += _bytes(leaf.correction, leaf.slots) + update_dtype(plan, leaf.p).itemsize
-    of_block, of_rows, within = _of_block(plan, leaf.of_block)
-    blocks = Blocks(
-        plan.shape, plan.group_size, min(elements, _BUFFERS // (2 * moving)),
-        max(map(several_in_a_byte, plan.slots)), of_rows, within,
-    )  # fmt: skip
+    moving = views.bytes_of(leaf.g, leaf.p, leaf.correction, leaf.slots)
+    moving += update_dtype(plan, leaf.p).itemsize + views.bytes_of(leaf.correction, leaf.slots)
+    blocks = views.blocks_of(plan, leaf, moving, elements)
     kernel = Kernel(rule, plan, blocks, names)
-    # Mosaic has no float16
-    g = numerics.widen(leaf.g) if leaf.g.dtype == jnp.float16 else leaf.g
-    g, p, correction, slots = jax.tree.map(
-        lambda x: x.reshape(blocks.rows, -1), (g, leaf.p, leaf.correction, leaf.slots)
-    )
-    viewed = Leaf(
-        g, p, correction, slots, tuple(_scale_view(blocks, x) for x in leaf.scales), of_block
-    )
+    viewed = views.view(plan, blocks, leaf)
     results = output(plan, viewed)
-    specs = _specs(plan, blocks, viewed)
+    specs = views.specs(plan, blocks, viewed)
     out_specs = Result(specs.g, *specs[2:5])
     scratch = kernel.scratch()
     trees = viewed, results, scratch
@@ -254,17 +172,17 @@ def launch(
         in_specs=[
             in_scalars,
             in_scalars,
-            pl.BlockSpec((1, LANES), lambda i, j: (0, 0)),
+            pl.BlockSpec((1, lane_bits.size), lambda i, j: (0, 0)),
             *jax.tree.leaves(specs),
         ],
         out_specs=jax.tree.leaves(out_specs),
         input_output_aliases=aliases(plan, [viewed], [results], first=3),
         scratch_shapes=[pltpu.VMEM(x.shape, x.dtype) for x in flat[2]],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
+        compiler_params=views.compiler_params(blocks, moving, scratch),
         interpret=interpret,
         name="fused_update",
     )(scalars, row_key[None], lane_bits[None], *flat[0])
     found: Result = jax.tree.unflatten(jax.tree.structure(results), outputs)
     scales = zip(found.scales, leaf.scales, strict=True)
-    found = found._replace(scales=tuple(_scales_of_view(blocks, *pair) for pair in scales))
+    found = found._replace(scales=tuple(views.scales_of(blocks, *pair) for pair in scales))
     return restored(plan, leaf, found)

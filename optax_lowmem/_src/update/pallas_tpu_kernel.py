@@ -136,14 +136,10 @@ class Kernel:
         h = {name: scalars[j] for j, name in enumerate(self.names)}
         block = pl.program_id(0), pl.program_id(1)
         with numerics.kernel_arithmetic(ARITHMETIC):
-            for (name, codec), ref in zip(self.codecs.items(), read.scales, strict=True):
-                self.decode_scales(codec, ref, scratch.units[name])
-            if scratch.of_rows is not None:
-                shape = (LANES, self.blocks.block_rows)
-                scratch.of_rows[...] = jnp.broadcast_to(read.of_block[...], shape).T
+            self.decode(read, scratch)
 
             def step(i: jax.Array, nothing: None) -> None:
-                rows = _Rows(self, block, i, h, key, lane_bits, read, written, scratch)
+                rows = Rows(self, block, i, h, key, lane_bits, read, written, scratch)
                 rows.advance()
                 rows.encode(rows.measure())
 
@@ -153,8 +149,16 @@ class Kernel:
                     scales = scratch.scales[name][...].T[: self.blocks.block_groups]
                     ref[...] = scales.astype(ref.dtype)
 
+    def decode(self, read: Any, scratch: Scratch) -> None:
+        """Write what a block's scales, and values of blocks of rows, are to its elements."""
+        for (name, codec), ref in zip(self.codecs.items(), read.scales, strict=True):
+            self.decode_scales(codec, ref, scratch.units[name])
+        if scratch.of_rows is not None:
+            shape = (LANES, self.blocks.block_rows)
+            scratch.of_rows[...] = jnp.broadcast_to(read.of_block[...], shape).T
+
     def decode_scales(self, codec: GroupCodec, ref: Any, units: Any) -> None:
-        """Writes what the codes of a block are decoded with."""
+        """Write what the codes of a block are decoded with."""
         blocks = self.blocks
         found = codec.units(ref[...])
         for value, out in zip(jax.tree.leaves(found), jax.tree.leaves(units), strict=True):
@@ -166,7 +170,7 @@ class Kernel:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Rows:
+class Rows:
     """ROWS rows of a block.
 
     Attributes:
@@ -175,7 +179,7 @@ class _Rows:
       i: which rows of it.
       h: hyperparameters.
       key: of the bits R.
-      lane_bits: the bits C of a register, [1, 128].
+      lane_bits: the bits C of a register, or of those of a group, [1, lanes].
       read: references, as a `Leaf`.
       written: references, as a `Result`.
       scratch: a core's memory.
@@ -224,10 +228,9 @@ class _Rows:
             return ref[self.rows, columns_of(register)]
 
         g, p, correction = jax.tree.map(elements, self.read[:3])
-        slots = zip(self.kernel.plan.slots, self.read.slots, strict=True)
-        stored = tuple(
-            elements(ref, layout.register // several_in_a_byte(slot)) for slot, ref in slots
-        )
+        several = map(several_in_a_byte, self.kernel.plan.slots)
+        slots = zip(self.read.slots, several, strict=True)
+        stored = tuple(elements(ref, _byte(layout.register, codes)) for ref, codes in slots)
         return Leaf(g, p, correction, stored, ())
 
     def hyperparameters(self, layout: Registers) -> Mapping[str, jax.Array]:
@@ -250,7 +253,10 @@ class _Rows:
     def noise(self, layout: Registers) -> tuple[jax.Array, jax.Array] | None:
         """R of elements, and C of lanes."""
         bits = self.random_bits
-        return None if bits is None else (layout.to_elements(bits), self.lane_bits[...])
+        if bits is None:
+            return None
+        first = layout.place % self.kernel.blocks.of_group * LANES
+        return layout.to_elements(bits), self.lane_bits[:, first : first + LANES]
 
     def advance(self) -> None:
         """Moves the weight; writes new values of the slots, and the ends of their groups."""
@@ -281,7 +287,13 @@ class _Rows:
                     spans[name].append(codec.spans(values[name]))
             for name, parts in spans.items():
                 for ref, alike in zip(scratch.ends[name], zip(*parts, strict=True), strict=True):
-                    ref[j] = lanes.tree([span.values for span in alike], alike[0].of_two)
+                    of_two, several = alike[0].of_two, kernel.blocks.of_group
+                    of_registers = [span.values for span in alike]
+                    groups = [
+                        functools.reduce(of_two, of_registers[k : k + several])
+                        for k in range(0, len(of_registers), several)
+                    ]
+                    ref[j] = lanes.tree(groups, of_two)
 
         self.every(step)
 
@@ -293,9 +305,9 @@ class _Rows:
         for i, (name, codec) in enumerate(kernel.codecs.items()):
             ends = []
             for ref, span in zip(self.scratch.ends[name], codec.spans(something), strict=True):
-                missing = blocks.group_size // blocks.at_once - ref.shape[0]
+                missing = blocks.lanes_of_group // blocks.parts - ref.shape[0]
                 parts = [*(ref[j] for j in range(ref.shape[0])), *([None] * missing)]
-                ends.append(blocks.in_order(lanes.tree(parts, span.of_two, blocks.at_once)))
+                ends.append(blocks.in_order(lanes.tree(parts, span.of_two, blocks.parts)))
             stored, divisor = codec.scaled(tuple(ends))
             if blocks.transposed:
                 self.scratch.scales[name][self.rows, :] = stored.astype(_word(stored.dtype))
@@ -324,7 +336,7 @@ class _Rows:
                 for first in range(0, len(registers), several):
                     parts = registers[first : first + several]
                     whole = parts[0] if several == 1 else lanes.in_bytes(parts, several)
-                    place = columns_of(layouts[first].register // several)
+                    place = columns_of(_byte(layouts[first].register, several))
                     ref[self.rows, place] = whole.astype(ref.dtype)
 
         self.every(step)
@@ -333,6 +345,11 @@ class _Rows:
 def several_in_a_byte(slot: SlotPlan) -> int:
     """Return the number of codes in a byte of a slot; 1 of one without a codec."""
     return 1 if slot.codec is None else slot.codec.codes_per_byte
+
+
+def _byte(register: jax.Array, several: int) -> jax.Array:
+    """The register of the bytes of one of codes, `several` in each."""
+    return register if several == 1 else lax.div(register, jnp.int32(several))
 
 
 def columns_of(register: jax.Array) -> Any:
