@@ -22,6 +22,7 @@ from optax_lowmem._src.optimizers.adam import AdamRule
 from optax_lowmem._src.update import operands, pallas_tpu, pallas_tpu_mean, reference
 from optax_lowmem.sharding import state_shardings
 from tests import launch_cases, tolerances
+from tests.compilation import SAME_BITS
 from tests.lowering import lower_for_tpu, tpu_kernels_in, tpu_mesh
 from tests.tiers import rows
 from tests.update.test_pallas_step import STORED, VARIANTS, make
@@ -334,12 +335,13 @@ def test_on_a_mesh(optimizer, spec, interpreted):
     masters = {"w": jnp.asarray(rng.normal(0, 0.1, (256, 512)), F32)}
     g = {"w": jnp.asarray(rng.normal(0, 1e-3, (256, 512)), BF16)}
     params, state = lowmem.init(tx, masters, BF16)
-    one = jax.jit(functools.partial(lowmem.step, tx))(g, state, params)
+    same_bits = functools.partial(jax.jit, compiler_options=SAME_BITS)
+    one = same_bits(functools.partial(lowmem.step, tx))(g, state, params)
     place = {"w": NamedSharding(mesh, spec)}
     of_state = state_shardings(tx, params, place)
     step = functools.partial(lowmem.step, tx, specs={"w": spec}, mesh=mesh)
     placed = [jax.device_put(x, s) for x, s in ((g, place), (state, of_state), (params, place))]
-    compiled = jax.jit(step, out_shardings=(place, of_state)).lower(*placed).compile()
+    compiled = same_bits(step, out_shardings=(place, of_state)).lower(*placed).compile()
     assert not re.findall(COLLECTIVES, compiled.as_text())
     for a, b in zip(jax.tree.leaves(compiled(*placed)), jax.tree.leaves(one), strict=True):
         np.testing.assert_array_equal(a, b)

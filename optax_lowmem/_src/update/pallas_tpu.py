@@ -181,7 +181,7 @@ def launch(
         compiler_params=views.compiler_params(blocks, moving, scratch),
         interpret=interpret,
         name="fused_update",
-    )(scalars, row_key[None], lane_bits[None], *flat[0])
+    )(scalars, row_key[None], lane_bits[None], *views.in_hbm(flat[0], interpret))
     found: Result = jax.tree.unflatten(jax.tree.structure(results), outputs)
     scales = zip(found.scales, leaf.scales, strict=True)
     found = found._replace(scales=tuple(views.scales_of(blocks, *pair) for pair in scales))

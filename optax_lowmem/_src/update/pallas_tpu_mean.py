@@ -133,7 +133,7 @@ def mean(
         compiler_params=views.compiler_params(blocks, moving, units),
         interpret=interpret,
         name="leaf_mean",
-    )(scalars, *given)
+    )(scalars, *views.in_hbm(given, interpret))
     return mean_of_leaf(sums) * jnp.float32(sums.size / leaf.g.size)
 
 

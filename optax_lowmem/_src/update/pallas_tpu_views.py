@@ -57,6 +57,16 @@ def compiler_params(blocks: Blocks, moving: int, scratch: Any) -> pltpu.Compiler
     )
 
 
+def in_hbm(arrays: list[jax.Array], interpret: Any) -> list[jax.Array]:
+    """Arrays that a kernel reads from where they lie: XLA might copy them to a core's memory first.
+
+    It would copy what is written in place back, and need memory for its copies.
+    """
+    if interpret:
+        return arrays
+    return [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
+
+
 def view(plan: LeafPlan, blocks: Blocks, leaf: Leaf) -> Leaf:
     """The arrays as the kernel sees them: all rows in one matrix."""
     # Mosaic has no float16
@@ -99,10 +109,10 @@ def _of_block(plan: LeafPlan, values: jax.Array | None) -> tuple[jax.Array | Non
     """
     if plan.block is None or values is None:
         return None, False, False
-    if values.shape[-1] == 1:
+    alike = math.prod(values.shape[:-1]) == 1  # in all rows
+    if values.shape[-1] == 1 and not alike:
         spread = plan.block.spread(values, (*plan.shape[:-1], 1))
         return spread.reshape(1, -1), True, False
-    alike = math.prod(values.shape[:-1]) == 1  # in all matrices
     leading = values.shape[:-1] if alike else (*plan.shape[:-2], 1)
     spread = plan.block.spread(values, (*leading, plan.shape[-1]))
     return spread.reshape(-1, 1, plan.shape[-1]), False, not alike
