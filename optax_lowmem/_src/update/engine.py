@@ -566,10 +566,13 @@ def _prepare_blocks(
     flat = [s._replace(slots=tuple(x.reshape(-1) for x in s.slots)) for s in shared]
     # the means have the factors of the gradient in them
     h = {name: value for name, value in h.items() if name != "gradient_scale"}
-    found = fused_updates(
-        _OfBlocks(rule), [plan.shared_plan for plan in plans], [mean.reshape(-1) for mean in means],
-        [None] * len(plans), flat, [h] * len(plans), keys, implementation,
-    )  # fmt: skip
+    of_values = [plan.shared_plan for plan in plans]
+    nothing, own = [None] * len(plans), [h] * len(plans)
+    rows = [mean.reshape(-1) for mean in means]
+    with scope.placing(None):  # on a mesh those are the places of the leaves, not of their blocks
+        found = fused_updates(
+            _OfBlocks(rule), of_values, rows, nothing, flat, own, keys, implementation
+        )
     shaped = []
     for mean, old, (given, state) in zip(means, shared, found, strict=True):
         slots = tuple(x.reshape(o.shape) for x, o in zip(state.slots, old.slots, strict=True))
