@@ -81,7 +81,7 @@ EVERY = [
 
 
 @pytest.mark.parametrize(
-    "optimizer, bits, dtype, shape, rounding, direct", rows(EVERY, [EVERY[0], EVERY[8]])
+    "optimizer, bits, dtype, shape, rounding, direct", rows(EVERY, [EVERY[0], EVERY[8], EVERY[9]])
 )
 def test_is_the_reference(optimizer, bits, dtype, shape, rounding, direct):
     how = {"master_weight_bits": bits, "rounding": rounding, "master_rounding": rounding}
