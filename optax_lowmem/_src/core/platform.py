@@ -95,33 +95,28 @@ def target(x: object = None, mesh: Mesh | AbstractMesh | None = None) -> str | N
     `jax.default_device`. Shardings of one device, and `in_shardings` of a jit alone, do not show
     while JAX traces. The machine that traces is not asked: it need not be the one that computes.
     """
-    given = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
-    for one in ([] if given is None else [given]) + _meshes(x):
+    found = [mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh] if mesh is not None else []
+    if isinstance(x, jax.Array):
+        found.append(jax.typeof(x).sharding.mesh)
+    for one in (*found, jax.sharding.get_abstract_mesh()):
         if one.abstract_device is not None:
             return str(one.abstract_device.platform)
-    device = _default_device()
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
     return device if device is None or isinstance(device, str) else str(device.platform)
 
 
-def _meshes(x: object) -> list[AbstractMesh]:
-    """The mesh that an array lies on, and that of the context; they may have no axes."""
-    own = [jax.typeof(x).sharding.mesh] if isinstance(x, jax.Array) else []
-    return [*own, jax.sharding.get_abstract_mesh()]
-
-
-def _default_device() -> Any:
-    return jax.config.jax_default_device  # type: ignore[attr-defined]
-
-
-def targeting(x: object = None) -> contextlib.AbstractContextManager[Any]:
+def targeting(x: jax.Array) -> contextlib.AbstractContextManager[Any]:
     """Return a context in which Pallas finds the kind of TPU that is the `target`, on any host."""
     if jax.sharding.get_abstract_mesh().abstract_device is not None:
         return contextlib.nullcontext()
-    found = [mesh for mesh in _meshes(x) if mesh.abstract_device is not None]
-    device = _default_device()
-    if not found and isinstance(device, jax.Device):
-        found.append(Mesh(np.asarray([device]), ("device",)).abstract_mesh)
-    return jax.sharding.use_abstract_mesh(found[0]) if found else contextlib.nullcontext()
+    mesh = jax.typeof(x).sharding.mesh
+    if mesh.abstract_device is not None:
+        return jax.sharding.use_abstract_mesh(mesh)
+    device = jax.config.jax_default_device  # type: ignore[attr-defined]
+    if isinstance(device, jax.Device):
+        one = Mesh(np.asarray([device]), ("device",))
+        return jax.sharding.use_abstract_mesh(one.abstract_mesh)
+    return contextlib.nullcontext()
 
 
 def may_be_tpu(x: object = None, mesh: Mesh | AbstractMesh | None = None) -> bool:
@@ -132,10 +127,8 @@ def may_be_tpu(x: object = None, mesh: Mesh | AbstractMesh | None = None) -> boo
     return (target(x, mesh) or jax.default_backend()) == "tpu"
 
 
-def not_tpu_reason(x: object = None) -> str | None:
-    """Return the reason why the traced computation is for no TPU, or None."""
-    if may_be_tpu(x):
-        return None
+def not_tpu_reason(x: object = None) -> str:
+    """Return the reason why the traced computation, which `may_be_tpu` denies, is for no TPU."""
     known = target(x)
     where = (
         f"it is traced for {known}" if known else f"the default backend is {jax.default_backend()}"
@@ -143,14 +136,14 @@ def not_tpu_reason(x: object = None) -> str | None:
     return f"{where}, and kernels are for GPUs and TPUs"
 
 
-def no_tpu_reason(x: object = None) -> str | None:
-    """Return the reason why the traced computation uses no TPU kernels on an array, or None."""
-    reason = not_tpu_reason(x) or explicit_axes_reason(x)
-    if reason is not None:
-        return reason
+def no_tpu_kernel_reason(x: object = None) -> str | None:
+    """Return the reason why a computation that may be for a TPU uses no kernels on an array."""
+    meshes = [jax.typeof(x).sharding.mesh] if isinstance(x, jax.Array) else []
+    meshes.append(jax.sharding.get_abstract_mesh())
     # of a program for the machine that traces it, the machine's
-    known = [mesh.size for mesh in _meshes(x) if mesh.axis_names] or [1]
-    return _several_devices_reason(known[0] if target(x) else jax.device_count())
+    known = [mesh.size for mesh in meshes if mesh.axis_names] or [1]
+    devices = known[0] if target(x) else jax.device_count()
+    return explicit_axes_reason(x) or _several_devices_reason(devices)
 
 
 # ---- GPUs ----------------------------------------------------------------------------------------

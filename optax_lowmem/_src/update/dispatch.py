@@ -72,17 +72,18 @@ def choose(
         return "xla", "asked for"
     if implementation is not None:
         return _asked_for(rule, plan, implementation, g)
-    if not plan.grouped and (math.prod(plan.shape) > _SMALL or platform.may_be_tpu(g)):
+    tpu = platform.may_be_tpu(g)
+    if not plan.grouped and (math.prod(plan.shape) > _SMALL or tpu):
         return "xla", _ELEMENTWISE  # on a TPU, small leaves too: it launches nothing
-    not_tpu = platform.no_tpu_reason(g)
-    if not_tpu is None:
-        reason = _unsupported(_TPU, rule, plan)
-        return (_TPU, "fused kernel") if reason is None else ("xla", f"{_TPU}: {reason}")
-    if platform.may_be_tpu(g):
-        return "xla", not_tpu
+    if tpu:
+        nowhere = platform.no_tpu_kernel_reason(g)
+        reason = nowhere or _unsupported(_TPU, rule, plan)
+        if reason is None:
+            return _TPU, "fused kernel"
+        return "xla", nowhere or f"{_TPU}: {reason}"
     nowhere = platform.no_kernel_reason(g)
     if nowhere is not None:
-        return "xla", nowhere if platform.no_device_reason() is None else not_tpu
+        return "xla", nowhere if platform.no_device_reason() is None else platform.not_tpu_reason(g)
     reasons = []
     for kernel in _KERNELS:
         reason = _unsupported(kernel, rule, plan)
@@ -95,7 +96,9 @@ def choose(
 def _asked_for(
     rule: UpdateRule, plan: LeafPlan, kernel: str, g: jax.Array | None
 ) -> tuple[str, str]:
-    elsewhere = platform.not_tpu_reason(g) if kernel == _TPU else platform.no_device_reason()
+    elsewhere = platform.no_device_reason()
+    if kernel == _TPU:
+        elsewhere = None if platform.may_be_tpu(g) else platform.not_tpu_reason(g)
     reason = elsewhere or platform.explicit_axes_reason(g) or _unsupported(kernel, rule, plan)
     small = kernel != _TPU and math.prod(plan.shape) <= _SMALL
     if reason is None and (plan.grouped or small):
