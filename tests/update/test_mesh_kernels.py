@@ -136,6 +136,17 @@ def test_explicit_axes(name, layout, gpus):
     check(name, found)
 
 
+def test_blocks_on_a_mesh(gpus):
+    """Their values are no part of the leaf whose place is given, and XLA steps both."""
+    blocks = lowmem.blocks.Structure(default="whole")
+    the_mesh, tx = mesh((8,), AUTO), lowmem.flash_adam_mini(LEARNING_RATE, blocks=blocks)
+    params = {"w": jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)}
+    state = jax.eval_shape(tx.init, params)
+    step = functools.partial(lowmem.step, tx, specs={"w": P("a")}, mesh=the_mesh)
+    new, of_state = jax.eval_shape(step, params, state, params)
+    assert new["w"].shape == (64, 256) and of_state.nu["w"].shape == state.nu["w"].shape
+
+
 @pytest.mark.full
 def test_zero(gpus):
     """Parameters whole on every device, state in parts: the new weights are gathered."""

@@ -13,6 +13,7 @@ from optax_lowmem._src.codecs.base import (
     Float32Scale,
     GroupCodec,
     ScaleFormat,
+    Span,
 )
 from optax_lowmem._src.core import numerics
 
@@ -80,23 +81,27 @@ class CompandedCodec(GroupCodec):
         """|x| (f32) of a non-negative code."""
         return self.restore(self.expand(code) * self.unit(scale))
 
-    def measure(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Stored scales [..., groups] of a group view, and the inverse of each."""
-        absmax = self._absmax(x)
+    def spans(self, x: jax.Array) -> tuple[Span, ...]:
+        """Return the bits of |x|.
+
+        A GPU kernel takes those of the magnitudes, which `quantize` needs in any case: with the
+        values its assembler computes the magnitudes twice, before and after the reduction.
+        """
+        y = self.magnitude(x) if self._from_magnitudes else x
+        return (Span(numerics.magnitude_bits(y, self.signed)),)
+
+    @property
+    def _from_magnitudes(self) -> bool:
+        return not self.signed and numerics.in_gpu_kernel()
+
+    def scaled(self, ends: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        """Stored scales, and the inverse of each."""
+        absmax = numerics.from_bits(ends[0].astype(jnp.uint32))
+        absmax = absmax if self._from_magnitudes else self.magnitude(absmax)
         stored = self.scale.encode(numerics.to_bits(absmax))
         if self.guarded:
             return stored, self.divisor(self.scale.decode(stored))
         return stored, self.divisor(jnp.maximum(absmax, jnp.float32(_PAPER_MIN_ABSMAX)))
-
-    def _absmax(self, x: jax.Array) -> jax.Array:
-        """Return the largest magnitude of each group.
-
-        A kernel takes it of the magnitudes, which `quantize` needs in any case: with the values
-        themselves its assembler computes the magnitudes twice, before and after the reduction.
-        """
-        if not self.signed and numerics.in_kernel():
-            return numerics.from_bits(numerics.absmax_bits(self.magnitude(x), self.signed))
-        return self.magnitude(numerics.from_bits(numerics.absmax_bits(x, self.signed)))
 
     def quantize(
         self, x: jax.Array, divisor: jax.Array, noise: jax.Array | None = None
@@ -118,7 +123,7 @@ class CompandedCodec(GroupCodec):
         if self.signed:  # the sign last: XLA on CPU would else keep two f32 divisions
             return numerics.round_to_signed_byte(z, x)
         if self.guarded:  # subnormals are 0 on every backend
-            normal = y >= self.least if numerics.in_kernel() else x >= _MIN_NORMAL
+            normal = y >= self.least if numerics.in_gpu_kernel() else x >= _MIN_NORMAL
             z = jnp.maximum(z, normal.astype(jnp.float32))
         return numerics.round_to_byte(z)
 

@@ -49,6 +49,8 @@ def spread_tree(of_groups: Tree, length: int, group_size: int) -> Tree:
 
 def spread(x: jax.Array, length: int, group_size: int) -> jax.Array:
     """[..., groups] as [..., length]: each group's value for each of its elements."""
+    if group_size == 1:
+        return x
     if x.shape[-1] == 1:
         return jnp.broadcast_to(x, x.shape[:-1] + (length,))
     repeated = jnp.broadcast_to(x[..., None], x.shape + (group_size,))

@@ -19,16 +19,19 @@ from optax_lowmem._src.core.varying import check_blocks
 # ---- in plain jnp: the specification, and the path without a kernel ------------------------------
 
 
-def mean_of_squares(block: Block, g: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+def mean_of_squares(
+    block: Block, g: jax.Array, scale: jax.Array | None = None, in_parts: bool = True
+) -> jax.Array:
     """Mean of (scale g)^2 over each block, f32 of `block.mean_shape`.
 
     Args:
       block: which elements share a mean.
       g: f32 or 16-bit, of any shape that the block fits.
       scale: an f32 factor; None for 1.
+      in_parts: as of `Block.mean`.
     """
     x = numerics.widen(g)
-    return block.mean(jnp.square(x if scale is None else x * scale))
+    return block.mean(jnp.square(x if scale is None else x * scale), in_parts)
 
 
 # ---- a leaf as columns to be summed, one axis after the other, and how tiles cut them ------------
@@ -114,7 +117,7 @@ _SMALL = 1 << 16  # elements, under which a launch takes longer than its bytes
 _LEAVES, _ELEMENTS = 16, 1 << 26  # of a launch, at most: it needs all its gradients at once
 
 # traced once for leaves of one shape
-_by_xla = jax.jit(mean_of_squares, static_argnames="block")
+_by_xla = jax.jit(mean_of_squares, static_argnames=("block", "in_parts"))
 
 
 def supported(block: Block, g: jax.Array, implementation: str | None = None) -> str | None:
@@ -166,7 +169,8 @@ def means_of_squares(
         means.update(zip(batch, found, strict=True))
     for i, (block, g) in enumerate(pairs):
         if i not in means:
-            means[i] = _by_xla(block, g, scale)
+            # a TPU's compiler sums whole columns as it reads them
+            means[i] = _by_xla(block, g, scale, in_parts=not platform.may_be_tpu(g))
     return [means[i] for i in range(len(pairs))]
 
 

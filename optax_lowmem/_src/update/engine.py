@@ -498,7 +498,7 @@ def prepare_leaves(
     """
     if rule.prepares == "leaf":
         rows = zip(plans, gradients, weights, states, strict=True)
-        return [_prepare_leaf(rule, *row, h) for row in rows], list(shared)
+        return [_prepare_leaf(rule, *row, h, implementation) for row in rows], list(shared)
     # where blocks lie on several devices XLA finds it out, on Explicit axes too
     lies = [jax.tree.map(explicit.sharding_of, (s.slots[0], s)) for s in shared]
     work = functools.partial(_prepare_blocks, rule, plans, implementation)
@@ -513,9 +513,15 @@ def _prepare_leaf(
     p: jax.Array | None,
     state: LeafState,
     h: Mapping[str, jax.Array],
+    implementation: str | None,
 ) -> Mapping[str, jax.Array]:
     """`reference.prepare`: scalars, replicated on Explicit axes."""
     prepare = functools.partial(_prepare, rule, plan.nameless)
+    if rule.measures and choose(rule, plan, implementation, g)[0] == "pallas_tpu":
+        from optax_lowmem._src.update import pallas_tpu_mean
+
+        otherwise = prepare if implementation is None else None
+        return pallas_tpu_mean.prepared(rule, plan.nameless, g, p, state, h, otherwise)
     names = jax.eval_shape(prepare, g, p, state, h)
     return explicit.left_to_xla(prepare, dict.fromkeys(names), g, p, state, h)
 
@@ -560,10 +566,13 @@ def _prepare_blocks(
     flat = [s._replace(slots=tuple(x.reshape(-1) for x in s.slots)) for s in shared]
     # the means have the factors of the gradient in them
     h = {name: value for name, value in h.items() if name != "gradient_scale"}
-    found = fused_updates(
-        _OfBlocks(rule), [plan.shared_plan for plan in plans], [mean.reshape(-1) for mean in means],
-        [None] * len(plans), flat, [h] * len(plans), keys, implementation,
-    )  # fmt: skip
+    of_values = [plan.shared_plan for plan in plans]
+    nothing, own = [None] * len(plans), [h] * len(plans)
+    rows = [mean.reshape(-1) for mean in means]
+    with scope.placing(None):  # on a mesh those are the places of the leaves, not of their blocks
+        found = fused_updates(
+            _OfBlocks(rule), of_values, rows, nothing, flat, own, keys, implementation
+        )
     shaped = []
     for mean, old, (given, state) in zip(means, shared, found, strict=True):
         slots = tuple(x.reshape(o.shape) for x, o in zip(state.slots, old.slots, strict=True))

@@ -10,7 +10,7 @@ import inspect
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,14 @@ from jax import lax
 from optax_lowmem._src.core import groups, numerics, random, triton_source, varying
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tile, Tiling
 from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
-from optax_lowmem._src.update.operands import Leaf, Result, aliases, output, step_tile
+from optax_lowmem._src.update.operands import (
+    AnyHyperparameters,
+    Leaf,
+    Result,
+    aliases,
+    output,
+    step_tile,
+)
 from optax_lowmem._src.update.plan import LeafPlan
 
 _MAX_LANES = 1 << 16
@@ -53,22 +60,6 @@ def supported(rule: UpdateRule, plan: LeafPlan) -> str | None:
     return unknown and f"the step uses `{unknown}`, which the kernel has no form for"
 
 
-class _AnyHyperparameters(Mapping[str, jax.Array]):
-    """Every name there is, so that what is traced has all that a step may do."""
-
-    def __getitem__(self, name: str) -> jax.Array:
-        return jnp.float32(0.5)
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
-
-
 @functools.cache
 def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
     """Return a primitive of the step that has no form in Triton, or None."""
@@ -81,7 +72,7 @@ def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
     )
     lanes = Tiling((32,), plan.group_size, 1).lanes
     body = _Body(rule, plan, Leaf(*dtypes), (), False, 4, lanes, False)
-    return triton_source.missing(body.jaxpr(_AnyHyperparameters()))
+    return triton_source.missing(body.jaxpr(AnyHyperparameters()))
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "plans", "names", "tile"), inline=False)

@@ -1,6 +1,6 @@
 """A GPU kernel apart from its language: its arrays of each leaf, and the step of a tile."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +10,22 @@ from optax_lowmem._src.core.groups import Tiling, result_like
 from optax_lowmem._src.core.rules import UpdateRule
 from optax_lowmem._src.update import reference
 from optax_lowmem._src.update.plan import LeafPlan, LeafState
+
+
+class AnyHyperparameters(Mapping[str, jax.Array]):
+    """Every name there is, so that what is traced has all that a step may do."""
+
+    def __getitem__(self, name: str) -> jax.Array:
+        return jnp.float32(0.5)
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
 
 
 class Leaf(NamedTuple):

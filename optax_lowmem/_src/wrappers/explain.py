@@ -226,7 +226,7 @@ def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanati
       w
         mu          softsign-int8     groups of 32, stochastic rounding
         correction  bits-24           24-bit master weights, stochastic rounding
-      step by xla for 1 of 1 leaves: the default backend is cpu, and kernels are for NVIDIA GPUs
+      step by xla for 1 of 1 leaves: the default backend is cpu, and kernels are for GPUs and TPUs
     """
     with scope.noting_policies() as policies:
         state, found = scope.dry_run(tx, params)

@@ -33,7 +33,12 @@ def rms_of_ratio(g: jax.Array, u: jax.Array, eps: jax.Array) -> jax.Array:
       u: second moment after it, without bias.
       eps: f32: in f16 the square of 1e-6 is 0.
     """
-    return jnp.sqrt(mean_of_leaf(g * g / jnp.maximum(u, eps * eps)))
+    return jnp.sqrt(mean_of_leaf(squared_ratio(g, u, eps)))
+
+
+def squared_ratio(g: jax.Array, u: jax.Array, eps: jax.Array) -> jax.Array:
+    """g^2 / max(u, eps^2) of each element, of which `rms_of_ratio` takes the mean."""
+    return g * g / jnp.maximum(u, eps * eps)
 
 
 def clipped_share(rms: jax.Array, threshold: jax.Array) -> jax.Array:
