@@ -1,0 +1,123 @@
+"""Static cycles of Pallas' kernels: the instruction bundles that libtpu made of them.
+
+A bundle takes a cycle, without what waiting for memory adds. Loops count as often as their exit
+tests say; the loop over a kernel's grid has two steps more, which fill and empty its pipeline.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.suites.tpu.program import KERNEL, Program
+
+_BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(LB)?\w*\s*:\s*(>*)")
+_EXIT = re.compile(r"scmp\.ge\.s32\.totalorder (?:\(\S+\) )?%\w+, (\d+) /\* loop exit test \*/")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bundle:
+    depth: int  # loops around it
+    opens: bool  # the first of a loop
+    trips: int | None  # of the loop whose exit test is here
+    empty: bool
+
+
+def cycles(text: str) -> int:
+    """Cycles of a kernel, from the text of its final bundles.
+
+    Raises:
+      ValueError: for a loop whose exit test compares with no number.
+    """
+    bundles = []
+    for line in text.splitlines():
+        if found := _BUNDLE.match(line):
+            test = _EXIT.search(line)
+            trips = int(test[1]) if test else None
+            empty = line[found.end() :].lstrip().startswith("{}")
+            bundles.append(_Bundle(len(found[2]), bool(found[1]), trips, empty))
+    return _of_loop(bundles)[0]
+
+
+def _of_loop(bundles: Sequence[_Bundle]) -> tuple[int, list[int]]:
+    """Cycles of bundles with the loops inside, and the trips of the exit tests outside of these."""
+    total, trips, at = 0, [], 0
+    while at < len(bundles):
+        one = bundles[at]
+        if not one.opens:
+            total += 1
+            trips += [] if one.trips is None else [one.trips]
+            at += 1
+            continue
+        end = _end(bundles, at)
+        inner, found = _of_loop([dataclasses.replace(one, opens=False), *bundles[at + 1 : end]])
+        if len(found) != 1:
+            raise ValueError(f"a loop of {end - at} bundles has the exit tests {found}")
+        total += inner * found[0]
+        at = end
+    return total, trips
+
+
+def _end(bundles: Sequence[_Bundle], start: int) -> int:
+    """Where a loop ends: behind the last bundle as deep; work of the loop around may lie before."""
+    depth = bundles[start].depth
+    end = start + 1
+    for at in range(start + 1, len(bundles)):
+        if bundles[at].opens and bundles[at].depth <= depth:
+            break
+        if bundles[at].depth >= depth:
+            end = at + 1
+    while end < len(bundles) and bundles[end].empty:  # in which its last branch is taken
+        end += 1
+    return end
+
+
+def of_dump(program: Program, folder: Path) -> int:
+    """Cycles of all kernels of a program, from libtpu's dump of it."""
+    total = 0
+    for times, (_, one) in program.runs():
+        if KERNEL not in one.rest:
+            continue
+        files = [
+            file for file in folder.glob(f"*-{one.name}-*-final_bundles.txt")
+            if "schedule-analysis" not in file.name
+        ]  # fmt: skip
+        if len(files) != 1:
+            raise ValueError(f"{len(files)} files in the dump have the bundles of {one.name}")
+        total += times * cycles(files[0].read_text("utf-8"))
+    return total
+
+
+def of_case(chip: str, case: str, impl: str) -> int:
+    """Cycles of the kernels of a case; in a process of its own, as libtpu reads its flags once."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        done = subprocess.run(
+            [sys.executable, "-m", __name__, folder, chip, case, impl],
+            env={**os.environ, "LIBTPU_INIT_ARGS": flags},
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        return int(json.loads(done.stdout.splitlines()[-1])["cycles"])
+
+
+def main() -> None:
+    from benchmarks.suites.tpu import cases
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("folder", "chip", "case", "impl"):
+        parser.add_argument(name)
+    args = parser.parse_args()
+    program, _ = cases.compile_case(args.chip, args.case, args.impl)
+    print(json.dumps({"cycles": of_dump(Program(program.as_text()), Path(args.folder))}))
+
+
+if __name__ == "__main__":
+    main()
