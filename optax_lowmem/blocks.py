@@ -1,9 +1,9 @@
 """Adam-mini's blocks of shared second moments, from the parameters' paths, shapes and metadata."""
 
-from optax_lowmem._src.blocks.report import Description as Description
-from optax_lowmem._src.blocks.report import Row as Row
-from optax_lowmem._src.blocks.report import describe as describe
+from optax_lowmem._src.blocks.structure import Description as Description
+from optax_lowmem._src.blocks.structure import Row as Row
 from optax_lowmem._src.blocks.structure import Structure as Structure
+from optax_lowmem._src.blocks.structure import describe as describe
 from optax_lowmem._src.blocks.structure import infer as infer
 from optax_lowmem._src.core.block import Block as Block
 

@@ -12,9 +12,9 @@ with f32 scales both. A description of the format is saved with them and compare
 from optax_lowmem._src.checkpoint.description import FORMAT_VERSION as FORMAT_VERSION
 from optax_lowmem._src.checkpoint.description import check as check
 from optax_lowmem._src.checkpoint.description import metadata as metadata
+from optax_lowmem._src.checkpoint.description import migrate as migrate
 from optax_lowmem._src.checkpoint.export import export as export
-from optax_lowmem._src.checkpoint.handlers import handlers as handlers
-from optax_lowmem._src.checkpoint.migrations import migrate as migrate
+from optax_lowmem._src.checkpoint.files import handlers as handlers
 from optax_lowmem._src.checkpoint.plain import from_optax as from_optax
 from optax_lowmem._src.checkpoint.plain import to_optax as to_optax
 from optax_lowmem._src.checkpoint.store import args as args

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import optax_lowmem as lowmem
-from optax_lowmem._src.core.tiles import Tile
+from optax_lowmem._src.core.groups import Tile
 from tests import launch_cases, triton_interpreter
 
 TILE = Tile(512, 4)

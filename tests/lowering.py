@@ -1,4 +1,4 @@
-"""StableHLO of programs for NVIDIA GPUs, lowered on a machine without one."""
+"""StableHLO of programs for NVIDIA GPUs and TPUs, lowered on a machine without one."""
 
 import re
 from collections.abc import Callable
@@ -9,6 +9,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_me
 
 # From JAX 0.11 on a kernel is lowered for a device, so that one is named; before, it is ignored.
 _GPU = AbstractDevice("NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132)
+
+_TPU = AbstractDevice("TPU v5 lite", platform="tpu", num_cores=1)
 
 
 def gpu_mesh(**axes: int) -> AbstractMesh:
@@ -21,6 +23,24 @@ def lower_for_cuda(fn: Callable[..., Any], *args: Any, mesh: AbstractMesh | None
     """StableHLO of `jax.jit(fn)` for CUDA; args are arrays or `jax.ShapeDtypeStruct`s."""
     with use_abstract_mesh(gpu_mesh() if mesh is None else mesh):
         return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def tpu_mesh(**axes: int) -> AbstractMesh:
+    """As `gpu_mesh`, of TPUs."""
+    kinds = (AxisType.Auto,) * len(axes)
+    return AbstractMesh(tuple(axes.values()), tuple(axes), kinds, abstract_device=_TPU)
+
+
+def lower_for_tpu(fn: Callable[..., Any], *args: Any, mesh: AbstractMesh | None = None) -> str:
+    """As `lower_for_cuda`, for TPUs: Mosaic's part that JAX itself has."""
+    with use_abstract_mesh(tpu_mesh() if mesh is None else mesh):
+        return jax.jit(fn).trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+
+
+def tpu_kernels_in(text: str) -> list[str]:
+    """Names of the kernels in a text of `lower_for_tpu`, one a launch site."""
+    calls = re.findall(r"@tpu_custom_call\b.*", text)
+    return [re.search(r'kernel_name = "(\w+)"', call)[1] for call in calls]
 
 
 def kernels_in(text: str) -> list[str]:

@@ -3,12 +3,12 @@
 from optax_lowmem._src.noise.bitwidth import SafeFormat as SafeFormat
 from optax_lowmem._src.noise.bitwidth import bitwidth as bitwidth
 from optax_lowmem._src.noise.bitwidth import bitwidth_loss as bitwidth_loss
+from optax_lowmem._src.noise.bitwidth import fake_cast as fake_cast
 from optax_lowmem._src.noise.bitwidth import most_bits as most_bits
 from optax_lowmem._src.noise.bitwidth import safe_format as safe_format
-from optax_lowmem._src.noise.casting import fake_cast as fake_cast
-from optax_lowmem._src.noise.casting import underflow_share as underflow_share
-from optax_lowmem._src.noise.kernels import FORMATS as FORMATS
-from optax_lowmem._src.noise.kernels import NOISES as NOISES
+from optax_lowmem._src.noise.bitwidth import underflow_share as underflow_share
+from optax_lowmem._src.noise.distributions import NOISES as NOISES
+from optax_lowmem._src.noise.formats import FORMATS as FORMATS
 from optax_lowmem._src.noise.sampling import draw as draw
 from optax_lowmem._src.noise.sampling import draw_packed as draw_packed
 from optax_lowmem._src.noise.sampling import noise_key as noise_key

@@ -14,7 +14,7 @@ from optax_lowmem._src.switchback.convert import convert as convert
 from optax_lowmem._src.switchback.dot_general import (
     switchback_dot_general as switchback_dot_general,
 )
-from optax_lowmem._src.switchback.einsum import switchback_einsum as switchback_einsum
+from optax_lowmem._src.switchback.dot_general import switchback_einsum as switchback_einsum
 from optax_lowmem._src.switchback.linen import SwitchBackDense as SwitchBackDense
 from optax_lowmem._src.switchback.nnx import LayerScale as LayerScale
 from optax_lowmem._src.switchback.nnx import SwitchBackLinear as SwitchBackLinear

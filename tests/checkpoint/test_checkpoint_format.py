@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import optax_lowmem as lowmem
 from optax_lowmem import checkpoint
-from optax_lowmem._src.checkpoint import description, migrations
+from optax_lowmem._src.checkpoint import description
 from tests import contract_cases as cases
 from tests.checkpoint_cases import (
     SMALL,
@@ -186,7 +186,7 @@ def test_an_older_version_is_migrated(tmp_path, monkeypatch):
     monkeypatch.setattr(description, "FORMAT_VERSION", 3)
     with pytest.raises(ValueError, match="version 2, which this package no longer reads"):
         checkpoint.restore(tmp_path, tx, params)
-    monkeypatch.setitem(migrations.MIGRATIONS, 2, renamed)
+    monkeypatch.setitem(description.MIGRATIONS, 2, renamed)
     assert_same_bits(checkpoint.restore(tmp_path, tx, params), (weights, state))
     with pytest.raises(ValueError, match="has format version 2, this package writes 3"):
         description.check({**checkpoint.metadata(tx, params), "version": 2}, tx, params)

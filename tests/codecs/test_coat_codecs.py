@@ -9,18 +9,17 @@ import numpy as np
 import pytest
 
 from optax_lowmem import codecs
-from optax_lowmem._src.codecs import expansion, group_codec, minifloat
-from optax_lowmem._src.codecs.dynamic import dynamic
-from optax_lowmem._src.codecs.group_codec import pallas_triton, reference
+from optax_lowmem._src.codecs import expansion, float8, group_codec, group_codec_triton
+from optax_lowmem._src.codecs.float8 import dynamic
 from optax_lowmem._src.core import groups, random
-from optax_lowmem._src.core.tiles import Tile
+from optax_lowmem._src.core.groups import Tile
 from tests import tolerances as tol
 from tests.lowering import kernels_in, lower_for_cuda
 from tests.oracle import coat as oracle
 from tests.oracle.table import ORACLES, named
 from tests.tiers import rows
 
-PLAIN = {"e4m3": minifloat.e4m3, "e5m2": minifloat.e5m2, "dynamic": dynamic}
+PLAIN = {"e4m3": float8.e4m3, "e5m2": float8.e5m2, "dynamic": dynamic}
 CODECS = {name: codecs.CODECS[name] for name in named(np.ndarray)}
 EXPANDED = [name for name in CODECS if name.startswith("expanded")]
 # one shape, since compiling takes longest; the last group has one element
@@ -355,7 +354,7 @@ def test_partial_groups(name, last, size):
 
 def test_a_codec_that_disagrees_with_its_inner_one_is_refused():
     with pytest.raises(ValueError, match="signed=True.*expanded"):
-        expansion.ExpandedCodec(inner=minifloat.e4m3(signed=False))
+        expansion.ExpandedCodec(inner=float8.e4m3(signed=False))
 
 
 # -- stochastic rounding -----------------------------------------------------------------------
@@ -489,10 +488,10 @@ def test_interpreted_kernels_are_the_reference(name):
     codec, size, key = CODECS[name], 32, jnp.uint32(9)
     x = jnp.asarray(values(codec, (16, 100)))
     how = dict(tile=Tile(elements=256, warps=1), interpret=True)
-    found = pallas_triton.encode(codec, x, size, key, "mu", **how)
-    wanted = jax.jit(reference.encode, static_argnums=(0, 2, 4))(codec, x, size, key, "mu")
+    found = group_codec_triton.encode(codec, x, size, key, "mu", **how)
+    wanted = jax.jit(group_codec.encode_plain, static_argnums=(0, 2, 4))(codec, x, size, key, "mu")
     off = np.abs(np.int32(found[0]) - np.int32(wanted[0]))
     assert off.max() <= 1 and (off > 0).mean() < 1e-2
     assert (np.asarray(found[1]) != np.asarray(wanted[1])).mean() < 0.02
-    y = pallas_triton.decode(codec, *found, size, **how)
-    np.testing.assert_allclose(y, reference.decode(codec, *found, size), rtol=2.0**-20)
+    y = group_codec_triton.decode(codec, *found, size, **how)
+    np.testing.assert_allclose(y, group_codec.decode_plain(codec, *found, size), rtol=2.0**-20)

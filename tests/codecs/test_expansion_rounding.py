@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optax_lowmem._src.codecs import expansion, minifloat
+from optax_lowmem._src.codecs import expansion, float8
 from optax_lowmem._src.core import numerics, random
 from tests import tolerances as tol
 from tests.tiers import in_turn
 
-CODECS = {"e4m3": minifloat.e4m3(), "e5m2": minifloat.e5m2()}
+CODECS = {"e4m3": float8.e4m3(), "e5m2": float8.e5m2()}
 
 
 def numbers(codec, binade=0):

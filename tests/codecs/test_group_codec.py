@@ -12,10 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
-from optax_lowmem._src.codecs import group_codec
-from optax_lowmem._src.codecs.group_codec import pallas_triton, reference
+from optax_lowmem._src.codecs import group_codec, group_codec_triton
 from optax_lowmem._src.core import pallas_tiles, platform
-from optax_lowmem._src.core.tiles import Tile, Tiling
+from optax_lowmem._src.core.groups import Tile, Tiling
 from tests import launch_cases
 from tests import tolerances as tol
 from tests.launch_cases import units
@@ -77,11 +76,13 @@ def by_reference(codec, arrays, cases, key):
     @jax.jit
     def run(arrays):
         stored = [
-            reference.encode(codec, x, size, key, "mu")
+            group_codec.encode_plain(codec, x, size, key, "mu")
             for x, (_, size, _) in zip(arrays, cases, strict=True)
         ]
         rows = zip(stored, cases, arrays, strict=True)
-        return [(*s, reference.decode(codec, *s, n, x.shape[-1])) for s, (_, n, _), x in rows]
+        return [
+            (*s, group_codec.decode_plain(codec, *s, n, x.shape[-1])) for s, (_, n, _), x in rows
+        ]
 
     return run(arrays)
 
@@ -91,12 +92,13 @@ def by_kernel(codec, arrays, cases, key, tile=SMALL, interpret=True):
     def run(arrays):
         how = dict(tile=tile, interpret=interpret)
         stored = [
-            pallas_triton.encode(codec, x, size, key, "mu", **how)
+            group_codec_triton.encode(codec, x, size, key, "mu", **how)
             for x, (_, size, _) in zip(arrays, cases, strict=True)
         ]
         rows = zip(stored, cases, arrays, strict=True)
         return [
-            (*s, pallas_triton.decode(codec, *s, n, x.shape[-1], **how)) for s, (_, n, _), x in rows
+            (*s, group_codec_triton.decode(codec, *s, n, x.shape[-1], **how))
+            for s, (_, n, _), x in rows
         ]
 
     return run(arrays)
@@ -207,11 +209,11 @@ def test_vmap(name):
 
     interpreted = (
         functools.partial(f, tile=SMALL, interpret=True)
-        for f in (pallas_triton.encode, pallas_triton.decode)
+        for f in (group_codec_triton.encode, group_codec_triton.decode)
     )
-    wanted = both(reference.encode, reference.decode)(x, keys)
+    wanted = both(group_codec.encode_plain, group_codec.decode_plain)(x, keys)
     assert_same(both(*interpreted)(x, keys), wanted, case, codec)
-    text = lower_for_cuda(both(pallas_triton.encode, pallas_triton.decode), x, keys)
+    text = lower_for_cuda(both(group_codec_triton.encode, group_codec_triton.decode), x, keys)
     assert kernels_in(text) == ["group_encode", "group_decode"]
 
 
@@ -371,7 +373,7 @@ def test_kernels_are_the_reference_on_a_gpu(name, key):
     launch_cases.same_scales(codec, *scales, tol.GPU_SCALE_UNITS)
     if codec.scale.name == "f16":
         assert (scales[0] != scales[1]).mean() <= tol.GPU_F16_SCALE_SHARE
-    decode = jax.jit(reference.decode, static_argnums=(0, 3, 4))
+    decode = jax.jit(group_codec.decode_plain, static_argnums=(0, 3, 4))
     for case, (codes, scales, x) in zip(cases, found, strict=True):
         again = decode(codec, codes, scales, case[1], x.shape[-1])
         np.testing.assert_allclose(x, again, rtol=decode_rtol(codec), err_msg=str(case))

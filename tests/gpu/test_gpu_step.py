@@ -12,7 +12,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem._src.core import numerics, platform
-from optax_lowmem._src.core.tiles import Tile
+from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.optimizers.lion import LionRule
 from optax_lowmem._src.update import choose, tuning
 from tests import launch_cases, tolerances

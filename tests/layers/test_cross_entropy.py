@@ -710,12 +710,12 @@ def test_fp8_products_reach_a_gpu(axis, on_a_gpu, monkeypatch):
     assert sum(line.count("xf8E5M2>") for line in lines) == 2
     rows = ["quantize_rows", "quantize_rows", "quantize_transposed"]
     assert sorted(kernels_in(text)) == rows
-    monkeypatch.setattr(fp8_flow.dispatch, "product_reason", lambda *_: None)
+    monkeypatch.setattr(fp8_flow, "product_reason", lambda *_: None)
     both = ["fp8_quantize_both", "fp8_transpose"]
     if platform.has_mosaic_gpu():
         monkeypatch.setattr(platform, "not_hopper_reason", lambda: None)
         rows += ["quantized_product"] * 3
     else:  # the kernels around the product of this JAX
-        plain = quantized_matmul.reference.multiply
-        monkeypatch.setattr(fp8_flow.dispatch, "multiply", plain)
+        plain = quantized_matmul.multiply_plain
+        monkeypatch.setattr(fp8_flow, "multiply", plain)
     assert sorted(kernels_in(of_cuda(axis))) == sorted(both + rows)

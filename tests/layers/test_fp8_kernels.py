@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from optax_lowmem._src.core.tiles import Tile
-from optax_lowmem._src.fp8_flow import kernels
-from optax_lowmem._src.fp8_flow.kernels import dispatch, pallas_triton, reference
+from optax_lowmem._src.core.groups import Tile
+from optax_lowmem._src.fp8_flow import kernels, kernels_triton
+from optax_lowmem._src.switchback import quantized_matmul as matmul
 from optax_lowmem._src.switchback import quantized_matmul as matmul_kernels
 from optax_lowmem._src.switchback.quantized_matmul import E4M3, E5M2, Quantized
-from optax_lowmem._src.switchback.quantized_matmul import reference as matmul
 from tests import tolerances as tol
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
 from tests.tiers import rows
@@ -48,8 +47,8 @@ def same_codes(found, want):
 def compare_normed(shape, dtype, size, exact, interpret):
     x, scale = drawn(shape, dtype), 1 + drawn((2, shape[1]), jnp.float32, 1)[1] / 8
     static = dict(eps=EPS, group_size=size, exact=exact)
-    stored, inverse, largest = pallas_triton.store_normed(x, scale, interpret=interpret, **static)
-    want = jitted(reference.store_normed, **static)(x, scale)
+    stored, inverse, largest = kernels_triton.store_normed(x, scale, interpret=interpret, **static)
+    want = jitted(kernels.store_normed_plain, **static)(x, scale)
     same_codes(stored, want[0])
     lost = 2 * tol.of_row_sum(shape[1])
     np.testing.assert_allclose(inverse, want[1], rtol=lost)
@@ -61,8 +60,8 @@ def compare_gated(shape, dtype, size, exact, activation, inputs, interpret):
     given = tuple(drawn(shape, dtype, i) for i in range(inputs))
     static = dict(activation=activation, group_size=size, exact=exact)
     tile = Tile() if interpret else Tile(elements=2048)
-    stored, largest = pallas_triton.store_gated(given, tile=tile, interpret=interpret, **static)
-    want, absmax = jitted(reference.store_gated, **static)(given)
+    stored, largest = kernels_triton.store_gated(given, tile=tile, interpret=interpret, **static)
+    want, absmax = jitted(kernels.store_gated_plain, **static)(given)
     for mine, theirs in zip(stored, want, strict=True):
         same_codes(mine, theirs)
     np.testing.assert_allclose(largest.max(), absmax.item(), rtol=tol.ACTIVATION)
@@ -83,12 +82,12 @@ def test_interpreted(size, dtype, exact):
 
 def test_numbers_that_are_none_show():
     x = drawn((4, 64), jnp.float32).at[2, 20].set(jnp.nan).at[3, 60].set(jnp.inf)
-    stored, inverse, largest = pallas_triton.store_normed(x, jnp.ones(64), EPS, 16, True, True)
+    stored, inverse, largest = kernels_triton.store_normed(x, jnp.ones(64), EPS, 16, True, True)
     back = np.asarray(kernels.restore(stored, 16))
     assert np.isnan(back[2, 16:32]).all() and np.isnan(back[3, 48:]).all()
     assert np.isnan(back).sum() == 32
     assert np.isfinite(largest[:2]).all() and np.isnan(largest[2:]).all()
-    _, largest = pallas_triton.store_gated((x, x), "silu", 16, True, Tile(), True)
+    _, largest = kernels_triton.store_gated((x, x), "silu", 16, True, Tile(), True)
     assert np.isnan(largest).any()
 
 
@@ -98,9 +97,9 @@ TRANSPOSED = [(5, 40), (300, 70), (128, 64), (1, 1)]
 def compare_transposed(shape, dtype, to, interpret):
     x = drawn((max(2, shape[0]), shape[1]), dtype)[: shape[0]]
     absmax = kernels.tensor_absmax(x, 16)
-    codes, transposed = pallas_triton.quantize_both(x, absmax, to, interpret)
-    want = jitted(reference.quantized, to=to)(x, absmax)
-    for found in (codes.codes, transposed.T, pallas_triton.transpose(want.codes, interpret).T):
+    codes, transposed = kernels_triton.quantize_both(x, absmax, to, interpret)
+    want = jitted(kernels.quantized, to=to)(x, absmax)
+    for found in (codes.codes, transposed.T, kernels_triton.transpose(want.codes, interpret).T):
         assert found.dtype == to.dtype
         np.testing.assert_array_equal(np.asarray(found).view(np.uint8), raw_of(want.codes))
     np.testing.assert_array_equal(codes.scales, want.scales)
@@ -132,15 +131,15 @@ def test_weight_gradients_transpose_codes_for_the_kernel_of_products(on_a_gpu, m
     """Codes are transposed where the product kernel takes them; elsewhere XLA sums over tokens."""
     given = of_gradient(512, 384)
     assert kernels_in(lower_for_cuda(gradient, *given)) == []  # no Hopper
-    assert "Hopper" in dispatch.transposes_reason(given[0], given[0], jnp.bfloat16)
-    monkeypatch.setattr(dispatch, "product_reason", lambda *_: None)
-    monkeypatch.setattr(dispatch, "multiply", reference_product)
+    assert "Hopper" in kernels.transposes_reason(given[0], given[0], jnp.bfloat16)
+    monkeypatch.setattr(kernels, "product_reason", lambda *_: None)
+    monkeypatch.setattr(kernels, "multiply", reference_product)
     found = lower_for_cuda(functools.partial(gradient), *given)  # not the trace of before
     assert sorted(kernels_in(found)) == ["fp8_quantize_both", "fp8_transpose"]
 
 
 def reference_product(a, b, sums, dtype, **more):
-    return matmul.multiply(a, b, sums, dtype, **more)
+    return matmul.multiply_plain(a, b, sums, dtype, **more)
 
 
 def test_a_weight_gradient_is_the_same_either_way(monkeypatch):
@@ -149,10 +148,10 @@ def test_a_weight_gradient_is_the_same_either_way(monkeypatch):
     of_g, want = jitted(kernels.multiply_over_tokens, to=E4M3, dtype=g.dtype)(
         codes, g, absmax=absmax
     )
-    same, transposed = pallas_triton.quantize_both(g, absmax, E4M3, True)
+    same, transposed = kernels_triton.quantize_both(g, absmax, E4M3, True)
     np.testing.assert_array_equal(raw_of(same.codes), raw_of(of_g.codes))
-    rows = Quantized(pallas_triton.transpose(codes.codes, True), codes.scales)
-    found = matmul.multiply(rows, Quantized(transposed, same.scales), 1, g.dtype)
+    rows = Quantized(kernels_triton.transpose(codes.codes, True), codes.scales)
+    found = matmul.multiply_plain(rows, Quantized(transposed, same.scales), 1, g.dtype)
     np.testing.assert_allclose(found, want, atol=96 * tol.U * np.abs(want).max())
 
 
@@ -225,7 +224,7 @@ def test_a_host_runs_the_reference(on_a_gpu):
     """Traced where there is a GPU."""
     x, scale = drawn((8, 100), jnp.float32), jnp.ones(100)
     found = jitted(step)(x, scale)
-    same_codes(found[0][0], jitted(reference.store, group_size=16)(x))
+    same_codes(found[0][0], jitted(kernels.store, group_size=16)(x))
 
 
 @pytest.mark.gpu

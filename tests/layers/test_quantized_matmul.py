@@ -7,13 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from optax_lowmem._src.switchback import quantized_matmul, quantized_matmul_triton
 from optax_lowmem._src.switchback import quantized_matmul as kernels
-from optax_lowmem._src.switchback.quantized_matmul import FORMATS, INT8, pallas_triton, reference
+from optax_lowmem._src.switchback.quantized_matmul import FORMATS, INT8
 from tests.compilation import FULL_COMPILE
 from tests.lowering import kernels_in, lower_for_cuda
 
 SHAPES = [(5, 40), (64, 128), (3, 5000), (130, 33), (1, 1)]
-of_rows = functools.partial(jax.jit, static_argnums=(1, 2))(reference.quantize)
+of_rows = functools.partial(jax.jit, static_argnums=(1, 2))(quantized_matmul.quantize_plain)
 
 
 def drawn(shape, dtype, seed=0):
@@ -38,7 +39,7 @@ def compiled(function, *static, **options):
 
 def compare_rows(shape, dtype, to, interpret):
     x = drawn(shape, dtype)
-    found = compiled(pallas_triton.quantize_rows, to, interpret)(x)
+    found = compiled(quantized_matmul_triton.quantize_rows, to, interpret)(x)
     wanted = compiled(of_rows, 1, to)(x)
     np.testing.assert_array_equal(raw(found.codes), raw(wanted.codes))
     np.testing.assert_array_equal(found.scales, wanted.scales)
@@ -46,15 +47,19 @@ def compare_rows(shape, dtype, to, interpret):
 
 def compare_transposed(shape, dtype, to, interpret):
     x = drawn(shape, dtype)
-    absmax, wanted = reference.absmax_of(x, None), compiled(of_rows, None, to)(x)
-    found = compiled(pallas_triton.quantize_transposed, to, interpret=interpret)(x, absmax)
+    absmax, wanted = quantized_matmul.absmax_of(x, None), compiled(of_rows, None, to)(x)
+    found = compiled(quantized_matmul_triton.quantize_transposed, to, interpret=interpret)(
+        x, absmax
+    )
     np.testing.assert_array_equal(raw(found.codes).T, raw(wanted.codes))
     np.testing.assert_array_equal(found.scales, wanted.scales)
     # with a maximum that was found when the largest was half as large
-    wanted = compiled(reference.codes_of, to, True)(x, absmax / 2)
-    found = compiled(pallas_triton.quantize_transposed, to, True, interpret)(x, absmax / 2)
+    wanted = compiled(quantized_matmul.codes_of, to, True)(x, absmax / 2)
+    found = compiled(quantized_matmul_triton.quantize_transposed, to, True, interpret)(
+        x, absmax / 2
+    )
     np.testing.assert_array_equal(raw(found.codes).T, raw(wanted))
-    np.testing.assert_array_equal(found.scales, reference.scales_of(absmax / 2, to))
+    np.testing.assert_array_equal(found.scales, quantized_matmul.scales_of(absmax / 2, to))
     assert np.abs(np.asarray(wanted, np.float32)).max() == to.largest
 
 
@@ -63,7 +68,7 @@ def test_maxima(axes):
     """2^-100 at least; NaN and infinity show."""
     x = jax.random.normal(jax.random.key(0), (3, 4, 5))
     for sample in (x, x * 0, x.at[1, 2, 3].set(jnp.nan), x.at[1, 2, 3].set(-jnp.inf)):
-        found = jax.jit(reference.absmax_of, static_argnums=1)(sample, axes)
+        found = jax.jit(quantized_matmul.absmax_of, static_argnums=1)(sample, axes)
         wanted = np.maximum(np.abs(sample).max(axis=axes, keepdims=True), 2.0**-100)
         np.testing.assert_array_equal(found, wanted)
 
@@ -83,7 +88,7 @@ def test_interpreted(name, dtype):
 
 def test_rows_that_are_not_finite():
     x = drawn((4, 40), jnp.float32).at[0, 3].set(jnp.nan).at[2, 1].set(-jnp.inf)
-    codes, scales = pallas_triton.quantize_rows(x, INT8, True)
+    codes, scales = quantized_matmul_triton.quantize_rows(x, INT8, True)
     assert np.isnan(scales[0, 0]) and np.isinf(scales[2, 0])
     np.testing.assert_array_equal(codes[1::2], of_rows(x, 1, INT8).codes[1::2])
 
@@ -119,7 +124,7 @@ def test_a_host_runs_the_reference(on_a_gpu):
     found = jax.jit(step)(x, w)
     turned = kernels.Quantized(*(a.T for a in of_rows(w, None, INT8)))
     np.testing.assert_array_equal(
-        found, reference.multiply(of_rows(x, 1, INT8), turned, 1, x.dtype)
+        found, quantized_matmul.multiply_plain(of_rows(x, 1, INT8), turned, 1, x.dtype)
     )
 
 

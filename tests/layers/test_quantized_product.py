@@ -9,8 +9,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from optax_lowmem._src.core import platform
+from optax_lowmem._src.switchback import quantized_matmul
 from optax_lowmem._src.switchback import quantized_matmul as kernels
-from optax_lowmem._src.switchback.quantized_matmul import FORMATS, Quantized, dispatch, reference
+from optax_lowmem._src.switchback.quantized_matmul import FORMATS, Quantized
 from tests import tolerances as tol
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
 
@@ -28,7 +29,9 @@ def quantized(shape, seed, per, to):
     """Rows of very different sizes in codes, with a scale a row or one for all."""
     keys = jax.random.split(jax.random.key(seed), 2)
     size = jnp.exp(jax.random.normal(keys[1], (shape[0], 1)))
-    return reference.quantize(size * jax.random.normal(keys[0], shape), per, FORMATS[to])
+    return quantized_matmul.quantize_plain(
+        size * jax.random.normal(keys[0], shape), per, FORMATS[to]
+    )
 
 
 def operands(pair, sizes, per=(1, None)):
@@ -37,7 +40,7 @@ def operands(pair, sizes, per=(1, None)):
 
 
 def exactly(a, b, dtype):
-    """`reference.multiply` in NumPy: in f64, sums of int8 and of float8 products are exact."""
+    """`multiply_plain` in NumPy: in f64, sums of int8 and of float8 products are exact."""
     wide = [np.asarray(x.codes).astype(np.float64) for x in (a, b)]
     sums = np.float32(wide[0] @ wide[1].T)
     scales_of_a, scales_of_b = np.asarray(a.scales), np.asarray(b.scales)
@@ -76,11 +79,11 @@ def interpreted(monkeypatch):
     """The kernel on two simulated multiprocessors."""
     from jax.experimental.pallas import mosaic_gpu
 
-    from optax_lowmem._src.switchback.quantized_matmul import mosaic
+    from optax_lowmem._src.switchback import quantized_matmul_mosaic
 
     monkeypatch.setattr(platform, "multiprocessors", lambda: 2)
     how = mosaic_gpu.InterpretGPUParams(detect_races=True)
-    return functools.partial(mosaic.multiply, interpret=how)
+    return functools.partial(quantized_matmul_mosaic.multiply, interpret=how)
 
 
 @needs_mosaic
@@ -183,8 +186,8 @@ LEFT = [
 @pytest.mark.parametrize("pair, sizes, dtype, reason", LEFT)
 def test_what_the_kernel_does_not_take(pair, sizes, dtype, reason, on_hopper):
     a, b = shapes(pair, *sizes)
-    assert reason in dispatch.product_reason(a, b, 1, dtype)
-    assert "last axis" in dispatch.product_reason(a, b, 1, dtype, transposed=True)
+    assert reason in quantized_matmul.product_reason(a, b, 1, dtype)
+    assert "last axis" in quantized_matmul.product_reason(a, b, 1, dtype, transposed=True)
 
 
 def test_where_the_kernel_does_not_run(on_a_gpu, monkeypatch):

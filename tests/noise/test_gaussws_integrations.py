@@ -19,7 +19,7 @@ import optax_lowmem as lowmem  # noqa: E402
 import optax_lowmem.flax  # noqa: E402
 from optax_lowmem import gaussws  # noqa: E402
 from optax_lowmem._src.core import platform  # noqa: E402
-from optax_lowmem._src.noise.kernels import dispatch  # noqa: E402
+from optax_lowmem._src.noise import kernels  # noqa: E402
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda  # noqa: E402
 from tests.noise.test_gaussws_transform import DOWN, UP, equal, leaf, noisy, start, stepper  # noqa: E402
 
@@ -141,13 +141,13 @@ def test_told_where_it_lies(spec, monkeypatch):
     """Each device samples its part, as a kernel would, and nothing is gathered."""
     mesh, tx, specs, own, laid_out = laid(spec, AxisType.Auto)
     parts = []
-    plain = dispatch.reference.sample
+    plain = kernels.sample_plain
 
     def seen(w, *rest, **more):
         parts.append(w.shape)
         return plain(w, *rest, **more)
 
-    monkeypatch.setattr(dispatch.reference, "sample", seen)
+    monkeypatch.setattr(kernels, "sample_plain", seen)
     step = jax.jit(functools.partial(lowmem.step, tx, mesh=mesh, specs=specs))
     found = step(*laid_out)
     check_laid(found, stepper(tx)(*own), (laid_out[2], laid_out[1]))

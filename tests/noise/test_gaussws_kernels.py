@@ -9,17 +9,10 @@ import pytest
 
 from optax_lowmem import codecs, gaussws
 from optax_lowmem._src.core import random
-from optax_lowmem._src.noise import kernels
-from optax_lowmem._src.noise.kernels import (
-    BOX_MULLER,
-    DIFFQ,
-    FORMATS,
-    GAUSSWS,
-    NOISES,
-    pallas_triton,
-    reference,
-)
-from optax_lowmem._src.noise.kernels.pallas_triton import Strip
+from optax_lowmem._src.noise import kernels, kernels_triton
+from optax_lowmem._src.noise.distributions import BOX_MULLER, DIFFQ, GAUSSWS, NOISES
+from optax_lowmem._src.noise.formats import FORMATS
+from optax_lowmem._src.noise.kernels_triton import Strip
 from tests import tolerances as tol
 from tests.lowering import kernels_in, lower_for_cuda
 from tests.tiers import in_turn
@@ -28,7 +21,7 @@ BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 # whole strips; partial ones along both axes; axes before, one of them of one entry
 SHAPES = [(64, 512), (33, 300), (2, 1, 40, 70)]
 KEY = random.leaf_key(jnp.uint32(3), jnp.uint32(7), "w")
-of_reference = functools.partial(jax.jit, static_argnums=(4, 5, 6))(reference.sample)
+of_reference = functools.partial(jax.jit, static_argnums=(4, 5, 6))(kernels.sample_plain)
 
 
 def drawn(shape, seed=0):
@@ -45,12 +38,12 @@ def compare(shape, noise, format, weights, strip, interpret):
     """A sample and its scale; bit for bit where products with R are exact."""
     w, factor = drawn(shape)
     to, correction = FORMATS[format], None
-    dtype = reference.result_dtype(to)
+    dtype = kernels.result_dtype(to)
     if weights in codecs.SPLITS:
         w, correction = codecs.SPLITS[weights].split(w, BF16)
     else:
         w = w.astype(weights)
-    found, scale = pallas_triton.sample(
+    found, scale = kernels_triton.sample(
         w, correction, factor, KEY, noise, to, dtype, strip, interpret
     )
     wanted, of_wanted = of_reference(w, correction, factor, KEY, noise, to, dtype)
@@ -62,21 +55,21 @@ def compare(shape, noise, format, weights, strip, interpret):
 
 
 def compare_noise(shape, noise, dtype, interpret):
-    found = pallas_triton.noise_of(KEY, shape, noise, dtype, interpret=interpret)
-    wanted = reference.noise_of(KEY, shape, noise, dtype)
+    found = kernels_triton.noise_of(KEY, shape, noise, dtype, interpret=interpret)
+    wanted = kernels.noise_of_plain(KEY, shape, noise, dtype)
     assert found.dtype == dtype
     most = 1e-3 if noise is BOX_MULLER else 0
     assert share_that_differs(found, wanted) <= most
-    words = pallas_triton.packed_noise(KEY, shape, interpret=interpret)
-    np.testing.assert_array_equal(words, reference.packed_noise(KEY, shape))
+    words = kernels_triton.packed_noise(KEY, shape, interpret=interpret)
+    np.testing.assert_array_equal(words, kernels.packed_noise_plain(KEY, shape))
 
 
 def compare_sums(shape, noise, dtype, interpret):
     g = drawn(shape, 1)[0].astype(dtype)
-    found = pallas_triton.noise_sums(g, KEY, noise, interpret=interpret)
-    wanted = reference.noise_sums(g, KEY, noise)
-    size = reference.sums(jnp.abs(g.astype(F32)) * jnp.abs(
-        reference.noise_of(KEY, shape, noise)))  # fmt: skip
+    found = kernels_triton.noise_sums(g, KEY, noise, interpret=interpret)
+    wanted = kernels.noise_sums_plain(g, KEY, noise)
+    size = kernels.sums(jnp.abs(g.astype(F32)) * jnp.abs(
+        kernels.noise_of_plain(KEY, shape, noise)))  # fmt: skip
     assert (np.abs(found - wanted) <= tol.BITS_GRADIENT * size).all()
 
 
@@ -102,17 +95,17 @@ def test_interpreted_baselines():
 def test_interpreted_parts():
     """Words of a part are those of the whole there."""
     starts = (jnp.uint32(32 // 8), jnp.uint32(64))
-    found = pallas_triton.noise_of(
+    found = kernels_triton.noise_of(
         random.part_keys(KEY, *starts), (32, 64), GAUSSWS, BF16, Strip(columns=64), True
     )
-    whole = reference.noise_of(KEY, (64, 128), GAUSSWS, BF16)
+    whole = kernels.noise_of_plain(KEY, (64, 128), GAUSSWS, BF16)
     np.testing.assert_array_equal(found, whole[32:, 64:])
 
 
 def test_what_is_not_finite_shows():
     w, factor = drawn((64, 64))
     w = w.at[0, 0].set(jnp.nan)
-    found, scale = pallas_triton.sample(
+    found, scale = kernels_triton.sample(
         w, None, factor, KEY, GAUSSWS, FORMATS["bfloat16"], BF16, Strip(columns=64), True
     )
     assert np.isnan(scale[0, 0]) and np.isnan(np.float32(found[:32, :32])).all()
@@ -148,9 +141,7 @@ def test_every_kernel_lowers(on_a_gpu, noise, format):
         correction = split and jax.ShapeDtypeStruct((64, 300), split.dtype)
         factor = jax.ShapeDtypeStruct((2, 10), F32)
         to = FORMATS[format]
-        run = functools.partial(
-            kernels.sample, noise=noise, to=to, dtype=reference.result_dtype(to)
-        )
+        run = functools.partial(kernels.sample, noise=noise, to=to, dtype=kernels.result_dtype(to))
         text = lower_for_cuda(run, w, correction, factor, jax.ShapeDtypeStruct((), jnp.uint32))
         assert kernels_in(text) == ["sample_weights"]
 
@@ -188,6 +179,6 @@ def test_on_a_gpu(noise):
         compare_noise(shape, noise, BF16, False)
         compare_sums(shape, noise, BF16, False)
     with jax.default_device(jax.devices("cpu")[0]):
-        wanted = np.float32(reference.noise_of(np.uint32(KEY), (512, 1000), noise))
+        wanted = np.float32(kernels.noise_of_plain(np.uint32(KEY), (512, 1000), noise))
     found = np.float32(gaussws.draw(KEY, (512, 1000), noise.name))
     assert share_that_differs(found, wanted) <= (1e-3 if noise is BOX_MULLER else 0)

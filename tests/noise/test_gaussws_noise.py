@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from optax_lowmem import gaussws
 from optax_lowmem._src.core import random
-from optax_lowmem._src.noise.kernels import GAUSSWS, reference
-from optax_lowmem._src.noise.kernels.noise import pack
+from optax_lowmem._src.noise import kernels
+from optax_lowmem._src.noise.distributions import GAUSSWS, pack
 from tests import tolerances as tol
 from tests.oracle.gaussws import PROBABILITIES
 
@@ -46,7 +46,7 @@ def excess(found, expected):
 def packed(seed, steps, shape, path="w"):
     """Words of several steps."""
     keys = jax.vmap(lambda step: random.leaf_key(seed, step, path))(steps)
-    return jax.vmap(lambda key: reference.packed_noise(key, shape))(keys)
+    return jax.vmap(lambda key: kernels.packed_noise_plain(key, shape))(keys)
 
 
 def drawn(steps, seed=0, shape=SHAPE, first=0):
@@ -129,7 +129,7 @@ def test_layers_and_seeds_are_independent(change):
     one = decoded(packed(jnp.uint32(0), jnp.arange(32), SHAPE))
     key = functools.partial(random.leaf_key, jnp.uint32(own["seed"]))
     keys = [key(jnp.uint32(step), own["path"]) for step in range(32)]
-    other = decoded(jax.vmap(lambda k: reference.packed_noise(k, SHAPE))(jnp.stack(keys)))
+    other = decoded(jax.vmap(lambda k: kernels.packed_noise_plain(k, SHAPE))(jnp.stack(keys)))
     assert independent(one, other) < tol.STANDARD_ERRORS
     assert (one == other).mean() < 0.6  # sum of P^2 is 0.552
 
@@ -154,7 +154,7 @@ def test_layers_of_a_stack_and_parts():
     assert independent(whole[0], whole[1]) < tol.STANDARD_ERRORS
     np.testing.assert_array_equal(gaussws.draw(key, (2, 40, 50)), whole[:2, :40, :50])
     starts = (jnp.uint32(1), jnp.uint32(32 // 8), jnp.uint32(64))
-    part = reference.noise_of(random.part_keys(key, *starts), (2, 32, 32), GAUSSWS)
+    part = kernels.noise_of_plain(random.part_keys(key, *starts), (2, 32, 32), GAUSSWS)
     np.testing.assert_array_equal(part, whole[1:, 32:, 64:])
 
 

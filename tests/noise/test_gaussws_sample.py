@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from optax_lowmem import gaussws
-from optax_lowmem._src.noise.kernels import FORMATS, Scaled
+from optax_lowmem._src.noise.formats import FORMATS, Scaled
 from tests import tolerances as tol
 from tests.oracle import gaussws as oracle
 from tests.tiers import in_turn

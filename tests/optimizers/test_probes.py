@@ -10,7 +10,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
-from optax_lowmem._src.codecs.scales import E8M8Scale
+from optax_lowmem._src.codecs.base import E8M8Scale
 from tests import tolerances as tol
 from tests.tiers import rows
 

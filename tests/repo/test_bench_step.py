@@ -16,7 +16,7 @@ from benchmarks.peers import cases, device_loop, in_jax, in_torch, processes, re
 from benchmarks.suites.step import bench as bench_step
 from benchmarks.suites.step import tables as step_tables
 from benchmarks.suites.step import tune as tune_step
-from optax_lowmem._src.core.tiles import Tile
+from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.update import tuning
 from tests.contract_cases import assert_alike
 

@@ -9,9 +9,8 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem._src.core import platform
-from optax_lowmem._src.update import block_means
-from optax_lowmem._src.update.block_means import dispatch, pallas_triton, reference
-from optax_lowmem._src.update.block_means.columns import has_columns, passes
+from optax_lowmem._src.update import block_means, block_means_triton
+from optax_lowmem._src.update.block_means import has_columns, passes
 from optax_lowmem.blocks import Block
 from tests.lowering import kernels_in, lower_for_cuda
 from tests.tiers import in_turn
@@ -54,7 +53,7 @@ def exact(block, g, scale):
 
 def by_kernel(block, g, scale=1.0, interpret=True):
     own = [passes(block, g.shape)]
-    (mean,) = pallas_triton.means(own, [g], jnp.float32(scale), interpret)
+    (mean,) = block_means_triton.means(own, [g], jnp.float32(scale), interpret)
     return mean.reshape(block.mean_shape(g.shape))
 
 
@@ -63,7 +62,10 @@ def test_against_float64(case, dtype):
     shape, block = case
     g = drawn(shape, dtype)
     wanted = exact(block, g, 0.5)
-    for found in (by_kernel(block, g, 0.5), reference.mean_of_squares(block, g, jnp.float32(0.5))):
+    for found in (
+        by_kernel(block, g, 0.5),
+        block_means.mean_of_squares(block, g, jnp.float32(0.5)),
+    ):
         assert found.shape == block.mean_shape(shape)
         # sums of positive numbers: each addition and factor loses at most 2^-24 of the sum
         np.testing.assert_allclose(np.float64(found), wanted, rtol=300 * 2.0**-24)
@@ -74,9 +76,9 @@ def test_several_leaves_of_a_launch():
     gradients = [drawn(shape, BF16, i) for i, (shape, _) in enumerate(CASES)]
     own = [passes(block, shape) for shape, block in CASES]
     assert {len(turns) for turns in own} == {1, 2, 3}
-    together = pallas_triton.means(own, gradients, jnp.float32(1), interpret=True)
+    together = block_means_triton.means(own, gradients, jnp.float32(1), interpret=True)
     for turns, g, mean in zip(own, gradients, together, strict=True):
-        (alone,) = pallas_triton.means([turns], [g], jnp.float32(1), interpret=True)
+        (alone,) = block_means_triton.means([turns], [g], jnp.float32(1), interpret=True)
         np.testing.assert_array_equal(mean, alone)
 
 
@@ -114,25 +116,25 @@ def test_a_small_leaf_alone_is_left_to_xla(on_a_gpu):
     gradients = [jax.ShapeDtypeStruct(shape, BF16) for shape in ((256,), (100, 64), (4, 4))]
     blocks = [Block((0,)), Block((0,), heads=(1, 2)), Block()]
     assert kernels_in(lower_for_cuda(lambda *g: means(blocks, g), *gradients)) == []
-    assert "nothing to average" in dispatch.supported(blocks[2], gradients[2])
-    assert "along rows" in dispatch.supported(Block((1,)), jax.ShapeDtypeStruct((512, 512), F32))
+    assert "nothing to average" in block_means.supported(blocks[2], gradients[2])
+    assert "along rows" in block_means.supported(Block((1,)), jax.ShapeDtypeStruct((512, 512), F32))
 
 
 def test_launches_are_of_a_few_leaves(on_a_gpu):
     """Their gradients are needed at once, and a gradient that waits is memory."""
     rows = [(Block((0,)), jnp.zeros((4096, 1)))] * 40
     large = [(Block((0,)), jax.ShapeDtypeStruct((4096, 8192), BF16))] * 5
-    counts = [len(batch) for batch in dispatch._batches(rows + large, range(45))]
+    counts = [len(batch) for batch in block_means._batches(rows + large, range(45))]
     assert counts == [16, 16, 8, 2, 2, 1]
 
 
 def test_where_the_kernel_runs_the_optimizer_agrees(on_a_gpu, monkeypatch):
     """flash_adam_mini's second moments, interpreted, beside XLA's."""
-    launch = functools.partial(pallas_triton.means, interpret=True)
-    monkeypatch.setattr(pallas_triton, "means", launch)
-    by_kernel = dispatch._by_kernel
+    launch = functools.partial(block_means_triton.means, interpret=True)
+    monkeypatch.setattr(block_means_triton, "means", launch)
+    by_kernel = block_means._by_kernel
     always = lambda pairs, scale, automatic: by_kernel(pairs, scale, automatic=False)  # noqa: E731
-    monkeypatch.setattr(dispatch, "_by_kernel", always)
+    monkeypatch.setattr(block_means, "_by_kernel", always)
     params = {"up_proj": {"kernel": drawn((256, 320), BF16)}}
     tx = lowmem.adam_mini(1e-3, blocks=lowmem.blocks.Structure(default="whole"))
     state, grads = tx.init(params), {"up_proj": {"kernel": drawn((256, 320), BF16, 1)}}
@@ -145,7 +147,7 @@ def test_where_the_kernel_runs_the_optimizer_agrees(on_a_gpu, monkeypatch):
 
 
 def test_on_a_cpu_xla_takes_all():
-    reason = dispatch.supported(Block((0,)), drawn((512, 256), F32))
+    reason = block_means.supported(Block((0,)), drawn((512, 256), F32))
     assert reason == platform.no_device_reason() and "cpu" in reason
 
 

@@ -17,7 +17,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 import optax_lowmem as lowmem
 from optax_lowmem._src.core import platform
-from optax_lowmem._src.core.tiles import Tile
+from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.optimizers.adam import AdamRule
 from optax_lowmem._src.update import dispatch
 from tests import launch_cases
@@ -286,8 +286,8 @@ def test_it_compiles_for_an_h100(compiled, optimizer, weight, gradient, direct):
         assert "local" not in kernel.asm["ptx"]
     for kernel in compiled[:2]:  # 8 codes a thread, 8 bytes; 16 bytes of 16-bit numbers
         ptx = kernel.asm["ptx"]
-        assert "ld.global.v2.b32" in ptx and "st.global.v2.b32" in ptx
-        assert gradient == F32 or "ld.global.v4.b32" in ptx
+        assert "ld.volatile.global.v2.b32" in ptx and "st.global.v2.b32" in ptx
+        assert gradient == F32 or "ld.volatile.global.v4.b32" in ptx
 
 
 @pytest.mark.parametrize("size", [1, 4, 256])

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import optax_lowmem as lowmem
 from optax_lowmem._src import update as fused_update
 from optax_lowmem._src.core import platform
-from optax_lowmem._src.core.tiles import Tile
+from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.update import dispatch, tuning
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
 

@@ -14,8 +14,8 @@ import pytest
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
 from optax_lowmem._src.core import numerics, pallas_tiles
+from optax_lowmem._src.core.groups import Tile, Tiling
 from optax_lowmem._src.core.rules import OF_BLOCK
-from optax_lowmem._src.core.tiles import Tile, Tiling
 from optax_lowmem._src.update import dispatch, operands, pallas_triton, reference, tuning
 from tests import launch_cases, tolerances
 from tests.compilation import FULL_COMPILE, SAME_BITS
@@ -147,7 +147,7 @@ def interpreted(on_a_gpu, monkeypatch):
     return launches
 
 
-def both(case, tuned=SMALL, options=SAME_BITS):
+def both(case, tuned=SMALL, options=SAME_BITS, implementation="pallas"):
     """[(update, state)] of the reference and of the kernel, in one compiled call."""
 
     def run(leaves, states, h, keys):
@@ -158,7 +158,7 @@ def both(case, tuned=SMALL, options=SAME_BITS):
             hs.append(own if leaf.of_block is None else own | {OF_BLOCK: leaf.of_block})
         found = dispatch.fused_updates(
             case.rule, case.plans, gradients, weights, states, hs,
-            keys[jnp.asarray(case.numbers)], "pallas", tuned,
+            keys[jnp.asarray(case.numbers)], implementation, tuned,
         )  # fmt: skip
         wanted = []
         for plan, leaf, state, number, own in zip(

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import optax_lowmem as lowmem
 from optax_lowmem import codecs, release
 from optax_lowmem._src.core import random
-from optax_lowmem._src.core.tiles import Tile
+from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.update import pallas_triton
 from tests import launch_cases
 from tests.compilation import SAME_BITS

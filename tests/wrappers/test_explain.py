@@ -36,7 +36,7 @@ def test_the_printed_form():
         "  nu          -                 64 elements, fewer than min_size=4096",
         "  correction  -                 an f32 parameter is its own master weight",
         "step by xla for 3 of 3 leaves: "
-        "the default backend is cpu, and kernels are for NVIDIA GPUs",
+        "the default backend is cpu, and kernels are for GPUs and TPUs",
     ]
 
 

@@ -23,8 +23,8 @@ from benchmarks import records, timing
 from benchmarks.suites.noise import training as noise_training
 from benchmarks.timing import Keyed
 from optax_lowmem._src.core import scope
-from optax_lowmem._src.noise import kernels
-from optax_lowmem._src.noise.kernels import NOISES
+from optax_lowmem._src.noise import formats, kernels
+from optax_lowmem._src.noise.distributions import NOISES
 
 # rows x columns: Llama 3.2 1B has (2k, 0.5k) to (2k, 8k), Llama 3.1 405B (16k, 1k) to (16k, 16k)
 SHAPES = [
@@ -48,7 +48,7 @@ def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def forward(name: str) -> Callable[..., jax.Array]:
     """(weights, factor 2^(1 - b_t) of each block, key) -> sampled weights in bf16."""
-    to = kernels.format_of("bfloat16")
+    to = formats.format_of("bfloat16")
 
     def in_one(w: jax.Array, factor: jax.Array, key: jax.Array) -> jax.Array:
         noise = NOISES["gaussws" if name == XLA else name]

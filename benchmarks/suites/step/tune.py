@@ -16,7 +16,7 @@ import jax
 
 from benchmarks.peers import cases, in_jax, processes
 from optax_lowmem._src import update as fused_update
-from optax_lowmem._src.core.tiles import Tile
+from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.update import tuning
 
 TUNED = Path(fused_update.__file__).parent / "tuned.json"

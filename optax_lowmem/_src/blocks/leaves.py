@@ -28,7 +28,7 @@ class Heads(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class ModuleLeaf:
     """A leaf as inference sees it.
 
     Attributes:
@@ -94,7 +94,7 @@ class Leaf:
         """Return whether a glob pattern matches the path."""
         return fnmatch.fnmatchcase(self.path, pattern)
 
-    def stack(self, axis: int, why: str) -> "Leaf":
+    def stack(self, axis: int, why: str) -> "ModuleLeaf":
         """The leaf with one more stacked axis."""
         stacked = tuple(sorted({*self.stacked, axis}))
         return dataclasses.replace(self, stacked=stacked, why=self.why or why)
@@ -110,10 +110,10 @@ def words(name: str) -> set[str]:
     return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
 
 
-Leaves = dict[str, Leaf]
+Leaves = dict[str, ModuleLeaf]
 
 
-def bias_of(leaf: Leaf, leaves: Leaves) -> Leaf | None:
+def bias_of(leaf: ModuleLeaf, leaves: Leaves) -> ModuleLeaf | None:
     """The bias beside a kernel."""
     if leaf.array in BIASES or not leaf.array:
         return None
@@ -121,7 +121,7 @@ def bias_of(leaf: Leaf, leaves: Leaves) -> Leaf | None:
     return next((leaves[path] for path in paths if path in leaves), None)
 
 
-def beside(leaf: Leaf, modules: set[str], leaves: Leaves) -> Leaf | None:
+def beside(leaf: ModuleLeaf, modules: set[str], leaves: Leaves) -> ModuleLeaf | None:
     """The kernel or bare array of another module of these names, in the group of this leaf."""
     start = leaf.group + "/" if leaf.group else ""
     for name in sorted(modules):
@@ -131,7 +131,7 @@ def beside(leaf: Leaf, modules: set[str], leaves: Leaves) -> Leaf | None:
     return None
 
 
-def out_first(leaf: Leaf, leaves: Leaves) -> bool:
+def out_first(leaf: ModuleLeaf, leaves: Leaves) -> bool:
     """Return whether a matrix is transposed, (out, in), as in Hugging Face's FlaxConv1D.
 
     The length of its bias decides. A square matrix of GPT-2 (`c_...`), or one without a bias,
@@ -144,7 +144,7 @@ def out_first(leaf: Leaf, leaves: Leaves) -> bool:
     return any(_bias_shows(one, leaves) for one in others)
 
 
-def _bias_shows(leaf: Leaf, leaves: Leaves) -> bool | None:
+def _bias_shows(leaf: ModuleLeaf, leaves: Leaves) -> bool | None:
     """Return whether a matrix's bias has the length of its first axis; None where undecided."""
     bias = bias_of(leaf, leaves)
     if bias is None or len(leaf.inner_shape) != 2 or len(bias.inner_shape) != 1:
@@ -153,34 +153,34 @@ def _bias_shows(leaf: Leaf, leaves: Leaves) -> bool | None:
     return None if rows == columns else bias.inner_shape == (rows,)
 
 
-def output_axis(leaf: Leaf, leaves: Leaves) -> int:
+def output_axis(leaf: ModuleLeaf, leaves: Leaves) -> int:
     """The axis of one layer's matrix that holds its outputs."""
     return 0 if out_first(leaf, leaves) else 1
 
 
-def width_of(leaf: Leaf, leaves: Leaves) -> int:
+def width_of(leaf: ModuleLeaf, leaves: Leaves) -> int:
     """Return the number of outputs of one layer's matrix."""
     return leaf.inner_shape[output_axis(leaf, leaves)]
 
 
-def whole(leaf: Leaf, reason: str) -> Block:
+def whole(leaf: ModuleLeaf, reason: str) -> Block:
     """One block per tensor; one per layer where layers are stacked."""
     inner = leaf.inner if math.prod(leaf.shape) else ()
     text = "whole tensor" + (" of each layer" if leaf.stacked else "")
     return Block(inner, words=text if inner else "elementwise", reason=because(leaf, reason))
 
 
-def because(leaf: Leaf, reason: str) -> str:
+def because(leaf: ModuleLeaf, reason: str) -> str:
     """The reason, with how stacked axes were found."""
     return f"{reason}; {leaf.why}" if leaf.why else reason
 
 
-def layer_block(leaf: Leaf, text: str, axes: tuple[int, ...], reason: str) -> Block:
+def layer_block(leaf: ModuleLeaf, text: str, axes: tuple[int, ...], reason: str) -> Block:
     """A block that averages over these axes of one layer's leaf."""
     return Block(tuple(leaf.inner[a] for a in axes), words=text, reason=because(leaf, reason))
 
 
-def layered(leaf: Leaf) -> Leaf:
+def layered(leaf: ModuleLeaf) -> ModuleLeaf:
     """The leaf with its first axis as stacked layers: its rank is one above what its kind has."""
     return leaf.stack(leaf.inner[0], "one axis more than it needs: the first stacks layers")
 
@@ -200,7 +200,7 @@ def leaves_of(params: optax.Params) -> Leaves:
     names = _partition_names(params)
     leaves = []
     for (path, array), axes in zip(trees.named_leaves(params), names, strict=True):
-        leaf = Leaf(path, tuple(array.shape))
+        leaf = ModuleLeaf(path, tuple(array.shape))
         for axis, name in enumerate(axes if len(axes) == len(leaf.shape) else ()):
             if name in _STACK_AXES:
                 leaf = leaf.stack(axis, f"axis {axis} is '{name}' in the metadata")
@@ -226,7 +226,7 @@ def _axis_names(node: object) -> tuple[Any, ...] | None:
     return tuple(names) if isinstance(names, tuple | list | jax.sharding.PartitionSpec) else ()
 
 
-def _by_components(leaves: list[Leaf]) -> list[Leaf]:
+def _by_components(leaves: list[ModuleLeaf]) -> list[ModuleLeaf]:
     """Stacked axes from components such as `layers`, where the shapes agree with it."""
     told = {leaf.path for leaf in leaves if leaf.stacked}  # the metadata knows better
     members = defaultdict(list)
@@ -248,7 +248,7 @@ def _by_components(leaves: list[Leaf]) -> list[Leaf]:
     return found
 
 
-def _common_axis(group: list[Leaf]) -> int | None:
+def _common_axis(group: list[ModuleLeaf]) -> int | None:
     """0 or 1: the axis that all these leaves share, if every one can do without it."""
     shapes = [leaf.inner_shape for leaf in group]
     if max(map(len, shapes)) < 3:  # vectors and matrices of one width, not stacks of them

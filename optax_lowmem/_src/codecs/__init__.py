@@ -7,26 +7,26 @@ from optax_lowmem._src.codecs.affine import affine_paper as affine_paper
 from optax_lowmem._src.codecs.base import GroupCodec as GroupCodec
 from optax_lowmem._src.codecs.base import StoredSlot as StoredSlot
 from optax_lowmem._src.codecs.companded import CompandedCodec as CompandedCodec
-from optax_lowmem._src.codecs.dynamic import dynamic as dynamic
+from optax_lowmem._src.codecs.companded import linear as linear
+from optax_lowmem._src.codecs.companded import linear4 as linear4
+from optax_lowmem._src.codecs.companded import linear_paper as linear_paper
+from optax_lowmem._src.codecs.companded import softsign as softsign
+from optax_lowmem._src.codecs.companded import softsign_paper as softsign_paper
+from optax_lowmem._src.codecs.companded import sqrt as sqrt
+from optax_lowmem._src.codecs.companded import sqrt_paper as sqrt_paper
 from optax_lowmem._src.codecs.expansion import expanded as expanded
 from optax_lowmem._src.codecs.expansion import expanded_dynamic as expanded_dynamic
 from optax_lowmem._src.codecs.expansion import expanded_e4m3 as expanded_e4m3
 from optax_lowmem._src.codecs.expansion import expanded_e5m2 as expanded_e5m2
-from optax_lowmem._src.codecs.linear import linear as linear
-from optax_lowmem._src.codecs.linear import linear4 as linear4
-from optax_lowmem._src.codecs.linear import linear_paper as linear_paper
+from optax_lowmem._src.codecs.float8 import dynamic as dynamic
+from optax_lowmem._src.codecs.float8 import e4m3 as e4m3
+from optax_lowmem._src.codecs.float8 import e5m2 as e5m2
 from optax_lowmem._src.codecs.master import SPLITS as SPLITS
 from optax_lowmem._src.codecs.master import BitSplit as BitSplit
 from optax_lowmem._src.codecs.master import MasterSplit as MasterSplit
 from optax_lowmem._src.codecs.master import UlpSplit as UlpSplit
 from optax_lowmem._src.codecs.master import master_split as master_split
 from optax_lowmem._src.codecs.master import split_of as split_of
-from optax_lowmem._src.codecs.minifloat import e4m3 as e4m3
-from optax_lowmem._src.codecs.minifloat import e5m2 as e5m2
-from optax_lowmem._src.codecs.softsign import softsign as softsign
-from optax_lowmem._src.codecs.softsign import softsign_paper as softsign_paper
-from optax_lowmem._src.codecs.sqrt import sqrt as sqrt
-from optax_lowmem._src.codecs.sqrt import sqrt_paper as sqrt_paper
 from optax_lowmem._src.core import groups
 from optax_lowmem._src.core.compiled import compiled
 

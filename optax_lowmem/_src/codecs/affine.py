@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from optax_lowmem._src.codecs.base import GroupCodec
-from optax_lowmem._src.codecs.scales import guard
+from optax_lowmem._src.codecs.base import GroupCodec, Span, guard
 from optax_lowmem._src.core import numerics
 from optax_lowmem._src.core.shown import ShowsChanges
 
@@ -50,16 +50,21 @@ class AffineCodec(GroupCodec):
 
     zero_code = False
 
-    def measure(self, x: jax.Array) -> tuple[jax.Array, Grid]:
-        """Stored words [..., groups] of a group view, and the grids of its codes."""
-        return self._guarded(x) if self.guarded else self._paper(x)
-
-    def _guarded(self, x: jax.Array) -> tuple[jax.Array, Grid]:
-        """The range holds 0; 254 steps of it leave room for the zero-point's own rounding."""
+    def spans(self, x: jax.Array) -> tuple[Span, ...]:
+        """Return values and what tells that one is not finite; guarded, the bits of x and of -x."""
+        if not self.guarded:
+            return Span(x), Span(x, largest=False), Span(numerics.magnitude_bits(x))
         negated = numerics.from_bits(numerics.to_bits(x) ^ jnp.uint32(0x80000000))
-        high, low = (
-            numerics.from_bits(numerics.max_bits(y).astype(jnp.uint32)) for y in (x, negated)
-        )
+        # in integers, where a NaN without a sign wins
+        return tuple(Span(lax.bitcast_convert_type(y, jnp.int32)) for y in (x, negated))
+
+    def scaled(self, ends: tuple[jax.Array, ...]) -> tuple[jax.Array, Grid]:
+        """Stored words, and the grids of codes."""
+        return self._guarded(*ends) if self.guarded else self._paper(*ends)
+
+    def _guarded(self, *ends: jax.Array) -> tuple[jax.Array, Grid]:
+        """The range holds 0; 254 steps of it leave room for the zero-point's own rounding."""
+        high, low = (numerics.from_bits(jnp.maximum(bits, 0).astype(jnp.uint32)) for bits in ends)
         step = high * jnp.float32(1 / 254) + low * jnp.float32(1 / 254)
         bits = ((guard(numerics.to_bits(step)) + 0x7F) >> 7) << 7
         step = numerics.from_bits(bits)
@@ -71,12 +76,11 @@ class AffineCodec(GroupCodec):
         zero = numerics.round_to_int(middle)
         return self.scale.encode(bits, zero), Grid(inverse, (zero - 128).astype(jnp.float32))
 
-    def _paper(self, x: jax.Array) -> tuple[jax.Array, Grid]:
+    def _paper(self, high: jax.Array, low: jax.Array, absmax: jax.Array) -> tuple[jax.Array, Grid]:
         """As the reference implementation: a range without 0 puts its zero-point at an end."""
-        high, low = jnp.max(x, axis=-1), jnp.min(x, axis=-1)
         step = jnp.maximum(high - low, jnp.float32(_PAPER_MIN_RANGE)) / 255
         # a GPU's max and min skip NaN, and the NaN of inf - inf there does not bear rounding up
-        finite = numerics.absmax_bits(x) < jnp.uint32(numerics.INF_BITS)
+        finite = absmax.astype(jnp.uint32) < jnp.uint32(numerics.INF_BITS)
         step = jnp.where(finite, step, jnp.float32(jnp.nan))
         zero = jnp.clip(numerics.round_to_int(jnp.clip(-low / step, -_FAR, _FAR)), 0, 255)
         bits = ((numerics.to_bits(step) + 0x40) >> 7) << 7

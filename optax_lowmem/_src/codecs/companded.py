@@ -2,12 +2,19 @@
 
 import abc
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem._src.codecs.base import GroupCodec
-from optax_lowmem._src.codecs.scales import Float32Scale, ScaleFormat
+from optax_lowmem._src.codecs.base import (
+    E8M8Scale,
+    Float16Scale,
+    Float32Scale,
+    GroupCodec,
+    ScaleFormat,
+    Span,
+)
 from optax_lowmem._src.core import numerics
 
 _EPS = float(jnp.finfo(jnp.float32).eps)
@@ -32,6 +39,8 @@ class CompandedCodec(GroupCodec):
     """
 
     scale: ScaleFormat = dataclasses.field(default_factory=Float32Scale)
+
+    least: ClassVar[float] = _MIN_NORMAL  # magnitude of the least normal number
 
     @property
     def levels(self) -> int:
@@ -72,9 +81,23 @@ class CompandedCodec(GroupCodec):
         """|x| (f32) of a non-negative code."""
         return self.restore(self.expand(code) * self.unit(scale))
 
-    def measure(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Stored scales [..., groups] of a group view, and the inverse of each."""
-        absmax = self.magnitude(numerics.from_bits(numerics.absmax_bits(x, self.signed)))
+    def spans(self, x: jax.Array) -> tuple[Span, ...]:
+        """Return the bits of |x|.
+
+        A GPU kernel takes those of the magnitudes, which `quantize` needs in any case: with the
+        values its assembler computes the magnitudes twice, before and after the reduction.
+        """
+        y = self.magnitude(x) if self._from_magnitudes else x
+        return (Span(numerics.magnitude_bits(y, self.signed)),)
+
+    @property
+    def _from_magnitudes(self) -> bool:
+        return not self.signed and numerics.in_gpu_kernel()
+
+    def scaled(self, ends: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
+        """Stored scales, and the inverse of each."""
+        absmax = numerics.from_bits(ends[0].astype(jnp.uint32))
+        absmax = absmax if self._from_magnitudes else self.magnitude(absmax)
         stored = self.scale.encode(numerics.to_bits(absmax))
         if self.guarded:
             return stored, self.divisor(self.scale.decode(stored))
@@ -90,7 +113,8 @@ class CompandedCodec(GroupCodec):
           divisor: of each element's group.
           noise: uniforms in [0, 1) for stochastic rounding; None rounds to nearest.
         """
-        z = jnp.minimum(self.position(self.magnitude(x), divisor), jnp.float32(self.levels))
+        y = self.magnitude(x)
+        z = jnp.minimum(self.position(y, divisor), jnp.float32(self.levels))
         if noise is None and not self.guarded:
             return self._paper_codes(x, z)
         if noise is not None:
@@ -99,7 +123,8 @@ class CompandedCodec(GroupCodec):
         if self.signed:  # the sign last: XLA on CPU would else keep two f32 divisions
             return numerics.round_to_signed_byte(z, x)
         if self.guarded:  # subnormals are 0 on every backend
-            z = jnp.maximum(z, (x >= _MIN_NORMAL).astype(jnp.float32))
+            normal = y >= self.least if numerics.in_gpu_kernel() else x >= _MIN_NORMAL
+            z = jnp.maximum(z, normal.astype(jnp.float32))
         return numerics.round_to_byte(z)
 
     def _paper_codes(self, x: jax.Array, z: jax.Array) -> jax.Array:
@@ -138,3 +163,166 @@ class CompandedCodec(GroupCodec):
         exact = self.restore(y)
         bound = jnp.maximum(up - exact, exact - down) + 16 * _EPS * exact
         return jnp.where(absmax == 0, jnp.float32(0), bound)
+
+
+# ---- softsign: momentum as companded int8 (FlashOptim Algorithm 2, equation 3) -------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftsignCodec(CompandedCodec):
+    r"""phi(x) = 2 x / (1 + |x|), phi^-1(z) = z / (2 - |z|) on x = m / s."""
+
+    scale: ScaleFormat = dataclasses.field(default_factory=E8M8Scale)
+
+    def position(self, y: jax.Array, divisor: jax.Array) -> jax.Array:
+        """127 phi(y / s) = 254 y / (s + y), as 254 - 254 / (1 + y / s), to 2^-14.
+
+        Nothing overflows, it is 254 for infinity, and with 1 / s once a group it is two
+        multiply-adds and a reciprocal an element.
+        """
+        most = jnp.float32(2 * self.levels)
+        return most - numerics.quotient(most, 1 + y * divisor)
+
+    def expand(self, z: jax.Array) -> jax.Array:
+        """z / (254 - |z|)."""
+        return numerics.quotient(z, 2 * self.levels - jnp.abs(z))
+
+    def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
+        """P = (z - lo) (253 - lo) / (254 - z), from expand(lo), expand(z), expand(lo + 1).
+
+        With a = 253 - lo and w = 254 - z it is (a + 1 - w) a / w, so noise < P is
+        (a + noise) w < a a + a.
+        """
+        a, w = (2 * self.levels - 1) - lo, 2 * self.levels - z
+        return (a + noise) * w < a * a + a
+
+
+def softsign() -> SoftsignCodec:
+    """Companded int8 with a 16-bit scale of f32's range: the default for `mu`.
+
+    1 + 2/G bytes a value. Error at most half a code: under 0.4 % of the group maximum.
+    """
+    return SoftsignCodec()
+
+
+def softsign_paper() -> SoftsignCodec:
+    """The paper's form: FP16 scales, codes from the unrounded maximum, floor(x + 0.5)."""
+    return SoftsignCodec(scale=Float16Scale(), guarded=False)
+
+
+# ---- sqrt: second moment as uint8 of its root (FlashOptim Algorithm 3, equation 4) ---------------
+
+
+@dataclasses.dataclass(frozen=True)
+class SqrtCodec(CompandedCodec):
+    r"""phi(v) = sqrt(v), scaled by its group maximum; non-negative values only."""
+
+    signed: bool = False
+
+    least: ClassVar[float] = 2.0**-63 * (1 - 2.0**-20)  # as approximate roots may have it
+
+    def magnitude(self, x: jax.Array) -> jax.Array:
+        """sqrt(v)."""
+        return jnp.sqrt(x)
+
+    def restore(self, y: jax.Array) -> jax.Array:
+        """y^2."""
+        return y * y
+
+    def divisor(self, scale: jax.Array) -> jax.Array:
+        """255 / s, 0 for a group of zeros; s is over 2^-63, so it cannot overflow."""
+        return self.levels * super().divisor(scale)
+
+    def position(self, y: jax.Array, divisor: jax.Array) -> jax.Array:
+        """255 sqrt(v) / s."""
+        return y * divisor
+
+    def unit(self, scale: jax.Array) -> jax.Array:
+        """s / 255."""
+        return scale * jnp.float32(1 / self.levels)
+
+    def expand(self, z: jax.Array) -> jax.Array:
+        """z."""
+        return z
+
+    def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
+        """P = (z^2 - lo^2) / (2 lo + 1): unbiased in v, not in sqrt(v)."""
+        return lo * (lo + 2 * noise) + noise < z * z
+
+
+def sqrt() -> SqrtCodec:
+    """uint8 of sqrt(v) with an f32 scale, never 0 where v > 0: the default for `nu`.
+
+    1 + 4/G bytes a value. Error at most half a code of sqrt(v): s / 510; a value under half a code
+    becomes one code, which bounds m / sqrt(v) (the paper's form divides by zero there).
+    """
+    return SqrtCodec()
+
+
+def sqrt_paper() -> SqrtCodec:
+    """The paper's form: FP16 scales, codes from the unrounded maximum, code 0 for small v."""
+    return SqrtCodec(scale=Float16Scale(), guarded=False)
+
+
+# ---- linear: in 8 bits (the ablation of FlashOptim's Figures 4 and 5) or 4 -----------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearCodec(CompandedCodec):
+    """x / s times the largest code, no companding.
+
+    Attributes:
+      bits: of a code.
+    """
+
+    bits: int = 8
+
+    def position(self, y: jax.Array, divisor: jax.Array) -> jax.Array:
+        """levels y / s; levels / s alone would overflow under s = 1e-36."""
+        return y * divisor * self.levels
+
+    def unit(self, scale: jax.Array) -> jax.Array:
+        """s / levels."""
+        return scale * jnp.float32(1 / self.levels)
+
+    def expand(self, z: jax.Array) -> jax.Array:
+        """z."""
+        return z
+
+    def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
+        """P = z - lo."""
+        return noise < z - lo
+
+
+def linear(signed: bool = True) -> LinearCodec:
+    """int8 (signed) or uint8 with an f32 scale; 1 + 4/G bytes a value, error at most s / 2L."""
+    return LinearCodec(signed=signed)
+
+
+def linear_paper(signed: bool = True) -> LinearCodec:
+    """As the paper ablates it: FP16 scales, code 0 for small v."""
+    return LinearCodec(scale=Float16Scale(), guarded=False, signed=signed)
+
+
+def linear4(signed: bool = True) -> LinearCodec:
+    r"""Codes of 4 bits, two in a byte, with an f32 scale; 0.5 + 4/G bytes a value.
+
+    .. math:: q = \mathrm{round}(L x / s), \quad L = 7 \text{ (signed) or } 15, \quad
+        s = \max_{\text{group}} |x|
+
+    The error is at most s / 2L (nearest: s / 14, s / 30) or s / L (stochastic). Unsigned, a value
+    above 0 has a code of at least 1, and so may be off by s / L. The group size must be even.
+
+    Args:
+      signed: codes -7 to 7; else 0 to 15, for values that are not negative.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> codec, x = linear4(), jnp.array([-1.75, 0.1, 1.0])
+      >>> codes, scales = lowmem.codecs.encode_array(codec, x, 32)
+      >>> codes.shape, codes.dtype, scales.tolist()
+      ((2,), dtype('uint8'), [1.75])
+      >>> lowmem.codecs.decode_array(codec, codes, scales, 32, length=3).tolist()
+      [-1.75, 0.0, 1.0]
+    """
+    return LinearCodec(bits=4, signed=signed)

@@ -8,10 +8,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lowmem._src.codecs.base import GroupCodec
-from optax_lowmem._src.codecs.dynamic import DynamicCodec, dynamic
-from optax_lowmem._src.codecs.minifloat import E4M3Codec, MinifloatCodec, e4m3, e5m2
-from optax_lowmem._src.codecs.scales import guard
+from optax_lowmem._src.codecs.base import GroupCodec, Span, guard
+from optax_lowmem._src.codecs.float8 import (
+    DynamicCodec,
+    E4M3Codec,
+    MinifloatCodec,
+    dynamic,
+    e4m3,
+    e5m2,
+)
 from optax_lowmem._src.core import numerics
 from optax_lowmem._src.core.shown import ShowsChanges
 
@@ -20,6 +25,7 @@ _K_DROPPED = 23 - (_K_BITS - 4)
 _MAX_DROPPED = _K_BITS - 1  # f32 has a sign, a maximum none
 _K_LEAST = 123 << (_K_BITS - 4)  # 2^-4
 _MIN_NORMAL = 2.0**-126
+_ORDER_SHIFT = (1 << 31) - numerics.MIN_NORMAL_BITS
 _DEEP = 120  # octaves of a group; two ends of f32 are 252 apart
 _SHIFT = 126.0  # of such a group's maximum
 _KEPT_OF_K = 1 - 2.0**-18  # f32 rounding may not lift k over what the minimum allows
@@ -82,15 +88,6 @@ class Root(NamedTuple):
     half: jax.Array  # 1 / (2 k): of octaves, in two factors, of which none leaves f32
 
 
-def _smallest_bits(x: jax.Array) -> jax.Array:
-    """Bits of the smallest magnitude over the last axis that is not 0, or of a 0."""
-    magnitude = numerics.to_bits(x) & jnp.uint32(numerics.MAGNITUDE_MASK)
-    # modulo 2^32 zeros and subnormals come last; in signed order, since the minimum is of int32
-    shift = jnp.uint32((1 << 31) - numerics.MIN_NORMAL_BITS)
-    order = lax.bitcast_convert_type(magnitude + shift, jnp.int32)
-    return lax.bitcast_convert_type(jnp.min(order, axis=-1), jnp.uint32) - shift
-
-
 @dataclasses.dataclass(frozen=True)
 class ExpandedCodec(GroupCodec):
     r"""f(x) = sign(x) |x|^k, k = \log_{R}(R_{format}), R = max / min of a group's magnitudes.
@@ -127,13 +124,22 @@ class ExpandedCodec(GroupCodec):
         """For example `expanded-e4m3-int8`."""
         return f"expanded-{self.inner.name}"
 
-    def measure(self, x: jax.Array) -> tuple[jax.Array, Power]:
-        """Stored words [..., groups] of a group view, and the power of each group, as stored."""
-        absmax = guard(numerics.absmax_bits(x, self.signed)) + ((1 << _MAX_DROPPED) - 1)
+    def spans(self, x: jax.Array) -> tuple[Span, ...]:
+        """Return the bits of |x|, and those in an order in which zeros and subnormals come last."""
+        magnitude = numerics.to_bits(x) & jnp.uint32(numerics.MAGNITUDE_MASK)
+        # modulo 2^32; in signed order, since the minimum is of int32
+        order = lax.bitcast_convert_type(magnitude + jnp.uint32(_ORDER_SHIFT), jnp.int32)
+        return Span(numerics.magnitude_bits(x, self.signed)), Span(order, largest=False)
+
+    def scaled(self, ends: tuple[jax.Array, ...]) -> tuple[jax.Array, Power]:
+        """Stored words, and the power of each group, as stored."""
+        absmax, order = ends
+        absmax = guard(absmax.astype(jnp.uint32)) + ((1 << _MAX_DROPPED) - 1)
         absmax = (absmax >> _MAX_DROPPED) << _MAX_DROPPED
-        smallest = _smallest_bits(x)
+        # the bits of the smallest magnitude that is not 0, or of a 0
+        smallest = lax.bitcast_convert_type(order, jnp.uint32) - jnp.uint32(_ORDER_SHIFT)
         deep = (absmax - smallest).astype(jnp.int32) > jnp.int32(_DEEP << 23)
-        some = jnp.maximum(absmax, jnp.uint32(numerics.MIN_NORMAL_BITS))
+        some = numerics.at_least(absmax, numerics.MIN_NORMAL_BITS)
         inverse = numerics.quotient(jnp.float32(1), numerics.from_bits(some))
         inverse = jnp.where(deep, inverse * jnp.float32(2.0**_SHIFT), inverse)
         shift = jnp.where(deep, jnp.float32(_SHIFT), jnp.float32(0))

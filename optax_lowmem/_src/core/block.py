@@ -1,6 +1,7 @@
 """A block: the elements of a leaf that share one second moment (Adam-mini)."""
 
 import dataclasses
+import functools
 import math
 from typing import Protocol
 
@@ -94,20 +95,24 @@ class Block:
         """Number of entries of v_mean."""
         return math.prod(self.mean_shape(shape))
 
-    def mean(self, x: ArrayLike) -> jax.Array:
-        """f32 mean of `x` over each block, of `mean_shape(x.shape)`."""
+    def mean(self, x: ArrayLike, in_parts: bool = True) -> jax.Array:
+        """f32 mean of `x` over each block, of `mean_shape(x.shape)`.
+
+        Args:
+          x: of a shape that the block fits.
+          in_parts: whether one axis is summed after the other, long columns in parts first, as
+            XLA on a GPU does best; else all axes at once.
+        """
         x = jnp.asarray(x, jnp.float32)
         shape, block = self.mean_shape(x.shape), self.fit(x.shape)
         if x.size == 0:  # an empty leaf has no mean: its v stays 0, not NaN
             return x if self.elementwise else jnp.zeros(shape, jnp.float32)
-        for axis in block.axes:
-            x = _mean_along(x, axis)
+        along = _mean_along if in_parts else _mean_along_all
+        x = along(x, block.axes)
         # heads after whole axes: XLA would store what x is made of to split an axis of it
         heads = dataclasses.replace(block, axes=())
         viewed, axes = heads.view(x.shape)
-        for axis in axes:
-            x = _mean_along(x.reshape(viewed), axis)
-        return x.reshape(shape)
+        return along(x.reshape(viewed), axes).reshape(shape)
 
     def spread(self, v: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """`v`, one value per block, for each element of a leaf of this shape."""
@@ -126,14 +131,26 @@ class Block:
         return viewed, tuple(sorted(axes))
 
 
-def _mean_along(x: jax.Array, axis: int) -> jax.Array:
+def _mean_along_all(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """The mean over axes, kept with size 1."""
+    length = math.prod(x.shape[axis] for axis in axes)
+    return jnp.sum(x * jnp.float32(1 / length), axis=axes, keepdims=True) if axes else x
+
+
+def _mean_along(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """The same, over one axis after the other."""
+    return functools.reduce(_mean_along_one, axes, x)
+
+
+def _mean_along_one(x: jax.Array, axis: int) -> jax.Array:
     """The mean over one axis, kept with size 1; of means of parts, where columns are few.
 
     XLA on a GPU stores what such columns are made of before it sums them; parts it sums at once.
     The factor goes before the sum, where it costs no launch of its own.
     """
     length = x.shape[axis]
-    if axis < x.ndim - 1 and length % _PART == 0 and _PART < length and x.shape[-1] < _COLUMNS:
+    columns = axis < x.ndim - 1 and x.shape[-1] < _COLUMNS
+    if columns and length % _PART == 0 and _PART < length:
         parts = x.reshape(*x.shape[:axis], length // _PART, _PART, *x.shape[axis + 1 :])
         x, length = jnp.sum(parts * jnp.float32(1 / _PART), axis=axis + 1), length // _PART
     return jnp.sum(x * jnp.float32(1 / length), axis=axis, keepdims=True)

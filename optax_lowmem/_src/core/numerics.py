@@ -29,19 +29,21 @@ def _log2(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Approximations:
-    """A backend's reciprocal, log2 and exp2, in kernels single instructions.
+    """The arithmetic of a backend's kernels; reciprocal, log2 and exp2 are single instructions.
 
     These instructions take subnormal operands, and give subnormal results, as 0.
 
     Attributes:
-      reciprocal: 1 / y to 2^-23.
+      reciprocal: 1 / y to 2^-23; None where a kernel divides.
       log2: to 2^-22 in [1/2, 2], elsewhere to a relative 2^-22.
       exp2: to 2^-22.
+      gpu: whether every NaN that is computed is 0x7fffffff, and uint32 converts to f32.
     """
 
-    reciprocal: Elementwise = jnp.reciprocal
+    reciprocal: Elementwise | None = jnp.reciprocal
     log2: Elementwise = _log2
     exp2: Elementwise = jnp.exp2
+    gpu: bool = True
 
 
 # of the kernel whose body is traced
@@ -51,6 +53,12 @@ _approximations: ContextVar[Approximations | None] = ContextVar("approximations"
 def in_kernel() -> bool:
     """Return whether the body of a kernel is being traced."""
     return _approximations.get() is not None
+
+
+def in_gpu_kernel() -> bool:
+    """Return whether the body of a GPU kernel is being traced."""
+    kernel = _approximations.get()
+    return kernel is not None and kernel.gpu
 
 
 def to_bits(x: jax.Array) -> jax.Array:
@@ -65,20 +73,44 @@ def from_bits(bits: jax.Array) -> jax.Array:
 
 def canonical_nan(bits: jax.Array) -> jax.Array:
     """f32 bits with every NaN made 0x7fc00000."""
-    if in_kernel():  # what a GPU computes is never another NaN than 0x7fffffff
+    if in_gpu_kernel():  # what it computes is never another NaN than 0x7fffffff
         signed = lax.bitcast_convert_type(bits, jnp.int32)
         return lax.bitcast_convert_type(jnp.minimum(signed, NAN_BITS), jnp.uint32)
     return jnp.where(jnp.isnan(from_bits(bits)), jnp.uint32(NAN_BITS), bits)
+
+
+def at_most(bits: jax.Array, most: int) -> jax.Array:
+    """min(bits, most) of uint32 bits under 2^31."""
+    kernel = _approximations.get()
+    if kernel is None or kernel.gpu:
+        return jnp.minimum(bits, jnp.uint32(most))
+    # Mosaic has the minimum of signed integers only
+    signed = lax.bitcast_convert_type(bits, jnp.int32)
+    return lax.bitcast_convert_type(jnp.minimum(signed, most), jnp.uint32)
+
+
+def at_least(bits: jax.Array, least: int) -> jax.Array:
+    """max(bits, least) of uint32 bits under 2^31."""
+    kernel = _approximations.get()
+    if kernel is None or kernel.gpu:
+        return jnp.maximum(bits, jnp.uint32(least))
+    signed = lax.bitcast_convert_type(bits, jnp.int32)
+    return lax.bitcast_convert_type(jnp.maximum(signed, least), jnp.uint32)
+
+
+def magnitude_bits(x: jax.Array, signed: bool = True) -> jax.Array:
+    """int32 bits of |x|, in whose order every NaN is over every number."""
+    bits = lax.bitcast_convert_type(x, jnp.int32)
+    if signed or not in_gpu_kernel():  # whose NaN has no sign
+        bits = bits & MAGNITUDE_MASK
+    return bits
 
 
 def absmax_bits(
     x: jax.Array, signed: bool = True, axes: int | tuple[int, ...] | None = -1
 ) -> jax.Array:
     """Bits of max |x| over axes (None: all), in integers: a float maximum may drop NaN."""
-    magnitude = lax.bitcast_convert_type(x, jnp.int32)
-    if signed or not in_kernel():  # what a GPU computes is never a NaN with a sign
-        magnitude = magnitude & MAGNITUDE_MASK
-    return jnp.max(magnitude, axis=axes).astype(jnp.uint32)
+    return jnp.max(magnitude_bits(x, signed), axis=axes).astype(jnp.uint32)
 
 
 def absmax(x: jax.Array, axes: tuple[int, ...], least: int) -> jax.Array:
@@ -89,11 +121,6 @@ def absmax(x: jax.Array, axes: tuple[int, ...], least: int) -> jax.Array:
     """
     bits = lax.bitcast_convert_type(x, jnp.int32) & MAGNITUDE_MASK
     return lax.bitcast_convert_type(lax.reduce(bits, jnp.int32(least), lax.max, axes), jnp.float32)
-
-
-def max_bits(x: jax.Array) -> jax.Array:
-    """Bits of max(0, x) over the last axis, in integers; a NaN without a sign wins."""
-    return jnp.maximum(jnp.max(lax.bitcast_convert_type(x, jnp.int32), axis=-1), 0)
 
 
 def round_to_byte(x: jax.Array) -> jax.Array:
@@ -121,8 +148,8 @@ def round_to_int(x: jax.Array) -> jax.Array:
 
 
 def uniform(bits: jax.Array) -> jax.Array:
-    """f32 in [0, 1) of uint32 bits; in a kernel rounded from all 32, so up to 1."""
-    if in_kernel():
+    """f32 in [0, 1) of uint32 bits; in a GPU kernel rounded from all 32, so up to 1."""
+    if in_gpu_kernel():
         return bits.astype(jnp.float32) * jnp.float32(2.0**-32)
     return (bits >> 8).astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0**-24)
 
@@ -142,11 +169,13 @@ def low_byte(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
 def quotient(x: jax.Array, y: jax.Array) -> jax.Array:
     """x / y for 0 <= y <= 2^126.
 
-    In a kernel (`kernel_arithmetic`) x times the reciprocal of y, to 2^-22: two instructions of the
-    nine that a division takes there, and codes and steps ask for no more.
+    In a GPU kernel (`kernel_arithmetic`) x times the reciprocal of y, to 2^-22: two instructions of
+    the nine that a division takes there, and codes and steps ask for no more.
     """
     kernel = _approximations.get()
-    return x / y if kernel is None else x * kernel.reciprocal(y)
+    if kernel is None or kernel.reciprocal is None:
+        return x / y
+    return x * kernel.reciprocal(y)
 
 
 def log2(x: jax.Array) -> jax.Array:
@@ -164,10 +193,10 @@ _PORTABLE = Approximations()
 
 @contextlib.contextmanager
 def kernel_arithmetic(approximations: Approximations = _PORTABLE) -> Iterator[None]:
-    """Trace the code inside as the body of a GPU kernel.
+    """Trace the code inside as the body of a kernel.
 
     Args:
-      approximations: the backend's reciprocal, log2 and exp2, in as few instructions as it has.
+      approximations: the backend's arithmetic, in as few instructions as it has.
     """
     token = _approximations.set(approximations)
     try:

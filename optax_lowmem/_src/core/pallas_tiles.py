@@ -12,7 +12,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from optax_lowmem._src.core import groups, numerics, random
 from optax_lowmem._src.core.block import Block
-from optax_lowmem._src.core.tiles import Tiling
+from optax_lowmem._src.core.groups import Tiling
 from optax_lowmem._src.core.typing import T
 
 Ref = jax.Ref | jax.Array  # to a mypy that knows the NamedTuple of references by its arrays

@@ -1,12 +1,14 @@
-"""Availability of GPU kernels in the computation that is being traced."""
+"""Availability of GPU and TPU kernels in the computation that is being traced."""
 
+import contextlib
 import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.sharding import AxisType
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 _OLDEST = 8.0  # compute capability of Ampere: Triton's oldest with bfloat16
 _HOPPER = "9.0"  # the only one with these instructions of its tensor cores
@@ -57,15 +59,22 @@ def no_kernel_reason(x: object = None) -> str | None:
     reason = no_device_reason() or explicit_axes_reason(x)
     if reason is not None:
         return reason
-    if jax.device_count() == 1:
-        return None
-    axes = jax.sharding.get_abstract_mesh().axis_types
-    if axes and all(axis == AxisType.Manual for axis in axes):
+    return _several_devices_reason(jax.device_count())
+
+
+def _several_devices_reason(devices: int) -> str | None:
+    if devices == 1 or in_shard_map():
         return None
     return (
-        f"{jax.device_count()} devices are visible: tell lowmem.step where leaves lie (specs=), or "
+        f"{devices} devices are visible: tell lowmem.step where leaves lie (specs=), or "
         "call it inside a shard_map"
     )
+
+
+def in_shard_map() -> bool:
+    """Return whether a `shard_map` over all axes of a mesh is being traced."""
+    axes = jax.sharding.get_abstract_mesh().axis_types
+    return bool(axes) and all(axis == AxisType.Manual for axis in axes)
 
 
 def explicit_axes_reason(x: object) -> str | None:
@@ -73,6 +82,78 @@ def explicit_axes_reason(x: object) -> str | None:
     if isinstance(x, jax.Array) and AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:
         return "it lies on Explicit mesh axes and this is not inside a shard_map"
     return None
+
+
+# ---- TPUs ----------------------------------------------------------------------------------------
+
+
+def target(x: object = None, mesh: Mesh | AbstractMesh | None = None) -> str | None:
+    """Return the platform that a traced computation is known to be for, such as `tpu`, or None.
+
+    It is that of a given mesh, else of the mesh that an array lies on (its NamedSharding, on Auto
+    axes too), else of the mesh of `jax.set_mesh` or `jax.sharding.use_abstract_mesh`, else of
+    `jax.default_device`. Shardings of one device, and `in_shardings` of a jit alone, do not show
+    while JAX traces. The machine that traces is not asked: it need not be the one that computes.
+    """
+    given = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+    for one in ([] if given is None else [given]) + _meshes(x):
+        if one.abstract_device is not None:
+            return str(one.abstract_device.platform)
+    device = _default_device()
+    return device if device is None or isinstance(device, str) else str(device.platform)
+
+
+def _meshes(x: object) -> list[AbstractMesh]:
+    """The mesh that an array lies on, and that of the context; they may have no axes."""
+    own = [jax.typeof(x).sharding.mesh] if isinstance(x, jax.Array) else []
+    return [*own, jax.sharding.get_abstract_mesh()]
+
+
+def _default_device() -> Any:
+    return jax.config.jax_default_device  # type: ignore[attr-defined]
+
+
+def targeting(x: object = None) -> contextlib.AbstractContextManager[Any]:
+    """Return a context in which Pallas finds the kind of TPU that is the `target`, on any host."""
+    if jax.sharding.get_abstract_mesh().abstract_device is not None:
+        return contextlib.nullcontext()
+    found = [mesh for mesh in _meshes(x) if mesh.abstract_device is not None]
+    device = _default_device()
+    if not found and isinstance(device, jax.Device):
+        found.append(Mesh(np.asarray([device]), ("device",)).abstract_mesh)
+    return jax.sharding.use_abstract_mesh(found[0]) if found else contextlib.nullcontext()
+
+
+def may_be_tpu(x: object = None, mesh: Mesh | AbstractMesh | None = None) -> bool:
+    """Return whether a TPU may run what is traced: its `target`, or else this host's.
+
+    Where it is not known, the caller leaves the choice to `jax.lax.platform_dependent`.
+    """
+    return (target(x, mesh) or jax.default_backend()) == "tpu"
+
+
+def not_tpu_reason(x: object = None) -> str | None:
+    """Return the reason why the traced computation is for no TPU, or None."""
+    if may_be_tpu(x):
+        return None
+    known = target(x)
+    where = (
+        f"it is traced for {known}" if known else f"the default backend is {jax.default_backend()}"
+    )
+    return f"{where}, and kernels are for GPUs and TPUs"
+
+
+def no_tpu_reason(x: object = None) -> str | None:
+    """Return the reason why the traced computation uses no TPU kernels on an array, or None."""
+    reason = not_tpu_reason(x) or explicit_axes_reason(x)
+    if reason is not None:
+        return reason
+    # of a program for the machine that traces it, the machine's
+    known = [mesh.size for mesh in _meshes(x) if mesh.axis_names] or [1]
+    return _several_devices_reason(known[0] if target(x) else jax.device_count())
+
+
+# ---- GPUs ----------------------------------------------------------------------------------------
 
 
 def on_cuda(kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any) -> Any:

@@ -177,8 +177,8 @@ def salt(slot: str) -> int:
 def slot_bits(row: jax.Array, lane: jax.Array, group_size: int, slot: str) -> jax.Array:
     """uint32 of an array's shape from `noise_bits`, for one slot: the upper bits are random."""
     # not a reshape, for which Triton moves what follows between threads
-    lanes, odd = lax.expand_dims(lane, range(row.ndim - 1)), salt(slot)
-    return (groups.spread(row, lane.shape[0], group_size) + lanes) * jnp.uint32(odd)
+    lanes, odd = lax.expand_dims(lane, range(row.ndim - lane.ndim)), salt(slot)
+    return (groups.spread(row, lane.shape[-1], group_size) + lanes) * jnp.uint32(odd)
 
 
 def join_bits(row: jax.Array, lane: jax.Array, group_size: int, slot: str) -> jax.Array:

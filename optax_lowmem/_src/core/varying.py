@@ -1,10 +1,14 @@
-"""The mesh axes over which arrays vary from device to device, inside a `shard_map` that checks."""
+"""Arrays inside a `shard_map`: the mesh axes over which they vary, and means over whole leaves."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.sharding import AxisType
+
+from optax_lowmem._src.core.block import Block
 
 
 def axes_of(*trees: object) -> frozenset[Any]:
@@ -32,3 +36,37 @@ def alike(*trees: Any) -> tuple[Any, ...]:
     """
     axes = axes_of(*trees)
     return jax.tree.map(lambda x: over(x, axes), trees)
+
+
+# ---- reductions over a whole leaf, wherever its parts lie ----------------------------------------
+
+
+def mean_of_leaf(x: jax.Array) -> jax.Array:
+    """The mean over a leaf, also where a `shard_map` shows this function a part of it only.
+
+    Raises:
+      ValueError: inside a `shard_map` that does not say which values differ from device to device.
+    """
+    mean = jnp.mean(x)
+    axes = tuple(sorted(axes_of(x)))
+    if axes:  # parts are of one size
+        return lax.pmean(mean, axes)
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    for name in (name for name, kind in kinds if kind == AxisType.Manual):
+        if not axes_of(lax.axis_index(name)):
+            raise ValueError(
+                f"inside a shard_map with check_vma=False nobody knows whether a leaf is sharded "
+                f"over '{name}', and a mean over it is needed: use check_vma=True."
+            )
+    return mean
+
+
+def check_blocks(blocks: Sequence[Block]) -> None:
+    """Raises inside a `shard_map`, where what one sees of a leaf may be parts of its blocks."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if AxisType.Manual in mesh.axis_types and not all(block.elementwise for block in blocks):
+        raise ValueError(
+            "inside a shard_map nobody knows which blocks of weights lie on several devices, and "
+            "a mean over each is needed: use jit with shardings, which finds out."
+        )

@@ -8,7 +8,7 @@ import jax
 
 from optax_lowmem._src.core import numerics
 from optax_lowmem._src.fp8_flow import kernels, storage
-from optax_lowmem._src.fp8_flow.recipe import DEFAULT, Coded, Formula, Recipe
+from optax_lowmem._src.fp8_flow.storage import DEFAULT, ArrayFunction, Coded, Recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ def gated_product(
         static, given = _Gate(recipe, activation), (gate,) if up is None else (gate, up)
         if not recipe.quantizes:
             # with the roundings of jax.nn's functions in 16 bits, bit for bit
-            return storage.recomputed(Formula(_value, static, wide=False), *given)
+            return storage.recomputed(ArrayFunction(_value, static, wide=False), *given)
         return _gated(static, *given)
 
 

@@ -11,7 +11,7 @@ from jax.lax import PrecisionLike
 
 from optax_lowmem._src.core import varying
 from optax_lowmem._src.fp8_flow import kernels, storage
-from optax_lowmem._src.fp8_flow.recipe import (
+from optax_lowmem._src.fp8_flow.storage import (
     DEFAULT,
     FORWARD,
     Coded,
@@ -20,9 +20,9 @@ from optax_lowmem._src.fp8_flow.recipe import (
     format_of,
     value_of,
 )
+from optax_lowmem._src.switchback import quantized_matmul as matmul
 from optax_lowmem._src.switchback.products import explicit_sharding
 from optax_lowmem._src.switchback.quantized_matmul import Quantized, multiply, quantize_transposed
-from optax_lowmem._src.switchback.quantized_matmul import reference as matmul
 
 KEEPS = ("codes", "input")
 

@@ -8,7 +8,7 @@ from flax import linen as nn
 
 from optax_lowmem._src.fp8_flow import gate, norm
 from optax_lowmem._src.fp8_flow.linear import QuantizedKernel, linear
-from optax_lowmem._src.fp8_flow.recipe import DEFAULT, Coded, Recipe, value_of
+from optax_lowmem._src.fp8_flow.storage import DEFAULT, Coded, Recipe, value_of
 
 
 class Fp8Dense(nn.Dense):

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from optax_lowmem._src.fp8_flow import gate, norm
 from optax_lowmem._src.fp8_flow.linear import QuantizedKernel, linear
-from optax_lowmem._src.fp8_flow.recipe import DEFAULT, Coded, Recipe, value_of
+from optax_lowmem._src.fp8_flow.storage import DEFAULT, Coded, Recipe, value_of
 
 
 class Fp8Linear(nnx.Linear):

@@ -10,8 +10,8 @@ import jax
 from optax_lowmem._src.core import numerics
 from optax_lowmem._src.fp8_flow import kernels, storage
 from optax_lowmem._src.fp8_flow.kernels import Grouped
-from optax_lowmem._src.fp8_flow.recipe import DEFAULT, Coded, Formula, Recipe
-from optax_lowmem._src.switchback.quantized_matmul.reference import absmax_of
+from optax_lowmem._src.fp8_flow.storage import DEFAULT, ArrayFunction, Coded, Recipe
+from optax_lowmem._src.switchback.quantized_matmul import absmax_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +58,7 @@ def rms_norm(
     with jax.named_scope("norm"):
         norm = _Norm(recipe, eps)
         if not recipe.quantizes:
-            return storage.recomputed(Formula(_rms, norm), x, scale)
+            return storage.recomputed(ArrayFunction(_rms, norm), x, scale)
         return _rms_norm(norm, x, scale)
 
 
@@ -87,7 +87,7 @@ def layer_norm(
         norm = _Norm(recipe, eps)
         if not recipe.quantizes:
             weights = (scale,) if bias is None else (scale, bias)
-            return storage.recomputed(Formula(_layer, norm), x, *weights)
+            return storage.recomputed(ArrayFunction(_layer, norm), x, *weights)
         return _layer_norm(norm, x, scale, bias)
 
 

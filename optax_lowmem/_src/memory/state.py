@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.checkpoint import counterparts
+from optax_lowmem._src.checkpoint.plain import counterpart, counterpart_name
 from optax_lowmem._src.core import scope, trees
 
 _UNITS = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10}
@@ -136,10 +136,10 @@ def report(
 def _counterpart(tx: Any, params: Any) -> tuple[str | None, Any]:
     """Return the name of the optax optimizer of which `tx` is the low-memory form, and it."""
     try:
-        plain = counterparts.counterpart(tx, params)
+        plain = counterpart(tx, params)
     except ValueError:  # hidden in a wrapper of optax's, or nothing of optax's is like it
         return None, None
-    return (None, None) if plain is tx else (counterparts.name(tx), plain)
+    return (None, None) if plain is tx else (counterpart_name(tx), plain)
 
 
 def _alone(tx: optax.GradientTransformation, params: Any) -> Report:

@@ -4,9 +4,18 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from optax_lowmem._src.blocks.heads import FUSED, KEY, OUT, QUERY, VALUE
-from optax_lowmem._src.blocks.kinds import EMBEDDING, HEAD, is_embedding, is_norm
-from optax_lowmem._src.blocks.leaves import BIASES, Leaf, words
+from optax_lowmem._src.blocks.kinds import (
+    EMBEDDING,
+    FUSED,
+    HEAD,
+    KEY,
+    OUT,
+    QUERY,
+    VALUE,
+    is_embedding,
+    is_norm,
+)
+from optax_lowmem._src.blocks.leaves import BIASES, ModuleLeaf, words
 
 # names of modules in lower case, without Linen's number
 _UP = {"up", "up_proj", "gate", "gate_proj", "w1", "w3", "wi", "w_up", "w_gate", "fc1", "fc_in",
@@ -18,7 +27,7 @@ _MATRICES = ("kernel", "w", "weight")
 Parts = str | Sequence[str] | Callable[[str, Any], bool]
 
 
-def _out(leaf: Leaf) -> bool:
+def _out(leaf: ModuleLeaf) -> bool:
     if leaf.module not in OUT:
         return False
     if leaf.module in _ONLY_IN_ATTENTION:
@@ -26,19 +35,19 @@ def _out(leaf: Leaf) -> bool:
     return leaf.in_attention or leaf.module not in _DOWN
 
 
-def _down(leaf: Leaf) -> bool:
+def _down(leaf: ModuleLeaf) -> bool:
     return leaf.module in _DOWN and not leaf.in_attention
 
 
-def _qkv(leaf: Leaf) -> bool:
+def _qkv(leaf: ModuleLeaf) -> bool:
     return leaf.module in QUERY | KEY | VALUE | FUSED
 
 
-def _up(leaf: Leaf) -> bool:
+def _up(leaf: ModuleLeaf) -> bool:
     return leaf.module in _UP
 
 
-def _every(leaf: Leaf) -> bool:
+def _every(leaf: ModuleLeaf) -> bool:
     if leaf.array in BIASES or is_norm(leaf) or is_embedding(leaf) or "conv" in words(leaf.module):
         return False
     if leaf.module in EMBEDDING or (leaf.module in HEAD and not leaf.in_attention):
@@ -47,7 +56,7 @@ def _every(leaf: Leaf) -> bool:
     return known or leaf.array in _MATRICES
 
 
-PARTS: dict[str, Callable[[Leaf], bool]] = {
+PARTS: dict[str, Callable[[ModuleLeaf], bool]] = {
     "od": lambda leaf: _out(leaf) or _down(leaf),
     "out": _out,
     "down": _down,
@@ -76,7 +85,7 @@ def chooser(parts: Parts) -> Callable[[str, Any], bool]:
 
     def chosen(path: str, leaf: Any) -> bool:
         shape = tuple(getattr(leaf, "shape", (1, 1)))
-        known = Leaf(path, shape)
+        known = ModuleLeaf(path, shape)
         return any(
             PARTS[name](known) and known.array not in BIASES
             if name in PARTS

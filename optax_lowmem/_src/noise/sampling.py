@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from optax_lowmem._src.core import numerics, random
-from optax_lowmem._src.noise import kernels
-from optax_lowmem._src.noise.kernels import EIGHT, Format, Noise
+from optax_lowmem._src.noise import distributions, formats, kernels
+from optax_lowmem._src.noise.distributions import EIGHT, Noise
+from optax_lowmem._src.noise.formats import Format
 
 
 def noise_key(seed: int | jax.Array, step: int | jax.Array, path: str) -> jax.Array:
@@ -57,9 +58,9 @@ def noise_named(name: str) -> Noise:
     Raises:
       ValueError: for another name.
     """
-    if name not in kernels.NOISES:
-        raise ValueError(f"noise is one of {', '.join(kernels.NOISES)}, got {name!r}")
-    return kernels.NOISES[name]
+    if name not in distributions.NOISES:
+        raise ValueError(f"noise is one of {', '.join(distributions.NOISES)}, got {name!r}")
+    return distributions.NOISES[name]
 
 
 def draw(
@@ -133,7 +134,7 @@ def unpack(words: jax.Array, rows: int | None = None) -> jax.Array:
       >>> gaussws.unpack(jnp.uint32([[0x000000A1]])).ravel().tolist()[:3]
       [1.0, -2.0, 0.0]
     """
-    numbers = jnp.stack([kernels.number(words, k) for k in range(EIGHT)], axis=-2)
+    numbers = jnp.stack([distributions.number(words, k) for k in range(EIGHT)], axis=-2)
     numbers = numbers.reshape(*words.shape[:-2], -1, words.shape[-1])
     return numbers if rows is None else numbers[..., :rows, :]
 
@@ -236,7 +237,7 @@ def sample(
       [0.75, 0.875, 1.0, 1.125, 1.25]
     """
     bits = _check_bits(w, bits)
-    return _sample(noise_named(noise), kernels.format_of(compute), w, bits, as_key(key))
+    return _sample(noise_named(noise), formats.format_of(compute), w, bits, as_key(key))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

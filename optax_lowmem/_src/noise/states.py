@@ -11,8 +11,7 @@ import numpy as np
 import optax
 
 from optax_lowmem._src.core import trees
-from optax_lowmem._src.noise.bitwidth import SafeFormat, bitwidth, most_bits, safe_format
-from optax_lowmem._src.noise.casting import fake_cast
+from optax_lowmem._src.noise.bitwidth import SafeFormat, bitwidth, fake_cast, most_bits, safe_format
 
 FIELD = "clean"  # of the states that keep weights without noise
 

@@ -8,7 +8,13 @@ import optax
 
 from optax_lowmem._src.blocks.structure import Structure
 from optax_lowmem._src.core.typing import ScalarOrSchedule
-from optax_lowmem._src.optimizers.adam import AdamRule, flash_adam, flash_adamw, scale_by_flash_adam
+from optax_lowmem._src.optimizers.adam import (
+    AdamRule,
+    coat_adamw,
+    flash_adam,
+    flash_adamw,
+    scale_by_flash_adam,
+)
 from optax_lowmem._src.optimizers.adam_mini import (
     AdamMiniRule,
     adam_mini,
@@ -17,7 +23,6 @@ from optax_lowmem._src.optimizers.adam_mini import (
     q_adamw,
     scale_by_adam_mini,
 )
-from optax_lowmem._src.optimizers.coat import coat_adamw
 from optax_lowmem._src.optimizers.lion import LionRule, flash_lion, scale_by_flash_lion
 from optax_lowmem._src.optimizers.record import Constructor, OptimizerRecord
 from optax_lowmem._src.optimizers.sgd import GradientRule, MomentumRule, flash_sgd, flash_trace

@@ -6,17 +6,18 @@ import dataclasses
 from collections.abc import Mapping
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
 
 from optax_lowmem._src.core.hyperparameters import Formula, as_f32
-from optax_lowmem._src.core.reductions import clipped_share, rms_of_ratio
 from optax_lowmem._src.core.rules import UpdateRule
 from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
+from optax_lowmem._src.core.varying import mean_of_leaf
 from optax_lowmem._src.optimizers.adam import AdamRule, adam_moments
 from optax_lowmem._src.optimizers.schedule import optimizer
 from optax_lowmem._src.update.storage import Storage
-from optax_lowmem._src.wrappers.update_clipping import check_threshold
+from optax_lowmem._src.wrappers.update_clipping import check_threshold, clipped_share, squared_ratio
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,14 +25,25 @@ class StableAdamRule(AdamRule):
     """Adam whose rate, weight decay's included, is divided by max(1, RMS_t / d) for each leaf."""
 
     prepares = "leaf"
+    measures = ("nu",)
 
     def prepare(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """RMS_t = sqrt(mean(g^2 / max(u, eps^2))), u the debiased second moment after this g."""
+        return self.of_mean(mean_of_leaf(self.measured(g, slots, h)), h), {}
+
+    def measured(
+        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
+    ) -> jax.Array:
+        """g^2 / max(u, eps^2)."""
         u = self.second_moment(g, slots, h) * h["nu_scale"]
-        share = clipped_share(rms_of_ratio(g, u, h["raw_eps"]), h["threshold"])
-        return {name: h[name] * share for name in ("lr", "decay") if name in h}, {}
+        return squared_ratio(g, u, h["raw_eps"])
+
+    def of_mean(self, mean: jax.Array, h: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """The clipped rate and weight decay."""
+        share = clipped_share(jnp.sqrt(mean), h["threshold"])
+        return {name: h[name] * share for name in ("lr", "decay") if name in h}
 
     def accumulating(
         self, h: Mapping[str, jax.Array], first: jax.Array, every: int

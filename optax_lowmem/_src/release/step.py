@@ -1,6 +1,7 @@
-"""The training step of a layered model."""
+"""The training step of a layered model: leaves are stepped before others have a gradient."""
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -8,9 +9,9 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_lowmem._src.core import scope
+from optax_lowmem._src.core import random, scope, trees, varying
 from optax_lowmem._src.core.placement import placements
-from optax_lowmem._src.release import stack as stacks
+from optax_lowmem._src.core.rules import UpdateRule
 from optax_lowmem._src.release.model import (
     Layered,
     LayerFunction,
@@ -18,11 +19,265 @@ from optax_lowmem._src.release.model import (
     Stack,
     floats,
     reads,
+    take_apart,
     with_floats,
 )
-from optax_lowmem._src.release.run import Gradient, Run
-from optax_lowmem._src.update import IMPLEMENTATIONS
-from optax_lowmem._src.update.engine import Engine, EngineTransformation
+from optax_lowmem._src.update import IMPLEMENTATIONS, LeafPlan, LeafState
+from optax_lowmem._src.update.engine import (
+    Engine,
+    EngineTransformation,
+    count_and_keys,
+    step_leaves,
+)
+
+# ---- one layer of stacked leaves: which can be stepped on their own, reading and writing it ------
+
+
+def layer_plan(rule: UpdateRule, plan: LeafPlan, layers: int, per_layer: bool) -> LeafPlan:
+    """The plan of one layer of a leaf that is planned as a whole: it keeps the axis, of size 1.
+
+    Raises:
+      ValueError: for a leaf whose layers cannot be stepped one by one.
+    """
+    reason = _reason(rule, plan, per_layer) if layers > 1 else None
+    if reason is not None:
+        raise ValueError(
+            f"the layers of leaf '{plan.path}' {list(plan.shape)} cannot be updated one by one: "
+            f"{reason}"
+        )
+    block = None if plan.block is None else plan.block.fit(plan.shape, plan.path)
+    return dataclasses.replace(plan, shape=(1, *plan.shape[1:]), block=block)
+
+
+def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
+    if rule.prepares == "leaf" and not per_layer:
+        return (
+            f"{type(rule).__name__} measures all of a tensor before it steps. per_layer=True "
+            "measures each layer on its own, as in the same model with unrolled layers."
+        )
+    place = scope.placement(plan.path)
+    if place is not None and place.parts(0) > 1:
+        return f"they lie on several devices ({place.spec}). Cut another axis."
+    if plan.grouped and len(plan.shape) == 1:
+        return (
+            "its only axis is that of the layers, and groups of codes lie along it. Leave it "
+            f"uncompressed: Policy(exclude=('{plan.path}',))."
+        )
+    if plan.block is None:
+        return None
+    block = plan.block.fit(plan.shape, plan.path)
+    if 0 in block.axes or (block.heads is not None and block.heads[0] == 0):
+        kept = tuple(range(1, len(plan.shape)))
+        return (
+            f"the layers share a second moment ({block.words or f'a mean over {block.axes}'}). "
+            f"Give each layer its own: Structure(rules=[('{plan.path}', {kept})])."
+        )
+    values = block.values((1, *plan.shape[1:]))
+    for slot in plan.shared:
+        if slot.codec is not None and values % plan.group_size:
+            return (
+                f"its {slot.name} has {values} values per layer in groups of {plan.group_size}, "
+                "which lie across layers. Keep it in f32: "
+                f"Policy(exclude=('{slot.name}:{plan.path}',))."
+            )
+    return None
+
+
+def after(x: object, earlier: object) -> Any:
+    """`x`, which must wait until `earlier` is there.
+
+    Inside a `shard_map` with check_vma, where the fence would make what devices have in common
+    differ from device to device, it does not wait: that costs memory only.
+    """
+    kinds = {varying.axes_of(leaf) for leaf in jax.tree.leaves(x)}
+    if len(kinds) != 1 or not varying.axes_of(earlier) <= min(kinds):
+        return x
+    return lax.optimization_barrier((x, earlier))[0]
+
+
+def groups_of_blocks(plan: LeafPlan, layers: int) -> int:
+    """Of one layer, in the codes of shared slots."""
+    if plan.block is None:
+        return 0
+    return plan.block.values(plan.shape) // layers // plan.group_size
+
+
+def read_layer(tree: object, layer: jax.Array, layers: int) -> Any:
+    """A layer's part of each array, fenced; 0-d placeholders have none.
+
+    Without the fence XLA's CPU backend sees that a part is read of what is written, and copies the
+    whole stack.
+    """
+
+    def part(x: jax.Array) -> jax.Array:
+        if x.ndim == 0:
+            return x
+        size = x.shape[0] // layers
+        return lax.dynamic_slice_in_dim(x, layer * size, size, 0)
+
+    return lax.optimization_barrier(jax.tree.map(part, tree))
+
+
+def write_layer(tree: object, parts: object, layer: jax.Array, layers: int) -> Any:
+    """The arrays with a layer's part anew, in place where the old one is not used any more."""
+
+    def whole(x: jax.Array, part: jax.Array) -> jax.Array:
+        if x.ndim == 0:
+            return x
+        size = x.shape[0] // layers
+        return lax.dynamic_update_slice_in_dim(x, part, layer * size, 0)
+
+    return jax.tree.map(whole, tree, lax.optimization_barrier(parts))
+
+
+# ---- the leaves of a tree while a step updates them ----------------------------------------------
+
+Gradient = Callable[[jax.Array], jax.Array]
+
+
+@dataclasses.dataclass(eq=False)
+class Run:
+    """One step: every leaf of the tree, old until it is updated.
+
+    Attributes:
+      engine: the optimizer.
+      h: hyperparameters of the step.
+      count: the new one.
+      keys: of the leaves, uint32 [leaves].
+      before: the old state.
+      parts: the parameters taken apart.
+      plans: of the whole leaves.
+      of_layers: plans of one layer of stacked leaves, by index.
+      weights: parameters.
+      states: of the leaves.
+      shared: of their shared slots.
+      totals: gradients so far of leaves of the rest, by index.
+      each: to be applied to every gradient.
+    """
+
+    engine: Engine
+    h: Mapping[str, jax.Array]
+    count: jax.Array
+    keys: jax.Array
+    before: Any
+    parts: Parts
+    plans: list[LeafPlan]
+    of_layers: dict[int, LeafPlan]
+    weights: list[jax.Array]
+    states: list[LeafState]
+    shared: list[LeafState]
+    totals: dict[int, jax.Array]
+    each: Gradient
+
+    @classmethod
+    def begin(
+        cls,
+        engine: Engine,
+        model: Layered,
+        params: optax.Params,
+        state: optax.OptState,
+        each: Gradient | None,
+        per_layer: bool,
+    ) -> "Run":
+        """Everything old, and checked: each leaf of a stack can be stepped layer by layer."""
+        trees.check_state(state, engine.rule.state_type)
+        plans = engine.plans(params, state, direct=True)
+        parts = take_apart(params, tuple(model.layers))
+        of_layers = {
+            i: layer_plan(engine.rule, plans[i], stack.layers, per_layer)
+            for stack in parts.stacks.values()
+            for i in stack.indices
+        }
+        h = engine.hyperparameters(state.count)
+        states, shared = engine.unpack(state, plans)
+        paths = [plan.path for plan in plans]
+        count, keys = count_and_keys(state.seed, state.count, None, paths)
+        return cls(
+            engine, h, count, keys, state, parts, plans, of_layers, jax.tree.leaves(params), states,
+            # theirs is that of the leaf, which is in its state
+            [s._replace(correction=jnp.zeros((), jnp.int8)) for s in shared],
+            {}, each or (lambda g: g),
+        )  # fmt: skip
+
+    def result(self, params: optax.Params) -> tuple[Any, Any]:
+        """The new parameters and state."""
+        treedef: Any = jax.tree.structure(params)
+        before = self.before
+        state = self.engine.pack(self.count, before.seed, self.states, self.shared, params, before)
+        return treedef.unflatten(self.weights), state
+
+    def add(self, positions: Sequence[int], gradients: Sequence[jax.Array]) -> None:
+        """Gradients of leaves of the rest, by position in it."""
+        for at, g in zip(positions, gradients, strict=True):
+            i = self.parts.indices[at]
+            self.totals[i] = self.totals[i] + g if i in self.totals else g
+
+    def update_rest(self, positions: Sequence[int], then: object) -> Any:
+        """Steps leaves of the rest; what comes `then` waits for it, and so frees the gradients."""
+        indices = [self.parts.indices[at] for at in positions]
+        if not indices:
+            return then
+        unread = [i for i in indices if i not in self.totals]
+        gradients = {i: jnp.zeros_like(self.weights[i]) for i in unread} | self.totals
+        found = step_leaves(
+            self.engine.rule,
+            self.h,
+            [self.plans[i] for i in indices],
+            [self.each(gradients[i]) for i in indices],
+            *self.of(indices),
+            self.keys[jnp.asarray(indices)],
+        )
+        for i in indices:
+            self.totals.pop(i, None)
+        self.set(indices, *found)
+        return after(then, found)
+
+    def update_layer(
+        self, stack: Stack, layer: jax.Array, gradients: list[jax.Array], leaves: Any
+    ) -> Any:
+        """The `leaves` of one layer (weights, states, shared states), stepped.
+
+        Args:
+          stack: which leaves.
+          layer: which layer.
+          gradients: of the layer, with `each` applied.
+          leaves: with the axis of layers, of size 1.
+        """
+        plans = [self.of_layers[i] for i in stack.indices]
+        weights, states, shared = leaves
+        keys = self.keys[jnp.asarray(stack.indices)]
+        own = random.part_keys(keys, layer)
+        single = [len(self.plans[i].shape) == 1 for i in stack.indices]
+        if any(single):
+            of_elements = random.element_keys(keys, layer, plans[0].group_size)
+            own = jnp.where(jnp.asarray(single)[:, None], of_elements, own)
+        groups = [groups_of_blocks(self.plans[i], stack.layers) for i in stack.indices]
+        return step_leaves(
+            self.engine.rule,
+            self.h,
+            plans,
+            [g[None] for g in gradients],
+            weights,
+            states,
+            shared,
+            own,
+            random.part_keys(keys, layer * jnp.asarray(groups, jnp.int32)),
+        )
+
+    def of(
+        self, indices: Sequence[int]
+    ) -> tuple[list[jax.Array], list[LeafState], list[LeafState]]:
+        """Weights, states and states of shared slots of some leaves."""
+        weights = [self.weights[i] for i in indices]
+        return weights, [self.states[i] for i in indices], [self.shared[i] for i in indices]
+
+    def set(self, indices: Sequence[int], weights: Any, states: Any, shared: Any) -> None:
+        """Puts the new ones in their place."""
+        for i, *new in zip(indices, weights, states, shared, strict=True):
+            self.weights[i], self.states[i], self.shared[i] = new
+
+
+# ---- the step ------------------------------------------------------------------------------------
 
 
 def train_step(
@@ -232,7 +487,7 @@ def _backward_stack(
     def body(k: jax.Array, carry: Any) -> Any:
         dx, totals, leaves = carry
         i = count - 1 - k
-        weights = [stacks.read(weight, i, count) for weight, *_ in leaves]
+        weights = [read_layer(weight, i, count) for weight, *_ in leaves]
         x = jax.tree.map(lambda s: lax.dynamic_index_in_dim(s, i, 0, keepdims=False), saved)
 
         def forward(own: object, read: list[jax.Array], values: list[jax.Array]) -> list[jax.Array]:
@@ -245,11 +500,11 @@ def _backward_stack(
         totals = [total + g for total, g in zip(totals, of_rest, strict=True)]
         gradients = [run.each(g) for g in jax.tree.leaves(gradients)]
         # fenced apart from the weights: slots need not be there while gradients are computed
-        slots = [stacks.read(own, i, count) for _, *own in leaves]
+        slots = [read_layer(own, i, count) for _, *own in leaves]
         states, shared = (list(field) for field in zip(*slots, strict=True))
         new = run.update_layer(stack, i, gradients, (weights, states, shared))
         rows = zip(leaves, zip(*new, strict=True), strict=True)
-        return dx, totals, [stacks.write(leaf, part, i, count) for leaf, part in rows]
+        return dx, totals, [write_layer(leaf, part, i, count) for leaf, part in rows]
 
     leaves = list(zip(*run.of(stack.indices), strict=True))
     totals = [jnp.zeros_like(x) for x in read_by_all]

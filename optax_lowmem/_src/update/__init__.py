@@ -6,6 +6,5 @@ from optax_lowmem._src.update.dispatch import fused_updates as fused_updates
 from optax_lowmem._src.update.plan import LeafPlan as LeafPlan
 from optax_lowmem._src.update.plan import LeafState as LeafState
 from optax_lowmem._src.update.plan import SlotPlan as SlotPlan
-from optax_lowmem._src.update.prepare import prepare_leaves as prepare_leaves
 from optax_lowmem._src.update.reference import MASTER as MASTER
 from optax_lowmem._src.update.reference import split_update as split_update

@@ -12,17 +12,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem._src.core import explicit, platform, scope
+from optax_lowmem._src.core import explicit, platform, random, scope
+from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tile, Tiling
 from optax_lowmem._src.core.placement import Placement
 from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
-from optax_lowmem._src.core.tiles import MAX_ELEMENTS, Tile, Tiling
 from optax_lowmem._src.update import on_mesh, operands, packed, reference, stacked, tuning, twopass
 from optax_lowmem._src.update.plan import LeafPlan, LeafState
 
 _PlannedLeaf = tuple[LeafPlan, jax.Array, jax.Array | None, LeafState]  # with gradient, weight
 
-IMPLEMENTATIONS = ("xla", "pallas", "triton")
-_KERNELS = ("pallas", "triton")
+IMPLEMENTATIONS = ("xla", "pallas", "triton", "pallas_tpu")
+_KERNELS = ("pallas", "triton")  # the one that needs nothing beside JAX first
+_TPU = "pallas_tpu"
 _ELEMENTWISE = "no slot is compressed: plain elementwise work, which XLA fuses well"
 _UPDATES = 1 << 20  # bytes that the updates of a launch may take, however small the leaves
 _SMALL = 1 << 16  # elements; XLA launches a kernel for each leaf without codes, small or not
@@ -37,6 +38,10 @@ def _unsupported(kernel: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
         return f"{size} elements, more than a kernel's 32-bit offsets reach"
     if plan.block is not None and plan.block.elementwise:
         return "a second moment for each element, in f32: plain elementwise work"
+    if kernel == _TPU:
+        from optax_lowmem._src.update import pallas_tpu
+
+        return pallas_tpu.unsupported(rule, plan)
     for slot in plan.slots:
         if slot.codec is not None and slot.codec.bits < 8 and slot.codec.no_tile_reason:
             return slot.codec.no_tile_reason
@@ -67,11 +72,17 @@ def choose(
         return "xla", "asked for"
     if implementation is not None:
         return _asked_for(rule, plan, implementation, g)
-    if not plan.grouped and math.prod(plan.shape) > _SMALL:
-        return "xla", _ELEMENTWISE
+    if not plan.grouped and (math.prod(plan.shape) > _SMALL or platform.may_be_tpu(g)):
+        return "xla", _ELEMENTWISE  # on a TPU, small leaves too: it launches nothing
+    not_tpu = platform.no_tpu_reason(g)
+    if not_tpu is None:
+        reason = _unsupported(_TPU, rule, plan)
+        return (_TPU, "fused kernel") if reason is None else ("xla", f"{_TPU}: {reason}")
+    if platform.may_be_tpu(g):
+        return "xla", not_tpu
     nowhere = platform.no_kernel_reason(g)
     if nowhere is not None:
-        return "xla", nowhere
+        return "xla", nowhere if platform.no_device_reason() is None else not_tpu
     reasons = []
     for kernel in _KERNELS:
         reason = _unsupported(kernel, rule, plan)
@@ -84,11 +95,12 @@ def choose(
 def _asked_for(
     rule: UpdateRule, plan: LeafPlan, kernel: str, g: jax.Array | None
 ) -> tuple[str, str]:
-    reason = platform.no_device_reason() or platform.explicit_axes_reason(g)
-    reason = reason or _unsupported(kernel, rule, plan)
-    if reason is None and (plan.grouped or math.prod(plan.shape) <= _SMALL):
+    elsewhere = platform.not_tpu_reason(g) if kernel == _TPU else platform.no_device_reason()
+    reason = elsewhere or platform.explicit_axes_reason(g) or _unsupported(kernel, rule, plan)
+    small = kernel != _TPU and math.prod(plan.shape) <= _SMALL
+    if reason is None and (plan.grouped or small):
         return kernel, "asked for"
-    if not plan.grouped and platform.no_device_reason() is None:
+    if not plan.grouped and elsewhere is None:
         return "xla", reason or _ELEMENTWISE
     raise ValueError(
         f"implementation={kernel!r} cannot take leaf '{plan.path}': {reason}. Pass "
@@ -141,6 +153,13 @@ def fused_updates(
                 rule, kernel, taken, own, keys, batch, cut.tile, implementation is None
             )
             results.update(zip(batch, found, strict=True))
+    by_tpu = [i for i, name in enumerate(chosen) if name == _TPU]
+    if by_tpu:
+        cut = tuning.resolve(tuned, _TPU, rule.elementwise_slots, plans[by_tpu[0]].group_size)
+        numbered = {i: rows[i] for i in by_tpu}
+        results.update(
+            _by_tpu(rule, numbered, of_leaves, keys, cut.tile.elements, implementation is None)
+        )
     by_xla = [i for i, name in enumerate(chosen) if name == "xla"]
     if not by_xla:
         return [results[i] for i in range(len(rows))]
@@ -195,7 +214,10 @@ def _placed(
     implementation: str | None,
 ) -> dict[int, Placement]:
     """The leaves on a mesh whose parts kernels can step."""
-    if implementation == "xla" or platform.no_device_reason() is not None:
+    if implementation == "xla":
+        return {}
+    gpu = platform.no_device_reason() is None
+    if not gpu and not scope.is_placing() and not _may_be_tpu(gradients, implementation):
         return {}
     places = {
         i: on_mesh.place_of(*row)
@@ -204,8 +226,14 @@ def _placed(
     return {
         i: place
         for i, place in places.items()
-        if place is not None and on_mesh.supported(rule, plans[i], place) is None
+        if place is not None
+        and on_mesh.supported(rule, plans[i], place) is None
+        and (gpu or implementation == _TPU or platform.may_be_tpu(gradients[i], place.mesh))
     }
+
+
+def _may_be_tpu(gradients: Sequence[jax.Array], implementation: str | None) -> bool:
+    return implementation == _TPU or any(map(platform.may_be_tpu, gradients))
 
 
 def _on_mesh(
@@ -265,6 +293,57 @@ def fused_update(
 
 # once for leaves of one shape and plan: tracing it for each leaf takes longer than all else
 _plain = jax.jit(reference.fused_update, static_argnames=("rule", "plan"))
+
+
+def _by_tpu(
+    rule: UpdateRule,
+    rows: Mapping[int, _PlannedLeaf],
+    of_leaves: Sequence[Mapping[str, jax.Array]],
+    keys: jax.Array,
+    elements: int,
+    automatic: bool,
+) -> Iterator[tuple[int, tuple[jax.Array, LeafState]]]:
+    """(number, result) of leaves that have a launch each: on a TPU it costs next to nothing."""
+    from optax_lowmem._src.update import pallas_tpu
+
+    # mixed once, for all leaves
+    row_keys, lane_keys = random.row_and_lane_keys(keys, rank=1)
+    group_size = next(iter(rows.values()))[0].group_size
+    lane_bits = pallas_tpu.register_bits(lane_keys, group_size)
+    for i, (named, g, p, state) in rows.items():
+        plan, h = named.nameless, of_leaves[i]
+
+        def launched(
+            g: jax.Array,
+            p: jax.Array | None,
+            state: LeafState,
+            h: Mapping[str, jax.Array],
+            own: tuple[jax.Array, jax.Array, jax.Array],
+            plan: LeafPlan = plan,
+        ) -> tuple[jax.Array, LeafState]:
+            names = tuple(sorted(set(h) - {OF_BLOCK}))
+            leaf = operands.leaf_of(plan, g, p, state, h.get(OF_BLOCK))
+            scalars = jnp.stack([h[name] for name in names])
+            with platform.targeting(g):
+                result = pallas_tpu.launch(rule, plan, leaf, names, scalars, *own[1:], elements)
+            update = reference.emit(plan, p, result.update)
+            return update, operands.state_of(plan, state, result)
+
+        def plain(
+            g: jax.Array,
+            p: jax.Array | None,
+            state: LeafState,
+            h: Mapping[str, jax.Array],
+            own: tuple[jax.Array, jax.Array, jax.Array],
+            plan: LeafPlan = plan,
+        ) -> tuple[jax.Array, LeafState]:
+            return _plain(rule, plan, g, p, state, h, own[0])
+
+        given = g, p, state, dict(h), (keys[i], row_keys[i], lane_bits[i])
+        if automatic and platform.target(g) is None:
+            yield i, jax.lax.platform_dependent(*given, tpu=launched, default=plain)
+        else:
+            yield i, launched(*given)
 
 
 def _batches(

@@ -10,7 +10,7 @@ import inspect
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,9 +18,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._src.core import groups, numerics, random, triton_source, varying
+from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tile, Tiling
 from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
-from optax_lowmem._src.core.tiles import MAX_ELEMENTS, Tile, Tiling
-from optax_lowmem._src.update.operands import Leaf, Result, aliases, output, step_tile
+from optax_lowmem._src.update.operands import (
+    AnyHyperparameters,
+    Leaf,
+    Result,
+    aliases,
+    output,
+    step_tile,
+)
 from optax_lowmem._src.update.plan import LeafPlan
 
 _MAX_LANES = 1 << 16
@@ -53,22 +60,6 @@ def supported(rule: UpdateRule, plan: LeafPlan) -> str | None:
     return unknown and f"the step uses `{unknown}`, which the kernel has no form for"
 
 
-class _AnyHyperparameters(Mapping[str, jax.Array]):
-    """Every name there is, so that what is traced has all that a step may do."""
-
-    def __getitem__(self, name: str) -> jax.Array:
-        return jnp.float32(0.5)
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
-
-
 @functools.cache
 def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
     """Return a primitive of the step that has no form in Triton, or None."""
@@ -81,7 +72,7 @@ def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
     )
     lanes = Tiling((32,), plan.group_size, 1).lanes
     body = _Body(rule, plan, Leaf(*dtypes), (), False, 4, lanes, False)
-    return triton_source.missing(body.jaxpr(_AnyHyperparameters()))
+    return triton_source.missing(body.jaxpr(AnyHyperparameters()))
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "plans", "names", "tile"), inline=False)
@@ -155,7 +146,7 @@ class _Kind:
         # then has numbers of many groups to keep
         vectors = tiling.flat or alignment == _VECTOR
         elements = tile.elements if vectors else tile.elements // 2
-        by_lane = any(axis[-2] for axis in _block_axes(plan))
+        by_lane = any(axis[-1] for axis in _block_axes(plan))
         return cls(tiling.lanes, tiling.flat, alignment, max(elements, tiling.lanes), by_lane)
 
     def tiling(self, plan: LeafPlan) -> Tiling:
@@ -239,7 +230,7 @@ def _block_axes(plan: LeafPlan) -> tuple[tuple[int | bool, ...], ...]:
     """The way from the number of a group to that of its block, as the kernel's LEAVES have it.
 
     Of each axis with several blocks: the groups below, the groups along it, the neighbours with one
-    value, the blocks below, whether those neighbours are lanes, and the last block.
+    value, the blocks below, and whether those neighbours are lanes.
     """
     if plan.block is None:
         return ()
@@ -254,9 +245,7 @@ def _block_axes(plan: LeafPlan) -> tuple[tuple[int | bool, ...], ...]:
         by_lane = last and width % size != 0
         neighbours = width // size if last and not by_lane else width
         below = math.prod(shape[axis + 1 :])
-        found.append(
-            (below, shape[axis], neighbours, math.prod(values[axis + 1 :]), by_lane, count - 1)
-        )
+        found.append((below, shape[axis], neighbours, math.prod(values[axis + 1 :]), by_lane))
     return tuple(found)
 
 
@@ -377,20 +366,23 @@ class _Body:
         nothing = {"correction": self.plan.split.zero if self.plan.split is not None else 0}
         where = dict.fromkeys(roles, "offsets, mask")
         where |= dict.fromkeys(self.roles.scales, "group, exists")
+        first = f"leaf * {len(self.names)} + " if self.per_leaf else ""
+        lines += [  # tables first: nothing that is loaded early has to wait for them
+            "lane = tl.load(lane_bits + leaf * LANES + lanes)",
+            *(f"h_{name} = tl.load(scalars + {first}{i})" for i, name in enumerate(self.names)),
+            "place = tl.load(keys + leaf) + place",
+        ]
         for role in roles:
             if role == "of_block":
-                lines.append("of_block = tl.load(of_block_at + block)")
+                there = "mask" if self.by_lane else "exists[:, None]"
+                lines.append(f"of_block = load(of_block_at, block, {there}, 1.0, MASKED)")
+            elif role in self.roles.scales:
+                lines.append(f"{role} = load({role}_at, {where[role]}, 0, MASKED)")
             else:
                 other = nothing.get(role, 0)
-                lines.append(f"{role} = load({role}_at, {where[role]}, {other}, MASKED)")
-        first = f"leaf * {len(self.names)} + " if self.per_leaf else ""
-        lines += [f"h_{name} = tl.load(scalars + {first}{i})" for i, name in enumerate(self.names)]
+                lines.append(f"{role} = load_early({role}_at, {where[role]}, {other}, MASKED)")
         lines += [
-            "place = tl.load(keys + leaf) + place",
-            "lane = tl.load(lane_bits + leaf * LANES + lanes)",
             "there = tl.broadcast_to(mask, (ROWS, LANES))",
-            # everything is asked for before anything is waited for, which the barrier sees to
-            "tl.debug_barrier()",
             f"{', '.join(new.values())} = step({', '.join(self.operands)})",
         ]
         where["update"] = "offsets, mask"

@@ -32,6 +32,18 @@ def load(pointer, offsets, mask, OTHER: tl.constexpr, MASKED: tl.constexpr):
 
 
 @triton.jit
+def load_early(pointer, offsets, mask, OTHER: tl.constexpr, MASKED: tl.constexpr):
+    """`load`, before what follows: volatile, or the assembler moves it down to its use.
+
+    Not for what all programs read, which would come from the same place of the L2 cache each time.
+    """
+    if MASKED:
+        return tl.load(_pointer(pointer) + offsets, mask=mask, other=OTHER, volatile=True)
+    else:
+        return tl.load(_pointer(pointer) + offsets, volatile=True)
+
+
+@triton.jit
 def store(pointer, offsets, values, mask, MASKED: tl.constexpr):
     """Write elements of a tile, bf16 as its bits."""
     if MASKED:
@@ -106,10 +118,10 @@ def _block_of(group, leaves: tl.constexpr, INDEX: tl.constexpr, LANES: tl.conste
         position = position % _block_axis(leaves, INDEX, axis, 1)
         if _block_axis(leaves, INDEX, axis, 4):
             position = position * GROUP_SIZE + tl.arange(0, LANES)[None, :]
-        along = position // _block_axis(leaves, INDEX, axis, 2)
-        # groups and lanes that do not exist have any value
-        along = tl.minimum(along, _block_axis(leaves, INDEX, axis, 5))
-        number += along * _block_axis(leaves, INDEX, axis, 3)
+        # no division by 1: after one Triton does not see that neighbours are side by side
+        if _block_axis(leaves, INDEX, axis, 2) > 1:
+            position = position // _block_axis(leaves, INDEX, axis, 2)
+        number += position * _block_axis(leaves, INDEX, axis, 3)
     return number
 
 

@@ -1,15 +1,31 @@
 """A GPU kernel apart from its language: its arrays of each leaf, and the step of a tile."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from optax_lowmem._src.core.groups import Tiling, result_like
 from optax_lowmem._src.core.rules import UpdateRule
-from optax_lowmem._src.core.tiles import Tiling, result_like
 from optax_lowmem._src.update import reference
 from optax_lowmem._src.update.plan import LeafPlan, LeafState
+
+
+class AnyHyperparameters(Mapping[str, jax.Array]):
+    """Every name there is, so that what is traced has all that a step may do."""
+
+    def __getitem__(self, name: str) -> jax.Array:
+        return jnp.float32(0.5)
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
 
 
 class Leaf(NamedTuple):
@@ -149,11 +165,12 @@ def step_tile(
     correction = jnp.zeros((), jnp.int8) if leaf.correction is None else leaf.correction
     state = LeafState(leaf.slots, with_placeholders(plan, leaf.scales), correction)
     moved, values = reference.advance(rule, plan, leaf.g, leaf.p, state, h, layout)
-    slots, scales = reference.encode(plan, values, state.scales, noise, layout)
     if leaf.p is not None:
         # for a plan that is not direct the weight: its update is taken where it fuses with its use
         own = reference.master_noise(plan, noise, layout)
         moved, correction = reference.move(plan, leaf.p, moved, correction, own)
+    # last, when the weight is done with: encoding takes the most registers
+    slots, scales = reference.encode(plan, values, state.scales, noise, layout)
     kept = None if leaf.correction is None else correction
     scales = tuple(scale for scale in scales if scale is not None)
     return Result(moved.astype(update_dtype(plan, leaf.p)), kept, slots, scales)

@@ -18,8 +18,8 @@ from jax.experimental.pallas import triton as plgpu
 
 from optax_lowmem._src.core import numerics, pallas_tiles, random
 from optax_lowmem._src.core.block import Block
+from optax_lowmem._src.core.groups import Tile, Tiling
 from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
-from optax_lowmem._src.core.tiles import Tile, Tiling
 from optax_lowmem._src.update.operands import (
     Leaf,
     Result,

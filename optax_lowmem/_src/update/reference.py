@@ -7,19 +7,20 @@ them; arrays are those of a leaf (`Whole`), or of a kernel's tile (`Tile`).
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.codecs import BitSplit, MasterSplit
+from optax_lowmem._src.codecs import BitSplit, GroupCodec, MasterSplit
 from optax_lowmem._src.core import groups, numerics, random
 from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
 from optax_lowmem._src.update.plan import LeafPlan, LeafState, SlotPlan
 
 MASTER = "correction"  # its name among the slots in the random hash
 Noise = tuple[jax.Array, jax.Array]  # of `random.noise_bits`
+Units = Mapping[str, Any]  # of each codec what `dequantize` takes of each group
 Measured = Mapping[str, tuple[jax.Array, Any]]  # of each codec its scales, and divisors of codes
 
 
@@ -57,6 +58,14 @@ class Whole:
             return h
         return {**h, OF_BLOCK: self.plan.block.spread(h[OF_BLOCK], self.plan.shape)}
 
+    def unpack(self, codec: GroupCodec, stored: jax.Array) -> jax.Array:
+        """Codes of what is stored."""
+        return codec.unpack(stored, self.length)
+
+    def pack(self, codec: GroupCodec, codes: jax.Array) -> jax.Array:
+        """Return what is stored of codes."""
+        return codec.pack(codes)
+
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
@@ -84,22 +93,62 @@ class Tile:
         """Hyperparameters that broadcast to the elements."""
         return h
 
+    def unpack(self, codec: GroupCodec, stored: jax.Array) -> jax.Array:
+        """Codes of what is stored."""
+        return codec.unpack(stored, self.length)
+
+    def pack(self, codec: GroupCodec, codes: jax.Array) -> jax.Array:
+        """Return what is stored of codes."""
+        return codec.pack(codes)
+
+
+class Layout(Protocol):
+    """The layout of a step's arrays: a leaf's (`Whole`), a kernel's tile (`Tile`) or registers."""
+
+    @property
+    def group_size(self) -> int:
+        """Neighbours on the last axis that have one number of the random bits R."""
+
+    @property
+    def length(self) -> int:
+        """Elements along the last axis."""
+
+    @property
+    def exists(self) -> jax.Array | None:
+        """Return a mask of the elements that are there, or None where codes 0 stand for 0."""
+
+    def to_groups(self, x: jax.Array) -> jax.Array:
+        """An array as [..., groups, lanes]."""
+
+    def to_elements(self, of_groups: Any) -> Any:
+        """Values of groups for each of their elements."""
+
+    def operands(self, h: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
+        """Hyperparameters that broadcast to the elements."""
+
+    def unpack(self, codec: GroupCodec, stored: jax.Array) -> jax.Array:
+        """Codes of what is stored."""
+
+    def pack(self, codec: GroupCodec, codes: jax.Array) -> jax.Array:
+        """Return what is stored of codes."""
+
 
 # ---- decode and advance --------------------------------------------------------------------------
 
 
 def decode(
-    plan: LeafPlan, state: LeafState, layout: Whole | Tile | None = None
+    plan: LeafPlan, state: LeafState, layout: Layout | None = None, units: Units | None = None
 ) -> dict[str, jax.Array]:
-    """The f32 values of a leaf's slots."""
+    """The f32 values of a leaf's slots; `units` of its codecs, where they are there already."""
     layout = layout or Whole(plan)
     values = {}
     for slot, stored, scales in zip(plan.slots, state.slots, state.scales, strict=True):
         if slot.codec is None:
             values[slot.name] = stored.astype(jnp.float32)
             continue
-        unit = layout.to_elements(slot.codec.units(scales))
-        value = slot.codec.dequantize(slot.codec.unpack(stored, layout.length), unit)
+        unit = slot.codec.units(scales) if units is None else units[slot.name]
+        unit = layout.to_elements(unit)
+        value = slot.codec.dequantize(layout.unpack(slot.codec, stored), unit)
         if layout.exists is not None and not slot.codec.zero_code:
             # 0 where there is nothing: it would count in what the group spans
             value = jnp.where(layout.exists, value, jnp.float32(0))
@@ -114,7 +163,8 @@ def advance(
     p: jax.Array | None,
     state: LeafState,
     h: Mapping[str, jax.Array],
-    layout: Whole | Tile | None = None,
+    layout: Layout | None = None,
+    units: Units | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Return the step to subtract from the master weight, and the new values of the slots.
 
@@ -122,7 +172,7 @@ def advance(
     """
     layout = layout or Whole(plan)
     h = layout.operands(h)
-    values = decode(plan, state, layout)
+    values = decode(plan, state, layout, units)
     g, weight = gradient_and_weight(plan, g, p, state.correction, h)
     direction, values = rule.update(g, values, h)
     if weight is None:
@@ -176,7 +226,7 @@ def measure(plan: LeafPlan, values: Mapping[str, jax.Array]) -> Measured:
     }
 
 
-def slot_noise(slot: SlotPlan, noise: Noise | None, layout: Whole | Tile) -> jax.Array | None:
+def slot_noise(slot: SlotPlan, noise: Noise | None, layout: Layout) -> jax.Array | None:
     """The uniforms that a slot's codes are rounded with; None rounds to nearest."""
     if noise is None or not slot.stochastic:
         return None
@@ -188,7 +238,7 @@ def encode(
     values: Mapping[str, jax.Array],
     placeholders: tuple[Any, ...],
     noise: Noise | None,
-    layout: Whole | Tile | None = None,
+    layout: Layout | None = None,
     measured: Measured | None = None,
 ) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
     """Stored slots and scales of their new values; without a codec the old scales' placeholder.
@@ -217,7 +267,7 @@ def encode(
         else:
             stored, divisor = measured[slot.name]
         codes = slot.codec.quantize(value, layout.to_elements(divisor), uniforms)
-        slots.append(slot.codec.pack(codes))
+        slots.append(layout.pack(slot.codec, codes))
         scales.append(stored)
     return tuple(slots), tuple(scales)
 
@@ -250,7 +300,7 @@ def emit(plan: LeafPlan, p: jax.Array | None, moved: jax.Array) -> jax.Array:
 
 
 def master_noise(
-    plan: LeafPlan, noise: Noise | None, layout: Whole | Tile | None = None
+    plan: LeafPlan, noise: Noise | None, layout: Layout | None = None
 ) -> jax.Array | None:
     """The random bits of master weights from `random.noise_bits`; None for a plan without."""
     if noise is None or not plan.stochastic_master:

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from optax_lowmem._src.core.tiles import Tile
+from optax_lowmem._src.core.groups import Tile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,8 @@ HEURISTIC = Tuning()
 # 12 to 29 instructions an element of sm_90 that 8 warps do not have.
 _WIDE = 128
 HEURISTIC_WIDE = Tuning(Tile(2048, 8))
+# what a core's memory holds twice of AdamW's operands; the kernel takes less of wider ones
+HEURISTIC_TPU = Tuning(Tile(1 << 19))
 _trial: ContextVar[Tuning | None] = ContextVar("trial", default=None)
 
 
@@ -79,7 +81,7 @@ def resolve(argument: Tuning | None, backend: str, slots: int, group_size: int) 
 
     Args:
       argument: the caller's choice.
-      backend: `pallas` or `triton`.
+      backend: `pallas`, `triton` or `pallas_tpu`.
       slots: how many slots the optimizer has.
       group_size: of its codes.
     """
@@ -90,4 +92,6 @@ def resolve(argument: Tuning | None, backend: str, slots: int, group_size: int) 
     line = devices.get(key(backend, slots, group_size))
     if line is not None:
         return parse(line)
+    if backend == "pallas_tpu":
+        return HEURISTIC_TPU
     return HEURISTIC_WIDE if group_size >= _WIDE else HEURISTIC

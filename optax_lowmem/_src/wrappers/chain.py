@@ -96,7 +96,10 @@ def step(
       state: the optimizer's state.
       params: the parameters.
       implementation: None picks the fastest there is for each leaf (`explain` says which); "xla"
-        is plain jnp, on every device; "pallas" and "triton" are GPU kernels.
+        is plain jnp, on every device; "pallas" and "triton" are GPU kernels, "pallas_tpu" is one
+        for TPUs. A program is for a TPU where the mesh of its arrays, `jax.set_mesh` or
+        `jax.default_device` says so, on any machine; where nothing does, on a machine with a TPU,
+        the choice is left to where it is compiled for.
       mesh: of `specs`; by default that of `jax.set_mesh`.
       specs: on a mesh with Auto axes, where codes and corrections lie: a tree like the parameters
         of PartitionSpec or NamedSharding (under ZeRO-1 those of `state_shardings(...).mu`). Then

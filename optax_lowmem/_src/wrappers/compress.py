@@ -3,7 +3,7 @@
 import dataclasses
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -11,28 +11,293 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from optax_lowmem._src.codecs import GroupCodec, StoredSlot, group_codec
+from optax_lowmem._src.codecs import (
+    GroupCodec,
+    StoredSlot,
+    encode_array,
+    group_codec,
+    softsign,
+    sqrt,
+)
 from optax_lowmem._src.core import boxes, derivative, explicit, random, scope, trees
-from optax_lowmem._src.core.compiled import as_given, compiled, each, widened
-from optax_lowmem._src.core.hyperparameters import increment
+from optax_lowmem._src.core.compiled import as_given, compiled, each, is_free, widened
+from optax_lowmem._src.core.hyperparameters import check_range, increment
 from optax_lowmem._src.core.policy import Policy, warn_of_patterns
+from optax_lowmem._src.core.trees import DICTS, is_named_tuple, is_state
 from optax_lowmem._src.update.masters import splits_masters
 from optax_lowmem._src.update.plan import decide_slot
-from optax_lowmem._src.update.slots import REFUSED, SlotFacts, facts, map_slots, scale_name
 from optax_lowmem._src.update.storage import check_codec, check_group_size
-from optax_lowmem._src.wrappers.compress_start import Start
+
+# ---- known facts about the slots of optimizer states, by (state type, field) ---------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotFacts:
+    """Facts about a slot that determine its codec.
+
+    Attributes:
+      signed: whether its values may be negative.
+      running_maximum: whether it only grows, so that stochastic rounding would ratchet it up.
+      constant_init: whether it starts as one constant, so that `init` needs no f32 array of it.
+      moment: 1 or 2 for a first or second moment that `compand_momentum` or `sqrt_variance_quant`
+        stores, else 0.
+    """
+
+    signed: bool
+    running_maximum: bool = False
+    constant_init: bool = True
+    moment: int = 0
+
+
+_FIRST = SlotFacts(signed=True, moment=1)
+_SECOND = SlotFacts(signed=False, moment=2)
+_UNKNOWN = SlotFacts(signed=True, constant_init=False)
+
+SLOTS: dict[tuple[str, str], SlotFacts] = {
+    **{
+        (state, "mu"): _FIRST
+        for state in (
+            "ScaleByAdamState",
+            "ScaleByAmsgradState",
+            "ScaleByBeliefState",
+            "ScaleByLionState",
+            "ScaleByNovogradState",
+            "ScaleByRStdDevState",
+        )
+    },
+    **{
+        (state, "nu"): _SECOND
+        for state in (
+            "ScaleByAdamState",
+            "ScaleByAmsgradState",
+            "ScaleByBeliefState",
+            "ScaleByNovogradState",
+            "ScaleByRStdDevState",
+            "ScaleByRmsState",
+        )
+    },
+    ("ScaleByAmsgradState", "nu_max"): SlotFacts(signed=False, running_maximum=True, moment=2),
+    ("ScaleByAdanState", "m"): _FIRST,
+    ("ScaleByAdanState", "v"): _FIRST,  # of gradient differences: signed, whatever its name
+    ("ScaleByAdanState", "n"): _SECOND,
+    ("ScaleByAdanState", "g"): SlotFacts(signed=True),
+    ("ScaleByRssState", "sum_of_squares"): SlotFacts(signed=False, moment=2),
+    ("TraceState", "trace"): _FIRST,
+    ("EmaState", "ema"): _FIRST,
+}
+
+_OWN_FIRST = SlotFacts(signed=True, constant_init=False, moment=1)
+_OWN_SECOND = SlotFacts(signed=False, constant_init=False, moment=2)
+# of our own optimizers, where they keep f32: scale_by_adam_mini and its kin
+_OWN: dict[tuple[str, str], SlotFacts] = {
+    ("FlashAdamState", "mu"): _OWN_FIRST,
+    ("FlashAdamState", "nu"): _OWN_SECOND,
+    ("FlashLionState", "mu"): _OWN_FIRST,
+    ("FlashSgdState", "mu"): _OWN_FIRST,
+}
+
+
+def register_slot(
+    state_type: str, field: str, *, signed: bool, running_maximum: bool = False
+) -> None:
+    """Tells `compress_state` about a slot of your own optimizer.
+
+    Args:
+      state_type: name of the state's NamedTuple.
+      field: its field.
+      signed: whether values may be negative; an unsigned codec is refused for such a slot.
+      running_maximum: it only grows (amsgrad's `nu_max`): always rounded to nearest.
+
+    Example:
+      >>> register_slot("MyState", "second_moment", signed=False)
+    """
+    SLOTS[(state_type, field)] = SlotFacts(signed, running_maximum, constant_init=False)
+
+
+# state type -> why its slots cannot be rounded
+REFUSED = {
+    "ScaleByRStdDevState": "it takes the root of nu - mu^2, which rounding makes negative: use "
+    "rmsprop without centered=True"
+}
+
+
+def facts(state: object, field: str) -> SlotFacts:
+    """Return the facts about a field of a state; an unknown field counts as signed."""
+    return SLOTS.get((type(state).__name__, field), _UNKNOWN)
+
+
+def map_slots(
+    function: Callable[[Any, str, Any], Any], state: optax.OptState, in_field: bool = False
+) -> optax.OptState:
+    """A state with every NamedTuple field replaced by function(state, field, value), in order.
+
+    `function` returns its value unchanged (`is`) where the field is not a slot; such a field is
+    searched for states inside it, which weights in a NamedTuple are not. Keys of a dict come in
+    JAX's order, which is the same before and after jit whatever order they were given in.
+    """
+    if is_named_tuple(state):
+        if in_field and not _is_known(state):
+            return state
+        fields = {}
+        for name in state._fields:
+            value = getattr(state, name)
+            new = function(state, name, value)
+            fields[name] = map_slots(function, value, True) if new is value else new
+        kind: Any = type(state)  # a NamedTuple, whose call mypy takes for the making of a class
+        return kind(**fields)
+    if type(state) in (tuple, list):
+        return type(state)(map_slots(function, part, in_field) for part in state)
+    if type(state) in DICTS:
+        keys = sorted(state) if type(state) is dict else state
+        new = {key: map_slots(function, state[key], in_field) for key in keys}
+        return type(state)((key, new[key]) for key in state)
+    return state
+
+
+def _is_known(node: object) -> bool:
+    return is_state(node) or any(type(node).__name__ == state_type for state_type, _ in SLOTS)
+
+
+def scale_name(slot: str, taken: Mapping[str, Any]) -> str:
+    """Key of the scales of a slot's next occurrence."""
+    same = sum(name.startswith(f"{slot}_scale") for name in taken)
+    return f"{slot}_scale" + (f"_{same}" if same else "")
+
+
+# ---- the state that it starts with, without an f32 array of any slot -----------------------------
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Start:
+    """States whose slots start as constants.
+
+    Attributes:
+      codec_of: (state, field) -> codec, or None.
+      decide: records how a leaf of a slot is stored, and gives whether it is compressed.
+      group_size: neighbours that share a scale.
+    """
+
+    codec_of: Callable[[Any, str], GroupCodec | None]
+    decide: Callable[..., bool]
+    group_size: int
+
+    def is_constant(self, abstract: optax.OptState) -> bool:
+        """Return whether all large arrays of a state are slots known to start as a constant."""
+        constant = True
+
+        def visit(node: optax.OptState, slot: str, value: Any) -> Any:
+            nonlocal constant
+            if self.codec_of(node, slot) is None:
+                return value
+            constant = constant and facts(node, slot).constant_init
+            return ()
+
+        rest = map_slots(visit, abstract)
+        return constant and all(leaf.size <= 1 for leaf in jax.tree.leaves(rest))
+
+    def others(self, state: optax.OptState) -> Any:
+        """A state with () in the place of its compressed slots."""
+
+        def visit(node: optax.OptState, slot: str, value: Any) -> Any:
+            return value if self.codec_of(node, slot) is None else ()
+
+        return map_slots(visit, state)
+
+    def put(self, others: optax.OptState, encoded: optax.OptState) -> Any:
+        """Return a state of `others` with the compressed slots of the state `encoded` put back."""
+        slots = self._slots(encoded)
+
+        def visit(node: optax.OptState, slot: str, value: Any) -> Any:
+            return value if self.codec_of(node, slot) is None else slots.pop(0)
+
+        return map_slots(visit, others)
+
+    def spread(
+        self,
+        abstract: optax.OptState,
+        small: optax.OptState,
+        params: optax.Params,
+        masked: set[str],
+    ) -> tuple[Any, dict[str, Any]]:
+        """The encoded state of `abstract`'s shapes from that of one-element parameters."""
+        weights = dict(trees.named_leaves(params))
+        shapes = iter(jax.tree.leaves(self._slots(abstract)))
+        trees_of: list[Any] = []  # of each slot the tree of what its leaves become
+        rows: list[Any] = []
+
+        def visit(node: optax.OptState, slot: str, value: Any) -> Any:
+            codec = self.codec_of(node, slot)
+            if codec is None:
+                return value
+            of_slot = []
+            for path, one in trees.named_leaves(value):
+                full = next(shapes)
+                of_slot.append(full)
+                known, weight = facts(node, slot), jnp.shape(weights[path])
+                kept = self.decide(path, full, slot, masked, codec, known, weight=weight)
+                rows.append((codec if kept else None, one, full.dtype, weights[path]))
+            trees_of.append(jax.tree.unflatten(jax.tree.structure(value), of_slot))
+            return ()
+
+        map_slots(visit, small)
+        spread = compiled(_spread) if is_free([row[-1] for row in rows]) else _spread
+        pairs = iter(spread(rows, self.group_size))
+        scales: dict[str, Any] = {}
+
+        def put(node: optax.OptState, slot: str, value: Any) -> Any:
+            if self.codec_of(node, slot) is None:
+                return value
+            full = trees_of.pop(0)
+            own = [next(pairs) for _ in jax.tree.leaves(full)]
+            scales[scale_name(slot, scales)] = boxes.like(full, [scale for _, scale in own])
+            return jax.tree.unflatten(jax.tree.structure(value), [codes for codes, _ in own])
+
+        return map_slots(put, small), scales
+
+    def _slots(self, state: optax.OptState) -> list[Any]:
+        """The compressed slots of a state, in order."""
+        slots: list[Any] = []
+
+        def visit(node: optax.OptState, slot: str, value: Any) -> Any:
+            if self.codec_of(node, slot) is None:
+                return value
+            slots.append(value)
+            return ()
+
+        map_slots(visit, state)
+        return slots
+
+
+def _spread(
+    rows: list[tuple[GroupCodec | None, jax.Array, jnp.dtype, jax.Array]], group_size: int
+) -> list[tuple[jax.Array, jax.Array]]:
+    """Codes and scales of slots that are one number everywhere, and lie as their weights.
+
+    Args:
+      rows: (codec, the number, the slot's dtype, the weight) of each leaf.
+      group_size: neighbours that share a scale.
+    """
+    pairs = []
+    for codec, one, dtype, weight in rows:
+        if codec is None:
+            same = one.shape == weight.shape
+            whole = one if same else jnp.full_like(weight, one.reshape(()), dtype=dtype)
+            pairs.append((whole, jnp.zeros((), jnp.float32)))
+            continue
+        # a whole byte of codes, where several share one
+        row = jnp.broadcast_to(one.astype(jnp.float32).reshape(1), (codec.codes_per_byte,))
+        code, scale = encode_array(codec, row, group_size)
+        codes, scales = codec.storage(weight.shape, group_size)
+        code = explicit.filled("a leaf", weight, codes, group_size, code.reshape(()))
+        own = explicit.of_state("a leaf", weight, scales.shape, group_size)
+        pairs.append((code, explicit.laid(jnp.full(scales.shape, scale.reshape(())), own)))
+    return pairs
+
+
+# ---- the transformation --------------------------------------------------------------------------
 
 Select = Callable[[str, SlotFacts], GroupCodec | None]
 
-_FIRST = SlotFacts(signed=True, constant_init=False, moment=1)
-_SECOND = SlotFacts(signed=False, constant_init=False, moment=2)
-# of our own optimizers, where they keep f32: scale_by_adam_mini and its kin
-_OWN: dict[tuple[str, str], SlotFacts] = {
-    ("FlashAdamState", "mu"): _FIRST,
-    ("FlashAdamState", "nu"): _SECOND,
-    ("FlashLionState", "mu"): _FIRST,
-    ("FlashSgdState", "mu"): _FIRST,
-}
 _OF_BLOCKS = ("FlashAdamState", "nu")  # may have a value a block, of another shape
 _DRAWN_AS = {"trace": "mu"}  # flash_sgd has optax's trace as mu: both draw the same random bits
 
@@ -589,3 +854,89 @@ def compress_state(
 
     wanted = tuple(slot_codecs)
     return compressed(inner, select, wanted, group_size, rounding, seed, policy, update_dtype)
+
+
+# ---- FlashOptim's two moment codecs, as wrappers of a transformation or as links of a chain ------
+
+
+def _of_moment(moment: int, codec: GroupCodec) -> Select:
+    return lambda field, known: codec if known.moment == moment else None
+
+
+def _is_decay(inner: object) -> TypeGuard[float]:
+    if not isinstance(inner, int | float | np.number | jax.Array):
+        return False
+    check_range("the decay", inner, 0.0, 1.0)
+    return True
+
+
+def compand_momentum(
+    inner: optax.GradientTransformation | float,
+    *,
+    codec: GroupCodec | None = None,
+    group_size: int = 32,
+    rounding: str = "stochastic",
+    seed: int = 0,
+    policy: Policy = Policy(),  # noqa: B008 (frozen)
+    update_dtype: str = "gradient",
+) -> optax.GradientTransformationExtraArgs:
+    """Stores the first moment of a transformation as companded int8 (FlashOptim, equation 3).
+
+    Args:
+      inner: a transformation with a first moment in f32 (`mu`, `trace`, `m`, `ema`), of optax or
+        `scale_by_adam_mini`; or a decay b for a plain link of a chain, m = b m + (1-b) g without
+        debiasing.
+      codec: softsign int8 by default.
+      group_size: neighbours on the last axis that share a scale.
+      rounding: `stochastic` or `nearest`.
+      seed: of the hash behind stochastic rounding.
+      policy: leaves to leave as they are.
+      update_dtype: `gradient`, an update in the dtype of its gradient, or `float32`.
+
+    Returns:
+      An optax transformation; 1.06 bytes a value instead of 4.
+
+    Example:
+      >>> import optax, optax_lowmem as lowmem
+      >>> tx = optax.chain(lowmem.compand_momentum(optax.trace(0.9)), optax.scale(-0.1))
+    """
+    if _is_decay(inner):
+        inner = optax.ema(inner, debias=False)
+    select = _of_moment(1, codec or softsign())
+    return compressed(inner, select, (), group_size, rounding, seed, policy, update_dtype)
+
+
+def sqrt_variance_quant(
+    inner: optax.GradientTransformation | float,
+    *,
+    codec: GroupCodec | None = None,
+    group_size: int = 32,
+    rounding: str = "stochastic",
+    seed: int = 0,
+    policy: Policy = Policy(),  # noqa: B008 (frozen)
+    update_dtype: str = "gradient",
+) -> optax.GradientTransformationExtraArgs:
+    """Stores the second moment of a transformation as uint8 of its root (FlashOptim, equation 4).
+
+    Args:
+      inner: a transformation with a non-negative second moment in f32 (`nu`, `n`,
+        `sum_of_squares`), of optax or `scale_by_adam_mini`, whose values of blocks lie in one row;
+        or a decay b for a plain link of a chain, g / sqrt(v) with v = b v + (1-b) g^2.
+      codec: sqrt uint8 by default.
+      group_size: neighbours on the last axis that share a scale.
+      rounding: `stochastic` or `nearest`.
+      seed: of the hash behind stochastic rounding.
+      policy: leaves to leave as they are.
+      update_dtype: `gradient`, an update in the dtype of its gradient, or `float32`.
+
+    Returns:
+      An optax transformation; 1.13 bytes a value instead of 4.
+
+    Example:
+      >>> import optax, optax_lowmem as lowmem
+      >>> tx = lowmem.compand_momentum(lowmem.sqrt_variance_quant(optax.scale_by_adam()))
+    """
+    if _is_decay(inner):
+        inner = optax.scale_by_rms(inner)
+    select = _of_moment(2, codec or sqrt())
+    return compressed(inner, select, (), group_size, rounding, seed, policy, update_dtype)

@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 
 from optax_lowmem._src.core import scope
 from optax_lowmem._src.core.policy import unmatched_patterns
-from optax_lowmem._src.wrappers import stale
+from optax_lowmem._src.wrappers import explain
 from optax_lowmem._src.wrappers.start import WeightDtype, start
 
 
@@ -57,7 +57,7 @@ def init(
         weights, state = start(tx, params, dtype, seed, allow_rounding)
     for warning in unmatched_patterns(policies, params):
         warnings.warn(warning, stacklevel=2)
-    if stale.suspected(state):
-        for warning in stale.found(tx, weights):
+    if explain.may_be_stale(state):
+        for warning in explain.stale_corrections(tx, weights):
             warnings.warn(warning, stacklevel=2)
     return weights, state

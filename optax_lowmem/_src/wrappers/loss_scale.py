@@ -10,7 +10,7 @@ import optax
 from optax_lowmem._src.core import numerics, trees
 from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.core.hyperparameters import check_range
-from optax_lowmem._src.core.reductions import mean_of_leaf
+from optax_lowmem._src.core.varying import mean_of_leaf
 
 
 def _is_finite(g: jax.Array) -> jax.Array:

@@ -1,8 +1,5 @@
 """COAT's FP8 precision flow: what the backward pass needs is kept in 8 bits (section 5)."""
 
-from optax_lowmem._src.fp8_flow.block import after_attention as after_attention
-from optax_lowmem._src.fp8_flow.block import before_attention as before_attention
-from optax_lowmem._src.fp8_flow.block import mlp_residual as mlp_residual
 from optax_lowmem._src.fp8_flow.gate import gated_product as gated_product
 from optax_lowmem._src.fp8_flow.kernels import Grouped as Grouped
 from optax_lowmem._src.fp8_flow.kernels import group_absmax as group_absmax
@@ -15,12 +12,15 @@ from optax_lowmem._src.fp8_flow.linear import QuantizedKernel as QuantizedKernel
 from optax_lowmem._src.fp8_flow.linear import linear as linear
 from optax_lowmem._src.fp8_flow.linear import quantize_weight as quantize_weight
 from optax_lowmem._src.fp8_flow.linear import weight_absmax as weight_absmax
+from optax_lowmem._src.fp8_flow.llama import after_attention as after_attention
+from optax_lowmem._src.fp8_flow.llama import before_attention as before_attention
+from optax_lowmem._src.fp8_flow.llama import mlp_residual as mlp_residual
 from optax_lowmem._src.fp8_flow.llama import quantized_weights as quantized_weights
 from optax_lowmem._src.fp8_flow.llama import weight_maxima as weight_maxima
 from optax_lowmem._src.fp8_flow.norm import layer_norm as layer_norm
 from optax_lowmem._src.fp8_flow.norm import rms_norm as rms_norm
-from optax_lowmem._src.fp8_flow.recipe import Coded as Coded
-from optax_lowmem._src.fp8_flow.recipe import Recipe as Recipe
+from optax_lowmem._src.fp8_flow.storage import Coded as Coded
+from optax_lowmem._src.fp8_flow.storage import Recipe as Recipe
 from optax_lowmem._src.fp8_flow.storage import code as code
 from optax_lowmem.layers.fp8_flow import linen as linen
 

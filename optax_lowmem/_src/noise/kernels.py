@@ -1,0 +1,363 @@
+"""Weights plus noise in square blocks (GaussWS): noise from bits, sampling, gradients' sums.
+
+The choice of the implementation is made while tracing.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from optax_lowmem._src.codecs import split_of
+from optax_lowmem._src.core import numerics, platform, random, scope
+from optax_lowmem._src.core.groups import MAX_ELEMENTS
+from optax_lowmem._src.core.placement import Placement, placement
+from optax_lowmem._src.noise.distributions import EIGHT, GAUSSWS, Noise, pack
+from optax_lowmem._src.noise.formats import Format, Scaled
+
+# ---- square blocks of 32 on the last two axes; those at the end of an axis may be partial --------
+
+SIDE = 32
+
+
+def block_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the number of blocks per axis; axes before the last two have one per index."""
+    return (*shape[:-2], *(-(-size // SIDE) for size in shape[-2:]))
+
+
+def check_matrix(what: str, x: jax.Array | jax.ShapeDtypeStruct) -> None:
+    """Raises unless an array has the two axes of a matrix, and maybe others before."""
+    if jnp.ndim(x) < 2 or math.prod(x.shape) == 0:
+        raise ValueError(
+            f"{what} has shape {tuple(x.shape)}: blocks of 32 x 32 need the two axes of a matrix."
+        )
+
+
+def to_blocks(x: jax.Array) -> jax.Array:
+    """[..., m, n] as [..., blocks, 32, blocks, 32], padded with zeros."""
+    rows, columns = block_shape(x.shape)[-2:]
+    padding = [(0, 0)] * (x.ndim - 2)
+    padding += [(0, count * SIDE - size) for count, size in zip((rows, columns), x.shape[-2:],
+                                                               strict=True)]  # fmt: skip
+    if any(after for _, after in padding):
+        x = jnp.pad(x, padding)
+    return x.reshape(*x.shape[:-2], rows, SIDE, columns, SIDE)
+
+
+def absmax(x: jax.Array) -> jax.Array:
+    """max |x| of each block, f32; NaN where there is one."""
+    return numerics.from_bits(numerics.absmax_bits(to_blocks(x), axes=(-3, -1)))
+
+
+def sums(x: jax.Array) -> jax.Array:
+    """The sum over each block."""
+    return jnp.sum(to_blocks(x), axis=(-3, -1))
+
+
+def spread(of_blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Each block's value for each of its elements, of the array's shape."""
+    *lead, rows, columns = of_blocks.shape
+    wide = jnp.broadcast_to(
+        of_blocks[..., :, None, :, None], (*lead, rows, SIDE, columns, SIDE)
+    ).reshape(*lead, rows * SIDE, columns * SIDE)
+    return wide[..., : shape[-2], : shape[-1]]
+
+
+# ---- noise and sampled weights -------------------------------------------------------------------
+
+
+def words_of(key: jax.Array, shape: tuple[int, ...], draws: int) -> list[jax.Array]:
+    """Random words for an array [..., m, n], [..., ceil(m / 8), n] each."""
+    places = (*shape[:-2], -(-shape[-2] // EIGHT), shape[-1])
+    coordinates = []
+    for axis, size in enumerate(places):
+        dims = [1] * len(places)
+        dims[axis] = size
+        coordinates.append(lax.broadcasted_iota(jnp.uint32, tuple(dims), axis))
+    return random.words(random.word_keys(key), coordinates, draws)
+
+
+def packed_noise_plain(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """GaussWS' R of an array [..., m, n] as words [..., ceil(m / 8), n] of eight rows each."""
+    return pack(*words_of(key, shape, GAUSSWS.draws))
+
+
+def noise_of_plain(
+    key: jax.Array, shape: tuple[int, ...], noise: Noise, dtype: DTypeLike = jnp.float32
+) -> jax.Array:
+    """R of an array's shape."""
+    # words made once, not for each of their elements
+    prepared = lax.optimization_barrier(noise.prepared(words_of(key, shape, noise.draws)))
+    rows = jnp.stack([noise.element(prepared, k) for k in range(EIGHT)], axis=-2)
+    r = rows.reshape(*rows.shape[:-3], -1, shape[-1])[..., : shape[-2], :]
+    return r.astype(dtype)  # exact in bf16
+
+
+def perturb(w: jax.Array, scale: jax.Array, r: jax.Array) -> jax.Array:
+    """w + R scale, each block's (equation 1): exact but for the addition, since R scale is."""
+    return w + r * spread(scale, w.shape)
+
+
+def cast(x: jax.Array, to: Format, dtype: jnp.dtype) -> jax.Array:
+    """f32 values of a format, as `dtype`."""
+    if isinstance(to, Scaled):
+        x = to.cast(x, spread(absmax(x), x.shape))
+    return x if dtype == jnp.float32 else numerics.narrow(x, dtype)
+
+
+def sample_plain(
+    w: jax.Array,
+    correction: jax.Array | None,
+    factor: jax.Array,
+    key: jax.Array,
+    noise: Noise,
+    to: Format,
+    dtype: jnp.dtype,
+) -> tuple[jax.Array, jax.Array]:
+    """Sampled weights and the scale of their noise.
+
+    Args:
+      w: weights [..., m, n].
+      correction: what makes them f32 master weights, where they are split.
+      factor: 2^(1 - b_t), f32, per block.
+      key: uint32 key of the leaf and step, or `random.part_keys`.
+      noise: the distribution of R.
+      to: the format of the result.
+      dtype: that holds it.
+
+    Returns:
+      w + R scale, cast; scale = max |w| factor, f32, per block.
+    """
+    masters = numerics.widen(w) if correction is None else _joined(w, correction)
+    scale = absmax(masters) * factor
+    sampled = perturb(masters, scale, noise_of_plain(key, w.shape, noise))
+    return cast(sampled, to, dtype), scale
+
+
+def _joined(w: jax.Array, correction: jax.Array) -> jax.Array:
+    return split_of(correction.dtype).join(w, correction)
+
+
+def noise_sums_plain(g: jax.Array, key: jax.Array, noise: Noise) -> jax.Array:
+    """The sum of g R over each block, f32 (equation 3)."""
+    return sums(numerics.widen(g) * noise_of_plain(key, g.shape, noise))
+
+
+def result_dtype(to: Format) -> jnp.dtype:
+    """Return the dtype of sampled weights: a wide format's own, or bf16, exact for scaled ones."""
+    return jnp.dtype(jnp.bfloat16 if isinstance(to, Scaled) else to.name)
+
+
+# ---- noise on sharded arrays: each device makes that of its own part -----------------------------
+# A part's noise is what the whole array has there, since words are made of coordinates in it. Where
+# parts would cut through blocks, XLA finds the maxima of the whole.
+
+
+def place_of(path: str | None, x: jax.Array) -> Placement | None:
+    """Return an array's sharding, as given to `lowmem.step` or by Explicit axes, or None."""
+    given = scope.placement(path) if path is not None else None
+    if given is not None:
+        return given
+    sharding = jax.typeof(x).sharding
+    if not _explicit(sharding.mesh):
+        return None
+    return placement(path or "a sampled weight", x.shape, sharding, sharding.mesh)
+
+
+def _explicit(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> bool:
+    return AxisType.Explicit in mesh.axis_types
+
+
+def on_explicit_axes(place: Placement) -> bool:
+    """Return whether an array's mesh has Explicit axes, so that its type has its sharding."""
+    return _explicit(place.mesh)
+
+
+def laid_like(x: jax.Array, other: jax.Array) -> jax.Array:
+    """An array with the sharding of another, if Explicit axes make that part of its type."""
+    sharding = jax.typeof(other).sharding
+    if not _explicit(sharding.mesh) or jax.typeof(x).sharding == sharding:
+        return x
+    return jax.sharding.reshard(x, sharding)
+
+
+def whole_blocks(place: Placement, shape: tuple[int, ...]) -> bool:
+    """Return whether each block is on one device."""
+    return all(
+        place.parts(d) == 1 or shape[d] // place.parts(d) % SIDE == 0
+        for d in (len(shape) - 2, len(shape) - 1)
+    )
+
+
+def each_part(
+    run: Callable[..., Any],
+    place: Placement,
+    arrays: list[jax.Array | None],
+    key: jax.Array,
+    results: int,
+) -> Any:
+    """run(*parts of arrays, key of the part) on each device.
+
+    Args:
+      run: gives one array, or a tuple of `results` of them.
+      place: sharding of the first of `arrays`, and of the others, which may count blocks instead.
+      arrays: the operands.
+      key: of the whole.
+      results: how many.
+    """
+    first = arrays[0]
+    assert first is not None
+    local, spec, every = place.local(first.shape), place.spec, PartitionSpec()
+    specs: list[Any] = [None if x is None else spec for x in arrays]
+
+    def on_a_device(*operands: Any) -> Any:
+        *parts, whole_key = operands
+        return run(*parts, _part_key(place, local, whole_key))
+
+    if _explicit(place.mesh):  # the sharding is part of their type
+        lies = NamedSharding(place.mesh, spec)
+        arrays = [None if x is None else jax.sharding.reshard(x, lies) for x in arrays]
+    mapped = jax.shard_map(
+        on_a_device,
+        mesh=place.mesh,
+        in_specs=(*specs, every),
+        out_specs=spec if results == 1 else (spec,) * results,
+        check_vma=False,
+    )
+    return mapped(*arrays, key)
+
+
+def _part_key(place: Placement, local: tuple[int, ...], key: jax.Array) -> jax.Array:
+    sizes = [*local[:-2], local[-2] // EIGHT, local[-1]]
+    starts = [
+        jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(size) if axes else jnp.uint32(0)
+        for axes, size in zip(place.axes, sizes, strict=True)
+    ]
+    row, own = random.row_and_lane_keys(key)
+    return jnp.stack([random.part_keys(row, *starts)[0], own])
+
+
+def gathered(
+    run: Callable[..., Any],
+    place: Placement,
+    arrays: list[jax.Array | None],
+    key: jax.Array,
+    results: int,
+) -> Any:
+    """run(*arrays, key), of arrays on Explicit axes whose parts cut through blocks, left to XLA.
+
+    Of two results the first has the sharding `place`; what counts blocks is replicated.
+    """
+    lies = NamedSharding(place.mesh, place.spec)
+    blocks = NamedSharding(place.mesh, PartitionSpec())
+    free = jax.sharding.auto_axes(
+        run, axes=place.mesh.axis_names, out_sharding=(lies, blocks) if results == 2 else blocks
+    )
+    return free(*arrays, key)
+
+
+# ---- the choice of the implementation ------------------------------------------------------------
+
+_DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
+
+
+def no_kernel_reason(x: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
+    """Return the reason why no kernel takes an array here, or None where one does."""
+    if scope.implementation() == "xla":
+        return "implementation='xla'"
+    reason = platform.no_kernel_reason(x)
+    if reason is not None:
+        return reason
+    if not platform.has_pallas_triton():
+        return "this JAX has no Pallas-Triton lowering"
+    if dtype not in _DTYPES:
+        return f"{dtype} is not one of {', '.join(one.name for one in _DTYPES)}"
+    size = math.prod(shape)
+    if not 0 < size <= MAX_ELEMENTS:
+        return f"{size} elements, not 1 to {MAX_ELEMENTS}"
+    return None
+
+
+def _either(name: str, plain: Callable[..., Any], *args: jax.Array | None) -> Any:
+    """A kernel by name, or for a host's CPU the plain form, with the same static arguments."""
+    from optax_lowmem._src.noise import kernels_triton
+
+    assert isinstance(plain, functools.partial)
+    kernel = functools.partial(getattr(kernels_triton, name), **plain.keywords)
+    return platform.on_cuda(kernel, plain, *args)
+
+
+def sample(
+    w: jax.Array,
+    correction: jax.Array | None,
+    factor: jax.Array,
+    key: jax.Array,
+    noise: Noise,
+    to: Format,
+    dtype: jnp.dtype,
+    path: str | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`sample_plain`, in one kernel where there is one; `path`: of the leaf, for a mesh."""
+    plain = functools.partial(sample_plain, noise=noise, to=to, dtype=dtype)
+
+    def run(w: jax.Array, correction: jax.Array | None, factor: jax.Array, key: jax.Array) -> Any:
+        if no_kernel_reason(w, w.shape, w.dtype) is not None:
+            return plain(w, correction, factor, key)
+        return _either("sample", plain, w, correction, factor, key)
+
+    sampled, scale = _laid_out(run, path, [w, correction, factor], key, 2)
+    return laid_like(sampled, w), laid_like(scale, factor)
+
+
+def noise_sums(g: jax.Array, key: jax.Array, noise: Noise, path: str | None = None) -> jax.Array:
+    """`noise_sums_plain`, in one kernel where there is one; `path`: as of `sample`."""
+    plain = functools.partial(noise_sums_plain, noise=noise)
+
+    def run(g: jax.Array, key: jax.Array) -> Any:
+        if no_kernel_reason(g, g.shape, g.dtype) is not None:
+            return plain(g, key)
+        return _either("noise_sums", plain, g, key)
+
+    return _laid_out(run, path, [g], key, 1)
+
+
+def _laid_out(
+    run: Callable[..., Any],
+    path: str | None,
+    arrays: list[jax.Array | None],
+    key: jax.Array,
+    results: int,
+) -> Any:
+    """run(*arrays, key), on a mesh where the first of them is known to be sharded."""
+    first = arrays[0]
+    assert first is not None
+    place = place_of(path, first)
+    if place is None:
+        return run(*arrays, key)
+    if whole_blocks(place, first.shape):
+        return each_part(run, place, arrays, key, results)
+    if on_explicit_axes(place):
+        return gathered(run, place, arrays, key, results)
+    return run(*arrays, key)
+
+
+def noise_of(key: jax.Array, shape: tuple[int, ...], noise: Noise, dtype: jnp.dtype) -> jax.Array:
+    """`noise_of_plain` in a dtype, in one kernel where there is one."""
+    plain = functools.partial(noise_of_plain, shape=shape, noise=noise, dtype=dtype)
+    if no_kernel_reason(key, shape, jnp.dtype(dtype)) is not None:
+        return plain(key)
+    return _either("noise_of", plain, key)
+
+
+def packed_noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`packed_noise_plain`, in one kernel where there is one."""
+    plain = functools.partial(packed_noise_plain, shape=shape)
+    if no_kernel_reason(key, shape, jnp.dtype(jnp.float32)) is not None:
+        return plain(key)
+    return _either("packed_noise", plain, key)

@@ -1,0 +1,180 @@
+"""Products of codes as a kernel for Hopper's tensor cores: Pallas, lowered through Mosaic GPU.
+
+XLA writes the int32 or f32 sums of a product before it scales them, four bytes per number; here
+they are scaled in registers. One warpgroup copies blocks of both operands to shared memory, by TMA,
+while two multiply, each its half of a block of columns. The program of each multiprocessor takes
+one block of the result after the other, so that the copies for the next one run beside the scaling.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
+
+from optax_lowmem._src.core import platform, varying
+from optax_lowmem._src.switchback.quantized_matmul import Quantized
+
+TILE = 128  # rows and columns of a warpgroup's part of the result, and length of a partial sum
+COLUMNS = 2 * TILE  # of a program's part: two warpgroups, side by side
+_MULTIPLYING, _COPYING = 2, 1  # warpgroups
+_STAGES = 4  # blocks under way: with the results on their way out, all of the shared memory
+_TOGETHER = 8  # columns of blocks whose rows are taken in turn, so that the L2 cache has them
+_STORED_ROWS, _STORED_BYTES = 64, 128  # of a result, written at a time
+_COPYING_REGISTERS = 40  # a thread, which leaves 232 for each that multiplies
+
+
+def _layout(bytes_wide: int, dtype: DTypeLike) -> tuple[Any, Any]:
+    """Return the tiling and swizzle of rows in shared memory, for TMA and the tensor cores."""
+    swizzle = plgpu.find_swizzle(bytes_wide * 8)
+    lanes = swizzle // jnp.dtype(dtype).itemsize
+    return plgpu.TilingTransform((8, lanes)), plgpu.SwizzleTransform(swizzle)
+
+
+def _pipeline(
+    steps: int,
+    dtypes: tuple[DTypeLike, DTypeLike],
+    step: Callable[..., Any],
+    around: Callable[..., Any],
+) -> Any:
+    """Return a pipeline that copies both operands, block by block, and calls `step` on each."""
+    specs = [
+        plgpu.BlockSpec(
+            (size, TILE),
+            lambda i: (0, i),
+            transforms=_layout(TILE, dtype),
+            memory_space=plgpu.SMEM,
+        )
+        for size, dtype in zip((TILE, COLUMNS), dtypes, strict=True)
+    ]
+    return plgpu.emit_pipeline_warp_specialized(
+        step,
+        grid=(steps,),
+        in_specs=specs,
+        memory_registers=_COPYING_REGISTERS,
+        wg_axis="warpgroup",
+        num_compute_wgs=_MULTIPLYING,
+        max_concurrent_steps=_STAGES,
+        compute_context=around,
+    )
+
+
+def _scales(ref: jax.Ref, first: jax.Array, summed: int) -> jax.Array:
+    """The scales of a warpgroup's rows or columns, where their sums are; one scale: it alone."""
+    if ref.shape == (1,):
+        return ref[0]
+    layout = plgpu.Layout.WGMMA.reduce(summed)
+    load: Any = plgpu.load  # whose arguments were others in an older JAX
+    # not one vector load a thread: a row's scale is in several threads
+    return load(ref.at[pl.ds(first, TILE)], layout=layout, optimized=False)
+
+
+def _scaled(found: jax.Array, scales: jax.Array, axis: int) -> jax.Array:
+    """Sums times what `_scales` gave for an axis."""
+    return found * (lax.broadcast_in_dim(scales, found.shape, (axis,)) if scales.ndim else scales)
+
+
+def _store(found: jax.Array, buffers: jax.Ref, out: jax.Ref) -> None:
+    """Writes a warpgroup's part in pieces, one copied to shared memory while another leaves it."""
+    slots, rows, columns = buffers.shape
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    for piece in range(found.size // (rows * columns)):
+        row, column = divmod(piece, TILE // columns)
+        part = (
+            slice(row * rows, (row + 1) * rows),
+            slice(column * columns, (column + 1) * columns),
+        )
+        plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+        buffer = buffers.at[piece % slots]
+        buffer[...] = found[part]
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(buffer, out.at[part])
+
+
+def _multiply_step(own: slice | pl.Slice, _: object, a: jax.Ref, b: jax.Ref, sums: Any) -> Any:
+    """Adds the product of two blocks to the sums of this warpgroup's columns."""
+    plgpu.wgmma(sums, a, b.at[own].transpose((1, 0)))
+    plgpu.wgmma_wait(0)
+    return sums
+
+
+def _body(a: jax.Ref, b: jax.Ref, of_a: jax.Ref, of_b: jax.Ref, out: jax.Ref) -> None:
+    (rows, length), columns = a.shape, b.shape[0]
+    integer = jnp.issubdtype(a.dtype, jnp.integer)
+    kind = jnp.int32 if integer else jnp.float32
+    blocks = pl.cdiv(rows, TILE), pl.cdiv(columns, COLUMNS)
+    pipeline = functools.partial(_pipeline, pl.cdiv(length, TILE), (a.dtype, b.dtype))
+    stored = _STORED_ROWS, _STORED_BYTES // out.dtype.itemsize
+    buffers = plgpu.SMEM(
+        (_MULTIPLYING, 2, *stored), out.dtype, transforms=_layout(_STORED_BYTES, out.dtype)
+    )
+
+    def program(shared: Any, buffers: jax.Ref) -> None:
+        group = lax.axis_index("warpgroup")
+        own = pl.ds(group * TILE, TILE)
+
+        @plgpu.nd_loop((math.prod(blocks),), collective_axes="program")
+        def _(loop: Any) -> None:
+            block = plgpu.planar_snake(loop.index[0], blocks, 0, _TOGETHER)
+            row, column = block[0] * TILE, block[1] * COLUMNS
+            part = pl.ds(row, TILE), pl.ds(column, COLUMNS)
+
+            def around(run: Callable[[Any], Any]) -> None:
+                # before the sums, whose first block is waited for anyway
+                of_rows = _scales(of_a, row, 1)
+                of_columns = _scales(of_b, column + group * TILE, 0)
+
+                @functools.partial(pl.run_scoped, sums=plgpu.ACC((TILE, TILE), kind))
+                def _(sums: jax.Ref) -> None:
+                    run(sums)
+                    found = sums[...].astype(jnp.float32)
+                    # in the order of `multiply_plain`
+                    found = _scaled(_scaled(found, of_columns, 1), of_rows, 0)
+                    place = out.at[part].at[:, own]
+                    _store(found.astype(out.dtype), buffers.at[group], place)
+
+            step = functools.partial(_multiply_step, own)
+            pipeline(step, around)(a.at[part[0]], b.at[part[1]], allocations=shared)
+
+    def nothing(*_: object) -> None: ...
+
+    shared = pipeline(nothing, nothing).get_allocations(a, b)
+    pl.run_scoped(program, shared, buffers, collective_axes="warpgroup")
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _of_blocks(x: Quantized, block: int) -> jax.Array:
+    """A scale for each row of whole blocks: the kernel loads past the last row. Or the only one."""
+    if x.scales.size == 1:
+        return x.scales.reshape(1)
+    count = x.codes.shape[0]
+    scales = jnp.broadcast_to(x.scales[:, 0], count)
+    return jnp.pad(scales, (0, -count % block))
+
+
+@functools.partial(jax.jit, static_argnames=("dtype", "interpret"))
+def multiply(a: Quantized, b: Quantized, dtype: jnp.dtype, interpret: Any = None) -> jax.Array:
+    """`quantized_matmul.multiply_plain(a, b, 1, dtype)` of matrices [m, k] and [n, k].
+
+    Both int8, or each of one of the float8 formats. Blocks at the edges may be partial (TMA copies
+    zeros from outside an array, and drops what is stored there), but m is of eights, n of 64s and k
+    of 128s.
+    """
+    kernel = plgpu.kernel(
+        _body,
+        out_type=jax.ShapeDtypeStruct((a.codes.shape[0], b.codes.shape[0]), dtype),
+        grid=(platform.multiprocessors(),),
+        grid_names=("program",),
+        num_threads=_MULTIPLYING + _COPYING,
+        thread_name="warpgroup",
+        kernel_name="quantized_product",
+        interpret=interpret,
+    )
+    found = kernel(a.codes, b.codes, _of_blocks(a, TILE), _of_blocks(b, COLUMNS))
+    return varying.over(found, varying.axes_of(a, b))  # which `plgpu.kernel` forgets

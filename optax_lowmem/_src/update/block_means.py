@@ -1,0 +1,215 @@
+"""The mean of squares over each block of a leaf: what Adam-mini's second moment takes in.
+
+The choice of the implementation is made while tracing.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_lowmem._src.core import numerics, platform
+from optax_lowmem._src.core.block import Block
+from optax_lowmem._src.core.groups import MAX_ELEMENTS, next_power_of_two
+from optax_lowmem._src.core.varying import check_blocks
+
+# ---- in plain jnp: the specification, and the path without a kernel ------------------------------
+
+
+def mean_of_squares(
+    block: Block, g: jax.Array, scale: jax.Array | None = None, in_parts: bool = True
+) -> jax.Array:
+    """Mean of (scale g)^2 over each block, f32 of `block.mean_shape`.
+
+    Args:
+      block: which elements share a mean.
+      g: f32 or 16-bit, of any shape that the block fits.
+      scale: an f32 factor; None for 1.
+      in_parts: as of `Block.mean`.
+    """
+    x = numerics.widen(g)
+    return block.mean(jnp.square(x if scale is None else x * scale), in_parts)
+
+
+# ---- a leaf as columns to be summed, one axis after the other, and how tiles cut them ------------
+
+_TILE = 8192  # elements of a program: 64 for each of 128 threads
+_ROWS, _ROWS_OF_PARTS = 64, 256  # of a tile at least, where columns are many; of sums of parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """An array [outer, rows, width] whose rows are summed in parts, one a tile.
+
+    Attributes:
+      outer: how many such matrices lie one after the other.
+      rows: averaged over.
+      width: columns; 1 where the rows lie side by side in memory.
+      begins: whether what is summed are rows, not sums of parts of them.
+    """
+
+    outer: int
+    rows: int
+    width: int
+    begins: bool = True
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile, a power of two: all, where a tile has room for them."""
+        narrow = _TILE // next_power_of_two(self.width)
+        rows = next_power_of_two(self.rows)
+        most = max(narrow, _ROWS if self.begins else _ROWS_OF_PARTS)
+        return rows if rows <= most else max(narrow, _ROWS)
+
+    @property
+    def tile_width(self) -> int:
+        """Columns of a tile, a power of two."""
+        return max(1, min(_TILE // self.tile_rows, next_power_of_two(self.width)))
+
+    @property
+    def parts(self) -> int:
+        """Rows of the result for each of the `outer`."""
+        return -(-self.rows // self.tile_rows)
+
+    @property
+    def across(self) -> int:
+        """Tiles beside each other."""
+        return -(-self.width // self.tile_width)
+
+    @property
+    def tiles(self) -> int:
+        """All tiles."""
+        return self.outer * self.parts * self.across
+
+    @property
+    def even(self) -> bool:
+        """Return whether all tiles are full: none extends past the last row or column."""
+        return self.rows % self.tile_rows == 0 and self.width % self.tile_width == 0
+
+
+def passes(block: Block, shape: tuple[int, ...]) -> list[Columns]:
+    """Launches that leave the mean over each block: of parts and their sums, axis by axis."""
+    viewed, axes = block.view(shape)
+    sizes, found = list(viewed), []
+    for axis in axes:
+        before, after = math.prod(sizes[:axis]), math.prod(sizes[axis + 1 :])
+        columns = Columns(before, sizes[axis], after)
+        found.append(columns)
+        while columns.parts > 1:
+            columns = Columns(before, columns.parts, after, begins=False)
+            found.append(columns)
+        sizes[axis] = 1
+    return found
+
+
+def has_columns(block: Block, shape: tuple[int, ...]) -> bool:
+    """Return whether a block averages over an axis other than the last, contiguous one."""
+    axes = block.fit(shape).axes
+    return bool(axes) and axes[0] < len(shape) - 1
+
+
+# ---- the choice of the implementation ------------------------------------------------------------
+
+_SMALL = 1 << 16  # elements, under which a launch takes longer than its bytes
+_LEAVES, _ELEMENTS = 16, 1 << 26  # of a launch, at most: it needs all its gradients at once
+
+# traced once for leaves of one shape
+_by_xla = jax.jit(mean_of_squares, static_argnames=("block", "in_parts"))
+
+
+def supported(block: Block, g: jax.Array, implementation: str | None = None) -> str | None:
+    """Return the reason why a leaf is left to XLA, or None where the kernel takes it.
+
+    Args:
+      block: the leaf's block.
+      g: the leaf's gradient.
+      implementation: the caller's choice, or None.
+    """
+    if implementation == "xla":  # the other names are of kernels of the step
+        return "implementation='xla' was asked for"
+    reason = platform.no_device_reason() if implementation else platform.no_kernel_reason(g)
+    if reason is not None:
+        return reason
+    if not platform.has_pallas_triton():
+        return "this JAX has no Pallas-Triton lowering"
+    if block.elementwise or not g.size:
+        return "there is nothing to average"
+    if g.size > MAX_ELEMENTS:
+        return f"{g.size} elements: more than 32-bit offsets reach"
+    if g.size >= _SMALL and not has_columns(block, g.shape):
+        return "its blocks lie along rows of memory, which XLA sums in one launch"
+    return None
+
+
+def means_of_squares(
+    blocks: Sequence[Block],
+    gradients: Sequence[jax.Array],
+    scale: jax.Array | None = None,
+    implementation: str | None = None,
+) -> list[jax.Array]:
+    """`mean_of_squares` of every leaf, f32 of its block's `mean_shape`.
+
+    Args:
+      blocks: one a leaf.
+      gradients: f32 or 16-bit.
+      scale: a factor of all of them, f32; None for 1.
+      implementation: `xla`, `pallas`, or None for the fastest.
+    """
+    if not gradients:
+        return []
+    check_blocks(blocks)
+    means: dict[int, jax.Array] = {}
+    pairs = list(zip(blocks, gradients, strict=True))
+    chosen = [i for i, pair in enumerate(pairs) if supported(*pair, implementation) is None]
+    for batch in _batches(pairs, chosen):
+        found = _by_kernel([pairs[i] for i in batch], scale, implementation is None)
+        means.update(zip(batch, found, strict=True))
+    for i, (block, g) in enumerate(pairs):
+        if i not in means:
+            # a TPU's compiler sums whole columns as it reads them
+            means[i] = _by_xla(block, g, scale, in_parts=not platform.may_be_tpu(g))
+    return [means[i] for i in range(len(pairs))]
+
+
+def _batches(pairs: Sequence[tuple[Block, jax.Array]], indices: Sequence[int]) -> list[list[int]]:
+    """Leaves that share launches: alike, so that one kernel is compiled for all of them."""
+    alike: dict[Any, list[int]] = {}
+    for i in indices:
+        block, g = pairs[i]
+        alike.setdefault((block, g.shape, g.dtype), []).append(i)
+    done = []
+    for (_, shape, _), leaves in alike.items():
+        size = math.prod(shape)
+        if len(leaves) == 1 and size < _SMALL:
+            continue  # XLA has no more launches
+        most = max(1, min(_LEAVES, _ELEMENTS // size))
+        done += [leaves[i : i + most] for i in range(0, len(leaves), most)]
+    return done
+
+
+def _by_kernel(
+    pairs: Sequence[tuple[Block, jax.Array]], scale: jax.Array | None, automatic: bool
+) -> list[jax.Array]:
+    from optax_lowmem._src.update import block_means_triton
+
+    factor = jnp.ones((), jnp.float32) if scale is None else scale
+    blocks, gradients = zip(*pairs, strict=True)
+
+    def launched(gradients: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
+        shapes = [g.shape for g in gradients]
+        own = tuple(map(passes, blocks, shapes))
+        means = block_means_triton.means(own, gradients, factor)
+        rows = zip(means, blocks, shapes, strict=True)
+        return [mean.reshape(block.mean_shape(shape)) for mean, block, shape in rows]
+
+    def plain(gradients: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
+        rows = zip(blocks, gradients, strict=True)
+        return [_by_xla(block, g, factor) for block, g in rows]
+
+    if not automatic:
+        return launched(gradients, factor)
+    # a computation for the host's CPU may be traced on a machine with a GPU
+    return jax.lax.platform_dependent(list(gradients), factor, cuda=launched, default=plain)

@@ -1,0 +1,143 @@
+"""The arrays of a leaf as a TPU kernel sees them: as XLA keeps them, so that nothing moves."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from optax_lowmem._src.core import numerics
+from optax_lowmem._src.core.lanes import Blocks
+from optax_lowmem._src.update.operands import Leaf
+from optax_lowmem._src.update.pallas_tpu_kernel import several_in_a_byte
+from optax_lowmem._src.update.plan import LeafPlan
+
+_USUAL = 16 << 20  # bytes of a core's memory, of 128 MB (v5e, v6e), that a kernel may take
+_BUFFERS = 12 << 20  # of them, for blocks that come and go
+_SCALES = 2 << 20  # for those of scales, and what does not stay in registers
+
+
+def bytes_of(*trees: Any) -> int:
+    """Return the bytes per element of arrays of one shape."""
+    return sum(x.dtype.itemsize for x in jax.tree.leaves(trees))
+
+
+def blocks_of(plan: LeafPlan, leaf: Leaf, moving: int, elements: int) -> Blocks:
+    """The blocks that a leaf is cut into.
+
+    Args:
+      plan: the leaf's.
+      leaf: its arrays.
+      moving: bytes per element of arrays and results.
+      elements: of a block, at most.
+    """
+    _, of_rows, within = _of_block(plan, leaf.of_block)
+    return Blocks(
+        plan.shape, plan.group_size, min(elements, _BUFFERS // (2 * moving)),
+        max(map(several_in_a_byte, plan.slots)), of_rows, within,
+    )  # fmt: skip
+
+
+def compiler_params(blocks: Blocks, moving: int, scratch: Any) -> pltpu.CompilerParams:
+    """Parameters of a kernel's compilation: more memory than is usual only where blocks ask for it.
+
+    Args:
+      blocks: of the leaf.
+      moving: bytes per element of arrays and results.
+      scratch: shapes and dtypes of what a block is stepped in.
+    """
+    held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(scratch))
+    held += 2 * moving * blocks.block_rows * blocks.width  # one comes while another is stepped
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel", "parallel"),
+        vmem_limit_bytes=held + _SCALES if held + _SCALES > _USUAL else None,
+    )
+
+
+def in_hbm(arrays: list[jax.Array], interpret: Any) -> list[jax.Array]:
+    """Arrays that a kernel reads from where they lie: XLA might copy them to a core's memory first.
+
+    It would copy what is written in place back, and need memory for its copies.
+    """
+    if interpret:
+        return arrays
+    return [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in arrays]
+
+
+def view(plan: LeafPlan, blocks: Blocks, leaf: Leaf) -> Leaf:
+    """The arrays as the kernel sees them: all rows in one matrix."""
+    # Mosaic has no float16
+    g = numerics.widen(leaf.g) if leaf.g.dtype == jnp.float16 else leaf.g
+    g, p, correction, slots = jax.tree.map(
+        lambda x: x.reshape(blocks.rows, -1), (g, leaf.p, leaf.correction, leaf.slots)
+    )
+    scales = tuple(_scale_view(blocks, x) for x in leaf.scales)
+    return Leaf(g, p, correction, slots, scales, _of_block(plan, leaf.of_block)[0])
+
+
+def _scale_view(blocks: Blocks, scales: jax.Array) -> jax.Array:
+    """The scales as XLA keeps them: [rows, groups], or [n, groups, rows]."""
+    if not blocks.transposed:
+        return scales.reshape(-1, blocks.groups)
+    shape = (-1, *scales.shape[-2:]) if blocks.stacked else (1, -1, blocks.groups)
+    return scales.reshape(shape).swapaxes(-1, -2)
+
+
+def scales_of(blocks: Blocks, view: jax.Array, like: jax.Array) -> jax.Array:
+    """Scales in the shape of the old ones, from the kernel's view of them."""
+    return (view.swapaxes(-1, -2) if blocks.transposed else view).reshape(like.shape)
+
+
+def _scale_spec(blocks: Blocks) -> pl.BlockSpec:
+    rows, groups = blocks.block_rows, blocks.block_groups
+    if not blocks.transposed:
+        return pl.BlockSpec((rows, groups), lambda i, j: (i, j))
+    if not blocks.stacked:
+        return pl.BlockSpec((None, groups, rows), lambda i, j: (0, j, i))
+    each = blocks.shape[-2] // rows
+    return pl.BlockSpec((None, groups, rows), lambda i, j: (lax.div(i, each), j, lax.rem(i, each)))
+
+
+def _of_block(plan: LeafPlan, values: jax.Array | None) -> tuple[jax.Array | None, bool, bool]:
+    """Return values of blocks of each row [1, rows], or of each column [n, 1, columns].
+
+    Returns:
+      (values, whether they are of rows, whether blocks of a kernel must be within one matrix).
+    """
+    if plan.block is None or values is None:
+        return None, False, False
+    alike = math.prod(values.shape[:-1]) == 1  # in all rows
+    if values.shape[-1] == 1 and not alike:
+        spread = plan.block.spread(values, (*plan.shape[:-1], 1))
+        return spread.reshape(1, -1), True, False
+    leading = values.shape[:-1] if alike else (*plan.shape[:-2], 1)
+    spread = plan.block.spread(values, (*leading, plan.shape[-1]))
+    return spread.reshape(-1, 1, plan.shape[-1]), False, not alike
+
+
+def specs(plan: LeafPlan, blocks: Blocks, viewed: Leaf) -> Leaf:
+    """The blocks of a leaf's arrays."""
+
+    def elements(several: int = 1) -> pl.BlockSpec:
+        return pl.BlockSpec((blocks.block_rows, blocks.width // several), lambda i, j: (i, j))
+
+    of_block = None
+    if blocks.of_rows:
+        of_block = pl.BlockSpec((1, blocks.block_rows), lambda i, j: (0, i))
+    elif viewed.of_block is not None:
+        each = plan.shape[-2] // blocks.block_rows if blocks.within else 0
+        of_block = pl.BlockSpec(
+            (None, 1, blocks.width), lambda i, j: (lax.div(i, each) if each else 0, 0, j)
+        )
+    found: Any = (
+        elements(),
+        None if viewed.p is None else elements(),
+        None if viewed.correction is None else elements(),
+        tuple(elements(several_in_a_byte(slot)) for slot in plan.slots),
+        tuple(_scale_spec(blocks) for _ in viewed.scales),
+        of_block,
+    )
+    return Leaf(*found)
