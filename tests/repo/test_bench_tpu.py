@@ -96,6 +96,17 @@ def test_bundles_of_loops():
         bundles.cycles(BUNDLES.replace("%s1, 16", "%s1, %s3"))
 
 
+def test_the_test_of_a_loop_may_stand_in_the_one_inside():
+    """It waits for the end of that one."""
+    moved = BUNDLES.replace(
+        "{ %p2 = scmp.ge.s32.totalorder %s2, 6 /* loop exit test */  ;;  ", "{ "
+    )
+    assert moved != BUNDLES
+    waiting = " ;; %p2 = scmp.ge.s32.totalorder (%p1), %s2, 6 /* loop exit test */ }"
+    moved = moved.replace("16 /* loop exit test */ }", "16 /* loop exit test */" + waiting)
+    assert bundles.cycles(moved) == bundles.cycles(BUNDLES)
+
+
 def test_every_case_has_leaves_and_every_optimizer():
     assert {"2048x8192", "32000x2048", "8192x2048", "128256x2048"} < cases.LEAVES.keys()
     assert len(cases.LEAVES["llama-layer"]) == 9

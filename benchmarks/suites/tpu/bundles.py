@@ -18,14 +18,17 @@ from pathlib import Path
 from benchmarks.suites.tpu.program import KERNEL, Program
 
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(LB)?\w*\s*:\s*(>*)")
-_EXIT = re.compile(r"scmp\.ge\.s32\.totalorder (?:\(\S+\) )?%\w+, (\d+) /\* loop exit test \*/")
+_EXIT = re.compile(
+    r"scmp\.ge\.s32\.totalorder (\(%\w+\), |\(%\w+\) )?%\w+, (\d+) /\* loop exit test \*/"
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Bundle:
     depth: int  # loops around it
     opens: bool  # the first of a loop
-    trips: int | None  # of the loop whose exit test is here
+    trips: tuple[int, ...]  # of the loop whose exit test is here
+    outer: tuple[int, ...]  # of the loop around it: a test that waits for the end of this one
     empty: bool
 
 
@@ -38,30 +41,44 @@ def cycles(text: str) -> int:
     bundles = []
     for line in text.splitlines():
         if found := _BUNDLE.match(line):
-            test = _EXIT.search(line)
-            trips = int(test[1]) if test else None
-            empty = line[found.end() :].lstrip().startswith("{}")
-            bundles.append(_Bundle(len(found[2]), bool(found[1]), trips, empty))
+            tests = _EXIT.findall(line)
+            bundles.append(
+                _Bundle(
+                    depth=len(found[2]),
+                    opens=bool(found[1]),
+                    trips=tuple(int(trips) for waits, trips in tests if not waits),
+                    outer=tuple(int(trips) for waits, trips in tests if waits),
+                    empty=line[found.end() :].lstrip().startswith("{}"),
+                )
+            )
     return _of_loop(bundles)[0]
 
 
-def _of_loop(bundles: Sequence[_Bundle]) -> tuple[int, list[int]]:
-    """Cycles of bundles with the loops inside, and the trips of the exit tests outside of these."""
-    total, trips, at = 0, [], 0
+def _of_loop(bundles: Sequence[_Bundle]) -> tuple[int, list[int], list[int]]:
+    """Cycles of bundles with the loops inside; trips of the exit tests of this loop and the next.
+
+    The test of a loop may stand among the bundles of the last one inside.
+    """
+    total, at = 0, 0
+    trips: list[int] = []
+    outer: list[int] = []
     while at < len(bundles):
         one = bundles[at]
         if not one.opens:
             total += 1
-            trips += [] if one.trips is None else [one.trips]
+            trips += one.trips
+            outer += one.outer
             at += 1
             continue
         end = _end(bundles, at)
-        inner, found = _of_loop([dataclasses.replace(one, opens=False), *bundles[at + 1 : end]])
+        body = [dataclasses.replace(one, opens=False), *bundles[at + 1 : end]]
+        inner, found, own = _of_loop(body)
         if len(found) != 1:
             raise ValueError(f"a loop of {end - at} bundles has the exit tests {found}")
         total += inner * found[0]
+        trips += own
         at = end
-    return total, trips
+    return total, trips, outer
 
 
 def _end(bundles: Sequence[_Bundle], start: int) -> int:

@@ -14,7 +14,7 @@ from benchmarks.suites.noise import bench as noise
 from benchmarks.suites.tpu import chips
 from optax_lowmem._src.codecs import group_codec
 from optax_lowmem._src.noise import kernels as noise_kernels
-from optax_lowmem._src.noise.kernels import NOISES
+from optax_lowmem._src.noise.distributions import NOISES
 from optax_lowmem.layers import fp8_flow
 
 Part = tuple[Callable[..., Any], tuple[Any, ...]]  # with abstract arguments
