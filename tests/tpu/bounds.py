@@ -11,7 +11,7 @@ KERNEL = "pallas_tpu" in dispatch.IMPLEMENTATIONS  # the step on a TPU is a kern
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """What a step may move and hold.
+    """Bounds of what a step may move and hold.
 
     Attributes:
       traffic: bytes to and from HBM, relative to those of its arguments and results, each once.

@@ -51,7 +51,7 @@ def test_a_step_is_in_place_and_moves_little(chip, case, impl):
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_the_base_moves_each_byte_once(chip):
-    """What the ratios are relative to: `optax.adamw` in f32, fused by XLA into one pass."""
+    """The base of the ratios, `optax.adamw` in f32, fused by XLA into one pass."""
     program = compiled(chip, "2048x8192", cases.BASE)
     ideal, rewritten = cases.ideal_bytes(chip, "2048x8192", cases.BASE)
     assert rewritten >= 12 * 2048 * 8192

@@ -23,7 +23,7 @@ BY_XLA, BY_BUNDLES = "XLA's estimate", "static bundles of its kernels"
 
 
 def measured(program: Any, seconds: float, ideal: int) -> dict[str, tuple[float, str]]:
-    """What a program says of itself: metric -> value and unit."""
+    """Read what a program says of itself: metric -> value and unit."""
     found, memory = Program(program.as_text()), program.memory_analysis()
     return {
         "traffic_bytes": (found.traffic(), "B"),

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.suites.tpu.program import KERNEL, Program
+from benchmarks.suites.tpu.program import KERNEL, Instruction, Program
 
 _BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(LB)?\w*\s*:\s*(>*)")
 _EXIT = re.compile(
@@ -82,7 +82,7 @@ def _of_loop(bundles: Sequence[_Bundle]) -> tuple[int, list[int], list[int]]:
 
 
 def _end(bundles: Sequence[_Bundle], start: int) -> int:
-    """Where a loop ends: behind the last bundle as deep; work of the loop around may lie before."""
+    """Return the end of a loop: behind the last bundle as deep; work of the loop around may lie before."""
     depth = bundles[start].depth
     end = start + 1
     for at in range(start + 1, len(bundles)):
@@ -96,19 +96,31 @@ def _end(bundles: Sequence[_Bundle], start: int) -> int:
 
 
 def of_dump(program: Program, folder: Path) -> int:
-    """Cycles of all kernels of a program, from libtpu's dump of it."""
-    total = 0
-    for times, (_, one) in program.runs():
-        if KERNEL not in one.rest:
-            continue
+    """Cycles of all kernels of a program, from libtpu's dump of it.
+
+    libtpu compiles equal kernels once, under the name of one of their calls.
+    """
+    calls = [(times, one) for times, (_, one) in program.runs() if KERNEL in one.rest]
+    known: dict[str, int] = {}
+    for _, one in calls:
         files = [
             file for file in folder.glob(f"*-{one.name}-*-final_bundles.txt")
             if "schedule-analysis" not in file.name
         ]  # fmt: skip
-        if len(files) != 1:
-            raise ValueError(f"{len(files)} files in the dump have the bundles of {one.name}")
-        total += times * cycles(files[0].read_text("utf-8"))
-    return total
+        for file in files:
+            known[_body(one)] = cycles(file.read_text("utf-8"))
+    missing = [one.name for _, one in calls if _body(one) not in known]
+    if missing:
+        raise ValueError(f"no file in the dump has the bundles of {', '.join(missing)}")
+    return sum(times * known[_body(one)] for times, one in calls)
+
+
+def _body(call: Instruction) -> str:
+    """The kernel of a call, as compiled code in its configuration."""
+    found = re.search(r'"body":"([^"]*)"', call.rest)
+    if found is None:
+        raise ValueError(f"{call.name} has no body")
+    return found[1]
 
 
 def of_case(chip: str, case: str, impl: str) -> int:

@@ -1,4 +1,4 @@
-"""What is compiled: steps of every optimizer on the leaves of a Llama, beside `optax.adamw`."""
+"""Steps that are compiled, of every optimizer on the leaves of a Llama, beside `optax.adamw`."""
 
 import math
 from collections.abc import Callable
@@ -88,6 +88,7 @@ def transformation(impl: str) -> optax.GradientTransformationExtraArgs:
 
 def _ours(impl: str, mesh: Any, specs: Any) -> Callable[[Any], Prepared]:
     how = "xla" if impl.endswith(XLA) else None
+    where = {"mesh": mesh, "specs": specs} if mesh.size > 1 else {}
 
     def made(leaves: Any) -> Prepared:
         tx = transformation(impl)

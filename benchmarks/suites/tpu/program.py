@@ -1,4 +1,4 @@
-"""What the text of an optimized program says: bytes it moves through HBM, estimated cycles.
+"""The text of an optimized program: bytes it moves through HBM, estimated cycles.
 
 Each instruction reads its operands from HBM and writes its results there, but for what XLA keeps in
 a chip's own memory (`S(1)` in a layout). Slices count what they take, updates in place what they
@@ -141,7 +141,7 @@ class Program:
                 yield times, (inside, one)
 
     def trips(self, loop: Instruction) -> int:
-        """How often a loop runs: as XLA says, or as its condition compares a counter from 0."""
+        """Return how often a loop runs: as XLA says, or as its condition compares a counter from 0."""
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
             return int(known[1])
         condition = self.computations[loop.called("condition")]
@@ -174,7 +174,7 @@ class Program:
         return sum(times for times, (_, one) in self.runs() if KERNEL in one.rest)
 
     def collectives(self) -> dict[str, int]:
-        """How many of each collective the program has."""
+        """Return how many of each collective the program has."""
         ops = collections.Counter(one.op.removesuffix("-start") for one in self.instructions())
         return {op: ops[op] for op in COLLECTIVES if ops[op]}
 
@@ -212,7 +212,7 @@ class Program:
 
 
 class _Fused:
-    """What a fused computation takes of its operands, and writes of its results."""
+    """A fused computation: what it takes of its operands, and writes of its results."""
 
     def __init__(self, program: Program, name: str):
         self.program, self.inside = program, program.computations[name]
