@@ -55,7 +55,7 @@ def cycles(text: str) -> int:
 
 
 def _of_loop(bundles: Sequence[_Bundle]) -> tuple[int, list[int], list[int]]:
-    """Cycles of bundles with the loops inside; trips of the exit tests of this loop and the next.
+    """Cycles of bundles with the loops inside; trips by exit tests, of this loop and the next.
 
     The test of a loop may stand among the bundles of the last one inside.
     """
@@ -82,7 +82,7 @@ def _of_loop(bundles: Sequence[_Bundle]) -> tuple[int, list[int], list[int]]:
 
 
 def _end(bundles: Sequence[_Bundle], start: int) -> int:
-    """Return the end of a loop: behind the last bundle as deep; work of the loop around may lie before."""
+    """Return the end of a loop, behind the last bundle as deep; others may lie before it."""
     depth = bundles[start].depth
     end = start + 1
     for at in range(start + 1, len(bundles)):

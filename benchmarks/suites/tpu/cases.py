@@ -95,7 +95,7 @@ def _ours(impl: str, mesh: Any, specs: Any) -> Callable[[Any], Prepared]:
         params, state = jax.eval_shape(lambda p: lowmem.init(tx, p), leaves)
 
         def step(grads: Any, state: Any, params: Any) -> Any:
-            return lowmem.step(tx, grads, state, params, mesh=mesh, specs=specs, implementation=how)
+            return lowmem.step(tx, grads, state, params, implementation=how, **where)
 
         return step, (params, state, params)
 

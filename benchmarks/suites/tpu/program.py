@@ -141,7 +141,7 @@ class Program:
                 yield times, (inside, one)
 
     def trips(self, loop: Instruction) -> int:
-        """Return how often a loop runs: as XLA says, or as its condition compares a counter from 0."""
+        """Return the trips of a loop: as XLA says, or as its condition compares a counter."""
         if known := re.search(r'"known_trip_count":\{"n":"(\d+)"', loop.rest):
             return int(known[1])
         condition = self.computations[loop.called("condition")]
