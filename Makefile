@@ -15,11 +15,11 @@ BIN := $(VENV)/bin
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 .DEFAULT_GOAL := help
 .SECONDARY:
-.PHONY: help demo docs serve test test-repo test-full mutants gpu-test lint format types \
-  notebook wheel package clean
+.PHONY: help demo docs serve test test-repo test-full mutants gpu-test tpu-test tpu-test-quick \
+  lint format types notebook wheel package clean
 
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(BIN)/python:
 	@python=$$(sh .ci/find-python $(MINOR) "$(PYTHON)") && \
@@ -52,13 +52,28 @@ CPU = PYTHONDONTWRITEBYTECODE= JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=$(XLA
   JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
 
 test: $(VENV)/.has-test  ## The library's behaviour, about 10 minutes on 2 cores
-	$(CPU) $(PYTEST) -m 'not gpu and not repo and not full' $(ARGS)
+	$(CPU) $(PYTEST) -m 'not gpu and not tpu and not repo and not full' $(ARGS)
 
 test-repo: $(VENV)/.has-test  ## Benchmarks, claims, docs, notebooks and examples
 	$(CPU) $(PYTEST) -m repo $(ARGS)
 
 test-full: $(VENV)/.has-test  ## The whole contract product, slow kernels interpreted
-	$(CPU) $(PYTEST) -m 'full and not gpu' $(ARGS)
+	$(CPU) $(PYTEST) -m 'full and not gpu and not tpu' $(ARGS)
+
+# libtpu compiles for TPUs on a CPU; in an environment of its own, since it is pinned with its JAX.
+.venv-tpu/.has-%: pyproject.toml
+	@$(MAKE) -s .venv-tpu/bin/python VENV=.venv-tpu MINOR=12
+	@.venv-tpu/bin/python -m pip install -q --disable-pip-version-check -e '.[$*]'
+	@touch $@
+
+TPU = JAX_PLATFORMS=cpu .venv-tpu/bin/python -m
+
+tpu-test-quick: .venv-tpu/.has-tpu-test  ## Some steps compiled for TPUs that are not here, by libtpu
+	$(TPU) pytest -n 2 --dist worksteal -m 'tpu and not full' $(ARGS)
+
+tpu-test: .venv-tpu/.has-tpu-test  ## All programs compiled for TPUs, and recorded; over an hour
+	$(TPU) pytest -n 2 --dist worksteal -m tpu $(ARGS)
+	$(TPU) benchmarks.run tpu --record
 
 mutants: $(VENV)/.has-test  ## Bugs of tests/mutants, which tests of `make test` must catch; 5 minutes
 	$(CPU) $(BIN)/python -m tests.mutants.run $(ARGS)
@@ -99,5 +114,6 @@ package: .venv-tools/.has-package  ## Build and check what an index would get: d
 	.venv-tools/bin/python -m twine check --strict dist/*
 
 clean:  ## Remove environments, builds and caches
-	rm -rf .venv .venv-newest .venv-tools .venv-wheel .xla_cache build dist site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv .venv-newest .venv-tools .venv-tpu .venv-wheel .xla_cache build dist site
+	rm -rf .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -98,9 +98,10 @@ def records_of(
 
 
 def append(rows: Rows, path: Path | None = None) -> Path:
-    """Appends records to a file, by default that of this device."""
+    """Appends records to a file, by default that of their device, which is one."""
     if path is None:
-        name = re.sub(r"[^a-z0-9]+", "-", device().lower()).strip("-")
+        of = rows[0]["device"] if rows else device()
+        name = re.sub(r"[^a-z0-9]+", "-", of.lower()).strip("-")
         path = RESULTS / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
@@ -115,7 +116,7 @@ def command_line(doc: str | None) -> argparse.ArgumentParser:
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--record", nargs="?", const=True, metavar="FILE",
-                        help="append records to FILE; default: that of this device in "
+                        help="append records to FILE; default: that of the device in "
                         "benchmarks/results")  # fmt: skip
     return parser
 
@@ -145,7 +146,7 @@ def all_records() -> Rows:
 
 
 def on_gpus(rows: Rows) -> Rows:
-    return [row for row in rows if not row["device"].startswith("cpu")]
+    return [row for row in rows if not row["device"].startswith(("cpu", "TPU"))]
 
 
 def select(rows: Rows, **wanted: Any) -> Rows:

@@ -26,6 +26,7 @@ SUITES = {
     "spikes": "spikes",
     "step": "step.bench",
     "switchback": "switchback.bench",
+    "tpu": "tpu.bench",
     "tune": "step.tune",
 }
 

@@ -1,10 +1,11 @@
 """Fixtures and hooks of every test: JAX's settings, the tiers, and the guard of a GPU run.
 
-A test belongs to one tier: `gpu` and `full` by their markers, `repo` by its folder (tests/repo),
-the default one otherwise.
+A test belongs to one tier: `gpu`, `tpu` and `full` by their markers, `repo` by its folder
+(tests/repo), the default one otherwise. What is marked both `tpu` and `full` is of `make tpu-test`.
 """
 
 import gc
+import importlib.util
 import os
 import platform
 import re
@@ -29,8 +30,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 REPO_TIER = Path(__file__).parent / "repo"
+TPU_TIER = Path(__file__).parent / "tpu"
 
-_gpu_tests_run = 0
+# tests that ran of the tiers that a machine may not be able to run
+_ran = {"gpu": 0, "tpu": 0}
 
 
 @pytest.fixture
@@ -55,7 +58,9 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     """Leave the benchmarks and examples unimported in a run that leaves out all of their tests."""
     wanted = config.getoption("markexpr") or ""
     without = all(f"not {tier}" in wanted for tier in ("repo", "full"))
-    return True if without and collection_path == REPO_TIER else None
+    if without and collection_path == REPO_TIER:
+        return True
+    return True if "not tpu" in wanted and collection_path == TPU_TIER else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -67,6 +72,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip(f"needs a GPU; JAX's default backend here is {jax.default_backend()}")
+    if item.get_closest_marker("tpu") and importlib.util.find_spec("libtpu") is None:
+        pytest.skip("needs libtpu: `make tpu-test-quick` installs it (the extra tpu-test)")
 
 
 @pytest.hookimpl(trylast=True)
@@ -78,24 +85,27 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    global _gpu_tests_run
-    if report.when == "call" and "gpu" in report.keywords and not report.skipped:
-        _gpu_tests_run += 1
+    for tier in _ran:
+        if report.when == "call" and tier in report.keywords and not report.skipped:
+            _ran[tier] += 1
 
 
-def _asks_for_gpu(config: pytest.Config) -> bool:
-    return bool(re.search(r"(?<!not )\bgpu\b", config.getoption("markexpr") or ""))
+def _asked_for_in_vain(config: pytest.Config) -> list[str]:
+    """The tiers that a run asks for by name and of which no test ran."""
+    wanted = config.getoption("markexpr") or ""
+    asked = [tier for tier in _ran if re.search(rf"(?<!not )\b{tier}\b", wanted)]
+    return [tier for tier in asked if not _ran[tier]]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     is_worker = hasattr(session.config, "workerinput")  # xdist's workers see a part of the run
     if is_worker or session.config.option.collectonly:
         return
-    if _asks_for_gpu(session.config) and not _gpu_tests_run:
+    if _asked_for_in_vain(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
-    if _asks_for_gpu(config) and not _gpu_tests_run and not config.option.collectonly:
-        terminalreporter.section("no GPU test ran", red=True)
-        terminalreporter.line("-m gpu was asked for, so this run fails; see the reasons above.")
+    for tier in () if config.option.collectonly else _asked_for_in_vain(config):
+        terminalreporter.section(f"no {tier.upper()} test ran", red=True)
+        terminalreporter.line(f"-m {tier} was asked for, so this run fails; see the reasons above.")

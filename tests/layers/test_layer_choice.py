@@ -127,6 +127,15 @@ def test_the_standard_products_are_jaxs(on_hopper):
     jax.hessian(loss, 1)(auto(), weights)  # which quantized products have not
 
 
+def test_tpus_take_standard_products(monkeypatch):
+    """Whose 8-bit products were estimated slower, and never measured."""
+    monkeypatch.setattr(platform, "may_be_tpu", lambda: True)
+    found = auto().choose(*LARGE)
+    assert not found.quantized and "TPU" in found.reason and "v5e" in found.reason
+    monkeypatch.setattr(platform, "may_be_tpu", lambda: False)
+    assert auto().choose(*LARGE).quantized
+
+
 def test_layers_take_it(on_hopper):
     of_linen = layers.SwitchBackDense(8, implementation="auto")
     of_nnx = layers.SwitchBackLinear(8, 8, implementation="auto", rngs=nnx.Rngs(0))

@@ -22,7 +22,7 @@ REPO = Path(__file__).parents[2]
 PACKAGE = "optax_lowmem"
 TABLE = Path(__file__).with_name("mutants.toml")
 COPIED = (PACKAGE, "tests", "pyproject.toml")
-TIER = "not gpu and not repo and not full"  # as in `make test`
+TIER = "not gpu and not tpu and not repo and not full"  # as in `make test`
 LIMIT = 300  # seconds for the tests of one mutant
 FAILED = 1  # pytest's exit status for tests that failed; others say that it could not run them
 

@@ -16,7 +16,16 @@ from optax_lowmem._src.core import explicit, platform, random, scope
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tile, Tiling
 from optax_lowmem._src.core.placement import Placement
 from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
-from optax_lowmem._src.update import on_mesh, operands, packed, reference, stacked, tuning, twopass
+from optax_lowmem._src.update import (
+    by_rows,
+    on_mesh,
+    operands,
+    packed,
+    reference,
+    stacked,
+    tuning,
+    twopass,
+)
 from optax_lowmem._src.update.plan import LeafPlan, LeafState
 
 _PlannedLeaf = tuple[LeafPlan, jax.Array, jax.Array | None, LeafState]  # with gradient, weight
@@ -191,6 +200,7 @@ def _by_xla(
 ) -> tuple[jax.Array, LeafState]:
     """The step of one leaf without a kernel; on Explicit axes its results lie where it did."""
     plan, g, p, state = row
+    by_blocks = platform.no_tpu_reason(g) is None and by_rows.supported(plan) is None
 
     def step(
         g: jax.Array,
@@ -201,6 +211,8 @@ def _by_xla(
         traced: jax.Array,
     ) -> tuple[jax.Array, LeafState]:
         arguments = (rule, plan.nameless, g, p, state, h)
+        if by_blocks:
+            return by_rows.fused_update(*arguments, keys[number])
         if packed.supported(plan, jax.default_backend()) is None:
             return packed.fused_update_among(*arguments, keys, traced)
         return fused_update(*arguments, keys[number])

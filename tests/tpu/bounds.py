@@ -1,0 +1,36 @@
+"""Bounds of steps compiled for TPUs, which the optimized program is held to."""
+
+import dataclasses
+
+from benchmarks.suites.tpu import cases
+from optax_lowmem._src.update import dispatch
+
+MB = 1 << 20
+KERNEL = "pallas_tpu" in dispatch.IMPLEMENTATIONS  # the step on a TPU is a kernel
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """Bounds of what a step may move and hold.
+
+    Attributes:
+      traffic: bytes to and from HBM, relative to those of its arguments and results, each once.
+      temporaries: bytes of HBM beside these.
+    """
+
+    traffic: float
+    temporaries: float
+
+
+def of_step(case: str, impl: str) -> Bounds:
+    """The bounds of a step, by what computes it.
+
+    A kernel reads and writes each byte once, which tiles at the edge of a leaf and hyperparameters
+    exceed by less than 5 %; among the leaves of a layer are small ones, which XLA steps. XLA's own
+    step holds the transposed copies of one block of rows, or of a leaf no larger than that, and
+    moves those of leaves that it does not keep in the chip's own memory.
+    """
+    if KERNEL and not impl.endswith(cases.XLA):
+        return Bounds(1.15 if case.startswith("llama-layer") else 1.05, MB)
+    parameters = sum(x.size for x in cases.masters(case).values())
+    return Bounds(2.0, 3.0 * parameters)
