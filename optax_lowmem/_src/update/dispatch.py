@@ -200,7 +200,11 @@ def _by_xla(
 ) -> tuple[jax.Array, LeafState]:
     """The step of one leaf without a kernel; on Explicit axes its results lie where it did."""
     plan, g, p, state = row
-    by_blocks = platform.no_tpu_reason(g) is None and by_rows.supported(plan) is None
+    by_blocks = (
+        platform.may_be_tpu(g)
+        and platform.no_tpu_kernel_reason(g) is None
+        and by_rows.supported(plan) is None
+    )
 
     def step(
         g: jax.Array,
