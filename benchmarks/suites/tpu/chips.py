@@ -49,7 +49,9 @@ CHIPS = {chip.name: chip for chip in (Chip("v5e", 16 << 30), Chip("v6e", 32 << 3
 def missing_reason() -> str | None:
     """Return the reason why nothing can be compiled for a TPU here, or None."""
     if importlib.util.find_spec("libtpu") is None:
-        return "libtpu is not installed: make .venv-tpu/.has-tpu-test, or pip install -e '.[tpu-test]'"
+        return (
+            "libtpu is not installed: make .venv-tpu/.has-tpu-test, or pip install -e '.[tpu-test]'"
+        )
     return None
 
 
