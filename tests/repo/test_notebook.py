@@ -24,6 +24,7 @@ WIDEST = 700  # pixels of a picture: pages show 600 or so
 ALLOWED = {"optax_lowmem", "jax", "optax", "flax", "numpy", "matplotlib", *sys.stdlib_module_names}
 PICTURES = {  # notebook -> how many it shows
     "flashoptim": 4,
+    "q_adam_mini": 3,
     "quickstart": 1,
 }
 PATHS = {path.stem: path for path in notebooks.paths() if path.stem in PICTURES}
