@@ -23,6 +23,7 @@ PICTURE_BYTES, TEXT_BYTES = 150_000, 2_500
 WIDEST = 700  # pixels of a picture: pages show 600 or so
 ALLOWED = {"optax_lowmem", "jax", "optax", "flax", "numpy", "matplotlib", *sys.stdlib_module_names}
 PICTURES = {  # notebook -> how many it shows
+    "coat_activations": 4,
     "coat_states": 2,
     "flashoptim": 4,
     "q_adam_mini": 3,
