@@ -28,6 +28,7 @@ PICTURES = {  # notebook -> how many it shows
     "flashoptim": 4,
     "q_adam_mini": 3,
     "quickstart": 1,
+    "stable_adamw": 4,
 }
 PATHS = {path.stem: path for path in notebooks.paths() if path.stem in PICTURES}
 
