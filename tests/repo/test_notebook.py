@@ -29,6 +29,7 @@ PICTURES = {  # notebook -> how many it shows
     "q_adam_mini": 3,
     "quickstart": 1,
     "stable_adamw": 4,
+    "switchback": 4,
 }
 PATHS = {path.stem: path for path in notebooks.paths() if path.stem in PICTURES}
 
