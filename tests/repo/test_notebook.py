@@ -26,12 +26,13 @@ PICTURES = {  # notebook -> how many it shows
     "coat_activations": 4,
     "coat_states": 2,
     "flashoptim": 4,
+    "gaussws": 4,
     "q_adam_mini": 3,
     "quickstart": 1,
     "stable_adamw": 4,
     "switchback": 4,
 }
-PATHS = {path.stem: path for path in notebooks.paths() if path.stem in PICTURES}
+PATHS = {path.stem: path for path in notebooks.paths()}
 
 
 @pytest.fixture(autouse=True)
