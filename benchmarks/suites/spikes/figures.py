@@ -32,8 +32,9 @@ def run() -> Any:
     axes[0].text(2700, 0.06 * top, "stable_adamw", color=BLUE, size=9)
     axes[0].set(ylim=(0, 1.3 * top), title="loss")
     axes[1].axhline(RMS_THRESHOLD, color=GREY, lw=1, ls="--")
-    axes[1].text(2130, RMS_THRESHOLD + 0.1, f"an RMS spike: {RMS_THRESHOLD}", size=8, color=GREY)
-    axes[1].set(xlabel="step", title="RMS of the patch embedding: gradient over second moment")
+    axes[1].set(
+        xlabel="step", title=f"RMS of the patch embedding; dashed: an RMS spike, {RMS_THRESHOLD}"
+    )
     headline(fig, f"All {found.spikes.size} loss spikes of AdamW follow an RMS "
                   f"spike; update clipping leaves {left}")  # fmt: skip
     assert found.follows.all() and left < 3
