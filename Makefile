@@ -16,7 +16,7 @@ PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 .DEFAULT_GOAL := help
 .SECONDARY:
 .PHONY: help demo docs serve test test-repo test-full mutants gpu-test tpu-test tpu-test-quick \
-  lint format types notebook wheel package clean
+  lint format types notebook figures wheel package clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -100,9 +100,11 @@ serve: .venv-tools/.has-docs  ## Show the site while editing, on port 8000
 types: $(VENV)/.has-dev  ## Check types
 	$(BIN)/mypy
 
-notebook: $(VENV)/.has-notebooks  ## Run the notebooks at full size; they write their pictures to docs/
-	cd notebooks && for book in *.ipynb; do \
-	  $(abspath $(BIN))/jupyter-execute "$$book" || exit 1; done
+notebook: $(VENV)/.has-notebooks  ## Run the notebooks alone, at full size, and store what they show
+	$(BIN)/python -m tools.notebooks $(ARGS)
+
+figures: $(VENV)/.has-examples  ## Draw the pictures of docs/ from the records
+	$(BIN)/python -m benchmarks.figures $(ARGS)
 
 wheel: $(BIN)/python  ## Build dist/*.whl
 	rm -rf dist

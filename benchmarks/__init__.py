@@ -1,10 +1,10 @@
 """Benchmarks: `benchmarks.run` measures, `benchmarks.tables` writes the tables of the records.
 
-Suites measure the programs of examples/ and notebooks/, which are therefore on the path.
+Suites measure the programs of examples/, which are therefore on the path.
 """
 
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path += [str(ROOT / folder) for folder in ("examples", "notebooks")]
+sys.path.append(str(ROOT / "examples"))

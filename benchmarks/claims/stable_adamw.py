@@ -5,7 +5,7 @@ The records are of `spikes`.
 
 from benchmarks.claims import Claim, Finding, Holds, judged, measure, some, values_of
 from benchmarks.records import Rows, last
-from benchmarks.suites.spikes import B2S, BATCH, BATCHES, RATE, RATES, WIDTH, WIDTHS, point
+from benchmarks.suites.spikes.bench import B2S, BATCH, BATCHES, RATE, RATES, WIDTH, WIDTHS, point
 
 ADAMW, STABLE, CLIPPED = "adamw", "stable_adamw", "adamw, gradients clipped"
 PREDICTED = 0.9  # of the loss spikes; the paper: 27 or 28 of 30

@@ -1,7 +1,7 @@
 """An 8B Llama on one GPU: with gradient release, without, and with optax.adamw in f32.
 
 python -m benchmarks.run release --record FILE --profiles DIR   # on a GPU of 80 GB
-python -m benchmarks.run release --draw                         # the picture, from the records
+python -m benchmarks.figures llama_8b_memory                    # the picture, from the records
 
 Each run is one of examples/train_llama.py in a process of its own. What does not fit is recorded
 too. On a GPU, compiling is minutes shorter with
@@ -12,12 +12,13 @@ import argparse
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import optax
 
 import optax_lowmem as lowmem
-from benchmarks import ROOT, model_shapes, records, render
+from benchmarks import ROOT, model_shapes, records
 from benchmarks.records import Rows
 from benchmarks.render import GIB, Rendered, Table, cell
 
@@ -28,16 +29,8 @@ RUNS = {
     "optax": "--optimizer optax.adamw --clip 0",
 }
 FITS, OUT_OF_MEMORY = 0, 3  # exit codes
-PICTURE = ROOT / "docs/figures/llama_8b_memory.png"
 CASE = "llama-8b"
-_COLOURS = {
-    "weights": "#2f4b7c",
-    "correction": "#b9c6de",
-    "mu": "#f28e2b",
-    "nu": "#59a14f",
-    "gradients and update": "#b07aa1",
-    "forward and backward": "#d5d9df",
-}
+PARTS = ("weights", "correction", "mu", "nu", "gradients and update", "forward and backward")
 
 
 def runs(rows: Rows) -> dict[str, Rows]:
@@ -91,43 +84,57 @@ def parts(name: str, own: Rows) -> dict[str, float]:
         whole = value["argument_bytes"] + value["temporary_bytes"]
         slots["gradients and update"] = whole - value["backward_bytes"] - sum(slots.values())
         slots["forward and backward"] = value["backward_bytes"]
-    return {slot: size / GIB for slot, size in slots.items() if slot in _COLOURS}
+    return {slot: size / GIB for slot, size in slots.items() if slot in PARTS}
 
 
-def draw(rows: Rows, file: Path = PICTURE) -> None:
-    """A bar a run, of its parts, and what the device has."""
-    from matplotlib.patches import Patch
+def draw(rows: Rows) -> Any:
+    """Draw a bar for each run, of its parts, and what the device has."""
+    from benchmarks import style
+    from benchmarks.style import plt
 
     found = runs(rows)
     if not found:
         raise SystemExit(f"no records of {CASE}: run release first")
-    figure, (axes,) = render.figure(figsize=(10, 0.9 + 0.75 * len(found)))
+    colors = dict(zip(PARTS, (style.BLUE, style.SKY, style.ORANGE, style.GREEN, style.PURPLE,
+                              style.PALE), strict=True))  # fmt: skip
+    figure, axes = plt.subplots(figsize=(8, 1.1 + 0.62 * len(found)))
+    every = [row for own in found.values() for row in own]
+    fitting = {}
     for name, own in found.items():
         start, label = 0.0, name.replace("`", "").replace(", ", "\n")
         for part, size in parts(name, own).items():
-            axes.barh(label, size, left=start, color=_COLOURS[part], height=0.62)
+            axes.barh(label, size, left=start, color=colors[part], height=0.62)
+            middle = (start + size / 2, label)
             if size > 3:
-                ink = "white" if part == "weights" else "#22272e"
-                where = (start + size / 2, label)
-                axes.text(*where, f"{size:.1f}", ha="center", va="center", size=9, color=ink)
+                ink = "white" if part == "weights" else style.BLACK
+                axes.text(*middle, f"{size:.1f}", ha="center", va="center", size=8, color=ink)
+            if name == list(found)[-1] and size > 3:  # the largest has room for names
+                words, under = part.replace(" and ", "\nand "), (0, -17)
+                axes.annotate(words, middle, under, ha="center", va="top", size=8,
+                              textcoords="offset points")  # fmt: skip
+            elif part == "correction" and name == next(iter(found)):
+                axes.annotate(
+                    part, middle, (0, 17), ha="center", textcoords="offset points", size=8
+                )
             start += size
-        fits = next(row["value"] for row in own if row["metric"] == "fits")
-        total = f"{start:.1f} GiB" + ("" if fits else ": out of memory")
-        axes.text(start + 1, label, total, va="center", weight="bold", size=9.5)
-    every = [row for own in found.values() for row in own]
+        fitting[name] = bool(next(row["value"] for row in own if row["metric"] == "fits"))
+        total = f"{start:.1f} GiB" + ("" if fitting[name] else ": out of memory")
+        axes.text(start + 1, label, total, va="center", weight="bold", size=9)
     for limit in [row["value"] / GIB for row in every if row["metric"] == "limit_bytes"][-1:]:
-        axes.axvline(limit, color="#22272e", linewidth=1, linestyle="--", zorder=0)
-        axes.text(limit + 1, -0.35, f"{limit:.0f} GiB that JAX may take", size=9, va="center")
-    title = f"One training step of an 8B Llama on one {every[0]['device']}"
-    axes.set_title(title, loc="left", weight="bold")
-    axes.set_xlabel("GiB")
+        axes.axvline(limit, color=style.BLACK, linewidth=1, linestyle="--", zorder=0)
+        axes.text(limit + 1, -0.1, f"{limit:.0f} GiB that JAX may take", size=8, va="center")
+    ours = any(fits for name, fits in fitting.items() if "optax" not in name)
+    theirs = any(fits for name, fits in fitting.items() if "optax" in name)
+    says = "fits with 8-bit state, not with optax.adamw" if ours and not theirs else "in memory"
+    style.headline(figure, f"A training step of an 8B Llama {says}")
+    axes.grid(visible=False, axis="y")
     axes.invert_yaxis()
+    axes.set(xlabel=f"GiB on one {every[0]['device']}", ylim=(len(found) - 0.25, -0.75))
     axes.margins(x=0.2)
-    patches = [Patch(color=colour, label=part) for part, colour in _COLOURS.items()]
-    axes.legend(handles=patches, loc="upper right", frameon=False, fontsize=9)
-    render.save(figure, file)
+    return figure
 
 
+FIGURES = {"llama_8b_memory": lambda: draw(records.all_records())}
 TABLES = {"release": Rendered(table, "release")}
 
 
@@ -147,14 +154,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--steps", type=int, default=12, help="of each run (default: 12)")
     add("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="default: all")
     add("--profiles", type=Path, metavar="DIR", help="where to put memory profiles (pprof)")
-    add("--draw", action="store_true", help=f"only draw {PICTURE.name}")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
-    if args.draw:
-        return draw(records.all_records())
     if args.profiles:
         args.profiles.mkdir(parents=True, exist_ok=True)
     failed = []

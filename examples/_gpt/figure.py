@@ -13,19 +13,21 @@ import numpy as np  # noqa: E402
 
 from .train import F32, LOWMEM  # noqa: E402
 
-_INK, _FAINT = "#22272e", "#8b949e"
-_COLOURS = {F32: "#5b6b7f", LOWMEM: "#e4572e"}
+_INK, _FAINT = "#000000", "#6B6B6B"
+# Okabe and Ito's colours, which colour-blind readers tell apart
+_COLOURS = {F32: "#D55E00", LOWMEM: "#0072B2"}
 _NAMES = {F32: "optax, f32", LOWMEM: "optax_lowmem"}
 # A slot and its scales share a hue; slots not named here take the spare ones in turn.
 _SLOT_COLOURS = {
-    "weights": "#2f4b7c",
-    "gradients": "#7a8fb5",
-    "correction": "#b9c6de",
-    "mu": "#f28e2b",
-    "nu": "#59a14f",
-    "trace": "#f28e2b",
+    "weights": "#0072B2",
+    "gradients": "#CC79A7",
+    "correction": "#56B4E9",
+    "mu": "#E69F00",
+    "nu": "#009E73",
+    "trace": "#E69F00",
 }
-_SPARE = ("#f28e2b", "#59a14f", "#b07aa1", "#e2b93b", "#76b7b2")
+_SPARE = ("#E69F00", "#009E73", "#F0E442", "#999999")
+_SAME = 0.5  # % of the loss: what "the same loss" in the title may hide
 _STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 10,
@@ -48,10 +50,10 @@ _STYLE = {
 
 def draw(result: dict[str, Any], file: Path) -> None:
     """Draws the result of `report.summarise` into a PNG."""
-    runs, settings = result["runs"], result["settings"]
+    runs = result["runs"]
     both = len(runs) == 2
     with plt.rc_context(_STYLE):
-        figure = plt.figure(figsize=(12, 6.2), layout="constrained")
+        figure = plt.figure(figsize=(9, 5), layout="constrained")
         grid = figure.add_gridspec(
             2 if both else 1, 2, width_ratios=(1.75, 1), height_ratios=(3.4, 1) if both else (1,)
         )
@@ -63,17 +65,22 @@ def draw(result: dict[str, Any], file: Path) -> None:
         else:
             curves.set_xlabel("step")
         _draw_memory(figure.add_subplot(grid[:, 1]), runs)
-        parameters = next(iter(runs.values()))["parameters"]
-        figure.suptitle(
-            f"{settings['optimizer']} trains a GPT of {parameters / 1e6:.1f}M parameters "
-            f"on {result['data']['source']}",
-            x=0.01,
-            ha="left",
-            fontsize=14,
-            fontweight="bold",
-        )
+        figure.suptitle(_message(result), x=0.01, ha="left", fontsize=13, fontweight="bold")
         figure.savefig(file, dpi=150, facecolor="white")
         plt.close(figure)
+
+
+def _message(result: dict[str, Any]) -> str:
+    """Say what the run shows: bytes, and the loss if it is the same."""
+    runs, settings = result["runs"], result["settings"]
+    parameters = next(iter(runs.values()))["parameters"]
+    model = f"{settings['optimizer']} on a GPT of {parameters / 1e6:.1f}M parameters"
+    if len(runs) < 2:
+        return f"{model}, {result['data']['source']}"
+    share = runs[LOWMEM]["bytes_per_param"]["total"] / runs[F32]["bytes_per_param"]["total"]
+    over = 100 * (runs[LOWMEM]["val_loss"] / runs[F32]["val_loss"] - 1)
+    loss = "the same loss" if abs(over) < _SAME else f"a loss {over:+.1f} % from f32's"
+    return f"{share:.0%} of the memory, {loss}: {model}"
 
 
 def _curves(run: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -82,37 +89,28 @@ def _curves(run: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     return points[0, :, 0], points[:, :, 1]
 
 
-def _smooth(losses: np.ndarray, width: int) -> np.ndarray:
-    return np.convolve(losses, np.ones(width) / width, mode="valid")
-
-
 def _draw_curves(axes: plt.Axes, result: dict[str, Any]) -> None:
     unit = "byte" if result["settings"]["tokenizer"] == "byte" else "token"
     for impl, run in result["runs"].items():
         ours = impl == LOWMEM
-        train = np.mean([one["train_loss"] for one in run["by_seed"]], axis=0)
-        width = max(1, len(train) // 25)
-        x = np.arange(len(train) - width + 1) + (width + 1) / 2
-        axes.plot(x, _smooth(train, width), color=_COLOURS[impl], lw=1, alpha=0.3)
         steps, losses = _curves(run)
         # The wide line beneath and the thin one on top stay visible where they coincide.
         axes.plot(
             steps,
             losses.mean(0),
             color=_COLOURS[impl],
-            lw=2 if ours else 6,
-            alpha=1 if ours else 0.55,
+            lw=1.6 if ours else 5,
             marker="o" if ours else None,
-            ms=4.5,
+            ms=4,
             solid_capstyle="round",
             label=f"{_NAMES[impl]}: {run['val_loss']:.4f}",
         )
     seeds = len(result["seeds"])
     mean = f", mean of {seeds} seeds" if seeds > 1 else ""
-    axes.set_title(f"Validation loss (nats a {unit}){mean}; thin: training loss")
+    axes.set_title(f"Validation loss, nats per {unit}{mean}")
     axes.set_ylim(*_loss_limits(result))
     axes.grid(axis="y")
-    axes.legend(loc="upper right", fontsize=11, handlelength=2.4)
+    axes.legend(loc="upper right", handlelength=2.4, labelcolor="linecolor")
 
 
 def _loss_limits(result: dict[str, Any]) -> tuple[float, float]:
@@ -126,14 +124,16 @@ def _loss_limits(result: dict[str, Any]) -> tuple[float, float]:
 def _draw_difference(axes: plt.Axes, result: dict[str, Any]) -> None:
     steps, plain = _curves(result["runs"][F32])
     difference = 100 * (_curves(result["runs"][LOWMEM])[1] - plain) / plain
-    reach = max(0.5, 1.25 * np.abs(difference).max())
-    axes.axhspan(-0.3, 0.3, color="#eef1f5", lw=0)
-    axes.axhline(0, color=_COLOURS[F32], lw=1)
-    if len(difference) > 1:
-        axes.plot(steps, difference.T, color=_COLOURS[LOWMEM], lw=0.8, alpha=0.35)
-    axes.plot(steps, difference.mean(0), color=_COLOURS[LOWMEM], lw=1.8, marker="o", ms=4)
+    reach = max(_SAME, 1.25 * np.abs(difference).max())
+    axes.axhline(0, color=_COLOURS[F32], lw=2)
+    axes.fill_between(
+        steps, difference.min(0), difference.max(0), color=_COLOURS[LOWMEM], alpha=0.2, lw=0
+    )
+    axes.plot(steps, difference.mean(0), color=_COLOURS[LOWMEM], lw=1.6, marker="o", ms=4)
+    axes.grid(axis="y")
     axes.set_ylim(-reach, reach)
-    axes.set_title("Difference from f32, %; the band is ±0.3 %", fontweight="normal")
+    seeds = "; band: all seeds" if len(difference) > 1 else ""
+    axes.set_title(f"Difference from f32, %{seeds}")
     axes.set_xlabel("step")
     axes.set_xlim(0, steps[-1] * 1.02)
 
@@ -169,8 +169,7 @@ def _draw_memory(axes: plt.Axes, runs: dict[str, Any]) -> None:
         share = f"  ({top / tallest:.0%})" if top < 0.999 * tallest else ""
         axes.text(x, top + 0.02 * tallest, f"{top:.2f}{share}", ha="center", va="bottom",
                   fontsize=15, fontweight="bold", color=_COLOURS[impl])  # fmt: skip
-        below = f"{_NAMES[impl]}\n{run['step_ms']:.3g} ms a step"
-        axes.text(x, -0.02 * tallest, below, ha="center", va="top", fontsize=10)
+        axes.text(x, -0.02 * tallest, _NAMES[impl], ha="center", va="top", fontsize=10)
     axes.set_title("Bytes per parameter while training")
     axes.set_xlim(-0.6, len(runs) - 0.4)
     axes.set_ylim(0, 1.1 * tallest)

@@ -52,12 +52,14 @@ def test_parts_add_up():
     assert sum(plain.values()) == pytest.approx(12 * N / GIB) and "correction" not in plain
 
 
-def test_picture(tmp_path):
-    file = tmp_path / "figures/memory.png"
-    release.draw(RELEASED + PLAIN, file)
-    assert file.read_bytes().startswith(b"\x89PNG")
+def test_picture():
+    figure = release.draw(RELEASED + PLAIN)
+    assert "fits with 8-bit state, not with optax.adamw" in figure.get_suptitle()
+    words = {text.get_text() for text in figure.axes[0].texts}
+    assert {"42.0 GiB", "75 GiB that JAX may take"} <= words
+    assert any(one.endswith(": out of memory") for one in words)
     with pytest.raises(SystemExit, match="no records of llama-8b"):
-        release.draw(OTHER, file)
+        release.draw(OTHER)
 
 
 def test_without_records():

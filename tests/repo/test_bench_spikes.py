@@ -1,8 +1,5 @@
 """The spiking run, its records, and the claims that rest on them."""
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,10 +8,8 @@ import pytest
 from benchmarks import claims
 from benchmarks.claims import NOT, SAME
 from benchmarks.claims import stable_adamw as claims_stable_adamw
-from benchmarks.suites import spikes as bench_spikes
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "notebooks"))
-import stable_adamw_runs as runs  # noqa: E402
+from benchmarks.suites.spikes import bench as bench_spikes
+from benchmarks.suites.spikes import runs
 
 STEPS, SEEDS = 1600, 3
 TINY = runs.Run(batch=8, width=8, steps=5)

@@ -6,7 +6,7 @@ import pytest
 from benchmarks import claims, records
 from benchmarks.claims import BETTER, NOT, SAME, findings, flashoptim
 from benchmarks.claims.findings import F32, OURS
-from benchmarks.suites import flashoptim as bench_claims
+from benchmarks.suites.flashoptim import bench as bench_claims
 
 GPU = "some GPU"
 VERDICTS = {SAME, BETTER, NOT, claims.NOT_MEASURED, claims.NOT_TRIED}

@@ -278,3 +278,18 @@ def test_help_has_the_numbers_of_the_presets(example, script, capsys):
 def test_digits_show_progress(example, capsys):
     example("train_digits").main("--seeds 1 --steps 2".split())
     assert "2/2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("val_loss", "says"), [(1.705, "the same loss"), (1.80, "a loss +5.6 % from f32's")]
+)
+def test_the_picture_says_what_the_run_shows(val_loss, says):
+    from _gpt import figure, train
+
+    both = {train.F32: (16.0, 1.7047), train.LOWMEM: (7.2, val_loss)}
+    runs = {impl: {"bytes_per_param": {"total": size}, "val_loss": loss, "parameters": 1.8e6}
+            for impl, (size, loss) in both.items()}  # fmt: skip
+    result = {"runs": runs, "settings": {"optimizer": "adamw"}}
+    assert (
+        figure._message(result) == f"45% of the memory, {says}: adamw on a GPT of 1.8M parameters"
+    )

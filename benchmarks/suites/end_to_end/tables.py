@@ -1,13 +1,10 @@
-"""Whole training steps beside torch's: tables and a figure, from end_to_end's records."""
+"""Whole training steps beside torch's: the tables, from end_to_end's records."""
 
-from pathlib import Path
 from typing import Any
 
-from benchmarks import ROOT, render
-from benchmarks.records import Rows, alike, all_records, grouped, newest, on_gpus, select
+from benchmarks.records import Rows, alike, grouped, on_gpus, select
 from benchmarks.render import GIB, Rendered, Table, cell
 
-PICTURE = ROOT / "docs/figures/training_speed.png"
 MODELS = {
     "llama-1b": ("Llama-3.2-1B", "8 x 2048"),
     "llama-3b": ("Llama-3.2-3B", "4 x 2048"),
@@ -52,7 +49,7 @@ def steps(rows: Rows) -> dict[str, dict[str, dict[str, dict]]]:
     return {case: own for case, own in found.items() if own}
 
 
-def _peak(of: dict[str, dict]) -> dict[str, Any]:
+def peak(of: dict[str, dict]) -> dict[str, Any]:
     """The record of the peak of memory: torch's allocations, or the plan of our compiler."""
     return of.get("peak_bytes") or of["planned_bytes"]
 
@@ -64,7 +61,7 @@ def programs(rows: Rows) -> Table:
         for name, of in own.items():
             body.append([
                 MODELS[case][0], ACCUMULATED.get(name, MODELS[case][1]), PROGRAMS[name],
-                cell(of["tokens_per_s"], "{:,.0f}"), cell(_peak(of), "{:.1f}", GIB),
+                cell(of["tokens_per_s"], "{:,.0f}"), cell(peak(of), "{:.1f}", GIB),
                 cell(of["mfu"], "{:.0%}"), cell(of["compile_s"], "{:.0f}"),
             ])  # fmt: skip
             used += of.values()
@@ -94,39 +91,3 @@ TABLES = {
     "end_to_end": Rendered(programs, "end_to_end"),
     "end_to_end_loss": Rendered(losses, "end_to_end"),
 }
-
-
-def draw(rows: Rows, file: Path = PICTURE) -> None:
-    """Tokens a second against the peak of memory; one panel a model."""
-    found = steps(rows)
-    if not found:
-        raise SystemExit("no records of whole steps: run `benchmarks.run end_to_end` first")
-    figure, panels = render.figure(columns=len(found), figsize=(4.8 * len(found), 3.6))
-    for axes, (case, own) in zip(panels, found.items(), strict=True):
-        for name, of in own.items():
-            if name in ACCUMULATED:  # another batch
-                continue
-            ours = PROGRAMS[name].startswith("ours")
-            at = _peak(of)["value"] / GIB, of["tokens_per_s"]["value"] / 1e3
-            colour = "#0b6e4f" if ours else "#7a7f87"
-            axes.plot(*at, "o" if ours else "s", color=colour, markersize=8)
-            label = PROGRAMS[name].replace("`", "").removeprefix("ours, ")
-            label = label.replace(", flashoptim", "").replace("the same model with ", "")
-            # clear of its neighbour's marker
-            below = (7, -3 if "Liger" not in label else 5 if "checkpointing" in label else -11)
-            where = {"xytext": below, "textcoords": "offset points"}
-            axes.annotate(label, at, **where, size=7.5, color=colour)
-        axes.set_title(f"{', '.join(MODELS[case])} tokens", loc="left", size=9.5, weight="bold")
-        axes.margins(y=0.12)
-        axes.set_xlabel("peak memory, GiB")
-        left, right = axes.get_xlim()
-        axes.set_xlim(left, right + 0.6 * (right - left))  # for what is written there
-    panels[0].set_ylabel("thousand tokens per second")
-    device = next(iter(next(iter(found.values())).values()))["tokens_per_s"]["device"]
-    title = f"One training step on one {device}: ours (green) and others; up and left is better"
-    figure.suptitle(title, size=10)
-    render.save(figure, file)
-
-
-if __name__ == "__main__":
-    draw(newest(all_records()))

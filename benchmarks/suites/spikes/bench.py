@@ -2,8 +2,8 @@
 
 python -m benchmarks.run spikes --record
 
-trains every point of the grid below with several seeds, minutes on a GPU, and stores the curves
-that notebooks/stable_adamw.ipynb draws. On a CPU take a part: `--only stable_adamw --seeds 1`.
+trains every point of the grid below with several seeds, minutes on a GPU, and stores their curves.
+On a CPU take a part: `--only stable_adamw --seeds 1`.
 """
 
 import time
@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import stable_adamw_runs as runs
 
 from benchmarks import records
+from benchmarks.suites.spikes import runs
 
 RATE, B2, BATCH, WIDTH = 0.005, 0.999, 512, 32
 B2S, RATES = (0.9, 0.99, 0.999), (0.00125, 0.0025, 0.01)

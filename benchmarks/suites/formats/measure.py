@@ -1,4 +1,4 @@
-"""Errors and spans of the stored states with the package's codecs, for coat_states.ipynb."""
+"""Errors and spans of the stored states with the package's codecs."""
 
 import jax.numpy as jnp
 import numpy as np

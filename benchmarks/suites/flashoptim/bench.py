@@ -1,21 +1,19 @@
 """Figures 3 to 5 of FlashOptim as numbers; minutes on a CPU.
 
 JAX_PLATFORMS=cpu python -m benchmarks.run flashoptim --record
-
-The notebook draws the same figures with the same functions.
 """
 
 import argparse
 from collections.abc import Iterator
 from typing import Any
 
-import flashoptim_measure as measure
 import numpy as np
 import optax
-from flashoptim_training import Size, Task, warmup_cosine
 
 import optax_lowmem as lowmem
 from benchmarks import records
+from benchmarks.suites.flashoptim import measure
+from benchmarks.suites.flashoptim.training import Size, Task, warmup_cosine
 from optax_lowmem import codecs
 
 PEAK, ADAMW = 3e-3, {"b1": 0.9, "b2": 0.99, "weight_decay": 0.1}

@@ -1,0 +1,47 @@
+"""The picture of docs/ on formats of moments, from the stored states of `formats`."""
+
+from typing import Any
+
+import numpy as np
+
+from benchmarks.style import BLUE, GREY, ORANGE, headline, plt
+from benchmarks.suites.formats import formats, measure, states
+from benchmarks.suites.formats.formats import FLASH, MU, NU
+
+_WAYS = {  # how it is stored -> marker, color, what it is called
+    "encoded once": ("|", GREY, "encoded once"),
+    "closed loop, nearest": ("o", ORANGE, "closed loop, nearest"),
+    "closed loop, stochastic": ("o", BLUE, "closed loop, stochastic"),
+}
+
+
+def equal_bytes() -> Any:
+    """Draw the error of Adam's step by the format of one moment, the other in f32."""
+    found = measure.at_equal_bytes(states.load())
+    fig, axes = plt.subplots(2, 1, figsize=(7.2, 5.6), sharex=True)
+    for ax, slot, title in zip(axes, (MU, NU), ("first moment", "second moment"), strict=True):
+        alone = {
+            way: {pair[slot == NU]: value for pair, value in of.items()
+                  if pair[slot == MU] == "f32" and pair[slot == NU] != "f32"}
+            for way, of in found.items()
+        }  # fmt: skip
+        best = alone["closed loop, nearest"] | alone["closed loop, stochastic"]
+        names = sorted(best, key=best.get)
+        for way, (marker, color, words) in _WAYS.items():
+            values = [alone[way].get(name, np.nan) for name in names]  # as published: to nearest
+            ax.plot(values, range(len(names)), marker, color=color, ms=6, mew=2, label=words)
+        ax.set_yticks(range(len(names)), names)
+        ax.invert_yaxis()
+        ax.set(xscale="log", title=f"{title} in 8 bits, the other in f32")
+        if slot == NU:
+            assert alone["closed loop, stochastic"][formats.E4M3_X] < best[formats.E4M3]
+            assert names.index(FLASH) < names.index(formats.E4M3_X)
+            assert best[FLASH] < alone["closed loop, nearest"][FLASH]
+    axes[1].set_xlabel("median normalised squared error of Adam's step; 1.03 bytes per value")
+    axes[0].legend(loc="upper right", fontsize=8)
+    headline(fig, "One encoding shows little: in closed loop the second moment needs stochastic "
+                  "rounding, the first does not")  # fmt: skip
+    return fig
+
+
+FIGURES = {"coat_states_equal_bytes": equal_bytes}

@@ -1,0 +1,71 @@
+"""The pictures of docs/ on GaussWS, from the curves of `gaussws`."""
+
+from typing import Any
+
+import numpy as np
+
+from benchmarks import curves
+from benchmarks.excerpts import held_out, of_part
+from benchmarks.style import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    differences,
+    headline,
+    name_lines,
+    plt,
+)
+from benchmarks.suites.gaussws.bench import CURVES
+from benchmarks.suites.gaussws.training import ALL, BASE, DIFFQ, KINDS, OD, OTHER_START, STATISTICS
+
+_COLORS = dict(zip(KINDS, (SKY, BLUE, PURPLE, ORANGE, GREY, BLACK, VERMILION), strict=True))
+
+
+def losses() -> Any:
+    """Draw held-out losses over those without noise, of the weights without and with noise."""
+    runs = of_part(curves.load(CURVES), "run")
+    found = held_out(runs)
+    steps = found.pop("step")
+    noisy = {name: runs[name]["sampled_loss"] for name in (OD, ALL, DIFFQ)}
+    fig, axes = plt.subplots(1, 2, figsize=(8, 3.2), sharey=True)
+    lines = {
+        OD: ("GaussWS [od]", BLUE),
+        ALL: ("GaussWS [all]", GREEN),
+        DIFFQ: ("DiffQ [all]", VERMILION),
+    }
+    over, _ = differences(axes[0], steps, found, lines, BASE, OTHER_START)
+    kept = {BASE: found[BASE], OTHER_START: found[OTHER_START]}
+    differences(axes[1], steps, kept | noisy, lines, BASE, OTHER_START, None)
+    axes[0].set(
+        title="weights without noise", xlabel="step", ylabel="held-out loss, % over no noise"
+    )
+    axes[1].set(title="weights with noise, as trained", xlabel="step")
+    headline(fig, f"Training on noisy weights costs {over[OD][-1]:.1f} % of the loss for [od], "
+                  f"{over[ALL][-1]:.1f} % for [all]")  # fmt: skip
+    return fig
+
+
+def bits() -> Any:
+    """Draw mean bitwidths of each kind of matrix, over the run and by block at its end."""
+    run, mean = of_part(curves.load(CURVES), "run")[ALL], STATISTICS.index("mean")
+    fig, axes = plt.subplots(1, 2, figsize=(8, 3.4))
+    for kind, color in _COLORS.items():
+        of = run[f"bits_{kind}"][..., mean]
+        axes[0].plot(run["val_step"], of.mean(1), color=color, label=kind)
+        axes[1].plot(of[-1], "o-", color=color, ms=4, label=kind)
+    for ax in axes:
+        name_lines(ax)
+    axes[0].set(title="mean b_t", xlabel="step", ylabel="bits")
+    axes[1].set(title="at the end, by block", xlabel="block")
+    whole = np.mean([run[f"bits_{kind}"][..., mean] for kind in KINDS], axis=(0, 2))
+    headline(fig, f"Bitwidths fall from {whole[0]:.0f} to {whole[-1]:.1f}; "
+                  "which matrices keep more depends on the model")  # fmt: skip
+    return fig
+
+
+FIGURES = {"gaussws_losses": losses, "gaussws_bits": bits}
