@@ -160,17 +160,17 @@ def _draw_memory(axes: plt.Axes, runs: dict[str, Any]) -> None:
         sizes, top = run["bytes_per_param"], 0.0
         for slot in slots:
             size, scales = sizes.get(slot, 0.0), slot.endswith("_scale")
-            axes.bar(x, size, 0.62, top, color=colours[slot], alpha=0.55 if scales else 1,
+            axes.bar(x, size, 0.84, top, color=colours[slot], alpha=0.55 if scales else 1,
                      edgecolor="white", linewidth=0 if scales else 0.8)  # fmt: skip
             if size > 0.03 * tallest:
                 axes.text(x, top + size / 2, f"{slot}  {size:.2f}", ha="center", va="center",
-                          color=_contrast(colours[slot]), fontsize=9.5)  # fmt: skip
+                          color=_contrast(colours[slot]), fontsize=9)  # fmt: skip
             top += size
         share = f"  ({top / tallest:.0%})" if top < 0.999 * tallest else ""
         axes.text(x, top + 0.02 * tallest, f"{top:.2f}{share}", ha="center", va="bottom",
                   fontsize=15, fontweight="bold", color=_COLOURS[impl])  # fmt: skip
         axes.text(x, -0.02 * tallest, _NAMES[impl], ha="center", va="top", fontsize=10)
-    axes.set_title("Bytes per parameter while training")
+    axes.set_title("Bytes per parameter")
     axes.set_xlim(-0.6, len(runs) - 0.4)
     axes.set_ylim(0, 1.1 * tallest)
     axes.set_xticks([])
