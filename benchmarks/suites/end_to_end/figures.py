@@ -54,7 +54,10 @@ def _best(found: dict) -> str:
         gains.append(speed["ours"] / speed["others"] if speed["others"] else 0.0)
     if min(gains) <= 1:
         return "Speed and memory of a training step"
-    return f"Ours is {min(gains):.2f} to {max(gains):.2f} times as fast as the best other program"
+    return (
+        f"With FP8 activations ours is {min(gains):.2f} to {max(gains):.2f} times as fast\n"
+        "as the fastest other program"
+    )
 
 
 FIGURES = {"training_speed": lambda: draw(newest(all_records()))}

@@ -58,9 +58,8 @@ def bits() -> Any:
         of = run[f"bits_{kind}"][..., mean]
         axes[0].plot(run["val_step"], of.mean(1), color=color, label=kind)
         axes[1].plot(of[-1], "o-", color=color, ms=4, label=kind)
-    for ax in axes:
-        name_lines(ax)
-    axes[0].set(title="mean b_t", xlabel="step", ylabel="bits")
+    name_lines(axes[1])  # at the left they end in each other's places
+    axes[0].set(title="mean b_t, colours as at the right", xlabel="step", ylabel="bits")
     axes[1].set(title="at the end, by block", xlabel="block")
     whole = np.mean([run[f"bits_{kind}"][..., mean] for kind in KINDS], axis=(0, 2))
     headline(fig, f"Bitwidths fall from {whole[0]:.0f} to {whole[-1]:.1f}; "
