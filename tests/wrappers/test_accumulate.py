@@ -200,6 +200,13 @@ def test_value_and_grad_refuses(number, rows, message):
         lowmem.value_and_grad(linear_loss, number)(params, {"x": jnp.ones((rows, 8))}, 0)
 
 
+@pytest.mark.parametrize("seed", [0.5, jax.random.key(0), jnp.zeros(2, jnp.int32)], ids=str)
+def test_value_and_grad_refuses_a_seed_that_is_no_integer(seed):
+    params = {"w": jnp.ones((8, 1)), "scale": jnp.ones(4)}
+    with pytest.raises(TypeError, match="an integer, such as the step's number, and not"):
+        lowmem.value_and_grad(linear_loss, 2)(params, {"x": jnp.ones((4, 8))}, seed)
+
+
 # ---- into the moments ------------------------------------------------------------------------
 
 

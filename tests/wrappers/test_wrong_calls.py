@@ -43,6 +43,26 @@ def test_gradients_and_parameters_in_each_others_place(make):
     tx.update(GRADS, state, params)
 
 
+CLIPPED = {
+    "chain": lambda: lowmem.chain(optax.clip_by_global_norm(1.0), lowmem.flash_adamw(1e-3)),
+    "named": lambda: optax.named_chain(
+        ("clip", optax.clip(1.0)), ("adam", lowmem.flash_adam(1e-3))
+    ),
+    "alone": lambda: lowmem.flash_adamw(1e-3),
+}
+
+
+@pytest.mark.parametrize("make", CLIPPED.values(), ids=CLIPPED)
+def test_state_and_parameters_in_each_others_place(make):
+    tx = make()
+    params, state = lowmem.init(tx, PARAMS)
+    if make is not CLIPPED["named"]:
+        for arguments in ((GRADS, params, state), (state, GRADS, params)):
+            with pytest.raises(ValueError, match=r"are step\(tx, grads, state, params\)"):
+                lowmem.step(tx, *arguments)
+    lowmem.step(tx, GRADS, state, params)
+
+
 # ---- patterns, dtypes ----------------------------------------------------------------------------
 
 MISSPELT = {

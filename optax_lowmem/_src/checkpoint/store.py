@@ -208,6 +208,7 @@ def save(
 ) -> None:
     """Saves parameters and state as one step of an Orbax `CheckpointManager` directory.
 
+    It returns when the step is complete, so that a training step may be given the arrays to donate.
     A step appears under its name when it is complete: one that was cut off is never restored. Every
     file has a checksum, which `restore` compares.
 

@@ -153,8 +153,9 @@ def check_state(state: optax.OptState, kind: type[NamedTuple]) -> None:
     if getattr(state, "_fields", None) != kind._fields:
         raise ValueError(
             f"the state is a {type(state).__name__}, this optimizer keeps a {kind.__name__} with "
-            f"{', '.join(kind._fields)}. It was made by another optimizer, or restored without its "
-            "types: restore it into the structure of tx.init(params)."
+            f"{', '.join(kind._fields)}. The arguments are step(tx, grads, state, params) and "
+            "update(grads, state, params). If they are so, it was made by another optimizer, or "
+            "restored without its types: restore it into the structure of tx.init(params)."
         )
 
 

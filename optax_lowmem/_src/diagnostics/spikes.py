@@ -231,8 +231,8 @@ class SpikeDetector:
           rms: RMS_t of one tensor at the step, a scalar (`rms(...)["embed/kernel"]`).
 
         Returns:
-          (state, flags), the flags a dict of scalars for a logger: `rms_spike` (one starts now),
-          `loss_deviation` (this loss deviates), `loss_spike` (one is known by now),
+          The state and the flags, (state, flags), which are a dict of scalars: `rms_spike` (one
+          starts now), `loss_deviation` (this loss deviates), `loss_spike` (one is known by now),
           `loss_spike_start` (its step, else -1), `predicted` (an RMS spike preceded it).
         """
         loss, rms = jnp.asarray(loss, jnp.float32), jnp.asarray(rms, jnp.float32)

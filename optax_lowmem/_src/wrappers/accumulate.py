@@ -44,6 +44,9 @@ def accumulate_gradients(
     al., 2023), the same in expectation where noise dominates the gradient, and steps up to sqrt(k)
     times larger where it does not.
 
+    A clipping belongs inside, `accumulate_gradients(chain(clip, tx), k)`, where it clips the mean:
+    before it, in a chain, it clips each micro-batch.
+
     Args:
       tx: the optimizer; for `moments` one of `flash_sgd`, `flash_adam`, `flash_adamw` themselves.
       every: micro-batches in a step.
@@ -159,9 +162,10 @@ def value_and_grad(
 ) -> Callable[..., tuple[jax.Array, optax.Updates]]:
     r"""Differentiate a mean loss over a batch that is too large, a micro-batch at a time.
 
-    In place of `jax.value_and_grad(loss)` in a training step: the batch's rows are divided into k
-    micro-batches, and the mean of their gradients is added up in bf16 with stochastic rounding,
-    a <- round(a + g_i / k), so that E[a] is the mean and small gradients are not lost. The
+    In place of `jax.value_and_grad(loss)` in a training step, where the loss takes (params, batch)
+    and has no auxiliary output: the batch's rows are divided into k micro-batches, and the mean of
+    their gradients is added up in bf16 with stochastic rounding, a <- round(a + g_i / k), so that
+    E[a] is the mean and small gradients are not lost. The
     optimizer takes one step on the result.
 
     All the while the weights stay as they are, and so does what the loss makes of them alone. With
@@ -180,14 +184,15 @@ def value_and_grad(
         `layers.fp8_flow.quantized_weights`; None: the loss takes two arguments.
 
     Returns:
-      (params, batch, seed) -> (loss, gradients): the mean loss in f32, and gradients in bf16 (in
-      the parameters' dtypes with k = 1). `batch` is a tree of arrays, whose axis 0 has the rows;
-      micro-batch i takes every k-th from row i on, so that a mesh that shares the rows shares those
-      of each micro-batch. `seed` of the rounding: an integer that is another in each step.
+      A function of (params, batch, seed) that returns (loss, gradients), the mean loss in f32 and
+      gradients in bf16 (in the parameters' dtypes with k = 1). `batch` is a tree of arrays, whose
+      axis 0 has the rows; micro-batch i takes every k-th from row i on, so that a mesh that shares
+      the rows shares those of each micro-batch. `seed` of the rounding is an integer that is another
+      in each step, such as the step.
 
     Raises:
       ValueError: for a number that is not positive, or rows that it does not divide.
-      TypeError: for a `prepare` that is no function.
+      TypeError: for a `prepare` that is no function, or a `seed` that is no integer.
 
     Numerics: the sum of k roundings is within k 2^-7 of the largest partial mean, and unbiased.
 
@@ -235,6 +240,7 @@ def value_and_grad(
             jax.tree.structure(batch),
             [_parts(path, leaf, micro_batches) for path, leaf in trees.named_leaves(batch)],
         )
+        _check_seed(seed)
         # the optimizer's own keys are of (its seed, step) in this place
         own = random.mix(jnp.asarray(seed).astype(jnp.uint32))
 
@@ -260,12 +266,22 @@ def value_and_grad(
     return of_batch
 
 
+def _check_seed(seed: ArrayLike) -> None:
+    """Raises for a seed that is no integer; not for a number that has the value of one."""
+    dtype = jax.dtypes.result_type(seed)
+    if not jnp.issubdtype(dtype, jnp.integer) or jnp.ndim(seed):
+        raise TypeError(
+            f"the seed of the rounding is an integer, such as the step's number, and not {dtype}"
+            f"{list(jnp.shape(seed))}: it is no key of jax.random"
+        )
+
+
 def _parts(path: str, rows: jax.Array, number: int) -> jax.Array:
     """[number, rows / number, ...]: the i-th has every number-th row, from row i on."""
     if not rows.ndim or rows.shape[0] % number:
         raise ValueError(
-            f"batch leaf {path!r} has shape {rows.shape}: axis 0 must have rows that "
-            f"{number} micro-batches divide"
+            f"batch{f' leaf {path!r}' if path else ''} has shape {rows.shape}: axis 0 must have "
+            f"rows that {number} micro-batches divide"
         )
     return jnp.moveaxis(rows.reshape(-1, number, *rows.shape[1:]), 1, 0)
 

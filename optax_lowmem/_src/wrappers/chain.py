@@ -148,8 +148,13 @@ def _run(
     if not links:
         return updates, state
     *before, final = links
-    if len(state) != len(links):
-        raise ValueError(f"the state has {len(state)} parts, the chain {len(links)} links")
+    if not isinstance(state, (tuple, list)) or len(state) != len(links):
+        parts = f" of {len(state)}" if isinstance(state, (tuple, list)) else ""
+        raise ValueError(
+            f"the state is a {type(state).__name__}{parts}, and that of this chain a tuple with a "
+            f"state for each of its {len(links)} links. The arguments are step(tx, grads, state, "
+            "params) and update(grads, state, params)."
+        )
     given = updates
     folds = bool(before) and _takes_factor(final) and _clips_global_norm(before[-1])
     run = before[:-1] if folds else before
