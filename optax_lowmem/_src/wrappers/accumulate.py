@@ -187,8 +187,8 @@ def value_and_grad(
       A function of (params, batch, seed) that returns (loss, gradients), the mean loss in f32 and
       gradients in bf16 (in the parameters' dtypes with k = 1). `batch` is a tree of arrays, whose
       axis 0 has the rows; micro-batch i takes every k-th from row i on, so that a mesh that shares
-      the rows shares those of each micro-batch. `seed` of the rounding is an integer that is another
-      in each step, such as the step.
+      the rows shares those of each micro-batch. `seed` of the rounding is an integer, another in
+      each step, such as the step.
 
     Raises:
       ValueError: for a number that is not positive, or rows that it does not divide.
