@@ -38,8 +38,8 @@ def init(
         example frozen ones. `Storage(master_weight_bits=None)` says the same of an optimizer's own.
 
     Returns:
-      Weights and state, (weights, state). Weights that need no conversion are the arrays that were
-      given: a step that donates them takes those. Under `gaussws_noise` weights have their first
+      Weights and state, (weights, state). Leaves that are neither cast nor split are the arrays that
+      were given: a step that donates them takes those. Under `gaussws_noise` weights have their first
       noise. Peak memory is that of params, weights and state, plus temporaries of one leaf.
 
     Raises:
