@@ -36,7 +36,7 @@ def install(where: str) -> str:
         "made there:\n\n"
         "```\n"
         "pip install '.[flax,checkpoint]'  # in the clone; without extras: pip install .\n"
-        "make wheel && pip install \"$(ls dist/*.whl)[flax,checkpoint]\"  # the wheel\n"
+        'make wheel && pip install "$(ls dist/*.whl)[flax,checkpoint]"  # the wheel\n'
         "```\n"
     )
 
