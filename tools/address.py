@@ -35,8 +35,8 @@ def install(where: str) -> str:
         "The package is on no index yet; install it from a clone of this repository, or as a wheel "
         "made there:\n\n"
         "```\n"
-        "pip install .                         # in the clone; with extras: pip install '.[flax]'\n"
-        "make wheel && pip install dist/*.whl  # the wheel, which other machines can take\n"
+        "pip install '.[flax,checkpoint]'  # in the clone; without extras: pip install .\n"
+        'make wheel && pip install "$(ls dist/*.whl)[flax,checkpoint]"  # the wheel\n'
         "```\n"
     )
 

@@ -31,7 +31,7 @@ def _bytes(rows: Rows) -> tuple[list[str], Rows]:
     if not all(record for records in pair for record in records):
         return [], []
     plain, ours = (sum(r["value"] for r in records if r) for records in pair)
-    name = "weights and optimizer state, Llama-3.1-8B"
+    name = "weights and optimizer state, Llama-3.1-8B, counted"
     row = [name, f"{plain:.1f} GiB", f"{ours:.1f} GiB", f"{ours / plain:.2f}"]
     return row, [r for records in pair for r in records if r]
 
@@ -54,7 +54,7 @@ def _loss(rows: Rows) -> tuple[list[str], Rows]:
         return [], []
     means = [statistics.mean(r["value"] for r in found) for found in runs]
     seeds = len({r["seed"] for r in own})
-    name = f"validation loss of the demo's GPT, {seeds} seeds"
+    name = f"validation loss of the demo's GPT, {seeds} seeds, one H100"
     row = [name, *(f"{mean:.4f}" for mean in means), f"{means[1] / means[0]:.4f}"]
     return row, own
 
