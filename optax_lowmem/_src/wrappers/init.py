@@ -38,9 +38,10 @@ def init(
         example frozen ones. `Storage(master_weight_bits=None)` says the same of an optimizer's own.
 
     Returns:
-      Weights and state, (weights, state). Leaves that are neither cast nor split are the arrays that
-      were given: a step that donates them takes those. Under `gaussws_noise` weights have their first
-      noise. Peak memory is that of params, weights and state, plus temporaries of one leaf.
+      Weights and state, (weights, state). Leaves that are neither cast nor split are the arrays
+      that were given: a step that donates them takes those. Under `gaussws_noise` weights have
+      their first noise. Peak memory is that of params, weights and state, plus temporaries of one
+      leaf.
 
     Raises:
       TypeError: for float64 parameters, and those that are not floats but where a mask or partition
