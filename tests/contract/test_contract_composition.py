@@ -357,7 +357,6 @@ def test_follows_f32_optax_for_200_steps(name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("size", [5_000, 50_000])
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name, size", [*((name, 5_000) for name in PEERS), ("flash_lion", 50_000)])
 def test_follows_f32_optax_for_6000_steps(name, size):
     assert _stream_changes(*PEERS[name], steps=6000, size=size) > COSINE_6000
