@@ -141,7 +141,7 @@ def fused_updates(
       states: stored states.
       of_leaves: the hyperparameters and operands of each leaf, as of `prepare_leaves`.
       keys: uint32 [leaves], for the rounding of each leaf in this step.
-      implementation: `xla`, `pallas`, `triton`, or None for the fastest.
+      implementation: one of `IMPLEMENTATIONS`, or None for the fastest.
       tuned: how a kernel's work is cut; None for what is known of the device.
     """
     results: dict[int, tuple[jax.Array, LeafState]] = {}

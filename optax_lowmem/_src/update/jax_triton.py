@@ -363,9 +363,14 @@ class _Body:
             "lanes = tl.arange(0, LANES)",
             "offsets, mask = elements(group, exists, begin, size, lanes, LANES, FLAT, ALIGNMENT)",
         ]
-        nothing = {"correction": self.plan.split.zero if self.plan.split is not None else 0}
+        nothing = {
+            "correction": self.plan.split.zero if self.plan.split is not None else 0,
+            "of_block": 1.0,
+        }
+        late = {"of_block", *self.roles.scales}  # what several programs read, or one several times
         where = dict.fromkeys(roles, "offsets, mask")
         where |= dict.fromkeys(self.roles.scales, "group, exists")
+        where["of_block"] = "block, mask" if self.by_lane else "block, exists[:, None]"
         first = f"leaf * {len(self.names)} + " if self.per_leaf else ""
         lines += [  # tables first: nothing that is loaded early has to wait for them
             "lane = tl.load(lane_bits + leaf * LANES + lanes)",
@@ -373,14 +378,8 @@ class _Body:
             "place = tl.load(keys + leaf) + place",
         ]
         for role in roles:
-            if role == "of_block":
-                there = "mask" if self.by_lane else "exists[:, None]"
-                lines.append(f"of_block = load(of_block_at, block, {there}, 1.0, MASKED)")
-            elif role in self.roles.scales:
-                lines.append(f"{role} = load({role}_at, {where[role]}, 0, MASKED)")
-            else:
-                other = nothing.get(role, 0)
-                lines.append(f"{role} = load_early({role}_at, {where[role]}, {other}, MASKED)")
+            how = f"{where[role]}, {nothing.get(role, 0)}, MASKED, {role not in late}"
+            lines.append(f"{role} = load({role}_at, {how})")
         lines += [
             "there = tl.broadcast_to(mask, (ROWS, LANES))",
             f"{', '.join(new.values())} = step({', '.join(self.operands)})",

@@ -23,24 +23,16 @@ def _pointer(pointer):
 
 
 @triton.jit
-def load(pointer, offsets, mask, OTHER: tl.constexpr, MASKED: tl.constexpr):
-    """Elements of a tile, bf16 as its bits; OTHER where there are none."""
-    if MASKED:
-        return tl.load(_pointer(pointer) + offsets, mask=mask, other=OTHER)
-    else:
-        return tl.load(_pointer(pointer) + offsets)
+def load(pointer, offsets, mask, OTHER: tl.constexpr, MASKED: tl.constexpr, EARLY: tl.constexpr):
+    """Elements of a tile, bf16 as its bits; OTHER where there are none.
 
-
-@triton.jit
-def load_early(pointer, offsets, mask, OTHER: tl.constexpr, MASKED: tl.constexpr):
-    """`load`, before what follows: volatile, or the assembler moves it down to its use.
-
-    Not for what all programs read, which would come from the same place of the L2 cache each time.
+    EARLY is before what follows: volatile, or the assembler moves it down to its use. Not for what
+    all programs read, which would come from the same place of the L2 cache each time.
     """
     if MASKED:
-        return tl.load(_pointer(pointer) + offsets, mask=mask, other=OTHER, volatile=True)
+        return tl.load(_pointer(pointer) + offsets, mask=mask, other=OTHER, volatile=EARLY)
     else:
-        return tl.load(_pointer(pointer) + offsets, volatile=True)
+        return tl.load(_pointer(pointer) + offsets, volatile=EARLY)
 
 
 @triton.jit

@@ -58,7 +58,7 @@ def compiler_params(blocks: Blocks, moving: int, scratch: Any) -> pltpu.Compiler
 
 
 def in_hbm(arrays: list[jax.Array], interpret: Any) -> list[jax.Array]:
-    """Arrays that a kernel reads from where they lie: XLA might copy them to a core's memory first.
+    """Pin arrays in HBM, from which the kernel reads: XLA might copy them to a core's memory first.
 
     It would copy what is written in place back, and need memory for its copies.
     """
