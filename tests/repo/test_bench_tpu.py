@@ -96,6 +96,38 @@ def test_bundles_of_loops():
         bundles.cycles(BUNDLES.replace("%s1, 16", "%s1, %s3"))
 
 
+# The loop over a grid of 4 steps: trip 0 only fetches, trip 5 only stores, and both branch over.
+GRID = """
+     0   :  { %1 = smov 0 }
+   0x1 LB: > { %p7 = scmp.ge.s32.totalorder %s3, 1 }
+   0x2   : > { %p8 = scmp.lt.s32.totalorder %s3, 5  ;;  %p9 = pnand %p7, %p8 }
+   0x3   : > { %2 = sbr.rel (%p9) target = $region6 }
+   0x4   : > { %3 = smov 0 }
+   0x5   :  {}
+   0x6   :  {}
+   0x7   :  {}
+   0x8   : > { %4 = smov 0 }
+   0x9 LB: >> { %p1 = scmp.ge.s32.totalorder %s1, 16 /* loop exit test */ }
+   0xa   : >> { %5 = sbr.rel (!%p1) target = $region1 }
+   0xb   : > { %6 = smov 0 }
+   0xc PF: > { %7 = smov 0 }
+   0xd   : > { %p2 = scmp.ge.s32.totalorder %s2, 6 /* loop exit test */ }
+   0xe   : > { %8 = sbr.rel (!%p2) target = $region2 }
+   0xf   :  { %9 = smov 0 }
+"""
+
+
+def test_bundles_of_a_grid():
+    """What a branch leaves out of the trips that fill and empty the pipeline runs 4 times, not 6.
+
+    The four bundles behind the branch run before it is taken.
+    """
+    always, of_step = 3 + 4 + 3, 1 + 16 * 2 + 1
+    assert bundles.cycles(GRID) == 1 + 6 * always + 4 * of_step + 1
+    with pytest.raises(ValueError, match="how often the branch on %p9"):
+        bundles.cycles(GRID.replace("%s3, 5", "%s4, 5"))
+
+
 def test_the_test_of_a_loop_may_stand_in_the_one_inside():
     """It waits for the end of that one."""
     moved = BUNDLES.replace(

@@ -1,7 +1,8 @@
 """Static cycles of Pallas' kernels: the instruction bundles that libtpu made of them.
 
 A bundle takes a cycle, without what waiting for memory adds. Loops count as often as their exit
-tests say; the loop over a kernel's grid has two steps more, which fill and empty its pipeline.
+tests say. The loop over a kernel's grid has two trips more than the grid has steps: the first only
+fetches, the last only stores. A branch leaves the kernel's own bundles out there, and so does this.
 """
 
 import argparse
@@ -17,10 +18,13 @@ from pathlib import Path
 
 from benchmarks.suites.tpu.program import KERNEL, Instruction, Program
 
-_BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(LB)?\w*\s*:\s*(>*)")
+_BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(\w*)\s*:\s*(>*)")
+_LOOP, _LANDING = "LB", "PF"  # labels: the first bundle of a loop, the one that a branch leads to
 _EXIT = re.compile(
     r"scmp\.ge\.s32\.totalorder (\(%\w+\), |\(%\w+\) )?%\w+, (\d+) /\* loop exit test \*/"
 )
+_OVER = re.compile(r"sbr\.rel \((%p\w+)\) target")  # a branch forward; those of loops have a `!`
+_BEHIND_A_BRANCH = 4  # bundles that run before it is taken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,55 +34,85 @@ class _Bundle:
     trips: tuple[int, ...]  # of the loop whose exit test is here
     outer: tuple[int, ...]  # of the loop around it: a test that waits for the end of this one
     empty: bool
+    steps: int | None  # of the grid, of a bundle that only they run and no trip that fills or empties
 
 
 def cycles(text: str) -> int:
     """Cycles of a kernel, from the text of its final bundles.
 
     Raises:
-      ValueError: for a loop whose exit test compares with no number.
+      ValueError: for a loop whose exit test compares with no number, or a branch that leaves out
+        other bundles than those of the first and last trips of the grid's loop.
     """
-    bundles = []
+    bundles: list[_Bundle] = []
+    steps, since = None, 0
     for line in text.splitlines():
         if found := _BUNDLE.match(line):
+            if found[1] == _LANDING:
+                steps = None
+            elif branch := _OVER.search(line):
+                steps, since = _steps(text, branch[1]), len(bundles)
+            behind = len(bundles) > since + _BEHIND_A_BRANCH
             tests = _EXIT.findall(line)
             bundles.append(
                 _Bundle(
                     depth=len(found[2]),
-                    opens=bool(found[1]),
+                    opens=found[1] == _LOOP,
                     trips=tuple(int(trips) for waits, trips in tests if not waits),
                     outer=tuple(int(trips) for waits, trips in tests if waits),
                     empty=line[found.end() :].lstrip().startswith("{}"),
+                    steps=steps if behind else None,
                 )
             )
     return _of_loop(bundles)[0]
 
 
-def _of_loop(bundles: Sequence[_Bundle]) -> tuple[int, list[int], list[int]]:
+def _steps(text: str, condition: str) -> int:
+    """Return in how many trips a branch is not taken: where first <= counter < end."""
+    ends = re.search(rf"{condition} = pnand (%p\w+), (%p\w+)", text)
+    bounds = [
+        re.search(rf"{name} = scmp\.{than}\.s32\.totalorder (%\w+), (\d+)\s", text)
+        for name, than in zip(ends.groups() if ends else (), ("ge", "lt"), strict=False)
+    ]
+    if len(bounds) != 2 or bounds[0] is None or bounds[1] is None or bounds[0][1] != bounds[1][1]:
+        raise ValueError(f"it is not known how often the branch on {condition} is taken")
+    return int(bounds[1][2]) - int(bounds[0][2])
+
+
+def _of_loop(bundles: Sequence[_Bundle], level: int = 0) -> tuple[int, int, list[int], list[int]]:
     """Cycles of bundles with the loops inside; trips by exit tests, of this loop and the next.
 
     The test of a loop may stand among the bundles of the last one inside.
+
+    Args:
+      bundles: of the loop.
+      level: of the loop; the grid's is the first.
+
+    Returns:
+      (cycles of a trip, cycles of all trips together beside these, trips, trips of the next loop)
     """
-    total, at = 0, 0
+    each, together, at = 0, 0, 0
     trips: list[int] = []
     outer: list[int] = []
     while at < len(bundles):
-        one = bundles[at]
-        if not one.opens:
-            total += 1
+        one, end, taken = bundles[at], at + 1, 1
+        if one.opens:
+            end = _end(bundles, at)
+            body = [dataclasses.replace(one, opens=False), *bundles[at + 1 : end]]
+            inner, beside, found, own = _of_loop(body, level + 1)
+            if len(found) != 1:
+                raise ValueError(f"a loop of {end - at} bundles has the exit tests {found}")
+            taken = inner * found[0] + beside
+            trips += own
+        else:
             trips += one.trips
             outer += one.outer
-            at += 1
-            continue
-        end = _end(bundles, at)
-        body = [dataclasses.replace(one, opens=False), *bundles[at + 1 : end]]
-        inner, found, own = _of_loop(body)
-        if len(found) != 1:
-            raise ValueError(f"a loop of {end - at} bundles has the exit tests {found}")
-        total += inner * found[0]
-        trips += own
+        if level == 1 and one.steps is not None:
+            together += one.steps * taken
+        else:
+            each += taken
         at = end
-    return total, trips, outer
+    return each, together, trips, outer
 
 
 def _end(bundles: Sequence[_Bundle], start: int) -> int:
