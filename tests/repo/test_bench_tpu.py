@@ -128,6 +128,16 @@ def test_bundles_of_a_grid():
         bundles.cycles(GRID.replace("%s3, 5", "%s4, 5"))
 
 
+def test_a_condition_may_be_kept_as_a_number():
+    """Where a chip has no register left for it."""
+    kept = GRID.replace(
+        "{ %2 = sbr.rel (%p9)",
+        "{ %s4 = scalar_select /*predicate=*/%p9, /*on_true=*/1, /*on_false=*/0  ;;  "
+        "%p10 = scmp.ne.s32.totalorder %s4, 0  ;;  %2 = sbr.rel (%p10)",
+    )
+    assert bundles.cycles(kept) == bundles.cycles(GRID)
+
+
 def test_the_test_of_a_loop_may_stand_in_the_one_inside():
     """It waits for the end of that one."""
     moved = BUNDLES.replace(

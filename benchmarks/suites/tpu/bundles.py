@@ -69,6 +69,8 @@ def cycles(text: str) -> int:
 
 def _steps(text: str, condition: str) -> int:
     """Return in how many trips a branch is not taken: where first <= counter < end."""
+    while (kept := _kept(text, condition)) is not None:
+        condition = kept
     ends = re.search(rf"{condition} = pnand (%p\w+), (%p\w+)", text)
     bounds = [
         re.search(rf"{name} = scmp\.{than}\.s32\.totalorder (%\w+), (\d+)\s", text)
@@ -77,6 +79,18 @@ def _steps(text: str, condition: str) -> int:
     if len(bounds) != 2 or bounds[0] is None or bounds[1] is None or bounds[0][1] != bounds[1][1]:
         raise ValueError(f"it is not known how often the branch on {condition} is taken")
     return int(bounds[1][2]) - int(bounds[0][2])
+
+
+def _kept(text: str, condition: str) -> str | None:
+    """Return the condition that another is, kept as a number where there were no registers."""
+    number = re.search(rf"{condition} = scmp\.ne\.s32\.totalorder (%s\w+), 0\s", text)
+    if number is None:
+        return None
+    chosen = re.search(
+        rf"{number[1]} = scalar_select /\*predicate=\*/(%p\w+), /\*on_true=\*/1, "
+        r"/\*on_false=\*/0\s", text,
+    )  # fmt: skip
+    return chosen and chosen[1]
 
 
 def _of_loop(bundles: Sequence[_Bundle], level: int = 0) -> tuple[int, int, list[int], list[int]]:
