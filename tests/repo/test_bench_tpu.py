@@ -118,7 +118,7 @@ GRID = """
 
 
 def test_bundles_of_a_grid():
-    """What a branch leaves out of the trips that fill and empty the pipeline runs 4 times, not 6.
+    """Bundles that a branch leaves out of the first and the last trip run 4 times, not 6.
 
     The four bundles behind the branch run before it is taken.
     """
@@ -129,7 +129,7 @@ def test_bundles_of_a_grid():
 
 
 def test_a_condition_may_be_kept_as_a_number():
-    """Where a chip has no register left for it."""
+    """A chip does so with no register left for it."""
     kept = GRID.replace(
         "{ %2 = sbr.rel (%p9)",
         "{ %s4 = scalar_select /*predicate=*/%p9, /*on_true=*/1, /*on_false=*/0  ;;  "

@@ -34,3 +34,15 @@ def of_step(case: str, impl: str) -> Bounds:
         return Bounds(1.15 if case.startswith("llama-layer") else 1.05, MB)
     parameters = sum(x.size for x in cases.masters(case).values())
     return Bounds(2.0, 3.0 * parameters)
+
+
+# (case, implementation) of the library's other programs. Codes and scales of what is kept are
+# written, and read again; what is quantized by one scale is read once more for its maximum.
+OF_PARTS = {
+    ("gaussws/2048x8192", "sample"): Bounds(1.05, MB),
+    ("gaussws/2048x8192", "noise_sums"): Bounds(1.05, MB),
+    ("fp8_flow/8192x2048x8192", "rms_norm"): Bounds(1.6, MB),
+    ("fp8_flow/8192x2048x8192", "gated_product"): Bounds(1.6, 96 * MB),
+    ("fp8_flow/32768x4096x14336", "rms_norm"): Bounds(1.6, 160 * MB),
+    ("fp8_flow/32768x4096x14336", "gated_product"): Bounds(1.75, 512 * MB),
+}

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import optax_lowmem as lowmem
+from optax_lowmem._src.core import row_blocks
 from optax_lowmem._src.update import by_rows
 from tests import launch_cases
 from tests.compilation import SAME_BITS
@@ -49,7 +50,7 @@ DEFAULT = ["new weights", "an update", "two loops", "a value a row"]
 
 @pytest.fixture
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(by_rows, "_ELEMENTS", 64 * 96)
+    monkeypatch.setattr(row_blocks, "ELEMENTS", 64 * 96)
 
 
 @pytest.mark.usefixtures("small_blocks")

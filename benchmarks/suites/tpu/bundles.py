@@ -34,7 +34,7 @@ class _Bundle:
     trips: tuple[int, ...]  # of the loop whose exit test is here
     outer: tuple[int, ...]  # of the loop around it: a test that waits for the end of this one
     empty: bool
-    steps: int | None  # of the grid, of a bundle that only they run and no trip that fills or empties
+    steps: int | None  # of the grid, where they alone run it, no trip that fills or empties
 
 
 def cycles(text: str) -> int:

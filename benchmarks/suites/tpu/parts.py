@@ -104,9 +104,11 @@ def _noise(shape: tuple[int, int]) -> dict[str, Callable[[], Part]]:
 # case -> implementation -> what makes its function and arguments
 PARTS: dict[str, dict[str, Callable[[], Part]]] = {
     "group_codec/2048x8192": _codec((2048, 8192)),
+    "group_codec/8192x8192": _codec((8192, 8192)),  # in f32 larger than a chip's own memory
     "linear/16384x4096x16384": _linear(16384, 4096, 16384),
     "linear/8192x2048x8192": _linear(8192, 2048, 8192),
     "fp8_flow/8192x2048x8192": _flow(8192, 2048, 8192),
+    "fp8_flow/32768x4096x14336": _flow(32768, 4096, 14336),
     "gaussws/2048x8192": _noise((2048, 8192)),
 }
 

@@ -67,6 +67,12 @@ def part_keys(keys: jax.Array, *starts: jax.Array) -> jax.Array:
     return jnp.stack([rows, keys], axis=-1)
 
 
+def key_of_part(key: jax.Array, *starts: jax.Array) -> jax.Array:
+    """`part_keys` of one leaf, or of a part of it, from its key or pair: uint32 [2]."""
+    row, own = row_and_lane_keys(key)
+    return jnp.stack([part_keys(row, *starts)[0], own])
+
+
 def element_keys(keys: jax.Array, place: jax.Array, group_size: int) -> jax.Array:
     """`part_keys` of single elements of 1-d leaves, which may begin inside a group.
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from optax_lowmem._src.core import numerics
+from optax_lowmem._src.core import numerics, row_blocks
 from optax_lowmem._src.fp8_flow import kernels, storage
 from optax_lowmem._src.fp8_flow.storage import DEFAULT, ArrayFunction, Coded, Recipe
 
@@ -80,6 +80,15 @@ def _gated(gate: _Gate, *given: jax.Array) -> Coded:
 def _forward(gate: _Gate, *given: jax.Array) -> tuple[Coded, Any]:
     size, exact = gate.recipe.group_size, gate.recipe.exact
     stored, absmax = kernels.store_gated(given, gate.activation, size, exact)
+    blocks = None if exact else row_blocks.on_tpu(given[0])
+    if blocks is not None:
+
+        def restored(*stored: kernels.Grouped) -> jax.Array:
+            return _value(gate, *(kernels.restore(one, size) for one in stored))
+
+        value, codes = kernels.quantized_by_rows(blocks, restored, stored, absmax, given[0].dtype)
+        codes, stored = storage.kept(codes, stored)
+        return Coded(value, codes), stored
     if exact:
         values = [numerics.widen(x) for x in given]
     else:
@@ -91,9 +100,16 @@ def _forward(gate: _Gate, *given: jax.Array) -> tuple[Coded, Any]:
 
 @storage.once
 def _gradients(gate: _Gate, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
-    values = [kernels.restore(one, gate.recipe.group_size) for one in saved]
-    pull = jax.vjp(partial(_value, gate), *values)[1]
-    return tuple(dx.astype(g.dtype) for dx in pull(numerics.widen(g)))
+    def pulled(saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
+        values = [kernels.restore(one, gate.recipe.group_size) for one in saved]
+        pull = jax.vjp(partial(_value, gate), *values)[1]
+        return tuple(dx.astype(g.dtype) for dx in pull(numerics.widen(g)))
+
+    blocks = row_blocks.on_tpu(g)
+    if blocks is None:
+        return pulled(saved, g)
+    found: tuple[jax.Array, ...] = blocks.map(lambda _, *parts: pulled(*parts), saved, g)
+    return found
 
 
 _gated.defvjp(_forward, lambda gate, saved, g: _gradients(gate, saved, g.value))

@@ -17,15 +17,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lowmem._src.core import random
+from optax_lowmem._src.core import random, row_blocks
 from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
 from optax_lowmem._src.update import reference
 from optax_lowmem._src.update.plan import LeafPlan, LeafState
 
 _Carry = tuple[Any, LeafState]
-
-_ELEMENTS = 1 << 20  # of a block; with 2^22 some copies of it go to HBM, with 2^18 loops are slow
-_TILE = 32  # rows of a tile of 8-bit numbers: blocks of other sizes are cut through it
 
 
 def supported(plan: LeafPlan) -> str | None:
@@ -35,13 +32,13 @@ def supported(plan: LeafPlan) -> str | None:
     """
     if not plan.grouped:
         return "no slot is compressed: plain elementwise work, which XLA fuses well"
-    if len(plan.shape) < 2 or math.prod(plan.shape) <= _ELEMENTS:
+    if row_blocks.fits(plan.shape):
         return "it fits into the chip's own memory as a whole"
     heads = plan.block and plan.block.fit(plan.shape).heads
     if heads and heads[0] != len(plan.shape) - 1:
         return "blocks of rows may cut through heads"
     if any(_rows(plan.shape, axis) is None for axis in range(len(plan.shape) - 1)):
-        return f"its rows are no multiple of {_TILE}, which blocks of rows are made of"
+        return f"its rows are no multiple of {row_blocks.TILE}, which blocks of rows are made of"
     return None
 
 
@@ -69,16 +66,7 @@ def _reference(rule: UpdateRule, plan: LeafPlan) -> Any:
 
 
 def _rows(shape: tuple[int, ...], axis: int) -> int | None:
-    """Rows of a block along an axis: whole tiles that divide it, or None where there are none.
-
-    For rows left over XLA would lay out the whole leaf in another way, and copy it.
-    """
-    unit = _TILE if axis == len(shape) - 2 else 1
-    if shape[axis] % unit:
-        return None
-    most = max(1, _ELEMENTS // math.prod(shape[axis + 1 :]) // unit)
-    units = shape[axis] // unit
-    return unit * max(n for n in range(1, min(most, units) + 1) if units % n == 0)
+    return row_blocks.rows_of(shape, axis, row_blocks.ELEMENTS)
 
 
 def _of_block(
@@ -130,10 +118,10 @@ def _blocks(
             return lax.dynamic_update_slice_in_dim(x, part, start, axis) if x.ndim else part
 
         starts = [jnp.uint32(0)] * axis + [start.astype(jnp.uint32)]
-        own_keys = jnp.stack([random.part_keys(keys[0], *starts)[0], keys[1]])
+        own_keys = random.key_of_part(keys, *starts)
         own_h = {**h, **_of_block(plan, h, cut)}
         part, weights, of_carry = jax.tree.map(cut, (g, p, carry))
-        if math.prod(own.shape) > _ELEMENTS and axis + 2 < len(shape):
+        if math.prod(own.shape) > row_blocks.ELEMENTS and axis + 2 < len(shape):
             found = _blocks(rule, own, part, weights, of_carry, own_h, own_keys, axis + 1)
         else:
             weights = of_carry[0] if plan.direct else weights

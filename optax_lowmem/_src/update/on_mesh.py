@@ -132,5 +132,4 @@ def _part_key(plan: LeafPlan, place: Placement, key: jax.Array) -> jax.Array:
         jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(size) if axes else jnp.uint32(0)
         for axes, size in zip(place.axes, sizes, strict=True)
     ]
-    row, lane = random.row_and_lane_keys(key)  # of a leaf, or of a part of one already
-    return jnp.stack([random.part_keys(row, *starts)[0], lane])
+    return random.key_of_part(key, *starts)
