@@ -42,7 +42,13 @@ def test_sampled_weights(shape, noise, compute, split, monkeypatch):
         to = format_of(compute)
         return kernels.sample(own, correction, factor, KEY, NOISES[noise], to, jnp.bfloat16)
 
-    alike(*blocks_of_rows.both(monkeypatch, sample, w, factor, elements=4096))
+    whole, in_blocks = blocks_of_rows.both(monkeypatch, sample, w, factor, elements=4096)
+    if noise != "diffq":
+        return alike(whole, in_blocks)
+    # R is no power of two, and a multiply-add of another compilation rounds once
+    (sampled, scale), (own, own_scale) = whole, in_blocks
+    alike(scale, own_scale)
+    assert np.mean(np.asarray(sampled != own)) <= tolerances.EAGER_JIT_SHARE
 
 
 @pytest.mark.parametrize(

@@ -25,15 +25,19 @@ class Bounds:
 def of_step(case: str, impl: str) -> Bounds:
     """The bounds of a step, by what computes it.
 
-    A kernel reads and writes each byte once, which tiles at the edge of a leaf and hyperparameters
-    exceed by less than 5 %; among the leaves of a layer are small ones, which XLA steps. XLA's own
-    step holds the transposed copies of one block of rows, or of a leaf no larger than that, and
-    moves those of leaves that it does not keep in the chip's own memory.
+    A kernel reads and writes each byte once, or twice what a mean is taken of before, which tiles
+    at the edge of a leaf and hyperparameters exceed by less than 5 %; among the leaves of a layer
+    are small ones, which XLA steps. Its temporaries are numbers, each in 16 KB of its own, and on
+    a mesh those of a mean over all devices too. XLA's own step holds the transposed copies of one
+    block of rows, or of a leaf no larger than that, and moves those of leaves that it does not keep
+    in the chip's own memory; a stack of layers it also copies once.
     """
     if KERNEL and not impl.endswith(cases.XLA):
-        return Bounds(1.15 if case.startswith("llama-layer") else 1.05, MB)
+        layer = case.startswith("llama-layer")
+        several = layer and case.endswith(cases.ON_FOUR) and bool(cases.prepares(impl))
+        return Bounds(1.15 if layer else 1.05, 2 * MB if several else MB)
     parameters = sum(x.size for x in cases.masters(case).values())
-    return Bounds(2.0, 3.0 * parameters)
+    return Bounds(2.5 if case == "stack-of-16" else 2.0, 3.0 * parameters)
 
 
 # (case, implementation) of the library's other programs. Codes and scales of what is kept are

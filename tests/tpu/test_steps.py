@@ -35,15 +35,16 @@ def compiled(chip, case, impl):
 
 @pytest.mark.parametrize(("chip", "case", "impl"), rows(EVERY, IN_CI))
 def test_a_step_is_in_place_and_moves_little(chip, case, impl):
-    """All of the state and the weights is aliased; no leaf leaves its chip."""
+    """All of the state and the weights is aliased; no leaf leaves its chip, only means of them."""
     program = compiled(chip, case, impl)
     memory, found = program.memory_analysis(), Program(program.as_text())
     ideal, rewritten = cases.ideal_bytes(chip, case, impl)
     limit = bounds.of_step(case, impl)
     assert memory.alias_size_in_bytes >= rewritten
-    assert found.collectives() == {}
+    means = case.endswith(cases.ON_FOUR) and cases.prepares(impl)
+    assert found.collectives().keys() == ({"all-reduce"} if means else set())
     assert found.traffic() >= 0.999 * ideal  # or the program is not understood
-    assert found.traffic() <= limit.traffic * ideal
+    assert found.traffic() <= limit.traffic * (ideal + cases.read_twice(chip, case, impl))
     assert memory.temp_size_in_bytes <= limit.temporaries
     if bounds.KERNEL and not impl.endswith(cases.XLA):
         assert found.kernels() > 0

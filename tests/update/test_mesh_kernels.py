@@ -230,8 +230,11 @@ def test_what_kernels_leave_to_xla_on_a_mesh():
     assert "parts of 48 on the last axis, and groups of 32" in reason(made("flash_adamw"), across)
     assert reason(made("flash_adamw", group_size=48), across) is None
     assert reason(made("flash_adamw"), P("a")) is None
-    mini = lowmem.flash_adam_mini(1e-3, blocks=lowmem.blocks.Structure(default="whole"))
-    assert "blocks of weights" in reason(mini, P("a"))
+    heads = lowmem.blocks.Structure(rules=[("w", lowmem.blocks.Block(heads=(0, 4)))])
+    assert "heads lie on" in reason(lowmem.flash_adam_mini(1e-3, blocks=heads), P("a"))
+    assert reason(lowmem.flash_adam_mini(1e-3, blocks=heads), across) is not None
+    whole = lowmem.blocks.Structure(default="whole")
+    assert reason(lowmem.flash_adam_mini(1e-3, blocks=whole), P("a")) is None
 
 
 def test_lowers_for_gpus():

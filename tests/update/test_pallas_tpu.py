@@ -345,3 +345,76 @@ def test_on_a_mesh(optimizer, spec, interpreted):
     assert not re.findall(COLLECTIVES, compiled.as_text())
     for a, b in zip(jax.tree.leaves(compiled(*placed)), jax.tree.leaves(one), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+AXES = {"one": (0, 1), "of columns": (0,), "of rows": (1,)}
+
+
+@pytest.mark.parametrize(
+    ("blocks", "spec"),
+    rows(
+        itertools.product(AXES, [P("a"), P(None, "a"), P("b", "a")]),
+        [("one", P("a")), ("of columns", P("b", "a"))],
+    ),
+)
+def test_blocks_on_a_mesh(blocks, spec, interpreted):
+    """Each part takes the values of its blocks, which may lie on several devices."""
+    rules = [("w", lowmem.blocks.Block(axes=AXES[blocks]))]
+    tx = lowmem.flash_adam_mini(1e-3, blocks=lowmem.blocks.Structure(rules=rules))
+    one, several, text = on_one_and_several(tx, spec)
+    assert set(re.findall(COLLECTIVES, text)) <= {"all-reduce", "all-gather"}
+    for a, b in zip(jax.tree.leaves(several), jax.tree.leaves(one), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("spec", rows([P("a"), P("b", "a")], [P("b", "a")]))
+def test_a_mean_on_a_mesh(spec, interpreted):
+    """That of a device's part, averaged with the others'."""
+    one, several, text = on_one_and_several(lowmem.stable_adamw(1e-3, threshold=0.5), spec)
+    assert set(re.findall(COLLECTIVES, text)) == {"all-reduce"}
+    (params, state), (own, own_state) = several, one
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(own_state), strict=True):
+        near = np.abs(np.asarray(a, np.float64) - np.asarray(b, np.float64)) <= 1
+        share = np.mean(np.asarray(a) != np.asarray(b))
+        # codes of moments do not depend on the mean; the correction of a weight does
+        assert near.all() or share <= tolerances.REORDERED_CODES
+    np.testing.assert_allclose(
+        np.asarray(params["w"], np.float32), np.asarray(own["w"], np.float32), rtol=2.0**-8
+    )
+
+
+def on_one_and_several(tx, spec):
+    """A step on one device and on eight, and the latter's program."""
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    rng = np.random.default_rng(0)
+    masters = {"w": jnp.asarray(rng.normal(0, 0.1, (256, 512)), F32)}
+    # whose squares have one sum, in any order
+    g = {
+        "w": jnp.asarray(
+            2.0 ** rng.integers(-9, -7, (256, 512)) * rng.choice([-1, 1], (256, 512)), BF16
+        )
+    }
+    params, state = lowmem.init(tx, masters, BF16)
+    same_bits = functools.partial(jax.jit, compiler_options=SAME_BITS)
+    one = same_bits(functools.partial(lowmem.step, tx))(g, state, params)
+    place = {"w": NamedSharding(mesh, spec)}
+    of_state = state_shardings(tx, params, place)
+    step = functools.partial(lowmem.step, tx, specs={"w": spec}, mesh=mesh)
+    placed = [jax.device_put(x, s) for x, s in ((g, place), (state, of_state), (params, place))]
+    compiled = same_bits(step, out_shardings=(place, of_state)).lower(*placed).compile()
+    return one, compiled(*placed), compiled.as_text()
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "scale"),
+    [((70, 384), BF16, None), ((2, 40, 256), F32, 0.25)],
+)
+def test_a_mean_of_squares(shape, dtype, scale, interpreted):
+    g = jax.random.normal(jax.random.key(0), shape).astype(dtype)
+    factor = None if scale is None else jnp.float32(scale)
+    assert pallas_tpu_mean.squares_reason(g) is None
+    found = pallas_tpu_mean.mean_of_squares(g, factor, None)
+    exact = np.mean((np.asarray(g, np.float64) * (scale or 1)) ** 2)
+    assert abs(float(found) - exact) <= 2.0**-20 * exact
+    assert "multiple of 128" in pallas_tpu_mean.squares_reason(g[..., 1:])
+    assert "float16" in pallas_tpu_mean.squares_reason(g.astype(jnp.float16))

@@ -43,6 +43,8 @@ def step_rows(chip: str, case: str, impl: str) -> Rows:
     program, seconds = cases.compile_case(chip, case, impl)
     ideal, rewritten = cases.ideal_bytes(chip, case, impl)
     values = measured(program, seconds, ideal)
+    if twice := cases.read_twice(chip, case, impl):
+        values["passes_ratio"] = (values["traffic_bytes"][0] / (ideal + twice), "x ideal")
     values["unaliased_bytes"] = (max(0.0, rewritten - values["alias_bytes"][0]), "B")
     cycles_of = BY_XLA
     if values["kernels"][0]:

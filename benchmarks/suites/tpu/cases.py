@@ -15,7 +15,7 @@ from benchmarks.suites.tpu import chips
 
 BASE = "optax.adamw"  # in f32
 _MATRICES = ((2048, 8192), (32000, 2048), (8192, 2048), (128256, 2048))
-_ON_FOUR = "/2x2"  # of a case on a mesh, where leaves are sharded along their first axis
+ON_FOUR = "/2x2"  # of a case on a mesh, where leaves are sharded along their first axis
 
 
 def _single(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
@@ -35,7 +35,7 @@ LEAVES: dict[str, dict[str, tuple[int, ...]]] = {
     "stack-of-16": {"x".join(map(str, shape)): (16, *shape) for shape in _MATRICES[:3]},
     "llama-layer": _layer(),
 }
-LEAVES |= {f"{case}{_ON_FOUR}": LEAVES[case] for case in ("2048x8192", "llama-layer")}
+LEAVES |= {f"{case}{ON_FOUR}": LEAVES[case] for case in ("2048x8192", "llama-layer")}
 XLA = "-xla"  # behind an optimizer's name: its step without kernels
 IMPLEMENTATIONS = (BASE, *lowmem.OPTIMIZERS, *(f"flash_{name}{XLA}" for name in ("adamw", "lion")))
 
@@ -49,7 +49,7 @@ def masters(case: str) -> dict[str, Any]:
 
 def prepared(chip: str, case: str, impl: str) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
     """The mesh, the step and its abstract gradients, state and parameters."""
-    four = case.endswith(_ON_FOUR)
+    four = case.endswith(ON_FOUR)
     mesh = chips.mesh(chip, (2, 2) if four else (1, 1))
     specs = {
         name: PartitionSpec(chips.AXIS) if four and len(x.shape) > 1 else PartitionSpec()
@@ -114,6 +114,21 @@ def logical_bytes(tree: Any) -> int:
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
     )
+
+
+def prepares(impl: str) -> str | None:
+    """Return what one of our implementations takes means over before its step: `UpdateRule`."""
+    return lowmem.OPTIMIZERS[impl.removesuffix(XLA)].rule.prepares
+
+
+def read_twice(chip: str, case: str, impl: str) -> int:
+    """Bytes that a step must read a second time, after a mean over them; 0 without one."""
+    if impl == BASE or prepares(impl) is None:
+        return 0
+    rule = lowmem.OPTIMIZERS[impl.removesuffix(XLA)].rule
+    _, _, (grads, state, _) = prepared(chip, case, impl)
+    slots = [getattr(state, f"{name}{of}") for name in rule.measures for of in ("", "_scale")]
+    return logical_bytes((grads, slots))
 
 
 def ideal_bytes(chip: str, case: str, impl: str) -> tuple[int, int]:

@@ -14,9 +14,11 @@ def _chip(device: str) -> str:
 
 
 def _cells(of: dict) -> list[str]:
-    cycles = of["cycles"]
+    cycles, traffic = of["cycles"], cell(of["traffic_ratio"], "{:.2f}")
+    if "passes_ratio" in of:
+        traffic += f" ({cell(of['passes_ratio'], '{:.2f}')} of two passes)"
     return [
-        cell(of["traffic_ratio"], "{:.2f}"),
+        traffic,
         cell(of["temp_bytes"], "{:.1f} MB", 1e6),
         cell(cycles, "{:.2f}", 1e6),
         cycles["cycles_of"],

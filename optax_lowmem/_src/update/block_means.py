@@ -4,8 +4,9 @@ The choice of the implementation is made while tracing.
 """
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -168,10 +169,42 @@ def means_of_squares(
         found = _by_kernel([pairs[i] for i in batch], scale, implementation is None)
         means.update(zip(batch, found, strict=True))
     for i, (block, g) in enumerate(pairs):
-        if i not in means:
-            # a TPU's compiler sums whole columns as it reads them
-            means[i] = _by_xla(block, g, scale, in_parts=not platform.may_be_tpu(g))
+        if i in means:
+            continue
+        # a TPU's compiler sums whole columns as it reads them
+        xla = functools.partial(_by_xla, block, in_parts=not platform.may_be_tpu(g))
+        means[i] = (
+            _of_a_leaf(block, g, scale, xla)
+            if _whole(block, g, implementation)
+            else (xla(g, scale))
+        )
     return [means[i] for i in range(len(pairs))]
+
+
+def _whole(block: Block, g: jax.Array, implementation: str | None) -> bool:
+    """Return whether a leaf is one block whose mean a TPU's kernel makes.
+
+    XLA would copy parts of the leaf to the chip's own memory, and needs a place for each copy.
+    """
+    if implementation == "xla" or not platform.may_be_tpu(g) or g.size < _SMALL:
+        return False
+    if platform.no_tpu_kernel_reason(g) is not None or block.values(g.shape) > 1:
+        return False
+    from optax_lowmem._src.update import pallas_tpu_mean
+
+    return pallas_tpu_mean.squares_reason(g) is None
+
+
+def _of_a_leaf(
+    block: Block, g: jax.Array, scale: jax.Array | None, xla: Callable[..., jax.Array]
+) -> jax.Array:
+    from optax_lowmem._src.update import pallas_tpu_mean
+
+    def otherwise(g: jax.Array, scale: jax.Array | None) -> jax.Array:
+        return xla(g, scale).reshape(())
+
+    found = pallas_tpu_mean.mean_of_squares(g, scale, otherwise)
+    return found.reshape(block.mean_shape(g.shape))
 
 
 def _batches(pairs: Sequence[tuple[Block, jax.Array]], indices: Sequence[int]) -> list[list[int]]:

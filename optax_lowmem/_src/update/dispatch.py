@@ -3,6 +3,7 @@
 It depends on `supported`, never on caught errors.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -247,8 +248,29 @@ def _placed(
         for i, place in places.items()
         if place is not None
         and on_mesh.supported(rule, plans[i], place) is None
-        and (gpu or implementation == _TPU or platform.may_be_tpu(gradients[i], place.mesh))
+        and (
+            (gpu and rule.prepares != "blocks")  # whose means are XLA's there
+            or implementation == _TPU
+            or platform.may_be_tpu(gradients[i], place.mesh)
+        )
     }
+
+
+def place_of_mean(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    g: jax.Array,
+    state: LeafState,
+    implementation: str | None,
+) -> Placement | None:
+    """Return the sharding of a leaf of whose parts a TPU kernel makes the mean, or None."""
+    if not rule.measures:
+        return None
+    place = _placed(rule, [plan], [state], [g], implementation).get(0)
+    if place is None or platform.target(g, place.mesh) != "tpu":
+        return None
+    local = dataclasses.replace(plan, shape=place.local(plan.shape))
+    return place if plan.grouped and _unsupported(_TPU, rule, local) is None else None
 
 
 def _may_be_tpu(gradients: Sequence[jax.Array], implementation: str | None) -> bool:

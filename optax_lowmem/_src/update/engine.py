@@ -43,6 +43,8 @@ from optax_lowmem._src.update import (
     block_means,
     choose,
     fused_updates,
+    on_mesh,
+    place_of_mean,
     reference,
 )
 from optax_lowmem._src.update.masters import (
@@ -517,11 +519,17 @@ def _prepare_leaf(
 ) -> Mapping[str, jax.Array]:
     """`reference.prepare`: scalars, replicated on Explicit axes."""
     prepare = functools.partial(_prepare, rule, plan.nameless)
+    place = place_of_mean(rule, plan, g, state, implementation)
+    if place is not None:
+        from optax_lowmem._src.update import pallas_tpu_mean
+
+        own = functools.partial(pallas_tpu_mean.prepared, rule)
+        return on_mesh.measured(own, plan.nameless, place, g, p, state, h)
     if rule.measures and choose(rule, plan, implementation, g)[0] == "pallas_tpu":
         from optax_lowmem._src.update import pallas_tpu_mean
 
         otherwise = prepare if implementation is None else None
-        return pallas_tpu_mean.prepared(rule, plan.nameless, g, p, state, h, otherwise)
+        return pallas_tpu_mean.prepared(rule, plan.nameless, g, p, state, h, otherwise=otherwise)
     names = jax.eval_shape(prepare, g, p, state, h)
     return explicit.left_to_xla(prepare, dict.fromkeys(names), g, p, state, h)
 

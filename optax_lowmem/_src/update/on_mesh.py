@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from optax_lowmem._src.core import explicit, random, scope
-from optax_lowmem._src.core.placement import Placement, placement
-from optax_lowmem._src.core.rules import UpdateRule
+from optax_lowmem._src.core.placement import Placement, entry, placement
+from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
 from optax_lowmem._src.update.plan import LeafPlan, LeafState
 
 
@@ -36,11 +36,56 @@ def _explicit(mesh: Mesh | AbstractMesh) -> bool:
 
 def supported(rule: UpdateRule, plan: LeafPlan, place: Placement) -> str | None:
     """Return the reason why a leaf's shards cannot be stepped separately, or None."""
-    if rule.prepares == "blocks":
-        return "blocks of weights may lie on several devices"
+    if plan.block is not None and _of_block(plan, place) is None:
+        return "its heads lie on several devices"
     if not plan.shape:
         return "a 0-d leaf has no parts"
     return place.cut_groups(plan.shape, plan.group_size) if plan.grouped or plan.noisy else None
+
+
+def _of_block(plan: LeafPlan, place: Placement) -> PartitionSpec | None:
+    """Return how values of blocks lie beside the parts of a leaf; None where parts cut heads.
+
+    Blocks may lie on several devices: each has their value.
+    """
+    assert plan.block is not None
+    block = plan.block.fit(plan.shape)
+    if block.heads and place.parts(block.heads[0]) > 1:
+        return None
+    axes = [() if axis in block.axes else own for axis, own in enumerate(place.axes)]
+    return PartitionSpec(*map(entry, axes))
+
+
+def measured(
+    prepare: Callable[..., Mapping[str, jax.Array]],
+    plan: LeafPlan,
+    place: Placement,
+    g: jax.Array,
+    p: jax.Array | None,
+    state: LeafState,
+    h: Mapping[str, jax.Array],
+) -> Mapping[str, jax.Array]:
+    """Operands that need a mean over a leaf, each device's mean of its part averaged with others'.
+
+    Args:
+      prepare: (plan, g, p, state, h, axes) -> `h` with them, of a part, by means over these axes.
+      plan: the leaf's static choices.
+      place: where it lies.
+      g: gradient.
+      p: parameter, or None.
+      state: stored state.
+      h: hyperparameters.
+    """
+    local = dataclasses.replace(plan, shape=place.local(plan.shape))
+    every, axes = PartitionSpec(), tuple(axis for own in place.axes for axis in own)
+    mapped = jax.shard_map(
+        lambda *given: prepare(local, *given, axes),
+        mesh=place.mesh,
+        in_specs=(place.spec, place.spec, _specs_of(state, place.spec), every),
+        out_specs=every,
+        check_vma=False,
+    )
+    return mapped(g, p, state, dict(h))
 
 
 def fused_updates(
@@ -66,7 +111,11 @@ def fused_updates(
       keys: uint32 [leaves] or [leaves, 2].
     """
     mesh, specs = places[0].mesh, [place.spec for place in places]
-    typed = _explicit(mesh)
+    typed, every = _explicit(mesh), PartitionSpec()
+    operands = [
+        {name: _of_block(plan, place) if name == OF_BLOCK else every for name in h}
+        for plan, place, h in zip(plans, places, of_leaves, strict=True)
+    ]
     own = [_specs_of(state, spec) for state, spec in zip(states, specs, strict=True)]
     local = [
         dataclasses.replace(plan, shape=place.local(plan.shape))
@@ -88,15 +137,15 @@ def fused_updates(
     if typed:  # where they lie is part of their type
         lies: tuple[list[Any], ...] = (specs, specs, own)
         rows = [_laid(row, spec, mesh) for row, spec in zip(rows, lies, strict=True)]
-    every = PartitionSpec()
+        of_leaves = _laid([dict(h) for h in of_leaves], operands, mesh)
     mapped: Any = jax.shard_map(
         on_a_device,
         mesh=mesh,
-        in_specs=(specs, specs, own, every, every),
+        in_specs=(specs, specs, own, operands, every),
         out_specs=[(spec, of_state) for spec, of_state in zip(specs, own, strict=True)],
         check_vma=False,
     )
-    found = mapped(*rows, list(of_leaves), keys)
+    found = mapped(*rows, [dict(h) for h in of_leaves], keys)
     if typed:
         likes = map(result_like, gradients, weights, states)
         found = [explicit.laid_like(one, like) for one, like in zip(found, likes, strict=True)]

@@ -6,7 +6,7 @@ XLA moves every group to where it can be decoded, and stores what it decodes.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from optax_lowmem._src.core import numerics, platform
+from optax_lowmem._src.core import lanes, numerics, platform
 from optax_lowmem._src.core.groups import result_like
 from optax_lowmem._src.core.lanes import LANES, ROWS, Blocks
-from optax_lowmem._src.core.rules import UpdateRule
+from optax_lowmem._src.core.rules import Slot, UpdateRule
 from optax_lowmem._src.core.varying import mean_of_leaf
 from optax_lowmem._src.update import pallas_tpu_views as views
 from optax_lowmem._src.update import reference, tuning
@@ -68,7 +68,9 @@ def _existing(blocks: Blocks, rows: Rows, layout: Registers, x: jax.Array) -> ja
 
 
 @functools.partial(
-    jax.jit, static_argnames=("rule", "plan", "names", "elements", "interpret"), inline=False
+    jax.jit,
+    static_argnames=("rule", "plan", "names", "elements", "axes", "interpret"),
+    inline=False,
 )
 def mean(
     rule: UpdateRule,
@@ -78,6 +80,7 @@ def mean(
     scalars: jax.Array,
     elements: int,
     interpret: Any = False,
+    axes: tuple[str, ...] | None = None,
 ) -> jax.Array:
     """The mean over a leaf of what `rule.measured` gives, f32 [].
 
@@ -89,6 +92,7 @@ def mean(
       scalars: the hyperparameters, f32 [len(names)].
       elements: of a block, at most.
       interpret: as of `pallas_tpu.launch`.
+      axes: of a mesh, over which parts of the leaf lie; None where JAX knows it.
     """
     moving = views.bytes_of(leaf.g, leaf.p, leaf.correction, leaf.slots)
     blocks = views.blocks_of(plan, leaf, moving, elements)
@@ -134,7 +138,60 @@ def mean(
         interpret=interpret,
         name="leaf_mean",
     )(scalars, *views.in_hbm(given, interpret))
-    return mean_of_leaf(sums) * jnp.float32(sums.size / leaf.g.size)
+    share = jnp.float32(sums.size / leaf.g.size)
+    if axes is None:
+        return mean_of_leaf(sums) * share
+    of_part = jnp.mean(sums) * share
+    return lax.pmean(of_part, axes) if axes else of_part
+
+
+@dataclasses.dataclass(frozen=True)
+class _Squares(UpdateRule):
+    """A rule without slots, whose mean is that of the gradient's squares."""
+
+    slots: ClassVar[tuple[Slot, ...]] = ()
+    state_type = None
+
+    def update(self, g: jax.Array, slots: Mapping[str, jax.Array], h: Any) -> Any:
+        """Not used: there is no step."""
+        raise NotImplementedError("squares are measured, not stepped")
+
+    def measured(self, g: jax.Array, slots: Mapping[str, jax.Array], h: Any) -> jax.Array:
+        """g^2."""
+        return jnp.square(g)
+
+
+def squares_reason(g: jax.Array) -> str | None:
+    """Return the reason why the kernel does not make the mean of an array's squares, or None."""
+    if g.dtype == jnp.float16:
+        return "Mosaic has no float16"
+    return lanes.unsupported(g.shape, LANES)
+
+
+def mean_of_squares(
+    g: jax.Array, scale: jax.Array | None, otherwise: Callable[..., jax.Array]
+) -> jax.Array:
+    """The mean of (scale g)^2 over an array, f32 [].
+
+    Args:
+      g: what `squares_reason` has no reason against.
+      scale: an f32 factor; None for 1.
+      otherwise: (g, scale) -> the same, for a program that turns out to be for no TPU.
+    """
+    wide = jnp.dtype(jnp.float32)
+    plan = LeafPlan("", g.shape, g.dtype, LANES, (), None, wide, decays=False)
+    names = () if scale is None else ("gradient_scale",)
+    cut = tuning.resolve(None, "pallas_tpu", 0, LANES)
+
+    def by_kernel(g: jax.Array, scale: jax.Array | None) -> jax.Array:
+        scalars = jnp.stack([jnp.ones((), wide) if scale is None else scale])
+        leaf = Leaf(g, None, None, (), ())
+        with platform.targeting(g):
+            return mean(_Squares(), plan, leaf, names, scalars, cut.tile.elements)
+
+    if platform.target(g) is None:
+        return lax.platform_dependent(g, scale, tpu=by_kernel, default=otherwise)
+    return by_kernel(g, scale)
 
 
 def prepared(
@@ -144,7 +201,8 @@ def prepared(
     p: jax.Array | None,
     state: LeafState,
     h: Mapping[str, jax.Array],
-    otherwise: Callable[..., Mapping[str, jax.Array]] | None,
+    axes: tuple[str, ...] | None = None,
+    otherwise: Callable[..., Mapping[str, jax.Array]] | None = None,
 ) -> Mapping[str, jax.Array]:
     """`reference.prepare` of a leaf by the kernel.
 
@@ -155,6 +213,7 @@ def prepared(
       p: parameter, or None.
       state: stored slots, scales, correction.
       h: hyperparameters.
+      axes: as of `mean`.
       otherwise: (g, p, state, h) -> the same, for a program that turns out to be for no TPU; None
         where the caller asked for the kernel.
     """
@@ -171,7 +230,7 @@ def prepared(
         leaf = leaf_of(own, g, weight, LeafState(slots, scales, state.correction))
         scalars = jnp.stack([h[name] for name in names])
         with platform.targeting(g):
-            found = mean(rule, own, leaf, names, scalars, cut.tile.elements)
+            found = mean(rule, own, leaf, names, scalars, cut.tile.elements, axes=axes)
         return {**h, **rule.of_mean(found, h)}
 
     arguments = g, p, state, dict(h)

@@ -37,7 +37,7 @@ def blocks_of(plan: LeafPlan, leaf: Leaf, moving: int, elements: int) -> Blocks:
     _, of_rows, within = _of_block(plan, leaf.of_block)
     return Blocks(
         plan.shape, plan.group_size, min(elements, _BUFFERS // (2 * moving)),
-        max(map(several_in_a_byte, plan.slots)), of_rows, within,
+        max(map(several_in_a_byte, plan.slots), default=1), of_rows, within,
     )  # fmt: skip
 
 
