@@ -156,17 +156,52 @@ def test_every_case_has_leaves_and_every_optimizer():
     assert all(shape[0] == 16 for shape in cases.LEAVES["stack-of-16"].values())
 
 
-def test_the_tables():
-    def rows(case, impl, cycles):
-        values = {"traffic_ratio": 1.5, "temp_bytes": 2e6, "cycles": cycles}
-        more = {"device": "TPU v5e (compiled for, never run)", "cycles_of": "XLA's estimate"}
-        return [{**made("tpu", case, impl, name, x), **more} for name, x in values.items()]
+def rows_of(chip, case, impl, cycles_of="XLA's estimate", **values):
+    more = {"device": f"TPU {chip} (compiled for, never run)", "cycles_of": cycles_of}
+    return [{**made("tpu", case, impl, name, x), **more} for name, x in values.items()]
 
-    found = rows("step/a", cases.BASE, 1e6) + rows("step/a", "flash_lion", 5e5)
-    other = rows("part/b", "bf16", 2e6) + rows("part/b", "switchback-int8", 1e6)
+
+def test_the_tables():
+    """A line for each program, with both chips where they differ."""
+
+    def rows(chip, case, impl, cycles):
+        return rows_of(chip, case, impl, traffic_ratio=1.5, temp_bytes=2e6, cycles=cycles)
+
+    found = rows("v5e", "step/a", cases.BASE, 1e6) + rows("v5e", "step/a", "flash_lion", 5e5)
+    found += rows("v6e", "step/a", "flash_lion", 3e5)
+    other = rows("v5e", "part/b", "bf16", 2e6) + rows("v5e", "part/b", "switchback-int8", 1e6)
     _, body, used = tables.steps(found + other)
-    estimate = ["1.50", "2.0 MB", "0.50", "XLA's estimate", "0.50"]
-    assert body[1] == ["v5e", "a", "`flash_lion`", *estimate] and used == found
+    assert body[1] == [
+        "a", "`flash_lion`", "1.50", "2.0 MB", "0.50 * / 0.30 *", "0.50 / ",
+    ] and used == found  # fmt: skip
     _, body, used = tables.parts(found + other)
-    assert body[1][-2:] == ["1.00", "0.50"] and used == other
+    assert body[1][-2:] == ["1.00 *", "0.50"] and used == other
     assert "run tpu" in tables.TABLES["tpu_steps"]([])
+
+
+def test_targets_are_of_the_largest_and_of_all_cases():
+    leaves = ["2048x8192", "32000x2048", "8192x2048", "128256x2048", "stack-of-16"]
+
+    def rows(impl, traffic, **more):
+        return [
+            row
+            for chip in ("v5e", "v6e")
+            for i, case in enumerate(leaves)
+            for row in rows_of(chip, f"step/{case}", impl, "bundles", traffic_ratio=traffic - i / 100,
+                               temp_bytes=3e5 * (i + 1), unaliased_bytes=0, cycles=9e5, **more)
+        ]  # fmt: skip
+
+    found = rows("flash_adamw", 1.04) + rows("stable_adamw", 1.25, passes_ratio=1.0)
+    _, body, _ = tables.targets(found)
+    shown = {line[0]: line[1:] for line in body}
+    assert shown["large leaves: HBM traffic, `flash_adamw`"] == [
+        "≤ 1.05 x ideal", "1.04 x ideal", "yes",
+    ]  # fmt: skip
+    assert shown["large leaves: HBM traffic, `stable_adamw`"][1:] == [
+        "1.25 x ideal (1.00 of two passes)", "**no**",
+    ]  # fmt: skip
+    assert shown["large leaves: temporaries, all six"] == ["≤ 1.0 MB", "1.5 MB", "**no**"]
+    assert shown["v6e: cycles of `flash_adamw`, 2048x8192"][2] == "**no**"
+    assert shown["v5e: cycles of `flash_adamw`, 2048x8192"][2] == "yes"
+    fewer = [row for row in found if row["case"] != "step/8192x2048"]
+    assert not any("HBM traffic" in line[0] for line in tables.targets(fewer)[1])

@@ -43,6 +43,11 @@ def of_step(case: str, impl: str) -> Bounds:
 # (case, implementation) of the library's other programs. Codes and scales of what is kept are
 # written, and read again; what is quantized by one scale is read once more for its maximum.
 OF_PARTS = {
+    **{
+        ("group_codec/8192x8192", f"{work}-{codec}"): Bounds(1.05, MB)
+        for work in ("encode", "decode")
+        for codec in ("softsign-int8", "sqrt-uint8")
+    },
     ("gaussws/2048x8192", "sample"): Bounds(1.05, MB),
     ("gaussws/2048x8192", "noise_sums"): Bounds(1.05, MB),
     ("fp8_flow/8192x2048x8192", "rms_norm"): Bounds(1.6, MB),
