@@ -45,7 +45,11 @@ def llama_3_2_1b(dtype: Any = jnp.bfloat16) -> dict:
 
 def gpt2_124m(dtype: Any = jnp.bfloat16) -> dict:
     """124,439,808 parameters in 148 leaves; the output projection is the token embedding."""
-    width = 768
+    return gpt2(dtype, layers=12, width=768, vocab=50257, context=1024)
+
+
+def gpt2(dtype: Any, *, layers: int, width: int, vocab: int, context: int) -> dict:
+    """A GPT-2 with biases; kernels are [in, out]."""
 
     def linear(inputs: int, outputs: int) -> dict:
         return {"kernel": _leaf(dtype, inputs, outputs), "bias": _leaf(dtype, outputs)}
@@ -62,9 +66,9 @@ def gpt2_124m(dtype: Any = jnp.bfloat16) -> dict:
         }
 
     return {
-        "wte": {"embedding": _leaf(dtype, 50257, width)},
-        "wpe": {"embedding": _leaf(dtype, 1024, width)},
-        "h": {str(index): block() for index in range(12)},
+        "wte": {"embedding": _leaf(dtype, vocab, width)},
+        "wpe": {"embedding": _leaf(dtype, context, width)},
+        "h": {str(index): block() for index in range(layers)},
         "ln_f": norm(),
     }
 

@@ -21,6 +21,7 @@ SUITES = {
     "memory": "memory",
     "mesh": "mesh.bench",
     "noise": "noise.bench",
+    "pairs": "pairs.bench",
     "release": "release",
     "rounding": "adam_mini.rounding",
     "spikes": "spikes.bench",

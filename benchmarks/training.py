@@ -138,19 +138,20 @@ class Program:
 
 
 def many_steps(
-    loss: Any, take_step: Callable[..., Any], context: int, measure: Measure | None
+    gradient: Any, take_step: Callable[..., Any], context: int, measure: Measure | None
 ) -> Any:
     """(weights, state, text, where the windows of each step start, ...) -> both, measures.
 
-    `take_step` has (gradients, state, weights, ...); measures are the mean loss, and those of
-    `measure` after the steps.
+    `gradient` has (weights, windows) and gives the loss and its gradients; `take_step` has
+    (gradients, state, weights, ...); measures are the mean loss, and those of `measure` after the
+    steps.
     """
 
     def steps(params: Any, state: Any, tokens: jax.Array, starts: jax.Array, *more: Any) -> Any:
         def step(carry: Any, at: jax.Array) -> tuple[Any, jax.Array]:
             params, state = carry
             windows = tokens[at[:, None] + jnp.arange(context + 1)[None]]
-            value, grads = jax.value_and_grad(loss)(params, windows.astype(jnp.int32))
+            value, grads = gradient(params, windows.astype(jnp.int32))
             return take_step(grads, state, params, *more), value
 
         (params, state), losses = jax.lax.scan(step, (params, state), starts)
@@ -211,6 +212,10 @@ class Experiment:
         """Return the settings that the runs share, but for what `about` adds."""
         return dataclasses.asdict(self.run) | {"tokens": self.run.tokens}
 
+    def gradient(self, loss: Any) -> Any:
+        """(weights, windows) -> loss, gradients."""
+        return jax.value_and_grad(loss)
+
     def trace(
         self, start: Any, loss: Any, take_step: Any, *more: Any, measure: Measure | None = None
     ) -> Program:
@@ -218,7 +223,7 @@ class Experiment:
 
         `more` are the types of what `take_step` takes beside gradients, state and weights.
         """
-        steps = many_steps(loss, take_step, self.run.context, measure)
+        steps = many_steps(self.gradient(loss), take_step, self.run.context, measure)
         params, state = jax.eval_shape(start)
         starts = jax.ShapeDtypeStruct(self.offsets.shape[1:], np.int32)
         given = params, state, self.text.tokens, starts, *more

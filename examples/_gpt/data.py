@@ -17,6 +17,9 @@ _SKIPPED_FOLDERS = frozenset(
     "test tests idle_test lib2to3 encodings pydoc_data site-packages dist-packages".split()
 )
 _LARGEST_FILE = 200_000
+# of the text that also has other languages and documentation
+_SUFFIXES = (".py", ".pyi", ".pyx", ".pxd", ".h", ".hpp", ".cuh", ".md", ".rst")
+_TABLES = frozenset(("encodings", "pydoc_data"))
 _HELD_OUT_OF_256 = 13  # 5 %
 _SEPARATOR = b"\n\n"
 _LARGEST_CORPUS = 120_000_000  # bytes: about 30 million BPE tokens
@@ -56,9 +59,7 @@ def installed_sources() -> Files:
 
     More than that, and a hash of the names chooses the files.
     """
-    paths = sysconfig.get_paths()
-    roots = dict.fromkeys(Path(paths[name]).resolve() for name in ("stdlib", "purelib", "platlib"))
-    found = dict(file for root in roots for file in _sources_under(root))
+    found = dict(file for root in _roots() for file in _sources_under(root))
     chosen, size = [], 0
     for name in sorted(found, key=lambda name: _hash(name)[1:]):  # the first byte holds out
         size += found[name].stat().st_size
@@ -68,10 +69,33 @@ def installed_sources() -> Files:
     return sorted(chosen)
 
 
+def all_sources() -> Files:
+    """Every source, header and page of documentation there, tests included; each content once."""
+    found: dict[str, Path] = {}
+    for root in _roots():
+        for name, path in _files_under(root):
+            if (
+                name.endswith(_SUFFIXES)
+                and not _TABLES.intersection(path.relative_to(root).parts)
+                and path.stat().st_size <= _LARGEST_FILE
+            ):
+                found.setdefault(name, path)
+    once = {hashlib.sha256(path.read_bytes()).digest(): name for name, path in found.items()}
+    return sorted((name, found[name]) for name in once.values())
+
+
+def _roots() -> list[Path]:
+    """Folders of the standard library and of installed packages."""
+    paths = sysconfig.get_paths()
+    names = ("stdlib", "purelib", "platlib")
+    return list(dict.fromkeys(Path(paths[name]).resolve() for name in names))
+
+
 # Name -> what a record calls the text, and its files.
 TEXTS: dict[str, tuple[str, Callable[[], Files]]] = {
     "standard-library": ("Python's standard library", standard_library),
     "installed": ("installed Python sources", installed_sources),
+    "all-sources": ("all sources and documentation of installed packages", all_sources),
 }
 
 
@@ -112,16 +136,7 @@ def load_corpus(data: Path | None = None, text: str = "standard-library") -> Cor
     A twentieth is held out: whole files, chosen by a hash of their relative names, so that the
     choice does not depend on the machine; of a single file, its end.
     """
-    if data is None:
-        source, files = TEXTS[text]
-        named = files()
-    elif data.is_dir():
-        named, source = _files_under(data), str(data)
-    elif data.is_file():
-        named, source = [(data.name, data)], str(data)
-    else:
-        raise SystemExit(f"--data {data}: no such file or folder")
-    texts = [(name, content) for name, path in named if _is_text(content := path.read_bytes())]
+    source, texts = read_texts(data, text)
     if not texts:
         raise SystemExit(
             f"{source}: no UTF-8 text found; pass --data with a file or folder of text"
@@ -133,6 +148,21 @@ def load_corpus(data: Path | None = None, text: str = "standard-library") -> Cor
         cut = len(whole) * (256 - _HELD_OUT_OF_256) // 256
         train, held_out = whole[:cut], whole[cut:]
     return Corpus(train, held_out, source, len(texts))
+
+
+def read_texts(data: Path | None, text: str) -> tuple[str, list[tuple[str, bytes]]]:
+    """Return what a record calls the text, and the names and contents of its files."""
+    if data is None:
+        source, files = TEXTS[text]
+        named = files()
+    elif data.is_dir():
+        named, source = _files_under(data), str(data)
+    elif data.is_file():
+        named, source = [(data.name, data)], str(data)
+    else:
+        raise SystemExit(f"--data {data}: no such file or folder")
+    contents = ((name, path.read_bytes()) for name, path in named)
+    return source, [(name, content) for name, content in contents if _is_text(content)]
 
 
 def byte_tokens(corpus: Corpus) -> Tokens:

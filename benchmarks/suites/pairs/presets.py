@@ -1,0 +1,191 @@
+"""What is trained in pairs: models with their runs, and optimizers with how weights are stored."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+from _gpt.config import ModelShape
+from _gpt.train import stored_dtype
+from _llama.config import FP8, STANDARD
+from _llama.config import PRESETS as LLAMAS
+
+import optax_lowmem as lowmem
+from optax_lowmem import Storage, codecs
+
+ADAM, LION = "adam", "lion"
+Factory = Callable[..., optax.GradientTransformation]
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """An optimizer to train with.
+
+    Attributes:
+      says: what it is, for a legend.
+      rule: whose learning rate, decays and baseline it has.
+      make: (schedule, **arguments) -> transformation.
+      split: whether matrices are bf16 weights with corrections; else all weights are f32.
+      activations: of a Llama's layers, as of `--activations`.
+    """
+
+    says: str
+    rule: str
+    make: Factory
+    split: bool = True
+    activations: str = STANDARD
+
+    @property
+    def plain(self) -> bool:
+        """Whether the optimizer is optax's own."""
+        return self.make in (optax.adamw, optax.lion)
+
+    def dtype(self) -> Any:
+        """The weights' dtype, as `lowmem.init` takes it."""
+        return stored_dtype if self.split else jnp.float32
+
+
+def _adam(says: str, storage: Storage, **more: Any) -> Variant:
+    return Variant(says, ADAM, functools.partial(lowmem.flash_adamw, storage=storage), **more)
+
+
+_PAPER = Storage.paper()
+_LINEAR = Storage.paper(nu=codecs.linear_paper(signed=False))
+
+# The first of each rule is what the others are compared with.
+VARIANTS: dict[str, Variant] = {
+    "adamw": Variant("AdamW, f32", ADAM, optax.adamw, split=False),
+    "flash_adamw": Variant("flash_adamw", ADAM, lowmem.flash_adamw),
+    "flash_adamw-paper": _adam("flash_adamw as published", _PAPER),
+    "flash_adamw-linear": _adam("as published, but linear codes of v", _LINEAR),
+    "split": _adam("bf16 weights and corrections, f32 moments", Storage.full_precision()),
+    "coat_adamw": Variant("coat_adamw", ADAM, lowmem.coat_adamw),
+    "coat_adamw-f32": Variant("coat_adamw, f32 weights", ADAM, lowmem.coat_adamw, split=False),
+    "lion": Variant("Lion, f32", LION, optax.lion, split=False),
+    "flash_lion": Variant("flash_lion", LION, lowmem.flash_lion),
+    "flash_lion-paper": Variant(
+        "flash_lion as published", LION, functools.partial(lowmem.flash_lion, storage=_PAPER)
+    ),
+}
+# COAT's other half: each of these with FP8 activations too
+VARIANTS |= {
+    f"{name}+fp8": dataclasses.replace(
+        VARIANTS[name], says=f"{VARIANTS[name].says}; FP8 activations", activations=FP8
+    )
+    for name in ("adamw", "split", "coat_adamw", "coat_adamw-f32")
+}
+BASES = {ADAM: "adamw", LION: "lion"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """A model and its run.
+
+    Attributes:
+      preset: its name.
+      model: `gpt2`, or the examples' `gpt` or `llama`.
+      shape: the model's.
+      vocab: tokens of the BPE tokenizer; 256 with a tokenizer of bytes.
+      context: tokens in a window.
+      batch: windows in a step.
+      micro: windows whose gradients are computed at once.
+      steps: of the run.
+      every: steps of a call.
+      validations: evaluations of a run, but for the first.
+      held_out_batches: of `batch` windows each, of an evaluation.
+      held_out_group: windows whose mean loss an evaluation gives.
+      rates: rule -> peak learning rate.
+      betas: rule -> b1 and b2.
+      decays: rule -> weight decay of matrices.
+      warm_up: share of the steps, up to the peak.
+      floor: share of the peak at the end of the cosine.
+      text: which.
+      tokenizer: `bpe` or `byte`.
+      compute: dtype of activations and products.
+      attention: `xla` or `cudnn`.
+    """
+
+    preset: str
+    model: str
+    shape: Any
+    vocab: int
+    context: int
+    batch: int
+    micro: int
+    steps: int
+    every: int
+    validations: int
+    held_out_batches: int
+    held_out_group: int
+    rates: Mapping[str, float]
+    betas: Mapping[str, tuple[float, float]]
+    decays: Mapping[str, float]
+    warm_up: float
+    floor: float
+    text: str = "installed"
+    tokenizer: str = "bpe"
+    compute: str = "bfloat16"
+    attention: str = "xla"
+
+    @property
+    def tokens(self) -> int:
+        """In a step."""
+        return self.batch * self.context
+
+    def schedule(self, rule: str, steps: Any) -> optax.Schedule:
+        """Linear warm-up, then a cosine; `steps` of the run may be traced."""
+        peak, floor = self.rates[rule], self.floor
+        warm_up = jnp.maximum(1.0, jnp.round(self.warm_up * steps))
+
+        def rate(count: Any) -> Any:
+            done = jnp.clip((count - warm_up) / jnp.maximum(1.0, steps - warm_up), 0, 1)
+            cosine = floor + (1 - floor) * 0.5 * (1 + jnp.cos(jnp.pi * done))
+            return peak * jnp.where(count < warm_up, (count + 1) / warm_up, cosine)
+
+        return rate
+
+
+# FlashOptim, appendix B.2 and Table 7, but for the batch (its half a million tokens) and the steps
+# (its 20,000): 210 million tokens in as many steps as the optimizers' errors have to add up.
+GPT2_124M = Pairs(
+    "gpt2-124m", "gpt2", ModelShape(12, 12, 768), 50_257, 1024, batch=128, micro=32, steps=1_600,
+    every=10, validations=20, held_out_batches=4, held_out_group=8,
+    rates={ADAM: 6e-4, LION: 2e-4}, betas={ADAM: (0.9, 0.95), LION: (0.9, 0.95)},
+    decays={ADAM: 0.1, LION: 0.1}, warm_up=700 / 20_000, floor=0.0, text="all-sources",
+    attention="cudnn",
+)  # fmt: skip
+# the run of docs/results/claims.md since its first records: examples/train_gpt.py's, batch=8
+GPT_42M = Pairs(
+    "gpt-42m", "gpt", ModelShape(8, 8, 512), 32_000, 256, batch=8, micro=8, steps=3_000, every=100,
+    validations=6, held_out_batches=200, held_out_group=8,
+    rates={ADAM: 1e-3, LION: 3e-4}, betas={ADAM: (0.9, 0.99), LION: (0.9, 0.99)},
+    decays={ADAM: 0.1, LION: 0.5}, warm_up=1 / 20, floor=1 / 20,
+)  # fmt: skip
+LLAMA_58M = dataclasses.replace(
+    GPT_42M, preset="llama-58m", model="llama", shape=LLAMAS["60m"].shape, attention="cudnn"
+)
+_SMOKE = Pairs(
+    "smoke-gpt2", "gpt2", ModelShape(2, 2, 64), 256, 32, batch=8, micro=4, steps=40, every=5,
+    validations=4, held_out_batches=2, held_out_group=4,
+    rates={ADAM: 1e-2, LION: 3e-3}, betas={ADAM: (0.9, 0.95), LION: (0.9, 0.95)},
+    decays={ADAM: 0.1, LION: 0.1}, warm_up=0.1, floor=0.0, text="standard-library",
+    tokenizer="byte", compute="float32",
+)  # fmt: skip
+PRESETS = {
+    run.preset: run
+    for run in (
+        GPT2_124M,
+        GPT_42M,
+        LLAMA_58M,
+        _SMOKE,
+        dataclasses.replace(_SMOKE, preset="smoke-gpt", model="gpt"),
+        dataclasses.replace(
+            _SMOKE, preset="smoke-llama", model="llama",
+            shape=dataclasses.replace(LLAMAS["tiny"].shape, layers=2),
+        ),
+    )
+}  # fmt: skip
