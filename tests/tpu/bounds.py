@@ -41,7 +41,8 @@ def of_step(case: str, impl: str) -> Bounds:
 
 
 # (case, implementation) of the library's other programs. Codes and scales of what is kept are
-# written, and read again; what is quantized by one scale is read once more for its maximum.
+# written, and read again; what is quantized by one scale is read once more for its maximum. What is
+# kept, 1.13 bytes per element of an input, is a temporary where both passes are in one program.
 OF_PARTS = {
     **{
         ("group_codec/8192x8192", f"{work}-{codec}"): Bounds(1.05, MB)
@@ -53,5 +54,5 @@ OF_PARTS = {
     ("fp8_flow/8192x2048x8192", "rms_norm"): Bounds(1.6, MB),
     ("fp8_flow/8192x2048x8192", "gated_product"): Bounds(1.6, 96 * MB),
     ("fp8_flow/32768x4096x14336", "rms_norm"): Bounds(1.6, 160 * MB),
-    ("fp8_flow/32768x4096x14336", "gated_product"): Bounds(1.75, 512 * MB),
+    ("fp8_flow/32768x4096x14336", "gated_product"): Bounds(1.75, 1024 * MB),
 }
