@@ -172,7 +172,7 @@ def test_the_tables():
     other = rows("v5e", "part/b", "bf16", 2e6) + rows("v5e", "part/b", "switchback-int8", 1e6)
     _, body, used = tables.steps(found + other)
     assert body[1] == [
-        "a", "`flash_lion`", "1.50", "2.0 MB", "0.50 * / 0.30 *", "0.50 / ",
+        "a", "`flash_lion`", "1.50", "2.0 MB", "0.50 * / 0.30 *", "0.50 / -",
     ] and used == found  # fmt: skip
     _, body, used = tables.parts(found + other)
     assert body[1][-2:] == ["1.00 *", "0.50"] and used == other

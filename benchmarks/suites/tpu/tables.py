@@ -23,7 +23,7 @@ def _records(rows: Rows, kind: str) -> Rows:
 def _both(of_chips: dict[str, _Metrics], chips: list[str], shown: Callable[[_Metrics], str]) -> str:
     """A cell for all chips, once where it is the same."""
     cells = [shown(of_chips[chip]) if chip in of_chips else "-" for chip in chips]
-    return cells[0] if len(set(cells)) == 1 else " / ".join(cells)
+    return cells[0] if len(set(cells)) == 1 else " / ".join(text or "-" for text in cells)
 
 
 def _body(found: Rows, kind: str, base: str, name: Callable[[str], str]) -> list[list[str]]:
