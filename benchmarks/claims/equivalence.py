@@ -43,23 +43,15 @@ class Interval:
     high: float
 
     @staticmethod
-    def of(differences: Sequence[float], spread: float | None = None) -> "Interval":
-        """Student's interval of independent differences.
-
-        Args:
-          differences: of one pair each.
-          spread: a standard deviation that is known of elsewhere, instead of theirs.
-        """
+    def of(differences: Sequence[float]) -> "Interval":
+        """Student's interval of independent differences, of one pair each."""
         count, mean = len(differences), statistics.mean(differences)
         if not all(map(math.isfinite, differences)):
             return Interval(math.nan, math.nan, math.nan)
-        if spread is None and count < 2:
+        if count < 2:
             return Interval(mean, -math.inf, math.inf)
-        if spread is None:
-            spread, factor = statistics.stdev(differences), stats.t.ppf(1 - LEVEL, count - 1)
-        else:
-            factor = stats.norm.ppf(1 - LEVEL)
-        half = float(factor) * spread / math.sqrt(count)
+        factor = float(stats.t.ppf(1 - LEVEL, count - 1))
+        half = factor * statistics.stdev(differences) / math.sqrt(count)
         return Interval(mean, mean - half, mean + half)
 
     def verdict(self, margin: Margin, lower_is_better: bool = True) -> str:

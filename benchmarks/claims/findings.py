@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.claims import UNDECIDED, Finding, Missing, graded, some
+from benchmarks.claims import UNDECIDED, Finding, graded, some
 from benchmarks.claims.equivalence import Interval, Margin
 from benchmarks.records import Rows, alike, select
 
@@ -135,8 +135,8 @@ def of_groups(pair: Pair) -> list[float]:
 class Trained:
     """A measure: our result against the baseline's, over the seeds of the device with the most.
 
-    One seed has an interval of the held-out text alone, so it gets the spread between seeds of
-    another measure, and the row says so.
+    One seed has an interval of the held-out text alone, which the row says, and is undecided: how
+    far other seeds come apart is not known.
 
     Attributes:
       case: of the records.
@@ -145,7 +145,6 @@ class Trained:
       margin: what counts as the same.
       metric: of the records.
       bench: of the records.
-      spreads: measures of which the first that has two seeds lends its standard deviation.
     """
 
     case: str
@@ -154,7 +153,6 @@ class Trained:
     margin: Margin = MARGIN
     metric: str = "val_loss"
     bench: str = "train"
-    spreads: tuple["Trained", ...] = ()
 
     def pair(self, rows: Rows) -> Pair:
         """Return the pair with the most seeds, the last of those with as many."""
@@ -164,30 +162,14 @@ class Trained:
 
     def __call__(self, rows: Rows) -> Finding:
         pair = self.pair(rows)
-        interval, scale, used = pair.interval, pair.size, list(pair.rows)
-        if len(pair.plain) == 1:
-            interval, scale, more = self._of_one(rows, pair)
-            used += more
         lower = self.metric != "val_accuracy"
-        text = f"{self.metric.replace('val_', 'held-out ')} {pair.means}: {interval}"
-        if lower and math.isfinite(interval.mean):
+        text = f"{self.metric.replace('val_', 'held-out ')} {pair.means}: {pair.interval}"
+        groups = of_groups(pair) if len(pair.plain) == 1 else []
+        if groups:
+            text += f" ({Interval.of(groups)} over {len(groups)} parts of the held-out text)"
+        if lower and math.isfinite(pair.interval.mean):
             text += f"; perplexity {pair.perplexity}"
-        return Finding(text, interval.verdict(self.margin, lower), used, scale)
-
-    def _of_one(self, rows: Rows, pair: Pair) -> tuple[Interval, str, Rows]:
-        """The interval of one seed, by what its held-out text and other seeds differ by."""
-        groups = of_groups(pair)
-        for other in self.spreads:
-            try:
-                lent = other.pair(rows)
-            except Missing:
-                continue
-            if groups and len(lent.plain) > 1:
-                own, seeds = mean_and_error(groups)[1], statistics.stdev(lent.differences)
-                interval = Interval.of(pair.differences, math.hypot(own, seeds))
-                preset, count = other.case.partition("/")[0], len(lent.plain)
-                return interval, f"{pair.size}; spread of {preset}'s {count} seeds", lent.rows
-        return pair.interval, pair.size, []
+        return Finding(text, pair.verdict(self.margin), list(pair.rows), pair.size)
 
 
 def of_one_seed(share: float, holds: bool) -> str:

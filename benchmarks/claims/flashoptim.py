@@ -207,10 +207,10 @@ def _profile(model: str, optimizer: str) -> list[tuple[str, str, str, str, str]]
     return [("weights", "params_gib", *WEIGHTS[model], PAPER), *rows]
 
 
-def of_pairs(preset: str, plain: str, ours: str, *spreads: Trained) -> Trained:
+def of_pairs(preset: str, plain: str, ours: str) -> Trained:
     """Measure of the benchmark `pairs`."""
     rule = "lion" if plain == "lion" else "adam"
-    return Trained(f"{preset}/{rule}", plain, ours, bench="pairs", spreads=spreads)
+    return Trained(f"{preset}/{rule}", plain, ours, bench="pairs")
 
 
 def of_examples(plain: str) -> Trained:
@@ -226,8 +226,10 @@ CLAIMS: tuple[Claim, ...] = (
           ("Lion", "lion", "flash_lion", "3.240 ± 0.002 → 3.240 ± 0.001 (0.00 %)"),
       )
       for what, how in (
-          (f"GPT-2 124M, {rule}",
-           of_pairs("gpt2-124m", base, ours, of_pairs("gpt-42m", base, ours), of_examples(base))),
+          (f"GPT-2 124M, {rule}", of_pairs("gpt2-124m", base, ours)),
+          (f"GPT-2 124M, 200 steps, {rule}", of_pairs("gpt2-124m steps=200", base, ours)),
+          (f"GPT-2 124M, 200 steps, {rule} from rounded weights (a control: both in f32)",
+           of_pairs("gpt2-124m steps=200", base, f"{base}-rounded")),
           (f"a smaller model, {rule}", of_pairs("gpt-42m", base, ours)),
           (f"a smaller model, {rule} as published (`Storage.paper()`)",
            of_pairs("gpt-42m", base, f"{ours}-paper")),

@@ -124,12 +124,10 @@ def test_equivalence(differences, verdict):
 
 
 def test_an_interval_is_students():
-    """Of 2,000 samples of 4, nine in ten have the mean in it; a known spread makes it normal."""
+    """Of 2,000 samples of 4, nine in ten have the mean in it."""
     samples = np.random.default_rng(0).normal(0.05, 0.1, (2000, 4))
     found = [equivalence.Interval.of(list(one)) for one in samples]
     assert abs(np.mean([one.low <= 0.05 <= one.high for one in found]) - 0.9) < 0.02
-    one = equivalence.Interval.of([0.05], spread=0.1)
-    assert (one.low, one.high) == pytest.approx((0.05 - 0.16449, 0.05 + 0.16449), abs=1e-4)
 
 
 def paired(case, plain, ours, groups=None):
@@ -140,23 +138,16 @@ def paired(case, plain, ours, groups=None):
             yield made("pairs", case, name, "val_loss", value, seed=seed, flags=flags, **more)
 
 
-@pytest.mark.parametrize(
-    ("ours", "apart", "verdict"),
-    [(3.0003, 0.0003, SAME), (3.03, 0.0003, NOT), (3.0, 0.01, UNDECIDED)],
-)
-def test_one_seed_takes_the_spread_of_a_smaller_model(ours, apart, verdict):
-    """The row says whose; without it, or without groups of held-out text, it is undecided."""
-    one = list(paired("gpt2-124m/adam", [3.0], [ours], [0.0, 0.1, -0.1]))
+@pytest.mark.parametrize("ours", [3.0, 3.0003, 3.03])
+def test_one_seed_is_undecided_and_says_so(ours):
+    """However near or far; its interval over the held-out text is there to see."""
     where = "Table 3, GPT-2 124M, AdamW"
-    assert verdict_of(where, one).verdict == UNDECIDED
-    others = list(paired("gpt-42m/adam", [3.0] * 4, [3.0 + x * apart for x in (-1, 0, 0, 1)]))
-    found = verdict_of(where, [*one, *others])
-    assert found.verdict == verdict
-    assert found.scale == (
-        "124M weights, 1,600 steps of 131,072 tokens, one seed; spread of gpt-42m's 4 seeds"
-    )
-    without = [{k: v for k, v in row.items() if k != "held_out_groups"} for row in one]
-    assert verdict_of(where, [*without, *others]).verdict == UNDECIDED
+    found = verdict_of(where, list(paired("gpt2-124m/adam", [3.0], [ours], [0.0, 0.1, -0.1])))
+    assert found.verdict == UNDECIDED
+    assert found.scale == "124M weights, 1,600 steps of 131,072 tokens, one seed"
+    assert "over 3 parts of the held-out text" in found.measured
+    two = list(paired("gpt2-124m/adam", [3.0, 3.1], [3.0, 3.1]))
+    assert verdict_of(where, two).verdict == SAME
 
 
 def test_every_verdict_is_counted():

@@ -31,6 +31,7 @@ class Variant:
       make: (schedule, **arguments) -> transformation.
       split: whether matrices are bf16 weights with corrections; else all weights are f32.
       activations: of a Llama's layers, as of `--activations`.
+      rounded: whether the initial weights lose their last 8 bits, to see how far runs come apart.
     """
 
     says: str
@@ -38,6 +39,7 @@ class Variant:
     make: Factory
     split: bool = True
     activations: str = STANDARD
+    rounded: bool = False
 
     @property
     def plain(self) -> bool:
@@ -59,6 +61,9 @@ _LINEAR = Storage.paper(nu=codecs.linear_paper(signed=False))
 # The first of each rule is what the others are compared with.
 VARIANTS: dict[str, Variant] = {
     "adamw": Variant("AdamW, f32", ADAM, optax.adamw, split=False),
+    "adamw-rounded": Variant(
+        "AdamW, f32, from rounded weights", ADAM, optax.adamw, split=False, rounded=True
+    ),
     "flash_adamw": Variant("flash_adamw", ADAM, lowmem.flash_adamw),
     "flash_adamw-paper": _adam("flash_adamw as published", _PAPER),
     "flash_adamw-linear": _adam("as published, but linear codes of v", _LINEAR),
@@ -66,6 +71,9 @@ VARIANTS: dict[str, Variant] = {
     "coat_adamw": Variant("coat_adamw", ADAM, lowmem.coat_adamw),
     "coat_adamw-f32": Variant("coat_adamw, f32 weights", ADAM, lowmem.coat_adamw, split=False),
     "lion": Variant("Lion, f32", LION, optax.lion, split=False),
+    "lion-rounded": Variant(
+        "Lion, f32, from rounded weights", LION, optax.lion, split=False, rounded=True
+    ),
     "flash_lion": Variant("flash_lion", LION, lowmem.flash_lion),
     "flash_lion-paper": Variant(
         "flash_lion as published", LION, functools.partial(lowmem.flash_lion, storage=_PAPER)
