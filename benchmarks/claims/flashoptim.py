@@ -230,6 +230,10 @@ CLAIMS: tuple[Claim, ...] = (
           (f"GPT-2 124M, 200 steps, {rule}", of_pairs("gpt2-124m steps=200", base, ours)),
           (f"GPT-2 124M, 200 steps, {rule} from rounded weights (a control: both in f32)",
            of_pairs("gpt2-124m steps=200", base, f"{base}-rounded")),
+          *((f"GPT-2's architecture, 0.1M weights, {rule}{what}",
+             of_pairs("smoke-gpt2 steps=400", base, impl))
+            for what, impl in (("", ours), (" from rounded weights (a control: both in f32)",
+                                            f"{base}-rounded")) if rule == "AdamW"),
           (f"a smaller model, {rule}", of_pairs("gpt-42m", base, ours)),
           (f"a smaller model, {rule} as published (`Storage.paper()`)",
            of_pairs("gpt-42m", base, f"{ours}-paper")),

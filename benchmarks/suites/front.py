@@ -1,8 +1,9 @@
-"""The three rows of the README: bytes, time and loss, from the newest records of each."""
+"""The rows of the README: bytes, time and losses, from the newest records of each."""
 
 import statistics
+from collections.abc import Iterator
 
-from benchmarks.claims import Missing
+from benchmarks.claims import UNDECIDED, Missing
 from benchmarks.claims.flashoptim import of_examples, of_pairs
 from benchmarks.records import Rows, last, on_gpus, select
 from benchmarks.render import Rendered, Table
@@ -19,11 +20,10 @@ GPU = "NVIDIA H100 80GB HBM3"
 
 
 def front(rows: Rows) -> Table:
-    """Weights and state of an 8B model, a step of a 1B model, and the loss of the largest run."""
+    """Weights and state of an 8B model, a step of a 1B model, and losses of the largest runs."""
     head = ["AdamW", f"`{BASE.removesuffix('-f32')}.adamw`, f32", "`flash_adamw`, bf16", "ratio"]
     body, used = [], []
-    for make in (_bytes, _milliseconds, _loss):
-        row, own = make(rows)
+    for row, own in (_bytes(rows), _milliseconds(rows), *_losses(rows)):
         if own:
             body.append(row)
             used += own
@@ -55,19 +55,19 @@ def _milliseconds(rows: Rows) -> tuple[list[str], Rows]:
     return row, [r for r in pair if r]
 
 
-def _loss(rows: Rows) -> tuple[list[str], Rows]:
-    """The largest run there is, and what its equivalence test says."""
+def _losses(rows: Rows) -> Iterator[tuple[list[str], Rows]]:
+    """The largest run there is, and the largest that is decided, with what their test says."""
     for model, measure in LARGEST.items():
         try:
             pair, found = measure.pair(rows), measure(rows)
         except Missing:
             continue
         means = [statistics.mean(values) for values in (pair.plain, pair.ours)]
-        name = f"held-out loss, {model}, {pair.size.partition(', ')[2]}"
-        name += f": {found.verdict} within {measure.margin}"
-        name = name.replace(": same", ": the same")
-        return [name, *(f"{mean:.4f}" for mean in means), f"{means[1] / means[0]:.4f}"], found.rows
-    return [], []
+        size = pair.size.partition(", ")[2]
+        name = f"held-out loss, {model}, {size}: {found.verdict}, by a margin of {measure.margin.size:g} %"
+        yield [name, *(f"{mean:.4f}" for mean in means), f"{means[1] / means[0]:.4f}"], found.rows
+        if found.verdict != UNDECIDED:
+            return
 
 
 TABLES = {"front": Rendered(front, "memory")}
