@@ -45,7 +45,7 @@ def of_paper(name: str, method: str) -> Callable[[Rows], str]:
 
 
 def summary(rows: Rows) -> str:
-    """How many claims of each paper have which verdict."""
+    """Count the verdicts of each paper."""
     newest_rows, body = newest(rows), []
     for name, (_, method) in PAPERS.items():
         paper = importlib.import_module(f"benchmarks.claims.{name}")

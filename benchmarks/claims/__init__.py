@@ -144,6 +144,6 @@ def table(rows: Rows, claims: Sequence[Claim]) -> tuple[list[list[str]], Rows]:
 
 
 def counted(rows: Rows, claims: Sequence[Claim]) -> list[int]:
-    """How many of the claims have each of VERDICTS."""
+    """Count the claims that have each of VERDICTS."""
     verdicts = [claim.finding(rows).verdict for claim in claims]
     return [verdicts.count(verdict) for verdict in VERDICTS]

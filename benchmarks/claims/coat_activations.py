@@ -194,7 +194,7 @@ def _activations_alone(rows: Rows) -> Finding:
 
 @measure
 def _unfair(rows: Rows, metric: str, ours: str, what: str) -> Finding:
-    """What a comparison needs that was not made, and what was measured of an unlike one."""
+    """Say what a comparison that was not made needs, and what was measured of an unlike one."""
     needs = {
         "f32 weights in both": "needs ours with f32 weights",
         "weights split in both": "needs a baseline with split weights and f32 moments",

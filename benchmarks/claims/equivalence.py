@@ -1,4 +1,4 @@
-"""Whether two ways to train give the same: two one-sided tests against a margin stated before."""
+"""Equivalence of two ways to train: two one-sided tests against a margin stated before."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ LEVEL = 0.05  # of each of the two tests: together an interval of 90 %
 
 @dataclasses.dataclass(frozen=True)
 class Margin:
-    """How far a mean difference may be from the one that is claimed.
+    """Largest distance of a mean difference from the one that is claimed.
 
     Attributes:
       size: in `unit`.

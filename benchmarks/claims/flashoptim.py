@@ -225,7 +225,7 @@ WEIGHTS = {"llama-3.1-8b": ("29.9", "15.0"), "resnet-50": ("0.10", "0.05"),
 
 
 def _profile(model: str, optimizer: str) -> list[tuple[str, str, str, str, str]]:
-    """What, metric, GiB of the reference and of ours as printed, and ours: rows of a table."""
+    """Return rows of a table: what, metric, GiB of the reference and of ours, and ours."""
     places = 1 if model.startswith("llama") else 2
     of = dict(zip(VARIANTS, PUBLISHED[model, optimizer], strict=True))
     printed = {impl: f"{of[impl]:.{places}f}" for impl in (F32, PAPER, SPLIT_ALONE, CODES_ALONE)}

@@ -141,7 +141,7 @@ def paired(case, plain, ours, groups=None):
 
 @pytest.mark.parametrize("ours", [3.0, 3.0003, 3.03])
 def test_one_seed_is_undecided_and_says_so(ours):
-    """However near or far; its interval over the held-out text is there to see."""
+    """Its interval over the held-out text is there to see."""
     where = "Table 3, GPT-2 124M, AdamW"
     found = verdict_of(where, list(paired("gpt2-124m/adam", [3.0], [ours], [0.0, 0.1, -0.1])))
     assert found.verdict == UNDECIDED

@@ -172,7 +172,7 @@ def test_what_fits():
 
 @pytest.mark.parametrize("what", ["f32 weights in both", "weights split in both"])
 def test_unlike_weights_decide_nothing(what):
-    """What was measured is said, and what a fair comparison needs."""
+    """Rows say what was measured, and what a fair comparison needs."""
     more = ", FP8 states and activations, " + what
     for where, rows, ratio in (
         ("§6.2.2, micro-batch", fitted("3b", 2, 5), "x 2.50"),

@@ -1,4 +1,4 @@
-"""What is trained in pairs: models with their runs, and optimizers with how weights are stored."""
+"""Models with their runs, and optimizers with how weights are stored, to be trained in pairs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Variant:
 
     @property
     def plain(self) -> bool:
-        """Whether the optimizer is optax's own."""
+        """Return whether the optimizer is optax's own."""
         return self.make in (optax.adamw, optax.lion, _nudged)
 
     def dtype(self) -> Any:

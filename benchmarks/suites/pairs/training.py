@@ -30,8 +30,8 @@ UNITS = {"val_loss": "nats/token", "tokens_per_s": "tokens/s", "done": "steps"}
 
 
 @dataclasses.dataclass(frozen=True)
-class _Unlike:
-    """What `build_model` and `loss_function` take of settings."""
+class _Settings:
+    """Settings that `build_model` takes."""
 
     shape: Any
 
@@ -45,7 +45,7 @@ def model(run: Pairs, vocab: int, activations: str) -> tuple[Any, Any]:
         shape = dataclasses.replace(run.shape, vocab=vocab)
         llama = Llama(shape, run.compute, run.attention, activations=activations, stacked=False)
         return functools.partial(llama.weights, dtype=lambda path: jnp.float32), llama
-    graphdef, weights = build_model(_Unlike(run.shape), vocab)  # type: ignore[arg-type]
+    graphdef, weights = build_model(_Settings(run.shape), vocab)  # type: ignore[arg-type]
     return weights, loss_function(graphdef, run.compute)
 
 
