@@ -33,12 +33,12 @@ def gpt2() -> Any:
     over.set(xlabel="step", title=f"difference, %; shaded: ± {MARGIN.size:g} %")
     for axes in (losses, over):
         name_lines(axes)
-    said = " and ".join(
+    said = ", ".join(
         f"{ours} {abs(end):.1f} % {'above' if end > 0 else 'below'} {base}"
         for (base, ours, _), end in zip(PAIRS.values(), ends.values(), strict=True)
     )
     assert np.isfinite(list(ends.values())).all()
-    headline(figure, f"GPT-2 124M, one seed each: {said} at the end")
+    headline(figure, f"GPT-2 124M, one seed: {said}")
     return figure
 
 
