@@ -19,6 +19,7 @@ SUITES = (
     "flashoptim.figures",
     "formats.figures",
     "gaussws.figures",
+    "pairs.figures",
     "release",
     "spikes.figures",
     "switchback.figures",

@@ -8,6 +8,7 @@ SUITES = {
     "activation_training": "activations.training",
     "activations": "activations.bench",
     "adam_mini": "adam_mini.bench",
+    "call": "step.call",
     "checkpoint": "checkpoint",
     "compile": "step.compilation",
     "composition": "composition",

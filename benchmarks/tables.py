@@ -39,13 +39,23 @@ def of_paper(name: str, method: str) -> Callable[[Rows], str]:
 
     def table(rows: Rows) -> str:
         body, used = claims.table(newest(rows), paper.CLAIMS)
-        head = [method, "the paper says", "we measured", ""]
-        return markdown(head, body) + (source(used) if used else "")
+        return markdown([method, *claims.HEAD], body) + (source(used) if used else "")
 
     return table
 
 
-TABLES: dict[str, Callable[[Rows], str]] = {
+def summary(rows: Rows) -> str:
+    """Count the verdicts of each paper."""
+    newest_rows, body = newest(rows), []
+    for name, (_, method) in PAPERS.items():
+        paper = importlib.import_module(f"benchmarks.claims.{name}")
+        of = {"coat": ", states", "coat_activations": ", activations"}.get(name, "")
+        counts = claims.counted(newest_rows, paper.CLAIMS)
+        body.append([method + of, *map(str, counts), str(sum(counts))])
+    return markdown(["claims of", *claims.VERDICTS, "all"], body)
+
+
+TABLES: dict[str, Callable[[Rows], str]] = {"claims_summary": summary} | {
     table: of_paper(name, method) for name, (table, method) in PAPERS.items()
 }
 for suite in SUITES:

@@ -25,7 +25,7 @@ def assert_nothing_is_said(paper: Any, least: int = 20) -> None:
     body, used = claims.table([], paper.CLAIMS)
     assert len(body) == len({where for where, *_ in body}) > least
     assert not used
-    for _, says, measured, verdict in body:
+    for _, says, measured, _, _, verdict in body:
         assert says
         assert verdict in (claims.NOT_MEASURED, claims.NOT_TRIED)
         assert bool(measured) == (verdict == claims.NOT_TRIED)  # then the reason

@@ -11,17 +11,26 @@ from typing import Any
 
 from benchmarks.records import Rows, last
 
-SAME, BETTER, NOT = "same", "better", "not the same"
+SAME, BETTER, NOT, UNDECIDED = "same", "better", "not the same", "undecided"
 NOT_MEASURED, NOT_TRIED = "not measured yet", "not tried here"
+VERDICTS = (SAME, BETTER, NOT, UNDECIDED, NOT_MEASURED, NOT_TRIED)
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Our measurement of a claim, its verdict, and the records it rests on."""
+    """Our measurement of a claim.
+
+    Attributes:
+      measured: what was.
+      verdict: one of VERDICTS.
+      rows: the records it rests on.
+      scale: the size of the run, and its seeds.
+    """
 
     measured: str
     verdict: str
     rows: Rows
+    scale: str = ""
 
 
 class Missing(LookupError):
@@ -47,9 +56,9 @@ def graded(better: bool, same: bool) -> str:
     return BETTER if better else SAME if same else NOT
 
 
-def judged(text: str, holds: bool | str, rows: Rows) -> Finding:
+def judged(text: str, holds: bool | str, rows: Rows, scale: str = "") -> Finding:
     """A finding, by whether the claim holds, or with another verdict."""
-    return Finding(text, holds if isinstance(holds, str) else graded(False, holds), rows)
+    return Finding(text, holds if isinstance(holds, str) else graded(False, holds), rows, scale)
 
 
 def some(found: Any) -> Any:
@@ -91,11 +100,25 @@ class Ratios:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim: where in the paper, what it says, and how to measure it or why that can't be."""
+    """A claim of a paper.
+
+    Attributes:
+      where: in the paper.
+      says: what it says.
+      how: to measure it, or why that can't be.
+      same: what counts as the same, with its unit; stated before anything is measured. A measure
+        with a `margin` says it itself; empty: the page says it.
+    """
 
     where: str
     says: str
     how: Measure | str
+    same: str = ""
+
+    @property
+    def margin(self) -> str:
+        """Return what counts as the same."""
+        return self.same or str(getattr(self.how, "margin", ""))
 
     def finding(self, rows: Rows) -> Finding:
         """Return the finding of the claim from the records."""
@@ -107,7 +130,20 @@ class Claim:
             return Finding("", NOT_MEASURED, [])
 
 
+HEAD = ("the paper says", "we measured", "our run", "the same means", "")
+
+
 def table(rows: Rows, claims: Sequence[Claim]) -> tuple[list[list[str]], Rows]:
+    """A line for each claim, under the method and HEAD, and the records that they rest on."""
     found = [(claim, claim.finding(rows)) for claim in claims]
-    body = [[claim.where, claim.says, one.measured, one.verdict] for claim, one in found]
+    body = [
+        [claim.where, claim.says, one.measured, one.scale, claim.margin, one.verdict]
+        for claim, one in found
+    ]
     return body, [row for _, one in found for row in one.rows]
+
+
+def counted(rows: Rows, claims: Sequence[Claim]) -> list[int]:
+    """Count the claims that have each of VERDICTS."""
+    verdicts = [claim.finding(rows).verdict for claim in claims]
+    return [verdicts.count(verdict) for verdict in VERDICTS]

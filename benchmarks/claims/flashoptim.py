@@ -1,13 +1,36 @@
 """Claims of FlashOptim, and our measurements, of many suites' records."""
 
+import numpy as np
+
+from benchmarks import curves
 from benchmarks.claims import Claim, Finding, Holds, graded, judged, measure, read, some, values_of
-from benchmarks.claims.findings import F32, OURS, PAPER, STEP_SHARE, training
-from benchmarks.records import Rows, last, on_gpus, select
+from benchmarks.claims.equivalence import Margin
+from benchmarks.claims.findings import (
+    F32,
+    MARGIN,
+    ONE_SEED,
+    OURS,
+    PAPER,
+    STEP_SHARE,
+    Trained,
+    of_one_seed,
+    over,
+    percent,
+)
+from benchmarks.records import RESULTS, Rows, last, on_gpus, select
+from benchmarks.suites.flashoptim.measure import BY_SIDE
+from benchmarks.suites.memory import PUBLISHED, VARIANTS
 
 LLAMA, GPT2_ADAMW, GPT2_LION = "llama-3.1-8b/adamw", "gpt2-124m/adamw", "gpt2-124m/lion"
 SPLIT_ALONE = "lowmem, weight split alone"
 CODES_ALONE = "lowmem, 8-bit moments alone (paper's)"
 SHAPES, FILE = "llama-2-7b/adamw", "normal/adamw"
+# Of a classifier of digits: the paper's own standard deviation of accuracies, and a share of a loss
+# of 0.14 nats that curves show.
+ACCURACY, CURVES = Margin(0.1, "% of the accuracy"), Margin(1.0)
+DIGITS = "the digits that are printed"
+DIVERGES = 1.2  # times the baseline's loss
+RATIO = f"ratio ± {STEP_SHARE:g}"
 BILLION = 7  # parameters of Llama-2-7B, as the paper rounds them
 # Bytes per parameter of scales (0.19) and of one layer's gradients beside the paper's 5.
 RELEASE_SLACK = 0.3
@@ -109,7 +132,12 @@ def exact_share(rows: Rows) -> Finding:
     wanted = {"bench": "claims", "case": "split/bf16", "metric": "exact_share"}
     found, used = read(rows, "ulp-32", "bits-32", **wanted)
     theirs, ours = (100 * value for value in found)
-    text = f"{theirs:.2f} % with the paper's scheme, {ours:.2f} % with our split on the bits"
+    text = f"{theirs:.2f} % with Algorithm 1 (`Storage.paper()`), "
+    side = last(rows, impl=BY_SIDE, **wanted)
+    if side is not None:
+        text += f"{100 * side['value']:.2f} % with the bound of the error's side, "
+        used.append(side)
+    text += f"{ours:.2f} % with our split on the bits"
     return judged(text, _agree(theirs, "99.92"), used)
 
 
@@ -135,19 +163,119 @@ def divergence(rows: Rows) -> Finding:
     return judged(text, bool(linear) and not companded, used)
 
 
+@measure
+def moments(rows: Rows, preset: str, rule: str, slot: str, share: float) -> Finding:
+    """Figure 4 on states of a run of `pairs`: over its leaves and looks, in the stored curves."""
+    path = RESULTS / f"pairs-{preset}-{rule}.npz"
+    some(path.exists())
+    stored = curves.load(path)
+    base = {"adam": "adamw", "lion": "lion"}[rule]
+    own = [run for name, run in stored.runs.items() if name.startswith(f"{base} seed")]
+    texts, holds = [], True
+    errors = {
+        kind: np.concatenate([run[f"nmse {slot} {kind}, paper"].ravel() for run in some(own)])
+        for kind in ("linear", "companded")
+    }
+    for name, rank in (("median", 50), ("95th percentile", 95)):
+        linear, companded = (float(np.nanpercentile(x, rank)) for x in errors.values())
+        texts.append(f"{name} {linear:.1e} → {companded:.1e}")
+        holds = holds and companded < share * linear
+    wanted = {"bench": "pairs", "case": f"{preset}/{rule}", "impl": base, "metric": "val_loss"}
+    size = f"{stored.about['parameters'] / 1e6:.3g}M weights, {len(own)} seed{'s'[: len(own) > 1]}"
+    return judged("; ".join(texts), holds, select(rows, **wanted)[-1:], size)
+
+
+def early(rows: Rows) -> Finding:
+    """Held-out losses over AdamW's early in GPT-2's run, of a control too, in stored curves."""
+    path = RESULTS / "pairs-gpt2-124m-control.npz"
+    some(path.exists())
+    stored = curves.load(path)
+    own = {name.partition(" seed")[0]: run for name, run in stored.runs.items()}
+    base = own["adamw"]["val_loss"][-1]
+    words = {"adamw+": "AdamW with rates a thousandth higher", "flash_adamw": "flash_adamw",
+             "split": "f32 moments with split weights"}  # fmt: skip
+    shares = {name: over(float(own[name]["val_loss"][-1]), float(base)) for name in words}
+    text = f"AdamW {base:.4f}; " + ", ".join(f"{words[n]} {percent(x)}" for n, x in shares.items())
+    wanted = {"bench": "pairs", "case": "gpt2-124m/adam", "metric": "val_loss"}
+    size = f"{stored.about['parameters'] / 1e6:.3g}M weights, step {own['adamw']['val_step'][-1]}"
+    size += f" of {stored.about['steps']:,}, {ONE_SEED}, 22 million tokens of text"
+    return judged(text, of_one_seed(shares["flash_adamw"], True), select(rows, **wanted)[-1:], size)
+
+
+def diverges(rows: Rows) -> Finding:
+    """Figure 5 on a run of `pairs`: losses over AdamW's."""
+    case = {"bench": "pairs", "case": "gpt-42m/adam", "metric": "val_loss"}
+    names = ("adamw", "flash_adamw-linear", "flash_adamw-paper")
+    (base, *others), used = read(rows, *names, **case)
+    linear, companded = (1 + over(loss, base) for loss in others)  # infinite where it is no number
+    text = f"linear x {linear:.3g}, companded x {companded:.4f} of AdamW's held-out loss"
+    return judged(text, linear > DIVERGES >= companded, used, ONE_SEED)
+
+
+TABLES = {"llama-3.1-8b": 4, "resnet-50": 6, "gpt2-124m": 8}
+PROFILED = {
+    ("llama-3.1-8b", "adamw"): "Llama-3.1-8B, AdamW",
+    ("resnet-50", "sgd"): "ResNet-50, SGD",
+    ("resnet-50", "adamw"): "ResNet-50, AdamW",
+    ("gpt2-124m", "adamw"): "GPT-2 124M, AdamW",
+    ("gpt2-124m", "lion"): "GPT-2 124M, Lion",
+}
+WEIGHTS = {"llama-3.1-8b": ("29.9", "15.0"), "resnet-50": ("0.10", "0.05"),
+           "gpt2-124m": ("0.46", "0.23")}  # fmt: skip
+
+
+def _profile(model: str, optimizer: str) -> list[tuple[str, str, str, str, str]]:
+    """Return rows of a table: what, metric, GiB of the reference and of ours, and ours."""
+    places = 1 if model.startswith("llama") else 2
+    of = dict(zip(VARIANTS, PUBLISHED[model, optimizer], strict=True))
+    printed = {impl: f"{of[impl]:.{places}f}" for impl in (F32, PAPER, SPLIT_ALONE, CODES_ALONE)}
+    state = [("state", PAPER), ("state, weight split alone", SPLIT_ALONE),
+             ("state, 8-bit moments alone", CODES_ALONE)]  # fmt: skip
+    rows = [(what, "state_gib", printed[F32], printed[impl], impl) for what, impl in state]
+    return [("weights", "params_gib", *WEIGHTS[model], PAPER), *rows]
+
+
+def of_pairs(preset: str, plain: str, ours: str) -> Trained:
+    """Measure of the benchmark `pairs`."""
+    rule = "lion" if plain == "lion" else "adam"
+    return Trained(f"{preset}/{rule}", plain, ours, bench="pairs")
+
+
+def of_examples(plain: str) -> Trained:
+    """Measure of examples/train_gpt.py."""
+    return Trained(f"gpt-42m batch=8/{plain}")
+
+
 CLAIMS: tuple[Claim, ...] = (
     # training
-    Claim("Table 3, AdamW", "validation loss 3.263 ± 0.001 → 3.265 ± 0.001 (+0.06 %)",
-          training("gpt-42m batch=8/adamw", "val_loss")),
-    Claim("Table 3, Figures 2 and 7, Lion",
-          "validation loss 3.240 ± 0.002 → 3.240 ± 0.001 (0.00 %)",
-          training("gpt-42m batch=8/lion", "val_loss")),
+    *(Claim(f"Table 3, {what}", f"validation loss {says}", how)
+      for rule, base, ours, says in (
+          ("AdamW", "adamw", "flash_adamw", "3.263 ± 0.001 → 3.265 ± 0.001 (+0.06 %)"),
+          ("Lion", "lion", "flash_lion", "3.240 ± 0.002 → 3.240 ± 0.001 (0.00 %)"),
+      )
+      for what, how in (
+          (f"GPT-2 124M, {rule}", of_pairs("gpt2-124m", base, ours)),
+          (f"GPT-2 124M, 200 steps, {rule}", of_pairs("gpt2-124m steps=200", base, ours)),
+          (f"GPT-2 124M, 200 steps, {rule} from rounded weights (a control: both in f32)",
+           of_pairs("gpt2-124m steps=200", base, f"{base}-rounded")),
+          *((f"GPT-2's architecture, 0.1M weights, {rule}{what}",
+             of_pairs("smoke-gpt2 steps=400", base, impl))
+            for what, impl in (("", ours), (" from rounded weights (a control: both in f32)",
+                                            f"{base}-rounded")) if rule == "AdamW"),
+          (f"a smaller model, {rule}", of_pairs("gpt-42m", base, ours)),
+          (f"a smaller model, {rule} as published (`Storage.paper()`)",
+           of_pairs("gpt-42m", base, f"{ours}-paper")),
+          (f"a smaller model, {rule}, examples/train_gpt.py",
+           of_examples(base)),
+      )),
+    Claim("Table 3, GPT-2 124M, early (ours)", "how far runs of AdamW alone come apart",
+          early, str(MARGIN)),
     Claim("Table 2, SGD", "no loss: ImageNet accuracy 77.01 ± 0.02 → 77.16 ± 0.09 %",
-          training("digits-convnet/sgd", "val_accuracy")),
+          Trained("digits-convnet/sgd", margin=ACCURACY, metric="val_accuracy")),
     Claim("Figure 2b, SGD", "nearly identical loss curves",
-          training("digits-convnet/sgd", "val_loss")),
-    Claim("Table 3, the same model and text", "GPT-2 124M, 20,000 steps of 0.5M tokens",
-          "needs FineWeb's 10 billion tokens and days of a GPU; above, a smaller model"),
+          Trained("digits-convnet/sgd", margin=CURVES)),
+    Claim("Table 3, the same text", "GPT-2 124M, 20,000 steps of 0.5M tokens of FineWeb",
+          "needs FineWeb's 10 billion tokens and, at 0.4 million a second, 7 hours of a GPU a run"),
     Claim("Table 3, in-context learning", "AdamW 44.0 → 45.0, Lion 44.0 → 44.7 %",
           "needs that model and eight benchmarks' data"),
     Claim("Table 2, Figures 2 and 6, ImageNet", "SGD 77.01 → 77.16, AdamW 75.51 → 75.67 % accuracy",
@@ -156,34 +284,32 @@ CLAIMS: tuple[Claim, ...] = (
           "needs the weights of Llama-3.1-8B, 26 billion tokens and many GPUs"),
     # memory
     Claim("Table 1, AdamW", "16 → 7 bytes per parameter (weights, gradients, state; no scales)",
-          bytes_a_parameter(LLAMA, "16", "7", gradients=True)),
+          bytes_a_parameter(LLAMA, "16", "7", gradients=True), DIGITS),
     Claim("Table 1, SGD with momentum", "12 → 6 bytes per parameter",
-          bytes_a_parameter("llama-3.1-8b/sgd", "12", "6", gradients=True)),
-    Claim("Table 1, gradient release", "5 bytes (SGD: 4)", gradient_release),
-    Claim("§3.2, scales", "1/16 = 0.0625 bytes per parameter and moment", scale_overhead),
+          bytes_a_parameter("llama-3.1-8b/sgd", "12", "6", gradients=True), DIGITS),
+    Claim("Table 1, gradient release", "5 bytes (SGD: 4)", gradient_release,
+          f"at most {RELEASE_SLACK} more, of scales"),
+    Claim("§3.2, scales", "1/16 = 0.0625 bytes per parameter and moment", scale_overhead, DIGITS),
     Claim("§3.4, checkpoint with AdamW", "12 → 5 bytes per parameter (no scales)",
-          bytes_a_parameter(LLAMA, "12", "5", gradients=False)),
-    Claim("§3.4, checkpoint of a 7B model", "84 → 35 GB (no scales)", of_7b),
-    Claim("Abstract, checkpoint size", "cut by more than half", on_disk),
-    *(Claim(f"Table {table}, {what}", f"{plain} → {flash} GiB",
-            gib(case, metric, plain, flash, impl))
-      for table, what, case, metric, plain, flash, impl in [
-          ("4", "Llama-3.1-8B, AdamW: weights", LLAMA, "params_gib", "29.9", "15.0", PAPER),
-          ("4", "Llama-3.1-8B, AdamW: state", LLAMA, "state_gib", "59.8", "23.4", PAPER),
-          ("4", "Llama-3.1-8B, AdamW: state, weight split alone", LLAMA, "state_gib", "59.8",
-           "67.3", SPLIT_ALONE),
-          ("4", "Llama-3.1-8B, AdamW: state, 8-bit moments alone", LLAMA, "state_gib", "59.8",
-           "15.9", CODES_ALONE),
-          ("6", "ResNet-50, SGD: state", "resnet-50/sgd", "state_gib", "0.10", "0.05", PAPER),
-          ("6", "ResNet-50, AdamW: state", "resnet-50/adamw", "state_gib", "0.19", "0.08", PAPER),
-          ("8", "GPT-2 124M, AdamW: state", GPT2_ADAMW, "state_gib", "0.93", "0.36", PAPER),
-          ("8", "GPT-2 124M, Lion: state", GPT2_LION, "state_gib", "0.46", "0.24", PAPER),
-      ]),
+          bytes_a_parameter(LLAMA, "12", "5", gradients=False), DIGITS),
+    Claim("§3.4, checkpoint of a 7B model", "84 → 35 GB (no scales)", of_7b, DIGITS),
+    Claim("Abstract, checkpoint size", "cut by more than half", on_disk, "at most half"),
+    *(Claim(f"Table {TABLES[model]}, {name}: {what}", f"{plain} → {flash} GiB",
+            gib(f"{model}/{optimizer}", metric, plain, flash, impl), DIGITS)
+      for (model, optimizer), name in PROFILED.items()
+      for what, metric, plain, flash, impl in _profile(model, optimizer)),
+    *(Claim(f"Table {table}, {what}: all of it", says,
+            "has gradients and what PyTorch's allocator holds beside; the rows above count weights "
+            "and state")
+      for table, what, says in (
+          ("6", "ResNet-50, SGD and AdamW", "0.30 → 0.17 and 0.40 → 0.20 GiB"),
+          ("8", "GPT-2 124M, AdamW and Lion", "1.77 → 0.74 and 1.30 → 0.62 GiB"),
+      )),
     Claim("Table 4 and Figure 1, peak of finetuning Llama-3.1-8B", "175.2 → 112.9 GiB",
           "needs several GPUs with the weights sharded over them, and the finetuning itself"),
     # speed
     *(Claim(f"Table {table}, step of {what}", f"{plain} → {flash} ms (x {flash / plain:.2f})",
-            step_time(case, plain, flash))
+            step_time(case, plain, flash), RATIO)
       for table, what, case, plain, flash in [
           ("8", "GPT-2 124M, AdamW", GPT2_ADAMW, 5.7, 5.9),
           ("8", "GPT-2 124M, Lion", GPT2_LION, 4.3, 4.5),
@@ -191,6 +317,8 @@ CLAIMS: tuple[Claim, ...] = (
           ("6", "ResNet-50, AdamW", "resnet-50/adamw", 11.9, 12.2),
           ("4", "Llama-3.1-8B, AdamW (ours: Llama-3.2-1B)", "llama-3.2-1b/adamw", 12.5, 11.5),
       ]),
+    Claim("Tables 4, 6 and 8, steps of the ablations", "x 0.84 to 1.06 of the reference",
+          "`step` times whole optimizers: it has no weight split or 8-bit moments alone"),
     # codes
     *(Claim(f"Figure 3, {target} weight: mean relative error of an f32", says,
             split_error(target, scheme, holds))
@@ -199,17 +327,30 @@ CLAIMS: tuple[Claim, ...] = (
           ("bf16", "float", "bf16 correction: over 1e-6", lambda e: e > 1e-6),
           ("bf16", "ulp-24", "8-bit correction: like the bf16 one", lambda e: 1e-6 < e < 1e-5),
       ]),
-    Claim("§4.4, 16-bit correction of bf16", "99.92 % bit for bit", exact_share),
+    Claim("§4.4, 16-bit correction of bf16", "99.92 % bit for bit", exact_share, DIGITS),
     *(Claim("Figure 3, fp16 weight: mean relative error of an f32", says,
             split_error("fp16", scheme, holds))
       for scheme, says, holds in [
           ("ulp-32", "16-bit correction: none (normal range)", lambda e: e == 0),
           ("ulp-24", "8-bit correction: under 1e-6", lambda e: e < 1e-6),
       ]),
-    Claim("Figure 4, momentum", "companding lowers the error for every optimizer",
-          companding("SGD-m", "AdamW-m", "Lion-m")),
-    Claim("Figure 4, variance",
-          "companding lowers the error substantially (taken as: to under half)",
-          companding("AdamW-v", metric="p95_nmse", share=0.5)),
-    Claim("Figure 5", "a linear variance diverges, a companded one trains", divergence),
+    Claim("Figure 4, momentum, a GPT of 0.35M weights",
+          "companding lowers the error for every optimizer",
+          companding("SGD-m", "AdamW-m", "Lion-m"), "a lower one"),
+    Claim("Figure 4, variance, a GPT of 0.35M weights",
+          "companding lowers the error substantially",
+          companding("AdamW-v", metric="p95_nmse", share=0.5), "under half"),
+    *(Claim(f"Figure 4, {slot} of {name}, {model}", f"companding lowers the error{much}",
+            moments(preset, rule, letter, share), same)
+      for preset, model in (("gpt2-124m", "GPT-2 124M"), ("gpt-42m", "a GPT of 42M"))
+      for rule, name, slot, letter, much, share, same in (
+          ("adam", "AdamW", "momentum", "m", "", 1.0, "a lower median and 95th percentile"),
+          ("adam", "AdamW", "variance", "v", " substantially", 0.5,
+           "under half, of both percentiles"),
+          ("lion", "Lion", "momentum", "m", "", 1.0, "a lower median and 95th percentile"),
+      )),
+    Claim("Figure 5, a GPT of 0.35M weights",
+          "a linear variance diverges, a companded one trains", divergence),
+    Claim("Figure 5, a GPT of 42M", "a linear variance diverges, a companded one trains",
+          diverges, f"a loss over {DIVERGES:g} times the baseline's, or no number"),
 )  # fmt: skip

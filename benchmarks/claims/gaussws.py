@@ -9,7 +9,7 @@ import statistics
 from typing import Any
 
 from benchmarks.claims import Claim, Finding, Ratios, judged, measure, some, values_of
-from benchmarks.claims.findings import about, newest_run, over, percent
+from benchmarks.claims.findings import ONE_SEED, about, newest_run, of_one_seed, over, percent
 from benchmarks.records import Rows, alike, grouped, last, on_gpus, select
 
 # names of variants and kinds of matrices, as in the suite's training, which needs Flax
@@ -115,7 +115,8 @@ def _loss(rows: Rows, name: str, base: str, most: float) -> Finding:
     if chance is not None and base == BASE:
         text += f"; other initial weights {percent(over(chance['value'], plain))}"
         used.append(chance)
-    return judged(text + ")", more <= most, used)
+    text += f"; at most {percent(most)} was to follow it)" if most else ")"
+    return judged(text, of_one_seed(more, more <= most), used, ONE_SEED)
 
 
 def diverges(losses: dict[float, tuple[float, float]]) -> dict[float, bool]:
@@ -141,7 +142,7 @@ def _stability(rows: Rows) -> Finding:
         shown = ", ".join(f"{f:g}" for f in sorted(failing[name])) or "none"
         said.append(f"{name}: {shown} of {', '.join(f'{f:g}' for f in sorted(losses))}")
     text = "factors on the rate that fail: " + "; ".join(said)
-    return judged(text, failing[ALL] < failing[BASE], list(ends.values()))
+    return judged(text, failing[ALL] < failing[BASE], list(ends.values()), ONE_SEED)
 
 
 def _bits(rows: Rows, what: str, kinds: tuple[str, ...]) -> tuple[list[float], Rows]:
@@ -155,7 +156,9 @@ def _towards(rows: Rows) -> Finding:
         _bits(rows, what, MATRICES) for what in ("mean", "least", "largest")
     )
     mean = statistics.mean(means)
-    return judged(f"mean {mean:.2f}, {min(low):.2f} to {max(high):.2f}", mean < TOWARDS, used)
+    return judged(
+        f"mean {mean:.2f}, {min(low):.2f} to {max(high):.2f}", mean < TOWARDS, used, ONE_SEED
+    )
 
 
 @measure
@@ -166,7 +169,7 @@ def _more(
     found = _bits(rows, what, kinds), _bits(rows, other, less)
     high, low = (statistics.mean(bits) for bits, _ in found)
     text = f"mean b_t {high:.3f} against {low:.3f}"
-    return judged(text, high > low, [row for _, used in found for row in used])
+    return judged(text, high > low, [row for _, used in found for row in used], ONE_SEED)
 
 
 @measure
@@ -175,7 +178,8 @@ def _cast(rows: Rows, name: str, which: str) -> Finding:
     run, metrics = run_of(rows), ("cast clean", f"cast {which}")
     losses, used = values_of(*(run.get((n, m)) for n in (name, BASE) for m in metrics))
     own, control = over(losses[1], losses[0]), over(losses[3], losses[2])
-    return judged(f"{percent(own)} (trained without noise: {percent(control)})", own <= SAFE, used)
+    text = f"{percent(own)} (trained without noise: {percent(control)})"
+    return judged(text, own <= SAFE, used, "one trained model")
 
 
 CLAIMS: tuple[Claim, ...] = (

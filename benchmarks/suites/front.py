@@ -1,21 +1,29 @@
-"""The three rows of the README: bytes, time and loss, from the newest records of each."""
+"""The rows of the README: bytes, time and losses, from the newest records of each."""
 
 import statistics
+from collections.abc import Iterator
 
+from benchmarks.claims import UNDECIDED, Missing
+from benchmarks.claims.flashoptim import of_examples, of_pairs
 from benchmarks.records import Rows, last, on_gpus, select
 from benchmarks.render import Rendered, Table
 from benchmarks.suites.step.tables import BASE
 
-OURS = {"memory": "lowmem", "step": "lowmem.step", "train": "lowmem"}
+OURS = {"memory": "lowmem", "step": "lowmem.step"}
+# runs, the largest first
+LARGEST = {
+    "GPT-2 124M": of_pairs("gpt2-124m", "adamw", "flash_adamw"),
+    "a GPT of 42M": of_pairs("gpt-42m", "adamw", "flash_adamw"),
+    "the GPT of 42M": of_examples("adamw"),
+}
 GPU = "NVIDIA H100 80GB HBM3"
 
 
 def front(rows: Rows) -> Table:
-    """Weights and state of an 8B model, a step of a 1B model, and the loss of the demo."""
+    """Weights and state of an 8B model, a step of a 1B model, and losses of the largest runs."""
     head = ["AdamW", f"`{BASE.removesuffix('-f32')}.adamw`, f32", "`flash_adamw`, bf16", "ratio"]
     body, used = [], []
-    for make in (_bytes, _milliseconds, _loss):
-        row, own = make(rows)
+    for row, own in (_bytes(rows), _milliseconds(rows), *_losses(rows)):
         if own:
             body.append(row)
             used += own
@@ -47,16 +55,20 @@ def _milliseconds(rows: Rows) -> tuple[list[str], Rows]:
     return row, [r for r in pair if r]
 
 
-def _loss(rows: Rows) -> tuple[list[str], Rows]:
-    own = select(rows, bench="train", metric="val_loss", case="demo/adamw", device=GPU)
-    runs = [select(own, impl=impl) for impl in (BASE, OURS["train"])]
-    if not all(runs):
-        return [], []
-    means = [statistics.mean(r["value"] for r in found) for found in runs]
-    seeds = len({r["seed"] for r in own})
-    name = f"validation loss of the demo's GPT, {seeds} seeds, one H100"
-    row = [name, *(f"{mean:.4f}" for mean in means), f"{means[1] / means[0]:.4f}"]
-    return row, own
+def _losses(rows: Rows) -> Iterator[tuple[list[str], Rows]]:
+    """The largest run there is, and the largest that is decided, with what their test says."""
+    for model, measure in LARGEST.items():
+        try:
+            pair, found = measure.pair(rows), measure(rows)
+        except Missing:
+            continue
+        means = [statistics.mean(values) for values in (pair.plain, pair.ours)]
+        size = pair.size.partition(", ")[2]
+        margin = f"a margin of {measure.margin.size:g} %"
+        name = f"held-out loss, {model}, {size}: {found.verdict}, by {margin}"
+        yield [name, *(f"{mean:.4f}" for mean in means), f"{means[1] / means[0]:.4f}"], found.rows
+        if found.verdict != UNDECIDED:
+            return
 
 
 TABLES = {"front": Rendered(front, "memory")}

@@ -102,6 +102,15 @@ def test_variants_start_alike():
             assert jnp.abs(a - b).max() <= 2.0**-15 * jnp.abs(a).max()
 
 
+def test_the_control_starts_beside_it():
+    """Weights without their last 8 bits: near, and not the same."""
+    made = experiment()
+    (plain, _), (rounded, _) = (made.start(n, np.uint32(0)) for n in ("adamw", "adamw-rounded"))
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(rounded), strict=True):
+        if a.ndim > 1:
+            assert 0 < jnp.abs(a - b).max() <= 2.0**-16 * jnp.abs(a).max()
+
+
 def test_state_errors_are_those_of_numpy():
     """Leaf by leaf what the CPU's measurement in float64 has."""
     made = experiment()
@@ -189,6 +198,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, monkeypatch):
         assert one[name][1][-1] < one[name][1][0] - 1
     rows = [json.loads(line) for line in (tmp_path / "cut.jsonl").read_text().splitlines()]
     assert [row["impl"] for row in rows if row["metric"] == "val_loss"] == ["adamw", "flash_adamw"]
+    assert {row["case"] for row in rows} == {"smoke-gpt2/adam"}
     assert np.mean(rows[0]["held_out_groups"]) == pytest.approx(rows[0]["value"], abs=1e-4)
 
 

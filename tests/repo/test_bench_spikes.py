@@ -97,7 +97,7 @@ def records(adamw, stable):
 
 def verdicts(rows):
     body, _ = claims.table(rows, claims_stable_adamw.CLAIMS)
-    return {where: verdict for where, _, _, verdict in body}
+    return {where: verdict for where, *_, verdict in body}
 
 
 def test_claims():

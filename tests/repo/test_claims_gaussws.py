@@ -46,10 +46,10 @@ def test_the_stored_records():
 @pytest.mark.parametrize(
     ("where", "impl", "same", "other"),
     [
-        (f"Figures 1b and 4, {paper.OD}", paper.OD, 1.0099, 1.0101),
-        (f"Figures 1b and 4, {paper.ALL}", paper.ALL, 0.99, math.nan),
-        ("Figure 1b, [od]", paper.OD, 1.005, 1.0051),
-        (f"Figure 1b, {paper.ALL} against DiffQ[all]", paper.ALL, 1.02, 1.0201),
+        (f"Figures 1b and 4, {paper.OD}", paper.OD, 0.94, 1.06),
+        (f"Figures 1b and 4, {paper.ALL}", paper.ALL, 0.94, math.nan),
+        ("Figure 1b, [od]", paper.OD, 0.94, 1.07),
+        (f"Figure 1b, {paper.ALL} against DiffQ[all]", paper.ALL, 0.94, 1.08),
     ],
 )
 def test_the_bounds(where, impl, same, other):
@@ -57,6 +57,14 @@ def test_the_bounds(where, impl, same, other):
         assert finding_of(where, trained(**{impl: value})).verdict == verdict
     on_a_cpu = [row | {"device": "cpu-2-cores"} for row in trained()]
     assert finding_of(where, on_a_cpu).verdict == claims.NOT_MEASURED
+
+
+@pytest.mark.parametrize("loss", [0.99, 1.0099, 1.0101, 1.04])
+def test_one_seed_decides_no_small_difference(loss):
+    for name in (paper.OD, paper.ALL):
+        found = finding_of(f"Figures 1b and 4, {name}", trained(**{name: loss}))
+        assert (found.verdict, found.scale) == (claims.UNDECIDED, "one seed")
+        assert "at most +1.00 % was to follow it" in found.measured
 
 
 def rates(base, noisy):
@@ -81,7 +89,9 @@ GOOD, NAN, ROSE, STUCK = (1.0, 1.0), (math.nan, 2.0), (1.2, 1.1), (1.6, 1.6)
 def test_learning_rates(base, noisy, verdict):
     rows = [*trained(), *rates(base, noisy)]
     assert finding_of("Figure 1b, learning rates", rows).verdict == verdict
-    assert finding_of(f"Figures 1b and 4, {paper.OD}", rows).verdict == SAME  # not mixed
+    assert (
+        finding_of(f"Figures 1b and 4, {paper.OD}", rows).verdict == claims.UNDECIDED
+    )  # not mixed
 
 
 def bits(mean, deeper=0.1, **kinds):

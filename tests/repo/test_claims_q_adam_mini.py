@@ -39,7 +39,7 @@ def test_without_records_only_shapes_speak():
     body, used = claims.table([], paper.CLAIMS)
     assert len(body) == len({(where, says) for where, says, *_ in body}) >= 20
     assert not used
-    for where, says, measured, verdict in body:
+    for where, says, measured, _, _, verdict in body:
         assert where and says
         computed = where.partition(",")[0] in COMPUTED
         assert (verdict == SAME) == computed, where
@@ -59,10 +59,9 @@ def test_the_stored_records():
 @pytest.mark.parametrize(
     ("where", "metric", "impl", "same", "other"),
     [
-        ("Table 1, AdamW → Q-Adam-mini", "val_loss", paper.OURS, 3.035, 3.04),
-        ("Table 1, AdamW → Adam-mini", "val_loss", paper.MINI, 3.02, 3.03),
-        ("Figure 5, 8-bit m, f32 v (Case 2), nearest", "val_loss", paper.REFERENCE, 3.1, 3.025),
-        ("Figure 8b, stochastic in the embedding", "val_loss", paper.EMBEDDINGS, 3.03, 3.04),
+        ("Table 1, AdamW → Q-Adam-mini", "val_loss", paper.OURS, 2.8, 3.2),
+        ("Figure 5, 8-bit m, f32 v (Case 2), nearest", "val_loss", paper.REFERENCE, 3.3, 3.8),
+        ("Figure 8b, stochastic in the embedding", "val_loss", paper.EMBEDDINGS, 2.8, 3.3),
         ("Figure 6a, embedding, nearest", "embedding_norm", paper.REFERENCE, 11.0, 9.0),
         ("Figure 8a, stochastic in the embedding", "embedding_norm", paper.EMBEDDINGS, 1.009, 1.02),
         ("§2.3.2, embedding, nearest, without the reference's floor", "embedding_norm",
@@ -78,12 +77,26 @@ def test_the_bounds(where, metric, impl, same, other):
     assert verdict_of(where, without).verdict == claims.NOT_MEASURED
 
 
+@pytest.mark.parametrize(
+    ("where", "impl", "losses"),
+    [
+        ("Table 1, AdamW → Q-Adam-mini", paper.OURS, (3.035, 3.04)),
+        ("Table 1, AdamW → Adam-mini", paper.MINI, (3.02, 3.03)),
+        ("Figure 8b, stochastic in the embedding", paper.EMBEDDINGS, (3.03, 3.04)),
+    ],
+)
+def test_one_seed_decides_no_small_difference(where, impl, losses):
+    for loss in losses:
+        found = verdict_of(where, trained("val_loss", **{impl: loss}))
+        assert (found.verdict, found.scale) == (claims.UNDECIDED, "one seed")
+
+
 def test_other_devices_and_cases_are_not_mixed():
     rows = [*trained(), made(paper.MINI, "val_loss", 1.0, device="another")]
     where = "Figure 8b, stochastic in the embedding"
     assert verdict_of(where, rows).verdict == claims.NOT_MEASURED
     demo = made(paper.MINI, "val_loss", 1.0, case="demo/adamw")
-    assert verdict_of(where, [*trained(), demo]).verdict == SAME
+    assert verdict_of(where, [*trained(), demo]).verdict == claims.UNDECIDED
 
 
 @pytest.fixture

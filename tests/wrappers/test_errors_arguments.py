@@ -22,6 +22,15 @@ def test_arguments_in_another_order():
         with raises("a (dict|list) is not an optax transformation.*: .*pass|one by one", TypeError):
             call()
     kept, state = lowmem.init(tx, params)
+    given_a_state = [
+        lambda: lowmem.init(tx, state),
+        lambda: lowmem.explain(tx, (state, optax.EmptyState())),
+        lambda: lowmem.memory.report(optax.adam(1e-3), state),
+        lambda: lowmem.checkpoint.metadata(tx, state),
+    ]
+    for call in given_a_state:
+        with raises("a .*State is an optimizer's state, not parameters: pass", TypeError):
+            call()
     with raises(r"is an optimizer's state: master_params\(params, state\)", TypeError):
         lowmem.master_params(state, kept)
 

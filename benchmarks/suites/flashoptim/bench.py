@@ -35,7 +35,7 @@ def splits(samples: int) -> Iterator[dict[str, Any]]:
             for end, value in (("min", within.min()), ("max", within.max())):
                 metric = f"{end}_mean_relative_error"
                 yield records.record("claims", case, name, metric, float(value), "share")
-    for name in ("ulp-32", "bits-32"):
+    for name in ("ulp-32", measure.BY_SIDE, "bits-32"):
         share = measure.exact_share(name, samples, LOWEST)
         yield records.record("claims", "split/bf16", name, "exact_share", share, "share")
 
@@ -69,12 +69,19 @@ def variances(task: Task, steps: int) -> Iterator[dict[str, Any]]:
         yield records.record("claims", "variance/adamw", name, "diverged", diverged, "yes or no")
 
 
+PARTS = {"splits": "Figure 3", "moments": "Figure 4", "variances": "Figure 5"}
+
+
 @records.suite(
     samples={"type": int, "default": 2**16, "help": "f32 weights an exponent"},
     steps={"type": int, "default": 300, "help": "of each training run"},
+    only={"nargs": "+", "choices": list(PARTS), "default": list(PARTS), "help": "parts (all)"},
 )
 def main(args: argparse.Namespace) -> Iterator[records.Rows]:
+    if "splits" in args.only:
+        yield list(splits(args.samples))
     task = Task(Size())
-    yield list(splits(args.samples))
-    yield list(moments(task, args.steps))
-    yield list(variances(task, args.steps))
+    if "moments" in args.only:
+        yield list(moments(task, args.steps))
+    if "variances" in args.only:
+        yield list(variances(task, args.steps))

@@ -100,7 +100,10 @@ class Bench:
         self.experiment = Experiment(run, text_of(run, args))
         self.folder = args.folder or Path("demo_output") / run.preset
         smoke = run.preset.startswith("smoke")
-        default = None if smoke else records.RESULTS / f"pairs-{run.preset}-{self.rule}.npz"
+        # steps that were asked for are another case; those that a device had time for are not
+        self.case = run.preset + (f" steps={args.steps}" if args.steps else "")
+        name = f"pairs-{self.case.replace(' steps=', '-')}-{self.rule}.npz"
+        default = None if smoke else records.RESULTS / name
         self.curves = args.curves or default
         self.programs = compile_all(self.experiment, args.variants)
         say(f"compiled {len(self.programs)} variants after {clock.seconds():.0f} s")
@@ -133,7 +136,7 @@ class Bench:
         """Keep the records of a seed that has ended; the losses of groups give an interval."""
         where = ("device", "jax", "commit")
         own = {key: value for key, value in self.flags.items() if key not in where}
-        case = f"{self.experiment.run.preset}/{self.rule}"
+        case = f"{self.case}/{self.rule}"
         for name, one in seed.runs.items():
             rows = records.records_of(
                 "pairs", case, name, seed.values(name), seed=seed.seed, flags=own

@@ -1,4 +1,4 @@
-"""What unfinished runs leave in a folder, to go on from: written whole or not at all."""
+"""State of unfinished runs in a folder, to go on from: written whole or not at all."""
 
 from __future__ import annotations
 

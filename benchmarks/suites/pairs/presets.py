@@ -1,4 +1,4 @@
-"""What is trained in pairs: models with their runs, and optimizers with how weights are stored."""
+"""Models with their runs, and optimizers with how weights are stored, to be trained in pairs."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ class Variant:
       make: (schedule, **arguments) -> transformation.
       split: whether matrices are bf16 weights with corrections; else all weights are f32.
       activations: of a Llama's layers, as of `--activations`.
+      rounded: whether the initial weights lose their last 8 bits, to see how far runs come apart.
     """
 
     says: str
@@ -38,11 +39,12 @@ class Variant:
     make: Factory
     split: bool = True
     activations: str = STANDARD
+    rounded: bool = False
 
     @property
     def plain(self) -> bool:
-        """Whether the optimizer is optax's own."""
-        return self.make in (optax.adamw, optax.lion)
+        """Return whether the optimizer is optax's own."""
+        return self.make in (optax.adamw, optax.lion, _nudged)
 
     def dtype(self) -> Any:
         """The weights' dtype, as `lowmem.init` takes it."""
@@ -53,12 +55,21 @@ def _adam(says: str, storage: Storage, **more: Any) -> Variant:
     return Variant(says, ADAM, functools.partial(lowmem.flash_adamw, storage=storage), **more)
 
 
+def _nudged(schedule: optax.Schedule, **arguments: Any) -> optax.GradientTransformation:
+    """AdamW with a learning rate that is a thousandth higher."""
+    return optax.adamw(lambda count: 1.001 * schedule(count), **arguments)
+
+
 _PAPER = Storage.paper()
 _LINEAR = Storage.paper(nu=codecs.linear_paper(signed=False))
 
 # The first of each rule is what the others are compared with.
 VARIANTS: dict[str, Variant] = {
     "adamw": Variant("AdamW, f32", ADAM, optax.adamw, split=False),
+    "adamw-rounded": Variant(
+        "AdamW, f32, from rounded weights", ADAM, optax.adamw, split=False, rounded=True
+    ),
+    "adamw-nudged": Variant("AdamW, f32, rates a thousandth higher", ADAM, _nudged, split=False),
     "flash_adamw": Variant("flash_adamw", ADAM, lowmem.flash_adamw),
     "flash_adamw-paper": _adam("flash_adamw as published", _PAPER),
     "flash_adamw-linear": _adam("as published, but linear codes of v", _LINEAR),
@@ -66,6 +77,9 @@ VARIANTS: dict[str, Variant] = {
     "coat_adamw": Variant("coat_adamw", ADAM, lowmem.coat_adamw),
     "coat_adamw-f32": Variant("coat_adamw, f32 weights", ADAM, lowmem.coat_adamw, split=False),
     "lion": Variant("Lion, f32", LION, optax.lion, split=False),
+    "lion-rounded": Variant(
+        "Lion, f32, from rounded weights", LION, optax.lion, split=False, rounded=True
+    ),
     "flash_lion": Variant("flash_lion", LION, lowmem.flash_lion),
     "flash_lion-paper": Variant(
         "flash_lion as published", LION, functools.partial(lowmem.flash_lion, storage=_PAPER)

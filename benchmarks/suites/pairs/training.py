@@ -21,7 +21,7 @@ import optax_lowmem as lowmem
 from benchmarks import training
 from benchmarks.suites.pairs import kept, states
 from benchmarks.suites.pairs.gpt2 import GPT2
-from benchmarks.suites.pairs.presets import VARIANTS, Pairs
+from benchmarks.suites.pairs.presets import BASES, VARIANTS, Pairs
 from benchmarks.training import Curve, Program, Text, say
 
 CLIP = 1.0
@@ -30,8 +30,8 @@ UNITS = {"val_loss": "nats/token", "tokens_per_s": "tokens/s", "done": "steps"}
 
 
 @dataclasses.dataclass(frozen=True)
-class _Unlike:
-    """What `build_model` and `loss_function` take of settings."""
+class _Settings:
+    """Settings that `build_model` takes."""
 
     shape: Any
 
@@ -45,7 +45,7 @@ def model(run: Pairs, vocab: int, activations: str) -> tuple[Any, Any]:
         shape = dataclasses.replace(run.shape, vocab=vocab)
         llama = Llama(shape, run.compute, run.attention, activations=activations, stacked=False)
         return functools.partial(llama.weights, dtype=lambda path: jnp.float32), llama
-    graphdef, weights = build_model(_Unlike(run.shape), vocab)  # type: ignore[arg-type]
+    graphdef, weights = build_model(_Settings(run.shape), vocab)  # type: ignore[arg-type]
     return weights, loss_function(graphdef, run.compute)
 
 
@@ -109,6 +109,8 @@ class Experiment(training.Experiment):
     def _start(self, name: str, seed: Any) -> tuple[Any, Any]:
         chosen, tx = VARIANTS[name], self.optimizer(name, self.run.steps)
         weights = model(self.run, self.text.vocab, chosen.activations)[0](jax.random.key(seed))
+        if chosen.rounded:
+            weights = jax.tree.map(lambda w: jax.lax.reduce_precision(w, 8, 15), weights)
         if chosen.plain:
             return weights, tx.init(weights)
         return lowmem.init(tx, weights, dtype=chosen.dtype(), seed=seed)
@@ -203,7 +205,7 @@ class Seed:
         losses = np.asarray(evaluate(one.params, self.experiment.text.held_out))
         one.keep(val_step=self.done * self.experiment.every, val_loss=losses.mean(dtype=np.float64))
         one.curves["val_groups"] = list(losses)
-        if VARIANTS[name].plain and self.done:
+        if name in BASES.values() and self.done:
             one.keep(**states.errors(one.state))
 
     @property

@@ -44,6 +44,21 @@ def cpu_compile(rows: Rows) -> Table:
     return ["leaves", "step", "jax", "CPU time a leaf", "temporaries"], body, found
 
 
+def call(rows: Rows) -> Table:
+    """Host time of calling a compiled step."""
+    found = select(rows, bench="call")
+    body = []
+    for device, case in dict.fromkeys((r["device"], r["case"]) for r in found):
+        of_case = select(found, device=device, case=case)
+        (base,) = select(of_case, impl="optax.adamw", metric="host_ms")
+        for impl in dict.fromkeys(r["impl"] for r in of_case):
+            of = grouped(select(of_case, impl=impl), "metric")
+            times = f"{of['host_ms']['value'] / base['value']:.2f} x"
+            arrays = cell(of["arrays"], "{:,.0f}")
+            body.append([device, case, impl, arrays, cell(of["host_ms"], "{:.1f} ms"), times])
+    return ["host of", "leaves", "step", "arrays in and out", "a call", "x optax"], body, found
+
+
 def masters(rows: Rows) -> Table:
     found = select(rows, bench="masters")
     body = [
@@ -209,6 +224,7 @@ def gpu_targets(rows: Rows) -> str:
 TABLES: dict[str, Callable[[Rows], str]] = {
     "cpu_step": Rendered(cpu_step, "step --leaf-set ten-million demo-gpt"),
     "cpu_compile": Rendered(cpu_compile, "compile"),
+    "call": Rendered(call, "call"),
     "masters": Rendered(masters, "masters"),
     **{make.__name__: make for make in (gpu_step, gpu_step_details, gpu_targets)},
 }

@@ -218,7 +218,8 @@ def save(
       params: its parameters.
       state: its state.
       step: number of the step.
-      keep: how many of the newest steps to keep, 1 or more; None keeps all.
+      keep: how many of the newest steps to keep, 1 or more, and this one if it is older; None
+        keeps all.
 
     Raises:
       ImportError: without Orbax.

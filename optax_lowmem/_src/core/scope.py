@@ -164,7 +164,7 @@ def dry_run(
     tx: optax.GradientTransformation, params: optax.Params
 ) -> tuple[optax.OptState, list[Decision]]:
     """The abstract state of `tx.init`, and the decisions it takes; nothing is allocated."""
-    trees.check_transformation(tx, "pass (tx, params), in this order.")
+    trees.check_transformation(tx, "pass (tx, params), in this order.", params)
     with recording() as decisions:
         # a fresh function each time: eval_shape does not run one again that it has traced before
         state = jax.eval_shape(lambda p: tx.init(p), params)

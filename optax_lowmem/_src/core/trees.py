@@ -57,13 +57,23 @@ def named_leaves(
     return [(name, leaf) for name, (_, leaf) in zip(known, named, strict=True)]
 
 
-def check_transformation(tx: object, call: str) -> None:
-    """Raises unless `tx` has the methods of an optax transformation; `call`: how it is passed."""
+def check_transformation(tx: object, call: str, params: object = None) -> None:
+    """Raises unless `tx` is an optax transformation, and `params` hold no state of ours.
+
+    Args:
+      tx: what was passed as an optimizer.
+      call: how to pass it, the end of the error's message.
+      params: what was passed as parameters.
+    """
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
         raise TypeError(
             f"a {type(tx).__name__} is not an optax transformation, which has init and update: "
             f"{call}"
         )
+    states = [] if params is None else jax.tree.leaves(params, is_leaf=is_ours)
+    for state in filter(is_ours, states):
+        name = type(state).__name__
+        raise TypeError(f"a {name} is an optimizer's state, not parameters: {call}")
 
 
 def wrapped(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

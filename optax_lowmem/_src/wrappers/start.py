@@ -46,7 +46,7 @@ def start(
     allow_rounding: bool = True,
 ) -> tuple[optax.Params, optax.OptState]:
     """`lowmem.init`, without a look at how `tx` is put together."""
-    trees.check_transformation(tx, "pass (tx, params), in this order.")
+    trees.check_transformation(tx, "pass (tx, params), in this order.", params)
     leaves, treedef = jax.tree.flatten(params)
     names = [name for name, _ in trees.named_leaves(params)]
     dtypes = [_weight_dtype(dtype, n, leaf) for n, leaf in zip(names, leaves, strict=True)]

@@ -1,0 +1,76 @@
+"""Equivalence of two ways to train: two one-sided tests against a margin stated before."""
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+
+from scipy import stats
+
+from benchmarks.claims import BETTER, NOT, SAME, UNDECIDED
+
+LEVEL = 0.05  # of each of the two tests: together an interval of 90 %
+
+
+@dataclasses.dataclass(frozen=True)
+class Margin:
+    """Largest distance of a mean difference from the one that is claimed.
+
+    Attributes:
+      size: in `unit`.
+      unit: `% of the loss`, for example: a difference as a share of the baseline's mean.
+      claimed: the difference that the paper itself finds, in the same unit.
+    """
+
+    size: float
+    unit: str = "% of the loss"
+    claimed: float = 0.0
+
+    def __str__(self) -> str:
+        about = f"{self.claimed:+.2f} " if self.claimed else ""
+        return f"{about}± {self.size:g} {self.unit}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """A mean and the interval of 90 % around it, in the unit of a margin.
+
+    One difference has no interval of its own: `low` and `high` are infinite.
+    """
+
+    mean: float
+    low: float
+    high: float
+
+    @staticmethod
+    def of(differences: Sequence[float]) -> "Interval":
+        """Student's interval of independent differences, of one pair each."""
+        count, mean = len(differences), statistics.mean(differences)
+        if not all(map(math.isfinite, differences)):
+            return Interval(math.nan, math.nan, math.nan)
+        if count < 2:
+            return Interval(mean, -math.inf, math.inf)
+        factor = float(stats.t.ppf(1 - LEVEL, count - 1))
+        half = factor * statistics.stdev(differences) / math.sqrt(count)
+        return Interval(mean, mean - half, mean + half)
+
+    def verdict(self, margin: Margin, lower_is_better: bool = True) -> str:
+        """Decide: the same if the interval is within the margin, another if it is outside of it.
+
+        Not a number, on any side, is another. What is neither is undecided: more pairs are needed.
+        """
+        least, most = margin.claimed - margin.size, margin.claimed + margin.size
+        if math.isnan(self.mean):
+            return NOT
+        if least <= self.low and self.high <= most:
+            return SAME
+        if self.low > most:
+            return NOT if lower_is_better else BETTER
+        if self.high < least:
+            return BETTER if lower_is_better else NOT
+        return UNDECIDED
+
+    def __str__(self) -> str:
+        if math.isinf(self.low):
+            return f"{self.mean:+.2f} %, one pair"
+        return f"{self.mean:+.2f} % ({self.low:+.2f} to {self.high:+.2f})"
