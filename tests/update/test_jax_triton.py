@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import optax_lowmem as lowmem
-from optax_lowmem._src.core import platform
+from optax_lowmem._src.core import jax_triton_call, platform
 from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.optimizers.adam import AdamRule
 from optax_lowmem._src.update import dispatch
@@ -153,7 +153,7 @@ def opaque(without_pallas, monkeypatch):
         assert options["kernel"].arg_names[0] == "scalars"
         return call.bind(*operands, outputs=tuple(out_shape))
 
-    monkeypatch.setattr(jax_triton, "_triton_call", lambda: triton_call)
+    monkeypatch.setattr(jax_triton_call, "_triton_call", lambda: triton_call)
 
 
 @pytest.mark.parametrize("implementation", [None, "triton"])
@@ -202,49 +202,6 @@ def test_numerics_in_the_interpreter():
 
 # ---- code, without a GPU -------------------------------------------------------------------------
 
-TYPES = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "float32": "fp32",
-    "int8": "i8",
-    "uint8": "u8",
-    "int16": "i16",
-    "uint16": "u16",
-    "uint32": "u32",
-}
-
-
-@pytest.fixture
-def compiled(monkeypatch, tmp_path):
-    """Compiles what a launch asks jax_triton for, for an H100; the kernels are in the list."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernels = []
-
-    def triton_call(*operands, kernel, out_shape, grid, num_warps, num_stages, **options):
-        assert grid[0] > 0
-        statics = {name: value for name, value in options.items() if name.isupper()}
-        arrays = [*operands, *out_shape]
-        names = kernel.arg_names[: len(arrays)]
-        signature = {
-            name: "*" + TYPES[jnp.dtype(x.dtype).name]
-            for name, x in zip(names, arrays, strict=True)
-        }
-        source = ASTSource(
-            fn=kernel,
-            signature=signature | dict.fromkeys(statics, "constexpr"),
-            constexprs=statics,
-            attrs={(i,): [["tt.divisibility", 16]] for i in range(len(arrays))},
-        )
-        how = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
-        kernels.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=how))
-        return [jnp.zeros(like.shape, like.dtype) for like in out_shape]
-
-    monkeypatch.setattr(jax_triton, "_triton_call", lambda: triton_call)
-    return kernels
-
 
 def compile_case(tx, shapes, tile=TILE, **options):
     case = launch_cases.make(tx, shapes, **options)
@@ -271,34 +228,34 @@ PAIRS = [
 @pytest.mark.parametrize(
     "optimizer, weight, gradient, direct", rows(dict.fromkeys(FAST + PAIRS), FAST)
 )
-def test_it_compiles_for_an_h100(compiled, optimizer, weight, gradient, direct):
+def test_it_compiles(compiled_kernels, optimizer, weight, gradient, direct):
     """Full groups, rows that vectors fit, and rows that they do not: one kernel each."""
     bits, dtype = weight
     tx = launch_cases.OPTIMIZERS[optimizer](storage(master_weight_bits=bits))
     shapes = [(8, 256), (3, 1000), (2, 50257), (33, 64)]
     compile_case(tx, shapes, dtype=dtype, gradient_dtype=gradient, direct=direct)
-    assert len(compiled) == 3
+    assert len(compiled_kernels) == 3
     stores_f32 = dtype == F32 or (bits is None and not direct)
-    for kernel in compiled:  # threads write at most 4 f32 each side by side
+    for kernel in compiled_kernels:  # threads write at most 4 f32 each side by side
         assert moved_tiles(kernel) <= stores_f32
         assert "local" not in kernel.asm["ptx"]
-    for kernel in compiled[:2]:  # 8 codes a thread, 8 bytes; 16 bytes of 16-bit numbers
+    for kernel in compiled_kernels[:2]:  # 8 codes a thread, 8 bytes; 16 bytes of 16-bit numbers
         ptx = kernel.asm["ptx"]
         assert "ld.volatile.global.v2.b32" in ptx and "st.global.v2.b32" in ptx
         assert gradient == F32 or "ld.volatile.global.v4.b32" in ptx
 
 
 @pytest.mark.parametrize("size", [1, 4, 256])
-def test_group_sizes_compile(compiled, size):
+def test_group_sizes_compile(compiled_kernels, size):
     tx = launch_cases.OPTIMIZERS["adamw"](storage(group_size=size))
     compile_case(tx, [(8, 256)])
-    assert len(compiled) == 1
+    assert len(compiled_kernels) == 1
 
 
 @pytest.mark.parametrize("tile", [Tile(2048, 4), Tile(512, 2), Tile(4096, 8)])
-def test_tiles_compile(compiled, tile):
+def test_tiles_compile(compiled_kernels, tile):
     compile_case(launch_cases.OPTIMIZERS["adamw"](storage()), [(8, 256)], tile)
-    (kernel,) = compiled
+    (kernel,) = compiled_kernels
     assert moved_tiles(kernel) == 0
 
 

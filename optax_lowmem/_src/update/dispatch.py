@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lowmem._src.core import explicit, platform, random, scope
+from optax_lowmem._src.core.gpu_kernel import BACKENDS
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tile, Tiling
 from optax_lowmem._src.core.placement import Placement
 from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
@@ -30,8 +31,8 @@ from optax_lowmem._src.update.plan import LeafPlan, LeafState
 
 _PlannedLeaf = tuple[LeafPlan, jax.Array, jax.Array | None, LeafState]  # with gradient, weight
 
-IMPLEMENTATIONS = ("xla", "pallas", "triton", "pallas_tpu")
-_KERNELS = ("pallas", "triton")  # the one that needs nothing beside JAX first
+IMPLEMENTATIONS = ("xla", *BACKENDS, "pallas_tpu")
+_KERNELS = BACKENDS
 _TPU = "pallas_tpu"
 _ELEMENTWISE = "no slot is compressed: plain elementwise work, which XLA fuses well"
 _UPDATES = 1 << 20  # bytes that the updates of a launch may take, however small the leaves
@@ -54,10 +55,9 @@ def _unsupported(kernel: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
     for slot in plan.slots:
         if slot.codec is not None and slot.codec.bits < 8 and slot.codec.no_tile_reason:
             return slot.codec.no_tile_reason
-    if kernel == "pallas":
-        return None if platform.has_pallas_triton() else "this JAX has no Pallas-Triton lowering"
-    if not platform.has_jax_triton():
-        return "jax-triton is not installed (pip install jax-triton)"
+    missing = platform.no_backend_reason(kernel)
+    if kernel == "pallas" or missing is not None:
+        return missing
     from optax_lowmem._src.update import jax_triton
 
     return jax_triton.supported(rule, plan)

@@ -1,59 +1,12 @@
-"""A generated Triton kernel around its arithmetic: finding leaves, loads, stores, the entry."""
+"""What stands around the arithmetic of a generated step: finding leaves and elements, the entry."""
 
 # mypy: disable-error-code="no-untyped-def"
 # Triton reads the annotations: what has none is a value on the GPU.
 
-import linecache
 from collections.abc import Sequence
-from typing import Any
 
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice  # noqa: F401  # of generated sources
-
-# ---- memory --------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _pointer(pointer):
-    """A pointer to bf16 as one to its bits."""
-    if pointer.dtype.element_ty == tl.bfloat16:
-        pointer = pointer.to(tl.pointer_type(tl.uint16), bitcast=True)
-    return pointer
-
-
-@triton.jit
-def load(pointer, offsets, mask, OTHER: tl.constexpr, MASKED: tl.constexpr, EARLY: tl.constexpr):
-    """Elements of a tile, bf16 as its bits; OTHER where there are none.
-
-    EARLY is before what follows: volatile, or the assembler moves it down to its use. Not for what
-    all programs read, which would come from the same place of the L2 cache each time.
-    """
-    if MASKED:
-        return tl.load(_pointer(pointer) + offsets, mask=mask, other=OTHER, volatile=EARLY)
-    else:
-        return tl.load(_pointer(pointer) + offsets, volatile=EARLY)
-
-
-@triton.jit
-def store(pointer, offsets, values, mask, MASKED: tl.constexpr):
-    """Write elements of a tile, bf16 as its bits."""
-    if MASKED:
-        tl.store(_pointer(pointer) + offsets, values, mask=mask)
-    else:
-        tl.store(_pointer(pointer) + offsets, values)
-
-
-# ---- arithmetic ----------------------------------------------------------------------------------
-
-
-@triton.jit
-def minus(x):
-    """-x of f32 values, where a NaN is CUDA's own: a change of its sign would leave another."""
-    return tl.inline_asm_elementwise(
-        "sub.rn.f32 $0, 0f80000000, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
-
 
 # ---- leaves --------------------------------------------------------------------------------------
 
@@ -190,15 +143,6 @@ def elements(
 
 
 # ---- the kernel ----------------------------------------------------------------------------------
-
-
-def compiled_from(source: str, name: str) -> Any:
-    """Return the `triton.jit` function `name` of a source that may use what this module has."""
-    file = f"<{name} {hash(source):x}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    names = {**globals(), "__name__": __name__}
-    exec(compile(source, file, "exec"), names)
-    return names[name]
 
 
 def entry(parameters: Sequence[str], statics: Sequence[str], body: Sequence[str]) -> str:
