@@ -71,6 +71,15 @@ def test_group_sizes(launcher, size):
     check(launcher, tx, [(130,), (3, 5), (9, 300), (256, 2), (64, 1)])
 
 
+@pytest.mark.parametrize("size", [2, 4, 32])
+def test_codes_that_share_bytes(launcher, size):
+    """Whole groups, rows of whole bytes, and rows that end in half of one."""
+    four = {"mu": lowmem.codecs.linear4(), "nu": lowmem.codecs.linear4(signed=False)}
+    tx = launch_cases.OPTIMIZERS["adamw"](storage(group_size=size, **four))
+    check(launcher, tx, [*SHAPES, (5, 1), (3, 50), (4, 3)])
+    check(launcher, launch_cases.OPTIMIZERS["adamw"](storage(group_size=size, nu=four["nu"])))
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_nearest(launcher, optimizer):
     check(launcher, launch_cases.OPTIMIZERS[optimizer](storage(rounding="nearest")))

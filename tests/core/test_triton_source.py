@@ -95,9 +95,8 @@ def test_what_has_no_form_is_named():
 # ---- the step of a tile --------------------------------------------------------------------------
 
 CODECS = lowmem.codecs.CODECS
-BYTES = {name: codec for name, codec in CODECS.items() if codec.codes_per_byte == 1}
-SIGNED = {name: codec for name, codec in BYTES.items() if codec.signed}
-UNSIGNED = {name: codec for name, codec in BYTES.items() if not codec.signed}
+SIGNED = {name: codec for name, codec in CODECS.items() if codec.signed}
+UNSIGNED = {name: codec for name, codec in CODECS.items() if not codec.signed}
 OF_CODECS = [("flash_adamw", {"mu": codec}) for codec in SIGNED.values()]
 OF_CODECS += [("flash_adamw", {"nu": codec}) for codec in UNSIGNED.values()]
 OF_RULES = [(name, {}) for name in lowmem.OPTIMIZERS]
@@ -106,6 +105,7 @@ OPTIONS = [
     for options in (
         {"rounding": "nearest", "master_rounding": "nearest"}, {"master_weight_bits": 32},
         {"split": "ulp"}, {"update_dtype": "param"}, {"mu": None}, {"master_weight_bits": None},
+        {"mu": lowmem.codecs.linear4(), "nu": lowmem.codecs.linear4(signed=False)},
     )
 ]  # fmt: skip
 STEPS = OF_RULES + OF_CODECS + OPTIONS

@@ -77,6 +77,7 @@ def test_it_takes_every_optimizer(name):
     [
         {"nu": None},
         {"mu": lowmem.codecs.linear(), "nu": lowmem.codecs.expanded_e4m3(signed=False)},
+        {"mu": lowmem.codecs.linear4(), "nu": lowmem.codecs.linear4(signed=False)},
         {"group_size": 48},
         {"group_size": 512},
         {"split": "ulp"},
@@ -84,11 +85,6 @@ def test_it_takes_every_optimizer(name):
 )
 def test_it_takes_every_storage(options):
     assert reason(lowmem.flash_adamw(1e-3, storage=storage(**options))) is None
-
-
-def test_codes_that_share_bytes_are_left_to_pallas():
-    tx = lowmem.flash_lion(1e-3, storage=storage(mu=lowmem.codecs.linear4()))
-    assert reason(tx) == "mu is linear-int4, and the kernel takes a byte for each code"
 
 
 def test_reasons_of_shape():
@@ -252,6 +248,17 @@ def test_group_sizes_compile(compiled_kernels, size):
     assert len(compiled_kernels) == 1
 
 
+def test_codes_that_share_bytes_compile(compiled_kernels):
+    """Full groups, and rows that end in half of a byte."""
+    four = {"mu": lowmem.codecs.linear4(), "nu": lowmem.codecs.linear4(signed=False)}
+    tx = launch_cases.OPTIMIZERS["adamw"](storage(**four))
+    compile_case(tx, [(8, 256), (3, 1000), (2, 50257)])
+    assert len(compiled_kernels) == 3
+    assert all("local" not in kernel.asm["ptx"] for kernel in compiled_kernels)
+    ptx = compiled_kernels[0].asm["ptx"]  # 8 codes of a thread are 4 bytes
+    assert "ld.volatile.global.b32" in ptx and "st.global.b32" in ptx
+
+
 @pytest.mark.parametrize("tile", [Tile(2048, 4), Tile(512, 2), Tile(4096, 8)])
 def test_tiles_compile(compiled_kernels, tile):
     compile_case(launch_cases.OPTIMIZERS["adamw"](storage()), [(8, 256)], tile)
@@ -288,6 +295,15 @@ def test_tiles_and_options(options, tile):
 def test_group_sizes(size):
     """Not 1: a value that is its group's scale is rounded up by its last bit, which FMA changes."""
     tx = launch_cases.OPTIMIZERS["adamw"](storage(group_size=size))
+    case = launch_cases.make(tx, GPU_SHAPES)
+    launch_cases.compare(case, launch_cases.launch(case, jax_triton.launch, TILE))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2, 32, 48, 256])
+def test_codes_that_share_bytes(size):
+    four = {"mu": lowmem.codecs.linear4(), "nu": lowmem.codecs.linear4(signed=False)}
+    tx = launch_cases.OPTIMIZERS["adamw"](storage(group_size=size, **four))
     case = launch_cases.make(tx, GPU_SHAPES)
     launch_cases.compare(case, launch_cases.launch(case, jax_triton.launch, TILE))
 

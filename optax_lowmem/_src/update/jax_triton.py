@@ -53,8 +53,8 @@ def supported(rule: UpdateRule, plan: LeafPlan) -> str | None:
     if Tiling(plan.shape, plan.group_size, 1).lanes > _MAX_LANES:
         return f"groups of {plan.group_size}, and the kernel takes up to {_MAX_LANES} elements"
     for slot in plan.slots:
-        if slot.codec is not None and slot.codec.codes_per_byte > 1:
-            return f"{slot.name} is {slot.codec.name}, and the kernel takes a byte for each code"
+        if slot.codec is not None and slot.codec.no_tile_reason is not None:
+            return slot.codec.no_tile_reason
     unknown = _unknown(rule, plan.shapeless)
     return unknown and f"the step uses `{unknown}`, which the kernel has no form for"
 
@@ -66,7 +66,12 @@ def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
         jnp.dtype(jnp.float32),
         plan.dtype,
         None if plan.split is None else plan.split.dtype,
-        tuple(slot.dtype for slot in plan.slots),
+        tuple(
+            slot.codec.storage((plan.group_size,), plan.group_size).codes.dtype
+            if slot.codec
+            else slot.dtype
+            for slot in plan.slots
+        ),
         tuple(slot.codec.scale.dtype for slot in plan.slots if slot.codec),
     )
     lanes = Tiling((32,), plan.group_size, 1).lanes
@@ -294,6 +299,16 @@ class _Body:
         return Leaf(named("g"), named("p"), named("correction"), slots, coded, named("of_block"))
 
     @property
+    def packed(self) -> dict[str, int]:
+        """How many codes share a byte, of the slots where several do."""
+        each = {slot.name: slot.codec.codes_per_byte for slot in self.plan.slots if slot.codec}
+        return {name: codes for name, codes in each.items() if codes > 1}
+
+    def bytes_of(self, codes: int) -> int:
+        """Bytes of a group, where so many codes share one."""
+        return max(1, self.lanes // codes)
+
+    @property
     def results(self) -> list[str]:
         """Names of the arrays that are written, in the order of `Result`."""
         return ["update", *jax.tree.leaves((self.roles.correction, *self.roles[3:5]))]
@@ -309,7 +324,12 @@ class _Body:
         Args:
           others: hyperparameters that are no operands, in place of those that are.
         """
-        shaped = {"g": 2, "p": 2, "correction": 2, "slots": 2, "scales": 1}
+        shaped = {"g": 2, "p": 2, "correction": 2, "scales": 1}
+        packed = self.packed
+        slots: Any = tuple(
+            jax.ShapeDtypeStruct((self.rows, self.bytes_of(packed.get(slot.name, 1))), dtype)
+            for slot, dtype in zip(self.plan.slots, self.dtypes.slots, strict=True)
+        )
         shapes = {1: (self.rows,), 2: (self.rows, self.lanes)}
         leaf = Leaf(
             **{
@@ -319,6 +339,7 @@ class _Body:
                 )
                 for field, rank in shaped.items()
             },
+            slots=slots,
             of_block=jax.tree.map(
                 lambda dtype: jax.ShapeDtypeStruct(
                     shapes[2] if self.by_lane else (self.rows, 1), dtype
@@ -360,7 +381,7 @@ class _Body:
         pointers = "".join(f"({', '.join(names)}), " for names in leaves)
         lines = [
             f"arrays = ({pointers})",
-            "pointers, leaf, first, count, place, begin, size, block = find_leaf(",
+            "pointers, leaf, first, count, place, begin, size, row, length, block = find_leaf(",
             "    arrays, tl.program_id(0), LEAVES, 0, len(LEAVES), GROUP_SIZE, ROWS, LANES,",
             "    ALIGNMENT, BY_LANE)",
             f"{', '.join(f'{role}_at' for role in [*roles, 'update'])} = pointers",
@@ -376,6 +397,12 @@ class _Body:
         late = {"of_block", *self.roles.scales}  # what several programs read, or one several times
         where = dict.fromkeys(roles, "offsets, mask")
         where |= dict.fromkeys(self.roles.scales, "group, exists")
+        for role, codes in self.packed.items():
+            where[role] = f"offsets_{role}, mask_{role}"
+            lines += [
+                f"{where[role]} = bytes_of_codes(group, exists, begin, size, row, length,",
+                f"    {self.bytes_of(codes)}, FLAT, ALIGNMENT, {codes})",
+            ]
         where["of_block"] = "block, mask" if self.by_lane else "block, exists[:, None]"
         first = f"leaf * {len(self.names)} + " if self.per_leaf else ""
         lines += [  # tables first: nothing that is loaded early has to wait for them

@@ -88,8 +88,8 @@ def find_leaf(
     Returns:
       the pointers of the leaf; its index; the first group of the tile; the number of groups of the
       leaf; and, per group of the tile, the number that its random bits are mixed from, its offset
-      in the array and its number of elements, the last two in units of ALIGNMENT, and the number
-      of its block, or with BY_LANE that of each element's.
+      in the array and its number of elements, the last two in units of ALIGNMENT, its row; the
+      length of rows; and the number of each group's block, or with BY_LANE that of each element's.
     """
     if HIGH - LOW == 1:
         first = (program - _first_tile(LEAVES, LOW)) * ROWS
@@ -99,14 +99,16 @@ def find_leaf(
         PER_ROW: tl.constexpr = (N + GROUP_SIZE - 1) // GROUP_SIZE
         group = first + tl.arange(0, ROWS)
         column = group % PER_ROW * GROUP_SIZE
-        begin = (group // PER_ROW * N + column) // ALIGNMENT
+        row = group // PER_ROW
+        begin = (row * N + column) // ALIGNMENT
         size = tl.minimum(N - column, GROUP_SIZE) // ALIGNMENT
         place = tl.full((ROWS,), 0, tl.uint32)
         for axis in tl.static_range(_rank(LEAVES, LOW)):
             quotient = group.to(tl.uint32) // _below(LEAVES, LOW, axis)
             place += quotient * _factor(LEAVES, LOW, axis)
         block = _block_of(group, LEAVES, LOW, LANES, GROUP_SIZE, BY_LANE)
-        return arrays[LOW], leaf, first, count, place, begin, size, block
+        length = tl.full((), N, tl.int32)
+        return arrays[LOW], leaf, first, count, place, begin, size, row, length, block
     else:
         MIDDLE: tl.constexpr = (LOW + HIGH) // 2
         if program < _first_tile(LEAVES, MIDDLE):
@@ -140,6 +142,38 @@ def elements(
         mask = (lanes[None, :] < (size * ALIGNMENT)[:, None]) & exists[:, None]
     # 8 neighbours a thread, also of bytes: then every array has its elements in the same threads
     return tl.max_contiguous(offsets, (1, 8 if LANES > 8 else LANES)), mask
+
+
+@triton.jit
+def bytes_of_codes(
+    group,
+    exists,
+    begin,
+    size,
+    row,
+    length,
+    LANES: tl.constexpr,
+    FLAT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    """`elements` of an array in which CODES neighbours share a byte, LANES bytes of each group."""
+    lanes = tl.arange(0, LANES)
+    WIDE: tl.constexpr = 8 // CODES
+    if FLAT:
+        offsets = group[:, None] * LANES + lanes[None, :]
+        mask = exists[:, None]
+    else:
+        if ALIGNMENT % CODES == 0:
+            first = begin * (ALIGNMENT // CODES)
+            count = size * (ALIGNMENT // CODES)
+        else:  # every row ends in part of a byte
+            beyond = row * ((CODES - length % CODES) % CODES)
+            first = (begin * ALIGNMENT + beyond) // CODES
+            count = (size * ALIGNMENT + (CODES - 1)) // CODES
+        offsets = first[:, None] + lanes[None, :]
+        mask = (lanes[None, :] < count[:, None]) & exists[:, None]
+    return tl.max_contiguous(offsets, (1, WIDE if LANES > WIDE else LANES)), mask
 
 
 # ---- the kernel ----------------------------------------------------------------------------------
