@@ -1,5 +1,6 @@
 """Every GPU kernel as generated Triton, compiled without a GPU, and who runs them."""
 
+import dataclasses
 import functools
 import re
 
@@ -7,14 +8,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from optax_lowmem import codecs
-from optax_lowmem._src.codecs import group_codec_triton
+from optax_lowmem import codecs, gaussws
+from optax_lowmem._src.codecs import group_codec, group_codec_triton
+from optax_lowmem._src.core import jax_triton_call, platform
 from optax_lowmem._src.fp8_flow import kernels as fp8
 from optax_lowmem._src.fp8_flow import kernels_triton as fp8_kernels
 from optax_lowmem._src.noise import kernels as noise
 from optax_lowmem._src.noise import kernels_triton as noise_kernels
 from optax_lowmem._src.noise.distributions import NOISES
 from optax_lowmem._src.noise.formats import FORMATS
+from optax_lowmem._src.switchback import quantized_matmul as matmul
 from optax_lowmem._src.switchback import quantized_matmul_triton
 from optax_lowmem._src.switchback.quantized_matmul import FORMATS as CODES
 from optax_lowmem._src.update import block_means, block_means_triton
@@ -141,3 +144,118 @@ def test_it_compiles(name, compiled_kernels):
     for kernel in compiled_kernels:
         assert re.search(r"st\.global", kernel.asm["ptx"])
         assert ".local" not in kernel.asm["ptx"]
+
+
+# ---- who runs them -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_pallas_triton(on_a_gpu, monkeypatch):
+    """A GPU whose JAX lowers no Pallas through Triton, with jax-triton; names of what it calls."""
+    called = []
+
+    def triton_call(*operands, name, out_shape, **options):
+        called.append(name)
+        return [jnp.zeros(like.shape, like.dtype) for like in out_shape]
+
+    monkeypatch.setattr(platform, "has_pallas_triton", lambda: False)
+    monkeypatch.setattr(platform, "has_jax_triton", lambda: True)
+    monkeypatch.setattr(jax_triton_call, "_triton_call", lambda: triton_call)
+    jax.clear_caches()
+    yield called
+    jax.clear_caches()
+
+
+def encoded(x):
+    stored = group_codec.encode(codecs.linear4(), x, 32, jnp.uint32(1))
+    return group_codec.decode(codecs.linear4(), *stored, 32, x.shape[-1])
+
+
+def noisy(w):
+    sampled, pull = jax.vjp(lambda b: gaussws.sample(w, b, jnp.uint32(3)), jnp.full((2, 8), 6.0))
+    r = gaussws.draw(jnp.uint32(1), (40, 70), noise="gaussws", dtype=BF16)
+    return pull(sampled), gaussws.draw_packed(jnp.uint32(1), w.shape), r
+
+
+def stored(x):
+    normed = fp8.store_normed(x, jnp.ones(x.shape[-1]), 1e-6, 16, True)
+    return normed, [fp8.store_gated((x, x), name, 16, False) for name in fp8.ACTIVATIONS]
+
+
+def in_codes(x):
+    return matmul.quantize(x, 1, matmul.INT8), matmul.quantize_transposed(x, None, matmul.INT8)
+
+
+def averaged(*gradients):
+    return block_means.means_of_squares([Block((0,))] * len(gradients), gradients)
+
+
+PUBLIC = {
+    "group codec": (encoded, [(64, 256)], ["group_encode", "group_decode"]),
+    "noise": (noisy, [(64, 256)], ["noise", "noise_sums", "packed_noise", "sample_weights"]),
+    "fp8": (stored, [(64, 256)], ["fp8_store_gated"] * 4 + ["fp8_store_normed"]),
+    "codes": (in_codes, [(64, 256)], ["quantize_rows", "quantize_transposed"]),
+    "means": (averaged, [(512, 256)] * 2, ["block_means"] * 2),
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_without_pallas_triton_it_is_generated(name, without_pallas_triton):
+    """Nothing is lost, and nothing is left to Pallas."""
+    run, shapes, kernels = PUBLIC[name]
+    text = str(jax.make_jaxpr(run)(*(array(*shape) for shape in shapes)))
+    assert sorted(without_pallas_triton) == sorted(kernels)
+    assert "pallas_call" not in text
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_without_either_it_is_left_to_xla(name, without_pallas_triton, monkeypatch):
+    monkeypatch.setattr(platform, "has_jax_triton", lambda: False)
+    run, shapes, _ = PUBLIC[name]
+    text = str(jax.make_jaxpr(run)(*(array(*shape) for shape in shapes)))
+    assert without_pallas_triton == [] and "pallas_call" not in text
+
+
+def test_reasons(without_pallas_triton, monkeypatch):
+    """Each kernel's own question says what is missing, and what to install."""
+    x = array(512, 256)
+
+    def reasons():
+        return [
+            group_codec.supported(x, 32, codecs.softsign()),
+            noise.no_kernel_reason(x, x.shape, F32),
+            fp8.supported(x, 16),
+            matmul._rows_reason(x),
+            block_means.supported(Block((0,)), x),
+        ]
+
+    assert reasons() == [None] * 5
+    monkeypatch.setattr(platform, "has_jax_triton", lambda: False)
+    for reason in reasons():
+        assert "no Pallas-Triton lowering" in reason and "pip install jax-triton" in reason
+    for name, what in (("triton", "pip install jax-triton"), ("pallas", "no Pallas-Triton")):
+        with pytest.raises(ValueError, match=f"'{name}' cannot take this float32.*{what}"):
+            group_codec.encode(codecs.softsign(), jnp.ones((4, 64)), implementation=name)
+
+
+@dataclasses.dataclass(frozen=True)
+class SortedCodec(codecs.CODECS["linear-int8"].__class__):
+    def quantize(self, x, divisor, noise=None):
+        return super().quantize(jnp.sort(x), divisor, noise)
+
+
+def test_a_codec_with_no_form_is_named(without_pallas_triton):
+    own = SortedCodec(scale=codecs.linear().scale)
+    reason = group_codec.supported(array(4, 64), 32, own)
+    assert reason == f"{own.name} uses `sort`, which generated Triton has no form for"
+    with pytest.raises(ValueError, match="'triton' cannot take.*`sort`"):
+        group_codec.encode(own, jnp.ones((4, 64)), implementation="triton")
+
+
+def test_a_lowering_that_lost_a_function_is_none(monkeypatch):
+    """As one that is gone; JAX says that it will go."""
+    assert platform.has_pallas_triton.__wrapped__()
+    from jax.experimental.pallas import triton
+
+    monkeypatch.delattr(triton, "elementwise_inline_asm")
+    assert not platform.has_pallas_triton.__wrapped__()

@@ -70,6 +70,7 @@ def unknown(codec: GroupCodec) -> str | None:
     tiling = Tiling((32,), 32, 128)
     x = jax.ShapeDtypeStruct((1, 32), jnp.float32)
     codes, scales = codec.storage((1, 32), 32)
+    scales = jax.ShapeDtypeStruct((1,), scales.dtype)
     key = jax.ShapeDtypeStruct((1,), jnp.uint32)
     encode = functools.partial(_encode_tile, codec, tiling, "")
     decode = functools.partial(_decode_tile, codec, tiling)

@@ -97,7 +97,7 @@ def choose(
     for kernel in _KERNELS:
         reason = _unsupported(kernel, rule, plan)
         if reason is None:
-            return kernel, "fused kernel"
+            return kernel, "; ".join(["fused kernel", *reasons])
         reasons.append(f"{kernel}: {reason}")
     return "xla", "; ".join(reasons)
 
