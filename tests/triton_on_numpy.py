@@ -113,7 +113,7 @@ def _store(array: np.ndarray, at: Value, values: Value, mask: Value, masked: boo
 
 
 def _library(program: tuple[int, ...] = ()) -> dict[str, Any]:
-    """What a source finds, in one program of a grid."""
+    """Names that a source finds, in one program of a grid."""
     own = {**vars(tl), "program_id": lambda axis: Value(np.int32(program[axis]))}
     formats = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
     return {

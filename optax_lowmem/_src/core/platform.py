@@ -197,13 +197,11 @@ def backend() -> str:
 
 def no_backend_reason(name: str | None = None) -> str | None:
     """Return the reason why a backend, or else every one, is not there, or None."""
-    reasons = {
-        "pallas": None if has_pallas_triton() else NO_PALLAS_TRITON,
-        "triton": None if has_jax_triton() else NO_JAX_TRITON,
-    }
-    if name is not None:
-        return reasons[name]
-    return None if None in reasons.values() else "; ".join(filter(None, reasons.values()))
+    pallas = name != "triton" and has_pallas_triton()
+    if pallas or (name != "pallas" and has_jax_triton()):
+        return None
+    reasons = {"pallas": NO_PALLAS_TRITON, "triton": NO_JAX_TRITON}
+    return reasons[name] if name else "; ".join(reasons.values())
 
 
 @functools.cache

@@ -111,10 +111,11 @@ def quantized(x: jax.Array, absmax: jax.Array, to: Format = E4M3, clip: bool = F
 
 def inverse_rms(x: jax.Array, eps: float, group_size: int) -> jax.Array:
     """1 / sqrt(mean(x^2) + eps) of rows [..., 1], of f32 values."""
-    return _inverse(row_sum(jnp.square(x), group_size), x.shape[-1], eps)
+    return inverse_of(row_sum(jnp.square(x), group_size), x.shape[-1], eps)
 
 
-def _inverse(squares: jax.Array, length: int, eps: float) -> jax.Array:
+def inverse_of(squares: jax.Array, length: int, eps: float) -> jax.Array:
+    """`inverse_rms` of rows of a length with these sums of squares."""
     return jax.lax.rsqrt(squares / length + eps)
 
 

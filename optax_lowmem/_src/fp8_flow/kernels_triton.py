@@ -50,7 +50,7 @@ def _norm_body(
     given = x if exact else kernels.restore_groups(stored)
     scale = scale_at.load(column, mask=there)
     squares = jnp.sum(given * given, axis=1).reshape(rows, wide)
-    inverse = lax.rsqrt(jnp.sum(squares, axis=1) / width + eps)
+    inverse = kernels.inverse_of(jnp.sum(squares, axis=1), width, eps)
     # a NaN is in the sum of its row
     largest = jnp.max(jnp.max(jnp.abs(given * scale), axis=1).reshape(rows, wide), axis=1)
     own = program.index() * rows + lax.iota(jnp.int32, rows)

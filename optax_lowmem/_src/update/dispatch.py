@@ -55,9 +55,10 @@ def _unsupported(kernel: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
     for slot in plan.slots:
         if slot.codec is not None and slot.codec.bits < 8 and slot.codec.no_tile_reason:
             return slot.codec.no_tile_reason
-    missing = platform.no_backend_reason(kernel)
-    if kernel == "pallas" or missing is not None:
-        return missing
+    if kernel == "pallas":
+        return None if platform.has_pallas_triton() else platform.NO_PALLAS_TRITON
+    if not platform.has_jax_triton():
+        return platform.NO_JAX_TRITON
     from optax_lowmem._src.update import jax_triton
 
     return jax_triton.supported(rule, plan)

@@ -300,7 +300,7 @@ class _Body:
 
     @property
     def packed(self) -> dict[str, int]:
-        """How many codes share a byte, of the slots where several do."""
+        """Return the number of codes that share a byte, of the slots where several do."""
         each = {slot.name: slot.codec.codes_per_byte for slot in self.plan.slots if slot.codec}
         return {name: codes for name, codes in each.items() if codes > 1}
 

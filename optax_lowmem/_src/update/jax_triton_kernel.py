@@ -1,4 +1,4 @@
-"""What stands around the arithmetic of a generated step: finding leaves and elements, the entry."""
+"""Code around the arithmetic of a generated step: finding leaves and elements, the entry."""
 
 # mypy: disable-error-code="no-untyped-def"
 # Triton reads the annotations: what has none is a value on the GPU.
