@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 import optax_lowmem as lowmem
 from benchmarks import records, timing
+from benchmarks.render import Rendered, Table, cell
 from optax_lowmem import codecs
 from optax_lowmem._src.codecs import group_codec, group_codec_triton
 from optax_lowmem._src.core.gpu_kernel import BACKENDS
@@ -229,3 +230,29 @@ def main(args: argparse.Namespace) -> Iterator[records.Rows]:
         steps = {backend: Stepped(name, rows, columns // 2, backend) for backend in args.backends}
         moved = next(iter(steps.values())).bytes
         yield measured(f"step/{name}/{LEAVES}x{rows}x{columns // 2}", steps, moved, args.repeats)
+
+
+def table(rows: records.Rows) -> Table:
+    """Times of each kernel on the GPU measured last, and how the backends compare."""
+    found = records.alike(records.select(rows, bench="kernels"))
+    body = []
+    for name, of in records.grouped(found, "case", "impl", "metric").items():
+        if not set(BACKENDS) <= of.keys():
+            continue
+        times = [of[backend]["device_ms"] for backend in BACKENDS]
+        ratio = times[1]["value"] / times[0]["value"]
+        rate = max(of[backend]["tbps"]["value"] for backend in BACKENDS)
+        body.append([
+            f"`{name}`", *(cell(row, "{:.3f}") for row in times), f"{ratio:.2f}", f"{rate:.2f}"
+        ])  # fmt: skip
+    head = [
+        "kernel, on what",
+        "Pallas, ms",
+        "generated Triton, ms",
+        "relative",
+        "TB/s of the faster",
+    ]
+    return head, body, found
+
+
+TABLES = {"gpu_kernels": Rendered(table, "kernels")}

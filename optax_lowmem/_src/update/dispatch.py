@@ -94,7 +94,7 @@ def choose(
     nowhere = platform.no_kernel_reason(g)
     if nowhere is not None:
         return "xla", nowhere if platform.no_device_reason() is None else platform.not_tpu_reason(g)
-    reasons = []
+    reasons: list[str] = []
     for kernel in _KERNELS:
         reason = _unsupported(kernel, rule, plan)
         if reason is None:
