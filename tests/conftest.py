@@ -26,6 +26,7 @@ import pytest  # noqa: E402
 from optax_lowmem._src.core import compiled  # noqa: E402
 from optax_lowmem._src.core import platform as kernel_platform  # noqa: E402
 from optax_lowmem._src.core.gpu_kernel import BACKENDS  # noqa: E402
+from tests.tiers import rows  # noqa: E402
 
 # Both before any backend starts. The devices are for the sharding tests; on a GPU machine they
 # are the CPU's and disturb nothing. A silent broadcast between ranks is a bug in an optimizer.
@@ -56,7 +57,7 @@ def gpu_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return request.param
 
 
-@pytest.fixture(params=[90, 80], ids=["hopper", "ampere"])
+@pytest.fixture(params=rows([90, 80], [90]), ids=["hopper", "ampere"])
 def compiled_kernels(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[list[Any]]:

@@ -146,6 +146,15 @@ def test_it_compiles(name, compiled_kernels):
         assert ".local" not in kernel.asm["ptx"]
 
 
+@pytest.mark.parametrize("compiled_kernels", [80], indirect=True)
+def test_ampere_converts_e4m3_by_bits(compiled_kernels):
+    """It has no instruction for E4M3, and not even a type of it in Triton."""
+    run, *given = KERNELS["norm"]
+    jax.eval_shape(run, *given)
+    (kernel,) = compiled_kernels
+    assert "e4m3" not in kernel.asm["ptx"] and "f8E4M3" not in kernel.asm["ttgir"]
+
+
 # ---- who runs them -------------------------------------------------------------------------------
 
 
