@@ -114,7 +114,9 @@ KERNELS = {
     **FAST,
     **{f"codec {name}": codec(name, *CODEC_FORMS[i % 2]) for i, name in enumerate(codecs.CODECS)},
     **{
-        f"sample {to}": sampled([*NOISES][i % 3], to, [None, *codecs.SPLITS][i % 5], (2, 40, 70))
+        f"sample {[*NOISES][i % 3]} {to}": sampled(
+            [*NOISES][i % 3], to, [None, *codecs.SPLITS][i % 5], (2, 40, 70)
+        )
         for i, to in enumerate(FORMATS)
     },
     **{f"noise {name}": drawn(name, (64, 130)) for name in NOISES},
@@ -143,7 +145,8 @@ def test_it_compiles(name, compiled_kernels):
     assert compiled_kernels
     for kernel in compiled_kernels:
         assert re.search(r"st\.global", kernel.asm["ptx"])
-        assert ".local" not in kernel.asm["ptx"]
+        # but for sines, whose large arguments CUDA reduces in an array
+        assert "box-muller" in name or ".local" not in kernel.asm["ptx"]
 
 
 @pytest.mark.parametrize("compiled_kernels", [80], indirect=True)
