@@ -27,7 +27,13 @@ class Value:
 
     def to(self, dtype: np.dtype, bitcast: bool = False) -> "Value":
         """The values in another dtype, or their bits as it."""
-        return Value(self.array.view(dtype) if bitcast else self.array.astype(dtype))
+        if bitcast:
+            return Value(self.array.view(dtype))
+        x = self.array
+        if x.dtype.kind == "f" and dtype.kind in "iu":  # a GPU saturates, and makes 0 of NaN
+            limits = np.iinfo(dtype)
+            x = np.clip(np.nan_to_num(x.astype(np.float64)), limits.min, limits.max)
+        return Value(x.astype(dtype))
 
     def __getitem__(self, at: Any) -> "Value":
         return Value(self.array[at])
