@@ -72,19 +72,21 @@ _INFIX = {
     "or": "|",
     "xor": "^",
 }
+# exp, log and sin as Pallas has them: Triton's own are approximations, off by more than a codec's
+# scale allows where a logarithm is near 0.
 _CALLS = {
     "abs": "tl.abs",
     "sqrt": "tl.sqrt",
     "rsqrt": "tl.rsqrt",
     "floor": "tl.floor",
     "ceil": "tl.ceil",
-    "exp": "tl.exp",
-    "exp2": "tl.exp2",
+    "exp": "libdevice.exp",
+    "exp2": "libdevice.exp2",
     "expm1": "libdevice.expm1",
     "log1p": "libdevice.log1p",
-    "log": "tl.log",
-    "sin": "tl.sin",
-    "cos": "tl.cos",
+    "log": "libdevice.log",
+    "sin": "libdevice.sin",
+    "cos": "libdevice.cos",
     "tanh": "libdevice.tanh",
     "erf": "libdevice.erf",
     "erfc": "libdevice.erfc",
@@ -200,7 +202,7 @@ class Operation:
         return f"tl.trans({self.operands[0]})"
 
     def logistic(self) -> str:
-        """Return 1 / (1 + exp(-x))."""
+        """Return 1 / (1 + exp(-x)), with Triton's exp: what it errs by drowns in 1."""
         return f"1.0 / (1.0 + tl.exp(minus({self.operands[0]})))"
 
     def bitcast(self) -> str:
