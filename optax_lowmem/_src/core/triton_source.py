@@ -72,8 +72,8 @@ _INFIX = {
     "or": "|",
     "xor": "^",
 }
-# exp, log and sin as Pallas has them: Triton's own are approximations, off by more than a codec's
-# scale allows where a logarithm is near 0.
+# exp, log and sin are CUDA's, as with Pallas, so that both backends have the same numbers; Triton's
+# own exponentials are approximations.
 _CALLS = {
     "abs": "tl.abs",
     "sqrt": "tl.sqrt",
