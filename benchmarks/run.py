@@ -17,6 +17,7 @@ SUITES = {
     "flashoptim": "flashoptim.bench",
     "formats": "formats.bench",
     "gaussws": "gaussws.bench",
+    "kernels": "kernels",
     "linear": "linear.bench",
     "masters": "step.masters",
     "memory": "memory",

@@ -9,7 +9,9 @@ import importlib.util
 import os
 import platform
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tests.compilation import QUICK_FLAGS
 
@@ -23,6 +25,8 @@ import pytest  # noqa: E402
 
 from optax_lowmem._src.core import compiled  # noqa: E402
 from optax_lowmem._src.core import platform as kernel_platform  # noqa: E402
+from optax_lowmem._src.core.gpu_kernel import BACKENDS  # noqa: E402
+from tests.tiers import rows  # noqa: E402
 
 # Both before any backend starts. The devices are for the sharding tests; on a GPU machine they
 # are the CPU's and disturb nothing. A silent broadcast between ranks is a bug in an optimizer.
@@ -34,6 +38,36 @@ TPU_TIER = Path(__file__).parent / "tpu"
 
 # tests that ran of the tiers that a machine may not be able to run
 _ran = {"gpu": 0, "tpu": 0}
+
+
+@pytest.fixture(params=["interpret", "triton"])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return a backend of `gpu_kernel` that runs here: Pallas interpreted; Triton, on NumPy."""
+    if request.param == "triton":
+        from tests import triton_on_numpy
+
+        triton_on_numpy.install(monkeypatch)
+    return request.param
+
+
+@pytest.fixture(params=BACKENDS)
+def gpu_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return either backend, on a GPU; with `triton` Pallas has no Triton lowering."""
+    monkeypatch.setattr(kernel_platform, "has_pallas_triton", lambda: request.param == "pallas")
+    return request.param
+
+
+@pytest.fixture(params=rows([90, 80], [90]), ids=["hopper", "ampere"])
+def compiled_kernels(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[list[Any]]:
+    """Have generated Triton compiled instead of launched; the kernels are in the list."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from tests import triton_compiler
+
+    jax.clear_caches()  # of what was traced otherwise
+    yield triton_compiler.install(monkeypatch, tmp_path, request.param)
+    jax.clear_caches()
 
 
 @pytest.fixture

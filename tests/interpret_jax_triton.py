@@ -7,9 +7,13 @@ nothing else that uses Triton runs in the process.
 import itertools
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
+import triton
+import triton.language as tl
 
 import optax_lowmem as lowmem
+from optax_lowmem._src.core import triton_library
 from optax_lowmem._src.core.groups import Tile
 from tests import launch_cases, triton_interpreter
 
@@ -71,6 +75,15 @@ def test_group_sizes(launcher, size):
     check(launcher, tx, [(130,), (3, 5), (9, 300), (256, 2), (64, 1)])
 
 
+@pytest.mark.parametrize("size", [2, 4, 32])
+def test_codes_that_share_bytes(launcher, size):
+    """Whole groups, rows of whole bytes, and rows that end in half of one."""
+    four = {"mu": lowmem.codecs.linear4(), "nu": lowmem.codecs.linear4(signed=False)}
+    tx = launch_cases.OPTIMIZERS["adamw"](storage(group_size=size, **four))
+    check(launcher, tx, [*SHAPES, (5, 1), (3, 50), (4, 3)])
+    check(launcher, launch_cases.OPTIMIZERS["adamw"](storage(group_size=size, nu=four["nu"])))
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_nearest(launcher, optimizer):
     check(launcher, launch_cases.OPTIMIZERS[optimizer](storage(rounding="nearest")))
@@ -122,3 +135,45 @@ def test_weights_land_bit_for_bit(launcher, update_dtype, bits, direct):
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd"])
 def test_what_is_not_finite_shows(launcher, optimizer):
     launch_cases.check_not_finite(launcher, optimizer, TILE)
+
+
+# ---- E4M3 where a GPU has no conversion ----------------------------------------------------------
+
+
+@triton.jit
+def _to_e4m3(x, y, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(y + at, triton_library.to_e4m3_by_bits(tl.load(x + at)))
+
+
+@triton.jit
+def _of_e4m3(x, y, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(y + at, triton_library.of_e4m3_by_bits(tl.load(x + at)))
+
+
+def converted(kernel, x, dtype):
+    y = np.zeros(x.shape, dtype)
+    with np.errstate(all="ignore"):
+        kernel[(1,)](*map(triton_interpreter._tensor, (x, y)), N=x.size)
+    return y
+
+
+def test_e4m3_by_bits():
+    """Every code; numbers of every size, all ties, and those beyond the largest number."""
+    codes = np.arange(256, dtype=np.uint8)
+    every = codes.view(jnp.float8_e4m3fn).astype(np.float32)
+    found = converted(_of_e4m3, codes, np.float32)
+    np.testing.assert_array_equal(found.view(np.uint32)[every == every],
+                                  every.view(np.uint32)[every == every])  # fmt: skip
+    assert np.isnan(found[np.isnan(every)]).all()
+
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=1 << 14) * 2.0 ** rng.integers(-14, 12, 1 << 14)).astype(np.float32)
+    numbers = np.sort(every[np.isfinite(every)])
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    x[: ties.size], x[-4:] = ties, [np.nan, np.inf, -np.inf, 3e38]
+    wanted = np.clip(x, -448, 448).astype(jnp.float8_e4m3fn).view(np.uint8)
+    found, numbers = converted(_to_e4m3, x, np.uint8), ~np.isnan(x)
+    np.testing.assert_array_equal(found[numbers], wanted[numbers])
+    assert (found[~numbers] & 0x7F == 0x7F).all()

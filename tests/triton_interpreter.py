@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from optax_lowmem._src.update import jax_triton, jax_triton_kernel
+from optax_lowmem._src.core import jax_triton_call, triton_library
+from optax_lowmem._src.update import jax_triton
 
 
 class _Storage:
@@ -124,7 +125,9 @@ def install(version: str) -> Any:
     assert triton.knobs.runtime.interpret, "set TRITON_INTERPRET=1"
     call = {"0.3": _triton_call_03, "0.4": _triton_call_04}[version]
     interpreter._convert_float = _rounded
-    jax_triton_kernel.minus = _minus
-    jax_triton._triton_call = lambda: call
-    jax_triton._one_by_one = lambda f: f  # it would trace, and the interpreter needs the arrays
+    triton_library.minus = _minus
+    jax_triton_call._triton_call = lambda: call
+    jax_triton_call._one_by_one = lambda f: (
+        f
+    )  # it would trace, and the interpreter needs the arrays
     return jax_triton

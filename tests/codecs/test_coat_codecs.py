@@ -483,11 +483,11 @@ def test_kernels_lower_for_cuda(name, on_a_gpu):
 
 
 @pytest.mark.parametrize("name", ["e4m3-int8", "dynamic-uint8", "expanded-e4m3-int8"])
-def test_interpreted_kernels_are_the_reference(name):
+def test_kernels_are_the_reference(name, backend):
     """Up to the last bit of a logarithm: k in its last place, a code next to a tie."""
     codec, size, key = CODECS[name], 32, jnp.uint32(9)
     x = jnp.asarray(values(codec, (16, 100)))
-    how = dict(tile=Tile(elements=256, warps=1), interpret=True)
+    how = dict(tile=Tile(elements=256, warps=1), backend=backend)
     found = group_codec_triton.encode(codec, x, size, key, "mu", **how)
     wanted = jax.jit(group_codec.encode_plain, static_argnums=(0, 2, 4))(codec, x, size, key, "mu")
     off = np.abs(np.int32(found[0]) - np.int32(wanted[0]))

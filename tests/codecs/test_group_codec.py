@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
 from optax_lowmem._src.codecs import group_codec, group_codec_triton
-from optax_lowmem._src.core import pallas_tiles, platform
+from optax_lowmem._src.core import gpu_pallas, platform, tiles
 from optax_lowmem._src.core.groups import Tile, Tiling
 from tests import launch_cases
 from tests import tolerances as tol
@@ -86,10 +86,10 @@ def by_reference(codec, arrays, cases, key):
     return run(arrays)
 
 
-def by_kernel(codec, arrays, cases, key, tile=SMALL, interpret=True):
+def by_kernel(codec, arrays, cases, key, tile=SMALL, backend="interpret"):
     @jax.jit
     def run(arrays):
-        how = dict(tile=tile, interpret=interpret)
+        how = dict(tile=tile, backend=backend)
         stored = [
             group_codec_triton.encode(codec, x, size, key, "mu", **how)
             for x, (_, size, _) in zip(arrays, cases, strict=True)
@@ -107,24 +107,29 @@ def decode_rtol(codec):
     return tol.GROUP_DECODE_EXPANDED if "expanded" in codec.name else tol.GROUP_DECODE
 
 
-def assert_same(found, wanted, case, codec):
-    """Two (codes, scales, decoded values): bits of what is stored, some u of what is not."""
+def assert_same(found, wanted, case, codec, backend="interpret"):
+    """Two (codes, scales, decoded values): bits of what is stored, some u of what is not.
+
+    NumPy has no multiply-add: of codes that it makes one may be on the other side of a tie.
+    """
     for one, other in zip(found, wanted, strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype), case
-    np.testing.assert_array_equal(found[0], wanted[0], err_msg=str(case))
+    same = np.asarray(found[0]) == np.asarray(wanted[0])
+    assert (~same).sum() <= (backend == "triton"), case
     np.testing.assert_array_equal(found[1], wanted[1], err_msg=str(case))
-    np.testing.assert_allclose(found[2], wanted[2], rtol=decode_rtol(codec), err_msg=str(case))
+    values = (x if same.all() else np.asarray(x)[same] for x in (found[2], wanted[2]))
+    np.testing.assert_allclose(*values, rtol=decode_rtol(codec), err_msg=str(case))
 
 
 @pytest.mark.parametrize("name, key", GRID)
-def test_interpreted_kernels_are_the_reference(name, key):
+def test_kernels_are_the_reference(name, key, backend):
     codec = codecs.CODECS[name]
     cases = cases_of(codec)
     arrays = [values(codec, case) for case in cases]
     wanted = by_reference(codec, arrays, cases, key)
-    found = by_kernel(codec, arrays, cases, key)
+    found = by_kernel(codec, arrays, cases, key, backend=backend)
     for case, one, other in zip(cases, found, wanted, strict=True):
-        assert_same(one, other, case, codec)
+        assert_same(one, other, case, codec, backend)
 
 
 def test_an_odd_vocabulary():
@@ -141,7 +146,7 @@ PARTIAL = [row for row in MARKED if "affine-int8-paper" not in getattr(row, "val
 
 
 @pytest.mark.parametrize("name", PARTIAL)
-def test_what_is_not_there_does_not_count(name):
+def test_what_is_not_there_does_not_count(name, backend):
     """A partial group, among far larger values, is stored as it would be alone."""
     codec = codecs.CODECS[name]
     cases = [((5, 33), 32, jnp.float32), ((5, 25), 24, jnp.float32), ((3, 3), 2, jnp.float32)]
@@ -149,7 +154,9 @@ def test_what_is_not_there_does_not_count(name):
     # as many as share a byte: of an odd axis one, beside a code of 0
     alone = [x[:, -1:] if x.shape[1] % 2 else x[:, -codec.codes_per_byte :] for x in arrays]
     wanted = by_reference(codec, alone, cases, None)
-    for found, other in zip(by_kernel(codec, arrays, cases, None), wanted, strict=True):
+    for found, other in zip(
+        by_kernel(codec, arrays, cases, None, backend=backend), wanted, strict=True
+    ):
         assert_same([part[:, -1:] for part in found], other, name, codec)
 
 
@@ -166,26 +173,29 @@ def test_a_partial_tile_is_masked(shape, partial, monkeypatch):
         return access
 
     for name in ("load", "store"):
-        plain = getattr(pallas_tiles.plgpu, name)
-        monkeypatch.setattr(pallas_tiles.plgpu, name, watched(plain))
+        plain = getattr(gpu_pallas.plgpu, name)
+        monkeypatch.setattr(gpu_pallas.plgpu, name, watched(plain))
     by_kernel(codecs.linear(), [jnp.ones(shape)], [(shape, 32, jnp.float32)], None)
     assert masks and all((mask is not None) == partial for mask in masks)
     if partial:
         tiling = Tiling(shape, 32, SMALL.elements)
-        last = pallas_tiles._row_mask(tiling, jnp.int32(tiling.tiles - 1))
+        last = tiles._row_mask(tiling, jnp.int32(tiling.tiles - 1))
         assert last.tolist() == [True, False]
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_groups_that_are_not_finite(name):
+def test_groups_that_are_not_finite(name, backend):
     """They show in their own group only, whatever the tile."""
     codec, case = codecs.CODECS[name], ((4, 80), 32, jnp.float32)
     x = jnp.abs(values(codec, case)) + 1
     bad = x.at[0, 3].set(jnp.nan).at[2, 79].set(jnp.inf)
-    found, wanted = (run(codec, [bad], [case], KEY)[0] for run in (by_kernel, by_reference))
+    found = by_kernel(codec, [bad], [case], KEY, backend=backend)[0]
+    wanted = by_reference(codec, [bad], [case], KEY)[0]
     clean = np.ones(x.shape, bool)
     clean[0, :32] = clean[2, 64:] = False
-    groups = np.ones(wanted[1].shape, bool) if codec.guarded else clean[:, ::32]
+    # bits of a NaN's scale are NumPy's own
+    exact = codec.guarded and backend == "interpret"
+    groups = np.ones(wanted[1].shape, bool) if exact else clean[:, ::32]
     np.testing.assert_array_equal(found[1][groups], wanted[1][groups])
     assert (np.isfinite(found[2]) == clean).all() or not codec.guarded
     sound = by_reference(codec, [x], [case], KEY)[0]
@@ -195,7 +205,7 @@ def test_groups_that_are_not_finite(name):
 
 
 @pytest.mark.parametrize("name", rows(["sqrt-uint8", "linear-int4"], ["sqrt-uint8"]))
-def test_vmap(name):
+def test_vmap(name, backend):
     codec, case = codecs.CODECS[name], ((3, 5, 39), 32, jnp.float32)
     x, keys = values(codec, case), jnp.arange(3, dtype=jnp.uint32)
 
@@ -207,7 +217,7 @@ def test_vmap(name):
         return jax.jit(jax.vmap(run))
 
     interpreted = (
-        functools.partial(f, tile=SMALL, interpret=True)
+        functools.partial(f, tile=SMALL, backend=backend)
         for f in (group_codec_triton.encode, group_codec_triton.decode)
     )
     wanted = both(group_codec.encode_plain, group_codec.decode_plain)(x, keys)
@@ -317,7 +327,9 @@ def test_explicit_axes(on_a_gpu):
 
 def test_misuse():
     codec, x = codecs.linear(), jnp.ones((4, 64))
-    with pytest.raises(ValueError, match="implementation must be xla, pallas or None, got 'cuda'"):
+    with pytest.raises(
+        ValueError, match="implementation must be xla, pallas, triton or None, got 'cuda'"
+    ):
         group_codec.encode(codec, x, implementation="cuda")
     for shape in ((), (4, 0)):
         with pytest.raises(ValueError, match=r"no groups.*reshape a 0-d array to \(1,\)"):
@@ -353,7 +365,7 @@ LARGE = [
 @pytest.mark.gpu
 @pytest.mark.parametrize("key", [None, KEY], ids=["nearest", "stochastic"])
 @pytest.mark.parametrize("name", CODECS)
-def test_kernels_are_the_reference_on_a_gpu(name, key):
+def test_kernels_are_the_reference_on_a_gpu(name, key, gpu_backend):
     codec = codecs.CODECS[name]
     cases = cases_of(codec, CASES + LARGE)
     if codec == codecs.affine_paper():  # takes nothing else, says its docstring
@@ -361,7 +373,7 @@ def test_kernels_are_the_reference_on_a_gpu(name, key):
         assert len(cases) > 2
     arrays = [values(codec, case) for case in cases]
     wanted = by_reference(codec, arrays, cases, key)
-    found = by_kernel(codec, arrays, cases, key, tile=Tile(), interpret=False)
+    found = by_kernel(codec, arrays, cases, key, tile=Tile(), backend=gpu_backend)
     codes = (
         np.concatenate([units(codec.unpack(row[0], row[2].shape[-1])).ravel() for row in rows])
         for rows in (found, wanted)
@@ -380,11 +392,11 @@ def test_kernels_are_the_reference_on_a_gpu(name, key):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", CODECS)
-def test_groups_that_are_not_finite_on_a_gpu(name):
+def test_groups_that_are_not_finite_on_a_gpu(name, gpu_backend):
     codec, case = codecs.CODECS[name], ((4, 80), 32, jnp.float32)
     x = (jnp.abs(values(codec, case)) + 1).at[0, 3].set(jnp.nan).at[2, 79].set(jnp.inf)
     x = x.at[1, 32:64].set(jnp.inf)
-    _, scales, back = by_kernel(codec, [x], [case], KEY, interpret=False)[0]
+    _, scales, back = by_kernel(codec, [x], [case], KEY, backend=gpu_backend)[0]
     clean = np.ones(x.shape, bool)
     clean[0, :32] = clean[1, 32:64] = clean[2, 64:] = False
     assert np.isfinite(back)[clean].all()
@@ -393,11 +405,13 @@ def test_groups_that_are_not_finite_on_a_gpu(name):
 
 
 @pytest.mark.gpu
-def test_a_gpu_takes_the_kernels():
+def test_a_gpu_takes_the_kernels(gpu_backend):
     x = jnp.ones((64, 100))
     if jax.device_count() == 1:
         assert group_codec.supported(x, 32) is None
         text = jax.jit(functools.partial(round_trip)).trace(x).lower().as_text()
-        assert kernels_in(text) == ["group_encode", "group_decode"]
+        by_pallas = ["group_encode", "group_decode"] if gpu_backend == "pallas" else []
+        assert kernels_in(text) == by_pallas
+        assert text.count("@triton_kernel_call") == 2 - len(by_pallas)
     else:
         assert "devices are visible" in group_codec.supported(x, 32)

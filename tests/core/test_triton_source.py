@@ -16,12 +16,15 @@ from tests.tiers import rows
 
 RNG = np.random.default_rng(0)
 FLOATS = np.float32([-2.5, -0.0, 0.0, 0.75, 3.0, np.inf, -np.inf, np.nan])
+EIGHTS = np.float32([0, -0.0, 2**-10, 3 * 2**-10, 0.017, -1.06, 17, 448])
 INTS = np.int32([-(2**31), -7, -1, 0, 1, 5, 2**31 - 1, 40])
 
 
 def bits(x):
     """Of arrays NumPy has no comparison for, their bits."""
     x = np.asarray(x)
+    if x.dtype in (jnp.float8_e4m3fn, jnp.float8_e5m2):
+        return x.view(np.uint8)
     return x.view(np.uint16) if x.dtype == jnp.bfloat16 else x
 
 
@@ -57,6 +60,13 @@ FUNCTIONS = {
     "of bf16": (lambda x: x.astype(jnp.float32), jnp.linspace(-1, 1, 8, dtype=jnp.bfloat16)),
     "a sum of bf16": (lambda x: x + x * 3, jnp.linspace(-1, 1, 8, dtype=jnp.bfloat16)),
     "a nested function": (lambda x: jax.jit(lambda y: y - 1)(x) * 2, FLOATS[:5]),
+    "over both axes": (lambda x: jnp.max(x.reshape(2, 4)), INTS),
+    "a transpose": (lambda x: x.reshape(2, 4).T, FLOATS),
+    "a sigmoid": (jax.nn.sigmoid, np.float32([0, -200, 200, np.nan])),
+    "E4M3": (lambda x: x.astype(jnp.float8_e4m3fn), EIGHTS),
+    "E5M2": (lambda x: x.astype(jnp.float8_e5m2), EIGHTS),
+    "of E4M3": (lambda x: x.astype(jnp.float32) * 2, EIGHTS.astype(jnp.float8_e4m3fn)),
+    "of E5M2": (lambda x: x.astype(jnp.float32) * 2, EIGHTS.astype(jnp.float8_e5m2)),
     "rows and lanes": (
         lambda x, y: jnp.max(x[:, None] * y[None] + lax.iota(jnp.float32, 8)[None], axis=1),
         np.float32([1, 2, 3, 4]), np.linspace(-1, 1, 8, dtype=np.float32),
@@ -95,9 +105,8 @@ def test_what_has_no_form_is_named():
 # ---- the step of a tile --------------------------------------------------------------------------
 
 CODECS = lowmem.codecs.CODECS
-BYTES = {name: codec for name, codec in CODECS.items() if codec.codes_per_byte == 1}
-SIGNED = {name: codec for name, codec in BYTES.items() if codec.signed}
-UNSIGNED = {name: codec for name, codec in BYTES.items() if not codec.signed}
+SIGNED = {name: codec for name, codec in CODECS.items() if codec.signed}
+UNSIGNED = {name: codec for name, codec in CODECS.items() if not codec.signed}
 OF_CODECS = [("flash_adamw", {"mu": codec}) for codec in SIGNED.values()]
 OF_CODECS += [("flash_adamw", {"nu": codec}) for codec in UNSIGNED.values()]
 OF_RULES = [(name, {}) for name in lowmem.OPTIMIZERS]
@@ -106,6 +115,7 @@ OPTIONS = [
     for options in (
         {"rounding": "nearest", "master_rounding": "nearest"}, {"master_weight_bits": 32},
         {"split": "ulp"}, {"update_dtype": "param"}, {"mu": None}, {"master_weight_bits": None},
+        {"mu": lowmem.codecs.linear4(), "nu": lowmem.codecs.linear4(signed=False)},
     )
 ]  # fmt: skip
 STEPS = OF_RULES + OF_CODECS + OPTIONS

@@ -11,7 +11,7 @@ import optax
 import pytest
 
 import optax_lowmem as lowmem
-from optax_lowmem._src.core import numerics, platform
+from optax_lowmem._src.core import numerics
 from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.optimizers.lion import LionRule
 from optax_lowmem._src.update import choose, tuning
@@ -31,11 +31,10 @@ DTYPES = {"c": F16, "d": F32, "norm": F32}  # the others are bf16
 POLICY = lowmem.Policy(min_size=0, exclude=("norm",))
 
 
-@pytest.fixture(autouse=True, params=["pallas", "triton"])
-def kernel(request, monkeypatch):
+@pytest.fixture(autouse=True)
+def kernel(gpu_backend):
     """Either kernel: nothing needs Pallas' Triton lowering, which JAX deprecates."""
-    monkeypatch.setattr(platform, "has_pallas_triton", lambda: request.param == "pallas")
-    return request.param
+    return gpu_backend
 
 
 def launcher(kernel):

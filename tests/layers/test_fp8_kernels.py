@@ -44,10 +44,10 @@ def same_codes(found, want):
         np.testing.assert_array_equal(mine, theirs)
 
 
-def compare_normed(shape, dtype, size, exact, interpret):
+def compare_normed(shape, dtype, size, exact, backend):
     x, scale = drawn(shape, dtype), 1 + drawn((2, shape[1]), jnp.float32, 1)[1] / 8
     static = dict(eps=EPS, group_size=size, exact=exact)
-    stored, inverse, largest = kernels_triton.store_normed(x, scale, interpret=interpret, **static)
+    stored, inverse, largest = kernels_triton.store_normed(x, scale, backend=backend, **static)
     want = jitted(kernels.store_normed_plain, **static)(x, scale)
     same_codes(stored, want[0])
     lost = 2 * tol.of_row_sum(shape[1])
@@ -56,11 +56,11 @@ def compare_normed(shape, dtype, size, exact, interpret):
     np.testing.assert_allclose(largest.max(), want[2].item(), rtol=lost)
 
 
-def compare_gated(shape, dtype, size, exact, activation, inputs, interpret):
+def compare_gated(shape, dtype, size, exact, activation, inputs, backend):
     given = tuple(drawn(shape, dtype, i) for i in range(inputs))
     static = dict(activation=activation, group_size=size, exact=exact)
-    tile = Tile() if interpret else Tile(elements=2048)
-    stored, largest = kernels_triton.store_gated(given, tile=tile, interpret=interpret, **static)
+    tile = Tile() if backend == "interpret" else Tile(elements=2048)
+    stored, largest = kernels_triton.store_gated(given, tile=tile, backend=backend, **static)
     want, absmax = jitted(kernels.store_gated_plain, **static)(given)
     for mine, theirs in zip(stored, want, strict=True):
         same_codes(mine, theirs)
@@ -71,35 +71,35 @@ FORMS = [(16, "bfloat16", True), (4, "float32", False)]
 
 
 @pytest.mark.parametrize("size,dtype,exact", rows(FORMS, FORMS[:1]))
-def test_interpreted(size, dtype, exact):
+def test_is_the_reference(size, dtype, exact, backend):
     for shape in SHAPES:
-        compare_normed(shape, dtype, size, exact, True)
+        compare_normed(shape, dtype, size, exact, backend)
     for shape, activation, inputs in zip(
         SHAPES, ("silu", "relu", "gelu", "gelu_exact", "silu"), (2, 1, 2, 1, 1), strict=True
     ):
-        compare_gated(shape, dtype, size, exact, activation, inputs, True)
+        compare_gated(shape, dtype, size, exact, activation, inputs, backend)
 
 
-def test_numbers_that_are_none_show():
+def test_numbers_that_are_none_show(backend):
     x = drawn((4, 64), jnp.float32).at[2, 20].set(jnp.nan).at[3, 60].set(jnp.inf)
-    stored, inverse, largest = kernels_triton.store_normed(x, jnp.ones(64), EPS, 16, True, True)
+    stored, inverse, largest = kernels_triton.store_normed(x, jnp.ones(64), EPS, 16, True, backend)
     back = np.asarray(kernels.restore(stored, 16))
     assert np.isnan(back[2, 16:32]).all() and np.isnan(back[3, 48:]).all()
     assert np.isnan(back).sum() == 32
     assert np.isfinite(largest[:2]).all() and np.isnan(largest[2:]).all()
-    _, largest = kernels_triton.store_gated((x, x), "silu", 16, True, Tile(), True)
+    _, largest = kernels_triton.store_gated((x, x), "silu", 16, True, Tile(), backend)
     assert np.isnan(largest).any()
 
 
 TRANSPOSED = [(5, 40), (300, 70), (128, 64), (1, 1)]
 
 
-def compare_transposed(shape, dtype, to, interpret):
+def compare_transposed(shape, dtype, to, backend):
     x = drawn((max(2, shape[0]), shape[1]), dtype)[: shape[0]]
     absmax = kernels.tensor_absmax(x, 16)
-    codes, transposed = kernels_triton.quantize_both(x, absmax, to, interpret)
+    codes, transposed = kernels_triton.quantize_both(x, absmax, to, backend)
     want = jitted(kernels.quantized, to=to)(x, absmax)
-    for found in (codes.codes, transposed.T, kernels_triton.transpose(want.codes, interpret).T):
+    for found in (codes.codes, transposed.T, kernels_triton.transpose(want.codes, backend).T):
         assert found.dtype == to.dtype
         np.testing.assert_array_equal(np.asarray(found).view(np.uint8), raw_of(want.codes))
     np.testing.assert_array_equal(codes.scales, want.scales)
@@ -110,9 +110,9 @@ def raw_of(codes):
 
 
 @pytest.mark.parametrize("to,dtype", [(E4M3, "bfloat16"), (E5M2, "float32")])
-def test_transposed_codes(to, dtype):
+def test_transposed_codes(to, dtype, backend):
     for shape in TRANSPOSED:
-        compare_transposed(shape, dtype, to, True)
+        compare_transposed(shape, dtype, to, backend)
 
 
 def gradient(x, scale, g, absmax):
@@ -148,9 +148,9 @@ def test_a_weight_gradient_is_the_same_either_way(monkeypatch):
     of_g, want = jitted(kernels.multiply_over_tokens, to=E4M3, dtype=g.dtype)(
         codes, g, absmax=absmax
     )
-    same, transposed = kernels_triton.quantize_both(g, absmax, E4M3, True)
+    same, transposed = kernels_triton.quantize_both(g, absmax, E4M3, "interpret")
     np.testing.assert_array_equal(raw_of(same.codes), raw_of(of_g.codes))
-    rows = Quantized(kernels_triton.transpose(codes.codes, True), codes.scales)
+    rows = Quantized(kernels_triton.transpose(codes.codes, "interpret"), codes.scales)
     found = matmul.multiply_plain(rows, Quantized(transposed, same.scales), 1, g.dtype)
     np.testing.assert_allclose(found, want, atol=96 * tol.U * np.abs(want).max())
 
@@ -230,24 +230,24 @@ def test_a_host_runs_the_reference(on_a_gpu):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("exact", [True, False])
-def test_on_a_gpu(dtype, exact):
+def test_on_a_gpu(dtype, exact, gpu_backend):
     for shape in [*SHAPES, (64, 4096), (16, 11008), (3, 16384)]:
-        compare_normed(shape, dtype, 16, exact, False)
+        compare_normed(shape, dtype, 16, exact, gpu_backend)
     for activation in ("silu", "gelu", "relu"):
-        compare_gated((64, 1024), dtype, 16, exact, activation, 2, False)
-        compare_gated((31, 100), dtype, 4, exact, activation, 1, False)
+        compare_gated((64, 1024), dtype, 16, exact, activation, 2, gpu_backend)
+        compare_gated((31, 100), dtype, 4, exact, activation, 1, gpu_backend)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("to", [E4M3, E5M2], ids=lambda to: to.name)
-def test_transposes_on_a_gpu(to, dtype):
+def test_transposes_on_a_gpu(to, dtype, gpu_backend):
     for shape in [*TRANSPOSED, (4096, 1024)]:
-        compare_transposed(shape, dtype, to, False)
+        compare_transposed(shape, dtype, to, gpu_backend)
 
 
 @pytest.mark.gpu
-def test_weight_gradients_on_a_gpu():
+def test_weight_gradients_on_a_gpu(gpu_backend):
     """The kernels' sum over tokens and XLA's, of the same codes."""
     x, g = (jax.random.normal(jax.random.key(i), (2, 512, 512), jnp.bfloat16) for i in (0, 1))
     codes, absmax = kernels.quantized(x, kernels.tensor_absmax(x, 16)), kernels.tensor_absmax(g, 16)

@@ -34,7 +34,7 @@ def share_that_differs(found, wanted):
     return (np.float32(found) != np.float32(wanted)).mean()
 
 
-def compare(shape, noise, format, weights, strip, interpret):
+def compare(shape, noise, format, weights, strip, backend):
     """A sample and its scale; bit for bit where products with R are exact."""
     w, factor = drawn(shape)
     to, correction = FORMATS[format], None
@@ -44,7 +44,7 @@ def compare(shape, noise, format, weights, strip, interpret):
     else:
         w = w.astype(weights)
     found, scale = kernels_triton.sample(
-        w, correction, factor, KEY, noise, to, dtype, strip, interpret
+        w, correction, factor, KEY, noise, to, dtype, strip, backend
     )
     wanted, of_wanted = of_reference(w, correction, factor, KEY, noise, to, dtype)
     assert found.dtype == dtype and found.shape == shape
@@ -54,19 +54,19 @@ def compare(shape, noise, format, weights, strip, interpret):
     assert share_that_differs(found, wanted) <= most, (shape, noise.name, format)
 
 
-def compare_noise(shape, noise, dtype, interpret):
-    found = kernels_triton.noise_of(KEY, shape, noise, dtype, interpret=interpret)
+def compare_noise(shape, noise, dtype, backend):
+    found = kernels_triton.noise_of(KEY, shape, noise, dtype, backend=backend)
     wanted = kernels.noise_of_plain(KEY, shape, noise, dtype)
     assert found.dtype == dtype
     most = 1e-3 if noise is BOX_MULLER else 0
     assert share_that_differs(found, wanted) <= most
-    words = kernels_triton.packed_noise(KEY, shape, interpret=interpret)
+    words = kernels_triton.packed_noise(KEY, shape, backend=backend)
     np.testing.assert_array_equal(words, kernels.packed_noise_plain(KEY, shape))
 
 
-def compare_sums(shape, noise, dtype, interpret):
+def compare_sums(shape, noise, dtype, backend):
     g = drawn(shape, 1)[0].astype(dtype)
-    found = kernels_triton.noise_sums(g, KEY, noise, interpret=interpret)
+    found = kernels_triton.noise_sums(g, KEY, noise, backend=backend)
     wanted = kernels.noise_sums_plain(g, KEY, noise)
     size = kernels.sums(jnp.abs(g.astype(F32)) * jnp.abs(
         kernels.noise_of_plain(KEY, shape, noise)))  # fmt: skip
@@ -75,38 +75,38 @@ def compare_sums(shape, noise, dtype, interpret):
 
 @pytest.mark.parametrize("shape", [pytest.param(s, marks=() if len(s) == 4 else pytest.mark.full)
                                    for s in SHAPES], ids=str)  # fmt: skip
-def test_interpreted(shape):
+def test_is_the_reference(shape, backend):
     narrow = Strip(columns=64)
-    compare(shape, GAUSSWS, "bfloat16", "bits-24", Strip(), True)
-    compare(shape, GAUSSWS, "mxfp4", "float32", narrow, True)
-    compare(shape, DIFFQ, "bfloat16", "float16", Strip(), True)
-    compare_noise(shape, GAUSSWS, BF16, True)
-    compare_sums(shape, GAUSSWS, BF16, True)
+    compare(shape, GAUSSWS, "bfloat16", "bits-24", Strip(), backend)
+    compare(shape, GAUSSWS, "mxfp4", "float32", narrow, backend)
+    compare(shape, DIFFQ, "bfloat16", "float16", Strip(), backend)
+    compare_noise(shape, GAUSSWS, BF16, backend)
+    compare_sums(shape, GAUSSWS, BF16, backend)
 
 
 @pytest.mark.full
-def test_interpreted_baselines():
-    compare((40, 64), BOX_MULLER, "float32", "bfloat16", Strip(columns=64), True)
-    compare((40, 64), GAUSSWS, "float16", "ulp-32", Strip(columns=64), True)
-    compare_noise((40, 64), DIFFQ, BF16, True)
-    compare_sums((40, 64), DIFFQ, F32, True)
+def test_baselines(backend):
+    compare((40, 64), BOX_MULLER, "float32", "bfloat16", Strip(columns=64), backend)
+    compare((40, 64), GAUSSWS, "float16", "ulp-32", Strip(columns=64), backend)
+    compare_noise((40, 64), DIFFQ, BF16, backend)
+    compare_sums((40, 64), DIFFQ, F32, backend)
 
 
-def test_interpreted_parts():
+def test_parts(backend):
     """Words of a part are those of the whole there."""
     starts = (jnp.uint32(32 // 8), jnp.uint32(64))
     found = kernels_triton.noise_of(
-        random.part_keys(KEY, *starts), (32, 64), GAUSSWS, BF16, Strip(columns=64), True
+        random.part_keys(KEY, *starts), (32, 64), GAUSSWS, BF16, Strip(columns=64), backend
     )
     whole = kernels.noise_of_plain(KEY, (64, 128), GAUSSWS, BF16)
     np.testing.assert_array_equal(found, whole[32:, 64:])
 
 
-def test_what_is_not_finite_shows():
+def test_what_is_not_finite_shows(backend):
     w, factor = drawn((64, 64))
     w = w.at[0, 0].set(jnp.nan)
     found, scale = kernels_triton.sample(
-        w, None, factor, KEY, GAUSSWS, FORMATS["bfloat16"], BF16, Strip(columns=64), True
+        w, None, factor, KEY, GAUSSWS, FORMATS["bfloat16"], BF16, Strip(columns=64), backend
     )
     assert np.isnan(scale[0, 0]) and np.isnan(np.float32(found[:32, :32])).all()
     assert np.isfinite(np.float32(found[32:])).all()
@@ -168,16 +168,16 @@ def test_a_host_runs_the_reference(on_a_gpu):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
-def test_on_a_gpu(noise):
+def test_on_a_gpu(noise, gpu_backend):
     """Against the reference there, and R against the CPU's."""
     for weights in ("bfloat16", *codecs.SPLITS):
-        compare((130, 1000), noise, "bfloat16", weights, Strip(), False)
+        compare((130, 1000), noise, "bfloat16", weights, Strip(), gpu_backend)
     for format in FORMATS:
-        compare((2, 130, 300), noise, format, "float32", Strip(), False)
+        compare((2, 130, 300), noise, format, "float32", Strip(), gpu_backend)
     for shape in [*SHAPES, (1, 1), (4096, 1000), (3, 512, 1024)]:
-        compare(shape, noise, "bfloat16", "float32", Strip(), False)
-        compare_noise(shape, noise, BF16, False)
-        compare_sums(shape, noise, BF16, False)
+        compare(shape, noise, "bfloat16", "float32", Strip(), gpu_backend)
+        compare_noise(shape, noise, BF16, gpu_backend)
+        compare_sums(shape, noise, BF16, gpu_backend)
     with jax.default_device(jax.devices("cpu")[0]):
         wanted = np.float32(kernels.noise_of_plain(np.uint32(KEY), (512, 1000), noise))
     found = np.float32(gaussws.draw(KEY, (512, 1000), noise.name))

@@ -242,6 +242,75 @@ def test_private_modules_are_noticed(text, tmp_path, monkeypatch):
     assert list(private_uses(path))
 
 
+# Elementary functions: formulas of rules, codecs and distributions have them, and what carries
+# out a step has not. Each exception is a formula of its own, or bits.
+ELEMENTARY = {
+    "cos", "erf", "exp", "exp2", "expm1", "integer_pow", "log", "log1p", "log2", "logistic",
+    "power", "reciprocal", "round", "rsqrt", "sin", "sqrt", "square", "tanh",
+}  # fmt: skip
+LIBRARIES = {"jnp", "jax.numpy", "lax", "jax.lax", "jax.nn", "tl", "libdevice"}
+FORMULAS = {
+    "core/hyperparameters.py": "of the step's number, once a step",
+    "core/numerics.py": "the logarithm where a backend has none of its own",
+    "update/block_means.py": "the mean of squares that Adam-mini's rule takes",
+}
+
+
+def carries_out(path: Path) -> bool:
+    """Return whether a module runs formulas of others: core, the step, and kernels."""
+    kernel = path.stem.endswith(("_triton", "_mosaic", "_tpu"))
+    return kernel or room_of(module_of(path)) in {"core", "update"}
+
+
+def elementary(path: Path) -> Iterator[str]:
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            owner = ast.unparse(node.func.value)
+            if node.func.attr in ELEMENTARY and owner in LIBRARIES:
+                yield f"{name_of(path)}:{node.lineno} calls {ast.unparse(node.func)}"
+
+
+def test_a_formula_stands_with_its_rule_or_codec():
+    """A kernel calls it, or is generated from it; none repeats it."""
+    files = [path for path in sources("optax_lowmem/_src") if carries_out(path)]
+    found = {path: list(elementary(path)) for path in files}
+    with_some = {
+        name_of(p).removeprefix("optax_lowmem/_src/") for p, calls in found.items() if calls
+    }
+    assert with_some == FORMULAS.keys(), [call for calls in found.values() for call in calls]
+
+
+def floats(path: Path) -> set[float]:
+    constants = (node.value for node in ast.walk(parse(path)) if isinstance(node, ast.Constant))
+    return {value for value in constants if isinstance(value, float)}
+
+
+def test_written_triton_has_no_formulas():
+    """Memory, a sign, and conversions of FP8; everything else is generated."""
+    written = {
+        name_of(path).removeprefix("optax_lowmem/_src/")
+        for path in sources("optax_lowmem/_src")
+        if any(target.split(".")[0] == "triton" for _, target in imports(path))
+    }
+    assert written == {
+        "core/triton_library.py",
+        "update/jax_triton_kernel.py",
+        "update/jax_triton.py",
+    }
+    own = PACKAGE / "_src"
+    assert floats(own / "update/jax_triton_kernel.py") == set()
+    # the step of numbers under 2^-6, and of an exponent of 8 bits over one of 7
+    assert floats(own / "core/triton_library.py") == {2.0**14, 2.0**120}
+
+
+def test_formulas_are_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "REPO", tmp_path)
+    path = tmp_path / "optax_lowmem" / "_src" / "codecs" / "own_triton.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("import math\nfrom jax import lax\nx = math.sqrt(2)\ny = lax.rsqrt(x)\n")
+    assert carries_out(path) and len(list(elementary(path))) == 1
+
+
 RIDDLES = ("What", "Whether", "Where", "Which", "Why", "Who", "How", "When")
 
 

@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import optax_lowmem as lowmem
-from optax_lowmem._src.core import platform
+from optax_lowmem._src.core import jax_triton_call, platform
 from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.optimizers.adam import AdamRule
 from optax_lowmem._src.update import dispatch
@@ -77,6 +77,7 @@ def test_it_takes_every_optimizer(name):
     [
         {"nu": None},
         {"mu": lowmem.codecs.linear(), "nu": lowmem.codecs.expanded_e4m3(signed=False)},
+        {"mu": lowmem.codecs.linear4(), "nu": lowmem.codecs.linear4(signed=False)},
         {"group_size": 48},
         {"group_size": 512},
         {"split": "ulp"},
@@ -84,11 +85,6 @@ def test_it_takes_every_optimizer(name):
 )
 def test_it_takes_every_storage(options):
     assert reason(lowmem.flash_adamw(1e-3, storage=storage(**options))) is None
-
-
-def test_codes_that_share_bytes_are_left_to_pallas():
-    tx = lowmem.flash_lion(1e-3, storage=storage(mu=lowmem.codecs.linear4()))
-    assert reason(tx) == "mu is linear-int4, and the kernel takes a byte for each code"
 
 
 def test_reasons_of_shape():
@@ -153,7 +149,7 @@ def opaque(without_pallas, monkeypatch):
         assert options["kernel"].arg_names[0] == "scalars"
         return call.bind(*operands, outputs=tuple(out_shape))
 
-    monkeypatch.setattr(jax_triton, "_triton_call", lambda: triton_call)
+    monkeypatch.setattr(jax_triton_call, "_triton_call", lambda: triton_call)
 
 
 @pytest.mark.parametrize("implementation", [None, "triton"])
@@ -202,49 +198,6 @@ def test_numerics_in_the_interpreter():
 
 # ---- code, without a GPU -------------------------------------------------------------------------
 
-TYPES = {
-    "bfloat16": "bf16",
-    "float16": "fp16",
-    "float32": "fp32",
-    "int8": "i8",
-    "uint8": "u8",
-    "int16": "i16",
-    "uint16": "u16",
-    "uint32": "u32",
-}
-
-
-@pytest.fixture
-def compiled(monkeypatch, tmp_path):
-    """Compiles what a launch asks jax_triton for, for an H100; the kernels are in the list."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernels = []
-
-    def triton_call(*operands, kernel, out_shape, grid, num_warps, num_stages, **options):
-        assert grid[0] > 0
-        statics = {name: value for name, value in options.items() if name.isupper()}
-        arrays = [*operands, *out_shape]
-        names = kernel.arg_names[: len(arrays)]
-        signature = {
-            name: "*" + TYPES[jnp.dtype(x.dtype).name]
-            for name, x in zip(names, arrays, strict=True)
-        }
-        source = ASTSource(
-            fn=kernel,
-            signature=signature | dict.fromkeys(statics, "constexpr"),
-            constexprs=statics,
-            attrs={(i,): [["tt.divisibility", 16]] for i in range(len(arrays))},
-        )
-        how = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
-        kernels.append(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=how))
-        return [jnp.zeros(like.shape, like.dtype) for like in out_shape]
-
-    monkeypatch.setattr(jax_triton, "_triton_call", lambda: triton_call)
-    return kernels
-
 
 def compile_case(tx, shapes, tile=TILE, **options):
     case = launch_cases.make(tx, shapes, **options)
@@ -271,34 +224,45 @@ PAIRS = [
 @pytest.mark.parametrize(
     "optimizer, weight, gradient, direct", rows(dict.fromkeys(FAST + PAIRS), FAST)
 )
-def test_it_compiles_for_an_h100(compiled, optimizer, weight, gradient, direct):
+def test_it_compiles(compiled_kernels, optimizer, weight, gradient, direct):
     """Full groups, rows that vectors fit, and rows that they do not: one kernel each."""
     bits, dtype = weight
     tx = launch_cases.OPTIMIZERS[optimizer](storage(master_weight_bits=bits))
     shapes = [(8, 256), (3, 1000), (2, 50257), (33, 64)]
     compile_case(tx, shapes, dtype=dtype, gradient_dtype=gradient, direct=direct)
-    assert len(compiled) == 3
+    assert len(compiled_kernels) == 3
     stores_f32 = dtype == F32 or (bits is None and not direct)
-    for kernel in compiled:  # threads write at most 4 f32 each side by side
+    for kernel in compiled_kernels:  # threads write at most 4 f32 each side by side
         assert moved_tiles(kernel) <= stores_f32
         assert "local" not in kernel.asm["ptx"]
-    for kernel in compiled[:2]:  # 8 codes a thread, 8 bytes; 16 bytes of 16-bit numbers
+    for kernel in compiled_kernels[:2]:  # 8 codes a thread, 8 bytes; 16 bytes of 16-bit numbers
         ptx = kernel.asm["ptx"]
         assert "ld.volatile.global.v2.b32" in ptx and "st.global.v2.b32" in ptx
         assert gradient == F32 or "ld.volatile.global.v4.b32" in ptx
 
 
 @pytest.mark.parametrize("size", [1, 4, 256])
-def test_group_sizes_compile(compiled, size):
+def test_group_sizes_compile(compiled_kernels, size):
     tx = launch_cases.OPTIMIZERS["adamw"](storage(group_size=size))
     compile_case(tx, [(8, 256)])
-    assert len(compiled) == 1
+    assert len(compiled_kernels) == 1
+
+
+def test_codes_that_share_bytes_compile(compiled_kernels):
+    """Full groups, and rows that end in half of a byte."""
+    four = {"mu": lowmem.codecs.linear4(), "nu": lowmem.codecs.linear4(signed=False)}
+    tx = launch_cases.OPTIMIZERS["adamw"](storage(**four))
+    compile_case(tx, [(8, 256), (3, 1000), (2, 50257)])
+    assert len(compiled_kernels) == 3
+    assert all("local" not in kernel.asm["ptx"] for kernel in compiled_kernels)
+    ptx = compiled_kernels[0].asm["ptx"]  # 8 codes of a thread are 4 bytes
+    assert "ld.volatile.global.b32" in ptx and "st.global.b32" in ptx
 
 
 @pytest.mark.parametrize("tile", [Tile(2048, 4), Tile(512, 2), Tile(4096, 8)])
-def test_tiles_compile(compiled, tile):
+def test_tiles_compile(compiled_kernels, tile):
     compile_case(launch_cases.OPTIMIZERS["adamw"](storage()), [(8, 256)], tile)
-    (kernel,) = compiled
+    (kernel,) = compiled_kernels
     assert moved_tiles(kernel) == 0
 
 
@@ -331,6 +295,15 @@ def test_tiles_and_options(options, tile):
 def test_group_sizes(size):
     """Not 1: a value that is its group's scale is rounded up by its last bit, which FMA changes."""
     tx = launch_cases.OPTIMIZERS["adamw"](storage(group_size=size))
+    case = launch_cases.make(tx, GPU_SHAPES)
+    launch_cases.compare(case, launch_cases.launch(case, jax_triton.launch, TILE))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [2, 32, 48, 256])
+def test_codes_that_share_bytes(size):
+    four = {"mu": lowmem.codecs.linear4(), "nu": lowmem.codecs.linear4(signed=False)}
+    tx = launch_cases.OPTIMIZERS["adamw"](storage(group_size=size, **four))
     case = launch_cases.make(tx, GPU_SHAPES)
     launch_cases.compare(case, launch_cases.launch(case, jax_triton.launch, TILE))
 

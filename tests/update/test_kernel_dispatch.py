@@ -80,7 +80,10 @@ def test_the_second_backend_and_its_reasons(on_a_gpu, monkeypatch):
         choose((2, 1 << 17), "triton", WIDE)
     assert choose((64, 128), "triton") == ("triton", "asked for")
     monkeypatch.setattr(platform, "has_pallas_triton", lambda: False)
-    assert choose((64, 128)) == ("triton", "fused kernel")
+    assert choose((64, 128)) == (
+        "triton",
+        "fused kernel; pallas: this JAX has no Pallas-Triton lowering",
+    )
     assert "triton: groups of 131072" in choose((2, 1 << 17), tx=WIDE)[1]
 
 

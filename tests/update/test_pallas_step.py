@@ -13,7 +13,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
-from optax_lowmem._src.core import numerics, pallas_tiles
+from optax_lowmem._src.core import numerics, tiles
 from optax_lowmem._src.core.groups import Tile, Tiling
 from optax_lowmem._src.core.rules import OF_BLOCK
 from optax_lowmem._src.update import dispatch, operands, pallas_triton, reference, tuning
@@ -355,24 +355,13 @@ TILINGS = [
 ]
 
 
-class Addressed:
-    """A reference that tells what is asked of it."""
-
-    @property
-    def at(self):
-        return self
-
-    def __getitem__(self, index):
-        return index
-
-
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 def test_every_element_belongs_to_one_tile(tiling):
     """And no tile has another."""
     shape, found, scales = tiling.element_view(jnp.zeros(tiling.shape)).shape, [], []
     for i in range(tiling.tiles):
         tile = jnp.int32(i)
-        index, mask = pallas_tiles._elements(tiling, Addressed(), tile)
+        index, mask = tiles._elements(tiling, tile)
         if tiling.flat:
             index = np.meshgrid(*(int(s.start) + np.arange(s.size) for s in index), indexing="ij")
         mask = np.ones(tiling.tile_shape, bool) if mask is None else np.asarray(mask)
@@ -380,8 +369,8 @@ def test_every_element_belongs_to_one_tile(tiling):
         assert (column < shape[1]).all() and (row < shape[0]).all()
         found.append(row * shape[1] + column)
         at, kept = (
-            pallas_tiles._scales(tiling, Addressed(), tile),
-            pallas_tiles._row_mask(tiling, tile),
+            tiles._scales(tiling, tile),
+            tiles._row_mask(tiling, tile),
         )
         numbers = int(at.start) + np.arange(at.size)
         scales.append(numbers if kept is None else numbers[np.asarray(kept)])

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from optax_lowmem._src.codecs import GroupCodec, StoredSlot, decode_array, encode_array
 from optax_lowmem._src.core import explicit, numerics, platform, random, row_blocks
 from optax_lowmem._src.core.compiled import compiled
+from optax_lowmem._src.core.gpu_kernel import BACKENDS
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tiling
 from optax_lowmem._src.core.row_blocks import RowBlocks
 
@@ -47,7 +48,7 @@ def decode_plain(
 
 # ---- the choice of the implementation ------------------------------------------------------------
 
-IMPLEMENTATIONS = ("xla", "pallas")
+IMPLEMENTATIONS = ("xla", *BACKENDS)
 _DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16", "int8", "uint8")))
 _MAX_LANES = 1 << 14  # 16 elements for each thread of the largest program
 
@@ -67,12 +68,21 @@ def supported(x: Any, group_size: int, codec: GroupCodec | None = None) -> str |
     return platform.no_kernel_reason(x) or _array_reason(x, group_size, codec)
 
 
-def _array_reason(x: Any, group_size: int, codec: GroupCodec | None) -> str | None:
-    """Return the reason why the kernels cannot take an array on any machine, or None."""
+def _array_reason(
+    x: Any, group_size: int, codec: GroupCodec | None, backend: str | None = None
+) -> str | None:
+    """Return the reason why the kernels (of one backend) cannot take an array, or None."""
     if codec is not None and codec.no_tile_reason is not None:
         return codec.no_tile_reason
-    if not platform.has_pallas_triton():
-        return "this JAX has no Pallas-Triton lowering"
+    missing = platform.no_backend_reason(backend)
+    if missing is not None:
+        return missing
+    if codec is not None and (backend or platform.backend()) == "triton":
+        from optax_lowmem._src.codecs import group_codec_triton
+
+        unknown = group_codec_triton.unknown(codec)
+        if unknown is not None:
+            return f"{codec.name} uses `{unknown}`, which generated Triton has no form for"
     if jnp.dtype(x.dtype) not in _DTYPES:
         return f"{x.dtype} is not one of {', '.join(dtype.name for dtype in _DTYPES)}"
     if x.size == 0:
@@ -83,23 +93,23 @@ def _array_reason(x: Any, group_size: int, codec: GroupCodec | None) -> str | No
     return f"a group takes {lanes} lanes, over {_MAX_LANES}" if lanes > _MAX_LANES else None
 
 
-def _choose(codec: GroupCodec, x: Any, group_size: int, implementation: str | None) -> bool:
-    """Return whether a kernel takes an array; raise where it was asked for and cannot."""
+def _choose(codec: GroupCodec, x: Any, group_size: int, implementation: str | None) -> str:
+    """Return the implementation for an array; raise where one was asked for and cannot take it."""
     if implementation is None:
-        return supported(x, group_size, codec) is None
+        return "xla" if supported(x, group_size, codec) else platform.backend()
     if implementation not in IMPLEMENTATIONS:
         names = ", ".join(IMPLEMENTATIONS)
         raise ValueError(f"implementation must be {names} or None, got {implementation!r}")
     if implementation == "xla":
-        return False
+        return implementation
     reason = platform.no_device_reason() or platform.explicit_axes_reason(x)
-    reason = reason or _array_reason(x, group_size, codec)
+    reason = reason or _array_reason(x, group_size, codec, implementation)
     if reason is not None:
         raise ValueError(
-            f"implementation='pallas' cannot take this {x.dtype}{list(x.shape)} array: {reason}. "
-            "Pass implementation=None to use what can."
+            f"implementation={implementation!r} cannot take this {x.dtype}{list(x.shape)} array: "
+            f"{reason}. Pass implementation=None to use what can."
         )
-    return True
+    return implementation
 
 
 def _check(x: Any, group_size: int) -> None:
@@ -176,7 +186,7 @@ def encode(
       key: a uint32 scalar for stochastic rounding; None rounds to nearest. The same key gives the
         same bits everywhere.
       slot: which slot of a leaf, where several share a key.
-      implementation: `xla`, `pallas` (NVIDIA GPUs), or None for what is fastest here.
+      implementation: `xla`, `pallas` or `triton` (NVIDIA GPUs), or None for what is fastest here.
       fuses: whether what makes the values is in the same jit, so that on a TPU the compiler is not
         given them in blocks of rows.
 
@@ -197,7 +207,8 @@ def encode(
       ([-127, -64, 0, 64, 127], [2.0])
     """
     _check(x, group_size)
-    if not _choose(codec, x, group_size, implementation):
+    chosen = _choose(codec, x, group_size, implementation)
+    if chosen == "xla":
         blocks = None if fuses or implementation is not None else row_blocks.on_tpu(x)
         if blocks is not None:
             return _encode_by_rows(blocks, codec, x, group_size, key, slot)
@@ -205,7 +216,7 @@ def encode(
     from optax_lowmem._src.codecs import group_codec_triton
 
     def kernel(x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        return group_codec_triton.encode(codec, x, group_size, key, slot)
+        return group_codec_triton.encode(codec, x, group_size, key, slot, backend=chosen)
 
     def plain(x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         return _encode_by_xla(codec, x, group_size, key, slot)
@@ -236,7 +247,7 @@ def decode(
       scales: [..., ceil(n / group_size)].
       group_size: neighbours on the last axis that share a scale.
       length: n, where codes share bytes.
-      implementation: `xla`, `pallas` (NVIDIA GPUs), or None for what is fastest here.
+      implementation: `xla`, `pallas` or `triton` (NVIDIA GPUs), or None for what is fastest here.
 
     Raises:
       ValueError: for codes and scales that do not belong together or to the codec, or where the
@@ -259,7 +270,8 @@ def decode(
             f"{given.words}: {codec.name} in groups of {group_size} keeps {forms.words}. Pass the "
             "codec and group_size that stored them."
         )
-    if not _choose(codec, codes, group_size, implementation):
+    chosen = _choose(codec, codes, group_size, implementation)
+    if chosen == "xla":
         blocks = None if implementation is not None else row_blocks.on_tpu(codes)
         if blocks is not None:
 
@@ -272,7 +284,7 @@ def decode(
     from optax_lowmem._src.codecs import group_codec_triton
 
     def kernel(codes: jax.Array, scales: jax.Array) -> jax.Array:
-        return group_codec_triton.decode(codec, codes, scales, group_size, length)
+        return group_codec_triton.decode(codec, codes, scales, group_size, length, backend=chosen)
 
     def plain(codes: jax.Array, scales: jax.Array) -> jax.Array:
         return _decode_by_xla(codec, codes, scales, group_size, length)

@@ -1,46 +1,53 @@
-"""Encode and decode of one array as a GPU kernel each: Pallas, lowered through Triton.
+"""Encode and decode of one array as a GPU kernel each.
 
 A program takes a tile of whole groups, so a group's maximum and its codes come from one read of the
 array, which XLA reads twice. The bodies call the codec that the plain form calls.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
+import jax.numpy as jnp
 
 from optax_lowmem._src.codecs import GroupCodec, group_codec
-from optax_lowmem._src.core import numerics, pallas_tiles, random
+from optax_lowmem._src.core import gpu_kernel, gpu_triton, numerics, random, tiles
+from optax_lowmem._src.core.gpu_kernel import Operand, Program
 from optax_lowmem._src.core.groups import Tile, Tiling
 
 _MOST_WARPS = 32  # of a program on a GPU
 
 
-def _encode_tile(codec: GroupCodec, tiling: Tiling, slot: str, *refs: Any) -> None:
-    x_ref, *key_ref, codes_ref, scales_ref = refs
-    tile = pl.program_id(0)
+def _encode_tile(
+    codec: GroupCodec, tiling: Tiling, slot: str, program: Program, *arrays: Operand
+) -> None:
+    x_at, *key_at, codes_at, scales_at = arrays
+    tile = program.index()
     # lanes and groups that do not exist are 0: they cannot raise the maximum of one that does
-    x = numerics.widen(pallas_tiles.load(tiling, x_ref, tile))
+    x = numerics.widen(tiles.load(tiling, x_at, tile))
     noise = None
-    if key_ref:
-        bits = pallas_tiles.noise(tiling, tile, key_ref[0][0])
+    if key_at:
+        bits = tiles.noise(tiling, tile, key_at[0].load(0))
         noise = random.join_bits(*bits, tiling.lanes, slot)
     codes, scales = codec.encode(x, noise)
-    pallas_tiles.store(tiling.of_bytes(codec.codes_per_byte), codes_ref, tile, codec.pack(codes))
-    pallas_tiles.store_scales(tiling, scales_ref, tile, scales)
+    packed = codec.pack(codes)
+    tiles.store(tiling.of_bytes(codec.codes_per_byte), codes_at, tile, packed)
+    tiles.store_scales(tiling, scales_at, tile, scales)
 
 
 def _decode_tile(
-    codec: GroupCodec, tiling: Tiling, codes_ref: Any, scales_ref: Any, x_ref: Any
+    codec: GroupCodec,
+    tiling: Tiling,
+    program: Program,
+    codes_at: Operand,
+    scales_at: Operand,
+    x_at: Operand,
 ) -> None:
-    tile = pl.program_id(0)
-    stored = pallas_tiles.load(tiling.of_bytes(codec.codes_per_byte), codes_ref, tile)
+    tile = program.index()
+    stored = tiles.load(tiling.of_bytes(codec.codes_per_byte), codes_at, tile)
     codes = codec.unpack(stored, tiling.lanes)
-    x = codec.decode(codes, pallas_tiles.load_scales(tiling, scales_ref, tile))
-    pallas_tiles.store(tiling, x_ref, tile, x)
+    x = codec.decode(codes, tiles.load_scales(tiling, scales_at, tile))
+    tiles.store(tiling, x_at, tile, x)
 
 
 def _viewed(like: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -48,27 +55,31 @@ def _viewed(like: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, like.dtype, manual_axis_type=like.manual_axis_type)
 
 
-def _call(
-    body: Callable[..., None],
-    tiling: Tiling,
-    tile: Tile,
-    out_shape: Any,
-    name: str,
-    interpret: bool,
-) -> Callable[..., Any]:
+def _cut(tiling: Tiling, tile: Tile, backend: str) -> dict[str, Any]:
+    """Return how the work is cut and run, as `gpu_kernel.launch` takes it."""
     # a group wider than a tile gets more threads instead of more elements for each
     warps = min(_MOST_WARPS, tile.warps * max(1, tiling.lanes // tile.elements))
-    return pl.pallas_call(
-        body,
-        out_shape=out_shape,
-        grid=(tiling.tiles,),
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
-        interpret=interpret,
-        name=name,
+    return {
+        "grid": (tiling.tiles,), "warps": warps, "backend": backend
+    }  # fmt: skip
+
+
+@functools.cache
+def unknown(codec: GroupCodec) -> str | None:
+    """Return what a codec does that has no form in generated Triton, or None where all has."""
+    tiling = Tiling((32,), 32, 128)
+    x = jax.ShapeDtypeStruct((1, 32), jnp.float32)
+    codes, scales = codec.storage((1, 32), 32)
+    scales = jax.ShapeDtypeStruct((1,), scales.dtype)
+    key = jax.ShapeDtypeStruct((1,), jnp.uint32)
+    encode = functools.partial(_encode_tile, codec, tiling, "")
+    decode = functools.partial(_decode_tile, codec, tiling)
+    return gpu_triton.missing(encode, [x, key, codes, scales]) or gpu_triton.missing(
+        decode, [codes, scales, x]
     )
 
 
-@functools.partial(jax.jit, static_argnames=("codec", "group_size", "slot", "tile", "interpret"))
+@functools.partial(jax.jit, static_argnames=("codec", "group_size", "slot", "tile", "backend"))
 def encode(
     codec: GroupCodec,
     x: jax.Array,
@@ -76,7 +87,7 @@ def encode(
     key: jax.Array | None = None,
     slot: str = "",
     tile: Tile = Tile(),  # noqa: B008 (frozen)
-    interpret: bool = False,
+    backend: str = "pallas",
 ) -> tuple[jax.Array, jax.Array]:
     """`group_codec.encode_plain` in one kernel.
 
@@ -87,7 +98,7 @@ def encode(
       key: a uint32 scalar for stochastic rounding; None rounds to nearest.
       slot: which slot of the leaf, for the random bits.
       tile: how the work is cut.
-      interpret: run as plain JAX, on any device.
+      backend: as of `gpu_kernel.launch`.
     """
     tiling = Tiling(x.shape, group_size, tile.elements)
     wanted = functools.partial(group_codec.encode_plain, codec, group_size=group_size)
@@ -96,12 +107,13 @@ def encode(
     in_bytes = jax.eval_shape(tiling.of_bytes(codec.codes_per_byte).element_view, codes)
     out_shape = (_viewed(codes, in_bytes.shape), _viewed(scales, (tiling.groups,)))
     body = functools.partial(_encode_tile, codec, tiling, slot)
-    call = _call(body, tiling, tile, out_shape, "group_encode", interpret)
-    stored, scale = call(viewed, *(() if key is None else (key.reshape(1),)))
+    operands = [viewed] if key is None else [viewed, key.reshape(1)]
+    how = _cut(tiling, tile, backend)
+    stored, scale = gpu_kernel.launch(body, operands, out_shape, name="group_encode", **how)
     return stored.reshape(codes.shape), scale.reshape(scales.shape)
 
 
-@functools.partial(jax.jit, static_argnames=("codec", "group_size", "length", "tile", "interpret"))
+@functools.partial(jax.jit, static_argnames=("codec", "group_size", "length", "tile", "backend"))
 def decode(
     codec: GroupCodec,
     codes: jax.Array,
@@ -109,7 +121,7 @@ def decode(
     group_size: int,
     length: int | None = None,
     tile: Tile = Tile(),  # noqa: B008 (frozen)
-    interpret: bool = False,
+    backend: str = "pallas",
 ) -> jax.Array:
     """`group_codec.decode_plain` in one kernel.
 
@@ -120,7 +132,7 @@ def decode(
       group_size: neighbours on the last axis that share a scale.
       length: n, where codes share bytes.
       tile: how the work is cut.
-      interpret: run as plain JAX, on any device.
+      backend: as of `gpu_kernel.launch`.
     """
     wanted = functools.partial(
         group_codec.decode_plain, codec, group_size=group_size, length=length
@@ -130,5 +142,6 @@ def decode(
     viewed = tiling.of_bytes(codec.codes_per_byte).element_view(codes)
     out_shape = _viewed(values, jax.eval_shape(tiling.element_view, values).shape)
     body = functools.partial(_decode_tile, codec, tiling)
-    call = _call(body, tiling, tile, out_shape, "group_decode", interpret)
-    return call(viewed, tiling.scale_view(scales)).reshape(values.shape)
+    operands, how = [viewed, tiling.scale_view(scales)], _cut(tiling, tile, backend)
+    (x,) = gpu_kernel.launch(body, operands, [out_shape], name="group_decode", **how)
+    return x.reshape(values.shape)

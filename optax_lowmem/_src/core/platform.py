@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 _OLDEST = 8.0  # compute capability of Ampere: Triton's oldest with bfloat16
+_CONVERTS_FP8 = 8.9  # Ada: with instructions to and from E4M3
 _HOPPER = "9.0"  # the only one with these instructions of its tensor cores
 # The oldest JAX with Mosaic GPU as here, and what its products are made of: it is experimental.
 MOSAIC_GPU = "0.11.2"
@@ -33,6 +34,7 @@ _OF_MOSAIC_GPU = (
     "wgmma",
     "wgmma_wait",
 )
+_OF_PALLAS_TRITON = ("CompilerParams", "elementwise_inline_asm", "load", "store")
 _MULTIPROCESSORS = 132  # of an H100 SXM or an H200
 
 
@@ -173,8 +175,40 @@ def multiprocessors() -> int:
 
 @functools.cache
 def has_pallas_triton() -> bool:
-    """Return whether this JAX lowers Pallas through Triton."""
-    return importlib.util.find_spec("jax.experimental.pallas.triton") is not None
+    """Return whether this JAX lowers Pallas through Triton, which JAX 0.11 deprecated."""
+    try:
+        from jax.experimental.pallas import triton
+    except ImportError:
+        return False
+    return all(hasattr(triton, name) for name in _OF_PALLAS_TRITON)
+
+
+NO_PALLAS_TRITON = "this JAX has no Pallas-Triton lowering"
+NO_JAX_TRITON = "jax-triton is not installed (pip install jax-triton)"
+
+
+def backend() -> str:
+    """Return the backend, of `gpu_kernel.BACKENDS`, of kernels that may have either.
+
+    Generated Triton where JAX does not lower Pallas through Triton; see `no_backend_reason`.
+    """
+    return "pallas" if has_pallas_triton() else "triton"
+
+
+def no_backend_reason(name: str | None = None) -> str | None:
+    """Return the reason why a backend, or else every one, is not there, or None."""
+    pallas = name != "triton" and has_pallas_triton()
+    if pallas or (name != "pallas" and has_jax_triton()):
+        return None
+    reasons = {"pallas": NO_PALLAS_TRITON, "triton": NO_JAX_TRITON}
+    return reasons[name] if name else "; ".join(reasons.values())
+
+
+@functools.cache
+def has_fp8_conversions() -> bool:
+    """Return whether this machine's GPU converts to and from E4M3; True where there is none."""
+    found = getattr(jax.local_devices()[0], "compute_capability", None)
+    return found is None or float(found) >= _CONVERTS_FP8
 
 
 @functools.cache

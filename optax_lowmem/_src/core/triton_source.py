@@ -1,10 +1,10 @@
 """Triton source of a function that JAX traced: a formula is written once, in jnp.
 
-The source is for a module that has `triton`, `tl`, `libdevice` and `minus`, of f32 values.
+The source is for a module that has `triton` and what is in `triton_library`.
 
-The arrays of the function are tiles [rows, lanes], values of groups [rows] or [rows, 1], values of
-lanes [lanes] and scalars. A bf16 array is held as its bits, in uint16; what is computed of it is
-computed in f32 and rounded.
+The arrays of the function are tiles whose sizes are powers of two, and scalars. Arrays of bf16 and
+of FP8 are held as their bits, in uint16 and uint8; what is computed of them is computed in f32 and
+rounded.
 """
 
 import math
@@ -22,6 +22,8 @@ _TYPES = {
     "float32": "tl.float32",
     "float16": "tl.float16",
     "bfloat16": "tl.uint16",
+    "float8_e4m3fn": "tl.uint8",
+    "float8_e5m2": "tl.uint8",
     "int8": "tl.int8",
     "uint8": "tl.uint8",
     "int16": "tl.int16",
@@ -30,6 +32,8 @@ _TYPES = {
     "uint32": "tl.uint32",
     "bool": "tl.int1",
 }
+_FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
+_HELD_AS_BITS = ("bfloat16", *_FP8)
 
 # ---- instructions --------------------------------------------------------------------------------
 
@@ -68,27 +72,37 @@ _INFIX = {
     "or": "|",
     "xor": "^",
 }
+# exp, log and sin are CUDA's, as with Pallas, so that both backends have the same numbers; Triton's
+# own exponentials are approximations.
 _CALLS = {
     "abs": "tl.abs",
     "sqrt": "tl.sqrt",
     "rsqrt": "tl.rsqrt",
     "floor": "tl.floor",
     "ceil": "tl.ceil",
-    "exp": "tl.exp",
-    "exp2": "tl.exp2",
+    "exp": "libdevice.exp",
+    "exp2": "libdevice.exp2",
     "expm1": "libdevice.expm1",
     "log1p": "libdevice.log1p",
-    "log": "tl.log",
+    "log": "libdevice.log",
+    "sin": "libdevice.sin",
+    "cos": "libdevice.cos",
+    "tanh": "libdevice.tanh",
+    "erf": "libdevice.erf",
+    "erfc": "libdevice.erfc",
 }
 _REDUCTIONS = {"reduce_max": "tl.max", "reduce_min": "tl.min", "reduce_sum": "tl.sum"}
 _SHAPES = ("broadcast_in_dim", "reshape", "expand_dims", "squeeze")
 _UNCHANGED = ("copy", "copy_p", "stop_gradient", "optimization_barrier", "pvary")
 # what moves bits, also those of bf16
-_OF_BITS = (*_SHAPES, *_UNCHANGED, "bitcast_convert_type", "convert_element_type", "select_n")
+_OF_BITS = (
+    *_SHAPES, *_UNCHANGED, "bitcast_convert_type", "convert_element_type", "select_n", "transpose",
+    "load_tile", "store_tile",
+)  # fmt: skip
 _INLINED = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat")
 
 
-class _Operation:
+class Operation:
     """An equation of a jaxpr with the names of its operands.
 
     Attributes:
@@ -97,23 +111,40 @@ class _Operation:
       operands: Triton expressions.
       avals: shape and dtype of each operand.
       result: shape and dtype of the result.
+      fp8: whether the GPU has conversions to and from E4M3.
     """
 
-    def __init__(self, eqn: Any, operands: Sequence[str]):
+    def __init__(self, eqn: Any, operands: Sequence[str], fp8: bool):
         self.name, self.params, self.operands = eqn.primitive.name, eqn.params, operands
+        self.fp8 = fp8
         self.avals, self.result = [x.aval for x in eqn.invars], eqn.outvars[0].aval
 
     def source(self) -> str:
         """Return the Triton expression of the result."""
-        form = _FORMS[self.name]
+        form = FORMS[self.name]
         if self.name in _OF_BITS:
             return form(self)
-        kinds = [aval.dtype for aval in self.avals]
         self.operands = [
-            _widened(x) if kind == jnp.bfloat16 else x
-            for x, kind in zip(self.operands, kinds, strict=True)
+            self.widened(x, aval.dtype.name)
+            for x, aval in zip(self.operands, self.avals, strict=True)
         ]
-        return _narrowed(form(self)) if self.result.dtype == jnp.bfloat16 else form(self)
+        return self.narrowed(form(self), self.result.dtype.name)
+
+    def widened(self, x: str, kind: str) -> str:
+        """Return f32 of the bits that a dtype is held as, or `x` where it is no such dtype."""
+        if kind == "bfloat16":
+            return f"({x}.to(tl.uint32) << 16).to(tl.float32, bitcast=True)"
+        return f"of_{self._fp8_name(kind)}({x})" if kind in _FP8 else x
+
+    def narrowed(self, x: str, kind: str) -> str:
+        """Return the bits that a dtype is held as, to nearest even, or `x`; see `widened`."""
+        if kind == "bfloat16":
+            return f"({x}).to(tl.bfloat16).to(tl.uint16, bitcast=True)"
+        return f"to_{self._fp8_name(kind)}({x})" if kind in _FP8 else x
+
+    def _fp8_name(self, kind: str) -> str:
+        by_bits = kind == "float8_e4m3fn" and not self.fp8
+        return _FP8[kind] + ("_by_bits" if by_bits else "")
 
     @property
     def type(self) -> str:
@@ -159,26 +190,37 @@ class _Operation:
         return " * ".join([self.operands[0]] * self.params["y"])
 
     def reduce(self) -> str:
-        """Return a reduction over one axis."""
-        (axis,) = self.params["axes"]
-        return f"{_REDUCTIONS[self.name]}({self.operands[0]}, axis={axis})"
+        """Return a reduction over axes, the last one first."""
+        (found,) = self.operands
+        for axis in sorted(self.params["axes"], reverse=True):
+            found = f"{_REDUCTIONS[self.name]}({found}, axis={axis})"
+        return found
+
+    def transpose(self) -> str:
+        """Return the transpose of a matrix."""
+        assert tuple(self.params["permutation"]) == (1, 0)
+        return f"tl.trans({self.operands[0]})"
+
+    def logistic(self) -> str:
+        """Return 1 / (1 + exp(-x)), with Triton's exp: what it errs by drowns in 1."""
+        return f"1.0 / (1.0 + tl.exp(minus({self.operands[0]})))"
 
     def bitcast(self) -> str:
         """Return the same bits of another dtype."""
         (x,) = self.operands
-        if {self.avals[0].dtype.name, self.result.dtype.name} == {"bfloat16", "uint16"}:
+        if _TYPES[self.avals[0].dtype.name] == self.type:
             return x
         return f"{x}.to({self.type}, bitcast=True)"
 
     def convert(self) -> str:
         """Return the nearest values of another dtype."""
         (x,), one, other = self.operands, self.avals[0].dtype.name, self.result.dtype.name
-        if one == "bfloat16":
-            x, one = _widened(x), "float32"
+        if one in _HELD_AS_BITS:
+            x, one = self.widened(x, one), "float32"
             if other == one:
                 return x
-        if other == "bfloat16":
-            return _narrowed(x if one == "float32" else f"{x}.to(tl.float32)")
+        if other in _HELD_AS_BITS:
+            return self.narrowed(x if one == "float32" else f"{x}.to(tl.float32)", other)
         return f"{x} != 0" if other == "bool" else f"{x}.to({self.type})"
 
     def shape(self) -> str:
@@ -186,9 +228,9 @@ class _Operation:
         (x,), old, new = self.operands, tuple(self.avals[0].shape), tuple(self.result.shape)
         if old == new:
             return x
-        if self.name != "broadcast_in_dim":
+        if self.name != "broadcast_in_dim" and old:
             return f"tl.reshape({x}, {new})"
-        dims = self.params["broadcast_dimensions"]
+        dims = self.params.get("broadcast_dimensions", ())
         if old and len(new) > len(old):
             x = f"{x}[{', '.join(':' if d in dims else 'None' for d in range(len(new)))}]"
             old = tuple(old[dims.index(d)] if d in dims else 1 for d in range(len(new)))
@@ -211,38 +253,30 @@ class _Operation:
         )
 
 
-def _widened(x: str) -> str:
-    """f32 of bf16's bits."""
-    return f"({x}.to(tl.uint32) << 16).to(tl.float32, bitcast=True)"
-
-
-def _narrowed(x: str) -> str:
-    """bf16's bits of f32, to nearest even."""
-    return f"({x}).to(tl.bfloat16).to(tl.uint16, bitcast=True)"
-
-
-_FORMS: dict[str, Callable[[_Operation], str]] = {
+FORMS: dict[str, Callable[[Operation], str]] = {
     **dict.fromkeys(_INFIX, lambda op: f" {_INFIX[op.name]} ".join(op.operands)),
     **dict.fromkeys(_CALLS, lambda op: f"{_CALLS[op.name]}({op.operands[0]})"),
-    **dict.fromkeys(_REDUCTIONS, _Operation.reduce),
-    **dict.fromkeys(("max", "min"), _Operation.extreme),
-    **dict.fromkeys(_SHAPES, _Operation.shape),
+    **dict.fromkeys(_REDUCTIONS, Operation.reduce),
+    **dict.fromkeys(("max", "min"), Operation.extreme),
+    **dict.fromkeys(_SHAPES, Operation.shape),
     **dict.fromkeys(_UNCHANGED, lambda op: op.operands[0]),
-    "shift_right_logical": _Operation.shift_right_logical,
+    "shift_right_logical": Operation.shift_right_logical,
     "not": lambda op: f"{op.operands[0]} == 0" if op.type == "tl.int1" else f"~{op.operands[0]}",
-    "neg": _Operation.negative,
+    "neg": Operation.negative,
     "div": lambda op: (" / " if op.floating else " // ").join(op.operands),
     "rem": lambda op: " % ".join(op.operands),
-    "sign": _Operation.sign,
+    "sign": Operation.sign,
     "square": lambda op: "{0} * {0}".format(*op.operands),
-    "integer_pow": _Operation.power,
+    "integer_pow": Operation.power,
     "is_finite": lambda op: f'tl.abs({op.operands[0]}) < float("inf")',
+    "transpose": Operation.transpose,
+    "logistic": Operation.logistic,
     "clamp": lambda op: "tl.minimum(tl.maximum({1}, {0}), {2})".format(*op.operands),
     "select_n": lambda op: "tl.where({0}, {2}, {1})".format(*op.operands),
-    "bitcast_convert_type": _Operation.bitcast,
-    "convert_element_type": _Operation.convert,
-    "iota": _Operation.iota,
-    "instruction": _Operation.instruction,
+    "bitcast_convert_type": Operation.bitcast,
+    "convert_element_type": Operation.convert,
+    "iota": Operation.iota,
+    "instruction": Operation.instruction,
 }  # fmt: skip
 
 
@@ -266,16 +300,17 @@ def missing(closed: Any) -> str | None:
     for eqn in closed.jaxpr.eqns:
         name = eqn.primitive.name
         found = missing(_inner(eqn)) if name in _INLINED else None
-        if found is not None or (name not in _INLINED and name not in _FORMS):
+        if found is not None or (name not in _INLINED and name not in FORMS):
             return found or name
     return None
 
 
 class _Writer:
-    """The lines of a function's body."""
+    """The lines of a function's body; `fp8`: as of `Operation`."""
 
-    def __init__(self) -> None:
+    def __init__(self, fp8: bool) -> None:
         self.lines: list[str] = []
+        self.fp8 = fp8
 
     def body(self, closed: Any, arguments: Sequence[str]) -> list[str]:
         """Write a closed jaxpr; return the names of its results."""
@@ -294,13 +329,14 @@ class _Writer:
             if eqn.primitive.name in _INLINED:
                 results = self.body(_inner(eqn), operands)
             else:
-                results = [self._named(_Operation(eqn, operands))]
+                results = [self._named(Operation(eqn, operands, self.fp8))]
             names.update(zip(eqn.outvars, results, strict=True))
         return [read(x) for x in closed.jaxpr.outvars]
 
-    def _named(self, operation: _Operation) -> str:
+    def _named(self, operation: Operation) -> str:
         name = f"v{len(self.lines)}"
-        self.lines.append(f"{name} = {operation.source()}")
+        statement = operation.name == "store_tile"
+        self.lines.append(operation.source() if statement else f"{name} = {operation.source()}")
         return name
 
 
@@ -316,16 +352,34 @@ def _literal(value: Any, dtype: Any) -> str:
     return f"tl.full((), {text}, {_TYPES[kind.name]})"
 
 
-def function(closed: Any, name: str, parameters: Sequence[str]) -> str:
+def function(closed: Any, name: str, parameters: Sequence[str], fp8: bool = True) -> str:
     """Return the source of a `triton.jit` function.
 
     Args:
       closed: the closed jaxpr of what it computes; see `missing`.
       name: of the function.
       parameters: one for each variable of the jaxpr.
+      fp8: whether the GPU has conversions to and from E4M3.
     """
-    writer = _Writer()
+    writer = _Writer(fp8)
     results = writer.body(closed, parameters)
-    body = [*writer.lines, f"return {', '.join(results)}"]
+    return _source(name, parameters, [*writer.lines, f"return {', '.join(results)}"])
+
+
+def kernel(closed: Any, name: str, pointers: Sequence[str], fp8: bool = True) -> str:
+    """Return the source of a `triton.jit` kernel, which loads and stores; see `function`.
+
+    Args:
+      closed: the closed jaxpr of a program, with no variables: it has pointers by name.
+      name: of the kernel.
+      pointers: their names.
+      fp8: whether the GPU has conversions to and from E4M3.
+    """
+    writer = _Writer(fp8)
+    writer.body(closed, ())
+    return _source(name, pointers, writer.lines)
+
+
+def _source(name: str, parameters: Sequence[str], body: Sequence[str]) -> str:
     lines = ["@triton.jit", f"def {name}({', '.join(parameters)}):"]
     return "\n".join([*lines, *(f"    {line}" for line in body)]) + "\n"

@@ -137,10 +137,11 @@ def quantized_by_rows(
 
 def inverse_rms(x: jax.Array, eps: float, group_size: int) -> jax.Array:
     """1 / sqrt(mean(x^2) + eps) of rows [..., 1], of f32 values."""
-    return _inverse(row_sum(jnp.square(x), group_size), x.shape[-1], eps)
+    return inverse_of(row_sum(jnp.square(x), group_size), x.shape[-1], eps)
 
 
-def _inverse(squares: jax.Array, length: int, eps: float) -> jax.Array:
+def inverse_of(squares: jax.Array, length: int, eps: float) -> jax.Array:
+    """`inverse_rms` of rows of a length with these sums of squares."""
     return jax.lax.rsqrt(squares / length + eps)
 
 
@@ -212,7 +213,7 @@ def store_gated_plain(
 
 LONGEST_ROW = 1 << 15
 LARGEST_GROUP = 256
-_NOT_LOWERED = ("gelu_exact",)  # Pallas' Triton backend has no erf
+_NOT_LOWERED = {"pallas": ("gelu_exact",), "triton": ()}  # Pallas' Triton backend has no erf
 _DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 
 
@@ -229,8 +230,9 @@ def supported(
     reason = platform.no_kernel_reason(x)
     if reason is not None:
         return reason
-    if not platform.has_pallas_triton():
-        return "this JAX has no Pallas-Triton lowering"
+    missing = platform.no_backend_reason()
+    if missing is not None:
+        return missing
     if jnp.dtype(x.dtype) not in _DTYPES:
         return f"{x.dtype} is not one of {', '.join(dtype.name for dtype in _DTYPES)}"
     size = math.prod(x.shape)
@@ -261,9 +263,13 @@ def store_normed(
         return store_normed_plain(x, scale, **static)
     from optax_lowmem._src.fp8_flow import kernels_triton
 
+    backend = platform.backend()
+
     def kernel(x: jax.Array, scale: jax.Array) -> tuple[Grouped, jax.Array, jax.Array]:
         rows = x.reshape(-1, x.shape[-1])
-        stored, inverse, largest = kernels_triton.store_normed(rows, scale, **static)
+        stored, inverse, largest = kernels_triton.store_normed(
+            rows, scale, **static, backend=backend
+        )
         scales = stored.scales.reshape(groups.scale_shape(x.shape, group_size))
         inverse = inverse.reshape(*x.shape[:-1], 1)
         return Grouped(stored.codes.reshape(x.shape), scales), inverse, _maximum(largest, x)
@@ -287,12 +293,17 @@ def store_gated(
 
         every, largest = blocks.map(part, *given)
         return every, _maximum(largest, given[0])
-    if activation in _NOT_LOWERED or supported(given[0], group_size) is not None:
+    if (
+        activation in _NOT_LOWERED[platform.backend()]
+        or supported(given[0], group_size) is not None
+    ):
         return store_gated_plain(given, **static)
     from optax_lowmem._src.fp8_flow import kernels_triton
 
+    backend = platform.backend()
+
     def kernel(*given: jax.Array) -> tuple[tuple[Grouped, ...], jax.Array]:
-        stored, largest = kernels_triton.store_gated(given, **static)
+        stored, largest = kernels_triton.store_gated(given, **static, backend=backend)
         return stored, _maximum(largest, given[0])
 
     def plain(*given: jax.Array) -> tuple[tuple[Grouped, ...], jax.Array]:
@@ -316,8 +327,9 @@ def transposes_reason(
     reason = platform.no_kernel_reason(x)
     if reason is not None:
         return reason
-    if not platform.has_pallas_triton():
-        return "this JAX has no Pallas-Triton lowering"
+    missing = platform.no_backend_reason()
+    if missing is not None:
+        return missing
     tokens = math.prod(x.shape[:-1])
     one: Any = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     of_x: Any = jax.ShapeDtypeStruct((x.shape[-1], tokens), x.dtype)
@@ -354,10 +366,13 @@ def multiply_over_tokens(
         return plain(x, g, absmax)
     from optax_lowmem._src.fp8_flow import kernels_triton
 
+    backend = platform.backend()
+
     def kernel(x: Quantized, g: jax.Array, absmax: jax.Array) -> tuple[Quantized, jax.Array]:
         one = (1, 1)
-        codes, of_g = kernels_triton.quantize_both(g.reshape(-1, g.shape[-1]), absmax, to)
-        of_x = kernels_triton.transpose(x.codes.reshape(-1, x.codes.shape[-1]))
+        rows_x, rows_g = (x.reshape(-1, x.shape[-1]) for x in (x.codes, g))
+        codes, of_g = kernels_triton.quantize_both(rows_g, absmax, to, backend=backend)
+        of_x = kernels_triton.transpose(rows_x, backend=backend)
         product = multiply(
             Quantized(of_x, x.scales.reshape(one)), Quantized(of_g, codes.scales), 1, dtype
         )

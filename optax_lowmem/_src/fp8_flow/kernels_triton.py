@@ -1,19 +1,18 @@
-"""Keeping activations in FP8 as GPU kernels: Pallas, lowered through Triton.
+"""Keeping activations in FP8 as GPU kernels.
 
 A group's maximum and its codes come from one read of the array, which XLA reads once for each. A
 program has groups as rows of a tile.
 """
 
 import functools
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
-from optax_lowmem._src.core import groups, numerics, pallas_tiles
+from optax_lowmem._src.core import gpu_kernel, groups, numerics, tiles
+from optax_lowmem._src.core.gpu_kernel import Operand, Program
 from optax_lowmem._src.core.groups import Tile, Tiling, next_power_of_two, result_like
 from optax_lowmem._src.fp8_flow import kernels
 from optax_lowmem._src.fp8_flow.kernels import Grouped
@@ -28,43 +27,45 @@ _PER_WARP = 1024
 # ---- norms ---------------------------------------------------------------------------------------
 
 
-def _norm_body(eps: float, exact: bool, size: int, rows: int, *refs: jax.Ref) -> None:
+def _norm_body(
+    eps: float, exact: bool, size: int, rows: int, program: Program, *arrays: Operand
+) -> None:
     """Some rows, as [rows * groups, size]; groups that do not exist are zeros."""
-    x_ref, scale_ref, codes_ref, scales_ref, inverse_ref, largest_ref = refs
-    count, width = x_ref.shape
+    x_at, scale_at, codes_at, scales_at, inverse_at, largest_at = arrays
+    count, width = x_at.shape
     wide = next_power_of_two(groups.group_count(width, size))
     shape = (rows * wide, size)
     group = lax.iota(jnp.int32, shape[0])
-    line = pl.program_id(0) * rows + lax.div(group, jnp.int32(wide))
+    line = program.index() * rows + lax.div(group, jnp.int32(wide))
     at = lax.rem(group, jnp.int32(wide))
     lane = lax.broadcasted_iota(jnp.int32, shape, 1)
     column = jnp.broadcast_to(at[:, None] * jnp.int32(size), shape) + lane
     there = (column < width) & (line < count)[:, None]
     place = (jnp.broadcast_to(line[:, None], shape), column)
-    x = numerics.widen(plgpu.load(x_ref.at[place], mask=there, other=0.0))
+    x = numerics.widen(x_at.load(*place, mask=there))
     stored = kernels.store_groups(x)
-    plgpu.store(codes_ref.at[place], stored.codes, mask=there)
-    exists = (at < scales_ref.shape[1]) & (line < count)
-    plgpu.store(scales_ref.at[line, at], stored.scales, mask=exists)
+    codes_at.store(*place, values=stored.codes, mask=there)
+    exists = (at < scales_at.shape[1]) & (line < count)
+    scales_at.store(line, at, values=stored.scales, mask=exists)
     given = x if exact else kernels.restore_groups(stored)
-    scale = plgpu.load(scale_ref.at[column], mask=there, other=0.0)
+    scale = scale_at.load(column, mask=there)
     squares = jnp.sum(given * given, axis=1).reshape(rows, wide)
-    inverse = lax.rsqrt(jnp.sum(squares, axis=1) / width + eps)
+    inverse = kernels.inverse_of(jnp.sum(squares, axis=1), width, eps)
     # a NaN is in the sum of its row
     largest = jnp.max(jnp.max(jnp.abs(given * scale), axis=1).reshape(rows, wide), axis=1)
-    own = pl.program_id(0) * rows + lax.iota(jnp.int32, rows)
-    plgpu.store(inverse_ref.at[own], inverse, mask=own < count)
-    plgpu.store(largest_ref.at[own], largest * inverse, mask=own < count)
+    own = program.index() * rows + lax.iota(jnp.int32, rows)
+    inverse_at.store(own, values=inverse, mask=own < count)
+    largest_at.store(own, values=largest * inverse, mask=own < count)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "group_size", "exact", "interpret"))
+@functools.partial(jax.jit, static_argnames=("eps", "group_size", "exact", "backend"))
 def store_normed(
     x: jax.Array,
     scale: jax.Array,
     eps: float,
     group_size: int,
     exact: bool,
-    interpret: bool = False,
+    backend: str = "pallas",
 ) -> tuple[Grouped, jax.Array, jax.Array]:
     """`kernels.store_normed_plain` of [rows, n], but the maxima of rows [rows], reading x once."""
     count, width = x.shape
@@ -77,39 +78,45 @@ def store_normed(
         result_like(x, (count,), jnp.float32),
         result_like(x, (count,), jnp.float32),
     )
-    codes, scales, inverse, largest = pl.pallas_call(
+    codes, scales, inverse, largest = gpu_kernel.launch(
         functools.partial(_norm_body, eps, exact, group_size, rows),
-        out_shape=shapes,
-        grid=(pl.cdiv(count, rows),),
-        compiler_params=plgpu.CompilerParams(
-            num_warps=min(16, max(4, wide * rows // _PER_WARP)), num_stages=1
-        ),
-        interpret=interpret,
+        [x, scale.astype(jnp.float32)],
+        shapes,
+        (-(-count // rows),),
+        warps=min(16, max(4, wide * rows // _PER_WARP)),
         name="fp8_store_normed",
-    )(x, scale.astype(jnp.float32))
+        backend=backend,
+    )
     return Grouped(codes, scales), inverse[:, None], largest
 
 
 # ---- activation functions ------------------------------------------------------------------------
 
 
-def _gate_body(activation: str, exact: bool, tiling: Tiling, inputs: int, *refs: jax.Ref) -> None:
-    tile = pl.program_id(0)
+def _gate_body(
+    activation: str,
+    exact: bool,
+    tiling: Tiling,
+    inputs: int,
+    program: Program,
+    *arrays: Operand,
+) -> None:
+    tile = program.index()
     values = []
     for i in range(inputs):
-        codes_ref, scales_ref = refs[inputs + 2 * i : inputs + 2 * i + 2]
-        x = numerics.widen(pallas_tiles.load(tiling, refs[i], tile))
+        codes_at, scales_at = arrays[inputs + 2 * i : inputs + 2 * i + 2]
+        x = numerics.widen(tiles.load(tiling, arrays[i], tile))
         stored = kernels.store_groups(x)
-        pallas_tiles.store(tiling, codes_ref, tile, stored.codes)
-        pallas_tiles.store_scales(tiling, scales_ref, tile, stored.scales)
+        tiles.store(tiling, codes_at, tile, stored.codes)
+        tiles.store_scales(tiling, scales_at, tile, stored.scales)
         values.append(x if exact else kernels.restore_groups(stored))
     # f(0) = 0: what does not exist raises no maximum
     bits = numerics.absmax_bits(kernels.gated(activation, *values)).astype(jnp.int32)
-    plgpu.store(refs[-1].at[tile], lax.bitcast_convert_type(jnp.max(bits), jnp.float32))
+    arrays[-1].store(tile, values=lax.bitcast_convert_type(jnp.max(bits), jnp.float32))
 
 
 @functools.partial(
-    jax.jit, static_argnames=("activation", "group_size", "exact", "tile", "interpret")
+    jax.jit, static_argnames=("activation", "group_size", "exact", "tile", "backend")
 )
 def store_gated(
     given: tuple[jax.Array, ...],
@@ -117,7 +124,7 @@ def store_gated(
     group_size: int,
     exact: bool,
     tile: Tile = Tile(elements=2048),  # noqa: B008 (frozen)
-    interpret: bool = False,
+    backend: str = "pallas",
 ) -> tuple[tuple[Grouped, ...], jax.Array]:
     """`kernels.store_gated_plain`, but the maxima of tiles [tiles], reading each input once."""
     first = given[0]
@@ -127,14 +134,15 @@ def store_gated(
         result_like(first, views[0].shape, jnp.float8_e4m3fn),
         result_like(first, (tiling.groups,), kernels.SCALE.dtype),
     )
-    *arrays, largest = pl.pallas_call(
+    *arrays, largest = gpu_kernel.launch(
         functools.partial(_gate_body, activation, exact, tiling, len(given)),
-        out_shape=(*(of_one * len(given)), result_like(first, (tiling.tiles,), jnp.float32)),
-        grid=(tiling.tiles,),
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
-        interpret=interpret,
+        views,
+        [*(of_one * len(given)), result_like(first, (tiling.tiles,), jnp.float32)],
+        (tiling.tiles,),
+        warps=tile.warps,
         name="fp8_store_gated",
-    )(*views)
+        backend=backend,
+    )
     scales = groups.scale_shape(first.shape, group_size)
     stored = tuple(
         Grouped(arrays[i].reshape(first.shape), arrays[i + 1].reshape(scales))
@@ -152,54 +160,56 @@ def store_gated(
 ROWS, COLUMNS = 128, {1: 128, 2: 64, 4: 64}
 
 
-def _transpose_body(to: Format | None, columns: int, *refs: jax.Ref) -> None:
-    x_ref, *rest = refs
-    row = pl.program_id(0) * ROWS + lax.iota(jnp.int32, ROWS)
-    column = pl.program_id(1) * columns + lax.iota(jnp.int32, columns)
-    place, there = pallas_tiles.part(x_ref, row, column)
-    codes = plgpu.load(place, mask=there, other=0.0)
+def _transpose_body(to: Format | None, columns: int, program: Program, *arrays: Operand) -> None:
+    x_at, *rest = arrays
+    row = program.index(0) * ROWS + lax.iota(jnp.int32, ROWS)
+    column = program.index(1) * columns + lax.iota(jnp.int32, columns)
+    place, there = tiles.part(x_at, row, column)
+    codes = x_at.load(*place, mask=there)
     if to is not None:
-        absmax_ref, codes_ref, scale_ref, *rest = rest
-        codes = matmul.codes_of(codes, absmax_ref[0], to)
-        plgpu.store(pallas_tiles.part(codes_ref, row, column)[0], codes, mask=there)
-        store_scale(scale_ref, absmax_ref[0], to)
-    place, there = pallas_tiles.part(rest[0], column, row)
-    plgpu.store(place, codes.T, mask=there)
+        absmax_at, codes_at, scale_at, *rest = rest
+        absmax = absmax_at.load(0)
+        codes = matmul.codes_of(codes, absmax, to)
+        codes_at.store(*place, values=codes, mask=there)
+        store_scale(program, scale_at, absmax, to)
+    place, there = tiles.part(rest[0], column, row)
+    rest[0].store(*place, values=codes.T, mask=there)
 
 
 def _transpose_call(
     to: Format | None,
-    x: jax.Array,
-    out: tuple[jax.ShapeDtypeStruct, ...],
-    interpret: bool,
-    *more: jax.Array,
-) -> Any:
+    operands: Sequence[jax.Array],
+    out: Sequence[jax.ShapeDtypeStruct],
+    backend: str,
+) -> list[jax.Array]:
+    x = operands[0]
     columns = COLUMNS[x.dtype.itemsize]
-    return pl.pallas_call(
+    return gpu_kernel.launch(
         functools.partial(_transpose_body, to, columns),
-        out_shape=out,
-        grid=(pl.cdiv(x.shape[0], ROWS), pl.cdiv(x.shape[1], columns)),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
+        operands,
+        out,
+        (-(-x.shape[0] // ROWS), -(-x.shape[1] // columns)),
+        warps=4,
         name="fp8_transpose" if to is None else "fp8_quantize_both",
-    )(x, *more)
-
-
-@functools.partial(jax.jit, static_argnames=("interpret",))
-def transpose(codes: jax.Array, interpret: bool = False) -> jax.Array:
-    """The transpose of codes [rows, columns]."""
-    (transposed,) = _transpose_call(
-        None, codes, (result_like(codes, codes.shape[::-1], codes.dtype),), interpret
+        backend=backend,
     )
+
+
+@functools.partial(jax.jit, static_argnames=("backend"))
+def transpose(codes: jax.Array, backend: str = "pallas") -> jax.Array:
+    """The transpose of codes [rows, columns]."""
+    out = [result_like(codes, codes.shape[::-1], codes.dtype)]
+    (transposed,) = _transpose_call(None, [codes], out, backend)
     return transposed
 
 
-@functools.partial(jax.jit, static_argnames=("to", "interpret"))
+@functools.partial(jax.jit, static_argnames=("to", "backend"))
 def quantize_both(
-    x: jax.Array, absmax: jax.Array, to: Format, interpret: bool = False
+    x: jax.Array, absmax: jax.Array, to: Format, backend: str = "pallas"
 ) -> tuple[Quantized, jax.Array]:
     """`kernels.quantized` of a matrix, and the transpose of its codes; x is read once."""
     shapes = (x.shape, to.dtype), ((1,), jnp.float32), (x.shape[::-1], to.dtype)
-    out = tuple(result_like(x, *shape) for shape in shapes)
-    codes, scale, transposed = _transpose_call(to, x, out, interpret, absmax.reshape(1))
+    out = [result_like(x, *shape) for shape in shapes]
+    operands = [x, absmax.reshape(1)]
+    codes, scale, transposed = _transpose_call(to, operands, out, backend)
     return Quantized(codes, scale.reshape(1, 1)), transposed

@@ -283,8 +283,9 @@ def no_kernel_reason(x: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> 
     reason = platform.no_kernel_reason(x)
     if reason is not None:
         return reason
-    if not platform.has_pallas_triton():
-        return "this JAX has no Pallas-Triton lowering"
+    missing = platform.no_backend_reason()
+    if missing is not None:
+        return missing
     if dtype not in _DTYPES:
         return f"{dtype} is not one of {', '.join(one.name for one in _DTYPES)}"
     size = math.prod(shape)
@@ -316,7 +317,8 @@ def _either(name: str, plain: Callable[..., Any], *args: jax.Array | None) -> An
     from optax_lowmem._src.noise import kernels_triton
 
     assert isinstance(plain, functools.partial)
-    kernel = functools.partial(getattr(kernels_triton, name), **plain.keywords)
+    how = {**plain.keywords, "backend": platform.backend()}
+    kernel = functools.partial(getattr(kernels_triton, name), **how)
     return platform.on_cuda(kernel, plain, *args)
 
 

@@ -1,4 +1,4 @@
-"""Noise, sampled weights and the sums behind bitwidths' gradients, as GPU kernels (Pallas, Triton).
+"""Noise, sampled weights and the sums behind bitwidths' gradients, as GPU kernels.
 
 A program has a strip of 32 rows, as many blocks side by side as its tile is wide: R is made where
 it is used, from 4 rows of words whose eight elements lie in the same column, and a weight is read
@@ -8,17 +8,16 @@ once for its block's maximum and for the sum.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from optax_lowmem._src.codecs import split_of
-from optax_lowmem._src.core import numerics, random
+from optax_lowmem._src.core import gpu_kernel, numerics, random
+from optax_lowmem._src.core.gpu_kernel import Operand, Program
 from optax_lowmem._src.core.groups import result_like
 from optax_lowmem._src.noise.distributions import EIGHT, GAUSSWS, Noise
 from optax_lowmem._src.noise.formats import Format, Scaled
@@ -42,20 +41,20 @@ _WORDS = SIDE // EIGHT  # rows of words in a strip
 Shape = tuple[int, ...]
 
 
-class _Program:
+class _Place:
     """Position of a program's strip in an array [layers, m, n], with layers of shape `lead`."""
 
-    def __init__(self, strip: Strip, shape: Shape) -> None:
+    def __init__(self, strip: Strip, shape: Shape, program: Program) -> None:
         self.columns, self.blocks = strip.columns, strip.columns // SIDE
         *self.lead, self.m, self.n = shape
         strips = jnp.int32(-(-self.m // SIDE))
-        number = pl.program_id(0)
+        number, self.across = program.index(0), program.index(1)
         self.layer, self.strip = lax.div(number, strips), lax.rem(number, strips)
         lanes = lax.iota(jnp.int32, self.columns)
-        self.column = pl.program_id(1) * self.columns + lanes
+        self.column = self.across * self.columns + lanes
         self.word = self.strip * _WORDS + lax.iota(jnp.int32, _WORDS)
 
-    def prepared(self, noise: Noise, keys_ref: jax.Ref) -> Any:
+    def prepared(self, noise: Noise, keys: Operand) -> Any:
         """The words of the strip, [4, columns]."""
         coordinates, rest = [], self.layer
         for size in reversed(self.lead):
@@ -63,39 +62,39 @@ class _Program:
             rest = lax.div(rest, jnp.int32(size))
         places = [self.word[:, None].astype(jnp.uint32), self.column[None, :].astype(jnp.uint32)]
         # not outside, where it would be a launch of its own for each array
-        keys = random.word_keys_of(keys_ref[0], keys_ref[keys_ref.shape[0] - 1])
-        return noise.prepared(random.words(keys, [*reversed(coordinates), *places], noise.draws))
+        own = random.word_keys_of(keys.load(0), keys.load(keys.shape[0] - 1))
+        return noise.prepared(random.words(own, [*reversed(coordinates), *places], noise.draws))
 
-    def _part(self, ref: jax.Ref, rows: jax.Array) -> tuple[Any, jax.Array | None]:
-        """Rows of the strip in an array, by indices, and which elements exist; None: all."""
+    def _part(self, x: Operand, rows: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+        """Return the place of rows of the strip, and a mask of those that exist; None: all."""
         shape = (rows.size, self.columns)
         row = lax.broadcast_in_dim(rows, shape, (0,))
         column = lax.broadcast_in_dim(self.column, shape, (1,))
-        part = ref.at[lax.broadcast_in_dim(self.layer, shape, ()), row, column]
+        part = (lax.broadcast_in_dim(self.layer, shape, ()), row, column)
         if self.m % SIDE == 0 and self.n % self.columns == 0:
             return part, None
-        return part, (row < ref.shape[1]) & (column < self.n)
+        return part, (row < x.shape[1]) & (column < self.n)
 
-    def load(self, ref: jax.Ref, index: int) -> jax.Array:
+    def load(self, x: Operand, index: int) -> jax.Array:
         """One of the eight elements of each word; 0 where there is none."""
-        part, there = self._part(ref, self.word * EIGHT + index)
-        return plgpu.load(part, mask=there, other=None if there is None else 0)
+        part, there = self._part(x, self.word * EIGHT + index)
+        return x.load(*part, mask=there)
 
-    def store(self, ref: jax.Ref, index: int, values: jax.Array) -> None:
+    def store(self, x: Operand, index: int, values: jax.Array) -> None:
         """Writes one of the eight elements of each word."""
-        part, there = self._part(ref, self.word * EIGHT + index)
-        plgpu.store(part, values, mask=there)
+        part, there = self._part(x, self.word * EIGHT + index)
+        x.store(*part, values=values, mask=there)
 
-    def store_words(self, ref: jax.Ref, words: jax.Array) -> None:
+    def store_words(self, x: Operand, words: jax.Array) -> None:
         """Writes the words themselves, to an array [layers, ceil(m / 8), n]."""
-        part, there = self._part(ref, self.word)
-        plgpu.store(part, words, mask=there)
+        part, there = self._part(x, self.word)
+        x.store(*part, values=words, mask=there)
 
-    def of_blocks(self, ref: jax.Ref) -> tuple[Any, jax.Array]:
-        """The strip's blocks in an array [layers, blocks, blocks]."""
-        block = pl.program_id(1) * self.blocks + lax.iota(jnp.int32, self.blocks)
+    def of_blocks(self, x: Operand) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        """The place of the strip's blocks in an array [layers, blocks, blocks], and a mask."""
+        block = self.across * self.blocks + lax.iota(jnp.int32, self.blocks)
         at = [lax.broadcast_in_dim(i, block.shape, ()) for i in (self.layer, self.strip)]
-        return ref.at[at[0], at[1], block], block < ref.shape[2]
+        return (*at, block), block < x.shape[2]
 
     def over_blocks(self, x: jax.Array, over: Callable[..., jax.Array]) -> jax.Array:
         """A sum or maximum over each block, [blocks] of [4, columns]."""
@@ -113,66 +112,84 @@ class _Program:
         return lax.bitcast_convert_type(top, jnp.float32)
 
 
-def _sample_body(noise: Noise, to: Format, strip: Strip, shape: Shape, *refs: jax.Ref) -> None:
-    keys_ref, factor_ref, *parts, out_ref, scale_ref = refs
-    here = _Program(strip, shape)
+def _sample_body(
+    noise: Noise, to: Format, strip: Strip, shape: Shape, program: Program, *arrays: Operand
+) -> None:
+    keys, factors, *parts, out, scales = arrays
+    here = _Place(strip, shape, program)
     masters = []
     for k in range(EIGHT):
-        own = [here.load(ref, k) for ref in parts]
+        own = [here.load(x, k) for x in parts]
         masters.append(
             split_of(own[1].dtype).join(*own) if len(own) == 2 else own[0].astype(jnp.float32)
         )
-    where, there = here.of_blocks(factor_ref)
-    scale = here.absmax(masters) * plgpu.load(where, mask=there, other=0)
-    plgpu.store(here.of_blocks(scale_ref)[0], scale, mask=there)
-    prepared, each = here.prepared(noise, keys_ref), here.spread(scale)
+    where, there = here.of_blocks(factors)
+    scale = here.absmax(masters) * factors.load(*where, mask=there)
+    scales.store(*where, values=scale, mask=there)
+    prepared, each = here.prepared(noise, keys), here.spread(scale)
     sampled = [w + noise.element(prepared, k) * each for k, w in enumerate(masters)]
     if isinstance(to, Scaled):
         top = here.spread(here.absmax(sampled))
         sampled = [to.cast(x, jnp.broadcast_to(top, x.shape)) for x in sampled]
     for k, x in enumerate(sampled):
-        here.store(out_ref, k, x.astype(out_ref.dtype))
+        here.store(out, k, x.astype(out.dtype))
 
 
-def _sums_body(noise: Noise, strip: Strip, shape: Shape, *refs: jax.Ref) -> None:
-    keys_ref, g_ref, sums_ref = refs
-    here = _Program(strip, shape)
-    prepared = here.prepared(noise, keys_ref)
+def _sums_body(
+    noise: Noise,
+    strip: Strip,
+    shape: Shape,
+    program: Program,
+    keys: Operand,
+    g: Operand,
+    sums: Operand,
+) -> None:
+    here = _Place(strip, shape, program)
+    prepared = here.prepared(noise, keys)
     total = jnp.zeros((_WORDS, strip.columns), jnp.float32)
     for k in range(EIGHT):
-        total += here.load(g_ref, k).astype(jnp.float32) * noise.element(prepared, k)
-    where, there = here.of_blocks(sums_ref)
-    plgpu.store(where, here.over_blocks(total, jnp.sum), mask=there)
+        total += here.load(g, k).astype(jnp.float32) * noise.element(prepared, k)
+    where, there = here.of_blocks(sums)
+    sums.store(*where, values=here.over_blocks(total, jnp.sum), mask=there)
 
 
-def _noise_body(noise: Noise, packed: bool, strip: Strip, shape: Shape, *refs: jax.Ref) -> None:
-    keys_ref, out_ref = refs
-    here = _Program(strip, shape)
-    prepared = here.prepared(noise, keys_ref)
+def _noise_body(
+    noise: Noise,
+    packed: bool,
+    strip: Strip,
+    shape: Shape,
+    program: Program,
+    keys: Operand,
+    out: Operand,
+) -> None:
+    here = _Place(strip, shape, program)
+    prepared = here.prepared(noise, keys)
     if packed:
-        here.store_words(out_ref, prepared)
+        here.store_words(out, prepared)
         return
     for k in range(EIGHT):
-        here.store(out_ref, k, noise.element(prepared, k).astype(out_ref.dtype))
+        here.store(out, k, noise.element(prepared, k).astype(out.dtype))
 
 
 def _call(
     body: Callable[..., None],
     name: str,
     shape: Shape,
-    out: jax.ShapeDtypeStruct | tuple[jax.ShapeDtypeStruct, ...],
+    out: Sequence[jax.ShapeDtypeStruct],
     strip: Strip,
-    interpret: bool,
-) -> Callable[..., Any]:
+    backend: str,
+    *operands: jax.Array,
+) -> list[jax.Array]:
     """A kernel of (key [1], or of a part [2], *arrays [layers, ...]) over strips of [..., m, n]."""
     strips = math.prod(shape[:-2]) * -(-shape[-2] // SIDE)
-    return pl.pallas_call(
+    return gpu_kernel.launch(
         functools.partial(body, strip, shape),
-        out_shape=out,
-        grid=(strips, -(-shape[-1] // strip.columns)),
-        compiler_params=plgpu.CompilerParams(num_warps=strip.warps, num_stages=1),
-        interpret=interpret,
+        operands,
+        out,
+        (strips, -(-shape[-1] // strip.columns)),
+        warps=strip.warps,
         name=name,
+        backend=backend,
     )
 
 
@@ -181,7 +198,7 @@ def _layers(x: jax.Array) -> jax.Array:
     return x.reshape(-1, *x.shape[-2:])
 
 
-@functools.partial(jax.jit, static_argnames=("noise", "to", "dtype", "strip", "interpret"))
+@functools.partial(jax.jit, static_argnames=("noise", "to", "dtype", "strip", "backend"))
 def sample(
     w: jax.Array,
     correction: jax.Array | None,
@@ -191,7 +208,7 @@ def sample(
     to: Format,
     dtype: jnp.dtype,
     strip: Strip = Strip(),  # noqa: B008 (frozen)
-    interpret: bool = False,
+    backend: str = "pallas",
 ) -> tuple[jax.Array, jax.Array]:
     """`kernels.sample_plain`, reading each weight once."""
     parts = [_layers(x) for x in (w, correction) if x is not None]
@@ -201,53 +218,56 @@ def sample(
         result_like(w, of_blocks.shape, jnp.dtype(jnp.float32)),
     )
     body = functools.partial(_sample_body, noise, to)
-    call = _call(body, "sample_weights", w.shape, out, strip, interpret)
-    sampled, scale = call(key.reshape(-1), of_blocks, *parts)
+    operands = key.reshape(-1), of_blocks, *parts
+    sampled, scale = _call(body, "sample_weights", w.shape, out, strip, backend, *operands)
     return sampled.reshape(w.shape), scale.reshape(factor.shape)
 
 
-@functools.partial(jax.jit, static_argnames=("noise", "strip", "interpret"))
+@functools.partial(jax.jit, static_argnames=("noise", "strip", "backend"))
 def noise_sums(
     g: jax.Array,
     key: jax.Array,
     noise: Noise,
     strip: Strip = Strip(),  # noqa: B008 (frozen)
-    interpret: bool = False,
+    backend: str = "pallas",
 ) -> jax.Array:
     """`kernels.noise_sums_plain`, but for the order of the sums."""
     rows, blocks = _layers(g), block_shape(g.shape)
     out = result_like(g, (rows.shape[0], *blocks[-2:]), jnp.dtype(jnp.float32))
     body = functools.partial(_sums_body, noise)
-    call = _call(body, "noise_sums", g.shape, out, strip, interpret)
-    return call(key.reshape(-1), rows).reshape(blocks)
+    operands = key.reshape(-1), rows
+    (found,) = _call(body, "noise_sums", g.shape, [out], strip, backend, *operands)
+    return found.reshape(blocks)
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "noise", "dtype", "strip", "interpret"))
+@functools.partial(jax.jit, static_argnames=("shape", "noise", "dtype", "strip", "backend"))
 def noise_of(
     key: jax.Array,
     shape: Shape,
     noise: Noise,
     dtype: jnp.dtype,
     strip: Strip = Strip(),  # noqa: B008 (frozen)
-    interpret: bool = False,
+    backend: str = "pallas",
 ) -> jax.Array:
     """`kernels.noise_of_plain` in a dtype."""
     own = (math.prod(shape[:-2]), *shape[-2:])
     body = functools.partial(_noise_body, noise, False)
-    call = _call(body, "noise", shape, result_like(key, own, dtype), strip, interpret)
-    return call(key.reshape(-1)).reshape(shape)
+    out = result_like(key, own, dtype)
+    (found,) = _call(body, "noise", shape, [out], strip, backend, key.reshape(-1))
+    return found.reshape(shape)
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "strip", "interpret"))
+@functools.partial(jax.jit, static_argnames=("shape", "strip", "backend"))
 def packed_noise(
     key: jax.Array,
     shape: Shape,
     strip: Strip = Strip(),  # noqa: B008 (frozen)
-    interpret: bool = False,
+    backend: str = "pallas",
 ) -> jax.Array:
     """`kernels.packed_noise_plain`."""
     words = (*shape[:-2], -(-shape[-2] // EIGHT), shape[-1])
     own = (math.prod(shape[:-2]), *words[-2:])
     body = functools.partial(_noise_body, GAUSSWS, True)
     out = result_like(key, own, jnp.dtype(jnp.uint32))
-    return _call(body, "packed_noise", shape, out, strip, interpret)(key.reshape(-1)).reshape(words)
+    (found,) = _call(body, "packed_noise", shape, [out], strip, backend, key.reshape(-1))
+    return found.reshape(words)

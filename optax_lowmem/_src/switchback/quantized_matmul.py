@@ -198,8 +198,9 @@ def _no_kernel(x: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     reason = platform.no_kernel_reason(x)
     if reason is not None:
         return reason
-    if not platform.has_pallas_triton():
-        return "this JAX has no Pallas-Triton lowering"
+    missing = platform.no_backend_reason()
+    if missing is not None:
+        return missing
     if x.size == 0 or x.size > MAX_ELEMENTS:
         return f"{x.size} elements, not 1 to {MAX_ELEMENTS}"
     return None
@@ -224,8 +225,11 @@ def quantize(x: jax.Array, axes: int | tuple[int, ...] | None, to: Format) -> Qu
         return plain(x)
     from optax_lowmem._src.switchback import quantized_matmul_triton
 
+    backend = platform.backend()
+
     def kernel(x: jax.Array) -> Quantized:
-        codes, scales = quantized_matmul_triton.quantize_rows(x.reshape(-1, x.shape[-1]), to)
+        rows = x.reshape(-1, x.shape[-1])
+        codes, scales = quantized_matmul_triton.quantize_rows(rows, to, backend=backend)
         return Quantized(codes.reshape(x.shape), scales.reshape(*x.shape[:-1], 1))
 
     return platform.on_cuda(kernel, plain, x)
@@ -252,8 +256,10 @@ def quantize_transposed(
         return plain(w, largest)
     from optax_lowmem._src.switchback import quantized_matmul_triton
 
+    backend = platform.backend()
+
     def kernel(w: jax.Array, largest: jax.Array) -> Quantized:
-        return quantized_matmul_triton.quantize_transposed(w, largest, to, clip)
+        return quantized_matmul_triton.quantize_transposed(w, largest, to, clip, backend=backend)
 
     return platform.on_cuda(kernel, plain, w, largest)
 

@@ -1,4 +1,4 @@
-"""Quantizing as GPU kernels: Pallas, lowered through Triton.
+"""Quantizing as GPU kernels.
 
 XLA reads an array once for its maxima and once more for its codes. Here a row is read once.
 """
@@ -8,10 +8,9 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
-from optax_lowmem._src.core import pallas_tiles
+from optax_lowmem._src.core import gpu_kernel, tiles
+from optax_lowmem._src.core.gpu_kernel import Operand, Program, Run
 from optax_lowmem._src.core.groups import next_power_of_two, result_like
 from optax_lowmem._src.switchback import quantized_matmul
 from optax_lowmem._src.switchback.quantized_matmul import Format, Quantized
@@ -21,70 +20,82 @@ _ROW_ELEMENTS = 4096  # of a program, where rows are shorter
 _TRANSPOSED_TILE = 64
 
 
-def _rows_body(to: Format, rows: int, *refs: jax.Ref) -> None:
-    x_ref, codes_ref, scales_ref = refs
-    row = pl.program_id(0) * rows + lax.iota(jnp.int32, rows)
-    lane = lax.iota(jnp.int32, next_power_of_two(x_ref.shape[1]))
-    part, there = pallas_tiles.part(x_ref, row, lane)
-    codes, scales = quantized_matmul.quantize_plain(plgpu.load(part, mask=there, other=0.0), 1, to)
-    plgpu.store(pallas_tiles.part(codes_ref, row, lane)[0], codes, mask=there)
-    part, there = pallas_tiles.part(scales_ref, row)
-    plgpu.store(part, scales[:, 0], mask=there)
+def _rows_body(
+    to: Format, rows: int, program: Program, x_at: Operand, codes_at: Operand, scales_at: Operand
+) -> None:
+    row = program.index() * rows + lax.iota(jnp.int32, rows)
+    lane = lax.iota(jnp.int32, next_power_of_two(x_at.shape[1]))
+    part, there = tiles.part(x_at, row, lane)
+    codes, scales = quantized_matmul.quantize_plain(x_at.load(*part, mask=there), 1, to)
+    codes_at.store(*part, values=codes, mask=there)
+    part, there = tiles.part(scales_at, row)
+    scales_at.store(*part, values=scales.reshape(rows), mask=there)
 
 
-@functools.partial(jax.jit, static_argnames=("to", "interpret"))
-def quantize_rows(x: jax.Array, to: Format, interpret: bool = False) -> Quantized:
+@functools.partial(jax.jit, static_argnames=("to", "backend"))
+def quantize_rows(x: jax.Array, to: Format, backend: str = "pallas") -> Quantized:
     """`quantized_matmul.quantize_plain(x, 1, to)` of [rows, width], reading it once."""
     count, width = x.shape
     padded = next_power_of_two(width)
     rows = max(1, _ROW_ELEMENTS // padded)
     warps = min(32, max(4, padded * rows // _PER_WARP))
-    codes, scales = pl.pallas_call(
+    codes, scales = gpu_kernel.launch(
         functools.partial(_rows_body, to, rows),
-        out_shape=(result_like(x, x.shape, to.dtype), result_like(x, (count,), jnp.float32)),
-        grid=(pl.cdiv(count, rows),),
-        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
-        interpret=interpret,
+        [x],
+        [result_like(x, x.shape, to.dtype), result_like(x, (count,), jnp.float32)],
+        (-(-count // rows),),
+        warps=warps,
         name="quantize_rows",
-    )(x)
+        backend=backend,
+    )
     return Quantized(codes, scales[:, None])
 
 
-def store_scale(ref: jax.Ref, absmax: jax.Array, to: Format) -> None:
+def store_scale(program: Program, scale_at: Operand, absmax: jax.Array, to: Format) -> None:
     """Writes the scale of a tensor's codes to an array [1], in one program of a grid of two axes.
 
     By XLA it would be a launch of its own.
     """
+    scale = quantized_matmul.scales_of(absmax, to)
+    first = (program.index(0) == 0) & (program.index(1) == 0)
+    scale_at.store(Run(0, 1), values=scale.reshape(1), mask=first.reshape(1))
 
-    @pl.when((pl.program_id(0) == 0) & (pl.program_id(1) == 0))
-    def _() -> None:
-        ref[0] = quantized_matmul.scales_of(absmax, to)
 
-
-def _transposed_body(to: Format, clip: bool, *refs: jax.Ref) -> None:
-    x_ref, absmax_ref, codes_ref, scale_ref = refs
+def _transposed_body(
+    to: Format,
+    clip: bool,
+    program: Program,
+    x_at: Operand,
+    absmax_at: Operand,
+    codes_at: Operand,
+    scale_at: Operand,
+) -> None:
     lanes = lax.iota(jnp.int32, _TRANSPOSED_TILE)
-    row, column = (pl.program_id(axis) * _TRANSPOSED_TILE + lanes for axis in (0, 1))
-    part, there = pallas_tiles.part(x_ref, row, column)
-    x = plgpu.load(part, mask=there, other=0.0)
-    codes = quantized_matmul.codes_of(x, absmax_ref[0], to, clip)
-    part, there = pallas_tiles.part(codes_ref, column, row)
-    plgpu.store(part, codes.T, mask=there)
-    store_scale(scale_ref, absmax_ref[0], to)
+    row, column = (program.index(axis) * _TRANSPOSED_TILE + lanes for axis in (0, 1))
+    part, there = tiles.part(x_at, row, column)
+    absmax = absmax_at.load(0)
+    codes = quantized_matmul.codes_of(x_at.load(*part, mask=there), absmax, to, clip)
+    part, there = tiles.part(codes_at, column, row)
+    codes_at.store(*part, values=codes.T, mask=there)
+    store_scale(program, scale_at, absmax, to)
 
 
-@functools.partial(jax.jit, static_argnames=("to", "clip", "interpret"))
+@functools.partial(jax.jit, static_argnames=("to", "clip", "backend"))
 def quantize_transposed(
-    x: jax.Array, absmax: jax.Array, to: Format, clip: bool = False, interpret: bool = False
+    x: jax.Array,
+    absmax: jax.Array,
+    to: Format,
+    clip: bool = False,
+    backend: str = "pallas",
 ) -> Quantized:
     """The transpose of [rows, columns] as codes of `quantized_matmul.codes_of`, and their scale."""
-    grid = tuple(pl.cdiv(size, _TRANSPOSED_TILE) for size in x.shape)
-    codes, scale = pl.pallas_call(
+    codes, scale = gpu_kernel.launch(
         functools.partial(_transposed_body, to, clip),
-        out_shape=(result_like(x, x.shape[::-1], to.dtype), result_like(x, (1,), jnp.float32)),
-        grid=grid,
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
-        interpret=interpret,
+        [x, absmax.reshape(1)],
+        [result_like(x, x.shape[::-1], to.dtype), result_like(x, (1,), jnp.float32)],
+        tuple(-(-size // _TRANSPOSED_TILE) for size in x.shape),
+        warps=4,
         name="quantize_transposed",
-    )(x, absmax.reshape(1))
+        backend=backend,
+    )
     return Quantized(codes, scale.reshape(1, 1))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from optax_lowmem._src.core import numerics, platform
 from optax_lowmem._src.core.block import Block
+from optax_lowmem._src.core.gpu_kernel import BACKENDS
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, next_power_of_two
 from optax_lowmem._src.core.varying import check_blocks
 
@@ -117,6 +118,12 @@ def has_columns(block: Block, shape: tuple[int, ...]) -> bool:
 _SMALL = 1 << 16  # elements, under which a launch takes longer than its bytes
 _LEAVES, _ELEMENTS = 16, 1 << 26  # of a launch, at most: it needs all its gradients at once
 
+
+def _asked(implementation: str | None) -> str | None:
+    """Return the backend that an implementation of the step is; None: whichever is there."""
+    return implementation if implementation in BACKENDS else None
+
+
 # traced once for leaves of one shape
 _by_xla = jax.jit(mean_of_squares, static_argnames=("block", "in_parts"))
 
@@ -134,8 +141,9 @@ def supported(block: Block, g: jax.Array, implementation: str | None = None) -> 
     reason = platform.no_device_reason() if implementation else platform.no_kernel_reason(g)
     if reason is not None:
         return reason
-    if not platform.has_pallas_triton():
-        return "this JAX has no Pallas-Triton lowering"
+    missing = platform.no_backend_reason(_asked(implementation))
+    if missing is not None:
+        return missing
     if block.elementwise or not g.size:
         return "there is nothing to average"
     if g.size > MAX_ELEMENTS:
@@ -157,7 +165,7 @@ def means_of_squares(
       blocks: one a leaf.
       gradients: f32 or 16-bit.
       scale: a factor of all of them, f32; None for 1.
-      implementation: `xla`, `pallas`, or None for the fastest.
+      implementation: `xla`, `pallas`, `triton`, or None for the fastest.
     """
     if not gradients:
         return []
@@ -166,7 +174,8 @@ def means_of_squares(
     pairs = list(zip(blocks, gradients, strict=True))
     chosen = [i for i, pair in enumerate(pairs) if supported(*pair, implementation) is None]
     for batch in _batches(pairs, chosen):
-        found = _by_kernel([pairs[i] for i in batch], scale, implementation is None)
+        backend = _asked(implementation) or platform.backend()
+        found = _by_kernel([pairs[i] for i in batch], scale, implementation is None, backend)
         means.update(zip(batch, found, strict=True))
     for i, (block, g) in enumerate(pairs):
         if i in means:
@@ -224,7 +233,10 @@ def _batches(pairs: Sequence[tuple[Block, jax.Array]], indices: Sequence[int]) -
 
 
 def _by_kernel(
-    pairs: Sequence[tuple[Block, jax.Array]], scale: jax.Array | None, automatic: bool
+    pairs: Sequence[tuple[Block, jax.Array]],
+    scale: jax.Array | None,
+    automatic: bool,
+    backend: str,
 ) -> list[jax.Array]:
     from optax_lowmem._src.update import block_means_triton
 
@@ -232,11 +244,10 @@ def _by_kernel(
     blocks, gradients = zip(*pairs, strict=True)
 
     def launched(gradients: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
-        shapes = [g.shape for g in gradients]
-        own = tuple(map(passes, blocks, shapes))
-        means = block_means_triton.means(own, gradients, factor)
-        rows = zip(means, blocks, shapes, strict=True)
-        return [mean.reshape(block.mean_shape(shape)) for mean, block, shape in rows]
+        block, shape = blocks[0], gradients[0].shape  # of all of them
+        own = passes(block, shape)
+        means = block_means_triton.means(own, gradients, factor, backend=backend)
+        return [mean.reshape(block.mean_shape(shape)) for mean in means]
 
     def plain(gradients: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
         rows = zip(blocks, gradients, strict=True)

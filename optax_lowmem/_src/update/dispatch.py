@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lowmem._src.core import explicit, platform, random, scope
+from optax_lowmem._src.core.gpu_kernel import BACKENDS
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tile, Tiling
 from optax_lowmem._src.core.placement import Placement
 from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
@@ -31,8 +32,8 @@ from optax_lowmem._src.update.plan import LeafPlan, LeafState
 
 _PlannedLeaf = tuple[LeafPlan, jax.Array, jax.Array | None, LeafState]  # with gradient, weight
 
-IMPLEMENTATIONS = ("xla", "pallas", "triton", "pallas_tpu")
-_KERNELS = ("pallas", "triton")  # the one that needs nothing beside JAX first
+IMPLEMENTATIONS = ("xla", *BACKENDS, "pallas_tpu")
+_KERNELS = BACKENDS
 _TPU = "pallas_tpu"
 _ELEMENTWISE = "no slot is compressed: plain elementwise work, which XLA fuses well"
 _UPDATES = 1 << 20  # bytes that the updates of a launch may take, however small the leaves
@@ -56,9 +57,9 @@ def _unsupported(kernel: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
         if slot.codec is not None and slot.codec.bits < 8 and slot.codec.no_tile_reason:
             return slot.codec.no_tile_reason
     if kernel == "pallas":
-        return None if platform.has_pallas_triton() else "this JAX has no Pallas-Triton lowering"
+        return None if platform.has_pallas_triton() else platform.NO_PALLAS_TRITON
     if not platform.has_jax_triton():
-        return "jax-triton is not installed (pip install jax-triton)"
+        return platform.NO_JAX_TRITON
     from optax_lowmem._src.update import jax_triton
 
     return jax_triton.supported(rule, plan)
@@ -94,11 +95,11 @@ def choose(
     nowhere = platform.no_kernel_reason(g)
     if nowhere is not None:
         return "xla", nowhere if platform.no_device_reason() is None else platform.not_tpu_reason(g)
-    reasons = []
+    reasons: list[str] = []
     for kernel in _KERNELS:
         reason = _unsupported(kernel, rule, plan)
         if reason is None:
-            return kernel, "fused kernel"
+            return kernel, "; ".join(["fused kernel", *reasons])
         reasons.append(f"{kernel}: {reason}")
     return "xla", "; ".join(reasons)
 

@@ -6,18 +6,17 @@ Called through jax_triton, so for a JAX whose Pallas has no Triton lowering.
 import contextlib
 import dataclasses
 import functools
-import inspect
 import itertools
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lowmem._src.core import groups, numerics, random, triton_source, varying
+from optax_lowmem._src.core import groups, jax_triton_call, numerics, random, triton_source
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tile, Tiling
 from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
 from optax_lowmem._src.update.operands import (
@@ -54,8 +53,8 @@ def supported(rule: UpdateRule, plan: LeafPlan) -> str | None:
     if Tiling(plan.shape, plan.group_size, 1).lanes > _MAX_LANES:
         return f"groups of {plan.group_size}, and the kernel takes up to {_MAX_LANES} elements"
     for slot in plan.slots:
-        if slot.codec is not None and slot.codec.codes_per_byte > 1:
-            return f"{slot.name} is {slot.codec.name}, and the kernel takes a byte for each code"
+        if slot.codec is not None and slot.codec.no_tile_reason is not None:
+            return slot.codec.no_tile_reason
     unknown = _unknown(rule, plan.shapeless)
     return unknown and f"the step uses `{unknown}`, which the kernel has no form for"
 
@@ -67,7 +66,12 @@ def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
         jnp.dtype(jnp.float32),
         plan.dtype,
         None if plan.split is None else plan.split.dtype,
-        tuple(slot.dtype for slot in plan.slots),
+        tuple(
+            slot.codec.storage((plan.group_size,), plan.group_size).codes.dtype
+            if slot.codec
+            else slot.dtype
+            for slot in plan.slots
+        ),
         tuple(slot.codec.scale.dtype for slot in plan.slots if slot.codec),
     )
     lanes = Tiling((32,), plan.group_size, 1).lanes
@@ -195,8 +199,17 @@ def _launch(
         kind.lanes,
         kind.by_lane,
     )
-    outputs = _call(
-        body,
+    roles = jax.tree.leaves(body.roles)
+    named = [[f"{role}{i}" for role in roles] for i in range(len(plans))]
+
+    def kernel(parameters: tuple[str, ...], written: tuple[str, ...]) -> Any:
+        updates = written[:: len(body.results)]  # the first result of every leaf
+        pointers = ((*own, update) for own, update in zip(named, updates, strict=True))
+        return _kernel(body, parameters, tuple(pointers))
+
+    outputs = jax_triton_call.call(
+        kernel,
+        [*_TABLES, *itertools.chain(*named)],
         [*tables, *jax.tree.leaves(leaves)],
         jax.tree.leaves(results),
         aliases(plans[0], leaves, results, first=len(_TABLES)),
@@ -206,9 +219,7 @@ def _launch(
         name="fused_update",
         **dict(zip(_STATICS, statics, strict=True)),
     )
-    flat, structure = jax.tree.flatten(results)
-    axes = (leaf.manual_axis_type.varying for leaf in flat)  # which jax_triton forgets
-    return jax.tree.unflatten(structure, list(map(varying.over, outputs, axes)))
+    return jax.tree.unflatten(jax.tree.structure(results), outputs)
 
 
 def _places(plan: LeafPlan) -> tuple[tuple[int, int], ...]:
@@ -288,6 +299,16 @@ class _Body:
         return Leaf(named("g"), named("p"), named("correction"), slots, coded, named("of_block"))
 
     @property
+    def packed(self) -> dict[str, int]:
+        """Return the number of codes that share a byte, of the slots where several do."""
+        each = {slot.name: slot.codec.codes_per_byte for slot in self.plan.slots if slot.codec}
+        return {name: codes for name, codes in each.items() if codes > 1}
+
+    def bytes_of(self, codes: int) -> int:
+        """Bytes of a group, where so many codes share one."""
+        return max(1, self.lanes // codes)
+
+    @property
     def results(self) -> list[str]:
         """Names of the arrays that are written, in the order of `Result`."""
         return ["update", *jax.tree.leaves((self.roles.correction, *self.roles[3:5]))]
@@ -303,7 +324,12 @@ class _Body:
         Args:
           others: hyperparameters that are no operands, in place of those that are.
         """
-        shaped = {"g": 2, "p": 2, "correction": 2, "slots": 2, "scales": 1}
+        shaped = {"g": 2, "p": 2, "correction": 2, "scales": 1}
+        packed = self.packed
+        slots: Any = tuple(
+            jax.ShapeDtypeStruct((self.rows, self.bytes_of(packed.get(slot.name, 1))), dtype)
+            for slot, dtype in zip(self.plan.slots, self.dtypes.slots, strict=True)
+        )
         shapes = {1: (self.rows,), 2: (self.rows, self.lanes)}
         leaf = Leaf(
             **{
@@ -313,6 +339,7 @@ class _Body:
                 )
                 for field, rank in shaped.items()
             },
+            slots=slots,
             of_block=jax.tree.map(
                 lambda dtype: jax.ShapeDtypeStruct(
                     shapes[2] if self.by_lane else (self.rows, 1), dtype
@@ -354,7 +381,7 @@ class _Body:
         pointers = "".join(f"({', '.join(names)}), " for names in leaves)
         lines = [
             f"arrays = ({pointers})",
-            "pointers, leaf, first, count, place, begin, size, block = find_leaf(",
+            "pointers, leaf, first, count, place, begin, size, row, length, block = find_leaf(",
             "    arrays, tl.program_id(0), LEAVES, 0, len(LEAVES), GROUP_SIZE, ROWS, LANES,",
             "    ALIGNMENT, BY_LANE)",
             f"{', '.join(f'{role}_at' for role in [*roles, 'update'])} = pointers",
@@ -370,6 +397,12 @@ class _Body:
         late = {"of_block", *self.roles.scales}  # what several programs read, or one several times
         where = dict.fromkeys(roles, "offsets, mask")
         where |= dict.fromkeys(self.roles.scales, "group, exists")
+        for role, codes in self.packed.items():
+            where[role] = f"offsets_{role}, mask_{role}"
+            lines += [
+                f"{where[role]} = bytes_of_codes(group, exists, begin, size, row, length,",
+                f"    {self.bytes_of(codes)}, FLAT, ALIGNMENT, {codes})",
+            ]
         where["of_block"] = "block, mask" if self.by_lane else "block, exists[:, None]"
         first = f"leaf * {len(self.names)} + " if self.per_leaf else ""
         lines += [  # tables first: nothing that is loaded early has to wait for them
@@ -409,79 +442,9 @@ def _step(body: _Body) -> str:
 @functools.cache
 def _kernel(body: _Body, parameters: tuple[str, ...], leaves: tuple[tuple[str, ...], ...]) -> Any:
     """Return the `triton.jit` function of a launch."""
+    from optax_lowmem._src.core import triton_library
     from optax_lowmem._src.update import jax_triton_kernel
 
-    source = jax_triton_kernel.entry(parameters, _STATICS, body.lines(leaves))
-    return jax_triton_kernel.compiled_from(f"{_step(body)}\n\n{source}", "fused_update")
-
-
-# ---- jax_triton's conventions --------------------------------------------------------------------
-
-
-def _triton_call() -> Callable[..., Any]:
-    """Imported where it is called: without a GPU's JAX it cannot be."""
-    import jax_triton
-
-    return jax_triton.triton_call
-
-
-_one_by_one = jax.custom_batching.sequential_vmap  # jax_triton cannot be vmapped
-
-
-def _call(
-    body: _Body,
-    operands: Sequence[jax.Array],
-    outputs: Sequence[jax.ShapeDtypeStruct],
-    in_place: dict[int, int],
-    **options: Any,
-) -> list[jax.Array]:
-    """The results of the kernel.
-
-    jax_triton 0.3 passes every operand and then every result; those of an alias are one pointer,
-    which the kernel takes as the operand's. 0.4 takes references to what is written in place, and
-    passes their pointers once.
-
-    Args:
-      body: of the kernel.
-      operands: tables, then the arrays of the leaves.
-      outputs: what the results are like.
-      in_place: operand -> result that takes its place.
-      options: of `triton_call`, and the kernel's static arguments.
-    """
-    roles = jax.tree.leaves(body.roles)
-    count = len(outputs) // len(body.results)
-    named = [[f"{role}{i}" for role in roles] for i in range(count)]
-    parameters = [*_TABLES, *itertools.chain(*named)]
-    owner = {result: parameters[operand] for operand, result in in_place.items()}
-    results = [owner.get(j, f"result{j}") for j in range(len(outputs))]
-    updates = results[:: len(body.results)]  # the first result of every leaf
-    leaves = tuple((*names, update) for names, update in zip(named, updates, strict=True))
-    triton_call = _triton_call()
-
-    def call_03(*operands: jax.Array) -> list[jax.Array]:
-        every = [f"result{j}" for j in range(len(outputs))]
-        return triton_call(
-            *operands,
-            kernel=_kernel(body, (*parameters, *every), leaves),
-            out_shape=list(outputs),
-            input_output_aliases=in_place,
-            enable_fp_fusion=True,
-            **options,
-        )
-
-    def call_04(*operands: jax.Array) -> list[jax.Array]:
-        fresh = [j for j in range(len(outputs)) if j not in owner]
-        refs = {i: jax.new_ref(operands[i]) for i in in_place}
-        found = triton_call(
-            *(refs.get(i, x) for i, x in enumerate(operands)),
-            kernel=_kernel(body, (*parameters, *(results[j] for j in fresh)), leaves),
-            out_type=[outputs[j] for j in fresh],
-            backend_options={"enable_fp_fusion": True},  # Triton is about to change its default
-            **options,
-        )
-        written = {in_place[i]: jax.freeze(ref) for i, ref in refs.items()}
-        written.update(zip(fresh, found, strict=True))
-        return [written[j] for j in range(len(outputs))]
-
-    newer = "out_type" in inspect.signature(triton_call).parameters
-    return _one_by_one(call_04 if newer else call_03)(*operands)
+    entry = jax_triton_kernel.entry(parameters, _STATICS, body.lines(leaves))
+    source = f"{_step(body)}\n\n{entry}"
+    return triton_library.compiled_from(source, "fused_update", vars(jax_triton_kernel))

@@ -1,59 +1,12 @@
-"""A generated Triton kernel around its arithmetic: finding leaves, loads, stores, the entry."""
+"""Code around the arithmetic of a generated step: finding leaves and elements, the entry."""
 
 # mypy: disable-error-code="no-untyped-def"
 # Triton reads the annotations: what has none is a value on the GPU.
 
-import linecache
 from collections.abc import Sequence
-from typing import Any
 
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice  # noqa: F401  # of generated sources
-
-# ---- memory --------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _pointer(pointer):
-    """A pointer to bf16 as one to its bits."""
-    if pointer.dtype.element_ty == tl.bfloat16:
-        pointer = pointer.to(tl.pointer_type(tl.uint16), bitcast=True)
-    return pointer
-
-
-@triton.jit
-def load(pointer, offsets, mask, OTHER: tl.constexpr, MASKED: tl.constexpr, EARLY: tl.constexpr):
-    """Elements of a tile, bf16 as its bits; OTHER where there are none.
-
-    EARLY is before what follows: volatile, or the assembler moves it down to its use. Not for what
-    all programs read, which would come from the same place of the L2 cache each time.
-    """
-    if MASKED:
-        return tl.load(_pointer(pointer) + offsets, mask=mask, other=OTHER, volatile=EARLY)
-    else:
-        return tl.load(_pointer(pointer) + offsets, volatile=EARLY)
-
-
-@triton.jit
-def store(pointer, offsets, values, mask, MASKED: tl.constexpr):
-    """Write elements of a tile, bf16 as its bits."""
-    if MASKED:
-        tl.store(_pointer(pointer) + offsets, values, mask=mask)
-    else:
-        tl.store(_pointer(pointer) + offsets, values)
-
-
-# ---- arithmetic ----------------------------------------------------------------------------------
-
-
-@triton.jit
-def minus(x):
-    """-x of f32 values, where a NaN is CUDA's own: a change of its sign would leave another."""
-    return tl.inline_asm_elementwise(
-        "sub.rn.f32 $0, 0f80000000, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
-    )
-
 
 # ---- leaves --------------------------------------------------------------------------------------
 
@@ -135,8 +88,8 @@ def find_leaf(
     Returns:
       the pointers of the leaf; its index; the first group of the tile; the number of groups of the
       leaf; and, per group of the tile, the number that its random bits are mixed from, its offset
-      in the array and its number of elements, the last two in units of ALIGNMENT, and the number
-      of its block, or with BY_LANE that of each element's.
+      in the array and its number of elements, the last two in units of ALIGNMENT, its row; the
+      length of rows; and the number of each group's block, or with BY_LANE that of each element's.
     """
     if HIGH - LOW == 1:
         first = (program - _first_tile(LEAVES, LOW)) * ROWS
@@ -146,14 +99,16 @@ def find_leaf(
         PER_ROW: tl.constexpr = (N + GROUP_SIZE - 1) // GROUP_SIZE
         group = first + tl.arange(0, ROWS)
         column = group % PER_ROW * GROUP_SIZE
-        begin = (group // PER_ROW * N + column) // ALIGNMENT
+        row = group // PER_ROW
+        begin = (row * N + column) // ALIGNMENT
         size = tl.minimum(N - column, GROUP_SIZE) // ALIGNMENT
         place = tl.full((ROWS,), 0, tl.uint32)
         for axis in tl.static_range(_rank(LEAVES, LOW)):
             quotient = group.to(tl.uint32) // _below(LEAVES, LOW, axis)
             place += quotient * _factor(LEAVES, LOW, axis)
         block = _block_of(group, LEAVES, LOW, LANES, GROUP_SIZE, BY_LANE)
-        return arrays[LOW], leaf, first, count, place, begin, size, block
+        length = tl.full((), N, tl.int32)
+        return arrays[LOW], leaf, first, count, place, begin, size, row, length, block
     else:
         MIDDLE: tl.constexpr = (LOW + HIGH) // 2
         if program < _first_tile(LEAVES, MIDDLE):
@@ -189,16 +144,39 @@ def elements(
     return tl.max_contiguous(offsets, (1, 8 if LANES > 8 else LANES)), mask
 
 
+@triton.jit
+def bytes_of_codes(
+    group,
+    exists,
+    begin,
+    size,
+    row,
+    length,
+    LANES: tl.constexpr,
+    FLAT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    """`elements` of an array in which CODES neighbours share a byte, LANES bytes of each group."""
+    lanes = tl.arange(0, LANES)
+    WIDE: tl.constexpr = 8 // CODES
+    if FLAT:
+        offsets = group[:, None] * LANES + lanes[None, :]
+        mask = exists[:, None]
+    else:
+        if ALIGNMENT % CODES == 0:
+            first = begin * (ALIGNMENT // CODES)
+            count = size * (ALIGNMENT // CODES)
+        else:  # every row ends in part of a byte
+            beyond = row * ((CODES - length % CODES) % CODES)
+            first = (begin * ALIGNMENT + beyond) // CODES
+            count = (size * ALIGNMENT + (CODES - 1)) // CODES
+        offsets = first[:, None] + lanes[None, :]
+        mask = (lanes[None, :] < count[:, None]) & exists[:, None]
+    return tl.max_contiguous(offsets, (1, WIDE if LANES > WIDE else LANES)), mask
+
+
 # ---- the kernel ----------------------------------------------------------------------------------
-
-
-def compiled_from(source: str, name: str) -> Any:
-    """Return the `triton.jit` function `name` of a source that may use what this module has."""
-    file = f"<{name} {hash(source):x}>"
-    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-    names = {**globals(), "__name__": __name__}
-    exec(compile(source, file, "exec"), names)
-    return names[name]
 
 
 def entry(parameters: Sequence[str], statics: Sequence[str], body: Sequence[str]) -> str:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from optax_lowmem._src.core import numerics, pallas_tiles, random
+from optax_lowmem._src.core import gpu_pallas, numerics, random, tiles
 from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.core.groups import Tile, Tiling
 from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
@@ -58,58 +58,57 @@ def _kernel(
     def run(i: int) -> None:
         h = {name: scalars[i if per_leaf else 0, j] for j, name in enumerate(names)}
         tiling, tile = tilings[i], program - starts[i]
-        own = jax.tree.unflatten(treedefs[0], read[i])
+        own = jax.tree.unflatten(treedefs[0], map(gpu_pallas.Reference, read[i]))
         leaf, exists = _load(plan, tiling, blocks[i], tile, own), None
         if not all(slot.codec is None or slot.codec.zero_code for slot in plan.slots):
-            exists = pallas_tiles.exists(tiling, own.g, tile)
+            exists = tiles.exists(tiling, tile)
         if leaf.of_block is not None:
             h[OF_BLOCK] = leaf.of_block
         noise = None
         if plan.noisy:
             number = leaf_numbers[i]
-            noise = pallas_tiles.noise(tiling, tile, keys[number], lane_bits[number, :])
+            noise = tiles.noise(tiling, tile, keys[number], lane_bits[number, :])
         with _arithmetic(interpret):
             result = step(leaf._replace(of_block=None), h, noise, exists)
-        _store(plan, tiling, tile, jax.tree.unflatten(treedefs[1], written[i]), result)
+        into = jax.tree.unflatten(treedefs[1], map(gpu_pallas.Reference, written[i]))
+        _store(plan, tiling, tile, into, result)
 
     # the whole step in each branch: values that leave a branch cost their packing there
-    pallas_tiles.in_leaf(starts, program, run)
+    gpu_pallas.in_leaf(starts, program, run)
 
 
 def _arithmetic(interpret: bool) -> contextlib.AbstractContextManager[None]:
     """Interpreted, a kernel is compared with the reference: the same expressions."""
     if interpret:
         return contextlib.nullcontext()
-    return numerics.kernel_arithmetic(pallas_tiles.APPROXIMATIONS)
+    return numerics.kernel_arithmetic(gpu_pallas.APPROXIMATIONS)
 
 
-def _load(plan: LeafPlan, tiling: Tiling, block: Block | None, tile: jax.Array, refs: Leaf) -> Leaf:
+def _load(plan: LeafPlan, tiling: Tiling, block: Block | None, tile: jax.Array, refs: Any) -> Leaf:
     """A tile of a leaf; lanes and groups that do not exist hold zeros."""
     nothing = plan.split.zero if plan.split is not None else 0
     return Leaf(
-        pallas_tiles.load(tiling, refs.g, tile),
-        None if refs.p is None else pallas_tiles.load(tiling, refs.p, tile),
-        None
-        if refs.correction is None
-        else pallas_tiles.load(tiling, refs.correction, tile, nothing),
+        tiles.load(tiling, refs.g, tile),
+        None if refs.p is None else tiles.load(tiling, refs.p, tile),
+        None if refs.correction is None else tiles.load(tiling, refs.correction, tile, nothing),
         tuple(
-            pallas_tiles.load(own, ref, tile)
+            tiles.load(own, ref, tile)
             for own, ref in zip(slot_tilings(plan, tiling), refs.slots, strict=True)
         ),
-        tuple(pallas_tiles.load_scales(tiling, ref, tile) for ref in refs.scales),
-        pallas_tiles.load_of_block(tiling, block, refs.of_block, tile) if block else None,
+        tuple(tiles.load_scales(tiling, ref, tile) for ref in refs.scales),
+        tiles.load_of_block(tiling, block, refs.of_block, tile) if block else None,
     )
 
 
-def _store(plan: LeafPlan, tiling: Tiling, tile: jax.Array, refs: Result, result: Result) -> None:
+def _store(plan: LeafPlan, tiling: Tiling, tile: jax.Array, refs: Any, result: Result) -> None:
     for ref, scale in zip(refs.scales, result.scales, strict=True):
-        pallas_tiles.store_scales(tiling, ref, tile, scale)
-    pallas_tiles.store(tiling, refs.update, tile, result.update)
+        tiles.store_scales(tiling, ref, tile, scale)
+    tiles.store(tiling, refs.update, tile, result.update)
     if refs.correction is not None and result.correction is not None:
-        pallas_tiles.store(tiling, refs.correction, tile, result.correction)
+        tiles.store(tiling, refs.correction, tile, result.correction)
     for own, *slot in zip(slot_tilings(plan, tiling), refs.slots, result.slots, strict=True):
         ref, value = slot
-        pallas_tiles.store(own, ref, tile, value)
+        tiles.store(own, ref, tile, value)
 
 
 @functools.partial(

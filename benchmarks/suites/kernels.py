@@ -1,0 +1,258 @@
+"""Each GPU kernel by Pallas and as generated Triton, side by side.
+
+python -m benchmarks.run kernels --record
+python -m benchmarks.run kernels --case group-encode/softsign-int8 fp8-norm
+JAX_PLATFORMS=cpu python -m benchmarks.run kernels --tiny --backends interpret
+
+The kernels of one array are looped in one jit; a step in place, of 16 leaves. Both backends take
+turns, and the median of `--repeats` turns is kept. `device_ms` is the time of a call, `tbps` the
+bytes that it reads and writes once, divided by that time.
+"""
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import optax_lowmem as lowmem
+from benchmarks import records, timing
+from benchmarks.render import Rendered, Table, cell
+from optax_lowmem import codecs
+from optax_lowmem._src.codecs import group_codec, group_codec_triton
+from optax_lowmem._src.core.gpu_kernel import BACKENDS
+from optax_lowmem._src.fp8_flow import kernels_triton as fp8
+from optax_lowmem._src.noise import kernels as noise
+from optax_lowmem._src.noise import kernels_triton as noise_triton
+from optax_lowmem._src.noise.distributions import NOISES
+from optax_lowmem._src.noise.formats import FORMATS
+from optax_lowmem._src.switchback import quantized_matmul_triton as matmul
+from optax_lowmem._src.switchback.quantized_matmul import E4M3, INT8
+from optax_lowmem._src.update import block_means, block_means_triton
+from optax_lowmem.blocks import Block
+
+BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
+COPY_TBPS = 3.0  # of an H100, nearly: for how often a loop calls
+LEAVES = 16
+STEPS = {
+    "flash_adamw": {},
+    "flash_adamw/linear4": {"mu": codecs.linear4(), "nu": codecs.linear4(signed=False)},
+    "flash_lion": {},
+    "flash_adam_mini": {},
+    "coat_adamw": {},
+}
+
+Made = tuple[Callable[[str], Callable[..., Any]], tuple[Any, ...]]  # of a backend, and its arrays
+
+
+def drawn(rows: int, columns: int, dtype: jnp.dtype = BF16, seed: int = 0) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), (rows, columns), dtype)
+
+
+def of_codec(name: str, shape: tuple[int, int], decodes: bool) -> Made:
+    codec, key = codecs.CODECS[name], jnp.uint32(1)
+    x = drawn(*shape, F32)
+    x = x if codec.signed else jnp.abs(x)
+
+    def encoding(backend: str) -> Callable[..., Any]:
+        return lambda x, key: group_codec_triton.encode(codec, x, 32, key, backend=backend)
+
+    if not decodes:
+        return encoding, (x, key)
+    stored = jax.jit(lambda x: group_codec.encode_plain(codec, x, 32, key))(x)
+
+    def make(backend: str) -> Callable[..., Any]:
+        return lambda codes, scales: group_codec_triton.decode(
+            codec, codes, scales, 32, shape[1], backend=backend
+        )
+
+    return make, stored
+
+
+def of_sample(shape: tuple[int, int]) -> Made:
+    factor = jnp.full(noise.block_shape(shape), 2.0**-5, F32)
+
+    def make(backend: str) -> Callable[..., Any]:
+        own = (NOISES["gaussws"], FORMATS["bfloat16"], BF16)
+        return lambda w, factor, key: noise_triton.sample(
+            w, None, factor, key, *own, backend=backend
+        )
+
+    return make, (drawn(*shape, F32), factor, jnp.uint32(1))
+
+
+def of_noise(shape: tuple[int, int], name: str) -> Made:
+    def make(backend: str) -> Callable[..., Any]:
+        how, own = {"backend": backend}, NOISES["gaussws"]
+        return {
+            "sums": lambda g, key: noise_triton.noise_sums(g, key, own, **how),
+            "alone": lambda _, key: noise_triton.noise_of(key, shape, own, BF16, **how),
+            "packed": lambda _, key: noise_triton.packed_noise(key, shape, **how),
+        }[name]
+
+    return make, (drawn(*shape) if name == "sums" else (), jnp.uint32(1))
+
+
+def of_norm(shape: tuple[int, int], exact: bool) -> Made:
+    static = {"eps": 1e-6, "group_size": 16, "exact": exact}
+
+    def make(backend: str) -> Callable[..., Any]:
+        return functools.partial(fp8.store_normed, **static, backend=backend)
+
+    return make, (drawn(*shape), jnp.ones(shape[1], F32))
+
+
+def of_gate(shape: tuple[int, int], activation: str) -> Made:
+    static = {"activation": activation, "group_size": 16, "exact": True}
+
+    def make(backend: str) -> Callable[..., Any]:
+        return functools.partial(fp8.store_gated, **static, backend=backend)
+
+    return make, ((drawn(*shape), drawn(*shape, seed=1)),)
+
+
+def of_codes(shape: tuple[int, int], name: str) -> Made:
+    def make(backend: str) -> Callable[..., Any]:
+        how = {"backend": backend}
+        return {
+            "rows": lambda x, _: matmul.quantize_rows(x, INT8, **how),
+            "transposed": lambda x, top: matmul.quantize_transposed(x, top, INT8, **how),
+            "both": lambda x, top: fp8.quantize_both(x, top, E4M3, **how),
+            "transpose": lambda x, _: fp8.transpose(x, **how),
+        }[name]
+
+    x = drawn(*shape)
+    return make, (x.astype(jnp.float8_e4m3fn) if name == "transpose" else x, jnp.float32(6))
+
+
+def of_means(shape: tuple[int, int]) -> Made:
+    passes = block_means.passes(Block((0,)), shape)
+
+    def make(backend: str) -> Callable[..., Any]:
+        return lambda *g: block_means_triton.means(passes, g, jnp.float32(1), backend=backend)
+
+    return make, tuple(drawn(*shape, seed=i) for i in range(8))
+
+
+def cases(rows: int, columns: int) -> dict[str, Callable[[], Made]]:
+    """Every kernel of one array, at a size."""
+    shape, made = (rows, columns), functools.partial
+    return {
+        **{
+            f"group-{'decode' if decodes else 'encode'}/{name}": made(
+                of_codec, name, shape, decodes
+            )
+            for decodes in (False, True)
+            for name in ("softsign-int8", "sqrt-uint8", "linear-int4", "expanded-e4m3-int8")
+        },
+        "noise-sample": made(of_sample, shape),
+        **{f"noise-{name}": made(of_noise, shape, name) for name in ("sums", "alone", "packed")},
+        "fp8-norm": made(of_norm, shape, True),
+        "fp8-norm/restored": made(of_norm, shape, False),
+        **{f"fp8-gate/{name}": made(of_gate, shape, name) for name in ("silu", "gelu")},
+        **{
+            f"codes-{name}": made(of_codes, shape, name)
+            for name in ("rows", "transposed", "both", "transpose")
+        },
+        "block-means": made(of_means, shape),
+    }
+
+
+class Stepped:
+    """Steps of an optimizer in place, on the device."""
+
+    def __init__(self, name: str, rows: int, columns: int, backend: str) -> None:
+        record = lowmem.OPTIMIZERS[name.split("/")[0]]
+        tx = record.make(1e-3, storage=lowmem.Storage(**STEPS[name]))
+        make = jax.jit(lambda: {f"w{i}": drawn(rows, columns, F32, i) for i in range(LEAVES)})
+        self.params, self.state = lowmem.init(tx, make(), BF16)
+        self.grads = jax.jit(lambda p: jax.tree.map(lambda x: x * 0.01, p))(self.params)
+        size = LEAVES * rows * columns
+        seconds = 16 * size / COPY_TBPS / 1e12
+        self.calls = max(3, min(400, round(timing.CALL_SECONDS / seconds)))
+        self.bytes = 2 * (bytes_of(self.params) + bytes_of(self.state)) + bytes_of(self.grads)
+
+        def loop(params: Any, state: Any, grads: Any) -> Any:
+            def body(_: jax.Array, carry: Any) -> Any:
+                own, (params, state) = jax.lax.optimization_barrier((grads, carry))
+                return lowmem.step(tx, own, state, params, implementation=backend)
+
+            return jax.lax.fori_loop(0, self.calls, body, (params, state))
+
+        given = (self.params, self.state, self.grads)
+        self.run = jax.jit(loop, donate_argnums=(0, 1)).lower(*given).compile()
+        self.time()
+
+    def time(self) -> float:
+        milliseconds, (self.params, self.state) = timing.elapsed(
+            self.run, self.params, self.state, self.grads
+        )
+        return milliseconds / self.calls
+
+
+def bytes_of(*trees: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(trees))
+
+
+def measured(case: str, timed: dict[str, Any], bytes_: int, repeats: int) -> records.Rows:
+    found = []
+    for backend, times in timing.in_turns(timed, repeats).items():
+        value, spread = timing.middle(times)
+        found.append(records.record("kernels", case, backend, "device_ms", *value, **spread))
+        rate = bytes_ / value[0] / 1e9
+        found.append(records.record("kernels", case, backend, "tbps", rate, "TB/s"))
+    return found
+
+
+@records.suite(
+    case={"nargs": "+", "metavar": "CASE", "help": "some of the kernels; default: all"},
+    backends={"nargs": "+", "choices": (*BACKENDS, "interpret"), "default": BACKENDS},
+    tiny={"action": "store_true", "help": "small arrays, to try the benchmark itself"},
+    repeats={"type": int, "default": 9},
+)
+def main(args: argparse.Namespace) -> Iterator[records.Rows]:
+    rows, columns = (16, 64) if args.tiny else (8192, 4096)
+    for name, made in cases(rows, columns).items():
+        if args.case and name not in args.case:
+            continue
+        make, given = made()
+        moved = bytes_of(given) + bytes_of(jax.eval_shape(make(args.backends[0]), *given))
+        guess = moved / COPY_TBPS / 1e12 * (1e4 if args.tiny else 1)
+        timed = {
+            backend: timing.Timed(jax.jit(make(backend)), given, guess) for backend in args.backends
+        }
+        yield measured(f"{name}/{rows}x{columns}", timed, moved, args.repeats)
+    for name in STEPS:
+        if "interpret" in args.backends or (args.case and f"step/{name}" not in args.case):
+            continue
+        steps = {backend: Stepped(name, rows, columns // 2, backend) for backend in args.backends}
+        moved = next(iter(steps.values())).bytes
+        yield measured(f"step/{name}/{LEAVES}x{rows}x{columns // 2}", steps, moved, args.repeats)
+
+
+def table(rows: records.Rows) -> Table:
+    """Times of each kernel on the GPU measured last, and how the backends compare."""
+    found = records.alike(records.select(rows, bench="kernels"))
+    body = []
+    for name, of in records.grouped(found, "case", "impl", "metric").items():
+        if not set(BACKENDS) <= of.keys():
+            continue
+        times = [of[backend]["device_ms"] for backend in BACKENDS]
+        ratio = times[1]["value"] / times[0]["value"]
+        rate = max(of[backend]["tbps"]["value"] for backend in BACKENDS)
+        body.append([
+            f"`{name}`", *(cell(row, "{:.3f}") for row in times), f"{ratio:.2f}", f"{rate:.2f}"
+        ])  # fmt: skip
+    head = [
+        "kernel, on what",
+        "Pallas, ms",
+        "generated Triton, ms",
+        "relative",
+        "TB/s of the faster",
+    ]
+    return head, body, found
+
+
+TABLES = {"gpu_kernels": Rendered(table, "kernels")}

@@ -1,0 +1,79 @@
+"""Calls of Triton kernels through jax_triton, by the conventions of its versions."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from optax_lowmem._src.core import varying
+
+
+def _triton_call() -> Callable[..., Any]:
+    """Imported where it is called: without a GPU's JAX it cannot be."""
+    import jax_triton
+
+    return jax_triton.triton_call
+
+
+_one_by_one = jax.custom_batching.sequential_vmap  # jax_triton cannot be vmapped
+
+
+def call(
+    kernel: Callable[[tuple[str, ...], tuple[str, ...]], Any],
+    names: Sequence[str],
+    operands: Sequence[jax.Array],
+    outputs: Sequence[jax.ShapeDtypeStruct],
+    in_place: Mapping[int, int] | None = None,
+    **options: Any,
+) -> list[jax.Array]:
+    """Return the results of a kernel.
+
+    jax_triton 0.3 passes every operand and then every result; those of an alias are one pointer,
+    which the kernel takes as the operand's. 0.4 takes references to what is written in place, and
+    passes their pointers once.
+
+    Args:
+      kernel: (names of the pointers as they are passed, those of each result) -> the `triton.jit`
+        function.
+      names: of the pointers to the operands.
+      operands: arrays.
+      outputs: what the results are like.
+      in_place: operand -> result that takes its place.
+      options: of `triton_call`, and the kernel's static arguments.
+    """
+    in_place = dict(in_place or {})
+    owner = {result: names[operand] for operand, result in in_place.items()}
+    fresh = [f"result{j}" for j in range(len(outputs))]
+    results = tuple(owner.get(j, name) for j, name in enumerate(fresh))
+    triton_call = _triton_call()
+
+    def call_03(*operands: jax.Array) -> list[jax.Array]:
+        return triton_call(
+            *operands,
+            kernel=kernel((*names, *fresh), results),
+            out_shape=list(outputs),
+            input_output_aliases=in_place,
+            enable_fp_fusion=True,
+            **options,
+        )
+
+    def call_04(*operands: jax.Array) -> list[jax.Array]:
+        new = [j for j in range(len(outputs)) if j not in owner]
+        refs = {i: jax.new_ref(operands[i]) for i in in_place}
+        found = triton_call(
+            *(refs.get(i, x) for i, x in enumerate(operands)),
+            kernel=kernel((*names, *(results[j] for j in new)), results),
+            out_type=[outputs[j] for j in new],
+            backend_options={"enable_fp_fusion": True},  # Triton is about to change its default
+            **options,
+        )
+        written = {in_place[i]: jax.freeze(ref) for i, ref in refs.items()}
+        written.update(zip(new, found, strict=True))
+        return [written[j] for j in range(len(outputs))]
+
+    newer = "out_type" in inspect.signature(triton_call).parameters
+    found = _one_by_one(call_04 if newer else call_03)(*operands)
+    kinds: list[Any] = [output.manual_axis_type for output in outputs]  # which jax_triton forgets
+    axes = [() if kind is None else kind.varying for kind in kinds]
+    return list(map(varying.over, found, axes))
