@@ -19,7 +19,7 @@ from optax_lowmem._src.core import platform, random
 from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.optimizers.adam import AdamRule
-from optax_lowmem._src.update import operands, pallas_tpu, pallas_tpu_mean, reference
+from optax_lowmem._src.update import block_means, operands, pallas_tpu, pallas_tpu_mean, reference
 from optax_lowmem.sharding import state_shardings
 from tests import launch_cases, tolerances
 from tests.compilation import SAME_BITS
@@ -412,9 +412,9 @@ def on_one_and_several(tx, spec):
 def test_a_mean_of_squares(shape, dtype, scale, interpreted):
     g = jax.random.normal(jax.random.key(0), shape).astype(dtype)
     factor = None if scale is None else jnp.float32(scale)
-    assert pallas_tpu_mean.squares_reason(g) is None
-    found = pallas_tpu_mean.mean_of_squares(g, factor, None)
+    assert pallas_tpu_mean.array_reason(g) is None
+    found = pallas_tpu_mean.mean_of_array(block_means.Squares(), g, factor, None)
     exact = np.mean((np.asarray(g, np.float64) * (scale or 1)) ** 2)
     assert abs(float(found) - exact) <= 2.0**-20 * exact
-    assert "multiple of 128" in pallas_tpu_mean.squares_reason(g[..., 1:])
-    assert "float16" in pallas_tpu_mean.squares_reason(g.astype(jnp.float16))
+    assert "multiple of 128" in pallas_tpu_mean.array_reason(g[..., 1:])
+    assert "float16" in pallas_tpu_mean.array_reason(g.astype(jnp.float16))

@@ -6,8 +6,8 @@ The choice of the implementation is made while tracing.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from optax_lowmem._src.core import numerics, platform
 from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.core.gpu_kernel import BACKENDS
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, next_power_of_two
+from optax_lowmem._src.core.rules import Slot, UpdateRule
 from optax_lowmem._src.core.varying import check_blocks
 
 # ---- in plain jnp: the specification, and the path without a kernel ------------------------------
@@ -34,6 +35,22 @@ def mean_of_squares(
     """
     x = numerics.widen(g)
     return block.mean(jnp.square(x if scale is None else x * scale), in_parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class Squares(UpdateRule):
+    """A rule without slots, whose mean is that of the gradient's squares."""
+
+    slots: ClassVar[tuple[Slot, ...]] = ()
+    state_type = None
+
+    def update(self, g: jax.Array, slots: Mapping[str, jax.Array], h: Any) -> Any:
+        """Not used: there is no step."""
+        raise NotImplementedError("squares are measured, not stepped")
+
+    def measured(self, g: jax.Array, slots: Mapping[str, jax.Array], h: Any) -> jax.Array:
+        """g^2."""
+        return jnp.square(g)
 
 
 # ---- a leaf as columns to be summed, one axis after the other, and how tiles cut them ------------
@@ -201,7 +218,7 @@ def _whole(block: Block, g: jax.Array, implementation: str | None) -> bool:
         return False
     from optax_lowmem._src.update import pallas_tpu_mean
 
-    return pallas_tpu_mean.squares_reason(g) is None
+    return pallas_tpu_mean.array_reason(g) is None
 
 
 def _of_a_leaf(
@@ -212,7 +229,7 @@ def _of_a_leaf(
     def otherwise(g: jax.Array, scale: jax.Array | None) -> jax.Array:
         return xla(g, scale).reshape(())
 
-    found = pallas_tpu_mean.mean_of_squares(g, scale, otherwise)
+    found = pallas_tpu_mean.mean_of_array(Squares(), g, scale, otherwise)
     return found.reshape(block.mean_shape(g.shape))
 
 

@@ -6,7 +6,7 @@ XLA moves every group to where it can be decoded, and stores what it decodes.
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from optax_lowmem._src.core import lanes, numerics, platform
 from optax_lowmem._src.core.groups import result_like
 from optax_lowmem._src.core.lanes import LANES, ROWS, Blocks
-from optax_lowmem._src.core.rules import Slot, UpdateRule
+from optax_lowmem._src.core.rules import UpdateRule
 from optax_lowmem._src.core.varying import mean_of_leaf
 from optax_lowmem._src.update import pallas_tpu_views as views
 from optax_lowmem._src.update import reference, tuning
@@ -145,36 +145,21 @@ def mean(
     return lax.pmean(of_part, axes) if axes else of_part
 
 
-@dataclasses.dataclass(frozen=True)
-class _Squares(UpdateRule):
-    """A rule without slots, whose mean is that of the gradient's squares."""
-
-    slots: ClassVar[tuple[Slot, ...]] = ()
-    state_type = None
-
-    def update(self, g: jax.Array, slots: Mapping[str, jax.Array], h: Any) -> Any:
-        """Not used: there is no step."""
-        raise NotImplementedError("squares are measured, not stepped")
-
-    def measured(self, g: jax.Array, slots: Mapping[str, jax.Array], h: Any) -> jax.Array:
-        """g^2."""
-        return jnp.square(g)
-
-
-def squares_reason(g: jax.Array) -> str | None:
-    """Return the reason why the kernel does not make the mean of an array's squares, or None."""
+def array_reason(g: jax.Array) -> str | None:
+    """Return the reason why `mean_of_array` does not take an array, or None."""
     if g.dtype == jnp.float16:
         return "Mosaic has no float16"
     return lanes.unsupported(g.shape, LANES)
 
 
-def mean_of_squares(
-    g: jax.Array, scale: jax.Array | None, otherwise: Callable[..., jax.Array]
+def mean_of_array(
+    rule: UpdateRule, g: jax.Array, scale: jax.Array | None, otherwise: Callable[..., jax.Array]
 ) -> jax.Array:
-    """The mean of (scale g)^2 over an array, f32 [].
+    """The mean over an array of what a rule without slots measures of scale g, f32 [].
 
     Args:
-      g: what `squares_reason` has no reason against.
+      rule: which `measures`.
+      g: what `array_reason` has no reason against.
       scale: an f32 factor; None for 1.
       otherwise: (g, scale) -> the same, for a program that turns out to be for no TPU.
     """
@@ -187,7 +172,7 @@ def mean_of_squares(
         scalars = jnp.stack([jnp.ones((), wide) if scale is None else scale])
         leaf = Leaf(g, None, None, (), ())
         with platform.targeting(g):
-            return mean(_Squares(), plan, leaf, names, scalars, cut.tile.elements)
+            return mean(rule, plan, leaf, names, scalars, cut.tile.elements)
 
     if platform.target(g) is None:
         return lax.platform_dependent(g, scale, tpu=by_kernel, default=otherwise)
