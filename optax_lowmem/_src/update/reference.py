@@ -293,8 +293,13 @@ def move(
 
 
 def emit(plan: LeafPlan, p: jax.Array | None, moved: jax.Array) -> jax.Array:
-    """The update of `move`'s weight, or the new weight of a plan that is `direct`."""
-    if p is None or plan.direct or plan.split is None:
+    """The update of `move`'s weight, or the new weight of a plan that is `direct`.
+
+    Without a weight it is the rule's direction in the plan's dtype of updates.
+    """
+    if p is None:
+        return moved.astype(plan.update_dtype)
+    if plan.direct or plan.split is None:
         return moved
     return update_towards(moved, p, plan.update_dtype)
 
