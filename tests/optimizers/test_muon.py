@@ -229,6 +229,16 @@ def test_other_leaves_have_a_second_moment():
         tx.update(weights, state, weights)
 
 
+def test_its_state_can_be_donated():
+    """No array is in it twice, placeholders of leaves without a second moment included."""
+    tx = lowmem.flash_muon(1e-2, storage=CODED)
+    weights, state = lowmem.init(tx, drawn(SHAPES))
+    step = jax.jit(functools.partial(lowmem.step, tx), donate_argnums=(1, 2))
+    for _ in range(2):
+        weights, state = step(drawn(SHAPES, 5), state, weights)
+    assert int(state.count) == 2
+
+
 def test_an_empty_matrix():
     tx, params = (
         lowmem.flash_muon(1e-2, storage=CODED),

@@ -159,24 +159,31 @@ class Engine:
             return boxes.like(params, arrays, getattr(before, field, None))
 
         fields: dict[str, Any] = {"count": count, "seed": seed}
-        nothing = [jnp.zeros((), jnp.float32)] * len(plans)
+        absent = self._placeholders(len(plans), before)
         for of_blocks, leaves in ((False, states), (True, shared)):
             for name in self._slots(of_blocks):
+                own = [_names(plan, of_blocks) for plan in plans]
                 for field, column in ((name, "slots"), (f"{name}_scale", "scales")):
-                    olds = nothing if before is None else jax.tree.leaves(getattr(before, field))
-                    rows = zip(plans, leaves, olds, strict=True)
+                    arrays = [getattr(leaf, column) for leaf in leaves]
+                    rows = enumerate(zip(own, arrays, strict=True))
                     fields[field] = like(
                         field,
                         [
-                            dict(
-                                zip(_names(plan, of_blocks), getattr(leaf, column), strict=True)
-                            ).get(name, old)
-                            for plan, leaf, old in rows
+                            of_leaf[names.index(name)] if name in names else absent[field][i]
+                            for i, (names, of_leaf) in rows
                         ],
                     )
         corrections = [s.correction for s in states]
         fields["correction"] = like("correction", corrections) if self.weights else None
         return self.rule.state_type(**fields)
+
+    def _placeholders(self, count: int, before: optax.OptState | None) -> dict[str, list[Any]]:
+        """Arrays for fields that some leaves have no slot for: the old ones, or one a leaf."""
+        names = [slot.name for slot in self.rule.slots if slot.of_rest]
+        fields = [field for name in names for field in (name, f"{name}_scale")]
+        if before is not None:
+            return {field: jax.tree.leaves(getattr(before, field)) for field in fields}
+        return compiled(_nothing)(fields, count) if fields else {}
 
     def _slots(self, shared: bool) -> list[str]:
         return [slot.name for slot in self.rule.slots if slot.shared == shared]
@@ -491,6 +498,11 @@ def _zeros(
         for own in shared
     ]  # fmt: skip
     return jnp.zeros((), jnp.int32), scales, of_shared, [jnp.zeros((), jnp.int8) for _ in forms]
+
+
+def _nothing(fields: list[str], count: int) -> dict[str, list[jax.Array]]:
+    """0-d arrays, each of its own: donated, none may be there twice."""
+    return {field: [jnp.zeros((), jnp.float32) for _ in range(count)] for field in fields}
 
 
 def _laid(plan: LeafPlan, leaf: Any, tree: Any) -> Any:
