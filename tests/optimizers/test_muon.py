@@ -31,7 +31,7 @@ def drawn(shapes, seed=0, scale=1.0):
 
 
 def changes_of(tx, params, steps=4):
-    """What some steps of random gradients change."""
+    """Return the changes that some steps of random gradients make."""
 
     def body(carry, grads):
         params, state = carry
@@ -340,7 +340,7 @@ def test_a_mesh_takes_whole_matrices(layout, axis_type):
 
 
 def collectives(text):
-    """How many a program has, and how many of them are in what its loops call."""
+    """Count those of a program, and those in what its loops call."""
     parts = re.split(r"\n(?=(?:ENTRY )?%?[\w.-]+ \()", text)[1:]
     bodies = {re.match(r"(?:ENTRY )?%?([\w.-]+)", part).group(1): part for part in parts}
     called = {n: set(re.findall(r"%([\w.-]+)", part)) & set(bodies) for n, part in bodies.items()}

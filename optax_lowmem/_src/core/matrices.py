@@ -62,7 +62,7 @@ Chooser = Callable[[optax.Params], dict[str, Matrices]]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MatrixAxes:
-    """Which leaves are matrices, and along which axes.
+    """The leaves that are matrices, and along which axes.
 
     Attributes:
       dimensions: `muon_weight_dimension_numbers` of optax.contrib.muon: a tree like the parameters,
