@@ -407,3 +407,10 @@ MUON_TRAINED_EXACT = (2e-3, 1e-4)
 # steps independent over 1 / (1 - beta) = 20 of them average a part. (Measured: 0.08.)
 MUON_TRAINED_INT8 = (0.2, 2e-3)
 MUON_TRAINED_BF16 = (0.1, 2e-3)
+
+# -- bf16 weights that are rounded stochastically (test_rounded_weights.py) -----------------------
+
+# The mean over 32,768 weights of what 64 steps of ulp / 16 sum to, of what it is in f32: one
+# rounding has a standard deviation of at most ulp / 2, 64 of them 4 ulp where the sum is 4 ulp, so
+# their mean has 1 / sqrt(32768) = 0.006 of it; five of those.
+ROUNDED_WEIGHTS = 0.03

@@ -106,6 +106,7 @@ OPTIONS = [
     for options in (
         {"rounding": "nearest", "master_rounding": "nearest"}, {"master_weight_bits": 32},
         {"split": "ulp"}, {"update_dtype": "param"}, {"mu": None}, {"master_weight_bits": None},
+        {"master_weight_bits": None, "master_rounding": "stochastic"},
     )
 ]  # fmt: skip
 STEPS = OF_RULES + OF_CODECS + OPTIONS

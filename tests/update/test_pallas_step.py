@@ -221,6 +221,7 @@ def test_is_the_reference(
     assert interpreted == [len(shapes)]
 
 
+ROUNDED = {"master_weight_bits": None, "master_rounding": "stochastic"}
 VARIANTS = {
     "a direction": (lowmem.scale_by_flash_adam, {}, {}),
     "nesterov": (functools.partial(lowmem.flash_adam, LEARNING_RATE, nesterov=True), {}, {}),
@@ -231,10 +232,11 @@ VARIANTS = {
     "accumulated": ("flash_sgd", {}, {"share": 0.25, "momentum": 1.0}),
     "bf16 updates": ("flash_lion", {"update_dtype": "param"}, {}),
     "ulp split": ("flash_adamw", {"split": "ulp"}, {}),
+    "rounded weights": ("flash_adamw", ROUNDED, {}),
 }
 
 
-@pytest.mark.parametrize("name", rows(VARIANTS, ["clipped", "ulp split"]))
+@pytest.mark.parametrize("name", rows(VARIANTS, ["clipped", "ulp split", "rounded weights"]))
 def test_variants(interpreted, name):
     optimizer, how, more = VARIANTS[name]
     check(make(optimizer, SHAPES[0], how=how, direct=False, more=more))
@@ -488,6 +490,9 @@ MORE = {
     "refined lion": functools.partial(lowmem.scale_by_flash_lion, mode="refined"),
     "a trace": functools.partial(lowmem.flash_trace, 0.9),
     "f16 moments": functools.partial(lowmem.flash_adam, LEARNING_RATE, mu_dtype=F16),
+    "rounded weights": lambda storage: lowmem.flash_adamw(
+        LEARNING_RATE, storage=dataclasses.replace(storage, **ROUNDED)
+    ),
     "into moments": lambda storage: lowmem.accumulate_gradients(
         lowmem.flash_adamw(LEARNING_RATE, storage=storage), 4, "moments"
     ),

@@ -54,6 +54,7 @@ from optax_lowmem._src.update.masters import (
     check_order,
     initial_correction,
     promoted,
+    rounds_weights,
 )
 from optax_lowmem._src.update.plan import plan_leaves
 from optax_lowmem._src.update.storage import Storage
@@ -284,7 +285,7 @@ class Engine:
         weights = jax.tree.leaves(params) if self.weights else [None] * len(plans)
         if self.weights:
             check_order(gradients, params, state.correction)
-        if any(plan.split or any(s.codec for s in (*plan.slots, *plan.shared)) for plan in plans):
+        if any(plan.lands or any(s.codec for s in (*plan.slots, *plan.shared)) for plan in plans):
             gradients, weights, h = derivative.without((gradients, weights, dict(h)))
         states, shared = self.unpack(state, plans)
         paths = [plan.path for plan in plans]
@@ -320,6 +321,8 @@ class Engine:
             reason = f"the state corrects the 16-bit weight '{corrected[0]}'"
         elif "decay" in h or "l2" in h:
             reason = "weight decay takes a share of it"
+        elif rounds_weights(self.storage) and any(map(_is_narrow, jax.tree.leaves(updates))):
+            reason = "a 16-bit weight without a correction is rounded itself"
         elif self.storage.update_dtype == "param":
             reason = "update_dtype='param' asks for its dtype"
         if reason is not None:
@@ -328,6 +331,10 @@ class Engine:
 
 
 # ---- the leaves of a step ------------------------------------------------------------------------
+
+
+def _is_narrow(x: jax.Array) -> bool:
+    return numerics.is_narrow(jnp.result_type(x))
 
 
 @compiled

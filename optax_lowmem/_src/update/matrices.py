@@ -138,7 +138,8 @@ def _step(
     gradients, weights, states = (list(column) for column in zip(*rows, strict=True))
     dtype = jnp.dtype(rule.dtype)
     bare = [
-        dataclasses.replace(plan, split=None, update_dtype=dtype, direct=False) for plan in plans
+        dataclasses.replace(plan, split=None, rounds=False, update_dtype=dtype, direct=False)
+        for plan in plans
     ]
     of_slots = [state._replace(correction=jnp.asarray(NO_CORRECTION)) for state in states]
     moved = fused_updates(

@@ -14,7 +14,7 @@ from optax_lowmem._src.core.block import Block, BlockStructure
 from optax_lowmem._src.core.matrices import Matrices, MatrixAxes
 from optax_lowmem._src.core.policy import Policy
 from optax_lowmem._src.core.rules import Slot, UpdateRule
-from optax_lowmem._src.update.masters import choose_split
+from optax_lowmem._src.update.masters import choose_split, rounds_weights
 from optax_lowmem._src.update.storage import Storage
 
 
@@ -52,6 +52,7 @@ class LeafPlan:
       block: the elements that share a value of block-wise slots; None where the rule has none.
       shared: one plan per block-wise slot; groups are of all its values, as one row.
       matrices: of a leaf whose direction is taken of whole matrices.
+      rounds: whether a 16-bit weight without a split is rounded stochastically.
     """
 
     path: str
@@ -66,6 +67,7 @@ class LeafPlan:
     block: Block | None = None
     shared: tuple[SlotPlan, ...] = ()
     matrices: Matrices | None = None
+    rounds: bool = False
 
     @property
     def nameless(self) -> "LeafPlan":
@@ -106,7 +108,12 @@ class LeafPlan:
     @property
     def stochastic_master(self) -> bool:
         """Return whether the master weight takes random bits."""
-        return self.split is not None and self.split.stochastic
+        return self.rounds or (self.split is not None and self.split.stochastic)
+
+    @property
+    def lands(self) -> bool:
+        """Return whether a step has a weight of its own to reach, to which its update leads."""
+        return self.rounds or self.split is not None
 
     @property
     def noisy(self) -> bool:
@@ -259,6 +266,7 @@ def plan_leaves(
                 block=block,
                 shared=tuple(plan for slot, plan in slots.items() if slot.shared),
                 matrices=axes.get(path),
+                rounds=weights and dtype != jnp.float32 and rounds_weights(storage),
             )
         )
     return plans
