@@ -80,6 +80,11 @@ def batches(count=1):
     return [{"tokens": draw(), "targets": draw()} for _ in range(count)]
 
 
+OF_LAYER = optax.contrib.MuonDimensionNumbers(1, 2)
+MATRICES = {"embed": optax.contrib.MuonDimensionNumbers(), "shared": None, "unread": None,
+            "layers": {"norm": None, "w1": OF_LAYER, "w2": OF_LAYER}}  # fmt: skip
+
+
 def make(name, learning_rate=lambda count: 1e-2 / (1 + count), **options):
     """An optimizer of the table, with small leaves compressed and blocks inside layers."""
     row = lowmem.OPTIMIZERS[name.removesuffix("-int4")]
@@ -87,6 +92,8 @@ def make(name, learning_rate=lambda count: 1e-2 / (1 + count), **options):
     if name.endswith("-int4"):
         four = {"mu": codecs.linear4(), "nu": codecs.linear4(signed=False)}
         storage = dataclasses.replace(storage, **four)
+    if name == "flash_muon":
+        options = {"muon_weight_dimension_numbers": MATRICES, **options}
     if name in MINI:
         return MINI[name](learning_rate, storage=storage, blocks=BLOCKS, **options)
     return row.make(learning_rate, storage=storage, **options)
@@ -149,6 +156,20 @@ def test_it_is_the_ordinary_step(name, dtype):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (dict(adaptive=True), "measures all of a tensor.*per_layer=True"),
+        (dict(muon_weight_dimension_numbers=None), "norm.*rows or columns of its matrices"),
+    ],
+)
+def test_layers_that_muon_cannot_take_apart(options, said):
+    tx = make("flash_muon", **options)
+    params, state = lowmem.init(tx, masters())
+    with pytest.raises(ValueError, match=said):
+        jax.eval_shape(release.train_step(tx, MODEL), params, state, batches()[0])
+
+
 @pytest.mark.parametrize("name", lowmem.OPTIMIZERS)
 def test_it_is_the_ordinary_step_as_users_compile_it(name):
     tx = make(name, **({"threshold": 1e3} if name == "stable_adamw" else {}))

@@ -132,6 +132,11 @@ class MatrixRule(UpdateRule):
     def dtype(self) -> Any:
         """The dtype of the matrices, and so of what `update` gives of each element."""
 
+    @property
+    def of_whole_leaf(self) -> bool:
+        """Return whether `scale` depends on all matrices of a leaf together."""
+        return False
+
     @abc.abstractmethod
     def of_matrices(self, stack: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
         """The directions of [matrices, n, m] with n <= m, in the same dtype."""

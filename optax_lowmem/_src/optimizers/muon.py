@@ -83,6 +83,11 @@ class OrthogonalRule(MatrixRule):
         by_default = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
         return by_default if self.products is None else self.products
 
+    @property
+    def of_whole_leaf(self) -> bool:
+        """Return whether the dual norm, a sum over the leaf, is a factor."""
+        return self.adaptive
+
     def of_matrices(self, stack: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
         """U V^T, about."""
         return polar_factors(stack, self.coefficients, self.preconditioning, h["eps"])

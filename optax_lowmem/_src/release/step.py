@@ -11,7 +11,7 @@ from jax import lax
 
 from optax_lowmem._src.core import random, scope, trees, varying
 from optax_lowmem._src.core.placement import placements
-from optax_lowmem._src.core.rules import UpdateRule
+from optax_lowmem._src.core.rules import MatrixRule, UpdateRule
 from optax_lowmem._src.release.model import (
     Layered,
     LayerFunction,
@@ -50,9 +50,11 @@ def layer_plan(rule: UpdateRule, plan: LeafPlan, layers: int, per_layer: bool) -
 
 
 def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
-    if rule.prepares == "leaf" and not per_layer:
+    own = rule.of_leaf(plan.matrices)
+    measures = own.prepares == "leaf" or (isinstance(own, MatrixRule) and own.of_whole_leaf)
+    if measures and not per_layer:
         return (
-            f"{type(rule).__name__} measures all of a tensor before it steps. per_layer=True "
+            f"{type(own).__name__} measures all of a tensor before it steps. per_layer=True "
             "measures each layer on its own, as in the same model with unrolled layers."
         )
     if plan.matrices is not None and 0 in (*plan.matrices.rows, *plan.matrices.columns):
