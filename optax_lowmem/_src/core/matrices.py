@@ -36,18 +36,15 @@ class Matrices:
         return math.prod(shape[axis] for axis in self._others(shape))
 
     def to_stack(self, x: jax.Array) -> jax.Array:
-        """A leaf as [matrices, n, m] with n <= m: transposed where it has more rows."""
-        rows, columns = self.fans(x.shape)
-        stack = x.transpose(self._order(x.shape)).reshape(self.count(x.shape), rows, columns)
-        return stack.swapaxes(1, 2) if rows > columns else stack
+        """A leaf as [matrices, rows, columns]."""
+        count = self.count(x.shape)
+        return x.transpose(self._order(x.shape)).reshape(count, *self.fans(x.shape))
 
     def from_stack(self, stack: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         """A leaf of this shape from what `to_stack` makes of it."""
-        rows, columns = self.fans(shape)
         order = self._order(shape)
-        back = stack.swapaxes(1, 2) if rows > columns else stack
         inverse = sorted(range(len(shape)), key=order.__getitem__)
-        return back.reshape([shape[axis] for axis in order]).transpose(inverse)
+        return stack.reshape([shape[axis] for axis in order]).transpose(inverse)
 
     def _others(self, shape: tuple[int, ...]) -> Axes:
         return tuple(a for a in range(len(shape)) if a not in (*self.rows, *self.columns))

@@ -139,7 +139,7 @@ class MatrixRule(UpdateRule):
 
     @abc.abstractmethod
     def of_matrices(self, stack: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
-        """The directions of [matrices, n, m] with n <= m, in the same dtype."""
+        """The directions of [matrices, rows, columns], in the same dtype."""
 
     @abc.abstractmethod
     def scale(

@@ -300,8 +300,8 @@ def flash_muon(
     in a matrix makes that matrix NaN, and no other.
 
     Memory: 2 (weight) + 1 (correction) + 1.06 (m) bytes; 5.19 for the rest. A step has beside that
-    the matrices of one shape of up to 2^24 elements at a time, or one matrix that is larger: about
-    6 bytes for each of these in bf16. On a mesh each device takes whole matrices, some of a stack:
+    matrices of one shape at a time, of up to 2^23 elements with their products, or one matrix that
+    is larger. On a mesh each device takes whole matrices, some of a stack:
     they are moved once before the iterations, and once after.
 
     Example:

@@ -31,8 +31,11 @@ def polar_factors(
 ) -> jax.Array:
     """U V^T of each matrix U S V^T, about: f(...f(X)), f(X) = a X + (b A + c A^2) X, A = X X^T.
 
+    The smaller one of X X^T and X^T X is taken, with which f(X) = a X + X (b A + c A^2); nothing is
+    transposed for it.
+
     Args:
-      stack: [matrices, n, m] with n <= m, in the dtype of the products.
+      stack: [matrices, rows, columns], in the dtype of the products.
       coefficients: (a, b, c) of each iteration.
       preconditioning: one of `PRECONDITIONINGS`: what bounds the singular values before.
       eps: added to the norm that a matrix is divided by.
@@ -45,22 +48,34 @@ def polar_factors(
         x = (wide / (norm + eps)).astype(stack.dtype)
     rows = jnp.asarray(coefficients, stack.dtype)
     if preconditioning in ("aol", "schatten"):
-        x = _iterated(*_rescaled(x, x @ x.mT, preconditioning), rows[0])
+        x = _iterated(*_rescaled(x, _gram(x), preconditioning), rows[0])
         rows = rows[1:]
     # a loop, so that nothing of an iteration is kept for the next but its result
-    return lax.fori_loop(0, len(rows), lambda i, x: _iterated(x, x @ x.mT, rows[i]), x)
+    return lax.fori_loop(0, len(rows), lambda i, x: _iterated(x, _gram(x), rows[i]), x)
+
+
+def _is_tall(x: jax.Array) -> bool:
+    return x.shape[1] > x.shape[2]
+
+
+def _gram(x: jax.Array) -> jax.Array:
+    """X X^T, or X^T X of matrices with more rows than columns."""
+    return x.mT @ x if _is_tall(x) else x @ x.mT
 
 
 def _iterated(x: jax.Array, gram: jax.Array, row: jax.Array) -> jax.Array:
-    """a x + (b A + c A^2) x, of A = x x^T."""
+    """a x + (b A + c A^2) x, of A = x x^T; or with the other A, from the right."""
     a, b, c = row
-    return a * x + (b * gram + (c * gram) @ gram) @ x
+    factor = b * gram + c * (gram @ gram)
+    return a * x + (x @ factor if _is_tall(x) else factor @ x)
 
 
 def _rescaled(x: jax.Array, gram: jax.Array, preconditioning: str) -> tuple[jax.Array, jax.Array]:
-    """x and X X^T with singular values of at most about 1, by what X X^T says of them."""
+    """x and its A with singular values of at most about 1, by what A says of them."""
     wide = gram.astype(jnp.float32)
-    if preconditioning == "aol":  # a factor of each row: the sum of |row of X X^T|
+    if (
+        preconditioning == "aol"
+    ):  # a factor of each row of A, and so of x: the sum of its |elements|
         size = jnp.sum(jnp.abs(wide), axis=-1, keepdims=True)
         scale = jax.lax.rsqrt(jnp.maximum(size, _SMALLEST))
         squared = scale * scale.mT
@@ -68,5 +83,6 @@ def _rescaled(x: jax.Array, gram: jax.Array, preconditioning: str) -> tuple[jax.
         size = jnp.linalg.norm(wide, ord="fro", axis=(1, 2), keepdims=True)
         scale = jax.lax.rsqrt(jnp.maximum(size, _SMALLEST))
         squared = scale * scale
-    scaled = (x.astype(jnp.float32) * scale).astype(x.dtype)
+    of_x = scale.mT if _is_tall(x) else scale
+    scaled = (x.astype(jnp.float32) * of_x).astype(x.dtype)
     return scaled, (wide * squared).astype(x.dtype)

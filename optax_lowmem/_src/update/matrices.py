@@ -10,7 +10,6 @@ products and once after them, and never between.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,9 +25,9 @@ from optax_lowmem._src.update.dispatch import fused_updates
 from optax_lowmem._src.update.masters import NO_CORRECTION
 from optax_lowmem._src.update.plan import LeafPlan, LeafState
 
-# Of a stack on each device, unless one matrix has more: 33 MB in bf16, which products of matrices
-# of any shape keep a GPU busy with.
-_ELEMENTS = 1 << 24
+# Of a stack and its two products X X^T on each device, unless one matrix has more: 17 MB in bf16,
+# enough to keep a GPU busy.
+_ELEMENTS = 1 << 23
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,18 +111,25 @@ def stacks(plans: Sequence[LeafPlan], devices: int = 1) -> Iterator[list[int]]:
     kinds: dict[tuple[int, ...], list[int]] = {}
     for i, plan in enumerate(plans):
         assert plan.matrices is not None
-        kinds.setdefault(tuple(sorted(plan.matrices.fans(plan.shape))), []).append(i)
-    for alike in kinds.values():
+        kinds.setdefault(plan.matrices.fans(plan.shape), []).append(i)
+    for fans, alike in kinds.items():
         stack: list[int] = []
         elements = 0
         for i in alike:
-            size = math.prod(plans[i].shape)
+            matrices = plans[i].matrices
+            assert matrices is not None
+            size = matrices.count(plans[i].shape) * _taken(*fans)
             if stack and elements + size > _ELEMENTS * devices:
                 yield stack
                 stack, elements = [], 0
             stack.append(i)
             elements += size
         yield stack
+
+
+def _taken(rows: int, columns: int) -> int:
+    """Elements of a matrix and of two products of it with itself."""
+    return rows * columns + 2 * min(rows, columns) ** 2
 
 
 def _step(
@@ -246,7 +252,7 @@ def _on_devices(rule: MatrixRule, stack: jax.Array, h: Mapping[str, jax.Array]) 
 def _in_parts(rule: MatrixRule, stack: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
     """`of_matrices`, of so many at a time that they have no more than `_ELEMENTS` elements."""
     count, *shape = stack.shape
-    together = max(1, _ELEMENTS // max(1, math.prod(shape)))
+    together = max(1, _ELEMENTS // max(1, _taken(*shape)))
     if count <= together:
         return rule.of_matrices(stack, h)
     found: jax.Array = lax.map(
