@@ -26,6 +26,7 @@ from optax_lowmem._src.optimizers.adam_mini import q_adamw as q_adamw
 from optax_lowmem._src.optimizers.adam_mini import scale_by_adam_mini as scale_by_adam_mini
 from optax_lowmem._src.optimizers.lion import flash_lion as flash_lion
 from optax_lowmem._src.optimizers.lion import scale_by_flash_lion as scale_by_flash_lion
+from optax_lowmem._src.optimizers.muon import flash_muon as flash_muon
 from optax_lowmem._src.optimizers.sgd import flash_sgd as flash_sgd
 from optax_lowmem._src.optimizers.sgd import flash_trace as flash_trace
 from optax_lowmem._src.optimizers.stable_adamw import stable_adamw as stable_adamw
@@ -76,6 +77,7 @@ __all__ = [
     "flash_adam_mini",
     "flash_adamw",
     "flash_lion",
+    "flash_muon",
     "flash_sgd",
     "flash_trace",
     "gaussws",

@@ -382,3 +382,35 @@ def fp8_head_gradients(hidden: Any, head: Any, of_logits: bool) -> float:
 
 # Of the norm of a gradient beside the same one from other scales: both have errors of their codes.
 FP8_OTHER_SCALES = (2 * (CODE_RMS["e4m3"] ** 2 + CODE_RMS["e5m2"] ** 2)) ** 0.5
+
+# -- Muon (test_muon.py) --------------------------------------------------------------------------
+
+# |change - optax's| / |optax's| with f32 products and moments. A product rounds by u = 2^-24 of its
+# result at random, and a change of a small singular value is lifted by a = 3.4445 an iteration:
+# u (1 + a + ... + a^4) = 200 u; twice that for two programs, and 2^-20 of optax's bias correction
+# 1 - b^t, which cancels in f32 (b = 0.999: up to 6e-5 at step 1, in Adam's v and less in its root).
+MUON_EXACT = 1e-4
+# bf16 momentum, of which each keeps its own rounding: 2^-9 of an element, in a different order.
+MUON_BF16_MOMENTUM = 0.05
+# bf16 products against f32 ones, of the norm of the direction. Rounding an operand is noise of
+# 2^-9 / sqrt(3) of it, in directions of small singular values too, where what is added before
+# iteration k is lifted by a^(5 - k) until it is near 1: (1 + a + a^2 + a^3) 2^-9 / sqrt(3) = 0.064.
+# (Measured: 0.046 to 0.057.)
+MUON_BF16 = 0.1
+# Over 200 steps of a transformer, (the change of all weights, the loss), each relative to optax's.
+# Exact: the trajectories part slowly; 20 times one step's.
+MUON_TRAINED_EXACT = (2e-3, 1e-4)
+# int8: a code is off by up to one, sqrt(1/6) of one at random: 1/127 * 3 / sqrt(6) = 1 % of a
+# momentum whose typical element is a third of its group's maximum. Of 32 singular values the norm
+# has sqrt(32) times the typical one, and the noise as much in each direction; products lift both
+# alike, and what is a tenth of that typical one is mostly noise: 0.1 of the direction, of which
+# steps independent over 1 / (1 - beta) = 20 of them average a part. (Measured: 0.08.)
+MUON_TRAINED_INT8 = (0.2, 2e-3)
+MUON_TRAINED_BF16 = (0.1, 2e-3)
+
+# -- bf16 weights that are rounded stochastically (test_rounded_weights.py) -----------------------
+
+# The mean over 32,768 weights of what 64 steps of ulp / 16 sum to, of what it is in f32: one
+# rounding has a standard deviation of at most ulp / 2, 64 of them 4 ulp where the sum is 4 ulp, so
+# their mean has 1 / sqrt(32768) = 0.006 of it; five of those.
+ROUNDED_WEIGHTS = 0.03

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 import optax_lowmem as lowmem
 from benchmarks import model_shapes
@@ -41,14 +42,25 @@ LEAF_SETS: dict[str, Callable[[], Any]] = {
 RECORDS = {record.short_name: record for record in lowmem.OPTIMIZERS.values()}
 
 
-def hyperparameters(record: Any) -> dict[str, float]:
+def hidden(params: Any) -> Any:
+    """Muon's matrices: all but embeddings, as its authors have it."""
+
+    def axes(path: Any, p: Any) -> Any:
+        embeds = "embed" in jax.tree_util.keystr(path)
+        return optax.contrib.MuonDimensionNumbers() if p.ndim == 2 and not embeds else None
+
+    return jax.tree_util.tree_map_with_path(axes, params)
+
+
+def hyperparameters(record: Any) -> dict[str, Any]:
     """Those that the optimizer, its counterpart in optax and the peers are all given."""
     own = getattr(record.in_optax, "keywords", {})  # SGD's momentum
-    decay = record.chosen({"weight_decay": 0.1}, record.in_optax, record.make)
-    return {"learning_rate": record.learning_rate / 10, **own, **decay}
+    given = {"weight_decay": 0.1, "muon_weight_dimension_numbers": hidden}
+    taken = record.chosen(given, record.in_optax, record.make)
+    return {"learning_rate": record.learning_rate / 10, **own, **taken}
 
 
-OPTIMIZERS: dict[str, dict[str, float]] = {n: hyperparameters(r) for n, r in RECORDS.items()}
+OPTIMIZERS: dict[str, dict[str, Any]] = {n: hyperparameters(r) for n, r in RECORDS.items()}
 # (query, key) heads of a leaf set, for Adam-mini's blocks
 HEADS: dict[str, tuple[int, int]] = {"gpt2-124m": (12, 12), "llama-3.2-1b": (32, 8)}
 WEIGHT_SCALE, GRADIENT_SCALE = 0.02, 1e-3

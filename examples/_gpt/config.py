@@ -58,6 +58,16 @@ def matrices(params: Any) -> Any:
     return jax.tree.map(lambda p: p.ndim > 1, params)
 
 
+def hidden(params: Any) -> Any:
+    """Muon's matrices: all but embeddings, which also are the output head."""
+
+    def axes(path: Any, p: Any) -> Any:
+        embeds = "embed" in jax.tree_util.keystr(path)
+        return optax.contrib.MuonDimensionNumbers() if p.ndim == 2 and not embeds else None
+
+    return jax.tree_util.tree_map_with_path(axes, params)
+
+
 def warmup_cosine(peak: float, steps: int) -> optax.Schedule:
     """Linear warm-up over a twentieth of the steps, then a cosine to a twentieth."""
     warmup = max(1, steps // 20)
@@ -95,7 +105,11 @@ def _compressed(plain: Factory, **slots: codecs.GroupCodec) -> Factory:
 _DECAYED = {"weight_decay": 0.1, "mask": matrices}
 _ADAM = {"b1": 0.9, "b2": 0.99}  # 0.99: few tokens in a batch
 # what an optimizer has of its own
-_ARGUMENTS: dict[str, dict[str, Any]] = {"lion": {"weight_decay": 0.5}, "sgd": {"nesterov": True}}
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "lion": {"weight_decay": 0.5},
+    "sgd": {"nesterov": True},
+    "flash_muon": {"muon_weight_dimension_numbers": hidden, "adam_b2": _ADAM["b2"]},
+}
 
 
 def pair_of(record: Any) -> OptimizerPair:

@@ -27,12 +27,27 @@ def decayed(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(lambda keys, _: not is_norm(leaf_path(keys)), params)
 
 
+def hidden(params: Any) -> Any:
+    """Muon's matrices: all of the layers but norms, one a layer where they are stacked."""
+
+    def axes(keys: Any, p: Any) -> Any:
+        path = leaf_path(keys)
+        outside = any(name in str(path) for name in ("embed_tokens", "lm_head"))
+        if p.ndim < 2 or outside or is_norm(path):
+            return None
+        return optax.contrib.MuonDimensionNumbers(-2, -1)
+
+    return jax.tree_util.tree_map_with_path(axes, params)
+
+
 def _arguments(settings: Settings) -> dict[str, Any]:
     name, shape = settings.optimizer, settings.shape
     record = lowmem.OPTIMIZERS["flash_adamw" if name == PLAIN else name]
     known: dict[str, Any] = {
         "weight_decay": _DECAYS.get(name, _DECAY),
         "mask": decayed,
+        "muon_weight_dimension_numbers": hidden,
+        "adam_b2": 0.95,
         "blocks": lowmem.blocks.Structure(heads=shape.heads, kv_heads=shape.kv_heads),
     }
     if any(slot.name == "nu" for slot in record.rule.slots):  # Lion's b1 and b2 are others

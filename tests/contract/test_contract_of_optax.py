@@ -93,7 +93,7 @@ WITH_NUMBERS = {
     ),
 }  # fmt: skip
 # how wide or how often something is, which a trace must know: as warmup_steps and rank of optax
-STATIC = ("group_size", "bits", "every", "seed", "smooth_beta")
+STATIC = ("group_size", "bits", "every", "seed", "smooth_beta", "ns_steps")
 
 
 @pytest.mark.parametrize(

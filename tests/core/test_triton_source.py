@@ -116,6 +116,7 @@ OPTIONS = [
         {"rounding": "nearest", "master_rounding": "nearest"}, {"master_weight_bits": 32},
         {"split": "ulp"}, {"update_dtype": "param"}, {"mu": None}, {"master_weight_bits": None},
         {"mu": lowmem.codecs.linear4(), "nu": lowmem.codecs.linear4(signed=False)},
+        {"master_weight_bits": None, "master_rounding": "stochastic"},
     )
 ]  # fmt: skip
 STEPS = OF_RULES + OF_CODECS + OPTIONS

@@ -210,7 +210,7 @@ def test_the_counterpart_is_compared_by_itself(tx, said):
 def test_every_optimizer_is_compared(name):
     """With what its record names: AdamW's 12 bytes per parameter, or 8 with one moment."""
     found = report(lowmem.OPTIMIZERS[name].make(1e-3), LARGE)
-    moments = 1 if name in ("flash_lion", "flash_sgd") else 2
+    moments = 1 if name in ("flash_lion", "flash_sgd", "flash_muon") else 2
     assert found.counterpart and round(found.baseline.bytes_per_param) == 4 * (1 + moments)
 
 

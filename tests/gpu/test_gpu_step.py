@@ -147,9 +147,7 @@ def check_step(tx, old, one, other):
     assert [int(state.count) for _, state in (one, other)] == [int(old[1].count) + 1] * 2
 
 
-CASES = pairwise(
-    [list(lowmem.OPTIMIZERS), (24, 32, None), (True, False), ("stochastic", "nearest")]
-)
+CASES = pairwise([launch_cases.ALIKE, (24, 32, None), (True, False), ("stochastic", "nearest")])
 
 
 @pytest.mark.parametrize("optimizer, bits, direct, rounding", CASES)
@@ -159,12 +157,46 @@ def test_is_the_reference(kernel, optimizer, bits, direct, rounding):
     params, state = start(tx)
     assert on_gpu((params, state))
     plans = tx.engine.plans(params)
-    assert {choose(tx.engine.rule, plan)[0] for plan in plans} == {kernel}
+    assert {choose(tx.engine.rule.of_leaf(plan.matrices), plan)[0] for plan in plans} == {kernel}
     step = both(tx, direct)
     for i in range(STEPS):
         one, other = step(drawn(1 + i % 2, BF16), state, params)
         check_step(tx, (params, state), one, other)
         params, state = other
+
+
+@pytest.mark.parametrize("products", ["float32", "bfloat16"])
+def test_matrices_of_muon(kernel, products):
+    """Momenta of each matrix by the kernel, and directions of the same matrices, in bf16 too.
+
+    What comes before the products differs in last bits, so that each has roundings of its own.
+    """
+    rows = lowmem.OPTIMIZERS["flash_muon"]
+    how = lowmem.Storage(policy=POLICY)
+    tx = rows.make(LEARNING_RATE, storage=how, ns_dtype=products, weight_decay=0.1)
+    params, state = start(tx)
+    plans = tx.engine.plans(params)
+    assert {choose(tx.engine.rule.of_leaf(plan.matrices), plan)[0] for plan in plans} == {kernel}
+    step = both(tx)
+    before = lowmem.master_params(params, state)
+    for i in range(STEPS):
+        one, other = step(drawn(1 + i % 2, BF16), state, params)
+        for plan, wanted, found in zip(
+            plans, *(tx.engine.unpack(new, plans)[0] for _, new in (one, other)), strict=True
+        ):
+            for place, slot in enumerate(plan.slots):
+                stored = [
+                    (np.asarray(s.slots[place]), np.asarray(s.scales[place]))
+                    for s in (wanted, found)
+                ]
+                check_codes(plan, slot, *stored)
+        masters = [lowmem.master_params(*pair) for pair in (one, other)]
+        for plan in (plan for plan in plans if plan.matrices is not None):
+            a, b, w = (np.asarray(tree[plan.path], np.float64) for tree in (*masters, before))
+            assert np.linalg.norm(a - b) <= 2 * tolerances.MUON_BF16 * np.linalg.norm(a - w), (
+                plan.path
+            )
+        (params, state), before = other, masters[1]
 
 
 def check_two_steps(tx, dtype=BF16):
@@ -279,14 +311,18 @@ def maker(name):
 
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_a_step_is_in_place(name):
-    """At most 1 MB of temporaries; parameters and state are where they were."""
+    """At most 1 MB of temporaries; parameters and state are where they were.
+
+    Muon's are 7 arrays of a stack, of 2^23 elements in bf16, and what cuBLAS works with.
+    """
     tx = maker(name)
     grads, state, params = large(tx if name != "clipped" else tx.links[1])
     state = (optax.EmptyState(), state) if name == "clipped" else state
     step = jax.jit(functools.partial(lowmem.step, tx), donate_argnums=(1, 2))
     compiled = step.lower(grads, state, params).compile()
     memory = compiled.memory_analysis()
-    assert memory.temp_size_in_bytes <= 2**20
+    stack = 7 * 2 * 2**23 + 2**25 if name == "flash_muon" else 0
+    assert memory.temp_size_in_bytes <= 2**20 + stack
     arrays = [x for x in jax.tree.leaves((params, state)) if x.size > 1]
     assert memory.alias_size_in_bytes >= bytes_of(arrays)
     places = {x.unsafe_buffer_pointer() for x in arrays}

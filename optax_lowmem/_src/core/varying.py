@@ -51,15 +51,44 @@ def mean_of_leaf(x: jax.Array) -> jax.Array:
     axes = tuple(sorted(axes_of(x)))
     if axes:  # parts are of one size
         return lax.pmean(mean, axes)
+    _check_known("a mean over it")
+    return mean
+
+
+def _check_known(what: str) -> None:
+    """Raises inside a `shard_map` that does not say which values differ from device to device."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     for name in (name for name, kind in kinds if kind == AxisType.Manual):
         if not axes_of(lax.axis_index(name)):
             raise ValueError(
                 f"inside a shard_map with check_vma=False nobody knows whether a leaf is sharded "
-                f"over '{name}', and a mean over it is needed: use check_vma=True."
+                f"over '{name}', and {what} is needed: use check_vma=True."
             )
-    return mean
+
+
+def check_whole(path: str, tree: object) -> None:
+    """Raises inside a `shard_map` where arrays of a leaf may be parts of its matrices."""
+    axes = axes_of(tree)
+    if axes:
+        raise ValueError(
+            f"inside this shard_map leaf '{path}' may differ over {', '.join(sorted(axes))}, and a "
+            "direction of whole matrices is needed: use jit with shardings, which gathers them; or "
+            "keep the leaf replicated, with gradients from lax.pmean."
+        )
+    _check_known("all of each matrix")
+
+
+def after(x: object, earlier: object) -> Any:
+    """`x`, which must wait until `earlier` is there.
+
+    Inside a `shard_map` with check_vma, where the fence would make what devices have in common
+    differ from device to device, it does not wait: that costs memory only.
+    """
+    kinds = {axes_of(leaf) for leaf in jax.tree.leaves(x)}
+    if len(kinds) != 1 or not axes_of(earlier) <= min(kinds):
+        return x
+    return lax.optimization_barrier((x, earlier))[0]
 
 
 def check_blocks(blocks: Sequence[Block]) -> None:

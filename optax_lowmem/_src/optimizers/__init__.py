@@ -24,6 +24,7 @@ from optax_lowmem._src.optimizers.adam_mini import (
     scale_by_adam_mini,
 )
 from optax_lowmem._src.optimizers.lion import LionRule, flash_lion, scale_by_flash_lion
+from optax_lowmem._src.optimizers.muon import MuonRule, flash_muon
 from optax_lowmem._src.optimizers.record import Constructor, OptimizerRecord
 from optax_lowmem._src.optimizers.sgd import GradientRule, MomentumRule, flash_sgd, flash_trace
 from optax_lowmem._src.optimizers.stable_adamw import StableAdamRule, stable_adamw
@@ -131,6 +132,17 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
                 plain_scale_by=optax.identity,
             ),
         ),
+    ),
+    "flash_muon": OptimizerRecord(
+        rule=MuonRule(),
+        make=functools.partial(flash_muon, consistent_rms=0.2),
+        plain=functools.partial(optax.contrib.muon, consistent_rms=0.2),
+        learning_rate=1e-2,
+        optax_fields={
+            "mu": ("MuonState.mu", "ScaleByAdamState.mu"),
+            "nu": "ScaleByAdamState.nu",
+        },
+        optax_constants=("MuonState.ns_coeffs",),
     ),
 }
 

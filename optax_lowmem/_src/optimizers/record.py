@@ -21,7 +21,9 @@ class OptimizerRecord:
       make: constructor, of a learning rate and keyword arguments.
       plain: constructor of the f32 optimizer that it must follow, with the same arguments.
       learning_rate: one that converges on small problems.
-      optax_fields: slot -> type and field of optax's state, such as `TraceState.trace`.
+      optax_fields: slot -> type and field of optax's state, such as `TraceState.trace`; several
+        where one has some of the leaves and another the rest.
+      optax_constants: types and fields of optax's state that are as its `init` makes them.
       rate_factor: learning rate of a language model, relative to AdamW's.
       counterpart: constructor of the optax optimizer that has the same state in f32, where `plain`
         is not one of optax's.
@@ -35,7 +37,8 @@ class OptimizerRecord:
     make: Constructor
     plain: Constructor
     learning_rate: float
-    optax_fields: Mapping[str, str]
+    optax_fields: Mapping[str, str | tuple[str, ...]]
+    optax_constants: tuple[str, ...] = ()
     rate_factor: float = 1.0
     counterpart: Constructor | None = None
     undecayed: Constructor | None = None
@@ -45,8 +48,9 @@ class OptimizerRecord:
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """The slots with one value per parameter, which are 8-bit by default."""
-        return tuple(slot.name for slot in self.rule.slots if not slot.shared)
+        """The slots with one value per parameter, of every leaf, which are 8-bit by default."""
+        slots = self.rule.slots
+        return tuple(slot.name for slot in slots if not slot.shared and not slot.of_rest)
 
     @property
     def in_optax(self) -> Constructor:

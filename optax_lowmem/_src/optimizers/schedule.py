@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 
 from optax_lowmem._src.core.block import BlockStructure
 from optax_lowmem._src.core.hyperparameters import Formula, as_f32, check_range
+from optax_lowmem._src.core.matrices import MatrixAxes
 from optax_lowmem._src.core.rules import UpdateRule
 from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
 from optax_lowmem._src.update.engine import Engine
@@ -53,6 +54,7 @@ def optimizer(
     rate_in_rule: bool = False,
     slot_dtypes: Mapping[str, DTypeLike | None] | None = None,
     structure: BlockStructure | None = None,
+    matrices: MatrixAxes | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The transformation w <- w - lr (direction + weight_decay w) of a rule.
 
@@ -70,6 +72,7 @@ def optimizer(
         `optax.rmsprop` before its momentum.
       slot_dtypes: dtype of slots where they are not compressed.
       structure: which elements share slots, of a rule with shared slots.
+      matrices: which leaves are matrices, of a rule that tells them apart.
     """
     _check_storage(storage, structure)
     _warn_of_slot_dtypes(storage, slot_dtypes)
@@ -95,6 +98,7 @@ def optimizer(
         decay_mask=mask,
         slot_dtypes=slot_dtypes or {},
         structure=structure,
+        matrices=matrices,
     ).transformation()
 
 

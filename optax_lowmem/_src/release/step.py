@@ -11,7 +11,7 @@ from jax import lax
 
 from optax_lowmem._src.core import random, scope, trees, varying
 from optax_lowmem._src.core.placement import placements
-from optax_lowmem._src.core.rules import UpdateRule
+from optax_lowmem._src.core.rules import MatrixRule, UpdateRule
 from optax_lowmem._src.release.model import (
     Layered,
     LayerFunction,
@@ -50,10 +50,17 @@ def layer_plan(rule: UpdateRule, plan: LeafPlan, layers: int, per_layer: bool) -
 
 
 def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
-    if rule.prepares == "leaf" and not per_layer:
+    own = rule.of_leaf(plan.matrices)
+    measures = own.prepares == "leaf" or (isinstance(own, MatrixRule) and own.of_whole_leaf)
+    if measures and not per_layer:
         return (
-            f"{type(rule).__name__} measures all of a tensor before it steps. per_layer=True "
+            f"{type(own).__name__} measures all of a tensor before it steps. per_layer=True "
             "measures each layer on its own, as in the same model with unrolled layers."
+        )
+    if plan.matrices is not None and 0 in (*plan.matrices.rows, *plan.matrices.columns):
+        return (
+            "they are rows or columns of its matrices. Leave the first axis out of its "
+            "MuonDimensionNumbers."
         )
     place = scope.placement(plan.path)
     if place is not None and place.parts(0) > 1:
@@ -81,18 +88,6 @@ def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
                 f"Policy(exclude=('{slot.name}:{plan.path}',))."
             )
     return None
-
-
-def after(x: object, earlier: object) -> Any:
-    """`x`, which must wait until `earlier` is there.
-
-    Inside a `shard_map` with check_vma, where the fence would make what devices have in common
-    differ from device to device, it does not wait: that costs memory only.
-    """
-    kinds = {varying.axes_of(leaf) for leaf in jax.tree.leaves(x)}
-    if len(kinds) != 1 or not varying.axes_of(earlier) <= min(kinds):
-        return x
-    return lax.optimization_barrier((x, earlier))[0]
 
 
 def groups_of_blocks(plan: LeafPlan, layers: int) -> int:
@@ -203,7 +198,9 @@ class Run:
         """The new parameters and state."""
         treedef: Any = jax.tree.structure(params)
         before = self.before
-        state = self.engine.pack(self.count, before.seed, self.states, self.shared, params, before)
+        state = self.engine.pack(
+            self.count, before.seed, self.plans, self.states, self.shared, params, before
+        )
         return treedef.unflatten(self.weights), state
 
     def add(self, positions: Sequence[int], gradients: Sequence[jax.Array]) -> None:
@@ -230,7 +227,7 @@ class Run:
         for i in indices:
             self.totals.pop(i, None)
         self.set(indices, *found)
-        return after(then, found)
+        return varying.after(then, found)
 
     def update_layer(
         self, stack: Stack, layer: jax.Array, gradients: list[jax.Array], leaves: Any

@@ -35,14 +35,16 @@ from optax_lowmem._src.core.compiled import (
     unstacked,
     widened,
 )
+from optax_lowmem._src.core.matrices import MatrixAxes
 from optax_lowmem._src.core.policy import warn_of_patterns
-from optax_lowmem._src.core.rules import OF_BLOCK, Slot, UpdateRule
+from optax_lowmem._src.core.rules import OF_BLOCK, MatrixRule, Slot, UpdateRule
 from optax_lowmem._src.update import (
     LeafPlan,
     LeafState,
     block_means,
     choose,
     fused_updates,
+    matrices,
     on_mesh,
     place_of_mean,
     reference,
@@ -52,6 +54,7 @@ from optax_lowmem._src.update.masters import (
     check_order,
     initial_correction,
     promoted,
+    rounds_weights,
 )
 from optax_lowmem._src.update.plan import plan_leaves
 from optax_lowmem._src.update.storage import Storage
@@ -78,6 +81,7 @@ class Engine:
       decay_mask: optax-style mask of weight decay.
       slot_dtypes: dtype of slots where they are not compressed, f32 unless given.
       structure: which elements share the slots that the rule's blocks share.
+      matrices: which leaves are matrices, of a rule that tells them apart.
     """
 
     rule: UpdateRule
@@ -88,6 +92,7 @@ class Engine:
     decay_mask: optax.MaskOrFn = None
     slot_dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     structure: BlockStructure | None = None
+    matrices: MatrixAxes | None = None
 
     def transformation(self) -> "EngineTransformation":
         """The optax transformation."""
@@ -102,7 +107,7 @@ class Engine:
         return plan_leaves(
             self.rule, self.storage, params, state, weights=self.weights,
             decay_mask=self.decay_mask, slot_dtypes=self.slot_dtypes, structure=self.structure,
-            direct=direct,
+            matrices=self.matrices, direct=direct,
         )  # fmt: skip
 
     # ---- state -------------------------------------------------------------------------------
@@ -112,7 +117,8 @@ class Engine:
         leaves = jax.tree.leaves(params)
         plans = self.plans(params)
         for plan in plans:
-            scope.record(scope.Decision(plan.path, "step", *choose(self.rule, plan)))
+            own = self.rule.of_leaf(plan.matrices)
+            scope.record(scope.Decision(plan.path, "step", *choose(own, plan)))
         warn_of_patterns(self.storage.policy, params)
         if self.structure is not None:
             self.structure.warn(params)
@@ -133,30 +139,52 @@ class Engine:
             states.append(LeafState(own, scale, correction))
             laid.append(own_shared)
         seed = scope.provided_seed(self.storage.seed)
-        return self.pack(count, seed, states, laid, params)
+        return self.pack(count, seed, plans, states, laid, params)
 
     def pack(
         self,
         count: jax.Array,
         seed: jax.Array,
+        plans: list[LeafPlan],
         states: list[LeafState],
         shared: list[LeafState],
         params: optax.Params,
         before: optax.OptState | None = None,
     ) -> Any:
-        """The state of a tree like the parameters; `before` is the one before the step."""
+        """The state of a tree like the parameters; `before` is the one before the step.
+
+        A leaf without a slot, which its rule has not, has a 0-d placeholder in its place.
+        """
 
         def like(field: str, arrays: list[Any]) -> Any:
             return boxes.like(params, arrays, getattr(before, field, None))
 
         fields: dict[str, Any] = {"count": count, "seed": seed}
-        for slots, of_leaves in ((self._slots(False), states), (self._slots(True), shared)):
-            for i, name in enumerate(slots):
-                fields[name] = like(name, [s.slots[i] for s in of_leaves])
-                fields[f"{name}_scale"] = like(f"{name}_scale", [s.scales[i] for s in of_leaves])
+        absent = self._placeholders(len(plans), before)
+        for of_blocks, leaves in ((False, states), (True, shared)):
+            for name in self._slots(of_blocks):
+                own = [_names(plan, of_blocks) for plan in plans]
+                for field, column in ((name, "slots"), (f"{name}_scale", "scales")):
+                    arrays = [getattr(leaf, column) for leaf in leaves]
+                    rows = enumerate(zip(own, arrays, strict=True))
+                    fields[field] = like(
+                        field,
+                        [
+                            of_leaf[names.index(name)] if name in names else absent[field][i]
+                            for i, (names, of_leaf) in rows
+                        ],
+                    )
         corrections = [s.correction for s in states]
         fields["correction"] = like("correction", corrections) if self.weights else None
         return self.rule.state_type(**fields)
+
+    def _placeholders(self, count: int, before: optax.OptState | None) -> dict[str, list[Any]]:
+        """Arrays for fields that some leaves have no slot for: the old ones, or one a leaf."""
+        names = [slot.name for slot in self.rule.slots if slot.of_rest]
+        fields = [field for name in names for field in (name, f"{name}_scale")]
+        if before is not None:
+            return {field: jax.tree.leaves(getattr(before, field)) for field in fields}
+        return compiled(_nothing)(fields, count) if fields else {}
 
     def _slots(self, shared: bool) -> list[str]:
         return [slot.name for slot in self.rule.slots if slot.shared == shared]
@@ -175,13 +203,20 @@ class Engine:
                 )
             return leaves
 
-        nothing: list[Any] = [()] * len(plans)
         corrections = column("correction") if self.weights else [NO_CORRECTION] * len(plans)
         found: list[list[LeafState]] = []
-        for names in (self._slots(False), self._slots(True)):
-            slots = list(zip(*map(column, names), strict=True)) or nothing
-            scales = list(zip(*(column(f"{name}_scale") for name in names), strict=True)) or nothing
-            found.append(list(map(LeafState, slots, scales, corrections)))
+        for of_blocks in (False, True):
+            names = self._slots(of_blocks)
+            columns = {f: column(f) for name in names for f in (name, f"{name}_scale")}
+            leaves = []
+            for i, (plan, correction) in enumerate(zip(plans, corrections, strict=True)):
+                own = _names(plan, of_blocks)
+                for name in set(names).difference(own):
+                    _check_array(plan, name, columns[name][i], (), jnp.float32)
+                slots = tuple(columns[name][i] for name in own)
+                scales = tuple(columns[f"{name}_scale"][i] for name in own)
+                leaves.append(LeafState(slots, scales, correction))
+            found.append(leaves)
         states, shared = found
         for plan, leaf, own_shared in zip(plans, states, shared, strict=True):
             _check_slots(plan, leaf, plan.storage)
@@ -250,7 +285,7 @@ class Engine:
         weights = jax.tree.leaves(params) if self.weights else [None] * len(plans)
         if self.weights:
             check_order(gradients, params, state.correction)
-        if any(plan.split or any(s.codec for s in (*plan.slots, *plan.shared)) for plan in plans):
+        if any(plan.lands or any(s.codec for s in (*plan.slots, *plan.shared)) for plan in plans):
             gradients, weights, h = derivative.without((gradients, weights, dict(h)))
         states, shared = self.unpack(state, plans)
         paths = [plan.path for plan in plans]
@@ -264,7 +299,7 @@ class Engine:
         if not self.weights and self.storage.update_dtype == "param":
             results = as_given(results, gradients)
         results = jax.tree.unflatten(jax.tree.structure(like), results)
-        return results, self.pack(count, state.seed, states, shared, like, state)
+        return results, self.pack(count, state.seed, plans, states, shared, like, state)
 
     def _stand_in(
         self, updates: optax.Updates, state: optax.OptState, h: Mapping[str, jax.Array]
@@ -286,6 +321,8 @@ class Engine:
             reason = f"the state corrects the 16-bit weight '{corrected[0]}'"
         elif "decay" in h or "l2" in h:
             reason = "weight decay takes a share of it"
+        elif rounds_weights(self.storage) and any(map(_is_narrow, jax.tree.leaves(updates))):
+            reason = "a 16-bit weight without a correction is rounded itself"
         elif self.storage.update_dtype == "param":
             reason = "update_dtype='param' asks for its dtype"
         if reason is not None:
@@ -294,6 +331,10 @@ class Engine:
 
 
 # ---- the leaves of a step ------------------------------------------------------------------------
+
+
+def _is_narrow(x: jax.Array) -> bool:
+    return numerics.is_narrow(jnp.result_type(x))
 
 
 @compiled
@@ -361,7 +402,52 @@ def _step_leaves(
     keys: jax.Array,
     shared_keys: jax.Array,
 ) -> tuple[list[jax.Array], list[LeafState], list[LeafState]]:
-    """`step_leaves` of all that it depends on."""
+    """`step_leaves` of all that it depends on: the leaves of each of its rules together."""
+    parts: dict[UpdateRule, list[int]] = {}
+    for i, plan in enumerate(plans):
+        parts.setdefault(rule.of_leaf(plan.matrices), []).append(i)
+    if parts.keys() <= {rule}:
+        return _step_alike(
+            rule, implementation, h, plans, gradients, weights, states, shared, keys, shared_keys
+        )
+    results: dict[int, tuple[jax.Array, LeafState, LeafState]] = {}
+    for own, indices in parts.items():
+        places = jnp.asarray(indices)
+        found = _step_alike(
+            own,
+            implementation,
+            rule.hyperparameters_of(plans[indices[0]].matrices, h),
+            [plans[i] for i in indices],
+            [gradients[i] for i in indices],
+            [weights[i] for i in indices],
+            [states[i] for i in indices],
+            [shared[i] for i in indices],
+            keys[places],
+            shared_keys[places],
+        )
+        results.update(zip(indices, zip(*found, strict=True), strict=True))
+    updates, new, new_shared = zip(*(results[i] for i in range(len(plans))), strict=True)
+    return list(updates), list(new), list(new_shared)
+
+
+def _step_alike(
+    rule: UpdateRule,
+    implementation: str | None,
+    h: Mapping[str, jax.Array],
+    plans: list[LeafPlan],
+    gradients: list[jax.Array],
+    weights: list[Any],
+    states: list[LeafState],
+    shared: list[LeafState],
+    keys: jax.Array,
+    shared_keys: jax.Array,
+) -> tuple[list[jax.Array], list[LeafState], list[LeafState]]:
+    """`_step_leaves` of leaves of one rule."""
+    if isinstance(rule, MatrixRule):
+        found = matrices.step_leaves(
+            rule, h, plans, gradients, weights, states, keys, implementation
+        )
+        return [update for update, _ in found], [leaf for _, leaf in found], shared
     of_leaves: list[Mapping[str, jax.Array]] = [h] * len(plans)
     if rule.prepares is not None:
         of_leaves, shared = prepare_leaves(
@@ -421,6 +507,11 @@ def _zeros(
     return jnp.zeros((), jnp.int32), scales, of_shared, [jnp.zeros((), jnp.int8) for _ in forms]
 
 
+def _nothing(fields: list[str], count: int) -> dict[str, list[jax.Array]]:
+    """0-d arrays, each of its own: donated, none may be there twice."""
+    return {field: [jnp.zeros((), jnp.float32) for _ in range(count)] for field in fields}
+
+
 def _laid(plan: LeafPlan, leaf: Any, tree: Any) -> Any:
     """Scales and shared slots where their parameter lies on Explicit axes, as steps leave them."""
     return jax.tree.map(
@@ -430,6 +521,11 @@ def _laid(plan: LeafPlan, leaf: Any, tree: Any) -> Any:
 
 
 # ---- checks --------------------------------------------------------------------------------------
+
+
+def _names(plan: LeafPlan, of_blocks: bool) -> list[str]:
+    """The slots of a leaf with a value an element, or those with one a block."""
+    return [slot.name for slot in (plan.shared if of_blocks else plan.slots)]
 
 
 def _check_slots(plan: LeafPlan, state: LeafState, forms: list[StoredSlot]) -> None:

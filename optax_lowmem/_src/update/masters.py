@@ -20,21 +20,39 @@ def split_for(storage: Storage, dtype: jnp.dtype) -> MasterSplit | None:
     """Return the split of master weights of a dtype; None for f32 or without master weights."""
     if dtype == jnp.float32 or storage.master_weight_bits is None:
         return None
-    return master_split(dtype, storage.master_weight_bits, storage.split, storage.master_rounding)
+    rounding = storage.master_rounding or "stochastic"
+    return master_split(dtype, storage.master_weight_bits, storage.split, rounding)
+
+
+def rounds_weights(storage: Storage) -> bool:
+    """Return whether 16-bit weights without a correction are rounded stochastically."""
+    return storage.master_weight_bits is None and storage.master_rounding == "stochastic"
 
 
 def choose_split(storage: Storage, path: str, dtype: jnp.dtype) -> MasterSplit | None:
-    """`split_for`, with the reason recorded."""
+    """`split_for`, with the reason recorded.
+
+    Raises:
+      ValueError: for fp16 weights that would be rounded stochastically.
+    """
     split = split_for(storage, dtype)
+    rounds = rounds_weights(storage) and dtype != jnp.float32
+    if rounds and dtype != jnp.bfloat16:
+        raise ValueError(
+            f"weight '{path}' is {dtype}: only bfloat16 weights can be rounded stochastically "
+            "without a correction. Use master_weight_bits=24, or master_rounding='nearest'."
+        )
     if split is not None:
         reason = f"{split.bits}-bit master weights"
         if split.bits == 24:
             reason += f", {'stochastic' if split.stochastic else 'nearest'} rounding"
     elif dtype == jnp.float32:
         reason = "an f32 parameter is its own master weight"
+    elif rounds:
+        reason = "master_weight_bits is None: the weight itself is rounded, stochastically"
     else:
         reason = "master_weight_bits is None: steps under half an ulp of the weight are lost"
-    form, stochastic = (split.name, split.stochastic) if split else (None, False)
+    form, stochastic = (split.name, split.stochastic) if split else (None, rounds)
     scope.record(scope.Decision(path, "correction", form, reason, stochastic=stochastic))
     return split
 

@@ -83,10 +83,10 @@ def with_placeholders(
 
 
 def update_dtype(plan: LeafPlan, p: jax.Array | None) -> jnp.dtype:
-    """dtype of the first result: a weight's where the leaf has a split or the plan is direct."""
+    """dtype of the first result: a weight's where the step `lands` on one or the plan is direct."""
     if p is None:
-        return jnp.dtype(jnp.float32)
-    return p.dtype if plan.direct or plan.split is not None else plan.update_dtype
+        return plan.update_dtype
+    return p.dtype if plan.direct or plan.lands else plan.update_dtype
 
 
 def slot_tilings(plan: LeafPlan, tiling: Tiling) -> list[Tiling]:

@@ -30,6 +30,8 @@ def supported(plan: LeafPlan, platform: str) -> str | None:
         return f"the packed path is for XLA's CPU backend, not {platform}"
     if not plan.grouped:
         return "no slot is compressed: plain elementwise work, which XLA fuses well"
+    if plan.rounds:
+        return "a weight goes into a word beside its correction, and has none"
     return None
 
 

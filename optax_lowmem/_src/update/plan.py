@@ -11,9 +11,10 @@ import optax
 from optax_lowmem._src.codecs import GroupCodec, MasterSplit, StoredSlot
 from optax_lowmem._src.core import scope, trees
 from optax_lowmem._src.core.block import Block, BlockStructure
+from optax_lowmem._src.core.matrices import Matrices, MatrixAxes
 from optax_lowmem._src.core.policy import Policy
 from optax_lowmem._src.core.rules import Slot, UpdateRule
-from optax_lowmem._src.update.masters import choose_split
+from optax_lowmem._src.update.masters import choose_split, rounds_weights
 from optax_lowmem._src.update.storage import Storage
 
 
@@ -50,6 +51,8 @@ class LeafPlan:
       direct: whether the step returns new parameters instead of updates.
       block: the elements that share a value of block-wise slots; None where the rule has none.
       shared: one plan per block-wise slot; groups are of all its values, as one row.
+      matrices: of a leaf whose direction is taken of whole matrices.
+      rounds: whether a 16-bit weight without a split is rounded stochastically.
     """
 
     path: str
@@ -63,6 +66,8 @@ class LeafPlan:
     direct: bool = False
     block: Block | None = None
     shared: tuple[SlotPlan, ...] = ()
+    matrices: Matrices | None = None
+    rounds: bool = False
 
     @property
     def nameless(self) -> "LeafPlan":
@@ -103,7 +108,12 @@ class LeafPlan:
     @property
     def stochastic_master(self) -> bool:
         """Return whether the master weight takes random bits."""
-        return self.split is not None and self.split.stochastic
+        return self.rounds or (self.split is not None and self.split.stochastic)
+
+    @property
+    def lands(self) -> bool:
+        """Return whether a step has a weight of its own to reach, to which its update leads."""
+        return self.rounds or self.split is not None
 
     @property
     def noisy(self) -> bool:
@@ -202,6 +212,7 @@ def plan_leaves(
     decay_mask: optax.MaskOrFn = None,
     slot_dtypes: Mapping[str, Any] | None = None,
     structure: BlockStructure | None = None,
+    matrices: MatrixAxes | None = None,
     direct: bool = False,
 ) -> list[LeafPlan]:
     """The plan of each leaf; decisions are recorded.
@@ -215,6 +226,8 @@ def plan_leaves(
       decay_mask: optax-style mask of weight decay.
       slot_dtypes: dtype of slots where they are not compressed, f32 unless given.
       structure: which elements share the slots that the rule's blocks share.
+      matrices: which leaves are matrices, of a rule that tells them apart; weight decay of the
+        others has no mask.
       direct: whether the step returns new parameters instead of updates.
     """
     leaves = trees.named_leaves(params)
@@ -223,6 +236,7 @@ def plan_leaves(
     masked_out = storage.policy.masked_out(params)
     decays = _decays(decay_mask, params)
     blocks = structure.infer(params) if structure else {}
+    axes = matrices.of(params) if matrices else {}
     nearest = _rounded_to_nearest(storage, structure, params)
     plans = []
     for (path, leaf), decay, stored in zip(
@@ -235,7 +249,7 @@ def plan_leaves(
                 storage, slot, path, shape, path in masked_out, path in nearest, block,
                 slot.name in stored, (slot_dtypes or {}).get(slot.name),
             )
-            for slot in rule.slots
+            for slot in rule.of_leaf(axes.get(path)).slots
         }  # fmt: skip
         in_dtype = weights and storage.update_dtype == "param"
         plans.append(
@@ -247,10 +261,12 @@ def plan_leaves(
                 slots=tuple(plan for slot, plan in slots.items() if not slot.shared),
                 split=choose_split(storage, path, dtype) if weights else None,
                 update_dtype=dtype if in_dtype else jnp.dtype(jnp.float32),
-                decays=decay,
+                decays=decay or (matrices is not None and path not in axes),
                 direct=direct,
                 block=block,
                 shared=tuple(plan for slot, plan in slots.items() if slot.shared),
+                matrices=axes.get(path),
+                rounds=weights and dtype != jnp.float32 and rounds_weights(storage),
             )
         )
     return plans

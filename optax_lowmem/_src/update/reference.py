@@ -282,19 +282,27 @@ def move(
     correction: jax.Array,
     noise: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The weight where it lands and its correction; without a split the update, if not `direct`.
+    """The weight where it lands and its correction; if it does not, the update, if not `direct`.
 
     `emit` makes an update of it. `noise` is of `master_noise`, or of `random.leaf_bits`.
     """
     if plan.split is not None:
         return land(plan.split, p, step, correction, plan.update_dtype, plan.direct, noise)
+    if plan.rounds:
+        assert noise is not None  # `stochastic_master` asks for it
+        return numerics.narrow_stochastically(numerics.widen(p) - step, noise), correction
     update = (-step).astype(plan.update_dtype)
     return (optax.apply_updates(p, update) if plan.direct else update), correction
 
 
 def emit(plan: LeafPlan, p: jax.Array | None, moved: jax.Array) -> jax.Array:
-    """The update of `move`'s weight, or the new weight of a plan that is `direct`."""
-    if p is None or plan.direct or plan.split is None:
+    """The update of `move`'s weight, or the new weight of a plan that is `direct`.
+
+    Without a weight it is the rule's direction in the plan's dtype of updates.
+    """
+    if p is None:
+        return moved.astype(plan.update_dtype)
+    if plan.direct or not plan.lands:
         return moved
     return update_towards(moved, p, plan.update_dtype)
 

@@ -1,0 +1,345 @@
+"""Muon with 8-bit momentum: matrices by Newton-Schulz iterations, all else by AdamW."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import DTypeLike
+
+from optax_lowmem._src.core.hyperparameters import (
+    Formula,
+    as_f32,
+    bias_correction,
+    check_range,
+    complement,
+    following,
+)
+from optax_lowmem._src.core.matrices import Dimensions, Matrices, MatrixAxes
+from optax_lowmem._src.core.rules import MatrixRule, Slot, UpdateRule
+from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
+from optax_lowmem._src.optimizers.adam import AdamRule, adam_moments, is_zero
+from optax_lowmem._src.optimizers.newton_schulz import (
+    PRECONDITIONINGS,
+    PRESETS,
+    STANDARD,
+    Coefficients,
+    polar_factors,
+)
+from optax_lowmem._src.optimizers.schedule import at_count, optimizer
+from optax_lowmem._src.update.storage import Storage
+
+_OF_ADAM = "adam_"  # begins the names of AdamW's hyperparameters among Muon's
+
+
+class FlashMuonState(NamedTuple):
+    """State of Muon; every tree has the parameters' structure."""
+
+    count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
+    seed: jax.Array  # shape=(), dtype=jnp.uint32
+    mu: Any  # int8 codes of the parameter's shape, or f32
+    mu_scale: Any  # shape[:-1] + (groups,), or 0-d
+    nu: Any  # uint8 codes, or f32; 0-d for matrices, which have none
+    nu_scale: Any
+    correction: Any  # int8 or int16 beside 16-bit weights, or 0-d
+
+
+@dataclasses.dataclass(frozen=True)
+class OrthogonalRule(MatrixRule):
+    r"""m = beta m + (1-beta) g; the direction is U V^T of the debiased m = U S V^T, about.
+
+    Attributes:
+      nesterov: whether it is that of beta m + (1-beta) g.
+      adaptive: whether it is multiplied by <m, U V^T>.
+      coefficients: of the iterations.
+      preconditioning: before them.
+      products: their dtype; None is bf16, and f32 where JAX's default backend is a CPU.
+    """
+
+    nesterov: bool = True
+    adaptive: bool = False
+    coefficients: Coefficients = (STANDARD,) * 5
+    preconditioning: str = "frobenius"
+    products: Any = None
+
+    slots: ClassVar[tuple[Slot, ...]] = (Slot("mu", signed=True),)
+    state_type = FlashMuonState
+
+    def update(
+        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The debiased momentum and the new m."""
+        mu = h["beta"] * slots["mu"] + h["one_minus_beta"] * g
+        debiased = h["mu_scale"] * mu
+        return (debiased + h["g_scale"] * g if self.nesterov else debiased), {"mu": mu}
+
+    @property
+    def dtype(self) -> Any:
+        """That of the products."""
+        by_default = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+        return by_default if self.products is None else self.products
+
+    @property
+    def of_whole_leaf(self) -> bool:
+        """Return whether the dual norm, a sum over the leaf, is a factor."""
+        return self.adaptive
+
+    def of_matrices(self, stack: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
+        """U V^T, about."""
+        return polar_factors(stack, self.coefficients, self.preconditioning, h["eps"])
+
+    def scale(
+        self,
+        matrices: Matrices,
+        before: jax.Array,
+        direction: jax.Array,
+        h: Mapping[str, jax.Array],
+    ) -> jax.Array:
+        """sqrt(max(1, fan_out / fan_in)), or consistent_rms sqrt(max(fan_in, fan_out))."""
+        fan_in, fan_out = matrices.fans(before.shape)
+        factor = jnp.float32(max(1.0, fan_out / max(1, fan_in)) ** 0.5)
+        if "consistent_rms" in h:
+            factor = h["consistent_rms"] * jnp.float32(max(fan_in, fan_out) ** 0.5)
+        if self.adaptive:
+            wide = before.astype(jnp.float32), direction.astype(jnp.float32)
+            factor = factor * jnp.sum(wide[0] * wide[1])
+        return factor
+
+
+@dataclasses.dataclass(frozen=True)
+class MuonRule(UpdateRule):
+    """Of matrices one rule, and of all other leaves another.
+
+    Attributes:
+      of_matrix: that of matrices.
+      rest: that of the others, with "adam_" before the names of its hyperparameters.
+    """
+
+    of_matrix: OrthogonalRule = OrthogonalRule()
+    rest: AdamRule = AdamRule(nesterov=True)
+
+    slots: ClassVar[tuple[Slot, ...]] = (
+        Slot("mu", signed=True),
+        Slot("nu", signed=False, of_rest=True),
+    )
+    state_type = FlashMuonState
+    prepares = "matrices"
+
+    def of_leaf(self, matrices: Matrices | None) -> UpdateRule:
+        """Return the rule of a leaf."""
+        return self.rest if matrices is None else self.of_matrix
+
+    def hyperparameters_of(
+        self, matrices: Matrices | None, h: Mapping[str, jax.Array]
+    ) -> Mapping[str, jax.Array]:
+        """Those of the rule of a leaf; the gradient's factor is that of both."""
+        if matrices is not None:
+            return {name: x for name, x in h.items() if not name.startswith(_OF_ADAM)}
+        own = {name.removeprefix(_OF_ADAM): x for name, x in h.items() if name.startswith(_OF_ADAM)}
+        shared = {name: x for name, x in h.items() if name == "gradient_scale"}
+        return {**own, **shared}
+
+    def update(
+        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Raises: `of_leaf` has the rule of each leaf."""
+        raise NotImplementedError("the rule of a leaf is of_leaf(matrices)")
+
+
+def _of_step(
+    beta: Scalar,
+    eps: Scalar,
+    nesterov: bool,
+    consistent_rms: Scalar | None,
+    adam: Formula,
+    adam_learning_rate: ScalarOrSchedule,
+    adam_weight_decay: Scalar | None,
+    count: jax.Array,
+) -> dict[str, jax.Array]:
+    step = following(count)
+    own, one_minus = as_f32("beta", beta), complement("beta", beta)
+    h = {"beta": own, "one_minus_beta": one_minus, "eps": as_f32("eps", eps)}
+    if nesterov:  # the momentum of the next step, with its own debiasing
+        h["mu_scale"] = own / bias_correction("beta", beta, following(step))
+        h["g_scale"] = one_minus / bias_correction("beta", beta, step)
+    else:
+        h["mu_scale"] = 1 / bias_correction("beta", beta, step)
+    if consistent_rms is not None:
+        h["consistent_rms"] = as_f32("consistent_rms", consistent_rms)
+    rate = at_count("adam_learning_rate", adam_learning_rate, count)
+    of_adam = {**adam(count), "lr": rate}
+    if adam_weight_decay is not None:
+        of_adam["decay"] = as_f32("adam_weight_decay", adam_weight_decay) * rate
+    return {**h, **{f"{_OF_ADAM}{name}": x for name, x in of_adam.items()}}
+
+
+def _coefficients(ns_coeffs: Any, ns_steps: int) -> Coefficients:
+    """(a, b, c) of each iteration."""
+    if type(ns_steps) is not int or ns_steps < 1:
+        raise TypeError(
+            f"ns_steps must be an int of at least 1 known when tracing, got {ns_steps!r}. Inside "
+            "inject_hyperparams name it in static_args."
+        )
+    given = ns_coeffs
+    if isinstance(ns_coeffs, str):
+        if ns_coeffs not in PRESETS:
+            raise ValueError(f"ns_coeffs must be one of {tuple(PRESETS)} or numbers: {ns_coeffs!r}")
+        given = PRESETS[ns_coeffs]
+    try:
+        rows = [row if isinstance(row, Sequence) else (row,) for row in given]
+        flat = len(rows) == 3 and all(len(row) == 1 for row in rows)
+        found = [tuple(float(row[0]) for row in rows)] if flat else rows
+        numbers = [tuple(map(float, row)) for row in found]
+    except TypeError as error:
+        raise TypeError(
+            f"ns_coeffs takes three numbers, or three for each iteration, got {ns_coeffs!r}"
+        ) from error
+    if not numbers or any(len(row) != 3 for row in numbers):
+        raise ValueError(f"ns_coeffs must have shape (3,) or (n, 3), got {ns_coeffs!r}")
+    if flat:
+        numbers *= ns_steps
+    elif len(numbers) > ns_steps:
+        raise ValueError(
+            f"ns_coeffs are of {len(numbers)} iterations and ns_steps={ns_steps}: give as many "
+            "steps, or fewer coefficients."
+        )
+    return tuple((a, b, c) for a, b, c in numbers)
+
+
+def _products(ns_dtype: DTypeLike | None) -> Any:
+    """The dtype that was asked for, or None."""
+    dtype = None if ns_dtype is None else jnp.dtype(ns_dtype)
+    if dtype not in (None, jnp.float32, jnp.bfloat16):
+        raise ValueError(f"ns_dtype must be float32, bfloat16 or None, got {ns_dtype!r}")
+    return dtype
+
+
+def flash_muon(
+    learning_rate: ScalarOrSchedule,
+    ns_coeffs: Sequence[float] | Sequence[Sequence[float]] | str = STANDARD,
+    ns_steps: int = 5,
+    beta: float | jax.Array = 0.95,
+    eps: float | jax.Array = 1e-8,
+    weight_decay: ScalarOrSchedule = 0.0,
+    weight_decay_mask: optax.MaskOrFn = None,
+    mu_dtype: DTypeLike | None = None,
+    *,
+    nesterov: bool = True,
+    adaptive: bool = False,
+    preconditioning: str = "frobenius",
+    adam_b1: float | jax.Array = 0.9,
+    adam_b2: float | jax.Array = 0.999,
+    adam_eps_root: float | jax.Array = 0.0,
+    adam_weight_decay: float | jax.Array = 0.0,
+    adam_learning_rate: ScalarOrSchedule | None = None,
+    muon_weight_dimension_numbers: Dimensions = None,
+    consistent_rms: float | jax.Array | None = None,
+    ns_dtype: DTypeLike | None = None,
+    storage: Storage = Storage(),  # noqa: B008 (frozen)
+    decouple_lr: bool | float = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""Muon with 8-bit momentum and split master weights: 4.06 bytes per parameter with its weight.
+
+    .. math::
+      m_t = \beta m_{t-1} + (1-\beta) g_t, \quad
+      \tilde m_t = \frac{\beta m_t}{1-\beta^{t+1}} + \frac{(1-\beta) g_t}{1-\beta^t}
+      = U \Sigma V^\top, \\
+      \theta_t = \theta_{t-1} - \eta_t \left(s\, U V^\top + \lambda \theta_{t-1}\right)
+
+    with :math:`U V^\top` by iterations :math:`X \leftarrow a X + (b A + c A^2) X, A = X X^\top`,
+    for matrices; AdamW for all other leaves. The arguments up to `consistent_rms`, their order and
+    defaults, and which leaves are matrices are those of `optax.contrib.muon`: leaves of two
+    dimensions, embeddings and output heads included, unless `muon_weight_dimension_numbers` says
+    otherwise. Muon's authors leave those two to AdamW.
+
+    Args:
+      learning_rate: number, f32 scalar or schedule.
+      ns_coeffs: a, b, c of every iteration, or of each (which then are as many as there are), or
+        the name of a preset, `standard` or `dion`; numbers known when tracing.
+      ns_steps: number of iterations.
+      beta: decay of the momentum, in [0, 1).
+      eps: added to the norm of a matrix, and to Adam's root.
+      weight_decay: of matrices: number, f32 scalar or schedule; decoupled, times the learning rate.
+      weight_decay_mask: where that applies; other leaves have no part in it.
+      mu_dtype: dtype of the momentum where it is not compressed; f32 by default.
+      nesterov: as in the formula, and as in `optax.nadamw` for the rest; else of m itself.
+      adaptive: multiply by the dual norm, the sum of :math:`\tilde m_t \odot U V^\top` over a leaf.
+      preconditioning: of the iterations: `frobenius` (a division by the norm), `spectral` (by the
+        largest singular value, from an SVD), `aol` or `schatten` (by the first products).
+      adam_b1: decay of the rest's first moment, in [0, 1).
+      adam_b2: decay of its second moment, in [0, 1).
+      adam_eps_root: added inside its root.
+      adam_weight_decay: of the rest.
+      adam_learning_rate: of the rest: number, f32 scalar or schedule; None is `learning_rate`.
+      muon_weight_dimension_numbers: a tree like the parameters, or a prefix of it, with an
+        `optax.contrib.MuonDimensionNumbers` for matrices (an attention's or a convolution's kernel
+        in more than two dimensions, of which those that are not named count matrices) and None for
+        the rest; or a function of the parameters that gives one.
+      consistent_rms: s = consistent_rms sqrt(max(fan_in, fan_out)) instead of
+        sqrt(max(1, fan_out / fan_in)): with 0.2 rates and decay of AdamW fit.
+      ns_dtype: of the products: None is bf16, but f32 where JAX's default backend is a CPU, which
+        multiplies no faster in bf16. f32 products are as `jax_default_matmul_precision` says.
+      storage: codecs (`mu`, and `nu` of the rest), group size, width of the master weights,
+        rounding, policy.
+      decouple_lr: decay matrices by `weight_decay * lr / peak`.
+
+    Returns:
+      An optax transformation; its state's `nu` is 0-d for matrices, which have no second moment.
+
+    Raises:
+      ValueError: for a hyperparameter out of range, coefficients of another shape, dimension
+        numbers that do not fit a leaf; inside a `shard_map`, where a device has parts of matrices.
+      TypeError: for a 16-bit hyperparameter, or `ns_steps` or `ns_coeffs` that are traced.
+
+    Numerics: with f32 products and moments the steps are optax's to rounding. int8 momentum moves
+    directions by about 0.1 of their norm and bf16 products by 0.05, since iterations enlarge what
+    rounding adds where singular values are small. One NaN or infinity in a matrix makes that matrix
+    NaN, and no other.
+
+    Memory: 2 (weight) + 1 (correction) + 1.06 (m) bytes; 5.19 for the rest. A step has beside that
+    matrices of one shape at a time, of up to 2^23 elements with their products, or one matrix that
+    is larger. On a mesh each device takes whole matrices, some of a stack:
+    they are moved once before the iterations, and once after.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> tx = lowmem.flash_muon(2e-2)
+      >>> params = {"kernel": jnp.ones((64, 128)), "bias": jnp.ones(128)}
+      >>> params, state = lowmem.init(tx, params)
+      >>> state.mu["kernel"].dtype, state.nu["kernel"].shape, state.nu["bias"].shape
+      (dtype('int8'), (), (128,))
+
+    References:
+      Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024; Liu et al., Muon
+      is Scalable for LLM Training, 2025; Gupta et al., Effective Quantization of Muon Optimizer
+      States, 2025 (8-bit momentum).
+    """
+    if preconditioning not in PRECONDITIONINGS:
+        raise ValueError(f"preconditioning must be one of {PRECONDITIONINGS}: {preconditioning!r}")
+    check_range("beta", beta, 0.0, 1.0)
+    check_range("adam_weight_decay", adam_weight_decay, 0.0)
+    rate = learning_rate if adam_learning_rate is None else adam_learning_rate
+    check_range("adam_learning_rate", rate, 0.0)
+    if consistent_rms is not None:
+        check_range("consistent_rms", consistent_rms, 0.0)
+    adam = adam_moments(adam_b1, adam_b2, eps, adam_eps_root, nesterov)
+    decay = None if is_zero(adam_weight_decay) else adam_weight_decay
+    iterations = _coefficients(ns_coeffs, ns_steps)
+    return optimizer(
+        MuonRule(
+            OrthogonalRule(nesterov, adaptive, iterations, preconditioning, _products(ns_dtype)),
+            AdamRule(nesterov=nesterov, eps_root_is_zero=is_zero(adam_eps_root)),
+        ),
+        Formula(_of_step, (beta, eps, nesterov, consistent_rms, adam, rate, decay)),
+        learning_rate,
+        storage,
+        weight_decay=weight_decay,
+        mask=weight_decay_mask,
+        decouple_lr=decouple_lr,
+        slot_dtypes={"mu": mu_dtype},
+        matrices=MatrixAxes(muon_weight_dimension_numbers),
+    )

@@ -1,0 +1,261 @@
+"""The step of leaves whose direction is taken of whole matrices: momentum, direction, weights.
+
+Leaves go through it in stacks of matrices of one shape, one stack after the other, so that what is
+there beside weights, state and gradients is what one stack takes. Momentum and weights are stepped
+as those of every other leaf: first a step without weights, whose direction is what the matrices are
+made of; then one without slots, whose gradient is the direction that was made.
+
+On a mesh each device takes some of the matrices of a stack, whole: they are moved once before the
+products and once after them, and never between.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from optax_lowmem._src.core import explicit, platform, scope, varying
+from optax_lowmem._src.core.rules import MatrixRule, UpdateRule
+from optax_lowmem._src.update import packed
+from optax_lowmem._src.update.dispatch import fused_updates
+from optax_lowmem._src.update.masters import NO_CORRECTION
+from optax_lowmem._src.update.plan import LeafPlan, LeafState
+
+# Of a stack and its two products X X^T on each device, unless one matrix has more: 17 MB in bf16,
+# enough to keep a GPU busy.
+_ELEMENTS = 1 << 23
+
+
+@dataclasses.dataclass(frozen=True)
+class _Direction(UpdateRule):
+    """A direction that is there already, in the gradient's place; the rate is the leaf's own."""
+
+    slots = ()
+    state_type = None
+    prepares = "leaf"
+
+    def update(
+        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The gradient."""
+        del slots, h
+        return g, {}
+
+
+def step_leaves(
+    rule: MatrixRule,
+    h: Mapping[str, jax.Array],
+    plans: Sequence[LeafPlan],
+    gradients: Sequence[jax.Array],
+    weights: Sequence[Any],
+    states: Sequence[LeafState],
+    keys: jax.Array,
+    implementation: str | None,
+) -> list[tuple[jax.Array, LeafState]]:
+    """`fused_updates` of leaves of matrices.
+
+    Args:
+      rule: the optimizer's arithmetic.
+      h: hyperparameters.
+      plans: the leaves' static choices.
+      gradients: one a leaf.
+      weights: parameters.
+      states: stored states.
+      keys: uint32 [leaves] or [leaves, 2], for the rounding of each leaf in this step.
+      implementation: one of `IMPLEMENTATIONS`, or None for the fastest.
+    """
+    for plan, *arrays in zip(plans, gradients, states, strict=True):
+        varying.check_whole(plan.path, arrays)
+    results: dict[int, tuple[jax.Array, LeafState]] = {}
+    done: Any = ()
+    for stack in stacks(plans, _devices(gradients)):
+        rows = [(gradients[i], weights[i], states[i]) for i in stack]
+        if done:
+            rows, h = varying.after(rows, done), _after(h, done[-1][0])
+        own = tuple(plans[i] for i in stack), rows, keys[jnp.asarray(stack)]
+        done = _step_in_turn(rule, h, *own, implementation)
+        results.update(zip(stack, done, strict=True))
+    return [results[i] for i in range(len(plans))]
+
+
+def _on_cpu() -> bool:
+    """Return whether XLA's CPU backend compiles the step."""
+    return jax.default_backend() == "cpu" and platform.no_device_reason() is not None
+
+
+def _after(h: Mapping[str, jax.Array], done: jax.Array) -> Mapping[str, jax.Array]:
+    """`h`, which must wait until an array is there, by a number of it that changes nothing.
+
+    For XLA's CPU backend, which drops barriers before it orders what it does. On a mesh, where the
+    number would be moved, the barrier alone has to do.
+    """
+    if not _on_cpu() or done.size == 0 or _mesh(done) is not None:
+        return h
+    first = lax.slice(done, [0] * done.ndim, [1] * done.ndim).reshape(())
+    bits = lax.bitcast_convert_type(first.astype(jnp.float32), jnp.int32)
+    never = lax.population_count(bits) > 32
+    return {name: jnp.where(never, jnp.zeros_like(x), x) for name, x in h.items()}
+
+
+def stacks(plans: Sequence[LeafPlan], devices: int = 1) -> Iterator[list[int]]:
+    """Yield the indices of the leaves that are taken together: their matrices are of one shape.
+
+    Args:
+      plans: of all leaves.
+      devices: that share a stack.
+    """
+    kinds: dict[tuple[int, ...], list[int]] = {}
+    for i, plan in enumerate(plans):
+        assert plan.matrices is not None
+        kinds.setdefault(plan.matrices.fans(plan.shape), []).append(i)
+    for fans, alike in kinds.items():
+        stack: list[int] = []
+        elements = 0
+        for i in alike:
+            matrices = plans[i].matrices
+            assert matrices is not None
+            size = matrices.count(plans[i].shape) * _taken(*fans)
+            if stack and elements + size > _ELEMENTS * devices:
+                yield stack
+                stack, elements = [], 0
+            stack.append(i)
+            elements += size
+        yield stack
+
+
+def _taken(rows: int, columns: int) -> int:
+    """Elements of a matrix and of two products of it with itself."""
+    return rows * columns + 2 * min(rows, columns) ** 2
+
+
+def _step(
+    rule: MatrixRule,
+    h: Mapping[str, jax.Array],
+    plans: tuple[LeafPlan, ...],
+    rows: list[tuple[jax.Array, jax.Array, LeafState]],
+    keys: jax.Array,
+    implementation: str | None,
+) -> list[tuple[jax.Array, LeafState]]:
+    """`step_leaves` of one stack."""
+    gradients, weights, states = (list(column) for column in zip(*rows, strict=True))
+    dtype = jnp.dtype(rule.dtype)
+    bare = [
+        dataclasses.replace(plan, split=None, rounds=False, update_dtype=dtype, direct=False)
+        for plan in plans
+    ]
+    of_slots = [state._replace(correction=jnp.asarray(NO_CORRECTION)) for state in states]
+    moved = fused_updates(
+        rule, bare, gradients, [None] * len(plans), of_slots, [h] * len(plans), keys, implementation
+    )
+    directions, scales = _directions(rule, plans, [before for before, _ in moved], h)
+    # neither the gradient nor its factor has a part in what follows
+    rates = {name: h[name] for name in ("lr", "decay") if name in h}
+    found = fused_updates(
+        _Direction(),
+        [dataclasses.replace(plan, slots=()) for plan in plans],
+        directions,
+        weights,
+        [LeafState((), (), state.correction) for state in states],
+        [{**rates, "lr": h["lr"] * scale} for scale in scales],
+        keys,
+        implementation,
+    )
+    return [
+        (update, new._replace(correction=landed.correction))
+        for (update, landed), (_, new) in zip(found, moved, strict=True)
+    ]
+
+
+_in_a_call = packed.opaque(jax.jit(_step, static_argnames=("rule", "implementation", "plans")))
+
+
+def _step_in_turn(
+    rule: MatrixRule,
+    h: Mapping[str, jax.Array],
+    plans: tuple[LeafPlan, ...],
+    rows: list[tuple[jax.Array, jax.Array, LeafState]],
+    keys: jax.Array,
+    implementation: str | None,
+) -> list[tuple[jax.Array, LeafState]]:
+    """`_step`, for XLA on a CPU in a call that it keeps: it would take up all stacks at once."""
+    if not _on_cpu() or scope.is_placing():  # a leaf's place is known by its name
+        return _step(rule, h, plans, rows, keys, implementation)
+    nameless = tuple(plan.nameless for plan in plans)
+    found: list[tuple[jax.Array, LeafState]]
+    found = _in_a_call(rule, dict(h), nameless, rows, keys, implementation)
+    return found
+
+
+def _directions(
+    rule: MatrixRule, plans: Sequence[LeafPlan], before: list[jax.Array], h: Mapping[str, jax.Array]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The direction of each leaf, and the factor of its rate."""
+
+    def work(
+        before: list[jax.Array], h: Mapping[str, jax.Array]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        pairs = [(plan.matrices, plan.shape) for plan in plans if plan.matrices is not None]
+        every = [m.to_stack(x) for (m, _), x in zip(pairs, before, strict=True)]
+        stack = _on_devices(rule, jnp.concatenate(every) if len(every) > 1 else every[0], h)
+        directions, start = [], 0
+        for (matrices, shape), own in zip(pairs, every, strict=True):
+            part = lax.slice_in_dim(stack, start, start + len(own))
+            directions.append(matrices.from_stack(part, shape))
+            start += len(own)
+        rows = zip(pairs, before, directions, strict=True)
+        return directions, [rule.scale(m, x, direction, h) for (m, _), x, direction in rows]
+
+    lies = [explicit.sharding_of(x) for x in before], [None] * len(before)
+    found: tuple[list[jax.Array], list[jax.Array]]
+    found = explicit.left_to_xla(work, lies, before, dict(h))
+    return found
+
+
+# ---- on a mesh: whole matrices, some on each device ----------------------------------------------
+
+
+def _mesh(x: jax.Array) -> Mesh | AbstractMesh | None:
+    """The mesh of several devices that an array is on, where its type says; None in a shard_map."""
+    mesh: AbstractMesh = jax.typeof(x).sharding.mesh
+    return None if mesh.empty or mesh.size == 1 or mesh.manual_axes else mesh
+
+
+def _devices(gradients: Sequence[jax.Array]) -> int:
+    mesh = _mesh(gradients[0]) if gradients else None
+    return 1 if mesh is None else mesh.size
+
+
+def _on_devices(rule: MatrixRule, stack: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
+    """`of_matrices` of a stack, of which each device has some matrices, whole."""
+    mesh, count = _mesh(stack), stack.shape[0]
+    if mesh is None:
+        return _in_parts(rule, stack, h)
+    axes = PartitionSpec(mesh.axis_names)
+    missing = -count % mesh.size
+    if count == 1:  # all devices do the same, and nothing is moved after it
+        axes, missing = PartitionSpec(), 0
+    full = jnp.pad(stack, ((0, missing), (0, 0), (0, 0))) if missing else stack
+    own: Any = jax.shard_map(
+        lambda part, h: _in_parts(rule, part, h),
+        mesh=mesh,
+        in_specs=(axes, PartitionSpec()),
+        out_specs=axes,
+    )
+    found: jax.Array = own(full, h)
+    return found[:count]
+
+
+def _in_parts(rule: MatrixRule, stack: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
+    """`of_matrices`, of so many at a time that they have no more than `_ELEMENTS` elements."""
+    count, *shape = stack.shape
+    together = max(1, _ELEMENTS // max(1, _taken(*shape)))
+    if count <= together:
+        return rule.of_matrices(stack, h)
+    found: jax.Array = lax.map(
+        lambda matrix: rule.of_matrices(matrix[None], h)[0], stack, batch_size=together
+    )
+    return found

@@ -1,0 +1,407 @@
+"""Muon against optax's: arithmetic, a training, bf16 products; whole matrices on a mesh; memory."""
+
+import collections
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import optax_lowmem as lowmem
+from optax_lowmem._src.optimizers.newton_schulz import STANDARD, polar_factors
+from optax_lowmem._src.update import matrices
+from optax_lowmem.sharding import state_shardings
+from tests import tolerances
+from tests.compilation import SAME_BITS
+from tests.tiers import in_turn, rows
+
+EXACT = lowmem.Storage.full_precision()
+CODED = lowmem.Storage(policy=lowmem.Policy(min_size=0))
+Dimensions = optax.contrib.MuonDimensionNumbers
+
+
+def drawn(shapes, seed=0, scale=1.0):
+    rng = np.random.default_rng(seed)
+    return {n: jnp.asarray(rng.normal(0, scale, s), jnp.float32) for n, s in shapes.items()}
+
+
+def changes_of(tx, params, steps=4):
+    """Return the changes that some steps of random gradients make."""
+
+    def body(carry, grads):
+        params, state = carry
+        updates, state = tx.update(grads, state, params)
+        return (optax.apply_updates(params, updates), state), None
+
+    shapes = {name: (steps, *p.shape) for name, p in params.items()}
+    run = jax.jit(lambda start, grads: jax.lax.scan(body, start, grads)[0][0])
+    end = run((params, tx.init(params)), drawn(shapes, 1))
+    return {name: np.asarray(end[name] - p) for name, p in params.items()}
+
+
+def distance(found, wanted):
+    """|found - wanted| / |wanted| of two trees."""
+    pairs = list(zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True))
+    gap = math.sqrt(sum(float(np.sum((np.asarray(a) - b) ** 2)) for a, b in pairs))
+    return gap / math.sqrt(sum(float(np.sum(np.asarray(b) ** 2)) for _, b in pairs))
+
+
+# ---- optax's arithmetic --------------------------------------------------------------------------
+
+SHAPES = {"wide": (24, 40), "tall": (40, 24), "square": (24, 24), "heads": (24, 3, 8),
+          "conv": (3, 8, 12), "bias": (24,)}  # fmt: skip
+AXES = {"wide": Dimensions(), "tall": Dimensions(1, 0), "square": None, "bias": None,
+        "heads": Dimensions(0, (1, -1)), "conv": Dimensions(1, 2)}  # fmt: skip
+SCHEDULE = optax.linear_schedule(1e-2, 0.0, 6)
+ARGUMENTS = {
+    "defaults": {},
+    "decay and rates": dict(weight_decay=0.1, adam_weight_decay=0.2, adam_learning_rate=3e-3,
+                            weight_decay_mask={**dict.fromkeys(SHAPES, True), "wide": False}),
+    "schedules": dict(learning_rate=SCHEDULE, adam_learning_rate=lambda count: 1e-3 / (1 + count)),
+    "axes": dict(muon_weight_dimension_numbers=AXES, consistent_rms=0.2),
+    "a function of axes": dict(muon_weight_dimension_numbers=lambda params: AXES),
+    "adaptive": dict(adaptive=True, nesterov=False, adam_b1=0.8, adam_b2=0.9, beta=0.8),
+    "adaptive axes": dict(adaptive=True, muon_weight_dimension_numbers=AXES),
+    "dion": dict(ns_coeffs="dion", eps=1e-4, adam_eps_root=1e-6),
+    "aol": dict(preconditioning="aol", ns_steps=4, ns_coeffs=((3.9, -6.4, 2.7), (2.8, -3.1, 1.2))),
+    "schatten": dict(preconditioning="schatten", ns_steps=3),
+    "spectral": dict(preconditioning="spectral", mu_dtype="bfloat16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", rows(ARGUMENTS, ["decay and rates", "adaptive axes", "aol"]))
+def test_exact_storage_is_optax(name):
+    arguments = {"learning_rate": 1e-2, **ARGUMENTS[name]}
+    params = drawn(SHAPES)
+    ours = changes_of(lowmem.flash_muon(**arguments, storage=EXACT), params)
+    plain = changes_of(optax.contrib.muon(**arguments), params)
+    bound = tolerances.MUON_BF16_MOMENTUM if "mu_dtype" in arguments else tolerances.MUON_EXACT
+    for leaf, moved in ours.items():
+        assert distance(moved, plain[leaf]) <= bound, leaf
+
+
+def test_the_polar_factor_in_float64():
+    """Singular vectors of the matrix; singular values where the polynomials lead theirs."""
+    (x,) = drawn({"x": (2, 8, 20)}).values()
+    found = np.asarray(polar_factors(x, (STANDARD,) * 5, "frobenius", jnp.float32(1e-8)))
+    for own, matrix in zip(found, np.asarray(x, np.float64), strict=True):
+        u, s, vt = np.linalg.svd(matrix, full_matrices=False)
+        s = s / np.linalg.norm(matrix)
+        for _ in range(5):
+            s = STANDARD[0] * s + STANDARD[1] * s**3 + STANDARD[2] * s**5
+        np.testing.assert_allclose(own, (u * s) @ vt, atol=tolerances.MUON_EXACT)
+
+
+# ---- a training ----------------------------------------------------------------------------------
+
+WIDTH, VOCAB, LENGTH, BATCH, HEADS, STEPS = 32, 48, 24, 8, 2, 200
+
+
+def transformer():
+    shapes = {"embed": (VOCAB, WIDTH), "qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH),
+              "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH),
+              "head": (WIDTH, VOCAB)}  # fmt: skip
+    weights = {n: w * w.shape[0] ** -0.5 for n, w in drawn(shapes).items()}
+    return {**weights, "norms": jnp.ones((3, WIDTH)).reshape(-1)}
+
+
+def loss_of(params, tokens):
+    norms = params["norms"].reshape(3, WIDTH)
+
+    def norm(x, i):
+        scale = jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
+        return x * scale * norms[i][None, None]
+
+    x = params["embed"][tokens[:, :-1]]
+    q, k, v = (
+        part.reshape(*part.shape[:2], HEADS, -1)
+        for part in jnp.split(norm(x, 0) @ params["qkv"], 3, -1)
+    )
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) * (WIDTH // HEADS) ** -0.5
+    seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))[None, None]
+    attention = jax.nn.softmax(jnp.where(seen, scores, -1e9))
+    x = x + jnp.einsum("bhts,bshd->bthd", attention, v).reshape(x.shape) @ params["out"]
+    x = x + jax.nn.gelu(norm(x, 1) @ params["up"]) @ params["down"]
+    logits = norm(x, 2) @ params["head"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def text():
+    """A Markov chain's."""
+    rng = np.random.default_rng(2)
+    upto = rng.dirichlet(np.full(VOCAB, 0.1), size=VOCAB).cumsum(-1)
+    tokens = np.zeros((STEPS, BATCH, LENGTH + 1), int)
+    for t in range(LENGTH):
+        drawn_at = rng.random((STEPS, BATCH, 1))
+        following = (drawn_at > upto[tokens[..., t]]).sum(-1)
+        tokens[..., t + 1] = np.minimum(following, VOCAB - 1)
+    return jnp.asarray(tokens)
+
+
+AS_TRAINED = dict(
+    learning_rate=5e-3,
+    consistent_rms=0.2,
+    weight_decay=0.1,
+    muon_weight_dimension_numbers={
+        **dict.fromkeys(("qkv", "out", "up", "down"), Dimensions()),
+        **dict.fromkeys(("embed", "head", "norms")),
+    },
+)
+
+
+@functools.cache
+def trained(make, **more):
+    """(What 200 steps change, the mean loss of the last 20)."""
+    tx, params = make(**AS_TRAINED, **more), transformer()
+
+    @jax.jit
+    def run(params, state, batches):
+        def body(carry, tokens):
+            loss, grads = jax.value_and_grad(loss_of)(carry[0], tokens)
+            updates, state = tx.update(grads, carry[1], carry[0])
+            return (optax.apply_updates(carry[0], updates), state), loss
+
+        return jax.lax.scan(body, (params, state), batches)
+
+    (end, _), losses = run(params, tx.init(params), text())
+    assert losses[-20:].mean() < losses[0] - 1
+    return jax.tree.map(jnp.subtract, end, params), float(losses[-20:].mean())
+
+
+HOW = {
+    "exact": (dict(storage=EXACT), tolerances.MUON_TRAINED_EXACT),
+    "int8": (dict(storage=CODED), tolerances.MUON_TRAINED_INT8),
+    "linear": (
+        dict(storage=lowmem.Storage(mu=lowmem.codecs.linear(), policy=lowmem.Policy(min_size=0))),
+        tolerances.MUON_TRAINED_INT8,
+    ),
+    "bf16 products": (dict(storage=EXACT, ns_dtype="bfloat16"), tolerances.MUON_TRAINED_BF16),
+}
+
+
+@pytest.mark.parametrize("how", rows(HOW, ["exact", "int8"]))
+def test_a_transformer_follows_optax(how):
+    """200 steps: where the weights go, and the loss."""
+    arguments, (far, off) = HOW[how]
+    moved, loss = trained(lowmem.flash_muon, **arguments)
+    plain, wanted = trained(optax.contrib.muon)
+    assert distance(moved, plain) <= far
+    assert abs(loss / wanted - 1) <= off
+
+
+@pytest.mark.parametrize("preconditioning", ["frobenius", "aol"])
+def test_bf16_products(preconditioning):
+    """Of a matrix with small singular values, and of one without."""
+    (x,) = drawn({"x": (2, 32, 48)}).values()
+    u, _, vt = np.linalg.svd(x[0], full_matrices=False)
+    spread = (u * np.geomspace(1, 1e-2, 32)) @ vt
+    stack = jnp.stack([x[1], jnp.asarray(spread)])
+    wanted, found = (
+        polar_factors(stack.astype(dtype), (STANDARD,) * 5, preconditioning, jnp.float32(1e-8))
+        for dtype in ("float32", "bfloat16")
+    )
+    assert found.dtype == jnp.bfloat16
+    for one, other in zip(np.asarray(found, np.float32), np.asarray(wanted), strict=True):
+        assert 0 < distance(one, other) <= tolerances.MUON_BF16
+
+
+# ---- which leaves are matrices, and errors -------------------------------------------------------
+
+
+def test_other_leaves_have_a_second_moment():
+    tx = lowmem.flash_muon(1e-2, muon_weight_dimension_numbers=AXES, storage=CODED)
+    weights, state = lowmem.init(tx, drawn(SHAPES))
+    assert {name for name, nu in state.nu.items() if nu.ndim} == {"square", "bias"}
+    assert {mu.dtype for mu in state.mu.values()} == {jnp.dtype(jnp.int8)}
+    slots = collections.Counter(d.slot for d in lowmem.explain(tx, weights).decisions)
+    assert slots == {"mu": 6, "nu": 2, "correction": 6}
+    others = {**AXES, "wide": None}
+    tx = lowmem.flash_muon(1e-2, muon_weight_dimension_numbers=others, storage=CODED)
+    with pytest.raises(ValueError, match=r"state field nu of 'wide' is float32\[\].*keeps uint8"):
+        tx.update(weights, state, weights)
+
+
+def test_its_state_can_be_donated():
+    """No array is in it twice, placeholders of leaves without a second moment included."""
+    tx = lowmem.flash_muon(1e-2, storage=CODED)
+    weights, state = lowmem.init(tx, drawn(SHAPES))
+    step = jax.jit(functools.partial(lowmem.step, tx), donate_argnums=(1, 2))
+    for _ in range(2):
+        weights, state = step(drawn(SHAPES, 5), state, weights)
+    assert int(state.count) == 2
+
+
+def test_an_empty_matrix():
+    tx, params = (
+        lowmem.flash_muon(1e-2, storage=CODED),
+        {"w": jnp.ones((0, 8)), "v": jnp.ones((4, 8))},
+    )
+    updates, _ = jax.jit(tx.update)(params, tx.init(params), params)
+    assert updates["w"].shape == (0, 8) and np.isfinite(updates["v"]).all()
+
+
+MISTAKES = {
+    "out of range": ({"w": Dimensions(0, 2)}, ValueError, "output_axis 2 is out of range.*'w'"),
+    "twice": ({"w": Dimensions(0, -2)}, ValueError, r"leaf 'w' of shape \(8, 12\).*none twice"),
+    "no axis": ({"w": Dimensions((), 1)}, ValueError, "at least one axis each"),
+    "another tree": ({"v": None}, ValueError, "does not fit the parameters.*w"),
+    "a pair": ({"w": 1}, TypeError, "MuonDimensionNumbers for each matrix"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("axes, kind, said", MISTAKES.values(), ids=list(MISTAKES))
+def test_axes_that_do_not_fit(axes, kind, said):
+    tx = lowmem.flash_muon(1e-2, muon_weight_dimension_numbers=axes)
+    with pytest.raises(kind, match=said):
+        tx.init({"w": jnp.ones((8, 12))})
+
+
+REFUSED = {
+    "steps": (dict(ns_steps=0), TypeError, "ns_steps must be an int of at least 1"),
+    "preset": (dict(ns_coeffs="fast"), ValueError, "one of.*standard"),
+    "two numbers": (dict(ns_coeffs=(1.0, 2.0)), ValueError, r"shape \(3,\) or \(n, 3\)"),
+    "no numbers": (dict(ns_coeffs=3.0), TypeError, "three numbers"),
+    "more than steps": (dict(ns_coeffs="dion", ns_steps=3), ValueError, "5 iterations and.*3"),
+    "preconditioning": (dict(preconditioning="svd"), ValueError, "preconditioning must be one of"),
+    "dtype": (dict(ns_dtype="float16"), ValueError, "ns_dtype must be"),
+    "beta": (dict(beta=1.0), ValueError, "beta must be in"),
+    "rms": (dict(consistent_rms=-1.0), ValueError, "consistent_rms must be"),
+    "adam's decay": (dict(adam_weight_decay=-1.0), ValueError, "adam_weight_decay must be"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("arguments, kind, said", REFUSED.values(), ids=list(REFUSED))
+def test_arguments_that_are_refused(arguments, kind, said):
+    with pytest.raises(kind, match=said):
+        lowmem.flash_muon(1e-2, **arguments)
+
+
+def test_gradients_of_parts_do_not_go_into_the_moments():
+    tx = lowmem.accumulate_gradients(lowmem.flash_muon(1e-2), 2, into="moments")
+    with pytest.raises(ValueError, match="needs the whole gradient at once"):
+        tx.init({"w": jnp.ones((8, 12))})
+
+
+# ---- whole matrices on a mesh --------------------------------------------------------------------
+
+ON_MESH = {"a": (64, 128), "b": (128, 64), "c": (64, 128), "square": (64, 64), "bias": (64,)}
+LAYOUTS = {
+    "fsdp": ((8,), (P("x"),) * 5),
+    "tensor": ((4, 2), (P(None, "y"), P("y"), P(None, "y"), P("x", "y"), P())),
+}
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+def on_a_mesh(layout, axis_type):
+    """(optimizer, parameters, state, gradients, the step compiled for eight devices)."""
+    sizes, specs = LAYOUTS[layout]
+    names = ("x", "y")[: len(sizes)]
+    own = jax.devices("cpu")[:8]
+    mesh = jax.make_mesh(sizes, names, axis_types=(axis_type,) * len(sizes), devices=own)
+    tx = lowmem.flash_muon(1e-2, weight_decay=0.1, storage=CODED)
+    params, state = lowmem.init(tx, drawn(ON_MESH), jnp.bfloat16)
+    grads = jax.tree.map(lambda g: g.astype(jnp.bfloat16), drawn(ON_MESH, 3))
+    lies = {n: NamedSharding(mesh, spec) for n, spec in zip(ON_MESH, specs, strict=True)}
+    of_state = state_shardings(tx, params, lies)
+    placed = jax.device_put((grads, state, params), (lies, of_state, lies))
+    out = {} if axis_type == AxisType.Explicit else {"out_shardings": (lies, of_state)}
+    step = jax.jit(functools.partial(lowmem.step, tx), **out)
+    program = step.lower(*placed).compile(compiler_options=SAME_BITS)
+    return tx, params, state, grads, placed, program
+
+
+@pytest.mark.parametrize("layout, axis_type", in_turn(LAYOUTS, [AxisType.Auto, AxisType.Explicit]))
+def test_a_mesh_takes_whole_matrices(layout, axis_type):
+    """The step of one device; and nothing is moved between iterations, however many there are."""
+    tx, params, state, grads, placed, program = on_a_mesh(layout, axis_type)
+    found, new = program(*placed)
+    wanted, other = jax.jit(functools.partial(lowmem.step, tx))(grads, state, params)
+    moved = [
+        jax.tree.map(jnp.subtract, lowmem.master_params(*pair), lowmem.master_params(params, state))
+        for pair in ((found, new), (wanted, other))
+    ]
+    assert distance(*moved) <= tolerances.MUON_EXACT
+    for a, b in zip(jax.tree.leaves(new.mu), jax.tree.leaves(other.mu), strict=True):
+        assert np.mean(np.asarray(a) != np.asarray(b)) <= tolerances.REORDERED_CODES
+    everywhere, in_loops = collectives(program.as_text())
+    assert everywhere > 0 and in_loops == 0
+    # of two matrices of one shape each device takes one at most
+    products = re.findall(r"(f32\S*?)\{\S* dot\(", program.as_text())
+    assert set(products) == {"f32[64,128]", "f32[128,64]", "f32[64,64]"}
+
+
+def collectives(text):
+    """Count those of a program, and those in what its loops call."""
+    parts = re.split(r"\n(?=(?:ENTRY )?%?[\w.-]+ \()", text)[1:]
+    bodies = {re.match(r"(?:ENTRY )?%?([\w.-]+)", part).group(1): part for part in parts}
+    called = {n: set(re.findall(r"%([\w.-]+)", part)) & set(bodies) for n, part in bodies.items()}
+
+    def count(part):
+        return len(re.findall(rf" (?:{'|'.join(COLLECTIVES)})(?:-start)?\(", part))
+
+    inside, new = set(), set(re.findall(r"body=%?([\w.-]+)", text))
+    assert new
+    while new - inside:
+        inside |= new
+        new = set().union(*(called[name] for name in new))
+    dots = sum(" dot(" in bodies[name] for name in inside)
+    assert dots >= 9  # three of each of three shapes
+    return count(text), sum(count(bodies[name]) for name in inside)
+
+
+def test_a_part_of_a_matrix_is_refused():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:8])
+    tx, params = lowmem.flash_muon(1e-2), drawn({"w": (64, 128)})
+
+    def step(spec, check_vma=True):
+        run = lambda g, p: tx.update(g, tx.init(p), p)[0]  # noqa: E731
+        tree = {"w": spec}
+        return jax.shard_map(
+            run, mesh=mesh, in_specs=(tree, tree), out_specs=tree, check_vma=check_vma
+        )
+
+    with pytest.raises(ValueError, match="leaf 'w' may differ over x.*whole matrices"):
+        jax.eval_shape(step(P("x")), params, params)
+    with pytest.raises(ValueError, match="check_vma=False.*all of each matrix"):
+        jax.eval_shape(step(P("x"), False), params, params)
+    found = jax.jit(step(P()))(params, params)
+    wanted = jax.jit(tx.update)(params, tx.init(params), params)[0]
+    assert distance(found, wanted) <= tolerances.MUON_EXACT
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+def test_stacks_are_bounded(monkeypatch):
+    monkeypatch.setattr(matrices, "_ELEMENTS", 3 * 64 * (128 + 2 * 64))
+    tx = lowmem.flash_muon(1e-2)
+    shapes = {f"w{i}": ((64, 128), (128, 64), (512, 512))[i % 3] for i in range(12)}
+    plans = tx.engine.plans({n: jax.ShapeDtypeStruct(s, jnp.bfloat16) for n, s in shapes.items()})
+    found = list(matrices.stacks(plans))
+    assert sorted(i for stack in found for i in stack) == list(range(12))
+    sizes = [[math.prod(plans[i].shape) for i in stack] for stack in found]
+    assert all(len(own) == 1 or sum(own) <= 3 * 64 * 128 for own in sizes)
+    assert sorted(map(len, found)) == [1, 1, 1, 1, 1, 1, 3, 3]
+    assert sum(map(len, matrices.stacks(plans, 4))) == 12
+
+
+def test_a_step_takes_what_one_stack_takes(monkeypatch):
+    """Beside weights, state and gradients: with four times the leaves it is the same."""
+    monkeypatch.setattr(matrices, "_ELEMENTS", 256 * 512)
+    tx = lowmem.flash_muon(1e-2)
+    temporaries = []
+    for leaves in (3, 12):
+        params = {f"w{i}": jax.ShapeDtypeStruct((256, 512), jnp.bfloat16) for i in range(leaves)}
+        state = jax.eval_shape(tx.init, params)
+        step = jax.jit(functools.partial(lowmem.step, tx), donate_argnums=(1, 2))
+        program = step.lower(params, state, params).compile()
+        temporaries.append(program.memory_analysis().temp_size_in_bytes)
+    one = 256 * 512 * 4
+    # the direction, what an iteration reads and writes, its products of 256 x 256
+    assert temporaries[0] <= 4 * one and temporaries[1] <= temporaries[0] + one // 16
