@@ -271,7 +271,8 @@ def test_is_the_composition(kind, name):
 
 
 def test_every_optimizer_has_its_chain():
-    assert {*lowmem.OPTIMIZERS, "adam_mini"} == set(CHAINS)
+    # but for Muon's, whose iterations enlarge what two ways of rounding differ by
+    assert {*lowmem.OPTIMIZERS, "adam_mini"} - {"flash_muon"} == set(CHAINS)
 
 
 @pytest.mark.full

@@ -170,6 +170,7 @@ def test_layers_that_muon_cannot_take_apart(options, said):
         jax.eval_shape(release.train_step(tx, MODEL), params, state, batches()[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", lowmem.OPTIMIZERS)
 def test_it_is_the_ordinary_step_as_users_compile_it(name):
     tx = make(name, **({"threshold": 1e3} if name == "stable_adamw" else {}))
