@@ -7,7 +7,7 @@ from tests.claims_cases import made
 
 def test_every_optimizer_of_the_page_is_found():
     found = dict(composition.transformations())
-    assert {*lowmem.OPTIMIZERS, "adam_mini"} - {"flash_adam"} <= found.keys()
+    assert {*lowmem.OPTIMIZERS, "adam_mini"} - {"flash_adam", "flash_muon"} <= found.keys()
     assert set(composition.OPTIMIZERS) <= found.keys()
     assert all(both.keys() == set(composition.KINDS) for both in found.values())
 
