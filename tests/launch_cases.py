@@ -166,7 +166,7 @@ def compare(case: Case, found: list[operands.Result]) -> None:
         plan, leaf, result = case.plans[i], case.leaves[i], found[i]
         any_sign = undecided(case, i)
         _compare_state(plan, state, operands.state_of(plan, case.states[i], result))
-        if plan.split is not None and not plan.direct:
+        if plan.lands and not plan.direct:
             given = reference.update_towards(result.update, leaf.p, plan.update_dtype)
         else:
             given = result.update

@@ -390,6 +390,10 @@ FP8_OTHER_SCALES = (2 * (CODE_RMS["e4m3"] ** 2 + CODE_RMS["e5m2"] ** 2)) ** 0.5
 # u (1 + a + ... + a^4) = 200 u; twice that for two programs, and 2^-20 of optax's bias correction
 # 1 - b^t, which cancels in f32 (b = 0.999: up to 6e-5 at step 1, in Adam's v and less in its root).
 MUON_EXACT = 1e-4
+# The same after one step at a rate of 1e-2 with stochastic 24-bit master weights: a change d off by
+# MUON_EXACT lands in another unit e of the weight with the probability MUON_EXACT d / e, so the
+# distance is sqrt(MUON_EXACT e / d). Weights under 1 have e = 2^-16, d is 1e-3 or more: 1.2e-3.
+MUON_ROUNDED = 2e-3
 # bf16 momentum, of which each keeps its own rounding: 2^-9 of an element, in a different order.
 MUON_BF16_MOMENTUM = 0.05
 # bf16 products against f32 ones, of the norm of the direction. Rounding an operand is noise of
