@@ -59,9 +59,7 @@ def _cut(tiling: Tiling, tile: Tile, backend: str) -> dict[str, Any]:
     """Return how the work is cut and run, as `gpu_kernel.launch` takes it."""
     # a group wider than a tile gets more threads instead of more elements for each
     warps = min(_MOST_WARPS, tile.warps * max(1, tiling.lanes // tile.elements))
-    return {
-        "grid": (tiling.tiles,), "warps": warps, "backend": backend
-    }  # fmt: skip
+    return {"grid": (tiling.tiles,), "warps": warps, "backend": backend}
 
 
 @functools.cache

@@ -70,7 +70,7 @@ def measured(
     Args:
       prepare: (plan, g, p, state, h, axes) -> `h` with them, of a part, by means over these axes.
       plan: the leaf's static choices.
-      place: where it lies.
+      place: its `Placement` on the mesh.
       g: gradient.
       p: parameter, or None.
       state: stored state.
