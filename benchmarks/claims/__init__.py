@@ -3,6 +3,7 @@
 The module of a paper has its claims as data, below the measures that they name.
 """
 
+import dataclasses
 import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +15,8 @@ from benchmarks.records import Rows, last
 SAME, BETTER, NOT, UNDECIDED = "same", "better", "not the same", "undecided"
 NOT_MEASURED, NOT_TRIED = "not measured yet", "not tried here"
 VERDICTS = (SAME, BETTER, NOT, UNDECIDED, NOT_MEASURED, NOT_TRIED)
+ONE_SEED = "one seed"  # of our run
+ALIKE = ("tokens/s", "bytes a parameter")  # units of what is the same with any seed
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,16 @@ class Finding:
     verdict: str
     rows: Rows
     scale: str = ""
+
+    def with_seeds(self) -> "Finding":
+        """Return the finding, which says it where it rests on models trained with one seed."""
+        seeded = [row for row in self.rows if row.get("seed") is not None]
+        of_models = [row for row in seeded if "parameters" in row.get("flags", {})]
+        trained = [row for row in of_models if row.get("unit") not in ALIKE]
+        if len({row["seed"] for row in trained}) != 1 or ONE_SEED in self.scale:
+            return self
+        size = self.scale or f"{trained[0]['flags']['parameters'] / 1e6:.3g}M weights"
+        return dataclasses.replace(self, scale=f"{size}, {ONE_SEED}")
 
 
 class Missing(LookupError):
@@ -125,7 +138,7 @@ class Claim:
         if isinstance(self.how, str):
             return Finding(self.how, NOT_TRIED, [])
         try:
-            return self.how(rows)
+            return self.how(rows).with_seeds()
         except Missing:
             return Finding("", NOT_MEASURED, [])
 

@@ -130,9 +130,12 @@ def _k(rows: Rows, slot: str, least: float, most: float) -> Finding:
 STATES = Margin(0.1, claimed=0.10)
 
 
-def _pairs(plain: str, ours: str, margin: Margin) -> Trained:
+LLAMAS = {"a Llama of 58M": "llama-58m", "a Llama of 0.1M": "smoke-llama steps=400"}  # of `pairs`
+
+
+def of_llamas(case: str, plain: str, ours: str, margin: Margin) -> Trained:
     """Measure of the benchmark `pairs` on a Llama."""
-    return Trained("llama-58m/adam", plain, ours, margin, bench="pairs")
+    return Trained(f"{case}/adam", plain, ours, margin, bench="pairs")
 
 
 CLAIMS: tuple[Claim, ...] = (
@@ -169,9 +172,12 @@ CLAIMS: tuple[Claim, ...] = (
             "training loss (printed as PPL) 2.995 → 2.998 (+0.10 %), perplexity +0.30 %",
             how)
       for what, how in (
-          ("f32 weights in both",
-           _pairs("adamw", "coat_adamw-f32", STATES)),
-          ("weights split in both", _pairs("split", "coat_adamw", STATES)),
+          *((f"{stored}, {model}", of_llamas(case, plain, ours, STATES))
+            for model, case in LLAMAS.items()
+            for stored, plain, ours in (
+                ("f32 weights in both", "adamw", "coat_adamw-f32"),
+                ("weights split in both", "split", "coat_adamw"),
+            )),
           ("ours with split weights", Trained("gpt-42m/adam", "adamw", "coat_adamw", STATES,
                                               bench="pairs")),
           ("ours with split weights, examples/train_gpt.py",

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.claims import UNDECIDED, Finding, graded, some
+from benchmarks.claims import ONE_SEED, UNDECIDED, Finding, graded, some
 from benchmarks.claims.equivalence import Interval, Margin
 from benchmarks.records import Rows, alike, select
 
 F32, OURS = "optax-f32", "lowmem"
 PAPER = "lowmem, paper's storage"
 MARGIN = Margin(0.1)  # of a language model's loss
-ONE_SEED = "one seed"  # of our run
 FAR = 0.05  # of a loss: a hundred times what equal runs of two seeds differ by
 # Times of a step that are this close, as a share of the f32 step, are the same.
 STEP_SHARE = 0.05
@@ -50,6 +49,11 @@ def about(row: dict[str, Any]) -> str:
     """The size of a run."""
     flags = row["flags"]
     return f"{flags['parameters'] / 1e6:.0f}M, {flags['steps']} steps of {flags['tokens']:,} tokens"
+
+
+def count(seeds: int) -> str:
+    """Say how many seeds there are."""
+    return ONE_SEED if seeds == 1 else f"{seeds} seeds"
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
@@ -95,12 +99,11 @@ class Pair:
     @property
     def size(self) -> str:
         """Size of the run, with its seeds."""
-        flags, seeds = self.rows[0]["flags"], len(self.plain)
-        count = ONE_SEED if seeds == 1 else f"{seeds} seeds"
+        flags = self.rows[0]["flags"]
         own = f"{flags['parameters'] / 1e6:.3g}M weights, {flags['steps']:,} steps"
         if "batch" in flags and "context" in flags:
             own += f" of {flags['batch'] * flags['context']:,} tokens"
-        return f"{own}, {count}"
+        return f"{own}, {count(len(self.plain))}"
 
 
 def paired(

@@ -1,18 +1,31 @@
 """Claims of FlashOptim, and our measurements, of many suites' records."""
 
+import statistics
+
 import numpy as np
 
 from benchmarks import curves
-from benchmarks.claims import Claim, Finding, Holds, graded, judged, measure, read, some, values_of
+from benchmarks.claims import (
+    ONE_SEED,
+    Claim,
+    Finding,
+    Holds,
+    graded,
+    judged,
+    measure,
+    read,
+    some,
+    values_of,
+)
 from benchmarks.claims.equivalence import Margin
 from benchmarks.claims.findings import (
     F32,
     MARGIN,
-    ONE_SEED,
     OURS,
     PAPER,
     STEP_SHARE,
     Trained,
+    count,
     of_one_seed,
     over,
     percent,
@@ -29,6 +42,7 @@ SHAPES, FILE = "llama-2-7b/adamw", "normal/adamw"
 # of 0.14 nats that curves show.
 ACCURACY, CURVES = Margin(0.1, "% of the accuracy"), Margin(1.0)
 DIGITS = "the digits that are printed"
+SMALL = f"0.35M weights, {ONE_SEED}"  # of the runs of `flashoptim`
 DIVERGES = 1.2  # times the baseline's loss
 RATIO = f"ratio ± {STEP_SHARE:g}"
 BILLION = 7  # parameters of Llama-2-7B, as the paper rounds them
@@ -151,7 +165,7 @@ def companding(rows: Rows, *cases: str, metric: str = "median_nmse", share: floa
         texts.append(f"{case} {linear:.1e} → {companded:.1e}")
         lower, used = lower and companded < share * linear, used + own
     name = {"median_nmse": "median", "p95_nmse": "95th percentile"}[metric]
-    return judged(f"{name}: {'; '.join(texts)}", lower, used)
+    return judged(f"{name}: {'; '.join(texts)}", lower, used, SMALL)
 
 
 def divergence(rows: Rows) -> Finding:
@@ -160,7 +174,7 @@ def divergence(rows: Rows) -> Finding:
     (linear, companded), used = read(rows, "linear, paper", "sqrt, paper", **wanted)
     words = {True: "becomes NaN", False: "trains"}
     text = f"linear {words[bool(linear)]}, companded {words[bool(companded)]}"
-    return judged(text, bool(linear) and not companded, used)
+    return judged(text, bool(linear) and not companded, used, SMALL)
 
 
 @measure
@@ -181,8 +195,8 @@ def moments(rows: Rows, preset: str, rule: str, slot: str, share: float) -> Find
         texts.append(f"{name} {linear:.1e} → {companded:.1e}")
         holds = holds and companded < share * linear
     wanted = {"bench": "pairs", "case": f"{preset}/{rule}", "impl": base, "metric": "val_loss"}
-    size = f"{stored.about['parameters'] / 1e6:.3g}M weights, {len(own)} seed{'s'[: len(own) > 1]}"
-    return judged("; ".join(texts), holds, select(rows, **wanted)[-1:], size)
+    size = f"{stored.about['parameters'] / 1e6:.3g}M weights, {count(len(own))}"
+    return judged("; ".join(texts), holds, select(rows, **wanted)[-len(own) :], size)
 
 
 def early(rows: Rows) -> Finding:
@@ -210,6 +224,28 @@ def diverges(rows: Rows) -> Finding:
     linear, companded = (1 + over(loss, base) for loss in others)  # infinite where it is no number
     text = f"linear x {linear:.3g}, companded x {companded:.4f} of AdamW's held-out loss"
     return judged(text, linear > DIVERGES >= companded, used, ONE_SEED)
+
+
+# short runs of `pairs`, of many seeds, with controls
+SHORT = {
+    "GPT-2 124M, 200 steps": "gpt2-124m steps=200",
+    "GPT-2's architecture, 0.1M weights": "smoke-gpt2 steps=400",
+}
+NUDGED = " with rates a thousandth higher (a control: both in f32)"
+
+
+@measure
+def beside_control(rows: Rows, case: str) -> Finding:
+    """Compare ours with AdamW whose rates are a thousandth higher, and how far pairs lie apart."""
+    names = {"flash_adamw": "flash_adamw", "adamw-nudged": "the control"}
+    pairs = {name: of_pairs(case, "adamw", name).pair(rows) for name in names}
+    versus = of_pairs(case, "adamw-nudged", "flash_adamw").pair(rows)
+    some(len(versus.plain) > 1)
+    apart = ", ".join(f"{statistics.stdev(pairs[name].differences):.2f} % with {says}"
+                      for name, says in names.items())  # fmt: skip
+    text = f"flash_adamw over the control {versus.interval}; a pair's standard deviation {apart}"
+    used = [row for pair in pairs.values() for row in pair.rows]
+    return judged(text, versus.verdict(MARGIN), used, versus.size)
 
 
 TABLES = {"llama-3.1-8b": 4, "resnet-50": 6, "gpt2-124m": 8}
@@ -255,13 +291,10 @@ CLAIMS: tuple[Claim, ...] = (
       )
       for what, how in (
           (f"GPT-2 124M, {rule}", of_pairs("gpt2-124m", base, ours)),
-          (f"GPT-2 124M, 200 steps, {rule}", of_pairs("gpt2-124m steps=200", base, ours)),
-          (f"GPT-2 124M, 200 steps, {rule} from rounded weights (a control: both in f32)",
-           of_pairs("gpt2-124m steps=200", base, f"{base}-rounded")),
-          *((f"GPT-2's architecture, 0.1M weights, {rule}{what}",
-             of_pairs("smoke-gpt2 steps=400", base, impl))
-            for what, impl in (("", ours), (" from rounded weights (a control: both in f32)",
-                                            f"{base}-rounded")) if rule == "AdamW"),
+          *((f"{model}, {rule}{what}", of_pairs(case, base, impl))
+            for model, case in SHORT.items() if rule == "AdamW"
+            for what, impl in (("", ours), (", f32 moments with split weights", "split"),
+                               (NUDGED, "adamw-nudged"))),
           (f"a smaller model, {rule}", of_pairs("gpt-42m", base, ours)),
           (f"a smaller model, {rule} as published (`Storage.paper()`)",
            of_pairs("gpt-42m", base, f"{ours}-paper")),
@@ -270,6 +303,9 @@ CLAIMS: tuple[Claim, ...] = (
       )),
     Claim("Table 3, GPT-2 124M, early (ours)", "how far runs of AdamW alone come apart",
           early, str(MARGIN)),
+    *(Claim(f"Table 3, {model}, AdamW beside the control (ours)",
+            "how far runs that differ by chance come apart", beside_control(case), str(MARGIN))
+      for model, case in SHORT.items()),
     Claim("Table 2, SGD", "no loss: ImageNet accuracy 77.01 ± 0.02 → 77.16 ± 0.09 %",
           Trained("digits-convnet/sgd", margin=ACCURACY, metric="val_accuracy")),
     Claim("Figure 2b, SGD", "nearly identical loss curves",

@@ -8,8 +8,17 @@ import math
 import statistics
 from typing import Any
 
-from benchmarks.claims import Claim, Finding, Ratios, judged, measure, some, values_of
-from benchmarks.claims.findings import ONE_SEED, about, newest_run, of_one_seed, over, percent
+from benchmarks.claims import (
+    ONE_SEED,
+    Claim,
+    Finding,
+    Ratios,
+    judged,
+    measure,
+    some,
+    values_of,
+)
+from benchmarks.claims.findings import about, newest_run, of_one_seed, over, percent
 from benchmarks.records import Rows, alike, grouped, last, on_gpus, select
 
 # names of variants and kinds of matrices, as in the suite's training, which needs Flax

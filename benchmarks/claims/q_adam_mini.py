@@ -12,6 +12,7 @@ import optax
 import optax_lowmem as lowmem
 from benchmarks import curves
 from benchmarks.claims import (
+    ONE_SEED,
     Claim,
     Finding,
     Holds,
@@ -23,7 +24,7 @@ from benchmarks.claims import (
     some,
     values_of,
 )
-from benchmarks.claims.findings import ONE_SEED, newest_run, of_one_seed, over, percent
+from benchmarks.claims.findings import newest_run, of_one_seed, over, percent
 from benchmarks.model_shapes import llama
 from benchmarks.records import Rows, on_gpus, select
 

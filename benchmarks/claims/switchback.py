@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.claims import (
+    ONE_SEED,
     Claim,
     Finding,
     Missing,
@@ -20,7 +21,7 @@ from benchmarks.claims import (
     some,
     values_of,
 )
-from benchmarks.claims.findings import ONE_SEED, about, newest_run, of_one_seed, over, percent
+from benchmarks.claims.findings import about, newest_run, of_one_seed, over, percent
 from benchmarks.records import Rows, alike, grouped, last, on_gpus, select
 
 STANDARD, OTHER_START = "standard", "standard-other-start"

@@ -153,6 +153,19 @@ def test_what_processes_are_told(made_up):
     assert {s.steps for _, s in settings[4:]} == {2}
 
 
+def test_coat_is_trained_in_fp8(made_up):
+    """COAT's rows of FSDP: its states and its activations; its step alone is not timed."""
+    words = "--preset tiny --devices 1 2 --train-steps 2 --batch 4 --train-impl coat_adamw+fp8"
+    bench_mesh.main(words.split())
+    of_steps = [job["words"] for _, job in made_up if isinstance(job, dict)]
+    runs = [words for _, words in made_up if not isinstance(words, dict)]
+    parse, make = mesh_step.train_llama.parse_arguments, mesh_step.train_llama.make_settings
+    settings = [make(parse(words[1:])) for words in runs]
+    found = [(s.optimizer, s.activations, s.fsdp) for s in settings]
+    assert found == [("coat_adamw", "fp8", 1), ("coat_adamw", "fp8", 2)]
+    assert len(of_steps) == 4 and not any("coat_adamw" in words for words in of_steps)
+
+
 def test_what_fails_does_not_stop_the_others(made_up, monkeypatch, tmp_path, capsys):
     answer, path = bench_mesh.process, tmp_path / "run.jsonl"
 

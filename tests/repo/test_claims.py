@@ -1,6 +1,8 @@
 """docs/results/claims.md: what the records say of each claim, on records made for the purpose."""
 
+import importlib
 import math
+import pathlib
 
 import jax
 import numpy as np
@@ -151,6 +153,68 @@ def test_one_seed_is_undecided_and_says_so(ours):
     assert verdict_of(where, two).verdict == SAME
 
 
+@pytest.mark.parametrize(
+    ("seeds", "unit", "scale"),
+    [((0,), "nats/token", "2M weights, one seed"), ((0, 1), "nats/token", ""),
+     ((0,), "tokens/s", ""), ((None,), "nats/token", "")],
+)  # fmt: skip
+def test_a_finding_of_one_seed_says_so(seeds, unit, scale):
+    """Whatever measures it: of what a trained model is, not of what no seed changes."""
+    flags = {"parameters": 2_000_000}
+    rows = [made("x", "y", "z", "w", 1.0, seed=seed, unit=unit, flags=flags) for seed in seeds]
+    claim = claims.Claim("here", "so", lambda rows: claims.judged("found", True, rows))
+    assert claim.finding(rows) == claims.Finding("found", SAME, rows, scale)
+
+
+PAPERS = ("coat", "coat_activations", "flashoptim", "gaussws", "q_adam_mini", "stable_adamw",
+          "switchback")  # fmt: skip
+# of suites whose records have no seed: cases that are one trained model's
+OF_ONE_MODEL = ("moments/", "variance/adamw")
+
+
+@pytest.mark.parametrize("paper", PAPERS)
+def test_no_stored_verdict_rests_on_one_seed_silently(paper):
+    """Neither of a paired difference, which one seed leaves undecided, nor of anything else."""
+    rows = records.newest(records.all_records())
+    for claim in importlib.import_module(f"benchmarks.claims.{paper}").CLAIMS:
+        found = claim.finding(rows)
+        if found.verdict not in (SAME, BETTER, NOT):
+            continue
+        trained = [r for r in found.rows if "parameters" in r.get("flags", {})]
+        trained = [r for r in trained if r["unit"] not in claims.ALIKE]
+        seeds = {row.get("seed") for row in trained} - {None}
+        of_one = any(row["case"].startswith(OF_ONE_MODEL) for row in found.rows)
+        if len(seeds) == 1 or of_one:
+            assert claims.ONE_SEED in found.scale, claim.where
+            assert not isinstance(claim.how, findings.Trained), claim.where
+
+
+def test_every_paper_is_looked_at():
+    """The papers above are all that have claims."""
+    folder = pathlib.Path(claims.__file__).parent
+    having = {path.stem for path in folder.glob("*.py") if "\nCLAIMS:" in path.read_text()}
+    assert having == set(PAPERS)
+
+
+@pytest.mark.parametrize(
+    ("ours", "verdict", "apart"),
+    [([3.0, 3.1, 3.2], SAME, "0.00"), ([3.09, 3.193, 3.296], NOT, "0.10"),
+     ([3.1, 3.0, 3.3], UNDECIDED, "3.72")],
+)  # fmt: skip
+def test_beside_the_control(ours, verdict, apart):
+    """Ours against another run of AdamW, and by how much pairs differ."""
+    case, flags = "gpt2-124m steps=200/adam", {"parameters": 124_000_000, "steps": 200}
+    losses_of = {"adamw": [3.0, 3.1, 3.2], "adamw-nudged": [3.0, 3.1, 3.2], "flash_adamw": ours}
+    rows = [made("pairs", case, name, "val_loss", value, seed=seed, flags=flags)
+            for name, values in losses_of.items() for seed, value in enumerate(values)]  # fmt: skip
+    where = "Table 3, GPT-2 124M, 200 steps, AdamW beside the control (ours)"
+    found = verdict_of(where, rows)
+    assert (found.verdict, found.scale) == (verdict, "124M weights, 200 steps, 3 seeds")
+    assert f"standard deviation {apart} % with flash_adamw, 0.00 % with the c" in found.measured
+    one = [row for row in rows if row["seed"] == 0]
+    assert verdict_of(where, one).verdict == claims.NOT_MEASURED, "one seed has no deviation"
+
+
 def test_every_verdict_is_counted():
     """The summary on the page has each claim once."""
     counts = claims.counted(records.newest(records.all_records()), flashoptim.CLAIMS)
@@ -276,7 +340,7 @@ def test_figure_4_on_states_of_a_large_run(tmp_path, monkeypatch, companded, m, 
     rows = list(paired("gpt2-124m/adam", [3.0], [3.0]))
     found = [verdict_of(where, rows) for where in wheres]
     assert [one.verdict for one in found] == [m, v]
-    assert {one.scale for one in found} == {"124M weights, 1 seed"} and len(found[0].rows) == 1
+    assert {one.scale for one in found} == {"124M weights, one seed"} and len(found[0].rows) == 1
     assert found[0].measured.startswith(f"median 3.0e+00 → {3 * companded:.1e}; 95th")
 
 

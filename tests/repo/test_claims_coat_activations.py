@@ -184,6 +184,27 @@ def test_unlike_weights_decide_nothing(what):
         assert found.measured.startswith("needs ") and found.rows
 
 
+def test_fsdp_on_simulated_devices():
+    """Bytes per device and losses are said; a speed is not decided; a GPU's rows are others."""
+    run = {"run": {"steps": 60, "batch": 8, "sequence": 64}}
+    common = {"model": "llama-tiny", "device": "cpu-2-cores"}
+    rows = [
+        made("mesh", f"llama-tiny fsdp={n}/adamw", "coat_adamw+fp8", metric, value, devices=n,
+             **common, **more)
+        for n, metric, value, more in (
+            (1, "train_device_bytes", 800.0, {}), (8, "train_device_bytes", 110.0, {}),
+            (8, "train_loss", 2.5, run), (8, "loss_difference", 0.004, {}),
+        )
+    ]  # fmt: skip
+    found = finding_of("Table 8, Llama-2-7B, 13B", rows)
+    assert (found.verdict, found.scale) == (
+        claims.NOT_TRIED, "llama-tiny, 60 steps of 512 tokens, one seed"
+    )  # fmt: skip
+    assert "8 simulated devices" in found.measured and "x 7.3 less" in found.measured
+    assert "within 0.4 % of one's" in found.measured
+    assert finding_of("Table 8, Llama-2-7B, 13B", rows[1:]).verdict == claims.NOT_MEASURED
+
+
 @pytest.mark.parametrize(
     ("times", "verdict"), [(1.2, NOT), (1.3, SAME), (1.6, SAME), (1.7, BETTER)]
 )

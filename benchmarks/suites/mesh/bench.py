@@ -4,6 +4,8 @@ python -m benchmarks.run mesh --record FILE
 python -m benchmarks.run mesh --part step --devices 1 2 4   # then --part train, for less at once
 XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks.run mesh --preset tiny \
   --devices 1 2                                               # tries the benchmark, on a CPU
+XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks.run mesh --preset tiny \
+  --part train --train-impl optax-f32 coat_adamw+fp8 --train-steps 60    # COAT's rows of FSDP
 
 `step`: the optimizer's step on the device, many in one jit, by `lowmem.step` and by optax.adamw in
 f32, every array cut as the example cuts it. `train`: a run of examples/train_llama.py with the same
@@ -32,8 +34,13 @@ from benchmarks.suites.mesh import tables as mesh_tables
 from benchmarks.suites.mesh.step import PRESETS
 
 PARTS = ("step", "train")
-# implementation -> what the example calls its optimizer
-IMPLEMENTATIONS = {mesh_tables.OURS: "flash_adamw", mesh_tables.OPTAX: "optax.adamw"}
+# implementation -> flags of the example
+IMPLEMENTATIONS = {
+    mesh_tables.OURS: "--optimizer flash_adamw",
+    mesh_tables.OPTAX: "--optimizer optax.adamw",
+    mesh_tables.COAT: "--optimizer coat_adamw --activations fp8",
+}
+STEPS = (mesh_tables.OURS, mesh_tables.OPTAX)  # whose step is timed
 # what an outcome has -> metric, unit, and the fields that say more about it
 STEP = {
     "device_ms": ("device_ms", "ms", "steps", "spread", "call_ms", "temp_bytes", "loop_temp_bytes"),
@@ -43,6 +50,7 @@ TRAIN = {
     "train_loss": ("train_loss", "nats/token", "losses", "step_ms", "run"),
     "loss_difference": ("loss_difference", "1"),
     "tokens_per_s": ("tokens_per_s", "tokens/s", "run"),
+    "device_bytes": ("train_device_bytes", "bytes"),
     "peak_bytes": ("train_peak_bytes", "bytes"),
 }
 
@@ -69,15 +77,15 @@ def process(words: list[str], devices: int, told: str = "") -> str:
     return done.stdout
 
 
-def run_of(args: argparse.Namespace, devices: int, optimizer: str) -> list[str]:
-    words = ["--preset", args.preset, "--optimizer", optimizer, "--fsdp", str(devices)]
+def run_of(args: argparse.Namespace, devices: int, impl: str) -> list[str]:
+    words = ["--preset", args.preset, *IMPLEMENTATIONS[impl].split(), "--fsdp", str(devices)]
     return [*words, "--data", "1", *([] if args.batch is None else ["--batch", str(args.batch)])]
 
 
 def stepped(args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]:
     """Times and bytes of an optimizer's step; clipping, which needs a sum over devices, is off."""
     job = {
-        "words": [*run_of(args, devices, IMPLEMENTATIONS[impl]), "--clip", "0"],
+        "words": [*run_of(args, devices, impl), "--clip", "0"],
         "steps": args.steps * devices,  # a call is as long, whatever its devices
         "repeats": args.repeats,
     }
@@ -90,7 +98,7 @@ def stepped(args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]
 def trained(args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         log, record = Path(folder) / "log.jsonl", Path(folder) / "records.jsonl"
-        words = [*run_of(args, devices, IMPLEMENTATIONS[impl]), "--steps", str(args.train_steps)]
+        words = [*run_of(args, devices, impl), "--steps", str(args.train_steps)]
         words += ["--log", str(log), "--record", str(record)]
         process(["examples/train_llama.py", *words], devices)
         found = {row["metric"]: row["value"] for row in records.load(record)}
@@ -114,7 +122,7 @@ class Run:
     def measure(self) -> None:
         """All parts on each number of devices, the largest last."""
         for devices in self.args.devices:
-            for impl in IMPLEMENTATIONS if "step" in self.args.part else ():
+            for impl in STEPS if "step" in self.args.part else ():
                 self._keep(devices, impl, impl, STEP, stepped)
             for impl in self.args.train_impl if "train" in self.args.part else ():
                 self._keep(devices, impl, f"{impl}, training", TRAIN, self._compared)
@@ -170,7 +178,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--repeats", type=int, default=5, help="of that call; their median counts")
     add("--train-steps", type=int, default=20, help="of a run of the example; default: 20")
     add("--train-impl", nargs="+", choices=IMPLEMENTATIONS, default=[mesh_tables.OURS],
-        help="whose runs; both: what optax's losses differ by stands beside ours")  # fmt: skip
+        help="whose runs; optax's: what its losses differ by stands beside ours")  # fmt: skip
     add("--batch", type=int, help="sequences that all devices share; default: the preset's")
     args = parser.parse_args(argv)
     args.devices = sorted(set(args.devices))

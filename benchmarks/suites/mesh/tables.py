@@ -8,7 +8,7 @@ from benchmarks.render import GIB, by_machine, cell, markdown, source
 
 Values = dict[tuple[int, str, str], dict[str, Any]]  # (devices, impl, metric) -> record
 
-OURS, OPTAX = "lowmem.step", "optax-f32"
+OURS, OPTAX, COAT = "lowmem.step", "optax-f32", "coat_adamw+fp8"
 LIMIT = 1.15  # of n x time / time(1)
 HEAD = [
     *("`lowmem.step`, ms", f"n x time / time(1), asked: ≤ {LIMIT}"),
