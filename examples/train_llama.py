@@ -84,6 +84,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--preset", choices=PRESETS, default="tiny", help="model and run (default: tiny)")
     add("--optimizer", choices=NAMES, default="flash_adamw", metavar="NAME",
         help=f"{', '.join(NAMES)} (default: flash_adamw)")  # fmt: skip
+    add("--f32-weights", action="store_true",
+        help="keep weights in f32 with any optimizer, as optax.adamw does (split_adamw, AdamW with "
+        "f32 moments, splits them): baselines that store weights as others do")  # fmt: skip
     add("--steps", type=positive, help=f"of the whole run; {told('steps')}")
     add("--batch", type=positive, help=f"sequences in a batch; {told('batch')}")
     add("--sequence", type=positive, help=f"tokens in a sequence; {told('sequence')}")
@@ -167,8 +170,10 @@ def make_settings(args: argparse.Namespace) -> Settings:
     shared = args.fsdp * args.tensor
     own = ("optimizer", "seed", "attention", "linear", "activations", "head", "noise",
            "implementation", "fsdp", "tensor", "zero", "release", "unroll",
-           "accumulate")  # fmt: skip
+           "accumulate", "f32_weights")  # fmt: skip
     _check_release(args)
+    if args.f32_weights and args.noise:
+        raise SystemExit("--f32-weights and --noise: weights with noise are bf16; leave out one")
     rate = preset.learning_rate * RATE_FACTORS.get(args.optimizer, 1.0)
     settings = Settings(
         preset=args.preset,

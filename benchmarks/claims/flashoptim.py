@@ -227,11 +227,13 @@ def diverges(rows: Rows) -> Finding:
 
 
 # short runs of `pairs`, of many seeds, with controls
+SMALLEST = "smoke-gpt2 steps=400"
 SHORT = {
     "GPT-2 124M, 200 steps": "gpt2-124m steps=200",
-    "GPT-2's architecture, 0.1M weights": "smoke-gpt2 steps=400",
+    "GPT-2's architecture, 0.1M weights": SMALLEST,
 }
 NUDGED = " with rates a thousandth higher (a control: both in f32)"
+ROUNDED = " from rounded weights (a control: both in f32)"
 
 
 @measure
@@ -294,7 +296,8 @@ CLAIMS: tuple[Claim, ...] = (
           *((f"{model}, {rule}{what}", of_pairs(case, base, impl))
             for model, case in SHORT.items() if rule == "AdamW"
             for what, impl in (("", ours), (", f32 moments with split weights", "split"),
-                               (NUDGED, "adamw-nudged"))),
+                               (NUDGED, "adamw-nudged"), (ROUNDED, "adamw-rounded"))
+            if impl != "adamw-rounded" or case == SMALLEST),
           (f"a smaller model, {rule}", of_pairs("gpt-42m", base, ours)),
           (f"a smaller model, {rule} as published (`Storage.paper()`)",
            of_pairs("gpt-42m", base, f"{ours}-paper")),

@@ -8,6 +8,7 @@ from typing import Any
 from optax_lowmem import layers
 
 PLAIN = "optax.adamw"
+SPLIT = "split_adamw"  # the same with f32 moments, and weights split as all others split them
 STANDARD = "standard"
 LEAN, FP8 = "lean", "fp8"  # --activations
 AUTO = "auto"  # what suits the model and the machine
@@ -115,6 +116,7 @@ class Settings:
     unroll: int | str = AUTO
     stacked: bool | str = AUTO  # layers, in one array
     quantize_once: bool | str = AUTO  # weights, for all micro-batches of a step
+    f32_weights: bool = False  # whatever the optimizer
 
     @property
     def rows(self) -> int:

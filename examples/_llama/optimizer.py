@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,10 +14,10 @@ from _gpt.config import warmup_cosine
 import optax_lowmem as lowmem
 from optax_lowmem.gaussws.parts import chooser
 
-from .config import PLAIN, Settings
+from .config import PLAIN, SPLIT, Settings
 from .model import is_norm, leaf_path
 
-NAMES = (*lowmem.OPTIMIZERS, PLAIN)
+NAMES = (*lowmem.OPTIMIZERS, PLAIN, SPLIT)
 # AdamW's peak times this
 RATE_FACTORS = {name: record.rate_factor for name, record in lowmem.OPTIMIZERS.items()}
 _DECAY = 0.1
@@ -42,7 +44,7 @@ def hidden(params: Any) -> Any:
 
 def _arguments(settings: Settings) -> dict[str, Any]:
     name, shape = settings.optimizer, settings.shape
-    record = lowmem.OPTIMIZERS["flash_adamw" if name == PLAIN else name]
+    record = lowmem.OPTIMIZERS["flash_adamw" if name in (PLAIN, SPLIT) else name]
     known: dict[str, Any] = {
         "weight_decay": _DECAYS.get(name, _DECAY),
         "mask": decayed,
@@ -55,12 +57,17 @@ def _arguments(settings: Settings) -> dict[str, Any]:
     return record.chosen(known)
 
 
+def _maker(name: str) -> Callable[..., optax.GradientTransformation]:
+    if name == SPLIT:
+        return functools.partial(lowmem.flash_adamw, storage=lowmem.Storage.full_precision())
+    return optax.adamw if name == PLAIN else lowmem.OPTIMIZERS[name].make
+
+
 def make_optimizer(settings: Settings) -> optax.GradientTransformation:
     """The optimizer, inside the noise and behind clipping, where the run has them."""
     schedule = warmup_cosine(settings.learning_rate, settings.steps)
     plain = settings.optimizer == PLAIN
-    make = optax.adamw if plain else lowmem.OPTIMIZERS[settings.optimizer].make
-    tx = make(schedule, **_arguments(settings))
+    tx = _maker(settings.optimizer)(schedule, **_arguments(settings))
     if settings.noise:
         # optax.adamw splits no master weights: f32 ones are kept beside what the loss sees
         more = {"clean_dtype": "float32"} if plain else {}
@@ -78,3 +85,8 @@ def stored_dtype(optimizer: str, path: str, noise: str | None = None) -> Any:
     """
     sampled = noise is not None and chooser(noise)(path, None)
     return jnp.float32 if is_norm(path) or (optimizer == PLAIN and not sampled) else jnp.bfloat16
+
+
+def weights_dtype(settings: Settings, path: str) -> Any:
+    """Return the dtype of a weight of a run without noise."""
+    return jnp.float32 if settings.f32_weights else stored_dtype(settings.optimizer, path)

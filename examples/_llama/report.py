@@ -48,6 +48,7 @@ def headline(settings: Settings, report: lowmem.memory.Report, text: str) -> str
     noise = f", GaussWS noise [{settings.noise}]" if settings.noise else ""
     kept = "" if settings.activations == STANDARD else f", {settings.activations} activations"
     kept += "" if settings.head == STANDARD else f", {settings.head} head"
+    kept += ", f32 weights" if settings.f32_weights else ""
     how = "" if settings.remat == NONE else f", remat {settings.remat}"
     how += f", {settings.attention} attention"
     how += f", unroll {settings.unroll}" if settings.unroll != 1 else ""
@@ -113,7 +114,7 @@ def case(settings: Settings) -> str:
     usual |= dict.fromkeys(("linear", "head"), STANDARD)
     usual |= {n: getattr(preset, n) for n in ("sequence", "batch", "steps", "text", "remat")}
     usual |= {"noise": None, "attention": AUTO, "activations": AUTO, "unroll": AUTO}
-    usual |= {"accumulate": 1}
+    usual |= {"accumulate": 1, "f32_weights": False}
     for name, value in usual.items():
         own = getattr(settings, name)
         changed += [f"{name}={own}"] if own != value else []

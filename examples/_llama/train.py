@@ -28,7 +28,7 @@ from . import choose
 from . import mesh as meshes
 from .config import HEADS, LINEARS, PLAIN, Settings
 from .model import LAYERS, Llama
-from .optimizer import make_optimizer, stored_dtype
+from .optimizer import make_optimizer, stored_dtype, weights_dtype
 
 Batches = Callable[[int], np.ndarray]
 Step = Callable[[Any, Any, jax.Array], tuple[Any, Any, jax.Array]]
@@ -120,7 +120,7 @@ def make_program(settings: Settings) -> Program:
             **meshes.of_loss(settings, mesh),
         ),
     )
-    dtype, plain = functools.partial(stored_dtype, settings.optimizer), settings.optimizer == PLAIN
+    dtype, plain = functools.partial(weights_dtype, settings), settings.optimizer == PLAIN
 
     def start() -> tuple[Any, Any]:
         if settings.noise:

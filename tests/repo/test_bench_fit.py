@@ -86,7 +86,8 @@ def test_configurations():
     for name in args.only:
         settings = bench_fit.settings_of(args, name, 3)
         assert (settings.batch, settings.sequence, settings.remat) == (3, 32, "none")
-        assert settings.optimizer == name.partition("+")[0]
+        assert settings.optimizer == name.partition("+")[0].removesuffix("-f32")
+        assert settings.f32_weights == ("-f32" in name)
         assert (settings.activations == "fp8") == ("fp8" in name)
     assert "3b" in bench_fit.PRESETS
 

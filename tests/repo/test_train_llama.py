@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import optax_lowmem as lowmem
@@ -50,6 +51,30 @@ def llama(example, monkeypatch):  # noqa: F811
 
 def trained(llama, flags):
     return llama.script.main(f"--text random --steps 6 {flags}".split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "weights", "moments", "size"),
+    [("--optimizer split_adamw", "bfloat16", "float32", 11.0),
+     ("--optimizer coat_adamw --f32-weights", "float32", "int8", 6.13)],
+)  # fmt: skip
+def test_moments_and_weights_are_stored_apart(llama, flags, weights, moments, size):
+    """Fair baselines: f32 moments on split weights, and 8-bit moments of f32 weights."""
+    settings = settings_of(llama, f"{ONE} {flags}")
+    program = llama.train.make_program(settings)
+    params, state = program.like
+    up = params["layers"]["mlp"]["up_proj"]["kernel"]
+    of_up = optax.tree.get(state, "mu")["layers"]["mlp"]["up_proj"]["kernel"]
+    codes = jax.tree.leaves(of_up)[0]
+    assert (up.dtype, codes.dtype) == (weights, moments)
+    assert program.report.bytes_per_param == pytest.approx(size, abs=0.02)
+    more = " f32_weights=True" if settings.f32_weights else ""
+    assert llama.report.case(settings) == f"llama-tiny{more}/{settings.optimizer}"
+
+
+def test_f32_weights_take_no_noise(llama):
+    with pytest.raises(SystemExit, match="--f32-weights and --noise"):
+        settings_of(llama, f"{ONE} --f32-weights --noise all")
 
 
 def assert_same_bits(found, wanted):

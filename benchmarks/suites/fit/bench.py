@@ -28,6 +28,7 @@ from _llama.config import PRESETS
 
 from benchmarks import records
 from benchmarks.render import GIB
+from benchmarks.suites.fit import tables as fit_tables
 from benchmarks.suites.fit.tables import ALL
 from benchmarks.timing import QUICK, on_gpu
 
@@ -38,6 +39,10 @@ CONFIGURATIONS = {
     "coat_adamw": "--optimizer coat_adamw",
     "coat_adamw+fp8": "--optimizer coat_adamw --activations fp8",
     "flash_adamw+fp8": "--optimizer flash_adamw --activations fp8",
+    # weights stored alike: with optax.adamw, and with the next one
+    fit_tables.COAT_STATES_F32: "--optimizer coat_adamw --f32-weights",
+    fit_tables.COAT_F32: "--optimizer coat_adamw --f32-weights --activations fp8",
+    fit_tables.SPLIT: "--optimizer split_adamw",
 }
 SHARE = 0.98  # of what JAX may take: what lies in pieces cannot be used whole
 say = functools.partial(print, flush=True)

@@ -5,6 +5,7 @@ from benchmarks.render import GIB, Rendered, Table, cell
 
 BASE = "optax.adamw"
 COAT = "coat_adamw+fp8"
+SPLIT, COAT_STATES_F32, COAT_F32 = "split_adamw", "coat_adamw-f32", "coat_adamw-f32+fp8"
 ALL = "all"
 
 
