@@ -28,6 +28,11 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         return json.loads(str(stored[_ABOUT])), arrays
 
 
+def alike(stored: Any, now: Any) -> bool:
+    """Compare settings that were read with those that would be written: JSON has no tuples."""
+    return bool(stored == json.loads(json.dumps(now)))
+
+
 @dataclasses.dataclass
 class Curves:
     """Curves that runs logged."""
@@ -38,7 +43,7 @@ class Curves:
     def save(self, path: Path) -> None:
         if path.exists():
             stored = load(path)
-            if stored.about == self.about:
+            if alike(stored.about, self.about):
                 self.runs = stored.runs | self.runs
         arrays = {
             f"{variant}/{name}": values.astype(np.int32 if "step" in name else np.float32)
@@ -65,7 +70,7 @@ def store(path: Path, part: str | None, flags: dict[str, Any], runs: dict[str, A
     if part is None:
         return Curves(flags, dict(runs)).save(path)
     found = load(path) if path.exists() else Curves({}, {})
-    same = found.about.get(part) == flags
+    same = alike(found.about.get(part), flags)
     kept = {k: v for k, v in found.runs.items() if same or k.partition("/")[0] != part}
     added = {f"{part}/{name}": curves for name, curves in runs.items()}
     return Curves(found.about | {part: flags}, kept | added).save(path)

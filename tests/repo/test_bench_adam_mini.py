@@ -161,10 +161,11 @@ def test_a_diverged_run_ends():
 def test_curves_are_kept_by_settings(tmp_path):
     file = tmp_path / "curves.npz"
     one = {"step": np.arange(3), "loss": np.array([1.5, 2.5, np.nan])}
-    stored_curves.Curves({"steps": 3}, {"a": one}).save(file)
-    stored_curves.Curves({"steps": 3}, {"b": one}).save(file)
+    about = {"steps": 3, "betas": (0.9, 0.95)}  # a tuple is read back as a list
+    stored_curves.Curves(about, {"a": one}).save(file)
+    stored_curves.Curves(about, {"b": one}).save(file)
     found = stored_curves.load(file)
-    assert found.about == {"steps": 3} and found.runs.keys() == {"a", "b"}
+    assert found.about["steps"] == 3 and found.runs.keys() == {"a", "b"}
     np.testing.assert_array_equal(found.runs["a"]["loss"], one["loss"])
     assert found.runs["a"]["loss"].dtype == np.float32
     stored_curves.Curves({"steps": 4}, {"b": one}).save(file)

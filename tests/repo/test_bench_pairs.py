@@ -19,6 +19,7 @@ pytest.importorskip("flax.nnx")
 from benchmarks import ROOT, curves, model_shapes  # noqa: E402
 from benchmarks.suites.flashoptim.measure import StateErrors  # noqa: E402
 from benchmarks.suites.pairs import bench, kept, states, training  # noqa: E402
+from benchmarks.suites.pairs.differences import differences  # noqa: E402
 from benchmarks.suites.pairs.gpt2 import GPT2  # noqa: E402
 from benchmarks.suites.pairs.presets import ADAM, GPT2_124M, LION, PRESETS, VARIANTS  # noqa: E402
 from tests.training_cases import as_users_do as as_users_do  # noqa: E402 (a fixture)
@@ -200,6 +201,37 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path, monkeypatch):
     assert [row["impl"] for row in rows if row["metric"] == "val_loss"] == ["adamw", "flash_adamw"]
     assert {row["case"] for row in rows} == {"smoke-gpt2/adam"}
     assert np.mean(rows[0]["held_out_groups"]) == pytest.approx(rows[0]["value"], abs=1e-4)
+
+
+def test_curves_of_all_seeds_are_kept(tmp_path):
+    """Settings that were stored are those of the next seed, and of the next command."""
+    about = {"betas": PRESETS["smoke-gpt2"].betas, "steps": 4}
+    for seed in range(2):
+        curve = {"val_step": np.arange(3), "val_loss": np.float32([6.0, 5.0, 4.0 + seed])}
+        runs = {f"adamw seed {seed}": curve, f"flash_adamw seed {seed}": curve}
+        curves.store(tmp_path / "a.npz", None, about, runs)
+    assert len(curves.load(tmp_path / "a.npz").runs) == 4
+    curves.store(tmp_path / "a.npz", None, about | {"steps": 5}, runs)
+    assert len(curves.load(tmp_path / "a.npz").runs) == 2
+
+
+def test_differences_along_curves():
+    """Of the seeds that both ended, as shares of the baseline's mean; one seed has no interval."""
+    runs = {}
+    for seed, (plain, own) in enumerate([(4.0, 4.1), (5.0, 4.9), (6.0, None)]):
+        steps = np.arange(3)
+        runs[f"adamw seed {seed}"] = {"val_step": steps, "val_loss": np.array([6.0, 5.0, plain])}
+        ends = 3 if own else 2  # the last one was cut off
+        losses = np.array([6.0, 5.5, own])[:ends].astype(float)
+        runs[f"flash_adamw seed {seed}"] = {"val_step": steps[:ends], "val_loss": losses}
+    found = differences(curves.Curves({}, runs), "adamw", "flash_adamw")
+    np.testing.assert_array_equal(found.steps, [1, 2])
+    np.testing.assert_allclose(found.each, [[10, 0.1 / 4.5 * 100], [10, -0.1 / 4.5 * 100]])
+    np.testing.assert_allclose(found.mean, [10, 0], atol=1e-9)
+    low, high = found.interval
+    assert low[0] == high[0] == 10 and low[1] == -high[1] < -2
+    alone = {name: run for name, run in runs.items() if name.endswith("0")}
+    assert differences(curves.Curves({}, alone), "adamw", "flash_adamw").interval is None
 
 
 def test_a_process_that_is_killed(tmp_path):
