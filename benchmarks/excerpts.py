@@ -1,6 +1,7 @@
 """Parts of the records that notebooks carry in a cell: `python -m tools.notebooks` writes them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,8 @@ from benchmarks.suites.activations.bytes import by_column, kept
 from benchmarks.suites.activations.layers import Shape
 from benchmarks.suites.fit import tables as fit_tables
 from benchmarks.suites.gaussws.training import KINDS, STATISTICS
+from benchmarks.suites.pairs import figures
+from benchmarks.suites.pairs.differences import differences
 from benchmarks.suites.spikes import bench as bench_spikes
 from benchmarks.suites.spikes import runs
 
@@ -215,7 +218,48 @@ def coat_activations() -> str:
     ])  # fmt: skip
 
 
+def pairs(name: str, path: Path, base: str, variants: Sequence[str]) -> str:
+    """Return differences of paired runs: means, and intervals of 90 % where seeds give one."""
+    stored, entries, seeds = curves.load(path), {}, 0
+    for variant in variants:
+        own = differences(stored, base, variant)
+        seeds, entries["step"] = len(own.each), own.steps
+        entries[variant] = own.mean
+        if own.interval:
+            entries[f"{variant}, low"], entries[f"{variant}, high"] = own.interval
+    about = stored.about
+    what = [
+        f"Recorded by `python -m benchmarks.run pairs` in the repository: {where(about)}.",
+        f"{about['preset']}, {about['parameters']:,} weights, {about['steps']:,} steps of "
+        f"{about['batch'] * about['context']:,} tokens, seeds: {seeds}.",
+        f"Held-out losses over those of {base}, %, and the interval of 90 % of the mean",
+    ]
+    return written(name, what, entries, 3)
+
+
+def paired_flashoptim() -> str:
+    """Return the differences of paired runs of GPT-2 and of a control."""
+    return "\n".join([
+        pairs("LONG_ADAM", figures.LONG["adam"], "adamw", ["flash_adamw"]),
+        pairs("LONG_LION", figures.LONG["lion"], "lion", ["flash_lion"]),
+        pairs("SHORT", figures.SHORT, "adamw", list(figures.CONTROL)),
+        pairs("SMALL", figures.SMALL, "adamw", list(figures.CONTROL)),
+    ])  # fmt: skip
+
+
+def paired_coat() -> str:
+    """Return the differences of paired runs of a Llama whose weights are stored alike."""
+    f32 = [name for name, (base, *_) in figures.COAT.items() if base == "adamw"]
+    return "\n".join([
+        pairs("F32_WEIGHTS", figures.LLAMA, "adamw", f32),
+        pairs("SPLIT_WEIGHTS", figures.LLAMA, "split", ["coat_adamw", "split+fp8",
+                                                       "coat_adamw+fp8"]),
+    ])  # fmt: skip
+
+
 EXCERPTS: dict[str, Callable[[], str]] = {
+    "paired_flashoptim": paired_flashoptim,
+    "paired_coat": paired_coat,
     "coat_activations": coat_activations,
     "gaussws": gaussws,
     "switchback": switchback,
