@@ -23,9 +23,9 @@ PICTURE_BYTES, TEXT_BYTES = 150_000, 2_500
 WIDEST = 700  # pixels of a picture: pages show 600 or so
 ALLOWED = {"optax_lowmem", "jax", "optax", "flax", "numpy", "matplotlib", *sys.stdlib_module_names}
 PICTURES = {  # notebook -> how many it shows
-    "coat_activations": 4,
+    "coat_activations": 5,
     "coat_states": 2,
-    "flashoptim": 4,
+    "flashoptim": 5,
     "gaussws": 4,
     "q_adam_mini": 3,
     "quickstart": 1,
