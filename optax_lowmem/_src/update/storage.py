@@ -3,7 +3,15 @@
 import dataclasses
 from typing import Any
 
-from optax_lowmem._src.codecs import GroupCodec, softsign, softsign_paper, sqrt, sqrt_paper
+from optax_lowmem._src.codecs import (
+    GroupCodec,
+    softsign,
+    softsign4,
+    softsign_paper,
+    sqrt,
+    sqrt4,
+    sqrt_paper,
+)
 from optax_lowmem._src.core.policy import Policy
 from optax_lowmem._src.core.shown import ShowsChanges
 
@@ -138,3 +146,15 @@ class Storage(ShowsChanges):
     def full_precision(cls, **changes: Any) -> "Storage":
         """f32 moments; only the master weights are split."""
         return dataclasses.replace(cls(mu=None, nu=None), **changes)
+
+    @classmethod
+    def four_bit(cls, **changes: Any) -> "Storage":
+        """Both moments in codes of 4 bits: 1.0625 bytes per parameter for the two, with scales.
+
+        Groups of 64, as a group of 32 would take 1.125.
+
+        Example:
+          >>> Storage.four_bit(master_weight_bits=32).group_size
+          64
+        """
+        return dataclasses.replace(cls(mu=softsign4(), nu=sqrt4(), group_size=64), **changes)
