@@ -23,7 +23,7 @@ from benchmarks.training import Text
 from optax_lowmem import codecs
 
 pytest.importorskip("flax")
-from benchmarks.suites.formats import training  # noqa: E402 (needs flax)
+from benchmarks.suites.formats import four_bits, training  # noqa: E402 (needs flax)
 
 DECAYS = {MU: 0.9, NU: 0.999}
 
@@ -45,6 +45,16 @@ def test_copies_have_keys_and_whole_groups():
     assert all(training.LONGEST % c.group == 0 for c in copies)
     assert set(formats.stored()) < set(copies)
     assert all(set(pair) <= set(formats.stored()) for pair in formats.OPTIMIZERS.values())
+
+
+def test_copies_of_four_bits():
+    copies, pairs = four_bits.copies(), four_bits.compared()
+    assert all(Copy.of(c.key) == c for c in copies) and len({c.key for c in copies}) == len(copies)
+    small = [c for c in copies if c.codec.bits == 4]
+    assert {c.bytes for c in small} == {0.5 + 2 / group for group in four_bits.GROUPS}
+    assert all(c.codec.scale.dtype.itemsize == 2 for c in small)
+    assert {c for pair in pairs for c in pair} == {*copies, *EXACT.values()}
+    assert not set(small) & set(formats.copies()), "the tables of 8-bit formats have none of them"
 
 
 @pytest.mark.parametrize("budget", formats.BUDGETS)
