@@ -145,11 +145,11 @@ def test_copies_are_an_optimizers_state():
 
 
 def test_copies_start_at_zero():
-    copies = formats.copies()
+    copies = [*formats.copies(), *four_bits.copies()]
     stored = training.start_copies(copies, (2, 512))
     for copy in copies:
         assert stored[copy.key][1].shape == (2, 512 // copy.group)
-    values = jax.jit(lambda stored: training.decode_copies(copies, stored))(stored)
+    values = jax.jit(lambda stored: training.decode_copies(copies, stored, 512))(stored)
     assert all((np.asarray(x) == 0).all() for x in values.values())
 
 
@@ -161,7 +161,7 @@ def test_noise_is_of_the_seed_and_step_and_unbiased():
     @jax.jit
     def after(key):
         stored = training.step_copies(pair, start, grads, DECAYS, key)
-        return training.decode_copies(pair, stored)[pair[0].key]
+        return training.decode_copies(pair, stored, 256)[pair[0].key]
 
     def mu(seed, step):
         return after((jnp.uint32(seed), jnp.int32(step)))

@@ -36,7 +36,7 @@ def test_explain_names_the_codecs():
     text = str(lowmem.explain(lowmem.flash_adamw(1e-3, storage=FOUR), params))
     for words in (
         "softsign-int4",
-        "sqrt-uint4",
+        "linear-uint4",
         "groups of 64, 2 codes in a byte, stochastic rounding",
     ):
         assert words in text

@@ -62,7 +62,6 @@ def _nudged(schedule: optax.Schedule, **arguments: Any) -> optax.GradientTransfo
 
 _PAPER = Storage.paper()
 _LINEAR = Storage.paper(nu=codecs.linear_paper(signed=False))
-_LINEAR4 = dataclasses.replace(codecs.linear4(), scale=codecs.softsign4().scale)  # in 16 bits
 
 # The first of each rule is what the others are compared with.
 VARIANTS: dict[str, Variant] = {
@@ -75,13 +74,15 @@ VARIANTS: dict[str, Variant] = {
     "flash_adamw-paper": _adam("flash_adamw as published", _PAPER),
     "flash_adamw-linear": _adam("as published, but linear codes of v", _LINEAR),
     "split": _adam("bf16 weights and corrections, f32 moments", Storage.full_precision()),
-    "flash_adamw-4bit": _adam("flash_adamw, 4-bit moments", Storage.four_bit()),
-    "flash_adamw-4bit-normal": _adam(
-        "4-bit moments, NF4's map for m", Storage.four_bit(mu=codecs.normal4())
+    "flash_adamw-four-bit": _adam("flash_adamw, 4-bit moments", Storage.four_bit()),
+    "flash_adamw-four-bit-sqrt": _adam(
+        "4-bit moments, v by its root", Storage.four_bit(nu=codecs.sqrt4())
     ),
-    "flash_adamw-4bit-linear": _adam("4-bit moments, linear m", Storage.four_bit(mu=_LINEAR4)),
-    "flash_adamw-4bit-log": _adam(
-        "4-bit moments, logarithmic v", Storage.four_bit(nu=codecs.log4())
+    "flash_adamw-four-bit-normal": _adam(
+        "4-bit moments, m at normal quantiles", Storage.four_bit(mu=codecs.normal4())
+    ),
+    "flash_adamw-four-bit-log": _adam(
+        "4-bit moments, v in octaves", Storage.four_bit(nu=codecs.log4())
     ),
     "coat_adamw": Variant("coat_adamw", ADAM, lowmem.coat_adamw),
     "coat_adamw-f32": Variant("coat_adamw, f32 weights", ADAM, lowmem.coat_adamw, split=False),
