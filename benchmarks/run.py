@@ -16,6 +16,7 @@ SUITES = {
     "fit": "fit.bench",
     "flashoptim": "flashoptim.bench",
     "formats": "formats.bench",
+    "four_bits": "formats.four_bits",
     "gaussws": "gaussws.bench",
     "kernels": "kernels",
     "linear": "linear.bench",

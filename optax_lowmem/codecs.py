@@ -22,11 +22,15 @@ from optax_lowmem._src.codecs import expanded_e5m2 as expanded_e5m2
 from optax_lowmem._src.codecs import linear as linear
 from optax_lowmem._src.codecs import linear4 as linear4
 from optax_lowmem._src.codecs import linear_paper as linear_paper
+from optax_lowmem._src.codecs import log4 as log4
 from optax_lowmem._src.codecs import master_split as master_split
+from optax_lowmem._src.codecs import normal4 as normal4
 from optax_lowmem._src.codecs import softsign as softsign
+from optax_lowmem._src.codecs import softsign4 as softsign4
 from optax_lowmem._src.codecs import softsign_paper as softsign_paper
 from optax_lowmem._src.codecs import split_of as split_of
 from optax_lowmem._src.codecs import sqrt as sqrt
+from optax_lowmem._src.codecs import sqrt4 as sqrt4
 from optax_lowmem._src.codecs import sqrt_paper as sqrt_paper
 
 __all__ = [
@@ -52,10 +56,14 @@ __all__ = [
     "linear",
     "linear4",
     "linear_paper",
+    "log4",
     "master_split",
+    "normal4",
     "softsign",
+    "softsign4",
     "softsign_paper",
     "split_of",
     "sqrt",
+    "sqrt4",
     "sqrt_paper",
 ]

@@ -124,13 +124,13 @@ CASES: dict[str, Case] = {
     "optax.rmsprop": _compressed(optax.rmsprop, 5e-3, {"nu": _NU}),
 }
 # In codes of 4 bits, two in a byte: what holds whatever the size of rounding errors.
-_MU4, _NU4 = lowmem.codecs.linear4(), lowmem.codecs.linear4(signed=False)
+_MU4, _NU4 = lowmem.codecs.normal4(), lowmem.codecs.log4()
 WIDE = tuple(CASES)
 CASES |= {
     "flash_adamw-int4": dataclasses.replace(
         CASES["flash_adamw"],
         make=lambda lr, form: lowmem.flash_adamw(
-            lr, storage=form.storage(lowmem.Storage(mu=_MU4, nu=_NU4))
+            lr, storage=form.storage(lowmem.Storage.four_bit())
         ),
     ),
     "optax.adan-int4": _compressed(optax.adan, 1e-1, {"m": _MU4, "v": _MU4, "n": _NU4}),

@@ -16,6 +16,23 @@ SCALE = 2.0**-22
 DECODE = 8 * 2.0**-24
 # A mean over random keys: "4 standard errors".
 STANDARD_ERRORS = 4.0
+# The largest of 400 such means of one test: 400 * 6e-7 is one seed in 4,000, where 4 would be one
+# in 40.
+STANDARD_ERRORS_OF_MANY = 5.0
+# Codecs of 4 bits: the largest error as a share of a group's maximum, (nearest, stochastic): half
+# and all of the last code. Softsign: 1 - z / (14 - z) at 6.5 and 6; sqrt: 1 - (z / 15)^2 at 14.5
+# and 14; linear: of 1 / 7, and 1 / 15, all of it where the floor lifts a value to code 1; the maps
+# are linear between codes: half and all of 1 - 0.69619, and of an octave.
+LARGEST_ERROR_OF_4_BITS = {
+    "softsign-int4": (2 / 15, 1 / 4),
+    "sqrt-uint4": (14.75 / 225, 29 / 225),
+    "linear-int4": (1 / 14, 1 / 7),
+    "linear-uint4": (1 / 15, 1 / 15),
+    "normal-int4": (0.15191, 0.30381),
+    "log-uint4": (1 / 4, 1 / 2),
+}
+# What a stored scale may be over a group's maximum: E8M8, rounded up; of sqrt(v) it is squared.
+SCALE_OVER_MAXIMUM = (1 + 2.0**-8) ** 2
 # Eager, jit and fused expressions differ in the last f32 bit, that is in codes only within
 # CODE_POSITION of a tie: 2 * 1.5e-4 of elements.
 EAGER_JIT_SHARE = 5e-4

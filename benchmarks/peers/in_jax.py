@@ -26,6 +26,7 @@ STEPS = {
     "lowmem.step-triton": "triton",
     "lowmem.step-nearest": None,
     "lowmem.step-stochastic": None,
+    "lowmem.step-4bit": None,
 }
 ROUNDINGS = ("nearest", "stochastic")
 NAMES = (
@@ -75,7 +76,9 @@ def make(name: str, leaf_set: str, optimizer: str) -> Implementation:
     if name in ("optax-f32", "optax-bf16"):
         dtype = jnp.float32 if name == "optax-f32" else jnp.bfloat16
         return _optax(plain(**hyper), dtype)
-    tx = ours(optimizer, leaf_set, next((r for r in ROUNDINGS if name.endswith(r)), None))
+    rounding = next((r for r in ROUNDINGS if name.endswith(r)), None)
+    storage = lowmem.Storage.four_bit() if name.endswith("-4bit") else None
+    tx = ours(optimizer, leaf_set, rounding, storage)
     if name.startswith("lowmem.update"):
         step = _update_and_apply(tx)
     else:
@@ -84,16 +87,23 @@ def make(name: str, leaf_set: str, optimizer: str) -> Implementation:
     return Implementation(tx.init, step, jnp.bfloat16, _version(lowmem), rereads=rereads)
 
 
-def ours(optimizer: str, leaf_set: str, rounding: str | None = None) -> Any:
-    """Our optimizer of a case; `rounding` other than its own default."""
+def ours(
+    optimizer: str,
+    leaf_set: str,
+    rounding: str | None = None,
+    storage: lowmem.Storage | None = None,
+) -> Any:
+    """Our optimizer of a case; `rounding` or the whole `storage` other than its own default."""
     hyper: dict[str, Any] = dict(cases.OPTIMIZERS[optimizer])
     make = cases.RECORDS[optimizer].make
     if "blocks" in inspect.signature(make).parameters:
         heads, kv_heads = cases.HEADS.get(leaf_set, (None, None))
         hyper["blocks"] = lowmem.blocks.Structure(heads, kv_heads, default="whole")
-    if rounding is not None:
+    if storage is None:
         storage = inspect.signature(make).parameters["storage"].default
-        hyper["storage"] = dataclasses.replace(storage, rounding=rounding)
+    if rounding is not None:
+        storage = dataclasses.replace(storage, rounding=rounding)
+    hyper["storage"] = storage
     return make(**hyper)
 
 

@@ -4,6 +4,7 @@ python -m benchmarks.run memory --record
 """
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,6 +42,27 @@ PUBLISHED = {
     ("llama-3.1-8b", "sgd"): (None,) * 5,
 }
 
+FOUR = lowmem.Storage.four_bit()
+HEADS = lowmem.blocks.Structure(32, 8, default="whole")  # Llama-3.1-8B's
+ROUNDED = {"master_weight_bits": None, "master_rounding": "stochastic"}
+# as a user writes it -> the optimizer; the weights are in bf16 but for optax's
+BUDGETS: dict[str, optax.GradientTransformation] = {
+    "optax.adamw(lr)": optax.adamw(1e-3),
+    "flash_adamw(lr)": lowmem.flash_adamw(1e-3),
+    "flash_adamw(lr, storage=Storage(group_size=128))": lowmem.flash_adamw(
+        1e-3, storage=lowmem.Storage(group_size=128)
+    ),
+    "flash_adam_mini(lr)": lowmem.flash_adam_mini(1e-3, blocks=HEADS),
+    "flash_adamw(lr, storage=Storage.four_bit())": lowmem.flash_adamw(1e-3, storage=FOUR),
+    "flash_lion(lr)": lowmem.flash_lion(1e-3),
+    "flash_adam_mini(lr, storage=Storage.four_bit())": lowmem.flash_adam_mini(
+        1e-3, storage=FOUR, blocks=HEADS
+    ),
+    "flash_lion(lr, storage=Storage.four_bit())": lowmem.flash_lion(1e-3, storage=FOUR),
+    'flash_adamw(lr, storage=Storage.four_bit(master_weight_bits=None, master_rounding="stochastic"'
+    "))": lowmem.flash_adamw(1e-3, storage=dataclasses.replace(FOUR, **ROUNDED)),
+}
+
 
 def _made(module: Any, name: str, **more: Any) -> optax.GradientTransformation:
     return getattr(module, name)(1e-3, **ARGUMENTS.get(name.removeprefix("flash_"), {}), **more)
@@ -66,9 +88,24 @@ def measure(model: str, optimizer: str) -> Rows:
     return rows
 
 
+def measure_budget(impl: str) -> Rows:
+    """Bytes per parameter of Llama-3.1-8B's weights and state."""
+    dtype = jnp.float32 if impl.startswith("optax") else jnp.bfloat16
+    report = lowmem.memory.report(BUDGETS[impl], model_shapes.llama_3_1_8b(dtype))
+    parameters = report.params_bytes / dtype.dtype.itemsize
+    values = {
+        "weights": report.params_bytes / parameters,
+        "state": report.state_bytes / parameters,
+        "total": (report.params_bytes + report.state_bytes) / parameters,
+    }
+    own = {metric: (value, "bytes/parameter") for metric, value in values.items()}
+    return records.records_of("memory", "llama-3.1-8b/budget", impl, own)
+
+
 @records.suite()
 def main(args: argparse.Namespace) -> Iterator[Rows]:
-    return (measure(*one) for one in PUBLISHED)
+    yield from (measure(*one) for one in PUBLISHED)
+    yield [row for impl in BUDGETS for row in measure_budget(impl)]
 
 
 def memory(rows: Rows) -> Table:
@@ -84,4 +121,15 @@ def memory(rows: Rows) -> Table:
     return head, body, found
 
 
-TABLES = {"memory": Rendered(memory, "memory")}
+def budget(rows: Rows) -> Table:
+    """Bytes per parameter of optimizers and storages, the largest first."""
+    found = records.select(rows, bench="memory", case="llama-3.1-8b/budget")
+    body = [
+        [f"`{impl}`", *(cell(of[metric], "{:.2f}") for metric in ("weights", "state", "total"))]
+        for impl, of in records.grouped(found, "impl", "metric").items()
+    ]
+    body.sort(key=lambda row: -float(row[-1]))
+    return ["bytes per parameter of Llama-3.1-8B", "weights", "state", "both"], body, found
+
+
+TABLES = {"memory": Rendered(memory, "memory"), "budget": Rendered(budget, "memory")}

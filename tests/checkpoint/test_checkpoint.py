@@ -127,8 +127,8 @@ def test_states_inside_wrappers_come_back(kind, tmp_path):
 
 def four_bits(learning_rate, storage=None):
     """Two codes in a byte."""
-    codecs = {"mu": lowmem.codecs.linear4(), "nu": lowmem.codecs.linear4(signed=False)}
-    chosen = dataclasses.replace(storage or lowmem.Storage(), **codecs)
+    four = lowmem.Storage.four_bit()
+    chosen = dataclasses.replace(storage or lowmem.Storage(), mu=four.mu, nu=four.nu)
     return lowmem.flash_adamw(learning_rate, storage=chosen)
 
 

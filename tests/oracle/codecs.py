@@ -7,6 +7,7 @@ Arithmetic is float64, so a result is within about 1e-16 relative of the exact o
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Callable
 
 import numpy as np
@@ -55,7 +56,35 @@ softsign = Codec(
     "softsign", True, _same, _same, lambda r: 2 * r / (1 + np.abs(r)), lambda z: z / (2 - np.abs(z))
 )
 sqrt = Codec("sqrt", False, _root, np.square, _same, _same)
-CODECS = {c.name: c for c in (linear, linear_unsigned, linear4, linear4_unsigned, softsign, sqrt)}
+softsign4 = dataclasses.replace(softsign, name="softsign4", bits=4)
+sqrt4 = dataclasses.replace(sqrt, name="sqrt4", bits=4)
+
+
+def mapped(name: str, signed: bool, table: Array) -> Codec:
+    """4-bit codec whose code k stands for table[k] of the maximum, linear in between."""
+    places = np.linspace(0, 1, len(table))
+
+    def compress(r: Array) -> Array:
+        return np.copysign(np.interp(np.abs(r), table, places), r)
+
+    def expand(z: Array) -> Array:
+        return np.copysign(np.interp(np.abs(z), places, table), z)
+
+    return Codec(name, signed, _same, _same, compress, expand, bits=4)
+
+
+def normal_table() -> Array:
+    """NF4's magnitudes below 0: means of neighbouring quantiles, as its authors compute them."""
+    offset = 0.5 * ((1 - 1 / 32) + (1 - 1 / 30))
+    quantiles = [statistics.NormalDist().inv_cdf(p) for p in np.linspace(offset, 0.5, 8)[:-1]]
+    return np.array([0.0, *reversed(quantiles)]) / quantiles[0]
+
+
+normal4 = mapped("normal4", True, normal_table())
+log4 = mapped("log4", False, np.array([0.0, *2.0 ** np.arange(-14.0, 1)]))
+_EIGHT = (linear, linear_unsigned, softsign, sqrt)
+_FOUR = (linear4, linear4_unsigned, softsign4, sqrt4, normal4, log4)
+CODECS = {c.name: c for c in (*_EIGHT, *_FOUR)}
 
 
 # -- groups ------------------------------------------------------------------------------------

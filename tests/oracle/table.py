@@ -16,6 +16,10 @@ ORACLES = {
     "linear-uint8-paper": codecs.linear_unsigned,
     "linear-int4": codecs.linear4,
     "linear-uint4": codecs.linear4_unsigned,
+    "softsign-int4": codecs.softsign4,
+    "sqrt-uint4": codecs.sqrt4,
+    "normal-int4": codecs.normal4,
+    "log-uint4": codecs.log4,
     "affine-int8": adam_mini.dequantize,
     "affine-int8-paper": adam_mini.dequantize,
     **{

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
-from optax_lowmem import codecs, release
+from optax_lowmem import release
 from optax_lowmem._src.core import random
 from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.update import pallas_triton
@@ -90,8 +90,7 @@ def make(name, learning_rate=lambda count: 1e-2 / (1 + count), **options):
     row = lowmem.OPTIMIZERS[name.removesuffix("-int4")]
     storage = dataclasses.replace(row.make(1e-2).engine.storage, policy=POLICY)
     if name.endswith("-int4"):
-        four = {"mu": codecs.linear4(), "nu": codecs.linear4(signed=False)}
-        storage = dataclasses.replace(storage, **four)
+        storage = lowmem.Storage.four_bit(policy=POLICY)
     if name == "flash_muon":
         options = {"muon_weight_dimension_numbers": MATRICES, **options}
     if name in MINI:

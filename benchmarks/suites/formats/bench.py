@@ -15,7 +15,7 @@ import argparse
 import dataclasses
 import itertools
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def make_experiment(args: argparse.Namespace) -> Experiment:
+def make_experiment(args: argparse.Namespace, copies: Sequence[Copy] | None = None) -> Experiment:
+    """The run of a command line, beside which copies are kept: by default those of 8 bits."""
     settings = changed(
         PRESETS[args.preset], steps=args.steps, batch=args.batch, learning_rate=args.lr
     )
@@ -59,7 +60,8 @@ def make_experiment(args: argparse.Namespace) -> Experiment:
     if not every or settings.steps % CALLS:
         raise SystemExit(f"--steps {settings.steps} is not a multiple of {CALLS}")
     return Experiment(
-        settings, load_text(settings, args.cache), every, args.seed, copies=formats.copies(),
+        settings, load_text(settings, args.cache), every, args.seed,
+        copies=formats.copies() if copies is None else copies,
         decays={MU: B1, NU: args.b2}, chunks=args.chunks,
     )  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The 8-bit formats of optimizer states that are compared, at which group sizes and roundings."""
+"""The formats of optimizer states that are compared: group sizes, roundings."""
 
 from __future__ import annotations
 
@@ -73,6 +73,22 @@ FORMATS: dict[str, Format] = {
     FINE: Format(_E3M4, _UE4M4),
     FINE_X: Format(codecs.expanded(_E3M4), codecs.expanded(_UE4M4)),
 }  # fmt: skip
+# In 4 bits with 16-bit scales: for `four_bits`, in no table of 8-bit formats.
+LINEAR_4, FLASH_4, MAPS_4 = "linear", "softsign, sqrt", "quantiles, octaves"
+
+
+def _linear4(signed: bool) -> GroupCodec:
+    return dataclasses.replace(codecs.linear4(signed), scale=codecs.softsign4().scale)
+
+
+FOUR_BITS: dict[str, Format] = {
+    f"4 bits: {name}": how
+    for name, how in {
+        LINEAR_4: Format(_linear4(True), _linear4(False), 64),
+        FLASH_4: Format(codecs.softsign4(), codecs.sqrt4(), 64),
+        MAPS_4: Format(codecs.normal4(), codecs.log4(), 64),
+    }.items()
+}
 PAPERS = (FLASH_PAPER, AFFINE_PAPER)  # as published, flaws included
 TRIALS = (FINE, FINE_X)  # not in the package
 
@@ -88,14 +104,14 @@ class Copy:
 
     @property
     def codec(self) -> GroupCodec:
-        found = getattr(FORMATS[self.format], self.slot)
+        found = getattr((FORMATS | FOUR_BITS)[self.format], self.slot)
         if found is None:
             raise ValueError(f"{self.format} does not store {self.slot}")
         return found
 
     @property
     def bytes(self) -> float:
-        return 1 + self.codec.scale.dtype.itemsize / self.group
+        return self.codec.bits / 8 + self.codec.scale.dtype.itemsize / self.group
 
     @property
     def key(self) -> str:

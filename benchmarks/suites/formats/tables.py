@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.records import Rows, alike, newest, select
-from benchmarks.render import NOTHING, markdown, source
+from benchmarks.records import Rows, alike, grouped, newest, select
+from benchmarks.render import NOTHING, Rendered, Table, markdown, source
 from benchmarks.suites.formats import formats
 from benchmarks.suites.formats.formats import BUDGETS, EXACT, MU, NEAREST, NU, STOCHASTIC, Copy
 
@@ -196,6 +196,27 @@ def _spans(found: Measured) -> Lines:
 
 
 _SLOTS = ["scales", "format", *(f"{s}, {n}" for s in "mv" for n in LOOPS)]
+
+
+def _said(copy: Copy) -> str:
+    if copy in EXACT.values():
+        return "f32"
+    return f"{copy.format.removeprefix('4 bits: ')}, groups of {copy.group}, {copy.rounding}"
+
+
+def four_bits(rows: Rows) -> Table:
+    """Errors of Adam's step from moments in 4 bits, and in the 8 of `flash_adamw`."""
+    run = alike(select(rows, bench="four_bits"), "device", "jax", "case")
+    body = []
+    for of in grouped(run, "impl", "metric").values():
+        mu, nu = (Copy.of(of["mse"][slot]) for slot in (MU, NU))
+        size = sum(copy.bytes for copy in (mu, nu) if copy not in EXACT.values())
+        errors = (f"{of[name]['value']:.1e}" for name in ("median_nmse", "mse"))
+        short = (error.replace("e-0", "e-") for error in errors)
+        body.append([_said(mu), _said(nu), f"{size:.5g}", *short])
+    return ["m", "v", "bytes of what is stored", "median NMSE", "MSE"], body, run
+
+
 TABLES = {
     "formats_paper": _table(["m \\ v", *_SECONDS], _paper),
     "formats_slots": _table(_SLOTS, _slots("median_nmse")),
@@ -217,3 +238,4 @@ TABLES = {
          *(f"k, {p} %" for p in (5, 50, 95)), "wider than E4M3 (k < 1)"], _spans,
     ),
 }  # fmt: skip
+TABLES["four_bits"] = Rendered(four_bits, "four_bits")

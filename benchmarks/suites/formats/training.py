@@ -94,8 +94,11 @@ def start_copies(copies: Sequence[Copy], shape: tuple[int, ...]) -> dict[str, An
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
-def decode_copies(copies: Sequence[Copy], stored: dict[str, Any]) -> dict[str, jax.Array]:
-    return {c.key: codecs.decode_array(c.codec, *stored[c.key], c.group) for c in copies}
+def decode_copies(
+    copies: Sequence[Copy], stored: dict[str, Any], length: int
+) -> dict[str, jax.Array]:
+    """Values of chunks of so many neighbours."""
+    return {c.key: codecs.decode_array(c.codec, *stored[c.key], c.group, length) for c in copies}
 
 
 def step_copies(
@@ -110,7 +113,7 @@ def step_copies(
         slot: random.uniforms(random.leaf_key(*key, "sample"), grads.shape, NOISE_GROUP, slot)
         for slot in decays
     }
-    values = decode_copies(copies, stored)
+    values = decode_copies(copies, stored, grads.shape[-1])
 
     def encoded(c: Copy) -> Any:
         decay, new = decays[c.slot], grads if c.slot == MU else grads * grads  # Adam's moments
@@ -188,7 +191,8 @@ class Experiment(training.Experiment):
     ) -> None:
         """Trains; `look` sees the sample and AdamW's moments `looks` times, last at the end."""
         steps = self.trace(self.start, self.loss, self.take_step).steps.compile()
-        decode = jax.jit(functools.partial(decode_copies, self.copies))
+        length = self.sample.length
+        decode = jax.jit(functools.partial(decode_copies, self.copies, length=length))
         shown, begin = self.every * max(1, len(self.offsets) // looks), time.perf_counter()
         start = jax.jit(self.start)()
         for step, _, state, found, _ in calls(self.offsets, self.text, start, steps):

@@ -74,6 +74,16 @@ VARIANTS: dict[str, Variant] = {
     "flash_adamw-paper": _adam("flash_adamw as published", _PAPER),
     "flash_adamw-linear": _adam("as published, but linear codes of v", _LINEAR),
     "split": _adam("bf16 weights and corrections, f32 moments", Storage.full_precision()),
+    "flash_adamw-four-bit": _adam("flash_adamw, 4-bit moments", Storage.four_bit()),
+    "flash_adamw-four-bit-sqrt": _adam(
+        "4-bit moments, v by its root", Storage.four_bit(nu=codecs.sqrt4())
+    ),
+    "flash_adamw-four-bit-normal": _adam(
+        "4-bit moments, m at normal quantiles", Storage.four_bit(mu=codecs.normal4())
+    ),
+    "flash_adamw-four-bit-log": _adam(
+        "4-bit moments, v in octaves", Storage.four_bit(nu=codecs.log4())
+    ),
     "coat_adamw": Variant("coat_adamw", ADAM, lowmem.coat_adamw),
     "coat_adamw-f32": Variant("coat_adamw, f32 weights", ADAM, lowmem.coat_adamw, split=False),
     "lion": Variant("Lion, f32", LION, optax.lion, split=False),

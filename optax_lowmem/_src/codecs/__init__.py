@@ -11,8 +11,10 @@ from optax_lowmem._src.codecs.companded import linear as linear
 from optax_lowmem._src.codecs.companded import linear4 as linear4
 from optax_lowmem._src.codecs.companded import linear_paper as linear_paper
 from optax_lowmem._src.codecs.companded import softsign as softsign
+from optax_lowmem._src.codecs.companded import softsign4 as softsign4
 from optax_lowmem._src.codecs.companded import softsign_paper as softsign_paper
 from optax_lowmem._src.codecs.companded import sqrt as sqrt
+from optax_lowmem._src.codecs.companded import sqrt4 as sqrt4
 from optax_lowmem._src.codecs.companded import sqrt_paper as sqrt_paper
 from optax_lowmem._src.codecs.expansion import expanded as expanded
 from optax_lowmem._src.codecs.expansion import expanded_dynamic as expanded_dynamic
@@ -21,6 +23,8 @@ from optax_lowmem._src.codecs.expansion import expanded_e5m2 as expanded_e5m2
 from optax_lowmem._src.codecs.float8 import dynamic as dynamic
 from optax_lowmem._src.codecs.float8 import e4m3 as e4m3
 from optax_lowmem._src.codecs.float8 import e5m2 as e5m2
+from optax_lowmem._src.codecs.mapped import log4 as log4
+from optax_lowmem._src.codecs.mapped import normal4 as normal4
 from optax_lowmem._src.codecs.master import SPLITS as SPLITS
 from optax_lowmem._src.codecs.master import BitSplit as BitSplit
 from optax_lowmem._src.codecs.master import MasterSplit as MasterSplit
@@ -44,6 +48,10 @@ CODECS: dict[str, GroupCodec] = {
         linear_paper(signed=False),
         linear4(),
         linear4(signed=False),
+        softsign4(),
+        sqrt4(),
+        normal4(),
+        log4(),
         affine(),
         affine_paper(),
         *(build(signed) for build in _BOTH for signed in (True, False)),

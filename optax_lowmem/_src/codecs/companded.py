@@ -170,27 +170,32 @@ class CompandedCodec(GroupCodec):
 
 @dataclasses.dataclass(frozen=True)
 class SoftsignCodec(CompandedCodec):
-    r"""phi(x) = 2 x / (1 + |x|), phi^-1(z) = z / (2 - |z|) on x = m / s."""
+    r"""phi(x) = 2 x / (1 + |x|), phi^-1(z) = z / (2 - |z|) on x = m / s.
+
+    Attributes:
+      bits: of a code.
+    """
 
     scale: ScaleFormat = dataclasses.field(default_factory=E8M8Scale)
+    bits: int = 8
 
     def position(self, y: jax.Array, divisor: jax.Array) -> jax.Array:
-        """127 phi(y / s) = 254 y / (s + y), as 254 - 254 / (1 + y / s), to 2^-14.
+        """L phi(y / s) = 2 L y / (s + y), as 2 L - 2 L / (1 + y / s), to 2^-14 (L = 127).
 
-        Nothing overflows, it is 254 for infinity, and with 1 / s once a group it is two
+        Nothing overflows, it is 2 L for infinity, and with 1 / s once a group it is two
         multiply-adds and a reciprocal an element.
         """
         most = jnp.float32(2 * self.levels)
         return most - numerics.quotient(most, 1 + y * divisor)
 
     def expand(self, z: jax.Array) -> jax.Array:
-        """z / (254 - |z|)."""
+        """z / (2 L - |z|)."""
         return numerics.quotient(z, 2 * self.levels - jnp.abs(z))
 
     def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
-        """P = (z - lo) (253 - lo) / (254 - z), from expand(lo), expand(z), expand(lo + 1).
+        """P = (z - lo) (2 L - 1 - lo) / (2 L - z), of expand(lo), expand(z) and expand(lo + 1).
 
-        With a = 253 - lo and w = 254 - z it is (a + 1 - w) a / w, so noise < P is
+        With a = 2 L - 1 - lo and w = 2 L - z it is (a + 1 - w) a / w, so noise < P is
         (a + noise) w < a a + a.
         """
         a, w = (2 * self.levels - 1) - lo, 2 * self.levels - z
@@ -205,6 +210,22 @@ def softsign() -> SoftsignCodec:
     return SoftsignCodec()
 
 
+def softsign4() -> SoftsignCodec:
+    """Companded codes of 4 bits, two in a byte, with a 16-bit scale; 0.5 + 2/G bytes a value.
+
+    Codes are -7 to 7. The error is at most half a code (nearest) or a whole one (stochastic), of
+    which the widest is a quarter of the group's maximum. The group size must be even.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> codec = softsign4()
+      >>> stored = lowmem.codecs.encode_array(codec, jnp.array([-2.0, 0.3, 0.0]), 32)
+      >>> lowmem.codecs.decode_array(codec, *stored, 32, length=3).round(3).tolist()
+      [-2.0, 0.3330000042915344, 0.0]
+    """
+    return SoftsignCodec(bits=4)
+
+
 def softsign_paper() -> SoftsignCodec:
     """The paper's form: FP16 scales, codes from the unrounded maximum, floor(x + 0.5)."""
     return SoftsignCodec(scale=Float16Scale(), guarded=False)
@@ -215,9 +236,14 @@ def softsign_paper() -> SoftsignCodec:
 
 @dataclasses.dataclass(frozen=True)
 class SqrtCodec(CompandedCodec):
-    r"""phi(v) = sqrt(v), scaled by its group maximum; non-negative values only."""
+    r"""phi(v) = sqrt(v), scaled by its group maximum; non-negative values only.
+
+    Attributes:
+      bits: of a code.
+    """
 
     signed: bool = False
+    bits: int = 8
 
     least: ClassVar[float] = 2.0**-63 * (1 - 2.0**-20)  # as approximate roots may have it
 
@@ -230,15 +256,15 @@ class SqrtCodec(CompandedCodec):
         return y * y
 
     def divisor(self, scale: jax.Array) -> jax.Array:
-        """255 / s, 0 for a group of zeros; s is over 2^-63, so it cannot overflow."""
+        """L / s, 0 for a group of zeros; s is over 2^-63, so it cannot overflow."""
         return self.levels * super().divisor(scale)
 
     def position(self, y: jax.Array, divisor: jax.Array) -> jax.Array:
-        """255 sqrt(v) / s."""
+        """L sqrt(v) / s."""
         return y * divisor
 
     def unit(self, scale: jax.Array) -> jax.Array:
-        """s / 255."""
+        """s / L."""
         return scale * jnp.float32(1 / self.levels)
 
     def expand(self, z: jax.Array) -> jax.Array:
@@ -257,6 +283,23 @@ def sqrt() -> SqrtCodec:
     becomes one code, which bounds m / sqrt(v) (the paper's form divides by zero there).
     """
     return SqrtCodec()
+
+
+def sqrt4() -> SqrtCodec:
+    """4-bit codes of sqrt(v) with a 16-bit scale, never 0 where v > 0; 0.5 + 2/G bytes a value.
+
+    Codes are 0 to 15. The error is at most half a code of sqrt(v) (nearest: s / 30) or a whole one
+    (stochastic); a value under 1/225 of the group's maximum has code 1, which is that. The group
+    size must be even.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> codec = sqrt4()
+      >>> stored = lowmem.codecs.encode_array(codec, jnp.array([225.0, 63.0, 1e-9]), 32)
+      >>> lowmem.codecs.decode_array(codec, *stored, 32, length=3).round().tolist()
+      [225.0, 64.0, 1.0]
+    """
+    return SqrtCodec(scale=E8M8Scale(), bits=4)
 
 
 def sqrt_paper() -> SqrtCodec:

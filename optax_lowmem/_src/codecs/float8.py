@@ -11,6 +11,7 @@ from jax import lax
 
 from optax_lowmem._src.codecs.base import E8M8Scale, Float32Scale
 from optax_lowmem._src.codecs.companded import CompandedCodec
+from optax_lowmem._src.codecs.mapped import Knots, MappedCodec
 from optax_lowmem._src.core import numerics
 
 # ---- E4M3 and E5M2: the OCP FP8 formats ----------------------------------------------------------
@@ -204,8 +205,6 @@ def e5m2(signed: bool = True) -> E5M2Codec:
 
 _DECADES = 7
 
-Knots = tuple[tuple[float, float], ...]
-
 
 @functools.cache
 def _knots(signed: bool) -> Knots:
@@ -227,17 +226,8 @@ def _knots(signed: bool) -> Knots:
     return (*knots, (code, 1.0))
 
 
-def _interpolate(x: jax.Array, knots: Knots) -> jax.Array:
-    """Piecewise linear through the knots and beyond the last: selections, no gathers."""
-    slopes = [(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in zip(knots, knots[1:], strict=False)]
-    y = x * jnp.float32(slopes[0])
-    for (x0, y0), slope in zip(knots[1:-1], slopes[1:], strict=True):
-        y = jnp.where(x >= jnp.float32(x0), (x - jnp.float32(x0)) * slope + jnp.float32(y0), y)
-    return y
-
-
 @dataclasses.dataclass(frozen=True)
-class DynamicCodec(CompandedCodec):
+class DynamicCodec(MappedCodec):
     """Seven decades under the maximum, each with twice the codes of the one below."""
 
     top_octaves: ClassVar[float] = 0.0  # `round_octaves` takes what is over
@@ -245,20 +235,12 @@ class DynamicCodec(CompandedCodec):
     @property
     def smallest(self) -> float:
         """Code 1 as a share of the largest code."""
-        return _knots(self.signed)[1][1]
+        return self.knots[1][1]
 
-    def position(self, y: jax.Array, divisor: jax.Array) -> jax.Array:
-        """Return the position of y / s in the map, linear between neighbouring codes."""
-        return _interpolate(y * divisor, tuple((y, x) for x, y in _knots(self.signed)))
-
-    def expand(self, z: jax.Array) -> jax.Array:
-        """The map at a position."""
-        y = _interpolate(jnp.abs(z), _knots(self.signed))
-        return jnp.where(z < 0, -y, y)
-
-    def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
-        """P = z - lo: decoded values are linear between neighbouring codes."""
-        return noise < z - lo
+    @property
+    def knots(self) -> Knots:
+        """Ends of the decades' codes."""
+        return _knots(self.signed)
 
     # -- powers of the numbers: see expansion.py
 

@@ -1,0 +1,75 @@
+"""`Storage.four_bit` in every optimizer: what it takes, what it says, what a step reads back."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import optax_lowmem as lowmem
+from tests.tiers import rows
+
+FOUR = lowmem.Storage.four_bit()
+SHAPE = (512, 1024)
+BUDGET = 1.07  # bytes per parameter of both moments with their scales
+
+
+@pytest.mark.parametrize("name", lowmem.OPTIMIZERS)
+def test_moments_are_within_their_budget(name):
+    """Nothing is allocated; without a correction the state is moments, a count and a seed."""
+    tx = lowmem.OPTIMIZERS[name].make(
+        1e-3, storage=dataclasses.replace(FOUR, master_weight_bits=None)
+    )
+    params = {"w": jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)}
+    report = lowmem.memory.report(tx, params)
+    per_parameter = report.state_bytes / np.prod(SHAPE)
+    slots = len(lowmem.OPTIMIZERS[name].moments)
+    assert 0.5 < per_parameter <= BUDGET * slots / 2
+    state = jax.eval_shape(tx.init, params)
+    codes = [x for x in jax.tree.leaves(state) if x.dtype == jnp.uint8 and x.shape[0] == SHAPE[0]]
+    assert codes and all(x.shape[-1] <= SHAPE[1] // 2 for x in codes)
+
+
+def test_explain_names_the_codecs():
+    params = {"w": jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)}
+    text = str(lowmem.explain(lowmem.flash_adamw(1e-3, storage=FOUR), params))
+    for words in (
+        "softsign-int4",
+        "linear-uint4",
+        "groups of 64, 2 codes in a byte, stochastic rounding",
+    ):
+        assert words in text
+
+
+def test_changes_and_what_is_refused():
+    assert lowmem.Storage.four_bit(rounding="nearest").rounding == "nearest"
+    assert lowmem.Storage.four_bit(group_size=128).mu == FOUR.mu
+    with pytest.raises(ValueError, match="2 codes in a byte.*multiple of 2, got 31"):
+        lowmem.Storage.four_bit(group_size=31)
+    with pytest.raises(ValueError, match="slot 'mu' has negative values.*'log-uint4' is unsigned"):
+        lowmem.Storage.four_bit(mu=lowmem.codecs.log4())
+
+
+@pytest.mark.parametrize("name", rows(lowmem.OPTIMIZERS, ["flash_adamw"]))
+def test_a_steady_gradient_moves_weights_as_with_f32_moments(name):
+    """Steps of one sign: all of a group has one value, which every codec keeps.
+
+    f32 weights, so that nothing else rounds; E8M8 scales are up to 2^-8 over the value, and a code
+    is then rounded down once in a while, by at most its gap.
+    """
+    record = lowmem.OPTIMIZERS[name]
+    gradient = {"w": jnp.full((64, 128), 1e-2, jnp.float32)}
+    ends = []
+    for storage in (FOUR, lowmem.Storage.full_precision()):
+        tx = record.make(1e-3, storage=storage)
+        params = {"w": jnp.ones((64, 128), jnp.float32)}
+        state = tx.init(params)
+        for _ in range(10):
+            params, state = jax.jit(lambda g, s, p, tx=tx: lowmem.step(tx, g, s, p))(
+                gradient, state, params
+            )
+        ends.append(np.float64(params["w"]) - 1)
+    found, wanted = ends
+    assert wanted.all()
+    np.testing.assert_allclose(found.mean(), wanted.mean(), rtol=0.02)
