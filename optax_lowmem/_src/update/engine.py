@@ -413,8 +413,9 @@ def _step_leaves(
     for own, indices in parts.items():
         places = jnp.asarray(indices)
         own_h = rule.hyperparameters_of(plans[indices[0]].matrices, h)
-        mine: Any = [[column[i] for i in indices] for column in columns]
-        found = _step_alike(own, implementation, own_h, *mine, keys[places], shared_keys[places])
+        mine: list[Any] = [[column[i] for i in indices] for column in columns]
+        mine += [keys[places], shared_keys[places]]
+        found = _step_alike(own, implementation, own_h, *mine)
         results.update(zip(indices, zip(*found, strict=True), strict=True))
     updates, new, new_shared = zip(*(results[i] for i in range(len(plans))), strict=True)
     return list(updates), list(new), list(new_shared)
