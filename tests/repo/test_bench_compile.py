@@ -4,6 +4,7 @@ import jax
 import pytest
 
 from benchmarks import tables
+from benchmarks.suites.step import call as bench_call
 from benchmarks.suites.step import compilation as bench_compile
 
 
@@ -30,3 +31,12 @@ def test_a_measurement_and_its_table(capsys):
         for metric, value in (("cpu_ms_per_leaf", 2.34), ("temp_bytes", 2**20))
     ]
     assert "| equal-1 | optax.adamw | 1 | 2.3 ms | 1.00 MiB |" in tables.TABLES["cpu_compile"](rows)
+
+
+@pytest.mark.parametrize("name", bench_compile.NAMES)
+def test_the_host_time_of_a_call(monkeypatch, name):
+    """Weights and state go in and come out, gradients only in."""
+    monkeypatch.setattr(bench_call, "CALLS", 6)
+    found = bench_call.measure(name, "equal-2")
+    arrays = 2 * (2 + 4 + 1) + 2 if name == "optax.adamw" else 2 * (2 + 2 * 5 + 2) + 2
+    assert found["host_ms"][0] > 0 and found["arrays"] == (arrays, "")

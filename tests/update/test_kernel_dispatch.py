@@ -221,29 +221,38 @@ def test_leaves_of_a_kind_share_a_launch():
 
 def test_most_leaves_of_a_launch():
     found = batches(*[plain(64)] * 5, plain(64, 3), *[plain(64)] * 2, leaves=3)
-    assert found == [[0, 1], [2, 3], [4, 6, 7], [5]]
+    assert found == [[0, 1, 2], [3, 4, 6], [7], [5]]
     assert batches(*[plain(64)] * 3, leaves=1) == [[0], [1], [2]]
 
 
 def test_launches_of_many_layers_compile_once():
-    """Of one shape as many as fit, evenly; shapes of which there are few go with neighbours."""
+    """Shapes of one number of leaves share launches; what is left goes with its neighbours."""
     layer = [plain(96, 32), plain(64), plain(32, 96), plain(64)]
-    found = batches(plain(500, 32), *layer * 12, plain(32), leaves=8)
-    shapes = [[(layer * 12)[i - 1][0] if 0 < i < 49 else i for i in part] for part in found]
-    assert shapes[:2] == [[(96, 32)] * 6] * 2 and shapes[2:5] == [[(64,)] * 8] * 3
-    assert shapes[5:7] == [[(32, 96)] * 6] * 2
-    assert shapes[7:] == [[0, 49]]
-    assert sorted(i for part in found for i in part) == list(range(50))
+    first, last = plain(500, 32), plain(64)
+    found = batches(first, *layer * 10, last, leaves=4)
+    shapes = [[[first, *layer * 10, last][i][0] for i in part] for part in found]
+    assert shapes[:5] == [[(96, 32)] * 2 + [(32, 96)] * 2] * 5 and shapes[5:10] == [[(64,)] * 4] * 5
+    assert shapes[10:] == [[(500, 32), (64,)]]
+    assert found[0] == [1, 5, 3, 7] and found[5] == [2, 4, 6, 8] and found[10] == [0, 41]
+    assert sorted(i for part in found for i in part) == list(range(42))
+    # of three shapes, which leave no room for more, one leaf each; the last three for themselves
+    layer = [plain(96, 32), plain(32, 96), plain(7, 32)]
+    assert batches(*layer * 9, leaves=5) == [[i, i + 1, i + 2] for i in range(0, 27, 3)]
+    assert batches(*layer * 3, leaves=6) == [[*range(6)], [6, 7, 8]]
+    size = 96 * 32
+    assert batches(*layer * 4, elements=size) == [[0], [3], [6], [9], [1], [4], [7], [10]] + [
+        [2, 5, 8, 11]
+    ]
 
 
 def test_most_elements_of_a_launch():
     sizes = [plain(100), plain(100), plain(20), plain(500), plain(50), plain(50)]
-    assert batches(*sizes, elements=199) == [[0], [1], [3], [2, 4, 5]]
-    assert batches(*sizes, elements=200) == [[0, 1], [3], [2, 4, 5]]
+    assert batches(*sizes, elements=149) == [[0], [1], [2], [3], [4, 5]]
+    assert batches(*sizes, elements=150) == [[0, 4], [1, 5], [2], [3]]
     assert batches(*sizes, elements=1000) == [[0, 1, 2, 3, 4, 5]]
     few = [plain(100), plain(99), plain(20), plain(500), plain(50)]
-    assert batches(*few, elements=218) == [[3], [0, 1], [2, 4]]
-    assert batches(*few, elements=219) == [[3], [0, 1, 2], [4]]
+    assert batches(*few, elements=218) == [[0, 1], [2], [3], [4]]
+    assert batches(*few, elements=219) == [[0, 1, 2], [3], [4]]
 
 
 def test_an_update_holds_no_more_than_its_largest_leaf_in_f32():
@@ -253,8 +262,8 @@ def test_an_update_holds_no_more_than_its_largest_leaf_in_f32():
     assert batches(*sizes) == [[0, 1, 2, 3, 4]]
     assert batches(*sizes, direct=False) == [[0, 1, 2], [3, 4]]
     in_f32 = [(shape, {"dtype": F32}, BF16) for shape, _, _ in sizes]
-    assert batches(*in_f32, direct=False) == [[0], [1], [3], [2, 4]]
-    assert batches(*sizes, direct=False, elements=4 * unit) == [[0, 1], [3], [2, 4]]
+    assert batches(*in_f32, direct=False) == [[0, 2], [1, 4], [3]]
+    assert batches(*sizes, direct=False, elements=4 * unit) == [[0, 2], [1, 4], [3]]
     # 1 MB is nothing
     assert batches(*[plain(unit // 8)] * 16, direct=False, leaves=99) == [[*range(16)]]
     assert len(batches(*[plain(unit // 8)] * 17, direct=False, leaves=99)) == 2

@@ -14,15 +14,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
-import optax_lowmem as lowmem
 from benchmarks import records
 from benchmarks.peers import cases
+from benchmarks.suites.step import compilation
 
 CASES = ("gpt2-124m", "equal-1000")
 CALLS = 60
-Calls = tuple[Any, Any, Any]  # a step of (state, parameters, gradients), a state, parameters
 
 
 def shapes(case: str) -> Any:
@@ -33,42 +31,18 @@ def shapes(case: str) -> Any:
     return {f"w{i}": jax.ShapeDtypeStruct((64, 64), jnp.float32) for i in range(count)}
 
 
-def optax_adamw(params: Any) -> Calls:
-    theirs = optax.adamw(1e-3)
-
-    def step(state: Any, params: Any, grads: Any) -> Any:
-        updates, state = theirs.update(grads, state, params)
-        return state, optax.apply_updates(params, updates)
-
-    return step, theirs.init(params), params
-
-
-def lowmem_step(params: Any) -> Calls:
-    tx = lowmem.flash_adamw(1e-3)
-    weights, state = lowmem.init(tx, params)
-
-    def step(state: Any, params: Any, grads: Any) -> Any:
-        params, state = lowmem.step(tx, grads, state, params)
-        return state, params
-
-    return step, state, weights
-
-
-IMPLEMENTATIONS = {"optax.adamw": optax_adamw, "lowmem.step": lowmem_step}
-
-
 def measure(name: str, case: str) -> dict[str, tuple[float, Any]]:
     """Median milliseconds of a call, and how many arrays go in and come out."""
-    params = jax.tree.map(lambda s: jnp.full(s.shape, 0.01, jnp.float32), shapes(case))
-    step, state, params = IMPLEMENTATIONS[name](params)
+    init, step = compilation.implementation(name)
+    params, state = init(jax.tree.map(lambda s: jnp.full(s.shape, 0.01, jnp.float32), shapes(case)))
     grads = jax.tree.map(lambda p: jnp.full(p.shape, 0.01, p.dtype), params)
-    compiled = jax.jit(step, donate_argnums=(0, 1))
+    compiled = jax.jit(step, donate_argnums=(1, 2))
     arrays = len(jax.tree.leaves((2 * [state, params], grads)))
     times = []
     for _ in range(CALLS):
         jax.block_until_ready((state, params))
         start = time.perf_counter()
-        state, params = compiled(state, params, grads)
+        params, state = compiled(grads, state, params)
         times.append(1e3 * (time.perf_counter() - start))
     return {"host_ms": (statistics.median(times[5:]), "ms"), "arrays": (arrays, "")}
 
@@ -76,5 +50,5 @@ def measure(name: str, case: str) -> dict[str, tuple[float, Any]]:
 @records.suite(case={"nargs": "+", "default": list(CASES)})
 def main(args: argparse.Namespace) -> Iterator[records.Rows]:
     for case in args.case:
-        for name in IMPLEMENTATIONS:
+        for name in compilation.NAMES:
             yield records.records_of("call", case, name, measure(name, case))

@@ -17,7 +17,8 @@ from benchmarks import records
 
 CASES = ("mixed-100", "mixed-400", "equal-200", "equal-1000")
 NAMES = ("optax.adamw", "lowmem.step")
-Prepared = tuple[Callable[..., Any], tuple[Any, ...]]
+Step = Callable[[Any, Any, Any], tuple[Any, Any]]  # (gradients, state, weights) -> the new two
+Prepared = tuple[Step, tuple[Any, ...]]
 
 
 def shapes(case: str) -> list[tuple[int, int]]:
@@ -28,22 +29,28 @@ def shapes(case: str) -> list[tuple[int, int]]:
     return [(64, 64) if kind == "equal" else (32 + 8 * (i % 40), 64) for i in range(int(count))]
 
 
+def implementation(name: str) -> tuple[Callable[[Any], tuple[Any, Any]], Step]:
+    """Weights and state from parameters, and the step, of one of `NAMES`."""
+    if name == "lowmem.step":
+        tx = lowmem.flash_adamw(1e-3)
+        return lambda p: lowmem.init(tx, p), lambda g, s, p: lowmem.step(tx, g, s, p)
+    theirs = optax.adamw(1e-3)
+
+    def step(g: Any, s: Any, p: Any) -> tuple[Any, Any]:
+        updates, s = theirs.update(g, s, p)
+        return optax.apply_updates(p, updates), s
+
+    return lambda p: (p, theirs.init(p)), step
+
+
 def prepared(name: str, case: str) -> Prepared:
     """A step and its abstract arguments."""
     params = {
         f"w{i}": jax.ShapeDtypeStruct(shape, jnp.float32) for i, shape in enumerate(shapes(case))
     }
-    if name == "optax.adamw":
-        theirs = optax.adamw(1e-3)
-
-        def step(g: Any, s: Any, p: Any) -> Any:
-            updates, s = theirs.update(g, s, p)
-            return optax.apply_updates(p, updates), s
-
-        return step, (params, jax.eval_shape(theirs.init, params), params)
-    tx = lowmem.flash_adamw(1e-3)
-    weights, state = jax.eval_shape(lambda p: lowmem.init(tx, p), params)
-    return lambda g, s, p: lowmem.step(tx, g, s, p), (weights, state, weights)
+    init, step = implementation(name)
+    weights, state = jax.eval_shape(init, params)
+    return step, (weights, state, weights)
 
 
 def measure(name: str, case: str) -> dict[str, float]:

@@ -80,23 +80,21 @@ def canonical_nan(bits: jax.Array) -> jax.Array:
     return jnp.where(jnp.isnan(from_bits(bits)), jnp.uint32(NAN_BITS), bits)
 
 
-def at_most(bits: jax.Array, most: int) -> jax.Array:
-    """min(bits, most) of uint32 bits under 2^31."""
-    kernel = _approximations.get()
-    if kernel is None or kernel.gpu:
-        return jnp.minimum(bits, jnp.uint32(most))
-    # Mosaic has the minimum of signed integers only
-    signed = lax.bitcast_convert_type(bits, jnp.int32)
-    return lax.bitcast_convert_type(jnp.minimum(signed, most), jnp.uint32)
+def _bounded_by(choose: Callable[..., jax.Array]) -> Callable[[jax.Array, int], jax.Array]:
+    """choose(bits, limit) of uint32 bits and a limit that are under 2^31."""
+
+    def bounded(bits: jax.Array, limit: int) -> jax.Array:
+        kernel = _approximations.get()
+        if kernel is None or kernel.gpu:
+            return choose(bits, jnp.uint32(limit))
+        # Mosaic has the minimum and maximum of signed integers only
+        signed = lax.bitcast_convert_type(bits, jnp.int32)
+        return lax.bitcast_convert_type(choose(signed, limit), jnp.uint32)
+
+    return bounded
 
 
-def at_least(bits: jax.Array, least: int) -> jax.Array:
-    """max(bits, least) of uint32 bits under 2^31."""
-    kernel = _approximations.get()
-    if kernel is None or kernel.gpu:
-        return jnp.maximum(bits, jnp.uint32(least))
-    signed = lax.bitcast_convert_type(bits, jnp.int32)
-    return lax.bitcast_convert_type(jnp.maximum(signed, least), jnp.uint32)
+at_most, at_least = _bounded_by(jnp.minimum), _bounded_by(jnp.maximum)
 
 
 def magnitude_bits(x: jax.Array, signed: bool = True) -> jax.Array:

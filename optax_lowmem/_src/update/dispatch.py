@@ -5,7 +5,6 @@ It depends on `supported`, never on caught errors.
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -393,8 +392,9 @@ def _batches(
 ) -> list[list[int]]:
     """Leaves that share a launch: they differ in shape alone.
 
-    As many as fit of one shape together, since launches of the same shapes compile once; shapes of
-    which there are few go with their neighbours.
+    Launches of the same shapes compile once, so leaves are dealt: of shapes that occur equally
+    often, as those of a model's layers do, each launch has as many. What is left over, and shapes
+    of which there is one leaf, go with their neighbours.
 
     What an update is taken from is one new array a leaf, all of a launch at once: together at most
     4 bytes an element of the largest leaf, or 1 MB.
@@ -417,22 +417,21 @@ def _batches(
         shapes: dict[tuple[int, ...], list[int]] = {}
         for i in alike:
             shapes.setdefault(rows[i][0].shape, []).append(i)
-        few: list[int] = []
+        decks: dict[int, list[int]] = {}  # the first leaf of each shape, by how many there are
         for same in shapes.values():
-            fitting = max(1, min(tuned.leaves, most // sizes[same[0]]))
-            if len(same) < fitting:
-                few += same
-            else:
-                done += _evenly(same, fitting)
-        done += _in_order(sorted(few), sizes, tuned.leaves, most)
+            decks.setdefault(len(same), []).append(same[0])
+        left = decks.pop(1, [])
+        for count, firsts in decks.items():
+            for pack in _in_order(firsts, sizes, tuned.leaves, most):
+                size = sum(sizes[i] for i in pack)
+                each = max(1, min(tuned.leaves // len(pack), most // size, count))
+                alike_often = [shapes[rows[i][0].shape] for i in pack]
+                equal = count // each if count >= 2 * each else 0
+                for first in range(0, equal * each, each):
+                    done.append([i for same in alike_often for i in same[first:][:each]])
+                left += [i for same in alike_often for i in same[equal * each :]]
+        done += _in_order(sorted(left), sizes, tuned.leaves, most)
     return done
-
-
-def _evenly(leaves: Sequence[int], most: int) -> list[list[int]]:
-    """Parts of at most `most` leaves, as few and as equal as can be."""
-    parts = -(-len(leaves) // most)
-    cuts = [len(leaves) * part // parts for part in range(parts + 1)]
-    return [list(leaves[a:b]) for a, b in itertools.pairwise(cuts)]
 
 
 def _in_order(

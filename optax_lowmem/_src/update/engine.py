@@ -406,25 +406,16 @@ def _step_leaves(
     parts: dict[UpdateRule, list[int]] = {}
     for i, plan in enumerate(plans):
         parts.setdefault(rule.of_leaf(plan.matrices), []).append(i)
+    columns = plans, gradients, weights, states, shared
     if parts.keys() <= {rule}:
-        return _step_alike(
-            rule, implementation, h, plans, gradients, weights, states, shared, keys, shared_keys
-        )
+        return _step_alike(rule, implementation, h, *columns, keys, shared_keys)
     results: dict[int, tuple[jax.Array, LeafState, LeafState]] = {}
     for own, indices in parts.items():
         places = jnp.asarray(indices)
-        found = _step_alike(
-            own,
-            implementation,
-            rule.hyperparameters_of(plans[indices[0]].matrices, h),
-            [plans[i] for i in indices],
-            [gradients[i] for i in indices],
-            [weights[i] for i in indices],
-            [states[i] for i in indices],
-            [shared[i] for i in indices],
-            keys[places],
-            shared_keys[places],
-        )
+        own_h = rule.hyperparameters_of(plans[indices[0]].matrices, h)
+        mine: list[Any] = [[column[i] for i in indices] for column in columns]
+        mine += [keys[places], shared_keys[places]]
+        found = _step_alike(own, implementation, own_h, *mine)
         results.update(zip(indices, zip(*found, strict=True), strict=True))
     updates, new, new_shared = zip(*(results[i] for i in range(len(plans))), strict=True)
     return list(updates), list(new), list(new_shared)
