@@ -42,7 +42,8 @@ def job(implementation: str, case: Case, repeats: int, steps: int | None, tbps: 
         "steps": steps,
         "tbps": tbps,
         # for in_torch, which imports no jax
-        "hyper": cases.OPTIMIZERS[optimizer],
+        # numbers alone: PyTorch's optimizers take no function of the parameters
+        "hyper": {n: v for n, v in cases.OPTIMIZERS[optimizer].items() if not callable(v)},
         "shapes": cases.shapes(leaf_set),
         "weight_scale": cases.WEIGHT_SCALE,
         "gradient_scale": cases.GRADIENT_SCALE,
