@@ -144,6 +144,10 @@ def reordered_master(bits: int | None, dtype: Any, weights: np.ndarray) -> np.nd
 REORDERED_STEP = 2.0**-20
 # A slot in f32, of its own value or of the leaf's largest (its terms may cancel): 8 u.
 REORDERED_SLOT = 2.0**-21
+# Codes of x (largest / absmax) that are others when the product is not rounded before it is rounded
+# to a code: f32 rounds a product within u |code| = 2^-17 of a half to it. Of bf16 values, with 8
+# bits of their own, a row's products hit such places together: a row of 1 in 512 at most.
+FUSED_TIES = 2.0**-9
 # Scales in units of their last place. f32: decoding in either order (see GROUP_DECODE) is 4 u, the
 # two terms of a moving average 2 u, where a unit is at least u; 16 bits: the other side of a tie.
 REORDERED_SCALE_UNITS = {"f32": 6, "f16": 1, "e8m8": 1}

@@ -71,9 +71,10 @@ class AffineCodec(GroupCodec):
         one = jnp.float32(1)
         inverse = numerics.quotient(one, jnp.where(step == 0, one, step))
         inverse = jnp.where(step == 0, jnp.float32(0), inverse)
-        # in the middle of what keeps both ends within the codes
-        middle = jnp.clip((255 + low * inverse - high * inverse) * 0.5, 0, 255)
-        zero = numerics.round_to_int(middle)
+        # in the middle of what keeps both ends within the codes: 127.5 + shift, rounded half up;
+        # no product is added to, so that FMA changes no bit
+        shift = (low - high) * jnp.float32(0.5) * inverse
+        zero = numerics.round_to_int(jnp.clip(128 + jnp.floor(shift), 0, 255))
         return self.scale.encode(bits, zero), Grid(inverse, (zero - 128).astype(jnp.float32))
 
     def _paper(self, high: jax.Array, low: jax.Array, absmax: jax.Array) -> tuple[jax.Array, Grid]:
