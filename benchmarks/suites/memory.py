@@ -4,7 +4,6 @@ python -m benchmarks.run memory --record
 """
 
 import argparse
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -60,7 +59,7 @@ BUDGETS: dict[str, optax.GradientTransformation] = {
     ),
     "flash_lion(lr, storage=Storage.four_bit())": lowmem.flash_lion(1e-3, storage=FOUR),
     'flash_adamw(lr, storage=Storage.four_bit(master_weight_bits=None, master_rounding="stochastic"'
-    "))": lowmem.flash_adamw(1e-3, storage=dataclasses.replace(FOUR, **ROUNDED)),
+    "))": lowmem.flash_adamw(1e-3, storage=lowmem.Storage.four_bit(**ROUNDED)),
 }
 
 
