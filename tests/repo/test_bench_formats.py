@@ -15,12 +15,13 @@ from benchmarks.claims import coat as paper
 from benchmarks.claims.findings import Trained
 from benchmarks.suites.formats import bench as bench_formats
 from benchmarks.suites.formats import errors as fe
-from benchmarks.suites.formats import formats
+from benchmarks.suites.formats import formats, in_torchao
 from benchmarks.suites.formats import states as formats_states
 from benchmarks.suites.formats import tables as formats_tables
 from benchmarks.suites.formats.formats import EXACT, MU, NEAREST, NU, STOCHASTIC, Copy
 from benchmarks.training import Text
 from optax_lowmem import codecs
+from tests.tolerances import F32_AVERAGE_STEP, LARGEST_ERROR_OF_TORCHAO
 
 pytest.importorskip("flax")
 from benchmarks.suites.formats import four_bits, training  # noqa: E402 (needs flax)
@@ -327,8 +328,8 @@ def test_records_make_the_tables(run, monkeypatch):
     assert len(records.newest(rows)) == len(rows)  # none replaces another
     monkeypatch.setattr(formats, "column", few)
     for name, table in formats_tables.TABLES.items():
-        if name == "four_bits":
-            continue  # of another command, below
+        if name in ("four_bits", "torchao"):
+            continue  # of other commands, below
         text = table(rows)
         assert "gpt-3m" in text and "60 steps" in text, name
         assert "nan" not in text and "inf" not in text
@@ -359,6 +360,103 @@ def test_four_bits_make_their_table(tmp_path, monkeypatch):
     assert text.count("| f32 |") == len(four_bits.copies())
     assert text.count("| 1.0625 |") == 1 + len(formats.FOUR_BITS) ** 2  # m in 8 bits, and pairs
     assert "nan" not in text and "inf" not in text
+
+
+def test_gradients_are_those_of_the_closed_loop(monkeypatch):
+    """Averages of what peers are given are the f32 moments that all errors are over."""
+    shrink(monkeypatch)
+    args = four_bits.command_line("").parse_args("--preset gpt-3m --steps 60 --chunks 2".split())
+    made, seen = bench_formats.make_experiment(args, gradients=True, copies=[]), []
+    made.train_copies(lambda snapshot, _: seen.append(snapshot), bench_formats.CALLS, print)
+    grads = np.concatenate([snapshot.gradients for snapshot in seen])
+    assert len(grads) == seen[-1].step == 60
+    for slot, decay in made.decays.items():
+        moment = np.zeros(grads.shape[1:])
+        for g in np.float64(grads):
+            moment = decay * moment + (1 - decay) * (g if slot == MU else g * g)
+        off, most = np.abs(seen[-1].true[slot] - moment), np.abs(moment).max()
+        assert most > 0 and off.max() <= len(grads) * F32_AVERAGE_STEP * most
+
+
+def test_what_is_measured_beside_torchao():
+    """Ours by name are the storages of those names."""
+    for name, pair in four_bits.OURS.items():
+        if not name.startswith("Storage"):
+            continue
+        storage = eval(name, {"Storage": lowmem.Storage, "codecs": codecs})
+        assert tuple(c.codec for c in pair) == (storage.mu, storage.nu)
+        assert {(c.group, c.rounding) for c in pair} == {(storage.group_size, storage.rounding)}
+
+
+def test_torchao_is_asked_for_where_it_is_missing(monkeypatch):
+    monkeypatch.setattr(in_torchao.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match="torch is not installed: pip install torch torchao"):
+        four_bits.main(["--torchao"])
+
+
+class Rounds:
+    """A peer that keeps bfloat16 moments, with what `four_bits` asks of torchao's."""
+
+    label, version = "rounds", "rounds 1"
+
+    def __init__(self, name, shape, decays):
+        self.decays, self.kept = decays, {slot: jnp.zeros(shape, jnp.bfloat16) for slot in decays}
+
+    def follow(self, gradients):
+        for g in map(jnp.asarray, gradients):
+            for slot, decay in self.decays.items():
+                new = decay * self.kept[slot].astype(jnp.float32)
+                new += (1 - decay) * (g if slot == MU else g * g)
+                self.kept[slot] = new.astype(jnp.bfloat16)
+
+    def values(self):
+        return {
+            Copy(slot, "bf16", 1, NEAREST): np.asarray(x, np.float32)
+            for slot, x in self.kept.items()
+        }
+
+    def bytes(self):
+        return [2.0, 2.0]
+
+
+def test_peers_are_in_a_table_by_bytes(tmp_path, monkeypatch):
+    """On a tiny model, bf16 beside codes: more bytes, less error, first in the table."""
+    shrink(monkeypatch)
+    monkeypatch.setattr(in_torchao, "missing_reason", lambda: None)
+    monkeypatch.setattr(in_torchao, "CLASSES", ("Rounds",))
+    monkeypatch.setattr(in_torchao, "Peer", Rounds)
+    file = tmp_path / "rows.jsonl"
+    run = f"--preset gpt-3m --steps 30 --chunks 2 --torchao --record {file}"
+    four_bits.main(run.split())
+    rows = records.load(file)
+    assert {row["impl"] for row in rows} == {"rounds", *four_bits.OURS}
+    mse = {row["impl"]: row["value"] for row in rows if row["metric"] == "mse"}
+    assert 0 < mse["rounds"] < min(mse[name] for name in four_bits.OURS)
+    lines = formats_tables.TABLES["torchao"](rows).splitlines()
+    assert lines[2].startswith("| rounds (rounds 1) | bf16, groups of 1, nearest |")
+    sizes = [float(line.split(" | ")[3]) for line in lines[2 : 3 + len(four_bits.OURS)]]
+    assert sizes == sorted(sizes, reverse=True) and sizes[0] == 4 and min(sizes) < 1.0625
+    assert "four_bits --torchao --record" in formats_tables.TABLES["torchao"]([])
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns of its own modules while it compiles
+def test_torchaos_moments():
+    """Its own classes: bytes of codes and f32 scales, and averages that 4 bits blur."""
+    pytest.importorskip("torchao", reason="torchao and torch are not installed")
+    gradients = np.random.default_rng(0).normal(size=(3, 16, 256)).astype(np.float32)
+    for name, bits, block in (("AdamW4bit", 4, 128), ("AdamW8bit", 8, 256)):
+        peer = in_torchao.Peer(name, gradients.shape[1:], DECAYS)
+        peer.follow(gradients)
+        assert peer.bytes() == [bits / 8 + 4 / block] * 2
+        (mu, m), (nu, v) = peer.values().items()
+        assert (mu.group, nu.group, mu.format) == (block, block, f"torchao's map of {2**bits}")
+        true = 0.1 * (0.81 * gradients[0] + 0.9 * gradients[1] + gradients[2])
+        off = np.abs(m - true).max() / np.abs(true).max()
+        assert off <= LARGEST_ERROR_OF_TORCHAO[bits] and v.min() >= 0
+    small = in_torchao.Peer("AdamW4bit", (2, 256), DECAYS)
+    small.follow(gradients[:1, :2])
+    with pytest.raises(SystemExit, match="sample more with --chunks"):
+        small.values()
 
 
 def test_the_run_wants_whole_calls():

@@ -35,8 +35,9 @@ TOP = 3  # of the best pairs
 _UNITS = {"mse": "lr^2", "largest": "lr", **{f"p{p}": "decades" for p in (1, 5, 50, 95, 99)}}
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = records.command_line(__doc__)
+def command_line(doc: str | None = __doc__) -> argparse.ArgumentParser:
+    """Return a parser with the options of a run that copies follow."""
+    parser = records.command_line(doc)
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="gpt-42m")
     add("--steps", type=int, help="of the run (default: the preset's); a multiple of 30")
@@ -44,14 +45,23 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--lr", type=float, help="peak learning rate (default: the preset's)")
     add("--b2", type=float, default=B2, help="decay of v (default: %(default)s)")
     add("--chunks", type=int, default=16, help="sampled of each matrix (default: %(default)s)")
-    add("--keep", type=int, default=3, help="of these, stored in the file (default: %(default)s)")
     add("--seed", type=int, default=0, help="of weights, batches, sample and rounding")
     add("--cache", type=Path, default=Path("demo_output"), help="where the tokenizer is kept")
+    return parser
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = command_line()
+    add = parser.add_argument
+    add("--keep", type=int, default=3, help="of the chunks, stored in the file "
+        "(default: %(default)s)")  # fmt: skip
     add("--states", type=Path, help="where to store the sample, --record or not")
     return parser.parse_args(arguments)
 
 
-def make_experiment(args: argparse.Namespace, copies: Sequence[Copy] | None = None) -> Experiment:
+def make_experiment(
+    args: argparse.Namespace, copies: Sequence[Copy] | None = None, gradients: bool = False
+) -> Experiment:
     """The run of a command line, beside which copies are kept: by default those of 8 bits."""
     settings = changed(
         PRESETS[args.preset], steps=args.steps, batch=args.batch, learning_rate=args.lr
@@ -62,7 +72,7 @@ def make_experiment(args: argparse.Namespace, copies: Sequence[Copy] | None = No
     return Experiment(
         settings, load_text(settings, args.cache), every, args.seed,
         copies=formats.copies() if copies is None else copies,
-        decays={MU: B1, NU: args.b2}, chunks=args.chunks,
+        decays={MU: B1, NU: args.b2}, chunks=args.chunks, gradients=gradients,
     )  # fmt: skip
 
 

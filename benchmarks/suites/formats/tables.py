@@ -204,6 +204,12 @@ def _said(copy: Copy) -> str:
     return f"{copy.format.removeprefix('4 bits: ')}, groups of {copy.group}, {copy.rounding}"
 
 
+def _short(of: dict[str, Any]) -> list[str]:
+    """Both errors of a pair, from its records by metric."""
+    errors = (f"{of[name]['value']:.1e}" for name in ("median_nmse", "mse"))
+    return [error.replace("e-0", "e-") for error in errors]
+
+
 def four_bits(rows: Rows) -> Table:
     """Errors of Adam's step from moments in 4 bits, and in the 8 of `flash_adamw`."""
     run = alike(select(rows, bench="four_bits"), "device", "jax", "case")
@@ -211,10 +217,22 @@ def four_bits(rows: Rows) -> Table:
     for of in grouped(run, "impl", "metric").values():
         mu, nu = (Copy.of(of["mse"][slot]) for slot in (MU, NU))
         size = sum(copy.bytes for copy in (mu, nu) if copy not in EXACT.values())
-        errors = (f"{of[name]['value']:.1e}" for name in ("median_nmse", "mse"))
-        short = (error.replace("e-0", "e-") for error in errors)
-        body.append([_said(mu), _said(nu), f"{size:.5g}", *short])
+        body.append([_said(mu), _said(nu), f"{size:.5g}", *_short(of)])
     return ["m", "v", "bytes of what is stored", "median NMSE", "MSE"], body, run
+
+
+def torchao(rows: Rows) -> Table:
+    """Errors of Adam's step from moments of ours and of torchao's optimizers, by bytes."""
+    run = alike(select(rows, bench="four_bits_torchao"), "device", "jax", "case", "commit")
+    lines = []
+    for name, of in grouped(run, "impl", "metric").items():
+        row = of["median_nmse"]
+        mu, nu = (_said(Copy.of(row[slot])) for slot in (MU, NU))
+        label = f"{name} ({row['version']})" if "version" in row else f"`{name}`"
+        size = sum(row["bytes"])
+        lines.append((-size, row["value"], [label, mu, nu, f"{size:.5g}", *_short(of)]))
+    head = ["optimizer", "m", "v", "bytes of both", "median NMSE", "MSE"]
+    return head, [line for *_, line in sorted(lines)], run
 
 
 TABLES = {
@@ -239,3 +257,4 @@ TABLES = {
     ),
 }  # fmt: skip
 TABLES["four_bits"] = Rendered(four_bits, "four_bits")
+TABLES["torchao"] = Rendered(torchao, "four_bits --torchao")

@@ -132,17 +132,22 @@ class Snapshot:
     true: dict[str, np.ndarray]
     stored: dict[str, tuple[np.ndarray, np.ndarray]]
     values: dict[str, np.ndarray]
+    gradients: np.ndarray | None = None  # [steps of a call, chunks, length], where they are kept
 
 
 class Experiment(training.Experiment):
-    """A model, its text and optimizer, and the copies of its states."""
+    """A model, its text and optimizer, and the copies of its states.
+
+    Snapshots have the sample's gradients since the call before with `gradients`.
+    """
 
     def __init__(
         self, settings: Settings, text: Text, every: int, seed: int, *, copies: Sequence[Copy],
-        decays: dict[str, float], chunks: int,
+        decays: dict[str, float], chunks: int, gradients: bool = False,
     ):  # fmt: skip
         super().__init__(settings, text, seed, every)
         self.copies, self.decays, self.chunks = copies, decays, chunks
+        self.gradients = gradients
         graphdef, self.weights = train.build_model(settings, text.vocab)
         self.loss = train.loss_function(graphdef, settings.compute)
         self.clip = optax.clip_by_global_norm(train.CLIP)
@@ -169,19 +174,23 @@ class Experiment(training.Experiment):
         }
 
     def start(self) -> tuple[Any, Any]:
-        """Weights; optimizer state, copies and the number of the step, before the first."""
+        """Weights; optimizer state, copies, number of the step and gradients, before the first."""
         weights = self.weights(jax.random.key(self.seed))
         shape = (len(self.sample.leaf_of_chunk), self.sample.length)
-        return weights, (self.adamw.init(weights), start_copies(self.copies, shape), jnp.int32(0))
+        kept = jnp.zeros((self.every, *shape)) if self.gradients else None
+        copies = start_copies(self.copies, shape)
+        return weights, (self.adamw.init(weights), copies, jnp.int32(0), kept)
 
     def take_step(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """AdamW on clipped gradients; the copies follow beside it."""
-        own, stored, count = state
+        own, stored, count, kept = state
         grads, _ = self.clip.update(grads, optax.EmptyState())
         key = jnp.uint32(self.seed), count
-        stored = step_copies(self.copies, stored, self.sample.take(grads), self.decays, key)
+        taken = self.sample.take(grads)
+        kept = None if kept is None else kept.at[count % self.every].set(taken)
+        stored = step_copies(self.copies, stored, taken, self.decays, key)
         updates, own = self.adamw.update(grads, own, params)
-        return optax.apply_updates(params, updates), (own, stored, count + 1)
+        return optax.apply_updates(params, updates), (own, stored, count + 1, kept)
 
     def moments(self, state: Any) -> dict[str, Any]:
         return {slot: optax.tree_utils.tree_get(state, slot) for slot in self.decays}
@@ -198,10 +207,11 @@ class Experiment(training.Experiment):
         for step, _, state, found, _ in calls(self.offsets, self.text, start, steps):
             if step % shown and step < self.offsets[..., 0].size:
                 continue
-            own, stored, _ = state
+            own, stored, _, kept = state
             moments = self.moments(own)
             true = {slot: self.sample.take(tree) for slot, tree in moments.items()}
-            look(Snapshot(step, *jax.device_get((true, stored, decode(stored)))), moments)
+            seen = jax.device_get((true, stored, decode(stored), kept))
+            look(Snapshot(step, *seen), moments)
             seconds, mean = time.perf_counter() - begin, float(found["train_loss"])
             say(f"{step:6d}  training loss {mean:.4f}  {1e3 * seconds / step:.1f} ms a step")
             if not np.isfinite(mean):
