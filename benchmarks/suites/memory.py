@@ -105,6 +105,9 @@ def measure_budget(impl: str) -> Rows:
 def main(args: argparse.Namespace) -> Iterator[Rows]:
     yield from (measure(*one) for one in PUBLISHED)
     yield [row for impl in BUDGETS for row in measure_budget(impl)]
+    from benchmarks.suites.pairs import budgets, sizes  # the model needs flax
+
+    yield sizes.measure(budgets.PRESET, budgets.RULE)
 
 
 def memory(rows: Rows) -> Table:

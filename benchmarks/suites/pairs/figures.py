@@ -1,5 +1,7 @@
 """The pictures of docs/ on paired runs, from the curves of `pairs`."""
 
+import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -8,8 +10,9 @@ import numpy as np
 
 from benchmarks import curves
 from benchmarks.claims.findings import MARGIN, count
-from benchmarks.records import RESULTS
+from benchmarks.records import RESULTS, all_records
 from benchmarks.style import BLUE, GREEN, GREY, ORANGE, VERMILION, band, headline, name_lines, plt
+from benchmarks.suites.pairs import budgets
 from benchmarks.suites.pairs.differences import Differences, differences
 
 LONG = {rule: RESULTS / f"pairs-gpt2-124m-{rule}.npz" for rule in ("adam", "lion")}
@@ -17,6 +20,7 @@ SHORT = RESULTS / "pairs-gpt2-124m-200-adam.npz"
 SMALL = RESULTS / "pairs-smoke-gpt2-400-adam.npz"
 LLAMA = RESULTS / "pairs-smoke-llama-400-adam.npz"
 PAIRS = {"adam": ("adamw", "flash_adamw", BLUE), "lion": ("lion", "flash_lion", ORANGE)}
+NAMES = 6.0  # bytes where names stand: no state is between 5.2 bytes and the 12 of AdamW
 FROM = 100  # steps: before, losses fall too steeply to be compared
 Line = tuple[str, str, str]  # baseline, label, color
 CONTROL: dict[str, Line] = {
@@ -106,4 +110,41 @@ def coat() -> Any:
     return figure
 
 
-FIGURES = {"gpt2_pairs": gpt2, "gpt2_control": control, "coat_fair": coat}
+def bytes_and_losses() -> Any:
+    """Draw losses over AdamW's against bytes per parameter, with the intervals of the seeds."""
+    rows = all_records()
+    found, plain = budgets.choices(rows), budgets.size_of(rows, budgets.BASE)
+    assert found and plain
+    figure, axes = plt.subplots(figsize=(8.4, 4))
+    for margin, alpha in ((budgets.FOUR_BITS, 0.15), (MARGIN, 0.2)):
+        axes.axhspan(-margin.size, margin.size, color=GREY, alpha=alpha, lw=0)
+    axes.axhline(0, color=GREY, lw=1)
+    axes.plot([plain["value"]], [0], "s", color=GREY)
+    axes.annotate(plain["says"], (plain["value"], 0), (0, 8), textcoords="offset points",
+                  ha="center", color=GREY, fontsize=8)  # fmt: skip
+    drawn: list[float] = []
+    for one in found:
+        mean, low, high = dataclasses.astuple(one.interval)
+        if not math.isfinite(mean):
+            continue  # it diverged, as the table says
+        # of equal bytes, beside each other
+        x = one.bytes + 0.09 * sum(abs(one.bytes - other) < 0.05 for other in drawn)
+        drawn.append(one.bytes)
+        color = ORANGE if one.four_bits else BLUE
+        axes.plot([x], [mean], "o", color=color, mfc=color if one.reached else "white")
+        if math.isfinite(low):
+            axes.plot([x, x], [low, high], color=color, zorder=1)
+        label = f"{one.says}: {mean:+.2f} %, {one.bytes:.2f} bytes"
+        axes.plot([x, NAMES], [mean, mean], color=color, lw=0.6, ls=":", label=label)
+    axes.set(
+        xlabel="bytes per parameter: weights, corrections, moments and scales",
+        title=f"% over AdamW's held-out loss, intervals of 90 %; filled: up to {MARGIN.size:g} % "
+        f"(8 bits), {budgets.FOUR_BITS.size:g} % (4 bits)",
+    )
+    name_lines(axes)
+    headline(figure, budgets.message(found))
+    return figure
+
+
+FIGURES = {"gpt2_pairs": gpt2, "gpt2_control": control, "coat_fair": coat,
+           "bytes_and_losses": bytes_and_losses}  # fmt: skip

@@ -1,0 +1,110 @@
+"""What states of few bytes cost in loss, from the records of `pairs` and `memory`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from benchmarks.claims import Missing
+from benchmarks.claims.equivalence import Interval, Margin
+from benchmarks.claims.findings import MARGIN, Pair, Trained
+from benchmarks.records import Rows, last
+from benchmarks.render import Rendered, Table
+
+PRESET, RULE, BASE = "gpt-42m", "adam", "adamw"
+CASE = f"{PRESET}/{RULE}"
+# what one may choose: no controls, no published forms
+CHOICES = (
+    "flash_adamw", "coat_adamw", "flash_adamw-bf16-rounded", "flash_adam_mini",
+    "flash_adamw-four-bit", "flash_adamw-four-bit-sqrt", "flash_adamw-four-bit-normal",
+    "flash_adamw-four-bit-log", "flash_adamw-four-bit-nearest", "flash_adam_mini-four-bit",
+    "flash_adamw-four-bit-bf16-rounded",
+)  # fmt: skip
+FOUR_BITS = Margin(0.15)  # of the loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A variant with its bytes and its losses beside AdamW's of the same seeds."""
+
+    name: str
+    size: dict[str, Any]  # its record
+    pair: Pair
+
+    @property
+    def says(self) -> str:
+        return self.size["says"]
+
+    @property
+    def bytes(self) -> float:
+        """Per parameter, of weights and state."""
+        return self.size["value"]
+
+    @property
+    def four_bits(self) -> bool:
+        return "four-bit" in self.name
+
+    @property
+    def margin(self) -> Margin:
+        return FOUR_BITS if self.four_bits else MARGIN
+
+    @property
+    def interval(self) -> Interval:
+        return self.pair.interval
+
+    @property
+    def verdict(self) -> str:
+        return self.pair.verdict(self.margin)
+
+    @property
+    def reached(self) -> bool:
+        """Return whether the whole interval is at most the margin over AdamW's loss, or below."""
+        return self.interval.high <= self.margin.size
+
+
+def size_of(rows: Rows, name: str) -> dict[str, Any] | None:
+    return last(rows, bench="memory", case=CASE, impl=name, metric="total")
+
+
+def choices(rows: Rows) -> list[Choice]:
+    """Return those that have records of both, of the most bytes first."""
+    found = []
+    for name in CHOICES:
+        size = size_of(rows, name)
+        try:
+            pair = Trained(CASE, BASE, name, bench="pairs").pair(rows)
+        except Missing:
+            continue
+        if size:
+            found.append(Choice(name, size, pair))
+    return sorted(found, key=lambda one: -one.bytes)
+
+
+def table(rows: Rows) -> Table:
+    """Bytes per parameter and the loss over AdamW's, with AdamW as the first line."""
+    found, plain = choices(rows), size_of(rows, BASE)
+    body, used = [], []
+    if found and plain:
+        body.append([plain["says"], f"{plain['value']:.2f}", "", "baseline", "", ""])
+        used.append(plain)
+    for one in found:
+        seeds = str(len(one.pair.plain))
+        body.append([one.says, f"{one.bytes:.2f}", seeds, str(one.interval), str(one.margin),
+                     one.verdict])  # fmt: skip
+        used += [one.size, *one.pair.rows]
+    head = ["weights and state", "bytes per parameter", "seeds", "held-out loss over AdamW's",
+            "the same means", ""]  # fmt: skip
+    return head, body, used
+
+
+def message(found: list[Choice]) -> str:
+    """Say how many states of 8 and of 4 bits are shown to reach AdamW's loss."""
+    counts = []
+    for bits in (8, 4):
+        own = [one.reached for one in found if one.four_bits == (bits == 4)]
+        if own:
+            counts.append(f"{sum(own) or 'none'} of {len(own)} states of {bits} bits")
+    return f"A GPT of 42 million weights: shown to reach AdamW's loss are {' and '.join(counts)}"
+
+
+TABLES = {"budget_losses": Rendered(table, "pairs --preset gpt-42m")}
