@@ -238,12 +238,13 @@ def pairs(name: str, path: Path, base: str, variants: Sequence[str]) -> str:
 
 
 def paired_flashoptim() -> str:
-    """Return the differences of paired runs of GPT-2 and of a control."""
+    """Return the differences of paired runs of GPTs and of a control."""
     return "\n".join([
         pairs("LONG_ADAM", figures.LONG["adam"], "adamw", ["flash_adamw"]),
         pairs("LONG_LION", figures.LONG["lion"], "lion", ["flash_lion"]),
+        pairs("MIDDLE_ADAM", figures.MIDDLE["adam"], "adamw", ["flash_adamw"]),
+        pairs("MIDDLE_LION", figures.MIDDLE["lion"], "lion", ["flash_lion"]),
         pairs("SHORT", figures.SHORT, "adamw", list(figures.CONTROL)),
-        pairs("SMALL", figures.SMALL, "adamw", list(figures.CONTROL)),
     ])  # fmt: skip
 
 
@@ -257,9 +258,15 @@ def paired_coat() -> str:
     ])  # fmt: skip
 
 
+def paired_coat_states() -> str:
+    """Return the differences of paired runs of a GPT with coat_adamw and flash_adamw."""
+    return pairs("PAIRS", figures.MIDDLE["adam"], "adamw", list(figures.FORTY["adam"]))
+
+
 EXCERPTS: dict[str, Callable[[], str]] = {
     "paired_flashoptim": paired_flashoptim,
     "paired_coat": paired_coat,
+    "paired_coat_states": paired_coat_states,
     "coat_activations": coat_activations,
     "gaussws": gaussws,
     "switchback": switchback,

@@ -70,6 +70,12 @@ class Interval:
             return BETTER if lower_is_better else NOT
         return UNDECIDED
 
+    def no_worse(self, margin: Margin, lower_is_better: bool = True) -> bool:
+        """Return whether the interval's worse end is within the margin, or better than that."""
+        if lower_is_better:
+            return self.high <= margin.claimed + margin.size
+        return self.low >= margin.claimed - margin.size
+
     def __str__(self) -> str:
         if math.isinf(self.low):
             return f"{self.mean:+.2f} %, one pair"

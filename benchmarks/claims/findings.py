@@ -16,6 +16,7 @@ MARGIN = Margin(0.1)  # of a language model's loss
 FAR = 0.05  # of a loss: a hundred times what equal runs of two seeds differ by
 # Times of a step that are this close, as a share of the f32 step, are the same.
 STEP_SHARE = 0.05
+NO_WORSE = "not worse"  # undecided between the same and better
 
 
 def newest_run(
@@ -63,11 +64,23 @@ def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two implementations over the same seeds of one case, on one device and jax."""
+    """Two implementations over the same seeds of one case, both of a seed on one device and jax."""
 
     plain: list[float]
     ours: list[float]
     rows: Rows
+
+    @property
+    def run(self) -> tuple[Any, ...]:
+        """What runs of a case must share to be of one kind."""
+        flags = self.rows[0].get("flags", {})
+        return tuple(flags.get(name) for name in ("parameters", "steps", "batch", "context"))
+
+    def by_seed(self) -> dict[int, tuple[dict[str, Any], dict[str, Any]]]:
+        """Return the records of each seed: the reference's and ours."""
+        count = len(self.plain)
+        lines = zip(self.rows[:count], self.rows[count:], strict=True)
+        return {plain["seed"]: (plain, ours) for plain, ours in lines}
 
     @property
     def differences(self) -> list[float]:
@@ -127,6 +140,20 @@ def paired(
             yield Pair(values[: len(seeds)], values[len(seeds) :], used)
 
 
+def pooled(pairs: Sequence[Pair]) -> Pair:
+    """Return the pairs of all devices that ran the case as the one with the most seeds did.
+
+    A seed counts once, on the device with more seeds: its text and start are the same on others.
+    """
+    most, *others = sorted(reversed(pairs), key=lambda one: -len(one.plain))
+    lines = most.by_seed()
+    for other in others:
+        if other.run == most.run:
+            lines = other.by_seed() | lines
+    first, second = zip(*(lines[seed] for seed in sorted(lines)), strict=True)
+    return Pair([r["value"] for r in first], [r["value"] for r in second], [*first, *second])
+
+
 def of_groups(pair: Pair) -> list[float]:
     """Differences of one pair over groups of held-out windows, in percent of the mean loss."""
     plain, ours = (row.get("held_out_groups", []) for row in pair.rows)
@@ -136,7 +163,7 @@ def of_groups(pair: Pair) -> list[float]:
 
 @dataclass(frozen=True)
 class Trained:
-    """A measure: our result against the baseline's, over the seeds of the device with the most.
+    """A measure: our result against the baseline's, over the seeds of all devices.
 
     One seed has an interval of the held-out text alone, which the row says, and is undecided: how
     far other seeds come apart is not known.
@@ -158,10 +185,9 @@ class Trained:
     bench: str = "train"
 
     def pair(self, rows: Rows) -> Pair:
-        """Return the pair with the most seeds, the last of those with as many."""
+        """Return the pairs of all seeds."""
         names = (self.metric, self.plain, self.ours, self.bench)
-        pairs = list(paired(rows, self.case, *names, least=1))
-        return max(reversed(some(pairs)), key=lambda one: len(one.plain))
+        return pooled(some(list(paired(rows, self.case, *names, least=1))))
 
     def __call__(self, rows: Rows) -> Finding:
         pair = self.pair(rows)
@@ -172,7 +198,10 @@ class Trained:
             text += f" ({Interval.of(groups)} over {len(groups)} parts of the held-out text)"
         if lower and math.isfinite(pair.interval.mean):
             text += f"; perplexity {pair.perplexity}"
-        return Finding(text, pair.verdict(self.margin), list(pair.rows), pair.size)
+        verdict = pair.verdict(self.margin)
+        if verdict == UNDECIDED and pair.interval.no_worse(self.margin, lower):
+            text += f"; {NO_WORSE}"
+        return Finding(text, verdict, list(pair.rows), pair.size)
 
 
 def of_one_seed(share: float, holds: bool) -> str:

@@ -99,8 +99,9 @@ def test_variants_start_alike():
         kinds = {x.dtype for x in jax.tree.leaves(params) if x.ndim > 1}
         assert kinds == {jnp.dtype("bfloat16" if chosen.split else "float32")}
         joined = training.lowmem.master_params(params, state)
+        bits = 8 if "bf16-rounded" in name else 15  # that weights keep, with their corrections
         for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(joined), strict=True):
-            assert jnp.abs(a - b).max() <= 2.0**-15 * jnp.abs(a).max()
+            assert jnp.abs(a - b).max() <= 2.0**-bits * jnp.abs(a).max()
 
 
 def test_the_control_starts_beside_it():

@@ -24,7 +24,7 @@ WIDEST = 700  # pixels of a picture: pages show 600 or so
 ALLOWED = {"optax_lowmem", "jax", "optax", "flax", "numpy", "matplotlib", *sys.stdlib_module_names}
 PICTURES = {  # notebook -> how many it shows
     "coat_activations": 5,
-    "coat_states": 2,
+    "coat_states": 3,
     "flashoptim": 5,
     "gaussws": 4,
     "q_adam_mini": 3,

@@ -59,7 +59,7 @@ class Choice:
     @property
     def reached(self) -> bool:
         """Return whether the whole interval is at most the margin over AdamW's loss, or below."""
-        return self.interval.high <= self.margin.size
+        return self.interval.no_worse(self.margin)
 
 
 def size_of(rows: Rows, name: str) -> dict[str, Any] | None:

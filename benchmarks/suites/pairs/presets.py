@@ -31,6 +31,7 @@ class Variant:
       make: (schedule, **arguments) -> transformation.
       split: whether matrices are bf16 weights with corrections; else all weights are f32.
       activations: of a Llama's layers, as of `--activations`.
+      blocks: whether it has blocks, and is told the heads of fused projections.
       rounded: whether the initial weights lose their last 8 bits, to see how far runs come apart.
     """
 
@@ -39,6 +40,7 @@ class Variant:
     make: Factory
     split: bool = True
     activations: str = STANDARD
+    blocks: bool = False
     rounded: bool = False
 
     @property
@@ -62,6 +64,7 @@ def _nudged(schedule: optax.Schedule, **arguments: Any) -> optax.GradientTransfo
 
 _PAPER = Storage.paper()
 _LINEAR = Storage.paper(nu=codecs.linear_paper(signed=False))
+_ROUNDED: dict[str, Any] = {"master_weight_bits": None, "master_rounding": "stochastic"}
 
 # The first of each rule is what the others are compared with.
 VARIANTS: dict[str, Variant] = {
@@ -83,6 +86,22 @@ VARIANTS: dict[str, Variant] = {
     ),
     "flash_adamw-four-bit-log": _adam(
         "4-bit moments, v in octaves", Storage.four_bit(nu=codecs.log4())
+    ),
+    "flash_adamw-four-bit-nearest": _adam(
+        "4-bit moments, rounded to nearest", Storage.four_bit(rounding="nearest")
+    ),
+    "flash_adamw-bf16-rounded": _adam(
+        "bf16 weights rounded stochastically, no corrections", Storage(**_ROUNDED)
+    ),
+    "flash_adamw-four-bit-bf16-rounded": _adam(
+        "4-bit moments, bf16 weights rounded stochastically", Storage.four_bit(**_ROUNDED)
+    ),
+    "flash_adam_mini": Variant("flash_adam_mini", ADAM, lowmem.flash_adam_mini, blocks=True),
+    "flash_adam_mini-four-bit": Variant(
+        "flash_adam_mini, 4-bit m",
+        ADAM,
+        functools.partial(lowmem.flash_adam_mini, storage=Storage.four_bit(nu=None)),
+        blocks=True,
     ),
     "coat_adamw": Variant("coat_adamw", ADAM, lowmem.coat_adamw),
     "coat_adamw-f32": Variant("coat_adamw, f32 weights", ADAM, lowmem.coat_adamw, split=False),

@@ -96,7 +96,9 @@ class Experiment(training.Experiment):
         """A variant behind clipping, for a run of so many steps, which may be traced."""
         run, chosen = self.run, VARIANTS[name]
         rule, (b1, b2) = chosen.rule, run.betas[chosen.rule]
-        more = {"weight_decay": run.decays[rule], "mask": matrices}
+        more: dict[str, Any] = {"weight_decay": run.decays[rule], "mask": matrices}
+        if chosen.blocks:
+            more["blocks"] = lowmem.blocks.Structure(run.shape.heads)
         tx = chosen.make(run.schedule(rule, steps), b1=b1, b2=b2, **more)
         chain = optax.chain if chosen.plain else lowmem.chain
         return chain(optax.clip_by_global_norm(CLIP), tx)
