@@ -51,6 +51,26 @@ def test_changes_and_what_is_refused():
         lowmem.Storage.four_bit(mu=lowmem.codecs.log4())
 
 
+def test_second_moments_alone_can_be_rounded_stochastically():
+    """Codes of m are those of rounding to nearest, codes of v those of rounding at random."""
+    keys = jax.random.split(jax.random.key(0), 2)
+    params, gradient = ({"w": jax.random.normal(key, (64, 128))} for key in keys)
+    found = {}
+    for rounding in ("stochastic", "nearest", "nu"):
+        tx = lowmem.flash_adamw(1e-3, storage=lowmem.Storage.four_bit(rounding=rounding))
+        state = tx.init(params)
+        step = jax.jit(lambda state, tx=tx: tx.update(gradient, state, params)[1])
+        found[rounding] = step(state)
+    mixed = found["nu"]
+    assert (mixed.mu["w"] == found["nearest"].mu["w"]).all()
+    assert (mixed.nu["w"] == found["stochastic"].nu["w"]).all()
+    assert (mixed.mu["w"] != found["stochastic"].mu["w"]).any()
+    assert (mixed.nu["w"] != found["nearest"].nu["w"]).any()
+    text = str(lowmem.explain(tx, params))
+    assert "2 codes in a byte, nearest rounding" in text
+    assert "2 codes in a byte, stochastic rounding" in text
+
+
 @pytest.mark.parametrize("name", rows(lowmem.OPTIMIZERS, ["flash_adamw"]))
 def test_a_steady_gradient_moves_weights_as_with_f32_moments(name):
     """Steps of one sign: all of a group has one value, which every codec keeps.

@@ -62,7 +62,10 @@ def pair_of(storage: Storage) -> Pair:
     def copy(slot: str) -> Copy:
         own = getattr(storage, slot)
         name = next(name for name, how in known.items() if getattr(how, slot) == own)
-        return Copy(slot, name, storage.group_size, storage.rounding)
+        rounding = storage.rounding
+        if rounding == NU:  # of second moments alone
+            rounding = STOCHASTIC if slot == NU else NEAREST
+        return Copy(slot, name, storage.group_size, rounding)
 
     return copy(MU), copy(NU)
 
@@ -75,6 +78,7 @@ OURS: dict[str, Pair] = {
     "q_adamw(lr)": formats.OPTIMIZERS["q_adamw"],
     "Storage.four_bit()": pair_of(Storage.four_bit()),
     "Storage.four_bit(nu=codecs.sqrt4())": pair_of(Storage.four_bit(nu=codecs.sqrt4())),
+    'Storage.four_bit(rounding="nu")': pair_of(Storage.four_bit(rounding=NU)),
     'Storage.four_bit(rounding="nearest")': pair_of(Storage.four_bit(rounding=NEAREST)),
     "Storage.four_bit(group_size=128)": pair_of(Storage.four_bit(group_size=128)),
 }

@@ -12,13 +12,13 @@ import optax_lowmem as lowmem
 from benchmarks import records
 from benchmarks.records import Rows
 from benchmarks.suites.pairs.presets import PRESETS, VARIANTS
-from benchmarks.suites.pairs.training import model
+from benchmarks.suites.pairs.training import model, optimizer
 
 
 def report(preset: str, name: str) -> lowmem.memory.Report:
     """Return the memory report of a variant on the weights of a preset; nothing is allocated."""
     run, chosen = PRESETS[preset], VARIANTS[name]
-    tx = chosen.make(run.schedule(chosen.rule, run.steps))
+    tx = optimizer(run, name, run.steps)
     weights = jax.eval_shape(model(run, run.vocab, STANDARD)[0], jax.random.key(0))
 
     def stored(weights: Any) -> Any:

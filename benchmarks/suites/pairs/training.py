@@ -49,6 +49,18 @@ def model(run: Pairs, vocab: int, activations: str) -> tuple[Any, Any]:
     return weights, loss_function(graphdef, run.compute)
 
 
+def optimizer(run: Pairs, name: str, steps: Any) -> optax.GradientTransformation:
+    """A variant behind clipping, for a run of so many steps, which may be traced."""
+    chosen = VARIANTS[name]
+    rule, (b1, b2) = chosen.rule, run.betas[chosen.rule]
+    more: dict[str, Any] = {"weight_decay": run.decays[rule], "mask": matrices}
+    if chosen.blocks:
+        more["blocks"] = lowmem.blocks.Structure(run.shape.heads)
+    tx = chosen.make(run.schedule(rule, steps), b1=b1, b2=b2, **more)
+    chain = optax.chain if chosen.plain else lowmem.chain
+    return chain(optax.clip_by_global_norm(CLIP), tx)
+
+
 class Experiment(training.Experiment):
     """A run and its text, to be trained with some variants of one rule."""
 
@@ -94,14 +106,7 @@ class Experiment(training.Experiment):
 
     def optimizer(self, name: str, steps: Any) -> optax.GradientTransformation:
         """A variant behind clipping, for a run of so many steps, which may be traced."""
-        run, chosen = self.run, VARIANTS[name]
-        rule, (b1, b2) = chosen.rule, run.betas[chosen.rule]
-        more: dict[str, Any] = {"weight_decay": run.decays[rule], "mask": matrices}
-        if chosen.blocks:
-            more["blocks"] = lowmem.blocks.Structure(run.shape.heads)
-        tx = chosen.make(run.schedule(rule, steps), b1=b1, b2=b2, **more)
-        chain = optax.chain if chosen.plain else lowmem.chain
-        return chain(optax.clip_by_global_norm(CLIP), tx)
+        return optimizer(self.run, name, steps)
 
     @functools.cached_property
     def start(self) -> Any:

@@ -246,7 +246,8 @@ def plan_leaves(
         shape, dtype, block = tuple(leaf.shape), jnp.dtype(leaf.dtype), blocks.get(path)
         slots = {
             slot: _plan_slot(
-                storage, slot, path, shape, path in masked_out, path in nearest, block,
+                storage, slot, path, shape, path in masked_out,
+                path in nearest or (storage.rounding == "nu" and slot.name != "nu"), block,
                 slot.name in stored, (slot_dtypes or {}).get(slot.name),
             )
             for slot in rule.of_leaf(axes.get(path)).slots
@@ -311,7 +312,7 @@ def _rounded_to_nearest(
     storage: Storage, structure: BlockStructure | None, params: optax.Params
 ) -> set[str]:
     """Paths of the leaves whose codes are not rounded stochastically."""
-    if storage.rounding == "stochastic":
+    if storage.rounding in ("stochastic", "nu"):
         return set()
     every = {path for path, _ in trees.named_leaves(params)}
     if storage.rounding == "embeddings" and structure is not None:

@@ -15,7 +15,7 @@ from optax_lowmem._src.codecs import (
 from optax_lowmem._src.core.policy import Policy
 from optax_lowmem._src.core.shown import ShowsChanges
 
-_ROUNDINGS = ("stochastic", "nearest", "embeddings")
+_ROUNDINGS = ("stochastic", "nearest", "nu", "embeddings")
 _MASTER_ROUNDINGS = ("stochastic", "nearest")
 _SPLITS = ("bits", "ulp")
 _UPDATE_DTYPES = ("float32", "param")
@@ -77,9 +77,11 @@ class Storage(ShowsChanges):
       mu: codec of first moments, None for f32.
       nu: codec of second moments, None for f32.
       group_size: neighbours on the last axis that share a scale.
-      rounding: `stochastic` (unbiased; codes of a slow average never stick), `nearest`, or
-        `embeddings`, stochastic for embedding tables alone (Q-Adam-mini; for optimizers that take
-        `blocks`).
+      rounding: `stochastic` (unbiased; codes of a slow average never stick), `nearest`, `nu`
+        (stochastic for second moments alone: first ones forget in 1 / (1 - b1) steps, and their
+        error is half as large; but one without gradients, in a group whose others have some, keeps
+        its code) or `embeddings`, stochastic for embedding tables alone (Q-Adam-mini; for
+        optimizers that take `blocks`).
       seed: of the hash behind stochastic rounding; `lowmem.init(..., seed=)` overrides it.
       policy: leaves and slots to leave in f32.
       split: `bits`, or `ulp` for FlashOptim's Algorithm 1; fp16 always takes `ulp`.
