@@ -87,11 +87,12 @@ VARIANTS: dict[str, Variant] = {
     "flash_adamw-four-bit-log": _adam(
         "4-bit moments, v in octaves", Storage.four_bit(nu=codecs.log4())
     ),
-    "flash_adamw-four-bit-nearest": _adam(
-        "4-bit moments, rounded to nearest", Storage.four_bit(rounding="nearest")
-    ),
     "flash_adamw-four-bit-nu": _adam(
         "4-bit moments, m rounded to nearest", Storage.four_bit(rounding="nu")
+    ),
+    "flash_adamw-four-bit-sqrt-nu": _adam(
+        "4-bit moments, v by its root, m rounded to nearest",
+        Storage.four_bit(nu=codecs.sqrt4(), rounding="nu"),
     ),
     "flash_adamw-bf16-rounded": _adam(
         "bf16 weights rounded stochastically, no corrections", Storage(**_ROUNDED)
