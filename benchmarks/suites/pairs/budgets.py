@@ -1,4 +1,4 @@
-"""What states of few bytes cost in loss, from the records of `pairs` and `memory`."""
+"""Losses of states of few bytes, from the records of `pairs` and `memory`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CASE = f"{PRESET}/{RULE}"
 CHOICES = (
     "flash_adamw", "coat_adamw", "flash_adamw-bf16-rounded", "flash_adam_mini",
     "flash_adamw-four-bit", "flash_adamw-four-bit-sqrt", "flash_adamw-four-bit-normal",
-    "flash_adamw-four-bit-log", "flash_adamw-four-bit-nearest", "flash_adamw-four-bit-nu",
+    "flash_adamw-four-bit-log", "flash_adamw-four-bit-nu", "flash_adamw-four-bit-sqrt-nu",
     "flash_adam_mini-four-bit", "flash_adamw-four-bit-bf16-rounded",
 )  # fmt: skip
 FOUR_BITS = Margin(0.15)  # of the loss
