@@ -72,7 +72,7 @@ class Pair:
 
     @property
     def run(self) -> tuple[Any, ...]:
-        """What runs of a case must share to be of one kind."""
+        """Return the settings that runs of a case must share to be of one kind."""
         flags = self.rows[0].get("flags", {})
         return tuple(flags.get(name) for name in ("parameters", "steps", "batch", "context"))
 
