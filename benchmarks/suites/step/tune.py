@@ -6,6 +6,7 @@ It works on weights and state of its own, made for the purpose: nothing live is 
 """
 
 import argparse
+import dataclasses
 import itertools
 import json
 import statistics
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import jax
 
+from benchmarks import records
 from benchmarks.peers import cases, in_jax, processes
 from optax_lowmem._src import update as fused_update
 from optax_lowmem._src.core.groups import Tile
@@ -30,7 +32,8 @@ def cuts(kernel: str) -> list[tuning.Tuning]:
     """Return the tunings to try: every size of a launch with the usual tile, and other tiles."""
     sizes = itertools.product(LEAVES[kernel], ELEMENTS)
     tried = [tuning.Tuning(TILES[0], leaves, elements) for leaves, elements in sizes]
-    return tried + [tuning.Tuning(tile) for tile in TILES[1:]]
+    usual = tuning.heuristic(kernel, group_size=1)
+    return tried + [dataclasses.replace(usual, tile=tile) for tile in TILES[1:]]
 
 
 def key(kernel: str, optimizer: str) -> str:
@@ -71,7 +74,8 @@ def main() -> None:
         case = (args.leaf_set, optimizer)
         times = trials(cuts(args.kernel), case, args.kernel, args.repeats, args.jobs)
         best = min(times, key=times.__getitem__)
-        device[key(args.kernel, optimizer)] = tuning.entry(best)
+        source = f"the tuner on {'/'.join(case)}, commit {records.commit()}"
+        device[key(args.kernel, optimizer)] = {**tuning.entry(best), "source": source}
     if args.write:
         text = json.dumps(entries, indent=2, sort_keys=True) + "\n"
         args.write.write_text(text, encoding="utf-8")

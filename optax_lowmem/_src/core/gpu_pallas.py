@@ -1,5 +1,9 @@
 """GPU kernels by Pallas, lowered through Triton."""
 
+import functools
+import importlib.util
+import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,6 +16,20 @@ from jax.experimental.pallas import triton as plgpu
 from optax_lowmem._src.core import numerics
 from optax_lowmem._src.core.gpu_kernel import Body, Index, Operand, Program, Run
 from optax_lowmem._src.core.typing import T
+
+_OF_TRITON = "jaxlib.mlir.dialects.tt"
+
+
+@functools.cache
+def spare_imports() -> None:
+    """Have MLIR's Python bindings find an empty module of Triton's dialect, where there is none.
+
+    They look for one at each operation that they make, and do not remember that there is none:
+    every time through all of `sys.path`, half of the time that lowering a kernel takes.
+    """
+    package = _OF_TRITON.rpartition(".")[0]
+    if importlib.util.find_spec(package) and importlib.util.find_spec(_OF_TRITON) is None:
+        sys.modules[_OF_TRITON] = types.ModuleType(_OF_TRITON, spare_imports.__doc__)
 
 
 class Reference(Operand):
@@ -79,6 +97,7 @@ def launch(
     interpret: bool = False,
 ) -> list[jax.Array]:
     """`gpu_kernel.launch` by Pallas."""
+    spare_imports()
 
     def kernel(*refs: Any) -> None:
         body(_PallasProgram(), *map(Reference, refs))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from optax_lowmem._src.core import numerics, platform
 from optax_lowmem._src.core.block import Block
+from optax_lowmem._src.core.fallback import with_fallback
 from optax_lowmem._src.core.gpu_kernel import BACKENDS
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, next_power_of_two
 from optax_lowmem._src.core.rules import Slot, UpdateRule
@@ -272,5 +273,4 @@ def _by_kernel(
 
     if not automatic:
         return launched(gradients, factor)
-    # a computation for the host's CPU may be traced on a machine with a GPU
-    return jax.lax.platform_dependent(list(gradients), factor, cuda=launched, default=plain)
+    return with_fallback("cuda", launched, plain, list(gradients), factor)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lowmem._src.core import explicit, platform, random, scope
+from optax_lowmem._src.core.fallback import with_fallback
 from optax_lowmem._src.core.gpu_kernel import BACKENDS
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tile, Tiling
 from optax_lowmem._src.core.placement import Placement
@@ -382,7 +383,7 @@ def _by_tpu(
 
         given = g, p, state, dict(h), (keys[i], row_keys[i], lane_bits[i])
         if automatic and platform.target(g) is None:
-            yield i, jax.lax.platform_dependent(*given, tpu=launched, default=plain)
+            yield i, with_fallback("tpu", launched, plain, *given)
         else:
             yield i, launched(*given)
 
@@ -505,7 +506,4 @@ def _by_kernel(
 
     if not automatic:
         return launched(arrays, of_blocks, scalars, keys)
-    # a computation for the host's CPU may be traced on a machine with a GPU
-    return jax.lax.platform_dependent(
-        arrays, of_blocks, scalars, keys, cuda=launched, default=plain
-    )
+    return with_fallback("cuda", launched, plain, arrays, of_blocks, scalars, keys)

@@ -8,6 +8,7 @@ branch of that leaf, computes, and stores in a branch again.
 import contextlib
 import functools
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -52,8 +53,6 @@ def _kernel(
     starts = [0, *itertools.accumulate(tiling.tiles for tiling in tilings[:-1])]
 
     per_leaf = scalars.shape[0] > 1
-    # in a jit, which inlines, the step is traced once for all leaves
-    step = jax.jit(functools.partial(step_tile, rule, plan))
 
     def run(i: int) -> None:
         h = {name: scalars[i if per_leaf else 0, j] for j, name in enumerate(names)}
@@ -68,13 +67,27 @@ def _kernel(
         if plan.noisy:
             number = leaf_numbers[i]
             noise = tiles.noise(tiling, tile, keys[number], lane_bits[number, :])
-        with _arithmetic(interpret):
-            result = step(leaf._replace(of_block=None), h, noise, exists)
+        result = _step(rule, plan, interpret, leaf._replace(of_block=None), h, noise, exists)
         into = jax.tree.unflatten(treedefs[1], map(gpu_pallas.Reference, written[i]))
         _store(plan, tiling, tile, into, result)
 
     # the whole step in each branch: values that leave a branch cost their packing there
     gpu_pallas.in_leaf(starts, program, run)
+
+
+# in a jit, which the lowering inlines, traced once for tiles alike of all leaves and launches
+@functools.partial(jax.jit, static_argnames=("rule", "plan", "interpret"))
+def _step(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    interpret: bool,
+    leaf: Leaf,
+    h: Mapping[str, jax.Array],
+    noise: tuple[jax.Array, jax.Array] | None,
+    exists: jax.Array | None,
+) -> Result:
+    with _arithmetic(interpret):
+        return step_tile(rule, plan, leaf, h, noise, exists)
 
 
 def _arithmetic(interpret: bool) -> contextlib.AbstractContextManager[None]:
@@ -139,6 +152,7 @@ def launch(
       tile: how the work is cut.
       interpret: run as plain JAX, on any device.
     """
+    gpu_pallas.spare_imports()
     tilings = tuple(Tiling(plan.shape, plan.group_size, tile.elements) for plan in plans)
     viewed = [views(*row) for row in zip(plans, tilings, leaves, strict=True)]
     results = [output(plan, leaf) for plan, leaf in zip(plans, viewed, strict=True)]

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from importlib import resources
 from typing import Any
@@ -20,13 +20,14 @@ class Tuning:
 
     Attributes:
       tile: what a program of a kernel takes.
-      leaves: most leaves that share a launch; each adds a copy of the step to the kernel.
+      leaves: most leaves that share a launch; each adds a copy of the step to a Pallas kernel.
+        Eight make a step of Llama-3.2-1B on an H200 0.4 % faster, and compile 28 % longer.
       elements: no leaf joins a launch that would then have more; a launch needs all its gradients
         at once, so this bounds what sharing costs in memory.
     """
 
     tile: Tile = Tile()
-    leaves: int = 8
+    leaves: int = 4
     elements: int = 1 << 25
 
 
@@ -35,6 +36,7 @@ HEURISTIC = Tuning()
 # 12 to 29 instructions an element of sm_90 that 8 warps do not have.
 _WIDE = 128
 HEURISTIC_WIDE = Tuning(Tile(2048, 8))
+_LEAVES_OF_TRITON = 8  # a generated kernel has one copy of the step for all leaves of a launch
 # what a core's memory holds twice of AdamW's operands; the kernel takes less of wider ones
 HEURISTIC_TPU = Tuning(Tile(1 << 19))
 _trial: ContextVar[Tuning | None] = ContextVar("trial", default=None)
@@ -56,13 +58,13 @@ def _tuned() -> dict[str, Any]:
     return json.loads(text)
 
 
-def parse(line: dict[str, int]) -> Tuning:
-    """A line of tuned.json."""
+def parse(line: Mapping[str, Any]) -> Tuning:
+    """A line of tuned.json, whose `source` says where it comes from."""
     return Tuning(Tile(line["tile_elements"], line["warps"]), line["leaves"], line["elements"])
 
 
 def entry(tuned: Tuning) -> dict[str, int]:
-    """The line of tuned.json that `parse` reads."""
+    """Return what `parse` reads of a line of tuned.json."""
     return {
         "tile_elements": tuned.tile.elements,
         "warps": tuned.tile.warps,
@@ -74,6 +76,14 @@ def entry(tuned: Tuning) -> dict[str, int]:
 def key(backend: str, slots: int, group_size: int) -> str:
     """Return the key in tuned.json of a kernel, a number of slots, and narrow or wide groups."""
     return f"{backend}/{slots}-slots" + ("/wide" if group_size >= _WIDE else "")
+
+
+def heuristic(backend: str, group_size: int) -> Tuning:
+    """Return the tuning where none is known of a device; the arguments are those of `resolve`."""
+    if backend == "pallas_tpu":
+        return HEURISTIC_TPU
+    found = HEURISTIC_WIDE if group_size >= _WIDE else HEURISTIC
+    return dataclasses.replace(found, leaves=_LEAVES_OF_TRITON) if backend == "triton" else found
 
 
 def resolve(argument: Tuning | None, backend: str, slots: int, group_size: int) -> Tuning:
@@ -92,6 +102,4 @@ def resolve(argument: Tuning | None, backend: str, slots: int, group_size: int) 
     line = devices.get(key(backend, slots, group_size))
     if line is not None:
         return parse(line)
-    if backend == "pallas_tpu":
-        return HEURISTIC_TPU
-    return HEURISTIC_WIDE if group_size >= _WIDE else HEURISTIC
+    return heuristic(backend, group_size)

@@ -1,0 +1,87 @@
+"""A kernel and its fallback for other platforms, which is traced only where it is lowered.
+
+`jax.lax.platform_dependent` traces every branch, and then lowers one.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend as jex
+from jax.interpreters import ad, batching, mlir
+
+_Fallback = Callable[..., list[jax.Array]]  # of the flat arguments, with flat results
+
+_fallback = jex.core.Primitive("fallback")
+_fallback.multiple_results = True
+
+
+def with_fallback(
+    name: str, kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any
+) -> Any:
+    """kernel(*args) where it runs on a platform, else plain(*args).
+
+    A computation for the host's CPU may be traced on a machine with an accelerator, and one for
+    several platforms may be exported: which of the two is lowered, JAX decides. The kernel is
+    traced in any case; what it gives is what the fallback has to give.
+
+    Args:
+      name: of the kernel's platform, as `jax.lax.platform_dependent` has it.
+      kernel: a function of arrays.
+      plain: the fallback. It may be traced after this call has returned: all of its arrays are
+        arguments, and it depends on no other state.
+      *args: pytrees of arrays.
+    """
+    types: list[Any] = []  # a list of one: the structure of the kernel's results
+
+    def first(*args: Any) -> Any:
+        found = kernel(*args)
+        types[:] = [jax.tree.map(jax.typeof, found)]
+        return found
+
+    def second(*args: Any) -> Any:
+        if not types:  # called without a trace
+            return plain(*args)
+        leaves, treedef = jax.tree.flatten(args)
+        wanted, structure = jax.tree.flatten(types[0])
+
+        def flat(*leaves: Any) -> list[jax.Array]:
+            found = plain(*jax.tree.unflatten(treedef, leaves))
+            _check(jax.tree.map(jax.typeof, found), types[0])
+            return jax.tree.leaves(found)
+
+        found = _fallback.bind(*leaves, function=flat, types=tuple(wanted))
+        return jax.tree.unflatten(structure, found)
+
+    return jax.lax.platform_dependent(*args, default=second, **{name: first})
+
+
+def _check(found: Any, wanted: Any) -> None:
+    """Raise where a fallback gives other arrays than its kernel."""
+    forms = jax.tree.map(lambda x: (x.shape, x.dtype), (found, wanted))
+    if forms[0] != forms[1]:
+        raise TypeError(f"the fallback gives {found}, and its kernel {wanted}")
+
+
+def _call(*args: Any, function: _Fallback, types: tuple[Any, ...]) -> list[jax.Array]:
+    return function(*args)
+
+
+def _batched(
+    args: Sequence[Any], axes: Sequence[int | None], function: _Fallback, types: tuple[Any, ...]
+) -> tuple[list[jax.Array], list[int]]:
+    found = jax.vmap(function, in_axes=tuple(axes))(*args)
+    return found, [0] * len(found)
+
+
+def _derivative(
+    primals: Sequence[Any], tangents: Sequence[Any], function: _Fallback, types: tuple[Any, ...]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    return jax.jvp(function, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
+
+
+_fallback.def_impl(_call)
+_fallback.def_abstract_eval(lambda *_, types, **__: list(types))
+batching.primitive_batchers[_fallback] = _batched
+ad.primitive_jvps[_fallback] = _derivative
+mlir.register_lowering(_fallback, mlir.lower_fun(_call, multiple_results=True))
