@@ -1,8 +1,8 @@
-"""Leaves that lie together in one vector, a pack: how a tree says so, and the way there and back."""
+"""Packs: leaves that lie together in one vector, how a tree says so, and the way there and back."""
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -78,27 +78,19 @@ def unpacked(tree: object, like: Mapping[str, Shaped]) -> dict[str, Any]:
             named |= dict.fromkeys(leaves, named[name])
             continue
         own = [tuple(like[leaf].shape) for leaf in leaves]
-        check_size(name, named[name], leaves, own)
+        size = sum(map(math.prod, own))
+        if named[name].shape != (size,):
+            raise ValueError(
+                f"the pack of '{name}' and {len(leaves) - 1} more leaves has the shape "
+                f"{list(named[name].shape)}, and these leaves have {size} elements: the state is "
+                "of other parameters. Pass those that it was made for, or call init on these."
+            )
         vectors.append(named[name])
         shapes.append(own)
     whole = [name for name in packs if name in like and jnp.ndim(named[name])]
     for name, parts in zip(whole, _parts(vectors, shapes), strict=True):
         named |= dict(zip(packs[name], parts, strict=True))
     return named
-
-
-def check_size(
-    name: str, vector: Shaped, leaves: list[str], shapes: Iterable[tuple[int, ...]]
-) -> None:
-    """Raises unless a pack has the elements of its leaves."""
-    size = sum(map(math.prod, shapes))
-    if jnp.shape(vector) != (size,):
-        raise ValueError(
-            f"the pack of '{name}' and {len(leaves) - 1} more leaves has the shape "
-            f"{list(jnp.shape(vector))} and its leaves have {size} elements: the state is of other "
-            "parameters, or a shard_map has parts of them. Call init on these parameters; leaves "
-            "that are sharded are left out by a lower `below`."
-        )
 
 
 def join(leaves: list[Any]) -> Any:
@@ -121,9 +113,7 @@ def _joined(groups: list[list[jax.Array]]) -> list[jax.Array]:
 
 
 @compiled
-def _parts(
-    vectors: list[jax.Array], shapes: list[list[tuple[int, ...]]]
-) -> list[list[jax.Array]]:
+def _parts(vectors: list[jax.Array], shapes: list[list[tuple[int, ...]]]) -> list[list[jax.Array]]:
     parts = []
     for vector, own in zip(vectors, shapes, strict=True):
         ends = [0]

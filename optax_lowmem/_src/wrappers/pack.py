@@ -228,7 +228,7 @@ def _is_sharded(name: str, leaf: Shaped) -> bool:
 
 
 def _placements(names: list[str], packs: Packs) -> dict[str, Placement] | None:
-    """Where the leaves of the packed tree lie, if `step` was told."""
+    """Return the placements of the leaves of the packed tree, if `step` was told."""
     found = {name: place for name in names if (place := scope.placement(name)) is not None}
     for name in packs:
         if name in found:
