@@ -233,12 +233,15 @@ def test_dtypes_of_updates_and_a_bare_direction(update_dtype):
         found = jax.eval_shape(packed.update, grads, packed.init(params), params)[0]
         wanted = jax.eval_shape(plain.update, grads, plain.init(params), params)[0]
         assert found == wanted
-    direction = lowmem.pack_small_leaves(lowmem.scale_by_flash_adam(storage=PLAIN), BELOW)
-    found, _ = direction.update(tree_of(1), direction.init(tree_of(0)))
-    wanted, _ = (tx := lowmem.scale_by_flash_adam(storage=PLAIN)).update(
-        tree_of(1), tx.init(tree_of(0))
-    )
-    assert_same(found, wanted)
+
+
+def test_a_bare_direction_without_parameters():
+    plain = lowmem.scale_by_flash_adam(storage=PLAIN)
+    found = [
+        jax.jit(tx.update, compiler_options=SAME_BITS)(tree_of(1), tx.init(tree_of(0)))[0]
+        for tx in (plain, lowmem.pack_small_leaves(plain, BELOW))
+    ]
+    assert_same(*found)
 
 
 def test_boxes_of_linen_name_no_axis_of_a_vector():
@@ -279,6 +282,19 @@ def test_explain_and_the_memory_report():
     late = optax.chain(adamw(CODED, below=BELOW), optax.scale(0.5))
     (warning,) = lowmem.explain(late, params).warnings
     assert "the updates of a, b, " in warning
+
+
+def test_codes_of_several_in_a_byte_are_of_the_vector():
+    """An odd number of them: `to_optax` and `code_shares` read each once."""
+    storage = dataclasses.replace(lowmem.Storage.four_bit(), policy=CODED.policy)
+    tx = adamw(storage, below=BELOW)
+    params, state = stepped(tx, *lowmem.init(tx, tree_of(0)), steps=1)
+    assert state.mu["a"].shape == (329,)  # of 657
+    shares = lowmem.diagnostics.code_shares(state, tx, params)
+    assert set(shares["mu"]) == {"a", "large"}
+    _, plain = checkpoint.to_optax(tx, state, params)
+    zeros = np.mean(together(plain[0].mu, VECTORS["a"]) == 0)
+    np.testing.assert_allclose(shares["mu"]["a"].zero, zeros, rtol=2.0**-20)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -382,5 +398,5 @@ def test_other_trees_than_at_init():
         tx.update(params, state, cast)
     with pytest.raises(ValueError, match="'a' and 'b' are one vector.*differ in decays"):
         adamw(CODED, DECAYS, BELOW).update(params, state, params)
-    with pytest.raises(ValueError, match="made for another tree"):
+    with pytest.raises(ValueError, match="in pack_small_leaves, which must then step it"):
         adamw(CODED).update(params, state, params)

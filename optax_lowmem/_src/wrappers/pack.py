@@ -266,10 +266,10 @@ def pack_small_leaves(
         Adam-mini, Muon) or at its name, and for a transformation that is not one of ours; at `init`
         and `update` for a small leaf that is sharded; at `update` for a state of other parameters.
 
-    Numerics: those of `tx` on the vectors. Slots that stay in f32 of f32 weights are the same bit
-    for bit as without packing. Elsewhere groups are of the vector, so that one may span the end of
-    a leaf and the start of the next, and random bits are others. Leaves that are not packed keep
-    all their bits.
+    Numerics: those of `tx` on the vectors. f32 weights whose slots stay in f32 take the same
+    arithmetic as without packing, bit for bit where XLA fuses both alike. Elsewhere groups are of
+    the vector, so that one may span the end of a leaf and the start of the next, and random bits
+    are others. Leaves that are not packed keep all their bits.
 
     Memory: that of `tx`. Small gradients and weights are copied in a step: 4 to 12 bytes read and
     written of each of their elements.
