@@ -245,10 +245,10 @@ def pack_small_leaves(
     r"""Steps small leaves together as vectors: fewer arrays in the state, the same parameters.
 
     Leaves with fewer than `below` elements that have the same dtype, storage (codecs, split) and
-    weight decay become one vector $[\mathrm{vec}(w_1), \mathrm{vec}(w_2), \dots]$ each for its
-    gradient and weight in a step, and in the state for good. Masks and the `Policy` are asked of
-    the leaves as they are, with their own names, shapes and sizes. Host time of a call goes with
-    the arrays that go in and come out; of a GPT-2 124M `flash_adamw` passes 958 instead of 1,928.
+    weight decay become one vector :math:`[\mathrm{vec}(w_1), \mathrm{vec}(w_2), \dots]`: their
+    gradients and weights in a step, their state for good. Masks and the `Policy` are asked of the
+    leaves as they are, with their own names, shapes and sizes. The host time of a call grows with
+    the arrays that go in and come out: GPT-2 124M's step passes 958 instead of 1,928.
 
     Args:
       tx: one of our elementwise optimizers itself, such as `flash_adamw`, or a bare `scale_by_*`
