@@ -46,6 +46,7 @@ from optax_lowmem._src.wrappers.explain import explain as explain
 from optax_lowmem._src.wrappers.init import init as init
 from optax_lowmem._src.wrappers.inject import inject_hyperparams as inject_hyperparams
 from optax_lowmem._src.wrappers.loss_scale import per_tensor_loss_scale as per_tensor_loss_scale
+from optax_lowmem._src.wrappers.pack import pack_small_leaves as pack_small_leaves
 from optax_lowmem._src.wrappers.split import split_master_weights as split_master_weights
 from optax_lowmem._src.wrappers.update_clipping import update_clipping as update_clipping
 
@@ -86,6 +87,7 @@ __all__ = [
     "inject_hyperparams",
     "master_params",
     "memory",
+    "pack_small_leaves",
     "per_tensor_loss_scale",
     "q_adam_mini",
     "q_adamw",

@@ -1,4 +1,4 @@
-"""Host time of calling a compiled step of many leaves, ours and optax's.
+"""Host time of calling a compiled step of many leaves, ours (as it is, packed) and optax's.
 
 python -m benchmarks.run call --record
 
@@ -20,6 +20,7 @@ from benchmarks.peers import cases
 from benchmarks.suites.step import compilation
 
 CASES = ("gpt2-124m", "equal-1000")
+NAMES = (*compilation.NAMES, compilation.PACKED)
 CALLS = 60
 
 
@@ -50,5 +51,5 @@ def measure(name: str, case: str) -> dict[str, tuple[float, Any]]:
 @records.suite(case={"nargs": "+", "default": list(CASES)})
 def main(args: argparse.Namespace) -> Iterator[records.Rows]:
     for case in args.case:
-        for name in compilation.NAMES:
+        for name in NAMES:
             yield records.records_of("call", case, name, measure(name, case))

@@ -17,6 +17,7 @@ from benchmarks import records
 
 CASES = ("mixed-100", "mixed-400", "equal-200", "equal-1000")
 NAMES = ("optax.adamw", "lowmem.step")
+PACKED = "lowmem.step, small leaves packed"
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]  # (gradients, state, weights) -> the new two
 Prepared = tuple[Step, tuple[Any, ...]]
 
@@ -30,9 +31,11 @@ def shapes(case: str) -> list[tuple[int, int]]:
 
 
 def implementation(name: str) -> tuple[Callable[[Any], tuple[Any, Any]], Step]:
-    """Weights and state from parameters, and the step, of one of `NAMES`."""
-    if name == "lowmem.step":
+    """Weights and state from parameters, and the step, of one of `NAMES` or `PACKED`."""
+    if name != "optax.adamw":
         tx = lowmem.flash_adamw(1e-3)
+        if name == PACKED:
+            tx = lowmem.pack_small_leaves(tx)
         return lambda p: lowmem.init(tx, p), lambda g, s, p: lowmem.step(tx, g, s, p)
     theirs = optax.adamw(1e-3)
 

@@ -202,8 +202,8 @@ def _problems(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str
                     "form, convert it: checkpoint.to_optax, then checkpoint.from_optax."
                 )
     remedy = (
-        "Restore with the optimizer that it was saved with; from the state of a plain optax "
-        "optimizer, checkpoint.from_optax goes on."
+        "Restore with the optimizer that it was saved with, in pack_small_leaves if it was; from "
+        "the state of a plain optax optimizer, checkpoint.from_optax goes on."
     )
     yield from unlike("state", saved["state"], here["state"], remedy)
 

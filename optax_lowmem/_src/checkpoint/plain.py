@@ -16,7 +16,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lowmem._src.codecs import group_codec
-from optax_lowmem._src.core import numerics, random, scope, trees
+from optax_lowmem._src.core import numerics, packs, random, scope, trees
 from optax_lowmem._src.optimizers import every_record
 from optax_lowmem._src.optimizers.record import Constructor, OptimizerRecord, name_of
 from optax_lowmem._src.update.engine import Engine, EngineTransformation
@@ -544,18 +544,27 @@ class _Encoder(Converter):
         for slot, values in values_of.items():
             like, old_scales = getattr(ours, slot), jax.tree.leaves(getattr(ours, f"{slot}_scale"))
             check_paths(slot, values, self.decisions.paths(slot), f"{where}.{slot}")
-            pairs = []
+            pairs, (_, in_packs) = [], packs.layout(like)
             for (path, leaf), scale in zip(trees.named_leaves(like), old_scales, strict=True):
                 if path not in values:  # no slot of this leaf
                     pairs.append((leaf, scale))
                     continue
-                decision = self.decisions.take_own(path, slot)
-                if values[path].shape not in (decision.shape, decision.values_shape):
-                    raise ValueError(
-                        f"{where}.{slot}: '{path}' has shape {values[path].shape} in optax's state "
-                        f"and {decision.shape} here: give the parameters of this very run."
-                    )
-                pairs.append(encode_leaf(decision, values[path], leaf, ours.seed, count))
+                own = []
+                for name in in_packs.get(path, [path]):
+                    decision = self.decisions.take_own(name, slot)
+                    if values[name].shape not in (decision.shape, decision.values_shape):
+                        raise ValueError(
+                            f"{where}.{slot}: '{name}' has shape {values[name].shape} in optax's "
+                            f"state and {decision.shape} here: give the parameters of this very "
+                            "run."
+                        )
+                    own.append((decision, values[name]))
+                decision, x = own[0]
+                if (
+                    path in in_packs
+                ):  # its leaves are stored alike, with the random bits of its name
+                    x = packs.join([values for _, values in own])
+                pairs.append(encode_leaf(decision, x, leaf, ours.seed, count))
             treedef = jax.tree.structure(like)
             fields[slot] = jax.tree.unflatten(treedef, [codes for codes, _ in pairs])
             scales: Any = jax.tree.structure(getattr(ours, f"{slot}_scale"))
@@ -674,19 +683,21 @@ class _Decoder(Converter):
         def field_of(slot: str, like: optax.Params) -> Any:
             wanted = dict(trees.named_leaves(like))
             found[slot].update(wanted)
-            rows = zip(
-                trees.named_leaves(getattr(ours, slot)),
-                jax.tree.leaves(getattr(ours, f"{slot}_scale")),
-                strict=True,
-            )
-            values = {}
-            for (path, codes), scales in rows:
+            tree, scales_of = getattr(ours, slot), jax.tree.leaves(getattr(ours, f"{slot}_scale"))
+            _, in_packs = packs.layout(tree)
+            stored = []
+            for (path, codes), scales in zip(trees.named_leaves(tree), scales_of, strict=True):
                 if path not in wanted:
+                    stored.append(codes)
                     continue
-                shape, dtype = wanted[path].shape, wanted[path].dtype
-                decision = self.decisions.take_own(path, slot)
-                values[path] = decode_leaf(decision, codes, scales, shape).astype(dtype)
-            leaves = [values[path] for path, _ in trees.named_leaves(like)]
+                decision, shape = self.decisions.take_own(path, slot), wanted[path].shape
+                if path in in_packs:
+                    shape = (sum(math.prod(wanted[name].shape) for name in in_packs[path]),)
+                    decision = dataclasses.replace(decision, shape=shape)
+                stored.append(decode_leaf(decision, codes, scales, shape))
+            treedef: Any = jax.tree.structure(tree)
+            values = packs.unpacked(treedef.unflatten(stored), wanted)
+            leaves = [values[path].astype(leaf.dtype) for path, leaf in wanted.items()]
             return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
         made = map_optax(

@@ -7,7 +7,7 @@ report) and pick up the master weights and the seed that `lowmem.init` was given
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -203,6 +203,33 @@ def provided_correction(path: str) -> jax.Array | None:
         )
     masters.taken.append(path)
     return masters.corrections[path]
+
+
+@contextlib.contextmanager
+def joining(
+    packs: Mapping[str, Sequence[str]], join: Callable[[list[jax.Array]], jax.Array]
+) -> Iterator[None]:
+    """Hands an `init` inside, of a tree with packs, the joined corrections of their leaves.
+
+    Args:
+      packs: the name of each, and of its leaves.
+      join: what makes one array of those of the leaves.
+    """
+    masters = _masters.get()
+    if masters is None:
+        yield
+        return
+    corrections, taken = dict(masters.corrections), list(masters.taken)
+    for name, leaves in packs.items():
+        own = [provided_correction(leaf) for leaf in leaves]
+        for leaf in leaves:
+            corrections.pop(leaf, None)
+        kept = [correction for correction in own if correction is not None]
+        if len(kept) == len(leaves):
+            corrections[name] = join(kept)
+    with providing(dataclasses.replace(masters, corrections=corrections, taken=taken)) as inner:
+        yield
+    masters.taken += [path for path in inner.taken if path not in masters.taken]
 
 
 def provided_original(path: str) -> jax.Array | None:

@@ -29,6 +29,7 @@ from optax_lowmem._src.update.engine import (
     count_and_keys,
     step_leaves,
 )
+from optax_lowmem._src.wrappers.pack import PackedEngine
 
 # ---- one layer of stacked leaves: which can be stepped on their own, reading and writing it ------
 
@@ -362,6 +363,11 @@ def train_step(
 
 
 def _engine_of(tx: optax.GradientTransformation) -> Engine:
+    if isinstance(tx, EngineTransformation) and isinstance(tx.engine, PackedEngine):
+        raise ValueError(
+            "pack_small_leaves joins leaves of several layers, and gradient release steps one "
+            "layer at a time: use the optimizer itself."
+        )
     if isinstance(tx, EngineTransformation) and tx.engine.weights:
         return tx.engine
     if isinstance(tx, EngineTransformation):

@@ -199,7 +199,8 @@ class Engine:
             if len(leaves) != len(plans):
                 raise ValueError(
                     f"the state's {field} has {len(leaves)} leaves for {len(plans)} parameters: "
-                    "it was made for another tree. Call init on these parameters."
+                    "it was made for another tree, or in pack_small_leaves, which must then step "
+                    "it. Call init on these parameters."
                 )
             return leaves
 

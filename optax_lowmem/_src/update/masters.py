@@ -8,7 +8,7 @@ import numpy as np
 import optax
 
 from optax_lowmem._src.codecs import BitSplit, MasterSplit, UlpSplit, master_split, split_of
-from optax_lowmem._src.core import numerics, scope, trees
+from optax_lowmem._src.core import numerics, packs, scope, trees
 from optax_lowmem._src.core.compiled import compiled, widened
 from optax_lowmem._src.noise.states import FIELD, clean_params
 from optax_lowmem._src.update.storage import Storage
@@ -194,7 +194,7 @@ def corrections_of(params: optax.Params, state: optax.OptState) -> dict[str, jax
     weights = dict(trees.named_leaves(params))
     elsewhere: list[str] = []
     for found in trees.states_with(state, "correction", trees.is_ours):
-        for path, correction in trees.named_leaves(found.correction):
+        for path, correction in packs.unpacked(found.correction, weights).items():
             weight = weights.get(path)
             if weight is None:
                 elsewhere += [path] if jnp.ndim(correction) else []

@@ -1,0 +1,124 @@
+"""Packs: leaves that lie together in one vector, how a tree says so, and the way there and back."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._src.core import boxes, trees
+from optax_lowmem._src.core.compiled import compiled
+from optax_lowmem._src.core.typing import Shaped
+
+Packs = Mapping[str, list[str]]  # the name of a pack, which is that of its first leaf -> its leaves
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class InPack:
+    """Stands in a tree for a leaf whose elements lie in the vector in the place of another.
+
+    Attributes:
+      pack: the name of that leaf.
+    """
+
+    pack: str
+
+
+def layout(tree: object) -> tuple[list[str], Packs]:
+    """Return the names of a tree's leaves, of those in packs too, and the leaves of each pack."""
+    nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_in_pack)
+    packs: dict[str, list[str]] = {}
+    for path, node in nodes:
+        if isinstance(node, InPack):
+            packs.setdefault(node.pack, [node.pack]).append(trees.path_name(path))
+    return [trees.path_name(path) for path, _ in nodes], packs
+
+
+def _is_in_pack(node: object) -> bool:
+    return isinstance(node, InPack)
+
+
+def pack(tree: optax.Params, packs: Packs) -> Any:
+    """A tree with a vector for each pack in the place of its first leaf, `InPack` for the others.
+
+    Elements are in the order of the leaves, each in row-major order.
+    """
+    named = dict(trees.named_leaves(tree))
+    vectors = _vectors([[named[leaf] for leaf in leaves] for leaves in packs.values()])
+    nodes: dict[str, Any] = {leaf: InPack(name) for name, own in packs.items() for leaf in own}
+    nodes |= dict(zip(packs, vectors, strict=True))
+    return boxes.like(tree, [nodes.get(name, leaf) for name, leaf in named.items()])
+
+
+def unpacked(tree: object, like: Mapping[str, Shaped]) -> dict[str, Any]:
+    """Return the leaves of a tree by name, those in packs as they were before.
+
+    A 0-d placeholder is that of every leaf of its pack. A pack of which `like` has not every leaf
+    stays as it is.
+
+    Args:
+      tree: with packs, or without.
+      like: arrays of the shapes of its leaves, by name.
+
+    Raises:
+      ValueError: for a vector that is not as long as its leaves together.
+    """
+    _, packs = layout(tree)
+    named = dict(trees.named_leaves(tree))
+    vectors: list[jax.Array] = []
+    shapes: list[list[tuple[int, ...]]] = []
+    for name, leaves in packs.items():
+        if not all(leaf in like for leaf in leaves):
+            continue
+        if not jnp.ndim(named[name]):
+            named |= dict.fromkeys(leaves, named[name])
+            continue
+        own = [tuple(like[leaf].shape) for leaf in leaves]
+        size = sum(map(math.prod, own))
+        if named[name].shape != (size,):
+            raise ValueError(
+                f"the pack of '{name}' and {len(leaves) - 1} more leaves has the shape "
+                f"{list(named[name].shape)}, and these leaves have {size} elements: the state is "
+                "of other parameters. Pass those that it was made for, or call init on these."
+            )
+        vectors.append(named[name])
+        shapes.append(own)
+    whole = [name for name in packs if name in like and jnp.ndim(named[name])]
+    for name, parts in zip(whole, _parts(vectors, shapes), strict=True):
+        named |= dict(zip(packs[name], parts, strict=True))
+    return named
+
+
+def join(leaves: list[Any]) -> Any:
+    """The vector of some leaves; shapes give a shape."""
+    return _vectors([leaves])[0]
+
+
+def _vectors(groups: list[list[Any]]) -> list[Any]:
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for own in groups for leaf in own):
+        return [
+            jax.ShapeDtypeStruct((sum(math.prod(leaf.shape) for leaf in own),), own[0].dtype)
+            for own in groups
+        ]
+    return _joined(groups) if groups else []
+
+
+@compiled
+def _joined(groups: list[list[jax.Array]]) -> list[jax.Array]:
+    return [jnp.concatenate([jnp.ravel(leaf) for leaf in own]) for own in groups]
+
+
+@compiled
+def _parts(vectors: list[jax.Array], shapes: list[list[tuple[int, ...]]]) -> list[list[jax.Array]]:
+    parts = []
+    for vector, own in zip(vectors, shapes, strict=True):
+        ends = [0]
+        for shape in own:
+            ends.append(ends[-1] + math.prod(shape))
+        rows = zip(ends, ends[1:], own, strict=False)
+        parts.append([vector[start:end].reshape(shape) for start, end, shape in rows])
+    return parts

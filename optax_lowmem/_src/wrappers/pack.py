@@ -1,0 +1,307 @@
+"""Small leaves packed into vectors, so that a call of a jitted step passes fewer arrays."""
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import optax
+
+from optax_lowmem._src.core import explicit, scope, trees
+from optax_lowmem._src.core import packs as packing
+from optax_lowmem._src.core.compiled import as_given, widened
+from optax_lowmem._src.core.packs import Packs
+from optax_lowmem._src.core.placement import Placement
+from optax_lowmem._src.core.policy import Policy, warn_of_patterns
+from optax_lowmem._src.core.typing import Shaped
+from optax_lowmem._src.update import LeafPlan
+from optax_lowmem._src.update.engine import Engine, EngineTransformation
+
+
+@dataclasses.dataclass(frozen=True)
+class _Decided(Policy):
+    """A policy that says of a pack what another one says of its leaves."""
+
+    given: Policy = Policy()  # noqa: RUF009 (frozen)
+    reasons: Mapping[tuple[str, str], str | None] = dataclasses.field(default_factory=dict)
+    masked: frozenset[str] = frozenset()
+
+    def reason(
+        self, path: str, shape: tuple[int, ...], slot: str, stored: bool = False
+    ) -> str | None:
+        if (path, slot) in self.reasons:
+            return self.reasons[path, slot]
+        return self.given.reason(path, shape, slot, stored)
+
+    def masked_out(self, tree: optax.Params) -> set[str]:
+        del tree
+        return set(self.masked)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class PackedEngine(Engine):
+    """An engine that steps small leaves of one plan together, as one vector.
+
+    Attributes:
+      below: leaves with fewer elements are packed.
+    """
+
+    below: int
+
+    def init(self, params: optax.Params) -> Any:
+        """The state of the packed tree; decisions are of the leaves as they are given."""
+        plans, decisions = self._decided(params)
+        packs = self._packs(plans)
+        warn_of_patterns(self.storage.policy, params)
+        _check_whole(params, packs)
+        with scope.absorbing() as of_packed, scope.joining(packs, packing.join):
+            state = self._of_packs(packs, params, plans, decisions).init(
+                packing.pack(params, packs)
+            )
+        for decision in _of_leaves(plans, packs, decisions, of_packed):
+            scope.record(decision)
+        return state
+
+    def run(
+        self,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params,
+        h: Mapping[str, jax.Array] | None = None,
+        count: jax.Array | None = None,
+        gradient_scale: jax.Array | None = None,
+        direct: bool = False,
+    ) -> tuple[Any, Any]:
+        """`Engine.run` of the packed tree, for the packs that the state has."""
+        trees.check_state(state, self.rule.state_type)
+        names, packs = packing.layout(self._tree_of(state))
+        if not packs:
+            return super().run(updates, state, params, h, count, gradient_scale, direct)
+        like = updates if params is None else params
+        gradients = trees.match("gradient", updates, like)
+        _check_names(names, like)
+        plans, decisions = self._decided(widened(updates) if params is None else params)
+        _check_alike(packs, plans)
+        _check_whole(like, packs)
+        engine = self._of_packs(packs, like, plans, decisions)
+        weights = None if params is None else packing.pack(params, packs)
+        with scope.placing(_placements(names, packs)), scope.emitting() as emitted:
+            found, state = engine.run(
+                packing.pack(updates, packs), state, weights, h, count, gradient_scale, direct
+            )
+        leaves = dict(trees.named_leaves(like))
+        by_name = packing.unpacked(found, leaves)
+        treedef: Any = jax.tree.structure(like)
+        results = [by_name[name] for name in leaves]
+        if not self.weights and self.storage.update_dtype == "param":
+            results = as_given(results, gradients)
+        within = {leaf: name for name, own in packs.items() for leaf in own}
+        for name, result in zip(leaves, results, strict=True):
+            if within.get(name, name) in emitted:
+                scope.emit(name, result)
+        return treedef.unflatten(results), state
+
+    def _decided(self, params: optax.Params) -> tuple[list[LeafPlan], list[scope.Decision]]:
+        """The plans of the leaves as they are given, whose masks and policies are of these."""
+        with scope.recording() as decisions:
+            plans = self.plans(params)
+        return plans, decisions
+
+    def _packs(self, plans: list[LeafPlan]) -> Packs:
+        """Small leaves by what their plans have in common; one alone stays as it is."""
+        alike: dict[LeafPlan, list[str]] = defaultdict(list)
+        for plan in plans:
+            if math.prod(plan.shape) < self.below:
+                alike[plan.shapeless].append(plan.path)
+        return {leaves[0]: leaves for leaves in alike.values() if len(leaves) > 1}
+
+    def _of_packs(
+        self,
+        packs: Packs,
+        like: optax.Params,
+        plans: list[LeafPlan],
+        decisions: list[scope.Decision],
+    ) -> Engine:
+        """The engine of the packed tree, with masks and policy as they were for the leaves."""
+        reasons = {
+            (d.path, d.slot): None if d.codec else d.reason for d in decisions if d.path in packs
+        }
+        masked = frozenset(self.storage.policy.masked_out(like))
+        decays = {plan.path: plan.decays for plan in plans}
+
+        def mask(tree: optax.Params) -> Any:
+            treedef: Any = jax.tree.structure(tree)
+            return treedef.unflatten([decays[name] for name, _ in trees.named_leaves(tree)])
+
+        policy = _Decided(given=self.storage.policy, reasons=reasons, masked=masked)
+        fields = _fields(self) | {
+            "storage": dataclasses.replace(self.storage, policy=policy),
+            "decay_mask": mask,
+        }
+        return Engine(**fields)
+
+    def _tree_of(self, state: optax.OptState) -> Any:
+        """A tree of the state, which has all packs."""
+        slots = [slot.name for slot in self.rule.slots]
+        return getattr(state, slots[0] if slots else "correction")
+
+
+def _fields(engine: Engine) -> dict[str, Any]:
+    return {field.name: getattr(engine, field.name) for field in dataclasses.fields(Engine)}
+
+
+def _of_leaves(
+    plans: list[LeafPlan],
+    packs: Packs,
+    decisions: list[scope.Decision],
+    of_packed: list[scope.Decision],
+) -> Iterator[scope.Decision]:
+    """The decisions of all leaves: storage as it was decided of each, steps as of its pack."""
+    own: dict[str, list[scope.Decision]] = defaultdict(list)
+    for decision in decisions:
+        own[decision.path].append(decision)
+    for decision in of_packed:
+        if decision.slot != "step":
+            continue
+        leaves = packs.get(decision.path, [decision.path])
+        reason = decision.reason
+        if len(leaves) > 1:
+            reason += f"; in one vector with {len(leaves) - 1} other small leaves"
+        for leaf in leaves:
+            own[leaf].append(dataclasses.replace(decision, path=leaf, reason=reason))
+    for plan in plans:
+        yield from own[plan.path]
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def _check_names(names: list[str], like: optax.Params) -> None:
+    found = [name for name, _ in trees.named_leaves(like)]
+    if names != found:
+        missing = [name for name in names if name not in found]
+        extra = [name for name in found if name not in names]
+        raise ValueError(
+            f"the state is of other parameters: missing {missing[:3]}, extra {extra[:3]}. Pass the "
+            "same tree to init and update, or call init on this one."
+        )
+
+
+def _check_alike(packs: Packs, plans: list[LeafPlan]) -> None:
+    """Raises where leaves of one pack are no longer of one dtype, mask and storage."""
+    of = {plan.path: plan for plan in plans}
+    for name, leaves in packs.items():
+        for leaf in leaves:
+            one, other = of[name].shapeless, of[leaf].shapeless
+            if one != other:
+                fields = [f.name for f in dataclasses.fields(LeafPlan)
+                          if getattr(one, f.name) != getattr(other, f.name)]  # fmt: skip
+                raise ValueError(
+                    f"leaves '{name}' and '{leaf}' are one vector in the state, and now differ in "
+                    f"{', '.join(fields)}: the mask of weight decay, the policy or a dtype is "
+                    "another than at init. Step with the optimizer and the dtypes of init, or call "
+                    "init again."
+                )
+
+
+def _check_whole(params: optax.Params, packs: Packs) -> None:
+    """Raises where a leaf to pack is known to be sharded."""
+    within = {leaf for leaves in packs.values() for leaf in leaves}
+    for name, leaf in trees.named_leaves(params):
+        if name in within and _is_sharded(name, leaf):
+            raise ValueError(
+                f"leaf '{name}' of shape {list(leaf.shape)} is sharded, and a vector of several "
+                "leaves would gather it in every step. Replicate small leaves, leave it out by a "
+                f"lower `below` (it has {math.prod(leaf.shape)} elements), or take "
+                "pack_small_leaves off."
+            )
+
+
+def _is_sharded(name: str, leaf: Shaped) -> bool:
+    place = scope.placement(name) or explicit.placement_of(name, leaf)
+    if place is not None:
+        return any(place.axes)
+    sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
+    return sharding is not None and not sharding.is_fully_replicated
+
+
+def _placements(names: list[str], packs: Packs) -> dict[str, Placement] | None:
+    """Return the placements of the leaves of the packed tree, if `step` was told."""
+    found = {name: place for name in names if (place := scope.placement(name)) is not None}
+    for name in packs:
+        if name in found:
+            found[name] = dataclasses.replace(found[name], axes=((),))
+    return found or None
+
+
+# ---- the wrapper ---------------------------------------------------------------------------------
+
+
+def pack_small_leaves(
+    tx: optax.GradientTransformation, below: int = 65_536
+) -> optax.GradientTransformationExtraArgs:
+    r"""Steps small leaves together as vectors: fewer arrays in the state, the same parameters.
+
+    Leaves with fewer than `below` elements that have the same dtype, storage (codecs, split) and
+    weight decay become one vector :math:`[\mathrm{vec}(w_1), \mathrm{vec}(w_2), \dots]`: their
+    gradients and weights in a step, their state for good. Masks and the `Policy` are asked of the
+    leaves as they are, with their own names, shapes and sizes. The host time of a call grows with
+    the arrays that go in and come out: GPT-2 124M's step passes 958 instead of 1,928.
+
+    Args:
+      tx: one of our elementwise optimizers itself, such as `flash_adamw`, or a bare `scale_by_*`
+        one. Chains, masks, partitions and other wrappers go around this one.
+      below: leaves with fewer elements are packed, where there are two alike or more.
+
+    Returns:
+      The same optimizer, whose state has a vector for each pack in the place of its first leaf and
+      nothing in the places of the others. `update`, `lowmem.step`, `lowmem.init`, `master_params`
+      and all else take and give the parameters as they are.
+
+    Raises:
+      TypeError: for what is no transformation.
+      ValueError: for a rule that looks at more than single elements of a leaf (StableAdamW,
+        Adam-mini, Muon) or at its name, and for a transformation that is not one of ours; at `init`
+        and `update` for a small leaf that is sharded; at `update` for a state of other parameters.
+
+    Numerics: those of `tx` on the vectors. f32 weights whose slots stay in f32 take the same
+    arithmetic as without packing, bit for bit where XLA fuses both alike. Elsewhere groups are of
+    the vector, so that one may span the end of a leaf and the start of the next, and random bits
+    are others. Leaves that are not packed keep all their bits.
+
+    Memory: that of `tx`. Small gradients and weights are copied in a step: 4 to 12 bytes read and
+    written of each of their elements.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax_lowmem as lowmem
+      >>> params = {f"bias{i}": jnp.zeros(64) for i in range(100)}
+      >>> tx = lowmem.pack_small_leaves(lowmem.flash_adamw(1e-3))
+      >>> len(jax.tree.leaves(tx.init(params))), len(jax.tree.leaves(tx.init(params).mu))
+      (7, 1)
+    """
+    trees.check_transformation(tx, "pack_small_leaves takes an optimizer, pack_small_leaves(tx).")
+    if isinstance(below, bool) or not isinstance(below, int) or below < 0:
+        raise ValueError(f"below is a number of elements >= 0, got {below!r}")
+    if not isinstance(tx, EngineTransformation):
+        raise ValueError(
+            "pack_small_leaves takes one of our optimizers itself, such as flash_adamw(...): a "
+            "mask, a chain or a rule of another one might treat a vector of several leaves as one "
+            "leaf. Put chains, optax.masked, optax.partition and other wrappers around it; for "
+            "optax's own optimizers there is optax.flatten."
+        )
+    engine = tx.engine
+    rule = type(engine.rule).__name__
+    if engine.rule.prepares is not None or engine.matrices is not None:
+        raise ValueError(
+            f"{rule} looks at a leaf as a whole, and would take a vector of several leaves for "
+            "one: pack_small_leaves takes elementwise rules, such as those of flash_adamw, "
+            "flash_lion and flash_sgd."
+        )
+    if engine.structure is not None:
+        raise ValueError(
+            f"{rule} with a `blocks` structure looks at the names and shapes of leaves, which a "
+            "vector of several has not: use flash_adamw, or take pack_small_leaves off."
+        )
+    return PackedEngine(**_fields(engine), below=below).transformation()
