@@ -560,9 +560,7 @@ class _Encoder(Converter):
                         )
                     own.append((decision, values[name]))
                 decision, x = own[0]
-                if (
-                    path in in_packs
-                ):  # its leaves are stored alike, with the random bits of its name
+                if path in in_packs:  # stored alike, with the random bits of its name
                     x = packs.join([values for _, values in own])
                 pairs.append(encode_leaf(decision, x, leaf, ours.seed, count))
             treedef = jax.tree.structure(like)
