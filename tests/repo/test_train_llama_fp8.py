@@ -22,6 +22,9 @@ from tests.repo.test_train_llama import (  # noqa: F401
 from tests.tiers import in_turn
 
 FP8 = "--activations fp8"
+# nats, of a step of six at a high rate: what rounding products to FP8 moves, up to 0.06 on a CPU
+# whose instructions round f32 otherwise, and a third more
+APART = 0.08
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +128,7 @@ def test_where_weights_are_quantized_once(llama, hopper, flags, fixed, remat, on
 )
 def test_with_other_flags(llama, flags):  # noqa: F811
     plain, run = (trained(llama, f"{ONE} {flags} {more}").run for more in ("", FP8))
-    assert run.losses == pytest.approx(plain.losses, abs=0.08)
+    assert run.losses == pytest.approx(plain.losses, abs=APART)
     assert run.losses != plain.losses
 
 
@@ -142,7 +145,7 @@ def test_a_head_in_fp8(llama, flags, capsys):  # noqa: F811
     )
     assert f", {flags.split()[0]} head" in capsys.readouterr().out
     assert one.losses != plain.losses
-    assert one.losses == pytest.approx(plain.losses, abs=0.05)
+    assert one.losses == pytest.approx(plain.losses, abs=APART)
     assert mesh.losses[0] == pytest.approx(one.losses[0], abs=1e-3)
     assert mesh.losses == pytest.approx(one.losses, abs=0.05)
     assert "head=fp8" in llama.report.case(settings_of(llama, f"--data-parallel 1 --head {flags}"))
