@@ -261,7 +261,7 @@ def pack_small_leaves(
       and all else take and give the parameters as they are.
 
     Raises:
-      TypeError: for what is no transformation.
+      TypeError: if `tx` is not a transformation.
       ValueError: for a rule that looks at more than single elements of a leaf (StableAdamW,
         Adam-mini, Muon) or at its name, and for a transformation that is not one of ours; at `init`
         and `update` for a small leaf that is sharded; at `update` for a state of other parameters.
