@@ -222,14 +222,14 @@ def diverges(rows: Rows) -> Finding:
         of_pairs("gpt-42m", "adamw", f"flash_adamw-{name}").pair(rows)
         for name in ("linear", "paper")
     )
-    ratios, last = (
+    of_linear, of_companded = (
         # infinite where it is no number
         [1 + over(b, a) for a, b in zip(pair.plain, pair.ours, strict=True)]
         for pair in (linear, companded)
     )
-    text = f"linear x {min(ratios):.3g} to {max(ratios):.3g}, "
-    text += f"companded x {min(last):.4f} to {max(last):.4f} of AdamW's held-out loss"
-    holds = min(ratios) > DIVERGES >= max(last)
+    text = f"linear x {min(of_linear):.3g} to {max(of_linear):.3g}, companded x "
+    text += f"{min(of_companded):.4f} to {max(of_companded):.4f} of AdamW's held-out loss"
+    holds = min(of_linear) > DIVERGES >= max(of_companded)
     return judged(text, holds, [*linear.rows, *companded.rows], linear.size)
 
 

@@ -35,6 +35,7 @@ from benchmarks.suites.formats.formats import (
 from benchmarks.suites.formats.training import Experiment, Snapshot
 from benchmarks.training import about, say
 from optax_lowmem import Storage, codecs
+from optax_lowmem._src.update.plan import rounds_stochastically
 
 GROUPS = (16, 32, 64, 128)
 BASE = "flash_adamw"  # whose 8 bits are measured beside them
@@ -62,9 +63,8 @@ def pair_of(storage: Storage) -> Pair:
     def copy(slot: str) -> Copy:
         own = getattr(storage, slot)
         name = next(name for name, how in known.items() if getattr(how, slot) == own)
-        rounding = storage.rounding
-        if rounding == NU:  # of second moments alone
-            rounding = STOCHASTIC if slot == NU else NEAREST
+        stochastic = rounds_stochastically(storage.rounding, slot, in_table=False)
+        rounding = STOCHASTIC if stochastic else NEAREST
         return Copy(slot, name, storage.group_size, rounding)
 
     return copy(MU), copy(NU)

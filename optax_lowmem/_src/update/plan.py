@@ -237,7 +237,8 @@ def plan_leaves(
     decays = _decays(decay_mask, params)
     blocks = structure.infer(params) if structure else {}
     axes = matrices.of(params) if matrices else {}
-    nearest = _rounded_to_nearest(storage, structure, params)
+    wanted = structure if storage.rounding == "embeddings" else None
+    tables = wanted.embeddings(params) if wanted else set()
     plans = []
     for (path, leaf), decay, stored in zip(
         leaves, decays, _stored(rule, state, len(leaves)), strict=True
@@ -246,8 +247,7 @@ def plan_leaves(
         shape, dtype, block = tuple(leaf.shape), jnp.dtype(leaf.dtype), blocks.get(path)
         slots = {
             slot: _plan_slot(
-                storage, slot, path, shape, path in masked_out,
-                path in nearest or (storage.rounding == "nu" and slot.name != "nu"), block,
+                storage, slot, path, shape, path in masked_out, path in tables, block,
                 slot.name in stored, (slot_dtypes or {}).get(slot.name),
             )
             for slot in rule.of_leaf(axes.get(path)).slots
@@ -279,15 +279,16 @@ def _plan_slot(
     path: str,
     shape: tuple[int, ...],
     masked_out: bool,
-    nearest: bool,
+    in_table: bool,
     block: Block | None,
     stored: bool,
     plain_dtype: Any,
 ) -> SlotPlan:
     name, codec = slot.name, getattr(storage, slot.name)
     refused = f"storage.{name} is None" if codec is None else None
+    stochastic = rounds_stochastically(storage.rounding, name, in_table)
     decision = decide_slot(
-        path, shape, name, codec, storage.group_size, not nearest, storage.policy, masked_out,
+        path, shape, name, codec, storage.group_size, stochastic, storage.policy, masked_out,
         stored, refused,
     )  # fmt: skip
     kept = decision.codec
@@ -308,16 +309,17 @@ def _decays(mask: optax.MaskOrFn, params: optax.Params) -> list[bool]:
     return list(map(bool, trees.broadcast_prefix("the mask of weight decay", mask, params)))
 
 
-def _rounded_to_nearest(
-    storage: Storage, structure: BlockStructure | None, params: optax.Params
-) -> set[str]:
-    """Paths of the leaves whose codes are not rounded stochastically."""
-    if storage.rounding in ("stochastic", "nu"):
-        return set()
-    every = {path for path, _ in trees.named_leaves(params)}
-    if storage.rounding == "embeddings" and structure is not None:
-        return every - structure.embeddings(params)
-    return every
+def rounds_stochastically(rounding: str, slot: str, in_table: bool) -> bool:
+    """Return whether `Storage.rounding` rounds a slot's codes stochastically, or to nearest.
+
+    Args:
+      rounding: one of its choices.
+      slot: the name of the slot.
+      in_table: whether the leaf is an embedding table.
+    """
+    if rounding == "nu":
+        return slot == "nu"
+    return in_table if rounding == "embeddings" else rounding == "stochastic"
 
 
 def _stored(rule: UpdateRule, state: optax.OptState, count: int) -> list[set[str]]:
