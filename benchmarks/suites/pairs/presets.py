@@ -215,6 +215,10 @@ GPT_42M = Pairs(
 LLAMA_58M = dataclasses.replace(
     GPT_42M, preset="llama-58m", model="llama", shape=LLAMAS["60m"].shape, attention="cudnn"
 )
+# 25 million tokens: as many as the text has, nearly
+LLAMA_134M = dataclasses.replace(
+    LLAMA_58M, preset="llama-134m", shape=LLAMAS["134m"].shape, batch=32, micro=32
+)
 _SMOKE = Pairs(
     "smoke-gpt2", "gpt2", ModelShape(2, 2, 64), 256, 32, batch=8, micro=4, steps=40, every=5,
     validations=4, held_out_batches=2, held_out_group=4,
@@ -228,6 +232,7 @@ PRESETS = {
         GPT2_124M,
         GPT_42M,
         LLAMA_58M,
+        LLAMA_134M,
         _SMOKE,
         dataclasses.replace(_SMOKE, preset="smoke-gpt", model="gpt"),
         dataclasses.replace(
