@@ -1,5 +1,7 @@
 """Tests of the search for the largest batch that fits on a device, and of its table."""
 
+import dataclasses
+
 import jax
 import pytest
 
@@ -121,6 +123,19 @@ def test_on_a_small_model(tmp_path, monkeypatch):
             bench_fit.main("--preset tiny".split())
 
 
+def test_timing_what_is_recorded(tmp_path, monkeypatch):
+    """The batches of an earlier run are timed without a search; without one, an error says so."""
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    flags = "--preset tiny --sequence 16 --memory 1 --recorded --only optax.adamw".split()
+    with pytest.raises(SystemExit, match=r"no plans of optax.adamw for llama-tiny-s16"):
+        bench_fit.main(flags)
+    found = bench_fit.Fit.of_plans(3, {1: 10, 3: 30}, 5)
+    rows = made("llama-tiny-s16", "optax.adamw", records.device(), **dataclasses.asdict(found))
+    records.append(rows, tmp_path / "some.jsonl")
+    bench = bench_fit.Bench(bench_fit.parse_arguments(flags))
+    assert bench.recorded() == {"optax.adamw": found}
+
+
 def test_a_batch_that_was_planned_too_large(tmp_path, monkeypatch):
     """One less is tried, and recorded as the largest; at the batch of all, nothing is."""
     tried = []
@@ -129,13 +144,13 @@ def test_a_batch_that_was_planned_too_large(tmp_path, monkeypatch):
         tried.append((settings.optimizer, settings.batch))
         return None if settings.batch in (1, 3) else {"tokens_per_s": 1.0}
 
-    file, fit = tmp_path / "records.jsonl", bench_fit.Fit(3, {1: 10, 3: 30}, 5)
+    file, fit = tmp_path / "records.jsonl", bench_fit.Fit.of_plans(3, {1: 10, 3: 30}, 5)
     monkeypatch.setattr(bench_fit, "timed", attempt)
     monkeypatch.setattr(bench_fit.train, "make_program", lambda settings: type("P", (), {
         "compiled": None})())  # fmt: skip
     flags = f"--preset tiny --memory 1 --only coat_adamw optax.adamw --record {file}"
     bench = bench_fit.Bench(bench_fit.parse_arguments(flags.split()))
-    bench.timings({"optax.adamw": bench_fit.Fit(1, {1: 10}, 5), "coat_adamw": fit})
+    bench.timings({"optax.adamw": bench_fit.Fit.of_plans(1, {1: 10}, 5), "coat_adamw": fit})
     assert sorted(tried) == [("coat_adamw", 1), ("coat_adamw", 2), ("coat_adamw", 3),
                              ("optax.adamw", 1)]  # fmt: skip
     found = [(row["case"], row["metric"], row["value"]) for row in records.load(file)]

@@ -1,6 +1,7 @@
 """The largest batch of a Llama that fits on one GPU, by optimizer and activations (COAT, Table 8).
 
-    python -m benchmarks.run fit --preset 3b --record     # minutes on a GPU of 80 GB
+    python -m benchmarks.run fit --preset 3b --steps 0 --record   # a GPU of 80 GB; 15 minutes
+    python -m benchmarks.run fit --preset 3b --recorded --record  # times the batches found there
     python -m benchmarks.run fit --preset 8b --only flash_adamw coat_adamw+fp8 --record
     python -m benchmarks.run fit --preset tiny --sequence 32 --memory 0.02   # anywhere
 
@@ -11,12 +12,12 @@ steps are timed, at a batch that all can run and at each one's largest.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ import jax
 import train_llama
 from _gpt.train import planned_bytes
 from _llama import train
-from _llama.config import PRESETS
+from _llama.choose import activations as kept_by_default
+from _llama.config import LEAN, PRESETS
 
 from benchmarks import records
 from benchmarks.render import GIB
@@ -55,6 +57,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--sequence", type=int, default=2048, help="tokens (default: 2048)")
     add("--only", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS), metavar="NAME",
         help=f"of {', '.join(CONFIGURATIONS)} (default: all)")  # fmt: skip
+    add(
+        "--recorded",
+        action="store_true",
+        help="time the batches that records of this device have, and look for none",
+    )
     add("--remat", action="store_true", help="compute layers anew in the backward pass")
     add("--attention", choices=("xla", "cudnn"), help="default: cudnn on a GPU")
     add("--memory", type=float, metavar="GIB", help="of a device; default: what JAX may take")
@@ -105,18 +112,21 @@ def largest(of: Callable[[int], int], limit: float, most: int) -> tuple[int, dic
     return low, found
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Fit:
     """Largest batch of a configuration that fits on a device."""
 
-    batch: int  # the largest; 0: none
-    planned: dict[int, int]  # batch -> bytes
+    max_batch: int  # 0: none
     own_bytes: int  # of weights and state
+    planned_bytes: int  # at the largest batch, or at 1 if none fits
+    sequence_bytes: float  # that one more takes
 
-    @property
-    def sequence_bytes(self) -> float:
-        first, last = min(self.planned), max(self.planned)
-        return (self.planned[last] - self.planned[first]) / max(1, last - first)
+    @classmethod
+    def of_plans(cls, batch: int, planned: dict[int, int], own_bytes: int) -> Fit:
+        """Return what plans, batch -> bytes, say of the largest batch."""
+        first, last = min(planned), max(planned)
+        slope = (planned[last] - planned[first]) / max(1, last - first)
+        return cls(batch, own_bytes, planned[batch or 1], slope)
 
 
 def peak() -> int:
@@ -159,7 +169,10 @@ class Bench:
         if args.memory is None and has is None:
             raise SystemExit("this device does not say what memory it has: pass --memory GIB")
         self.has = args.memory * GIB if args.memory is not None else has
-        self.case = f"llama-{args.preset}-s{args.sequence}{'-remat' if args.remat else ''}"
+        # what layers without FP8 keep, which the example chooses
+        kept = kept_by_default(settings_of(args, fit_tables.BASE, 1))
+        self.case = f"llama-{args.preset}-s{args.sequence}{'-lean' if kept == LEAN else ''}"
+        self.case += "-remat" if args.remat else ""
 
     def store(self, impl: str, values: dict[str, float], case: str = "") -> None:
         rows = []
@@ -176,21 +189,35 @@ class Bench:
         of = functools.partial(plan, self.args, name)
         batch, planned = largest(of, SHARE * self.has, self.args.most)
         own = train.make_program(settings_of(self.args, name, 1)).device_bytes
-        return Fit(batch, planned, own)
+        return Fit.of_plans(batch, planned, own)
+
+    def recorded(self) -> dict[str, Fit]:
+        """Return what an earlier run on this device recorded."""
+        where = records.device()
+        here = records.select(records.all_records(), bench="fit", case=self.case, device=where)
+        found = records.grouped(here, "impl", "metric")
+        names = [field.name for field in dataclasses.fields(Fit)]
+        missing = [name for name in self.args.only if not found.get(name, {}).keys() >= {*names}]
+        if missing:
+            raise SystemExit(
+                f"no plans of {', '.join(missing)} for {self.case} on {where} are recorded: "
+                "run without --recorded first"
+            )
+        return {
+            impl: Fit(*(found[impl][name]["value"] for name in names)) for impl in self.args.only
+        }
 
     def plans(self) -> dict[str, Fit]:
         """Side by side, one thread a configuration."""
         with ThreadPoolExecutor(self.args.jobs) as pool:
             fits = dict(zip(self.args.only, pool.map(self.fit, self.args.only), strict=True))
         for name, found in fits.items():
-            values = {"max_batch": found.batch, "own_bytes": found.own_bytes}
-            values |= {"planned_bytes": found.planned[found.batch or 1]}
-            self.store(name, values | {"sequence_bytes": found.sequence_bytes})
+            self.store(name, dataclasses.asdict(found))
         return fits
 
     def timings(self, fits: dict[str, Fit]) -> None:
         """Smaller programs first, so that peaks are new."""
-        batches = {name: found.batch for name, found in fits.items() if found.batch}
+        batches = {name: int(found.max_batch) for name, found in fits.items() if found.max_batch}
         if not batches:
             return
         common = min(batches.values())
@@ -225,7 +252,7 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")  # as the example
     args = parse_arguments(arguments)
     bench = Bench(args)
-    fits = bench.plans()
+    fits = bench.recorded() if args.recorded else bench.plans()
     if args.steps:
         bench.timings(fits)
     say(f"done after {time.perf_counter() - bench.start:.0f} s")
