@@ -21,9 +21,14 @@ WIDTH = 96
 
 
 def numbers(values: Any, digits: int = 5) -> str:
-    """Return a list of numbers as Python writes it, of so many significant digits."""
-    texts = (f'"{x}"' if isinstance(x, str) else f"{float(x):.{digits}g}" for x in values)
-    return "[" + ", ".join(texts) + "]"
+    """Return a list of numbers as Python writes it: whole ones, others with so many digits."""
+
+    def text(x: Any) -> str:
+        if isinstance(x, str):
+            return f'"{x}"'
+        return f"{x:.0f}" if float(x).is_integer() else f"{float(x):.{digits}g}"
+
+    return "[" + ", ".join(map(text, values)) + "]"
 
 
 def wrapped(head: str, values: str) -> list[str]:

@@ -20,7 +20,7 @@ LONG = {rule: RESULTS / f"pairs-gpt2-124m-{rule}.npz" for rule in ("adam", "lion
 MIDDLE = {rule: RESULTS / f"pairs-gpt-42m-{rule}.npz" for rule in ("adam", "lion")}
 SHORT = RESULTS / "pairs-gpt2-124m-200-adam.npz"
 SMALL = RESULTS / "pairs-smoke-gpt2-400-adam.npz"
-LLAMA = RESULTS / "pairs-smoke-llama-400-adam.npz"
+LLAMA = RESULTS / "pairs-llama-58m-adam.npz"
 PAIRS = {"adam": ("adamw", "flash_adamw", BLUE), "lion": ("lion", "flash_lion", ORANGE)}
 NAMES = 6.0  # bytes where names stand: no state is between 5.2 bytes and the 12 of AdamW
 FROM = 100  # steps: before, losses fall too steeply to be compared
@@ -131,8 +131,8 @@ def coat() -> Any:
     seeds = count(len(found["coat_adamw"].each))
     axes.set(xlabel="step", title=f"% over the baseline with weights stored alike, {seeds}")
     most = max(abs(own.mean[-1]) for own in found.values())
-    headline(figure, "A Llama of 0.1 million weights: FP8 states and activations end within "
-             f"{most:.1f} % of AdamW, whose weights are stored alike")  # fmt: skip
+    headline(figure, "A Llama of 58 million weights: FP8 states and activations end within "
+             f"{most:.2f} % of AdamW, whose weights are stored alike")  # fmt: skip
     return figure
 
 
