@@ -12,16 +12,18 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 pytest.importorskip("flax.nnx")
 
 from benchmarks import ROOT, curves, model_shapes  # noqa: E402
 from benchmarks.suites.flashoptim.measure import StateErrors  # noqa: E402
-from benchmarks.suites.pairs import bench, kept, states, training  # noqa: E402
+from benchmarks.suites.pairs import bench, kept, states, training, trials  # noqa: E402
 from benchmarks.suites.pairs.differences import differences  # noqa: E402
 from benchmarks.suites.pairs.gpt2 import GPT2  # noqa: E402
 from benchmarks.suites.pairs.presets import ADAM, GPT2_124M, LION, PRESETS, VARIANTS  # noqa: E402
+from optax_lowmem import codecs  # noqa: E402
 from tests.training_cases import as_users_do as as_users_do  # noqa: E402 (a fixture)
 from tests.training_cases import text_for  # noqa: E402
 
@@ -292,3 +294,26 @@ def test_steps_that_a_device_can_take():
     programs = bench.compile_all(made, ["adamw"])
     assert training.affordable(made, programs, 1e9) == SMOKE.steps
     assert training.affordable(made, programs, 0.0) == SMOKE.every
+
+
+@pytest.mark.parametrize("ratio", [None, codecs.sqrt4()])
+def test_a_factored_second_moment_of_rank_one_is_adams(ratio):
+    """Row and column means have all of it; the ratio to their product is 1, or a code of it."""
+    # a few roundings of f32 in another order; or 14 of 15 of a root's codes, and a scale in bf16
+    most = 1e-5 if ratio is None else 1 / 14 + 2**-8
+    rng = np.random.default_rng(0)
+    rows, columns = (np.exp(rng.standard_normal(shape)) for shape in ((3, 8, 1), (3, 1, 8)))
+    params = {"w": jnp.zeros((3, 8, 8)), "b": jnp.zeros(8)}
+    ours = trials.scale_by_factored_adam(0.9, 0.99, codec=ratio)
+    plain = optax.scale_by_adam(0.9, 0.99)
+    state, reference = ours.init(params), plain.init(params)
+    for step in range(4):
+        signs = rng.choice([-1.0, 1.0], (3, 8, 8))
+        grads = {"w": jnp.float32((1 + step) * rows * columns * signs),
+                 "b": jnp.float32(rng.standard_normal(8))}  # fmt: skip
+        found, state = ours.update(grads, state)
+        wanted, reference = plain.update(grads, reference)
+        for name, tolerance in (("w", most), ("b", 1e-5)):
+            np.testing.assert_allclose(found[name], wanted[name], rtol=tolerance)
+    assert state.nu["w"].rows.shape == (3, 8, 1) and state.nu["w"].columns.shape == (3, 1, 8)
+    assert (state.nu["w"].ratio is None) == (ratio is None)

@@ -15,6 +15,7 @@ from _llama.config import FP8, STANDARD
 from _llama.config import PRESETS as LLAMAS
 
 import optax_lowmem as lowmem
+from benchmarks.suites.pairs.trials import factored
 from optax_lowmem import Storage, codecs
 
 ADAM, LION = "adam", "lion"
@@ -60,6 +61,10 @@ def _adam(says: str, storage: Storage, **more: Any) -> Variant:
 def _nudged(schedule: optax.Schedule, **arguments: Any) -> optax.GradientTransformation:
     """AdamW with a learning rate that is a thousandth higher."""
     return optax.adamw(lambda count: 1.001 * schedule(count), **arguments)
+
+
+def _on_trial(says: str, **more: codecs.GroupCodec) -> Variant:
+    return Variant(f"{says}, f32 weights", ADAM, functools.partial(factored, **more), split=False)
 
 
 _PAPER = Storage.paper()
@@ -109,6 +114,11 @@ VARIANTS: dict[str, Variant] = {
     ),
     "coat_adamw": Variant("coat_adamw", ADAM, lowmem.coat_adamw),
     "coat_adamw-f32": Variant("coat_adamw, f32 weights", ADAM, lowmem.coat_adamw, split=False),
+    "adamw-factored": _on_trial("AdamW, factored v"),
+    "adamw-factored-four-bit": _on_trial("AdamW, factored v, 4-bit m", mu=codecs.softsign4()),
+    "adamw-ratio-four-bit": _on_trial(
+        "AdamW, 4-bit m, v factored with 4-bit ratios", mu=codecs.softsign4(), ratio=codecs.sqrt4()
+    ),
     "lion": Variant("Lion, f32", LION, optax.lion, split=False),
     "lion-rounded": Variant(
         "Lion, f32, from rounded weights", LION, optax.lion, split=False, rounded=True
