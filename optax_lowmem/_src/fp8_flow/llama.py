@@ -313,10 +313,12 @@ def _rotated(x: jax.Array, base: float, direction: float) -> jax.Array:
     length, head = x.shape[1], x.shape[-1]
     frequency = base ** (-jnp.arange(0, head, 2, dtype=jnp.float32) / head)
     angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency[None]
-    cos, sin = (f(angle)[None, :, None] for f in (jnp.cos, jnp.sin))
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    sin = sin * jnp.float32(direction)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    cos, sin = (f(angle)[None, :, None, None] for f in (jnp.cos, jnp.sin))
+    # [-b, a] without a concatenation, beside which XLA finds no maximum for the codes of the result
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, head // 2)
+    sign = jnp.asarray([-direction, direction], jnp.float32).reshape(1, 1, 1, 2, 1)
+    across = halves[..., ::-1, :] * sign
+    return (halves * cos + across * sin).reshape(x.shape).astype(x.dtype)
 
 
 rotate.defvjp(
