@@ -87,6 +87,7 @@ def as_on_one() -> Iterator[None]:
 
     with contextlib.ExitStack() as patches:
         for module, name, value in (
+            (jax, "device_count", 1),
             (platform, "no_device_reason", None),
             (platform, "not_hopper_reason", None),
             (attention, "check_cudnn_version", 90800),
