@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 
 from optax_lowmem._src.fp8_flow.gate import gated_product
@@ -59,6 +60,15 @@ def after_attention(mixed: jax.Array, residual: jax.Array, layer: Layer) -> jax.
     return residual + layer(mixed).astype(residual.dtype)
 
 
+@jax.custom_vjp
+def _stored(x: jax.Array) -> jax.Array:
+    """The same, stored: XLA would add what x is the sum of once more where x is added."""
+    return lax.optimization_barrier(x)
+
+
+_stored.defvjp(lambda x: (_stored(x), None), lambda saved, g: (g,))
+
+
 def mlp_residual(
     x: jax.Array,
     norm: Norm,
@@ -83,6 +93,7 @@ def mlp_residual(
     Memory: codes of x, gate(x) and up(x) with scales of groups; codes of the inputs of the linear
     layers.
     """
+    x = _stored(x) if recipe.quantizes else x
     coded = norm(x)
     of_up = None if up is None else project(up, coded)
     of_gate = project(gate, coded)
