@@ -197,7 +197,7 @@ def layers(rows: Rows) -> Table:
 
 
 def passes(rows: Rows) -> Table:
-    """What a layer reads and writes by what it is for, and its launches, compiled for an H100."""
+    """Bytes that a layer reads and writes by what for, and its kernels, compiled for an H100."""
     found = {
         metric: grouped(select(rows, bench="activation_passes", metric=metric), "case", "impl")
         for which in ("forward", "both")
