@@ -5,6 +5,7 @@ import sys
 
 # name -> module below benchmarks.suites, whose `main` measures
 SUITES = {
+    "activation_passes": "activations.passes",
     "activation_training": "activations.training",
     "activations": "activations.bench",
     "adam_mini": "adam_mini.bench",

@@ -447,3 +447,11 @@ MUON_TRAINED_BF16 = (0.1, 2e-3)
 # rounding has a standard deviation of at most ulp / 2, 64 of them 4 ulp where the sum is 4 ulp, so
 # their mean has 1 / sqrt(32768) = 0.006 of it; five of those.
 ROUNDED_WEIGHTS = 0.03
+
+# -- passes over tensors (test_fp8_passes.py) ------------------------------------------------------
+
+# Bytes of a layer's program over those of one compiled without a GPU, in MiB: half of the smallest
+# pass, 8 MiB of a weight in bf16; small arrays that XLA reduces in one step more are under 1 MiB.
+PASS_MIB = 4
+# Launches over those: another XLA may compute up to four scalars or tables apart.
+LAUNCHES = 4

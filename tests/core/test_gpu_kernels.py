@@ -11,8 +11,11 @@ import pytest
 from optax_lowmem import codecs, gaussws
 from optax_lowmem._src.codecs import group_codec, group_codec_triton
 from optax_lowmem._src.core import jax_triton_call, platform
+from optax_lowmem._src.fp8_flow import gate as fp8_gate
 from optax_lowmem._src.fp8_flow import kernels as fp8
 from optax_lowmem._src.fp8_flow import kernels_triton as fp8_kernels
+from optax_lowmem._src.fp8_flow import norm as fp8_norm
+from optax_lowmem._src.fp8_flow.storage import ArrayFunction, Recipe
 from optax_lowmem._src.noise import kernels as noise
 from optax_lowmem._src.noise import kernels_triton as noise_kernels
 from optax_lowmem._src.noise.distributions import NOISES
@@ -93,6 +96,24 @@ def quantized(to, dtype):
     return run, array(130, 200, dtype=dtype), array()
 
 
+def of_function(dtype):
+    """A norm's and a gate's codes in both layouts, and maxima where nothing is stored."""
+    own = fp8_norm._Norm(Recipe(), 1e-6), fp8_gate._Gate(Recipe(), "silu")
+    normed, gated = map(ArrayFunction, (fp8_norm._scaled, fp8_gate._value), own)
+    static = dict(group_size=16, exact=True, backend="triton", keep=False)
+
+    def run(x, scale, inverse, absmax):
+        how = (absmax, CODES["e4m3"], "triton")
+        return (
+            fp8_kernels.quantize_both(x, *how, normed, (scale[None], inverse)),
+            fp8_kernels.quantize_both(x, *how, gated, (x,)),
+            fp8_kernels.store_normed(x, scale, 1e-6, **static),
+            fp8_kernels.store_gated((x, x), "silu", **static),
+        )
+
+    return run, array(130, 200, dtype=dtype), array(200), array(130, 1), array()
+
+
 def means(shape, block, count):
     def run(*gradients):
         own = block_means.passes(block, shape)
@@ -108,6 +129,7 @@ FAST = {
     "norm": normed(False, (33, 1000), BF16),
     "gate": gated("gelu_exact", 2, (64, 256)),
     "quantized": quantized("e4m3", BF16),
+    "of a function": of_function(BF16),
     "means": means((300, 130), Block((0, 1)), 3),
 }
 KERNELS = {
@@ -133,6 +155,7 @@ KERNELS = {
     **{
         f"quantized {to} {dtype.name}": quantized(to, dtype) for to in CODES for dtype in (F32, F16)
     },
+    "of a function in f32": of_function(F32),
     "means of heads": means((130, 4, 33), Block((0, 2)), 2),
     "means of one": means((128, 96), Block((0,), heads=(1, 4)), 1),
 }

@@ -1,5 +1,6 @@
 """Kernels that keep activations in FP8, against their reference: interpreted, lowered, on a GPU."""
 
+import collections
 import functools
 
 import jax
@@ -9,10 +10,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from optax_lowmem._src.core.groups import Tile
-from optax_lowmem._src.fp8_flow import kernels, kernels_triton
+from optax_lowmem._src.fp8_flow import gate, kernels, kernels_triton, norm
+from optax_lowmem._src.fp8_flow.storage import ArrayFunction, Recipe
 from optax_lowmem._src.switchback import quantized_matmul as matmul
 from optax_lowmem._src.switchback import quantized_matmul as matmul_kernels
 from optax_lowmem._src.switchback.quantized_matmul import E4M3, E5M2, Quantized
+from optax_lowmem.layers import fp8_flow
 from tests import tolerances as tol
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
 from tests.tiers import rows
@@ -109,6 +112,47 @@ def raw_of(codes):
     return np.asarray(codes).view(np.uint8)
 
 
+NORMED = ArrayFunction(norm._scaled, norm._Norm(Recipe(), EPS))
+GATED = ArrayFunction(gate._value, gate._Gate(Recipe(), "silu"))
+
+
+def compare_of_function(shape, dtype, backend):
+    """A norm's rows and columns beside the matrix, and a gate's second matrix."""
+    rows, columns = shape
+    x, up = (drawn((max(2, rows), columns), dtype, i)[:rows] for i in (0, 1))
+    scale = 1 + drawn((2, columns), jnp.float32, 2)[1][None] / 8
+    inverse = jnp.exp2(jnp.arange(rows) % 5.0)[:, None]
+    for function, beside in ((NORMED, (scale, inverse)), (GATED, (up,))):
+        given = [a.astype(jnp.float32) for a in (x, *beside)]
+        y = jax.jit(function)(*given)
+        absmax = kernels.tensor_absmax(y, 16)
+        found, transposed = kernels_triton.quantize_both(x, absmax, E4M3, backend, function, beside)
+        want = raw_of(jitted(kernels.quantized)(y, absmax).codes)
+        np.testing.assert_array_equal(raw_of(transposed.T), raw_of(found.codes))
+        # codes by another sigmoid may be neighbours, whose bytes are too
+        apart = np.abs(raw_of(found.codes).astype(int) - want)
+        assert apart.max() <= (function is GATED) and (apart > 0).mean() <= tol.EAGER_JIT_SHARE
+
+
+def test_codes_of_a_function_in_both_layouts(backend):
+    for shape in TRANSPOSED[:-1]:
+        compare_of_function(shape, "bfloat16", backend)
+
+
+def test_nothing_is_stored_for_no_backward_pass(backend):
+    """The same maxima, and the same roots."""
+    x, up = drawn((9, 100), jnp.bfloat16), drawn((9, 100), jnp.bfloat16, 1)
+    static = dict(group_size=16, exact=True, backend=backend)
+    _, *want = kernels_triton.store_normed(x, jnp.ones(100), EPS, **static)
+    stored, *found = kernels_triton.store_normed(x, jnp.ones(100), EPS, keep=False, **static)
+    assert stored is None
+    jax.tree.map(np.testing.assert_array_equal, found, want)
+    _, want = kernels_triton.store_gated((x, up), "silu", **static)
+    stored, found = kernels_triton.store_gated((x, up), "silu", keep=False, **static)
+    assert stored == ()
+    np.testing.assert_array_equal(found, want)
+
+
 @pytest.mark.parametrize("to,dtype", [(E4M3, "bfloat16"), (E5M2, "float32")])
 def test_transposed_codes(to, dtype, backend):
     for shape in TRANSPOSED:
@@ -140,6 +184,44 @@ def test_weight_gradients_transpose_codes_for_the_kernel_of_products(on_a_gpu, m
 
 def reference_product(a, b, sums, dtype, **more):
     return matmul.multiply_plain(a, b, sums, dtype, **more)
+
+
+def mlp(x, scale, gate, up, down):
+    n = fp8_flow.rms_norm(x, scale)
+    h = fp8_flow.gated_product(fp8_flow.linear(n, gate), fp8_flow.linear(n, up))
+    return fp8_flow.linear(h, down)
+
+
+def step_of_mlp(*args):
+    y, pull = jax.vjp(mlp, *args)
+    return y, pull(jnp.ones_like(y))
+
+
+def of_mlp(tokens=256, width=256, hidden=384):
+    shapes = (2, tokens // 2, width), (width,), (width, hidden), (width, hidden), (hidden, width)
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    return [jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True)]
+
+
+def test_codes_are_written_in_both_layouts_where_they_are_computed(on_a_gpu, monkeypatch):
+    """Each tensor is read once for its maximum and once for its codes, and no code is read again.
+
+    The backward pass is given the transposed ones alone; without it nothing is stored.
+    """
+    args = of_mlp()
+    want = jax.jit(step_of_mlp)(*args)
+    monkeypatch.setattr(kernels, "product_reason", lambda *_: None)
+    monkeypatch.setattr(kernels, "multiply", reference_product)
+    jax.clear_caches()
+    launched = collections.Counter(kernels_in(lower_for_cuda(step_of_mlp, *args)))
+    stored = {"fp8_store_normed": 1, "fp8_store_gated": 1}
+    # two inputs, and gradients of two sizes: what gate and up launch is one function of the text
+    assert launched == stored | {"quantize_transposed": 2, "fp8_quantize_both": 2 + 2}
+    kept = jax.tree.leaves(jax.eval_shape(lambda *args: jax.vjp(mlp, *args)[1], *args))
+    codes = collections.Counter(x.shape for x in kept if x.dtype == jnp.float8_e4m3fn)
+    assert codes == {(2, 128, 256): 1, (2, 128, 384): 2, (256, 256): 1, (384, 256): 1}
+    # traced for a GPU, computed here
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(step_of_mlp)(*args), want)
 
 
 def test_a_weight_gradient_is_the_same_either_way(monkeypatch):
@@ -244,6 +326,13 @@ def test_on_a_gpu(dtype, exact, gpu_backend):
 def test_transposes_on_a_gpu(to, dtype, gpu_backend):
     for shape in [*TRANSPOSED, (4096, 1024)]:
         compare_transposed(shape, dtype, to, gpu_backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_codes_of_a_function_on_a_gpu(dtype, gpu_backend):
+    for shape in [*TRANSPOSED[:-1], (4096, 1024)]:
+        compare_of_function(shape, dtype, gpu_backend)
 
 
 @pytest.mark.gpu

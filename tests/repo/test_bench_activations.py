@@ -13,6 +13,7 @@ from benchmarks.suites.activations import bench as bench_activations  # noqa: E4
 from benchmarks.suites.activations import bytes as activation_bytes  # noqa: E402
 from benchmarks.suites.activations import errors as activation_errors  # noqa: E402
 from benchmarks.suites.activations import layers as activation_layers  # noqa: E402
+from benchmarks.suites.activations import passes as activation_passes  # noqa: E402
 from benchmarks.suites.activations.layers import Shape  # noqa: E402
 from tests.contract_cases import QUICK_COMPILE  # noqa: E402
 
@@ -106,3 +107,47 @@ def test_records(tmp_path):
     share = {row["impl"]: row["value"] for row in rows if row["metric"] == "scale_share"}
     assert share["group 16"] == 0.125
     assert ("h64-s32-b2", "fp8-flow", "saved_units") in found
+
+
+PROGRAM = """HloModule step
+
+%doubled (a: bf16[64,64]) -> bf16[64,64] {
+  %a = bf16[64,64]{1,0} parameter(0)
+  ROOT %b = bf16[64,64]{1,0} add(%a, %a)
+}
+
+ENTRY %main (x: bf16[64,64], w: f8e4m3fn[64,64]) -> bf16[64,64] {
+  %x = bf16[64,64]{1,0} parameter(0)
+  %w = f8e4m3fn[64,64]{1,0} parameter(1)
+  %codes = (f8e4m3fn[64,64]{1,0}, f32[1]{0}) custom-call(%x), custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="norm/fp8_quantize_both"}
+  %of_x = f8e4m3fn[64,64]{1,0} get-tuple-element(%codes), index=0
+  %y = (bf16[64,64]{1,0}, s8[4096]{0}) custom-call(%of_x, %w), custom_call_target="__cublas$lt$matmul$f8", metadata={op_name="linear/dot_general"}
+  %first = bf16[64,64]{1,0} get-tuple-element(%y), index=0
+  ROOT %sum = bf16[64,64]{1,0} fusion(%first), kind=kLoop, calls=%doubled, metadata={op_name="add"}
+}
+"""  # noqa: E501 - as XLA writes it
+
+
+def test_passes_of_a_program():
+    """Operands and results of each kernel, without the room that cuBLAS works in."""
+    moved, launches = activation_passes.count(PROGRAM)
+    code, wide = 64 * 64, 2 * 64 * 64
+    assert launches == 3
+    assert moved == {
+        "products": 2 * code + wide,
+        "attention": 0,
+        "maxima and codes": wide + code + 4,
+        "norms, gates, rotary, sums": 2 * wide,
+    }
+
+
+def test_layers_are_traced_for_a_gpu_that_is_not_there():
+    """With an attention that is not XLA's, and the kernels, in every layer."""
+    shape = Shape.parse("h256-s128-b2")
+    x = jax.ShapeDtypeStruct((2, 128, 256), jnp.bfloat16)
+    for name in activation_passes.LAYERS:
+        layer, params = activation_passes.layer_and_parameters(name, shape)
+        with activation_passes.as_on_one():
+            traced = jax.make_jaxpr(bench_activations.backward(layer))(params, x, x)
+        assert "attention_backward" in str(traced)
+        assert ("fp8_store_normed" in str(traced)) == name.startswith("fp8-flow")

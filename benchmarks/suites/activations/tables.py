@@ -196,6 +196,31 @@ def layers(rows: Rows) -> Table:
     return head, body, used
 
 
+def passes(rows: Rows) -> Table:
+    """Bytes that a layer reads and writes by what for, and its kernels, compiled for an H100."""
+    found = {
+        metric: grouped(select(rows, bench="activation_passes", metric=metric), "case", "impl")
+        for which in ("forward", "both")
+        for metric in (f"{which}_traffic_bytes", f"{which}_launches")
+    }
+    body, used, kinds = [], [], list[str]()
+    for case, own in sorted(found["both_traffic_bytes"].items()):
+        for which in ("forward", "both"):
+            moved, launches = (found[f"{which}_{m}"][case] for m in ("traffic_bytes", "launches"))
+            for name in own:
+                kinds = list(moved[name]["kinds"])
+                body.append([
+                    case, which, name, *(f"{moved[name]['kinds'][k] / 2**20:,.0f}" for k in kinds),
+                    cell(moved[name], "{:,.0f}", 2.0**20),
+                    f"{moved[name]['value'] / moved[BF16]['value']:.2f} x",
+                    cell(launches[name], "{:.0f}"),
+                ])  # fmt: skip
+                used += [moved[name], launches[name]]
+    head = ["layer", "passes", "implementation", *(f"{kind}, MiB" for kind in kinds), "all, MiB",
+            "relative to bf16", "kernels"]  # fmt: skip
+    return head, body, used
+
+
 def groups(rows: Rows) -> Table:
     """Table 10: errors by the size of groups."""
     forward, backward, share = (
@@ -275,6 +300,7 @@ _TRAIN = "activation_training"
 TABLES = {
     **{f"activation_{make.__name__}": Rendered(make, "activations")
        for make in (targets, units, layers, groups, norms)},
+    "activation_passes": Rendered(passes, "activation_passes"),
     "activation_training": Rendered(training, _TRAIN),
     "activation_seeds": Rendered(seeds, f"{_TRAIN} --variants standard fp8 --batch 128 --seed N"),
 }  # fmt: skip

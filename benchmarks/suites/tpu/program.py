@@ -163,7 +163,7 @@ class Program:
 
     def traffic(self, computation: str | None = None) -> int:
         """Bytes that the program moves to and from HBM."""
-        return sum(times * self._moved(*one) for times, one in self.runs(computation))
+        return sum(times * self.moved(*one) for times, one in self.runs(computation))
 
     def cycles(self) -> int:
         """XLA's estimate of the cycles of its own instructions; Pallas' kernels count 0."""
@@ -178,7 +178,7 @@ class Program:
         ops = collections.Counter(one.op.removesuffix("-start") for one in self.instructions())
         return {op: ops[op] for op in COLLECTIVES if ops[op]}
 
-    def _moved(self, inside: Computation, one: Instruction) -> int:
+    def moved(self, inside: Computation, one: Instruction) -> int:
         if one.op in _FREE or one.op.endswith("-done"):
             return 0
         if one.op == "custom-call" and any(name in one.rest for name in _BITCASTS):

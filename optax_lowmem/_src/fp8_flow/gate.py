@@ -73,14 +73,20 @@ def _value(gate: _Gate, *given: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _gated(gate: _Gate, *given: jax.Array) -> Coded:
-    return _forward(gate, *given)[0]
+    return _coded(gate, False, *given)[0]
 
 
-@storage.once
-def _forward(gate: _Gate, *given: jax.Array) -> tuple[Coded, Any]:
+@partial(storage.once, static=2)
+def _coded(gate: _Gate, keep: bool, *given: jax.Array) -> tuple[Coded, Any]:
+    """The product, and what a backward pass needs, if one is to come."""
     size, exact = gate.recipe.group_size, gate.recipe.exact
-    stored, absmax = kernels.store_gated(given, gate.activation, size, exact)
-    blocks = None if exact else row_blocks.on_tpu(given[0])
+    stored, absmax = kernels.store_gated(
+        given, gate.activation, size, exact, keep=keep or not exact
+    )
+    if exact:
+        formula, lowers = ArrayFunction(_value, gate), kernels.lowers(gate.activation)
+        return storage.coded(gate.recipe, formula, given, absmax, stored, keep, in_kernel=lowers)
+    blocks = row_blocks.on_tpu(given[0])
     if blocks is not None:
 
         def restored(*stored: kernels.Grouped) -> jax.Array:
@@ -89,11 +95,7 @@ def _forward(gate: _Gate, *given: jax.Array) -> tuple[Coded, Any]:
         value, codes = kernels.quantized_by_rows(blocks, restored, stored, absmax, given[0].dtype)
         codes, stored = storage.kept(codes, stored)
         return Coded(value, codes), stored
-    if exact:
-        values = [numerics.widen(x) for x in given]
-    else:
-        values = [kernels.restore(one, size) for one in stored]
-    h = _value(gate, *values)
+    h = _value(gate, *(kernels.restore(one, size) for one in stored))
     codes, stored = storage.kept(kernels.quantized(h, absmax), stored)
     return Coded(h.astype(given[0].dtype), codes), stored
 
@@ -112,4 +114,7 @@ def _gradients(gate: _Gate, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
     return found
 
 
-_gated.defvjp(_forward, lambda gate, saved, g: _gradients(gate, saved, g.value))
+_gated.defvjp(
+    lambda gate, *given: _coded(gate, True, *given),
+    lambda gate, saved, g: _gradients(gate, saved, g.value),
+)

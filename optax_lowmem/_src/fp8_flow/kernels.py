@@ -4,7 +4,6 @@ In plain JAX it is the operations of COAT, section 5; the choice of the implemen
 tracing by `supported`.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -217,6 +216,11 @@ _NOT_LOWERED = {"pallas": ("gelu_exact",), "triton": ()}  # Pallas' Triton backe
 _DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 
 
+def lowers(activation: str) -> bool:
+    """Return whether kernels can compute an activation function."""
+    return activation not in _NOT_LOWERED[platform.backend()]
+
+
 def supported(
     x: jax.Array | jax.ShapeDtypeStruct, group_size: int, whole_rows: bool = False
 ) -> str | None:
@@ -246,9 +250,12 @@ def supported(
 
 
 def store_normed(
-    x: jax.Array, scale: jax.Array, eps: float, group_size: int, exact: bool
-) -> tuple[Grouped, jax.Array, jax.Array]:
-    """`store_normed_plain`, in one kernel that reads x once where there is one."""
+    x: jax.Array, scale: jax.Array, eps: float, group_size: int, exact: bool, keep: bool = True
+) -> tuple[Grouped | None, jax.Array, jax.Array]:
+    """`store_normed_plain`, in one kernel that reads x once where there is one.
+
+    Without `keep`, for an `exact` norm, the kernel stores nothing, and None is returned for it.
+    """
     static: dict[str, Any] = {"eps": eps, "group_size": group_size, "exact": exact}
     blocks = row_blocks.on_tpu(x)
     if blocks is not None:
@@ -265,23 +272,30 @@ def store_normed(
 
     backend = platform.backend()
 
-    def kernel(x: jax.Array, scale: jax.Array) -> tuple[Grouped, jax.Array, jax.Array]:
+    def kernel(x: jax.Array, scale: jax.Array) -> tuple[Grouped | None, jax.Array, jax.Array]:
         rows = x.reshape(-1, x.shape[-1])
         stored, inverse, largest = kernels_triton.store_normed(
-            rows, scale, **static, backend=backend
+            rows, scale, **static, backend=backend, keep=keep
         )
-        scales = stored.scales.reshape(groups.scale_shape(x.shape, group_size))
-        inverse = inverse.reshape(*x.shape[:-1], 1)
-        return Grouped(stored.codes.reshape(x.shape), scales), inverse, _maximum(largest, x)
+        if stored is not None:
+            scales = stored.scales.reshape(groups.scale_shape(x.shape, group_size))
+            stored = Grouped(stored.codes.reshape(x.shape), scales)
+        return stored, inverse.reshape(*x.shape[:-1], 1), _maximum(largest, x)
 
-    plain = functools.partial(store_normed_plain, **static)
+    def plain(x: jax.Array, scale: jax.Array) -> tuple[Grouped | None, jax.Array, jax.Array]:
+        stored, inverse, largest = store_normed_plain(x, scale, **static)
+        return stored if keep else None, inverse, largest
+
     return platform.on_cuda(kernel, plain, x, scale)
 
 
 def store_gated(
-    given: tuple[jax.Array, ...], activation: str, group_size: int, exact: bool
+    given: tuple[jax.Array, ...], activation: str, group_size: int, exact: bool, keep: bool = True
 ) -> tuple[tuple[Grouped, ...], jax.Array]:
-    """`store_gated_plain`, in one kernel that reads each input once where there is one."""
+    """`store_gated_plain`, in one kernel that reads each input once where there is one.
+
+    Without `keep`, for an `exact` function, the kernel stores nothing, and () is returned for it.
+    """
     static: dict[str, Any] = {"group_size": group_size, "exact": exact}
     static["activation"] = activation
     blocks = row_blocks.on_tpu(given[0])
@@ -293,21 +307,19 @@ def store_gated(
 
         every, largest = blocks.map(part, *given)
         return every, _maximum(largest, given[0])
-    if (
-        activation in _NOT_LOWERED[platform.backend()]
-        or supported(given[0], group_size) is not None
-    ):
+    if not lowers(activation) or supported(given[0], group_size) is not None:
         return store_gated_plain(given, **static)
     from optax_lowmem._src.fp8_flow import kernels_triton
 
     backend = platform.backend()
 
     def kernel(*given: jax.Array) -> tuple[tuple[Grouped, ...], jax.Array]:
-        stored, largest = kernels_triton.store_gated(given, **static, backend=backend)
+        stored, largest = kernels_triton.store_gated(given, **static, backend=backend, keep=keep)
         return stored, _maximum(largest, given[0])
 
     def plain(*given: jax.Array) -> tuple[tuple[Grouped, ...], jax.Array]:
-        return store_gated_plain(given, **static)
+        stored, largest = store_gated_plain(given, **static)
+        return stored if keep else (), largest
 
     return platform.on_cuda(kernel, plain, *given)
 
@@ -320,7 +332,7 @@ def transposes_reason(
     None means that the codes are transposed for a kernel.
 
     Args:
-      x: codes [..., k].
+      x: codes [..., k], or what they are of.
       g: codes [..., m].
       dtype: of the product.
     """
@@ -337,8 +349,75 @@ def transposes_reason(
     return product_reason(Quantized(of_x, one), Quantized(of_g, one), 1, dtype)
 
 
+def sums_by_kernel(
+    x: Quantized, g: jax.Array | jax.ShapeDtypeStruct, to: Format, dtype: DTypeLike
+) -> bool:
+    """Return whether `multiply_over_tokens` of these has a kernel, which takes transposed codes."""
+    like = jax.ShapeDtypeStruct(g.shape, to.dtype)
+    return g.dtype in _DTYPES and transposes_reason(x.codes, like, dtype) is None
+
+
+class Transposed(NamedTuple):
+    """Codes [..., k] as [k, tokens], for a kernel that sums over tokens, and their one scale."""
+
+    codes: jax.Array
+    scales: jax.Array
+
+
+_COLUMNS = 256  # of a gradient, where it is not known yet: `multiply_over_tokens` asks again
+
+
+def quantized_for_products(
+    function: Callable[..., jax.Array],
+    given: tuple[jax.Array, ...],
+    absmax: jax.Array,
+    over_tokens: bool,
+    now: bool,
+) -> tuple[Quantized, jax.Array | None]:
+    """`quantized` of a function, and its codes transposed where `multiply_over_tokens` takes these.
+
+    Args:
+      function: hashable; elementwise, of f32 arrays that broadcast to the first one.
+      given: [..., n] first; others likewise, or of size 1 on the last axis or on all but it.
+      absmax: of the result.
+      over_tokens: whether such a product may come.
+      now: whether one kernel writes both, and reads once what is given. Else the transpose is a
+        kernel of its own, which XLA drops where nothing uses it.
+
+    Returns:
+      The codes and their scale; the codes [n, tokens], or None.
+    """
+    first = given[0]
+
+    def plain(absmax: jax.Array, *given: jax.Array) -> tuple[Quantized, jax.Array]:
+        codes = quantized(function(*map(numerics.widen, given)), absmax)
+        return codes, codes.codes.reshape(-1, first.shape[-1]).T
+
+    like = jax.ShapeDtypeStruct((*first.shape[:-1], _COLUMNS), E4M3.dtype)
+    if not over_tokens or transposes_reason(first, like, first.dtype) is not None:
+        return plain(absmax, *given)[0], None
+    from optax_lowmem._src.fp8_flow import kernels_triton
+
+    backend = platform.backend()
+
+    def both(absmax: jax.Array, *given: jax.Array) -> tuple[Quantized, jax.Array]:
+        x, *beside = (own.reshape(-1, own.shape[-1]) for own in given)
+        codes, transposed = kernels_triton.quantize_both(
+            x, absmax, E4M3, backend, function, tuple(beside)
+        )
+        scale = codes.scales.reshape((1,) * first.ndim)
+        return Quantized(codes.codes.reshape(first.shape), scale), transposed
+
+    def apart(absmax: jax.Array, *given: jax.Array) -> tuple[Quantized, jax.Array]:
+        codes, _ = plain(absmax, *given)
+        rows = codes.codes.reshape(-1, first.shape[-1])
+        return codes, kernels_triton.transpose(rows, backend=backend)
+
+    return platform.on_cuda(both if now else apart, plain, absmax, *given)
+
+
 def multiply_over_tokens(
-    x: Quantized,
+    x: Quantized | Transposed,
     g: jax.Array,
     absmax: jax.Array,
     to: Format,
@@ -348,7 +427,7 @@ def multiply_over_tokens(
     """G quantized, and X^T G, the gradient of a weight.
 
     Args:
-      x: codes [..., k] with one scale.
+      x: codes [..., k] with one scale, or as they were transposed before.
       g: [..., m].
       absmax: of g.
       to: the format of its codes.
@@ -356,23 +435,30 @@ def multiply_over_tokens(
       sharding: of the product, on a mesh with Explicit axes.
     """
 
-    def plain(x: Quantized, g: jax.Array, absmax: jax.Array) -> tuple[Quantized, jax.Array]:
+    def plain(
+        x: Quantized | Transposed, g: jax.Array, absmax: jax.Array
+    ) -> tuple[Quantized, jax.Array]:
         codes = quantized(g, absmax, to)
         sums = g.ndim - 1
+        if isinstance(x, Transposed):
+            x = Quantized(x.codes.T.reshape(*g.shape[:-1], -1), x.scales)
         return codes, multiply(x, codes, sums, dtype, transposed=True, sharding=sharding)
 
-    like = jax.ShapeDtypeStruct(g.shape, to.dtype)
-    if g.dtype not in _DTYPES or transposes_reason(x.codes, like, dtype) is not None:
+    if not isinstance(x, Transposed) and not sums_by_kernel(x, g, to, dtype):
         return plain(x, g, absmax)
     from optax_lowmem._src.fp8_flow import kernels_triton
 
     backend = platform.backend()
 
-    def kernel(x: Quantized, g: jax.Array, absmax: jax.Array) -> tuple[Quantized, jax.Array]:
+    def kernel(
+        x: Quantized | Transposed, g: jax.Array, absmax: jax.Array
+    ) -> tuple[Quantized, jax.Array]:
         one = (1, 1)
-        rows_x, rows_g = (x.reshape(-1, x.shape[-1]) for x in (x.codes, g))
+        rows_g = g.reshape(-1, g.shape[-1])
         codes, of_g = kernels_triton.quantize_both(rows_g, absmax, to, backend=backend)
-        of_x = kernels_triton.transpose(rows_x, backend=backend)
+        of_x = x.codes
+        if not isinstance(x, Transposed):
+            of_x = kernels_triton.transpose(of_x.reshape(-1, of_x.shape[-1]), backend=backend)
         product = multiply(
             Quantized(of_x, x.scales.reshape(one)), Quantized(of_g, codes.scales), 1, dtype
         )

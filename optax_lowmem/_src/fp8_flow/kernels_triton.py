@@ -5,7 +5,7 @@ program has groups as rows of a tile.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +31,10 @@ def _norm_body(
     eps: float, exact: bool, size: int, rows: int, program: Program, *arrays: Operand
 ) -> None:
     """Some rows, as [rows * groups, size]; groups that do not exist are zeros."""
-    x_at, scale_at, codes_at, scales_at, inverse_at, largest_at = arrays
+    x_at, scale_at, *stored_at, inverse_at, largest_at = arrays
     count, width = x_at.shape
-    wide = next_power_of_two(groups.group_count(width, size))
+    per_row = groups.group_count(width, size)
+    wide = next_power_of_two(per_row)
     shape = (rows * wide, size)
     group = lax.iota(jnp.int32, shape[0])
     line = program.index() * rows + lax.div(group, jnp.int32(wide))
@@ -42,12 +43,14 @@ def _norm_body(
     column = jnp.broadcast_to(at[:, None] * jnp.int32(size), shape) + lane
     there = (column < width) & (line < count)[:, None]
     place = (jnp.broadcast_to(line[:, None], shape), column)
-    x = numerics.widen(x_at.load(*place, mask=there))
-    stored = kernels.store_groups(x)
-    codes_at.store(*place, values=stored.codes, mask=there)
-    exists = (at < scales_at.shape[1]) & (line < count)
-    scales_at.store(line, at, values=stored.scales, mask=exists)
-    given = x if exact else kernels.restore_groups(stored)
+    given = numerics.widen(x_at.load(*place, mask=there))
+    if stored_at:
+        codes_at, scales_at = stored_at
+        stored = kernels.store_groups(given)
+        codes_at.store(*place, values=stored.codes, mask=there)
+        exists = (at < per_row) & (line < count)
+        scales_at.store(line, at, values=stored.scales, mask=exists)
+        given = given if exact else kernels.restore_groups(stored)
     scale = scale_at.load(column, mask=there)
     squares = jnp.sum(given * given, axis=1).reshape(rows, wide)
     inverse = kernels.inverse_of(jnp.sum(squares, axis=1), width, eps)
@@ -58,7 +61,7 @@ def _norm_body(
     largest_at.store(own, values=largest * inverse, mask=own < count)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "group_size", "exact", "backend"))
+@functools.partial(jax.jit, static_argnames=("eps", "group_size", "exact", "backend", "keep"))
 def store_normed(
     x: jax.Array,
     scale: jax.Array,
@@ -66,28 +69,31 @@ def store_normed(
     group_size: int,
     exact: bool,
     backend: str = "pallas",
-) -> tuple[Grouped, jax.Array, jax.Array]:
-    """`kernels.store_normed_plain` of [rows, n], but the maxima of rows [rows], reading x once."""
+    keep: bool = True,
+) -> tuple[Grouped | None, jax.Array, jax.Array]:
+    """`kernels.store_normed_plain` of [rows, n], but the maxima of rows [rows], reading x once.
+
+    Without `keep`, for an `exact` norm, nothing is stored.
+    """
     count, width = x.shape
     per_row = groups.group_count(width, group_size)
     wide = next_power_of_two(per_row) * group_size
     rows = max(1, _ELEMENTS // wide)
-    shapes = (
+    of_x = (
         result_like(x, x.shape, jnp.float8_e4m3fn),
         result_like(x, (count, per_row), kernels.SCALE.dtype),
-        result_like(x, (count,), jnp.float32),
-        result_like(x, (count,), jnp.float32),
     )
-    codes, scales, inverse, largest = gpu_kernel.launch(
+    of_row = result_like(x, (count,), jnp.float32)
+    *stored, inverse, largest = gpu_kernel.launch(
         functools.partial(_norm_body, eps, exact, group_size, rows),
         [x, scale.astype(jnp.float32)],
-        shapes,
+        [*(of_x if keep else ()), of_row, of_row],
         (-(-count // rows),),
         warps=min(16, max(4, wide * rows // _PER_WARP)),
         name="fp8_store_normed",
         backend=backend,
     )
-    return Grouped(codes, scales), inverse[:, None], largest
+    return Grouped(*stored) if keep else None, inverse[:, None], largest
 
 
 # ---- activation functions ------------------------------------------------------------------------
@@ -102,21 +108,23 @@ def _gate_body(
     *arrays: Operand,
 ) -> None:
     tile = program.index()
-    values = []
+    values, stored_at = [], arrays[inputs:-1]
     for i in range(inputs):
-        codes_at, scales_at = arrays[inputs + 2 * i : inputs + 2 * i + 2]
         x = numerics.widen(tiles.load(tiling, arrays[i], tile))
-        stored = kernels.store_groups(x)
-        tiles.store(tiling, codes_at, tile, stored.codes)
-        tiles.store_scales(tiling, scales_at, tile, stored.scales)
-        values.append(x if exact else kernels.restore_groups(stored))
+        if stored_at:
+            codes_at, scales_at = stored_at[2 * i : 2 * i + 2]
+            stored = kernels.store_groups(x)
+            tiles.store(tiling, codes_at, tile, stored.codes)
+            tiles.store_scales(tiling, scales_at, tile, stored.scales)
+            x = x if exact else kernels.restore_groups(stored)
+        values.append(x)
     # f(0) = 0: what does not exist raises no maximum
     bits = numerics.absmax_bits(kernels.gated(activation, *values)).astype(jnp.int32)
     arrays[-1].store(tile, values=lax.bitcast_convert_type(jnp.max(bits), jnp.float32))
 
 
 @functools.partial(
-    jax.jit, static_argnames=("activation", "group_size", "exact", "tile", "backend")
+    jax.jit, static_argnames=("activation", "group_size", "exact", "tile", "backend", "keep")
 )
 def store_gated(
     given: tuple[jax.Array, ...],
@@ -125,8 +133,12 @@ def store_gated(
     exact: bool,
     tile: Tile = Tile(elements=2048),  # noqa: B008 (frozen)
     backend: str = "pallas",
+    keep: bool = True,
 ) -> tuple[tuple[Grouped, ...], jax.Array]:
-    """`kernels.store_gated_plain`, but the maxima of tiles [tiles], reading each input once."""
+    """`kernels.store_gated_plain`, but the maxima of tiles [tiles], reading each input once.
+
+    Without `keep`, for an `exact` function, nothing is stored.
+    """
     first = given[0]
     tiling = Tiling(first.shape, group_size, tile.elements)
     views = [tiling.element_view(x) for x in given]
@@ -137,7 +149,7 @@ def store_gated(
     *arrays, largest = gpu_kernel.launch(
         functools.partial(_gate_body, activation, exact, tiling, len(given)),
         views,
-        [*(of_one * len(given)), result_like(first, (tiling.tiles,), jnp.float32)],
+        [*(of_one * len(given) if keep else ()), result_like(first, (tiling.tiles,), jnp.float32)],
         (tiling.tiles,),
         warps=tile.warps,
         name="fp8_store_gated",
@@ -160,16 +172,35 @@ def store_gated(
 ROWS, COLUMNS = 128, {1: 128, 2: 64, 4: 64}
 
 
-def _transpose_body(to: Format | None, columns: int, program: Program, *arrays: Operand) -> None:
-    x_at, *rest = arrays
+def _load(x: Operand, row: jax.Array, column: jax.Array, like: Operand) -> jax.Array:
+    """A part of a matrix, or of a row or a column beside it."""
+    if x.shape != like.shape:
+        one = lax.iota(jnp.int32, 1)
+        row, column = (
+            own if size > 1 else one for own, size in zip((row, column), x.shape, strict=True)
+        )
+    place, there = tiles.part(x, row, column)
+    return x.load(*place, mask=there)
+
+
+def _transpose_body(
+    function: Callable[..., jax.Array] | None,
+    to: Format | None,
+    inputs: int,
+    columns: int,
+    program: Program,
+    *arrays: Operand,
+) -> None:
+    given, rest = arrays[:inputs], list(arrays[inputs:])
     row = program.index(0) * ROWS + lax.iota(jnp.int32, ROWS)
     column = program.index(1) * columns + lax.iota(jnp.int32, columns)
-    place, there = tiles.part(x_at, row, column)
-    codes = x_at.load(*place, mask=there)
+    values = [_load(x, row, column, given[0]) for x in given]
+    codes = values[0] if function is None else function(*map(numerics.widen, values))
     if to is not None:
         absmax_at, codes_at, scale_at, *rest = rest
         absmax = absmax_at.load(0)
         codes = matmul.codes_of(codes, absmax, to)
+        place, there = tiles.part(codes_at, row, column)
         codes_at.store(*place, values=codes, mask=there)
         store_scale(program, scale_at, absmax, to)
     place, there = tiles.part(rest[0], column, row)
@@ -177,19 +208,21 @@ def _transpose_body(to: Format | None, columns: int, program: Program, *arrays: 
 
 
 def _transpose_call(
+    function: Callable[..., jax.Array] | None,
     to: Format | None,
-    operands: Sequence[jax.Array],
+    given: Sequence[jax.Array],
+    more: Sequence[jax.Array],
     out: Sequence[jax.ShapeDtypeStruct],
     backend: str,
 ) -> list[jax.Array]:
-    x = operands[0]
+    x = given[0]
     columns = COLUMNS[x.dtype.itemsize]
     return gpu_kernel.launch(
-        functools.partial(_transpose_body, to, columns),
-        operands,
+        functools.partial(_transpose_body, function, to, len(given), columns),
+        [*given, *more],
         out,
         (-(-x.shape[0] // ROWS), -(-x.shape[1] // columns)),
-        warps=4,
+        warps=4 if function is None else 8,  # of 4, a norm's leave too few registers for others
         name="fp8_transpose" if to is None else "fp8_quantize_both",
         backend=backend,
     )
@@ -199,17 +232,31 @@ def _transpose_call(
 def transpose(codes: jax.Array, backend: str = "pallas") -> jax.Array:
     """The transpose of codes [rows, columns]."""
     out = [result_like(codes, codes.shape[::-1], codes.dtype)]
-    (transposed,) = _transpose_call(None, [codes], out, backend)
+    (transposed,) = _transpose_call(None, None, [codes], [], out, backend)
     return transposed
 
 
-@functools.partial(jax.jit, static_argnames=("to", "backend"))
+@functools.partial(jax.jit, static_argnames=("to", "function", "backend"))
 def quantize_both(
-    x: jax.Array, absmax: jax.Array, to: Format, backend: str = "pallas"
+    x: jax.Array,
+    absmax: jax.Array,
+    to: Format,
+    backend: str = "pallas",
+    function: Callable[..., jax.Array] | None = None,
+    beside: tuple[jax.Array, ...] = (),
 ) -> tuple[Quantized, jax.Array]:
-    """`kernels.quantized` of a matrix, and the transpose of its codes; x is read once."""
+    """`kernels.quantized` of a matrix, and the transpose of its codes; x is read once.
+
+    Args:
+      x: [rows, columns].
+      absmax: of what is quantized.
+      to: the format.
+      backend: as of `gpu_kernel.launch`.
+      function: of x and what is beside it, f32, to what is quantized; None: x is.
+      beside: other matrices, or [1, columns] or [rows, 1] of more rows and columns than one.
+    """
     shapes = (x.shape, to.dtype), ((1,), jnp.float32), (x.shape[::-1], to.dtype)
     out = [result_like(x, *shape) for shape in shapes]
-    operands = [x, absmax.reshape(1)]
-    codes, scale, transposed = _transpose_call(to, operands, out, backend)
+    given, more = [x, *beside], [absmax.reshape(1)]
+    codes, scale, transposed = _transpose_call(function, to, given, more, out, backend)
     return Quantized(codes, scale.reshape(1, 1)), transposed

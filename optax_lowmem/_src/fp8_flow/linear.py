@@ -11,6 +11,7 @@ from jax.lax import PrecisionLike
 
 from optax_lowmem._src.core import varying
 from optax_lowmem._src.fp8_flow import kernels, storage
+from optax_lowmem._src.fp8_flow.kernels import Transposed
 from optax_lowmem._src.fp8_flow.storage import (
     DEFAULT,
     FORWARD,
@@ -253,6 +254,9 @@ _recomputing.defvjp(
 Given = jax.Array | QuantizedKernel | None  # of a kernel: its maximum, its codes
 
 
+_CODES = (Quantized, Transposed)  # of an input that was `Coded`
+
+
 class _Scaled(NamedTuple):
     """Numbers that the backward pass quantizes a kernel by, once more."""
 
@@ -273,7 +277,7 @@ def _forward(
     kept: Any  # of the input
     if isinstance(x, Coded):
         dtype, codes = x.value.dtype, x.quantized
-        kept = codes
+        kept = _for_gradient(static.recipe, x, kernel)
     else:
         codes, of_x = _quantized(x)
         dtype, kept = x.dtype, (x, of_x)
@@ -282,6 +286,18 @@ def _forward(
         return y, (kept, kernel, Quantized(of_kernel.codes, of_kernel.scale))
     y, *scaled = _product(dtype, codes, kernel, of_kernel)
     return y, (kept, kernel, _Scaled(*scaled))
+
+
+def _for_gradient(recipe: Recipe, x: Coded, kernel: jax.Array) -> Quantized | Transposed:
+    """The codes as the gradient of the kernel takes them, of the same bytes either way."""
+    to, codes = format_of(recipe.weight_gradient), x.quantized
+    assert codes is not None
+    if to is None or x.transposed is None:
+        return codes
+    g = jax.ShapeDtypeStruct((*codes.codes.shape[:-1], kernel.shape[1]), x.value.dtype)
+    if not kernels.sums_by_kernel(codes, g, to, kernel.dtype):
+        return codes
+    return Transposed(x.transposed, codes.scales)
 
 
 @partial(storage.once, static=0)
@@ -316,7 +332,7 @@ def _gradients(
     g: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     recipe = static.recipe
-    of_x, like_w = kept if isinstance(kept, Quantized) else None, explicit_sharding(kernel)
+    of_x, like_w = kept if isinstance(kept, _CODES) else None, explicit_sharding(kernel)
     like_x = explicit_sharding(jax.tree.leaves(kept)[0])
     largest = matmul.absmax_of(g, None)
     if isinstance(of_kernel, _Scaled):
@@ -329,7 +345,7 @@ def _gradients(
         )
     else:
         rows = tuple(range(g.ndim - 1))
-        x = _values(of_x, g.dtype) if of_x else kept[0]
+        x = _values(of_x, g.dtype) if isinstance(of_x, Quantized) else kept[0]
         dw = lax.dot_general(x, g, ((rows, rows), ((), ())), out_sharding=like_w)
     if to := format_of(recipe.input_gradient):
         of_g = codes.get(to) or kernels.quantized(g, largest, to)
@@ -349,7 +365,7 @@ def _values(x: Quantized, dtype: jnp.dtype) -> jax.Array:
 def _backward(static: _Linear, saved: Any, g: jax.Array) -> tuple[Any, jax.Array, None]:
     dx, dw = _gradients(static, *saved, g)
     of_x: Any = (dx, None)  # nothing for codes
-    return Coded(*of_x) if isinstance(saved[0], Quantized) else dx, dw, None
+    return Coded(*of_x) if isinstance(saved[0], _CODES) else dx, dw, None
 
 
 _linear.defvjp(_forward, _backward)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 
 from optax_lowmem._src.fp8_flow.gate import gated_product
@@ -59,6 +60,15 @@ def after_attention(mixed: jax.Array, residual: jax.Array, layer: Layer) -> jax.
     return residual + layer(mixed).astype(residual.dtype)
 
 
+@jax.custom_vjp
+def _stored(x: jax.Array) -> jax.Array:
+    """The same, stored: XLA would add what x is the sum of once more where x is added."""
+    return lax.optimization_barrier(x)
+
+
+_stored.defvjp(lambda x: (_stored(x), None), lambda saved, g: (g,))
+
+
 def mlp_residual(
     x: jax.Array,
     norm: Norm,
@@ -83,6 +93,7 @@ def mlp_residual(
     Memory: codes of x, gate(x) and up(x) with scales of groups; codes of the inputs of the linear
     layers.
     """
+    x = _stored(x) if recipe.quantizes else x
     coded = norm(x)
     of_up = None if up is None else project(up, coded)
     of_gate = project(gate, coded)
@@ -313,10 +324,12 @@ def _rotated(x: jax.Array, base: float, direction: float) -> jax.Array:
     length, head = x.shape[1], x.shape[-1]
     frequency = base ** (-jnp.arange(0, head, 2, dtype=jnp.float32) / head)
     angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency[None]
-    cos, sin = (f(angle)[None, :, None] for f in (jnp.cos, jnp.sin))
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    sin = sin * jnp.float32(direction)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    cos, sin = (f(angle)[None, :, None, None] for f in (jnp.cos, jnp.sin))
+    # [-b, a] without a concatenation, beside which XLA finds no maximum for the codes of the result
+    halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, head // 2)
+    sign = jnp.asarray([-direction, direction], jnp.float32).reshape(1, 1, 1, 2, 1)
+    across = halves[..., ::-1, :] * sign
+    return (halves * cos + across * sin).reshape(x.shape).astype(x.dtype)
 
 
 rotate.defvjp(

@@ -115,19 +115,28 @@ def _scaled(norm: _Norm, x: jax.Array, scale: jax.Array, inverse: jax.Array) -> 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rms_norm(norm: _Norm, x: jax.Array, scale: jax.Array) -> Coded:
-    return _rms_coded(norm, x, scale)[0]
+    return _rms_coded(norm, False, x, scale)[0]
 
 
 def _rms_forward(norm: _Norm, x: jax.Array, scale: jax.Array) -> tuple[Coded, Any]:
-    y, stored = _rms_coded(norm, x, scale)
+    y, stored = _rms_coded(norm, True, x, scale)
     return y, (stored, scale)
 
 
-@storage.once
-def _rms_coded(norm: _Norm, x: jax.Array, scale: jax.Array) -> tuple[Coded, Grouped]:
+@partial(storage.once, static=2)
+def _rms_coded(
+    norm: _Norm, keep: bool, x: jax.Array, scale: jax.Array
+) -> tuple[Coded, Grouped | None]:
+    """The norm, and what a backward pass needs, if one is to come."""
     size, exact = norm.recipe.group_size, norm.recipe.exact
-    stored, inverse, absmax = kernels.store_normed(x, scale, norm.eps, size, exact)
-    blocks = None if exact else row_blocks.on_tpu(x)
+    stored, inverse, absmax = kernels.store_normed(
+        x, scale, norm.eps, size, exact, keep=keep or not exact
+    )
+    if exact:
+        formula, given = ArrayFunction(_scaled, norm), (x, kernels.row(scale, x), inverse)
+        return storage.coded(norm.recipe, formula, given, absmax, stored, keep)
+    assert stored is not None
+    blocks = row_blocks.on_tpu(x)
     if blocks is not None:
 
         def restored(stored: Grouped, inverse: jax.Array) -> jax.Array:
@@ -138,8 +147,7 @@ def _rms_coded(norm: _Norm, x: jax.Array, scale: jax.Array) -> tuple[Coded, Grou
         )
         codes, stored = storage.kept(codes, stored)
         return Coded(value, codes), stored
-    given = numerics.widen(x) if exact else kernels.restore(stored, size)
-    y = _scaled(norm, given, scale, inverse)
+    y = _scaled(norm, kernels.restore(stored, size), scale, inverse)
     codes, stored = storage.kept(kernels.quantized(y, absmax), stored)
     return Coded(y.astype(x.dtype), codes), stored
 

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lowmem._src.fp8_flow.kernels import quantized
+from optax_lowmem._src.core.typing import T
+from optax_lowmem._src.fp8_flow.kernels import quantized, quantized_for_products
 from optax_lowmem._src.switchback.quantized_matmul import (
     E4M3,
     FORMATS,
@@ -148,11 +149,14 @@ class Coded:
         where nothing else does, XLA never makes it.
       quantized: codes of its shape and one scale; None with `Recipe(storage="bf16")`.
       source: with that recipe, what the products' backward pass computes the value from.
+      transposed: the codes as [k, tokens], where a kernel sums gradients of weights over tokens;
+        the backward pass is then given these alone.
     """
 
     value: jax.Array
     quantized: Quantized | None
     source: Source | None = None
+    transposed: jax.Array | None = None
 
 
 def value_of(x: jax.Array | Coded) -> jax.Array:
@@ -169,6 +173,36 @@ def kept(*trees: Any) -> Any:
     Else XLA would compute codes that only the backward pass reads there, and keep what they are of.
     """
     return lax.optimization_barrier(trees)
+
+
+def coded(
+    recipe: Recipe,
+    function: ArrayFunction,
+    given: tuple[jax.Array, ...],
+    absmax: jax.Array,
+    stored: T,
+    keep: bool,
+    in_kernel: bool = True,
+) -> tuple[Coded, T]:
+    """An activation quantized for matrix products, as it is computed.
+
+    Args:
+      recipe: of the products too.
+      function: of `given`, elementwise.
+      given: arrays that broadcast to the first one.
+      absmax: of the result.
+      stored: what the backward pass needs.
+      keep: whether there is one.
+      in_kernel: whether kernels can compute the function.
+
+    Returns:
+      The activation, and what is stored.
+    """
+    over_tokens, now = format_of(recipe.weight_gradient) is not None, keep and in_kernel
+    codes, transposed = quantized_for_products(function, given, absmax, over_tokens, now)
+    if keep:
+        codes, transposed, stored = kept(codes, transposed, stored)
+    return Coded(function(*given), codes, transposed=transposed), stored
 
 
 def code(x: jax.Array | Coded) -> Coded:
