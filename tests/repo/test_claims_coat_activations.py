@@ -71,6 +71,19 @@ def test_speed(times, verdict, reached):
     assert activation_tables.targets(rows)[1] == []
 
 
+@pytest.mark.parametrize(("ms", "reached"), [(1.29, "yes"), (1.31, "**no**")])
+def test_a_norm_that_stores_codes(ms, reached):
+    """The faster backend counts, of the device and commit that the plain norm was timed on."""
+    plain = layer(f"norm-{activation_tables.NORM}", BF16, "device_ms", 1.0)
+    case = f"fp8-norm/{activation_tables.NORM}"
+    kernels = [made("kernels", case, impl, "device_ms", value)
+               for impl, value in (("pallas", ms), ("triton", 2.0))]  # fmt: skip
+    (row,) = activation_tables.targets([plain, *kernels])[1]
+    assert (row[1], row[-1]) == ("≤ 1.30 x the plain norm", reached)
+    elsewhere = [row | {"device": "another GPU"} for row in kernels]
+    assert activation_tables.targets([plain, *elsewhere])[1] == []
+
+
 @pytest.mark.parametrize(("ms", "verdict"), [(1.05, SAME), (1.1, BETTER), (0.99, NOT)])
 def test_against_other_products(ms, verdict):
     case = "h64-s32-b2"
