@@ -141,6 +141,10 @@ def load(path: Path) -> Rows:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
+# the device of what is compiled for a GPU on a machine without one
+H100_NEVER_RUN = "NVIDIA H100 80GB HBM3 (compiled for, never run)"
+
+
 def all_records() -> Rows:
     return [row for path in sorted(RESULTS.glob("*.jsonl")) for row in load(path)]
 

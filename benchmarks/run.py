@@ -19,6 +19,7 @@ SUITES = {
     "formats": "formats.bench",
     "four_bits": "formats.four_bits",
     "gaussws": "gaussws.bench",
+    "instructions": "step.instructions",
     "kernels": "kernels",
     "linear": "linear.bench",
     "masters": "step.masters",

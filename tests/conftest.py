@@ -58,15 +58,14 @@ def gpu_backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.fixture(params=rows([90, 80], [90]), ids=["hopper", "ampere"])
-def compiled_kernels(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Iterator[list[Any]]:
+def compiled_kernels(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[list[Any]]:
     """Have generated Triton compiled instead of launched; the kernels are in the list."""
     pytest.importorskip("triton", reason="Triton is not installed")
-    from tests import triton_compiler
+    from tools import triton_compiler
 
     jax.clear_caches()  # of what was traced otherwise
-    yield triton_compiler.install(monkeypatch, tmp_path, request.param)
+    with triton_compiler.compiling(tmp_path, request.param) as kernels:
+        yield kernels
     jax.clear_caches()
 
 

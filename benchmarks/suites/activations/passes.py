@@ -30,7 +30,6 @@ from benchmarks.suites.activations.layers import Layer, Params, Shape
 from benchmarks.suites.tpu.program import Program
 from optax_lowmem._src.core import gpu_kernel, platform
 
-DEVICE = "NVIDIA H100 80GB HBM3 (compiled for, never run)"
 CASES = ["h2048-s2048-b4", "h4096-s4096-b4"]
 LAYERS = ["bf16", "fp8-flow", "fp8-flow-cached", "flax-fp8"]
 OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
@@ -172,7 +171,7 @@ def rows(on: Mesh, case: str, name: str) -> Rows:
             f"{passes}_launches": (launches, ""),
         }
         found += records.records_of(
-            "activation_passes", case, name, values, device=DEVICE, kinds=moved
+            "activation_passes", case, name, values, device=records.H100_NEVER_RUN, kinds=moved
         )
     return found
 

@@ -9,6 +9,7 @@ import jax
 from benchmarks.peers import cases
 from benchmarks.records import Rows, alike, grouped, newest, on_gpus, select
 from benchmarks.render import Rendered, Table, by_machine, cell, markdown, source, target
+from benchmarks.suites.step.instructions import LEAST
 
 Values = dict[tuple[str, str, str], dict[str, Any]]  # (case, implementation, metric) -> record
 
@@ -246,10 +247,24 @@ def _reached(asked: str, limit: float, measure: Measure, value: Value) -> str:
     return f"{text}, {reached}"
 
 
+def instructions(rows: Rows) -> Table:
+    """Instructions per element of a step, and what leaving out one thing after the other saves."""
+    found = {row["impl"]: row for row in newest(rows, bench="instructions")}
+    body, before, fewer = [], None, True
+    for name, row in found.items():
+        saved = f"{before - row['value']:.1f}" if fewer and before is not None else ""
+        often = ", ".join(f"{one} {count}" for one, count in list(row["names"].items())[:6])
+        body.append([name, f"{row['value']:.1f}", saved, often])
+        before, fewer = row["value"], fewer and name != LEAST
+    head = ["step", "instructions per element", "fewer than above", "most often, in its code"]
+    return head, body, list(found.values())
+
+
 TABLES: dict[str, Callable[[Rows], str]] = {
     "cpu_step": Rendered(cpu_step, "step --leaf-set ten-million demo-gpt"),
     "cpu_compile": Rendered(cpu_compile, "compile"),
     "call": Rendered(call, "call"),
+    "instructions": Rendered(instructions, "instructions"),
     "masters": Rendered(masters, "masters"),
     **{make.__name__: make for make in (gpu_step, gpu_step_details, gpu_targets)},
 }

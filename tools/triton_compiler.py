@@ -1,11 +1,13 @@
 """Compilation of what would be launched through jax_triton, without a GPU."""
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax.numpy as jnp
-import pytest
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -60,11 +62,22 @@ def _triton_call(kernels: list[Any], capability: int) -> Callable[..., Any]:
     return call
 
 
-def install(monkeypatch: pytest.MonkeyPatch, cache: Path, capability: int = 90) -> list[Any]:
-    """Have kernels compiled for GPUs of a compute capability (90 is 9.0), and return their list."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
-    monkeypatch.setattr(platform, "has_fp8_conversions", lambda: capability >= _FP8)
+@contextlib.contextmanager
+def compiling(cache: Path, capability: int = 90) -> Iterator[list[Any]]:
+    """Have kernels compiled for GPUs of a compute capability (90 is 9.0) and not launched.
+
+    Args:
+      cache: a folder for Triton's files.
+      capability: of the GPU.
+
+    Yields:
+      The list that compiled kernels are put on.
+    """
     kernels: list[Any] = []
     call = _triton_call(kernels, capability)
-    monkeypatch.setattr(jax_triton_call, "_triton_call", lambda: call)
-    return kernels
+    with (
+        mock.patch.dict(os.environ, TRITON_CACHE_DIR=str(cache)),
+        mock.patch.object(platform, "has_fp8_conversions", lambda: capability >= _FP8),
+        mock.patch.object(jax_triton_call, "_triton_call", lambda: call),
+    ):
+        yield kernels

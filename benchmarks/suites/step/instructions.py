@@ -1,0 +1,107 @@
+"""Instructions per element of the generated kernels of a step, compiled for an H100.
+
+python -m benchmarks.run instructions --record   # Triton, and no GPU
+
+Nothing is run or timed. One leaf of 4096 x 4096; machine code up to its last EXIT, as `cuobjdump`
+lists it, over the elements of a thread. What a purpose takes is what goes where it is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optax_lowmem as lowmem
+from benchmarks import records
+from benchmarks.records import Rows
+from optax_lowmem import Storage
+from optax_lowmem._src.core import compiled, platform
+
+SHAPE, WARP = (4096, 4096), 32
+NEAREST: dict[str, Any] = {"rounding": "nearest"}
+UNSPLIT: dict[str, Any] = NEAREST | {"master_weight_bits": None}
+# name -> the step: from the first to `LEAST` each has one thing less than the one before
+LEAST = "v in f32"
+STEPS: dict[str, optax.GradientTransformation] = {
+    "flash_adamw": lowmem.flash_adamw(1e-3, weight_decay=0.1),
+    "codes to nearest": lowmem.flash_adamw(1e-3, weight_decay=0.1, storage=Storage(**NEAREST)),
+    "weights to nearest": lowmem.flash_adamw(
+        1e-3, weight_decay=0.1, storage=Storage(**NEAREST, master_rounding="nearest")
+    ),
+    "no corrections": lowmem.flash_adamw(1e-3, weight_decay=0.1, storage=Storage(**UNSPLIT)),
+    "v in f32": lowmem.flash_adamw(1e-3, weight_decay=0.1, storage=Storage(nu=None, **UNSPLIT)),
+    "flash_lion": lowmem.flash_lion(1e-3, weight_decay=0.1),
+    "flash_sgd": lowmem.flash_sgd(1e-3, momentum=0.9),
+    "coat_adamw": lowmem.coat_adamw(1e-3, weight_decay=0.1),
+    "4-bit moments": lowmem.flash_adamw(1e-3, weight_decay=0.1, storage=Storage.four_bit()),
+}
+_LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_]*)")
+_TILE = re.compile(r"tensor<(\d+)x(\d+)xf32>")
+
+
+def instructions(cubin: bytes) -> collections.Counter[str]:
+    """How often each instruction stands in the machine code of a kernel."""
+    import triton
+
+    program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        listing = subprocess.run(
+            [program, "-sass", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    names = [found[1] for found in map(_LINE.search, listing.splitlines()) if found]
+    last = max(i for i, name in enumerate(names) if name == "EXIT")  # then padding
+    return collections.Counter(name for name in names[: last + 1] if name != "NOP")
+
+
+def of_step(tx: optax.GradientTransformation, kernels: list[Any]) -> tuple[float, Any]:
+    """Instructions per element of the one kernel of a step, and how often each stands in it."""
+    weights = {"w": jax.ShapeDtypeStruct(SHAPE, jnp.float32)}
+    params, state = jax.eval_shape(lambda w: lowmem.init(tx, w, jnp.bfloat16), weights)
+
+    def step(grads: Any, state: Any, params: Any) -> Any:
+        return lowmem.step(tx, grads, state, params, implementation="triton")
+
+    jax.clear_caches()
+    del kernels[:]
+    jax.eval_shape(step, params, state, params)
+    (kernel,) = kernels
+    found = instructions(kernel.asm["cubin"])
+    tile = max(int(a) * int(b) for a, b in _TILE.findall(kernel.asm["ttir"]))
+    return found.total() / (tile / (WARP * kernel.metadata.num_warps)), found
+
+
+@records.suite()
+def main(args: argparse.Namespace) -> Iterator[Rows]:
+    del args
+    from tools import triton_compiler
+
+    patches = (
+        mock.patch.object(platform, "no_device_reason", lambda: None),
+        mock.patch.object(platform, "has_pallas_triton", lambda: False),
+        mock.patch.object(platform, "has_jax_triton", lambda: True),
+        mock.patch.object(jax, "device_count", lambda: 1),
+        mock.patch.object(compiled, "is_eager", lambda leaves: False),
+    )
+    with tempfile.TemporaryDirectory() as cache, contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        kernels = stack.enter_context(triton_compiler.compiling(Path(cache)))
+        for name, tx in STEPS.items():
+            value, names = of_step(tx, kernels)
+            row = records.record("instructions", "step", name, "per_element", value, "")
+            yield [row | {"device": records.H100_NEVER_RUN, "names": dict(names.most_common(12))}]
+    jax.clear_caches()
