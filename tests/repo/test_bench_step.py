@@ -3,7 +3,9 @@
 import json
 import math
 import os
+import re
 import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from benchmarks import records, render
 from benchmarks.model_shapes import resnet_50
 from benchmarks.peers import cases, device_loop, in_jax, in_torch, processes, report
 from benchmarks.suites.step import bench as bench_step
+from benchmarks.suites.step import instructions
 from benchmarks.suites.step import tables as step_tables
 from benchmarks.suites.step import tune as tune_step
 from optax_lowmem._src.core.groups import Tile
@@ -438,3 +441,33 @@ def test_what_a_gpu_records(tmp_path):
     assert rows["torch-fused", "device_ms"]["wall_ms"] == 9.0
     assert not made.failed
     json.dumps(made.rows)
+
+
+def test_instructions_of_a_step(capsys):
+    """No more than recorded, but for two of another Triton; rounding to nearest has fewer."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    recorded = {
+        row["impl"]: row["value"]
+        for row in records.select(records.all_records(), bench="instructions")
+    }
+    steps = {name: instructions.STEPS[name] for name in ("flash_adamw", "codes to nearest")}
+    with mock.patch.object(instructions, "STEPS", steps):
+        instructions.main([])
+    found = dict(
+        re.findall(r"^step +(\S.*?) +per_element +([\d.]+)", capsys.readouterr().out, re.M)
+    )
+    assert found.keys() == steps.keys()
+    assert all(float(found[name]) <= recorded[name] + 2 for name in steps)
+    assert float(found["codes to nearest"]) + 10 < float(found["flash_adamw"])
+
+
+def test_the_table_of_instructions():
+    """What one thing less saves, up to the last such row."""
+    shared = {"bench": "instructions", "case": "step", "device": "a GPU", "jax": "1", "commit": "c"}
+    rows = [
+        shared | {"impl": name, "metric": "per_element", "value": value, "names": {"FMUL": 8}}
+        for name, value in (("all", 9.0), (instructions.LEAST, 7.5), ("another", 20.0))
+    ]
+    _, body, used = step_tables.instructions(rows)
+    assert [line[1:3] for line in body] == [["9.0", ""], ["7.5", "1.5"], ["20.0", ""]]
+    assert body[0][3] == "FMUL 8" and used == rows
