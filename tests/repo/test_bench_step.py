@@ -462,7 +462,7 @@ def test_instructions_of_a_step(capsys):
 
 
 def test_the_table_of_instructions():
-    """What one thing less saves, up to the last such row."""
+    """Savings of one thing less are given up to the last such row."""
     shared = {"bench": "instructions", "case": "step", "device": "a GPU", "jax": "1", "commit": "c"}
     rows = [
         shared | {"impl": name, "metric": "per_element", "value": value, "names": {"FMUL": 8}}

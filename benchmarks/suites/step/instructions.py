@@ -52,7 +52,7 @@ _TILE = re.compile(r"tensor<(\d+)x(\d+)xf32>")
 
 
 def instructions(cubin: bytes) -> collections.Counter[str]:
-    """How often each instruction stands in the machine code of a kernel."""
+    """Counts of each instruction in the machine code of a kernel."""
     import triton
 
     program = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
