@@ -214,7 +214,11 @@ def measured(case: str, timed: dict[str, Any], bytes_: int, repeats: int) -> rec
 )
 def main(args: argparse.Namespace) -> Iterator[records.Rows]:
     rows, columns = (16, 64) if args.tiny else (8192, 4096)
-    for name, made in cases(rows, columns).items():
+    found = cases(rows, columns)
+    names = [*found, *(f"step/{name}" for name in STEPS)]
+    if unknown := sorted({*(args.case or ())} - {*names}):
+        raise SystemExit(f"--case {' '.join(unknown)}: no such kernel; of {', '.join(names)}")
+    for name, made in found.items():
         if args.case and name not in args.case:
             continue
         make, given = made()

@@ -21,6 +21,12 @@ def test_records(tmp_path):
     assert rate == pytest.approx(moved / milliseconds / 1e9)
 
 
+def test_a_case_that_is_none():
+    """A misspelled name measures nothing and says so."""
+    with pytest.raises(SystemExit, match="fp8-norm/8x8: no such kernel; of .*fp8-norm, .*step/"):
+        kernels.main("--tiny --backends interpret --case fp8-norm/8x8".split())
+
+
 @pytest.mark.parametrize("name", kernels.cases(16, 64))
 def test_every_case_is_the_same_for_each_backend(name):
     make, given = kernels.cases(16, 64)[name]()
