@@ -16,6 +16,8 @@ import jax
 Rows = list[dict[str, Any]]
 
 RESULTS = Path(__file__).parent / "results"
+# the device of what is compiled for a GPU on a machine without one
+H100_NEVER_RUN = "NVIDIA H100 80GB HBM3 (compiled for, never run)"
 
 
 def commit() -> str:
@@ -139,10 +141,6 @@ def show(rows: Rows) -> None:
 
 def load(path: Path) -> Rows:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
-
-
-# the device of what is compiled for a GPU on a machine without one
-H100_NEVER_RUN = "NVIDIA H100 80GB HBM3 (compiled for, never run)"
 
 
 def all_records() -> Rows:

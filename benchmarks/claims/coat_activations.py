@@ -249,19 +249,15 @@ def _alike(rows: Rows, metric: str, ours: str, printed: float, what: str) -> Fin
     base, names = ALIKE[what]
     try:
         if metric == "planned_bytes":
-            ratio, used = _planned(rows, names[ours], base)
+            (ratio, used), pair = _planned(rows, names[ours], base), ""
         else:
             ratio, used = _ratio(rows, metric, names[ours], base, LEAN)
+            pair = f"{used[0]['value']:g} → {used[-1]['value']:g}: "
     except Missing:
         ratio, used = _ratio(rows, metric, ours, fit_tables.BASE)
         text = f"with split weights against f32 ones, whose layers keep all, x {ratio:.2f}"
         return judged(text, NOT_MEASURED, used, "Llama-3.2-3B")
-    if metric == "planned_bytes":
-        text = f"x {ratio:.2f}"
-    else:
-        batches = [used[0]["value"], used[-1]["value"]]
-        text = " → ".join(f"{one:g}" for one in batches) + f": x {ratio:.2f}"
-    text += ", against lean bf16 layers"
+    text = f"{pair}x {ratio:.2f}, against lean bf16 layers"
     return judged(text, _at_least(ratio, printed), used, "Llama-3.2-3B")
 
 

@@ -1,21 +1,24 @@
 """`flash_muon` beside `optax.contrib.muon`, from records of `step` and of the GPT's training."""
 
+import statistics
+
 import jax
 import jax.numpy as jnp
 
 from benchmarks import model_shapes
-from benchmarks.claims import Missing, values_of
+from benchmarks.claims import Missing, read
 from benchmarks.claims.findings import Trained
-from benchmarks.records import Rows, last, on_gpus, select
+from benchmarks.records import Rows, on_gpus
 from benchmarks.render import Rendered, Table
+from benchmarks.suites.step.tables import BASE
 
+OURS = "lowmem.step"
 STEP, RUN = "llama-3.2-1b/flash_muon", "gpt-42m batch=8/flash_muon"
 HEAD = ["Muon", "`optax.contrib.muon`, f32", "`flash_muon`, bf16", ""]
 
 
 def _of_step(rows: Rows, metric: str) -> tuple[float, float, Rows]:
-    own = on_gpus(select(rows, bench="step", case=STEP, metric=metric))
-    (plain, ours), used = values_of(*(last(own, impl=i) for i in ("optax-f32", "lowmem.step")))
+    (plain, ours), used = read(on_gpus(rows), BASE, OURS, bench="step", case=STEP, metric=metric)
     return plain, ours, used
 
 
@@ -36,7 +39,7 @@ def table(rows: Rows) -> Table:
         pair = Trained(RUN).pair(rows)
     except Missing:
         return HEAD, body, used
-    plain, ours = (f"{sum(one) / len(one):.4f}" for one in (pair.plain, pair.ours))
+    plain, ours = (f"{statistics.mean(one):.4f}" for one in (pair.plain, pair.ours))
     body.append([f"held-out loss, {pair.size}", plain, ours, str(pair.interval)])
     return HEAD, body, used + list(pair.rows)
 

@@ -102,6 +102,8 @@ def main(args: argparse.Namespace) -> Iterator[Rows]:
         kernels = stack.enter_context(triton_compiler.compiling(Path(cache)))
         for name, tx in STEPS.items():
             value, names = of_step(tx, kernels)
-            row = records.record("instructions", "step", name, "per_element", value, "")
-            yield [row | {"device": records.H100_NEVER_RUN, "names": dict(names.most_common(12))}]
+            yield [records.record(
+                "instructions", "step", name, "per_element", value, "",
+                device=records.H100_NEVER_RUN, names=dict(names.most_common(12)),
+            )]  # fmt: skip
     jax.clear_caches()
