@@ -24,6 +24,8 @@ from optax_lowmem._src.optimizers.adam_mini import flash_adam_mini as flash_adam
 from optax_lowmem._src.optimizers.adam_mini import q_adam_mini as q_adam_mini
 from optax_lowmem._src.optimizers.adam_mini import q_adamw as q_adamw
 from optax_lowmem._src.optimizers.adam_mini import scale_by_adam_mini as scale_by_adam_mini
+from optax_lowmem._src.optimizers.factored import flash_factored_adamw as flash_factored_adamw
+from optax_lowmem._src.optimizers.factored import scale_by_factored_adam as scale_by_factored_adam
 from optax_lowmem._src.optimizers.lion import flash_lion as flash_lion
 from optax_lowmem._src.optimizers.lion import scale_by_flash_lion as scale_by_flash_lion
 from optax_lowmem._src.optimizers.muon import flash_muon as flash_muon
@@ -77,6 +79,7 @@ __all__ = [
     "flash_adam",
     "flash_adam_mini",
     "flash_adamw",
+    "flash_factored_adamw",
     "flash_lion",
     "flash_muon",
     "flash_sgd",
@@ -94,6 +97,7 @@ __all__ = [
     "register_slot",
     "release",
     "scale_by_adam_mini",
+    "scale_by_factored_adam",
     "scale_by_flash_adam",
     "scale_by_flash_lion",
     "sharding",

@@ -105,12 +105,12 @@ def make(
     return Case(rule, plans, leaves, states, h, keys)
 
 
-def of_block(plan: LeafPlan, seed: int) -> jax.Array | None:
+def of_block(plan: LeafPlan, seed: int) -> Any:
     """Something for what blocks give their elements."""
     if plan.block is None:
         return None
     shape, rng = plan.block.mean_shape(plan.shape), np.random.default_rng(seed)
-    return jnp.asarray(rng.uniform(500, 1500, shape), jnp.float32)
+    return plan.block.operands(jnp.asarray(rng.uniform(500, 1500, shape), jnp.float32), plan.shape)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -240,6 +240,8 @@ def test_traced_anywhere(optimizer):
     tx = lowmem.OPTIMIZERS[optimizer].make(1e-3)
     text = lower_for_tpu(functools.partial(lowmem.step, tx), *abstract(tx))
     kernels = {"fused_update"} | ({"leaf_mean"} if optimizer == "stable_adamw" else set())
+    if optimizer == "flash_factored_adamw":  # rows and columns are XLA's
+        kernels = set()
     assert set(tpu_kernels_in(text)) == kernels
 
 

@@ -1,9 +1,11 @@
-"""A block: the elements of a leaf that share one second moment (Adam-mini)."""
+"""The elements of a leaf that share second moments: blocks (Adam-mini), rows and columns."""
 
 import dataclasses
 import functools
 import math
-from typing import Protocol
+import operator
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +54,33 @@ class Block:
     def elementwise(self) -> bool:
         """Return whether every element has its own second moment, as in Adam."""
         return not self.axes and self.heads is None
+
+    @property
+    def parts(self) -> "tuple[Block, ...]":
+        """The blocks whose means, `joined`, are v_mean: itself."""
+        return (self,)
+
+    def joined(self, means: Sequence[jax.Array]) -> jax.Array:
+        """v_mean, from the means over `parts`."""
+        (mean,) = means
+        return mean
+
+    @property
+    def shapeless(self) -> "Block":
+        """The same for all blocks with as many `parts`."""
+        return Block()
+
+    def operands(self, v: jax.Array, shape: tuple[int, ...]) -> Any:
+        """What a step of a leaf of this shape takes of v_mean: an array for each of `parts`."""
+        del shape
+        return v
+
+    def of_elements(self, operands: Any, shape: tuple[int, ...]) -> jax.Array:
+        """`operands` for each element: the product of those of the parts."""
+        fitted = self.fit(shape)
+        arrays = jax.tree.leaves(operands)
+        pairs = zip(fitted.parts, arrays, strict=True)
+        return product([part.spread(x, shape) for part, x in pairs])
 
     def fit(self, shape: tuple[int, ...], path: str = "") -> "Block":
         """The same block with axes counted from 0 and in order, checked against a leaf.
@@ -131,6 +160,76 @@ class Block:
         return viewed, tuple(sorted(axes))
 
 
+@dataclasses.dataclass(frozen=True)
+class Factors(Block):
+    r"""Means over the rows and over the columns of matrices, for v of each element (Adafactor).
+
+    .. math:: R_i = \mathrm{mean}_j\, v_{ij}, \quad C_j = \mathrm{mean}_i\, v_{ij}, \quad
+      v_{ij} \approx R_i C_j / \mathrm{mean}_i R_i
+
+    which has the means that v has over rows and columns, and is v where v has rank one (Shazeer &
+    Stern, 2018, section 3). v_mean has R, then C, along its last axis, after the axes of the leaf
+    that are neither.
+
+    Attributes:
+      axes: the two axes of the matrices.
+
+    Example:
+      >>> Factors(axes=(1, 2)).mean_shape((12, 256, 512))
+      (12, 768)
+    """
+
+    @property
+    def parts(self) -> tuple[Block, ...]:
+        """Rows, and columns."""
+        one, other = self.axes
+        return Block((other,)), Block((one,))
+
+    def joined(self, means: Sequence[jax.Array]) -> jax.Array:
+        """R and C in one array."""
+        one, other = self.axes
+        vectors = [
+            jnp.moveaxis(mean.squeeze(averaged), kept, -1)
+            for mean, averaged, kept in zip(means, (other, one), (one, other - 1), strict=True)
+        ]
+        return jnp.concatenate(vectors, axis=-1)
+
+    @property
+    def shapeless(self) -> "Block":
+        """The same for all rows and columns."""
+        return Factors((0, 1))
+
+    def operands(self, v: jax.Array, shape: tuple[int, ...]) -> Any:
+        """R over its mean, and C, in the rank of the leaf; NaN if an R is infinite or NaN."""
+        one, other = self.fit(shape).axes
+        rows, columns = v[..., : shape[one]], v[..., shape[one] :]
+        mean = jnp.mean(rows, axis=-1, keepdims=True)
+        # R / inf would be 0, and the steps of the rows that are finite far too large
+        mean = jnp.where(mean < jnp.inf, mean, jnp.nan)
+        share = rows / jnp.where(mean == 0, 1, mean)
+        kept = (share, one, other), (columns, other - 1, one)
+        return tuple(jnp.expand_dims(jnp.moveaxis(x, -1, to), at) for x, to, at in kept)
+
+    def mean_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of R and C in one array."""
+        axes = self.fit(shape).axes
+        others = tuple(size for axis, size in enumerate(shape) if axis not in axes)
+        return (*others, sum(shape[axis] for axis in axes))
+
+    def mean(self, x: ArrayLike, in_parts: bool = True) -> jax.Array:
+        """R and C of v; see `Block.mean`."""
+        fitted = self.fit(jnp.shape(x))
+        return fitted.joined([part.mean(x, in_parts) for part in fitted.parts])
+
+    def spread(self, v: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """R C over the mean of R, for each element."""
+        return self.of_elements(self.operands(v, shape), shape)
+
+    def view(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Raises: rows and columns are two means, of which `parts` have the views."""
+        raise NotImplementedError("Factors have two means: take the views of their parts")
+
+
 def _mean_along_all(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """The mean over axes, kept with size 1."""
     length = math.prod(x.shape[axis] for axis in axes)
@@ -154,6 +253,11 @@ def _mean_along_one(x: jax.Array, axis: int) -> jax.Array:
         parts = x.reshape(*x.shape[:axis], length // _PART, _PART, *x.shape[axis + 1 :])
         x, length = jnp.sum(parts * jnp.float32(1 / _PART), axis=axis + 1), length // _PART
     return jnp.sum(x * jnp.float32(1 / length), axis=axis, keepdims=True)
+
+
+def product(values: Sequence[jax.Array]) -> jax.Array:
+    """What the operands of a block's parts are together."""
+    return functools.reduce(operator.mul, values)
 
 
 class BlockStructure(Protocol):

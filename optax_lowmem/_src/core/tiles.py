@@ -1,13 +1,14 @@
 """Loads and stores of tiles inside a GPU kernel, whatever runs it (see `gpu_kernel`)."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._src.core import groups, random
-from optax_lowmem._src.core.block import Block
+from optax_lowmem._src.core.block import Block, product
 from optax_lowmem._src.core.gpu_kernel import Index, Operand, Run
 from optax_lowmem._src.core.groups import Tiling
 
@@ -96,8 +97,21 @@ def load_scales(tiling: Tiling, x: Operand, tile: jax.Array) -> jax.Array:
     return x.load(_scales(tiling, tile), mask=_row_mask(tiling, tile))
 
 
-def load_of_block(tiling: Tiling, block: Block, x: Operand, tile: jax.Array) -> jax.Array:
-    """Load the block-wise values of a tile: [rows, 1], or [rows, lanes] where lanes differ."""
+def load_of_block(tiling: Tiling, block: Block, operands: Any, tile: jax.Array) -> jax.Array:
+    """Load the block-wise values of a tile: [rows, 1], or [rows, lanes] where lanes differ.
+
+    Args:
+      tiling: of the leaf.
+      block: the leaf's.
+      operands: `Block.operands`.
+      tile: its number.
+    """
+    parts = block.fit(tiling.shape).parts
+    pairs = zip(parts, jax.tree.leaves(operands), strict=True)
+    return product([_load_of_part(tiling, part, x, tile) for part, x in pairs])
+
+
+def _load_of_part(tiling: Tiling, block: Block, x: Operand, tile: jax.Array) -> jax.Array:
     values, size = block.mean_shape(tiling.shape), tiling.group_size
     positions = [index[:, None] for index in _coordinates(tiling, tile)]
     # neighbours along each axis with one value

@@ -23,11 +23,17 @@ from optax_lowmem._src.optimizers.adam_mini import (
     q_adamw,
     scale_by_adam_mini,
 )
+from optax_lowmem._src.optimizers.factored import (
+    FactoredRule,
+    flash_factored_adamw,
+    scale_by_factored_adam,
+)
 from optax_lowmem._src.optimizers.lion import LionRule, flash_lion, scale_by_flash_lion
 from optax_lowmem._src.optimizers.muon import MuonRule, flash_muon
 from optax_lowmem._src.optimizers.record import Constructor, OptimizerRecord
 from optax_lowmem._src.optimizers.sgd import GradientRule, MomentumRule, flash_sgd, flash_trace
 from optax_lowmem._src.optimizers.stable_adamw import StableAdamRule, stable_adamw
+from optax_lowmem._src.update.storage import Storage
 from optax_lowmem._src.wrappers.update_clipping import update_clipping
 
 
@@ -49,6 +55,11 @@ def _mini(make: Constructor) -> Constructor:
     return functools.partial(make, blocks=Structure(default="whole"))
 
 
+def _factored(make: Constructor, **more: Any) -> Constructor:
+    """With rows and columns of small matrices too."""
+    return functools.partial(make, min_dim_size_to_factor=2, **more)
+
+
 _ADAM_FIELDS = {"mu": "ScaleByAdamState.mu", "nu": "ScaleByAdamState.nu"}
 
 
@@ -65,12 +76,14 @@ def _adamw(make: Constructor, **more: Any) -> OptimizerRecord:
     )
 
 
-def _adam_mini(make: Constructor, **more: Any) -> OptimizerRecord:
-    """Adam-mini, which optax has not: a run goes on from AdamW's state."""
+def _of_fewer(
+    rule: AdamMiniRule, make: Constructor, plain: Constructor, **more: Any
+) -> OptimizerRecord:
+    """AdamW with fewer second moments, which optax has not: a run goes on from AdamW's state."""
     return OptimizerRecord(
-        rule=AdamMiniRule(),
-        make=_mini(make),
-        plain=_mini(adam_mini),
+        rule=rule,
+        make=make,
+        plain=plain,
         learning_rate=1e-2,
         optax_fields=_ADAM_FIELDS,
         counterpart=optax.adamw,
@@ -78,6 +91,10 @@ def _adam_mini(make: Constructor, **more: Any) -> OptimizerRecord:
         plain_scale_by=optax.scale_by_adam,
         **more,
     )
+
+
+def _adam_mini(make: Constructor, **more: Any) -> OptimizerRecord:
+    return _of_fewer(AdamMiniRule(), _mini(make), _mini(adam_mini), **more)
 
 
 # Of several records with one rule, conversion to optax takes the first.
@@ -103,6 +120,12 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
     "q_adamw": _adamw(q_adamw),
     "q_adam_mini": _adam_mini(q_adam_mini),
     "flash_adam_mini": _adam_mini(flash_adam_mini, scale_by=_mini(scale_by_adam_mini)),
+    "flash_factored_adamw": _of_fewer(
+        FactoredRule(),
+        _factored(flash_factored_adamw),
+        _factored(flash_factored_adamw, storage=Storage.full_precision()),
+        scale_by=_factored(scale_by_factored_adam),
+    ),
     "flash_lion": OptimizerRecord(
         rule=LionRule(),
         make=flash_lion,

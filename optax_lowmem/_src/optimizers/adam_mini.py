@@ -36,11 +36,17 @@ class AdamMiniRule(AdamRule):
 
     prepares = "blocks"
 
+    def averaged(
+        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
+    ) -> jax.Array:
+        """The new v; `g` is the mean of g^2."""
+        return h["b2"] * slots["nu"] + h["one_minus_b2"] * g
+
     def prepare(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """1 / (sqrt(vhat + eps_root) + eps), and the new v; `g` is the mean of g^2."""
-        nu = h["b2"] * slots["nu"] + h["one_minus_b2"] * g
+        nu = self.averaged(g, slots, h)
         # of an infinite v inf / inf, not 0: the block would stop for good, and nobody would see it
         one = jnp.where(nu < jnp.inf, jnp.float32(1), nu)
         return {OF_BLOCK: numerics.quotient(one, self.denominator(nu, h))}, {"nu": nu}

@@ -188,6 +188,22 @@ def means_of_squares(
     if not gradients:
         return []
     check_blocks(blocks)
+    parts = [block.fit(g.shape).parts for block, g in zip(blocks, gradients, strict=True)]
+    flat = [g for own, g in zip(parts, gradients, strict=True) for _ in own]
+    means = iter(_means([part for own in parts for part in own], flat, scale, implementation))
+    return [
+        block.fit(g.shape).joined([next(means) for _ in own])
+        for block, g, own in zip(blocks, gradients, parts, strict=True)
+    ]
+
+
+def _means(
+    blocks: Sequence[Block],
+    gradients: Sequence[jax.Array],
+    scale: jax.Array | None,
+    implementation: str | None,
+) -> list[jax.Array]:
+    """`means_of_squares` of blocks with one mean each."""
     means: dict[int, jax.Array] = {}
     pairs = list(zip(blocks, gradients, strict=True))
     chosen = [i for i, pair in enumerate(pairs) if supported(*pair, implementation) is None]

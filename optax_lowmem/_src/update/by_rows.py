@@ -71,13 +71,15 @@ def _rows(shape: tuple[int, ...], axis: int) -> int | None:
 
 def _of_block(
     plan: LeafPlan, h: Mapping[str, jax.Array], cut: Callable[[jax.Array], jax.Array]
-) -> dict[str, jax.Array]:
+) -> dict[str, Any]:
     """The block-wise values of some rows, where there are any."""
     if plan.block is None:
         return {}
-    viewed, axes = plan.block.view(plan.shape)
-    values = h[OF_BLOCK].reshape([1 if i in axes else size for i, size in enumerate(viewed)])
-    return {OF_BLOCK: cut(values)}
+    cuts = []
+    for part, x in zip(plan.block.fit(plan.shape).parts, jax.tree.leaves(h[OF_BLOCK]), strict=True):
+        viewed, axes = part.view(plan.shape)
+        cuts.append(cut(x.reshape([1 if i in axes else size for i, size in enumerate(viewed)])))
+    return {OF_BLOCK: jax.tree.unflatten(jax.tree.structure(h[OF_BLOCK]), cuts)}
 
 
 def _blocks(

@@ -47,8 +47,6 @@ def _unsupported(kernel: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
         return "a 0-d or empty leaf has no tiles"
     if size > MAX_ELEMENTS:
         return f"{size} elements, more than a kernel's 32-bit offsets reach"
-    if plan.block is not None and plan.block.elementwise:
-        return "a second moment for each element, in f32: plain elementwise work"
     if kernel == _TPU:
         from optax_lowmem._src.update import pallas_tpu
 

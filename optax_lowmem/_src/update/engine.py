@@ -590,10 +590,19 @@ def prepare_leaves(
         rows = zip(plans, gradients, weights, states, strict=True)
         return [_prepare_leaf(rule, *row, h, implementation) for row in rows], list(shared)
     # where blocks lie on several devices XLA finds it out, on Explicit axes too
-    lies = [jax.tree.map(explicit.sharding_of, (s.slots[0], s)) for s in shared]
-    work = functools.partial(_prepare_blocks, rule, plans, implementation)
+    blocks = [plan.block or Block() for plan in plans]
+    lies = [
+        (_lies(block, s.slots[0]), jax.tree.map(explicit.sharding_of, s))
+        for block, s in zip(blocks, shared, strict=True)
+    ]
+    work = functools.partial(_prepare_blocks, rule, plans, blocks, implementation)
     found = explicit.left_to_xla(work, lies, gradients, shared, h, keys)
     return [{**h, OF_BLOCK: given} for given, _ in found], [new for _, new in found]
+
+
+def _lies(block: Block, v: jax.Array) -> Any:
+    """The shardings of `Block.operands`: that of v where they are it; else XLA's choice."""
+    return explicit.sharding_of(v) if len(block.parts) == 1 else (None,) * len(block.parts)
 
 
 def _prepare_leaf(
@@ -649,14 +658,14 @@ class _OfBlocks(UpdateRule):
 def _prepare_blocks(
     rule: UpdateRule,
     plans: Sequence[LeafPlan],
+    blocks: Sequence[Block],
     implementation: str | None,
     gradients: Sequence[jax.Array],
     shared: Sequence[LeafState],
     h: Mapping[str, jax.Array],
     keys: jax.Array,
-) -> list[tuple[jax.Array, LeafState]]:
-    """(Operand, new state of the shared slots) of the blocks of every leaf."""
-    blocks = [plan.block or Block() for plan in plans]
+) -> list[tuple[Any, LeafState]]:
+    """(`Block.operands`, new state of the shared slots) of every leaf."""
     scale = h.get("gradient_scale")
     means = block_means.means_of_squares(blocks, gradients, scale, implementation)
     flat = [s._replace(slots=tuple(x.reshape(-1) for x in s.slots)) for s in shared]
@@ -670,7 +679,10 @@ def _prepare_blocks(
             _OfBlocks(rule), of_values, rows, nothing, flat, own, keys, implementation
         )
     shaped = []
-    for mean, old, (given, state) in zip(means, shared, found, strict=True):
+    for plan, block, mean, old, (given, state) in zip(
+        plans, blocks, means, shared, found, strict=True
+    ):
         slots = tuple(x.reshape(o.shape) for x, o in zip(state.slots, old.slots, strict=True))
-        shaped.append((given.reshape(mean.shape), state._replace(slots=slots)))
+        operands = block.operands(given.reshape(mean.shape), plan.shape)
+        shaped.append((operands, state._replace(slots=slots)))
     return shaped

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._src.core import groups, jax_triton_call, numerics, random, triton_source
+from optax_lowmem._src.core.block import Block, product
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tile, Tiling
 from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
 from optax_lowmem._src.update.operands import (
@@ -33,6 +34,7 @@ _MAX_LANES = 1 << 16
 _MAX_POINTERS = 480  # CUDA takes 4 KiB of arguments
 _VECTOR = 8  # neighbours that a thread takes at once
 
+_OF_PARTS = ("of_block", "of_block_too")  # block-wise values of both parts that a block may have
 _TABLES = ("scalars", "keys", "lane_bits")
 _STATICS = (
     "LEAVES",
@@ -75,7 +77,7 @@ def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
         tuple(slot.codec.scale.dtype for slot in plan.slots if slot.codec),
     )
     lanes = Tiling((32,), plan.group_size, 1).lanes
-    body = _Body(rule, plan, Leaf(*dtypes), (), False, 4, lanes, False)
+    body = _Body(rule, plan, Leaf(*dtypes), (), False, 4, lanes, (False, False))
     return triton_source.missing(body.jaxpr(AnyHyperparameters()))
 
 
@@ -133,14 +135,14 @@ class _Kind:
       flat: whether all groups are full.
       alignment: a divisor of the offsets and sizes of all groups.
       elements: elements per tile.
-      by_lane: whether a group has elements of several blocks.
+      by_lane: of both parts that a block may have, whether a group has elements of several.
     """
 
     lanes: int
     flat: bool
     alignment: int
     elements: int
-    by_lane: bool
+    by_lane: tuple[bool, ...]
 
     @classmethod
     def of(cls, plan: LeafPlan, tile: Tile) -> "_Kind":
@@ -150,7 +152,7 @@ class _Kind:
         # then has numbers of many groups to keep
         vectors = tiling.flat or alignment == _VECTOR
         elements = tile.elements if vectors else tile.elements // 2
-        by_lane = any(axis[-1] for axis in _block_axes(plan))
+        by_lane = tuple(any(axis[-1] for axis in part) for part in _block_axes(plan))
         return cls(tiling.lanes, tiling.flat, alignment, max(elements, tiling.lanes), by_lane)
 
     def tiling(self, plan: LeafPlan) -> Tiling:
@@ -171,7 +173,7 @@ def _launch(
     tilings = [kind.tiling(plan) for plan in plans]
     starts = itertools.accumulate((tiling.tiles for tiling in tilings), initial=0)
     layout = tuple(
-        (start, plan.shape[-1], tiling.groups, _places(plan), _block_axes(plan))
+        (start, plan.shape[-1], tiling.groups, _places(plan), *_block_axes(plan))
         for start, plan, tiling in zip(starts, plans, tilings, strict=False)
     )
     results = [output(plan, leaf) for plan, leaf in zip(plans, leaves, strict=True)]
@@ -237,15 +239,24 @@ def _places(plan: LeafPlan) -> tuple[tuple[int, int], ...]:
     )
 
 
-def _block_axes(plan: LeafPlan) -> tuple[tuple[int | bool, ...], ...]:
+_Axes = tuple[tuple[int | bool, ...], ...]
+
+
+def _block_axes(plan: LeafPlan) -> tuple[_Axes, _Axes]:
+    """`_part_axes` of both parts that a block may have."""
+    if plan.block is None:
+        return (), ()
+    first, *more = (_part_axes(plan, part) for part in plan.block.fit(plan.shape).parts)
+    return first, more[0] if more else ()
+
+
+def _part_axes(plan: LeafPlan, block: Block) -> _Axes:
     """The way from the number of a group to that of its block, as the kernel's LEAVES have it.
 
     Of each axis with several blocks: the groups below, the groups along it, the neighbours with one
     value, the blocks below, and whether those neighbours are lanes.
     """
-    if plan.block is None:
-        return ()
-    size, values = plan.group_size, plan.block.mean_shape(plan.shape)
+    size, values = plan.group_size, block.mean_shape(plan.shape)
     shape = groups.scale_shape(plan.shape, size)
     found: list[tuple[int | bool, ...]] = []
     for axis, (length, count) in enumerate(zip(plan.shape, values, strict=True)):
@@ -275,7 +286,7 @@ class _Body:
       per_leaf: whether each leaf has its own.
       rows: of a tile.
       lanes: of a tile.
-      by_lane: whether block-wise values are those of elements.
+      by_lane: of both parts that a block may have, whether its values are those of elements.
     """
 
     rule: UpdateRule
@@ -285,7 +296,7 @@ class _Body:
     per_leaf: bool
     rows: int
     lanes: int
-    by_lane: bool
+    by_lane: tuple[bool, ...]
 
     @functools.cached_property
     def roles(self) -> Any:
@@ -296,7 +307,11 @@ class _Body:
 
         slots: Any = tuple(slot.name for slot in self.plan.slots)
         coded: Any = tuple(f"{slot.name}_scale" for slot in self.plan.slots if slot.codec)
-        return Leaf(named("g"), named("p"), named("correction"), slots, coded, named("of_block"))
+        return Leaf(named("g"), named("p"), named("correction"), slots, coded, self._of_block())
+
+    def _of_block(self) -> Any:
+        structure = jax.tree.structure(self.dtypes.of_block)
+        return jax.tree.unflatten(structure, _OF_PARTS[: structure.num_leaves])
 
     @property
     def packed(self) -> dict[str, int]:
@@ -340,12 +355,12 @@ class _Body:
                 for field, rank in shaped.items()
             },
             slots=slots,
-            of_block=jax.tree.map(
-                lambda dtype: jax.ShapeDtypeStruct(
-                    shapes[2] if self.by_lane else (self.rows, 1), dtype
-                ),
-                self.dtypes.of_block,
-            ),
+            of_block=[
+                jax.ShapeDtypeStruct(shapes[2] if by_lane else (self.rows, 1), dtype)
+                for by_lane, dtype in zip(
+                    self.by_lane, jax.tree.leaves(self.dtypes.of_block), strict=False
+                )
+            ],
         )
         h = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in self.names}
         place = jax.ShapeDtypeStruct((self.rows,), jnp.uint32)
@@ -354,8 +369,8 @@ class _Body:
 
         def traced(leaf: Leaf, h: Any, place: Any, lane: Any, exists: Any) -> Result:
             h = h if others is None else others
-            if leaf.of_block is not None:
-                h = {**h, OF_BLOCK: leaf.of_block}
+            if leaf.of_block:
+                h = {**h, OF_BLOCK: product(leaf.of_block)}
             noise = (random.mix(place)[:, None], lane) if self.plan.noisy else None
             with _arithmetic():
                 return step_tile(
@@ -381,7 +396,8 @@ class _Body:
         pointers = "".join(f"({', '.join(names)}), " for names in leaves)
         lines = [
             f"arrays = ({pointers})",
-            "pointers, leaf, first, count, place, begin, size, row, length, block = find_leaf(",
+            "(pointers, leaf, first, count, place, begin, size, row, length,",
+            f"    {', '.join(f'number_{part}' for part in _OF_PARTS)}) = find_leaf(",
             "    arrays, tl.program_id(0), LEAVES, 0, len(LEAVES), GROUP_SIZE, ROWS, LANES,",
             "    ALIGNMENT, BY_LANE)",
             f"{', '.join(f'{role}_at' for role in [*roles, 'update'])} = pointers",
@@ -392,9 +408,9 @@ class _Body:
         ]
         nothing = {
             "correction": self.plan.split.zero if self.plan.split is not None else 0,
-            "of_block": 1.0,
+            **dict.fromkeys(_OF_PARTS, 1.0),
         }
-        late = {"of_block", *self.roles.scales}  # what several programs read, or one several times
+        late = {*_OF_PARTS, *self.roles.scales}  # what several programs read, or one several times
         where = dict.fromkeys(roles, "offsets, mask")
         where |= dict.fromkeys(self.roles.scales, "group, exists")
         for role, codes in self.packed.items():
@@ -403,7 +419,8 @@ class _Body:
                 f"{where[role]} = bytes_of_codes(group, exists, begin, size, row, length,",
                 f"    {self.bytes_of(codes)}, FLAT, ALIGNMENT, {codes})",
             ]
-        where["of_block"] = "block, mask" if self.by_lane else "block, exists[:, None]"
+        for part, by_lane in zip(_OF_PARTS, self.by_lane, strict=True):
+            where[part] = f"number_{part}, {'mask' if by_lane else 'exists[:, None]'}"
         first = f"leaf * {len(self.names)} + " if self.per_leaf else ""
         lines += [  # tables first: nothing that is loaded early has to wait for them
             "lane = tl.load(lane_bits + leaf * LANES + lanes)",

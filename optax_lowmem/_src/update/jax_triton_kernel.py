@@ -42,31 +42,31 @@ def _factor(leaves, index, axis):
 
 
 @triton.constexpr_function
-def _block_axes(leaves, index):
-    return len(leaves[index][4])
+def _block_axes(leaves, index, part):
+    return len(leaves[index][4 + part])
 
 
 @triton.constexpr_function
-def _block_axis(leaves, index, axis, field):
-    return leaves[index][4][axis][field]
+def _block_axis(leaves, index, part, axis, field):
+    return leaves[index][4 + part][axis][field]
 
 
 @triton.jit
-def _block_of(group, leaves: tl.constexpr, INDEX: tl.constexpr, LANES: tl.constexpr,
-              GROUP_SIZE: tl.constexpr, BY_LANE: tl.constexpr):  # fmt: skip
+def _block_of(group, leaves: tl.constexpr, INDEX: tl.constexpr, PART: tl.constexpr,
+              LANES: tl.constexpr, GROUP_SIZE: tl.constexpr, BY_LANE: tl.constexpr):  # fmt: skip
     """Number of the block of each group, [rows, 1]; BY_LANE of each element, [rows, lanes]."""
     number = group[:, None] * 0
-    if BY_LANE:
+    if BY_LANE[PART]:
         number += tl.arange(0, LANES)[None, :] * 0
-    for axis in tl.static_range(_block_axes(leaves, INDEX)):
-        position = (group // _block_axis(leaves, INDEX, axis, 0))[:, None]
-        position = position % _block_axis(leaves, INDEX, axis, 1)
-        if _block_axis(leaves, INDEX, axis, 4):
+    for axis in tl.static_range(_block_axes(leaves, INDEX, PART)):
+        position = (group // _block_axis(leaves, INDEX, PART, axis, 0))[:, None]
+        position = position % _block_axis(leaves, INDEX, PART, axis, 1)
+        if _block_axis(leaves, INDEX, PART, axis, 4):
             position = position * GROUP_SIZE + tl.arange(0, LANES)[None, :]
         # no division by 1: after one Triton does not see that neighbours are side by side
-        if _block_axis(leaves, INDEX, axis, 2) > 1:
-            position = position // _block_axis(leaves, INDEX, axis, 2)
-        number += position * _block_axis(leaves, INDEX, axis, 3)
+        if _block_axis(leaves, INDEX, PART, axis, 2) > 1:
+            position = position // _block_axis(leaves, INDEX, PART, axis, 2)
+        number += position * _block_axis(leaves, INDEX, PART, axis, 3)
     return number
 
 
@@ -89,7 +89,8 @@ def find_leaf(
       the pointers of the leaf; its index; the first group of the tile; the number of groups of the
       leaf; and, per group of the tile, the number that its random bits are mixed from, its offset
       in the array and its number of elements, the last two in units of ALIGNMENT, its row; the
-      length of rows; and the number of each group's block, or with BY_LANE that of each element's.
+      length of rows; and for both parts that a block may have the number of each group's block, or
+      with BY_LANE that of each element's.
     """
     if HIGH - LOW == 1:
         first = (program - _first_tile(LEAVES, LOW)) * ROWS
@@ -106,9 +107,10 @@ def find_leaf(
         for axis in tl.static_range(_rank(LEAVES, LOW)):
             quotient = group.to(tl.uint32) // _below(LEAVES, LOW, axis)
             place += quotient * _factor(LEAVES, LOW, axis)
-        block = _block_of(group, LEAVES, LOW, LANES, GROUP_SIZE, BY_LANE)
+        block = _block_of(group, LEAVES, LOW, 0, LANES, GROUP_SIZE, BY_LANE)
+        other = _block_of(group, LEAVES, LOW, 1, LANES, GROUP_SIZE, BY_LANE)
         length = tl.full((), N, tl.int32)
-        return arrays[LOW], leaf, first, count, place, begin, size, row, length, block
+        return arrays[LOW], leaf, first, count, place, begin, size, row, length, block, other
     else:
         MIDDLE: tl.constexpr = (LOW + HIGH) // 2
         if program < _first_tile(LEAVES, MIDDLE):

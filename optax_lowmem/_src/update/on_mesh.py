@@ -43,8 +43,8 @@ def supported(rule: UpdateRule, plan: LeafPlan, place: Placement) -> str | None:
     return place.cut_groups(plan.shape, plan.group_size) if plan.grouped or plan.noisy else None
 
 
-def _of_block(plan: LeafPlan, place: Placement) -> PartitionSpec | None:
-    """Return how values of blocks lie beside the parts of a leaf; None where parts cut heads.
+def _of_block(plan: LeafPlan, place: Placement) -> Any:
+    """Return how `Block.operands` lie beside the parts of a leaf; None where parts cut heads.
 
     Blocks may lie on several devices: each has their value.
     """
@@ -52,8 +52,11 @@ def _of_block(plan: LeafPlan, place: Placement) -> PartitionSpec | None:
     block = plan.block.fit(plan.shape)
     if block.heads and place.parts(block.heads[0]) > 1:
         return None
-    axes = [() if axis in block.axes else own for axis, own in enumerate(place.axes)]
-    return PartitionSpec(*map(entry, axes))
+    specs = []
+    for part in block.parts:
+        axes = [() if axis in part.axes else own for axis, own in enumerate(place.axes)]
+        specs.append(PartitionSpec(*map(entry, axes)))
+    return specs[0] if len(specs) == 1 else tuple(specs)
 
 
 def measured(

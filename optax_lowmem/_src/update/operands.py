@@ -36,7 +36,7 @@ class Leaf(NamedTuple):
     correction: jax.Array | None
     slots: tuple[jax.Array, ...]
     scales: tuple[jax.Array, ...]  # of the compressed slots only
-    of_block: jax.Array | None = None  # block-wise values, one per block
+    of_block: Any = None  # `Block.operands`: block-wise values, one per block
 
 
 class Result(NamedTuple):
@@ -56,7 +56,7 @@ def leaf_of(
     g: jax.Array,
     p: jax.Array | None,
     state: LeafState,
-    of_block: jax.Array | None = None,
+    of_block: Any = None,
 ) -> Leaf:
     """The arrays that a kernel takes."""
     correction = state.correction if p is not None and plan.split is not None else None

@@ -50,7 +50,7 @@ _KNOWN = frozenset(
 
 def unsupported(rule: UpdateRule, plan: LeafPlan) -> str | None:
     """Return the reason why this kernel cannot take a leaf, or None."""
-    reason = lanes.unsupported(plan.shape, plan.group_size) or _block_reason(plan)
+    reason = _block_reason(plan) or lanes.unsupported(plan.shape, plan.group_size)
     if reason is not None:
         return reason
     for several in map(several_in_a_byte, plan.slots):
@@ -66,6 +66,10 @@ def unsupported(rule: UpdateRule, plan: LeafPlan) -> str | None:
 def _block_reason(plan: LeafPlan) -> str | None:
     if plan.block is None:
         return None
+    if plan.block.elementwise:
+        return "a second moment for each element, in f32: plain elementwise work"
+    if len(plan.block.parts) > 1:
+        return "its second moments are of rows and columns"
     *leading, rows, columns = plan.block.mean_shape(plan.shape)
     if columns == 1 or rows == 1 and (math.prod(leading) == 1 or plan.shape[-2] % LANES == 0):
         return None

@@ -77,7 +77,7 @@ class LeafPlan:
     @property
     def shapeless(self) -> "LeafPlan":
         """The same for every leaf that a kernel can take along: they differ in where things lie."""
-        block = None if self.block is None else Block()
+        block = self.block and self.block.shapeless
         return dataclasses.replace(self, path="", shape=(), block=block)
 
     @property

@@ -56,7 +56,7 @@ class Whole:
         """Hyperparameters that broadcast to the elements."""
         if self.plan.block is None:
             return h
-        return {**h, OF_BLOCK: self.plan.block.spread(h[OF_BLOCK], self.plan.shape)}
+        return {**h, OF_BLOCK: self.plan.block.of_elements(h[OF_BLOCK], self.plan.shape)}
 
     def unpack(self, codec: GroupCodec, stored: jax.Array) -> jax.Array:
         """Codes of what is stored."""

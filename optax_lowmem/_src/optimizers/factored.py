@@ -1,0 +1,226 @@
+"""AdamW whose second moments are kept as means of rows and columns (Adafactor, section 3)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+import optax
+from jax.typing import DTypeLike
+
+from optax_lowmem._src.blocks.structure import Structure
+from optax_lowmem._src.core import numerics, trees
+from optax_lowmem._src.core.block import Block, Factors, is_int
+from optax_lowmem._src.core.rules import OF_BLOCK
+from optax_lowmem._src.core.typing import ScalarOrSchedule
+from optax_lowmem._src.optimizers.adam import adam_moments, is_zero
+from optax_lowmem._src.optimizers.adam_mini import AdamMiniRule
+from optax_lowmem._src.optimizers.schedule import direction, optimizer
+from optax_lowmem._src.update.storage import Storage
+
+
+_LEAST = 128  # as of optax.adafactor; not the argument's default, which injection would trace
+
+
+@dataclasses.dataclass(frozen=True)
+class FactoredRule(AdamMiniRule):
+    r"""Adam with vhat of each element from the means of its row and of its column."""
+
+    def prepare(
+        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
+    ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
+        """The new means, as an operand too; `g` is the means of g^2."""
+        nu = self.averaged(g, slots, h)
+        return {OF_BLOCK: nu}, {"nu": nu}
+
+    def update(
+        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The direction and the new m."""
+        mu = h["b1"] * slots["mu"] + h["one_minus_b1"] * g
+        return numerics.quotient(mu, self.denominator(h[OF_BLOCK], h)), {"mu": mu}
+
+
+@dataclasses.dataclass(frozen=True)
+class Factorable:
+    """Which leaves have rows and columns: a `BlockStructure`.
+
+    Attributes:
+      min_dim_size_to_factor: least size of the two largest axes, which are those of the matrices;
+        None is 128.
+    """
+
+    min_dim_size_to_factor: int | None = None
+
+    def __post_init__(self) -> None:
+        size = self.min_dim_size_to_factor
+        if size is not None and (not is_int(size) or size < 1):
+            raise ValueError(
+                "min_dim_size_to_factor is a size of at least 1, known when tracing, or None; got "
+                f"{size!r}. Inside inject_hyperparams name it in static_args."
+            )
+
+    def infer(self, params: optax.Params) -> dict[str, Block]:
+        """The two axes of each leaf, or a value for each element."""
+        return {path: self._of(tuple(leaf.shape)) for path, leaf in trees.named_leaves(params)}
+
+    def _of(self, shape: tuple[int, ...]) -> Block:
+        least, each = self.min_dim_size_to_factor or _LEAST, "a value an element"
+        if len(shape) < 2:
+            return Block(words=each, reason="it has no rows and columns")
+        axes = sorted(int(axis) for axis in np.argsort(shape, kind="stable")[-2:])
+        if min(shape[axis] for axis in axes) < least:
+            return Block(words=each, reason=f"fewer than two of its axes have {least} or more")
+        names = f"axes {axes[0]} and {axes[1]}"
+        return Factors(tuple(axes), words="rows and columns", reason=f"of {names}, its largest")
+
+    def embeddings(self, params: optax.Params) -> set[str]:
+        """Paths of the embedding tables."""
+        return Structure().embeddings(params)
+
+    def warn(self, params: optax.Params) -> None:
+        """Nothing: no leaf is a guess."""
+
+
+def scale_by_factored_adam(
+    b1: float | jax.Array = 0.9,
+    b2: ScalarOrSchedule = 0.999,
+    eps: float | jax.Array = 1e-8,
+    eps_root: float | jax.Array = 0.0,
+    mu_dtype: DTypeLike | None = None,
+    *,
+    min_dim_size_to_factor: int | None = None,
+    storage: Storage = Storage.full_precision(),  # noqa: B008 (frozen)
+) -> optax.GradientTransformationExtraArgs:
+    r"""`optax.scale_by_adam` with second moments of rows and columns.
+
+    The direction of `flash_factored_adamw` alone, whose docstring has the mathematics, without
+    learning rate, weight decay or master weights: those are other links of a chain, and
+    `split_master_weights` around it. The first five arguments, their order and their defaults are
+    those of `optax.scale_by_adam`.
+
+    Args:
+      b1: decay of mu, in [0, 1).
+      b2: decay of nu, in [0, 1), or a schedule that starts at 0 such as `b2_schedule()`.
+      eps: added outside the root.
+      eps_root: added inside the root.
+      mu_dtype: dtype of mu where it is not compressed; f32 by default.
+      min_dim_size_to_factor: least size of a leaf's two largest axes for rows and columns, else it
+        keeps a value an element, in f32; None is 128, as of `optax.adafactor`.
+      storage: codecs (f32 moments by default), group size, rounding, policy.
+
+    Returns:
+      An optax transformation: `update` gives the direction, to be subtracted times the learning
+      rate. Its state's `nu` has R and C of a matrix in one array.
+
+    Raises:
+      ValueError: for a hyperparameter or size out of range; inside a `shard_map`, where rows may be
+        on several devices.
+      TypeError: for a 16-bit hyperparameter.
+
+    Numerics, deviations and source: as of `flash_factored_adamw`.
+
+    Memory: 4 bytes of state per parameter, and 4 bytes per row and column.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, optax_lowmem as lowmem
+      >>> tx = optax.chain(lowmem.scale_by_factored_adam(), optax.scale_by_learning_rate(1e-3))
+      >>> tx.init({"w": jnp.ones((128, 256))})[0].nu["w"].shape
+      (384,)
+    """
+    return direction(
+        FactoredRule(eps_root_is_zero=is_zero(eps_root)),
+        adam_moments(b1, b2, eps, eps_root, nesterov=False),
+        storage,
+        {"mu": mu_dtype},
+        Factorable(min_dim_size_to_factor),
+    )
+
+
+def flash_factored_adamw(
+    learning_rate: ScalarOrSchedule,
+    b1: float | jax.Array = 0.9,
+    b2: ScalarOrSchedule = 0.999,
+    eps: float | jax.Array = 1e-8,
+    eps_root: float | jax.Array = 0.0,
+    mu_dtype: DTypeLike | None = None,
+    weight_decay: ScalarOrSchedule = 1e-4,
+    mask: optax.MaskOrFn = None,
+    *,
+    min_dim_size_to_factor: int | None = None,
+    storage: Storage = Storage(nu=None),  # noqa: B008 (frozen)
+    decouple_lr: bool | float = False,
+) -> optax.GradientTransformationExtraArgs:
+    r"""AdamW with 8-bit m, v as means of rows and columns, and split master weights.
+
+    .. math::
+      m_t = b_1 m_{t-1} + (1-b_1) g_t, \quad
+      R_t = b_2 R_{t-1} + (1-b_2) \mathrm{mean}_j\, g_t^2, \quad
+      C_t = b_2 C_{t-1} + (1-b_2) \mathrm{mean}_i\, g_t^2, \\
+      v_t = \frac{R_t C_t^\top}{\mathrm{mean}_i R_t}, \quad
+      \theta_t = \theta_{t-1} - \eta_t \left(\frac{\hat m_t}{\sqrt{\hat v_t + \bar\epsilon} +
+      \epsilon} + \lambda \theta_{t-1}\right)
+
+    of matrices, which are a leaf's two largest axes (Adafactor, section 3 and Algorithm 4, with
+    means for sums); of all other leaves AdamW. The first nine arguments are those of `optax.adamw`.
+
+    Args:
+      learning_rate: number, f32 scalar or schedule.
+      b1: decay of mu, in [0, 1).
+      b2: decay of nu, in [0, 1), or a schedule that starts at 0 such as `b2_schedule()`, which is
+        Adafactor's.
+      eps: added outside the root.
+      eps_root: added inside the root.
+      mu_dtype: dtype of mu where it is not compressed; f32 by default.
+      weight_decay: number, f32 scalar or schedule; decoupled, times the learning rate.
+      mask: where weight decay applies.
+      min_dim_size_to_factor: least size of both axes; a leaf with less keeps a value an element, in
+        f32. None is 128, as of `optax.adafactor`.
+      storage: codecs, group size, width of the master weights, rounding, policy.
+        `Storage.four_bit(nu=None, rounding="nearest")` keeps m in 4 bits: 3.53 bytes in all.
+      decouple_lr: decay by `weight_decay * lr / peak`.
+
+    Returns:
+      An optax transformation; its state's `nu` of a matrix has R and C in one array, after the axes
+      of the leaf that are neither.
+
+    Raises:
+      ValueError: for a hyperparameter or size out of range; inside a `shard_map`, where rows may be
+        on several devices.
+      TypeError: for a 16-bit hyperparameter.
+
+    Numerics: R and C in f32. v has the means that AdamW's has over rows and columns; an element
+    whose v is far from that product takes other steps than AdamW's. One NaN or infinity in a matrix
+    makes that matrix NaN, and no other tensor.
+
+    Memory: 2 (weight) + 1 (correction) + 1.06 (m) bytes, and 4 bytes per row and column. Steps are
+    XLA's: the kernels have no second moments of rows and columns (`lowmem.explain` says so).
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> tx = lowmem.flash_factored_adamw(1e-3)
+      >>> params = {"kernel": jnp.ones((256, 512), jnp.bfloat16)}
+      >>> tx.init(params).nu["kernel"].shape
+      (768,)
+      >>> round(lowmem.memory.report(tx, params).bytes_per_param, 2)
+      4.09
+
+    References:
+      Shazeer & Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, 2018; Zhai et
+      al., Scaling Vision Transformers, 2022 (with a first moment, at AdamW's rates). Deviations: no
+      clipping of updates (`update_clipping` is that), no steps relative to a weight's size; Adam's
+      debiasing and eps.
+    """
+    return optimizer(
+        FactoredRule(eps_root_is_zero=is_zero(eps_root)),
+        adam_moments(b1, b2, eps, eps_root, nesterov=False),
+        learning_rate,
+        storage,
+        weight_decay=weight_decay,
+        mask=mask,
+        decouple_lr=decouple_lr,
+        slot_dtypes={"mu": mu_dtype},
+        structure=Factorable(min_dim_size_to_factor),
+    )
