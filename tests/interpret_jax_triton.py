@@ -60,6 +60,12 @@ def test_is_the_reference(launcher, optimizer, bits, dtype, gradient, direct):
     check(launcher, tx, dtype=dtype, gradient_dtype=gradient, direct=direct)
 
 
+@pytest.mark.parametrize("shape", SHAPES[1:])
+@pytest.mark.parametrize("name", ["flash_adam_mini", "flash_factored_adamw"])
+def test_second_moments_of_blocks_and_of_rows_and_columns(launcher, name, shape):
+    check(launcher, lowmem.OPTIMIZERS[name].make(1e-3, storage=storage()), [shape, shape])
+
+
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("bits, dtype", [(24, BF16), (None, BF16), (None, F16)])
 def test_updates_of_the_parameters_dtype(launcher, bits, dtype, direct):

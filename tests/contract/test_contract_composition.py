@@ -63,10 +63,14 @@ CHAINS = (
     "adam_mini",
     "q_adamw",
     "flash_adam_mini",
+    "flash_factored_adamw",
 )
 HEADS = lowmem.blocks.Structure(
     rules=(("w", lowmem.blocks.Block(axes=(0,), heads=(1, 4))),), default="whole"
 )
+
+
+FACTORED = {"min_dim_size_to_factor": 8}
 
 
 def _storage(name: str, bits: int, rounding: str) -> lowmem.Storage:
@@ -94,6 +98,8 @@ def _composed(name: str, storage: lowmem.Storage) -> optax.GradientTransformatio
         first = lowmem.scale_by_adam_mini(blocks=HEADS)
         first = first if storage.mu is None else momentum(first)
         first = first if storage.nu is None else variance(first)
+    elif name == "flash_factored_adamw":
+        first = momentum(lowmem.scale_by_factored_adam(**FACTORED))
     else:
         first = momentum(variance(optax.scale_by_adam()))
     links = links[1:] if name == "flash_adam" else links
@@ -113,6 +119,8 @@ def _fused(name: str, storage: lowmem.Storage) -> optax.GradientTransformationEx
         options |= {"momentum": 0.9, "decoupled": True}
     if name.endswith("adam_mini"):
         options["blocks"] = HEADS
+    if name == "flash_factored_adamw":
+        options |= FACTORED
     return getattr(lowmem, name)(LR, storage=storage, **options)
 
 

@@ -241,6 +241,21 @@ def test_it_compiles(compiled_kernels, optimizer, weight, gradient, direct):
         assert gradient == F32 or "ld.volatile.global.v4.b32" in ptx
 
 
+@pytest.mark.parametrize("name", ["flash_adam_mini", "flash_factored_adamw"])
+def test_second_moments_of_blocks_and_of_rows_and_columns_compile(compiled_kernels, name):
+    compile_case(lowmem.OPTIMIZERS[name].make(1e-3, storage=storage()), [(64, 256), (3, 16, 1000)])
+    assert len(compiled_kernels) == 2
+    assert all("local" not in kernel.asm["ptx"] for kernel in compiled_kernels)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["flash_adam_mini", "flash_factored_adamw"])
+def test_second_moments_of_blocks_and_of_rows_and_columns(name):
+    for shape in (shape for shape in GPU_SHAPES if len(shape) > 1):
+        case = launch_cases.make(lowmem.OPTIMIZERS[name].make(1e-3, storage=storage()), [shape] * 2)
+        launch_cases.compare(case, launch_cases.launch(case, jax_triton.launch, TILE))
+
+
 @pytest.mark.parametrize("size", [1, 4, 256])
 def test_group_sizes_compile(compiled_kernels, size):
     tx = launch_cases.OPTIMIZERS["adamw"](storage(group_size=size))

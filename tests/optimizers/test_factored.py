@@ -1,0 +1,171 @@
+"""flash_factored_adamw against float64, against AdamW where they agree, and on bad input."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_lowmem as lowmem
+from tests import tolerances as tol
+from tests.oracle import factored as oracle
+from tests.oracle import optimizers
+
+F32 = jnp.float32
+HYPER = {"b1": 0.9, "b2": 0.95, "eps": 1e-6, "weight_decay": 0.1}
+# path -> (shape, its matrices' axes): the two largest; None where there is a value an element
+LEAVES = {
+    "matrix": ((12, 20), (0, 1)),
+    "layers": ((3, 9, 16), (1, 2)),
+    "heads": ((16, 4, 10), (0, 2)),
+    "kernel": ((3, 3, 8, 16), (2, 3)),
+    "narrow": ((30, 7), None),
+    "norm": ((20,), None),
+    "temperature": ((), None),
+}
+factored = functools.partial(lowmem.flash_factored_adamw, min_dim_size_to_factor=8)
+
+
+def drawn(seed=0, scale=1.0):
+    """Leaves whose columns and rows have scales of their own."""
+    rng = np.random.default_rng(seed)
+    found = {}
+    for path, (shape, _) in LEAVES.items():
+        spread = [np.exp(rng.normal(size=[n if a == i else 1 for a in range(len(shape))]))
+                  for i, n in enumerate(shape)]  # fmt: skip
+        found[path] = scale * rng.normal(size=shape) * np.prod(np.array(spread, object), axis=0)
+    return {path: jnp.asarray(np.float64(x), F32) for path, x in found.items()}
+
+
+def run(tx, params, gradients):
+    step = jax.jit(lambda g, s, p: lowmem.step(tx, g, s, p))
+    state = jax.jit(tx.init)(params)
+    for g in gradients:
+        params, state = step(g, state, params)
+    return params, state
+
+
+def matrices(x, axes):
+    """[count, rows, columns] of a leaf."""
+    x = np.moveaxis(np.float64(x), axes, (-2, -1))
+    return x.reshape(-1, *x.shape[-2:])
+
+
+@pytest.mark.parametrize("eps_root", [0.0, 1e-5])
+def test_it_is_adafactors_second_moment_in_float64(eps_root):
+    params, gradients = drawn(1), [drawn(seed, 0.1) for seed in range(2, 10)]
+    hyper = {**HYPER, "eps_root": eps_root}
+    storage = lowmem.Storage.full_precision()
+    found, state = run(factored(1e-2, **hyper, storage=storage), params, gradients)
+    for path, (shape, axes) in LEAVES.items():
+        near = functools.partial(
+            np.testing.assert_allclose, rtol=tol.ADAM_MINI_RTOL, atol=tol.ADAM_MINI_ATOL
+        )
+        if axes is None:
+            given = [np.asarray(g[path]) for g in gradients]
+            wanted = optimizers.trajectory(
+                optimizers.adamw, np.asarray(params[path]), given, lr=1e-2, **hyper
+            )[-1][0]
+            near(found[path], wanted, err_msg=path)
+            assert state.nu[path].shape == shape
+            continue
+        rows, columns = (shape[axis] for axis in axes)
+        nu = np.asarray(state.nu[path]).reshape(-1, rows + columns)
+        every = zip(
+            matrices(params[path], axes), matrices(found[path], axes), nu,
+            zip(*(matrices(g[path], axes) for g in gradients), strict=True), strict=True,
+        )  # fmt: skip
+        for start, end, means, given in every:
+            theta, _, sums = oracle.trajectory(start, given, lr=1e-2, **hyper)[-1]
+            near(end, theta, err_msg=path)
+            wanted = np.concatenate([sums[0] / columns, sums[1] / rows])
+            np.testing.assert_allclose(means, wanted, rtol=tol.ADAM_MINI_MOMENT)
+
+
+def test_the_matrices_are_those_of_optax_adafactor():
+    params = drawn()
+    plain = optax.scale_by_factored_rms(min_dim_size_to_factor=8).init(params)
+    state = factored(1e-2).init(params)
+    for path, (_, axes) in LEAVES.items():
+        rows, columns = plain.v_row[path], plain.v_col[path]
+        if axes is None:
+            assert state.nu[path].shape == plain.v[path].shape
+        else:
+            assert state.nu[path].size == rows.size + columns.size
+
+
+def test_gradients_of_rank_one_squares_make_it_adamw():
+    """v of rank one is the product of its means; with 8-bit m and split weights too."""
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.normal(size=(64, 96)), F32)}
+    size = np.exp(rng.normal(size=(64, 1)) + rng.normal(size=(1, 96)))
+    gradients = [{"w": jnp.asarray(rng.choice([-1, 1], size.shape) * size, F32)} for _ in range(6)]
+    for storage in (lowmem.Storage.full_precision(), lowmem.Storage(nu=None, seed=3)):
+        one, _ = run(factored(1e-2, **HYPER, storage=storage), params, gradients)
+        other, _ = run(lowmem.flash_adamw(1e-2, **HYPER, storage=storage), params, gradients)
+        codes_apart = 0 if storage.mu is None else len(gradients) * tol.REORDERED_CODES
+        wrong = ~np.isclose(one["w"], other["w"], rtol=tol.ADAM_MINI_RTOL, atol=tol.ADAM_MINI_ATOL)
+        assert wrong.mean() <= codes_apart
+    other = lowmem.flash_adamw(1e-2, **HYPER, storage=lowmem.Storage.full_precision())
+    noise = [drawn(seed) for seed in range(3)]
+    pairs = [run(tx, drawn(9), noise)[0]["matrix"] for tx in (factored(1e-2, **HYPER), other)]
+    assert np.abs(pairs[0] - pairs[1]).max() > 1e-3  # and the product is not without effect
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_shows_in_its_whole_matrix_alone(value):
+    params = drawn()
+    bad = drawn(1)
+    bad["layers"] = bad["layers"].at[1, 2, 3].set(value)
+    found, _ = run(factored(1e-2), params, [bad, drawn(2)])
+    for path, x in found.items():
+        wanted = np.zeros(x.shape, bool)
+        if path == "layers":
+            wanted[1] = True
+        np.testing.assert_array_equal(np.isnan(x), wanted, err_msg=path)
+
+
+def test_gradients_of_zero_move_nothing():
+    params = drawn()
+    found, _ = run(factored(1e-2, weight_decay=0.0), params, [jax.tree.map(jnp.zeros_like, params)])
+    jax.tree.map(np.testing.assert_array_equal, found, params)
+
+
+def test_a_run_goes_on_from_optax_and_back():
+    """R and C are means of AdamW's v; what comes back has their product."""
+    params, plain = drawn(), optax.adamw(1e-2)
+    _, state = jax.jit(plain.update)(drawn(1), plain.init(params), params)
+    tx = factored(1e-2, storage=lowmem.Storage.full_precision())
+    params, own = lowmem.checkpoint.from_optax(tx, state, params, F32)
+    v = np.float64(optax.tree.get(state, "nu")["matrix"])
+    means = np.concatenate([v.mean(1), v.mean(0)])
+    np.testing.assert_allclose(own.nu["matrix"], means, rtol=tol.ADAM_MINI_MOMENT)
+    _, state = lowmem.checkpoint.to_optax(tx, own, params)
+    back = optax.tree.get(state, "nu")["matrix"]
+    wanted = np.outer(v.mean(1), v.mean(0)) / v.mean()
+    np.testing.assert_allclose(back, wanted, rtol=tol.ADAM_MINI_RTOL)
+
+
+def test_explain_names_the_axes_and_a_wrong_size_is_refused():
+    params = {"w": jnp.ones((128, 3, 256), jnp.bfloat16), "norm": jnp.ones(64)}
+    text = str(lowmem.explain(lowmem.flash_factored_adamw(1e-3), params))
+    assert "rows and columns" in text and "axes 0 and 2" in text
+    assert "it has no rows and columns" in text
+    for size in (0, 2.0, True):
+        with pytest.raises(ValueError, match="min_dim_size_to_factor.*at least 1"):
+            lowmem.flash_factored_adamw(1e-3, min_dim_size_to_factor=size)
+
+
+def test_bytes():
+    """2 + 1 + 1.06 and a value a row and column; 3.53 with m in 4 bits."""
+    params = {"w": jnp.ones((1024, 2048), jnp.bfloat16)}
+    rows = 4 * (1024 + 2048) / (1024 * 2048)
+    for storage, wanted in (
+        (lowmem.Storage(nu=None), 3 + 1 + 2 / 32),
+        (lowmem.Storage.four_bit(nu=None, rounding="nearest"), 3 + 0.5 + 2 / 64),
+    ):
+        tx = lowmem.flash_factored_adamw(1e-3, storage=storage)
+        report = lowmem.memory.report(tx, params)
+        np.testing.assert_allclose(report.bytes_per_param, wanted + rows, atol=1e-3)
