@@ -93,7 +93,8 @@ WITH_NUMBERS = {
     ),
 }  # fmt: skip
 # how wide or how often something is, which a trace must know: as warmup_steps and rank of optax
-STATIC = ("group_size", "bits", "every", "seed", "smooth_beta", "ns_steps")
+STATIC = ("group_size", "bits", "every", "seed", "smooth_beta", "ns_steps",
+          "min_dim_size_to_factor")  # fmt: skip
 
 
 @pytest.mark.parametrize(

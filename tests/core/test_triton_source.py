@@ -8,6 +8,7 @@ from jax import lax
 
 import optax_lowmem as lowmem
 from optax_lowmem._src.core import numerics, random, triton_source
+from optax_lowmem._src.core.block import product
 from optax_lowmem._src.core.rules import OF_BLOCK
 from optax_lowmem._src.update import jax_triton
 from optax_lowmem._src.update.operands import Leaf, step_tile
@@ -137,11 +138,11 @@ def test_a_step(name, options, direct):
     scalars = {key: x for key, x in case.of_leaves[0].items() if key != OF_BLOCK}
     leaf = leaf._replace(
         scales=jax.tree.map(lambda x: x.reshape(-1), leaf.scales),
-        of_block=None if leaf.of_block is None else jnp.full((8, 1), 700.0),
+        of_block=jax.tree.map(lambda x: jnp.full((8, 1), 27.0), leaf.of_block),
     )
     body = jax_triton._Body(
         case.rule, plan, jax.tree.map(lambda x: x.dtype, leaf), tuple(sorted(scalars)), False, 8,
-        32, False,
+        32, (False, False),
     )  # fmt: skip
     place = jnp.asarray(RNG.integers(0, 2**32, 8, np.uint32))
     lane = jnp.asarray(RNG.integers(0, 2**32, 32, np.uint32))
@@ -151,7 +152,8 @@ def test_a_step(name, options, direct):
 
     with jax.disable_jit(), numerics.kernel_arithmetic():
         noise = (random.mix(place)[:, None], lane) if plan.noisy else None
-        h = scalars if leaf.of_block is None else {**scalars, OF_BLOCK: leaf.of_block}
+        own = jax.tree.leaves(leaf.of_block)
+        h = {**scalars, OF_BLOCK: product(own)} if own else scalars
         given = Leaf(*leaf[:-1])
         wanted = step_tile(case.rule, plan, given, h, noise, *there or (None,))
     for one, other in zip(mine, jax.tree.leaves(wanted), strict=True):

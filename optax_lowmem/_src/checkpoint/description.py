@@ -98,6 +98,8 @@ def _described(decision: scope.Decision) -> dict[str, Any]:
         block = decision.block
         heads = list(block.heads) if block.heads else None
         found["block"] = {"axes": list(block.axes), "heads": heads}
+        if len(block.parts) > 1:
+            found["block"]["rows_and_columns"] = True
     return found
 
 

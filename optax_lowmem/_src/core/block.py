@@ -205,7 +205,7 @@ class Factors(Block):
         rows, columns = v[..., : shape[one]], v[..., shape[one] :]
         mean = jnp.mean(rows, axis=-1, keepdims=True)
         # R / inf would be 0, and the steps of the rows that are finite far too large
-        mean = jnp.where(mean < jnp.inf, mean, jnp.nan)
+        mean = jnp.where(mean < jnp.inf, mean, mean - mean)  # NaN
         share = rows / jnp.where(mean == 0, 1, mean)
         kept = (share, one, other), (columns, other - 1, one)
         return tuple(jnp.expand_dims(jnp.moveaxis(x, -1, to), at) for x, to, at in kept)

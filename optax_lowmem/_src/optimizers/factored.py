@@ -20,7 +20,6 @@ from optax_lowmem._src.optimizers.adam_mini import AdamMiniRule
 from optax_lowmem._src.optimizers.schedule import direction, optimizer
 from optax_lowmem._src.update.storage import Storage
 
-
 _LEAST = 128  # as of optax.adafactor; not the argument's default, which injection would trace
 
 

@@ -76,12 +76,12 @@ def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
     block = plan.block.fit(plan.shape, plan.path)
     if 0 in block.axes or (block.heads is not None and block.heads[0] == 0):
         kept = tuple(range(1, len(plan.shape)))
-        own = f"Structure(rules=[('{plan.path}', {kept})])"
+        instead = f"Structure(rules=[('{plan.path}', {kept})])"
         if len(block.parts) > 1:
-            own = f"min_dim_size_to_factor={plan.shape[0] + 1}"
+            instead = f"min_dim_size_to_factor={plan.shape[0] + 1}"
         return (
             f"the layers share a second moment ({block.words or f'a mean over {block.axes}'}). "
-            f"Give each layer its own: {own}."
+            f"Give each layer its own: {instead}."
         )
     values = block.values((1, *plan.shape[1:]))
     for slot in plan.shared:

@@ -310,8 +310,8 @@ class _Body:
         return Leaf(named("g"), named("p"), named("correction"), slots, coded, self._of_block())
 
     def _of_block(self) -> Any:
-        structure = jax.tree.structure(self.dtypes.of_block)
-        return jax.tree.unflatten(structure, _OF_PARTS[: structure.num_leaves])
+        dtypes, structure = jax.tree.flatten(self.dtypes.of_block)
+        return jax.tree.unflatten(structure, _OF_PARTS[: len(dtypes)])
 
     @property
     def packed(self) -> dict[str, int]:
