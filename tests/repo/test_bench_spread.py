@@ -13,11 +13,12 @@ from benchmarks.suites.pairs.budgets import CASE, FOUR_BITS  # noqa: E402
 from benchmarks.suites.pairs.differences import early  # noqa: E402
 from benchmarks.suites.pairs.presets import VARIANTS  # noqa: E402
 
-# percent over a loss of 1 of each seed
+# percent over a loss of 1 of each seed: with the baseline's, 0.01, 0.6 and 0.2 come apart
+BASE_LOSSES = (-1.0, 0.0, 1.0)
 KEPT = {
-    "flash_adamw": (0.01, -0.01, 0.0),
-    "adamw-lower": (-0.6, 0.0, 0.6),
-    "adamw-factored": (1.8, 2.0, 2.2),
+    "flash_adamw": (-0.99, -0.01, 1.0),
+    "adamw-lower": (-1.6, 0.0, 1.6),
+    "adamw-factored": (0.8, 2.0, 3.2),
 }
 
 
@@ -38,10 +39,10 @@ def cells(text):
 
 def test_losses():
     """The baseline is on another GPU; the last line pools what comes apart."""
-    rows = rows_of({"adamw": (0.0,) * 3}) + rows_of(KEPT, device="another GPU")
-    rows += rows_of({"lion": (0.0, 0.1)}, f"{spread.PRESET}/lion")
+    rows = rows_of({"adamw": BASE_LOSSES}) + rows_of(KEPT, device="another GPU")
+    rows += rows_of({"lion": (0.0, 0.0)}, f"{spread.PRESET}/lion")
     rows += rows_of({"lion": (0.1, 0.0)}, f"{spread.PRESET}/lion", "another GPU")
-    again, near, lower, factored, pooled, *_ = cells(spread.TABLES["pair_losses"](rows))
+    again, near, lower, factored, pooled, seeds, *_ = cells(spread.TABLES["pair_losses"](rows))
     assert again[0].startswith(VARIANTS["lion"].says) and again[1] == "2"
     assert [row[0] for row in (near, lower, factored)] == [VARIANTS[name].says for name in KEPT]
     assert [row[3] for row in (near, lower, factored)] == [SAME, UNDECIDED, NOT]
@@ -50,6 +51,13 @@ def test_losses():
     for row, deviation in ((lower, 0.6), (pooled, 0.2**0.5)):
         wanted = [str(pairs_needed(deviation, FOUR_BITS, power)) for power in spread.POWERS]
         assert row[5].split(" / ") == wanted
+    assert seeds[4] == "1.41 %"
+
+
+def test_two_seeds():
+    """The difference of two independent losses has twice the variance."""
+    found = spread.of_two_seeds(rows_of({"adamw": BASE_LOSSES}))
+    assert found.deviation == pytest.approx(2**0.5) and found.freedom == 2
 
 
 def test_what_has_no_records_is_left_out():

@@ -79,6 +79,15 @@ def across_devices(rows: Rows, case: str, name: str) -> Pair:
     return Pair(values[: len(seeds)], values[len(seeds) :], used)
 
 
+def of_two_seeds(rows: Rows) -> Spread:
+    """Return the spread of runs that share neither start nor batches: sqrt(2) of AdamW's own."""
+    own = select(rows, bench="pairs", case=CASE, metric="val_loss", impl=BASE)
+    by_seed = {row["seed"]: row["value"] for row in own}
+    mean = statistics.mean(by_seed.values())
+    one = Spread.of([100 * value / mean for value in by_seed.values()])
+    return Spread(math.sqrt(2) * one.deviation, one.freedom)
+
+
 def pairs(rows: Rows) -> dict[str, Pair]:
     """Return the pairs of all that has records of two seeds at least, by name."""
     found = {}
@@ -108,6 +117,8 @@ def losses(rows: Rows) -> Table:
     if apart:
         says = f"the {len(apart)} that differ by more than 8-bit roundings, pooled"
         body.append([says, "", "", "", *Spread.pooled(apart).cells])
+        says = f"{VARIANTS[BASE].says}, from two seeds"
+        body.append([says, "", "", "", *of_two_seeds(rows).cells])
     powers = " / ".join(f"{100 * power:.0f} %" for power in POWERS)
     head = ["trained", "pairs", "held-out loss over AdamW's", f"within {FOUR_BITS}",
             "standard deviation of a pair", f"pairs needed, power {powers}"]  # fmt: skip
