@@ -19,7 +19,7 @@ PAGES = [
 SUITES = (
     "activations.tables", "checkpoint", "composition", "end_to_end.tables", "examples",
     "fit.tables", "formats.tables", "front", "kernels", "linear.tables", "memory", "mesh.tables",
-    "muon", "noise.tables", "pairs.budgets", "release", "step.tables", "tpu.tables",
+    "muon", "noise.tables", "pairs.budgets", "pairs.spread", "release", "step.tables", "tpu.tables",
 )  # fmt: skip
 # module below benchmarks.claims -> name of its table, and of the method
 PAPERS = {

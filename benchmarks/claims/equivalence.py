@@ -1,10 +1,12 @@
 """Equivalence of two ways to train: two one-sided tests against a margin stated before."""
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
 
+import numpy as np
 from scipy import stats
 
 from benchmarks.claims import BETTER, NOT, SAME, UNDECIDED
@@ -80,3 +82,34 @@ class Interval:
         if math.isinf(self.low):
             return f"{self.mean:+.2f} %, one pair"
         return f"{self.mean:+.2f} % ({self.low:+.2f} to {self.high:+.2f})"
+
+
+def power(count: int, deviation: float, margin: Margin) -> float:
+    """Probability that so many pairs are found the same, where their differences have mean 0.
+
+    Both tests reject where |mean| <= margin - t s / sqrt(n): of a normal mean, and of a deviation
+    s of the sample, independent of it, with (s / deviation)^2 (n - 1) of chi^2. The mean over 512
+    quantiles of s; that of one standard normal is exact.
+
+    Args:
+      count: n, of the pairs.
+      deviation: standard deviation of the difference of one pair, in the margin's unit.
+      margin: around a claimed difference, which is the true one.
+    """
+    quantiles = (np.arange(512) + 0.5) / 512
+    found = np.sqrt(stats.chi2.ppf(quantiles, count - 1) / (count - 1))
+    factor = stats.t.ppf(1 - LEVEL, count - 1)
+    most = margin.size * math.sqrt(count) / deviation - factor * found
+    return float(np.maximum(0, 2 * stats.norm.cdf(most) - 1).mean())
+
+
+def pairs_needed(deviation: float, margin: Margin, wanted: float) -> int:
+    """Return how many pairs are found the same with the wanted power, if their mean is 0.
+
+    With z the quantiles of a normal distribution it is ((z(0.95) + z((1 + wanted) / 2)) deviation /
+    margin)^2, and one or two more by Student's t, since the deviation is estimated. Where the true
+    difference is not 0, more.
+    """
+    ends = stats.norm.ppf(1 - LEVEL) + stats.norm.ppf((1 + wanted) / 2)
+    least = max(2, math.ceil((ends * deviation / margin.size) ** 2))
+    return next(n for n in itertools.count(least) if power(n, deviation, margin) >= wanted)

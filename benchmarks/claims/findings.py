@@ -154,6 +154,23 @@ def pooled(pairs: Sequence[Pair]) -> Pair:
     return Pair([r["value"] for r in first], [r["value"] for r in second], [*first, *second])
 
 
+def beside(rows: Rows, case: str, plain: str, ours: str, bench: str = "pairs") -> Pair:
+    """Return the pairs of held-out losses of all seeds, those that two devices ran included.
+
+    A seed's start, text and batches are the same on all; the settings must be. Where our run and
+    the baseline's have a device and jax in common, they are of these.
+    """
+    found = select(rows, bench=bench, case=case, metric="val_loss")
+    lines = {}
+    for own in select(found, impl=ours):
+        others = select(found, impl=plain, seed=own["seed"], flags=own["flags"])
+        here = select(others, device=own["device"], jax=own["jax"])
+        if here or (others and own["seed"] not in lines):
+            lines[own["seed"]] = ((here or others)[-1], own)
+    first, second = zip(*(lines[seed] for seed in sorted(some(lines))), strict=True)
+    return Pair([r["value"] for r in first], [r["value"] for r in second], [*first, *second])
+
+
 def of_groups(pair: Pair) -> list[float]:
     """Differences of one pair over groups of held-out windows, in percent of the mean loss."""
     plain, ours = (row.get("held_out_groups", []) for row in pair.rows)

@@ -296,6 +296,38 @@ def test_steps_that_a_device_can_take():
     assert training.affordable(made, programs, 0.0) == SMOKE.every
 
 
+def test_controls_have_other_rates():
+    """A step from zero moments is as many times AdamW's, and they are optax's own."""
+    schedule = optax.constant_schedule(1e-2)
+    params, grads = {"w": jnp.ones(4)}, {"w": jnp.arange(1.0, 5.0)}
+
+    def step(name):
+        tx = VARIANTS[name].make(schedule, b1=0.9, b2=0.99, weight_decay=0.1)
+        return tx.update(grads, tx.init(params), params)[0]["w"]
+
+    for name, by in (("adamw-nudged", 1.001), ("adamw-lower", 0.9), ("adamw-higher", 1.1)):
+        assert VARIANTS[name].plain
+        # the product with the rate is rounded twice, u = 2^-24 each
+        np.testing.assert_allclose(step(name), by * step("adamw"), rtol=2.0**-22)
+    assert not VARIANTS["adamw-factored"].plain and not VARIANTS["split"].plain
+
+
+@pytest.mark.parametrize("shrink", [0.0, 1.0])
+def test_ratios_are_drawn_to_one(shrink):
+    """Of one step, half of a gradient's square is replaced by the product of its means."""
+    square = jnp.array([[1.0, 4.0], [9.0, 4.0]])
+    tx = trials.scale_by_factored_adam(0.9, 0.5, codec=codecs.softsign(), shrink=shrink)
+    params = {"w": jnp.zeros((2, 2))}
+    _, state = tx.update({"w": jnp.sqrt(square)}, tx.init(params))
+    # means of rows 2.5 and 6.5, of columns 5 and 4, of all 4.5; halved by b2
+    product = jnp.array([[12.5, 10.0], [32.5, 26.0]]) / 9
+    wanted = 0.5 * (square + shrink * product) / (1 + shrink)
+    ratios = wanted / product
+    # softsign's last code is 1 - 126 / (254 - 126) = 1 / 64 of a group's largest ratio
+    most = ratios.max(1, keepdims=True) * product / 64
+    assert (jnp.abs(state.nu["w"].value - wanted) <= 1.01 * most).all()
+
+
 @pytest.mark.parametrize("ratio", [None, codecs.sqrt4()])
 def test_a_factored_second_moment_of_rank_one_is_adams(ratio):
     """Row and column means have all of it; the ratio to their product is 1, or a code of it."""

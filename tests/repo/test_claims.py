@@ -13,6 +13,7 @@ from benchmarks.claims import BETTER, NOT, SAME, UNDECIDED, equivalence, finding
 from benchmarks.claims.findings import F32, OURS
 from benchmarks.suites.flashoptim import bench as bench_claims
 from benchmarks.suites.flashoptim import measure
+from tests.tolerances import STANDARD_ERRORS
 
 GPU = "some GPU"
 VERDICTS = {*claims.VERDICTS}
@@ -161,6 +162,48 @@ def test_an_interval_is_students():
     samples = np.random.default_rng(0).normal(0.05, 0.1, (2000, 4))
     found = [equivalence.Interval.of(list(one)) for one in samples]
     assert abs(np.mean([one.low <= 0.05 <= one.high for one in found]) - 0.9) < 0.02
+
+
+@pytest.mark.parametrize("wanted", [0.8, 0.9])
+def test_power_is_the_share_of_samples_that_are_found_the_same(wanted):
+    """Of 4,000 experiments with as many pairs as are needed, and hardly ever with five."""
+    margin, rng = equivalence.Margin(0.15), np.random.default_rng(0)
+    count = equivalence.pairs_needed(0.2, margin, wanted)
+    assert equivalence.power(count - 1, 0.2, margin) < wanted
+
+    def share(pairs):
+        found = [equivalence.Interval.of(list(one)) for one in rng.normal(0, 0.2, (4000, pairs))]
+        return np.mean([one.verdict(margin) == SAME for one in found])
+
+    for pairs in (count, 5):
+        power = equivalence.power(pairs, 0.2, margin)
+        error = (power * (1 - power) / 4000) ** 0.5
+        assert abs(share(pairs) - power) <= STANDARD_ERRORS * error
+    assert power < 0.3
+
+
+@pytest.mark.parametrize(("wanted", "ends"), [(0.8, 1.645 + 1.282), (0.9, 1.645 + 1.645)])
+def test_pairs_needed_grow_with_the_square_of_the_spread(wanted, ends):
+    """The formula of two normal tests, and one or two pairs more: by Student's t."""
+    for deviation in (0.1, 0.35, 0.65, 0.9):
+        found = equivalence.pairs_needed(deviation, equivalence.Margin(0.15), wanted)
+        assert 0 < found - (ends * deviation / 0.15) ** 2 < 4
+
+
+def test_a_baseline_of_another_device_serves_where_there_is_none():
+    """Of the same settings; a run on our device goes before it, and before our own elsewhere."""
+    case = "gpt2-124m/adam"
+    plain = list(paired(case, [3.0, 3.1, 3.2], []))
+    ours = [dict(row, device="another") for row in paired(case, [], [3.3, 3.4, 3.5, 3.6])]
+    pair = findings.beside(plain + ours, case, "adamw", "flash_adamw")
+    assert pair.plain == [3.0, 3.1, 3.2] and pair.ours == [3.3, 3.4, 3.5]  # seed 3 has none
+    here = [dict(plain[1], device="another", value=3.15), dict(ours[2], device=GPU, value=3.55)]
+    for rows in (plain + ours + here, here + plain + ours):
+        pair = findings.beside(rows, case, "adamw", "flash_adamw")
+        assert pair.plain == [3.0, 3.15, 3.2] and pair.ours == [3.3, 3.4, 3.55]
+    other = [dict(row, flags=row["flags"] | {"steps": 7}) for row in ours]
+    with pytest.raises(claims.Missing):
+        findings.beside(plain + other, case, "adamw", "flash_adamw")
 
 
 def paired(case, plain, ours, groups=None):

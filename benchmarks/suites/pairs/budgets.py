@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.claims import Missing
 from benchmarks.claims.equivalence import Interval, Margin
-from benchmarks.claims.findings import MARGIN, Pair, Trained
+from benchmarks.claims.findings import MARGIN, Pair, Trained, beside
 from benchmarks.records import Rows, last
 from benchmarks.render import Rendered, Table
 
@@ -18,7 +18,8 @@ CHOICES = (
     "flash_adamw", "coat_adamw", "flash_adamw-bf16-rounded", "flash_adam_mini",
     "flash_adamw-four-bit", "flash_adamw-four-bit-sqrt", "flash_adamw-four-bit-normal",
     "flash_adamw-four-bit-log", "flash_adamw-four-bit-nu", "flash_adamw-four-bit-sqrt-nu",
-    "flash_adam_mini-four-bit", "flash_adamw-four-bit-bf16-rounded",
+    "flash_adamw-four-bit-nearest", "flash_adam_mini-four-bit",
+    "flash_adamw-four-bit-bf16-rounded",
 )  # fmt: skip
 FOUR_BITS = Margin(0.15)  # of the loss
 LARGER, LARGER_MARGIN = f"llama-134m/{RULE}", Margin(0.3)
@@ -73,7 +74,7 @@ def choices(rows: Rows) -> list[Choice]:
     for name in CHOICES:
         size = size_of(rows, name)
         try:
-            pair = Trained(CASE, BASE, name, bench="pairs").pair(rows)
+            pair = beside(rows, CASE, BASE, name)
         except Missing:
             continue
         if size:

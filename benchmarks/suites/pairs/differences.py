@@ -9,6 +9,8 @@ import numpy as np
 from benchmarks.claims.equivalence import Interval
 from benchmarks.curves import Curves
 
+Run = dict[str, np.ndarray]  # curves of a run by name
+
 
 @dataclasses.dataclass(frozen=True)
 class Differences:
@@ -35,15 +37,39 @@ class Differences:
         return np.array([one.low for one in found]), np.array([one.high for one in found])
 
 
-def differences(stored: Curves, base: str, ours: str) -> Differences:
-    """Return the differences over all seeds that both have run to the end."""
-    runs: dict[str, dict[str, dict[str, np.ndarray]]] = {}
+def _finished(stored: Curves, base: str, ours: str) -> list[tuple[Run, Run]]:
+    """Return the curves of both, of all seeds that both have run to the end."""
+    runs: dict[str, dict[str, Run]] = {}
     for label, curve in stored.runs.items():
         name, _, seed = label.rpartition(" seed ")
         runs.setdefault(seed, {})[name] = curve
     pairs = [(own[base], own[ours]) for own in runs.values() if {base, ours} <= own.keys()]
     longest = max(len(plain["val_step"]) for plain, _ in pairs)
-    pairs = [pair for pair in pairs if all(len(one["val_step"]) == longest for one in pair)]
-    plain, own = (np.array([pair[i]["val_loss"] for pair in pairs], float) for i in (0, 1))
-    each = 100 * (own - plain) / np.abs(plain.mean(0))
-    return Differences(pairs[0][0]["val_step"][1:], each[:, 1:])
+    return [pair for pair in pairs if all(len(one["val_step"]) == longest for one in pair)]
+
+
+def _over(pairs: list[tuple[Run, Run]], curve: str) -> np.ndarray:
+    """Return ours less the baseline's in percent of the baselines' mean, [seeds, points]."""
+    plain, own = (np.array([pair[i][curve] for pair in pairs], float) for i in (0, 1))
+    return 100 * (own - plain) / np.abs(plain.mean(0))
+
+
+def differences(stored: Curves, base: str, ours: str) -> Differences:
+    """Return the differences over all seeds that both have run to the end."""
+    pairs = _finished(stored, base, ours)
+    return Differences(pairs[0][0]["val_step"][1:], _over(pairs, "val_loss")[:, 1:])
+
+
+def early(stored: Curves, base: str, ours: str, window: tuple[int, int]) -> np.ndarray:
+    """Return the differences of training losses, the mean of the points in a window, of each seed.
+
+    Args:
+      stored: the curves.
+      base: what the losses are compared with.
+      ours: the variant.
+      window: first and last step of the points; each is the mean of the steps up to it.
+    """
+    pairs = _finished(stored, base, ours)
+    steps = pairs[0][0]["step"]
+    first, last = window
+    return _over(pairs, "train_loss")[:, (first <= steps) & (steps <= last)].mean(1)

@@ -47,7 +47,7 @@ class Variant:
     @property
     def plain(self) -> bool:
         """Return whether the optimizer is optax's own."""
-        return self.make in (optax.adamw, optax.lion, _nudged)
+        return getattr(self.make, "func", self.make) in (optax.adamw, optax.lion, _scaled)
 
     def dtype(self) -> Any:
         """The weights' dtype, as `lowmem.init` takes it."""
@@ -58,12 +58,16 @@ def _adam(says: str, storage: Storage, **more: Any) -> Variant:
     return Variant(says, ADAM, functools.partial(lowmem.flash_adamw, storage=storage), **more)
 
 
-def _nudged(schedule: optax.Schedule, **arguments: Any) -> optax.GradientTransformation:
-    """AdamW with a learning rate that is a thousandth higher."""
-    return optax.adamw(lambda count: 1.001 * schedule(count), **arguments)
+def _scaled(by: float, schedule: optax.Schedule, **arguments: Any) -> optax.GradientTransformation:
+    """AdamW with so many times the learning rate."""
+    return optax.adamw(lambda count: by * schedule(count), **arguments)
 
 
-def _on_trial(says: str, **more: codecs.GroupCodec) -> Variant:
+def _control(says: str, by: float) -> Variant:
+    return Variant(f"AdamW, f32, rates {says}", ADAM, functools.partial(_scaled, by), split=False)
+
+
+def _on_trial(says: str, **more: Any) -> Variant:
     return Variant(f"{says}, f32 weights", ADAM, functools.partial(factored, **more), split=False)
 
 
@@ -77,7 +81,9 @@ VARIANTS: dict[str, Variant] = {
     "adamw-rounded": Variant(
         "AdamW, f32, from rounded weights", ADAM, optax.adamw, split=False, rounded=True
     ),
-    "adamw-nudged": Variant("AdamW, f32, rates a thousandth higher", ADAM, _nudged, split=False),
+    "adamw-nudged": _control("a thousandth higher", 1.001),
+    "adamw-lower": _control("a tenth lower", 0.9),
+    "adamw-higher": _control("a tenth higher", 1.1),
     "flash_adamw": Variant("flash_adamw", ADAM, lowmem.flash_adamw),
     "flash_adamw-paper": _adam("flash_adamw as published", _PAPER),
     "flash_adamw-linear": _adam("as published, but linear codes of v", _LINEAR),
@@ -99,6 +105,9 @@ VARIANTS: dict[str, Variant] = {
         "4-bit moments, v by its root, m rounded to nearest",
         Storage.four_bit(nu=codecs.sqrt4(), rounding="nu"),
     ),
+    "flash_adamw-four-bit-nearest": _adam(
+        "4-bit moments, both rounded to nearest", Storage.four_bit(rounding="nearest")
+    ),
     "flash_adamw-bf16-rounded": _adam(
         "bf16 weights rounded stochastically, no corrections", Storage(**_ROUNDED)
     ),
@@ -116,8 +125,25 @@ VARIANTS: dict[str, Variant] = {
     "coat_adamw-f32": Variant("coat_adamw, f32 weights", ADAM, lowmem.coat_adamw, split=False),
     "adamw-factored": _on_trial("AdamW, factored v"),
     "adamw-factored-four-bit": _on_trial("AdamW, factored v, 4-bit m", mu=codecs.softsign4()),
+    "adamw-factored-four-bit-nearest": _on_trial(
+        "AdamW, factored v, 4-bit m to nearest", mu=codecs.softsign4(), rounding="nearest"
+    ),
+    "adamw-ratio": _on_trial("AdamW, v factored with 4-bit ratios", ratio=codecs.sqrt4()),
     "adamw-ratio-four-bit": _on_trial(
         "AdamW, 4-bit m, v factored with 4-bit ratios", mu=codecs.softsign4(), ratio=codecs.sqrt4()
+    ),
+    "adamw-ratio-four-bit-nearest": _on_trial(
+        "AdamW, 4-bit m to nearest, v factored with 4-bit ratios",
+        mu=codecs.softsign4(),
+        ratio=codecs.sqrt4(),
+        rounding="nearest",
+    ),
+    "adamw-shrunk-four-bit-nearest": _on_trial(
+        "AdamW, 4-bit m to nearest, v factored with 4-bit ratios halfway to 1",
+        mu=codecs.softsign4(),
+        ratio=codecs.linear4(signed=False),
+        rounding="nearest",
+        shrink=1.0,
     ),
     "lion": Variant("Lion, f32", LION, optax.lion, split=False),
     "lion-rounded": Variant(

@@ -1,7 +1,8 @@
 """AdamW with second moments that the package does not keep yet, on trial in pairs.
 
 v of a matrix as the means of its rows and of its columns (Adafactor, Shazeer & Stern, 2018,
-section 3), alone or with a code of 4 bits for what each element is of their product.
+section 3), alone or with a code of 4 bits for what each element is of their product. v's codes are
+rounded stochastically; the rounding of m's is chosen.
 """
 
 from __future__ import annotations
@@ -49,8 +50,11 @@ def _start(p: jax.Array, codec: codecs.GroupCodec | None) -> Any:
     return Factored(*(jnp.zeros(s, p.dtype) for s in shapes), jnp.zeros_like(p) if codec else None)
 
 
-def _moved(v: Any, square: jax.Array, b2: Any, codec: Any, key: jax.Array) -> Any:
-    """Return the second moment after a step, of the squares of the gradient."""
+def _moved(v: Any, square: jax.Array, b2: Any, codec: Any, key: jax.Array, shrink: float) -> Any:
+    """Return the second moment after a step, of the squares of the gradient.
+
+    Ratios average (g^2 / product + shrink) / (1 + shrink): a shrink of 1 takes them halfway to 1.
+    """
 
     def mean(old: jax.Array, new: jax.Array) -> jax.Array:
         return b2 * old + (1 - b2) * new
@@ -62,16 +66,29 @@ def _moved(v: Any, square: jax.Array, b2: Any, codec: Any, key: jax.Array) -> An
     if codec is None:
         return found
     product = found.product
-    ratio = mean(v.value, square) / jnp.where(product > 0, product, 1)
+    shrunk = (square + shrink * product) / (1 + shrink)
+    ratio = mean(v.value, shrunk) / jnp.where(product > 0, product, 1)
     stored = codecs.encode_array(codec, ratio, GROUP, jax.random.uniform(key, ratio.shape))
     length = ratio.shape[-1]
     return found._replace(ratio=codecs.decode_array(codec, *stored, GROUP, length=length))
 
 
 def scale_by_factored_adam(
-    b1: float, b2: float, eps: float = 1e-8, codec: codecs.GroupCodec | None = None
+    b1: float,
+    b2: float,
+    eps: float = 1e-8,
+    codec: codecs.GroupCodec | None = None,
+    shrink: float = 0,
 ) -> optax.GradientTransformation:
-    """`optax.scale_by_adam` with a factored second moment; `codec` is of its elements' ratios."""
+    """`optax.scale_by_adam` with a factored second moment.
+
+    Args:
+      b1: decay of the first moment.
+      b2: decay of the second.
+      eps: added to its root.
+      codec: of the ratios of v's elements to the product of its means; None for ratios of 1.
+      shrink: how far ratios are drawn to 1.
+    """
 
     def init(params: Any) -> optax.ScaleByAdamState:
         nu = jax.tree.map(lambda p: _start(p, codec), params)
@@ -84,7 +101,7 @@ def scale_by_factored_adam(
         leaves, treedef = jax.tree.flatten(grads)
         keys = jax.random.split(jax.random.fold_in(jax.random.key(0), count), len(leaves))
         own = [
-            _moved(v, g * g, b2, codec, key)
+            _moved(v, g * g, b2, codec, key, shrink)
             for v, g, key in zip(treedef.flatten_up_to(state.nu), leaves, keys, strict=True)
         ]
         unbiased = optax.tree.bias_correction(mu, b1, count)
@@ -105,11 +122,15 @@ def factored(
     mask: Any,
     mu: codecs.GroupCodec | None = None,
     ratio: codecs.GroupCodec | None = None,
+    rounding: str = "stochastic",
+    shrink: float = 0,
 ) -> optax.GradientTransformation:
-    """AdamW with a factored second moment, and m in `mu`'s codes."""
+    """AdamW with a factored second moment, and m in `mu`'s codes by `rounding`."""
     tx = optax.chain(
-        scale_by_factored_adam(b1, b2, codec=ratio),
+        scale_by_factored_adam(b1, b2, codec=ratio, shrink=shrink),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(schedule),
     )
-    return tx if mu is None else lowmem.compand_momentum(tx, codec=mu, group_size=GROUP)
+    if mu is None:
+        return tx
+    return lowmem.compand_momentum(tx, codec=mu, group_size=GROUP, rounding=rounding)
