@@ -121,6 +121,14 @@ VARIANTS: dict[str, Variant] = {
         functools.partial(lowmem.flash_adam_mini, storage=Storage.four_bit(nu=None)),
         blocks=True,
     ),
+    "flash_factored_adamw": Variant("flash_factored_adamw", ADAM, lowmem.flash_factored_adamw),
+    "flash_factored_adamw-four-bit": Variant(
+        "flash_factored_adamw, 4-bit m to nearest",
+        ADAM,
+        functools.partial(
+            lowmem.flash_factored_adamw, storage=Storage.four_bit(nu=None, rounding="nearest")
+        ),
+    ),
     "coat_adamw": Variant("coat_adamw", ADAM, lowmem.coat_adamw),
     "coat_adamw-f32": Variant("coat_adamw, f32 weights", ADAM, lowmem.coat_adamw, split=False),
     "adamw-factored": _on_trial("AdamW, factored v"),

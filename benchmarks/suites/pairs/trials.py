@@ -1,8 +1,8 @@
-"""AdamW with second moments that the package does not keep yet, on trial in pairs.
+"""AdamW with factored second moments, on trial in pairs: the means alone are in the package now.
 
-v of a matrix as the means of its rows and of its columns (Adafactor, Shazeer & Stern, 2018,
-section 3), alone or with a code of 4 bits for what each element is of their product. v's codes are
-rounded stochastically; the rounding of m's is chosen.
+v of a matrix as the means of its rows and of its columns (`flash_factored_adamw` has them beside
+split weights), alone or with a code of 4 bits for what each element is of their product. v's codes
+are rounded stochastically; the rounding of m's is chosen.
 """
 
 from __future__ import annotations
