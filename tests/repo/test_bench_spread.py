@@ -1,4 +1,4 @@
-"""How far pairs come apart, and what so many decide: tables, with and without records."""
+"""Spread of paired runs, and what so many decide: tables, with and without records."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""How far paired runs come apart, at their end and early, and what so many pairs can decide."""
+"""Spread of paired runs, at their end and early, and what so many of them can decide."""
 
 from __future__ import annotations
 
