@@ -261,7 +261,7 @@ def passes(rows: Rows) -> Table:
 
 
 def gap(rows: Rows) -> Table:
-    """Where a layer loses to Flax's: in which pass, and how much of it more bytes explain."""
+    """The time a layer loses to Flax's: in which pass, and how much of it more bytes explain."""
     body, used = [], []
     moved = grouped(
         select(rows, bench="activation_passes", metric="both_traffic_bytes"), "case", "impl"
@@ -287,10 +287,11 @@ def gap(rows: Rows) -> Table:
 
 def layouts(rows: Rows) -> str:
     """Times with codes in both layouts over those before, and of what did not change beside."""
-    runs = [known(newest(rows, commit=commit), "device_ms")
-            for commit in (ONE_LAYOUT, BOTH_LAYOUTS)]  # fmt: skip
-    passes = [[known(newest(rows, commit=commit), f"{which}_ms")
-               for commit in (ONE_LAYOUT, BOTH_LAYOUTS)] for which in ("forward", "backward")]  # fmt: skip
+    of_commits = [newest(rows, commit=commit) for commit in (ONE_LAYOUT, BOTH_LAYOUTS)]
+    runs = [known(own, "device_ms") for own in of_commits]
+    passes = [
+        [known(own, f"{which}_ms") for own in of_commits] for which in ("forward", "backward")
+    ]
 
     def ratio(of: list[dict], case: str, name: str) -> str:
         before, after = (run[case][name]["value"] for run in of)

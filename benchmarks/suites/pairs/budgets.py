@@ -15,7 +15,8 @@ PRESET, RULE, BASE = "gpt-42m", "adam", "adamw"
 CASE = f"{PRESET}/{RULE}"
 # what one may choose: no controls, no published forms
 CHOICES = (
-    "flash_adamw", "coat_adamw", "flash_adamw-bf16-rounded", "flash_adam_mini", "flash_factored_adamw", "flash_factored_adamw-four-bit",
+    "flash_adamw", "coat_adamw", "flash_adamw-bf16-rounded", "flash_adam_mini",
+    "flash_factored_adamw", "flash_factored_adamw-four-bit",
     "flash_adamw-four-bit", "flash_adamw-four-bit-sqrt", "flash_adamw-four-bit-normal",
     "flash_adamw-four-bit-log", "flash_adamw-four-bit-nu", "flash_adamw-four-bit-sqrt-nu",
     "flash_adamw-four-bit-nearest", "flash_adam_mini-four-bit",

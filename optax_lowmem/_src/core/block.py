@@ -71,7 +71,7 @@ class Block:
         return Block()
 
     def operands(self, v: jax.Array, shape: tuple[int, ...]) -> Any:
-        """What a step of a leaf of this shape takes of v_mean: an array for each of `parts`."""
+        """The arrays that a step of a leaf takes of v_mean: one for each of `parts`."""
         del shape
         return v
 
@@ -256,7 +256,7 @@ def _mean_along_one(x: jax.Array, axis: int) -> jax.Array:
 
 
 def product(values: Sequence[jax.Array]) -> jax.Array:
-    """What the operands of a block's parts are together."""
+    """The operands of a block's parts, multiplied."""
     return functools.reduce(operator.mul, values)
 
 

@@ -44,7 +44,7 @@ class FactoredRule(AdamMiniRule):
 
 @dataclasses.dataclass(frozen=True)
 class Factorable:
-    """Which leaves have rows and columns: a `BlockStructure`.
+    """The `BlockStructure` of leaves with rows and columns.
 
     Attributes:
       min_dim_size_to_factor: least size of the two largest axes, which are those of the matrices;
