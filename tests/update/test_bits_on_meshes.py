@@ -40,7 +40,7 @@ EVERY_BIT = {
 LAST_BITS = {
     **{name: lambda name=name: made(name) for name in ("stable_adamw", "coat_adamw")},
     **{name: lambda name=name: made(name) for name in ("flash_adam_mini", "q_adam_mini")},
-    "flash_muon": lambda: made("flash_muon"),
+    **{name: lambda name=name: made(name) for name in ("flash_muon", "flash_factored_adamw")},
     "chain(clip_by_global_norm)": lambda: lowmem.chain(
         optax.clip_by_global_norm(1e-2), made("flash_adamw")
     ),

@@ -194,11 +194,13 @@ def test_an_arithmetic_that_mosaic_may_not_have():
 
 
 def test_every_optimizer_and_split_is_taken():
-    for record in lowmem.OPTIMIZERS.values():
+    for name, record in lowmem.OPTIMIZERS.items():
+        of_rows = "rows and columns" if name == "flash_factored_adamw" else None
         for split, bits in itertools.product(("bits", "ulp"), (24, 32)):
             default = record.make(1e-3).engine.storage
             how = dict(mu=default.mu, nu=default.nu, split=split, master_weight_bits=bits)
-            assert reason(optimizer=record.make, **how) is None
+            found = reason(optimizer=record.make, **how)
+            assert found is None if of_rows is None else of_rows in found
 
 
 # ---- the mean over a leaf ------------------------------------------------------------------------

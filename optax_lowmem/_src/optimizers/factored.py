@@ -66,7 +66,7 @@ class Factorable:
         return {path: self._of(tuple(leaf.shape)) for path, leaf in trees.named_leaves(params)}
 
     def _of(self, shape: tuple[int, ...]) -> Block:
-        least, each = self.min_dim_size_to_factor or _LEAST, "a value an element"
+        least, each = self.min_dim_size_to_factor or _LEAST, "a value per element"
         if len(shape) < 2:
             return Block(words=each, reason="it has no rows and columns")
         axes = sorted(int(axis) for axis in np.argsort(shape, kind="stable")[-2:])
@@ -107,7 +107,7 @@ def scale_by_factored_adam(
       eps_root: added inside the root.
       mu_dtype: dtype of mu where it is not compressed; f32 by default.
       min_dim_size_to_factor: least size of a leaf's two largest axes for rows and columns, else it
-        keeps a value an element, in f32; None is 128, as of `optax.adafactor`.
+        keeps a value per element, in f32; None is 128, as of `optax.adafactor`.
       storage: codecs (f32 moments by default), group size, rounding, policy.
 
     Returns:
@@ -175,7 +175,7 @@ def flash_factored_adamw(
       mu_dtype: dtype of mu where it is not compressed; f32 by default.
       weight_decay: number, f32 scalar or schedule; decoupled, times the learning rate.
       mask: where weight decay applies.
-      min_dim_size_to_factor: least size of both axes; a leaf with less keeps a value an element, in
+      min_dim_size_to_factor: least size of both axes; a leaf with less keeps a value per element, in
         f32. None is 128, as of `optax.adafactor`.
       storage: codecs, group size, width of the master weights, rounding, policy.
         `Storage.four_bit(nu=None, rounding="nearest")` keeps m in 4 bits: 3.53 bytes in all.
