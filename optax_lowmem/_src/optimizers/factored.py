@@ -175,8 +175,8 @@ def flash_factored_adamw(
       mu_dtype: dtype of mu where it is not compressed; f32 by default.
       weight_decay: number, f32 scalar or schedule; decoupled, times the learning rate.
       mask: where weight decay applies.
-      min_dim_size_to_factor: least size of both axes; a leaf with less keeps a value per element, in
-        f32. None is 128, as of `optax.adafactor`.
+      min_dim_size_to_factor: least size of both axes; a leaf with less keeps a value per element,
+        in f32. None is 128, as of `optax.adafactor`.
       storage: codecs, group size, width of the master weights, rounding, policy.
         `Storage.four_bit(nu=None, rounding="nearest")` keeps m in 4 bits: 3.53 bytes in all.
       decouple_lr: decay by `weight_decay * lr / peak`.
