@@ -3,8 +3,8 @@
 import json
 
 from benchmarks.claims.findings import mean_and_error
-from benchmarks.records import Rows, grouped, on_gpus, select
-from benchmarks.render import Rendered, Table, cell, target
+from benchmarks.records import Rows, grouped, last, newest, on_gpus, select
+from benchmarks.render import Rendered, Table, cell, markdown, source, target
 from benchmarks.suites.activations.bytes import COLUMNS
 from benchmarks.suites.activations.layers import Shape
 
@@ -16,6 +16,8 @@ LEAN_UNITS = 17
 # shape of Table 7 -> times faster than bf16 that were asked for
 FASTER = {"h4096-s2048-b4": 1.4, "h2048-s2048-b4": 1.25}
 FLAX = "flax-fp8"
+# commits of an H200's records before and after norms and gates wrote codes in both layouts
+ONE_LAYOUT, BOTH_LAYOUTS = "eb0edc5000", "f240b367f1"
 NORM, MOST_OF_A_NORM = "8192x4096", 1.3
 # what Table 2 and Table 14 print, in U: RMSNorm, activation, RoPE, FlashAttention, linear, total
 PRINTED = {
@@ -60,6 +62,14 @@ def known(rows: Rows, metric: str) -> dict[str, dict[str, dict]]:
     return grouped(select(rows, bench="activations", metric=metric), "case", "impl")
 
 
+def by_gpu(rows: Rows) -> dict[str, Rows]:
+    """GPU, by its short name -> the records of its runs."""
+    found: dict[str, Rows] = {}
+    for row in select(on_gpus(rows), bench="activations"):
+        found.setdefault(row["device"].removeprefix("NVIDIA ").split()[0], []).append(row)
+    return found
+
+
 def scale_units(case: str) -> float:
     """U of scales of 16 neighbours, on norms' inputs, gate and up."""
     shape = Shape.parse(case)
@@ -75,7 +85,10 @@ def of_one_run(one: dict, other: dict) -> bool:
 
 
 def speedups(rows: Rows, name: str = OURS) -> dict[str, tuple[float, Rows]]:
-    """case -> how many times faster forward and backward are than bf16's, and the records."""
+    """case -> how many times faster forward and backward are than bf16's, and the records.
+
+    Of several GPUs those of the one whose records come last.
+    """
     return {
         case: (own[BF16]["value"] / own[name]["value"], [own[BF16], own[name]])
         for case, own in known(on_gpus(rows), "device_ms").items()
@@ -120,9 +133,9 @@ def over(found: dict[str, dict], name: str) -> float:
     return found[name]["value"] / found[BASELINE]["value"] - 1
 
 
-def norm_alone(rows: Rows) -> Rows:
-    """The times of the plain norm and of the kernel `fp8-norm`, of one device and commit."""
-    plain = known(on_gpus(rows), "device_ms").get(f"norm-{NORM}", {}).get(BF16)
+def norm_alone(rows: Rows, of_gpu: Rows) -> Rows:
+    """The times of a GPU's plain norm and of the kernel `fp8-norm` there, of one commit."""
+    plain = known(of_gpu, "device_ms").get(f"norm-{NORM}", {}).get(BF16)
     if plain is None:
         return []
     same = {key: plain[key] for key in ("device", "commit")}
@@ -146,28 +159,27 @@ def targets(rows: Rows) -> Table:
             what = f"kept by a layer, {name}"
             body.append(target(what, asked, most, value, f"{value:.2f} U: {text}"))
             used += [found[name], found[BF16]]
-    times = speedups(rows)
-    for case, least in FASTER.items():
-        if case in times:
-            body.append(
-                target(f"forward and backward, {case}", "≥ {:.2f} x", least, times[case][0])
-            )
-            body[-1][1] += " bf16"
-            used += times[case][1]
-    for case, own in known(on_gpus(rows), "device_ms").items():
-        if {OURS, FLAX} <= own.keys():
-            what = f"forward and backward beside Flax's FP8 layer, {case}"
-            ratio = own[FLAX]["value"] / own[OURS]["value"]
-            body.append(target(what, "≥ {:.2f} x", 1.0, ratio))
-            used += [own[FLAX], own[OURS]]
-    found = norm_alone(rows)
-    if found:
-        plain, ours = found
-        what = f"a norm with its input's codes and maxima in one kernel, {NORM}"
-        ratio = ours["value"] / plain["value"]
-        body.append(target(what, "≤ {:.2f} x", MOST_OF_A_NORM, ratio))
-        body[-1][1] += " the plain norm"
-        used += found
+    for gpu, of_gpu in by_gpu(rows).items():
+        times = speedups(of_gpu)
+        for case, least in FASTER.items():
+            if case in times:
+                what = f"forward and backward, {case}, {gpu}"
+                body.append(target(what, "≥ {:.2f} x", least, times[case][0]))
+                body[-1][1] += " bf16"
+                used += times[case][1]
+        for case, own in known(of_gpu, "device_ms").items():
+            if {OURS, FLAX} <= own.keys():
+                what = f"forward and backward beside Flax's FP8 layer, {case}, {gpu}"
+                ratio = own[FLAX]["value"] / own[OURS]["value"]
+                body.append(target(what, "≥ {:.2f} x", 1.0, ratio))
+                used += [own[FLAX], own[OURS]]
+        if alone := norm_alone(rows, of_gpu):
+            plain, ours = alone
+            what = f"a norm with its input's codes and maxima in one kernel, {NORM}, {gpu}"
+            ratio = ours["value"] / plain["value"]
+            body.append(target(what, "≤ {:.2f} x", MOST_OF_A_NORM, ratio))
+            body[-1][1] += " the plain norm"
+            used += alone
     ends = losses(rows)
     for name, (most, _) in LOSSES.items():
         flags = ends.get(BASELINE, {}).get("flags", {"steps": 0, "parameters": 0})
@@ -201,23 +213,24 @@ def units(rows: Rows) -> Table:
 
 def layers(rows: Rows) -> Table:
     """Table 7: times and bytes of one layer."""
-    times = {metric: known(on_gpus(rows), f"{metric}_ms") for metric in ("forward", "backward")}
     kept, body, used = known(rows, "saved_bytes"), [], []
-    for case, own in known(on_gpus(rows), "device_ms").items():
-        if case.startswith("norm") or BF16 not in own:
-            continue
-        base = own[BF16]
-        for name, row in own.items():
-            memory = kept.get(case, {}).get(name)
-            printed = PRINTED_SPEED.get(case) if name == OURS else None
-            body.append([
-                case, name, *(cell(times[m][case][name], "{:.3g}") for m in times),
-                cell(row, "{:.3g}"),
-                f"{base['value'] / row['value']:.2f} x" if of_one_run(base, row) else "",
-                f"{printed:.2f} x" if printed else "", cell(memory, "{:.0f}", 2.0**20),
-            ])  # fmt: skip
-            used += [row, memory] if memory else [row]
-    head = ["layer", "implementation", "forward, ms", "backward, ms", "both, ms", "x bf16",
+    for gpu, of_gpu in by_gpu(rows).items():
+        times = {metric: known(of_gpu, f"{metric}_ms") for metric in ("forward", "backward")}
+        for case, own in known(of_gpu, "device_ms").items():
+            if case.startswith("norm") or BF16 not in own:
+                continue
+            base = own[BF16]
+            for name, row in own.items():
+                memory = kept.get(case, {}).get(name)
+                printed = PRINTED_SPEED.get(case) if name == OURS else None
+                body.append([
+                    gpu, case, name, *(cell(times[m][case][name], "{:.3g}") for m in times),
+                    cell(row, "{:.3g}"),
+                    f"{base['value'] / row['value']:.2f} x" if of_one_run(base, row) else "",
+                    f"{printed:.2f} x" if printed else "", cell(memory, "{:.0f}", 2.0**20),
+                ])  # fmt: skip
+                used += [row, memory] if memory else [row]
+    head = ["GPU", "layer", "implementation", "forward, ms", "backward, ms", "both, ms", "x bf16",
             "COAT in Table 7", "kept, MiB"]  # fmt: skip
     return head, body, used
 
@@ -247,6 +260,55 @@ def passes(rows: Rows) -> Table:
     return head, body, used
 
 
+def gap(rows: Rows) -> Table:
+    """The time that a layer takes over Flax's, by pass, and what of it more bytes explain."""
+    body, used = [], []
+    moved = grouped(
+        select(rows, bench="activation_passes", metric="both_traffic_bytes"), "case", "impl"
+    )
+    for gpu, of_gpu in by_gpu(rows).items():
+        copy = last(on_gpus(rows), metric="copy_tbps", device=of_gpu[0]["device"])
+        metrics = ("forward_ms", "backward_ms", "device_ms")
+        times = [known(of_gpu, metric) for metric in metrics]
+        for case, own in times[-1].items():
+            if copy is None or not {OURS, FLAX} <= moved.get(case, {}).keys() & own.keys():
+                continue
+            more = [of[case][OURS]["value"] - of[case][FLAX]["value"] for of in times]
+            size = moved[case][OURS]["value"] - moved[case][FLAX]["value"]
+            body.append([
+                gpu, case, *(f"{ms:+.2f}" for ms in more), f"{size / 2**20:+,.0f}",
+                f"{size / copy['value'] / 1e9:+.2f}",
+            ])  # fmt: skip
+            used += [copy, own[OURS], own[FLAX], moved[case][OURS], moved[case][FLAX]]
+    head = ["GPU", "layer", "forward, ms", "backward, ms", "both, ms", "bytes of both, MiB",
+            "these at a copy's speed, ms"]  # fmt: skip
+    return head, body, used
+
+
+def layouts(rows: Rows) -> str:
+    """Times with codes in both layouts over those before, and of what did not change beside."""
+    runs = [newest(rows, bench="activations", commit=c) for c in (ONE_LAYOUT, BOTH_LAYOUTS)]
+    metrics = ("forward_ms", "backward_ms", "device_ms")
+    before, after = ([known(run, metric) for metric in metrics] for run in runs)
+    body, used = [], []
+    for case in filter(before[-1].get, after[-1]):
+        beside = BF16 if case.startswith("norm-") else FLAX
+        line = [case]
+        for name in (OURS, beside):
+            pairs = [(old.get(case, {}).get(name), new.get(case, {}).get(name))
+                     for old, new in zip(before, after, strict=True)]  # fmt: skip
+            line += [cell(new, "{:.3f}", old["value"]) if old else "" for old, new in pairs]
+            used += [row for pair in pairs for row in pair if row]
+        body.append([*line, beside])
+    if not body:
+        return "Nothing is recorded yet.\n"
+    head = ["of"]
+    head += [f"{name}, {which}" for name in (OURS, "beside")
+             for which in ("forward", "backward", "both")]  # fmt: skip
+    head += ["beside is"]
+    return markdown(head, body) + source(used)
+
+
 def groups(rows: Rows) -> Table:
     """Table 10: errors by the size of groups."""
     forward, backward, share = (
@@ -272,18 +334,24 @@ def groups(rows: Rows) -> Table:
 
 def norms(rows: Rows) -> Table:
     """Table 12 and Figure 4b: a norm, and what quantizing its result takes beside."""
-    found = known(on_gpus(rows), "device_ms")
-    cases = {case.removeprefix("norm-"): own for case, own in found.items()
-             if case.startswith("norm-") and BF16 in own}  # fmt: skip
-    names = list(dict.fromkeys(name for own in cases.values() for name in own if name != BF16))
+    found = {
+        (gpu, case.removeprefix("norm-")): own
+        for gpu, of_gpu in by_gpu(rows).items()
+        for case, own in known(of_gpu, "device_ms").items()
+        if case.startswith("norm-") and BF16 in own
+    }
+    names = list(dict.fromkeys(name for own in found.values() for name in own if name != BF16))
     body = []
-    for case, own in sorted(cases.items(), key=lambda item: [*map(int, item[0].split("x"))]):
+    for (gpu, case), own in sorted(
+        found.items(), key=lambda item: (item[0][0], *map(int, item[0][1].split("x")))
+    ):
         base = own[BF16]["value"]
         printed = f"{PRINTED_NORMS[case]:.2f}" if case in PRINTED_NORMS else ""
         shown = [cell(own.get(name), "{:.2f}", base) for name in names]
-        body.append([case, f"{1e3 * base:.1f}", *shown, printed])
-    head = ["rows x columns", "norm, µs", *(f"x, {name}" for name in names), "the paper: fused"]
-    return head, body, [row for own in cases.values() for row in own.values()]
+        body.append([gpu, case, f"{1e3 * base:.1f}", *shown, printed])
+    head = ["GPU", "rows x columns", "norm, µs", *(f"x, {name}" for name in names),
+            "the paper: fused"]  # fmt: skip
+    return head, body, [row for own in found.values() for row in own.values()]
 
 
 def training(rows: Rows) -> Table:
@@ -327,6 +395,8 @@ TABLES = {
     **{f"activation_{make.__name__}": Rendered(make, "activations")
        for make in (targets, units, layers, groups, norms)},
     "activation_passes": Rendered(passes, "activation_passes"),
+    "activation_gap": Rendered(gap, "activations"),
+    "activation_layouts": layouts,
     "activation_training": Rendered(training, _TRAIN),
     "activation_seeds": Rendered(seeds, f"{_TRAIN} --variants standard fp8 --batch 128 --seed N"),
 }  # fmt: skip
