@@ -181,6 +181,15 @@ def test_ampere_converts_e4m3_by_bits(compiled_kernels):
     assert "e4m3" not in kernel.asm["ptx"] and "f8E4M3" not in kernel.asm["ttgir"]
 
 
+def test_loads_of_means_are_held(compiled_kernels):
+    """A barrier keeps them above the factor's, which all arithmetic needs."""
+    run, *given = means((8192, 512), Block((0,)), 2)
+    jax.eval_shape(run, *given)
+    ptx = compiled_kernels[0].asm["ptx"]
+    last_of_tile = [found.start() for found in re.finditer(r"ld\.volatile\.global", ptx)][-1]
+    assert last_of_tile < ptx.index("bar.sync") < ptx.index("ld.global")
+
+
 # ---- who runs them -------------------------------------------------------------------------------
 
 

@@ -50,9 +50,12 @@ def test_table():
     """Of what both backends were measured on."""
     rows = [
         row(case, impl, metric, value)
-        for case, times in (("a", (0.5, 0.25)), ("b", (0.5,)))
+        for case, times in (("a", (0.5, 0.25)), ("b", (0.5,)), ("c", (0.5, 0.52)))
         for impl, ms in zip(("pallas", "triton"), times, strict=False)
         for metric, value in (("device_ms", ms), ("tbps", 1 / ms))
     ]
     _, body, _ = kernels.table(rows)
-    assert body == [["`a`", "0.500", "0.250", "0.50", "4.00"]]
+    assert body == [
+        ["`a`", "0.500", "0.250", "0.500", "yes", "4.00"],
+        ["`c`", "0.500", "0.520", "1.040", "**no**", "2.00"],
+    ]

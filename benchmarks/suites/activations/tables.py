@@ -261,7 +261,7 @@ def passes(rows: Rows) -> Table:
 
 
 def gap(rows: Rows) -> Table:
-    """The time a layer loses to Flax's: in which pass, and how much of it more bytes explain."""
+    """The time that a layer takes over Flax's, by pass, and what of it more bytes explain."""
     body, used = [], []
     moved = grouped(
         select(rows, bench="activation_passes", metric="both_traffic_bytes"), "case", "impl"
@@ -287,30 +287,25 @@ def gap(rows: Rows) -> Table:
 
 def layouts(rows: Rows) -> str:
     """Times with codes in both layouts over those before, and of what did not change beside."""
-    of_commits = [newest(rows, commit=commit) for commit in (ONE_LAYOUT, BOTH_LAYOUTS)]
-    runs = [known(own, "device_ms") for own in of_commits]
-    passes = [
-        [known(own, f"{which}_ms") for own in of_commits] for which in ("forward", "backward")
-    ]
-
-    def ratio(of: list[dict], case: str, name: str) -> str:
-        before, after = (run[case][name]["value"] for run in of)
-        return f"{after / before:.3f}"
-
+    runs = [newest(rows, bench="activations", commit=c) for c in (ONE_LAYOUT, BOTH_LAYOUTS)]
+    metrics = ("forward_ms", "backward_ms", "device_ms")
+    before, after = ([known(run, metric) for metric in metrics] for run in runs)
     body, used = [], []
-    for case in filter(runs[0].get, runs[1]):
-        norm = case.startswith("norm-")
-        same = BF16 if norm else FLAX
-        cells = [["", ""] if norm else [ratio(of, case, name) for of in passes]
-                 for name in (OURS, same)]  # fmt: skip
-        body.append([
-            case, *cells[0], ratio(runs, case, OURS), same, *cells[1], ratio(runs, case, same)
-        ])  # fmt: skip
-        used += [run[case][name] for run in runs for name in (OURS, same)]
+    for case in filter(before[-1].get, after[-1]):
+        beside = BF16 if case.startswith("norm-") else FLAX
+        line = [case]
+        for name in (OURS, beside):
+            pairs = [(old.get(case, {}).get(name), new.get(case, {}).get(name))
+                     for old, new in zip(before, after, strict=True)]  # fmt: skip
+            line += [cell(new, "{:.3f}", old["value"]) if old else "" for old, new in pairs]
+            used += [row for pair in pairs for row in pair if row]
+        body.append([*line, beside])
     if not body:
-        return Rendered(lambda rows: ([], [], []), "activations")(rows)
-    head = ["of", "fp8-flow: forward", "backward", "both", "beside it", "forward", "backward",
-            "both"]  # fmt: skip
+        return "Nothing is recorded yet.\n"
+    head = ["of"]
+    head += [f"{name}, {which}" for name in (OURS, "beside")
+             for which in ("forward", "backward", "both")]  # fmt: skip
+    head += ["beside is"]
     return markdown(head, body) + source(used)
 
 

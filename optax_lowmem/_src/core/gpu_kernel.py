@@ -78,6 +78,15 @@ class Program(abc.ABC):
     ) -> None:
         """Run branch(*choices[number]), of choices alike in shapes and dtypes."""
 
+    @abc.abstractmethod
+    def keep_early(self) -> None:
+        """Have all that was loaded `early` on its way before what is loaded from here on.
+
+        The assembler else may move loads below arithmetic, for fewer registers, where they are
+        many. Arithmetic that needs nothing of what is loaded from here on stays free to move. All
+        threads wait for each other to have begun to load, not for what they load.
+        """
+
 
 Body = Callable[..., None]
 

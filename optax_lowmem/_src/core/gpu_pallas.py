@@ -86,6 +86,9 @@ class _PallasProgram(Program):
     ) -> None:
         in_leaf(list(range(len(choices))), number, lambda i: branch(*choices[i]))
 
+    def keep_early(self) -> None:
+        """Nothing: XLA has the assembler spend registers on it (`.minnctapersm 1`)."""
+
 
 def launch(
     body: Body,

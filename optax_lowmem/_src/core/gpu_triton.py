@@ -24,6 +24,8 @@ _load.def_abstract_eval(lambda at, *_, dtype, **__: jax.core.ShapedArray(at.shap
 # its result says that it was done, so that no store is left out of a jaxpr
 _store = jex.core.Primitive("store_tile")
 _store.def_abstract_eval(lambda *_, **__: jax.core.ShapedArray((), jnp.int32))
+_barrier = jex.core.Primitive("barrier")  # as `_store`
+_barrier.def_abstract_eval(lambda: jax.core.ShapedArray((), jnp.int32))
 _program = jex.core.Primitive("program_id")
 _program.def_abstract_eval(lambda *, axis: jax.core.ShapedArray((), jnp.int32))
 
@@ -91,6 +93,9 @@ class _Traced(Operand):
 
 
 class _TracedProgram(Program):
+    def __init__(self, stored: list[jax.Array]) -> None:
+        self.stored = stored
+
     def index(self, axis: int = 0) -> jax.Array:
         return _program.bind(axis=axis)
 
@@ -106,6 +111,10 @@ class _TracedProgram(Program):
             for column in columns
         ))  # fmt: skip
 
+    def keep_early(self) -> None:
+        """A barrier, which no load is moved across."""
+        self.stored.append(_barrier.bind())
+
 
 def traced(body: Body, names: Sequence[str], arrays: Sequence[Any]) -> Any:
     """Return the closed jaxpr of a program that loads from and stores to arrays.
@@ -119,7 +128,7 @@ def traced(body: Body, names: Sequence[str], arrays: Sequence[Any]) -> Any:
     def run() -> list[jax.Array]:
         stored: list[jax.Array] = []
         rows = zip(arrays, names, strict=True)
-        body(_TracedProgram(), *(_Traced(like, (name,), stored) for like, name in rows))
+        body(_TracedProgram(stored), *(_Traced(like, (name,), stored) for like, name in rows))
         return stored
 
     return jax.make_jaxpr(run)()
@@ -158,6 +167,7 @@ def _write_store(op: triton_source.Operation) -> str:
 triton_source.FORMS.update({
     "load_tile": _write_load,
     "store_tile": _write_store,
+    "barrier": lambda op: "tl.debug_barrier()",
     "program_id": lambda op: f"tl.program_id({op.params['axis']})",
 })  # fmt: skip
 

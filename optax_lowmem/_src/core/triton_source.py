@@ -335,7 +335,7 @@ class _Writer:
 
     def _named(self, operation: Operation) -> str:
         name = f"v{len(self.lines)}"
-        statement = operation.name == "store_tile"
+        statement = operation.name in ("store_tile", "barrier")
         self.lines.append(operation.source() if statement else f"{name} = {operation.source()}")
         return name
 

@@ -71,9 +71,10 @@ def _body(
     def run(x_at: Operand, sums_at: Operand) -> None:
         across = jnp.int32(columns.across)
         part, start = lax.div(tile, across), lax.rem(tile, across) * jnp.int32(columns.tile_width)
-        x = numerics.widen(_load(columns, x_at, part, start))
+        x = _load(columns, x_at, part, start)
         if first:
-            x = x * scale_at.load(0)
+            program.keep_early()
+            x = numerics.widen(x) * scale_at.load(0)
             x = x * x
         if columns.begins:
             x = x * jnp.float32(1 / columns.rows)
