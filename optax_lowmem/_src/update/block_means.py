@@ -188,13 +188,10 @@ def means_of_squares(
     if not gradients:
         return []
     check_blocks(blocks)
-    parts = [block.fit(g.shape).parts for block, g in zip(blocks, gradients, strict=True)]
-    flat = [g for own, g in zip(parts, gradients, strict=True) for _ in own]
-    means = iter(_means([part for own in parts for part in own], flat, scale, implementation))
-    return [
-        block.fit(g.shape).joined([next(means) for _ in own])
-        for block, g, own in zip(blocks, gradients, parts, strict=True)
-    ]
+    fitted = [block.fit(g.shape) for block, g in zip(blocks, gradients, strict=True)]
+    pairs = [(part, g) for block, g in zip(fitted, gradients, strict=True) for part in block.parts]
+    means = iter(_means([part for part, _ in pairs], [g for _, g in pairs], scale, implementation))
+    return [block.joined([next(means) for _ in block.parts]) for block in fitted]
 
 
 def _means(
