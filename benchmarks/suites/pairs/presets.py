@@ -67,6 +67,11 @@ def _control(says: str, by: float) -> Variant:
     return Variant(f"AdamW, f32, rates {says}", ADAM, functools.partial(_scaled, by), split=False)
 
 
+def _factored(says: str, storage: Storage) -> Variant:
+    make = functools.partial(lowmem.flash_factored_adamw, storage=storage)
+    return Variant(f"flash_factored_adamw, {says}", ADAM, make)
+
+
 def _on_trial(says: str, **more: Any) -> Variant:
     return Variant(f"{says}, f32 weights", ADAM, functools.partial(factored, **more), split=False)
 
@@ -122,12 +127,18 @@ VARIANTS: dict[str, Variant] = {
         blocks=True,
     ),
     "flash_factored_adamw": Variant("flash_factored_adamw", ADAM, lowmem.flash_factored_adamw),
-    "flash_factored_adamw-four-bit": Variant(
-        "flash_factored_adamw, 4-bit m to nearest",
-        ADAM,
-        functools.partial(
-            lowmem.flash_factored_adamw, storage=Storage.four_bit(nu=None, rounding="nearest")
-        ),
+    "flash_factored_adamw-four-bit": _factored(
+        "4-bit m to nearest", Storage.four_bit(nu=None, rounding="nearest")
+    ),
+    "flash_factored_adamw-four-bit-stochastic": _factored(
+        "4-bit m rounded stochastically", Storage.four_bit(nu=None)
+    ),
+    "flash_factored_adamw-four-bit-stochastic-32": _factored(
+        "4-bit m rounded stochastically in groups of 32", Storage.four_bit(nu=None, group_size=32)
+    ),
+    "flash_factored_adamw-four-bit-32": _factored(
+        "4-bit m to nearest in groups of 32",
+        Storage.four_bit(nu=None, group_size=32, rounding="nearest"),
     ),
     "coat_adamw": Variant("coat_adamw", ADAM, lowmem.coat_adamw),
     "coat_adamw-f32": Variant("coat_adamw, f32 weights", ADAM, lowmem.coat_adamw, split=False),
