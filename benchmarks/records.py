@@ -151,6 +151,14 @@ def on_gpus(rows: Rows) -> Rows:
     return [row for row in rows if not row["device"].startswith(("cpu", "TPU"))]
 
 
+def by_gpu(rows: Rows) -> dict[str, Rows]:
+    """GPU, by its short name -> the records of its runs."""
+    found: dict[str, Rows] = {}
+    for row in on_gpus(rows):
+        found.setdefault(row["device"].removeprefix("NVIDIA ").split()[0], []).append(row)
+    return found
+
+
 def select(rows: Rows, **wanted: Any) -> Rows:
     return [row for row in rows if all(row.get(k) == v for k, v in wanted.items())]
 

@@ -186,8 +186,10 @@ def moments(rows: Rows, preset: str, rule: str, slot: str, share: float) -> Find
     base = {"adam": "adamw", "lion": "lion"}[rule]
     own = [run for name, run in stored.runs.items() if name.startswith(f"{base} seed")]
     texts, holds = [], True
+    curve = f"nmse {slot} {{}}, paper"
+    own = [run for run in own if curve.format("linear") in run]  # not all runs kept it
     errors = {
-        kind: np.concatenate([run[f"nmse {slot} {kind}, paper"].ravel() for run in some(own)])
+        kind: np.concatenate([run[curve.format(kind)].ravel() for run in some(own)])
         for kind in ("linear", "companded")
     }
     for name, rank in (("median", 50), ("95th percentile", 95)):

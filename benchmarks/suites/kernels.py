@@ -238,28 +238,33 @@ def main(args: argparse.Namespace) -> Iterator[records.Rows]:
 
 
 def table(rows: records.Rows) -> Table:
-    """Times of each kernel on the GPU measured last, and how the backends compare."""
-    found = records.alike(records.select(rows, bench="kernels"))
+    """Times of each kernel on each GPU, and how the backends compare."""
+    found = records.select(rows, bench="kernels")
+    gpus = {
+        gpu: records.grouped(own, "case", "impl", "metric")
+        for gpu, own in records.by_gpu(found).items()
+    }
     body = []
-    for name, of in records.grouped(found, "case", "impl", "metric").items():
-        if not set(BACKENDS) <= of.keys():
-            continue
-        times = [of[backend]["device_ms"] for backend in BACKENDS]
-        ratio = times[1]["value"] / times[0]["value"]
-        rate = max(of[backend]["tbps"]["value"] for backend in BACKENDS)
-        body.append([
-            f"`{name}`", *(cell(row, "{:.3f}") for row in times), f"{ratio:.3f}",
-            "yes" if ratio <= MOST else "**no**", f"{rate:.2f}",
-        ])  # fmt: skip
-    head = [
-        "kernel, on what",
-        "Pallas, ms",
-        "generated Triton, ms",
-        "relative",
-        f"≤ {MOST}",
-        "TB/s of the faster",
-    ]
+    for name in sorted({row["case"] for row in found}):
+        cells = [one for own in gpus.values() for one in _compared(own.get(name, {}))]
+        if any(cells):
+            body.append([f"`{name}`", *cells])
+    head = ["kernel, on what"]
+    for gpu in gpus:
+        head += [f"{gpu}: Pallas, ms", "generated Triton, ms", f"relative, ≤ {MOST}",
+                 "TB/s of the faster"]  # fmt: skip
     return head, body, found
+
+
+def _compared(of: dict[str, dict[str, Any]]) -> list[str]:
+    """Return the times of both backends, their ratio and the better rate."""
+    if not set(BACKENDS) <= of.keys():
+        return [""] * 4
+    times = [of[backend]["device_ms"] for backend in BACKENDS]
+    ratio = times[1]["value"] / times[0]["value"]
+    rate = max(of[backend]["tbps"]["value"] for backend in BACKENDS)
+    verdict = "yes" if ratio <= MOST else "**no**"
+    return [*(cell(row, "{:.3f}") for row in times), f"{ratio:.3f}, {verdict}", f"{rate:.2f}"]
 
 
 TABLES = {"gpu_kernels": Rendered(table, "kernels")}

@@ -42,7 +42,7 @@ PUBLISHED = {
 }
 
 FOUR = lowmem.Storage.four_bit()
-NEAREST = lowmem.Storage.four_bit(nu=None, rounding="nearest")
+GROUPS_OF_32 = lowmem.Storage.four_bit(nu=None, group_size=32)
 HEADS = lowmem.blocks.Structure(32, 8, default="whole")  # Llama-3.1-8B's
 ROUNDED = {"master_weight_bits": None, "master_rounding": "stochastic"}
 # as a user writes it -> the optimizer; the weights are in bf16 but for optax's
@@ -59,8 +59,8 @@ BUDGETS: dict[str, optax.GradientTransformation] = {
         1e-3, storage=FOUR, blocks=HEADS
     ),
     "flash_factored_adamw(lr)": lowmem.flash_factored_adamw(1e-3),
-    'flash_factored_adamw(lr, storage=Storage.four_bit(nu=None, rounding="nearest"))': (
-        lowmem.flash_factored_adamw(1e-3, storage=NEAREST)
+    "flash_factored_adamw(lr, storage=Storage.four_bit(nu=None, group_size=32))": (
+        lowmem.flash_factored_adamw(1e-3, storage=GROUPS_OF_32)
     ),
     "flash_lion(lr, storage=Storage.four_bit())": lowmem.flash_lion(1e-3, storage=FOUR),
     'flash_adamw(lr, storage=Storage.four_bit(master_weight_bits=None, master_rounding="stochastic"'

@@ -3,7 +3,7 @@
 import json
 
 from benchmarks.claims.findings import mean_and_error
-from benchmarks.records import Rows, grouped, last, newest, on_gpus, select
+from benchmarks.records import Rows, by_gpu, grouped, last, newest, on_gpus, select
 from benchmarks.render import Rendered, Table, cell, markdown, source, target
 from benchmarks.suites.activations.bytes import COLUMNS
 from benchmarks.suites.activations.layers import Shape
@@ -60,14 +60,6 @@ STEPS, WEIGHTS, SEEDS = 2000, 130e6, 3  # at least, for a target
 def known(rows: Rows, metric: str) -> dict[str, dict[str, dict]]:
     """case -> implementation -> the record of a metric that was stored last."""
     return grouped(select(rows, bench="activations", metric=metric), "case", "impl")
-
-
-def by_gpu(rows: Rows) -> dict[str, Rows]:
-    """GPU, by its short name -> the records of its runs."""
-    found: dict[str, Rows] = {}
-    for row in select(on_gpus(rows), bench="activations"):
-        found.setdefault(row["device"].removeprefix("NVIDIA ").split()[0], []).append(row)
-    return found
 
 
 def scale_units(case: str) -> float:
@@ -159,7 +151,7 @@ def targets(rows: Rows) -> Table:
             what = f"kept by a layer, {name}"
             body.append(target(what, asked, most, value, f"{value:.2f} U: {text}"))
             used += [found[name], found[BF16]]
-    for gpu, of_gpu in by_gpu(rows).items():
+    for gpu, of_gpu in by_gpu(select(rows, bench="activations")).items():
         times = speedups(of_gpu)
         for case, least in FASTER.items():
             if case in times:
@@ -214,7 +206,7 @@ def units(rows: Rows) -> Table:
 def layers(rows: Rows) -> Table:
     """Table 7: times and bytes of one layer."""
     kept, body, used = known(rows, "saved_bytes"), [], []
-    for gpu, of_gpu in by_gpu(rows).items():
+    for gpu, of_gpu in by_gpu(select(rows, bench="activations")).items():
         times = {metric: known(of_gpu, f"{metric}_ms") for metric in ("forward", "backward")}
         for case, own in known(of_gpu, "device_ms").items():
             if case.startswith("norm") or BF16 not in own:
@@ -266,7 +258,7 @@ def gap(rows: Rows) -> Table:
     moved = grouped(
         select(rows, bench="activation_passes", metric="both_traffic_bytes"), "case", "impl"
     )
-    for gpu, of_gpu in by_gpu(rows).items():
+    for gpu, of_gpu in by_gpu(select(rows, bench="activations")).items():
         copy = last(on_gpus(rows), metric="copy_tbps", device=of_gpu[0]["device"])
         metrics = ("forward_ms", "backward_ms", "device_ms")
         times = [known(of_gpu, metric) for metric in metrics]
@@ -336,7 +328,7 @@ def norms(rows: Rows) -> Table:
     """Table 12 and Figure 4b: a norm, and what quantizing its result takes beside."""
     found = {
         (gpu, case.removeprefix("norm-")): own
-        for gpu, of_gpu in by_gpu(rows).items()
+        for gpu, of_gpu in by_gpu(select(rows, bench="activations")).items()
         for case, own in known(of_gpu, "device_ms").items()
         if case.startswith("norm-") and BF16 in own
     }

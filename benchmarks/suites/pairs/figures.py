@@ -142,9 +142,10 @@ def bytes_and_losses() -> Any:
     found, plain = budgets.choices(rows), budgets.size_of(rows, budgets.BASE)
     assert found and plain
     figure, axes = plt.subplots(figsize=(8.4, 4))
+    states = [found[-1].bytes - 0.3, NAMES - 0.1]  # the names are to the right of them
     for margin, alpha in ((budgets.FOUR_BITS, 0.15), (MARGIN, 0.2)):
-        axes.axhspan(-margin.size, margin.size, color=GREY, alpha=alpha, lw=0)
-    axes.axhline(0, color=GREY, lw=1)
+        axes.fill_between(states, -margin.size, margin.size, color=GREY, alpha=alpha, lw=0)
+    axes.plot(states, [0, 0], color=GREY, lw=1, zorder=0)
     axes.plot([plain["value"]], [0], "s", color=GREY)
     axes.annotate(plain["says"], (plain["value"], 0), (0, 8), textcoords="offset points",
                   ha="center", color=GREY, fontsize=8)  # fmt: skip

@@ -130,11 +130,9 @@ VARIANTS: dict[str, Variant] = {
     "flash_factored_adamw-four-bit": _factored(
         "4-bit m to nearest", Storage.four_bit(nu=None, rounding="nearest")
     ),
-    "flash_factored_adamw-four-bit-stochastic": _factored(
-        "4-bit m rounded stochastically", Storage.four_bit(nu=None)
-    ),
+    "flash_factored_adamw-four-bit-stochastic": _factored("4-bit m", Storage.four_bit(nu=None)),
     "flash_factored_adamw-four-bit-stochastic-32": _factored(
-        "4-bit m rounded stochastically in groups of 32", Storage.four_bit(nu=None, group_size=32)
+        "4-bit m in groups of 32", Storage.four_bit(nu=None, group_size=32)
     ),
     "flash_factored_adamw-four-bit-32": _factored(
         "4-bit m to nearest in groups of 32",

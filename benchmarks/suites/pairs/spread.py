@@ -24,8 +24,9 @@ NEAR = ("flash_adamw", "coat_adamw")  # they differ from AdamW by roundings of 8
 # by more: two controls, 4-bit states of the package, and those on trial
 APART = (
     "adamw-lower", "adamw-higher", "flash_adamw-four-bit", "flash_adamw-four-bit-nearest",
-    "flash_adamw-four-bit-sqrt", "flash_adamw-four-bit-sqrt-nu", "adamw-factored",
-    "adamw-factored-four-bit", "adamw-factored-four-bit-nearest", "adamw-ratio",
+    "flash_adamw-four-bit-sqrt", "flash_adamw-four-bit-sqrt-nu", "flash_factored_adamw",
+    "flash_factored_adamw-four-bit", "flash_factored_adamw-four-bit-stochastic-32",
+    "adamw-factored", "adamw-factored-four-bit", "adamw-factored-four-bit-nearest", "adamw-ratio",
     "adamw-ratio-four-bit", "adamw-ratio-four-bit-nearest", "adamw-shrunk-four-bit-nearest",
 )  # fmt: skip
 POWERS = (0.8, 0.9)

@@ -178,7 +178,7 @@ def flash_factored_adamw(
       min_dim_size_to_factor: least size of both axes; a leaf with less keeps a value per element,
         in f32. None is 128, as of `optax.adafactor`.
       storage: codecs, group size, width of the master weights, rounding, policy.
-        `Storage.four_bit(nu=None, rounding="nearest")` keeps m in 4 bits: 3.53 bytes in all.
+        `Storage.four_bit(nu=None, group_size=32)` keeps m in 4 bits: 3.56 bytes in all.
       decouple_lr: decay by `weight_decay * lr / peak`.
 
     Returns:
@@ -194,8 +194,8 @@ def flash_factored_adamw(
     whose v is far from that product takes other steps than AdamW's. One NaN or infinity in a matrix
     makes that matrix NaN, and no other tensor.
 
-    Memory: 2 (weight) + 1 (correction) + 1.06 (m) bytes, and 4 bytes per row and column. Steps are
-    XLA's: the kernels have no second moments of rows and columns (`lowmem.explain` says so).
+    Memory: 2 (weight) + 1 (correction) + 1.06 (m) bytes, and 4 bytes per row and column. The
+    kernels of a GPU take its steps; on a TPU they are XLA's (`lowmem.explain` says so).
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
