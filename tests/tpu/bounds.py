@@ -1,6 +1,7 @@
 """Bounds of steps compiled for TPUs, which the optimized program is held to."""
 
 import dataclasses
+import math
 
 from benchmarks.suites.tpu import cases
 from optax_lowmem._src.update import dispatch
@@ -27,15 +28,20 @@ def of_step(case: str, impl: str) -> Bounds:
 
     A kernel reads and writes each byte once, or twice what a mean is taken of before, which tiles
     at the edge of a leaf and hyperparameters exceed by less than 5 %; among the leaves of a layer
-    are small ones, which XLA steps. Its temporaries are numbers, each in 16 KB of its own, and on
-    a mesh those of a mean over all devices too. XLA's own step holds the transposed copies of one
+    are small ones, which XLA steps. Its temporaries are numbers, each in 16 KB of its own, on
+    a mesh those of a mean over all devices too, and of rows and columns what was and what is, each
+    vector in tiles of 8 rows. XLA's own step holds the transposed copies of one
     block of rows, or of a leaf no larger than that, and moves those of leaves that it does not keep
     in the chip's own memory; a stack of layers it also copies once.
     """
     if KERNEL and not impl.endswith(cases.XLA):
         layer = case.startswith("llama-layer")
         several = layer and case.endswith(cases.ON_FOUR) and bool(cases.prepares(impl))
-        return Bounds(1.15 if layer else 1.05, 2 * MB if several else MB)
+        vectors = 0
+        if "factored" in impl:
+            matrices = [x.shape for x in cases.masters(case).values() if len(x.shape) > 1]
+            vectors = sum(4 * math.prod(shape[:-2]) * sum(shape[-2:]) for shape in matrices)
+        return Bounds(1.15 if layer else 1.05, (2 * MB if several else MB) + 2 * 8 * vectors)
     parameters = sum(x.size for x in cases.masters(case).values())
     return Bounds(2.5 if case == "stack-of-16" else 2.0, 3.0 * parameters)
 

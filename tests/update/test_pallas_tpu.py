@@ -139,6 +139,17 @@ def test_values_of_blocks(name):
     check(case)
 
 
+MATRICES = {"one": (40, 256), "two": (2, 128, 256), "two of two": (2, 2, 128, 256)}
+
+
+@pytest.mark.parametrize("matrices", rows(MATRICES, ["two"]))
+def test_values_of_rows_and_columns(matrices):
+    tx = functools.partial(lowmem.flash_factored_adamw, 1e-3, min_dim_size_to_factor=32)
+    case = make(tx, [MATRICES[matrices]])
+    assert len(case.plans[0].block.parts) == 2
+    check(case)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "bits, rounding, direct", list(itertools.product((24, 32), ROUNDINGS, (0, 1)))
@@ -180,6 +191,9 @@ def test_what_stays_with_xla():
     assert "float16" in reason(mu=codecs.softsign_paper())
     assert "multiple of 256" in reason((64, 384), nu=codecs.linear4(signed=False))
     assert "`expm1`" in reason(mu=codecs.expanded_dynamic())
+    factored = functools.partial(reason, optimizer=lowmem.flash_factored_adamw, nu=None)
+    assert factored((128, 256)) is None and "plain elementwise" in factored((64, 256))
+    assert "along both of its last axes" in factored((256, 8, 256))  # columns of its first axis
 
 
 def test_an_arithmetic_that_mosaic_may_not_have():
@@ -239,11 +253,11 @@ def abstract(tx, shapes=TREE):
 @pytest.mark.parametrize("optimizer", rows(lowmem.OPTIMIZERS, ["stable_adamw"]))
 def test_traced_anywhere(optimizer):
     """A program for a TPU has its kernels, whatever machine traces it."""
-    tx = lowmem.OPTIMIZERS[optimizer].make(1e-3)
+    # the leaves here have fewer rows and columns than are factored by default
+    more = {"min_dim_size_to_factor": 64} if optimizer == "flash_factored_adamw" else {}
+    tx = lowmem.OPTIMIZERS[optimizer].make(1e-3, **more)
     text = lower_for_tpu(functools.partial(lowmem.step, tx), *abstract(tx))
     kernels = {"fused_update"} | ({"leaf_mean"} if optimizer == "stable_adamw" else set())
-    if optimizer == "flash_factored_adamw":  # rows and columns are XLA's
-        kernels = set()
     assert set(tpu_kernels_in(text)) == kernels
 
 
@@ -367,6 +381,18 @@ def test_blocks_on_a_mesh(blocks, spec, interpreted):
     tx = lowmem.flash_adam_mini(1e-3, blocks=lowmem.blocks.Structure(rules=rules))
     one, several, text = on_one_and_several(tx, spec)
     assert set(re.findall(COLLECTIVES, text)) <= {"all-reduce", "all-gather"}
+    for a, b in zip(jax.tree.leaves(several), jax.tree.leaves(one), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("spec", rows([P("a"), P("b", "a")], [P("b", "a")]))
+def test_rows_and_columns_on_a_mesh(spec, interpreted):
+    """As for blocks: each part takes the values of its rows and of its columns.
+
+    Their array has both after each other, so that its parts are not those of either.
+    """
+    one, several, text = on_one_and_several(lowmem.flash_factored_adamw(1e-3), spec)
+    assert set(re.findall(COLLECTIVES, text)) <= {"all-reduce", "all-gather", "collective-permute"}
     for a, b in zip(jax.tree.leaves(several), jax.tree.leaves(one), strict=True):
         np.testing.assert_array_equal(a, b)
 

@@ -195,7 +195,8 @@ def flash_factored_adamw(
     makes that matrix NaN, and no other tensor.
 
     Memory: 2 (weight) + 1 (correction) + 1.06 (m) bytes, and 4 bytes per row and column. The
-    kernels of a GPU take its steps; on a TPU they are XLA's (`lowmem.explain` says so).
+    kernels of a GPU and of a TPU take its steps; on a TPU those of leaves whose rows and columns
+    are their last two axes (`lowmem.explain` says which).
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem

@@ -68,12 +68,12 @@ def _block_reason(plan: LeafPlan) -> str | None:
         return None
     if plan.block.elementwise:
         return "a second moment for each element, in f32: plain elementwise work"
-    if len(plan.block.parts) > 1:
-        return "its second moments are of rows and columns"
-    *leading, rows, columns = plan.block.mean_shape(plan.shape)
-    if columns == 1 or rows == 1 and (math.prod(leading) == 1 or plan.shape[-2] % LANES == 0):
-        return None
-    return "its blocks have values along both of its last axes"
+    for part in plan.block.fit(plan.shape).parts:
+        *leading, rows, columns = part.mean_shape(plan.shape)
+        alike = math.prod(leading) == 1 or plan.shape[-2] % LANES == 0
+        if columns > 1 and (rows > 1 or not alike):
+            return "its blocks have values along both of its last axes"
+    return None
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 
 from optax_lowmem._src.codecs import GroupCodec
 from optax_lowmem._src.core import lanes, numerics, random
+from optax_lowmem._src.core.block import product
 from optax_lowmem._src.core.lanes import LANES, ROWS, Blocks
 from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
 from optax_lowmem._src.update import reference
@@ -155,7 +156,7 @@ class Kernel:
             self.decode_scales(codec, ref, scratch.units[name])
         if scratch.of_rows is not None:
             shape = (LANES, self.blocks.block_rows)
-            scratch.of_rows[...] = jnp.broadcast_to(read.of_block[...], shape).T
+            scratch.of_rows[...] = jnp.broadcast_to(read.of_block.rows[...], shape).T
 
     def decode_scales(self, codec: GroupCodec, ref: Any, units: Any) -> None:
         """Write what the codes of a block are decoded with."""
@@ -235,11 +236,14 @@ class Rows:
 
     def hyperparameters(self, layout: Registers) -> Mapping[str, jax.Array]:
         """Those of the step, with the operand of blocks."""
-        if self.scratch.of_rows is not None:
-            return {**self.h, OF_BLOCK: self.scratch.of_rows[self.rows, :]}
         if self.read.of_block is None:
             return self.h
-        return {**self.h, OF_BLOCK: self.read.of_block[:, columns_of(layout.register)]}
+        values = []
+        if self.scratch.of_rows is not None:
+            values.append(self.scratch.of_rows[self.rows, :])
+        if self.read.of_block.columns is not None:
+            values.append(self.read.of_block.columns[:, columns_of(layout.register)])
+        return {**self.h, OF_BLOCK: product(values)}
 
     @functools.cached_property
     def random_bits(self) -> jax.Array | None:

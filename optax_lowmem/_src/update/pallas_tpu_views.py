@@ -1,7 +1,7 @@
 """The arrays of a leaf as a TPU kernel sees them: as XLA keeps them, so that nothing moves."""
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from optax_lowmem._src.core import numerics
+from optax_lowmem._src.core.block import product
 from optax_lowmem._src.core.lanes import Blocks
 from optax_lowmem._src.update.operands import Leaf
 from optax_lowmem._src.update.pallas_tpu_kernel import several_in_a_byte
@@ -18,6 +19,18 @@ from optax_lowmem._src.update.plan import LeafPlan
 _USUAL = 16 << 20  # bytes of a core's memory, of 128 MB (v5e, v6e), that a kernel may take
 _BUFFERS = 12 << 20  # of them, for blocks that come and go
 _SCALES = 2 << 20  # for those of scales, and what does not stay in registers
+
+
+class OfBlock(NamedTuple):
+    """Values of blocks, whose product each element takes.
+
+    Attributes:
+      rows: those of each row, [1, rows].
+      columns: those of each column, [n, 1, columns], of one matrix or of n.
+    """
+
+    rows: Any
+    columns: Any
 
 
 def bytes_of(*trees: Any) -> int:
@@ -34,10 +47,12 @@ def blocks_of(plan: LeafPlan, leaf: Leaf, moving: int, elements: int) -> Blocks:
       moving: bytes per element of arrays and results.
       elements: of a block, at most.
     """
-    _, of_rows, within = _of_block(plan, leaf.of_block)
+    of_block = _of_block(plan, leaf.of_block)
     return Blocks(
         plan.shape, plan.group_size, min(elements, _BUFFERS // (2 * moving)),
-        max(map(several_in_a_byte, plan.slots), default=1), of_rows, within,
+        max(map(several_in_a_byte, plan.slots), default=1),
+        of_rows=of_block is not None and of_block.rows is not None,
+        within=of_block is not None and of_block.columns is not None and len(of_block.columns) > 1,
     )  # fmt: skip
 
 
@@ -75,7 +90,7 @@ def view(plan: LeafPlan, blocks: Blocks, leaf: Leaf) -> Leaf:
         lambda x: x.reshape(blocks.rows, -1), (g, leaf.p, leaf.correction, leaf.slots)
     )
     scales = tuple(_scale_view(blocks, x) for x in leaf.scales)
-    return Leaf(g, p, correction, slots, scales, _of_block(plan, leaf.of_block)[0])
+    return Leaf(g, p, correction, slots, scales, _of_block(plan, leaf.of_block))
 
 
 def _scale_view(blocks: Blocks, scales: jax.Array) -> jax.Array:
@@ -101,21 +116,20 @@ def _scale_spec(blocks: Blocks) -> pl.BlockSpec:
     return pl.BlockSpec((None, groups, rows), lambda i, j: (lax.div(i, each), j, lax.rem(i, each)))
 
 
-def _of_block(plan: LeafPlan, values: jax.Array | None) -> tuple[jax.Array | None, bool, bool]:
-    """Return values of blocks of each row [1, rows], or of each column [n, 1, columns].
-
-    Returns:
-      (values, whether they are of rows, whether blocks of a kernel must be within one matrix).
-    """
-    if plan.block is None or values is None:
-        return None, False, False
-    alike = math.prod(values.shape[:-1]) == 1  # in all rows
-    if values.shape[-1] == 1 and not alike:
-        spread = plan.block.spread(values, (*plan.shape[:-1], 1))
-        return spread.reshape(1, -1), True, False
-    leading = values.shape[:-1] if alike else (*plan.shape[:-2], 1)
-    spread = plan.block.spread(values, (*leading, plan.shape[-1]))
-    return spread.reshape(-1, 1, plan.shape[-1]), False, not alike
+def _of_block(plan: LeafPlan, operands: Any) -> OfBlock | None:
+    if plan.block is None or operands is None:
+        return None
+    rows, columns = [], []
+    parts = plan.block.fit(plan.shape).parts
+    for part, values in zip(parts, jax.tree.leaves(operands), strict=True):
+        alike = math.prod(values.shape[:-1]) == 1  # in all rows
+        if values.shape[-1] == 1 and not alike:
+            rows.append(part.spread(values, (*plan.shape[:-1], 1)).reshape(1, -1))
+            continue
+        leading = values.shape[:-1] if alike else (*plan.shape[:-2], 1)
+        spread = part.spread(values, (*leading, plan.shape[-1]))
+        columns.append(spread.reshape(-1, 1, plan.shape[-1]))
+    return OfBlock(product(rows) if rows else None, product(columns) if columns else None)
 
 
 def specs(plan: LeafPlan, blocks: Blocks, viewed: Leaf) -> Leaf:
@@ -124,13 +138,16 @@ def specs(plan: LeafPlan, blocks: Blocks, viewed: Leaf) -> Leaf:
     def elements(several: int = 1) -> pl.BlockSpec:
         return pl.BlockSpec((blocks.block_rows, blocks.width // several), lambda i, j: (i, j))
 
-    of_block = None
-    if blocks.of_rows:
-        of_block = pl.BlockSpec((1, blocks.block_rows), lambda i, j: (0, i))
-    elif viewed.of_block is not None:
-        each = plan.shape[-2] // blocks.block_rows if blocks.within else 0
-        of_block = pl.BlockSpec(
-            (None, 1, blocks.width), lambda i, j: (lax.div(i, each) if each else 0, 0, j)
+    each = plan.shape[-2] // blocks.block_rows if blocks.within else 0
+    of_rows = pl.BlockSpec((1, blocks.block_rows), lambda i, j: (0, i))
+    of_columns = pl.BlockSpec(
+        (None, 1, blocks.width), lambda i, j: (lax.div(i, each) if each else 0, 0, j)
+    )
+    of_block = viewed.of_block
+    if of_block is not None:
+        of_block = OfBlock(
+            None if of_block.rows is None else of_rows,
+            None if of_block.columns is None else of_columns,
         )
     found: Any = (
         elements(),
