@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,38 @@ def alike(stored: Any, now: Any) -> bool:
     return bool(stored == json.loads(json.dumps(now)))
 
 
+WHERE = ("device", "jax", "commit")  # of runs; all else that is said of them are their settings
+MERGED = "merged"  # where runs other than the first ones ran
+
+
+def merged(
+    stored: dict[str, Any], now: dict[str, Any], labels: Iterable[str]
+) -> dict[str, Any] | None:
+    """Return what is said of stored runs and of those now; None if their settings differ.
+
+    Args:
+      stored: the settings of runs and where they ran, with where others did.
+      now: the same of those that join them.
+      labels: of those that join.
+    """
+
+    def settings(of: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in of.items() if key not in (*WHERE, MERGED)}
+
+    def where(of: dict[str, Any]) -> dict[str, Any]:
+        return {key: of[key] for key in WHERE if key in of}
+
+    if not alike(settings(stored), settings(now)):
+        return None
+    others = {json.dumps(where(one)): one["variants"] for one in stored.get(MERGED, [])}
+    if where(now) != where(stored):
+        place = json.dumps(where(now))
+        variants = {label.partition(" seed ")[0] for label in labels}
+        others[place] = sorted(variants.union(others.get(place, ())))
+    entries = [json.loads(place) | {"variants": own} for place, own in others.items()]
+    return settings(stored) | where(stored) | ({MERGED: entries} if entries else {})
+
+
 @dataclasses.dataclass
 class Curves:
     """Curves that runs logged."""
@@ -41,10 +74,12 @@ class Curves:
     runs: dict[str, dict[str, np.ndarray]]  # variant -> {curve: values}; `step` is an abscissa
 
     def save(self, path: Path) -> None:
+        """Writes the runs beside stored ones of the same settings; of others, it starts anew."""
         if path.exists():
             stored = load(path)
-            if alike(stored.about, self.about):
-                self.runs = stored.runs | self.runs
+            about = merged(stored.about, self.about, self.runs)
+            if about is not None:
+                self.about, self.runs = about, stored.runs | self.runs
         arrays = {
             f"{variant}/{name}": values.astype(np.int32 if "step" in name else np.float32)
             for variant, curves in self.runs.items()
@@ -70,7 +105,7 @@ def store(path: Path, part: str | None, flags: dict[str, Any], runs: dict[str, A
     if part is None:
         return Curves(flags, dict(runs)).save(path)
     found = load(path) if path.exists() else Curves({}, {})
-    same = alike(found.about.get(part), flags)
-    kept = {k: v for k, v in found.runs.items() if same or k.partition("/")[0] != part}
+    about = merged(found.about.get(part, {}), flags, runs)
+    kept = {k: v for k, v in found.runs.items() if about or k.partition("/")[0] != part}
     added = {f"{part}/{name}": curves for name, curves in runs.items()}
-    return Curves(found.about | {part: flags}, kept | added).save(path)
+    return Curves(found.about | {part: about or flags}, kept | added).save(path)

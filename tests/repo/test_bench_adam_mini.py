@@ -168,6 +168,14 @@ def test_curves_are_kept_by_settings(tmp_path):
     assert found.about["steps"] == 3 and found.runs.keys() == {"a", "b"}
     np.testing.assert_array_equal(found.runs["a"]["loss"], one["loss"])
     assert found.runs["a"]["loss"].dtype == np.float32
+    here = {"device": "this GPU", "commit": "abc"}
+    for label in ("c seed 0", "c seed 1", "d seed 0"):
+        stored_curves.Curves(about | here, {label: one}).save(file)
+    found = stored_curves.load(file)
+    assert found.runs.keys() == {"a", "b", "c seed 0", "c seed 1", "d seed 0"}
+    assert found.about["merged"] == [here | {"variants": ["c", "d"]}]
+    stored_curves.Curves(about, {"e": one}).save(file)
+    assert stored_curves.load(file).about == found.about
     stored_curves.Curves({"steps": 4}, {"b": one}).save(file)
     assert stored_curves.load(file).runs.keys() == {"b"}
 
