@@ -53,6 +53,15 @@ def test_a_step_is_in_place_and_moves_little(chip, case, impl):
         assert found.kernels() > 0
 
 
+def test_columns_that_repeat_after_the_heads(monkeypatch):
+    """A projection's kernel of Flax, whose largest axes are the first and the last."""
+    monkeypatch.setitem(cases.LEAVES, "heads", {"kernel": (4096, 32, 128)})
+    of_step = "v5e", "heads", "flash_factored_adamw"
+    found = Program(cases.compile_case(*of_step)[0].as_text())
+    assert found.kernels() == 1
+    assert found.traffic() <= 1.05 * (cases.ideal_bytes(*of_step)[0] + cases.read_twice(*of_step))
+
+
 @pytest.mark.parametrize("chip", CHIPS)
 def test_the_base_moves_each_byte_once(chip):
     """The base of the ratios, `optax.adamw` in f32, fused by XLA into one pass."""

@@ -139,10 +139,15 @@ def test_values_of_blocks(name):
     check(case)
 
 
-MATRICES = {"one": (40, 256), "two": (2, 128, 256), "two of two": (2, 2, 128, 256)}
+MATRICES = {
+    "one": (40, 256),
+    "two": (2, 128, 256),
+    "two of two": (2, 2, 128, 256),
+    "heads between both axes": (72, 24, 128),
+}
 
 
-@pytest.mark.parametrize("matrices", rows(MATRICES, ["two"]))
+@pytest.mark.parametrize("matrices", rows(MATRICES, ["two", "heads between both axes"]))
 def test_values_of_rows_and_columns(matrices):
     tx = functools.partial(lowmem.flash_factored_adamw, 1e-3, min_dim_size_to_factor=32)
     case = make(tx, [MATRICES[matrices]])
@@ -193,7 +198,8 @@ def test_what_stays_with_xla():
     assert "`expm1`" in reason(mu=codecs.expanded_dynamic())
     factored = functools.partial(reason, optimizer=lowmem.flash_factored_adamw, nu=None)
     assert factored((128, 256)) is None and "plain elementwise" in factored((64, 256))
-    assert "along both of its last axes" in factored((256, 8, 256))  # columns of its first axis
+    assert factored((256, 8, 256)) is None and factored((4096, 32, 128)) is None
+    assert "along both of its last axes" in factored((512, 384, 256))  # the first two are larger
 
 
 def test_an_arithmetic_that_mosaic_may_not_have():

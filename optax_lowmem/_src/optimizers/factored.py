@@ -195,8 +195,7 @@ def flash_factored_adamw(
     makes that matrix NaN, and no other tensor.
 
     Memory: 2 (weight) + 1 (correction) + 1.06 (m) bytes, and 4 bytes per row and column. The
-    kernels of a GPU and of a TPU take its steps; on a TPU those of leaves whose rows and columns
-    are their last two axes (`lowmem.explain` says which).
+    kernels of a GPU and of a TPU take its steps (`lowmem.explain` says which and where not).
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem

@@ -7,7 +7,6 @@ over each is a shuffle for every power of two; those of many registers are reduc
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,12 +67,7 @@ def _block_reason(plan: LeafPlan) -> str | None:
         return None
     if plan.block.elementwise:
         return "a second moment for each element, in f32: plain elementwise work"
-    for part in plan.block.fit(plan.shape).parts:
-        *leading, rows, columns = part.mean_shape(plan.shape)
-        alike = math.prod(leading) == 1 or plan.shape[-2] % LANES == 0
-        if columns > 1 and (rows > 1 or not alike):
-            return "its blocks have values along both of its last axes"
-    return None
+    return views.block_reason(plan.block, plan.shape)
 
 
 @functools.cache

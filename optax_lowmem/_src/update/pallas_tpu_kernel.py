@@ -202,6 +202,15 @@ class Rows:
         return pl.ds(pl.multiple_of(self.i * ROWS, ROWS), ROWS)
 
     @property
+    def repeated(self) -> Any:
+        """The rows, as an index of values that repeat after some."""
+        period = self.read.of_block.columns.shape[0]
+        if period == 1:
+            return slice(None)
+        first = self.block[0] * self.kernel.blocks.block_rows + self.i * ROWS
+        return pl.ds(pl.multiple_of(lax.rem(first, jnp.int32(period)), ROWS), ROWS)
+
+    @property
     def registers(self) -> int:
         """Registers along a row that are stepped together."""
         return self.kernel.blocks.at_once
@@ -242,7 +251,7 @@ class Rows:
         if self.scratch.of_rows is not None:
             values.append(self.scratch.of_rows[self.rows, :])
         if self.read.of_block.columns is not None:
-            values.append(self.read.of_block.columns[:, columns_of(layout.register)])
+            values.append(self.read.of_block.columns[self.repeated, columns_of(layout.register)])
         return {**self.h, OF_BLOCK: product(values)}
 
     @functools.cached_property

@@ -10,14 +10,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from optax_lowmem._src.core import numerics
-from optax_lowmem._src.core.block import product
-from optax_lowmem._src.core.lanes import Blocks
+from optax_lowmem._src.core.block import Block, product
+from optax_lowmem._src.core.lanes import LANES, ROWS, Blocks
 from optax_lowmem._src.update.operands import Leaf
 from optax_lowmem._src.update.pallas_tpu_kernel import several_in_a_byte
 from optax_lowmem._src.update.plan import LeafPlan
 
 _USUAL = 16 << 20  # bytes of a core's memory, of 128 MB (v5e, v6e), that a kernel may take
 _BUFFERS = 12 << 20  # of them, for blocks that come and go
+_MOST_ROWS = 256  # whose values a block may have beside it
 _SCALES = 2 << 20  # for those of scales, and what does not stay in registers
 
 
@@ -26,11 +27,35 @@ class OfBlock(NamedTuple):
 
     Attributes:
       rows: those of each row, [1, rows].
-      columns: those of each column, [n, 1, columns], of one matrix or of n.
+      columns: those of each column, [n, 1, columns], of one matrix or of n; or those of so many
+        rows after which they repeat, [1, period, columns].
     """
 
     rows: Any
     columns: Any
+
+
+def block_reason(block: Block, shape: tuple[int, ...]) -> str | None:
+    """Return the reason why a leaf's values of blocks have no view, or None."""
+    for part in block.fit(shape).parts:
+        *leading, rows, columns = part.mean_shape(shape)
+        of_each_matrix = rows == 1 and shape[-2] % LANES == 0
+        if columns > 1 and not of_each_matrix and not _period((*leading, rows, columns), shape):
+            return "its blocks have values along both of its last axes"
+    return None
+
+
+def _period(values: tuple[int, ...], shape: tuple[int, ...]) -> int | None:
+    """Return the rows after which values of columns repeat, in whole registers; 1: all have them.
+
+    None where they do not repeat, or after too many rows.
+    """
+    for axis in range(len(shape) - 1, 0, -1):
+        if math.prod(values[:axis]) == 1 and values[axis:-1] == shape[axis:-1]:
+            rows = math.prod(shape[axis:-1])
+            period = rows if rows == 1 else math.lcm(rows, ROWS)
+            return period if period <= _MOST_ROWS else None
+    return None
 
 
 def bytes_of(*trees: Any) -> int:
@@ -122,13 +147,17 @@ def _of_block(plan: LeafPlan, operands: Any) -> OfBlock | None:
     rows, columns = [], []
     parts = plan.block.fit(plan.shape).parts
     for part, values in zip(parts, jax.tree.leaves(operands), strict=True):
-        alike = math.prod(values.shape[:-1]) == 1  # in all rows
-        if values.shape[-1] == 1 and not alike:
+        period = _period(values.shape, plan.shape)
+        if values.shape[-1] == 1 and period != 1:
             rows.append(part.spread(values, (*plan.shape[:-1], 1)).reshape(1, -1))
             continue
-        leading = values.shape[:-1] if alike else (*plan.shape[:-2], 1)
+        leading = values.shape[:-1] if period else (*plan.shape[:-2], 1)
         spread = part.spread(values, (*leading, plan.shape[-1]))
-        columns.append(spread.reshape(-1, 1, plan.shape[-1]))
+        if period is None or period == 1:
+            columns.append(spread.reshape(-1, 1, plan.shape[-1]))
+            continue
+        once = spread.reshape(1, -1, plan.shape[-1])
+        columns.append(jnp.tile(once, (1, period // once.shape[1], 1)))
     return OfBlock(product(rows) if rows else None, product(columns) if columns else None)
 
 
@@ -140,15 +169,17 @@ def specs(plan: LeafPlan, blocks: Blocks, viewed: Leaf) -> Leaf:
 
     each = plan.shape[-2] // blocks.block_rows if blocks.within else 0
     of_rows = pl.BlockSpec((1, blocks.block_rows), lambda i, j: (0, i))
-    of_columns = pl.BlockSpec(
-        (None, 1, blocks.width), lambda i, j: (lax.div(i, each) if each else 0, 0, j)
-    )
     of_block = viewed.of_block
     if of_block is not None:
-        of_block = OfBlock(
-            None if of_block.rows is None else of_rows,
-            None if of_block.columns is None else of_columns,
+        of_columns = (
+            None
+            if of_block.columns is None
+            else pl.BlockSpec(
+                (None, of_block.columns.shape[1], blocks.width),
+                lambda i, j: (lax.div(i, each) if each else 0, 0, j),
+            )
         )
+        of_block = OfBlock(None if of_block.rows is None else of_rows, of_columns)
     found: Any = (
         elements(),
         None if viewed.p is None else elements(),
