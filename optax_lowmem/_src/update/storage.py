@@ -157,7 +157,7 @@ class Storage(ShowsChanges):
         4-bit codecs this pair has the least error of Adam's step in closed loop, which is far more
         than that of 8 bits: the guide to formats has both. What it costs is undecided, 0 to 1 % of
         the loss of a GPT of 42 million weights, where 8 bits are within 0.1 %: take 8 where they
-        fit.
+        fit. With `nu=None, group_size=32` in `flash_factored_adamw` it costs less, and 0.56 bytes.
 
         Example:
           >>> Storage.four_bit(master_weight_bits=32).group_size
