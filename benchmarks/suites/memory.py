@@ -42,6 +42,7 @@ PUBLISHED = {
 }
 
 FOUR = lowmem.Storage.four_bit()
+FIRST = lowmem.Storage.four_bit(nu=None)
 GROUPS_OF_32 = lowmem.Storage.four_bit(nu=None, group_size=32)
 HEADS = lowmem.blocks.Structure(32, 8, default="whole")  # Llama-3.1-8B's
 ROUNDED = {"master_weight_bits": None, "master_rounding": "stochastic"}
@@ -55,8 +56,8 @@ BUDGETS: dict[str, optax.GradientTransformation] = {
     "flash_adam_mini(lr)": lowmem.flash_adam_mini(1e-3, blocks=HEADS),
     "flash_adamw(lr, storage=Storage.four_bit())": lowmem.flash_adamw(1e-3, storage=FOUR),
     "flash_lion(lr)": lowmem.flash_lion(1e-3),
-    "flash_adam_mini(lr, storage=Storage.four_bit())": lowmem.flash_adam_mini(
-        1e-3, storage=FOUR, blocks=HEADS
+    "flash_adam_mini(lr, storage=Storage.four_bit(nu=None))": lowmem.flash_adam_mini(
+        1e-3, storage=FIRST, blocks=HEADS
     ),
     "flash_factored_adamw(lr)": lowmem.flash_factored_adamw(1e-3),
     "flash_factored_adamw(lr, storage=Storage.four_bit(nu=None, group_size=32))": (

@@ -56,7 +56,7 @@ from optax_lowmem._src.update.masters import (
     promoted,
     rounds_weights,
 )
-from optax_lowmem._src.update.plan import plan_leaves
+from optax_lowmem._src.update.plan import plan_leaves, warn_of_shared_codes
 from optax_lowmem._src.update.storage import Storage
 
 Hyperparameters = Callable[[jax.Array], Mapping[str, jax.Array]]
@@ -122,6 +122,7 @@ class Engine:
         warn_of_patterns(self.storage.policy, params)
         if self.structure is not None:
             self.structure.warn(params)
+        warn_of_shared_codes(plans)
         forms, of_shared = [plan.storage for plan in plans], [p.shared_storage for p in plans]
         if is_free(leaves):
             made = compiled(_zero_state)(plans, leaves, forms, of_shared)

@@ -1,7 +1,8 @@
 """The plan of a leaf: every static decision about its storage and step, with reasons."""
 
 import dataclasses
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -300,6 +301,27 @@ def _plan_slot(
         decision = dataclasses.replace(decision, block=block)
     scope.record(decision)
     return SlotPlan(name, kept, dtype, decision.stochastic)
+
+
+def warn_of_shared_codes(plans: Sequence[LeafPlan]) -> None:
+    """Warn of 4-bit codes of slots that many elements share, where an `init` has all leaves."""
+    if scope.is_observed():
+        return
+    found = [
+        plan.path
+        for plan in plans
+        if plan.block is not None and not plan.block.elementwise
+        for slot in plan.shared
+        if slot.codec is not None and slot.codec.codes_per_byte > 1
+    ]
+    if found:
+        others = f" and {len(found) - 1} more" if found[1:] else ""
+        warnings.warn(
+            f"second moments that many elements share (leaf '{found[0]}'{others}) are in codes of "
+            "4 bits: that saves next to nothing and errs in every one of these elements. Give the "
+            "storage nu=None, as Storage.four_bit(nu=None), which keeps them in f32.",
+            stacklevel=3,
+        )
 
 
 def _decays(mask: optax.MaskOrFn, params: optax.Params) -> list[bool]:
