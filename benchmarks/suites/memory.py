@@ -131,7 +131,8 @@ def memory(rows: Rows) -> Table:
 
 def budget(rows: Rows) -> Table:
     """Bytes per parameter of optimizers and storages, the largest first."""
-    found = records.select(rows, bench="memory", case="llama-3.1-8b/budget")
+    every = records.select(rows, bench="memory", case="llama-3.1-8b/budget")
+    found = [row for row in every if row["impl"] in BUDGETS]
     body = [
         [f"`{impl}`", *(cell(of[metric], "{:.2f}") for metric in ("weights", "state", "total"))]
         for impl, of in records.grouped(found, "impl", "metric").items()
