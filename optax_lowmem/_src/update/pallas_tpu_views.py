@@ -18,8 +18,8 @@ from optax_lowmem._src.update.plan import LeafPlan
 
 _USUAL = 16 << 20  # bytes of a core's memory, of 128 MB (v5e, v6e), that a kernel may take
 _BUFFERS = 12 << 20  # of them, for blocks that come and go
-_MOST_ROWS = 256  # whose values a block may have beside it
 _SCALES = 2 << 20  # for those of scales, and what does not stay in registers
+_MOST_ROWS = 256  # that may each have values of their columns
 
 
 class OfBlock(NamedTuple):
