@@ -122,7 +122,8 @@ class Engine:
         warn_of_patterns(self.storage.policy, params)
         if self.structure is not None:
             self.structure.warn(params)
-        warn_of_shared_codes(plans)
+        if sharing := [plan for plan in plans if plan.shared]:
+            warn_of_shared_codes(sharing)
         forms, of_shared = [plan.storage for plan in plans], [p.shared_storage for p in plans]
         if is_free(leaves):
             made = compiled(_zero_state)(plans, leaves, forms, of_shared)

@@ -304,9 +304,11 @@ def _plan_slot(
 
 
 def warn_of_shared_codes(plans: Sequence[LeafPlan]) -> None:
-    """Warn of 4-bit codes of slots that many elements share, where an `init` has all leaves."""
-    if scope.is_observed():
-        return
+    """Warn of 4-bit codes of slots that many elements share, where an `init` has all leaves.
+
+    Args:
+      plans: of the leaves that have slots to share.
+    """
     found = [
         plan.path
         for plan in plans
@@ -314,7 +316,7 @@ def warn_of_shared_codes(plans: Sequence[LeafPlan]) -> None:
         for slot in plan.shared
         if slot.codec is not None and slot.codec.codes_per_byte > 1
     ]
-    if found:
+    if found and not scope.is_observed():
         others = f" and {len(found) - 1} more" if found[1:] else ""
         warnings.warn(
             f"second moments that many elements share (leaf '{found[0]}'{others}) are in codes of "
