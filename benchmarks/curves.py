@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +39,17 @@ MERGED = "merged"  # where runs other than the first ones ran
 
 
 def merged(
-    stored: dict[str, Any], now: dict[str, Any], labels: Iterable[str]
+    stored: dict[str, Any], now: dict[str, Any], labels: Iterable[str], staying: Collection[str]
 ) -> dict[str, Any] | None:
-    """Return what is said of stored runs and of those now; None if their settings differ.
+    """Return what is said of stored runs and of those now.
+
+    None if no stored run stays, or the settings of both differ.
 
     Args:
       stored: the settings of runs and where they ran, with where others did.
       now: the same of those that join them.
       labels: of those that join.
+      staying: labels of stored runs that none of these replaces.
     """
 
     def settings(of: dict[str, Any]) -> dict[str, Any]:
@@ -55,7 +58,7 @@ def merged(
     def where(of: dict[str, Any]) -> dict[str, Any]:
         return {key: of[key] for key in WHERE if key in of}
 
-    if not alike(settings(stored), settings(now)):
+    if not staying or not alike(settings(stored), settings(now)):
         return None
     others = {json.dumps(where(one)): one["variants"] for one in stored.get(MERGED, [])}
     if where(now) != where(stored):
@@ -77,7 +80,8 @@ class Curves:
         """Writes the runs beside stored ones of the same settings; of others, it starts anew."""
         if path.exists():
             stored = load(path)
-            about = merged(stored.about, self.about, self.runs)
+            staying = stored.runs.keys() - self.runs.keys()
+            about = merged(stored.about, self.about, self.runs, staying)
             if about is not None:
                 self.about, self.runs = about, stored.runs | self.runs
         arrays = {
@@ -105,7 +109,8 @@ def store(path: Path, part: str | None, flags: dict[str, Any], runs: dict[str, A
     if part is None:
         return Curves(flags, dict(runs)).save(path)
     found = load(path) if path.exists() else Curves({}, {})
-    about = merged(found.about.get(part, {}), flags, runs)
-    kept = {k: v for k, v in found.runs.items() if about or k.partition("/")[0] != part}
     added = {f"{part}/{name}": curves for name, curves in runs.items()}
+    own = {label for label in found.runs if label.partition("/")[0] == part}
+    about = merged(found.about.get(part, {}), flags, runs, own - added.keys())
+    kept = {label: run for label, run in found.runs.items() if about or label not in own}
     return Curves(found.about | {part: about or flags}, kept | added).save(path)

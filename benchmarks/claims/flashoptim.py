@@ -184,12 +184,12 @@ def moments(rows: Rows, preset: str, rule: str, slot: str, share: float) -> Find
     some(path.exists())
     stored = curves.load(path)
     base = {"adam": "adamw", "lion": "lion"}[rule]
-    own = [run for name, run in stored.runs.items() if name.startswith(f"{base} seed")]
-    texts, holds = [], True
     curve = f"nmse {slot} {{}}, paper"
-    own = [run for run in own if curve.format("linear") in run]  # not all runs kept it
+    own = {name: run for name, run in stored.runs.items()
+           if name.startswith(f"{base} seed") and curve.format("linear") in run}  # fmt: skip
+    texts, holds = [], True
     errors = {
-        kind: np.concatenate([run[curve.format(kind)].ravel() for run in some(own)])
+        kind: np.concatenate([run[curve.format(kind)].ravel() for run in some(own).values()])
         for kind in ("linear", "companded")
     }
     for name, rank in (("median", 50), ("95th percentile", 95)):
@@ -198,7 +198,8 @@ def moments(rows: Rows, preset: str, rule: str, slot: str, share: float) -> Find
         holds = holds and companded < share * linear
     wanted = {"bench": "pairs", "case": f"{preset}/{rule}", "impl": base, "metric": "val_loss"}
     size = f"{stored.about['parameters'] / 1e6:.3g}M weights, {count(len(own))}"
-    return judged("; ".join(texts), holds, select(rows, **wanted)[-len(own) :], size)
+    used = [row for row in select(rows, **wanted) if f"{base} seed {row['seed']}" in own]
+    return judged("; ".join(texts), holds, used, size)
 
 
 def early(rows: Rows) -> Finding:

@@ -159,11 +159,12 @@ def test_explain_names_the_axes_and_a_wrong_size_is_refused():
 
 
 def test_bytes():
-    """2 + 1 + 1.06 and a value a row and column; 3.56 with m in 4 bits."""
+    """2 + 1 + 1.06 and a value a row and column; 3.53 and 3.56 with m in 4 bits."""
     params = {"w": jnp.ones((1024, 2048), jnp.bfloat16)}
     rows = 4 * (1024 + 2048) / (1024 * 2048)
     for storage, wanted in (
         (lowmem.Storage(nu=None), 3 + 1 + 2 / 32),
+        (lowmem.Storage.four_bit(nu=None, rounding="nearest"), 3 + 0.5 + 2 / 64),
         (lowmem.Storage.four_bit(nu=None, group_size=32), 3 + 0.5 + 2 / 32),
     ):
         tx = lowmem.flash_factored_adamw(1e-3, storage=storage)

@@ -176,6 +176,9 @@ def test_curves_are_kept_by_settings(tmp_path):
     assert found.about["merged"] == [here | {"variants": ["c", "d"]}]
     stored_curves.Curves(about, {"e": one}).save(file)
     assert stored_curves.load(file).about == found.about
+    again = dict.fromkeys(stored_curves.load(file).runs, one)
+    stored_curves.Curves(about | here, again).save(file)  # none of the earlier runs is left
+    assert stored_curves.load(file).about == {"steps": 3, "betas": [0.9, 0.95]} | here
     stored_curves.Curves({"steps": 4}, {"b": one}).save(file)
     assert stored_curves.load(file).runs.keys() == {"b"}
 

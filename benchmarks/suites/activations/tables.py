@@ -62,6 +62,11 @@ def known(rows: Rows, metric: str) -> dict[str, dict[str, dict]]:
     return grouped(select(rows, bench="activations", metric=metric), "case", "impl")
 
 
+def runs_by_gpu(rows: Rows) -> dict[str, Rows]:
+    """GPU, by its short name -> the records of its layers and norms."""
+    return by_gpu(select(rows, bench="activations"))
+
+
 def scale_units(case: str) -> float:
     """U of scales of 16 neighbours, on norms' inputs, gate and up."""
     shape = Shape.parse(case)
@@ -151,7 +156,7 @@ def targets(rows: Rows) -> Table:
             what = f"kept by a layer, {name}"
             body.append(target(what, asked, most, value, f"{value:.2f} U: {text}"))
             used += [found[name], found[BF16]]
-    for gpu, of_gpu in by_gpu(select(rows, bench="activations")).items():
+    for gpu, of_gpu in runs_by_gpu(rows).items():
         times = speedups(of_gpu)
         for case, least in FASTER.items():
             if case in times:
@@ -206,7 +211,7 @@ def units(rows: Rows) -> Table:
 def layers(rows: Rows) -> Table:
     """Table 7: times and bytes of one layer."""
     kept, body, used = known(rows, "saved_bytes"), [], []
-    for gpu, of_gpu in by_gpu(select(rows, bench="activations")).items():
+    for gpu, of_gpu in runs_by_gpu(rows).items():
         times = {metric: known(of_gpu, f"{metric}_ms") for metric in ("forward", "backward")}
         for case, own in known(of_gpu, "device_ms").items():
             if case.startswith("norm") or BF16 not in own:
@@ -258,7 +263,7 @@ def gap(rows: Rows) -> Table:
     moved = grouped(
         select(rows, bench="activation_passes", metric="both_traffic_bytes"), "case", "impl"
     )
-    for gpu, of_gpu in by_gpu(select(rows, bench="activations")).items():
+    for gpu, of_gpu in runs_by_gpu(rows).items():
         copy = last(on_gpus(rows), metric="copy_tbps", device=of_gpu[0]["device"])
         metrics = ("forward_ms", "backward_ms", "device_ms")
         times = [known(of_gpu, metric) for metric in metrics]
@@ -328,7 +333,7 @@ def norms(rows: Rows) -> Table:
     """Table 12 and Figure 4b: a norm, and what quantizing its result takes beside."""
     found = {
         (gpu, case.removeprefix("norm-")): own
-        for gpu, of_gpu in by_gpu(select(rows, bench="activations")).items()
+        for gpu, of_gpu in runs_by_gpu(rows).items()
         for case, own in known(of_gpu, "device_ms").items()
         if case.startswith("norm-") and BF16 in own
     }
