@@ -443,6 +443,7 @@ def alias_counts(text):
     return found
 
 
+@pytest.mark.filterwarnings("ignore:second moments that many elements share")
 @pytest.mark.parametrize(
     "optimizer, stored, weights, direct, group_size",
     grid(GROUP_SIZES, whole=False),  # what is computed, the interpreted kernels show
