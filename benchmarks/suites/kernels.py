@@ -22,6 +22,7 @@ from benchmarks import records, timing
 from benchmarks.render import Rendered, Table, cell
 from optax_lowmem import codecs
 from optax_lowmem._src.codecs import group_codec, group_codec_triton
+from optax_lowmem._src.core.block import Factors
 from optax_lowmem._src.core.gpu_kernel import BACKENDS
 from optax_lowmem._src.fp8_flow import kernels_triton as fp8
 from optax_lowmem._src.noise import kernels as noise
@@ -128,8 +129,8 @@ def of_codes(shape: tuple[int, int], name: str) -> Made:
     return make, (x.astype(jnp.float8_e4m3fn) if name == "transpose" else x, jnp.float32(6))
 
 
-def of_means(shape: tuple[int, int]) -> Made:
-    passes = block_means.passes(Block((0,)), shape)
+def of_means(block: Block, shape: tuple[int, int]) -> Made:
+    passes = block_means.passes(block, shape)
 
     def make(backend: str) -> Callable[..., Any]:
         return lambda *g: block_means_triton.means(passes, g, jnp.float32(1), backend=backend)
@@ -157,7 +158,8 @@ def cases(rows: int, columns: int) -> dict[str, Callable[[], Made]]:
             f"codes-{name}": made(of_codes, shape, name)
             for name in ("rows", "transposed", "both", "transpose")
         },
-        "block-means": made(of_means, shape),
+        "block-means": made(of_means, Block((0,)), shape),
+        "block-means/rows-and-columns": made(of_means, Factors((0, 1)), shape),
     }
 
 

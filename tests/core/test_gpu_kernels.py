@@ -11,6 +11,7 @@ import pytest
 from optax_lowmem import codecs, gaussws
 from optax_lowmem._src.codecs import group_codec, group_codec_triton
 from optax_lowmem._src.core import jax_triton_call, platform
+from optax_lowmem._src.core.block import Factors
 from optax_lowmem._src.fp8_flow import gate as fp8_gate
 from optax_lowmem._src.fp8_flow import kernels as fp8
 from optax_lowmem._src.fp8_flow import kernels_triton as fp8_kernels
@@ -131,6 +132,7 @@ FAST = {
     "quantized": quantized("e4m3", BF16),
     "of a function": of_function(BF16),
     "means": means((300, 130), Block((0, 1)), 3),
+    "means of rows and columns": means((2, 140, 2, 256), Factors((1, 3)), 2),
 }
 KERNELS = {
     **FAST,

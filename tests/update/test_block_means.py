@@ -7,8 +7,9 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem._src.core import platform
+from optax_lowmem._src.core.block import Factors
 from optax_lowmem._src.update import block_means, block_means_triton
-from optax_lowmem._src.update.block_means import has_columns, passes
+from optax_lowmem._src.update.block_means import has_columns, in_shape, passes
 from optax_lowmem.blocks import Block
 from tests.lowering import kernels_in, lower_for_cuda
 from tests.tiers import in_turn
@@ -30,6 +31,16 @@ CASES = [
     ((2048,), Block((0,))),
     ((70_000,), Block((0,))),
 ]
+# (shape, axes of rows and columns): ends within a tile, more parts than a launch sums, stacked
+# layers, heads between rows and columns, both
+BOTH = [
+    ((300, 130), (0, 1)),
+    ((129, 40_000), (0, 1)),
+    ((3, 200, 96), (1, 2)),
+    ((140, 3, 128), (0, 2)),
+    ((2, 140, 2, 256), (1, 3)),
+]
+CASES += [(shape, Factors(axes)) for shape, axes in BOTH]
 
 
 def drawn(shape, dtype, seed=0):
@@ -41,6 +52,12 @@ def drawn(shape, dtype, seed=0):
 def exact(block, g, scale):
     """In float64, by the block's own numbering of a small integer array."""
     square = (np.float64(g) * scale) ** 2
+    if isinstance(block, Factors):
+        one, other = block.axes
+        rows, columns = square.mean(axis=other), square.mean(axis=one)
+        return np.concatenate(
+            [np.moveaxis(rows, one, -1), np.moveaxis(columns, other - 1, -1)], axis=-1
+        )
     kept = np.mean(square, axis=block.axes, keepdims=True)
     if block.heads is None:
         return kept
@@ -51,8 +68,8 @@ def exact(block, g, scale):
 
 def by_kernel(block, g, scale=1.0, backend="interpret"):
     own = passes(block, g.shape)
-    (mean,) = block_means_triton.means(own, [g], jnp.float32(scale), backend)
-    return mean.reshape(block.mean_shape(g.shape))
+    (means,) = block_means_triton.means(own, [g], jnp.float32(scale), backend)
+    return in_shape(block, g.shape, means)
 
 
 @pytest.mark.parametrize("case, dtype", in_turn(CASES, [BF16, F32]), ids=str)
@@ -69,20 +86,31 @@ def test_against_float64(case, dtype, backend):
         np.testing.assert_allclose(np.float64(found), wanted, rtol=300 * 2.0**-24)
 
 
-@pytest.mark.parametrize("case", [CASES[1], CASES[7]], ids=str)
+@pytest.mark.parametrize("case", [CASES[1], CASES[7], CASES[-1]], ids=str)
 def test_several_leaves_of_a_launch(case, backend):
     """Each has the means that it has alone, also where there are several passes."""
     shape, block = case
     gradients = [drawn(shape, BF16, i) for i in range(3)]
     own = passes(block, shape)
     together = block_means_triton.means(own, gradients, jnp.float32(1), backend)
-    for g, mean in zip(gradients, together, strict=True):
+    for g, means in zip(gradients, together, strict=True):
         (alone,) = block_means_triton.means(own, [g], jnp.float32(1), backend)
-        np.testing.assert_array_equal(mean, alone)
+        jax.tree.map(np.testing.assert_array_equal, means, alone)
 
 
 def test_passes():
-    assert {len(passes(block, shape)) for shape, block in CASES} == {1, 2, 3}
+    found = [passes(block, shape) for shape, block in CASES]
+    assert {1 + len(rest) for case in found for rest in case.rest} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[5], BOTH[0]], ids=str)
+def test_sums_of_large_squares_are_finite(case, backend):
+    """Where the mean is, however many there are."""
+    shape, block = case
+    block = block if isinstance(block, Block) else Factors(block)
+    g = jnp.sign(drawn(shape, F32)) * 1.5e19
+    found = by_kernel(block, g, backend=backend)
+    np.testing.assert_allclose(np.float64(found), exact(block, g, 1.0), rtol=300 * 2.0**-24)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -115,6 +143,23 @@ def test_lowers_for_cuda(on_a_gpu):
     # parts and their sums of three; of two, and then of heads; the vectors at once; rows by XLA
     assert kernels_in(text) == ["block_means"] * (2 + 3 + 1)
     assert kernels_in(lower_for_cuda(lambda *g: means(blocks, g, "xla"), *gradients)) == []
+
+
+def test_rows_and_columns_are_read_at_once(on_a_gpu):
+    """Where no tile has parts of two rows; else the rows by XLA and the columns by the kernel."""
+
+    def lowered(shape, axes):
+        gradients = [jax.ShapeDtypeStruct(shape, BF16)] * 2
+        text = lower_for_cuda(lambda *g: means([Factors(axes)] * 2, g), *gradients)
+        return kernels_in(text), text.count("stablehlo.reduce(")
+
+    # parts of both, and the sums of each
+    assert lowered((512, 1024), (0, 1)) == (["block_means"] * 3, 0)
+    assert lowered((512, 4, 256), (0, 2)) == (["block_means"] * 3, 0)
+    kernels, by_xla = lowered((512, 4, 200), (0, 2))
+    assert kernels == ["block_means"] * 2 and by_xla > 0
+    kernels, by_xla = lowered((4, 512, 256, 2), (1, 2))  # both are columns of memory
+    assert kernels == ["block_means"] * (2 + 1) and by_xla == 0
 
 
 def test_a_small_leaf_alone_is_left_to_xla(on_a_gpu):

@@ -1,4 +1,4 @@
-"""The mean of squares over each block of a leaf: what Adam-mini's second moment takes in.
+"""The mean of squares over each block of a leaf: what a shared second moment takes in.
 
 The choice of the implementation is made while tracing.
 """
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lowmem._src.core import numerics, platform
-from optax_lowmem._src.core.block import Block
+from optax_lowmem._src.core.block import Block, Factors
 from optax_lowmem._src.core.fallback import with_fallback
 from optax_lowmem._src.core.gpu_kernel import BACKENDS
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, next_power_of_two
@@ -110,19 +110,81 @@ class Columns:
         return self.rows % self.tile_rows == 0 and self.width % self.tile_width == 0
 
 
-def passes(block: Block, shape: tuple[int, ...]) -> list[Columns]:
-    """Launches that leave the mean over each block: of parts and their sums, axis by axis."""
+@dataclasses.dataclass(frozen=True)
+class Passes:
+    """The launches that leave the means of a leaf.
+
+    Attributes:
+      first: of the gradient's squares.
+      row: elements of a row, where the first launch sums the rows of its tiles too; else None.
+      rest: for each of the block's parts, launches that sum what was left by the one before.
+    """
+
+    first: Columns
+    row: int | None
+    rest: tuple[tuple[Columns, ...], ...]
+
+
+def passes(block: Block, shape: tuple[int, ...]) -> Passes:
+    """Launches that leave the means over each block: of parts and their sums, axis by axis."""
+    if isinstance(block, Factors):
+        return _passes_of_both(block, shape)
     viewed, axes = block.view(shape)
     sizes, found = list(viewed), []
     for axis in axes:
-        before, after = math.prod(sizes[:axis]), math.prod(sizes[axis + 1 :])
-        columns = Columns(before, sizes[axis], after)
-        found.append(columns)
-        while columns.parts > 1:
-            columns = Columns(before, columns.parts, after, begins=False)
-            found.append(columns)
+        columns = Columns(math.prod(sizes[:axis]), sizes[axis], math.prod(sizes[axis + 1 :]))
+        found += [columns, *_sums_of_parts(columns.outer, columns.parts, columns.width)]
         sizes[axis] = 1
-    return found
+    first, *rest = found
+    return Passes(first, None, (tuple(rest),))
+
+
+def _passes_of_both(block: Factors, shape: tuple[int, ...]) -> Passes:
+    """Of rows and columns: tiles leave sums of both, those of rows as columns to be summed."""
+    outer, rows, between, row = _matrices(block, shape)
+    first = Columns(outer, rows, between * row)
+    across = first.across // between
+    of_rows = _sums_of_parts(outer * between, across, rows)
+    return Passes(first, row, (of_rows, _sums_of_parts(outer, first.parts, first.width)))
+
+
+def _sums_of_parts(outer: int, parts: int, width: int) -> tuple[Columns, ...]:
+    """Launches that leave one row of `parts`, none where there is no more."""
+    found = []
+    while parts > 1:
+        columns = Columns(outer, parts, width, begins=False)
+        found.append(columns)
+        parts = columns.parts
+    return tuple(found)
+
+
+def _matrices(block: Factors, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+    """A leaf as [outer, rows, between, columns]; rows and columns are those of the block."""
+    one, other = block.fit(shape).axes
+    return math.prod(shape[:one]), shape[one], math.prod(shape[one + 1 : other]), shape[other]
+
+
+def read_once(block: Block, shape: tuple[int, ...]) -> bool:
+    """Return whether one launch can read a leaf for all means of its block.
+
+    Rows lie side by side in memory, and no tile has parts of two.
+    """
+    if not isinstance(block, Factors):
+        return True
+    _, rows, between, row = _matrices(block, shape)
+    tile = Columns(1, rows, between * row).tile_width
+    return block.fit(shape).axes[1] == len(shape) - 1 and (between == 1 or row % tile == 0)
+
+
+def in_shape(block: Block, shape: tuple[int, ...], means: Sequence[jax.Array]) -> jax.Array:
+    """`Block.mean`, from what the launches leave of each of the block's parts."""
+    if isinstance(block, Factors):
+        outer, rows, between, _ = _matrices(block, shape)
+        of_rows, of_columns = means  # a matrix after the other; and as they lie in memory
+        of_rows = jnp.moveaxis(of_rows.reshape(outer, between, rows), 1, 2)
+        means = of_rows, of_columns
+    parts = zip(block.parts, means, strict=True)
+    return block.joined([mean.reshape(part.mean_shape(shape)) for part, mean in parts])
 
 
 def has_columns(block: Block, shape: tuple[int, ...]) -> bool:
@@ -189,9 +251,17 @@ def means_of_squares(
         return []
     check_blocks(blocks)
     fitted = [block.fit(g.shape) for block, g in zip(blocks, gradients, strict=True)]
-    pairs = [(part, g) for block, g in zip(fitted, gradients, strict=True) for part in block.parts]
+    at_once = [
+        read_once(block, g.shape) and supported(block, g, implementation) is None
+        for block, g in zip(fitted, gradients, strict=True)
+    ]
+    units = [(b,) if once else b.parts for b, once in zip(fitted, at_once, strict=True)]
+    pairs = [(part, g) for parts, g in zip(units, gradients, strict=True) for part in parts]
     means = iter(_means([part for part, _ in pairs], [g for _, g in pairs], scale, implementation))
-    return [block.joined([next(means) for _ in block.parts]) for block in fitted]
+    return [
+        next(means) if once else block.joined([next(means) for _ in block.parts])
+        for block, once in zip(fitted, at_once, strict=True)
+    ]
 
 
 def _means(
@@ -200,7 +270,7 @@ def _means(
     scale: jax.Array | None,
     implementation: str | None,
 ) -> list[jax.Array]:
-    """`means_of_squares` of blocks with one mean each."""
+    """`means_of_squares` of blocks that are read once each."""
     means: dict[int, jax.Array] = {}
     pairs = list(zip(blocks, gradients, strict=True))
     chosen = [i for i, pair in enumerate(pairs) if supported(*pair, implementation) is None]
@@ -277,8 +347,8 @@ def _by_kernel(
     def launched(gradients: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
         block, shape = blocks[0], gradients[0].shape  # of all of them
         own = passes(block, shape)
-        means = block_means_triton.means(own, gradients, factor, backend=backend)
-        return [mean.reshape(block.mean_shape(shape)) for mean in means]
+        found = block_means_triton.means(own, gradients, factor, backend=backend)
+        return [in_shape(block, shape, means) for means in found]
 
     def plain(gradients: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
         rows = zip(blocks, gradients, strict=True)
