@@ -123,6 +123,15 @@ def means(shape, block, count):
     return run, *[array(*shape, dtype=BF16)] * count
 
 
+def taken_apart(shape, axes):
+    block = Factors(axes)
+
+    def run(*values):
+        return block_means_triton.factors(block, shape, values, backend="triton")
+
+    return run, *[array(*block.mean_shape(shape))] * 2
+
+
 CODEC_FORMS = [((30, 50), 24, F32, False), ((30, 512), 256, F16, True)]
 FAST = {
     "codec": codec("linear-int4", (64, 96), 32, BF16),
@@ -133,6 +142,7 @@ FAST = {
     "of a function": of_function(BF16),
     "means": means((300, 130), Block((0, 1)), 3),
     "means of rows and columns": means((2, 140, 2, 256), Factors((1, 3)), 2),
+    "rows and columns apart": taken_apart((2, 140, 2, 256), (1, 3)),
 }
 KERNELS = {
     **FAST,

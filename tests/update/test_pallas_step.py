@@ -469,9 +469,13 @@ def test_lowers_for_cuda(on_a_gpu, optimizer, stored, weights, direct, group_siz
     if tx.engine.rule.prepares == "blocks":  # a launch before, of all four leaves' one block
         count = stored_arrays(True)
         wanted.insert(0, (4 * (1 + count), 4 * count))
-    found = alias_counts(text)
-    assert kernels_in(text) == ["fused_update"] * len(found)
-    if optimizer == "flash_factored_adamw":  # matrices and vectors are no launch's together
+    named = list(zip(kernels_in(text), alias_counts(text), strict=True))
+    found = [counts for kernel, counts in named if kernel == "fused_update"]
+    # rows and columns taken apart, in new arrays: a launch for each shape with matrices
+    apart = [counts for kernel, counts in named if kernel == "block_factors"]
+    factored = optimizer == "flash_factored_adamw"
+    assert apart == [(2, 0)] * (3 if factored else 0) and len(found) + len(apart) == len(named)
+    if factored:  # matrices and vectors are no launch's together
         found, wanted = ([tuple(map(sum, zip(*rows, strict=True)))] for rows in (found, wanted))
     assert found == wanted
 

@@ -203,12 +203,22 @@ class Factors(Block):
         """R over its mean, and C, in the rank of the leaf; NaN if an R is infinite or NaN."""
         one, other = self.fit(shape).axes
         rows, columns = v[..., : shape[one]], v[..., shape[one] :]
-        mean = jnp.mean(rows, axis=-1, keepdims=True)
-        # R / inf would be 0, and the steps of the rows that are finite far too large
-        mean = jnp.where(mean < jnp.inf, mean, mean - mean)  # NaN
-        share = rows / jnp.where(mean == 0, 1, mean)
+        share = self.share(rows, jnp.mean(rows, axis=-1, keepdims=True))
         kept = (share, one, other), (columns, other - 1, one)
         return tuple(jnp.expand_dims(jnp.moveaxis(x, -1, to), at) for x, to, at in kept)
+
+    @staticmethod
+    def share(rows: jax.Array, mean: jax.Array) -> jax.Array:
+        """R over its mean; NaN if that is infinite or NaN, 0 if it is 0."""
+        # R / inf would be 0, and the steps of the rows that are finite far too large
+        mean = jnp.where(mean < jnp.inf, mean, mean - mean)  # NaN
+        return rows / jnp.where(mean == 0, jnp.float32(1), mean)
+
+    def matrices(self, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
+        """A leaf of this shape as [outer, rows, between, columns], if columns are its last axis."""
+        one, other = self.fit(shape).axes
+        between = math.prod(shape[one + 1 : other])
+        return math.prod(shape[:one]), shape[one], between, shape[other]
 
     def mean_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of R and C in one array."""

@@ -61,6 +61,33 @@ _ROWS, _ROWS_OF_PARTS = 64, 256  # of a tile at least, where columns are many; o
 
 
 @dataclasses.dataclass(frozen=True)
+class Sides:
+    """Sums of the rows of matrices and of their columns, side by side: first those of the rows.
+
+    Attributes:
+      rows: of each matrix.
+      columns: of each matrix.
+      of_rows: how many parts the sums of rows have, one below the other.
+      of_columns: how many those of columns have.
+    """
+
+    rows: int
+    columns: int
+    of_rows: int
+    of_columns: int
+
+    @property
+    def parts(self) -> int:
+        """How many there are of both together; fewer of one of them may hold anything."""
+        return max(self.of_rows, self.of_columns)
+
+    @property
+    def width(self) -> int:
+        """Sums of a matrix."""
+        return self.rows + self.columns
+
+
+@dataclasses.dataclass(frozen=True)
 class Columns:
     """An array [outer, rows, width] whose rows are summed in parts, one a tile.
 
@@ -69,12 +96,16 @@ class Columns:
       rows: averaged over.
       width: columns; 1 where the rows lie side by side in memory.
       begins: whether what is summed are rows, not sums of parts of them.
+      row: elements of a row, as many tiles as have them, whose mean is wanted too; else None.
+      sides: where sums of both are summed: which parts there are of which.
     """
 
     outer: int
     rows: int
     width: int
     begins: bool = True
+    row: int | None = None
+    sides: Sides | None = None
 
     @property
     def tile_rows(self) -> int:
@@ -91,7 +122,7 @@ class Columns:
 
     @property
     def parts(self) -> int:
-        """Rows of the result for each of the `outer`."""
+        """Tiles below each other, for each of the `outer`."""
         return -(-self.rows // self.tile_rows)
 
     @property
@@ -107,61 +138,52 @@ class Columns:
     @property
     def even(self) -> bool:
         """Return whether all tiles are full: none extends past the last row or column."""
-        return self.rows % self.tile_rows == 0 and self.width % self.tile_width == 0
+        uneven = self.sides is not None and self.sides.of_rows != self.sides.of_columns
+        return not (uneven or self.rows % self.tile_rows or self.width % self.tile_width)
+
+    @property
+    def left(self) -> Sides | None:
+        """What a launch leaves of sums of both."""
+        if self.row is not None:
+            across = self.across // (self.width // self.row)
+            return Sides(self.rows, self.row, across, self.parts)
+        if self.sides is None:
+            return None
+        sums = self.sides.of_rows, self.sides.of_columns
+        counts = (-(-count // self.tile_rows) for count in sums)
+        return Sides(self.sides.rows, self.sides.columns, *counts)
+
+    @property
+    def result(self) -> tuple[int, int]:
+        """The shape of what a launch leaves."""
+        if self.row is None:
+            return self.outer * self.parts, self.width
+        assert self.left is not None
+        return self.outer * self.left.parts, self.width // self.row * self.left.width
 
 
-@dataclasses.dataclass(frozen=True)
-class Passes:
-    """The launches that leave the means of a leaf.
-
-    Attributes:
-      first: of the gradient's squares.
-      row: elements of a row, where the first launch sums the rows of its tiles too; else None.
-      rest: for each of the block's parts, launches that sum what was left by the one before.
-    """
-
-    first: Columns
-    row: int | None
-    rest: tuple[tuple[Columns, ...], ...]
-
-
-def passes(block: Block, shape: tuple[int, ...]) -> Passes:
-    """Launches that leave the means over each block: of parts and their sums, axis by axis."""
+def passes(block: Block, shape: tuple[int, ...]) -> list[Columns]:
+    """Launches that leave the mean over each block: of parts and their sums, axis by axis."""
     if isinstance(block, Factors):
-        return _passes_of_both(block, shape)
+        outer, rows, between, row = block.matrices(shape)
+        return _with_sums(Columns(outer, rows, between * row, row=row))
     viewed, axes = block.view(shape)
     sizes, found = list(viewed), []
     for axis in axes:
-        columns = Columns(math.prod(sizes[:axis]), sizes[axis], math.prod(sizes[axis + 1 :]))
-        found += [columns, *_sums_of_parts(columns.outer, columns.parts, columns.width)]
+        before, after = math.prod(sizes[:axis]), math.prod(sizes[axis + 1 :])
+        found += _with_sums(Columns(before, sizes[axis], after))
         sizes[axis] = 1
-    first, *rest = found
-    return Passes(first, None, (tuple(rest),))
+    return found
 
 
-def _passes_of_both(block: Factors, shape: tuple[int, ...]) -> Passes:
-    """Of rows and columns: tiles leave sums of both, those of rows as columns to be summed."""
-    outer, rows, between, row = _matrices(block, shape)
-    first = Columns(outer, rows, between * row)
-    across = first.across // between
-    of_rows = _sums_of_parts(outer * between, across, rows)
-    return Passes(first, row, (of_rows, _sums_of_parts(outer, first.parts, first.width)))
-
-
-def _sums_of_parts(outer: int, parts: int, width: int) -> tuple[Columns, ...]:
-    """Launches that leave one row of `parts`, none where there is no more."""
-    found = []
-    while parts > 1:
-        columns = Columns(outer, parts, width, begins=False)
-        found.append(columns)
-        parts = columns.parts
-    return tuple(found)
-
-
-def _matrices(block: Factors, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """A leaf as [outer, rows, between, columns]; rows and columns are those of the block."""
-    one, other = block.fit(shape).axes
-    return math.prod(shape[:one]), shape[one], math.prod(shape[one + 1 : other]), shape[other]
+def _with_sums(columns: Columns) -> list[Columns]:
+    """A launch, and those that sum what is left until it is one row."""
+    found = [columns]
+    while (height := found[-1].result[0] // columns.outer) > 1:
+        _, width = found[-1].result
+        left = found[-1].left
+        found.append(Columns(columns.outer, height, width, begins=False, sides=left))
+    return found
 
 
 def read_once(block: Block, shape: tuple[int, ...]) -> bool:
@@ -171,20 +193,9 @@ def read_once(block: Block, shape: tuple[int, ...]) -> bool:
     """
     if not isinstance(block, Factors):
         return True
-    _, rows, between, row = _matrices(block, shape)
+    _, rows, between, row = block.matrices(shape)
     tile = Columns(1, rows, between * row).tile_width
     return block.fit(shape).axes[1] == len(shape) - 1 and (between == 1 or row % tile == 0)
-
-
-def in_shape(block: Block, shape: tuple[int, ...], means: Sequence[jax.Array]) -> jax.Array:
-    """`Block.mean`, from what the launches leave of each of the block's parts."""
-    if isinstance(block, Factors):
-        outer, rows, between, _ = _matrices(block, shape)
-        of_rows, of_columns = means  # a matrix after the other; and as they lie in memory
-        of_rows = jnp.moveaxis(of_rows.reshape(outer, between, rows), 1, 2)
-        means = of_rows, of_columns
-    parts = zip(block.parts, means, strict=True)
-    return block.joined([mean.reshape(part.mean_shape(shape)) for part, mean in parts])
 
 
 def has_columns(block: Block, shape: tuple[int, ...]) -> bool:
@@ -216,14 +227,9 @@ def supported(block: Block, g: jax.Array, implementation: str | None = None) -> 
       g: the leaf's gradient.
       implementation: the caller's choice, or None.
     """
-    if implementation == "xla":  # the other names are of kernels of the step
-        return "implementation='xla' was asked for"
-    reason = platform.no_device_reason() if implementation else platform.no_kernel_reason(g)
+    reason = _no_kernel_reason(g, implementation)
     if reason is not None:
         return reason
-    missing = platform.no_backend_reason(_asked(implementation))
-    if missing is not None:
-        return missing
     if block.elementwise or not g.size:
         return "there is nothing to average"
     if g.size > MAX_ELEMENTS:
@@ -231,6 +237,14 @@ def supported(block: Block, g: jax.Array, implementation: str | None = None) -> 
     if g.size >= _SMALL and not has_columns(block, g.shape):
         return "its blocks lie along rows of memory, which XLA sums in one launch"
     return None
+
+
+def _no_kernel_reason(x: jax.Array, implementation: str | None) -> str | None:
+    """Return the reason why no GPU kernel can take an array, whatever its shape, or None."""
+    if implementation == "xla":  # the other names are of kernels of the step
+        return "implementation='xla' was asked for"
+    reason = platform.no_device_reason() if implementation else platform.no_kernel_reason(x)
+    return reason or platform.no_backend_reason(_asked(implementation))
 
 
 def means_of_squares(
@@ -347,8 +361,8 @@ def _by_kernel(
     def launched(gradients: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
         block, shape = blocks[0], gradients[0].shape  # of all of them
         own = passes(block, shape)
-        found = block_means_triton.means(own, gradients, factor, backend=backend)
-        return [in_shape(block, shape, means) for means in found]
+        means = block_means_triton.means(own, gradients, factor, backend=backend)
+        return [mean.reshape(block.mean_shape(shape)) for mean in means]
 
     def plain(gradients: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
         rows = zip(blocks, gradients, strict=True)
@@ -357,3 +371,65 @@ def _by_kernel(
     if not automatic:
         return launched(gradients, factor)
     return with_fallback("cuda", launched, plain, list(gradients), factor)
+
+
+# ---- what a step takes of the means --------------------------------------------------------------
+
+
+def operands(
+    blocks: Sequence[Block],
+    values: Sequence[jax.Array],
+    shapes: Sequence[tuple[int, ...]],
+    implementation: str | None = None,
+) -> list[Any]:
+    """`Block.operands` of every leaf.
+
+    Args:
+      blocks: one a leaf.
+      values: of its `mean_shape`, f32.
+      shapes: of the leaves.
+      implementation: as of `means_of_squares`.
+    """
+    found: dict[int, Any] = {}
+    alike: dict[Any, list[int]] = {}
+    for i, (block, v, shape) in enumerate(zip(blocks, values, shapes, strict=True)):
+        if _has_factors_kernel(block, shape) and _no_kernel_reason(v, implementation) is None:
+            alike.setdefault((block, shape), []).append(i)
+        else:
+            found[i] = block.operands(v, shape)
+    for (block, shape), leaves in alike.items():
+        for first in range(0, len(leaves), _LEAVES):
+            batch = leaves[first : first + _LEAVES]
+            given = [values[i] for i in batch]
+            made = _factors_by_kernel(block, shape, given, implementation)
+            found.update(zip(batch, made, strict=True))
+    return [found[i] for i in range(len(values))]
+
+
+def _has_factors_kernel(block: Block, shape: tuple[int, ...]) -> bool:
+    """Return whether a kernel takes R and C apart: each of its programs reads all R of a matrix."""
+    if not isinstance(block, Factors) or not math.prod(shape):
+        return False
+    one, other = block.fit(shape).axes
+    return other == len(shape) - 1 and shape[one] <= _TILE
+
+
+def _factors_by_kernel(
+    block: Factors,
+    shape: tuple[int, ...],
+    values: Sequence[jax.Array],
+    implementation: str | None,
+) -> list[tuple[jax.Array, ...]]:
+    from optax_lowmem._src.update import block_means_triton
+
+    backend = _asked(implementation) or platform.backend()
+
+    def launched(values: Sequence[jax.Array]) -> list[tuple[jax.Array, ...]]:
+        return block_means_triton.factors(block, shape, values, backend)
+
+    def plain(values: Sequence[jax.Array]) -> list[tuple[jax.Array, ...]]:
+        return [block.operands(v, shape) for v in values]
+
+    if implementation is not None:
+        return launched(values)
+    return with_fallback("cuda", launched, plain, list(values))

@@ -14,103 +14,91 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._src.core import gpu_kernel, numerics
+from optax_lowmem._src.core.block import Factors
 from optax_lowmem._src.core.gpu_kernel import Index, Operand, Program, Run
-from optax_lowmem._src.core.groups import result_like
-from optax_lowmem._src.update.block_means import Columns, Passes
+from optax_lowmem._src.core.groups import next_power_of_two, result_like
+from optax_lowmem._src.update.block_means import Columns
 
 _WARPS = 4
 
 
 def means(
-    passes: Passes,
+    passes: Sequence[Columns],
     gradients: Sequence[jax.Array],
     scale: jax.Array,
     backend: str = "pallas",
-) -> list[tuple[jax.Array, ...]]:
-    """Means of (scale g)^2 over each block of leaves that are alike, f32, flat.
+) -> list[jax.Array]:
+    """Mean of (scale g)^2 over each block of leaves that are alike, f32, flat.
 
     Args:
       passes: of each leaf, see `block_means.passes`.
       gradients: f32 or 16-bit; of any one shape with so many elements.
       scale: f32 scalar.
       backend: as of `gpu_kernel.launch`.
-
-    Returns:
-      For each leaf the means of its block's parts; of rows a matrix after the other.
     """
-    first = _launch(passes.first, passes.row, tuple(gradients), scale, True, backend)
-    found = []
-    for sums, rest in zip(first, passes.rest, strict=True):
-        for columns in rest:
-            (sums,) = _launch(columns, None, sums, scale, False, backend)
-        found.append(tuple(x.reshape(-1) for x in sums))
-    return list(zip(*found, strict=True))
+    arrays = tuple(gradients)
+    for turn, columns in enumerate(passes):
+        arrays = tuple(_launch(columns, arrays, scale, turn == 0, backend))
+    return [x.reshape(-1) for x in arrays]
 
 
-@functools.partial(jax.jit, static_argnames=("columns", "row", "first", "backend"), inline=False)
+@functools.partial(jax.jit, static_argnames=("columns", "first", "backend"), inline=False)
 def _launch(
     columns: Columns,
-    row: int | None,
     arrays: tuple[jax.Array, ...],
     scale: jax.Array,
     first: bool,
     backend: str,
-) -> list[tuple[jax.Array, ...]]:
-    """Sums of the parts of each array, f32 [outer * parts, width]; of squares at first.
-
-    Before them, where rows of `row` elements are averaged too, sums of the parts of these,
-    f32 [outer * across, rows].
-    """
-    shapes = [(columns.outer * columns.parts, columns.width)]
-    if row is not None:
-        shapes.insert(0, (columns.outer * columns.across, columns.rows))
+) -> list[jax.Array]:
+    """Sums of the parts of each array, f32 of `columns.result`; of squares at first."""
     viewed = [x.reshape(columns.outer * columns.rows, columns.width) for x in arrays]
-    sums = gpu_kernel.launch(
-        functools.partial(_body, columns, row, first, len(arrays)),
+    return gpu_kernel.launch(
+        functools.partial(_body, columns, first),
         [scale.reshape(1), *viewed],
-        [result_like(x, shape, jnp.float32) for shape in shapes for x in viewed],
+        [result_like(x, columns.result, jnp.float32) for x in viewed],
         (len(arrays) * columns.tiles,),
         warps=_WARPS,
         name="block_means",
         backend=backend,
     )
-    return [tuple(sums[i : i + len(arrays)]) for i in range(0, len(sums), len(arrays))]
 
 
 def _body(
-    columns: Columns,
-    row: int | None,
-    first: bool,
-    count: int,
-    program: Program,
-    scale_at: Operand,
-    *arrays: Operand,
+    columns: Columns, first: bool, program: Program, scale_at: Operand, *arrays: Operand
 ) -> None:
-    each = jnp.int32(columns.tiles)
+    count, each = len(arrays) // 2, jnp.int32(columns.tiles)
     leaf, tile = lax.div(program.index(), each), lax.rem(program.index(), each)
 
-    def run(x_at: Operand, *sums_at: Operand) -> None:
+    def run(x_at: Operand, sums_at: Operand) -> None:
         across, parts = jnp.int32(columns.across), jnp.int32(columns.parts)
         part, turn = lax.div(tile, across), lax.rem(tile, across)
         outer, down = lax.div(part, parts), lax.rem(part, parts)
         top, start = down * jnp.int32(columns.tile_rows), turn * jnp.int32(columns.tile_width)
         x = _load(columns, x_at, outer, top, start)
-        share, k = 1 / columns.rows if columns.begins else 1.0, 0
+        share = 1 / columns.rows if columns.begins else 1.0
         if first:
             # sums of 4^-k of the squares are finite where the mean is; exact, and once a program
-            k = (max(columns.rows, row or 1) - 1).bit_length() + 1 >> 1
+            k = (max(columns.rows, columns.row or 1) - 1).bit_length() + 1 >> 1
             program.keep_early()
             x = numerics.widen(x) * (scale_at.load(0) * jnp.float32(2.0**-k))
-            x = x * x
+            x, share = x * x, 4.0**k * share
         elif columns.begins:
             x, share = x * jnp.float32(share), 1.0
-        if row is not None:
-            sums = jnp.sum(x, axis=1) * jnp.float32(4.0**k / row)
-            _store(columns, sums_at[0], outer * across + turn, top, sums, columns.rows)
-        sums = jnp.sum(x, axis=0) * jnp.float32(4.0**k * share)
-        _store(columns, sums_at[-1], part, start, sums, columns.width)
+        sums = jnp.sum(x, axis=0) * jnp.float32(share)
+        if columns.row is None:
+            _store(columns, sums_at, part, start, sums, columns.width)
+            return
+        of_rows = jnp.sum(x, axis=1) * jnp.float32(4.0**k / columns.row)
+        left, row = columns.left, jnp.int32(columns.row)
+        assert left is not None
+        line, matrix = outer * jnp.int32(left.parts), lax.div(start, row)
+        begin, within = matrix * jnp.int32(left.width), start - matrix * row
+        middle, end = begin + jnp.int32(left.rows), begin + jnp.int32(left.width)
+        turn = lax.div(within, jnp.int32(columns.tile_width))
+        _store(columns, sums_at, line + turn, begin + top, of_rows, middle)
+        _store(columns, sums_at, line + down, middle + within, sums, end)
 
-    program.with_one(leaf, [arrays[i::count] for i in range(count)], run)
+    program.with_one(leaf, list(zip(arrays[:count], arrays[count:], strict=True)), run)
 
 
 def _load(
@@ -123,17 +111,94 @@ def _load(
         where, mask = (Run(above, shape[0]), Run(start, shape[1])), None
     else:
         row, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
-        mask = (top + row < columns.rows) & (start + lane < columns.width)
+        end: jax.Array | int = columns.rows
+        if columns.sides is not None:
+            sides = columns.sides
+            is_row = lax.rem(start + lane, jnp.int32(sides.width)) < sides.rows
+            end = jnp.where(is_row, jnp.int32(sides.of_rows), jnp.int32(sides.of_columns))
+        mask = (top + row < end) & (start + lane < columns.width)
         where = (above + row, start + lane)
     return x_at.load(*where, mask=mask, early=True)
 
 
 def _store(
-    columns: Columns, sums_at: Operand, line: jax.Array, start: jax.Array, sums: jax.Array, end: int
+    columns: Columns,
+    sums_at: Operand,
+    line: jax.Array,
+    start: jax.Array,
+    sums: jax.Array,
+    end: jax.Array | int,
 ) -> None:
-    """Write along a line of sums, which ends where a tile may not."""
+    """Write along a line of sums, to where a tile of the last ones must end."""
     if columns.even:
         sums_at.store(line, Run(start, sums.size), values=sums)
         return
     lane = start + lax.iota(jnp.int32, sums.size)
     sums_at.store(jnp.full_like(lane, line), lane, values=sums, mask=lane < end)
+
+
+# ---- of means of rows and columns, what a step takes ---------------------------------------------
+
+_PART = 1024  # elements of a program
+
+
+def factors(
+    block: Factors, shape: tuple[int, ...], values: Sequence[jax.Array], backend: str = "pallas"
+) -> list[tuple[jax.Array, ...]]:
+    """`Factors.operands` of leaves that are alike, in one launch.
+
+    Args:
+      block: of all of them; columns are its last axis.
+      shape: of each leaf.
+      values: R and C in one array of each leaf, f32.
+      backend: as of `gpu_kernel.launch`.
+    """
+    outer, rows, between, _ = block.matrices(shape)
+    viewed = tuple(v.reshape(outer * between, -1) for v in values)
+    made = _launch_factors(viewed, between, rows, backend)
+    shapes = [part.mean_shape(shape) for part in block.fit(shape).parts]
+    pairs = zip(made[: len(values)], made[len(values) :], strict=True)
+    return [tuple(x.reshape(s) for x, s in zip(pair, shapes, strict=True)) for pair in pairs]
+
+
+@functools.partial(jax.jit, static_argnames=("between", "rows", "backend"), inline=False)
+def _launch_factors(
+    values: tuple[jax.Array, ...], between: int, rows: int, backend: str
+) -> list[jax.Array]:
+    """All shares of R, [outer * rows, between], then all C, [outer * between, columns]."""
+    matrices, width = values[0].shape
+    shapes = (matrices // between * rows, between), (matrices, width - rows)
+    return gpu_kernel.launch(
+        functools.partial(_factors_body, between, rows),
+        values,
+        [result_like(v, shape, jnp.float32) for shape in shapes for v in values],
+        (len(values) * matrices * -(-width // _PART),),
+        warps=_WARPS,
+        name="block_factors",
+        backend=backend,
+    )
+
+
+def _factors_body(between: int, rows: int, program: Program, *arrays: Operand) -> None:
+    count = len(arrays) // 3
+    matrices, width = arrays[0].shape
+    tiles = jnp.int32(-(-width // _PART))
+    each = tiles * jnp.int32(matrices)
+    leaf, rest = lax.div(program.index(), each), lax.rem(program.index(), each)
+    matrix, tile = lax.div(rest, tiles), lax.rem(rest, tiles)
+
+    def run(v_at: Operand, share_at: Operand, columns_at: Operand) -> None:
+        all_rows = lax.iota(jnp.int32, next_power_of_two(rows))
+        r = v_at.load(jnp.full_like(all_rows, matrix), all_rows, mask=all_rows < rows)
+        mean = jnp.sum(r * jnp.float32(1 / rows))
+        lane = tile * jnp.int32(_PART) + lax.iota(jnp.int32, _PART)
+        v = v_at.load(jnp.full_like(lane, matrix), lane, mask=lane < width)
+        outer, among = lax.div(matrix, jnp.int32(between)), lax.rem(matrix, jnp.int32(between))
+        above = outer * jnp.int32(rows)
+        share = Factors.share(v, mean)
+        share_at.store(above + lane, jnp.full_like(lane, among), values=share, mask=lane < rows)
+        column = jnp.maximum(lane - jnp.int32(rows), 0)
+        inside = (lane >= rows) & (lane < width)
+        columns_at.store(jnp.full_like(lane, matrix), column, values=v, mask=inside)
+
+    program.with_one(leaf, [arrays[i::count] for i in range(count)], run)

@@ -680,11 +680,11 @@ def _prepare_blocks(
         found = fused_updates(
             _OfBlocks(rule), of_values, rows, nothing, flat, own, keys, implementation
         )
+    values = [given.reshape(mean.shape) for (given, _), mean in zip(found, means, strict=True)]
+    shapes = [plan.shape for plan in plans]
+    of_steps = block_means.operands(blocks, values, shapes, implementation)
     shaped = []
-    for plan, block, mean, old, (given, state) in zip(
-        plans, blocks, means, shared, found, strict=True
-    ):
+    for old, (_, state), operands in zip(shared, found, of_steps, strict=True):
         slots = tuple(x.reshape(o.shape) for x, o in zip(state.slots, old.slots, strict=True))
-        operands = block.operands(given.reshape(mean.shape), plan.shape)
         shaped.append((operands, state._replace(slots=slots)))
     return shaped
