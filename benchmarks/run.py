@@ -21,6 +21,7 @@ SUITES = {
     "gaussws": "gaussws.bench",
     "instructions": "step.instructions",
     "kernels": "kernels",
+    "launches": "step.launches",
     "linear": "linear.bench",
     "masters": "step.masters",
     "memory": "memory",

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import records, render
+from benchmarks import absent_gpu, records, render
 from benchmarks.model_shapes import resnet_50
 from benchmarks.peers import cases, device_loop, in_jax, in_torch, processes, report
 from benchmarks.suites.step import bench as bench_step
-from benchmarks.suites.step import instructions
+from benchmarks.suites.step import instructions, launches
 from benchmarks.suites.step import tables as step_tables
 from benchmarks.suites.step import tune as tune_step
 from optax_lowmem._src.core.groups import Tile
@@ -471,3 +471,51 @@ def test_the_table_of_instructions():
     _, body, used = step_tables.instructions(rows)
     assert [line[1:3] for line in body] == [["9.0", ""], ["7.5", "1.5"], ["20.0", ""]]
     assert body[0][3] == "FMUL 8" and used == rows
+
+
+PROGRAM_OF_A_STEP = """HloModule step
+
+%doubled (a: bf16[64]) -> bf16[64] {
+  %a = bf16[64]{0} parameter(0)
+  ROOT %b = bf16[64]{0} add(%a, %a)
+}
+
+ENTRY %main (x: bf16[64]) -> bf16[64] {
+  %x = bf16[64]{0} parameter(0)
+  %y = bf16[64]{0} custom-call(%x), custom_call_target="__gpu$xla.gpu.triton"
+  ROOT %sum = bf16[64]{0} fusion(%y), kind=kLoop, calls=%doubled
+}
+"""
+
+
+def test_launches_of_a_step(monkeypatch, capsys):
+    """Of the program of an abstract step whose weights and state may be reused."""
+    given = []
+
+    def program(on, step, *args, donated):
+        with absent_gpu.as_on_one():
+            jax.make_jaxpr(step)(*args)
+        given.append((args, donated))
+        return PROGRAM_OF_A_STEP
+
+    monkeypatch.setattr(absent_gpu, "mesh", lambda: None)
+    monkeypatch.setattr(absent_gpu, "program", program)
+    launches.main(["--leaf-set", "tiny", "--optimizer", "adamw", "sgd"])
+    for (gradients, state, params), donated in given:
+        assert donated == (1, 2) and jax.tree.structure(gradients) == jax.tree.structure(params)
+        assert not any(isinstance(x, jax.Array) for x in jax.tree.leaves(state))
+    out = capsys.readouterr().out
+    size = cases.parameters("tiny")
+    for name in ("adamw", "sgd"):
+        assert re.search(rf"tiny/{name} +lowmem.step +launches +2 ", out)
+        moved = re.search(rf"tiny/{name} +lowmem.step +moved_bytes_per_param +([\d.]+) B", out)
+        assert float(moved[1]) == pytest.approx(2 * 2 * 64 * 2 / size, rel=1e-3)
+
+
+def test_the_table_of_launches():
+    shared = {"bench": "launches", "case": "llama-3.2-1b/lion", "impl": "lowmem.step", "jax": "1"}
+    shared |= {"device": "a GPU", "commit": "c"}
+    values = {"launches": 53.0, "moved_bytes_per_param": 10.126}
+    rows = [shared | {"metric": name, "value": value} for name, value in values.items()]
+    _, body, used = step_tables.launches(rows)
+    assert body == [["lion", "53", "10.13"]] and used == rows

@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("flax")
 
+from benchmarks import absent_gpu  # noqa: E402
 from benchmarks.suites.activations import bench, layers, passes  # noqa: E402
 from optax_lowmem._src.core import platform  # noqa: E402
 from tests import tolerances as tol  # noqa: E402
@@ -33,7 +34,9 @@ def test_no_pass_more(which, most):
 
     Compiled for an H100 that is not there, as the records are, on whatever GPU this is.
     """
-    moved, launches = passes.count(passes.program(passes.mesh(), *function_and_arguments(which)))
+    moved, launches = passes.count(
+        passes.program(absent_gpu.mesh(), *function_and_arguments(which))
+    )
     assert sum(moved.values()) / 2**20 < most[0] + tol.PASS_MIB
     assert launches <= most[2] + tol.LAUNCHES
 
@@ -48,7 +51,7 @@ def test_no_pass_of_an_activation_more_here(which, most):
     Without attention, for which stands another kernel where there is no cuDNN.
     """
     function, *args = function_and_arguments(which)
-    compiled = jax.jit(function).lower(*args).compile(compiler_options=passes.OPTIONS)
+    compiled = jax.jit(function).lower(*args).compile(compiler_options=absent_gpu.OPTIONS)
     moved, _ = passes.count(compiled.as_text())
     here = sum(moved.values()) - moved["attention"]
     assert here / 2**20 < most[0] - most[1] + tol.PASS_HERE_MIB

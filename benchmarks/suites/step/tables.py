@@ -260,11 +260,28 @@ def instructions(rows: Rows) -> Table:
     return head, body, list(found.values())
 
 
+def launches(rows: Rows) -> Table:
+    """Kernels that a step launches, and bytes per parameter that they move."""
+    found = newest(rows, bench="launches")
+    values = {(row["case"], row["metric"]): row["value"] for row in found}
+    body = [
+        [
+            case.split("/")[1],
+            f"{values[case, 'launches']:.0f}",
+            f"{values[case, 'moved_bytes_per_param']:.2f}",
+        ]
+        for case in dict.fromkeys(row["case"] for row in found)
+    ]
+    head = ["a step of Llama-3.2-1B", "launches", "bytes per parameter, read and written"]
+    return head, body, found
+
+
 TABLES: dict[str, Callable[[Rows], str]] = {
     "cpu_step": Rendered(cpu_step, "step --leaf-set ten-million demo-gpt"),
     "cpu_compile": Rendered(cpu_compile, "compile"),
     "call": Rendered(call, "call"),
     "instructions": Rendered(instructions, "instructions"),
+    "launches": Rendered(launches, "launches"),
     "masters": Rendered(masters, "masters"),
     **{make.__name__: make for make in (gpu_step, gpu_step_details, gpu_targets)},
 }

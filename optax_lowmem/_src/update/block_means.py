@@ -61,33 +61,6 @@ _ROWS, _ROWS_OF_PARTS = 64, 256  # of a tile at least, where columns are many; o
 
 
 @dataclasses.dataclass(frozen=True)
-class Sides:
-    """Sums of the rows of matrices and of their columns, side by side: first those of the rows.
-
-    Attributes:
-      rows: of each matrix.
-      columns: of each matrix.
-      of_rows: how many parts the sums of rows have, one below the other.
-      of_columns: how many those of columns have.
-    """
-
-    rows: int
-    columns: int
-    of_rows: int
-    of_columns: int
-
-    @property
-    def parts(self) -> int:
-        """How many there are of both together; fewer of one of them may hold anything."""
-        return max(self.of_rows, self.of_columns)
-
-    @property
-    def width(self) -> int:
-        """Sums of a matrix."""
-        return self.rows + self.columns
-
-
-@dataclasses.dataclass(frozen=True)
 class Columns:
     """An array [outer, rows, width] whose rows are summed in parts, one a tile.
 
@@ -96,8 +69,7 @@ class Columns:
       rows: averaged over.
       width: columns; 1 where the rows lie side by side in memory.
       begins: whether what is summed are rows, not sums of parts of them.
-      row: elements of a row, as many tiles as have them, whose mean is wanted too; else None.
-      sides: where sums of both are summed: which parts there are of which.
+      row: elements of a row of a block with means of rows too, which divides the width; else None.
     """
 
     outer: int
@@ -105,7 +77,6 @@ class Columns:
     width: int
     begins: bool = True
     row: int | None = None
-    sides: Sides | None = None
 
     @property
     def tile_rows(self) -> int:
@@ -138,51 +109,110 @@ class Columns:
     @property
     def even(self) -> bool:
         """Return whether all tiles are full: none extends past the last row or column."""
-        uneven = self.sides is not None and self.sides.of_rows != self.sides.of_columns
-        return not (uneven or self.rows % self.tile_rows or self.width % self.tile_width)
+        return self.rows % self.tile_rows == 0 and self.width % self.tile_width == 0
 
     @property
-    def left(self) -> Sides | None:
-        """What a launch leaves of sums of both."""
-        if self.row is not None:
-            across = self.across // (self.width // self.row)
-            return Sides(self.rows, self.row, across, self.parts)
-        if self.sides is None:
+    def left(self) -> "Sides | None":
+        """What is left of rows and columns where both are summed."""
+        if self.row is None:
             return None
-        sums = self.sides.of_rows, self.sides.of_columns
-        counts = (-(-count // self.tile_rows) for count in sums)
-        return Sides(self.sides.rows, self.sides.columns, *counts)
+        between = self.width // self.row
+        return Sides(self.outer * between, self.rows, self.row, self.across // between, self.parts)
 
     @property
     def result(self) -> tuple[int, int]:
-        """The shape of what a launch leaves."""
-        if self.row is None:
-            return self.outer * self.parts, self.width
-        assert self.left is not None
-        return self.outer * self.left.parts, self.width // self.row * self.left.width
+        """The shape of what is left."""
+        left = self.left
+        return (self.outer * self.parts, self.width) if left is None else left.shape
 
 
-def passes(block: Block, shape: tuple[int, ...]) -> list[Columns]:
-    """Launches that leave the mean over each block: of parts and their sums, axis by axis."""
+@dataclasses.dataclass(frozen=True)
+class Sides:
+    """Sums of parts of the rows of matrices, then those of their columns; to be summed in tiles.
+
+    Attributes:
+      matrices: how many there are, [of_rows * rows + of_columns * columns] each.
+      rows: of each matrix.
+      columns: of each matrix.
+      of_rows: parts of each row.
+      of_columns: parts of each column.
+    """
+
+    matrices: int
+    rows: int
+    columns: int
+    of_rows: int
+    of_columns: int
+
+    @property
+    def parts(self) -> int:
+        """The most that there are of one."""
+        return max(self.of_rows, self.of_columns)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the array."""
+        return self.matrices, self.of_rows * self.rows + self.of_columns * self.columns
+
+    @property
+    def tile_parts(self) -> int:
+        """Parts that a tile sums, a power of two."""
+        parts = next_power_of_two(self.parts)
+        return parts if parts <= _ROWS_OF_PARTS else _ROWS
+
+    @property
+    def tile_width(self) -> int:
+        """Rows, or columns, of a tile, a power of two."""
+        return min(_TILE // self.tile_parts, next_power_of_two(max(self.rows, self.columns)))
+
+    @property
+    def left(self) -> "Sides":
+        """Sums of the parts of a tile."""
+        of_rows, of_columns = (-(-n // self.tile_parts) for n in (self.of_rows, self.of_columns))
+        return dataclasses.replace(self, of_rows=of_rows, of_columns=of_columns)
+
+    @property
+    def result(self) -> tuple[int, int]:
+        """The shape of what is left."""
+        return self.left.shape
+
+    @property
+    def across(self) -> tuple[int, int]:
+        """Tiles beside each other, of rows and of columns."""
+        return -(-self.rows // self.tile_width), -(-self.columns // self.tile_width)
+
+    @property
+    def tiles_of_rows(self) -> int:
+        """Tiles of the rows of a matrix."""
+        return self.left.of_rows * self.across[0]
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a matrix."""
+        return self.tiles_of_rows + self.left.of_columns * self.across[1]
+
+
+def passes(block: Block, shape: tuple[int, ...]) -> list[Columns | Sides]:
+    """Launches that leave the means over each block: of parts and their sums, axis by axis."""
+    found: list[Columns | Sides] = []
     if isinstance(block, Factors):
         outer, rows, between, row = block.matrices(shape)
-        return _with_sums(Columns(outer, rows, between * row, row=row))
+        first = Columns(outer, rows, between * row, row=row)
+        found, sides = [first], first.left
+        while sides is not None and sides.parts > 1:
+            found.append(sides)
+            sides = sides.left
+        return found
     viewed, axes = block.view(shape)
-    sizes, found = list(viewed), []
+    sizes = list(viewed)
     for axis in axes:
         before, after = math.prod(sizes[:axis]), math.prod(sizes[axis + 1 :])
-        found += _with_sums(Columns(before, sizes[axis], after))
+        columns = Columns(before, sizes[axis], after)
+        found.append(columns)
+        while columns.parts > 1:
+            columns = Columns(before, columns.parts, after, begins=False)
+            found.append(columns)
         sizes[axis] = 1
-    return found
-
-
-def _with_sums(columns: Columns) -> list[Columns]:
-    """A launch, and those that sum what is left until it is one row."""
-    found = [columns]
-    while (height := found[-1].result[0] // columns.outer) > 1:
-        _, width = found[-1].result
-        left = found[-1].left
-        found.append(Columns(columns.outer, height, width, begins=False, sides=left))
     return found
 
 

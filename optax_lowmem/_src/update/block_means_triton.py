@@ -7,7 +7,7 @@ of its tile too, so that a gradient is read once.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +17,13 @@ from optax_lowmem._src.core import gpu_kernel, numerics
 from optax_lowmem._src.core.block import Factors
 from optax_lowmem._src.core.gpu_kernel import Index, Operand, Program, Run
 from optax_lowmem._src.core.groups import next_power_of_two, result_like
-from optax_lowmem._src.update.block_means import Columns
+from optax_lowmem._src.update.block_means import Columns, Sides
 
 _WARPS = 4
 
 
 def means(
-    passes: Sequence[Columns],
+    passes: Sequence[Columns | Sides],
     gradients: Sequence[jax.Array],
     scale: jax.Array,
     backend: str = "pallas",
@@ -37,26 +37,32 @@ def means(
       backend: as of `gpu_kernel.launch`.
     """
     arrays = tuple(gradients)
-    for turn, columns in enumerate(passes):
-        arrays = tuple(_launch(columns, arrays, scale, turn == 0, backend))
+    for turn, one in enumerate(passes):
+        arrays = tuple(_launch(one, arrays, scale, turn == 0, backend))
     return [x.reshape(-1) for x in arrays]
 
 
-@functools.partial(jax.jit, static_argnames=("columns", "first", "backend"), inline=False)
+@functools.partial(jax.jit, static_argnames=("one", "first", "backend"), inline=False)
 def _launch(
-    columns: Columns,
+    one: Columns | Sides,
     arrays: tuple[jax.Array, ...],
     scale: jax.Array,
     first: bool,
     backend: str,
 ) -> list[jax.Array]:
-    """Sums of the parts of each array, f32 of `columns.result`; of squares at first."""
-    viewed = [x.reshape(columns.outer * columns.rows, columns.width) for x in arrays]
+    """Sums of the parts of each array, f32 of `one.result`; of squares at first."""
+    body: Callable[..., None]
+    if isinstance(one, Sides):
+        viewed, programs = [*arrays], one.matrices * one.tiles
+        body = functools.partial(_sides_body, one)
+    else:
+        viewed = [x.reshape(one.outer * one.rows, one.width) for x in arrays]
+        programs, body = one.tiles, functools.partial(_columns_body, one, first)
     return gpu_kernel.launch(
-        functools.partial(_body, columns, first),
+        functools.partial(_body, body, programs),
         [scale.reshape(1), *viewed],
-        [result_like(x, columns.result, jnp.float32) for x in viewed],
-        (len(arrays) * columns.tiles,),
+        [result_like(x, one.result, jnp.float32) for x in viewed],
+        (len(arrays) * programs,),
         warps=_WARPS,
         name="block_means",
         backend=backend,
@@ -64,41 +70,54 @@ def _launch(
 
 
 def _body(
-    columns: Columns, first: bool, program: Program, scale_at: Operand, *arrays: Operand
+    body: Callable[..., None], each: int, program: Program, scale_at: Operand, *arrays: Operand
 ) -> None:
-    count, each = len(arrays) // 2, jnp.int32(columns.tiles)
-    leaf, tile = lax.div(program.index(), each), lax.rem(program.index(), each)
+    """body(program, program of a leaf, scale, x, result), of the leaf that a program belongs to."""
+    count = len(arrays) // 2
+    leaf, tile = _divmod(program.index(), each)
+    pairs = list(zip(arrays[:count], arrays[count:], strict=True))
+    program.with_one(leaf, pairs, functools.partial(body, program, tile, scale_at))
 
-    def run(x_at: Operand, sums_at: Operand) -> None:
-        across, parts = jnp.int32(columns.across), jnp.int32(columns.parts)
-        part, turn = lax.div(tile, across), lax.rem(tile, across)
-        outer, down = lax.div(part, parts), lax.rem(part, parts)
-        top, start = down * jnp.int32(columns.tile_rows), turn * jnp.int32(columns.tile_width)
-        x = _load(columns, x_at, outer, top, start)
-        share = 1 / columns.rows if columns.begins else 1.0
-        if first:
-            # sums of 4^-k of the squares are finite where the mean is; exact, and once a program
-            k = (max(columns.rows, columns.row or 1) - 1).bit_length() + 1 >> 1
-            program.keep_early()
-            x = numerics.widen(x) * (scale_at.load(0) * jnp.float32(2.0**-k))
-            x, share = x * x, 4.0**k * share
-        elif columns.begins:
-            x, share = x * jnp.float32(share), 1.0
-        sums = jnp.sum(x, axis=0) * jnp.float32(share)
-        if columns.row is None:
-            _store(columns, sums_at, part, start, sums, columns.width)
-            return
-        of_rows = jnp.sum(x, axis=1) * jnp.float32(4.0**k / columns.row)
-        left, row = columns.left, jnp.int32(columns.row)
-        assert left is not None
-        line, matrix = outer * jnp.int32(left.parts), lax.div(start, row)
-        begin, within = matrix * jnp.int32(left.width), start - matrix * row
-        middle, end = begin + jnp.int32(left.rows), begin + jnp.int32(left.width)
-        turn = lax.div(within, jnp.int32(columns.tile_width))
-        _store(columns, sums_at, line + turn, begin + top, of_rows, middle)
-        _store(columns, sums_at, line + down, middle + within, sums, end)
 
-    program.with_one(leaf, list(zip(arrays[:count], arrays[count:], strict=True)), run)
+def _divmod(x: jax.Array, y: int) -> tuple[jax.Array, jax.Array]:
+    return lax.div(x, jnp.int32(y)), lax.rem(x, jnp.int32(y))
+
+
+def _columns_body(
+    columns: Columns,
+    first: bool,
+    program: Program,
+    tile: jax.Array,
+    scale_at: Operand,
+    x_at: Operand,
+    sums_at: Operand,
+) -> None:
+    part, turn = _divmod(tile, columns.across)
+    outer, down = _divmod(part, columns.parts)
+    top, start = down * jnp.int32(columns.tile_rows), turn * jnp.int32(columns.tile_width)
+    x = _load(columns, x_at, outer, top, start)
+    share = 1 / columns.rows if columns.begins else 1.0
+    if first:
+        # sums of 4^-k of the squares are finite where the mean is; exact, and once a program
+        k = (max(columns.rows, columns.row or 1) - 1).bit_length() + 1 >> 1
+        program.keep_early()
+        x = numerics.widen(x) * (scale_at.load(0) * jnp.float32(2.0**-k))
+        x, share = x * x, 4.0**k * share
+    elif columns.begins:
+        x, share = x * jnp.float32(share), 1.0
+    sums = jnp.sum(x, axis=0) * jnp.float32(share)
+    left = columns.left
+    if left is None:
+        _store(columns.even, sums_at, part, start, sums, columns.width)
+        return
+    of_rows = jnp.sum(x, axis=1) * jnp.float32(4.0**k / left.columns)
+    among, within = _divmod(start, left.columns)
+    matrix = outer * jnp.int32(columns.width // left.columns) + among
+    turn = lax.div(within, jnp.int32(columns.tile_width))
+    above = turn * jnp.int32(left.rows)
+    _store(columns.even, sums_at, matrix, above + top, of_rows, above + jnp.int32(left.rows))
+    above = jnp.int32(left.of_rows * left.rows) + down * jnp.int32(left.columns)
+    _store(columns.even, sums_at, matrix, above + within, sums, above + jnp.int32(left.columns))
 
 
 def _load(
@@ -111,30 +130,61 @@ def _load(
         where, mask = (Run(above, shape[0]), Run(start, shape[1])), None
     else:
         row, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
-        end: jax.Array | int = columns.rows
-        if columns.sides is not None:
-            sides = columns.sides
-            is_row = lax.rem(start + lane, jnp.int32(sides.width)) < sides.rows
-            end = jnp.where(is_row, jnp.int32(sides.of_rows), jnp.int32(sides.of_columns))
-        mask = (top + row < end) & (start + lane < columns.width)
+        mask = (top + row < columns.rows) & (start + lane < columns.width)
         where = (above + row, start + lane)
     return x_at.load(*where, mask=mask, early=True)
 
 
 def _store(
-    columns: Columns,
+    even: bool,
     sums_at: Operand,
     line: jax.Array,
     start: jax.Array,
     sums: jax.Array,
     end: jax.Array | int,
 ) -> None:
-    """Write along a line of sums, to where a tile of the last ones must end."""
-    if columns.even:
+    """Write along a line of sums, up to an end where tiles are not `even`."""
+    if even:
         sums_at.store(line, Run(start, sums.size), values=sums)
         return
     lane = start + lax.iota(jnp.int32, sums.size)
     sums_at.store(jnp.full_like(lane, line), lane, values=sums, mask=lane < end)
+
+
+def _sides_body(
+    sides: Sides,
+    program: Program,
+    tile: jax.Array,
+    scale_at: Operand,
+    x_at: Operand,
+    sums_at: Operand,
+) -> None:
+    del program, scale_at
+    left = sides.left
+    matrix, tile = _divmod(tile, sides.tiles)
+    of_rows = tile < sides.tiles_of_rows
+
+    def either(row: int, column: int) -> jax.Array:
+        """A number of the rows' sums, or of those of columns."""
+        return jnp.where(of_rows, jnp.int32(row), jnp.int32(column))
+
+    across, width = either(*sides.across), either(sides.rows, sides.columns)
+    tile = tile - either(0, sides.tiles_of_rows)
+    down, turn = lax.div(tile, across), lax.rem(tile, across)
+    part, lane = (
+        lax.broadcasted_iota(jnp.int32, (sides.tile_parts, sides.tile_width), axis)
+        for axis in (0, 1)
+    )
+    part, lane = (
+        part + down * jnp.int32(sides.tile_parts),
+        lane + turn * jnp.int32(sides.tile_width),
+    )
+    mask = (part < either(sides.of_rows, sides.of_columns)) & (lane < width)
+    index = either(0, sides.of_rows * sides.rows) + part * width + lane
+    x = x_at.load(jnp.full_like(index, matrix), index, mask=mask, early=True)
+    above = either(0, left.of_rows * left.rows) + down * width
+    start = above + turn * jnp.int32(sides.tile_width)
+    _store(False, sums_at, matrix, start, jnp.sum(x, axis=0), above + width)
 
 
 # ---- of means of rows and columns, what a step takes ---------------------------------------------
