@@ -77,7 +77,7 @@ def make(name: str, leaf_set: str, optimizer: str) -> Implementation:
         dtype = jnp.float32 if name == "optax-f32" else jnp.bfloat16
         return _optax(plain(**hyper), dtype)
     rounding = next((r for r in ROUNDINGS if name.endswith(r)), None)
-    storage = lowmem.Storage.four_bit() if name.endswith("-4bit") else None
+    storage = four_bits(optimizer) if name.endswith("-4bit") else None
     tx = ours(optimizer, leaf_set, rounding, storage)
     if name.startswith("lowmem.update"):
         step = _update_and_apply(tx)
@@ -85,6 +85,13 @@ def make(name: str, leaf_set: str, optimizer: str) -> Implementation:
         step = _fused(tx, STEPS[name], cases.LEAF_SETS[leaf_set]())
     rereads = functools.partial(_rereads, tx.engine.structure)
     return Implementation(tx.init, step, jnp.bfloat16, _version(lowmem), rereads=rereads)
+
+
+def four_bits(optimizer: str) -> lowmem.Storage:
+    """Codes of 4 bits, as the guide has them: where elements share second moments, of m alone."""
+    default = inspect.signature(cases.RECORDS[optimizer].make).parameters["storage"].default
+    shared = default.nu is None and default.mu is not None
+    return lowmem.Storage.four_bit(**({"nu": None, "group_size": 32} if shared else {}))
 
 
 def ours(

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import optax_lowmem as lowmem
 from benchmarks import absent_gpu, records, render
 from benchmarks.model_shapes import resnet_50
 from benchmarks.peers import cases, device_loop, in_jax, in_torch, processes, report
@@ -29,6 +30,16 @@ OPTIMIZERS = ("adamw", "lion", "sgd")
 def carry_of(name, optimizer="adamw", leaf_set="tiny"):
     made = in_jax.make(name, leaf_set, optimizer)
     return made, device_loop.Setup(made, leaf_set)()
+
+
+def test_storage_of_4_bits():
+    """Second moments that elements share stay in f32: `init` would warn of their codes."""
+    assert in_jax.four_bits("adamw") == lowmem.Storage.four_bit()
+    for name in ("flash_adam_mini", "flash_factored_adamw"):
+        assert in_jax.four_bits(name).nu is None
+        in_jax.make("lowmem.step-4bit", "tiny", name).init(
+            {"w": jnp.ones((128, 256), jnp.bfloat16)}
+        )
 
 
 def test_resnet_50():
