@@ -540,6 +540,11 @@ def _check_array(
     hint = blocks = ""
     if plan.block is not None and plan.block.words and field in _names(plan, True):
         blocks = f", {field}: {plan.block.words}"
+        if varying.of_parts():
+            hint = (
+                " In a shard_map or a pmap means of blocks, rows or columns may be over several "
+                "devices: leave the step to jit with shardings."
+            )
     if field == "correction" and plan.dtype == jnp.float32 and jnp.shape(array) == plan.shape:
         raise ValueError(promoted(plan.path, array.dtype))
     if varying.of_parts() and field.endswith("_scale"):
