@@ -36,6 +36,7 @@ LIKE = {
     "norm": jax.ShapeDtypeStruct((40,), jnp.bfloat16),
 }
 LINEAR = lowmem.codecs.linear(signed=False)
+PLAIN = lowmem.Storage(mu=None, nu=None)
 WITHOUT = {"block": LIKE["block"]}
 MISFITS = {
     "codec": (
@@ -95,7 +96,27 @@ MISFITS = {
         lowmem.flash_adam_mini(1e-3, blocks=lowmem.blocks.Structure(default="whole")), LIKE,
         lowmem.flash_adam_mini(1e-3, blocks=lowmem.blocks.Structure(default="elementwise")), LIKE,
         r"slot nu of 'block/w' was saved as uncompressed numbers, a value for each block of axes "
-        r"\[0, 1\], .* of axes \[\]",
+        r"\[0, 1\], .* reads uncompressed numbers, a value per element, .* Restore with the "
+        "optimizer, and its blocks or min_dim_size_to_factor, that it was saved with",
+    ),
+    "rows and columns": (
+        lowmem.flash_factored_adamw(1e-3, min_dim_size_to_factor=2), LIKE,
+        lowmem.flash_adam_mini(1e-3, blocks=lowmem.blocks.Structure(default="whole")), LIKE,
+        r"slot nu of 'block/w' was saved as uncompressed numbers, a value for each row and each "
+        r"column of axes \[0, 1\], and .* a value for each block of axes \[0, 1\], .* Restore with "
+        "the optimizer",
+    ),
+    "neither rows nor columns": (
+        adamw(mu=None, nu=None), LIKE,
+        lowmem.flash_factored_adamw(1e-3, min_dim_size_to_factor=2, storage=PLAIN), LIKE,
+        r"nu of 'block/w' was saved as uncompressed numbers, and .* a value for each row and each "
+        r"column of axes \[0, 1\], .* Restore with the optimizer",
+    ),
+    "least size of rows and columns": (
+        lowmem.flash_factored_adamw(1e-3, min_dim_size_to_factor=2), LIKE,
+        lowmem.flash_factored_adamw(1e-3), LIKE,
+        r"each column of axes \[0, 1\], and this optimizer reads .*, a value per element, .* "
+        "Restore with the optimizer, and its blocks or min_dim_size_to_factor",
     ),
 }  # fmt: skip
 

@@ -133,6 +133,21 @@ def test_gradients_of_zero_move_nothing():
     jax.tree.map(np.testing.assert_array_equal, found, params)
 
 
+def test_the_direction_can_be_clipped_as_adafactors():
+    """By its root mean square, in 8-bit moments inside split weights."""
+    direction = lowmem.scale_by_factored_adam(
+        b1=0.0, min_dim_size_to_factor=8, storage=lowmem.Storage(nu=None)
+    )
+    rate = optax.scale_by_learning_rate(1.0)
+    tx = lowmem.split_master_weights(optax.chain(direction, optax.clip_by_block_rms(0.5), rate))
+    start = jax.tree.map(lambda x: x.astype(jnp.bfloat16), drawn())
+    found, state = run(tx, start, [drawn(1)])
+    master = lowmem.master_params(found, state)
+    for path, (_, axes) in LEAVES.items():
+        rms = np.sqrt(np.mean((np.float64(master[path]) - np.float64(start[path])) ** 2))
+        assert rms <= 0.51 and (axes is None or rms >= 0.49), path
+
+
 def test_a_run_goes_on_from_optax_and_back():
     """R and C are means of AdamW's v; what comes back has their product."""
     params, plain = drawn(), optax.adamw(1e-2)

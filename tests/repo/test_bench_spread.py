@@ -1,5 +1,8 @@
 """Spread of paired runs, and what so many decide: tables, with and without records."""
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -92,3 +95,10 @@ def test_early(tmp_path, monkeypatch):
     assert ours[:2] == ["flash_adamw", "2"] and ours[2].startswith("+2.50 %")
     assert ours[3].startswith("+0.75 %") and ours[4] == "0.35 %"
     assert linear[3:] == ["diverged", ""]
+
+
+def test_the_guide_says_what_its_table_has():
+    text = (Path(__file__).parents[2] / "docs/guides/choosing.md").read_text()
+    (pooled,) = re.findall(r"^\| the \d+ that .*, pooled .* (\d+) / (\d+) \|$", text, re.M)
+    said = re.search(r"these are (\d+) pairs for a power of 80 % and (\d+) for 90 %", text)
+    assert said.groups() == pooled

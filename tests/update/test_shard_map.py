@@ -129,6 +129,22 @@ def test_parts_that_cut_groups_are_refused_with_the_cure():
         jax.eval_shape(step, params, tx.init(params), params)
 
 
+def test_means_of_a_leaf_are_refused_in_a_shard_map_and_in_a_pmap():
+    """Rows and columns that lie on several devices, and that might."""
+    tx, params = lowmem.flash_factored_adamw(1e-3), {"w": jnp.ones((256, 128), jnp.bfloat16)}
+    state, refused = tx.init(params), "shard_map or a pmap.*several devices.*jit with shardings"
+    for specs, message in (({"w": P()}, refused), ({"w": P("x")}, f"nu of 'w'.*{refused}")):
+        step = on_mesh(tx, lambda p, s, g: lowmem.step(tx, g, s, p), params, specs)
+        with pytest.raises(ValueError, match=f"(?s){message}"):
+            jax.eval_shape(step, params, state, params)
+    muon = lowmem.flash_muon(1e-3)
+    for other, message in ((tx, refused), (muon, "or a pmap.*over 'i', and all of each matrix")):
+        of_each = jax.tree.map(lambda x: x[None], (params, other.init(params)))
+        step = jax.pmap(lambda p, s, tx=other: lowmem.step(tx, p, s, p), "i")
+        with pytest.raises(ValueError, match=f"(?s){message}"):
+            jax.eval_shape(step, *of_each)
+
+
 def test_outside_of_a_shard_map_min_size_is_a_setting():
     tx, other = made("flash_adamw"), made("flash_adamw", policy=lowmem.Policy(min_size=10**6))
     with pytest.raises(ValueError, match="other settings"):

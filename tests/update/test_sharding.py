@@ -239,6 +239,13 @@ def test_heads_stay_together():
     assert specs_of(tx, P("y", "x"), params).nu["w"] == P(None, None)
 
 
+def test_rows_and_columns_lie_on_every_device():
+    tx = lowmem.flash_factored_adamw(1e-3, min_dim_size_to_factor=64)
+    for spec in (P("x", None), P("x", "y"), P(None, "y")):
+        state = specs_of(tx, spec)
+        assert (state.nu["w"], state.mu["w"]) == (P(), spec)
+
+
 WRAPPED = {
     "chain": lambda tx: lowmem.chain(optax.clip_by_global_norm(1.0), tx),
     "masked": lambda tx: optax.masked(tx, {"a": {"w": True}, "w": False}),
@@ -360,8 +367,8 @@ def test_what_is_missing():
 COLLECTIVES = r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 
 
-def collectives(tx, params, of_params, of_state):
-    """Count the collectives of each kind in a compiled step."""
+def compiled_step(tx, params, of_params, of_state):
+    """The text of a compiled step."""
     state = jax.eval_shape(tx.init, params)
     grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), params)
     step = jax.jit(
@@ -370,16 +377,32 @@ def collectives(tx, params, of_params, of_state):
         out_shardings=(of_params, of_state),
         compiler_options=SAME_BITS,
     )
-    return collections.Counter(
-        re.findall(COLLECTIVES, step.lower(grads, state, params).compile().as_text())
-    )
+    return step.lower(grads, state, params).compile().as_text()
 
 
-def of_layout(tx, layout, dtype):
+def text_of_layout(tx, layout, dtype):
     of_params, zero_axis = laid_out(layout)
     params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, dtype), SHAPES, **IS_SHAPE)
     of_state = state_shardings(tx, params, of_params, zero_axis=zero_axis)
-    return collectives(tx, params, of_params, of_state)
+    return compiled_step(tx, params, of_params, of_state)
+
+
+def of_layout(tx, layout, dtype):
+    """Count the collectives of each kind in a compiled step."""
+    return collections.Counter(re.findall(COLLECTIVES, text_of_layout(tx, layout, dtype)))
+
+
+@pytest.mark.parametrize("layout", rows(["fsdp", "tensor", "both", "layers"], ["both"]))
+def test_rows_and_columns_move_and_no_matrix(layout):
+    """A few vectors of a value per row and column, in f32."""
+    text = text_of_layout(made("flash_factored_adamw"), LAYOUTS[layout], jnp.bfloat16)
+    moved = [line.split(found[0])[0] for line in text.splitlines()
+             if (found := re.search(COLLECTIVES, line))]  # fmt: skip
+    values = [math.prod(map(int, dimensions.split(",")))
+              for left in moved for dimensions in re.findall(r"f32\[([\d,]+)\]", left)]  # fmt: skip
+    vectors = {"embed": 128 + 64, "head": 64 + 96, "layers": 2 * (32 + 256)}
+    assert values and max(values) <= max(vectors.values())  # a leaf has from 6,144 on
+    assert sum(values) <= 6 * sum(vectors.values())
 
 
 @pytest.mark.parametrize("layout", rows(LAYOUTS, ["fsdp", "both"]))

@@ -424,6 +424,17 @@ def test_flash_states_of_other_settings(case):
         flash(**after).update(grads_of(params), state, params)
 
 
+def test_a_state_of_other_rows_and_columns_names_the_parameter():
+    params = {"w": jnp.ones((4, 64, 96), jnp.bfloat16)}
+    state = lowmem.flash_factored_adamw(1e-3, min_dim_size_to_factor=64).init(params)
+    tx = lowmem.flash_factored_adamw(1e-3)
+    with raises(
+        r"nu of 'w' is float32\[4, 160\].*parameter bfloat16\[4, 64, 96\], nu: a value per "
+        rf"element\) keeps float32\[4, 64, 96\].*{OTHER}"
+    ):
+        tx.update(grads_of(params), state, params)
+
+
 @pytest.mark.parametrize("make", [flash, split, compressed], ids=["flash", "split", "compressed"])
 def test_states_of_another_tree(make):
     tx, params = make(), weights()

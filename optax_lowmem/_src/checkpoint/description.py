@@ -200,8 +200,8 @@ def _problems(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str
                 yield (
                     f"slot {slot} of '{path}' was saved as {_form_words(stored)}, and this "
                     f"optimizer reads {_form_words(wanted)}, which would make other numbers of the "
-                    f"same bytes. Restore with {_advice(slot, stored)} and, to go on in another "
-                    "form, convert it: checkpoint.to_optax, then checkpoint.from_optax."
+                    f"same bytes. Restore with {_advice(slot, stored, wanted)} and, to go on in "
+                    "another form, convert it: checkpoint.to_optax, then checkpoint.from_optax."
                 )
     remedy = (
         "Restore with the optimizer that it was saved with, in pack_small_leaves if it was; from "
@@ -239,16 +239,26 @@ def _kept(form: Mapping[str, Any]) -> dict[str, Any]:
 def _form_words(form: Mapping[str, Any]) -> str:
     if "split" in form:
         return f"master weights split by {form['split']}" if form["split"] else "no correction"
-    block = form.get("block")
-    each = f", a value for each block of axes {block['axes']}" if block else ""
-    each += f" and heads {block['heads']}" if block and block["heads"] else ""
+    each = _block_words(form["block"]) if form.get("block") else ""
     if form["codec"] is None:
         return "uncompressed numbers" + each
     return f"{form['codec']} in groups of {form['group_size']} with {form['scale']} scales" + each
 
 
-def _advice(slot: str, stored: Mapping[str, Any]) -> str:
+def _block_words(block: Mapping[str, Any]) -> str:
+    """Which elements share a value."""
+    axes, heads = block["axes"], block["heads"]
+    if block.get("rows_and_columns"):
+        return f", a value for each row and each column of axes {axes}"
+    if not axes and not heads:
+        return ", a value per element"
+    return f", a value for each block of axes {axes}" + (f" and heads {heads}" if heads else "")
+
+
+def _advice(slot: str, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
     """The settings that read what was saved."""
+    if {**_kept(stored), "block": None} == {**_kept(wanted), "block": None}:
+        return "the optimizer, and its blocks or min_dim_size_to_factor, that it was saved with"
     if "split" in stored:
         scheme, _, bits = (stored["split"] or "").partition("-")
         chosen = f"{bits}, split={scheme!r}" if bits else "None"

@@ -62,8 +62,9 @@ def _check_known(what: str) -> None:
     for name in (name for name, kind in kinds if kind == AxisType.Manual):
         if not axes_of(lax.axis_index(name)):
             raise ValueError(
-                f"inside a shard_map with check_vma=False nobody knows whether a leaf is sharded "
-                f"over '{name}', and {what} is needed: use check_vma=True."
+                f"inside a shard_map with check_vma=False, or a pmap, nobody knows whether a leaf "
+                f"is sharded over '{name}', and {what} is needed: use check_vma=True, or jit with "
+                "shardings."
             )
 
 
@@ -96,6 +97,7 @@ def check_blocks(blocks: Sequence[Block]) -> None:
     mesh = jax.sharding.get_abstract_mesh()
     if AxisType.Manual in mesh.axis_types and not all(block.elementwise for block in blocks):
         raise ValueError(
-            "inside a shard_map nobody knows which blocks of weights lie on several devices, and "
-            "a mean over each is needed: use jit with shardings, which finds out."
+            "inside a shard_map or a pmap nobody knows which blocks of weights, rows or columns "
+            "lie on several devices, and a mean over each is needed: use jit with shardings, which "
+            "finds out."
         )

@@ -209,8 +209,8 @@ def flash_factored_adamw(
     References:
       Shazeer & Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, 2018; Zhai et
       al., Scaling Vision Transformers, 2022 (with a first moment, at AdamW's rates). Deviations: no
-      clipping of updates (`update_clipping` is that), no steps relative to a weight's size; Adam's
-      debiasing and eps.
+      clipping of updates (`optax.clip_by_block_rms` after `scale_by_factored_adam` is that), no
+      steps relative to a weight's size; Adam's debiasing and eps.
     """
     return optimizer(
         FactoredRule(eps_root_is_zero=is_zero(eps_root)),

@@ -56,7 +56,7 @@ from optax_lowmem._src.update.masters import (
     promoted,
     rounds_weights,
 )
-from optax_lowmem._src.update.plan import plan_leaves, warn_of_shared_codes
+from optax_lowmem._src.update.plan import SlotPlan, plan_leaves, warn_of_shared_codes
 from optax_lowmem._src.update.storage import Storage
 
 Hyperparameters = Callable[[jax.Array], Mapping[str, jax.Array]]
@@ -222,12 +222,12 @@ class Engine:
             found.append(leaves)
         states, shared = found
         for plan, leaf, own_shared in zip(plans, states, shared, strict=True):
-            _check_slots(plan, leaf, plan.storage)
+            _check_slots(plan, plan.slots, leaf, plan.storage)
             correction = plan.split and plan.split.dtype
             form = (plan.shape, correction) if correction else ((), jnp.int8)
             _check_array(plan, "correction", leaf.correction, *form)
             if plan.block is not None:
-                _check_slots(plan.shared_plan, own_shared, plan.shared_storage)
+                _check_slots(plan, plan.shared, own_shared, plan.shared_storage)
         return states, shared
 
     # ---- step --------------------------------------------------------------------------------
@@ -522,9 +522,11 @@ def _names(plan: LeafPlan, of_blocks: bool) -> list[str]:
     return [slot.name for slot in (plan.shared if of_blocks else plan.slots)]
 
 
-def _check_slots(plan: LeafPlan, state: LeafState, forms: list[StoredSlot]) -> None:
+def _check_slots(
+    plan: LeafPlan, slots: Sequence[SlotPlan], state: LeafState, forms: list[StoredSlot]
+) -> None:
     """Raises where a state was made, or restored, with other settings than these."""
-    rows = zip(plan.slots, forms, state.slots, state.scales, strict=True)
+    rows = zip(slots, forms, state.slots, state.scales, strict=True)
     for slot, form, stored, scales in rows:
         _check_array(plan, slot.name, stored, form.codes.shape, form.codes.dtype)
         _check_array(plan, f"{slot.name}_scale", scales, form.scales.shape, form.scales.dtype)
@@ -535,7 +537,14 @@ def _check_array(
 ) -> None:
     if jnp.shape(array) == shape and jnp.dtype(array.dtype) == jnp.dtype(dtype):
         return
-    hint = ""
+    hint = blocks = ""
+    if plan.block is not None and plan.block.words and field in _names(plan, True):
+        blocks = f", {field}: {plan.block.words}"
+        if varying.of_parts():
+            hint = (
+                " In a shard_map or a pmap means of blocks, rows or columns may be over several "
+                "devices: leave the step to jit with shardings."
+            )
     if field == "correction" and plan.dtype == jnp.float32 and jnp.shape(array) == plan.shape:
         raise ValueError(promoted(plan.path, array.dtype))
     if varying.of_parts() and field.endswith("_scale"):
@@ -550,9 +559,9 @@ def _check_array(
         )
     raise ValueError(
         f"state field {field} of '{plan.path}' is {array.dtype}{list(jnp.shape(array))}, but this "
-        f"storage (group_size={plan.group_size}, parameter {plan.dtype}{list(plan.shape)}) keeps "
-        f"{jnp.dtype(dtype)}{list(shape)}. The state was made or restored with other settings: use "
-        f"those, or call init again.{hint}"
+        f"storage (group_size={plan.group_size}, parameter {plan.dtype}{list(plan.shape)}{blocks}) "
+        f"keeps {jnp.dtype(dtype)}{list(shape)}. The state was made or restored with other "
+        f"settings: use those, or call init again.{hint}"
     )
 
 
