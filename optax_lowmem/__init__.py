@@ -40,7 +40,6 @@ from optax_lowmem._src.wrappers.chain import chain as chain
 from optax_lowmem._src.wrappers.chain import step as step
 from optax_lowmem._src.wrappers.compress import compand_momentum as compand_momentum
 from optax_lowmem._src.wrappers.compress import compress_state as compress_state
-from optax_lowmem._src.wrappers.compress import register_slot as register_slot
 from optax_lowmem._src.wrappers.compress import sqrt_variance_quant as sqrt_variance_quant
 from optax_lowmem._src.wrappers.ema import ema_params as ema_params
 from optax_lowmem._src.wrappers.ema import track_master_ema as track_master_ema
@@ -49,6 +48,7 @@ from optax_lowmem._src.wrappers.init import init as init
 from optax_lowmem._src.wrappers.inject import inject_hyperparams as inject_hyperparams
 from optax_lowmem._src.wrappers.loss_scale import per_tensor_loss_scale as per_tensor_loss_scale
 from optax_lowmem._src.wrappers.pack import pack_small_leaves as pack_small_leaves
+from optax_lowmem._src.wrappers.slots import register_slot as register_slot
 from optax_lowmem._src.wrappers.split import split_master_weights as split_master_weights
 from optax_lowmem._src.wrappers.update_clipping import update_clipping as update_clipping
 

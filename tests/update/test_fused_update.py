@@ -16,7 +16,7 @@ from optax_lowmem import codecs
 from optax_lowmem._src.core import random
 from optax_lowmem._src.optimizers import every_record
 from optax_lowmem._src.update import packed, reference, twopass
-from optax_lowmem._src.update.engine import prepare_leaves
+from optax_lowmem._src.update.prepare import prepare_leaves
 from tests import tolerances
 from tests.launch_cases import same_scales, units
 from tests.tiers import rows

@@ -148,13 +148,13 @@ def test_slots_of_weights_in_a_named_tuple_keep_their_names(kind):
 
 
 def test_a_registered_state_of_any_name_is_found_inside_wrappers(monkeypatch):
-    from optax_lowmem._src.wrappers import compress
+    from optax_lowmem._src.wrappers import slots
 
     class Velocity(NamedTuple):
         speed: Any
 
-    monkeypatch.setattr(compress, "SLOTS", dict(compress.SLOTS))
-    compress.register_slot("Velocity", "speed", signed=True)
+    monkeypatch.setattr(slots, "SLOTS", dict(slots.SLOTS))
+    slots.register_slot("Velocity", "speed", signed=True)
     inner = optax.GradientTransformation(
         lambda params: Velocity(jax.tree.map(jnp.zeros_like, params)),
         lambda updates, state, params=None: (updates, Velocity(updates)),

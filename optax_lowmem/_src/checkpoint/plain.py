@@ -22,8 +22,9 @@ from optax_lowmem._src.optimizers.record import Constructor, OptimizerRecord, na
 from optax_lowmem._src.update.engine import Engine, EngineTransformation
 from optax_lowmem._src.update.masters import master_params
 from optax_lowmem._src.wrappers.chain import Chain
-from optax_lowmem._src.wrappers.compress import CompressedState, map_slots
+from optax_lowmem._src.wrappers.compress import CompressedState
 from optax_lowmem._src.wrappers.init import init
+from optax_lowmem._src.wrappers.slots import map_slots
 from optax_lowmem._src.wrappers.start import WeightDtype
 
 # ---- the optax optimizer that corresponds to one of ours -----------------------------------------

@@ -1,15 +1,13 @@
 """The cross-entropy of a linear head, whose logits exist one chunk of tokens at a time.
 
-Its three products for a chunk are in 16 bits or f32, or in FP8. With logits Z = H W of hidden
-states H [..., width] and a head W, and the gradient G of Z [..., vocab]: dH = G W^T, and dW =
-H^T G. A head is [width, vocab] or [vocab, width].
+Its three products for a chunk are in 16 bits or f32, or in FP8: `products`.
 """
 
 import dataclasses
 import math
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,176 +18,18 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from optax_lowmem._src.core import varying
-from optax_lowmem._src.fp8_flow import kernels, storage
-from optax_lowmem._src.switchback.quantized_matmul import (
-    E4M3,
-    E5M2,
-    Quantized,
-    absmax_of,
-    multiply,
-    quantize,
-    quantize_transposed,
+from optax_lowmem._src.fp8_flow import storage
+from optax_lowmem._src.losses.products import (
+    FP8,
+    FP8_INPUTS,
+    INPUT,
+    PRODUCTS,
+    HeadCodes,
+    InFp8,
+    InInputs,
+    f32_or_more,
+    quantize_head,
 )
-
-# ---- the products of a chunk ---------------------------------------------------------------------
-# With logits Z = H W of hidden states H [..., width] and a head W, and the gradient G of Z [...,
-# vocab]: dH = G W^T, and dW = H^T G. A head is [width, vocab] or [vocab, width].
-
-INPUT, FP8, FP8_GRADIENTS = "input", "fp8", "fp8-gradients"
-PRODUCTS = (INPUT, FP8, FP8_GRADIENTS)
-FP8_INPUTS = ("float32", "bfloat16", "float16")
-# Of the gradient of logits: E4M3 has no codes under 2^-18 of a row's largest, where most of a large
-# vocabulary's probabilities are.
-GRADIENT = E5M2
-
-
-def f32_or_more(*arrays: jax.Array) -> jnp.dtype:
-    """The dtype of sums of products."""
-    return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
-
-
-class InInputs:
-    """The products of a chunk in the common dtype of its arguments.
-
-    Args:
-      hidden: [..., width].
-      head: the head.
-      vocab_axis: of the head.
-      precision: as `jax.lax.dot` takes it.
-    """
-
-    def __init__(
-        self, hidden: jax.Array, head: jax.Array, vocab_axis: int, precision: PrecisionLike
-    ):
-        self.vocab_axis, self.precision = vocab_axis, precision
-        self.dtype, self.wide = jnp.result_type(hidden, head), f32_or_more(hidden, head)
-        self.hidden, self.head = hidden.astype(self.dtype), head.astype(self.dtype)
-        self.dot = partial(jnp.einsum, precision=precision, preferred_element_type=self.wide)
-        self.axes = "vw" if vocab_axis == 0 else "wv"
-
-    def logits(self) -> jax.Array:
-        """Return Z."""
-        return self.dot(f"...w,{self.axes}->...v", self.hidden, self.head)
-
-    def operand(self, gradient: jax.Array) -> jax.Array:
-        """G, as both products of it read it."""
-        return gradient.astype(self.dtype)
-
-    def for_hidden(self, gradient: jax.Array) -> jax.Array:
-        """Return dH."""
-        return self.dot(f"...v,{self.axes}->...w", gradient, self.head)
-
-    def for_head(self, gradient: jax.Array, is_masked: jax.Array | None) -> jax.Array:
-        """Return dW, as the head lies."""
-        del is_masked  # rows of 0
-        pair = (self.hidden, gradient)
-        left, right = pair if self.vocab_axis else pair[::-1]
-        tokens = tuple(range(gradient.ndim - 1))
-        return lax.dot_general(
-            left,
-            right,
-            ((tokens, tokens), ((), ())),
-            precision=self.precision,
-            preferred_element_type=self.wide,
-        )
-
-
-class HeadCodes(NamedTuple):
-    """E4M3 codes of a head with one scale, made once for all chunks; None: not read.
-
-    Attributes:
-      forward: [vocab, width], for logits.
-      backward: [width, vocab], for the gradient of hidden states.
-    """
-
-    forward: Quantized | None
-    backward: Quantized | None
-
-
-def quantize_head(
-    head: jax.Array, vocab_axis: int, names: tuple[str, ...], forward: bool, backward: bool
-) -> HeadCodes:
-    """Quantize a head for the products that are asked for.
-
-    GPUs multiply 8 bits along the last axis of both operands, hence both orientations.
-
-    Args:
-      head: the head, or this device's part of its vocabulary.
-      vocab_axis: of the head.
-      names: mesh axes that the vocabulary is sharded over; its parts share the scale.
-      forward: whether logits are a product of codes.
-      backward: whether the gradient of hidden states is.
-    """
-    if not (forward or backward):
-        return HeadCodes(None, None)
-    absmax = absmax_of(head, None)
-    if names:
-        absmax = lax.pmax(absmax, names)
-    head, absmax = varying.alike(head, absmax)
-    own, other = (forward, backward) if vocab_axis == 0 else (backward, forward)
-    as_it_is = kernels.quantized(head, absmax, clip=True) if own else None
-    transposed = quantize_transposed(head, None, E4M3, absmax) if other else None
-    return HeadCodes(*((as_it_is, transposed) if vocab_axis == 0 else (transposed, as_it_is)))
-
-
-class InFp8(InInputs):
-    r"""The products of a chunk in FP8: Z or not, dH and dW.
-
-    Rows of H and G have scales, so that no token's result depends on another's. In dW, which is a
-    sum over tokens, G's scales are factors of H's rows: dW = (s_G H)^T Q(G), and s_G H has one.
-
-    Args:
-      hidden: [..., width].
-      head: the head.
-      codes: of the head.
-      vocab_axis: of the head.
-      precision: of logits that are not a product of codes.
-    """
-
-    def __init__(
-        self,
-        hidden: jax.Array,
-        head: jax.Array,
-        codes: HeadCodes,
-        vocab_axis: int,
-        precision: PrecisionLike,
-    ):
-        super().__init__(hidden, head, vocab_axis, precision)
-        self.codes = codes
-
-    def logits(self) -> jax.Array:
-        """Return Z."""
-        if self.codes.forward is None:
-            return super().logits()
-        rows = quantize(self.hidden, self.hidden.ndim - 1, E4M3)
-        rows, of_head = varying.alike(rows, self.codes.forward)
-        return multiply(rows, of_head, 1, self.wide)
-
-    def operand(self, gradient: jax.Array) -> Any:
-        """Codes of G and a scale of each token."""
-        return quantize(gradient.astype(self.dtype), gradient.ndim - 1, GRADIENT)
-
-    def for_hidden(self, gradient: Any) -> jax.Array:
-        """Return dH."""
-        gradient, of_head = varying.alike(gradient, self.codes.backward)
-        return multiply(gradient, of_head, 1, self.wide)
-
-    def for_head(self, gradient: Any, is_masked: jax.Array | None) -> jax.Array:
-        """Return dW [vocab, width], whatever the head is.
-
-        Args:
-          gradient: of `operand`.
-          is_masked: tokens, whose hidden states may be anything.
-        """
-        largest = gradient.scales * jnp.float32(GRADIENT.largest)
-        scaled = self.hidden.astype(jnp.float32) * largest
-        if is_masked is not None:
-            scaled = jnp.where(is_masked[..., None], 0, scaled)
-        unit = jnp.full((1,) * scaled.ndim, 1 / GRADIENT.largest, jnp.float32)
-        codes = Quantized(gradient.codes, unit)
-        codes, scaled, absmax = varying.alike(codes, scaled, absmax_of(scaled, None))
-        return kernels.multiply_over_tokens(codes, scaled, absmax, E4M3, self.wide)[1]
-
 
 # ---- the loss ------------------------------------------------------------------------------------
 

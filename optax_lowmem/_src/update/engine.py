@@ -4,7 +4,6 @@ A step is: plan the leaves, unpack the state, step the leaves, pack their new st
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from optax_lowmem._src.core import (
     trees,
     varying,
 )
-from optax_lowmem._src.core.block import Block, BlockStructure
+from optax_lowmem._src.core.block import BlockStructure
 from optax_lowmem._src.core.compiled import (
     FEW,
     as_given,
@@ -37,17 +36,13 @@ from optax_lowmem._src.core.compiled import (
 )
 from optax_lowmem._src.core.matrices import MatrixAxes
 from optax_lowmem._src.core.policy import warn_of_patterns
-from optax_lowmem._src.core.rules import OF_BLOCK, MatrixRule, Slot, UpdateRule
+from optax_lowmem._src.core.rules import MatrixRule, UpdateRule
 from optax_lowmem._src.update import (
     LeafPlan,
     LeafState,
-    block_means,
     choose,
     fused_updates,
     matrices,
-    on_mesh,
-    place_of_mean,
-    reference,
 )
 from optax_lowmem._src.update.masters import (
     NO_CORRECTION,
@@ -57,6 +52,7 @@ from optax_lowmem._src.update.masters import (
     rounds_weights,
 )
 from optax_lowmem._src.update.plan import SlotPlan, plan_leaves, warn_of_shared_codes
+from optax_lowmem._src.update.prepare import prepare_leaves
 from optax_lowmem._src.update.storage import Storage
 
 Hyperparameters = Callable[[jax.Array], Mapping[str, jax.Array]]
@@ -563,137 +559,3 @@ def _check_array(
         f"keeps {jnp.dtype(dtype)}{list(shape)}. The state was made or restored with other "
         f"settings: use those, or call init again.{hint}"
     )
-
-
-# ---- operands that a rule prepares before its elementwise step -----------------------------------
-# A block may span its leaf, so the gradient is read once for the means. What is left is the step of
-# a small leaf, with one element a block, and goes the way of every other.
-
-# once for leaves of one shape and plan
-_prepare = jax.jit(reference.prepare, static_argnames=("rule", "plan"))
-
-
-def prepare_leaves(
-    rule: UpdateRule,
-    plans: Sequence[LeafPlan],
-    gradients: Sequence[jax.Array],
-    weights: Sequence[jax.Array | None],
-    states: Sequence[LeafState],
-    shared: Sequence[LeafState],
-    h: Mapping[str, jax.Array],
-    keys: jax.Array,
-    implementation: str | None = None,
-) -> tuple[list[Mapping[str, jax.Array]], list[LeafState]]:
-    """(`h` with the operands that `rule.prepare` gives, new shared slots) of every leaf.
-
-    Args:
-      rule: the optimizer's arithmetic, which `prepares`.
-      plans: the leaves' static choices.
-      gradients: one a leaf.
-      weights: parameters, or None each.
-      states: stored states.
-      shared: the stored shared slots, of `Block.mean_shape`; their corrections are not used.
-      h: f32 hyperparameters; of blocks, weight decay is not part of the gradient (no `l2`).
-      keys: uint32 [leaves], for the rounding of the shared slots in this step.
-      implementation: as of `fused_updates`.
-    """
-    if rule.prepares == "leaf":
-        rows = zip(plans, gradients, weights, states, strict=True)
-        return [_prepare_leaf(rule, *row, h, implementation) for row in rows], list(shared)
-    # where blocks lie on several devices XLA finds it out, on Explicit axes too
-    blocks = [plan.block or Block() for plan in plans]
-    lies = [
-        (_lies(block, s.slots[0]), jax.tree.map(explicit.sharding_of, s))
-        for block, s in zip(blocks, shared, strict=True)
-    ]
-    work = functools.partial(_prepare_blocks, rule, plans, blocks, implementation)
-    found = explicit.left_to_xla(work, lies, gradients, shared, h, keys)
-    return [{**h, OF_BLOCK: given} for given, _ in found], [new for _, new in found]
-
-
-def _lies(block: Block, v: jax.Array) -> Any:
-    """The shardings of `Block.operands`: that of v where they are it; else XLA's choice."""
-    return explicit.sharding_of(v) if len(block.parts) == 1 else (None,) * len(block.parts)
-
-
-def _prepare_leaf(
-    rule: UpdateRule,
-    plan: LeafPlan,
-    g: jax.Array,
-    p: jax.Array | None,
-    state: LeafState,
-    h: Mapping[str, jax.Array],
-    implementation: str | None,
-) -> Mapping[str, jax.Array]:
-    """`reference.prepare`: scalars, replicated on Explicit axes."""
-    prepare = functools.partial(_prepare, rule, plan.nameless)
-    place = place_of_mean(rule, plan, g, state, implementation)
-    if place is not None:
-        from optax_lowmem._src.update import pallas_tpu_mean
-
-        own = functools.partial(pallas_tpu_mean.prepared, rule)
-        return on_mesh.measured(own, plan.nameless, place, g, p, state, h)
-    if rule.measures and choose(rule, plan, implementation, g)[0] == "pallas_tpu":
-        from optax_lowmem._src.update import pallas_tpu_mean
-
-        otherwise = prepare if implementation is None else None
-        return pallas_tpu_mean.prepared(rule, plan.nameless, g, p, state, h, otherwise=otherwise)
-    names = jax.eval_shape(prepare, g, p, state, h)
-    return explicit.left_to_xla(prepare, dict.fromkeys(names), g, p, state, h)
-
-
-@dataclasses.dataclass(frozen=True)
-class _OfBlocks(UpdateRule):
-    """`prepare` of a rule as the update of its shared slots: of elements that are blocks."""
-
-    rule: UpdateRule
-
-    @property
-    def slots(self) -> tuple[Slot, ...]:
-        """The shared slots."""
-        return tuple(dataclasses.replace(s, shared=False) for s in self.rule.slots if s.shared)
-
-    @property
-    def state_type(self) -> Any:
-        """That of the rule."""
-        return self.rule.state_type
-
-    def update(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The operand of each block as its direction."""
-        operands, new = self.rule.prepare(g, slots, h)
-        return operands[OF_BLOCK], new
-
-
-def _prepare_blocks(
-    rule: UpdateRule,
-    plans: Sequence[LeafPlan],
-    blocks: Sequence[Block],
-    implementation: str | None,
-    gradients: Sequence[jax.Array],
-    shared: Sequence[LeafState],
-    h: Mapping[str, jax.Array],
-    keys: jax.Array,
-) -> list[tuple[Any, LeafState]]:
-    """(`Block.operands`, new state of the shared slots) of every leaf."""
-    scale = h.get("gradient_scale")
-    means = block_means.means_of_squares(blocks, gradients, scale, implementation)
-    flat = [s._replace(slots=tuple(x.reshape(-1) for x in s.slots)) for s in shared]
-    # the means have the factors of the gradient in them
-    h = {name: value for name, value in h.items() if name != "gradient_scale"}
-    of_values = [plan.shared_plan for plan in plans]
-    nothing, own = [None] * len(plans), [h] * len(plans)
-    rows = [mean.reshape(-1) for mean in means]
-    with scope.placing(None):  # on a mesh those are the places of the leaves, not of their blocks
-        found = fused_updates(
-            _OfBlocks(rule), of_values, rows, nothing, flat, own, keys, implementation
-        )
-    values = [given.reshape(mean.shape) for (given, _), mean in zip(found, means, strict=True)]
-    shapes = [plan.shape for plan in plans]
-    of_steps = block_means.operands(blocks, values, shapes, implementation)
-    shaped = []
-    for old, (_, state), operands in zip(shared, found, of_steps, strict=True):
-        slots = tuple(x.reshape(o.shape) for x, o in zip(state.slots, old.slots, strict=True))
-        shaped.append((operands, state._replace(slots=slots)))
-    return shaped

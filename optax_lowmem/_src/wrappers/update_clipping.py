@@ -20,7 +20,7 @@ from optax_lowmem._src.core.hyperparameters import (
 from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule, Tree
 from optax_lowmem._src.core.varying import mean_of_leaf
 from optax_lowmem._src.update.masters import splits_masters
-from optax_lowmem._src.wrappers.compress import facts, map_slots
+from optax_lowmem._src.wrappers.slots import facts, map_slots
 
 # ---- RMS_t and what it makes of a learning rate --------------------------------------------------
 

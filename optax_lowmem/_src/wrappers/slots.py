@@ -1,0 +1,149 @@
+"""The slots of optimizer states: what is known of them, by state type and field, and a walk."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optax
+
+from optax_lowmem._src.core.trees import DICTS, is_named_tuple, is_state
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotFacts:
+    """Facts about a slot that determine its codec.
+
+    Attributes:
+      signed: whether its values may be negative.
+      running_maximum: whether it only grows, so that stochastic rounding would ratchet it up.
+      constant_init: whether it starts as one constant, so that `init` needs no f32 array of it.
+      moment: 1 or 2 for a first or second moment that `compand_momentum` or `sqrt_variance_quant`
+        stores, else 0.
+    """
+
+    signed: bool
+    running_maximum: bool = False
+    constant_init: bool = True
+    moment: int = 0
+
+
+_FIRST = SlotFacts(signed=True, moment=1)
+_SECOND = SlotFacts(signed=False, moment=2)
+_UNKNOWN = SlotFacts(signed=True, constant_init=False)
+
+SLOTS: dict[tuple[str, str], SlotFacts] = {
+    **{
+        (state, "mu"): _FIRST
+        for state in (
+            "ScaleByAdamState",
+            "ScaleByAmsgradState",
+            "ScaleByBeliefState",
+            "ScaleByLionState",
+            "ScaleByNovogradState",
+            "ScaleByRStdDevState",
+        )
+    },
+    **{
+        (state, "nu"): _SECOND
+        for state in (
+            "ScaleByAdamState",
+            "ScaleByAmsgradState",
+            "ScaleByBeliefState",
+            "ScaleByNovogradState",
+            "ScaleByRStdDevState",
+            "ScaleByRmsState",
+        )
+    },
+    ("ScaleByAmsgradState", "nu_max"): SlotFacts(signed=False, running_maximum=True, moment=2),
+    ("ScaleByAdanState", "m"): _FIRST,
+    ("ScaleByAdanState", "v"): _FIRST,  # of gradient differences: signed, whatever its name
+    ("ScaleByAdanState", "n"): _SECOND,
+    ("ScaleByAdanState", "g"): SlotFacts(signed=True),
+    ("ScaleByRssState", "sum_of_squares"): SlotFacts(signed=False, moment=2),
+    ("TraceState", "trace"): _FIRST,
+    ("EmaState", "ema"): _FIRST,
+}
+
+_OWN_FIRST = SlotFacts(signed=True, constant_init=False, moment=1)
+_OWN_SECOND = SlotFacts(signed=False, constant_init=False, moment=2)
+# of our own optimizers, where they keep f32: scale_by_adam_mini and its kin
+_OWN: dict[tuple[str, str], SlotFacts] = {
+    ("FlashAdamState", "mu"): _OWN_FIRST,
+    ("FlashAdamState", "nu"): _OWN_SECOND,
+    ("FlashLionState", "mu"): _OWN_FIRST,
+    ("FlashSgdState", "mu"): _OWN_FIRST,
+}
+
+
+def register_slot(
+    state_type: str, field: str, *, signed: bool, running_maximum: bool = False
+) -> None:
+    """Tells `compress_state` about a slot of your own optimizer.
+
+    Args:
+      state_type: name of the state's NamedTuple.
+      field: its field.
+      signed: whether values may be negative; an unsigned codec is refused for such a slot.
+      running_maximum: it only grows (amsgrad's `nu_max`): always rounded to nearest.
+
+    Example:
+      >>> register_slot("MyState", "second_moment", signed=False)
+    """
+    SLOTS[(state_type, field)] = SlotFacts(signed, running_maximum, constant_init=False)
+
+
+# state type -> why its slots cannot be rounded
+REFUSED = {
+    "ScaleByRStdDevState": "it takes the root of nu - mu^2, which rounding makes negative: use "
+    "rmsprop without centered=True"
+}
+
+
+def facts(state: object, field: str, own: bool = False) -> SlotFacts:
+    """Return the facts about a field of a state; an unknown field counts as signed.
+
+    Args:
+      state: a node of an optimizer's state.
+      field: its field.
+      own: whether states of our own optimizers are known too.
+    """
+    name = type(state).__name__, field
+    return (_OWN.get(name) if own else None) or SLOTS.get(name, _UNKNOWN)
+
+
+def map_slots(
+    function: Callable[[Any, str, Any], Any], state: optax.OptState, in_field: bool = False
+) -> optax.OptState:
+    """A state with every NamedTuple field replaced by function(state, field, value), in order.
+
+    `function` returns its value unchanged (`is`) where the field is not a slot; such a field is
+    searched for states inside it, which weights in a NamedTuple are not. Keys of a dict come in
+    JAX's order, which is the same before and after jit whatever order they were given in.
+    """
+    if is_named_tuple(state):
+        if in_field and not _is_known(state):
+            return state
+        fields = {}
+        for name in state._fields:
+            value = getattr(state, name)
+            new = function(state, name, value)
+            fields[name] = map_slots(function, value, True) if new is value else new
+        kind: Any = type(state)  # a NamedTuple, whose call mypy takes for the making of a class
+        return kind(**fields)
+    if type(state) in (tuple, list):
+        return type(state)(map_slots(function, part, in_field) for part in state)
+    if type(state) in DICTS:
+        keys = sorted(state) if type(state) is dict else state
+        new = {key: map_slots(function, state[key], in_field) for key in keys}
+        return type(state)((key, new[key]) for key in state)
+    return state
+
+
+def _is_known(node: object) -> bool:
+    return is_state(node) or any(type(node).__name__ == state_type for state_type, _ in SLOTS)
+
+
+def scale_name(slot: str, taken: Mapping[str, Any]) -> str:
+    """Key of the scales of a slot's next occurrence."""
+    same = sum(name.startswith(f"{slot}_scale") for name in taken)
+    return f"{slot}_scale" + (f"_{same}" if same else "")
