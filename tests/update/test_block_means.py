@@ -108,7 +108,7 @@ def test_passes():
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[5], BOTH[1]], ids=str)
 def test_sums_of_large_squares_are_finite(case, backend):
-    """Where the mean is, however many there are."""
+    """A finite mean has finite sums, however many squares there are."""
     shape, block = case
     block = block if isinstance(block, Block) else Factors(block)
     g = jnp.sign(drawn(shape, F32)) * 1.5e19
@@ -149,7 +149,7 @@ def test_lowers_for_cuda(on_a_gpu):
 
 
 def test_rows_and_columns_are_read_at_once(on_a_gpu):
-    """Where no tile has parts of two rows; else the rows by XLA and the columns by the kernel."""
+    """One launch, where no tile has parts of two rows; else XLA takes the rows."""
 
     def lowered(shape, axes):
         gradients = [jax.ShapeDtypeStruct(shape, BF16)] * 2
@@ -185,7 +185,7 @@ def test_factors_are_the_blocks_own(shape, axes, bad, backend):
 
 
 def test_factors_share_a_launch(on_a_gpu):
-    """Where columns are the last axis and a program can read all rows."""
+    """One launch, where columns are the last axis and a program can read all rows."""
 
     def kernels(shape, axes, implementation=None):
         block = Factors(axes)

@@ -113,7 +113,7 @@ class Columns:
 
     @property
     def left(self) -> "Sides | None":
-        """What is left of rows and columns where both are summed."""
+        """Sums of rows and columns that are left, where both are summed."""
         if self.row is None:
             return None
         between = self.width // self.row
