@@ -37,6 +37,13 @@ def test_a_step_that_is_no_number_of_a_step_is_not_written(step, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_state_in_the_place_of_a_step_is_named_and_not_printed(tmp_path):
+    tx = lowmem.flash_lion(1e-3, storage=SMALL)
+    params, state = lowmem.init(tx, cases.masters())
+    with pytest.raises(ValueError, match="step must be a whole number from 0 up, got a FlashLionS"):
+        checkpoint.save(tmp_path, tx, params, 3, state)
+
+
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True, "1"])
 def test_keep_never_means_none_at_all(keep, tmp_path):
     tx = lowmem.flash_lion(1e-3, storage=SMALL)

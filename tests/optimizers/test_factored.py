@@ -174,7 +174,7 @@ def test_explain_names_the_axes_and_a_wrong_size_is_refused():
 
 
 def test_bytes():
-    """2 + 1 + 1.06 and a value a row and column; 3.53 and 3.56 with m in 4 bits."""
+    """2 + 1 + 1.06 and a value a row and column; 3.53 and 3.56 with 4-bit m; 8.06 without rows."""
     params = {"w": jnp.ones((1024, 2048), jnp.bfloat16)}
     rows = 4 * (1024 + 2048) / (1024 * 2048)
     for storage, wanted in (
@@ -185,3 +185,9 @@ def test_bytes():
         tx = lowmem.flash_factored_adamw(1e-3, storage=storage)
         report = lowmem.memory.report(tx, params)
         np.testing.assert_allclose(report.bytes_per_param, wanted + rows, atol=1e-3)
+    heads = {"query": jax.ShapeDtypeStruct((1024, 16, 64), jnp.bfloat16)}
+    for least, wanted in ((None, 8 + 2 / 32), (64, 4 + 2 / 32 + 4 * 16 * (1024 + 64) / 2**20)):
+        tx = lowmem.flash_factored_adamw(1e-3, min_dim_size_to_factor=least)
+        np.testing.assert_allclose(
+            lowmem.memory.report(tx, heads).bytes_per_param, wanted, atol=1e-3
+        )

@@ -271,6 +271,30 @@ def test_moments_of_adam():
     assert float(jnp.max(jnp.abs(other - last["w"]))) > 1e-4, "and not plain Adam's"
 
 
+def test_shared_second_moments_take_the_means_of_these_squares():
+    """Of rows and columns, and of a block that is the leaf."""
+    gradients, eps = micro_batches(2 * EVERY), 1e-8
+    split = np.asarray(gradients, np.float64).reshape(2, EVERY, 64, 128) / EVERY
+    m, v, wanted = 0.0, 0.0, {"factored": np.ones((64, 128)), "mini": np.ones((64, 128))}
+    for t, batch in enumerate(split, start=1):
+        m, v = 0.9 * m + 0.1 * batch.sum(0), 0.999 * v + 0.001 * (batch**2).sum(0)
+        shared = {"factored": np.outer(v.mean(1), v.mean(0)) / v.mean(), "mini": v.mean()}
+        for name, x in shared.items():
+            wanted[name] -= 1e-2 * (m / (1 - 0.9**t)) / (np.sqrt(x / (1 - 0.999**t)) + eps)
+    whole = lowmem.blocks.Structure(default="whole")
+    makers = {
+        "factored": lowmem.flash_factored_adamw(
+            1e-2, weight_decay=0.0, min_dim_size_to_factor=64, storage=PLAIN
+        ),
+        "mini": lowmem.adam_mini(1e-2, weight_decay=0.0, blocks=whole),
+    }
+    for name, inner in makers.items():
+        tx = lowmem.accumulate_gradients(inner, EVERY, "moments")
+        params = {"w": jnp.ones((64, 128))}
+        found = run(tx, params, tx.init(params), gradients)[-1][0]["w"]
+        np.testing.assert_allclose(found, wanted[name], rtol=2e-6, err_msg=name)
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -212,6 +212,42 @@ def test_what_is_sound_gets_no_warning(make):
     assert lowmem.explain(make(), PARAMS).warnings == ()
 
 
+def rounding(make=lowmem.flash_adamw):
+    """Of bf16 weights without a correction, to a neighbour at random."""
+    return make(1e-3, storage=Storage(master_weight_bits=None, master_rounding="stochastic"))
+
+
+CHANGED = {
+    "scale": lambda: optax.chain(rounding(), optax.scale(0.5)),
+    "clip, in ours": lambda: lowmem.chain(rounding(), optax.clip(1e-6)),
+    "schedule_free": lambda: optax.contrib.schedule_free(rounding(lowmem.flash_sgd), 1e-1, b1=0.9),
+    "some steps": lambda: optax.conditionally_transform(rounding(), early),
+}
+AS_ROUNDED = {
+    "alone": rounding,
+    "clip before": lambda: lowmem.chain(optax.clip(1.0), rounding()),
+    "selected": lambda: optax.chain(optax.apply_if_finite(rounding(), 3), optax.identity()),
+    "masked": lambda: optax.masked(rounding(), {"block": True, "norm": False}),
+    "MultiSteps": lambda: optax.MultiSteps(rounding(), 4),
+    "accumulated": lambda: lowmem.accumulate_gradients(rounding(), 4),
+    "inside": lambda: lowmem.split_master_weights(optax.chain(rounding(), optax.scale(0.5))),
+    "noise": lambda: lowmem.gaussws_noise(rounding(), parts="all"),
+    "f32": lambda: optax.chain(rounding(), optax.scale(0.5)),
+}
+
+
+@pytest.mark.parametrize("kind", [*CHANGED, *AS_ROUNDED])
+def test_updates_changed_after_their_weights_were_rounded_are_found(kind):
+    """They are rounded once more, to nearest: with half an ulp or less a weight stands still."""
+    dtype = jnp.float32 if kind == "f32" else jnp.bfloat16
+    params = jax.tree.map(lambda p: jnp.ones(p.shape, dtype), PARAMS)
+    found = lowmem.explain((CHANGED | AS_ROUNDED)[kind](), params).warnings
+    assert len(found) == (kind in CHANGED)
+    for warning in found:
+        assert "block/kernel" in warning and "16-bit weights were rounded stochastically" in warning
+        assert "split_master_weights(wrapper(" in warning
+
+
 def started(tx):
     """Return the warnings of `init`, called and traced."""
     masters = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), PARAMS)

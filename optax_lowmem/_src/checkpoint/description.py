@@ -246,7 +246,7 @@ def _form_words(form: Mapping[str, Any]) -> str:
 
 
 def _block_words(block: Mapping[str, Any]) -> str:
-    """The elements that share a value, in words."""
+    """Return which elements share a value, in words."""
     axes, heads = block["axes"], block["heads"]
     if block.get("rows_and_columns"):
         return f", a value for each row and each column of axes {axes}"

@@ -273,7 +273,10 @@ def _whole(name: str, value: int, least: int, other: str = "") -> int:
     except TypeError:
         number = None
     if number is None or number < least:
-        raise ValueError(f"{name} must be a whole number from {least} up, {other}got {value!r}")
+        # the arrays of a state, given in the place of a step, are not fetched to be shown
+        arrays = any(map(np.ndim, jax.tree.leaves(value)))
+        got = f"a {type(value).__name__}" if arrays else repr(value)
+        raise ValueError(f"{name} must be a whole number from {least} up, {other}got {got}")
     return number
 
 

@@ -184,7 +184,7 @@ def is_emitting() -> bool:
 
 
 def emit(path: str, update: jax.Array) -> None:
-    """Reports the update of a split leaf to an enclosing `emitting`."""
+    """Reports the update of a leaf that is split, or rounded itself, to an enclosing `emitting`."""
     log = _emitted.get()
     if log is not None:
         log[path] = update

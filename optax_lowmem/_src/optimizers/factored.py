@@ -194,7 +194,8 @@ def flash_factored_adamw(
     whose v is far from that product takes other steps than AdamW's. One NaN or infinity in a matrix
     makes that matrix NaN, and no other tensor.
 
-    Memory: 2 (weight) + 1 (correction) + 1.06 (m) bytes, and 4 bytes per row and column. The
+    Memory: 2 (weight) + 1 (correction) + 1.06 (m) bytes, and 4 bytes per row and column; 8.06 bytes
+    in a leaf with a value per element, such as an attention's kernel (width, heads, 64). The
     kernels of a GPU and of a TPU take its steps (`lowmem.explain` says which and where not).
 
     Example:

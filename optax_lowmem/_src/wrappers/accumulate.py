@@ -48,7 +48,9 @@ def accumulate_gradients(
     before it, in a chain, it clips each micro-batch.
 
     Args:
-      tx: the optimizer; for `moments` one of `flash_sgd`, `flash_adam`, `flash_adamw` themselves.
+      tx: the optimizer; for `moments` one of `flash_sgd`, `flash_adam`, `flash_adamw` themselves,
+        or one with Adam's moments in another form: `coat_adamw`, `q_adamw`, `adam_mini` and its
+        kin, `flash_factored_adamw`.
       every: micro-batches in a step.
       into: `bfloat16`, which takes any optimizer and only rounds, or `moments`, which changes Adam.
       seed: of the stochastic rounding.

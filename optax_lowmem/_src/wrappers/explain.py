@@ -25,6 +25,9 @@ _PROBE_SIDES = 4, 64  # of a trial's leaves, at most; the larger where the small
 # of optax: what they hand out is an update of what they wrap, as it is
 _PASSING = ("MaskedState", "PartitionState", "InjectHyperparamsState",
             "InjectStatefulHyperparamsState")  # fmt: skip
+_INSIDE = (
+    "split_master_weights(wrapper(flash_adamw(..., storage=Storage(master_weight_bits=None))))"
+)
 _SELECTING = ("MultiStepsState", "ApplyIfFiniteState")  # that, or zeros
 
 
@@ -94,7 +97,9 @@ def _parts(node: object) -> Iterator[Any]:
 
 
 def stale_corrections(tx: optax.GradientTransformation, params: optax.Params) -> list[str]:
-    """Warnings for leaves whose final update is not what their split emitted, in a trial step.
+    """Warnings for leaves whose final update is not what their optimizer emitted, in a trial step.
+
+    It emits one that leads to a weight with a correction, or to one that it rounded stochastically.
 
     Args:
       tx: any optax transformation.
@@ -109,14 +114,27 @@ def stale_corrections(tx: optax.GradientTransformation, params: optax.Params) ->
             failed = error
     else:
         return [f"could not try a step to look for stale corrections: {failed}"]
-    if not changed:
-        return []
-    return [
-        f"the updates of {', '.join(changed[:3])}{' ...' if len(changed) > 3 else ''} are changed "
-        "after the split of their master weights, whose corrections then belong to other weights. "
-        "Put what changes them inside: split_master_weights(wrapper(flash_adamw(..., "
-        "storage=Storage(master_weight_bits=None))))."
-    ]
+    _, decisions = scope.dry_run(tx, params)
+    rounded = {d.path for d in decisions if d.slot == "correction" and not d.form}
+    found = []
+    if of_split := [path for path in changed if path not in rounded]:
+        found.append(
+            f"the updates of {_few(of_split)} are changed after the split of their master weights, "
+            "whose corrections then belong to other weights. Put what changes them inside: "
+            f"{_INSIDE}."
+        )
+    if of_rounded := [path for path in changed if path in rounded]:
+        found.append(
+            f"the updates of {_few(of_rounded)} are changed after their 16-bit weights were "
+            "rounded stochastically: what is added is rounded to nearest, and steps under half an "
+            "ulp of a weight are lost. Put what changes them before the optimizer, or inside a "
+            f"split: {_INSIDE}."
+        )
+    return found
+
+
+def _few(paths: list[str]) -> str:
+    return ", ".join(paths[:3]) + (" ..." if len(paths) > 3 else "")
 
 
 def _changed(tx: optax.GradientTransformation, params: optax.Params, most: int) -> list[str]:
@@ -208,9 +226,10 @@ def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanati
     Of parameters that lie on a mesh it says whose groups lie on two devices, so that their moments
     are gathered in each step.
 
-    Also tries one step on a few numbers, where something around a split optimizer may change its
-    updates, and warns where they are changed (by a later `scale`, `schedule_free`, `lookahead`,
-    `reduce_on_plateau` around it), which would silently leave its corrections behind.
+    Also tries one step on a few numbers, where something around an optimizer that splits or rounds
+    16-bit weights may change its updates, and warns where they are changed (by a later `scale`,
+    `schedule_free`, `lookahead`, `reduce_on_plateau` around it), which would silently leave its
+    corrections behind, or round to nearest once more what was rounded stochastically.
 
     Args:
       tx: any optax transformation.
@@ -231,9 +250,9 @@ def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanati
     with scope.noting_policies() as policies:
         state, found = scope.dry_run(tx, params)
     decisions = [d for d in found if d.slot != "step"]
-    split = any(d.slot in ("correction", FIELD) and d.form for d in decisions)
+    lands = any(d.slot in ("correction", FIELD) and (d.form or d.stochastic) for d in decisions)
     warnings = unmatched_patterns(policies, params)
-    warnings += stale_corrections(tx, params) if split and may_be_stale(state) else []
+    warnings += stale_corrections(tx, params) if lands and may_be_stale(state) else []
     settled = {d.path for d in decisions if d.slot == "correction"}
     decisions += [
         scope.Decision(path, "correction", None, _NO_SPLIT)
