@@ -173,6 +173,22 @@ def test_explain_names_the_axes_and_a_wrong_size_is_refused():
             lowmem.flash_factored_adamw(1e-3, min_dim_size_to_factor=size)
 
 
+def test_a_model_of_leaves_that_are_not_factored_warns():
+    """Heads of 64, which are a third of a GPT; not a leaf that is small beside the others."""
+    heads, large = jnp.ones((256, 8, 64), jnp.bfloat16), jnp.ones((2048, 4096), jnp.bfloat16)
+    tx = lowmem.flash_factored_adamw(1e-3)
+    words = r"'key' and 1 more of shape \(256, 8, 64\).*min_dim_size_to_factor=64"
+    with pytest.warns(UserWarning, match=words):
+        tx.init({"key": heads, "query": heads, "norm": jnp.ones(64)})
+    with pytest.warns(UserWarning, match="'key' of shape"):
+        lowmem.init(tx, {"key": heads})
+    tx.init({"up": large})
+    tx.init({"router": jnp.ones((2048, 32), jnp.bfloat16), "small": jnp.ones((256, 64))})
+    tx.init({"router": jnp.ones((2050, 32), jnp.bfloat16), "up": large})
+    for size in (64, 128):
+        lowmem.flash_factored_adamw(1e-3, min_dim_size_to_factor=size).init({"key": heads})
+
+
 def test_bytes():
     """2 + 1 + 1.06 and a value a row and column; 3.53 and 3.56 with 4-bit m; 8.06 without rows."""
     params = {"w": jnp.ones((1024, 2048), jnp.bfloat16)}

@@ -1,6 +1,7 @@
 """`Storage.four_bit` in every optimizer: what it takes, what it says, what a step reads back."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +107,9 @@ def test_second_moments_that_many_elements_share_are_no_place_for_4_bits(make):
     params = {"w": jnp.ones((128, 256), jnp.bfloat16), "v": jnp.ones((256, 128), jnp.bfloat16)}
     blocks = lowmem.blocks.Structure(rules=[("*", lowmem.blocks.Block((0,)))])
     more = {"blocks": blocks} if make is lowmem.flash_adam_mini else {}
-    with pytest.warns(UserWarning, match=r"leaf 'v' and 1 more.*4 bits.*nu=None"):
-        make(1e-3, storage=FOUR, **more).init(params)
+    tx = make(1e-3, storage=FOUR, **more)
+    for init in (tx.init, functools.partial(lowmem.init, tx)):
+        with pytest.warns(UserWarning, match=r"leaf 'v' and 1 more.*4 bits.*nu=None"):
+            init(params)
+    lowmem.memory.report(tx, params)  # which says nothing
     make(1e-3, storage=lowmem.Storage.four_bit(nu=None), **more).init(params)

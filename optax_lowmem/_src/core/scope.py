@@ -123,6 +123,11 @@ def is_observed() -> bool:
     return any(variable.get() is not None for variable in variables)
 
 
+def is_recording() -> bool:
+    """Return whether a `recording` is active: what an `init` inside says is not for users."""
+    return _decisions.get() is not None
+
+
 def emitting() -> contextlib.AbstractContextManager[dict[str, jax.Array]]:
     """Collects the updates that split optimizers emit inside, by leaf path."""
     return _bound(_emitted, {})

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import warnings
 from collections.abc import Mapping
 
 import jax
@@ -11,7 +13,7 @@ import optax
 from jax.typing import DTypeLike
 
 from optax_lowmem._src.blocks.structure import Structure
-from optax_lowmem._src.core import numerics, trees
+from optax_lowmem._src.core import numerics, scope, trees
 from optax_lowmem._src.core.block import Block, Factors, is_int
 from optax_lowmem._src.core.rules import OF_BLOCK
 from optax_lowmem._src.core.typing import ScalarOrSchedule
@@ -20,6 +22,8 @@ from optax_lowmem._src.optimizers.adam_mini import AdamMiniRule
 from optax_lowmem._src.optimizers.schedule import direction, optimizer
 from optax_lowmem._src.update.storage import Storage
 
+# a leaf that is not factored matters: its shorter axis, its size, the share of all such in a model
+_SHORT, _LARGE, _SHARE = 32, 1 << 16, 0.01
 _LEAST = 128  # as of optax.adafactor; not the argument's default, which injection would trace
 
 
@@ -80,7 +84,26 @@ class Factorable:
         return Structure().embeddings(params)
 
     def warn(self, params: optax.Params) -> None:
-        """Nothing: no leaf is a guess."""
+        """Warns where the default size leaves much of a model without rows and columns."""
+        if self.min_dim_size_to_factor is not None or scope.is_recording():
+            return
+        shapes = {path: tuple(leaf.shape) for path, leaf in trees.named_leaves(params)}
+        shorter = {path: sorted(shape)[-2] for path, shape in shapes.items() if len(shape) > 1}
+        found = [
+            path
+            for path, size in shorter.items()
+            if _SHORT <= size < _LEAST and math.prod(shapes[path]) > _LARGE
+        ]
+        share = sum(math.prod(shapes[path]) for path in found)
+        if share > _SHARE * sum(map(math.prod, shapes.values())):
+            size = min(shorter[path] for path in found)
+            warnings.warn(
+                f"'{found[0]}'{f' and {len(found) - 1} more' if found[1:] else ''} of shape "
+                f"{shapes[found[0]]} keeps a second moment per element, 4 bytes per parameter: "
+                f"fewer than two of its axes have {_LEAST} or more. min_dim_size_to_factor={size} "
+                f"keeps means of rows and columns instead, {_LEAST} says that this is wanted.",
+                stacklevel=2,
+            )
 
 
 def scale_by_factored_adam(

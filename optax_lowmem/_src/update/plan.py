@@ -316,7 +316,7 @@ def warn_of_shared_codes(plans: Sequence[LeafPlan]) -> None:
         for slot in plan.shared
         if slot.codec is not None and slot.codec.codes_per_byte > 1
     ]
-    if found and not scope.is_observed():
+    if found and not scope.is_recording():
         others = f" and {len(found) - 1} more" if found[1:] else ""
         warnings.warn(
             f"second moments that many elements share (leaf '{found[0]}'{others}) are in codes of "
