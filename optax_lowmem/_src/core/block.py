@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.typing import ArrayLike
 
 _PART, _COLUMNS = 64, 8192
@@ -192,7 +193,11 @@ class Factors(Block):
             jnp.moveaxis(mean.squeeze(averaged), kept, -1)
             for mean, averaged, kept in zip(means, (other, one), (one, other - 1), strict=True)
         ]
-        return jnp.concatenate(vectors, axis=-1)
+        rows, columns = vectors
+        # not concatenated: on a mesh XLA would shard both together as it shards R, and move them
+        both = jnp.zeros((*rows.shape[:-1], rows.shape[-1] + columns.shape[-1]), rows.dtype)
+        both = lax.dynamic_update_slice_in_dim(both, rows, 0, axis=-1)
+        return lax.dynamic_update_slice_in_dim(both, columns, rows.shape[-1], axis=-1)
 
     @property
     def shapeless(self) -> "Block":
@@ -202,7 +207,11 @@ class Factors(Block):
     def operands(self, v: jax.Array, shape: tuple[int, ...]) -> Any:
         """R over its mean, and C, in the rank of the leaf; NaN if an R is infinite or NaN."""
         one, other = self.fit(shape).axes
-        rows, columns = v[..., : shape[one]], v[..., shape[one] :]
+        # from where XLA does not know: it would shard v as R is and move it, though each device has
+        # all of v
+        first, second = lax.optimization_barrier((jnp.int32(0), jnp.int32(shape[one])))
+        rows = lax.dynamic_slice_in_dim(v, first, shape[one], axis=-1)
+        columns = lax.dynamic_slice_in_dim(v, second, shape[other], axis=-1)
         share = self.share(rows, jnp.mean(rows, axis=-1, keepdims=True))
         kept = (share, one, other), (columns, other - 1, one)
         return tuple(jnp.expand_dims(jnp.moveaxis(x, -1, to), at) for x, to, at in kept)
