@@ -1,10 +1,13 @@
 """Noise that stochastic rounding leaves in second moments: of the codes' distance, not of b2."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from optax_lowmem import codecs
+from tests.compilation import FULL_COMPILE
 from tests.tolerances import ROUNDING_NOISE, ROUNDING_NOISE_ON_STEPS, STANDARD_ERRORS
 
 GROUPS, GROUP = 64, 64
@@ -45,7 +48,8 @@ def test_variance_is_that_of_the_codes_distance(codec, v, gap, b2):
         own = moment[:, 1:] / v
         return moment, (own.mean(), ((own - 1) ** 2).mean(), (own**-0.5).mean())
 
-    @jax.jit
+    # thousands of steps take longer than LLVM's passes
+    @functools.partial(jax.jit, compiler_options=FULL_COMPILE)
     def run(key):
         first, begin, go = jax.random.split(key, 3)
         moment = stored(jnp.full((GROUPS, GROUP), v).at[:, 0].set(1), first)

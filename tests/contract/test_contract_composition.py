@@ -14,6 +14,7 @@ import optax
 import pytest
 
 import optax_lowmem as lowmem
+from tests.compilation import FULL_COMPILE
 from tests.contract_cases import changes, cosine
 from tests.tiers import rows
 from tests.tolerances import (
@@ -344,7 +345,9 @@ def _stream_changes(tx: Any, plain: Any, steps: int, size: int) -> float:
             grads = {"w": (0.3 * steady["w"] + noise) * sizes}
             return lowmem.step(tx, grads, state, params), None
 
-        return jax.jit(lambda c: jax.lax.scan(body, c, jnp.arange(steps))[0])((params, state))
+        scan = lambda c: jax.lax.scan(body, c, jnp.arange(steps))[0]  # noqa: E731
+        # thousands of steps take longer than LLVM's passes
+        return jax.jit(scan, compiler_options=FULL_COMPILE)((params, state))
 
     params, state = lowmem.init(tx, start)
     begun = lowmem.master_params(params, state)

@@ -49,6 +49,12 @@ def products(dot_general, x, w, g):
     return y, *vjp(g)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def many_products(dot_general, cases):
+    """Of several linear layers, in one program."""
+    return [products(dot_general, *case) for case in cases]
+
+
 def exact(*xs):
     return [np.asarray(x.astype(jnp.float32), np.float64) for x in xs]
 
@@ -222,10 +228,20 @@ def kinds(name, formats):
 
 def check_bounds(variant, format, scaling, dtype, seed, size, sizes=(1.0, 1.0, 1.0)):
     """The largest error of each product, of its bound."""
-    arguments = arrays(seed, *size, dtype, sizes)
+    return check_many_bounds(variant, format, scaling, dtype, [(seed, size, sizes)])[0]
+
+
+def check_many_bounds(variant, format, scaling, dtype, cases):
+    """`check_bounds` of each (seed, size, sizes)."""
+    arguments = [arrays(seed, *size, dtype, sizes) for seed, size, sizes in cases]
+    dot_general = layers.switchback_dot_general(variant, format, scaling=scaling)
+    found = many_products(dot_general, arguments)
+    how = variant, *FORMATS[format, scaling], dtype
+    return [shares_of(*how, *pair) for pair in zip(arguments, found, strict=True)]
+
+
+def shares_of(variant, formats, largest, dtype, arguments, found):
     x, w, g = exact(*arguments)
-    formats, largest = FORMATS[format, scaling]
-    found = products(layers.switchback_dot_general(variant, format, scaling=scaling), *arguments)
     want = oracle.layer(x, w, g, variant, formats, largest)
     shares = []
     for name, mine in zip(("y", "dx", "dw"), found, strict=True):
@@ -270,11 +286,11 @@ def test_magnitudes():
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_in_full(variant, format, scaling, dtype):
-    rng = np.random.default_rng(1)
+    rng, cases = np.random.default_rng(1), []
     for seed in range(8):
         size = tuple(int(n) for n in rng.choice([1, 2, 3, 31, 32, 33, 64, 130, 257], 3))
-        sizes = 10.0 ** rng.uniform(-3, 1, 3)
-        check_bounds(variant, format, scaling, dtype, seed, size, sizes)
+        cases.append((seed, size, 10.0 ** rng.uniform(-3, 1, 3)))
+    check_many_bounds(variant, format, scaling, dtype, cases)
 
 
 # ---- zeros, numbers that are none, and the ends of the range -------------------------------------

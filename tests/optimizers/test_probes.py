@@ -1,6 +1,7 @@
 """Closed loops of thousands of steps beside f32: where 8-bit states drift, stick or blow up."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,11 @@ import optax_lowmem as lowmem
 from optax_lowmem import codecs
 from optax_lowmem._src.codecs.base import E8M8Scale
 from tests import tolerances as tol
+from tests.compilation import FULL_COMPILE
 
 EVERYTHING = lowmem.Policy(min_size=0)
+# thousands of steps take longer than LLVM's passes
+loop = functools.partial(jax.jit, compiler_options=FULL_COMPILE)
 
 
 def decoded(codec, codes, scales, group_size=32):
@@ -86,7 +90,7 @@ def falling(storage):
         updates, r = plain.update(g, r, q)
         return p, s, optax.apply_updates(q, updates), r
 
-    @jax.jit
+    @loop
     def run(zero):
         start = (zero, ours.init(zero), zero, plain.init(zero))
         change = jax.lax.fori_loop(0, 3000, body, start)
@@ -123,7 +127,7 @@ def test_constant_gradient_moves_by_the_learning_rate(size):
     g = jnp.asarray(size * sign, jnp.float32)
     tx = lowmem.flash_adamw(1e-3, weight_decay=0.0, storage=lowmem.Storage(policy=EVERYTHING))
 
-    @jax.jit
+    @loop
     def run(p):
         def body(_, carry):
             updates, state = tx.update(g, carry[1], p)
@@ -149,7 +153,7 @@ def largest_update_of_a_lonely_gradient(tx, steps, after):
     once = g.copy()
     once[:, 0] = 0.03 * 0.01
 
-    @jax.jit
+    @loop
     def run(p):
         def body(t, carry):
             state, most = carry
@@ -191,7 +195,7 @@ def drift_asleep(tx, starts, steps):
     live = jnp.stack([jnp.ones_like(starts), jnp.zeros_like(starts)], -1)
     once = jnp.stack([jnp.ones_like(starts), starts], -1)
 
-    @jax.jit
+    @loop
     def run(p):
         def body(t, carry):
             p, state = carry

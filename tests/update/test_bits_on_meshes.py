@@ -54,7 +54,8 @@ def stepped(tx, layout, steps):
     if layout is not None:
         of_params, zero_axis = laid_out(LAYOUTS[layout])
         of_state = state_shardings(tx, params, of_params, zero_axis=zero_axis)
-        params, state = jax.device_put(params, of_params), jax.device_put(state, of_state)
+        on_host = jax.device_get((params, state))  # as in test_sharding.py
+        params, state = jax.device_put(on_host, (of_params, of_state))
         how = dict(out_shardings=(of_params, of_state))
 
     def step(params, state, grads):

@@ -92,10 +92,9 @@ def test_a_steady_gradient_moves_weights_as_with_f32_moments(name):
         tx = record.make(1e-3, storage=storage)
         params = {"w": jnp.ones((64, 128), jnp.float32)}
         state = tx.init(params)
+        step = jax.jit(functools.partial(lowmem.step, tx))
         for _ in range(10):
-            params, state = jax.jit(lambda g, s, p, tx=tx: lowmem.step(tx, g, s, p))(
-                gradient, state, params
-            )
+            params, state = step(gradient, state, params)
         ends.append(np.float64(params["w"]) - 1)
     found, wanted = ends
     assert wanted.all()

@@ -77,15 +77,15 @@ ROWS = [pytest.param(*row.values, "stochastic", marks=row.marks) for row in GRID
 ]
 
 
-def some_steps_in(tx, dtype):
-    """Parameters, gradients and a state some steps old."""
+def some_steps_in(tx, dtype, step=None):
+    """Parameters, gradients and a state some steps old; of the whole step without a `step`."""
     rng = np.random.default_rng(0)
 
     def draw(scale, dtype):
         return {n: jnp.asarray(rng.normal(0, scale, s), dtype) for n, s in SHAPES.items()}
 
     params, state = lowmem.init(tx, draw(0.1, jnp.float32), dtype)
-    step = jax.jit(functools.partial(lowmem.step, tx))
+    step = step or jax.jit(functools.partial(lowmem.step, tx))
     for _ in range(3):
         params, state = step(draw(1e-3, jnp.bfloat16), state, params)
     return params, draw(1e-3, jnp.bfloat16), state
@@ -105,34 +105,46 @@ def test_a_path_is_the_reference(name, bits, dtype, rounding, path):
 
 @functools.lru_cache(maxsize=4)
 def by_reference(name, bits, dtype, rounding):
-    """A step of each leaf with any implementation, and what the reference's gives."""
+    """A step of each leaf with any implementation, and what the reference's gives.
+
+    The steps before it take the program of a path, which a test needs anyway.
+    """
     tx = CASES[name](STORAGE(master_weight_bits=bits, rounding=rounding))
-    params, grads, state = some_steps_in(tx, dtype)
     engine = tx.engine
-    plans = engine.plans(params)
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(update_leaf, params, grads, state):
+        plans = engine.plans(params)
         states, shared = engine.unpack(state, plans)
         h = engine.hyperparameters(state.count)
         key = random.leaf_key(state.seed, state.count, "w")
         columns = (grads.values(), params.values(), states, shared)
-        found = []
-        for plan, g, p, own, of_blocks in zip(plans, *columns, strict=True):
+        found, of_blocks = [], []
+        for plan, g, p, own, own_shared in zip(plans, *columns, strict=True):
             rule = engine.rule.of_leaf(plan.matrices)
             h_leaf = engine.rule.hyperparameters_of(plan.matrices, h)
             if rule.prepares == "matrices":  # a step without weights is what they are made of
                 p = None
             elif rule.prepares is not None:
-                row = ([column] for column in (plan, g, p, own, of_blocks))
-                (h_leaf,), _ = prepare_leaves(rule, *row, h_leaf, key[None])
+                row = ([column] for column in (plan, g, p, own, own_shared))
+                (h_leaf,), (own_shared,) = prepare_leaves(rule, *row, h_leaf, key[None])
             found.append(update_leaf(rule, plan, g, p, own, h_leaf, key))
-        return found
+            of_blocks.append(own_shared)
+        count, states = state.count + 1, [own for _, own in found]
+        return found, engine.pack(count, state.seed, plans, states, of_blocks, params, state)
+
+    def step(grads, state, params):
+        found, state = run(packed.fused_update, params, grads, state)
+        updates = dict(zip(params, (update for update, _ in found), strict=True))
+        return optax.apply_updates(params, updates), state
+
+    of_matrices = engine.rule.prepares == "matrices"  # whose updates a path does not make
+    params, grads, state = some_steps_in(tx, dtype, None if of_matrices else step)
 
     def with_arrays(update_leaf):
-        return run(update_leaf, params, grads, state)
+        return run(update_leaf, params, grads, state)[0]
 
-    return with_arrays, plans, params, with_arrays(reference.fused_update)
+    return with_arrays, engine.plans(params), params, with_arrays(reference.fused_update)
 
 
 def test_every_rule_is_among_the_cases():

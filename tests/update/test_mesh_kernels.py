@@ -82,6 +82,11 @@ def unsharded(name):
     return steps(tx, compiled(tx), *lowmem.init(tx, drawn(9, jnp.float32, 0.2), jnp.bfloat16))
 
 
+def put(tree, where):
+    """The tree in parts, which NumPy cuts: of arrays on a device JAX compiles each cut."""
+    return jax.device_put(jax.device_get(tree), where)
+
+
 def check(name, found):
     wanted = unsharded(name)
     rule = made(name).engine.rule
@@ -109,8 +114,8 @@ def test_auto_axes(name, layout, gpus):
     of_params = {n: NamedSharding(the_mesh, spec) for n, spec in specs.items()}
     of_state = state_shardings(tx, params, of_params)
     how = dict(in_shardings=(of_params, of_state, of_params), out_shardings=(of_params, of_state))
-    place = lambda tree: jax.device_put(tree, of_params)  # noqa: E731
-    params, state = place(params), jax.device_put(state, of_state)
+    place = functools.partial(put, where=of_params)
+    params, state = place(params), put(state, of_state)
     step = compiled(tx, specs, the_mesh, **how).lower(params, state, params).compile()
     allowed = {"all-reduce"} if tx.engine.rule.prepares == "leaf" else set()
     assert set(re.findall(COLLECTIVES, step.as_text())) <= allowed
@@ -126,7 +131,7 @@ def test_explicit_axes(name, layout, gpus):
     sizes, specs = LAYOUTS[layout]
     the_mesh, tx = mesh(sizes, EXPLICIT), made(name)
     of_params = {n: NamedSharding(the_mesh, spec) for n, spec in specs.items()}
-    place = lambda tree: jax.device_put(tree, of_params)  # noqa: E731
+    place = functools.partial(put, where=of_params)
     with jax.set_mesh(the_mesh):
         params, state = lowmem.init(tx, place(drawn(9, jnp.float32, 0.2)), jnp.bfloat16)
         assert jax.typeof(state.mu["w"]).sharding == jax.typeof(params["w"]).sharding
@@ -156,8 +161,8 @@ def test_zero(gpus):
     of_state = state_shardings(tx, params, of_params, zero_axis="a")
     assert of_state.mu["w"].spec == P("a", None)
     how = dict(in_shardings=(of_params, of_state, of_params), out_shardings=(of_params, of_state))
-    place = lambda tree: jax.device_put(tree, of_params)  # noqa: E731
-    params, state = place(params), jax.device_put(state, of_state)
+    place = functools.partial(put, where=of_params)
+    params, state = place(params), put(state, of_state)
     step = compiled(tx, of_state.mu, **how).lower(params, state, params).compile()
     gathered = re.findall(r"= \w+\[([\d,]*)\][^=]* all-gather(?:-start)?\(", step.as_text())
     assert sorted(gathered) == ["4,16,96", "64,256"]  # weights (bf16 is f32 for a CPU), no state
@@ -200,7 +205,7 @@ def test_gradient_release(kind, gpus):
             compiler_options=SAME_BITS,
             out_shardings=(NamedSharding(the_mesh, P()), *places),
         )
-        given = [jax.device_put(*pair) for pair in zip(start, places, strict=True)]
+        given = [put(*pair) for pair in zip(start, places, strict=True)]
         batch = jax.device_put(batch, NamedSharding(the_mesh, P()))
         program = jitted.lower(*given, batch).compile()
         found = program(*given, batch)

@@ -19,7 +19,7 @@ from optax_lowmem._src.core import random
 from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.update import pallas_triton
 from tests import launch_cases, tolerances
-from tests.compilation import SAME_BITS
+from tests.compilation import FULL_COMPILE, SAME_BITS
 from tests.contract_cases import POLICY, assert_alike, assert_same, changes, distance
 from tests.tiers import rows
 
@@ -189,7 +189,9 @@ def test_it_is_the_ordinary_step_as_users_compile_it(name):
     tx = make(name, **({"threshold": 1e3} if name == "stable_adamw" else {}))
     muon = name == "flash_muon"
     start, steps = lowmem.init(tx, masters(), jnp.float32 if muon else jnp.bfloat16), 3 - 2 * muon
-    wanted, found = both(tx, *start, options={}, steps=steps, per_layer=name == "stable_adamw")
+    wanted, found = both(
+        tx, *start, options=FULL_COMPILE, steps=steps, per_layer=name == "stable_adamw"
+    )
     if muon:
         assert_moved_alike(start, found, wanted)
     else:

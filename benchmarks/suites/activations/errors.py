@@ -36,7 +36,8 @@ def drawn(shape: tuple[int, ...], seed: int) -> jax.Array:
 def stacked(block: Layer, many: Params) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
     """x -> what `DEPTH` layers add to it, and to a fixed gradient on its way back."""
 
-    def run(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # weights are arguments: as constants they would be folded, stored and compressed each time
+    def run(many: Params, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         def forward(x: jax.Array) -> jax.Array:
             return jax.lax.scan(lambda x, own: (block(own, x), None), x, many)[0]
 
@@ -44,7 +45,7 @@ def stacked(block: Layer, many: Params) -> Callable[[jax.Array], tuple[jax.Array
         g = jax.random.normal(jax.random.key(7), y.shape, y.dtype)
         return y - x, pull(g)[0] - g
 
-    return jax.jit(run)
+    return partial(jax.jit(run), many)
 
 
 def mse(found: jax.Array, want: jax.Array) -> float:
