@@ -232,10 +232,9 @@ def _launch_factors(
 def _factors_body(between: int, rows: int, program: Program, *arrays: Operand) -> None:
     count = len(arrays) // 3
     matrices, width = arrays[0].shape
-    tiles = jnp.int32(-(-width // _PART))
-    each = tiles * jnp.int32(matrices)
-    leaf, rest = lax.div(program.index(), each), lax.rem(program.index(), each)
-    matrix, tile = lax.div(rest, tiles), lax.rem(rest, tiles)
+    tiles = -(-width // _PART)
+    leaf, rest = _divmod(program.index(), tiles * matrices)
+    matrix, tile = _divmod(rest, tiles)
 
     def run(v_at: Operand, share_at: Operand, columns_at: Operand) -> None:
         all_rows = lax.iota(jnp.int32, next_power_of_two(rows))
@@ -243,10 +242,9 @@ def _factors_body(between: int, rows: int, program: Program, *arrays: Operand) -
         mean = jnp.sum(r * jnp.float32(1 / rows))
         lane = tile * jnp.int32(_PART) + lax.iota(jnp.int32, _PART)
         v = v_at.load(jnp.full_like(lane, matrix), lane, mask=lane < width)
-        outer, among = lax.div(matrix, jnp.int32(between)), lax.rem(matrix, jnp.int32(between))
-        above = outer * jnp.int32(rows)
-        share = Factors.share(v, mean)
-        share_at.store(above + lane, jnp.full_like(lane, among), values=share, mask=lane < rows)
+        outer, among = _divmod(matrix, between)
+        row, share = outer * jnp.int32(rows) + lane, Factors.share(v, mean)
+        share_at.store(row, jnp.full_like(lane, among), values=share, mask=lane < rows)
         column = jnp.maximum(lane - jnp.int32(rows), 0)
         inside = (lane >= rows) & (lane < width)
         columns_at.store(jnp.full_like(lane, matrix), column, values=v, mask=inside)
