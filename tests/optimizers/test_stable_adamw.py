@@ -235,6 +235,7 @@ def test_misuse():
     wrapped = {
         "splits master weights": lowmem.flash_adamw(1e-3),
         "one second moment.*has 0": optax.sgd(0.1, momentum=0.9),
+        "one second moment.*another form.*clip_by_block_rms": lowmem.scale_by_factored_adam(),
         "one second moment.*has 2": optax.chain(optax.scale_by_adam(), optax.scale_by_rms()),
         "'w' is stored as uint8 codes": lowmem.compress_state(
             optax.adamw(1e-3), nu=lowmem.codecs.sqrt()

@@ -66,19 +66,30 @@ def check_threshold(threshold: object) -> None:
 def _second_moments(state: optax.OptState) -> dict[str, jax.Array]:
     """Leaf path -> second moment, from the one slot of a state that is one."""
     found: list[optax.Params] = []
+    ours: list[str] = []
 
     def visit(node: object, field: str, value: Tree) -> Tree:
         known = facts(node, field)
+        if known != facts(node, field, own=True):
+            ours.append(field)
         if known.moment == 2 and not known.running_maximum:
             found.append(value)
         return value
 
     map_slots(visit, state)
     if len(found) != 1:
+        if ours:  # codes, or means of many elements
+            why = (
+                "this library's own keep theirs in another form. Clip a direction by "
+                "optax.clip_by_block_rms(1.0) after it"
+            )
+        else:
+            why = (
+                f"this one's state has {len(found)}. Tell it of your own with lowmem.register_slot"
+            )
         raise ValueError(
-            f"update_clipping needs an optimizer with one second moment (optax.adamw, "
-            f"scale_by_adam, ...); this one's state has {len(found)}. Tell it of your own with "
-            "lowmem.register_slot, or use lowmem.stable_adamw."
+            "update_clipping needs an optimizer with one second moment (optax.adamw, "
+            f"scale_by_adam, ...); {why}, or use lowmem.stable_adamw."
         )
     moments = dict(trees.named_leaves(found[0]))
     for path, leaf in moments.items():
