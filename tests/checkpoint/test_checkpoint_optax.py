@@ -186,6 +186,7 @@ def test_directions_of_blocks(kind):
         np.testing.assert_allclose(moments(new)[path], wanted, rtol=0.2, atol=2e-5, err_msg=path)
 
 
+@pytest.mark.filterwarnings("ignore:second moments that many elements share")
 @pytest.mark.parametrize("blocks", [False, True])
 def test_two_codes_in_a_byte(blocks):
     """Of each element, and of the values of three blocks, whose bytes lie in one row.
