@@ -293,7 +293,7 @@ class Engine:
             self.rule, h, plans, gradients, weights, states, shared, keys
         )
         for plan, update in zip(plans, results, strict=True):
-            if plan.lands and not direct:
+            if not direct and plan.lands:
                 scope.emit(plan.path, update)
         if not self.weights and self.storage.update_dtype == "param":
             results = as_given(results, gradients)
