@@ -25,10 +25,10 @@ _PROBE_SIDES = 4, 64  # of a trial's leaves, at most; the larger where the small
 # of optax: what they hand out is an update of what they wrap, as it is
 _PASSING = ("MaskedState", "PartitionState", "InjectHyperparamsState",
             "InjectStatefulHyperparamsState")  # fmt: skip
+_SELECTING = ("MultiStepsState", "ApplyIfFiniteState")  # that, or zeros
 _INSIDE = (
     "split_master_weights(wrapper(flash_adamw(..., storage=Storage(master_weight_bits=None))))"
 )
-_SELECTING = ("MultiStepsState", "ApplyIfFiniteState")  # that, or zeros
 
 
 def may_be_stale(state: optax.OptState) -> bool:
@@ -114,6 +114,8 @@ def stale_corrections(tx: optax.GradientTransformation, params: optax.Params) ->
             failed = error
     else:
         return [f"could not try a step to look for stale corrections: {failed}"]
+    if not changed:
+        return []
     _, decisions = scope.dry_run(tx, params)
     rounded = {d.path for d in decisions if d.slot == "correction" and not d.form}
     found = []
