@@ -87,9 +87,13 @@ def make(name: str, leaf_set: str, optimizer: str) -> Implementation:
     return Implementation(tx.init, step, jnp.bfloat16, _version(lowmem), rereads=rereads)
 
 
+def _default_storage(optimizer: str) -> lowmem.Storage:
+    return inspect.signature(cases.RECORDS[optimizer].make).parameters["storage"].default
+
+
 def four_bits(optimizer: str) -> lowmem.Storage:
     """Codes of 4 bits, as the guide has them: where elements share second moments, of m alone."""
-    default = inspect.signature(cases.RECORDS[optimizer].make).parameters["storage"].default
+    default = _default_storage(optimizer)
     shared = default.nu is None and default.mu is not None
     return lowmem.Storage.four_bit(**({"nu": None, "group_size": 32} if shared else {}))
 
@@ -107,7 +111,7 @@ def ours(
         heads, kv_heads = cases.HEADS.get(leaf_set, (None, None))
         hyper["blocks"] = lowmem.blocks.Structure(heads, kv_heads, default="whole")
     if storage is None:
-        storage = inspect.signature(make).parameters["storage"].default
+        storage = _default_storage(optimizer)
     if rounding is not None:
         storage = dataclasses.replace(storage, rounding=rounding)
     hyper["storage"] = storage
