@@ -145,10 +145,11 @@ def _sums_body(
     sums: Operand,
 ) -> None:
     here = _Place(strip, shape, program)
+    loaded = [here.load(g, k) for k in range(EIGHT)]
     prepared = here.prepared(noise, keys)
     total = jnp.zeros((_WORDS, strip.columns), jnp.float32)
-    for k in range(EIGHT):
-        total += here.load(g, k).astype(jnp.float32) * noise.element(prepared, k)
+    for k, x in enumerate(loaded):
+        total += x.astype(jnp.float32) * noise.element(prepared, k)
     where, there = here.of_blocks(sums)
     sums.store(*where, values=here.over_blocks(total, jnp.sum), mask=there)
 
@@ -228,10 +229,11 @@ def noise_sums(
     g: jax.Array,
     key: jax.Array,
     noise: Noise,
-    strip: Strip = Strip(),  # noqa: B008 (frozen)
+    strip: Strip | None = None,
     backend: str = "pallas",
 ) -> jax.Array:
     """`kernels.noise_sums_plain`, but for the order of the sums."""
+    strip = strip or Strip(warps=2 if backend == "triton" else 4)
     rows, blocks = _layers(g), block_shape(g.shape)
     out = result_like(g, (rows.shape[0], *blocks[-2:]), jnp.dtype(jnp.float32))
     body = functools.partial(_sums_body, noise)
@@ -246,7 +248,7 @@ def noise_of(
     shape: Shape,
     noise: Noise,
     dtype: jnp.dtype,
-    strip: Strip = Strip(),  # noqa: B008 (frozen)
+    strip: Strip = Strip(warps=2),  # noqa: B008 (frozen)
     backend: str = "pallas",
 ) -> jax.Array:
     """`kernels.noise_of_plain` in a dtype."""
@@ -261,7 +263,7 @@ def noise_of(
 def packed_noise(
     key: jax.Array,
     shape: Shape,
-    strip: Strip = Strip(),  # noqa: B008 (frozen)
+    strip: Strip = Strip(warps=2),  # noqa: B008 (frozen)
     backend: str = "pallas",
 ) -> jax.Array:
     """`kernels.packed_noise_plain`."""
