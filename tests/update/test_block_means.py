@@ -225,7 +225,7 @@ def test_launches_are_of_a_few_leaves(on_a_gpu):
     rows = [(Block((0,)), jnp.zeros((4096, 1)))] * 40
     large = [(Block((0,)), jax.ShapeDtypeStruct((4096, 8192), BF16))] * 5
     counts = [len(batch) for batch in block_means._batches(rows + large, range(45))]
-    assert counts == [16, 16, 8, 2, 2, 1]
+    assert counts == [8] * 5 + [2, 2, 1]
 
 
 def test_where_the_kernel_runs_the_optimizer_agrees(on_a_gpu, monkeypatch):

@@ -131,12 +131,12 @@ def over(found: dict[str, dict], name: str) -> float:
 
 
 def norm_alone(rows: Rows, of_gpu: Rows) -> Rows:
-    """The times of a GPU's plain norm and of the kernel `fp8-norm` there, of one commit."""
+    """The times of a GPU's plain norm and of the kernel `fp8-norm` there."""
     plain = known(of_gpu, "device_ms").get(f"norm-{NORM}", {}).get(BF16)
     if plain is None:
         return []
-    same = {key: plain[key] for key in ("device", "commit")}
-    found = select(rows, bench="kernels", case=f"fp8-norm/{NORM}", metric="device_ms", **same)
+    case, device = f"fp8-norm/{NORM}", plain["device"]
+    found = select(rows, bench="kernels", case=case, metric="device_ms", device=device)
     return [plain, min(found, key=lambda row: row["value"])] if found else []
 
 

@@ -237,7 +237,7 @@ def has_columns(block: Block, shape: tuple[int, ...]) -> bool:
 # ---- the choice of the implementation ------------------------------------------------------------
 
 _SMALL = 1 << 16  # elements, under which a launch takes longer than its bytes
-_LEAVES, _ELEMENTS = 16, 1 << 26  # of a launch, at most: it needs all its gradients at once
+_LEAVES, _ELEMENTS = 8, 1 << 26  # of a launch, at most: it needs all its gradients at once
 
 
 def _asked(implementation: str | None) -> str | None:
