@@ -130,19 +130,54 @@ def test_parts_that_cut_groups_are_refused_with_the_cure():
         jax.eval_shape(step, params, tx.init(params), params)
 
 
-def test_means_of_a_leaf_are_refused_in_a_shard_map_and_in_a_pmap():
-    """Rows and columns that lie on several devices, and that might."""
-    tx, params = lowmem.flash_factored_adamw(1e-3), {"w": jnp.ones((256, 128), jnp.bfloat16)}
-    state, refused = tx.init(params), "shard_map or a pmap.*several devices.*jit with shardings"
-    for specs, message in (({"w": P()}, refused), ({"w": P("x")}, f"nu of 'w'.*{refused}")):
-        step = on_mesh(tx, lambda p, s, g: lowmem.step(tx, g, s, p), params, specs)
-        with pytest.raises(ValueError, match=f"(?s){message}"):
+def whole_optimizers():
+    """Of whole leaves, or of their rows and columns."""
+    return lowmem.flash_factored_adamw(0.1), lowmem.flash_adam_mini(0.1), lowmem.flash_muon(0.1)
+
+
+@pytest.mark.parametrize("tx", whole_optimizers(), ids=("factored", "adam_mini", "muon"))
+def test_whole_leaves_are_stepped_where_no_device_has_a_part(tx):
+    """Data parallelism by hand: replicated weights, the mean of the gradients of all devices."""
+    params = {"up_proj": {"kernel": jnp.ones((256, 128), jnp.bfloat16)}}
+    state = tx.init(params)
+    # whose mean is exact, whatever the order
+    each = np.random.default_rng(2).integers(-64, 64, (8, 256, 128)).astype(np.float32) / 1024
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+
+    def of_all(mean):
+        def step(params, state, each):
+            gradients = {"up_proj": {"kernel": mean(each)}}
+            return lowmem.step(tx, gradients, state, params)
+
+        return step
+
+    mapped = jax.shard_map(
+        of_all(lambda g: jax.lax.pmean(g[0], "x")),
+        mesh=mesh,
+        in_specs=(P(), P(), P("x")),
+        out_specs=P(),
+    )
+    one, other = (
+        jax.jit(step, compiler_options=SAME_BITS)(params, state, each)
+        for step in (of_all(lambda g: g.mean(0)), mapped)
+    )
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(other), jax.device_get(one))
+    assert (np.asarray(one[0]["up_proj"]["kernel"], np.float32) != 1).mean() > 0.5
+
+
+def test_parts_of_whole_leaves_are_refused_in_a_shard_map_and_in_a_pmap():
+    """Of rows, columns and matrices that lie on several devices, and that might."""
+    params = {"up_proj": {"kernel": jnp.ones((256, 128), jnp.bfloat16)}}
+    specs, mean = {"up_proj": {"kernel": P("x")}}, "a mean over each of its blocks"
+    for tx, what in zip(whole_optimizers(), (mean, mean, "a direction of whole"), strict=True):
+        state = tx.init(params)
+        step = on_mesh(tx, lambda p, s, g, tx=tx: lowmem.step(tx, g, s, p), params, specs)
+        message = f"(?s)kernel'.*(differ over x.*{what}|several devices).*jit with shardings"
+        with pytest.raises(ValueError, match=message):
             jax.eval_shape(step, params, state, params)
-    muon = lowmem.flash_muon(1e-3)
-    for other, message in ((tx, refused), (muon, "or a pmap.*over 'i', and all of each matrix")):
-        of_each = jax.tree.map(lambda x: x[None], (params, other.init(params)))
-        step = jax.pmap(lambda p, s, tx=other: lowmem.step(tx, p, s, p), "i")
-        with pytest.raises(ValueError, match=f"(?s){message}"):
+        of_each = jax.tree.map(lambda x: x[None], (params, state))
+        step = jax.pmap(lambda p, s, tx=tx: lowmem.step(tx, p, s, p), "i")
+        with pytest.raises(ValueError, match=f"(?s)or a pmap.*over 'i', and {what}"):
             jax.eval_shape(step, *of_each)
 
 

@@ -1,14 +1,12 @@
 """Arrays inside a `shard_map`: the mesh axes over which they vary, and means over whole leaves."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
-
-from optax_lowmem._src.core.block import Block
 
 
 def axes_of(*trees: object) -> frozenset[Any]:
@@ -68,16 +66,22 @@ def _check_known(what: str) -> None:
             )
 
 
-def check_whole(path: str, tree: object) -> None:
-    """Raises inside a `shard_map` where arrays of a leaf may be parts of its matrices."""
+def check_whole(path: str, tree: object, needed: str) -> None:
+    """Raises inside a `shard_map` where arrays of a leaf may be parts of it.
+
+    Args:
+      path: the leaf's name.
+      tree: arrays of it.
+      needed: what all of the leaf is needed for.
+    """
     axes = axes_of(tree)
     if axes:
         raise ValueError(
-            f"inside this shard_map leaf '{path}' may differ over {', '.join(sorted(axes))}, and a "
-            "direction of whole matrices is needed: use jit with shardings, which gathers them; or "
-            "keep the leaf replicated, with gradients from lax.pmean."
+            f"inside this shard_map leaf '{path}' may differ over {', '.join(sorted(axes))}, and "
+            f"{needed} is needed: use jit with shardings, which sees the whole leaf; or keep the "
+            "leaf replicated, with gradients from lax.pmean."
         )
-    _check_known("all of each matrix")
+    _check_known(needed)
 
 
 def after(x: object, earlier: object) -> Any:
@@ -90,14 +94,3 @@ def after(x: object, earlier: object) -> Any:
     if len(kinds) != 1 or not axes_of(earlier) <= min(kinds):
         return x
     return lax.optimization_barrier((x, earlier))[0]
-
-
-def check_blocks(blocks: Sequence[Block]) -> None:
-    """Raises inside a `shard_map`, where what one sees of a leaf may be parts of its blocks."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if AxisType.Manual in mesh.axis_types and not all(block.elementwise for block in blocks):
-        raise ValueError(
-            "inside a shard_map or a pmap nobody knows which blocks of weights, rows or columns "
-            "lie on several devices, and a mean over each is needed: use jit with shardings, which "
-            "finds out."
-        )

@@ -97,7 +97,7 @@ def scale_by_adam_mini(
 
     Raises:
       ValueError: for a hyperparameter out of range, a block axis out of range, a head count that
-        does not divide; inside a `shard_map`, where a block may be on several devices.
+        does not divide; inside a `shard_map` where a block may be on several devices.
       TypeError: for a 16-bit hyperparameter, or `blocks` that are no `Structure`.
 
     Numerics: v in f32, debiased. One NaN or infinity makes a whole block NaN, and no other tensor.
@@ -168,7 +168,7 @@ def adam_mini(
 
     Raises:
       ValueError: for a hyperparameter out of range, a block axis out of range, a head count that
-        does not divide; inside a `shard_map`, where a block may be on several devices.
+        does not divide; inside a `shard_map` where a block may be on several devices.
 
     Numerics: v in f32. One NaN or infinity makes a whole block NaN, and no other tensor.
 

@@ -138,7 +138,7 @@ def scale_by_factored_adam(
       rate. Its state's `nu` has R and C of a matrix in one array.
 
     Raises:
-      ValueError: for a hyperparameter or size out of range; inside a `shard_map`, where rows may be
+      ValueError: for a hyperparameter or size out of range; inside a `shard_map` where rows may be
         on several devices.
       TypeError: for a 16-bit hyperparameter.
 
@@ -209,7 +209,7 @@ def flash_factored_adamw(
       of the leaf that are neither.
 
     Raises:
-      ValueError: for a hyperparameter or size out of range; inside a `shard_map`, where rows may be
+      ValueError: for a hyperparameter or size out of range; inside a `shard_map` where rows may be
         on several devices.
       TypeError: for a 16-bit hyperparameter.
 

@@ -292,7 +292,8 @@ def flash_muon(
 
     Raises:
       ValueError: for a hyperparameter out of range, coefficients of another shape, dimension
-        numbers that do not fit a leaf; inside a `shard_map`, where a device has parts of matrices.
+        numbers that do not fit a leaf; inside a `shard_map` where a matrix may be on several
+        devices.
       TypeError: for a 16-bit hyperparameter, or `ns_steps` or `ns_coeffs` that are traced.
 
     Numerics: with f32 products and moments the steps are optax's to rounding. int8 momentum moves

@@ -18,7 +18,6 @@ from optax_lowmem._src.core.fallback import with_fallback
 from optax_lowmem._src.core.gpu_kernel import BACKENDS
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, next_power_of_two
 from optax_lowmem._src.core.rules import Slot, UpdateRule
-from optax_lowmem._src.core.varying import check_blocks
 
 # ---- in plain jnp: the specification, and the path without a kernel ------------------------------
 
@@ -293,7 +292,6 @@ def means_of_squares(
     """
     if not gradients:
         return []
-    check_blocks(blocks)
     fitted = [block.fit(g.shape) for block, g in zip(blocks, gradients, strict=True)]
     at_once = [
         read_once(block, g.shape) and supported(block, g, implementation) is None

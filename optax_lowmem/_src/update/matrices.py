@@ -69,7 +69,7 @@ def step_leaves(
       implementation: one of `IMPLEMENTATIONS`, or None for the fastest.
     """
     for plan, *arrays in zip(plans, gradients, states, strict=True):
-        varying.check_whole(plan.path, arrays)
+        varying.check_whole(plan.path, arrays, "a direction of whole matrices")
     results: dict[int, tuple[jax.Array, LeafState]] = {}
     done: Any = ()
     for stack in stacks(plans, _devices(gradients)):

@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from optax_lowmem._src.core import explicit, scope
+from optax_lowmem._src.core import explicit, scope, varying
 from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.core.rules import OF_BLOCK, Slot, UpdateRule
 from optax_lowmem._src.update import block_means, on_mesh, reference
@@ -51,6 +51,11 @@ def prepare_leaves(
         return [_prepare_leaf(rule, *row, h, implementation) for row in rows], list(shared)
     # where blocks lie on several devices XLA finds it out, on Explicit axes too
     blocks = [plan.block or Block() for plan in plans]
+    for plan, block, *arrays in zip(plans, blocks, gradients, shared, strict=True):
+        if not block.elementwise:
+            varying.check_whole(
+                plan.path, arrays, "a mean over each of its blocks, rows or columns"
+            )
     lies = [
         (_lies(block, s.slots[0]), jax.tree.map(explicit.sharding_of, s))
         for block, s in zip(blocks, shared, strict=True)
