@@ -2,9 +2,9 @@
 
 The default tier runs rows in which every pair of values occurs, of the optimizers that differ in
 more than their codecs, but only about half of those of an optimizer and a wrapper; the full one
-such rows of all optimizers with every wrapper, and each optimizer, dtype and wrapper with master
-widths, group sizes and roundings in turn. A row trains on a fixed gradient stream and must follow
-the same wrapper around plain f32 optax.
+such rows of all optimizers with every wrapper, and of those that differ in more each dtype and
+wrapper with master widths, group sizes and roundings in turn. A row trains on a fixed gradient
+stream and must follow the same wrapper around plain f32 optax.
 """
 
 import functools
@@ -25,7 +25,6 @@ from tests.contract_cases import (
     CASES,
     DISTINCT,
     DTYPES,
-    RULES,
     WIDE,
     Case,
     Form,
@@ -93,8 +92,7 @@ FAST = pairwise((DISTINCT, *OTHERS), but=OF_EACH)
 
 def _is_distinct(row: tuple) -> bool:
     """Of another rule; and without a 16-bit weight there is no master width to vary."""
-    another = row[0] in RULES or row[0] not in lowmem.OPTIMIZERS
-    return another and (row[1] != "float32" or row[2] == 24)
+    return row[0] in DISTINCT and (row[1] != "float32" or row[2] == 24)
 
 
 def _in_turn(row: tuple) -> bool:
