@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import itertools
 import re
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from tests.compilation import FULL_COMPILE
-from tests.contract_cases import changes, cosine
+from tests.contract_cases import RULES, changes, cosine
 from tests.tiers import rows
 from tests.tolerances import (
     COMPOSITION_SHARE,
@@ -268,11 +267,14 @@ def _teacher_forced(dtype: Any, storage: lowmem.Storage, fused: Any, other: Any)
             shares.check()
 
 
-# The default tier has each kind once, with the first chains: one for each rule.
-@pytest.mark.parametrize(
-    "kind, name",
-    rows(itertools.product(KINDS, CHAINS), [*zip(KINDS, CHAINS, strict=False)]),
-)
+# The default tier has each kind once, with the first chains; the full one each kind with every
+# rule, and in turn with the chains that differ from one in their codecs.
+ONCE = [*zip(KINDS, CHAINS, strict=False)]
+OFTEN = [(kind, name) for kind in KINDS for name in CHAINS if name in RULES]
+IN_TURN = [(KINDS[i % len(KINDS)], name) for i, name in enumerate(CHAINS)]
+
+
+@pytest.mark.parametrize("kind, name", rows(dict.fromkeys([*OFTEN, *IN_TURN]), ONCE))
 def test_is_the_composition(kind, name):
     dtype, bits, rounding = kind
     storage = _storage(name, bits, rounding)

@@ -287,7 +287,7 @@ def test_magnitudes():
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_products_in_full(variant, format, scaling, dtype):
     rng, cases = np.random.default_rng(1), []
-    for seed in range(8):
+    for seed in range(4):
         size = tuple(int(n) for n in rng.choice([1, 2, 3, 31, 32, 33, 64, 130, 257], 3))
         cases.append((seed, size, 10.0 ** rng.uniform(-3, 1, 3)))
     check_many_bounds(variant, format, scaling, dtype, cases)
