@@ -57,7 +57,7 @@ test: $(VENV)/.has-test  ## The library's behaviour, about 9 minutes on 2 cores
 test-repo: $(VENV)/.has-test  ## Benchmarks, claims, docs, notebooks and examples
 	$(CPU) $(PYTEST) -m repo $(ARGS)
 
-test-full: $(VENV)/.has-test  ## The whole contract product, slow kernels interpreted
+test-full: $(VENV)/.has-test  ## Optimizers crossed with settings, slow kernels interpreted
 	$(CPU) $(PYTEST) -m 'full and not gpu and not tpu' $(ARGS)
 
 # libtpu compiles for TPUs on a CPU; in an environment of its own, since it is pinned with its JAX.
