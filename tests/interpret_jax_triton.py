@@ -4,6 +4,7 @@ Not a test file by its name: TRITON_INTERPRET=1 must be set before Triton is imp
 nothing else that uses Triton runs in the process.
 """
 
+import dataclasses
 import itertools
 
 import jax.numpy as jnp
@@ -34,7 +35,8 @@ def check(launcher, tx, shapes=SHAPES, tile=TILE, **options):
 
 
 def storage(**options):
-    return lowmem.Storage(policy=launch_cases.POLICY, **options)
+    """With flash_adamw's codecs in every optimizer, where they are not said."""
+    return dataclasses.replace(lowmem.Storage(policy=launch_cases.POLICY), **options)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@
 """
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import pickle
@@ -33,7 +34,8 @@ _STORAGE = lowmem.Storage(policy=_ALL)
 
 def _mini() -> optax.GradientTransformation:
     blocks = lowmem.blocks.Structure(default="whole")
-    return lowmem.flash_adam_mini(1e-2, blocks=blocks, storage=_STORAGE)
+    storage = dataclasses.replace(_STORAGE, nu=lowmem.codecs.sqrt())
+    return lowmem.flash_adam_mini(1e-2, blocks=blocks, storage=storage)
 
 
 def _plain() -> optax.GradientTransformation:
@@ -45,7 +47,8 @@ def _plain() -> optax.GradientTransformation:
 
 def _coat() -> optax.GradientTransformation:
     mu, nu = (lowmem.codecs.expanded_e4m3(signed) for signed in (True, False))
-    return lowmem.coat_adamw(1e-2, storage=lowmem.Storage(mu=mu, nu=nu, policy=_ALL))
+    storage = lowmem.Storage(mu=mu, nu=nu, group_size=32, policy=_ALL)
+    return lowmem.coat_adamw(1e-2, storage=storage)
 
 
 def _adamw() -> optax.GradientTransformation:

@@ -35,7 +35,8 @@ WEIGHTS = [(24, BF16), (32, BF16), (None, BF16), (None, F16), (None, F32)]
 
 
 def storage(**options):
-    return lowmem.Storage(policy=launch_cases.POLICY, **options)
+    """With flash_adamw's codecs in every optimizer, where they are not said."""
+    return dataclasses.replace(lowmem.Storage(policy=launch_cases.POLICY), **options)
 
 
 def reason(tx, dtype=BF16, shape=(64, 128)):

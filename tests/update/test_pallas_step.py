@@ -78,7 +78,8 @@ def grid(*more, whole=True):
 
 
 def storage(**options):
-    return lowmem.Storage(policy=launch_cases.POLICY, **options)
+    """With flash_adamw's codecs in every optimizer, where they are not said."""
+    return dataclasses.replace(lowmem.Storage(policy=launch_cases.POLICY), **options)
 
 
 def builder(optimizer):

@@ -27,7 +27,7 @@ from optax_lowmem._src.core.hyperparameters import (
 from optax_lowmem._src.core.rules import Slot, UpdateRule
 from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
 from optax_lowmem._src.optimizers.schedule import direction, optimizer
-from optax_lowmem._src.update.storage import Storage
+from optax_lowmem._src.update.storage import Storage, completed
 
 
 class FlashAdamState(NamedTuple):
@@ -397,5 +397,5 @@ def coat_adamw(
     """
     return flash_adamw(
         learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask,
-        nesterov=nesterov, storage=storage, decouple_lr=decouple_lr,
+        nesterov=nesterov, storage=completed(storage, _COAT), decouple_lr=decouple_lr,
     )  # fmt: skip

@@ -19,8 +19,9 @@ from optax_lowmem._src.core.rules import OF_BLOCK, Slot
 from optax_lowmem._src.core.typing import ScalarOrSchedule
 from optax_lowmem._src.optimizers.adam import AdamRule, adam_moments, flash_adamw, is_zero
 from optax_lowmem._src.optimizers.schedule import direction, optimizer
-from optax_lowmem._src.update.storage import Storage
+from optax_lowmem._src.update.storage import Storage, completed
 
+_FLASH_ADAM_MINI = Storage(nu=None)
 _Q_ADAM_MINI = Storage(mu=affine(), nu=None, group_size=256)
 _Q_ADAMW = Storage(mu=affine(), nu=sqrt(), group_size=256)
 
@@ -118,7 +119,7 @@ def scale_by_adam_mini(
     return direction(
         AdamMiniRule(eps_root_is_zero=is_zero(eps_root)),
         adam_moments(b1, b2, eps, eps_root, nesterov=False),
-        storage,
+        completed(storage, _FLASH_ADAM_MINI),
         {"mu": mu_dtype},
         _checked(blocks),
     )
@@ -190,7 +191,7 @@ def adam_mini(
         rule,
         adam_moments(b1, b2, eps, eps_root, nesterov=False),
         learning_rate,
-        storage,
+        completed(storage, _FLASH_ADAM_MINI),
         weight_decay=weight_decay,
         mask=mask,
         decouple_lr=decouple_lr,
@@ -263,7 +264,7 @@ def q_adam_mini(
     """
     return adam_mini(
         learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask,
-        blocks=blocks, storage=storage, decouple_lr=decouple_lr,
+        blocks=blocks, storage=completed(storage, _Q_ADAM_MINI), decouple_lr=decouple_lr,
     )  # fmt: skip
 
 
@@ -278,7 +279,7 @@ def flash_adam_mini(
     mask: optax.MaskOrFn = None,
     *,
     blocks: BlockStructure = Structure(),  # noqa: B008 (frozen)
-    storage: Storage = Storage(nu=None),  # noqa: B008 (frozen)
+    storage: Storage = _FLASH_ADAM_MINI,
     decouple_lr: bool | float = False,
 ) -> optax.GradientTransformationExtraArgs:
     """`adam_mini` with FlashOptim's m and master weights: 4.06 bytes per parameter with its weight.
@@ -357,5 +358,5 @@ def q_adamw(
     """
     return flash_adamw(
         learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask,
-        storage=storage, decouple_lr=decouple_lr,
+        storage=completed(storage, _Q_ADAMW), decouple_lr=decouple_lr,
     )  # fmt: skip

@@ -20,10 +20,11 @@ from optax_lowmem._src.core.typing import ScalarOrSchedule
 from optax_lowmem._src.optimizers.adam import adam_moments, is_zero
 from optax_lowmem._src.optimizers.adam_mini import AdamMiniRule
 from optax_lowmem._src.optimizers.schedule import direction, optimizer
-from optax_lowmem._src.update.storage import Storage
+from optax_lowmem._src.update.storage import Storage, completed
 
 # a leaf that is not factored matters: its shorter axis, its size, the share of all such in a model
 _SHORT, _LARGE, _SHARE = 32, 1 << 16, 0.01
+_OWN = Storage(nu=None)
 _LEAST = 128  # as of optax.adafactor; not the argument's default, which injection would trace
 
 
@@ -155,7 +156,7 @@ def scale_by_factored_adam(
     return direction(
         FactoredRule(eps_root_is_zero=is_zero(eps_root)),
         adam_moments(b1, b2, eps, eps_root, nesterov=False),
-        storage,
+        completed(storage, _OWN),
         {"mu": mu_dtype},
         Factorable(min_dim_size_to_factor),
     )
@@ -172,7 +173,7 @@ def flash_factored_adamw(
     mask: optax.MaskOrFn = None,
     *,
     min_dim_size_to_factor: int | None = None,
-    storage: Storage = Storage(nu=None),  # noqa: B008 (frozen)
+    storage: Storage = _OWN,
     decouple_lr: bool | float = False,
 ) -> optax.GradientTransformationExtraArgs:
     r"""AdamW with 8-bit m, v as means of rows and columns, and split master weights.
@@ -240,7 +241,7 @@ def flash_factored_adamw(
         FactoredRule(eps_root_is_zero=is_zero(eps_root)),
         adam_moments(b1, b2, eps, eps_root, nesterov=False),
         learning_rate,
-        storage,
+        completed(storage, _OWN),
         weight_decay=weight_decay,
         mask=mask,
         decouple_lr=decouple_lr,

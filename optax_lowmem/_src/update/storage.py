@@ -1,7 +1,8 @@
 """Storage: every static choice of how an optimizer keeps its state."""
 
 import dataclasses
-from typing import Any
+import functools
+from typing import Any, ClassVar
 
 from optax_lowmem._src.codecs import (
     GroupCodec,
@@ -67,9 +68,26 @@ def check_codec(slot: str, codec: object, signed: bool) -> None:
         )
 
 
+def _knowing_what_was_said(cls: "type[Storage]") -> "type[Storage]":
+    """`cls`, whose objects know which arguments they were made with, for `completed`."""
+    init, names = cls.__init__, [field.name for field in dataclasses.fields(cls)]
+
+    @functools.wraps(init)
+    def __init__(self: "Storage", *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        object.__setattr__(self, "_said", frozenset([*names[: len(args)], *kwargs]))
+
+    setattr(cls, "__init__", __init__)  # noqa: B010 (mypy takes no assignment to a method)
+    return cls
+
+
+@_knowing_what_was_said
 @dataclasses.dataclass(frozen=True)
 class Storage(ShowsChanges):
     """Storage format of weights and slots; static, hashable, never a traced value.
+
+    What is left out is the optimizer's own: `coat_adamw(lr, storage=Storage(seed=1))` has COAT's
+    codecs and groups. The defaults below are those of `flash_adamw`.
 
     Attributes:
       master_weight_bits: 24 or 32 for 16-bit parameters (1 or 2 more bytes each); None keeps no
@@ -113,6 +131,7 @@ class Storage(ShowsChanges):
     split: str = "bits"
     update_dtype: str = "float32"
     master_rounding: str | None = None
+    _said: ClassVar[frozenset[str]] = frozenset()  # of an object: the arguments that it was given
 
     def __post_init__(self) -> None:
         if self.master_weight_bits is not None:
@@ -166,3 +185,16 @@ class Storage(ShowsChanges):
         mu = softsign4()
         nu = dataclasses.replace(linear4(signed=False), scale=mu.scale)
         return dataclasses.replace(cls(mu=mu, nu=nu, group_size=64), **changes)
+
+
+def check_storage(storage: object) -> None:
+    """Raises unless it is a `Storage`."""
+    if not isinstance(storage, Storage):
+        raise TypeError(f"storage takes a lowmem.Storage, got {storage!r}")
+
+
+def completed(storage: Storage, own: Storage) -> Storage:
+    """`storage`, with what it leaves out as in an optimizer's own."""
+    check_storage(storage)
+    names = {field.name for field in dataclasses.fields(storage)} - storage._said
+    return dataclasses.replace(storage, **{name: getattr(own, name) for name in names})
