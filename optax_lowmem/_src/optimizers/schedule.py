@@ -14,7 +14,7 @@ from optax_lowmem._src.core.matrices import MatrixAxes
 from optax_lowmem._src.core.rules import UpdateRule
 from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
 from optax_lowmem._src.update.engine import Engine
-from optax_lowmem._src.update.storage import Storage, check_storage
+from optax_lowmem._src.update.storage import Storage
 
 
 def at_count(name: str, value: ScalarOrSchedule, count: jax.Array) -> jax.Array:
@@ -122,8 +122,9 @@ def _of_step(
     return h
 
 
-def _check_storage(storage: Storage, structure: BlockStructure | None = None) -> None:
-    check_storage(storage)
+def _check_storage(storage: object, structure: BlockStructure | None = None) -> None:
+    if not isinstance(storage, Storage):
+        raise TypeError(f"storage takes a lowmem.Storage, got {storage!r}")
     if storage.rounding == "embeddings" and structure is None:
         raise ValueError(
             "rounding='embeddings' is for optimizers that know which leaves are embeddings, such "

@@ -187,14 +187,9 @@ class Storage(ShowsChanges):
         return dataclasses.replace(cls(mu=mu, nu=nu, group_size=64), **changes)
 
 
-def check_storage(storage: object) -> None:
-    """Raises unless it is a `Storage`."""
-    if not isinstance(storage, Storage):
-        raise TypeError(f"storage takes a lowmem.Storage, got {storage!r}")
-
-
 def completed(storage: Storage, own: Storage) -> Storage:
-    """`storage`, with what it leaves out as in an optimizer's own."""
-    check_storage(storage)
+    """`storage`, with what it leaves out as in an optimizer's own; another object as it is."""
+    if not isinstance(storage, Storage):
+        return storage  # which the optimizer refuses
     names = {field.name for field in dataclasses.fields(storage)} - storage._said
     return dataclasses.replace(storage, **{name: getattr(own, name) for name in names})
