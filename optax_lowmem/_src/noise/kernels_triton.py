@@ -145,7 +145,7 @@ def _sums_body(
     sums: Operand,
 ) -> None:
     here = _Place(strip, shape, program)
-    loaded = [here.load(g, k) for k in range(EIGHT)]
+    loaded = [here.load(g, k) for k in range(EIGHT)]  # on their way while the noise is made
     prepared = here.prepared(noise, keys)
     total = jnp.zeros((_WORDS, strip.columns), jnp.float32)
     for k, x in enumerate(loaded):
@@ -233,7 +233,7 @@ def noise_sums(
     backend: str = "pallas",
 ) -> jax.Array:
     """`kernels.noise_sums_plain`, but for the order of the sums."""
-    strip = strip or Strip(warps=2 if backend == "triton" else 4)
+    strip = strip or Strip(warps=2 if backend == "triton" else 4)  # as measured on an H100
     rows, blocks = _layers(g), block_shape(g.shape)
     out = result_like(g, (rows.shape[0], *blocks[-2:]), jnp.dtype(jnp.float32))
     body = functools.partial(_sums_body, noise)

@@ -87,7 +87,8 @@ class Storage(ShowsChanges):
     """Storage format of weights and slots; static, hashable, never a traced value.
 
     What is left out is the optimizer's own: `coat_adamw(lr, storage=Storage(seed=1))` has COAT's
-    codecs and groups. The defaults below are those of `flash_adamw`.
+    codecs and groups. The defaults below are those of `flash_adamw`; `dataclasses.replace` leaves
+    nothing out.
 
     Attributes:
       master_weight_bits: 24 or 32 for 16-bit parameters (1 or 2 more bytes each); None keeps no
