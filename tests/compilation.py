@@ -12,4 +12,7 @@ if tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11):  # the last that
     FULL_COMPILE["xla_cpu_use_fusion_emitters"] = True
     SAME_BITS["xla_cpu_use_fusion_emitters"] = True
 
-QUICK_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in QUICK_COMPILE.items())
+# Devices of one CPU wait in a collective for each other, over 40 s where other work has its cores
+_PATIENT = {"xla_cpu_collective_call_terminate_timeout_seconds": 300}
+_FLAGS = {**QUICK_COMPILE, **_PATIENT}
+QUICK_FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in _FLAGS.items())

@@ -320,7 +320,7 @@ def on_a_mesh(layout, axis_type):
 def test_a_mesh_takes_whole_matrices(layout, axis_type):
     """The step of one device; and nothing is moved between iterations, however many there are."""
     tx, params, state, grads, placed, program = on_a_mesh(layout, axis_type)
-    found, new = program(*placed)
+    found, new = jax.block_until_ready(program(*placed))  # before another program has its threads
     wanted, other = jax.jit(functools.partial(lowmem.step, tx))(grads, state, params)
     moved = [
         jax.tree.map(jnp.subtract, lowmem.master_params(*pair), lowmem.master_params(params, state))
