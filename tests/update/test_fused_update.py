@@ -57,7 +57,8 @@ CASES |= {
     for name, record in lowmem.OPTIMIZERS.items()
     if type(record.rule) not in _KNOWN
 }
-STORAGE = functools.partial(lowmem.Storage, policy=lowmem.Policy(min_size=0))
+# shared second moments in codes too
+STORAGE = functools.partial(lowmem.Storage, nu=codecs.sqrt(), policy=lowmem.Policy(min_size=0))
 FAST = {
     ("adamw", 24, jnp.bfloat16),
     ("mini", 24, jnp.bfloat16),
