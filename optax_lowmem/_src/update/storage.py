@@ -192,5 +192,4 @@ def completed(storage: Storage, own: Storage) -> Storage:
     """`storage`, with what it leaves out as in an optimizer's own; another object as it is."""
     if not isinstance(storage, Storage):
         return storage  # which the optimizer refuses
-    names = {field.name for field in dataclasses.fields(storage)} - storage._said
-    return dataclasses.replace(storage, **{name: getattr(own, name) for name in names})
+    return dataclasses.replace(own, **{name: getattr(storage, name) for name in storage._said})
