@@ -4,7 +4,6 @@ Not a test file by its name: TRITON_INTERPRET=1 must be set before Triton is imp
 nothing else that uses Triton runs in the process.
 """
 
-import dataclasses
 import itertools
 
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ import optax_lowmem as lowmem
 from optax_lowmem._src.core import triton_library
 from optax_lowmem._src.core.groups import Tile
 from tests import launch_cases, triton_interpreter
+from tests.launch_cases import storage
 
 TILE = Tile(512, 4)
 # rank 1 and 3, partial groups and tiles, aligned rows of partial groups, several tiles
@@ -32,11 +32,6 @@ def launcher():
 def check(launcher, tx, shapes=SHAPES, tile=TILE, **options):
     case = launch_cases.make(tx, shapes, **options)
     launch_cases.compare(case, launch_cases.launch(case, launcher, tile))
-
-
-def storage(**options):
-    """With flash_adamw's codecs in every optimizer, where they are not said."""
-    return dataclasses.replace(lowmem.Storage(policy=launch_cases.POLICY), **options)
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,11 @@ OPTIMIZERS: dict[str, Callable[[lowmem.Storage], Any]] = {
 }
 
 
+def storage(**options: Any) -> lowmem.Storage:
+    """With flash_adamw's codecs in every optimizer, where they are not said."""
+    return dataclasses.replace(lowmem.Storage(policy=POLICY), **options)
+
+
 # op by op they would compile for seconds
 _decoded = jax.jit(decode_array, static_argnums=(0, 3, 4))
 

@@ -21,6 +21,7 @@ from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.optimizers.adam import AdamRule
 from optax_lowmem._src.update import dispatch
 from tests import launch_cases
+from tests.launch_cases import storage
 from tests.lowering import gpu_mesh
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -32,11 +33,6 @@ BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 FORMULAS = [name for name in launch_cases.OPTIMIZERS if name != "direction"]
 TILE = Tile()
 WEIGHTS = [(24, BF16), (32, BF16), (None, BF16), (None, F16), (None, F32)]
-
-
-def storage(**options):
-    """With flash_adamw's codecs in every optimizer, where they are not said."""
-    return dataclasses.replace(lowmem.Storage(policy=launch_cases.POLICY), **options)
 
 
 def reason(tx, dtype=BF16, shape=(64, 128)):

@@ -20,6 +20,7 @@ from optax_lowmem._src.update import dispatch, operands, pallas_triton, referenc
 from tests import launch_cases, tolerances
 from tests.compilation import FULL_COMPILE, SAME_BITS
 from tests.contract_cases import RULES, covering, pairwise
+from tests.launch_cases import storage
 from tests.lowering import kernels_in, lower_for_cuda
 from tests.tiers import in_turn, rows
 from tests.update.test_fused_update import compare
@@ -75,11 +76,6 @@ def grid(*more, whole=True):
     return [pytest.param(*row, id=name(*row)) for row in fast] + [
         pytest.param(*row, id=name(*row), marks=pytest.mark.full) for row in rest
     ]
-
-
-def storage(**options):
-    """With flash_adamw's codecs in every optimizer, where they are not said."""
-    return dataclasses.replace(lowmem.Storage(policy=launch_cases.POLICY), **options)
 
 
 def builder(optimizer):
