@@ -66,10 +66,6 @@ def sources(*folders: str) -> list[Path]:
     return sorted(p for folder in folders for p in (REPO / folder).rglob("*.py"))
 
 
-def all_sources() -> list[Path]:
-    return sources("optax_lowmem", "tests", "examples", "benchmarks")
-
-
 def name_of(path: Path) -> str:
     return path.relative_to(REPO).as_posix()
 
@@ -281,13 +277,8 @@ def test_a_formula_stands_with_its_rule_or_codec():
     assert with_some == FORMULAS.keys(), [call for calls in found.values() for call in calls]
 
 
-def floats(path: Path) -> set[float]:
-    constants = (node.value for node in ast.walk(parse(path)) if isinstance(node, ast.Constant))
-    return {value for value in constants if isinstance(value, float)}
-
-
-def test_written_triton_has_no_formulas():
-    """Memory, a sign, and conversions of FP8; everything else is generated."""
+def test_triton_is_written_in_few_modules():
+    """For memory, a sign, and conversions of FP8; everything else is generated."""
     written = {
         name_of(path).removeprefix("optax_lowmem/_src/")
         for path in sources("optax_lowmem/_src")
@@ -298,10 +289,6 @@ def test_written_triton_has_no_formulas():
         "update/jax_triton_kernel.py",
         "update/jax_triton.py",
     }
-    own = PACKAGE / "_src"
-    assert floats(own / "update/jax_triton_kernel.py") == set()
-    # the step of numbers under 2^-6, and of an exponent of 8 bits over one of 7
-    assert floats(own / "core/triton_library.py") == {2.0**14, 2.0**120}
 
 
 def test_formulas_are_noticed(tmp_path, monkeypatch):
@@ -310,28 +297,6 @@ def test_formulas_are_noticed(tmp_path, monkeypatch):
     path.parent.mkdir(parents=True)
     path.write_text("import math\nfrom jax import lax\nx = math.sqrt(2)\ny = lax.rsqrt(x)\n")
     assert carries_out(path) and len(list(elementary(path))) == 1
-
-
-RIDDLES = ("What", "Whether", "Where", "Which", "Why", "Who", "How", "When")
-
-
-def vague_docstrings(path: Path) -> Iterator[str]:
-    for node in ast.walk(parse(path)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            words = (ast.get_docstring(node) or "").split()
-            if words and words[0].rstrip(",:") in RIDDLES:
-                yield f"{name_of(path)}:{getattr(node, 'lineno', 1)} opens with {words[0]!r}"
-
-
-def test_docstrings_open_with_a_verb_or_a_noun():
-    assert not [line for path in all_sources() for line in vague_docstrings(path)]
-
-
-def test_vague_docstrings_are_noticed(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys.modules[__name__], "REPO", tmp_path)
-    path = tmp_path / "probe.py"
-    path.write_text('"""How it is done."""\n\n\ndef f():\n    """Whether it is."""\n')
-    assert [line.rsplit(" ", 1)[1] for line in vague_docstrings(path)] == ["'How'", "'Whether'"]
 
 
 def test_public_names():
