@@ -1,6 +1,5 @@
 """A headless Chromium, spoken to in its DevTools protocol over pipes: no driver, no package."""
 
-import base64
 import fcntl
 import json
 import os
@@ -97,12 +96,6 @@ class Browser:
         self._call("Emulation.setDeviceMetricsOverride", width=pixels, height=height,
                    deviceScaleFactor=1, mobile=pixels < 600)  # fmt: skip
 
-    def dark(self, wanted: bool) -> None:
-        """Prefer a dark scheme, or a light one."""
-        value = "dark" if wanted else "light"
-        features = [{"name": "prefers-color-scheme", "value": value}]
-        self._call("Emulation.setEmulatedMedia", features=features)
-
     def open(self, url: str) -> None:
         """Load a page, and wait until it and its pictures are there."""
         self._call("Page.navigate", url=url)
@@ -125,8 +118,3 @@ class Browser:
                 raise TimeoutError(f"never true: {expression}")
             time.sleep(0.05)
         return value
-
-    def screenshot(self, file: Path, whole: bool = False) -> None:
-        """Write a picture of the window, or of the whole page."""
-        found = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        file.write_bytes(base64.b64decode(found["data"]))

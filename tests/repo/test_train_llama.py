@@ -72,7 +72,6 @@ def test_as_a_user_runs_it(tmp_path):
     assert value["device_bytes"] == pytest.approx(value["bytes_per_param"] * 229_952, abs=1)
     assert value["peak_bytes"] > value["device_bytes"]
     assert value["train_loss"] == pytest.approx(np.mean([row["loss"] for row in rows[-6:]]))
-    assert value["fits"] == 1
 
 
 def test_stopped_and_resumed(llama, tmp_path):
@@ -98,7 +97,7 @@ def test_stopped_and_resumed(llama, tmp_path):
     assert_same(mesh.program.start(), whole.program.start())
     (tmp_path / "4").rename(tmp_path.parent / "4")
     rest = trained(llama, f"{ONE} {where} --resume").run
-    assert rest.losses == whole.run.losses[3:] and rest.step == 6
+    assert rest.losses == whole.run.losses[3:]
     assert_same_bits(rest, whole.run)
 
 

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 REPO = Path(__file__).parents[2]
 QUICK = "tests/oracle/test_oracle_split.py"
 
@@ -22,13 +20,13 @@ def pytest_in(folder, *arguments):
     )
 
 
-@pytest.mark.parametrize("workers", [(), ("-n", "1")], ids=["one process", "xdist"])
-def test_a_plugin_that_warns_as_it_starts_stops_nothing(workers, tmp_path):
+def test_a_plugin_that_warns_as_it_starts_stops_nothing(tmp_path):
+    """Neither the process that it starts in nor a worker of xdist."""
     (tmp_path / "warning_plugin.py").write_text(
         "import pytest\n\n\ndef pytest_configure(config):\n"
         "    config.issue_config_time_warning(pytest.PytestWarning('of a plugin'), 2)\n"
     )
-    done = pytest_in(tmp_path, "-p", "warning_plugin", *workers, QUICK)
+    done = pytest_in(tmp_path, "-p", "warning_plugin", "-n", "1", QUICK)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "of a plugin" in done.stdout
 
