@@ -139,28 +139,151 @@ def test_gradients_that_fit_pass(make):
 
 # ---- arguments -------------------------------------------------------------------------------
 
+adamw = functools.partial(lowmem.flash_adamw, 1e-3)
+INT = "group_size must be an int known when tracing, got {}"
+RATE = "learning_rate must be a number, an f32 scalar or a schedule, got"
+CODEC = r"mu takes a codec such as lowmem\.codecs\.softsign\(\)"
+STRUCTURE = r"blocks must be a lowmem.blocks.Structure, got \{'heads': 4\}"
 
-@pytest.mark.parametrize("make", [Storage, compressed], ids=["Storage", "compress_state"])
-@pytest.mark.parametrize(
-    ("size", "kind", "message"),
-    [
-        (0, ValueError, "group_size must be at least 1, got 0"),
-        (-32, ValueError, "group_size must be at least 1, got -32"),
-        (32.0, TypeError, "group_size must be an int known when tracing, got float"),
-        ("32", TypeError, "group_size must be an int.*got str"),
-        (True, TypeError, "group_size must be an int.*got bool"),
-        (
-            jnp.int32(32),
-            TypeError,
-            r"inject_hyperparams .*static_args.*Storage\(group_size=\.\.\.\)",
-        ),
-    ],
-    ids=str,
-)
-def test_group_size(make, size, kind, message):
-    more = BOTH if make is compressed else {}
+# error: what it says, and the calls that it is of
+ARGUMENTS = {
+    ValueError: {
+        "group_size must be at least 1, got 0": [
+            lambda: Storage(group_size=0), lambda: compressed(**BOTH, group_size=0)],
+        "master_weight_bits is the width of the master weights: 24 or 32": [
+            lambda: Storage(master_weight_bits=16), lambda: Storage(master_weight_bits=24.0)],
+        "bits is the width of the master weights: 24 or 32": [
+            lambda: split(bits=True), lambda: split(bits=jnp.int32(24)),
+            lambda: lowmem.track_master_ema(optax.sgd(0.1), 0.9, bits=8)],
+        "learning_rate must be >= 0, got": [
+            lambda: lowmem.flash_adamw(-1e-3), lambda: lowmem.flash_adam(np.float32(-1)),
+            lambda: lowmem.flash_lion(float("nan")), lambda: lowmem.flash_sgd(-1)],
+        r"b1 must be in \[0, 1\), got 1": [
+            lambda: adamw(b1=1), lambda: adamw(b1=1.5), lambda: lowmem.flash_lion(1e-3, b1=1.0),
+            lambda: lowmem.scale_by_flash_adam(b1=1), lambda: lowmem.scale_by_flash_lion(b1=1)],
+        r"b2 must be in \[0, 1\), got -0.1": [
+            lambda: adamw(b2=-0.1), lambda: lowmem.flash_lion(1e-3, b2=-0.1)],
+        r"momentum must be in \[0, 1\), got 1.0": [lambda: lowmem.flash_sgd(1e-3, momentum=1.0)],
+        r"the decay must be in \[0, 1\)": [
+            lambda: lowmem.compand_momentum(1.0), lambda: lowmem.sqrt_variance_quant(-0.1)],
+        "eps must be >= 0, got -0.1": [lambda: adamw(eps=-0.1)],
+        "eps_root must be >= 0, got -0.1": [lambda: adamw(eps_root=-0.1)],
+        "weight_decay must be >= 0, got -0.1": [lambda: adamw(weight_decay=-0.1)],
+        r"rounding must be one of \('\w+'(, '\w+')+\), got 'up'": [lambda: Storage(rounding="up")],
+        r"split must be one of \('\w+', '\w+'\), got 'kahan'": [lambda: Storage(split="kahan")],
+        r"update_dtype must be one of .*, got 'bfloat16'": [
+            lambda: Storage(update_dtype="bfloat16")],
+        "rounding must be 'stochastic' or 'nearest', got 'up'": [
+            lambda: compressed(mu=SOFTSIGN, rounding="up")],
+        "min_size is a number of elements >= 0, got": [
+            lambda: Policy(min_size=-1), lambda: Policy(min_size=1.5)],
+        r"a codec for at least one slot, such as mu=softsign\(\)": [
+            lambda: lowmem.compress_state(optax.adam(1e-3))],
+        "no slot to compress; it has none": [
+            lambda: lowmem.compand_momentum(optax.sgd(0.1)).init(weights())],
+        "no slot to compress; it has mu": [
+            lambda: lowmem.sqrt_variance_quant(optax.lion(0.1)).init(weights())],
+        "no slot mu; it has m, v, n, g": [
+            lambda: lowmem.compress_state(optax.adan(1e-3), mu=SOFTSIGN).init(weights())],
+        "no slot trace or ema; it has mu, nu$": [
+            lambda: compressed(mu=SOFTSIGN, trace=SOFTSIGN, ema=SOFTSIGN).init(weights())],
+        "no slot count; it has mu, nu$": [lambda: compressed(count=SOFTSIGN).init(weights())],
+        "the policy's mask does not fit the parameters .block/kernel, norm.*a prefix of it": [
+            lambda: flash(policy=Policy(mask={"blok": True})).init(weights())],
+        "the mask of weight decay does not fit the parameters .block/kernel, norm.*a prefix": [
+            lambda: adamw(mask={"blok": True}).init(weights())],
+        "decouple_lr=True needs .* largest learning rate of the schedule: pass it": [
+            lambda: lowmem.flash_adamw(optax.constant_schedule(1e-3), decouple_lr=True)],
+        "an array may be that of one step .*: pass it, decouple_lr=3e-4": [
+            lambda: lowmem.inject_hyperparams(lowmem.flash_adamw)(
+                optax.linear_schedule(0.0, 1e-2, 10), decouple_lr=True).init(weights())],
+        "pass decoupled=True": [lambda: lowmem.flash_sgd(0.1, decouple_lr=True)],
+        "implementation must be one of .*'xla'.* or None, got 'cuda'": [
+            lambda: lowmem.step(flash(), weights(), flash().init(weights()), weights(),
+                                implementation="cuda")],
+    },
+    TypeError: {
+        INT.format("float"): [lambda: Storage(group_size=32.0)],
+        INT.format("str"): [lambda: compressed(**BOTH, group_size="32")],
+        INT.format("bool"): [lambda: Storage(group_size=True)],
+        r"inject_hyperparams .*static_args.*Storage\(group_size=\.\.\.\)": [
+            lambda: Storage(group_size=jnp.int32(32)),
+            lambda: compressed(**BOTH, group_size=jnp.int32(32))],
+        RATE: [
+            lambda: lowmem.flash_adamw("1e-3"), lambda: lowmem.flash_adam(None),
+            lambda: lowmem.flash_lion([1e-3, 1e-4]), lambda: lowmem.flash_sgd({"a": 1e-3}),
+            lambda: lowmem.flash_adamw(True)],
+        "b1 must be a number": [lambda: adamw(b1=[0.9]), lambda: adamw(b1=True)],
+        "weight_decay must be a number, an f32 scalar or a schedule, got True": [
+            lambda: adamw(weight_decay=True)],
+        "the schedule of b2 returned None: let it return a number": [
+            lambda: adamw(b2=lambda count: None)],
+        "the schedule of learning_rate returned None: let it return a number": [
+            lambda: updated(lowmem.flash_adamw(lambda count: None))],
+        r"learning_rate must be a scalar, got an array of shape .*partition": [
+            lambda: updated(lowmem.flash_adamw(jnp.full(64, 1e-3)))],  # it would broadcast
+        CODEC: [
+            lambda: Storage(mu="softsign"), lambda: compressed(mu=codecs.softsign),
+            lambda: Storage(mu=8)],
+        r"policy takes a lowmem\.Policy": [lambda: Storage(policy=("*bias",))],
+        "seed must be an int, got 1.5": [lambda: Storage(seed=1.5)],
+        r"storage takes a lowmem\.Storage, got \{'mu': None\}": [
+            lambda: adamw(storage={"mu": None})],
+        r"tuple of patterns, got the string '\*bias': write exclude=\('\*bias',\)": [
+            lambda: Policy(exclude="*bias")],
+        "tuple of patterns, got": [lambda: Policy(exclude=(1,))],
+        "'block/kernel': weights are kept in 'bfloat16', .* or 'float32', not": [
+            lambda: lowmem.init(flash(), weights(), lambda path, leaf: jnp.int8),
+            lambda: lowmem.init(flash(), weights(), lambda path, leaf: None)],
+        "dtype of parameter 'block/kernel': .* not 'bf16'": [
+            lambda: lowmem.init(flash(), weights(), "bf16")],
+        STRUCTURE: [
+            lambda: lowmem.adam_mini(1e-3, blocks={"heads": 4}),
+            lambda: lowmem.flash_adam_mini(1e-3, blocks={"heads": 4}),
+            lambda: lowmem.q_adam_mini(1e-3, blocks={"heads": 4}),
+            lambda: lowmem.scale_by_adam_mini(blocks={"heads": 4})],
+        "a (dict|list) is not an optax transformation.*: .*pass|one by one": [
+            lambda: lowmem.init(weights(), flash()), lambda: lowmem.explain(weights(), flash()),
+            lambda: lowmem.memory.report(weights(), flash()),
+            lambda: lowmem.step(weights(), flash(), weights(), weights()),
+            lambda: lowmem.chain([flash(), flash()])],
+        "a .*State is an optimizer's state, not parameters: pass": [
+            lambda: lowmem.init(flash(), flash().init(weights())),
+            lambda: lowmem.explain(flash(), (flash().init(weights()), optax.EmptyState())),
+            lambda: lowmem.memory.report(optax.adam(1e-3), flash().init(weights())),
+            lambda: lowmem.checkpoint.metadata(flash(), flash().init(weights()))],
+        r"is an optimizer's state: master_params\(params, state\)": [
+            lambda: lowmem.master_params(flash().init(weights()), weights())],
+        "a function is not an optax transformation.*such as optax.adam": [
+            lambda: compressed_of(optax.adam), lambda: lowmem.compand_momentum(optax.adam),
+            lambda: lowmem.split_master_weights(optax.adam),
+            lambda: lowmem.accumulate_gradients(optax.adam, 2, into="bfloat16"),
+            lambda: lowmem.per_tensor_loss_scale(optax.adam, 2.0),
+            lambda: lowmem.gaussws_noise(optax.adam)],
+        "a dict is not an optax transformation.*such as optax.adam": [
+            lambda: lowmem.sqrt_variance_quant(weights()),
+            lambda: lowmem.track_master_ema(weights(), 0.9),
+            lambda: lowmem.update_clipping(weights(), b2=0.99, eps=1e-8)],
+    },
+}  # fmt: skip
+compressed_of = functools.partial(lowmem.compress_state, **BOTH)
+CALLS = [
+    (kind, message, call)
+    for kind, messages in ARGUMENTS.items()
+    for message, calls in messages.items()
+    for call in calls
+]
+
+
+def updated(tx):
+    params = weights()
+    return tx.update(grads_of(params), tx.init(params), params)
+
+
+@pytest.mark.parametrize(("kind", "message", "call"), CALLS)
+def test_arguments(kind, message, call):
     with raises(message, kind):
-        make(group_size=size, **more)
+        call()
 
 
 def test_group_size_through_inject_hyperparams():
@@ -173,82 +296,21 @@ def test_group_size_through_inject_hyperparams():
     assert optax.tree.get(remedy.init(weights()), "mu_scale")["block"]["kernel"].shape == (64, 1)
 
 
-@pytest.mark.parametrize("bits", [16, 8, 0, 25, 24.0, True, "24", jnp.int32(24)], ids=repr)
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (lambda bits: Storage(master_weight_bits=bits), "master_weight_bits"),
-        (lambda bits: split(bits=bits), "bits"),
-        (lambda bits: lowmem.track_master_ema(optax.sgd(0.1), 0.9, bits=bits), "bits"),
-    ],
-    ids=["Storage", "split", "ema"],
-)
-def test_width_of_master_weights(make, name, bits):
-    with raises(rf"{name} is the width of the master weights: 24 or 32"):
-        make(bits)
-
-
-MAKERS = [lowmem.flash_adamw, lowmem.flash_adam, lowmem.flash_lion, lowmem.flash_sgd]
-
-
-@pytest.mark.parametrize("make", MAKERS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("rate", [-1e-3, np.float32(-1), float("nan"), -1], ids=repr)
-def test_learning_rate_that_is_negative(make, rate):
-    with raises("learning_rate must be >= 0, got"):
-        make(rate)
-
-
-@pytest.mark.parametrize("make", MAKERS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("rate", ["1e-3", None], ids=repr)
-def test_learning_rate_that_is_no_number(make, rate):
-    with raises("learning_rate must be a number, an f32 scalar or a schedule", TypeError):
-        make(rate)
-
-
-@pytest.mark.parametrize(
-    ("make", "name", "bad"),
-    [
-        (lambda **k: lowmem.flash_adamw(1e-3, **k), name, bad)
-        for name in ("b1", "b2")
-        for bad in (1, 1.0, 1.5, -0.1)
-    ]
-    + [(lambda **k: lowmem.flash_lion(1e-3, **k), name, 1.0) for name in ("b1", "b2")]
-    + [(lambda **k: lowmem.scale_by_flash_adam(**k), "b1", 1)]
-    + [(lambda **k: lowmem.scale_by_flash_lion(**k), "b1", 1)]
-    + [(lambda **k: lowmem.flash_sgd(1e-3, **k), "momentum", 1.0)],
-)
-def test_decay_out_of_range(make, name, bad):
-    with raises(rf"{name} must be in \[0, 1\), got {bad}"):
-        make(**{name: bad})
-
-
-@pytest.mark.parametrize("name", ["eps", "eps_root", "weight_decay"])
-def test_negative_constants(name):
-    with raises(f"{name} must be >= 0, got -0.1"):
-        lowmem.flash_adamw(1e-3, **{name: -0.1})
-
-
 INJECTED = {
     "inject_hyperparams": lambda: optax.inject_hyperparams(lowmem.flash_adamw)(1e-3),
-    "inject_hyperparams lion": lambda: optax.inject_hyperparams(lowmem.flash_lion)(1e-3),
     "inject_hyperparams schedule": lambda: optax.inject_hyperparams(lowmem.flash_sgd)(
         optax.constant_schedule(1e-3)
     ),
     "a bf16 rate": lambda: lowmem.flash_adamw(jnp.bfloat16(1e-3)),
+    "a schedule": lambda: lowmem.flash_adamw(lambda count: jnp.bfloat16(1e-3)),
 }
-IN_BF16 = r"hyperparameter \w+ is bfloat16.*lowmem.inject_hyperparams, or pass hyperparam_dtype"
 
 
 @pytest.mark.parametrize("make", INJECTED.values(), ids=INJECTED)
 def test_hyperparameters_in_bf16(make):
-    with raises(IN_BF16, TypeError):
-        make().init(weights())
-
-
-def test_a_schedule_in_bf16():
-    tx, params = lowmem.flash_adamw(lambda count: jnp.bfloat16(1e-3)), weights()
-    with raises(IN_BF16, TypeError):
-        jax.jit(tx.update)(grads_of(params), tx.init(params), params)
+    message = r"hyperparameter \w+ is bfloat16.*lowmem.inject_hyperparams, or pass hyperparam_dtype"
+    with raises(message, TypeError):
+        updated(make())
 
 
 OPTAXS_F32 = functools.partial(optax.inject_hyperparams, hyperparam_dtype=jnp.float32)
@@ -256,26 +318,8 @@ OPTAXS_F32 = functools.partial(optax.inject_hyperparams, hyperparam_dtype=jnp.fl
 
 @pytest.mark.parametrize("wrap", [OPTAXS_F32, lowmem.inject_hyperparams], ids=["optax", "ours"])
 def test_hyperparameters_in_f32_pass(wrap):
-    tx, params = wrap(lowmem.flash_adamw)(0.1), weights()  # 1e-3 would only move the corrections
-    updates, _ = tx.update(grads_of(params), tx.init(params), params)
+    updates, _ = updated(wrap(lowmem.flash_adamw)(0.1))  # 1e-3 would only move the corrections
     assert all(bool(jnp.all(u < 0)) for u in jax.tree.leaves(updates))
-
-
-def test_a_schedule_of_a_decay_without_a_result():
-    with raises("the schedule of b2 returned None: let it return a number", TypeError):
-        lowmem.flash_adamw(1e-3, b2=lambda count: None)
-
-
-@pytest.mark.parametrize("name", ["learning_rate", "b1", "b2", "weight_decay"])
-def test_booleans_for_hyperparameters(name):
-    with raises(f"{name} must be a number, an f32 scalar or a schedule, got True", TypeError):
-        lowmem.flash_adamw(**{"learning_rate": 1e-3, name: True})
-
-
-def test_a_schedule_without_a_result():
-    tx, params = lowmem.flash_adamw(lambda count: None), weights()
-    with raises("the schedule of learning_rate returned None: let it return a number", TypeError):
-        tx.update(grads_of(params), tx.init(params), params)
 
 
 UNSIGNED = r"negative values and '{}' is unsigned.*Use a signed codec.*codecs\.softsign\(\)"
@@ -292,110 +336,15 @@ def test_unsigned_codec_for_a_signed_slot(codec):
         lowmem.compand_momentum(0.9, codec=codec).init(weights(jnp.float32))
 
 
-@pytest.mark.parametrize("codec", ["softsign", codecs.softsign, 8], ids=("name", "maker", "int"))
-def test_what_is_no_codec(codec):
-    for make in (Storage, compressed):
-        with raises(r"mu takes a codec such as lowmem\.codecs\.softsign\(\)", TypeError):
-            make(mu=codec)
-
-
-@pytest.mark.parametrize(
-    ("inner", "slots", "message"),
-    [
-        (optax.adan(1e-3), {"mu": SOFTSIGN}, "no slot mu; it has m, v, n, g"),
-        (
-            optax.chain(optax.clip(1.0), optax.adamw(1e-3)),
-            {"trace": SOFTSIGN, "mu": SOFTSIGN, "ema": SOFTSIGN},
-            "no slot trace or ema; it has mu, nu$",
-        ),
-        (optax.sgd(1e-3), {"trace": SOFTSIGN}, "no slot trace; it has none"),
-        (optax.adam(1e-3), {"count": SOFTSIGN}, "no slot count; it has mu, nu$"),
-    ],
-    ids=["adan", "chain", "sgd", "count"],
-)
-def test_slots_that_the_state_lacks(inner, slots, message):
-    with raises(message):
-        lowmem.compress_state(inner, **slots).init(weights(jnp.float32))
-
-
-def test_nothing_to_compress():
-    with raises(r"a codec for at least one slot, such as mu=softsign\(\)"):
-        lowmem.compress_state(optax.adam(1e-3))
-    with raises("no slot to compress; it has none"):
-        lowmem.compand_momentum(optax.sgd(0.1)).init(weights(jnp.float32))
-    with raises("no slot to compress; it has mu"):
-        lowmem.sqrt_variance_quant(optax.lion(0.1)).init(weights(jnp.float32))
-
-
-@pytest.mark.parametrize(
-    ("name", "bad"),
-    [("rounding", "up"), ("rounding", None), ("split", "kahan"), ("update_dtype", "bfloat16")],
-)
-def test_choices_of_storage(name, bad):
-    with raises(rf"{name} must be one of \('\w+'(, '\w+')+\), got {bad!r}"):
-        Storage(**{name: bad})
-
-
-def test_other_arguments_of_storage():
-    with raises(r"policy takes a lowmem\.Policy", TypeError):
-        Storage(policy=("*bias",))
-    with raises("seed must be an int, got 1.5", TypeError):
-        Storage(seed=1.5)
-    with raises(r"storage takes a lowmem\.Storage, got \{'mu': None\}", TypeError):
-        lowmem.flash_adamw(1e-3, storage={"mu": None})
-    with raises("rounding must be 'stochastic' or 'nearest', got 'up'"):
-        compressed(mu=SOFTSIGN, rounding="up")
-
-
-def test_arguments_of_a_policy():
-    with raises(
-        r"tuple of patterns, got the string '\*bias': write exclude=\('\*bias',\)", TypeError
-    ):
-        Policy(exclude="*bias")
-    with raises("tuple of patterns, got", TypeError):
-        Policy(exclude=(1,))
-    for bad in (-1, 1.5):
-        with raises(f"min_size is a number of elements >= 0, got {bad}"):
-            Policy(min_size=bad)
-    listed = Policy(exclude=["*bias"])
-    assert hash(listed) == hash(Policy(exclude=("*bias",)))
-
-
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (lambda mask: flash(policy=Policy(mask=mask)), "the policy's mask"),
-        (lambda mask: lowmem.flash_adamw(1e-3, mask=mask), "the mask of weight decay"),
-    ],
-    ids=["policy", "decay"],
-)
-def test_masks_of_another_tree(make, name):
-    with raises(f"{name} does not fit the parameters .block/kernel, norm.*a prefix of it"):
-        make({"blok": True}).init(weights())
-
-
-def test_decoupled_decay_needs_a_peak():
-    with raises("decouple_lr=True needs .* largest learning rate of the schedule: pass it"):
-        lowmem.flash_adamw(optax.constant_schedule(1e-3), decouple_lr=True)
-    injected = lowmem.inject_hyperparams(lowmem.flash_adamw)
-    with raises("an array may be that of one step .*: pass it, decouple_lr=3e-4"):
-        injected(optax.linear_schedule(0.0, 1e-2, 10), decouple_lr=True).init(weights())
-    with raises("pass decoupled=True"):
-        lowmem.flash_sgd(0.1, decouple_lr=True)
-
-
-@pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn, None], ids=str)
-def test_dtypes_that_weights_cannot_have(dtype):
-    with raises("'block/kernel': weights are kept in 'bfloat16', .* or 'float32', not", TypeError):
-        lowmem.init(flash(), weights(jnp.float32), lambda path, leaf: dtype)
-    with raises("dtype of parameter 'block/kernel': .* not 'bf16'", TypeError):
-        lowmem.init(flash(), weights(jnp.float32), "bf16")
-
-
-def test_implementations():
-    params = weights()
-    with raises("implementation must be one of .*'xla'.* or None, got 'cuda'"):
-        lowmem.step(flash(), params, flash().init(params), params, implementation="cuda")
+def test_what_is_taken_all_the_same():
+    """A list of patterns, a decay for an optimizer, and optax.MultiSteps, which is no tuple."""
+    assert hash(Policy(exclude=["*bias"])) == hash(Policy(exclude=("*bias",)))
+    params = weights(jnp.float32)
+    for wrap in (lowmem.compand_momentum, lowmem.sqrt_variance_quant):
+        assert wrap(0.9).init(params) and wrap(jnp.float32(0.9)).init(params)
+    tx = lowmem.compand_momentum(optax.MultiSteps(optax.adam(1e-3), 2))
+    mu = tx.init(params).inner_state.inner_opt_state[0].mu
+    assert mu["block"]["kernel"].dtype == jnp.int8
 
 
 # ---- states of other settings, and splits that meet ------------------------------------------
@@ -476,6 +425,13 @@ def test_split_states_of_other_settings(other):
     params = weights()
     with raises(f"correction of {KERNEL} is int8.*{OTHER}"):
         split(**other).update(grads_of(params), split().init(params), params)
+
+
+def test_weights_cast_after_init():
+    tx, params = flash(), weights(jnp.float32)
+    cast = weights(jnp.bfloat16)
+    with raises(r"correction of .* is int8\[\].*lowmem\.init\(tx, params_f32\)"):
+        tx.update(cast, tx.init(params), cast)
 
 
 def test_split_states_of_f32_weights():
