@@ -1,7 +1,5 @@
 """The short repr of codecs, Storage and Policy: what differs from the defaults."""
 
-import inspect
-
 import pytest
 
 import optax_lowmem as lowmem
@@ -32,12 +30,3 @@ def test_only_what_differs_is_shown(value, text):
 def test_a_repr_makes_the_value_again(value):
     assert eval(repr(value), NAMES) == value  # noqa: S307
     assert len(repr(value)) < 180
-
-
-@pytest.mark.parametrize("name", lowmem.OPTIMIZERS)
-def test_help_is_short(name):
-    """`help` opens with a signature that a reader takes in: names of types, changes of defaults."""
-    signature = inspect.signature(getattr(lowmem, name))
-    assert len(repr(signature.parameters["storage"].default)) < 150
-    # of Muon, which has those of optax.contrib.muon for two optimizers
-    assert len(str(signature)) < (900 if name == "flash_muon" else 600)

@@ -1,8 +1,6 @@
 """SwitchBackDense, SwitchBackLinear, LayerScale, and products injected into Flax's own layers."""
 
 import functools
-import inspect
-import re
 
 import chex
 import jax
@@ -330,47 +328,3 @@ def test_training_reaches_the_loss_of_the_standard_layer(variant, format):
     assert last < 0.2 * first
     found = trained(functools.partial(layers.SwitchBackDense, variant=variant, format=format))
     assert abs(found[1] - last) < 0.03 * first
-
-
-def broken(which):
-    """A product with a gradient of 0, or of the other sign."""
-
-    @jax.custom_vjp
-    def product(x, w):
-        return x @ w
-
-    def backward(saved, g):
-        x, w = saved
-        return (0 * g @ w.T, x.T @ g) if which == "input" else (g @ w.T, -(x.T @ g))
-
-    product.defvjp(lambda x, w: (x @ w, (x, w)), backward)
-    return lambda x, w, dims, precision=None: product(x, w)
-
-
-@pytest.mark.parametrize("which", ["input", "weight"])
-def test_the_training_test_notices_a_broken_gradient(which):
-    first, last = standard()
-    found = trained(functools.partial(nn.Dense, dot_general=broken(which)))
-    assert abs(found[1] - last) > 0.03 * first
-
-
-# ---- docstrings ----------------------------------------------------------------------------------
-
-
-PUBLIC = [name for name in layers.__all__ if not inspect.ismodule(getattr(layers, name))]
-
-
-@pytest.mark.parametrize("name", [*PUBLIC, "linen.LayerScale"])
-def test_arguments_are_described(name):
-    thing = of_linen.LayerScale if "." in name else getattr(layers, name)
-    text = inspect.getdoc(thing)
-    assert "Example:" in text and ">>>" in text
-    of_nnx = isinstance(thing, type) and issubclass(thing, nnx.Module)
-    own = set(inspect.signature(thing.__init__ if of_nnx else thing).parameters)
-    own -= {"self", "parent", "name"}
-    if isinstance(thing, type) and issubclass(thing, nn.Dense):
-        own -= set(inspect.signature(nn.Dense).parameters)
-        assert own
-    if thing is layers.SwitchBackDense:
-        assert own == {"variant", "format", "scaling", "implementation"}
-    assert not [p for p in own if not re.search(rf"^\s+\*{{0,2}}{p}:", text, re.MULTILINE)]

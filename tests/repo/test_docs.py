@@ -42,18 +42,21 @@ def test_there_are_examples():
     assert len(examples) >= 20
 
 
+OF_DIAGNOSTICS = [name for name in MODULES if name.startswith("optax_lowmem._src.diagnostics.")]
+
+
 def public():
-    """(name, object) of every function and class of the package, and functions of two modules."""
+    """(name, object) of every function and class of the package, and functions of three modules."""
     for name in optax_lowmem.__all__:
         thing = getattr(optax_lowmem, name)
         if inspect.isfunction(thing) or inspect.isclass(thing):
             yield name, thing
-        elif name in ("codecs", "sharding"):
+        elif name in ("codecs", "diagnostics", "sharding"):
             yield from (
                 (f"{name}.{inner}", value)
                 for inner in thing.__all__
                 if inspect.isfunction(value := getattr(thing, inner))
-                and value.__module__ == f"optax_lowmem._src.{name}"
+                and value.__module__ in (f"optax_lowmem._src.{name}", *OF_DIAGNOSTICS)
             )
 
 
