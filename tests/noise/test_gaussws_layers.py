@@ -15,7 +15,6 @@ from flax import nnx  # noqa: E402
 
 import optax_lowmem as lowmem  # noqa: E402
 from optax_lowmem import gaussws, layers  # noqa: E402
-from optax_lowmem._src.core import compiled, random  # noqa: E402
 from tests.oracle import gaussws as oracle  # noqa: E402
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(16, 64)), jnp.float32)
@@ -265,30 +264,3 @@ def test_transformation_and_nnx_layer():
         return jnp.mean((nnx.merge(plain_graph, params)(x) - y) ** 2)
 
     follow(loss, noisy_loss, nnx.to_pure_dict(trained))
-
-
-def test_transformation_and_linen_layer(monkeypatch):
-    """With the layer's keys: Linen derives them from the stream and the path."""
-    plain, model = LinenMLP(), LinenMLP(layers.GaussWSDense)
-    params = model.init(jax.random.key(0), X)["params"]
-
-    def rngs(step):
-        return {"gaussws": jax.random.fold_in(jax.random.key(5), step)}
-
-    def key(step):
-        drawn = model.apply({}, method=lambda m: m.down.make_rng("gaussws"), rngs=rngs(step))
-        return jax.random.bits(drawn, (), jnp.uint32)
-
-    monkeypatch.setattr(compiled, "is_eager", lambda leaves: False)
-    monkeypatch.setattr(
-        random, "leaf_keys", lambda seed, count, paths: jnp.stack([key(count)] * len(paths))
-    )
-
-    def loss(params, step, x, y):
-        return jnp.mean((model.apply({"params": params}, x, rngs=rngs(step)) - y) ** 2)
-
-    def noisy_loss(params, x, y):
-        return jnp.mean((plain.apply({"params": params}, x) - y) ** 2)
-
-    state = follow(loss, noisy_loss, params)
-    assert (state.bits["down"]["kernel"] != 1).all()

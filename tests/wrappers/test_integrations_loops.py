@@ -1,7 +1,4 @@
-"""Training loops on a mesh: NNX's Optimizer, Orbax' manager, shardings by shape alone."""
-
-import functools
-import itertools
+"""Training loops on a mesh: NNX's Optimizer, Orbax' manager."""
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +28,6 @@ from tests.integration_cases import (
     starting,
     train_step,
 )
-from tests.tiers import rows
-from tests.update import test_sharding as sharded
 
 # ---- NNX: sharded by the metadata of its variables -----------------------------------------------
 
@@ -80,7 +75,7 @@ NNX = {
 
 @pytest.mark.parametrize(
     "cls, name",
-    [(nnx.Optimizer, "flash_adamw"), (nnx.Optimizer, "chain"), (ours.Optimizer, "flash_adamw")],
+    [(nnx.Optimizer, "chain"), (ours.Optimizer, "flash_adamw")],
 )
 def test_nnx_optimizer_of_a_sharded_model(cls, name):
     tx, mesh = NNX[name](), mesh_of(data=4, model=2)
@@ -164,65 +159,3 @@ def test_a_run_that_goes_on_from_its_newest_checkpoint(tmp_path):
     assert_same_bits((start.params, start.opt_state), (moved.params, moved.opt_state))
     assert sorted(p.name for p in (tmp_path / "parts").iterdir()) == ["6", "8"]
     assert_close((found, [losses[0], *last]), (whole, [losses[0], *losses[6:]]))
-
-
-# ---- big_vision: every array by its own shape ----------------------------------------------------
-
-
-def by_shape(tree, mesh, smallest, size=lambda x: x.size):
-    """The largest axis that the mesh divides, of arrays of some size, whatever they are."""
-
-    def of(x):
-        spec = [None] * x.ndim
-        if size(x) >= smallest:
-            fitting = [d for d in range(x.ndim) if x.shape[d] % mesh.size == 0]
-            if fitting:
-                spec[max(fitting, key=lambda d: x.shape[d])] = mesh.axis_names[0]
-        return NamedSharding(mesh, P(*spec))
-
-    return jax.tree.map(of, tree)
-
-
-def by_name(name):
-    if name == "flash_adamw":
-        return sharded.made(name), jnp.bfloat16
-    links = (
-        optax.clip_by_global_norm(1.0),
-        lowmem.scale_by_flash_adam(),
-        optax.add_decayed_weights(1e-4),
-        optax.scale_by_learning_rate(sharded.LEARNING_RATE),
-    )
-    return optax.chain(*links), jnp.float32
-
-
-@functools.cache
-def alone(name):
-    tx, dtype = by_name(name)
-    return sharded.trained(tx, *lowmem.init(tx, sharded.masters(), dtype))
-
-
-BY_SHAPE = list(itertools.product(["flash_adamw", "scale_by_flash_adam"], ["elements", "bytes"]))
-
-
-@pytest.mark.parametrize("name, measure", rows(BY_SHAPE, BY_SHAPE[:1]))
-def test_shardings_by_shape_alone(name, measure):
-    """By bytes, as big_vision counts, 16-bit weights are sharded and their 8-bit codes are not."""
-    tx, dtype = by_name(name)
-    start, mesh = lowmem.init(tx, sharded.masters(), dtype), mesh_of(data=8)
-    how = (1024,) if measure == "elements" else (6144 * dtype.dtype.itemsize, in_bytes)
-    shardings = by_shape(start, mesh, *how)
-    assert len({sharding.spec for sharding in jax.tree.leaves(shardings)}) >= 3
-    weight, codes = (
-        tree["head"].spec for tree in (shardings[0], optax.tree.get(shardings[1], "mu"))
-    )
-    assert (weight == codes) == (measure == "elements")
-    placed = jax.device_put(jax.device_get(start), shardings)  # as in test_sharding.py
-    found = sharded.trained(tx, *placed, shardings)
-    for x, sharding in zip(jax.tree.leaves(found), jax.tree.leaves(shardings), strict=True):
-        assert lies(x, sharding)
-    same = sharded.nearly if name == "flash_adamw" else assert_same_bits
-    same(found, alone(name))  # nearly: XLA moves, and fuses, arrays that lie apart in its own way
-
-
-def in_bytes(x):
-    return x.size * x.dtype.itemsize
