@@ -68,10 +68,6 @@ LANDS = {"bfloat16": 2.0**-15, "float16": 2.0**-12}
 # Of the old weight, what a bf16 under 2^-16 of it is off by without its correction: half its ulp is
 # 2^-9 of it, and f32 addition misses it by 2^-24 of the old one.
 MISSED = 2.0**-24 + 2.0**-25
-# Drift of 4096 elements asleep, of f32's: the requirement. A walk between two codes ends after a
-# geometric time, so one element's drift is off by about its own size: 1.6 % of the mean of 4096.
-ASLEEP_MEAN = 0.05
-ASLEEP_L2 = 2.0
 
 # -- contract tests (test_contract_*.py) ----------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """Leaves without a group beside leaves with one."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +10,16 @@ import optax
 import pytest
 
 import optax_lowmem as lowmem
-from tests.tiers import in_turn
+from tests.contract_cases import RULES
+from tests.tiers import rows
 
 
 @pytest.mark.parametrize(
-    "name, dtype", in_turn(sorted(lowmem.OPTIMIZERS), [jnp.float32, jnp.bfloat16])
+    "name, dtype",
+    rows(
+        itertools.product(lowmem.OPTIMIZERS, [jnp.float32, jnp.bfloat16]),
+        [(name, jnp.bfloat16 if i % 2 else jnp.float32) for i, name in enumerate(RULES)],
+    ),
 )
 def test_scalar_and_empty_leaves(name, dtype):
     """They keep f32 slots, so a scalar moves as the plain optimizer's f32 one does."""

@@ -60,8 +60,7 @@ def test_a_step_that_may_be_left_out(wrapper, ours, dtype):
         assert (a != old).any()
 
 
-@pytest.mark.parametrize("inner", INNER)
-@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("link, inner", in_turn(LINKS, INNER))
 def test_states_keep_their_dtypes(link, inner):
     """optax's own moments of 16-bit weights, though their gradients come in f32."""
     tx = LINKS[link](INNER[inner]())
@@ -108,8 +107,7 @@ OF_OPTAX = {
 }
 
 
-@pytest.mark.parametrize("name", COMPRESSED)
-@pytest.mark.parametrize("wrapper", OF_OPTAX)
+@pytest.mark.parametrize("wrapper, name", in_turn(OF_OPTAX, COMPRESSED))
 def test_updates_of_compressed_states_have_the_dtype_of_their_gradient(wrapper, name):
     """As optax's own, which optax's conditions on the step rely upon."""
     tx = OF_OPTAX[wrapper](COMPRESSED[name]())

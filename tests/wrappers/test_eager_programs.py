@@ -14,6 +14,7 @@ import optax_lowmem as lowmem
 from optax_lowmem import codecs
 from optax_lowmem._src.codecs import group_codec
 from optax_lowmem._src.core import random
+from tests.tiers import rows
 
 MOST = 5
 _REQUESTS = "/jax/core/compile/backend_compile_duration"  # of a program, from a cache too
@@ -80,9 +81,10 @@ OPTIMIZERS = {
     "accumulate into moments": lowmem.accumulate_gradients(_ADAM, 4, "moments"),
     "track_master_ema": lowmem.track_master_ema(optax.sgd(1e-2), 0.99),
 }
+OFTEN = ["flash_adamw", "adam_mini", "coat_adamw", "chain", "accumulate into moments"]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", rows(OPTIMIZERS, OFTEN))
 def test_a_training_step_is_a_few_programs(name):
     tx, params, other = OPTIMIZERS[name], tree(), tree()
     (weights, state), made = programs(lambda: lowmem.init(tx, params, allow_rounding=True))
@@ -106,7 +108,7 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.parametrize("name", WRAPPERS)
+@pytest.mark.parametrize("name", rows(WRAPPERS, list(WRAPPERS)[::2]))
 def test_a_wrapper_adds_a_few_programs(name):
     params, other, own = tree(), tree(), []
     tx = WRAPPERS[name](counted(optax.adam(1e-3), own), own)

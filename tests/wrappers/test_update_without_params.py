@@ -8,6 +8,7 @@ import pytest
 import optax_lowmem as lowmem
 from optax_lowmem import Storage
 from tests.contract_cases import assert_same
+from tests.tiers import in_turn
 
 PARAMS = {"w": jnp.linspace(-1, 1, 6144).reshape(48, 128), "b": jnp.ones(8), "s": jnp.float32(2)}
 GRADS = jax.tree.map(jnp.cos, PARAMS)
@@ -31,10 +32,9 @@ NEEDLESS = {
 }
 
 
-@pytest.mark.parametrize("make", NEEDLESS.values(), ids=NEEDLESS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_weights_that_are_not_needed(make, dtype):
-    tx = make(**({} if dtype == "float32" else {"storage": UNSPLIT}))
+@pytest.mark.parametrize("name, dtype", in_turn(NEEDLESS, ["float32", "bfloat16"]))
+def test_weights_that_are_not_needed(name, dtype):
+    tx = NEEDLESS[name](**({} if dtype == "float32" else {"storage": UNSPLIT}))
     params, grads = optax.tree.cast((PARAMS, GRADS), dtype)
     state = tx.init(params)
     wanted = jax.jit(tx.update)(grads, state, params)
