@@ -9,6 +9,7 @@ import pytest
 
 from tests import tolerances as tol
 from tests.oracle import fp8_flow as oracle
+from tests.tiers import rows
 
 pytest.importorskip("flax")
 
@@ -52,7 +53,7 @@ def every(recipe, x, up, w, g):
     return found
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", rows(SIZES, [4, 32]))
 def test_every_function(size):
     recipe = Recipe.paper(group_size=size)
     x, up, w, g = hard(1), drawn(2, (TOKENS, WIDTH)), drawn(3, (WIDTH, WIDTH)), drawn(4, (6, WIDTH))
@@ -103,7 +104,7 @@ def test_exact_results_do_not_depend_on_groups():
         assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(other))
 
 
-@pytest.mark.parametrize("size", [4, 64])
+@pytest.mark.parametrize("size", rows([4, 64], [4]))
 def test_a_block(size):
     """Ragged everywhere; bounded by what passes without a spike in the way."""
     block = layers.Fp8LlamaBlock(44, 100, 2, recipe=Recipe(group_size=size), rngs=nnx.Rngs(0))

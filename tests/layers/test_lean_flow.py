@@ -1,8 +1,6 @@
 """The flow in 16 bits: ordinary layers bit for bit, that keep inputs of norms and gates alone."""
 
-import collections
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +12,6 @@ from tests.compilation import SAME_BITS
 
 pytest.importorskip("flax")
 
-from flax import linen as nn  # noqa: E402
 from flax import nnx  # noqa: E402
 
 import optax_lowmem as lowmem  # noqa: E402
@@ -24,15 +21,18 @@ from optax_lowmem.layers.fp8_flow import Recipe  # noqa: E402
 from tests.layers.test_fp8_block import (  # noqa: E402
     HEADS,
     HIDDEN,
-    LENGTH,
+    LEAN,
+    OF_LINEN,
     WIDTH,
+    Dense,
+    Linear,
     distance,
     drawn,
     flash_attention,
+    gradients,
     make,
 )
 
-LEAN = Recipe(storage="bf16")
 lean = functools.partial(make, LEAN, kv_heads=HEADS)
 
 
@@ -68,16 +68,6 @@ def ordinary(params, x, heads=HEADS):
     n = norm(x, params["post_attention_norm"]["scale"])
     gate, up = (n @ mlp[f"{name}_proj"]["kernel"] for name in ("gate", "up"))
     return x + (jax.nn.silu(gate) * up) @ mlp["down_proj"]["kernel"]
-
-
-def gradients(block, params, x):
-    """Output, and gradients of sum(sin(y)) of parameters and input."""
-
-    def step(params, x):
-        y, pull = jax.vjp(block, params, x)
-        return y, *pull(jnp.cos(y.astype(jnp.float32)).astype(y.dtype))
-
-    return jitted(step)(params, x)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
@@ -120,51 +110,6 @@ def test_units_of_a_llama_layer(monkeypatch):
     assert report.total_bytes <= 17 * report.unit
     large = {jnp.dtype(a.dtype).name for a in report.activations if a.bytes > norms}
     assert large == {"bfloat16"}
-
-
-def test_what_a_compiled_scan_stacks():
-    """The forward loop's stacks, an array a step: those of the report, and none in f32."""
-    block, params = lean(jnp.bfloat16)
-    shape = (2, 8 * LENGTH, WIDTH)
-    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-
-    def loss(params, x):
-        found, _ = jax.lax.scan(lambda x, own: (block(own, x), None), x, params)
-        return found.astype(jnp.float32).sum()
-
-    stacked = jax.tree.map(lambda w: jax.ShapeDtypeStruct((5, *w.shape), w.dtype), params)
-    text = jax.jit(jax.grad(loss)).lower(stacked, x).compile().as_text()
-    forward = re.search(r"= \((.*?)\) while\(", text).group(1)
-    found = collections.Counter()
-    for kind, dims in re.findall(r"(\w+)\[([\d,]+)\]", forward):
-        numbers = [int(n) for n in dims.split(",")]
-        if numbers[:2] == [5, 2]:
-            found[kind] += 2 * int(np.prod(numbers[1:]))
-    report = lowmem.memory.activation_report(block, params, x, weights=0, unit=2 * x.size)
-    wanted = sum(a.bytes for a in report.activations if a.dtype == jnp.bfloat16)
-    assert found == {"bf16": wanted}
-
-
-# ---- transformations -----------------------------------------------------------------------------
-
-
-def test_scan_remat_and_vmap():
-    block, params = lean(jnp.bfloat16)
-    x = drawn(jnp.bfloat16)
-    want = gradients(block, params, x)
-    limit = tol.RECOMPUTED["bfloat16"]
-    assert distance(gradients(jax.checkpoint(block), params, x), want) < limit
-    stacked = jax.tree.map(lambda w: w[None], params)
-
-    def scanned(params, x):
-        return jax.lax.scan(lambda x, own: (block(own, x), None), x, params)[0]
-
-    y, of_params, of_x = gradients(scanned, stacked, x)
-    assert distance((y, jax.tree.map(lambda w: w[0], of_params), of_x), want) < limit
-    both = jnp.stack([x, 2 * x[::-1]])
-    found = jitted(jax.vmap(block, (None, 0)))(params, both)
-    for one, given in zip(found, both, strict=True):
-        assert distance(one, jitted(block)(params, given)) < limit
 
 
 def test_second_derivatives():
@@ -215,31 +160,6 @@ def test_gates(activation, gated):
     assert distance(found, want) < tol.RECOMPUTED["bfloat16"]
 
 
-class Dense(nn.Module):
-    """A pre-norm MLP of Linen."""
-
-    @nn.compact
-    def __call__(self, x):
-        n = fp8_flow.linen.Fp8LayerNorm(recipe=LEAN)(x)
-        gate, up = (layers.Fp8Dense(32, recipe=LEAN)(n) for _ in range(2))
-        h = fp8_flow.linen.Fp8GatedProduct("gelu", recipe=LEAN)(gate, up)
-        return x + layers.Fp8Dense(16, recipe=LEAN)(h)
-
-
-class Linear(nnx.Module):
-    """The same of NNX."""
-
-    def __init__(self, rngs):
-        make = functools.partial(layers.Fp8Linear, recipe=LEAN, rngs=rngs)
-        self.norm = layers.Fp8LayerNorm(16, recipe=LEAN)
-        self.gate, self.up, self.down = make(16, 32), make(16, 32), make(32, 16)
-        self.product = layers.Fp8GatedProduct("gelu", recipe=LEAN)
-
-    def __call__(self, x):
-        n = self.norm(x)
-        return x + self.down(self.product(self.gate(n), self.up(n)))
-
-
 def plain_mlp(params, x):
     """The same with JAX's own derivative."""
 
@@ -254,15 +174,12 @@ def plain_mlp(params, x):
 
 
 def test_linen_and_nnx_are_the_same_layers():
-    x, model = drawn(shape=(3, 16)), Linear(nnx.Rngs(0))
+    x, model = drawn(shape=(3, 16)), Linear(nnx.Rngs(0), LEAN)
     graph, state = nnx.split(model)
     params = nnx.to_pure_dict(state)
-    names = {"Fp8LayerNorm_0": "norm"} | {
-        f"Fp8Dense_{i}": name for i, name in enumerate(("gate", "up", "down"))
-    }
-    variables = {"params": {one: params[two] for one, two in names.items()}}
     found = gradients(lambda params, x: nnx.merge(graph, params)(x), params, x)
-    np.testing.assert_array_equal(jitted(Dense().apply)(variables, x), found[0])
+    variables = {"params": {one: params[two] for one, two in OF_LINEN.items()}}
+    np.testing.assert_array_equal(jitted(Dense(LEAN).apply)(variables, x), found[0])
     assert distance(found, gradients(plain_mlp, params, x)) < tol.RECOMPUTED["float32"]
 
 
