@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests import tolerances as tol
+from tests.compilation import SAME_BITS
 
 pytest.importorskip("flax")
 
@@ -26,7 +27,7 @@ from optax_lowmem.layers import fp8_flow  # noqa: E402
 from optax_lowmem.layers.fp8_flow import Recipe  # noqa: E402
 from tests.tiers import rows
 
-jitted = jax.jit
+jitted = functools.partial(jax.jit, compiler_options=SAME_BITS)
 LEAN = Recipe(storage="bf16")
 BATCH, LENGTH, WIDTH, HIDDEN, HEADS = 2, 16, 48, 128, 4
 SHAPES = {

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from tests import tolerances as tol
-from tests.compilation import SAME_BITS
 
 pytest.importorskip("flax")
 
@@ -30,14 +29,11 @@ from tests.layers.test_fp8_block import (  # noqa: E402
     drawn,
     flash_attention,
     gradients,
+    jitted,
     make,
 )
 
 lean = functools.partial(make, LEAN, kv_heads=HEADS)
-
-
-def jitted(function):
-    return jax.jit(function, compiler_options=SAME_BITS)
 
 
 # ---- an ordinary layer ---------------------------------------------------------------------------
