@@ -25,6 +25,10 @@ def drawn(shape, dtype=jnp.float32, seed=0):
     return w, jnp.asarray(rng.uniform(2, 8, oracle.block_shape(shape)), jnp.float32)
 
 
+draw = functools.partial(jax.jit, static_argnums=(1, 2))(gaussws.draw)
+sample = functools.partial(jax.jit, static_argnames=("noise", "compute"))(gaussws.sample)
+
+
 def f64(x):
     return np.asarray(x, np.float32).astype(np.float64)
 
@@ -33,13 +37,13 @@ def f64(x):
 def test_sample(shape, noise):
     w, bits = drawn(shape)
     key = jax.random.key(1)
-    r = f64(gaussws.draw(key, shape, noise))
-    found = gaussws.sample(w, bits, key, noise=noise, compute="float32")
+    r = f64(draw(key, shape, noise))
+    found = sample(w, bits, key, noise=noise, compute="float32")
     wanted = oracle.sample(f64(w), f64(bits), r)
     spread = np.abs(wanted) + np.abs(wanted - f64(w))
     assert (np.abs(f64(found) - wanted) <= tol.SAMPLE * spread).all()
-    np.testing.assert_array_equal(gaussws.perturb(w, bits, jnp.float32(r)), found)
-    narrow = gaussws.sample(w, bits, key, noise=noise)
+    np.testing.assert_array_equal(jax.jit(gaussws.perturb)(w, bits, jnp.float32(r)), found)
+    narrow = sample(w, bits, key, noise=noise)
     assert narrow.dtype == jnp.bfloat16
     np.testing.assert_array_equal(narrow, np.asarray(found).astype(jnp.bfloat16))
 
@@ -49,9 +53,9 @@ def test_dtypes_and_one_bitwidth(dtype):
     w, _ = drawn((40, 64), dtype)
     whole = jnp.full((2, 2), 5.0)
     for compute in ("bfloat16", "float16", "float32"):
-        found = gaussws.sample(w, 5.0, jax.random.key(0), compute=compute)
+        found = sample(w, 5.0, jax.random.key(0), compute=compute)
         assert found.dtype == jnp.dtype(compute)
-        same = gaussws.sample(w.astype(jnp.float32), whole, jax.random.key(0), compute=compute)
+        same = sample(w.astype(jnp.float32), whole, jax.random.key(0), compute=compute)
         np.testing.assert_array_equal(found, same)
 
 
@@ -70,7 +74,7 @@ def test_gradients(shape, noise):
         return sampled, pull(g)
 
     sampled, (of_w, of_bits) = jax.jit(pulled)(w, bits)
-    r = f64(gaussws.draw(key, shape, noise))
+    r = f64(draw(key, shape, noise))
     wanted_w, wanted = oracle.gradients(f64(w), f64(bits), r, f64(g))
     np.testing.assert_array_equal(f64(of_w), wanted_w)
     size = oracle.gradients(f64(w), f64(bits), -np.abs(r), np.abs(f64(g)))[1]
@@ -93,7 +97,7 @@ def test_gradients_have_the_dtypes_of_what_they_are_of():
         other = gaussws.sample(w, scalar, jax.random.key(1))
         return jnp.sum(one.astype(jnp.float32) ** 2) + jnp.sum(other.astype(jnp.float32) ** 3)
 
-    of_w, of_bits, of_scalar = jax.grad(loss, (0, 1, 2))(w, bits, jnp.float32(4))
+    of_w, of_bits, of_scalar = jax.jit(jax.grad(loss, (0, 1, 2)))(w, bits, jnp.float32(4))
     assert (of_w.dtype, of_bits.dtype, of_scalar.shape) == (jnp.bfloat16, jnp.float32, ())
     assert np.asarray(of_bits).all() and float(of_scalar) != 0
 
@@ -133,7 +137,7 @@ def test_what_is_not_finite_shows():
     w, bits = drawn((64, 64))
     w = w.at[0, 0].set(jnp.nan).at[40, 40].set(-jnp.inf)
     for compute in ("bfloat16", "mxfp4"):
-        found = np.float32(gaussws.sample(w, bits, jax.random.key(0), compute=compute))
+        found = np.float32(sample(w, bits, jax.random.key(0), compute=compute))
         assert not np.isfinite(found[:32, :32]).any() and not np.isfinite(found[32:, 32:]).any()
         assert np.isfinite(found[:32, 32:]).all()
     zero = gaussws.sample(jnp.zeros((32, 32)), 4.0, 0)
@@ -150,8 +154,8 @@ def test_formats(name, shape):
     wanted = oracle.cast(f64(w), to.mantissa, to.ranges, to.largest)
     np.testing.assert_array_equal(f64(gaussws.fake_cast(w, name)), wanted)
     key = jax.random.key(0)
-    wide = gaussws.sample(w, bits, key, compute="float32")
-    found = gaussws.sample(w, bits, key, compute=name)
+    wide = sample(w, bits, key, compute="float32")
+    found = sample(w, bits, key, compute=name)
     assert found.dtype == jnp.bfloat16
     wanted = oracle.cast(f64(wide), to.mantissa, to.ranges, to.largest)
     np.testing.assert_array_equal(f64(found), wanted)

@@ -41,6 +41,7 @@ INNER = {
 }
 
 
+@jax.jit
 def gradient(params):
     return jax.grad(lambda p: sum((leaf**2).sum() for leaf in jax.tree.leaves(p)))(params)
 

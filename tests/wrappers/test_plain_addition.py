@@ -25,6 +25,7 @@ MADE = {
 }
 
 
+@jax.jit
 def gradient(params):
     return jax.tree.map(lambda p: (p - 0.1).astype(p.dtype), params)
 
