@@ -50,52 +50,33 @@ def compressed(tx, **slots):
     return lowmem.compress_state(tx, policy=POLICY, **slots)
 
 
-@functools.cache
-def forms():
-    """Every optimizer of ours and every wrapper."""
-    ours, mu, nu = made("flash_adamw"), CODECS.softsign(), CODECS.sqrt()
-    direction = lowmem.scale_by_flash_adam(storage=lowmem.Storage(policy=POLICY))
-    return {
-        **{name: made(name) for name in lowmem.OPTIMIZERS},
-        "scale_by_flash_adam": direction,
-        "compress_state adam": compressed(optax.adam(1e-3), mu=mu, nu=nu),
-        "compress_state adan": compressed(optax.adan(1e-3), m=mu, v=mu, n=nu),
-        "compress_state amsgrad": compressed(optax.amsgrad(1e-3), mu=mu, nu=nu, nu_max=nu),
-        "4 bits": lowmem.flash_adamw(1e-3, storage=FOUR),
-        "compress_state 4 bits": compressed(optax.adam(1e-3), mu=FOUR.mu, nu=FOUR.nu),
-        "compand_momentum": lowmem.compand_momentum(optax.trace(0.9), policy=POLICY),
-        "sqrt_variance_quant": lowmem.sqrt_variance_quant(optax.scale_by_rms(), policy=POLICY),
-        "moments of blocks": lowmem.sqrt_variance_quant(
-            lowmem.scale_by_adam_mini(blocks=lowmem.blocks.Structure(rules=(("*", (-1,)),))),
-            policy=POLICY,
-        ),
-        "split_master_weights": lowmem.split_master_weights(optax.adam(1e-3)),
-        "into bfloat16": lowmem.accumulate_gradients(ours, 2, into="bfloat16"),
-        "into moments": lowmem.accumulate_gradients(ours, 2, into="moments"),
-        "track_master_ema": lowmem.track_master_ema(ours, 0.9),
-        "per_tensor_loss_scale": lowmem.per_tensor_loss_scale(ours, 2.0**10),
-        "update_clipping": lowmem.update_clipping(optax.adamw(1e-3), b2=0.999, eps=1e-8),
-        "gaussws_noise": lowmem.gaussws_noise(ours, ("rows", "columns", "half groups")),
-        "chain": lowmem.chain(optax.clip_by_global_norm(1.0), ours),
-        "MultiSteps": optax.MultiSteps(ours, 2).gradient_transformation(),
-        "apply_if_finite": optax.apply_if_finite(ours, 3),
-    }
-
-
-FORMS = (
-    *lowmem.OPTIMIZERS,
-    *(
-        "4 bits",
-        "compress_state 4 bits",
-        "scale_by_flash_adam",
-        "compress_state adam",
-        "compress_state adan",
+OURS, SOFTSIGN, SQRT = made("flash_adamw"), CODECS.softsign(), CODECS.sqrt()
+# every optimizer of ours and every wrapper
+FORMS = {
+    **{name: made(name) for name in lowmem.OPTIMIZERS},
+    "scale_by_flash_adam": lowmem.scale_by_flash_adam(storage=lowmem.Storage(policy=POLICY)),
+    "compress_state adam": compressed(optax.adam(1e-3), mu=SOFTSIGN, nu=SQRT),
+    "compress_state adan": compressed(optax.adan(1e-3), m=SOFTSIGN, v=SOFTSIGN, n=SQRT),
+    "compress_state amsgrad": compressed(optax.amsgrad(1e-3), mu=SOFTSIGN, nu=SQRT, nu_max=SQRT),
+    "4 bits": lowmem.flash_adamw(1e-3, storage=FOUR),
+    "compress_state 4 bits": compressed(optax.adam(1e-3), mu=FOUR.mu, nu=FOUR.nu),
+    "compand_momentum": lowmem.compand_momentum(optax.trace(0.9), policy=POLICY),
+    "sqrt_variance_quant": lowmem.sqrt_variance_quant(optax.scale_by_rms(), policy=POLICY),
+    "moments of blocks": lowmem.sqrt_variance_quant(
+        lowmem.scale_by_adam_mini(blocks=lowmem.blocks.Structure(rules=(("*", (-1,)),))),
+        policy=POLICY,
     ),
-    *("compress_state amsgrad", "compand_momentum", "sqrt_variance_quant", "moments of blocks"),
-    *("split_master_weights", "into bfloat16", "into moments", "track_master_ema"),
-    *("per_tensor_loss_scale", "update_clipping", "gaussws_noise", "chain"),
-    *("MultiSteps", "apply_if_finite"),
-)
+    "split_master_weights": lowmem.split_master_weights(optax.adam(1e-3)),
+    "into bfloat16": lowmem.accumulate_gradients(OURS, 2, into="bfloat16"),
+    "into moments": lowmem.accumulate_gradients(OURS, 2, into="moments"),
+    "track_master_ema": lowmem.track_master_ema(OURS, 0.9),
+    "per_tensor_loss_scale": lowmem.per_tensor_loss_scale(OURS, 2.0**10),
+    "update_clipping": lowmem.update_clipping(optax.adamw(1e-3), b2=0.999, eps=1e-8),
+    "gaussws_noise": lowmem.gaussws_noise(OURS, ("rows", "columns", "half groups")),
+    "chain": lowmem.chain(optax.clip_by_global_norm(1.0), OURS),
+    "MultiSteps": optax.MultiSteps(OURS, 2).gradient_transformation(),
+    "apply_if_finite": optax.apply_if_finite(OURS, 3),
+}
 
 
 def arrays(leaves=LEAVES, dtype=jnp.bfloat16, seed=0, scale=0.2):
@@ -133,7 +114,7 @@ WRAPPING = ["moments of blocks", "gaussws_noise", "MultiSteps"]
 @pytest.mark.parametrize("name", rows(FORMS, [*WITH_SCALES, *WRAPPING]))
 def test_a_state_keeps_its_types(name):
     """`init`, eager and traced, and `update` give one type; so a loop can carry the state."""
-    tx = forms()[name]
+    tx = FORMS[name]
     with jax.set_mesh(mesh()):
         params = placed(arrays())
         state = tx.init(params)
@@ -163,7 +144,7 @@ def test_a_state_keeps_its_types(name):
 )
 def test_one_array_of_three_dimensions_on_eight_devices(name):
     """A bare f16 array split in its middle, outside of a jit and in one."""
-    tx = forms()[name]
+    tx = FORMS[name]
     with jax.set_mesh(mesh(8)):
         params = jnp.zeros((2, 8, 4), jnp.float16, out_sharding=P(None, "x"))
         state = tx.init(params)
@@ -179,7 +160,7 @@ def test_one_array_of_three_dimensions_on_eight_devices(name):
 @pytest.mark.parametrize("name", ["4 bits", pytest.param("compress_state 4 bits", marks=FULL)])
 def test_parts_that_would_cut_bytes_of_two_codes(name):
     """5 columns a device: codes are whole on that axis, values and updates are not."""
-    tx, leaves = forms()[name], {"w": ((8, 20), P(None, "x"))}
+    tx, leaves = FORMS[name], {"w": ((8, 20), P(None, "x"))}
     wanted = jax.jit(tx.update)(arrays(leaves), tx.init(arrays(leaves)), arrays(leaves))
     with jax.set_mesh(mesh()):
         params = placed(arrays(leaves), leaves)
@@ -219,7 +200,7 @@ BITS = ("flash_adamw", "flash_sgd", "into bfloat16")
 @pytest.mark.parametrize("name", rows(BITS, ["flash_sgd"]))
 def test_a_step_is_that_of_one_device(name):
     """Every bit where groups are whole; where they are cut, other parts are compiled."""
-    tx = forms()[name]
+    tx = FORMS[name]
     wanted = trained(tx, lambda tree: tree)
     with jax.set_mesh(mesh()):
         found = trained(tx, placed)
@@ -269,7 +250,7 @@ def test_explain_says_which_groups_are_cut(kind):
 @pytest.mark.parametrize("name", ["flash_adamw", "compress_state adam", "split_master_weights"])
 def test_auto_axes(name):
     """Updates and state of a parameter's shape have its sharding, also after an eager `init`."""
-    tx, params = forms()[name], placed(arrays(WHOLE), WHOLE, mesh(kind=AxisType.Auto))
+    tx, params = FORMS[name], placed(arrays(WHOLE), WHOLE, mesh(kind=AxisType.Auto))
     of_shape = {x.shape: x.sharding for x in params.values()}
     state = tx.init(params)
     updates, after = jax.jit(tx.update)(params, state, params)

@@ -1,7 +1,6 @@
 """A user's own shard_map, in which an optimizer sees a device's part of each leaf."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -28,31 +27,23 @@ def made(name, **storage):
     return row.make(row.learning_rate, storage=dataclasses.replace(own, **exact, **storage))
 
 
-@functools.cache
-def forms():
-    ours = made("flash_adamw")
-    pair = dict(mu=CODECS.softsign(), nu=CODECS.sqrt(), rounding="nearest")
-    return {
-        "flash_adamw": ours,
-        "flash_lion": made("flash_lion"),
-        "coat_adamw": made("coat_adamw"),
-        "compress_state": lowmem.compress_state(optax.adam(1e-3), **pair),
-        "two slots of one name": lowmem.compress_state(
-            optax.chain(optax.scale_by_adam(), optax.trace(0.9), optax.scale_by_adam()), **pair
-        ),
-        "compand_momentum": lowmem.compand_momentum(optax.trace(0.9), rounding="nearest"),
-        "split_master_weights": lowmem.split_master_weights(
-            lowmem.compress_state(optax.adam(1e-3), **pair), bits=32
-        ),
-        "into moments": lowmem.accumulate_gradients(ours, 2, into="moments"),
-        "chain": lowmem.chain(optax.scale(0.5), ours),
-    }
-
-
-FORMS = (
-    *("flash_adamw", "flash_lion", "coat_adamw", "compress_state", "two slots of one name"),
-    *("compand_momentum", "split_master_weights", "into moments", "chain"),
-)
+OURS = made("flash_adamw")
+PAIR = dict(mu=CODECS.softsign(), nu=CODECS.sqrt(), rounding="nearest")
+FORMS = {
+    "flash_adamw": OURS,
+    "flash_lion": made("flash_lion"),
+    "coat_adamw": made("coat_adamw"),
+    "compress_state": lowmem.compress_state(optax.adam(1e-3), **PAIR),
+    "two slots of one name": lowmem.compress_state(
+        optax.chain(optax.scale_by_adam(), optax.trace(0.9), optax.scale_by_adam()), **PAIR
+    ),
+    "compand_momentum": lowmem.compand_momentum(optax.trace(0.9), rounding="nearest"),
+    "split_master_weights": lowmem.split_master_weights(
+        lowmem.compress_state(optax.adam(1e-3), **PAIR), bits=32
+    ),
+    "into moments": lowmem.accumulate_gradients(OURS, 2, into="moments"),
+    "chain": lowmem.chain(optax.scale(0.5), OURS),
+}
 
 
 def arrays(seed, dtype=jnp.bfloat16):
@@ -77,7 +68,7 @@ def on_mesh(tx, function, params, specs=SPECS):
 @pytest.mark.parametrize("name", rows(FORMS, ["flash_adamw"]))
 def test_parts_under_min_size(name):
     """The state says which leaves have codes; the step is that of the whole leaf."""
-    tx = forms()[name]
+    tx = FORMS[name]
 
     def step(params, state, grads):
         return lowmem.step(tx, grads, state, params)
@@ -98,7 +89,7 @@ def test_parts_under_min_size(name):
 @pytest.mark.parametrize("name", ["flash_adamw", "compress_state"])
 def test_a_state_made_of_parts(name):
     """`init` in a shard_map sees parts alone: those under `min_size` have f32, and keep it."""
-    tx = forms()[name]
+    tx = FORMS[name]
 
     def run(params, grads):
         state = tx.init(params)

@@ -89,6 +89,20 @@ def test_masks_that_go_by_size(inner):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), updates, wanted)
 
 
+def test_a_running_maximum_stays_where_its_values_stay():
+    """Stochastic rounding would let it climb."""
+    tx = lowmem.compress_state(optax.amsgrad(0.1, b2=0.0), nu_max=sqrt())  # of g^2 itself
+    grads = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(64, 64)), jnp.float32)}
+    params = {"w": jnp.zeros((64, 64))}
+    step = jax.jit(lambda state: tx.update(grads, state, params)[1])
+    first = last = step(tx.init(params))
+    for _ in range(8):
+        last = step(last)
+    one, other = (np.asarray(optax.tree.get(s, "nu_max")["w"]) for s in (first, last))
+    assert one.dtype == np.uint8 and len(np.unique(one)) > 100
+    np.testing.assert_array_equal(one, other)
+
+
 class NormState(NamedTuple):
     first: jax.Array
 
