@@ -14,6 +14,7 @@ from optax_lowmem import codecs
 from optax_lowmem._src.update import split_update
 from tests import tolerances as tol
 from tests.oracle import split as oracle
+from tests.tiers import in_turn
 
 BF16, F16 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
 FORMS = [("bits-24", BF16), ("bits-32", BF16), ("ulp-24", BF16), ("ulp-32", BF16)]
@@ -204,9 +205,9 @@ def test_zero_update_leaves_every_pair_alone():
     np.testing.assert_array_equal(d, c[known])
 
 
-@pytest.mark.parametrize("update_dtype", ["float32", "param"])
-@pytest.mark.parametrize("name,dtype", FORMS)
-def test_learning_rate_zero_leaves_weights_and_corrections_alone(name, dtype, update_dtype):
+@pytest.mark.parametrize("form,update_dtype", in_turn(FORMS, ["float32", "param"]))
+def test_learning_rate_zero_leaves_weights_and_corrections_alone(form, update_dtype):
+    name, dtype = form
     scheme, bits = name.split("-")
     zero = codecs.SPLITS[name].zero
     storage = lowmem.Storage(int(bits), split=scheme, update_dtype=update_dtype)

@@ -19,7 +19,7 @@ from optax_lowmem._src.switchback import quantized_matmul
 from tests import tolerances as tol
 from tests.contract_cases import QUICK_COMPILE
 from tests.lowering import kernels_in, lower_for_cuda
-from tests.tiers import in_turn
+from tests.tiers import in_turn, rows
 
 BATCH, LENGTH, WIDTH, VOCAB = 4, 12, 16, 40
 KEYS = jax.random.split(jax.random.key(0), 4)
@@ -250,7 +250,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "how", "vocab_axis", "weighted"), CASES)
+OFTEN = [case for i, case in enumerate(CASES) if i % 4 == i // 4 % 4]
+
+
+@pytest.mark.parametrize(("name", "how", "vocab_axis", "weighted"), rows(CASES, OFTEN))
 def test_on_a_mesh(name, how, vocab_axis, weighted):
     """Equal to one device's, and gradients lie where their arguments do."""
     assert_close(
@@ -604,10 +607,7 @@ fp8_on_one = functools.cache(run_fp8)
 
 @pytest.mark.parametrize(
     ("name", "how", "axis", "weighted"),
-    [
-        case if i % 4 == i // 4 % 4 else pytest.param(*case, marks=pytest.mark.full)
-        for i, case in enumerate(CASES)
-    ]
+    rows(CASES, OFTEN)
     + [("all", "specs", 1, True), ("all", "explicit", 0, True), ("tensor", "auto", 1, False)],
 )
 def test_fp8_on_a_mesh(name, how, axis, weighted):

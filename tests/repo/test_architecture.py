@@ -1,6 +1,7 @@
 """The shape of the repository: direction of imports, lean import, the public names."""
 
 import ast
+import functools
 import graphlib
 import os
 import subprocess
@@ -70,6 +71,7 @@ def name_of(path: Path) -> str:
     return path.relative_to(REPO).as_posix()
 
 
+@functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
