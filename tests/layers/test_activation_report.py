@@ -67,6 +67,8 @@ def test_views_count_as_what_they_are_of():
     ]
     both = report(lambda x: (x.T * x.T, x.reshape(-1) * x.reshape(-1)), X)  # of one array
     assert kinds(both) == [("argument", "bfloat16", (128, 64))]
+    inside = report(lambda x: jax.jit(lambda y: y.T * y.T)(x), X)  # of what a call is given
+    assert kinds(inside) == [("argument", "bfloat16", (128, 64))]
     # a number that is narrower is another one
     narrow = report(lambda x: jnp.sin(x.astype(BF16)), of(8, dtype=F32))
     assert kinds(narrow) == [("cos", "bfloat16", (8,))]
