@@ -271,12 +271,12 @@ def test_a_trial_with_heads_and_with_leaves_that_are_left_out():
     }
     kept = jax.tree.map(lambda a: a.dtype == jnp.float32, params)
     blocks = lowmem.blocks.Structure(heads=12)
-    for tx in (lowmem.flash_adam_mini(1e-3, blocks=blocks), lowmem.flash_adamw(1e-3)):
-        around = optax.chain(optax.masked(tx, kept), optax.identity())
-        assert lowmem.explain(around, params).warnings == ()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            lowmem.init(around, params)
+    tx = optax.masked(lowmem.flash_adam_mini(1e-3, blocks=blocks), kept)
+    around = optax.chain(tx, optax.identity())
+    assert lowmem.explain(around, params).warnings == ()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lowmem.init(around, params)
 
 
 def check_abstract(params):
