@@ -22,24 +22,19 @@ ONE, MESH = "--data-parallel 1", "--data-parallel 1 --fsdp 4 --tensor 2"
 @functools.lru_cache(maxsize=8)  # a program takes up to 2,500 of a process's memory maps
 def program_of(make, settings):
     program = make(settings)
-    start = functools.cache(lambda: program.start.lower().compile())
+    start = functools.cache(lambda: program.start.lower().compile(SAME_BITS))
     return dataclasses.replace(program, start=lambda: start()())
 
 
 @pytest.fixture
 def llama(example, monkeypatch):  # noqa: F811
-    """The example's modules; programs are compiled quickly, and once for neighbouring tests.
-
-    Some compare bits of two programs, which XLA of jax 0.10 contracts differently in quicker ones.
-    """
+    """The example's modules; programs are compiled once for neighbouring tests."""
     parts = SimpleNamespace(script=example("train_llama"))
     for name in ("config", "model", "mesh", "optimizer", "choose", "train", "report"):
         setattr(parts, name, example(f"_llama.{name}"))
-    make, compiled = parts.train.make_program, jax.stages.Lowered.compile
-    monkeypatch.setattr(parts.train, "make_program", functools.partial(program_of, make))
-    monkeypatch.setattr(jax.stages.Lowered, "compile", lambda own: compiled(own, SAME_BITS))
-    with jax.numpy_rank_promotion("allow"):  # tests forbid what the model, like most, makes use of
-        yield parts
+    make = functools.partial(program_of, parts.train.make_program)
+    monkeypatch.setattr(parts.train, "make_program", make)
+    return parts
 
 
 def trained(llama, flags):
@@ -106,7 +101,7 @@ def test_stopped_and_resumed(llama, tmp_path):
     [
         ("--remat dots --unroll 3", 1e-4),
         ("--unroll 4", 1e-3),  # layers with weights of their own
-        ("--accumulate 2 --account", 3e-3),  # gradients rounded to bf16
+        ("--accumulate 2", 3e-3),  # gradients rounded to bf16
         ("--linear switchback_m-fp8", 0.05),
     ],
 )
@@ -115,9 +110,6 @@ def test_losses_of_the_ordinary_run(llama, flags, gap):
     assert run.run.losses == pytest.approx(whole.run.losses, abs=gap)
     assert run.run.losses != whole.run.losses or gap == 1e-4
     assert run.program.settings.stacked == ("--unroll 4" not in flags)
-    if "--account" in flags:
-        planned = run.program.planned["backward_bytes"], whole.program.planned["backward_bytes"]
-        assert planned[0] < 0.6 * planned[1]
 
 
 def test_gradient_release(llama):
