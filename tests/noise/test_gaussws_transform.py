@@ -453,7 +453,7 @@ def test_explain_tells_what_changes_the_noise(case):
     (warning,) = lowmem.explain(bad, params).warnings
     assert "are changed after" in warning
     with pytest.warns(UserWarning, match="are changed after"):
-        lowmem.init(bad, start(), allow_rounding=True)
+        jax.eval_shape(lambda p: lowmem.init(bad, p, allow_rounding=True), start())
 
 
 def test_explain_does_not_mind_the_noise():

@@ -269,7 +269,7 @@ def test_explain_and_the_memory_report():
     assert found.state_bytes == sum(leaf.nbytes for leaf in jax.tree.leaves(state))
     assert found.counterpart == "optax.adamw"
     late = optax.chain(adamw(CODED, below=BELOW), optax.scale(0.5))
-    (warning,) = lowmem.explain(late, params).warnings
+    (warning,) = lowmem.explain(late, jax.eval_shape(lambda: params)).warnings
     assert "the updates of a, b, " in warning
 
 
