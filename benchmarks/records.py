@@ -185,7 +185,14 @@ def alike(rows: Rows, *keys: str) -> Rows:
     return select(rows, **wanted)
 
 
+IDENTITY = ("bench", "device", "case", "impl", "metric", "seed", "jax")  # of a measurement
+
+
+def identity(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what the records of one measurement have in common."""
+    return tuple(row.get(key) for key in IDENTITY)
+
+
 def newest(rows: Rows, **wanted: Any) -> Rows:
-    """Records that match, the last one of each case, implementation, metric, seed and device."""
-    keys = ("device", "case", "impl", "metric", "seed", "jax")
-    return list({tuple(row.get(k) for k in keys): row for row in select(rows, **wanted)}.values())
+    """Return the last record of each measurement, of those that match."""
+    return list({identity(row): row for row in select(rows, **wanted)}.values())
