@@ -24,6 +24,7 @@ from benchmarks.render import Rendered, Table
 from optax_lowmem._src.checkpoint import checksums
 
 SHAPES, FILE = "llama-2-7b/adamw", "normal/adamw"
+REPEATS = 21  # of timed saves
 # implementation -> (optimizer, dtype of the weights)
 VARIANTS: dict[str, tuple[optax.GradientTransformation, Any]] = {
     "optax-f32": (optax.adamw(1e-3), jnp.float32),
@@ -103,9 +104,9 @@ def saving(impl: str, parameters: int, repeats: int) -> dict[str, list[float]]:
     return times
 
 
-def cost_of_checksums(impl: str, parameters: int, repeats: int = 21) -> Rows:
+def cost_of_checksums(impl: str, parameters: int) -> Rows:
     """Records of saving times; the ratio is the median of pairs, the share that of the summing."""
-    times = saving(impl, parameters, repeats)
+    times = saving(impl, parameters, REPEATS)
     pairs = zip(times["with"], times["without"], strict=True)
     both = zip(times["with"], times["summing"], strict=True)
     more = {
@@ -115,7 +116,7 @@ def cost_of_checksums(impl: str, parameters: int, repeats: int = 21) -> Rows:
             "share": statistics.median(part / (whole - part) for whole, part in both),
         },
     }
-    flags = {"flags": {"parameters": parameters}, "repeats": repeats}
+    flags = {"flags": {"parameters": parameters}, "repeats": REPEATS}
     return [
         records.record("checkpoint", FILE, f"{impl}, {kind} checksums", "save_s",
                        statistics.median(times[kind]), "s", **own, **flags)
