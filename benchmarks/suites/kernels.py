@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 import optax_lowmem as lowmem
 from benchmarks import records, timing
+from benchmarks.peers import device_loop, in_jax
 from benchmarks.render import Rendered, Table, cell
 from optax_lowmem import codecs
 from optax_lowmem._src.codecs import group_codec, group_codec_triton
@@ -163,36 +164,23 @@ def cases(rows: int, columns: int) -> dict[str, Callable[[], Made]]:
     }
 
 
-class Stepped:
+def stepped(name: str, rows: int, columns: int, backend: str) -> device_loop.Runner:
     """Steps of an optimizer in place, on the device."""
+    make = lowmem.OPTIMIZERS[name.split("/")[0]].make
+    tx = make(1e-3, storage=lowmem.Storage(**STEPS[name]))
 
-    def __init__(self, name: str, rows: int, columns: int, backend: str) -> None:
-        record = lowmem.OPTIMIZERS[name.split("/")[0]]
-        tx = record.make(1e-3, storage=lowmem.Storage(**STEPS[name]))
-        make = jax.jit(lambda: {f"w{i}": drawn(rows, columns, F32, i) for i in range(LEAVES)})
-        self.params, self.state = lowmem.init(tx, make(), BF16)
-        self.grads = jax.jit(lambda p: jax.tree.map(lambda x: x * 0.01, p))(self.params)
-        size = LEAVES * rows * columns
-        seconds = 16 * size / COPY_TBPS / 1e12
-        self.calls = max(3, min(400, round(timing.CALL_SECONDS / seconds)))
-        self.bytes = 2 * (bytes_of(self.params) + bytes_of(self.state)) + bytes_of(self.grads)
+    def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        return lowmem.step(tx, grads, state, params, implementation=backend)
 
-        def loop(params: Any, state: Any, grads: Any) -> Any:
-            def body(_: jax.Array, carry: Any) -> Any:
-                own, (params, state) = jax.lax.optimization_barrier((grads, carry))
-                return lowmem.step(tx, own, state, params, implementation=backend)
+    shapes = {f"w{i}": jax.ShapeDtypeStruct((rows, columns), F32) for i in range(LEAVES)}
+    made = in_jax.Implementation(tx.init, step, BF16, "")
 
-            return jax.lax.fori_loop(0, self.calls, body, (params, state))
+    def calls(moved: int) -> int:
+        return max(3, min(400, round(timing.CALL_SECONDS * COPY_TBPS * 1e12 / moved)))
 
-        given = (self.params, self.state, self.grads)
-        self.run = jax.jit(loop, donate_argnums=(0, 1)).lower(*given).compile()
-        self.time()
-
-    def time(self) -> float:
-        milliseconds, (self.params, self.state) = timing.elapsed(
-            self.run, self.params, self.state, self.grads
-        )
-        return milliseconds / self.calls
+    runner = device_loop.Runner(made, shapes, calls)
+    runner.start()
+    return runner
 
 
 def bytes_of(*trees: Any) -> int:
@@ -234,8 +222,8 @@ def main(args: argparse.Namespace) -> Iterator[records.Rows]:
     for name in STEPS:
         if "interpret" in args.backends or (args.case and f"step/{name}" not in args.case):
             continue
-        steps = {backend: Stepped(name, rows, columns // 2, backend) for backend in args.backends}
-        moved = next(iter(steps.values())).bytes
+        steps = {backend: stepped(name, rows, columns // 2, backend) for backend in args.backends}
+        moved = next(iter(steps.values())).found["moved_bytes"]
         yield measured(f"step/{name}/{LEAVES}x{rows}x{columns // 2}", steps, moved, args.repeats)
 
 

@@ -262,7 +262,7 @@ def test_what_fails_does_not_stop_the_others(monkeypatch, capsys):
 
 def carry_of(name, optimizer="adamw"):
     made = in_jax.make(name, "tiny", optimizer)
-    return made, device_loop.Setup(made, "tiny")()
+    return made, device_loop.Setup(made, TINY())()
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,9 @@ def carry_of(name, optimizer="adamw"):
 def test_bytes_that_must_move(name, optimizer, expected):
     """Bytes per parameter, by hand."""
     made = in_jax.make(name, "ten-million", optimizer)
-    moved = device_loop.moved_bytes(made, device_loop.Setup(made, "ten-million").shapes)
+    moved = device_loop.moved_bytes(
+        made, device_loop.Setup(made, cases.LEAF_SETS["ten-million"]()).shapes
+    )
     assert moved / cases.parameters("ten-million") == pytest.approx(expected, rel=1e-5)
 
 
@@ -324,10 +326,10 @@ def test_nothing_of_the_gradient_leaves_the_loop(monkeypatch):
 
 
 def test_a_step_of_the_kernels_is_in_place():
-    own = kernels.Stepped("flash_adamw/linear4", 16, 64, "xla")
-    before = int(own.state.count)
+    own = kernels.stepped("flash_adamw/linear4", 16, 64, "xla")
+    before = int(own.carry[1].count)
     own.time()
-    assert int(own.state.count) == before + own.calls
+    assert int(own.carry[1].count) == before + own.steps
 
 
 @pytest.mark.parametrize("name", kernels.cases(16, 64))

@@ -29,7 +29,6 @@ from typing import Any
 import jax
 
 from benchmarks import ROOT, records
-from benchmarks.peers.report import say
 from benchmarks.suites.mesh import tables as mesh_tables
 from benchmarks.suites.mesh.step import PRESETS
 
@@ -142,22 +141,22 @@ class Run:
     def _keep(
         self, devices: int, impl: str, name: str, metrics: dict, measure: Callable[..., Any]
     ) -> None:
-        case = (f"llama-{self.args.preset} fsdp={devices}", "adamw")
-        say(case, name, "begins")
+        case = f"llama-{self.args.preset} fsdp={devices}/adamw"
+        print(case, name, "begins", flush=True)
         try:
             found = measure(self.args, devices, impl)
         except Failed as error:  # the others are still worth their time
             self.failed = True
-            return say(case, name, f"failed: {error}")
+            return print(case, name, f"failed: {error}")
         own, rows = {"model": f"llama-{self.args.preset}", "devices": devices}, []
         for key, (metric, unit, *details) in metrics.items():
             if found.get(key) is not None:
                 more = own | {detail: found[detail] for detail in details if detail in found}
                 values = {metric: (found[key], unit)}
-                rows += records.records_of("mesh", "/".join(case), impl, values, **more)
+                rows += records.records_of("mesh", case, impl, values, **more)
         self.rows += rows
+        records.show(rows)
         records.keep(rows, self.args.record)
-        say(case, name, ", ".join(f"{row['metric']} {row['value']:.5g}" for row in rows))
 
 
 def powers_of_two(there: int) -> list[int]:
