@@ -1,7 +1,6 @@
 """The largest batch of a Llama that fits on one GPU, by optimizer and activations (COAT, Table 8).
 
-    python -m benchmarks.run fit --preset 3b --steps 0 --record   # a GPU of 80 GB; 15 minutes
-    python -m benchmarks.run fit --preset 3b --recorded --record  # times the batches found there
+    python -m benchmarks.run fit --preset 3b --record   # a GPU of 80 GB; 25 minutes
     python -m benchmarks.run fit --preset 8b --only flash_adamw coat_adamw+fp8 --record
     python -m benchmarks.run fit --preset tiny --sequence 32 --memory 0.02   # anywhere
 
@@ -12,7 +11,6 @@ steps are timed, at a batch that all can run and at each one's largest.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import os
 import time
@@ -46,6 +44,7 @@ CONFIGURATIONS = {
     fit_tables.COAT_F32: "--optimizer coat_adamw --f32-weights --activations fp8",
     fit_tables.SPLIT: "--optimizer split_adamw",
 }
+Fit = dict[str, float]  # of one: max_batch (0: none), own_bytes, planned_bytes, sequence_bytes
 SHARE = 0.98  # of what JAX may take: what lies in pieces cannot be used whole
 say = functools.partial(print, flush=True)
 
@@ -57,12 +56,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--sequence", type=int, default=2048, help="tokens (default: 2048)")
     add("--only", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS), metavar="NAME",
         help=f"of {', '.join(CONFIGURATIONS)} (default: all)")  # fmt: skip
-    add(
-        "--recorded",
-        action="store_true",
-        help="time the batches that records of this device have, and look for none",
-    )
-    add("--remat", action="store_true", help="compute layers anew in the backward pass")
     add("--attention", choices=("xla", "cudnn"), help="default: cudnn on a GPU")
     add("--memory", type=float, metavar="GIB", help="of a device; default: what JAX may take")
     add("--most", type=int, default=1024, help="batch (default: 1024)")
@@ -76,8 +69,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def settings_of(args: argparse.Namespace, name: str, batch: int) -> Any:
     attention = args.attention or ("cudnn" if on_gpu() else "xla")
     flags = f"--preset {args.preset} --sequence {args.sequence} --batch {batch} --data 1"
-    flags += f" --text random --attention {attention} --steps {max(1, args.steps)}"
-    flags += f" --{'' if args.remat else 'no-'}remat {CONFIGURATIONS[name]}"
+    flags += f" --text random --attention {attention} --steps {max(1, args.steps)} --no-remat"
+    flags += f" {CONFIGURATIONS[name]}"
     return train_llama.make_settings(train_llama.parse_arguments(flags.split()))
 
 
@@ -110,23 +103,6 @@ def largest(of: Callable[[int], int], limit: float, most: int) -> tuple[int, dic
             guess = low + int((limit - found.get(low, limit)) / slope)
         guess = min(max(guess, low + 1), high - 1)
     return low, found
-
-
-@dataclasses.dataclass(frozen=True)
-class Fit:
-    """Largest batch of a configuration that fits on a device."""
-
-    max_batch: int  # 0: none
-    own_bytes: int  # of weights and state
-    planned_bytes: int  # at the largest batch, or at 1 if none fits
-    sequence_bytes: float  # that one more takes
-
-    @classmethod
-    def of_plans(cls, batch: int, planned: dict[int, int], own_bytes: int) -> Fit:
-        """Return what plans, batch -> bytes, say of the largest batch."""
-        first, last = min(planned), max(planned)
-        slope = (planned[last] - planned[first]) / max(1, last - first)
-        return cls(batch, own_bytes, planned[batch or 1], slope)
 
 
 def peak() -> int:
@@ -172,72 +148,54 @@ class Bench:
         # what layers without FP8 keep, which the example chooses
         kept = kept_by_default(settings_of(args, fit_tables.BASE, 1))
         self.case = f"llama-{args.preset}-s{args.sequence}{'-lean' if kept == LEAN else ''}"
-        self.case += "-remat" if args.remat else ""
 
     def store(self, impl: str, values: dict[str, float], case: str = "") -> None:
-        rows = []
-        for metric, value in values.items():
-            unit = "sequences" if metric.endswith("batch") else "bytes"
-            unit = "tokens/s" if metric == "tokens_per_s" else unit
-            more = {"limit_bytes": self.has, "remat": self.args.remat}
-            case = case or self.case
-            rows.append(records.record("fit", case, impl, metric, value, unit, **more))
+        units = {"tokens_per_s": "tokens/s", "max_batch": "sequences", "common_batch": "sequences"}
+        found = {metric: (value, units.get(metric, "bytes")) for metric, value in values.items()}
+        more = {"limit_bytes": self.has, "remat": False}
+        rows = records.records_of("fit", case or self.case, impl, found, **more)
         records.show(rows)
         records.keep(rows, self.args.record)
 
     def fit(self, name: str) -> Fit:
+        """Return the largest batch that fits, and the bytes of plans."""
         of = functools.partial(plan, self.args, name)
         batch, planned = largest(of, SHARE * self.has, self.args.most)
         own = train.make_program(settings_of(self.args, name, 1)).device_bytes
-        return Fit.of_plans(batch, planned, own)
-
-    def recorded(self) -> dict[str, Fit]:
-        """Return what an earlier run on this device recorded."""
-        where = records.device()
-        here = records.select(records.all_records(), bench="fit", case=self.case, device=where)
-        found = records.grouped(here, "impl", "metric")
-        names = [field.name for field in dataclasses.fields(Fit)]
-        missing = [name for name in self.args.only if not found.get(name, {}).keys() >= {*names}]
-        if missing:
-            raise SystemExit(
-                f"no plans of {', '.join(missing)} for {self.case} on {where} are recorded: "
-                "run without --recorded first"
-            )
-        return {
-            impl: Fit(*(found[impl][name]["value"] for name in names)) for impl in self.args.only
-        }
+        first, last = min(planned), max(planned)
+        each = (planned[last] - planned[first]) / max(1, last - first)
+        return {"max_batch": batch, "own_bytes": own, "planned_bytes": planned[batch or 1],
+                "sequence_bytes": each}  # fmt: skip
 
     def plans(self) -> dict[str, Fit]:
         """Side by side, one thread a configuration."""
         with ThreadPoolExecutor(self.args.jobs) as pool:
             fits = dict(zip(self.args.only, pool.map(self.fit, self.args.only), strict=True))
         for name, found in fits.items():
-            self.store(name, dataclasses.asdict(found))
+            self.store(name, found)
         return fits
 
     def timings(self, fits: dict[str, Fit]) -> None:
         """Smaller programs first, so that peaks are new."""
-        batches = {name: int(found.max_batch) for name, found in fits.items() if found.max_batch}
+        batches = {name: int(of["max_batch"]) for name, of in fits.items() if of["max_batch"]}
         if not batches:
             return
         common = min(batches.values())
         self.store(ALL, {"common_batch": common})
         wanted = sorted(
             {(name, b) for name, most in batches.items() for b in (common, most)},
-            key=lambda one: fits[one[0]].own_bytes + one[1] * fits[one[0]].sequence_bytes,
+            key=lambda one: fits[one[0]]["own_bytes"] + one[1] * fits[one[0]]["sequence_bytes"],
         )
         every = [settings_of(self.args, *one) for one in wanted]
         programs = [train.make_program(settings) for settings in every]
         with ThreadPoolExecutor(self.args.jobs) as pool:
             list(pool.map(lambda program: program.compiled, programs))
-        say(f"compiled after {time.perf_counter() - self.start:.0f} s")
         for (name, batch), settings, program in zip(wanted, every, programs, strict=True):
             if time.perf_counter() - self.start > self.args.limit:
                 say(f"{name} at batch {batch} is left out")
                 continue
             numbers = timed(settings, program)
             if numbers is None and batch > common:  # its kernels, now chosen, want more: one less
-                say(f"{name} at batch {batch}: planned, but out of memory")
                 batch -= 1
                 self.store(name, {"max_batch": batch})
                 settings = settings_of(self.args, name, batch)
@@ -252,7 +210,6 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")  # as the example
     args = parse_arguments(arguments)
     bench = Bench(args)
-    fits = bench.recorded() if args.recorded else bench.plans()
+    fits = bench.plans()
     if args.steps:
         bench.timings(fits)
-    say(f"done after {time.perf_counter() - bench.start:.0f} s")
