@@ -3,7 +3,6 @@
 import ast
 import contextlib
 import dataclasses
-import importlib
 import json
 import os
 import re
@@ -29,7 +28,7 @@ from benchmarks.suites.mesh import bench as mesh
 from benchmarks.suites.noise import bench as noise
 from benchmarks.suites.pairs import sizes
 from benchmarks.suites.step import bench as step
-from benchmarks.suites.step import call, instructions, tune
+from benchmarks.suites.step import instructions, many_leaves, tune
 from optax_lowmem import gaussws, layers
 from optax_lowmem._src.noise.kernels import block_shape
 from optax_lowmem._src.update import tuning
@@ -116,7 +115,7 @@ SUITES = [
            (device_loop, "MAX_STEPS", 4), (processes, "in_a_process", outcome),
            (processes.turns, "take", lambda turn, compiling: os.close(compiling)))),
     Smoke("masters", "--leaf-set tiny --kernel xla --repeats 1 --steps 2", ("masters",)),
-    Smoke("call", "--case equal-2", ("call",), ((call, "CALLS", 6),)),
+    Smoke("call", "--case equal-2", ("call",), ((many_leaves, "CALLS", 6),)),
     Smoke("compile", "--case equal-1", ("cpu_compile",), **ON_A_CPU),
     Smoke("instructions", "", ("instructions",),
           ((instructions, "STEPS", {instructions.LEAST: instructions.STEPS["flash_lion"]}),),
@@ -155,13 +154,12 @@ def test_a_suite_makes_its_tables(smoke, tmp_path):
     """Its records have values, and each of its tables has lines made of them."""
     pytest.importorskip(smoke.needs)
     file = tmp_path / "records.jsonl"
-    suite = importlib.import_module(f"benchmarks.suites.{run.SUITES[smoke.suite]}")
     with contextlib.ExitStack() as patches:
         for thing, name, value in smoke.patches:
             patch = mock.patch.dict if isinstance(thing, dict) else mock.patch.object
             own = (thing, {name: value}) if isinstance(thing, dict) else (thing, name, value)
             patches.enter_context(patch(*own))
-        assert not suite.main([*smoke.words.split(), "--record", str(file)])
+        assert not run.suite(smoke.suite)([*smoke.words.split(), "--record", str(file)])
     rows = records.load(file)
     assert all(np.isfinite(row["value"]) for row in rows)
     assert len(records.newest(rows)) == len(rows)  # none replaces another
@@ -218,9 +216,10 @@ def test_documents_print_commands_that_exist():
 
 
 def test_suites_have_a_main():
-    for module in run.SUITES.values():
-        text = file_of(f"benchmarks.suites.{module}").read_text("utf-8")
-        assert "main" in {node.name for node in ast.parse(text).body if hasattr(node, "name")}
+    for name in run.SUITES.values():
+        module, _, function = name.partition(":")
+        body = ast.parse(file_of(f"benchmarks.suites.{module}").read_text("utf-8")).body
+        assert (function or "main") in {node.name for node in body if hasattr(node, "name")}
 
 
 @pytest.mark.parametrize(
