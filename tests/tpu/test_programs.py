@@ -1,9 +1,8 @@
-"""How the optimized programs and the bundles of a TPU are read, from texts of them."""
+"""How an optimized program is read, from the text of one."""
 # ruff: noqa: E501 - lines of programs are as long as XLA writes them
 
 import pytest
 
-from benchmarks.suites.tpu import bundles
 from benchmarks.suites.tpu.program import Array, Program, _array
 
 pytestmark = pytest.mark.tpu
@@ -57,37 +56,6 @@ ENTRY %main (p: f32[512,512], q: bf16[512,512]) -> f32[512,512] {
 }
 """
 
-BUNDLES = """
-     0   :  { %1 = smov 0 }
-   0x1 LB: > { %2 = smov 0 }
-   0x2 LB: >> { %p1 = scmp.ge.s32.totalorder %s1, 16 /* loop exit test */ }
-   0x3   : > { %3 = smov 0 }
-   0x4   : >> { %4 = sbr.rel (!%p1) target = $region1 }
-   0x5   : > { %p2 = scmp.ge.s32.totalorder %s2, 6 /* loop exit test */  ;;  %5 = sbr.rel }
-   0x6   :  {}
-   0x7   :  { %6 = smov 0 }
-"""
-
-# The loop over a grid of 4 steps: trip 0 only fetches, trip 5 only stores, and both branch over.
-GRID = """
-     0   :  { %1 = smov 0 }
-   0x1 LB: > { %p7 = scmp.ge.s32.totalorder %s3, 1 }
-   0x2   : > { %p8 = scmp.lt.s32.totalorder %s3, 5  ;;  %p9 = pnand %p7, %p8 }
-   0x3   : > { %2 = sbr.rel (%p9) target = $region6 }
-   0x4   : > { %3 = smov 0 }
-   0x5   :  {}
-   0x6   :  {}
-   0x7   :  {}
-   0x8   : > { %4 = smov 0 }
-   0x9 LB: >> { %p1 = scmp.ge.s32.totalorder %s1, 16 /* loop exit test */ }
-   0xa   : >> { %5 = sbr.rel (!%p1) target = $region1 }
-   0xb   : > { %6 = smov 0 }
-   0xc PF: > { %7 = smov 0 }
-   0xd   : > { %p2 = scmp.ge.s32.totalorder %s2, 6 /* loop exit test */ }
-   0xe   : > { %8 = sbr.rel (!%p2) target = $region2 }
-   0xf   :  { %9 = smov 0 }
-"""
-
 
 def test_bytes_of_a_program():
     """Slices count what they take, in a loop each time; chip memory nothing; a kernel each once."""
@@ -104,33 +72,3 @@ def test_bytes_of_tiles():
     assert _array("f32", "5,100", "1,0:T(8,128)") == Array(8 * 128 * 4, True)
     assert _array("bf16", "100,5", "0,1:T(8,128)(2,1)S(1)") == Array(8 * 128 * 2, False)
     assert _array("s4", "64,64", "1,0") == Array(64 * 32, True)
-
-
-def test_bundles_of_loops():
-    """3 bundles of the inner loop 16 times, and two more of the outer one, 6 times."""
-    assert bundles.cycles(BUNDLES) == 1 + 6 * (1 + 16 * 3 + 2) + 1
-    with pytest.raises(ValueError, match="exit tests"):
-        bundles.cycles(BUNDLES.replace("%s1, 16", "%s1, %s3"))
-    # the test of a loop may stand in the one inside, and wait for the end of that
-    test = " ;; %p2 = scmp.ge.s32.totalorder (%p1), %s2, 6 /* loop exit test */ }"
-    moved = BUNDLES.replace("%p2 = scmp.ge.s32.totalorder %s2, 6 /* loop exit test */  ;;  ", "")
-    moved = moved.replace("16 /* loop exit test */ }", "16 /* loop exit test */" + test)
-    assert bundles.cycles(moved) == bundles.cycles(BUNDLES)
-
-
-def test_bundles_of_a_grid():
-    """Bundles that a branch leaves out of the first and the last trip run 4 times, not 6.
-
-    The four bundles behind the branch run before it is taken. Its condition may be kept as
-    a number, with no register left for it.
-    """
-    always, of_step = 3 + 4 + 3, 1 + 16 * 2 + 1
-    assert bundles.cycles(GRID) == 1 + 6 * always + 4 * of_step + 1
-    kept = GRID.replace(
-        "{ %2 = sbr.rel (%p9)",
-        "{ %s4 = scalar_select /*predicate=*/%p9, /*on_true=*/1, /*on_false=*/0  ;;  "
-        "%p10 = scmp.ne.s32.totalorder %s4, 0  ;;  %2 = sbr.rel (%p10)",
-    )
-    assert bundles.cycles(kept) == bundles.cycles(GRID)
-    with pytest.raises(ValueError, match="how often the branch on %p9"):
-        bundles.cycles(GRID.replace("%s3, 5", "%s4, 5"))
