@@ -81,13 +81,6 @@ def call_ms(program: Any, *args: Any, calls: int = 5, repeats: int = 3) -> float
     return statistics.median(times)
 
 
-def elapsed(program: Any, *args: Any) -> tuple[float, Any]:
-    """Milliseconds of one call, and its result."""
-    started = time.perf_counter()
-    found = jax.block_until_ready(program(*args))
-    return (time.perf_counter() - started) * 1e3, found
-
-
 def middle(times: Iterable[float], unit: str = "ms") -> tuple[tuple[float, str], dict[str, Any]]:
     """The median with its unit, and the fields of a record that say how far turns differ."""
     times = list(times)

@@ -124,6 +124,8 @@ SUITES = [
           ((absent_gpu, "mesh", lambda: None),
            (absent_gpu, "program", lambda *a, **k: PROGRAM_OF_A_STEP))),
     Smoke("composition", "", ("composition",), ((composition, "SIDE", 64),), **ON_A_CPU),
+    Smoke("tpu", "--chip v5e --case 2048x8192 --impl optax.adamw --part gaussws/2048x8192",
+          ("tpu_steps", "tpu_parts"), **ON_A_CPU, needs="libtpu"),
     Smoke("memory", "", ("memory", "budget"), ((sizes, "measure", lambda *of: []),
           (memory, "PUBLISHED", ADAMW_OF_8B)), **ON_A_CPU),
     Smoke("checkpoint", "--parameters 65536 --saved 65536", ("checksums",),

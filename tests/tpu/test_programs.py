@@ -1,4 +1,4 @@
-"""How an optimized program is read, from the text of one."""
+"""Optimized programs, read from their text."""
 # ruff: noqa: E501 - lines of programs are as long as XLA writes them
 
 import pytest
