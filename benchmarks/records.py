@@ -54,19 +54,9 @@ def record(
     bench: str, case: str, impl: str, metric: str, value: float, unit: str, **more: Any
 ) -> dict[str, Any]:
     """One measurement with where, when and at which commit it was made."""
-    return {
-        "bench": bench,
-        "case": case,
-        "impl": impl,
-        "metric": metric,
-        "value": value,
-        "unit": unit,
-        "device": device(),
-        "jax": jax.__version__,
-        "commit": commit(),
-        "date": datetime.date.today().isoformat(),
-        **more,
-    }
+    own = {"bench": bench, "case": case, "impl": impl, "metric": metric, "value": value}
+    where = {"unit": unit, "device": device(), "jax": jax.__version__, "commit": commit()}
+    return own | where | {"date": datetime.date.today().isoformat()} | more
 
 
 def suite(**options: dict[str, Any]) -> Callable[[Callable[..., Iterable[Rows]]], Any]:
@@ -125,7 +115,7 @@ def command_line(doc: str | None) -> argparse.ArgumentParser:
 
 def keep(rows: Rows, to: bool | str | Path | None) -> Path | None:
     """Appends records where `--record` asks for it, and says where; return the file."""
-    if not to:
+    if not to or not rows:
         return None
     path = append(rows, None if to is True else Path(to))
     print(f"recorded in {path}", flush=True)

@@ -58,32 +58,22 @@ def of_codec(name: str, shape: tuple[int, int], decodes: bool) -> Made:
     codec, key = codecs.CODECS[name], jnp.uint32(1)
     x = drawn(*shape, F32)
     x = x if codec.signed else jnp.abs(x)
-
-    def encoding(backend: str) -> Callable[..., Any]:
-        return lambda x, key: group_codec_triton.encode(codec, x, 32, key, backend=backend)
-
+    kernel = group_codec_triton
     if not decodes:
-        return encoding, (x, key)
+        return lambda backend: lambda x, key: kernel.encode(
+            codec, x, 32, key, backend=backend), (x, key)  # fmt: skip
     stored = jax.jit(lambda x: group_codec.encode_plain(codec, x, 32, key))(x)
-
-    def make(backend: str) -> Callable[..., Any]:
-        return lambda codes, scales: group_codec_triton.decode(
-            codec, codes, scales, 32, shape[1], backend=backend
-        )
-
-    return make, stored
+    return lambda backend: lambda codes, scales: kernel.decode(
+        codec, codes, scales, 32, shape[1], backend=backend), stored  # fmt: skip
 
 
 def of_sample(shape: tuple[int, int]) -> Made:
     factor = jnp.full(noise.block_shape(shape), 2.0**-5, F32)
 
-    def make(backend: str) -> Callable[..., Any]:
-        own = (NOISES["gaussws"], FORMATS["bfloat16"], BF16)
-        return lambda w, factor, key: noise_triton.sample(
-            w, None, factor, key, *own, backend=backend
-        )
-
-    return make, (drawn(*shape, F32), factor, jnp.uint32(1))
+    own = (NOISES["gaussws"], FORMATS["bfloat16"], BF16)
+    return lambda backend: lambda w, factor, key: noise_triton.sample(
+        w, None, factor, key, *own, backend=backend
+    ), (drawn(*shape, F32), factor, jnp.uint32(1))  # fmt: skip
 
 
 def of_noise(shape: tuple[int, int], name: str) -> Made:
@@ -99,21 +89,15 @@ def of_noise(shape: tuple[int, int], name: str) -> Made:
 
 
 def of_norm(shape: tuple[int, int], exact: bool) -> Made:
-    static = {"eps": 1e-6, "group_size": 16, "exact": exact}
-
-    def make(backend: str) -> Callable[..., Any]:
-        return functools.partial(fp8.store_normed, **static, backend=backend)
-
-    return make, (drawn(*shape), jnp.ones(shape[1], F32))
+    make = functools.partial(fp8.store_normed, eps=1e-6, group_size=16, exact=exact)
+    given = drawn(*shape), jnp.ones(shape[1], F32)
+    return lambda backend: functools.partial(make, backend=backend), given
 
 
 def of_gate(shape: tuple[int, int], activation: str) -> Made:
-    static = {"activation": activation, "group_size": 16, "exact": True}
-
-    def make(backend: str) -> Callable[..., Any]:
-        return functools.partial(fp8.store_gated, **static, backend=backend)
-
-    return make, ((drawn(*shape), drawn(*shape, seed=1)),)
+    make = functools.partial(fp8.store_gated, activation=activation, group_size=16, exact=True)
+    given = ((drawn(*shape), drawn(*shape, seed=1)),)
+    return lambda backend: functools.partial(make, backend=backend), given
 
 
 def of_codes(shape: tuple[int, int], name: str) -> Made:
@@ -132,24 +116,18 @@ def of_codes(shape: tuple[int, int], name: str) -> Made:
 
 def of_means(block: Block, shape: tuple[int, int]) -> Made:
     passes = block_means.passes(block, shape)
-
-    def make(backend: str) -> Callable[..., Any]:
-        return lambda *g: block_means_triton.means(passes, g, jnp.float32(1), backend=backend)
-
-    return make, tuple(drawn(*shape, seed=i) for i in range(8))
+    return lambda backend: lambda *g: block_means_triton.means(
+        passes, g, jnp.float32(1), backend=backend
+    ), tuple(drawn(*shape, seed=i) for i in range(8))  # fmt: skip
 
 
 def cases(rows: int, columns: int) -> dict[str, Callable[[], Made]]:
     """Every kernel of one array, at a size."""
     shape, made = (rows, columns), functools.partial
+    coded = ("softsign-int8", "sqrt-uint8", "linear-int4", "expanded-e4m3-int8")
     return {
-        **{
-            f"group-{'decode' if decodes else 'encode'}/{name}": made(
-                of_codec, name, shape, decodes
-            )
-            for decodes in (False, True)
-            for name in ("softsign-int8", "sqrt-uint8", "linear-int4", "expanded-e4m3-int8")
-        },
+        **{f"group-encode/{name}": made(of_codec, name, shape, False) for name in coded},
+        **{f"group-decode/{name}": made(of_codec, name, shape, True) for name in coded},
         "noise-sample": made(of_sample, shape),
         **{f"noise-{name}": made(of_noise, shape, name) for name in ("sums", "alone", "packed")},
         "fp8-norm": made(of_norm, shape, True),

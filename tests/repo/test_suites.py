@@ -80,13 +80,13 @@ def of_case(old: str, new: str) -> Callable[[dict], list[dict]]:
 
 
 def outcome(job):
-    """What a process of the step suite finds, found in this one."""
+    """Measure in this process what one of the step suite would."""
     torch = job["implementation"] in in_torch.IMPLEMENTATIONS
     return in_torch.outcome(job) if torch else processes.measure(job)
 
 
 def printed(words, devices, told=""):
-    """What a process of the mesh suite prints, from this one."""
+    """Return what a process of the mesh suite prints, from this one."""
     from benchmarks.suites.mesh import step as mesh_step
 
     if told:
@@ -261,8 +261,8 @@ def test_what_fails_does_not_stop_the_others(monkeypatch, capsys):
 # ---- what is timed is what it says ---------------------------------------------------------------
 
 
-def carry_of(name, optimizer="adamw"):
-    made = in_jax.make(name, "tiny", optimizer)
+def carry_of(name):
+    made = in_jax.make(name, "tiny", "adamw")
     return made, device_loop.Setup(made, TINY())()
 
 
@@ -294,12 +294,10 @@ def test_every_optimizer_is_a_case(optimizer):
         assert jax.tree.structure(new) == jax.tree.structure((params, state))
 
 
-@pytest.mark.parametrize(
-    ("name", "optimizer"), [("lowmem.step", "adamw"), ("lowmem.update", "lion")]
-)
-def test_the_loop_takes_every_step(name, optimizer):
+@pytest.mark.parametrize("name", ["lowmem.step", "lowmem.update"])
+def test_the_loop_takes_every_step(name):
     """Three steps in one jit are three calls."""
-    made, (params, state, grads) = carry_of(name, optimizer)
+    made, (params, state, grads) = carry_of(name)
     own = jax.jit(made.step)
     looped = device_loop.looped(made.step, 3)(jax.tree.map(jnp.copy, (params, state, grads)))
     for _ in range(3):
@@ -369,9 +367,7 @@ def test_losses_of_end_to_end_are_one_function():
     hidden, head = (jax.random.normal(k, (n, 8)) for k, n in zip(keys, (64, 16), strict=False))
     labels = jax.random.randint(keys[2], (64,), 0, 16)
     chunked = layers.linear_cross_entropy(hidden, head, labels, vocab_axis=0, chunk_tokens=16)
-    assert float(chunked) == pytest.approx(
-        float(end_to_end.full_loss(hidden, head, labels)), rel=1e-5
-    )
+    np.testing.assert_allclose(end_to_end.full_loss(hidden, head, labels), chunked, rtol=1e-5)
 
 
 @pytest.mark.parametrize("bend", [0.0, 0.3])

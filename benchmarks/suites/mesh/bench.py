@@ -95,7 +95,7 @@ def stepped(args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]
 
 
 def trained(args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]:
-    """What a run of the example records, and its losses."""
+    """Return what a run of the example records, and its losses."""
     preset = PRESETS[args.preset]
     with tempfile.TemporaryDirectory() as folder:
         log, record = Path(folder) / "log.jsonl", Path(folder) / "records.jsonl"

@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         """Store records as they come: a run that is cut off loses none."""
         records.show(rows)
         kept = [row for row in rows if not on_cpu() or row["metric"] in RATIOS]
-        records.keep(kept, kept and args.record)
+        records.keep(kept, args.record)
 
     for case in args.cases:
         one = "/".join(case), "copy", "copy_tbps", tbps, "TB/s"
