@@ -144,17 +144,13 @@ def command(name: str, args: argparse.Namespace) -> list[str]:
     return [sys.executable, str(ROOT / "examples/train_llama.py"), *own]
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+def main(arguments: list[str] | None = None) -> None:
     parser = records.command_line(__doc__)
     add = parser.add_argument
     add("--preset", default="8b", help="of the example (default: 8b)")
     add("--steps", type=int, default=12, help="of each run (default: 12)")
     add("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="default: all")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    args = parse_arguments(arguments)
+    args = parser.parse_args(arguments)
     failed = []
     for name in args.runs:
         print(f"== {name}", flush=True)

@@ -14,7 +14,7 @@ import argparse
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -47,23 +47,6 @@ CONFIGURATIONS = {
 Fit = dict[str, float]  # of one: max_batch (0: none), own_bytes, planned_bytes, sequence_bytes
 SHARE = 0.98  # of what JAX may take: what lies in pieces cannot be used whole
 say = functools.partial(print, flush=True)
-
-
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = records.command_line(__doc__)
-    add = parser.add_argument
-    add("--preset", choices=PRESETS, default="3b", help="of examples/train_llama.py (default: 3b)")
-    add("--sequence", type=int, default=2048, help="tokens (default: 2048)")
-    add("--only", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS), metavar="NAME",
-        help=f"of {', '.join(CONFIGURATIONS)} (default: all)")  # fmt: skip
-    add("--attention", choices=("xla", "cudnn"), help="default: cudnn on a GPU")
-    add("--memory", type=float, metavar="GIB", help="of a device; default: what JAX may take")
-    add("--most", type=int, default=1024, help="batch (default: 1024)")
-    add("--steps", type=int, default=8, help="of each timing; 0: plans alone (default: 8)")
-    add("--jobs", type=int, default=5, help="programs compiled at once (default: 5)")
-    add("--limit", type=float, default=530, metavar="S",
-        help="start no timing after this (default: %(default)s s)")  # fmt: skip
-    return parser.parse_args(arguments)
 
 
 def settings_of(args: argparse.Namespace, name: str, batch: int) -> Any:
@@ -136,80 +119,86 @@ def stepped(program: Any, steps: int) -> dict[str, Any]:
     return train.measured(run, program.settings, program)
 
 
-class Bench:
-    """Plans, then timings, and their records."""
+def fit(args: argparse.Namespace, limit: float, name: str) -> Fit:
+    """Return the largest batch that fits, and the bytes of plans."""
+    batch, planned = largest(functools.partial(plan, args, name), limit, args.most)
+    own = train.make_program(settings_of(args, name, 1)).device_bytes
+    first, last = min(planned), max(planned)
+    each = (planned[last] - planned[first]) / max(1, last - first)
+    return {"max_batch": batch, "own_bytes": own, "planned_bytes": planned[batch or 1],
+            "sequence_bytes": each}  # fmt: skip
 
-    def __init__(self, args: argparse.Namespace):
-        self.args, self.start = args, time.perf_counter()
-        has = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-        if args.memory is None and has is None:
-            raise SystemExit("this device does not say what memory it has: pass --memory GIB")
-        self.has = args.memory * GIB if args.memory is not None else has
-        # what layers without FP8 keep, which the example chooses
-        kept = kept_by_default(settings_of(args, fit_tables.BASE, 1))
-        self.case = f"llama-{args.preset}-s{args.sequence}{'-lean' if kept == LEAN else ''}"
 
-    def store(self, impl: str, values: dict[str, float], case: str = "") -> None:
+Found = Iterator[tuple[str, str, dict[str, float]]]  # what follows a case, configuration, values
+
+
+def timings(args: argparse.Namespace, fits: dict[str, Fit], begin: float) -> Found:
+    """Time each at the batch that all can run and at its largest.
+
+    Smaller programs come first, so that peaks are new.
+    """
+    batches = {name: int(of["max_batch"]) for name, of in fits.items() if of["max_batch"]}
+    if not batches:
+        return
+    common = min(batches.values())
+    yield "", ALL, {"common_batch": common}
+    wanted = sorted(
+        {(name, b) for name, most in batches.items() for b in (common, most)},
+        key=lambda one: fits[one[0]]["own_bytes"] + one[1] * fits[one[0]]["sequence_bytes"],
+    )
+    every = [settings_of(args, *one) for one in wanted]
+    programs = [train.make_program(settings) for settings in every]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(lambda program: program.compiled, programs))
+    for (name, batch), settings, program in zip(wanted, every, programs, strict=True):
+        if time.perf_counter() - begin > args.limit:
+            say(f"{name} at batch {batch} is left out")
+            continue
+        numbers = timed(settings, program)
+        if numbers is None and batch > common:  # its kernels, now chosen, want more: one less
+            batch -= 1
+            yield "", name, {"max_batch": batch}
+            settings = settings_of(args, name, batch)
+            numbers = timed(settings, train.make_program(settings))
+        if numbers is None:
+            say(f"{name} at batch {batch}: out of memory")
+        else:
+            yield f"-b{batch}", name, numbers
+
+
+@records.suite(
+    preset={"choices": PRESETS, "default": "3b", "help": "of the example (default: 3b)"},
+    sequence={"type": int, "default": 2048, "help": "tokens (default: 2048)"},
+    only={"nargs": "+", "choices": CONFIGURATIONS, "default": list(CONFIGURATIONS),
+          "metavar": "NAME", "help": f"of {', '.join(CONFIGURATIONS)} (default: all)"},
+    attention={"choices": ("xla", "cudnn"), "help": "default: cudnn on a GPU"},
+    memory={"type": float, "metavar": "GIB", "help": "of a device; default: what JAX may take"},
+    most={"type": int, "default": 1024, "help": "batch (default: 1024)"},
+    steps={"type": int, "default": 8, "help": "of each timing; 0: plans alone (default: 8)"},
+    jobs={"type": int, "default": 5, "help": "programs compiled at once (default: 5)"},
+    limit={"type": float, "default": 530, "metavar": "S",
+           "help": "start no timing after this (default: %(default)s s)"},
+)  # fmt: skip
+def main(args: argparse.Namespace) -> Iterator[records.Rows]:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")  # as the example
+    begin = time.perf_counter()
+    has = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if args.memory is not None:
+        has = args.memory * GIB
+    if has is None:
+        raise SystemExit("this device does not say what memory it has: pass --memory GIB")
+    # what layers without FP8 keep, which the example chooses
+    kept = kept_by_default(settings_of(args, fit_tables.BASE, 1))
+    case = f"llama-{args.preset}-s{args.sequence}{'-lean' if kept == LEAN else ''}"
+
+    def rows_of(more: str, impl: str, values: dict[str, float]) -> records.Rows:
         units = {"tokens_per_s": "tokens/s", "max_batch": "sequences", "common_batch": "sequences"}
         found = {metric: (value, units.get(metric, "bytes")) for metric, value in values.items()}
-        more = {"limit_bytes": self.has, "remat": False}
-        rows = records.records_of("fit", case or self.case, impl, found, **more)
-        records.show(rows)
-        records.keep(rows, self.args.record)
+        return records.records_of("fit", case + more, impl, found, limit_bytes=has, remat=False)
 
-    def fit(self, name: str) -> Fit:
-        """Return the largest batch that fits, and the bytes of plans."""
-        of = functools.partial(plan, self.args, name)
-        batch, planned = largest(of, SHARE * self.has, self.args.most)
-        own = train.make_program(settings_of(self.args, name, 1)).device_bytes
-        first, last = min(planned), max(planned)
-        each = (planned[last] - planned[first]) / max(1, last - first)
-        return {"max_batch": batch, "own_bytes": own, "planned_bytes": planned[batch or 1],
-                "sequence_bytes": each}  # fmt: skip
-
-    def plans(self) -> dict[str, Fit]:
-        """Side by side, one thread a configuration."""
-        with ThreadPoolExecutor(self.args.jobs) as pool:
-            fits = dict(zip(self.args.only, pool.map(self.fit, self.args.only), strict=True))
-        for name, found in fits.items():
-            self.store(name, found)
-        return fits
-
-    def timings(self, fits: dict[str, Fit]) -> None:
-        """Smaller programs first, so that peaks are new."""
-        batches = {name: int(of["max_batch"]) for name, of in fits.items() if of["max_batch"]}
-        if not batches:
-            return
-        common = min(batches.values())
-        self.store(ALL, {"common_batch": common})
-        wanted = sorted(
-            {(name, b) for name, most in batches.items() for b in (common, most)},
-            key=lambda one: fits[one[0]]["own_bytes"] + one[1] * fits[one[0]]["sequence_bytes"],
-        )
-        every = [settings_of(self.args, *one) for one in wanted]
-        programs = [train.make_program(settings) for settings in every]
-        with ThreadPoolExecutor(self.args.jobs) as pool:
-            list(pool.map(lambda program: program.compiled, programs))
-        for (name, batch), settings, program in zip(wanted, every, programs, strict=True):
-            if time.perf_counter() - self.start > self.args.limit:
-                say(f"{name} at batch {batch} is left out")
-                continue
-            numbers = timed(settings, program)
-            if numbers is None and batch > common:  # its kernels, now chosen, want more: one less
-                batch -= 1
-                self.store(name, {"max_batch": batch})
-                settings = settings_of(self.args, name, batch)
-                numbers = timed(settings, train.make_program(settings))
-            if numbers is None:
-                say(f"{name} at batch {batch}: out of memory")
-            else:
-                self.store(name, numbers, f"{self.case}-b{batch}")
-
-
-def main(arguments: list[str] | None = None) -> None:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")  # as the example
-    args = parse_arguments(arguments)
-    bench = Bench(args)
-    fits = bench.plans()
+    with ThreadPoolExecutor(args.jobs) as pool:
+        found = pool.map(functools.partial(fit, args, SHARE * has), args.only)
+        fits = dict(zip(args.only, found, strict=True))
+    yield from (rows_of("", name, of) for name, of in fits.items())
     if args.steps:
-        bench.timings(fits)
+        yield from (rows_of(*one) for one in timings(args, fits, begin))
