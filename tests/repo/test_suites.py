@@ -28,7 +28,7 @@ from benchmarks.suites.mesh import bench as mesh
 from benchmarks.suites.noise import bench as noise
 from benchmarks.suites.pairs import sizes
 from benchmarks.suites.step import bench as step
-from benchmarks.suites.step import instructions, many_leaves, tune
+from benchmarks.suites.step import many_leaves, on_h100, tune
 from optax_lowmem import gaussws, layers
 from optax_lowmem._src.noise.kernels import block_shape
 from optax_lowmem._src.update import tuning
@@ -54,23 +54,14 @@ def as_users_do(monkeypatch):
 
 @dataclasses.dataclass(frozen=True)
 class Smoke:
-    """A run of a suite: its arguments, what tables show it, and what is other in a test.
-
-    Attributes:
-      suite: its name.
-      words: of its command line.
-      tables: made of its records, as if a GPU had them.
-      patches: (object, attribute, value), for the time of the run.
-      as_on_a_gpu: the records that a GPU would give.
-      needs: a package.
-    """
+    """A run of a suite, and the tables that show it."""
 
     suite: str
     words: str
     tables: tuple[str, ...]
-    patches: tuple = ()
+    patches: tuple = ()  # (object, attribute, value), for the time of the run
     as_on_a_gpu: Callable[[dict], list[dict]] = lambda row: [row | {"device": GPU}]
-    needs: str = "jax"
+    needs: str = "jax"  # a package
 
 
 def of_case(old: str, new: str) -> Callable[[dict], list[dict]]:
@@ -118,7 +109,7 @@ SUITES = [
     Smoke("call", "--case equal-2", ("call",), ((many_leaves, "CALLS", 6),)),
     Smoke("compile", "--case equal-1", ("cpu_compile",), **ON_A_CPU),
     Smoke("instructions", "", ("instructions",),
-          ((instructions, "STEPS", {instructions.LEAST: instructions.STEPS["flash_lion"]}),),
+          ((on_h100, "STEPS", {on_h100.LEAST: on_h100.STEPS["flash_lion"]}),),
           needs="triton"),
     Smoke("launches", "--leaf-set tiny --optimizer adamw", ("launches",),
           ((absent_gpu, "mesh", lambda: None),
