@@ -47,7 +47,7 @@ STEPS = {
     "coat_adamw": {},
 }
 
-Made = tuple[Callable[[str], Callable[..., Any]], tuple[Any, ...]]  # of a backend, and its arrays
+Made = tuple[Callable[..., Any], tuple[Any, ...]]  # a kernel, which takes a `backend`; arrays
 
 
 def drawn(rows: int, columns: int, dtype: jnp.dtype = BF16, seed: int = 0) -> jax.Array:
@@ -55,70 +55,59 @@ def drawn(rows: int, columns: int, dtype: jnp.dtype = BF16, seed: int = 0) -> ja
 
 
 def of_codec(name: str, shape: tuple[int, int], decodes: bool) -> Made:
-    codec, key = codecs.CODECS[name], jnp.uint32(1)
+    codec, key, kernel = codecs.CODECS[name], jnp.uint32(1), group_codec_triton
     x = drawn(*shape, F32)
     x = x if codec.signed else jnp.abs(x)
-    kernel = group_codec_triton
     if not decodes:
-        return lambda backend: lambda x, key: kernel.encode(
-            codec, x, 32, key, backend=backend), (x, key)  # fmt: skip
+        return (lambda x, key, **how: kernel.encode(codec, x, 32, key, **how)), (x, key)
     stored = jax.jit(lambda x: group_codec.encode_plain(codec, x, 32, key))(x)
-    return lambda backend: lambda codes, scales: kernel.decode(
-        codec, codes, scales, 32, shape[1], backend=backend), stored  # fmt: skip
+    return (lambda *stored, **how: kernel.decode(codec, *stored, 32, shape[1], **how)), stored
 
 
 def of_sample(shape: tuple[int, int]) -> Made:
     factor = jnp.full(noise.block_shape(shape), 2.0**-5, F32)
-
     own = (NOISES["gaussws"], FORMATS["bfloat16"], BF16)
-    return lambda backend: lambda w, factor, key: noise_triton.sample(
-        w, None, factor, key, *own, backend=backend
-    ), (drawn(*shape, F32), factor, jnp.uint32(1))  # fmt: skip
+    given = drawn(*shape, F32), factor, jnp.uint32(1)
+    return (lambda w, *given, **how: noise_triton.sample(w, None, *given, *own, **how)), given
 
 
 def of_noise(shape: tuple[int, int], name: str) -> Made:
-    def make(backend: str) -> Callable[..., Any]:
-        how, own = {"backend": backend}, NOISES["gaussws"]
-        return {
-            "sums": lambda g, key: noise_triton.noise_sums(g, key, own, **how),
-            "alone": lambda _, key: noise_triton.noise_of(key, shape, own, BF16, **how),
-            "packed": lambda _, key: noise_triton.packed_noise(key, shape, **how),
-        }[name]
-
-    return make, (drawn(*shape) if name == "sums" else (), jnp.uint32(1))
+    own = NOISES["gaussws"]
+    kernel = {
+        "sums": lambda g, key, **how: noise_triton.noise_sums(g, key, own, **how),
+        "alone": lambda _, key, **how: noise_triton.noise_of(key, shape, own, BF16, **how),
+        "packed": lambda _, key, **how: noise_triton.packed_noise(key, shape, **how),
+    }[name]
+    return kernel, (drawn(*shape) if name == "sums" else (), jnp.uint32(1))
 
 
 def of_norm(shape: tuple[int, int], exact: bool) -> Made:
-    make = functools.partial(fp8.store_normed, eps=1e-6, group_size=16, exact=exact)
-    given = drawn(*shape), jnp.ones(shape[1], F32)
-    return lambda backend: functools.partial(make, backend=backend), given
+    kernel = functools.partial(fp8.store_normed, eps=1e-6, group_size=16, exact=exact)
+    return kernel, (drawn(*shape), jnp.ones(shape[1], F32))
 
 
 def of_gate(shape: tuple[int, int], activation: str) -> Made:
-    make = functools.partial(fp8.store_gated, activation=activation, group_size=16, exact=True)
-    given = ((drawn(*shape), drawn(*shape, seed=1)),)
-    return lambda backend: functools.partial(make, backend=backend), given
+    kernel = functools.partial(fp8.store_gated, activation=activation, group_size=16, exact=True)
+    return kernel, ((drawn(*shape), drawn(*shape, seed=1)),)
 
 
 def of_codes(shape: tuple[int, int], name: str) -> Made:
-    def make(backend: str) -> Callable[..., Any]:
-        how = {"backend": backend}
-        return {
-            "rows": lambda x, _: matmul.quantize_rows(x, INT8, **how),
-            "transposed": lambda x, top: matmul.quantize_transposed(x, top, INT8, **how),
-            "both": lambda x, top: fp8.quantize_both(x, top, E4M3, **how),
-            "transpose": lambda x, _: fp8.transpose(x, **how),
-        }[name]
-
-    x = drawn(*shape)
-    return make, (x.astype(jnp.float8_e4m3fn) if name == "transpose" else x, jnp.float32(6))
+    x = drawn(*shape).astype(jnp.float8_e4m3fn if name == "transpose" else BF16)
+    kernel = {
+        "rows": lambda x, _, **how: matmul.quantize_rows(x, INT8, **how),
+        "transposed": lambda x, top, **how: matmul.quantize_transposed(x, top, INT8, **how),
+        "both": lambda x, top, **how: fp8.quantize_both(x, top, E4M3, **how),
+        "transpose": lambda x, _, **how: fp8.transpose(x, **how),
+    }[name]
+    return kernel, (x, jnp.float32(6))
 
 
 def of_means(block: Block, shape: tuple[int, int]) -> Made:
-    passes = block_means.passes(block, shape)
-    return lambda backend: lambda *g: block_means_triton.means(
-        passes, g, jnp.float32(1), backend=backend
-    ), tuple(drawn(*shape, seed=i) for i in range(8))  # fmt: skip
+    passes, top = block_means.passes(block, shape), jnp.float32(1)
+    kernel = block_means_triton.means
+    return (lambda *g, **how: kernel(passes, g, top, **how)), tuple(
+        drawn(*shape, seed=i) for i in range(8)
+    )
 
 
 def cases(rows: int, columns: int) -> dict[str, Callable[[], Made]]:
@@ -190,12 +179,11 @@ def main(args: argparse.Namespace) -> Iterator[records.Rows]:
     for name, made in found.items():
         if args.case and name not in args.case:
             continue
-        make, given = made()
-        moved = bytes_of(given) + bytes_of(jax.eval_shape(make(args.backends[0]), *given))
+        kernel, given = made()
+        own = {backend: functools.partial(kernel, backend=backend) for backend in args.backends}
+        moved = bytes_of(given, jax.eval_shape(own[args.backends[0]], *given))
         guess = moved / COPY_TBPS / 1e12 * (1e4 if args.tiny else 1)
-        timed = {
-            backend: timing.Timed(jax.jit(make(backend)), given, guess) for backend in args.backends
-        }
+        timed = {name: timing.Timed(jax.jit(one), given, guess) for name, one in own.items()}
         yield measured(f"{name}/{rows}x{columns}", timed, moved, args.repeats)
     for name in STEPS:
         if "interpret" in args.backends or (args.case and f"step/{name}" not in args.case):
