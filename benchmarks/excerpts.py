@@ -1,5 +1,6 @@
 """Parts of the records that notebooks carry in a cell: `python -m tools.notebooks` writes them."""
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,15 +34,11 @@ def numbers(values: Any, digits: int = 5) -> str:
 
 def wrapped(head: str, values: str) -> list[str]:
     """Return lines of one entry, broken between numbers."""
-    line = f"    {head}{values},"
+    line, indent = f"    {head}{values},", 8 * " "
     if len(line) <= WIDTH:
         return [line]
-    lines, now = [f"    {head}["], "       "
-    for one in values[1:-1].split(", "):
-        if len(now) + len(one) + 2 > WIDTH:
-            lines, now = [*lines, now], "       "
-        now += f" {one},"
-    return [*lines, now, "    ],"]
+    how = {"initial_indent": indent, "subsequent_indent": indent, "break_on_hyphens": False}
+    return [f"    {head}[", *textwrap.wrap(f"{values[1:-1]},", WIDTH, **how), "    ],"]
 
 
 def where(about: Mapping[str, Any]) -> str:
@@ -268,13 +265,6 @@ def paired_coat_states() -> str:
     return pairs("PAIRS", figures.MIDDLE["adam"], "adamw", list(figures.FORTY["adam"]))
 
 
-EXCERPTS: dict[str, Callable[[], str]] = {
-    "paired_flashoptim": paired_flashoptim,
-    "paired_coat": paired_coat,
-    "paired_coat_states": paired_coat_states,
-    "coat_activations": coat_activations,
-    "gaussws": gaussws,
-    "switchback": switchback,
-    "q_adam_mini": q_adam_mini,
-    "stable_adamw": stable_adamw,
-}
+MAKERS = (paired_flashoptim, paired_coat, paired_coat_states, coat_activations, gaussws, switchback,
+          q_adam_mini, stable_adamw)  # fmt: skip
+EXCERPTS: dict[str, Callable[[], str]] = {make.__name__: make for make in MAKERS}

@@ -54,22 +54,15 @@ def gpt2(dtype: Any, *, layers: int, width: int, vocab: int, context: int) -> di
     def linear(inputs: int, outputs: int) -> dict:
         return {"kernel": _leaf(dtype, inputs, outputs), "bias": _leaf(dtype, outputs)}
 
-    def norm() -> dict:
-        return {"scale": _leaf(dtype, width), "bias": _leaf(dtype, width)}
-
-    def block() -> dict:
-        return {
-            "ln_1": norm(),
-            "attn": {"c_attn": linear(width, 3 * width), "c_proj": linear(width, width)},
-            "ln_2": norm(),
-            "mlp": {"c_fc": linear(width, 4 * width), "c_proj": linear(4 * width, width)},
-        }
-
+    norm = {"scale": _leaf(dtype, width), "bias": _leaf(dtype, width)}
+    attention = {"c_attn": linear(width, 3 * width), "c_proj": linear(width, width)}
+    mlp = {"c_fc": linear(width, 4 * width), "c_proj": linear(4 * width, width)}
+    block = {"ln_1": norm, "attn": attention, "ln_2": norm, "mlp": mlp}
     return {
         "wte": {"embedding": _leaf(dtype, vocab, width)},
         "wpe": {"embedding": _leaf(dtype, context, width)},
-        "h": {str(index): block() for index in range(layers)},
-        "ln_f": norm(),
+        "h": {str(index): block for index in range(layers)},
+        "ln_f": norm,
     }
 
 
@@ -77,24 +70,19 @@ def resnet_50(dtype: Any = jnp.bfloat16) -> dict:
     """25,557,032 parameters in 161 leaves; convolution kernels are [height, width, in, out]."""
 
     def convolution(size: int, inputs: int, outputs: int) -> dict:
-        return {
-            "conv": {"kernel": _leaf(dtype, size, size, inputs, outputs)},
-            "norm": {"scale": _leaf(dtype, outputs), "bias": _leaf(dtype, outputs)},
-        }
-
-    def bottleneck(inputs: int, width: int, first: bool) -> dict:
-        shortcut = {"shortcut": convolution(1, inputs, 4 * width)} if first else {}
-        return shortcut | {
-            "reduce": convolution(1, inputs, width),
-            "middle": convolution(3, width, width),
-            "expand": convolution(1, width, 4 * width),
-        }
+        norm = {"scale": _leaf(dtype, outputs), "bias": _leaf(dtype, outputs)}
+        return {"conv": {"kernel": _leaf(dtype, size, size, inputs, outputs)}, "norm": norm}
 
     model, inputs = {"stem": convolution(7, 3, 64)}, 64
     for stage, blocks in enumerate((3, 4, 6, 3)):
         width = 64 * 2**stage
-        for block in range(blocks):
-            model[f"stage{stage}_block{block}"] = bottleneck(inputs, width, block == 0)
-            inputs = 4 * width
+        for number in range(blocks):
+            block = {"shortcut": convolution(1, inputs, 4 * width)} if number == 0 else {}
+            block |= {
+                "reduce": convolution(1, inputs, width),
+                "middle": convolution(3, width, width),
+                "expand": convolution(1, width, 4 * width),
+            }
+            model[f"stage{stage}_block{number}"], inputs = block, 4 * width
     head = {"kernel": _leaf(dtype, inputs, 1000), "bias": _leaf(dtype, 1000)}
     return model | {"head": head}

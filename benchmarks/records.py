@@ -54,19 +54,9 @@ def record(
     bench: str, case: str, impl: str, metric: str, value: float, unit: str, **more: Any
 ) -> dict[str, Any]:
     """One measurement with where, when and at which commit it was made."""
-    return {
-        "bench": bench,
-        "case": case,
-        "impl": impl,
-        "metric": metric,
-        "value": value,
-        "unit": unit,
-        "device": device(),
-        "jax": jax.__version__,
-        "commit": commit(),
-        "date": datetime.date.today().isoformat(),
-        **more,
-    }
+    own = {"bench": bench, "case": case, "impl": impl, "metric": metric, "value": value}
+    where = {"unit": unit, "device": device(), "jax": jax.__version__, "commit": commit()}
+    return own | where | {"date": datetime.date.today().isoformat()} | more
 
 
 def suite(**options: dict[str, Any]) -> Callable[[Callable[..., Iterable[Rows]]], Any]:
@@ -125,7 +115,7 @@ def command_line(doc: str | None) -> argparse.ArgumentParser:
 
 def keep(rows: Rows, to: bool | str | Path | None) -> Path | None:
     """Appends records where `--record` asks for it, and says where; return the file."""
-    if not to:
+    if not to or not rows:
         return None
     path = append(rows, None if to is True else Path(to))
     print(f"recorded in {path}", flush=True)
@@ -185,7 +175,14 @@ def alike(rows: Rows, *keys: str) -> Rows:
     return select(rows, **wanted)
 
 
+IDENTITY = ("bench", "device", "case", "impl", "metric", "seed", "jax")  # of a measurement
+
+
+def identity(row: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what the records of one measurement have in common."""
+    return tuple(row.get(key) for key in IDENTITY)
+
+
 def newest(rows: Rows, **wanted: Any) -> Rows:
-    """Records that match, the last one of each case, implementation, metric, seed and device."""
-    keys = ("device", "case", "impl", "metric", "seed", "jax")
-    return list({tuple(row.get(k) for k in keys): row for row in select(rows, **wanted)}.values())
+    """Return the last record of each measurement, of those that match."""
+    return list({identity(row): row for row in select(rows, **wanted)}.values())

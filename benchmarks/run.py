@@ -2,16 +2,18 @@
 
 import importlib
 import sys
+from collections.abc import Callable
+from typing import Any
 
-# name -> module below benchmarks.suites, whose `main` measures
+# name -> module below benchmarks.suites, and its function that measures, if that is not `main`
 SUITES = {
     "activation_passes": "activations.passes",
     "activation_training": "activations.training",
     "activations": "activations.bench",
     "adam_mini": "adam_mini.bench",
-    "call": "step.call",
+    "call": "step.many_leaves:call",
     "checkpoint": "checkpoint",
-    "compile": "step.compilation",
+    "compile": "step.many_leaves:compile",
     "composition": "composition",
     "end_to_end": "end_to_end.bench",
     "fit": "fit.bench",
@@ -19,9 +21,9 @@ SUITES = {
     "formats": "formats.bench",
     "four_bits": "formats.four_bits",
     "gaussws": "gaussws.bench",
-    "instructions": "step.instructions",
+    "instructions": "step.on_h100:instructions",
     "kernels": "kernels",
-    "launches": "step.launches",
+    "launches": "step.on_h100:launches",
     "linear": "linear.bench",
     "masters": "step.masters",
     "memory": "memory",
@@ -38,14 +40,19 @@ SUITES = {
 }
 
 
+def suite(name: str) -> Callable[..., Any]:
+    """Return what measures."""
+    module, _, function = SUITES[name].partition(":")
+    return getattr(importlib.import_module(f"benchmarks.suites.{module}"), function or "main")
+
+
 def main() -> int:
     name, *rest = sys.argv[1:] or [""]
     if name not in SUITES:
         print(f"usage: python -m benchmarks.run SUITE ...; suites: {', '.join(SUITES)}")
         return 0 if name in ("-h", "--help") else 2
-    suite = importlib.import_module(f"benchmarks.suites.{SUITES[name]}")
     sys.argv = [f"python -m benchmarks.run {name}", *rest]
-    status = suite.main()
+    status = suite(name)()
     return status if isinstance(status, int) else 0
 
 

@@ -2,10 +2,13 @@
 
 import argparse
 import importlib
+import json
 import re
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
-from benchmarks import ROOT, claims
+from benchmarks import ROOT, claims, records
 from benchmarks.records import Rows, all_records, newest
 from benchmarks.render import markdown, source
 
@@ -66,11 +69,57 @@ def rendered(text: str, rows: Rows) -> str:
     return MARKED.sub(lambda m: m[1] + TABLES[m[2]](rows) + m[3], text)
 
 
+class _Tracked(dict[str, Any]):
+    """A record that remembers which fields were read, but for those that identify it."""
+
+    def __init__(self, row: dict[str, Any]) -> None:
+        super().__init__(row)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read |= {key} - {*records.IDENTITY}
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default
+
+    def kept(self) -> dict[str, Any]:
+        """Return the record without long lists that were not read."""
+        return {key: value for key, value in self.items()
+                if key in self.read or not isinstance(value, list) or len(value) < 10}  # fmt: skip
+
+
+def prune() -> None:
+    """Deletes the records, and long lists in them, that no table, figure or notebook shows."""
+    from benchmarks import excerpts, figures
+
+    files = {path: [_Tracked(row) for row in records.load(path)]
+             for path in sorted(records.RESULTS.glob("*.jsonl"))}  # fmt: skip
+    with mock.patch.object(records, "load", files.__getitem__):
+        before = {name: table(all_records()) for name, table in TABLES.items()}
+        for make in (*figures.FIGURES.values(), *excerpts.EXCERPTS.values()):
+            make()
+        for path, rows in files.items():
+            first = {records.identity(row): at for at, row in reversed([*enumerate(rows)])}
+            shown = [row.kept() for row in rows if row.read]  # each where the first of its kind was
+            files[path] = sorted(shown, key=lambda row: first[records.identity(row)])
+            print(f"{path.name}: {len(shown)} of {len(rows)} records kept")
+        changed = [name for name, text in before.items() if TABLES[name](all_records()) != text]
+    if changed:
+        raise SystemExit(f"nothing is deleted, since these tables would change: {changed}")
+    for path, rows in files.items():
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
 def main() -> None:
     """Rewrites the pages; with --check, fails where one is out of date."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true")
-    check = parser.parse_args().check
+    parser.add_argument("--check", action="store_true", help="fail where a page is out of date")
+    parser.add_argument("--prune", action="store_true", help="delete records that nothing shows")
+    args = parser.parse_args()
+    if args.prune:
+        return prune()
+    check = args.check
     rows, stale = all_records(), []
     for page in (ROOT / name for name in PAGES):
         text = page.read_text(encoding="utf-8")

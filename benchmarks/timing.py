@@ -25,14 +25,20 @@ class Timed:
         self.run = jax.jit(loop).lower(args).compile()
         self.time()
 
-    @staticmethod
-    def _loop(function: Callable[..., Any], args: tuple[Any, ...], calls: int) -> Any:
-        def body(_: jax.Array, found: Any) -> Any:
+    @classmethod
+    def _loop(cls, function: Callable[..., Any], args: tuple[Any, ...], calls: int) -> Any:
+        def body(turn: jax.Array, found: Any) -> Any:
             # arguments that wait for the result before: nothing moves out of the loop
             own, _ = lax.optimization_barrier((args, found))
-            return function(*own)
+            return function(*cls.arguments(own, turn))
 
-        return lax.fori_loop(0, calls, body, nothing(function, args))
+        shapes = jax.eval_shape(function, *args)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return lax.fori_loop(0, calls, body, zeros)
+
+    @staticmethod
+    def arguments(own: tuple[Any, ...], turn: jax.Array) -> tuple[Any, ...]:
+        return own
 
     def time(self) -> float:
         started = time.perf_counter()
@@ -44,19 +50,9 @@ class Keyed(Timed):
     """`Timed` whose last argument, a key, is the turn's number: nothing moves out of the loop."""
 
     @staticmethod
-    def _loop(function: Callable[..., Any], args: tuple[Any, ...], calls: int) -> Any:
-        def body(i: jax.Array, found: Any) -> Any:
-            (*own, _), _ = lax.optimization_barrier((args, found))
-            # as it is: an addition would be a launch more, of kernels alone
-            return function(*own, lax.bitcast_convert_type(i, jnp.uint32))
-
-        return lax.fori_loop(0, calls, body, nothing(function, args))
-
-
-def nothing(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Zeros of a result's shape."""
-    shapes = jax.eval_shape(function, *args)
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    def arguments(own: tuple[Any, ...], turn: jax.Array) -> tuple[Any, ...]:
+        # as it is: an addition would be a launch more, of kernels alone
+        return *own[:-1], lax.bitcast_convert_type(turn, jnp.uint32)
 
 
 def in_turns(timed: dict[str, Any], repeats: int) -> dict[str, list[float]]:
@@ -79,13 +75,6 @@ def call_ms(program: Any, *args: Any, calls: int = 5, repeats: int = 3) -> float
         jax.block_until_ready(found)
         times.append(1e3 * (time.perf_counter() - begin) / calls)
     return statistics.median(times)
-
-
-def elapsed(program: Any, *args: Any) -> tuple[float, Any]:
-    """Milliseconds of one call, and its result."""
-    started = time.perf_counter()
-    found = jax.block_until_ready(program(*args))
-    return (time.perf_counter() - started) * 1e3, found
 
 
 def middle(times: Iterable[float], unit: str = "ms") -> tuple[tuple[float, str], dict[str, Any]]:

@@ -16,14 +16,8 @@ def _leaves(**shapes: tuple[int, ...]) -> Callable[[], Any]:
     return lambda: {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in shapes.items()}
 
 
-_DEMO_BLOCK = {
-    "qkv": (128, 384),
-    "proj": (128, 128),
-    "up": (128, 512),
-    "down": (512, 128),
-    "scale": (128,),
-    "bias": (512,),
-}
+_DEMO_BLOCK = {"qkv": (128, 384), "proj": (128, 128), "up": (128, 512), "down": (512, 128),
+               "scale": (128,), "bias": (512,)}  # fmt: skip
 # name -> the tree of its shapes
 LEAF_SETS: dict[str, Callable[[], Any]] = {
     "gpt2-124m": model_shapes.gpt2_124m,

@@ -38,8 +38,8 @@ class Setup:
     One program for all leaves would compile longer than the step.
     """
 
-    def __init__(self, implementation: Implementation, leaf_set: str) -> None:
-        leaves, self.treedef = jax.tree.flatten(cases.LEAF_SETS[leaf_set]())
+    def __init__(self, implementation: Implementation, shapes: Any) -> None:
+        leaves, self.treedef = jax.tree.flatten(shapes)
         self.leaves = [jax.ShapeDtypeStruct(x.shape, implementation.dtype) for x in leaves]
         self.compiled = {x.shape: _compiled(x.shape, x.dtype) for x in self.leaves}
         self.init = implementation.init
@@ -72,12 +72,7 @@ def live_bytes(tree: Any) -> int:
 
 
 def compile_step(implementation: Implementation, carry: Carry) -> tuple[Any, dict[str, Any]]:
-    """One step with donated weights and state, and what its compiler says.
-
-    Args:
-      implementation: whose step.
-      carry: what it works on, or its shapes.
-    """
+    """One step with donated weights and state (or their shapes), and what its compiler says."""
     params, state, grads = carry
     jax.clear_caches()  # traces of other implementations would be found again
     started = time.perf_counter()
@@ -132,9 +127,9 @@ class Runner:
     """A compiled loop and its buffers, which `start` makes."""
 
     def __init__(
-        self, implementation: Implementation, leaf_set: str, steps: Callable[[int], int]
+        self, implementation: Implementation, shapes: Any, steps: Callable[[int], int]
     ) -> None:
-        self.make = Setup(implementation, leaf_set)
+        self.make = Setup(implementation, shapes)
         carry = self.make.shapes
         moved = moved_bytes(implementation, carry)
         self.steps = steps(moved)

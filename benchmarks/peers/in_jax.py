@@ -19,24 +19,12 @@ from benchmarks.peers import cases
 from optax_lowmem._src.optimizers.record import name_of
 
 # implementation -> `lowmem.step`'s argument
-STEPS = {
-    "lowmem.step": None,
-    "lowmem.step-xla": "xla",
-    "lowmem.step-pallas": "pallas",
-    "lowmem.step-triton": "triton",
-    "lowmem.step-nearest": None,
-    "lowmem.step-stochastic": None,
-    "lowmem.step-4bit": None,
+STEPS = {"lowmem.step": None} | {
+    f"lowmem.step-{name}": name for name in ("xla", "pallas", "triton")
 }
-ROUNDINGS = ("nearest", "stochastic")
-NAMES = (
-    *STEPS,
-    "lowmem.update",
-    "lowmem.update-nearest",
-    "optax-f32",
-    "optax-bf16",
-    "flashoptim-jax",
-)
+STEPS |= dict.fromkeys(f"lowmem.step-{name}" for name in ("nearest", "stochastic", "4bit"))
+NAMES = (*STEPS, "lowmem.update", "lowmem.update-nearest", "optax-f32", "optax-bf16",
+         "flashoptim-jax")  # fmt: skip
 
 
 class Unavailable(Exception):
@@ -45,23 +33,14 @@ class Unavailable(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """One way to make a step.
+    """One way to make a step."""
 
-    Attributes:
-      init: the state from weights.
-      step: new weights and state from (gradients, state, weights).
-      dtype: of weights and gradients.
-      version: of the package it comes from.
-      compiles_init: whether `init` compiles in seconds.
-      rereads: bytes of gradients that a step must read a second time.
-    """
-
-    init: Callable[[Any], Any]
-    step: Callable[[Any, Any, Any], tuple[Any, Any]]
-    dtype: Any
-    version: str
-    compiles_init: bool = True
-    rereads: Callable[[Any], int] = lambda grads: 0
+    init: Callable[[Any], Any]  # the state from weights
+    step: Callable[[Any, Any, Any], tuple[Any, Any]]  # (gradients, state, weights) -> the new two
+    dtype: Any  # of weights and gradients
+    version: str  # of the package it comes from
+    compiles_init: bool = True  # in seconds
+    rereads: Callable[[Any], int] = lambda grads: 0  # bytes of gradients read a second time
 
 
 def make(name: str, leaf_set: str, optimizer: str) -> Implementation:
@@ -76,7 +55,7 @@ def make(name: str, leaf_set: str, optimizer: str) -> Implementation:
     if name in ("optax-f32", "optax-bf16"):
         dtype = jnp.float32 if name == "optax-f32" else jnp.bfloat16
         return _optax(plain(**hyper), dtype)
-    rounding = next((r for r in ROUNDINGS if name.endswith(r)), None)
+    rounding = next((r for r in ("nearest", "stochastic") if name.endswith(r)), None)
     storage = four_bits(optimizer) if name.endswith("-4bit") else None
     tx = ours(optimizer, leaf_set, rounding, storage)
     if name.startswith("lowmem.update"):
@@ -98,12 +77,7 @@ def four_bits(optimizer: str) -> lowmem.Storage:
     return lowmem.Storage.four_bit(**({"nu": None, "group_size": 32} if shared else {}))
 
 
-def ours(
-    optimizer: str,
-    leaf_set: str,
-    rounding: str | None = None,
-    storage: lowmem.Storage | None = None,
-) -> Any:
+def ours(optimizer: str, leaf_set: str, rounding: str | None = None, storage: Any = None) -> Any:
     """Our optimizer of a case; `rounding` or the whole `storage` other than its own default."""
     hyper: dict[str, Any] = dict(cases.OPTIMIZERS[optimizer])
     make = cases.RECORDS[optimizer].make

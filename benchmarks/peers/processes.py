@@ -24,15 +24,7 @@ Job = dict[str, Any]
 
 
 def job(implementation: str, case: Case, repeats: int, steps: int | None, tbps: float) -> Job:
-    """Describe one measurement for the process that runs it.
-
-    Args:
-      implementation: a name of `in_jax` or `in_torch`.
-      case: leaf set and optimizer.
-      repeats: how often it is timed.
-      steps: in one call; None for what fills it at the speed of a copy.
-      tbps: that speed.
-    """
+    """Describe one measurement for its process; `steps` of a call fill it at `tbps` if None."""
     leaf_set, optimizer = case
     return {
         "implementation": implementation,
@@ -41,8 +33,7 @@ def job(implementation: str, case: Case, repeats: int, steps: int | None, tbps: 
         "repeats": repeats,
         "steps": steps,
         "tbps": tbps,
-        # for in_torch, which imports no jax
-        # numbers alone: PyTorch's optimizers take no function of the parameters
+        # for in_torch, which imports no jax, and takes no function of the parameters
         "hyper": {n: v for n, v in cases.OPTIMIZERS[optimizer].items() if not callable(v)},
         "shapes": cases.shapes(leaf_set),
         "weight_scale": cases.WEIGHT_SCALE,
@@ -99,18 +90,18 @@ def measure(one: Job) -> dict[str, Any]:
     try:
         with tuning.trying(tuned):
             made = in_jax.make(one["implementation"], one["leaf_set"], one["optimizer"])
-            runner = device_loop.Runner(made, one["leaf_set"], steps)
+            runner = device_loop.Runner(made, cases.LEAF_SETS[one["leaf_set"]](), steps)
         turns.take(one["turn"], one["compiling"])
         runner.start()
         return {"times": [runner.time() for _ in range(one["repeats"])], **runner.found}
-    except in_jax.Unavailable as reason:
-        return {"skipped": str(reason)}
     except Exception as error:  # the others are still worth their time
         return failure(error)
 
 
 def failure(error: Exception) -> dict[str, Any]:
-    """The outcome of what failed, whose trace is printed."""
+    """The outcome of what is not available, or failed, whose trace is printed."""
+    if isinstance(error, in_jax.Unavailable):
+        return {"skipped": str(error)}
     traceback.print_exception(error)
     return {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
 

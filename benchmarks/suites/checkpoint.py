@@ -4,6 +4,7 @@ JAX_PLATFORMS=cpu python -m benchmarks.run checkpoint --record
 """
 
 import argparse
+import math
 import statistics
 import tempfile
 import time
@@ -23,15 +24,14 @@ from benchmarks.records import Rows
 from benchmarks.render import Rendered, Table
 from optax_lowmem._src.checkpoint import checksums
 
+PAPER = lowmem.flash_adamw(1e-3, storage=lowmem.Storage.paper())
 SHAPES, FILE = "llama-2-7b/adamw", "normal/adamw"
+REPEATS = 21  # of timed saves
 # implementation -> (optimizer, dtype of the weights)
 VARIANTS: dict[str, tuple[optax.GradientTransformation, Any]] = {
     "optax-f32": (optax.adamw(1e-3), jnp.float32),
     "lowmem": (lowmem.flash_adamw(1e-3), jnp.bfloat16),
-    "lowmem, paper's storage": (
-        lowmem.flash_adamw(1e-3, storage=lowmem.Storage.paper()),
-        jnp.bfloat16,
-    ),
+    "lowmem, paper's storage": (PAPER, jnp.bfloat16),
 }
 
 
@@ -47,11 +47,8 @@ def from_shapes(impl: str) -> float:
     tx, dtype = VARIANTS[impl]
     params = llama_2_7b(dtype)
     described = lowmem.checkpoint.metadata(tx, params)
-    size = sum(
-        int(np.prod(shape, dtype=np.int64)) * jnp.dtype(kind).itemsize
-        for part in ("params", "state")
-        for kind, shape in described[part].values()
-    )
+    arrays = [*described["params"].values(), *described["state"].values()]
+    size = sum(math.prod(shape) * jnp.dtype(kind).itemsize for kind, shape in arrays)
     return size / sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
@@ -103,23 +100,17 @@ def saving(impl: str, parameters: int, repeats: int) -> dict[str, list[float]]:
     return times
 
 
-def cost_of_checksums(impl: str, parameters: int, repeats: int = 21) -> Rows:
+def cost_of_checksums(impl: str, parameters: int) -> Rows:
     """Records of saving times; the ratio is the median of pairs, the share that of the summing."""
-    times = saving(impl, parameters, repeats)
-    pairs = zip(times["with"], times["without"], strict=True)
-    both = zip(times["with"], times["summing"], strict=True)
-    more = {
-        "without": {"ratio": 1.0, "share": 0.0},
-        "with": {
-            "ratio": statistics.median(a / b for a, b in pairs),
-            "share": statistics.median(part / (whole - part) for whole, part in both),
-        },
-    }
-    flags = {"flags": {"parameters": parameters}, "repeats": repeats}
+    times = saving(impl, parameters, REPEATS)
+    three = list(zip(times["with"], times["without"], times["summing"], strict=True))
+    ratio = statistics.median(whole / without for whole, without, _ in three)
+    share = statistics.median(part / (whole - part) for whole, _, part in three)
+    flags = {"flags": {"parameters": parameters}, "repeats": REPEATS}
     return [
         records.record("checkpoint", FILE, f"{impl}, {kind} checksums", "save_s",
-                       statistics.median(times[kind]), "s", **own, **flags)
-        for kind, own in more.items()
+                       statistics.median(times[kind]), "s", ratio=own[0], share=own[1], **flags)
+        for kind, own in (("without", (1.0, 0.0)), ("with", (ratio, share)))
     ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 import optax_lowmem as lowmem
 from benchmarks import records, timing
+from benchmarks.peers import device_loop, in_jax
 from benchmarks.render import Rendered, Table, cell
 from optax_lowmem import codecs
 from optax_lowmem._src.codecs import group_codec, group_codec_triton
@@ -46,7 +47,7 @@ STEPS = {
     "coat_adamw": {},
 }
 
-Made = tuple[Callable[[str], Callable[..., Any]], tuple[Any, ...]]  # of a backend, and its arrays
+Made = tuple[Callable[..., Any], tuple[Any, ...]]  # a kernel, which takes a `backend`; arrays
 
 
 def drawn(rows: int, columns: int, dtype: jnp.dtype = BF16, seed: int = 0) -> jax.Array:
@@ -54,101 +55,68 @@ def drawn(rows: int, columns: int, dtype: jnp.dtype = BF16, seed: int = 0) -> ja
 
 
 def of_codec(name: str, shape: tuple[int, int], decodes: bool) -> Made:
-    codec, key = codecs.CODECS[name], jnp.uint32(1)
+    codec, key, kernel = codecs.CODECS[name], jnp.uint32(1), group_codec_triton
     x = drawn(*shape, F32)
     x = x if codec.signed else jnp.abs(x)
-
-    def encoding(backend: str) -> Callable[..., Any]:
-        return lambda x, key: group_codec_triton.encode(codec, x, 32, key, backend=backend)
-
     if not decodes:
-        return encoding, (x, key)
+        return (lambda x, key, **how: kernel.encode(codec, x, 32, key, **how)), (x, key)
     stored = jax.jit(lambda x: group_codec.encode_plain(codec, x, 32, key))(x)
-
-    def make(backend: str) -> Callable[..., Any]:
-        return lambda codes, scales: group_codec_triton.decode(
-            codec, codes, scales, 32, shape[1], backend=backend
-        )
-
-    return make, stored
+    return (lambda *stored, **how: kernel.decode(codec, *stored, 32, shape[1], **how)), stored
 
 
 def of_sample(shape: tuple[int, int]) -> Made:
     factor = jnp.full(noise.block_shape(shape), 2.0**-5, F32)
-
-    def make(backend: str) -> Callable[..., Any]:
-        own = (NOISES["gaussws"], FORMATS["bfloat16"], BF16)
-        return lambda w, factor, key: noise_triton.sample(
-            w, None, factor, key, *own, backend=backend
-        )
-
-    return make, (drawn(*shape, F32), factor, jnp.uint32(1))
+    own = (NOISES["gaussws"], FORMATS["bfloat16"], BF16)
+    given = drawn(*shape, F32), factor, jnp.uint32(1)
+    return (lambda w, *given, **how: noise_triton.sample(w, None, *given, *own, **how)), given
 
 
 def of_noise(shape: tuple[int, int], name: str) -> Made:
-    def make(backend: str) -> Callable[..., Any]:
-        how, own = {"backend": backend}, NOISES["gaussws"]
-        return {
-            "sums": lambda g, key: noise_triton.noise_sums(g, key, own, **how),
-            "alone": lambda _, key: noise_triton.noise_of(key, shape, own, BF16, **how),
-            "packed": lambda _, key: noise_triton.packed_noise(key, shape, **how),
-        }[name]
-
-    return make, (drawn(*shape) if name == "sums" else (), jnp.uint32(1))
+    own = NOISES["gaussws"]
+    kernel = {
+        "sums": lambda g, key, **how: noise_triton.noise_sums(g, key, own, **how),
+        "alone": lambda _, key, **how: noise_triton.noise_of(key, shape, own, BF16, **how),
+        "packed": lambda _, key, **how: noise_triton.packed_noise(key, shape, **how),
+    }[name]
+    return kernel, (drawn(*shape) if name == "sums" else (), jnp.uint32(1))
 
 
 def of_norm(shape: tuple[int, int], exact: bool) -> Made:
-    static = {"eps": 1e-6, "group_size": 16, "exact": exact}
-
-    def make(backend: str) -> Callable[..., Any]:
-        return functools.partial(fp8.store_normed, **static, backend=backend)
-
-    return make, (drawn(*shape), jnp.ones(shape[1], F32))
+    kernel = functools.partial(fp8.store_normed, eps=1e-6, group_size=16, exact=exact)
+    return kernel, (drawn(*shape), jnp.ones(shape[1], F32))
 
 
 def of_gate(shape: tuple[int, int], activation: str) -> Made:
-    static = {"activation": activation, "group_size": 16, "exact": True}
-
-    def make(backend: str) -> Callable[..., Any]:
-        return functools.partial(fp8.store_gated, **static, backend=backend)
-
-    return make, ((drawn(*shape), drawn(*shape, seed=1)),)
+    kernel = functools.partial(fp8.store_gated, activation=activation, group_size=16, exact=True)
+    return kernel, ((drawn(*shape), drawn(*shape, seed=1)),)
 
 
 def of_codes(shape: tuple[int, int], name: str) -> Made:
-    def make(backend: str) -> Callable[..., Any]:
-        how = {"backend": backend}
-        return {
-            "rows": lambda x, _: matmul.quantize_rows(x, INT8, **how),
-            "transposed": lambda x, top: matmul.quantize_transposed(x, top, INT8, **how),
-            "both": lambda x, top: fp8.quantize_both(x, top, E4M3, **how),
-            "transpose": lambda x, _: fp8.transpose(x, **how),
-        }[name]
-
-    x = drawn(*shape)
-    return make, (x.astype(jnp.float8_e4m3fn) if name == "transpose" else x, jnp.float32(6))
+    x = drawn(*shape).astype(jnp.float8_e4m3fn if name == "transpose" else BF16)
+    kernel = {
+        "rows": lambda x, _, **how: matmul.quantize_rows(x, INT8, **how),
+        "transposed": lambda x, top, **how: matmul.quantize_transposed(x, top, INT8, **how),
+        "both": lambda x, top, **how: fp8.quantize_both(x, top, E4M3, **how),
+        "transpose": lambda x, _, **how: fp8.transpose(x, **how),
+    }[name]
+    return kernel, (x, jnp.float32(6))
 
 
 def of_means(block: Block, shape: tuple[int, int]) -> Made:
-    passes = block_means.passes(block, shape)
-
-    def make(backend: str) -> Callable[..., Any]:
-        return lambda *g: block_means_triton.means(passes, g, jnp.float32(1), backend=backend)
-
-    return make, tuple(drawn(*shape, seed=i) for i in range(8))
+    passes, top = block_means.passes(block, shape), jnp.float32(1)
+    kernel = block_means_triton.means
+    return (lambda *g, **how: kernel(passes, g, top, **how)), tuple(
+        drawn(*shape, seed=i) for i in range(8)
+    )
 
 
 def cases(rows: int, columns: int) -> dict[str, Callable[[], Made]]:
     """Every kernel of one array, at a size."""
     shape, made = (rows, columns), functools.partial
+    coded = ("softsign-int8", "sqrt-uint8", "linear-int4", "expanded-e4m3-int8")
     return {
-        **{
-            f"group-{'decode' if decodes else 'encode'}/{name}": made(
-                of_codec, name, shape, decodes
-            )
-            for decodes in (False, True)
-            for name in ("softsign-int8", "sqrt-uint8", "linear-int4", "expanded-e4m3-int8")
-        },
+        **{f"group-encode/{name}": made(of_codec, name, shape, False) for name in coded},
+        **{f"group-decode/{name}": made(of_codec, name, shape, True) for name in coded},
         "noise-sample": made(of_sample, shape),
         **{f"noise-{name}": made(of_noise, shape, name) for name in ("sums", "alone", "packed")},
         "fp8-norm": made(of_norm, shape, True),
@@ -163,36 +131,23 @@ def cases(rows: int, columns: int) -> dict[str, Callable[[], Made]]:
     }
 
 
-class Stepped:
+def stepped(name: str, rows: int, columns: int, backend: str) -> device_loop.Runner:
     """Steps of an optimizer in place, on the device."""
+    make = lowmem.OPTIMIZERS[name.split("/")[0]].make
+    tx = make(1e-3, storage=lowmem.Storage(**STEPS[name]))
 
-    def __init__(self, name: str, rows: int, columns: int, backend: str) -> None:
-        record = lowmem.OPTIMIZERS[name.split("/")[0]]
-        tx = record.make(1e-3, storage=lowmem.Storage(**STEPS[name]))
-        make = jax.jit(lambda: {f"w{i}": drawn(rows, columns, F32, i) for i in range(LEAVES)})
-        self.params, self.state = lowmem.init(tx, make(), BF16)
-        self.grads = jax.jit(lambda p: jax.tree.map(lambda x: x * 0.01, p))(self.params)
-        size = LEAVES * rows * columns
-        seconds = 16 * size / COPY_TBPS / 1e12
-        self.calls = max(3, min(400, round(timing.CALL_SECONDS / seconds)))
-        self.bytes = 2 * (bytes_of(self.params) + bytes_of(self.state)) + bytes_of(self.grads)
+    def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        return lowmem.step(tx, grads, state, params, implementation=backend)
 
-        def loop(params: Any, state: Any, grads: Any) -> Any:
-            def body(_: jax.Array, carry: Any) -> Any:
-                own, (params, state) = jax.lax.optimization_barrier((grads, carry))
-                return lowmem.step(tx, own, state, params, implementation=backend)
+    shapes = {f"w{i}": jax.ShapeDtypeStruct((rows, columns), F32) for i in range(LEAVES)}
+    made = in_jax.Implementation(tx.init, step, BF16, "")
 
-            return jax.lax.fori_loop(0, self.calls, body, (params, state))
+    def calls(moved: int) -> int:
+        return max(3, min(400, round(timing.CALL_SECONDS * COPY_TBPS * 1e12 / moved)))
 
-        given = (self.params, self.state, self.grads)
-        self.run = jax.jit(loop, donate_argnums=(0, 1)).lower(*given).compile()
-        self.time()
-
-    def time(self) -> float:
-        milliseconds, (self.params, self.state) = timing.elapsed(
-            self.run, self.params, self.state, self.grads
-        )
-        return milliseconds / self.calls
+    runner = device_loop.Runner(made, shapes, calls)
+    runner.start()
+    return runner
 
 
 def bytes_of(*trees: Any) -> int:
@@ -224,18 +179,17 @@ def main(args: argparse.Namespace) -> Iterator[records.Rows]:
     for name, made in found.items():
         if args.case and name not in args.case:
             continue
-        make, given = made()
-        moved = bytes_of(given) + bytes_of(jax.eval_shape(make(args.backends[0]), *given))
+        kernel, given = made()
+        own = {backend: functools.partial(kernel, backend=backend) for backend in args.backends}
+        moved = bytes_of(given, jax.eval_shape(own[args.backends[0]], *given))
         guess = moved / COPY_TBPS / 1e12 * (1e4 if args.tiny else 1)
-        timed = {
-            backend: timing.Timed(jax.jit(make(backend)), given, guess) for backend in args.backends
-        }
+        timed = {name: timing.Timed(jax.jit(one), given, guess) for name, one in own.items()}
         yield measured(f"{name}/{rows}x{columns}", timed, moved, args.repeats)
     for name in STEPS:
         if "interpret" in args.backends or (args.case and f"step/{name}" not in args.case):
             continue
-        steps = {backend: Stepped(name, rows, columns // 2, backend) for backend in args.backends}
-        moved = next(iter(steps.values())).bytes
+        steps = {backend: stepped(name, rows, columns // 2, backend) for backend in args.backends}
+        moved = next(iter(steps.values())).found["moved_bytes"]
         yield measured(f"step/{name}/{LEAVES}x{rows}x{columns // 2}", steps, moved, args.repeats)
 
 

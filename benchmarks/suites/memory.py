@@ -50,23 +50,20 @@ ROUNDED = {"master_weight_bits": None, "master_rounding": "stochastic"}
 BUDGETS: dict[str, optax.GradientTransformation] = {
     "optax.adamw(lr)": optax.adamw(1e-3),
     "flash_adamw(lr)": lowmem.flash_adamw(1e-3),
-    "flash_adamw(lr, storage=Storage(group_size=128))": lowmem.flash_adamw(
-        1e-3, storage=lowmem.Storage(group_size=128)
-    ),
+    "flash_adamw(lr, storage=Storage(group_size=128))":
+        lowmem.flash_adamw(1e-3, storage=lowmem.Storage(group_size=128)),
     "flash_adam_mini(lr)": lowmem.flash_adam_mini(1e-3, blocks=HEADS),
     "flash_adamw(lr, storage=Storage.four_bit())": lowmem.flash_adamw(1e-3, storage=FOUR),
     "flash_lion(lr)": lowmem.flash_lion(1e-3),
-    "flash_adam_mini(lr, storage=Storage.four_bit(nu=None))": lowmem.flash_adam_mini(
-        1e-3, storage=FIRST, blocks=HEADS
-    ),
+    "flash_adam_mini(lr, storage=Storage.four_bit(nu=None))":
+        lowmem.flash_adam_mini(1e-3, storage=FIRST, blocks=HEADS),
     "flash_factored_adamw(lr)": lowmem.flash_factored_adamw(1e-3),
-    "flash_factored_adamw(lr, storage=Storage.four_bit(nu=None, group_size=32))": (
-        lowmem.flash_factored_adamw(1e-3, storage=GROUPS_OF_32)
-    ),
+    "flash_factored_adamw(lr, storage=Storage.four_bit(nu=None, group_size=32))":
+        lowmem.flash_factored_adamw(1e-3, storage=GROUPS_OF_32),
     "flash_lion(lr, storage=Storage.four_bit())": lowmem.flash_lion(1e-3, storage=FOUR),
     'flash_adamw(lr, storage=Storage.four_bit(master_weight_bits=None, master_rounding="stochastic"'
     "))": lowmem.flash_adamw(1e-3, storage=lowmem.Storage.four_bit(**ROUNDED)),
-}
+}  # fmt: skip
 
 
 def _made(module: Any, name: str, **more: Any) -> optax.GradientTransformation:

@@ -1,6 +1,6 @@
 """An 8B Llama on one GPU: with gradient release, without, and with optax.adamw in f32.
 
-python -m benchmarks.run release --record FILE --profiles DIR   # on a GPU of 80 GB
+python -m benchmarks.run release --record FILE                  # on a GPU of 80 GB
 python -m benchmarks.figures llama_8b_memory                    # the picture, from the records
 
 Each run is one of examples/train_llama.py in a process of its own. What does not fit is recorded
@@ -11,7 +11,6 @@ XLA_FLAGS="--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false".
 import argparse
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from benchmarks import ROOT, model_shapes, records
 from benchmarks.records import Rows
 from benchmarks.render import GIB, Rendered, Table, cell
 
-# name of the profile -> what differs
+# name -> what differs
 RUNS = {
     "release": "--optimizer flash_adamw --release",
     "ordinary": "--optimizer flash_adamw --clip 0",
@@ -142,25 +141,16 @@ def command(name: str, args: argparse.Namespace) -> list[str]:
     own = f"--preset {args.preset} --steps {args.steps} --account {RUNS[name]}".split()
     if args.record:
         own += ["--record", *([] if args.record is True else [args.record])]
-    if args.profiles:
-        own += ["--memory-profile", str(args.profiles / f"llama-{args.preset}-{name}.pprof")]
     return [sys.executable, str(ROOT / "examples/train_llama.py"), *own]
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+def main(arguments: list[str] | None = None) -> None:
     parser = records.command_line(__doc__)
     add = parser.add_argument
     add("--preset", default="8b", help="of the example (default: 8b)")
     add("--steps", type=int, default=12, help="of each run (default: 12)")
     add("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="default: all")
-    add("--profiles", type=Path, metavar="DIR", help="where to put memory profiles (pprof)")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: list[str] | None = None) -> None:
-    args = parse_arguments(arguments)
-    if args.profiles:
-        args.profiles.mkdir(parents=True, exist_ok=True)
+    args = parser.parse_args(arguments)
     failed = []
     for name in args.runs:
         print(f"== {name}", flush=True)

@@ -47,4 +47,4 @@ def test_a_training_step_fits(chip, preset, batch, monkeypatch):
     assert memory.alias_size_in_bytes >= own and 5.1 < own / parameters < 5.3
     planned = memory.argument_size_in_bytes + memory.temp_size_in_bytes
     assert planned + 2 * parameters > own  # gradients are somewhere
-    assert planned <= OF_MEMORY * chips.CHIPS[chip].memory
+    assert planned <= OF_MEMORY * chips.CHIPS[chip]

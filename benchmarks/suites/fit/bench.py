@@ -1,7 +1,6 @@
 """The largest batch of a Llama that fits on one GPU, by optimizer and activations (COAT, Table 8).
 
-    python -m benchmarks.run fit --preset 3b --steps 0 --record   # a GPU of 80 GB; 15 minutes
-    python -m benchmarks.run fit --preset 3b --recorded --record  # times the batches found there
+    python -m benchmarks.run fit --preset 3b --record   # a GPU of 80 GB; 25 minutes
     python -m benchmarks.run fit --preset 8b --only flash_adamw coat_adamw+fp8 --record
     python -m benchmarks.run fit --preset tiny --sequence 32 --memory 0.02   # anywhere
 
@@ -12,11 +11,10 @@ steps are timed, at a batch that all can run and at each one's largest.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -46,38 +44,16 @@ CONFIGURATIONS = {
     fit_tables.COAT_F32: "--optimizer coat_adamw --f32-weights --activations fp8",
     fit_tables.SPLIT: "--optimizer split_adamw",
 }
+Fit = dict[str, float]  # of one: max_batch (0: none), own_bytes, planned_bytes, sequence_bytes
 SHARE = 0.98  # of what JAX may take: what lies in pieces cannot be used whole
 say = functools.partial(print, flush=True)
-
-
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = records.command_line(__doc__)
-    add = parser.add_argument
-    add("--preset", choices=PRESETS, default="3b", help="of examples/train_llama.py (default: 3b)")
-    add("--sequence", type=int, default=2048, help="tokens (default: 2048)")
-    add("--only", nargs="+", choices=CONFIGURATIONS, default=list(CONFIGURATIONS), metavar="NAME",
-        help=f"of {', '.join(CONFIGURATIONS)} (default: all)")  # fmt: skip
-    add(
-        "--recorded",
-        action="store_true",
-        help="time the batches that records of this device have, and look for none",
-    )
-    add("--remat", action="store_true", help="compute layers anew in the backward pass")
-    add("--attention", choices=("xla", "cudnn"), help="default: cudnn on a GPU")
-    add("--memory", type=float, metavar="GIB", help="of a device; default: what JAX may take")
-    add("--most", type=int, default=1024, help="batch (default: 1024)")
-    add("--steps", type=int, default=8, help="of each timing; 0: plans alone (default: 8)")
-    add("--jobs", type=int, default=5, help="programs compiled at once (default: 5)")
-    add("--limit", type=float, default=530, metavar="S",
-        help="start no timing after this (default: %(default)s s)")  # fmt: skip
-    return parser.parse_args(arguments)
 
 
 def settings_of(args: argparse.Namespace, name: str, batch: int) -> Any:
     attention = args.attention or ("cudnn" if on_gpu() else "xla")
     flags = f"--preset {args.preset} --sequence {args.sequence} --batch {batch} --data 1"
-    flags += f" --text random --attention {attention} --steps {max(1, args.steps)}"
-    flags += f" --{'' if args.remat else 'no-'}remat {CONFIGURATIONS[name]}"
+    flags += f" --text random --attention {attention} --steps {max(1, args.steps)} --no-remat"
+    flags += f" {CONFIGURATIONS[name]}"
     return train_llama.make_settings(train_llama.parse_arguments(flags.split()))
 
 
@@ -112,23 +88,6 @@ def largest(of: Callable[[int], int], limit: float, most: int) -> tuple[int, dic
     return low, found
 
 
-@dataclasses.dataclass(frozen=True)
-class Fit:
-    """Largest batch of a configuration that fits on a device."""
-
-    max_batch: int  # 0: none
-    own_bytes: int  # of weights and state
-    planned_bytes: int  # at the largest batch, or at 1 if none fits
-    sequence_bytes: float  # that one more takes
-
-    @classmethod
-    def of_plans(cls, batch: int, planned: dict[int, int], own_bytes: int) -> Fit:
-        """Return what plans, batch -> bytes, say of the largest batch."""
-        first, last = min(planned), max(planned)
-        slope = (planned[last] - planned[first]) / max(1, last - first)
-        return cls(batch, own_bytes, planned[batch or 1], slope)
-
-
 def peak() -> int:
     """The most bytes that there have been on the device; 0 where nobody counts."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
@@ -160,99 +119,86 @@ def stepped(program: Any, steps: int) -> dict[str, Any]:
     return train.measured(run, program.settings, program)
 
 
-class Bench:
-    """Plans, then timings, and their records."""
-
-    def __init__(self, args: argparse.Namespace):
-        self.args, self.start = args, time.perf_counter()
-        has = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-        if args.memory is None and has is None:
-            raise SystemExit("this device does not say what memory it has: pass --memory GIB")
-        self.has = args.memory * GIB if args.memory is not None else has
-        # what layers without FP8 keep, which the example chooses
-        kept = kept_by_default(settings_of(args, fit_tables.BASE, 1))
-        self.case = f"llama-{args.preset}-s{args.sequence}{'-lean' if kept == LEAN else ''}"
-        self.case += "-remat" if args.remat else ""
-
-    def store(self, impl: str, values: dict[str, float], case: str = "") -> None:
-        rows = []
-        for metric, value in values.items():
-            unit = "sequences" if metric.endswith("batch") else "bytes"
-            unit = "tokens/s" if metric == "tokens_per_s" else unit
-            more = {"limit_bytes": self.has, "remat": self.args.remat}
-            case = case or self.case
-            rows.append(records.record("fit", case, impl, metric, value, unit, **more))
-        records.show(rows)
-        records.keep(rows, self.args.record)
-
-    def fit(self, name: str) -> Fit:
-        of = functools.partial(plan, self.args, name)
-        batch, planned = largest(of, SHARE * self.has, self.args.most)
-        own = train.make_program(settings_of(self.args, name, 1)).device_bytes
-        return Fit.of_plans(batch, planned, own)
-
-    def recorded(self) -> dict[str, Fit]:
-        """Return what an earlier run on this device recorded."""
-        where = records.device()
-        here = records.select(records.all_records(), bench="fit", case=self.case, device=where)
-        found = records.grouped(here, "impl", "metric")
-        names = [field.name for field in dataclasses.fields(Fit)]
-        missing = [name for name in self.args.only if not found.get(name, {}).keys() >= {*names}]
-        if missing:
-            raise SystemExit(
-                f"no plans of {', '.join(missing)} for {self.case} on {where} are recorded: "
-                "run without --recorded first"
-            )
-        return {
-            impl: Fit(*(found[impl][name]["value"] for name in names)) for impl in self.args.only
-        }
-
-    def plans(self) -> dict[str, Fit]:
-        """Side by side, one thread a configuration."""
-        with ThreadPoolExecutor(self.args.jobs) as pool:
-            fits = dict(zip(self.args.only, pool.map(self.fit, self.args.only), strict=True))
-        for name, found in fits.items():
-            self.store(name, dataclasses.asdict(found))
-        return fits
-
-    def timings(self, fits: dict[str, Fit]) -> None:
-        """Smaller programs first, so that peaks are new."""
-        batches = {name: int(found.max_batch) for name, found in fits.items() if found.max_batch}
-        if not batches:
-            return
-        common = min(batches.values())
-        self.store(ALL, {"common_batch": common})
-        wanted = sorted(
-            {(name, b) for name, most in batches.items() for b in (common, most)},
-            key=lambda one: fits[one[0]].own_bytes + one[1] * fits[one[0]].sequence_bytes,
-        )
-        every = [settings_of(self.args, *one) for one in wanted]
-        programs = [train.make_program(settings) for settings in every]
-        with ThreadPoolExecutor(self.args.jobs) as pool:
-            list(pool.map(lambda program: program.compiled, programs))
-        say(f"compiled after {time.perf_counter() - self.start:.0f} s")
-        for (name, batch), settings, program in zip(wanted, every, programs, strict=True):
-            if time.perf_counter() - self.start > self.args.limit:
-                say(f"{name} at batch {batch} is left out")
-                continue
-            numbers = timed(settings, program)
-            if numbers is None and batch > common:  # its kernels, now chosen, want more: one less
-                say(f"{name} at batch {batch}: planned, but out of memory")
-                batch -= 1
-                self.store(name, {"max_batch": batch})
-                settings = settings_of(self.args, name, batch)
-                numbers = timed(settings, train.make_program(settings))
-            if numbers is None:
-                say(f"{name} at batch {batch}: out of memory")
-            else:
-                self.store(name, numbers, f"{self.case}-b{batch}")
+def fit(args: argparse.Namespace, limit: float, name: str) -> Fit:
+    """Return the largest batch that fits, and the bytes of plans."""
+    batch, planned = largest(functools.partial(plan, args, name), limit, args.most)
+    own = train.make_program(settings_of(args, name, 1)).device_bytes
+    first, last = min(planned), max(planned)
+    each = (planned[last] - planned[first]) / max(1, last - first)
+    return {"max_batch": batch, "own_bytes": own, "planned_bytes": planned[batch or 1],
+            "sequence_bytes": each}  # fmt: skip
 
 
-def main(arguments: list[str] | None = None) -> None:
+Found = Iterator[tuple[str, str, dict[str, float]]]  # what follows a case, configuration, values
+
+
+def timings(args: argparse.Namespace, fits: dict[str, Fit], begin: float) -> Found:
+    """Time each at the batch that all can run and at its largest.
+
+    Smaller programs come first, so that peaks are new.
+    """
+    batches = {name: int(of["max_batch"]) for name, of in fits.items() if of["max_batch"]}
+    if not batches:
+        return
+    common = min(batches.values())
+    yield "", ALL, {"common_batch": common}
+    wanted = sorted(
+        {(name, b) for name, most in batches.items() for b in (common, most)},
+        key=lambda one: fits[one[0]]["own_bytes"] + one[1] * fits[one[0]]["sequence_bytes"],
+    )
+    every = [settings_of(args, *one) for one in wanted]
+    programs = [train.make_program(settings) for settings in every]
+    with ThreadPoolExecutor(args.jobs) as pool:
+        list(pool.map(lambda program: program.compiled, programs))
+    for (name, batch), settings, program in zip(wanted, every, programs, strict=True):
+        if time.perf_counter() - begin > args.limit:
+            say(f"{name} at batch {batch} is left out")
+            continue
+        numbers = timed(settings, program)
+        if numbers is None and batch > common:  # its kernels, now chosen, want more: one less
+            batch -= 1
+            yield "", name, {"max_batch": batch}
+            settings = settings_of(args, name, batch)
+            numbers = timed(settings, train.make_program(settings))
+        if numbers is None:
+            say(f"{name} at batch {batch}: out of memory")
+        else:
+            yield f"-b{batch}", name, numbers
+
+
+@records.suite(
+    preset={"choices": PRESETS, "default": "3b", "help": "of the example (default: 3b)"},
+    sequence={"type": int, "default": 2048, "help": "tokens (default: 2048)"},
+    only={"nargs": "+", "choices": CONFIGURATIONS, "default": list(CONFIGURATIONS),
+          "metavar": "NAME", "help": f"of {', '.join(CONFIGURATIONS)} (default: all)"},
+    attention={"choices": ("xla", "cudnn"), "help": "default: cudnn on a GPU"},
+    memory={"type": float, "metavar": "GIB", "help": "of a device; default: what JAX may take"},
+    most={"type": int, "default": 1024, "help": "batch (default: 1024)"},
+    steps={"type": int, "default": 8, "help": "of each timing; 0: plans alone (default: 8)"},
+    jobs={"type": int, "default": 5, "help": "programs compiled at once (default: 5)"},
+    limit={"type": float, "default": 530, "metavar": "S",
+           "help": "start no timing after this (default: %(default)s s)"},
+)  # fmt: skip
+def main(args: argparse.Namespace) -> Iterator[records.Rows]:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")  # as the example
-    args = parse_arguments(arguments)
-    bench = Bench(args)
-    fits = bench.recorded() if args.recorded else bench.plans()
+    begin = time.perf_counter()
+    has = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if args.memory is not None:
+        has = args.memory * GIB
+    if has is None:
+        raise SystemExit("this device does not say what memory it has: pass --memory GIB")
+    # what layers without FP8 keep, which the example chooses
+    kept = kept_by_default(settings_of(args, fit_tables.BASE, 1))
+    case = f"llama-{args.preset}-s{args.sequence}{'-lean' if kept == LEAN else ''}"
+
+    def rows_of(more: str, impl: str, values: dict[str, float]) -> records.Rows:
+        units = {"tokens_per_s": "tokens/s", "max_batch": "sequences", "common_batch": "sequences"}
+        found = {metric: (value, units.get(metric, "bytes")) for metric, value in values.items()}
+        return records.records_of("fit", case + more, impl, found, limit_bytes=has, remat=False)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        found = pool.map(functools.partial(fit, args, SHARE * has), args.only)
+        fits = dict(zip(args.only, found, strict=True))
+    yield from (rows_of("", name, of) for name, of in fits.items())
     if args.steps:
-        bench.timings(fits)
-    say(f"done after {time.perf_counter() - bench.start:.0f} s")
+        yield from (rows_of(*one) for one in timings(args, fits, begin))

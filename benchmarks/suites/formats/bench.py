@@ -6,7 +6,7 @@
 
 A GPT is trained by optax.adamw in f32. Beside it, a sample of its m and v is kept in every format,
 group size and rounding: decoded, averaged with the live gradient and encoded again at every step.
-The sample goes to benchmarks/results/coat_states.npz; what is measured of it to the records.
+What is measured of the sample goes to the records; `--states FILE.npz` stores the sample too.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--keep", type=int, default=3, help="of the chunks, stored in the file "
         "(default: %(default)s)")  # fmt: skip
-    add("--states", type=Path, help="where to store the sample, --record or not")
+    add("--states", type=Path, metavar="FILE.npz", help="where to store the sample")
     return parser.parse_args(arguments)
 
 
@@ -230,9 +230,8 @@ def main(arguments: list[str] | None = None) -> None:
     flags |= {"floors": looks.floors, "best": searched(looks.closed)}
     rows = list(rows_of(looks, flags))
     records.show(rows)
-    path = args.states or (formats_states.STATES if args.record else None)
-    if path is not None:
-        looks.states(flags, args.keep).save(path)
-        say(f"{path}: {path.stat().st_size / 1e6:.2f} MB")
+    if args.states:
+        looks.states(flags, args.keep).save(args.states)
+        say(f"{args.states}: {args.states.stat().st_size / 1e6:.2f} MB")
     records.keep(rows, args.record)
     say(f"done after {time.perf_counter() - start:.0f} s")

@@ -1,23 +1,23 @@
-"""The picture of docs/ on formats of moments, from the stored states of `formats`."""
+"""The picture of docs/ on formats of moments, from the records of `formats`."""
 
 from typing import Any
 
 import numpy as np
 
+from benchmarks.claims import some
+from benchmarks.records import all_records, newest
 from benchmarks.style import BLUE, GREY, ORANGE, headline, plt
-from benchmarks.suites.formats import formats, measure, states
-from benchmarks.suites.formats.formats import FLASH, MU, NU
+from benchmarks.suites.formats import formats
+from benchmarks.suites.formats.formats import FLASH, MU, NEAREST, NU, STOCHASTIC
+from benchmarks.suites.formats.tables import LOOPS, measured
 
-_WAYS = {  # how it is stored -> marker, color, what it is called
-    "encoded once": ("|", GREY, "encoded once"),
-    "closed loop, nearest": ("o", ORANGE, "closed loop, nearest"),
-    "closed loop, stochastic": ("o", BLUE, "closed loop, stochastic"),
-}
+_WAYS = {"once": ("|", GREY), NEAREST: ("o", ORANGE), STOCHASTIC: ("o", BLUE)}  # marker, color
 
 
 def equal_bytes() -> Any:
     """Draw the error of Adam's step by the format of one moment, the other in f32."""
-    found = measure.at_equal_bytes(states.load())
+    run = some(measured(newest(all_records(), bench="formats")))
+    found = {way: run.matrix(f"{way} at {formats.BUDGETS[0]}", "median_nmse") for way in _WAYS}
     fig, axes = plt.subplots(2, 1, figsize=(7.2, 5.6), sharex=True)
     for ax, slot, title in zip(axes, (MU, NU), ("first moment", "second moment"), strict=True):
         alone = {
@@ -25,18 +25,26 @@ def equal_bytes() -> Any:
                   if pair[slot == MU] == "f32" and pair[slot == NU] != "f32"}
             for way, of in found.items()
         }  # fmt: skip
-        best = alone["closed loop, nearest"] | alone["closed loop, stochastic"]
+        best = alone[NEAREST] | alone[STOCHASTIC]
         names = sorted(best, key=best.get)
-        for way, (marker, color, words) in _WAYS.items():
+        for way, (marker, color) in _WAYS.items():
             values = [alone[way].get(name, np.nan) for name in names]  # as published: to nearest
-            ax.plot(values, range(len(names)), marker, color=color, ms=6, mew=2, label=words)
+            ax.plot(
+                values,
+                range(len(names)),
+                marker,
+                color=color,
+                ms=6,
+                mew=2,
+                label=LOOPS[way].replace("once", "encoded once"),
+            )
         ax.set_yticks(range(len(names)), names)
         ax.invert_yaxis()
         ax.set(xscale="log", title=f"{title} in 8 bits, the other in f32")
         if slot == NU:
-            assert alone["closed loop, stochastic"][formats.E4M3_X] < best[formats.E4M3]
+            assert alone[STOCHASTIC][formats.E4M3_X] < best[formats.E4M3]
             assert names.index(FLASH) < names.index(formats.E4M3_X)
-            assert best[FLASH] < alone["closed loop, nearest"][FLASH]
+            assert best[FLASH] < alone[NEAREST][FLASH]
     axes[1].set_xlabel("median normalised squared error of Adam's step; 1.03 bytes per value")
     axes[0].legend(loc="upper right", fontsize=8)
     headline(fig, "One encoding shows little: in closed loop the second moment needs stochastic "

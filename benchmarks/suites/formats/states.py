@@ -10,13 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks import records
 from benchmarks.curves import read, write
 from benchmarks.suites.formats.errors import Correction, Errors, errors
 from benchmarks.suites.formats.formats import Copy
 from optax_lowmem import codecs
-
-STATES = records.RESULTS / "coat_states.npz"
 
 
 @dataclasses.dataclass
@@ -59,7 +56,7 @@ def _decode(copies: tuple[Copy, ...], stored: list[Any]) -> list[jax.Array]:
     return [codecs.decode_array(c.codec, *x, c.group) for c, x in zip(copies, stored, strict=True)]
 
 
-def load(path: Path = STATES) -> States:
+def load(path: Path) -> States:
     about, arrays = read(path)
     leaf_of_chunk = arrays.pop("leaf_of_chunk")
     parts: dict[str, dict[str, np.ndarray]] = {}

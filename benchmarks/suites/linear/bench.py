@@ -32,20 +32,10 @@ SHAPES = ["16384x4096x16384", "16384x16384x4096", "32768x1280x5120", "32768x5120
 Dot = Callable[..., jax.Array]
 LAYERS: dict[str, Dot] = {"bf16": lax.dot_general} | {
     f"{name}-{format}": switchback_dot_general(name, format)
-    for name in ("switchback", "switchback_m", "switchback_q", "llm_int8", "tensorwise")
+    for name in ("switchback", "switchback_m")
     for format in ("int8", "fp8")
-    if (name, format) != ("llm_int8", "fp8")
-}
-LAYERS |= {
-    "switchback-fp8-e5m2": switchback_dot_general(format="fp8-e5m2"),
-    "auto-int8": switchback_dot_general(implementation="auto"),
-    "auto-fp8": switchback_dot_general(format="fp8", implementation="auto"),
 }
 NAMES = [*LAYERS, *linear_peers.NAMES]
-DEFAULT = [
-    "bf16", "switchback-int8", "switchback-fp8", "switchback_m-int8", "switchback_m-fp8",
-    *linear_peers.NAMES,
-]  # fmt: skip
 
 
 def _product(a: jax.Array, b: jax.Array, axes: tuple[int, int], dot: Dot = lax.dot_general) -> Any:
@@ -136,8 +126,6 @@ def rows_of(shape: str, names: list[str], repeats: int, alone: bool) -> records.
         metric = "device_ms" if name in names else "operation_ms"
         found.append(records.record("linear", shape, name, metric, *value, **spread))
     for name in (name for name in names if name in LAYERS):
-        if name.startswith("auto"):
-            print(f"{shape:<20}{name:<28}{LAYERS[name].choose(tokens, width, out).reason}")
         size = saved_bytes(LAYERS[name], shape)
         found.append(records.record("linear", shape, name, "saved_bytes", size, "bytes"))
     return found
@@ -145,7 +133,7 @@ def rows_of(shape: str, names: list[str], repeats: int, alone: bool) -> records.
 
 @records.suite(
     shapes={"nargs": "+", "default": SHAPES, "metavar": "TOKENSxINxOUT"},
-    impl={"nargs": "+", "choices": NAMES, "default": DEFAULT, "metavar": "NAME",
+    impl={"nargs": "+", "choices": NAMES, "default": NAMES, "metavar": "NAME",
           "help": f"of {', '.join(NAMES)}"},
     alone={"action": "store_true", "help": "each operation alone too"},
     repeats={"type": int, "default": 5},

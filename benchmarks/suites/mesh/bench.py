@@ -22,14 +22,13 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from benchmarks import ROOT, records
-from benchmarks.peers.report import say
 from benchmarks.suites.mesh import tables as mesh_tables
 from benchmarks.suites.mesh.step import PRESETS
 
@@ -41,7 +40,7 @@ IMPLEMENTATIONS = {
     mesh_tables.COAT: "--optimizer coat_adamw --activations fp8",
 }
 STEPS = (mesh_tables.OURS, mesh_tables.OPTAX)  # whose step is timed
-# what an outcome has -> metric, unit, and the fields that say more about it
+# metric -> its name in an outcome, its unit, and the fields that say more about it
 STEP = {
     "device_ms": ("device_ms", "ms", "steps", "spread", "call_ms", "temp_bytes", "loop_temp_bytes"),
     "device_bytes": ("device_bytes", "bytes"),
@@ -50,8 +49,8 @@ TRAIN = {
     "train_loss": ("train_loss", "nats/token", "losses", "step_ms", "run"),
     "loss_difference": ("loss_difference", "1"),
     "tokens_per_s": ("tokens_per_s", "tokens/s", "run"),
-    "device_bytes": ("train_device_bytes", "bytes"),
-    "peak_bytes": ("train_peak_bytes", "bytes"),
+    "train_device_bytes": ("device_bytes", "bytes"),
+    "train_peak_bytes": ("peak_bytes", "bytes"),
 }
 
 
@@ -96,68 +95,37 @@ def stepped(args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]
 
 
 def trained(args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]:
+    """Return what a run of the example records, and its losses."""
+    preset = PRESETS[args.preset]
     with tempfile.TemporaryDirectory() as folder:
         log, record = Path(folder) / "log.jsonl", Path(folder) / "records.jsonl"
         words = [*run_of(args, devices, impl), "--steps", str(args.train_steps)]
         words += ["--log", str(log), "--record", str(record)]
         process(["examples/train_llama.py", *words], devices)
         found = {row["metric"]: row["value"] for row in records.load(record)}
-        return found | {"losses": [row["loss"] for row in records.load(log)]}
+        found["losses"] = [row["loss"] for row in records.load(log)]
+    batch = args.batch or preset.batch
+    return found | {"run": {"steps": args.train_steps, "batch": batch, "sequence": preset.sequence}}
 
 
-class Run:
-    """Measurements, each stored as it comes so that a run that is cut off loses none.
-
-    Attributes:
-      args: the command line.
-      rows: every record so far.
-      failed: whether something did.
-    """
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.failed = args, False
-        self.rows: records.Rows = []
-        self._of_one: dict[str, list[float]] = {}  # losses of one device
-
-    def measure(self) -> None:
-        """All parts on each number of devices, the largest last."""
-        for devices in self.args.devices:
-            for impl in STEPS if "step" in self.args.part else ():
-                self._keep(devices, impl, impl, STEP, stepped)
-            for impl in self.args.train_impl if "train" in self.args.part else ():
-                self._keep(devices, impl, f"{impl}, training", TRAIN, self._compared)
-
-    def _compared(self, args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]:
-        """A run of the example, and how far its losses are from those of one device."""
-        found, preset = trained(args, devices, impl), PRESETS[args.preset]
-        size = {"batch": args.batch or preset.batch, "sequence": preset.sequence}
-        found["run"] = {"steps": args.train_steps} | size
-        if devices == 1:
-            self._of_one[impl] = found["losses"]
-        elif impl in self._of_one:
-            one = self._of_one[impl]
-            found["loss_difference"] = mesh_tables.loss_difference(found["losses"], one)
-        return found
-
-    def _keep(
-        self, devices: int, impl: str, name: str, metrics: dict, measure: Callable[..., Any]
-    ) -> None:
-        case = (f"llama-{self.args.preset} fsdp={devices}", "adamw")
-        say(case, name, "begins")
-        try:
-            found = measure(self.args, devices, impl)
-        except Failed as error:  # the others are still worth their time
-            self.failed = True
-            return say(case, name, f"failed: {error}")
-        own, rows = {"model": f"llama-{self.args.preset}", "devices": devices}, []
-        for key, (metric, unit, *details) in metrics.items():
-            if found.get(key) is not None:
-                more = own | {detail: found[detail] for detail in details if detail in found}
-                values = {metric: (found[key], unit)}
-                rows += records.records_of("mesh", "/".join(case), impl, values, **more)
-        self.rows += rows
-        records.keep(rows, self.args.record)
-        say(case, name, ", ".join(f"{row['metric']} {row['value']:.5g}" for row in rows))
+def measured(args: argparse.Namespace) -> Iterator[tuple[int, str, Any, dict[str, Any] | Failed]]:
+    """Yield the outcome of each part on each number of devices, the largest last."""
+    parts = [("step", STEPS, STEP, stepped), ("train", args.train_impl, TRAIN, trained)]
+    of_one: dict[str, list[float]] = {}  # losses of one device
+    for devices in args.devices:
+        for part, impls, metrics, measure in parts:
+            for impl in impls if part in args.part else ():
+                try:
+                    found = measure(args, devices, impl)
+                except Failed as error:  # the others are still worth their time
+                    yield devices, impl, metrics, error
+                    continue
+                if part == "train" and devices == 1:
+                    of_one[impl] = found["losses"]
+                elif part == "train" and impl in of_one:
+                    apart = mesh_tables.loss_difference(found["losses"], of_one[impl])
+                    found["loss_difference"] = apart
+                yield devices, impl, metrics, found
 
 
 def powers_of_two(there: int) -> list[int]:
@@ -194,7 +162,23 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     # or this process takes most of a GPU before the others can have any of it
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    run = Run(arguments(argv))
-    run.measure()
-    print(mesh_tables.of_a_run(run.rows))
-    return int(run.failed)
+    args, failed = arguments(argv), False
+    every: records.Rows = []
+    model = f"llama-{args.preset}"
+    for devices, impl, metrics, found in measured(args):
+        case = f"{model} fsdp={devices}/adamw"
+        if isinstance(found, Failed):
+            failed = True
+            print(case, impl, f"failed: {found}", flush=True)
+            continue
+        rows = []
+        for metric, (key, unit, *details) in metrics.items():
+            if found.get(key) is not None:
+                more = {detail: found[detail] for detail in details if detail in found}
+                more |= {"model": model, "devices": devices}
+                rows.append(records.record("mesh", case, impl, metric, found[key], unit, **more))
+        records.show(rows)
+        records.keep(rows, args.record)  # as it comes: a run that is cut off loses none
+        every += rows
+    print(mesh_tables.of_a_run(every))
+    return int(failed)

@@ -42,7 +42,7 @@ def rows_of(
     runners = {}
     for rounding in ROUNDINGS:
         made = implementation(rounding, kernel, optimizer)
-        runners[rounding] = device_loop.Runner(made, leaf_set, steps_for)
+        runners[rounding] = device_loop.Runner(made, cases.LEAF_SETS[leaf_set](), steps_for)
         runners[rounding].start()
     rows = []
     for rounding, times in timing.in_turns(runners, repeats).items():

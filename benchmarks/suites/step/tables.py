@@ -9,7 +9,7 @@ import jax
 from benchmarks.peers import cases
 from benchmarks.records import Rows, alike, grouped, newest, on_gpus, select
 from benchmarks.render import Rendered, Table, by_machine, cell, markdown, source, target
-from benchmarks.suites.step.instructions import LEAST
+from benchmarks.suites.step.on_h100 import LEAST
 
 Values = dict[tuple[str, str, str], dict[str, Any]]  # (case, implementation, metric) -> record
 

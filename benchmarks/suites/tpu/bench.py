@@ -3,10 +3,11 @@
 JAX_PLATFORMS=cpu python -m benchmarks.run tpu --record
 
 Nothing is run, and no time is measured but that of the compiler. The `device` of a record is the
-chip that was compiled for. The bundles of Pallas' kernels are read in a process of their own.
+chip that was compiled for.
 """
 
 import argparse
+import importlib.util
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -15,62 +16,41 @@ import jax
 
 from benchmarks import records
 from benchmarks.records import Rows
-from benchmarks.suites.tpu import bundles, cases, chips, parts
+from benchmarks.suites.tpu import cases, chips, parts
 from benchmarks.suites.tpu.program import Program
 
-BENCH = "tpu"
-BY_XLA, BY_BUNDLES = "XLA's estimate", "static bundles of its kernels"
+BY_XLA = "XLA's estimate"
 
 
-def measured(program: Any, seconds: float, ideal: int) -> dict[str, tuple[float, str]]:
-    """Read what a program says of itself: metric -> value and unit."""
+def rows_of(kind: str, chip: str, case: str, impl: str) -> Rows:
+    """The records of a step or of one of the library's other programs."""
+    of_step = kind == "step"
+    compiled = cases.compile_case if of_step else parts.compile_part
+    program, seconds = compiled(chip, case, impl)
     found, memory = Program(program.as_text()), program.memory_analysis()
-    return {
-        "traffic_bytes": (found.traffic(), "B"),
+    ideal, rewritten = (
+        cases.ideal_bytes(chip, case, impl) if of_step else (parts.ideal_bytes(case, impl), 0)
+    )
+    traffic, aliased = found.traffic(), memory.alias_size_in_bytes
+    values: dict[str, tuple[float, str]] = {
+        "traffic_bytes": (traffic, "B"),
         "ideal_bytes": (ideal, "B"),
-        "traffic_ratio": (found.traffic() / ideal, "x ideal"),
+        "traffic_ratio": (traffic / ideal, "x ideal"),
         "temp_bytes": (memory.temp_size_in_bytes, "B"),
-        "alias_bytes": (memory.alias_size_in_bytes, "B"),
+        "alias_bytes": (aliased, "B"),
         "xla_cycles": (found.cycles(), "cycles"),
         "kernels": (found.kernels(), ""),
         "collectives": (sum(found.collectives().values()), ""),
         "compile_s": (seconds, "s"),
     }
-
-
-def step_rows(chip: str, case: str, impl: str) -> Rows:
-    """The records of a step."""
-    program, seconds = cases.compile_case(chip, case, impl)
-    ideal, rewritten = cases.ideal_bytes(chip, case, impl)
-    values = measured(program, seconds, ideal)
-    if twice := cases.read_twice(chip, case, impl):
-        values["passes_ratio"] = (values["traffic_bytes"][0] / (ideal + twice), "x ideal")
-    values["unaliased_bytes"] = (max(0.0, rewritten - values["alias_bytes"][0]), "B")
-    cycles_of = BY_XLA
-    if values["kernels"][0]:
-        kernels = bundles.of_case(chip, case, impl)
-        values["kernel_cycles"] = (kernels, "cycles")
-        cycles_of = f"{BY_BUNDLES}, the rest {BY_XLA}"
-    values["cycles"] = (
-        values["xla_cycles"][0] + values.get("kernel_cycles", (0, ""))[0],
-        "cycles",
-    )
-    return _rows(f"step/{case}", impl, values, chip, cycles_of=cycles_of)
-
-
-def part_rows(chip: str, case: str, impl: str) -> Rows:
-    """The records of one of the library's other programs."""
-    program, seconds = parts.compile_part(chip, case, impl)
-    values = measured(program, seconds, parts.ideal_bytes(case, impl))
-    values["cycles"] = values["xla_cycles"]
-    return _rows(f"part/{case}", impl, values, chip, cycles_of=BY_XLA)
-
-
-def _rows(
-    case: str, impl: str, values: dict[str, tuple[float, str]], chip: str, **more: Any
-) -> Rows:
-    device = chips.CHIPS[chip].device
-    return records.records_of(BENCH, case, impl, values, device=device, **more)
+    if of_step:
+        values["unaliased_bytes"] = (max(0.0, rewritten - aliased), "B")
+        if twice := cases.read_twice(chip, case, impl):
+            values["passes_ratio"] = (traffic / (ideal + twice), "x ideal")
+    if not found.kernels():  # those of kernels are not known
+        values["cycles"] = values["xla_cycles"]
+    more: dict[str, Any] = {"device": f"TPU {chip} (compiled for, never run)", "cycles_of": BY_XLA}
+    return records.records_of("tpu", f"{kind}/{case}", impl, values, **more)
 
 
 @records.suite(
@@ -80,13 +60,13 @@ def _rows(
     part={"nargs": "*", "default": list(parts.PARTS), "choices": list(parts.PARTS)},
 )
 def main(args: argparse.Namespace) -> Iterator[Rows]:
-    if reason := chips.missing_reason():
-        sys.exit(reason)
+    if importlib.util.find_spec("libtpu") is None:
+        sys.exit("libtpu is not installed: pip install -e '.[tpu-test]'")
     jax.config.update("jax_enable_compilation_cache", False)  # compile times are recorded
     for chip in args.chip:
         for case in args.case:
             for impl in args.impl:
-                yield step_rows(chip, case, impl)
+                yield rows_of("step", chip, case, impl)
         for part in args.part:
             for impl in parts.PARTS[part]:
-                yield part_rows(chip, part, impl)
+                yield rows_of("part", chip, part, impl)

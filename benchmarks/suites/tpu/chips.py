@@ -3,9 +3,7 @@
 The extra `tpu-test` has libtpu, which is under Google's terms and no open licence.
 """
 
-import dataclasses
 import functools
-import importlib.util
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -25,34 +23,7 @@ _ALONE = {
 AXIS = "fsdp"
 
 
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """A kind of TPU.
-
-    Attributes:
-      name: as libtpu calls it.
-      memory: bytes of HBM.
-    """
-
-    name: str
-    memory: int
-
-    @property
-    def device(self) -> str:
-        """The `device` of records."""
-        return f"TPU {self.name} (compiled for, never run)"
-
-
-CHIPS = {chip.name: chip for chip in (Chip("v5e", 16 << 30), Chip("v6e", 32 << 30))}
-
-
-def missing_reason() -> str | None:
-    """Return the reason why nothing can be compiled for a TPU here, or None."""
-    if importlib.util.find_spec("libtpu") is None:
-        return (
-            "libtpu is not installed: make .venv-tpu/.has-tpu-test, or pip install -e '.[tpu-test]'"
-        )
-    return None
+CHIPS = {"v5e": 16 << 30, "v6e": 32 << 30}  # as libtpu calls them -> bytes of HBM
 
 
 @functools.cache
@@ -67,7 +38,6 @@ def mesh(chip: str, shape: tuple[int, int] = (1, 1)) -> Mesh:
 
 
 def replicated(on: Mesh, tree: Any) -> Any:
-    """The abstract arrays of a tree, whole on each chip."""
     return placed(on, tree, jax.tree.map(lambda _: PartitionSpec(), tree))
 
 
@@ -84,15 +54,7 @@ def placed(on: Mesh, tree: Any, specs: Any) -> Any:
 def compiled(
     on: Mesh, fn: Callable[..., Any], *args: Any, donate: Sequence[int] = (), **how: Any
 ) -> tuple[Any, float]:
-    """A program for the chips of a mesh, and the seconds it took to trace and compile.
-
-    Args:
-      on: the chips.
-      fn: what is compiled.
-      *args: abstract, sharded over `on`.
-      donate: the arguments whose memory the results may take.
-      **how: more arguments of `jax.jit`.
-    """
+    """A program of abstract arrays, sharded over the chips of a mesh, and seconds of compiling."""
     start = time.perf_counter()
     with jax.sharding.use_abstract_mesh(on.abstract_mesh):
         program = jax.jit(fn, donate_argnums=tuple(donate), **how).lower(*args).compile()

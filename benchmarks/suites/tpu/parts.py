@@ -15,7 +15,7 @@ from benchmarks.suites.tpu import chips
 from optax_lowmem._src.codecs import group_codec
 from optax_lowmem._src.noise import kernels as noise_kernels
 from optax_lowmem._src.noise.distributions import NOISES
-from optax_lowmem.layers import fp8_flow
+from optax_lowmem.layers import fp8_flow, switchback_dot_general
 
 Part = tuple[Callable[..., Any], tuple[Any, ...]]  # with abstract arguments
 _BF16, _F32, _U32 = jnp.bfloat16, jnp.float32, jnp.uint32
@@ -61,8 +61,9 @@ def _linear(tokens: int, inputs: int, outputs: int) -> dict[str, Callable[[], Pa
     arrays = tuple(
         _array(_BF16, *x) for x in ((tokens, inputs), (inputs, outputs), (tokens, outputs))
     )
-    names = (PLAIN, "switchback-int8", "switchback-fp8", "llm_int8-int8")
-    return {name: _of(linear.linear(linear.LAYERS[name]), *arrays) for name in names}
+    layers = {name: linear.LAYERS[name] for name in (PLAIN, "switchback-int8", "switchback-fp8")}
+    layers["llm_int8-int8"] = switchback_dot_general("llm_int8", "int8")
+    return {name: _of(linear.linear(layer), *arrays) for name, layer in layers.items()}
 
 
 def _flow(tokens: int, width: int, hidden: int) -> dict[str, Callable[[], Part]]:

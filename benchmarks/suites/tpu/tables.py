@@ -34,8 +34,9 @@ def _body(found: Rows, kind: str, base: str, name: Callable[[str], str]) -> list
         for impl, of_chips in of_impls.items():
 
             def ratio(of: _Metrics, of_impls: dict[str, Any] = of_impls) -> str:
-                other = of_impls.get(base, {}).get(of["cycles"]["device"])
-                return f"{of['cycles']['value'] / other['cycles']['value']:.2f}" if other else ""
+                other = of_impls.get(base, {}).get(of["temp_bytes"]["device"])
+                there = other and "cycles" in of
+                return f"{of['cycles']['value'] / other['cycles']['value']:.2f}" if there else ""
 
             cells = [_both(of_chips, chips, shown) for shown in (_traffic, _held, _cycles, ratio)]
             body.append([case.removeprefix(f"{kind}/"), name(impl), *cells])
@@ -53,8 +54,8 @@ def _held(of: _Metrics) -> str:
 
 
 def _cycles(of: _Metrics) -> str:
-    by_xla = "" if of["cycles"]["cycles_of"] != BY_XLA else " *"
-    return cell(of["cycles"], "{:.2f}", 1e6) + by_xla
+    by_xla = " *" if "cycles" in of and of["cycles"]["cycles_of"] == BY_XLA else ""
+    return cell(of.get("cycles"), "{:.2f}", 1e6) + by_xla
 
 
 _HEAD = ["HBM traffic, x ideal", "temporaries", "cycles, million"]

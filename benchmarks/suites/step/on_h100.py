@@ -1,9 +1,12 @@
-"""Instructions per element of the generated kernels of a step, compiled for an H100.
+"""Steps compiled for an H100 that is not there: instructions, launches and bytes that they move.
 
-python -m benchmarks.run instructions --record   # Triton, and no GPU
+python -m benchmarks.run instructions --record                     # Triton
+JAX_PLATFORMS=cpu python -m benchmarks.run launches --record       # jax[cuda12]
 
-Nothing is run or timed. One leaf of 4096 x 4096; machine code up to its last EXIT, as `cuobjdump`
-lists it, over the elements of a thread. What a purpose takes is what goes where it is left out.
+Nothing is run or timed. Instructions are per element of the generated kernel of one leaf of 4096 x
+4096: machine code up to its last EXIT, as `cuobjdump` lists it, over the elements of a thread. What
+a purpose takes is what goes where it is left out. `benchmarks.absent_gpu` says what launches are
+counted; a step may take the place of weights and state.
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
 import optax_lowmem as lowmem
-from benchmarks import records
+from benchmarks import absent_gpu, records
+from benchmarks.peers import cases, in_jax
 from benchmarks.records import Rows
 from optax_lowmem import Storage
 from optax_lowmem._src.core import compiled, platform
@@ -47,11 +52,13 @@ STEPS: dict[str, optax.GradientTransformation] = {
     "coat_adamw": lowmem.coat_adamw(1e-3, weight_decay=0.1),
     "4-bit moments": lowmem.flash_adamw(1e-3, weight_decay=0.1, storage=Storage.four_bit()),
 }
+LEAF_SET = "llama-3.2-1b"  # of launches
+OPTIMIZERS = ("adamw", "lion", "sgd", "coat_adamw", "flash_adam_mini", "flash_factored_adamw")
 _LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+\s+)?([A-Z][A-Z0-9_]*)")
 _TILE = re.compile(r"tensor<(\d+)x(\d+)xf32>")
 
 
-def instructions(cubin: bytes) -> collections.Counter[str]:
+def listed(cubin: bytes) -> collections.Counter[str]:
     """Counts of each instruction in the machine code of a kernel."""
     import triton
 
@@ -79,13 +86,13 @@ def of_step(tx: optax.GradientTransformation, kernels: list[Any]) -> tuple[float
     del kernels[:]
     jax.eval_shape(step, params, state, params)
     (kernel,) = kernels
-    found = instructions(kernel.asm["cubin"])
+    found = listed(kernel.asm["cubin"])
     tile = max(int(a) * int(b) for a, b in _TILE.findall(kernel.asm["ttir"]))
     return found.total() / (tile / (WARP * kernel.metadata.num_warps)), found
 
 
 @records.suite()
-def main(args: argparse.Namespace) -> Iterator[Rows]:
+def instructions(args: argparse.Namespace) -> Iterator[Rows]:
     del args
     from tools import triton_compiler
 
@@ -107,3 +114,29 @@ def main(args: argparse.Namespace) -> Iterator[Rows]:
                 device=records.H100_NEVER_RUN, names=dict(names.most_common(12)),
             )]  # fmt: skip
     jax.clear_caches()
+
+
+def count(on: Mesh, leaf_set: str, optimizer: str) -> tuple[int, int]:
+    """Launches of a step, and the bytes that they move, on the device of a mesh."""
+    made = in_jax.make("lowmem.step", leaf_set, optimizer)
+    like = cases.LEAF_SETS[leaf_set]()
+    params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, made.dtype), like)
+    state = jax.eval_shape(made.init, params)
+    text = absent_gpu.program(on, made.step, params, state, params, donated=(1, 2))
+    found = [(times, times * size) for times, _, size in absent_gpu.kernels(text)]
+    launches, moved = map(sum, zip(*found, strict=True))
+    return launches, moved
+
+
+@records.suite(
+    leaf_set={"default": LEAF_SET, "choices": tuple(cases.LEAF_SETS)},
+    optimizer={"nargs": "+", "default": OPTIMIZERS, "choices": tuple(cases.OPTIMIZERS)},
+)
+def launches(args: argparse.Namespace) -> Iterator[Rows]:
+    on = absent_gpu.mesh()
+    size, device = cases.parameters(args.leaf_set), records.H100_NEVER_RUN
+    for optimizer in args.optimizer:
+        times, moved = count(on, args.leaf_set, optimizer)
+        values = {"launches": (times, ""), "moved_bytes_per_param": (moved / size, "B")}
+        case = f"{args.leaf_set}/{optimizer}"
+        yield records.records_of("launches", case, "lowmem.step", values, device=device)
