@@ -7,6 +7,8 @@ PYTHON ?=
 MINOR ?= 11
 # More arguments: make demo ARGS='--steps 50'; make test ARGS='-k codec -x'
 ARGS ?=
+# Which quarter of test-full to run, 0 to 3; empty: all of it
+SAMPLE ?=
 # The CUDA major version of gpu-test
 CUDA ?= 12
 
@@ -57,8 +59,8 @@ test: $(VENV)/.has-test  ## The library's behaviour, about 9 minutes on 2 cores
 test-repo: $(VENV)/.has-test  ## Benchmarks, claims, docs, notebooks and examples
 	$(CPU) $(PYTEST) -m repo $(ARGS)
 
-test-full: $(VENV)/.has-test  ## Optimizers crossed with settings, slow kernels interpreted
-	$(CPU) $(PYTEST) -m 'full and not gpu and not tpu' $(ARGS)
+test-full: $(VENV)/.has-test  ## Optimizers crossed with settings, slow kernels; SAMPLE=0 to 3: a quarter
+	$(CPU) $(PYTEST) -m 'full and not gpu and not tpu' $(if $(SAMPLE),--sample $(SAMPLE)) $(ARGS)
 
 # libtpu compiles for TPUs on a CPU; in an environment of its own, since it is pinned with its JAX.
 .venv-tpu/.has-%: pyproject.toml
