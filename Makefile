@@ -33,15 +33,14 @@ $(BIN)/python:
 
 # $(VENV)/.has-test means: the extra `test` of this pyproject.toml is installed.
 $(VENV)/.has-%: pyproject.toml | $(BIN)/python
-	@echo "Installing optax-lowmem[$*] into $(VENV) (the first time takes a few minutes)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[$*]'
+	@echo "Installing optax-lowmem[$*] into $(VENV) (the first time takes a minute or two)"
+	@$(BIN)/python .ci/install -q -e '.[$*]'
 	@touch $@
 
 # Tools that need neither the package nor its dependencies: the requirements of an extra alone.
 .venv-tools/.has-%: pyproject.toml
 	@$(MAKE) -s .venv-tools/bin/python VENV=.venv-tools
-	@.venv-tools/bin/python -m pip install -q --disable-pip-version-check \
-	  $$(.venv-tools/bin/python .ci/requirements $*)
+	@.venv-tools/bin/python .ci/install -q $$(.venv-tools/bin/python .ci/requirements $*)
 	@touch $@
 
 demo: $(VENV)/.has-examples  ## Train the same GPT with optax.adamw and with lowmem.flash_adamw
@@ -65,7 +64,7 @@ test-full: $(VENV)/.has-test  ## Optimizers crossed with settings, slow kernels;
 # libtpu compiles for TPUs on a CPU; in an environment of its own, since it is pinned with its JAX.
 .venv-tpu/.has-%: pyproject.toml
 	@$(MAKE) -s .venv-tpu/bin/python VENV=.venv-tpu MINOR=12
-	@.venv-tpu/bin/python -m pip install -q --disable-pip-version-check -e '.[$*]'
+	@.venv-tpu/bin/python .ci/install -q -e '.[$*]'
 	@touch $@
 
 TPU = JAX_PLATFORMS=cpu .venv-tpu/bin/python -m
@@ -82,7 +81,7 @@ mutants: $(VENV)/.has-test  ## Bugs of tests/mutants, which tests of `make test`
 
 # `make test VENV=.venv-newest MINOR=12` and so on: any tier on the newest JAX, as .ci/run does
 gpu-test: $(VENV)/.has-test  ## The GPU tests, on a machine that has one (CUDA=12 or 13)
-	$(BIN)/python -m pip install -q -e '.[gpu]' 'jax[cuda$(CUDA)]'
+	$(BIN)/python .ci/install -q -e '.[gpu]' 'jax[cuda$(CUDA)]'
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 lint: .venv-tools/.has-lint  ## Check style and formatting
@@ -99,8 +98,8 @@ docs: .venv-tools/.has-docs  ## Build the site into site/, strictly
 serve: .venv-tools/.has-docs  ## Show the site while editing, on port 8000
 	.venv-tools/bin/python -m mkdocs serve
 
-types: $(VENV)/.has-dev  ## Check types
-	$(BIN)/mypy
+types: .venv-tools/.has-types $(VENV)/.has-test  ## Check types
+	.venv-tools/bin/mypy --python-executable $(BIN)/python
 
 notebook: $(VENV)/.has-notebooks  ## Run the notebooks alone, at full size, and store what they show
 	$(BIN)/python -m tools.notebooks $(ARGS)
@@ -118,6 +117,6 @@ package: .venv-tools/.has-package  ## Build and check what an index would get: d
 	.venv-tools/bin/python -m twine check --strict dist/*
 
 clean:  ## Remove environments, builds and caches
-	rm -rf .venv .venv-newest .venv-tools .venv-tpu .venv-wheel .xla_cache build dist site
+	rm -rf .venv .venv-newest .venv-tools .venv-tpu .venv-uv .venv-wheel .xla_cache build dist site
 	rm -rf .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
