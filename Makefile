@@ -1,4 +1,5 @@
 # Needs only Python >= 3.11, pip and make. Environments are made and refreshed on demand.
+# `make test VENV=.venv-newest MINOR=12` and so on: any tier on the newest JAX, as .ci/run does.
 
 VENV ?= .venv
 # Which Python to make the environment from; empty: the first that .ci/find-python finds.
@@ -7,16 +8,18 @@ PYTHON ?=
 MINOR ?= 11
 # More arguments: make demo ARGS='--steps 50'; make test ARGS='-k codec -x'
 ARGS ?=
+# Which quarter of test-full to run, 0 to 3; empty: all of it
+SAMPLE ?=
 # The CUDA major version of gpu-test
 CUDA ?= 12
 
 BIN := $(VENV)/bin
 # Workers beyond 8 gain little and each holds a JAX.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal
+PYTEST = $(VENV)/bin/python -m pytest -n auto --maxprocesses 8 --dist worksteal
 .DEFAULT_GOAL := help
 .SECONDARY:
-.PHONY: help demo docs serve test test-repo test-full mutants gpu-test tpu-test tpu-test-quick \
-  lint format types notebook figures wheel package clean
+.PHONY: help demo docs serve test test-oldest test-repo test-full mutants gpu-test tpu-test \
+  tpu-test-quick lint format types notebook figures wheel package clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,15 +34,14 @@ $(BIN)/python:
 
 # $(VENV)/.has-test means: the extra `test` of this pyproject.toml is installed.
 $(VENV)/.has-%: pyproject.toml | $(BIN)/python
-	@echo "Installing optax-lowmem[$*] into $(VENV) (the first time takes a few minutes)"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[$*]'
+	@echo "Installing optax-lowmem[$*] into $(VENV) (the first time takes a minute or two)"
+	@$(BIN)/python .ci/install -q -e '.[$*]'
 	@touch $@
 
 # Tools that need neither the package nor its dependencies: the requirements of an extra alone.
 .venv-tools/.has-%: pyproject.toml
 	@$(MAKE) -s .venv-tools/bin/python VENV=.venv-tools
-	@.venv-tools/bin/python -m pip install -q --disable-pip-version-check \
-	  $$(.venv-tools/bin/python .ci/requirements $*)
+	@.venv-tools/bin/python .ci/install -q $$(.venv-tools/bin/python .ci/requirements $*)
 	@touch $@
 
 demo: $(VENV)/.has-examples  ## Train the same GPT with optax.adamw and with lowmem.flash_adamw
@@ -54,16 +56,34 @@ CPU = PYTHONDONTWRITEBYTECODE= JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=$(XLA
 test: $(VENV)/.has-test  ## The library's behaviour, about 9 minutes on 2 cores
 	$(CPU) $(PYTEST) -m 'not gpu and not tpu and not repo and not full' $(ARGS)
 
+# What a version of JAX, optax or Flax can break: the public API, the contract, golden vectors,
+# wrappers, checkpoints, shardings, and the lowering of kernels.
+OLDEST := tests/checkpoint tests/contract tests/golden tests/wrappers \
+  tests/core/test_blocks_flax.py tests/core/test_gpu_kernels.py \
+  tests/noise/test_gaussws_integrations.py tests/noise/test_gaussws_kernels.py \
+  $(wildcard tests/repo/test_architecture.py) \
+  $(addprefix tests/update/test_,bits_on_meshes.py explicit_axes.py export_for_tpu.py \
+    jax_triton.py kernel_dispatch.py mesh_kernels.py multiprocess.py shard_map.py sharding.py)
+
+.venv-oldest/.has-%: pyproject.toml .ci/oldest.txt
+	@$(MAKE) -s .venv-oldest/bin/python VENV=.venv-oldest
+	@.venv-oldest/bin/python .ci/install -q -e '.[$*]' -c .ci/oldest.txt
+	@touch $@
+
+test-oldest: VENV := .venv-oldest
+test-oldest: .venv-oldest/.has-test  ## What a version can break, on the oldest versions supported
+	$(CPU) $(PYTEST) -m 'not gpu and not tpu and not full' $(OLDEST) $(ARGS)
+
 test-repo: $(VENV)/.has-test  ## Benchmarks, claims, docs, notebooks and examples
 	$(CPU) $(PYTEST) -m repo $(ARGS)
 
-test-full: $(VENV)/.has-test  ## Optimizers crossed with settings, slow kernels interpreted
-	$(CPU) $(PYTEST) -m 'full and not gpu and not tpu' $(ARGS)
+test-full: $(VENV)/.has-test  ## Optimizers crossed with settings, slow kernels; SAMPLE=0 to 3: a quarter
+	$(CPU) $(PYTEST) -m 'full and not gpu and not tpu' $(if $(SAMPLE),--sample $(SAMPLE)) $(ARGS)
 
 # libtpu compiles for TPUs on a CPU; in an environment of its own, since it is pinned with its JAX.
 .venv-tpu/.has-%: pyproject.toml
 	@$(MAKE) -s .venv-tpu/bin/python VENV=.venv-tpu MINOR=12
-	@.venv-tpu/bin/python -m pip install -q --disable-pip-version-check -e '.[$*]'
+	@.venv-tpu/bin/python .ci/install -q -e '.[$*]'
 	@touch $@
 
 TPU = JAX_PLATFORMS=cpu .venv-tpu/bin/python -m
@@ -78,9 +98,8 @@ tpu-test: .venv-tpu/.has-tpu-test  ## All programs compiled for TPUs, and record
 mutants: $(VENV)/.has-test  ## Bugs of tests/mutants, which tests of `make test` must catch; 5 minutes
 	$(CPU) $(BIN)/python -m tests.mutants.run $(ARGS)
 
-# `make test VENV=.venv-newest MINOR=12` and so on: any tier on the newest JAX, as .ci/run does
 gpu-test: $(VENV)/.has-test  ## The GPU tests, on a machine that has one (CUDA=12 or 13)
-	$(BIN)/python -m pip install -q -e '.[gpu]' 'jax[cuda$(CUDA)]'
+	$(BIN)/python .ci/install -q -e '.[gpu]' 'jax[cuda$(CUDA)]'
 	$(BIN)/python -m pytest -m gpu $(ARGS)
 
 lint: .venv-tools/.has-lint  ## Check style and formatting
@@ -97,8 +116,8 @@ docs: .venv-tools/.has-docs  ## Build the site into site/, strictly
 serve: .venv-tools/.has-docs  ## Show the site while editing, on port 8000
 	.venv-tools/bin/python -m mkdocs serve
 
-types: $(VENV)/.has-dev  ## Check types
-	$(BIN)/mypy
+types: .venv-tools/.has-types $(VENV)/.has-test  ## Check types
+	.venv-tools/bin/mypy --python-executable $(BIN)/python
 
 notebook: $(VENV)/.has-notebooks  ## Run the notebooks alone, at full size, and store what they show
 	$(BIN)/python -m tools.notebooks $(ARGS)
@@ -116,6 +135,7 @@ package: .venv-tools/.has-package  ## Build and check what an index would get: d
 	.venv-tools/bin/python -m twine check --strict dist/*
 
 clean:  ## Remove environments, builds and caches
-	rm -rf .venv .venv-newest .venv-tools .venv-tpu .venv-wheel .xla_cache build dist site
+	rm -rf .venv .venv-newest .venv-oldest .venv-tools .venv-tpu .venv-uv .venv-wheel
+	rm -rf .xla_cache build dist site
 	rm -rf .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

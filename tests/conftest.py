@@ -26,7 +26,7 @@ import pytest  # noqa: E402
 from optax_lowmem._src.core import compiled  # noqa: E402
 from optax_lowmem._src.core import platform as kernel_platform  # noqa: E402
 from optax_lowmem._src.core.gpu_kernel import BACKENDS  # noqa: E402
-from tests.tiers import rows  # noqa: E402
+from tests.tiers import SAMPLES, rows, sample_of  # noqa: E402
 
 # Both before any backend starts. The devices are for the sharding tests; on a GPU machine they
 # are the CPU's and disturb nothing. A silent broadcast between ranks is a bug in an optimizer.
@@ -78,8 +78,19 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "is_eager", lambda leaves: False)
 
 
-def pytest_report_header() -> str:
-    return f"python {platform.python_version()}, jax {jax.__version__}"
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--sample",
+        type=int,
+        choices=range(SAMPLES),
+        help=f"of the tests marked `full`, run this one of {SAMPLES} samples (default: all)",
+    )
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    header = f"python {platform.python_version()}, jax {jax.__version__}"
+    sample = config.getoption("sample")
+    return header if sample is None else f"{header}, sample {sample} of {SAMPLES} of the full tier"
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -96,10 +107,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if "not tpu" in wanted and collection_path == TPU_TIER else None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the tests of tests/repo, and leave out what `--sample` does not select."""
+    sample = config.getoption("sample")
+    selected, left_out = [], []
     for item in items:
-        if REPO_TIER in item.path.parents and not item.get_closest_marker("full"):
+        full = item.get_closest_marker("full")
+        if REPO_TIER in item.path.parents and not full:
             item.add_marker("repo")
+        out = full and sample is not None and sample_of(item.nodeid) != sample
+        (left_out if out else selected).append(item)
+    items[:] = selected
+    config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

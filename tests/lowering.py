@@ -1,5 +1,6 @@
 """StableHLO of programs for NVIDIA GPUs and TPUs, lowered on a machine without one."""
 
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -8,9 +9,15 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
 # From JAX 0.11 on a kernel is lowered for a device, so that one is named; before, it is ignored.
-_GPU = AbstractDevice("NVIDIA H100 80GB HBM3", platform="gpu", num_cores=132)
+_NAMES_PLATFORM = "platform" in inspect.signature(AbstractDevice).parameters  # from 0.10 on
 
-_TPU = AbstractDevice("TPU v5 lite", platform="tpu", num_cores=1)
+
+def _device(kind: str, platform: str, cores: int) -> AbstractDevice:
+    return AbstractDevice(kind, cores, **({"platform": platform} if _NAMES_PLATFORM else {}))
+
+
+_GPU = _device("NVIDIA H100 80GB HBM3", "gpu", 132)
+_TPU = _device("TPU v5 lite", "tpu", 1)
 
 
 def gpu_mesh(**axes: int) -> AbstractMesh:

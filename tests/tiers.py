@@ -1,10 +1,18 @@
-"""Rows of a table that every run tests, and those that wait for the full tier."""
+"""Rows of a table that every run tests, those that wait for the full tier, and its samples."""
 
 import itertools
+import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+
+SAMPLES = 4  # CI runs one of them: `--sample`
+
+
+def sample_of(node_id: str) -> int:
+    """The sample of the full tier that a test belongs to; the same on every machine."""
+    return zlib.crc32(node_id.encode()) % SAMPLES
 
 
 def rows(every: Iterable[Any], default: Sequence[Any]) -> list[Any]:

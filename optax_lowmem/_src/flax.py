@@ -32,6 +32,8 @@ __all__ = ["Optimizer", "TrainState"]
 
 M = TypeVar("M")
 
+as_pure = getattr(nnx, "as_pure", None) or nnx.pure  # its name before Flax 0.12.7
+
 
 def _overwrites(tree: object) -> bool:
     """Return whether a tree has Flax's overwrite-with-gradient collection (FP8)."""
@@ -200,7 +202,9 @@ class Optimizer(nnx.Optimizer[M]):
         fitted = jax.tree.map(_fit_sharding, opt_state, is_leaf=boxes.is_variable)
         # Flax's constructor wraps what `init` returns in variables of its own
         ready = optax.GradientTransformationExtraArgs(lambda _: fitted, tx.update)
-        super().__init__(model, ready, wrt=wrt, graph=graph)
+        known = {} if graph is None else {"graph": graph}  # which Flax before 0.12.7 does not take
+        super().__init__(model, ready, wrt=wrt, **known)
+        self.graph = graph
         self.tx = tx
         if dtype is not None:
             nnx.update(model, params)
@@ -217,10 +221,10 @@ class Optimizer(nnx.Optimizer[M]):
         Returns:
           The change of the parameters, new - old, in f32. Under a jit it costs nothing if unused.
         """
-        params = nnx.as_pure(nnx.state(model, self.wrt, graph=self.graph))
-        gradients = nnx.as_pure(nnx.state(grads, self.wrt, graph=self.graph))
+        params = as_pure(nnx.state(model, self.wrt, graph=self.graph))
+        gradients = as_pure(nnx.state(grads, self.wrt, graph=self.graph))
         new, opt_state = chain.step(
-            self.tx, gradients, nnx.as_pure(self.opt_state), params, **nnx.as_pure(kwargs)
+            self.tx, gradients, as_pure(self.opt_state), params, **as_pure(kwargs)
         )
         nnx.update(model, new)
         nnx.update(self.opt_state, nnx.state(opt_state, graph=self.graph))
@@ -237,7 +241,7 @@ class Optimizer(nnx.Optimizer[M]):
           An `nnx.State` of f32 parameters, for `nnx.update` of a clone or for `nnx.merge`.
         """
         params = nnx.state(model, self.wrt, graph=self.graph)
-        return masters.master_params(params, nnx.as_pure(self.opt_state))
+        return masters.master_params(params, as_pure(self.opt_state))
 
 
 def _change(new: jax.Array, old: jax.Array) -> jax.Array:

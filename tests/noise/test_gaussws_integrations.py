@@ -19,6 +19,7 @@ import optax_lowmem as lowmem  # noqa: E402
 import optax_lowmem.flax  # noqa: E402
 from optax_lowmem import gaussws  # noqa: E402
 from optax_lowmem._src.core import platform  # noqa: E402
+from optax_lowmem._src.flax import as_pure  # noqa: E402
 from optax_lowmem._src.noise import kernels  # noqa: E402
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda  # noqa: E402
 from tests.noise.test_gaussws_transform import DOWN, UP, equal, leaf, noisy, start, stepper  # noqa: E402
@@ -89,7 +90,7 @@ def test_nnx_optimizer():
         grads = nnx.grad(lambda m: jnp.mean(m(jnp.ones((4, 64))) ** 2))(model)
         optimizer.update(model, grads)
     params = nnx.state(model, nnx.Param)
-    clean = gaussws.clean_params(params, nnx.as_pure(optimizer.opt_state))
+    clean = gaussws.clean_params(params, as_pure(optimizer.opt_state))
     assert (nnx.to_pure_dict(clean)["kernel"] != model.kernel[...]).mean() > 0.2
 
 

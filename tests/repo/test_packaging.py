@@ -162,7 +162,20 @@ def test_templates_are_yaml():
         assert yaml.safe_load(path.read_text("utf-8")), path
 
 
-@pytest.mark.parametrize("extra", ["lint", "docs", "package"])
+def test_the_oldest_versions_are_the_lower_bounds():
+    """`make test-oldest` installs the pins of `.ci/oldest.txt`."""
+    project = SETTINGS["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["flax"], *extras["checkpoint"]]
+    lines = (ROOT / ".ci/oldest.txt").read_text("utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    assert pins["jaxlib"] == pins.pop("jax")
+    assert {f"{name}>={pin}" for name, pin in pins.items()} == {
+        line.replace("jax>=", "jaxlib>=") for line in wanted
+    }
+
+
+@pytest.mark.parametrize("extra", ["lint", "types", "docs", "package"])
 def test_tools_do_not_install_the_library(extra):
     """`make lint` installs what `.ci/requirements` prints."""
     done = subprocess.run(

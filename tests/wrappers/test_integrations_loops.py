@@ -14,6 +14,7 @@ import optax_lowmem as lowmem
 import optax_lowmem.flax as ours
 from optax_lowmem import checkpoint
 from optax_lowmem._src.core import trees
+from optax_lowmem._src.flax import as_pure
 from optax_lowmem.sharding import state_shardings
 from tests.checkpoint_cases import assert_same_bits
 from tests.compilation import SAME_BITS
@@ -82,7 +83,7 @@ def test_nnx_optimizer_of_a_sharded_model(cls, name):
     with jax.set_mesh(mesh):
         model = Model()
         assert model.up.kernel.sharding.spec == P("data", "model")
-        wanted = state_shardings(tx, nnx.as_pure(nnx.state(model, nnx.Param)))
+        wanted = state_shardings(tx, as_pure(nnx.state(model, nnx.Param)))
         optimizer = cls(model, tx, wrt=nnx.Param)
         all_lie(optimizer, wanted)
         losses = nnx_trained(model, optimizer)
@@ -97,7 +98,7 @@ def test_nnx_optimizer_of_a_sharded_model(cls, name):
 
 
 def all_lie(optimizer, wanted):
-    state = nnx.as_pure(optimizer.opt_state)
+    state = as_pure(optimizer.opt_state)
     assert any("mu_scale" in path for path, _ in trees.named_leaves(state))
     rows = zip(trees.named_leaves(state), trees.named_leaves(wanted), strict=True)
     for (path, x), (other, sharding) in rows:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from optax_lowmem._src.codecs import GroupCodec, group_codec
 from optax_lowmem._src.core import gpu_kernel, gpu_triton, numerics, random, tiles
 from optax_lowmem._src.core.gpu_kernel import Operand, Program
-from optax_lowmem._src.core.groups import Tile, Tiling
+from optax_lowmem._src.core.groups import Tile, Tiling, result_like
 
 _MOST_WARPS = 32  # of a program on a GPU
 
@@ -48,11 +48,6 @@ def _decode_tile(
     codes = codec.unpack(stored, tiling.lanes)
     x = codec.decode(codes, tiles.load_scales(tiling, scales_at, tile))
     tiles.store(tiling, x_at, tile, x)
-
-
-def _viewed(like: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-    """A result in the kernel's shape; how it varies over a mesh is kept for `shard_map`."""
-    return jax.ShapeDtypeStruct(shape, like.dtype, manual_axis_type=like.manual_axis_type)
 
 
 def _cut(tiling: Tiling, tile: Tile, backend: str) -> dict[str, Any]:
@@ -103,7 +98,7 @@ def encode(
     codes, scales = jax.eval_shape(wanted, x, key=key)
     viewed = tiling.element_view(x)
     in_bytes = jax.eval_shape(tiling.of_bytes(codec.codes_per_byte).element_view, codes)
-    out_shape = (_viewed(codes, in_bytes.shape), _viewed(scales, (tiling.groups,)))
+    out_shape = (result_like(codes, in_bytes.shape), result_like(scales, (tiling.groups,)))
     body = functools.partial(_encode_tile, codec, tiling, slot)
     operands = [viewed] if key is None else [viewed, key.reshape(1)]
     how = _cut(tiling, tile, backend)
@@ -138,7 +133,7 @@ def decode(
     values = jax.eval_shape(wanted, codes, scales)
     tiling = Tiling(values.shape, group_size, tile.elements)
     viewed = tiling.of_bytes(codec.codes_per_byte).element_view(codes)
-    out_shape = _viewed(values, jax.eval_shape(tiling.element_view, values).shape)
+    out_shape = result_like(values, jax.eval_shape(tiling.element_view, values).shape)
     body = functools.partial(_decode_tile, codec, tiling)
     operands, how = [viewed, tiling.scale_view(scales)], _cut(tiling, tile, backend)
     (x,) = gpu_kernel.launch(body, operands, [out_shape], name="group_decode", **how)

@@ -16,6 +16,7 @@ from jax import lax
 
 from optax_lowmem._src.core import jax_triton_call, numerics, platform, triton_source
 from optax_lowmem._src.core.gpu_kernel import Body, Index, Operand, Program, Run
+from optax_lowmem._src.core.groups import result_like
 
 # ---- tracing -------------------------------------------------------------------------------------
 
@@ -213,7 +214,7 @@ def _as_held(x: Any) -> Any:
     if not numerics.is_narrow(x.dtype) or x.dtype.itemsize > 1:
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, jnp.uint8, manual_axis_type=x.manual_axis_type)
+        return result_like(x, dtype=jnp.uint8)
     return lax.bitcast_convert_type(x, jnp.uint8)
 
 

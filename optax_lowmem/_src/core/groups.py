@@ -6,11 +6,13 @@ Never across rows: codes then shard like the parameter, with no collective.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from optax_lowmem._src.core import varying
 from optax_lowmem._src.core.typing import Tree
 
 
@@ -68,11 +70,11 @@ def next_power_of_two(number: int) -> int:
 
 
 def result_like(
-    x: jax.Array, shape: tuple[int, ...] | None = None, dtype: DTypeLike | None = None
+    x: Any, shape: tuple[int, ...] | None = None, dtype: DTypeLike | None = None
 ) -> jax.ShapeDtypeStruct:
     """A kernel's result; how its operand `x` varies over a mesh is kept for `shard_map`."""
     shape, dtype = x.shape if shape is None else shape, x.dtype if dtype is None else dtype
-    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=jax.typeof(x).manual_axis_type)
+    return jax.ShapeDtypeStruct(shape, dtype, **varying.kind_of(x))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -74,6 +74,4 @@ def call(
 
     newer = "out_type" in inspect.signature(triton_call).parameters
     found = _one_by_one(call_04 if newer else call_03)(*operands)
-    kinds: list[Any] = [output.manual_axis_type for output in outputs]  # which jax_triton forgets
-    axes = [() if kind is None else kind.varying for kind in kinds]
-    return list(map(varying.over, found, axes))
+    return list(map(varying.over, found, map(varying.axes_of, outputs)))  # jax_triton forgets them

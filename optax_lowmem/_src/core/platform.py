@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 _OLDEST = 8.0  # compute capability of Ampere: Triton's oldest with bfloat16
 _CONVERTS_FP8 = 8.9  # Ada: with instructions to and from E4M3
@@ -102,9 +102,14 @@ def target(x: object = None, mesh: Mesh | AbstractMesh | None = None) -> str | N
         found.append(jax.typeof(x).sharding.mesh)
     for one in (*found, jax.sharding.get_abstract_mesh()):
         if one.abstract_device is not None:
-            return str(one.abstract_device.platform)
+            return _platform_of(one.abstract_device)
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
     return device if device is None or isinstance(device, str) else str(device.platform)
+
+
+def _platform_of(device: AbstractDevice) -> str:
+    kind = device.device_kind.lower().split()[0]  # all that JAX 0.9 knows: "cpu", "tpu v5 lite"
+    return str(getattr(device, "platform", kind if kind in ("cpu", "tpu") else "gpu"))
 
 
 def targeting(x: jax.Array) -> contextlib.AbstractContextManager[Any]:

@@ -8,11 +8,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
+# Before JAX 0.10 a type has no more than the axes over which its arrays vary.
+_KIND = "manual_axis_type" if hasattr(jax.core.ShapedArray, "manual_axis_type") else "vma"
+
+
+def kind_of(x: Any) -> dict[str, Any]:
+    """Arguments of `jax.ShapeDtypeStruct` for a result that varies over a mesh as `x` does."""
+    kind = getattr(x, _KIND, None)  # of a `jax.ShapeDtypeStruct`
+    return {_KIND: getattr(jax.typeof(x), _KIND) if kind is None else kind}
+
 
 def axes_of(*trees: object) -> frozenset[Any]:
     """The axes over which any of these arrays varies; none outside of a `shard_map`."""
-    leaves = jax.tree.leaves(trees)
-    return frozenset().union(*(jax.typeof(leaf).manual_axis_type.varying for leaf in leaves))
+    kinds = [kind_of(leaf)[_KIND] for leaf in jax.tree.leaves(trees)]
+    return frozenset().union(*(getattr(kind, "varying", kind) for kind in kinds))
 
 
 def of_parts() -> bool:
