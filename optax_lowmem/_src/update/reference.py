@@ -74,12 +74,10 @@ class Tile:
     Attributes:
       group_size: elements of a group.
       length: of the last axis, which has one group.
-      exists: where there are elements; None where codes 0 of what is not there stand for 0.
     """
 
     group_size: int
     length: int
-    exists: jax.Array | None
 
     def to_groups(self, x: jax.Array) -> jax.Array:
         """A tile is one already."""
@@ -113,10 +111,6 @@ class Layout(Protocol):
     def length(self) -> int:
         """Elements along the last axis."""
 
-    @property
-    def exists(self) -> jax.Array | None:
-        """Return a mask of the elements that are there, or None where codes 0 stand for 0."""
-
     def to_groups(self, x: jax.Array) -> jax.Array:
         """An array as [..., groups, lanes]."""
 
@@ -148,11 +142,7 @@ def decode(
             continue
         unit = slot.codec.units(scales) if units is None else units[slot.name]
         unit = layout.to_elements(unit)
-        value = slot.codec.dequantize(layout.unpack(slot.codec, stored), unit)
-        if layout.exists is not None and not slot.codec.zero_code:
-            # 0 where there is nothing: it would count in what the group spans
-            value = jnp.where(layout.exists, value, jnp.float32(0))
-        values[slot.name] = value
+        values[slot.name] = slot.codec.dequantize(layout.unpack(slot.codec, stored), unit)
     return values
 
 
