@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.codecs import BitSplit, GroupCodec, MasterSplit
+from optax_lowmem._src.codecs import BitSplit, GroupCodec, MasterSplit, UlpSplit
 from optax_lowmem._src.core import groups, numerics, random
 from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
 from optax_lowmem._src.update.plan import LeafPlan, LeafState, SlotPlan
@@ -321,16 +321,21 @@ def land(
     the one to aim it at. `optax.apply_updates` computes p + update in f32 and rounds to p's dtype,
     and the correction is that of what comes out, so weight and correction always belong together.
     """
-    master = split.join(p, correction) - step
+    old = split.join(p, correction)
+    master = old - step
     if update_dtype == jnp.float32 and (direct or isinstance(split, BitSplit)):
         weight, kept = split.split(master, p.dtype, noise)
         if not direct:
             kept = jnp.where(_missed(master, p), jnp.zeros((), kept.dtype), kept)
-        return weight, kept
-    target = split.round(master, p.dtype, noise)
-    reached = numerics.widen(p) + _towards(target, p, update_dtype)
-    reached = numerics.narrow(reached, p.dtype)
-    return reached if direct else target, split.correction(master, reached, noise)
+    else:
+        target = split.round(master, p.dtype, noise)
+        reached = numerics.widen(p) + _towards(target, p, update_dtype)
+        reached = numerics.narrow(reached, p.dtype)
+        weight, kept = reached if direct else target, split.correction(master, reached, noise)
+    if isinstance(split, UlpSplit):  # a master half an ulp from p is split in two ways: keep p's
+        unmoved = master == old
+        weight, kept = jnp.where(unmoved, p, weight), jnp.where(unmoved, correction, kept)
+    return weight, kept
 
 
 def _missed(master: jax.Array, p: jax.Array) -> jax.Array:
