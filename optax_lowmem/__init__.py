@@ -48,6 +48,7 @@ from optax_lowmem._src.wrappers.init import init as init
 from optax_lowmem._src.wrappers.inject import inject_hyperparams as inject_hyperparams
 from optax_lowmem._src.wrappers.loss_scale import per_tensor_loss_scale as per_tensor_loss_scale
 from optax_lowmem._src.wrappers.pack import pack_small_leaves as pack_small_leaves
+from optax_lowmem._src.wrappers.reset import reset as reset
 from optax_lowmem._src.wrappers.slots import register_slot as register_slot
 from optax_lowmem._src.wrappers.split import split_master_weights as split_master_weights
 from optax_lowmem._src.wrappers.update_clipping import update_clipping as update_clipping
@@ -96,6 +97,7 @@ __all__ = [
     "q_adamw",
     "register_slot",
     "release",
+    "reset",
     "scale_by_adam_mini",
     "scale_by_factored_adam",
     "scale_by_flash_adam",

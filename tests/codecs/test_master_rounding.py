@@ -91,6 +91,28 @@ def test_the_mean_of_a_step_is_the_step(name, dtype):
             assert abs(share.mean() - 1) < 4 * error, (exponent, sign, share.mean(), error)
 
 
+@pytest.mark.parametrize("direct", [True, False], ids=["step", "update"])
+@pytest.mark.parametrize("bits", [24, 32])
+@pytest.mark.parametrize("dtype,split", [(BF16, "bits"), (BF16, "ulp"), (jnp.float16, "ulp")])
+def test_no_bit_moves_at_rate_0(dtype, split, bits, direct):
+    """Neither do weights whose correction puts their master on a tie of two 16-bit weights."""
+    w = np.random.default_rng(2).normal(size=(16, 2048)).astype(np.float32)
+    for update_dtype in ("float32", "param"):
+        storage = lowmem.Storage(
+            master_weight_bits=bits, split=split, mu=None, update_dtype=update_dtype
+        )
+        tx = lowmem.flash_sgd(0.0, storage=storage)
+        params, state = lowmem.init(tx, {"w": jnp.asarray(w)}, dtype)
+        if direct:
+            new, after = jax.jit(functools.partial(lowmem.step, tx))(params, state, params)
+        else:
+            updates, after = jax.jit(tx.update)(params, state, params)
+            new = optax.apply_updates(params, updates)
+        same = np.testing.assert_array_equal
+        same(np.asarray(new["w"]).view(np.uint16), np.asarray(params["w"]).view(np.uint16))
+        same(after.correction["w"], state.correction["w"])
+
+
 # -- many steps ------------------------------------------------------------------------------------
 
 

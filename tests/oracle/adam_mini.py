@@ -107,6 +107,11 @@ def quantize(
     return np.clip(rounding(steps) + z[..., None], LOWEST, LOWEST + LEVELS).astype(np.int8)
 
 
+def codes_of(stored: Array, z: Array) -> Array:
+    """The codes in [-128, 127] of what is stored: code - z modulo 256."""
+    return (np.int32(stored) + np.int32(z)[..., None] - LOWEST) % (LEVELS + 1) + LOWEST
+
+
 def dequantize(codes: Array, delta: Array, z: Array) -> Array:
     """delta (code - z)."""
     return delta[..., None] * (np.float64(codes) - z[..., None])

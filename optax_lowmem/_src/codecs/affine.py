@@ -1,4 +1,8 @@
-"""int8 with a zero-point a group (Q-Adam-mini, equation 1)."""
+"""int8 with a zero-point per group (Q-Adam-mini, equation 1).
+
+A code is stored less its zero-point, modulo 256: as many bytes, and a stored 0 is the value 0 in
+every group, as it is in all other codecs. So arrays of zeros are a valid state.
+"""
 
 import dataclasses
 from typing import NamedTuple
@@ -42,13 +46,16 @@ class Grid(NamedTuple):
     zero: jax.Array
 
 
+def _wrapped(x: jax.Array) -> jax.Array:
+    """The number of [-128, 127] that is x (int32) modulo 256."""
+    return lax.shift_right_arithmetic(lax.shift_left(x, jnp.int32(24)), jnp.int32(24))
+
+
 @dataclasses.dataclass(frozen=True)
 class AffineCodec(GroupCodec):
-    r"""q = clip(round(x / \Delta) + z, -128, 127), x = \Delta (q - z)."""
+    r"""q = clip(round(x / \Delta) + z, -128, 127), x = \Delta (q - z); stored: q - z modulo 256."""
 
     scale: AffineScale = dataclasses.field(default_factory=AffineScale)
-
-    zero_code = False
 
     def spans(self, x: jax.Array) -> tuple[Span, ...]:
         """Return values and what tells that one is not finite; guarded, the bits of x and of -x."""
@@ -102,7 +109,11 @@ class AffineCodec(GroupCodec):
         if noise is not None:
             lo = jnp.floor(z)
             z = lo + (noise < z - lo).astype(jnp.float32)
-        return numerics.low_byte(numerics.round_to_int(z), jnp.int8)
+        return self._stored(numerics.round_to_int(z), divisor.zero)
+
+    def _stored(self, code: jax.Array, zero: jax.Array) -> jax.Array:
+        """q - z modulo 256."""
+        return numerics.low_byte(_wrapped(code - zero.astype(jnp.int32)), jnp.int8)
 
     def _paper_codes(self, steps: jax.Array, zero: jax.Array, noise: jax.Array | None) -> jax.Array:
         """x / step is rounded before the zero-point is added."""
@@ -110,7 +121,7 @@ class AffineCodec(GroupCodec):
             lo = jnp.floor(steps)
             steps = lo + (noise < steps - lo).astype(jnp.float32)
         code = numerics.round_to_int(steps) + zero.astype(jnp.int32)
-        return jnp.clip(code, -128, 127).astype(jnp.int8)
+        return self._stored(jnp.clip(code, -128, 127), zero)
 
     def units(self, stored: jax.Array) -> Grid:
         """The grid of each group, of its stored word."""
@@ -118,7 +129,9 @@ class AffineCodec(GroupCodec):
 
     def dequantize(self, codes: jax.Array, unit: Grid) -> jax.Array:
         """f32 values of codes, elementwise; the group's grid broadcasts."""
-        return (codes.astype(jnp.int32).astype(jnp.float32) - unit.zero) * unit.step
+        zero = unit.zero.astype(jnp.int32)
+        steps = _wrapped(codes.astype(jnp.int32) + zero) - zero
+        return steps.astype(jnp.float32) * unit.step
 
     def error_bound(self, x: jax.Array, stochastic: bool = False) -> jax.Array:
         """Half a step (nearest) or a whole one; of the guarded form, which clips nothing."""

@@ -6,7 +6,7 @@ kernel body call the same functions. What it stores, of which shape and dtype, i
 
 import abc
 import dataclasses
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -143,7 +143,6 @@ class GroupCodec(ShowsChanges, abc.ABC):
     signed: bool = True
 
     bits = 8  # of a code: 8, 4 or 2
-    zero_code: ClassVar[bool] = True  # code 0 stands for 0 in every group
 
     @property
     def dtype(self) -> jnp.dtype:

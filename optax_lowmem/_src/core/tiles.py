@@ -75,11 +75,6 @@ def part(x: Operand, *axes: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array
     return grid, functools.reduce(jnp.logical_and, inside)
 
 
-def exists(tiling: Tiling, tile: jax.Array) -> jax.Array | None:
-    """Return a mask [rows, lanes] of the elements of a tile that exist, or None where all do."""
-    return _elements(tiling, tile)[1]
-
-
 def load(tiling: Tiling, x: Operand, tile: jax.Array, other: int = 0) -> jax.Array:
     """Elements of a tile; `other` where there are none."""
     where, mask = _elements(tiling, tile)

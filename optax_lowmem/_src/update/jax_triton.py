@@ -328,11 +328,6 @@ class _Body:
         """Names of the arrays that are written, in the order of `Result`."""
         return ["update", *jax.tree.leaves((self.roles.correction, *self.roles[3:5]))]
 
-    @property
-    def has_holes(self) -> bool:
-        """Return whether the step asks which elements of a tile exist."""
-        return not all(slot.codec is None or slot.codec.zero_code for slot in self.plan.slots)
-
     def jaxpr(self, others: Mapping[str, jax.Array] | None = None) -> Any:
         """Return the closed jaxpr of the step of a tile: what `step_tile` computes.
 
@@ -365,26 +360,22 @@ class _Body:
         h = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in self.names}
         place = jax.ShapeDtypeStruct((self.rows,), jnp.uint32)
         lane = jax.ShapeDtypeStruct((self.lanes,), jnp.uint32)
-        exists = jax.ShapeDtypeStruct(shapes[2], jnp.bool_) if self.has_holes else None
 
-        def traced(leaf: Leaf, h: Any, place: Any, lane: Any, exists: Any) -> Result:
+        def traced(leaf: Leaf, h: Any, place: Any, lane: Any) -> Result:
             h = h if others is None else others
             if leaf.of_block:
                 h = {**h, OF_BLOCK: product(leaf.of_block)}
             noise = (random.mix(place)[:, None], lane) if self.plan.noisy else None
             with _arithmetic():
-                return step_tile(
-                    self.rule, self.plan, leaf._replace(of_block=None), h, noise, exists
-                )
+                return step_tile(self.rule, self.plan, leaf._replace(of_block=None), h, noise)
 
-        return jax.make_jaxpr(traced)(leaf, h, place, lane, exists)
+        return jax.make_jaxpr(traced)(leaf, h, place, lane)
 
     @property
     def operands(self) -> list[str]:
         """Names of the operands of `step`."""
-        there = ["there"] if self.has_holes else []
         scalars = [f"h_{name}" for name in sorted(self.names)]
-        return [*jax.tree.leaves(self.roles), *scalars, "place", "lane", *there]
+        return [*jax.tree.leaves(self.roles), *scalars, "place", "lane"]
 
     def lines(self, leaves: Sequence[Sequence[str]]) -> list[str]:
         """Return the lines of the kernel: find the leaf, load, step, store.

@@ -154,14 +154,13 @@ def step_tile(
     leaf: Leaf,
     h: Mapping[str, jax.Array],
     noise: tuple[jax.Array, jax.Array] | None,
-    exists: jax.Array | None,
 ) -> Result:
     """One tile [groups, lanes], a group a row: decode, rule, encode, split.
 
     `plan` is that of any leaf of the launch; only its shape, which is not used, tells them apart.
     """
     lanes = leaf.g.shape[-1]
-    layout = reference.Tile(lanes, lanes, exists)
+    layout = reference.Tile(lanes, lanes)
     correction = jnp.zeros((), jnp.int8) if leaf.correction is None else leaf.correction
     state = LeafState(leaf.slots, with_placeholders(plan, leaf.scales), correction)
     moved, values = reference.advance(rule, plan, leaf.g, leaf.p, state, h, layout)

@@ -95,7 +95,7 @@ def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
     def step(leaf: Leaf, noise: Any) -> Result:
         given = noise if plan.noisy else None
         with numerics.kernel_arithmetic(ARITHMETIC):
-            return step_tile(rule, plan, leaf, AnyHyperparameters(), given, None)
+            return step_tile(rule, plan, leaf, AnyHyperparameters(), given)
 
     traced = jax.make_jaxpr(step)(leaf, bits)
     return next((name for name in _primitives(traced.jaxpr) if name not in _KNOWN), None)

@@ -32,7 +32,6 @@ class Registers:
     group_of_lane: jax.Array
     group_size = 1  # random bits of groups are those of elements already
     length = LANES
-    exists = None
 
     @property
     def columns(self) -> Any:

@@ -58,16 +58,14 @@ def _kernel(
         h = {name: scalars[i if per_leaf else 0, j] for j, name in enumerate(names)}
         tiling, tile = tilings[i], program - starts[i]
         own = jax.tree.unflatten(treedefs[0], map(gpu_pallas.Reference, read[i]))
-        leaf, exists = _load(plan, tiling, blocks[i], tile, own), None
-        if not all(slot.codec is None or slot.codec.zero_code for slot in plan.slots):
-            exists = tiles.exists(tiling, tile)
+        leaf = _load(plan, tiling, blocks[i], tile, own)
         if leaf.of_block is not None:
             h[OF_BLOCK] = leaf.of_block
         noise = None
         if plan.noisy:
             number = leaf_numbers[i]
             noise = tiles.noise(tiling, tile, keys[number], lane_bits[number, :])
-        result = _step(rule, plan, interpret, leaf._replace(of_block=None), h, noise, exists)
+        result = _step(rule, plan, interpret, leaf._replace(of_block=None), h, noise)
         into = jax.tree.unflatten(treedefs[1], map(gpu_pallas.Reference, written[i]))
         _store(plan, tiling, tile, into, result)
 
@@ -84,10 +82,9 @@ def _step(
     leaf: Leaf,
     h: Mapping[str, jax.Array],
     noise: tuple[jax.Array, jax.Array] | None,
-    exists: jax.Array | None,
 ) -> Result:
     with _arithmetic(interpret):
-        return step_tile(rule, plan, leaf, h, noise, exists)
+        return step_tile(rule, plan, leaf, h, noise)
 
 
 def _arithmetic(interpret: bool) -> contextlib.AbstractContextManager[None]:

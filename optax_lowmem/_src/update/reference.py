@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.codecs import BitSplit, GroupCodec, MasterSplit
+from optax_lowmem._src.codecs import BitSplit, GroupCodec, MasterSplit, UlpSplit
 from optax_lowmem._src.core import groups, numerics, random
 from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
 from optax_lowmem._src.update.plan import LeafPlan, LeafState, SlotPlan
@@ -74,12 +74,10 @@ class Tile:
     Attributes:
       group_size: elements of a group.
       length: of the last axis, which has one group.
-      exists: where there are elements; None where codes 0 of what is not there stand for 0.
     """
 
     group_size: int
     length: int
-    exists: jax.Array | None
 
     def to_groups(self, x: jax.Array) -> jax.Array:
         """A tile is one already."""
@@ -113,10 +111,6 @@ class Layout(Protocol):
     def length(self) -> int:
         """Elements along the last axis."""
 
-    @property
-    def exists(self) -> jax.Array | None:
-        """Return a mask of the elements that are there, or None where codes 0 stand for 0."""
-
     def to_groups(self, x: jax.Array) -> jax.Array:
         """An array as [..., groups, lanes]."""
 
@@ -148,11 +142,7 @@ def decode(
             continue
         unit = slot.codec.units(scales) if units is None else units[slot.name]
         unit = layout.to_elements(unit)
-        value = slot.codec.dequantize(layout.unpack(slot.codec, stored), unit)
-        if layout.exists is not None and not slot.codec.zero_code:
-            # 0 where there is nothing: it would count in what the group spans
-            value = jnp.where(layout.exists, value, jnp.float32(0))
-        values[slot.name] = value
+        values[slot.name] = slot.codec.dequantize(layout.unpack(slot.codec, stored), unit)
     return values
 
 
@@ -331,16 +321,21 @@ def land(
     the one to aim it at. `optax.apply_updates` computes p + update in f32 and rounds to p's dtype,
     and the correction is that of what comes out, so weight and correction always belong together.
     """
-    master = split.join(p, correction) - step
+    old = split.join(p, correction)
+    master = old - step
     if update_dtype == jnp.float32 and (direct or isinstance(split, BitSplit)):
         weight, kept = split.split(master, p.dtype, noise)
         if not direct:
             kept = jnp.where(_missed(master, p), jnp.zeros((), kept.dtype), kept)
-        return weight, kept
-    target = split.round(master, p.dtype, noise)
-    reached = numerics.widen(p) + _towards(target, p, update_dtype)
-    reached = numerics.narrow(reached, p.dtype)
-    return reached if direct else target, split.correction(master, reached, noise)
+    else:
+        target = split.round(master, p.dtype, noise)
+        reached = numerics.widen(p) + _towards(target, p, update_dtype)
+        reached = numerics.narrow(reached, p.dtype)
+        weight, kept = reached if direct else target, split.correction(master, reached, noise)
+    if isinstance(split, UlpSplit):  # a master half an ulp from p is split in two ways: keep p's
+        unmoved = master == old
+        weight, kept = jnp.where(unmoved, p, weight), jnp.where(unmoved, correction, kept)
+    return weight, kept
 
 
 def _missed(master: jax.Array, p: jax.Array) -> jax.Array:

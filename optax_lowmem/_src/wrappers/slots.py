@@ -99,6 +99,12 @@ REFUSED = {
 }
 
 
+def is_known(state: object, field: str) -> bool:
+    """Return whether a field of a state is a slot of optax's or of our optimizers."""
+    name = type(state).__name__, field
+    return name in SLOTS or name in _OWN
+
+
 def facts(state: object, field: str, own: bool = False) -> SlotFacts:
     """Return the facts about a field of a state; an unknown field counts as signed.
 

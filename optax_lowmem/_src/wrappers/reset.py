@@ -1,0 +1,151 @@
+"""Set moments to zero by hand, of whole parameters or of some of their elements."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_lowmem._src.core import packs, trees
+from optax_lowmem._src.wrappers import slots
+
+
+def reset(state: optax.OptState, where: Any = True) -> optax.OptState:
+    r"""Return an optimizer state whose moments are zero where asked, and the same elsewhere.
+
+    For neurons that are revived, dead features of a sparse autoencoder, or rows of a vocabulary
+    that was replaced. In every codec the code 0 stands for 0, so the moments that are reset are
+    exactly 0, and those of neighbours in the same group keep their bits. Corrections stay, so no
+    master weight moves; so do the step count, the seed, and gradients that are being accumulated.
+
+    The moments are found through `optax.chain`, `masked`, `partition`, `MultiSteps`,
+    `compress_state` and other wrappers, in states of this library and of optax. Works under `jit`
+    and keeps shardings. A moment that many elements share (`flash_adam_mini`,
+    `flash_factored_adamw`) is reset where all of its elements are: with True, or where it has the
+    shape of the mask.
+
+    Args:
+      state: the optimizer's state.
+      where: a tree of the parameters' structure, or a prefix of it. Its leaves are True or False
+        for a whole parameter, or boolean arrays with the parameter's number of axes that broadcast
+        to its shape: `rows[:, None]` or `columns[None, :]`. Scales of groups are reset as well
+        where rows are, which also clears moments that are not finite.
+
+    Returns:
+      The new state, of the same structure, shapes and dtypes.
+
+    Raises:
+      ValueError: for a mask that fits no moment of its parameter, a name that the state does not
+        have, and a state of `pack_small_leaves` unless all of it is reset.
+      TypeError: for a mask that is not boolean.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> tx = lowmem.flash_adamw(1e-3)
+      >>> params, state = lowmem.init(tx, {"w": jnp.ones((64, 64))})
+      >>> params, state = lowmem.step(tx, {"w": jnp.ones((64, 64))}, state, params)
+      >>> dead = jnp.arange(64) < 2
+      >>> state = lowmem.reset(state, where={"w": dead[:, None]})
+      >>> state.mu["w"][:3, 0].tolist()
+      [0, 0, 127]
+    """
+    masks = dict(trees.named_leaves(where))
+    for path, mask in masks.items():
+        if jnp.result_type(mask) != jnp.bool_:
+            raise TypeError(
+                f"where{_at(path)} is {jnp.result_type(mask)}: give True, False or a boolean "
+                "array, for example (steps_since_active > 1000)[:, None]."
+            )
+    fitting = dict.fromkeys(masks, False)  # whether some moment of the parameter has been reset
+
+    def set_zero(path: str, x: jax.Array, scales: bool) -> jax.Array:
+        prefix = _prefix(path, masks)
+        if prefix is None:
+            return x
+        new = _zeros_where(x, masks[prefix], scales)
+        fitting[prefix] |= new is not None
+        return x if new is None else new
+
+    def set_tree(tree: Any, scales: bool = False) -> Any:
+        if packs.layout(tree)[1] and where is not True:
+            raise ValueError(
+                "this state is that of pack_small_leaves, in which parameters share a vector: "
+                "reset all of it, where=True, or use the optimizer without packing."
+            )
+        leaves = [set_zero(path, x, scales) for path, x in trees.named_leaves(tree)]
+        return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+
+    # the names of the slots that compress_state keeps as codes
+    coded = {
+        name.split("_scale")[0]
+        for node in trees.states_with(state, "scales", _is_compressed)
+        for name in node.scales
+    }
+
+    def visit(node: Any, field: str, value: Any) -> Any:
+        if field == "scales" and _is_compressed(node):
+            return {name: set_tree(tree, scales=True) for name, tree in value.items()}
+        if field.endswith("_scale") and hasattr(node, field.removesuffix("_scale")):
+            return set_tree(value, scales=True)
+        is_slot = hasattr(node, f"{field}_scale") or field in coded or slots.is_known(node, field)
+        return set_tree(value) if is_slot else value
+
+    new = slots.map_slots(visit, state)
+    for path, fits in fitting.items():
+        if not fits:
+            raise ValueError(
+                f"where{_at(path)} fits no moment of this state: give it the name of a parameter, "
+                "or of a part of them, and an array the parameter's number of axes and lengths of "
+                f"1 or as the parameter has them; got shape {np.shape(masks[path])}."
+            )
+    return new
+
+
+def _is_compressed(node: object) -> bool:
+    return trees.is_named_tuple(node) and type(node).__name__ == "CompressedState"
+
+
+def _at(path: str) -> str:
+    return f"['{path}']" if path else ""
+
+
+def _prefix(path: str, names: Any) -> str | None:
+    """The name of which a path is the whole or a part, or None."""
+    parts = path.split("/")
+    prefixes = ["/".join(parts[:i]) for i in range(len(parts), -1, -1)]
+    return next((prefix for prefix in prefixes if prefix in names), None)
+
+
+def _zeros_where(x: jax.Array, mask: Any, scales: bool) -> jax.Array | None:
+    """`x` with zeros where the mask is True, or None where it does not fit `x`.
+
+    The groups of a scale are not known from its shape: it takes masks of whole rows alone.
+    """
+    if np.ndim(mask) == 0:
+        return jnp.where(mask, jnp.zeros_like(x), x)
+    if np.ndim(mask) != x.ndim:
+        return None
+    whole_rows = mask.shape[-1] == 1
+    if scales and not whole_rows:
+        return None
+    if not whole_rows and x.dtype == jnp.uint8 and mask.shape[-1] > x.shape[-1]:
+        mask = _bits_of_bytes(mask, x.shape[-1])
+        return None if mask is None or not _fits(mask, x) else x & ~mask
+    return jnp.where(mask, jnp.zeros_like(x), x) if _fits(mask, x) else None
+
+
+def _fits(mask: Any, x: jax.Array) -> bool:
+    return all(size in (1, whole) for size, whole in zip(mask.shape, x.shape, strict=True))
+
+
+def _bits_of_bytes(mask: jax.Array, count: int) -> jax.Array | None:
+    """The bits of bytes whose codes of 4 or 2 bits are under a mask of the elements."""
+    length = mask.shape[-1]
+    each = next((n for n in (2, 4) if -(-length // n) == count), None)
+    if each is None:
+        return None
+    padding = [(0, 0)] * (mask.ndim - 1) + [(0, each * count - length)]
+    codes = jnp.pad(mask, padding).reshape(*mask.shape[:-1], count, each)
+    bits = jnp.asarray([((1 << 8 // each) - 1) << 8 // each * i for i in range(each)], jnp.uint8)
+    return jnp.sum(jnp.where(codes, bits, jnp.uint8(0)), axis=-1, dtype=jnp.uint8)
