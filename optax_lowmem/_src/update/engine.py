@@ -295,7 +295,7 @@ class Engine:
         for plan, update in zip(plans, results, strict=True):
             if not direct and plan.lands:
                 scope.emit(plan.path, update)
-        if not self.weights and self.storage.update_dtype == "param":
+        if not self.weights and self.storage.update_dtype != "float32":
             results = as_given(results, gradients)
         results = jax.tree.unflatten(jax.tree.structure(like), results)
         return results, self.pack(count, state.seed, plans, states, shared, like, state)
@@ -371,6 +371,7 @@ def step_leaves(
       shared_keys: those of the shared slots, where they are others.
     """
     own = keys if shared_keys is None else shared_keys
+    plans = [plan.for_gradient(g.dtype) for plan, g in zip(plans, gradients, strict=True)]
     implementation = scope.implementation()
     if (
         len(plans) > FEW

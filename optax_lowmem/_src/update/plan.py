@@ -54,6 +54,7 @@ class LeafPlan:
       shared: one plan per block-wise slot; groups are of all its values, as one row.
       matrices: of a leaf whose direction is taken of whole matrices.
       rounds: whether a 16-bit weight without a split is rounded stochastically.
+      follows_gradient: whether a gradient in the parameter's dtype gets an update in that dtype.
     """
 
     path: str
@@ -69,6 +70,13 @@ class LeafPlan:
     shared: tuple[SlotPlan, ...] = ()
     matrices: Matrices | None = None
     rounds: bool = False
+    follows_gradient: bool = False
+
+    def for_gradient(self, dtype: jnp.dtype) -> "LeafPlan":
+        """Return the plan of a step whose gradient has a dtype."""
+        if not self.follows_gradient or dtype != self.dtype:
+            return self
+        return dataclasses.replace(self, update_dtype=self.dtype)
 
     @property
     def nameless(self) -> "LeafPlan":
@@ -269,6 +277,7 @@ def plan_leaves(
                 shared=tuple(plan for slot, plan in slots.items() if slot.shared),
                 matrices=axes.get(path),
                 rounds=weights and dtype != jnp.float32 and rounds_weights(storage),
+                follows_gradient=weights and storage.update_dtype == "gradient",
             )
         )
     return plans

@@ -19,7 +19,7 @@ from optax_lowmem._src.core.shown import ShowsChanges
 _ROUNDINGS = ("stochastic", "nearest", "nu", "embeddings")
 _MASTER_ROUNDINGS = ("stochastic", "nearest")
 _SPLITS = ("bits", "ulp")
-_UPDATE_DTYPES = ("float32", "param")
+_UPDATE_DTYPES = ("float32", "gradient", "param")
 
 
 def check_group_size(group_size: object) -> None:
@@ -104,9 +104,11 @@ class Storage(ShowsChanges):
       seed: of the hash behind stochastic rounding; `lowmem.init(..., seed=)` overrides it.
       policy: leaves and slots to leave in f32.
       split: `bits`, or `ulp` for FlashOptim's Algorithm 1; fp16 always takes `ulp`.
-      update_dtype: `float32`, exact through `optax.apply_updates`; or `param` for loops that add
-        without a cast (Equinox, Levanter), whose rounding the correction takes up. Of a bare
-        direction `param` means the dtype of its gradients.
+      update_dtype: `float32`, exact through `optax.apply_updates`; `gradient`, for wrappers that
+        choose between updates and gradients or zeros like them (`optax.apply_if_finite`,
+        `conditionally_mask`): the weight's dtype where its gradient has it, else float32; or
+        `param`, for loops that add without a cast (Equinox, Levanter). The correction takes up the
+        rounding of 16-bit updates. Of a bare direction `param` means the dtype of its gradients.
       master_rounding: of 24-bit master weights, `stochastic` (unbiased: steps far below the 2^-16
         of a weight that 24 bits resolve add up to what f32 does) or `nearest` (steps below 2^-17 of
         a weight are lost). 32-bit master weights are so fine that their rounding does not matter.

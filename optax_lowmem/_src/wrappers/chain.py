@@ -112,6 +112,8 @@ def step(
 
     Raises:
       ValueError: for an implementation that cannot take a leaf; it names the leaf and the reason.
+      TypeError: for a wrapper of optax that wants updates in the dtype of the gradients; a note
+        says how to make them.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -126,7 +128,12 @@ def step(
         )
     places = None if specs is None else placements(params, specs, mesh)
     with scope.implementing(implementation), scope.placing(places):
-        return _step_any(tx, grads, state, params, None, extra)
+        try:
+            return _step_any(tx, grads, state, params, None, extra)
+        except TypeError as error:
+            if "cond branches must have equal output types" in str(error):
+                error.add_note(_UNLIKE_BRANCHES)
+            raise
 
 
 # ---- the links of a chain ------------------------------------------------------------------------
@@ -223,6 +230,14 @@ def _step_any(
     if _leaves_steps_out(state):
         updates = _widened(updates)
     return _step_last(tx, updates, state, params, factor, extra)
+
+
+_UNLIKE_BRANCHES = (
+    "A wrapper such as optax.apply_if_finite, conditionally_mask or MultiSteps chooses between an "
+    "update and zeros like the gradient, whose dtypes differ. Make the optimizer with "
+    "storage=Storage(update_dtype='gradient') (an argument of split_master_weights, too), or pass "
+    "gradients in float32."
+)
 
 
 def _leaves_steps_out(state: optax.OptState) -> bool:

@@ -95,7 +95,7 @@ class PackedEngine(Engine):
         by_name = packing.unpacked(found, leaves)
         treedef: Any = jax.tree.structure(like)
         results = [by_name[name] for name in leaves]
-        if not self.weights and self.storage.update_dtype == "param":
+        if not self.weights and self.storage.update_dtype != "float32":
             results = as_given(results, gradients)
         within = {leaf: name for name, own in packs.items() for leaf in own}
         for name, result in zip(leaves, results, strict=True):

@@ -1,6 +1,7 @@
 """Master weights split into a 16-bit weight and a correction, for any optimizer."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -96,26 +97,39 @@ class _Splitter:
         # those of the engine, so that a fused optimizer draws the same bits
         keys = random.leaf_keys(state.seed, count, [path for path, _ in named])
         rows = zip(named, jax.tree.leaves(steps), corrections, strict=True)
-        landed = self._land(list(rows), keys)
+        given = {path: g.dtype for path, g in trees.named_leaves(updates)}
+        landed = self._land(list(rows), keys, given)
         treedef = jax.tree.structure(params)
         correction = boxes.like(params, [c for _, c in landed])
         updates = jax.tree.unflatten(treedef, [u for u, _ in landed])
         return updates, SplitState(count, state.seed, correction, inner)
 
     def _land(
-        self, rows: list[tuple[tuple[str, jax.Array], jax.Array, jax.Array]], keys: jax.Array
+        self,
+        rows: list[tuple[tuple[str, jax.Array], jax.Array, jax.Array]],
+        keys: jax.Array,
+        dtypes: Mapping[str, jnp.dtype],
     ) -> list[tuple[jax.Array, jax.Array]]:
-        """(update, correction) of each ((path, weight), step, correction)."""
+        """(update, correction) of each ((path, weight), step, correction).
+
+        `dtypes` are those of the gradients by path; optax.lookahead has other paths.
+        """
         given = [
-            (self._split_of(path, p, correction), p, step, correction, key)
+            (
+                self._split_of(path, p, correction), p, step, correction, key,
+                self._update_dtype(p.dtype, dtypes.get(path)),
+            )
             for ((path, p), step, correction), key in zip(rows, unstacked(keys), strict=True)
-        ]
-        in_dtype = self.storage.update_dtype == "param"
-        landed = each(_landed, given, self.storage.group_size, in_dtype)
+        ]  # fmt: skip
+        landed = each(_landed, given, self.storage.group_size)
         for ((path, _), *_), (split, *_), (update, _) in zip(rows, given, landed, strict=True):
             if split is not None:
                 scope.emit(path, update)
         return landed
+
+    def _update_dtype(self, dtype: jnp.dtype, of_gradient: jnp.dtype | None) -> jnp.dtype:
+        wanted = {"param": dtype, "gradient": of_gradient}.get(self.storage.update_dtype)
+        return dtype if wanted == dtype else jnp.dtype(jnp.float32)
 
     def _split_of(self, path: str, p: jax.Array, correction: jax.Array) -> MasterSplit | None:
         split = split_for(self.storage, p.dtype)
@@ -136,13 +150,13 @@ def _landed(
     step: jax.Array,
     correction: jax.Array,
     key: jax.Array,
+    update_dtype: jnp.dtype,
     group_size: int,
-    in_dtype: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    dtype, noise = p.dtype if in_dtype else jnp.dtype(jnp.float32), None
+    noise = None
     if split is not None and split.stochastic:
         noise = random.leaf_bits(key, p.shape, group_size, MASTER)
-    return split_update(split, p, -numerics.widen(step), correction, dtype, noise)
+    return split_update(split, p, -numerics.widen(step), correction, update_dtype, noise)
 
 
 def split_master_weights(
@@ -165,7 +179,8 @@ def split_master_weights(
       inner: the whole optimizer: rate, decay, schedule_free, lookahead and all.
       bits: 24 or 32.
       split: `bits`, or `ulp` for FlashOptim's Algorithm 1; fp16 always takes `ulp`.
-      update_dtype: `float32`, or `param` for loops that add updates without a cast.
+      update_dtype: `float32`; `gradient` for `optax.apply_if_finite` and its like; or `param` for
+        loops that add updates without a cast. See `Storage`.
       rounding: of 24-bit masters, `stochastic` (unbiased) or `nearest`, which loses steps below
         2^-17 of a weight.
       seed: of the hash behind stochastic rounding; `lowmem.init(..., seed=)` overrides it.
