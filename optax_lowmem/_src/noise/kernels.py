@@ -15,10 +15,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from optax_lowmem._src.codecs import split_of
-from optax_lowmem._src.core import numerics, platform, random, row_blocks, scope
+from optax_lowmem._src.core import numerics, platform, random, scope
 from optax_lowmem._src.core.groups import MAX_ELEMENTS
 from optax_lowmem._src.core.placement import Placement, placement
-from optax_lowmem._src.core.row_blocks import RowBlocks
 from optax_lowmem._src.noise.distributions import EIGHT, GAUSSWS, Noise, pack
 from optax_lowmem._src.noise.formats import Format, Scaled
 
@@ -94,12 +93,11 @@ def noise_of_plain(
     shape: tuple[int, ...],
     noise: Noise,
     dtype: DTypeLike = jnp.float32,
-    by_shifts: bool = False,
 ) -> jax.Array:
-    """R of an array's shape; `by_shifts`: as of `Noise.elements`."""
+    """R of an array's shape."""
     # words made once, not for each of their elements
     prepared = lax.optimization_barrier(noise.prepared(words_of(key, shape, noise.draws)))
-    rows = noise.elements(prepared, by_shifts)
+    rows = noise.elements(prepared)
     r = rows.reshape(*rows.shape[:-3], -1, shape[-1])[..., : shape[-2], :]
     return r.astype(dtype)  # exact in bf16
 
@@ -124,7 +122,6 @@ def sample_plain(
     noise: Noise,
     to: Format,
     dtype: jnp.dtype,
-    by_shifts: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Sampled weights and the scale of their noise.
 
@@ -136,14 +133,13 @@ def sample_plain(
       noise: the distribution of R.
       to: the format of the result.
       dtype: that holds it.
-      by_shifts: as of `Noise.elements`.
 
     Returns:
       w + R scale, cast; scale = max |w| factor, f32, per block.
     """
     masters = numerics.widen(w) if correction is None else _joined(w, correction)
     scale = absmax(masters) * factor
-    r = noise_of_plain(key, w.shape, noise, by_shifts=by_shifts)
+    r = noise_of_plain(key, w.shape, noise)
     sampled = perturb(masters, scale, r)
     return cast(sampled, to, dtype), scale
 
@@ -152,11 +148,9 @@ def _joined(w: jax.Array, correction: jax.Array) -> jax.Array:
     return split_of(correction.dtype).join(w, correction)
 
 
-def noise_sums_plain(
-    g: jax.Array, key: jax.Array, noise: Noise, by_shifts: bool = False
-) -> jax.Array:
-    """The sum of g R over each block, f32 (equation 3); `by_shifts`: as of `Noise.elements`."""
-    return sums(numerics.widen(g) * noise_of_plain(key, g.shape, noise, by_shifts=by_shifts))
+def noise_sums_plain(g: jax.Array, key: jax.Array, noise: Noise) -> jax.Array:
+    """The sum of g R over each block, f32 (equation 3)."""
+    return sums(numerics.widen(g) * noise_of_plain(key, g.shape, noise))
 
 
 def result_dtype(to: Format) -> jnp.dtype:
@@ -294,24 +288,6 @@ def no_kernel_reason(x: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> 
     return None
 
 
-_STRIPS = 1 << 18  # elements of a block of rows on a TPU: words and R are larger than the weights
-
-
-def _in_strips(
-    blocks: RowBlocks,
-    plain: Callable[..., Any],
-    arrays: tuple[jax.Array | None, ...],
-    key: jax.Array,
-) -> Any:
-    """plain(*arrays, key) of blocks of rows, for XLA on a TPU."""
-
-    def strip(block: jax.Array, *parts: jax.Array | None) -> Any:
-        *leading, row = blocks.starts(block)
-        return plain(*parts, random.key_of_part(key, *leading, row // EIGHT), by_shifts=True)
-
-    return blocks.map(strip, *arrays)
-
-
 def _either(name: str, plain: Callable[..., Any], *args: jax.Array | None) -> Any:
     """A kernel by name, or for a host's CPU the plain form, with the same static arguments."""
     from optax_lowmem._src.noise import kernels_triton
@@ -336,9 +312,6 @@ def sample(
     plain = functools.partial(sample_plain, noise=noise, to=to, dtype=dtype)
 
     def run(w: jax.Array, correction: jax.Array | None, factor: jax.Array, key: jax.Array) -> Any:
-        blocks = row_blocks.on_tpu(w, elements=_STRIPS)
-        if blocks is not None:
-            return _in_strips(blocks, plain, (w, correction, factor), key)
         if no_kernel_reason(w, w.shape, w.dtype) is not None:
             return plain(w, correction, factor, key)
         return _either("sample", plain, w, correction, factor, key)
@@ -352,9 +325,6 @@ def noise_sums(g: jax.Array, key: jax.Array, noise: Noise, path: str | None = No
     plain = functools.partial(noise_sums_plain, noise=noise)
 
     def run(g: jax.Array, key: jax.Array) -> Any:
-        blocks = row_blocks.on_tpu(g, elements=_STRIPS)
-        if blocks is not None:
-            return _in_strips(blocks, plain, (g,), key)
         if no_kernel_reason(g, g.shape, g.dtype) is not None:
             return plain(g, key)
         return _either("noise_sums", plain, g, key)
@@ -385,9 +355,6 @@ def _laid_out(
 def noise_of(key: jax.Array, shape: tuple[int, ...], noise: Noise, dtype: jnp.dtype) -> jax.Array:
     """`noise_of_plain` in a dtype, in one kernel where there is one."""
     plain = functools.partial(noise_of_plain, shape=shape, noise=noise, dtype=dtype)
-    blocks = row_blocks.on_tpu(key, shape, _STRIPS)
-    if blocks is not None:
-        return _in_strips(blocks, functools.partial(plain, shape=blocks.part), (), key)
     if no_kernel_reason(key, shape, jnp.dtype(dtype)) is not None:
         return plain(key)
     return _either("noise_of", plain, key)

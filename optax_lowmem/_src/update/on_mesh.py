@@ -59,38 +59,6 @@ def _of_block(plan: LeafPlan, place: Placement) -> Any:
     return specs[0] if len(specs) == 1 else tuple(specs)
 
 
-def measured(
-    prepare: Callable[..., Mapping[str, jax.Array]],
-    plan: LeafPlan,
-    place: Placement,
-    g: jax.Array,
-    p: jax.Array | None,
-    state: LeafState,
-    h: Mapping[str, jax.Array],
-) -> Mapping[str, jax.Array]:
-    """Operands that need a mean over a leaf, each device's mean of its part averaged with others'.
-
-    Args:
-      prepare: (plan, g, p, state, h, axes) -> `h` with them, of a part, by means over these axes.
-      plan: the leaf's static choices.
-      place: its `Placement` on the mesh.
-      g: gradient.
-      p: parameter, or None.
-      state: stored state.
-      h: hyperparameters.
-    """
-    local = dataclasses.replace(plan, shape=place.local(plan.shape))
-    every, axes = PartitionSpec(), tuple(axis for own in place.axes for axis in own)
-    mapped = jax.shard_map(
-        lambda *given: prepare(local, *given, axes),
-        mesh=place.mesh,
-        in_specs=(place.spec, place.spec, _specs_of(state, place.spec), every),
-        out_specs=every,
-        check_vma=False,
-    )
-    return mapped(g, p, state, dict(h))
-
-
 def fused_updates(
     step: Callable[..., list[tuple[jax.Array, LeafState]]],
     plans: Sequence[LeafPlan],
