@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from optax_lowmem._src.core import explicit, random, scope
 from optax_lowmem._src.core.placement import Placement, entry, placement
@@ -104,19 +104,13 @@ def fused_updates(
         keys = jnp.stack([_part_key(*row) for row in rows])
         return step(local, gradients, weights, states, of_leaves, keys)
 
-    rows: list[Any] = [list(gradients), list(weights), list(states)]
-    if typed:  # where they lie is part of their type
-        lies: tuple[list[Any], ...] = (specs, specs, own)
-        rows = [_laid(row, spec, mesh) for row, spec in zip(rows, lies, strict=True)]
-        of_leaves = _laid([dict(h) for h in of_leaves], operands, mesh)
-    mapped: Any = jax.shard_map(
-        on_a_device,
-        mesh=mesh,
-        in_specs=(specs, specs, own, operands, every),
-        out_specs=[(spec, of_state) for spec, of_state in zip(specs, own, strict=True)],
-        check_vma=False,
-    )
-    found = mapped(*rows, [dict(h) for h in of_leaves], keys)
+    found = explicit.on_each_device(
+        on_a_device, mesh, typed,
+        (specs, [None if p is None else s for p, s in zip(weights, specs, strict=True)],
+         own, operands, every),
+        [(spec, of_state) for spec, of_state in zip(specs, own, strict=True)],
+        list(gradients), list(weights), list(states), [dict(h) for h in of_leaves], keys,
+    )  # fmt: skip
     if typed:
         likes = map(result_like, gradients, weights, states)
         found = [explicit.laid_like(one, like) for one, like in zip(found, likes, strict=True)]
@@ -135,21 +129,7 @@ def _specs_of(state: LeafState, spec: PartitionSpec) -> LeafState:
     return jax.tree.map(lambda x: spec if x.ndim else PartitionSpec(), state)
 
 
-def _laid(arrays: list[Any], specs: list[Any], mesh: Mesh | AbstractMesh) -> list[Any]:
-    def laid(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
-
-    return [
-        None if row is None else jax.tree.map(laid, row, spec)
-        for row, spec in zip(arrays, specs, strict=True)
-    ]
-
-
 def _part_key(plan: LeafPlan, place: Placement, key: jax.Array) -> jax.Array:
     """Of this device's part of a leaf; the last axis counts groups."""
     sizes = [*plan.shape[:-1], plan.shape[-1] // plan.group_size if place.parts(-1) > 1 else 0]
-    starts = [
-        jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(size) if axes else jnp.uint32(0)
-        for axes, size in zip(place.axes, sizes, strict=True)
-    ]
-    return random.key_of_part(key, *starts)
+    return random.key_of_part(key, *place.starts(sizes))
