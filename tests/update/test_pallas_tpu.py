@@ -1,6 +1,5 @@
 """The fused step for TPUs: the reference when interpreted, and the leaves that it takes."""
 
-import dataclasses
 import functools
 import itertools
 import re
@@ -19,7 +18,7 @@ from optax_lowmem._src.core import platform, random
 from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.optimizers.adam import AdamRule
-from optax_lowmem._src.update import block_means, operands, pallas_tpu, pallas_tpu_mean, reference
+from optax_lowmem._src.update import pallas_tpu
 from optax_lowmem.sharding import state_shardings
 from tests import launch_cases, tolerances
 from tests.compilation import SAME_BITS
@@ -221,29 +220,6 @@ def test_every_optimizer_and_split_is_taken():
             assert reason(optimizer=record.make, **how) is None
 
 
-# ---- the mean over a leaf ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("shape", rows([(shape,) for shape in SHAPES], [((264, 128),)]))
-def test_mean_over_a_leaf(shape):
-    """Nothing that a block has beyond its array counts, and one NaN does."""
-    case = make("stable_adamw", [shape])
-    (plan,), (leaf,), rule = case.plans, case.leaves, case.rule
-    own = dataclasses.replace(plan, slots=plan.slots[1:])
-    names = tuple(sorted(case.h))
-    scalars = jnp.stack([case.h[name] for name in names])
-
-    def mean(g):
-        taken = operands.Leaf(g, None, None, leaf.slots[1:], leaf.scales[1:])
-        return pallas_tpu_mean.mean(rule, own, taken, names, scalars, SMALL.elements, True)
-
-    wanted = reference.prepare(rule, plan, leaf.g, leaf.p, case.states[0], case.h)
-    found = rule.of_mean(mean(leaf.g), case.h)
-    for name, value in found.items():
-        np.testing.assert_allclose(value, wanted[name], rtol=tolerances.REORDERED_NORM)
-    assert jnp.isnan(mean(leaf.g.at[(-1,) * len(shape)].set(jnp.nan)))
-
-
 # ---- programs for a TPU --------------------------------------------------------------------------
 
 TREE = {"w": (64, 512), "stack": (2, 64, 256), "odd": (64, 100), "bias": (64,)}
@@ -261,8 +237,7 @@ def test_traced_anywhere(optimizer):
     more = {"min_dim_size_to_factor": 64} if optimizer == "flash_factored_adamw" else {}
     tx = lowmem.OPTIMIZERS[optimizer].make(1e-3, **more)
     text = lower_for_tpu(functools.partial(lowmem.step, tx), *abstract(tx))
-    kernels = {"fused_update"} | ({"leaf_mean"} if optimizer == "stable_adamw" else set())
-    assert set(tpu_kernels_in(text)) == kernels
+    assert set(tpu_kernels_in(text)) == {"fused_update"}
 
 
 def test_a_mesh_says_what_a_program_is_for():
@@ -336,9 +311,8 @@ def test_on_a_machine_with_a_tpu_the_compiler_chooses(monkeypatch):
 @pytest.fixture
 def interpreted(monkeypatch):
     """Programs are traced for a TPU, and the kernel runs as plain JAX."""
-    for module, name in ((pallas_tpu, "launch"), (pallas_tpu_mean, "mean")):
-        own = functools.partial(getattr(module, name), interpret=True)
-        monkeypatch.setattr(module, name, own)
+    launch = functools.partial(pallas_tpu.launch, interpret=True)
+    monkeypatch.setattr(pallas_tpu, "launch", launch)
     monkeypatch.setattr(platform, "target", lambda *args, **named: "tpu")
 
 
@@ -437,18 +411,3 @@ def on_one_and_several(tx, spec):
     placed = [jax.device_put(x, s) for x, s in ((g, place), (state, of_state), (params, place))]
     compiled = same_bits(step, out_shardings=(place, of_state)).lower(*placed).compile()
     return one, compiled(*placed), compiled.as_text()
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "scale"),
-    [((70, 384), BF16, None), ((2, 40, 256), F32, 0.25)],
-)
-def test_a_mean_of_squares(shape, dtype, scale, interpreted):
-    g = jax.random.normal(jax.random.key(0), shape).astype(dtype)
-    factor = None if scale is None else jnp.float32(scale)
-    assert pallas_tpu_mean.array_reason(g) is None
-    found = pallas_tpu_mean.mean_of_array(block_means.Squares(), g, factor, None)
-    exact = np.mean((np.asarray(g, np.float64) * (scale or 1)) ** 2)
-    assert abs(float(found) - exact) <= 2.0**-20 * exact
-    assert "multiple of 128" in pallas_tpu_mean.array_reason(g[..., 1:])
-    assert "float16" in pallas_tpu_mean.array_reason(g.astype(jnp.float16))

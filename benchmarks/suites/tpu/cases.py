@@ -125,9 +125,9 @@ def read_twice(chip: str, case: str, impl: str) -> int:
     """Bytes that a step must read a second time, after a mean over them; 0 without one."""
     if impl == BASE or prepares(impl) is None:
         return 0
-    rule = lowmem.OPTIMIZERS[impl.removesuffix(XLA)].rule
     _, _, (grads, state, _) = prepared(chip, case, impl)
-    slots = [getattr(state, f"{name}{of}") for name in rule.measures for of in ("", "_scale")]
+    # StableAdamW's mean is of gradient and second moment
+    slots = (state.nu, state.nu_scale) if prepares(impl) == "leaf" else ()
     return logical_bytes((grads, slots))
 
 

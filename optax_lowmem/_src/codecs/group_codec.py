@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 
 from optax_lowmem._src.codecs import GroupCodec, StoredSlot, decode_array, encode_array
-from optax_lowmem._src.core import explicit, numerics, platform, random, row_blocks
+from optax_lowmem._src.core import explicit, numerics, platform, random
 from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.core.gpu_kernel import BACKENDS
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tiling
-from optax_lowmem._src.core.row_blocks import RowBlocks
 
 # ---- in plain jnp: the specification, and the path without a kernel ------------------------------
 
@@ -137,23 +136,6 @@ def _with_key(codec: GroupCodec, group_size: int, slot: str, x: Any, key: Any) -
     return encode_plain(codec, x, group_size, key, slot)
 
 
-def _encode_by_rows(
-    blocks: RowBlocks,
-    codec: GroupCodec,
-    x: jax.Array,
-    group_size: int,
-    key: jax.Array | None,
-    slot: str,
-) -> Any:
-    """`encode_plain` in blocks of rows, for XLA on a TPU."""
-
-    def part(block: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        own = None if key is None else random.key_of_part(key, *blocks.starts(block))
-        return encode_plain(codec, x, group_size, own, slot)
-
-    return blocks.map(part, x)
-
-
 @compiled
 def _decode_anywhere(
     codec: GroupCodec, codes: jax.Array, scales: jax.Array, group_size: int, length: int
@@ -175,7 +157,6 @@ def encode(
     slot: str = "",
     *,
     implementation: str | None = None,
-    fuses: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Codes and scales of one array, by the fastest implementation.
 
@@ -187,8 +168,6 @@ def encode(
         same bits everywhere.
       slot: which slot of a leaf, where several share a key.
       implementation: `xla`, `pallas` or `triton` (NVIDIA GPUs), or None for what is fastest here.
-      fuses: whether what makes the values is in the same jit, so that on a TPU the compiler is not
-        given them in blocks of rows.
 
     Returns:
       (codes, scales [..., ceil(n / group_size)]), as `codec.storage` has them.
@@ -209,9 +188,6 @@ def encode(
     _check(x, group_size)
     chosen = _choose(codec, x, group_size, implementation)
     if chosen == "xla":
-        blocks = None if fuses or implementation is not None else row_blocks.on_tpu(x)
-        if blocks is not None:
-            return _encode_by_rows(blocks, codec, x, group_size, key, slot)
         return _encode_anywhere(codec, x, group_size, key, slot)
     from optax_lowmem._src.codecs import group_codec_triton
 
@@ -272,14 +248,6 @@ def decode(
         )
     chosen = _choose(codec, codes, group_size, implementation)
     if chosen == "xla":
-        blocks = None if implementation is not None else row_blocks.on_tpu(codes)
-        if blocks is not None:
-
-            def part(_: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
-                return decode_plain(codec, codes, scales, group_size, length)
-
-            values: jax.Array = blocks.map(part, codes, scales)
-            return values
         return _decode_anywhere(codec, codes, scales, group_size, length)
     from optax_lowmem._src.codecs import group_codec_triton
 

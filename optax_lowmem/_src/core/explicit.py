@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from optax_lowmem._src.core.compiled import is_eager
 from optax_lowmem._src.core.placement import (
@@ -129,3 +129,29 @@ def left_to_xla(function: Callable[..., Any], shardings: Any, *args: Any) -> Any
     out = jax.tree.map(filled, shardings, is_leaf=lambda node: node is None)
     free = jax.sharding.auto_axes(function, axes=mesh.explicit_axes, out_sharding=out)
     return (jax.jit(free) if is_eager(leaves) else free)(*args)
+
+
+def on_each_device(
+    function: Callable[..., Any],
+    mesh: Mesh | AbstractMesh,
+    typed: bool,
+    specs: Any,
+    out_specs: Any,
+    *args: Any,
+) -> Any:
+    """function(*parts of args) on each device of a mesh.
+
+    Args:
+      function: of a device's parts of arrays.
+      mesh: the devices.
+      typed: whether the mesh's axes are Explicit, so that arrays get the shardings of `specs`.
+      specs: of each argument, a tree of PartitionSpecs like it.
+      out_specs: of the results.
+      *args: trees of arrays.
+    """
+    if typed:
+        args = jax.tree.map(lambda spec, x: laid(x, NamedSharding(mesh, spec)), specs, args)
+    mapped = jax.shard_map(
+        function, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False
+    )
+    return mapped(*args)

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 import optax
+from jax import lax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from optax_lowmem._src.core import groups, trees
@@ -49,6 +51,17 @@ class Placement:
     def local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of a device's part."""
         return tuple(size // self.parts(d) for d, size in enumerate(shape))
+
+    def starts(self, sizes: Sequence[int]) -> list[jax.Array]:
+        """The first index of this device's part along each axis, in a `shard_map`.
+
+        Args:
+          sizes: of a part, in whatever is counted.
+        """
+        return [
+            lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(size) if axes else jnp.uint32(0)
+            for axes, size in zip(self.axes, sizes, strict=True)
+        ]
 
     def cut_groups(self, shape: tuple[int, ...], group_size: int) -> str | None:
         """Describe how shards cut through groups of the last axis; None where they do not."""

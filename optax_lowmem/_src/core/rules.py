@@ -37,12 +37,9 @@ class UpdateRule(abc.ABC):
       prepares: what `prepare` looks at before any `update`: `leaf`, which costs a pass over
         gradient and slots, `blocks`, one over the gradient, or None. `matrices` is of a
         `MatrixRule`, whose direction is there after a pass of its own.
-      measures: of a `leaf` of which `prepare` needs but one mean, the slots that `measured` takes:
-        a kernel can then make the pass.
     """
 
     prepares: ClassVar[str | None] = None
-    measures: ClassVar[tuple[str, ...]] = ()
 
     @property
     @abc.abstractmethod
@@ -97,16 +94,6 @@ class UpdateRule(abc.ABC):
           h: as of `update`.
         """
         return {}, {}
-
-    def measured(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> jax.Array:
-        """f32 of each element, of which `of_mean` takes the mean; arguments as of `update`."""
-        raise NotImplementedError(f"{type(self).__name__} has no mean over a leaf")
-
-    def of_mean(self, mean: jax.Array, h: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Operands of `update`, from the mean of what is `measured`."""
-        raise NotImplementedError(f"{type(self).__name__} has no mean over a leaf")
 
     def accumulating(
         self, h: Mapping[str, jax.Array], first: jax.Array, every: int

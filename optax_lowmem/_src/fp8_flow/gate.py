@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from optax_lowmem._src.core import numerics, row_blocks
+from optax_lowmem._src.core import numerics
 from optax_lowmem._src.fp8_flow import kernels, storage
 from optax_lowmem._src.fp8_flow.storage import DEFAULT, ArrayFunction, Coded, Recipe
 
@@ -86,15 +86,6 @@ def _coded(gate: _Gate, keep: bool, *given: jax.Array) -> tuple[Coded, Any]:
     if exact:
         formula, lowers = ArrayFunction(_value, gate), kernels.lowers(gate.activation)
         return storage.coded(gate.recipe, formula, given, absmax, stored, keep, in_kernel=lowers)
-    blocks = row_blocks.on_tpu(given[0])
-    if blocks is not None:
-
-        def restored(*stored: kernels.Grouped) -> jax.Array:
-            return _value(gate, *(kernels.restore(one, size) for one in stored))
-
-        value, codes = kernels.quantized_by_rows(blocks, restored, stored, absmax, given[0].dtype)
-        codes, stored = storage.kept(codes, stored)
-        return Coded(value, codes), stored
     h = _value(gate, *(kernels.restore(one, size) for one in stored))
     codes, stored = storage.kept(kernels.quantized(h, absmax), stored)
     return Coded(h.astype(given[0].dtype), codes), stored
@@ -102,16 +93,9 @@ def _coded(gate: _Gate, keep: bool, *given: jax.Array) -> tuple[Coded, Any]:
 
 @storage.once
 def _gradients(gate: _Gate, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
-    def pulled(saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
-        values = [kernels.restore(one, gate.recipe.group_size) for one in saved]
-        pull = jax.vjp(partial(_value, gate), *values)[1]
-        return tuple(dx.astype(g.dtype) for dx in pull(numerics.widen(g)))
-
-    blocks = row_blocks.on_tpu(g)
-    if blocks is None:
-        return pulled(saved, g)
-    found: tuple[jax.Array, ...] = blocks.map(lambda _, *parts: pulled(*parts), saved, g)
-    return found
+    values = [kernels.restore(one, gate.recipe.group_size) for one in saved]
+    pull = jax.vjp(partial(_value, gate), *values)[1]
+    return tuple(dx.astype(g.dtype) for dx in pull(numerics.widen(g)))
 
 
 _gated.defvjp(

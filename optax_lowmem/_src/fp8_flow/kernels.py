@@ -14,9 +14,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from optax_lowmem._src.codecs.base import E8M8Scale
-from optax_lowmem._src.core import groups, numerics, platform, row_blocks
+from optax_lowmem._src.core import groups, numerics, platform
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, next_power_of_two
-from optax_lowmem._src.core.row_blocks import RowBlocks
 from optax_lowmem._src.switchback import quantized_matmul as matmul
 from optax_lowmem._src.switchback.quantized_matmul import (
     E4M3,
@@ -104,31 +103,6 @@ def quantized(x: jax.Array, absmax: jax.Array, to: Format = E4M3, clip: bool = F
     """Codes and the scale of an array whose maximum is `absmax`; `clip`: or may be more."""
     codes = matmul.as_stored(matmul.codes_of(x, absmax, to, clip))
     return Quantized(codes, matmul.scales_of(absmax, to))
-
-
-def quantized_by_rows(
-    blocks: RowBlocks,
-    function: Callable[..., jax.Array],
-    arrays: tuple[Any, ...],
-    absmax: jax.Array,
-    dtype: jnp.dtype,
-) -> tuple[jax.Array, Quantized]:
-    """A function of arrays, and its `quantized`, in blocks of rows.
-
-    Args:
-      blocks: of each array.
-      function: of their parts, f32.
-      arrays: trees.
-      absmax: of all of the result.
-      dtype: that it is given in.
-    """
-
-    def part(_: jax.Array, *parts: Any) -> tuple[jax.Array, jax.Array]:
-        y = function(*parts)
-        return y.astype(dtype), quantized(y, absmax).codes
-
-    value, codes = blocks.map(part, *arrays)
-    return value, Quantized(codes, matmul.scales_of(absmax, E4M3))
 
 
 # ---- RMSNorm -------------------------------------------------------------------------------------
@@ -257,15 +231,6 @@ def store_normed(
     Without `keep`, for an `exact` norm, the kernel stores nothing, and None is returned for it.
     """
     static: dict[str, Any] = {"eps": eps, "group_size": group_size, "exact": exact}
-    blocks = row_blocks.on_tpu(x)
-    if blocks is not None:
-
-        def part(_: jax.Array, x: jax.Array) -> tuple[Grouped, jax.Array, jax.Array]:
-            stored, inverse, largest = store_normed_plain(x, scale, **static)
-            return stored, inverse, largest.reshape(())
-
-        own, of_rows, largest = blocks.map(part, x)
-        return own, of_rows, _maximum(largest, x)
     if supported(x, group_size, whole_rows=True) is not None:
         return store_normed_plain(x, scale, **static)
     from optax_lowmem._src.fp8_flow import kernels_triton
@@ -298,15 +263,6 @@ def store_gated(
     """
     static: dict[str, Any] = {"group_size": group_size, "exact": exact}
     static["activation"] = activation
-    blocks = row_blocks.on_tpu(given[0])
-    if blocks is not None:
-
-        def part(_: jax.Array, *given: jax.Array) -> tuple[tuple[Grouped, ...], jax.Array]:
-            stored, largest = store_gated_plain(given, **static)
-            return stored, largest.reshape(())
-
-        every, largest = blocks.map(part, *given)
-        return every, _maximum(largest, given[0])
     if not lowers(activation) or supported(given[0], group_size) is not None:
         return store_gated_plain(given, **static)
     from optax_lowmem._src.fp8_flow import kernels_triton

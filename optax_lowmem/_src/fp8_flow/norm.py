@@ -6,10 +6,8 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from optax_lowmem._src.core import numerics, row_blocks
-from optax_lowmem._src.core.row_blocks import RowBlocks
+from optax_lowmem._src.core import numerics
 from optax_lowmem._src.fp8_flow import kernels, storage
 from optax_lowmem._src.fp8_flow.kernels import Grouped
 from optax_lowmem._src.fp8_flow.storage import DEFAULT, ArrayFunction, Coded, Recipe
@@ -136,17 +134,6 @@ def _rms_coded(
         formula, given = ArrayFunction(_scaled, norm), (x, kernels.row(scale, x), inverse)
         return storage.coded(norm.recipe, formula, given, absmax, stored, keep)
     assert stored is not None
-    blocks = row_blocks.on_tpu(x)
-    if blocks is not None:
-
-        def restored(stored: Grouped, inverse: jax.Array) -> jax.Array:
-            return _scaled(norm, kernels.restore(stored, size), scale, inverse)
-
-        value, codes = kernels.quantized_by_rows(
-            blocks, restored, (stored, inverse), absmax, x.dtype
-        )
-        codes, stored = storage.kept(codes, stored)
-        return Coded(value, codes), stored
     y = _scaled(norm, kernels.restore(stored, size), scale, inverse)
     codes, stored = storage.kept(kernels.quantized(y, absmax), stored)
     return Coded(y.astype(x.dtype), codes), stored
@@ -155,20 +142,10 @@ def _rms_coded(
 @partial(storage.once, static=2)
 def _gradients(function: Callable[..., jax.Array], norm: _Norm, saved: Any, g: jax.Array) -> Any:
     stored, *weights = saved
-
-    def pulled(stored: Grouped, g: jax.Array, *weights: jax.Array | None) -> Any:
-        x = kernels.restore(stored, norm.recipe.group_size)
-        pull = jax.vjp(partial(function, norm), x, *weights)[1]
-        dx, *rest = pull(numerics.widen(g))
-        return dx.astype(g.dtype), *rest
-
-    blocks = row_blocks.on_tpu(g)
-    if blocks is None:
-        return pulled(stored, g, *weights)
-    wide = jax.tree.map(numerics.widen, weights)  # the sums of blocks are added in f32
-    dx, *parts = blocks.map(lambda _, stored, g: pulled(stored, g, *wide), stored, g)
-    sums = jax.tree.map(lambda x, like: jnp.sum(x, axis=0).astype(like.dtype), parts, weights)
-    return dx, *sums
+    x = kernels.restore(stored, norm.recipe.group_size)
+    pull = jax.vjp(partial(function, norm), x, *weights)[1]
+    dx, *rest = pull(numerics.widen(g))
+    return dx.astype(g.dtype), *rest
 
 
 _rms_norm.defvjp(_rms_forward, lambda norm, saved, g: _gradients(_rms, norm, saved, g.value))
@@ -201,35 +178,11 @@ def _layer_coded(
     norm: _Norm, x: jax.Array, scale: jax.Array, bias: jax.Array | None
 ) -> tuple[Coded, Grouped]:
     size = norm.recipe.group_size
-    blocks = row_blocks.on_tpu(x)
-    if blocks is not None:
-        return _layer_by_rows(norm, blocks, x, scale, bias)
     stored = kernels.store(x, size)
     given = numerics.widen(x) if norm.recipe.exact else kernels.restore(stored, size)
     y = _layer(norm, given, scale, bias)
     codes, stored = storage.kept(kernels.quantized(y, absmax_of(y, None)), stored)
     return Coded(y.astype(x.dtype), codes), stored
-
-
-def _layer_by_rows(
-    norm: _Norm, blocks: RowBlocks, x: jax.Array, scale: jax.Array, bias: jax.Array | None
-) -> tuple[Coded, Grouped]:
-    """`_layer_coded` in blocks of rows."""
-    size, exact = norm.recipe.group_size, norm.recipe.exact
-
-    def normed(x: jax.Array, stored: Grouped) -> jax.Array:
-        given = numerics.widen(x) if exact else kernels.restore(stored, size)
-        return _layer(norm, given, scale, bias)
-
-    def part(_: jax.Array, x: jax.Array) -> tuple[Grouped, jax.Array]:
-        stored = kernels.store(x, size)
-        return stored, absmax_of(normed(x, stored), None).reshape(())
-
-    stored, largest = blocks.map(part, x)
-    absmax = absmax_of(largest, None).reshape((1,) * x.ndim)
-    value, codes = kernels.quantized_by_rows(blocks, normed, (x, stored), absmax, x.dtype)
-    codes, stored = storage.kept(codes, stored)
-    return Coded(value, codes), stored
 
 
 _layer_norm.defvjp(_layer_forward, lambda norm, saved, g: _gradients(_layer, norm, saved, g.value))

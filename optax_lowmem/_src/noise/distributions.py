@@ -42,15 +42,8 @@ class Noise(abc.ABC):
     def element(self, prepared: Any, index: int) -> jax.Array:
         """R, f32, of one of the eight elements."""
 
-    def elements(self, prepared: Any, by_shifts: bool = False) -> jax.Array:
-        """R, f32, of all eight, along a new axis before the last.
-
-        Args:
-          prepared: the values for each eight.
-          by_shifts: prefer one operation whose shifts differ along the new axis, as the rows of a
-            TPU's registers may, to eight operations that are put together.
-        """
-        del by_shifts
+    def elements(self, prepared: Any) -> jax.Array:
+        """R, f32, of all eight, along a new axis before the last."""
         return jnp.stack([self.element(prepared, k) for k in range(EIGHT)], axis=-2)
 
 
@@ -82,13 +75,8 @@ def pack(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
     return (one & ones) | ((two & ones) << 1) | (z & jnp.uint32(_SIGNS))
 
 
-def number(word: jax.Array, index: int | jax.Array) -> jax.Array:
-    """f32 of one of the eight numbers that `pack` puts in a word; 0 may have a sign.
-
-    Args:
-      word: uint32.
-      index: of the number, or uint32 indices that broadcast with the words.
-    """
+def number(word: jax.Array, index: int) -> jax.Array:
+    """f32 of one of the eight numbers that `pack` puts in a word, uint32; 0 may have a sign."""
     magnitude = (word >> (4 * index)) & jnp.uint32(3)
     sign = (word << (28 - 4 * index)) & jnp.uint32(0x80000000)
     value = magnitude.astype(jnp.int32).astype(jnp.float32)
@@ -106,14 +94,6 @@ class BitwiseNormal(Noise):
     def element(self, prepared: jax.Array, index: int) -> jax.Array:
         """-2, -1, 0, 1 or 2."""
         return number(prepared, index)
-
-    def elements(self, prepared: jax.Array, by_shifts: bool = False) -> jax.Array:
-        """As of `Noise`."""
-        if not by_shifts:
-            return super().elements(prepared)
-        axis = prepared.ndim - 1
-        index = lax.broadcasted_iota(jnp.uint32, (*(1,) * axis, EIGHT, 1), axis)
-        return number(prepared[..., None, :], index)
 
 
 @dataclasses.dataclass(frozen=True)

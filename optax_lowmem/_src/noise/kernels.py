@@ -11,14 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from optax_lowmem._src.codecs import split_of
-from optax_lowmem._src.core import numerics, platform, random, row_blocks, scope
+from optax_lowmem._src.core import explicit, numerics, platform, random, scope
 from optax_lowmem._src.core.groups import MAX_ELEMENTS
-from optax_lowmem._src.core.placement import Placement, placement
-from optax_lowmem._src.core.row_blocks import RowBlocks
+from optax_lowmem._src.core.placement import Placement
 from optax_lowmem._src.noise.distributions import EIGHT, GAUSSWS, Noise, pack
 from optax_lowmem._src.noise.formats import Format, Scaled
 
@@ -94,12 +93,11 @@ def noise_of_plain(
     shape: tuple[int, ...],
     noise: Noise,
     dtype: DTypeLike = jnp.float32,
-    by_shifts: bool = False,
 ) -> jax.Array:
-    """R of an array's shape; `by_shifts`: as of `Noise.elements`."""
+    """R of an array's shape."""
     # words made once, not for each of their elements
     prepared = lax.optimization_barrier(noise.prepared(words_of(key, shape, noise.draws)))
-    rows = noise.elements(prepared, by_shifts)
+    rows = noise.elements(prepared)
     r = rows.reshape(*rows.shape[:-3], -1, shape[-1])[..., : shape[-2], :]
     return r.astype(dtype)  # exact in bf16
 
@@ -124,7 +122,6 @@ def sample_plain(
     noise: Noise,
     to: Format,
     dtype: jnp.dtype,
-    by_shifts: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """Sampled weights and the scale of their noise.
 
@@ -136,14 +133,13 @@ def sample_plain(
       noise: the distribution of R.
       to: the format of the result.
       dtype: that holds it.
-      by_shifts: as of `Noise.elements`.
 
     Returns:
       w + R scale, cast; scale = max |w| factor, f32, per block.
     """
     masters = numerics.widen(w) if correction is None else _joined(w, correction)
     scale = absmax(masters) * factor
-    r = noise_of_plain(key, w.shape, noise, by_shifts=by_shifts)
+    r = noise_of_plain(key, w.shape, noise)
     sampled = perturb(masters, scale, r)
     return cast(sampled, to, dtype), scale
 
@@ -152,11 +148,9 @@ def _joined(w: jax.Array, correction: jax.Array) -> jax.Array:
     return split_of(correction.dtype).join(w, correction)
 
 
-def noise_sums_plain(
-    g: jax.Array, key: jax.Array, noise: Noise, by_shifts: bool = False
-) -> jax.Array:
-    """The sum of g R over each block, f32 (equation 3); `by_shifts`: as of `Noise.elements`."""
-    return sums(numerics.widen(g) * noise_of_plain(key, g.shape, noise, by_shifts=by_shifts))
+def noise_sums_plain(g: jax.Array, key: jax.Array, noise: Noise) -> jax.Array:
+    """The sum of g R over each block, f32 (equation 3)."""
+    return sums(numerics.widen(g) * noise_of_plain(key, g.shape, noise))
 
 
 def result_dtype(to: Format) -> jnp.dtype:
@@ -169,34 +163,6 @@ def result_dtype(to: Format) -> jnp.dtype:
 # parts would cut through blocks, XLA finds the maxima of the whole.
 
 
-def place_of(path: str | None, x: jax.Array) -> Placement | None:
-    """Return an array's sharding, as given to `lowmem.step` or by Explicit axes, or None."""
-    given = scope.placement(path) if path is not None else None
-    if given is not None:
-        return given
-    sharding = jax.typeof(x).sharding
-    if not _explicit(sharding.mesh):
-        return None
-    return placement(path or "a sampled weight", x.shape, sharding, sharding.mesh)
-
-
-def _explicit(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> bool:
-    return AxisType.Explicit in mesh.axis_types
-
-
-def on_explicit_axes(place: Placement) -> bool:
-    """Return whether an array's mesh has Explicit axes, so that its type has its sharding."""
-    return _explicit(place.mesh)
-
-
-def laid_like(x: jax.Array, other: jax.Array) -> jax.Array:
-    """An array with the sharding of another, if Explicit axes make that part of its type."""
-    sharding = jax.typeof(other).sharding
-    if not _explicit(sharding.mesh) or jax.typeof(x).sharding == sharding:
-        return x
-    return jax.sharding.reshard(x, sharding)
-
-
 def whole_blocks(place: Placement, shape: tuple[int, ...]) -> bool:
     """Return whether each block is on one device."""
     return all(
@@ -205,70 +171,38 @@ def whole_blocks(place: Placement, shape: tuple[int, ...]) -> bool:
     )
 
 
-def each_part(
+def _laid_out(
     run: Callable[..., Any],
-    place: Placement,
+    path: str | None,
     arrays: list[jax.Array | None],
     key: jax.Array,
     results: int,
 ) -> Any:
-    """run(*parts of arrays, key of the part) on each device.
+    """run(*arrays, key), on a mesh where the first of them is known to be sharded.
 
-    Args:
-      run: gives one array, or a tuple of `results` of them.
-      place: sharding of the first of `arrays`, and of the others, which may count blocks instead.
-      arrays: the operands.
-      key: of the whole.
-      results: how many.
+    On Explicit axes whose parts cut through blocks, what counts blocks is replicated.
     """
     first = arrays[0]
     assert first is not None
-    local, spec, every = place.local(first.shape), place.spec, PartitionSpec()
-    specs: list[Any] = [None if x is None else spec for x in arrays]
+    place = scope.placement(path) if path is not None else None
+    place = place or explicit.placement_of(path or "a sampled weight", first)
+    if place is None or not whole_blocks(place, first.shape):
+        lies = (explicit.sharding_of(first), None) if results == 2 else None
+        return explicit.left_to_xla(run, lies, *arrays, key)
+    local, of_part = place.local(first.shape), place
+    sizes = [*local[:-2], local[-2] // EIGHT, local[-1]]
 
     def on_a_device(*operands: Any) -> Any:
         *parts, whole_key = operands
-        return run(*parts, _part_key(place, local, whole_key))
+        return run(*parts, random.key_of_part(whole_key, *of_part.starts(sizes)))
 
-    if _explicit(place.mesh):  # the sharding is part of their type
-        lies = NamedSharding(place.mesh, spec)
-        arrays = [None if x is None else jax.sharding.reshard(x, lies) for x in arrays]
-    mapped = jax.shard_map(
-        on_a_device,
-        mesh=place.mesh,
-        in_specs=(*specs, every),
-        out_specs=spec if results == 1 else (spec,) * results,
-        check_vma=False,
-    )
-    return mapped(*arrays, key)
-
-
-def _part_key(place: Placement, local: tuple[int, ...], key: jax.Array) -> jax.Array:
-    sizes = [*local[:-2], local[-2] // EIGHT, local[-1]]
-    starts = [
-        jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(size) if axes else jnp.uint32(0)
-        for axes, size in zip(place.axes, sizes, strict=True)
-    ]
-    return random.key_of_part(key, *starts)
-
-
-def gathered(
-    run: Callable[..., Any],
-    place: Placement,
-    arrays: list[jax.Array | None],
-    key: jax.Array,
-    results: int,
-) -> Any:
-    """run(*arrays, key), of arrays on Explicit axes whose parts cut through blocks, left to XLA.
-
-    Of two results the first has the sharding `place`; what counts blocks is replicated.
-    """
-    lies = NamedSharding(place.mesh, place.spec)
-    blocks = NamedSharding(place.mesh, PartitionSpec())
-    free = jax.sharding.auto_axes(
-        run, axes=place.mesh.axis_names, out_sharding=(lies, blocks) if results == 2 else blocks
-    )
-    return free(*arrays, key)
+    spec = place.spec
+    return explicit.on_each_device(
+        on_a_device, place.mesh, bool(place.mesh.explicit_axes),
+        (*(None if x is None else spec for x in arrays), PartitionSpec()),
+        spec if results == 1 else (spec,) * results,
+        *arrays, key,
+    )  # fmt: skip
 
 
 # ---- the choice of the implementation ------------------------------------------------------------
@@ -292,24 +226,6 @@ def no_kernel_reason(x: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> 
     if not 0 < size <= MAX_ELEMENTS:
         return f"{size} elements, not 1 to {MAX_ELEMENTS}"
     return None
-
-
-_STRIPS = 1 << 18  # elements of a block of rows on a TPU: words and R are larger than the weights
-
-
-def _in_strips(
-    blocks: RowBlocks,
-    plain: Callable[..., Any],
-    arrays: tuple[jax.Array | None, ...],
-    key: jax.Array,
-) -> Any:
-    """plain(*arrays, key) of blocks of rows, for XLA on a TPU."""
-
-    def strip(block: jax.Array, *parts: jax.Array | None) -> Any:
-        *leading, row = blocks.starts(block)
-        return plain(*parts, random.key_of_part(key, *leading, row // EIGHT), by_shifts=True)
-
-    return blocks.map(strip, *arrays)
 
 
 def _either(name: str, plain: Callable[..., Any], *args: jax.Array | None) -> Any:
@@ -336,15 +252,12 @@ def sample(
     plain = functools.partial(sample_plain, noise=noise, to=to, dtype=dtype)
 
     def run(w: jax.Array, correction: jax.Array | None, factor: jax.Array, key: jax.Array) -> Any:
-        blocks = row_blocks.on_tpu(w, elements=_STRIPS)
-        if blocks is not None:
-            return _in_strips(blocks, plain, (w, correction, factor), key)
         if no_kernel_reason(w, w.shape, w.dtype) is not None:
             return plain(w, correction, factor, key)
         return _either("sample", plain, w, correction, factor, key)
 
-    sampled, scale = _laid_out(run, path, [w, correction, factor], key, 2)
-    return laid_like(sampled, w), laid_like(scale, factor)
+    found: tuple[jax.Array, jax.Array] = _laid_out(run, path, [w, correction, factor], key, 2)
+    return explicit.laid_like(found, (w, factor))
 
 
 def noise_sums(g: jax.Array, key: jax.Array, noise: Noise, path: str | None = None) -> jax.Array:
@@ -352,9 +265,6 @@ def noise_sums(g: jax.Array, key: jax.Array, noise: Noise, path: str | None = No
     plain = functools.partial(noise_sums_plain, noise=noise)
 
     def run(g: jax.Array, key: jax.Array) -> Any:
-        blocks = row_blocks.on_tpu(g, elements=_STRIPS)
-        if blocks is not None:
-            return _in_strips(blocks, plain, (g,), key)
         if no_kernel_reason(g, g.shape, g.dtype) is not None:
             return plain(g, key)
         return _either("noise_sums", plain, g, key)
@@ -362,32 +272,9 @@ def noise_sums(g: jax.Array, key: jax.Array, noise: Noise, path: str | None = No
     return _laid_out(run, path, [g], key, 1)
 
 
-def _laid_out(
-    run: Callable[..., Any],
-    path: str | None,
-    arrays: list[jax.Array | None],
-    key: jax.Array,
-    results: int,
-) -> Any:
-    """run(*arrays, key), on a mesh where the first of them is known to be sharded."""
-    first = arrays[0]
-    assert first is not None
-    place = place_of(path, first)
-    if place is None:
-        return run(*arrays, key)
-    if whole_blocks(place, first.shape):
-        return each_part(run, place, arrays, key, results)
-    if on_explicit_axes(place):
-        return gathered(run, place, arrays, key, results)
-    return run(*arrays, key)
-
-
 def noise_of(key: jax.Array, shape: tuple[int, ...], noise: Noise, dtype: jnp.dtype) -> jax.Array:
     """`noise_of_plain` in a dtype, in one kernel where there is one."""
     plain = functools.partial(noise_of_plain, shape=shape, noise=noise, dtype=dtype)
-    blocks = row_blocks.on_tpu(key, shape, _STRIPS)
-    if blocks is not None:
-        return _in_strips(blocks, functools.partial(plain, shape=blocks.part), (), key)
     if no_kernel_reason(key, shape, jnp.dtype(dtype)) is not None:
         return plain(key)
     return _either("noise_of", plain, key)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from optax_lowmem._src.core import numerics, random
+from optax_lowmem._src.core import explicit, numerics, random
 from optax_lowmem._src.noise import distributions, formats, kernels
 from optax_lowmem._src.noise.distributions import EIGHT, Noise
 from optax_lowmem._src.noise.formats import Format
@@ -276,4 +276,4 @@ def bits_gradient(
       path: the leaf's, by which `lowmem.step` knows its sharding.
     """
     sums = kernels.noise_sums(g, key, noise, path)
-    return jnp.float32(-math.log(2)) * scale * kernels.laid_like(sums, scale)
+    return jnp.float32(-math.log(2)) * scale * explicit.laid_like(sums, scale)

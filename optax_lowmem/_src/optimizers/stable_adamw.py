@@ -25,25 +25,15 @@ class StableAdamRule(AdamRule):
     """Adam whose rate, weight decay's included, is divided by max(1, RMS_t / d) for each leaf."""
 
     prepares = "leaf"
-    measures = ("nu",)
 
     def prepare(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
         """RMS_t = sqrt(mean(g^2 / max(u, eps^2))), u the debiased second moment after this g."""
-        return self.of_mean(mean_of_leaf(self.measured(g, slots, h)), h), {}
-
-    def measured(
-        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
-    ) -> jax.Array:
-        """g^2 / max(u, eps^2)."""
         u = self.second_moment(g, slots, h) * h["nu_scale"]
-        return squared_ratio(g, u, h["raw_eps"])
-
-    def of_mean(self, mean: jax.Array, h: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The clipped rate and weight decay."""
-        share = clipped_share(jnp.sqrt(mean), h["threshold"])
-        return {name: h[name] * share for name in ("lr", "decay") if name in h}
+        rms = jnp.sqrt(mean_of_leaf(squared_ratio(g, u, h["raw_eps"])))
+        share = clipped_share(rms, h["threshold"])
+        return {name: h[name] * share for name in ("lr", "decay") if name in h}, {}
 
     def accumulating(
         self, h: Mapping[str, jax.Array], first: jax.Array, every: int

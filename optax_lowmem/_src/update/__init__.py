@@ -3,7 +3,6 @@
 from optax_lowmem._src.update.dispatch import IMPLEMENTATIONS as IMPLEMENTATIONS
 from optax_lowmem._src.update.dispatch import choose as choose
 from optax_lowmem._src.update.dispatch import fused_updates as fused_updates
-from optax_lowmem._src.update.dispatch import place_of_mean as place_of_mean
 from optax_lowmem._src.update.plan import LeafPlan as LeafPlan
 from optax_lowmem._src.update.plan import LeafState as LeafState
 from optax_lowmem._src.update.plan import SlotPlan as SlotPlan

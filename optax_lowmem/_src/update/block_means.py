@@ -4,10 +4,9 @@ The choice of the implementation is made while tracing.
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,6 @@ from optax_lowmem._src.core.block import Block, Factors
 from optax_lowmem._src.core.fallback import with_fallback
 from optax_lowmem._src.core.gpu_kernel import BACKENDS
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, next_power_of_two
-from optax_lowmem._src.core.rules import Slot, UpdateRule
 
 # ---- in plain jnp: the specification, and the path without a kernel ------------------------------
 
@@ -35,22 +33,6 @@ def mean_of_squares(
     """
     x = numerics.widen(g)
     return block.mean(jnp.square(x if scale is None else x * scale), in_parts)
-
-
-@dataclasses.dataclass(frozen=True)
-class Squares(UpdateRule):
-    """A rule without slots, whose mean is that of the gradient's squares."""
-
-    slots: ClassVar[tuple[Slot, ...]] = ()
-    state_type = None
-
-    def update(self, g: jax.Array, slots: Mapping[str, jax.Array], h: Any) -> Any:
-        """Not used: there is no step."""
-        raise NotImplementedError("squares are measured, not stepped")
-
-    def measured(self, g: jax.Array, slots: Mapping[str, jax.Array], h: Any) -> jax.Array:
-        """g^2."""
-        return jnp.square(g)
 
 
 # ---- a leaf as columns to be summed, one axis after the other, and how tiles cut them ------------
@@ -324,39 +306,8 @@ def _means(
         if i in means:
             continue
         # a TPU's compiler sums whole columns as it reads them
-        xla = functools.partial(_by_xla, block, in_parts=not platform.may_be_tpu(g))
-        means[i] = (
-            _of_a_leaf(block, g, scale, xla)
-            if _whole(block, g, implementation)
-            else (xla(g, scale))
-        )
+        means[i] = _by_xla(block, g, scale, in_parts=not platform.may_be_tpu(g))
     return [means[i] for i in range(len(pairs))]
-
-
-def _whole(block: Block, g: jax.Array, implementation: str | None) -> bool:
-    """Return whether a leaf is one block whose mean a TPU's kernel makes.
-
-    XLA would copy parts of the leaf to the chip's own memory, and needs a place for each copy.
-    """
-    if implementation == "xla" or not platform.may_be_tpu(g) or g.size < _SMALL:
-        return False
-    if platform.no_tpu_kernel_reason(g) is not None or block.values(g.shape) > 1:
-        return False
-    from optax_lowmem._src.update import pallas_tpu_mean
-
-    return pallas_tpu_mean.array_reason(g) is None
-
-
-def _of_a_leaf(
-    block: Block, g: jax.Array, scale: jax.Array | None, xla: Callable[..., jax.Array]
-) -> jax.Array:
-    from optax_lowmem._src.update import pallas_tpu_mean
-
-    def otherwise(g: jax.Array, scale: jax.Array | None) -> jax.Array:
-        return xla(g, scale).reshape(())
-
-    found = pallas_tpu_mean.mean_of_array(Squares(), g, scale, otherwise)
-    return found.reshape(block.mean_shape(g.shape))
 
 
 def _batches(pairs: Sequence[tuple[Block, jax.Array]], indices: Sequence[int]) -> list[list[int]]:

@@ -3,7 +3,6 @@
 It depends on `supported`, never on caught errors.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +18,6 @@ from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tile, Tiling
 from optax_lowmem._src.core.placement import Placement
 from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
 from optax_lowmem._src.update import (
-    by_rows,
     on_mesh,
     operands,
     packed,
@@ -200,11 +198,6 @@ def _by_xla(
 ) -> tuple[jax.Array, LeafState]:
     """The step of one leaf without a kernel; on Explicit axes its results lie where it did."""
     plan, g, p, state = row
-    by_blocks = (
-        platform.may_be_tpu(g)
-        and platform.no_tpu_kernel_reason(g) is None
-        and by_rows.supported(plan) is None
-    )
 
     def step(
         g: jax.Array,
@@ -215,8 +208,6 @@ def _by_xla(
         traced: jax.Array,
     ) -> tuple[jax.Array, LeafState]:
         arguments = (rule, plan.nameless, g, p, state, h)
-        if by_blocks:
-            return by_rows.fused_update(*arguments, keys[number])
         if packed.supported(plan, jax.default_backend()) is None:
             return packed.fused_update_among(*arguments, keys, traced)
         return fused_update(*arguments, keys[number])
@@ -253,23 +244,6 @@ def _placed(
             or platform.may_be_tpu(gradients[i], place.mesh)
         )
     }
-
-
-def place_of_mean(
-    rule: UpdateRule,
-    plan: LeafPlan,
-    g: jax.Array,
-    state: LeafState,
-    implementation: str | None,
-) -> Placement | None:
-    """Return the sharding of a leaf of whose parts a TPU kernel makes the mean, or None."""
-    if not rule.measures:
-        return None
-    place = _placed(rule, [plan], [state], [g], implementation).get(0)
-    if place is None or platform.target(g, place.mesh) != "tpu":
-        return None
-    local = dataclasses.replace(plan, shape=place.local(plan.shape))
-    return place if plan.grouped and _unsupported(_TPU, rule, local) is None else None
 
 
 def _may_be_tpu(gradients: Sequence[jax.Array], implementation: str | None) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from optax_lowmem._src.core import explicit, random, scope
 from optax_lowmem._src.core.placement import Placement, entry, placement
@@ -59,38 +59,6 @@ def _of_block(plan: LeafPlan, place: Placement) -> Any:
     return specs[0] if len(specs) == 1 else tuple(specs)
 
 
-def measured(
-    prepare: Callable[..., Mapping[str, jax.Array]],
-    plan: LeafPlan,
-    place: Placement,
-    g: jax.Array,
-    p: jax.Array | None,
-    state: LeafState,
-    h: Mapping[str, jax.Array],
-) -> Mapping[str, jax.Array]:
-    """Operands that need a mean over a leaf, each device's mean of its part averaged with others'.
-
-    Args:
-      prepare: (plan, g, p, state, h, axes) -> `h` with them, of a part, by means over these axes.
-      plan: the leaf's static choices.
-      place: its `Placement` on the mesh.
-      g: gradient.
-      p: parameter, or None.
-      state: stored state.
-      h: hyperparameters.
-    """
-    local = dataclasses.replace(plan, shape=place.local(plan.shape))
-    every, axes = PartitionSpec(), tuple(axis for own in place.axes for axis in own)
-    mapped = jax.shard_map(
-        lambda *given: prepare(local, *given, axes),
-        mesh=place.mesh,
-        in_specs=(place.spec, place.spec, _specs_of(state, place.spec), every),
-        out_specs=every,
-        check_vma=False,
-    )
-    return mapped(g, p, state, dict(h))
-
-
 def fused_updates(
     step: Callable[..., list[tuple[jax.Array, LeafState]]],
     plans: Sequence[LeafPlan],
@@ -136,19 +104,13 @@ def fused_updates(
         keys = jnp.stack([_part_key(*row) for row in rows])
         return step(local, gradients, weights, states, of_leaves, keys)
 
-    rows: list[Any] = [list(gradients), list(weights), list(states)]
-    if typed:  # where they lie is part of their type
-        lies: tuple[list[Any], ...] = (specs, specs, own)
-        rows = [_laid(row, spec, mesh) for row, spec in zip(rows, lies, strict=True)]
-        of_leaves = _laid([dict(h) for h in of_leaves], operands, mesh)
-    mapped: Any = jax.shard_map(
-        on_a_device,
-        mesh=mesh,
-        in_specs=(specs, specs, own, operands, every),
-        out_specs=[(spec, of_state) for spec, of_state in zip(specs, own, strict=True)],
-        check_vma=False,
-    )
-    found = mapped(*rows, [dict(h) for h in of_leaves], keys)
+    found = explicit.on_each_device(
+        on_a_device, mesh, typed,
+        (specs, [None if p is None else s for p, s in zip(weights, specs, strict=True)],
+         own, operands, every),
+        [(spec, of_state) for spec, of_state in zip(specs, own, strict=True)],
+        list(gradients), list(weights), list(states), [dict(h) for h in of_leaves], keys,
+    )  # fmt: skip
     if typed:
         likes = map(result_like, gradients, weights, states)
         found = [explicit.laid_like(one, like) for one, like in zip(found, likes, strict=True)]
@@ -167,21 +129,7 @@ def _specs_of(state: LeafState, spec: PartitionSpec) -> LeafState:
     return jax.tree.map(lambda x: spec if x.ndim else PartitionSpec(), state)
 
 
-def _laid(arrays: list[Any], specs: list[Any], mesh: Mesh | AbstractMesh) -> list[Any]:
-    def laid(x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
-
-    return [
-        None if row is None else jax.tree.map(laid, row, spec)
-        for row, spec in zip(arrays, specs, strict=True)
-    ]
-
-
 def _part_key(plan: LeafPlan, place: Placement, key: jax.Array) -> jax.Array:
     """Of this device's part of a leaf; the last axis counts groups."""
     sizes = [*plan.shape[:-1], plan.shape[-1] // plan.group_size if place.parts(-1) > 1 else 0]
-    starts = [
-        jax.lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(size) if axes else jnp.uint32(0)
-        for axes, size in zip(place.axes, sizes, strict=True)
-    ]
-    return random.key_of_part(key, *starts)
+    return random.key_of_part(key, *place.starts(sizes))

@@ -14,8 +14,8 @@ import jax
 from optax_lowmem._src.core import explicit, scope, varying
 from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.core.rules import OF_BLOCK, Slot, UpdateRule
-from optax_lowmem._src.update import block_means, on_mesh, reference
-from optax_lowmem._src.update.dispatch import choose, fused_updates, place_of_mean
+from optax_lowmem._src.update import block_means, reference
+from optax_lowmem._src.update.dispatch import fused_updates
 from optax_lowmem._src.update.plan import LeafPlan, LeafState
 
 # once for leaves of one shape and plan
@@ -48,7 +48,7 @@ def prepare_leaves(
     """
     if rule.prepares == "leaf":
         rows = zip(plans, gradients, weights, states, strict=True)
-        return [_prepare_leaf(rule, *row, h, implementation) for row in rows], list(shared)
+        return [_prepare_leaf(rule, *row, h) for row in rows], list(shared)
     # where blocks lie on several devices XLA finds it out, on Explicit axes too
     blocks = [plan.block or Block() for plan in plans]
     for plan, block, *arrays in zip(plans, blocks, gradients, shared, strict=True):
@@ -77,21 +77,9 @@ def _prepare_leaf(
     p: jax.Array | None,
     state: LeafState,
     h: Mapping[str, jax.Array],
-    implementation: str | None,
 ) -> Mapping[str, jax.Array]:
     """`reference.prepare`: scalars, replicated on Explicit axes."""
     prepare = functools.partial(_prepare, rule, plan.nameless)
-    place = place_of_mean(rule, plan, g, state, implementation)
-    if place is not None:
-        from optax_lowmem._src.update import pallas_tpu_mean
-
-        own = functools.partial(pallas_tpu_mean.prepared, rule)
-        return on_mesh.measured(own, plan.nameless, place, g, p, state, h)
-    if rule.measures and choose(rule, plan, implementation, g)[0] == "pallas_tpu":
-        from optax_lowmem._src.update import pallas_tpu_mean
-
-        otherwise = prepare if implementation is None else None
-        return pallas_tpu_mean.prepared(rule, plan.nameless, g, p, state, h, otherwise=otherwise)
     names = jax.eval_shape(prepare, g, p, state, h)
     return explicit.left_to_xla(prepare, dict.fromkeys(names), g, p, state, h)
 

@@ -132,9 +132,7 @@ def _encoded(
 ) -> tuple[jax.Array, jax.Array]:
     key = random.named_key(seed, count, name) if stochastic else None
     values = _shaped(leaf, (leaf.size,), None) if in_one_row else leaf
-    codes, scales = group_codec.encode(
-        codec, values, group_size, key, _DRAWN_AS.get(slot, slot), fuses=True
-    )
+    codes, scales = group_codec.encode(codec, values, group_size, key, _DRAWN_AS.get(slot, slot))
     lies = explicit.sharding_of(leaf)
     return (_shaped(codes, leaf.shape, lies) if in_one_row else codes), scales
 
