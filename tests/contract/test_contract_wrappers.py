@@ -81,9 +81,8 @@ def test_public_optimizers_can_be_injected_themselves(name):
     options = {"momentum": 0.9} if name == "flash_sgd" else {}
     if "blocks" in inspect.signature(make).parameters:
         options["blocks"] = lowmem.blocks.Structure(default="whole")
-    static = [name for name in ("ns_steps",) if name in inspect.signature(make).parameters]
     storage = Form().storage(lowmem.Storage())
-    injected = lowmem.inject_hyperparams(make, static)
+    injected = lowmem.inject_hyperparams(make)
     tx = injected(learning_rate=optax.linear_schedule(1e-3, 0, 10), storage=storage, **options)
     plain = make(optax.linear_schedule(1e-3, 0, 10), storage=storage, **options)
     params, state = lowmem.init(tx, masters())

@@ -157,6 +157,11 @@ STALE = {
         optax.contrib.reduce_on_plateau(),
     ),
     "norm": lambda: optax.chain(lowmem.flash_adamw(1e-3), optax.clip_by_global_norm(1e3)),
+    "sam": lambda: optax.contrib.sam(lowmem.flash_adamw(1e-3), optax.sgd(0.05)),
+    "line search": lambda: optax.chain(
+        lowmem.flash_sgd(1.0), optax.scale_by_backtracking_linesearch(2)
+    ),
+    "zoom": lambda: optax.chain(lowmem.flash_sgd(1.0), optax.scale_by_zoom_linesearch(2)),
     # not in the first step
     "some steps": lambda: optax.chain(
         lowmem.flash_adamw(1e-3), optax.conditionally_transform(optax.scale(0.5), late)
@@ -193,6 +198,9 @@ SOUND = {
         optax.conditionally_transform(optax.scale(0.5), late), lowmem.flash_adamw(1e-3)
     ),
     "idle steps": lambda: optax.conditionally_mask(lowmem.flash_adamw(1e-3), early),
+    "opaque sam": lambda: optax.contrib.sam(
+        lowmem.flash_adamw(1e-3), optax.sgd(0.05), opaque_mode=True
+    ),
     "no split": lambda: optax.chain(lowmem.flash_adamw(1e-3, storage=UNSPLIT), optax.scale(0.5)),
 }
 

@@ -50,9 +50,7 @@ def test_updates_in_the_dtype_of_gradients_pass_every_pair(outer, inner, dtype):
         assert jax.tree.map(jnp.shape, new) == jax.tree.map(jnp.shape, params)
 
 
-@pytest.mark.parametrize(
-    "outer, inner", [("MultiSteps", "apply_if_finite"), ("clipped", "masked")]
-)
+@pytest.mark.parametrize("outer, inner", [("MultiSteps", "apply_if_finite"), ("clipped", "masked")])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_the_framework_adds_what_step_adds(outer, inner, dtype):
     """Bits of weights and corrections after five steps."""

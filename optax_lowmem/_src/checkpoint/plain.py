@@ -6,6 +6,7 @@ A state of ours and one of optax are walked beside each other, and the slots of 
 import abc
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -83,8 +84,10 @@ def _of_engine(engine: Engine) -> optax.GradientTransformation:
         for counterpart_name, default in (("learning_rate", 0.0), ("weight_decay", 1e-4))
     )
     own: dict[str, Any] = {}
-    if engine.matrices is not None:  # they say which leaves have which slots
-        own["muon_weight_dimension_numbers"] = engine.matrices.dimensions
+    if engine.matrices is not None and engine.matrices.dimensions is not None:
+        # they say which leaves have which slots; optax calls a tree whose class is callable
+        chosen = functools.partial(trees.chosen, engine.matrices.dimensions)
+        own["muon_weight_dimension_numbers"] = chosen
     if not _decays(engine):
         return make(rate, **own)
     decay: dict[str, Any] = {"weight_decay": strength, "mask": engine.decay_mask}

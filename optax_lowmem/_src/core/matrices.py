@@ -79,8 +79,7 @@ class MatrixAxes:
         leaves = trees.named_leaves(params)
         if self.dimensions is None:
             return {p: Matrices((0,), (1,)) for p, leaf in leaves if len(leaf.shape) == 2}
-        given = self.dimensions(params) if callable(self.dimensions) else self.dimensions
-        found = _spread(given, params)
+        found = _spread(trees.chosen(self.dimensions, params), params)
         rows = zip(leaves, found, strict=True)
         return {path: _checked(path, leaf, own) for (path, leaf), own in rows if own is not None}
 

@@ -11,7 +11,7 @@ import optax
 
 from optax_lowmem._src.core import scope, varying
 from optax_lowmem._src.core.shown import ShowsChanges
-from optax_lowmem._src.core.trees import broadcast_prefix, holds, named_leaves
+from optax_lowmem._src.core.trees import holds, mask_values, named_leaves
 
 _SCALAR = "a 0-d leaf has no group"
 
@@ -24,8 +24,8 @@ class Policy(ShowsChanges):
       min_size: leaves with fewer elements stay f32 (biases, norms: 0.1 % of a model's bytes). In a
         `shard_map`, which sees parts of leaves, what `init` did with the whole leaf stays.
       exclude: glob patterns on leaf paths such as `"*embed*"`, or on one slot, `"nu:*embed*"`.
-      mask: optax-style, a tree (prefix) of bools or a function of the parameters that gives one;
-        False leaves a leaf uncompressed.
+      mask: optax-style, a tree (prefix) of one bool per leaf, which may be an Equinox module, or a
+        function of the parameters that gives one; False leaves a leaf uncompressed.
 
     Example:
       >>> Policy(min_size=0, exclude=("*/bias", "nu:embed/*")).reason("embed/w", (512, 64), "nu")
@@ -82,8 +82,7 @@ class Policy(ShowsChanges):
         """Paths of the leaves that the mask leaves uncompressed."""
         if self.mask is None:
             return set()
-        mask = self.mask(tree) if callable(self.mask) else self.mask
-        kept = broadcast_prefix("the policy's mask", mask, tree)
+        kept = mask_values("the policy's mask", self.mask, tree)
         return {path for (path, _), keep in zip(named_leaves(tree), kept, strict=True) if not keep}
 
 

@@ -182,6 +182,40 @@ def broadcast_prefix(what: str, prefix: object, tree: object) -> list[Any]:
     return jax.tree.leaves(spread)
 
 
+def chosen(choice: Any, params: optax.Params) -> Any:
+    """The tree of an optax-style choice, which is a tree or a function of the parameters.
+
+    As in optax a function has only callable leaves: a tree whose class is callable, such as an
+    Equinox module of bools, is a tree.
+    """
+    kinds = [callable(leaf) for leaf in jax.tree.leaves(choice)]
+    return choice(params) if kinds and all(kinds) else choice
+
+
+def mask_values(what: str, mask: optax.MaskOrFn, params: optax.Params) -> list[bool]:
+    """The value of an optax-style mask for each leaf of `params`, in order.
+
+    Raises:
+      ValueError: for a mask of another structure.
+      TypeError: for a function that returns None, and for values that are not one bool per leaf.
+    """
+    tree = chosen(mask, params)
+    if tree is None:
+        raise TypeError(f"the function of {what} returned None: let it return a tree of bools.")
+    rows = zip(named_leaves(params), broadcast_prefix(what, tree, params), strict=True)
+    return [_mask_value(what, path, value) for (path, _), value in rows]
+
+
+def _mask_value(what: str, path: str, value: Any) -> bool:
+    given = f"{what} for '{path}' is one bool that is known when tracing"
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(f"{given}, got the traced {value}")
+    if jnp.ndim(value) if hasattr(value, "dtype") else not isinstance(value, int):
+        shape = f"an array of shape {value.shape}" if hasattr(value, "shape") else repr(value)
+        raise TypeError(f"{given}, got {shape}: a mask takes or leaves whole leaves")
+    return bool(value)
+
+
 def is_named_tuple(node: object) -> TypeGuard[NamedTuple]:
     """Return whether a node is a NamedTuple instance."""
     return isinstance(node, tuple) and hasattr(node, "_fields")

@@ -101,7 +101,10 @@ def scale_by_flash_lion(
     if mode not in _MODES:
         raise ValueError(f"mode must be one of {_MODES}, got {mode!r}")
     if isinstance(smooth_beta, bool) or not isinstance(smooth_beta, int | float):
-        raise TypeError(f"smooth_beta must be a number known when tracing, got {smooth_beta!r}")
+        raise TypeError(
+            f"smooth_beta must be a number known when tracing, got {smooth_beta!r}. Inside "
+            "optax.inject_hyperparams name it in static_args, or use lowmem.inject_hyperparams."
+        )
     rule = LionRule(mode, float(smooth_beta) if mode == "smooth" else 1.0)
     return direction(rule, _moments(b1, b2), storage, {"mu": mu_dtype})
 

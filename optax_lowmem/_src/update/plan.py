@@ -336,10 +336,9 @@ def warn_of_shared_codes(plans: Sequence[LeafPlan]) -> None:
 
 
 def _decays(mask: optax.MaskOrFn, params: optax.Params) -> list[bool]:
-    mask = mask(params) if callable(mask) else mask
     if mask is None:
         return [True] * len(jax.tree.leaves(params))
-    return list(map(bool, trees.broadcast_prefix("the mask of weight decay", mask, params)))
+    return trees.mask_values("the mask of weight decay", mask, params)
 
 
 def rounds_stochastically(rounding: str, slot: str, in_table: bool) -> bool:

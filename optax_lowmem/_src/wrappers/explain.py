@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import re
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from optax_lowmem._src.core import scope, trees
+from optax_lowmem._src.core.compiled import widened
 from optax_lowmem._src.core.placement import placement
 from optax_lowmem._src.core.policy import unmatched_patterns
 from optax_lowmem._src.core.typing import Shaped
@@ -154,9 +156,7 @@ def _changed(tx: optax.GradientTransformation, params: optax.Params, most: int) 
     with scope.emitting() as emitted:
         # jit may trace branches (MultiSteps, cond) whose values never leave it: run op by op
         with jax.disable_jit():
-            final, _ = optax.with_extra_args_support(tx).update(
-                grads, state, weights, value=jnp.float32(1), grad=grads, value_fn=None
-            )
+            final = _updates(tx, grads, state, weights, fast)
     # a schedule may start with a factor of 1: in a chain what is not the very array was changed
     untouched, in_some_steps = _followed(state), _in_some_steps(state)
 
@@ -170,6 +170,34 @@ def _changed(tx: optax.GradientTransformation, params: optax.Params, most: int) 
         for path, update in trees.named_leaves(final)
         if path in emitted and differs(update, emitted[path])
     ]
+
+
+def _updates(
+    tx: optax.GradientTransformation,
+    grads: optax.Updates,
+    state: optax.OptState,
+    weights: optax.Params,
+    at: optax.Params,
+) -> optax.Updates:
+    """Return the updates of a step with those extra arguments of optax that `tx` takes.
+
+    They are of the sum of w / 2 + (w - at)^2, whose gradient at `at` is `grads`.
+    """
+
+    def value_fn(params: optax.Params, grad_fn: object = None) -> jax.Array:  # takes what is left
+        wide = widened(params), widened(at)
+        terms = jax.tree.map(lambda w, a: jnp.sum(w / 2 + (w - a) ** 2), *wide)
+        return jnp.asarray(sum(jax.tree.leaves(terms)), jnp.float32)
+
+    extra = {"value": value_fn(at), "grad": grads, "value_fn": value_fn,
+             "grad_fn": lambda params, index: grads}  # fmt: skip
+    while True:
+        try:
+            return optax.with_extra_args_support(tx).update(grads, state, weights, **extra)[0]
+        except TypeError as error:
+            unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            if unknown is None or extra.pop(unknown[1], None) is None:
+                raise
 
 
 def _shortened(side: int, most: int) -> int:

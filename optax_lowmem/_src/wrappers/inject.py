@@ -10,6 +10,14 @@ import optax
 
 from optax_lowmem._src.core.hyperparameters import PowerDecay
 
+# Arguments of this library's constructors that have to be known when tracing, or are functions.
+_STATIC = frozenset(
+    ("accumulator_dtype", "below", "bits", "bits_init", "bits_loss", "bits_target", "blocks",
+     "clean_dtype", "every", "group_size", "mask", "min_dim_size_to_factor", "mu_dtype",
+     "muon_weight_dimension_numbers", "ns_coeffs", "ns_dtype", "ns_steps", "parts", "seed",
+     "smooth_beta", "weight_decay_mask")
+)  # fmt: skip
+
 
 def inject_hyperparams(
     inner_factory: Callable[..., optax.GradientTransformation],
@@ -25,6 +33,7 @@ def inject_hyperparams(
     Args:
       inner_factory: what makes the optimizer, such as `lowmem.flash_adamw`.
       static_args: names of arguments of it that are neither numbers nor schedules to be injected.
+        Those of this library's optimizers are known, such as `mask` and `ns_steps`.
 
     Returns:
       A function with the arguments of `inner_factory`, each a number or a schedule. It gives an
@@ -45,6 +54,8 @@ def inject_hyperparams(
       dtype('float32')
     """
     given = {static_args} if isinstance(static_args, str) else set(static_args)
+    if _is_ours(inner_factory):
+        given |= _STATIC & inspect.signature(inner_factory).parameters.keys()
     optax.inject_hyperparams(inner_factory, given)  # raises for names that are none
 
     @functools.wraps(inner_factory)
@@ -55,3 +66,9 @@ def inject_hyperparams(
         return injected(*args, **kwargs)
 
     return made
+
+
+def _is_ours(factory: Any) -> bool:
+    while isinstance(factory, functools.partial):
+        factory = factory.func
+    return getattr(factory, "__module__", "").startswith(f"{__name__.split('.')[0]}.")
