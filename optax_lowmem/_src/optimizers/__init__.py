@@ -1,6 +1,7 @@
 """Optimizers on 8-bit state: one file each, and the table of their records."""
 
 import functools
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,6 +61,9 @@ def _factored(make: Constructor, **more: Any) -> Constructor:
     return functools.partial(make, min_dim_size_to_factor=2, **more)
 
 
+# optax before 0.2.7 has a Muon without it.
+_KNOWN_TO_MUON = inspect.signature(optax.contrib.muon).parameters
+_SCALE_OF_MUON = {"consistent_rms": 0.2} if "consistent_rms" in _KNOWN_TO_MUON else {}
 _ADAM_FIELDS = {"mu": "ScaleByAdamState.mu", "nu": "ScaleByAdamState.nu"}
 
 
@@ -158,8 +162,8 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
     ),
     "flash_muon": OptimizerRecord(
         rule=MuonRule(),
-        make=functools.partial(flash_muon, consistent_rms=0.2),
-        plain=functools.partial(optax.contrib.muon, consistent_rms=0.2),
+        make=functools.partial(flash_muon, **_SCALE_OF_MUON),
+        plain=functools.partial(optax.contrib.muon, **_SCALE_OF_MUON),
         learning_rate=1e-2,
         optax_fields={
             "mu": ("MuonState.mu", "ScaleByAdamState.mu"),
