@@ -24,6 +24,12 @@ def _normalised(own: Any, x: jax.Array) -> jax.Array:
     return (unit * own["scale"] + own["bias"]).astype(x.dtype)
 
 
+def _unit(x: jax.Array) -> jax.Array:
+    """RMS norm over the last axis with f32 arithmetic; the result has the input's dtype."""
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + _EPS)).astype(x.dtype)
+
+
 def _linear(own: Any, x: jax.Array) -> jax.Array:
     return x @ own["kernel"].astype(x.dtype) + own["bias"].astype(x.dtype)
 
@@ -38,6 +44,7 @@ class GPT2:
       context: of its positions.
       compute: dtype of activations and products; norms and the loss are f32.
       attention: `xla` or `cudnn`.
+      qk_norm: whether queries and keys are RMS-normalized per head, without scales.
     """
 
     shape: ModelShape
@@ -45,6 +52,7 @@ class GPT2:
     context: int
     compute: str = "bfloat16"
     attention: str = "xla"
+    qk_norm: bool = False
 
     def weights(self, key: jax.Array) -> Any:
         """Initial f32 weights: normal, smaller where a product is added to what passes by."""
@@ -65,6 +73,8 @@ class GPT2:
         """Causal self-attention."""
         qkv = _linear(own["c_attn"], x).reshape(*x.shape[:2], 3, self.shape.heads, -1)
         q, k, v = (qkv[:, :, i] for i in range(3))
+        if self.qk_norm:
+            q, k = _unit(q), _unit(k)
         found = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention)
         return _linear(own["c_proj"], found.reshape(x.shape))
 

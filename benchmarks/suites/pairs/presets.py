@@ -187,7 +187,7 @@ class Pairs:
 
     Attributes:
       preset: its name.
-      model: `gpt2`, or the examples' `gpt` or `llama`.
+      model: `gpt2`, `gpt2-qk` (with QK normalization), or the examples' `gpt` or `llama`.
       shape: the model's.
       vocab: tokens of the BPE tokenizer; 256 with a tokenizer of bytes.
       context: tokens in a window.
@@ -288,6 +288,7 @@ PRESETS = {
         LLAMA_134M,
         _SMOKE,
         dataclasses.replace(_SMOKE, preset="smoke-gpt", model="gpt"),
+        dataclasses.replace(_SMOKE, preset="smoke-gpt2-qk", model="gpt2-qk"),
         dataclasses.replace(
             _SMOKE, preset="smoke-llama", model="llama",
             shape=dataclasses.replace(LLAMAS["tiny"].shape, layers=2),

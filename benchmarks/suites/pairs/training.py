@@ -38,8 +38,9 @@ class _Settings:
 
 def model(run: Pairs, vocab: int, activations: str) -> tuple[Any, Any]:
     """(key -> f32 weights, (weights, windows) -> mean loss) of a run's model."""
-    if run.model == "gpt2":
-        gpt2 = GPT2(run.shape, vocab, run.context, run.compute, run.attention)
+    if run.model.startswith("gpt2"):
+        qk_norm = run.model == "gpt2-qk"
+        gpt2 = GPT2(run.shape, vocab, run.context, run.compute, run.attention, qk_norm)
         return gpt2.weights, gpt2
     if run.model == "llama":
         shape = dataclasses.replace(run.shape, vocab=vocab)
