@@ -31,14 +31,6 @@ LARGEST_ERROR_OF_4_BITS = {
     "normal-int4": (0.15191, 0.30381),
     "log-uint4": (1 / 4, 1 / 2),
 }
-# torchao's signed maps after three steps at b1 = 0.9, as a share of the largest value: each of the
-# roundings to nearest is off by half of the widest gap at most, of which 0.81 + 0.9 + 1 is left. A
-# gap is 0.9 / 4 in 4 bits and 0.9 / 64 in 8, the decade below the maximum in as many parts; below
-# its last midpoint, half a gap under -1, there is no code.
-LARGEST_ERROR_OF_TORCHAO = {4: 2.71 * 0.9 / 8, 8: 2.71 * 0.9 / 128}
-# An average of gradients in f32, a step: four roundings of 2^-24, of decay, 1 - decay, their
-# products and the sum, each of at most the largest value so far.
-F32_AVERAGE_STEP = 4 * 2.0**-24
 # What a stored scale may be over a group's maximum: E8M8, rounded up; of sqrt(v) it is squared.
 SCALE_OVER_MAXIMUM = (1 + 2.0**-8) ** 2
 # Variance q = 0.48 gap / v of a second moment in codes a gap apart, of gradients of variance v, in
