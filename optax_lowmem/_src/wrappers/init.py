@@ -59,7 +59,7 @@ def init(
         weights, state = start(tx, params, dtype, seed, allow_rounding)
     for warning in unmatched_patterns(policies, params):
         warnings.warn(warning, stacklevel=2)
-    if explain.may_be_stale(state):
-        for warning in explain.stale_corrections(tx, weights):
-            warnings.warn(warning, stacklevel=2)
+    stale = explain.stale_corrections(tx, weights) if explain.may_be_stale(state) else []
+    for warning in [*stale, *explain.rounded_distances(state)]:
+        warnings.warn(warning, stacklevel=2)
     return weights, state

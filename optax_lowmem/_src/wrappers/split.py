@@ -163,7 +163,8 @@ def split_master_weights(
 
     Args:
       inner: the whole optimizer: rate, decay, schedule_free, lookahead and all.
-      bits: 24 or 32.
+      bits: 24 or 32; 32 for optimizers that take differences of weights (`mechanize`, `dog`,
+        `dowg`, `lbfgs`), of which `lowmem.init` warns.
       split: `bits`, or `ulp` for FlashOptim's Algorithm 1; fp16 always takes `ulp`.
       update_dtype: `float32`, or `param` for loops that add updates without a cast.
       rounding: of 24-bit masters, `stochastic` (unbiased) or `nearest`, which loses steps below
