@@ -188,18 +188,20 @@ class Engine:
         return [slot.name for slot in self.rule.slots if slot.shared == shared]
 
     def unpack(
-        self, state: optax.OptState, plans: list[LeafPlan]
+        self, state: optax.OptState, plans: list[LeafPlan], params: optax.Params
     ) -> tuple[list[LeafState], list[LeafState]]:
         """The states of the leaves, and those of their shared slots; both are checked."""
 
         def column(field: str) -> list[jax.Array]:
-            leaves = jax.tree.leaves(getattr(state, field))
+            tree = getattr(state, field)
+            leaves = jax.tree.leaves(tree)
             if len(leaves) != len(plans):
                 raise ValueError(
                     f"the state's {field} has {len(leaves)} leaves for {len(plans)} parameters: "
                     "it was made for another tree, or in pack_small_leaves, which must then step "
                     "it. Call init on these parameters."
                 )
+            trees.check_state_tree(tree, params)
             return leaves
 
         corrections = column("correction") if self.weights else [NO_CORRECTION] * len(plans)
@@ -286,7 +288,7 @@ class Engine:
             check_order(gradients, params, state.correction)
         if any(plan.lands or any(s.codec for s in (*plan.slots, *plan.shared)) for plan in plans):
             gradients, weights, h = derivative.without((gradients, weights, dict(h)))
-        states, shared = self.unpack(state, plans)
+        states, shared = self.unpack(state, plans, like)
         paths = [plan.path for plan in plans]
         count, keys = count_and_keys(state.seed, state.count, count, paths)
         results, states, shared = step_leaves(

@@ -83,7 +83,7 @@ class _Splitter:
         # optax.lookahead takes the gradients of its fast parameters, and updates both
         fast = params.fast if isinstance(params, optax.LookaheadParams) else params
         trees.match("gradient", updates, fast)
-        trees.match_names("correction", state.correction, params)
+        trees.check_state_tree(state.correction, params)
         if fast is params:
             check_order(jax.tree.leaves(updates), params, state.correction)
         masters = join_masters(params, state.correction)
