@@ -199,7 +199,9 @@ def test_learning_rate_that_is_negative(make, rate):
 
 
 @pytest.mark.parametrize("make", MAKERS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("rate", ["1e-3", None], ids=repr)
+@pytest.mark.parametrize(
+    "rate", ["1e-3", None, 1e-3j, np.complex64(1e-3), jnp.complex64(1e-3), {1e-3}], ids=repr
+)
 def test_learning_rate_that_is_no_number(make, rate):
     with raises("learning_rate must be a number, an f32 scalar or a schedule", TypeError):
         make(rate)
@@ -243,6 +245,20 @@ IN_BF16 = r"hyperparameter \w+ is bfloat16.*lowmem.inject_hyperparams, or pass h
 def test_hyperparameters_in_bf16(make):
     with raises(IN_BF16, TypeError):
         make().init(weights())
+
+
+NO_RATES = ["1e-3", {}, 1e-3j, jnp.complex64(1e-3), True, -1, -1e-3, float("nan"),
+            jnp.float32(-1e-3), jnp.float32("nan")]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", NO_RATES, ids=repr)
+@pytest.mark.parametrize("name", ["learning_rate", "weight_decay", "adam_learning_rate"])
+def test_schedules_of_what_is_no_hyperparameter(name, value):
+    make = lowmem.flash_muon if "adam" in name else lowmem.flash_adamw
+    tx = make(**{"learning_rate": 1e-3, name: lambda count: value})
+    for init in (tx.init, jax.jit(tx.init)):
+        with raises(f"the schedule of {name} gives .*must be", (TypeError, ValueError)):
+            init(weights())
 
 
 def test_a_schedule_in_bf16():

@@ -21,6 +21,8 @@ def test_arguments_in_another_order():
     for call in calls:
         with raises("a (dict|list) is not an optax transformation.*: .*pass|one by one", TypeError):
             call()
+    with raises("chain takes at least one transformation"):
+        lowmem.chain()
     kept, state = lowmem.init(tx, params)
     given_a_state = [
         lambda: lowmem.init(tx, state),

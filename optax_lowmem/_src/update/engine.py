@@ -34,6 +34,7 @@ from optax_lowmem._src.core.compiled import (
     unstacked,
     widened,
 )
+from optax_lowmem._src.core.hyperparameters import check_schedule
 from optax_lowmem._src.core.matrices import MatrixAxes
 from optax_lowmem._src.core.policy import warn_of_patterns
 from optax_lowmem._src.core.rules import MatrixRule, UpdateRule
@@ -72,7 +73,7 @@ class Engine:
       rule: its arithmetic.
       storage: how its state is kept.
       hyperparameters: f32 scalars of a step from the count before it.
-      schedules: names of the hyperparameters that were given as schedules.
+      schedules: the hyperparameters that were given as schedules, by name.
       weights: whether it updates weights (learning rate, decay, split) or gives a bare direction.
       decay_mask: optax-style mask of weight decay.
       slot_dtypes: dtype of slots where they are not compressed, f32 unless given.
@@ -83,7 +84,7 @@ class Engine:
     rule: UpdateRule
     storage: Storage
     hyperparameters: Hyperparameters
-    schedules: frozenset[str] = frozenset()
+    schedules: Mapping[str, Callable[[jax.Array], Any]] = dataclasses.field(default_factory=dict)
     weights: bool = True
     decay_mask: optax.MaskOrFn = None
     slot_dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -110,6 +111,8 @@ class Engine:
 
     def init(self, params: optax.Params) -> Any:
         """Zero state, of the parameters' sharding; f32 moments are never allocated on the way."""
+        for name, schedule in self.schedules.items():
+            check_schedule(name, schedule)
         leaves = jax.tree.leaves(params)
         plans = self.plans(params)
         for plan in plans:
