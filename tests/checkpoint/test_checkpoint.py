@@ -278,6 +278,9 @@ def test_a_step_that_is_not_there(tmp_path):
     with pytest.raises(ValueError, match="no complete checkpoint; .*"):
         checkpoint.restore(tmp_path / "empty", tx, params)
     assert checkpoint.latest_step(tmp_path / "nowhere") is None
+    for path in (3, None, tx):
+        with pytest.raises(TypeError, match="path is a directory.*, got"):
+            checkpoint.latest_step(path)
     with pytest.raises(ValueError, match="has a checkpoint of step 2 already"):
         checkpoint.save(tmp_path, tx, params, state, step=2)
 

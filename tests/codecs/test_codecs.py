@@ -357,3 +357,28 @@ def test_what_bytes_of_two_codes_refuse():
     stored = codecs.encode_array(codec, x, 32)
     with pytest.raises(ValueError, match="16 bytes may be of several lengths: pass length="):
         codecs.decode_array(codec, *stored, 32)
+
+
+@pytest.mark.parametrize("codec", codecs.CODECS.values(), ids=lambda codec: codec.name)
+def test_what_arrays_of_codes_refuse(codec):
+    x = jnp.linspace(0, 1, 128).reshape(2, 64)
+    codes, scales = codecs.encode_array(codec, x, 32)
+    half = x.astype(jnp.bfloat16)
+    for one, other in zip(
+        codecs.encode_array(codec, half, 32),
+        codecs.encode_array(codec, half.astype(jnp.float32), 32),
+        strict=True,
+    ):
+        assert (jax.tree.leaves(one)[0] == jax.tree.leaves(other)[0]).all()
+    for wrong in (x[0, 0], x[:, :0]):
+        with pytest.raises(ValueError, match="has no groups: its last axis must have elements"):
+            codecs.encode_array(codec, wrong, 32)
+    with pytest.raises(TypeError, match="f32 or 16-bit values, got int32"):
+        codecs.encode_array(codec, x.astype(jnp.int32), 32)
+    with pytest.raises(ValueError, match="group_size must be at least 1, got 0"):
+        codecs.encode_array(codec, x, 0)
+    with pytest.raises(ValueError, match="group_size must be at least 1, got 0"):
+        codecs.decode_array(codec, codes, scales, 0, 64)
+    for wrong in ((scales, codes), (codes, scales[:, :1])):
+        with pytest.raises(ValueError, match=f"{codec.name} in groups of 32 keeps .*Pass the"):
+            codecs.decode_array(codec, *wrong, 32, 64)

@@ -143,6 +143,51 @@ def test_many_chunks_are_summed_in_f32():
     np.testing.assert_array_equal(np.asarray(found, np.float32), [[-256.0, 256.0]])
 
 
+@pytest.mark.parametrize("number", [jnp.nan, jnp.inf])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_hidden_states_of_masked_tokens_may_be_anything(number, reduction):
+    mask = jnp.arange(LABELS.size).reshape(LABELS.shape) % 3 > 0
+
+    def loss(hidden, head):
+        how = dict(weights=mask, reduction=reduction, **CHUNKED)
+        return layers.linear_cross_entropy(hidden, head, LABELS, **how).sum()
+
+    other = jnp.where(mask[..., None], HIDDEN, number)
+    found, wanted = (with_gradients(loss, hidden, HEAD) for hidden in (other, HIDDEN))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+REFUSED = [
+    ({"soft_cap": jnp.inf}, ValueError, "soft_cap must be above 0 and finite, got inf"),
+    ({"soft_cap": True}, TypeError, "soft_cap must be a number known when tracing, got True"),
+    ({"soft_cap": "30"}, TypeError, "soft_cap must be a number known when tracing, got '30'"),
+    ({"z_loss": jnp.nan}, ValueError, "z_loss must be at least 0 and finite, got nan"),
+    ({"z_loss": -1e-4}, ValueError, "z_loss must be at least 0 and finite, got -0.0001"),
+    ({"z_loss": "1"}, TypeError, "z_loss must be a number known when tracing, got '1'"),
+    ({"chunk_tokens": 1.5}, TypeError, "chunk_tokens must be an int known when tracing, got 1.5"),
+    ({"chunk_tokens": True}, TypeError, "chunk_tokens must be an int .*, got True"),
+    ({"chunk_tokens": "a"}, TypeError, "chunk_tokens must be an int .*, got 'a'"),
+    ({"chunk_tokens": 0}, ValueError, "chunk_tokens must be at least 1, got 0"),
+    ({"labels": [0, 1]}, TypeError, "labels is a list, not an array: make it one with jnp.asarray"),
+    ({"weights": [0, 1]}, TypeError, "weights is a list, not an array"),
+    ({"hidden": [0, 1]}, TypeError, "hidden is a list, not an array"),
+    ({"head": [0, 1]}, TypeError, "head is a list, not an array"),
+]
+
+
+@pytest.mark.parametrize(("options", "kind", "message"), REFUSED)
+def test_arguments_that_are_refused(options, kind, message):
+    given = {"hidden": HIDDEN, "head": HEAD, "labels": LABELS}
+    with pytest.raises(kind, match=message):
+        layers.linear_cross_entropy(**given | options)
+
+
+@pytest.mark.parametrize("name", ["soft_cap", "z_loss", "chunk_tokens"])
+def test_options_are_known_when_tracing(name):
+    with pytest.raises(TypeError, match=f"{name} must be an? .* known when tracing, got a traced"):
+        jax.eval_shape(lambda x: layers.linear_cross_entropy(HIDDEN, HEAD, LABELS, **{name: x}), 2)
+
+
 @pytest.mark.parametrize("products", ["input", "fp8", "fp8-gradients"])
 def test_masked_tokens_have_no_part(products):
     """Neither their labels nor what is not finite; without any token left the loss is 0."""

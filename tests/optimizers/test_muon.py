@@ -266,6 +266,8 @@ REFUSED = {
     "steps": (dict(ns_steps=0), TypeError, "ns_steps must be an int of at least 1"),
     "preset": (dict(ns_coeffs="fast"), ValueError, "one of.*standard"),
     "two numbers": (dict(ns_coeffs=(1.0, 2.0)), ValueError, r"shape \(3,\) or \(n, 3\)"),
+    "NaN": (dict(ns_coeffs=(math.nan, 1.0, 1.0)), ValueError, "ns_coeffs must be finite"),
+    "infinity": (dict(ns_coeffs=[(1.0, math.inf, 1.0)]), ValueError, "ns_coeffs must be finite"),
     "no numbers": (dict(ns_coeffs=3.0), TypeError, "three numbers"),
     "more than steps": (dict(ns_coeffs="dion", ns_steps=3), ValueError, "5 iterations and.*3"),
     "preconditioning": (dict(preconditioning="svd"), ValueError, "preconditioning must be one of"),

@@ -155,6 +155,7 @@ ARGUMENTS = {
         "bits is the width of the master weights: 24 or 32": [
             lambda: split(bits=True), lambda: split(bits=jnp.int32(24)),
             lambda: lowmem.track_master_ema(optax.sgd(0.1), 0.9, bits=8)],
+        "chain takes at least one transformation": [lambda: lowmem.chain()],
         "learning_rate must be >= 0, got": [
             lambda: lowmem.flash_adamw(-1e-3), lambda: lowmem.flash_adam(np.float32(-1)),
             lambda: lowmem.flash_lion(float("nan")), lambda: lowmem.flash_sgd(-1)],
@@ -306,11 +307,33 @@ INJECTED = {
 }
 
 
+IN_BF16 = r"hyperparameter \w+ is bfloat16.*lowmem.inject_hyperparams, or pass hyperparam_dtype"
+
+
 @pytest.mark.parametrize("make", INJECTED.values(), ids=INJECTED)
 def test_hyperparameters_in_bf16(make):
-    message = r"hyperparameter \w+ is bfloat16.*lowmem.inject_hyperparams, or pass hyperparam_dtype"
-    with raises(message, TypeError):
-        updated(make())
+    with raises(IN_BF16, TypeError):
+        make().init(weights())
+
+
+NO_RATES = ["1e-3", {}, 1e-3j, jnp.complex64(1e-3), True, -1, -1e-3, float("nan"),
+            jnp.float32(-1e-3), jnp.float32("nan")]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", NO_RATES, ids=repr)
+@pytest.mark.parametrize("name", ["learning_rate", "weight_decay", "adam_learning_rate"])
+def test_schedules_of_what_is_no_hyperparameter(name, value):
+    make = lowmem.flash_muon if "adam" in name else lowmem.flash_adamw
+    tx = make(**{"learning_rate": 1e-3, name: lambda count: value})
+    for init in (tx.init, jax.jit(tx.init)):
+        with raises(f"the schedule of {name} gives .*must be", (TypeError, ValueError)):
+            init(weights())
+
+
+def test_a_schedule_in_bf16():
+    tx, params = lowmem.flash_adamw(lambda count: jnp.bfloat16(1e-3)), weights()
+    with raises(IN_BF16, TypeError):
+        jax.jit(tx.update)(grads_of(params), tx.init(params), params)
 
 
 OPTAXS_F32 = functools.partial(optax.inject_hyperparams, hyperparam_dtype=jnp.float32)

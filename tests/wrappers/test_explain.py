@@ -271,6 +271,27 @@ def test_what_is_sound_gets_no_warning(make):
     assert started(make()) == []
 
 
+DISTANCES = {
+    "mechanize": lambda: optax.contrib.mechanize(optax.adamw(1e-3)),
+    "dog": optax.contrib.dog,
+    "dowg": lambda: optax.chain(optax.clip(1.0), optax.contrib.dowg()),
+    "lbfgs": lambda: optax.lbfgs(0.1, linesearch=None),
+}
+ESTIMATES = {"prodigy": optax.contrib.prodigy, "cocob": optax.contrib.cocob}
+
+
+@pytest.mark.parametrize("bits", [24, 32])
+@pytest.mark.parametrize("name", [*DISTANCES, *ESTIMATES])
+def test_differences_of_24_bit_master_weights(name, bits):
+    tx = lowmem.split_master_weights((DISTANCES | ESTIMATES)[name](), bits)
+    found = lowmem.explain(tx, PARAMS).warnings
+    assert len(found) == (name in DISTANCES and bits == 24)
+    for warning in found:
+        assert f"optax's {name} takes differences" in warning
+        assert "bits=32" in warning and "master_weight_bits=32" in warning
+    assert started(tx) == [*found, *found]
+
+
 def test_a_trial_with_heads_and_with_leaves_that_are_left_out():
     """`explain` and `init` do not warn of leaves that the trial cannot shorten to a few numbers."""
     params = {

@@ -209,8 +209,29 @@ def test_every_32_bit_seed():
         assert int(lowmem.init(tx, one, seed=seed)[1].seed) == stored
     with pytest.raises(ValueError, match="seed must be a number of 32 bits, got 4294967296"):
         lowmem.init(tx, one, seed=2**32)
-    with pytest.raises(TypeError, match="seed must be an integer, .* jax.random.bits"):
-        lowmem.init(tx, one, seed=jax.random.key(0))
+
+
+SEEDED = {
+    "init": lambda seed: lowmem.init(lowmem.flash_adamw(1e-3), params(), seed=seed),
+    "tx.init": lambda seed: lowmem.compress_state(
+        optax.adam(1e-3), mu=lowmem.codecs.softsign(), seed=seed
+    ).init(params()),
+    "ema": lambda seed: lowmem.track_master_ema(optax.sgd(0.1), 0.9, seed=seed).init(params()),
+    "into bfloat16": lambda seed: lowmem.accumulate_gradients(optax.sgd(0.1), 2, seed=seed).init(
+        params()
+    ),
+    "noise": lambda seed: lowmem.gaussws_noise(optax.sgd(0.1), "*kernel", seed=seed).init(params()),
+}
+
+
+@pytest.mark.parametrize("start", SEEDED.values(), ids=SEEDED)
+def test_seeds_that_are_no_integer(start):
+    """A key of either kind, an array of one element, other numbers."""
+    keys = jax.random.key(0), jax.random.PRNGKey(0)
+    for seed in (*keys, jnp.zeros(1, jnp.int32), np.zeros((1, 1), np.uint32), 1.5, True):
+        with pytest.raises(TypeError, match="seed must be an integer, .* jax.random.bits"):
+            start(seed)
+    start(jax.random.bits(keys[1]))
 
 
 def test_traced_seeds_of_an_ensemble():

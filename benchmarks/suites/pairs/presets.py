@@ -258,8 +258,8 @@ GPT2_124M = Pairs(
     decays={ADAM: 0.1, LION: 0.1}, warm_up=700 / 20_000, floor=0.0, text="all-sources",
     attention="cudnn",
 )  # fmt: skip
-# A setting in which a pair's difference is small by chance: of eight settings that were tried with AdamW
-# alone, paired with AdamW at rates a thousandth higher or lower, the one with the least deviation.
+# A setting in which runs of one optimizer differ little by chance: of eight that were tried with
+# AdamW alone, paired with AdamW at rates a thousandth higher or lower, the one that differs least.
 GPT2_124M_300 = dataclasses.replace(
     GPT2_124M, preset="gpt2-124m-300", model="gpt2-qk", steps=300, warm_up=1 / 3, validations=6,
     held_out_batches=16, rates={ADAM: 3e-4, LION: 1e-4},

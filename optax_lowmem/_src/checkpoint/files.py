@@ -37,7 +37,13 @@ def orbax() -> Any:
 
 
 def is_remote(path: StrPath) -> bool:
-    """Return whether a path is a URL such as gs://bucket/run."""
+    """Return whether a path is a URL such as gs://bucket/run.
+
+    Raises:
+      TypeError: for what is no path.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path is a directory, as a str or an os.PathLike, got {path!r}")
     return "://" in str(path)
 
 

@@ -1,6 +1,7 @@
 """Codecs of optimizer slots and of master weights, and their tables."""
 
 import jax
+import jax.numpy as jnp
 
 from optax_lowmem._src.codecs.affine import affine as affine
 from optax_lowmem._src.codecs.affine import affine_paper as affine_paper
@@ -31,7 +32,7 @@ from optax_lowmem._src.codecs.master import MasterSplit as MasterSplit
 from optax_lowmem._src.codecs.master import UlpSplit as UlpSplit
 from optax_lowmem._src.codecs.master import master_split as master_split
 from optax_lowmem._src.codecs.master import split_of as split_of
-from optax_lowmem._src.core import groups
+from optax_lowmem._src.core import groups, numerics
 from optax_lowmem._src.core.compiled import compiled
 
 _BOTH = (e4m3, e5m2, dynamic, expanded_e4m3, expanded_e5m2, expanded_dynamic)
@@ -59,6 +60,37 @@ CODECS: dict[str, GroupCodec] = {
 }
 
 
+def check_groups(x: jax.Array, group_size: int) -> None:
+    """Raises for an array that has no groups of neighbours."""
+    if x.ndim == 0 or x.shape[-1] == 0:
+        raise ValueError(
+            f"an array of shape {x.shape} has no groups: its last axis must have elements "
+            "(reshape a 0-d array to (1,))"
+        )
+    if group_size < 1:
+        raise ValueError(f"group_size must be at least 1, got {group_size}")
+
+
+def check_stored(
+    codec: GroupCodec, codes: jax.Array, scales: jax.Array, group_size: int, length: int | None
+) -> int:
+    """Return the length of the last axis of the values.
+
+    Raises:
+      ValueError: for codes and scales that do not belong together, or to the codec.
+    """
+    check_groups(codes, group_size)
+    length = codec.length_of(codes, length)
+    forms = codec.storage((*codes.shape[:-1], length), group_size)
+    given = StoredSlot(codes, scales)
+    if not given.is_like(forms):
+        raise ValueError(
+            f"{given.words}: {codec.name} in groups of {group_size} keeps {forms.words}. Pass the "
+            "codec and group_size that stored them."
+        )
+    return length
+
+
 @compiled
 def encode_array(
     codec: GroupCodec, x: jax.Array, group_size: int, noise: jax.Array | None = None
@@ -67,10 +99,18 @@ def encode_array(
 
     Args:
       codec: how to store it.
-      x: f32 values [..., n].
+      x: values [..., n], f32 or 16-bit.
       group_size: neighbours on the last axis that share a scale.
       noise: uniforms in [0, 1) of x's shape; None rounds to nearest.
+
+    Raises:
+      TypeError: for values that are neither.
+      ValueError: for an array without a last axis or elements on it.
     """
+    check_groups(x, group_size)
+    if x.dtype != jnp.float32 and not numerics.is_narrow(x.dtype):
+        raise TypeError(f"codecs store f32 or 16-bit values, got {x.dtype}: cast them to f32")
+    x = numerics.widen(x)
     codec.check_group_size(group_size)
     stored, divisor = codec.measure(groups.to_groups(x, group_size))
     divisor = groups.spread_tree(divisor, x.shape[-1], group_size)
@@ -93,7 +133,10 @@ def decode_array(
       scales: [..., ceil(n / group_size)].
       group_size: neighbours on the last axis that share a scale.
       length: n, which a codec with several codes in a byte must be told.
+
+    Raises:
+      ValueError: for codes and scales that do not belong together, or to the codec.
     """
-    length = codec.length_of(codes, length)
+    length = check_stored(codec, codes, scales, group_size, length)
     unit = groups.spread_tree(codec.units(scales), length, group_size)
     return codec.dequantize(codec.unpack(codes, length), unit)

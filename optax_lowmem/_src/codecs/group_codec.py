@@ -9,8 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from optax_lowmem._src.codecs import GroupCodec, StoredSlot, decode_array, encode_array
-from optax_lowmem._src.core import explicit, numerics, platform, random
+from optax_lowmem._src.codecs import (
+    GroupCodec,
+    check_groups,
+    check_stored,
+    decode_array,
+    encode_array,
+)
+from optax_lowmem._src.core import explicit, platform, random
 from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.core.gpu_kernel import BACKENDS
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tiling
@@ -31,7 +37,7 @@ def encode_plain(
       slot: which slot of the leaf, for the random bits.
     """
     noise = None if key is None else random.uniforms(key, x.shape, group_size, slot)
-    return encode_array(codec, numerics.widen(x), group_size, noise)
+    return encode_array(codec, x, group_size, noise)
 
 
 def decode_plain(
@@ -111,16 +117,6 @@ def _choose(codec: GroupCodec, x: Any, group_size: int, implementation: str | No
     return implementation
 
 
-def _check(x: Any, group_size: int) -> None:
-    if x.ndim == 0 or x.shape[-1] == 0:
-        raise ValueError(
-            f"an array of shape {x.shape} has no groups: its last axis must have elements "
-            "(reshape a 0-d array to (1,))"
-        )
-    if group_size < 1:
-        raise ValueError(f"group_size must be at least 1, got {group_size}")
-
-
 @compiled
 def _encode_anywhere(
     codec: GroupCodec, x: jax.Array, group_size: int, key: jax.Array | None, slot: str
@@ -185,7 +181,7 @@ def encode(
       >>> codes.tolist(), scales.tolist()
       ([-127, -64, 0, 64, 127], [2.0])
     """
-    _check(x, group_size)
+    check_groups(x, group_size)
     chosen = _choose(codec, x, group_size, implementation)
     if chosen == "xla":
         return _encode_anywhere(codec, x, group_size, key, slot)
@@ -237,15 +233,7 @@ def decode(
       >>> group_codec.decode(codec, *stored)[2].item()
       -1.0
     """
-    _check(codes, group_size)
-    length = codec.length_of(codes, length)
-    forms = codec.storage((*codes.shape[:-1], length), group_size)
-    given = StoredSlot(codes, scales)
-    if not given.is_like(forms):
-        raise ValueError(
-            f"{given.words}: {codec.name} in groups of {group_size} keeps {forms.words}. Pass the "
-            "codec and group_size that stored them."
-        )
+    length = check_stored(codec, codes, scales, group_size, length)
     chosen = _choose(codec, codes, group_size, implementation)
     if chosen == "xla":
         return _decode_anywhere(codec, codes, scales, group_size, length)

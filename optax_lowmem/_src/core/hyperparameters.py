@@ -19,7 +19,7 @@ increment = compiled(optax.safe_increment)  # of a count, as one program
 
 def check_range(name: str, value: object, low: float, high: float = math.inf) -> None:
     """Raises unless a number is in [low, high); schedules and arrays of 32 bits pass."""
-    if value is None or isinstance(value, bool | np.bool_ | str | list | tuple | dict):
+    if not callable(value) and not _is_real(value):
         raise TypeError(f"{name} must be a number, an f32 scalar or a schedule, got {value!r}")
     _check_dtype(name, value)
     if not isinstance(value, int | float | np.number):
@@ -27,6 +27,30 @@ def check_range(name: str, value: object, low: float, high: float = math.inf) ->
     if not low <= value < high:
         span = f">= {low:g}" if high == math.inf else f"in [{low:g}, {high:g})"
         raise ValueError(f"{name} must be {span}, got {value!r}")
+
+
+def check_schedule(name: str, schedule: Callable[[jax.Array], Any]) -> None:
+    """Raises where the first value of a schedule is no real number of at least 0."""
+    with jax.ensure_compile_time_eval():
+        first = schedule(jnp.zeros((), jnp.int32))
+        if first is not None and not _is_real(first):
+            raise TypeError(
+                f"the schedule of {name} gives {first!r} in the first step, and must be a function "
+                "that returns a number or an f32 scalar."
+            )
+        value = as_f32(name, first)
+        if not isinstance(value, jax.core.Tracer) and not float(value) >= 0:
+            raise ValueError(
+                f"the schedule of {name} gives {first!r} in the first step, and must be >= 0."
+            )
+
+
+def _is_real(value: object) -> bool:
+    """Return whether a value is a number, or has numbers, that are neither complex nor bools."""
+    dtype = getattr(value, "dtype", None)
+    if dtype is None:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return bool(jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer))
 
 
 def _check_dtype(name: str, value: object) -> None:
@@ -54,6 +78,8 @@ def as_f32(name: str, value: object) -> jax.Array:
             f"{name} takes a number or an f32 scalar here, not a schedule ({value!r}): schedule it "
             "with lowmem.inject_hyperparams."
         )
+    if not _is_real(value):
+        raise TypeError(f"{name} must be a number or an f32 scalar, got {value!r}")
     _check_dtype(name, value)
     scalar = jnp.asarray(value, jnp.float32)
     if scalar.ndim:

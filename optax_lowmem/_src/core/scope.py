@@ -254,14 +254,14 @@ def provided_seed(default: int) -> jax.Array:
     """The seed that `lowmem.init` was given, else `default`, as uint32 []."""
     masters = _masters.get()
     seed = default if masters is None or masters.seed is None else masters.seed
-    if isinstance(seed, int):
+    if isinstance(seed, int) and not isinstance(seed, bool):
         if not -(2**31) <= seed < 2**32:
             raise ValueError(f"seed must be a number of 32 bits, got {seed}")
         return jnp.asarray(seed % 2**32, jnp.uint32)
     seed = jnp.asarray(seed)
-    if not jnp.issubdtype(seed.dtype, jnp.integer):
+    if seed.ndim or not jnp.issubdtype(seed.dtype, jnp.integer):
         raise TypeError(
-            f"seed must be an integer, got an array of {seed.dtype}; of a key make one with "
+            f"seed must be an integer, got {seed.dtype}{list(seed.shape)}; of a key make one with "
             "jax.random.bits(key)"
         )
     return seed.astype(jnp.uint32)

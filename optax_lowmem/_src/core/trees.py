@@ -130,7 +130,11 @@ def match(what: str, tree: optax.Updates, params: optax.Params) -> list[jax.Arra
       ValueError: naming the first leaf that is missing, extra or of another shape.
       TypeError: naming a complex one.
     """
-    match_names(what, tree, params)
+    if difference := _difference(_names(params), _names(tree)):
+        raise ValueError(
+            f"the {what} tree does not have the structure of the parameters: {difference}. "
+            "Pass the same tree to init and update."
+        )
     for (name, param), (_, leaf) in zip(named_leaves(params), named_leaves(tree), strict=True):
         if jnp.shape(leaf) != jnp.shape(param):
             raise ValueError(
@@ -145,17 +149,35 @@ def match(what: str, tree: optax.Updates, params: optax.Params) -> list[jax.Arra
     return jax.tree.leaves(tree)
 
 
-def match_names(what: str, tree: optax.Updates, params: optax.Params) -> None:
-    """Raises unless `tree` has the leaves of `params`, by name and in order."""
-    expected, found = named_leaves(params), named_leaves(tree)
-    names, found_names = [n for n, _ in expected], [n for n, _ in found]
-    if names != found_names:
-        missing = [n for n in names if n not in found_names]
-        extra = [n for n in found_names if n not in names]
+def check_same_parameters(names: list[str], params: optax.Params) -> None:
+    """Raises unless the leaves of `params` have the names of those that a state is of, in order."""
+    if difference := _difference(names, _names(params)):
         raise ValueError(
-            f"the {what} tree does not have the structure of the parameters: "
-            f"missing {missing[:3]}, extra {extra[:3]}. Pass the same tree to init and update."
+            f"the state is of other parameters: {difference}. Pass the same tree to init and "
+            "update, or call init on this one."
         )
+
+
+def check_state_tree(tree: object, params: optax.Params) -> None:
+    """Raises unless a tree of a state has the leaves of `params`, by name and in order."""
+    like: Any = jax.tree.structure(params)
+    if like != jax.tree.structure(tree):
+        check_same_parameters(_names(tree), params)
+
+
+def _names(tree: object) -> list[str]:
+    return [name for name, _ in named_leaves(tree)]
+
+
+def _difference(expected: list[str], found: list[str]) -> str:
+    """Return how the names of some leaves differ from those expected, "" where they do not."""
+    if expected == found:
+        return ""
+    missing = [name for name in expected if name not in found]
+    extra = [name for name in found if name not in expected]
+    if missing or extra:
+        return f"missing {missing[:3]}, extra {extra[:3]}"
+    return f"the order is {found[:3]}, not {expected[:3]}"
 
 
 def check_state(state: optax.OptState, kind: type[NamedTuple]) -> None:

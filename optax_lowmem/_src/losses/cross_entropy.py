@@ -5,7 +5,8 @@ Its three products for a chunk are in 16 bits or f32, or in FP8: `products`.
 
 import dataclasses
 import math
-from collections.abc import Iterable
+import operator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -87,7 +88,8 @@ def linear_cross_entropy(
     Raises:
       ValueError: for shapes, a reduction, specs or products that do not fit; for float64 in FP8,
         and a precision where no product takes it.
-      TypeError: where gradients of products in FP8 are differentiated again.
+      TypeError: for what is no array, and for options that are traced or no numbers; where
+        gradients of products in FP8 are differentiated again.
 
     Memory: one chunk of logits in f32 and once more in the dtype of the products, and one gradient
     of the head in f32, which is given back in the head's dtype. In FP8 also the head's codes, while
@@ -124,7 +126,13 @@ def linear_cross_entropy(
       >>> print(f"{layers.linear_cross_entropy(hidden, head, labels):.4f}")  # log(5)
       1.6094
     """
-    _check(hidden, head, labels, weights, reduction, vocab_axis, soft_cap, chunk_tokens)
+    _check_arrays(hidden=hidden, head=head, labels=labels, weights=weights)
+    z_loss = _option("z_loss", z_loss, float, "a number")
+    if soft_cap is not None:
+        soft_cap = _option("soft_cap", soft_cap, float, "a number")
+    if chunk_tokens is not None:
+        chunk_tokens = _option("chunk_tokens", chunk_tokens, operator.index, "an int")
+    _check(hidden, head, labels, weights, reduction, vocab_axis, z_loss, soft_cap, chunk_tokens)
     _check_products(hidden, head, products, precision)
     layout = _layout(hidden, head, labels, mesh, specs, vocab_axis)
     if weights is not None:
@@ -132,7 +140,7 @@ def linear_cross_entropy(
     if layout is not None:
         hidden, head, labels, weights = layout.laid_out(hidden, head, labels, weights)
     dtype = str(head.dtype)
-    static = (vocab_axis, float(z_loss), soft_cap, chunk_tokens, products, precision, dtype, layout)
+    static = (vocab_axis, z_loss, soft_cap, chunk_tokens, products, precision, dtype, layout)
     loss = _Loss(*static)
     hidden, head, labels, weights = varying.alike(hidden, head, labels, weights)
     if reduction == "none":
@@ -154,6 +162,7 @@ def _check(
     weights: jax.Array | None,
     reduction: str,
     vocab_axis: int,
+    z_loss: float,
     soft_cap: float | None,
     chunk_tokens: int | None,
 ) -> None:
@@ -175,10 +184,31 @@ def _check(
                 f"{name}{list(given.shape)} for hidden{list(hidden.shape)}: pass one for each "
                 f"token, {list(hidden.shape[:-1])}"
             )
-    if soft_cap is not None and not soft_cap > 0:
-        raise ValueError(f"soft_cap must be above 0, got {soft_cap}; None: no cap")
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss must be at least 0 and finite, got {z_loss}")
+    if soft_cap is not None and not 0 < soft_cap < math.inf:
+        raise ValueError(f"soft_cap must be above 0 and finite, got {soft_cap}; None: no cap")
     if chunk_tokens is not None and chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
+
+
+def _check_arrays(**given: object) -> None:
+    for name, x in given.items():
+        if x is not None and not hasattr(x, "dtype"):
+            raise TypeError(
+                f"{name} is a {type(x).__name__}, not an array: make it one with jnp.asarray"
+            )
+
+
+def _option(name: str, value: Any, to: Callable[[Any], Any], kind: str) -> Any:
+    """Return a static option as a number of Python's."""
+    try:
+        if not isinstance(value, bool | str):
+            return to(value)
+    except TypeError:  # as JAX's errors about tracers are
+        pass
+    given = f"a traced {value}" if isinstance(value, jax.core.Tracer) else repr(value)
+    raise TypeError(f"{name} must be {kind} known when tracing, got {given}")
 
 
 def _check_products(

@@ -70,8 +70,10 @@ class InInputs:
 
     def for_head(self, gradient: jax.Array, is_masked: jax.Array | None) -> jax.Array:
         """Return dW, as the head lies."""
-        del is_masked  # rows of 0
-        pair = (self.hidden, gradient)
+        hidden = self.hidden
+        if is_masked is not None:  # their gradients are 0, and 0 times infinity is not
+            hidden = jnp.where(is_masked[..., None], 0, hidden)
+        pair = (hidden, gradient)
         left, right = pair if self.vocab_axis else pair[::-1]
         tokens = tuple(range(gradient.ndim - 1))
         return lax.dot_general(

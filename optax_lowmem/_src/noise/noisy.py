@@ -254,6 +254,7 @@ class Noisy:
                 f"the state has {len(columns[0])} leaves for {len(leaves)} parameters: it was made "
                 "for another tree. Call init on these parameters."
             )
+        trees.check_state_tree(state.clean, params)
         is_chosen = chooser(self.parts)
         rows = []
         for (path, leaf), *own in zip(leaves, *columns, strict=True):

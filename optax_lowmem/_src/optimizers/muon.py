@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -200,6 +201,8 @@ def _coefficients(ns_coeffs: Any, ns_steps: int) -> Coefficients:
         ) from error
     if not numbers or any(len(row) != 3 for row in numbers):
         raise ValueError(f"ns_coeffs must have shape (3,) or (n, 3), got {ns_coeffs!r}")
+    if not all(math.isfinite(number) for row in numbers for number in row):
+        raise ValueError(f"ns_coeffs must be finite numbers, got {ns_coeffs!r}")
     if flat:
         numbers *= ns_steps
     elif len(numbers) > ns_steps:
@@ -343,4 +346,5 @@ def flash_muon(
         decouple_lr=decouple_lr,
         slot_dtypes={"mu": mu_dtype},
         matrices=MatrixAxes(muon_weight_dimension_numbers),
+        rates={"adam_learning_rate": rate},
     )

@@ -55,6 +55,7 @@ def optimizer(
     slot_dtypes: Mapping[str, DTypeLike | None] | None = None,
     structure: BlockStructure | None = None,
     matrices: MatrixAxes | None = None,
+    rates: Mapping[str, ScalarOrSchedule] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """The transformation w <- w - lr (direction + weight_decay w) of a rule.
 
@@ -73,6 +74,7 @@ def optimizer(
       slot_dtypes: dtype of slots where they are not compressed.
       structure: which elements share slots, of a rule with shared slots.
       matrices: which leaves are matrices, of a rule that tells them apart.
+      rates: other learning rates that `moments` reads, by name.
     """
     _check_storage(storage, structure)
     _warn_of_slot_dtypes(storage, slot_dtypes)
@@ -93,7 +95,7 @@ def optimizer(
     return Engine(
         rule=rule,
         hyperparameters=hyperparameters,
-        schedules=frozenset(name for name, value in given.items() if callable(value)),
+        schedules={k: v for k, v in {**given, **(rates or {})}.items() if callable(v)},
         storage=storage,
         decay_mask=mask,
         slot_dtypes=slot_dtypes or {},

@@ -188,7 +188,7 @@ class Run:
             for i in stack.indices
         }
         h = engine.hyperparameters(state.count)
-        states, shared = engine.unpack(state, plans)
+        states, shared = engine.unpack(state, plans, params)
         paths = [plan.path for plan in plans]
         count, keys = count_and_keys(state.seed, state.count, None, paths)
         return cls(

@@ -34,6 +34,7 @@ from optax_lowmem._src.core.compiled import (
     unstacked,
     widened,
 )
+from optax_lowmem._src.core.hyperparameters import check_schedule
 from optax_lowmem._src.core.matrices import MatrixAxes
 from optax_lowmem._src.core.policy import warn_of_patterns
 from optax_lowmem._src.core.rules import MatrixRule, UpdateRule
@@ -72,7 +73,7 @@ class Engine:
       rule: its arithmetic.
       storage: how its state is kept.
       hyperparameters: f32 scalars of a step from the count before it.
-      schedules: names of the hyperparameters that were given as schedules.
+      schedules: the hyperparameters that were given as schedules, by name.
       weights: whether it updates weights (learning rate, decay, split) or gives a bare direction.
       decay_mask: optax-style mask of weight decay.
       slot_dtypes: dtype of slots where they are not compressed, f32 unless given.
@@ -83,7 +84,7 @@ class Engine:
     rule: UpdateRule
     storage: Storage
     hyperparameters: Hyperparameters
-    schedules: frozenset[str] = frozenset()
+    schedules: Mapping[str, Callable[[jax.Array], Any]] = dataclasses.field(default_factory=dict)
     weights: bool = True
     decay_mask: optax.MaskOrFn = None
     slot_dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -110,6 +111,8 @@ class Engine:
 
     def init(self, params: optax.Params) -> Any:
         """Zero state, of the parameters' sharding; f32 moments are never allocated on the way."""
+        for name, schedule in self.schedules.items():
+            check_schedule(name, schedule)
         leaves = jax.tree.leaves(params)
         plans = self.plans(params)
         for plan in plans:
@@ -188,18 +191,20 @@ class Engine:
         return [slot.name for slot in self.rule.slots if slot.shared == shared]
 
     def unpack(
-        self, state: optax.OptState, plans: list[LeafPlan]
+        self, state: optax.OptState, plans: list[LeafPlan], params: optax.Params
     ) -> tuple[list[LeafState], list[LeafState]]:
         """The states of the leaves, and those of their shared slots; both are checked."""
 
         def column(field: str) -> list[jax.Array]:
-            leaves = jax.tree.leaves(getattr(state, field))
+            tree = getattr(state, field)
+            leaves = jax.tree.leaves(tree)
             if len(leaves) != len(plans):
                 raise ValueError(
                     f"the state's {field} has {len(leaves)} leaves for {len(plans)} parameters: "
                     "it was made for another tree, or in pack_small_leaves, which must then step "
                     "it. Call init on these parameters."
                 )
+            trees.check_state_tree(tree, params)
             return leaves
 
         corrections = column("correction") if self.weights else [NO_CORRECTION] * len(plans)
@@ -286,7 +291,7 @@ class Engine:
             check_order(gradients, params, state.correction)
         if any(plan.lands or any(s.codec for s in (*plan.slots, *plan.shared)) for plan in plans):
             gradients, weights, h = derivative.without((gradients, weights, dict(h)))
-        states, shared = self.unpack(state, plans)
+        states, shared = self.unpack(state, plans, like)
         paths = [plan.path for plan in plans]
         count, keys = count_and_keys(state.seed, state.count, count, paths)
         results, states, shared = step_leaves(

@@ -29,7 +29,8 @@ def chain(*transformations: optax.GradientTransformation) -> optax.GradientTrans
 
     Raises:
       TypeError: for a link that is no transformation.
-      ValueError: in `init`, where a link follows one that splits master weights or adds noise.
+      ValueError: without a link; in `init`, where a link follows one that splits master weights or
+        adds noise.
 
     Example:
       >>> import optax, optax_lowmem as lowmem
@@ -37,6 +38,8 @@ def chain(*transformations: optax.GradientTransformation) -> optax.GradientTrans
     """
     for link in transformations:
         trees.check_transformation(link, "chain takes transformations one by one, chain(*links).")
+    if not transformations:
+        raise ValueError("chain takes at least one transformation: chain(*links).")
     linked = optax.chain(*transformations)
 
     def init(params: optax.Params) -> optax.OptState:

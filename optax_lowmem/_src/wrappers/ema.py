@@ -53,6 +53,7 @@ class _Tracker:
         if params is None:
             raise ValueError(trees.NO_PARAMS_MSG)
         trees.check_state(state, MasterEmaState)
+        trees.check_state_tree(state.ema, params)
         updates, inner = self.inner.update(updates, state.inner_state, params, **extra)
         new, count = advanced(params, updates, state.count)
         rows = zip(

@@ -137,6 +137,31 @@ def stale_corrections(tx: optax.GradientTransformation, params: optax.Params) ->
     return found
 
 
+# Of optax: they take differences of weights, of which the rounding of a master weight is a part.
+# (Measured without a loss: prodigy, dadapt_adamw, cocob, madgrad, momo, schedule_free.)
+_DISTANCES = {
+    "MechanicState": "mechanize", "DoGState": "dog", "DoWGState": "dowg",
+    "ScaleByLBFGSState": "lbfgs",
+}  # fmt: skip
+
+
+def rounded_distances(state: optax.OptState) -> list[str]:
+    """Warnings for optimizers that take differences of weights inside a split of 24 bits."""
+    found: set[str] = set()
+    for node in trees.states_with(state, "correction", trees.is_ours):
+        if any(c.ndim and c.dtype == jnp.int8 for c in jax.tree.leaves(node.correction)):
+            inside = jax.tree.leaves(
+                getattr(node, "inner_state", ()), is_leaf=lambda n: type(n).__name__ in _DISTANCES
+            )
+            found |= _DISTANCES.keys() & {type(inner).__name__ for inner in inside}
+    return [
+        f"optax's {_DISTANCES[kind]} takes differences of weights, which 24-bit master weights "
+        "round: keep them in 32 bits, split_master_weights(..., bits=32), as "
+        "Storage(master_weight_bits=32)."
+        for kind in sorted(found)
+    ]
+
+
 def _few(paths: list[str]) -> str:
     return ", ".join(paths[:3]) + (" ..." if len(paths) > 3 else "")
 
@@ -283,6 +308,7 @@ def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanati
     lands = any(d.slot in ("correction", FIELD) and (d.form or d.stochastic) for d in decisions)
     warnings = unmatched_patterns(policies, params)
     warnings += stale_corrections(tx, params) if lands and may_be_stale(state) else []
+    warnings += rounded_distances(state)
     settled = {d.path for d in decisions if d.slot == "correction"}
     decisions += [
         scope.Decision(path, "correction", None, _NO_SPLIT)

@@ -32,8 +32,8 @@ def init(
       params: f32 parameters.
       dtype: of the weights: bfloat16, float16 or float32, or a function (path, leaf) -> dtype, for
         example to keep norms in f32.
-      seed: of stochastic rounding, instead of `Storage.seed`; may be traced (one for each member of
-        an ensemble).
+      seed: of stochastic rounding, an integer instead of `Storage.seed`; may be traced (one for
+        each member of an ensemble). Of a key of `jax.random`: `jax.random.bits(key)`.
       allow_rounding: let f32 leaves that no optimizer here splits become 16-bit weights, for
         example frozen ones. `Storage(master_weight_bits=None)` says the same of an optimizer's own.
 
@@ -59,7 +59,7 @@ def init(
         weights, state = start(tx, params, dtype, seed, allow_rounding)
     for warning in unmatched_patterns(policies, params):
         warnings.warn(warning, stacklevel=2)
-    if explain.may_be_stale(state):
-        for warning in explain.stale_corrections(tx, weights):
-            warnings.warn(warning, stacklevel=2)
+    stale = explain.stale_corrections(tx, weights) if explain.may_be_stale(state) else []
+    for warning in [*stale, *explain.rounded_distances(state)]:
+        warnings.warn(warning, stacklevel=2)
     return weights, state

@@ -81,7 +81,7 @@ class PackedEngine(Engine):
             return super().run(updates, state, params, h, count, gradient_scale, direct)
         like = updates if params is None else params
         gradients = trees.match("gradient", updates, like)
-        _check_names(names, like)
+        trees.check_same_parameters(names, like)
         plans, decisions = self._decided(widened(updates) if params is None else params)
         _check_alike(packs, plans)
         _check_whole(like, packs)
@@ -176,17 +176,6 @@ def _of_leaves(
 
 
 # ---- checks --------------------------------------------------------------------------------------
-
-
-def _check_names(names: list[str], like: optax.Params) -> None:
-    found = [name for name, _ in trees.named_leaves(like)]
-    if names != found:
-        missing = [name for name in names if name not in found]
-        extra = [name for name in found if name not in names]
-        raise ValueError(
-            f"the state is of other parameters: missing {missing[:3]}, extra {extra[:3]}. Pass the "
-            "same tree to init and update, or call init on this one."
-        )
 
 
 def _check_alike(packs: Packs, plans: list[LeafPlan]) -> None:

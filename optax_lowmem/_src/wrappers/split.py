@@ -84,7 +84,7 @@ class _Splitter:
         # optax.lookahead takes the gradients of its fast parameters, and updates both
         fast = params.fast if isinstance(params, optax.LookaheadParams) else params
         trees.match("gradient", updates, fast)
-        trees.match_names("correction", state.correction, params)
+        trees.check_state_tree(state.correction, params)
         if fast is params:
             check_order(jax.tree.leaves(updates), params, state.correction)
         masters = join_masters(params, state.correction)
@@ -177,7 +177,8 @@ def split_master_weights(
 
     Args:
       inner: the whole optimizer: rate, decay, schedule_free, lookahead and all.
-      bits: 24 or 32.
+      bits: 24 or 32; 32 for optimizers that take differences of weights (`mechanize`, `dog`,
+        `dowg`, `lbfgs`), of which `lowmem.init` warns.
       split: `bits`, or `ulp` for FlashOptim's Algorithm 1; fp16 always takes `ulp`.
       update_dtype: `float32`; `gradient` for `optax.apply_if_finite` and its like; or `param` for
         loops that add updates without a cast. See `Storage`.
