@@ -373,7 +373,11 @@ def test_a_folder_that_is_no_step_hides_none(holds, tmp_path):
 
 def test_keep_goes_by_the_numbers_of_steps(tmp_path):
     tx, first, later = two_steps(tmp_path)
-    checkpoint.save(tmp_path, tx, *first, step=0, keep=2)  # an older one beside the two newest
+    with pytest.raises(ValueError, match=r"step 0 is older than .* \[1, 2\] .* keep=2 keeps"):
+        checkpoint.save(tmp_path, tx, *first, step=0, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+    checkpoint.save(tmp_path, tx, *first, step=0, keep=3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
     checkpoint.save(tmp_path, tx, *first, step=3, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+    assert_same_bits(checkpoint.restore(tmp_path, tx, first[0], step=2), later)
