@@ -24,14 +24,16 @@ PARAMS, STATE, DESCRIPTION = "params", "opt_state", "optax_lowmem"
 
 
 def orbax() -> Any:
-    """Orbax, which the package itself does not need."""
+    """Orbax, which the package itself does not need; nor does it need xxhash, for checksums."""
     try:
         import orbax.checkpoint as ocp
+        import xxhash  # noqa: F401
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] != "orbax":
+        name = (error.name or "").split(".")[0]
+        if name not in ("orbax", "xxhash"):
             raise  # Orbax is there, and something that it needs is not
         raise ImportError(
-            "checkpoints need Orbax: pip install orbax-checkpoint", name="orbax"
+            "checkpoints need Orbax and xxhash: pip install orbax-checkpoint xxhash", name=name
         ) from error
     return ocp
 
