@@ -393,6 +393,40 @@ def test_a_save_that_fails_leaves_no_folder(tmp_path, monkeypatch):
     assert_same_bits(checkpoint.restore(tmp_path, tx, first[0]), later)
 
 
+def test_the_next_save_removes_what_others_left(tmp_path):
+    tx, first, later = two_steps(tmp_path)
+    params, state = jax.tree.map(jnp.copy, first)
+    state.mu["norm"].delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        checkpoint.save(tmp_path, tx, params, state, step=3)
+    for name in ("4.orbax-checkpoint-tmp/params", "5.orbax-checkpoint-tmp-17"):  # killed saves
+        (tmp_path / name).mkdir(parents=True)
+    checkpoint.save(tmp_path, tx, *later, step=6)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "6"]
+    assert_same_bits(checkpoint.restore(tmp_path, tx, first[0]), later)
+
+
+def test_one_save_at_a_time_writes(tmp_path, monkeypatch):
+    """A second one raises before it touches what the first one writes."""
+    tx, first, later = two_steps(tmp_path)
+    write, tried = checksums.write_rest, []
+
+    def while_saving(folder):
+        if not tried:
+            tried.append(folder)
+            for step in (3, 4):
+                with pytest.raises(BlockingIOError, match="another save writes to"):
+                    checkpoint.save(tmp_path, tx, *first, step=step)
+        write(folder)
+
+    monkeypatch.setattr(checksums, "write_rest", while_saving)
+    checkpoint.save(tmp_path, tx, *later, step=3)
+    assert tried
+    assert_same_bits(checkpoint.restore(tmp_path, tx, first[0], step=3), later)
+    checkpoint.save(tmp_path, tx, *first, step=4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "3", "4"]
+
+
 @pytest.mark.parametrize("holds", [[], ["params"], ["notes.txt"], ["params/d", "opt_state"]])
 def test_a_folder_that_is_no_step_hides_none(holds, tmp_path):
     tx, first, later = two_steps(tmp_path)
