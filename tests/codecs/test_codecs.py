@@ -121,6 +121,16 @@ def test_round_trip_is_within_its_error_bound(name, stochastic):
         assert (bound <= 3.1 * exact + slack)[below].all()
 
 
+@pytest.mark.parametrize("name", ["normal-int4", "log-uint4"])
+def test_a_value_of_a_code_never_rises(name):
+    """P(up) is 0 there, and a uniform may be 0."""
+    codec = codecs.CODECS[name]
+    codes = jnp.arange(-codec.levels * codec.signed, codec.levels + 1).astype(codec.dtype)[None]
+    x = codec.decode(codes, codec.scale.encode(jnp.uint32([127 << 23])))
+    found, _ = codec.encode(x, jnp.zeros_like(x))
+    assert (found == codes).all()
+
+
 @pytest.mark.parametrize("stochastic", [False, True])
 @pytest.mark.parametrize("name", [name for name, codec in codecs.CODECS.items() if codec.guarded])
 def test_the_error_bound_holds_for_all_of_f32(name, stochastic):
