@@ -1,6 +1,6 @@
 """Checkpoints of 8-bit state: saved, checked, restored, and turned to and from plain optax state.
 
-Needs the extra `checkpoint` (orbax-checkpoint, safetensors) where it writes or reads files.
+Needs the extra `checkpoint` (orbax-checkpoint, safetensors, xxhash) where it writes or reads files.
 
     checkpoint.save("run", tx, params, state, step=100)
     params, state = checkpoint.restore("run", tx, jax.eval_shape(lambda p: p, params))

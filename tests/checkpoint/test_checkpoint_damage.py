@@ -200,18 +200,26 @@ def test_files_of_several_processes_are_summed_by_each(tmp_path, monkeypatch):
         (item / name).write_text(text)
 
 
-def test_every_bit_counts_in_a_checksum(tmp_path, monkeypatch):
-    """Of every page, block and remainder; and pages that change places, or become zeros."""
-    monkeypatch.setattr(checksums, "_BLOCK", 4 * checksums._PAGE)
-    monkeypatch.setattr(checksums, "_PIECE", 2 * checksums._PAGE)
-    rng = np.random.default_rng(0)
-    whole = rng.integers(0, 256, 9 * checksums._PAGE + 13, np.uint8)
-    path = epath.Path(tmp_path / "file")
+PAGE = 4096
+
+
+def sums_of(folder):
+    """Return a function: the (size, checksum) of a file of these bytes."""
+    path = epath.Path(folder / "file")
 
     def sum_of(data):
         path.write_bytes(data.tobytes())
         return checksums._sums(path.parent, ["file"])[0]
 
+    return sum_of
+
+
+def test_every_bit_counts_in_a_checksum(tmp_path, monkeypatch):
+    """Of every page, block and remainder; and pages that change places, or become zeros."""
+    monkeypatch.setattr(checksums, "_BLOCK", 4 * PAGE)
+    monkeypatch.setattr(checksums, "_PIECE", 2 * PAGE)
+    rng = np.random.default_rng(0)
+    whole, sum_of = rng.integers(0, 256, 9 * PAGE + 13, np.uint8), sums_of(tmp_path)
     first = sum_of(whole)
     assert first[0] == whole.size
     places = [0, whole.size - 1, *rng.integers(0, whole.size, 60)]
@@ -219,7 +227,7 @@ def test_every_bit_counts_in_a_checksum(tmp_path, monkeypatch):
         flipped = whole.copy()
         flipped[at] ^= 1 << int(rng.integers(8))
         assert sum_of(flipped) != first, at
-    pages = whole[: 9 * checksums._PAGE].reshape(9, -1)
+    pages = whole[: 9 * PAGE].reshape(9, -1)
     for a, b in ((0, 1), (0, 4), (3, 8)):
         order = list(range(9))
         order[a], order[b] = b, a
@@ -228,10 +236,35 @@ def test_every_bit_counts_in_a_checksum(tmp_path, monkeypatch):
         zeroed = pages.copy()
         zeroed[at] = 0
         assert sum_of(np.append(zeroed, whole[-13:])) != first
-    for cut in (1, 13, 14, checksums._PAGE, 5 * checksums._PAGE):
+    for cut in (1, 13, 14, PAGE, 5 * PAGE):
         assert sum_of(whole[:-cut]) != first
-    for added in (1, checksums._PAGE, 3 * checksums._PAGE):
+    for added in (1, PAGE, 3 * PAGE):
         assert sum_of(np.append(whole, np.zeros(added, np.uint8))) != first
+
+
+@pytest.mark.parametrize("size", [8, 64, 512])
+def test_exchanged_bytes_of_a_page_change_a_checksum(size, tmp_path):
+    """Words, cache lines and sectors, and a bit that is set in one word and cleared in another."""
+    rng, sum_of = np.random.default_rng(0), sums_of(tmp_path)
+    whole = rng.integers(0, 256, 2 * PAGE, np.uint8)
+    first = sum_of(whole)
+    for _ in range(20):
+        a, b = rng.choice(PAGE // size, 2, replace=False)
+        exchanged = whole.copy().reshape(-1, size)
+        exchanged[[a, b]] = exchanged[[b, a]]
+        assert sum_of(exchanged) != first, (a, b)
+        bit, words = np.uint64(1) << np.uint64(rng.integers(64)), whole.copy().view(np.uint64)
+        one, other = (np.flatnonzero((words & bit > 0) == is_set)[0] for is_set in (True, False))
+        words[[one, other]] ^= bit
+        assert sum_of(words) != first, (bit, one, other)
+
+
+def test_checksums_of_another_form_are_refused(tmp_path):
+    tx, first, _ = two_steps(tmp_path)
+    path = tmp_path / "2" / "params" / checksums.NAME
+    path.write_text(path.read_text().replace(checksums.FORM, "crc32 of page sums"))
+    with pytest.raises(ValueError, match=f"no checksums of the form '{checksums.FORM}'"):
+        checkpoint.restore(tmp_path, tx, first[0])
 
 
 def bytes_of(size):
@@ -240,13 +273,19 @@ def bytes_of(size):
     return (steps >> np.uint64(13)).astype(np.uint8).tobytes()
 
 
-SUMS = {0: 0, 1: 1696784233, 4096: 207339838, 36877: 3512323419, 9441283: 294640259}
+SUMS = {
+    0: 3244421341483603138,
+    1: 36447165797404609,
+    4096: 1460928839465006769,
+    36877: 9727561468375154345,
+    9441283: 1989487877171137481,
+}
 
 
 @pytest.mark.parametrize("piece", [1 << 15, None])
 def test_sums_of_stored_checkpoints_stay_what_they_are(piece, tmp_path, monkeypatch):
     """However a file is read: the name of the form promises these numbers."""
-    assert checksums.FORM == "crc32 of page sums"
+    assert checksums.FORM == "xxh3 of blocks"
     monkeypatch.setattr(checksums, "_PIECE", piece or checksums._PIECE)
     for size in SUMS:
         (tmp_path / str(size)).write_bytes(bytes_of(size))
@@ -255,9 +294,8 @@ def test_sums_of_stored_checkpoints_stay_what_they_are(piece, tmp_path, monkeypa
 
 
 def test_a_file_of_a_stored_checkpoint_is_still_compared(tmp_path):
-    """Of sums that an earlier version wrote."""
     item, size = epath.Path(tmp_path), 36877
-    sums = {"crc32 of page sums": {"d": [size, SUMS[size]]}}
+    sums = {checksums.FORM: {"d": [size, SUMS[size]]}}
     (item / "checksums.json").write_text(json.dumps(sums))
     whole = bytearray(bytes_of(size))
     (item / "d").write_bytes(whole)
@@ -355,6 +393,40 @@ def test_a_save_that_fails_leaves_no_folder(tmp_path, monkeypatch):
     assert_same_bits(checkpoint.restore(tmp_path, tx, first[0]), later)
 
 
+def test_the_next_save_removes_what_others_left(tmp_path):
+    tx, first, later = two_steps(tmp_path)
+    params, state = jax.tree.map(jnp.copy, first)
+    state.mu["norm"].delete()
+    with pytest.raises(RuntimeError, match="deleted"):
+        checkpoint.save(tmp_path, tx, params, state, step=3)
+    for name in ("4.orbax-checkpoint-tmp/params", "5.orbax-checkpoint-tmp-17"):  # killed saves
+        (tmp_path / name).mkdir(parents=True)
+    checkpoint.save(tmp_path, tx, *later, step=6)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "6"]
+    assert_same_bits(checkpoint.restore(tmp_path, tx, first[0]), later)
+
+
+def test_one_save_at_a_time_writes(tmp_path, monkeypatch):
+    """A second one raises before it touches what the first one writes."""
+    tx, first, later = two_steps(tmp_path)
+    write, tried = checksums.write_rest, []
+
+    def while_saving(folder):
+        if not tried:
+            tried.append(folder)
+            for step in (3, 4):
+                with pytest.raises(BlockingIOError, match="another save writes to"):
+                    checkpoint.save(tmp_path, tx, *first, step=step)
+        write(folder)
+
+    monkeypatch.setattr(checksums, "write_rest", while_saving)
+    checkpoint.save(tmp_path, tx, *later, step=3)
+    assert tried
+    assert_same_bits(checkpoint.restore(tmp_path, tx, first[0], step=3), later)
+    checkpoint.save(tmp_path, tx, *first, step=4)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "3", "4"]
+
+
 @pytest.mark.parametrize("holds", [[], ["params"], ["notes.txt"], ["params/d", "opt_state"]])
 def test_a_folder_that_is_no_step_hides_none(holds, tmp_path):
     tx, first, later = two_steps(tmp_path)
@@ -373,7 +445,11 @@ def test_a_folder_that_is_no_step_hides_none(holds, tmp_path):
 
 def test_keep_goes_by_the_numbers_of_steps(tmp_path):
     tx, first, later = two_steps(tmp_path)
-    checkpoint.save(tmp_path, tx, *first, step=0, keep=2)  # an older one beside the two newest
+    with pytest.raises(ValueError, match=r"step 0 is older than .* \[1, 2\] .* keep=2 keeps"):
+        checkpoint.save(tmp_path, tx, *first, step=0, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
+    checkpoint.save(tmp_path, tx, *first, step=0, keep=3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1", "2"]
     checkpoint.save(tmp_path, tx, *first, step=3, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3"]
+    assert_same_bits(checkpoint.restore(tmp_path, tx, first[0], step=2), later)

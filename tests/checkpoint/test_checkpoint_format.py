@@ -167,10 +167,12 @@ def test_no_metadata_and_no_orbax(monkeypatch):
     newer = {**checkpoint.metadata(adamw(), LIKE), "version": description.FORMAT_VERSION + 1}
     with pytest.raises(ValueError, match="version 3, newer than .* update optax_lowmem"):
         checkpoint.check(newer, adamw(), LIKE)
-    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    monkeypatch.setitem(sys.modules, "orbax", None)
-    with pytest.raises(ImportError, match=r"pip install orbax-checkpoint"):
-        checkpoint.args(adamw(), LIKE, adamw().init(cases.masters()))
+    for missing in (["xxhash"], ["orbax.checkpoint", "orbax"]):
+        for name in missing:
+            monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(ImportError, match=r"pip install orbax-checkpoint xxhash"):
+            checkpoint.args(adamw(), LIKE, adamw().init(cases.masters()))
+        monkeypatch.undo()
 
 
 # ---- older formats, and managers of one's own ----------------------------------------------------

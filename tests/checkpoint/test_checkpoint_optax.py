@@ -342,6 +342,26 @@ def test_the_state_of_something_else_is_refused(kind):
         checkpoint.from_optax(tx, old, params)
 
 
+@pytest.mark.parametrize("name", ["flash_adamw", "compress_state"])
+def test_moments_are_rounded_with_the_bits_of_their_step(name):
+    plain, policy = optax.adamw(1e-3), lowmem.Policy(min_size=0)
+    tx = {
+        "flash_adamw": lowmem.flash_adamw(1e-3, storage=lowmem.Storage(policy=policy)),
+        "compress_state": lowmem.compress_state(
+            plain, mu=lowmem.codecs.softsign(), nu=lowmem.codecs.sqrt(), policy=policy
+        ),
+    }[name]
+    params = {"w": jnp.ones((16, 64))}
+    grads = {"w": jax.random.normal(jax.random.key(0), (16, 64))}
+    _, state = plain.update(grads, plain.init(params), params)
+    codes = []
+    for count in (0, 3):
+        counted = optax.tree.set(state, count=jnp.int32(count))
+        _, ours = lowmem.checkpoint.from_optax(tx, counted, params, dtype=jnp.float32)
+        codes.append(optax.tree.get(ours, "mu")["w"])
+    assert (codes[0] != codes[1]).any()
+
+
 def test_counts_that_differ_and_shapes_that_do_not_fit():
     plain = optax.adamw(optax.linear_schedule(1e-3, 0.0, 9))
     params, old = started(plain)

@@ -96,6 +96,18 @@ def test_the_matrices_are_those_of_optax_adafactor():
             assert state.nu[path].size == rows.size + columns.size
 
 
+@pytest.mark.parametrize(
+    ("shape", "axes"),
+    [((16,) * 3, (1, 2)), ((16, 8, 16, 16), (2, 3)), ((16, 16, 8), (0, 1)), ((8, 9, 9, 8), (1, 2))],
+)
+def test_the_last_of_equally_large_axes_are_rows_and_columns(shape, axes):
+    """As for optax.adafactor, whose state does not tell axes of one size apart."""
+    found = lowmem.checkpoint.metadata(
+        factored(1e-2), {"w": jax.ShapeDtypeStruct(shape, "float32")}
+    )
+    assert tuple(found["slots"]["w"]["nu"]["block"]["axes"]) == axes
+
+
 def test_gradients_of_rank_one_squares_make_it_adamw():
     """v of rank one is the product of its means; with 8-bit m and split weights too."""
     rng = np.random.default_rng(0)

@@ -191,6 +191,23 @@ def test_factors_are_the_blocks_own(shape, axes, bad, backend):
             np.testing.assert_allclose(one, other, rtol=30 * 2.0**-24)
 
 
+def test_each_of_many_leaves_has_its_own_factors(monkeypatch):
+    """More leaves of one shape than a launch takes."""
+
+    def by_kernel(block, shape, values, _):
+        assert len(values) <= block_means._LEAVES
+        return [block.operands(v, shape) for v in values]
+
+    monkeypatch.setattr(block_means, "_no_kernel_reason", lambda *_: None)
+    monkeypatch.setattr(block_means, "_factors_by_kernel", by_kernel)
+    block, shape, count = Factors((0, 1)), (4, 6), 2 * block_means._LEAVES + 3
+    values = [jnp.square(drawn(block.mean_shape(shape), F32, i)) for i in range(count)]
+    found = block_means.operands([block] * count, values, [shape] * count)
+    for v, operands in zip(values, found, strict=True):
+        for one, other in zip(operands, block.operands(v, shape), strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
 def test_factors_share_a_launch(on_a_gpu):
     """One launch, where columns are the last axis and a program can read all rows."""
 

@@ -57,6 +57,11 @@ def concatenated(tree):
     return {name: together(tree, own) for name, own in VECTORS.items()} | {"large": tree["large"]}
 
 
+def test_a_leaf_of_as_many_elements_is_not_small():
+    state = adamw(CODED, below=2 * 3 * 64).init(tree_of(0))
+    assert [isinstance(state.mu[name], InPack) for name in ("b", "z")] == [True, False]
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_step_is_that_of_the_vectors(dtype):
     """Codes, scales, corrections and weights, bit for bit, by either path."""

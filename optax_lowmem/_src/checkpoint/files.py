@@ -9,9 +9,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from optax_lowmem._src.checkpoint import checksums
 from optax_lowmem._src.checkpoint.description import Forms, array_leaves, form_of, forms, unlike
+
+try:
+    import fcntl
+except ModuleNotFoundError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
@@ -20,18 +27,21 @@ if TYPE_CHECKING:
 
 StrPath = str | os.PathLike[str]
 _STEP = re.compile(r"(?:.*_)?(\d+)")  # a folder of Orbax's: 7, step_7, 0007
+_TEMPORARY = re.compile(r"\d+\.orbax-checkpoint-tmp")
 PARAMS, STATE, DESCRIPTION = "params", "opt_state", "optax_lowmem"
 
 
 def orbax() -> Any:
-    """Orbax, which the package itself does not need."""
+    """Orbax, which the package itself does not need; nor does it need xxhash, for checksums."""
     try:
         import orbax.checkpoint as ocp
+        import xxhash  # noqa: F401
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] != "orbax":
+        name = (error.name or "").split(".")[0]
+        if name not in ("orbax", "xxhash"):
             raise  # Orbax is there, and something that it needs is not
         raise ImportError(
-            "checkpoints need Orbax: pip install orbax-checkpoint", name="orbax"
+            "checkpoints need Orbax and xxhash: pip install orbax-checkpoint xxhash", name=name
         ) from error
     return ocp
 
@@ -106,15 +116,49 @@ def steps(manager: "ocp.CheckpointManager") -> list[int]:
     return [step for step in manager.all_steps() if step in there and is_complete(there[step])]
 
 
-def remove_temporary(path: StrPath, step: int) -> None:
-    """Removes what a save that failed has left."""
+@contextlib.contextmanager
+def sole_writer(path: StrPath) -> Iterator[None]:
+    """Holds the lock of a directory; raises where another save holds it.
+
+    The lock is the operating system's, of the directory itself, so it ends with its process.
+    Buckets and file systems without locks have none. Process 0 takes it for all.
+    """
+    folder, busy = None, False
+    if jax.process_index() == 0 and fcntl is not None and not is_remote(path):
+        os.makedirs(path, exist_ok=True)
+        folder = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            busy = True
+        except OSError:  # a file system without locks
+            pass
+    try:
+        if jax.process_count() > 1:
+            busy = bool(np.any(multihost_utils.process_allgather(np.bool_(busy))))
+        if busy:
+            raise BlockingIOError(
+                f"another save writes to {path}: one at a time may. Wait for it, or save to "
+                "another directory."
+            )
+        yield
+    finally:
+        if folder is not None:
+            if not busy:
+                with contextlib.suppress(OSError):  # a forked process would keep it otherwise
+                    fcntl.flock(folder, fcntl.LOCK_UN)
+            os.close(folder)
+
+
+def remove_temporary(path: StrPath) -> None:
+    """Removes what saves that failed or were cut off have left; only as the sole writer."""
     from etils import epath  # comes with Orbax
 
     parent = epath.Path(absolute(path))
     if jax.process_index() == 0 and parent.exists():
         for left in parent.iterdir():
-            if left.name.startswith(f"{step}.") and "orbax-checkpoint-tmp" in left.name:
-                with contextlib.suppress(OSError):  # the error that is on its way says more
+            if _TEMPORARY.match(left.name):
+                with contextlib.suppress(OSError):  # a save that goes on fails by itself
                     left.rmtree()
 
 

@@ -209,8 +209,9 @@ def save(
     """Saves parameters and state as one step of an Orbax `CheckpointManager` directory.
 
     It returns when the step is complete, so that a training step may be given the arrays to donate.
-    A step appears under its name when it is complete: one that was cut off is never restored. Every
-    file has a checksum, which `restore` compares.
+    A step appears under its name when it is complete: one that was cut off is never restored, and
+    the next save removes it. Every file has a checksum, which `restore` compares. One save at a
+    time may write to a directory.
 
     Args:
       path: of the directory of all steps; made where there is none.
@@ -218,13 +219,13 @@ def save(
       params: its parameters.
       state: its state.
       step: number of the step.
-      keep: how many of the newest steps to keep, 1 or more, and this one if it is older; None
-        keeps all.
+      keep: how many steps to keep, 1 or more: the newest, by their numbers. None keeps all.
 
     Raises:
+      BlockingIOError: another save, of any process or thread, writes to this directory.
       ImportError: without Orbax.
-      ValueError: for a step that is there already, a step or keep that is no such number, or a
-        state that `tx` does not keep.
+      ValueError: for a step that is there already or older than all that `keep` keeps, a step or
+        keep that is no such number, or a state that `tx` does not keep.
 
     Speed: the checksums take 6 to 8 % of the time (0.6 GB into the page cache, 2 cores).
 
@@ -245,25 +246,34 @@ def save(
     ocp = files.orbax()
     items = args(tx, params, state)
     items[DESCRIPTION] = ocp.args.JsonSave({**items[DESCRIPTION].item, "checksums": checksums.FORM})
-    try:
-        with open_manager(path, enable_async_checkpointing=False) as manager:
-            there = files.folders(manager).get(step)
-            if there is not None and files.is_complete(there):
-                raise ValueError(
-                    f"{path} has a checkpoint of step {step} already: save another step."
-                )
-            if there is not None:
-                raise ValueError(
-                    f"{path} has a folder of step {step} that is no complete checkpoint: remove "
-                    "it, or save another step."
-                )
-            manager.save(step, args=ocp.args.Composite(**items), force=True)
-            for old in sorted(files.steps(manager))[: -keep if keep else 0]:
-                if old != step:
-                    manager.delete(old)
-    except BaseException:
-        files.remove_temporary(path, step)
-        raise
+    with files.sole_writer(path):
+        files.remove_temporary(path)
+        try:
+            _save(path, step, keep, ocp.args.Composite(**items))
+        except BaseException:
+            files.remove_temporary(path)
+            raise
+
+
+def _save(path: StrPath, step: int, keep: int | None, items: Any) -> None:
+    with open_manager(path, enable_async_checkpointing=False) as manager:
+        there = files.folders(manager).get(step)
+        if there is not None and files.is_complete(there):
+            raise ValueError(f"{path} has a checkpoint of step {step} already: save another step.")
+        if there is not None:
+            raise ValueError(
+                f"{path} has a folder of step {step} that is no complete checkpoint: remove "
+                "it, or save another step."
+            )
+        newer = sorted(old for old in files.steps(manager) if old > step)
+        if keep is not None and len(newer) >= keep:
+            raise ValueError(
+                f"step {step} is older than the steps {newer[-keep:]} in {path}, which "
+                f"keep={keep} keeps: save a newer step, or keep more."
+            )
+        manager.save(step, args=items, force=True)
+        for old in sorted(files.steps(manager))[: -keep if keep else 0]:
+            manager.delete(old)
 
 
 def _whole(name: str, value: int, least: int, other: str = "") -> int:
@@ -322,6 +332,8 @@ def restore(
       ImportError: without Orbax.
       ValueError: no complete step; another codec, group size, tree, shape or dtype (nothing is
         cast); a checkpoint that is cut short or damaged.
+
+    Memory: on a CPU the peak is 1.4 to 1.8 times the size of the restored arrays.
 
     Example:
       >>> import jax.numpy as jnp, tempfile, optax_lowmem as lowmem

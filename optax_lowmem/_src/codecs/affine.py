@@ -17,6 +17,8 @@ from optax_lowmem._src.core.shown import ShowsChanges
 
 _PAPER_MIN_RANGE = 1e-5  # the reference implementation's floor
 _FAR = 1024.0  # codes: further than this from the zero-point everything is clipped
+_MIN_NORMAL = float(jnp.finfo(jnp.float32).tiny)
+_MOST = float(jnp.finfo(jnp.float32).max) * (1 - 2.0**-20)
 _SLACK = 2.0**-10  # of a code: f32 rounding of positions up to 255
 
 
@@ -124,8 +126,12 @@ class AffineCodec(GroupCodec):
         return self._stored(jnp.clip(code, -128, 127), zero)
 
     def units(self, stored: jax.Array) -> Grid:
-        """The grid of each group, of its stored word."""
-        return Grid(*self.scale.decode(stored))
+        """The grid of each group, of its stored word; guarded, no code decodes to infinity."""
+        step, zero = self.scale.decode(stored)
+        if self.guarded:
+            most = numerics.quotient(jnp.float32(_MOST), jnp.maximum(127 - zero, 128 + zero))
+            step = jnp.where(step > most, most, step)  # a comparison lets NaN pass everywhere
+        return Grid(step, zero)
 
     def dequantize(self, codes: jax.Array, unit: Grid) -> jax.Array:
         """f32 values of codes, elementwise; the group's grid broadcasts."""
@@ -134,17 +140,27 @@ class AffineCodec(GroupCodec):
         return steps.astype(jnp.float32) * unit.step
 
     def error_bound(self, x: jax.Array, stochastic: bool = False) -> jax.Array:
-        """Half a step (nearest) or a whole one; of the guarded form, which clips nothing."""
+        """Half a step (nearest) or a whole one; of the guarded form, which clips nothing.
+
+        Plus what a step loses that is flushed to 0, wholly or in part, and what it is shortened by
+        in a group that ends within two steps of f32's largest number.
+        """
         high = jnp.maximum(jnp.max(x, axis=-1, keepdims=True), 0)
         low = jnp.minimum(jnp.min(x, axis=-1, keepdims=True), 0)
-        step = (high - low) * jnp.float32((1 + 2 * self.scale.relative_error) / 254)
-        return jnp.broadcast_to(step * jnp.float32((1.0 if stochastic else 0.5) + _SLACK), x.shape)
+        share = jnp.float32((1 + 2 * self.scale.relative_error) / 254)
+        step = high * share - low * share
+        width = jnp.float32((1.0 if stochastic else 0.5) + _SLACK)
+        at_end = jnp.maximum(high, -low) > jnp.float32(_MOST) - 2 * step
+        width = width + jnp.where(at_end, jnp.float32(1.5), jnp.float32(0))
+        lost = jnp.where(high == low, jnp.float32(0), jnp.float32(3 * 254 * _MIN_NORMAL))
+        return jnp.broadcast_to(step * width + lost, x.shape)
 
 
 def affine() -> AffineCodec:
     """int8 with a zero-point: 1 + 4/G bytes a value, error at most 1/508 of the group's range.
 
-    The range holds 0, which is exact, and has no floor. Deviations from the reference, whose range
+    The range holds 0, which is exact, and has no floor but that of normal numbers: one under 3e-36
+    decodes to 0. Deviations from the reference, whose range
     may leave out 0 (errors of 50 to 99.9 % in groups of one sign) and is at least 1e-5: 254 steps
     instead of 255, so that rounding the zero-point clips neither end; a 24-bit scale.
     """

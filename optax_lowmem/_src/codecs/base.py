@@ -17,7 +17,8 @@ from optax_lowmem._src.core.shown import ShowsChanges
 
 # ---- the scale of a group: f32, 16 bits with an 8-bit exponent, or the paper's FP16 --------------
 
-_MAX_BITS = (126 + 127) << 23  # 2^126: its reciprocal is still normal
+MAX_SCALE = 2.0**126  # its reciprocal is still normal
+_MAX_BITS = (126 + 127) << 23
 
 
 def guard(bits: jax.Array) -> jax.Array:
@@ -275,7 +276,11 @@ class GroupCodec(ShowsChanges, abc.ABC):
 
     @abc.abstractmethod
     def error_bound(self, x: jax.Array, stochastic: bool = False) -> jax.Array:
-        """Upper bound of |decode(encode(x)) - x| for each element of a finite group view."""
+        """Upper bound of |decode(encode(x)) - x| for each element of a finite group view.
+
+        Of the guarded form it holds for all of f32; it counts what is over 2^126 and saturates, and
+        what is flushed to 0. Subnormal values count as 0.
+        """
 
     def encode(self, x: jax.Array, noise: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
         """Codes [..., groups, lanes] and stored scales [..., groups] of a group view."""

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from optax_lowmem._src.codecs.base import (
+    MAX_SCALE,
     E8M8Scale,
     Float16Scale,
     Float32Scale,
@@ -19,6 +20,7 @@ from optax_lowmem._src.core import numerics
 
 _EPS = float(jnp.finfo(jnp.float32).eps)
 _MIN_NORMAL = float(jnp.finfo(jnp.float32).tiny)
+_MAX_ROOT = float(jnp.finfo(jnp.float32).max) ** 0.5 * (1 - 2.0**-20)
 _PAPER_MIN_ABSMAX = 1e-12  # the official implementation's floor
 
 
@@ -146,22 +148,24 @@ class CompandedCodec(GroupCodec):
         r"""Upper bound of |decode(encode(x)) - x| for each element of a finite group view.
 
         Half a code (nearest) or a whole one (stochastic) either side of z, in decoded units; plus
-        what the stored scale loses of the group maximum, plus f32 rounding (16 ulp); a floored
-        element is off by at most one code.
+        what the stored scale loses of the group maximum, plus f32 rounding (16 ulp, and what is
+        flushed to 0); a floored element is off by at most one code.
         """
         y = self.magnitude(x)
         absmax = jnp.max(y, axis=-1, keepdims=True)
         scale = jnp.where(absmax == 0, jnp.float32(1), absmax)
+        if self.guarded:
+            scale = jnp.minimum(scale, jnp.float32(MAX_SCALE))
         slack, shift = 1 + self.scale.relative_error, self.scale.absolute_error
         low, high = jnp.maximum(scale / slack - shift, 0), scale * slack + shift
-        z = self.position(y, self.divisor(scale))
+        z = jnp.minimum(self.position(y, self.divisor(scale)), jnp.float32(self.levels))
         width = jnp.float32(1.0 if stochastic else 0.5)
         if not self.signed and self.guarded:
             width = jnp.where(z < 1, jnp.float32(1), width)
         up = self.decode_magnitude(jnp.minimum(z + width, self.levels), high)
         down = self.decode_magnitude(jnp.maximum(z - width, 0.0), low)
         exact = self.restore(y)
-        bound = jnp.maximum(up - exact, exact - down) + 16 * _EPS * exact
+        bound = jnp.maximum(up - exact, exact - down) + 16 * _EPS * exact + 2 * _MIN_NORMAL
         return jnp.where(absmax == 0, jnp.float32(0), bound)
 
 
@@ -264,7 +268,10 @@ class SqrtCodec(CompandedCodec):
         return y * divisor
 
     def unit(self, scale: jax.Array) -> jax.Array:
-        """s / L."""
+        """s / L; guarded, of an s whose square is finite, as 16-bit scales round up to 2^64."""
+        if self.guarded:
+            most = jnp.float32(_MAX_ROOT)  # a comparison, which lets NaN pass on every backend
+            scale = jnp.where(scale > most, most, scale)
         return scale * jnp.float32(1 / self.levels)
 
     def expand(self, z: jax.Array) -> jax.Array:

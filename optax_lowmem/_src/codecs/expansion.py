@@ -198,7 +198,7 @@ class ExpandedCodec(GroupCodec):
         """Upper bound of |decode(encode(x)) - x| for each element of a finite group view.
 
         Half a code (nearest) or a whole one either side of z, in decoded units, plus f32 rounding,
-        which grows with the octaves between x and the maximum.
+        which grows with the octaves between x and the maximum, and what is flushed to 0.
         """
         stored, power = self.measure(x)
         power = jax.tree.map(lambda a: a[..., None], power)
@@ -213,7 +213,7 @@ class ExpandedCodec(GroupCodec):
         )
         exact = jnp.abs(x)
         depth = -numerics.quotient(octaves, power.k)
-        slack = exact * (_SLACK + _SLACK_PER_OCTAVE * depth)
+        slack = exact * (_SLACK + _SLACK_PER_OCTAVE * depth) + 2 * _MIN_NORMAL
         live = exact >= jnp.float32(_MIN_NORMAL)
         return jnp.where(live, jnp.maximum(up - exact, exact - down) + slack, jnp.float32(0))
 
