@@ -293,11 +293,7 @@ def test_written_triton_has_no_formulas():
         for path in sources("optax_lowmem/_src")
         if any(target.split(".")[0] == "triton" for _, target in imports(path))
     }
-    assert written == {
-        "core/triton_library.py",
-        "update/jax_triton_kernel.py",
-        "update/jax_triton.py",
-    }
+    assert written == {"core/triton_library.py", "update/jax_triton_kernel.py"}
     own = PACKAGE / "_src"
     assert floats(own / "update/jax_triton_kernel.py") == set()
     # the step of numbers under 2^-6, and of an exponent of 8 bits over one of 7
