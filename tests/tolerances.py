@@ -167,7 +167,7 @@ REORDERED_NORM = 2.0**-18
 STABLE_ADAMW_RTOL = 1e-5
 STABLE_ADAMW_ATOL = 1e-6
 
-# -- the fused GPU step (test_pallas_step.py, test_kernel_numerics.py, test_gpu_step.py) -----------
+# -- the fused GPU step (test_step_backends.py, test_kernel_numerics.py, test_gpu_step.py) ---------
 
 # x times 1 / y to an ulp, 2^-23, and a product of u. (XLA's division on a GPU: 2 ulp, 2^-22.)
 KERNEL_QUOTIENT = 2.0**-22

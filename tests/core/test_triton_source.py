@@ -103,6 +103,27 @@ def test_what_has_no_form_is_named():
     assert triton_source.missing(table) == "a constant array of shape (8,)"
 
 
+def test_e4m3_by_bits():
+    """Without a GPU's conversions: every code; numbers of every size, all ties, and the largest."""
+    codes = np.arange(256, dtype=np.uint8)
+    every = codes.view(jnp.float8_e4m3fn).astype(np.float32)
+    (found,) = triton_on_numpy.called("of_e4m3_by_bits", codes)
+    numbers = ~np.isnan(every)
+    np.testing.assert_array_equal(found.view(np.uint32)[numbers], every.view(np.uint32)[numbers])
+    assert np.isnan(found[~numbers]).all()
+
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=1 << 14) * 2.0 ** rng.integers(-14, 12, 1 << 14)).astype(np.float32)
+    numbers = np.sort(every[np.isfinite(every)])
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    x[: ties.size], x[-4:] = ties, [np.nan, np.inf, -np.inf, 3e38]
+    wanted = np.clip(x, -448, 448).astype(jnp.float8_e4m3fn).view(np.uint8)
+    (found,) = triton_on_numpy.called("to_e4m3_by_bits", x)
+    numbers = ~np.isnan(x)
+    np.testing.assert_array_equal(found[numbers], wanted[numbers])
+    assert (found[~numbers] & 0x7F == 0x7F).all()
+
+
 # ---- the step of a tile --------------------------------------------------------------------------
 
 CODECS = lowmem.codecs.CODECS

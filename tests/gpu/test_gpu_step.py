@@ -17,7 +17,7 @@ from optax_lowmem._src.optimizers.lion import LionRule
 from optax_lowmem._src.update import choose, tuning
 from tests import launch_cases, tolerances
 from tests.contract_cases import pairwise
-from tests.update.test_pallas_step import OPTIONS, STORED
+from tests.update.test_step_backends import OPTIONS, STORED
 
 pytestmark = pytest.mark.gpu
 

@@ -275,11 +275,7 @@ def test_triton_is_written_in_few_modules():
         for path in sources("optax_lowmem/_src")
         if any(target.split(".")[0] == "triton" for _, target in imports(path))
     }
-    assert written == {
-        "core/triton_library.py",
-        "update/jax_triton_kernel.py",
-        "update/jax_triton.py",
-    }
+    assert written == {"core/triton_library.py", "update/jax_triton_kernel.py"}
 
 
 def test_public_names():

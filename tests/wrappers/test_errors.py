@@ -213,7 +213,8 @@ ARGUMENTS = {
         RATE: [
             lambda: lowmem.flash_adamw("1e-3"), lambda: lowmem.flash_adam(None),
             lambda: lowmem.flash_lion([1e-3, 1e-4]), lambda: lowmem.flash_sgd({"a": 1e-3}),
-            lambda: lowmem.flash_adamw(True)],
+            lambda: lowmem.flash_adamw(True), lambda: lowmem.flash_adamw(1e-3j),
+            lambda: lowmem.flash_lion(jnp.complex64(1e-3))],
         "b1 must be a number": [lambda: adamw(b1=[0.9]), lambda: adamw(b1=True)],
         "weight_decay must be a number, an f32 scalar or a schedule, got True": [
             lambda: adamw(weight_decay=True)],

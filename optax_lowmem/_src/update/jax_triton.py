@@ -433,11 +433,7 @@ class _Body:
 
 
 def _arithmetic() -> contextlib.AbstractContextManager[None]:
-    """Interpreted, a kernel is compared with the reference: the same expressions."""
-    import triton
-
-    if triton.knobs.runtime.interpret:
-        return contextlib.nullcontext()
+    """The forms of a GPU's instructions."""
     return numerics.kernel_arithmetic(triton_source.APPROXIMATIONS)
 
 
