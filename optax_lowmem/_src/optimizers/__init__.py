@@ -63,7 +63,9 @@ def _factored(make: Constructor, **more: Any) -> Constructor:
 
 # optax before 0.2.7 has a Muon without it.
 _KNOWN_TO_MUON = inspect.signature(optax.contrib.muon).parameters
-_SCALE_OF_MUON = {"consistent_rms": 0.2} if "consistent_rms" in _KNOWN_TO_MUON else {}
+_SCALE_OF_MUON: dict[str, Any] = (
+    {"consistent_rms": 0.2} if "consistent_rms" in _KNOWN_TO_MUON else {}
+)
 _ADAM_FIELDS = {"mu": "ScaleByAdamState.mu", "nu": "ScaleByAdamState.nu"}
 
 
