@@ -303,6 +303,7 @@ CLAIMS: tuple[Claim, ...] = (
       )
       for what, how in (
           (f"GPT-2 124M, {rule}", of_pairs("gpt2-124m", base, ours)),
+          (f"GPT-2 124M, 300 steps, {rule}", of_pairs("gpt2-124m-300", base, ours)),
           *((f"{model}, {rule}{what}", of_pairs(case, base, impl))
             for model, case in SHORT.items() if rule == "AdamW"
             for what, impl in (("", ours), (", f32 moments with split weights", "split"),

@@ -12,7 +12,6 @@ from benchmarks.suites.step.tables import BASE
 OURS = {"memory": "lowmem", "step": "lowmem.step"}
 # runs, the largest first
 LARGEST = {
-    "GPT-2 124M": of_pairs("gpt2-124m", "adamw", "flash_adamw"),
     "a GPT of 42M": of_pairs("gpt-42m", "adamw", "flash_adamw"),
     "the GPT of 42M": of_examples("adamw"),
 }
