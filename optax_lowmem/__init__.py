@@ -10,7 +10,6 @@ from optax_lowmem import gaussws as gaussws
 from optax_lowmem import memory as memory
 from optax_lowmem import release as release
 from optax_lowmem import sharding as sharding
-from optax_lowmem._src import pickles as _pickles
 from optax_lowmem._src.core.policy import Policy as Policy
 from optax_lowmem._src.noise.noisy import gaussws_noise as gaussws_noise
 from optax_lowmem._src.optimizers import OPTIMIZERS as OPTIMIZERS
@@ -52,8 +51,6 @@ from optax_lowmem._src.wrappers.reset import reset as reset
 from optax_lowmem._src.wrappers.slots import register_slot as register_slot
 from optax_lowmem._src.wrappers.split import split_master_weights as split_master_weights
 from optax_lowmem._src.wrappers.update_clipping import update_clipping as update_clipping
-
-_pickles.register()
 
 try:
     __version__ = _metadata.version("optax-lowmem")

@@ -207,9 +207,3 @@ def test_refusals():
     block = layers.Fp8LlamaBlock(WIDTH, HIDDEN, HEADS, recipe=LEAN, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="leave it out"):
         block(drawn(), block.weight_maxima())
-
-
-def test_the_old_name_of_what_a_recipe_says():
-    with pytest.warns(DeprecationWarning, match="quantizes"):
-        assert Recipe().quantises
-    assert not LEAN.quantizes

@@ -1,7 +1,6 @@
 """Storage of an FP8 flow: its options, the values passed between its layers, and their codes."""
 
 import dataclasses
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -81,15 +80,6 @@ class Recipe:
     def quantizes(self) -> bool:
         """Return whether anything is stored or multiplied in 8 bits."""
         return self.storage == FP8
-
-    @property
-    def quantises(self) -> bool:
-        """Return `quantizes`, of which this is the old name."""
-        message = (
-            "Recipe.quantises is called quantizes now; the old name goes with the next version"
-        )
-        warnings.warn(message, DeprecationWarning, stacklevel=2)
-        return self.quantizes
 
 
 DEFAULT = Recipe()
