@@ -123,7 +123,7 @@ def by_reference(name, bits, dtype, rounding):
     @functools.partial(jax.jit, static_argnums=0)
     def run(update_leaf, params, grads, state):
         plans = engine.plans(params)
-        states, shared = engine.unpack(state, plans)
+        states, shared = engine.unpack(state, plans, params)
         h = engine.hyperparameters(state.count)
         key = random.leaf_key(state.seed, state.count, "w")
         columns = (grads.values(), params.values(), states, shared)
