@@ -94,20 +94,30 @@ def make(optimizer, shapes, stored=None, how=None, **options):
     coded = {name: codec for name, codec in stored.items() if codec is not None}
     case = launch_cases.make(build(storage=storage(**coded, **how)), list(shapes), **options)
     engine = build(storage=storage(**stored, **how)).engine
-    wanted = engine.plans({plan.path: x.p if x.p is not None else x.g
-                           for plan, x in zip(case.plans, case.leaves, strict=True)})  # fmt: skip
-    for i, (plan, state, leaf) in enumerate(zip(case.plans, case.states, case.leaves, strict=True)):
-        new = dataclasses.replace(wanted[i], direct=plan.direct)
-        kept = []
-        for old, slot, *stored_as in zip(plan.slots, new.slots, state.slots, state.scales,
-                                         strict=True):  # fmt: skip
-            if slot.codec is None:
-                plain = codecs.decode_array(old.codec, *stored_as, plan.group_size, plan.shape[-1])
-                stored_as = [plain, jnp.zeros(())]
-            kept.append(stored_as)
-        slots, scales = map(tuple, zip(*kept, strict=True)) if kept else ((), ())
-        case.plans[i], case.states[i] = new, state._replace(slots=slots, scales=scales)
-        case.leaves[i] = operands.leaf_of(new, leaf.g, leaf.p, case.states[i], leaf.of_block)
+    tree = {
+        f"leaf{i}": jax.ShapeDtypeStruct(plan.shape, plan.dtype)
+        for i, plan in enumerate(case.plans)
+    }
+    wanted = engine.plans(tree)
+    for i, (plan, state) in enumerate(zip(case.plans, case.states, strict=True)):
+        new, plain = wanted[i], [slot.codec is None for slot in wanted[i].slots]
+        rows = zip(plan.slots, state.slots, state.scales, plain, strict=True)
+        kept = [
+            (
+                codecs.decode_array(slot.codec, codes, scales, plan.group_size, plan.shape[-1]),
+                jnp.zeros(()),
+            )
+            if drop
+            else (codes, scales)
+            for slot, codes, scales, drop in rows
+        ]
+        case.plans[i] = dataclasses.replace(new, direct=plan.direct)
+        case.states[i] = state._replace(
+            slots=tuple(row[0] for row in kept), scales=tuple(row[1] for row in kept)
+        )
+        leaf = case.leaves[i]
+        arrays = leaf.g, leaf.p, case.states[i], leaf.of_block
+        case.leaves[i] = operands.leaf_of(case.plans[i], *arrays)
     return case
 
 
@@ -175,7 +185,7 @@ def unsupported(kernel, rule, plan):
     return jax_triton.supported(rule, plan) if "triton" in kernel else None
 
 
-def compared(kernel, launcher, case, tile=None):
+def check(kernel, case, launcher, tile=None):
     """Against the reference: codes and scales at most one apart, where each weight lands.
 
     Kernel and reference are two programs, and one contracts multiply-adds that the other does not.
@@ -184,20 +194,6 @@ def compared(kernel, launcher, case, tile=None):
         assert unsupported(kernel, case.rule, plan) is None
     tile = tile or TILES.get(kernel, Tile())
     launch_cases.compare(case, launch_cases.launch(case, launcher, tile))
-
-
-@pytest.fixture
-def check(kernel, launcher, request):
-    """Compare a case with the reference: of Pallas' interpreted kernel every bit."""
-    if kernel == "pallas":
-        launches = request.getfixturevalue("interpreted")
-
-        def bits(case):
-            check_bits(case)
-            assert launches == [len(case.leaves)]
-
-        return bits
-    return functools.partial(compared, kernel, launcher)
 
 
 def both(case, tuned=SMALL, options=SAME_BITS):
@@ -307,12 +303,18 @@ def named(kernel, optimizer, stored, weights, *rest):
     [row for kernel in (*KERNELS, *GPU_KERNELS) for row in grid(kernel)],
 )
 def test_is_the_reference(
-    kernel, optimizer, stored, weights, direct, rounding, group_size, gradient, shapes, check
+    kernel, optimizer, stored, weights, direct, rounding, group_size, gradient, shapes,
+    launcher, request,
 ):  # fmt: skip
     bits, dtype = weights
     how = dict(master_weight_bits=bits, rounding=rounding, group_size=group_size)
     options = dict(dtype=dtype, direct=direct, gradient_dtype=gradient)
-    check(make(optimizer, shapes, stored_for(kernel, stored), how, **options))
+    case = make(optimizer, shapes, stored_for(kernel, stored), how, **options)
+    if kernel != "pallas":
+        return check(kernel, case, launcher)
+    launches = request.getfixturevalue("interpreted")
+    check_bits(case)
+    assert launches == [len(shapes)]
 
 
 ROUNDED = {"master_weight_bits": None, "master_rounding": "stochastic"}
@@ -339,10 +341,14 @@ VARIANTS = {
     + of(["pallas_tpu"], [name for name in VARIANTS if name != "f16 updates"])
     + of(GPU_KERNELS, VARIANTS),
 )
-def test_variants(kernel, name, check):
+def test_variants(kernel, name, launcher, request):
     optimizer, how, options = VARIANTS[name]
     shapes = {"pallas_tpu": [(3, 8, 256)]}.get(kernel, SHAPES[0])
-    check(make(optimizer, shapes, how=how, direct=False, **options))
+    case = make(optimizer, shapes, how=how, direct=False, **options)
+    if kernel != "pallas":
+        return check(kernel, case, launcher)
+    request.getfixturevalue("interpreted")
+    check_bits(case)
 
 
 FOUR_BITS = STORED["4 bits"]
@@ -367,9 +373,9 @@ SIZES = {
     "kernel, size, stored",
     [row for kernel, sizes in SIZES.items() for row in of([kernel], sizes)],
 )
-def test_group_sizes(kernel, size, stored, check):
+def test_group_sizes(kernel, size, stored, launcher):
     shapes = {"pallas_tpu": [(40, 3072)], "pallas": ENDS, "triton": ENDS}.get(kernel, ON_GPU)
-    check(make("flash_adamw", shapes, CODES[stored], {"group_size": size}))
+    check(kernel, make("flash_adamw", shapes, CODES[stored], {"group_size": size}), launcher)
 
 
 BLOCKS = {
@@ -404,7 +410,7 @@ FACTORED = [("rows and columns", name) for name in MATRICES]
          + [row for row in FACTORED if lies_on_tpus(MATRICES[row[1]])],
          [FACTORED[1], FACTORED[3]]),
 )  # fmt: skip
-def test_second_moments_of_blocks_and_of_rows_and_columns(kernel, of_what, name, check):
+def test_second_moments_of_blocks_and_of_rows_and_columns(kernel, of_what, name, launcher):
     if of_what == "blocks":
         shape, block = BLOCKS[name]
         structure = lowmem.blocks.Structure(rules=[("leaf*", block)])
@@ -417,7 +423,7 @@ def test_second_moments_of_blocks_and_of_rows_and_columns(kernel, of_what, name,
         assert case.plans[0].block == block
     else:
         assert len(case.plans[0].block.parts) == 2
-    check(case)
+    check(kernel, case, launcher)
 
 
 LANDING = list(itertools.product(("float32", "param"), (24, 32), ROUNDINGS, (True, False)))
@@ -446,19 +452,20 @@ IN_FULL = pytest.param("triton", marks=pytest.mark.full)
 
 
 @pytest.mark.parametrize("kernel", [IN_FULL, *ALONE])
-def test_many_leaves(kernel, check, monkeypatch):
+def test_many_leaves(kernel, launcher, monkeypatch):
     """More than a launch of generated Triton takes, of two kinds that take turns."""
     monkeypatch.setattr(jax_triton, "_MAX_POINTERS", 40)
     shapes = [(2 + i, 32 if i % 3 else 33) for i in range(7 if kernel == "triton" else 70)]
-    check(make(lowmem.scale_by_flash_adam, shapes, dtype=F32, direct=False), Tile(128, 4))
+    case = make(lowmem.scale_by_flash_adam, shapes, dtype=F32, direct=False)
+    check(kernel, case, launcher, Tile(128, 4))
 
 
 @pytest.mark.parametrize("kernel", ALONE)
 @pytest.mark.parametrize("tile", [Tile(1024, 4), Tile(2048, 4), Tile(512, 2), Tile(4096, 8)])
 @pytest.mark.parametrize("how", [{}, {"rounding": "nearest"}, {"update_dtype": "param"}])
-def test_tiles_and_options(kernel, how, tile, check):
+def test_tiles_and_options(kernel, how, tile, launcher):
     for direct in (True, False):
-        check(make("flash_adamw", ON_GPU, how=how, direct=direct), tile)
+        check(kernel, make("flash_adamw", ON_GPU, how=how, direct=direct), launcher, tile)
 
 
 @pytest.mark.parametrize("kernel", ALONE)
@@ -485,8 +492,7 @@ def test_vmap_and_shard_map(kernel, launcher):
 def test_the_convention_of_jax_triton_04(monkeypatch, direct):
     """Also with a result that takes nothing's place."""
     triton_on_numpy.install(monkeypatch, triton_on_numpy.triton_call_04)
-    launch = jax_triton.launch.__wrapped__
-    compared("triton", launch, make("flash_adamw", SHAPES[0], direct=direct))
+    check("triton", make("flash_adamw", SHAPES[0], direct=direct), jax_triton.launch.__wrapped__)
 
 
 @pytest.mark.full
@@ -496,7 +502,7 @@ def test_the_convention_of_jax_triton_04(monkeypatch, direct):
 def test_as_pallas_interprets_tpus(optimizer, shape):
     """Memory, semaphores and buffers as on a TPU; of whole blocks (jax 0.12 fails at others)."""
     launch = functools.partial(launch_on_tpu, interpret=pltpu.InterpretParams())
-    compared("pallas_tpu", launch, make(optimizer, [shape]))
+    check("pallas_tpu", make(optimizer, [shape]), launch)
 
 
 OTHERWISE = [("flash_sgd", 32), ("flash_adamw", 24), ("flash_lion", None)]

@@ -394,6 +394,14 @@ def test_on_a_machine_with_a_tpu_the_compiler_chooses(monkeypatch):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Programs are traced for a TPU, and the kernel runs as plain JAX."""
+    launch = functools.partial(pallas_tpu.launch, interpret=True)
+    monkeypatch.setattr(pallas_tpu, "launch", launch)
+    monkeypatch.setattr(platform, "target", lambda *args, **named: "tpu")
+
+
 OF_BLOCKS = {"one": (0, 1), "of columns": (0,), "of rows": (1,)}
 ON_MESHES = {
     "flash_adamw": (lowmem.flash_adamw, set()),
