@@ -27,4 +27,7 @@ def test_a_step_is_exported_for_tpus(name):
     assert exported.platforms == ("tpu",)
     wanted = [(x.shape, x.dtype) for x in jax.tree.leaves((params, state))]
     assert [(x.shape, x.dtype) for x in exported.out_avals] == wanted
-    assert "stablehlo" in exported.mlir_module() and "triton" not in exported.mlir_module()
+    # without the names of files that traced a part before
+    code = [line for line in exported.mlir_module().splitlines() if not line.startswith("#loc")]
+    assert any("stablehlo" in line for line in code)
+    assert not any("triton" in line for line in code)
