@@ -356,7 +356,7 @@ CODES = {"8 bits": {}, "4 bits": FOUR_BITS, "4-bit nu": {"nu": FOUR_BITS["nu"]}}
 # rows of groups and of part of one, and of bytes that hold two codes, half of one at their ends
 ENDS = [(130,), (3, 5), (9, 300), (256, 2), (64, 1), (33, 64), (4, 3)]
 SIZES = {
-    "pallas": [(4, "8 bits"), (256, "8 bits"), (2, "4 bits")],
+    "pallas": [(4, "8 bits"), (2, "4 bits")],
     "triton": [(size, "8 bits") for size in (1, 4, 8, 64, 256)]
     + list(itertools.product((2, 4, 32), ("4 bits", "4-bit nu"))),
     "pallas_tpu": [(size, "8 bits") for size in (8, 64, 128, 256, 1024)],
