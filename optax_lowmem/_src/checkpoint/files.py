@@ -5,6 +5,7 @@ import functools
 import itertools
 import os
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 StrPath = str | os.PathLike[str]
 _STEP = re.compile(r"(?:.*_)?(\d+)")  # a folder of Orbax's: 7, step_7, 0007
 _TEMPORARY = re.compile(r"\d+\.orbax-checkpoint-tmp")
+_REMOVALS = 5  # attempts to remove a temporary folder, over a second
 PARAMS, STATE, DESCRIPTION = "params", "opt_state", "optax_lowmem"
 
 
@@ -151,15 +153,24 @@ def sole_writer(path: StrPath) -> Iterator[None]:
 
 
 def remove_temporary(path: StrPath) -> None:
-    """Removes what saves that failed or were cut off have left; only as the sole writer."""
+    """Remove the temporary folders of saves that failed or were killed; only as the sole writer.
+
+    Threads of Orbax may outlive a save that failed and go on writing for a moment, so a folder
+    that cannot be removed is tried again.
+    """
     from etils import epath  # comes with Orbax
 
     parent = epath.Path(absolute(path))
-    if jax.process_index() == 0 and parent.exists():
-        for left in parent.iterdir():
-            if _TEMPORARY.match(left.name):
-                with contextlib.suppress(OSError):  # a save that goes on fails by itself
-                    left.rmtree()
+    if jax.process_index() != 0 or not parent.exists():
+        return
+    for attempt in range(_REMOVALS):
+        left = [folder for folder in parent.iterdir() if _TEMPORARY.match(folder.name)]
+        if not left:
+            return
+        time.sleep(0.1 * attempt)
+        for folder in left:
+            with contextlib.suppress(OSError):
+                folder.rmtree()
 
 
 def check_arrays(manager: "ocp.CheckpointManager", step: int, wanted: Mapping[str, object]) -> None:

@@ -250,9 +250,8 @@ def save(
         files.remove_temporary(path)
         try:
             _save(path, step, keep, ocp.args.Composite(**items))
-        except BaseException:
+        finally:  # threads of a save that failed before may have written since
             files.remove_temporary(path)
-            raise
 
 
 def _save(path: StrPath, step: int, keep: int | None, items: Any) -> None:

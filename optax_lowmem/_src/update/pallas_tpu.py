@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractMesh
 
 from optax_lowmem._src.codecs import GroupCodec
 from optax_lowmem._src.core import lanes, numerics, random
@@ -97,7 +98,8 @@ def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
         with numerics.kernel_arithmetic(ARITHMETIC):
             return step_tile(rule, plan, leaf, AnyHyperparameters(), given)
 
-    traced = jax.make_jaxpr(step)(leaf, bits)
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # a mesh would add reshards
+        traced = jax.make_jaxpr(step)(leaf, bits)
     return next((name for name in _primitives(traced.jaxpr) if name not in _KNOWN), None)
 
 
