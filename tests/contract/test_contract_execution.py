@@ -24,6 +24,7 @@ from tests.contract_cases import (
     codes_shape,
     masters,
     stream,
+    third,
 )
 
 _compiled = jax.jit
@@ -127,7 +128,7 @@ def test_step_is_update_and_apply_and_updates_are_f32(name):
         assert_same(whole, _step(name)(grads, state, params))
 
 
-@OPTIMIZER
+@third(1)
 def test_scan_and_cond_equal_separate_steps(name):
     tx, params, state = _begun(name)
     gradients = stream(masters(), 3)
@@ -146,7 +147,7 @@ def test_scan_and_cond_equal_separate_steps(name):
     assert largest <= 1 and share <= 0.01, (largest, share)
 
 
-@OPTIMIZER
+@third(2)
 def test_donation_is_used_and_changes_nothing(name):
     tx, params, state = _begun(name)
     kept = _step(name)(_gradient(), state, params)
@@ -194,7 +195,7 @@ def _config(name: str) -> Iterator[None]:
         jax.config.update(name, before)
 
 
-@OPTIMIZER
+@third(0)
 def test_x64_changes_no_code(name):
     tx, params, state = _begun(name)
     kept = _step(name)(_gradient(), state, params)
