@@ -6,6 +6,7 @@ this one. Each exception stands in a table with its reason.
 
 import functools
 import inspect
+import itertools
 from typing import Any
 
 import chex
@@ -65,7 +66,7 @@ def test_unexpected_arguments_are_taken_and_nothing_recompiles(name):
     assert np.isfinite(params).all()
 
 
-@everyone
+@pytest.mark.parametrize("name", rows(EVERYONE, [*DISTINCT, *list(WRAPPERS)[::3]]))
 def test_a_constant_schedule_is_its_number(name):
     params, grads = {"w": jnp.ones((3, 40))}, {"w": jnp.cos(jnp.arange(120.0).reshape(3, 40))}
     found = []
@@ -198,7 +199,13 @@ RATES = {"scale_by_flash_lion": 1e-2, "flash_trace": 1e-2, "split_master_weights
          "links": 1e-2, "flash_sgd plain": 1e-2}  # fmt: skip
 
 
-@pytest.mark.parametrize("name, target", in_turn(WRAPPERS, TARGETS))
+@pytest.mark.parametrize(
+    "name, target",
+    rows(
+        itertools.product(WRAPPERS, TARGETS),
+        list(zip(WRAPPERS, itertools.cycle(TARGETS), strict=False))[::2],
+    ),
+)
 def test_wrappers_converge(name, target):
     objective, start, end = TARGETS[target]
     tx = WRAPPERS[name](RATES.get(name, 1e-1), Form(policy=SMALL))

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests import tolerances as tol
+from tests.tiers import in_turn
 
 pytest.importorskip("flax")
 
@@ -100,8 +101,10 @@ def test_llm_int8_and_tensorwise_share_maxima_over_tokens():
     assert set(rest) == {(REDUCE, MAXIMA, 1)} and rest[REDUCE, MAXIMA, 1] <= 4
 
 
-@pytest.mark.parametrize("layout", ["fsdp of inputs", "fsdp of outputs"])
-@pytest.mark.parametrize("variant", ["switchback", "switchback_m"])
+@pytest.mark.parametrize(
+    "layout, variant",
+    in_turn(["fsdp of inputs", "fsdp of outputs"], ["switchback", "switchback_m"]),
+)
 def test_fsdp_gathers_codes_and_reduces_scalars(layout, variant):
     """The weights are gathered as codes, for each pass: no more bytes than of bf16 once."""
     mine, theirs = compared(layout, variant)
@@ -128,8 +131,9 @@ def test_tensor_parallel_reduces_a_maximum_a_token(layout, cut):
     }
 
 
-@pytest.mark.parametrize("layout", ["data", "columns", "rows"])
-@pytest.mark.parametrize("variant", ["switchback_m", "tensorwise"])
+@pytest.mark.parametrize(
+    "layout, variant", in_turn(["data", "columns", "rows"], ["switchback_m", "tensorwise"])
+)
 def test_explicit_axes(layout, variant):
     """Each gradient lies as what it is of; the values are those of Auto axes."""
     kind = (AxisType.Explicit,)

@@ -9,6 +9,7 @@ import pytest
 
 from tests import tolerances as tol
 from tests.oracle import switchback as oracle
+from tests.tiers import rows
 
 pytest.importorskip("flax")
 
@@ -131,7 +132,7 @@ def test_standard_is_jaxs_own_product():
 # ---- transformations -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", ["switchback_m", "llm_int8"])
+@pytest.mark.parametrize("variant", rows(["switchback_m", "llm_int8"], ["llm_int8"]))
 def test_leading_axes(variant):
     """None, one and several: rows are rows."""
     matmul = make(variant)
@@ -151,7 +152,7 @@ def test_leading_axes(variant):
         np.testing.assert_array_equal(dw, jnp.zeros((33, 7)))
 
 
-@pytest.mark.parametrize("variant", ["switchback_m", "tensorwise"])
+@pytest.mark.parametrize("variant", rows(["switchback_m", "tensorwise"], ["tensorwise"]))
 def test_vmap_is_a_loop(variant):
     step = jax.jit(functools.partial(run, make(variant)))
     over = functools.partial(run, make(variant))
@@ -249,7 +250,7 @@ def test_precision_is_that_of_the_weight_gradient():
 # ---- general products ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", ["switchback", "llm_int8"])
+@pytest.mark.parametrize("variant", rows(["switchback", "llm_int8"], ["switchback"]))
 def test_axes_of_a_general_product(variant):
     """Several sums, axes anywhere, and a batch: the product of matrices, axes put back."""
     x = jnp.float32(rng.normal(size=(3, 4, 2, 5)))  # sums over axes 1 and 3

@@ -68,7 +68,9 @@ def resampled(params, state, path=DOWN, dtype=BF16, **more):
 # ---- what is seen and what is kept ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["split", "f32", "f32 beside bf16", "no split"])
+@pytest.mark.parametrize(
+    "kind", rows(["split", "f32", "f32 beside bf16", "no split"], ["split", "f32 beside bf16"])
+)
 def test_noise_from_the_first_step_on(kind):
     dtype = F32 if kind == "f32" else BF16
     none = lowmem.Storage(master_weight_bits=None)

@@ -15,7 +15,7 @@ from optax_lowmem import codecs
 from tests import tolerances as tol
 from tests.oracle import adam_mini as oracle
 from tests.oracle.adam_mini import Block
-from tests.tiers import in_turn
+from tests.tiers import in_turn, rows
 
 BF16, F32 = jnp.bfloat16, jnp.float32
 
@@ -163,7 +163,10 @@ SCHEDULED = {  # learning rate, arguments of ours, of the oracle
 
 @pytest.mark.parametrize(
     "how, rate",
-    [("eager", "constant"), ("update", "constant"), *(("step", rate) for rate in SCHEDULED)],
+    rows(
+        [("eager", "constant"), ("update", "constant"), *(("step", rate) for rate in SCHEDULED)],
+        [("update", "constant"), *(("step", rate) for rate in SCHEDULED)],
+    ),
 )
 def test_every_kind_of_block_is_the_oracles(how, rate):
     """Weights, m and v_mean over five steps; v_mean in the layout of the block."""

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 import math
 import re
 
@@ -19,7 +20,7 @@ from optax_lowmem._src.update import matrices
 from optax_lowmem.sharding import state_shardings
 from tests import tolerances
 from tests.compilation import SAME_BITS
-from tests.tiers import in_turn, rows
+from tests.tiers import rows
 
 EXACT = lowmem.Storage.full_precision()
 CODED = lowmem.Storage(policy=lowmem.Policy(min_size=0))
@@ -318,7 +319,13 @@ def on_a_mesh(layout, axis_type):
     return tx, params, state, grads, placed, program
 
 
-@pytest.mark.parametrize("layout, axis_type", in_turn(LAYOUTS, [AxisType.Auto, AxisType.Explicit]))
+@pytest.mark.parametrize(
+    "layout, axis_type",
+    rows(
+        itertools.product(LAYOUTS, [AxisType.Auto, AxisType.Explicit]),
+        [("fsdp", AxisType.Explicit)],
+    ),
+)
 def test_a_mesh_takes_whole_matrices(layout, axis_type):
     """The step of one device; and nothing is moved between iterations, however many there are."""
     tx, params, state, grads, placed, program = on_a_mesh(layout, axis_type)

@@ -136,7 +136,6 @@ def check(name, layout, start=None, steps=20):
 # each way to shard, by rules of each kind
 OFTEN = [
     ("flash_adamw", "layers"),
-    ("flash_lion", "tensor"),
     ("stable_adamw", "both"),
 ]
 

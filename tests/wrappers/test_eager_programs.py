@@ -81,7 +81,7 @@ OPTIMIZERS = {
     "accumulate into moments": lowmem.accumulate_gradients(_ADAM, 4, "moments"),
     "track_master_ema": lowmem.track_master_ema(optax.sgd(1e-2), 0.99),
 }
-OFTEN = ["flash_adamw", "adam_mini", "coat_adamw", "chain", "accumulate into moments"]
+OFTEN = ["adam_mini", "coat_adamw", "accumulate into moments"]
 
 
 @pytest.mark.parametrize("name", rows(OPTIMIZERS, OFTEN))

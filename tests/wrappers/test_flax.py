@@ -327,7 +327,7 @@ def pair_of(cls: Any, tx: Any, param_dtype: Any = jnp.float32, **options: Any) -
     return model, cls(model, tx, wrt=nnx.Param, **options)
 
 
-@pytest.mark.parametrize(("name", "dtype"), rows(CASES, CASES[::2]))
+@pytest.mark.parametrize(("name", "dtype"), rows(CASES, CASES[::3]))
 def test_optimizer_trains_as_flaxs(name, dtype):
     """Parameters, state, step count, and the model's other variables."""
     tx = TXS[name]()

@@ -19,6 +19,7 @@ from optax_lowmem._src.core import groups
 from optax_lowmem._src.core.packs import InPack
 from tests.compilation import SAME_BITS
 from tests.contract_cases import assert_same
+from tests.tiers import rows
 
 SHAPES = {"a": (6, 40), "b": (33,), "empty": (0, 3), "large": (40, 96), "s": (), "z": (2, 3, 64)}
 BELOW = 1000
@@ -62,7 +63,7 @@ def test_a_leaf_of_as_many_elements_is_not_small():
     assert [isinstance(state.mu[name], InPack) for name in ("b", "z")] == [True, False]
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", rows([jnp.float32, jnp.bfloat16], [jnp.bfloat16]))
 def test_a_step_is_that_of_the_vectors(dtype):
     """Codes, scales, corrections and weights, bit for bit, by either path."""
     inner, tx = adamw(dataclasses.replace(CODED, policy=lowmem.Policy(min_size=33))), None

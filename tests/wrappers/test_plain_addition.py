@@ -10,6 +10,7 @@ import pytest
 import optax_lowmem as lowmem
 from optax_lowmem import Storage
 from tests.contract_cases import assert_same
+from tests.tiers import in_turn
 
 PARAMS = {"w": jnp.linspace(-1, 1, 6144).reshape(48, 128), "b": jnp.ones(8), "s": jnp.float32(2)}
 SOFTSIGN = {"mu": lowmem.codecs.softsign()}
@@ -30,8 +31,9 @@ def gradient(params):
     return jax.tree.map(lambda p: (p - 0.1).astype(p.dtype), params)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", [name for name in MADE if name != "around"])
+@pytest.mark.parametrize(
+    "name, dtype", in_turn([name for name in MADE if name != "around"], ["float16", "bfloat16"])
+)
 def test_a_promoted_weight_is_named_with_the_cure(name, dtype):
     tx = MADE[name]("float32")  # optax's own condition refuses f32 updates of 16-bit gradients
     params, state = lowmem.init(tx, PARAMS, dtype)
@@ -43,9 +45,9 @@ def test_a_promoted_weight_is_named_with_the_cure(name, dtype):
         tx.update(gradient(promoted), state, promoted)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("make", MADE.values(), ids=MADE)
-def test_updates_in_the_dtype_of_the_weights(make, dtype):
+@pytest.mark.parametrize("name, dtype", in_turn(MADE, ["bfloat16", "float16"]))
+def test_updates_in_the_dtype_of_the_weights(name, dtype):
+    make = MADE[name]
     tx = make("param")
     params, state = lowmem.init(tx, PARAMS, dtype)
     start = lowmem.master_params(params, state)
