@@ -256,7 +256,7 @@ def codes_over_keys(codec, groups, keys):
     return jax.vmap(one)(jnp.arange(keys, dtype=jnp.uint32))
 
 
-@pytest.mark.parametrize("name", rows(CODECS, [n for n in CODECS if n != "linear-uint4"]))
+@pytest.mark.parametrize("name", rows(CODECS, list(CODECS)[::2]))
 def test_stochastic_rounding_is_unbiased_between_decoded_neighbours(name):
     """Two codes only, the upper in the share that makes the mean of the decoded values x.
 

@@ -47,7 +47,7 @@ def _start(dtype: Any = "float32") -> jax.Array:
 # ---- extra arguments, trees, schedules -----------------------------------------------------------
 
 
-@everyone
+@pytest.mark.parametrize("name", rows(EVERYONE, [*DISTINCT, *list(WRAPPERS)[1::3]]))
 def test_unexpected_arguments_are_taken_and_nothing_recompiles(name):
     tx, params = EVERYONE[name](1e-2, Form(policy=SMALL)), _start()
     chex.clear_trace_counter()
@@ -100,7 +100,15 @@ STATIC = ("group_size", "bits", "every", "seed", "smooth_beta", "ns_steps",
 
 
 @pytest.mark.parametrize(
-    "name, inject", in_turn(WITH_NUMBERS, [optax.inject_hyperparams, lowmem.inject_hyperparams])
+    "name, inject",
+    rows(
+        itertools.product(WITH_NUMBERS, [optax.inject_hyperparams, lowmem.inject_hyperparams]),
+        [
+            (name, (optax.inject_hyperparams, lowmem.inject_hyperparams)[i % 2])
+            for i, name in enumerate(WITH_NUMBERS)
+            if i % 4 < 3
+        ],
+    ),
 )
 def test_hyperparameters_can_be_injected(name, inject):
     factory, options = WITH_NUMBERS[name]

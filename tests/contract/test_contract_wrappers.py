@@ -1,6 +1,7 @@
 """Tests of optax's wrappers and of Flax beyond equality with plain optax; see also the matrix."""
 
 import inspect
+import itertools
 import warnings
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import optax_lowmem as lowmem
 from tests.contract_cases import (
     CASES,
+    DISTINCT,
     OPTIMIZER,
     Form,
     assert_same,
@@ -134,8 +136,13 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@OPTIMIZER
+@pytest.mark.parametrize(
+    "name, target",
+    rows(
+        itertools.product(CASES, TARGETS),
+        list(zip(DISTINCT, itertools.cycle(TARGETS), strict=False)),
+    ),
+)
 def test_converges_on_optax_targets(name, target):
     objective, start, end = TARGETS[target]
     form = Form(policy=lowmem.Policy(min_size=0))

@@ -480,7 +480,13 @@ def test_fp8_of_powers_of_two_is_exact(axis):
     np.testing.assert_allclose(of_head, wanted if axis else wanted.T, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (3, 1), (2, 5)])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(s, marks=() if len(s) != 1 and s != (2, 5) else pytest.mark.full)
+        for s in ((), (1,), (3, 1), (2, 5))
+    ],
+)
 def test_fp8_of_few_tokens_and_any_width(shape):
     """One token; 7 wide; 11 words: nothing is a multiple of a tile."""
     hidden, head = jax.random.normal(KEYS[0], (*shape, 7)), jax.random.normal(KEYS[1], (7, 11)) / 4

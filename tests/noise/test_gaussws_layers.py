@@ -16,6 +16,7 @@ from flax import nnx  # noqa: E402
 import optax_lowmem as lowmem  # noqa: E402
 from optax_lowmem import gaussws, layers  # noqa: E402
 from tests.oracle import gaussws as oracle  # noqa: E402
+from tests.tiers import rows  # noqa: E402
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(16, 64)), jnp.float32)
 RATE, STEPS = 1e-2, 20
@@ -50,7 +51,7 @@ def wanted_output(kernel, bias, key, compute, bits=6.0):
 # ---- one layer -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", rows([None, jnp.bfloat16], [jnp.bfloat16]))
 def test_linen(dtype):
     layer = layers.GaussWSDense(40, dtype=dtype, bits_init=5.0)
     plain = nn.Dense(40, dtype=dtype)

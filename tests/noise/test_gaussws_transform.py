@@ -150,7 +150,7 @@ def test_optax_gets_f32_gradients():
     np.testing.assert_allclose(nu, of_wanted[0].nu["w"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("dtype", rows([BF16, F32], [BF16]))
 def test_updates_and_steps_agree(dtype):
     """Weights up to f32's rounding of the update, and how XLA fuses the step inside."""
     tx = noisy(parts=["down", "up"])
@@ -217,7 +217,7 @@ def test_weight_decay_guides_bitwidths_to_the_target():
     assert (gaussws.bitwidths(state)[DOWN] == 6).all()
 
 
-@pytest.mark.parametrize("noise", ["diffq", "box-muller"])
+@pytest.mark.parametrize("noise", rows(["diffq", "box-muller"], ["diffq"]))
 def test_other_noise(noise):
     tx = noisy(noise=noise)
     params, state = lowmem.init(tx, start())
@@ -340,7 +340,7 @@ def test_averages_around_and_inside():
     equal(averages[1], averages[2])
 
 
-@pytest.mark.parametrize("name", ["stable_adamw", "q_adam_mini"])
+@pytest.mark.parametrize("name", rows(["stable_adamw", "q_adam_mini"], ["q_adam_mini"]))
 def test_other_optimizers(name):
     tx = noisy(lowmem.OPTIMIZERS[name].make(1e-3))
     params, state = lowmem.init(tx, start())
@@ -448,7 +448,7 @@ BEHIND_THE_NOISE = {
 }
 
 
-@pytest.mark.parametrize("case", rows(BEHIND_THE_NOISE, ["around"]))
+@pytest.mark.parametrize("case", rows(BEHIND_THE_NOISE, []))
 def test_explain_tells_what_changes_the_noise(case):
     params = jax.tree.map(lambda w: w.astype(BF16), start())
     bad = BEHIND_THE_NOISE[case]()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import warnings
 
 import jax
@@ -269,7 +270,9 @@ def test_gradients_accumulated_into_the_moments():
 # ---- 16-bit weights and 8-bit moments ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits, how", [(24, "update"), (24, "step"), (32, "step")])
+@pytest.mark.parametrize(
+    "bits, how", rows([(24, "update"), (24, "step"), (32, "step")], [(24, "update"), (32, "step")])
+)
 def test_split_weights_follow_the_oracle(bits, how):
     """bf16 weights and gradients, f32 moments: masters lose what 24 or 32 bits do, step by step."""
     storage = lowmem.Storage.full_precision(master_weight_bits=bits)
@@ -395,7 +398,10 @@ def test_which_storage_is_the_default():
 # ---- edges ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, dtype", in_turn(FAMILY, [BF16, F32]))
+@pytest.mark.parametrize(
+    "name, dtype",
+    rows(itertools.product(FAMILY, [BF16, F32]), [("q_adam_mini", BF16), ("flash_adam_mini", F32)]),
+)
 def test_zero_gradients_only_decay(name, dtype):
     """0 / (0 + eps): no NaN in a tensor or a block without gradients, then or later."""
     tx, step = member(name)

@@ -186,6 +186,8 @@ HOW = {
 }
 
 
+@pytest.mark.full
+@pytest.mark.full
 @pytest.mark.parametrize("how", rows(HOW, ["int8"]))
 def test_a_transformer_follows_optax(how):
     """200 steps: where the weights go, and the loss."""

@@ -292,7 +292,7 @@ def test_codes_of_several_in_a_byte_are_of_the_vector():
     np.testing.assert_allclose(shares["mu"]["a"].zero, zeros, rtol=2.0**-20)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", rows([jnp.float32, jnp.bfloat16], [jnp.bfloat16]))
 def test_checkpoints(tmp_path, dtype):
     pytest.importorskip("orbax.checkpoint")
     tx = adamw(CODED, DECAYS, BELOW)
