@@ -19,7 +19,7 @@ from tests import launch_cases
 from tests import tolerances as tol
 from tests.launch_cases import units
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
-from tests.tiers import rows
+from tests.tiers import rows, triton_often
 
 CODECS = sorted(codecs.CODECS)
 # signed and unsigned, and either rounding; the others share their bodies with these
@@ -155,6 +155,7 @@ def test_an_odd_vocabulary():
 PARTIAL = [row for row in MARKED if "affine-int8-paper" not in getattr(row, "values", (row,))]
 
 
+@triton_often
 @pytest.mark.parametrize("name", PARTIAL)
 def test_what_is_not_there_does_not_count(name, backend):
     """A partial group, among far larger values, is stored as it would be alone."""

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import optax_lowmem as lowmem
 from tests.contract_cases import (
@@ -26,6 +27,7 @@ from tests.contract_cases import (
     stream,
     third,
 )
+from tests.tiers import rows
 
 _compiled = jax.jit
 
@@ -161,7 +163,7 @@ def test_donation_is_used_and_changes_nothing(name):
     assert copies[1] is not None and any(leaf.is_deleted() for leaf in jax.tree.leaves(copies[1]))
 
 
-@FEW
+@pytest.mark.parametrize("name", rows(CASES, ["optax.amsgrad"]))
 def test_members_of_an_ensemble_round_on_their_own(name):
     tx, *_ = _begun(name)
     start = masters()
@@ -225,7 +227,7 @@ def test_wide_gradients_are_clipped_as_f32():
     assert_same(*found)
 
 
-@FEW
+@pytest.mark.parametrize("name", rows(CASES, ["flash_lion"]))
 def test_debug_nans_finds_none_even_in_zero_gradients(name):
     tx, params, state = _begun(name)
     zero = jax.tree.map(jnp.zeros_like, _gradient())

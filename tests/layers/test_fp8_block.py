@@ -140,6 +140,7 @@ def test_gradients_are_straight_through(size):
     assert distance(found, want) < tol.FLIPPED_CODES
 
 
+@pytest.mark.full
 def test_numbers_are_near_those_of_an_ordinary_block():
     """Exact forward passes are nearer; bf16 gradients nearer still; all within E4M3's noise."""
     x = drawn()

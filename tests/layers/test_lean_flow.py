@@ -109,6 +109,7 @@ def test_units_of_a_llama_layer(monkeypatch):
     assert large == {"bfloat16"}
 
 
+@pytest.mark.full
 def test_second_derivatives():
     """Nothing is rounded to codes: unlike the flow in FP8, this one has them."""
     x, w = drawn(shape=(3, 8)), drawn(shape=(8, 4))

@@ -87,15 +87,18 @@ def interpreted(monkeypatch):
     return functools.partial(quantized_matmul_mosaic.multiply, interpret=how)
 
 
+FORMS = [
+    (("int8", "int8"), (256, 512, 640), "bfloat16", (1, None)),
+    (("int8", "int8"), (136, 320, 128), "float32", (None, 1)),
+    (("e4m3", "e4m3"), (8, 64, 256), "float16", (1, 1)),
+    (("e5m2", "e4m3"), (136, 832, 256), "float32", (1, None)),
+]
+
+
 @needs_mosaic
 @pytest.mark.parametrize(
     "pair, sizes, dtype, per",
-    [
-        (("int8", "int8"), (256, 512, 640), "bfloat16", (1, None)),
-        (("int8", "int8"), (136, 320, 128), "float32", (None, 1)),
-        (("e4m3", "e4m3"), (8, 64, 256), "float16", (1, 1)),
-        (("e5m2", "e4m3"), (136, 832, 256), "float32", (1, None)),
-    ],
+    rows(FORMS, FORMS[1::2]),
 )
 def test_interpreted(pair, sizes, dtype, per, interpreted):
     """More blocks than programs, edges, scales of rows and of tensors."""

@@ -16,7 +16,7 @@ from optax_lowmem._src.noise.formats import FORMATS
 from optax_lowmem._src.noise.kernels_triton import Strip
 from tests import tolerances as tol
 from tests.lowering import kernels_in, lower_for_cuda
-from tests.tiers import rows
+from tests.tiers import rows, triton_often
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 # whole strips; partial ones along both axes; axes before, one of them of one entry
@@ -74,6 +74,7 @@ def compare_sums(shape, noise, dtype, backend):
     assert (np.abs(found - wanted) <= tol.BITS_GRADIENT * size).all()
 
 
+@triton_often
 @pytest.mark.parametrize("shape", [pytest.param(s, marks=() if len(s) == 4 else pytest.mark.full)
                                    for s in SHAPES], ids=str)  # fmt: skip
 def test_is_the_reference(shape, backend):

@@ -119,6 +119,7 @@ def test_values_of_few_bits():
 # ---- models --------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_converted_linen():
     plain = LinenMLP()
     model = layers.convert(plain, "od", layers.GaussWSDense)

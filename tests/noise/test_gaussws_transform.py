@@ -323,6 +323,7 @@ def test_clipping_before_it_and_inside():
     np.testing.assert_array_equal(leaf(params, DOWN), resampled(params, state))
 
 
+@pytest.mark.full
 def test_averages_around_and_inside():
     """Of weights without noise, either way."""
     given = start()

@@ -160,6 +160,7 @@ def test_the_direction_can_be_clipped_as_adafactors():
         assert rms <= 0.51 and (axes is None or rms >= 0.49), path
 
 
+@pytest.mark.full
 def test_a_run_goes_on_from_optax_and_back():
     """R and C are means of AdamW's v; what comes back has their product."""
     params, plain = drawn(), optax.adamw(1e-2)

@@ -76,7 +76,7 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", rows(ARGUMENTS, ["decay and rates", "adaptive axes", "aol"]))
+@pytest.mark.parametrize("name", rows(ARGUMENTS, ["decay and rates", "aol"]))
 def test_exact_storage_is_optax(name):
     arguments = {"learning_rate": 1e-2, **ARGUMENTS[name]}
     params = drawn(SHAPES)

@@ -416,6 +416,7 @@ def test_on_an_auto_mesh(axes):
     assert_alike(step(params, state, batch), wanted, steps=3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("check_vma", rows([True, False], [True]))
 def test_inside_a_shard_map(check_vma):
     """Without check_vma nobody adds the gradients of the devices up: each_gradient does."""

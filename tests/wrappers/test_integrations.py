@@ -36,6 +36,7 @@ from tests.tiers import rows
 # ---- Linen: every array of a TrainState goes where its box says ----------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", rows(OPTIMIZERS, ["flash_adamw"]))
 def test_train_state_of_named_parameters(name):
     """Flax's guide to several devices, word for word."""

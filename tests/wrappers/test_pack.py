@@ -173,6 +173,7 @@ def test_a_mask_around_or_a_partition():
     assert len(optax.tree.get_all_with_path(state, "count")) == 2
 
 
+@pytest.mark.full
 def test_clipping_before_and_accumulation_around():
     clip, inner, packed = optax.clip_by_global_norm(0.1), adamw(PLAIN), adamw(PLAIN, below=BELOW)
     for wrap in (
@@ -279,6 +280,7 @@ def test_explain_and_the_memory_report():
     assert "the updates of a, b, " in warning
 
 
+@pytest.mark.full
 def test_codes_of_several_in_a_byte_are_of_the_vector():
     """An odd number of them: `to_optax` and `code_shares` read each once."""
     storage = dataclasses.replace(lowmem.Storage.four_bit(), policy=CODED.policy)
