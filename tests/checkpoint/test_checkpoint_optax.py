@@ -14,7 +14,6 @@ from optax_lowmem import checkpoint
 from optax_lowmem._src.core import groups
 from optax_lowmem._src.optimizers import every_record
 from tests import contract_cases as cases
-from tests.tiers import rows
 
 SMALL = lowmem.Storage(policy=cases.POLICY)
 EXACT = lowmem.Storage.full_precision(policy=cases.POLICY, master_weight_bits=32)
@@ -175,7 +174,7 @@ OF_BLOCKS = {
 }
 
 
-@pytest.mark.parametrize("kind", rows(OF_BLOCKS, ["adam-mini"]))
+@pytest.mark.parametrize("kind", OF_BLOCKS)
 def test_directions_of_blocks(kind):
     tx, plain = OF_BLOCKS[kind]
     params, old = started(plain)

@@ -76,7 +76,7 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", rows(ARGUMENTS, ["decay and rates", "aol"]))
+@pytest.mark.parametrize("name", rows(ARGUMENTS, ["decay and rates", "adaptive axes", "aol"]))
 def test_exact_storage_is_optax(name):
     arguments = {"learning_rate": 1e-2, **ARGUMENTS[name]}
     params = drawn(SHAPES)
@@ -325,7 +325,7 @@ def on_a_mesh(layout, axis_type):
     "layout, axis_type",
     rows(
         itertools.product(LAYOUTS, [AxisType.Auto, AxisType.Explicit]),
-        [("fsdp", AxisType.Explicit)],
+        [("fsdp", AxisType.Auto)],
     ),
 )
 def test_a_mesh_takes_whole_matrices(layout, axis_type):

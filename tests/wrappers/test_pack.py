@@ -280,7 +280,6 @@ def test_explain_and_the_memory_report():
     assert "the updates of a, b, " in warning
 
 
-@pytest.mark.full
 def test_codes_of_several_in_a_byte_are_of_the_vector():
     """An odd number of them: `to_optax` and `code_shares` read each once."""
     storage = dataclasses.replace(lowmem.Storage.four_bit(), policy=CODED.policy)
