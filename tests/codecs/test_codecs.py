@@ -302,18 +302,6 @@ def test_variance_floor(name, stochastic):
     assert paper is None or not np.asarray(encode_array(paper, v)[0])[1:5].any()
 
 
-@pytest.mark.parametrize("name", rows(CODECS, list(CODECS)[::3]))
-def test_eager_codes_are_those_of_jit(name):
-    codec = codecs.CODECS[name]
-    x = values(codec, np.random.default_rng(5), (64, 128), 1.0)
-    stored, scales = codecs.encode_array(codec, x, 32)
-    codes, jitted = encode_array(codec, x)
-    eager = codec.unpack(stored, x.shape[-1])
-    np.testing.assert_array_equal(scales, jitted)
-    off = np.abs(np.int32(eager) - np.int32(codes))
-    assert off.max() <= 1 and off.mean() <= tol.EAGER_JIT_SHARE
-
-
 # -- storage -----------------------------------------------------------------------------------
 
 

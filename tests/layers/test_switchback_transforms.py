@@ -17,7 +17,6 @@ import optax_lowmem as lowmem  # noqa: E402
 from optax_lowmem import layers  # noqa: E402
 from optax_lowmem._src.switchback import products  # noqa: E402
 
-FORMATS = ("int8", "fp8", "fp8-e5m2")
 rng = np.random.default_rng(0)
 X, W, G = (jnp.float32(rng.normal(size=s)) for s in [(5, 33), (33, 7), (5, 7)])
 
@@ -83,16 +82,6 @@ def test_gradients_are_straight_through(variant):
     assert_same(found, want, REORDERED)
     others = value_and_gradients(lambda x, w: x @ w, X, W, g)
     assert np.abs(found[1] - others[1]).max() > 100 * REORDERED  # of the standard layer
-
-
-def test_gradients_point_where_those_of_the_exact_product_do():
-    _, *exact = value_and_gradients(lambda x, w: x @ w, X, W, G)
-    for variant in ("switchback_m", "llm_int8"):
-        for format in FORMATS:
-            _, *found = value_and_gradients(make(variant, format), X, W, G)
-            for a, b in zip(found, exact, strict=True):
-                off = jnp.linalg.norm(a - b) / jnp.linalg.norm(b)
-                assert off < {"int8": 0.02, "fp8": 0.06, "fp8-e5m2": 0.1}[format]
 
 
 @pytest.mark.parametrize("variant", list(products.VARIANTS))

@@ -108,24 +108,6 @@ def test_the_last_of_equally_large_axes_are_rows_and_columns(shape, axes):
     assert tuple(found["slots"]["w"]["nu"]["block"]["axes"]) == axes
 
 
-def test_gradients_of_rank_one_squares_make_it_adamw():
-    """v of rank one is the product of its means; with 8-bit m and split weights too."""
-    rng = np.random.default_rng(0)
-    params = {"w": jnp.asarray(rng.normal(size=(64, 96)), F32)}
-    size = np.exp(rng.normal(size=(64, 1)) + rng.normal(size=(1, 96)))
-    gradients = [{"w": jnp.asarray(rng.choice([-1, 1], size.shape) * size, F32)} for _ in range(6)]
-    for storage in (lowmem.Storage.full_precision(), lowmem.Storage(nu=None, seed=3)):
-        one, _ = run(factored(1e-2, **HYPER, storage=storage), params, gradients)
-        other, _ = run(lowmem.flash_adamw(1e-2, **HYPER, storage=storage), params, gradients)
-        codes_apart = 0 if storage.mu is None else len(gradients) * tol.REORDERED_CODES
-        wrong = ~np.isclose(one["w"], other["w"], rtol=tol.ADAM_MINI_RTOL, atol=tol.ADAM_MINI_ATOL)
-        assert wrong.mean() <= codes_apart
-    other = lowmem.flash_adamw(1e-2, **HYPER, storage=lowmem.Storage.full_precision())
-    noise = [drawn(seed) for seed in range(3)]
-    pairs = [run(tx, drawn(9), noise)[0]["matrix"] for tx in (factored(1e-2, **HYPER), other)]
-    assert np.abs(pairs[0] - pairs[1]).max() > 1e-3  # and the product is not without effect
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_shows_in_its_whole_matrix_alone(value):
     params = drawn()
