@@ -22,18 +22,6 @@ X = jnp.asarray(np.random.default_rng(0).normal(size=(16, 64)), jnp.float32)
 RATE, STEPS = 1e-2, 20
 
 
-class LinenMLP(nn.Module):
-    """`up` and `down` as a transformer has them."""
-
-    dense: type = nn.Dense
-
-    def setup(self):
-        self.up, self.down = nn.Dense(96), self.dense(64)
-
-    def __call__(self, x):
-        return x + self.down(nn.relu(self.up(x)))
-
-
 class NnxMLP(nnx.Module):
     def __init__(self, rngs):
         self.up, self.down = nnx.Linear(64, 96, rngs=rngs), nnx.Linear(96, 64, rngs=rngs)
@@ -117,27 +105,6 @@ def test_values_of_few_bits():
 
 
 # ---- models --------------------------------------------------------------------------------------
-
-
-@pytest.mark.full
-def test_converted_linen():
-    plain = LinenMLP()
-    model = layers.convert(plain, "od", layers.GaussWSDense)
-    params = plain.init(jax.random.key(0), X)["params"]
-    own = model.init(jax.random.key(0), X)["params"]
-    assert sorted(own["down"]) == ["bias", "bits", "kernel"] and "bits" not in own["up"]
-    np.testing.assert_array_equal(own["down"]["kernel"], params["down"]["kernel"])
-    clean = plain.apply({"params": params}, X)
-    np.testing.assert_array_equal(model.apply({"params": own}, X), clean)
-    rngs = {"gaussws": jax.random.key(1)}
-    noisy = model.apply({"params": own}, X, rngs=rngs)
-    written = LinenMLP(layers.GaussWSDense).apply({"params": own}, X, rngs=rngs)
-    np.testing.assert_array_equal(noisy, written)
-    assert layers.convert(plain, "od", layers.GaussWSDense) == model
-    every = layers.convert(plain, "all", functools.partial(layers.GaussWSDense, bits_init=3.0))
-    assert "bits" in every.init(jax.random.key(0), X)["params"]["up"]
-    with pytest.raises(ValueError, match="no dense layer matches"):
-        layers.convert(plain, "qkv", layers.GaussWSDense).init(jax.random.key(0), X)
 
 
 def test_converted_nnx():

@@ -142,22 +142,6 @@ def test_the_direction_can_be_clipped_as_adafactors():
         assert rms <= 0.51 and (axes is None or rms >= 0.49), path
 
 
-@pytest.mark.full
-def test_a_run_goes_on_from_optax_and_back():
-    """R and C are means of AdamW's v; what comes back has their product."""
-    params, plain = drawn(), optax.adamw(1e-2)
-    _, state = jax.jit(plain.update)(drawn(1), plain.init(params), params)
-    tx = factored(1e-2, storage=lowmem.Storage.full_precision())
-    params, own = lowmem.checkpoint.from_optax(tx, state, params, F32)
-    v = np.float64(optax.tree.get(state, "nu")["matrix"])
-    means = np.concatenate([v.mean(1), v.mean(0)])
-    np.testing.assert_allclose(own.nu["matrix"], means, rtol=tol.ADAM_MINI_MOMENT)
-    _, state = lowmem.checkpoint.to_optax(tx, own, params)
-    back = optax.tree.get(state, "nu")["matrix"]
-    wanted = np.outer(v.mean(1), v.mean(0)) / v.mean()
-    np.testing.assert_allclose(back, wanted, rtol=tol.ADAM_MINI_RTOL)
-
-
 def test_explain_names_the_axes_and_a_wrong_size_is_refused():
     params = {"w": jnp.ones((128, 3, 256), jnp.bfloat16), "norm": jnp.ones(64)}
     text = str(lowmem.explain(lowmem.flash_factored_adamw(1e-3), params))
