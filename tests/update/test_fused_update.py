@@ -15,7 +15,7 @@ import optax_lowmem as lowmem
 from optax_lowmem import codecs
 from optax_lowmem._src.core import random
 from optax_lowmem._src.optimizers import every_record
-from optax_lowmem._src.update import packed, reference, twopass
+from optax_lowmem._src.update import packed, reference
 from optax_lowmem._src.update.prepare import prepare_leaves
 from tests import tolerances
 from tests.launch_cases import same_scales, units
@@ -99,15 +99,15 @@ def some_steps_in(tx, dtype, step=None):
     return params, draw(1e-3, jnp.bfloat16), state
 
 
-@pytest.mark.parametrize("path", [packed, twopass], ids=["packed", "twopass"])
+two_passes = functools.partial(reference.fused_update, two_passes=True)
+
+
+@pytest.mark.parametrize("path", [packed.fused_update, two_passes], ids=["packed", "two passes"])
 @pytest.mark.parametrize("name, bits, dtype, rounding", ROWS)
 def test_a_path_is_the_reference(name, bits, dtype, rounding, path):
     run, plans, params, wanted = by_reference(name, bits, dtype, rounding)
-    backend = {packed: "cpu", twopass: "gpu"}[path]
-    assert all(path.supported(plan, backend) is None for plan in plans)
-    for plan, p, one, other in zip(
-        plans, params.values(), wanted, run(path.fused_update), strict=True
-    ):
+    assert all(packed.supported(plan, "cpu") is None for plan in plans)
+    for plan, p, one, other in zip(plans, params.values(), wanted, run(path), strict=True):
         compare(plan, p if plan.matrices is None else None, one, other)
 
 
@@ -212,11 +212,8 @@ def test_reasons():
     (plan,) = tx.engine.plans({"w": jnp.zeros((8, 8), jnp.bfloat16)})
     assert "no slot is compressed" in packed.supported(plan, "cpu")
     assert "not gpu" in packed.supported(plan, "gpu")
-    assert "no slot is compressed" in twopass.supported(plan, "gpu")
-    assert "not cpu" in twopass.supported(plan, "cpu")
     (plan,) = tx.engine.plans({"w": jnp.zeros((128, 64), jnp.bfloat16)})
     assert packed.supported(plan, "cpu") is None
-    assert twopass.supported(plan, "gpu") is None
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the packed path is for CPUs")

@@ -22,13 +22,12 @@ from optax_lowmem._src.update import (
     operands,
     packed,
     reference,
-    stacked,
     tuning,
-    twopass,
 )
 from optax_lowmem._src.update.plan import LeafPlan, LeafState
 
 _PlannedLeaf = tuple[LeafPlan, jax.Array, jax.Array | None, LeafState]  # with gradient, weight
+_LeafArrays = tuple[jax.Array, jax.Array | None, LeafState]
 
 IMPLEMENTATIONS = ("xla", *BACKENDS, "pallas_tpu")
 _KERNELS = BACKENDS
@@ -175,16 +174,8 @@ def fused_updates(
         return [results[i] for i in range(len(rows))]
     # behind a barrier, or XLA moves them into the steps of the leaves and no two are the same
     numbers = jax.lax.optimization_barrier([jnp.uint32(i) for i in range(len(rows))])
-    for stack in stacked.stacks(rule, plans, gradients, weights, by_xla):
-        found = stacked.fused_updates(
-            rule, plans[stack[0]].nameless, [rows[i][1:] for i in stack],
-            [of_leaves[i] for i in stack], keys,
-            [numbers[i] for i in stack] + numbers[: len(stack)],
-        )  # fmt: skip
-        results.update(zip(stack, found, strict=True))
     for i in by_xla:
-        if i not in results:
-            results[i] = _by_xla(rule, rows[i], of_leaves[i], keys, i, numbers[i])
+        results[i] = _by_xla(rule, rows[i], of_leaves[i], keys, i, numbers[i])
     return [results[i] for i in range(len(rows))]
 
 
@@ -299,10 +290,11 @@ def fused_update(
 
     Compiled once for leaves of one shape and plan, also outside of a jit.
     """
-    for path in (packed, twopass):
-        if path.supported(plan, jax.default_backend()) is None:
-            return path.fused_update(rule, plan, g, p, state, h, key)
-    return reference.fused_update(rule, plan, g, p, state, h, key)
+    backend = jax.default_backend()
+    if packed.supported(plan, backend) is None:
+        return packed.fused_update(rule, plan, g, p, state, h, key)
+    two_passes = backend == "gpu" and plan.grouped
+    return reference.fused_update(rule, plan, g, p, state, h, key, two_passes)
 
 
 # once for leaves of one shape and plan: tracing it for each leaf takes longer than all else
@@ -443,7 +435,7 @@ def _by_kernel(
     leaf_numbers = jnp.asarray(numbers, jnp.int32)
 
     def launched(
-        arrays: list[stacked.LeafArrays],
+        arrays: list[_LeafArrays],
         of_blocks: list[jax.Array | None],
         scalars: jax.Array,
         keys: jax.Array,
@@ -463,7 +455,7 @@ def _by_kernel(
         ]
 
     def plain(
-        arrays: list[stacked.LeafArrays],
+        arrays: list[_LeafArrays],
         of_blocks: list[jax.Array | None],
         scalars: jax.Array,
         keys: jax.Array,

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from optax_lowmem._src.codecs import BitSplit, GroupCodec, MasterSplit, UlpSplit
 from optax_lowmem._src.core import groups, numerics, random
@@ -383,6 +384,7 @@ def fused_update(
     state: LeafState,
     h: Mapping[str, jax.Array],
     key: jax.Array,
+    two_passes: bool = False,
 ) -> tuple[jax.Array, LeafState]:
     """Update of the parameter (itself anew for a `direct` plan), and the new state, of one leaf.
 
@@ -397,14 +399,21 @@ def fused_update(
         `decay` (the share of the weight taken off) and `l2` (added to the gradient times the
         weight).
       key: a uint32 key for the rounding of this leaf in this step; a pair for a part of one.
+      two_passes: whether to compute the new slots once for the groups' maxima and once for the
+        codes. XLA on a GPU otherwise stores the new slots in f32 between the two, since it does
+        not fuse a reduction with what is broadcast from it; reading the codes twice moves fewer
+        bytes. Measured: docs/results/gpu_speed.md.
     """
     step, values = advance(rule, plan, g, p, state, h)
-    noise = random.noise_bits(key, plan.shape, plan.group_size) if plan.stochastic else None
-    slots, scales = encode(plan, values, state.scales, noise)
+    noise = random.noise_bits(key, plan.shape, plan.group_size) if plan.noisy else None
+    measured = None
+    if two_passes:
+        measured = measure(plan, values)
+        # behind the barrier the same expressions are others, so XLA does not share their values
+        g, p, state, measured, noise = lax.optimization_barrier((g, p, state, measured, noise))
+        step, values = advance(rule, plan, g, p, state, h)
+    slots, scales = encode(plan, values, state.scales, noise, measured=measured)
     correction = state.correction
     if p is not None:
-        bits = None
-        if plan.stochastic_master:
-            bits = random.leaf_bits(key, plan.shape, plan.group_size, MASTER)
-        step, correction = move(plan, p, step, correction, bits)
+        step, correction = move(plan, p, step, correction, master_noise(plan, noise))
     return emit(plan, p, step), LeafState(slots, scales, correction)
