@@ -16,6 +16,7 @@ from optax_lowmem import codecs
 from optax_lowmem._src.core import random
 from optax_lowmem._src.optimizers import every_record
 from optax_lowmem._src.update import packed, reference
+from optax_lowmem._src.update.batch import LeafBatch
 from optax_lowmem._src.update.prepare import prepare_leaves
 from tests import tolerances
 from tests.launch_cases import same_scales, units
@@ -134,8 +135,12 @@ def by_reference(name, bits, dtype, rounding):
             if rule.prepares == "matrices":  # a step without weights is what they are made of
                 p = None
             elif rule.prepares is not None:
-                row = ([column] for column in (plan, g, p, own, own_shared))
-                (h_leaf,), (own_shared,) = prepare_leaves(rule, *row, h_leaf, key[None])
+                batch = LeafBatch(
+                    (plan,), [g], [p], [own], h_leaf, [{}], key[None], (0,), None, [own_shared],
+                    key[None],
+                )  # fmt: skip
+                batch, (own_shared,) = prepare_leaves(rule, batch)
+                h_leaf = batch.h(0)
             found.append(update_leaf(rule, plan, g, p, own, h_leaf, key))
             of_blocks.append(own_shared)
         count, states = state.count + 1, [own for _, own in found]

@@ -24,10 +24,10 @@ from optax_lowmem._src.update import (
     reference,
     tuning,
 )
+from optax_lowmem._src.update.batch import LeafBatch, Stepped
 from optax_lowmem._src.update.plan import LeafPlan, LeafState
 
-_PlannedLeaf = tuple[LeafPlan, jax.Array, jax.Array | None, LeafState]  # with gradient, weight
-_LeafArrays = tuple[jax.Array, jax.Array | None, LeafState]
+_LeafArrays = tuple[jax.Array, jax.Array | None, LeafState]  # gradient, weight, state
 
 IMPLEMENTATIONS = ("xla", *BACKENDS, "pallas_tpu")
 _KERNELS = BACKENDS
@@ -118,77 +118,54 @@ def _asked_for(
 
 
 def fused_updates(
-    rule: UpdateRule,
-    plans: Sequence[LeafPlan],
-    gradients: Sequence[jax.Array],
-    weights: Sequence[jax.Array | None],
-    states: Sequence[LeafState],
-    of_leaves: Sequence[Mapping[str, jax.Array]],
-    keys: jax.Array,
-    implementation: str | None = None,
-    tuned: tuning.Tuning | None = None,
-) -> list[tuple[jax.Array, LeafState]]:
-    """`reference.fused_update` of every leaf, by the fastest implementation for each.
+    rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None = None
+) -> list[Stepped]:
+    """`reference.fused_update` of every parameter, by the fastest implementation for each.
 
     Args:
       rule: the optimizer's arithmetic.
-      plans: the leaves' static choices.
-      gradients: one a leaf.
-      weights: parameters, or None each.
-      states: stored states.
-      of_leaves: the hyperparameters and operands of each leaf, as of `prepare_leaves`.
-      keys: uint32 [leaves], for the rounding of each leaf in this step.
-      implementation: one of `IMPLEMENTATIONS`, or None for the fastest.
+      batch: the parameters, with the hyperparameters and operands that `prepare_leaves` gives.
       tuned: how a kernel's work is cut; None for what is known of the device.
     """
-    results: dict[int, tuple[jax.Array, LeafState]] = {}
-    rows: list[_PlannedLeaf] = list(zip(plans, gradients, weights, states, strict=True))
-    placed = _placed(rule, plans, states, gradients, implementation)
+    results: dict[int, Stepped] = {}
+    placed = _placed(rule, batch)
     if placed:
-        results.update(_on_mesh(rule, rows, placed, of_leaves, keys, implementation, tuned))
-    chosen = [
-        "done" if i in results else choose(rule, plan, implementation, g)[0]
-        for i, (plan, g, *_) in enumerate(rows)
-    ]
-    for kernel in _KERNELS:
-        mine = [i for i, name in enumerate(chosen) if name == kernel]
-        if not mine:
+        results.update(_on_mesh(rule, batch, placed, tuned))
+    by_implementation: dict[str, list[int]] = {}
+    for i, (plan, g) in enumerate(zip(batch.plans, batch.gradients, strict=True)):
+        if i not in results:
+            name, _ = choose(rule, plan, batch.implementation, g)
+            by_implementation.setdefault(name, []).append(i)
+    for name, indices in by_implementation.items():
+        if name == "xla":
             continue
-        size = plans[mine[0]].group_size  # one for all leaves of an optimizer
-        cut = tuning.resolve(tuned, kernel, rule.elementwise_slots, size)
-        for batch in _batches(rows, mine, cut):
-            taken, own = [rows[i] for i in batch], [of_leaves[i] for i in batch]
-            found = _by_kernel(
-                rule, kernel, taken, own, keys, batch, cut.tile, implementation is None
-            )
-            results.update(zip(batch, found, strict=True))
-    by_tpu = [i for i, name in enumerate(chosen) if name == _TPU]
-    if by_tpu:
-        cut = tuning.resolve(tuned, _TPU, rule.elementwise_slots, plans[by_tpu[0]].group_size)
-        numbered = {i: rows[i] for i in by_tpu}
-        results.update(
-            _by_tpu(rule, numbered, of_leaves, keys, cut.tile.elements, implementation is None)
-        )
-    by_xla = [i for i, name in enumerate(chosen) if name == "xla"]
-    if not by_xla:
-        return [results[i] for i in range(len(rows))]
-    # behind a barrier, or XLA moves them into the steps of the leaves and no two are the same
-    numbers = jax.lax.optimization_barrier([jnp.uint32(i) for i in range(len(rows))])
-    for i in by_xla:
-        results[i] = _by_xla(rule, rows[i], of_leaves[i], keys, i, numbers[i])
-    return [results[i] for i in range(len(rows))]
+        size = batch.plans[indices[0]].group_size  # one for all parameters of an optimizer
+        cut = tuning.resolve(tuned, name, rule.elementwise_slots, size)
+        if name == _TPU:
+            found = _by_tpu(rule, batch.take(indices), cut.tile.elements)
+            results.update(zip(indices, found, strict=True))
+            continue
+        for together in _launches(batch, indices, cut):
+            found = _by_kernel(rule, name, batch.take(together), cut.tile)
+            results.update(zip(together, found, strict=True))
+    if "xla" in by_implementation:
+        # behind a barrier, or XLA moves them into the steps of the leaves and no two are the same
+        numbers = jax.lax.optimization_barrier(list(map(jnp.uint32, batch.numbers)))
+        for i in by_implementation["xla"]:
+            results[i] = _by_xla(rule, batch, i, numbers[i])
+    return [results[i] for i in range(len(batch))]
 
 
-def _by_xla(
-    rule: UpdateRule,
-    row: _PlannedLeaf,
-    h: Mapping[str, jax.Array],
-    keys: jax.Array,
-    number: int,
-    traced_number: jax.Array,
-) -> tuple[jax.Array, LeafState]:
-    """The step of one leaf without a kernel; on Explicit axes its results lie where it did."""
-    plan, g, p, state = row
+def _by_xla(rule: UpdateRule, batch: LeafBatch, i: int, number: jax.Array) -> Stepped:
+    """The step of one parameter without a kernel; on Explicit axes its results keep its sharding.
+
+    Args:
+      rule: the optimizer's arithmetic.
+      batch: the parameters.
+      i: which of them.
+      number: `batch.numbers[i]`, as an array.
+    """
+    plan = batch.plans[i]
 
     def step(
         g: jax.Array,
@@ -196,83 +173,57 @@ def _by_xla(
         state: LeafState,
         h: Mapping[str, jax.Array],
         keys: jax.Array,
-        traced: jax.Array,
-    ) -> tuple[jax.Array, LeafState]:
+        number: jax.Array,
+    ) -> Stepped:
         arguments = (rule, plan.nameless, g, p, state, h)
         if packed.supported(plan, jax.default_backend()) is None:
-            return packed.fused_update_among(*arguments, keys, traced)
-        return fused_update(*arguments, keys[number])
+            return packed.fused_update_among(*arguments, keys, number)
+        return fused_update(*arguments, keys[batch.numbers[i]])
 
-    lies = jax.tree.map(explicit.sharding_of, on_mesh.result_like(g, p, state))
-    return explicit.left_to_xla(step, lies, g, p, state, h, keys, traced_number)
+    arrays = batch.gradients[i], batch.weights[i], batch.states[i]
+    shardings = jax.tree.map(explicit.sharding_of, on_mesh.result_like(*arrays))
+    return explicit.left_to_xla(step, shardings, *arrays, batch.h(i), batch.keys, number)
 
 
-def _placed(
-    rule: UpdateRule,
-    plans: Sequence[LeafPlan],
-    states: Sequence[LeafState],
-    gradients: Sequence[jax.Array],
-    implementation: str | None,
-) -> dict[int, Placement]:
-    """The leaves on a mesh whose parts kernels can step."""
-    if implementation == "xla":
+def _placed(rule: UpdateRule, batch: LeafBatch) -> dict[int, Placement]:
+    """The parameters on a mesh whose parts kernels can step."""
+    if batch.implementation == "xla":
         return {}
     gpu = platform.no_device_reason() is None
-    if not gpu and not scope.is_placing() and not _may_be_tpu(gradients, implementation):
+    asks_tpu = batch.implementation == _TPU
+    may_be_tpu = asks_tpu or any(map(platform.may_be_tpu, batch.gradients))
+    if not gpu and not scope.is_placing() and not may_be_tpu:
         return {}
-    places = {
-        i: on_mesh.place_of(*row)
-        for i, row in enumerate(zip(plans, states, gradients, strict=True))
-    }
+    rows = zip(batch.plans, batch.states, batch.gradients, strict=True)
+    places = {i: on_mesh.place_of(*row) for i, row in enumerate(rows)}
     return {
         i: place
         for i, place in places.items()
         if place is not None
-        and on_mesh.supported(rule, plans[i], place) is None
+        and on_mesh.supported(rule, batch.plans[i], place) is None
         and (
             (gpu and rule.prepares != "blocks")  # whose means are XLA's there
-            or implementation == _TPU
-            or platform.may_be_tpu(gradients[i], place.mesh)
+            or asks_tpu
+            or platform.may_be_tpu(batch.gradients[i], place.mesh)
         )
     }
 
 
-def _may_be_tpu(gradients: Sequence[jax.Array], implementation: str | None) -> bool:
-    return implementation == _TPU or any(map(platform.may_be_tpu, gradients))
-
-
 def _on_mesh(
     rule: UpdateRule,
-    rows: Sequence[_PlannedLeaf],
+    batch: LeafBatch,
     placed: Mapping[int, Placement],
-    of_leaves: Sequence[Mapping[str, jax.Array]],
-    keys: jax.Array,
-    implementation: str | None,
     tuned: tuning.Tuning | None,
-) -> Iterator[tuple[int, tuple[jax.Array, LeafState]]]:
-    """(number, result) of the leaves on a mesh, those of one mesh together."""
+) -> Iterator[tuple[int, Stepped]]:
+    """(index, result) of the parameters on a mesh, those of one mesh together."""
 
-    def step(
-        plans: Sequence[LeafPlan],
-        gradients: Sequence[jax.Array],
-        weights: Sequence[jax.Array | None],
-        states: Sequence[LeafState],
-        own: Sequence[Mapping[str, jax.Array]],
-        keys: jax.Array,
-    ) -> list[tuple[jax.Array, LeafState]]:
+    def step(part: LeafBatch) -> list[Stepped]:
         with scope.placing(None):
-            return fused_updates(
-                rule, plans, gradients, weights, states, own, keys, implementation, tuned
-            )  # fmt: skip
+            return fused_updates(rule, part, tuned)
 
     for mesh in dict.fromkeys(place.mesh for place in placed.values()):
         mine = [i for i, place in placed.items() if place.mesh == mesh]
-        columns = zip(*(rows[i] for i in mine), strict=True)
-        plans, gradients, weights, states = map(list, columns)
-        found = on_mesh.fused_updates(
-            step, plans, [placed[i] for i in mine], gradients, weights, states,
-            [of_leaves[i] for i in mine], keys[jnp.asarray(mine)],
-        )  # fmt: skip
+        found = on_mesh.fused_updates(step, batch.take(mine), [placed[i] for i in mine])
         yield from zip(mine, found, strict=True)
 
 
@@ -301,37 +252,31 @@ def fused_update(
 _plain = jax.jit(reference.fused_update, static_argnames=("rule", "plan"))
 
 
-def _by_tpu(
-    rule: UpdateRule,
-    rows: Mapping[int, _PlannedLeaf],
-    of_leaves: Sequence[Mapping[str, jax.Array]],
-    keys: jax.Array,
-    elements: int,
-    automatic: bool,
-) -> Iterator[tuple[int, tuple[jax.Array, LeafState]]]:
-    """(number, result) of leaves that have a launch each: on a TPU it costs next to nothing."""
+def _by_tpu(rule: UpdateRule, batch: LeafBatch, elements: int) -> list[Stepped]:
+    """Parameters that have a launch each: on a TPU it costs next to nothing."""
     from optax_lowmem._src.update import pallas_tpu
 
-    # mixed once, for all leaves
-    row_keys, lane_keys = random.row_and_lane_keys(keys, rank=1)
-    group_size = next(iter(rows.values()))[0].group_size
-    lane_bits = pallas_tpu.register_bits(lane_keys, group_size)
-    for i, (named, g, p, state) in rows.items():
-        plan, h = named.nameless, of_leaves[i]
+    # mixed once, for all parameters
+    row_keys, lane_keys = random.row_and_lane_keys(batch.keys, rank=1)
+    lane_bits = pallas_tpu.register_bits(lane_keys, batch.plans[0].group_size)
+    results = []
+    rows = zip(batch.plans, batch.gradients, batch.weights, batch.states, strict=True)
+    for i, (named, g, p, state) in enumerate(rows):
+        number, h = batch.numbers[i], batch.h(i)
 
         def launched(
             g: jax.Array,
             p: jax.Array | None,
             state: LeafState,
             h: Mapping[str, jax.Array],
-            own: tuple[jax.Array, jax.Array, jax.Array],
-            plan: LeafPlan = plan,
-        ) -> tuple[jax.Array, LeafState]:
+            keys: tuple[jax.Array, jax.Array, jax.Array],
+            plan: LeafPlan = named.nameless,
+        ) -> Stepped:
             names = tuple(sorted(set(h) - {OF_BLOCK}))
             leaf = operands.leaf_of(plan, g, p, state, h.get(OF_BLOCK))
             scalars = jnp.stack([h[name] for name in names])
             with platform.targeting(g):
-                result = pallas_tpu.launch(rule, plan, leaf, names, scalars, *own[1:], elements)
+                result = pallas_tpu.launch(rule, plan, leaf, names, scalars, *keys[1:], elements)
             update = reference.emit(plan, p, result.update)
             return update, operands.state_of(plan, state, result)
 
@@ -340,21 +285,20 @@ def _by_tpu(
             p: jax.Array | None,
             state: LeafState,
             h: Mapping[str, jax.Array],
-            own: tuple[jax.Array, jax.Array, jax.Array],
-            plan: LeafPlan = plan,
-        ) -> tuple[jax.Array, LeafState]:
-            return _plain(rule, plan, g, p, state, h, own[0])
+            keys: tuple[jax.Array, jax.Array, jax.Array],
+            plan: LeafPlan = named.nameless,
+        ) -> Stepped:
+            return _plain(rule, plan, g, p, state, h, keys[0])
 
-        given = g, p, state, dict(h), (keys[i], row_keys[i], lane_bits[i])
-        if automatic and platform.target(g) is None:
-            yield i, with_fallback("tpu", launched, plain, *given)
+        keys = batch.keys[number], row_keys[number], lane_bits[number]
+        if batch.implementation is None and platform.target(g) is None:
+            results.append(with_fallback("tpu", launched, plain, g, p, state, dict(h), keys))
         else:
-            yield i, launched(*given)
+            results.append(launched(g, p, state, dict(h), keys))
+    return results
 
 
-def _batches(
-    rows: Sequence[_PlannedLeaf], indices: Sequence[int], tuned: tuning.Tuning
-) -> list[list[int]]:
+def _launches(batch: LeafBatch, indices: Sequence[int], tuned: tuning.Tuning) -> list[list[int]]:
     """Leaves that share a launch: they differ in shape alone.
 
     Launches of the same shapes compile once, so leaves are dealt: of shapes that occur equally
@@ -364,24 +308,25 @@ def _batches(
     What an update is taken from is one new array a leaf, all of a launch at once: together at most
     4 bytes an element of the largest leaf, or 1 MB.
     """
-    largest = max((math.prod(rows[i][0].shape) for i in indices), default=0)
+    plans = batch.plans
+    largest = max((math.prod(plans[i].shape) for i in indices), default=0)
     kinds: dict[Any, list[int]] = {}
     for i in indices:
-        plan, g = rows[i][:2]
+        plan, g = plans[i], batch.gradients[i]
         lanes = Tiling(plan.shape, plan.group_size, tuned.tile.elements).lanes
         kind = (plan.shapeless, lanes, jnp.dtype(g.dtype))
         kinds.setdefault(kind, []).append(i)
     done = []
     for alike in kinds.values():
-        plan, _, p = rows[alike[0]][:3]
+        plan, p = plans[alike[0]], batch.weights[alike[0]]
         most = tuned.elements
         if not plan.direct:
             itemsize = operands.update_dtype(plan, p).itemsize
             most = min(most, max(4 * largest, _UPDATES) // itemsize)
-        sizes = {i: math.prod(rows[i][0].shape) for i in alike}
+        sizes = {i: math.prod(plans[i].shape) for i in alike}
         shapes: dict[tuple[int, ...], list[int]] = {}
         for i in alike:
-            shapes.setdefault(rows[i][0].shape, []).append(i)
+            shapes.setdefault(plans[i].shape, []).append(i)
         decks: dict[int, list[int]] = {}  # the first leaf of each shape, by how many there are
         for same in shapes.values():
             decks.setdefault(len(same), []).append(same[0])
@@ -390,7 +335,7 @@ def _batches(
             for pack in _in_order(firsts, sizes, tuned.leaves, most):
                 size = sum(sizes[i] for i in pack)
                 each = max(1, min(tuned.leaves // len(pack), most // size, count))
-                alike_often = [shapes[rows[i][0].shape] for i in pack]
+                alike_often = [shapes[plans[i].shape] for i in pack]
                 equal = count // each if count >= 2 * each else 0
                 for first in range(0, equal * each, each):
                     done.append([i for same in alike_often for i in same[first:][:each]])
@@ -414,41 +359,30 @@ def _in_order(
     return done
 
 
-def _by_kernel(
-    rule: UpdateRule,
-    kernel: str,
-    rows: Sequence[_PlannedLeaf],
-    of_leaves: Sequence[Mapping[str, jax.Array]],
-    keys: jax.Array,
-    numbers: Sequence[int],
-    tile: Tile,
-    automatic: bool,
-) -> list[tuple[jax.Array, LeafState]]:
-    """The leaves of one launch."""
-    plans = tuple(plan.nameless for plan, *_ in rows)
-    arrays = [row[1:] for row in rows]
-    of_blocks = [h.get(OF_BLOCK) for h in of_leaves]
-    names = tuple(sorted(set(of_leaves[0]) - {OF_BLOCK}))
+def _by_kernel(rule: UpdateRule, kernel: str, batch: LeafBatch, tile: Tile) -> list[Stepped]:
+    """The parameters of one launch."""
+    plans = batch.nameless.plans
+    arrays = list(zip(batch.gradients, batch.weights, batch.states, strict=True))
+    of_blocks = [own.get(OF_BLOCK) for own in batch.operands]
+    names = tuple(sorted(set(batch.h(0)) - {OF_BLOCK}))
     # a row for each leaf only where leaves differ
-    own = of_leaves if rule.prepares == "leaf" else of_leaves[:1]
-    scalars = jnp.stack([jnp.stack([h[name] for name in names]) for h in own])
-    leaf_numbers = jnp.asarray(numbers, jnp.int32)
+    hs = [batch.h(i) for i in range(len(batch) if rule.prepares == "leaf" else 1)]
+    scalars = jnp.stack([jnp.stack([h[name] for name in names]) for h in hs])
+    numbers = jnp.asarray(batch.numbers, jnp.int32)
 
     def launched(
         arrays: list[_LeafArrays],
         of_blocks: list[jax.Array | None],
         scalars: jax.Array,
         keys: jax.Array,
-    ) -> list[tuple[jax.Array, LeafState]]:
+    ) -> list[Stepped]:
         every = zip(plans, arrays, of_blocks, strict=True)
-        leaves = tuple(
-            operands.leaf_of(plan, g, p, state, own) for plan, (g, p, state), own in every
-        )
+        leaves = tuple(operands.leaf_of(plan, *row, of_block) for plan, row, of_block in every)
         if kernel == "pallas":
             from optax_lowmem._src.update.pallas_triton import launch
         else:
             from optax_lowmem._src.update.jax_triton import launch
-        found = launch(rule, plans, leaves, names, scalars, keys, leaf_numbers, tile)
+        found = launch(rule, plans, leaves, names, scalars, keys, numbers, tile)
         return [
             (reference.emit(plan, row[1], result.update), operands.state_of(plan, row[2], result))
             for plan, row, result in zip(plans, arrays, found, strict=True)
@@ -459,15 +393,15 @@ def _by_kernel(
         of_blocks: list[jax.Array | None],
         scalars: jax.Array,
         keys: jax.Array,
-    ) -> list[tuple[jax.Array, LeafState]]:
+    ) -> list[Stepped]:
         hs = [dict(zip(names, row, strict=True)) for row in scalars]
         found = []
-        every = zip(plans, arrays, of_blocks, numbers, strict=True)
-        for i, (plan, row, own, number) in enumerate(every):
-            h = {**hs[i % len(hs)], **({} if own is None else {OF_BLOCK: own})}
+        every = zip(plans, arrays, of_blocks, batch.numbers, strict=True)
+        for i, (plan, row, of_block, number) in enumerate(every):
+            h = {**hs[i % len(hs)], **({} if of_block is None else {OF_BLOCK: of_block})}
             found.append(_plain(rule, plan, *row, h, keys[number]))
         return found
 
-    if not automatic:
-        return launched(arrays, of_blocks, scalars, keys)
-    return with_fallback("cuda", launched, plain, arrays, of_blocks, scalars, keys)
+    if batch.implementation is not None:
+        return launched(arrays, of_blocks, scalars, batch.keys)
+    return with_fallback("cuda", launched, plain, arrays, of_blocks, scalars, batch.keys)

@@ -197,11 +197,11 @@ def prepare(
     state: LeafState,
     h: Mapping[str, jax.Array],
 ) -> dict[str, jax.Array]:
-    """`h` with the operands of a rule that prepares for the step of a whole leaf."""
+    """Operands of a rule that prepares for the step of a whole leaf, which go before `h`."""
     if rule.prepares != "leaf":
-        return dict(h)
+        return {}
     gradient, _ = gradient_and_weight(plan, g, p, state.correction, h)
-    return {**h, **rule.prepare(gradient, decode(plan, state), h)[0]}
+    return rule.prepare(gradient, decode(plan, state), h)[0]
 
 
 # ---- encode --------------------------------------------------------------------------------------
