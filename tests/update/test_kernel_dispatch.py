@@ -15,7 +15,7 @@ import optax_lowmem as lowmem
 from optax_lowmem._src import update as fused_update
 from optax_lowmem._src.core import platform
 from optax_lowmem._src.core.groups import Tile
-from optax_lowmem._src.update import dispatch, tuning
+from optax_lowmem._src.update import dispatch, gpu, tuning
 from optax_lowmem._src.update.batch import LeafBatch
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
 
@@ -192,15 +192,15 @@ def batches(*leaves, direct=True, **tuned):
         )
         for plan, (_, _, dtype) in zip(plans, leaves, strict=True)
     ]
-    return launches(rows, range(len(rows)), **{"leaves": 8, **tuned})
+    return launches(rows, **{"leaves": 8, **tuned})
 
 
-def launches(rows, indices, **tuned):
+def launches(rows, **tuned):
     """Of (plan, gradient, weight) each."""
     plans, gradients, weights = map(list, zip(*rows, strict=True))
     empty, numbers = [None] * len(rows), tuple(range(len(rows)))
     batch = LeafBatch(tuple(plans), gradients, weights, empty, {}, empty, None, numbers)
-    return dispatch._launches(batch, indices, tuning.Tuning(**tuned))
+    return gpu.launches(batch, tuning.Tuning(**tuned))
 
 
 def plain(*shape):
@@ -225,7 +225,7 @@ def test_leaves_of_a_kind_share_a_launch():
     plan = plan_of((64,))
     plans = plan, dataclasses.replace(plan, decays=False)
     rows = [(plan, jnp.ones(64), jnp.ones(64, BF16)) for plan in plans]
-    assert launches(rows, [0, 1]) == [[0], [1]]
+    assert launches(rows) == [[0], [1]]
 
 
 def test_most_leaves_of_a_launch():
@@ -276,11 +276,6 @@ def test_an_update_holds_no_more_than_its_largest_leaf_in_f32():
     # 1 MB is nothing
     assert batches(*[plain(unit // 8)] * 16, direct=False, leaves=99) == [[*range(16)]]
     assert len(batches(*[plain(unit // 8)] * 17, direct=False, leaves=99)) == 2
-
-
-def test_only_the_leaves_that_a_kernel_takes():
-    rows = [(plan_of((64,)), jnp.ones(64, BF16), jnp.ones(64, BF16))] * 4
-    assert launches(rows, [1, 3]) == [[1, 3]]
 
 
 # ---- how the work is cut -------------------------------------------------------------------------
