@@ -192,10 +192,10 @@ def batches(*leaves, direct=True, **tuned):
         )
         for plan, (_, _, dtype) in zip(plans, leaves, strict=True)
     ]
-    return launches(rows, **{"leaves": 8, **tuned})
+    return indices_of_launches(rows, **{"leaves": 8, **tuned})
 
 
-def launches(rows, **tuned):
+def indices_of_launches(rows, **tuned):
     """Of (plan, gradient, weight) each."""
     plans, gradients, weights = map(list, zip(*rows, strict=True))
     empty, numbers = [None] * len(rows), tuple(range(len(rows)))
@@ -225,7 +225,7 @@ def test_leaves_of_a_kind_share_a_launch():
     plan = plan_of((64,))
     plans = plan, dataclasses.replace(plan, decays=False)
     rows = [(plan, jnp.ones(64), jnp.ones(64, BF16)) for plan in plans]
-    assert launches(rows) == [[0], [1]]
+    assert indices_of_launches(rows) == [[0], [1]]
 
 
 def test_most_leaves_of_a_launch():

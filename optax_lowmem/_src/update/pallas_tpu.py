@@ -1,8 +1,8 @@
 """The step of a leaf in one TPU kernel: Pallas, lowered through Mosaic.
 
 The body (`pallas_tpu_kernel.py`) calls the rule, the codecs and the split that the reference calls,
-on registers (`core/lanes.py`) instead of whole arrays. XLA keeps groups on lanes, where a maximum
-over each is a shuffle for every power of two; those of many registers are reduced together instead.
+on registers (`lanes.py`) instead of whole arrays. XLA keeps groups on lanes, where a maximum over
+each takes a shuffle for every power of two; the kernel reduces those of many registers together.
 """
 
 import dataclasses
