@@ -308,10 +308,10 @@ def test_argument_then_trial_then_tuned_then_heuristic(monkeypatch):
 def test_a_trial_reaches_the_step(on_a_gpu):
     shapes = {f"w{i}": jax.ShapeDtypeStruct((4, 64), BF16) for i in range(4)}
     state = jax.eval_shape(TX.init, shapes)
-    for leaves, launches in ((1, 4), (2, 2), (4, 1)):
+    for leaves, count in ((1, 4), (2, 2), (4, 1)):
         with tuning.trying(tuning.Tuning(leaves=leaves)):
             text = lower_for_cuda(functools.partial(lowmem.step, TX), shapes, state, shapes)
-        assert sum("@launch" in line and "call" in line for line in text.splitlines()) == launches
+        assert sum("@launch" in line and "call" in line for line in text.splitlines()) == count
 
 
 @pytest.mark.parametrize("tuned", TUNED, ids=str)
