@@ -405,15 +405,21 @@ def fused_update(
         bytes. Measured: docs/results/gpu_speed.md.
     """
     step, values = advance(rule, plan, g, p, state, h)
-    noise = random.noise_bits(key, plan.shape, plan.group_size) if plan.noisy else None
     measured = None
     if two_passes:
         measured = measure(plan, values)
+        noise = random.noise_bits(key, plan.shape, plan.group_size) if plan.noisy else None
         # behind the barrier the same expressions are others, so XLA does not share their values
         g, p, state, measured, noise = lax.optimization_barrier((g, p, state, measured, noise))
         step, values = advance(rule, plan, g, p, state, h)
+        bits = master_noise(plan, noise)
+    else:
+        noise = random.noise_bits(key, plan.shape, plan.group_size) if plan.stochastic else None
+        bits = None
+        if p is not None and plan.stochastic_master:
+            bits = random.leaf_bits(key, plan.shape, plan.group_size, MASTER)
     slots, scales = encode(plan, values, state.scales, noise, measured=measured)
     correction = state.correction
     if p is not None:
-        step, correction = move(plan, p, step, correction, master_noise(plan, noise))
+        step, correction = move(plan, p, step, correction, bits)
     return emit(plan, p, step), LeafState(slots, scales, correction)
