@@ -1,4 +1,4 @@
-"""Print which functions of the package one parameter goes through: `python -m tests.repo.walk`.
+"""Print which functions of the package one parameter goes through: `python -m tests.repo.parameter_path`.
 
 For each call: how many distinct functions and files it enters, and how often it goes from one file
 to another. `--list CALL` prints the functions in the order in which they are first entered.
