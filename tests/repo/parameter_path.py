@@ -1,7 +1,7 @@
-"""Print which functions of the package one parameter goes through: `python -m tests.repo.parameter_path`.
+"""Print which functions of the package a parameter goes through in each call of a user.
 
-For each call: how many distinct functions and files it enters, and how often it goes from one file
-to another. `--list CALL` prints the functions in the order in which they are first entered.
+`python -m tests.repo.parameter_path` prints, for each call, how many distinct functions and files it
+enters, and how often it goes from one file to another. `--list CALL` prints the functions in order.
 """
 
 import argparse
