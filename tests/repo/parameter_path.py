@@ -1,7 +1,7 @@
 """Print which functions of the package a parameter goes through in each call of a user.
 
-`python -m tests.repo.parameter_path` prints, for each call, how many distinct functions and files it
-enters, and how often it goes from one file to another. `--list CALL` prints the functions in order.
+`python -m tests.repo.parameter_path` prints, for each call, how many distinct functions and files
+it enters, and how often it goes from one file to another. `--list CALL` prints the functions.
 """
 
 import argparse
