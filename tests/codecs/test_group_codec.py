@@ -215,6 +215,7 @@ def test_groups_that_are_not_finite(name, backend):
     np.testing.assert_allclose(found[2][clean], sound[2][clean], rtol=decode_rtol(codec))
 
 
+@triton_often
 @pytest.mark.parametrize("name", rows(["sqrt-uint8", "linear-int4"], ["sqrt-uint8"]))
 def test_vmap(name, backend):
     codec, case = codecs.CODECS[name], ((3, 5, 39), 32, jnp.float32)

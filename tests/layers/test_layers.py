@@ -10,7 +10,7 @@ import pytest
 
 from tests import tolerances as tol
 from tests.contract_cases import assert_same
-from tests.tiers import in_turn
+from tests.tiers import in_turn, rows
 
 pytest.importorskip("flax")
 
@@ -193,7 +193,7 @@ EINSUMS = [
 ]
 
 
-@pytest.mark.parametrize("subscripts,shape", EINSUMS)
+@pytest.mark.parametrize("subscripts,shape", rows(EINSUMS, EINSUMS[::3]))
 def test_einsum(subscripts, shape):
     w = jax.random.normal(KEY, shape)
     x = X if subscripts != "...d,...df->...f" else X[0]

@@ -319,7 +319,11 @@ def test_zeros_are_exact(variant, format):
 
 
 @pytest.mark.parametrize(
-    "format,bad", [("int8", np.nan), ("int8", -np.inf), ("fp8", np.inf), ("fp8-e5m2", np.inf)]
+    "format,bad",
+    rows(
+        [("int8", np.nan), ("int8", -np.inf), ("fp8", np.inf), ("fp8-e5m2", np.inf)],
+        [("int8", -np.inf), ("fp8", np.inf)],
+    ),
 )
 def test_a_bad_row_shows_in_its_own_outputs(format, bad):
     x, w, g = arrays(2, 5, 9, 7)

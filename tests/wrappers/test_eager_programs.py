@@ -109,7 +109,7 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.parametrize("name", rows(WRAPPERS, list(WRAPPERS)[::2]))
+@pytest.mark.parametrize("name", rows(WRAPPERS, list(WRAPPERS)[::3]))
 def test_a_wrapper_adds_a_few_programs(name):
     params, other, own = tree(), tree(), []
     tx = WRAPPERS[name](counted(optax.adam(1e-3), own), own)

@@ -90,20 +90,6 @@ def test_a_step_is_that_of_the_vectors(dtype):
     assert {n: x.shape for n, x in masters.items()} == SHAPES
 
 
-@pytest.mark.parametrize("make", ["flash_adamw", "flash_lion", "flash_sgd"])
-def test_uncompressed_leaves_train_bit_for_bit_as_without_packing(make):
-    options = {"momentum": 0.9} if make == "flash_sgd" else {}
-    options["weight_decay"], options["mask"] = 0.3, DECAYS
-    tx = getattr(lowmem, make)(1e-2, storage=PLAIN, **options)
-    packed = lowmem.pack_small_leaves(tx, BELOW)
-    params, state = lowmem.init(tx, tree_of(0), jnp.float32)
-    alike, of_packs = lowmem.init(packed, tree_of(0), jnp.float32)
-    assert_same(alike, params)
-    found, of_packs = stepped(packed, alike, of_packs)
-    assert_same(found, stepped(tx, params, state)[0])
-    assert len(jax.tree.leaves(of_packs.mu)) == 3
-
-
 def test_leaves_that_are_not_packed_keep_all_their_bits():
     params, state = lowmem.init(adamw(CODED), tree_of(0))
     params, state = stepped(adamw(CODED), params, state)
@@ -171,23 +157,6 @@ def test_a_mask_around_or_a_partition():
     other, _ = lowmem.step(lion, grads, lion.init(params), params)
     np.testing.assert_array_equal(new["b"], other["b"])
     assert len(optax.tree.get_all_with_path(state, "count")) == 2
-
-
-@pytest.mark.full
-def test_clipping_before_and_accumulation_around():
-    clip, inner, packed = optax.clip_by_global_norm(0.1), adamw(PLAIN), adamw(PLAIN, below=BELOW)
-    for wrap in (
-        lambda tx: lowmem.chain(clip, tx),
-        lambda tx: optax.MultiSteps(tx, 2),
-        lambda tx: lowmem.accumulate_gradients(tx, 2, into="moments"),
-        lambda tx: lowmem.track_master_ema(tx, 0.9),
-    ):
-        ends = []
-        for tx in (wrap(inner), wrap(packed)):
-            ends.append(stepped(tx, *lowmem.init(tx, tree_of(0), jnp.float32), steps=2)[0])
-        for one, other in zip(*map(jax.tree.leaves, ends), strict=True):
-            # XLA fuses the factor of clipping in its way
-            np.testing.assert_allclose(one, other, rtol=2.0**-21, atol=2.0**-23)
 
 
 # ---- forms of trees and calls --------------------------------------------------------------------
