@@ -252,3 +252,29 @@ def test_optax_map_params(name):
             assert own.spec == spec
         differ += own.spec != spec
     assert differ >= 4
+
+
+@pytest.mark.full
+def test_big_vision():
+    """Its fsdp(axis) takes the largest dimension that the axis divides, of any array by itself."""
+    tx, the_mesh, params = made(), mesh(fsdp=8), params_of_shapes()
+
+    def fsdp(leaf):
+        axes = [None] * leaf.ndim
+        for d in np.argsort(leaf.shape)[::-1]:
+            if leaf.shape[d] % 8 == 0:
+                axes[d] = "fsdp"
+                break
+        return NamedSharding(the_mesh, P(*axes))
+
+    state = jax.eval_shape(tx.init, params)
+    of_params, of_state = jax.tree.map(fsdp, params), jax.tree.map(fsdp, state)
+    params, state = (
+        jax.device_put(params, of_params),
+        jax.jit(tx.init, out_shardings=of_state)(params),
+    )
+    step = jax.jit(lambda g, s, p: lowmem.step(tx, g, s, p), out_shardings=(of_params, of_state))
+    new, after = step(params, state, params)
+    for x, sharding in zip(jax.tree.leaves(after), jax.tree.leaves(of_state), strict=True):
+        assert x.sharding.is_equivalent_to(sharding, x.ndim)
+    assert float(jnp.abs(after.mu["up"]["kernel"]).max()) > 0

@@ -273,7 +273,6 @@ def test_differences_of_24_bit_master_weights(name, bits):
 
 
 @pytest.mark.full
-@pytest.mark.full
 def test_a_trial_with_heads_and_with_leaves_that_are_left_out():
     """`explain` and `init` do not warn of leaves that the trial cannot shorten to a few numbers."""
     params = {
