@@ -221,8 +221,6 @@ def third(turn: int) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", rows(CASES, DISTINCT[turn::3]))
 
 
-# where each takes seconds to compile: elementwise, with a reduction, of several transformations
-FEW = pytest.mark.parametrize("name", rows(CASES, ["flash_lion", "optax.amsgrad"]))
 DTYPES: dict[str, Any] = {
     "bfloat16": jnp.bfloat16,
     "float16": jnp.float16,

@@ -16,7 +16,6 @@ import pytest
 import optax_lowmem as lowmem
 from tests.contract_cases import (
     CASES,
-    FEW,
     OPTIMIZER,
     Form,
     assert_same,
@@ -114,7 +113,7 @@ def test_extra_arguments_are_ignored_and_nothing_recompiles(name):
     assert_same(with_extra, one)
 
 
-@FEW
+@pytest.mark.parametrize("name", rows(CASES, ["optax.amsgrad"]))
 def test_step_is_update_and_apply_and_updates_are_f32(name):
     tx, params, state = _begun(name)
 

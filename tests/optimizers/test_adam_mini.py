@@ -311,7 +311,11 @@ def member(name):
 
 
 @pytest.mark.parametrize(
-    "name, dtype", in_turn([name for name in FAMILY if name != "adam_mini"], [BF16, F32])
+    "name, dtype",
+    rows(
+        itertools.product([name for name in FAMILY if name != "adam_mini"], [BF16, F32]),
+        [("q_adam_mini", BF16), ("q_adam_mini nu8", F32)],
+    ),
 )
 def test_8_bit_moments_take_the_oracles_step(name, dtype):
     """Each step from the decoded state: weights from the new m itself, codes within their bound."""

@@ -411,7 +411,7 @@ def test_rows_and_columns_move_and_no_matrix(layout):
     assert len(moved) <= 4 * len(vectors)
 
 
-@pytest.mark.parametrize("layout", rows(LAYOUTS, ["fsdp", "both"]))
+@pytest.mark.parametrize("layout", rows(LAYOUTS, ["both"]))
 def test_no_more_communication_than_optax(layout):
     ours = of_layout(made("flash_adamw"), LAYOUTS[layout], jnp.bfloat16)
     assert ours == of_layout(optax.adamw(LEARNING_RATE), LAYOUTS[layout], jnp.float32)

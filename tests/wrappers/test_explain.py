@@ -12,6 +12,7 @@ import optax_lowmem as lowmem
 from benchmarks.model_shapes import gpt2_124m, llama_3_1_8b
 from optax_lowmem import Storage
 from optax_lowmem._src.core import trees
+from tests.tiers import in_turn
 
 PARAMS = {
     "block": {"kernel": jnp.ones((64, 128), jnp.bfloat16), "bias": jnp.ones((64,), jnp.bfloat16)},
@@ -260,8 +261,7 @@ DISTANCES = {
 ESTIMATES = {"prodigy": optax.contrib.prodigy, "cocob": optax.contrib.cocob}
 
 
-@pytest.mark.parametrize("bits", [24, 32])
-@pytest.mark.parametrize("name", [*DISTANCES, *ESTIMATES])
+@pytest.mark.parametrize("name, bits", in_turn([*DISTANCES, *ESTIMATES], [24, 32]))
 def test_differences_of_24_bit_master_weights(name, bits):
     tx = lowmem.split_master_weights((DISTANCES | ESTIMATES)[name](), bits)
     found = lowmem.explain(tx, PARAMS).warnings

@@ -1,5 +1,7 @@
 """Loops that add updates to the weights without a cast, by Equinox's `apply_updates`."""
 
+import itertools
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import pytest
 import optax_lowmem as lowmem
 from optax_lowmem import Storage
 from tests.contract_cases import assert_same
-from tests.tiers import in_turn
+from tests.tiers import in_turn, rows
 
 PARAMS = {"w": jnp.linspace(-1, 1, 6144).reshape(48, 128), "b": jnp.ones(8), "s": jnp.float32(2)}
 SOFTSIGN = {"mu": lowmem.codecs.softsign()}
@@ -45,7 +47,13 @@ def test_a_promoted_weight_is_named_with_the_cure(name, dtype):
         tx.update(gradient(promoted), state, promoted)
 
 
-@pytest.mark.parametrize("name, dtype", in_turn(MADE, ["bfloat16", "float16"]))
+@pytest.mark.parametrize(
+    "name, dtype",
+    rows(
+        itertools.product(MADE, ["bfloat16", "float16"]),
+        [("flash_sgd", "float16"), ("split", "bfloat16")],
+    ),
+)
 def test_updates_in_the_dtype_of_the_weights(name, dtype):
     make = MADE[name]
     tx = make("param")
