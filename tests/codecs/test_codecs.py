@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +98,13 @@ def test_codes_and_decoded_values_match_the_oracle(name):
         assert not back[np.asarray(codes) == 0].any()
 
 
-@pytest.mark.parametrize("name, stochastic", in_turn(CODECS, [False, True]))
+@pytest.mark.parametrize(
+    "name, stochastic",
+    rows(
+        itertools.product(CODECS, [False, True]),
+        list(zip(CODECS, itertools.cycle([False, True, True, False]), strict=False))[::2],
+    ),
+)
 def test_round_trip_is_within_its_error_bound(name, stochastic):
     codec, rng = codecs.CODECS[name], np.random.default_rng(2)
     for size in [1e-30, 1e-3, 1e30] if codec.guarded else [1e-2, 1e2]:

@@ -32,8 +32,16 @@ MARKED = rows(CODECS, list(FAST)[:2])
 KEY = jnp.uint32(9)
 GRID = [
     pytest.param(
-        name, key, id=f"{name}-{how}", marks=() if FAST.get(name) == how else pytest.mark.full
+        backend,
+        name,
+        key,
+        id=f"{backend}-{name}-{how}",
+        # interpreting takes seconds
+        marks=()
+        if FAST.get(name) == how and (backend == "triton" or name == "linear-int4")
+        else pytest.mark.full,
     )
+    for backend in ("interpret", "triton")
     for name in CODECS
     for how, key in (("nearest", None), ("stochastic", KEY))
 ]
@@ -133,8 +141,8 @@ def of_cases(name, stochastic):
     return cases, arrays, by_reference(codec, arrays, cases, KEY if stochastic else None)
 
 
-@pytest.mark.parametrize("name, key", GRID)
-def test_kernels_are_the_reference(name, key, backend):
+@pytest.mark.parametrize("backend, name, key", GRID, indirect=["backend"])
+def test_kernels_are_the_reference(backend, name, key):
     codec = codecs.CODECS[name]
     cases, arrays, wanted = of_cases(name, key is not None)
     found = by_kernel(codec, arrays, cases, key, backend=backend)

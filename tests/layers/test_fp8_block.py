@@ -377,6 +377,7 @@ def test_what_a_compiled_scan_stacks(recipe):
 # ---- transformations -----------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("recipe", "dtype", "limit"),
     rows(

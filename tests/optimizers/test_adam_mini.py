@@ -166,7 +166,7 @@ SCHEDULED = {  # learning rate, arguments of ours, of the oracle
     "how, rate",
     rows(
         [("eager", "constant"), ("update", "constant"), *(("step", rate) for rate in SCHEDULED)],
-        [("update", "constant"), *(("step", rate) for rate in SCHEDULED)],
+        [("update", "constant"), ("step", "schedule"), ("step", "decoupled")],
     ),
 )
 def test_every_kind_of_block_is_the_oracles(how, rate):

@@ -112,7 +112,7 @@ WRAPPING = ["moments of blocks", "gaussws_noise", "MultiSteps"]
 
 
 @pytest.mark.filterwarnings("ignore:.*Adam-mini:UserWarning", "ignore:.*block:UserWarning")
-@pytest.mark.parametrize("name", rows(FORMS, [*WITH_SCALES, *WRAPPING]))
+@pytest.mark.parametrize("name", rows(FORMS, ["flash_adamw", *WRAPPING[:2]]))
 def test_a_state_keeps_its_types(name):
     """`init`, eager and traced, and `update` give one type; so a loop can carry the state."""
     if name == "MultiSteps":
