@@ -159,6 +159,28 @@ def test_nearest_masters_lose_them():
     assert displacement(tx, steps, mean, deviation) == 0
 
 
+def test_bits_are_uniform_and_those_of_neighbours_and_slots_independent():
+    """Over keys: any byte as often as any other, and no correlation of two draws."""
+    keys = random.leaf_keys(jnp.uint32(3), jnp.int32(1), [f"leaf {i}" for i in range(2**12)])
+    drawn = {
+        slot: np.asarray(
+            jax.vmap(lambda key, slot=slot: random.leaf_bits(key, (2, 40), 32, slot) >> 24)(keys)
+        ).reshape(len(keys), -1)
+        for slot in (MASTER, "mu", "nu")
+    }
+    masters = drawn[MASTER]
+    counts = np.bincount(masters.ravel(), minlength=256)
+    expected = masters.size / 256
+    assert ((counts - expected) ** 2 / expected).sum() < 255 + 6 * np.sqrt(2 * 255)
+    centred = {slot: bits - bits.mean(0) for slot, bits in drawn.items()}
+    bound = 6 / np.sqrt(len(keys))
+    for slot, other in centred.items():
+        products = centred[MASTER].T @ other / len(keys) / (256**2 / 12)
+        if slot == MASTER:
+            products -= np.diag(np.diag(products))
+        assert np.abs(products).max() < bound, slot
+
+
 # -- which bits ------------------------------------------------------------------------------------
 
 

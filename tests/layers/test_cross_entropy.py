@@ -418,6 +418,37 @@ def test_fp8_against_float64(products, options):
         assert 2.0**-10 < distance(a, b) <= most
 
 
+# sigma of logits -> of `fp8`: the mean loss higher by, at most; errors of both gradients, at most;
+# the same of `fp8-gradients`. As docs/guides/layers.md has them, and a quarter more.
+LARGE = {1.0: (0.009, (0.036, 0.077), (0.034, 0.033)), 3.0: (0.018, (0.049, 0.067), (0.036, 0.035))}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sigma", LARGE)
+def test_fp8_of_a_large_vocabulary(sigma):
+    """Words of Zipf's law in a direction that all hidden states share; labels of the softmax."""
+    vocab, width, tokens = 2**15, 512, 512
+    rng = np.random.default_rng(0)
+    hidden = rng.normal(size=(tokens, width))
+    hidden[:, 0] = width**0.5 / 2
+    head = rng.normal(size=(width, vocab)) * sigma / width**0.5
+    zipf = -np.log(np.arange(1, vocab + 1) + 2.7)
+    head[0] = (zipf - zipf.mean()) / hidden[0, 0]
+    hidden /= np.sqrt((hidden**2).mean(1, keepdims=True))
+    hidden, head = (jnp.asarray(x, jnp.bfloat16).astype(jnp.float32) for x in (hidden, head))
+    cumulated = np.cumsum(np.exp(np.float64(hidden) @ np.float64(head)), 1)
+    drawn = zip(cumulated, rng.random(tokens), strict=True)
+    labels = jnp.array([np.searchsorted(row, u * row[-1]) for row, u in drawn])
+    _, losses, _, *wanted = oracle(hidden, head, labels)
+    higher, *most = LARGE[sigma]
+    for products, bounds in zip(FP8, most, strict=True):
+        each, *found = sums_and_losses({"products": products}, hidden, head, labels)
+        off = each.mean() - losses.mean()
+        assert 0 < off < higher if products == "fp8" else abs(off) < 1e-5
+        for a, b, bound in zip(found, wanted, bounds, strict=True):
+            assert distance(a, b) < bound
+
+
 @pytest.mark.parametrize(("products", "axis"), BOTH)
 def test_fp8_of_16_bits(products, axis):
     """Codes of the same numbers are the same; gradients have the dtypes of the arguments."""
