@@ -29,7 +29,6 @@ import optax_lowmem as lowmem
 from benchmarks import curves, records
 from benchmarks.curves import WHERE, store
 
-VALIDATIONS = 10
 SAVE_SECONDS = 120  # between two saves of an unfinished run
 UNITS = {"byte": "byte", "bpe": "token"}
 ADAM = {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1}
@@ -114,12 +113,6 @@ def load_text(settings: Any, cache: Path) -> Text:
     return Text(*tokens, found.vocab, awake, found.bytes_per_token)
 
 
-def offsets(settings: Any, text: Text, seed: int) -> np.ndarray:
-    """[steps, batch]: where the windows of each step start."""
-    size = settings.steps, settings.batch
-    return np.random.default_rng(seed).integers(0, text.last - settings.context, size, np.int32)
-
-
 @dataclasses.dataclass(frozen=True)
 class Program:
     """One variant: its start, its steps and its evaluation, to be compiled."""
@@ -178,17 +171,11 @@ def calls(
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """The file of an unfinished run, from which a later command goes on bit for bit.
-
-    Attributes:
-      path: of the file.
-      about: the settings of the run, which must be those of the file.
-      until: when the command has to end, by `time.perf_counter`.
-    """
+    """The file of an unfinished run, from which a later command goes on bit for bit."""
 
     path: Path
-    about: dict[str, Any]
-    until: float
+    about: dict[str, Any]  # the settings of the run, which must be those of the file
+    until: float  # when the command has to end, by `time.perf_counter`
 
     def _about(self, tree: Any) -> dict[str, Any]:
         kinds = [(str(x.dtype), x.shape) for x in jax.tree.leaves(tree)]
@@ -228,17 +215,11 @@ class Kept:
 
 
 class Experiment:
-    """A run and its text, to be trained with one variant after another on the same batches.
+    """A run and its text, to be trained with one variant after another on the same batches."""
 
-    Attributes:
-      what: is trained, in the case of records.
-      base: the variant whose losses the others' are compared with.
-      validations: how many evaluations a run has, but for the first.
-      bench: of the records.
-      variant: that is trained now.
-    """
-
-    what, base, validations, bench, variant = "", "", VALIDATIONS, "train", ""
+    bench, what = "train", ""  # of records: their bench, and what their case says is trained
+    base, variant = "", ""  # with whose losses the others' are compared, and which is trained now
+    validations = 10  # evaluations of a run, but for the first
 
     def __init__(self, run: Any, text: Text, seed: int, every: int | None = None):
         self.run, self.text = run, text
@@ -250,8 +231,10 @@ class Experiment:
     def turn_to(self, variant: str, seed: int) -> None:
         """Begins with a variant and a seed: of the start, if that reads it, and of the batches."""
         self.variant, self.seed = variant, seed
-        each = offsets(self.run, self.text, seed)
-        self.offsets = each.reshape(-1, self.every, self.run.batch)
+        # [calls, steps, batch]: where the windows of each step start
+        size = self.run.steps // self.every, self.every, self.run.batch
+        last = self.text.last - self.run.context
+        self.offsets = np.random.default_rng(seed).integers(0, last, size, np.int32)
 
     @property
     def case(self) -> str:
@@ -468,11 +451,8 @@ def compile_all(experiment: Any, names: list[str]) -> dict[str, tuple[Program, t
 class Part:
     """The runs of a part, one after the other, until the limit; stored and recorded.
 
-    Attributes:
-      experiment: that is trained.
-      programs: variant -> what is traced and what is compiled.
-      flags: that the runs share.
-      runs: what was trained -> curves.
+    `programs` are what is traced and what is compiled of each variant, `flags` what the runs share,
+    `runs` the curves of what was trained.
     """
 
     def __init__(

@@ -107,14 +107,10 @@ def _between(ratio: float, least: float, most: float) -> str:
     return graded(ratio > most * (1 + CLOSE), ratio >= least * (1 - CLOSE))
 
 
-def _at_least(ratio: float, printed: float) -> str:
-    return _between(ratio, printed, printed)
-
-
 @measure
 def _speedup(rows: Rows, case: str, printed: float) -> Finding:
     times, used = some(tables.speedups(rows).get(case))
-    return judged(f"x {times:.2f}", _at_least(times, printed), used)
+    return judged(f"x {times:.2f}", _between(times, printed, printed), used)
 
 
 def _against_flax(rows: Rows) -> Finding:
@@ -152,20 +148,16 @@ class Trained(findings.Trained):
         return Pair.of(tables.paired(rows, self.ours))
 
 
-def _batches(rows: Rows, preset: str) -> tuple[list[float], Rows]:
-    own = fit_tables.fits(rows).get(f"llama-{preset}-s2048", {})
-    names = (fit_tables.BASE, fit_tables.COAT)
-    return values_of(*(own.get(name, {}).get("max_batch") for name in names))
-
-
 def _alone(rows: Rows) -> Finding:
     """An 8B model on one GPU: without FP8 it does not fit, with it it does."""
-    (plain, coat), used = _batches(rows, "8b")
+    own = fit_tables.fits(rows).get("llama-8b-s2048", {})
+    names = (fit_tables.BASE, fit_tables.COAT)
+    (plain, coat), used = values_of(*(own.get(name, {}).get("max_batch") for name in names))
     return judged(f"Llama-3.1-8B: largest batch {plain:g} → {coat:g}", plain == 0 < coat, used)
 
 
-KEPT_ALL = "llama-3b-s2048"  # layers without FP8 keep what JAX keeps
-LEAN = f"{KEPT_ALL}-lean"  # or what train_llama.py has them keep by default
+KEPT_ALL = "llama-3b-s2048"  # layers without FP8 keep what JAX keeps; LEAN: as little as they can
+LEAN = f"{KEPT_ALL}-lean"
 
 
 def _ratio(rows: Rows, metric: str, ours: str, base: str, case: str) -> tuple[float, Rows]:
@@ -222,10 +214,7 @@ def _on_a_mesh(rows: Rows) -> Finding:
 
 @measure
 def _alike(rows: Rows, metric: str, ours: str, printed: tuple[float, float], what: str) -> Finding:
-    """Compare runs whose weights are stored alike.
-
-    The baseline's layers keep as little as they can in bf16, as train_llama.py has it by default.
-    """
+    """Compare runs whose weights are stored alike."""
     base, names = ALIKE[what]
     if metric == "planned_bytes":
         (ratio, used), pair = _planned(rows, names[ours], base), ""

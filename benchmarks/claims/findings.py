@@ -103,9 +103,6 @@ class Pair:
         plain, ours = statistics.mean(self.plain), statistics.mean(self.ours)
         return f"{plain:.4f} → {ours:.4f}"
 
-    def text(self) -> str:
-        return f"{self.means}: {self.interval}"
-
     @property
     def perplexity(self) -> str:
         """The same differences of losses as one of perplexities: exp of the mean, less 1."""
@@ -223,7 +220,7 @@ def all_pairs(rows: Rows) -> tuple[list[list[str]], Rows]:
         for plain in {F32: (), OURS: (F32,)}.get(impl, (F32, OURS)):
             for pair in paired(rows, case, metric, plain, impl):
                 device, seeds = pair.rows[0]["device"], str(len(pair.plain))
-                against = f"{impl} against {plain}"
-                body.append([case, device, against, metric, seeds, pair.text(), pair.verdict()])
+                against, text = f"{impl} against {plain}", f"{pair.means}: {pair.interval}"
+                body.append([case, device, against, metric, seeds, text, pair.verdict()])
                 used += pair.rows
     return body, used

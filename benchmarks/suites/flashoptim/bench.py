@@ -7,7 +7,6 @@ Its Figures 4 and 5 are of `pairs`. Truth is NumPy in float64.
 
 import argparse
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import jax
@@ -43,16 +42,6 @@ def _through_split(split: codecs.MasterSplit, dtype: Any) -> Callable[[np.ndarra
     return lambda w: np.asarray(back(*there(w)))
 
 
-def _uncorrected(dtype: Any, w: np.ndarray) -> np.ndarray:
-    return w.astype(dtype).astype(np.float32)
-
-
-def _float_error(dtype: Any, w: np.ndarray) -> np.ndarray:
-    """The rounding error kept in the same 16-bit float (Zamirai et al.'s Kahan buffer)."""
-    weight = w.astype(dtype).astype(np.float32)
-    return weight + (w - weight).astype(dtype).astype(np.float32)
-
-
 def _ulp_by_side(w: np.ndarray) -> np.ndarray:
     """Positive weights through Algorithm 1 with the bound of the side on which the error lies.
 
@@ -69,8 +58,13 @@ def _ulp_by_side(w: np.ndarray) -> np.ndarray:
 def schemes(target: str) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
     """Every way to keep f32 weights beside bf16 or fp16 ones, as a function w -> rebuilt w."""
     dtype = DTYPES[target]
+
+    def rounded(w: np.ndarray) -> np.ndarray:
+        return w.astype(dtype).astype(np.float32)
+
+    # the rounding error kept in the same 16-bit float (Zamirai et al.'s Kahan buffer)
+    plain = {"none": rounded, "float": lambda w: rounded(w) + rounded(w - rounded(w))}
     names = ["ulp-24", "ulp-32"] + (["bits-24", "bits-32"] if target == "bf16" else [])
-    plain = {"none": partial(_uncorrected, dtype), "float": partial(_float_error, dtype)}
     return plain | {name: _through_split(codecs.SPLITS[name], dtype) for name in names}
 
 

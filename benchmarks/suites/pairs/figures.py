@@ -90,14 +90,11 @@ def gpt2() -> Any:
 def control() -> Any:
     """Draw flash_adamw beside AdamW with other rates, over AdamW, of two sizes."""
     figure, panels = plt.subplots(1, 2, figsize=(8.4, 3))
-    found = {}
-    for axes, path, name in zip(
-        panels, (SHORT, SMALL), ("GPT-2 124M", "0.1M weights"), strict=True
-    ):
-        found[name] = over(axes, path, CONTROL)
-        seeds = count(len(found[name]["flash_adamw"].each))
+    runs = {"GPT-2 124M": SHORT, "0.1M weights": SMALL}
+    for axes, (name, path) in zip(panels, runs.items(), strict=True):
+        own = over(axes, path, CONTROL)
+        seeds = count(len(own["flash_adamw"].each))
         axes.set(xlabel="step", title=f"{name}, {seeds}: % over AdamW")
-    for own in found.values():
         (low, high), (of_low, of_high) = (
             some(own[name].interval) for name in ("flash_adamw", "adamw-nudged")
         )

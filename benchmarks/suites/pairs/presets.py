@@ -38,9 +38,10 @@ class Variant:
         """Return whether the optimizer is optax's own."""
         return getattr(self.make, "func", self.make) in (optax.adamw, optax.lion, _scaled)
 
+    @property
     def dtype(self) -> Any:
-        """The weights' dtype, as `lowmem.init` takes it."""
-        return stored_dtype if self.split else jnp.float32
+        """The weights' dtype, as `lowmem.init` takes it; None for optax's own."""
+        return None if self.plain else stored_dtype if self.split else jnp.float32
 
 
 def _scaled(by: float, schedule: optax.Schedule, **arguments: Any) -> optax.GradientTransformation:

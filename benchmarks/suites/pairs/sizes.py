@@ -22,7 +22,7 @@ def report(preset: str, name: str) -> lowmem.memory.Report:
     weights = jax.eval_shape(model(run, run.vocab, STANDARD)[0], jax.random.key(0))
 
     def stored(weights: Any) -> Any:
-        return lowmem.init(tx, weights, dtype=chosen.dtype(), seed=np.uint32(0))[0]
+        return lowmem.init(tx, weights, dtype=chosen.dtype, seed=np.uint32(0))[0]
 
     return lowmem.memory.report(tx, weights if chosen.plain else jax.eval_shape(stored, weights))
 

@@ -30,14 +30,11 @@ def errors(state: Any) -> dict[str, np.ndarray]:
         leaves = jax.tree.leaves(optax.tree_utils.tree_get(state, field))
         whole = [x for x in leaves if x.shape[-1] % GROUP == 0]
         for name, codec in of.items() if whole else ():
-            nmse = [_nmse(*jax.device_get(_squares(x, codec))) for x in whole]
-            found[f"nmse {slot} {name}, paper"] = np.array(nmse, np.float32)
+            squares = jax.device_get([_squares(x, codec) for x in whole])
+            wrong, power = np.array([[x.sum(dtype=np.float64) for x in one] for one in squares]).T
+            nmse = wrong / np.where(power > 0, power, np.nan)
+            found[f"nmse {slot} {name}, paper"] = np.float32(nmse)
     return found
-
-
-def _nmse(wrong: np.ndarray, power: np.ndarray) -> float:
-    signal = power.sum(dtype=np.float64)
-    return wrong.sum(dtype=np.float64) / signal if signal > 0 else np.nan
 
 
 @functools.partial(jax.jit, static_argnames="codec")

@@ -35,13 +35,6 @@ from benchmarks.training import Curve, Part, Program, changed, parser
 CLIP = 1.0
 
 
-@dataclasses.dataclass(frozen=True)
-class _Settings:
-    """Settings that `build_model` takes."""
-
-    shape: Any
-
-
 def model(run: Pairs, vocab: int, activations: str) -> tuple[Any, Any]:
     """(key -> f32 weights, (weights, windows) -> mean loss) of a run's model."""
     if run.model.startswith("gpt2"):
@@ -52,7 +45,7 @@ def model(run: Pairs, vocab: int, activations: str) -> tuple[Any, Any]:
         shape = dataclasses.replace(run.shape, vocab=vocab)
         llama = Llama(shape, run.compute, run.attention, activations=activations, stacked=False)
         return functools.partial(llama.weights, dtype=lambda path: jnp.float32), llama
-    graphdef, weights = build_model(_Settings(run.shape), vocab)  # type: ignore[arg-type]
+    graphdef, weights = build_model(run, vocab)
     return weights, loss_function(graphdef, run.compute)
 
 
@@ -139,8 +132,7 @@ class Experiment(training.Experiment):
                 return found
             return jax.tree.map(lambda w: jax.lax.reduce_precision(w, 8, 15), found)
 
-        dtype = None if chosen.plain else chosen.dtype()
-        return self.optimized(optimizer(self.run, name), first, loss, dtype)
+        return self.optimized(optimizer(self.run, name), first, loss, chosen.dtype)
 
 
 def main(arguments: list[str] | None = None) -> None:
