@@ -188,22 +188,6 @@ def test_every_kind_of_block_is_the_oracles(how, rate):
     assert int(state.count) == 5
 
 
-def test_defaults_are_adamws():
-    """Nothing given: b1 0.9, b2 0.999, eps 1e-8, decay 1e-4, f32 moments."""
-    path, grads = "unheard/of", list(stream(3))
-    one = {path: parameters()[path]}
-    tx = lowmem.adam_mini(0.1, blocks=lowmem.blocks.Structure(default="whole"))
-    params = device(one)
-    state = tx.init(params)
-    for g in grads:
-        params, state = lowmem.step(tx, device({path: g[path]}), state, params)
-    hyper = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 1e-4}
-    near(params["unheard"]["of"], by_oracle(grads, 0.1, one, **hyper)[path][-1][0])
-    bare = by_oracle(grads, 0.1, one, **{**hyper, "weight_decay": 0.0})[path][-1][0]
-    with pytest.raises(AssertionError):  # so much does the decay weigh
-        near(params["unheard"]["of"], bare)
-
-
 def test_elementwise_is_optaxs_adamw():
     structure = lowmem.blocks.Structure(rules=(("*", "elementwise"),))
     grads = list(stream(5))
@@ -379,24 +363,6 @@ def test_rounding_of_embeddings_only():
         found.append(flat(step(device(grads), state, params)[1].mu))
     changed = {p for p in SOME if (np.asarray(found[0][p]) != np.asarray(found[1][p])).any()}
     assert changed == {"embedder/embedding"}
-
-
-def test_which_storage_is_the_default():
-    shapes = nested({p: jax.ShapeDtypeStruct(s, F32) for p, (s, _) in LEAVES.items()})
-    shapes["big"] = {"embedding": jax.ShapeDtypeStruct((64, 512), F32)}
-    sizes = {"adam_mini": (F32, ()), "q_adam_mini": (jnp.int8, (64, 2))}
-    sizes["flash_adam_mini"] = (jnp.int8, (64, 16))
-    for name, (dtype, scales) in sizes.items():
-        state = jax.eval_shape(mini(getattr(lowmem, name)).init, shapes)
-        leaf = state.mu["big"]["embedding"]
-        assert (leaf.dtype, leaf.shape) == (dtype, (64, 512)), name
-        assert state.mu_scale["big"]["embedding"].shape == scales, name
-        assert state.nu["big"]["embedding"].shape == (64, 1)
-        assert all(nu.dtype == F32 for nu in jax.tree.leaves(state.nu))
-    state = jax.eval_shape(lowmem.q_adamw(1e-2).init, shapes)
-    assert state.mu["big"]["embedding"].dtype == jnp.int8
-    assert state.nu["big"]["embedding"].shape == (64, 512)
-    assert state.nu["big"]["embedding"].dtype == jnp.uint8
 
 
 # ---- edges ---------------------------------------------------------------------------------------
