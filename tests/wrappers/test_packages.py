@@ -1,7 +1,7 @@
 """Programs of other packages' users, run by those packages, with optax's optimizer exchanged.
 
-Flax and Orbax are in `test_integrations`, `test_integrations_loops` and `test_flax`. PureJaxRL is no
-package to install: here is what it does with an optimizer, and nothing else of it.
+Flax and Orbax are in `test_integrations`, `test_integrations_loops` and `test_flax`. PureJaxRL is
+no package to install: here is what it does with an optimizer, and nothing else of it.
 """
 
 import functools
