@@ -108,7 +108,8 @@ class Storage(ShowsChanges):
         choose between updates and gradients or zeros like them (`optax.apply_if_finite`,
         `conditionally_mask`): the weight's dtype where its gradient has it, else float32; or
         `param`, for loops that add without a cast (Equinox, Levanter). The correction takes up the
-        rounding of 16-bit updates. Of a bare direction `param` means the dtype of its gradients.
+        rounding of 16-bit updates where they are smaller than the weight. Of a bare direction
+        `param` means the dtype of its gradients.
       master_rounding: of 24-bit master weights, `stochastic` (unbiased: steps far below the 2^-16
         of a weight that 24 bits resolve add up to what f32 does) or `nearest` (steps below 2^-17 of
         a weight are lost). 32-bit master weights are so fine that their rounding does not matter.
