@@ -38,7 +38,8 @@ AROUND = {
         ("clip", optax.clip_by_global_norm(1e9)), ("tx", tx)
     ),
     "lowmem.chain": lambda tx: lowmem.chain(optax.clip(1e3), tx),
-    "inject_hyperparams": lambda tx: optax.inject_hyperparams(lambda x: tx)(x=1.0),
+    "inject_hyperparams": lambda tx: optax.inject_hyperparams(
+        lambda x: tx, hyperparam_dtype=F32)(x=1.0),
 }  # fmt: skip
 # These change updates: the split is around them.
 INSIDE = {
