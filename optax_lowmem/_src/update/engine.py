@@ -52,7 +52,7 @@ from optax_lowmem._src.update.masters import (
     promoted,
     rounds_weights,
 )
-from optax_lowmem._src.update.plan import SlotPlan, plan_leaves, warn_of_shared_codes
+from optax_lowmem._src.update.plan import SlotPlan, plan_leaves, warn_of_four_bits
 from optax_lowmem._src.update.prepare import prepare_leaves
 from optax_lowmem._src.update.storage import Storage
 
@@ -121,8 +121,7 @@ class Engine:
         warn_of_patterns(self.storage.policy, params)
         if self.structure is not None:
             self.structure.warn(params)
-        if sharing := [plan for plan in plans if plan.shared]:
-            warn_of_shared_codes(sharing)
+        warn_of_four_bits(plans)
         forms, of_shared = [plan.storage for plan in plans], [p.shared_storage for p in plans]
         if is_free(leaves):
             made = compiled(_zero_state)(plans, leaves, forms, of_shared)
