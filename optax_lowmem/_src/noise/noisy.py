@@ -165,7 +165,7 @@ class Noisy:
         for row, (weight, _) in zip(rows, found, strict=True):
             if row.sampled:
                 scope.hand_sampled(row.path, weight)
-        return state._replace(scale=boxes.like(params, [scale for _, scale in found]))
+        return state._replace(scale=boxes.like(params, [s for _, s in found], state.scale))
 
     # ---- step --------------------------------------------------------------------------------
 
@@ -241,7 +241,8 @@ class Noisy:
         own = zip(rows, jax.tree.leaves(weights), strict=True)
         kept = [w if row.sampled else row.clean for row, w in own]
         state = state._replace(
-            clean=boxes.like(params, kept), scale=boxes.like(params, [s for _, s in found])
+            clean=boxes.like(params, kept, state.clean),
+            scale=boxes.like(params, [s for _, s in found], state.scale),
         )
         new = jax.tree.unflatten(jax.tree.structure(params), [w for w, _ in found])
         return new, state
@@ -283,7 +284,7 @@ class Noisy:
         found = run(
             self.noise, span, self.bits_loss, small, gradients, state.seed, state.count, factor
         )
-        given = boxes.like(params, found)
+        given = boxes.like(params, found, state.bits)
         steps, bits_state = self.bits_optimizer.update(given, state.bits_state, state.bits)
         bits, count = advanced(state.bits, steps, state.count)
         return count, bits, bits_state
