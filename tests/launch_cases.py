@@ -60,7 +60,7 @@ class Case:
             return [self.h]
         measured = jax.jit(reference.prepare, static_argnums=(0, 1))
         return [
-            measured(self.rule, plan.nameless, leaf.g, leaf.p, state, self.h)
+            self.h | measured(self.rule, plan.nameless, leaf.g, leaf.p, state, self.h)
             for plan, leaf, state in zip(self.plans, self.leaves, self.states, strict=True)
         ]
 

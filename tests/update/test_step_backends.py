@@ -32,6 +32,7 @@ from optax_lowmem._src.update import (
     reference,
     tuning,
 )
+from optax_lowmem._src.update.batch import LeafBatch
 from tests import launch_cases, tolerances, triton_on_numpy
 from tests.compilation import FULL_COMPILE, SAME_BITS
 from tests.contract_cases import covering, pairwise
@@ -204,16 +205,24 @@ def both(case, tuned=SMALL, options=SAME_BITS):
         hs = []
         for plan, leaf, state in zip(case.plans, leaves, states, strict=True):
             own = reference.prepare(case.rule, plan, leaf.g, leaf.p, state, h)
-            hs.append(own if leaf.of_block is None else own | {OF_BLOCK: leaf.of_block})
-        found = dispatch.fused_updates(
-            case.rule, case.plans, gradients, weights, states, hs,
-            keys[jnp.asarray(case.numbers)], "pallas", tuned,
-        )  # fmt: skip
+            hs.append(own if leaf.of_block is None else {OF_BLOCK: leaf.of_block})
+        batch = LeafBatch(
+            tuple(case.plans),
+            gradients,
+            weights,
+            states,
+            h,
+            hs,
+            keys,
+            tuple(case.numbers),
+            "pallas",
+        )
+        found = dispatch.fused_updates(case.rule, batch, tuned)
         wanted = []
         for plan, leaf, state, number, own in zip(
             case.plans, leaves, states, case.numbers, hs, strict=True
         ):
-            arrays = leaf.g, leaf.p, state, own, keys[number]
+            arrays = leaf.g, leaf.p, state, h | own, keys[number]
             wanted.append(reference.fused_update(case.rule, plan, *arrays))
         return wanted, found
 

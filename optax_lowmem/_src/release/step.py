@@ -23,6 +23,7 @@ from optax_lowmem._src.release.model import (
     with_floats,
 )
 from optax_lowmem._src.update import IMPLEMENTATIONS, LeafPlan, LeafState
+from optax_lowmem._src.update.batch import LeafBatch
 from optax_lowmem._src.update.engine import (
     Engine,
     EngineTransformation,
@@ -220,14 +221,10 @@ class Run:
             return then
         unread = [i for i in indices if i not in self.totals]
         gradients = {i: jnp.zeros_like(self.weights[i]) for i in unread} | self.totals
-        found = step_leaves(
-            self.engine.rule,
-            self.h,
-            [self.plans[i] for i in indices],
-            [self.each(gradients[i]) for i in indices],
-            *self.of(indices),
-            self.keys[jnp.asarray(indices)],
-        )
+        plans = [self.plans[i] for i in indices]
+        given = [self.each(gradients[i]) for i in indices]
+        keys = self.keys[jnp.asarray(indices)]
+        found = step_leaves(self.engine.rule, self.batch(plans, given, *self.of(indices), keys))
         for i in indices:
             self.totals.pop(i, None)
         self.set(indices, *found)
@@ -253,17 +250,27 @@ class Run:
             of_elements = random.element_keys(keys, layer, plans[0].group_size)
             own = jnp.where(jnp.asarray(single)[:, None], of_elements, own)
         groups = [groups_of_blocks(self.plans[i], stack.layers) for i in stack.indices]
-        return step_leaves(
-            self.engine.rule,
-            self.h,
-            plans,
-            [g[None] for g in gradients],
-            weights,
-            states,
-            shared,
-            own,
-            random.part_keys(keys, layer * jnp.asarray(groups, jnp.int32)),
-        )
+        shared_keys = random.part_keys(keys, layer * jnp.asarray(groups, jnp.int32))
+        given = [g[None] for g in gradients]
+        batch = self.batch(plans, given, weights, states, shared, own, shared_keys)
+        return step_leaves(self.engine.rule, batch)
+
+    def batch(
+        self,
+        plans: list[LeafPlan],
+        gradients: list[jax.Array],
+        weights: list[jax.Array],
+        states: list[LeafState],
+        shared: list[LeafState],
+        keys: jax.Array,
+        shared_keys: jax.Array | None = None,
+    ) -> LeafBatch:
+        """Parameters or layers of them, with the hyperparameters of this step."""
+        return LeafBatch(
+            tuple(plans), gradients, weights, states, self.h, [{}] * len(plans), keys,
+            tuple(range(len(plans))), scope.implementation(), shared,
+            keys if shared_keys is None else shared_keys,
+        )  # fmt: skip
 
     def of(
         self, indices: Sequence[int]

@@ -45,6 +45,7 @@ from optax_lowmem._src.update import (
     fused_updates,
     matrices,
 )
+from optax_lowmem._src.update.batch import LeafBatch
 from optax_lowmem._src.update.masters import (
     NO_CORRECTION,
     check_order,
@@ -294,9 +295,11 @@ class Engine:
         states, shared = self.unpack(state, plans, like)
         paths = [plan.path for plan in plans]
         count, keys = count_and_keys(state.seed, state.count, count, paths)
-        results, states, shared = step_leaves(
-            self.rule, h, plans, gradients, weights, states, shared, keys
-        )
+        batch = LeafBatch(
+            tuple(plans), gradients, weights, states, h, [{}] * len(plans), keys,
+            tuple(range(len(plans))), scope.implementation(), shared, keys,
+        )  # fmt: skip
+        results, states, shared = step_leaves(self.rule, batch)
         for plan, update in zip(plans, results, strict=True):
             if not direct and plan.lands:
                 scope.emit(plan.path, update)
@@ -352,122 +355,74 @@ def count_and_keys(
 
 
 def step_leaves(
-    rule: UpdateRule,
-    h: Mapping[str, jax.Array],
-    plans: list[LeafPlan],
-    gradients: list[jax.Array],
-    weights: list[Any],
-    states: list[LeafState],
-    shared: list[LeafState],
-    keys: jax.Array,
-    shared_keys: jax.Array | None = None,
+    rule: UpdateRule, batch: LeafBatch
 ) -> tuple[list[jax.Array], list[LeafState], list[LeafState]]:
-    """(updates, states, states of shared slots) of some leaves, or of parts of them.
+    """(updates, states, states of block-wise slots) of some parameters, or of parts of them.
 
     Args:
       rule: the optimizer's arithmetic.
-      h: hyperparameters.
-      plans: what the leaves are; `direct` ones get new weights instead of updates.
-      gradients: f32 or 16-bit.
-      weights: parameters, or None each for a bare direction.
-      states: the old ones.
-      shared: the old ones of the shared slots.
-      keys: uint32 [leaves], or `random.part_keys` of them.
-      shared_keys: those of the shared slots, where they are others.
+      batch: the parameters; of a plan that is `direct` the update is the new weight.
     """
-    own = keys if shared_keys is None else shared_keys
-    plans = [plan.for_gradient(g.dtype) for plan, g in zip(plans, gradients, strict=True)]
-    implementation = scope.implementation()
+    rows = zip(batch.plans, batch.gradients, strict=True)
+    batch = batch.replace(plans=tuple(plan.for_gradient(g.dtype) for plan, g in rows))
     if (
-        len(plans) > FEW
+        len(batch) > FEW
         and platform.no_device_reason() is not None
-        and implementation in (None, "xla")
-        and is_eager(jax.tree.leaves((gradients, weights, states, shared, keys, h)))
+        and batch.implementation in (None, "xla")
+        and is_eager(jax.tree.leaves(batch))
     ):
-        rows = zip(
-            [plan.nameless for plan in plans], gradients, weights, states, shared,
-            unstacked(keys), unstacked(own), strict=True,
-        )  # fmt: skip
-        found = each(_step_leaf, list(rows), rule, implementation, h)
-        return [u for u, _, _ in found], [s for _, s, _ in found], [s for _, _, s in found]
+        # one program for parameters of one shape
+        assert batch.shared_keys is not None
+        keys: list[Any] = unstacked(batch.keys)
+        shared_keys: list[Any] = unstacked(batch.shared_keys)
+        single = [
+            (
+                rule,
+                batch.take([i]).nameless.replace(
+                    keys=keys[number][None], shared_keys=shared_keys[number][None], numbers=(0,)
+                ),
+            )
+            for i, number in enumerate(batch.numbers)
+        ]
+        columns = zip(*each(_step_leaves, single), strict=True)
+        updates, states, shared = ([x for (x,) in column] for column in columns)
+        return updates, states, shared
     # on a mesh the leaves' places are known to the context, and to no program
     run = _step_leaves if scope.is_placing() else compiled(_step_leaves)
-    return run(rule, implementation, h, plans, gradients, weights, states, shared, keys, own)
+    return run(rule, batch)
 
 
 def _step_leaves(
-    rule: UpdateRule,
-    implementation: str | None,
-    h: Mapping[str, jax.Array],
-    plans: list[LeafPlan],
-    gradients: list[jax.Array],
-    weights: list[Any],
-    states: list[LeafState],
-    shared: list[LeafState],
-    keys: jax.Array,
-    shared_keys: jax.Array,
+    rule: UpdateRule, batch: LeafBatch
 ) -> tuple[list[jax.Array], list[LeafState], list[LeafState]]:
     """`step_leaves` of all that it depends on: the leaves of each of its rules together."""
     parts: dict[UpdateRule, list[int]] = {}
-    for i, plan in enumerate(plans):
+    for i, plan in enumerate(batch.plans):
         parts.setdefault(rule.of_leaf(plan.matrices), []).append(i)
-    columns = plans, gradients, weights, states, shared
     if parts.keys() <= {rule}:
-        return _step_alike(rule, implementation, h, *columns, keys, shared_keys)
+        return _step_alike(rule, batch)
     results: dict[int, tuple[jax.Array, LeafState, LeafState]] = {}
-    for own, indices in parts.items():
-        places = jnp.asarray(indices)
-        own_h = rule.hyperparameters_of(plans[indices[0]].matrices, h)
-        mine: list[Any] = [[column[i] for i in indices] for column in columns]
-        mine += [keys[places], shared_keys[places]]
-        found = _step_alike(own, implementation, own_h, *mine)
+    for of_leaf, indices in parts.items():
+        part = batch.take(indices).with_keys_in_order()
+        h = rule.hyperparameters_of(part.plans[0].matrices, part.hyperparameters)
+        found = _step_alike(of_leaf, part.replace(hyperparameters=h))
         results.update(zip(indices, zip(*found, strict=True), strict=True))
-    updates, new, new_shared = zip(*(results[i] for i in range(len(plans))), strict=True)
-    return list(updates), list(new), list(new_shared)
+    updates, states, shared = zip(*(results[i] for i in range(len(batch))), strict=True)
+    return list(updates), list(states), list(shared)
 
 
 def _step_alike(
-    rule: UpdateRule,
-    implementation: str | None,
-    h: Mapping[str, jax.Array],
-    plans: list[LeafPlan],
-    gradients: list[jax.Array],
-    weights: list[Any],
-    states: list[LeafState],
-    shared: list[LeafState],
-    keys: jax.Array,
-    shared_keys: jax.Array,
+    rule: UpdateRule, batch: LeafBatch
 ) -> tuple[list[jax.Array], list[LeafState], list[LeafState]]:
     """`_step_leaves` of leaves of one rule."""
+    shared = batch.shared
     if isinstance(rule, MatrixRule):
-        found = matrices.step_leaves(
-            rule, h, plans, gradients, weights, states, keys, implementation
-        )
-        return [update for update, _ in found], [leaf for _, leaf in found], shared
-    of_leaves: list[Mapping[str, jax.Array]] = [h] * len(plans)
-    if rule.prepares is not None:
-        of_leaves, shared = prepare_leaves(
-            rule, plans, gradients, weights, states, shared, h, shared_keys, implementation
-        )
-    found = fused_updates(rule, plans, gradients, weights, states, of_leaves, keys, implementation)
+        found = matrices.step_leaves(rule, batch.replace(shared=[], shared_keys=None))
+    else:
+        if rule.prepares is not None:
+            batch, shared = prepare_leaves(rule, batch)
+        found = fused_updates(rule, batch.replace(shared=[], shared_keys=None))
     return [update for update, _ in found], [leaf for _, leaf in found], shared
-
-
-def _step_leaf(
-    plan: LeafPlan,
-    gradient: jax.Array,
-    weight: Any,
-    state: LeafState,
-    shared: LeafState,
-    key: jax.Array,
-    shared_key: jax.Array,
-    *arguments: Any,
-) -> tuple[jax.Array, LeafState, LeafState]:
-    """`_step_leaves` of one leaf."""
-    row = [plan], [gradient], [weight], [state], [shared], key[None], shared_key[None]
-    step: Any = _step_leaves
-    (update,), (new,), (new_shared,) = step(*arguments, *row)
-    return update, new, new_shared
 
 
 # ---- new states ----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from optax_lowmem._src.codecs import BitSplit, GroupCodec, MasterSplit, UlpSplit
 from optax_lowmem._src.core import groups, numerics, random
@@ -196,11 +197,11 @@ def prepare(
     state: LeafState,
     h: Mapping[str, jax.Array],
 ) -> dict[str, jax.Array]:
-    """`h` with the operands of a rule that prepares for the step of a whole leaf."""
+    """Operands of a rule that prepares for the step of a whole leaf, which go before `h`."""
     if rule.prepares != "leaf":
-        return dict(h)
+        return {}
     gradient, _ = gradient_and_weight(plan, g, p, state.correction, h)
-    return {**h, **rule.prepare(gradient, decode(plan, state), h)[0]}
+    return rule.prepare(gradient, decode(plan, state), h)[0]
 
 
 # ---- encode --------------------------------------------------------------------------------------
@@ -383,6 +384,7 @@ def fused_update(
     state: LeafState,
     h: Mapping[str, jax.Array],
     key: jax.Array,
+    two_passes: bool = False,
 ) -> tuple[jax.Array, LeafState]:
     """Update of the parameter (itself anew for a `direct` plan), and the new state, of one leaf.
 
@@ -397,14 +399,27 @@ def fused_update(
         `decay` (the share of the weight taken off) and `l2` (added to the gradient times the
         weight).
       key: a uint32 key for the rounding of this leaf in this step; a pair for a part of one.
+      two_passes: whether to compute the new slots once for the groups' maxima and once for the
+        codes. XLA on a GPU otherwise stores the new slots in f32 between the two, since it does
+        not fuse a reduction with what is broadcast from it; reading the codes twice moves fewer
+        bytes. Measured: docs/results/gpu_speed.md.
     """
     step, values = advance(rule, plan, g, p, state, h)
-    noise = random.noise_bits(key, plan.shape, plan.group_size) if plan.stochastic else None
-    slots, scales = encode(plan, values, state.scales, noise)
+    measured = None
+    if two_passes:
+        measured = measure(plan, values)
+        noise = random.noise_bits(key, plan.shape, plan.group_size) if plan.noisy else None
+        # behind the barrier the same expressions are others, so XLA does not share their values
+        g, p, state, measured, noise = lax.optimization_barrier((g, p, state, measured, noise))
+        step, values = advance(rule, plan, g, p, state, h)
+        bits = master_noise(plan, noise)
+    else:
+        noise = random.noise_bits(key, plan.shape, plan.group_size) if plan.stochastic else None
+        bits = None
+        if p is not None and plan.stochastic_master:
+            bits = random.leaf_bits(key, plan.shape, plan.group_size, MASTER)
+    slots, scales = encode(plan, values, state.scales, noise, measured=measured)
     correction = state.correction
     if p is not None:
-        bits = None
-        if plan.stochastic_master:
-            bits = random.leaf_bits(key, plan.shape, plan.group_size, MASTER)
         step, correction = move(plan, p, step, correction, bits)
     return emit(plan, p, step), LeafState(slots, scales, correction)
