@@ -197,6 +197,7 @@ WRAPPED = {
     "accumulate": lambda tx: lowmem.accumulate_gradients(tx, 2, "bfloat16"),
     "ema": lambda tx: lowmem.track_master_ema(tx, 0.9),
     "pack": lambda tx: lowmem.pack_small_leaves(tx),
+    "loss scale": lambda tx: lowmem.per_tensor_loss_scale(tx, 1.0),
     "gaussws": lambda tx: lowmem.gaussws_noise(tx),
 }
 OTHERS = {
@@ -319,6 +320,15 @@ def test_checkpoints(name, tmp_path):
     assert_same_bits(restored, state)
     masters = lowmem.master_params(params, state)
     assert jax.tree.structure(masters) == jax.tree.structure(params)
+
+
+@pytest.mark.parametrize("name", rows(["flash_adamw", "flash_adam_mini"], ["flash_adam_mini"]))
+def test_conversion_from_and_to_optax(name):
+    tx, adamw, params = made(name), optax.adamw(RATE), params_of()
+    weights, state = checkpoint.from_optax(tx, adamw.init(params), params, jnp.float32)
+    assert jax.tree.structure(state) == jax.tree.structure(tx.init(params))
+    _, back = checkpoint.to_optax(tx, state, weights, adamw)
+    assert jax.tree.structure(back) == jax.tree.structure(adamw.init(params))
 
 
 def test_leaves_have_the_names_of_plain_arrays():

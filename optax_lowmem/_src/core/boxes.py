@@ -78,19 +78,19 @@ def like(
       arrays: the new leaves, in order.
       before: the tree of the step before, whose metadata stay: they are part of a state's type.
     """
-    arrays, nodes = list(arrays), jax.tree.leaves(reference, is_leaf=_has_metadata)
-    if not any(map(_has_metadata, nodes)):
+    arrays, nodes = list(arrays), jax.tree.leaves(reference, is_leaf=has_metadata)
+    if not any(map(has_metadata, nodes)):
         return jax.tree.unflatten(jax.tree.structure(reference), arrays)
-    if any(map(_has_metadata, jax.tree.leaves(before, is_leaf=_has_metadata))):
+    if any(map(has_metadata, jax.tree.leaves(before, is_leaf=has_metadata))):
         kept: Any = jax.tree.structure(before)
         if kept.num_leaves == len(arrays):
             return jax.tree.unflatten(kept, arrays)
     rest = iter(arrays)
-    treedef = jax.tree.structure(reference, is_leaf=_has_metadata)
+    treedef = jax.tree.structure(reference, is_leaf=has_metadata)
     return jax.tree.unflatten(treedef, [_fitted(node, rest) for node in nodes])
 
 
-def _has_metadata(node: object) -> bool:
+def has_metadata(node: object) -> bool:
     return is_box(node) or is_variable(node) or _axes_field(node) is not None
 
 
@@ -98,7 +98,7 @@ def _fitted(node: Any, rest: Iterable[Any]) -> Any:
     """The node of the next arrays, with metadata of their shape if it is one array."""
     leaves, treedef = jax.tree.flatten(node)
     arrays = list(itertools.islice(rest, len(leaves)))
-    described = _has_metadata(node) and len(leaves) == 1 and hasattr(arrays[0], "shape")
+    described = has_metadata(node) and len(leaves) == 1 and hasattr(arrays[0], "shape")
     if not described or arrays[0].shape == jnp.shape(leaves[0]):
         return jax.tree.unflatten(treedef, arrays)
     shape, whole = arrays[0].shape, jnp.shape(leaves[0])
