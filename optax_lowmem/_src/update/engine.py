@@ -13,9 +13,9 @@ import optax
 
 from optax_lowmem._src.codecs import StoredSlot
 from optax_lowmem._src.core import (
-    boxes,
     derivative,
     explicit,
+    metadata,
     numerics,
     platform,
     random,
@@ -159,7 +159,7 @@ class Engine:
         """
 
         def like(field: str, arrays: list[Any]) -> Any:
-            return boxes.like(params, arrays, getattr(before, field, None))
+            return metadata.like(params, arrays, getattr(before, field, None))
 
         fields: dict[str, Any] = {"count": count, "seed": seed}
         absent = self._placeholders(len(plans), before)
