@@ -103,15 +103,13 @@ def groups_of_blocks(plan: LeafPlan, layers: int) -> int:
 
 
 def read_layer(tree: object, layer: jax.Array, layers: int) -> Any:
-    """A layer's part of each array, fenced; 0-d placeholders have none.
+    """A layer's part of each array, fenced.
 
     Without the fence XLA's CPU backend sees that a part is read of what is written, and copies the
     whole stack.
     """
 
     def part(x: jax.Array) -> jax.Array:
-        if x.ndim == 0:
-            return x
         size = x.shape[0] // layers
         return lax.dynamic_slice_in_dim(x, layer * size, size, 0)
 
@@ -122,8 +120,6 @@ def write_layer(tree: object, parts: object, layer: jax.Array, layers: int) -> A
     """The arrays with a layer's part anew, in place where the old one is not used any more."""
 
     def whole(x: jax.Array, part: jax.Array) -> jax.Array:
-        if x.ndim == 0:
-            return x
         size = x.shape[0] // layers
         return lax.dynamic_update_slice_in_dim(x, part, layer * size, 0)
 
@@ -194,17 +190,14 @@ class Run:
         count, keys = count_and_keys(state.seed, state.count, None, paths)
         return cls(
             engine, h, count, keys, state, parts, plans, of_layers, jax.tree.leaves(params), states,
-            # theirs is that of the leaf, which is in its state
-            [s._replace(correction=jnp.zeros((), jnp.int8)) for s in shared],
-            {}, each or (lambda g: g),
+            shared, {}, each or (lambda g: g),
         )  # fmt: skip
 
     def result(self, params: optax.Params) -> tuple[Any, Any]:
         """The new parameters and state."""
         treedef: Any = jax.tree.structure(params)
-        before = self.before
         state = self.engine.pack(
-            self.count, before.seed, self.plans, self.states, self.shared, params, before
+            self.count, self.plans, self.states, self.shared, params, self.before
         )
         return treedef.unflatten(self.weights), state
 

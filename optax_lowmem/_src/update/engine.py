@@ -47,7 +47,6 @@ from optax_lowmem._src.update import (
 )
 from optax_lowmem._src.update.batch import LeafBatch
 from optax_lowmem._src.update.masters import (
-    NO_CORRECTION,
     check_order,
     initial_correction,
     promoted,
@@ -131,65 +130,76 @@ class Engine:
         else:
             slots = _zero_slots(plans, leaves, forms)
             count, scales, shared, none = compiled(_zeros)(forms, of_shared)
-        states, laid = [], []
-        for plan, leaf, *zeros in zip(plans, leaves, slots, scales, shared, none, strict=True):
-            own, scale, own_shared, nothing = zeros
-            correction = nothing
+        columns = self._placeholders(len(plans))
+        rows = zip(plans, leaves, slots, scales, shared, none, strict=True)
+        for i, (plan, leaf, codes, of_codes, of_blocks, nothing) in enumerate(rows):
+            columns["correction"][i] = nothing
             if plan.split is not None:
-                correction = initial_correction(plan.split, plan.path, leaf)
-            scale, own_shared = _laid(plan, leaf, (scale, own_shared))
-            states.append(LeafState(own, scale, correction))
-            laid.append(own_shared)
+                columns["correction"][i] = initial_correction(plan.split, plan.path, leaf)
+            of_codes, of_blocks = _laid(plan, leaf, (of_codes, of_blocks))
+            stored = [*zip(plan.slots, codes, of_codes, strict=True)]
+            stored += zip(plan.shared, *of_blocks, strict=True)
+            for slot, values, of_values in stored:
+                columns[slot.name][i], columns[f"{slot.name}_scale"][i] = values, of_values
         seed = scope.provided_seed(self.storage.seed)
-        return self.pack(count, seed, plans, states, laid, params)
+        return self._state(count, seed, columns, params)
 
     def pack(
         self,
         count: jax.Array,
-        seed: jax.Array,
         plans: list[LeafPlan],
         states: list[LeafState],
         shared: list[LeafState],
         params: optax.Params,
+        before: optax.OptState,
+    ) -> Any:
+        """The state after a step: that before it with new arrays.
+
+        What a parameter has no slot, scale or correction for keeps its 0-d placeholder: a new one
+        would be a copy from a constant, and so a launch for each parameter.
+        """
+        columns = {name: jax.tree.leaves(getattr(before, name)) for name in self._fields()}
+        for i, (plan, state, of_blocks) in enumerate(zip(plans, states, shared, strict=True)):
+            if state.correction is not None:
+                columns["correction"][i] = state.correction
+            for slots, stored in ((plan.slots, state), (plan.shared, of_blocks)):
+                scales = iter(stored.scales)
+                for slot, values in zip(slots, stored.slots, strict=True):
+                    columns[slot.name][i] = values
+                    if slot.codec is not None:
+                        columns[f"{slot.name}_scale"][i] = next(scales)
+        return self._state(count, before.seed, columns, params, before)
+
+    def _state(
+        self,
+        count: jax.Array,
+        seed: jax.Array,
+        columns: Mapping[str, list[Any]],
+        params: optax.Params,
         before: optax.OptState | None = None,
     ) -> Any:
-        """The state of a tree like the parameters; `before` is the one before the step.
+        """A state of trees like the parameters, from the arrays of each field."""
+        trees_of = {
+            name: metadata.like(params, arrays, getattr(before, name, None))
+            for name, arrays in columns.items()
+            if name != "correction" or self.weights
+        }
+        state = {"correction": None, **trees_of}
+        return self.rule.state_type(count=count, seed=seed, **state)
 
-        A leaf without a slot, which its rule has not, has a 0-d placeholder in its place.
-        """
+    def _fields(self) -> list[str]:
+        """The fields of a state that have an array for each parameter."""
+        slots = [field for slot in self.rule.slots for field in (slot.name, f"{slot.name}_scale")]
+        return [*slots, "correction"] if self.weights else slots
 
-        def like(field: str, arrays: list[Any]) -> Any:
-            return metadata.like(params, arrays, getattr(before, field, None))
-
-        fields: dict[str, Any] = {"count": count, "seed": seed}
-        absent = self._placeholders(len(plans), before)
-        for of_blocks, leaves in ((False, states), (True, shared)):
-            for name in self._slots(of_blocks):
-                own = [_names(plan, of_blocks) for plan in plans]
-                for field, column in ((name, "slots"), (f"{name}_scale", "scales")):
-                    arrays = [getattr(leaf, column) for leaf in leaves]
-                    rows = enumerate(zip(own, arrays, strict=True))
-                    fields[field] = like(
-                        field,
-                        [
-                            of_leaf[names.index(name)] if name in names else absent[field][i]
-                            for i, (names, of_leaf) in rows
-                        ],
-                    )
-        corrections = [s.correction for s in states]
-        fields["correction"] = like("correction", corrections) if self.weights else None
-        return self.rule.state_type(**fields)
-
-    def _placeholders(self, count: int, before: optax.OptState | None) -> dict[str, list[Any]]:
-        """Arrays for fields that some leaves have no slot for: the old ones, or one a leaf."""
+    def _placeholders(self, count: int) -> dict[str, list[Any]]:
+        """Columns of a new state, with placeholders for slots that some parameters do not have."""
         names = [slot.name for slot in self.rule.slots if slot.of_rest]
         fields = [field for name in names for field in (name, f"{name}_scale")]
-        if before is not None:
-            return {field: jax.tree.leaves(getattr(before, field)) for field in fields}
-        return compiled(_nothing)(fields, count) if fields else {}
-
-    def _slots(self, shared: bool) -> list[str]:
-        return [slot.name for slot in self.rule.slots if slot.shared == shared]
+        columns: dict[str, list[Any]] = {
+            name: [None] * count for name in (*self._fields(), "correction")
+        }
+        return columns | (compiled(_nothing)(fields, count) if fields else {})
 
     def unpack(
         self, state: optax.OptState, plans: list[LeafPlan], params: optax.Params
@@ -208,28 +218,23 @@ class Engine:
             trees.check_state_tree(tree, params)
             return leaves
 
-        corrections = column("correction") if self.weights else [NO_CORRECTION] * len(plans)
-        found: list[list[LeafState]] = []
-        for of_blocks in (False, True):
-            names = self._slots(of_blocks)
-            columns = {f: column(f) for name in names for f in (name, f"{name}_scale")}
-            leaves = []
-            for i, (plan, correction) in enumerate(zip(plans, corrections, strict=True)):
-                own = _names(plan, of_blocks)
-                for name in set(names).difference(own):
-                    _check_array(plan, name, columns[name][i], (), jnp.float32)
-                slots = tuple(columns[name][i] for name in own)
-                scales = tuple(columns[f"{name}_scale"][i] for name in own)
-                leaves.append(LeafState(slots, scales, correction))
-            found.append(leaves)
-        states, shared = found
-        for plan, leaf, own_shared in zip(plans, states, shared, strict=True):
-            _check_slots(plan, plan.slots, leaf, plan.storage)
-            correction = plan.split and plan.split.dtype
-            form = (plan.shape, correction) if correction else ((), jnp.int8)
-            _check_array(plan, "correction", leaf.correction, *form)
-            if plan.block is not None:
-                _check_slots(plan, plan.shared, own_shared, plan.shared_storage)
+        columns = {name: column(name) for name in self._fields()}
+        corrections = columns.pop("correction", [None] * len(plans))
+        states: list[LeafState] = []
+        shared: list[LeafState] = []
+        for i, plan in enumerate(plans):
+            arrays = {name: values[i] for name, values in columns.items()}
+            for name in {slot.name for slot in self.rule.slots} - _names(plan):
+                _check_array(plan, name, arrays[name], (), jnp.float32)
+            _check_slots(plan, plan.slots, arrays, plan.storage)
+            _check_slots(plan, plan.shared, arrays, plan.shared_storage)
+            states.append(_taken(plan.slots, arrays))
+            shared.append(_taken(plan.shared, arrays))
+            if corrections[i] is not None:
+                form = (plan.shape, plan.split.dtype) if plan.split else ((), jnp.int8)
+                _check_array(plan, "correction", corrections[i], *form)
+            if plan.split is not None:
+                states[i] = states[i]._replace(correction=corrections[i])
         return states, shared
 
     # ---- step --------------------------------------------------------------------------------
@@ -306,7 +311,7 @@ class Engine:
         if not self.weights and self.storage.update_dtype != "float32":
             results = as_given(results, gradients)
         results = jax.tree.unflatten(jax.tree.structure(like), results)
-        return results, self.pack(count, state.seed, plans, states, shared, like, state)
+        return results, self.pack(count, plans, states, shared, like, state)
 
     def _stand_in(
         self, updates: optax.Updates, state: optax.OptState, h: Mapping[str, jax.Array]
@@ -447,12 +452,12 @@ def _zero_slots(
 
 def _zeros(
     forms: Forms, shared: Forms
-) -> tuple[jax.Array, list[tuple[jax.Array, ...]], list[LeafState], list[jax.Array]]:
-    """The count, and of each leaf its scales, the state of its shared slots, and no correction."""
+) -> tuple[jax.Array, list[tuple[jax.Array, ...]], list[Any], list[jax.Array]]:
+    """The count, and for each parameter scales, block-wise slots and scales, and no correction."""
     scales = [tuple(jnp.zeros_like(slot.scales) for slot in own) for own in forms]
     of_shared = [
-        LeafState(tuple(jnp.zeros_like(slot.codes) for slot in own),
-                  tuple(jnp.zeros_like(slot.scales) for slot in own), jnp.zeros((), jnp.int8))
+        tuple(tuple(map(jnp.zeros_like, column)) for column in
+              ([slot.codes for slot in own], [slot.scales for slot in own]))
         for own in shared
     ]  # fmt: skip
     return jnp.zeros((), jnp.int32), scales, of_shared, [jnp.zeros((), jnp.int8) for _ in forms]
@@ -474,19 +479,26 @@ def _laid(plan: LeafPlan, leaf: Any, tree: Any) -> Any:
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def _names(plan: LeafPlan, of_blocks: bool) -> list[str]:
-    """The slots of a leaf with a value an element, or those with one a block."""
-    return [slot.name for slot in (plan.shared if of_blocks else plan.slots)]
+def _names(plan: LeafPlan) -> set[str]:
+    return {slot.name for slot in (*plan.slots, *plan.shared)}
+
+
+def _taken(slots: Sequence[SlotPlan], arrays: Mapping[str, jax.Array]) -> LeafState:
+    """The stored slots of a parameter, from the arrays of each field."""
+    scales = tuple(arrays[f"{slot.name}_scale"] for slot in slots if slot.codec is not None)
+    return LeafState(tuple(arrays[slot.name] for slot in slots), scales)
 
 
 def _check_slots(
-    plan: LeafPlan, slots: Sequence[SlotPlan], state: LeafState, forms: list[StoredSlot]
+    plan: LeafPlan,
+    slots: Sequence[SlotPlan],
+    arrays: Mapping[str, jax.Array],
+    forms: list[StoredSlot],
 ) -> None:
-    """Raises where a state was made, or restored, with other settings than these."""
-    rows = zip(slots, forms, state.slots, state.scales, strict=True)
-    for slot, form, stored, scales in rows:
-        _check_array(plan, slot.name, stored, form.codes.shape, form.codes.dtype)
-        _check_array(plan, f"{slot.name}_scale", scales, form.scales.shape, form.scales.dtype)
+    """Raise where a state was made, or restored, with other settings than these."""
+    for slot, form in zip(slots, forms, strict=True):
+        for field, like in ((slot.name, form.codes), (f"{slot.name}_scale", form.scales)):
+            _check_array(plan, field, arrays[field], like.shape, like.dtype)
 
 
 def _check_array(
@@ -495,7 +507,7 @@ def _check_array(
     if jnp.shape(array) == shape and jnp.dtype(array.dtype) == jnp.dtype(dtype):
         return
     hint = blocks = ""
-    if plan.block is not None and plan.block.words and field in _names(plan, True):
+    if plan.block is not None and plan.block.words and field in {slot.name for slot in plan.shared}:
         blocks = f", {field}: {plan.block.words}"
         if varying.of_parts():
             hint = (

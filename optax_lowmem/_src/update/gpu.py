@@ -123,15 +123,15 @@ def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> lis
         scalars: jax.Array,
         keys: jax.Array,
     ) -> list[Stepped]:
-        every = zip(plans, arrays, of_blocks, strict=True)
-        leaves = tuple(operands.leaf_of(plan, *row, of_block) for plan, row, of_block in every)
+        every = zip(arrays, of_blocks, strict=True)
+        leaves = tuple(operands.leaf_of(*row, of_block) for row, of_block in every)
         if backend == "pallas":
             from optax_lowmem._src.update.pallas_triton import launch
         else:
             from optax_lowmem._src.update.jax_triton import launch
         found = launch(rule, plans, leaves, names, scalars, keys, numbers, tile)
         return [
-            (reference.emit(plan, row[1], result.update), operands.state_of(plan, row[2], result))
+            (reference.emit(plan, row[1], result.update), operands.state_of(result))
             for plan, row, result in zip(plans, arrays, found, strict=True)
         ]
 

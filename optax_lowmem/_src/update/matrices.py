@@ -23,7 +23,6 @@ from optax_lowmem._src.core.rules import MatrixRule, UpdateRule
 from optax_lowmem._src.update import packed
 from optax_lowmem._src.update.batch import LeafBatch, Stepped
 from optax_lowmem._src.update.dispatch import fused_updates
-from optax_lowmem._src.update.masters import NO_CORRECTION
 from optax_lowmem._src.update.plan import LeafPlan, LeafState
 
 # Of a stack and its two products X X^T on each device, unless one matrix has more: 17 MB in bf16,
@@ -126,7 +125,7 @@ def _step(rule: MatrixRule, stack: LeafBatch) -> list[Stepped]:
             for plan in stack.plans
         ),
         weights=[None] * len(stack),
-        states=[s._replace(correction=jnp.asarray(NO_CORRECTION)) for s in stack.states],
+        states=[state._replace(correction=None) for state in stack.states],
     )
     moved = fused_updates(rule, bare)
     directions, scales = _directions(rule, stack.plans, [before for before, _ in moved], h)

@@ -24,7 +24,7 @@ def place_of(plan: LeafPlan, state: LeafState, g: jax.Array) -> Placement | None
     given = scope.placement(plan.path)
     if given is not None:
         return given
-    for x in (*state.slots, state.correction, g):  # bytes may hold several codes
+    for x in jax.tree.leaves((state.slots, state.correction, g)):  # bytes may hold several codes
         sharding = jax.typeof(x).sharding
         if x.shape == plan.shape and _explicit(sharding.mesh):
             return placement(plan.path, plan.shape, sharding, sharding.mesh)
@@ -114,8 +114,8 @@ def result_like(
 
 
 def _specs_of(state: LeafState, spec: PartitionSpec) -> LeafState:
-    """Scales lie as their codes; a placeholder, which has no dimension, everywhere."""
-    return jax.tree.map(lambda x: spec if x.ndim else PartitionSpec(), state)
+    """The specs of a state: scales are sharded as their codes."""
+    return jax.tree.map(lambda _: spec, state)
 
 
 def _part_key(plan: LeafPlan, place: Placement, key: jax.Array) -> jax.Array:

@@ -219,12 +219,12 @@ def step(rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None) -> lis
             plan: LeafPlan = named.nameless,
         ) -> Stepped:
             names = tuple(sorted(set(h) - {OF_BLOCK}))
-            leaf = leaf_of(plan, g, p, state, h.get(OF_BLOCK))
+            leaf = leaf_of(g, p, state, h.get(OF_BLOCK))
             scalars = jnp.stack([h[name] for name in names])
             with platform.targeting(g):
                 result = launch(rule, plan, leaf, names, scalars, *keys[1:], elements)
             update = reference.emit(plan, p, result.update)
-            return update, state_of(plan, state, result)
+            return update, state_of(result)
 
         def plain(
             g: jax.Array,

@@ -45,7 +45,7 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
                 plan.path, arrays, "a mean over each of its blocks, rows or columns"
             )
     lies = [
-        (_lies(block, s.slots[0]), jax.tree.map(explicit.sharding_of, s))
+        (_lies(block, s.slots[0]), jax.tree.map(explicit.sharding_of, (s.slots, s.scales)))
         for block, s in zip(blocks, batch.shared, strict=True)
     ]
     keys = batch.shared_keys
@@ -55,7 +55,7 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
     operands = batch.gradients, batch.shared, batch.hyperparameters, keys
     found = explicit.left_to_xla(work, lies, *operands)
     of_blocks = [{OF_BLOCK: of_block} for of_block, _ in found]
-    return batch.replace(operands=of_blocks), [new for _, new in found]
+    return batch.replace(operands=of_blocks), [LeafState(*new) for _, new in found]
 
 
 def _lies(block: Block, v: jax.Array) -> Any:
@@ -111,8 +111,8 @@ def _prepare_blocks(
     shared: Sequence[LeafState],
     h: Mapping[str, jax.Array],
     keys: jax.Array,
-) -> list[tuple[Any, LeafState]]:
-    """(`Block.operands`, new state of the shared slots) of every leaf."""
+) -> list[tuple[Any, tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]]]:
+    """(`Block.operands`, new block-wise slots and their scales) of every parameter."""
     scale = h.get("gradient_scale")
     means = block_means.means_of_squares(blocks, gradients, scale, implementation)
     flat = [s._replace(slots=tuple(x.reshape(-1) for x in s.slots)) for s in shared]
@@ -130,5 +130,5 @@ def _prepare_blocks(
     shaped = []
     for old, (_, state), operands in zip(shared, found, of_steps, strict=True):
         slots = tuple(x.reshape(o.shape) for x, o in zip(state.slots, old.slots, strict=True))
-        shaped.append((operands, state._replace(slots=slots)))
+        shaped.append((operands, (slots, state.scales)))
     return shaped

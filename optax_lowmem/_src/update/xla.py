@@ -32,7 +32,8 @@ def _step(rule: UpdateRule, batch: LeafBatch, i: int, number: jax.Array) -> Step
       i: which of them.
       number: `batch.numbers[i]`, as an array.
     """
-    plan = batch.plans[i]
+    plan, arrays = batch.plans[i], (batch.gradients[i], batch.weights[i], batch.states[i])
+    like, results = jax.tree.flatten(on_mesh.result_like(*arrays))
 
     def step(
         g: jax.Array,
@@ -41,15 +42,15 @@ def _step(rule: UpdateRule, batch: LeafBatch, i: int, number: jax.Array) -> Step
         h: Mapping[str, jax.Array],
         keys: jax.Array,
         number: jax.Array,
-    ) -> Stepped:
+    ) -> list[jax.Array]:
         arguments = (rule, plan.nameless, g, p, state, h)
         if packed.supported(plan, jax.default_backend()) is None:
-            return packed.fused_update_among(*arguments, keys, number)
-        return fused_update(*arguments, keys[batch.numbers[i]])
+            return jax.tree.leaves(packed.fused_update_among(*arguments, keys, number))
+        return jax.tree.leaves(fused_update(*arguments, keys[batch.numbers[i]]))
 
-    arrays = batch.gradients[i], batch.weights[i], batch.states[i]
-    shardings = jax.tree.map(explicit.sharding_of, on_mesh.result_like(*arrays))
-    return explicit.left_to_xla(step, shardings, *arrays, batch.h(i), batch.keys, number)
+    shardings = list(map(explicit.sharding_of, like))
+    found = explicit.left_to_xla(step, shardings, *arrays, batch.h(i), batch.keys, number)
+    return jax.tree.unflatten(results, found)
 
 
 @functools.partial(jax.jit, static_argnames=("rule", "plan"))
