@@ -13,9 +13,9 @@ import optax
 
 from optax_lowmem._src.codecs import StoredSlot
 from optax_lowmem._src.core import (
-    boxes,
     derivative,
     explicit,
+    metadata,
     numerics,
     platform,
     random,
@@ -179,7 +179,7 @@ class Engine:
     ) -> Any:
         """A state of trees like the parameters, from the arrays of each field."""
         trees_of = {
-            name: boxes.like(params, arrays, getattr(before, name, None))
+            name: metadata.like(params, arrays, getattr(before, name, None))
             for name, arrays in columns.items()
             if name != "correction" or self.weights
         }
