@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from optax_lowmem._src.core import scope, trees
-from optax_lowmem._src.core.compiled import apply_updates, compiled, widened
+from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.core.placement import placements
 from optax_lowmem._src.core.typing import Tree
 from optax_lowmem._src.noise.noisy import Sampler
@@ -217,7 +217,7 @@ def _step_last(
 
         return tx.work.advance(updates, state, params, take, factor)
     updates, state = _update_last(tx, updates, state, params, factor, extra)
-    return apply_updates(params, updates), state
+    return optax.apply_updates(params, updates), state
 
 
 def _step_any(
@@ -262,7 +262,7 @@ def _takes_factor(tx: optax.GradientTransformation) -> bool:
 
 
 def _widened(updates: Tree) -> Tree:
-    return widened(updates, floats_only=True)
+    return trees.widened(updates, floats_only=True)
 
 
 def _clips_global_norm(link: optax.GradientTransformation) -> bool:

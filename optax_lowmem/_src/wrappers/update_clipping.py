@@ -8,14 +8,12 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.core import numerics, trees
-from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.core.hyperparameters import (
     Formula,
     as_f32,
     check_decay,
     check_range,
     decay_at,
-    increment,
 )
 from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule, Tree
 from optax_lowmem._src.core.varying import mean_of_leaf
@@ -130,7 +128,7 @@ class _Clipper:
     ) -> tuple[optax.Updates, UpdateClippingState]:
         trees.check_state(state, UpdateClippingState)
         new, inner = self.inner.update(updates, state.inner_state, params, **extra)
-        count = increment(state.count)
+        count = optax.safe_increment(state.count)
         debias = Formula(_debias, (self.b2,))(state.count)["debias"]
         moments = _second_moments(inner)
 
@@ -147,7 +145,6 @@ def _debias(b2: ScalarOrSchedule, count: jax.Array) -> dict[str, jax.Array]:
     return {"debias": 1 / decay_at("b2", b2, count).correction}
 
 
-@compiled
 def _clipped(
     rows: list[tuple[jax.Array, jax.Array, jax.Array]],
     debias: jax.Array,
