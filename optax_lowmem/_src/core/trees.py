@@ -337,3 +337,36 @@ def _has_states(node: object, slot: str) -> bool:
         return is_state(inner, slot) and bool(inner._fields)
 
     return holds(node, filled)
+
+
+# ---- dtypes of trees -----------------------------------------------------------------------------
+
+
+def widened(tree: Tree, floats_only: bool = False) -> Tree:
+    """A tree with its 8- and 16-bit floats in f32; shapes give shapes.
+
+    Args:
+      tree: of arrays.
+      floats_only: leave other numbers as they are, instead of making them f32 too.
+    """
+
+    def wide(x: Any) -> Any:
+        if floats_only and not numerics.is_narrow(x.dtype):
+            return x
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding)
+        return numerics.widen(x)
+
+    return jax.tree.map(wide, tree)
+
+
+def as_given(updates: optax.Updates, gradients: optax.Updates) -> optax.Updates:
+    """Updates in the dtypes of the gradients; those of another tree (lookahead's) as they are."""
+    treedef: Any = jax.tree.structure(updates)
+    if treedef != jax.tree.structure(gradients):
+        return updates
+
+    def cast(u: jax.Array, g: jax.Array) -> jax.Array:
+        return u.astype(g.dtype) if numerics.is_narrow(g.dtype) and u.dtype == jnp.float32 else u
+
+    return jax.tree.map(cast, updates, gradients)

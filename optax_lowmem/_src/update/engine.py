@@ -26,13 +26,11 @@ from optax_lowmem._src.core import (
 from optax_lowmem._src.core.block import BlockStructure
 from optax_lowmem._src.core.compiled import (
     FEW,
-    as_given,
     compiled,
     each,
     is_eager,
     is_free,
     unstacked,
-    widened,
 )
 from optax_lowmem._src.core.hyperparameters import check_schedule
 from optax_lowmem._src.core.matrices import MatrixAxes
@@ -308,7 +306,7 @@ class Engine:
             if not direct and plan.lands:
                 scope.emit(plan.path, update)
         if not self.weights and self.storage.update_dtype != "float32":
-            results = as_given(results, gradients)
+            results = trees.as_given(results, gradients)
         results = jax.tree.unflatten(jax.tree.structure(like), results)
         return results, self.pack(count, plans, states, shared, like, state)
 
@@ -338,7 +336,7 @@ class Engine:
             reason = "update_dtype='param' asks for its dtype"
         if reason is not None:
             raise ValueError(f"{trees.NO_PARAMS_MSG} It is needed because {reason}.")
-        return widened(updates)
+        return trees.widened(updates)
 
 
 # ---- the leaves of a step ------------------------------------------------------------------------

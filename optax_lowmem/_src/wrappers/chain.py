@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from optax_lowmem._src.core import scope, trees
-from optax_lowmem._src.core.compiled import apply_updates, as_given, compiled, widened
+from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.core.placement import placements
 from optax_lowmem._src.core.typing import Tree
 from optax_lowmem._src.noise.noisy import Sampler
@@ -187,7 +187,7 @@ def _run(
         factor = _clipping_factor(before[-1], updates, state[-2])
         states.append(state[-2])
     if _follows_gradients(final):
-        updates = as_given(updates, given)
+        updates = trees.as_given(updates, given)
     result, new = last(final, updates, state[-1], params, factor, extra)
     return result, (*states, trees.keep_dtypes(state[-1], new, given))
 
@@ -226,7 +226,7 @@ def _step_last(
 
         return tx.work.advance(updates, state, params, take, factor)
     updates, state = _update_last(tx, updates, state, params, factor, extra)
-    return apply_updates(params, updates), state
+    return optax.apply_updates(params, updates), state
 
 
 def _step_any(
@@ -267,7 +267,7 @@ def _follows_gradients(tx: optax.GradientTransformation) -> bool:
 
 
 def _widened(updates: Tree) -> Tree:
-    return widened(updates, floats_only=True)
+    return trees.widened(updates, floats_only=True)
 
 
 def _clips_global_norm(link: optax.GradientTransformation) -> bool:

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.core import metadata, numerics, trees
-from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.core.hyperparameters import check_range
 from optax_lowmem._src.core.varying import mean_of_leaf
 
@@ -17,7 +16,6 @@ def _is_finite(g: jax.Array) -> jax.Array:
     return mean_of_leaf(jnp.isfinite(g).astype(jnp.float32)) == 1
 
 
-@compiled
 def _unscaled(leaves: list[jax.Array], scale: float) -> list[tuple[jax.Array, jax.Array]]:
     """(Whether it is finite, what it is without the scale) of each gradient."""
     finite = list(map(_is_finite, leaves))
@@ -28,7 +26,6 @@ def _unscaled(leaves: list[jax.Array], scale: float) -> list[tuple[jax.Array, ja
     ]
 
 
-@compiled
 def _chosen(
     steps: list[tuple[jax.Array, jax.Array]], states: list[tuple[jax.Array, jax.Array, jax.Array]]
 ) -> tuple[list[jax.Array], list[jax.Array]]:

@@ -10,8 +10,7 @@ import optax
 
 from optax_lowmem._src.codecs import MasterSplit
 from optax_lowmem._src.core import derivative, metadata, numerics, random, scope, trees
-from optax_lowmem._src.core.compiled import each, unstacked, widened
-from optax_lowmem._src.core.hyperparameters import increment
+from optax_lowmem._src.core.compiled import each, unstacked
 from optax_lowmem._src.update import MASTER, split_update
 from optax_lowmem._src.update.masters import (
     adds_noise,
@@ -88,12 +87,12 @@ class _Splitter:
         if fast is params:
             check_order(jax.tree.leaves(updates), params, state.correction)
         masters = join_masters(params, state.correction)
-        gradients = widened(updates)
+        gradients = trees.widened(updates)
         steps, inner = self.inner.update(gradients, state.inner_state, masters, **extra)
         if any(jnp.ndim(c) for c in jax.tree.leaves(state.correction)):
             steps, params = derivative.without((steps, params))
         corrections = jax.tree.leaves(state.correction)
-        count, named = increment(state.count), trees.named_leaves(params)
+        count, named = optax.safe_increment(state.count), trees.named_leaves(params)
         # those of the engine, so that a fused optimizer draws the same bits
         keys = random.leaf_keys(state.seed, count, [path for path, _ in named])
         rows = zip(named, jax.tree.leaves(steps), corrections, strict=True)
