@@ -95,9 +95,8 @@ def program(
 
 def kernels(text: str) -> Iterator[tuple[int, str, int]]:
     """Yield how often a kernel of a program is launched, its text, and the bytes that it moves."""
-    found = Program(text)
-    for times, (inside, one) in found.runs():
-        if size := found.moved(inside, one):
+    for times, one, size in Program(text).executed():
+        if size:
             # cuBLAS' room to work in is no result
             size -= sum(x.size for x in one.results[1:]) if "__cublas" in one.rest else 0
             yield times, one.rest, size

@@ -59,7 +59,7 @@ def make(name: str, leaf_set: str, optimizer: str) -> Implementation:
     storage = four_bits(optimizer) if name.endswith("-4bit") else None
     tx = ours(optimizer, leaf_set, rounding, storage)
     if name.startswith("lowmem.update"):
-        step = _update_and_apply(tx)
+        step = update_and_apply(tx)
     else:
         step = _fused(tx, STEPS[name], cases.LEAF_SETS[leaf_set]())
     rereads = functools.partial(_rereads, tx.engine.structure)
@@ -104,7 +104,9 @@ def _rereads(structure: Any, grads: Any) -> int:
     )
 
 
-def _update_and_apply(tx: optax.GradientTransformation) -> Callable:
+def update_and_apply(tx: optax.GradientTransformation) -> Callable[..., Any]:
+    """A step of (gradients, state, weights) as optax writes it."""
+
     def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
@@ -112,10 +114,17 @@ def _update_and_apply(tx: optax.GradientTransformation) -> Callable:
     return step
 
 
-def _fused(tx: optax.GradientTransformation, implementation: str | None, shapes: Any) -> Callable:
-    def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        return lowmem.step(tx, grads, state, params, implementation=implementation)
+def step_of(tx: Any, implementation: str | None = None, **where: Any) -> Callable[..., Any]:
+    """A step of (gradients, state, weights) by `lowmem.step`."""
 
+    def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        return lowmem.step(tx, grads, state, params, implementation=implementation, **where)
+
+    return step
+
+
+def _fused(tx: Any, implementation: str | None, shapes: Any) -> Callable[..., Any]:
+    step = step_of(tx, implementation)
     if implementation is not None:
         bf16 = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), shapes)
         try:  # one asked for by name says itself which leaf it cannot take, and why
@@ -127,7 +136,7 @@ def _fused(tx: optax.GradientTransformation, implementation: str | None, shapes:
 
 def _optax(tx: optax.GradientTransformation, dtype: Any) -> Implementation:
     """Every moment follows the dtype of the parameters, also where no `mu_dtype` is given."""
-    return Implementation(tx.init, _update_and_apply(tx), dtype, _version(optax))
+    return Implementation(tx.init, update_and_apply(tx), dtype, _version(optax))
 
 
 def _flashoptim(optimizer: str, hyper: dict[str, float]) -> Implementation:
