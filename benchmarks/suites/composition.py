@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 import optax_lowmem as lowmem
 from benchmarks import ROOT, records
+from benchmarks.peers import in_jax
 from benchmarks.records import Rows
 from benchmarks.render import Rendered, Table, cell
 
@@ -40,11 +41,7 @@ def measure(tx: Any) -> dict[str, tuple[float, str]]:
     """Bytes per parameter of the state, and of what a step with donated arrays has beside it."""
     master = {f"w{i}": jax.ShapeDtypeStruct((SIDE, SIDE), jnp.float32) for i in range(LEAVES)}
     params, state = jax.eval_shape(lambda p: lowmem.init(tx, p), master)
-
-    def step(grads: Any, state: Any, params: Any) -> Any:
-        return lowmem.step(tx, grads, state, params)
-
-    plan = jax.jit(step, donate_argnums=(1, 2)).lower(params, state, params).compile()
+    plan = jax.jit(in_jax.step_of(tx), donate_argnums=(1, 2)).lower(params, state, params).compile()
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     found = {"state_bytes": size, "temp_bytes": plan.memory_analysis().temp_size_in_bytes}
     each = {metric: value / (LEAVES * SIDE * SIDE) for metric, value in found.items()}

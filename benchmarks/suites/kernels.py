@@ -135,12 +135,8 @@ def stepped(name: str, rows: int, columns: int, backend: str) -> device_loop.Run
     """Steps of an optimizer in place, on the device."""
     make = lowmem.OPTIMIZERS[name.split("/")[0]].make
     tx = make(1e-3, storage=lowmem.Storage(**STEPS[name]))
-
-    def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        return lowmem.step(tx, grads, state, params, implementation=backend)
-
     shapes = {f"w{i}": jax.ShapeDtypeStruct((rows, columns), F32) for i in range(LEAVES)}
-    made = in_jax.Implementation(tx.init, step, BF16, "")
+    made = in_jax.Implementation(tx.init, in_jax.step_of(tx, backend), BF16)
 
     def calls(moved: int) -> int:
         return max(3, min(400, round(timing.CALL_SECONDS * COPY_TBPS * 1e12 / moved)))
