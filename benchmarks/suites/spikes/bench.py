@@ -24,6 +24,7 @@ RATE, B2, BATCH, WIDTH = 0.005, 0.999, 512, 32
 B2S, RATES = (0.9, 0.99, 0.999), (0.00125, 0.0025, 0.01)
 BATCHES, WIDTHS = (128, 256, 1024), (16, 64)
 CURVES = records.RESULTS / "spikes.npz"
+NUMBERS = "/numbers"  # behind a point's name
 
 Points = list[tuple[float, float]]  # (rate, b2)
 
@@ -69,6 +70,22 @@ def compiled(run: runs.Run, points: Points, seeds: int) -> Any:
     return lowered.compile()
 
 
+def thinned(curves: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Curves that are drawn, and of every point its `NUMBERS`.
+
+    They are its spikes, those that an RMS spike precedes, the mean rise of the loss after a change,
+    and the last loss of each seed.
+    """
+    drawn = [f"adamw/{point(b2)}" for b2 in B2S[1:]] + [f"stable_adamw/{point()}"]
+    stored = {name: curves[name] for name in drawn if name in curves}
+    for name, of in curves.items():
+        loss, rms = of[:2].astype(np.float64)
+        found, last = runs.predicted(loss, rms), np.median(loss[:, -1000:], axis=-1)
+        numbers = [found.spikes.size, found.follows.sum(), runs.rise(loss), *last]
+        stored[name + NUMBERS] = np.array(numbers)
+    return stored
+
+
 def summary(name: str, curves: np.ndarray) -> Iterator[dict[str, Any]]:
     """Records of one point: its spikes over all seeds, what predicts them, its loss."""
     impl, _, where = name.partition("/")
@@ -111,7 +128,7 @@ def main() -> int:
             kept |= found
             rows += [row for item in found.items() for row in summary(*item)]
             args.out.parent.mkdir(parents=True, exist_ok=True)
-            np.savez_compressed(args.out, **kept)
+            np.savez_compressed(args.out, **thinned(kept))
             print(f"{run}: after {time.time() - began:.0f} s", flush=True)
     records.show(rows)
     records.keep(rows, args.record)
