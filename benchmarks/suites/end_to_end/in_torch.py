@@ -21,15 +21,13 @@ NAMES = ("torch-liger", "torch-compile", "torch-float8")
 CHECKPOINTING = "-ckpt"
 WARM_UP, REPEATS, STEPS = 4, 3, 5
 
-Shape = Any
-
 
 def versions() -> str:
     there = [name for name in PACKAGES if importlib.util.find_spec(name.replace("-", "_"))]
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in there)
 
 
-def measured(name: str, shape: Shape, batch: int, sequence: int) -> dict[str, float]:
+def measured(name: str, shape: Any, batch: int, sequence: int) -> dict[str, float]:
     """Tokens a second, and the most that torch has allocated; the median of three timings."""
     import torch
 
@@ -52,7 +50,7 @@ def measured(name: str, shape: Shape, batch: int, sequence: int) -> dict[str, fl
     return found | {"tokens_per_s": rate, "peak_bytes": peak, "train_loss": loss.item()}
 
 
-def _step(name: str, shape: Shape, batch: int, sequence: int) -> Any:
+def _step(name: str, shape: Any, batch: int, sequence: int) -> Any:
     import torch
     from flashoptim import FlashAdamW
 
@@ -83,7 +81,7 @@ def _step(name: str, shape: Shape, batch: int, sequence: int) -> Any:
     return step
 
 
-def _llama(shape: Shape, sequence: int) -> Any:
+def _llama(shape: Any, sequence: int) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
