@@ -67,15 +67,7 @@ def on_a_gpu(args: argparse.Namespace, tbps: float) -> Iterator[Found]:
 def rows_of(
     case: str, name: str, outcome: dict[str, Any], tbps: float, base: dict[str, Any]
 ) -> records.Rows:
-    """Return the records of what one implementation did in one case.
-
-    Args:
-      case: as records have it.
-      name: of the implementation.
-      outcome: of it, with its `device_ms`.
-      tbps: the speed of a copy.
-      base: the outcome of `BASE` in the same case; empty without one.
-    """
+    """Return the records of an outcome, of a copy's speed and the outcome of `BASE`, if any."""
     found = []
     for metric in (metric for metric in UNITS if metric in outcome):
         more = {key: outcome[key] for key in DETAILS.get(metric, ()) if key in outcome}

@@ -36,12 +36,6 @@ def cuts(kernel: str) -> list[tuning.Tuning]:
     return tried + [dataclasses.replace(usual, tile=tile) for tile in TILES[1:]]
 
 
-def key(kernel: str, optimizer: str) -> str:
-    """Of the optimizer's line in tuned.json."""
-    engine = in_jax.ours(optimizer, "tiny").engine
-    return tuning.key(kernel, engine.rule.elementwise_slots, engine.storage.group_size)
-
-
 def trials(
     cuts: Sequence[tuning.Tuning], case: processes.Case, kernel: str, repeats: int, at_once: int
 ) -> dict[tuning.Tuning, float]:
@@ -75,7 +69,9 @@ def main() -> None:
         times = trials(cuts(args.kernel), case, args.kernel, args.repeats, args.jobs)
         best = min(times, key=times.__getitem__)
         source = f"the tuner on {'/'.join(case)}, commit {records.commit()}"
-        device[key(args.kernel, optimizer)] = {**tuning.entry(best), "source": source}
+        engine = in_jax.ours(optimizer, "tiny").engine
+        slots = engine.rule.elementwise_slots, engine.storage.group_size
+        device[tuning.key(args.kernel, *slots)] = {**tuning.entry(best), "source": source}
     if args.write:
         text = json.dumps(entries, indent=2, sort_keys=True) + "\n"
         args.write.write_text(text, encoding="utf-8")
