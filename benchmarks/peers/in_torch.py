@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers import turns
-
 # implementation -> (package, dtype of weights and gradients)
 IMPLEMENTATIONS = {
     "flashoptim": ("flashoptim", "bfloat16"),
@@ -137,7 +135,6 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     """Measure for a torch implementation what `benchmarks.peers.device_loop` finds of a JAX one."""
     import torch
 
-    turns.take(case["turn"], case["compiling"])
     optimizer, params = build(case)
     for _ in range(WARM_UP):
         optimizer.step()

@@ -5,7 +5,6 @@ JAX_PLATFORMS=cpu python -m benchmarks.run checkpoint --record
 
 import argparse
 import math
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -35,17 +34,12 @@ VARIANTS: dict[str, tuple[optax.GradientTransformation, Any]] = {
 }
 
 
-def llama_2_7b(dtype: Any) -> dict:
-    """6,738,415,616 parameters."""
-    return model_shapes.llama(
-        dtype, layers=32, width=4096, hidden=11008, kv=4096, vocab=32000, tied=False
-    )
-
-
 def from_shapes(impl: str) -> float:
     """Bytes per parameter of what is saved of Llama-2-7B; none is allocated."""
     tx, dtype = VARIANTS[impl]
-    params = llama_2_7b(dtype)
+    params = model_shapes.llama(
+        dtype, layers=32, width=4096, hidden=11008, kv=4096, vocab=32000, tied=False
+    )
     described = lowmem.checkpoint.metadata(tx, params)
     arrays = [*described["params"].values(), *described["state"].values()]
     size = sum(math.prod(shape) * jnp.dtype(kind).itemsize for kind, shape in arrays)
@@ -71,47 +65,42 @@ def on_disk(impl: str, parameters: int, folder: Path) -> float:
     return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) / parameters
 
 
-def saving(impl: str, parameters: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of saves with checksums and without, taking turns, and of the summing in the former.
+def cost_of_checksums(impl: str, parameters: int) -> Rows:
+    """Records of saves with checksums and without, in turns; the ratio is the median of pairs.
 
-    The summing is not beside Orbax's writing, so its seconds are its cost; the pairs, which vary
-    with what else the disk and the cores do, show that there is no other.
+    The summing is not beside Orbax's writing, so its seconds are its cost, the share; the pairs,
+    which vary with what else the disk and the cores do, show that there is no other.
     """
-    run, summed = trained(impl, parameters), checksums.write
-    times: dict[str, list[float]] = {"without": [], "with": [], "summing": []}
+    run, summed, spent = trained(impl, parameters), checksums.write, [0.0]
 
     def timed(*args: Any) -> None:
         start = time.perf_counter()
         summed(*args)
-        times["summing"][-1] += time.perf_counter() - start
+        spent[0] += time.perf_counter() - start
 
-    for index in range(-1, repeats):  # the first pair fills the caches
-        for kind, write in (("without", lambda *_: None), ("with", timed)):
-            if kind == "with":
-                times["summing"].append(0.0)
-            with tempfile.TemporaryDirectory() as folder:
-                with mock.patch.object(checksums, "write", write):
-                    start = time.perf_counter()
-                    lowmem.checkpoint.save(folder, *run, step=0)
-                    times[kind].append(time.perf_counter() - start)
-        if index < 0:
-            for found in times.values():
-                found.clear()
-    return times
+    def seconds(write: Any) -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            with mock.patch.object(checksums, "write", write):
+                start = time.perf_counter()
+                lowmem.checkpoint.save(folder, *run, step=0)
+                return time.perf_counter() - start
 
-
-def cost_of_checksums(impl: str, parameters: int) -> Rows:
-    """Records of saving times; the ratio is the median of pairs, the share that of the summing."""
-    times = saving(impl, parameters, REPEATS)
-    three = list(zip(times["with"], times["without"], times["summing"], strict=True))
-    ratio = statistics.median(whole / without for whole, without, _ in three)
-    share = statistics.median(part / (whole - part) for whole, _, part in three)
+    found = []
+    for _ in range(REPEATS + 1):  # the first pair fills the caches
+        without, spent[0] = seconds(lambda *_: None), 0.0
+        found.append((without, seconds(timed), spent[0]))
+    plain, whole, part = np.array(found[1:]).T
+    kinds = {
+        "without": (plain, 1.0, 0.0),
+        "with": (whole, np.median(whole / plain), np.median(part / (whole - part))),
+    }
     flags = {"flags": {"parameters": parameters}, "repeats": REPEATS}
-    return [
-        records.record("checkpoint", FILE, f"{impl}, {kind} checksums", "save_s",
-                       statistics.median(times[kind]), "s", ratio=own[0], share=own[1], **flags)
-        for kind, own in (("without", (1.0, 0.0)), ("with", (ratio, share)))
-    ]  # fmt: skip
+    rows = []
+    for kind, (times, *own) in kinds.items():
+        value, more = float(np.median(times)), {"ratio": float(own[0]), "share": float(own[1])}
+        name = f"{impl}, {kind} checksums"
+        rows.append(records.record("checkpoint", FILE, name, "save_s", value, "s", **more, **flags))
+    return rows
 
 
 def measure(impl: str, parameters: int) -> Rows:

@@ -57,11 +57,10 @@ def on_a_cpu(args: argparse.Namespace, tbps: float) -> Iterator[Found]:
 
 def on_a_gpu(args: argparse.Namespace, tbps: float) -> Iterator[Found]:
     """Every case and implementation, each in a process of its own."""
-    wanted = [(name, case) for case in args.cases for name in args.impl]
-    jobs = [processes.job(*one, args.repeats, args.steps, tbps) for one in wanted]
-    outcomes = processes.outcomes(jobs, args.jobs)
-    for (name, case), outcome in zip(wanted, outcomes, strict=True):
-        yield case, name, outcome
+    for case in args.cases:
+        for name in args.impl:
+            job = processes.job(name, case, args.repeats, args.steps, tbps)
+            yield case, name, processes.outcome(job)
 
 
 def rows_of(
@@ -93,7 +92,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--impl", nargs="+", default=list(ON_CPU if on_cpu() else ON_GPU), choices=EVERY)
     add("--steps", type=int, help="in one jit; default: 5 on a CPU, 0.6 s at copy speed on a GPU")
     add("--repeats", type=int, default=9 if on_cpu() else 5)
-    add("--jobs", type=int, default=1, help="that compile at once on a GPU; without compile times")
     args = parser.parse_args(argv)
     if args.record and "tiny" in args.leaf_set:
         parser.error("the leaf set tiny is there to try the benchmark: it is not recorded")
