@@ -27,17 +27,13 @@ def commit() -> str:
     """
     if os.environ.get("COMMIT"):
         return os.environ["COMMIT"]
+    words = ["git", "describe", "--always", "--abbrev=10", "--dirty=+"]
     try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=10", "--dirty=+"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        return subprocess.check_output(
+            words, cwd=RESULTS.parent, text=True, stderr=subprocess.DEVNULL
+        ).strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return done.stdout.strip()
 
 
 def device() -> str:
