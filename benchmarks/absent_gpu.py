@@ -6,7 +6,6 @@ of the operands and results of each kernel: an operand that a kernel reads twice
 one that the L2 cache still has.
 """
 
-import contextlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -61,19 +60,6 @@ def mesh() -> Mesh:
     return Mesh(np.array(found.devices), ("one",), axis_types=(AxisType.Auto,))
 
 
-@contextlib.contextmanager
-def as_on_one() -> Iterator[None]:
-    """Trace as on a machine with one H100."""
-    with contextlib.ExitStack() as patches:
-        for module, name, value in (
-            (jax, "device_count", lambda: 1),
-            (platform, "no_device_reason", lambda: None),
-            (platform, "not_hopper_reason", lambda: None),
-        ):
-            patches.enter_context(mock.patch.object(module, name, value))
-        yield
-
-
 def program(
     on: Mesh, function: Callable[..., Any], *args: Any, donated: tuple[int, ...] = ()
 ) -> str:
@@ -81,13 +67,18 @@ def program(
 
     Args:
       on: of `mesh`.
-      function: to be compiled.
+      function: to be compiled, traced as on a machine with one H100.
       *args: abstract.
       donated: which of them the results may take the place of.
     """
     where = NamedSharding(on, PartitionSpec())
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), args)
-    with jax.sharding.use_abstract_mesh(on.abstract_mesh), as_on_one():
+    with (
+        jax.sharding.use_abstract_mesh(on.abstract_mesh),
+        mock.patch.object(jax, "device_count", lambda: 1),
+        mock.patch.object(platform, "no_device_reason", lambda: None),
+        mock.patch.object(platform, "not_hopper_reason", lambda: None),
+    ):
         traced = jax.jit(function, donate_argnums=donated).trace(*args)
         lowered = traced.lower(lowering_platforms=("cuda",))
         return lowered.compile(compiler_options=OPTIONS).as_text()
