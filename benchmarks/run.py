@@ -18,9 +18,7 @@ SUITES |= {
     "call": "step.many_leaves:call",
     "compile": "step.many_leaves:compile",
     "four_bits": "formats.four_bits",
-    "instructions": "step.on_h100:instructions",
-    "launches": "step.on_h100:launches",
-    "masters": "step.masters",
+    "launches": "step.launches",
     "rounding": "adam_mini.rounding",
     "tune": "step.tune",
 }  # fmt: skip

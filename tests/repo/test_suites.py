@@ -28,7 +28,7 @@ from benchmarks.suites.mesh import bench as mesh
 from benchmarks.suites.noise import bench as noise
 from benchmarks.suites.pairs import sizes
 from benchmarks.suites.step import bench as step
-from benchmarks.suites.step import many_leaves, on_h100, tune
+from benchmarks.suites.step import many_leaves, tune
 from optax_lowmem import gaussws, layers
 from optax_lowmem._src.noise.kernels import block_shape
 from optax_lowmem._src.update import tuning
@@ -104,12 +104,8 @@ SUITES = [
           ("gpu_step", "gpu_step_details", "gpu_targets"),
           (*SMALL_STEP, (step, "on_cpu", lambda: False), (step, "COPY_ON_GPU", (2**16, 2)),
            (device_loop, "MAX_STEPS", 4), (processes, "outcome", outcome))),
-    Smoke("masters", "--leaf-set tiny --kernel xla --repeats 1 --steps 2", ("masters",)),
     Smoke("call", "--case equal-2", ("call",), ((many_leaves, "CALLS", 6),)),
     Smoke("compile", "--case equal-1", ("cpu_compile",), **ON_A_CPU),
-    Smoke("instructions", "", ("instructions",),
-          ((on_h100, "STEPS", {on_h100.LEAST: on_h100.STEPS["flash_lion"]}),),
-          needs="triton"),
     Smoke("launches", "--leaf-set tiny --optimizer adamw", ("launches",),
           ((absent_gpu, "mesh", lambda: None),
            (absent_gpu, "program", lambda *a, **k: PROGRAM_OF_A_STEP))),

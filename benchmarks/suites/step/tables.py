@@ -9,7 +9,6 @@ import jax
 from benchmarks.peers import cases
 from benchmarks.records import Rows, alike, grouped, newest, on_gpus, select
 from benchmarks.render import Rendered, Table, by_machine, cell, markdown, source, target
-from benchmarks.suites.step.on_h100 import LEAST
 
 Values = dict[str, Any]  # case -> implementation -> metric -> record
 
@@ -55,28 +54,6 @@ def call(rows: Rows) -> Table:
                 cells = cell(of["arrays"], "{:,.0f}"), cell(ms, "{:.1f} ms")
                 body.append([device, case, impl, *cells, cell(ms, "{:.2f} x", base)])
     return ["host of", "leaves", "step", "arrays in and out", "a call", "x optax"], body, found
-
-
-def masters(rows: Rows) -> Table:
-    found = select(rows, bench="masters")
-    body = [
-        [row["case"], row["impl"], f"{row['value']:.2f} ms", f"{row['ratio_to_nearest']:.3f}"]
-        for row in found
-    ]
-    return ["step", "kernel and rounding", "time", "to nearest"], body, found
-
-
-def instructions(rows: Rows) -> Table:
-    """Instructions per element of a step, and what leaving out one thing after the other saves."""
-    found, body, before = select(rows, bench="instructions"), [], None
-    for row in found:
-        name, value = row["impl"], row["value"]
-        saved = "" if before is None else f"{before - value:.1f}"
-        often = ", ".join(f"{one} {count}" for one, count in list(row["names"].items())[:6])
-        body.append([name, f"{value:.1f}", saved, often])
-        before = None if name == LEAST or (before is None and len(body) > 1) else value
-    head = ["step", "instructions per element", "fewer than above", "most often, in its code"]
-    return head, body, found
 
 
 def launches(rows: Rows) -> Table:
@@ -262,5 +239,5 @@ TABLES: dict[str, Callable[[Rows], str]] = {
     "cpu_compile": Rendered(cpu_compile, "compile"),
 } | {
     make.__name__: Rendered(make, make.__name__)
-    for make in (call, instructions, launches, masters)
+    for make in (call, launches)
 } | {make.__name__: make for make in (gpu_step, gpu_step_details, gpu_targets)}  # fmt: skip
