@@ -54,12 +54,9 @@ def main(args: argparse.Namespace) -> Iterator[Rows]:
     for name, both in transformations():
         first.setdefault(name, both)
     more = {"leaves": f"{LEAVES} x {SIDE} x {SIDE}"}
-    yield [
-        row
-        for name in OPTIMIZERS
-        for kind, tx in first[name].items()
-        for row in records.records_of("composition", name, kind, measure(tx), **more)
-    ]
+    for name in OPTIMIZERS:
+        for kind, tx in first[name].items():
+            yield records.records_of("composition", name, kind, measure(tx), **more)
 
 
 def table(rows: Rows) -> Table:

@@ -75,15 +75,12 @@ def _ours(name: str, storage: lowmem.Storage) -> optax.GradientTransformation:
 
 
 def measure(model: str, optimizer: str) -> Rows:
-    rows = []
-    published = PUBLISHED[model, optimizer]
+    rows, published = [], PUBLISHED[model, optimizer]
     for (impl, (make, dtype)), paper in zip(VARIANTS.items(), published, strict=True):
         report = lowmem.memory.report(make(optimizer), MODELS[model](dtype))
-        values = {
-            "params_gib": (report.params_bytes / 2**30, "GiB"),
-            "state_gib": (report.state_bytes / 2**30, "GiB"),
-            "bytes_per_param": (report.bytes_per_param, "bytes"),
-        }
+        params, state = (size / 2**30 for size in (report.params_bytes, report.state_bytes))
+        values = {"params_gib": (params, "GiB"), "state_gib": (state, "GiB"),
+                  "bytes_per_param": (report.bytes_per_param, "bytes")}  # fmt: skip
         own = records.records_of("memory", f"{model}/{optimizer}", impl, values)
         own[1] |= {"paper": paper} if paper else {}
         rows += own
@@ -92,15 +89,12 @@ def measure(model: str, optimizer: str) -> Rows:
 
 def measure_budget(impl: str) -> Rows:
     """Bytes per parameter of Llama-3.1-8B's weights and state."""
-    dtype = jnp.float32 if impl.startswith("optax") else jnp.bfloat16
+    dtype = jnp.dtype(jnp.float32 if impl.startswith("optax") else jnp.bfloat16)
     report = lowmem.memory.report(BUDGETS[impl], model_shapes.llama_3_1_8b(dtype))
-    parameters = report.params_bytes / dtype.dtype.itemsize
-    values = {
-        "weights": report.params_bytes / parameters,
-        "state": report.state_bytes / parameters,
-        "total": (report.params_bytes + report.state_bytes) / parameters,
-    }
-    own = {metric: (value, "bytes/parameter") for metric, value in values.items()}
+    weights, state = report.params_bytes, report.state_bytes
+    each, unit = dtype.itemsize / weights, "bytes/parameter"
+    values = {"weights": weights, "state": state, "total": weights + state}
+    own = {metric: (size * each, unit) for metric, size in values.items()}
     return records.records_of("memory", "llama-3.1-8b/budget", impl, own)
 
 
