@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks import curves, records
+from benchmarks.claims.stable_adamw import point
+from benchmarks.suites import spikes
 from benchmarks.suites.activations import tables as activation_tables
 from benchmarks.suites.activations.bytes import by_column, kept
 from benchmarks.suites.activations.layers import Shape
@@ -15,8 +17,6 @@ from benchmarks.suites.fit import tables as fit_tables
 from benchmarks.suites.gaussws.training import KINDS, STATISTICS
 from benchmarks.suites.pairs import figures
 from benchmarks.suites.pairs.differences import differences
-from benchmarks.suites.spikes import bench as bench_spikes
-from benchmarks.suites.spikes import runs
 
 WIDTH = 96
 RECORDED = (
@@ -82,23 +82,21 @@ def q_adam_mini() -> str:
 
 def stable_adamw() -> str:
     """Return the spikes and last losses of `spikes`, and one spike closely."""
-    with np.load(bench_spikes.CURVES) as file:
-        stored = {name: file[name].astype(np.float64) for name in file.files}
+    stored, usual = spikes.stored(), point().split(" ")[1:]
     row = records.last(records.all_records(), bench="spikes", metric="loss_spikes")
     assert row is not None
-    usual, base = bench_spikes.point().split(" ")[1:], f"adamw/{bench_spikes.point()}"
+    last = {name: np.median(of[0, :, -1000:], axis=-1) for name, of in stored.items()}
     found, change = {}, {}
-    for name, (spikes, follows, rise, *last) in stored.items():
-        if name.endswith(bench_spikes.NUMBERS):
-            of, _, where = name.removesuffix(bench_spikes.NUMBERS).partition("/")
-            key = " ".join([of, *(one for one in where.split(" ") if one not in usual)])
-            found[key] = [spikes, follows, rise]
-            if where.endswith(" ".join(usual)):
-                change[key] = last - stored[base + bench_spikes.NUMBERS][3:]
-    at = int(np.asarray(runs.arrivals(0))[0])
-    closely = {"step": np.arange(-6, 19)}
+    for name, of in stored.items():
+        optimizer, _, where = name.partition("/")
+        key = " ".join([optimizer, *(one for one in where.split(" ") if one not in usual)])
+        events = spikes.predicted(of[0], of[1])
+        found[key] = [events.spikes.size, events.follows.sum(), spikes.rise(of[0])]
+        if where.endswith(" ".join(usual)):
+            change[key] = last[name] - last[f"adamw/{point()}"]
+    at, closely = int(spikes.arrivals(0)[0]), {"step": np.arange(-6, 19)}
     for b2 in (0.999, 0.99):
-        curve = stored[f"adamw/{bench_spikes.point(b2)}"][:, 0, at - 6 : at + 19]
+        curve = stored[f"adamw/{point(b2)}"][:, 0, at - 6 : at + 19]
         layers = zip(("loss", "patch", "middle"), curve, strict=True)
         closely |= {f"{layer} {b2}": one for layer, one in layers}
     what = [

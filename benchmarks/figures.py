@@ -14,7 +14,7 @@ FOLDER = ROOT / "docs/figures"
 # modules below benchmarks.suites that have `FIGURES`: name of a picture -> what draws it
 SUITES = (
     "activations.figures", "adam_mini.figures", "end_to_end.figures", "flashoptim.figures",
-    "formats.figures", "gaussws.figures", "pairs.figures", "release", "spikes.figures",
+    "formats.figures", "gaussws.figures", "pairs.figures", "release", "spikes",
     "switchback.figures",
 )  # fmt: skip
 

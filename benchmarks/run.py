@@ -6,20 +6,31 @@ from collections.abc import Callable
 from typing import Any
 
 # name -> module below benchmarks.suites, and its function that measures, if that is not `main`
-SUITES = {name: name for name in ("checkpoint", "composition", "kernels", "memory", "release")}
+SUITES = {
+    name: name
+    for name in (
+        "checkpoint",
+        "composition",
+        "kernels",
+        "memory",
+        "release",
+        "spikes",
+    )
+}
 SUITES |= {
     name: f"{name}.bench" for name in (
-        "activations", "adam_mini", "end_to_end", "fit", "flashoptim", "formats", "gaussws",
-        "linear", "mesh", "noise", "pairs", "spikes", "step", "switchback", "tpu",
+        "activations", "end_to_end", "fit", "flashoptim", "formats", "gaussws",
+        "linear", "mesh", "noise", "step", "switchback", "tpu",
     )
 } | {
     "activation_passes": "activations.passes",
     "activation_training": "activations.training",
+    "adam_mini": "adam_mini.training",
     "call": "step.many_leaves:call",
     "compile": "step.many_leaves:compile",
     "four_bits": "formats.four_bits",
     "launches": "step.launches",
-    "rounding": "adam_mini.rounding",
+    "pairs": "pairs.training",
     "tune": "step.tune",
 }  # fmt: skip
 
