@@ -1,4 +1,4 @@
-"""Bytes of a checkpoint (Llama-2-7B from its shapes; files on disk), and what its checksums cost.
+"""Bytes of a checkpoint: Llama-2-7B from its shapes, and of files on disk.
 
 JAX_PLATFORMS=cpu python -m benchmarks.run checkpoint --record
 """
@@ -6,11 +6,9 @@ JAX_PLATFORMS=cpu python -m benchmarks.run checkpoint --record
 import argparse
 import math
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +18,9 @@ import optax
 import optax_lowmem as lowmem
 from benchmarks import model_shapes, records
 from benchmarks.records import Rows
-from benchmarks.render import Rendered, Table
-from optax_lowmem._src.checkpoint import checksums
 
 PAPER = lowmem.flash_adamw(1e-3, storage=lowmem.Storage.paper())
 SHAPES, FILE = "llama-2-7b/adamw", "normal/adamw"
-REPEATS = 21  # of timed saves
 # implementation -> (optimizer, dtype of the weights)
 VARIANTS: dict[str, tuple[optax.GradientTransformation, Any]] = {
     "optax-f32": (optax.adamw(1e-3), jnp.float32),
@@ -65,44 +60,6 @@ def on_disk(impl: str, parameters: int, folder: Path) -> float:
     return sum(p.stat().st_size for p in folder.rglob("*") if p.is_file()) / parameters
 
 
-def cost_of_checksums(impl: str, parameters: int) -> Rows:
-    """Records of saves with checksums and without, in turns; the ratio is the median of pairs.
-
-    The summing is not beside Orbax's writing, so its seconds are its cost, the share; the pairs,
-    which vary with what else the disk and the cores do, show that there is no other.
-    """
-    run, summed, spent = trained(impl, parameters), checksums.write, [0.0]
-
-    def timed(*args: Any) -> None:
-        start = time.perf_counter()
-        summed(*args)
-        spent[0] += time.perf_counter() - start
-
-    def seconds(write: Any) -> float:
-        with tempfile.TemporaryDirectory() as folder:
-            with mock.patch.object(checksums, "write", write):
-                start = time.perf_counter()
-                lowmem.checkpoint.save(folder, *run, step=0)
-                return time.perf_counter() - start
-
-    found = []
-    for _ in range(REPEATS + 1):  # the first pair fills the caches
-        without, spent[0] = seconds(lambda *_: None), 0.0
-        found.append((without, seconds(timed), spent[0]))
-    plain, whole, part = np.array(found[1:]).T
-    kinds = {
-        "without": (plain, 1.0, 0.0),
-        "with": (whole, np.median(whole / plain), np.median(part / (whole - part))),
-    }
-    flags = {"flags": {"parameters": parameters}, "repeats": REPEATS}
-    rows = []
-    for kind, (times, *own) in kinds.items():
-        value, more = float(np.median(times)), {"ratio": float(own[0]), "share": float(own[1])}
-        name = f"{impl}, {kind} checksums"
-        rows.append(records.record("checkpoint", FILE, name, "save_s", value, "s", **more, **flags))
-    return rows
-
-
 def measure(impl: str, parameters: int) -> Rows:
     shapes = {"bytes_per_param": (from_shapes(impl), "bytes")}
     with tempfile.TemporaryDirectory() as folder:
@@ -114,23 +71,6 @@ def measure(impl: str, parameters: int) -> Rows:
     ]
 
 
-@records.suite(
-    parameters={"type": int, "default": 1 << 24, "help": "of the file on disk"},
-    saved={"type": int, "default": 1 << 27, "help": "parameters of a timed save"},
-)
+@records.suite(parameters={"type": int, "default": 1 << 24, "help": "of the file on disk"})
 def main(args: argparse.Namespace) -> Iterator[Rows]:
     yield from (measure(impl, args.parameters) for impl in VARIANTS)
-    yield cost_of_checksums("lowmem", args.saved)
-
-
-def table(rows: Rows) -> Table:
-    found = records.select(rows, bench="checkpoint", metric="save_s")
-    body = [
-        [row["impl"], f"{row['value']:.2f} s", f"{100 * row['share']:.1f} %",
-         f"{100 * (row['ratio'] - 1):+.1f} %"]
-        for row in found
-    ]  # fmt: skip
-    return ["saving", "time", "summing, of the rest", "median of pairs"], body, found
-
-
-TABLES = {"checksums": Rendered(table, "checkpoint")}

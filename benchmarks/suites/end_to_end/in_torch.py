@@ -88,18 +88,12 @@ def _llama(shape: Any, sequence: int) -> Any:
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     config = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.width,
-        intermediate_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        tie_word_embeddings=shape.tied,
-        max_position_embeddings=sequence,
-        rope_theta=shape.rope,
-        attn_implementation="sdpa",
+        vocab_size=shape.vocab, hidden_size=shape.width, intermediate_size=shape.hidden,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads, tie_word_embeddings=shape.tied,
+        max_position_embeddings=sequence, rope_theta=shape.rope, attn_implementation="sdpa",
         use_cache=False,
-    )
+    )  # fmt: skip
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
         return LlamaForCausalLM(config).train()

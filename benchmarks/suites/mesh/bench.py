@@ -63,17 +63,15 @@ def process(words: list[str], devices: int, told: str = "") -> str:
 
 
 def run_of(args: argparse.Namespace, devices: int, impl: str) -> list[str]:
-    words = ["--preset", args.preset, *IMPLEMENTATIONS[impl].split(), "--fsdp", str(devices)]
-    return [*words, "--data", "1", *([] if args.batch is None else ["--batch", str(args.batch)])]
+    flags = f"--preset {args.preset} {IMPLEMENTATIONS[impl]} --fsdp {devices} --data 1"
+    return flags.split() + ([] if args.batch is None else ["--batch", str(args.batch)])
 
 
 def stepped(args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]:
     """Times and bytes of an optimizer's step; clipping, which needs a sum over devices, is off."""
-    job = {
-        "words": [*run_of(args, devices, impl), "--clip", "0"],
-        "steps": args.steps * devices,  # a call is as long, whatever its devices
-        "repeats": args.repeats,
-    }
+    # a call is as long, whatever its devices
+    job = {"steps": args.steps * devices, "repeats": args.repeats}
+    job["words"] = [*run_of(args, devices, impl), "--clip", "0"]
     printed = process(["-m", "benchmarks.suites.mesh.step"], devices, json.dumps(job))
     found = json.loads(printed.strip().splitlines()[-1])
     times = found.pop("times")
@@ -82,16 +80,14 @@ def stepped(args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]
 
 def trained(args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]:
     """Return what a run of the example records, and its losses."""
-    preset = PRESETS[args.preset]
     with tempfile.TemporaryDirectory() as folder:
         log, record = Path(folder) / "log.jsonl", Path(folder) / "records.jsonl"
-        words = [*run_of(args, devices, impl), "--steps", str(args.train_steps)]
-        words += ["--log", str(log), "--record", str(record)]
-        process(["examples/train_llama.py", *words], devices)
+        words = ["--steps", str(args.train_steps), "--log", str(log), "--record", str(record)]
+        process(["examples/train_llama.py", *run_of(args, devices, impl), *words], devices)
         found = {row["metric"]: row["value"] for row in records.load(record)}
         found["losses"] = [row["loss"] for row in records.load(log)]
-    batch = args.batch or preset.batch
-    return found | {"run": {"steps": args.train_steps, "batch": batch, "sequence": preset.sequence}}
+    run = {"batch": args.batch or PRESETS[args.preset].batch, "steps": args.train_steps}
+    return found | {"run": run | {"sequence": PRESETS[args.preset].sequence}}
 
 
 # part -> what measures it, and metrics: the name in an outcome, the unit, fields that say more
@@ -155,11 +151,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             failed = True
             print(case, impl, f"failed: {error}", flush=True)
             continue
-        losses = found.get("losses")
-        if losses and devices == 1:
-            of_one[impl] = losses
-        elif losses and impl in of_one:
-            found["loss_difference"] = mesh_tables.loss_difference(losses, of_one[impl])
+        if part == "train" and devices == 1:
+            of_one[impl] = found["losses"]
+        elif part == "train" and impl in of_one:
+            found["loss_difference"] = mesh_tables.loss_difference(found["losses"], of_one[impl])
         for metric, (key, unit, *details) in metrics.items():
             if found.get(key) is not None:
                 more = {detail: found[detail] for detail in details if detail in found}
