@@ -17,44 +17,37 @@ CALL_SECONDS = 0.6  # of device work in one call, beside which its launch is lit
 MAX_STEPS = 1200
 
 
-def _noise(shape: tuple[int, ...], scale: jax.Array, salt: jax.Array) -> jax.Array:
-    """Uniform, mean 0, standard deviation `scale`; cheap to compile, made where it is used."""
+@functools.partial(jax.jit, static_argnums=(0, 1))  # with no f32 copy of a leaf
+def _noise(shape: tuple[int, ...], dtype: Any, scale: jax.Array, salt: jax.Array) -> jax.Array:
+    """Uniform, mean 0, standard deviation `scale`; cheap to compile."""
     x = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) + salt * jnp.uint32(0x9E3779B9)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)
     centred = (x >> 8).astype(jnp.float32) * 2.0**-23 - 1.0
-    return centred * (scale * 3.0**0.5)
+    return (centred * (scale * 3.0**0.5)).astype(dtype)
 
 
 class Setup:
-    """Compiled programs that make weights, state and gradients: nothing is left to do but that.
+    """Shapes of weights, state and gradients, which a call makes.
 
     One program for all leaves would compile longer than the step.
     """
 
-    def __init__(self, implementation: Implementation, shapes: Any) -> None:
-        leaves, self.treedef = jax.tree.flatten(shapes)
-        self.leaves = [jax.ShapeDtypeStruct(x.shape, implementation.dtype) for x in leaves]
-        scale, salt, self.compiled = jnp.float32(0), jnp.uint32(0), {}
-        for shape in {x.shape for x in self.leaves}:  # with no f32 copy of a leaf
-            made = lambda *how, s=shape: _noise(s, *how).astype(implementation.dtype)  # noqa: E731
-            self.compiled[shape] = jax.jit(made).lower(scale, salt).compile()
-        self.init = implementation.init
-        params = self.treedef.unflatten(self.leaves)
-        if implementation.compiles_init:
-            self.init = jax.jit(self.init).lower(params).compile()
-        self.shapes = params, jax.eval_shape(implementation.init, params), params
+    def __init__(self, own: Implementation, shapes: Any) -> None:
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, own.dtype), shapes)
+        self.init = jax.jit(own.init) if own.compiles_init else own.init
+        self.shapes = params, jax.eval_shape(own.init, params), params
 
     def __call__(self) -> Carry:
-        params = self._random(cases.WEIGHT_SCALE, 0)
-        return params, self.init(params), self._random(cases.GRADIENT_SCALE, len(self.leaves))
+        leaves, treedef = jax.tree.flatten(self.shapes[0])
 
-    def _random(self, scale: float, first: int) -> Any:
-        made = [
-            self.compiled[leaf.shape](jnp.float32(scale), jnp.uint32(first + i))
-            for i, leaf in enumerate(self.leaves)
-        ]
-        return self.treedef.unflatten(made)
+        def random(scale: float, first: int) -> Any:
+            made = (_noise(x.shape, x.dtype, scale, jnp.uint32(first + i))
+                    for i, x in enumerate(leaves))  # fmt: skip
+            return treedef.unflatten(made)
+
+        params = random(cases.WEIGHT_SCALE, 0)
+        return params, self.init(params), random(cases.GRADIENT_SCALE, len(leaves))
 
 
 def moved_bytes(implementation: Implementation, carry: Carry) -> int:
@@ -93,13 +86,7 @@ class Runner:
     """A compiled step and loop, and their buffers, which `start` makes."""
 
     def __init__(self, own: Implementation, make: Any, steps: Callable[[int], int]) -> None:
-        """Compiles.
-
-        Args:
-          own: what is timed.
-          make: a tree of shapes of its leaves, or what `Setup` is of them.
-          steps: of one call, by the bytes that a step moves.
-        """
+        """Compiles; `make` has shapes of leaves, or is a `Setup`; `steps` follow a step's bytes."""
         self.make = make if hasattr(make, "shapes") else Setup(own, make)
         carry = params, state, grads = self.make.shapes
         moved = moved_bytes(own, carry)

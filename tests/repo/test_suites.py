@@ -19,7 +19,7 @@ pytest.importorskip("rich")
 
 from benchmarks import ROOT, absent_gpu, records, render, run, tables
 from benchmarks.peers import cases, device_loop, in_jax, in_torch, processes
-from benchmarks.suites import composition, kernels, memory, release
+from benchmarks.suites import kernels, memory, release
 from benchmarks.suites.end_to_end import bench as end_to_end
 from benchmarks.suites.fit import bench as fit
 from benchmarks.suites.linear import bench as linear
@@ -109,7 +109,6 @@ SUITES = [
     Smoke("launches", "--leaf-set tiny --optimizer adamw", ("launches",),
           ((absent_gpu, "mesh", lambda: None),
            (absent_gpu, "program", lambda *a, **k: PROGRAM_OF_A_STEP))),
-    Smoke("composition", "", ("composition",), ((composition, "SIDE", 64),), **ON_A_CPU),
     Smoke("tpu", "--chip v5e --case 2048x8192 --impl optax.adamw --part gaussws/2048x8192",
           ("tpu_steps", "tpu_parts"), **ON_A_CPU, needs="libtpu"),
     Smoke("memory", "", ("memory", "budget"), ((sizes, "measure", lambda *of: []),

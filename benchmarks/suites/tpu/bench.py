@@ -23,9 +23,8 @@ BY_XLA = "XLA's estimate"
 def rows_of(kind: str, chip: str, case: str, impl: str) -> Rows:
     """The records of a step or of one of the library's other programs."""
     if kind == "step":
-        program, (ideal, rewritten) = (
-            make(chip, case, impl) for make in (cases.compile_case, cases.ideal_bytes)
-        )
+        program = cases.compile_case(chip, case, impl)
+        ideal, rewritten, twice = cases.ideal_bytes(chip, case, impl)
     else:
         program, ideal = parts.compile_part(chip, case, impl)
     found, memory = Program(program.as_text()), program.memory_analysis()
@@ -36,7 +35,7 @@ def rows_of(kind: str, chip: str, case: str, impl: str) -> Rows:
     }
     if kind == "step":
         values["unaliased_bytes"] = (max(0.0, rewritten - memory.alias_size_in_bytes), "B")
-        if twice := cases.read_twice(chip, case, impl):
+        if twice:
             values["passes_ratio"] = (traffic / (ideal + twice), "x ideal")
     if not found.kernels():  # those of kernels are not known
         values["cycles"] = (found.cycles(), "cycles")

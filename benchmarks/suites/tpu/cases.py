@@ -5,6 +5,7 @@ licence.
 """
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import optax_lowmem as lowmem
 from benchmarks import model_shapes
 from benchmarks.peers import in_jax
-from benchmarks.peers.device_loop import live_bytes
 
 CHIPS = ("v5e", "v6e")  # as libtpu calls them
 AXIS = "fsdp"
@@ -111,24 +111,18 @@ def compile_case(chip: str, case: str, impl: str) -> Any:
 
 def _bytes(tree: Any) -> int:
     """Bytes of the arrays of a tree, of one device, without the padding of tiles."""
-
-    def here(x: Any) -> Any:
-        return jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
-
-    return live_bytes(jax.tree.map(here, tree))
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
-def read_twice(chip: str, case: str, impl: str) -> int:
-    """Bytes that a step must read a second time, after a mean over them; 0 without one."""
-    prepares = impl != BASE and lowmem.OPTIMIZERS[impl.removesuffix(XLA)].rule.prepares
-    if not prepares:
-        return 0
-    _, _, (grads, state, _) = prepared(chip, case, impl)
-    # StableAdamW's mean is of gradient and second moment
-    return _bytes((grads, (state.nu, state.nu_scale) if prepares == "leaf" else ()))
+def ideal_bytes(chip: str, case: str, impl: str) -> tuple[int, int, int]:
+    """Bytes of a step that moves each once, of the state and parameters that it rewrites.
 
-
-def ideal_bytes(chip: str, case: str, impl: str) -> tuple[int, int]:
-    """Bytes of a step that moves each once, and those of the state and parameters it rewrites."""
-    _, _, (grads, *rewritten) = prepared(chip, case, impl)
-    return _bytes(grads) + 2 * _bytes(rewritten), _bytes(rewritten)
+    Also those that it must read a second time, after a mean over them.
+    """
+    _, _, (grads, state, params) = prepared(chip, case, impl)
+    prepares, twice = impl != BASE and lowmem.OPTIMIZERS[impl.removesuffix(XLA)].rule.prepares, ()
+    if prepares:  # StableAdamW's mean is of gradient and second moment
+        twice = grads, (state.nu, state.nu_scale) if prepares == "leaf" else ()
+    rewritten = _bytes((state, params))
+    return _bytes(grads) + 2 * rewritten, rewritten, _bytes(twice)

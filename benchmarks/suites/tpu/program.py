@@ -16,13 +16,10 @@ _BITS = {"pred": 8, "bf16": 16, "token": 0}  # others have theirs in their names
 _SHAPE = re.compile(r"(pred|token|bf16|f8e\w+|[suf]\d+)\[([\d,]*)\](?:\{([^}]*)\})?")
 _LINE = re.compile(r"^\s*(ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _HEAD = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$")
-_FREE = re.compile(
-    r"parameter|tuple|get-tuple-element|bitcast|constant|after-all|opt-barrier|add-dependency"
-    r"|partition-id|replica-id|.*-done"
-)
+_FREE = re.compile("parameter|tuple|get-tuple-element|bitcast|constant|after-all|opt-barrier|.*-id|"
+                   "add-dependency|.*-done")  # fmt: skip
 _VIEWS = {"bitcast", "copy", "reshape", "transpose", "convert"}  # inside a fusion
 _IN_PLACE = re.compile("ConcatBitcast|AssignBitcast|SplitBitcast|AllocateBuffer")
-KERNEL = "tpu_custom_call"
 
 
 class Array(NamedTuple):
@@ -47,11 +44,6 @@ class Instruction:
         """Return what the line says of a key, nothing where it says nothing."""
         found = re.search(what, self.rest)
         return found[1] if found else ""
-
-    @property
-    def cycles(self) -> int:
-        """XLA's estimate, 0 where it has none."""
-        return int(self.said(r'"estimated_cycles":"(\d+)"') or 0)
 
 
 Computation = dict[str, Instruction]
@@ -110,12 +102,13 @@ class Program:
         return sum(times * size for times, _, size in self.executed())
 
     def cycles(self) -> int:
-        """XLA's estimate of the cycles of its own instructions; Pallas' kernels count 0."""
-        return sum(times * one.cycles for times, one, _ in self.executed())
+        """XLA's estimate of its own instructions, where it has one; Pallas' kernels count 0."""
+        estimate = r'"estimated_cycles":"(\d+)"'
+        return sum(times * int(one.said(estimate) or 0) for times, one, _ in self.executed())
 
     def kernels(self) -> int:
         """The number of calls of Pallas' kernels."""
-        return sum(times for times, one, _ in self.executed() if KERNEL in one.rest)
+        return sum(times for times, one, _ in self.executed() if "tpu_custom_call" in one.rest)
 
     def _moved(self, inside: Computation, one: Instruction) -> int:
         if _FREE.fullmatch(one.op) or (one.op == "custom-call" and _IN_PLACE.search(one.rest)):
