@@ -151,33 +151,31 @@ def switchback() -> str:
 def gaussws() -> str:
     """Return the losses, bitwidths, casts and learning rates of `gaussws`."""
     stored = curves.load(records.RESULTS / "gaussws.npz")
-    run, rates = of_part(stored, "run"), of_part(stored, "rates")
+    run, of_rates = of_part(stored, "run"), of_part(stored, "rates")
     noisy = {f"{name}, with noise": of["sampled_loss"] for name, of in run.items()
              if "sampled_loss" in of}  # fmt: skip
     every, mean = run["gaussws[all]"], STATISTICS.index("mean")
-    bits = {"step": every["val_step"]}
-    bits |= {kind: every[f"bits_{kind}"][..., mean].mean(1) for kind in KINDS}
-    by_block = {kind: every[f"bits_{kind}"][-1, :, mean] for kind in KINDS}
-    formats = ("safe", "e3m4", "e3m3", "e3m2", "e3m1", "e2m1")
-    casts = {"format": formats}
+    by_step = {kind: every[f"bits_{kind}"][..., mean] for kind in KINDS}
+    bits = {"step": every["val_step"]} | {kind: of.mean(1) for kind, of in by_step.items()}
+    casts: dict[str, Any] = {"format": ("safe", "e3m4", "e3m3", "e3m2", "e3m1", "e2m1")}
     for name in ("no noise", "gaussws[all]"):
-        clean = float(run[name]["cast_clean"][0])
-        casts[name] = [100 * (float(run[name][f"cast_all {to}"][0]) / clean - 1) for to in formats]
-    last: dict[str, Any] = {}
-    for label, of in rates.items():
+        losses = [float(run[name][f"cast_all {to}"][0]) for to in casts["format"]]
+        casts[name] = [100 * (one / float(run[name]["cast_clean"][0]) - 1) for one in losses]
+    rates: dict[str, dict[float, float]] = {}
+    for label, of in of_rates.items():
         name, _, factor = label.rpartition(" x")
-        last.setdefault("factor", {})[float(factor)] = float(factor)
-        last.setdefault(name, {})[float(factor)] = of["val_loss"][-1]
-    rates = {name: list(of.values()) for name, of in last.items()}
+        rates.setdefault("factor", {})[float(factor)] = float(factor)
+        rates.setdefault(name, {})[float(factor)] = of["val_loss"][-1]
     what = settings("gaussws", stored.about["run"], "bytes")
     return cell(
         ("LOSSES", [*what, "Held-out losses"], held_out(run) | noisy),
         ("BITS", ["gaussws[all]: mean b_t of each kind of matrix, over the run"], bits, 4),
-        ("BLOCKS", ["and of each of the eight blocks, at the end"], by_block, 4),
-        ("CASTS", ["Held-out loss of the trained weights, cast to a format, over that "
-                   "without a cast, in %"], casts, 3),
-        ("RATES", [f"Held-out loss after {stored.about['rates']['steps']} steps, by "
-                   "factor on the learning rate"], rates),
+        ("BLOCKS", ["and of each of the eight blocks, at the end"],
+         {kind: of[-1] for kind, of in by_step.items()}, 4),
+        ("CASTS", ["Held-out loss of the trained weights, cast to a format, over that without a "
+                   "cast, in %"], casts, 3),
+        ("RATES", [f"Held-out loss after {stored.about['rates']['steps']} steps, by factor on the "
+                   "learning rate"], {name: [*of.values()] for name, of in rates.items()}),
     )  # fmt: skip
 
 

@@ -56,11 +56,7 @@ def record(
 
 
 def suite(**options: dict[str, Any]) -> Callable[[Callable[..., Iterable[Rows]]], Any]:
-    """Make a benchmark's `main` of what yields its records: command line, printing, `--record`.
-
-    Args:
-      options: of the command line: name -> arguments of `add_argument`.
-    """
+    """Make a benchmark's `main`, with options by name, of what yields its records."""
 
     def made(measure: Callable[..., Iterable[Rows]]) -> Callable[..., None]:
         @functools.wraps(measure)
@@ -93,8 +89,7 @@ def append(rows: Rows, path: Path | None = None) -> Path:
         path = RESULTS / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row) + "\n")
+        file.writelines(json.dumps(row) + "\n" for row in rows)
     return path
 
 

@@ -57,14 +57,12 @@ def table(rows: Rows) -> Table:
         "peak GiB": ("peak_bytes", "{:.1f}", GIB),
         "ms per step": ("step_ms", "{:.0f}", 1.0),
     }
-    found = runs(rows)
-    body = []
-    for name, own in found.items():
+    body, used = [], []
+    for name, own in runs(rows).items():
         of = records.grouped(own, "metric")
-        fits = "yes" if of["fits"]["value"] else "out of memory"
         cells = [cell(of.get(metric), *how) for metric, *how in columns.values()]
-        body.append([name, fits, *cells])
-    used = [row for own in found.values() for row in own]
+        body.append([name, "yes" if of["fits"]["value"] else "out of memory", *cells])
+        used += own
     return ["Llama-3.1-8B, one GPU", "fits", *columns], body, used
 
 
@@ -96,6 +94,7 @@ def draw(rows: Rows) -> Any:
     colors = (style.BLUE, style.SKY, style.ORANGE, style.GREEN, style.PURPLE, style.PALE)
     figure, axes = plt.subplots(figsize=(8, 1.1 + 0.62 * len(found)))
     small, limits = {"ha": "center", "size": 8}, []
+    offset = small | {"textcoords": "offset points"}
     fits = {True: False, False: False}  # one of ours, optax's
     for place, (name, own) in enumerate(found.items()):
         of, start, label = records.grouped(own, "metric"), 0.0, name.replace("`", "")
@@ -108,10 +107,9 @@ def draw(rows: Rows) -> Any:
                 axes.text(*middle, f"{size:.1f}", color=ink, va="center", **small)
             if place == len(found) - 1 and size > 3:  # the largest has room for names
                 words = part.replace(" and ", "\nand ")
-                axes.annotate(words, middle, (0, -17), va="top", textcoords="offset points",
-                              **small)  # fmt: skip
+                axes.annotate(words, middle, (0, -17), va="top", **offset)
             elif part == "correction" and place == 0:
-                axes.annotate(part, middle, (0, 17), textcoords="offset points", **small)
+                axes.annotate(part, middle, (0, 17), **offset)
             start += size
         fits["optax" not in name] |= bool(of["fits"]["value"])
         total = f"{start:.1f} GiB" + ("" if of["fits"]["value"] else ": out of memory")

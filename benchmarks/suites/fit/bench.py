@@ -107,9 +107,9 @@ def timed(program: Any) -> dict[str, float] | None:
     try:
         rate = stepped(program, program.settings.steps)["tokens_per_s"]
     except jax.errors.JaxRuntimeError as error:
-        if any(words in str(error) for words in train_llama.SAID_SO):
-            return None
-        raise
+        if not any(words in str(error) for words in train_llama.SAID_SO):
+            raise
+        return None
     numbers = {"tokens_per_s": rate, "planned_bytes": planned_bytes(program.compiled)}
     return numbers | ({"peak_bytes": peak()} if peak() > before else {})
 
@@ -137,10 +137,11 @@ def timings(args: argparse.Namespace, fits: dict[str, Fit]) -> Found:
         return
     common = min(batches.values())
     yield "", ALL, {"common_batch": common}
-    wanted = sorted(
-        {(name, b) for name, most in batches.items() for b in (common, most)},
-        key=lambda one: fits[one[0]]["own_bytes"] + one[1] * fits[one[0]]["sequence_bytes"],
-    )
+
+    def size(one: tuple[str, int]) -> float:
+        return fits[one[0]]["own_bytes"] + one[1] * fits[one[0]]["sequence_bytes"]
+
+    wanted = sorted({(name, b) for name, b in batches.items() for b in (common, b)}, key=size)
     programs = [train.make_program(settings_of(args, *one)) for one in wanted]
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(lambda program: program.compiled, programs))
