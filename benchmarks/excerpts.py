@@ -19,10 +19,7 @@ from benchmarks.suites.pairs import figures
 from benchmarks.suites.pairs.differences import differences
 
 WIDTH = 96
-RECORDED = (
-    "Recorded by `python -m benchmarks.run {}` in the repository: {device}, jax {jax}, commit "
-    "{commit}."
-)
+RECORDED = "Recorded by `python -m {}` in the repository: {device}, jax {jax}, commit {commit}."
 # a dict of lists of numbers: its name, comments, entries, and the digits of numbers
 Part = tuple[str, list[str], Mapping[str, Any], int]
 
@@ -69,7 +66,7 @@ def q_adam_mini() -> str:
     }
     case_1 = {"step": step[tenth], "loss": of_runs["q_adam_mini-case1"]["train_loss"][tenth]}
     what = [
-        RECORDED.format("adam_mini", **about),
+        RECORDED.format("benchmarks.run adam_mini", **about),
         f"A GPT of {about['parameters']:,} weights, {about['steps']:,} steps, one seed.",
     ]
     return cell(
@@ -100,7 +97,7 @@ def stable_adamw() -> str:
         layers = zip(("loss", "patch", "middle"), curve, strict=True)
         closely |= {f"{layer} {b2}": one for layer, one in layers}
     what = [
-        RECORDED.format("spikes", **row),
+        RECORDED.format("benchmarks.run spikes", **row),
         f"{row['steps']:,} steps and {row['seeds']} seeds each, 12 changes of the data a run.",
     ]
     return cell(
@@ -120,7 +117,7 @@ def of_part(stored: curves.Curves, part: str) -> dict[str, dict[str, np.ndarray]
 def settings(suite: str, about: Mapping[str, Any], unit: str) -> list[str]:
     """Return comments on what runs were, and where."""
     return [
-        RECORDED.format(suite, **about),
+        RECORDED.format(f"benchmarks.run {suite}", **about),
         f"A Llama of {about['parameters']:,} weights, {about['steps']:,} steps of "
         f"{about['tokens']:,} {unit}, one seed.",
     ]
@@ -220,7 +217,7 @@ def pairs(name: str, path: Path, base: str, variants: Iterable[str]) -> Part:
             entries[f"{variant}, low"], entries[f"{variant}, high"] = own.interval
     about = stored.about
     what = [
-        RECORDED.format("pairs", **about),
+        RECORDED.format("benchmarks.run pairs", **about),
         f"{about['preset']}, {about['parameters']:,} weights, {about['steps']:,} steps of "
         f"{about['batch'] * about['context']:,} tokens, seeds: {seeds}.",
         f"Held-out losses over those of {base}, %, and the interval of 90 % of the mean",
