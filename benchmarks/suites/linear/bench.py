@@ -83,12 +83,11 @@ def sizes(shape: str) -> tuple[int, ...]:
     return tuple(map(int, shape.split("x")))
 
 
-def operands(shape: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+def operands(shape: str) -> tuple[jax.Array, ...]:
     tokens, width, out = sizes(shape)
     keys = jax.random.split(jax.random.key(0), 3)
-    draw = jax.jit(lambda key, size: jax.random.normal(key, size, jnp.bfloat16), static_argnums=1)
     shapes = ((tokens, width), (width, out), (tokens, out))
-    return tuple(draw(*pair) for pair in zip(keys, shapes, strict=True))
+    return tuple(jax.random.normal(*one, jnp.bfloat16) for one in zip(keys, shapes, strict=True))
 
 
 def saved_bytes(dot: Dot, shape: str) -> int:

@@ -115,12 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     def keep(rows: records.Rows) -> None:
         """Store records as they come: a run that is cut off loses none."""
         records.show(rows)
-        kept = [row for row in rows if not on_cpu() or row["metric"] in RATIOS]
-        records.keep(kept, args.record)
+        records.keep([r for r in rows if not on_cpu() or r["metric"] in RATIOS], args.record)
 
-    for case in args.cases:
-        one = "/".join(case), "copy", "copy_tbps", tbps, "TB/s"
-        keep([records.record("step", *one, spread=spread)])
+    for case in map("/".join, args.cases):
+        keep([records.record("step", case, "copy", "copy_tbps", tbps, "TB/s", spread=spread)])
     for case, name, outcome in measure(args, tbps):
         if "times" not in outcome:
             failed |= "failed" in outcome
