@@ -20,6 +20,7 @@ from optax_lowmem import diagnostics
 from optax_lowmem.diagnostics.spikes import IGNORE, RMS_THRESHOLD
 
 CURVES = records.RESULTS / "spikes.npz"
+WHERE = {"device": "NVIDIA H100 80GB HBM3", "jax": "0.11.2", "commit": "706b8a8"}  # they are from
 # the data's changes: a new source of images comes every EVERY steps or so from FIRST on
 SOURCES, FIRST, EVERY, JITTER = 12, 1100, 240, 100
 SEED = 0  # stable_adamw has no spike with it
@@ -81,7 +82,7 @@ def summary(name: str, curves: np.ndarray) -> records.Rows:
         }
     values["last_loss"] = np.median(loss[:, -1000:]), "nats"
     floats = {metric: (float(value), unit) for metric, (value, unit) in values.items()}
-    more = {"seeds": len(loss), "steps": loss.shape[1]}
+    more = {"seeds": len(loss), "steps": loss.shape[1]} | WHERE
     return records.records_of("spikes", where, impl, floats, **more)
 
 
@@ -109,9 +110,8 @@ def run() -> Any:
     axes[0].text(2700, 0.06 * top, "stable_adamw", color=BLUE, size=9)
     axes[0].set(ylim=(0, 1.3 * top), title="loss")
     axes[1].axhline(RMS_THRESHOLD, color=GREY, lw=1, ls="--")
-    axes[1].set(
-        xlabel="step", title=f"RMS of the patch embedding; dashed: an RMS spike, {RMS_THRESHOLD}"
-    )
+    title = f"RMS of the patch embedding; dashed: an RMS spike, {RMS_THRESHOLD}"
+    axes[1].set(xlabel="step", title=title)
     headline(fig, f"All {found.spikes.size} loss spikes of AdamW follow an RMS "
                   f"spike; update clipping leaves {left}")  # fmt: skip
     assert found.follows.all() and left < 3
