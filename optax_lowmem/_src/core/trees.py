@@ -12,6 +12,7 @@ from optax_lowmem._src.core import numerics
 from optax_lowmem._src.core.typing import Tree
 
 DICTS = (dict, OrderedDict)  # of states: those of optax.partition and optax.named_chain
+_WRAPPED = (jax.tree_util.GetAttrKey("value"), jax.tree_util.FlattenedIndexKey(0))
 NO_PARAMS_MSG = (
     "You are using a transformation that requires the current value of parameters, but you are "
     "not passing `params` when calling `update`. Call tx.update(grads, state, params)."
@@ -19,8 +20,11 @@ NO_PARAMS_MSG = (
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """`blocks/0/attention/kernel` for a key path; a wrapper's trailing `.value` is not a name."""
-    boxed = len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value")
+    """`blocks/0/attention/kernel` for a key path, without the key of an array in a wrapper.
+
+    That is `.value` in Flax's, and the first index in a node without keys, such as haliax's.
+    """
+    boxed = len(path) > 1 and path[-1] in _WRAPPED
     return jax.tree_util.keystr(path[:-1] if boxed else path, simple=True, separator="/")
 
 

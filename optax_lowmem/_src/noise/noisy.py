@@ -10,7 +10,7 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from optax_lowmem._src.blocks.parts import Parts, chooser
-from optax_lowmem._src.core import boxes, numerics, random, scope, trees
+from optax_lowmem._src.core import metadata, numerics, random, scope, trees
 from optax_lowmem._src.core.clean_weights import FIELD
 from optax_lowmem._src.core.compiled import advanced, apply_updates, compiled, widened
 from optax_lowmem._src.core.hyperparameters import as_f32, check_range
@@ -85,14 +85,14 @@ class Noisy:
         ]
         nothing, ones, zeros = compiled(_first_bits)(shapes)
         rows = zip(leaves, chosen, nothing, strict=True)
-        clean = boxes.like(
+        clean = metadata.like(
             params,
             [
                 self._clean(path, trees.with_values(leaf)) if sampled else none
                 for (path, leaf), sampled, none in rows
             ],
         )
-        bits, scale = boxes.like(params, ones), boxes.like(params, zeros)
+        bits, scale = metadata.like(params, ones), metadata.like(params, zeros)
         with scope.recording() as decisions:
             inner = self._init_inner(_merged(params, clean, chosen))
         self._record(decisions, leaves, chosen)
@@ -165,7 +165,7 @@ class Noisy:
         for row, (weight, _) in zip(rows, found, strict=True):
             if row.sampled:
                 scope.hand_sampled(row.path, weight)
-        return state._replace(scale=boxes.like(params, [scale for _, scale in found]))
+        return state._replace(scale=metadata.like(params, [s for _, s in found], state.scale))
 
     # ---- step --------------------------------------------------------------------------------
 
@@ -241,7 +241,8 @@ class Noisy:
         own = zip(rows, jax.tree.leaves(weights), strict=True)
         kept = [w if row.sampled else row.clean for row, w in own]
         state = state._replace(
-            clean=boxes.like(params, kept), scale=boxes.like(params, [s for _, s in found])
+            clean=metadata.like(params, kept, state.clean),
+            scale=metadata.like(params, [s for _, s in found], state.scale),
         )
         new = jax.tree.unflatten(jax.tree.structure(params), [w for w, _ in found])
         return new, state
@@ -283,7 +284,7 @@ class Noisy:
         found = run(
             self.noise, span, self.bits_loss, small, gradients, state.seed, state.count, factor
         )
-        given = boxes.like(params, found)
+        given = metadata.like(params, found, state.bits)
         steps, bits_state = self.bits_optimizer.update(given, state.bits_state, state.bits)
         bits, count = advanced(state.bits, steps, state.count)
         return count, bits, bits_state

@@ -118,7 +118,7 @@ def _joined(rows: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
 
 
 def join_masters(params: optax.Params, correction: optax.Params) -> optax.Params:
-    """`join_master` of each leaf; the boxes of a placeholder have other names than its weight's."""
+    """`join_master` of each leaf; the metadata of a placeholder differ from its weight's."""
     leaves, treedef = jax.tree.flatten(params)
     return jax.tree.unflatten(treedef, join_leaves(leaves, jax.tree.leaves(correction)))
 

@@ -12,7 +12,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from optax_lowmem._src.codecs import GroupCodec, StoredSlot, group_codec, softsign, sqrt
-from optax_lowmem._src.core import boxes, derivative, explicit, random, scope, trees
+from optax_lowmem._src.core import derivative, explicit, metadata, random, scope, trees
 from optax_lowmem._src.core.compiled import as_given, compiled, each, widened
 from optax_lowmem._src.core.hyperparameters import check_range, increment
 from optax_lowmem._src.core.policy import Policy, warn_of_patterns
@@ -285,7 +285,7 @@ class _Compressor:
                 else:
                     pairs.append(next(encoded))
             treedef = jax.tree.structure(value)
-            scales[name] = boxes.like(value, [s for _, s in pairs], before.get(name))
+            scales[name] = metadata.like(value, [s for _, s in pairs], before.get(name))
             return jax.tree.unflatten(treedef, [c for c, _ in pairs])
 
         return map_slots(encode, state), scales

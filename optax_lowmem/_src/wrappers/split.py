@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.codecs import MasterSplit
-from optax_lowmem._src.core import boxes, derivative, numerics, random, scope, trees
+from optax_lowmem._src.core import derivative, metadata, numerics, random, scope, trees
 from optax_lowmem._src.core.compiled import each, unstacked, widened
 from optax_lowmem._src.core.hyperparameters import increment
 from optax_lowmem._src.update import MASTER, split_update
@@ -56,7 +56,7 @@ class _Splitter:
                 corrections.append(jnp.zeros((), jnp.int8))
             else:
                 corrections.append(initial_correction(split, path, leaf))
-        correction = boxes.like(params, corrections)
+        correction = metadata.like(params, corrections)
         if splits_masters(self.inner, params):
             raise ValueError(
                 "split_master_weights around an optimizer that splits master weights itself: give "
@@ -100,7 +100,7 @@ class _Splitter:
         given = {path: g.dtype for path, g in trees.named_leaves(updates)}
         landed = self._land(list(rows), keys, given)
         treedef = jax.tree.structure(params)
-        correction = boxes.like(params, [c for _, c in landed])
+        correction = metadata.like(params, [c for _, c in landed])
         updates = jax.tree.unflatten(treedef, [u for u, _ in landed])
         return updates, SplitState(count, state.seed, correction, inner)
 
