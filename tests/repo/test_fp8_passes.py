@@ -1,18 +1,16 @@
 """Passes over the tensors of a Llama's layer in FP8, in the program that a GPU runs."""
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("flax")
 
 from benchmarks import absent_gpu  # noqa: E402
-from benchmarks.suites.activations import bench, layers, passes  # noqa: E402
+from benchmarks.suites.activations import bench, bytes, layers, passes  # noqa: E402
 from optax_lowmem._src.core import platform  # noqa: E402
 from tests import tolerances as tol  # noqa: E402
 
 CASE = layers.Shape.parse("h2048-s2048-b4")
-X = jax.ShapeDtypeStruct((CASE.batch, CASE.length, CASE.width), jnp.bfloat16)
 # what benchmarks/results has of this layer compiled without a GPU: MiB, MiB of attention, launches
 FORWARD, BOTH = (1838, 128, 55), (5158, 385, 99)
 WHICH = pytest.mark.parametrize("which,most", [("forward", FORWARD), ("both", BOTH)])
@@ -22,8 +20,8 @@ NEEDS_MOSAIC = pytest.mark.skipif(
 
 
 def function_and_arguments(which):
-    layer, params = passes.layer_and_parameters("fp8-flow", CASE)
-    return (layer, params, X) if which == "forward" else (bench.backward(layer), params, X, X)
+    layer, params, x = bytes.abstract("fp8-flow", CASE, "cudnn")
+    return (layer, params, x) if which == "forward" else (bench.backward(layer), params, x, x)
 
 
 @pytest.mark.gpu

@@ -53,8 +53,6 @@ def kept(case: str, name: str, kind: str = "cudnn") -> Rows:
 
     With XLA's attention, which ours computes anew, its name says so.
     """
-    if name == "flax-fp8":
-        return []
     report = activation_bytes.kept(Shape.parse(case), name, kind)
     label = name if kind == "cudnn" else f"{name}, {kind} attention"
     more = {"attention": kind, "columns": activation_bytes.by_column(report)}
@@ -65,10 +63,10 @@ def kept(case: str, name: str, kind: str = "cudnn") -> Rows:
 
 
 def byte_rows(case: str, names: list[str]) -> Rows:
-    """Of each layer, and of ours with XLA's attention."""
-    ours = [name for name in names if name in activation_layers.RECIPES][:1]
-    found = [kept(case, name) for name in names] + [kept(case, name, "xla") for name in ours]
-    return [one for rows in found for one in rows]
+    """Of each layer but Flax's, and of ours with XLA's attention."""
+    wanted = [(name, "cudnn") for name in names if name != activation_layers.FLAX]
+    wanted += [(name, "xla") for name in names if name in activation_layers.RECIPES][:1]
+    return [one for name, kind in wanted for one in kept(case, name, kind)]
 
 
 def layer_rows(case: str, names: list[str], repeats: int) -> Rows:
@@ -81,7 +79,8 @@ def layer_rows(case: str, names: list[str], repeats: int) -> Rows:
     guess = flops / (400e12 if timing.on_gpu() else 50e9)  # seconds of a forward pass, about
     timed: dict[str, Timed] = {}
     for name in names:
-        layer, params = activation_layers.make(name, shape, kind)
+        layer, draw = activation_layers.make(name, shape, kind)
+        params = jax.jit(draw)()
         timed[f"{name} forward"] = Timed(layer, (params, x), guess)
         timed[name] = Timed(backward(layer), (params, x, g), 3 * guess)
     times, rows = timing.in_turns(timed, repeats), []

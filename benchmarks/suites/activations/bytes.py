@@ -1,5 +1,6 @@
 """Bytes that a Llama's layer keeps for its backward pass, from shapes alone (COAT, Table 2)."""
 
+import contextlib
 from typing import Any
 from unittest import mock
 
@@ -7,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.suites.activations import layers as activation_layers
-from benchmarks.suites.activations.layers import Shape
+from benchmarks.suites.activations.layers import Layer, Params, Shape
 from optax_lowmem import memory
+from optax_lowmem._src.core import gpu_kernel
 
 # columns of Table 2, and what else there is: the sums that go past the layer
 COLUMNS = ("RMSNorm", "Act Func", "RoPE", "FlashAttn", "Linear", "Residual")
@@ -30,35 +32,48 @@ def by_column(report: memory.ActivationReport) -> dict[str, float]:
     return found
 
 
+def _attention(name: str, given: tuple[jax.Array, ...], results: list[Any]) -> list[jax.Array]:
+    """A kernel that XLA sees the arguments and results of, which it never runs."""
+    return gpu_kernel.launch(lambda *_: None, given, results, (1,), warps=4, name=name)
+
+
 @jax.custom_vjp
-def flash_attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Stands for cuDNN's where nothing is computed: [batch, length, heads, head] of the same."""
-    return q + jnp.zeros_like(k[..., :1, :1]) + jnp.zeros_like(v[..., :1, :1])
+def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Stands for cuDNN's where nothing is run: [batch, length, heads, head] of the same."""
+    return _attention("attention_forward", (q, k, v), [q])[0]
 
 
 def _forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-    y = flash_attention(q, k, v)
-    return y, (q, k, v, y, jnp.sum(q, -1, dtype=jnp.float32))  # a row's sum of exponentials
+    sums = jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32)  # of a row's exponentials
+    y, sums = _attention("attention_forward", (q, k, v), [q, sums])
+    return y, (q, k, v, y, sums)
 
 
 def _backward(kept: Any, g: jax.Array) -> tuple[jax.Array, ...]:
-    q, k, v, y, sums = kept
-    factor = y * sums.astype(y.dtype)[..., None]
-    return g * factor, jnp.zeros_like(k), jnp.zeros_like(v)
+    dq, dk, dv = _attention("attention_backward", (*kept, g), [*kept[:3]])
+    return dq, dk, dv
 
 
-flash_attention.defvjp(_forward, _backward)
+attention.defvjp(_forward, _backward)
 
 
-def kept(shape: Shape, name: str, attention: str) -> memory.ActivationReport:
-    """The report of a layer by its name, in U; nothing is computed.
+def with_attention() -> Any:
+    """Trace with a kernel that stands for cuDNN's attention, which asks for a device."""
+    return mock.patch.object(
+        jax.nn, "dot_product_attention", lambda q, k, v, **_: attention(q, k, v)
+    )
 
-    The attention `cudnn`, which cannot be traced without a GPU, is one that keeps as much.
-    """
-    own = jax.nn.dot_product_attention
-    if attention == "cudnn":
-        own = lambda q, k, v, **more: flash_attention(q, k, v)  # noqa: E731
-    with mock.patch.object(jax.nn, "dot_product_attention", own):
-        layer, params = activation_layers.make_abstract(name, shape, attention)
-        x = jax.ShapeDtypeStruct((shape.batch, shape.length, shape.width), jnp.bfloat16)
-        return memory.activation_report(layer, params, x, weights=0, unit=shape.unit)
+
+def abstract(name: str, shape: Shape, kind: str) -> tuple[Layer, Params, jax.ShapeDtypeStruct]:
+    """A layer by its name, and the shapes of its parameters and input."""
+    layer, params = activation_layers.make(name, shape, kind)
+    x = jax.ShapeDtypeStruct((shape.batch, shape.length, shape.width), jnp.bfloat16)
+    with with_attention():
+        return layer, jax.eval_shape(params), x
+
+
+def kept(shape: Shape, name: str, kind: str) -> memory.ActivationReport:
+    """The report of a layer by its name, in U; nothing is computed."""
+    with with_attention() if kind == "cudnn" else contextlib.nullcontext():
+        args = abstract(name, shape, kind)
+        return memory.activation_report(*args, weights=0, unit=shape.unit)

@@ -10,18 +10,15 @@ import argparse
 import collections
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
-import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from benchmarks import absent_gpu, records
 from benchmarks.records import Rows
 from benchmarks.suites.activations import bench
 from benchmarks.suites.activations import layers as activation_layers
-from benchmarks.suites.activations.layers import Layer, Params, Shape
-from optax_lowmem._src.core import gpu_kernel
+from benchmarks.suites.activations.bytes import abstract, with_attention
+from benchmarks.suites.activations.layers import Shape
 
 CASES = ["h2048-s2048-b4", "h4096-s4096-b4"]
 LAYERS = ["bf16", "fp8-flow", "fp8-flow-cached", "flax-fp8"]
@@ -32,46 +29,6 @@ KINDS = {
     "maxima and codes": ("fp8_", "quantize_transposed", "/linear/", "DotGeneralOp"),
 }
 REST = "norms, gates, rotary, sums"
-
-
-def _attention(name: str, given: tuple[jax.Array, ...], results: list[Any]) -> list[jax.Array]:
-    """A kernel that XLA sees the arguments and results of, which it never runs."""
-    return gpu_kernel.launch(lambda *_: None, given, results, (1,), warps=4, name=name)
-
-
-@jax.custom_vjp
-def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Stands for cuDNN's where nothing is run: [batch, length, heads, head] of the same."""
-    return _attention("attention_forward", (q, k, v), [q])[0]
-
-
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
-    sums = jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32)  # of a row's exponentials
-    y, sums = _attention("attention_forward", (q, k, v), [q, sums])
-    return y, (q, k, v, y, sums)
-
-
-def _backward(kept: Any, g: jax.Array) -> tuple[jax.Array, ...]:
-    dq, dk, dv = _attention("attention_backward", (*kept, g), [*kept[:3]])
-    return dq, dk, dv
-
-
-attention.defvjp(_forward, _backward)
-
-
-def with_attention() -> Any:
-    """Trace with a kernel that stands for cuDNN's attention."""
-    return mock.patch.object(
-        jax.nn, "dot_product_attention", lambda q, k, v, **_: attention(q, k, v)
-    )
-
-
-def layer_and_parameters(name: str, shape: Shape) -> tuple[Layer, Params]:
-    """A layer with cuDNN's attention, and the shapes of its parameters."""
-    if name != "flax-fp8":
-        return activation_layers.make_abstract(name, shape, "cudnn")
-    like = jax.eval_shape(lambda: activation_layers.flax_fp8(shape, "xla")[1])  # has no cuDNN here
-    return lambda variables, x: activation_layers.FlaxFp8(shape, "cudnn").apply(variables, x), like
 
 
 def program(on: Mesh, function: Callable[..., Any], *args: Any) -> str:
@@ -98,9 +55,7 @@ def count(text: str) -> tuple[dict[str, int], int]:
 
 def rows(on: Mesh, case: str, name: str) -> Rows:
     """The records of a layer, of its forward pass and of both."""
-    shape = Shape.parse(case)
-    layer, params = layer_and_parameters(name, shape)
-    x = jax.ShapeDtypeStruct((shape.batch, shape.length, shape.width), jnp.bfloat16)
+    layer, params, x = abstract(name, Shape.parse(case), "cudnn")
     found: Rows = []
     for passes, function, args in (
         ("forward", layer, (params, x)),

@@ -42,55 +42,39 @@ class Peer:
         import torch
         from torchao import optim
 
-        self.name, self.shape = name, shape
+        self.label, self.version, self.shape = f"{PACKAGE} {name}", versions(PACKAGE), shape
         self.parameter = torch.nn.Parameter(torch.zeros(shape))
-        self.optimizer = getattr(optim, name)(
-            [self.parameter], lr=0.0, betas=(decays[MU], decays[NU])
-        )
+        betas = decays[MU], decays[NU]
+        self.optimizer = getattr(optim, name)([self.parameter], lr=0.0, betas=betas)
 
-    @property
-    def label(self) -> str:
-        return f"{PACKAGE} {self.name}"
-
-    @property
-    def version(self) -> str:
-        return versions(PACKAGE)
-
-    def follow(self, gradients: np.ndarray) -> None:
+    def follow(self, gradients: np.ndarray | None) -> None:
         """Step once for each of the gradients [steps, chunks, length]."""
         import torch
 
+        assert gradients is not None
         for one in gradients:
             self.parameter.grad = torch.tensor(one)
             self.optimizer.step()
 
-    def moment(self, slot: str) -> Any:
-        """Return the tensor of a moment, which has codes and scales."""
-        found = self.optimizer.state[self.parameter][SLOTS[slot]]
-        if not hasattr(found, "codes"):
-            raise SystemExit(
-                f"{self.label} keeps {SLOTS[slot]} of {self.shape} in f32: it quantizes tensors of "
-                "4,096 elements or more, in whole blocks; sample more with --chunks"
-            )
-        if self.shape[1] % found.block_size:
-            raise SystemExit(
-                f"blocks of {found.block_size} of {self.label} go over several chunks of "
-                f"{self.shape[1]} neighbours: take a larger --preset"
-            )
+    def moments(self) -> dict[str, Any]:
+        """Return the tensor of each moment, which has codes and scales."""
+        state = self.optimizer.state[self.parameter]
+        found = {slot: state[name] for slot, name in SLOTS.items()}
+        for own in found.values():  # of 4,096 elements or more it quantizes whole blocks
+            if not hasattr(own, "codes") or self.shape[1] % own.block_size:
+                raise SystemExit(f"{self.label} stores no {self.shape}: larger --preset, --chunks")
         return found
 
     def values(self) -> dict[Copy, np.ndarray]:
         """Both moments as stored, decoded, by how they are stored."""
-        found = {slot: self.moment(slot) for slot in SLOTS}
         return {
-            Copy(
-                slot, f"{PACKAGE}'s map of {own.qmap.numel()}", own.block_size, NEAREST
-            ): own.dequantize().numpy()
-            for slot, own in found.items()
-        }
+            Copy(slot, f"{PACKAGE}'s map of {own.qmap.numel()}", own.block_size, NEAREST):
+            own.dequantize().numpy()
+            for slot, own in self.moments().items()
+        }  # fmt: skip
 
     def bytes(self) -> list[float]:
         """Per value, of codes and scales of each moment; a tensor's map, 1 KB at most, not."""
-        parts = [(own.codes, own.scale) for own in map(self.moment, SLOTS)]
+        parts = [(own.codes, own.scale) for own in self.moments().values()]
         total = float(np.prod(self.shape))
         return [sum(x.numel() * x.element_size() for x in own) / total for own in parts]

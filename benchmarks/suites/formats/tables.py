@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -86,7 +87,9 @@ def number(x: float) -> str:
 
 
 def _called(copy: Copy) -> str:
-    return f"{copy.format}, groups of {copy.group}, {copy.rounding}"
+    if copy in EXACT.values():
+        return "f32"
+    return f"{copy.format.removeprefix('4 bits: ')}, groups of {copy.group}, {copy.rounding}"
 
 
 def _paper(found: Measured) -> Lines:
@@ -137,7 +140,7 @@ def _pairs(loop: str, budget: float) -> Callable[[Rows], str]:
 def _optimizers(found: Measured) -> Lines:
     """The optimizers' states, with their own group sizes and roundings."""
     value = found.values("optimizers")
-    metrics = [f"{m}_{loop}" for m in ("median_nmse", "mse") for loop in ("once", "closed")]
+    metrics = [f"{m}_{loop}" for m in _BY for loop in ("once", "closed")]
     for name, pair in formats.OPTIMIZERS.items():
         size = f"{sum(copy.bytes for copy in pair):.5g}"
         yield [name, *map(_called, pair), size, *(number(value[name, m]) for m in metrics)]
@@ -148,22 +151,19 @@ def _best(found: Measured) -> Lines:
     value, base = found.values("optimizers"), "FlashOptim"
     theirs = {m: value[base, f"{m}_closed"] for m in _BY}
     pair = formats.OPTIMIZERS[base]
-
-    def cells(size: float, pair: tuple[Copy, ...], values: dict[str, float]) -> list[str]:
-        errors = ((number(values[m]), theirs[m] / values[m]) for m in _BY)
-        shown = (cell for error, times in errors
-                 for cell in (error, "1" if values is theirs else f"{times:.2f}"))  # fmt: skip
-        return [f"{size:.5g}", *map(_called, pair), *shown]
-
-    yield [base, *cells(sum(copy.bytes for copy in pair), pair, theirs)]
+    own = {"bytes": sum(copy.bytes for copy in pair), "mu": pair[0].key, "nu": pair[1].key}
+    lines = {base: theirs | own}
     for row in found.rows:
         table = row["case"].partition("/")[2]
         if table.startswith("best ") and row["impl"] == "#1":
-            one = row["pair"]
             _, search, _, metric, _, budget = table.split()
             what = f"{_SEARCHES[search]}, at most {2 * float(budget):.5g}, by {_BY[metric]}"
-            copies = tuple(Copy.of(one[slot]) for slot in (MU, NU))
-            yield [what, *cells(one["bytes"], copies, one)]
+            lines[what] = row["pair"]
+    for what, one in lines.items():
+        errors = ((number(one[m]), "1" if what == base else f"{theirs[m] / one[m]:.2f}")
+                  for m in _BY)  # fmt: skip
+        cells = itertools.chain(*errors)
+        yield [what, f"{one['bytes']:.5g}", *(_called(Copy.of(one[s])) for s in (MU, NU)), *cells]
 
 
 _SEARCHES = {
@@ -198,16 +198,9 @@ def _spans(found: Measured) -> Lines:
 _SLOTS = ["scales", "format", *(f"{s}, {n}" for s in "mv" for n in LOOPS)]
 
 
-def _said(copy: Copy) -> str:
-    if copy in EXACT.values():
-        return "f32"
-    return f"{copy.format.removeprefix('4 bits: ')}, groups of {copy.group}, {copy.rounding}"
-
-
-def _short(of: dict[str, Any]) -> list[str]:
+def _errors(of: dict[str, Any]) -> list[str]:
     """Both errors of a pair, from its records by metric."""
-    errors = (f"{of[name]['value']:.1e}" for name in ("median_nmse", "mse"))
-    return [error.replace("e-0", "e-") for error in errors]
+    return [f"{of[metric]['value']:.1e}".replace("e-0", "e-") for metric in _BY]
 
 
 def four_bits(rows: Rows) -> Table:
@@ -215,9 +208,9 @@ def four_bits(rows: Rows) -> Table:
     run = alike(select(rows, bench="four_bits"), "device", "jax", "case")
     body = []
     for of in grouped(run, "impl", "metric").values():
-        mu, nu = (Copy.of(of["mse"][slot]) for slot in (MU, NU))
-        size = sum(copy.bytes for copy in (mu, nu) if copy not in EXACT.values())
-        body.append([_said(mu), _said(nu), f"{size:.5g}", *_short(of)])
+        pair = [Copy.of(of["mse"][slot]) for slot in (MU, NU)]
+        size = sum(copy.bytes for copy in pair if copy not in EXACT.values())
+        body.append([*map(_called, pair), f"{size:.5g}", *_errors(of)])
     return ["m", "v", "bytes of what is stored", "median NMSE", "MSE"], body, run
 
 
@@ -227,10 +220,9 @@ def torchao(rows: Rows) -> Table:
     lines = []
     for name, of in grouped(run, "impl", "metric").items():
         row = of["median_nmse"]
-        mu, nu = (_said(Copy.of(row[slot])) for slot in (MU, NU))
         label = f"{name} ({row['version']})" if "version" in row else f"`{name}`"
-        size = sum(row["bytes"])
-        lines.append((-size, row["value"], [label, mu, nu, f"{size:.5g}", *_short(of)]))
+        pair, size = (_called(Copy.of(row[slot])) for slot in (MU, NU)), sum(row["bytes"])
+        lines.append((-size, row["value"], [label, *pair, f"{size:.5g}", *_errors(of)]))
     head = ["optimizer", "m", "v", "bytes of both", "median NMSE", "MSE"]
     return head, [line for *_, line in sorted(lines)], run
 
