@@ -124,7 +124,7 @@ def train_rows(args: argparse.Namespace, optimizer: str) -> records.Rows:
     batch, length = args.batch or own.batch, own.sequence
     run = Run(args.preset, own.shape, length, batch, STEPS, STEPS, 1e-4, "random", 1, "bfloat16",
               args.attention)  # fmt: skip
-    tokens = jax.random.randint(jax.random.key(1), (2**20,), 0, own.shape.vocab, jnp.int32)
+    tokens = jax.random.randint(jax.random.key(1), (2**16,), 0, own.shape.vocab, jnp.int32)
     text = Text(tokens, tokens[: batch * (length + 1)].reshape(1, batch, -1), own.shape.vocab, 1, 1)
     experiment = Experiment(run, text, 0, optimizer=optimizer)
     with ThreadPoolExecutor() as pool:
