@@ -1,7 +1,5 @@
 """Trains Llamas that differ in their products, activations, optimizer, noise or start."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -158,13 +158,11 @@ def test_errors_of_states_are_those_of_each_pair():
         return np.float64(mu) / (1 - 0.9**100) / (np.sqrt(hat) + 1e-8)
 
     wanted = step(true[MU], true[NU])
-    for mu in found.mus:
-        for nu in found.nus:
-            square = (step(values[mu], values[nu]) - wanted) ** 2
-            each = [square[leaves == leaf].mean() for leaf in (0, 1)]
-            assert found.at(mu, nu)[0] == pytest.approx(
-                (each[0] + 3 * each[1]) / 4, rel=1e-6, abs=1e-13
-            )
+    assert len(found) == (2 + 1) * (3 + 1)
+    for (mu, nu), (mse, _) in found.items():
+        square = (step(values[mu], values[nu]) - wanted) ** 2
+        each = [square[leaves == leaf].mean() for leaf in (0, 1)]
+        assert mse == pytest.approx((each[0] + 3 * each[1]) / 4, rel=1e-6, abs=1e-13)
 
 
 def test_spikes_decide_their_claims():

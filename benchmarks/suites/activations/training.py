@@ -7,8 +7,6 @@ All variants see the same batches, and but for one the same initial weights. Cur
 benchmarks/results/coat_activations.npz after each variant.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 from _llama.config import FP8, Shape

@@ -7,8 +7,6 @@ A GPT is trained by optax.adamw in f32. Beside it, a sample of its m and v is ke
 group size and rounding: decoded, averaged with the live gradient and encoded again at every step.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools
@@ -22,12 +20,13 @@ from benchmarks import records
 from benchmarks.suites.formats import errors as fe
 from benchmarks.suites.formats import formats
 from benchmarks.suites.formats.formats import BUDGETS, EXACT, MU, NEAREST, NU, STOCHASTIC, Copy
-from benchmarks.suites.formats.training import PRESETS, Experiment, Snapshot
+from benchmarks.suites.formats.training import PRESETS, Errors, Experiment, Snapshot
 from benchmarks.training import changed, load_text, say
 
 B1, B2 = 0.9, 0.999
 LOOKS, CALLS = 10, 30
 PERCENTILES = (5, 50, 95, 99)
+METRICS = ("mse", "median_nmse")
 UNITS = {"mse": "lr^2", "largest": "lr"} | {f"p{p}": "decades" for p in PERCENTILES}
 
 
@@ -57,22 +56,20 @@ def make_experiment(
     )  # fmt: skip
 
 
-def encoded_once(experiment: Experiment) -> fe.Errors:
+def encoded_once(experiment: Experiment) -> Errors:
     """The last look's f32 moments, encoded once, to nearest."""
     copies = {dataclasses.replace(copy, rounding=NEAREST) for copy in experiment.copies}
     copies |= {*formats.papers(MU), *formats.papers(NU)}
     return experiment.errors(fe.encoded_once(experiment.last.true, sorted(copies)))
 
 
-def tables_of(once: fe.Errors, closed: fe.Errors) -> Iterator[tuple[str, fe.Errors]]:
-    """name -> errors with the formats as rows and columns."""
-    yield "once at 128", once.select(formats.papers(MU), formats.papers(NU))
-    for budget in BUDGETS:
-        for rounding in (NEAREST, STOCHASTIC):
-            mus, nus = ([EXACT[slot], *formats.column(slot, budget, rounding)] for slot in (MU, NU))
-            if rounding == NEAREST:
-                yield f"once at {budget}", once.select(mus, nus)
-            yield f"{rounding} at {budget}", closed.select(mus, nus)
+def tables_of() -> Iterator[tuple[str, list[Copy], list[Copy]]]:
+    """name -> the formats of rows and of columns."""
+    yield "once at 128", formats.papers(MU), formats.papers(NU)
+    for budget, rounding in itertools.product(BUDGETS, (NEAREST, STOCHASTIC)):
+        mus, nus = ([EXACT[slot], *formats.column(slot, budget, rounding)] for slot in (MU, NU))
+        for loop in ("once", NEAREST) if rounding == NEAREST else (STOCHASTIC,):
+            yield f"{loop} at {budget}", mus, nus
 
 
 # What a search goes over: whether both slots share group and rounding, as in lowmem.Storage, and
@@ -80,17 +77,17 @@ def tables_of(once: fe.Errors, closed: fe.Errors) -> Iterator[tuple[str, fe.Erro
 SEARCHES = {"package": (True, False), "trials": (True, True), "mixed": (False, False)}
 
 
-def best_pair(closed: fe.Errors, search: str, metric: str, budget: float) -> dict[str, Any]:
+def best_pair(closed: Errors, search: str, metric: str, budget: float) -> dict[str, Any]:
     """The best pair of at most 2 * budget bytes for both values."""
     alike, trials = SEARCHES[search]
     left_out = {*formats.PAPERS, *(() if trials else formats.TRIALS), "f32"}
     found = []
-    for mu, nu in itertools.product(closed.mus, closed.nus):
+    for (mu, nu), both in closed.items():
         same = (mu.group, mu.rounding) == (nu.group, nu.rounding)
         if left_out & {mu.format, nu.format} or (alike and not same):
             continue
         if mu.bytes + nu.bytes <= 2 * budget:
-            values = dict(zip(("mse", "median_nmse"), closed.at(mu, nu), strict=True))
+            values = dict(zip(METRICS, both, strict=True))
             found.append({"mu": mu.key, "nu": nu.key, "bytes": mu.bytes + nu.bytes} | values)
     return min(found, key=lambda pair: pair[metric])
 
@@ -106,17 +103,16 @@ def rows_of(
         return records.record("formats", case, impl, metric, float(value), unit, **own, **more)
 
     once, closed = encoded_once(experiment), experiment.errors(experiment.last.values)
-    for table, found in tables_of(once, closed):
-        columns = [nu.format for nu in found.nus]
-        for mu, mses, nmses in zip(found.mus, found.of_model, found.median, strict=True):
-            for metric, values in (("mse", mses), ("median_nmse", nmses)):
-                over = dict(zip(columns, map(float, values), strict=True))
-                yield row(table, mu.format, metric, min(values), over=over)
+    for table, mus, nus in tables_of():
+        found = once if table.startswith("once") else closed
+        for mu, (at, metric) in itertools.product(mus, enumerate(METRICS)):
+            over = {nu.format: found[mu, nu][at] for nu in nus}
+            yield row(table, mu.format, metric, min(over.values()), over=over)
     for name, (mu, nu) in formats.OPTIMIZERS.items():
         own = {"mu": mu.key, "nu": nu.key, "bytes": [mu.bytes, nu.bytes]}
-        nearest = (dataclasses.replace(copy, rounding=NEAREST) for copy in (mu, nu))
-        for loop, errors in (("closed", closed.at(mu, nu)), ("once", once.at(*nearest))):
-            for metric, value in zip(("mse", "median_nmse"), errors, strict=True):
+        nearest = tuple(dataclasses.replace(copy, rounding=NEAREST) for copy in (mu, nu))
+        for loop, errors in (("closed", closed[mu, nu]), ("once", once[nearest])):
+            for metric, value in zip(METRICS, errors, strict=True):
                 yield row("optimizers", name, f"{metric}_{loop}", value, **own)
     for budget, search, metric in itertools.product(BUDGETS, SEARCHES, ("median_nmse", "mse")):
         pair = best_pair(closed, search, metric, budget)

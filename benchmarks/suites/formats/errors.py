@@ -1,9 +1,7 @@
 """Errors of m / sqrt(v) from stored moments, and what a whole state's groups span."""
 
-from __future__ import annotations
-
-import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.suites.formats.formats import EXACT, MU, NU, PAPER_GROUP, Copy
+from benchmarks.suites.formats.formats import EXACT, MU, NU, PAPER_GROUP, Copy, Pair
 from optax_lowmem import codecs
 from optax_lowmem._src.core import groups
 
@@ -23,53 +21,24 @@ def corrections(step: int, decays: Mapping[str, float]) -> tuple[float, float]:
     return 1 / (1 - decays[MU] ** step), 1 / (1 - decays[NU] ** step)
 
 
-@dataclasses.dataclass(frozen=True)
-class Errors:
-    """Errors of the step for each pair of a way to store m and one to store v."""
-
-    mus: tuple[Copy, ...]  # the copies
-    nus: tuple[Copy, ...]
-    mse: np.ndarray  # [leaves, mus, nus], mean square over the sample of a leaf
-    signal: np.ndarray  # [leaves], mean square of the f32 step
-    sizes: np.ndarray  # [leaves], elements of the whole leaf
-
-    @property
-    def of_model(self) -> np.ndarray:
-        """[mus, nus]: MSE over all elements of the model, as the paper's tables have it."""
-        return np.einsum("l,lij->ij", self.sizes / self.sizes.sum(), self.mse)
-
-    @property
-    def median(self) -> np.ndarray:
-        """[mus, nus]: the median over leaves of MSE / mean square of the step."""
-        return np.median(self.mse / self.signal[:, None, None], axis=0)
-
-    def at(self, mu: Copy, nu: Copy) -> tuple[float, float]:
-        """MSE of the model and median NMSE of one pair."""
-        i, j = self.mus.index(mu), self.nus.index(nu)
-        return float(self.of_model[i, j]), float(self.median[i, j])
-
-    def select(self, mus: Sequence[Copy], nus: Sequence[Copy]) -> Errors:
-        rows, columns = ([have.index(c) for c in want]
-                         for have, want in ((self.mus, mus), (self.nus, nus)))  # fmt: skip
-        part = self.mse[:, rows][:, :, columns]
-        return dataclasses.replace(self, mus=tuple(mus), nus=tuple(nus), mse=part)
-
-
 def errors(
     true: Mapping[str, np.ndarray],
     values: Mapping[Copy, np.ndarray],
     leaf_of_chunk: np.ndarray,
     sizes: Sequence[int],
     correction: tuple[float, float],
-) -> Errors:
-    """Of every pair of stored values [chunks, length], and of the f32 moments as one more way.
+) -> dict[Pair, tuple[float, float]]:
+    """Errors of the step for each pair of stored values [chunks, length] of m and of v.
+
+    Its MSE over all elements of the model, as the paper's tables have it, and the median over
+    leaves of MSE / mean square of the step. The f32 moments are one more way to store each slot.
 
     sum (a r - t)^2 = sum a^2 r^2 - 2 sum a r t + sum t^2 over elements: products of matrices, of
     all pairs at once. float64 leaves 1e-14 of the step's square, far below any 8-bit error.
     """
     values = {**values, **{copy: true[slot] for slot, copy in EXACT.items()}}
     mus, nus = (tuple(c for c in values if c.slot == slot) for slot in (MU, NU))
-    mse, signal = [], []
+    mse, nmse = [], []
     for leaf in range(len(sizes)):
         own = {c: np.float64(x[leaf_of_chunk == leaf]).ravel() for c, x in values.items()}
         a = np.stack([own[c] * correction[0] for c in mus])
@@ -78,8 +47,10 @@ def errors(
         square = np.mean(t * t)
         products = (a * a) @ (r * r).T - 2 * (a * t) @ r.T
         mse.append(np.maximum(products / t.size + square, 0))
-        signal.append(square)
-    return Errors(mus, nus, np.stack(mse), np.array(signal), np.array(sizes, np.float64))
+        nmse.append(mse[-1] / square)
+    both = np.average(mse, axis=0, weights=sizes), np.median(nmse, axis=0)
+    pairs = itertools.product(mus, nus)
+    return dict(zip(pairs, zip(*(x.ravel().tolist() for x in both), strict=True), strict=True))
 
 
 def encoded_once(true: Mapping[str, np.ndarray], copies: Sequence[Copy]) -> dict[Copy, np.ndarray]:

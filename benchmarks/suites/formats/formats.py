@@ -1,7 +1,5 @@
 """The formats of optimizer states that are compared: group sizes, roundings."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 
@@ -111,9 +109,12 @@ class Copy:
         return f"{self.slot}|{self.format}|{self.group}|{self.rounding}"
 
     @staticmethod
-    def of(key: str) -> Copy:
+    def of(key: str) -> "Copy":
         slot, name, group, rounding = key.split("|")
         return Copy(slot, name, int(group), rounding)
+
+
+Pair = tuple[Copy, Copy]
 
 
 def column(slot: str, budget: float, rounding: str) -> list[Copy]:
@@ -130,9 +131,6 @@ def papers(slot: str) -> list[Copy]:
     return [
         Copy(slot, name, PAPER_GROUP, NEAREST) for name in (E4M3, E4M3_X, E5M2, E5M2_X, DE8, DE8_X)
     ]
-
-
-Pair = tuple[Copy, Copy]
 
 
 def _own(mu: str, nu: str, group: int, rounding: str) -> Pair:

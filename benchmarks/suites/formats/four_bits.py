@@ -7,8 +7,6 @@ As `formats`, whose sample, errors and options it has. `--torchao` measures
 torchao's optimizers on the same gradients, beside ours of about their bytes, and no other map.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 from typing import Any
@@ -112,7 +110,7 @@ def main(arguments: list[str] | None = None) -> None:
     bench, errors = "four_bits_torchao" if args.torchao else "four_bits", experiment.errors(values)
     rows: records.Rows = []
     for name, ((mu, nu), more) in pairs.items():
-        mse, nmse = errors.at(mu, nu)
+        mse, nmse = errors[mu, nu]
         rows += records.records_of(
             bench, args.preset, name, {"mse": (mse, "lr^2"), "median_nmse": (nmse, None)},
             mu=mu.key, nu=nu.key, seed=args.seed, flags=experiment.flags(), **more,

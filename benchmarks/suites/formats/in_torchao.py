@@ -3,8 +3,6 @@
 torch and torchao are imported where an optimizer is made, and nowhere else.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Mapping
 from typing import Any

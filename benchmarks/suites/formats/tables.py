@@ -1,7 +1,5 @@
 """Tables of docs/guides/choosing.md, from the records of `formats`, for benchmarks.tables."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterator

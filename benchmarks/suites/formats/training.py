@@ -4,8 +4,6 @@ Each copy is in closed loop: at every step it is decoded, averaged with the live
 encoded again. The weights follow the f32 state alone, so that all copies see the same gradients.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +18,7 @@ from _gpt.config import ModelShape, Settings, matrices
 
 from benchmarks import training
 from benchmarks.suites.formats import errors as fe
-from benchmarks.suites.formats.formats import MU, NU, STOCHASTIC, Copy
+from benchmarks.suites.formats.formats import MU, NU, STOCHASTIC, Copy, Pair
 from benchmarks.training import Text
 from optax_lowmem import codecs
 from optax_lowmem._src.core import random, trees
@@ -52,7 +50,7 @@ class Sample:
     chunks: tuple[np.ndarray, ...]  # of each leaf, which of its chunks
 
     @staticmethod
-    def of(params: Any, each: int, seed: int) -> Sample:
+    def of(params: Any, each: int, seed: int) -> "Sample":
         """`each` chunks of every matrix."""
         leaves = [
             (path, p) for path, p in trees.named_leaves(params) if p.ndim > 1 and p.size >= SMALLEST
@@ -133,6 +131,9 @@ class Snapshot:
     gradients: np.ndarray | None = None  # [steps of a call, chunks, length], where they are kept
 
 
+Errors = dict[Pair, tuple[float, float]]  # MSE of the model and median NMSE
+
+
 class Experiment(training.Experiment):
     """A model, its text and optimizer, and the copies of its states.
 
@@ -206,7 +207,7 @@ class Experiment(training.Experiment):
     def correction(self) -> tuple[float, float]:
         return fe.corrections(self.last.step, self.decays)
 
-    def errors(self, values: Mapping[Copy, np.ndarray]) -> fe.Errors:
+    def errors(self, values: Mapping[Copy, np.ndarray]) -> Errors:
         """Of values of the last look's sample."""
         sample = self.sample
         return fe.errors(

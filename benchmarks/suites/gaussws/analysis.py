@@ -1,7 +1,5 @@
 """Properties of noise in square blocks (section 3 of GaussWS), measured on drawn noise."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -9,8 +9,6 @@
 `run` and `rates` store curves in benchmarks/results/gaussws.npz after each variant.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ All variants have flash_adamw behind clipping by the global norm: bf16 weights w
 in the state, as noise is meant to be used here; without noise it is the bf16 baseline.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

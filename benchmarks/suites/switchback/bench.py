@@ -8,8 +8,6 @@
 `run` and `large` store curves in benchmarks/results/switchback.npz after each variant.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 

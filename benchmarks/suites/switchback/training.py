@@ -1,7 +1,5 @@
 """Trains one Llama on bytes with many ways to multiply matrices, and what is to help them."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Appendix D of SwitchBack, measured: the error of each product against the length of its sums."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 
