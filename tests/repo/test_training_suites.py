@@ -32,8 +32,8 @@ from benchmarks.suites.pairs import bench as pairs  # noqa: E402
 from benchmarks.suites.pairs import budgets, kept, sizes, spread, trials  # noqa: E402
 from benchmarks.suites.pairs import training as pairs_training  # noqa: E402
 from benchmarks.suites.spikes import bench as spikes  # noqa: E402
+from benchmarks.suites.switchback import bench as switchback_bench  # noqa: E402
 from benchmarks.suites.switchback import training as switchback  # noqa: E402
-from benchmarks.suites.switchback import variance  # noqa: E402
 from tests.claims_cases import GPU, made  # noqa: E402
 from tests.tolerances import STANDARD_ERRORS  # noqa: E402
 from tests.training_cases import as_users_do as as_users_do  # noqa: E402 (a fixture)
@@ -218,10 +218,10 @@ def test_rounding_is_timed():
     assert rows["nearest"]["ratio_to_nearest"] == 1
 
 
-@pytest.mark.parametrize("product", variance.PRODUCTS)
+@pytest.mark.parametrize("product", switchback_bench.PRODUCTS)
 def test_equation_12_of_switchback(product):
     """The variance of an error is what its quantizers' variances make of it, and grows."""
-    short, long = (variance.spread("llm_int8", product, n) for n in (256, 2048))
+    short, long = (switchback_bench.spread("llm_int8", product, n) for n in (256, 2048))
     for found in (short, long):
         assert found["error"] == pytest.approx(found["predicted"], rel=0.05)
     assert 8 < long["error"] / short["error"] < 16  # the length, and its maxima

@@ -15,33 +15,27 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import records
-from benchmarks.suites.gaussws import analysis as properties
-from benchmarks.suites.gaussws.training import (
-    ALL,
-    NOISES,
-    OD,
-    OTHER_START,
-    PRESETS,
-    RATES,
-    End,
-    Experiment,
-)
+from benchmarks.suites.gaussws import training
+from benchmarks.suites.gaussws.training import PRESETS, End, Experiment
 from benchmarks.training import Part, built, parser, usual
 from optax_lowmem import gaussws
 from optax_lowmem._src.core import trees
 
 CURVES = records.RESULTS / "gaussws.npz"
-RUN = (*NOISES, OTHER_START)
+RUN = (*training.NOISES, training.OTHER_START)
 # (exponent, mantissa) bits: Table 2's rows of b_t = 3, 4, 5, 6, and others of 4 to 8 bits
 FORMATS = ((2, 1), (3, 2), (3, 3), (3, 4), (3, 1), (2, 3), (4, 3))
+SIDE, SHAPE = 32, (1024, 1024)
+MAXIMA = tuple(float(m) for m in np.linspace(1, 1.999, 9))  # of blocks: within a binade
 
 
 def train(args: argparse.Namespace, part: str) -> None:
     """Trains a part's variants; casts what those of a run have become."""
-    names = RUN if part == "run" else RATES
+    names = RUN if part == "run" else training.RATES
     make = functools.partial(built, args, Experiment, usual(PRESETS, args.preset)[part])
     trained = Part(args, make, args.variants or names, CURVES, part)
     ends = dict(zip(trained.train_all(), trained.experiment.ends, strict=True))
@@ -59,7 +53,7 @@ def cast_losses(trained: Part, name: str, ends: dict[str, End]) -> Iterator[tupl
     Those of the base are by the bitwidths of the runs with noise.
     """
     (weights, own), (program, (_, evaluate)) = ends[name], trained.programs[name]
-    whose = {name[-4:].strip("[]"): name} if own else {"od": OD, "all": ALL}
+    whose = {name[-4:].strip("[]"): name} if own else {"od": training.OD, "all": training.ALL}
     like, held_out = jax.eval_shape(program.start)[0], trained.experiment.text.held_out
 
     def loss(weights: Any) -> float:
@@ -76,21 +70,53 @@ def cast_losses(trained: Part, name: str, ends: dict[str, End]) -> Iterator[tupl
             yield f"{parts} e{to[0]}m{to[1]}", loss(tree.unflatten(cast))
 
 
+def shares(seed: int, elements: int) -> dict[int, float]:
+    """Magnitude of R -> share of the elements drawn that have it."""
+    side = int(np.sqrt(elements))
+    r = np.abs(gaussws.draw(jax.random.key(seed), (side, side)))
+    values, counts = np.unique(r, return_counts=True)
+    return {int(v): int(c) / r.size for v, c in zip(values, counts, strict=True)}
+
+
+def of_maxima(maximum: float, rest: jax.Array) -> jax.Array:
+    """`rest`, with the maximum in the corner of each block."""
+    return rest.at[::SIDE, ::SIDE].set(maximum)
+
+
+def nullified(exponent: int, bits: float = 6.0, maximum: float = 1.5) -> float:
+    """The share of sampled weights 2^exponent whose cast is that of 0 with the same noise (3.5)."""
+    r = gaussws.draw(jax.random.key(0), SHAPE)
+    weights = of_maxima(maximum, jnp.full(SHAPE, 2.0**exponent))
+    found, of_zero = (
+        gaussws.fake_cast(gaussws.perturb(w, bits, r), "bfloat16")
+        for w in (weights, of_maxima(maximum, jnp.zeros(SHAPE)))
+    )
+    return float(jnp.mean(found == of_zero, where=weights != maximum))
+
+
+def underflow(maximum: float, to: str, bits: float) -> float:
+    """The share of noisy elements whose noise a cast rounds away, in blocks of a maximum."""
+    of_weights, of_noise = jax.random.split(jax.random.key(0))
+    w = of_maxima(maximum, maximum * jax.random.uniform(of_weights, SHAPE, minval=-1.0))
+    r = gaussws.draw(of_noise, SHAPE)
+    return float(gaussws.underflow_share(w, gaussws.perturb(w, bits, r), r, to))
+
+
 def analysis(args: argparse.Namespace) -> None:
     """Equation 8's probabilities, the 0.284 of section 3.5, equation 6's bound."""
     small = args.preset == "smoke"
-    shares = properties.shares(args.seed, 2**16 if small else 2**24)
+    of_noise = shares(args.seed, 2**16 if small else 2**24)
     exponents = (-8, -40) if small else range(-4, -25, -1)
     found = {
-        "equation 8": {f"share of {m}": share for m, share in shares.items()},
-        "section 3.5": {f"share nullified of 2^{x}": properties.nullified(x) for x in exponents},
+        "equation 8": {f"share of {m}": share for m, share in of_noise.items()},
+        "section 3.5": {f"share nullified of 2^{x}": nullified(x) for x in exponents},
     }
     for words, to, more in (
         ("", "bfloat16", False), ("", "mxfp8_e4m3", False), (", any maximum", "bfloat16", True)
     ):  # fmt: skip
         bits = gaussws.most_bits(to, any_maximum=more)
         found.setdefault(f"equation 6{words}", {}).update(
-            (f"{to}, maximum {m:.4g}", properties.underflow(m, to, bits)) for m in properties.MAXIMA
+            (f"{to}, maximum {m:.4g}", underflow(m, to, bits)) for m in MAXIMA
         )
     rows = [
         records.record("gaussws", case, "gaussws", metric, value, "share", seed=args.seed)

@@ -70,9 +70,8 @@ def alone(name: str, shape: tuple[int, ...]) -> Callable[..., jax.Array]:
         return functools.partial(normal, shape=shape)
     if name == "gaussws-packed":
         return functools.partial(kernels.packed_noise, shape=shape)
-    return functools.partial(
-        kernels.noise_of, shape=shape, noise=distributions.NOISES[name], dtype=BF16
-    )
+    noise = distributions.NOISES[name]
+    return functools.partial(kernels.noise_of, shape=shape, noise=noise, dtype=BF16)
 
 
 def rows_of(shape: str, repeats: int, only: list[str] | None) -> records.Rows:
@@ -82,17 +81,12 @@ def rows_of(shape: str, repeats: int, only: list[str] | None) -> records.Rows:
     key = jnp.uint32(1)
     w = jax.jit(lambda: jax.random.normal(jax.random.key(0), size) * 0.02)()
     factor = jnp.full(kernels.block_shape(size), 2 ** (1 - BITS), jnp.float32)
-    wanted = {
-        ("gelem_per_s", name): (forward, (name,), (w, factor, key)) for name in FORWARD
-    } | {("noise_gelem_per_s", name): (alone, (name, size), (key,)) for name in ALONE}  # fmt: skip
+    wanted = {("gelem_per_s", name): (forward(name), (w, factor, key)) for name in FORWARD}
+    wanted |= {("noise_gelem_per_s", name): (alone(name, size), (key,)) for name in ALONE}
     wanted = {one: how for one, how in wanted.items() if only is None or one[1] in only}
-
-    def keyed(how: tuple[Any, ...]) -> Keyed:
-        make, of, args = how
-        return Keyed(make(*of), args, guess)
-
     with ThreadPoolExecutor() as pool:  # compiled side by side
-        timed = dict(zip(wanted, pool.map(keyed, wanted.values()), strict=True))
+        jobs = [pool.submit(Keyed, *how, guess) for how in wanted.values()]
+        timed = dict(zip(wanted, (job.result() for job in jobs), strict=True))
     found = []
     for (metric, name), times in timing.in_turns(timed, repeats).items():
         value, spread = timing.middle([elements / ms / 1e6 for ms in times], "10^9/s")
