@@ -56,17 +56,16 @@ class Measured:
 def measured(rows: Rows) -> Measured | None:
     """None without records."""
     found = alike(select(rows, bench="formats"), "device", "jax", "seed")
-    if not found:
-        return None
-    preset = found[-1]["case"].partition("/")[0]
-    return Measured(preset, [row for row in found if row["case"].startswith(f"{preset}/")])
+    preset = found[-1]["case"].partition("/")[0] if found else ""
+    own = [row for row in found if row["case"].startswith(f"{preset}/")]
+    return Measured(preset, own) if own else None
 
 
 Lines = Iterator[list[str]]
 
 
-def _table(head: list[str], write: Callable[[Measured], Lines]) -> Callable[[Rows], str]:
-    """A table of what `write` makes of the run, with which run that is."""
+def _table(head: list[str] | None, write: Callable[[Measured], Lines]) -> Callable[[Rows], str]:
+    """A table of what `write` makes of the run, its head first if none is given, and the run."""
 
     def table(rows: Rows) -> str:
         found = measured(newest(rows, bench="formats"))
@@ -74,7 +73,8 @@ def _table(head: list[str], write: Callable[[Measured], Lines]) -> Callable[[Row
             return NOTHING
         flags = found.rows[0]["flags"]
         run = f"{found.preset}, {flags['parameters']:,} weights, {flags['steps']} steps; "
-        return markdown(head, list(write(found))) + "\n" + run + source(found.rows).lstrip()
+        own, *lines = ([head] if head else []) + list(write(found))
+        return markdown(own, lines) + "\n" + run + source(found.rows).lstrip()
 
     return table
 
@@ -119,20 +119,18 @@ def _slots(metric: str) -> Callable[[Measured], Lines]:
     return write
 
 
-def _pairs(loop: str, budget: float) -> Callable[[Rows], str]:
-    """Every pair at equal bytes."""
-    how = NEAREST if loop == "once" else loop
+def _pairs(loop: str) -> Callable[[Measured], Lines]:
+    """Every pair at equal bytes, with the formats of v as head."""
 
-    def table(rows: Rows) -> str:
-        mus, nus = ([c.format for c in formats.column(slot, budget, how)] for slot in (MU, NU))
+    def write(found: Measured) -> Lines:
+        matrix, exact = found.matrix(f"{loop} at {BUDGETS[0]}", "median_nmse"), EXACT[MU].format
+        mus, nus = (
+            dict.fromkeys(pair[at] for pair in matrix if pair[at] != exact) for at in (0, 1)
+        )
+        yield ["m \\ v", *nus]
+        yield from ([mu, *(number(matrix[mu, nu]) for nu in nus)] for mu in mus)
 
-        def write(found: Measured) -> Lines:
-            matrix = found.matrix(f"{loop} at {budget}", "median_nmse")
-            return ([mu, *(number(matrix[mu, nu]) for nu in nus)] for mu in mus)
-
-        return _table(["m \\ v", *nus], write)(rows)
-
-    return table
+    return write
 
 
 def _optimizers(found: Measured) -> Lines:
@@ -196,11 +194,6 @@ def _spans(found: Measured) -> Lines:
 _SLOTS = ["scales", "format", *(f"{s}, {n}" for s in "mv" for n in LOOPS)]
 
 
-def _errors(of: dict[str, Any]) -> list[str]:
-    """Both errors of a pair, from its records by metric."""
-    return [f"{of[metric]['value']:.1e}".replace("e-0", "e-") for metric in _BY]
-
-
 def four_bits(rows: Rows) -> Table:
     """Errors of Adam's step from moments in 4 bits, and in the 8 of `flash_adamw`."""
     run = alike(select(rows, bench="four_bits"), "device", "jax", "case")
@@ -208,7 +201,8 @@ def four_bits(rows: Rows) -> Table:
     for of in grouped(run, "impl", "metric").values():
         pair = [Copy.of(of["mse"][slot]) for slot in (MU, NU)]
         size = sum(copy.bytes for copy in pair if copy not in EXACT.values())
-        body.append([*map(_called, pair), f"{size:.5g}", *_errors(of)])
+        errors = (number(of[metric]["value"]) for metric in _BY)
+        body.append([*map(_called, pair), f"{size:.5g}", *errors])
     return ["m", "v", "bytes of what is stored", "median NMSE", "MSE"], body, run
 
 
@@ -220,7 +214,8 @@ def torchao(rows: Rows) -> Table:
         row = of["median_nmse"]
         label = f"{name} ({row['version']})" if "version" in row else f"`{name}`"
         pair, size = (_called(Copy.of(row[slot])) for slot in (MU, NU)), sum(row["bytes"])
-        lines.append((-size, row["value"], [label, *pair, f"{size:.5g}", *_errors(of)]))
+        errors = (number(of[metric]["value"]) for metric in _BY)
+        lines.append((-size, row["value"], [label, *pair, f"{size:.5g}", *errors]))
     head = ["optimizer", "m", "v", "bytes of both", "median NMSE", "MSE"]
     return head, [line for *_, line in sorted(lines)], run
 
@@ -229,7 +224,7 @@ TABLES = {
     "formats_paper": _table(["m \\ v", *_SECONDS], _paper),
     "formats_slots": _table(_SLOTS, _slots("median_nmse")),
     "formats_slots_mse": _table(_SLOTS, _slots("mse")),
-    **{f"formats_{loop}": _pairs(loop, BUDGETS[0]) for loop in LOOPS},
+    **{f"formats_{loop}": _table(None, _pairs(loop)) for loop in LOOPS},
     "formats_optimizers": _table(
         ["optimizer", "m", "v", "bytes of both", "median NMSE, once", "closed loop", "MSE, once",
          "closed loop"], _optimizers,

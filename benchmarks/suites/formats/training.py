@@ -44,24 +44,22 @@ SMALLEST = 4096  # elements of a leaf: below, the package does not compress
 class Sample:
     """Some rows of neighbours of each matrix, always the same."""
 
-    paths: tuple[str, ...]  # of the sampled leaves
-    sizes: tuple[int, ...]
+    paths: list[str]  # of the sampled leaves
+    sizes: list[int]
     length: int  # neighbours in a chunk
-    chunks: tuple[np.ndarray, ...]  # of each leaf, which of its chunks
+    chunks: list[np.ndarray]  # of each leaf, which of its chunks
 
     @staticmethod
     def of(params: Any, each: int, seed: int) -> "Sample":
         """`each` chunks of every matrix."""
-        leaves = [
-            (path, p) for path, p in trees.named_leaves(params) if p.ndim > 1 and p.size >= SMALLEST
-        ]
+        found = trees.named_leaves(params)
+        leaves = {path: p for path, p in found if p.ndim > 1 and p.size >= SMALLEST}
         # the largest power of two that divides every last axis
-        length = functools.reduce(np.gcd, (p.shape[-1] for _, p in leaves), LONGEST)
-        rng = np.random.default_rng(seed)
-        totals = [p.size // length for _, p in leaves]
+        length = int(np.gcd.reduce([LONGEST, *(p.shape[-1] for p in leaves.values())]))
+        rng, sizes = np.random.default_rng(seed), [p.size for p in leaves.values()]
+        totals = [size // length for size in sizes]
         chunks = [np.sort(rng.choice(n, min(each, n), replace=False)) for n in totals]
-        names, sizes = zip(*((path, p.size) for path, p in leaves), strict=True)
-        return Sample(names, sizes, int(length), tuple(c.astype(np.int32) for c in chunks))
+        return Sample([*leaves], sizes, length, [c.astype(np.int32) for c in chunks])
 
     @property
     def leaf_of_chunk(self) -> np.ndarray:
@@ -80,16 +78,6 @@ class Sample:
             for leaf, chunks in zip(self.leaves(tree), self.chunks, strict=True)
         ]
         return jnp.concatenate(rows)
-
-
-def start_copies(copies: Sequence[Copy], shape: tuple[int, ...]) -> dict[Copy, Any]:
-    """Codes and scales of zeros: all bits 0, which every codec decodes to 0."""
-    values = jax.ShapeDtypeStruct(shape, jnp.float32)
-    shapes = {
-        c: jax.eval_shape(lambda x, c=c: codecs.encode_array(c.codec, x, c.group), values)
-        for c in copies
-    }
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -174,7 +162,12 @@ class Experiment(training.Experiment):
         weights = self.weights(jax.random.key(self.seed))
         shape = (len(self.sample.leaf_of_chunk), self.sample.length)
         kept = jnp.zeros((self.every, *shape)) if self.gradients else None
-        copies = start_copies(self.copies, shape)
+        coded = jax.eval_shape(
+            lambda x: {c: codecs.encode_array(c.codec, x, c.group) for c in self.copies},
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+        )
+        # all bits 0, which every codec decodes to 0
+        copies = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), coded)
         return weights, (self.adamw.init(weights), copies, jnp.int32(0), kept)
 
     def take_step(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
