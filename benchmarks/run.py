@@ -7,7 +7,7 @@ from typing import Any
 
 # name -> module below benchmarks.suites, and its function that measures, if that is not `main`
 SUITES = {
-    "activation_passes": "activations.passes",
+    "activation_passes": "activations.bytes:passes",
     "activation_training": "activations.training",
     "activations": "activations.bench",
     "adam_mini": "adam_mini.bench",

@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("flax")
 
 from benchmarks import absent_gpu  # noqa: E402
-from benchmarks.suites.activations import bench, bytes, layers, passes  # noqa: E402
+from benchmarks.suites.activations import bytes, layers  # noqa: E402
 from optax_lowmem._src.core import platform  # noqa: E402
 from tests import tolerances as tol  # noqa: E402
 
@@ -21,7 +21,7 @@ NEEDS_MOSAIC = pytest.mark.skipif(
 
 def function_and_arguments(which):
     layer, params, x = bytes.abstract("fp8-flow", CASE, "cudnn")
-    return (layer, params, x) if which == "forward" else (bench.backward(layer), params, x, x)
+    return (layer, params, x) if which == "forward" else (layers.backward(layer), params, x, x)
 
 
 @pytest.mark.gpu
@@ -32,9 +32,7 @@ def test_no_pass_more(which, most):
 
     Compiled for an H100 that is not there, as the records are, on whatever GPU this is.
     """
-    moved, launches = passes.count(
-        passes.program(absent_gpu.mesh(), *function_and_arguments(which))
-    )
+    moved, launches = bytes.count(bytes.program(absent_gpu.mesh(), *function_and_arguments(which)))
     assert sum(moved.values()) / 2**20 < most[0] + tol.PASS_MIB
     assert launches <= most[2] + tol.LAUNCHES
 
@@ -50,6 +48,6 @@ def test_no_pass_of_an_activation_more_here(which, most):
     """
     function, *args = function_and_arguments(which)
     compiled = jax.jit(function).lower(*args).compile(compiler_options=absent_gpu.OPTIONS)
-    moved, _ = passes.count(compiled.as_text())
+    moved, _ = bytes.count(compiled.as_text())
     here = sum(moved.values()) - moved["attention"]
     assert here / 2**20 < most[0] - most[1] + tol.PASS_HERE_MIB

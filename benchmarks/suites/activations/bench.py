@@ -36,16 +36,6 @@ DEPTH = 4  # layers of a stack, for errors
 SIZES = (4, 8, 16, 32, 64)  # of groups
 
 
-def backward(layer: Layer) -> Callable[..., Any]:
-    """(parameters, x, g) -> output and gradients."""
-
-    def step(params: Any, x: jax.Array, g: jax.Array) -> Any:
-        y, pull = jax.vjp(layer, params, x)
-        return y, *pull(g)
-
-    return step
-
-
 def row(case: str, name: str, metric: str, value: float, unit: str, **more: Any) -> dict[str, Any]:
     return records.record("activations", case, name, metric, value, unit, **more)
 
@@ -82,7 +72,7 @@ def layer_rows(case: str, names: list[str], repeats: int) -> Rows:
         layer, draw = activation_layers.make(name, shape, kind)
         params = jax.jit(draw)()
         timed[f"{name} forward"] = Timed(layer, (params, x), guess)
-        timed[name] = Timed(backward(layer), (params, x, g), 3 * guess)
+        timed[name] = Timed(activation_layers.backward(layer), (params, x, g), 3 * guess)
     times, rows = timing.in_turns(timed, repeats), []
     for name in names:
         (both, _), spread = timing.middle(times[name])

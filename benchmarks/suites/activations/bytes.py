@@ -1,12 +1,25 @@
-"""Bytes that a Llama's layer keeps for its backward pass, from shapes alone (COAT, Table 2)."""
+"""Bytes that a Llama's layer keeps for its backward pass, from shapes alone (COAT, Table 2), and
+that it reads and writes, with its kernels, compiled for an H100.
 
+JAX_PLATFORMS=cpu python -m benchmarks.run activation_passes --record   # jax[cuda12], and no GPU
+
+Nothing is run or timed: `benchmarks.absent_gpu` says what is counted. For cuDNN's attention, which
+asks for a device, stands a kernel of its arguments and results.
+"""
+
+import argparse
+import collections
 import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from benchmarks import absent_gpu, records
+from benchmarks.records import Rows
 from benchmarks.suites.activations import layers as activation_layers
 from benchmarks.suites.activations.layers import Layer, Params, Shape
 from optax_lowmem import memory
@@ -16,6 +29,15 @@ from optax_lowmem._src.core import gpu_kernel
 COLUMNS = ("RMSNorm", "Act Func", "RoPE", "FlashAttn", "Linear", "Residual")
 # a part of the names that `jax.named_scope`s give an operation -> its column
 _OF = {"norm": 0, "activation": 1, "rotary": 2, "attention": 3, "linear": 4}
+CASES = ["h2048-s2048-b4", "h4096-s4096-b4"]
+LAYERS = ["bf16", "fp8-flow", "fp8-flow-cached", "flax-fp8"]
+# what a kernel is for -> a part of its text, the first that is found
+KINDS = {
+    "products": ("quantized_product", "__cublas"),
+    "attention": ("__cudnn", "attention_"),
+    "maxima and codes": ("fp8_", "quantize_transposed", "/linear/", "DotGeneralOp"),
+}
+REST = "norms, gates, rotary, sums"
 
 
 def column(operation: str) -> str:
@@ -77,3 +99,53 @@ def kept(shape: Shape, name: str, kind: str) -> memory.ActivationReport:
     with with_attention() if kind == "cudnn" else contextlib.nullcontext():
         args = abstract(name, shape, kind)
         return memory.activation_report(*args, weights=0, unit=shape.unit)
+
+
+def program(on: Mesh, function: Callable[..., Any], *args: Any) -> str:
+    """The text of a function's program for an H100; args are abstract."""
+    with with_attention():
+        return absent_gpu.program(on, function, *args)
+
+
+def kind(text: str) -> str:
+    """Return what the kernel of an instruction is for, of `KINDS` or `REST`."""
+    found = (name for name, parts in KINDS.items() if any(part in text for part in parts))
+    return next(found, REST)
+
+
+def count(text: str) -> tuple[dict[str, int], int]:
+    """Bytes that a program reads and writes, by what they are for, and how many kernels it has."""
+    moved = collections.Counter(dict.fromkeys((*KINDS, REST), 0))
+    launches = 0
+    for times, rest, size in absent_gpu.kernels(text):
+        launches += times
+        moved[kind(rest)] += times * size
+    return dict(moved), launches
+
+
+def passes_of(on: Mesh, case: str, name: str) -> Rows:
+    """The records of a layer, of its forward pass and of both."""
+    layer, params, x = abstract(name, Shape.parse(case), "cudnn")
+    found: Rows = []
+    for which, function, args in (
+        ("forward", layer, (params, x)),
+        ("both", activation_layers.backward(layer), (params, x, x)),
+    ):
+        moved, launches = count(program(on, function, *args))
+        values = {
+            f"{which}_traffic_bytes": (sum(moved.values()), "B"),
+            f"{which}_launches": (launches, ""),
+        }
+        found += records.records_of(
+            "activation_passes", case, name, values, device=records.H100_NEVER_RUN, kinds=moved
+        )
+    return found
+
+
+@records.suite(
+    shapes={"nargs": "+", "default": CASES, "metavar": "hWIDTH-sLENGTH-bBATCH"},
+    impl={"nargs": "+", "choices": activation_layers.NAMES, "default": LAYERS, "metavar": "NAME"},
+)
+def passes(args: argparse.Namespace) -> Iterator[Rows]:
+    on = absent_gpu.mesh()
+    yield from (passes_of(on, case, name) for case in args.shapes for name in args.impl)

@@ -45,6 +45,16 @@ class Shape(NamedTuple):
         return 2 * self.width * self.length * self.batch
 
 
+def backward(layer: Layer) -> Callable[..., Any]:
+    """(parameters, x, g) -> output and gradients."""
+
+    def step(params: Any, x: jax.Array, g: jax.Array) -> Any:
+        y, pull = jax.vjp(layer, params, x)
+        return y, *pull(g)
+
+    return step
+
+
 def fp8_block(shape: Shape, attention: str, recipe: Recipe) -> Layer:
     """The layer whose activations are kept in FP8."""
     sizes, more = (shape.width, shape.hidden, shape.heads), {"attention": attention}
