@@ -148,7 +148,7 @@ def test_errors_of_states_are_those_of_each_pair():
     true = {MU: np.float32(1e-4 * rng.normal(size=(6, 256))),
             NU: np.float32(np.square(1e-4 * np.exp(rng.normal(size=(6, 256)))))}  # fmt: skip
     leaves, sizes = np.array([0, 0, 0, 0, 1, 1]), (1000, 3000)
-    copies = [*formats.papers(MU)[:2], *formats.papers(NU)[:3]]
+    copies = (*formats.papers(MU)[:2], *formats.papers(NU)[:3])
     values = fe.encoded_once(true, copies)
     found = fe.errors(true, values, leaves, sizes, fe.corrections(100, decays))
     values |= {copy: true[slot] for slot, copy in EXACT.items()}
@@ -221,7 +221,7 @@ def test_rounding_is_timed():
 @pytest.mark.parametrize("product", switchback_bench.PRODUCTS)
 def test_equation_12_of_switchback(product):
     """The variance of an error is what its quantizers' variances make of it, and grows."""
-    short, long = (switchback_bench.spread("llm_int8", product, n) for n in (256, 2048))
+    short, long = (switchback_bench.spread(product, n) for n in (256, 2048))
     for found in (short, long):
         assert found["error"] == pytest.approx(found["predicted"], rel=0.05)
     assert 8 < long["error"] / short["error"] < 16  # the length, and its maxima

@@ -40,17 +40,12 @@ KINDS = {
 REST = "norms, gates, rotary, sums"
 
 
-def column(operation: str) -> str:
-    """Return the column of an operation: that of the last known part of its name."""
-    parts = [part for part in operation.split("/") if part in _OF]
-    return COLUMNS[_OF[parts[-1]] if parts else -1]
-
-
 def by_column(report: memory.ActivationReport) -> dict[str, float]:
-    """U of what the operations of each column made."""
+    """U of what the operations of each column made: that of the last known part of their names."""
     found = dict.fromkeys(COLUMNS, 0.0)
     for operation, size in report.by_operation.items():
-        found[column(operation)] += size / report.unit
+        parts = [part for part in operation.split("/") if part in _OF]
+        found[COLUMNS[_OF[parts[-1]] if parts else -1]] += size / report.unit
     return found
 
 
@@ -107,19 +102,14 @@ def program(on: Mesh, function: Callable[..., Any], *args: Any) -> str:
         return absent_gpu.program(on, function, *args)
 
 
-def kind(text: str) -> str:
-    """Return what the kernel of an instruction is for, of `KINDS` or `REST`."""
-    found = (name for name, parts in KINDS.items() if any(part in text for part in parts))
-    return next(found, REST)
-
-
 def count(text: str) -> tuple[dict[str, int], int]:
     """Bytes that a program reads and writes, by what they are for, and how many kernels it has."""
     moved = collections.Counter(dict.fromkeys((*KINDS, REST), 0))
     launches = 0
     for times, rest, size in absent_gpu.kernels(text):
+        kinds = (kind for kind, parts in KINDS.items() if any(part in rest for part in parts))
         launches += times
-        moved[kind(rest)] += times * size
+        moved[next(kinds, REST)] += times * size
     return dict(moved), launches
 
 

@@ -13,8 +13,7 @@ from benchmarks.suites.activations.layers import Shape
 BF16, LEAN, OURS, XLA_ATTENTION = "bf16", "bf16-lean", "fp8-flow", "fp8-flow, xla attention"
 TWO_THIRDS = "h3072-s2048-b4"  # the shape with the paper's MLP: 8/3 of the width
 SCALES = 0.125  # of the codes that have one for 16
-UNITS = 13.4
-LEAN_UNITS = 17
+UNITS, LEAN_UNITS = 13.4, 17
 # shape of Table 7 -> times faster than bf16 that were asked for
 FASTER = {"h4096-s2048-b4": 1.4, "h2048-s2048-b4": 1.25}
 FLAX = "flax-fp8"
@@ -51,12 +50,8 @@ LOSSES = {
     "coat_adamw": (0.003, 2.998 / 2.995 - 1),
 }
 BASELINE, OTHER = "standard", "standard-other-start"
-SAYS = {
-    "fp8-coat_adamw": "FP8 activations and coat_adamw",
-    "fp8": "FP8 activations",
-    "coat_adamw": "coat_adamw",
-    OTHER: "other initial weights",
-}
+SAYS = {"fp8-coat_adamw": "FP8 activations and coat_adamw", "fp8": "FP8 activations",
+        "coat_adamw": "coat_adamw", OTHER: "other initial weights"}  # fmt: skip
 STEPS, WEIGHTS, SEEDS = 2000, 130e6, 3  # at least, for a target
 
 
@@ -79,21 +74,17 @@ def scale_units(case: str) -> float:
 _SCALES = scale_units(TWO_THIRDS)
 
 
-def of_one_run(one: dict, other: dict) -> bool:
-    """Return whether two times are of one commit: others may have been timed in another way."""
-    return one["commit"] == other["commit"]
-
-
 def speedups(rows: Rows, name: str = OURS) -> dict[str, tuple[float, Rows]]:
     """case -> how many times faster forward and backward are than bf16's, and the records.
 
-    Of several GPUs those of the one whose records come last.
+    Of several GPUs those of the one whose records come last; both times of one commit: others may
+    have been timed in another way.
     """
     return {
         case: (own[BF16]["value"] / own[name]["value"], [own[BF16], own[name]])
         for case, own in known(on_gpus(rows), "device_ms").items()
         if {BF16, name} <= own.keys() and not case.startswith("norm")
-        and of_one_run(own[BF16], own[name])
+        and own[BF16]["commit"] == own[name]["commit"]
     }  # fmt: skip
 
 
@@ -198,9 +189,8 @@ def units(rows: Rows) -> Table:
     own = [found[name] for name in (BF16, LEAN, OURS, XLA_ATTENTION) if name in found]
     for row in own:
         cells = [f"{row['columns'][name]:.2f}" for name in COLUMNS]
-        total = row["value"]
-        ratio = f"{PAPER_BF16 / total:.2f}"
-        body.append([f"ours: {row['impl']}", *cells, f"**{total:.2f}**", ratio])
+        cells += [f"**{row['value']:.2f}**", f"{PAPER_BF16 / row['value']:.2f}"]
+        body.append([f"ours: {row['impl']}", *cells])
     return ["U", *COLUMNS, "total", "Table 2's BF16 / it"], body if own else [], own
 
 
@@ -212,14 +202,14 @@ def layers(rows: Rows) -> Table:
         for case, own in known(of_gpu, "device_ms").items():
             if case.startswith("norm") or BF16 not in own:
                 continue
-            base = own[BF16]
             for name, row in own.items():
                 memory = kept.get(case, {}).get(name)
                 printed = PRINTED_SPEED.get(case) if name == OURS else None
+                faster = speedups(of_gpu, name).get(case)
                 body.append([
                     gpu, case, name, *(cell(times[m][case][name], "{:.3g}") for m in times),
                     cell(row, "{:.3g}"),
-                    f"{base['value'] / row['value']:.2f} x" if of_one_run(base, row) else "",
+                    f"{faster[0]:.2f} x" if faster else "",
                     f"{printed:.2f} x" if printed else "", cell(memory, "{:.0f}", 2.0**20),
                 ])  # fmt: skip
                 used += [row, memory] if memory else [row]

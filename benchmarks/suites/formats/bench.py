@@ -60,7 +60,7 @@ def encoded_once(experiment: Experiment) -> Errors:
     """The last look's f32 moments, encoded once, to nearest."""
     copies = {dataclasses.replace(copy, rounding=NEAREST) for copy in experiment.copies}
     copies |= {*formats.papers(MU), *formats.papers(NU)}
-    return experiment.errors(fe.encoded_once(experiment.last.true, sorted(copies)))
+    return experiment.errors(fe.encoded_once(experiment.last.true, tuple(sorted(copies))))
 
 
 def tables_of() -> Iterator[tuple[str, list[Copy], list[Copy]]]:
@@ -143,11 +143,8 @@ def main(arguments: list[str] | None = None) -> None:
             floors[snapshot.step] = fe.floor_effect(pairs, experiment.correction)
 
     experiment.seen = seen
-    say(
-        f"{experiment.parameters:,} weights, {experiment.text.last:,} tokens; {len(sample.paths)} "
-        f"matrices, {len(sample.leaf_of_chunk)} chunks of {sample.length}, "
-        f"{len(experiment.copies)} copies"
-    )
+    size = f"{len(sample.leaf_of_chunk)} chunks of {sample.length}, {len(experiment.copies)} copies"
+    say(f"{experiment.parameters:,} weights, {len(sample.paths)} matrices, {size}")
     experiment.train_copies(say)
     rows = list(rows_of(experiment, floors))
     records.show(rows)

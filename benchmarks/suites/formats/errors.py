@@ -53,17 +53,11 @@ def errors(
     return dict(zip(pairs, zip(*(x.ravel().tolist() for x in both), strict=True), strict=True))
 
 
-def encoded_once(true: Mapping[str, np.ndarray], copies: Sequence[Copy]) -> dict[Copy, np.ndarray]:
+@functools.partial(jax.jit, static_argnums=1)
+def encoded_once(true: dict[str, jax.Array], copies: tuple[Copy, ...]) -> dict[Copy, jax.Array]:
     """Values of the f32 moments after one encoding to nearest."""
-    return dict(zip(copies, jax.device_get(_round_trips(tuple(copies), dict(true))), strict=True))
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _round_trips(copies: tuple[Copy, ...], true: dict[str, jax.Array]) -> list[jax.Array]:
-    return [
-        codecs.decode_array(c.codec, *codecs.encode_array(c.codec, true[c.slot], c.group), c.group)
-        for c in copies
-    ]
+    coded = {c: codecs.encode_array(c.codec, true[c.slot], c.group) for c in copies}
+    return {c: codecs.decode_array(c.codec, *own, c.group) for c, own in coded.items()}
 
 
 FORMAT_RANGE = 1 / codecs.e4m3().smallest  # E4M3's, 229376

@@ -41,16 +41,6 @@ DRAWS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] =
 }
 
 
-def operands(product: str, length: int, draw: str, seed: int) -> tuple[jax.Array, ...]:
-    """X [tokens, in], W [in, out] and the gradient G [tokens, out]: one size is `length`."""
-    sizes = [WIDE] * 3
-    sizes[PRODUCTS[product]] = length
-    tokens, width, out = sizes
-    rng = np.random.default_rng(seed)
-    shapes = ((tokens, width), (width, out), (tokens, out))
-    return tuple(jnp.asarray(DRAWS[draw](rng, shape), jnp.float32) for shape in shapes)
-
-
 def results(variant: str, x: jax.Array, w: jax.Array, g: jax.Array) -> dict[str, jax.Array]:
     """The three products of a linear layer."""
     dot = layers.switchback_dot_general(variant)
@@ -68,12 +58,10 @@ def _quantizer_variance(x: jax.Array, axis: int) -> jax.Array:
     return jnp.mean((codes.astype(jnp.float32) * scales - x) ** 2)
 
 
-@functools.partial(jax.jit, static_argnames=("variant", "product"))
-def _spread(
-    variant: str, product: str, x: jax.Array, w: jax.Array, g: jax.Array
-) -> dict[str, jax.Array]:
+@functools.partial(jax.jit, static_argnames="product")
+def _spread(product: str, x: jax.Array, w: jax.Array, g: jax.Array) -> dict[str, jax.Array]:
     exact = results("standard", x, w, g)[product]
-    error = jnp.mean((results(variant, x, w, g)[product] - exact) ** 2)
+    error = jnp.mean((results("llm_int8", x, w, g)[product] - exact) ** 2)
     # the operands, with the axis that is summed over
     u, v = {
         "forward": ((x, 1), (w, 0)),
@@ -90,20 +78,25 @@ def _spread(
     }
 
 
-def spread(variant: str, product: str, length: int, draw: str = "normal") -> dict[str, float]:
+def spread(product: str, length: int, draw: str = "normal") -> dict[str, float]:
     """Variances of the error of one product: measured, by equation 12, over that of the sums.
 
-    Equation 12 has the measured variance of the quantizer.
+    Equation 12 has the measured variance of the quantizer. Of X [tokens, in], W [in, out] and the
+    gradient G [tokens, out], one size is `length`.
     """
-    found = _spread(variant, product, *operands(product, length, draw, seed=0))
-    return {name: float(value) for name, value in found.items()}
+    sizes = [WIDE] * 3
+    sizes[PRODUCTS[product]] = length
+    tokens, width, out = sizes
+    rng, shapes = np.random.default_rng(0), ((tokens, width), (width, out), (tokens, out))
+    operands = (jnp.asarray(DRAWS[draw](rng, shape), jnp.float32) for shape in shapes)
+    return {name: float(value) for name, value in _spread(product, *operands).items()}
 
 
 def variances(small: bool) -> records.Rows:
     """The error of each product in int8 against the length of its sums."""
     rows, lengths = [], LENGTHS[:2] if small else LENGTHS
     for draw, product, length in itertools.product(DRAWS, PRODUCTS, lengths):
-        found = spread("llm_int8", product, length, draw)
+        found = spread(product, length, draw)
         values = {f"{name}_variance": (value, None) for name, value in found.items()}
         case = f"variance/{product} of {length}"
         rows += records.records_of("switchback", case, draw, values, length=length)
