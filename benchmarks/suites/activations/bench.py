@@ -85,30 +85,28 @@ def layer_rows(case: str, names: list[str], repeats: int) -> Rows:
 
 def scalings() -> dict[str, Callable[..., Any]]:
     """A norm, and what quantizing its result for a product takes beside it, of (x, scale)."""
-    norm = activation_layers.normalised
+    norm, quantized = activation_layers.normalised, fp8_flow.quantized
 
-    def delayed(x: jax.Array, scale: jax.Array) -> Any:  # with the maximum of a step before
-        return fp8_flow.quantized(norm(x, scale), jnp.full((1, 1), 4.0))
+    def after_norm(quantize: Callable[[jax.Array], Any]) -> Callable[..., Any]:
+        return lambda x, scale: quantize(norm(x, scale))
 
-    def just_in_time(x: jax.Array, scale: jax.Array) -> Any:  # a pass of its own for the maximum
-        y = jax.lax.optimization_barrier(norm(x, scale))
-        return fp8_flow.quantized(y, jnp.abs(y).max(keepdims=True).astype(jnp.float32))
-
-    def group_maxima(x: jax.Array, scale: jax.Array) -> Any:  # the first stage alone
-        y = norm(x, scale)
-        return y, fp8_flow.group_absmax(y, 16)
-
-    def group_scaling(x: jax.Array, scale: jax.Array) -> Any:
-        y = norm(x, scale)
-        return fp8_flow.quantized(y, fp8_flow.tensor_absmax(y, 16))
+    def just_in_time(y: jax.Array) -> Any:  # a pass of its own for the maximum
+        y = jax.lax.optimization_barrier(y)
+        return quantized(y, jnp.abs(y).max(keepdims=True).astype(jnp.float32))
 
     def flow(x: jax.Array, scale: jax.Array) -> Any:  # with the codes of x that are kept
         y, pull = jax.vjp(fp8_flow.rms_norm, x, scale)
         return y.quantized, jax.tree.leaves(pull)
 
-    return {"bf16": norm, "group-maxima": group_maxima, "delayed-scaling": delayed,
-            "just-in-time": just_in_time, "group-scaling": group_scaling,
-            "fp8-flow": flow}  # fmt: skip
+    return {
+        "bf16": norm,
+        "group-maxima": after_norm(lambda y: (y, fp8_flow.group_absmax(y, 16))),  # the first stage
+        # with the maximum of a step before
+        "delayed-scaling": after_norm(lambda y: quantized(y, jnp.full((1, 1), 4.0))),
+        "just-in-time": after_norm(just_in_time),
+        "group-scaling": after_norm(lambda y: quantized(y, fp8_flow.tensor_absmax(y, 16))),
+        "fp8-flow": flow,
+    }
 
 
 def norm_rows(case: str, repeats: int) -> Rows:

@@ -11,6 +11,7 @@
 
 import argparse
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,9 +36,11 @@ MAXIMA = tuple(float(m) for m in np.linspace(1, 1.999, 9))  # of blocks: within 
 
 def train(args: argparse.Namespace, part: str) -> None:
     """Trains a part's variants; casts what those of a run have become."""
-    names = RUN if part == "run" else training.RATES
+    names = args.variants or RUN
+    if part == "rates":
+        names = [name for name in training.RATES if name.rpartition(" x")[0] in names]
     make = functools.partial(built, args, Experiment, usual(PRESETS, args.preset)[part])
-    trained = Part(args, make, args.variants or names, CURVES, part)
+    trained = Part(args, make, names, CURVES, part)
     ends = dict(zip(trained.train_all(), trained.experiment.ends, strict=True))
     for name in ends if part == "run" else ():
         losses = dict(cast_losses(trained, name, ends))
@@ -111,13 +114,10 @@ def analysis(args: argparse.Namespace) -> None:
         "equation 8": {f"share of {m}": share for m, share in of_noise.items()},
         "section 3.5": {f"share nullified of 2^{x}": nullified(x) for x in exponents},
     }
-    for words, to, more in (
-        ("", "bfloat16", False), ("", "mxfp8_e4m3", False), (", any maximum", "bfloat16", True)
-    ):  # fmt: skip
-        bits = gaussws.most_bits(to, any_maximum=more)
-        found.setdefault(f"equation 6{words}", {}).update(
-            (f"{to}, maximum {m:.4g}", underflow(m, to, bits)) for m in MAXIMA
-        )
+    cases = ("", "bfloat16"), ("", "mxfp8_e4m3"), (", any maximum", "bfloat16")
+    for (words, to), m in itertools.product(cases, MAXIMA):
+        share = underflow(m, to, gaussws.most_bits(to, any_maximum=bool(words)))
+        found.setdefault(f"equation 6{words}", {})[f"{to}, maximum {m:.4g}"] = share
     rows = [
         records.record("gaussws", case, "gaussws", metric, value, "share", seed=args.seed)
         for case, values in found.items()

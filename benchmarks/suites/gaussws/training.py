@@ -86,9 +86,8 @@ class Experiment(llama.Experiment):
         self.of_bits, self.ends = bits_optimizer(self.run.steps), list[End]()
 
     def flags(self) -> dict[str, Any]:
-        return super().flags() | {
-            "optimizer": OPTIMIZER, "bits_decay": BITS_DECAY, "bits_decayed": DECAYED,
-        }  # fmt: skip
+        own = {"optimizer": OPTIMIZER, "bits_decay": BITS_DECAY, "bits_decayed": DECAYED}
+        return super().flags() | own
 
     def optimizer(self, name: str) -> optax.GradientTransformation:
         return super().optimizer(name, bits_optimizer=self.of_bits)
@@ -111,15 +110,10 @@ class Experiment(llama.Experiment):
         least = float(np.nanmin(curves["val_loss"]))
         found = super().values(curves, program) | {"least_val_loss": (least, "nats/byte")}
         for name in (name for name in curves if name.startswith("bits_")):
-            last = curves[name][-1]  # least, mean and largest of any layer
-            means = np.array_split(last[:, STATISTICS.index("mean")], 2)
-            bits = {
-                "mean": np.concatenate(means).mean(),
-                "least": last[:, 0].min(),
-                "largest": last[:, STATISTICS.index("max")].max(),
-                "mean_first": means[0].mean(),
-                "mean_second": means[1].mean(),
-            }
+            of = dict(zip(STATISTICS, curves[name][-1].T, strict=True))  # by layer
+            bits = {"mean": of["mean"].mean(), "least": of["min"].min(), "largest": of["max"].max()}
+            halves = zip(("mean_first", "mean_second"), np.array_split(of["mean"], 2), strict=True)
+            bits |= {half: means.mean() for half, means in halves}
             found |= {f"{name}_{what}": (float(value), "bits") for what, value in bits.items()}
         return found
 
