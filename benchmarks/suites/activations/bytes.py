@@ -10,6 +10,7 @@ asks for a device, stands a kernel of its arguments and results.
 import argparse
 import collections
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -49,25 +50,24 @@ def by_column(report: memory.ActivationReport) -> dict[str, float]:
     return found
 
 
-def _attention(name: str, given: tuple[jax.Array, ...], results: list[Any]) -> list[jax.Array]:
-    """A kernel that XLA sees the arguments and results of, which it never runs."""
-    return gpu_kernel.launch(lambda *_: None, given, results, (1,), warps=4, name=name)
+# a kernel that XLA sees the arguments and results of, which it never runs
+_attention = functools.partial(gpu_kernel.launch, lambda *_: None, grid=(1,), warps=4)
 
 
 @jax.custom_vjp
 def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Stands for cuDNN's where nothing is run: [batch, length, heads, head] of the same."""
-    return _attention("attention_forward", (q, k, v), [q])[0]
+    return _attention((q, k, v), [q], name="attention_forward")[0]
 
 
 def _forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, Any]:
     sums = jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32)  # of a row's exponentials
-    y, sums = _attention("attention_forward", (q, k, v), [q, sums])
+    y, sums = _attention((q, k, v), [q, sums], name="attention_forward")
     return y, (q, k, v, y, sums)
 
 
 def _backward(kept: Any, g: jax.Array) -> tuple[jax.Array, ...]:
-    dq, dk, dv = _attention("attention_backward", (*kept, g), [*kept[:3]])
+    dq, dk, dv = _attention((*kept, g), [*kept[:3]], name="attention_backward")
     return dq, dk, dv
 
 

@@ -23,7 +23,6 @@ from benchmarks.suites.formats.formats import BUDGETS, EXACT, MU, NEAREST, NU, S
 from benchmarks.suites.formats.training import PRESETS, Errors, Experiment, Snapshot
 from benchmarks.training import changed, load_text, say
 
-B1, B2 = 0.9, 0.999
 LOOKS, CALLS = 10, 30
 PERCENTILES = (5, 50, 95, 99)
 METRICS = ("mse", "median_nmse")
@@ -52,7 +51,7 @@ def make_experiment(
         raise SystemExit(f"--steps {settings.steps} is not a multiple of {CALLS}")
     return Experiment(
         settings, load_text(settings, args.cache), every, args.seed, copies=copies,
-        decays={MU: B1, NU: B2}, chunks=args.chunks, looks=looks, gradients=gradients,
+        chunks=args.chunks, looks=looks, gradients=gradients,
     )  # fmt: skip
 
 

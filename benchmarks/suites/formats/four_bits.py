@@ -19,6 +19,7 @@ from benchmarks.peers.in_torch import versions
 from benchmarks.suites.formats import formats
 from benchmarks.suites.formats.bench import CALLS, METRICS, UNITS, command_line, make_experiment
 from benchmarks.suites.formats.formats import EXACT, FOUR_BITS, MU, NEAREST, NU, STOCHASTIC, Copy
+from benchmarks.suites.formats.training import DECAYS
 from benchmarks.training import say
 from optax_lowmem import Storage, codecs
 from optax_lowmem._src.update.plan import rounds_stochastically
@@ -39,9 +40,8 @@ def copies() -> list[Copy]:
 def compared() -> Pairs:
     """Return each copy beside the other slot in f32, then pairs of one group size."""
     pairs = [(c, EXACT[NU]) if c.slot == MU else (EXACT[MU], c) for c in copies()]
-    for names in itertools.product(FOUR_BITS, repeat=2):
-        mu, nu = (Copy(s, name, 64, STOCHASTIC) for s, name in zip((MU, NU), names, strict=True))
-        pairs.append((mu, nu))
+    pairs += [(Copy(MU, mu, 64, STOCHASTIC), Copy(NU, nu, 64, STOCHASTIC))
+              for mu, nu in itertools.product(FOUR_BITS, repeat=2)]  # fmt: skip
     pairs.append(formats.OPTIMIZERS[BASE])
     return {f"{mu.key} {nu.key}": ((mu, nu), {}) for mu, nu in pairs}
 
@@ -80,16 +80,15 @@ class Peer:
     Args:
       name: of the class of torchao.optim.
       shape: [chunks, length] of the sample.
-      decays: of both moments.
     """
 
-    def __init__(self, name: str, shape: tuple[int, int], decays: Mapping[str, float]):
+    def __init__(self, name: str, shape: tuple[int, int]):
         import torch
         from torchao import optim
 
         self.label, self.shape = f"torchao {name}", shape
         self.parameter = torch.nn.Parameter(torch.zeros(shape))
-        betas = decays[MU], decays[NU]
+        betas = DECAYS[MU], DECAYS[NU]
         self.optimizer = getattr(optim, name)([self.parameter], lr=0.0, betas=betas)
 
     def follow(self, gradients: np.ndarray) -> None:
@@ -128,7 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
     experiment = make_experiment(args, kept, CALLS, gradients=args.torchao)
     shape = len(experiment.sample.leaf_of_chunk), experiment.sample.length
     names = ("AdamW4bit", "AdamW8bit") if args.torchao else ()
-    peers = [Peer(name, shape, experiment.decays) for name in names]
+    peers = [Peer(name, shape) for name in names]
     experiment.seen = lambda snapshot: [peer.follow(snapshot.gradients) for peer in peers]
     experiment.train_copies(say)
     values = dict(experiment.last.values)

@@ -35,6 +35,7 @@ _3M = dataclasses.replace(
     compute="float32",
 )  # fmt: skip
 PRESETS = {"gpt-42m": _42M, "gpt-3m": _3M}
+DECAYS = {MU: 0.9, NU: 0.999}
 LONGEST = 512  # neighbours in a chunk: 16 groups of 32, or 4 of 128
 NOISE_GROUP = 32  # of the random bits, which all copies of a slot share
 SMALLEST = 4096  # elements of a leaf: below, the package does not compress
@@ -87,19 +88,16 @@ def decode_copies(stored: dict[Copy, Any], length: int) -> dict[Copy, jax.Array]
 
 
 def step_copies(
-    stored: dict[Copy, Any],
-    grads: jax.Array,
-    decays: dict[str, float],
-    key: tuple[jax.Array, jax.Array],
+    stored: dict[Copy, Any], grads: jax.Array, key: tuple[jax.Array, jax.Array]
 ) -> dict[Copy, Any]:
     """Decodes, averages and encodes every copy; `key` is the seed and the step."""
     noise = {
         slot: random.uniforms(random.leaf_key(*key, "sample"), grads.shape, NOISE_GROUP, slot)
-        for slot in decays
+        for slot in DECAYS
     }
 
     def encoded(c: Copy, value: jax.Array) -> Any:
-        decay, new = decays[c.slot], grads if c.slot == MU else grads * grads  # Adam's moments
+        decay, new = DECAYS[c.slot], grads if c.slot == MU else grads * grads  # Adam's moments
         moment = decay * value + (1 - decay) * new
         own = noise[c.slot] if c.rounding == STOCHASTIC else None
         return codecs.encode_array(c.codec, moment, c.group, own)
@@ -133,18 +131,17 @@ class Experiment(training.Experiment):
 
     def __init__(
         self, settings: Settings, text: Text, every: int, seed: int, *, copies: Sequence[Copy],
-        decays: dict[str, float], chunks: int, looks: int, gradients: bool = False,
+        chunks: int, looks: int, gradients: bool = False,
     ):  # fmt: skip
         super().__init__(settings, text, seed, every)
-        self.copies, self.decays, self.chunks = copies, decays, chunks
+        self.copies, self.chunks = copies, chunks
         self.validations, self.gradients = looks, gradients
         self.seen: Callable[[Snapshot], None] = lambda snapshot: None
         graphdef, self.weights = train.build_model(settings, text.vocab)
         self.loss = train.loss_function(graphdef, settings.compute)
         self.clip = optax.clip_by_global_norm(train.CLIP)
-        self.adamw = optax.adamw(
-            settings.schedule(), decays[MU], decays[NU], weight_decay=0.1, mask=matrices
-        )
+        betas = DECAYS[MU], DECAYS[NU]
+        self.adamw = optax.adamw(settings.schedule(), *betas, weight_decay=0.1, mask=matrices)
         shapes = jax.eval_shape(self.weights, jax.random.key(0))
         self.sample = Sample.of(shapes, chunks, seed)
         self.parameters = sum(p.size for p in jax.tree.leaves(shapes))
@@ -153,7 +150,7 @@ class Experiment(training.Experiment):
         return {
             "parameters": self.parameters,
             "steps": self.run.steps,
-            "decays": self.decays,
+            "decays": DECAYS,
             "chunks_of_a_leaf": self.chunks,
         }
 
@@ -176,14 +173,14 @@ class Experiment(training.Experiment):
         grads, _ = self.clip.update(grads, optax.EmptyState())
         taken = self.sample.take(grads)
         kept = None if kept is None else kept.at[count % self.every].set(taken)
-        stored = step_copies(stored, taken, self.decays, (jnp.uint32(self.seed), count))
+        stored = step_copies(stored, taken, (jnp.uint32(self.seed), count))
         updates, own = self.adamw.update(grads, own, params)
         return optax.apply_updates(params, updates), (own, stored, count + 1, kept)
 
     def look(self, evaluate: Any, params: Any, state: Any) -> dict[str, Any]:
         own, stored, count, kept = state
         if count:
-            moments = {slot: optax.tree.get(own, slot) for slot in self.decays}
+            moments = {slot: optax.tree.get(own, slot) for slot in DECAYS}
             true = {slot: self.sample.take(tree) for slot, tree in moments.items()}
             values = decode_copies(stored, self.sample.length)
             self.last = Snapshot(int(count), moments, *jax.device_get((true, values, kept)))
@@ -198,7 +195,7 @@ class Experiment(training.Experiment):
 
     @property
     def correction(self) -> tuple[float, float]:
-        return fe.corrections(self.last.step, self.decays)
+        return fe.corrections(self.last.step, DECAYS)
 
     def errors(self, values: Mapping[Copy, np.ndarray]) -> Errors:
         """Of values of the last look's sample."""

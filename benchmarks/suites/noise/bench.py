@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from _gpt.train import planned_bytes
 from _llama.config import PRESETS as LLAMAS
 
 from benchmarks import records, timing
+from benchmarks.peers.device_loop import live_bytes
 from benchmarks.suites.gaussws.training import BASE, NOISES, Experiment, bitwidths
 from benchmarks.timing import Keyed
 from benchmarks.training import Program, Run, Text
@@ -108,10 +108,6 @@ class Steps:
         return (time.perf_counter() - begun) / self.every * 1e3
 
 
-def bytes_of(tree: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
 def train_rows(args: argparse.Namespace, optimizer: str) -> records.Rows:
     own = LLAMAS[args.preset]
     batch, length = args.batch or own.batch, own.sequence
@@ -126,14 +122,14 @@ def train_rows(args: argparse.Namespace, optimizer: str) -> records.Rows:
         steps = dict(zip(NOISES, (job.result() for job in jobs), strict=True))
     times = timing.in_turns(steps, args.repeats)
     found, base = [], next(iter(times.values()))
-    plain = bytes_of(jax.eval_shape(lambda: experiment.start(BASE)))
+    plain = live_bytes(jax.eval_shape(lambda: experiment.start(BASE)))
     for name, one in steps.items():
         # the turns are paired: a slow spell of the machine hits all variants
         ratios = [own / other for own, other in zip(times[name], base, strict=True)]
         rate = run.tokens / statistics.median(times[name]) * 1e3
         bits, leaves = bitwidths(one.carry[1]), trees.named_leaves(one.carry[0])
         noisy = sum(x.size for path, x in leaves if path in bits)
-        extra = (bytes_of(one.carry) - plain) / max(1, noisy)
+        extra = (live_bytes(one.carry) - plain) / max(1, noisy)
         values = {
             "tokens_per_s": (rate, "tokens/s"),
             "overhead": (statistics.median(ratios) - 1, "of the time without noise"),

@@ -72,12 +72,8 @@ def _cost(rows: Rows, name: str) -> Measured:
 
 
 def _bytes(rows: Rows) -> Measured:
-    used = [
-        of["extra_bytes"]
-        for case, variants in _steps(rows).items()
-        for name, of in variants.items()
-        if case.startswith(f"{LLAMA}/") and name != paper.BASE and "extra_bytes" in of
-    ]
+    cases = [of for case, of in _steps(rows).items() if case.startswith(f"{LLAMA}/")]
+    used = [of[name]["extra_bytes"] for of in cases for name in of if name != paper.BASE]
     return max(row["value"] for row in used), used
 
 
