@@ -59,20 +59,18 @@ class Experiment(training.Experiment):
         chain = optax.chain if plain else lowmem.chain
         return chain(optax.clip_by_global_norm(1.0), tx) if one.clip else tx
 
-    def start(self, name: str) -> tuple[Any, Any]:
-        one, model, tx = self.variants[name], self.model(name), self.optimizer(name)
-        key = jax.random.key(self.seed + 1000 * one.other_start)
-        weights = model.weights(key, lambda path: jnp.float32)
-        dtype = lambda path, leaf: stored_dtype(one.optimizer, path)  # noqa: E731
-        return lowmem.init(tx, weights, dtype, seed=self.seed)
-
     def lower(self, name: str) -> Program:
-        tx = self.optimizer(name)
+        one, model = self.variants[name], self.model(name)
 
-        def take_step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-            return lowmem.step(tx, grads, state, params)
+        def weights(key: jax.Array) -> Any:
+            other = jax.random.key(self.seed + 1000)
+            return model.weights(other if one.other_start else key, lambda path: jnp.float32)
 
-        return self.trace(jax.jit(lambda: self.start(name)), self.model(name), take_step)
+        def dtype(path: str, leaf: Any) -> Any:
+            return stored_dtype(one.optimizer, path)
+
+        in_f32 = one.optimizer == PLAIN
+        return self.optimized(self.optimizer(name), weights, model, None if in_f32 else dtype)
 
     def flags(self) -> dict[str, Any]:
         return super().flags() | ADAM | {"train_tokens": self.text.last}

@@ -189,7 +189,7 @@ class Experiment(training.Experiment):
 
     def train_copies(self, say: training.Say) -> None:
         program = self.trace(jax.jit(self.start), self.loss, self.take_step)
-        curves = self.train(program, program.compile(), say)
+        curves, *_ = self.follow(program.start, *program.compile(), say)
         if not np.isfinite(curves["val_loss"][-1]):
             raise SystemExit("the training diverged")
 

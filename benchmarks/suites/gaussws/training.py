@@ -16,7 +16,7 @@ from _gpt.config import warmup_cosine
 import optax_lowmem as lowmem
 from benchmarks import llama
 from benchmarks.llama import Variant
-from benchmarks.training import LLAMA_27M, SMALL, SMOKE, Curve, Program, Say
+from benchmarks.training import LLAMA_27M, SMALL, SMOKE, Curve, Program
 from optax_lowmem import gaussws
 
 OPTIMIZER = "flash_adamw"
@@ -101,10 +101,10 @@ class Experiment(llama.Experiment):
             found[f"bits_{path.split('/')[-2]}"] = statistics(of_leaf)
         return found
 
-    def train(self, program: Program, compiled: tuple[Any, ...], say: Say) -> Curve:
-        curves, params, state = self.follow(program.start, *compiled, say)
+    def follow(self, *how: Any) -> tuple[Curve, Any, Any]:
+        curves, params, state = super().follow(*how)
         self.ends.append((lowmem.master_params(params, state), bitwidths(state)))
-        return curves
+        return curves, params, state
 
     def values(self, curves: Curve, program: Program) -> dict[str, tuple[float, str]]:
         least = float(np.nanmin(curves["val_loss"]))

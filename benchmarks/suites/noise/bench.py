@@ -122,7 +122,7 @@ def train_rows(args: argparse.Namespace, optimizer: str) -> records.Rows:
         steps = dict(zip(NOISES, (job.result() for job in jobs), strict=True))
     times = timing.in_turns(steps, args.repeats)
     found, base = [], next(iter(times.values()))
-    plain = live_bytes(jax.eval_shape(lambda: experiment.start(BASE)))
+    plain = live_bytes(jax.eval_shape(experiment.lower(BASE).start))
     for name, one in steps.items():
         # the turns are paired: a slow spell of the machine hits all variants
         ratios = [own / other for own, other in zip(times[name], base, strict=True)]
