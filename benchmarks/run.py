@@ -13,7 +13,7 @@ SUITES |= {
         "linear", "mesh", "noise", "step", "switchback", "tpu",
     )
 } | {
-    "activation_passes": "activations.passes",
+    "activation_passes": "activations.bytes:passes",
     "activation_training": "activations.training",
     "adam_mini": "adam_mini.training",
     "call": "step.many_leaves:call",

@@ -123,8 +123,9 @@ SUITES = [
           ("linear", "linear_targets", "linear_operations"),
           ((linear, "sizes", lambda shape: (64, 32, 64)),)),
     Smoke("noise", "--shapes 64x96 --repeats 1 --impl gaussws jax-normal --preset tiny --batch 1 "
-          "--optimizers flash_adam_mini --variants gaussws[all]",
-          ("noise_forward", "noise_alone", "noise_steps")),
+          "--optimizers flash_adam_mini",
+          ("noise_forward", "noise_alone", "noise_steps"),
+          ((noise, "STEPS", 1), (noise, "NOISES", {"gaussws[all]": ()}))),
     Smoke("end_to_end", "--preset tiny --steps 2 --loss 64x8x16 --only default",
           ("end_to_end", "end_to_end_loss"),
           ((end_to_end.choose, "peak_flops", lambda kind: 1e12),), of_case("-tiny", "-1b")),
