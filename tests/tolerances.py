@@ -355,7 +355,6 @@ RECOMPUTED = {"bfloat16": 16**0.5 * 2.0**-8, "float32": 4 * 16**0.5 * 2.0**-24}
 # no master weights, 0.1 % otherwise. A learning rate 10 % lower is seen in every loop.
 LOSS_OF_LOOPS = 0.01
 
-
 # -- the loss of a head whose products run in FP8 (test_cross_entropy.py) --------------------------
 
 # Root mean square of a code's error, of the number: uniform in half a spacing, 2^-4 (2^-3) of

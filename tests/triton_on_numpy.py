@@ -155,8 +155,6 @@ AROUND_THE_STEP = _module("optax_lowmem._src.update.jax_triton_kernel")
 
 
 # ---- launches ------------------------------------------------------------------------------------
-
-
 def _run(kernel: Any, grid: tuple[int, ...], arrays: Sequence[Any], options: Any) -> None:
     """Run the programs of a grid on arrays, some of which they write."""
     global _program

@@ -67,8 +67,6 @@ def trained(tx, steps=3, dtype=jnp.bfloat16):
 
 
 # ---- there and back -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", rows(lowmem.OPTIMIZERS, ["coat_adamw", "q_adam_mini"]))
 def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(name, tmp_path):
     tx = made(name)
@@ -216,8 +214,6 @@ def test_a_run_that_moves_to_another_mesh_keeps_its_bits(tmp_path):
 
 
 # ---- interrupted and damaged --------------------------------------------------------------------
-
-
 def test_a_step_that_was_being_written_is_ignored(tmp_path):
     """As Orbax leaves it: under another name, with some of its files."""
     tx, first, second = two_steps(tmp_path)
@@ -292,8 +288,6 @@ def test_keep_removes_old_steps(tmp_path):
 
 
 # ---- weights alone -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("format", ["safetensors", "orbax"])
 def test_export(dtype, format, tmp_path):
@@ -329,8 +323,6 @@ def test_export_refuses(tmp_path):
 
 
 # ---- size (FlashOptim, section 3.4) --------------------------------------------------------------
-
-
 def test_bytes_a_parameter_on_disk(tmp_path):
     """5.19 for flash_adamw, 12 for optax.adamw; Orbax compresses, codes less than f32 numbers."""
     from benchmarks.suites import checkpoint as bench_checkpoint

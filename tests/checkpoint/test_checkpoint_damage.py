@@ -26,8 +26,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 
 # ---- arguments -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("step", [0.5, -1, "a", None, True, jnp.float32(1)])
 def test_a_step_that_is_no_number_of_a_step_is_not_written(step, tmp_path):
     tx = lowmem.flash_lion(1e-3, storage=SMALL)
@@ -64,8 +62,6 @@ def test_steps_of_numpy_and_jax_are_numbers(tmp_path):
 
 
 # ---- bits and cuts -------------------------------------------------------------------------------
-
-
 def files_of(folder):
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
 
@@ -324,8 +320,6 @@ def test_files_that_come_in_parts_have_the_same_sum():
 
 
 # ---- kills ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("times", [3, pytest.param(100, marks=pytest.mark.full)])
 def test_no_acknowledged_step_is_lost_to_a_kill(times, tmp_path):
     """At any moment of a save; the newest step has every bit of what was saved."""
@@ -349,8 +343,6 @@ def test_no_acknowledged_step_is_lost_to_a_kill(times, tmp_path):
 
 
 # ---- trees that Orbax does not take as they are, and other folders -------------------------------
-
-
 TREES = {
     "0-size": {"w": jnp.ones((0, 3)), "b": jnp.ones(3)},
     "all 0-size": {"w": jnp.ones((0, 3))},

@@ -13,18 +13,9 @@ import optax_lowmem as lowmem
 from optax_lowmem import checkpoint
 from optax_lowmem._src.checkpoint import description
 from tests import contract_cases as cases
-from tests.checkpoint_cases import (
-    SMALL,
-    abstract,
-    adamw,
-    assert_same_bits,
-    scrambled,
-    two_steps,
-)
+from tests.checkpoint_cases import SMALL, abstract, adamw, assert_same_bits, scrambled, two_steps
 
 # ---- what does not fit ---------------------------------------------------------------------------
-
-
 LIKE = {
     "block": {"w": jax.ShapeDtypeStruct((3, 40), jnp.bfloat16)},
     "norm": jax.ShapeDtypeStruct((40,), jnp.bfloat16),
@@ -167,8 +158,6 @@ def test_no_metadata_and_no_orbax(monkeypatch):
 
 
 # ---- other versions, and managers of one's own ---------------------------------------------------
-
-
 def test_a_checkpoint_without_a_description_is_refused(tmp_path):
     tx = adamw()
     params, state = lowmem.init(tx, cases.masters())
@@ -216,8 +205,6 @@ def test_a_manager_of_ones_own(tmp_path):
 
 
 # ---- descriptions that lack something ------------------------------------------------------------
-
-
 def without(described, *path):
     """A copy of a description with one part less."""
     copy = json.loads(json.dumps(described))

@@ -47,8 +47,6 @@ def moments(state):
 
 
 # ---- each optimizer ------------------------------------------------------------------------------
-
-
 @cases.OPTIMIZER
 def test_there_and_back(name):
     """Exact where codecs are; elsewhere within error_bound."""
@@ -153,7 +151,6 @@ PIECES = {
     "plain": (optax.chain(optax.clip(1.0), optax.adamw(1e-3)),) * 2,
 }
 
-
 WHOLE = lowmem.blocks.Structure(default="whole")
 OF_BLOCKS = {
     "adam-mini": (lowmem.scale_by_adam_mini(blocks=WHOLE), optax.scale_by_adam()),
@@ -228,7 +225,6 @@ def test_pieces_and_chains(kind):
 
 
 # ---- inside optax's wrappers ---------------------------------------------------------------------
-
 MASK = {"block": {"w": True}, "norm": False}
 
 
@@ -303,7 +299,6 @@ def test_numbers_that_only_one_side_has():
 
 
 # ---- what does not fit ---------------------------------------------------------------------------
-
 MISFITS = {
     "another optimizer": (
         lowmem.flash_adamw(1e-3), optax.amsgrad(1e-3),
@@ -374,8 +369,6 @@ def test_counts_that_differ_and_shapes_that_do_not_fit():
 
 
 # ---- the run goes on -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("ours", "plain"),
     [

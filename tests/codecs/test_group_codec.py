@@ -285,8 +285,6 @@ def test_inside_a_shard_map(check, on_a_gpu):
 
 
 # ---- who takes what --------------------------------------------------------------------------
-
-
 def round_trip(x, key=KEY, **how):
     codec = codecs.softsign()
     stored = group_codec.encode(codec, x, 32, key, "mu", **how)
@@ -372,7 +370,6 @@ def test_compress_state_encodes_by_kernel(on_a_gpu):
 
 
 # ---- on a GPU --------------------------------------------------------------------------------
-
 LARGE = [
     ((512, 4096), 32, jnp.float32),
     ((33, 50257), 32, jnp.bfloat16),

@@ -69,7 +69,6 @@ HEADS = lowmem.blocks.Structure(
     rules=(("w", lowmem.blocks.Block(axes=(0,), heads=(1, 4))),), default="whole"
 )
 
-
 FACTORED = {"min_dim_size_to_factor": 8}
 
 

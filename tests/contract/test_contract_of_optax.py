@@ -45,8 +45,6 @@ def _start(dtype: Any = "float32") -> jax.Array:
 
 
 # ---- extra arguments, trees, schedules -----------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", rows(EVERYONE, [*DISTINCT, *list(WRAPPERS)[1::3]]))
 def test_unexpected_arguments_are_taken_and_nothing_recompiles(name):
     tx, params = EVERYONE[name](1e-2, Form(policy=SMALL)), _start()
@@ -83,7 +81,6 @@ def test_a_constant_schedule_is_its_number(name):
 
 
 # ---- hyperparameters in the state ----------------------------------------------------------------
-
 WITH_NUMBERS = {
     **{name: (getattr(lowmem, name), {"learning_rate": 1e-2}) for name in lowmem.OPTIMIZERS},
     **{name: (make, {}) for name, make in DIRECTIONS.items()},
@@ -129,8 +126,6 @@ def test_hyperparameters_can_be_injected(name, inject):
 
 
 # ---- dtypes --------------------------------------------------------------------------------------
-
-
 def _mixed() -> dict[str, jax.Array]:
     return {dtype: _start(dtype) for dtype in ("float32", "bfloat16", "float16")}
 
@@ -197,7 +192,6 @@ def test_dtypes_that_are_refused(name, dtype):
 
 
 # ---- wrappers find what they look for ------------------------------------------------------------
-
 TARGETS = {
     "parabola": (_parabola, _start(), jnp.array([1.0, -1.0, 1.0])),
     "matrix": (

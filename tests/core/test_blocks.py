@@ -53,8 +53,6 @@ def mean_shapes(params: Any, **options: Any) -> dict[str, tuple[int, ...]]:
 
 
 # ---- averaging -----------------------------------------------------------------------------------
-
-
 def numpy_mean(block: Block, x: np.ndarray) -> np.ndarray:
     """v_mean from its definition: each element into the sum of its block."""
     rank = x.ndim
@@ -128,8 +126,6 @@ def test_blocks_trace_hash_and_do_nothing_to_empty_leaves():
 
 
 # ---- Table 4 -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("config", "paper", "per_neuron"), [(LLAMA_1B, 1.6, 1.813), (LLAMA_7B, 3.9, 4.440)]
 )
@@ -148,8 +144,6 @@ def test_table_4(config, paper, per_neuron):
 
 
 # ---- hand-made trees -----------------------------------------------------------------------------
-
-
 def test_grouped_queries_whose_heads_do_not_make_the_width():
     """8 query and 2 key heads of 16 in a model of width 96: fused, and with head axes."""
     fused = model(
@@ -328,8 +322,6 @@ def test_key_and_query_beside_each_other_make_an_attention():
 
 
 # ---- rules and report ----------------------------------------------------------------------------
-
-
 def test_the_first_rule_that_matches_decides():
     params = model(a__kernel=(4, 6), b__kernel=(4, 6), b__bias=(6,), layers__s=(3, 4, 4))
     rules = (
@@ -346,7 +338,6 @@ def test_the_first_rule_that_matches_decides():
 
 
 # ---- misuse --------------------------------------------------------------------------------------
-
 KERNEL = at("mlp/kernel", 8, 12)
 HEADED = model(attn__q_proj__kernel=(8, 12), attn__k_proj__kernel=(8, 6))
 

@@ -204,8 +204,6 @@ def test_loads_of_means_are_held(compiled_kernels):
 
 
 # ---- who runs them -------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def without_pallas_triton(on_a_gpu, monkeypatch):
     """A GPU whose JAX lowers no Pallas through Triton, with jax-triton; names of what it calls."""

@@ -82,8 +82,6 @@ def on_gpu(tree):
 
 
 # ---- against the reference -----------------------------------------------------------------------
-
-
 def check_codes(plan, slot, one, other):
     """At most a unit apart; scales next to each other. How many codes differ."""
     (codes, scales), (codes2, scales2) = one, other
@@ -283,8 +281,6 @@ def test_a_clipping_is_folded_in():
 
 
 # ---- in place ------------------------------------------------------------------------------------
-
-
 LARGE = {"embed": (2048, 1024), "odd": (257, 4099), "bias": (4096,), "norm": (1024,)}
 LARGE |= {f"w{i}": (1024, 1024) for i in range(4)}
 
@@ -360,8 +356,6 @@ def test_temporaries_of_an_update(name):
 
 
 # ---- wherever it is called -----------------------------------------------------------------------
-
-
 def test_arrays_of_the_hosts_cpu():
     """A step that was compiled for the GPU runs without the kernel where its arrays are a CPU's."""
     tx = build("flash_adamw")

@@ -61,10 +61,7 @@ def test_views_count_as_what_they_are_of():
         return wide * wide, jnp.exp(grown.astype(F32)), jnp.full((9,), 2.0) * x.sum()
 
     found = report(function, X, W)
-    assert kinds(found) == [
-        ("argument", "bfloat16", (128, 64)),
-        ("exp", "float32", (64, 32)),
-    ]
+    assert kinds(found) == [("argument", "bfloat16", (128, 64)), ("exp", "float32", (64, 32))]
     both = report(lambda x: (x.T * x.T, x.reshape(-1) * x.reshape(-1)), X)  # of one array
     assert kinds(both) == [("argument", "bfloat16", (128, 64))]
     inside = report(lambda x: jax.jit(lambda y: y.T * y.T)(x), X)  # of what a call is given
@@ -135,10 +132,7 @@ def test_a_custom_gradients_residuals():
         lambda codes, g: (g * codes.astype(g.dtype),),
     )
     found = report(lambda x: halved(jnp.sin(x)), X)
-    assert [jnp.dtype(one.dtype).name for one in found.activations] == [
-        "bfloat16",
-        "float8_e4m3fn",
-    ]
+    assert [jnp.dtype(one.dtype).name for one in found.activations] == ["bfloat16", "float8_e4m3fn"]
     assert found.total_bytes == 3 * 128 * 64
 
 

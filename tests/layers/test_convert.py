@@ -21,8 +21,6 @@ OURS = layers.switchback_dot_general()
 
 
 # ---- NNX -----------------------------------------------------------------------------------------
-
-
 class Block(nnx.Module):
     def __init__(self, rngs):
         self.up = nnx.Linear(8, 16, rngs=rngs)
@@ -175,8 +173,6 @@ def test_nnx_subclasses_keep_their_computation():
 
 
 # ---- Linen ---------------------------------------------------------------------------------------
-
-
 class Step(nn.Module):
     width: int = 8
 
@@ -339,8 +335,6 @@ def test_linen_subclasses_keep_their_computation():
 
 
 # ---- errors --------------------------------------------------------------------------------------
-
-
 def test_nothing_to_convert():
     with pytest.raises(ValueError, match="no dense layer matches.*'blocks/0/"):
         layers.convert(model(), "layers/*")

@@ -277,7 +277,6 @@ def test_second_derivatives():
 
 
 # ---- meshes --------------------------------------------------------------------------------------
-
 LAYOUTS = {
     "data": ({"data": 4}, P("data"), P()),
     "fsdp": ({"data": 2, "fsdp": 2}, P(("data", "fsdp")), P("fsdp")),
@@ -302,7 +301,6 @@ CASES = [
         itertools.product(LAYOUTS, HOW), itertools.cycle([(1, True), (0, False), (0, True)])
     )
 ]
-
 
 OFTEN = [case for i, case in enumerate(CASES) if i % 4 == i // 4 % 4]
 
@@ -348,7 +346,6 @@ def on_a_mesh(name, how, vocab_axis, weighted, **options):
 
 
 # ---- products in FP8 -----------------------------------------------------------------------------
-
 FP8 = ("fp8", "fp8-gradients")
 BOTH = [(FP8[0], 1), (FP8[1], 0)]  # with an axis of the vocabulary
 fp8_loss = functools.partial(layers.linear_cross_entropy, products="fp8")

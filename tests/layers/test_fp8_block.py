@@ -79,8 +79,6 @@ def distance(found, want):
 
 
 # ---- against a block without codes ---------------------------------------------------------------
-
-
 def straight_through(x, to):
     return x + jax.lax.stop_gradient(to(x) - x)
 
@@ -274,7 +272,6 @@ def test_bad_sizes(arguments, message):
 
 
 # ---- bytes ---------------------------------------------------------------------------------------
-
 PAPER_UNITS = 13.4  # Done when: Table 2 has 13.33
 SCALES = 0.125
 
@@ -375,8 +372,6 @@ def test_what_a_compiled_scan_stacks(recipe):
 
 
 # ---- transformations -----------------------------------------------------------------------------
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("recipe", "dtype", "limit"),
@@ -463,8 +458,6 @@ def test_explicit_axes(cut):
 
 
 # ---- modules -------------------------------------------------------------------------------------
-
-
 class Dense(nn.Module):
     """A pre-norm MLP of Linen."""
 

@@ -39,7 +39,6 @@ def drawn(seed, shape, dtype="float32", kind="normal"):
 
 
 # ---- what is kept --------------------------------------------------------------------------------
-
 store = functools.partial(jitted, static_argnums=1)(fp8_flow.store)
 restore = functools.partial(jitted, static_argnums=1)(fp8_flow.restore)
 
@@ -92,8 +91,6 @@ def test_the_ends_of_f32():
 
 
 # ---- norms ---------------------------------------------------------------------------------------
-
-
 def coded_as(codes, y, by):
     """The codes are those of `y`, with one scale, but where f32 is on the other side of a tie."""
     want = switchback.quantize(y, None, "e4m3")
@@ -179,8 +176,6 @@ def test_a_norm_without_bias():
 
 
 # ---- gated products ------------------------------------------------------------------------------
-
-
 ACTIVATIONS = ["silu", "gelu", "gelu_exact", "relu"]
 
 
@@ -219,7 +214,6 @@ def test_an_activation_alone():
 
 
 # ---- products ------------------------------------------------------------------------------------
-
 RECIPES = {
     "e4m3": Recipe(),
     "e5m2": Recipe(input_gradient="e5m2", weight_gradient="e5m2"),
@@ -378,8 +372,6 @@ def test_products_of_zeros_are_zeros():
 
 
 # ---- refusals ------------------------------------------------------------------------------------
-
-
 def test_second_derivatives_are_refused():
     x, w = drawn(1, (4, 20)), drawn(2, (20, 4))
 

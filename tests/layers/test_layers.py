@@ -42,7 +42,6 @@ def assert_same_start(found, want):
 
 
 # ---- SwitchBackDense and SwitchBackLinear --------------------------------------------------------
-
 ARGUMENTS = [
     {},
     dict(use_bias=False),
@@ -143,8 +142,6 @@ def test_dense_of_other_settings():
 
 
 # ---- Flax's layers with our product --------------------------------------------------------------
-
-
 def test_dense_general():
     dot_general = layers.switchback_dot_general("switchback_q")
     for arguments in (
@@ -179,7 +176,6 @@ def test_attention():
 
 
 # ---- einsum --------------------------------------------------------------------------------------
-
 EINSUMS = [
     ("bsd,df->bsf", (8, 3)),
     ("...d,df->...f", (8, 3)),
@@ -247,8 +243,6 @@ def test_einsums_that_are_no_product(subscripts, message):
 
 
 # ---- LayerScale ----------------------------------------------------------------------------------
-
-
 def test_layer_scale_is_0_at_first_and_trains():
     x, target = X[0], jnp.sin(X[0])
     module = of_linen.LayerScale()

@@ -56,7 +56,6 @@ LAYERS = {
     "einsum": (lambda x, w: layers.switchback_einsum()("ab,bc->ac", x, w), W),
 } | {name: (product(name), W) for name in ("switchback", "switchback_m", "llm_int8", "tensorwise")}  # fmt: skip  # noqa: E501
 
-
 SIMILAR = ("linear, maximum given", "einsum", "switchback_m", "llm_int8", "tensorwise")
 
 

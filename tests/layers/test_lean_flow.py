@@ -38,8 +38,6 @@ lean = functools.partial(make, LEAN, kv_heads=HEADS)
 
 
 # ---- an ordinary layer ---------------------------------------------------------------------------
-
-
 def norm(x, scale):
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)
@@ -78,8 +76,6 @@ def test_an_ordinary_layer(dtype):
 
 
 # ---- bytes ---------------------------------------------------------------------------------------
-
-
 def units(block, dtype=jnp.bfloat16):
     """The report of a layer as the paper counts it: an MLP of 8/3 the width, in U."""
     batch, length, width = 4, 2048, 3072
@@ -131,8 +127,6 @@ def test_second_derivatives():
 
 
 # ---- functions and modules -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "activation, gated", in_turn(["silu", "gelu", "gelu_exact", "relu"], [True, False])
 )

@@ -73,8 +73,6 @@ def compare_on_hopper(found, a, b, dtype):
 
 
 # ---- interpreted ---------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def interpreted(monkeypatch):
     """The kernel on two simulated multiprocessors."""
@@ -96,10 +94,7 @@ FORMS = [
 
 
 @needs_mosaic
-@pytest.mark.parametrize(
-    "pair, sizes, dtype, per",
-    rows(FORMS, FORMS[1::2]),
-)
+@pytest.mark.parametrize("pair, sizes, dtype, per", rows(FORMS, FORMS[1::2]))
 def test_interpreted(pair, sizes, dtype, per, interpreted):
     """More blocks than programs, edges, scales of rows and of tensors."""
     a, b = operands(pair, sizes, per)
@@ -107,8 +102,6 @@ def test_interpreted(pair, sizes, dtype, per, interpreted):
 
 
 # ---- lowered -------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def on_hopper(on_a_gpu, monkeypatch):
     """Patch platform detection so that code is traced as on a machine with one Hopper GPU."""
@@ -175,7 +168,6 @@ def test_a_host_runs_the_reference(on_hopper):
 
 
 # ---- reasons -------------------------------------------------------------------------------------
-
 INT8 = ("int8", "int8")
 LEFT = [
     (INT8, (256, 512, 130), "bfloat16", "not multiples of"),
@@ -210,8 +202,6 @@ def test_where_the_kernel_does_not_run(on_a_gpu, monkeypatch):
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def hopper():
     if reason := platform.not_hopper_reason():

@@ -72,8 +72,6 @@ def test_the_variants_are_those_of_the_oracle():
 
 
 # ---- one operand ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "to,dtype",
     [(to, "float32") for to in (INT8, E4M3, E5M2, E4M3.at_unit(), E5M2.at_unit())]
@@ -152,8 +150,6 @@ def test_the_longest_sum_is_that_of_int32():
 
 
 # ---- three products ------------------------------------------------------------------------------
-
-
 def check_exact(variant, dtype, arguments):
     """int8: the same codes, their sums in integers, the scales in f32, rounded to the dtype."""
     found = products(layers.switchback_dot_general(variant), *arguments)
@@ -256,7 +252,6 @@ def shares_of(variant, formats, largest, dtype, arguments, found):
 QUICK = [(v, f, "format") for v in VARIANTS for f in ("int8", "fp8-e5m2")]
 QUICK += [("switchback", *how) for how in FORMATS if ("switchback", *how) not in QUICK]
 
-
 # each variant with one of two formats, and one variant with all
 OFTEN = [
     (v, "fp8-e5m2" if v in ("llm_int8", "switchback_q") else "int8", "format") for v in VARIANTS
@@ -300,8 +295,6 @@ def test_products_in_full(variant, format, scaling, dtype):
 
 
 # ---- zeros, numbers that are none, and the ends of the range -------------------------------------
-
-
 @pytest.mark.parametrize(
     "variant,format", [(v, "int8") for v in VARIANTS] + [("llm_int8", "fp8-e5m2")]
 )

@@ -50,8 +50,6 @@ REORDERED = 64 * tol.F32_EPS
 
 
 # ---- gradients -----------------------------------------------------------------------------------
-
-
 def straight_through(x, to):
     return x + jax.lax.stop_gradient(to - x)
 
@@ -119,8 +117,6 @@ def test_standard_is_jaxs_own_product():
 
 
 # ---- transformations -----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("variant", rows(["switchback_m", "llm_int8"], ["llm_int8"]))
 def test_leading_axes(variant):
     """None, one and several: rows are rows."""
@@ -195,8 +191,6 @@ def test_a_scan_keeps_no_second_copy_of_weights(variant):
 
 
 # ---- dtypes --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("variant", ["switchback", "switchback_m", "llm_int8"])
 def test_preferred_element_type(variant):
     """The sums are rounded once, to the preferred type; gradients have the inputs' type."""
@@ -237,8 +231,6 @@ def test_precision_is_that_of_the_weight_gradient():
 
 
 # ---- general products ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("variant", rows(["switchback", "llm_int8"], ["switchback"]))
 def test_axes_of_a_general_product(variant):
     """Several sums, axes anywhere, and a batch: the product of matrices, axes put back."""
@@ -272,8 +264,6 @@ def test_axes_of_a_general_product(variant):
 
 
 # ---- memory --------------------------------------------------------------------------------------
-
-
 def test_switchback_m_keeps_codes():
     """At most 0.55 of the bytes that bf16 keeps of X: int8 and a scale in f32 for each row."""
     x, w = (jnp.ones(s, jnp.bfloat16) for s in [(4, 64, 256), (256, 128)])

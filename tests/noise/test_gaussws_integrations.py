@@ -86,7 +86,6 @@ def test_state_is_found_by_optax():
 
 
 # ---- on a mesh -----------------------------------------------------------------------------------
-
 SPECS = [P("a", "b"), P("b"), P(("b", "a"))]  # the last cuts through blocks
 
 

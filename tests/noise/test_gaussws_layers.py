@@ -37,8 +37,6 @@ def wanted_output(kernel, bias, key, compute, bits=6.0):
 
 
 # ---- one layer -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", rows([None, jnp.bfloat16], [jnp.bfloat16]))
 def test_linen(dtype):
     layer = layers.GaussWSDense(40, dtype=dtype, bits_init=5.0)
@@ -105,8 +103,6 @@ def test_values_of_few_bits():
 
 
 # ---- models --------------------------------------------------------------------------------------
-
-
 def test_converted_nnx():
     plain = NnxMLP(nnx.Rngs(0))
     to = functools.partial(layers.GaussWSLinear, seed=7, bits_init=5.0)
@@ -165,8 +161,6 @@ def test_without_such_a_layer():
 
 
 # ---- the transformation is the layer -------------------------------------------------------------
-
-
 def batches():
     rng = np.random.default_rng(2)
     for _ in range(STEPS):

@@ -146,8 +146,6 @@ def test_overlapping_counters_make_other_words():
 
 
 # ---- the same everywhere -------------------------------------------------------------------------
-
-
 def test_layers_of_a_stack_and_parts():
     key = gaussws.noise_key(0, 3, "w")
     whole = np.asarray(gaussws.draw(key, (3, 64, 96)))
@@ -196,8 +194,6 @@ def test_backward_has_the_forward_r():
 
 
 # ---- baselines -----------------------------------------------------------------------------------
-
-
 def test_uniform():
     r = np.asarray(gaussws.draw(jnp.uint32(1), (1024, 1024), "diffq"))
     inner = np.arange(1, 8) / 16

@@ -153,8 +153,6 @@ def test_what_is_not_finite_shows():
 
 
 # ---- formats -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "shape, name",
     rows(
@@ -204,8 +202,6 @@ def test_casting_twice_is_casting_once():
 
 
 # ---- bitwidths -----------------------------------------------------------------------------------
-
-
 def test_bounds_of_the_paper():
     """Section 3.3's example, and equation 6 for the other formats."""
     assert gaussws.most_bits("bfloat16") == 9 and gaussws.most_bits("bfloat16", 2.0**-4) == 5
@@ -309,7 +305,6 @@ def test_safe_cast():
 
 
 # ---- bad input -----------------------------------------------------------------------------------
-
 W = jnp.ones((64, 64))
 BAD = {
     "vector": (lambda: gaussws.sample(W[0], 4.0, 0), ValueError, r"shape \(64,\).* a matrix"),

@@ -65,8 +65,6 @@ def resampled(params, state, path=DOWN, dtype=BF16, **more):
 
 
 # ---- what is seen and what is kept ---------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "kind", rows(["split", "f32", "f32 beside bf16", "no split"], ["split", "f32 beside bf16"])
 )
@@ -254,8 +252,6 @@ def test_new_noise_every_step_and_of_the_seed():
 
 
 # ---- memory --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["flash_adamw", "adam_mini", "f32"])
 def test_memory(kind):
     """At most 2.1 bytes per parameter of the sampled parts."""
@@ -275,8 +271,6 @@ def test_memory(kind):
 
 
 # ---- what it stands around, and what around it ---------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "around",
     [
@@ -355,8 +349,6 @@ def test_sharded(spec):
 
 
 # ---- misuse --------------------------------------------------------------------------------------
-
-
 def raises(message, kind=ValueError):
     return pytest.raises(kind, match=message)
 

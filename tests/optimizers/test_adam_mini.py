@@ -148,8 +148,6 @@ def near(found, wanted, path="", rtol=tol.ADAM_MINI_RTOL, atol=tol.ADAM_MINI_ATO
 
 
 # ---- f32 weights ---------------------------------------------------------------------------------
-
-
 def warmup(count):
     return 1e-2 * (1 + count) / 10
 
@@ -252,8 +250,6 @@ def test_gradients_accumulated_into_the_moments():
 
 
 # ---- 16-bit weights and 8-bit moments ------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "bits, how", rows([(24, "update"), (24, "step"), (32, "step")], [(24, "update"), (32, "step")])
 )
@@ -366,8 +362,6 @@ def test_rounding_of_embeddings_only():
 
 
 # ---- edges ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "name, dtype",
     rows(itertools.product(FAMILY, [BF16, F32]), [("q_adam_mini", BF16), ("flash_adam_mini", F32)]),
@@ -452,8 +446,7 @@ WRONG = {
 @pytest.mark.parametrize("name", ["flash_adam_mini"])
 def test_a_bad_block_is_refused_with_the_leafs_name(name, says):
     tx = mini(
-        getattr(lowmem, name),
-        blocks=lowmem.blocks.Structure(**{"default": "whole", **WRONG[says]}),
+        getattr(lowmem, name), blocks=lowmem.blocks.Structure(**{"default": "whole", **WRONG[says]})
     )
     params = {
         path: leaf

@@ -32,8 +32,6 @@ def table(monkeypatch):
 
 
 # ---- what every optimizer owes -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("wrapper", ["chain", "inject_hyperparams"])
 def test_it_follows_optax(table, wrapper):
     """In 8 bits and on bf16 weights, also with a schedule."""

@@ -24,7 +24,6 @@ GROUPS = json.loads(str(CODEC.pop("meta")))["groups"]
 WORDS = {"spans": "spans 0", "ties": "ties", "ends": "ends at 0", "one": "one sign"}
 
 # ---- the optimizer -------------------------------------------------------------------------------
-
 PATHS = {  # the package's names -> ours, whose kernels are (in, out)
     "embed_tokens.weight": "embed_tokens/embedding",
     "layers.0.input_norm.weight": "layers_0/input_norm/scale",
@@ -139,8 +138,6 @@ def test_the_package_is_the_same():
 
 
 # ---- the codec -----------------------------------------------------------------------------------
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def encode(codec, x):
     return codecs.encode_array(codec, x, 256)

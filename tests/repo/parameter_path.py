@@ -68,10 +68,7 @@ def walks() -> Iterator[tuple[str, list[CodeType]]]:
             "checkpoint.save",
             first_time(lambda: checkpoint.save(folder, tx, params, state, step=0)),
         )
-        yield (
-            "checkpoint.restore",
-            first_time(lambda: checkpoint.restore(folder, tx, params)),
-        )
+        yield ("checkpoint.restore", first_time(lambda: checkpoint.restore(folder, tx, params)))
 
 
 def summary(calls: list[CodeType]) -> tuple[int, int, int]:

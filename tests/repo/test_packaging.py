@@ -89,8 +89,6 @@ def test_the_default_tier_is_whole_in_a_source_distribution(unpacked):
 
 
 # ---- the address ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", address.PAGES)
 def test_pages_follow_the_address(name):
     text = (ROOT / name).read_text("utf-8")
@@ -125,7 +123,6 @@ def test_links_out_of_the_site():
 
 
 # ---- names ---------------------------------------------------------------------------------------
-
 INDEX = re.compile(r"pip (?:install|download)[^\n]*\boptax[-_]lowmem\b(?! @)")
 TEXT = {".cff", ".cfg", ".ipynb", ".md", ".py", ".toml", ".yaml", ".yml"}
 

@@ -90,7 +90,6 @@ def test_bytes_of_the_optimizers_tables(page):
 
 
 # ---- commands ------------------------------------------------------------------------------------
-
 EXAMPLE = re.compile(r"python examples/(train_\w+)\.py((?: (?!#|and\b)[\w./=:-]+)*)")
 
 
@@ -117,7 +116,6 @@ def test_make_targets_exist():
 
 
 # ---- links ---------------------------------------------------------------------------------------
-
 LINK = re.compile(r"(?<!\\)\[[^\]]*\]\((?!https?://|mailto:|#)([^)#\s]+)")
 
 

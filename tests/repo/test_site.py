@@ -112,8 +112,6 @@ def test_nothing_is_loaded_from_elsewhere(site):
 
 
 # ---- in a browser --------------------------------------------------------------------------------
-
-
 class _Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
         pass

@@ -50,8 +50,6 @@ def as_users_do(monkeypatch):
 
 
 # ---- every suite, and its tables -----------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Smoke:
     """A run of a suite, and the tables that show it."""
@@ -178,7 +176,6 @@ def test_an_8b_llama_in_small(tmp_path, monkeypatch):
 
 
 # ---- commands ------------------------------------------------------------------------------------
-
 COMMAND = re.compile(r"python -m (benchmarks[\w.]*)(?: (\w+))?")
 FOLDERS = {"benchmarks": "*.py", "docs": "*.md", "notebooks": "*.ipynb", "tests": "*.py"}
 PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "benchmarks/README.md")]
@@ -246,8 +243,6 @@ def test_what_fails_does_not_stop_the_others(monkeypatch, capsys):
 
 
 # ---- what is timed is what it says ---------------------------------------------------------------
-
-
 def carry_of(name):
     made = in_jax.make(name, "tiny", "adamw")
     return made, device_loop.Setup(made, TINY())()
@@ -374,8 +369,6 @@ def test_the_largest_batch_that_fits(fixed, each, wanted, bend):
 
 
 # ---- processes -----------------------------------------------------------------------------------
-
-
 def ask(name, optimizer="adamw"):
     return processes.job(name, ("tiny", optimizer), repeats=1, steps=2, tbps=1.0)
 

@@ -38,9 +38,8 @@ from tests.tolerances import STANDARD_ERRORS  # noqa: E402
 from tests.training_cases import as_users_do as as_users_do  # noqa: E402 (a fixture)
 from tests.training_cases import text_for  # noqa: E402
 
+
 # ---- every suite at its smallest -----------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Smoke:
     """A training suite: two variants, the baseline first, and a paper whose claims they decide."""
@@ -222,8 +221,6 @@ def test_equation_12_of_switchback(product):
 
 
 # ---- the runner ----------------------------------------------------------------------------------
-
-
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path, monkeypatch):
     """Cut off between two states that it keeps, then stopped by its limit, then ended."""
     monkeypatch.setattr(shared, "load_text", lambda run, cache: text_for(run.context))
@@ -343,8 +340,6 @@ def test_losses_by_bytes_make_their_table():
 
 
 # ---- what decides a claim ------------------------------------------------------------------------
-
-
 def verdict_of(where, rows):
     (found,) = [c.finding(rows) for c in flashoptim_claims.CLAIMS if c.where == where]
     return found

@@ -29,10 +29,7 @@ WHOLE = {
     "replicated": ((40,), P()),
     "middle": ((2, 8, 4), P(None, "x")),
 }
-CUT = {
-    "half groups": ((8, 64), P(None, "x")),
-    "three groups": ((8, 96), P(None, "x")),
-}
+CUT = {"half groups": ((8, 64), P(None, "x")), "three groups": ((8, 96), P(None, "x"))}
 LEAVES = WHOLE | CUT
 
 
@@ -139,11 +136,7 @@ def test_a_state_keeps_its_types(name):
 
 @pytest.mark.filterwarnings("ignore:.*Adam-mini:UserWarning", "ignore:.*block:UserWarning")
 @pytest.mark.parametrize(
-    "name",
-    rows(
-        [name for name in FORMS if name != "gaussws_noise"],
-        ["into bfloat16"],
-    ),
+    "name", rows([name for name in FORMS if name != "gaussws_noise"], ["into bfloat16"])
 )
 def test_one_array_of_three_dimensions_on_eight_devices(name):
     """A bare f16 array split in its middle, outside of a jit and in one."""

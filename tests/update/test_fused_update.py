@@ -232,8 +232,6 @@ def test_small_outputs_are_computed_in_calls_that_xla_keeps():
 
 
 # ---- a clipping before the step --------------------------------------------------------------
-
-
 @pytest.fixture
 def folded(monkeypatch):
     """The clippings that became a factor."""

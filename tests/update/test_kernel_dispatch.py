@@ -34,7 +34,6 @@ def choose(shape, implementation=None, tx=TX):
 
 
 # ---- who takes a leaf ----------------------------------------------------------------------------
-
 TOO_MANY = (1 << 16, 1 << 15)
 IN_F32 = lowmem.flash_adamw(1e-3, storage=lowmem.Storage(mu=None, nu=None))
 
@@ -179,8 +178,6 @@ def test_a_computation_for_a_cpu_on_a_gpu_machine(on_a_gpu, kernel):
 
 
 # ---- who shares a launch -------------------------------------------------------------------------
-
-
 def batches(*leaves, direct=True, **tuned):
     """Of (shape, options of `plan_of`, gradient's dtype) each, all taken."""
     plans = [plan_of(shape, **how) for shape, how, _ in leaves]
@@ -279,7 +276,6 @@ def test_an_update_holds_no_more_than_its_largest_leaf_in_f32():
 
 
 # ---- how the work is cut -------------------------------------------------------------------------
-
 TUNED = [tuning.Tuning(Tile(64 << i, 1 << i), i + 1, 1000 + i) for i in range(4)]
 
 

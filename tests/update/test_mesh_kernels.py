@@ -201,9 +201,7 @@ def test_gradient_release(kind, gpus):
         step = release.train_step(tx, model, implementation="pallas", **told)
         places = (of_params, of_state)
         jitted = jax.jit(
-            step,
-            compiler_options=SAME_BITS,
-            out_shardings=(NamedSharding(the_mesh, P()), *places),
+            step, compiler_options=SAME_BITS, out_shardings=(NamedSharding(the_mesh, P()), *places)
         )
         given = [put(*pair) for pair in zip(start, places, strict=True)]
         batch = jax.device_put(batch, NamedSharding(the_mesh, P()))

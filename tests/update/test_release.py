@@ -31,8 +31,6 @@ FEWER = (*MINI, "flash_factored_adamw")  # second moments than weights
 
 
 # ---- a model: tied embedding, a weight that all layers share, one that nothing reads -------------
-
-
 def row(vector):
     return vector[None, None]
 
@@ -125,14 +123,12 @@ def both(tx, params, state, model=MODEL, options=SAME_BITS, steps=3, **how):
 
 
 # ---- the same results ----------------------------------------------------------------------------
-
 DTYPES = {
     "bfloat16": jnp.bfloat16,
     "float32": jnp.float32,
     "float16": jnp.float16,
     "mixed": lambda path, leaf: jnp.float32 if "norm" in path else jnp.bfloat16,
 }
-
 
 # each rule with every dtype, what differs from one in its codecs with one of them in turn
 CASES = [
@@ -351,8 +347,6 @@ def test_rms_of_each_layer_is_that_of_the_model_unrolled():
 
 
 # ---- the same random bits in every implementation ------------------------------------------------
-
-
 @pytest.mark.parametrize("shape, size, start", [((5, 7, 70), 2, 3), ((5, 64), 1, 4), ((96,), 1, 2)])
 def test_a_part_draws_what_the_whole_has_there(shape, size, start):
     """Along axis 0, which of an array of rank 1 counts groups."""
@@ -378,8 +372,6 @@ def test_kernels_draw_for_a_part_too():
 
 
 # ---- memory --------------------------------------------------------------------------------------
-
-
 def compiled(step, tx, layers=8, width=64):
     """A step of 0.25M bf16 parameters in square layers, as XLA's CPU backend plans it."""
 
@@ -413,8 +405,6 @@ def test_gradients_of_all_layers_never_exist():
 
 
 # ---- several devices -----------------------------------------------------------------------------
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("axes", ["data", "model"])
 def test_on_an_auto_mesh(axes):
@@ -463,8 +453,6 @@ def test_inside_a_shard_map(check_vma):
 
 
 # ---- limits --------------------------------------------------------------------------------------
-
-
 def clipped():
     return lowmem.chain(optax.clip_by_global_norm(1.0), lowmem.flash_adamw(1e-3))
 

@@ -134,10 +134,7 @@ def check(name, layout, start=None, steps=20):
 
 
 # each way to shard, by rules of each kind
-OFTEN = [
-    ("flash_adamw", "layers"),
-    ("stable_adamw", "both"),
-]
+OFTEN = [("flash_adamw", "layers"), ("stable_adamw", "both")]
 
 
 @pytest.mark.parametrize("name, layout", rows(itertools.product(lowmem.OPTIMIZERS, LAYOUTS), OFTEN))
@@ -180,7 +177,6 @@ def test_groups_on_two_devices(layout):
 
 
 # ---- where each array lies -----------------------------------------------------------------------
-
 WEIGHTS = {"w": jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)}
 
 
@@ -368,7 +364,6 @@ def test_what_is_missing():
 
 
 # ---- communication -------------------------------------------------------------------------------
-
 COLLECTIVES = r" (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
 
 

@@ -134,8 +134,6 @@ def lies_on_tpus(shape):
 
 
 # ---- each kernel, as it runs here ----------------------------------------------------------------
-
-
 def launch_on_tpu(rule, plans, leaves, names, scalars, keys, numbers, tile, interpret=True):
     """As `launch_cases.launch` takes it: a launch for each leaf, as plain JAX."""
     row_keys, lane_keys = random.row_and_lane_keys(keys[numbers], rank=1)
@@ -258,8 +256,6 @@ def check_bits(case, **how):
 
 
 # ---- numerics ------------------------------------------------------------------------------------
-
-
 def stored_for(kernel, name):
     """The codecs of STORED; on a TPU others in place of those with scales in fp16."""
     return {
@@ -375,8 +371,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize(
-    "kernel, size, stored",
-    [row for kernel, sizes in SIZES.items() for row in of([kernel], sizes)],
+    "kernel, size, stored", [row for kernel, sizes in SIZES.items() for row in of([kernel], sizes)]
 )
 def test_group_sizes(kernel, size, stored, launcher):
     shapes = {"pallas_tpu": [(40, 3072)], "pallas": ENDS, "triton": ENDS}.get(kernel, ON_GPU)
@@ -609,7 +604,6 @@ def stepped(tx, grads, state, params):
 
 
 # ---- nothing beyond an array ---------------------------------------------------------------------
-
 TILINGS = [
     Tiling((7, 33), 32, 64),
     Tiling((3, 5, 64), 32, 512),
@@ -635,10 +629,7 @@ def test_every_element_belongs_to_one_tile(tiling):
         row, column = (np.asarray(part)[mask] for part in index)
         assert (column < shape[1]).all() and (row < shape[0]).all()
         found.append(row * shape[1] + column)
-        at, kept = (
-            tiles._scales(tiling, tile),
-            tiles._row_mask(tiling, tile),
-        )
+        at, kept = (tiles._scales(tiling, tile), tiles._row_mask(tiling, tile))
         numbers = int(at.start) + np.arange(at.size)
         scales.append(numbers if kept is None else numbers[np.asarray(kept)])
     np.testing.assert_array_equal(np.sort(np.concatenate(found)), range(math.prod(tiling.shape)))
@@ -681,8 +672,6 @@ def test_nothing_beyond_an_array_is_written(shape, size, stored, monkeypatch):
 
 
 # ---- leaves that it takes ------------------------------------------------------------------------
-
-
 def reason(kernel, build, shape=(64, 512), dtype=BF16, **how):
     tx = build(1e-3, storage=storage(**how))
     (plan,) = tx.engine.plans({"w": jax.ShapeDtypeStruct(shape, dtype)})

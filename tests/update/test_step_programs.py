@@ -46,9 +46,8 @@ from tests.update.test_step_backends import (
     builder,
 )
 
+
 # ---- who takes a leaf: generated Triton ----------------------------------------------------------
-
-
 @pytest.fixture
 def without_pallas(monkeypatch):
     """A GPU's JAX that does not lower Pallas through Triton."""
@@ -130,8 +129,6 @@ def test_a_step_calls_it(opaque, implementation):
 
 
 # ---- Pallas, lowered for CUDA --------------------------------------------------------------------
-
-
 def lowered(tx, shapes, dtype, direct, gradient_dtype=BF16):
     """Lower a step, or an update, for CUDA and return its StableHLO."""
     params = {f"leaf{i}": jax.ShapeDtypeStruct(s, dtype) for i, s in enumerate(shapes)}
@@ -243,8 +240,6 @@ def test_tiles_lower_for_cuda(on_a_gpu, tile):
 
 
 # ---- generated Triton, compiled ------------------------------------------------------------------
-
-
 def compile_case(tx, shapes, tile=None, **options):
     case = launch_cases.make(tx, shapes, **options)
     launch = jax_triton.launch.__wrapped__
@@ -313,7 +308,6 @@ def test_its_code(compiled_kernels, name):
 
 
 # ---- programs for a TPU --------------------------------------------------------------------------
-
 TREE = {"w": (64, 512), "stack": (2, 64, 256), "odd": (64, 100), "bias": (64,)}
 
 

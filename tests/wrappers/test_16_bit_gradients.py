@@ -37,8 +37,7 @@ LINKS = {
 INNER = {
     "adamw": lambda: optax.adamw(1e-2),
     "partition": lambda: optax.partition(
-        {"ours": lowmem.flash_adamw(1e-2), "optax": optax.adamw(1e-2)},
-        {"w": "ours", "b": "optax"},
+        {"ours": lowmem.flash_adamw(1e-2), "optax": optax.adamw(1e-2)}, {"w": "ours", "b": "optax"}
     ),
 }
 

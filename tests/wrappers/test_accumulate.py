@@ -36,8 +36,6 @@ def bits(tree):
 
 
 # ---- into bfloat16 ---------------------------------------------------------------------------
-
-
 def test_bfloat16_is_MultiSteps():
     """Against optax's f32 buffer: bf16 roundings of the running mean, and nothing else."""
     gradients = micro_batches(2 * EVERY)
@@ -91,8 +89,6 @@ def test_bfloat16_around_any_optimizer():
 
 
 # ---- the gradient of a batch in parts --------------------------------------------------------
-
-
 def linear_loss(params, batch):
     return jnp.mean(batch["x"] @ params["w"] * batch["y"]) + 0 * jnp.sum(params["scale"])
 
@@ -208,8 +204,6 @@ def test_value_and_grad_refuses_a_seed_that_is_no_integer(seed):
 
 
 # ---- into the moments ------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "decay", [{}, {"weight_decay": 0.1}, {"weight_decay": 0.1, "decoupled": True}]
 )
@@ -355,8 +349,6 @@ def test_unknown_buffers():
 
 
 # ---- as part of a program --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("into", ["bfloat16", "moments"])
 def test_a_fresh_state_can_be_donated(into):
     """No array is in two places of it: XLA refuses to donate one twice."""

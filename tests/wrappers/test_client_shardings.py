@@ -179,7 +179,6 @@ def test_a_state_of_variables_keeps_its_metadata():
 
 
 # ---- shardings by rules on paths -----------------------------------------------------------------
-
 SHAPES = {"up": {"kernel": (64, 96)}, "down": {"kernel": (160, 64), "bias": (64,)}}
 PATHS = ((r"up/kernel", P("fsdp", "tensor")), (r"down/kernel", P("tensor", "fsdp")), (r".", P()))
 

@@ -119,8 +119,6 @@ def test_what_a_state_takes_from_the_parameters():
 
 
 # ---- weights in a NamedTuple ---------------------------------------------------------------------
-
-
 class Layer(NamedTuple):
     mu: Any  # a weight of this name, which is no moment
     w: Any
@@ -207,7 +205,6 @@ def test_moments_of_another_shape_are_refused():
 
 
 # ---- our own directions --------------------------------------------------------------------------
-
 OF_BLOCKS = {"attn": {"query": {"kernel": jnp.ones((64, 32))}}, "embed": {"w": jnp.ones((300, 4))},
              "norm": jnp.ones(32)}  # fmt: skip
 BLOCKS = lowmem.blocks.Structure(heads=4, rules=(("embed/w", (1,)), ("norm", "elementwise")))

@@ -138,7 +138,6 @@ def test_gradients_that_fit_pass(make):
 
 
 # ---- arguments -------------------------------------------------------------------------------
-
 adamw = functools.partial(lowmem.flash_adamw, 1e-3)
 INT = "group_size must be an int known when tracing, got {}"
 RATE = "learning_rate must be a number, an f32 scalar or a schedule, got"
@@ -307,7 +306,6 @@ INJECTED = {
     "a schedule": lambda: lowmem.flash_adamw(lambda count: jnp.bfloat16(1e-3)),
 }
 
-
 IN_BF16 = r"hyperparameter \w+ is bfloat16.*lowmem.inject_hyperparams, or pass hyperparam_dtype"
 
 
@@ -372,7 +370,6 @@ def test_what_is_taken_all_the_same():
 
 
 # ---- states of other settings, and splits that meet ------------------------------------------
-
 OTHER = r"made or restored with other settings: use those, or call init again"
 KERNEL = "'block/kernel'"
 STORAGES = {

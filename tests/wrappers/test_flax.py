@@ -85,8 +85,6 @@ def refuse_update(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---- Linen -----------------------------------------------------------------------------------
-
-
 class Net(nn.Module):
     dtype: Any = jnp.float32
 
@@ -277,8 +275,6 @@ def test_partitioned_boxes():
 
 
 # ---- NNX -------------------------------------------------------------------------------------
-
-
 class Model(nnx.Module):
     def __init__(self, dtype: Any = jnp.float32):
         self.dense = nnx.Linear(40, 8, param_dtype=dtype, rngs=nnx.Rngs(0))
@@ -434,7 +430,6 @@ def test_optimizers_read_each_others_state(mine_first, tmp_path):
 
 
 # ---- sharding metadata -----------------------------------------------------------------------
-
 LOGICAL = {"sharding_rules": (("in", "x"), ("out", "y"))}
 SHARDED: dict[str, tuple[int, dict[str, Any], tuple, tuple]] = {
     "aligned groups": (256, {"out_sharding": ("x", "y")}, ("x", "y"), ("x", "y")),

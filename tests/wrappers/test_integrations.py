@@ -27,9 +27,8 @@ from tests.integration_cases import (
     train_step,
 )
 
+
 # ---- Linen: every array of a TrainState goes where its box says ----------------------------------
-
-
 @pytest.mark.parametrize("box", [nn.with_partitioning, nn.with_logical_partitioning])
 def test_names_that_arrays_of_another_shape_keep(box):
     """Of an axis of groups where any mesh axis up to 64 that divides the parameter divides it."""
@@ -95,7 +94,6 @@ def test_boxes_of_a_converted_state():
 
 
 # ---- MaxText: logical axes, rules, scanned layers, unboxed after init ----------------------------
-
 RULES = (("layers", None), ("embed", "fsdp"), ("mlp", "tensor"), ("batch", "fsdp"))
 
 

@@ -31,9 +31,8 @@ from tests.integration_cases import (
 )
 from tests.tiers import rows
 
+
 # ---- NNX: sharded by the metadata of its variables -----------------------------------------------
-
-
 class Model(nnx.Module):
     """Two layers, whose variables name their axes where the model is `sharded`."""
 
@@ -110,8 +109,6 @@ def all_lie(optimizer, wanted):
 
 
 # ---- Orbax: saved as the loop runs, gone on with on another mesh ---------------------------------
-
-
 def loop(path, tx, mesh, until):
     """A user's training script: from the newest checkpoint on, saved every second step."""
     model = MLP(box=lambda init, names: init)

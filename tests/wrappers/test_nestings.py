@@ -158,7 +158,6 @@ def test_optax_refuses_the_same_of_its_own():
 
 
 # ---- values --------------------------------------------------------------------------------------
-
 WEIGHTS = {"w": jnp.linspace(-1, 1, 4 * 64).reshape(4, 64)}
 # conditionally_transform hands out gradients in place of updates
 _PASSING = [name for name in AROUND if name != "conditionally_transform"]

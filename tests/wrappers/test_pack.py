@@ -101,7 +101,6 @@ def test_leaves_that_are_not_packed_keep_all_their_bits():
 
 
 # ---- masks and policies are of the leaves as they are --------------------------------------------
-
 MASKS = {
     "a tree": DECAYS,
     "a function": lambda tree: {name: DECAYS[name] for name in tree},
@@ -160,8 +159,6 @@ def test_a_mask_around_or_a_partition():
 
 
 # ---- forms of trees and calls --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tree", [{}, {"w": jnp.ones((40, 96))}, {"one": jnp.ones(3)}])
 def test_nothing_to_pack_is_the_inner_optimizer(tree):
     tx, inner = adamw(CODED, below=BELOW), adamw(CODED)
@@ -232,8 +229,6 @@ def test_boxes_of_linen_name_no_axis_of_a_vector():
 
 
 # ---- what reads a state --------------------------------------------------------------------------
-
-
 def test_explain_and_the_memory_report():
     params = tree_of(0, jnp.bfloat16)
     shown = lowmem.explain(adamw(CODED, below=BELOW), params)
@@ -294,8 +289,6 @@ def test_conversion_from_and_to_optax():
 
 
 # ---- on a mesh -----------------------------------------------------------------------------------
-
-
 def test_replicated_small_leaves_beside_a_sharded_one():
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:4])
     specs = {name: P("x") if name == "large" else P() for name in SHAPES}
@@ -327,8 +320,6 @@ def test_sharded_small_leaves_are_refused():
 
 
 # ---- errors --------------------------------------------------------------------------------------
-
-
 def test_what_cannot_be_packed():
     for make in (lowmem.stable_adamw, lowmem.flash_muon, lowmem.flash_adam_mini):
         rule = type(make(1e-3).engine.rule).__name__

@@ -59,8 +59,6 @@ def error(found, y):
 
 
 # ---- the programs: (optimizer, dtype of the weights) -> Trained ----------------------------------
-
-
 def equinox(tx, dtype):
     """`filter_jit`, `filter_value_and_grad`, `apply_updates`, which adds without a cast.
 
@@ -246,7 +244,6 @@ def purejaxrl(tx, dtype):
 
 
 # ---- the optimizers: program, (library, options) -> optimizer, options of 16-bit weights ---------
-
 PROGRAMS = {
     "equinox": (equinox, lambda adam, adamw, **how: adamw(RATE, **how), {"update_dtype": "param"}),
     "optimistix": (

@@ -18,9 +18,7 @@ PARAMS = {"kernel": jnp.full((64, 128), 0.1), "bias": jnp.ones(8)}
 GRADS = jax.tree.map(jnp.cos, PARAMS)
 ADAN = {"m": codecs.softsign()}
 
-
 # ---- arguments in each other's place -------------------------------------------------------------
-
 SPLIT = {
     "flash_adamw": lambda: lowmem.flash_adamw(1e-3),
     "split": lambda: lowmem.split_master_weights(optax.adan(1e-3)),
@@ -64,7 +62,6 @@ def test_state_and_parameters_in_each_others_place(make):
 
 
 # ---- patterns, dtypes ----------------------------------------------------------------------------
-
 MISSPELT = {
     "flash_adamw": lambda policy: lowmem.flash_adamw(1e-3, storage=Storage(policy=policy)),
     "direction": lambda policy: lowmem.scale_by_flash_adam(storage=Storage(policy=policy)),
@@ -124,7 +121,6 @@ def test_the_dtype_of_a_slot_that_is_compressed(make):
 
 
 # ---- leaves --------------------------------------------------------------------------------------
-
 EVERYONE = {
     **SPLIT,
     "direction": lowmem.scale_by_flash_adam,
