@@ -5,11 +5,11 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
 
 import optax_lowmem as lowmem
 from optax_lowmem import checkpoint
 from tests import contract_cases as cases
+from tests.meshes import mesh_of as mesh_of
 
 SMALL = lowmem.Storage(policy=cases.POLICY)
 
@@ -35,13 +35,6 @@ def assert_same_bits(one, other):
     for (path, a), b in zip(paths, jax.tree.leaves(other), strict=True):
         assert (a.dtype, a.shape) == (b.dtype, b.shape), path
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), path
-
-
-def mesh_of(*shape):
-    devices = np.array(jax.devices("cpu")[: int(np.prod(shape))]).reshape(shape)
-    return jax.sharding.Mesh(
-        devices, ("a", "b")[: len(shape)], axis_types=(AxisType.Auto,) * len(shape)
-    )
 
 
 def adamw(**storage):

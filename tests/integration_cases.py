@@ -1,27 +1,19 @@
 """A model, its training step and comparisons, shared by the tests against other packages."""
 
 import functools
-import math
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType
 
 import optax_lowmem as lowmem
 from tests.contract_cases import code_differences
+from tests.meshes import mesh_of as mesh_of
 
 STEPS = 8
 WIDTH = 96  # three groups of 32: no even number of devices divides them
-
-
-def mesh_of(**axes):
-    sizes = tuple(axes.values())
-    devices = jax.devices("cpu")[: math.prod(sizes)]
-    return jax.make_mesh(sizes, tuple(axes), axis_types=(AxisType.Auto,) * len(axes),
-                         devices=devices)  # fmt: skip
 
 
 MESH = functools.partial(mesh_of, data=4, model=2)

@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 
 # -- codecs, splits, random bits ------------------------------------------------------------------
-
 # Distance of a position z from its exact value, in codes: z = levels * (a few operations), each
 # relative u, and x / s within 2 u of the oracle's through the f32 root: 255 * 8 u = 1.2e-4.
 CODE_POSITION = 1.5e-4
@@ -62,7 +61,6 @@ LANDS = {"bfloat16": 2.0**-15, "float16": 2.0**-12}
 MISSED = 2.0**-24 + 2.0**-25
 
 # -- contract tests (test_contract_*.py) ----------------------------------------------------------
-
 # |change - f32 change| / |f32 change| of a leaf over 8 steps on a fixed stream. Adam and SGD: a
 # code is off by at most one, uniform; at a typical |m| of a third of the group maximum that is
 # 1/127 * 3 / sqrt(12) = 0.7 %, less for sqrt(v); elements far below are worse but few.
@@ -83,7 +81,6 @@ COSINE_200 = 0.999
 COSINE_6000 = 0.995
 
 # -- golden vectors -------------------------------------------------------------------------------
-
 # The recorded kernels fuse multiply-adds and divide within 2 ulp: sides of rounding boundaries.
 GOLDEN_SHARE = 1e-3
 # The sign of a sum of two products under this share of them depends on how they are fused: 8 u.
@@ -103,7 +100,6 @@ GOLDEN_ERROR_SHARE = 0.1
 GOLDEN_SCALE_SHARE = 0.013
 
 # -- accumulation and averages (test_accumulate.py, test_ema.py) -----------------------------------
-
 F32_EPS = 2.0**-23
 # bf16 stores 7 mantissa bits: neighbours are at most this share of a value apart.
 BF16_SPACING = 2.0**-7
@@ -120,7 +116,6 @@ def stochastic_sum(steps: int, spacing: float, elements: int) -> float:
 
 
 # -- one implementation against another (test_fused_update.py) ------------------------------------
-
 # The same functions under other fusions (FMA): EAGER_JIT_SHARE, doubled for two moments and a
 # comparison with noise, which flips within an ulp of P.
 REORDERED_CODES = 1e-3
@@ -162,13 +157,11 @@ REORDERED_WORDS = {"f24+z8": (2.0**-15, 0), "f17+k15": (2.0**-8, 2.0**-11)}
 REORDERED_NORM = 2.0**-18
 
 # -- stable_adamw and update_clipping (test_stable_adamw.py) ---------------------------------------
-
 # Against float64 or another library over 20 steps in f32: what the issue of both asks for.
 STABLE_ADAMW_RTOL = 1e-5
 STABLE_ADAMW_ATOL = 1e-6
 
 # -- the fused GPU step (test_step_backends.py, test_kernel_numerics.py, test_gpu_step.py) ---------
-
 # x times 1 / y to an ulp, 2^-23, and a product of u. (XLA's division on a GPU: 2 ulp, 2^-22.)
 KERNEL_QUOTIENT = 2.0**-22
 # 32 bits rounded to f32 instead of 24 cut off: half a spacing, 2^-25, from what was cut off, 2^-24.
@@ -198,7 +191,6 @@ def rare(share: float, elements: int) -> float:
 
 
 # -- encode and decode of one array (test_group_codec.py) -----------------------------------------
-
 # XLA may move the constant 1 / levels to the scale: two products of u each in either order, 4 u
 # apart; squared 8 u, and u each for the square. A division of 2 ulp (GPU) and a product: 5 u each.
 GROUP_DECODE = 10 * 2.0**-24
@@ -212,7 +204,6 @@ GPU_SCALE_UNITS = {"f32": 4, "f16": 1, "e8m8": 0}
 GPU_F16_SCALE_SHARE = 2.0**-8
 
 # -- Adam-mini and its codec (test_adam_mini.py, test_peers_adam_mini.py) --------------------------
-
 # Against float64 or the package over 20 steps in f32. Of the weight, each step costs u to store it
 # and u for 1 - lr wd as f32, always to one side: 40 u. A direction is off by 16 u (a mean over d
 # elements is log2(d) u, halved by the root), so a step of 4 lr = 0.04 by 4e-8, 20 of them by 8e-7.
@@ -228,7 +219,6 @@ AFFINE_DECODE = AFFINE_DELTA + 2.0**-24
 AFFINE_POSITION = 383 * 3 * 2.0**-24
 
 # -- stochastic rounding between powers (test_expansion_rounding.py) -------------------------------
-
 # |dP| of the fourth order in 1 / n, and of the n that stands for all in the third (see
 # MinifloatCodec.odds), in float64 over r and u: r up to; n = 1; other subnormal numbers; normal.
 ODDS = {
@@ -253,7 +243,6 @@ APPROXIMATE_CODES = 1e-3
 APPROXIMATE_WORDS = 0.02
 
 # -- sampled weights (test_gaussws_*.py) -----------------------------------------------------------
-
 # w + R max |w| 2^(1 - b_t): the power to 2 ulp, its product, that with R (R of U(-0.5, 0.5) is
 # not a power of two) and the sum: 4 * 2 u of the terms.
 SAMPLE = 8 * 2.0**-24
@@ -262,7 +251,6 @@ SAMPLE = 8 * 2.0**-24
 BITS_GRADIENT = (64 + 8) * 2.0**-24
 
 # -- quantized products (test_switchback*.py, test_layers.py) --------------------------------------
-
 # A position x * (largest / absmax) of its exact value: a quotient and a product of u each.
 POSITION = 3 * 2.0**-24
 # A scaled sum of its exact value: the f32 of an int32, 1 / 127 as f32, two scales (a product of u
@@ -301,7 +289,6 @@ def of_product(a: Any, b: Any, of_a: Any, of_b: Any, dtype: str = "float32") -> 
 
 
 # -- products of FP8 codes (test_quantized_product.py) ---------------------------------------------
-
 # Hopper's tensor cores add 32 products at a time to a sum of which 14 bits count. Measured at
 # 16,384 terms: 3.1e-3 of a result's rms; twice that.
 HOPPER_FLOAT8_RMS = 2.0**-7
@@ -324,7 +311,6 @@ def hopper_float8_sum(length: int, dtype: str) -> float:
 
 
 # -- the FP8 precision flow (test_fp8_flow.py) -----------------------------------------------------
-
 U = 2.0**-24
 
 
@@ -356,7 +342,6 @@ RECOMPUTED = {"bfloat16": 16**0.5 * 2.0**-8, "float32": 4 * 16**0.5 * 2.0**-24}
 LOSS_OF_LOOPS = 0.01
 
 # -- the loss of a head whose products run in FP8 (test_cross_entropy.py) --------------------------
-
 # Root mean square of a code's error, of the number: uniform in half a spacing, 2^-4 (2^-3) of
 # a number with a mantissa of 1, and less with a larger one (3/4 of it if those are log-uniform).
 CODE_RMS = {"e4m3": 2.0**-4 / 3**0.5, "e5m2": 2.0**-3 / 3**0.5}
@@ -408,7 +393,6 @@ def fp8_head_gradients(hidden: Any, head: Any, of_logits: bool) -> float:
 FP8_OTHER_SCALES = (2 * (CODE_RMS["e4m3"] ** 2 + CODE_RMS["e5m2"] ** 2)) ** 0.5
 
 # -- Muon (test_muon.py) --------------------------------------------------------------------------
-
 # |change - optax's| / |optax's| with f32 products and moments. A product rounds by u = 2^-24 of its
 # result at random, and a change of a small singular value is lifted by a = 3.4445 an iteration:
 # u (1 + a + ... + a^4) = 200 u; twice that for two programs, and 2^-20 of optax's bias correction
@@ -427,14 +411,12 @@ MUON_BF16_MOMENTUM = 0.05
 MUON_BF16 = 0.1
 
 # -- bf16 weights that are rounded stochastically (test_rounded_weights.py) -----------------------
-
 # The mean over 32,768 weights of what 64 steps of ulp / 16 sum to, of what it is in f32: one
 # rounding has a standard deviation of at most ulp / 2, 64 of them 4 ulp where the sum is 4 ulp, so
 # their mean has 1 / sqrt(32768) = 0.006 of it; five of those.
 ROUNDED_WEIGHTS = 0.03
 
 # -- passes over tensors (test_fp8_passes.py) ------------------------------------------------------
-
 # Bytes of a layer's program over those of one compiled without a GPU, in MiB: half of the smallest
 # pass, 8 MiB of a weight in bf16; small arrays that XLA reduces in one step more are under 1 MiB.
 PASS_MIB = 4

@@ -148,11 +148,11 @@ def test_onto_another_mesh(make, storage, tmp_path):
     params, state = scrambled(params), scrambled(state)
     # numbers: an older XLA, as these tests compile, moves 16-bit NaN between devices through f32
     params = jax.tree.map(jnp.nan_to_num, params)
-    wide = NamedSharding(mesh_of(4, 2), P("a"))
+    wide = NamedSharding(mesh_of(a=4, b=2), P("a"))
     laid_out = jax.tree.map(spread, (params, state), everywhere(params, state, wide))
     checkpoint.save(tmp_path, tx, *laid_out, 1)
 
-    few = NamedSharding(mesh_of(2), P(None, "a"))
+    few = NamedSharding(mesh_of(a=2), P(None, "a"))
     like = {**abstract(params), "w": jax.ShapeDtypeStruct((8, 96), jnp.bfloat16, sharding=few)}
     new, restored = checkpoint.restore(tmp_path, tx, like)
     assert_same_bits((new, restored), (params, state))
@@ -160,20 +160,20 @@ def test_onto_another_mesh(make, storage, tmp_path):
     assert restored.mu_scale["w"].sharding.is_fully_replicated
     assert restored.count.sharding.device_set == few.device_set
 
-    narrow = NamedSharding(mesh_of(2), P("a"))
+    narrow = NamedSharding(mesh_of(a=2), P("a"))
     shardings = everywhere(params, state, narrow)[1]
     _, restored = checkpoint.restore(tmp_path, tx, like, shardings=shardings)
     assert_same_bits(restored, state)
     assert restored.nu_scale["w"].sharding == narrow
 
-    replicated = NamedSharding(mesh_of(2), P())
+    replicated = NamedSharding(mesh_of(a=2), P())
     _, restored = checkpoint.restore(tmp_path, tx, like, shardings=replicated)
     assert_same_bits(restored, state)
 
 
 def test_codes_that_share_bytes_lie_as_their_parameter():
     """Of abstract parameters, where parts are whole bytes; nothing is written."""
-    few = NamedSharding(mesh_of(2), P(None, "a"))
+    few = NamedSharding(mesh_of(a=2), P(None, "a"))
     for columns, codes in ((96, P(None, "a")), (94, P(None, None))):  # 48 bytes, and 47
         like = {"w": jax.ShapeDtypeStruct((64, columns), jnp.bfloat16, sharding=few)}
         state, decisions = scope.dry_run(four_bits(1e-3), like)
@@ -204,11 +204,11 @@ def test_a_run_that_moves_to_another_mesh_keeps_its_bits(tmp_path):
     run = functools.partial(stepping(tx), gradients=gradients)
 
     whole = run(*run(params, state))
-    wide = NamedSharding(mesh_of(4, 2), P("a"))
+    wide = NamedSharding(mesh_of(a=4, b=2), P("a"))
     half = run(*jax.device_put((params, state), everywhere(params, state, wide)))
     assert len(half[1].mu["w"].sharding.device_set) == 8
     checkpoint.save(tmp_path, tx, *half, step=50)
-    few = NamedSharding(mesh_of(2), P("a"))
+    few = NamedSharding(mesh_of(a=2), P("a"))
     like = {"w": jax.ShapeDtypeStruct((8, 96), jnp.bfloat16, sharding=few)}
     assert_same_bits(run(*checkpoint.restore(tmp_path, tx, like)), whole)
 

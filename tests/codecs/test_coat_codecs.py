@@ -75,8 +75,6 @@ def view(x):
 
 
 # -- the formats -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind, dtype", [("e4m3", "float8_e4m3fn"), ("e5m2", "float8_e5m2")])
 def test_a_code_is_the_pattern_of_its_number(kind, dtype):
     codec = PLAIN[kind]()
@@ -113,8 +111,6 @@ def test_dynamic_map_is_the_published_one(signed):
 
 
 # -- codes and values --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("spread", [0.1, 1.0, 3.0])
 @pytest.mark.parametrize("name", CODECS)
 def test_codes_are_the_oracles(name, spread):
@@ -169,8 +165,6 @@ def test_scale_invariance(name):
 
 
 # -- bounds ------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def million():
     """2^20 groups of four: sizes from 2^-100 to 2^100; zeros, constants, spikes, wide and empty."""
@@ -248,8 +242,6 @@ def test_all_of_f32(name):
 
 
 # -- bad groups --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("bad", [np.nan, -np.nan, np.inf])
 @pytest.mark.parametrize("name", CODECS)
 def test_not_finite(name, bad):
@@ -324,8 +316,6 @@ def test_a_codec_that_disagrees_with_its_inner_one_is_refused():
 
 
 # -- stochastic rounding -----------------------------------------------------------------------
-
-
 @functools.partial(jax.jit, static_argnames=("codec", "keys"))
 def codes_over_keys(codec, x, keys):
     def one(key):
@@ -360,7 +350,6 @@ def test_stochastic_rounding_is_unbiased_between_decoded_neighbours(name):
 
 
 # -- closed loops ------------------------------------------------------------------------------
-
 STEPS, WIDTH = 3000, 1024
 
 
@@ -442,8 +431,6 @@ def test_second_moment_in_a_closed_loop(name, gradients):
 
 
 # -- kernels -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", rows(CODECS, list(CODECS)[2::3]))
 def test_kernels_lower_for_cuda(name, on_a_gpu):
     codec = CODECS[name]

@@ -312,8 +312,6 @@ def test_variance_floor(name, stochastic):
 
 
 # -- storage -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", codecs.CODECS)
 def test_storage_says_what_encode_gives(name):
     """Shapes and dtypes, of whole and odd last axes; nothing is compiled."""

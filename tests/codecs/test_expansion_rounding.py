@@ -91,8 +91,6 @@ def test_nothing_is_under_code_one():
 
 
 # -- logarithms and powers of two as single instructions of a GPU ------------------------------
-
-
 def off(function, least):
     """With errors of either sign, up to 2^-22 of the result or of `least`."""
 

@@ -116,8 +116,6 @@ def test_no_bit_moves_at_rate_0(kind, bits, direct):
 
 
 # -- many steps ------------------------------------------------------------------------------------
-
-
 def displacement(tx, steps, mean, deviation, dtype=BF16):
     """Measure the mean change of 1024 weights of 1 after `steps` steps, in one program."""
     params, state = lowmem.init(tx, {"w": jnp.ones(1024)}, dtype)
@@ -182,8 +180,6 @@ def test_bits_are_uniform_and_those_of_neighbours_and_slots_independent():
 
 
 # -- which bits ------------------------------------------------------------------------------------
-
-
 def test_fused_and_composed_optimizers_draw_the_same_bits():
     """Lion, whose steps are the same numbers: weights and corrections agree bit for bit."""
     storage = lowmem.Storage(mu=None, group_size=16, seed=5)

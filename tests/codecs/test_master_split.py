@@ -182,8 +182,6 @@ def test_ulp_split_is_algorithm_1(fmt, bits):
 
 
 # -- landing ---------------------------------------------------------------------------------------
-
-
 def test_zero_update_leaves_every_pair_alone():
     """Every bf16 weight but subnormal ones (optax's addition flushes those) x every correction."""
     split = codecs.SPLITS["bits-24"]

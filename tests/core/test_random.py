@@ -173,8 +173,6 @@ def test_rounding_bits_keeps_the_mean_and_the_exact():
 
 
 # -- sharding --------------------------------------------------------------------------------------
-
-
 SPECS = [P("a", "b"), P("b", "a"), P(None, ("a", "b")), P(("a", "b"), None), P()]
 
 

@@ -19,6 +19,7 @@ from optax_lowmem._src.fp8_flow import kernels as fp8_flow
 from tests import tolerances as tol
 from tests.contract_cases import QUICK_COMPILE
 from tests.lowering import kernels_in, lower_for_cuda
+from tests.meshes import mesh_of
 from tests.tiers import rows
 
 BATCH, LENGTH, WIDTH, VOCAB = 4, 12, 16, 40
@@ -318,11 +319,7 @@ def on_a_mesh(name, how, vocab_axis, weighted, **options):
     sizes, of_hidden, of_head = LAYOUTS[name]
     of_head = of_head if vocab_axis else P(*(tuple(of_head) + (None,) * 2)[:2][::-1])
     kind = AxisType.Explicit if how == "explicit" else AxisType.Auto
-    count = int(np.prod(list(sizes.values())))
-    mesh = jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes),
-        devices=jax.devices()[:count],
-    )  # fmt: skip
+    mesh = mesh_of(kind, **sizes)
     head = HEAD if vocab_axis else HEAD.T
     hidden, head, labels, weights = (
         jax.device_put(x, NamedSharding(mesh, spec))

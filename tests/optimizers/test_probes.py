@@ -22,8 +22,6 @@ def decoded(codec, codes, scales, group_size=32):
 
 
 # -- scale -----------------------------------------------------------------------------------------
-
-
 SCALED = {
     "adamw": lambda **options: lowmem.flash_adamw(1e-3, eps=0.0, weight_decay=0.1, **options),
     "lion": lambda **options: lowmem.flash_lion(1e-3, weight_decay=0.1, **options),
@@ -69,8 +67,6 @@ def test_gradients_of_any_size_give_the_same_codes_and_weights(name, rounding):
 
 
 # -- a second moment that falls --------------------------------------------------------------------
-
-
 def falling(storage):
     """3000 steps of gradients of size sigma, then 6000 of sigma / 10; ours beside f32."""
     rng = np.random.default_rng(2)

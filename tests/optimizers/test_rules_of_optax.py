@@ -92,7 +92,6 @@ def test_three_steps_are_optaxs(ours, theirs):
 
 
 # -- decay: with gradients of 0 a step is the decay alone ------------------------------------------
-
 LR, DECAY = 0.5, 0.1
 DECAYING = {
     "flash_adamw": lowmem.flash_adamw,

@@ -15,6 +15,7 @@ import optax_lowmem as lowmem
 from optax_lowmem.sharding import state_shardings
 from tests.compilation import SAME_BITS
 from tests.contract_cases import skip_old_multi_steps
+from tests.meshes import mesh_of
 from tests.tiers import rows
 from tests.update.test_sharding import PARTITIONS_CALLS, nearly
 
@@ -34,8 +35,7 @@ LEAVES = WHOLE | CUT
 
 
 def mesh(devices=4, kind=AxisType.Explicit):
-    own = jax.devices("cpu")[:devices]
-    return jax.make_mesh((devices,), ("x",), axis_types=(kind,), devices=own)
+    return mesh_of(kind, x=devices)
 
 
 def made(name):

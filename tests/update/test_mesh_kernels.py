@@ -21,6 +21,7 @@ from optax_lowmem.sharding import state_shardings
 from tests.compilation import SAME_BITS
 from tests.contract_cases import assert_alike
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
+from tests.meshes import mesh_of
 from tests.tiers import rows
 from tests.update.test_sharding import COLLECTIVES, LEARNING_RATE
 
@@ -38,9 +39,7 @@ OPTIMIZERS += ["flash_adamw-int4", "flash_lion-int4"]
 
 
 def mesh(sizes, kind):
-    names = ("a", "b")[: len(sizes)]
-    devices = jax.devices("cpu")[: np.prod(sizes)]
-    return jax.make_mesh(sizes, names, axis_types=(kind,) * len(sizes), devices=devices)
+    return mesh_of(kind, **dict(zip("ab", sizes, strict=False)))
 
 
 def made(name, **storage):

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
@@ -20,19 +20,13 @@ from optax_lowmem._src.codecs.expansion import ExpandedCodec
 from optax_lowmem.sharding import state_shardings
 from tests.compilation import SAME_BITS
 from tests.contract_cases import code_differences
+from tests.meshes import mesh_of
 from tests.tiers import rows
 
-AUTO = AxisType.Auto
 PARTITIONS_CALLS = jax.default_backend() == "cpu" and jax.__version_info__ >= (0, 12)
 LEARNING_RATE = 1e-2
 SHAPES = {"embed": (128, 64), "head": (64, 96), "layers": (2, 32, 256), "bias": (40,)}
 IS_SHAPE = dict(is_leaf=lambda x: isinstance(x, tuple))
-
-
-def mesh(**axes):
-    sizes = tuple(axes.values())
-    devices = jax.devices("cpu")[: math.prod(sizes)]
-    return jax.make_mesh(sizes, tuple(axes), axis_types=(AUTO,) * len(sizes), devices=devices)
 
 
 # name -> (mesh, specs of the leaves above, zero_axis)
@@ -66,7 +60,7 @@ UNALIGNED = {
 def laid_out(layout):
     """(shardings of the parameters, zero_axis)."""
     axes, specs, zero_axis = layout
-    the_mesh = mesh(**axes)
+    the_mesh = mesh_of(**axes)
     named = zip(SHAPES, specs, strict=True)
     return {name: NamedSharding(the_mesh, spec) for name, spec in named}, zero_axis
 
@@ -181,7 +175,7 @@ WEIGHTS = {"w": jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)}
 
 
 def specs_of(tx, spec, params=None, **how):
-    the_mesh = mesh(x=4, y=2)
+    the_mesh = mesh_of(x=4, y=2)
     given = {"w": spec}
     found = state_shardings(tx, params or WEIGHTS, given, mesh=the_mesh, **how)
     return jax.tree.map(lambda sharding: sharding.spec, found)
@@ -220,7 +214,7 @@ def test_bytes_of_two_codes_stay_whole():
         found = specs_of(tx, P("x", "y"), params)
         assert found.mu["w"] == found.nu["w"] == codes
         assert found.mu_scale["w"] == P("x", None) and found.correction["w"] == P("x", "y")
-        where = NamedSharding(mesh(x=4, y=2), P("x", "y"))
+        where = NamedSharding(mesh_of(x=4, y=2), P("x", "y"))
         leaf = jax.ShapeDtypeStruct((64, columns), jnp.bfloat16, sharding=where)
         (step,) = lowmem.explain(tx, {"w": leaf}).steps
         assert f"parts of {columns // 2} on the last axis, and groups of 32" in step.reason
@@ -270,7 +264,7 @@ def test_through_wrappers(wrapper):
     """State and scales have the parameter's sharding in a wrapper too; the rest is replicated."""
     tx = WRAPPED[wrapper](lowmem.flash_adamw(1e-3))
     params = {"a": {"w": jnp.ones((64, 256), jnp.bfloat16)}, "w": jnp.ones((8, 64), jnp.bfloat16)}
-    the_mesh = mesh(x=4, y=2)
+    the_mesh = mesh_of(x=4, y=2)
     of_params = {
         "a": {"w": NamedSharding(the_mesh, P("x", "y"))}, "w": NamedSharding(the_mesh, P("x"))
     }  # fmt: skip
@@ -283,7 +277,7 @@ def test_through_wrappers(wrapper):
 
 
 def test_by_default_where_the_parameters_are():
-    the_mesh = mesh(x=4, y=2)
+    the_mesh = mesh_of(x=4, y=2)
     params = jax.device_put({"w": jnp.ones((64, 256))}, NamedSharding(the_mesh, P("x", "y")))
     assert state_shardings(lowmem.flash_lion(1e-3), params).mu["w"].spec == P("x", "y")
 
@@ -294,7 +288,7 @@ def test_boxes_of_linen(rules):
     layer = linen.Dense(256, kernel_init=linen.with_partitioning(linen.initializers.ones, names))
     params = jax.eval_shape(layer.init, jax.random.key(0), jnp.ones((1, 64)))["params"]
     tx = lowmem.flash_adamw(1e-3)
-    of_state = state_shardings(tx, params, mesh=mesh(x=4, y=2), rules=rules)
+    of_state = state_shardings(tx, params, mesh=mesh_of(x=4, y=2), rules=rules)
     assert of_state.mu["kernel"].spec == of_state.mu_scale["kernel"].spec == P("x", "y")
     assert of_state.mu["bias"].spec == P(None)
 
@@ -309,7 +303,7 @@ def test_bytes_of_a_device():
     """All of a state's bytes over the shards, and the scalars."""
     params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)}
     tx, given = lowmem.flash_adamw(1e-3), {"w": P()}
-    of_state = state_shardings(tx, params, given, mesh=mesh(data=8), zero_axis="data")
+    of_state = state_shardings(tx, params, given, mesh=mesh_of(data=8), zero_axis="data")
     state = jax.eval_shape(tx.init, params)
 
     def size(x, shape):
@@ -322,7 +316,7 @@ def test_bytes_of_a_device():
 
 def test_state_on_the_host():
     """State stored in host memory between steps and moved to the device gives the same bits."""
-    the_mesh, tx = mesh(x=4), lowmem.flash_adamw(1e-3)
+    the_mesh, tx = mesh_of(x=4), lowmem.flash_adamw(1e-3)
     params = {"w": jnp.ones((64, 256), jnp.bfloat16)}
     given = {"w": P("x")}
     here, there = (
@@ -360,7 +354,7 @@ def test_what_is_missing():
     with pytest.raises(ValueError, match="pass mesh=, or use set_mesh"):
         state_shardings(tx, params, {"w": P("x")})
     with pytest.raises(ValueError, match=r"missing \['w'\], extra \['v'\]"):
-        state_shardings(tx, params, {"v": P("x")}, mesh=mesh(x=4))
+        state_shardings(tx, params, {"v": P("x")}, mesh=mesh_of(x=4))
 
 
 # ---- communication -------------------------------------------------------------------------------

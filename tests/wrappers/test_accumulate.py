@@ -10,6 +10,7 @@ import optax_lowmem as lowmem
 from optax_lowmem import Storage
 from optax_lowmem._src.core import varying
 from tests import tolerances
+from tests.meshes import mesh_of
 
 PLAIN = Storage(mu=None, nu=None)
 EVERY = 4
@@ -364,8 +365,7 @@ def test_a_fresh_state_can_be_donated(into):
 
 def test_on_devices_that_differ():
     """Local SGD: parameters, state and gradients of each device are its own."""
-    mesh = jax.make_mesh((2,), ("d",), devices=jax.devices()[:2],
-                         axis_types=(jax.sharding.AxisType.Auto,))  # fmt: skip
+    mesh = mesh_of(d=2)
     tx = lowmem.accumulate_gradients(optax.sgd(0.1), 2, "bfloat16")
     gradients = micro_batches(2, shape=(2, 64, 128))
 

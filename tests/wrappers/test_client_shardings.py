@@ -5,7 +5,6 @@ groups the mesh does not divide.
 """
 
 import functools
-import math
 import re
 
 import flax.linen as nn
@@ -22,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import optax_lowmem as lowmem
 from optax_lowmem.flax import Optimizer
 from optax_lowmem.sharding import state_shardings
+from tests.meshes import mesh_of
 from tests.tiers import rows
 
 AUTO = AxisType.Auto
@@ -38,9 +38,7 @@ def made(name="flash_adamw", rate=RATE):
 
 @functools.cache
 def mesh(**axes):
-    axes = axes or dict(fsdp=4, tensor=2, sequence=1)
-    kinds, own = (AUTO,) * len(axes), jax.devices("cpu")[: math.prod(axes.values())]
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=kinds, devices=own)
+    return mesh_of(**(axes or dict(fsdp=4, tensor=2, sequence=1)))
 
 
 @functools.cache

@@ -26,7 +26,8 @@ from flax.training import train_state  # noqa: E402
 
 import optax_lowmem.flax as ours  # noqa: E402
 from optax_lowmem._src.flax import as_pure  # noqa: E402
-from tests.tiers import rows
+from tests.meshes import mesh_of  # noqa: E402
+from tests.tiers import rows  # noqa: E402
 
 STORAGE = lowmem.Storage(policy=POLICY)
 STEPS = 3
@@ -446,21 +447,16 @@ def sharded(cls: Any, tx: Any, width: int, metadata: Any, **options: Any) -> tup
     return model, cls(model, tx, wrt=nnx.Param, **options)
 
 
-def mesh() -> jax.sharding.Mesh:
-    auto = jax.sharding.AxisType.Auto
-    return jax.make_mesh((4, 2), ("x", "y"), axis_types=(auto, auto), devices=jax.devices("cpu"))
-
-
 @pytest.mark.parametrize("case", rows(SHARDED, ["indivisible groups"]))
 def test_state_is_sharded_as_far_as_its_shapes_allow(case):
     """Flax's class gives scales their parameter's axes, and fails where those do not fit."""
     width, metadata, codes, scales = SHARDED[case]
 
     def lies(leaf: Any, axes: tuple[Any, ...]) -> bool:
-        wanted = jax.sharding.NamedSharding(mesh(), jax.sharding.PartitionSpec(*axes))
+        wanted = jax.sharding.NamedSharding(mesh_of(x=4, y=2), jax.sharding.PartitionSpec(*axes))
         return leaf[...].sharding.is_equivalent_to(wanted, leaf[...].ndim)
 
-    with jax.set_mesh(mesh()):
+    with jax.set_mesh(mesh_of(x=4, y=2)):
         tx = lowmem.flash_adamw(1e-2)
         model, optimizer = sharded(ours.Optimizer, tx, width, metadata, dtype=jnp.bfloat16)
         state = optimizer.opt_state
@@ -469,14 +465,16 @@ def test_state_is_sharded_as_far_as_its_shapes_allow(case):
         assert state.mu_scale["bias"].shape == ()  # a placeholder: the bias is not compressed
         nnx_step(model, optimizer, jnp.ones((8, 64)), jnp.zeros((8, width)))
         state = nnx.state(optimizer)
-        jax.device_put(state, nnx.get_named_sharding(state, mesh()))  # fails where one does not fit
+        jax.device_put(
+            state, nnx.get_named_sharding(state, mesh_of(x=4, y=2))
+        )  # fails where one does not fit
     assert float(jnp.abs(optimizer.opt_state.mu["kernel"][...]).max()) > 0
 
 
 @pytest.mark.parametrize("case", SHARDED)
 def test_what_flax_can_shard_stays_as_it_is(case):
     width, metadata, _, _ = SHARDED[case]
-    with jax.set_mesh(mesh()):
+    with jax.set_mesh(mesh_of(x=4, y=2)):
         mine, theirs = (
             nnx.state(sharded(cls, optax.adamw(1e-2), width, metadata)[1])
             for cls in (ours.Optimizer, nnx.Optimizer)
