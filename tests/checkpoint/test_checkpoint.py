@@ -324,7 +324,6 @@ def test_export_refuses(tmp_path):
 
 # ---- size (FlashOptim, section 3.4) --------------------------------------------------------------
 def test_bytes_a_parameter_on_disk(tmp_path):
-    """5.19 for flash_adamw, 12 for optax.adamw; Orbax compresses, codes less than f32 numbers."""
     from benchmarks.suites import checkpoint as bench_checkpoint
 
     ours, plain = (bench_checkpoint.on_disk(impl, 1 << 18, tmp_path / impl[:5]) for impl in

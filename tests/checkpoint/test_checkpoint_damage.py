@@ -302,8 +302,6 @@ def test_a_file_of_a_stored_checkpoint_is_still_compared(tmp_path):
 
 
 def test_files_that_come_in_parts_have_the_same_sum():
-    """A bucket's reader gives what it has, and may have no `readinto`."""
-
     class Bucket:
         def __init__(self, data):
             self.data = io.BytesIO(data)
@@ -399,7 +397,6 @@ def test_the_next_save_removes_what_others_left(tmp_path):
 
 
 def test_one_save_at_a_time_writes(tmp_path, monkeypatch):
-    """A second one raises before it touches what the first one writes."""
     tx, first, later = two_steps(tmp_path)
     write, tried = checksums.write_rest, []
 

@@ -227,7 +227,6 @@ def without(described, *path):
     ids="/".join,
 )  # fmt: skip
 def test_a_description_that_lacks_something_is_refused(path):
-    """Also under an optimizer that would read the same arrays as something else."""
     saved = without(checkpoint.metadata(adamw(), LIKE), *path)
     for tx in (adamw(), adamw(nu=LINEAR)):
         with pytest.raises(ValueError, match=f"the description .*lacks .*{path[-1]}"):

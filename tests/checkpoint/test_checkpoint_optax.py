@@ -49,7 +49,6 @@ def moments(state):
 # ---- each optimizer ------------------------------------------------------------------------------
 @cases.OPTIMIZER
 def test_there_and_back(name):
-    """Exact where codecs are; elsewhere within error_bound."""
     plain, tx = plain_of(name)(1e-3), cases.CASES[name].make(1e-3, cases.Form(bits=32))
     params, old = started(plain)
     weights, state = checkpoint.from_optax(tx, old, params)

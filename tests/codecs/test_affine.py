@@ -56,7 +56,6 @@ def test_error_bound(kind, stochastic):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_codes_are_the_oracles(kind):
-    """Of the oracle with the zero-point and the step as they are stored."""
     x = some(kind)
     stored, scales, y = round_trip(x)
     grid = CODEC.units(scales)
@@ -81,7 +80,6 @@ def test_reference_errs_where_ours_does_not():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, -np.nan])
 def test_not_finite(bad):
-    """The whole group is NaN, and no other."""
     x = some("spans zero").at[3, 7].set(bad)
     y = np.asarray(round_trip(x)[2])
     assert np.isnan(y[3, :SIZE]).all()

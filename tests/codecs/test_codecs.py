@@ -161,7 +161,6 @@ def test_the_error_bound_holds_for_all_of_f32(name, stochastic):
 
 @pytest.mark.parametrize("name, top", in_turn(GUARDED, [2.0**-126, 2.0**-120, 2.0**126, 2.0**127]))
 def test_extreme_magnitudes(name, top):
-    """2^126 is the largest scale: what exceeds it saturates."""
     codec = codecs.CODECS[name]
     share = np.array([1, 1, 0.5, 0.25, 0.75, 0, 0, 1] * 4)
     x = np.float32(top * share)
@@ -314,7 +313,6 @@ def test_variance_floor(name, stochastic):
 # -- storage -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", codecs.CODECS)
 def test_storage_says_what_encode_gives(name):
-    """Shapes and dtypes, of whole and odd last axes; nothing is compiled."""
     codec = codecs.CODECS[name]
     for shape in [(7,), (2, 3, 32)]:
         encode = functools.partial(codecs.encode_array, codec, group_size=4)

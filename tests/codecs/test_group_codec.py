@@ -204,7 +204,6 @@ def test_a_partial_tile_is_masked(shape, partial, monkeypatch):
 
 @pytest.mark.parametrize("name", MARKED)
 def test_groups_that_are_not_finite(name, backend):
-    """They show in their own group only, whatever the tile."""
     codec, case = codecs.CODECS[name], ((4, 80), 32, jnp.float32)
     x = jnp.abs(values(codec, case)) + 1
     bad = x.at[0, 3].set(jnp.nan).at[2, 79].set(jnp.inf)
@@ -248,7 +247,6 @@ def test_vmap(name, backend):
 
 @pytest.mark.parametrize("name", MARKED)
 def test_kernels_lower_for_cuda(name, on_a_gpu):
-    """Every form of the body: flat and ragged, both roundings, each dtype."""
     codec = codecs.CODECS[name]
     forms = [
         ((64, 64), 32, jnp.float32, None),
@@ -333,7 +331,6 @@ def test_arrays_that_kernels_do_not_take(shape, dtype, group_size, reason, on_a_
 
 
 def test_explicit_axes(on_a_gpu):
-    """A kernel is for one device: it would raise in JAX."""
     mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Explicit,))
     x = jax.device_put(jnp.ones((4, 33)), jax.NamedSharding(mesh, P("data")))
     assert "Explicit mesh axes" in group_codec.supported(x, 32)

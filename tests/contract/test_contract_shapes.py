@@ -34,7 +34,6 @@ def test_init_of_shapes(name, dtype):
 
 @pytest.mark.parametrize("name", rows(MADE, list(MADE)[::3]))
 def test_init_of_shapes_with_a_sharding(name):
-    """Slots lie where their weight will."""
     mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
     where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
     params = {"block": {"w": jax.ShapeDtypeStruct((64, 64), jnp.float32, sharding=where)}}

@@ -50,7 +50,6 @@ def test_a_fallback_is_traced_where_it_is_lowered(either, traced):
 
 
 def test_a_kernel_of_this_platform(either, traced):
-    """Here the CPU's."""
     found = jax.jit(functools.partial(either, "cpu"))(X)
     np.testing.assert_array_equal(found["sum"], 4 * X)
     assert traced == ["kernel"]
@@ -62,7 +61,6 @@ def test_without_a_trace(either, traced):
 
 
 def test_a_program_for_several_platforms(either, traced):
-    """It has both, and takes the one of the platform that calls it."""
     made = export.export(jax.jit(functools.partial(either, "cuda")), platforms=("cpu", "cuda"))(X)
     assert traced == ["kernel", "plain"]
     assert all(factor in made.mlir_module() for factor in (THREE, FIVE))
@@ -71,8 +69,6 @@ def test_a_program_for_several_platforms(either, traced):
 
 @pytest.mark.parametrize("platform, factor", [("cuda", 5), ("cpu", 3)])
 def test_transformations(either, platform, factor):
-    """`vmap`, derivatives, rematerialization and a map over devices go through both."""
-
     def rows(x, y):
         return either(platform, x, y)["sum"]
 
@@ -101,8 +97,6 @@ def test_transformations(either, platform, factor):
 
 
 def test_a_fallback_that_gives_other_arrays():
-    """It is refused as it is lowered."""
-
     def run(x):
         return with_fallback("cuda", jnp.sin, lambda x: x.astype(jnp.bfloat16), x)
 

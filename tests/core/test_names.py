@@ -42,7 +42,6 @@ def test_one_name_of_two_leaves_is_refused(call):
 
 @pytest.mark.parametrize("name", ONE_DOTTED)
 def test_names_that_only_files_join(name, tmp_path):
-    """They train as they are; Orbax and safetensors cannot hold them, and nothing is written."""
     tree = ONE_DOTTED[name]
     weights, state = lowmem.init(TX, tree)
     weights, state = lowmem.step(TX, jax.tree.map(jnp.ones_like, weights), state, weights)

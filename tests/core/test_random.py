@@ -197,7 +197,6 @@ def test_sharded_bits_are_the_same(spec):
     ),
 )
 def test_sharded_steps_are_the_same(spec, dtype):
-    """Three steps: weights, codes, scales and corrections bit for bit."""
     with jax.default_device(jax.devices("cpu")[0]):
         check_sharded_steps(spec, dtype)
 

@@ -209,7 +209,6 @@ def check_two_steps(tx, dtype=BF16):
 
 @pytest.mark.parametrize("name", [name for name in STORED if name != "default"])
 def test_codecs(name):
-    """Other codecs than the default's, another group size, and slots that are not compressed."""
     check_two_steps(build("flash_adamw", group_size=48, **STORED[name]), F32)
 
 
@@ -239,7 +238,6 @@ def test_master_weights_to_nearest(optimizer):
 @pytest.mark.parametrize("bits", [24, 32])
 @pytest.mark.parametrize("direct", [True, False], ids=["direct", "update"])
 def test_weights_land_bit_for_bit(kernel, bits, direct):
-    """Weights, corrections and steps of any size, sign and kind."""
     how = lowmem.Storage(bits, policy=launch_cases.POLICY)
     launch_cases.check_landing(launcher(kernel), how, direct, Tile())
 
@@ -251,7 +249,6 @@ def test_what_is_not_finite_shows(kernel, optimizer):
 
 @pytest.mark.parametrize("tile", [Tile(256, 1), Tile(4096, 8)], ids=str)
 def test_one_cut_is_as_good_as_another(tile):
-    """Neither the tiles nor who shares a launch changes more than how products are fused."""
     tx = build("flash_adamw")
     params, state = start(tx)
     grads = drawn(1, BF16)
@@ -263,7 +260,6 @@ def test_one_cut_is_as_good_as_another(tile):
 
 
 def test_a_clipping_is_folded_in():
-    """The kernel takes the factor with the other hyperparameters."""
     tx = build("flash_adamw")
     params, inner = start(tx)
     grads = drawn(1, BF16)
@@ -357,7 +353,6 @@ def test_temporaries_of_an_update(name):
 
 # ---- wherever it is called -----------------------------------------------------------------------
 def test_arrays_of_the_hosts_cpu():
-    """A step that was compiled for the GPU runs without the kernel where its arrays are a CPU's."""
     tx = build("flash_adamw")
     params, state = start(tx)
     grads = drawn(1, BF16)
@@ -373,7 +368,6 @@ def test_arrays_of_the_hosts_cpu():
 
 
 def test_vmap():
-    """Over members of an ensemble, each with its own parameters and state."""
     tx = lowmem.flash_adamw(LEARNING_RATE, storage=lowmem.Storage(policy=lowmem.Policy(min_size=0)))
     rng = np.random.default_rng(0)
     shapes = {"w": (3, 40, 96), "b": (3, 70)}
@@ -389,7 +383,6 @@ def test_vmap():
 
 
 def test_in_a_scan_with_a_schedule():
-    """Steps in a loop on the device, the count and so the learning rate traced."""
     schedule = optax.linear_schedule(0.0, LEARNING_RATE, 3)
     tx = lowmem.flash_adamw(schedule, storage=lowmem.Storage(policy=POLICY))
     grads = drawn(1, BF16)

@@ -119,7 +119,6 @@ TOKENS = [(1, 1), (2, 7), (5, 3), (40, 2), (3,), (7,), ()]
     rows(itertools.product(TOKENS, [5, 1]), list(zip(TOKENS, itertools.cycle([5, 1])))[::2]),
 )
 def test_any_number_of_tokens(tokens, chunk):
-    """Chunks that divide nothing, rows longer and shorter than a chunk, one token."""
     hidden = jax.random.normal(KEYS[3], (*tokens, WIDTH))
     labels = jax.random.randint(KEYS[2], tokens, 0, VOCAB)
     of_chunks = functools.partial(layers.linear_cross_entropy, chunk_tokens=chunk, labels=labels)
@@ -247,7 +246,6 @@ def test_no_more_than_a_chunk_of_logits():
 
 
 def test_vmap():
-    """Over all, over the head alone, and inside a gradient."""
     heads = jnp.stack([HEAD, -HEAD])
     loss = functools.partial(layers.linear_cross_entropy, **CHUNKED)
     for axes, args in (
@@ -308,7 +306,6 @@ OFTEN = [case for i, case in enumerate(CASES) if i % 4 == i // 4 % 4]
 
 @pytest.mark.parametrize(("name", "how", "vocab_axis", "weighted"), rows(CASES, OFTEN))
 def test_on_a_mesh(name, how, vocab_axis, weighted):
-    """Equal to one device's, and gradients lie where their arguments do."""
     assert_close(
         on_a_mesh(name, how, vocab_axis, weighted, chunk_tokens=5), wanted_on(weighted, vocab_axis)
     )
@@ -544,7 +541,6 @@ def test_fp8_tokens_have_scales_of_their_own():
 
 @pytest.mark.parametrize("products", FP8)
 def test_fp8_numbers_that_are_none_show(products):
-    """In the loss and in both gradients."""
     loss = functools.partial(layers.linear_cross_entropy, products=products)
     for given in ((HIDDEN.at[0, 0, 0].set(jnp.inf), HEAD), (HIDDEN, HEAD.at[0, 0].set(jnp.nan))):
         value, gradients = compiled(jax.value_and_grad(loss, (0, 1)), *given, LABELS)
@@ -601,7 +597,6 @@ def test_no_product_that_is_not_asked_for(products, axis, reduction):
 
 
 def test_fp8_under_transformations():
-    """vmap over heads, remat and scan give what a loop gives."""
     heads = jnp.stack([HEAD, -2 * HEAD])
     gradients = jax.value_and_grad(functools.partial(fp8_loss, **CHUNKED), (0, 1))
     found = compiled(jax.vmap(gradients, (None, 0, None)), HIDDEN, heads, LABELS)

@@ -167,7 +167,6 @@ def test_parameters_are_those_of_a_llama():
 
 
 def test_spikes_and_zero_tokens():
-    """A channel of a million, tokens of zeros: finite, and bounded by what codes lose."""
     block, params = make()
     x = drawn().at[:, :, 5].set(1e6).at[0, 3].set(0)
     found = gradients(block, params, x)
@@ -415,7 +414,6 @@ def _columns_or_rows(path):
 
 @pytest.mark.parametrize("layout", rows(SPECS, list(SPECS)[:1]))
 def test_on_a_mesh(layout):
-    """Eight devices have the numbers of one: maxima are of whole tensors."""
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:8])
     block, params = make(kv_heads=HEADS)
     x = drawn(shape=(8, LENGTH, WIDTH))
@@ -431,7 +429,6 @@ def test_on_a_mesh(layout):
 
 @pytest.mark.parametrize("cut", rows([P("d"), P(None, "d")], [P("d")]))
 def test_explicit_axes(cut):
-    """A gradient lies as what it is of."""
     kind = (AxisType.Explicit,)
     mesh = jax.make_mesh((8,), ("d",), axis_types=kind, devices=jax.devices("cpu")[:8])
     x, w, g = (np.asarray(drawn(shape=s)) for s in ((64, 32), (32, 128), (64, 128)))
@@ -518,7 +515,6 @@ def test_modules_take_codes_of_their_kernels():
 
 
 def test_modules_in_a_row():
-    """Codes go through Flax's Sequential, which would take a tuple apart."""
     x = drawn(shape=(3, 16))
     norm, linear = layers.Fp8RMSNorm(16), layers.Fp8Linear(16, 8, rngs=nnx.Rngs(0))
     np.testing.assert_array_equal(nnx.Sequential(norm, linear)(x), linear(norm(x)))

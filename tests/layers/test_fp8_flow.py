@@ -273,7 +273,6 @@ def bounds_of(recipe, dtype, x, w, g):
 
 
 def test_results_are_of_the_oracles_codes():
-    """f32 sums of the same codes: of seeds where no code is next to a tie."""
     x, w, g = drawn(11, (6, 40)), drawn(12, (40, 8)), drawn(13, (6, 8))
     values = exact(x, w, g)
     ties = [switchback.near_a_tie(v, None, "e4m3", tol.POSITION).any() for v in values]
@@ -357,7 +356,6 @@ def test_a_quantized_kernel():
 
 @pytest.mark.parametrize("shape", [(64, 256), (3, 64, 256)])
 def test_quantizing_a_kernel_lowers_for_gpus(on_a_gpu, shape):
-    """The codes of the forward product are made by the kernel that transposes, of stacks too."""
     given = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     text = lower_for_cuda(functools.partial(fp8_flow.quantize_weight), given)
     assert kernels_in(text) == ["quantize_transposed"]

@@ -253,7 +253,6 @@ def lowered(shape, dtype=jnp.bfloat16, **more):
 
 @pytest.mark.parametrize("activation", kernels.ACTIVATIONS)
 def test_lowers_for_gpus(on_a_gpu, activation):
-    """Any leading axes, any width."""
     both = ["fp8_store_gated", "fp8_store_normed"]
     if activation == "gelu_exact":  # Pallas' Triton backend has no erf
         both = both[1:]
@@ -289,7 +288,6 @@ def test_left_to_xla_without_a_gpu():
 
 
 def test_on_a_mesh(on_a_gpu):
-    """Inside a shard_map, each device has its part."""
     mesh = gpu_mesh(data=8)
     parts = P("data")
     run = jax.shard_map(
@@ -307,7 +305,6 @@ def test_on_a_mesh(on_a_gpu):
 
 
 def test_a_host_runs_the_reference(on_a_gpu):
-    """Traced where there is a GPU."""
     x, scale = drawn((8, 100), jnp.float32), jnp.ones(100)
     found = jitted(step)(x, scale)
     same_codes(found[0][0], jitted(kernels.store, group_size=16)(x))

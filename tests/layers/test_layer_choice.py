@@ -110,7 +110,6 @@ def test_without_a_gpu():
 
 
 def test_the_standard_products_are_jaxs(on_hopper):
-    """Any axes, dtypes and the preferred one, and their gradients."""
     x, w = jnp.linspace(-1, 1, 48).reshape(2, 4, 6), jnp.linspace(-1, 2, 36).reshape(6, 2, 3)
     numbers = (((2,), (0,)), ((0,), (1,)))
     how = {"precision": "highest", "preferred_element_type": jnp.float32}

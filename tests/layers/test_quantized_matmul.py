@@ -92,7 +92,6 @@ FORMS = [("int8", "bfloat16"), ("e4m3", "float32"), ("e5m2", "bfloat16")]
 @pytest.mark.full
 @pytest.mark.parametrize("name, dtype", FORMS)
 def test_is_the_reference(name, dtype, backend):
-    """The reference's codes and scales."""
     to, dtype = FORMATS[name], jnp.dtype(dtype)
     for shape in SHAPES:
         compare_rows(shape, dtype, to, backend)
@@ -121,7 +120,6 @@ def lowered(shape, columns, dtype=jnp.bfloat16):
 
 
 def test_lowers_for_gpus(on_a_gpu):
-    """Any leading axes, and any sizes."""
     assert sorted(lowered((2, 64, 256), 512)) == ["quantize_rows", "quantize_transposed"]
     assert sorted(lowered((130, 40), 33)) == ["quantize_rows", "quantize_transposed"]
     assert lowered((4, 1 << 16), 64) == ["quantize_transposed"]  # rows longer than a program's
@@ -132,7 +130,6 @@ def test_left_to_xla_without_a_gpu():
 
 
 def test_a_host_runs_the_reference(on_a_gpu):
-    """Traced where there is a GPU."""
     x, w = drawn((128, 128), jnp.float32), drawn((128, 256), jnp.float32, 1)
     found = jax.jit(step)(x, w)
     turned = kernels.Quantized(*(a.T for a in of_rows(w, None, INT8)))

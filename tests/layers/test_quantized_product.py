@@ -135,7 +135,6 @@ def test_lowers_for_hopper(pair, on_hopper):
 
 @needs_mosaic
 def test_transformations_keep_the_kernel(on_hopper, monkeypatch):
-    """Leading axes, vmap, remat, scan, and a shard_map over all axes."""
     one = ["quantized_product"]
     a, b = shapes(("int8", "int8"), (3, 256), 512, 256)
     assert kernels_in(lower_for_cuda(product, a, b)) == one
@@ -160,7 +159,6 @@ def test_transformations_keep_the_kernel(on_hopper, monkeypatch):
 
 @needs_mosaic
 def test_a_host_runs_the_reference(on_hopper):
-    """Traced where there is a GPU."""
     a, b = operands(("int8", "int8"), SIZES[0])
     np.testing.assert_array_equal(
         np.float32(jax.jit(product)(a, b)), np.float32(exactly(a, b, "bfloat16"))
@@ -232,7 +230,6 @@ def test_on_a_gpu(pair, hopper):
 @pytest.mark.gpu
 @needs_mosaic
 def test_transformed_on_a_gpu(hopper):
-    """More blocks than multiprocessors; under vmap; with a NaN in a scale."""
     a, b = operands(INT8, (4096, 4096, 1024))
     compare(jax.jit(product)(a, b), a, b, "bfloat16")
     stacked = [operands(INT8, SIZES[1], per) for per in [(1, None), (1, 1)]]

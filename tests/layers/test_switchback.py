@@ -78,7 +78,6 @@ def test_the_variants_are_those_of_the_oracle():
     + [(INT8, "bfloat16"), (E5M2, "bfloat16")],
 )
 def test_codes_are_the_oracles(to, dtype):
-    """Each code, but next to a tie, where it is one of two."""
     fmt = to.name.removesuffix("-unit")
     ties = 0
     for seed, (tokens, inputs, outputs) in enumerate(SIZES[2:4]):
@@ -183,7 +182,6 @@ def whole(rng, rows, columns, dtype):
 
 @pytest.mark.parametrize("variant, dtype", in_turn(VARIANTS, DTYPES))
 def test_int8_products_are_exact_at_ties_too(variant, dtype):
-    """Positions that f32 holds, a half of them ties."""
     rng = np.random.default_rng(3)
     tokens, inputs, outputs = SIZES[3]
     shapes = (tokens, inputs), (inputs, outputs), (tokens, outputs)
@@ -350,7 +348,6 @@ def test_a_bad_weight_shows(bad):
 
 @pytest.mark.parametrize("format,scaling", rows(FORMATS, list(FORMATS)[::2]))
 def test_the_ends_of_f32(format, scaling):
-    """Rows of 1e-38 and 1e38, and of the largest numbers of bf16 and f16."""
     formats, largest = FORMATS[format, scaling]
     _, w, _ = arrays(4, 1, 33, 7, sizes=(1, 1e-3, 1))
     rows = np.random.default_rng(5).uniform(-1, 1, (5, 33))

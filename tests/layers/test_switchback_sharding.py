@@ -81,7 +81,6 @@ def compared(layout, variant):
     ),
 )
 def test_results_are_those_of_one_device(layout, variant):
-    """Codes and integer sums do not depend on the mesh; dW in f32 is summed in another order."""
     _, found, alone = compiled(layout, variant)
     for one, other in zip(found, alone, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=TOKENS * tol.F32_EPS)
@@ -139,7 +138,6 @@ def test_tensor_parallel_reduces_a_maximum_a_token(layout, cut):
     "layout, variant", in_turn(["data", "columns", "rows"], ["switchback_m", "tensorwise"])
 )
 def test_explicit_axes(layout, variant):
-    """Each gradient lies as what it is of; the values are those of Auto axes."""
     kind = (AxisType.Explicit,)
     mesh = jax.make_mesh((8,), ("d",), axis_types=kind, devices=jax.devices("cpu")[:8])
     dot_general = layers.switchback_dot_general(variant)

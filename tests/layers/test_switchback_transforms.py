@@ -119,7 +119,6 @@ def test_standard_is_jaxs_own_product():
 # ---- transformations -----------------------------------------------------------------------------
 @pytest.mark.parametrize("variant", rows(["switchback_m", "llm_int8"], ["llm_int8"]))
 def test_leading_axes(variant):
-    """None, one and several: rows are rows."""
     matmul = make(variant)
     want = value_and_gradients(matmul, X[:4], W, G[:4])
     for shape in [(2, 2), (1, 4, 1)]:
@@ -154,7 +153,6 @@ def test_vmap_is_a_loop(variant):
 
 @pytest.mark.parametrize("variant", ["switchback_m"])
 def test_jit_checkpoint_and_scan(variant):
-    """Three layers with weights of their own, in a loop, rematerialised, and scanned."""
     matmul = make(variant)
     ws = jnp.stack([W[:, :7], -W[::-1, :7], W[:, :7] ** 2])[:, :7]
     x = X[:, :7]
@@ -233,7 +231,6 @@ def test_precision_is_that_of_the_weight_gradient():
 # ---- general products ----------------------------------------------------------------------------
 @pytest.mark.parametrize("variant", rows(["switchback", "llm_int8"], ["switchback"]))
 def test_axes_of_a_general_product(variant):
-    """Several sums, axes anywhere, and a batch: the product of matrices, axes put back."""
     x = jnp.float32(rng.normal(size=(3, 4, 2, 5)))  # sums over axes 1 and 3
     w = jnp.float32(rng.normal(size=(5, 6, 4)))
     dot_general = layers.switchback_dot_general(variant)

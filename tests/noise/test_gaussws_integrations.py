@@ -35,7 +35,6 @@ def trained(tx, steps=2, dtype=BF16):
 
 
 def test_checkpoints(tmp_path):
-    """The run goes on bit for bit, noise and all."""
     tx = noisy(lowmem.flash_adamw(1e-2), ["down", "up"])
     params, state = trained(tx)
     lowmem.checkpoint.save(tmp_path / "run", tx, params, state, 2)

@@ -95,7 +95,6 @@ def test_baselines(backend):
 
 
 def test_parts(backend):
-    """Words of a part are those of the whole there."""
     starts = (jnp.uint32(32 // 8), jnp.uint32(64))
     found = kernels_triton.noise_of(
         random.part_keys(KEY, *starts), (32, 64), GAUSSWS, BF16, Strip(columns=64), backend
@@ -166,7 +165,6 @@ def test_reasons(on_a_gpu):
 
 
 def test_a_host_runs_the_reference(on_a_gpu):
-    """Traced where there is a GPU."""
     w, factor = drawn((40, 64))
     sample = functools.partial(kernels.sample, noise=GAUSSWS, to=FORMATS["bfloat16"], dtype=BF16)
     found, _ = jax.jit(sample)(w, None, factor, KEY)
@@ -177,7 +175,6 @@ def test_a_host_runs_the_reference(on_a_gpu):
 @pytest.mark.gpu
 @pytest.mark.parametrize("noise", NOISES.values(), ids=NOISES)
 def test_on_a_gpu(noise, gpu_backend):
-    """Against the reference there, and R against the CPU's."""
     for weights in ("bfloat16", *codecs.SPLITS):
         compare((130, 1000), noise, "bfloat16", weights, Strip(), gpu_backend)
     for format in FORMATS:

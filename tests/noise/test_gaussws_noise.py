@@ -78,7 +78,6 @@ def test_unpacked_as_by_hand():
 
 
 def test_distribution():
-    """Of 10^8 numbers."""
     total = sum(counts(drawn(32, first=32 * i)) for i in range(100))
     assert total.sum() >= 10**8
     assert abs(excess(total, EXPECTED)) < tol.STANDARD_ERRORS
@@ -167,7 +166,6 @@ def test_jitted_and_eager(noise):
     "spec", [P("a", "b"), P("b", "a"), P(None, ("a", "b")), P(("a", "b"))], ids=str
 )
 def test_sharded(spec):
-    """Bit for bit, and each device makes its own part."""
     mesh = Mesh(np.array(jax.devices("cpu")[:8]).reshape(4, 2), ("a", "b"))
     draw = functools.partial(gaussws.draw, shape=(256, 512))
     sharded = jax.jit(draw, out_shardings=NamedSharding(mesh, spec))

@@ -129,7 +129,6 @@ def test_transposing():
 
 @pytest.mark.full
 def test_under_transformations():
-    """jit, vmap over keys and over weights, scan."""
     w, bits = drawn((3, 40, 64))
     keys = jax.random.split(jax.random.key(0), 3)
     each = [gaussws.sample(*row) for row in zip(w, bits, keys, strict=True)]

@@ -115,7 +115,6 @@ def test_init_alone_begins_without_noise():
 
 
 def test_clean_weights_are_stepped_as_without_noise():
-    """The same gradients give the same weights and inner state, whatever the noise."""
     given = start()
     tx, alone = noisy(), flash()
     params, state = lowmem.init(tx, given)
@@ -254,7 +253,6 @@ def test_new_noise_every_step_and_of_the_seed():
 # ---- memory --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("kind", ["flash_adamw", "adam_mini", "f32"])
 def test_memory(kind):
-    """At most 2.1 bytes per parameter of the sampled parts."""
     dtype = BF16
     if kind == "f32":  # f32 weights for the optimizer, bf16 ones for the loss
         inner, tx = optax.adamw(1e-3), noisy(optax.adamw(1e-3), "all", clean_dtype=F32)
@@ -314,7 +312,6 @@ def test_masked_and_partitioned():
 
 
 def test_stacked_layers():
-    """Blocks of each layer, R of its own."""
     params = {"layers": {"mlp": {"down_proj": {"kernel": jnp.full((3, 40, 64), 0.5)}}}}
     tx = lowmem.gaussws_noise(flash(), "od")
     weights, state = lowmem.init(tx, params)

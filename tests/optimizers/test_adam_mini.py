@@ -168,7 +168,6 @@ SCHEDULED = {  # learning rate, arguments of ours, of the oracle
     ),
 )
 def test_every_kind_of_block_is_the_oracles(how, rate):
-    """Weights, m and v_mean over five steps; v_mean in the layout of the block."""
     lr, changes, exact = SCHEDULED[rate]
     tx, grads = mini(lr=lr, **changes), list(stream(5))
     wanted = by_oracle(grads, lr, **exact)

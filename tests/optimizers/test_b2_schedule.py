@@ -93,7 +93,6 @@ def test_a_million_steps_on():
 
 
 def test_with_codes_and_masters():
-    """8-bit moments follow: a constant |g| gives v = g^2 at every step."""
     tx = lowmem.flash_adamw(1e-3, b2=lowmem.b2_schedule(), weight_decay=0.0)
     params, state = lowmem.init(tx, {"w": jnp.ones((64, 64))})
     chex.clear_trace_counter()
@@ -152,8 +151,6 @@ def test_any_schedule_that_starts_at_0():
 
 
 def test_made_while_tracing():
-    """A schedule is checked by its first value, also inside jit."""
-
     @jax.jit
     def nothing(w):
         lowmem.flash_adam(1e-3, b2=lambda count: 1 - 1 / (count + 1.0)).init({"w": w})
@@ -198,6 +195,5 @@ def test_hyperparameters_that_take_no_schedule(make):
 
 
 def test_the_schedule_is_static():
-    """Equal and hashable, as a static argument of jit has to be."""
     assert lowmem.b2_schedule(0.5) == lowmem.b2_schedule(0.5) != lowmem.b2_schedule(0.6)
     assert len({lowmem.b2_schedule(0.5), lowmem.b2_schedule(0.5)}) == 1

@@ -34,7 +34,6 @@ def table(monkeypatch):
 # ---- what every optimizer owes -------------------------------------------------------------------
 @pytest.mark.parametrize("wrapper", ["chain", "inject_hyperparams"])
 def test_it_follows_optax(table, wrapper):
-    """In 8 bits and on bf16 weights, also with a schedule."""
     of_contract.test_pairs_of_choices_follow_plain_optax(
         NAME, "bfloat16", 24, 32, "stochastic", wrapper
     )
@@ -67,7 +66,6 @@ def test_its_counterpart_is_found(table):
 
 
 def test_its_corrections_are_found():
-    """In a state whose class is not of the library."""
     params = {"w": jnp.full((64, 128), 0.1)}
     weights, state = lowmem.init(flash_rmsprop(1e-3), params)
     found = lowmem.master_params(weights, state)["w"]

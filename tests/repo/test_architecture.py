@@ -165,7 +165,6 @@ def test_upward_imports_are_noticed(text, tmp_path, monkeypatch):
 
 
 def test_benchmarks_import_in_no_circle():
-    """Neither at the top of a module nor inside its functions."""
     paths = {".".join(module_of(path)): path for path in sources("benchmarks")}
     below = {
         name: {found for _, target in imports(path) if (found := module_in(paths, target)) != name}
@@ -248,7 +247,6 @@ def elementary(path: Path) -> Iterator[str]:
 
 
 def test_a_formula_stands_with_its_rule_or_codec():
-    """A kernel calls it, or is generated from it; none repeats it."""
     files = [path for path in sources("optax_lowmem/_src") if carries_out(path)]
     found = {path: list(elementary(path)) for path in files}
     with_some = {
@@ -258,7 +256,6 @@ def test_a_formula_stands_with_its_rule_or_codec():
 
 
 def test_triton_is_written_in_few_modules():
-    """For memory, a sign, and conversions of FP8; everything else is generated."""
     written = {
         name_of(path).removeprefix("optax_lowmem/_src/")
         for path in sources("optax_lowmem/_src")
@@ -284,7 +281,6 @@ def test_every_public_module_is_in_the_snapshot():
 
 
 def test_public_modules_are_thin():
-    """Imports, `__all__` and nothing else, but for the version in the package's own."""
     for path in public_modules():
         body = parse(path).body[1:]
         if path.parent == PACKAGE and path.name == "__init__.py":

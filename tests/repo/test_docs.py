@@ -76,7 +76,6 @@ def test_public_names_have_an_example(name):
 
 @every_public
 def test_arguments_are_described(name):
-    """Each parameter has its line under Args (Attributes, for a dataclass)."""
     thing = PUBLIC[name]
     parameters = [p for p in inspect.signature(thing).parameters if p != "self"]
     text = inspect.getdoc(thing)
@@ -126,7 +125,6 @@ def test_every_optimizer_is_on_the_composition_page():
 
 
 def test_every_table_is_on_a_page():
-    """Between markers that are well formed."""
     pages = [(README.parent / name).read_text("utf-8") for name in tables.PAGES]
     marked = [name for text in pages for name in re.findall(r"<!-- table:(\w*)", text)]
     assert set(marked) == set(tables.TABLES)

@@ -67,7 +67,6 @@ def test_trains_a_gpt_both_ways(tmp_path):
 
 
 def test_trains_digits(tmp_path):
-    """With XLA's implementation by name, which the records tell."""
     file = tmp_path / "records.jsonl"
     flags = f"--steps 10 --batch 8 --seeds 2 --implementation xla --record {file}"
     done = run_script("train_digits.py", *flags.split())
@@ -86,7 +85,6 @@ def test_trains_digits(tmp_path):
 
 
 def test_every_optimizer_of_the_table_is_a_choice(example):
-    """Both sides of a pair take its arguments."""
     config = example("_gpt.config")
     assert {r.short_name for r in lowmem.OPTIMIZERS.values()} < config.OPTIMIZERS.keys()
     params = {"w": jax.ShapeDtypeStruct((64, 128), jnp.float32)}

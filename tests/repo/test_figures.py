@@ -26,7 +26,6 @@ def test_pictures_are_those_of_the_pages():
 
 @pytest.mark.parametrize("name", figures.FIGURES)
 def test_is_drawn(name):
-    """With a message, and with what the functions that draw it assert of the records."""
     with jax.numpy_rank_promotion("allow"):  # a layer's shapes are traced, and it broadcasts
         assert figures.FIGURES[name]().get_suptitle()
 

@@ -66,7 +66,6 @@ def test_every_notebook_is_tested():
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_stored(name):
-    """With what it printed and drew, small, and from one run."""
     book = notebooks.read(PATHS[name])
     nbformat.validate(nbformat.from_dict(book))
     found = pictures(book)

@@ -30,7 +30,6 @@ def as_users_do(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("page", WITH_CODE, ids=name_of)
 def test_code_runs_and_prints_what_the_page_shows(page, as_users_do):
-    """Its blocks, in order, in one namespace, on eight devices."""
     assert jax.device_count() == 8
     namespace: dict = {"__name__": "page"}
     for block in blocks_of(page):
@@ -50,7 +49,6 @@ def test_code_for_a_gpu_has_a_kernel_in_it(on_a_gpu, as_users_do):
 
 
 def test_no_python_block_is_left_out():
-    """Every fence that says python is one that the tests run."""
     for page in PAGES:
         text = page.read_text("utf-8")
         assert text.count("```python") == sum(
@@ -59,7 +57,6 @@ def test_no_python_block_is_left_out():
 
 
 def test_the_readme_trains(as_users_do):
-    """Its step is jitted and donates, and the loss falls."""
     namespace: dict = {}
     first = blocks_of(README)[0]
     assert "donate_argnums" in first.source and "value_and_grad" in first.source
@@ -73,7 +70,6 @@ def test_the_readme_trains(as_users_do):
 
 @pytest.mark.parametrize("page", ["README.md", "docs/tutorials/choose.md"])
 def test_bytes_of_the_optimizers_tables(page):
-    """The bytes are those of `memory.report` for a bf16 matrix."""
     like = {"w": jax.ShapeDtypeStruct((8192, 8192), jnp.bfloat16)}
     found = {}
     for line in (ROOT / page).read_text("utf-8").splitlines():

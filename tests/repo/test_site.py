@@ -88,7 +88,6 @@ def test_every_public_name_is_on_an_api_page(site):
 
 
 def test_docstrings_are_rendered(site):
-    """Examples are code, formulas MathML, and nothing of another markup is left."""
     text = html_of(site, "api/optimizers.md")
     assert "<math" in text and "language-pycon highlight" in text
     assert ":math:" not in text and ".. math::" not in text
@@ -140,7 +139,6 @@ BROKEN = "[...document.images].filter(i => !(i.complete && i.naturalWidth)).map(
 
 
 def test_pages_load_and_fit_on_a_phone(chromium, served):
-    """With their pictures, and none scrolls sideways."""
     chromium.width(390, 844)
     try:
         pictures, wide = 0, []

@@ -138,7 +138,6 @@ SUITES = [
     "smoke", SUITES, ids=lambda smoke: "-".join([smoke.suite, *smoke.tables[:1]])
 )
 def test_a_suite_makes_its_tables(smoke, tmp_path):
-    """Its records have values, and each of its tables has lines made of them."""
     pytest.importorskip(smoke.needs)
     file = tmp_path / "records.jsonl"
     with contextlib.ExitStack() as patches:
@@ -158,7 +157,6 @@ def test_a_suite_makes_its_tables(smoke, tmp_path):
 
 
 def test_tables_without_records():
-    """Each says so, or how they are made."""
     for name in {name for smoke in SUITES for name in smoke.tables}:
         text = tables.TABLES[name]([])
         assert "nan" not in text and (text.startswith("|") or "record" in text), name
@@ -166,7 +164,6 @@ def test_tables_without_records():
 
 @pytest.mark.full
 def test_an_8b_llama_in_small(tmp_path, monkeypatch):
-    """The runs of `release` in processes, their table and their picture."""
     file = tmp_path / "records.jsonl"
     release.main(["--preset", "tiny", "--steps", "2", "--record", str(file)])
     rows = [row | {"case": row["case"].replace("tiny", "8b")} for row in records.load(file)]
@@ -257,7 +254,6 @@ def carry_of(name):
     ],
 )
 def test_bytes_that_must_move(name, optimizer, expected):
-    """Bytes per parameter, by hand."""
     made = in_jax.make(name, "ten-million", optimizer)
     moved = device_loop.moved_bytes(
         made, device_loop.Setup(made, cases.LEAF_SETS["ten-million"]()).shapes
@@ -267,7 +263,6 @@ def test_bytes_that_must_move(name, optimizer, expected):
 
 @pytest.mark.parametrize("optimizer", cases.OPTIMIZERS)
 def test_every_optimizer_is_a_case(optimizer):
-    """Ours and its counterpart in optax take the case's hyperparameters, and step."""
     for name in ("lowmem.step", "lowmem.step-4bit", "optax-f32"):
         made = in_jax.make(name, "tiny", optimizer)
         params = jax.tree.map(lambda x, t=made.dtype: jax.ShapeDtypeStruct(x.shape, t), TINY())
@@ -278,7 +273,6 @@ def test_every_optimizer_is_a_case(optimizer):
 
 @pytest.mark.parametrize("name", ["lowmem.step", "lowmem.update"])
 def test_the_loop_takes_every_step(name):
-    """Three steps in one jit are three calls."""
     made, (params, state, grads) = carry_of(name)
     own = jax.jit(made.step)
     looped = device_loop.looped(made.step, 3)(jax.tree.map(jnp.copy, (params, state, grads)))
@@ -358,8 +352,6 @@ def test_losses_of_end_to_end_are_one_function():
     ("fixed", "each", "wanted"), [(10, 7, 12), (90, 7, 1), (99, 7, 0), (0, 0.5, 199)]
 )
 def test_the_largest_batch_that_fits(fixed, each, wanted, bend):
-    """The largest of a line, and of what bends; few plans are looked at."""
-
     def plan(batch):
         return int(1e6 * (fixed + each * batch * (1 + bend * (batch % 2))))
 
@@ -383,7 +375,6 @@ def test_each_is_measured_in_a_process_of_its_own():
 
 
 def test_a_tuner_tries_every_cut(monkeypatch):
-    """Each in a process that traces with it."""
     told = []
 
     def outcome(job):

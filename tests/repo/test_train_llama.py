@@ -50,7 +50,6 @@ def assert_same_bits(found, wanted):
 
 
 def test_as_a_user_runs_it(tmp_path):
-    """On one device, on text: the loss falls, and the numbers of the run are shown and recorded."""
     log, records = tmp_path / "log.jsonl", tmp_path / "records.jsonl"
     done = run_script("train_llama.py", "--log", str(log), "--record", str(records))
     assert done.returncode == 0, done.stderr
@@ -124,7 +123,6 @@ def test_gradient_release(llama):
 
 
 def test_a_run_goes_on_in_fp8(llama, tmp_path, capsys):
-    """From the checkpoint of an ordinary model; weights are quantized once a step."""
     whole = trained(llama, ONE).run
     where = f"{ONE} --checkpoint {tmp_path}"
     trained(llama, f"{where} --until 3")
@@ -166,7 +164,6 @@ def test_any_optimizer(llama, name):
 
 
 def test_an_interrupted_run_says_how_to_continue(llama, tmp_path, monkeypatch, capsys):
-    """Ctrl-C ends it with the command that goes on, not with a traceback."""
     save = llama.script.checkpoints.save
 
     def interrupted(*args):
@@ -182,8 +179,6 @@ def test_an_interrupted_run_says_how_to_continue(llama, tmp_path, monkeypatch, c
 
 
 def test_out_of_memory(llama, tmp_path, monkeypatch, capsys):
-    """A line and an exit code, and a record."""
-
     def exhausted(message):
         raise jax.errors.JaxRuntimeError(message)
 

@@ -64,7 +64,6 @@ SUITES = [
 
 @pytest.mark.parametrize("smoke", SUITES, ids=lambda smoke: smoke.suite)
 def test_a_suite_trains(smoke, tmp_path, monkeypatch):
-    """Variants learn; records have the last values of stored curves; claims are decided."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(shared, "load_text", lambda run, cache: text_for(run.context))
     for thing, name, value in smoke.patches:
@@ -139,7 +138,6 @@ def test_four_bits_make_their_table(gpt_3m, tmp_path, monkeypatch):
 
 
 def test_errors_of_states_are_those_of_each_pair():
-    """Of Adam's steps with each stored first moment and each second, by leaves."""
     rng, decays = np.random.default_rng(0), {MU: 0.9, NU: 0.999}
     true = {MU: np.float32(1e-4 * rng.normal(size=(6, 256))),
             NU: np.float32(np.square(1e-4 * np.exp(rng.normal(size=(6, 256)))))}  # fmt: skip
@@ -320,7 +318,6 @@ def test_no_run_starts_too_late(monkeypatch, capsys):
 
 
 def test_losses_by_bytes_make_their_table():
-    """By bytes, each with its margin; AdamW comes first. Bytes are those of the memory report."""
     report = sizes.report(budgets.PRESET, "flash_adamw")
     expected = 2 + 1 + (1 + 2 / 32) + (1 + 4 / 32)  # weights, corrections, codes with scales
     assert expected <= report.bytes_per_param < expected + 9 * 0.002  # vectors are in f32
@@ -401,7 +398,6 @@ def test_power_is_the_share_of_samples_that_are_found_the_same(wanted):
      ([3.0], UNDECIDED)],
 )  # fmt: skip
 def test_training(ours, verdict):
-    """Seeds are paired, on one device; one seed decides nothing, and the finding says so."""
     found = verdict_of("Table 3, GPT-2 124M, AdamW",
                        list(paired("gpt2-124m/adam", [3.0, 3.1, 3.2], ours)))  # fmt: skip
     assert found.verdict == verdict and len(found.rows) == 2 * len(ours)

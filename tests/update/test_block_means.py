@@ -99,7 +99,6 @@ def test_against_float64(case, dtype, backend):
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[7], CASES[-1]], ids=str)
 def test_several_leaves_of_a_launch(case, backend):
-    """Each has the means that it has alone, also where there are several passes."""
     shape, block = case
     gradients = [drawn(shape, BF16, i) for i in range(3)]
     own = passes(block, shape)
@@ -125,7 +124,6 @@ def test_sums_of_large_squares_are_finite(case, backend):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_not_finite(bad, backend):
-    """In its column, and in no other."""
     found = np.asarray(
         by_kernel(Block((0,)), drawn((256, 128), F32).at[77, 5].set(bad), backend=backend)
     )[0]
@@ -209,8 +207,6 @@ def test_each_of_many_leaves_has_its_own_factors(monkeypatch):
 
 
 def test_factors_share_a_launch(on_a_gpu):
-    """One launch, where columns are the last axis and a program can read all rows."""
-
     def kernels(shape, axes, implementation=None):
         block = Factors(axes)
         values = [jax.ShapeDtypeStruct(block.mean_shape(shape), F32)] * 3
@@ -254,7 +250,6 @@ def test_launches_are_of_a_few_leaves(on_a_gpu):
 
 
 def test_where_the_kernel_runs_the_optimizer_agrees(on_a_gpu, monkeypatch):
-    """flash_adam_mini's second moments, interpreted, beside XLA's."""
     means = block_means_triton.means
     interpreted = lambda *args, backend: means(*args, backend="interpret")  # noqa: E731
     monkeypatch.setattr(block_means_triton, "means", interpreted)

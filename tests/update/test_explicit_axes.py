@@ -111,7 +111,6 @@ WRAPPING = ["moments of blocks", "gaussws_noise", "MultiSteps"]
 @pytest.mark.filterwarnings("ignore:.*Adam-mini:UserWarning", "ignore:.*block:UserWarning")
 @pytest.mark.parametrize("name", rows(FORMS, ["flash_adamw", *WRAPPING[:2]]))
 def test_a_state_keeps_its_types(name):
-    """`init`, eager and traced, and `update` give one type; so a loop can carry the state."""
     if name == "MultiSteps":
         skip_old_multi_steps()
     tx = FORMS[name]
@@ -139,7 +138,6 @@ def test_a_state_keeps_its_types(name):
     "name", rows([name for name in FORMS if name != "gaussws_noise"], ["into bfloat16"])
 )
 def test_one_array_of_three_dimensions_on_eight_devices(name):
-    """A bare f16 array split in its middle, outside of a jit and in one."""
     tx = FORMS[name]
     with jax.set_mesh(mesh(8)):
         params = jnp.zeros((2, 8, 4), jnp.float16, out_sharding=P(None, "x"))
@@ -210,7 +208,6 @@ def test_a_step_is_that_of_one_device(name):
 
 
 def test_parameters_whole_and_state_in_parts():
-    """ZeRO-1: the state keeps the shardings that it was given."""
     tx, the_mesh = made("flash_adamw"), mesh()
     leaves = {"w": ((16, 64), P())}
     with jax.set_mesh(the_mesh):

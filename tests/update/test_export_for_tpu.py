@@ -11,7 +11,6 @@ from tests.tiers import rows
 
 @pytest.mark.parametrize("name", rows(lowmem.OPTIMIZERS, ["flash_adamw"]))
 def test_a_step_is_exported_for_tpus(name):
-    """For these alone, with the parameters and the state that it was given as its results."""
     tx = lowmem.OPTIMIZERS[name].make(1e-3)
     masters = {
         "kernel": jax.ShapeDtypeStruct((64, 4096), jnp.float32),

@@ -120,7 +120,6 @@ def test_several_devices(on_a_gpu, monkeypatch):
 
 
 def test_inside_a_shard_map(on_a_gpu, monkeypatch):
-    """Over all axes of a mesh every device has its own arrays, and a kernel takes them."""
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     mesh = gpu_mesh(data=8)
     params = {"w": jax.ShapeDtypeStruct((16, 64), BF16)}
@@ -166,7 +165,6 @@ def test_explain_says_it(on_a_gpu):
 
 @pytest.mark.parametrize("kernel", fused_update.IMPLEMENTATIONS)
 def test_a_computation_for_a_cpu_on_a_gpu_machine(on_a_gpu, kernel):
-    """A step traced with the kernel runs without it where its arrays are on a CPU."""
     params = jax.device_put({"w": jnp.ones((7, 40), BF16)}, jax.local_devices(backend="cpu")[0])
     grads, state = jax.tree.map(lambda p: p * 0.01, params), TX.init(params)
     implementation = "xla" if kernel == "xla" else None

@@ -126,7 +126,6 @@ EXPLICITLY = [*(("flash_adamw", layout) for layout in LAYOUTS), ("flash_lion-int
 
 @pytest.mark.parametrize("name, layout", rows(EXPLICITLY, [("flash_adamw", "two axes")]))
 def test_explicit_axes(name, layout, gpus):
-    """They say themselves where each array lies."""
     sizes, specs = LAYOUTS[layout]
     the_mesh, tx = mesh(sizes, EXPLICIT), made(name)
     of_params = {n: NamedSharding(the_mesh, spec) for n, spec in specs.items()}
@@ -240,7 +239,6 @@ def test_what_kernels_leave_to_xla_on_a_mesh():
 
 
 def test_lowers_for_gpus():
-    """One launch for the leaves of a device, in a `shard_map`."""
     the_mesh, tx = gpu_mesh(a=8), made("flash_adamw")
     params = {"w": jax.ShapeDtypeStruct((64, 256), jnp.bfloat16)}
     with pytest.MonkeyPatch.context() as patch:

@@ -28,7 +28,6 @@ def wait(processes, until):
 
 
 def test_a_mesh_over_two_processes(tmp_path):
-    """Ten sharded steps with stochastic rounding, saved by both and restored to another layout."""
     env = {**os.environ, "PYTHONPATH": str(REPO), "JAX_PLATFORMS": "cpu"}
     port, logs, processes = free_port(), [tmp_path / f"{i}.log" for i in range(PROCESSES)], []
     try:

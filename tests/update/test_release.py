@@ -151,7 +151,6 @@ def assert_moved_alike(start, found, wanted):
 
 @pytest.mark.parametrize("name, dtype", rows(CASES, OFTEN))
 def test_it_is_the_ordinary_step(name, dtype):
-    """Over several steps of a schedule, to the last code; block means are sums in another order."""
     # below this threshold it does not show that RMS_t is taken layer by layer
     tx = make(name, **({"threshold": 1e3} if name == "stable_adamw" else {}))
     start = lowmem.init(tx, masters(), DTYPES[dtype])
@@ -363,7 +362,6 @@ def test_a_part_draws_what_the_whole_has_there(shape, size, start):
 
 @pytest.mark.full
 def test_kernels_draw_for_a_part_too():
-    """Interpreted, against the reference: the same keys of parts mean the same bits."""
     tx = lowmem.flash_adamw(1e-3, storage=lowmem.Storage(policy=launch_cases.POLICY))
     case = launch_cases.make(tx, [(1, 7, 40), (1, 64)])
     case = dataclasses.replace(case, keys=random.part_keys(case.keys, jnp.int32(2)))

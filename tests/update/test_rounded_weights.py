@@ -53,7 +53,6 @@ MAKERS = {
     rows(itertools.product(MAKERS, [True, False]), [("flash_adamw", True), ("flash_sgd", False)]),
 )
 def test_small_steps_add_up(name, direct):
-    """Steps far below half an ulp: rounded to nearest they are lost, here their mean is kept."""
     ulp, steps = 2.0**-7, 64  # of weights from 1 to 2
     rate = ulp / 16 if name != "flash_muon" else ulp / 16 * np.sqrt(64)
     rng = np.random.default_rng(1)

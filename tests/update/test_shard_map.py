@@ -128,7 +128,6 @@ def whole_optimizers():
 
 @pytest.mark.parametrize("tx", whole_optimizers(), ids=("factored", "adam_mini", "muon"))
 def test_whole_leaves_are_stepped_where_no_device_has_a_part(tx):
-    """Data parallelism by hand: replicated weights, the mean of the gradients of all devices."""
     params = {"up_proj": {"kernel": jnp.ones((256, 128), jnp.bfloat16)}}
     state = tx.init(params)
     # whose mean is exact, whatever the order
@@ -157,7 +156,6 @@ def test_whole_leaves_are_stepped_where_no_device_has_a_part(tx):
 
 
 def test_parts_of_whole_leaves_are_refused_in_a_shard_map_and_in_a_pmap():
-    """Of rows, columns and matrices that lie on several devices, and that might."""
     params = {"up_proj": {"kernel": jnp.ones((256, 128), jnp.bfloat16)}}
     specs, mean = {"up_proj": {"kernel": P("x")}}, "a mean over each of its blocks"
     needed = mean, mean, "a direction of whole matrices"

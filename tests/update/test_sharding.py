@@ -261,7 +261,6 @@ WRAPPED = {
 
 @pytest.mark.parametrize("wrapper", WRAPPED)
 def test_through_wrappers(wrapper):
-    """State and scales have the parameter's sharding in a wrapper too; the rest is replicated."""
     tx = WRAPPED[wrapper](lowmem.flash_adamw(1e-3))
     params = {"a": {"w": jnp.ones((64, 256), jnp.bfloat16)}, "w": jnp.ones((8, 64), jnp.bfloat16)}
     the_mesh = mesh_of(x=4, y=2)
@@ -300,7 +299,6 @@ def test_boxes_of_linen(rules):
 
 
 def test_bytes_of_a_device():
-    """All of a state's bytes over the shards, and the scalars."""
     params = {"w": jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)}
     tx, given = lowmem.flash_adamw(1e-3), {"w": P()}
     of_state = state_shardings(tx, params, given, mesh=mesh_of(data=8), zero_axis="data")

@@ -470,7 +470,6 @@ def test_tiles_and_options(kernel, how, tile, launcher):
 
 @pytest.mark.parametrize("kernel", ALONE)
 def test_vmap_and_shard_map(kernel, launcher):
-    """Of a launch: the same bits as alone."""
     case = make("flash_adamw", [(33, 64)])
 
     def run(g):
@@ -527,7 +526,6 @@ def test_an_odd_vocabulary(interpreted):
 
 @pytest.mark.full
 def test_one_cut_is_as_good_as_another(interpreted):
-    """Neither the tiles nor who shares a launch changes a bit."""
     case = make("flash_adamw", [(7, 33), (3, 5, 64), (96,)])
     for tuned in (
         tuning.Tuning(Tile(elements=64, warps=1), leaves=2),
@@ -618,7 +616,6 @@ TILINGS = [
 
 @pytest.mark.parametrize("tiling", rows(TILINGS, TILINGS[::2]), ids=str)
 def test_every_element_belongs_to_one_tile(tiling):
-    """And no tile has another."""
     shape, found, scales = tiling.element_view(jnp.zeros(tiling.shape)).shape, [], []
     for i in range(tiling.tiles):
         tile = jnp.int32(i)

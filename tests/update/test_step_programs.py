@@ -106,7 +106,6 @@ def opaque(without_pallas, monkeypatch):
 
 @pytest.mark.parametrize("implementation", [None, "triton"])
 def test_a_step_calls_it(opaque, implementation):
-    """In a plain jit, for each of several models, and on each shard of a mesh."""
     tx = lowmem.flash_adamw(1e-3, weight_decay=0.1)
     params = {"w": jax.ShapeDtypeStruct((512, 64), BF16), "norm": jax.ShapeDtypeStruct((64,), F32)}
     state = jax.eval_shape(tx.init, params)
@@ -265,7 +264,6 @@ PAIRS = [
     "optimizer, weight, gradient, direct", rows(dict.fromkeys(IN_CI + PAIRS), IN_CI)
 )
 def test_it_compiles(compiled_kernels, optimizer, weight, gradient, direct):
-    """Full groups, rows that vectors fit, and rows that they do not: one kernel each."""
     bits, dtype = weight
     tx = launch_cases.OPTIMIZERS[optimizer](storage(master_weight_bits=bits))
     shapes = [(8, 256), (3, 1000), (2, 50257), (33, 64)]
@@ -318,7 +316,6 @@ def abstract(tx, shapes=TREE):
 
 @pytest.mark.parametrize("optimizer", rows(lowmem.OPTIMIZERS, ["stable_adamw"]))
 def test_traced_anywhere(optimizer):
-    """A program for a TPU has its kernels, whatever machine traces it."""
     # the leaves here have fewer rows and columns than are factored by default
     more = {"min_dim_size_to_factor": 64} if optimizer == "flash_factored_adamw" else {}
     tx = lowmem.OPTIMIZERS[optimizer].make(1e-3, **more)

@@ -57,7 +57,6 @@ def test_bfloat16_is_MultiSteps():
 
 
 def test_bfloat16_loses_no_small_gradients():
-    """1024 equal micro-batches: plain bf16 stalls at 256 of them, ours has the mean of all."""
     every, params = 1024, {"w": jnp.zeros((64, 64))}
     tx = lowmem.accumulate_gradients(optax.sgd(1.0), every, "bfloat16")
 
@@ -95,7 +94,6 @@ def linear_loss(params, batch):
 
 
 def test_value_and_grad_is_that_of_the_whole_batch():
-    """To the roundings, without bias over seeds, and with the dtypes that are promised."""
     rng = np.random.default_rng(0)
     rows = {"x": rng.normal(size=(32, 256)), "y": rng.normal(size=(32, 1))}
     batch = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), rows)
@@ -209,7 +207,6 @@ def test_value_and_grad_refuses_a_seed_that_is_no_integer(seed):
     "decay", [{}, {"weight_decay": 0.1}, {"weight_decay": 0.1, "decoupled": True}]
 )
 def test_moments_of_sgd_are_those_of_the_whole_batch(decay):
-    """With f32 storage, to f32 rounding, over three steps."""
     gradients = micro_batches(3 * EVERY)
     inner = lowmem.flash_sgd(0.5, momentum=0.9, storage=PLAIN, **decay)
     tx = lowmem.accumulate_gradients(inner, EVERY, "moments")
@@ -234,7 +231,6 @@ def adam_accumulation(w, gradients, lr, b1, b2, eps, decay):
 
 
 def test_moments_of_adam():
-    """f32 storage against the stated formula, within f32 rounding."""
     gradients = micro_batches(3 * EVERY)
     inner = lowmem.flash_adamw(1e-2, weight_decay=0.1, storage=PLAIN)
     tx = lowmem.accumulate_gradients(inner, EVERY, "moments")

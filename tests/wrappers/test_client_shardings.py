@@ -165,7 +165,6 @@ def test_more_devices_than_a_mesh_says(monkeypatch):
 
 
 def test_a_state_of_variables_keeps_its_metadata():
-    """Also where the step is traced without the mesh that `init` saw."""
     tx = made()
     with jax.set_mesh(mesh(x=4, y=2)):
         model = nnx.Linear(64, 128, kernel_metadata={"out_sharding": ("x", "y")}, rngs=nnx.Rngs(0))

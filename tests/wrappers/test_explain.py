@@ -81,7 +81,6 @@ def test_each_slot_of_a_leaf_once(nested):
 
 
 def test_slots_of_one_name_are_each_listed():
-    """The momentum of the chain's first link, and that of Adam."""
     tx = optax.chain(lowmem.flash_trace(0.9), lowmem.scale_by_flash_adam())
     slots = [(d.path, d.slot) for d in lowmem.explain(tx, PARAMS).decisions]
     assert slots.count(("norm", "mu")) == 2 and slots.count(("norm", "nu")) == 1

@@ -317,7 +317,6 @@ def pair_of(cls: Any, tx: Any, param_dtype: Any = jnp.float32, **options: Any) -
 
 @pytest.mark.parametrize(("name", "dtype"), rows(CASES, CASES[::3]))
 def test_optimizer_trains_as_flaxs(name, dtype):
-    """Parameters, state, step count, and the model's other variables."""
     tx = TXS[name]()
     extra = {"value": nnx.Variable(jnp.float32(1.0))} if name == "value" else {}
     start, theirs = pair_of(ours.Optimizer, tx, dtype), pair_of(nnx.Optimizer, tx, dtype)

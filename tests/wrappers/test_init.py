@@ -94,7 +94,6 @@ def test_init_again_with_the_same_optimizer(wrap):
 
 @everywhere
 def test_masters_stay_with_a_step(wrap):
-    """After a real step the masters are still finer than bf16, and moved."""
     tx = wrap(lowmem.flash_adamw(1e-2))
     weights, state = lowmem.init(tx, {"block": {"kernel": jnp.full((64, 128), 1.001)}})
     grads = jax.tree.map(lambda w: jnp.full(w.shape, 0.5, jnp.float32), weights)
@@ -226,7 +225,6 @@ SEEDED = {
 
 @pytest.mark.parametrize("start", SEEDED.values(), ids=SEEDED)
 def test_seeds_that_are_no_integer(start):
-    """A key of either kind, an array of one element, other numbers."""
     keys = jax.random.key(0), jax.random.PRNGKey(0)
     for seed in (*keys, jnp.zeros(1, jnp.int32), np.zeros((1, 1), np.uint32), 1.5, True):
         with pytest.raises(TypeError, match="seed must be an integer, .* jax.random.bits"):

@@ -83,7 +83,6 @@ def test_boxes_in_wrappers(wrapper):
 
 
 def test_boxes_of_a_converted_state():
-    """Between optax's state and ours, whose scales have names of their own."""
     plain, links = optax.adamw(RATE), dict(mu=lowmem.codecs.softsign(), nu=lowmem.codecs.sqrt())
     for tx in (lowmem.flash_adamw(RATE), lowmem.compress_state(optax.adamw(RATE), **links)):
         params = starting(train_state.TrainState, MLP(), plain)(jax.random.key(0)).params

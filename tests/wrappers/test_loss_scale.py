@@ -72,7 +72,6 @@ def test_finite_gradients_are_unscaled(optimizers):
 
 @pytest.mark.parametrize("value", [jnp.inf, -jnp.inf, jnp.nan])
 def test_a_tensor_is_skipped_and_the_others_are_not(optimizers, value):
-    """Bit for bit: weight, moments and correction of the one; the others as with a zero beside."""
     plain, scaled = optimizers
     params, state = start(plain)
     updates, state = jax.jit(scaled.update)(gradients(0), state, params)

@@ -167,7 +167,6 @@ def made(name="flash_adamw", **storage):
 
 @pytest.mark.parametrize(("name", "dtype"), in_turn(NAMES, [jnp.float32, jnp.bfloat16]))
 def test_sharded_by_names(name, dtype):
-    """As Levanter does it: the state of four devices, and the same codes as on one."""
     tx, mesh = made(name), MESH()
     params = {key: x for key, x in params_of(dtype).items() if key in ("down", "up")}
     state = jax.eval_shape(tx.init, params)
@@ -227,7 +226,6 @@ EVERY = {name: lambda make=make: make(made()) for name, make in WRAPPED.items()}
 
 @pytest.mark.parametrize(("name", "cls"), in_turn(EVERY, [Named, NamedByString]))
 def test_every_array_fits_its_axes(name, cls, monkeypatch):
-    """A step leaves the structure of the state, its names included."""
     tx = EVERY[name]()
     if name == "compress_state":  # which asks the optimizer inside for arrays of one element
         monkeypatch.setattr(_Checked, "unflattened", False)
@@ -283,7 +281,6 @@ def test_a_mesh_decides_which_names_stay():
 
 
 def test_map_params():
-    """Placeholders make every tree of a state parallel to the parameters."""
     params = params_of()
     specs = {key: P(*map(MAPPING.get, names)) for key, (_, names) in SHAPES.items()}
     for make in (lambda tx: tx, *WRAPPED.values()):

@@ -55,7 +55,6 @@ def test_memory_by_slot():
 
 
 def test_from_optax_and_back():
-    """Between two chains of the same names, as between two without."""
     found = []
     clip = optax.clip_by_global_norm(1.0)
     ours, plain = both(clip, lowmem.flash_adamw(1e-3)), both(clip, optax.adamw(1e-3))

@@ -65,7 +65,6 @@ def test_a_leaf_of_as_many_elements_is_not_small():
 
 @pytest.mark.parametrize("dtype", rows([jnp.float32, jnp.bfloat16], [jnp.bfloat16]))
 def test_a_step_is_that_of_the_vectors(dtype):
-    """Codes, scales, corrections and weights, bit for bit, by either path."""
     inner, tx = adamw(dataclasses.replace(CODED, policy=lowmem.Policy(min_size=33))), None
     tx = lowmem.pack_small_leaves(adamw(CODED), BELOW)
     params, state = lowmem.init(tx, tree_of(0), dtype)
@@ -122,7 +121,6 @@ def test_weight_decay_of_each_leaf_is_its_own(mask):
 
 
 def test_a_policy_is_asked_of_leaves():
-    """By name, by size and by mask; never of the vector that they make."""
     policies = {
         "exclude": lowmem.Policy(min_size=1, exclude=("nu:b", "z")),
         "size": lowmem.Policy(min_size=300),

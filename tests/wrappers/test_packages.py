@@ -340,7 +340,6 @@ def test_the_adaptive_rate_of_brax_ppo(dtype):
 
 
 def test_equinox_files(tmp_path):
-    """`tree_serialise_leaves` of weights and state: every bit comes back, also of 16-bit ones."""
     import equinox as eqx
 
     tx = lowmem.flash_adamw(RATE)

@@ -79,7 +79,6 @@ def test_zero_where_asked_and_the_same_elsewhere(name):
     ],
 )
 def test_all_moments_of_a_wrapped_state(make):
-    """As freshly made, but for the count, the seed and what the weights keep beside them."""
     params, state = trained(make())
     new = lowmem.reset(state)
     kept = ("count", "seed", "correction", "mini_step", "gradient_step", "acc_grads", "hyperparams")
