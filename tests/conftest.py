@@ -78,6 +78,12 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "is_eager", lambda leaves: False)
 
 
+@pytest.fixture
+def on_hopper(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `on_a_gpu`, with a Hopper GPU."""
+    monkeypatch.setattr(kernel_platform, "not_hopper_reason", lambda: None)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--sample",

@@ -6,8 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
+from optax_lowmem._src.core.platform import MOSAIC_GPU, has_mosaic_gpu
+
+needs_mosaic = pytest.mark.skipif(
+    not has_mosaic_gpu(), reason=f"needs Mosaic GPU of JAX {MOSAIC_GPU}"
+)
 # From JAX 0.11 on a kernel is lowered for a device, so that one is named; before, it is ignored.
 _NAMES_PLATFORM = "platform" in inspect.signature(AbstractDevice).parameters  # from 0.10 on
 

@@ -103,8 +103,6 @@ GOLDEN_SCALE_SHARE = 0.013
 F32_EPS = 2.0**-23
 # bf16 stores 7 mantissa bits: neighbours are at most this share of a value apart.
 BF16_SPACING = 2.0**-7
-# d/dz of z / (254 - z) at z = 127, of the group maximum: the widest step between softsign codes.
-SOFTSIGN_WIDEST_CODE = 254 / 127**2
 
 
 def stochastic_sum(steps: int, spacing: float, elements: int) -> float:

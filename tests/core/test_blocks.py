@@ -174,13 +174,6 @@ def test_grouped_queries_whose_heads_do_not_make_the_width():
     }
 
 
-def test_fused_heads_keep_whole_heads():
-    block = blocks.infer(at("attn/q_proj/kernel", 4, 6), heads=2)["attn/q_proj/kernel"]
-    assert block == Block((0,), heads=(1, 2))
-    x = jnp.arange(24.0).reshape(4, 6)
-    np.testing.assert_allclose(block.mean(x), [[x[:, :3].mean(), x[:, 3:].mean()]])
-
-
 @pytest.mark.parametrize(
     ("path", "shape", "expected"),
     [

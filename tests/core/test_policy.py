@@ -140,11 +140,3 @@ def test_a_parameter_that_is_called_value():
     seen, _ = lowmem.init(lowmem.gaussws_noise(lowmem.flash_adamw(1e-3), "qkv"), params)
     assert all((leaf != 1).any() for leaf in seen["attention"].values())
     assert trees.path_name((DictKey("w"), GetAttrKey("value"))) == "w"
-
-
-def test_masks_of_arrays():
-    params = {"w": jnp.ones((64, 64)), "b": jnp.ones(64)}
-    mask = {"w": jnp.array(True), "b": jnp.array(False)}
-    tx = lowmem.flash_adamw(1e-2, weight_decay=1.0, mask=mask)
-    updates, _ = jax.jit(tx.update)(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
-    assert (updates["w"] != 0).all() and (updates["b"] == 0).all()

@@ -16,18 +16,10 @@ from benchmarks.suites.linear import tables as linear_tables  # noqa: E402
 from optax_lowmem import layers  # noqa: E402
 from optax_lowmem._src.core import platform  # noqa: E402
 from optax_lowmem._src.switchback import choice  # noqa: E402
-from tests.lowering import kernels_in, lower_for_cuda  # noqa: E402
+from tests.lowering import kernels_in, lower_for_cuda, needs_mosaic  # noqa: E402
 
-needs_mosaic = pytest.mark.skipif(
-    not platform.has_mosaic_gpu(), reason=f"needs Mosaic GPU of JAX {platform.MOSAIC_GPU}"
-)
 auto = functools.partial(layers.switchback_dot_general, implementation="auto")
 LARGE, SMALL = (16384, 4096, 16384), (8192, 256, 256)
-
-
-@pytest.fixture
-def on_hopper(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(platform, "not_hopper_reason", lambda: None)
 
 
 def multiply(dot_general, x, w):

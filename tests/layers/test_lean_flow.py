@@ -13,7 +13,6 @@ pytest.importorskip("flax")
 
 from flax import nnx  # noqa: E402
 
-import optax_lowmem as lowmem  # noqa: E402
 from optax_lowmem import layers  # noqa: E402
 from optax_lowmem.layers import fp8_flow  # noqa: E402
 from optax_lowmem.layers.fp8_flow import Recipe  # noqa: E402
@@ -27,10 +26,10 @@ from tests.layers.test_fp8_block import (  # noqa: E402
     Linear,
     distance,
     drawn,
-    flash_attention,
     gradients,
     jitted,
     make,
+    report_of_llama,
 )
 from tests.tiers import in_turn, rows  # noqa: E402
 
@@ -76,27 +75,10 @@ def test_an_ordinary_layer(dtype):
 
 
 # ---- bytes ---------------------------------------------------------------------------------------
-def units(block, dtype=jnp.bfloat16):
-    """The report of a layer as the paper counts it: an MLP of 8/3 the width, in U."""
-    batch, length, width = 4, 2048, 3072
-    like = nnx.eval_shape(
-        lambda: layers.Fp8LlamaBlock(
-            width, 8192, 24, attention="cudnn", recipe=LEAN, param_dtype=dtype, rngs=nnx.Rngs(0)
-        )
-    )
-    graph, params = nnx.split(like)
-    block = block or (lambda params, x: nnx.merge(graph, params)(x))
-    x = jax.ShapeDtypeStruct((batch, length, width), dtype)
-    return lowmem.memory.activation_report(
-        block, nnx.to_pure_dict(params), x, weights=0, unit=2 * batch * length * width
-    )
-
-
-def test_units_of_a_llama_layer(monkeypatch):
+def test_units_of_a_llama_layer():
     """Done when 2: at most 17 U of JAX's 28; the inputs of two norms, q, k, v, o, gate and up."""
-    monkeypatch.setattr(jax.nn, "dot_product_attention", flash_attention)
-    plain = units(functools.partial(ordinary, heads=24))
-    report = units(None)
+    plain = report_of_llama(LEAN, "cudnn", functools.partial(ordinary, heads=24))
+    report = report_of_llama(LEAN, "cudnn")
     assert plain.total_bytes / plain.unit > 27.9
     norms = 2 * 4 * 3072  # their scales, behind a barrier
     assert report.total_bytes - norms == (2 + 4 + 2 * 8192 / 3072) * report.unit

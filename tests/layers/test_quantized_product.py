@@ -13,12 +13,9 @@ from optax_lowmem._src import quantized_matmul as kernels
 from optax_lowmem._src.core import platform
 from optax_lowmem._src.quantized_matmul import FORMATS, Quantized
 from tests import tolerances as tol
-from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
+from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda, needs_mosaic
 from tests.tiers import rows
 
-needs_mosaic = pytest.mark.skipif(
-    not platform.has_mosaic_gpu(), reason=f"needs Mosaic GPU of JAX {platform.MOSAIC_GPU}"
-)
 PAIRS = [("int8", "int8"), ("e4m3", "e4m3"), ("e5m2", "e4m3"), ("e4m3", "e5m2"), ("e5m2", "e5m2")]
 DTYPES = ("bfloat16", "float32", "float16")
 # rows, columns, length: whole blocks; edges of each kind; one partial sum
@@ -102,12 +99,6 @@ def test_interpreted(pair, sizes, dtype, per, interpreted):
 
 
 # ---- lowered -------------------------------------------------------------------------------------
-@pytest.fixture
-def on_hopper(on_a_gpu, monkeypatch):
-    """Patch platform detection so that code is traced as on a machine with one Hopper GPU."""
-    monkeypatch.setattr(platform, "not_hopper_reason", lambda: None)
-
-
 def shapes(pair, rows, columns, length):
     def of(shape, name):
         scales = jax.ShapeDtypeStruct((*shape[:-1], 1), jnp.float32)

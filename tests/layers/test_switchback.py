@@ -358,17 +358,14 @@ def test_the_ends_of_f32(format, scaling):
         ("float16", [6e-8, 1e-4, 1.0, 1e4, 65504.0]),
     ):
         x = jnp.asarray(rows * np.float64(tops)[:, None], dtype)
-        for variant in ("switchback_q",):
-            dot_general = layers.switchback_dot_general(variant, format, scaling=scaling)
-            y = products(dot_general, x, w.astype(dtype), jnp.zeros((5, 7), dtype))[0]
-            value, weights = exact(x, w.astype(dtype))
-            a, b = oracle.layer(
-                value, weights, np.zeros((5, 7)), variant, formats, largest
-            ).operands["y"]
-            smallest = np.maximum(a.scale, tol.LEAST_MAXIMUM / (largest[0] or 448))
-            errors = tol.of_quantizing(value, smallest, formats[0])
-            bound = tol.of_product(
-                value, weights, errors, tol.of_quantizing(weights, b.scale, formats[0]), dtype
-            )
-            assert (np.abs(exact(y)[0] - value @ weights) <= bound).all()
-            assert np.asarray(y)[2:].any(1).all()  # not lost
+        dot_general = layers.switchback_dot_general("switchback_q", format, scaling=scaling)
+        y = products(dot_general, x, w.astype(dtype), jnp.zeros((5, 7), dtype))[0]
+        value, weights = exact(x, w.astype(dtype))
+        of_layer = value, weights, np.zeros((5, 7)), "switchback_q", formats, largest
+        a, b = oracle.layer(*of_layer).operands["y"]
+        smallest = np.maximum(a.scale, tol.LEAST_MAXIMUM / (largest[0] or 448))
+        errors = tol.of_quantizing(value, smallest, formats[0])
+        of_w = tol.of_quantizing(weights, b.scale, formats[0])
+        bound = tol.of_product(value, weights, errors, of_w, dtype)
+        assert (np.abs(exact(y)[0] - value @ weights) <= bound).all()
+        assert np.asarray(y)[2:].any(1).all()  # not lost

@@ -60,8 +60,3 @@ def test_what_is_said_is_as_it_is_said(name):
         assert stored(make, storage)[0] == said
     for storage in (lowmem.Storage.paper(), lowmem.Storage.four_bit()):
         assert stored(make, storage)[0] == {name: getattr(storage, name) for name in COAT}
-
-
-def test_of_another_type():
-    with pytest.raises(TypeError, match="storage takes a lowmem.Storage, got 8"):
-        lowmem.coat_adamw(1e-3, storage=8)

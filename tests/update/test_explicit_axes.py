@@ -104,7 +104,6 @@ def gradients_of(name, params):
     return jax.tree.map(lambda p: p.astype(wide or p.dtype), params)
 
 
-WITH_SCALES = ["flash_adamw", "q_adam_mini"]
 WRAPPING = ["moments of blocks", "gaussws_noise", "MultiSteps"]
 
 

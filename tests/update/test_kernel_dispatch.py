@@ -68,9 +68,7 @@ def test_the_second_backend(on_a_gpu, monkeypatch):
         choose((64, 128), "triton")
 
 
-WIDE = lowmem.flash_adamw(
-    1e-3, storage=lowmem.Storage(policy=lowmem.Policy(min_size=0), group_size=1 << 17)
-)
+WIDE = lowmem.flash_adamw(1e-3, storage=dataclasses.replace(STORAGE, group_size=1 << 17))
 
 
 def test_the_second_backend_and_its_reasons(on_a_gpu, monkeypatch):

@@ -200,17 +200,8 @@ def both(case, tuned=SMALL, options=SAME_BITS):
         for plan, leaf, state in zip(case.plans, leaves, states, strict=True):
             own = reference.prepare(case.rule, plan, leaf.g, leaf.p, state, h)
             hs.append(own if leaf.of_block is None else {OF_BLOCK: leaf.of_block})
-        batch = LeafBatch(
-            tuple(case.plans),
-            gradients,
-            weights,
-            states,
-            h,
-            hs,
-            keys,
-            tuple(case.numbers),
-            "pallas",
-        )
+        plans, numbers = tuple(case.plans), tuple(case.numbers)
+        batch = LeafBatch(plans, gradients, weights, states, h, hs, keys, numbers, "pallas")
         found = dispatch.fused_updates(case.rule, batch, tuned)
         wanted = []
         for plan, leaf, state, number, own in zip(

@@ -427,14 +427,11 @@ IN_DEFAULT += [("blocks, of columns", P("b", "a")), ("rows and columns", P("b", 
     "name, spec",
     rows(itertools.product(ON_MESHES, [P("a"), P(None, "a"), P("b", "a")]), IN_DEFAULT),
 )
-def test_on_a_mesh_of_tpus(name, spec, monkeypatch):
+def test_on_a_mesh_of_tpus(name, spec, interpreted):
     """Each device steps its part, with the random bits that the whole leaf has there.
 
     It takes the values of its blocks, which may lie on several devices.
     """
-    launch = functools.partial(pallas_tpu.launch, interpret=True)
-    monkeypatch.setattr(pallas_tpu, "launch", launch)
-    monkeypatch.setattr(platform, "target", lambda *args, **named: "tpu")
     build, collectives = ON_MESHES[name]
     tx, rng = build(1e-3), np.random.default_rng(0)
     masters = {"w": jnp.asarray(rng.normal(0, 0.1, (256, 512)), F32)}

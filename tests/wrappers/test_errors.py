@@ -329,12 +329,6 @@ def test_schedules_of_what_is_no_hyperparameter(name, value):
             init(weights())
 
 
-def test_a_schedule_in_bf16():
-    tx, params = lowmem.flash_adamw(lambda count: jnp.bfloat16(1e-3)), weights()
-    with raises(IN_BF16, TypeError):
-        jax.jit(tx.update)(grads_of(params), tx.init(params), params)
-
-
 OPTAXS_F32 = functools.partial(optax.inject_hyperparams, hyperparam_dtype=jnp.float32)
 
 

@@ -46,11 +46,6 @@ def test_a_key_is_kept():
     assert lowmem.master_params(params, state)["key"].dtype == jax.random.key(0).dtype
 
 
-def test_nobody_takes_them():
-    with pytest.raises(TypeError, match="'k' is int32.*Leave it out with optax.masked"):
-        lowmem.init(lowmem.flash_adamw(1e-3), PARAMS)
-
-
 COMPLEX = {"z": jnp.ones(4) + 1j}
 
 

@@ -27,7 +27,7 @@ from tests.tiers import in_turn, rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(blocks of .* are a guess|in codes of 4 bits)")
 RATE = 1e-2
-STORAGE = lowmem.Storage(policy=lowmem.Policy(min_size=0))
+STORAGE, FOUR = lowmem.Storage(policy=lowmem.Policy(min_size=0)), lowmem.Storage.four_bit()
 MAPPING = {"embed": "data"}
 MESH = functools.partial(mesh_of, data=4)
 
@@ -200,17 +200,10 @@ WRAPPED = {
     "gaussws": lambda tx: lowmem.gaussws_noise(tx),
 }
 OTHERS = {
-    "lion": lambda: made("flash_lion"),
-    "adam_mini": lambda: made("flash_adam_mini"),
-    "factored": lambda: made("flash_factored_adamw"),
-    "muon": lambda: made("flash_muon"),
-    "four bits": lambda: lowmem.flash_adamw(
-        RATE, storage=dataclasses.replace(lowmem.Storage.four_bit(), policy=STORAGE.policy)
-    ),
-    "four bits, adam_mini": lambda: lowmem.flash_adam_mini(RATE, storage=lowmem.Storage.four_bit()),
-    "four bits, factored": lambda: lowmem.flash_factored_adamw(
-        RATE, storage=lowmem.Storage.four_bit()
-    ),
+    **{name: functools.partial(made, name) for name in (*NAMES[1:], "flash_muon")},
+    "four bits": lambda: made(mu=FOUR.mu, nu=FOUR.nu),
+    "four bits, adam_mini": lambda: lowmem.flash_adam_mini(RATE, storage=FOUR),
+    "four bits, factored": lambda: lowmem.flash_factored_adamw(RATE, storage=FOUR),
     "apply_if_finite": lambda: optax.apply_if_finite(made(update_dtype="gradient"), 3),
     "compress_state": lambda: lowmem.split_master_weights(
         lowmem.compress_state(
@@ -259,7 +252,7 @@ def test_names_of_arrays_with_other_shapes(cls):
     assert names(made(), "up")["mu_scale"] == ("embed", "mlp_groups")
     assert names(made("flash_adam_mini"), "down")["nu"] == ("mlp_groups", "embed_groups")
     assert names(made("flash_factored_adamw"), "down")["nu"] == ("groups_0",)
-    four_bit = names(lowmem.flash_adamw(RATE, storage=lowmem.Storage.four_bit()), "up")
+    four_bit = names(lowmem.flash_adamw(RATE, storage=FOUR), "up")
     assert four_bit["mu"] == ("embed", "mlp_groups")
     assert names(made(), "scale") == dict.fromkeys(("mu", "mu_scale", "nu", "correction"), ())
 

@@ -1,6 +1,5 @@
 """Calls and trees that are easy to get wrong: an error or a warning names it and the remedy."""
 
-import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -167,17 +166,3 @@ def test_weights_with_the_names_of_our_fields(make):
     params, state = lowmem.step(tx, jax.tree.map(jnp.ones_like, layer), state, params)
     assert type(lowmem.master_params(params, state)) is Layer
     assert lowmem.explain(tx, params).warnings == ()
-
-
-def test_accumulation_has_a_default():
-    tx = lowmem.accumulate_gradients(optax.adam(1e-3), 2)
-    assert tx.init(PARAMS).accumulated["kernel"].dtype == jnp.bfloat16
-
-
-def test_right_calls_say_nothing():
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        tx = lowmem.flash_adamw(1e-3, storage=Storage(policy=Policy(exclude=("bias",))))
-        params, state = lowmem.init(tx, PARAMS)
-        lowmem.step(tx, GRADS, state, params)
-    assert not said
