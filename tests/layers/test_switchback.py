@@ -95,9 +95,8 @@ def test_codes_are_the_oracles(to, dtype):
             error = np.abs(found * np.asarray(scales, np.float64) - value)
             assert (error <= tol.of_quantizing(value, want.scale, fmt)).all()
             ties += tie.sum()
-    assert (
-        ties <= {"float32": 1, "bfloat16": 60}[dtype]
-    )  # of 12,000; bf16 numbers meet them exactly
+    # of 12,000; bf16 numbers meet them exactly
+    assert ties <= {"float32": 1, "bfloat16": 60}[dtype]
 
 
 def test_ties_go_to_even():

@@ -2,7 +2,10 @@
 
 import contextlib
 import io
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +14,6 @@ DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 PAGES = [README, *sorted(DOCS.rglob("*.md"))]
 
-LOWERED = "<!-- lowered for CUDA -->\n"
 _BLOCK = re.compile(
     r"^(?P<lowered><!-- lowered for CUDA -->\n)?"
     r"(?:```python\n(?P<shown>.*?)^```\n|<!-- run\n(?P<hidden>.*?)^-->\n)"
@@ -52,3 +54,11 @@ def run_block(block: Block, namespace: dict[str, Any]) -> str:
     with contextlib.redirect_stdout(out):
         exec(compile(block.source, block.name, "exec"), namespace)  # noqa: S102
     return out.getvalue()
+
+
+def run(*command: str, cwd: Path = ROOT, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs a module of Python as a command."""
+    return subprocess.run(
+        [sys.executable, "-m", *command], cwd=cwd, env=os.environ | env, capture_output=True,
+        text=True, timeout=300,
+    )  # fmt: skip

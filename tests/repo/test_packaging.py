@@ -1,7 +1,6 @@
 """The metadata that an index would show, and what the project's address fills."""
 
 import email
-import os
 import re
 import subprocess
 import sys
@@ -11,23 +10,12 @@ import zipfile
 
 import pytest
 
-from tests.repo.pages import ROOT
+from tests.repo.pages import ROOT, run
 from tools import address
 
 SOMEWHERE = "https://example.org/someone/optax_lowmem"
 SETTINGS = address.settings()
 LIMIT = 1_500_000  # bytes of the source distribution
-
-
-def run(*command: str, cwd=ROOT, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", *command],
-        cwd=cwd,
-        env=os.environ | env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
 
 
 @pytest.fixture(scope="module")

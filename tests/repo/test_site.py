@@ -4,18 +4,15 @@ import functools
 import http.server
 import inspect
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
 import pytest
 
 import optax_lowmem
-from tests.repo import browser
+from tests.repo import browser, pages
 from tests.repo.pages import DOCS, ROOT
 
 pytest.importorskip("mkdocs", reason="needs the extra docs")
@@ -29,18 +26,14 @@ NAMES = [
 PAGES = sorted(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md"))
 
 
+run = functools.partial(pages.run, NO_MKDOCS_2_WARNING="1")
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The site, built once; strictly, so that a broken link ends it."""
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
-        cwd=ROOT,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run("mkdocs", "build", "--strict", "--site-dir", str(folder))
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
@@ -54,14 +47,7 @@ def test_a_broken_link_ends_the_build(tmp_path):
         shutil.copy(ROOT / name, tmp_path / name)
     with (tmp_path / "docs/faq.md").open("a", encoding="utf-8") as page:
         page.write("\n[gone](nowhere.md)\n")
-    done = subprocess.run(
-        [sys.executable, "-m", *command.split()],
-        cwd=tmp_path,
-        env=os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = run(*command.split(), cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode != 0 and "nowhere.md" in done.stderr, done.stderr
 
 

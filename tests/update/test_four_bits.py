@@ -42,12 +42,8 @@ def test_moments_are_within_their_budget(name):
 def test_explain_names_the_codecs():
     params = {"w": jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)}
     text = str(lowmem.explain(lowmem.flash_adamw(1e-3, storage=FOUR), params))
-    for words in (
-        "softsign-int4",
-        "linear-uint4",
-        "groups of 64, 2 codes in a byte, stochastic rounding",
-    ):
-        assert words in text
+    groups = "groups of 64, 2 codes in a byte, stochastic rounding"
+    assert all(words in text for words in ("softsign-int4", "linear-uint4", groups))
 
 
 def test_changes_and_what_is_refused():

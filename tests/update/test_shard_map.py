@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
 from optax_lowmem.sharding import state_shardings
 from tests.compilation import SAME_BITS
+from tests.meshes import mesh_of
 from tests.tiers import rows
 
 CODECS = lowmem.codecs
@@ -55,8 +55,7 @@ def arrays(seed, dtype=jnp.bfloat16):
 
 def on_mesh(tx, function, params, specs=SPECS):
     """A step of (params, state, gradients) in a shard_map over eight devices."""
-    own = jax.devices("cpu")[:8]
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,), devices=own)
+    mesh = mesh_of(x=8)
     shardings = state_shardings(tx, params, specs, mesh=mesh)
     of_state = jax.tree.map(lambda sharding: sharding.spec, shardings)
     mapped = jax.shard_map(
@@ -97,7 +96,7 @@ def test_a_state_made_of_parts(name):
         assert optax.tree.get(state, "mu")["rows"].dtype == jnp.float32
         return updates
 
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(x=8)
     mapped = jax.shard_map(run, mesh=mesh, in_specs=(SPECS, SPECS), out_specs=SPECS)
     jax.eval_shape(mapped, arrays(0), arrays(1))
 
@@ -132,7 +131,7 @@ def test_whole_leaves_are_stepped_where_no_device_has_a_part(tx):
     state = tx.init(params)
     # whose mean is exact, whatever the order
     each = np.random.default_rng(2).integers(-64, 64, (8, 256, 128)).astype(np.float32) / 1024
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    mesh = mesh_of(x=8)
 
     def of_all(mean):
         def step(params, state, each):

@@ -32,24 +32,15 @@ IS_SHAPE = dict(is_leaf=lambda x: isinstance(x, tuple))
 # name -> (mesh, specs of the leaves above, zero_axis)
 LAYOUTS = {
     "fsdp": (dict(fsdp=8), (P("fsdp"), P("fsdp"), P(None, "fsdp"), P("fsdp")), None),
-    "tensor": (
-        dict(tensor=2),
-        (P(None, "tensor"), P("tensor"), P(None, None, "tensor"), P("tensor")),
-        None,
-    ),
-    "both": (
-        dict(fsdp=4, tensor=2),
-        (P("fsdp", "tensor"), P("fsdp"), P(None, "fsdp", "tensor"), P()),
-        None,
-    ),
+    "tensor": (dict(tensor=2),
+               (P(None, "tensor"), P("tensor"), P(None, None, "tensor"), P("tensor")), None),
+    "both": (dict(fsdp=4, tensor=2),
+             (P("fsdp", "tensor"), P("fsdp"), P(None, "fsdp", "tensor"), P()), None),
     "layers": (dict(stage=2), (P(), P(), P("stage"), P()), None),
     "zero": (dict(data=8), (P(), P(), P(), P()), "data"),
-    "zero and tensor": (
-        dict(data=4, tensor=2),
-        (P(None, "tensor"), P(), P(None, None, "tensor"), P()),
-        "data",
-    ),
-}
+    "zero and tensor": (dict(data=4, tensor=2),
+                        (P(None, "tensor"), P(), P(None, None, "tensor"), P()), "data"),
+}  # fmt: skip
 # some groups lie on two devices
 UNALIGNED = {
     "half of three groups": (dict(tensor=2), (P(), P(None, "tensor"), P(), P()), None),
@@ -225,10 +216,8 @@ def test_bytes_of_two_codes_stay_whole():
 def test_heads_stay_together():
     """6 on an axis of 192: in two parts, 3 each; in four they would be cut."""
     blocks = lowmem.blocks.Structure(rules=[("w", lowmem.blocks.Block((0,), heads=(1, 6)))])
-    tx, params = (
-        lowmem.flash_adam_mini(1e-3, blocks=blocks),
-        {"w": jax.ShapeDtypeStruct((64, 192), jnp.bfloat16)},
-    )
+    tx = lowmem.flash_adam_mini(1e-3, blocks=blocks)
+    params = {"w": jax.ShapeDtypeStruct((64, 192), jnp.bfloat16)}
     assert jax.eval_shape(tx.init, params).nu["w"].shape == (1, 6)
     assert specs_of(tx, P("x", "y"), params).nu["w"] == P(None, "y")
     assert specs_of(tx, P("y", "x"), params).nu["w"] == P(None, None)

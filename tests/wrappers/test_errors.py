@@ -166,6 +166,17 @@ ARGUMENTS = {
         r"momentum must be in \[0, 1\), got 1.0": [lambda: lowmem.flash_sgd(1e-3, momentum=1.0)],
         r"the decay must be in \[0, 1\)": [
             lambda: lowmem.compand_momentum(1.0), lambda: lowmem.sqrt_variance_quant(-0.1)],
+        r"decay must be in \[0, 1\), got": [
+            functools.partial(lowmem.track_master_ema, optax.sgd(0.1), decay)
+            for decay in (1.0, 1, -0.1, 2.0)],
+        "scale must be": [
+            functools.partial(lowmem.per_tensor_loss_scale, optax.sgd(1.0), scale)
+            for scale in (0, -1.0)],
+        "every is a number of micro-batches, at least 1, got": [
+            functools.partial(lowmem.accumulate_gradients, optax.sgd(0.1), every, "bfloat16")
+            for every in (0, -1, 2.0, True, "4")],
+        "into must be 'bfloat16' or 'moments', got 'float32'": [
+            lambda: lowmem.accumulate_gradients(optax.sgd(0.1), 4, "float32")],
         "eps must be >= 0, got -0.1": [lambda: adamw(eps=-0.1)],
         "eps_root must be >= 0, got -0.1": [lambda: adamw(eps_root=-0.1)],
         "weight_decay must be >= 0, got -0.1": [lambda: adamw(weight_decay=-0.1)],
@@ -227,6 +238,8 @@ ARGUMENTS = {
             lambda: Storage(mu="softsign"), lambda: compressed(mu=codecs.softsign),
             lambda: Storage(mu=8)],
         r"policy takes a lowmem\.Policy": [lambda: Storage(policy=("*bias",))],
+        "prepare is a function of the parameters or None, got 3": [
+            lambda: lowmem.value_and_grad(updated, 2, 3)],
         "seed must be an int, got 1.5": [lambda: Storage(seed=1.5)],
         r"storage takes a lowmem\.Storage, got \{'mu': None\}": [
             lambda: adamw(storage={"mu": None})],

@@ -48,12 +48,12 @@ def test_other_storage():
     assert "steps under half an ulp of the weight are lost" in nothing["correction"][1]
 
 
-WHOLE = Storage(master_weight_bits=None)  # its split is around it
+UNSPLIT = Storage(master_weight_bits=None)
 CODECS = {"mu": lowmem.codecs.softsign(), "nu": lowmem.codecs.sqrt()}
 NESTED = {
-    "split of ours": lambda: lowmem.split_master_weights(lowmem.flash_adamw(1e-3, storage=WHOLE)),
+    "split of ours": lambda: lowmem.split_master_weights(lowmem.flash_adamw(1e-3, storage=UNSPLIT)),
     "split of a wrapper of ours": lambda: lowmem.split_master_weights(
-        lowmem.per_tensor_loss_scale(lowmem.flash_adamw(1e-3, storage=WHOLE), 2.0)
+        lowmem.per_tensor_loss_scale(lowmem.flash_adamw(1e-3, storage=UNSPLIT), 2.0)
     ),
     "codecs in codecs": lambda: lowmem.split_master_weights(
         lowmem.compand_momentum(lowmem.sqrt_variance_quant(optax.adamw(1e-3)))
@@ -110,9 +110,6 @@ def test_it_says_the_same_again():
     first = lowmem.explain(tx, PARAMS)
     assert len(first.decisions) == 9
     assert lowmem.explain(tx, PARAMS) == first
-
-
-UNSPLIT = Storage(master_weight_bits=None)
 
 
 def early(step):

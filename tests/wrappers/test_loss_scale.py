@@ -16,9 +16,7 @@ OPTIMIZERS = {
     "flash_adamw": lambda: lowmem.flash_adamw(1e-2, storage=lowmem.Storage(policy=POLICY)),
     "stable_adamw": lambda: lowmem.stable_adamw(1e-2, storage=lowmem.Storage(policy=POLICY)),
     "compressed": lambda: lowmem.split_master_weights(
-        lowmem.compress_state(
-            optax.adamw(1e-2), mu=lowmem.codecs.softsign(), policy=lowmem.Policy(min_size=0)
-        )
+        lowmem.compress_state(optax.adamw(1e-2), mu=lowmem.codecs.softsign(), policy=POLICY)
     ),
     "clipped": lambda: lowmem.chain(
         optax.clip_by_global_norm(0.1), lowmem.flash_lion(1e-2, storage=lowmem.Storage())
@@ -49,9 +47,8 @@ def start(tx):
 @pytest.fixture(params=OPTIMIZERS)
 def optimizers(request):
     """Plain, and scaled."""
-    return OPTIMIZERS[request.param](), lowmem.per_tensor_loss_scale(
-        OPTIMIZERS[request.param](), SCALE
-    )
+    make = OPTIMIZERS[request.param]
+    return make(), lowmem.per_tensor_loss_scale(make(), SCALE)
 
 
 def same(one, other):
@@ -100,12 +97,6 @@ def test_f16_gradients_that_overflowed():
     np.testing.assert_allclose(updates["b"], -6e4 / SCALE, rtol=1e-3)
 
 
-@pytest.mark.parametrize("scale", [0, -1.0])
-def test_misuse(scale):
-    with pytest.raises(ValueError, match="scale must be"):
-        lowmem.per_tensor_loss_scale(optax.sgd(1.0), scale)
-
-
 @pytest.mark.parametrize("inner", [optax.sm3(1e-3), optax.lbfgs(1e-3)], ids=["sm3", "lbfgs"])
 def test_a_state_that_is_not_of_tensors_is_refused(inner):
     params = {"w": jnp.ones((4, 4)), "b": jnp.ones(3)}
@@ -131,9 +122,9 @@ def test_an_overflow_in_a_part_of_a_batch(around):
         tx = lowmem.per_tensor_loss_scale(optax.sgd(1.0), 1.0)
         tx = lowmem.accumulate_gradients(tx, 2, "bfloat16")
     params = {"w": jnp.zeros(3)}
-    state, steps = tx.init(params), []
+    state, steps, update = tx.init(params), [], jax.jit(tx.update)
     for i in range(6):
         grads = {"w": jnp.full(3, jnp.inf if i == 1 else 1.0)}
-        updates, state = tx.update(grads, state, params)
+        updates, state = update(grads, state, params)
         steps.append(float(updates["w"][0]))
     assert steps == [0, 0, 0, -1, 0, -1]
