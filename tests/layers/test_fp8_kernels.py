@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from optax_lowmem._src import quantized_matmul as matmul
-from optax_lowmem._src import quantized_matmul as matmul_kernels
 from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.fp8_flow import gate, kernels, kernels_triton, norm
 from optax_lowmem._src.fp8_flow.storage import ArrayFunction, Recipe
@@ -273,8 +272,8 @@ def test_what_is_left_to_xla(on_a_gpu):
     [
         lambda x: kernels.restore(kernels.store(x, 16), 16),
         lambda x: kernels.quantized(x, kernels.tensor_absmax(x, 16)),
-        lambda x: matmul_kernels.quantize(x, 1, E4M3),
-        lambda x: matmul_kernels.quantize_transposed(x, None, E4M3),
+        lambda x: matmul.quantize(x, 1, E4M3),
+        lambda x: matmul.quantize_transposed(x, None, E4M3),
     ],
 )
 def test_xla_uses_what_is_stored(function):

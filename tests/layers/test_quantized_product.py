@@ -9,7 +9,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from optax_lowmem._src import quantized_matmul
-from optax_lowmem._src import quantized_matmul as kernels
 from optax_lowmem._src.core import platform
 from optax_lowmem._src.quantized_matmul import FORMATS, Quantized
 from tests import tolerances as tol
@@ -109,7 +108,7 @@ def shapes(pair, rows, columns, length):
 
 
 def product(a, b, dtype="bfloat16"):
-    return kernels.multiply(a, b, 1, jnp.dtype(dtype))
+    return quantized_matmul.multiply(a, b, 1, jnp.dtype(dtype))
 
 
 @needs_mosaic
@@ -179,7 +178,7 @@ def test_what_the_kernel_does_not_take(pair, sizes, dtype, reason, on_hopper):
 
 def test_where_the_kernel_does_not_run(on_a_gpu, monkeypatch):
     a, b = shapes(INT8, 256, 512, 256)
-    reason = functools.partial(kernels.product_reason, a, b, 1, "bfloat16")
+    reason = functools.partial(quantized_matmul.product_reason, a, b, 1, "bfloat16")
     assert "9.0 (Hopper), not None" in reason()  # of this machine's CPU
     assert kernels_in(lower_for_cuda(product, a, b)) == []
     monkeypatch.setattr(platform, "not_hopper_reason", lambda: None)
@@ -214,7 +213,7 @@ def test_on_a_gpu(pair, hopper):
     run = jax.jit(product, static_argnums=2)
     for sizes, dtype, per in ON_A_GPU:
         a, b = operands(pair, sizes, per)
-        assert kernels.product_reason(a, b, 1, dtype) is None
+        assert quantized_matmul.product_reason(a, b, 1, dtype) is None
         compare_on_hopper(run(a, b, dtype), a, b, dtype)
 
 
