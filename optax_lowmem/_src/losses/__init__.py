@@ -1,1 +1,1 @@
-"""Losses that never hold all logits."""
+"""Losses that never store all logits."""
