@@ -178,8 +178,8 @@ def test_it_is_the_ordinary_step(name, dtype):
 @pytest.mark.parametrize(
     "options, said",
     [
-        (dict(adaptive=True), "measures all of a tensor.*per_layer=True"),
-        (dict(muon_weight_dimension_numbers=None), "norm.*rows or columns of its matrices"),
+        (dict(adaptive=True), "reduces over a whole tensor.*per_layer=True"),
+        (dict(muon_weight_dimension_numbers=None), "norm.*row or column axis of its matrices"),
     ],
 )
 def test_layers_that_muon_cannot_take_apart(options, said):
@@ -525,7 +525,7 @@ def test_codes_along_the_axis_of_layers_are_refused():
     [
         (lambda p: p.pop("layers"), "there is no 'layers' in the parameters .embed"),
         (lambda p: p["layers"].update(norm=jnp.ones((2, WIDTH))), "'layers/w1' has 3 .*'layers/n"),
-        (lambda p: p["layers"].update(norm=jnp.ones(())), "'layers/norm'.*no axis of layers"),
+        (lambda p: p["layers"].update(norm=jnp.ones(())), "'layers/norm'.*no layer axis"),
         (lambda p: p.update(layers={}), "'layers'"),
     ],
 )
