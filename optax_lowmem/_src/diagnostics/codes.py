@@ -83,7 +83,7 @@ def code_shares(
                 shape = decision.values_shape
                 if leaves := in_packs.get((slot, path)):
                     shape = (sum(math.prod(decided[slot, leaf].shape) for leaf in leaves),)
-                row = codes.ndim != len(shape)  # of the values of blocks
+                row = codes.ndim != len(shape)  # per-block values are stored as one row
                 codes = decision.codec.unpack(codes, math.prod(shape) if row else shape[-1])
             _check_layout(slot, path, codes, scales)
             if path in shares.get(slot, {}):

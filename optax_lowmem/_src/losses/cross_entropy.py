@@ -300,7 +300,7 @@ class _Layout:
         return jax.sharding.reshard(head, self._on(self.of_head()))
 
     def as_head(self, x: jax.Array) -> jax.Array:
-        """Reshard a gradient as the head."""
+        """Reshard a gradient to the head's sharding, on Explicit axes."""
         if not self.explicit:
             return x
         return jax.sharding.reshard(x, self._on(self.of_head(self.width)))
@@ -550,7 +550,7 @@ def _of_device(
     codes = quantize_head(head, loss.vocab_axis, loss.vocab_axes, *needed)
     losses, of_hidden, of_head = _chunks_of(loss, wanted, hidden, head, codes, labels, scale)
     if of_head is not None and loss.vocab_axis:
-        of_head = of_head.T  # the sum of all chunks
+        of_head = of_head.T  # once, after the sum over chunks
     return losses, of_hidden, of_head
 
 

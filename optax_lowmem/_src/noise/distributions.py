@@ -37,7 +37,7 @@ class Noise(abc.ABC):
 
     @abc.abstractmethod
     def prepared(self, words: list[jax.Array]) -> Any:
-        """Return the argument of `element`, for eight elements each, from `draws` words."""
+        """Return what `element` needs for eight elements, from `draws` random words."""
 
     @abc.abstractmethod
     def element(self, prepared: Any, index: int) -> jax.Array:
@@ -49,9 +49,9 @@ class Noise(abc.ABC):
 
 
 def pack(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
-    r"""Return words of eight numbers in {-2, ..., 2}, as 4-bit sign and magnitude (3.3 and 3.4).
+    r"""Convert random bits to eight 4-bit numbers in {-2, ..., 2} per word (sections 3.3 and 3.4).
 
-    x0, ..., x3 are an element's four bits of word x from the lowest, and likewise for y and z:
+    x0, ..., x3 are an element's four bits of x from the lowest; y and z are split alike:
 
         |R| = 1:  (x0 | x1) & (x2 | x3) & y0
         |R| = 2:  (x0 | x1) & (x2 & x3) & ~y0 & y1 & y2 & y3 & z0 & z1

@@ -32,7 +32,7 @@ def block_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_matrix(what: str, x: jax.Array | jax.ShapeDtypeStruct) -> None:
-    """Raise an error unless an array is not empty and has at least two axes."""
+    """Raise ValueError unless an array is not empty and has at least two axes."""
     if jnp.ndim(x) < 2 or math.prod(x.shape) == 0:
         raise ValueError(
             f"{what} has shape {tuple(x.shape)}: blocks of 32 x 32 need the two axes of a matrix."
@@ -94,7 +94,7 @@ def noise_of_plain(
     noise: Noise,
     dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
-    """Return R for an array of a shape."""
+    """Return R with the shape `shape`."""
     # with the barrier, XLA computes words once, not once per element
     prepared = lax.optimization_barrier(noise.prepared(words_of(key, shape, noise.draws)))
     rows = noise.elements(prepared)

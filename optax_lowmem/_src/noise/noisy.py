@@ -116,7 +116,7 @@ class Noisy:
         for (path, leaf), sampled in zip(leaves, chosen, strict=True):
             if sampled:
                 kernels.check_matrix(f"sampled leaf '{path}'", leaf)
-                words = f"blocks of {kernels.SIDE} x {kernels.SIDE}, b_t from {self.bits_init:g}"
+                words = f"blocks of {kernels.SIDE} x {kernels.SIDE}, initial b_t {self.bits_init:g}"
                 scope.record(scope.Decision(path, FIELD, self.noise.name, words))
         return chosen
 
@@ -309,7 +309,7 @@ class Noisy:
 def _first_bits(
     shapes: list[tuple[int, ...] | None],
 ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-    """Return for each leaf a 0-d placeholder, initial b_i and initial scales, by block shape."""
+    """Return a 0-d clean weight, initial b_i and initial scales per leaf, given block shapes."""
     ones = [jnp.zeros(()) if shape is None else jnp.ones(shape) for shape in shapes]
     return [jnp.zeros(()) for _ in shapes], ones, [jnp.zeros(shape or ()) for shape in shapes]
 

@@ -69,7 +69,7 @@ def draw(
     noise: str = "gaussws",
     dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
-    r"""Draw the noise R for an array of a shape.
+    r"""Draw the noise R.
 
     `gaussws` (equation 8) uses 11 random bits per element and bitwise operations only:
     P(2) = P(-2) = 3/4 2^-9, P(1) = P(-1) = (3/4)^2 2^-2, else 0. `diffq` is U(-0.5, 0.5) in bf16,

@@ -132,7 +132,7 @@ Gradient = Callable[[jax.Array], jax.Array]
 
 @dataclasses.dataclass(eq=False)
 class Run:
-    """One step: the leaves of the tree, each old until it is updated.
+    """State of one step: the leaves of the tree, each old until it is updated.
 
     Attributes:
       engine: the optimizer.
@@ -207,7 +207,7 @@ class Run:
             self.totals[i] = self.totals[i] + g if i in self.totals else g
 
     def update_rest(self, positions: Sequence[int], then: object) -> Any:
-        """Step leaves of the rest. `then` is returned and depends on it, to free the gradients."""
+        """Step leaves of the rest; return `then`, made to depend on them to free the gradients."""
         indices = [self.parts.indices[at] for at in positions]
         if not indices:
             return then
@@ -347,9 +347,9 @@ def train_step(
     """
     engine = _engine_of(tx)
     if not isinstance(model, Layered):
-        raise TypeError(f"model takes a release.Layered, got {type(model).__name__}")
+        raise TypeError(f"model must be a release.Layered, got {type(model).__name__}")
     if each_gradient is not None and not callable(each_gradient):
-        raise TypeError(f"each_gradient takes a function of an array, got {each_gradient!r}")
+        raise TypeError(f"each_gradient must be a function of an array, got {each_gradient!r}")
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(
             f"implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}"
