@@ -55,9 +55,9 @@ def distance(found, wanted):
 # ---- optax's arithmetic --------------------------------------------------------------------------
 
 SHAPES = {"wide": (24, 40), "tall": (40, 24), "square": (24, 24), "heads": (24, 3, 8),
-          "conv": (3, 8, 12), "bias": (24,)}  # fmt: skip
+          "conv": (12, 3, 8), "bias": (24,)}  # fmt: skip
 AXES = {"wide": Dimensions(), "tall": Dimensions(1, 0), "square": None, "bias": None,
-        "heads": Dimensions(0, (1, -1)), "conv": Dimensions(1, 2)}  # fmt: skip
+        "heads": Dimensions(0, (1, -1)), "conv": Dimensions(2, 0)}  # fmt: skip
 SCHEDULE = optax.linear_schedule(1e-2, 0.0, 6)
 ARGUMENTS = {
     "defaults": {},
