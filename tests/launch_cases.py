@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -60,7 +60,7 @@ class Case:
             return [self.h]
         measured = jax.jit(reference.prepare, static_argnums=(0, 1))
         return [
-            measured(self.rule, plan.nameless, leaf.g, leaf.p, state, self.h)
+            self.h | measured(self.rule, plan.nameless, leaf.g, leaf.p, state, self.h)
             for plan, leaf, state in zip(self.plans, self.leaves, self.states, strict=True)
         ]
 
@@ -100,7 +100,7 @@ def make(
         p, state = _stored(plan, w, moments)
         states.append(state)
         weight = p if engine.weights else None
-        arrays = plan, g.astype(gradient_dtype), weight, state
+        arrays = g.astype(gradient_dtype), weight, state
         leaves.append(operands.leaf_of(*arrays, of_block(plan, i)))
     (rule,) = {engine.rule.of_leaf(plan.matrices) for plan in plans}  # of all leaves of a launch
     h = engine.rule.hyperparameters_of(plans[0].matrices, engine.hyperparameters(jnp.int32(100)))
@@ -121,17 +121,24 @@ def of_block(plan: LeafPlan, seed: int) -> Any:
 @functools.partial(jax.jit, static_argnums=0)
 def _stored(plan: LeafPlan, w: jax.Array, moments: dict[str, jax.Array]) -> Any:
     """Weight and state of a leaf."""
-    p, correction = w.astype(plan.dtype), jnp.zeros((), jnp.int8)
+    p, correction = w.astype(plan.dtype), None
     if plan.split is not None:
         p, correction = plan.split.split(w, plan.dtype)
-    nothing = jnp.zeros((), jnp.float32)
     stored = [
         encode_array(slot.codec, moments[slot.name], plan.group_size)
         if slot.codec
-        else (moments[slot.name], nothing)
+        else (moments[slot.name], None)
         for slot in plan.slots
     ]
-    return p, LeafState(*zip(*stored, strict=True), correction)
+    codes, scales = zip(*stored, strict=True) if stored else ((), ())
+    return p, LeafState(codes, tuple(x for x in scales if x is not None), correction)
+
+
+def stored_slots(slots: Sequence[Any], state: LeafState) -> list[tuple[jax.Array, Any]]:
+    """(values, scales) of each slot; without a codec the scales are None."""
+    scales = iter(state.scales)
+    rows = zip(slots, state.slots, strict=True)
+    return [(values, next(scales) if slot.codec else None) for slot, values in rows]
 
 
 def launch(case: Case, launcher: Callable[..., Any], tile: Tile) -> list[operands.Result]:
@@ -170,7 +177,7 @@ def compare(case: Case, found: list[operands.Result]) -> None:
     for i, (update, state) in enumerate(expected(case)):
         plan, leaf, result = case.plans[i], case.leaves[i], found[i]
         any_sign = undecided(case, i)
-        _compare_state(plan, state, operands.state_of(plan, case.states[i], result))
+        _compare_state(plan, state, operands.state_of(result))
         if plan.lands and not plan.direct:
             given = reference.update_towards(result.update, leaf.p, plan.update_dtype)
         else:
@@ -256,7 +263,7 @@ def check_not_finite(
         slot[[3, 7, 8]] = 0
     leaf = leaf._replace(g=jnp.asarray(g), slots=tuple(map(jnp.asarray, slots)))
     old = operands.Result(leaf.g, leaf.correction, leaf.slots, leaf.scales)
-    state = operands.state_of(plan, case.states[0], old)
+    state = operands.state_of(old)
     case = dataclasses.replace(case, leaves=[leaf], states=[state])
     (found,) = launch(case, launcher, tile)
     compare(case, [found])
@@ -336,27 +343,26 @@ def decoded_scales(codec: Any, stored: Any) -> np.ndarray:
 
 
 def _compare_state(plan: LeafPlan, one: LeafState, other: LeafState) -> None:
-    for i, slot in enumerate(plan.slots):
-        for state in (one, other):
-            assert StoredSlot(state.slots[i], state.scales[i]).is_like(plan.storage[i])
+    both = (stored_slots(plan.slots, state) for state in (one, other))
+    for slot, form, *pair in zip(plan.slots, plan.storage, *both, strict=True):
+        (values, _), (values2, _) = pair
         if slot.codec is None:
-            size = np.abs(one.slots[i]).max() * tolerances.REORDERED_SLOT
-            np.testing.assert_allclose(other.slots[i], one.slots[i], rtol=0, atol=size)
+            assert (values.shape, values.dtype) == (form.codes.shape, form.codes.dtype)
+            size = np.abs(values).max() * tolerances.REORDERED_SLOT
+            np.testing.assert_allclose(values2, values, rtol=0, atol=size)
             continue
+        assert all(StoredSlot(*stored).is_like(form) for stored in pair)
         codes, codes2 = (
-            np.asarray(slot.codec.unpack(state.slots[i], plan.shape[-1]), np.int32)
-            for state in (one, other)
+            np.asarray(slot.codec.unpack(stored, plan.shape[-1]), np.int32) for stored, _ in pair
         )
-        scales, scales2 = (decoded_scales(slot.codec, state.scales[i]) for state in (one, other))
+        scales, scales2 = (decoded_scales(slot.codec, scales) for _, scales in pair)
         rtol, atol = slot.codec.scale.relative_error, 0.0
         if not rtol:  # f32: the group's largest value itself
             rtol, atol = 1e-6, np.nanmax(np.abs(scales)) * tolerances.REORDERED_SLOT
         np.testing.assert_allclose(scales2, scales, rtol=rtol, atol=atol)
         decoded, decoded2 = (
-            np.asarray(
-                _decoded(slot.codec, s.slots[i], s.scales[i], plan.group_size, plan.shape[-1])
-            )
-            for s in (one, other)
+            np.asarray(_decoded(slot.codec, *stored, plan.group_size, plan.shape[-1]))
+            for stored in pair
         )
         np.testing.assert_array_equal(np.isnan(decoded2), np.isnan(decoded))
         off = np.where(np.isnan(decoded), 0, np.abs(codes - codes2))

@@ -30,8 +30,8 @@ from optax_lowmem._src.noise import kernels as noise
 from optax_lowmem._src.noise import kernels_triton as noise_triton
 from optax_lowmem._src.noise.distributions import NOISES
 from optax_lowmem._src.noise.formats import FORMATS
-from optax_lowmem._src.switchback import quantized_matmul_triton as matmul
-from optax_lowmem._src.switchback.quantized_matmul import E4M3, INT8
+from optax_lowmem._src.quantized_matmul import E4M3, INT8
+from optax_lowmem._src.quantized_matmul import triton as matmul
 from optax_lowmem._src.update import block_means, block_means_triton
 from optax_lowmem.blocks import Block
 

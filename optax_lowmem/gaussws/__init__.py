@@ -1,5 +1,6 @@
 """Gaussian weight sampling: noise of a learnt bitwidth on weights, instead of quantizing them."""
 
+from optax_lowmem._src.core.clean_weights import clean_params as clean_params
 from optax_lowmem._src.noise.bitwidth import SafeFormat as SafeFormat
 from optax_lowmem._src.noise.bitwidth import bitwidth as bitwidth
 from optax_lowmem._src.noise.bitwidth import bitwidth_loss as bitwidth_loss
@@ -19,7 +20,6 @@ from optax_lowmem._src.noise.states import BitsTable as BitsTable
 from optax_lowmem._src.noise.states import LayerBits as LayerBits
 from optax_lowmem._src.noise.states import bits_table as bits_table
 from optax_lowmem._src.noise.states import bitwidths as bitwidths
-from optax_lowmem._src.noise.states import clean_params as clean_params
 from optax_lowmem._src.noise.states import safe_cast as safe_cast
 from optax_lowmem.gaussws import parts as parts
 

@@ -1,7 +1,7 @@
 """Choice of the matrices of a transformer to sample: out and down, query, key, value, or all."""
 
-from optax_lowmem._src.noise.parts import PARTS as PARTS
-from optax_lowmem._src.noise.parts import Parts as Parts
-from optax_lowmem._src.noise.parts import chooser as chooser
+from optax_lowmem._src.blocks.parts import PARTS as PARTS
+from optax_lowmem._src.blocks.parts import Parts as Parts
+from optax_lowmem._src.blocks.parts import chooser as chooser
 
 __all__ = ["PARTS", "Parts", "chooser"]

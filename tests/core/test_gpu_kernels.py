@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from optax_lowmem import codecs, gaussws
+from optax_lowmem._src import quantized_matmul as matmul
 from optax_lowmem._src.codecs import group_codec, group_codec_triton
 from optax_lowmem._src.core import jax_triton_call, platform
 from optax_lowmem._src.core.block import Factors
@@ -21,9 +22,8 @@ from optax_lowmem._src.noise import kernels as noise
 from optax_lowmem._src.noise import kernels_triton as noise_kernels
 from optax_lowmem._src.noise.distributions import NOISES
 from optax_lowmem._src.noise.formats import FORMATS
-from optax_lowmem._src.switchback import quantized_matmul as matmul
-from optax_lowmem._src.switchback import quantized_matmul_triton
-from optax_lowmem._src.switchback.quantized_matmul import FORMATS as CODES
+from optax_lowmem._src.quantized_matmul import FORMATS as CODES
+from optax_lowmem._src.quantized_matmul import triton as quantized_matmul_triton
 from optax_lowmem._src.update import block_means, block_means_triton
 from optax_lowmem.blocks import Block
 from tests.tiers import rows

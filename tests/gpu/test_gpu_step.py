@@ -124,22 +124,26 @@ def check_weights(plan, old, one, other, flips):
     assert (gap <= limit)[off].all(), plan.path
 
 
+def stored_in(slots, *states):
+    """(slot, (values, scales) in each state) of every slot."""
+    arrays = [jax.tree.map(np.asarray, launch_cases.stored_slots(slots, s)) for s in states]
+    return zip(slots, *arrays, strict=True)
+
+
 def check_step(tx, old, one, other):
     """Two results of (params, state) from the same (params, state)."""
     plans, lion = tx.engine.plans(old[0]), isinstance(tx.engine.rule, LionRule)
-    unpacked = [tx.engine.unpack(state, plans) for _, state in (old, one, other)]
+    unpacked = [tx.engine.unpack(state, plans, p) for p, state in (old, one, other)]
     rows = [
         list(zip(jax.tree.leaves(params), states, strict=True))
         for (params, _), (states, _) in zip((old, one, other), unpacked, strict=True)
     ]
     for plan, wanted, found in zip(plans, unpacked[1][1], unpacked[2][1], strict=True):
-        for i, slot in enumerate(plan.shared):
-            stored = [(np.asarray(s.slots[i]), np.asarray(s.scales[i])) for s in (wanted, found)]
+        for slot, *stored in stored_in(plan.shared, wanted, found):
             check_codes(plan, slot, *stored)
     differ = elements = 0
     for plan, before, wanted, found in zip(plans, *rows, strict=True):
-        for i, slot in enumerate(plan.slots):
-            stored = [(np.asarray(s.slots[i]), np.asarray(s.scales[i])) for _, s in (wanted, found)]
+        for slot, *stored in stored_in(plan.slots, wanted[1], found[1]):
             differ += check_codes(plan, slot, *stored)
             elements += math.prod(plan.shape) if slot.codec else 0
         check_weights(plan, *((p, s.correction) for p, s in (before, wanted, found)), lion)
@@ -182,13 +186,9 @@ def test_matrices_of_muon(kernel, products):
     for i in range(STEPS):
         one, other = step(drawn(1 + i % 2, BF16), state, params)
         for plan, wanted, found in zip(
-            plans, *(tx.engine.unpack(new, plans)[0] for _, new in (one, other)), strict=True
+            plans, *(tx.engine.unpack(new, plans, p)[0] for p, new in (one, other)), strict=True
         ):
-            for place, slot in enumerate(plan.slots):
-                stored = [
-                    (np.asarray(s.slots[place]), np.asarray(s.scales[place]))
-                    for s in (wanted, found)
-                ]
+            for slot, *stored in stored_in(plan.slots, wanted, found):
                 check_codes(plan, slot, *stored)
         masters = [lowmem.master_params(*pair) for pair in (one, other)]
         for plan in (plan for plan in plans if plan.matrices is not None):
@@ -223,10 +223,10 @@ def test_modes_of_lion(mode):
     state, step, plans = tx.init(zeros), both(tx), tx.engine.plans(zeros)
     for i in range(2):
         (wanted, _), (found, new) = results = step(drawn(1 + i, BF16, 0.3), state, zeros)
-        rows = [tx.engine.unpack(each, plans)[0] for _, each in results]
+        rows = [tx.engine.unpack(each, plans, zeros)[0] for _, each in results]
         for plan, *pair in zip(plans, *rows, strict=True):
-            stored = [(np.asarray(s.slots[0]), np.asarray(s.scales[0])) for s in pair]
-            check_codes(plan, plan.slots[0], *stored)
+            for slot, *stored in stored_in(plan.slots, *pair):
+                check_codes(plan, slot, *stored)
         for one, other in zip(*map(jax.tree.leaves, (wanted, found)), strict=True):
             limit = tolerances.GPU_STEP * float(jnp.abs(one).max())
             np.testing.assert_allclose(other, one, rtol=tolerances.GPU_STEP, atol=limit)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from optax_lowmem._src.switchback import quantized_matmul
-from optax_lowmem._src.switchback.quantized_matmul import E4M3, E5M2, INT8, LONGEST_SUM, Quantized
+from optax_lowmem._src import quantized_matmul
+from optax_lowmem._src.quantized_matmul import E4M3, E5M2, INT8, LONGEST_SUM, Quantized
 from tests import tolerances as tol
 from tests.oracle import switchback as oracle
 

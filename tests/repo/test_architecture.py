@@ -30,9 +30,10 @@ MAY_IMPORT = {
     "optimizers": (*ROOMS, "blocks"),
     "wrappers": (*ROOMS, "blocks", "optimizers"),
     "noise": ALL_ROOMS,
-    "switchback": ALL_ROOMS,
-    "fp8_flow": ALL_ROOMS,
-    "losses": ROOMS,
+    "quantized_matmul": ("core",),
+    "switchback": (*ALL_ROOMS, "quantized_matmul"),
+    "fp8_flow": (*ALL_ROOMS, "quantized_matmul"),
+    "losses": (*ROOMS, "quantized_matmul"),
     "checkpoint": ALL_ROOMS,
     "diagnostics": ALL_ROOMS,
     "flax": ALL_ROOMS,
@@ -42,22 +43,10 @@ MAY_IMPORT = {
 }
 # (file, room that it imports all the same): why. A file that no longer does fails the test.
 EXCEPTIONS = {
-    ("update/masters.py", "noise"): "the weights without noise are the master weights",
     ("optimizers/__init__.py", "wrappers"): "stable_adamw's plain counterpart is update_clipping",
-    ("optimizers/stable_adamw.py", "wrappers"): "its threshold is that of update_clipping",
     ("wrappers/chain.py", "noise"): "step folds clipping into an optimizer inside gaussws_noise",
-    ("wrappers/explain.py", "noise"): "a weight with noise has no stale correction",
-    ("checkpoint/export.py", "noise"): "weights are exported without noise",
     ("memory/state.py", "checkpoint"): "the optax optimizer that a report compares with",
-    ("switchback/convert.py", "noise"): "parts of a model are named as for gaussws_noise",
-    ("losses/cross_entropy.py", "fp8_flow"): "rules that refuse to be differentiated again",
     ("losses/products.py", "fp8_flow"): "products of 8-bit operands, codes made once",
-    ("losses/products.py", "switchback"): "products of 8-bit operands",
-    ("fp8_flow/linear.py", "switchback"): "products of 8-bit operands",
-    ("fp8_flow/norm.py", "switchback"): "products of 8-bit operands: the largest magnitude",
-    ("fp8_flow/storage.py", "switchback"): "products of 8-bit operands: their formats",
-    ("fp8_flow/kernels.py", "switchback"): "products of 8-bit operands",
-    ("fp8_flow/kernels_triton.py", "switchback"): "products of 8-bit operands",
 }
 
 
@@ -237,6 +226,7 @@ ELEMENTARY = {
 }  # fmt: skip
 LIBRARIES = {"jnp", "jax.numpy", "lax", "jax.lax", "jax.nn", "tl", "libdevice"}
 FORMULAS = {
+    "core/clipping.py": "RMS_t, which an optimizer, a wrapper and a diagnostic share",
     "core/hyperparameters.py": "of the step's number, once a step",
     "core/numerics.py": "the logarithm where a backend has none of its own",
     "update/block_means.py": "the mean of squares that Adam-mini's rule takes",
@@ -245,7 +235,7 @@ FORMULAS = {
 
 def carries_out(path: Path) -> bool:
     """Return whether a module runs formulas of others: core, the step, and kernels."""
-    kernel = path.stem.endswith(("_triton", "_mosaic", "_tpu"))
+    kernel = path.stem.endswith(("triton", "mosaic", "_tpu"))
     return kernel or room_of(module_of(path)) in {"core", "update"}
 
 

@@ -15,10 +15,11 @@ import optax_lowmem as lowmem
 from optax_lowmem import codecs
 from optax_lowmem._src.core import random
 from optax_lowmem._src.optimizers import every_record
-from optax_lowmem._src.update import packed, reference, twopass
+from optax_lowmem._src.update import packed, reference
+from optax_lowmem._src.update.batch import LeafBatch
 from optax_lowmem._src.update.prepare import prepare_leaves
 from tests import tolerances
-from tests.launch_cases import same_scales, units
+from tests.launch_cases import same_scales, stored_slots, units
 from tests.tiers import rows
 
 SHAPES = {"a": (96,), "b": (7, 33), "c": (64, 256), "d": (3, 5, 1000)}
@@ -99,15 +100,15 @@ def some_steps_in(tx, dtype, step=None):
     return params, draw(1e-3, jnp.bfloat16), state
 
 
-@pytest.mark.parametrize("path", [packed, twopass], ids=["packed", "twopass"])
+two_passes = functools.partial(reference.fused_update, two_passes=True)
+
+
+@pytest.mark.parametrize("path", [packed.fused_update, two_passes], ids=["packed", "two passes"])
 @pytest.mark.parametrize("name, bits, dtype, rounding", ROWS)
 def test_a_path_is_the_reference(name, bits, dtype, rounding, path):
     run, plans, params, wanted = by_reference(name, bits, dtype, rounding)
-    backend = {packed: "cpu", twopass: "gpu"}[path]
-    assert all(path.supported(plan, backend) is None for plan in plans)
-    for plan, p, one, other in zip(
-        plans, params.values(), wanted, run(path.fused_update), strict=True
-    ):
+    assert all(packed.supported(plan, "cpu") is None for plan in plans)
+    for plan, p, one, other in zip(plans, params.values(), wanted, run(path), strict=True):
         compare(plan, p if plan.matrices is None else None, one, other)
 
 
@@ -134,12 +135,16 @@ def by_reference(name, bits, dtype, rounding):
             if rule.prepares == "matrices":  # a step without weights is what they are made of
                 p = None
             elif rule.prepares is not None:
-                row = ([column] for column in (plan, g, p, own, own_shared))
-                (h_leaf,), (own_shared,) = prepare_leaves(rule, *row, h_leaf, key[None])
+                batch = LeafBatch(
+                    (plan,), [g], [p], [own], h_leaf, [{}], key[None], (0,), None, [own_shared],
+                    key[None],
+                )  # fmt: skip
+                batch, (own_shared,) = prepare_leaves(rule, batch)
+                h_leaf = batch.h(0)
             found.append(update_leaf(rule, plan, g, p, own, h_leaf, key))
             of_blocks.append(own_shared)
         count, states = state.count + 1, [own for _, own in found]
-        return found, engine.pack(count, state.seed, plans, states, of_blocks, params, state)
+        return found, engine.pack(count, plans, states, of_blocks, params, state)
 
     def step(grads, state, params):
         found, state = run(packed.fused_update, params, grads, state)
@@ -167,24 +172,22 @@ def test_records_have_the_rules_of_their_constructors():
 
 def same_state(plan, one, other):
     """Codes at most one apart and in few elements, scales next to each other, the rest f32."""
-    columns = (plan.slots, plan.storage, one.slots, other.slots, one.scales, other.scales)
-    for slot, form, stored, stored2, scale, scale2 in zip(*columns, strict=True):
-        for found in ((stored, scale), (stored2, scale2)):
-            assert codecs.StoredSlot(*found).is_like(form), slot.name
+    both = (stored_slots(plan.slots, state) for state in (one, other))
+    for slot, form, *pair in zip(plan.slots, plan.storage, *both, strict=True):
+        (stored, scale), (stored2, scale2) = pair
         if slot.codec is None:
             stored, stored2 = np.asarray(stored), np.asarray(stored2)
             size = np.abs(stored).max() * tolerances.REORDERED_SLOT
             np.testing.assert_allclose(stored2, stored, rtol=tolerances.REORDERED_SLOT, atol=size)
             continue
+        assert all(codecs.StoredSlot(*found).is_like(form) for found in pair), slot.name
         codes = (slot.codec.unpack(codes, plan.shape[-1]) for codes in (stored, stored2))
         off = np.abs(np.subtract(*map(units, codes)))
         assert off.max() <= 1, slot.name
         assert (off > 0).sum() <= max(1, tolerances.REORDERED_CODES * off.size), slot.name
         same_scales(slot.codec, scale, scale2)
-    assert (one.correction.dtype, one.correction.shape) == (
-        other.correction.dtype,
-        other.correction.shape,
-    )
+    forms = [jax.tree.map(lambda x: (x.dtype, x.shape), x.correction) for x in (one, other)]
+    assert forms[0] == forms[1]
 
 
 def master(plan, p, update, correction):
@@ -212,11 +215,8 @@ def test_reasons():
     (plan,) = tx.engine.plans({"w": jnp.zeros((8, 8), jnp.bfloat16)})
     assert "no slot is compressed" in packed.supported(plan, "cpu")
     assert "not gpu" in packed.supported(plan, "gpu")
-    assert "no slot is compressed" in twopass.supported(plan, "gpu")
-    assert "not cpu" in twopass.supported(plan, "cpu")
     (plan,) = tx.engine.plans({"w": jnp.zeros((128, 64), jnp.bfloat16)})
     assert packed.supported(plan, "cpu") is None
-    assert twopass.supported(plan, "gpu") is None
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="the packed path is for CPUs")

@@ -15,7 +15,8 @@ import optax_lowmem as lowmem
 from optax_lowmem._src import update as fused_update
 from optax_lowmem._src.core import platform
 from optax_lowmem._src.core.groups import Tile
-from optax_lowmem._src.update import dispatch, tuning
+from optax_lowmem._src.update import dispatch, gpu, tuning
+from optax_lowmem._src.update.batch import LeafBatch
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
 
 STORAGE = lowmem.Storage(policy=lowmem.Policy(min_size=0))
@@ -191,7 +192,15 @@ def batches(*leaves, direct=True, **tuned):
         )
         for plan, (_, _, dtype) in zip(plans, leaves, strict=True)
     ]
-    return dispatch._batches(rows, range(len(rows)), tuning.Tuning(**{"leaves": 8, **tuned}))
+    return indices_of_launches(rows, **{"leaves": 8, **tuned})
+
+
+def indices_of_launches(rows, **tuned):
+    """Of (plan, gradient, weight) each."""
+    plans, gradients, weights = map(list, zip(*rows, strict=True))
+    empty, numbers = [None] * len(rows), tuple(range(len(rows)))
+    batch = LeafBatch(tuple(plans), gradients, weights, empty, {}, empty, None, numbers)
+    return gpu.launches(batch, tuning.Tuning(**tuned))
 
 
 def plain(*shape):
@@ -216,7 +225,7 @@ def test_leaves_of_a_kind_share_a_launch():
     plan = plan_of((64,))
     plans = plan, dataclasses.replace(plan, decays=False)
     rows = [(plan, jnp.ones(64), jnp.ones(64, BF16)) for plan in plans]
-    assert dispatch._batches(rows, [0, 1], tuning.Tuning()) == [[0], [1]]
+    assert indices_of_launches(rows) == [[0], [1]]
 
 
 def test_most_leaves_of_a_launch():
@@ -269,11 +278,6 @@ def test_an_update_holds_no_more_than_its_largest_leaf_in_f32():
     assert len(batches(*[plain(unit // 8)] * 17, direct=False, leaves=99)) == 2
 
 
-def test_only_the_leaves_that_a_kernel_takes():
-    rows = [(plan_of((64,)), jnp.ones(64, BF16), jnp.ones(64, BF16))] * 4
-    assert dispatch._batches(rows, [1, 3], tuning.Tuning()) == [[1, 3]]
-
-
 # ---- how the work is cut -------------------------------------------------------------------------
 
 TUNED = [tuning.Tuning(Tile(64 << i, 1 << i), i + 1, 1000 + i) for i in range(4)]
@@ -304,10 +308,10 @@ def test_argument_then_trial_then_tuned_then_heuristic(monkeypatch):
 def test_a_trial_reaches_the_step(on_a_gpu):
     shapes = {f"w{i}": jax.ShapeDtypeStruct((4, 64), BF16) for i in range(4)}
     state = jax.eval_shape(TX.init, shapes)
-    for leaves, launches in ((1, 4), (2, 2), (4, 1)):
+    for leaves, count in ((1, 4), (2, 2), (4, 1)):
         with tuning.trying(tuning.Tuning(leaves=leaves)):
             text = lower_for_cuda(functools.partial(lowmem.step, TX), shapes, state, shapes)
-        assert sum("@launch" in line and "call" in line for line in text.splitlines()) == launches
+        assert sum("@launch" in line and "call" in line for line in text.splitlines()) == count
 
 
 @pytest.mark.parametrize("tuned", TUNED, ids=str)

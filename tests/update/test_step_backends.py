@@ -32,6 +32,7 @@ from optax_lowmem._src.update import (
     reference,
     tuning,
 )
+from optax_lowmem._src.update.batch import LeafBatch
 from tests import launch_cases, tolerances, triton_on_numpy
 from tests.compilation import FULL_COMPILE, SAME_BITS
 from tests.contract_cases import covering, pairwise
@@ -101,23 +102,19 @@ def make(optimizer, shapes, stored=None, how=None, **options):
     wanted = engine.plans(tree)
     for i, (plan, state) in enumerate(zip(case.plans, case.states, strict=True)):
         new, plain = wanted[i], [slot.codec is None for slot in wanted[i].slots]
-        rows = zip(plan.slots, state.slots, state.scales, plain, strict=True)
+        stored = launch_cases.stored_slots(plan.slots, state)
         kept = [
-            (
-                codecs.decode_array(slot.codec, codes, scales, plan.group_size, plan.shape[-1]),
-                jnp.zeros(()),
-            )
-            if drop
-            else (codes, scales)
-            for slot, codes, scales, drop in rows
+            (codecs.decode_array(slot.codec, *arrays, plan.group_size, plan.shape[-1]), None)
+            if drop and slot.codec
+            else arrays
+            for slot, arrays, drop in zip(plan.slots, stored, plain, strict=True)
         ]
         case.plans[i] = dataclasses.replace(new, direct=plan.direct)
-        case.states[i] = state._replace(
-            slots=tuple(row[0] for row in kept), scales=tuple(row[1] for row in kept)
-        )
+        scales = tuple(scale for _, scale in kept if scale is not None)
+        case.states[i] = state._replace(slots=tuple(codes for codes, _ in kept), scales=scales)
         leaf = case.leaves[i]
         arrays = leaf.g, leaf.p, case.states[i], leaf.of_block
-        case.leaves[i] = operands.leaf_of(case.plans[i], *arrays)
+        case.leaves[i] = operands.leaf_of(*arrays)
     return case
 
 
@@ -204,16 +201,24 @@ def both(case, tuned=SMALL, options=SAME_BITS):
         hs = []
         for plan, leaf, state in zip(case.plans, leaves, states, strict=True):
             own = reference.prepare(case.rule, plan, leaf.g, leaf.p, state, h)
-            hs.append(own if leaf.of_block is None else own | {OF_BLOCK: leaf.of_block})
-        found = dispatch.fused_updates(
-            case.rule, case.plans, gradients, weights, states, hs,
-            keys[jnp.asarray(case.numbers)], "pallas", tuned,
-        )  # fmt: skip
+            hs.append(own if leaf.of_block is None else {OF_BLOCK: leaf.of_block})
+        batch = LeafBatch(
+            tuple(case.plans),
+            gradients,
+            weights,
+            states,
+            h,
+            hs,
+            keys,
+            tuple(case.numbers),
+            "pallas",
+        )
+        found = dispatch.fused_updates(case.rule, batch, tuned)
         wanted = []
         for plan, leaf, state, number, own in zip(
             case.plans, leaves, states, case.numbers, hs, strict=True
         ):
-            arrays = leaf.g, leaf.p, state, own, keys[number]
+            arrays = leaf.g, leaf.p, state, h | own, keys[number]
             wanted.append(reference.fused_update(case.rule, plan, *arrays))
         return wanted, found
 
@@ -556,10 +561,7 @@ def test_with_the_arithmetic_of_a_kernel(optimizer):
     case = make(optimizer, [*SHAPES[0], *vectors])
     with numerics.kernel_arithmetic():
         found = launched(case, SMALL.tile)
-    results = [
-        (result.update, operands.state_of(plan, state, result))
-        for plan, state, result in zip(case.plans, case.states, found, strict=True)
-    ]
+    results = [(result.update, operands.state_of(result)) for result in found]
     close(case, launch_cases.expected(case), results, LEARNING_RATE * tolerances.GPU_STEP)
 
 

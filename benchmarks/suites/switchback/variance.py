@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from optax_lowmem import layers
-from optax_lowmem._src.switchback.quantized_matmul import INT8, quantize
+from optax_lowmem._src.quantized_matmul import INT8, quantize
 
 WIDE = 128  # of the axes that are not summed over: 16,384 sums
 LENGTHS = (256, 1024, 4096, 16384, 65536)

@@ -1,5 +1,6 @@
-"""Updates have no derivative: codes are integers, and what is left of a split is rounded away."""
+"""Functions that refuse to be differentiated, since rounding has no derivative."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ def without(tree: Tree) -> Tree:
 
 
 @without.defjvp
-def _refuse(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
+def _refuse_update(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
     raise TypeError(
         "an update that keeps 8-bit state or splits master weights has no derivative, and JAX "
         "would give a wrong one. Take the gradient of the loss alone, with the update outside of "
@@ -29,3 +30,28 @@ def _refuse(primals: tuple[Any], tangents: tuple[Any]) -> tuple[Any, Any]:
         "learning rate, of initial weights) use optax's own optimizer, or "
         "storage=lowmem.Storage(mu=None, nu=None, master_weight_bits=None) on f32 weights."
     )
+
+
+def _refuse_flow(*args: Any) -> Any:
+    raise TypeError(
+        "the gradients of an FP8 flow have no derivative: rounding has none. For second "
+        "derivatives use the ordinary layers."
+    )
+
+
+def first_order_only(
+    function: Callable[..., Any], static: int = 1, refuse: Callable[..., Any] = _refuse_flow
+) -> Callable[..., Any]:
+    """Return a function of a custom derivative rule that raises where it is differentiated again.
+
+    Rounding has no derivative, so second derivatives would silently lack a term. The function must
+    not return an argument as it is: JAX would then keep that array twice.
+
+    Args:
+      function: of `static` static arguments, then arrays.
+      static: how many.
+      refuse: of the static arguments and more, raises the error.
+    """
+    rule = jax.custom_jvp(function, nondiff_argnums=tuple(range(static)))
+    rule.defjvp(refuse)
+    return rule

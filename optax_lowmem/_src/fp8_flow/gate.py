@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from optax_lowmem._src.core import numerics
+from optax_lowmem._src.core import derivative, numerics
 from optax_lowmem._src.fp8_flow import kernels, storage
 from optax_lowmem._src.fp8_flow.storage import DEFAULT, ArrayFunction, Coded, Recipe
 
@@ -76,7 +76,7 @@ def _gated(gate: _Gate, *given: jax.Array) -> Coded:
     return _coded(gate, False, *given)[0]
 
 
-@partial(storage.once, static=2)
+@partial(derivative.first_order_only, static=2)
 def _coded(gate: _Gate, keep: bool, *given: jax.Array) -> tuple[Coded, Any]:
     """The product, and what a backward pass needs, if one is to come."""
     size, exact = gate.recipe.group_size, gate.recipe.exact
@@ -91,7 +91,7 @@ def _coded(gate: _Gate, keep: bool, *given: jax.Array) -> tuple[Coded, Any]:
     return Coded(h.astype(given[0].dtype), codes), stored
 
 
-@storage.once
+@derivative.first_order_only
 def _gradients(gate: _Gate, saved: Any, g: jax.Array) -> tuple[jax.Array, ...]:
     values = [kernels.restore(one, gate.recipe.group_size) for one in saved]
     pull = jax.vjp(partial(_value, gate), *values)[1]

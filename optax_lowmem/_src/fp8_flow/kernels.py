@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from optax_lowmem._src import quantized_matmul as matmul
 from optax_lowmem._src.codecs.base import E8M8Scale
 from optax_lowmem._src.core import groups, numerics, platform
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, next_power_of_two
-from optax_lowmem._src.switchback import quantized_matmul as matmul
-from optax_lowmem._src.switchback.quantized_matmul import (
+from optax_lowmem._src.quantized_matmul import (
     E4M3,
     Format,
     Quantized,

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from optax_lowmem._src import quantized_matmul as matmul
 from optax_lowmem._src.core import gpu_kernel, groups, numerics, tiles
 from optax_lowmem._src.core.gpu_kernel import Operand, Program
 from optax_lowmem._src.core.groups import Tile, Tiling, next_power_of_two, result_like
 from optax_lowmem._src.fp8_flow import kernels
 from optax_lowmem._src.fp8_flow.kernels import Grouped
-from optax_lowmem._src.switchback import quantized_matmul as matmul
-from optax_lowmem._src.switchback.quantized_matmul import Format, Quantized
-from optax_lowmem._src.switchback.quantized_matmul_triton import store_scale
+from optax_lowmem._src.quantized_matmul import Format, Quantized
+from optax_lowmem._src.quantized_matmul.triton import store_scale
 
 _ELEMENTS = 4096  # of a program of a norm, where rows are shorter
 _PER_WARP = 1024

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.lax import PrecisionLike
 
-from optax_lowmem._src.core import varying
+from optax_lowmem._src import quantized_matmul as matmul
+from optax_lowmem._src.core import derivative, explicit, varying
 from optax_lowmem._src.fp8_flow import kernels, storage
 from optax_lowmem._src.fp8_flow.kernels import Transposed
 from optax_lowmem._src.fp8_flow.storage import (
@@ -21,9 +22,7 @@ from optax_lowmem._src.fp8_flow.storage import (
     format_of,
     value_of,
 )
-from optax_lowmem._src.switchback import quantized_matmul as matmul
-from optax_lowmem._src.switchback.products import explicit_sharding
-from optax_lowmem._src.switchback.quantized_matmul import Quantized, multiply, quantize_transposed
+from optax_lowmem._src.quantized_matmul import Quantized, multiply, quantize_transposed
 
 KEEPS = ("codes", "input")
 
@@ -300,14 +299,14 @@ def _for_gradient(recipe: Recipe, x: Coded, kernel: jax.Array) -> Quantized | Tr
     return Transposed(x.transposed, codes.scales)
 
 
-@partial(storage.once, static=0)
+@partial(derivative.first_order_only, static=0)
 def _quantized(x: jax.Array) -> tuple[Quantized, jax.Array]:
     """And the maximum."""
     absmax = matmul.absmax_of(x, None)
     return kernels.quantized(x, absmax), absmax
 
 
-@storage.once
+@derivative.first_order_only
 def _product(
     dtype: jnp.dtype, codes: Quantized, kernel: jax.Array, absmax: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -318,12 +317,12 @@ def _product(
     return multiply(codes, transposed, 1, dtype), absmax, transposed.scales
 
 
-@storage.once
+@derivative.first_order_only
 def _product_of_codes(dtype: jnp.dtype, codes: Quantized, transposed: Quantized) -> jax.Array:
     return multiply(codes, transposed, 1, dtype)
 
 
-@storage.once
+@derivative.first_order_only
 def _gradients(
     static: _Linear,
     kept: Any,
@@ -332,8 +331,8 @@ def _gradients(
     g: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     recipe = static.recipe
-    of_x, like_w = kept if isinstance(kept, _CODES) else None, explicit_sharding(kernel)
-    like_x = explicit_sharding(jax.tree.leaves(kept)[0])
+    of_x, like_w = kept if isinstance(kept, _CODES) else None, explicit.sharding_of(kernel)
+    like_x = explicit.sharding_of(jax.tree.leaves(kept)[0])
     largest = matmul.absmax_of(g, None)
     if isinstance(of_kernel, _Scaled):
         # else XLA would keep the kernel's codes of the forward pass until here

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 
-from optax_lowmem._src.core import numerics
+from optax_lowmem._src.core import derivative, numerics
 from optax_lowmem._src.fp8_flow import kernels, storage
 from optax_lowmem._src.fp8_flow.kernels import Grouped
 from optax_lowmem._src.fp8_flow.storage import DEFAULT, ArrayFunction, Coded, Recipe
-from optax_lowmem._src.switchback.quantized_matmul import absmax_of
+from optax_lowmem._src.quantized_matmul import absmax_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _rms_forward(norm: _Norm, x: jax.Array, scale: jax.Array) -> tuple[Coded, An
     return y, (stored, scale)
 
 
-@partial(storage.once, static=2)
+@partial(derivative.first_order_only, static=2)
 def _rms_coded(
     norm: _Norm, keep: bool, x: jax.Array, scale: jax.Array
 ) -> tuple[Coded, Grouped | None]:
@@ -139,7 +139,7 @@ def _rms_coded(
     return Coded(y.astype(x.dtype), codes), stored
 
 
-@partial(storage.once, static=2)
+@partial(derivative.first_order_only, static=2)
 def _gradients(function: Callable[..., jax.Array], norm: _Norm, saved: Any, g: jax.Array) -> Any:
     stored, *weights = saved
     x = kernels.restore(stored, norm.recipe.group_size)
@@ -173,7 +173,7 @@ def _layer_forward(
     return y, (stored, scale, bias)
 
 
-@storage.once
+@derivative.first_order_only
 def _layer_coded(
     norm: _Norm, x: jax.Array, scale: jax.Array, bias: jax.Array | None
 ) -> tuple[Coded, Grouped]:

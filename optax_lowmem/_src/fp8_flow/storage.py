@@ -11,7 +11,7 @@ from jax import lax
 
 from optax_lowmem._src.core.typing import T
 from optax_lowmem._src.fp8_flow.kernels import quantized, quantized_for_products
-from optax_lowmem._src.switchback.quantized_matmul import (
+from optax_lowmem._src.quantized_matmul import (
     E4M3,
     FORMATS,
     Format,
@@ -231,28 +231,3 @@ def _recomputed_backward(formula: ArrayFunction, given: Any, g: Coded) -> tuple[
 
 
 recomputed.defvjp(_recomputed_forward, _recomputed_backward)
-
-
-def _refuse(*args: Any) -> Any:
-    raise TypeError(
-        "the gradients of an FP8 flow have no derivative: rounding has none. For second "
-        "derivatives use the ordinary layers."
-    )
-
-
-def once(
-    function: Callable[..., Any], static: int = 1, refuse: Callable[..., Any] = _refuse
-) -> Callable[..., Any]:
-    """A part of a rule of differentiation, that refuses to be differentiated again.
-
-    Rounding has no derivative: gradients would be a part of the truth. (Its results are new arrays:
-    it must not return what is kept as it was given, which would then be kept twice.)
-
-    Args:
-      function: of `static` static arguments, then arrays.
-      static: how many.
-      refuse: of the static arguments and more, raises the error.
-    """
-    rule = jax.custom_jvp(function, nondiff_argnums=tuple(range(static)))
-    rule.defjvp(refuse)
-    return rule

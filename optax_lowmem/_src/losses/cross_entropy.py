@@ -18,8 +18,7 @@ from jax.lax import PrecisionLike
 from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
-from optax_lowmem._src.core import varying
-from optax_lowmem._src.fp8_flow import storage
+from optax_lowmem._src.core import derivative, varying
 from optax_lowmem._src.losses.products import (
     FP8,
     FP8_INPUTS,
@@ -517,7 +516,7 @@ def _refuse(loss: _Loss, *more: Any) -> Any:
     )
 
 
-_sweep_once = storage.once(_of_devices, static=2, refuse=_refuse)
+_sweep_once = derivative.first_order_only(_of_devices, static=2, refuse=_refuse)
 
 
 def _of_mesh(loss: _Loss, wanted: _Wanted, *given: Any) -> Gradients:

@@ -14,7 +14,7 @@ from jax.lax import PrecisionLike
 
 from optax_lowmem._src.core import varying
 from optax_lowmem._src.fp8_flow import kernels
-from optax_lowmem._src.switchback.quantized_matmul import (
+from optax_lowmem._src.quantized_matmul import (
     E4M3,
     E5M2,
     Quantized,

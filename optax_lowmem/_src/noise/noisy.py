@@ -9,14 +9,14 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike, DTypeLike
 
+from optax_lowmem._src.blocks.parts import Parts, chooser
 from optax_lowmem._src.core import boxes, numerics, random, scope, trees
+from optax_lowmem._src.core.clean_weights import FIELD
 from optax_lowmem._src.core.compiled import advanced, apply_updates, compiled, widened
 from optax_lowmem._src.core.hyperparameters import as_f32, check_range
 from optax_lowmem._src.noise import distributions, formats, kernels
 from optax_lowmem._src.noise.bitwidth import bitwidth
-from optax_lowmem._src.noise.parts import Parts, chooser
 from optax_lowmem._src.noise.sampling import bits_gradient, factor_of, noise_named
-from optax_lowmem._src.noise.states import FIELD
 from optax_lowmem._src.update.engine import EngineTransformation
 from optax_lowmem._src.update.masters import adds_noise, corrections_of
 

@@ -1,4 +1,4 @@
-"""Contents of a state of `gaussws_noise`: clean weights, bitwidths, tables of them."""
+"""Bitwidths in a state of `gaussws_noise`, and tables of them."""
 
 import dataclasses
 import math
@@ -11,52 +11,8 @@ import numpy as np
 import optax
 
 from optax_lowmem._src.core import trees
+from optax_lowmem._src.core.clean_weights import FIELD
 from optax_lowmem._src.noise.bitwidth import SafeFormat, bitwidth, fake_cast, most_bits, safe_format
-
-FIELD = "clean"  # of the states that keep weights without noise
-
-
-def clean_params(params: optax.Params, state: optax.OptState) -> Any:
-    """The weights without noise, in the form in which the state keeps them.
-
-    Args:
-      params: what the loss sees, sampled weights among them.
-      state: of an optimizer with `gaussws_noise` in it, through any wrapper.
-
-    Returns:
-      A tree like `params`, for evaluation and export (`master_params` has the f32 ones). Without
-      `gaussws_noise` in the state: `params`.
-
-    Raises:
-      ValueError: where a leaf has two clean weights.
-
-    Example:
-      >>> import jax.numpy as jnp, optax_lowmem as lowmem
-      >>> from optax_lowmem import gaussws
-      >>> tx = lowmem.gaussws_noise(lowmem.flash_adamw(1e-3))
-      >>> params, state = lowmem.init(tx, {"mlp": {"down_proj": {"kernel": jnp.ones((64, 64))}}})
-      >>> sampled = params["mlp"]["down_proj"]["kernel"]
-      >>> clean = gaussws.clean_params(params, state)["mlp"]["down_proj"]["kernel"]
-      >>> bool((sampled == 1).all()), bool((clean == 1).all())
-      (False, True)
-    """
-    found: dict[str, jax.Array] = {}
-    leaves = trees.named_leaves(params)
-    shapes = {path: jnp.shape(leaf) for path, leaf in leaves}
-    for own in trees.states_with(state, FIELD, trees.is_ours):
-        for path, clean in trees.named_leaves(own.clean):
-            if clean.ndim == 0 or shapes.get(path) != clean.shape:
-                continue
-            if path in found:
-                raise ValueError(
-                    f"leaf '{path}' has two clean weights in this state: two transformations add "
-                    "noise to it. Keep one."
-                )
-            found[path] = clean
-    if not found:
-        return params
-    taken = [found.get(path, leaf) for path, leaf in leaves]
-    return jax.tree.unflatten(jax.tree.structure(params), taken)
 
 
 def bitwidths(state: optax.OptState) -> dict[str, jax.Array]:

@@ -23,6 +23,7 @@ from optax_lowmem._src.release.model import (
     with_floats,
 )
 from optax_lowmem._src.update import IMPLEMENTATIONS, LeafPlan, LeafState
+from optax_lowmem._src.update.batch import LeafBatch
 from optax_lowmem._src.update.engine import (
     Engine,
     EngineTransformation,
@@ -102,15 +103,13 @@ def groups_of_blocks(plan: LeafPlan, layers: int) -> int:
 
 
 def read_layer(tree: object, layer: jax.Array, layers: int) -> Any:
-    """A layer's part of each array, fenced; 0-d placeholders have none.
+    """A layer's part of each array, fenced.
 
     Without the fence XLA's CPU backend sees that a part is read of what is written, and copies the
     whole stack.
     """
 
     def part(x: jax.Array) -> jax.Array:
-        if x.ndim == 0:
-            return x
         size = x.shape[0] // layers
         return lax.dynamic_slice_in_dim(x, layer * size, size, 0)
 
@@ -121,8 +120,6 @@ def write_layer(tree: object, parts: object, layer: jax.Array, layers: int) -> A
     """The arrays with a layer's part anew, in place where the old one is not used any more."""
 
     def whole(x: jax.Array, part: jax.Array) -> jax.Array:
-        if x.ndim == 0:
-            return x
         size = x.shape[0] // layers
         return lax.dynamic_update_slice_in_dim(x, part, layer * size, 0)
 
@@ -193,17 +190,14 @@ class Run:
         count, keys = count_and_keys(state.seed, state.count, None, paths)
         return cls(
             engine, h, count, keys, state, parts, plans, of_layers, jax.tree.leaves(params), states,
-            # theirs is that of the leaf, which is in its state
-            [s._replace(correction=jnp.zeros((), jnp.int8)) for s in shared],
-            {}, each or (lambda g: g),
+            shared, {}, each or (lambda g: g),
         )  # fmt: skip
 
     def result(self, params: optax.Params) -> tuple[Any, Any]:
         """The new parameters and state."""
         treedef: Any = jax.tree.structure(params)
-        before = self.before
         state = self.engine.pack(
-            self.count, before.seed, self.plans, self.states, self.shared, params, before
+            self.count, self.plans, self.states, self.shared, params, self.before
         )
         return treedef.unflatten(self.weights), state
 
@@ -220,14 +214,10 @@ class Run:
             return then
         unread = [i for i in indices if i not in self.totals]
         gradients = {i: jnp.zeros_like(self.weights[i]) for i in unread} | self.totals
-        found = step_leaves(
-            self.engine.rule,
-            self.h,
-            [self.plans[i] for i in indices],
-            [self.each(gradients[i]) for i in indices],
-            *self.of(indices),
-            self.keys[jnp.asarray(indices)],
-        )
+        plans = [self.plans[i] for i in indices]
+        given = [self.each(gradients[i]) for i in indices]
+        keys = self.keys[jnp.asarray(indices)]
+        found = step_leaves(self.engine.rule, self.batch(plans, given, *self.of(indices), keys))
         for i in indices:
             self.totals.pop(i, None)
         self.set(indices, *found)
@@ -253,17 +243,27 @@ class Run:
             of_elements = random.element_keys(keys, layer, plans[0].group_size)
             own = jnp.where(jnp.asarray(single)[:, None], of_elements, own)
         groups = [groups_of_blocks(self.plans[i], stack.layers) for i in stack.indices]
-        return step_leaves(
-            self.engine.rule,
-            self.h,
-            plans,
-            [g[None] for g in gradients],
-            weights,
-            states,
-            shared,
-            own,
-            random.part_keys(keys, layer * jnp.asarray(groups, jnp.int32)),
-        )
+        shared_keys = random.part_keys(keys, layer * jnp.asarray(groups, jnp.int32))
+        given = [g[None] for g in gradients]
+        batch = self.batch(plans, given, weights, states, shared, own, shared_keys)
+        return step_leaves(self.engine.rule, batch)
+
+    def batch(
+        self,
+        plans: list[LeafPlan],
+        gradients: list[jax.Array],
+        weights: list[jax.Array],
+        states: list[LeafState],
+        shared: list[LeafState],
+        keys: jax.Array,
+        shared_keys: jax.Array | None = None,
+    ) -> LeafBatch:
+        """Parameters or layers of them, with the hyperparameters of this step."""
+        return LeafBatch(
+            tuple(plans), gradients, weights, states, self.h, [{}] * len(plans), keys,
+            tuple(range(len(plans))), scope.implementation(), shared,
+            keys if shared_keys is None else shared_keys,
+        )  # fmt: skip
 
     def of(
         self, indices: Sequence[int]

@@ -9,7 +9,7 @@ from typing import Any
 
 from flax import linen, nnx
 
-from optax_lowmem._src.noise.parts import PARTS, chooser
+from optax_lowmem._src.blocks.parts import PARTS, chooser
 from optax_lowmem._src.switchback.dot_general import switchback_dot_general
 
 Chooser = Callable[[str, Any], bool]

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from optax_lowmem._src.quantized_matmul import E4M3, E5M2, INT8, Format
 from optax_lowmem._src.switchback.choice import IMPLEMENTATIONS, Choice, choose
 from optax_lowmem._src.switchback.products import VARIANTS, ProductSettings, Variant, matmul
-from optax_lowmem._src.switchback.quantized_matmul import E4M3, E5M2, INT8, Format
 
 T = TypeVar("T")
 DotGeneral = Callable[..., jax.Array]

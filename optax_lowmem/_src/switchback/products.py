@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lowmem._src.core import varying
-from optax_lowmem._src.switchback.quantized_matmul import (
+from optax_lowmem._src.core import explicit, varying
+from optax_lowmem._src.quantized_matmul import (
     Format,
     Quantized,
     multiply,
@@ -135,7 +135,7 @@ def _gradients(
 ) -> tuple[jax.Array, jax.Array]:
     last, variant = g.ndim - 1, settings.variant
     rows = tuple(range(last))
-    of_x, of_w = explicit_sharding(jax.tree.leaves(x)[0]), explicit_sharding(w)
+    of_x, of_w = explicit.sharding_of(jax.tree.leaves(x)[0]), explicit.sharding_of(w)
     if isinstance(x, Quantized):
         x = (x.codes.astype(jnp.float32) * x.scales).astype(w.dtype)
     per_g, per_w = variant.input_gradient
@@ -150,12 +150,6 @@ def _gradients(
     codes = _operand(x, per_x, settings.forward, rows)
     gradients = _operand(g, per_g, settings.gradient, rows)
     return dx, multiply(codes, gradients, last, w.dtype, transposed=True, sharding=of_w)
-
-
-def explicit_sharding(x: jax.Array) -> Any:
-    """Return the sharding of an array and its gradient, or None without Explicit axes."""
-    sharding = jax.typeof(x).sharding
-    return sharding if sharding.mesh.explicit_axes else None
 
 
 _matmul.defvjp(_forward, _backward)

@@ -45,8 +45,8 @@ from optax_lowmem._src.update import (
     fused_updates,
     matrices,
 )
+from optax_lowmem._src.update.batch import LeafBatch
 from optax_lowmem._src.update.masters import (
-    NO_CORRECTION,
     check_order,
     initial_correction,
     promoted,
@@ -130,65 +130,76 @@ class Engine:
         else:
             slots = _zero_slots(plans, leaves, forms)
             count, scales, shared, none = compiled(_zeros)(forms, of_shared)
-        states, laid = [], []
-        for plan, leaf, *zeros in zip(plans, leaves, slots, scales, shared, none, strict=True):
-            own, scale, own_shared, nothing = zeros
-            correction = nothing
+        columns = self._placeholders(len(plans))
+        rows = zip(plans, leaves, slots, scales, shared, none, strict=True)
+        for i, (plan, leaf, codes, of_codes, of_blocks, nothing) in enumerate(rows):
+            columns["correction"][i] = nothing
             if plan.split is not None:
-                correction = initial_correction(plan.split, plan.path, leaf)
-            scale, own_shared = _laid(plan, leaf, (scale, own_shared))
-            states.append(LeafState(own, scale, correction))
-            laid.append(own_shared)
+                columns["correction"][i] = initial_correction(plan.split, plan.path, leaf)
+            of_codes, of_blocks = _laid(plan, leaf, (of_codes, of_blocks))
+            stored = [*zip(plan.slots, codes, of_codes, strict=True)]
+            stored += zip(plan.shared, *of_blocks, strict=True)
+            for slot, values, of_values in stored:
+                columns[slot.name][i], columns[f"{slot.name}_scale"][i] = values, of_values
         seed = scope.provided_seed(self.storage.seed)
-        return self.pack(count, seed, plans, states, laid, params)
+        return self._state(count, seed, columns, params)
 
     def pack(
         self,
         count: jax.Array,
-        seed: jax.Array,
         plans: list[LeafPlan],
         states: list[LeafState],
         shared: list[LeafState],
         params: optax.Params,
+        before: optax.OptState,
+    ) -> Any:
+        """The state after a step: that before it with new arrays.
+
+        What a parameter has no slot, scale or correction for keeps its 0-d placeholder: a new one
+        would be a copy from a constant, and so a launch for each parameter.
+        """
+        columns = {name: jax.tree.leaves(getattr(before, name)) for name in self._fields()}
+        for i, (plan, state, of_blocks) in enumerate(zip(plans, states, shared, strict=True)):
+            if state.correction is not None:
+                columns["correction"][i] = state.correction
+            for slots, stored in ((plan.slots, state), (plan.shared, of_blocks)):
+                scales = iter(stored.scales)
+                for slot, values in zip(slots, stored.slots, strict=True):
+                    columns[slot.name][i] = values
+                    if slot.codec is not None:
+                        columns[f"{slot.name}_scale"][i] = next(scales)
+        return self._state(count, before.seed, columns, params, before)
+
+    def _state(
+        self,
+        count: jax.Array,
+        seed: jax.Array,
+        columns: Mapping[str, list[Any]],
+        params: optax.Params,
         before: optax.OptState | None = None,
     ) -> Any:
-        """The state of a tree like the parameters; `before` is the one before the step.
+        """A state of trees like the parameters, from the arrays of each field."""
+        trees_of = {
+            name: boxes.like(params, arrays, getattr(before, name, None))
+            for name, arrays in columns.items()
+            if name != "correction" or self.weights
+        }
+        state = {"correction": None, **trees_of}
+        return self.rule.state_type(count=count, seed=seed, **state)
 
-        A leaf without a slot, which its rule has not, has a 0-d placeholder in its place.
-        """
+    def _fields(self) -> list[str]:
+        """The fields of a state that have an array for each parameter."""
+        slots = [field for slot in self.rule.slots for field in (slot.name, f"{slot.name}_scale")]
+        return [*slots, "correction"] if self.weights else slots
 
-        def like(field: str, arrays: list[Any]) -> Any:
-            return boxes.like(params, arrays, getattr(before, field, None))
-
-        fields: dict[str, Any] = {"count": count, "seed": seed}
-        absent = self._placeholders(len(plans), before)
-        for of_blocks, leaves in ((False, states), (True, shared)):
-            for name in self._slots(of_blocks):
-                own = [_names(plan, of_blocks) for plan in plans]
-                for field, column in ((name, "slots"), (f"{name}_scale", "scales")):
-                    arrays = [getattr(leaf, column) for leaf in leaves]
-                    rows = enumerate(zip(own, arrays, strict=True))
-                    fields[field] = like(
-                        field,
-                        [
-                            of_leaf[names.index(name)] if name in names else absent[field][i]
-                            for i, (names, of_leaf) in rows
-                        ],
-                    )
-        corrections = [s.correction for s in states]
-        fields["correction"] = like("correction", corrections) if self.weights else None
-        return self.rule.state_type(**fields)
-
-    def _placeholders(self, count: int, before: optax.OptState | None) -> dict[str, list[Any]]:
-        """Arrays for fields that some leaves have no slot for: the old ones, or one a leaf."""
+    def _placeholders(self, count: int) -> dict[str, list[Any]]:
+        """Columns of a new state, with placeholders for slots that some parameters do not have."""
         names = [slot.name for slot in self.rule.slots if slot.of_rest]
         fields = [field for name in names for field in (name, f"{name}_scale")]
-        if before is not None:
-            return {field: jax.tree.leaves(getattr(before, field)) for field in fields}
-        return compiled(_nothing)(fields, count) if fields else {}
-
-    def _slots(self, shared: bool) -> list[str]:
-        return [slot.name for slot in self.rule.slots if slot.shared == shared]
+        columns: dict[str, list[Any]] = {
+            name: [None] * count for name in (*self._fields(), "correction")
+        }
+        return columns | (compiled(_nothing)(fields, count) if fields else {})
 
     def unpack(
         self, state: optax.OptState, plans: list[LeafPlan], params: optax.Params
@@ -207,28 +218,23 @@ class Engine:
             trees.check_state_tree(tree, params)
             return leaves
 
-        corrections = column("correction") if self.weights else [NO_CORRECTION] * len(plans)
-        found: list[list[LeafState]] = []
-        for of_blocks in (False, True):
-            names = self._slots(of_blocks)
-            columns = {f: column(f) for name in names for f in (name, f"{name}_scale")}
-            leaves = []
-            for i, (plan, correction) in enumerate(zip(plans, corrections, strict=True)):
-                own = _names(plan, of_blocks)
-                for name in set(names).difference(own):
-                    _check_array(plan, name, columns[name][i], (), jnp.float32)
-                slots = tuple(columns[name][i] for name in own)
-                scales = tuple(columns[f"{name}_scale"][i] for name in own)
-                leaves.append(LeafState(slots, scales, correction))
-            found.append(leaves)
-        states, shared = found
-        for plan, leaf, own_shared in zip(plans, states, shared, strict=True):
-            _check_slots(plan, plan.slots, leaf, plan.storage)
-            correction = plan.split and plan.split.dtype
-            form = (plan.shape, correction) if correction else ((), jnp.int8)
-            _check_array(plan, "correction", leaf.correction, *form)
-            if plan.block is not None:
-                _check_slots(plan, plan.shared, own_shared, plan.shared_storage)
+        columns = {name: column(name) for name in self._fields()}
+        corrections = columns.pop("correction", [None] * len(plans))
+        states: list[LeafState] = []
+        shared: list[LeafState] = []
+        for i, plan in enumerate(plans):
+            arrays = {name: values[i] for name, values in columns.items()}
+            for name in {slot.name for slot in self.rule.slots} - _names(plan):
+                _check_array(plan, name, arrays[name], (), jnp.float32)
+            _check_slots(plan, plan.slots, arrays, plan.storage)
+            _check_slots(plan, plan.shared, arrays, plan.shared_storage)
+            states.append(_taken(plan.slots, arrays))
+            shared.append(_taken(plan.shared, arrays))
+            if corrections[i] is not None:
+                form = (plan.shape, plan.split.dtype) if plan.split else ((), jnp.int8)
+                _check_array(plan, "correction", corrections[i], *form)
+            if plan.split is not None:
+                states[i] = states[i]._replace(correction=corrections[i])
         return states, shared
 
     # ---- step --------------------------------------------------------------------------------
@@ -294,16 +300,18 @@ class Engine:
         states, shared = self.unpack(state, plans, like)
         paths = [plan.path for plan in plans]
         count, keys = count_and_keys(state.seed, state.count, count, paths)
-        results, states, shared = step_leaves(
-            self.rule, h, plans, gradients, weights, states, shared, keys
-        )
+        batch = LeafBatch(
+            tuple(plans), gradients, weights, states, h, [{}] * len(plans), keys,
+            tuple(range(len(plans))), scope.implementation(), shared, keys,
+        )  # fmt: skip
+        results, states, shared = step_leaves(self.rule, batch)
         for plan, update in zip(plans, results, strict=True):
             if not direct and plan.lands:
                 scope.emit(plan.path, update)
         if not self.weights and self.storage.update_dtype != "float32":
             results = as_given(results, gradients)
         results = jax.tree.unflatten(jax.tree.structure(like), results)
-        return results, self.pack(count, state.seed, plans, states, shared, like, state)
+        return results, self.pack(count, plans, states, shared, like, state)
 
     def _stand_in(
         self, updates: optax.Updates, state: optax.OptState, h: Mapping[str, jax.Array]
@@ -352,122 +360,74 @@ def count_and_keys(
 
 
 def step_leaves(
-    rule: UpdateRule,
-    h: Mapping[str, jax.Array],
-    plans: list[LeafPlan],
-    gradients: list[jax.Array],
-    weights: list[Any],
-    states: list[LeafState],
-    shared: list[LeafState],
-    keys: jax.Array,
-    shared_keys: jax.Array | None = None,
+    rule: UpdateRule, batch: LeafBatch
 ) -> tuple[list[jax.Array], list[LeafState], list[LeafState]]:
-    """(updates, states, states of shared slots) of some leaves, or of parts of them.
+    """(updates, states, states of block-wise slots) of some parameters, or of parts of them.
 
     Args:
       rule: the optimizer's arithmetic.
-      h: hyperparameters.
-      plans: what the leaves are; `direct` ones get new weights instead of updates.
-      gradients: f32 or 16-bit.
-      weights: parameters, or None each for a bare direction.
-      states: the old ones.
-      shared: the old ones of the shared slots.
-      keys: uint32 [leaves], or `random.part_keys` of them.
-      shared_keys: those of the shared slots, where they are others.
+      batch: the parameters; of a plan that is `direct` the update is the new weight.
     """
-    own = keys if shared_keys is None else shared_keys
-    plans = [plan.for_gradient(g.dtype) for plan, g in zip(plans, gradients, strict=True)]
-    implementation = scope.implementation()
+    rows = zip(batch.plans, batch.gradients, strict=True)
+    batch = batch.replace(plans=tuple(plan.for_gradient(g.dtype) for plan, g in rows))
     if (
-        len(plans) > FEW
+        len(batch) > FEW
         and platform.no_device_reason() is not None
-        and implementation in (None, "xla")
-        and is_eager(jax.tree.leaves((gradients, weights, states, shared, keys, h)))
+        and batch.implementation in (None, "xla")
+        and is_eager(jax.tree.leaves(batch))
     ):
-        rows = zip(
-            [plan.nameless for plan in plans], gradients, weights, states, shared,
-            unstacked(keys), unstacked(own), strict=True,
-        )  # fmt: skip
-        found = each(_step_leaf, list(rows), rule, implementation, h)
-        return [u for u, _, _ in found], [s for _, s, _ in found], [s for _, _, s in found]
+        # one program for parameters of one shape
+        assert batch.shared_keys is not None
+        keys: list[Any] = unstacked(batch.keys)
+        shared_keys: list[Any] = unstacked(batch.shared_keys)
+        single = [
+            (
+                rule,
+                batch.take([i]).nameless.replace(
+                    keys=keys[number][None], shared_keys=shared_keys[number][None], numbers=(0,)
+                ),
+            )
+            for i, number in enumerate(batch.numbers)
+        ]
+        columns = zip(*each(_step_leaves, single), strict=True)
+        updates, states, shared = ([x for (x,) in column] for column in columns)
+        return updates, states, shared
     # on a mesh the leaves' places are known to the context, and to no program
     run = _step_leaves if scope.is_placing() else compiled(_step_leaves)
-    return run(rule, implementation, h, plans, gradients, weights, states, shared, keys, own)
+    return run(rule, batch)
 
 
 def _step_leaves(
-    rule: UpdateRule,
-    implementation: str | None,
-    h: Mapping[str, jax.Array],
-    plans: list[LeafPlan],
-    gradients: list[jax.Array],
-    weights: list[Any],
-    states: list[LeafState],
-    shared: list[LeafState],
-    keys: jax.Array,
-    shared_keys: jax.Array,
+    rule: UpdateRule, batch: LeafBatch
 ) -> tuple[list[jax.Array], list[LeafState], list[LeafState]]:
     """`step_leaves` of all that it depends on: the leaves of each of its rules together."""
     parts: dict[UpdateRule, list[int]] = {}
-    for i, plan in enumerate(plans):
+    for i, plan in enumerate(batch.plans):
         parts.setdefault(rule.of_leaf(plan.matrices), []).append(i)
-    columns = plans, gradients, weights, states, shared
     if parts.keys() <= {rule}:
-        return _step_alike(rule, implementation, h, *columns, keys, shared_keys)
+        return _step_alike(rule, batch)
     results: dict[int, tuple[jax.Array, LeafState, LeafState]] = {}
-    for own, indices in parts.items():
-        places = jnp.asarray(indices)
-        own_h = rule.hyperparameters_of(plans[indices[0]].matrices, h)
-        mine: list[Any] = [[column[i] for i in indices] for column in columns]
-        mine += [keys[places], shared_keys[places]]
-        found = _step_alike(own, implementation, own_h, *mine)
+    for of_leaf, indices in parts.items():
+        part = batch.take(indices).with_keys_in_order()
+        h = rule.hyperparameters_of(part.plans[0].matrices, part.hyperparameters)
+        found = _step_alike(of_leaf, part.replace(hyperparameters=h))
         results.update(zip(indices, zip(*found, strict=True), strict=True))
-    updates, new, new_shared = zip(*(results[i] for i in range(len(plans))), strict=True)
-    return list(updates), list(new), list(new_shared)
+    updates, states, shared = zip(*(results[i] for i in range(len(batch))), strict=True)
+    return list(updates), list(states), list(shared)
 
 
 def _step_alike(
-    rule: UpdateRule,
-    implementation: str | None,
-    h: Mapping[str, jax.Array],
-    plans: list[LeafPlan],
-    gradients: list[jax.Array],
-    weights: list[Any],
-    states: list[LeafState],
-    shared: list[LeafState],
-    keys: jax.Array,
-    shared_keys: jax.Array,
+    rule: UpdateRule, batch: LeafBatch
 ) -> tuple[list[jax.Array], list[LeafState], list[LeafState]]:
     """`_step_leaves` of leaves of one rule."""
+    shared = batch.shared
     if isinstance(rule, MatrixRule):
-        found = matrices.step_leaves(
-            rule, h, plans, gradients, weights, states, keys, implementation
-        )
-        return [update for update, _ in found], [leaf for _, leaf in found], shared
-    of_leaves: list[Mapping[str, jax.Array]] = [h] * len(plans)
-    if rule.prepares is not None:
-        of_leaves, shared = prepare_leaves(
-            rule, plans, gradients, weights, states, shared, h, shared_keys, implementation
-        )
-    found = fused_updates(rule, plans, gradients, weights, states, of_leaves, keys, implementation)
+        found = matrices.step_leaves(rule, batch.replace(shared=[], shared_keys=None))
+    else:
+        if rule.prepares is not None:
+            batch, shared = prepare_leaves(rule, batch)
+        found = fused_updates(rule, batch.replace(shared=[], shared_keys=None))
     return [update for update, _ in found], [leaf for _, leaf in found], shared
-
-
-def _step_leaf(
-    plan: LeafPlan,
-    gradient: jax.Array,
-    weight: Any,
-    state: LeafState,
-    shared: LeafState,
-    key: jax.Array,
-    shared_key: jax.Array,
-    *arguments: Any,
-) -> tuple[jax.Array, LeafState, LeafState]:
-    """`_step_leaves` of one leaf."""
-    row = [plan], [gradient], [weight], [state], [shared], key[None], shared_key[None]
-    step: Any = _step_leaves
-    (update,), (new,), (new_shared,) = step(*arguments, *row)
-    return update, new, new_shared
 
 
 # ---- new states ----------------------------------------------------------------------------------
@@ -492,12 +452,12 @@ def _zero_slots(
 
 def _zeros(
     forms: Forms, shared: Forms
-) -> tuple[jax.Array, list[tuple[jax.Array, ...]], list[LeafState], list[jax.Array]]:
-    """The count, and of each leaf its scales, the state of its shared slots, and no correction."""
+) -> tuple[jax.Array, list[tuple[jax.Array, ...]], list[Any], list[jax.Array]]:
+    """The count, and for each parameter scales, block-wise slots and scales, and no correction."""
     scales = [tuple(jnp.zeros_like(slot.scales) for slot in own) for own in forms]
     of_shared = [
-        LeafState(tuple(jnp.zeros_like(slot.codes) for slot in own),
-                  tuple(jnp.zeros_like(slot.scales) for slot in own), jnp.zeros((), jnp.int8))
+        tuple(tuple(map(jnp.zeros_like, column)) for column in
+              ([slot.codes for slot in own], [slot.scales for slot in own]))
         for own in shared
     ]  # fmt: skip
     return jnp.zeros((), jnp.int32), scales, of_shared, [jnp.zeros((), jnp.int8) for _ in forms]
@@ -519,19 +479,26 @@ def _laid(plan: LeafPlan, leaf: Any, tree: Any) -> Any:
 # ---- checks --------------------------------------------------------------------------------------
 
 
-def _names(plan: LeafPlan, of_blocks: bool) -> list[str]:
-    """The slots of a leaf with a value an element, or those with one a block."""
-    return [slot.name for slot in (plan.shared if of_blocks else plan.slots)]
+def _names(plan: LeafPlan) -> set[str]:
+    return {slot.name for slot in (*plan.slots, *plan.shared)}
+
+
+def _taken(slots: Sequence[SlotPlan], arrays: Mapping[str, jax.Array]) -> LeafState:
+    """The stored slots of a parameter, from the arrays of each field."""
+    scales = tuple(arrays[f"{slot.name}_scale"] for slot in slots if slot.codec is not None)
+    return LeafState(tuple(arrays[slot.name] for slot in slots), scales)
 
 
 def _check_slots(
-    plan: LeafPlan, slots: Sequence[SlotPlan], state: LeafState, forms: list[StoredSlot]
+    plan: LeafPlan,
+    slots: Sequence[SlotPlan],
+    arrays: Mapping[str, jax.Array],
+    forms: list[StoredSlot],
 ) -> None:
-    """Raises where a state was made, or restored, with other settings than these."""
-    rows = zip(slots, forms, state.slots, state.scales, strict=True)
-    for slot, form, stored, scales in rows:
-        _check_array(plan, slot.name, stored, form.codes.shape, form.codes.dtype)
-        _check_array(plan, f"{slot.name}_scale", scales, form.scales.shape, form.scales.dtype)
+    """Raise where a state was made, or restored, with other settings than these."""
+    for slot, form in zip(slots, forms, strict=True):
+        for field, like in ((slot.name, form.codes), (f"{slot.name}_scale", form.scales)):
+            _check_array(plan, field, arrays[field], like.shape, like.dtype)
 
 
 def _check_array(
@@ -540,7 +507,7 @@ def _check_array(
     if jnp.shape(array) == shape and jnp.dtype(array.dtype) == jnp.dtype(dtype):
         return
     hint = blocks = ""
-    if plan.block is not None and plan.block.words and field in _names(plan, True):
+    if plan.block is not None and plan.block.words and field in {slot.name for slot in plan.shared}:
         blocks = f", {field}: {plan.block.words}"
         if varying.of_parts():
             hint = (

@@ -9,8 +9,8 @@ import optax
 
 from optax_lowmem._src.codecs import BitSplit, MasterSplit, UlpSplit, master_split, split_of
 from optax_lowmem._src.core import numerics, packs, scope, trees
+from optax_lowmem._src.core.clean_weights import FIELD, clean_params
 from optax_lowmem._src.core.compiled import compiled, widened
-from optax_lowmem._src.noise.states import FIELD, clean_params
 from optax_lowmem._src.update.storage import Storage
 
 NO_CORRECTION: Any = np.zeros((), np.int8)  # beside a weight that has none

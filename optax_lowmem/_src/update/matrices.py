@@ -21,8 +21,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from optax_lowmem._src.core import explicit, platform, scope, varying
 from optax_lowmem._src.core.rules import MatrixRule, UpdateRule
 from optax_lowmem._src.update import packed
+from optax_lowmem._src.update.batch import LeafBatch, Stepped
 from optax_lowmem._src.update.dispatch import fused_updates
-from optax_lowmem._src.update.masters import NO_CORRECTION
 from optax_lowmem._src.update.plan import LeafPlan, LeafState
 
 # Of a stack and its two products X X^T on each device, unless one matrix has more: 17 MB in bf16,
@@ -46,40 +46,24 @@ class _Direction(UpdateRule):
         return g, {}
 
 
-def step_leaves(
-    rule: MatrixRule,
-    h: Mapping[str, jax.Array],
-    plans: Sequence[LeafPlan],
-    gradients: Sequence[jax.Array],
-    weights: Sequence[Any],
-    states: Sequence[LeafState],
-    keys: jax.Array,
-    implementation: str | None,
-) -> list[tuple[jax.Array, LeafState]]:
-    """`fused_updates` of leaves of matrices.
-
-    Args:
-      rule: the optimizer's arithmetic.
-      h: hyperparameters.
-      plans: the leaves' static choices.
-      gradients: one a leaf.
-      weights: parameters.
-      states: stored states.
-      keys: uint32 [leaves] or [leaves, 2], for the rounding of each leaf in this step.
-      implementation: one of `IMPLEMENTATIONS`, or None for the fastest.
-    """
-    for plan, *arrays in zip(plans, gradients, states, strict=True):
+def step_leaves(rule: MatrixRule, batch: LeafBatch) -> list[Stepped]:
+    """`fused_updates` of matrices, a stack of them after the other."""
+    for plan, *arrays in zip(batch.plans, batch.gradients, batch.states, strict=True):
         varying.check_whole(plan.path, arrays, "a direction of whole matrices")
-    results: dict[int, tuple[jax.Array, LeafState]] = {}
+    results: dict[int, Stepped] = {}
     done: Any = ()
-    for stack in stacks(plans, _devices(gradients)):
-        rows = [(gradients[i], weights[i], states[i]) for i in stack]
+    for indices in stacks(batch.plans, _devices(batch.gradients)):
+        stack = batch.take(indices).with_keys_in_order()
         if done:
-            rows, h = varying.after(rows, done), _after(h, done[-1][0])
-        own = tuple(plans[i] for i in stack), rows, keys[jnp.asarray(stack)]
-        done = _step_in_turn(rule, h, *own, implementation)
-        results.update(zip(stack, done, strict=True))
-    return [results[i] for i in range(len(plans))]
+            arrays = varying.after((stack.gradients, stack.weights, stack.states), done)
+            gradients, weights, states = arrays
+            h = _after(stack.hyperparameters, done[-1][0])
+            stack = stack.replace(
+                gradients=gradients, weights=weights, states=states, hyperparameters=h
+            )
+        done = _step_in_turn(rule, stack)
+        results.update(zip(indices, done, strict=True))
+    return [results[i] for i in range(len(batch))]
 
 
 def _on_cpu() -> bool:
@@ -132,61 +116,44 @@ def _taken(rows: int, columns: int) -> int:
     return rows * columns + 2 * min(rows, columns) ** 2
 
 
-def _step(
-    rule: MatrixRule,
-    h: Mapping[str, jax.Array],
-    plans: tuple[LeafPlan, ...],
-    rows: list[tuple[jax.Array, jax.Array, LeafState]],
-    keys: jax.Array,
-    implementation: str | None,
-) -> list[tuple[jax.Array, LeafState]]:
+def _step(rule: MatrixRule, stack: LeafBatch) -> list[Stepped]:
     """`step_leaves` of one stack."""
-    gradients, weights, states = (list(column) for column in zip(*rows, strict=True))
-    dtype = jnp.dtype(rule.dtype)
-    bare = [
-        dataclasses.replace(plan, split=None, rounds=False, update_dtype=dtype, direct=False)
-        for plan in plans
-    ]
-    of_slots = [state._replace(correction=jnp.asarray(NO_CORRECTION)) for state in states]
-    moved = fused_updates(
-        rule, bare, gradients, [None] * len(plans), of_slots, [h] * len(plans), keys, implementation
+    h, dtype = stack.hyperparameters, jnp.dtype(rule.dtype)
+    bare = stack.replace(
+        plans=tuple(
+            dataclasses.replace(plan, split=None, rounds=False, update_dtype=dtype, direct=False)
+            for plan in stack.plans
+        ),
+        weights=[None] * len(stack),
+        states=[state._replace(correction=None) for state in stack.states],
     )
-    directions, scales = _directions(rule, plans, [before for before, _ in moved], h)
+    moved = fused_updates(rule, bare)
+    directions, scales = _directions(rule, stack.plans, [before for before, _ in moved], h)
     # neither the gradient nor its factor has a part in what follows
     rates = {name: h[name] for name in ("lr", "decay") if name in h}
-    found = fused_updates(
-        _Direction(),
-        [dataclasses.replace(plan, slots=()) for plan in plans],
-        directions,
-        weights,
-        [LeafState((), (), state.correction) for state in states],
-        [{**rates, "lr": h["lr"] * scale} for scale in scales],
-        keys,
-        implementation,
+    landing = stack.replace(
+        plans=tuple(dataclasses.replace(plan, slots=()) for plan in stack.plans),
+        gradients=directions,
+        states=[LeafState((), (), state.correction) for state in stack.states],
+        hyperparameters=rates,
+        operands=[{"lr": h["lr"] * scale} for scale in scales],
     )
     return [
         (update, new._replace(correction=landed.correction))
-        for (update, landed), (_, new) in zip(found, moved, strict=True)
+        for (update, landed), (_, new) in zip(
+            fused_updates(_Direction(), landing), moved, strict=True
+        )
     ]
 
 
-_in_a_call = packed.opaque(jax.jit(_step, static_argnames=("rule", "implementation", "plans")))
+_in_a_call = packed.opaque(jax.jit(_step, static_argnames=("rule",)))
 
 
-def _step_in_turn(
-    rule: MatrixRule,
-    h: Mapping[str, jax.Array],
-    plans: tuple[LeafPlan, ...],
-    rows: list[tuple[jax.Array, jax.Array, LeafState]],
-    keys: jax.Array,
-    implementation: str | None,
-) -> list[tuple[jax.Array, LeafState]]:
+def _step_in_turn(rule: MatrixRule, stack: LeafBatch) -> list[Stepped]:
     """`_step`, for XLA on a CPU in a call that it keeps: it would take up all stacks at once."""
     if not _on_cpu() or scope.is_placing():  # a leaf's place is known by its name
-        return _step(rule, h, plans, rows, keys, implementation)
-    nameless = tuple(plan.nameless for plan in plans)
-    found: list[tuple[jax.Array, LeafState]]
-    found = _in_a_call(rule, dict(h), nameless, rows, keys, implementation)
+        return _step(rule, stack)
+    found: list[Stepped] = _in_a_call(rule, stack.nameless)
     return found
 
 

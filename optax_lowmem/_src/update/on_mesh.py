@@ -5,7 +5,7 @@ it is one call a device, and nothing moves.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 from optax_lowmem._src.core import explicit, random, scope
 from optax_lowmem._src.core.placement import Placement, entry, placement
 from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
+from optax_lowmem._src.update.batch import LeafBatch, Stepped
 from optax_lowmem._src.update.plan import LeafPlan, LeafState
 
 
@@ -23,7 +24,7 @@ def place_of(plan: LeafPlan, state: LeafState, g: jax.Array) -> Placement | None
     given = scope.placement(plan.path)
     if given is not None:
         return given
-    for x in (*state.slots, state.correction, g):  # bytes may hold several codes
+    for x in jax.tree.leaves((state.slots, state.correction, g)):  # bytes may hold several codes
         sharding = jax.typeof(x).sharding
         if x.shape == plan.shape and _explicit(sharding.mesh):
             return placement(plan.path, plan.shape, sharding, sharding.mesh)
@@ -60,59 +61,47 @@ def _of_block(plan: LeafPlan, place: Placement) -> Any:
 
 
 def fused_updates(
-    step: Callable[..., list[tuple[jax.Array, LeafState]]],
-    plans: Sequence[LeafPlan],
-    places: Sequence[Placement],
-    gradients: Sequence[jax.Array],
-    weights: Sequence[jax.Array | None],
-    states: Sequence[LeafState],
-    of_leaves: Sequence[Mapping[str, jax.Array]],
-    keys: jax.Array,
-) -> list[tuple[jax.Array, LeafState]]:
-    """The step of some leaves on one mesh.
+    step: Callable[[LeafBatch], list[Stepped]], batch: LeafBatch, places: Sequence[Placement]
+) -> list[Stepped]:
+    """The step of some parameters on one mesh.
 
     Args:
-      step: (plans, gradients, weights, states, of_leaves, keys) -> results, of one device.
-      plans: the leaves' static choices.
-      places: where they lie.
-      gradients: one a leaf.
-      weights: parameters, or None each.
-      states: stored states.
-      of_leaves: the hyperparameters of each.
-      keys: uint32 [leaves] or [leaves, 2].
+      step: of one device.
+      batch: the parameters.
+      places: their shardings.
     """
-    mesh, specs = places[0].mesh, [place.spec for place in places]
-    typed, every = _explicit(mesh), PartitionSpec()
-    operands = [
-        {name: _of_block(plan, place) if name == OF_BLOCK else every for name in h}
-        for plan, place, h in zip(plans, places, of_leaves, strict=True)
-    ]
-    own = [_specs_of(state, spec) for state, spec in zip(states, specs, strict=True)]
-    local = [
-        dataclasses.replace(plan, shape=place.local(plan.shape))
-        for plan, place in zip(plans, places, strict=True)
-    ]
+    batch = batch.with_keys_in_order()
+    mesh, every = places[0].mesh, PartitionSpec()
+    typed = _explicit(mesh)
+    specs = batch.replace(
+        gradients=[place.spec for place in places],
+        weights=[
+            None if p is None else place.spec
+            for p, place in zip(batch.weights, places, strict=True)
+        ],
+        states=[_specs_of(s, place.spec) for s, place in zip(batch.states, places, strict=True)],
+        hyperparameters=dict.fromkeys(batch.hyperparameters, every),
+        operands=[
+            {name: _of_block(plan, place) if name == OF_BLOCK else every for name in own}
+            for plan, place, own in zip(batch.plans, places, batch.operands, strict=True)
+        ],
+        keys=every,
+    )
 
-    def on_a_device(
-        gradients: list[jax.Array],
-        weights: list[jax.Array | None],
-        states: list[LeafState],
-        of_leaves: list[Mapping[str, jax.Array]],
-        keys: jax.Array,
-    ) -> list[tuple[jax.Array, LeafState]]:
-        rows = zip(local, places, keys, strict=True)
-        keys = jnp.stack([_part_key(*row) for row in rows])
-        return step(local, gradients, weights, states, of_leaves, keys)
+    def on_a_device(part: LeafBatch) -> list[Stepped]:
+        local = [
+            dataclasses.replace(plan, shape=place.local(plan.shape))
+            for plan, place in zip(batch.plans, places, strict=True)
+        ]
+        keys = [_part_key(*row) for row in zip(local, places, part.keys, strict=True)]
+        return step(part.replace(plans=tuple(local), keys=jnp.stack(keys)))
 
     found = explicit.on_each_device(
-        on_a_device, mesh, typed,
-        (specs, [None if p is None else s for p, s in zip(weights, specs, strict=True)],
-         own, operands, every),
-        [(spec, of_state) for spec, of_state in zip(specs, own, strict=True)],
-        list(gradients), list(weights), list(states), [dict(h) for h in of_leaves], keys,
+        on_a_device, mesh, typed, (specs,),
+        list(zip(specs.gradients, specs.states, strict=True)), batch,
     )  # fmt: skip
     if typed:
-        likes = map(result_like, gradients, weights, states)
+        likes = map(result_like, batch.gradients, batch.weights, batch.states)
         found = [explicit.laid_like(one, like) for one, like in zip(found, likes, strict=True)]
     return found
 
@@ -125,8 +114,8 @@ def result_like(
 
 
 def _specs_of(state: LeafState, spec: PartitionSpec) -> LeafState:
-    """Scales lie as their codes; a placeholder, which has no dimension, everywhere."""
-    return jax.tree.map(lambda x: spec if x.ndim else PartitionSpec(), state)
+    """The specs of a state: scales are sharded as their codes."""
+    return jax.tree.map(lambda _: spec, state)
 
 
 def _part_key(plan: LeafPlan, place: Placement, key: jax.Array) -> jax.Array:

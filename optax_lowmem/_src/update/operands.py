@@ -29,7 +29,7 @@ class AnyHyperparameters(Mapping[str, jax.Array]):
 
 
 class Leaf(NamedTuple):
-    """Arrays that the step of a leaf reads, without placeholders."""
+    """Arrays that the step of a parameter reads."""
 
     g: jax.Array
     p: jax.Array | None
@@ -51,35 +51,14 @@ class Result(NamedTuple):
     scales: tuple[jax.Array, ...]
 
 
-def leaf_of(
-    plan: LeafPlan,
-    g: jax.Array,
-    p: jax.Array | None,
-    state: LeafState,
-    of_block: Any = None,
-) -> Leaf:
+def leaf_of(g: jax.Array, p: jax.Array | None, state: LeafState, of_block: Any = None) -> Leaf:
     """The arrays that a kernel takes."""
-    correction = state.correction if p is not None and plan.split is not None else None
-    scales = tuple(s for slot, s in zip(plan.slots, state.scales, strict=True) if slot.codec)
-    return Leaf(g, p, correction, state.slots, scales, of_block)
+    return Leaf(g, p, state.correction, state.slots, state.scales, of_block)
 
 
-def state_of(plan: LeafPlan, state: LeafState, result: Result) -> LeafState:
-    """The new state, with the old one's placeholders."""
-    return LeafState(
-        result.slots,
-        with_placeholders(plan, result.scales, state.scales),
-        state.correction if result.correction is None else result.correction,
-    )
-
-
-def with_placeholders(
-    plan: LeafPlan, scales: Sequence[Any], others: Sequence[Any] | None = None
-) -> tuple[Any, ...]:
-    """The scales of the compressed slots, and what `others` has, or None, for each other slot."""
-    given, others = iter(scales), others or [None] * len(plan.slots)
-    rows = zip(plan.slots, others, strict=True)
-    return tuple(next(given) if slot.codec else other for slot, other in rows)
+def state_of(result: Result) -> LeafState:
+    """The new state."""
+    return LeafState(result.slots, result.scales, result.correction)
 
 
 def update_dtype(plan: LeafPlan, p: jax.Array | None) -> jnp.dtype:
@@ -161,15 +140,12 @@ def step_tile(
     """
     lanes = leaf.g.shape[-1]
     layout = reference.Tile(lanes, lanes)
-    correction = jnp.zeros((), jnp.int8) if leaf.correction is None else leaf.correction
-    state = LeafState(leaf.slots, with_placeholders(plan, leaf.scales), correction)
+    state, correction = LeafState(leaf.slots, leaf.scales, leaf.correction), leaf.correction
     moved, values = reference.advance(rule, plan, leaf.g, leaf.p, state, h, layout)
     if leaf.p is not None:
         # for a plan that is not direct the weight: its update is taken where it fuses with its use
         own = reference.master_noise(plan, noise, layout)
         moved, correction = reference.move(plan, leaf.p, moved, correction, own)
     # last, when the weight is done with: encoding takes the most registers
-    slots, scales = reference.encode(plan, values, state.scales, noise, layout)
-    kept = None if leaf.correction is None else correction
-    scales = tuple(scale for scale in scales if scale is not None)
-    return Result(moved.astype(update_dtype(plan, leaf.p)), kept, slots, scales)
+    slots, scales = reference.encode(plan, values, noise, layout)
+    return Result(moved.astype(update_dtype(plan, leaf.p)), correction, slots, scales)

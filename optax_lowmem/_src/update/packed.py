@@ -206,7 +206,9 @@ def _word(
     }
     if p is not None and plan.split is not None:
         own = reference.master_noise(plan, noise)
-        weight, small[_CORRECTION] = reference.move(plan, p, step, state.correction, own)
+        weight, correction = reference.move(plan, p, step, state.correction, own)
+        assert correction is not None  # of a plan with a split
+        small[_CORRECTION] = correction
         small[_WEIGHT] = lax.bitcast_convert_type(weight, jnp.uint16)
     return _pack(small, _words(_fields(plan, p is not None))[place])
 
@@ -226,8 +228,7 @@ def _outputs(
     small: dict[str, jax.Array] = {}
     for names, word in zip(_words(fields), words, strict=True):
         small |= _unpack(word, names, fields)
-    olds = zip(plan.slots, state.scales, strict=True)
-    stored = tuple(scales.get(slot.name, old) for slot, old in olds)
+    stored = tuple(scales[slot.name] for slot in plan.slots if slot.codec)
     correction = small.get(_CORRECTION, state.correction)
     plain = any(slot.codec is None for slot in plan.slots)
     if plain or _WEIGHT not in small:

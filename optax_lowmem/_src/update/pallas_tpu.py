@@ -1,13 +1,13 @@
 """The step of a leaf in one TPU kernel: Pallas, lowered through Mosaic.
 
 The body (`pallas_tpu_kernel.py`) calls the rule, the codecs and the split that the reference calls,
-on registers (`core/lanes.py`) instead of whole arrays. XLA keeps groups on lanes, where a maximum
-over each is a shuffle for every power of two; those of many registers are reduced together instead.
+on registers (`lanes.py`) instead of whole arrays. XLA keeps groups on lanes, where a maximum over
+each takes a shuffle for every power of two; the kernel reduces those of many registers together.
 """
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -18,22 +18,29 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh
 
 from optax_lowmem._src.codecs import GroupCodec
-from optax_lowmem._src.core import lanes, numerics, random
+from optax_lowmem._src.core import lanes, numerics, platform, random
+from optax_lowmem._src.core.fallback import with_fallback
 from optax_lowmem._src.core.lanes import LANES, ROWS
-from optax_lowmem._src.core.rules import UpdateRule
+from optax_lowmem._src.core.rules import OF_BLOCK, UpdateRule
 from optax_lowmem._src.update import pallas_tpu_views as views
+from optax_lowmem._src.update import reference, tuning, xla
+from optax_lowmem._src.update.batch import LeafBatch, Stepped
 from optax_lowmem._src.update.operands import (
     AnyHyperparameters,
     Leaf,
     Result,
     aliases,
+    leaf_of,
     output,
     restored,
+    state_of,
     step_tile,
     update_dtype,
 )
 from optax_lowmem._src.update.pallas_tpu_kernel import ARITHMETIC, Kernel, several_in_a_byte
-from optax_lowmem._src.update.plan import LeafPlan
+from optax_lowmem._src.update.plan import LeafPlan, LeafState
+
+NAME = "pallas_tpu"
 
 # ---- leaves that it takes ------------------------------------------------------------------------
 
@@ -186,3 +193,52 @@ def launch(
     scales = zip(found.scales, leaf.scales, strict=True)
     found = found._replace(scales=tuple(views.scales_of(blocks, *pair) for pair in scales))
     return restored(plan, leaf, found)
+
+
+# ---- the step of a batch -------------------------------------------------------------------------
+
+
+def step(rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None) -> list[Stepped]:
+    """The step of each parameter in a launch of its own: on a TPU it costs next to nothing."""
+    group_size = batch.plans[0].group_size
+    elements = tuning.resolve(tuned, NAME, rule.elementwise_slots, group_size).tile.elements
+    # mixed once, for all parameters
+    row_keys, lane_keys = random.row_and_lane_keys(batch.keys, rank=1)
+    lane_bits = register_bits(lane_keys, group_size)
+    results = []
+    rows = zip(batch.plans, batch.gradients, batch.weights, batch.states, strict=True)
+    for i, (named, g, p, state) in enumerate(rows):
+        number, h = batch.numbers[i], batch.h(i)
+
+        def launched(
+            g: jax.Array,
+            p: jax.Array | None,
+            state: LeafState,
+            h: Mapping[str, jax.Array],
+            keys: tuple[jax.Array, jax.Array, jax.Array],
+            plan: LeafPlan = named.nameless,
+        ) -> Stepped:
+            names = tuple(sorted(set(h) - {OF_BLOCK}))
+            leaf = leaf_of(g, p, state, h.get(OF_BLOCK))
+            scalars = jnp.stack([h[name] for name in names])
+            with platform.targeting(g):
+                result = launch(rule, plan, leaf, names, scalars, *keys[1:], elements)
+            update = reference.emit(plan, p, result.update)
+            return update, state_of(result)
+
+        def plain(
+            g: jax.Array,
+            p: jax.Array | None,
+            state: LeafState,
+            h: Mapping[str, jax.Array],
+            keys: tuple[jax.Array, jax.Array, jax.Array],
+            plan: LeafPlan = named.nameless,
+        ) -> Stepped:
+            return xla.plain(rule, plan, g, p, state, h, keys[0])
+
+        keys = batch.keys[number], row_keys[number], lane_bits[number]
+        if batch.implementation is None and platform.target(g) is None:
+            results.append(with_fallback("tpu", launched, plain, g, p, state, dict(h), keys))
+        else:
+            results.append(launched(g, p, state, dict(h), keys))
+    return results

@@ -274,15 +274,14 @@ class Rows:
         """Moves the weight; writes new values of the slots, and the ends of their groups."""
         kernel, plan, scratch = self.kernel, self.kernel.plan, self.scratch
         units = jax.tree.map(lambda ref: ref[self.rows, :], scratch.units)
-        nothing: Any = (None,) * len(plan.slots)  # scales, of which `units` are
         self.random_bits  # noqa: B018 (drawn here, for both loops)
 
         def step(j: jax.Array) -> None:
             spans: dict[str, list[Any]] = {name: [] for name in kernel.codecs}
             for layout in self.registers_of(j):
                 leaf, h, columns = self.load(layout), self.hyperparameters(layout), layout.columns
-                correction = jnp.zeros((), jnp.int8) if leaf.correction is None else leaf.correction
-                state = LeafState(leaf.slots, nothing, correction)
+                correction = leaf.correction
+                state = LeafState(leaf.slots, (), correction)  # `units` are there already
                 moved, values = reference.advance(
                     kernel.rule, plan, leaf.g, leaf.p, state, h, layout, units
                 )
@@ -338,8 +337,7 @@ class Rows:
             for layout in layouts:
                 values = {name: ref[:, layout.columns] for name, ref in self.scratch.values.items()}
                 noise = self.noise(layout) if plan.stochastic else None
-                nothing = (None,) * len(plan.slots)
-                slots, _ = reference.encode(plan, values, nothing, noise, layout, measured)
+                slots, _ = reference.encode(plan, values, noise, layout, measured)
                 for registers, codes in zip(stored, slots, strict=True):
                     registers.append(codes)
             rows = zip(plan.slots, self.written.slots, stored, strict=True)

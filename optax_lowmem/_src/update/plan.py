@@ -163,11 +163,11 @@ class LeafPlan:
 
 
 class LeafState(NamedTuple):
-    """The stored state of a leaf; tuples are in the order of `LeafPlan.slots`."""
+    """The stored state of a parameter; tuples are in the order of `LeafPlan.slots`."""
 
-    slots: tuple[jax.Array, ...]  # what `LeafPlan.storage` says: codes, or values
-    scales: tuple[jax.Array, ...]  # shape[:-1] + (groups,), or 0-d
-    correction: jax.Array  # of the parameter's shape, or 0-d
+    slots: tuple[jax.Array, ...]  # codes, or values
+    scales: tuple[jax.Array, ...]  # of the slots that have a codec: shape[:-1] + (groups,)
+    correction: jax.Array | None = None  # of the parameter's shape
 
 
 # ---- decisions -----------------------------------------------------------------------------------

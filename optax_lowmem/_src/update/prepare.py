@@ -15,6 +15,7 @@ from optax_lowmem._src.core import explicit, scope, varying
 from optax_lowmem._src.core.block import Block
 from optax_lowmem._src.core.rules import OF_BLOCK, Slot, UpdateRule
 from optax_lowmem._src.update import block_means, reference
+from optax_lowmem._src.update.batch import LeafBatch
 from optax_lowmem._src.update.dispatch import fused_updates
 from optax_lowmem._src.update.plan import LeafPlan, LeafState
 
@@ -22,47 +23,39 @@ from optax_lowmem._src.update.plan import LeafPlan, LeafState
 _prepare = jax.jit(reference.prepare, static_argnames=("rule", "plan"))
 
 
-def prepare_leaves(
-    rule: UpdateRule,
-    plans: Sequence[LeafPlan],
-    gradients: Sequence[jax.Array],
-    weights: Sequence[jax.Array | None],
-    states: Sequence[LeafState],
-    shared: Sequence[LeafState],
-    h: Mapping[str, jax.Array],
-    keys: jax.Array,
-    implementation: str | None = None,
-) -> tuple[list[Mapping[str, jax.Array]], list[LeafState]]:
-    """(`h` with the operands that `rule.prepare` gives, new shared slots) of every leaf.
+def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[LeafState]]:
+    """The batch with the operands that `rule.prepare` gives, and the new block-wise slots.
 
     Args:
       rule: the optimizer's arithmetic, which `prepares`.
-      plans: the leaves' static choices.
-      gradients: one a leaf.
-      weights: parameters, or None each.
-      states: stored states.
-      shared: the stored shared slots, of `Block.mean_shape`; their corrections are not used.
-      h: f32 hyperparameters; of blocks, weight decay is not part of the gradient (no `l2`).
-      keys: uint32 [leaves], for the rounding of the shared slots in this step.
-      implementation: as of `fused_updates`.
+      batch: with f32 hyperparameters; of blocks, weight decay is not part of the gradient (no
+        `l2`).
     """
     if rule.prepares == "leaf":
-        rows = zip(plans, gradients, weights, states, strict=True)
-        return [_prepare_leaf(rule, *row, h) for row in rows], list(shared)
+        rows = zip(batch.plans, batch.gradients, batch.weights, batch.states, strict=True)
+        prepared = [_prepare_leaf(rule, *row, batch.hyperparameters) for row in rows]
+        return batch.replace(operands=prepared), batch.shared
     # where blocks lie on several devices XLA finds it out, on Explicit axes too
-    blocks = [plan.block or Block() for plan in plans]
-    for plan, block, *arrays in zip(plans, blocks, gradients, shared, strict=True):
+    blocks = [plan.block or Block() for plan in batch.plans]
+    for plan, block, *arrays in zip(
+        batch.plans, blocks, batch.gradients, batch.shared, strict=True
+    ):
         if not block.elementwise:
             varying.check_whole(
                 plan.path, arrays, "a mean over each of its blocks, rows or columns"
             )
     lies = [
-        (_lies(block, s.slots[0]), jax.tree.map(explicit.sharding_of, s))
-        for block, s in zip(blocks, shared, strict=True)
+        (_lies(block, s.slots[0]), jax.tree.map(explicit.sharding_of, (s.slots, s.scales)))
+        for block, s in zip(blocks, batch.shared, strict=True)
     ]
-    work = functools.partial(_prepare_blocks, rule, plans, blocks, implementation)
-    found = explicit.left_to_xla(work, lies, gradients, shared, h, keys)
-    return [{**h, OF_BLOCK: given} for given, _ in found], [new for _, new in found]
+    keys = batch.shared_keys
+    work = functools.partial(
+        _prepare_blocks, rule, batch.plans, blocks, batch.numbers, batch.implementation
+    )
+    operands = batch.gradients, batch.shared, batch.hyperparameters, keys
+    found = explicit.left_to_xla(work, lies, *operands)
+    of_blocks = [{OF_BLOCK: of_block} for of_block, _ in found]
+    return batch.replace(operands=of_blocks), [LeafState(*new) for _, new in found]
 
 
 def _lies(block: Block, v: jax.Array) -> Any:
@@ -112,30 +105,30 @@ def _prepare_blocks(
     rule: UpdateRule,
     plans: Sequence[LeafPlan],
     blocks: Sequence[Block],
+    numbers: tuple[int, ...],
     implementation: str | None,
     gradients: Sequence[jax.Array],
     shared: Sequence[LeafState],
     h: Mapping[str, jax.Array],
     keys: jax.Array,
-) -> list[tuple[Any, LeafState]]:
-    """(`Block.operands`, new state of the shared slots) of every leaf."""
+) -> list[tuple[Any, tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]]]:
+    """(`Block.operands`, new block-wise slots and their scales) of every parameter."""
     scale = h.get("gradient_scale")
     means = block_means.means_of_squares(blocks, gradients, scale, implementation)
     flat = [s._replace(slots=tuple(x.reshape(-1) for x in s.slots)) for s in shared]
     # the means have the factors of the gradient in them
     h = {name: value for name, value in h.items() if name != "gradient_scale"}
-    of_values = [plan.shared_plan for plan in plans]
-    nothing, own = [None] * len(plans), [h] * len(plans)
-    rows = [mean.reshape(-1) for mean in means]
+    of_blocks = LeafBatch(
+        tuple(plan.shared_plan for plan in plans), [mean.reshape(-1) for mean in means],
+        [None] * len(plans), flat, h, [{}] * len(plans), keys, numbers, implementation,
+    )  # fmt: skip
     with scope.placing(None):  # on a mesh those are the places of the leaves, not of their blocks
-        found = fused_updates(
-            _OfBlocks(rule), of_values, rows, nothing, flat, own, keys, implementation
-        )
+        found = fused_updates(_OfBlocks(rule), of_blocks)
     values = [given.reshape(mean.shape) for (given, _), mean in zip(found, means, strict=True)]
     shapes = [plan.shape for plan in plans]
     of_steps = block_means.operands(blocks, values, shapes, implementation)
     shaped = []
     for old, (_, state), operands in zip(shared, found, of_steps, strict=True):
         slots = tuple(x.reshape(o.shape) for x, o in zip(state.slots, old.slots, strict=True))
-        shaped.append((operands, state._replace(slots=slots)))
+        shaped.append((operands, (slots, state.scales)))
     return shaped

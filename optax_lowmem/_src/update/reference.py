@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from optax_lowmem._src.codecs import BitSplit, GroupCodec, MasterSplit, UlpSplit
 from optax_lowmem._src.core import groups, numerics, random
@@ -134,13 +135,13 @@ def decode(
     plan: LeafPlan, state: LeafState, layout: Layout | None = None, units: Units | None = None
 ) -> dict[str, jax.Array]:
     """The f32 values of a leaf's slots; `units` of its codecs, where they are there already."""
-    layout = layout or Whole(plan)
+    layout, scales = layout or Whole(plan), iter(state.scales)
     values = {}
-    for slot, stored, scales in zip(plan.slots, state.slots, state.scales, strict=True):
+    for slot, stored in zip(plan.slots, state.slots, strict=True):
         if slot.codec is None:
             values[slot.name] = stored.astype(jnp.float32)
             continue
-        unit = slot.codec.units(scales) if units is None else units[slot.name]
+        unit = slot.codec.units(next(scales)) if units is None else units[slot.name]
         unit = layout.to_elements(unit)
         values[slot.name] = slot.codec.dequantize(layout.unpack(slot.codec, stored), unit)
     return values
@@ -175,7 +176,7 @@ def gradient_and_weight(
     plan: LeafPlan,
     g: jax.Array,
     p: jax.Array | None,
-    correction: jax.Array,
+    correction: jax.Array | None,
     h: Mapping[str, jax.Array],
 ) -> tuple[jax.Array, jax.Array | None]:
     """Return the gradient that the rule takes, and the master weight or None."""
@@ -184,7 +185,9 @@ def gradient_and_weight(
         g = g * h["gradient_scale"]
     if p is None:
         return g, None
-    weight = numerics.widen(p) if plan.split is None else plan.split.join(p, correction)
+    weight = numerics.widen(p)
+    if plan.split is not None and correction is not None:
+        weight = plan.split.join(p, correction)
     return g + h["l2"] * weight if plan.decays and "l2" in h else g, weight
 
 
@@ -196,11 +199,11 @@ def prepare(
     state: LeafState,
     h: Mapping[str, jax.Array],
 ) -> dict[str, jax.Array]:
-    """`h` with the operands of a rule that prepares for the step of a whole leaf."""
+    """Operands of a rule that prepares for the step of a whole leaf, which go before `h`."""
     if rule.prepares != "leaf":
-        return dict(h)
+        return {}
     gradient, _ = gradient_and_weight(plan, g, p, state.correction, h)
-    return {**h, **rule.prepare(gradient, decode(plan, state), h)[0]}
+    return rule.prepare(gradient, decode(plan, state), h)[0]
 
 
 # ---- encode --------------------------------------------------------------------------------------
@@ -226,30 +229,25 @@ def slot_noise(slot: SlotPlan, noise: Noise | None, layout: Layout) -> jax.Array
 def encode(
     plan: LeafPlan,
     values: Mapping[str, jax.Array],
-    placeholders: tuple[Any, ...],
     noise: Noise | None,
     layout: Layout | None = None,
     measured: Measured | None = None,
 ) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
-    """Stored slots and scales of their new values; without a codec the old scales' placeholder.
-
-    (A new one would be a copy from a constant: one launch a leaf and step.)
+    """Stored slots of their new values, and the scales of those that have a codec.
 
     Args:
       plan: the leaf's static choices.
       values: f32.
-      placeholders: old scales.
       noise: for codes that are rounded stochastically.
       layout: of the arrays; by default those of the whole leaf.
       measured: scales and divisors, where `measure` has given them already.
     """
     layout = layout or Whole(plan)
     slots, scales = [], []
-    for slot, old in zip(plan.slots, placeholders, strict=True):
+    for slot in plan.slots:
         value = values[slot.name]
         if slot.codec is None:
             slots.append(value.astype(slot.dtype))
-            scales.append(old)
             continue
         uniforms = slot_noise(slot, noise, layout)
         if measured is None:
@@ -269,14 +267,14 @@ def move(
     plan: LeafPlan,
     p: jax.Array,
     step: jax.Array,
-    correction: jax.Array,
+    correction: jax.Array | None,
     noise: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     """The weight where it lands and its correction; if it does not, the update, if not `direct`.
 
     `emit` makes an update of it. `noise` is of `master_noise`, or of `random.leaf_bits`.
     """
-    if plan.split is not None:
+    if plan.split is not None and correction is not None:
         return land(plan.split, p, step, correction, plan.update_dtype, plan.direct, noise)
     if plan.rounds:
         assert noise is not None  # `stochastic_master` asks for it
@@ -383,6 +381,7 @@ def fused_update(
     state: LeafState,
     h: Mapping[str, jax.Array],
     key: jax.Array,
+    two_passes: bool = False,
 ) -> tuple[jax.Array, LeafState]:
     """Update of the parameter (itself anew for a `direct` plan), and the new state, of one leaf.
 
@@ -397,14 +396,27 @@ def fused_update(
         `decay` (the share of the weight taken off) and `l2` (added to the gradient times the
         weight).
       key: a uint32 key for the rounding of this leaf in this step; a pair for a part of one.
+      two_passes: whether to compute the new slots once for the groups' maxima and once for the
+        codes. XLA on a GPU otherwise stores the new slots in f32 between the two, since it does
+        not fuse a reduction with what is broadcast from it; reading the codes twice moves fewer
+        bytes. Measured: docs/results/gpu_speed.md.
     """
     step, values = advance(rule, plan, g, p, state, h)
-    noise = random.noise_bits(key, plan.shape, plan.group_size) if plan.stochastic else None
-    slots, scales = encode(plan, values, state.scales, noise)
+    measured = None
+    if two_passes:
+        measured = measure(plan, values)
+        noise = random.noise_bits(key, plan.shape, plan.group_size) if plan.noisy else None
+        # behind the barrier the same expressions are others, so XLA does not share their values
+        g, p, state, measured, noise = lax.optimization_barrier((g, p, state, measured, noise))
+        step, values = advance(rule, plan, g, p, state, h)
+        bits = master_noise(plan, noise)
+    else:
+        noise = random.noise_bits(key, plan.shape, plan.group_size) if plan.stochastic else None
+        bits = None
+        if p is not None and plan.stochastic_master:
+            bits = random.leaf_bits(key, plan.shape, plan.group_size, MASTER)
+    slots, scales = encode(plan, values, noise, measured=measured)
     correction = state.correction
     if p is not None:
-        bits = None
-        if plan.stochastic_master:
-            bits = random.leaf_bits(key, plan.shape, plan.group_size, MASTER)
         step, correction = move(plan, p, step, correction, bits)
     return emit(plan, p, step), LeafState(slots, scales, correction)

@@ -14,11 +14,11 @@ import optax
 from jax.sharding import NamedSharding
 
 from optax_lowmem._src.core import scope, trees
+from optax_lowmem._src.core.clean_weights import FIELD
 from optax_lowmem._src.core.compiled import widened
 from optax_lowmem._src.core.placement import placement
 from optax_lowmem._src.core.policy import unmatched_patterns
 from optax_lowmem._src.core.typing import Shaped
-from optax_lowmem._src.noise.states import FIELD
 from optax_lowmem._src.wrappers.start import start
 
 # ---- updates changed after the split of their master weights, whose corrections are then stale ---

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.core import numerics, trees
+from optax_lowmem._src.core.clipping import check_threshold, clipped_share, rms_of_ratio
 from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.core.hyperparameters import (
     Formula,
@@ -18,33 +19,8 @@ from optax_lowmem._src.core.hyperparameters import (
     increment,
 )
 from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule, Tree
-from optax_lowmem._src.core.varying import mean_of_leaf
 from optax_lowmem._src.update.masters import splits_masters
 from optax_lowmem._src.wrappers.slots import facts, map_slots
-
-# ---- RMS_t and what it makes of a learning rate --------------------------------------------------
-
-
-def rms_of_ratio(g: jax.Array, u: jax.Array, eps: jax.Array) -> jax.Array:
-    """RMS_t = sqrt(E[g^2 / max(u, eps^2)]) of a leaf (Wortsman et al., appendix F.2).
-
-    Args:
-      g: gradient, f32.
-      u: second moment after it, without bias.
-      eps: f32: in f16 the square of 1e-6 is 0.
-    """
-    return jnp.sqrt(mean_of_leaf(squared_ratio(g, u, eps)))
-
-
-def squared_ratio(g: jax.Array, u: jax.Array, eps: jax.Array) -> jax.Array:
-    """g^2 / max(u, eps^2) of each element, of which `rms_of_ratio` takes the mean."""
-    return g * g / jnp.maximum(u, eps * eps)
-
-
-def clipped_share(rms: jax.Array, threshold: jax.Array) -> jax.Array:
-    """1 / max(1, RMS_t / d), of the learning rate (Algorithm 2); NaN where RMS_t is."""
-    return 1 / jnp.maximum(1, rms / threshold)
-
 
 # ---- the transformation --------------------------------------------------------------------------
 
@@ -54,13 +30,6 @@ class UpdateClippingState(NamedTuple):
 
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
     inner_state: optax.OptState
-
-
-def check_threshold(threshold: object) -> None:
-    """Raises unless a threshold of RMS_t is positive."""
-    check_range("threshold", threshold, 0.0)
-    if isinstance(threshold, int | float) and threshold == 0:
-        raise ValueError("threshold must be > 0: it is the RMS_t up to which nothing is clipped")
 
 
 def _second_moments(state: optax.OptState) -> dict[str, jax.Array]:

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
 from optax_lowmem._src.core import platform, varying
-from optax_lowmem._src.switchback.quantized_matmul import Quantized
+from optax_lowmem._src.quantized_matmul.plain import Quantized
 
 TILE = 128  # rows and columns of a warpgroup's part of the result, and length of a partial sum
 COLUMNS = 2 * TILE  # of a program's part: two warpgroups, side by side

@@ -12,8 +12,8 @@ from jax import lax
 from optax_lowmem._src.core import gpu_kernel, tiles
 from optax_lowmem._src.core.gpu_kernel import Operand, Program, Run
 from optax_lowmem._src.core.groups import next_power_of_two, result_like
-from optax_lowmem._src.switchback import quantized_matmul
-from optax_lowmem._src.switchback.quantized_matmul import Format, Quantized
+from optax_lowmem._src.quantized_matmul import plain
+from optax_lowmem._src.quantized_matmul.plain import Format, Quantized
 
 _PER_WARP = 1024  # numbers of a row that a warp takes
 _ROW_ELEMENTS = 4096  # of a program, where rows are shorter
@@ -26,7 +26,7 @@ def _rows_body(
     row = program.index() * rows + lax.iota(jnp.int32, rows)
     lane = lax.iota(jnp.int32, next_power_of_two(x_at.shape[1]))
     part, there = tiles.part(x_at, row, lane)
-    codes, scales = quantized_matmul.quantize_plain(x_at.load(*part, mask=there), 1, to)
+    codes, scales = plain.quantize_plain(x_at.load(*part, mask=there), 1, to)
     codes_at.store(*part, values=codes, mask=there)
     part, there = tiles.part(scales_at, row)
     scales_at.store(*part, values=scales.reshape(rows), mask=there)
@@ -34,7 +34,7 @@ def _rows_body(
 
 @functools.partial(jax.jit, static_argnames=("to", "backend"))
 def quantize_rows(x: jax.Array, to: Format, backend: str = "pallas") -> Quantized:
-    """`quantized_matmul.quantize_plain(x, 1, to)` of [rows, width], reading it once."""
+    """`plain.quantize_plain(x, 1, to)` of [rows, width], reading it once."""
     count, width = x.shape
     padded = next_power_of_two(width)
     rows = max(1, _ROW_ELEMENTS // padded)
@@ -56,7 +56,7 @@ def store_scale(program: Program, scale_at: Operand, absmax: jax.Array, to: Form
 
     By XLA it would be a launch of its own.
     """
-    scale = quantized_matmul.scales_of(absmax, to)
+    scale = plain.scales_of(absmax, to)
     first = (program.index(0) == 0) & (program.index(1) == 0)
     scale_at.store(Run(0, 1), values=scale.reshape(1), mask=first.reshape(1))
 
@@ -74,7 +74,7 @@ def _transposed_body(
     row, column = (program.index(axis) * _TRANSPOSED_TILE + lanes for axis in (0, 1))
     part, there = tiles.part(x_at, row, column)
     absmax = absmax_at.load(0)
-    codes = quantized_matmul.codes_of(x_at.load(*part, mask=there), absmax, to, clip)
+    codes = plain.codes_of(x_at.load(*part, mask=there), absmax, to, clip)
     part, there = tiles.part(codes_at, column, row)
     codes_at.store(*part, values=codes.T, mask=there)
     store_scale(program, scale_at, absmax, to)
@@ -88,7 +88,7 @@ def quantize_transposed(
     clip: bool = False,
     backend: str = "pallas",
 ) -> Quantized:
-    """The transpose of [rows, columns] as codes of `quantized_matmul.codes_of`, and their scale."""
+    """The transpose of [rows, columns] as codes of `plain.codes_of`, and their scale."""
     codes, scale = gpu_kernel.launch(
         functools.partial(_transposed_body, to, clip),
         [x, absmax.reshape(1)],

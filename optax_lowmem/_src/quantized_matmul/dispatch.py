@@ -1,0 +1,159 @@
+"""Choice of the implementation that quantizes operands and multiplies them, made while tracing."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from optax_lowmem._src.core import platform
+from optax_lowmem._src.core.groups import MAX_ELEMENTS
+from optax_lowmem._src.quantized_matmul.plain import (
+    Format,
+    Quantized,
+    absmax_of,
+    as_stored,
+    codes_of,
+    multiply_plain,
+    quantize_plain,
+    scales_of,
+)
+
+LONGEST_ROW = 1 << 15  # 32 numbers for each of the 1024 threads of the largest program
+_DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
+_NAMES = ", ".join(dtype.name for dtype in _DTYPES)
+# rows, columns and length of a sum: TMA tiles of arrays in device memory are whole
+_UNITS = (8, 64, 128)
+_LEAST = (128, 256, 128)  # under a block of the result most of the kernel's work is on nothing
+
+
+def _no_kernel(x: jax.Array | jax.ShapeDtypeStruct) -> str | None:
+    """Return the reason why no kernel quantizes an array here, or None where one may."""
+    reason = platform.no_kernel_reason(x)
+    if reason is not None:
+        return reason
+    missing = platform.no_backend_reason()
+    if missing is not None:
+        return missing
+    if x.size == 0 or x.size > MAX_ELEMENTS:
+        return f"{x.size} elements, not 1 to {MAX_ELEMENTS}"
+    return None
+
+
+def _rows_reason(x: jax.Array | jax.ShapeDtypeStruct) -> str | None:
+    """Return the reason why the kernel cannot quantize rows of an array here, or None."""
+    if x.dtype not in _DTYPES:
+        return f"{x.dtype} is not one of {_NAMES}"
+    if x.ndim == 0 or x.shape[-1] > LONGEST_ROW:
+        return f"rows of {x.shape[-1:]} are longer than {LONGEST_ROW}"
+    return _no_kernel(x)
+
+
+def quantize(x: jax.Array, axes: int | tuple[int, ...] | None, to: Format) -> Quantized:
+    """`quantize_plain`; rows (of the last axis) in one kernel that reads them once."""
+
+    def plain(x: jax.Array) -> Quantized:
+        return as_stored(quantize_plain(x, axes, to))
+
+    if axes not in (x.ndim - 1, (x.ndim - 1,)) or _rows_reason(x) is not None:
+        return plain(x)
+    from optax_lowmem._src.quantized_matmul import triton
+
+    backend = platform.backend()
+
+    def kernel(x: jax.Array) -> Quantized:
+        rows = x.reshape(-1, x.shape[-1])
+        codes, scales = triton.quantize_rows(rows, to, backend=backend)
+        return Quantized(codes.reshape(x.shape), scales.reshape(*x.shape[:-1], 1))
+
+    return platform.on_cuda(kernel, plain, x)
+
+
+def quantize_transposed(
+    w: jax.Array, axes: int | None, to: Format, absmax: jax.Array | None = None
+) -> Quantized:
+    """The transpose of `quantize_plain(w, axes, to)`, of a matrix.
+
+    Args:
+      w: the matrix.
+      axes: what shares a maximum.
+      to: the format.
+      absmax: the maxima, where they were found before; what is beyond them is clipped.
+    """
+    clip, largest = absmax is not None, absmax_of(w, axes) if absmax is None else absmax
+
+    def plain(w: jax.Array, largest: jax.Array) -> Quantized:
+        codes = codes_of(w, largest, to, clip)
+        return as_stored(Quantized(codes.T, scales_of(largest, to).T))
+
+    if axes is not None or w.dtype not in _DTYPES or _no_kernel(w) is not None:
+        return plain(w, largest)
+    from optax_lowmem._src.quantized_matmul import triton
+
+    backend = platform.backend()
+
+    def kernel(w: jax.Array, largest: jax.Array) -> Quantized:
+        return triton.quantize_transposed(w, largest, to, clip, backend=backend)
+
+    return platform.on_cuda(kernel, plain, w, largest)
+
+
+def multiply(
+    a: Quantized,
+    b: Quantized,
+    sums: int,
+    dtype: jnp.dtype,
+    transposed: bool = False,
+    sharding: jax.sharding.NamedSharding | None = None,
+) -> jax.Array:
+    """`multiply_plain`; where `product_reason` has none against it, in one kernel."""
+    plain = functools.partial(
+        multiply_plain, sums=sums, dtype=dtype, transposed=transposed, sharding=sharding
+    )
+    if product_reason(a, b, sums, dtype, transposed) is not None:
+        return plain(a, b)
+    from optax_lowmem._src.quantized_matmul import mosaic
+
+    def kernel(a: Quantized, b: Quantized) -> jax.Array:
+        rows = Quantized(*(x.reshape(-1, x.shape[-1]) for x in a))
+        found = mosaic.multiply(rows, b, dtype)
+        return found.reshape(*a.codes.shape[:-1], b.codes.shape[0])
+
+    return platform.on_cuda(kernel, plain, a, b)
+
+
+def product_reason(
+    a: Quantized, b: Quantized, sums: int, dtype: DTypeLike, transposed: bool = False
+) -> str | None:
+    """Return the reason why a product is left to XLA here, or None.
+
+    Operands are arrays or `jax.ShapeDtypeStruct`s. None means that the kernel for Hopper's tensor
+    cores computes the product, and scales the sums before it writes them. XLA also has 8-bit
+    products, but first writes their sums, four bytes each.
+    """
+    reason = platform.no_kernel_reason(a.codes) or platform.not_hopper_reason()
+    if reason is not None:
+        return reason
+    if not platform.has_mosaic_gpu():
+        return f"the kernel needs Mosaic GPU of JAX {platform.MOSAIC_GPU} or newer"
+    if transposed or sums != 1 or b.codes.ndim != 2:
+        return "the kernel sums over the last axis of rows, and of a matrix"
+    if jnp.dtype(dtype) not in _DTYPES:
+        return f"the kernel's results are {_NAMES}, not {jnp.dtype(dtype).name}"
+    kinds = tuple(x.codes.dtype.name for x in (a, b))
+    if kinds[0] != kinds[1] and "int8" in kinds:
+        return f"the tensor cores do not multiply {kinds[0]} by {kinds[1]}"
+    return _sizes_reason(math.prod(a.codes.shape[:-1]), *b.codes.shape)
+
+
+def _sizes_reason(rows: int, columns: int, length: int) -> str | None:
+    """Return the reason why the kernel does not support a product of these sizes, or None."""
+    sizes = (rows, columns, length)
+    if any(size % unit for size, unit in zip(sizes, _UNITS, strict=True)):
+        return f"{sizes} rows, columns and numbers in a sum are not multiples of {_UNITS}"
+    if any(size < least for size, least in zip(sizes, _LEAST, strict=True)):
+        return f"{sizes} is less than a block of the kernel, {_LEAST}"
+    if max(rows * columns, rows * length, columns * length) > MAX_ELEMENTS:
+        return f"an array of {sizes} has more than {MAX_ELEMENTS} elements"
+    return None
