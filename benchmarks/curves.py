@@ -16,10 +16,15 @@ CURVES = records.RESULTS / "q_adam_mini.npz"
 _ABOUT = "about"
 
 
-def write(path: Path, about: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
+def write(
+    path: Path,
+    about: dict[str, Any],
+    arrays: dict[str, np.ndarray],
+    save: Any = np.savez_compressed,
+) -> None:
     """Writes arrays, with what they are of."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez_compressed(path, **{_ABOUT: np.array(json.dumps(about))}, **arrays)
+    save(path, **{_ABOUT: np.array(json.dumps(about))}, **arrays)
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:

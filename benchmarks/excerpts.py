@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks import curves, records
+from benchmarks.claims.stable_adamw import point
+from benchmarks.suites import spikes
 from benchmarks.suites.activations import tables as activation_tables
 from benchmarks.suites.activations.bytes import by_column, kept
 from benchmarks.suites.activations.layers import Shape
@@ -15,8 +17,6 @@ from benchmarks.suites.fit import tables as fit_tables
 from benchmarks.suites.gaussws.training import KINDS, STATISTICS
 from benchmarks.suites.pairs import figures
 from benchmarks.suites.pairs.differences import differences
-from benchmarks.suites.spikes import bench as bench_spikes
-from benchmarks.suites.spikes import runs
 
 WIDTH = 96
 
@@ -85,25 +85,24 @@ def q_adam_mini() -> str:
 
 def stable_adamw() -> str:
     """Return the spikes and last losses of `spikes`, and one spike closely."""
-    with np.load(bench_spikes.CURVES) as file:
-        stored = {name: file[name].astype(np.float64) for name in file.files}
+    stored = spikes.stored()
     row = records.last(records.all_records(), bench="spikes", metric="loss_spikes")
     assert row is not None
-    reference = np.median(stored[f"adamw/{bench_spikes.point()}"][0, :, -1000:], axis=-1)
+    reference = np.median(stored[f"adamw/{point()}"][0, :, -1000:], axis=-1)
     found, change = {}, {}
     for name, of in stored.items():
         optimizer, _, where_ = name.partition("/")
         key = f"{optimizer} {where_}"
         for usual in (" rate=0.005", " batch=512", " width=32"):
             key = key.replace(usual, "")
-        spikes = runs.predicted(of[0], of[1])
-        found[key] = [spikes.spikes.size, spikes.follows.sum(), runs.rise(of[0])]
+        events = spikes.predicted(of[0], of[1])
+        found[key] = [events.spikes.size, events.follows.sum(), spikes.rise(of[0])]
         if where_.endswith("rate=0.005 batch=512 width=32"):
             change[key] = np.median(of[0, :, -1000:], axis=-1) - reference
-    at = int(np.asarray(runs.arrivals(0))[0])
+    at = int(spikes.arrivals(0)[0])
     closely = {"step": np.arange(-6, 19)}
     for b2 in (0.999, 0.99):
-        curve = stored[f"adamw/{bench_spikes.point(b2)}"][:, 0, at - 6 : at + 19]
+        curve = stored[f"adamw/{point(b2)}"][:, 0, at - 6 : at + 19]
         closely |= {f"{layer} {b2}": one for layer, one in
                     zip(("loss", "patch", "middle"), curve, strict=True)}  # fmt: skip
     what = [

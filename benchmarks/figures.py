@@ -21,7 +21,7 @@ SUITES = (
     "gaussws.figures",
     "pairs.figures",
     "release",
-    "spikes.figures",
+    "spikes",
     "switchback.figures",
 )
 

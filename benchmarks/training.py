@@ -1,6 +1,7 @@
 """Trains models on text that lies on the device, many steps a call: Python costs nothing.
 
-One loop for every training benchmark, and the runs of their variants, one after the other.
+One loop for every training benchmark, and the runs of their variants and seeds, one after the
+other, which a later command may go on with.
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,13 +20,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from _gpt import data
+from _gpt.train import F32, LOWMEM, optimizer_step
 from _llama.config import Shape
 
-from benchmarks import records
-from benchmarks.curves import store
+import optax_lowmem as lowmem
+from benchmarks import curves, records
+from benchmarks.curves import WHERE, store
 
-VALIDATIONS = 10
+SAVE_SECONDS = 120  # between two saves of an unfinished run
 UNITS = {"byte": "byte", "bpe": "token"}
 ADAM = {"b1": 0.9, "b2": 0.95, "weight_decay": 0.1}
 Curve = dict[str, np.ndarray]
@@ -63,13 +69,6 @@ class Run:
     def vocab(self) -> int:
         """Of a tokenizer that is trained."""
         return self.shape.vocab
-
-    def changed(self, **given: Any) -> Run:
-        """With what a command line gives; None: as it is."""
-        own = changed(self, **given)
-        if own.steps % own.every:
-            raise SystemExit(f"--steps {own.steps} is not a multiple of {own.every}, a call's")
-        return own
 
 
 # models of bytes, which others are made of: minutes on a GPU and on a CPU, and seconds
@@ -114,12 +113,6 @@ def load_text(settings: Any, cache: Path) -> Text:
     return Text(*tokens, found.vocab, awake, found.bytes_per_token)
 
 
-def offsets(settings: Any, text: Text, seed: int) -> np.ndarray:
-    """[steps, batch]: where the windows of each step start."""
-    size = settings.steps, settings.batch
-    return np.random.default_rng(seed).integers(0, text.last - settings.context, size, np.int32)
-
-
 @dataclasses.dataclass(frozen=True)
 class Program:
     """One variant: its start, its steps and its evaluation, to be compiled."""
@@ -162,32 +155,91 @@ def many_steps(
 
 
 def calls(
-    offsets: np.ndarray, text: Text, start: tuple[Any, Any], steps: Any
+    offsets: np.ndarray, text: Text, start: tuple[Any, Any], steps: Any, done: int = 0
 ) -> Iterator[tuple[int, Any, Any, dict[str, Any], float]]:
-    """After each call: steps done, weights, state, its measures, its seconds."""
+    """After each call: steps done, weights, state, its measures, its seconds.
+
+    `start` are the weights and the state after `done` calls.
+    """
     params, state = start
-    for index, starts in enumerate(offsets, start=1):
+    for index, starts in enumerate(offsets[done:], start=done + 1):
         began = time.perf_counter()
         params, state, found = steps(params, state, text.tokens, starts)
         found = jax.device_get(found)
         yield index * len(starts), params, state, found, time.perf_counter() - began
 
 
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """The file of an unfinished run, from which a later command goes on bit for bit."""
+
+    path: Path
+    about: dict[str, Any]  # the settings of the run, which must be those of the file
+    until: float  # when the command has to end, by `time.perf_counter`
+
+    def _about(self, tree: Any) -> dict[str, Any]:
+        kinds = [(str(x.dtype), x.shape) for x in jax.tree.leaves(tree)]
+        return {"settings": self.about, "leaves": kinds}
+
+    @property
+    def ended(self) -> bool:
+        """Return whether a command has ended the run."""
+        return self.path.with_suffix(".ended").exists()
+
+    def end(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.with_suffix(".ended").touch()
+        self.path.unlink(missing_ok=True)
+
+    def write(self, found: dict[str, list[Any]], tree: Any) -> None:
+        """Writes the curves so far, and weights and state of any dtype: all or nothing."""
+        leaves = map(np.ascontiguousarray, jax.device_get(jax.tree.leaves(tree)))
+        # NumPy's files have no bf16
+        arrays = {f"leaf {i}": x[None].view(np.uint8) for i, x in enumerate(leaves)}
+        arrays |= {name: np.asarray(values) for name, values in found.items()}
+        unfinished = self.path.with_suffix(f".{os.getpid()}.npz")
+        curves.write(unfinished, self._about(tree), arrays, np.savez)
+        unfinished.replace(self.path)
+
+    def read(self, like: Any) -> tuple[dict[str, list[Any]], Any] | None:
+        """Return what `write` wrote, with the shapes and dtypes of `like`; None without a file."""
+        if not self.path.exists():
+            return None
+        about, arrays = curves.read(self.path)
+        if not curves.alike(about, self._about(like)):
+            raise SystemExit(f"{self.path} is of another run: choose another --folder")
+        leaves, tree = jax.tree.flatten(like)
+        stored = [arrays.pop(f"leaf {i}").view(x.dtype) for i, x in enumerate(leaves)]
+        found = [jnp.asarray(x.reshape(own.shape)) for x, own in zip(stored, leaves, strict=True)]
+        return {name: list(x) for name, x in arrays.items()}, jax.tree.unflatten(tree, found)
+
+
 class Experiment:
-    """A run and its text, to be trained with one variant after another on the same batches.
+    """A run and its text, to be trained with one variant after another on the same batches."""
 
-    Attributes:
-      what: is trained, in the case of records.
-      base: the variant whose losses the others' are compared with.
-      validations: how many evaluations a run has, but for the first.
-    """
-
-    what, base, validations = "", "", VALIDATIONS
+    bench, what = "train", ""  # of records: their bench, and what their case says is trained
+    base, variant = "", ""  # with whose losses the others' are compared, and which is trained now
+    validations = 10  # evaluations of a run, but for the first
 
     def __init__(self, run: Any, text: Text, seed: int, every: int | None = None):
-        self.run, self.text, self.seed = run, text, seed
+        self.run, self.text = run, text
         self.every = every or run.every
-        self.offsets = offsets(run, text, seed).reshape(-1, self.every, run.batch)
+        if run.steps % self.every:
+            raise SystemExit(f"--steps {run.steps} is not a multiple of {self.every}, a call's")
+        self.turn_to(self.variant, seed)
+
+    def turn_to(self, variant: str, seed: int) -> None:
+        """Begins with a variant and a seed: of the start, if that reads it, and of the batches."""
+        self.variant, self.seed = variant, seed
+        # [calls, steps, batch]: where the windows of each step start
+        size = self.run.steps // self.every, self.every, self.run.batch
+        last = self.text.last - self.run.context
+        self.offsets = np.random.default_rng(seed).integers(0, last, size, np.int32)
+
+    @property
+    def case(self) -> str:
+        """Of the records."""
+        return f"{self.run.preset}/{self.what}"
 
     def lower(self, name: str) -> Program:
         """Traces `every` steps of a variant."""
@@ -207,6 +259,10 @@ class Experiment:
             "tokens_per_s": (float(curves["tokens_per_s"][0]), "tokens/s"),
             "done": (int(curves["step"][-1]), "steps"),
         }
+
+    def fields(self, curves: Curve) -> dict[str, Any]:
+        """Return what else the record of the loss has."""
+        return {}
 
     def flags(self) -> dict[str, Any]:
         """Return the settings that the runs share, but for what `about` adds."""
@@ -233,40 +289,76 @@ class Experiment:
         state_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
         return Program(start, traced, evaluation, size, state_bytes)
 
-    def train(self, program: Program, compiled: tuple[Any, ...], say: Say) -> Curve:
-        """Trains from the start: name -> curve. A run that becomes NaN ends there."""
-        return self.follow(program.start, compiled[0], compiled[1], say)[0]
+    def optimized(
+        self,
+        tx: optax.GradientTransformation,
+        weights: Callable[[jax.Array], Any],
+        loss: Any,
+        dtype: Any = None,
+        measure: Measure | None = None,
+    ) -> Program:
+        """Traces `every` steps of an optimizer from the weights of a key, the seed's.
 
-    def follow(self, start: Any, steps: Any, evaluate: Any, say: Say) -> tuple[Curve, Any, Any]:
-        """Trains from the start: curves by name, weights, state. A run that becomes NaN ends there.
-
-        `tokens_per_s` is the median over calls, without evaluations.
+        `dtype` is that of the weights of `lowmem.step`, as `lowmem.init` takes it; None for optax,
+        in f32.
         """
-        first = start()
-        found: dict[str, list[Any]] = {"step": [], "val_step": []}
-        seconds: list[float] = []
+        step = optimizer_step(F32 if dtype is None else LOWMEM, "auto")
+
+        @jax.jit
+        def begin(seed: Any) -> tuple[Any, Any]:
+            first = weights(jax.random.key(seed))
+            if dtype is None:
+                return first, tx.init(first)
+            return lowmem.init(tx, first, dtype=dtype, seed=seed)
+
+        take_step = functools.partial(step, tx)
+        return self.trace(lambda: begin(np.uint32(self.seed)), loss, take_step, measure=measure)
+
+    def follow(
+        self, start: Any, steps: Any, evaluate: Any, say: Say, kept: Kept | None = None
+    ) -> tuple[Curve, Any, Any]:
+        """Trains from the start, or from where a run was kept: curves by name, weights, state.
+
+        `tokens_per_s` is the median over calls, without evaluations. A run that becomes NaN ends
+        there; one that is kept does not, and ends where its time does.
+        """
+        found: dict[str, list[Any]] = {"step": [], "val_step": [], "seconds": []}
 
         def keep(values: dict[str, Any]) -> None:
             for name, value in values.items():
                 found.setdefault(name, []).append(value)
 
-        keep({"val_step": 0} | self.look(evaluate, *first))
+        resumed = kept.read(jax.eval_shape(start)) if kept else None
+        if resumed is not None:
+            found, first = resumed
+        else:
+            first = start()
+            keep({"val_step": 0} | self.look(evaluate, *first))
         calls_of_run, last = len(self.offsets), len(self.offsets) * self.every
         validate = self.every * max(1, calls_of_run // self.validations)
-        for step, params, state, logged, took in calls(self.offsets, self.text, first, steps):
-            seconds.append(took)
-            keep({"step": step} | logged)
-            if step % validate and step < last and np.isfinite(logged["train_loss"]):
-                continue
-            keep({"val_step": step} | self.look(evaluate, params, state))
-            held_out, ms = found["val_loss"][-1], 1e3 * float(np.median(seconds)) / self.every
-            say(f"{step:6d}  held out {held_out:.4f}  {ms:.2f} ms a step")
-            if not np.isfinite(held_out):
+        done, saved = len(found["step"]), time.perf_counter()
+        for step, params, state, logged, took in calls(self.offsets, self.text, first, steps, done):
+            keep({"step": step, "seconds": took} | logged)
+            goes_on = kept is not None or np.isfinite(logged["train_loss"])
+            if step % validate == 0 or step == last or not goes_on:
+                keep({"val_step": step} | self.look(evaluate, params, state))
+                held_out = found["val_loss"][-1]
+                ms = 1e3 * float(np.median(found["seconds"])) / self.every
+                say(f"{step:6d}  held out {held_out:.4f}  {ms:.2f} ms a step")
+                if kept is None and not np.isfinite(held_out):
+                    break
+            now = time.perf_counter()
+            late = kept is not None and now + 3 * took > kept.until
+            if kept and step < last and (late or now - saved > SAVE_SECONDS):
+                kept.write(found, (params, state))
+                saved = now
+            if late:
                 break
-        curves = {name: np.asarray(values) for name, values in found.items()}
+        arrays = {name: np.asarray(values) for name, values in found.items()}
+        seconds = arrays.pop("seconds")
         tokens = self.offsets[0].size * (self.text.held_out.shape[-1] - 1)  # of a call
-        rate = tokens / np.median(seconds[1:] or seconds)
-        return curves | {"tokens_per_s": np.asarray([rate])}, params, state
+        rate = tokens / np.median(seconds[1:] if len(seconds) > 1 else seconds)
+        return arrays | {"tokens_per_s": np.asarray([rate])}, params, state
 
 
 class Measured(Experiment):
@@ -326,7 +418,7 @@ def usual(presets: dict[str, Any], name: str | None) -> Any:
 def built(args: argparse.Namespace, experiment: Any, preset: Run) -> Any:
     """An experiment on a preset with what the command line changes."""
     more = {"learning_rate": args.lr, "attention": args.attention}
-    run = preset.changed(steps=args.steps, batch=getattr(args, "batch", None), **more)
+    run = changed(preset, steps=args.steps, batch=getattr(args, "batch", None), **more)
     return experiment(run, load_text(run, args.cache), args.seed)
 
 
@@ -339,6 +431,11 @@ def about(experiment: Experiment, parameters: int) -> dict[str, Any]:
         "jax": jax.__version__,
         "commit": records.commit(),
     }
+
+
+def settings_of(flags: dict[str, Any]) -> dict[str, Any]:
+    """The settings without where they ran, for records."""
+    return {key: value for key, value in flags.items() if key not in WHERE}
 
 
 def compile_all(experiment: Any, names: list[str]) -> dict[str, tuple[Program, tuple[Any, ...]]]:
@@ -354,13 +451,8 @@ def compile_all(experiment: Any, names: list[str]) -> dict[str, tuple[Program, t
 class Part:
     """The runs of a part, one after the other, until the limit; stored and recorded.
 
-    Attributes:
-      experiment: that is trained.
-      programs: variant -> what is traced and what is compiled.
-      flags: that the runs share.
-      runs: what was trained -> curves.
-
-    `began` is when the limit started to run; by default now.
+    `programs` are what is traced and what is compiled of each variant, `flags` what the runs share,
+    `runs` the curves of what was trained.
     """
 
     def __init__(
@@ -370,9 +462,8 @@ class Part:
         names: Iterable[str],
         path: Path,
         part: str | None = None,
-        began: float | None = None,
     ):
-        self._began, self._longest = began or time.perf_counter(), 0.0
+        self._began, self._longest = time.perf_counter(), 0.0
         self.args, self.part, self.experiment = args, part, make()
         run, names = self.experiment.run, list(names)
         self.path = args.curves or (None if run.preset.startswith("smoke") else path)
@@ -383,21 +474,38 @@ class Part:
         size += f" of {run.batch * run.context:,} {run.tokenizer}s"
         say(f"{run.preset}: {size}; compiled {len(names)} variants after {self.seconds():.0f} s")
 
-    def train_all(self) -> dict[str, Curve]:
-        for name, (program, compiled) in self.programs.items():
-            if self.begins(name):
-                curves = self.experiment.train(program, compiled, say)
-                self.add(name, curves, self.experiment.values(curves, program))
+    def train_all(self, seeds: Iterable[int] = (), folder: Path | None = None) -> dict[str, Curve]:
+        """Trains each variant, from each of the seeds if there are some, until the limit.
+
+        With a folder, an unfinished run is kept there, and the same command goes on from it.
+        """
+        if seeds:
+            del self.flags["seed"]
+        settings, until = settings_of(self.flags), self._began + self.args.limit
+        for seed, name in itertools.product(list(seeds) or [self.experiment.seed], self.programs):
+            label = f"{name} seed {seed}" if seeds else name
+            kept = Kept(folder / f"{label}.npz", settings, until) if folder else None
+            if kept is not None and kept.ended or not self.begins(label, kept is None):
+                continue
+            self.experiment.turn_to(name, seed)
+            program, compiled = self.programs[name]
+            found, *_ = self.experiment.follow(program.start, compiled[0], compiled[1], say, kept)
+            if kept is not None and found["step"][-1] < self.experiment.run.steps:
+                say(f"{label} is to go on in {kept.path}")
+                break
+            self.add(label, found, self.experiment.values(found, program))
+            if kept is not None:
+                kept.end()
         say("\n".join(self.summary()))
         return self.runs
 
     def seconds(self) -> float:
         return time.perf_counter() - self._began
 
-    def begins(self, label: str) -> bool:
-        """Return whether a run is to begin; otherwise it would end too late."""
+    def begins(self, label: str, whole: bool = True) -> bool:
+        """Return whether a run is to begin; otherwise it would end too late, unless kept."""
         self._at = self.seconds()
-        late = self._at + self._longest > self.args.limit
+        late = whole and self._at + self._longest > self.args.limit
         say(f"{label} {'is left out ' if late else ''}after {self._at:.0f} s")
         return not late
 
@@ -406,27 +514,27 @@ class Part:
         self._longest = max(self._longest, self.seconds() - self._at)
         self.runs[label] = curves
         self.store()
-        self.record(label, values)
+        self.record(label.partition(" seed ")[0], values, **self.experiment.fields(curves))
 
     def store(self) -> None:
         if self.path is not None:
             store(self.path, self.part, self.flags, self.runs)
 
     def record(
-        self, label: str, values: dict[str, tuple[float, str]], bench: str = "train"
+        self, name: str, values: dict[str, tuple[float, str]], bench: str | None = None, **more: Any
     ) -> None:
-        """Keeps records of a run: metric -> value and unit."""
-        where = ("device", "jax", "commit")
-        own = {key: value for key, value in self.flags.items() if key not in where}
-        case = f"{own['preset']}/{self.experiment.what}"
-        rows = records.records_of(bench, case, label, values, seed=own["seed"], flags=own)
+        """Keeps records of a run: metric -> value and unit; the first has `more`."""
+        of, own = self.experiment, settings_of(self.flags)
+        rows = records.records_of(bench or of.bench, of.case, name, values, seed=of.seed, flags=own)
+        rows[0] |= more
         records.keep(rows, self.args.record)
 
     def summary(self) -> Iterator[str]:
         """Last values of each run, and its loss over the base's."""
-        base = self.runs.get(self.experiment.base, {"val_loss": [np.nan]})["val_loss"][-1]
-        for label, curves in self.runs.items():
-            loss = curves["val_loss"][-1]
-            last = {name: values[-1] for name, values in curves.items() if values.ndim == 1}
+        for label, own in self.runs.items():
+            _, *seed = label.partition(" seed ")
+            plain = self.runs.get("".join([self.experiment.base, *seed]), {"val_loss": [np.nan]})
+            loss, base = own["val_loss"][-1], plain["val_loss"][-1]
+            last = {name: values[-1] for name, values in own.items() if values.ndim == 1}
             more = "  ".join(f"{name} {value:.5g}" for name, value in last.items())
             yield f"{label:<28}{100 * (loss / base - 1):>+8.2f} %  {more}"

@@ -21,19 +21,12 @@ ALIKE = ("tokens/s", "bytes a parameter")  # units of what is the same with any 
 
 @dataclass(frozen=True)
 class Finding:
-    """Our measurement of a claim.
-
-    Attributes:
-      measured: what was.
-      verdict: one of VERDICTS.
-      rows: the records it rests on.
-      scale: the size of the run, and its seeds.
-    """
+    """Our measurement of a claim."""
 
     measured: str
-    verdict: str
-    rows: Rows
-    scale: str = ""
+    verdict: str  # one of VERDICTS
+    rows: Rows  # the records it rests on
+    scale: str = ""  # the size of the run, and its seeds
 
     def with_seeds(self) -> "Finding":
         """Return the finding, which says it where it rests on models trained with one seed."""
@@ -93,12 +86,7 @@ def read(rows: Rows, *impls: str, **wanted: Any) -> tuple[list[Any], Rows]:
 
 
 class Ratios:
-    """One implementation's values over another's, of the cases that have both.
-
-    Attributes:
-      each: the ratios.
-      rows: the records of both.
-    """
+    """One implementation's values over another's, `each`, of the cases that have both."""
 
     def __init__(self, cases: Mapping[str, Mapping[str, Any]], one: str, other: str):
         pairs = [(of[one], of[other]) for of in cases.values() if {one, other} <= of.keys()]
@@ -113,19 +101,13 @@ class Ratios:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of a paper.
+    """A claim of a paper."""
 
-    Attributes:
-      where: in the paper.
-      says: what it says.
-      how: to measure it, or why that can't be.
-      same: what counts as the same, with its unit; stated before anything is measured. A measure
-        with a `margin` says it itself; empty: the page says it.
-    """
-
-    where: str
-    says: str
-    how: Measure | str
+    where: str  # in the paper
+    says: str  # what it says
+    how: Measure | str  # to measure it, or why that can't be
+    # what counts as the same, with its unit, stated before anything is measured: a measure with a
+    # `margin` says it itself; empty: the page says it
     same: str = ""
 
     @property

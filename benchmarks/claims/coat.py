@@ -24,22 +24,12 @@ Pair = tuple[str, str]
 Matrix = dict[Pair, float]
 
 
-def expansions(slot: str, matrix: Matrix = PAPER) -> dict[tuple[Pair, Pair], float]:
-    """(plain, expanded) pairs that differ in one slot and that the paper prints -> the gain."""
-    found = {}
-    for pair in PAPER:
-        name = pair[0] if slot == MU else pair[1]
-        if name in EXPANDED:
-            more = (EXPANDED[name], pair[1]) if slot == MU else (pair[0], EXPANDED[name])
-            if more in PAPER:
-                found[pair, more] = matrix[pair] / matrix[more]
-    return found
-
-
 def _gains(slot: str, name: str, matrix: Matrix = PAPER) -> list[float]:
-    """The gains from expanding one format in one slot."""
-    at = 0 if slot == MU else 1
-    return [g for (plain, _), g in expansions(slot, matrix).items() if plain[at] == name]
+    """The gains from expanding one format in one slot, of the pairs that the paper prints."""
+    at, wide = (0 if slot == MU else 1), EXPANDED[name]
+    pairs = {(mu, nu): (wide, nu) if slot == MU else (mu, wide) for mu, nu in PAPER}
+    return [matrix[pair] / matrix[more] for pair, more in pairs.items()
+            if pair[at] == name and more in PAPER]  # fmt: skip
 
 
 def _span(ratios: list[float]) -> str:
@@ -70,15 +60,10 @@ def _improves(rows: Rows, slot: str, name: str) -> Finding:
     return judged(f"{_span(ours)}; {agree} of {len(ours)} pairs", agree == len(ours), used)
 
 
-def rank_correlation(matrix: Matrix) -> float:
-    """Spearman's, over the pairs that the paper prints."""
-    ours, theirs = (np.argsort(np.argsort([m[p] for p in PAPER])) for m in (matrix, PAPER))
-    return float(np.corrcoef(ours, theirs)[0, 1])
-
-
 def _order(rows: Rows) -> Finding:
     matrix, used = _once(rows)
-    rho = rank_correlation(matrix)
+    ours, theirs = (np.argsort(np.argsort([m[p] for p in PAPER])) for m in (matrix, PAPER))
+    rho = float(np.corrcoef(ours, theirs)[0, 1])
     return judged(f"Spearman's rank correlation {rho:.2f} over {len(PAPER)} pairs", rho > 0.9, used)
 
 

@@ -4,18 +4,14 @@ The records are of `activations` (one layer: bytes from shapes, errors anywhere,
 GPU), `activation_training` and `fit` (a GPU).
 """
 
-import dataclasses
-import math
-
 from benchmarks.claims import (
-    NOT_MEASURED,
     NOT_TRIED,
     ONE_SEED,
     Claim,
     Finding,
-    Missing,
     Ratios,
     coat,
+    findings,
     graded,
     judged,
     measure,
@@ -111,14 +107,10 @@ def _between(ratio: float, least: float, most: float) -> str:
     return graded(ratio > most * (1 + CLOSE), ratio >= least * (1 - CLOSE))
 
 
-def _at_least(ratio: float, printed: float) -> str:
-    return _between(ratio, printed, printed)
-
-
 @measure
 def _speedup(rows: Rows, case: str, printed: float) -> Finding:
     times, used = some(tables.speedups(rows).get(case))
-    return judged(f"x {times:.2f}", _at_least(times, printed), used)
+    return judged(f"x {times:.2f}", _between(times, printed, printed), used)
 
 
 def _against_flax(rows: Rows) -> Finding:
@@ -149,60 +141,36 @@ def _cached(rows: Rows) -> Finding:
     return judged(f"a layer's speed {found}; no bit changes", apart, found.rows)
 
 
-@dataclasses.dataclass(frozen=True)
-class Trained:
-    """A measure: losses over bf16's with AdamW, of the runs with the most seeds.
+class Trained(findings.Trained):
+    """A measure: losses over bf16's with AdamW, of the runs with the most seeds."""
 
-    Attributes:
-      name: of the variant.
-      margin: what counts as the same.
-    """
-
-    name: str
-    margin: Margin
-
-    def __call__(self, rows: Rows) -> Finding:
-        pairs = some(tables.paired(rows, self.name))
-        plain, ours = ([one["value"] for one in of] for of in zip(*pairs, strict=True))
-        pair = Pair(plain, ours, [row for both in pairs for row in both])
-        text = f"held-out loss {pair.text()}"
-        if math.isfinite(pair.interval.mean):
-            text += f"; perplexity {pair.perplexity}"
-        return Finding(text, pair.verdict(self.margin), pair.rows, pair.size)
-
-
-def _batches(rows: Rows, preset: str) -> tuple[list[float], Rows]:
-    own = fit_tables.fits(rows).get(f"llama-{preset}-s2048", {})
-    names = (fit_tables.BASE, fit_tables.COAT)
-    return values_of(*(own.get(name, {}).get("max_batch") for name in names))
+    def pair(self, rows: Rows) -> Pair:
+        return Pair.of(tables.paired(rows, self.ours))
 
 
 def _alone(rows: Rows) -> Finding:
     """An 8B model on one GPU: without FP8 it does not fit, with it it does."""
-    (plain, coat), used = _batches(rows, "8b")
+    own = fit_tables.fits(rows).get("llama-8b-s2048", {})
+    names = (fit_tables.BASE, fit_tables.COAT)
+    (plain, coat), used = values_of(*(own.get(name, {}).get("max_batch") for name in names))
     return judged(f"Llama-3.1-8B: largest batch {plain:g} → {coat:g}", plain == 0 < coat, used)
 
 
-KEPT_ALL = "llama-3b-s2048"  # layers without FP8 keep what JAX keeps
-LEAN = f"{KEPT_ALL}-lean"  # or what train_llama.py has them keep by default since
+KEPT_ALL = "llama-3b-s2048"  # layers without FP8 keep what JAX keeps; LEAN: as little as they can
+LEAN = f"{KEPT_ALL}-lean"
 
 
-def _ratio(
-    rows: Rows, metric: str, ours: str, base: str, case: str = KEPT_ALL
-) -> tuple[float, Rows]:
-    """Of peaks at one batch, or of tokens a second at each one's largest batch, or of those."""
-    every, found = fit_tables.fits(rows), []
+def _ratio(rows: Rows, metric: str, ours: str, base: str, case: str) -> tuple[float, Rows]:
+    """Of the largest batches, or of tokens a second at each one's."""
+    every = fit_tables.fits(rows)
     own = some(every.get(case))
-    if metric == "max_batch":
-        (plain, coat), used = values_of(*(own.get(name, {}).get(metric) for name in (base, ours)))
-        return coat / plain, used
-    for name in (base, ours):
-        which = (fit_tables.ALL, "common_batch") if metric == "planned_bytes" else (
-            name, "max_batch")  # fmt: skip
-        batch = some(own.get(which[0], {}).get(which[1]))["value"]
-        found.append(every.get(f"{case}-b{int(batch)}", {}).get(name, {}).get(metric))
+    found = [own.get(name, {}).get("max_batch") for name in (base, ours)]
+    if metric != "max_batch":
+        (plain, coat), _ = values_of(*found)
+        found = [every.get(f"{case}-b{int(batch)}", {}).get(name, {}).get(metric)
+                 for name, batch in ((base, plain), (ours, coat))]  # fmt: skip
     (plain, coat), used = values_of(*found)
-    return plain / coat if metric == "planned_bytes" else coat / plain, used
+    return coat / plain, used
 
 
 def _planned(rows: Rows, ours: str, base: str) -> tuple[float, Rows]:
@@ -222,7 +190,7 @@ def _planned(rows: Rows, ours: str, base: str) -> tuple[float, Rows]:
 
 def _activations_alone(rows: Rows) -> Finding:
     """Speed at the largest batch over FP8 states alone, whose weights are split too."""
-    ratio, used = _ratio(rows, "tokens_per_s", BOTH, "coat_adamw")
+    ratio, used = _ratio(rows, "tokens_per_s", BOTH, "coat_adamw", KEPT_ALL)
     verdict = _between(ratio, *ACTIVATIONS)
     return judged(f"x {ratio:.2f} over coat_adamw", verdict, used, "Llama-3.2-3B")
 
@@ -246,21 +214,13 @@ def _on_a_mesh(rows: Rows) -> Finding:
 
 @measure
 def _alike(rows: Rows, metric: str, ours: str, printed: tuple[float, float], what: str) -> Finding:
-    """Compare runs whose weights are stored alike; without them, show split against f32 ones.
-
-    The baseline's layers keep as little as they can in bf16, as train_llama.py has it by default.
-    """
+    """Compare runs whose weights are stored alike."""
     base, names = ALIKE[what]
-    try:
-        if metric == "planned_bytes":
-            (ratio, used), pair = _planned(rows, names[ours], base), ""
-        else:
-            ratio, used = _ratio(rows, metric, names[ours], base, LEAN)
-            pair = f"{used[0]['value']:g} → {used[-1]['value']:g}: "
-    except Missing:
-        ratio, used = _ratio(rows, metric, ours, fit_tables.BASE)
-        text = f"with split weights against f32 ones, whose layers keep all, x {ratio:.2f}"
-        return judged(text, NOT_MEASURED, used, "Llama-3.2-3B")
+    if metric == "planned_bytes":
+        (ratio, used), pair = _planned(rows, names[ours], base), ""
+    else:
+        ratio, used = _ratio(rows, metric, names[ours], base, LEAN)
+        pair = f"{used[0]['value']:g} → {used[-1]['value']:g}: "
     text = f"{pair}x {ratio:.2f}, against lean bf16 layers"
     return judged(text, _between(ratio, *printed), used, "Llama-3.2-3B")
 
@@ -317,7 +277,8 @@ CLAIMS: tuple[Claim, ...] = (
           "one scale per tensor is all that this flow has; `switchback_m` has one per row"),
     # training
     *(Claim(f"Table 13, {tables.SAYS[name]}",
-            f"training loss (printed as PPL) {printed:+.2%}", Trained(name, _margin(printed)))
+            f"training loss (printed as PPL) {printed:+.2%}",
+            Trained("", ours=name, margin=_margin(printed)))
       for (name, (_, printed)) in tables.LOSSES.items()),
     *(Claim(f"Table 13, {tables.SAYS[name]}, {what}, {model}",
             f"training loss (printed as PPL) {tables.LOSSES[name][1]:+.2%}",

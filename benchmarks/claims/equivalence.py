@@ -16,17 +16,11 @@ LEVEL = 0.05  # of each of the two tests: together an interval of 90 %
 
 @dataclasses.dataclass(frozen=True)
 class Margin:
-    """Largest distance of a mean difference from the one that is claimed.
-
-    Attributes:
-      size: in `unit`.
-      unit: `% of the loss`, for example: a difference as a share of the baseline's mean.
-      claimed: the difference that the paper itself finds, in the same unit.
-    """
+    """Largest distance of a mean difference from the one that is claimed."""
 
     size: float
-    unit: str = "% of the loss"
-    claimed: float = 0.0
+    unit: str = "% of the loss"  # for example: a difference as a share of the baseline's mean
+    claimed: float = 0.0  # the difference that the paper itself finds
 
     def __str__(self) -> str:
         about = f"{self.claimed:+.2f} " if self.claimed else ""
@@ -85,16 +79,12 @@ class Interval:
 
 
 def power(count: int, deviation: float, margin: Margin) -> float:
-    """Probability that so many pairs are found the same, where their differences have mean 0.
+    """Probability that n = `count` pairs are found the same, if their true mean is the claimed one.
 
-    Both tests reject where |mean| <= margin - t s / sqrt(n): of a normal mean, and of a deviation
-    s of the sample, independent of it, with (s / deviation)^2 (n - 1) of chi^2. The mean over 512
-    quantiles of s; that of one standard normal is exact.
-
-    Args:
-      count: n, of the pairs.
-      deviation: standard deviation of the difference of one pair, in the margin's unit.
-      margin: around a claimed difference, which is the true one.
+    The differences of pairs have a standard `deviation`, in the margin's unit. Both tests reject
+    where |mean| <= margin - t s / sqrt(n): of a normal mean, and of a deviation s of the sample,
+    independent of it, with (s / deviation)^2 (n - 1) of chi^2. The mean over 512 quantiles of s;
+    that of one standard normal is exact.
     """
     quantiles = (np.arange(512) + 0.5) / 512
     found = np.sqrt(stats.chi2.ppf(quantiles, count - 1) / (count - 1))

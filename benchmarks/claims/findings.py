@@ -2,7 +2,7 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,7 @@ def newest_run(
 ) -> dict[tuple[str, str], dict[str, Any]]:
     """(variant, metric) -> record, of the case, device and jax of the last record.
 
-    Args:
-      rows: the records.
-      of: whether a case is one of these runs.
-      anchor: fields of the record that counts as the last.
+    `of` says whether a case is one of these runs; `anchor` are fields of the last record.
     """
     here = [row for row in rows if of(row["case"])]
     last = select(here, **anchor)[-1:]
@@ -70,6 +67,12 @@ class Pair:
     ours: list[float]
     rows: Rows
 
+    @staticmethod
+    def of(lines: Iterable[Sequence[dict[str, Any]]]) -> "Pair":
+        """Return the pair of the records of each seed: the reference's and ours."""
+        first, second = zip(*some(list(lines)), strict=True)
+        return Pair([r["value"] for r in first], [r["value"] for r in second], [*first, *second])
+
     @property
     def run(self) -> tuple[Any, ...]:
         """Return the settings that runs of a case must share to be of one kind."""
@@ -99,9 +102,6 @@ class Pair:
     def means(self) -> str:
         plain, ours = statistics.mean(self.plain), statistics.mean(self.ours)
         return f"{plain:.4f} → {ours:.4f}"
-
-    def text(self) -> str:
-        return f"{self.means}: {self.interval}"
 
     @property
     def perplexity(self) -> str:
@@ -135,9 +135,7 @@ def paired(
         first, second = ({r["seed"]: r for r in select(here, impl=i)} for i in (plain, ours))
         seeds = sorted(first.keys() & second.keys())
         if len(seeds) >= least:
-            used = [one[seed] for one in (first, second) for seed in seeds]
-            values = [row["value"] for row in used]
-            yield Pair(values[: len(seeds)], values[len(seeds) :], used)
+            yield Pair.of((first[seed], second[seed]) for seed in seeds)
 
 
 def pooled(pairs: Sequence[Pair]) -> Pair:
@@ -150,8 +148,7 @@ def pooled(pairs: Sequence[Pair]) -> Pair:
     for other in others:
         if other.run == most.run:
             lines = other.by_seed() | lines
-    first, second = zip(*(lines[seed] for seed in sorted(lines)), strict=True)
-    return Pair([r["value"] for r in first], [r["value"] for r in second], [*first, *second])
+    return Pair.of(lines[seed] for seed in sorted(lines))
 
 
 def beside(rows: Rows, case: str, plain: str, ours: str, bench: str = "pairs") -> Pair:
@@ -167,15 +164,7 @@ def beside(rows: Rows, case: str, plain: str, ours: str, bench: str = "pairs") -
         here = select(others, device=own["device"], jax=own["jax"])
         if here or (others and own["seed"] not in lines):
             lines[own["seed"]] = ((here or others)[-1], own)
-    first, second = zip(*(lines[seed] for seed in sorted(some(lines))), strict=True)
-    return Pair([r["value"] for r in first], [r["value"] for r in second], [*first, *second])
-
-
-def of_groups(pair: Pair) -> list[float]:
-    """Differences of one pair over groups of held-out windows, in percent of the mean loss."""
-    plain, ours = (row.get("held_out_groups", []) for row in pair.rows)
-    mean = pair.plain[0]
-    return [100 * (b - a) / mean for a, b in zip(plain, ours, strict=True)]
+    return Pair.of(lines[seed] for seed in sorted(lines))
 
 
 @dataclass(frozen=True)
@@ -185,19 +174,13 @@ class Trained:
     One seed has an interval of the held-out text alone, which the row says, and is undecided: how
     far other seeds come apart is not known.
 
-    Attributes:
-      case: of the records.
-      plain: the baseline.
-      ours: the implementation.
-      margin: what counts as the same.
-      metric: of the records.
-      bench: of the records.
+    `case`, `metric` and `bench` are of the records.
     """
 
     case: str
-    plain: str = F32
+    plain: str = F32  # the baseline
     ours: str = OURS
-    margin: Margin = MARGIN
+    margin: Margin = MARGIN  # what counts as the same
     metric: str = "val_loss"
     bench: str = "train"
 
@@ -210,9 +193,10 @@ class Trained:
         pair = self.pair(rows)
         lower = self.metric != "val_accuracy"
         text = f"{self.metric.replace('val_', 'held-out ')} {pair.means}: {pair.interval}"
-        groups = of_groups(pair) if len(pair.plain) == 1 else []
-        if groups:
-            text += f" ({Interval.of(groups)} over {len(groups)} parts of the held-out text)"
+        groups = [row.get("held_out_groups", []) for row in pair.rows]
+        if len(groups) == 2 and all(groups):
+            parts = [100 * (b - a) / pair.plain[0] for a, b in zip(*groups, strict=True)]
+            text += f" ({Interval.of(parts)} over {len(parts)} parts of the held-out text)"
         if lower and math.isfinite(pair.interval.mean):
             text += f"; perplexity {pair.perplexity}"
         verdict = pair.verdict(self.margin)
@@ -236,7 +220,7 @@ def all_pairs(rows: Rows) -> tuple[list[list[str]], Rows]:
         for plain in {F32: (), OURS: (F32,)}.get(impl, (F32, OURS)):
             for pair in paired(rows, case, metric, plain, impl):
                 device, seeds = pair.rows[0]["device"], str(len(pair.plain))
-                against = f"{impl} against {plain}"
-                body.append([case, device, against, metric, seeds, pair.text(), pair.verdict()])
+                against, text = f"{impl} against {plain}", f"{pair.means}: {pair.interval}"
+                body.append([case, device, against, metric, seeds, text, pair.verdict()])
                 used += pair.rows
     return body, used

@@ -31,7 +31,7 @@ from benchmarks.claims.findings import (
     percent,
 )
 from benchmarks.records import RESULTS, Rows, last, on_gpus, select
-from benchmarks.suites.flashoptim.measure import BY_SIDE
+from benchmarks.suites.flashoptim.bench import BY_SIDE
 from benchmarks.suites.memory import PUBLISHED, VARIANTS
 
 LLAMA, GPT2_ADAMW, GPT2_LION = "llama-3.1-8b/adamw", "gpt2-124m/adamw", "gpt2-124m/lion"

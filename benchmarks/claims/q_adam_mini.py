@@ -125,19 +125,18 @@ def _case_1(rows: Rows) -> Finding:
     return judged(text, not case_1 / mini <= DIVERGES, used, ONE_SEED)
 
 
-def moment_ratio(runs: dict[str, dict[str, np.ndarray]], impl: str, curve: str) -> float:
-    """A norm over Adam-mini's, means of the second half of training."""
-    ours, mini = (own[len(own) // 2 :] for own in (runs[impl][curve], runs[MINI][curve]))
-    return float(np.mean(ours) / np.mean(mini))
-
-
 def _moments(rows: Rows) -> Finding:
     """Norms of m and v of the embedding, of the stored curves that the records came with."""
     _, used = _values(rows, "embedding_norm", MINI, REFERENCE, OURS)
     some(curves.CURVES.exists())
     runs, texts, explodes = curves.load().runs, [], False
+
+    def ratio(impl: str, curve: str) -> float:
+        ours, mini = (own[len(own) // 2 :] for own in (runs[impl][curve], runs[MINI][curve]))
+        return float(np.mean(ours) / np.mean(mini))
+
     for impl in (REFERENCE, OURS):
-        mu, nu = (moment_ratio(runs, impl, curve) for curve in ("mu_norm", "nu_norm"))
+        mu, nu = (ratio(impl, curve) for curve in ("mu_norm", "nu_norm"))
         texts.append(f"{impl}: m x {mu:.2f}, v x {nu:.2f}")
         explodes = explodes or (impl == REFERENCE and max(mu, nu) > 1.1)
     text = "; ".join(texts)

@@ -5,12 +5,21 @@ The records are of `spikes`.
 
 from benchmarks.claims import Claim, Finding, Holds, judged, measure, some, values_of
 from benchmarks.records import Rows, last
-from benchmarks.suites.spikes.bench import B2S, BATCH, BATCHES, RATE, RATES, WIDTH, WIDTHS, point
 
+RATE, B2, BATCH, WIDTH = 0.005, 0.999, 512, 32
+B2S, RATES = (0.9, 0.99, 0.999), (0.00125, 0.0025, 0.01)
+BATCHES, WIDTHS = (128, 256, 1024), (16, 64)
 ADAMW, STABLE, CLIPPED = "adamw", "stable_adamw", "adamw, gradients clipped"
 PREDICTED = 0.9  # of the loss spikes; the paper: 27 or 28 of 30
 REMAIN = 0.05  # of the spikes, which noise alone may make
 SIGNIFICANT = 0.05  # a p-value over it is no better than chance
+
+
+def point(b2: float = B2, rate: float = RATE, batch: int = BATCH, width: int = WIDTH) -> str:
+    """Name of a point, of its records and of its curves."""
+    return f"b2={b2:g} rate={rate:g} batch={batch} width={width}"
+
+
 BY_B2 = {b2: point(b2) for b2 in B2S}
 
 

@@ -54,19 +54,6 @@ def _values(
     return dict(zip(impls, values, strict=True)), used
 
 
-def worse(losses: dict[str, float], impl: str, base: str = STANDARD) -> float:
-    return over(losses[impl], losses[base])
-
-
-def bound(*losses: dict[str, float]) -> float:
-    """Return the excess over the standard's loss that counts as visibly worse: more than by chance.
-
-    Chance is another start's, of the first experiment that has one.
-    """
-    of = next(one for one in losses if OTHER_START in one)
-    return max(CLOSE, 2 * abs(worse(of, OTHER_START)))
-
-
 @measure
 def _loss(
     rows: Rows, impl: str, expected: str, base: str = STANDARD, large: bool = False
@@ -82,13 +69,13 @@ def _loss(
         others, _ = _values(rows, *starts, large=large)
     except Missing:
         (others, _), where = _values(rows, *starts), ", with the smaller batch"
-    chance, more = worse(others, OTHER_START), worse(losses, impl, base)
+    chance, more = over(others[OTHER_START], others[STANDARD]), over(losses[impl], losses[base])
     shown = percent(more) if math.isfinite(more) else "becomes NaN"
     text = f"{about(used[0])}: {losses[base]:.4f} → {losses[impl]:.4f} ({shown}; "
     text += f"other initial weights {percent(chance)}{where})"
     if expected in ("fails", "trains"):  # far more than seeds differ by
         return judged(text, (more > FAILS) == (expected == "fails"), used, ONE_SEED)
-    holds = more <= CLOSE if expected == "close" else more > bound(others)
+    holds = more <= CLOSE if expected == "close" else more > max(CLOSE, 2 * abs(chance))
     return judged(text, of_one_seed(more, holds), used, ONE_SEED)
 
 
@@ -113,13 +100,9 @@ def _variances(rows: Rows, metric: str, draw: str = "normal") -> dict[str, dict[
     return products
 
 
-def growth(values: dict[int, float]) -> float:
-    """The power of the length that values grow with (least squares of the logarithms)."""
-    return float(np.polyfit(np.log(list(values)), np.log(list(values.values())), 1)[0])
-
-
 def _power(of: dict[int, dict]) -> float:
-    return growth({length: row["value"] for length, row in of.items()})
+    """The power of the length that values grow with (least squares of the logarithms)."""
+    return float(np.polyfit(np.log(list(of)), np.log([row["value"] for row in of.values()]), 1)[0])
 
 
 def _growth(rows: Rows) -> Finding:

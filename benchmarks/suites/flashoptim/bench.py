@@ -1,87 +1,114 @@
-"""Figures 3 to 5 of FlashOptim as numbers; minutes on a CPU.
+"""FlashOptim's Figure 3 as numbers: f32 weights through a 16-bit one and its correction.
 
-JAX_PLATFORMS=cpu python -m benchmarks.run flashoptim --record
+    JAX_PLATFORMS=cpu python -m benchmarks.run flashoptim --record
+
+Its Figures 4 and 5 are of `pairs`. Truth is NumPy in float64.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
-import optax
 
-import optax_lowmem as lowmem
 from benchmarks import records
-from benchmarks.suites.flashoptim import measure
-from benchmarks.suites.flashoptim.training import Size, Task, warmup_cosine
 from optax_lowmem import codecs
 
-PEAK, ADAMW = 3e-3, {"b1": 0.9, "b2": 0.99, "weight_decay": 0.1}
-VARIANCES = {
-    "sqrt, paper": (codecs.sqrt_paper(), "nearest"),
-    "linear, paper": (codecs.linear_paper(signed=False), "nearest"),
-    "sqrt, ours": (codecs.sqrt(), "stochastic"),
-}
-PERCENTILES = {"median_nmse": 50, "p95_nmse": 95}
+EXPONENTS = np.arange(-149, 128)  # floor(log2 w) of every finite f32; below -126 they are denormal
+NORMAL = {"bf16": (-126, 127), "fp16": (-14, 15)}
+LARGEST_FP16 = 65504.0
+DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16}
+BY_SIDE = "ulp-32, bound by side"
 LOWEST = -100  # below, the correction of a bf16 weight is a denormal f32, which devices flush
 
 
-def splits(samples: int) -> Iterator[dict[str, Any]]:
-    """Figure 3: range over the normal exponents of the mean relative error of a rebuilt f32."""
-    for target in measure.DTYPES:
-        normal = measure.normal_range(target) & (measure.EXPONENTS >= LOWEST)
-        for name, errors in measure.reconstruction_error(target, samples).items():
-            case, within = f"split/{target}", errors[normal]
-            for end, value in (("min", within.min()), ("max", within.max())):
-                metric = f"{end}_mean_relative_error"
-                yield records.record("claims", case, name, metric, float(value), "share")
-    for name in ("ulp-32", measure.BY_SIDE, "bits-32"):
-        share = measure.exact_share(name, samples, LOWEST)
-        yield records.record("claims", "split/bf16", name, "exact_share", share, "share")
+def weights_of_exponent(exponent: int, samples: int) -> np.ndarray:
+    """Positive f32 values in [2^exponent, 2^(exponent + 1)), mantissas spread evenly."""
+    mantissa_bits = min(23, exponent + 149)
+    count = min(samples, 2**mantissa_bits)
+    mantissa = np.arange(count, dtype=np.uint64) * 2654435761 % 2**mantissa_bits
+    if exponent < -126:
+        bits = (1 << mantissa_bits) + mantissa
+    else:
+        bits = ((exponent + 127) << 23) + mantissa
+    return bits.astype(np.uint32).view(np.float32)
 
 
-def moments(task: Task, steps: int) -> Iterator[dict[str, Any]]:
-    """Figure 4: percentiles over tensors and steps of the NMSE of a real run's moments."""
-    optimizers = {
-        "SGD": optax.sgd(warmup_cosine(0.1, steps), momentum=0.9),
-        "AdamW": optax.adamw(warmup_cosine(PEAK, steps), **ADAMW),
-        "Lion": optax.lion(warmup_cosine(PEAK / 10, steps), b1=0.9, b2=0.99, weight_decay=1.0),
-    }
-    for name, tx in optimizers.items():
-        watch = measure.StateErrors(every=max(1, steps // 30))
-        task.train(tx, steps, watch)
-        for slot in ("m", "v"):
-            for codec, values in watch.values.get(slot, {}).items():
-                case = f"moments/{name}-{slot}"
-                for metric, percent in PERCENTILES.items():
-                    nmse = float(np.percentile(values, percent))
-                    yield records.record("claims", case, codec, metric, nmse, "share")
+def _through_split(split: codecs.MasterSplit, dtype: Any) -> Callable[[np.ndarray], np.ndarray]:
+    there = jax.jit(lambda w: split.split(w, dtype))
+    back = jax.jit(split.join)
+    return lambda w: np.asarray(back(*there(w)))
 
 
-def variances(task: Task, steps: int) -> Iterator[dict[str, Any]]:
-    """Figure 5: whether AdamW becomes NaN with a stored variance."""
-    for name, (nu, rounding) in VARIANCES.items():
-        mu = codecs.softsign() if rounding == "stochastic" else codecs.softsign_paper()
-        storage = lowmem.Storage(mu=mu, nu=nu, rounding=rounding, policy=lowmem.Policy(min_size=1))
-        rate = warmup_cosine(PEAK, steps)
-        run = task.train(lowmem.flash_adamw(rate, **ADAMW, storage=storage), steps)
-        diverged = float(not np.isfinite(run.final()))
-        yield records.record("claims", "variance/adamw", name, "diverged", diverged, "yes or no")
+def _ulp_by_side(w: np.ndarray) -> np.ndarray:
+    """Positive weights through Algorithm 1 with the bound of the side on which the error lies.
+
+    Under a power of two a bf16 is half as far away, so the bound is half as large there.
+    """
+    weight = w.astype(jnp.bfloat16).astype(np.float32)
+    error, (mantissa, exponent) = w - weight, np.frexp(weight)
+    bound = np.ldexp(np.float32(1), exponent - 9)  # ULP / 2
+    bound = np.where((mantissa == 0.5) & (error < 0), bound / 2, bound)
+    top = np.float32(2**15 - 1)
+    return weight + np.round(error / bound * top) * (1 / top) * bound
 
 
-PARTS = {"splits": "Figure 3", "moments": "Figure 4", "variances": "Figure 5"}
+def schemes(target: str) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
+    """Every way to keep f32 weights beside bf16 or fp16 ones, as a function w -> rebuilt w."""
+    dtype = DTYPES[target]
+
+    def rounded(w: np.ndarray) -> np.ndarray:
+        return w.astype(dtype).astype(np.float32)
+
+    # the rounding error kept in the same 16-bit float (Zamirai et al.'s Kahan buffer)
+    plain = {"none": rounded, "float": lambda w: rounded(w) + rounded(w - rounded(w))}
+    names = ["ulp-24", "ulp-32"] + (["bits-24", "bits-32"] if target == "bf16" else [])
+    return plain | {name: _through_split(codecs.SPLITS[name], dtype) for name in names}
 
 
-@records.suite(
-    samples={"type": int, "default": 2**16, "help": "f32 weights an exponent"},
-    steps={"type": int, "default": 300, "help": "of each training run"},
-    only={"nargs": "+", "choices": list(PARTS), "default": list(PARTS), "help": "parts (all)"},
-)
+def reconstruction_error(target: str, samples: int) -> dict[str, np.ndarray]:
+    """Mean |rebuilt - w| / w for each scheme and exponent; NaN where the target overflows."""
+    binades = [weights_of_exponent(int(e), samples) for e in EXPONENTS]
+    largest = LARGEST_FP16 if target == "fp16" else float(jnp.finfo(jnp.bfloat16).max)
+    blocks = [w[w <= largest] for w in binades]
+    ends = np.cumsum([len(w) for w in blocks])[:-1]
+    weights = np.concatenate(blocks)
+    exact, result = weights.astype(np.float64), {}
+    with np.errstate(under="ignore"):
+        for name, rebuild in schemes(target).items():
+            error = np.abs(rebuild(weights).astype(np.float64) - exact) / exact
+            parts = np.split(error, ends)
+            result[name] = np.array([e.mean() if len(e) else np.nan for e in parts])
+    return result
+
+
+def normal_range(target: str) -> np.ndarray:
+    """Return the mask of EXPONENTS that are normal in the 16-bit format."""
+    low, high = NORMAL[target]
+    return (low <= EXPONENTS) & (high >= EXPONENTS)
+
+
+def exact_share(name: str, samples: int) -> float:
+    """Share of f32 values from 2^LOWEST to 2^127 that a bf16 scheme returns bit for bit."""
+    weights = np.concatenate([weights_of_exponent(e, samples) for e in range(LOWEST, 127)])
+    rebuild = (schemes("bf16") | {BY_SIDE: _ulp_by_side})[name]
+    return float((rebuild(weights) == weights).mean())
+
+
+@records.suite(samples={"type": int, "default": 2**16, "help": "f32 weights an exponent"})
 def main(args: argparse.Namespace) -> Iterator[records.Rows]:
-    if "splits" in args.only:
-        yield list(splits(args.samples))
-    task = Task(Size())
-    if "moments" in args.only:
-        yield list(moments(task, args.steps))
-    if "variances" in args.only:
-        yield list(variances(task, args.steps))
+    """Yield the range over the normal exponents of the mean relative error of a rebuilt f32."""
+    for target in DTYPES:
+        normal = normal_range(target) & (EXPONENTS >= LOWEST)
+        for name, errors in reconstruction_error(target, args.samples).items():
+            within = errors[normal]
+            values = {
+                f"{end}_mean_relative_error": (float(value), "share")
+                for end, value in (("min", within.min()), ("max", within.max()))
+            }
+            yield records.records_of("claims", f"split/{target}", name, values)
+    for name in ("ulp-32", BY_SIDE, "bits-32"):
+        share = {"exact_share": (exact_share(name, args.samples), "share")}
+        yield records.records_of("claims", "split/bf16", name, share)

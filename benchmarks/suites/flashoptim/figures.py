@@ -17,7 +17,7 @@ from benchmarks.style import (
     name_lines,
     plt,
 )
-from benchmarks.suites.flashoptim import measure
+from benchmarks.suites.flashoptim import bench
 
 _EXACT = 1e-12  # where an error of zero is drawn
 _SCHEMES = {
@@ -32,8 +32,8 @@ _SCHEMES = {
 
 def reconstruction(samples: int = 2**16) -> Any:
     """Draw the mean relative error of f32 weights that were split and joined, by exponent."""
-    errors = {target: measure.reconstruction_error(target, samples) for target in measure.DTYPES}
-    of_24 = errors["bf16"]["bits-24"][measure.normal_range("bf16")].max()
+    errors = {target: bench.reconstruction_error(target, samples) for target in bench.DTYPES}
+    of_24 = errors["bf16"]["bits-24"][bench.normal_range("bf16")].max()
     assert (errors["bf16"]["bits-32"] == 0).all()
     fig, axes = plt.subplots(1, 2, figsize=(8, 3.4), sharey=True)
     for ax, (target, by_scheme), limits in zip(
@@ -41,12 +41,12 @@ def reconstruction(samples: int = 2**16) -> Any:
     ):
         for name, error in by_scheme.items():
             label, color = _SCHEMES[name]
-            seen = (measure.EXPONENTS >= limits[0]) & (measure.EXPONENTS <= limits[1])
+            seen = (bench.EXPONENTS >= limits[0]) & (bench.EXPONENTS <= limits[1])
             shown = np.maximum(error, _EXACT)[seen]
-            ax.plot(measure.EXPONENTS[seen], shown, color=color, label=label)
+            ax.plot(bench.EXPONENTS[seen], shown, color=color, label=label)
         ax.set(yscale="log", ylim=(4e-13, 4), xlim=limits, title=f"weights in {target.upper()}")
         ax.set_xlabel("exponent of the f32 weight")
-        low = measure.NORMAL[target][0]
+        low = bench.NORMAL[target][0]
         ax.axvspan(limits[0], low, color=PALE, alpha=0.6, zorder=0, lw=0)
         ax.text(limits[0] + 1, 2, "denormal" if target == "bf16" else "denormal or below",
                 color=GREY, size=7, va="bottom")  # fmt: skip

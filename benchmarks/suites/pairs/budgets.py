@@ -7,7 +7,7 @@ import itertools
 from typing import Any
 
 from benchmarks.claims import Missing
-from benchmarks.claims.equivalence import Interval, Margin
+from benchmarks.claims.equivalence import Margin
 from benchmarks.claims.findings import MARGIN, Pair, Trained, beside
 from benchmarks.records import Rows, last
 from benchmarks.render import Rendered, Table
@@ -20,8 +20,7 @@ CHOICES = (
     "flash_factored_adamw", "flash_factored_adamw-four-bit",
     "flash_factored_adamw-four-bit-32", "flash_factored_adamw-four-bit-stochastic",
     "flash_factored_adamw-four-bit-stochastic-32",
-    "flash_adamw-four-bit", "flash_adamw-four-bit-sqrt", "flash_adamw-four-bit-normal",
-    "flash_adamw-four-bit-log", "flash_adamw-four-bit-nu", "flash_adamw-four-bit-sqrt-nu",
+    "flash_adamw-four-bit", "flash_adamw-four-bit-sqrt", "flash_adamw-four-bit-sqrt-nu",
     "flash_adamw-four-bit-nearest", "flash_adam_mini-four-bit",
     "flash_adamw-four-bit-bf16-rounded",
 )  # fmt: skip
@@ -36,17 +35,8 @@ class Choice:
     """A variant with its bytes and its losses beside AdamW's of the same seeds."""
 
     name: str
-    size: dict[str, Any]  # its record
+    size: dict[str, Any]  # its record: bytes per parameter, of weights and state
     pair: Pair
-
-    @property
-    def says(self) -> str:
-        return self.size["says"]
-
-    @property
-    def bytes(self) -> float:
-        """Per parameter, of weights and state."""
-        return self.size["value"]
 
     @property
     def four_bits(self) -> bool:
@@ -57,17 +47,9 @@ class Choice:
         return FOUR_BITS if self.four_bits else MARGIN
 
     @property
-    def interval(self) -> Interval:
-        return self.pair.interval
-
-    @property
-    def verdict(self) -> str:
-        return self.pair.verdict(self.margin)
-
-    @property
     def reached(self) -> bool:
         """Return whether the whole interval is at most the margin over AdamW's loss, or below."""
-        return self.interval.no_worse(self.margin)
+        return self.pair.interval.no_worse(self.margin)
 
 
 def size_of(rows: Rows, name: str) -> dict[str, Any] | None:
@@ -85,7 +67,7 @@ def choices(rows: Rows) -> list[Choice]:
             continue
         if size:
             found.append(Choice(name, size, pair))
-    return sorted(found, key=lambda one: -one.bytes)
+    return sorted(found, key=lambda one: -one.size["value"])
 
 
 def table(rows: Rows) -> Table:
@@ -97,8 +79,8 @@ def table(rows: Rows) -> Table:
         used.append(plain)
     for one in found:
         seeds = str(len(one.pair.plain))
-        body.append([one.says, f"{one.bytes:.2f}", seeds, str(one.interval), str(one.margin),
-                     one.verdict])  # fmt: skip
+        body.append([one.size["says"], f"{one.size['value']:.2f}", seeds, str(one.pair.interval),
+                     str(one.margin), one.pair.verdict(one.margin)])  # fmt: skip
         used += [one.size, *one.pair.rows]
     head = ["weights and state", "bytes per parameter", "seeds", "held-out loss over AdamW's",
             "the same means", ""]  # fmt: skip

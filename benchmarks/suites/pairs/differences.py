@@ -14,15 +14,10 @@ Run = dict[str, np.ndarray]  # curves of a run by name
 
 @dataclasses.dataclass(frozen=True)
 class Differences:
-    """Held-out losses of a variant over those of another, from the same seeds.
+    """Held-out losses of a variant over those of another, from the same seeds."""
 
-    Attributes:
-      steps: of the looks, but for the first, where no step was taken yet.
-      each: [seeds, looks], in percent of the mean loss of the other at that look.
-    """
-
-    steps: np.ndarray
-    each: np.ndarray
+    steps: np.ndarray  # of the looks, but for the first, where no step was taken yet
+    each: np.ndarray  # [seeds, looks], in percent of the mean loss of the other at that look
 
     @property
     def mean(self) -> np.ndarray:
@@ -61,13 +56,10 @@ def differences(stored: Curves, base: str, ours: str) -> Differences:
 
 
 def early(stored: Curves, base: str, ours: str, window: tuple[int, int]) -> np.ndarray:
-    """Return the differences of training losses, the mean of the points in a window, of each seed.
+    """Return the differences of training losses of each seed, as `differences`.
 
-    Args:
-      stored: the curves.
-      base: what the losses are compared with.
-      ours: the variant.
-      window: first and last step of the points; each is the mean of the steps up to it.
+    Each is the mean of the points whose steps, the last of those that they are means of, lie in the
+    window.
     """
     pairs = _finished(stored, base, ours)
     steps = pairs[0][0]["step"]

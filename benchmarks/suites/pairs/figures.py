@@ -90,14 +90,11 @@ def gpt2() -> Any:
 def control() -> Any:
     """Draw flash_adamw beside AdamW with other rates, over AdamW, of two sizes."""
     figure, panels = plt.subplots(1, 2, figsize=(8.4, 3))
-    found = {}
-    for axes, path, name in zip(
-        panels, (SHORT, SMALL), ("GPT-2 124M", "0.1M weights"), strict=True
-    ):
-        found[name] = over(axes, path, CONTROL)
-        seeds = count(len(found[name]["flash_adamw"].each))
+    runs = {"GPT-2 124M": SHORT, "0.1M weights": SMALL}
+    for axes, (name, path) in zip(panels, runs.items(), strict=True):
+        own = over(axes, path, CONTROL)
+        seeds = count(len(own["flash_adamw"].each))
         axes.set(xlabel="step", title=f"{name}, {seeds}: % over AdamW")
-    for own in found.values():
         (low, high), (of_low, of_high) = (
             some(own[name].interval) for name in ("flash_adamw", "adamw-nudged")
         )
@@ -142,7 +139,7 @@ def bytes_and_losses() -> Any:
     found, plain = budgets.choices(rows), budgets.size_of(rows, budgets.BASE)
     assert found and plain
     figure, axes = plt.subplots(figsize=(8.4, 4))
-    states = [found[-1].bytes - 0.3, NAMES - 0.1]  # the names are to the right of them
+    states = [found[-1].size["value"] - 0.3, NAMES - 0.1]  # the names are to the right of them
     for margin, alpha in ((budgets.FOUR_BITS, 0.15), (MARGIN, 0.2)):
         axes.fill_between(states, -margin.size, margin.size, color=GREY, alpha=alpha, lw=0)
     axes.plot(states, [0, 0], color=GREY, lw=1, zorder=0)
@@ -151,17 +148,18 @@ def bytes_and_losses() -> Any:
                   ha="center", color=GREY, fontsize=8)  # fmt: skip
     drawn: list[float] = []
     for one in found:
-        mean, low, high = dataclasses.astuple(one.interval)
+        mean, low, high = dataclasses.astuple(one.pair.interval)
         if not math.isfinite(mean):
             continue  # it diverged, as the table says
         # of equal bytes, beside each other
-        x = one.bytes + 0.09 * sum(abs(one.bytes - other) < 0.05 for other in drawn)
-        drawn.append(one.bytes)
+        size = one.size["value"]
+        x = size + 0.09 * sum(abs(size - other) < 0.05 for other in drawn)
+        drawn.append(size)
         color = ORANGE if one.four_bits else BLUE
         axes.plot([x], [mean], "o", color=color, mfc=color if one.reached else "white")
         if math.isfinite(low):
             axes.plot([x, x], [low, high], color=color, zorder=1)
-        label = f"{one.says}: {mean:+.2f} %, {one.bytes:.2f} bytes"
+        label = f"{one.size['says']}: {mean:+.2f} %, {size:.2f} bytes"
         axes.plot([x, NAMES], [mean, mean], color=color, lw=0.6, ls=":", label=label)
     axes.set(
         xlabel="bytes per parameter: weights, corrections, moments and scales",

@@ -16,18 +16,17 @@ STD = 0.02
 _EPS = 1e-5
 
 
+def _unit(x: jax.Array) -> jax.Array:
+    """RMS norm over the last axis, in f32."""
+    wide = x.astype(jnp.float32)
+    return wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + _EPS)
+
+
 def _normalised(own: Any, x: jax.Array) -> jax.Array:
     """Layer norm with f32 arithmetic; the result has the input's dtype."""
     wide = x.astype(jnp.float32)
-    centred = wide - wide.mean(-1, keepdims=True)
-    unit = centred * jax.lax.rsqrt(jnp.square(centred).mean(-1, keepdims=True) + _EPS)
+    unit = _unit(wide - wide.mean(-1, keepdims=True))
     return (unit * own["scale"] + own["bias"]).astype(x.dtype)
-
-
-def _unit(x: jax.Array) -> jax.Array:
-    """RMS norm over the last axis with f32 arithmetic; the result has the input's dtype."""
-    wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + _EPS)).astype(x.dtype)
 
 
 def _linear(own: Any, x: jax.Array) -> jax.Array:
@@ -74,7 +73,7 @@ class GPT2:
         qkv = _linear(own["c_attn"], x).reshape(*x.shape[:2], 3, self.shape.heads, -1)
         q, k, v = (qkv[:, :, i] for i in range(3))
         if self.qk_norm:
-            q, k = _unit(q), _unit(k)
+            q, k = _unit(q).astype(x.dtype), _unit(k).astype(x.dtype)
         found = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.attention)
         return _linear(own["c_proj"], found.reshape(x.shape))
 

@@ -15,7 +15,6 @@ from _llama.config import FP8, STANDARD
 from _llama.config import PRESETS as LLAMAS
 
 import optax_lowmem as lowmem
-from benchmarks.suites.pairs.trials import factored
 from optax_lowmem import Storage, codecs
 
 ADAM, LION = "adam", "lion"
@@ -24,38 +23,25 @@ Factory = Callable[..., optax.GradientTransformation]
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """An optimizer to train with.
+    """An optimizer to train with."""
 
-    Attributes:
-      says: what it is, for a legend.
-      rule: whose learning rate, decays and baseline it has.
-      make: (schedule, **arguments) -> transformation.
-      split: whether matrices are bf16 weights with corrections; else all weights are f32.
-      activations: of a Llama's layers, as of `--activations`.
-      blocks: whether it has blocks, and is told the heads of fused projections.
-      rounded: whether the initial weights lose their last 8 bits, to see how far runs come apart.
-    """
-
-    says: str
-    rule: str
-    make: Factory
-    split: bool = True
-    activations: str = STANDARD
-    blocks: bool = False
-    rounded: bool = False
+    says: str  # what it is, for a legend
+    rule: str  # whose learning rate, decays and baseline it has
+    make: Factory  # (schedule, **arguments) -> transformation
+    split: bool = True  # whether matrices are bf16 weights with corrections; else all are f32
+    activations: str = STANDARD  # of a Llama's layers, as of `--activations`
+    blocks: bool = False  # whether it has blocks, and is told the heads of fused projections
+    rounded: bool = False  # whether the initial weights lose their last 8 bits, as a control
 
     @property
     def plain(self) -> bool:
         """Return whether the optimizer is optax's own."""
         return getattr(self.make, "func", self.make) in (optax.adamw, optax.lion, _scaled)
 
+    @property
     def dtype(self) -> Any:
-        """The weights' dtype, as `lowmem.init` takes it."""
-        return stored_dtype if self.split else jnp.float32
-
-
-def _adam(says: str, storage: Storage, **more: Any) -> Variant:
-    return Variant(says, ADAM, functools.partial(lowmem.flash_adamw, storage=storage), **more)
+        """The weights' dtype, as `lowmem.init` takes it; None for optax's own."""
+        return None if self.plain else stored_dtype if self.split else jnp.float32
 
 
 def _scaled(by: float, schedule: optax.Schedule, **arguments: Any) -> optax.GradientTransformation:
@@ -63,29 +49,32 @@ def _scaled(by: float, schedule: optax.Schedule, **arguments: Any) -> optax.Grad
     return optax.adamw(lambda count: by * schedule(count), **arguments)
 
 
+def _plain(says: str, make: Factory = optax.adamw, rule: str = ADAM, **more: Any) -> Variant:
+    return Variant(says, rule, make, split=False, **more)
+
+
 def _control(says: str, by: float) -> Variant:
-    return Variant(f"AdamW, f32, rates {says}", ADAM, functools.partial(_scaled, by), split=False)
+    return _plain(f"AdamW, f32, rates {says}", functools.partial(_scaled, by))
 
 
-def _factored(says: str, storage: Storage) -> Variant:
-    make = functools.partial(lowmem.flash_factored_adamw, storage=storage)
-    return Variant(f"flash_factored_adamw, {says}", ADAM, make)
+def _adam(says: str, storage: Storage, make: Factory = lowmem.flash_adamw, **more: Any) -> Variant:
+    return Variant(says, ADAM, functools.partial(make, storage=storage), **more)
 
 
-def _on_trial(says: str, **more: Any) -> Variant:
-    return Variant(f"{says}, f32 weights", ADAM, functools.partial(factored, **more), split=False)
+def _factored(says: str, **more: Any) -> Variant:
+    """One with a 4-bit m."""
+    storage = Storage.four_bit(nu=None, **more)
+    return _adam(f"flash_factored_adamw, 4-bit m{says}", storage, lowmem.flash_factored_adamw)
 
 
-_PAPER = Storage.paper()
+_PAPER, _FOUR, _SQRT = Storage.paper(), Storage.four_bit, codecs.sqrt4()
 _LINEAR = Storage.paper(nu=codecs.linear_paper(signed=False))
 _ROUNDED: dict[str, Any] = {"master_weight_bits": None, "master_rounding": "stochastic"}
 
 # The first of each rule is what the others are compared with.
 VARIANTS: dict[str, Variant] = {
-    "adamw": Variant("AdamW, f32", ADAM, optax.adamw, split=False),
-    "adamw-rounded": Variant(
-        "AdamW, f32, from rounded weights", ADAM, optax.adamw, split=False, rounded=True
-    ),
+    "adamw": _plain("AdamW, f32"),
+    "adamw-rounded": _plain("AdamW, f32, from rounded weights", rounded=True),
     "adamw-nudged": _control("a thousandth higher", 1.001),
     "adamw-lower": _control("a tenth lower", 0.9),
     "adamw-higher": _control("a tenth higher", 1.1),
@@ -93,79 +82,34 @@ VARIANTS: dict[str, Variant] = {
     "flash_adamw-paper": _adam("flash_adamw as published", _PAPER),
     "flash_adamw-linear": _adam("as published, but linear codes of v", _LINEAR),
     "split": _adam("bf16 weights and corrections, f32 moments", Storage.full_precision()),
-    "flash_adamw-four-bit": _adam("flash_adamw, 4-bit moments", Storage.four_bit()),
-    "flash_adamw-four-bit-sqrt": _adam(
-        "4-bit moments, v by its root", Storage.four_bit(nu=codecs.sqrt4())
-    ),
-    "flash_adamw-four-bit-normal": _adam(
-        "4-bit moments, m at normal quantiles", Storage.four_bit(mu=codecs.normal4())
-    ),
-    "flash_adamw-four-bit-log": _adam(
-        "4-bit moments, v in octaves", Storage.four_bit(nu=codecs.log4())
-    ),
-    "flash_adamw-four-bit-nu": _adam(
-        "4-bit moments, m rounded to nearest", Storage.four_bit(rounding="nu")
-    ),
+    "flash_adamw-four-bit": _adam("flash_adamw, 4-bit moments", _FOUR()),
+    "flash_adamw-four-bit-sqrt": _adam("4-bit moments, v by its root", _FOUR(nu=_SQRT)),
     "flash_adamw-four-bit-sqrt-nu": _adam(
-        "4-bit moments, v by its root, m rounded to nearest",
-        Storage.four_bit(nu=codecs.sqrt4(), rounding="nu"),
+        "4-bit moments, v by its root, m rounded to nearest", _FOUR(nu=_SQRT, rounding="nu")
     ),
     "flash_adamw-four-bit-nearest": _adam(
-        "4-bit moments, both rounded to nearest", Storage.four_bit(rounding="nearest")
+        "4-bit moments, both rounded to nearest", _FOUR(rounding="nearest")
     ),
     "flash_adamw-bf16-rounded": _adam(
         "bf16 weights rounded stochastically, no corrections", Storage(**_ROUNDED)
     ),
     "flash_adamw-four-bit-bf16-rounded": _adam(
-        "4-bit moments, bf16 weights rounded stochastically", Storage.four_bit(**_ROUNDED)
+        "4-bit moments, bf16 weights rounded stochastically", _FOUR(**_ROUNDED)
     ),
     "flash_adam_mini": Variant("flash_adam_mini", ADAM, lowmem.flash_adam_mini, blocks=True),
-    "flash_adam_mini-four-bit": Variant(
-        "flash_adam_mini, 4-bit m",
-        ADAM,
-        functools.partial(lowmem.flash_adam_mini, storage=Storage.four_bit(nu=None)),
-        blocks=True,
+    "flash_adam_mini-four-bit": _adam(
+        "flash_adam_mini, 4-bit m", _FOUR(nu=None), lowmem.flash_adam_mini, blocks=True
     ),
     "flash_factored_adamw": Variant("flash_factored_adamw", ADAM, lowmem.flash_factored_adamw),
-    "flash_factored_adamw-four-bit": _factored(
-        "4-bit m to nearest", Storage.four_bit(nu=None, rounding="nearest")
-    ),
-    "flash_factored_adamw-four-bit-stochastic": _factored("4-bit m", Storage.four_bit(nu=None)),
-    "flash_factored_adamw-four-bit-stochastic-32": _factored(
-        "4-bit m in groups of 32", Storage.four_bit(nu=None, group_size=32)
-    ),
+    "flash_factored_adamw-four-bit": _factored(" to nearest", rounding="nearest"),
+    "flash_factored_adamw-four-bit-stochastic": _factored(""),
+    "flash_factored_adamw-four-bit-stochastic-32": _factored(" in groups of 32", group_size=32),
     "flash_factored_adamw-four-bit-32": _factored(
-        "4-bit m to nearest in groups of 32",
-        Storage.four_bit(nu=None, group_size=32, rounding="nearest"),
+        " to nearest in groups of 32", group_size=32, rounding="nearest"
     ),
     "coat_adamw": Variant("coat_adamw", ADAM, lowmem.coat_adamw),
-    "coat_adamw-f32": Variant("coat_adamw, f32 weights", ADAM, lowmem.coat_adamw, split=False),
-    "adamw-factored": _on_trial("AdamW, factored v"),
-    "adamw-factored-four-bit": _on_trial("AdamW, factored v, 4-bit m", mu=codecs.softsign4()),
-    "adamw-factored-four-bit-nearest": _on_trial(
-        "AdamW, factored v, 4-bit m to nearest", mu=codecs.softsign4(), rounding="nearest"
-    ),
-    "adamw-ratio": _on_trial("AdamW, v factored with 4-bit ratios", ratio=codecs.sqrt4()),
-    "adamw-ratio-four-bit": _on_trial(
-        "AdamW, 4-bit m, v factored with 4-bit ratios", mu=codecs.softsign4(), ratio=codecs.sqrt4()
-    ),
-    "adamw-ratio-four-bit-nearest": _on_trial(
-        "AdamW, 4-bit m to nearest, v factored with 4-bit ratios",
-        mu=codecs.softsign4(),
-        ratio=codecs.sqrt4(),
-        rounding="nearest",
-    ),
-    "adamw-shrunk-four-bit-nearest": _on_trial(
-        "AdamW, 4-bit m to nearest, v factored with 4-bit ratios halfway to 1",
-        mu=codecs.softsign4(),
-        ratio=codecs.linear4(signed=False),
-        rounding="nearest",
-        shrink=1.0,
-    ),
-    "lion": Variant("Lion, f32", LION, optax.lion, split=False),
-    "lion-rounded": Variant(
-        "Lion, f32, from rounded weights", LION, optax.lion, split=False, rounded=True
-    ),
+    "coat_adamw-f32": _plain("coat_adamw, f32 weights", lowmem.coat_adamw),
+    "lion": _plain("Lion, f32", optax.lion, LION),
     "flash_lion": Variant("flash_lion", LION, lowmem.flash_lion),
     "flash_lion-paper": Variant(
         "flash_lion as published", LION, functools.partial(lowmem.flash_lion, storage=_PAPER)
@@ -183,66 +127,42 @@ BASES = {ADAM: "adamw", LION: "lion"}
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """A model and its run.
+    """A model and its run."""
 
-    Attributes:
-      preset: its name.
-      model: `gpt2`, `gpt2-qk` (with QK normalization), or the examples' `gpt` or `llama`.
-      shape: the model's.
-      vocab: tokens of the BPE tokenizer; 256 with a tokenizer of bytes.
-      context: tokens in a window.
-      batch: windows in a step.
-      micro: windows whose gradients are computed at once.
-      steps: of the run.
-      every: steps of a call.
-      validations: evaluations of a run, but for the first.
-      held_out_batches: of `batch` windows each, of an evaluation.
-      held_out_group: windows whose mean loss an evaluation gives.
-      rates: rule -> peak learning rate.
-      betas: rule -> b1 and b2.
-      decays: rule -> weight decay of matrices.
-      warm_up: share of the steps, up to the peak.
-      floor: share of the peak at the end of the cosine.
-      text: which.
-      tokenizer: `bpe` or `byte`.
-      compute: dtype of activations and products.
-      attention: `xla` or `cudnn`.
-    """
-
-    preset: str
-    model: str
-    shape: Any
-    vocab: int
-    context: int
-    batch: int
-    micro: int
-    steps: int
-    every: int
-    validations: int
-    held_out_batches: int
-    held_out_group: int
-    rates: Mapping[str, float]
-    betas: Mapping[str, tuple[float, float]]
-    decays: Mapping[str, float]
-    warm_up: float
-    floor: float
-    text: str = "installed"
-    tokenizer: str = "bpe"
-    compute: str = "bfloat16"
-    attention: str = "xla"
+    preset: str  # its name
+    model: str  # `gpt2`, `gpt2-qk` (with QK normalization), or the examples' `gpt` or `llama`
+    shape: Any  # the model's
+    vocab: int  # tokens of the BPE tokenizer; 256 with a tokenizer of bytes
+    context: int  # tokens in a window
+    batch: int  # windows in a step
+    micro: int  # windows whose gradients are computed at once
+    steps: int  # of the run
+    every: int  # steps of a call
+    validations: int  # evaluations of a run, but for the first
+    held_out_batches: int  # of `batch` windows each, of an evaluation
+    held_out_group: int  # windows whose mean loss an evaluation gives
+    rates: Mapping[str, float]  # rule -> peak learning rate
+    betas: Mapping[str, tuple[float, float]]  # rule -> b1 and b2
+    decays: Mapping[str, float]  # rule -> weight decay of matrices
+    warm_up: float  # share of the steps, up to the peak
+    floor: float  # share of the peak at the end of the cosine
+    text: str = "installed"  # which
+    tokenizer: str = "bpe"  # or `byte`
+    compute: str = "bfloat16"  # dtype of activations and products
+    attention: str = "xla"  # or `cudnn`
 
     @property
     def tokens(self) -> int:
         """In a step."""
         return self.batch * self.context
 
-    def schedule(self, rule: str, steps: Any) -> optax.Schedule:
-        """Linear warm-up, then a cosine; `steps` of the run may be traced."""
+    def schedule(self, rule: str) -> optax.Schedule:
+        """Linear warm-up, then a cosine."""
         peak, floor = self.rates[rule], self.floor
-        warm_up = jnp.maximum(1.0, jnp.round(self.warm_up * steps))
+        warm_up = max(1, round(self.warm_up * self.steps))
 
         def rate(count: Any) -> Any:
-            done = jnp.clip((count - warm_up) / jnp.maximum(1.0, steps - warm_up), 0, 1)
+            done = jnp.clip((count - warm_up) / max(1, self.steps - warm_up), 0, 1)
             cosine = floor + (1 - floor) * 0.5 * (1 + jnp.cos(jnp.pi * done))
             return peak * jnp.where(count < warm_up, (count + 1) / warm_up, cosine)
 
@@ -285,20 +205,9 @@ _SMOKE = Pairs(
     decays={ADAM: 0.1, LION: 0.1}, warm_up=0.1, floor=0.0, text="standard-library",
     tokenizer="byte", compute="float32",
 )  # fmt: skip
-PRESETS = {
-    run.preset: run
-    for run in (
-        GPT2_124M,
-        GPT2_124M_300,
-        GPT_42M,
-        LLAMA_58M,
-        LLAMA_134M,
-        _SMOKE,
-        dataclasses.replace(_SMOKE, preset="smoke-gpt", model="gpt"),
-        dataclasses.replace(_SMOKE, preset="smoke-gpt2-qk", model="gpt2-qk"),
-        dataclasses.replace(
-            _SMOKE, preset="smoke-llama", model="llama",
-            shape=dataclasses.replace(LLAMAS["tiny"].shape, layers=2),
-        ),
-    )
-}  # fmt: skip
+_LLAMA = dataclasses.replace(LLAMAS["tiny"].shape, layers=2)
+PRESETS = {run.preset: run for run in (GPT2_124M, GPT2_124M_300, GPT_42M, LLAMA_58M, LLAMA_134M)}
+PRESETS |= {
+    f"smoke-{name}": dataclasses.replace(_SMOKE, preset=f"smoke-{name}", model=name, **more)
+    for name, more in (("gpt2", {}), ("gpt2-qk", {}), ("gpt", {}), ("llama", {"shape": _LLAMA}))
+}

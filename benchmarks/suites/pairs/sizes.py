@@ -18,11 +18,11 @@ from benchmarks.suites.pairs.training import model, optimizer
 def report(preset: str, name: str) -> lowmem.memory.Report:
     """Return the memory report of a variant on the weights of a preset; nothing is allocated."""
     run, chosen = PRESETS[preset], VARIANTS[name]
-    tx = optimizer(run, name, run.steps)
+    tx = optimizer(run, name)
     weights = jax.eval_shape(model(run, run.vocab, STANDARD)[0], jax.random.key(0))
 
     def stored(weights: Any) -> Any:
-        return lowmem.init(tx, weights, dtype=chosen.dtype(), seed=np.uint32(0))[0]
+        return lowmem.init(tx, weights, dtype=chosen.dtype, seed=np.uint32(0))[0]
 
     return lowmem.memory.report(tx, weights if chosen.plain else jax.eval_shape(stored, weights))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
@@ -20,14 +19,26 @@ from benchmarks.suites.pairs.presets import LION, PRESETS, VARIANTS
 
 CURVES = RESULTS / f"pairs-{PRESET}-{RULE}.npz"
 
+# with factored second moments, f32 weights: the program is in git's history
+ON_TRIAL = {
+    "adamw-factored": "AdamW, factored v",
+    "adamw-factored-four-bit": "AdamW, factored v, 4-bit m",
+    "adamw-factored-four-bit-nearest": "AdamW, factored v, 4-bit m to nearest",
+    "adamw-ratio": "AdamW, v factored with 4-bit ratios",
+    "adamw-ratio-four-bit": "AdamW, 4-bit m, v factored with 4-bit ratios",
+    "adamw-ratio-four-bit-nearest": "AdamW, 4-bit m to nearest, v factored with 4-bit ratios",
+    "adamw-shrunk-four-bit-nearest":
+        "AdamW, 4-bit m to nearest, v factored with 4-bit ratios halfway to 1",
+}  # fmt: skip
+SAYS = {name: of.says for name, of in VARIANTS.items()} | {
+    name: f"{says}, f32 weights" for name, says in ON_TRIAL.items()
+}
 NEAR = ("flash_adamw", "coat_adamw")  # they differ from AdamW by roundings of 8 bits
 # by more: two controls, 4-bit states of the package, and those on trial
 APART = (
     "adamw-lower", "adamw-higher", "flash_adamw-four-bit", "flash_adamw-four-bit-nearest",
     "flash_adamw-four-bit-sqrt", "flash_adamw-four-bit-sqrt-nu", "flash_factored_adamw",
-    "flash_factored_adamw-four-bit", "flash_factored_adamw-four-bit-stochastic-32",
-    "adamw-factored", "adamw-factored-four-bit", "adamw-factored-four-bit-nearest", "adamw-ratio",
-    "adamw-ratio-four-bit", "adamw-ratio-four-bit-nearest", "adamw-shrunk-four-bit-nearest",
+    "flash_factored_adamw-four-bit", "flash_factored_adamw-four-bit-stochastic-32", *ON_TRIAL,
 )  # fmt: skip
 POWERS = (0.8, 0.9)
 # first and last points of the training loss: with the warm-up of 150 steps, and after it, before
@@ -36,34 +47,18 @@ WINDOWS = ((100, 200), (300, 900))
 DIVERGED = 100.0  # percent over AdamW's loss
 
 
-@dataclasses.dataclass(frozen=True)
-class Spread:
-    """Standard deviation of the difference of one pair, in percent, of so many degrees of freedom.
+def cells(deviation: float) -> list[str]:
+    """A pair's standard deviation, in percent, and how many pairs the margin of 4 bits needs."""
+    counts = [str(pairs_needed(deviation, FOUR_BITS, power)) for power in POWERS]
+    return [f"{deviation:.2f} %", " / ".join(counts)]
 
-    Attributes:
-      deviation: it.
-      freedom: the pairs less the means that were taken from them.
-    """
 
-    deviation: float
-    freedom: int
-
-    @staticmethod
-    def of(differences: Sequence[float]) -> Spread:
-        return Spread(statistics.stdev(differences), len(differences) - 1)
-
-    @staticmethod
-    def pooled(spreads: Sequence[Spread]) -> Spread:
-        """Return the root of the mean variance, weighted by degrees of freedom."""
-        freedom = sum(one.freedom for one in spreads)
-        total = sum(one.freedom * one.deviation**2 for one in spreads)
-        return Spread(math.sqrt(total / freedom), freedom)
-
-    @property
-    def cells(self) -> list[str]:
-        """The deviation, and how many pairs the margin of 4 bits needs."""
-        counts = [str(pairs_needed(self.deviation, FOUR_BITS, power)) for power in POWERS]
-        return [f"{self.deviation:.2f} %", " / ".join(counts)]
+def pooled(pairs: Sequence[Pair]) -> float:
+    """Return the root of the mean variance, weighted by degrees of freedom."""
+    freedom = [len(pair.plain) - 1 for pair in pairs]
+    each = zip(freedom, pairs, strict=True)
+    total = sum(n * statistics.stdev(pair.differences) ** 2 for n, pair in each)
+    return math.sqrt(total / sum(freedom))
 
 
 def across_devices(rows: Rows, case: str, name: str) -> Pair:
@@ -74,19 +69,15 @@ def across_devices(rows: Rows, case: str, name: str) -> Pair:
     if len(found) < 2:
         raise Missing
     second, first = sorted(found.values(), key=len)[-2:]
-    seeds = sorted(first.keys() & second.keys())
-    used = [one[seed] for one in (first, second) for seed in seeds]
-    values = [row["value"] for row in used]
-    return Pair(values[: len(seeds)], values[len(seeds) :], used)
+    return Pair.of((first[seed], second[seed]) for seed in sorted(first.keys() & second.keys()))
 
 
-def of_two_seeds(rows: Rows) -> Spread:
-    """Return the spread of runs that share neither start nor batches: sqrt(2) of AdamW's own."""
+def of_two_seeds(rows: Rows) -> float:
+    """Return the deviation of runs that share neither start nor batches: sqrt(2) of AdamW's own."""
     own = select(rows, bench="pairs", case=CASE, metric="val_loss", impl=BASE)
-    by_seed = {row["seed"]: row["value"] for row in own}
-    mean = statistics.mean(by_seed.values())
-    one = Spread.of([100 * value / mean for value in by_seed.values()])
-    return Spread(math.sqrt(2) * one.deviation, one.freedom)
+    values = list({row["seed"]: row["value"] for row in own}.values())
+    mean = statistics.mean(values)
+    return math.sqrt(2) * statistics.stdev(100 * value / mean for value in values)
 
 
 def pairs(rows: Rows) -> dict[str, Pair]:
@@ -109,17 +100,15 @@ def pairs(rows: Rows) -> dict[str, Pair]:
 def losses(rows: Rows) -> Table:
     """Held-out losses over AdamW's with verdicts, and how many pairs the margin needs."""
     found, body = pairs(rows), []
-    spreads = {name: Spread.of(pair.differences) for name, pair in found.items()}
     for name, pair in found.items():
-        says = VARIANTS[name].says + (", over itself on another GPU" if name == LION else "")
+        says = SAYS[name] + (", over itself on another GPU" if name == LION else "")
         body.append([says, str(len(pair.plain)), str(pair.interval), pair.verdict(FOUR_BITS),
-                     *spreads[name].cells])  # fmt: skip
-    apart = [spread for name, spread in spreads.items() if name in APART]
+                     *cells(statistics.stdev(pair.differences))])  # fmt: skip
+    apart = [pair for name, pair in found.items() if name in APART]
     if apart:
         says = f"the {len(apart)} that differ by more than 8-bit roundings, pooled"
-        body.append([says, "", "", "", *Spread.pooled(apart).cells])
-        says = f"{VARIANTS[BASE].says}, from two seeds"
-        body.append([says, "", "", "", *of_two_seeds(rows).cells])
+        body.append([says, "", "", "", *cells(pooled(apart))])
+        body.append([f"{SAYS[BASE]}, from two seeds", "", "", "", *cells(of_two_seeds(rows))])
     powers = " / ".join(f"{100 * power:.0f} %" for power in POWERS)
     head = ["trained", "pairs", "held-out loss over AdamW's", f"within {FOUR_BITS}",
             "standard deviation of a pair", f"pairs needed, power {powers}"]  # fmt: skip
@@ -130,12 +119,12 @@ def losses_early(rows: Rows) -> Table:
     """Training losses over AdamW's in the first steps, of every variant with curves."""
     stored, body, used = curves.load(CURVES), [], []
     names = {label.rpartition(" seed ")[0] for label in stored.runs} - {BASE}
-    for name in (one for one in VARIANTS if one in names):
+    for name in (one for one in SAYS if one in names):
         found = [list(map(float, early(stored, BASE, name, window))) for window in WINDOWS]
         intervals = map(Interval.of, found)
-        cells = ["diverged" if one.mean > DIVERGED else str(one) for one in intervals]
-        spread = "" if "diverged" in cells else f"{Spread.of(found[-1]).deviation:.2f} %"
-        body.append([VARIANTS[name].says, str(len(found[-1])), *cells, spread])
+        shown = ["diverged" if one.mean > DIVERGED else str(one) for one in intervals]
+        spread = "" if "diverged" in shown else f"{statistics.stdev(found[-1]):.2f} %"
+        body.append([SAYS[name], str(len(found[-1])), *shown, spread])
         used += beside(rows, CASE, BASE, name).rows
     every = PRESETS[PRESET].every
     spans = [f"steps {first - every + 1} to {last}" for first, last in WINDOWS]

@@ -1,10 +1,18 @@
-"""Trains optimizers in lockstep, from the same weights on the same batches; can be resumed."""
+"""An optimizer and its low-memory forms, trained from the same weights on the same batches.
+
+    python -m benchmarks.run pairs --preset gpt2-124m --variants adamw flash_adamw --record
+    python -m benchmarks.run pairs --preset gpt-42m --variants lion flash_lion --seeds 20 --record
+    python -m benchmarks.run pairs --preset smoke-gpt2 --folder /tmp/pairs   # anywhere, seconds
+
+What is unfinished at the limit is kept in `--folder`, and the same command goes on from there.
+GPT-2 124M has the hyperparameters of FlashOptim's Table 7; its text is all sources and pages of
+documentation that Python packages bring. Curves go to benchmarks/results/pairs-PRESET-RULE.npz.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +21,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _gpt.config import matrices
-from _gpt.train import F32, LOWMEM, build_model, loss_function, optimizer_step
+from _gpt.train import build_model, loss_function
 from _llama.config import FP8
 from _llama.model import Llama
 
 import optax_lowmem as lowmem
-from benchmarks import training
-from benchmarks.suites.pairs import kept, states
+from benchmarks import records, training
+from benchmarks.suites.pairs import states
 from benchmarks.suites.pairs.gpt2 import GPT2
-from benchmarks.suites.pairs.presets import BASES, VARIANTS, Pairs
-from benchmarks.training import Curve, Program, Text, say
+from benchmarks.suites.pairs.presets import BASES, PRESETS, VARIANTS, Pairs
+from benchmarks.training import Curve, Part, Program, changed, parser
 
 CLIP = 1.0
-SAVE_SECONDS = 120  # between two states that are kept
-UNITS = {"val_loss": "nats/token", "tokens_per_s": "tokens/s", "done": "steps"}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Settings:
-    """Settings that `build_model` takes."""
-
-    shape: Any
 
 
 def model(run: Pairs, vocab: int, activations: str) -> tuple[Any, Any]:
@@ -46,33 +45,39 @@ def model(run: Pairs, vocab: int, activations: str) -> tuple[Any, Any]:
         shape = dataclasses.replace(run.shape, vocab=vocab)
         llama = Llama(shape, run.compute, run.attention, activations=activations, stacked=False)
         return functools.partial(llama.weights, dtype=lambda path: jnp.float32), llama
-    graphdef, weights = build_model(_Settings(run.shape), vocab)  # type: ignore[arg-type]
+    graphdef, weights = build_model(run, vocab)
     return weights, loss_function(graphdef, run.compute)
 
 
-def optimizer(run: Pairs, name: str, steps: Any) -> optax.GradientTransformation:
-    """A variant behind clipping, for a run of so many steps, which may be traced."""
+def optimizer(run: Pairs, name: str) -> optax.GradientTransformation:
+    """A variant behind clipping."""
     chosen = VARIANTS[name]
     rule, (b1, b2) = chosen.rule, run.betas[chosen.rule]
     more: dict[str, Any] = {"weight_decay": run.decays[rule], "mask": matrices}
     if chosen.blocks:
         more["blocks"] = lowmem.blocks.Structure(run.shape.heads)
-    tx = chosen.make(run.schedule(rule, steps), b1=b1, b2=b2, **more)
     chain = optax.chain if chosen.plain else lowmem.chain
+    tx = chosen.make(run.schedule(rule), b1=b1, b2=b2, **more)
     return chain(optax.clip_by_global_norm(CLIP), tx)
 
 
 class Experiment(training.Experiment):
-    """A run and its text, to be trained with some variants of one rule."""
+    """A run and its text, to be trained with variants of one rule."""
 
-    what = "pairs"
+    bench = "pairs"
 
-    def __init__(self, run: Pairs, text: Text, seed: int = 0):
-        super().__init__(run, text, seed)
+    def __init__(self, run: Pairs, text: training.Text, rule: str, case: str):
+        self.base, self.validations, self._case = BASES[rule], run.validations, f"{case}/{rule}"
+        super().__init__(run, text, 0)
+
+    @property
+    def case(self) -> str:
+        return self._case
 
     def flags(self) -> dict[str, Any]:
-        own = {"vocab": self.text.vocab, "train_tokens": self.text.last}
-        return super().flags() | own | {"bytes_per_token": self.text.bytes_per_token}
+        text = self.text
+        own = {"vocab": text.vocab, "train_tokens": text.last}
+        return super().flags() | own | {"bytes_per_token": text.bytes_per_token}
 
     def evaluation(self, loss: Any) -> Any:
         """(weights, held-out windows) -> mean losses of groups of windows."""
@@ -82,6 +87,16 @@ class Experiment(training.Experiment):
             return jax.lax.map(functools.partial(loss, params), groups)
 
         return evaluate
+
+    def look(self, evaluate: Any, params: Any, state: Any) -> dict[str, Any]:
+        """Evaluate, and measure a reference's state."""
+        groups = np.asarray(evaluate(params, self.text.held_out))
+        found = {"val_loss": groups.mean(dtype=np.float64), "val_groups": groups}
+        return found | (states.errors(state) if self.variant == self.base else {})
+
+    def fields(self, curves: Curve) -> dict[str, Any]:
+        """The losses of groups at the end, which give an interval."""
+        return {"held_out_groups": [round(float(x), 5) for x in curves["val_groups"][-1]]}
 
     def gradient(self, loss: Any) -> Any:
         """(weights, windows) -> mean loss and gradient over micro-batches, which are added in f32.
@@ -105,191 +120,41 @@ class Experiment(training.Experiment):
 
         return accumulated
 
-    def optimizer(self, name: str, steps: Any) -> optax.GradientTransformation:
-        """A variant behind clipping, for a run of so many steps, which may be traced."""
-        return optimizer(self.run, name, steps)
-
-    @functools.cached_property
-    def start(self) -> Any:
-        """(variant, seed) -> weights and state; the f32 weights of a seed are all variants'."""
-        return jax.jit(self._start, static_argnums=0)
-
-    def _start(self, name: str, seed: Any) -> tuple[Any, Any]:
-        chosen, tx = VARIANTS[name], self.optimizer(name, self.run.steps)
-        weights = model(self.run, self.text.vocab, chosen.activations)[0](jax.random.key(seed))
-        if chosen.rounded:
-            weights = jax.tree.map(lambda w: jax.lax.reduce_precision(w, 8, 15), weights)
-        if chosen.plain:
-            return weights, tx.init(weights)
-        return lowmem.init(tx, weights, dtype=chosen.dtype(), seed=seed)
-
     def lower(self, name: str) -> Program:
         chosen = VARIANTS[name]
         if chosen.activations == FP8 and self.run.model != "llama":
             raise SystemExit(f"{name}: only a Llama has layers with FP8 activations")
-        _, loss = model(self.run, self.text.vocab, chosen.activations)
-        own_step = optimizer_step(F32 if chosen.plain else LOWMEM, "auto")
+        weights, loss = model(self.run, self.text.vocab, chosen.activations)
 
-        def take_step(grads: Any, state: Any, params: Any, steps: Any) -> tuple[Any, Any]:
-            return own_step(self.optimizer(name, steps), grads, state, params)
+        def first(key: jax.Array) -> Any:
+            found = weights(key)
+            if not chosen.rounded:
+                return found
+            return jax.tree.map(lambda w: jax.lax.reduce_precision(w, 8, 15), found)
 
-        start = functools.partial(self.start, name, np.uint32(0))
-        return self.trace(start, loss, take_step, jax.ShapeDtypeStruct((), jnp.float32))
-
-
-@dataclasses.dataclass
-class One:
-    """A variant under way."""
-
-    params: Any
-    state: Any
-    curves: dict[str, list[Any]]
-
-    def keep(self, **values: Any) -> None:
-        for name, value in values.items():
-            self.curves.setdefault(name, []).append(value)
-
-    def arrays(self) -> Curve:
-        return {name: np.asarray(values) for name, values in self.curves.items()}
+        return self.optimized(optimizer(self.run, name), first, loss, chosen.dtype)
 
 
-class Clock:
-    """Seconds since a command began, and when it has to end."""
+def main(arguments: list[str] | None = None) -> None:
+    made = parser(__doc__, 3600, Path("pairs-PRESET-RULE.npz"), VARIANTS, PRESETS)
+    made.set_defaults(preset="smoke-gpt2", variants=["adamw", "flash_adamw"])
+    made.add_argument("--seeds", type=int, default=1, help="how many, from --seed (default: 1)")
+    made.add_argument("--folder", type=Path, metavar="FOLDER",
+                      help="of unfinished runs (default: demo_output/PRESET)")  # fmt: skip
+    args = made.parse_args(arguments)
+    rules = {VARIANTS[name].rule for name in args.variants}
+    if len(rules) > 1:
+        raise SystemExit(f"--variants {' '.join(args.variants)}: of {len(rules)} rules")
+    (rule,) = rules
+    given = {"steps": args.steps, "lr": args.lr}  # another case than the preset's
+    case = " ".join([args.preset, *(f"{k}={v:g}" for k, v in given.items() if v is not None)])
+    rates = None if args.lr is None else {rule: args.lr}
+    run = changed(PRESETS[args.preset], steps=args.steps, attention=args.attention, rates=rates)
 
-    def __init__(self, limit: float):
-        self._began, self.limit = time.perf_counter(), limit
+    def make() -> Experiment:
+        return Experiment(run, training.load_text(run, args.cache), rule, case)
 
-    def seconds(self) -> float:
-        return time.perf_counter() - self._began
-
-    def ends_within(self, seconds: float) -> bool:
-        return self.seconds() + seconds > self.limit
-
-
-class Seed:
-    """One seed of all variants, call by call in turn, and what it has kept in a folder."""
-
-    def __init__(self, experiment: Experiment, programs: Any, seed: int, steps: int, folder: Path):
-        self.experiment, self.programs, self.seed = experiment, programs, seed
-        self.path = folder / f"seed-{seed}.npz"
-        run = experiment.run
-        self.offsets = training.offsets(
-            dataclasses.replace(run, steps=steps), experiment.text, seed
-        ).reshape(-1, run.every, run.batch)
-        self.steps = np.float32(steps)
-        self.validate = max(1, len(self.offsets) // run.validations)
-        self.done = 0  # calls
-        self.runs: dict[str, One] = {}
-        self._begin()
-
-    def _begin(self) -> None:
-        found = kept.read(self.path)
-        for name in self.programs:
-            begin = functools.partial(self.experiment.start, name, np.uint32(self.seed))
-            if found is None:
-                self.runs[name] = One(*begin(), {})
-                self._look(name)
-                continue
-            about, arrays = found
-            if about["steps"] != int(self.steps):
-                raise SystemExit(f"{self.path} is of {about['steps']} steps, not {self.steps:.0f}")
-            like = jax.eval_shape(begin)
-            params, state = kept.restored(name, arrays, like)
-            prefix = f"{name}/"
-            curves = {k[len(prefix) :]: list(x) for k, x in arrays.items() if k.startswith(prefix)}
-            self.runs[name], self.done = One(params, state, curves), about["done"]
-
-    def save(self) -> None:
-        """Keep everything that the next call depends on, and the curves so far."""
-        arrays: dict[str, Any] = {}
-        for name, one in self.runs.items():
-            arrays |= kept.flattened(name, (one.params, one.state))
-            arrays |= {f"{name}/{curve}": x for curve, x in one.arrays().items()}
-        kept.write(self.path, {"done": self.done, "steps": int(self.steps)}, arrays)
-
-    def _look(self, name: str) -> None:
-        """Evaluate, and measure a reference's state."""
-        one, evaluate = self.runs[name], self.programs[name][1][1]
-        losses = np.asarray(evaluate(one.params, self.experiment.text.held_out))
-        one.keep(val_step=self.done * self.experiment.every, val_loss=losses.mean(dtype=np.float64))
-        one.curves["val_groups"] = list(losses)
-        if name in BASES.values() and self.done:
-            one.keep(**states.errors(one.state))
-
-    @property
-    def ended(self) -> bool:
-        return self.done == len(self.offsets)
-
-    def train(self, clock: Clock) -> bool:
-        """Go on until the end, and return whether it came before the clock's."""
-        saved = clock.seconds()
-        while not self.ended:
-            began = clock.seconds()
-            for name, one in self.runs.items():
-                self._call(name, one)
-            self.done += 1
-            took = clock.seconds() - began
-            if self.done % self.validate == 0 or self.ended:
-                for name in self.runs:
-                    self._look(name)
-                self._tell(took)
-            late = clock.ends_within(3 * took)
-            if late or self.ended or clock.seconds() - saved > SAVE_SECONDS:
-                self.save()
-                saved = clock.seconds()
-            if late:
-                break
-        return self.ended
-
-    def _call(self, name: str, one: One) -> None:
-        starts, began = self.offsets[self.done], time.perf_counter()
-        given = one.params, one.state, self.experiment.text.tokens, starts, self.steps
-        one.params, one.state, found = self.programs[name][1][0](*given)
-        loss = jax.device_get(found)["train_loss"]
-        step = (self.done + 1) * self.experiment.every
-        one.keep(step=step, train_loss=loss, seconds=time.perf_counter() - began)
-
-    def _tell(self, took: float) -> None:
-        losses = "  ".join(f"{n} {one.curves['val_loss'][-1]:.4f}" for n, one in self.runs.items())
-        step = self.done * self.experiment.every
-        say(f"seed {self.seed}  {step:6d} of {self.steps:.0f}  {losses}  {took:.1f} s a call")
-
-    def curves(self) -> dict[str, Curve]:
-        """Curves by label; seconds become the median rate."""
-        found = {}
-        for name, one in self.runs.items():
-            own = one.arrays()
-            seconds = own.pop("seconds")
-            tokens = self.experiment.run.tokens * self.experiment.every
-            usual = np.median(seconds[1:] if len(seconds) > 1 else seconds)
-            own["tokens_per_s"] = np.asarray([tokens / usual])
-            found[f"{name} seed {self.seed}"] = own
-        return found
-
-    def values(self, name: str) -> dict[str, tuple[float, str]]:
-        own = self.curves()[f"{name} seed {self.seed}"]
-        last = {"val_loss": own["val_loss"][-1], "tokens_per_s": own["tokens_per_s"][0],
-                "done": own["step"][-1]}  # fmt: skip
-        return {metric: (float(value), UNITS[metric]) for metric, value in last.items()}
-
-
-def affordable(experiment: Experiment, programs: Any, seconds: float) -> int:
-    """The steps of all variants that fit into so many seconds, at most the preset's.
-
-    A call of each is timed from a start that is thrown away.
-    """
-    run, total = experiment.run, 0.0
-    starts, steps = experiment.offsets[0], np.float32(run.steps)
-    for name, (_, compiled) in programs.items():
-        params, state = experiment.start(name, np.uint32(0))
-        for _ in range(2):  # the first pays for what is loaded
-            began = time.perf_counter()
-            given = params, state, experiment.text.tokens, starts, steps
-            params, state, found = jax.block_until_ready(compiled[0](*given))
-            took = time.perf_counter() - began
-        total += took
-        del found
-    calls = int(seconds / total) // run.validations * run.validations
-    chosen = min(run.steps, max(1, calls) * run.every)
-    say(f"{total:.1f} s a call of all variants: {chosen} of {run.steps} steps in {seconds:.0f} s")
-    return chosen
+    name = f"pairs-{case.replace(' steps=', '-').replace(' ', '-')}-{rule}.npz"
+    part = Part(args, make, args.variants, records.RESULTS / name)
+    seeds = range(args.seed, args.seed + args.seeds)
+    part.train_all(seeds, args.folder or Path("demo_output") / args.preset)
