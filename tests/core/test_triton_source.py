@@ -139,6 +139,7 @@ OPTIONS = [
         {"split": "ulp"}, {"update_dtype": "param"}, {"mu": None}, {"master_weight_bits": None},
         {"mu": lowmem.codecs.linear4(), "nu": lowmem.codecs.linear4(signed=False)},
         {"master_weight_bits": None, "master_rounding": "stochastic"},
+        {"master_weight_bits": None, "master_rounding": "stochastic", "update_dtype": "param"},
     )
 ]  # fmt: skip
 STEPS = OF_RULES + OF_CODECS + OPTIONS

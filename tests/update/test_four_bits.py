@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import optax_lowmem as lowmem
 from tests.tiers import rows
 
 FOUR = lowmem.Storage.four_bit()
+NOWHERE = lowmem.Policy(exclude=("nu:*",))
 SHAPE = (512, 1024)
 BUDGET = 1.07  # bytes per parameter of both moments with their scales
 
@@ -112,3 +114,28 @@ def test_second_moments_that_many_elements_share_are_no_place_for_4_bits(make):
             init(params)
     lowmem.memory.report(tx, params)  # which says nothing
     make(1e-3, storage=lowmem.Storage.four_bit(nu=None), **more).init(params)
+
+
+@pytest.mark.parametrize("nu", [FOUR.nu, lowmem.codecs.sqrt4()], ids=["linear4", "sqrt4"])
+def test_a_second_moment_per_element_in_4_bits_names_the_better_choice(nu):
+    params = {"w": jnp.ones((64, 128)), "v": jnp.ones((128, 64)), "b": jnp.ones(8)}
+    tx = lowmem.flash_adamw(1e-3, storage=lowmem.Storage.four_bit(nu=nu))
+    better = r"flash_factored_adamw.*storage=Storage.four_bit\(nu=None, group_size=32\)"
+    for init in (tx.init, functools.partial(lowmem.init, tx)):
+        with pytest.warns(UserWarning, match=rf"leaf 'v' and 1 more\) are in.*4 bits.*{better}"):
+            init(params)
+    with pytest.warns(UserWarning, match=rf"leaf 'v'\) are in codes of 4 bits.*{better}"):
+        lowmem.pack_small_leaves(tx).init(params)
+    lowmem.memory.report(tx, params)  # which says nothing
+
+
+def test_other_forms_of_4_bits_do_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for tx in (
+            lowmem.flash_factored_adamw(1e-3, storage=lowmem.Storage.four_bit(nu=None)),
+            lowmem.flash_adamw(1e-3, storage=lowmem.Storage.four_bit(nu=None)),
+            lowmem.flash_adamw(1e-3, storage=lowmem.Storage.four_bit(policy=NOWHERE)),
+            lowmem.flash_lion(1e-3, storage=FOUR),
+        ):
+            tx.init({"w": jnp.ones((64, 128))})
