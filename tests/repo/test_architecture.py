@@ -152,7 +152,7 @@ def test_exceptions_are_needed():
         "from .. import update",
         "from ..wrappers import chain",
         "def f():\n    from optax_lowmem._src.optimizers.adam import flash_adamw",
-        "import importlib\nimportlib.import_module('optax_lowmem._src.update')",
+        "import importlib\nimportlib.import_module('optax_lowmem._src.step')",
     ],
 )
 def test_upward_imports_are_noticed(text, tmp_path, monkeypatch):
@@ -229,7 +229,7 @@ FORMULAS = {
     "core/clipping.py": "RMS_t, which an optimizer, a wrapper and a diagnostic share",
     "core/hyperparameters.py": "of the step's number, once a step",
     "core/numerics.py": "the logarithm where a backend has none of its own",
-    "update/block_means.py": "the mean of squares that Adam-mini's rule takes",
+    "blocks/block_means.py": "the mean of squares that Adam-mini's rule takes",
 }
 
 
@@ -264,7 +264,7 @@ def test_triton_is_written_in_few_modules():
         for path in sources("optax_lowmem/_src")
         if any(target.split(".")[0] == "triton" for _, target in imports(path))
     }
-    assert written == {"core/triton_library.py", "update/jax_triton_kernel.py"}
+    assert written == {"kernels/triton_library.py", "step/gpu/jax_triton_kernel.py"}
 
 
 def test_public_names():
