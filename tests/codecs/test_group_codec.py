@@ -345,6 +345,17 @@ def test_explicit_axes(on_a_gpu):
         round_trip(x, implementation="pallas")
 
 
+@pytest.mark.parametrize("length, last", [(256, "data"), (254, None)])
+def test_values_of_codes_that_share_bytes_are_sharded_as_the_codes(length, last):
+    """Where the axis divides them: 127 bytes of 254 values do not lie on two devices."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    spec, codec = P(None, last), codecs.linear4()
+    x = jax.device_put(jnp.ones((4, length)), jax.NamedSharding(mesh, spec))
+    stored = group_codec.encode(codec, x)
+    values = group_codec.decode(codec, *stored, length=length)
+    assert [jax.typeof(a).sharding.spec for a in (stored[0], values)] == [spec, spec]
+
+
 def test_misuse():
     codec, x = codecs.linear(), jnp.ones((4, 64))
     with pytest.raises(

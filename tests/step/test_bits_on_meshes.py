@@ -12,7 +12,6 @@ import pytest
 import optax_lowmem as lowmem
 from optax_lowmem.sharding import state_shardings
 from tests.compilation import SAME_BITS
-from tests.tiers import rows
 from tests.step.test_sharding import (
     LAYOUTS,
     LEARNING_RATE,
@@ -23,6 +22,7 @@ from tests.step.test_sharding import (
     masters,
     nearly,
 )
+from tests.tiers import rows
 
 ROOT = Path(__file__).parents[2]
 COMPRESSED = dict(mu=lowmem.codecs.softsign(), nu=lowmem.codecs.sqrt())

@@ -15,8 +15,8 @@ import optax_lowmem as lowmem
 from optax_lowmem.sharding import state_shardings
 from tests.compilation import SAME_BITS
 from tests.contract_cases import skip_old_multi_steps
-from tests.tiers import rows
 from tests.step.test_sharding import PARTITIONS_CALLS, nearly
+from tests.tiers import rows
 
 POLICY = lowmem.Policy(min_size=0)
 FULL = pytest.mark.full

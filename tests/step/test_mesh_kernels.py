@@ -22,8 +22,8 @@ from optax_lowmem.sharding import state_shardings
 from tests.compilation import SAME_BITS
 from tests.contract_cases import assert_alike
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
-from tests.tiers import rows
 from tests.step.test_sharding import COLLECTIVES, LEARNING_RATE
+from tests.tiers import rows
 
 SHAPES = {"w": (64, 256), "layers": (4, 16, 96), "bias": (64,)}
 POLICY = lowmem.Policy(min_size=0)

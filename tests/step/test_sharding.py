@@ -212,6 +212,16 @@ def test_groups_are_known_by_their_size_not_by_counting():
     assert (state.mu["w"], state.mu_scale["w"]) == (P(None, "y"), P(None, None))
 
 
+def test_zero_splits_no_group():
+    """Of 6 rows and 64 columns four devices can have neither; of 128 columns a group each."""
+    storage = lowmem.Storage(policy=lowmem.Policy(min_size=0))
+    tx, the_mesh = lowmem.flash_adamw(1e-3, storage=storage), mesh(x=4)
+    for columns, spec in ((64, P(None, None)), (128, P(None, "x"))):
+        params = {"w": jax.ShapeDtypeStruct((6, columns), jnp.bfloat16)}
+        found = state_shardings(tx, params, {"w": P()}, mesh=the_mesh, zero_axis="x")
+        assert found.correction["w"].spec == spec
+
+
 def test_bytes_of_two_codes_stay_whole():
     """Codes lie as their parameter where its parts are whole bytes; `explain` says where not."""
     four = {"mu": lowmem.codecs.linear4(), "nu": lowmem.codecs.linear4(signed=False)}

@@ -32,8 +32,8 @@ from tests import launch_cases, tolerances, triton_on_numpy
 from tests.compilation import FULL_COMPILE, SAME_BITS
 from tests.contract_cases import RULES, covering, pairwise
 from tests.launch_cases import storage
-from tests.tiers import rows
 from tests.step.test_fused_update import compare
+from tests.tiers import rows
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
 LEARNING_RATE = launch_cases.LEARNING_RATE

@@ -32,7 +32,6 @@ from tests.lowering import (
     tpu_kernels_in,
     tpu_mesh,
 )
-from tests.tiers import rows
 from tests.step.test_sharding import COLLECTIVES
 from tests.step.test_step_backends import (
     BF16,
@@ -47,6 +46,7 @@ from tests.step.test_step_backends import (
     WEIGHTS,
     builder,
 )
+from tests.tiers import rows
 
 # ---- who takes a leaf: generated Triton ----------------------------------------------------------
 
