@@ -16,8 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._src.core import numerics
-from optax_lowmem._src.core.compiled import compiled
-from optax_lowmem._src.core.shown import ShowsChanges
+from optax_lowmem._src.core.reprs import ShowsChanges
 
 Noise = jax.Array | None
 _LARGEST = 3.3895313892515355e38  # of bf16: noise makes no infinity of what is not above it
@@ -34,13 +33,6 @@ class MasterSplit(ShowsChanges, abc.ABC):
 
     bits: int = 24
     stochastic: bool = False
-
-    def __init_subclass__(cls) -> None:
-        """The arithmetic of each scheme is one program where it is called eagerly."""
-        super().__init_subclass__()
-        for name in ("round", "correction", "split", "join"):
-            if name in vars(cls):
-                setattr(cls, name, compiled(vars(cls)[name]))
 
     @property
     def name(self) -> str:
@@ -77,7 +69,6 @@ class MasterSplit(ShowsChanges, abc.ABC):
     def join(self, p: jax.Array, correction: jax.Array) -> jax.Array:
         """The master weight (f32) of a weight and its correction."""
 
-    @compiled
     def split(
         self, w: jax.Array, dtype: jnp.dtype, noise: Noise = None
     ) -> tuple[jax.Array, jax.Array]:

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lowmem._src.core import scope, trees
-from optax_lowmem._src.core.compiled import apply_updates, as_given, compiled, widened
+from optax_lowmem._src.core import context, trees
+from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.core.placement import placements
 from optax_lowmem._src.core.typing import Tree
 from optax_lowmem._src.noise.noisy import Sampler
-from optax_lowmem._src.update import IMPLEMENTATIONS
-from optax_lowmem._src.update.engine import EngineTransformation
-from optax_lowmem._src.update.masters import adds_noise, splits_masters
+from optax_lowmem._src.step import IMPLEMENTATIONS
+from optax_lowmem._src.step.engine import EngineTransformation
+from optax_lowmem._src.step.masters import adds_noise, splits_masters
 
 
 def chain(*transformations: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -132,7 +132,7 @@ def step(
             f"implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}"
         )
     places = None if specs is None else placements(params, specs, mesh)
-    with scope.implementing(implementation), scope.placing(places):
+    with context.implementing(implementation), context.placing(places):
         try:
             return _step_any(tx, grads, state, params, None, extra)
         except TypeError as error:
@@ -187,7 +187,7 @@ def _run(
         factor = _clipping_factor(before[-1], updates, state[-2])
         states.append(state[-2])
     if _follows_gradients(final):
-        updates = as_given(updates, given)
+        updates = trees.as_given(updates, given)
     result, new = last(final, updates, state[-1], params, factor, extra)
     return result, (*states, trees.keep_dtypes(state[-1], new, given))
 
@@ -226,7 +226,7 @@ def _step_last(
 
         return tx.work.advance(updates, state, params, take, factor)
     updates, state = _update_last(tx, updates, state, params, factor, extra)
-    return apply_updates(params, updates), state
+    return optax.apply_updates(params, updates), state
 
 
 def _step_any(
@@ -267,7 +267,7 @@ def _follows_gradients(tx: optax.GradientTransformation) -> bool:
 
 
 def _widened(updates: Tree) -> Tree:
-    return widened(updates, floats_only=True)
+    return trees.widened(updates, floats_only=True)
 
 
 def _clips_global_norm(link: optax.GradientTransformation) -> bool:

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.codecs import MasterSplit
-from optax_lowmem._src.core import boxes, derivative, numerics, random, scope, trees
-from optax_lowmem._src.core.compiled import each, unstacked, widened
-from optax_lowmem._src.core.hyperparameters import increment
-from optax_lowmem._src.update import MASTER, split_update
-from optax_lowmem._src.update.masters import (
+from optax_lowmem._src.core import array_metadata, context, derivative, numerics, random, trees
+from optax_lowmem._src.core.compiled import each, unstacked
+from optax_lowmem._src.step import MASTER, split_update
+from optax_lowmem._src.step.masters import (
     adds_noise,
     check_order,
     choose_split,
@@ -23,7 +22,7 @@ from optax_lowmem._src.update.masters import (
     split_for,
     splits_masters,
 )
-from optax_lowmem._src.update.storage import Storage, check_bits, check_master_rounding
+from optax_lowmem._src.step.storage import Storage, check_bits, check_master_rounding
 
 
 class SplitState(NamedTuple):
@@ -56,18 +55,18 @@ class _Splitter:
                 corrections.append(jnp.zeros((), jnp.int8))
             else:
                 corrections.append(initial_correction(split, path, leaf))
-        correction = boxes.like(params, corrections)
+        correction = array_metadata.like(params, corrections)
         if splits_masters(self.inner, params):
             raise ValueError(
                 "split_master_weights around an optimizer that splits master weights itself: give "
                 "that one storage=Storage(master_weight_bits=None)."
             )
-        with scope.absorbing() as decisions:
+        with context.absorbing() as decisions:
             inner = self.inner.init(join_masters(params, correction))
         for decision in decisions:  # the corrections are decided here
             if decision.slot != "correction":
-                scope.record(decision)
-        seed = scope.provided_seed(self.storage.seed)
+                context.record(decision)
+        seed = context.provided_seed(self.storage.seed)
         return SplitState(jnp.zeros((), jnp.int32), seed, correction, inner)
 
     def update(
@@ -88,19 +87,19 @@ class _Splitter:
         if fast is params:
             check_order(jax.tree.leaves(updates), params, state.correction)
         masters = join_masters(params, state.correction)
-        gradients = widened(updates)
+        gradients = trees.widened(updates)
         steps, inner = self.inner.update(gradients, state.inner_state, masters, **extra)
         if any(jnp.ndim(c) for c in jax.tree.leaves(state.correction)):
             steps, params = derivative.without((steps, params))
         corrections = jax.tree.leaves(state.correction)
-        count, named = increment(state.count), trees.named_leaves(params)
+        count, named = optax.safe_increment(state.count), trees.named_leaves(params)
         # those of the engine, so that a fused optimizer draws the same bits
         keys = random.leaf_keys(state.seed, count, [path for path, _ in named])
         rows = zip(named, jax.tree.leaves(steps), corrections, strict=True)
         given = {path: g.dtype for path, g in trees.named_leaves(updates)}
         landed = self._land(list(rows), keys, given)
         treedef = jax.tree.structure(params)
-        correction = boxes.like(params, [c for _, c in landed])
+        correction = array_metadata.like(params, [c for _, c in landed])
         updates = jax.tree.unflatten(treedef, [u for u, _ in landed])
         return updates, SplitState(count, state.seed, correction, inner)
 
@@ -124,7 +123,7 @@ class _Splitter:
         landed = each(_landed, given, self.storage.group_size)
         for ((path, _), *_), (split, *_), (update, _) in zip(rows, given, landed, strict=True):
             if split is not None:
-                scope.emit(path, update)
+                context.emit(path, update)
         return landed
 
     def _update_dtype(self, dtype: jnp.dtype, of_gradient: jnp.dtype | None) -> jnp.dtype:

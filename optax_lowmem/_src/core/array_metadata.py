@@ -1,0 +1,230 @@
+"""Nodes that hold one array and describe its axes: those of Linen, NNX and haliax.
+
+Flax shards an array of the state by the names in its metadata (Linen's `Partitioned`, NNX's
+`Variable`), Levanter by the names of its axes (haliax's `NamedArray`), both without a look at its
+shape. A state made by `jax.tree.map` over the parameters has their metadata, so `like` gives those
+of arrays with other shapes than the parameter's, such as scales and 0-d placeholders, other names.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+# A mesh axis of so many devices, or one that the number divides, keeps its name where it can.
+_PARTS = 64
+_KEYS = (
+    "out_sharding",
+    "optimizer_sharding",
+)  # of NNX; Flax shards a state by the latter, if given
+
+
+def is_box(node: object) -> bool:
+    """Return whether a node is an array with Linen metadata, such as `Partitioned`."""
+    return hasattr(type(node), "unbox") and hasattr(type(node), "replace_boxed")
+
+
+def is_variable(node: object) -> bool:
+    """Return whether a node is an NNX `Variable`."""
+    return hasattr(type(node), "get_metadata") and hasattr(type(node), "replace")
+
+
+def _axes_field(node: object) -> str | None:
+    """The field with the axes of an array with named axes; None for other nodes.
+
+    Such a node is a dataclass of `array` and either `axes`, which have names and sizes, or
+    `axis_names`, strings: haliax's `NamedArray`, by version.
+    """
+    fields = getattr(type(node), "__dataclass_fields__", ())
+    if len(fields) != 2 or "array" not in fields:
+        return None
+    return next((name for name in ("axes", "axis_names") if name in fields), None)
+
+
+def unboxed(tree: optax.Params) -> optax.Params:
+    """A tree without Linen's boxes."""
+
+    def content(node: object) -> object:
+        if not is_box(node):
+            return node
+        inside = jax.tree.leaves(node)  # `node.unbox()` would shard it by its names on a set mesh
+        return inside[0] if inside else None
+
+    return jax.tree.map(content, tree, is_leaf=is_box)
+
+
+def like(
+    reference: optax.Params, arrays: Iterable[object], before: optax.Params | None = None
+) -> optax.Params:
+    """A tree of the structure of `reference`, whose metadata fit the arrays that they describe.
+
+    In a box of Linen an axis has its name where the array and the parameter share it. Other axes
+    keep it where any number of parts up to 64, or to that of the devices, and any multiple of them
+    by odd numbers, that divides the parameter divides the array too: groups of a long enough axis.
+    Else the name is None. A `NamedArray` of haliax and a `Variable` of NNX do so where no mesh is
+    known; with one (that of `jax.set_mesh`, or of the variable) the former keeps names where any
+    axes of it that divide the parameter divide the array, and the latter where its own do. In
+    haliax the other axes are called "<name>_groups", which no mapping of names shards. A 0-d
+    placeholder has no names.
+
+    Args:
+      reference: the parameters, or a tree of their metadata and shapes.
+      arrays: the new leaves, in order.
+      before: the tree of the step before, whose metadata stay: they are part of a state's type.
+    """
+    arrays, nodes = list(arrays), jax.tree.leaves(reference, is_leaf=has_metadata)
+    if not any(map(has_metadata, nodes)):
+        return jax.tree.unflatten(jax.tree.structure(reference), arrays)
+    if any(map(has_metadata, jax.tree.leaves(before, is_leaf=has_metadata))):
+        kept: Any = jax.tree.structure(before)
+        if kept.num_leaves == len(arrays):
+            return jax.tree.unflatten(kept, arrays)
+    rest = iter(arrays)
+    treedef = jax.tree.structure(reference, is_leaf=has_metadata)
+    return jax.tree.unflatten(treedef, [_fitted(node, rest) for node in nodes])
+
+
+def has_metadata(node: object) -> bool:
+    return is_box(node) or is_variable(node) or _axes_field(node) is not None
+
+
+def _fitted(node: Any, rest: Iterable[Any]) -> Any:
+    """The node of the next arrays, with metadata of their shape if it is one array."""
+    leaves, treedef = jax.tree.flatten(node)
+    arrays = list(itertools.islice(rest, len(leaves)))
+    described = has_metadata(node) and len(leaves) == 1 and hasattr(arrays[0], "shape")
+    if not described or arrays[0].shape == jnp.shape(leaves[0]):
+        return jax.tree.unflatten(treedef, arrays)
+    shape, whole = arrays[0].shape, jnp.shape(leaves[0])
+    if is_variable(node):
+        return fitted_variable(jax.tree.unflatten(treedef, arrays), shape, whole)
+    sizes, pairs = _sizes(jax.sharding.get_abstract_mesh()), list(zip(shape, whole, strict=False))
+    if (field := _axes_field(node)) is not None:
+        axes = _axes(getattr(node, field), shape, [_splits_as(*pair, sizes) for pair in pairs])
+        return dataclasses.replace(node, **{"array": arrays[0], field: axes})
+    keeps = [_splits_on_any(*pair, sizes) for pair in pairs]
+    box: Any = jax.tree.unflatten(treedef, arrays)
+    names = getattr(box, "names", None)
+    return box if names is None else box.replace(names=_names(names, shape, whole, keeps))
+
+
+def _names(
+    names: Iterable[Any], shape: tuple[int, ...], whole: tuple[int, ...], keeps: list[bool]
+) -> tuple[Any, ...]:
+    if len(shape) != len(whole):
+        return (None,) * len(shape)
+    return tuple(name if keep else None for name, keep in zip(names, keeps, strict=False))
+
+
+def _axes(axes: tuple[Any, ...], shape: tuple[int, ...], keeps: list[bool]) -> tuple[Any, ...]:
+    """Axes of haliax for an array of this shape, names or names with sizes as those given."""
+    names = [f"groups_{d}" for d, _ in enumerate(shape)]
+    if len(axes) == len(shape):
+        old = [getattr(axis, "name", axis) for axis in axes]
+        names = [n if keep else f"{n}_groups" for n, keep in zip(old, keeps, strict=True)]
+    if all(isinstance(axis, str) for axis in axes):
+        return tuple(names)
+    return tuple(type(axes[0])(*axis) for axis in zip(names, shape, strict=True))
+
+
+def _splits_on_any(own: int, whole: int, sizes: dict[str, int]) -> bool:
+    """Return whether an axis of `own` entries splits on every mesh that splits one of `whole`."""
+    devices = max(math.prod(sizes.values()), jax.device_count())
+    parts = max(_PARTS, 1 << (devices - 1).bit_length())
+    if own == whole:
+        return True
+    if own == 0 or own % parts or whole % own:
+        return False
+    size = whole // own
+    return size & (size - 1) == 0  # else an odd number of parts may cut through a group
+
+
+def _splits_as(own: int, whole: int, sizes: dict[str, int]) -> bool:
+    """Return whether an axis of `own` entries splits over any axes of a mesh that split `whole`.
+
+    Where the mesh is not known, it must split on every mesh.
+    """
+    counts = {1}
+    for size in sizes.values():
+        counts |= {size * count for count in counts}
+    parts = [count for count in counts if whole % count == 0] if sizes else [None]
+    return all(_splits(count, own, whole, sizes) for count in parts)
+
+
+def _sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
+    return {} if mesh is None or mesh.empty else dict(mesh.shape)
+
+
+# ---- variables of NNX --------------------------------------------------------------------------
+
+
+def fitted_variable(
+    variable: Any, shape: tuple[int, ...], whole: tuple[int, ...] | None = None
+) -> Any:
+    """A variable of NNX whose metadata shard it along the axes that its shape allows.
+
+    Args:
+      variable: of an optimizer's state, with the metadata of its parameter.
+      shape: of its array.
+      whole: shape of the parameter, where that is known.
+    """
+    metadata, changes = variable.get_metadata(), {}
+    for key in _KEYS:
+        sharding = metadata.get(key)
+        if isinstance(sharding, NamedSharding | PartitionSpec | tuple):
+            fitting = _fitting(sharding, metadata, shape, whole)
+            if fitting != sharding:
+                changes[key] = fitting
+    return variable.replace(**changes) if changes else variable
+
+
+def _fitting(
+    sharding: Any,
+    metadata: Mapping[str, Any],
+    shape: tuple[int, ...],
+    whole: tuple[int, ...] | None,
+) -> Any:
+    from flax.core import meta, spmd
+
+    named = isinstance(sharding, NamedSharding)
+    names = tuple(sharding.spec if named else sharding)
+    mesh: Any = sharding.mesh if named else metadata.get("mesh") or meta.get_global_mesh()
+    rules, sizes = metadata.get("sharding_rules"), _sizes(mesh)
+    axes = tuple(spmd.apply_rules(PartitionSpec(*names), rules))
+    if whole is None:  # of an array about whose groups nothing is known
+        keeps = [
+            own % (_parts(axis, sizes) or 1) == 0 for axis, own in zip(axes, shape, strict=False)
+        ]
+    else:
+        keeps = [
+            _splits(_parts(axis, sizes), own, of, sizes)
+            for axis, own, of in zip(axes, shape, whole, strict=False)
+        ]
+    fitting = _names(names, shape, shape if whole is None else whole, keeps)
+    if fitting == names:
+        return sharding
+    if named:
+        return NamedSharding(sharding.mesh, PartitionSpec(*fitting))
+    return type(sharding)(*fitting) if isinstance(sharding, PartitionSpec) else fitting
+
+
+def _parts(axes: Any, sizes: dict[str, int]) -> int | None:
+    """Return the number of shards along a dimension, or None where the mesh lacks its axes."""
+    own = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+    return math.prod(sizes[a] for a in own) if all(a in sizes for a in own) else None
+
+
+def _splits(parts: int | None, own: int, whole: int, sizes: dict[str, int]) -> bool:
+    """Return whether an axis of `own` entries splits into `parts`, as its axis of `whole` does.
+
+    Where `parts` is None, it must split on every mesh that splits `whole`.
+    """
+    if parts is None:
+        return _splits_on_any(own, whole, sizes)
+    return own == whole or parts == 1 or (own > 0 and own % parts == 0 and whole % own == 0)
