@@ -355,8 +355,8 @@ def test_the_printed_form():
         "head_dim)",
         "  mlp/kernel         8x6    per head of axis 1 (3)  24  rule 'mlp/*'",
         "? odd                3x5    whole tensor             1  not recognised: neither its name "
-        "nor its module is known; or say it in rules=[('odd', axes)]",
-        "  table/embedding    9x4    per row                  9  an embedding: one block a row",
+        "nor its module is known; or pass rules=[('odd', axes)]",
+        "  table/embedding    9x4    per row                  9  an embedding: one block per row",
         "4 leaves, 1 not recognised (marked ?): 36 values of v_mean for 163 parameters, 0.000 MiB "
         "in f32",
     ]
@@ -380,10 +380,10 @@ HEADED = model(attn__q_proj__kernel=(8, 12), attn__k_proj__kernel=(8, 6))
         (KERNEL, {"rules": [("*", Block((1,), heads=(1, 2)))]}, "named twice"),
         (KERNEL, {"rules": [("*", Block((0,), heads=(1, 5)))]}, "5 heads do not divide axis 1"),
         (KERNEL, {"rules": [("mpl/*", (0,))]}, "the rule 'mpl/.*' matches no leaf"),
-        (KERNEL, {"rules": [("*", "rows")]}, "a block is a Block, axes"),
-        (KERNEL, {"default": "rows"}, "default is 'whole' or 'elementwise'"),
-        (KERNEL, {"heads": 0}, "heads is a number of heads"),
-        (KERNEL, {"kv_heads": True}, "kv_heads is a number of heads"),
+        (KERNEL, {"rules": [("*", "rows")]}, "must be a Block, axes"),
+        (KERNEL, {"default": "rows"}, "default must be 'whole' or 'elementwise'"),
+        (KERNEL, {"heads": 0}, "heads must be a number of heads"),
+        (KERNEL, {"kv_heads": True}, "kv_heads must be a number of heads"),
         (HEADED, {"heads": 5}, "heads=5 does not divide the 12 outputs of leaf 'attn/q_proj/kern"),
         (HEADED, {"heads": 4, "kv_heads": 4}, "kv_heads=4 does not divide the 6 outputs"),
         (HEADED, {"heads": 4, "kv_heads": 3}, "head_dim 2 with kv_heads=3, its query has 3"),
@@ -404,7 +404,7 @@ def test_axes_are_numbers(axes):
 
 
 def test_rules_are_pairs():
-    with pytest.raises(TypeError, match="rules is a sequence of .* pairs"):
+    with pytest.raises(TypeError, match="rules must be a sequence of .* pairs"):
         blocks.infer(KERNEL, rules=["*/bias"])
     with pytest.raises(ValueError, match=r"Block.heads is \(axis, number of heads"):
         Block((0,), heads=(1, 0))

@@ -1,1 +1,1 @@
-"""Adam-mini's blocks of shared second moments: the structure of a tree."""
+"""Adam-mini's blocks, which share a second moment, for each leaf of a tree."""
