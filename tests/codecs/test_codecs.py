@@ -406,5 +406,5 @@ def test_what_arrays_of_codes_refuse(codec):
     with pytest.raises(ValueError, match="group_size must be at least 1, got 0"):
         codecs.decode_array(codec, codes, scales, 0, 64)
     for wrong in ((scales, codes), (codes, scales[:, :1])):
-        with pytest.raises(ValueError, match=f"{codec.name} in groups of 32 keeps .*Pass the"):
+        with pytest.raises(ValueError, match=f"{codec.name} in groups of 32 stores .*pass the"):
             codecs.decode_array(codec, *wrong, 32, 64)
