@@ -348,7 +348,7 @@ def test_misuse():
         group_codec.encode(codec, x, 0)
     stored = group_codec.encode(codec, x, 32)
     for other, group_size in ((codec, 16), (codecs.softsign(), 32), (codecs.sqrt(), 32)):
-        with pytest.raises(ValueError, match=f"{other.name} in groups of {group_size} keeps"):
+        with pytest.raises(ValueError, match=f"{other.name} in groups of {group_size} stores"):
             group_codec.decode(other, *stored, group_size)
 
 

@@ -228,7 +228,7 @@ def test_kinds(path, shape, expected):
         ("attn/c_attn/kernel", (8, 24), "pass heads="),
         ("attn/lora_a/kernel", (8, 24), "called 'lora_a'"),
         ("Attention_0/Dense_0/kernel", (8, 24), "called 'dense'"),
-        ("memory/key/kernel", (8, 24), "'key' is not in an attention"),
+        ("memory/key/kernel", (8, 24), "'key' is neither in an attention"),
         ("proj/weight", (8, 24), "(in, out) or (out, in)"),
         ("kiln/thing", (8, 24), "neither its name nor its module"),
         ("patches/kernel", (3, 3, 8, 24), "which axes of shape"),
