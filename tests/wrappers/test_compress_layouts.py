@@ -192,7 +192,7 @@ def test_bytes_of_two_codes_are_of_slots_like_their_weights():
     _, after = jax.jit(tx.update)(params, state, params)
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
     other = {"w": jnp.ones((64, 64))}
-    with pytest.raises(ValueError, match="uint8.64, 33. codes.*linear-int4 in groups of 32 stores"):
+    with pytest.raises(ValueError, match="uint8.64, 33. codes.*linear-int4 in groups of 32 keeps"):
         tx.update(other, state, other)
 
 

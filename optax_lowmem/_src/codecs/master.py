@@ -64,7 +64,7 @@ class MasterSplit(ShowsChanges, abc.ABC):
 
     @abc.abstractmethod
     def round(self, w: jax.Array, dtype: jnp.dtype, noise: Noise = None) -> jax.Array:
-        """Return 16-bit weights p of master weights w (f32); `noise` is random uint32."""
+        """Return 16-bit weights p of master weights w (f32); `noise` is uint32, upper bits random."""
 
     @abc.abstractmethod
     def correction(self, w: jax.Array, p: jax.Array, noise: Noise = None) -> jax.Array:
@@ -190,7 +190,7 @@ class UlpSplit(MasterSplit):
         return numerics.narrow(w, dtype)
 
     def correction(self, w: jax.Array, p: jax.Array, noise: Noise = None) -> jax.Array:
-        """Return rho + 2^(k-1), with rho in [-N, N], and 0 where p is not finite."""
+        """Return rho + 2^(k-1); rho is clipped to [-N, N], and is 0 where p is not finite."""
         weight = numerics.widen(p)
         lift, low, high = self._half_ulp(p)
         up = numerics.power_of_two(lift)
