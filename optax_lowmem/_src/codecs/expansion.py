@@ -228,15 +228,15 @@ def expanded(inner: MinifloatCodec | DynamicCodec) -> ExpandedCodec:
 
 
 def expanded_e4m3(signed: bool = True) -> ExpandedCodec:
-    """COAT's codec of both moments: E4M3 after expansion."""
+    """E4M3 with dynamic range expansion: COAT's codec of both moments."""
     return expanded(e4m3(signed))
 
 
 def expanded_e5m2(signed: bool = True) -> ExpandedCodec:
-    """E5M2 after expansion."""
+    """E5M2 with dynamic range expansion."""
     return expanded(e5m2(signed))
 
 
 def expanded_dynamic(signed: bool = True) -> ExpandedCodec:
-    """The dynamic map after expansion."""
+    """The dynamic map with dynamic range expansion."""
     return expanded(dynamic(signed))

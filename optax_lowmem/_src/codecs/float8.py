@@ -166,7 +166,7 @@ def _one_to_two(bits: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class E4M3Codec(MinifloatCodec):
-    """Code 1 is 2^-9 and code 126 is 448; 127, the format's NaN, is not used."""
+    """OCP E4M3: code 1 is 2^-9 and code 126 is 448; 127 (NaN) is not used."""
 
     mantissa = 3
     lowest = -6
@@ -175,7 +175,7 @@ class E4M3Codec(MinifloatCodec):
 
 @dataclasses.dataclass(frozen=True)
 class E5M2Codec(MinifloatCodec):
-    """Code 1 is 2^-16 and code 123 is 57344; 124 to 127, infinity and NaN, are not used."""
+    """OCP E5M2: code 1 is 2^-16 and code 123 is 57344; 124 to 127 (infinity, NaN) are not used."""
 
     mantissa = 2
     lowest = -14
@@ -230,7 +230,7 @@ def _knots(signed: bool) -> Knots:
 
 @dataclasses.dataclass(frozen=True)
 class DynamicCodec(MappedCodec):
-    """Seven decades below the maximum, each with twice the codes of the one below it."""
+    """Dynamic map: seven decades below the maximum, each with twice the codes of the next lower."""
 
     top_octaves: ClassVar[float] = 0.0  # `round_octaves` clips rounding errors above it
 

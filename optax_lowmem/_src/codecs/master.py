@@ -64,7 +64,7 @@ class MasterSplit(ShowsChanges, abc.ABC):
 
     @abc.abstractmethod
     def round(self, w: jax.Array, dtype: jnp.dtype, noise: Noise = None) -> jax.Array:
-        """Return 16-bit weights p of master weights w (f32); `noise` is uint32, upper bits random."""
+        """Return 16-bit weights p of master weights w (f32); `noise` is uint32, random at the top."""
 
     @abc.abstractmethod
     def correction(self, w: jax.Array, p: jax.Array, noise: Noise = None) -> jax.Array:
