@@ -12,7 +12,6 @@ with f32 scales both. A description of the format is saved with them and compare
 from optax_lowmem._src.checkpoint.description import FORMAT_VERSION as FORMAT_VERSION
 from optax_lowmem._src.checkpoint.description import check as check
 from optax_lowmem._src.checkpoint.description import metadata as metadata
-from optax_lowmem._src.checkpoint.description import migrate as migrate
 from optax_lowmem._src.checkpoint.export import export as export
 from optax_lowmem._src.checkpoint.files import handlers as handlers
 from optax_lowmem._src.checkpoint.plain import from_optax as from_optax
@@ -32,7 +31,6 @@ __all__ = [
     "handlers",
     "latest_step",
     "metadata",
-    "migrate",
     "restore",
     "restore_from",
     "save",

@@ -1,7 +1,9 @@
 """Reads docstrings for the site: examples as code, formulas as MathML, which needs no script."""
 
 import re
+import runpy
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import griffe
@@ -10,6 +12,9 @@ from latex2mathml.converter import convert
 _EXAMPLE = re.compile(r"^(\s*)Example:$", re.MULTILINE)
 _DISPLAY = re.compile(r"^( *)\.\. math::((?:.*\n)(?:(?:\1 +.*)?\n)*)", re.MULTILINE)
 _INLINE = re.compile(r":math:`([^`]*)`")
+
+_ARGUMENTS = Path(__file__).parents[1] / "optax_lowmem/_src/optimizers/arguments.py"
+_COMPLETED = runpy.run_path(str(_ARGUMENTS))["completed"]
 
 
 def converted(text: str) -> str:
@@ -27,9 +32,13 @@ def _display(found: re.Match) -> str:
 
 
 class Docstrings(griffe.Extension):
-    """Converts the docstring of every object."""
+    """Converts the docstring of every object; completes those of decorated optimizers."""
 
     def on_object(self, *, obj: griffe.Object, **others: Any) -> None:
         """Rewrite an object's docstring."""
         if obj.docstring is not None:
+            if any(str(d.value) == "with_common_arguments" for d in getattr(obj, "decorators", ())):
+                obj.docstring.value = _COMPLETED(
+                    obj.docstring.value, [p.name for p in obj.parameters]
+                )
             obj.docstring.value = converted(obj.docstring.value)

@@ -23,6 +23,7 @@ from optax_lowmem._src.noise import kernels_triton as noise_kernels
 from optax_lowmem._src.noise.distributions import NOISES
 from optax_lowmem._src.noise.formats import FORMATS
 from optax_lowmem._src.quantized_matmul import FORMATS as CODES
+from optax_lowmem._src.quantized_matmul import dispatch
 from optax_lowmem._src.quantized_matmul import triton as quantized_matmul_triton
 from optax_lowmem._src.update import block_means, block_means_triton
 from optax_lowmem.blocks import Block
@@ -281,7 +282,7 @@ def test_reasons(without_pallas_triton, monkeypatch):
             group_codec.supported(x, 32, codecs.softsign()),
             noise.no_kernel_reason(x, x.shape, F32),
             fp8.supported(x, 16),
-            matmul._rows_reason(x),
+            dispatch._rows_reason(x),
             block_means.supported(Block((0,)), x),
         ]
 

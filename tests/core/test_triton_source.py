@@ -139,6 +139,7 @@ OPTIONS = [
         {"split": "ulp"}, {"update_dtype": "param"}, {"mu": None}, {"master_weight_bits": None},
         {"mu": lowmem.codecs.linear4(), "nu": lowmem.codecs.linear4(signed=False)},
         {"master_weight_bits": None, "master_rounding": "stochastic"},
+        {"master_weight_bits": None, "master_rounding": "stochastic", "update_dtype": "param"},
     )
 ]  # fmt: skip
 STEPS = OF_RULES + OF_CODECS + OPTIONS
@@ -148,7 +149,7 @@ def label(x):
     return x if isinstance(x, str) else "-".join(getattr(v, "name", str(v)) for v in x.values())
 
 
-@pytest.mark.parametrize("name, options", rows(STEPS, OF_RULES + OPTIONS), ids=label)
+@pytest.mark.parametrize("name, options", rows(STEPS, OF_RULES + OPTIONS[::2]), ids=label)
 @pytest.mark.parametrize("direct", rows([True, False], [True]))
 def test_a_step(name, options, direct):
     """Of every rule, codec and split: the bits of the function that it was made from."""

@@ -2,6 +2,7 @@
 
 import functools
 import http.server
+import inspect
 import json
 import os
 import re
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import optax_lowmem
 from tests.repo import browser
 from tests.repo.pages import DOCS, ROOT
 
@@ -90,6 +92,16 @@ def test_docstrings_are_rendered(site):
     text = html_of(site, "api/optimizers.md")
     assert "<math" in text and "language-pycon highlight" in text
     assert ":math:" not in text and ".. math::" not in text
+
+
+def test_every_argument_of_an_optimizer_is_described(site):
+    """Also those that its docstring gets from a decorator, which the site's reader does not run."""
+    text = html_of(site, "api/optimizers.md")
+    for name, optimizer in optax_lowmem.OPTIMIZERS.items():
+        _, _, own = text.partition(f'id="optax_lowmem.{name}"')
+        own = own.partition('id="optax_lowmem.')[0]
+        described = re.findall(r"<b><code>(\w+)</code></b>", own)
+        assert described == list(inspect.signature(optimizer.make).parameters), name
 
 
 def test_nothing_is_loaded_from_elsewhere(site):

@@ -9,7 +9,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from benchmarks import model_shapes
-from optax_lowmem._src.update import dispatch, pallas_triton, reference
+from optax_lowmem._src.update import pallas_triton, reference, xla
 from tests.lowering import kernels_in, lower_for_cuda
 
 TX = lowmem.flash_adamw(1e-3)
@@ -34,7 +34,7 @@ def counts(on_a_gpu, monkeypatch):
     count("fallback", reference, "fused_update")
     count("copies", pallas_triton, "_store")
     static = ("rule", "plan")
-    monkeypatch.setattr(dispatch, "_plain", jax.jit(reference.fused_update, static_argnames=static))
+    monkeypatch.setattr(xla, "plain", jax.jit(reference.fused_update, static_argnames=static))
     jax.clear_caches()  # of what other tests have traced
     return found
 

@@ -1,16 +1,15 @@
 """Description of the format of a checkpoint, and its comparison with what an optimizer reads."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from optax_lowmem._src.core import scope, trees
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 NAME = "optax_lowmem"
 Forms = dict[str, list[Any]]  # path -> [dtype, shape]
 
@@ -58,7 +57,7 @@ def metadata(tx: optax.GradientTransformation, params: optax.Params) -> dict[str
       >>> params = {"w": jnp.ones((64, 64), jnp.bfloat16)}
       >>> described = lowmem.checkpoint.metadata(lowmem.flash_lion(1e-4), params)
       >>> described["version"], described["slots"]["w"]["correction"]
-      (2, {'split': 'bits-24'})
+      (3, {'split': 'bits-24'})
       >>> described["slots"]["w"]["mu"]["codec"], described["slots"]["w"]["mu"]["group_size"]
       ('softsign-int8', 32)
     """
@@ -127,23 +126,8 @@ def check(saved: Mapping[str, Any], tx: optax.GradientTransformation, params: op
       >>> lowmem.checkpoint.check(saved, lowmem.flash_adamw(3e-4), params)
     """
     check_version(saved)
-    if saved["version"] < FORMAT_VERSION:
-        raise ValueError(
-            f"the checkpoint has format version {saved['version']}, this package writes "
-            f"{FORMAT_VERSION}: checkpoint.restore and checkpoint.migrate convert it."
-        )
-    compare(saved, tx, params)
-
-
-def compare(
-    saved: Mapping[str, Any],
-    tx: optax.GradientTransformation,
-    params: optax.Params,
-    trusted: bool = False,
-) -> None:
-    """`check` of a description of this version; `trusted`: one that says nothing of codecs."""
     here = metadata(tx, params)
-    lacking = None if trusted else next(_lacking(saved, here), None)
+    lacking = next(_lacking(saved, here), None)
     if lacking is not None:
         raise ValueError(
             f"the description of the checkpoint lacks {lacking}, so that it does not say how to "
@@ -157,16 +141,18 @@ def compare(
 
 
 def check_version(saved: Mapping[str, Any]) -> None:
-    """Raises unless a description is one, and no newer than this package."""
+    """Raises unless a description is one, of this package's format version."""
     if saved.get("format") != NAME or not isinstance(saved.get("version"), int):
         raise ValueError(
             "this is no description of a checkpoint of optax_lowmem: it has the keys "
             f"{sorted(saved)}. Give what checkpoint.metadata returned."
         )
-    if saved["version"] > FORMAT_VERSION:
+    if saved["version"] != FORMAT_VERSION:
+        newer = saved["version"] > FORMAT_VERSION
+        remedy = "update optax_lowmem to read it" if newer else "no release wrote the older one"
         raise ValueError(
-            f"the checkpoint has format version {saved['version']}, newer than this package reads "
-            f"({FORMAT_VERSION}): update optax_lowmem to read it."
+            f"the checkpoint has format version {saved['version']}, and this package reads "
+            f"{FORMAT_VERSION} only: {remedy}."
         )
 
 
@@ -193,7 +179,7 @@ def _problems(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str
     """Yield the differences between a description and the one wanted, the most important first."""
     remedy = "Restore with the parameters that it was saved with."
     yield from unlike("parameter", saved["params"], here["params"], remedy)
-    for path, of_leaf in here["slots"].items() if saved.get("slots") else ():
+    for path, of_leaf in here["slots"].items():
         for slot, wanted in of_leaf.items():
             stored = saved["slots"].get(path, {}).get(slot)
             if stored is not None and _kept(stored) != _kept(wanted):
@@ -266,96 +252,3 @@ def _advice(slot: str, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> 
     if stored["codec"] is None:
         return f"Storage({slot}=None), or the policy that it was saved with,"
     return f"{slot}=the codec {stored['codec']}, group_size={stored['group_size']}"
-
-
-# ---- checkpoints of older format versions, converted to the present one --------------------------
-
-Saved = dict[str, Any]  # params, opt_state: trees without types; metadata: their description
-
-
-def _with_description(saved: Saved) -> Saved:
-    """Version 0 has no description. The arrays speak for themselves, their codecs do not."""
-    found = {
-        "format": "optax_lowmem",
-        "version": 1,
-        "params": forms(saved["params"]),
-        "slots": None,
-        "state": forms(saved["opt_state"]),
-    }
-    return {**saved, "metadata": found}
-
-
-def _counted(saved: Saved) -> Saved:
-    """Version 2 has a count and a seed beside the corrections of split_master_weights."""
-    state = _with_counts(saved["opt_state"])
-    found = {**saved["metadata"], "version": 2, "state": forms(state)}
-    return {**saved, "opt_state": state, "metadata": found}
-
-
-def _with_counts(node: object) -> Any:
-    if isinstance(node, Mapping):
-        found = {key: _with_counts(value) for key, value in node.items()}
-        if set(found) == {"correction", "inner_state"}:
-            return {"count": np.zeros((), np.int32), "seed": np.zeros((), np.uint32), **found}
-        return found
-    if isinstance(node, list | tuple):
-        return type(node)(map(_with_counts, node))
-    return node
-
-
-# version -> what makes the next one of it
-MIGRATIONS: dict[int, Callable[[Saved], Saved]] = {0: _with_description, 1: _counted}
-
-
-def migrate(
-    saved: Mapping[str, Any], tx: optax.GradientTransformation, params_like: optax.Params
-) -> tuple[Any, Any]:
-    """Parameters and state of a checkpoint of an older format version.
-
-    `restore` calls it where it must. Call it with what you restored yourself: trees without types,
-    as Orbax gives them without a target and `flax.serialization.to_state_dict` makes them. A
-    checkpoint without a description is version 0: dtypes and shapes are compared, and that the
-    codes are those of `tx` is taken on trust.
-
-    Args:
-      saved: `params` and `opt_state`, trees of dicts and lists, and `metadata`, the description, if
-        there was one.
-      tx: the optimizer that is to go on.
-      params_like: its parameters' shapes and dtypes.
-
-    Returns:
-      (params, state), with the structure that `tx` keeps.
-
-    Raises:
-      ValueError: for a version that is newer or unknown, and as in `check`.
-
-    Example:
-      >>> import flax.serialization, jax.numpy as jnp, optax_lowmem as lowmem
-      >>> tx = lowmem.flash_lion(1e-4)
-      >>> params, state = lowmem.init(tx, {"w": jnp.ones((64, 64))})
-      >>> old = {"params": params, "opt_state": flax.serialization.to_state_dict(state)}
-      >>> params, state = lowmem.checkpoint.migrate(old, tx, params)
-      >>> type(state).__name__
-      'FlashLionState'
-    """
-    now: Saved = {"metadata": None, **saved}
-    undescribed = now["metadata"] is None
-    if now["metadata"] is not None:
-        check_version(now["metadata"])
-    while (version := (now["metadata"] or {"version": 0})["version"]) < FORMAT_VERSION:
-        if version not in MIGRATIONS:
-            raise ValueError(
-                f"the checkpoint has format version {version}, which this package no longer reads: "
-                "restore and save it with an older one."
-            )
-        now = MIGRATIONS[version](now)
-    compare(now["metadata"], tx, params_like, trusted=undescribed)
-    state_like, _ = scope.dry_run(tx, params_like)
-    return _typed(now["params"], params_like), _typed(now["opt_state"], state_like)
-
-
-def _typed(tree: object, like: object) -> Any:
-    """The arrays of a tree in another's structure, by their paths."""
-    found = dict(array_leaves(tree))
-    leaves = [found[path] for path, _ in array_leaves(like)]
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)

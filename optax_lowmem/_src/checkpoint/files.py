@@ -64,20 +64,14 @@ def absolute(path: StrPath) -> Any:
     return path if is_remote(path) else os.path.abspath(path)
 
 
-def description(
-    manager: "ocp.CheckpointManager", step: int, undescribed: bool
-) -> Mapping[str, Any] | None:
-    """The description of a step; None where there is none and that is accepted."""
+def description(manager: "ocp.CheckpointManager", step: int) -> Mapping[str, Any]:
+    """The description of a step."""
     if DESCRIPTION in _stored(manager, step):
         return read(manager, step, {DESCRIPTION: orbax().args.JsonRestore()})[DESCRIPTION]
-    if undescribed:
-        return None
     raise ValueError(
         f"step {step} in {manager.directory} has no description of its format, so it was saved by "
-        "other means than checkpoint.save or checkpoint.args. If its items 'params' and "
-        "'opt_state' were made by this very optimizer, with these codecs and this group size, pass "
-        "undescribed=True. For the state of a plain optax optimizer, restore it with Orbax and "
-        "give it to checkpoint.from_optax."
+        "other means than checkpoint.save or checkpoint.args: restore it with Orbax. "
+        "checkpoint.from_optax takes the state of a plain optax optimizer."
     )
 
 

@@ -17,7 +17,7 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lowmem._src.codecs import group_codec
-from optax_lowmem._src.core import numerics, packs, random, scope, trees
+from optax_lowmem._src.core import metadata, numerics, packs, random, scope, trees
 from optax_lowmem._src.optimizers import every_record
 from optax_lowmem._src.optimizers.record import Constructor, OptimizerRecord, name_of
 from optax_lowmem._src.update.engine import Engine, EngineTransformation
@@ -697,8 +697,7 @@ class _Decoder(Converter):
                     shape = (sum(math.prod(wanted[name].shape) for name in in_packs[path]),)
                     decision = dataclasses.replace(decision, shape=shape)
                 stored.append(decode_leaf(decision, codes, scales, shape))
-            treedef: Any = jax.tree.structure(tree)
-            values = packs.unpacked(treedef.unflatten(stored), wanted)
+            values = packs.unpacked(metadata.like(tree, stored), wanted)
             leaves = [values[path].astype(leaf.dtype) for path, leaf in wanted.items()]
             return jax.tree.unflatten(jax.tree.structure(like), leaves)
 

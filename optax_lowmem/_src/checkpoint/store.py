@@ -11,15 +11,8 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from optax_lowmem._src.checkpoint import checksums, description, files
-from optax_lowmem._src.checkpoint.description import (
-    check,
-    check_version,
-    forms,
-    metadata,
-    migrate,
-    unlike,
-)
+from optax_lowmem._src.checkpoint import checksums, files
+from optax_lowmem._src.checkpoint.description import check, check_version, forms, metadata, unlike
 from optax_lowmem._src.checkpoint.files import DESCRIPTION, PARAMS, STATE, StrPath, open_manager
 from optax_lowmem._src.core import scope, trees
 from optax_lowmem._src.core.placement import beside
@@ -147,11 +140,6 @@ def _everywhere(sharding: Sharding) -> Sharding:
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, PartitionSpec())
     return sharding
-
-
-def place(tree: object, target: object) -> Any:
-    """Arrays on the devices of the leaves of `target`."""
-    return jax.tree.map(lambda x, t: jax.device_put(x, t.sharding), tree, target)
 
 
 # ---- save and restore ----------------------------------------------------------------------------
@@ -308,7 +296,6 @@ def restore(
     *,
     step: int | None = None,
     shardings: Shardings = None,
-    undescribed: bool = False,
 ) -> tuple[Any, Any]:
     """Parameters and state as `save` wrote them, bit for bit, on any mesh and devices.
 
@@ -321,8 +308,6 @@ def restore(
       shardings: of the state: a tree of `jax.sharding.Sharding`s or a prefix of it, such as one for
         all. By default what has a parameter's shape goes where the parameter goes, and the rest on
         all of its devices.
-      undescribed: read a checkpoint without a description, taking it on trust that its codes are
-        those of `tx` (format version 0: items `params` and `opt_state` saved by other means).
 
     Returns:
       (params, state).
@@ -345,9 +330,7 @@ def restore(
       dtype(bfloat16)
     """
     with open_manager(path, create=False) as manager:
-        return restore_from(
-            manager, tx, params_like, step=step, shardings=shardings, undescribed=undescribed
-        )
+        return restore_from(manager, tx, params_like, step=step, shardings=shardings)
 
 
 def restore_from(
@@ -357,7 +340,6 @@ def restore_from(
     *,
     step: int | None = None,
     shardings: Shardings = None,
-    undescribed: bool = False,
 ) -> tuple[Any, Any]:
     """`restore` from a `CheckpointManager` of your own, whose items `args` made.
 
@@ -367,7 +349,6 @@ def restore_from(
       params_like: as in `restore`.
       step: which; the newest complete one by default.
       shardings: as in `restore`.
-      undescribed: as in `restore`.
 
     Returns:
       (params, state).
@@ -386,26 +367,20 @@ def restore_from(
         )
     assert step is not None
     summed = files.check_sums(manager, step)
-    saved = files.description(manager, step, undescribed)
-    if saved is not None:
-        check_version(saved)
-        if "checksums" in saved and not summed:
-            raise ValueError(
-                f"step {step} in {manager.directory} was saved with checksums, and files "
-                f"'{checksums.NAME}' are missing: restore another step or a copy."
-            )
+    saved = files.description(manager, step)
+    check_version(saved)
+    if "checksums" in saved and not summed:
+        raise ValueError(
+            f"step {step} in {manager.directory} was saved with checksums, and files "
+            f"'{checksums.NAME}' are missing: restore another step or a copy."
+        )
+    check(saved, tx, params_like)
     state_like, decisions = scope.dry_run(tx, params_like)
     abstract = targets(params_like, state_like, shardings, decisions)
     wanted = dict(zip((PARAMS, STATE), abstract, strict=True))
-    if saved is not None and saved["version"] == description.FORMAT_VERSION:
-        check(saved, tx, params_like)
-        stored = {n: tree for n, t in wanted.items() if (tree := packed(t)) is not None}
-        files.check_arrays(manager, step, stored)
-        items = {name: ocp.args.StandardRestore(target) for name, target in stored.items()}
-        found = files.read(manager, step, items) if items else {}
-        params, state = (unpacked(found.get(name), target) for name, target in wanted.items())
-        return params, state
-    plain = files.read(manager, step, {name: ocp.args.StandardRestore() for name in wanted})
-    old = {PARAMS: plain[PARAMS], STATE: plain[STATE], "metadata": saved}
-    params, state = migrate(old, tx, params_like)
-    return place(params, wanted[PARAMS]), place(state, wanted[STATE])
+    stored = {n: tree for n, t in wanted.items() if (tree := packed(t)) is not None}
+    files.check_arrays(manager, step, stored)
+    items = {name: ocp.args.StandardRestore(target) for name, target in stored.items()}
+    found = files.read(manager, step, items) if items else {}
+    params, state = (unpacked(found.get(name), target) for name, target in wanted.items())
+    return params, state

@@ -17,7 +17,6 @@ from optax_lowmem._src.codecs import (
     encode_array,
 )
 from optax_lowmem._src.core import explicit, platform, random
-from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.core.gpu_kernel import BACKENDS
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tiling
 
@@ -117,7 +116,6 @@ def _choose(codec: GroupCodec, x: Any, group_size: int, implementation: str | No
     return implementation
 
 
-@compiled
 def _encode_anywhere(
     codec: GroupCodec, x: jax.Array, group_size: int, key: jax.Array | None, slot: str
 ) -> tuple[jax.Array, jax.Array]:
@@ -132,7 +130,6 @@ def _with_key(codec: GroupCodec, group_size: int, slot: str, x: Any, key: Any) -
     return encode_plain(codec, x, group_size, key, slot)
 
 
-@compiled
 def _decode_anywhere(
     codec: GroupCodec, codes: jax.Array, scales: jax.Array, group_size: int, length: int
 ) -> jax.Array:

@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._src.core import numerics
-from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.core.shown import ShowsChanges
 
 Noise = jax.Array | None
@@ -34,13 +33,6 @@ class MasterSplit(ShowsChanges, abc.ABC):
 
     bits: int = 24
     stochastic: bool = False
-
-    def __init_subclass__(cls) -> None:
-        """Compile each method of a scheme, so that an eager call runs one program."""
-        super().__init_subclass__()
-        for name in ("round", "correction", "split", "join"):
-            if name in vars(cls):
-                setattr(cls, name, compiled(vars(cls)[name]))
 
     @property
     def name(self) -> str:
@@ -64,7 +56,7 @@ class MasterSplit(ShowsChanges, abc.ABC):
 
     @abc.abstractmethod
     def round(self, w: jax.Array, dtype: jnp.dtype, noise: Noise = None) -> jax.Array:
-        """Return 16-bit weights p of master weights w (f32); `noise` is uint32, random at the top."""
+        """Return 16-bit weights p of f32 master weights w; `noise` is uint32, random at the top."""
 
     @abc.abstractmethod
     def correction(self, w: jax.Array, p: jax.Array, noise: Noise = None) -> jax.Array:
@@ -77,7 +69,6 @@ class MasterSplit(ShowsChanges, abc.ABC):
     def join(self, p: jax.Array, correction: jax.Array) -> jax.Array:
         """Return the master weight (f32) of a weight and its correction."""
 
-    @compiled
     def split(
         self, w: jax.Array, dtype: jnp.dtype, noise: Noise = None
     ) -> tuple[jax.Array, jax.Array]:

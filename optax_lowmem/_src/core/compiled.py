@@ -5,14 +5,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.tree_util import PyTreeDef
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from optax_lowmem._src.core import numerics
-from optax_lowmem._src.core.typing import Tree
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -110,83 +107,3 @@ def unstacked(x: jax.Array) -> list[ArrayLike]:
     if is_eager([x]) and not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         return list(np.asarray(x))
     return list(x)
-
-
-_apply = compiled(optax.apply_updates)
-
-
-def apply_updates(params: optax.Params, updates: optax.Updates) -> optax.Params:
-    """`optax.apply_updates`, as one program."""
-    treedef: Any = jax.tree.structure(params)
-    if treedef != jax.tree.structure(updates):
-        return optax.apply_updates(params, updates)
-    return treedef.unflatten(_apply(jax.tree.leaves(params), jax.tree.leaves(updates)))
-
-
-def advanced(
-    params: optax.Params, updates: optax.Updates, count: jax.Array
-) -> tuple[optax.Params, jax.Array]:
-    """`optax.apply_updates` and the count after it, as one program."""
-    treedef: Any = jax.tree.structure(params)
-    if treedef != jax.tree.structure(updates):
-        return optax.apply_updates(params, updates), optax.safe_increment(count)
-    new, count = _advance(jax.tree.leaves(params), jax.tree.leaves(updates), count)
-    return treedef.unflatten(new), count
-
-
-@compiled
-def _advance(
-    params: list[jax.Array], updates: list[jax.Array], count: jax.Array
-) -> tuple[list[jax.Array], jax.Array]:
-    return optax.apply_updates(params, updates), optax.safe_increment(count)
-
-
-def widened(tree: Tree, floats_only: bool = False) -> Tree:
-    """A tree with its 8- and 16-bit floats in f32, made in one program.
-
-    Args:
-      tree: of arrays.
-      floats_only: leave other numbers as they are, instead of making them f32 too.
-    """
-    leaves = jax.tree.leaves(tree)
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves):
-        return jax.tree.map(lambda x: _widened_shape(x, floats_only), tree)
-    wide = [
-        not numerics.is_narrow(x.dtype) and (floats_only or x.dtype == jnp.float32) for x in leaves
-    ]
-    if all(wide):
-        return tree
-    made = iter(_widen([x for x, known in zip(leaves, wide, strict=True) if not known]))
-    found = [x if known else next(made) for x, known in zip(leaves, wide, strict=True)]
-    return jax.tree.unflatten(jax.tree.structure(tree), found)
-
-
-def _widened_shape(x: jax.ShapeDtypeStruct, floats_only: bool) -> jax.ShapeDtypeStruct:
-    wide = floats_only and not numerics.is_narrow(x.dtype)
-    return jax.ShapeDtypeStruct(
-        x.shape, x.dtype if wide else jnp.float32, sharding=getattr(x, "sharding", None)
-    )
-
-
-@compiled
-def _widen(arrays: list[jax.Array]) -> list[jax.Array]:
-    return [numerics.widen(x) for x in arrays]
-
-
-def as_given(updates: optax.Updates, gradients: optax.Updates) -> optax.Updates:
-    """Updates in the dtypes of the gradients; those of another tree (lookahead's) as they are."""
-    treedef: Any = jax.tree.structure(updates)
-    if treedef != jax.tree.structure(gradients):
-        return updates
-    rows = list(zip(jax.tree.leaves(updates), jax.tree.leaves(gradients), strict=True))
-    narrow = [numerics.is_narrow(g.dtype) and u.dtype == jnp.float32 for u, g in rows]
-    chosen = [(u, g.dtype) for (u, g), cast in zip(rows, narrow, strict=True) if cast]
-    made = iter(_cast(chosen) if chosen else [])
-    return treedef.unflatten(
-        [next(made) if cast else u for (u, _), cast in zip(rows, narrow, strict=True)]
-    )
-
-
-@compiled
-def _cast(rows: list[tuple[jax.Array, DTypeLike]]) -> list[jax.Array]:
-    return [x.astype(dtype) for x, dtype in rows]

@@ -9,12 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.typing import ArrayLike
 
 from optax_lowmem._src.core.compiled import compiled
-
-increment = compiled(optax.safe_increment)  # of a count, as one program
 
 
 def check_range(name: str, value: object, low: float, high: float = math.inf) -> None:

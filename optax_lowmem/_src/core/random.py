@@ -12,7 +12,6 @@ import numpy as np
 from jax import lax
 
 from optax_lowmem._src.core import groups, numerics
-from optax_lowmem._src.core.compiled import compiled
 
 _GOLDEN = 0x9E3779B9
 _LANE_SALT = 0x5BD1E995
@@ -44,7 +43,6 @@ def leaf_keys(seed: jax.Array, step: jax.Array, paths: Sequence[str]) -> jax.Arr
     return named_key(seed, step, np.asarray(list(map(name_of, paths)), np.uint32))
 
 
-@compiled
 def named_key(seed: jax.Array, step: jax.Array, names: np.ndarray | np.uint32) -> jax.Array:
     """`leaf_key`, or `leaf_keys`, of what `name_of` gives."""
     hashed = jnp.asarray(names)
@@ -223,7 +221,6 @@ def uniforms(key: jax.Array, shape: tuple[int, ...], group_size: int, slot: str 
     return join_bits(row, lane, group_size, slot)
 
 
-@compiled
 def round_bits(x: jax.Array, key: jax.Array, dropped: int) -> jax.Array:
     """f32 with its lowest bits zero, rounded up or down with the probabilities that keep the mean.
 

@@ -12,6 +12,7 @@ from optax_lowmem._src.core import numerics
 from optax_lowmem._src.core.typing import Tree
 
 DICTS = (dict, OrderedDict)  # of states: those of optax.partition and optax.named_chain
+_WRAPPED = (jax.tree_util.GetAttrKey("value"), jax.tree_util.FlattenedIndexKey(0))
 NO_PARAMS_MSG = (
     "You are using a transformation that requires the current value of parameters, but you are "
     "not passing `params` when calling `update`. Call tx.update(grads, state, params)."
@@ -19,8 +20,11 @@ NO_PARAMS_MSG = (
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """`blocks/0/attention/kernel` for a key path; a wrapper's trailing `.value` is not a name."""
-    boxed = len(path) > 1 and path[-1] == jax.tree_util.GetAttrKey("value")
+    """`blocks/0/attention/kernel` for a key path, without the key of an array in a wrapper.
+
+    That is `.value` in Flax's, and the first index in a node without keys, such as haliax's.
+    """
+    boxed = len(path) > 1 and path[-1] in _WRAPPED
     return jax.tree_util.keystr(path[:-1] if boxed else path, simple=True, separator="/")
 
 
@@ -333,3 +337,36 @@ def _has_states(node: object, slot: str) -> bool:
         return is_state(inner, slot) and bool(inner._fields)
 
     return holds(node, filled)
+
+
+# ---- dtypes of trees -----------------------------------------------------------------------------
+
+
+def widened(tree: Tree, floats_only: bool = False) -> Tree:
+    """A tree with its 8- and 16-bit floats in f32; shapes give shapes.
+
+    Args:
+      tree: of arrays.
+      floats_only: leave other numbers as they are, instead of making them f32 too.
+    """
+
+    def wide(x: Any) -> Any:
+        if floats_only and not numerics.is_narrow(x.dtype):
+            return x
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding)
+        return numerics.widen(x)
+
+    return jax.tree.map(wide, tree)
+
+
+def as_given(updates: optax.Updates, gradients: optax.Updates) -> optax.Updates:
+    """Updates in the dtypes of the gradients; those of another tree (lookahead's) as they are."""
+    treedef: Any = jax.tree.structure(updates)
+    if treedef != jax.tree.structure(gradients):
+        return updates
+
+    def cast(u: jax.Array, g: jax.Array) -> jax.Array:
+        return u.astype(g.dtype) if numerics.is_narrow(g.dtype) and u.dtype == jnp.float32 else u
+
+    return jax.tree.map(cast, updates, gradients)

@@ -10,9 +10,9 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from optax_lowmem._src.blocks.parts import Parts, chooser
-from optax_lowmem._src.core import boxes, numerics, random, scope, trees
+from optax_lowmem._src.core import metadata, numerics, random, scope, trees
 from optax_lowmem._src.core.clean_weights import FIELD
-from optax_lowmem._src.core.compiled import advanced, apply_updates, compiled, widened
+from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.core.hyperparameters import as_f32, check_range
 from optax_lowmem._src.noise import distributions, formats, kernels
 from optax_lowmem._src.noise.bitwidth import bitwidth
@@ -85,14 +85,14 @@ class Noisy:
         ]
         nothing, ones, zeros = compiled(_first_bits)(shapes)
         rows = zip(leaves, chosen, nothing, strict=True)
-        clean = boxes.like(
+        clean = metadata.like(
             params,
             [
                 self._clean(path, trees.with_values(leaf)) if sampled else none
                 for (path, leaf), sampled, none in rows
             ],
         )
-        bits, scale = boxes.like(params, ones), boxes.like(params, zeros)
+        bits, scale = metadata.like(params, ones), metadata.like(params, zeros)
         with scope.recording() as decisions:
             inner = self._init_inner(_merged(params, clean, chosen))
         self._record(decisions, leaves, chosen)
@@ -165,7 +165,7 @@ class Noisy:
         for row, (weight, _) in zip(rows, found, strict=True):
             if row.sampled:
                 scope.hand_sampled(row.path, weight)
-        return state._replace(scale=boxes.like(params, [scale for _, scale in found]))
+        return state._replace(scale=metadata.like(params, [s for _, s in found], state.scale))
 
     # ---- step --------------------------------------------------------------------------------
 
@@ -195,16 +195,16 @@ class Noisy:
                 )
             emitted.update(inside)
             steps.append(step)
-            return apply_updates(weights, step), new_state
+            return optax.apply_updates(weights, step), new_state
 
         new, state = self.advance(updates, state, params, take, factor)
-        bits_of = jax.tree.leaves(state.bits)
-        rows = zip(jax.tree.leaves(new), jax.tree.leaves(params), bits_of, strict=True)
-        noisy = iter(_changes([(weight, old) for weight, old, bits in rows if bits.ndim]))
-        named = zip(trees.named_leaves(params), jax.tree.leaves(steps[0]), bits_of, strict=True)
+        rows = zip(
+            trees.named_leaves(params), jax.tree.leaves(new), jax.tree.leaves(steps[0]),
+            jax.tree.leaves(state.bits), strict=True,
+        )  # fmt: skip
         changes = []
-        for (path, _), step, bits in named:
-            change = next(noisy) if bits.ndim else step
+        for (path, old), weight, step, bits in rows:
+            change = numerics.widen(weight) - numerics.widen(old) if bits.ndim else step
             changes.append(change)
             if scope.is_emitting() and (path in emitted or bits.ndim):
                 # what was changed after the split inside is said to whom watches here
@@ -231,7 +231,7 @@ class Noisy:
         given = gradients
         if not isinstance(self.inner, EngineTransformation) and not hasattr(self.inner, "links"):
             # ours, and our chains, take 16-bit gradients as they are; optax's square them as such
-            gradients = widened(gradients)
+            gradients = trees.widened(gradients)
         weights, inner = take(gradients, state.inner_state, _merged(params, state.clean, chosen))
         state = state._replace(
             count=count, bits=bits, bits_state=bits_state,
@@ -241,7 +241,8 @@ class Noisy:
         own = zip(rows, jax.tree.leaves(weights), strict=True)
         kept = [w if row.sampled else row.clean for row, w in own]
         state = state._replace(
-            clean=boxes.like(params, kept), scale=boxes.like(params, [s for _, s in found])
+            clean=metadata.like(params, kept, state.clean),
+            scale=metadata.like(params, [s for _, s in found], state.scale),
         )
         new = jax.tree.unflatten(jax.tree.structure(params), [w for w, _ in found])
         return new, state
@@ -283,10 +284,10 @@ class Noisy:
         found = run(
             self.noise, span, self.bits_loss, small, gradients, state.seed, state.count, factor
         )
-        given = boxes.like(params, found)
+        given = metadata.like(params, found, state.bits)
         steps, bits_state = self.bits_optimizer.update(given, state.bits_state, state.bits)
-        bits, count = advanced(state.bits, steps, state.count)
-        return count, bits, bits_state
+        bits = optax.apply_updates(state.bits, steps)
+        return optax.safe_increment(state.count), bits, bits_state
 
     def _sampled(
         self, rows: list[_Leaf], weights: optax.Params, state: GaussWSState
@@ -363,11 +364,6 @@ def _samples(
         factor = factor_of(bitwidth(b, *span))
         found.append(kernels.sample(w, correction, factor, key, noise, to, dtype, path))
     return found
-
-
-@compiled
-def _changes(rows: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
-    return [numerics.widen(new) - numerics.widen(old) for new, old in rows]
 
 
 def _merged(params: optax.Params, clean: optax.Params, chosen: list[bool]) -> Any:

@@ -26,6 +26,7 @@ from optax_lowmem._src.core.hyperparameters import (
 )
 from optax_lowmem._src.core.rules import Slot, UpdateRule
 from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
+from optax_lowmem._src.optimizers.arguments import with_common_arguments
 from optax_lowmem._src.optimizers.schedule import direction, optimizer
 from optax_lowmem._src.update.storage import Storage, completed
 
@@ -176,6 +177,7 @@ def b2_schedule(power: float = 0.8) -> Callable[[ArrayLike], jax.Array]:
     return PowerDecay(power)
 
 
+@with_common_arguments
 def scale_by_flash_adam(
     b1: float | jax.Array = 0.9,
     b2: ScalarOrSchedule = 0.999,
@@ -191,12 +193,6 @@ def scale_by_flash_adam(
     2.19 bytes of state per parameter.
 
     Args:
-      b1: decay of mu, in [0, 1).
-      b2: decay of nu, in [0, 1), or a schedule that starts at 0 such as `b2_schedule()`.
-      eps: added outside the root.
-      eps_root: added inside the root.
-      mu_dtype: dtype of mu where it is not compressed; f32 by default.
-      nesterov: as in `optax.nadamw`.
       storage: codecs, group size, rounding, policy.
 
     Example:
@@ -207,6 +203,7 @@ def scale_by_flash_adam(
     return direction(rule, adam_moments(b1, b2, eps, eps_root, nesterov), storage, {"mu": mu_dtype})
 
 
+@with_common_arguments
 def flash_adamw(
     learning_rate: ScalarOrSchedule,
     b1: float | jax.Array = 0.9,
@@ -231,20 +228,6 @@ def flash_adamw(
     (FlashOptim, Algorithm 4), with m as companded int8 (equation 3), sqrt(v) as uint8 (equation 4)
     and theta as a 16-bit weight and 8 more bits. The first nine arguments, their order and their
     defaults are those of `optax.adamw`.
-
-    Args:
-      learning_rate: number, f32 scalar or schedule.
-      b1: decay of mu, in [0, 1).
-      b2: decay of nu, in [0, 1), or a schedule that starts at 0 such as `b2_schedule()`.
-      eps: added outside the root.
-      eps_root: added inside the root.
-      mu_dtype: dtype of mu where it is not compressed (small or excluded leaves); f32 by default.
-      weight_decay: number, f32 scalar or schedule; decoupled, times the learning rate.
-      mask: where weight decay applies: a tree (prefix) of bools or a function of the parameters.
-      nesterov: as in `optax.nadamw`.
-      storage: codecs, group size, width of the master weights, rounding, policy.
-      decouple_lr: decay by `weight_decay * lr / peak`: True for a constant rate, or a schedule's
-        peak as a number.
 
     Returns:
       An optax transformation. f32 parameters get compressed moments; bf16 and f16 ones a correction
@@ -289,6 +272,7 @@ def flash_adamw(
     )
 
 
+@with_common_arguments
 def flash_adam(
     learning_rate: ScalarOrSchedule,
     b1: float | jax.Array = 0.9,
@@ -304,16 +288,6 @@ def flash_adam(
 
     As there, `update(grads, state)` needs no parameters, unless they are 16-bit with a correction.
 
-    Args:
-      learning_rate: number, f32 scalar or schedule.
-      b1: decay of mu, in [0, 1).
-      b2: decay of nu, in [0, 1), or a schedule that starts at 0 such as `b2_schedule()`.
-      eps: added outside the root.
-      eps_root: added inside the root.
-      mu_dtype: dtype of mu where it is not compressed; f32 by default.
-      nesterov: as in `optax.nadamw`.
-      storage: codecs, group size, rounding, policy.
-
     Example:
       >>> import optax, optax_lowmem as lowmem
       >>> tx = lowmem.flash_adam(1e-3)
@@ -326,6 +300,7 @@ def flash_adam(
 _COAT = Storage(mu=expanded_e4m3(), nu=expanded_e4m3(signed=False), group_size=128)
 
 
+@with_common_arguments
 def coat_adamw(
     learning_rate: ScalarOrSchedule,
     b1: float | jax.Array = 0.9,
@@ -353,18 +328,7 @@ def coat_adamw(
     order and their defaults are those of `optax.adamw`.
 
     Args:
-      learning_rate: number, f32 scalar or schedule.
-      b1: decay of mu, in [0, 1).
-      b2: decay of nu, in [0, 1), or a schedule that starts at 0 such as `b2_schedule()`.
-      eps: added outside the root.
       eps_root: added inside the root, where the paper's table has its epsilon.
-      mu_dtype: dtype of mu where it is not compressed; f32 by default.
-      weight_decay: number, f32 scalar or schedule; decoupled, times the learning rate.
-      mask: where weight decay applies.
-      nesterov: as in `optax.nadamw`.
-      storage: codecs, group size, width of the master weights, rounding, policy.
-      decouple_lr: decay by `weight_decay * lr / peak`: True for a constant rate, or a schedule's
-        peak as a number.
 
     Returns:
       An optax transformation. f32 parameters are their own master weights; 16-bit ones get a

@@ -18,6 +18,7 @@ from optax_lowmem._src.core.block import BlockStructure
 from optax_lowmem._src.core.rules import OF_BLOCK, Slot
 from optax_lowmem._src.core.typing import ScalarOrSchedule
 from optax_lowmem._src.optimizers.adam import AdamRule, adam_moments, flash_adamw, is_zero
+from optax_lowmem._src.optimizers.arguments import with_common_arguments
 from optax_lowmem._src.optimizers.schedule import direction, optimizer
 from optax_lowmem._src.update.storage import Storage, completed
 
@@ -60,6 +61,7 @@ class AdamMiniRule(AdamRule):
         return mu * h[OF_BLOCK], {"mu": mu}
 
 
+@with_common_arguments
 def scale_by_adam_mini(
     b1: float | jax.Array = 0.9,
     b2: ScalarOrSchedule = 0.999,
@@ -82,12 +84,8 @@ def scale_by_adam_mini(
     arguments, their order and their defaults are those of `optax.scale_by_adam`.
 
     Args:
-      b1: decay of mu, in [0, 1).
-      b2: decay of nu, in [0, 1), or a schedule that starts at 0 such as `b2_schedule()`.
       eps: added outside the root, as in Adam-mini's code.
       eps_root: added inside the root, where the paper has its epsilon.
-      mu_dtype: dtype of mu where it is not compressed; f32 by default.
-      blocks: head counts and rules; a `Structure`.
       storage: codecs (f32 moments by default), group size, rounding, policy. `Storage(nu=None)` has
         the moments of `flash_adam_mini`.
 
@@ -125,6 +123,7 @@ def scale_by_adam_mini(
     )
 
 
+@with_common_arguments
 def adam_mini(
     learning_rate: ScalarOrSchedule,
     b1: float | jax.Array = 0.9,
@@ -152,17 +151,9 @@ def adam_mini(
     what each leaf gets. The first nine arguments are those of `optax.adamw`.
 
     Args:
-      learning_rate: number, f32 scalar or schedule.
-      b1: decay of mu, in [0, 1).
-      b2: decay of nu, in [0, 1), or a schedule that starts at 0 such as `b2_schedule()`.
       eps: added outside the root, as in Adam-mini's code.
       eps_root: added inside the root, where the paper has its epsilon.
-      mu_dtype: dtype of mu where it is not compressed; f32 by default.
-      weight_decay: number, f32 scalar or schedule; decoupled, times the learning rate.
-      mask: where weight decay applies.
-      blocks: head counts and rules; a `Structure`.
       storage: codecs (f32 moments by default), width of the master weights, rounding, policy.
-      decouple_lr: decay by `weight_decay * lr / peak`.
 
     Returns:
       An optax transformation, whose state's `nu` has one value per block.
@@ -209,6 +200,7 @@ def _checked(blocks: BlockStructure) -> BlockStructure:
     return blocks
 
 
+@with_common_arguments
 def q_adam_mini(
     learning_rate: ScalarOrSchedule,
     b1: float | jax.Array = 0.9,
@@ -229,19 +221,10 @@ def q_adam_mini(
     value per block.
 
     Args:
-      learning_rate: number, f32 scalar or schedule.
-      b1: decay of mu, in [0, 1).
-      b2: decay of nu, in [0, 1), or a schedule that starts at 0.
-      eps: added outside the root.
       eps_root: added inside the root, the paper's epsilon.
-      mu_dtype: dtype of mu where it is not compressed; f32 by default.
-      weight_decay: number, f32 scalar or schedule; decoupled, times the learning rate.
-      mask: where weight decay applies.
-      blocks: head counts and rules; a `Structure`.
       storage: codecs, group size, rounding, policy. The paper's Case 1, 8-bit v, is
         `Storage(mu=affine(), nu=linear(signed=False), group_size=256)`, its groups along all values
         of a leaf in one row.
-      decouple_lr: decay by `weight_decay * lr / peak`.
 
     Returns:
       An optax transformation.
@@ -268,6 +251,7 @@ def q_adam_mini(
     )  # fmt: skip
 
 
+@with_common_arguments
 def flash_adam_mini(
     learning_rate: ScalarOrSchedule,
     b1: float | jax.Array = 0.9,
@@ -287,19 +271,6 @@ def flash_adam_mini(
     m is companded int8 in groups of 32, rounded stochastically; v is f32, one value per block; a
     16-bit weight has 8 more bits. The arguments are those of `q_adam_mini`.
 
-    Args:
-      learning_rate: number, f32 scalar or schedule.
-      b1: decay of mu, in [0, 1).
-      b2: decay of nu, in [0, 1), or a schedule that starts at 0.
-      eps: added outside the root.
-      eps_root: added inside the root.
-      mu_dtype: dtype of mu where it is not compressed; f32 by default.
-      weight_decay: number, f32 scalar or schedule; decoupled, times the learning rate.
-      mask: where weight decay applies.
-      blocks: head counts and rules; a `Structure`.
-      storage: codecs, group size, width of the master weights, rounding, policy.
-      decouple_lr: decay by `weight_decay * lr / peak`.
-
     Returns:
       An optax transformation.
 
@@ -318,6 +289,7 @@ def flash_adam_mini(
     )  # fmt: skip
 
 
+@with_common_arguments
 def q_adamw(
     learning_rate: ScalarOrSchedule,
     b1: float | jax.Array = 0.9,
@@ -334,18 +306,6 @@ def q_adamw(
     """8-bit AdamW in groups of 256, the baseline of Q-Adam-mini (Table 1: Q-AdamW).
 
     `flash_adamw` with m as int8 with a zero-point and sqrt(v) as uint8.
-
-    Args:
-      learning_rate: number, f32 scalar or schedule.
-      b1: decay of mu, in [0, 1).
-      b2: decay of nu, in [0, 1), or a schedule that starts at 0.
-      eps: added outside the root.
-      eps_root: added inside the root.
-      mu_dtype: dtype of mu where it is not compressed; f32 by default.
-      weight_decay: number, f32 scalar or schedule; decoupled, times the learning rate.
-      mask: where weight decay applies.
-      storage: codecs, group size, rounding, policy.
-      decouple_lr: decay by `weight_decay * lr / peak`.
 
     Returns:
       An optax transformation.

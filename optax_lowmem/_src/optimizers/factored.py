@@ -19,6 +19,7 @@ from optax_lowmem._src.core.rules import OF_BLOCK
 from optax_lowmem._src.core.typing import ScalarOrSchedule
 from optax_lowmem._src.optimizers.adam import adam_moments, is_zero
 from optax_lowmem._src.optimizers.adam_mini import AdamMiniRule
+from optax_lowmem._src.optimizers.arguments import with_common_arguments
 from optax_lowmem._src.optimizers.schedule import direction, optimizer
 from optax_lowmem._src.update.storage import Storage, completed
 
@@ -107,6 +108,7 @@ class Factorable:
             )
 
 
+@with_common_arguments
 def scale_by_factored_adam(
     b1: float | jax.Array = 0.9,
     b2: ScalarOrSchedule = 0.999,
@@ -125,11 +127,6 @@ def scale_by_factored_adam(
     those of `optax.scale_by_adam`.
 
     Args:
-      b1: decay of mu, in [0, 1).
-      b2: decay of nu, in [0, 1), or a schedule that starts at 0 such as `b2_schedule()`.
-      eps: added outside the root.
-      eps_root: added inside the root.
-      mu_dtype: dtype of mu where it is not compressed; f32 by default.
       min_dim_size_to_factor: least size of a leaf's two largest axes for rows and columns, else it
         keeps a value per element, in f32; None is 128, as of `optax.adafactor`.
       storage: codecs (f32 moments by default), group size, rounding, policy.
@@ -162,6 +159,7 @@ def scale_by_factored_adam(
     )
 
 
+@with_common_arguments
 def flash_factored_adamw(
     learning_rate: ScalarOrSchedule,
     b1: float | jax.Array = 0.9,
@@ -190,20 +188,12 @@ def flash_factored_adamw(
     means for sums); of all other leaves AdamW. The first nine arguments are those of `optax.adamw`.
 
     Args:
-      learning_rate: number, f32 scalar or schedule.
-      b1: decay of mu, in [0, 1).
       b2: decay of nu, in [0, 1), or a schedule that starts at 0 such as `b2_schedule()`, which is
         Adafactor's.
-      eps: added outside the root.
-      eps_root: added inside the root.
-      mu_dtype: dtype of mu where it is not compressed; f32 by default.
-      weight_decay: number, f32 scalar or schedule; decoupled, times the learning rate.
-      mask: where weight decay applies.
       min_dim_size_to_factor: least size of both axes; a leaf with less keeps a value per element,
         in f32. None is 128, as of `optax.adafactor`.
       storage: codecs, group size, width of the master weights, rounding, policy.
         `Storage.four_bit(nu=None, group_size=32)` keeps m in 4 bits: 3.56 bytes in all.
-      decouple_lr: decay by `weight_decay * lr / peak`.
 
     Returns:
       An optax transformation; its state's `nu` of a matrix has R and C in one array, after the axes

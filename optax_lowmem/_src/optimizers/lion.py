@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from optax_lowmem._src.core.hyperparameters import Formula, as_f32, check_range, complement
 from optax_lowmem._src.core.rules import Slot, UpdateRule
 from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
+from optax_lowmem._src.optimizers.arguments import with_common_arguments
 from optax_lowmem._src.optimizers.schedule import direction, optimizer
 from optax_lowmem._src.update.storage import Storage
 
@@ -71,6 +72,7 @@ def _of_step(b1: Scalar, b2: Scalar, count: jax.Array) -> dict[str, jax.Array]:
     }
 
 
+@with_common_arguments
 def scale_by_flash_lion(
     b1: float | jax.Array = 0.9,
     b2: float | jax.Array = 0.99,
@@ -85,7 +87,6 @@ def scale_by_flash_lion(
     Args:
       b1: weight of the momentum in the sign, in [0, 1).
       b2: decay of mu, in [0, 1).
-      mu_dtype: dtype of mu where it is not compressed; f32 by default.
       mode: `hard`, the sign; `smooth`, tanh(smooth_beta x); or `refined`, x between -1 and 1 and
         its sign beyond. As in optax, for `scale_by_flash_lion` alone.
       smooth_beta: factor inside the tanh of `smooth`.
@@ -109,6 +110,7 @@ def scale_by_flash_lion(
     return direction(rule, _moments(b1, b2), storage, {"mu": mu_dtype})
 
 
+@with_common_arguments
 def flash_lion(
     learning_rate: ScalarOrSchedule,
     b1: float | jax.Array = 0.9,
@@ -131,14 +133,8 @@ def flash_lion(
     `optax.lion`; the others, what it returns, raises and deviates in, are as in `flash_adamw`.
 
     Args:
-      learning_rate: number, f32 scalar or schedule.
       b1: weight of the momentum in the sign, in [0, 1).
       b2: decay of mu, in [0, 1).
-      mu_dtype: dtype of mu where it is not compressed; f32 by default.
-      weight_decay: number, f32 scalar or schedule; decoupled, times the learning rate.
-      mask: where weight decay applies.
-      storage: codec, group size, width of the master weights, rounding, policy.
-      decouple_lr: decay by `weight_decay * lr / peak`.
 
     Returns:
       An optax transformation.

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from optax_lowmem._src.core.hyperparameters import Formula, as_f32, check_range
 from optax_lowmem._src.core.rules import Slot, UpdateRule
 from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
+from optax_lowmem._src.optimizers.arguments import with_common_arguments
 from optax_lowmem._src.optimizers.schedule import direction, optimizer
 from optax_lowmem._src.update.storage import Storage
 
@@ -115,6 +116,7 @@ def flash_trace(
     return direction(rule, _moments(decay), storage, {"mu": accumulator_dtype})
 
 
+@with_common_arguments
 def flash_sgd(
     learning_rate: ScalarOrSchedule,
     momentum: float | jax.Array | None = None,
@@ -139,13 +141,11 @@ def flash_sgd(
     no parameters, unless they are 16-bit with a correction.
 
     Args:
-      learning_rate: number, f32 scalar or schedule.
       momentum: in [0, 1), or None for none (no slot at all).
       nesterov: direction g + momentum m.
       accumulator_dtype: dtype of the momentum where it is not compressed; f32 by default.
       weight_decay: strength: number, f32 scalar or schedule.
       decoupled: take the decay off the weight instead of adding it to the gradient.
-      mask: where weight decay applies.
       storage: codec (`mu`), group size, width of the master weights, rounding, policy.
       decouple_lr: with `decoupled`, decay by `weight_decay * lr / peak`.
 

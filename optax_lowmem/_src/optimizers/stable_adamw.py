@@ -16,6 +16,7 @@ from optax_lowmem._src.core.rules import UpdateRule
 from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
 from optax_lowmem._src.core.varying import mean_of_leaf
 from optax_lowmem._src.optimizers.adam import AdamRule, adam_moments
+from optax_lowmem._src.optimizers.arguments import with_common_arguments
 from optax_lowmem._src.optimizers.schedule import optimizer
 from optax_lowmem._src.update.storage import Storage
 
@@ -54,6 +55,7 @@ def _of_step(
     return {**moments(count), **own}
 
 
+@with_common_arguments
 def stable_adamw(
     learning_rate: ScalarOrSchedule,
     b1: float | jax.Array = 0.9,
@@ -80,16 +82,11 @@ def stable_adamw(
     `flash_adamw`, moments are 8-bit and master weights are split; the clipping is inside the split.
 
     Args:
-      learning_rate: number, f32 scalar or schedule.
       b1: decay of the first moment, in [0, 1).
       b2: decay of the second moment, in [0, 1), or a schedule such as `b2_schedule()`.
       eps: added outside the root; its square is the least u in RMS_t.
-      mu_dtype: dtype of mu where it is not compressed; f32 by default.
       weight_decay: number, f32 scalar or schedule; decoupled, times the clipped rate.
-      mask: where weight decay applies.
       threshold: d, the RMS_t up to which nothing is clipped.
-      storage: codecs, group size, width of the master weights, rounding, policy.
-      decouple_lr: decay by `weight_decay * lr / peak`.
 
     Returns:
       An optax transformation.

@@ -13,9 +13,9 @@ import optax
 
 from optax_lowmem._src.codecs import StoredSlot
 from optax_lowmem._src.core import (
-    boxes,
     derivative,
     explicit,
+    metadata,
     numerics,
     platform,
     random,
@@ -26,13 +26,11 @@ from optax_lowmem._src.core import (
 from optax_lowmem._src.core.block import BlockStructure
 from optax_lowmem._src.core.compiled import (
     FEW,
-    as_given,
     compiled,
     each,
     is_eager,
     is_free,
     unstacked,
-    widened,
 )
 from optax_lowmem._src.core.hyperparameters import check_schedule
 from optax_lowmem._src.core.matrices import MatrixAxes
@@ -52,7 +50,7 @@ from optax_lowmem._src.update.masters import (
     promoted,
     rounds_weights,
 )
-from optax_lowmem._src.update.plan import SlotPlan, plan_leaves, warn_of_shared_codes
+from optax_lowmem._src.update.plan import SlotPlan, plan_leaves, warn_of_four_bits
 from optax_lowmem._src.update.prepare import prepare_leaves
 from optax_lowmem._src.update.storage import Storage
 
@@ -121,8 +119,7 @@ class Engine:
         warn_of_patterns(self.storage.policy, params)
         if self.structure is not None:
             self.structure.warn(params)
-        if sharing := [plan for plan in plans if plan.shared]:
-            warn_of_shared_codes(sharing)
+        warn_of_four_bits(plans)
         forms, of_shared = [plan.storage for plan in plans], [p.shared_storage for p in plans]
         if is_free(leaves):
             made = compiled(_zero_state)(plans, leaves, forms, of_shared)
@@ -180,7 +177,7 @@ class Engine:
     ) -> Any:
         """A state of trees like the parameters, from the arrays of each field."""
         trees_of = {
-            name: boxes.like(params, arrays, getattr(before, name, None))
+            name: metadata.like(params, arrays, getattr(before, name, None))
             for name, arrays in columns.items()
             if name != "correction" or self.weights
         }
@@ -309,7 +306,7 @@ class Engine:
             if not direct and plan.lands:
                 scope.emit(plan.path, update)
         if not self.weights and self.storage.update_dtype != "float32":
-            results = as_given(results, gradients)
+            results = trees.as_given(results, gradients)
         results = jax.tree.unflatten(jax.tree.structure(like), results)
         return results, self.pack(count, plans, states, shared, like, state)
 
@@ -339,7 +336,7 @@ class Engine:
             reason = "update_dtype='param' asks for its dtype"
         if reason is not None:
             raise ValueError(f"{trees.NO_PARAMS_MSG} It is needed because {reason}.")
-        return widened(updates)
+        return trees.widened(updates)
 
 
 # ---- the leaves of a step ------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import optax
 from optax_lowmem._src.codecs import BitSplit, MasterSplit, UlpSplit, master_split, split_of
 from optax_lowmem._src.core import numerics, packs, scope, trees
 from optax_lowmem._src.core.clean_weights import FIELD, clean_params
-from optax_lowmem._src.core.compiled import compiled, widened
+from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.update.storage import Storage
 
 NO_CORRECTION: Any = np.zeros((), np.int8)  # beside a weight that has none
@@ -105,7 +105,7 @@ def join_master(p: jax.Array, correction: jax.Array) -> jax.Array:
 def join_leaves(weights: list[jax.Array], corrections: list[jax.Array]) -> list[jax.Array]:
     """`join_master` of each leaf, those in 16 bits in one program; shapes give shapes."""
     if any(isinstance(p, jax.ShapeDtypeStruct) for p in weights):
-        return widened(weights)
+        return trees.widened(weights)
     rows = list(zip(weights, corrections, strict=True))
     narrow = [row for row in rows if numerics.is_narrow(row[0].dtype)]
     joined = iter(_joined(narrow) if narrow else [])
@@ -118,7 +118,7 @@ def _joined(rows: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
 
 
 def join_masters(params: optax.Params, correction: optax.Params) -> optax.Params:
-    """`join_master` of each leaf; the boxes of a placeholder have other names than its weight's."""
+    """`join_master` of each leaf; the metadata of a placeholder differ from its weight's."""
     leaves, treedef = jax.tree.flatten(params)
     return jax.tree.unflatten(treedef, join_leaves(leaves, jax.tree.leaves(correction)))
 

@@ -278,7 +278,10 @@ def move(
         return land(plan.split, p, step, correction, plan.update_dtype, plan.direct, noise)
     if plan.rounds:
         assert noise is not None  # `stochastic_master` asks for it
-        return numerics.narrow_stochastically(numerics.widen(p) - step, noise), correction
+        weight = numerics.narrow_stochastically(numerics.widen(p) - step, noise)
+        if plan.direct and plan.update_dtype != jnp.float32:
+            weight = _reached(weight, p, plan.update_dtype)
+        return weight, correction
     update = (-step).astype(plan.update_dtype)
     return (optax.apply_updates(p, update) if plan.direct else update), correction
 
@@ -327,8 +330,7 @@ def land(
             kept = jnp.where(_missed(master, p), jnp.zeros((), kept.dtype), kept)
     else:
         target = split.round(master, p.dtype, noise)
-        reached = numerics.widen(p) + _towards(target, p, update_dtype)
-        reached = numerics.narrow(reached, p.dtype)
+        reached = _reached(target, p, update_dtype)
         weight, kept = reached if direct else target, split.correction(master, reached, noise)
     if isinstance(split, UlpSplit):  # a master half an ulp from p is split in two ways: keep p's
         unmoved = master == old
@@ -351,6 +353,11 @@ def _towards(target: jax.Array, p: jax.Array, dtype: jnp.dtype) -> jax.Array:
     # -0.0, which leaves even a -0.0 alone, where nothing changes
     exact = -(numerics.widen(p) - numerics.widen(target))
     return exact if dtype == jnp.float32 else numerics.round_to(exact, dtype)
+
+
+def _reached(target: jax.Array, p: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The weight where `optax.apply_updates` arrives with that update."""
+    return numerics.narrow(numerics.widen(p) + _towards(target, p, dtype), p.dtype)
 
 
 def update_towards(target: jax.Array, p: jax.Array, dtype: jnp.dtype) -> jax.Array:

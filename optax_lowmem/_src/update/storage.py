@@ -108,7 +108,8 @@ class Storage(ShowsChanges):
         choose between updates and gradients or zeros like them (`optax.apply_if_finite`,
         `conditionally_mask`): the weight's dtype where its gradient has it, else float32; or
         `param`, for loops that add without a cast (Equinox, Levanter). The correction takes up the
-        rounding of 16-bit updates. Of a bare direction `param` means the dtype of its gradients.
+        rounding of 16-bit updates where they are smaller than the weight. Of a bare direction
+        `param` means the dtype of its gradients.
       master_rounding: of 24-bit master weights, `stochastic` (unbiased: steps far below the 2^-16
         of a weight that 24 bits resolve add up to what f32 does) or `nearest` (steps below 2^-17 of
         a weight are lost). 32-bit master weights are so fine that their rounding does not matter.
@@ -175,14 +176,16 @@ class Storage(ShowsChanges):
     def four_bit(cls, **changes: Any) -> "Storage":
         """Both moments in codes of 4 bits: 1.0625 bytes per parameter for the two, with scales.
 
+        Prefer `flash_factored_adamw(lr, storage=Storage.four_bit(nu=None, group_size=32))`, 0.56
+        bytes for both moments and no codes of second ones: `init` warns where a second moment per
+        element is stored in 4 bits.
+
         First moments companded, second ones linear, in groups of 64 with 16-bit scales. Of the
         4-bit codecs this pair has the least error of Adam's step in closed loop where the second
         moments of a group lie within a factor of 15: a smaller one is stored as 1/15 of the
         largest, so its weight moves too slowly. With log-normal curvature the step errs by 0.43 of
         its size, where `nu` in f32 errs by 0.02. The loss of a GPT of 42 million weights ends 0 to
-        1 % higher (8 bits: within 0.1 %). So `flash_factored_adamw` with
-        `Storage.four_bit(nu=None, group_size=32)` is the better choice: 0.56 bytes for both
-        moments, and no codes for the second ones.
+        1 % higher (8 bits: within 0.1 %).
 
         Example:
           >>> Storage.four_bit(master_weight_bits=32).group_size

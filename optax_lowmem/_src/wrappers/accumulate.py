@@ -11,7 +11,6 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from optax_lowmem._src.core import explicit, numerics, random, scope, trees, varying
-from optax_lowmem._src.core.compiled import compiled, is_free
 from optax_lowmem._src.core.rules import UpdateRule
 from optax_lowmem._src.core.typing import Tree
 from optax_lowmem._src.update.engine import Engine, EngineTransformation
@@ -92,10 +91,8 @@ class _Buffered:
         for path, leaf in trees.named_leaves(params):
             trees.check_param(path, leaf)
         seed = scope.provided_seed(self.seed)
-        leaves, treedef = jax.tree.flatten(params)
-        zeros = compiled(_zeros) if is_free(leaves) else _zeros
-        micro_step, count, buffers = zeros(leaves)
-        buffer = jax.tree.unflatten(treedef, buffers)
+        buffer = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.bfloat16), params)
+        micro_step, count = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         return AccumulationState(micro_step, count, seed, buffer, self.inner.init(params))
 
     def update(
@@ -106,9 +103,8 @@ class _Buffered:
         **extra: Any,
     ) -> tuple[optax.Updates, AccumulationState]:
         trees.check_state(state, AccumulationState)
-        gradients = trees.match("gradient", updates, state.accumulated)
-        rows = zip(gradients, jax.tree.leaves(state.accumulated), strict=True)
-        means = jax.tree.unflatten(jax.tree.structure(updates), _means(list(rows), self.every))
+        trees.match("gradient", updates, state.accumulated)
+        means = _means(updates, state.accumulated, self.every)
 
         def step() -> tuple[optax.Updates, optax.OptState, optax.Updates]:
             new, inner = self.inner.update(means, state.inner_state, params, **extra)
@@ -138,7 +134,9 @@ class _Direct:
         inner = self.engine.init(params)
         h = self.engine.hyperparameters(inner.count)
         jax.eval_shape(lambda first: self.engine.rule.accumulating(h, first, self.every), _BOOL)
-        return AccumulationState(*_begin(inner.seed), None, inner)
+        micro_step, count = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+        seed = jnp.array(inner.seed)  # a copy: one array in two places of a state is not donated
+        return AccumulationState(micro_step, count, seed, None, inner)
 
     def update(
         self,
@@ -252,10 +250,7 @@ def value_and_grad(
             total, mean = carry
             index, part = given
             value, gradient = of_one(params, part)
-            rows = zip(jax.tree.leaves(gradient), jax.tree.leaves(mean), strict=True)
-            means = jax.tree.unflatten(
-                jax.tree.structure(gradient), _means(list(rows), micro_batches)
-            )
+            means = _means(gradient, mean, micro_batches)
             return (total + value.astype(jnp.float32), _rounded(means, own, index)), None
 
         value, gradient = jax.eval_shape(of_one, params, jax.tree.map(lambda x: x[0], parts))
@@ -293,26 +288,14 @@ def _empty_mean(param: jax.Array, gradient: jax.ShapeDtypeStruct) -> jax.Array:
     return varying.over(jnp.zeros_like(param, dtype=jnp.bfloat16), varying.axes_of(gradient))
 
 
-def _zeros(leaves: list[jax.Array]) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-    """Two counts, and the buffer of each leaf, which lies where it does."""
-    buffers = [jnp.zeros_like(leaf, dtype=jnp.bfloat16) for leaf in leaves]
-    return jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), buffers
-
-
-@compiled
-def _begin(seed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Two counts and a copy of the seed: one array in two places of a state is not donated."""
-    return jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), jnp.array(seed)
-
-
-@compiled
-def _means(rows: list[tuple[jax.Array, jax.Array]], every: int) -> list[jax.Array]:
-    """The f32 means so far, of (gradient, mean before)."""
+def _means(gradients: optax.Updates, means: Tree, every: int) -> Any:
+    """The f32 means so far, like the gradients, of these and the means before."""
     share = jnp.float32(1 / every)
-    return [numerics.widen(a) + share * numerics.widen(g) for g, a in rows]
+    rows = zip(jax.tree.leaves(gradients), jax.tree.leaves(means), strict=True)
+    added = [numerics.widen(a) + share * numerics.widen(g) for g, a in rows]
+    return jax.tree.unflatten(jax.tree.structure(gradients), added)
 
 
-@compiled
 def _counted(
     micro_step: jax.Array, count: jax.Array, every: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -321,7 +304,6 @@ def _counted(
     return last, jnp.where(last, 0, micro_step + 1), optax.safe_increment(count)
 
 
-@compiled
 def _micro_batch(
     rule: UpdateRule,
     h: Mapping[str, jax.Array],

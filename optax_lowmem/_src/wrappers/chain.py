@@ -9,7 +9,7 @@ import numpy as np
 import optax
 
 from optax_lowmem._src.core import scope, trees
-from optax_lowmem._src.core.compiled import apply_updates, compiled, widened
+from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.core.placement import placements
 from optax_lowmem._src.core.typing import Tree
 from optax_lowmem._src.noise.noisy import Sampler
@@ -21,7 +21,8 @@ from optax_lowmem._src.update.masters import adds_noise, splits_masters
 def chain(*transformations: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """`optax.chain` whose links see 16-bit gradients in f32, with the same tuple as its state.
 
-    (optax's clipping takes the norm of bf16 gradients in bf16.)
+    (optax's clipping takes the norm of bf16 gradients in bf16.) One of our optimizers that is last
+    sees them in their own dtype where it has `update_dtype="gradient"`.
 
     Args:
       *transformations: the links; one that splits master weights, or adds noise to weights, must
@@ -91,7 +92,8 @@ def step(
     """One training step: new parameters and state.
 
     The same result as `tx.update` and `optax.apply_updates`. Nothing is donated here: jit the
-    training step with `donate_argnums` for parameters and state.
+    training step with `donate_argnums` for parameters and state. Where a wrapper of optax refuses
+    f32 updates of 16-bit gradients, it gets these gradients in f32.
 
     Args:
       tx: any optax transformation.
@@ -134,7 +136,12 @@ def step(
         try:
             return _step_any(tx, grads, state, params, None, extra)
         except TypeError as error:
-            if "cond branches must have equal output types" in str(error):
+            if not _has_unlike_branches(error):
+                raise
+        try:  # zeros like f32 gradients have the dtype of f32 updates
+            return _step_any(tx, _widened(grads), state, params, None, extra)
+        except TypeError as error:
+            if _has_unlike_branches(error):
                 error.add_note(_UNLIKE_BRANCHES)
             raise
 
@@ -179,6 +186,8 @@ def _run(
     if folds:
         factor = _clipping_factor(before[-1], updates, state[-2])
         states.append(state[-2])
+    if _follows_gradients(final):
+        updates = trees.as_given(updates, given)
     result, new = last(final, updates, state[-1], params, factor, extra)
     return result, (*states, trees.keep_dtypes(state[-1], new, given))
 
@@ -217,7 +226,7 @@ def _step_last(
 
         return tx.work.advance(updates, state, params, take, factor)
     updates, state = _update_last(tx, updates, state, params, factor, extra)
-    return apply_updates(params, updates), state
+    return optax.apply_updates(params, updates), state
 
 
 def _step_any(
@@ -230,28 +239,18 @@ def _step_any(
 ) -> tuple[optax.Params, optax.OptState]:
     if isinstance(tx, Chain) and tx.links:
         return _run(tx.links, updates, state, params, _step_last, extra)
-    if _leaves_steps_out(state):
-        updates = _widened(updates)
     return _step_last(tx, updates, state, params, factor, extra)
 
 
 _UNLIKE_BRANCHES = (
     "A wrapper such as optax.apply_if_finite, conditionally_mask or MultiSteps chooses between an "
     "update and zeros like the gradient, whose dtypes differ. Make the optimizer with "
-    "storage=Storage(update_dtype='gradient') (an argument of split_master_weights, too), or pass "
-    "gradients in float32."
+    "storage=Storage(update_dtype='gradient') (an argument of split_master_weights, too)."
 )
 
 
-def _leaves_steps_out(state: optax.OptState) -> bool:
-    """Return whether optax puts zeros of the gradients' dtype in place of some f32 updates."""
-    names = "ApplyIfFiniteState", "ConditionallyMaskState"
-
-    def selects(node: object) -> bool:
-        return type(node).__name__ in names and trees.holds(node, trees.is_ours)
-
-    accumulates = trees.holds(state, lambda node: type(node).__name__ == "MultiStepsState")
-    return trees.holds(state, selects) and not accumulates  # which averages in their dtype
+def _has_unlike_branches(error: TypeError) -> bool:
+    return "cond branches must have equal output types" in str(error)
 
 
 def _takes_factor(tx: optax.GradientTransformation) -> bool:
@@ -261,8 +260,14 @@ def _takes_factor(tx: optax.GradientTransformation) -> bool:
     )
 
 
+def _follows_gradients(tx: optax.GradientTransformation) -> bool:
+    """Return whether updates of one of our optimizers have the dtype of its gradients."""
+    tx = tx.work.inner if isinstance(tx, Sampler) else tx
+    return isinstance(tx, EngineTransformation) and tx.engine.storage.update_dtype == "gradient"
+
+
 def _widened(updates: Tree) -> Tree:
-    return widened(updates, floats_only=True)
+    return trees.widened(updates, floats_only=True)
 
 
 def _clips_global_norm(link: optax.GradientTransformation) -> bool:

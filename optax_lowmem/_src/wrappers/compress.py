@@ -12,9 +12,9 @@ import optax
 from jax.sharding import NamedSharding
 
 from optax_lowmem._src.codecs import GroupCodec, StoredSlot, group_codec, softsign, sqrt
-from optax_lowmem._src.core import boxes, derivative, explicit, random, scope, trees
-from optax_lowmem._src.core.compiled import as_given, compiled, each, widened
-from optax_lowmem._src.core.hyperparameters import check_range, increment
+from optax_lowmem._src.core import derivative, explicit, metadata, random, scope, trees
+from optax_lowmem._src.core.compiled import each
+from optax_lowmem._src.core.hyperparameters import check_range
 from optax_lowmem._src.core.policy import Policy, warn_of_patterns
 from optax_lowmem._src.update.masters import splits_masters
 from optax_lowmem._src.update.plan import decide_slot
@@ -104,10 +104,6 @@ class _Slot(NamedTuple):
     leaf: jax.Array
     stochastic: bool
     in_one_row: bool
-
-
-def _small(ranks: list[int]) -> list[jax.Array]:
-    return [jnp.zeros((1,) * rank, jnp.float32) for rank in ranks]
 
 
 def _shaped(x: jax.Array, shape: tuple[int, ...], lies: NamedSharding | None) -> jax.Array:
@@ -285,7 +281,7 @@ class _Compressor:
                 else:
                     pairs.append(next(encoded))
             treedef = jax.tree.structure(value)
-            scales[name] = boxes.like(value, [s for _, s in pairs], before.get(name))
+            scales[name] = metadata.like(value, [s for _, s in pairs], before.get(name))
             return jax.tree.unflatten(treedef, [c for c, _ in pairs])
 
         return map_slots(encode, state), scales
@@ -404,18 +400,17 @@ class _Compressor:
         for path, leaf in trees.named_leaves(params):
             trees.check_param(path, leaf)
         # gradients reach the inner update in f32, so its state is f32 whatever the weights are
-        abstract = jax.eval_shape(lambda p: self._start(widened(p), True)[0], params)
+        abstract = jax.eval_shape(lambda p: self._start(trees.widened(p), True)[0], params)
         warn_of_patterns(self.policy, params)
         self._check_inner(params)
         self._check_state(abstract, params)
         count = jnp.zeros((), jnp.int32)
         seed = scope.provided_seed(self.seed)
-        leaves, treedef = jax.tree.flatten(params)
-        small = jax.tree.unflatten(treedef, compiled(_small)([leaf.ndim for leaf in leaves]))
+        small = jax.tree.map(lambda p: jnp.zeros((1,) * p.ndim, jnp.float32), params)
         start = Start(self._codec_of, self._decide, self.group_size)
         # a mask may go by sizes
         if not (start.is_constant(abstract) and self._is_like(abstract, small)):
-            started, blocks = self._start(widened(trees.with_values(params)))
+            started, blocks = self._start(trees.widened(trees.with_values(params)))
             inner, scales = self._encode(started, params, seed, count, blocks=blocks)
             return CompressedState(count, seed, inner, scales)
         masked = self._masked(params)
@@ -423,7 +418,7 @@ class _Compressor:
         floats = (leaf.dtype for leaf in jax.tree.leaves(start.others(abstract)))
         if any(jnp.issubdtype(dtype, jnp.inexact) for dtype in floats):  # maybe of values of params
             values = trees.with_values(params)
-            own = jax.jit(lambda p: start.others(self._start(widened(p))[0]))(values)
+            own = jax.jit(lambda p: start.others(self._start(trees.widened(p))[0]))(values)
             inner = start.put(own, inner)
         return CompressedState(count, seed, inner, scales)
 
@@ -469,14 +464,14 @@ class _Compressor:
             trees.match("gradient", updates, params)
         updates, params = derivative.without((updates, params))
         new, inner = self.inner.update(
-            widened(updates), self._decode(state, updates), params, **extra
+            trees.widened(updates), self._decode(state, updates), params, **extra
         )
-        count = increment(state.count)
+        count = optax.safe_increment(state.count)
         reference = updates if params is None else params
         inner, scales = self._encode(inner, reference, state.seed, count, state.scales)
         _check_same_storage(state.scales, scales)
         if self.update_dtype == "gradient":
-            new = as_given(new, updates)
+            new = trees.as_given(new, updates)
         return new, CompressedState(count, state.seed, inner, scales)
 
 

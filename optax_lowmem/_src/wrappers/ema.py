@@ -10,10 +10,15 @@ import optax
 
 from optax_lowmem._src.codecs import BitSplit
 from optax_lowmem._src.core import random, scope, trees
-from optax_lowmem._src.core.compiled import advanced, compiled, each
+from optax_lowmem._src.core.compiled import compiled, each
 from optax_lowmem._src.core.hyperparameters import check_range, complement
 from optax_lowmem._src.core.typing import Scalar, Tree
-from optax_lowmem._src.update.masters import join_leaves, join_master, kept_weights
+from optax_lowmem._src.update.masters import (
+    join_leaves,
+    join_master,
+    join_masters,
+    kept_weights,
+)
 from optax_lowmem._src.update.storage import check_bits
 
 
@@ -55,7 +60,7 @@ class _Tracker:
         trees.check_state(state, MasterEmaState)
         trees.check_state_tree(state.ema, params)
         updates, inner = self.inner.update(updates, state.inner_state, params, **extra)
-        new, count = advanced(params, updates, state.count)
+        new, count = optax.apply_updates(params, updates), optax.safe_increment(state.count)
         rows = zip(
             [random.name_of(path) for path, _ in trees.named_leaves(params)],
             jax.tree.leaves(state.ema), jax.tree.leaves(state.ema_correction),
@@ -157,15 +162,4 @@ def ema_params(state: optax.OptState) -> optax.Params:
             f"the state holds {len(found)} averages of master weights; wrap the optimizer in "
             "track_master_ema once"
         )
-    ema, correction = found[0].ema, found[0].ema_correction
-    narrow = any(leaf.dtype == jnp.int16 for leaf in jax.tree.leaves(correction))
-    treedef: Any = jax.tree.structure(ema)
-    leaves = jax.tree.leaves(ema), jax.tree.leaves(correction)
-    return treedef.unflatten(_joined(BitSplit(32 if narrow else 24), *leaves))
-
-
-@compiled
-def _joined(
-    split: BitSplit, emas: list[jax.Array], corrections: list[jax.Array]
-) -> list[jax.Array]:
-    return list(map(split.join, emas, corrections))
+    return join_masters(found[0].ema, found[0].ema_correction)

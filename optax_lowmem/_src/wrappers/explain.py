@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding
 
 from optax_lowmem._src.core import scope, trees
 from optax_lowmem._src.core.clean_weights import FIELD
-from optax_lowmem._src.core.compiled import widened
 from optax_lowmem._src.core.placement import placement
 from optax_lowmem._src.core.policy import unmatched_patterns
 from optax_lowmem._src.core.typing import Shaped
@@ -210,7 +209,7 @@ def _updates(
     """
 
     def value_fn(params: optax.Params, grad_fn: object = None) -> jax.Array:  # takes what is left
-        wide = widened(params), widened(at)
+        wide = trees.widened(params), trees.widened(at)
         terms = jax.tree.map(lambda w, a: jnp.sum(w / 2 + (w - a) ** 2), *wide)
         return jnp.asarray(sum(jax.tree.leaves(terms)), jnp.float32)
 

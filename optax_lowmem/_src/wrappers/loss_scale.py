@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.core import numerics, trees
-from optax_lowmem._src.core.compiled import compiled
+from optax_lowmem._src.core import metadata, numerics, trees
 from optax_lowmem._src.core.hyperparameters import check_range
 from optax_lowmem._src.core.varying import mean_of_leaf
 
@@ -17,7 +16,6 @@ def _is_finite(g: jax.Array) -> jax.Array:
     return mean_of_leaf(jnp.isfinite(g).astype(jnp.float32)) == 1
 
 
-@compiled
 def _unscaled(leaves: list[jax.Array], scale: float) -> list[tuple[jax.Array, jax.Array]]:
     """(Whether it is finite, what it is without the scale) of each gradient."""
     finite = list(map(_is_finite, leaves))
@@ -28,7 +26,6 @@ def _unscaled(leaves: list[jax.Array], scale: float) -> list[tuple[jax.Array, ja
     ]
 
 
-@compiled
 def _chosen(
     steps: list[tuple[jax.Array, jax.Array]], states: list[tuple[jax.Array, jax.Array, jax.Array]]
 ) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -55,12 +52,12 @@ class _Unscaler:
     ) -> tuple[optax.Updates, optax.OptState]:
         treedef: Any = jax.tree.structure(updates)
         found = _unscaled(jax.tree.leaves(updates), self.scale)
-        finite = treedef.unflatten([ok for ok, _ in found])
+        finite = metadata.like(updates, [ok for ok, _ in found])
         gradients = treedef.unflatten([g for _, g in found])
         new, after = self.inner.update(gradients, state, params, **extra)
         new_def: Any = jax.tree.structure(new)
         after_def: Any = jax.tree.structure(after)
-        steps = zip(new_def.flatten_up_to(finite), jax.tree.leaves(new), strict=True)
+        steps = zip([ok for ok, _ in found], jax.tree.leaves(new), strict=True)
         marks = jax.tree.leaves(self._marks(after, finite))
         rows = list(zip(marks, jax.tree.leaves(after), after_def.flatten_up_to(state), strict=True))
         taken, chosen = _chosen(list(steps), [row for row in rows if row[0] is not True])
@@ -85,11 +82,12 @@ class _Unscaler:
         try:
             return optax.tree.map_params(
                 lambda params: jax.eval_shape(self.inner.init, params),
-                lambda leaf, ok: leaf if _is_masked(leaf) else ok,
+                # nodes with metadata are leaves here: those of a state may have other names
+                lambda node, ok: [jax.tree.leaves(ok)[0] for _ in jax.tree.leaves(node)],
                 state,
                 finite,
                 transform_non_params=lambda _: True,
-                is_leaf=_is_masked,
+                is_leaf=lambda node: _is_masked(node) or metadata.has_metadata(node),
             )
         except (ValueError, IndexError) as error:
             raise ValueError(

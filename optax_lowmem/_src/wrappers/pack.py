@@ -11,7 +11,6 @@ import optax
 
 from optax_lowmem._src.core import explicit, scope, trees
 from optax_lowmem._src.core import packs as packing
-from optax_lowmem._src.core.compiled import as_given, widened
 from optax_lowmem._src.core.packs import Packs
 from optax_lowmem._src.core.placement import Placement
 from optax_lowmem._src.core.policy import Policy, warn_of_patterns
@@ -82,7 +81,7 @@ class PackedEngine(Engine):
         like = updates if params is None else params
         gradients = trees.match("gradient", updates, like)
         trees.check_same_parameters(names, like)
-        plans, decisions = self._decided(widened(updates) if params is None else params)
+        plans, decisions = self._decided(trees.widened(updates) if params is None else params)
         _check_alike(packs, plans)
         _check_whole(like, packs)
         engine = self._of_packs(packs, like, plans, decisions)
@@ -96,7 +95,7 @@ class PackedEngine(Engine):
         treedef: Any = jax.tree.structure(like)
         results = [by_name[name] for name in leaves]
         if not self.weights and self.storage.update_dtype != "float32":
-            results = as_given(results, gradients)
+            results = trees.as_given(results, gradients)
         within = {leaf: name for name, own in packs.items() for leaf in own}
         for name, result in zip(leaves, results, strict=True):
             if within.get(name, name) in emitted:

@@ -9,6 +9,7 @@ import optax
 
 from optax_lowmem._src.core import packs, trees
 from optax_lowmem._src.wrappers import slots
+from optax_lowmem._src.wrappers.compress import CompressedState
 
 
 def reset(state: optax.OptState, where: Any = True) -> optax.OptState:
@@ -103,7 +104,7 @@ def reset(state: optax.OptState, where: Any = True) -> optax.OptState:
 
 
 def _is_compressed(node: object) -> bool:
-    return trees.is_named_tuple(node) and type(node).__name__ == "CompressedState"
+    return isinstance(node, CompressedState)
 
 
 def _at(path: str) -> str:

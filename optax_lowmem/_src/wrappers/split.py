@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.codecs import MasterSplit
-from optax_lowmem._src.core import boxes, derivative, numerics, random, scope, trees
-from optax_lowmem._src.core.compiled import each, unstacked, widened
-from optax_lowmem._src.core.hyperparameters import increment
+from optax_lowmem._src.core import derivative, metadata, numerics, random, scope, trees
+from optax_lowmem._src.core.compiled import each, unstacked
 from optax_lowmem._src.update import MASTER, split_update
 from optax_lowmem._src.update.masters import (
     adds_noise,
@@ -56,7 +55,7 @@ class _Splitter:
                 corrections.append(jnp.zeros((), jnp.int8))
             else:
                 corrections.append(initial_correction(split, path, leaf))
-        correction = boxes.like(params, corrections)
+        correction = metadata.like(params, corrections)
         if splits_masters(self.inner, params):
             raise ValueError(
                 "split_master_weights around an optimizer that splits master weights itself: give "
@@ -88,19 +87,19 @@ class _Splitter:
         if fast is params:
             check_order(jax.tree.leaves(updates), params, state.correction)
         masters = join_masters(params, state.correction)
-        gradients = widened(updates)
+        gradients = trees.widened(updates)
         steps, inner = self.inner.update(gradients, state.inner_state, masters, **extra)
         if any(jnp.ndim(c) for c in jax.tree.leaves(state.correction)):
             steps, params = derivative.without((steps, params))
         corrections = jax.tree.leaves(state.correction)
-        count, named = increment(state.count), trees.named_leaves(params)
+        count, named = optax.safe_increment(state.count), trees.named_leaves(params)
         # those of the engine, so that a fused optimizer draws the same bits
         keys = random.leaf_keys(state.seed, count, [path for path, _ in named])
         rows = zip(named, jax.tree.leaves(steps), corrections, strict=True)
         given = {path: g.dtype for path, g in trees.named_leaves(updates)}
         landed = self._land(list(rows), keys, given)
         treedef = jax.tree.structure(params)
-        correction = boxes.like(params, [c for _, c in landed])
+        correction = metadata.like(params, [c for _, c in landed])
         updates = jax.tree.unflatten(treedef, [u for u, _ in landed])
         return updates, SplitState(count, state.seed, correction, inner)
 

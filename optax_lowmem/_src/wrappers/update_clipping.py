@@ -9,14 +9,12 @@ import optax
 
 from optax_lowmem._src.core import numerics, trees
 from optax_lowmem._src.core.clipping import check_threshold, clipped_share, rms_of_ratio
-from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.core.hyperparameters import (
     Formula,
     as_f32,
     check_decay,
     check_range,
     decay_at,
-    increment,
 )
 from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule, Tree
 from optax_lowmem._src.update.masters import splits_masters
@@ -99,7 +97,7 @@ class _Clipper:
     ) -> tuple[optax.Updates, UpdateClippingState]:
         trees.check_state(state, UpdateClippingState)
         new, inner = self.inner.update(updates, state.inner_state, params, **extra)
-        count = increment(state.count)
+        count = optax.safe_increment(state.count)
         debias = Formula(_debias, (self.b2,))(state.count)["debias"]
         moments = _second_moments(inner)
 
@@ -116,7 +114,6 @@ def _debias(b2: ScalarOrSchedule, count: jax.Array) -> dict[str, jax.Array]:
     return {"debias": 1 / decay_at("b2", b2, count).correction}
 
 
-@compiled
 def _clipped(
     rows: list[tuple[jax.Array, jax.Array, jax.Array]],
     debias: jax.Array,

@@ -1,11 +1,13 @@
-"""Leaves in boxes that name the axes of their array: Linen's `Partitioned`, NNX's `Variable`.
+"""Nodes that hold one array and describe its axes: those of Linen, NNX and haliax.
 
-Flax shards an array of the state by the names in its box, without a look at its shape, and a state
-made by `jax.tree.map` over the parameters has their boxes. So those of arrays with other dimensions
-than the parameter's get other names: a variable of NNX those whose mesh axes divide the array,
-where a mesh is known; else, and in a box of Linen, those that any mesh of these devices divides.
+Flax shards an array of the state by the names in its metadata (Linen's `Partitioned`, NNX's
+`Variable`), Levanter by the names of its axes (haliax's `NamedArray`), both without a look at its
+shape. A state made by `jax.tree.map` over the parameters has their metadata, so `like` gives those
+of arrays with other shapes than the parameter's, such as scales and 0-d placeholders, other names.
 """
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -33,6 +35,18 @@ def is_variable(node: object) -> bool:
     return hasattr(type(node), "get_metadata") and hasattr(type(node), "replace")
 
 
+def _axes_field(node: object) -> str | None:
+    """The field with the axes of an array with named axes; None for other nodes.
+
+    Such a node is a dataclass of `array` and either `axes`, which have names and sizes, or
+    `axis_names`, strings: haliax's `NamedArray`, by version.
+    """
+    fields = getattr(type(node), "__dataclass_fields__", ())
+    if len(fields) != 2 or "array" not in fields:
+        return None
+    return next((name for name in ("axes", "axis_names") if name in fields), None)
+
+
 def unboxed(tree: optax.Params) -> optax.Params:
     """A tree without Linen's boxes."""
 
@@ -48,64 +62,75 @@ def unboxed(tree: optax.Params) -> optax.Params:
 def like(
     reference: optax.Params, arrays: Iterable[object], before: optax.Params | None = None
 ) -> optax.Params:
-    """A tree of the structure of `reference`, whose boxes fit the arrays in them.
+    """A tree of the structure of `reference`, whose metadata fit the arrays that they describe.
 
-    A box of Linen names the axes that the array shares with the parameter. Along the others it
-    has no name, but where any number of parts up to 64, or to that of the devices, and any multiple
-    of them by odd numbers, that divides the parameter divides the array too: groups of a long
-    enough axis. A `Variable` of NNX does so where no mesh is known, neither to itself nor as
-    `jax.set_mesh`, and otherwise has the names whose axes divide the array. A 0-d placeholder has
-    no names.
+    In a box of Linen an axis has its name where the array and the parameter share it. Other axes
+    keep it where any number of parts up to 64, or to that of the devices, and any multiple of them
+    by odd numbers, that divides the parameter divides the array too: groups of a long enough axis.
+    Else the name is None. A `NamedArray` of haliax and a `Variable` of NNX do so where no mesh is
+    known; with one (that of `jax.set_mesh`, or of the variable) the former keeps names where any
+    axes of it that divide the parameter divide the array, and the latter where its own do. In
+    haliax the other axes are called "<name>_groups", which no mapping of names shards. A 0-d
+    placeholder has no names.
 
     Args:
-      reference: the parameters, or a tree of their boxes and shapes.
+      reference: the parameters, or a tree of their metadata and shapes.
       arrays: the new leaves, in order.
-      before: the tree of the step before, whose boxes stay, since they are part of a state's type.
+      before: the tree of the step before, whose metadata stay: they are part of a state's type.
     """
-    treedef: Any = jax.tree.structure(reference)
-    kept: Any = jax.tree.structure(before)
-    boxed = _has_boxes(reference)
-    if boxed and _has_boxes(before) and kept.num_leaves == treedef.num_leaves:
-        return jax.tree.unflatten(kept, list(arrays))
-    made = jax.tree.unflatten(treedef, list(arrays))
-    if not boxed:
-        return made
-    return jax.tree.map(_fitted, made, reference, is_leaf=_is_any)
+    arrays, nodes = list(arrays), jax.tree.leaves(reference, is_leaf=has_metadata)
+    if not any(map(has_metadata, nodes)):
+        return jax.tree.unflatten(jax.tree.structure(reference), arrays)
+    if any(map(has_metadata, jax.tree.leaves(before, is_leaf=has_metadata))):
+        kept: Any = jax.tree.structure(before)
+        if kept.num_leaves == len(arrays):
+            return jax.tree.unflatten(kept, arrays)
+    rest = iter(arrays)
+    treedef = jax.tree.structure(reference, is_leaf=has_metadata)
+    return jax.tree.unflatten(treedef, [_fitted(node, rest) for node in nodes])
 
 
-def _is_any(node: object) -> bool:
-    return is_box(node) or is_variable(node)
+def has_metadata(node: object) -> bool:
+    return is_box(node) or is_variable(node) or _axes_field(node) is not None
 
 
-def _has_boxes(tree: object) -> bool:
-    return any(map(_is_any, jax.tree.leaves(tree, is_leaf=_is_any)))
-
-
-def _fitted(box: Any, reference: object) -> Any:
-    if not _is_any(box):
-        return box
-    inside, original = jax.tree.leaves(box), jax.tree.leaves(reference)
-    if len(inside) != 1:
-        return box
-    shape, whole = jnp.shape(inside[0]), jnp.shape(original[0])
-    if shape == whole:
-        return box
-    if not is_box(box):
-        return fitted_variable(box, shape, whole)
+def _fitted(node: Any, rest: Iterable[Any]) -> Any:
+    """The node of the next arrays, with metadata of their shape if it is one array."""
+    leaves, treedef = jax.tree.flatten(node)
+    arrays = list(itertools.islice(rest, len(leaves)))
+    described = has_metadata(node) and len(leaves) == 1 and hasattr(arrays[0], "shape")
+    if not described or arrays[0].shape == jnp.shape(leaves[0]):
+        return jax.tree.unflatten(treedef, arrays)
+    shape, whole = arrays[0].shape, jnp.shape(leaves[0])
+    if is_variable(node):
+        return fitted_variable(jax.tree.unflatten(treedef, arrays), shape, whole)
+    sizes, pairs = _sizes(jax.sharding.get_abstract_mesh()), list(zip(shape, whole, strict=False))
+    if (field := _axes_field(node)) is not None:
+        axes = _axes(getattr(node, field), shape, [_splits_as(*pair, sizes) for pair in pairs])
+        return dataclasses.replace(node, **{"array": arrays[0], field: axes})
+    keeps = [_splits_on_any(*pair, sizes) for pair in pairs]
+    box: Any = jax.tree.unflatten(treedef, arrays)
     names = getattr(box, "names", None)
-    if names is None:
-        return box
-    sizes = _sizes(jax.sharding.get_abstract_mesh())
-    keeps = [_splits_on_any(own, of, sizes) for own, of in zip(shape, whole, strict=False)]
-    return box.replace(names=_names(tuple(names), shape, whole, keeps))
+    return box if names is None else box.replace(names=_names(names, shape, whole, keeps))
 
 
 def _names(
-    names: tuple[Any, ...], shape: tuple[int, ...], whole: tuple[int, ...], keeps: list[bool]
+    names: Iterable[Any], shape: tuple[int, ...], whole: tuple[int, ...], keeps: list[bool]
 ) -> tuple[Any, ...]:
     if len(shape) != len(whole):
         return (None,) * len(shape)
     return tuple(name if keep else None for name, keep in zip(names, keeps, strict=False))
+
+
+def _axes(axes: tuple[Any, ...], shape: tuple[int, ...], keeps: list[bool]) -> tuple[Any, ...]:
+    """Axes of haliax for an array of this shape, names or names with sizes as those given."""
+    names = [f"groups_{d}" for d, _ in enumerate(shape)]
+    if len(axes) == len(shape):
+        old = [getattr(axis, "name", axis) for axis in axes]
+        names = [n if keep else f"{n}_groups" for n, keep in zip(old, keeps, strict=True)]
+    if all(isinstance(axis, str) for axis in axes):
+        return tuple(names)
+    return tuple(type(axes[0])(*axis) for axis in zip(names, shape, strict=True))
 
 
 def _splits_on_any(own: int, whole: int, sizes: dict[str, int]) -> bool:
@@ -118,6 +143,18 @@ def _splits_on_any(own: int, whole: int, sizes: dict[str, int]) -> bool:
         return False
     size = whole // own
     return size & (size - 1) == 0  # else an odd number of parts may cut through a group
+
+
+def _splits_as(own: int, whole: int, sizes: dict[str, int]) -> bool:
+    """Return whether an axis of `own` entries splits over any axes of a mesh that split `whole`.
+
+    Where the mesh is not known, it must split on every mesh.
+    """
+    counts = {1}
+    for size in sizes.values():
+        counts |= {size * count for count in counts}
+    parts = [count for count in counts if whole % count == 0] if sizes else [None]
+    return all(_splits(count, own, whole, sizes) for count in parts)
 
 
 def _sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
