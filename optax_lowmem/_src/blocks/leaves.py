@@ -181,7 +181,7 @@ def layer_block(leaf: ModuleLeaf, text: str, axes: tuple[int, ...], reason: str)
 
 
 def layered(leaf: ModuleLeaf) -> ModuleLeaf:
-    """Return a leaf whose rank is one too high with its first axis as stacked layers."""
+    """Mark the first axis as stacked layers, for a leaf whose rank is one too high."""
     return leaf.stack(leaf.inner[0], "one axis more than it needs: the first stacks layers")
 
 
@@ -249,7 +249,7 @@ def _by_components(leaves: list[ModuleLeaf]) -> list[ModuleLeaf]:
 
 
 def _common_axis(group: list[ModuleLeaf]) -> int | None:
-    """Return the axis (0 or 1) with one size in all leaves, if each rank allows to remove it."""
+    """Return the axis (0 or 1) of equal size in all leaves, if each leaf has an axis to spare."""
     shapes = [leaf.inner_shape for leaf in group]
     if max(map(len, shapes)) < 3:  # vectors and matrices of the same width, not stacks of them
         return None

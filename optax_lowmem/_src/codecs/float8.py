@@ -25,7 +25,10 @@ _SIGN = 0x80000000
 
 
 class Odds(NamedTuple):
-    """Coefficients of P(up) between powers: u A / (A + bend (1 - u)), A = s + slope u + start."""
+    """Coefficients of P(up) between powers: u A / (A + bend (1 - u)), A = s + slope u + start.
+
+    Here s = (n + u) / N, in the notation of `MinifloatCodec.odds`.
+    """
 
     slope: jax.Array
     start: jax.Array  # minus `slope`

@@ -50,7 +50,7 @@ def _decode_tile(
     tiles.store(tiling, x_at, tile, x)
 
 
-def _cut(tiling: Tiling, tile: Tile, backend: str) -> dict[str, Any]:
+def _launch_options(tiling: Tiling, tile: Tile, backend: str) -> dict[str, Any]:
     """Return the grid, warps and backend, as arguments of `gpu_kernel.launch`."""
     # a group wider than a tile gets more threads instead of more elements per thread
     warps = min(_MOST_WARPS, tile.warps * max(1, tiling.lanes // tile.elements))
@@ -101,7 +101,7 @@ def encode(
     out_shape = (result_like(codes, in_bytes.shape), result_like(scales, (tiling.groups,)))
     body = functools.partial(_encode_tile, codec, tiling, slot)
     operands = [viewed] if key is None else [viewed, key.reshape(1)]
-    how = _cut(tiling, tile, backend)
+    how = _launch_options(tiling, tile, backend)
     stored, scale = gpu_kernel.launch(body, operands, out_shape, name="group_encode", **how)
     return stored.reshape(codes.shape), scale.reshape(scales.shape)
 
@@ -135,6 +135,6 @@ def decode(
     viewed = tiling.of_bytes(codec.codes_per_byte).element_view(codes)
     out_shape = result_like(values, jax.eval_shape(tiling.element_view, values).shape)
     body = functools.partial(_decode_tile, codec, tiling)
-    operands, how = [viewed, tiling.scale_view(scales)], _cut(tiling, tile, backend)
+    operands, how = [viewed, tiling.scale_view(scales)], _launch_options(tiling, tile, backend)
     (x,) = gpu_kernel.launch(body, operands, [out_shape], name="group_decode", **how)
     return x.reshape(values.shape)

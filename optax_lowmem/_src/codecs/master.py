@@ -110,7 +110,7 @@ class BitSplit(MasterSplit):
     def round(
         self, w: jax.Array, dtype: jnp.dtype = jnp.bfloat16, noise: Noise = None
     ) -> jax.Array:
-        """Return bf16 weights; without noise, only ties can differ from `w.astype(bfloat16)`."""
+        """Return bf16 weights; without noise, `w.astype(bfloat16)` except next to ties."""
         return self.split(w, dtype, noise)[0]
 
     def correction(self, w: jax.Array, p: jax.Array, noise: Noise = None) -> jax.Array:

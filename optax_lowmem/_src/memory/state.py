@@ -126,15 +126,15 @@ def report(
     name = None
     if baseline is None:
         name, baseline = _counterpart(tx, params)
-    found = _alone(tx, params)
+    found = _report(tx, params)
     if baseline is None:
         return found
     plain = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
-    return dataclasses.replace(found, baseline=_alone(baseline, plain), counterpart=name)
+    return dataclasses.replace(found, baseline=_report(baseline, plain), counterpart=name)
 
 
 def _counterpart(tx: Any, params: Any) -> tuple[str | None, Any]:
-    """Return name and transformation of the optax optimizer that `tx` replaces, or Nones."""
+    """Return name and transformation of the optax optimizer that `tx` replaces, if any."""
     try:
         plain = counterpart(tx, params)
     except ValueError:  # inside an optax wrapper, or without a counterpart in optax
@@ -142,7 +142,7 @@ def _counterpart(tx: Any, params: Any) -> tuple[str | None, Any]:
     return (None, None) if plain is tx else (counterpart_name(tx), plain)
 
 
-def _alone(tx: optax.GradientTransformation, params: Any) -> Report:
+def _report(tx: optax.GradientTransformation, params: Any) -> Report:
     """Return the report without a baseline."""
     state, decisions = scope.dry_run(tx, params)
     leaves = dict(trees.named_leaves(params))

@@ -150,7 +150,7 @@ def _body(a: jax.Ref, b: jax.Ref, of_a: jax.Ref, of_b: jax.Ref, out: jax.Ref) ->
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _of_blocks(x: Quantized, block: int) -> jax.Array:
+def _padded_scales(x: Quantized, block: int) -> jax.Array:
     """Return a scale per row, padded to whole blocks, which the kernel loads; or the only one."""
     if x.scales.size == 1:
         return x.scales.reshape(1)
@@ -177,5 +177,5 @@ def multiply(a: Quantized, b: Quantized, dtype: jnp.dtype, interpret: Any = None
         kernel_name="quantized_product",
         interpret=interpret,
     )
-    found = kernel(a.codes, b.codes, _of_blocks(a, TILE), _of_blocks(b, COLUMNS))
+    found = kernel(a.codes, b.codes, _padded_scales(a, TILE), _padded_scales(b, COLUMNS))
     return varying.over(found, varying.axes_of(a, b))  # `plgpu.kernel` drops the varying axes
