@@ -7,11 +7,12 @@ import pytest
 from jax import lax
 
 import optax_lowmem as lowmem
-from optax_lowmem._src.core import numerics, random, triton_source
+from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.block import product
-from optax_lowmem._src.core.rules import OF_BLOCK
-from optax_lowmem._src.update import jax_triton
-from optax_lowmem._src.update.operands import Leaf, step_tile
+from optax_lowmem._src.kernels import jaxpr_to_triton
+from optax_lowmem._src.step.gpu import jax_triton
+from optax_lowmem._src.step.operands import Leaf, step_tile
+from optax_lowmem._src.step.rule import OF_BLOCK
 from tests import launch_cases, triton_on_numpy
 from tests.tiers import rows
 
@@ -32,8 +33,8 @@ def bits(x):
 def found(function, *arguments):
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments]
     jaxpr = jax.make_jaxpr(function)(*shapes)
-    assert triton_source.missing(jaxpr) is None
-    source = triton_source.function(jaxpr, "f", [f"x{i}" for i in range(len(arguments))])
+    assert jaxpr_to_triton.missing(jaxpr) is None
+    source = jaxpr_to_triton.function(jaxpr, "f", [f"x{i}" for i in range(len(arguments))])
     return triton_on_numpy.run(source, "f", *map(bits, arguments))
 
 
@@ -85,22 +86,22 @@ def test_a_function(name):
 
 
 def test_instructions_are_named():
-    jaxpr = jax.make_jaxpr(triton_source.APPROXIMATIONS.log2)(jnp.ones(4))
-    source = triton_source.function(jaxpr, "f", ["x"])
+    jaxpr = jax.make_jaxpr(jaxpr_to_triton.APPROXIMATIONS.log2)(jnp.ones(4))
+    source = jaxpr_to_triton.function(jaxpr, "f", ["x"])
     assert "'lg2.approx.ftz.f32 $0, $1;', '=r,r', [x], dtype=tl.float32" in source
 
 
 def test_a_maximum_keeps_nan():
     """As lax.max; Triton's own would drop it."""
     jaxpr = jax.make_jaxpr(jnp.maximum)(FLOATS, FLOATS)
-    assert "propagate_nan=tl.PropagateNan.ALL" in triton_source.function(jaxpr, "f", ["x", "y"])
+    assert "propagate_nan=tl.PropagateNan.ALL" in jaxpr_to_triton.function(jaxpr, "f", ["x", "y"])
 
 
 def test_what_has_no_form_is_named():
     for function in (jnp.sort, jax.jit(lambda x: jnp.sort(x) + 1)):
-        assert triton_source.missing(jax.make_jaxpr(function)(FLOATS)) == "sort"
+        assert jaxpr_to_triton.missing(jax.make_jaxpr(function)(FLOATS)) == "sort"
     table = jax.make_jaxpr(lambda x: x + FLOATS)(FLOATS)
-    assert triton_source.missing(table) == "a constant array of shape (8,)"
+    assert jaxpr_to_triton.missing(table) == "a constant array of shape (8,)"
 
 
 def test_e4m3_by_bits():

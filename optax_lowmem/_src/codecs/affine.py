@@ -13,7 +13,7 @@ from jax import lax
 
 from optax_lowmem._src.codecs.base import GroupCodec, Span, guard
 from optax_lowmem._src.core import numerics
-from optax_lowmem._src.core.shown import ShowsChanges
+from optax_lowmem._src.core.reprs import ShowsChanges
 
 _PAPER_MIN_RANGE = 1e-5  # minimum range of the reference implementation
 _FAR = 1024.0  # codes: positions further than this from the zero-point are clipped in any case
