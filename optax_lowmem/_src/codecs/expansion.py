@@ -110,8 +110,9 @@ class ExpandedCodec(GroupCodec):
     def __post_init__(self) -> None:
         if self.signed != self.inner.signed or not self.guarded:
             raise ValueError(
-                f"ExpandedCodec needs guarded=True and signed={self.inner.signed} as its inner "
-                f"codec, got {self.guarded} and {self.signed}: build it with expanded(inner)"
+                f"ExpandedCodec got signed={self.signed}, guarded={self.guarded}, but needs "
+                f"signed={self.inner.signed} like its inner codec, and guarded=True: build it with "
+                "expanded(inner)"
             )
 
     @property
