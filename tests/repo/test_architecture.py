@@ -4,6 +4,7 @@ import ast
 import functools
 import graphlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -126,6 +127,12 @@ def upward_imports(path: Path) -> list[str]:
     """The imports of one file that its room may not have and that are no exceptions."""
     found = foreign_imports(path)
     return [text for room, text in found if exception_of(path, room) not in EXCEPTIONS]
+
+
+def test_the_page_lists_every_package():
+    page = (REPO / "docs/internals/architecture.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(\w+)` \| [\d,]+ \|", page, re.MULTILINE)
+    assert listed == list(MAY_IMPORT), "run python -m tests.repo.packages"
 
 
 def test_every_room_has_a_place():

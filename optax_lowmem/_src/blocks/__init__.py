@@ -1,1 +1,1 @@
-"""Adam-mini's blocks, which share a second moment, for each leaf of a tree."""
+"""Blocks of elements that share a second moment: their structure in a model, and their means."""

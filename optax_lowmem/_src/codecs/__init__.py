@@ -1,4 +1,4 @@
-"""Codecs of optimizer slots and of master weights, and the tables of both by name."""
+"""Codecs of optimizer slots, the formats of their scales, and splits of master weights."""
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
 """GPU kernels as generated Triton, called through jax_triton.
 
-A body is traced on `_Traced` arrays, whose loads and stores are primitives that `triton_source`
+A body is traced on `_Traced` arrays, whose loads and stores are primitives that `jaxpr_to_triton`
 writes as calls of `triton_library`.
 """
 

@@ -1,4 +1,4 @@
-"""Optimizers on 8-bit state: one file each, and the table of their records."""
+"""One file per rule with its constructors, and `OPTIMIZERS`, a record of each."""
 
 import functools
 import inspect

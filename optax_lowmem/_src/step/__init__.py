@@ -1,4 +1,4 @@
-"""One optimizer step: plan of each leaf, decode, update, encode, the weight's new split."""
+"""One optimizer step: rule, plans, state, backends."""
 
 from optax_lowmem._src.step.backend import IMPLEMENTATIONS as IMPLEMENTATIONS
 from optax_lowmem._src.step.backend import choose as choose
