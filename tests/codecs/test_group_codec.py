@@ -329,7 +329,7 @@ def test_arrays_that_kernels_do_not_take(shape, dtype, group_size, reason, on_a_
     x = jax.ShapeDtypeStruct(shape, dtype)
     assert reason in group_codec.supported(x, group_size)
     encode = functools.partial(group_codec.encode, codecs.linear(), group_size=group_size)
-    with pytest.raises(ValueError, match=f"cannot take this {dtype}.*{reason}.*Pass impl"):
+    with pytest.raises(ValueError, match=f"does not support this {dtype}.*{reason}.*Pass impl"):
         jax.eval_shape(functools.partial(encode, implementation="pallas"), x)
     assert jax.eval_shape(encode, x)[0].shape == shape  # by the reference
 
@@ -369,7 +369,7 @@ def test_misuse():
         group_codec.encode(codec, x, 0)
     stored = group_codec.encode(codec, x, 32)
     for other, group_size in ((codec, 16), (codecs.softsign(), 32), (codecs.sqrt(), 32)):
-        with pytest.raises(ValueError, match=f"{other.name} in groups of {group_size} keeps"):
+        with pytest.raises(ValueError, match=f"{other.name} in groups of {group_size} stores"):
             group_codec.decode(other, *stored, group_size)
 
 

@@ -439,5 +439,5 @@ def test_states_of_other_settings():
 def test_arguments(more, message):
     with raises(message):
         noisy(**more)
-    with raises(r"parts are names", TypeError):
+    with raises(r"parts must be names", TypeError):
         noisy(parts=[3])

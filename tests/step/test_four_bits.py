@@ -53,7 +53,7 @@ def test_explain_names_the_codecs():
 def test_changes_and_what_is_refused():
     assert lowmem.Storage.four_bit(rounding="nearest").rounding == "nearest"
     assert lowmem.Storage.four_bit(group_size=128).mu == FOUR.mu
-    with pytest.raises(ValueError, match="2 codes in a byte.*multiple of 2, got 31"):
+    with pytest.raises(ValueError, match="2 codes per byte.*multiple of 2, got 31"):
         lowmem.Storage.four_bit(group_size=31)
     with pytest.raises(ValueError, match="slot 'mu' has negative values.*'log-uint4' is unsigned"):
         lowmem.Storage.four_bit(mu=lowmem.codecs.log4())
