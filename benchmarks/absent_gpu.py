@@ -6,7 +6,6 @@ of the operands and results of each kernel: an operand that a kernel reads twice
 one that the L2 cache still has.
 """
 
-import contextlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,30 +23,15 @@ OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 # XLA's description of the device, as text of its protocol buffer
 _TARGET = """
 gpu_device_info {
-  cuda_compute_capability { major: 9 }
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  threads_per_core_limit: 2048
-  shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  shared_memory_per_core: 233472
-  registers_per_block_limit: 65536
-  registers_per_core_limit: 65536
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  core_count: 132
-  fpus_per_core: 128
-  clock_rate_ghz: 1.98
-  l2_cache_size: 52428800
-  memory_bandwidth: 3352320000000
-  device_memory_size: 84978434048
-  runtime_version: "12.9.0"
-  compile_time_toolkit_version: "12.9.0"
+  cuda_compute_capability { major: 9 } threads_per_block_limit: 1024 threads_per_warp: 32
+  threads_per_core_limit: 2048 shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472 registers_per_block_limit: 65536 registers_per_core_limit: 65536
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 core_count: 132
+  fpus_per_core: 128 clock_rate_ghz: 1.98 l2_cache_size: 52428800 memory_bandwidth: 3352320000000
+  device_memory_size: 84978434048 runtime_version: "12.9.0" compile_time_toolkit_version: "12.9.0"
   dnn_version: "9.8.0"
 }
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 8 }
+platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
 
@@ -61,19 +45,6 @@ def mesh() -> Mesh:
     return Mesh(np.array(found.devices), ("one",), axis_types=(AxisType.Auto,))
 
 
-@contextlib.contextmanager
-def as_on_one() -> Iterator[None]:
-    """Trace as on a machine with one H100."""
-    with contextlib.ExitStack() as patches:
-        for module, name, value in (
-            (jax, "device_count", lambda: 1),
-            (platform, "no_device_reason", lambda: None),
-            (platform, "not_hopper_reason", lambda: None),
-        ):
-            patches.enter_context(mock.patch.object(module, name, value))
-        yield
-
-
 def program(
     on: Mesh, function: Callable[..., Any], *args: Any, donated: tuple[int, ...] = ()
 ) -> str:
@@ -81,13 +52,18 @@ def program(
 
     Args:
       on: of `mesh`.
-      function: to be compiled.
+      function: to be compiled, traced as on a machine with one H100.
       *args: abstract.
       donated: which of them the results may take the place of.
     """
     where = NamedSharding(on, PartitionSpec())
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), args)
-    with jax.sharding.use_abstract_mesh(on.abstract_mesh), as_on_one():
+    with (
+        jax.sharding.use_abstract_mesh(on.abstract_mesh),
+        mock.patch.object(jax, "device_count", lambda: 1),
+        mock.patch.object(platform, "no_device_reason", lambda: None),
+        mock.patch.object(platform, "not_hopper_reason", lambda: None),
+    ):
         traced = jax.jit(function, donate_argnums=donated).trace(*args)
         lowered = traced.lower(lowering_platforms=("cuda",))
         return lowered.compile(compiler_options=OPTIONS).as_text()
@@ -95,9 +71,8 @@ def program(
 
 def kernels(text: str) -> Iterator[tuple[int, str, int]]:
     """Yield how often a kernel of a program is launched, its text, and the bytes that it moves."""
-    found = Program(text)
-    for times, (inside, one) in found.runs():
-        if size := found.moved(inside, one):
+    for times, one, size in Program(text).executed():
+        if size:
             # cuBLAS' room to work in is no result
             size -= sum(x.size for x in one.results[1:]) if "__cublas" in one.rest else 0
             yield times, one.rest, size

@@ -16,12 +16,7 @@ CURVES = records.RESULTS / "q_adam_mini.npz"
 _ABOUT = "about"
 
 
-def write(
-    path: Path,
-    about: dict[str, Any],
-    arrays: dict[str, np.ndarray],
-    save: Any = np.savez_compressed,
-) -> None:
+def write(path: Path, about: Any, arrays: dict[str, Any], save: Any = np.savez_compressed) -> None:
     """Writes arrays, with what they are of."""
     path.parent.mkdir(parents=True, exist_ok=True)
     save(path, **{_ABOUT: np.array(json.dumps(about))}, **arrays)
@@ -46,15 +41,9 @@ MERGED = "merged"  # where runs other than the first ones ran
 def merged(
     stored: dict[str, Any], now: dict[str, Any], labels: Iterable[str], staying: Collection[str]
 ) -> dict[str, Any] | None:
-    """Return what is said of stored runs and of those now.
+    """Return what is said of stored runs, of which some are `staying`, and of those that join.
 
     None if no stored run stays, or the settings of both differ.
-
-    Args:
-      stored: the settings of runs and where they ran, with where others did.
-      now: the same of those that join them.
-      labels: of those that join.
-      staying: labels of stored runs that none of these replaces.
     """
 
     def settings(of: dict[str, Any]) -> dict[str, Any]:

@@ -15,22 +15,22 @@ def llama(
 ) -> dict:
     """A Llama with untied or tied embeddings; kernels are [in, out]."""
 
-    def kernel(inputs: int, outputs: int) -> dict:
-        return {"kernel": _leaf(dtype, inputs, outputs)}
+    def kernels(inputs: int, outputs: int, *names: str) -> dict:
+        return {f"{name}_proj": {"kernel": _leaf(dtype, inputs, outputs)} for name in names}
 
-    norm, square = {"scale": _leaf(dtype, width)}, kernel(width, width)
-    attention = {f"{name}_proj": kernel(width, kv) for name in "kv"}
-    attention |= {"q_proj": square, "o_proj": square}
-    mlp = {f"{name}_proj": kernel(width, hidden) for name in ("gate", "up")}
-    mlp["down_proj"] = kernel(hidden, width)
-    layer = {"input_layernorm": norm, "self_attn": attention, "mlp": mlp}
-    layer["post_attention_layernorm"] = norm
+    norm = {"scale": _leaf(dtype, width)}
+    layer = {
+        "input_layernorm": norm, "post_attention_layernorm": norm,
+        "self_attn": kernels(width, kv, "k", "v") | kernels(width, width, "q", "o"),
+        "mlp": kernels(width, hidden, "gate", "up") | kernels(hidden, width, "down"),
+    }  # fmt: skip
     model = {
         "embed_tokens": {"embedding": _leaf(dtype, vocab, width)},
         "layers": {str(index): layer for index in range(layers)},
         "norm": norm,
     }
-    return {"model": model} if tied else {"model": model, "lm_head": kernel(width, vocab)}
+    head = {} if tied else {"lm_head": {"kernel": _leaf(dtype, width, vocab)}}
+    return {"model": model} | head
 
 
 def llama_3_1_8b(dtype: Any = jnp.bfloat16) -> dict:

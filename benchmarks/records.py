@@ -27,17 +27,13 @@ def commit() -> str:
     """
     if os.environ.get("COMMIT"):
         return os.environ["COMMIT"]
+    words = ["git", "describe", "--always", "--abbrev=10", "--dirty=+"]
     try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--abbrev=10", "--dirty=+"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        return subprocess.check_output(
+            words, cwd=RESULTS.parent, text=True, stderr=subprocess.DEVNULL
+        ).strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return done.stdout.strip()
 
 
 def device() -> str:
@@ -60,11 +56,7 @@ def record(
 
 
 def suite(**options: dict[str, Any]) -> Callable[[Callable[..., Iterable[Rows]]], Any]:
-    """Make a benchmark's `main` of what yields its records: command line, printing, `--record`.
-
-    Args:
-      options: of the command line: name -> arguments of `add_argument`.
-    """
+    """Make a benchmark's `main`, with options by name, of what yields its records."""
 
     def made(measure: Callable[..., Iterable[Rows]]) -> Callable[..., None]:
         @functools.wraps(measure)
@@ -97,8 +89,7 @@ def append(rows: Rows, path: Path | None = None) -> Path:
         path = RESULTS / f"{name}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps(row) + "\n")
+        file.writelines(json.dumps(row) + "\n" for row in rows)
     return path
 
 

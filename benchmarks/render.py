@@ -31,13 +31,8 @@ def cell(row: dict[str, Any] | None, form: str, unit: float = 1.0) -> str:
 def target(what: str, asked: str, limit: float, value: float, text: str | None = None) -> list[str]:
     """Return a line of a table of targets: what, asked, measured, reached.
 
-    Args:
-      what: is measured.
-      asked: how the limit is printed, behind `≤ ` or `≥ `, which say what reaches it; the value
-        is printed as the limit unless there is a `text`.
-      limit: that it is to reach.
-      value: that was measured.
-      text: of the value.
+    `asked` prints the limit behind `≤ ` or `≥ `, which say what reaches it, and the value without
+    these, unless there is a `text` of it.
     """
     reached = value <= limit if asked.startswith("≤") else value >= limit
     text = asked[2:].format(value) if text is None else text

@@ -6,37 +6,23 @@ from collections.abc import Callable
 from typing import Any
 
 # name -> module below benchmarks.suites, and its function that measures, if that is not `main`
-SUITES = {
-    "activation_passes": "activations.passes",
+SUITES = {name: name for name in ("checkpoint", "kernels", "memory", "release", "spikes")}
+SUITES |= {
+    name: f"{name}.bench" for name in (
+        "activations", "end_to_end", "fit", "flashoptim", "formats", "gaussws",
+        "linear", "mesh", "noise", "step", "switchback", "tpu",
+    )
+} | {
+    "activation_passes": "activations.bytes:passes",
     "activation_training": "activations.training",
-    "activations": "activations.bench",
     "adam_mini": "adam_mini.training",
     "call": "step.many_leaves:call",
-    "checkpoint": "checkpoint",
     "compile": "step.many_leaves:compile",
-    "composition": "composition",
-    "end_to_end": "end_to_end.bench",
-    "fit": "fit.bench",
-    "flashoptim": "flashoptim.bench",
-    "formats": "formats.bench",
     "four_bits": "formats.four_bits",
-    "gaussws": "gaussws.bench",
-    "instructions": "step.on_h100:instructions",
-    "kernels": "kernels",
-    "launches": "step.on_h100:launches",
-    "linear": "linear.bench",
-    "masters": "step.masters",
-    "memory": "memory",
-    "mesh": "mesh.bench",
-    "noise": "noise.bench",
+    "launches": "step.launches",
     "pairs": "pairs.training",
-    "release": "release",
-    "spikes": "spikes",
-    "step": "step.bench",
-    "switchback": "switchback.bench",
-    "tpu": "tpu.bench",
     "tune": "step.tune",
-}
+}  # fmt: skip
 
 
 def suite(name: str) -> Callable[..., Any]:

@@ -20,9 +20,9 @@ PAGES = [
 ]
 # modules below benchmarks.suites that have `TABLES`: name -> what makes it of records
 SUITES = (
-    "activations.tables", "checkpoint", "composition", "end_to_end.tables", "examples",
+    "activations.tables", "end_to_end.tables", "examples",
     "fit.tables", "formats.tables", "front", "kernels", "linear.tables", "memory", "mesh.tables",
-    "muon", "noise.tables", "pairs.budgets", "pairs.spread", "release", "step.tables", "tpu.tables",
+    "noise.tables", "pairs.budgets", "pairs.spread", "release", "step.tables", "tpu.tables",
 )  # fmt: skip
 # module below benchmarks.claims -> name of its table, and of the method
 PAPERS = {
@@ -49,11 +49,11 @@ def of_paper(name: str, method: str) -> Callable[[Rows], str]:
 
 def summary(rows: Rows) -> str:
     """Count the verdicts of each paper."""
-    newest_rows, body = newest(rows), []
+    body = []
     for name, (_, method) in PAPERS.items():
         paper = importlib.import_module(f"benchmarks.claims.{name}")
         of = {"coat": ", states", "coat_activations": ", activations"}.get(name, "")
-        counts = claims.counted(newest_rows, paper.CLAIMS)
+        counts = claims.counted(newest(rows), paper.CLAIMS)
         body.append([method + of, *map(str, counts), str(sum(counts))])
     return markdown(["claims of", *claims.VERDICTS, "all"], body)
 
@@ -70,45 +70,33 @@ def rendered(text: str, rows: Rows) -> str:
 
 
 class _Tracked(dict[str, Any]):
-    """A record that remembers which fields were read, but for those that identify it."""
+    """A record that remembers whether more of it was read than what identifies it."""
 
-    def __init__(self, row: dict[str, Any]) -> None:
-        super().__init__(row)
-        self.read: set[str] = set()
+    read = False
 
     def __getitem__(self, key: str) -> Any:
-        self.read |= {key} - {*records.IDENTITY}
+        self.read |= key not in records.IDENTITY
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
         return self[key] if key in self else default
 
-    def kept(self) -> dict[str, Any]:
-        """Return the record without long lists that were not read."""
-        return {key: value for key, value in self.items()
-                if key in self.read or not isinstance(value, list) or len(value) < 10}  # fmt: skip
-
 
 def prune() -> None:
-    """Deletes the records, and long lists in them, that no table, figure or notebook shows."""
+    """Deletes the records that no table, figure or notebook shows."""
     from benchmarks import excerpts, figures
 
     files = {path: [_Tracked(row) for row in records.load(path)]
              for path in sorted(records.RESULTS.glob("*.jsonl"))}  # fmt: skip
     with mock.patch.object(records, "load", files.__getitem__):
-        before = {name: table(all_records()) for name, table in TABLES.items()}
+        for table in TABLES.values():
+            table(all_records())
         for make in (*figures.FIGURES.values(), *excerpts.EXCERPTS.values()):
             make()
-        for path, rows in files.items():
-            first = {records.identity(row): at for at, row in reversed([*enumerate(rows)])}
-            shown = [row.kept() for row in rows if row.read]  # each where the first of its kind was
-            files[path] = sorted(shown, key=lambda row: first[records.identity(row)])
-            print(f"{path.name}: {len(shown)} of {len(rows)} records kept")
-        changed = [name for name, text in before.items() if TABLES[name](all_records()) != text]
-    if changed:
-        raise SystemExit(f"nothing is deleted, since these tables would change: {changed}")
     for path, rows in files.items():
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        shown = [json.dumps(row) + "\n" for row in rows if row.read]
+        print(f"{path.name}: {len(shown)} of {len(rows)} records kept")
+        path.write_text("".join(shown), encoding="utf-8")
 
 
 def main() -> None:
@@ -119,15 +107,14 @@ def main() -> None:
     args = parser.parse_args()
     if args.prune:
         return prune()
-    check = args.check
     rows, stale = all_records(), []
     for page in (ROOT / name for name in PAGES):
         text = page.read_text(encoding="utf-8")
-        new = rendered(text, rows)
-        stale += [page.name] if new != text else []
-        if not check:
-            page.write_text(new, encoding="utf-8")
-    if check and stale:
+        if (new := rendered(text, rows)) != text:
+            stale.append(page.name)
+            if not args.check:
+                page.write_text(new, encoding="utf-8")
+    if args.check and stale:
         raise SystemExit(f"out of date: {', '.join(stale)}; run python -m benchmarks.tables")
 
 

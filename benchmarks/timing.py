@@ -36,9 +36,7 @@ class Timed:
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
         return lax.fori_loop(0, calls, body, zeros)
 
-    @staticmethod
-    def arguments(own: tuple[Any, ...], turn: jax.Array) -> tuple[Any, ...]:
-        return own
+    arguments = staticmethod(lambda own, turn: own)
 
     def time(self) -> float:
         started = time.perf_counter()
@@ -49,10 +47,10 @@ class Timed:
 class Keyed(Timed):
     """`Timed` whose last argument, a key, is the turn's number: nothing moves out of the loop."""
 
-    @staticmethod
-    def arguments(own: tuple[Any, ...], turn: jax.Array) -> tuple[Any, ...]:
-        # as it is: an addition would be a launch more, of kernels alone
-        return *own[:-1], lax.bitcast_convert_type(turn, jnp.uint32)
+    # as it is: an addition would be a launch more, of kernels alone
+    arguments = staticmethod(
+        lambda own, turn: (*own[:-1], lax.bitcast_convert_type(turn, jnp.uint32))
+    )
 
 
 def in_turns(timed: dict[str, Any], repeats: int) -> dict[str, list[float]]:

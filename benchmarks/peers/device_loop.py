@@ -17,47 +17,37 @@ CALL_SECONDS = 0.6  # of device work in one call, beside which its launch is lit
 MAX_STEPS = 1200
 
 
-def _noise(shape: tuple[int, ...], scale: jax.Array, salt: jax.Array) -> jax.Array:
-    """Uniform, mean 0, standard deviation `scale`; cheap to compile, made where it is used."""
+@functools.partial(jax.jit, static_argnums=(0, 1))  # with no f32 copy of a leaf
+def _noise(shape: tuple[int, ...], dtype: Any, scale: jax.Array, salt: jax.Array) -> jax.Array:
+    """Uniform, mean 0, standard deviation `scale`; cheap to compile."""
     x = jax.lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) + salt * jnp.uint32(0x9E3779B9)
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x = (x ^ (x >> shift)) * jnp.uint32(factor)
     centred = (x >> 8).astype(jnp.float32) * 2.0**-23 - 1.0
-    return centred * (scale * 3.0**0.5)
-
-
-def _compiled(shape: tuple[int, ...], dtype: Any) -> jax.stages.Compiled:
-    """A leaf from its scale and salt, with no f32 copy of it."""
-    leaf = jax.jit(lambda scale, salt: _noise(shape, scale, salt).astype(dtype))
-    return leaf.lower(jnp.float32(0), jnp.uint32(0)).compile()
+    return (centred * (scale * 3.0**0.5)).astype(dtype)
 
 
 class Setup:
-    """Compiled programs that make weights, state and gradients: nothing is left to do but that.
+    """Shapes of weights, state and gradients, which a call makes.
 
     One program for all leaves would compile longer than the step.
     """
 
-    def __init__(self, implementation: Implementation, shapes: Any) -> None:
-        leaves, self.treedef = jax.tree.flatten(shapes)
-        self.leaves = [jax.ShapeDtypeStruct(x.shape, implementation.dtype) for x in leaves]
-        self.compiled = {x.shape: _compiled(x.shape, x.dtype) for x in self.leaves}
-        self.init = implementation.init
-        params = self.treedef.unflatten(self.leaves)
-        if implementation.compiles_init:
-            self.init = jax.jit(self.init).lower(params).compile()
-        self.shapes = params, jax.eval_shape(implementation.init, params), params
+    def __init__(self, own: Implementation, shapes: Any) -> None:
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, own.dtype), shapes)
+        self.init = jax.jit(own.init) if own.compiles_init else own.init
+        self.shapes = params, jax.eval_shape(own.init, params), params
 
     def __call__(self) -> Carry:
-        params = self._random(cases.WEIGHT_SCALE, 0)
-        return params, self.init(params), self._random(cases.GRADIENT_SCALE, len(self.leaves))
+        leaves, treedef = jax.tree.flatten(self.shapes[0])
 
-    def _random(self, scale: float, first: int) -> Any:
-        made = [
-            self.compiled[leaf.shape](jnp.float32(scale), jnp.uint32(first + i))
-            for i, leaf in enumerate(self.leaves)
-        ]
-        return self.treedef.unflatten(made)
+        def random(scale: float, first: int) -> Any:
+            made = (_noise(x.shape, x.dtype, scale, jnp.uint32(first + i))
+                    for i, x in enumerate(leaves))  # fmt: skip
+            return treedef.unflatten(made)
+
+        params = random(cases.WEIGHT_SCALE, 0)
+        return params, self.init(params), random(cases.GRADIENT_SCALE, len(leaves))
 
 
 def moved_bytes(implementation: Implementation, carry: Carry) -> int:
@@ -71,41 +61,8 @@ def live_bytes(tree: Any) -> int:
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
-def compile_step(implementation: Implementation, carry: Carry) -> tuple[Any, dict[str, Any]]:
-    """One step with donated weights and state (or their shapes), and what its compiler says."""
-    params, state, grads = carry
-    jax.clear_caches()  # traces of other implementations would be found again
-    started = time.perf_counter()
-    step = jax.jit(implementation.step, donate_argnums=(1, 2)).lower(grads, state, params).compile()
-    seconds = time.perf_counter() - started
-    memory = step.memory_analysis()
-    return step, {
-        "compile_s": seconds,
-        "temp_bytes": memory.temp_size_in_bytes,
-        "unaliased_bytes": memory.output_size_in_bytes - memory.alias_size_in_bytes,
-    }
-
-
-def take_step(step: Any, carry: Carry) -> tuple[Carry, dict[str, int]]:
-    """One compiled step, and the device's peak over it where the device counts.
-
-    The peak is that of this step only in a process that did nothing else.
-    """
-    device = jax.local_devices()[0]
-    params, state, grads = jax.block_until_ready(carry)
-    before = device.memory_stats()
-    params, state = jax.block_until_ready(step(grads, state, params))
-    after = device.memory_stats()
-    if before is None or after is None:
-        return (params, state, grads), {}
-    return (params, state, grads), {
-        "peak_bytes": after["peak_bytes_in_use"],
-        "setup_peak_bytes": before["peak_bytes_in_use"],
-    }
-
-
-def looped(step: Callable, steps: int) -> Callable:
-    """`steps` steps in one jit."""
+def looped(step: Callable, steps: int, shardings: Any = None) -> Callable:
+    """`steps` steps in one jit, whose weights and state may have shardings."""
 
     def body(_: jax.Array, carry: Carry) -> Carry:
         params, state, grads = carry
@@ -115,7 +72,9 @@ def looped(step: Callable, steps: int) -> Callable:
         params, state = step(grads, state, params)
         return params, state, grads
 
-    return jax.jit(lambda carry: jax.lax.fori_loop(0, steps, body, carry), donate_argnums=0)
+    where = (*shardings, shardings[0]) if shardings else None
+    loop = lambda carry: jax.lax.fori_loop(0, steps, body, carry)  # noqa: E731
+    return jax.jit(loop, donate_argnums=0, out_shardings=where)
 
 
 def steps_for(moved: int, tbps: float) -> int:
@@ -124,32 +83,46 @@ def steps_for(moved: int, tbps: float) -> int:
 
 
 class Runner:
-    """A compiled loop and its buffers, which `start` makes."""
+    """A compiled step and loop, and their buffers, which `start` makes."""
 
-    def __init__(
-        self, implementation: Implementation, shapes: Any, steps: Callable[[int], int]
-    ) -> None:
-        self.make = Setup(implementation, shapes)
-        carry = self.make.shapes
-        moved = moved_bytes(implementation, carry)
+    def __init__(self, own: Implementation, make: Any, steps: Callable[[int], int]) -> None:
+        """Compiles; `make` has shapes of leaves, or is a `Setup`; `steps` follow a step's bytes."""
+        self.make = make if hasattr(make, "shapes") else Setup(own, make)
+        carry = params, state, grads = self.make.shapes
+        moved = moved_bytes(own, carry)
         self.steps = steps(moved)
-        self.step, self.found = compile_step(implementation, carry)
-        self.loop = looped(implementation.step, self.steps).lower(carry).compile()
-        nothing = looped(lambda grads, state, params: (params, state), 0)
+        jax.clear_caches()  # traces of other implementations would be found again
+        started = time.perf_counter()
+        step = jax.jit(own.step, donate_argnums=(1, 2), out_shardings=own.shardings)
+        self.step = step.lower(grads, state, params).compile()
+        seconds, memory = time.perf_counter() - started, self.step.memory_analysis()
+        self.loop = looped(own.step, self.steps, own.shardings).lower(carry).compile()
+        nothing = looped(lambda grads, state, params: (params, state), 0, own.shardings)
         self.no_loop = nothing.lower(carry).compile()
-        self.found |= {
+        self.found: dict[str, Any] = {
+            "compile_s": seconds,
+            "temp_bytes": memory.temp_size_in_bytes,
+            "unaliased_bytes": memory.output_size_in_bytes - memory.alias_size_in_bytes,
             "moved_bytes": moved,
             "live_bytes": live_bytes(carry),
             "steps": self.steps,
             "loop_temp_bytes": self.loop.memory_analysis().temp_size_in_bytes,
-            "version": implementation.version,
+            "version": own.version,
         }
 
     def start(self) -> None:
-        """Takes the first steps."""
-        carry = self.make()
-        self.carry, peak = take_step(self.step, carry)
-        self.found |= {**peak, "call_ms": self._call_ms()}
+        """Takes the first steps, and notes the device's peak over one, where the device counts.
+
+        The peak is that of this step only in a process that did nothing else.
+        """
+        device = jax.local_devices()[0]
+        params, state, grads = jax.block_until_ready(self.make())
+        before = device.memory_stats()
+        self.carry = (*jax.block_until_ready(self.step(grads, state, params)), grads)
+        if before and (after := device.memory_stats()):
+            peaks = {"peak_bytes": after, "setup_peak_bytes": before}
+            self.found |= {name: of["peak_bytes_in_use"] for name, of in peaks.items()}
+        self.found["call_ms"] = self._call_ms()
         self.time()
 
     def _call_ms(self) -> float:

@@ -18,13 +18,12 @@ import optax_lowmem as lowmem
 from benchmarks.peers import cases
 from optax_lowmem._src.optimizers.record import name_of
 
-# implementation -> `lowmem.step`'s argument
-STEPS = {"lowmem.step": None} | {
-    f"lowmem.step-{name}": name for name in ("xla", "pallas", "triton")
-}
-STEPS |= dict.fromkeys(f"lowmem.step-{name}" for name in ("nearest", "stochastic", "4bit"))
-NAMES = (*STEPS, "lowmem.update", "lowmem.update-nearest", "optax-f32", "optax-bf16",
-         "flashoptim-jax")  # fmt: skip
+KERNELS = ("xla", "pallas", "triton")  # `lowmem.step`'s implementations
+ROUNDINGS = ("nearest", "stochastic")
+NAMES = (
+    *("lowmem.step", *(f"lowmem.step-{how}" for how in (*KERNELS, *ROUNDINGS, "4bit"))),
+    *("lowmem.update", "lowmem.update-nearest", "optax-f32", "optax-bf16", "flashoptim-jax"),
+)
 
 
 class Unavailable(Exception):
@@ -38,8 +37,9 @@ class Implementation:
     init: Callable[[Any], Any]  # the state from weights
     step: Callable[[Any, Any, Any], tuple[Any, Any]]  # (gradients, state, weights) -> the new two
     dtype: Any  # of weights and gradients
-    version: str  # of the package it comes from
+    version: str = ""  # of the package it comes from
     compiles_init: bool = True  # in seconds
+    shardings: Any = None  # of weights and state
     rereads: Callable[[Any], int] = lambda grads: 0  # bytes of gradients read a second time
 
 
@@ -52,43 +52,44 @@ def make(name: str, leaf_set: str, optimizer: str) -> Implementation:
     hyper, plain = cases.OPTIMIZERS[optimizer], cases.RECORDS[optimizer].in_optax
     if name == "flashoptim-jax":
         return _flashoptim(name_of(plain), hyper)
-    if name in ("optax-f32", "optax-bf16"):
-        dtype = jnp.float32 if name == "optax-f32" else jnp.bfloat16
-        return _optax(plain(**hyper), dtype)
-    rounding = next((r for r in ("nearest", "stochastic") if name.endswith(r)), None)
-    storage = four_bits(optimizer) if name.endswith("-4bit") else None
-    tx = ours(optimizer, leaf_set, rounding, storage)
-    if name.startswith("lowmem.update"):
-        step = _update_and_apply(tx)
-    else:
-        step = _fused(tx, STEPS[name], cases.LEAF_SETS[leaf_set]())
+    package, _, how = name.partition("-")
+    if package == "optax":  # every moment follows the dtype of the parameters
+        tx, dtype = plain(**hyper), jnp.float32 if how == "f32" else jnp.bfloat16
+        return Implementation(tx.init, update_and_apply(tx), dtype, f"optax {optax.__version__}")
+    storage = _default_storage(optimizer)
+    if how in ROUNDINGS:
+        storage = dataclasses.replace(storage, rounding=how)
+    tx = ours(optimizer, leaf_set, four_bits(storage) if how == "4bit" else storage)
+    step = update_and_apply(tx) if package == "lowmem.update" else step_of(tx)
+    if how in KERNELS:
+        step, shapes = step_of(tx, how), cases.LEAF_SETS[leaf_set]()
+        bf16 = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), shapes)
+        try:  # one asked for by name says itself which leaf it cannot take, and why
+            jax.eval_shape(step, bf16, jax.eval_shape(tx.init, bf16), bf16)
+        except ValueError as error:
+            raise Unavailable(str(error)) from error
+    version = f"optax-lowmem {lowmem.__version__}"
     rereads = functools.partial(_rereads, tx.engine.structure)
-    return Implementation(tx.init, step, jnp.bfloat16, _version(lowmem), rereads=rereads)
+    return Implementation(tx.init, step, jnp.bfloat16, version, rereads=rereads)
 
 
 def _default_storage(optimizer: str) -> lowmem.Storage:
     return inspect.signature(cases.RECORDS[optimizer].make).parameters["storage"].default
 
 
-def four_bits(optimizer: str) -> lowmem.Storage:
+def four_bits(default: lowmem.Storage) -> lowmem.Storage:
     """Codes of 4 bits, as the guide has them: where elements share second moments, of m alone."""
-    default = _default_storage(optimizer)
     shared = default.nu is None and default.mu is not None
     return lowmem.Storage.four_bit(**({"nu": None, "group_size": 32} if shared else {}))
 
 
-def ours(optimizer: str, leaf_set: str, rounding: str | None = None, storage: Any = None) -> Any:
-    """Our optimizer of a case; `rounding` or the whole `storage` other than its own default."""
-    hyper: dict[str, Any] = dict(cases.OPTIMIZERS[optimizer])
-    make = cases.RECORDS[optimizer].make
+def ours(optimizer: str, leaf_set: str, storage: lowmem.Storage | None = None) -> Any:
+    """Our optimizer of a case, with its default storage or another."""
+    make, storage = cases.RECORDS[optimizer].make, storage or _default_storage(optimizer)
+    hyper: dict[str, Any] = cases.OPTIMIZERS[optimizer] | {"storage": storage}
     if "blocks" in inspect.signature(make).parameters:
         heads, kv_heads = cases.HEADS.get(leaf_set, (None, None))
         hyper["blocks"] = lowmem.blocks.Structure(heads, kv_heads, default="whole")
-    if storage is None:
-        storage = _default_storage(optimizer)
-    if rounding is not None:
-        storage = dataclasses.replace(storage, rounding=rounding)
-    hyper["storage"] = storage
     return make(**hyper)
 
 
@@ -104,7 +105,9 @@ def _rereads(structure: Any, grads: Any) -> int:
     )
 
 
-def _update_and_apply(tx: optax.GradientTransformation) -> Callable:
+def update_and_apply(tx: optax.GradientTransformation) -> Callable[..., Any]:
+    """A step of (gradients, state, weights) as optax writes it."""
+
     def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
@@ -112,27 +115,20 @@ def _update_and_apply(tx: optax.GradientTransformation) -> Callable:
     return step
 
 
-def _fused(tx: optax.GradientTransformation, implementation: str | None, shapes: Any) -> Callable:
+def step_of(tx: Any, implementation: str | None = None, **where: Any) -> Callable[..., Any]:
+    """A step of (gradients, state, weights) by `lowmem.step`."""
+
     def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        return lowmem.step(tx, grads, state, params, implementation=implementation)
+        return lowmem.step(tx, grads, state, params, implementation=implementation, **where)
 
-    if implementation is not None:
-        bf16 = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.bfloat16), shapes)
-        try:  # one asked for by name says itself which leaf it cannot take, and why
-            jax.eval_shape(step, bf16, jax.eval_shape(tx.init, bf16), bf16)
-        except ValueError as error:
-            raise Unavailable(str(error)) from error
     return step
-
-
-def _optax(tx: optax.GradientTransformation, dtype: Any) -> Implementation:
-    """Every moment follows the dtype of the parameters, also where no `mu_dtype` is given."""
-    return Implementation(tx.init, _update_and_apply(tx), dtype, _version(optax))
 
 
 def _flashoptim(optimizer: str, hyper: dict[str, float]) -> Implementation:
     """As its README has it: bf16 weights, 24-bit masters, fused kernels (GPU only)."""
-    package = imported("flashoptim_jax")
+    if importlib.util.find_spec("flashoptim_jax") is None:
+        raise Unavailable("flashoptim_jax is not installed")
+    package = importlib.import_module("flashoptim_jax")
     make = getattr(package, f"flash_{optimizer}", None)
     if make is None:
         raise Unavailable(f"flashoptim_jax has no such {optimizer}")
@@ -142,19 +138,5 @@ def _flashoptim(optimizer: str, hyper: dict[str, float]) -> Implementation:
         return tx.step(params, state, grads)
 
     # its init encodes zeros, which XLA would spend minutes on folding
-    return Implementation(tx.init, step, jnp.bfloat16, _version(package), compiles_init=False)
-
-
-def imported(package: str) -> Any:
-    """A package, or Unavailable where it is not installed."""
-    if importlib.util.find_spec(package) is None:
-        raise Unavailable(f"{package} is not installed")
-    return importlib.import_module(package)
-
-
-def _version(module: Any) -> str:
-    name = module.__name__.replace("_", "-")
-    try:
-        return f"{name} {importlib.metadata.version(name)}"
-    except importlib.metadata.PackageNotFoundError:  # a copy that is not installed
-        return f"{name} {getattr(module, '__version__', 'here')}"
+    version = f"flashoptim-jax {importlib.metadata.version('flashoptim-jax')}"
+    return Implementation(tx.init, step, jnp.bfloat16, version, compiles_init=False)

@@ -8,15 +8,15 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import operator
 import statistics
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-from benchmarks.peers import turns
 
 # implementation -> (package, dtype of weights and gradients)
 IMPLEMENTATIONS = {
@@ -48,8 +48,8 @@ def unavailable(implementation: str, optimizer: str) -> str | None:
     for name in ("torch", package):
         if importlib.util.find_spec(name) is None:
             return f"{name} is not installed"
-    torch = importlib.import_module("torch")
-    return None if torch.cuda.is_available() else "torch finds no GPU"
+    there = importlib.import_module("torch").cuda.is_available()
+    return None if there else "torch finds no GPU"
 
 
 def versions(package: str) -> str:
@@ -58,23 +58,24 @@ def versions(package: str) -> str:
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
 
-def tensors(value: Any) -> Iterator[Any]:
-    """The tensors in an optimizer's state, also inside a peer's own classes."""
+def tensors(value: Any) -> dict[int, Any]:
+    """The tensors on the device in an optimizer's state, also inside a peer's own classes.
+
+    By address: one that several leaves share (a code book) counts once.
+    """
     import torch
 
     if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors(item)
-    elif hasattr(value, "__dict__"):
-        yield from tensors(vars(value))
+        return {value.data_ptr(): value} if value.is_cuda else {}
+    if hasattr(value, "__dict__"):
+        value = vars(value)
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return {at: tensor for part in parts for at, tensor in tensors(part).items()}
 
 
-def size(found: Iterable[Any]) -> int:
-    """Bytes of tensors on the device, one that several leaves share (a code book) counted once."""
-    distinct = {t.data_ptr(): t for t in found if t.is_cuda}
-    return sum(t.numel() * t.element_size() for t in distinct.values())
+def size(found: Any) -> int:
+    """Bytes of tensors on the device."""
+    return sum(t.numel() * t.element_size() for t in tensors(found).values())
 
 
 def device_ms(trace: dict[str, Any]) -> float:
@@ -100,16 +101,15 @@ def profiled(step: Callable[[], Any]) -> float:
 
 
 def wall(step: Callable[[], Any]) -> float:
-    """Milliseconds of one step between two events, with what Python takes to launch it."""
+    """Milliseconds of one step, with what Python takes to launch it."""
     import torch
 
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
     for _ in range(STEPS):
         step()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / STEPS
+    torch.cuda.synchronize()
+    return (time.perf_counter() - begin) / STEPS * 1e3
 
 
 def build(case: dict[str, Any]) -> tuple[Any, list[Any]]:
@@ -126,24 +126,21 @@ def build(case: dict[str, Any]) -> tuple[Any, list[Any]]:
     for param in params:
         param.grad = random(param.shape, case["gradient_scale"])
     name, more = CLASSES[case["implementation"], case["optimizer"]]
-    module = importlib.import_module(package)
-    for part in name.split("."):
-        module = getattr(module, part)
+    make = operator.attrgetter(name)(importlib.import_module(package))
     hyper = {"lr" if k == "learning_rate" else k: v for k, v in case["hyper"].items()}
-    return module(params, **hyper, **more), params
+    return make(params, **hyper, **more), params
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
     """Measure for a torch implementation what `benchmarks.peers.device_loop` finds of a JAX one."""
     import torch
 
-    turns.take(case["turn"], case["compiling"])
     optimizer, params = build(case)
     for _ in range(WARM_UP):
         optimizer.step()
     torch.cuda.synchronize()
     weights, grads = size(params), size([p.grad for p in params])
-    state = size(t for param in params for t in tensors(optimizer.state[param]))
+    state = size([optimizer.state[param] for param in params])
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     optimizer.step()

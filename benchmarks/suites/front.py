@@ -5,11 +5,10 @@ from collections.abc import Iterator
 
 from benchmarks.claims import UNDECIDED, Missing
 from benchmarks.claims.flashoptim import of_examples, of_pairs
-from benchmarks.records import Rows, last, on_gpus, select
+from benchmarks.records import Rows, last, select
 from benchmarks.render import Rendered, Table
 from benchmarks.suites.step.tables import BASE
 
-OURS = {"memory": "lowmem", "step": "lowmem.step"}
 # runs, the largest first
 LARGEST = {
     "a GPT of 42M": of_pairs("gpt-42m", "adamw", "flash_adamw"),
@@ -22,36 +21,25 @@ def front(rows: Rows) -> Table:
     """Weights and state of an 8B model, a step of a 1B model, and losses of the largest runs."""
     head = ["AdamW", f"`{BASE.removesuffix('-f32')}.adamw`, f32", "`flash_adamw`, bf16", "ratio"]
     body, used = [], []
-    for row, own in (_bytes(rows), _milliseconds(rows), *_losses(rows)):
-        if own:
-            body.append(row)
-            used += own
+    memory = select(rows, bench="memory", case="llama-3.1-8b/adamw")
+    step = select(rows, bench="step", case="llama-3.2-1b/adamw", device=GPU)
+    for name, own, ours, metrics, form in (
+        ("weights and optimizer state, Llama-3.1-8B, counted", memory, "lowmem",
+         ("params_gib", "state_gib"), "{:.1f} GiB"),
+        ("the optimizer's step alone, Llama-3.2-1B, one H100", step, "lowmem.step",
+         ("device_ms",), "{:.2f} ms"),
+    ):  # fmt: skip
+        found = [[last(own, impl=impl, metric=metric) for metric in metrics]
+                 for impl in (BASE, ours)]  # fmt: skip
+        both = [[row for row in one if row] for one in found]
+        if both == found:
+            values = [sum(row["value"] for row in one) for one in both]
+            body.append([name, *map(form.format, values), f"{values[1] / values[0]:.2f}"])
+            used += both[0] + both[1]
+    for row, own in _losses(rows):
+        body.append(row)
+        used += own
     return head, body, used
-
-
-def _bytes(rows: Rows) -> tuple[list[str], Rows]:
-    own = select(rows, bench="memory", case="llama-3.1-8b/adamw")
-    pair = [
-        [last(own, impl=impl, metric=metric) for metric in ("params_gib", "state_gib")]
-        for impl in (BASE, OURS["memory"])
-    ]
-    if not all(record for records in pair for record in records):
-        return [], []
-    plain, ours = (sum(r["value"] for r in records if r) for records in pair)
-    name = "weights and optimizer state, Llama-3.1-8B, counted"
-    row = [name, f"{plain:.1f} GiB", f"{ours:.1f} GiB", f"{ours / plain:.2f}"]
-    return row, [r for records in pair for r in records if r]
-
-
-def _milliseconds(rows: Rows) -> tuple[list[str], Rows]:
-    own = on_gpus(select(rows, bench="step", case="llama-3.2-1b/adamw", device=GPU))
-    pair = [last(own, impl=impl, metric="device_ms") for impl in (BASE, OURS["step"])]
-    if not all(pair):
-        return [], []
-    plain, ours = (r["value"] for r in pair if r)
-    name = "the optimizer's step alone, Llama-3.2-1B, one H100"
-    row = [name, f"{plain:.2f} ms", f"{ours:.2f} ms", f"{ours / plain:.2f}"]
-    return row, [r for r in pair if r]
 
 
 def _losses(rows: Rows) -> Iterator[tuple[list[str], Rows]]:

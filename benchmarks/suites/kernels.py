@@ -2,7 +2,7 @@
 
 python -m benchmarks.run kernels --record
 python -m benchmarks.run kernels --case group-encode/softsign-int8 fp8-norm
-JAX_PLATFORMS=cpu python -m benchmarks.run kernels --tiny --backends interpret
+JAX_PLATFORMS=cpu python -m benchmarks.run kernels --tiny --backends interpret --case codes-rows
 
 The kernels of one array are looped in one jit; a step in place, of 16 leaves. Both backends take
 turns, and the median of `--repeats` turns is kept. `device_ms` is the time of a call, `tbps` the
@@ -54,7 +54,8 @@ def drawn(rows: int, columns: int, dtype: jnp.dtype = BF16, seed: int = 0) -> ja
     return jax.random.normal(jax.random.key(seed), (rows, columns), dtype)
 
 
-def of_codec(name: str, shape: tuple[int, int], decodes: bool) -> Made:
+def of_codec(shape: tuple[int, int], how: tuple[str, bool]) -> Made:
+    name, decodes = how
     codec, key, kernel = codecs.CODECS[name], jnp.uint32(1), group_codec_triton
     x = drawn(*shape, F32)
     x = x if codec.signed else jnp.abs(x)
@@ -64,31 +65,27 @@ def of_codec(name: str, shape: tuple[int, int], decodes: bool) -> Made:
     return (lambda *stored, **how: kernel.decode(codec, *stored, 32, shape[1], **how)), stored
 
 
-def of_sample(shape: tuple[int, int]) -> Made:
-    factor = jnp.full(noise.block_shape(shape), 2.0**-5, F32)
-    own = (NOISES["gaussws"], FORMATS["bfloat16"], BF16)
-    given = drawn(*shape, F32), factor, jnp.uint32(1)
-    return (lambda w, *given, **how: noise_triton.sample(w, None, *given, *own, **how)), given
-
-
 def of_noise(shape: tuple[int, int], name: str) -> Made:
-    own = NOISES["gaussws"]
+    own, key = NOISES["gaussws"], jnp.uint32(1)
+    if name == "sample":
+        how = (own, FORMATS["bfloat16"], BF16)
+        given = drawn(*shape, F32), jnp.full(noise.block_shape(shape), 2.0**-5, F32), key
+        return (lambda w, *more, **to: noise_triton.sample(w, None, *more, *how, **to)), given
     kernel = {
         "sums": lambda g, key, **how: noise_triton.noise_sums(g, key, own, **how),
         "alone": lambda _, key, **how: noise_triton.noise_of(key, shape, own, BF16, **how),
         "packed": lambda _, key, **how: noise_triton.packed_noise(key, shape, **how),
     }[name]
-    return kernel, (drawn(*shape) if name == "sums" else (), jnp.uint32(1))
+    return kernel, (drawn(*shape) if name == "sums" else (), key)
 
 
-def of_norm(shape: tuple[int, int], exact: bool) -> Made:
-    kernel = functools.partial(fp8.store_normed, eps=1e-6, group_size=16, exact=exact)
-    return kernel, (drawn(*shape), jnp.ones(shape[1], F32))
-
-
-def of_gate(shape: tuple[int, int], activation: str) -> Made:
-    kernel = functools.partial(fp8.store_gated, activation=activation, group_size=16, exact=True)
-    return kernel, ((drawn(*shape), drawn(*shape, seed=1)),)
+def of_flow(shape: tuple[int, int], name: str) -> Made:
+    x = drawn(*shape)
+    if name in ("silu", "gelu"):
+        how = {"activation": name, "group_size": 16, "exact": True}
+        return functools.partial(fp8.store_gated, **how), ((x, drawn(*shape, seed=1)),)
+    kernel = functools.partial(fp8.store_normed, eps=1e-6, group_size=16, exact=name == "norm")
+    return kernel, (x, jnp.ones(shape[1], F32))
 
 
 def of_codes(shape: tuple[int, int], name: str) -> Made:
@@ -102,45 +99,36 @@ def of_codes(shape: tuple[int, int], name: str) -> Made:
     return kernel, (x, jnp.float32(6))
 
 
-def of_means(block: Block, shape: tuple[int, int]) -> Made:
+def of_means(shape: tuple[int, int], block: Block) -> Made:
     passes, top = block_means.passes(block, shape), jnp.float32(1)
     kernel = block_means_triton.means
-    return (lambda *g, **how: kernel(passes, g, top, **how)), tuple(
-        drawn(*shape, seed=i) for i in range(8)
-    )
+    given = tuple(drawn(*shape, seed=i) for i in range(8))
+    return (lambda *g, **how: kernel(passes, g, top, **how)), given
 
 
 def cases(rows: int, columns: int) -> dict[str, Callable[[], Made]]:
     """Every kernel of one array, at a size."""
-    shape, made = (rows, columns), functools.partial
-    coded = ("softsign-int8", "sqrt-uint8", "linear-int4", "expanded-e4m3-int8")
-    return {
-        **{f"group-encode/{name}": made(of_codec, name, shape, False) for name in coded},
-        **{f"group-decode/{name}": made(of_codec, name, shape, True) for name in coded},
-        "noise-sample": made(of_sample, shape),
-        **{f"noise-{name}": made(of_noise, shape, name) for name in ("sums", "alone", "packed")},
-        "fp8-norm": made(of_norm, shape, True),
-        "fp8-norm/restored": made(of_norm, shape, False),
-        **{f"fp8-gate/{name}": made(of_gate, shape, name) for name in ("silu", "gelu")},
-        **{
-            f"codes-{name}": made(of_codes, shape, name)
-            for name in ("rows", "transposed", "both", "transpose")
-        },
-        "block-means": made(of_means, Block((0,)), shape),
-        "block-means/rows-and-columns": made(of_means, Factors((0, 1)), shape),
+    found: dict[str, tuple[Callable[..., Made], Any]] = {
+        **{f"noise-{name}": (of_noise, name) for name in ("sample", "sums", "alone", "packed")},
+        **{f"fp8-{name}": (of_flow, name) for name in ("norm", "norm/restored")},
+        **{f"fp8-gate/{name}": (of_flow, name) for name in ("silu", "gelu")},
+        **{f"codes-{x}": (of_codes, x) for x in ("rows", "transposed", "both", "transpose")},
+        "block-means": (of_means, Block((0,))),
+        "block-means/rows-and-columns": (of_means, Factors((0, 1))),
     }
+    for name in ("softsign-int8", "sqrt-uint8", "linear-int4", "expanded-e4m3-int8"):
+        for what in ("encode", "decode"):
+            found[f"group-{what}/{name}"] = of_codec, (name, what == "decode")
+    return {name: functools.partial(make, (rows, columns), how)
+            for name, (make, how) in found.items()}  # fmt: skip
 
 
 def stepped(name: str, rows: int, columns: int, backend: str) -> device_loop.Runner:
     """Steps of an optimizer in place, on the device."""
     make = lowmem.OPTIMIZERS[name.split("/")[0]].make
     tx = make(1e-3, storage=lowmem.Storage(**STEPS[name]))
-
-    def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        return lowmem.step(tx, grads, state, params, implementation=backend)
-
     shapes = {f"w{i}": jax.ShapeDtypeStruct((rows, columns), F32) for i in range(LEAVES)}
-    made = in_jax.Implementation(tx.init, step, BF16, "")
+    made = in_jax.Implementation(tx.init, in_jax.step_of(tx, backend), BF16)
 
     def calls(moved: int) -> int:
         return max(3, min(400, round(timing.CALL_SECONDS * COPY_TBPS * 1e12 / moved)))
@@ -148,10 +136,6 @@ def stepped(name: str, rows: int, columns: int, backend: str) -> device_loop.Run
     runner = device_loop.Runner(made, shapes, calls)
     runner.start()
     return runner
-
-
-def bytes_of(*trees: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(trees))
 
 
 def measured(case: str, timed: dict[str, Any], bytes_: int, repeats: int) -> records.Rows:
@@ -173,24 +157,20 @@ def measured(case: str, timed: dict[str, Any], bytes_: int, repeats: int) -> rec
 def main(args: argparse.Namespace) -> Iterator[records.Rows]:
     rows, columns = (16, 64) if args.tiny else (8192, 4096)
     found = cases(rows, columns)
-    names = [*found, *(f"step/{name}" for name in STEPS)]
-    if unknown := sorted({*(args.case or ())} - {*names}):
-        raise SystemExit(f"--case {' '.join(unknown)}: no such kernel; of {', '.join(names)}")
-    for name, made in found.items():
-        if args.case and name not in args.case:
+    for name in args.case or [*found, *(f"step/{name}" for name in STEPS)]:
+        if name.startswith("step/"):
+            size = rows, columns // 2
+            own = {to: stepped(name.partition("/")[2], *size, to) for to in args.backends}
+            moved = next(iter(own.values())).found["moved_bytes"]
+            yield measured(f"{name}/{LEAVES}x{rows}x{columns // 2}", own, moved, args.repeats)
             continue
-        kernel, given = made()
-        own = {backend: functools.partial(kernel, backend=backend) for backend in args.backends}
-        moved = bytes_of(given, jax.eval_shape(own[args.backends[0]], *given))
+        kernel, given = found[name]()
+        runs = {to: functools.partial(kernel, backend=to) for to in args.backends}
+        results = jax.eval_shape(runs[args.backends[0]], *given)
+        moved = device_loop.live_bytes((given, results))
         guess = moved / COPY_TBPS / 1e12 * (1e4 if args.tiny else 1)
-        timed = {name: timing.Timed(jax.jit(one), given, guess) for name, one in own.items()}
+        timed = {to: timing.Timed(jax.jit(run), given, guess) for to, run in runs.items()}
         yield measured(f"{name}/{rows}x{columns}", timed, moved, args.repeats)
-    for name in STEPS:
-        if "interpret" in args.backends or (args.case and f"step/{name}" not in args.case):
-            continue
-        steps = {backend: stepped(name, rows, columns // 2, backend) for backend in args.backends}
-        moved = next(iter(steps.values())).found["moved_bytes"]
-        yield measured(f"step/{name}/{LEAVES}x{rows}x{columns // 2}", steps, moved, args.repeats)
 
 
 def table(rows: records.Rows) -> Table:
@@ -202,25 +182,24 @@ def table(rows: records.Rows) -> Table:
     }
     body = []
     for name in sorted({row["case"] for row in found}):
-        cells = [one for own in gpus.values() for one in _compared(own.get(name, {}))]
-        if any(cells):
-            body.append([f"`{name}`", *cells])
+        cells = []
+        for own in gpus.values():
+            of = own.get(name, {})
+            if not set(BACKENDS) <= of.keys():
+                cells += [""] * 4
+                continue
+            pallas, triton = (of[backend]["device_ms"] for backend in BACKENDS)
+            ratio = triton["value"] / pallas["value"]
+            rate = max(of[backend]["tbps"]["value"] for backend in BACKENDS)
+            verdict = "yes" if ratio <= MOST else "**no**"
+            cells += [cell(pallas, "{:.3f}"), cell(triton, "{:.3f}"), f"{ratio:.3f}, {verdict}",
+                      f"{rate:.2f}"]  # fmt: skip
+        body += [[f"`{name}`", *cells]] if any(cells) else []
     head = ["kernel, on what"]
     for gpu in gpus:
         head += [f"{gpu}: Pallas, ms", "generated Triton, ms", f"relative, ≤ {MOST}",
                  "TB/s of the faster"]  # fmt: skip
     return head, body, found
-
-
-def _compared(of: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the times of both backends, their ratio and the better rate."""
-    if not set(BACKENDS) <= of.keys():
-        return [""] * 4
-    times = [of[backend]["device_ms"] for backend in BACKENDS]
-    ratio = times[1]["value"] / times[0]["value"]
-    rate = max(of[backend]["tbps"]["value"] for backend in BACKENDS)
-    verdict = "yes" if ratio <= MOST else "**no**"
-    return [*(cell(row, "{:.3f}") for row in times), f"{ratio:.3f}, {verdict}", f"{rate:.2f}"]
 
 
 TABLES = {"gpu_kernels": Rendered(table, "kernels")}

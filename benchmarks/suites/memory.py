@@ -22,13 +22,13 @@ MODELS: dict[str, Callable[[Any], Any]] = {
     "resnet-50": model_shapes.resnet_50,
 }
 ARGUMENTS = {"sgd": {"momentum": 0.9}}
-# implementation -> (optimizer by name, dtype of the weights)
-VARIANTS: dict[str, tuple[Callable[[str], optax.GradientTransformation], Any]] = {
-    "optax-f32": (lambda name: _made(optax, name), jnp.float32),
-    "lowmem": (lambda name: _ours(name, lowmem.Storage()), jnp.bfloat16),
-    "lowmem, paper's storage": (lambda name: _ours(name, PAPER), jnp.bfloat16),
-    "lowmem, weight split alone": (lambda name: _ours(name, FULL), jnp.bfloat16),
-    "lowmem, 8-bit moments alone (paper's)": (lambda name: _ours(name, PAPER), jnp.float32),
+# implementation -> (storage of ours, dtype of the weights)
+VARIANTS: dict[str, tuple[lowmem.Storage | None, Any]] = {
+    "optax-f32": (None, jnp.float32),
+    "lowmem": (lowmem.Storage(), jnp.bfloat16),
+    "lowmem, paper's storage": (PAPER, jnp.bfloat16),
+    "lowmem, weight split alone": (FULL, jnp.bfloat16),
+    "lowmem, 8-bit moments alone (paper's)": (PAPER, jnp.float32),
 }
 # FlashOptim Tables 4, 6 and 8, optimizer GiB, in the order of VARIANTS (the second is ours alone);
 # it has no row for SGD on Llama
@@ -66,41 +66,30 @@ BUDGETS: dict[str, optax.GradientTransformation] = {
 }  # fmt: skip
 
 
-def _made(module: Any, name: str, **more: Any) -> optax.GradientTransformation:
-    return getattr(module, name)(1e-3, **ARGUMENTS.get(name.removeprefix("flash_"), {}), **more)
-
-
-def _ours(name: str, storage: lowmem.Storage) -> optax.GradientTransformation:
-    return _made(lowmem, f"flash_{name}", storage=storage)
-
-
 def measure(model: str, optimizer: str) -> Rows:
-    rows = []
-    published = PUBLISHED[model, optimizer]
-    for (impl, (make, dtype)), paper in zip(VARIANTS.items(), published, strict=True):
-        report = lowmem.memory.report(make(optimizer), MODELS[model](dtype))
-        values = {
-            "params_gib": (report.params_bytes / 2**30, "GiB"),
-            "state_gib": (report.state_bytes / 2**30, "GiB"),
-            "bytes_per_param": (report.bytes_per_param, "bytes"),
-        }
-        own = records.records_of("memory", f"{model}/{optimizer}", impl, values)
-        own[1] |= {"paper": paper} if paper else {}
-        rows += own
+    rows, published = [], PUBLISHED[model, optimizer]
+    for (impl, (storage, dtype)), paper in zip(VARIANTS.items(), published, strict=True):
+        own = getattr(lowmem, f"flash_{optimizer}") if storage else getattr(optax, optimizer)
+        how = {"storage": storage} if storage else {}
+        tx = own(1e-3, **ARGUMENTS.get(optimizer, {}), **how)
+        report = lowmem.memory.report(tx, MODELS[model](dtype))
+        params, state = (size / 2**30 for size in (report.params_bytes, report.state_bytes))
+        values = {"params_gib": (params, "GiB"), "state_gib": (state, "GiB"),
+                  "bytes_per_param": (report.bytes_per_param, "bytes")}  # fmt: skip
+        of = records.records_of("memory", f"{model}/{optimizer}", impl, values)
+        of[1] |= {"paper": paper} if paper else {}
+        rows += of
     return rows
 
 
 def measure_budget(impl: str) -> Rows:
     """Bytes per parameter of Llama-3.1-8B's weights and state."""
-    dtype = jnp.float32 if impl.startswith("optax") else jnp.bfloat16
+    dtype = jnp.dtype(jnp.float32 if impl.startswith("optax") else jnp.bfloat16)
     report = lowmem.memory.report(BUDGETS[impl], model_shapes.llama_3_1_8b(dtype))
-    parameters = report.params_bytes / dtype.dtype.itemsize
-    values = {
-        "weights": report.params_bytes / parameters,
-        "state": report.state_bytes / parameters,
-        "total": (report.params_bytes + report.state_bytes) / parameters,
-    }
-    own = {metric: (value, "bytes/parameter") for metric, value in values.items()}
+    weights, state = report.params_bytes, report.state_bytes
+    each, unit = dtype.itemsize / weights, "bytes/parameter"
+    values = {"weights": weights, "state": state, "total": weights + state}
+    own = {metric: (size * each, unit) for metric, size in values.items()}
     return records.records_of("memory", "llama-3.1-8b/budget", impl, own)
 
 

@@ -8,7 +8,6 @@ too. On a GPU, compiling is minutes shorter with
 XLA_FLAGS="--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false".
 """
 
-import argparse
 import subprocess
 import sys
 from typing import Any
@@ -58,14 +57,12 @@ def table(rows: Rows) -> Table:
         "peak GiB": ("peak_bytes", "{:.1f}", GIB),
         "ms per step": ("step_ms", "{:.0f}", 1.0),
     }
-    found = runs(rows)
-    body = []
-    for name, own in found.items():
+    body, used = [], []
+    for name, own in runs(rows).items():
         of = records.grouped(own, "metric")
-        fits = "yes" if of["fits"]["value"] else "out of memory"
         cells = [cell(of.get(metric), *how) for metric, *how in columns.values()]
-        body.append([name, fits, *cells])
-    used = [row for own in found.values() for row in own]
+        body.append([name, "yes" if of["fits"]["value"] else "out of memory", *cells])
+        used += own
     return ["Llama-3.1-8B, one GPU", "fits", *columns], body, used
 
 
@@ -94,41 +91,39 @@ def draw(rows: Rows) -> Any:
     found = runs(rows)
     if not found:
         raise SystemExit(f"no records of {CASE}: run release first")
-    colors = dict(zip(PARTS, (style.BLUE, style.SKY, style.ORANGE, style.GREEN, style.PURPLE,
-                              style.PALE), strict=True))  # fmt: skip
+    colors = (style.BLUE, style.SKY, style.ORANGE, style.GREEN, style.PURPLE, style.PALE)
     figure, axes = plt.subplots(figsize=(8, 1.1 + 0.62 * len(found)))
-    every = [row for own in found.values() for row in own]
-    fitting = {}
-    for name, own in found.items():
-        start, label = 0.0, name.replace("`", "").replace(", ", "\n")
+    small, limits = {"ha": "center", "size": 8}, []
+    offset = small | {"textcoords": "offset points"}
+    fits = {True: False, False: False}  # one of ours, optax's
+    for place, (name, own) in enumerate(found.items()):
+        of, start, label = records.grouped(own, "metric"), 0.0, name.replace("`", "")
+        label = label.replace(", ", "\n")
         for part, size in parts(name, own).items():
-            axes.barh(label, size, left=start, color=colors[part], height=0.62)
-            middle = (start + size / 2, label)
+            color, middle = colors[PARTS.index(part)], (start + size / 2, label)
+            axes.barh(label, size, left=start, color=color, height=0.62)
             if size > 3:
                 ink = "white" if part == "weights" else style.BLACK
-                axes.text(*middle, f"{size:.1f}", ha="center", va="center", size=8, color=ink)
-            if name == list(found)[-1] and size > 3:  # the largest has room for names
-                words, under = part.replace(" and ", "\nand "), (0, -17)
-                axes.annotate(words, middle, under, ha="center", va="top", size=8,
-                              textcoords="offset points")  # fmt: skip
-            elif part == "correction" and name == next(iter(found)):
-                axes.annotate(
-                    part, middle, (0, 17), ha="center", textcoords="offset points", size=8
-                )
+                axes.text(*middle, f"{size:.1f}", color=ink, va="center", **small)
+            if place == len(found) - 1 and size > 3:  # the largest has room for names
+                words = part.replace(" and ", "\nand ")
+                axes.annotate(words, middle, (0, -17), va="top", **offset)
+            elif part == "correction" and place == 0:
+                axes.annotate(part, middle, (0, 17), **offset)
             start += size
-        fitting[name] = bool(next(row["value"] for row in own if row["metric"] == "fits"))
-        total = f"{start:.1f} GiB" + ("" if fitting[name] else ": out of memory")
+        fits["optax" not in name] |= bool(of["fits"]["value"])
+        total = f"{start:.1f} GiB" + ("" if of["fits"]["value"] else ": out of memory")
         axes.text(start + 1, label, total, va="center", weight="bold", size=9)
-    for limit in [row["value"] / GIB for row in every if row["metric"] == "limit_bytes"][-1:]:
-        axes.axvline(limit, color=style.BLACK, linewidth=1, linestyle="--", zorder=0)
-        axes.text(limit + 1, -0.1, f"{limit:.0f} GiB that JAX may take", size=8, va="center")
-    ours = any(fits for name, fits in fitting.items() if "optax" not in name)
-    theirs = any(fits for name, fits in fitting.items() if "optax" in name)
-    says = "fits with 8-bit state, not with optax.adamw" if ours and not theirs else "in memory"
+        limits += [row["value"] / GIB for row in own if row["metric"] == "limit_bytes"]
+    for at in limits[-1:]:
+        axes.axvline(at, color=style.BLACK, linewidth=1, linestyle="--", zorder=0)
+        axes.text(at + 1, -0.1, f"{at:.0f} GiB that JAX may take", size=8, va="center")
+    alone = fits[True] and not fits[False]
+    says = "fits with 8-bit state, not with optax.adamw" if alone else "in memory"
     style.headline(figure, f"A training step of an 8B Llama {says}")
     axes.grid(visible=False, axis="y")
     axes.invert_yaxis()
-    axes.set(xlabel=f"GiB on one {every[0]['device']}", ylim=(len(found) - 0.25, -0.75))
+    axes.set(xlabel=f"GiB on one {own[0]['device']}", ylim=(len(found) - 0.25, -0.75))
     axes.margins(x=0.2)
     return figure
 
@@ -137,24 +132,17 @@ FIGURES = {"llama_8b_memory": lambda: draw(records.all_records())}
 TABLES = {"release": Rendered(table, "release")}
 
 
-def command(name: str, args: argparse.Namespace) -> list[str]:
-    own = f"--preset {args.preset} --steps {args.steps} --account {RUNS[name]}".split()
-    if args.record:
-        own += ["--record", *([] if args.record is True else [args.record])]
-    return [sys.executable, str(ROOT / "examples/train_llama.py"), *own]
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = records.command_line(__doc__)
-    add = parser.add_argument
-    add("--preset", default="8b", help="of the example (default: 8b)")
-    add("--steps", type=int, default=12, help="of each run (default: 12)")
-    add("--runs", nargs="+", choices=RUNS, default=list(RUNS), help="default: all")
-    args = parser.parse_args(arguments)
-    failed = []
-    for name in args.runs:
+    parser.add_argument("--preset", default="8b", help="of the example (default: 8b)")
+    parser.add_argument("--steps", type=int, default=12, help="of each run (default: 12)")
+    args, failed = parser.parse_args(arguments), []
+    stored = ["--record", *([] if args.record is True else [args.record])] if args.record else []
+    for name, flags in RUNS.items():
         print(f"== {name}", flush=True)
-        code = subprocess.run(command(name, args), cwd=ROOT, check=False).returncode
+        own = f"--preset {args.preset} --steps {args.steps} --account {flags}".split()
+        command = [sys.executable, str(ROOT / "examples/train_llama.py"), *own, *stored]
+        code = subprocess.run(command, cwd=ROOT, check=False).returncode
         failed += [name] if code not in (FITS, OUT_OF_MEMORY) else []
     if failed:
         raise SystemExit(f"failed: {', '.join(failed)}")

@@ -19,7 +19,7 @@ from tests import launch_cases
 from tests import tolerances as tol
 from tests.launch_cases import units
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
-from tests.tiers import rows
+from tests.tiers import rows, triton_often
 
 CODECS = sorted(codecs.CODECS)
 # signed and unsigned, and either rounding; the others share their bodies with these
@@ -32,8 +32,16 @@ MARKED = rows(CODECS, list(FAST)[:2])
 KEY = jnp.uint32(9)
 GRID = [
     pytest.param(
-        name, key, id=f"{name}-{how}", marks=() if FAST.get(name) == how else pytest.mark.full
+        backend,
+        name,
+        key,
+        id=f"{backend}-{name}-{how}",
+        # interpreting takes seconds
+        marks=()
+        if FAST.get(name) == how and (backend == "triton" or name == "linear-int4")
+        else pytest.mark.full,
     )
+    for backend in ("interpret", "triton")
     for name in CODECS
     for how, key in (("nearest", None), ("stochastic", KEY))
 ]
@@ -133,8 +141,8 @@ def of_cases(name, stochastic):
     return cases, arrays, by_reference(codec, arrays, cases, KEY if stochastic else None)
 
 
-@pytest.mark.parametrize("name, key", GRID)
-def test_kernels_are_the_reference(name, key, backend):
+@pytest.mark.parametrize("backend, name, key", GRID, indirect=["backend"])
+def test_kernels_are_the_reference(backend, name, key):
     codec = codecs.CODECS[name]
     cases, arrays, wanted = of_cases(name, key is not None)
     found = by_kernel(codec, arrays, cases, key, backend=backend)
@@ -155,6 +163,7 @@ def test_an_odd_vocabulary():
 PARTIAL = [row for row in MARKED if "affine-int8-paper" not in getattr(row, "values", (row,))]
 
 
+@triton_often
 @pytest.mark.parametrize("name", PARTIAL)
 def test_what_is_not_there_does_not_count(name, backend):
     """A partial group, among far larger values, is stored as it would be alone."""
@@ -214,6 +223,7 @@ def test_groups_that_are_not_finite(name, backend):
     np.testing.assert_allclose(found[2][clean], sound[2][clean], rtol=decode_rtol(codec))
 
 
+@triton_often
 @pytest.mark.parametrize("name", rows(["sqrt-uint8", "linear-int4"], ["sqrt-uint8"]))
 def test_vmap(name, backend):
     codec, case = codecs.CODECS[name], ((3, 5, 39), 32, jnp.float32)

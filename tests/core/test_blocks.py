@@ -345,26 +345,6 @@ def test_the_first_rule_that_matches_decides():
     assert list(found) == ["a/kernel", "b/bias", "b/kernel", "layers/s"]
 
 
-def test_the_printed_form():
-    params = model(
-        attn__query__kernel=(8, 2, 4), mlp__kernel=(8, 6), odd=(3, 5), table__embedding=(9, 4)
-    )
-    report = blocks.describe(params, rules=[("mlp/*", Block((), heads=(1, 3)))])
-    assert str(report).splitlines() == [
-        "  attn/query/kernel  8x2x4  per head (2 heads)       2  a query of shape (in, heads, "
-        "head_dim)",
-        "  mlp/kernel         8x6    per head of axis 1 (3)  24  rule 'mlp/*'",
-        "? odd                3x5    whole tensor             1  not recognised: neither its name "
-        "nor its module is known; or say it in rules=[('odd', axes)]",
-        "  table/embedding    9x4    per row                  9  an embedding: one block a row",
-        "4 leaves, 1 not recognised (marked ?): 36 values of v_mean for 163 parameters, 0.000 MiB "
-        "in f32",
-    ]
-    assert (report.values, report.bytes, report.parameters) == (36, 144, 163)
-    assert str(blocks.describe({})).startswith("0 leaves")
-    assert blocks.infer({}, rules=[("*", "whole")]) == {}
-
-
 # ---- misuse --------------------------------------------------------------------------------------
 
 KERNEL = at("mlp/kernel", 8, 12)

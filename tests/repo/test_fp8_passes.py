@@ -1,18 +1,16 @@
 """Passes over the tensors of a Llama's layer in FP8, in the program that a GPU runs."""
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 pytest.importorskip("flax")
 
 from benchmarks import absent_gpu  # noqa: E402
-from benchmarks.suites.activations import bench, layers, passes  # noqa: E402
+from benchmarks.suites.activations import bytes, layers  # noqa: E402
 from optax_lowmem._src.core import platform  # noqa: E402
 from tests import tolerances as tol  # noqa: E402
 
 CASE = layers.Shape.parse("h2048-s2048-b4")
-X = jax.ShapeDtypeStruct((CASE.batch, CASE.length, CASE.width), jnp.bfloat16)
 # what benchmarks/results has of this layer compiled without a GPU: MiB, MiB of attention, launches
 FORWARD, BOTH = (1838, 128, 55), (5158, 385, 99)
 WHICH = pytest.mark.parametrize("which,most", [("forward", FORWARD), ("both", BOTH)])
@@ -22,8 +20,8 @@ NEEDS_MOSAIC = pytest.mark.skipif(
 
 
 def function_and_arguments(which):
-    layer, params = passes.layer_and_parameters("fp8-flow", CASE)
-    return (layer, params, X) if which == "forward" else (bench.backward(layer), params, X, X)
+    layer, params, x = bytes.abstract("fp8-flow", CASE, "cudnn")
+    return (layer, params, x) if which == "forward" else (layers.backward(layer), params, x, x)
 
 
 @pytest.mark.gpu
@@ -34,9 +32,7 @@ def test_no_pass_more(which, most):
 
     Compiled for an H100 that is not there, as the records are, on whatever GPU this is.
     """
-    moved, launches = passes.count(
-        passes.program(absent_gpu.mesh(), *function_and_arguments(which))
-    )
+    moved, launches = bytes.count(bytes.program(absent_gpu.mesh(), *function_and_arguments(which)))
     assert sum(moved.values()) / 2**20 < most[0] + tol.PASS_MIB
     assert launches <= most[2] + tol.LAUNCHES
 
@@ -52,6 +48,6 @@ def test_no_pass_of_an_activation_more_here(which, most):
     """
     function, *args = function_and_arguments(which)
     compiled = jax.jit(function).lower(*args).compile(compiler_options=absent_gpu.OPTIONS)
-    moved, _ = passes.count(compiled.as_text())
+    moved, _ = bytes.count(compiled.as_text())
     here = sum(moved.values()) - moved["attention"]
     assert here / 2**20 < most[0] - most[1] + tol.PASS_HERE_MIB

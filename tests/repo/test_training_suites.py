@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import itertools
 import math
 
 import jax
@@ -25,12 +26,12 @@ from benchmarks.suites.formats import formats, four_bits  # noqa: E402
 from benchmarks.suites.formats import tables as formats_tables  # noqa: E402
 from benchmarks.suites.formats import training as formats_training  # noqa: E402
 from benchmarks.suites.formats.formats import EXACT, MU, NU  # noqa: E402
-from benchmarks.suites.gaussws import casts  # noqa: E402
+from benchmarks.suites.gaussws import bench as gaussws_bench  # noqa: E402
 from benchmarks.suites.gaussws import training as gaussws  # noqa: E402
 from benchmarks.suites.pairs import budgets, sizes, spread, states  # noqa: E402
 from benchmarks.suites.pairs import training as pairs  # noqa: E402
+from benchmarks.suites.switchback import bench as switchback_bench  # noqa: E402
 from benchmarks.suites.switchback import training as switchback  # noqa: E402
-from benchmarks.suites.switchback import variance  # noqa: E402
 from optax_lowmem import codecs  # noqa: E402
 from tests.claims_cases import GPU, made  # noqa: E402
 from tests.tolerances import STANDARD_ERRORS  # noqa: E402
@@ -54,7 +55,7 @@ class Smoke:
 SUITES = [
     Smoke("activation_training", "--preset smoke", ("standard", "fp8-coat_adamw"), ""),
     Smoke("gaussws", "--preset smoke --part run", (gaussws.BASE, gaussws.OD), "gaussws",
-          ((casts, "FORMATS", ()), (gaussws, "OPTIMIZER", "optax.adamw"))),
+          ((gaussws_bench, "FORMATS", ()),)),
     Smoke("switchback", "--preset smoke --part run variance", ("standard", "switchback-int8"),
           "switchback"),
     Smoke("adam_mini", "--preset smoke --steps 10", ("adam_mini", "q_adam_mini"), "q_adam_mini"),
@@ -107,10 +108,12 @@ def gpt_3m(monkeypatch):
 
 def test_formats_make_their_tables(gpt_3m, tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "column", few)
-    monkeypatch.setattr(formats, "copies", lambda: sorted({*formats.stored()}))
+    kept = {copy for pair in formats.OPTIMIZERS.values() for copy in pair}
+    for slot, how in itertools.product((MU, NU), (formats.NEAREST, formats.STOCHASTIC)):
+        kept |= {*few(slot, None, how)}
+    monkeypatch.setattr(formats, "copies", lambda: sorted(kept))
     file = tmp_path / "rows.jsonl"
-    words = f"--preset gpt-3m --steps 60 --chunks 4 --keep 2 --states {tmp_path}/states.npz"
-    formats_bench.main([*words.split(), "--record", str(file)])
+    formats_bench.main(f"--preset gpt-3m --steps 60 --chunks 4 --record {file}".split())
     rows = records.load(file)
     assert len(records.newest(rows)) == len(rows)
     for name, table in formats_tables.TABLES.items():
@@ -142,22 +145,21 @@ def test_errors_of_states_are_those_of_each_pair():
     true = {MU: np.float32(1e-4 * rng.normal(size=(6, 256))),
             NU: np.float32(np.square(1e-4 * np.exp(rng.normal(size=(6, 256)))))}  # fmt: skip
     leaves, sizes = np.array([0, 0, 0, 0, 1, 1]), (1000, 3000)
-    copies = [*formats.papers(MU)[:2], *formats.papers(NU)[:3]]
-    values = fe.encoded_once(true, copies) | {copy: true[slot] for slot, copy in EXACT.items()}
-    found = fe.errors(true, values, leaves, sizes, fe.Correction.after(100, decays))
+    copies = (*formats.papers(MU)[:2], *formats.papers(NU)[:3])
+    values = fe.encoded_once(true, copies)
+    found = fe.errors(true, values, leaves, sizes, fe.corrections(100, decays))
+    values |= {copy: true[slot] for slot, copy in EXACT.items()}
 
     def step(mu, nu):
         hat = np.float64(nu) / (1 - 0.999**100)
         return np.float64(mu) / (1 - 0.9**100) / (np.sqrt(hat) + 1e-8)
 
     wanted = step(true[MU], true[NU])
-    for mu in found.mus:
-        for nu in found.nus:
-            square = (step(values[mu], values[nu]) - wanted) ** 2
-            each = [square[leaves == leaf].mean() for leaf in (0, 1)]
-            assert found.at(mu, nu)[0] == pytest.approx(
-                (each[0] + 3 * each[1]) / 4, rel=1e-6, abs=1e-13
-            )
+    assert len(found) == (2 + 1) * (3 + 1)
+    for (mu, nu), (mse, _) in found.items():
+        square = (step(values[mu], values[nu]) - wanted) ** 2
+        each = [square[leaves == leaf].mean() for leaf in (0, 1)]
+        assert mse == pytest.approx((each[0] + 3 * each[1]) / 4, rel=1e-6, abs=1e-13)
 
 
 def test_spikes_decide_their_claims():
@@ -210,13 +212,13 @@ def test_units_of_activations(kind, codes):
     assert sum(row["columns"].values()) == pytest.approx(row["value"])
 
 
-@pytest.mark.parametrize("product", variance.PRODUCTS)
+@pytest.mark.parametrize("product", switchback_bench.PRODUCTS)
 def test_equation_12_of_switchback(product):
     """The variance of an error is what its quantizers' variances make of it, and grows."""
-    short, long = (variance.spread("llm_int8", product, n) for n in (256, 2048))
+    short, long = (switchback_bench.spread(product, n) for n in (256, 2048))
     for found in (short, long):
-        assert found.error == pytest.approx(found.predicted, rel=0.05)
-    assert 8 < long.error / short.error < 16  # the length, and its maxima
+        assert found["error"] == pytest.approx(found["predicted"], rel=0.05)
+    assert 8 < long["error"] / short["error"] < 16  # the length, and its maxima
 
 
 # ---- the runner ----------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ CASES = [
     if name in RULES or (i + j) % len(DTYPES) == 0
 ]
 CASES += [("flash_adamw-int4", "bfloat16")]
-OFTEN = [("flash_adamw", "bfloat16"), ("flash_lion", "float32")]
+OFTEN = [("flash_adamw", "bfloat16")]
 
 
 def assert_moved_alike(start, found, wanted):
@@ -438,6 +438,7 @@ def test_on_an_auto_mesh(axes):
     assert_alike(step(params, state, batch), wanted, steps=3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("check_vma", rows([True, False], [True]))
 def test_inside_a_shard_map(check_vma):
     """Without check_vma nobody adds the gradients of the devices up: each_gradient does."""

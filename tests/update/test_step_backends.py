@@ -35,9 +35,9 @@ from optax_lowmem._src.update import (
 from optax_lowmem._src.update.batch import LeafBatch
 from tests import launch_cases, tolerances, triton_on_numpy
 from tests.compilation import FULL_COMPILE, SAME_BITS
-from tests.contract_cases import covering, pairwise
+from tests.contract_cases import RULES, covering, pairwise
 from tests.launch_cases import storage
-from tests.tiers import in_turn, rows
+from tests.tiers import rows
 from tests.update.test_fused_update import compare
 
 BF16, F16, F32 = jnp.bfloat16, jnp.float16, jnp.float32
@@ -565,7 +565,13 @@ def test_with_the_arithmetic_of_a_kernel(optimizer):
     close(case, launch_cases.expected(case), results, LEARNING_RATE * tolerances.GPU_STEP)
 
 
-@pytest.mark.parametrize("optimizer, direct", in_turn([None, *lowmem.OPTIMIZERS], [True, False]))
+@pytest.mark.parametrize(
+    "optimizer, direct",
+    rows(
+        itertools.product([None, *lowmem.OPTIMIZERS], [True, False]),
+        [(name, i % 2 == 0) for i, name in enumerate([None, *RULES])],
+    ),
+)
 def test_what_is_not_finite_shows(interpreted, optimizer, direct):
     """NaN and infinite gradients: NaN in the moments of their group and in their weights alone.
 
@@ -616,7 +622,7 @@ TILINGS = [
 ]
 
 
-@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+@pytest.mark.parametrize("tiling", rows(TILINGS, TILINGS[::2]), ids=str)
 def test_every_element_belongs_to_one_tile(tiling):
     """And no tile has another."""
     shape, found, scales = tiling.element_view(jnp.zeros(tiling.shape)).shape, [], []

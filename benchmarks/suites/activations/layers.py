@@ -45,6 +45,16 @@ class Shape(NamedTuple):
         return 2 * self.width * self.length * self.batch
 
 
+def backward(layer: Layer) -> Callable[..., Any]:
+    """(parameters, x, g) -> output and gradients."""
+
+    def step(params: Any, x: jax.Array, g: jax.Array) -> Any:
+        y, pull = jax.vjp(layer, params, x)
+        return y, *pull(g)
+
+    return step
+
+
 def fp8_block(shape: Shape, attention: str, recipe: Recipe) -> Layer:
     """The layer whose activations are kept in FP8."""
     sizes, more = (shape.width, shape.hidden, shape.heads), {"attention": attention}
@@ -140,54 +150,46 @@ class FlaxFp8(nn.Module):
         return x + dense(width, name="down_proj")(jax.nn.silu(gate) * up)
 
 
-def flax_fp8(shape: Shape, attention: str) -> tuple[Layer, Params]:
-    """The layer, and its parameters with the histories of its maxima."""
+def flax_fp8(shape: Shape, attention: str) -> tuple[Layer, Callable[[], Params]]:
+    """The layer, and what gives its parameters with the histories of its maxima."""
     model = FlaxFp8(shape, attention)
-    x = jax.ShapeDtypeStruct((shape.batch, shape.length, shape.width), jnp.bfloat16)
-    like = jax.eval_shape(model.init, jax.random.key(0), x)
-    draw = jax.jit(lambda: jax.tree.map(lambda a: jnp.full(a.shape, 0.01, a.dtype), like))
-    return (lambda variables, x: model.apply(variables, x)), draw()
+
+    def draw() -> Params:
+        x = jax.ShapeDtypeStruct((shape.batch, shape.length, shape.width), jnp.bfloat16)
+        like = jax.eval_shape(model.init, jax.random.key(0), x)
+        return jax.tree.map(lambda a: jnp.full(a.shape, 0.01, a.dtype), like)
+
+    return model.apply, draw
 
 
 RECIPES: dict[str, Recipe] = {
     "fp8-flow": Recipe(),
     "bf16-lean": Recipe(storage="bf16"),
-    "fp8-flow-e5m2": Recipe(input_gradient="e5m2", weight_gradient="e5m2"),
     "fp8-flow-bf16-dw": Recipe(weight_gradient="bf16"),
     "fp8-flow-bf16-gradients": Recipe(input_gradient="bf16", weight_gradient="bf16"),
-    "fp8-flow-paper": Recipe.paper(),
 }
 _DOTS: dict[str, Callable[..., jax.Array]] = {
     "bf16": lax.dot_general,
     "switchback-int8": layers.switchback_dot_general(),
     "switchback-fp8": layers.switchback_dot_general("switchback", "fp8"),
-    "tensorwise-fp8": layers.switchback_dot_general("tensorwise", "fp8"),
 }
-CACHED = "fp8-flow-cached"
-NAMES = (*_DOTS, "flax-fp8", *RECIPES, CACHED)
+CACHED, FLAX = "fp8-flow-cached", "flax-fp8"
+NAMES = (*_DOTS, FLAX, *RECIPES, CACHED)
 
 
-def make(name: str, shape: Shape, attention: str) -> tuple[Layer, Params]:
-    if name == "flax-fp8":
+def make(name: str, shape: Shape, attention: str) -> tuple[Layer, Callable[[], Params]]:
+    """A layer by its name, and what gives its parameters."""
+    if name == FLAX:
         return flax_fp8(shape, attention)
-    layer, params = _by_name(name, shape, attention)
-    return layer, params()
-
-
-def make_abstract(name: str, shape: Shape, attention: str) -> tuple[Layer, Params]:
-    """The same with the shapes of parameters, but for Flax's own."""
-    layer, params = _by_name(name, shape, attention)
-    return layer, jax.eval_shape(params)
-
-
-def _by_name(name: str, shape: Shape, attention: str) -> tuple[Layer, Callable[[], Params]]:
-    def with_maxima() -> Params:
-        block = weights(shape)
-        return {"block": block, "maxima": fp8_flow.weight_maxima(block)}
-
+    draw = partial(weights, shape)
     if name == CACHED:  # with the maxima of kernels given, as over an accumulation (appendix G.5)
         block = fp8_block(shape, attention, Recipe())
+
+        def with_maxima() -> Params:
+            own = draw()
+            return {"block": own, "maxima": fp8_flow.weight_maxima(own)}
+
         return lambda params, x: block(params["block"], x, params["maxima"]), with_maxima
     if name in RECIPES:
-        return fp8_block(shape, attention, RECIPES[name]), partial(weights, shape)
-    return plain_block(shape, attention, _DOTS[name]), partial(weights, shape)
+        return fp8_block(shape, attention, RECIPES[name]), draw
+    return plain_block(shape, attention, _DOTS[name]), draw

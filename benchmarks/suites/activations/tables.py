@@ -1,21 +1,23 @@
 """The tables of docs/guides/activations.md: a layer that keeps activations in FP8, and training."""
 
 import json
+from collections.abc import Iterator
+from typing import Any
 
 from benchmarks.claims.findings import mean_and_error
 from benchmarks.records import Rows, by_gpu, grouped, last, newest, on_gpus, select
-from benchmarks.render import Rendered, Table, cell, markdown, source, target
+from benchmarks.render import NOTHING, Rendered, Table, cell, markdown, source, target
 from benchmarks.suites.activations.bytes import COLUMNS
 from benchmarks.suites.activations.layers import Shape
 
 BF16, LEAN, OURS, XLA_ATTENTION = "bf16", "bf16-lean", "fp8-flow", "fp8-flow, xla attention"
 TWO_THIRDS = "h3072-s2048-b4"  # the shape with the paper's MLP: 8/3 of the width
 SCALES = 0.125  # of the codes that have one for 16
-UNITS = 13.4
-LEAN_UNITS = 17
+UNITS, LEAN_UNITS = 13.4, 17
 # shape of Table 7 -> times faster than bf16 that were asked for
 FASTER = {"h4096-s2048-b4": 1.4, "h2048-s2048-b4": 1.25}
 FLAX = "flax-fp8"
+PASSES = ("forward_ms", "backward_ms", "device_ms")
 # commits of an H200's records before and after norms and gates wrote codes in both layouts
 ONE_LAYOUT, BOTH_LAYOUTS = "eb0edc5000", "f240b367f1"
 NORM, MOST_OF_A_NORM = "8192x4096", 1.3
@@ -48,12 +50,8 @@ LOSSES = {
     "coat_adamw": (0.003, 2.998 / 2.995 - 1),
 }
 BASELINE, OTHER = "standard", "standard-other-start"
-SAYS = {
-    "fp8-coat_adamw": "FP8 activations and coat_adamw",
-    "fp8": "FP8 activations",
-    "coat_adamw": "coat_adamw",
-    OTHER: "other initial weights",
-}
+SAYS = {"fp8-coat_adamw": "FP8 activations and coat_adamw", "fp8": "FP8 activations",
+        "coat_adamw": "coat_adamw", OTHER: "other initial weights"}  # fmt: skip
 STEPS, WEIGHTS, SEEDS = 2000, 130e6, 3  # at least, for a target
 
 
@@ -76,37 +74,33 @@ def scale_units(case: str) -> float:
 _SCALES = scale_units(TWO_THIRDS)
 
 
-def of_one_run(one: dict, other: dict) -> bool:
-    """Return whether two times are of one commit: others may have been timed in another way."""
-    return one["commit"] == other["commit"]
-
-
 def speedups(rows: Rows, name: str = OURS) -> dict[str, tuple[float, Rows]]:
     """case -> how many times faster forward and backward are than bf16's, and the records.
 
-    Of several GPUs those of the one whose records come last.
+    Of several GPUs those of the one whose records come last; both times of one commit: others may
+    have been timed in another way.
     """
     return {
         case: (own[BF16]["value"] / own[name]["value"], [own[BF16], own[name]])
         for case, own in known(on_gpus(rows), "device_ms").items()
         if {BF16, name} <= own.keys() and not case.startswith("norm")
-        and of_one_run(own[BF16], own[name])
+        and own[BF16]["commit"] == own[name]["commit"]
     }  # fmt: skip
 
 
-def trainings(rows: Rows, on_gpu: bool = True) -> list[dict[str, dict]]:
+def trainings(rows: Rows) -> list[dict[str, dict]]:
     """Variant -> record of its held-out loss, of each training run in the order of their starts."""
     found: dict[str, dict[str, dict]] = {}
-    for row in select(on_gpus(rows) if on_gpu else rows, bench="train", metric="val_loss"):
+    for row in select(on_gpus(rows), bench="train", metric="val_loss"):
         if "/activations" in row["case"]:
             run = json.dumps([row[key] for key in ("device", "jax", "case", "flags")])
             found.setdefault(run, {})[row["impl"]] = row
     return [run for run in found.values() if BASELINE in run]
 
 
-def losses(rows: Rows, on_gpu: bool = True) -> dict[str, dict]:
+def losses(rows: Rows) -> dict[str, dict]:
     """Variant -> record of its held-out loss, in the last of the runs with the most variants."""
-    return max(reversed(trainings(rows, on_gpu)), key=len, default={})
+    return max(reversed(trainings(rows)), key=len, default={})
 
 
 def paired(rows: Rows, name: str = "fp8") -> list[tuple[dict, dict]]:
@@ -130,68 +124,61 @@ def over(found: dict[str, dict], name: str) -> float:
     return found[name]["value"] / found[BASELINE]["value"] - 1
 
 
-def norm_alone(rows: Rows, of_gpu: Rows) -> Rows:
-    """The times of a GPU's plain norm and of the kernel `fp8-norm` there."""
-    plain = known(of_gpu, "device_ms").get(f"norm-{NORM}", {}).get(BF16)
-    if plain is None:
-        return []
-    case, device = f"fp8-norm/{NORM}", plain["device"]
-    found = select(rows, bench="kernels", case=case, metric="device_ms", device=device)
-    return [plain, min(found, key=lambda row: row["value"])] if found else []
+def _targets(rows: Rows) -> Iterator[tuple[list[str], Rows]]:
+    """Each target that there are records for, and these."""
 
+    def ratio(what: str, asked: str, limit: float, of: dict, over: dict) -> Any:
+        value = of["value"] / over["value"]
+        return target(what, asked, limit, value, f"{value:.2f} x"), [of, over]
 
-def targets(rows: Rows) -> Table:
-    """The targets of this flow, the measured values and whether they are reached."""
-    body, used = [], []
     found = known(rows, "saved_units").get(TWO_THIRDS, {})
-    for name, asked, most, beside in (
-        (OURS, f"≤ {UNITS} U and {_SCALES:.2f} U of scales", UNITS + _SCALES, True),
-        (XLA_ATTENTION, f"≤ {UNITS} U and {_SCALES:.2f} U of scales", UNITS + _SCALES, True),
-        (LEAN, f"≤ {LEAN_UNITS} U", LEAN_UNITS, False),
-    ):
+    with_scales = f"≤ {UNITS} U and {_SCALES:.2f} U of scales", UNITS + _SCALES
+    for name, asked, most in (
+        (OURS, *with_scales), (XLA_ATTENTION, *with_scales), (LEAN, f"≤ {LEAN_UNITS} U", LEAN_UNITS)
+    ):  # fmt: skip
         if {name, BF16} <= found.keys():
             value, plain = found[name]["value"], found[BF16]["value"]
-            text = f"bf16 in JAX ({plain:.2f} U) / {plain / value:.2f}"
-            text = f"Table 2's bf16 / {PAPER_BF16 / value:.2f}, {text}" if beside else text
-            what = f"kept by a layer, {name}"
-            body.append(target(what, asked, most, value, f"{value:.2f} U: {text}"))
-            used += [found[name], found[BF16]]
+            text = "" if name == LEAN else f"Table 2's bf16 / {PAPER_BF16 / value:.2f}, "
+            text = f"{value:.2f} U: {text}bf16 in JAX ({plain:.2f} U) / {plain / value:.2f}"
+            used = [found[name], found[BF16]]
+            yield target(f"kept by a layer, {name}", asked, most, value, text), used
     for gpu, of_gpu in runs_by_gpu(rows).items():
         times = speedups(of_gpu)
         for case, least in FASTER.items():
             if case in times:
                 what = f"forward and backward, {case}, {gpu}"
-                body.append(target(what, "≥ {:.2f} x", least, times[case][0]))
-                body[-1][1] += " bf16"
-                used += times[case][1]
-        for case, own in known(of_gpu, "device_ms").items():
+                yield ratio(what, "≥ {:.2f} x bf16", least, *times[case][1])
+        timed = known(of_gpu, "device_ms")
+        for case, own in timed.items():
             if {OURS, FLAX} <= own.keys():
                 what = f"forward and backward beside Flax's FP8 layer, {case}, {gpu}"
-                ratio = own[FLAX]["value"] / own[OURS]["value"]
-                body.append(target(what, "≥ {:.2f} x", 1.0, ratio))
-                used += [own[FLAX], own[OURS]]
-        if alone := norm_alone(rows, of_gpu):
-            plain, ours = alone
+                yield ratio(what, "≥ {:.2f} x", 1.0, own[FLAX], own[OURS])
+        plain = timed.get(f"norm-{NORM}", {}).get(BF16, {"device": None})
+        kernel = {"case": f"fp8-norm/{NORM}", "metric": "device_ms", "device": plain["device"]}
+        if alone := select(rows, bench="kernels", **kernel):
             what = f"a norm with its input's codes and maxima in one kernel, {NORM}, {gpu}"
-            ratio = ours["value"] / plain["value"]
-            body.append(target(what, "≤ {:.2f} x", MOST_OF_A_NORM, ratio))
-            body[-1][1] += " the plain norm"
-            used += alone
+            ours = min(alone, key=lambda row: row["value"])
+            yield ratio(what, "≤ {:.2f} x the plain norm", MOST_OF_A_NORM, ours, plain)
     ends = losses(rows)
     for name, (most, _) in LOSSES.items():
         flags = ends.get(BASELINE, {}).get("flags", {"steps": 0, "parameters": 0})
         if name in ends and flags["steps"] >= STEPS and flags["parameters"] >= WEIGHTS:
             more, what = over(ends, name), f"held-out loss over bf16 with AdamW: {SAYS[name]}"
-            body.append(target(what, "≤ {:.1%}", most, more, f"{more:+.2%}"))
-            used += [ends[name], ends[BASELINE]]
+            line = target(what, "≤ {:.1%}", most, more, f"{more:+.2%}")
+            yield line, [ends[name], ends[BASELINE]]
     pairs = paired(rows)
     if len(pairs) >= SEEDS:
         (mean, error), tokens = differences(pairs), pairs[0][0]["flags"]["tokens"]
         what = f"the same with FP8 activations, {len(pairs)} seeds, {tokens:,} tokens per step"
-        text = f"{mean:+.2%} ± {error:.2%}"
-        body.append(target(what, "≤ {:.1%}", LOSSES["fp8"][0], mean, text))
-        used += [row for pair in pairs for row in pair]
-    return ["target", "asked", "measured", "reached"], body, used
+        line = target(what, "≤ {:.1%}", LOSSES["fp8"][0], mean, f"{mean:+.2%} ± {error:.2%}")
+        yield line, [row for pair in pairs for row in pair]
+
+
+def targets(rows: Rows) -> Table:
+    """The targets of this flow, the measured values and whether they are reached."""
+    found = list(_targets(rows))
+    used = [row for _, of in found for row in of]
+    return ["target", "asked", "measured", "reached"], [line for line, _ in found], used
 
 
 def units(rows: Rows) -> Table:
@@ -202,9 +189,8 @@ def units(rows: Rows) -> Table:
     own = [found[name] for name in (BF16, LEAN, OURS, XLA_ATTENTION) if name in found]
     for row in own:
         cells = [f"{row['columns'][name]:.2f}" for name in COLUMNS]
-        total = row["value"]
-        ratio = f"{PAPER_BF16 / total:.2f}"
-        body.append([f"ours: {row['impl']}", *cells, f"**{total:.2f}**", ratio])
+        cells += [f"**{row['value']:.2f}**", f"{PAPER_BF16 / row['value']:.2f}"]
+        body.append([f"ours: {row['impl']}", *cells])
     return ["U", *COLUMNS, "total", "Table 2's BF16 / it"], body if own else [], own
 
 
@@ -216,14 +202,14 @@ def layers(rows: Rows) -> Table:
         for case, own in known(of_gpu, "device_ms").items():
             if case.startswith("norm") or BF16 not in own:
                 continue
-            base = own[BF16]
             for name, row in own.items():
                 memory = kept.get(case, {}).get(name)
                 printed = PRINTED_SPEED.get(case) if name == OURS else None
+                faster = speedups(of_gpu, name).get(case)
                 body.append([
                     gpu, case, name, *(cell(times[m][case][name], "{:.3g}") for m in times),
                     cell(row, "{:.3g}"),
-                    f"{base['value'] / row['value']:.2f} x" if of_one_run(base, row) else "",
+                    f"{faster[0]:.2f} x" if faster else "",
                     f"{printed:.2f} x" if printed else "", cell(memory, "{:.0f}", 2.0**20),
                 ])  # fmt: skip
                 used += [row, memory] if memory else [row]
@@ -232,26 +218,26 @@ def layers(rows: Rows) -> Table:
     return head, body, used
 
 
+def _moved(rows: Rows, metric: str) -> dict[str, dict[str, dict]]:
+    """case -> implementation -> record of a layer compiled for an H100."""
+    return grouped(select(rows, bench="activation_passes", metric=metric), "case", "impl")
+
+
 def passes(rows: Rows) -> Table:
     """Bytes that a layer reads and writes by what for, and its kernels, compiled for an H100."""
-    found = {
-        metric: grouped(select(rows, bench="activation_passes", metric=metric), "case", "impl")
-        for which in ("forward", "both")
-        for metric in (f"{which}_traffic_bytes", f"{which}_launches")
-    }
     body, used, kinds = [], [], list[str]()
-    for case, own in sorted(found["both_traffic_bytes"].items()):
+    for case in sorted(_moved(rows, "both_traffic_bytes")):
         for which in ("forward", "both"):
-            moved, launches = (found[f"{which}_{m}"][case] for m in ("traffic_bytes", "launches"))
-            for name in own:
-                kinds = list(moved[name]["kinds"])
+            moved = _moved(rows, f"{which}_traffic_bytes")[case]
+            launches = _moved(rows, f"{which}_launches")[case]
+            for name, row in moved.items():
+                kinds = list(row["kinds"])
                 body.append([
-                    case, which, name, *(f"{moved[name]['kinds'][k] / 2**20:,.0f}" for k in kinds),
-                    cell(moved[name], "{:,.0f}", 2.0**20),
-                    f"{moved[name]['value'] / moved[BF16]['value']:.2f} x",
+                    case, which, name, *(f"{row['kinds'][k] / 2**20:,.0f}" for k in kinds),
+                    cell(row, "{:,.0f}", 2.0**20), f"{row['value'] / moved[BF16]['value']:.2f} x",
                     cell(launches[name], "{:.0f}"),
                 ])  # fmt: skip
-                used += [moved[name], launches[name]]
+                used += [row, launches[name]]
     head = ["layer", "passes", "implementation", *(f"{kind}, MiB" for kind in kinds), "all, MiB",
             "relative to bf16", "kernels"]  # fmt: skip
     return head, body, used
@@ -259,19 +245,15 @@ def passes(rows: Rows) -> Table:
 
 def gap(rows: Rows) -> Table:
     """The time that a layer takes over Flax's, by pass, and what of it more bytes explain."""
-    body, used = [], []
-    moved = grouped(
-        select(rows, bench="activation_passes", metric="both_traffic_bytes"), "case", "impl"
-    )
+    body, used, moved = [], [], _moved(rows, "both_traffic_bytes")
     for gpu, of_gpu in runs_by_gpu(rows).items():
         copy = last(on_gpus(rows), metric="copy_tbps", device=of_gpu[0]["device"])
-        metrics = ("forward_ms", "backward_ms", "device_ms")
-        times = [known(of_gpu, metric) for metric in metrics]
+        times = [known(of_gpu, metric) for metric in PASSES]
         for case, own in times[-1].items():
             if copy is None or not {OURS, FLAX} <= moved.get(case, {}).keys() & own.keys():
                 continue
-            more = [of[case][OURS]["value"] - of[case][FLAX]["value"] for of in times]
-            size = moved[case][OURS]["value"] - moved[case][FLAX]["value"]
+            (*more, size) = (of[case][OURS]["value"] - of[case][FLAX]["value"]
+                             for of in (*times, moved))  # fmt: skip
             body.append([
                 gpu, case, *(f"{ms:+.2f}" for ms in more), f"{size / 2**20:+,.0f}",
                 f"{size / copy['value'] / 1e9:+.2f}",
@@ -285,24 +267,20 @@ def gap(rows: Rows) -> Table:
 def layouts(rows: Rows) -> str:
     """Times with codes in both layouts over those before, and of what did not change beside."""
     runs = [newest(rows, bench="activations", commit=c) for c in (ONE_LAYOUT, BOTH_LAYOUTS)]
-    metrics = ("forward_ms", "backward_ms", "device_ms")
-    before, after = ([known(run, metric) for metric in metrics] for run in runs)
+    before, after = ([known(run, metric) for metric in PASSES] for run in runs)
     body, used = [], []
     for case in filter(before[-1].get, after[-1]):
         beside = BF16 if case.startswith("norm-") else FLAX
-        line = [case]
-        for name in (OURS, beside):
-            pairs = [(old.get(case, {}).get(name), new.get(case, {}).get(name))
-                     for old, new in zip(before, after, strict=True)]  # fmt: skip
-            line += [cell(new, "{:.3f}", old["value"]) if old else "" for old, new in pairs]
-            used += [row for pair in pairs for row in pair if row]
-        body.append([*line, beside])
+        pairs = [(old.get(case, {}).get(name), new.get(case, {}).get(name))
+                 for name in (OURS, beside)
+                 for old, new in zip(before, after, strict=True)]  # fmt: skip
+        cells = [cell(new, "{:.3f}", old["value"]) if old else "" for old, new in pairs]
+        used += [row for pair in pairs for row in pair if row]
+        body.append([case, *cells, beside])
     if not body:
-        return "Nothing is recorded yet.\n"
-    head = ["of"]
-    head += [f"{name}, {which}" for name in (OURS, "beside")
-             for which in ("forward", "backward", "both")]  # fmt: skip
-    head += ["beside is"]
+        return NOTHING
+    head = ["of", *(f"{name}, {which}" for name in (OURS, "beside")
+                    for which in ("forward", "backward", "both")), "beside is"]  # fmt: skip
     return markdown(head, body) + source(used)
 
 
@@ -332,17 +310,15 @@ def groups(rows: Rows) -> Table:
 def norms(rows: Rows) -> Table:
     """Table 12 and Figure 4b: a norm, and what quantizing its result takes beside."""
     found = {
-        (gpu, case.removeprefix("norm-")): own
+        (gpu, *map(int, case.removeprefix("norm-").split("x"))): own
         for gpu, of_gpu in runs_by_gpu(rows).items()
         for case, own in known(of_gpu, "device_ms").items()
         if case.startswith("norm-") and BF16 in own
     }
     names = list(dict.fromkeys(name for own in found.values() for name in own if name != BF16))
     body = []
-    for (gpu, case), own in sorted(
-        found.items(), key=lambda item: (item[0][0], *map(int, item[0][1].split("x")))
-    ):
-        base = own[BF16]["value"]
+    for (gpu, *size), own in sorted(found.items(), key=lambda item: item[0]):
+        case, base = "x".join(map(str, size)), own[BF16]["value"]
         printed = f"{PRINTED_NORMS[case]:.2f}" if case in PRINTED_NORMS else ""
         shown = [cell(own.get(name), "{:.2f}", base) for name in names]
         body.append([gpu, case, f"{1e3 * base:.1f}", *shown, printed])
@@ -352,16 +328,16 @@ def norms(rows: Rows) -> Table:
 
 
 def training(rows: Rows) -> Table:
-    """Table 13: held-out losses; of a CPU where there is no other."""
-    found = losses(rows) or losses(rows, on_gpu=False)
+    """Table 13: held-out losses."""
+    found = losses(rows)
     if not found:
         return [], [], []
     base = found[BASELINE]
     body = [["AdamW, activations in 16 bits", cell(base, "{:.4f}"), "", "", ""]]
     for name in filter(found.get, SAYS):
-        asked = [f"{LOSSES[name][1]:+.2%}", f"≤ {LOSSES[name][0]:.1%}"] if name in LOSSES else []
-        cells = [cell(found[name], "{:.4f}"), f"{over(found, name):+.2%}", *(asked or ["", ""])]
-        body.append([SAYS[name], *cells])
+        most, theirs = LOSSES.get(name, ("", ""))
+        asked = [f"{theirs:+.2%}", f"≤ {most:.1%}"] if name in LOSSES else ["", ""]
+        body.append([SAYS[name], cell(found[name], "{:.4f}"), f"{over(found, name):+.2%}", *asked])
     flags = base["flags"]
     about = f"{flags['preset']}, {flags['parameters'] / 1e6:.3g}M weights, {flags['steps']} steps"
     head = [f"{about} of {flags['tokens']:,} tokens", f"held-out loss, {base['unit']}",

@@ -13,51 +13,39 @@ HIDDEN = {*ACCUMULATED, "fp8-unrolled-head", "fp8-unrolled-head-gradients"}
 
 def draw(rows: Rows) -> Any:
     """Draw tokens per second against the peak of memory; one panel for each model."""
-    found = steps(rows)
+    found, gains = steps(rows), []
     if not found:
         raise SystemExit("no records of whole steps: run `benchmarks.run end_to_end` first")
     figure, panels = plt.subplots(len(found), 1, figsize=(7.2, 1 + 2.3 * len(found)), squeeze=False)
     for axes, (case, own) in zip(panels.flat, found.items(), strict=True):
+        fastest = {True: 0.0, False: 0.0}  # of ours, of the others
         for name, of in own.items():
             if name in HIDDEN:
                 continue
-            ours = PROGRAMS[name].startswith("ours")
-            at = peak(of)["value"] / GIB, of["tokens_per_s"]["value"] / 1e3
-            color = BLUE if ours else GREY
+            label, speed = PROGRAMS[name], of["tokens_per_s"]["value"]
+            ours = label.startswith("ours")
+            fastest[ours] = max(fastest[ours], speed)
+            at, color = (peak(of)["value"] / GIB, speed / 1e3), BLUE if ours else GREY
             axes.plot(*at, "o" if ours else "s", color=color, markersize=7)
-            label = PROGRAMS[name].replace("`", "").removeprefix("ours, ")
-            label = label.replace(", flashoptim", "").replace("the same model with ", "")
+            for words in ("`", "ours, ", ", flashoptim", "the same model with "):
+                label = label.replace(words, "")
             # clear of its neighbour's marker
             below = (7, -3 if "Liger" not in label else 5 if "checkpointing" in label else -11)
-            where = {"xytext": below, "textcoords": "offset points"}
-            axes.annotate(label, at, **where, size=8, color=color)
+            axes.annotate(label, at, below, textcoords="offset points", size=8, color=color)
+        gains.append(fastest[True] / fastest[False] if fastest[False] else 0.0)
         axes.set_title(f"{', '.join(MODELS[case])} tokens")
         axes.margins(y=0.15)
         left, right = axes.get_xlim()
         axes.set_xlim(left, right + 0.35 * (right - left))  # for what is written there
         axes.set_ylabel("thousand tokens per second")
-        device = next(iter(next(iter(found.values())).values()))["tokens_per_s"]["device"]
+        device = of["tokens_per_s"]["device"]
     panels[-1, 0].set_xlabel(f"peak memory, GiB, on one {device}; ours in blue")
-    headline(figure, _best(found))
+    words = "Speed and memory of a training step"
+    if min(gains) > 1:
+        words = (f"With FP8 activations ours is {min(gains):.2f} to {max(gains):.2f} times as fast"
+                 "\nas the fastest other program")  # fmt: skip
+    headline(figure, words)
     return figure
-
-
-def _best(found: dict) -> str:
-    """Say by how much the fastest of ours is ahead of the fastest other, if it is in each model."""
-    gains = []
-    for own in found.values():
-        speed = {"ours": 0.0, "others": 0.0}
-        for name, of in own.items():
-            if name not in HIDDEN:
-                whose = "ours" if PROGRAMS[name].startswith("ours") else "others"
-                speed[whose] = max(speed[whose], of["tokens_per_s"]["value"])
-        gains.append(speed["ours"] / speed["others"] if speed["others"] else 0.0)
-    if min(gains) <= 1:
-        return "Speed and memory of a training step"
-    return (
-        f"With FP8 activations ours is {min(gains):.2f} to {max(gains):.2f} times as fast\n"
-        "as the fastest other program"
-    )
 
 
 FIGURES = {"training_speed": lambda: draw(newest(all_records()))}

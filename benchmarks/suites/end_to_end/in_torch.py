@@ -21,15 +21,13 @@ NAMES = ("torch-liger", "torch-compile", "torch-float8")
 CHECKPOINTING = "-ckpt"
 WARM_UP, REPEATS, STEPS = 4, 3, 5
 
-Shape = Any
-
 
 def versions() -> str:
     there = [name for name in PACKAGES if importlib.util.find_spec(name.replace("-", "_"))]
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in there)
 
 
-def measured(name: str, shape: Shape, batch: int, sequence: int) -> dict[str, float]:
+def measured(name: str, shape: Any, batch: int, sequence: int) -> dict[str, float]:
     """Tokens a second, and the most that torch has allocated; the median of three timings."""
     import torch
 
@@ -52,7 +50,7 @@ def measured(name: str, shape: Shape, batch: int, sequence: int) -> dict[str, fl
     return found | {"tokens_per_s": rate, "peak_bytes": peak, "train_loss": loss.item()}
 
 
-def _step(name: str, shape: Shape, batch: int, sequence: int) -> Any:
+def _step(name: str, shape: Any, batch: int, sequence: int) -> Any:
     import torch
     from flashoptim import FlashAdamW
 
@@ -83,25 +81,19 @@ def _step(name: str, shape: Shape, batch: int, sequence: int) -> Any:
     return step
 
 
-def _llama(shape: Shape, sequence: int) -> Any:
+def _llama(shape: Any, sequence: int) -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     config = LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.width,
-        intermediate_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        tie_word_embeddings=shape.tied,
-        max_position_embeddings=sequence,
-        rope_theta=shape.rope,
-        attn_implementation="sdpa",
+        vocab_size=shape.vocab, hidden_size=shape.width, intermediate_size=shape.hidden,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads, tie_word_embeddings=shape.tied,
+        max_position_embeddings=sequence, rope_theta=shape.rope, attn_implementation="sdpa",
         use_cache=False,
-    )
+    )  # fmt: skip
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
         return LlamaForCausalLM(config).train()

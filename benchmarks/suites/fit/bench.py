@@ -8,12 +8,9 @@ What fits is read from the compiler's plan of a step: nothing is allocated to fi
 steps are timed, at a batch that all can run and at each one's largest.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import os
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -50,10 +47,9 @@ say = functools.partial(print, flush=True)
 
 
 def settings_of(args: argparse.Namespace, name: str, batch: int) -> Any:
-    attention = args.attention or ("cudnn" if on_gpu() else "xla")
     flags = f"--preset {args.preset} --sequence {args.sequence} --batch {batch} --data 1"
-    flags += f" --text random --attention {attention} --steps {max(1, args.steps)} --no-remat"
-    flags += f" {CONFIGURATIONS[name]}"
+    flags += f" --text random --attention {'cudnn' if on_gpu() else 'xla'} --no-remat"
+    flags += f" --steps {max(1, args.steps)} {CONFIGURATIONS[name]}"
     return train_llama.make_settings(train_llama.parse_arguments(flags.split()))
 
 
@@ -88,28 +84,6 @@ def largest(of: Callable[[int], int], limit: float, most: int) -> tuple[int, dic
     return low, found
 
 
-def peak() -> int:
-    """The most bytes that there have been on the device; 0 where nobody counts."""
-    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
-
-
-def timed(settings: Any, program: Any) -> dict[str, float] | None:
-    """Tokens a second and bytes of a few steps; the peak is its own if it is a new one.
-
-    None where there is no memory for them.
-    """
-    before = peak()
-    try:
-        found = stepped(program, settings.steps)
-    except jax.errors.JaxRuntimeError as error:
-        if any(words in str(error) for words in train_llama.SAID_SO):
-            return None
-        raise
-    numbers = {"tokens_per_s": found["tokens_per_s"]}
-    numbers["planned_bytes"] = planned_bytes(program.compiled)
-    return numbers | ({"peak_bytes": peak()} if peak() > before else {})
-
-
 def stepped(program: Any, steps: int) -> dict[str, Any]:
     """The example's measurements of steps of its compiled program."""
     _, batches = train.make_batches(program.settings, Path("demo_output"))
@@ -117,6 +91,27 @@ def stepped(program: Any, steps: int) -> dict[str, Any]:
     for _ in train.advance(run, program, batches, steps):
         pass
     return train.measured(run, program.settings, program)
+
+
+def peak() -> int:
+    """The most bytes that there have been on the device; 0 where nobody counts."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
+
+
+def timed(program: Any) -> dict[str, float] | None:
+    """Tokens a second and bytes of a few steps; the peak is its own if it is a new one.
+
+    None where there is no memory for them.
+    """
+    before = peak()
+    try:
+        rate = stepped(program, program.settings.steps)["tokens_per_s"]
+    except jax.errors.JaxRuntimeError as error:
+        if not any(words in str(error) for words in train_llama.SAID_SO):
+            raise
+        return None
+    numbers = {"tokens_per_s": rate, "planned_bytes": planned_bytes(program.compiled)}
+    return numbers | ({"peak_bytes": peak()} if peak() > before else {})
 
 
 def fit(args: argparse.Namespace, limit: float, name: str) -> Fit:
@@ -132,7 +127,7 @@ def fit(args: argparse.Namespace, limit: float, name: str) -> Fit:
 Found = Iterator[tuple[str, str, dict[str, float]]]  # what follows a case, configuration, values
 
 
-def timings(args: argparse.Namespace, fits: dict[str, Fit], begin: float) -> Found:
+def timings(args: argparse.Namespace, fits: dict[str, Fit]) -> Found:
     """Time each at the batch that all can run and at its largest.
 
     Smaller programs come first, so that peaks are new.
@@ -142,24 +137,20 @@ def timings(args: argparse.Namespace, fits: dict[str, Fit], begin: float) -> Fou
         return
     common = min(batches.values())
     yield "", ALL, {"common_batch": common}
-    wanted = sorted(
-        {(name, b) for name, most in batches.items() for b in (common, most)},
-        key=lambda one: fits[one[0]]["own_bytes"] + one[1] * fits[one[0]]["sequence_bytes"],
-    )
-    every = [settings_of(args, *one) for one in wanted]
-    programs = [train.make_program(settings) for settings in every]
+
+    def size(one: tuple[str, int]) -> float:
+        return fits[one[0]]["own_bytes"] + one[1] * fits[one[0]]["sequence_bytes"]
+
+    wanted = sorted({(name, b) for name, b in batches.items() for b in (common, b)}, key=size)
+    programs = [train.make_program(settings_of(args, *one)) for one in wanted]
     with ThreadPoolExecutor(args.jobs) as pool:
         list(pool.map(lambda program: program.compiled, programs))
-    for (name, batch), settings, program in zip(wanted, every, programs, strict=True):
-        if time.perf_counter() - begin > args.limit:
-            say(f"{name} at batch {batch} is left out")
-            continue
-        numbers = timed(settings, program)
+    for (name, batch), program in zip(wanted, programs, strict=True):
+        numbers = timed(program)
         if numbers is None and batch > common:  # its kernels, now chosen, want more: one less
             batch -= 1
             yield "", name, {"max_batch": batch}
-            settings = settings_of(args, name, batch)
-            numbers = timed(settings, train.make_program(settings))
+            numbers = timed(train.make_program(settings_of(args, name, batch)))
         if numbers is None:
             say(f"{name} at batch {batch}: out of memory")
         else:
@@ -171,20 +162,15 @@ def timings(args: argparse.Namespace, fits: dict[str, Fit], begin: float) -> Fou
     sequence={"type": int, "default": 2048, "help": "tokens (default: 2048)"},
     only={"nargs": "+", "choices": CONFIGURATIONS, "default": list(CONFIGURATIONS),
           "metavar": "NAME", "help": f"of {', '.join(CONFIGURATIONS)} (default: all)"},
-    attention={"choices": ("xla", "cudnn"), "help": "default: cudnn on a GPU"},
     memory={"type": float, "metavar": "GIB", "help": "of a device; default: what JAX may take"},
     most={"type": int, "default": 1024, "help": "batch (default: 1024)"},
     steps={"type": int, "default": 8, "help": "of each timing; 0: plans alone (default: 8)"},
     jobs={"type": int, "default": 5, "help": "programs compiled at once (default: 5)"},
-    limit={"type": float, "default": 530, "metavar": "S",
-           "help": "start no timing after this (default: %(default)s s)"},
 )  # fmt: skip
 def main(args: argparse.Namespace) -> Iterator[records.Rows]:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".95")  # as the example
-    begin = time.perf_counter()
     has = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-    if args.memory is not None:
-        has = args.memory * GIB
+    has = has if args.memory is None else args.memory * GIB
     if has is None:
         raise SystemExit("this device does not say what memory it has: pass --memory GIB")
     # what layers without FP8 keep, which the example chooses
@@ -201,4 +187,4 @@ def main(args: argparse.Namespace) -> Iterator[records.Rows]:
         fits = dict(zip(args.only, found, strict=True))
     yield from (rows_of("", name, of) for name, of in fits.items())
     if args.steps:
-        yield from (rows_of(*one) for one in timings(args, fits, begin))
+        yield from (rows_of(*one) for one in timings(args, fits))

@@ -29,15 +29,8 @@ def equal_bytes() -> Any:
         names = sorted(best, key=best.get)
         for way, (marker, color) in _WAYS.items():
             values = [alone[way].get(name, np.nan) for name in names]  # as published: to nearest
-            ax.plot(
-                values,
-                range(len(names)),
-                marker,
-                color=color,
-                ms=6,
-                mew=2,
-                label=LOOPS[way].replace("once", "encoded once"),
-            )
+            label = LOOPS[way].replace("once", "encoded once")
+            ax.plot(values, range(len(names)), marker, color=color, ms=6, mew=2, label=label)
         ax.set_yticks(range(len(names)), names)
         ax.invert_yaxis()
         ax.set(xscale="log", title=f"{title} in 8 bits, the other in f32")

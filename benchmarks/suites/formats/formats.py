@@ -1,7 +1,5 @@
 """The formats of optimizer states that are compared: group sizes, roundings."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 
@@ -73,21 +71,17 @@ FORMATS: dict[str, Format] = {
     FINE: Format(_E3M4, _UE4M4),
     FINE_X: Format(codecs.expanded(_E3M4), codecs.expanded(_UE4M4)),
 }  # fmt: skip
-# In 4 bits with 16-bit scales: for `four_bits`, in no table of 8-bit formats.
-LINEAR_4, FLASH_4, MAPS_4 = "linear", "softsign, sqrt", "quantiles, octaves"
 
 
 def _linear4(signed: bool) -> GroupCodec:
     return dataclasses.replace(codecs.linear4(signed), scale=codecs.softsign4().scale)
 
 
+# In 4 bits with 16-bit scales: for `four_bits`, in no table of 8-bit formats.
 FOUR_BITS: dict[str, Format] = {
-    f"4 bits: {name}": how
-    for name, how in {
-        LINEAR_4: Format(_linear4(True), _linear4(False), 64),
-        FLASH_4: Format(codecs.softsign4(), codecs.sqrt4(), 64),
-        MAPS_4: Format(codecs.normal4(), codecs.log4(), 64),
-    }.items()
+    "4 bits: linear": Format(_linear4(True), _linear4(False), 64),
+    "4 bits: softsign, sqrt": Format(codecs.softsign4(), codecs.sqrt4(), 64),
+    "4 bits: quantiles, octaves": Format(codecs.normal4(), codecs.log4(), 64),
 }
 PAPERS = (FLASH_PAPER, AFFINE_PAPER)  # as published, flaws included
 TRIALS = (FINE, FINE_X)  # not in the package
@@ -104,10 +98,7 @@ class Copy:
 
     @property
     def codec(self) -> GroupCodec:
-        found = getattr((FORMATS | FOUR_BITS)[self.format], self.slot)
-        if found is None:
-            raise ValueError(f"{self.format} does not store {self.slot}")
-        return found
+        return getattr((FORMATS | FOUR_BITS)[self.format], self.slot)
 
     @property
     def bytes(self) -> float:
@@ -118,9 +109,12 @@ class Copy:
         return f"{self.slot}|{self.format}|{self.group}|{self.rounding}"
 
     @staticmethod
-    def of(key: str) -> Copy:
+    def of(key: str) -> "Copy":
         slot, name, group, rounding = key.split("|")
         return Copy(slot, name, int(group), rounding)
+
+
+Pair = tuple[Copy, Copy]
 
 
 def column(slot: str, budget: float, rounding: str) -> list[Copy]:
@@ -139,9 +133,6 @@ def papers(slot: str) -> list[Copy]:
     ]
 
 
-Pair = tuple[Copy, Copy]
-
-
 def _own(mu: str, nu: str, group: int, rounding: str) -> Pair:
     return Copy(MU, mu, group, rounding), Copy(NU, nu, group, rounding)
 
@@ -158,28 +149,15 @@ OPTIMIZERS: dict[str, Pair] = {
 }
 
 
-def _kept(*budgets: float) -> set[Copy]:
-    """The copies that optimizers keep, and every format at equal bytes."""
-    found = {copy for pair in OPTIMIZERS.values() for copy in pair}
-    for slot, rounding, budget in itertools.product((MU, NU), (NEAREST, STOCHASTIC), budgets):
-        found |= {*column(slot, budget, rounding)}
-    return found
-
-
 def copies() -> list[Copy]:
     """All that are kept in closed loop: at equal bytes, in each one's own group, in optimizers."""
-    found = _kept(*BUDGETS)
-    for slot in (MU, NU):
-        held = {name: how for name, how in FORMATS.items() if getattr(how, slot) is not None}
-        found |= {Copy(slot, n, how.group, rounding) for n, how in held.items()
-                  for rounding in how.roundings}  # fmt: skip
-        found |= {Copy(slot, FLASH, PAPER_GROUP, rounding) for rounding in (NEAREST, STOCHASTIC)}
+    found = {copy for pair in OPTIMIZERS.values() for copy in pair}
+    for slot, rounding in itertools.product((MU, NU), (NEAREST, STOCHASTIC)):
+        found |= {copy for budget in BUDGETS for copy in column(slot, budget, rounding)}
+        found |= {Copy(slot, name, how.group, rounding) for name, how in FORMATS.items()
+                  if getattr(how, slot) is not None and rounding in how.roundings}  # fmt: skip
+        found.add(Copy(slot, FLASH, PAPER_GROUP, rounding))
     return sorted(found)
-
-
-def stored() -> list[Copy]:
-    """Of these, the ones whose codes are kept in the file: COAT's bytes, and optimizers'."""
-    return sorted(_kept(BUDGETS[0]))
 
 
 # The f32 moments themselves, for what one slot does alone.

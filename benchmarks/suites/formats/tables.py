@@ -1,8 +1,7 @@
 """Tables of docs/guides/choosing.md, from the records of `formats`, for benchmarks.tables."""
 
-from __future__ import annotations
-
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -57,17 +56,16 @@ class Measured:
 def measured(rows: Rows) -> Measured | None:
     """None without records."""
     found = alike(select(rows, bench="formats"), "device", "jax", "seed")
-    if not found:
-        return None
-    preset = found[-1]["case"].partition("/")[0]
-    return Measured(preset, [row for row in found if row["case"].startswith(f"{preset}/")])
+    preset = found[-1]["case"].partition("/")[0] if found else ""
+    own = [row for row in found if row["case"].startswith(f"{preset}/")]
+    return Measured(preset, own) if own else None
 
 
 Lines = Iterator[list[str]]
 
 
-def _table(head: list[str], write: Callable[[Measured], Lines]) -> Callable[[Rows], str]:
-    """A table of what `write` makes of the run, with which run that is."""
+def _table(head: list[str] | None, write: Callable[[Measured], Lines]) -> Callable[[Rows], str]:
+    """A table of what `write` makes of the run, its head first if none is given, and the run."""
 
     def table(rows: Rows) -> str:
         found = measured(newest(rows, bench="formats"))
@@ -75,7 +73,8 @@ def _table(head: list[str], write: Callable[[Measured], Lines]) -> Callable[[Row
             return NOTHING
         flags = found.rows[0]["flags"]
         run = f"{found.preset}, {flags['parameters']:,} weights, {flags['steps']} steps; "
-        return markdown(head, list(write(found))) + "\n" + run + source(found.rows).lstrip()
+        own, *lines = ([head] if head else []) + list(write(found))
+        return markdown(own, lines) + "\n" + run + source(found.rows).lstrip()
 
     return table
 
@@ -86,7 +85,9 @@ def number(x: float) -> str:
 
 
 def _called(copy: Copy) -> str:
-    return f"{copy.format}, groups of {copy.group}, {copy.rounding}"
+    if copy in EXACT.values():
+        return "f32"
+    return f"{copy.format.removeprefix('4 bits: ')}, groups of {copy.group}, {copy.rounding}"
 
 
 def _paper(found: Measured) -> Lines:
@@ -118,26 +119,24 @@ def _slots(metric: str) -> Callable[[Measured], Lines]:
     return write
 
 
-def _pairs(loop: str, budget: float) -> Callable[[Rows], str]:
-    """Every pair at equal bytes."""
-    how = NEAREST if loop == "once" else loop
+def _pairs(loop: str) -> Callable[[Measured], Lines]:
+    """Every pair at equal bytes, with the formats of v as head."""
 
-    def table(rows: Rows) -> str:
-        mus, nus = ([c.format for c in formats.column(slot, budget, how)] for slot in (MU, NU))
+    def write(found: Measured) -> Lines:
+        matrix, exact = found.matrix(f"{loop} at {BUDGETS[0]}", "median_nmse"), EXACT[MU].format
+        mus, nus = (
+            dict.fromkeys(pair[at] for pair in matrix if pair[at] != exact) for at in (0, 1)
+        )
+        yield ["m \\ v", *nus]
+        yield from ([mu, *(number(matrix[mu, nu]) for nu in nus)] for mu in mus)
 
-        def write(found: Measured) -> Lines:
-            matrix = found.matrix(f"{loop} at {budget}", "median_nmse")
-            return ([mu, *(number(matrix[mu, nu]) for nu in nus)] for mu in mus)
-
-        return _table(["m \\ v", *nus], write)(rows)
-
-    return table
+    return write
 
 
 def _optimizers(found: Measured) -> Lines:
     """The optimizers' states, with their own group sizes and roundings."""
     value = found.values("optimizers")
-    metrics = [f"{m}_{loop}" for m in ("median_nmse", "mse") for loop in ("once", "closed")]
+    metrics = [f"{m}_{loop}" for m in _BY for loop in ("once", "closed")]
     for name, pair in formats.OPTIMIZERS.items():
         size = f"{sum(copy.bytes for copy in pair):.5g}"
         yield [name, *map(_called, pair), size, *(number(value[name, m]) for m in metrics)]
@@ -148,22 +147,19 @@ def _best(found: Measured) -> Lines:
     value, base = found.values("optimizers"), "FlashOptim"
     theirs = {m: value[base, f"{m}_closed"] for m in _BY}
     pair = formats.OPTIMIZERS[base]
-
-    def cells(size: float, pair: tuple[Copy, ...], values: dict[str, float]) -> list[str]:
-        errors = ((number(values[m]), theirs[m] / values[m]) for m in _BY)
-        shown = (cell for error, times in errors
-                 for cell in (error, "1" if values is theirs else f"{times:.2f}"))  # fmt: skip
-        return [f"{size:.5g}", *map(_called, pair), *shown]
-
-    yield [base, *cells(sum(copy.bytes for copy in pair), pair, theirs)]
+    own = {"bytes": sum(copy.bytes for copy in pair), "mu": pair[0].key, "nu": pair[1].key}
+    lines = {base: theirs | own}
     for row in found.rows:
         table = row["case"].partition("/")[2]
         if table.startswith("best ") and row["impl"] == "#1":
-            one = row["pair"]
             _, search, _, metric, _, budget = table.split()
             what = f"{_SEARCHES[search]}, at most {2 * float(budget):.5g}, by {_BY[metric]}"
-            copies = tuple(Copy.of(one[slot]) for slot in (MU, NU))
-            yield [what, *cells(one["bytes"], copies, one)]
+            lines[what] = row["pair"]
+    for what, one in lines.items():
+        errors = ((number(one[m]), "1" if what == base else f"{theirs[m] / one[m]:.2f}")
+                  for m in _BY)  # fmt: skip
+        cells = itertools.chain(*errors)
+        yield [what, f"{one['bytes']:.5g}", *(_called(Copy.of(one[s])) for s in (MU, NU)), *cells]
 
 
 _SEARCHES = {
@@ -198,26 +194,15 @@ def _spans(found: Measured) -> Lines:
 _SLOTS = ["scales", "format", *(f"{s}, {n}" for s in "mv" for n in LOOPS)]
 
 
-def _said(copy: Copy) -> str:
-    if copy in EXACT.values():
-        return "f32"
-    return f"{copy.format.removeprefix('4 bits: ')}, groups of {copy.group}, {copy.rounding}"
-
-
-def _short(of: dict[str, Any]) -> list[str]:
-    """Both errors of a pair, from its records by metric."""
-    errors = (f"{of[name]['value']:.1e}" for name in ("median_nmse", "mse"))
-    return [error.replace("e-0", "e-") for error in errors]
-
-
 def four_bits(rows: Rows) -> Table:
     """Errors of Adam's step from moments in 4 bits, and in the 8 of `flash_adamw`."""
     run = alike(select(rows, bench="four_bits"), "device", "jax", "case")
     body = []
     for of in grouped(run, "impl", "metric").values():
-        mu, nu = (Copy.of(of["mse"][slot]) for slot in (MU, NU))
-        size = sum(copy.bytes for copy in (mu, nu) if copy not in EXACT.values())
-        body.append([_said(mu), _said(nu), f"{size:.5g}", *_short(of)])
+        pair = [Copy.of(of["mse"][slot]) for slot in (MU, NU)]
+        size = sum(copy.bytes for copy in pair if copy not in EXACT.values())
+        errors = (number(of[metric]["value"]) for metric in _BY)
+        body.append([*map(_called, pair), f"{size:.5g}", *errors])
     return ["m", "v", "bytes of what is stored", "median NMSE", "MSE"], body, run
 
 
@@ -227,10 +212,10 @@ def torchao(rows: Rows) -> Table:
     lines = []
     for name, of in grouped(run, "impl", "metric").items():
         row = of["median_nmse"]
-        mu, nu = (_said(Copy.of(row[slot])) for slot in (MU, NU))
         label = f"{name} ({row['version']})" if "version" in row else f"`{name}`"
-        size = sum(row["bytes"])
-        lines.append((-size, row["value"], [label, mu, nu, f"{size:.5g}", *_short(of)]))
+        pair, size = (_called(Copy.of(row[slot])) for slot in (MU, NU)), sum(row["bytes"])
+        errors = (number(of[metric]["value"]) for metric in _BY)
+        lines.append((-size, row["value"], [label, *pair, f"{size:.5g}", *errors]))
     head = ["optimizer", "m", "v", "bytes of both", "median NMSE", "MSE"]
     return head, [line for *_, line in sorted(lines)], run
 
@@ -239,7 +224,7 @@ TABLES = {
     "formats_paper": _table(["m \\ v", *_SECONDS], _paper),
     "formats_slots": _table(_SLOTS, _slots("median_nmse")),
     "formats_slots_mse": _table(_SLOTS, _slots("mse")),
-    **{f"formats_{loop}": _pairs(loop, BUDGETS[0]) for loop in LOOPS},
+    **{f"formats_{loop}": _table(None, _pairs(loop)) for loop in LOOPS},
     "formats_optimizers": _table(
         ["optimizer", "m", "v", "bytes of both", "median NMSE, once", "closed loop", "MSE, once",
          "closed loop"], _optimizers,

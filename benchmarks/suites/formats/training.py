@@ -4,12 +4,9 @@ Each copy is in closed loop: at every step it is decoded, averaged with the live
 encoded again. The weights follow the f32 state alone, so that all copies see the same gradients.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,8 +17,9 @@ from _gpt import train
 from _gpt.config import ModelShape, Settings, matrices
 
 from benchmarks import training
-from benchmarks.suites.formats.formats import MU, STOCHASTIC, Copy
-from benchmarks.training import Text, calls
+from benchmarks.suites.formats import errors as fe
+from benchmarks.suites.formats.formats import MU, NU, STOCHASTIC, Copy, Pair
+from benchmarks.training import Text
 from optax_lowmem import codecs
 from optax_lowmem._src.core import random, trees
 
@@ -37,6 +35,7 @@ _3M = dataclasses.replace(
     compute="float32",
 )  # fmt: skip
 PRESETS = {"gpt-42m": _42M, "gpt-3m": _3M}
+DECAYS = {MU: 0.9, NU: 0.999}
 LONGEST = 512  # neighbours in a chunk: 16 groups of 32, or 4 of 128
 NOISE_GROUP = 32  # of the random bits, which all copies of a slot share
 SMALLEST = 4096  # elements of a leaf: below, the package does not compress
@@ -46,24 +45,22 @@ SMALLEST = 4096  # elements of a leaf: below, the package does not compress
 class Sample:
     """Some rows of neighbours of each matrix, always the same."""
 
-    paths: tuple[str, ...]  # of the sampled leaves
-    sizes: tuple[int, ...]
+    paths: list[str]  # of the sampled leaves
+    sizes: list[int]
     length: int  # neighbours in a chunk
-    chunks: tuple[np.ndarray, ...]  # of each leaf, which of its chunks
+    chunks: list[np.ndarray]  # of each leaf, which of its chunks
 
     @staticmethod
-    def of(params: Any, each: int, seed: int) -> Sample:
+    def of(params: Any, each: int, seed: int) -> "Sample":
         """`each` chunks of every matrix."""
-        leaves = [
-            (path, p) for path, p in trees.named_leaves(params) if p.ndim > 1 and p.size >= SMALLEST
-        ]
+        found = trees.named_leaves(params)
+        leaves = {path: p for path, p in found if p.ndim > 1 and p.size >= SMALLEST}
         # the largest power of two that divides every last axis
-        length = functools.reduce(np.gcd, (p.shape[-1] for _, p in leaves), LONGEST)
-        rng = np.random.default_rng(seed)
-        totals = [p.size // length for _, p in leaves]
+        length = int(np.gcd.reduce([LONGEST, *(p.shape[-1] for p in leaves.values())]))
+        rng, sizes = np.random.default_rng(seed), [p.size for p in leaves.values()]
+        totals = [size // length for size in sizes]
         chunks = [np.sort(rng.choice(n, min(each, n), replace=False)) for n in totals]
-        names, sizes = zip(*((path, p.size) for path, p in leaves), strict=True)
-        return Sample(names, sizes, int(length), tuple(c.astype(np.int32) for c in chunks))
+        return Sample([*leaves], sizes, length, [c.astype(np.int32) for c in chunks])
 
     @property
     def leaf_of_chunk(self) -> np.ndarray:
@@ -84,92 +81,76 @@ class Sample:
         return jnp.concatenate(rows)
 
 
-def start_copies(copies: Sequence[Copy], shape: tuple[int, ...]) -> dict[str, Any]:
-    """Codes and scales of zeros: all bits 0, which every codec decodes to 0."""
-    values = jax.ShapeDtypeStruct(shape, jnp.float32)
-    shapes = {
-        c.key: jax.eval_shape(lambda x, c=c: codecs.encode_array(c.codec, x, c.group), values)
-        for c in copies
-    }
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-
-
-def decode_copies(
-    copies: Sequence[Copy], stored: dict[str, Any], length: int
-) -> dict[str, jax.Array]:
+@functools.partial(jax.jit, static_argnums=1)
+def decode_copies(stored: dict[Copy, Any], length: int) -> dict[Copy, jax.Array]:
     """Values of chunks of so many neighbours."""
-    return {c.key: codecs.decode_array(c.codec, *stored[c.key], c.group, length) for c in copies}
+    return {c: codecs.decode_array(c.codec, *own, c.group, length) for c, own in stored.items()}
 
 
 def step_copies(
-    copies: Sequence[Copy],
-    stored: dict[str, Any],
-    grads: jax.Array,
-    decays: dict[str, float],
-    key: tuple[jax.Array, jax.Array],
-) -> dict[str, Any]:
+    stored: dict[Copy, Any], grads: jax.Array, key: tuple[jax.Array, jax.Array]
+) -> dict[Copy, Any]:
     """Decodes, averages and encodes every copy; `key` is the seed and the step."""
     noise = {
         slot: random.uniforms(random.leaf_key(*key, "sample"), grads.shape, NOISE_GROUP, slot)
-        for slot in decays
+        for slot in DECAYS
     }
-    values = decode_copies(copies, stored, grads.shape[-1])
 
-    def encoded(c: Copy) -> Any:
-        decay, new = decays[c.slot], grads if c.slot == MU else grads * grads  # Adam's moments
-        moment = decay * values[c.key] + (1 - decay) * new
+    def encoded(c: Copy, value: jax.Array) -> Any:
+        decay, new = DECAYS[c.slot], grads if c.slot == MU else grads * grads  # Adam's moments
+        moment = decay * value + (1 - decay) * new
         own = noise[c.slot] if c.rounding == STOCHASTIC else None
         return codecs.encode_array(c.codec, moment, c.group, own)
 
-    return {c.key: encoded(c) for c in copies}
+    values = decode_copies(stored, grads.shape[-1])
+    return {c: encoded(c, value) for c, value in values.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """The sample after a step: f32 moments, copies as stored, and their values."""
+    """What a step leaves: AdamW's moments, whole; of the sample these and the copies' values."""
 
     step: int
+    moments: dict[str, Any]
     true: dict[str, np.ndarray]
-    stored: dict[str, tuple[np.ndarray, np.ndarray]]
-    values: dict[str, np.ndarray]
+    values: dict[Copy, np.ndarray]
     gradients: np.ndarray | None = None  # [steps of a call, chunks, length], where they are kept
+
+
+Errors = dict[Pair, tuple[float, float]]  # MSE of the model and median NMSE
 
 
 class Experiment(training.Experiment):
     """A model, its text and optimizer, and the copies of its states.
 
-    Snapshots have the sample's gradients since the call before with `gradients`.
+    Attributes:
+      last: the snapshot of the last look.
+      seen: is called with each snapshot, which has the gradients since the call before with
+        `gradients`.
     """
 
     def __init__(
         self, settings: Settings, text: Text, every: int, seed: int, *, copies: Sequence[Copy],
-        decays: dict[str, float], chunks: int, gradients: bool = False,
+        chunks: int, looks: int, gradients: bool = False,
     ):  # fmt: skip
         super().__init__(settings, text, seed, every)
-        self.copies, self.decays, self.chunks = copies, decays, chunks
-        self.gradients = gradients
+        self.copies, self.chunks = copies, chunks
+        self.validations, self.gradients = looks, gradients
+        self.seen: Callable[[Snapshot], None] = lambda snapshot: None
         graphdef, self.weights = train.build_model(settings, text.vocab)
         self.loss = train.loss_function(graphdef, settings.compute)
         self.clip = optax.clip_by_global_norm(train.CLIP)
-        self.adamw = optax.adamw(
-            settings.schedule(), decays["mu"], decays["nu"], weight_decay=0.1, mask=matrices
-        )
+        betas = DECAYS[MU], DECAYS[NU]
+        self.adamw = optax.adamw(settings.schedule(), *betas, weight_decay=0.1, mask=matrices)
         shapes = jax.eval_shape(self.weights, jax.random.key(0))
         self.sample = Sample.of(shapes, chunks, seed)
         self.parameters = sum(p.size for p in jax.tree.leaves(shapes))
 
     def flags(self) -> dict[str, Any]:
-        own, sample = dataclasses.asdict(self.run), self.sample
-        del own["optimizer"]
-        return own | {
-            "decays": self.decays,
-            "clip": 1.0,
-            "weight_decay": 0.1,
-            "vocab": self.text.vocab,
-            "train_tokens": self.text.last,
-            "paths": list(sample.paths),
-            "sizes": list(sample.sizes),
-            "chunk": sample.length,
+        return {
+            "parameters": self.parameters,
+            "steps": self.run.steps,
+            "decays": DECAYS,
             "chunks_of_a_leaf": self.chunks,
         }
 
@@ -178,41 +159,47 @@ class Experiment(training.Experiment):
         weights = self.weights(jax.random.key(self.seed))
         shape = (len(self.sample.leaf_of_chunk), self.sample.length)
         kept = jnp.zeros((self.every, *shape)) if self.gradients else None
-        copies = start_copies(self.copies, shape)
+        coded = jax.eval_shape(
+            lambda x: {c: codecs.encode_array(c.codec, x, c.group) for c in self.copies},
+            jax.ShapeDtypeStruct(shape, jnp.float32),
+        )
+        # all bits 0, which every codec decodes to 0
+        copies = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), coded)
         return weights, (self.adamw.init(weights), copies, jnp.int32(0), kept)
 
     def take_step(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """AdamW on clipped gradients; the copies follow beside it."""
         own, stored, count, kept = state
         grads, _ = self.clip.update(grads, optax.EmptyState())
-        key = jnp.uint32(self.seed), count
         taken = self.sample.take(grads)
         kept = None if kept is None else kept.at[count % self.every].set(taken)
-        stored = step_copies(self.copies, stored, taken, self.decays, key)
+        stored = step_copies(stored, taken, (jnp.uint32(self.seed), count))
         updates, own = self.adamw.update(grads, own, params)
         return optax.apply_updates(params, updates), (own, stored, count + 1, kept)
 
-    def moments(self, state: Any) -> dict[str, Any]:
-        return {slot: optax.tree_utils.tree_get(state, slot) for slot in self.decays}
-
-    def train_copies(
-        self, look: Callable[[Snapshot, Any], None], looks: int, say: Callable[[str], None]
-    ) -> None:
-        """Trains; `look` sees the sample and AdamW's moments `looks` times, last at the end."""
-        steps = self.trace(self.start, self.loss, self.take_step).steps.compile()
-        length = self.sample.length
-        decode = jax.jit(functools.partial(decode_copies, self.copies, length=length))
-        shown, begin = self.every * max(1, len(self.offsets) // looks), time.perf_counter()
-        start = jax.jit(self.start)()
-        for step, _, state, found, _ in calls(self.offsets, self.text, start, steps):
-            if step % shown and step < self.offsets[..., 0].size:
-                continue
-            own, stored, _, kept = state
-            moments = self.moments(own)
+    def look(self, evaluate: Any, params: Any, state: Any) -> dict[str, Any]:
+        own, stored, count, kept = state
+        if count:
+            moments = {slot: optax.tree.get(own, slot) for slot in DECAYS}
             true = {slot: self.sample.take(tree) for slot, tree in moments.items()}
-            seen = jax.device_get((true, stored, decode(stored), kept))
-            look(Snapshot(step, *seen), moments)
-            seconds, mean = time.perf_counter() - begin, float(found["train_loss"])
-            say(f"{step:6d}  training loss {mean:.4f}  {1e3 * seconds / step:.1f} ms a step")
-            if not np.isfinite(mean):
-                raise SystemExit("the training diverged")
+            values = decode_copies(stored, self.sample.length)
+            self.last = Snapshot(int(count), moments, *jax.device_get((true, values, kept)))
+            self.seen(self.last)
+        return super().look(evaluate, params, state)
+
+    def train_copies(self, say: training.Say) -> None:
+        program = self.trace(jax.jit(self.start), self.loss, self.take_step)
+        curves, *_ = self.follow(program.start, *program.compile(), say)
+        if not np.isfinite(curves["val_loss"][-1]):
+            raise SystemExit("the training diverged")
+
+    @property
+    def correction(self) -> tuple[float, float]:
+        return fe.corrections(self.last.step, DECAYS)
+
+    def errors(self, values: Mapping[Copy, np.ndarray]) -> Errors:
+        """Of values of the last look's sample."""
+        sample = self.sample
+        return fe.errors(
+            self.last.true, values, sample.leaf_of_chunk, sample.sizes, self.correction
+        )

@@ -2,115 +2,122 @@
 2's formats, a search over learning rates, and what section 3 says of the noise.
 
     python -m benchmarks.run gaussws --part run --record     # minutes on a GPU
-    python -m benchmarks.run gaussws --part rates --record   # two minutes on a GPU
+    python -m benchmarks.run gaussws --part rates --record   # minutes on a GPU
     python -m benchmarks.run gaussws --part analysis --record  # seconds, anywhere
     python -m benchmarks.run gaussws --part run rates --preset cpu  # minutes on a CPU
 
 `run` and `rates` store curves in benchmarks/results/gaussws.npz after each variant.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
-import time
+import itertools
+from collections.abc import Iterator
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import records
-from benchmarks.suites.gaussws import analysis as gaussws_analysis
-from benchmarks.suites.gaussws import casts as gaussws_casts
-from benchmarks.suites.gaussws.training import ALL, BASE, OD, PRESETS, VARIANTS, Experiment, Trained
-from benchmarks.training import Curve, Part, built, parser, say, usual
+from benchmarks.suites.gaussws import training
+from benchmarks.suites.gaussws.training import PRESETS, End, Experiment
+from benchmarks.training import Part, built, parser, usual
 from optax_lowmem import gaussws
+from optax_lowmem._src.core import trees
 
 CURVES = records.RESULTS / "gaussws.npz"
-FACTORS = (1, 4, 8, 16, 32, 64)
-RATES = (BASE, ALL)
+RUN = (*training.NOISES, training.OTHER_START)
+# (exponent, mantissa) bits: Table 2's rows of b_t = 3, 4, 5, 6, and others of 4 to 8 bits
+FORMATS = ((2, 1), (3, 2), (3, 3), (3, 4), (3, 1), (2, 3), (4, 3))
+SIDE, SHAPE = 32, (1024, 1024)
+MAXIMA = tuple(float(m) for m in np.linspace(1, 1.999, 9))  # of blocks: within a binade
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    made = parser(__doc__, 480, CURVES, VARIANTS)
-    add = made.add_argument
-    add("--part", nargs="+", choices=("run", "rates", "analysis"), default=["run"])
-    add("--factors", nargs="+", type=float, default=FACTORS, metavar="X",
-        help="on the learning rate, of rates (default: 1 4 8 16 32 64)")  # fmt: skip
-    return made.parse_args(arguments)
-
-
-def make_part(args: argparse.Namespace, part: str, names: tuple[str, ...]) -> Part:
+def train(args: argparse.Namespace, part: str) -> None:
+    """Trains a part's variants; casts what those of a run have become."""
+    names = args.variants or RUN
+    if part == "rates":
+        names = [name for name in training.RATES if name.rpartition(" x")[0] in names]
     make = functools.partial(built, args, Experiment, usual(PRESETS, args.preset)[part])
-    return Part(args, make, args.variants or names, CURVES, part)
+    trained = Part(args, make, names, CURVES, part)
+    ends = dict(zip(trained.train_all(), trained.experiment.ends, strict=True))
+    for name in ends if part == "run" else ():
+        losses = dict(cast_losses(trained, name, ends))
+        trained.runs[name] |= {f"cast_{key}": np.asarray([one]) for key, one in losses.items()}
+        values = {f"cast {key}": (one, "nats/byte") for key, one in losses.items()}
+        trained.record(name, values, "gaussws")
+        trained.store()
 
 
-def train(part: Part, name: str, label: str, factor: float = 1.0) -> Trained | None:
-    """A run; None where it would end too late."""
-    if not part.begins(label):
-        return None
-    program, compiled = part.programs[name]
-    done = part.experiment.train_at(compiled, say, factor)
-    part.add(label, done.curves, part.experiment.values(done.curves, program))
-    return done
+def cast_losses(trained: Part, name: str, ends: dict[str, End]) -> Iterator[tuple[str, float]]:
+    """`clean`, `all safe`, `all e3m4`, ...: losses of a run's weights, and with parts in formats.
+
+    Those of the base are by the bitwidths of the runs with noise.
+    """
+    (weights, own), (program, (_, evaluate)) = ends[name], trained.programs[name]
+    whose = {name[-4:].strip("[]"): name} if own else {"od": training.OD, "all": training.ALL}
+    like, held_out = jax.eval_shape(program.start)[0], trained.experiment.text.held_out
+
+    def loss(weights: Any) -> float:
+        # as it was compiled; formats of 7 mantissa bits at most are exact in bf16
+        as_stored = jax.tree.map(lambda w, leaf: w.astype(leaf.dtype), weights, like)
+        return float(evaluate(as_stored, held_out))
+
+    yield "clean", loss(weights)
+    for parts, bits in ((parts, ends[other][1]) for parts, other in whose.items() if other in ends):
+        yield f"{parts} safe", loss(gaussws.safe_cast(weights, bits))
+        leaves, tree = trees.named_leaves(weights), jax.tree.structure(weights)
+        for to in FORMATS:
+            cast = [gaussws.fake_cast(w, to) if path in bits else w for path, w in leaves]
+            yield f"{parts} e{to[0]}m{to[1]}", loss(tree.unflatten(cast))
 
 
-def run_part(args: argparse.Namespace) -> dict[str, Curve]:
-    """Trains the variants, then casts what they have become."""
-    part = make_part(args, "run", tuple(VARIANTS))
-    done = {name: train(part, name, name) for name in part.programs}
-    found = {name: one for name, one in done.items() if one is not None}
-    for name, one in found.items():
-        casts = casts_of(part, name, one, found)
-        one.curves |= {f"cast_{key}": np.asarray([loss]) for key, loss in casts.items()}
-        values = {f"cast {key}": (loss, "nats/byte") for key, loss in casts.items()}
-        part.record(name, values, "gaussws")
-        part.store()
-    say("\n".join(part.summary()))
-    return part.runs
+def shares(seed: int, elements: int) -> dict[int, float]:
+    """Magnitude of R -> share of the elements drawn that have it."""
+    side = int(np.sqrt(elements))
+    r = np.abs(gaussws.draw(jax.random.key(seed), (side, side)))
+    values, counts = np.unique(r, return_counts=True)
+    return {int(v): int(c) / r.size for v, c in zip(values, counts, strict=True)}
 
 
-def casts_of(part: Part, name: str, one: Trained, found: dict[str, Trained]) -> dict[str, float]:
-    """Losses of a run's casts; those of the base are by the bitwidths of the runs with noise."""
-    whose = {"od": OD, "all": ALL} if VARIANTS[name] == BASE else {name[-4:].strip("[]"): name}
-    bits = {parts: found[other].bits for parts, other in whose.items() if other in found}
-    program, (_, evaluate, _) = part.programs[name]
-    as_stored = gaussws_casts.stored_as(jax.eval_shape(program.start)[0])
-    held_out = part.experiment.text.held_out
-
-    def loss(weights: object) -> float:
-        return float(evaluate(as_stored(weights), held_out))
-
-    return gaussws_casts.losses(one.weights, bits, loss) if bits else {}
+def of_maxima(maximum: float, rest: jax.Array) -> jax.Array:
+    """`rest`, with the maximum in the corner of each block."""
+    return rest.at[::SIDE, ::SIDE].set(maximum)
 
 
-def rates_part(args: argparse.Namespace) -> dict[str, Curve]:
-    """Both with each factor on the learning rate, from the smallest."""
-    part = make_part(args, "rates", RATES)
-    for factor in args.factors:
-        for name in part.programs:
-            train(part, name, f"{name} x{factor:g}", factor)
-    say("\n".join(part.summary()))
-    return part.runs
+def nullified(exponent: int, bits: float = 6.0, maximum: float = 1.5) -> float:
+    """The share of sampled weights 2^exponent whose cast is that of 0 with the same noise (3.5)."""
+    r = gaussws.draw(jax.random.key(0), SHAPE)
+    weights = of_maxima(maximum, jnp.full(SHAPE, 2.0**exponent))
+    found, of_zero = (
+        gaussws.fake_cast(gaussws.perturb(w, bits, r), "bfloat16")
+        for w in (weights, of_maxima(maximum, jnp.zeros(SHAPE)))
+    )
+    return float(jnp.mean(found == of_zero, where=weights != maximum))
+
+
+def underflow(maximum: float, to: str, bits: float) -> float:
+    """The share of noisy elements whose noise a cast rounds away, in blocks of a maximum."""
+    of_weights, of_noise = jax.random.split(jax.random.key(0))
+    w = of_maxima(maximum, maximum * jax.random.uniform(of_weights, SHAPE, minval=-1.0))
+    r = gaussws.draw(of_noise, SHAPE)
+    return float(gaussws.underflow_share(w, gaussws.perturb(w, bits, r), r, to))
 
 
 def analysis(args: argparse.Namespace) -> None:
     """Equation 8's probabilities, the 0.284 of section 3.5, equation 6's bound."""
     small = args.preset == "smoke"
-    shares = gaussws_analysis.shares(args.seed, 2**16 if small else 2**24)
+    of_noise = shares(args.seed, 2**16 if small else 2**24)
     exponents = (-8, -40) if small else range(-4, -25, -1)
     found = {
-        "equation 8": {f"share of {m}": share for m, share in shares.items()},
-        "section 3.5": {
-            f"share nullified of 2^{x}": gaussws_analysis.nullified(x) for x in exponents
-        },
+        "equation 8": {f"share of {m}": share for m, share in of_noise.items()},
+        "section 3.5": {f"share nullified of 2^{x}": nullified(x) for x in exponents},
     }
-    for to in ("bfloat16", "mxfp8_e4m3"):
-        for words, more in (("", False), (", any maximum", True)):
-            bits = gaussws.most_bits(to, any_maximum=more)
-            found.setdefault(f"equation 6{words}", {}).update(
-                (f"{to}, maximum {m:.4g}", gaussws_analysis.underflow(m, to, bits))
-                for m in gaussws_analysis.MAXIMA
-            )
+    cases = ("", "bfloat16"), ("", "mxfp8_e4m3"), (", any maximum", "bfloat16")
+    for (words, to), m in itertools.product(cases, MAXIMA):
+        share = underflow(m, to, gaussws.most_bits(to, any_maximum=bool(words)))
+        found.setdefault(f"equation 6{words}", {})[f"{to}, maximum {m:.4g}"] = share
     rows = [
         records.record("gaussws", case, "gaussws", metric, value, "share", seed=args.seed)
         for case, values in found.items()
@@ -121,7 +128,11 @@ def analysis(args: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    args, start = parse_arguments(arguments), time.perf_counter()
+    made = parser(__doc__, 480, CURVES, RUN)
+    made.add_argument("--part", nargs="+", choices=("run", "rates", "analysis"), default=["run"])
+    args = made.parse_args(arguments)
     for part in args.part:
-        {"run": run_part, "rates": rates_part, "analysis": analysis}[part](args)
-    say(f"done after {time.perf_counter() - start:.0f} s")
+        if part == "analysis":
+            analysis(args)
+        else:
+            train(args, part)

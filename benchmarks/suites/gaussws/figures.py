@@ -4,26 +4,14 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import curves
+from benchmarks import curves, style
 from benchmarks.excerpts import held_out, of_part
-from benchmarks.style import (
-    BLACK,
-    BLUE,
-    GREEN,
-    GREY,
-    ORANGE,
-    PURPLE,
-    SKY,
-    VERMILION,
-    differences,
-    headline,
-    name_lines,
-    plt,
-)
+from benchmarks.style import plt
 from benchmarks.suites.gaussws.bench import CURVES
 from benchmarks.suites.gaussws.training import ALL, BASE, DIFFQ, KINDS, OD, OTHER_START, STATISTICS
 
-_COLORS = dict(zip(KINDS, (SKY, BLUE, PURPLE, ORANGE, GREY, BLACK, VERMILION), strict=True))
+_COLORS = dict(zip(KINDS, (style.SKY, style.BLUE, style.PURPLE, style.ORANGE, style.GREY,
+                           style.BLACK, style.VERMILION), strict=True))  # fmt: skip
 
 
 def losses() -> Any:
@@ -33,20 +21,16 @@ def losses() -> Any:
     steps = found.pop("step")
     noisy = {name: runs[name]["sampled_loss"] for name in (OD, ALL, DIFFQ)}
     fig, axes = plt.subplots(1, 2, figsize=(8, 3.2), sharey=True)
-    lines = {
-        OD: ("GaussWS [od]", BLUE),
-        ALL: ("GaussWS [all]", GREEN),
-        DIFFQ: ("DiffQ [all]", VERMILION),
-    }
-    over, _ = differences(axes[0], steps, found, lines, BASE, OTHER_START)
+    lines = {OD: ("GaussWS [od]", style.BLUE), ALL: ("GaussWS [all]", style.GREEN),
+             DIFFQ: ("DiffQ [all]", style.VERMILION)}  # fmt: skip
+    over, _ = style.differences(axes[0], steps, found, lines, BASE, OTHER_START)
     kept = {BASE: found[BASE], OTHER_START: found[OTHER_START]}
-    differences(axes[1], steps, kept | noisy, lines, BASE, OTHER_START, None)
-    axes[0].set(
-        title="weights without noise", xlabel="step", ylabel="held-out loss, % over no noise"
-    )
+    style.differences(axes[1], steps, kept | noisy, lines, BASE, OTHER_START, None)
+    axes[0].set(title="weights without noise", xlabel="step",
+                ylabel="held-out loss, % over no noise")  # fmt: skip
     axes[1].set(title="weights with noise, as trained", xlabel="step")
-    headline(fig, f"Training on noisy weights costs {over[OD][-1]:.1f} % of the loss for [od], "
-                  f"{over[ALL][-1]:.1f} % for [all]")  # fmt: skip
+    style.headline(fig, f"Training on noisy weights costs {over[OD][-1]:.1f} % of the loss for "
+                        f"[od], {over[ALL][-1]:.1f} % for [all]")  # fmt: skip
     return fig
 
 
@@ -58,11 +42,11 @@ def bits() -> Any:
         of = run[f"bits_{kind}"][..., mean]
         axes[0].plot(run["val_step"], of.mean(1), color=color, label=kind)
         axes[1].plot(of[-1], "o-", color=color, ms=4, label=kind)
-    name_lines(axes[1])  # at the left they end in each other's places
+    style.name_lines(axes[1])  # at the left they end in each other's places
     axes[0].set(title="mean b_t, colours as at the right", xlabel="step", ylabel="bits")
     axes[1].set(title="at the end, by block", xlabel="block")
     whole = np.mean([run[f"bits_{kind}"][..., mean] for kind in KINDS], axis=(0, 2))
-    headline(fig, f"Bitwidths fall from {whole[0]:.0f} to {whole[-1]:.1f}; "
+    style.headline(fig, f"Bitwidths fall from {whole[0]:.0f} to {whole[-1]:.1f}; "
                   "which matrices keep more depends on the model")  # fmt: skip
     return fig
 

@@ -57,45 +57,37 @@ def step_of(name: str) -> Callable[..., Any]:
     return linear(LAYERS[name]) if name in LAYERS else linear_peers.step(name)
 
 
-def operations() -> dict[str, Callable[..., Any]]:
-    """Each operation of a layer alone, of (x, w, g) (Figure 6, left)."""
-    found: dict[str, Callable[..., Any]] = {
-        "bf16 forward": lambda x, w, g: _product(x, w, (1, 0)),
-        "bf16 input gradient": lambda x, w, g: _product(g, w, (1, 1)),
-        "bf16 weight gradient": lambda x, w, g: _product(x, g, (0, 0)),
+def operations(x: jax.Array, w: jax.Array, g: jax.Array) -> dict[str, tuple[Any, ...]]:
+    """Each operation of a layer alone, with its arguments (Figure 6, left)."""
+    found: dict[str, tuple[Any, ...]] = {
+        "bf16 forward": (lambda x, w: _product(x, w, (1, 0)), x, w),
+        "bf16 input gradient": (lambda g, w: _product(g, w, (1, 1)), g, w),
+        "bf16 weight gradient": (lambda x, g: _product(x, g, (0, 0)), x, g),
     }
     for to in (INT8, E4M3):
-        quantize = functools.partial(kernels.quantize, to=to)
+        rows, whole = (functools.partial(kernels.quantize, axes=i, to=to) for i in (1, None))
         transposed = functools.partial(kernels.quantize_transposed, axes=None, to=to)
+        times = functools.partial(kernels.multiply, sums=1, dtype=x.dtype)
         found |= {
-            f"{to.name} quantize x": lambda x, w, g, own=quantize: own(x, axes=1),
-            f"{to.name} quantize g": lambda x, w, g, own=quantize: own(g, axes=1),
-            f"{to.name} quantize w": lambda x, w, g, own=quantize: own(w, axes=None),
-            f"{to.name} quantize w transposed": lambda x, w, g, own=transposed: own(w),
+            f"{to.name} quantize x": (rows, x),
+            f"{to.name} quantize g": (rows, g),
+            f"{to.name} quantize w": (whole, w),
+            f"{to.name} quantize w transposed": (transposed, w),
+            f"{to.name} forward": (times, rows(x), transposed(w)),
+            f"{to.name} input gradient": (times, rows(g), whole(w)),
         }
     return found
-
-
-def products(to: kernels.Format, x: jax.Array, w: jax.Array, g: jax.Array) -> dict[str, Any]:
-    """The products of codes, and their operands."""
-    rows, whole = (functools.partial(kernels.quantize, axes=axes, to=to) for axes in (1, None))
-    times = functools.partial(kernels.multiply, sums=1, dtype=x.dtype)
-    return {
-        f"{to.name} forward": (times, (rows(x), kernels.quantize_transposed(w, None, to))),
-        f"{to.name} input gradient": (times, (rows(g), whole(w))),
-    }
 
 
 def sizes(shape: str) -> tuple[int, ...]:
     return tuple(map(int, shape.split("x")))
 
 
-def operands(shape: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+def operands(shape: str) -> tuple[jax.Array, ...]:
     tokens, width, out = sizes(shape)
     keys = jax.random.split(jax.random.key(0), 3)
-    draw = jax.jit(lambda key, size: jax.random.normal(key, size, jnp.bfloat16), static_argnums=1)
     shapes = ((tokens, width), (width, out), (tokens, out))
-    return tuple(draw(*pair) for pair in zip(keys, shapes, strict=True))
+    return tuple(jax.random.normal(*one, jnp.bfloat16) for one in zip(keys, shapes, strict=True))
 
 
 def saved_bytes(dot: Dot, shape: str) -> int:
@@ -116,10 +108,8 @@ def rows_of(shape: str, names: list[str], repeats: int, alone: bool) -> records.
     guess = 6 * tokens * width * out / (1e11 if jax.default_backend() == "cpu" else 500e12)
     timed = {name: Timed(step_of(name), args, guess) for name in names}
     if alone:
-        timed |= {name: Timed(run, args, guess / 4) for name, run in operations().items()}
-        for to in (INT8, E4M3):
-            for name, (run, own) in products(to, *args).items():
-                timed[name] = Timed(run, own, guess / 6)
+        for name, (run, *own) in operations(*args).items():
+            timed[name] = Timed(run, tuple(own), guess / 4)
     found = []
     for name, times in timing.in_turns(timed, repeats).items():
         value, spread = timing.middle(times)

@@ -35,9 +35,8 @@ def step(name: str) -> Step:
 def _qwix(to: str) -> Step:
     from qwix._src.core import dot_general_qt as qt  # its public way in rewrites whole models
 
-    config = qt.DotGeneralQtConfig(
-        lhs_qtype=to, rhs_qtype=to, dlhs_grad_qtype=to, drhs_grad_qtype=to
-    )
+    names = ("lhs_qtype", "rhs_qtype", "dlhs_grad_qtype", "drhs_grad_qtype")
+    config = qt.DotGeneralQtConfig(**dict.fromkeys(names, to))
 
     def run(x: jax.Array, w: jax.Array, g: jax.Array) -> Any:
         y, pull = jax.vjp(lambda x, w: qt.dot_general_qt(x, w, SUMS, config), x, w)

@@ -12,21 +12,18 @@ ASKED = {
 }
 
 
-def measured(rows: Rows) -> Rows:
-    """The benchmark's records on GPUs."""
-    return on_gpus(select(rows, bench="linear"))
-
-
-def values(rows: Rows, metric: str) -> dict[str, dict[str, float]]:
-    """Shape -> implementation -> value, in stored order."""
-    found = grouped(select(rows, metric=metric), "case", "impl")
-    return {shape: {name: row["value"] for name, row in of.items()} for shape, of in found.items()}
+def values(rows: Rows, metric: str) -> tuple[Rows, dict[str, dict[str, float]]]:
+    """The records on GPUs, and shape -> implementation -> value, in stored order."""
+    used = on_gpus(select(rows, bench="linear"))
+    found = grouped(select(used, metric=metric), "case", "impl")
+    return used, {
+        shape: {name: row["value"] for name, row in of.items()} for shape, of in found.items()
+    }
 
 
 def layers(rows: Rows) -> Table:
     """Forward and backward of a layer in every implementation."""
-    rows = measured(rows)
-    times, kept = values(rows, "device_ms"), values(rows, "saved_bytes")
+    (used, times), (_, kept) = values(rows, "device_ms"), values(rows, "saved_bytes")
     times = {shape: own for shape, own in times.items() if PLAIN in own}
     names = list(dict.fromkeys(name for own in times.values() for name in own if name != PLAIN))
 
@@ -42,13 +39,12 @@ def layers(rows: Rows) -> Table:
     body = [[shape, f"{own[PLAIN]:.3g}", *(faster(own, name) for name in names)]
             for shape, own in times.items()]  # fmt: skip
     body += [["kept for backward, x bf16", "1", *map(share, names)]] if body else []
-    return head, body, rows
+    return head, body, used
 
 
 def targets(rows: Rows) -> Table:
     """The targets for the two linear layers of an MLP."""
-    rows = measured(rows)
-    times, body = values(rows, "device_ms"), []
+    (used, times), body = values(rows, "device_ms"), []
     for shapes, asked in ASKED.items():
         for name, least in asked.items():
             own = [times.get(shape, {}) for shape in shapes]
@@ -56,13 +52,13 @@ def targets(rows: Rows) -> Table:
                 ratio = sum(one[PLAIN] for one in own) / sum(one[name] for one in own)
                 layer, *cells = target(" and ".join(shapes), "≥ {:.2f} x", least, ratio)
                 body.append([layer, name, *cells])
-    return ["layers", "implementation", "asked", "measured", "reached"], body, rows
+    return ["layers", "implementation", "asked", "measured", "reached"], body, used
 
 
 def operations(rows: Rows) -> Table:
     """Each operation of SwitchBack alone, and the share of quantizing (Figure 6)."""
-    rows, body = measured(rows), []
-    for shape, own in values(rows, "operation_ms").items():
+    (used, times), body = values(rows, "operation_ms"), []
+    for shape, own in times.items():
         for codes, name in CODES.items():
             if f"{codes} forward" in own:
                 products = [own[f"{codes} forward"], own[f"{codes} input gradient"]]
@@ -74,7 +70,7 @@ def operations(rows: Rows) -> Table:
                 body.append([shape, name, *cells, share])
     head = ["tokens x in x out", "format", "forward, ms", "input gradient", "weight gradient, bf16",
             "quantizing, all four", "share of the sum"]  # fmt: skip
-    return head, body, rows
+    return head, body, used
 
 
 TABLES = {

@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,25 +32,11 @@ from benchmarks import ROOT, records
 from benchmarks.suites.mesh import tables as mesh_tables
 from benchmarks.suites.mesh.step import PRESETS
 
-PARTS = ("step", "train")
 # implementation -> flags of the example
 IMPLEMENTATIONS = {
     mesh_tables.OURS: "--optimizer flash_adamw",
     mesh_tables.OPTAX: "--optimizer optax.adamw",
     mesh_tables.COAT: "--optimizer coat_adamw --activations fp8",
-}
-STEPS = (mesh_tables.OURS, mesh_tables.OPTAX)  # whose step is timed
-# metric -> its name in an outcome, its unit, and the fields that say more about it
-STEP = {
-    "device_ms": ("device_ms", "ms", "steps", "spread", "call_ms", "temp_bytes", "loop_temp_bytes"),
-    "device_bytes": ("device_bytes", "bytes"),
-}
-TRAIN = {
-    "train_loss": ("train_loss", "nats/token", "losses", "step_ms", "run"),
-    "loss_difference": ("loss_difference", "1"),
-    "tokens_per_s": ("tokens_per_s", "tokens/s", "run"),
-    "train_device_bytes": ("device_bytes", "bytes"),
-    "train_peak_bytes": ("peak_bytes", "bytes"),
 }
 
 
@@ -77,17 +63,15 @@ def process(words: list[str], devices: int, told: str = "") -> str:
 
 
 def run_of(args: argparse.Namespace, devices: int, impl: str) -> list[str]:
-    words = ["--preset", args.preset, *IMPLEMENTATIONS[impl].split(), "--fsdp", str(devices)]
-    return [*words, "--data", "1", *([] if args.batch is None else ["--batch", str(args.batch)])]
+    flags = f"--preset {args.preset} {IMPLEMENTATIONS[impl]} --fsdp {devices} --data 1"
+    return flags.split() + ([] if args.batch is None else ["--batch", str(args.batch)])
 
 
 def stepped(args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]:
     """Times and bytes of an optimizer's step; clipping, which needs a sum over devices, is off."""
-    job = {
-        "words": [*run_of(args, devices, impl), "--clip", "0"],
-        "steps": args.steps * devices,  # a call is as long, whatever its devices
-        "repeats": args.repeats,
-    }
+    # a call is as long, whatever its devices
+    job = {"steps": args.steps * devices, "repeats": args.repeats}
+    job["words"] = [*run_of(args, devices, impl), "--clip", "0"]
     printed = process(["-m", "benchmarks.suites.mesh.step"], devices, json.dumps(job))
     found = json.loads(printed.strip().splitlines()[-1])
     times = found.pop("times")
@@ -96,52 +80,43 @@ def stepped(args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]
 
 def trained(args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]:
     """Return what a run of the example records, and its losses."""
-    preset = PRESETS[args.preset]
     with tempfile.TemporaryDirectory() as folder:
         log, record = Path(folder) / "log.jsonl", Path(folder) / "records.jsonl"
-        words = [*run_of(args, devices, impl), "--steps", str(args.train_steps)]
-        words += ["--log", str(log), "--record", str(record)]
-        process(["examples/train_llama.py", *words], devices)
+        words = ["--steps", str(args.train_steps), "--log", str(log), "--record", str(record)]
+        process(["examples/train_llama.py", *run_of(args, devices, impl), *words], devices)
         found = {row["metric"]: row["value"] for row in records.load(record)}
         found["losses"] = [row["loss"] for row in records.load(log)]
-    batch = args.batch or preset.batch
-    return found | {"run": {"steps": args.train_steps, "batch": batch, "sequence": preset.sequence}}
+    run = {"batch": args.batch or PRESETS[args.preset].batch, "steps": args.train_steps}
+    return found | {"run": run | {"sequence": PRESETS[args.preset].sequence}}
 
 
-def measured(args: argparse.Namespace) -> Iterator[tuple[int, str, Any, dict[str, Any] | Failed]]:
-    """Yield the outcome of each part on each number of devices, the largest last."""
-    parts = [("step", STEPS, STEP, stepped), ("train", args.train_impl, TRAIN, trained)]
-    of_one: dict[str, list[float]] = {}  # losses of one device
-    for devices in args.devices:
-        for part, impls, metrics, measure in parts:
-            for impl in impls if part in args.part else ():
-                try:
-                    found = measure(args, devices, impl)
-                except Failed as error:  # the others are still worth their time
-                    yield devices, impl, metrics, error
-                    continue
-                if part == "train" and devices == 1:
-                    of_one[impl] = found["losses"]
-                elif part == "train" and impl in of_one:
-                    apart = mesh_tables.loss_difference(found["losses"], of_one[impl])
-                    found["loss_difference"] = apart
-                yield devices, impl, metrics, found
-
-
-def powers_of_two(there: int) -> list[int]:
-    """1, 2, 4, ... up to all devices."""
-    return [2**i for i in range(there.bit_length()) if 2**i <= there]
+# part -> what measures it, and metrics: the name in an outcome, the unit, fields that say more
+PARTS = {
+    "step": (stepped, {
+        "device_ms": ("device_ms", "ms", "steps", "spread", "call_ms", "temp_bytes",
+                      "loop_temp_bytes"),
+        "device_bytes": ("device_bytes", "bytes"),
+    }),
+    "train": (trained, {
+        "train_loss": ("train_loss", "nats/token", "losses", "step_ms", "run"),
+        "loss_difference": ("loss_difference", "1"),
+        "tokens_per_s": ("tokens_per_s", "tokens/s", "run"),
+        "train_device_bytes": ("device_bytes", "bytes"),
+        "train_peak_bytes": ("peak_bytes", "bytes"),
+    }),
+}  # fmt: skip
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line; defaults depend on the machine."""
     on_cpu, there = jax.default_backend() == "cpu", jax.device_count()
+    powers = [2**i for i in range(there.bit_length())]
     parser = records.command_line(__doc__)
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="1b", help="of examples/train_llama.py; default: 1b")
-    add("--devices", nargs="+", type=int, default=powers_of_two(there), metavar="N",
+    add("--devices", nargs="+", type=int, default=powers, metavar="N",
         help="default: all powers of two that are there")  # fmt: skip
-    add("--part", nargs="+", choices=PARTS, default=PARTS, help="default: both")
+    add("--part", nargs="+", choices=PARTS, default=list(PARTS), help="default: both")
     add("--steps", type=int, default=2 if on_cpu else 100, help="of one call, times the devices")
     add("--repeats", type=int, default=5, help="of that call; their median counts")
     add("--train-steps", type=int, default=20, help="of a run of the example; default: 20")
@@ -162,16 +137,24 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     # or this process takes most of a GPU before the others can have any of it
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    args, failed = arguments(argv), False
-    every: records.Rows = []
-    model = f"llama-{args.preset}"
-    for devices, impl, metrics, found in measured(args):
-        case = f"{model} fsdp={devices}/adamw"
-        if isinstance(found, Failed):
+    args, failed, every = arguments(argv), False, []
+    of_one: dict[str, list[float]] = {}  # losses of one device
+    impls = {"step": (mesh_tables.OURS, mesh_tables.OPTAX), "train": args.train_impl}
+    todo = [(devices, part, impl) for devices in args.devices
+            for part in PARTS if part in args.part for impl in impls[part]]  # fmt: skip
+    for devices, part, impl in todo:
+        model, (measure, metrics) = f"llama-{args.preset}", PARTS[part]
+        case, rows = f"{model} fsdp={devices}/adamw", []
+        try:
+            found = measure(args, devices, impl)
+        except Failed as error:  # the others are still worth their time
             failed = True
-            print(case, impl, f"failed: {found}", flush=True)
+            print(case, impl, f"failed: {error}", flush=True)
             continue
-        rows = []
+        if part == "train" and devices == 1:
+            of_one[impl] = found["losses"]
+        elif part == "train" and impl in of_one:
+            found["loss_difference"] = mesh_tables.loss_difference(found["losses"], of_one[impl])
         for metric, (key, unit, *details) in metrics.items():
             if found.get(key) is not None:
                 more = {detail: found[detail] for detail in details if detail in found}

@@ -6,7 +6,6 @@ A process of `benchmarks.run mesh`, which says on its standard input what to mea
 import functools
 import json
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,62 +15,42 @@ from _llama import mesh, train
 from _llama.config import PLAIN, PRESETS, Settings  # noqa: F401 (PRESETS for the benchmark)
 
 from benchmarks.peers import cases, device_loop
+from benchmarks.peers.in_jax import Implementation
 
 
-class Runner(device_loop.Runner):
-    """`device_loop.Runner`, of arrays that are cut; bytes are those of one device."""
+class Setup:
+    """Shapes of weights, state and gradients as a run begins; made when it is called."""
 
-    def __init__(self, settings: Settings, steps: int) -> None:
-        program = train.make_program(settings)
+    def __init__(self, program: train.Program) -> None:
         params, state = program.like
-        carry = params, state, params  # a gradient lies where its weight does
-        take = _step(settings, program)
+        self.program, self.shapes = program, (params, state, params)
 
-        def kept(params: Any, state: Any) -> tuple[Any, Any]:
-            # what a loop hands on must lie as it was, and nothing else says so
-            return jax.lax.with_sharding_constraint((params, state), program.shardings)
-
-        # where results lie is said here too, or XLA pairs them with donated arrays of the same
-        # shape by its own lights, and copies
-        step = jax.jit(take, donate_argnums=(1, 2), out_shardings=program.shardings)
-        self.step = step.lower(params, state, params).compile()
-        loop = device_loop.looped(lambda *args: kept(*take(*args)), steps)
-        self.loop = loop.lower(carry).compile()
-        no_loop = device_loop.looped(lambda grads, state, params: kept(params, state), 0)
-        self.no_loop = no_loop.lower(carry).compile()
-        self.make, self.steps = functools.partial(_start, program), steps
-        self.found = {
-            "device_bytes": program.device_bytes,
-            "live_bytes": device_loop.live_bytes(jax.tree.map(_part, carry)),
-            "temp_bytes": self.step.memory_analysis().temp_size_in_bytes,
-            "loop_temp_bytes": self.loop.memory_analysis().temp_size_in_bytes,
-            "steps": steps,
-        }
+    def __call__(self) -> device_loop.Carry:
+        """Return weights and state, and gradients as random as the weights, which lie alike."""
+        params, state = self.program.start()
+        small, where = cases.GRADIENT_SCALE / cases.WEIGHT_SCALE, self.program.shardings[0]
+        scaled = jax.jit(lambda tree: jax.tree.map(lambda w: w * small, tree), out_shardings=where)
+        return params, state, scaled(params)
 
 
-def _step(settings: Settings, program: train.Program) -> Callable[[Any, Any, Any], tuple[Any, Any]]:
-    """(gradients, state, weights) -> (weights, state), as the example takes it."""
-    plain = settings.optimizer == PLAIN
-    take = optimizer_step(F32 if plain else LOWMEM, settings.implementation)
-    of_weights, of_state = program.shardings
-    the_mesh = jax.tree.leaves(of_weights)[0].mesh
-    where = {} if plain else mesh.step_placement(of_state, the_mesh)
-    return functools.partial(take, program.tx, **where)
+def runner(settings: Settings, steps: int) -> device_loop.Runner:
+    """The step of arrays that are cut, as the example takes it."""
+    program = train.make_program(settings)
+    plain, where = settings.optimizer == PLAIN, program.shardings
+    the_mesh = jax.tree.leaves(where[0])[0].mesh
+    take = functools.partial(
+        optimizer_step(F32 if plain else LOWMEM, settings.implementation),
+        program.tx, **({} if plain else mesh.step_placement(where[1], the_mesh)),
+    )  # fmt: skip
 
+    def kept(*args: Any) -> Any:
+        # what a loop hands on must lie as it was, and nothing else says so
+        return jax.lax.with_sharding_constraint(take(*args), where)
 
-def _start(program: train.Program) -> device_loop.Carry:
-    """Weights and state as a run begins, and gradients as random as the weights."""
-    params, state = program.start()
-    small = cases.GRADIENT_SCALE / cases.WEIGHT_SCALE
-    scaled = jax.jit(
-        lambda tree: jax.tree.map(lambda w: w * small, tree), out_shardings=program.shardings[0]
-    )
-    return params, state, scaled(params)
-
-
-def _part(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return the shape of one device's shard of a leaf."""
-    return jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+    # where results lie is said again, or XLA pairs them with donated arrays of the same shape by
+    # its own lights, and copies
+    made = Implementation(program.tx.init, kept, None, shardings=where)
+    return device_loop.Runner(made, Setup(program), lambda moved: steps)
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
@@ -81,9 +60,10 @@ def measure(job: dict[str, Any]) -> dict[str, Any]:
       job: `words` of the example's command line, `steps` of one call, and `repeats`.
     """
     arguments = train_llama.parse_arguments(job["words"])
-    runner = Runner(train_llama.make_settings(arguments), job["steps"])
-    runner.start()
-    return {"times": [runner.time() for _ in range(job["repeats"])], **runner.found}
+    own = runner(train_llama.make_settings(arguments), job["steps"])
+    own.start()
+    found = own.found | {"device_bytes": own.make.program.device_bytes}
+    return {"times": [own.time() for _ in range(job["repeats"])], **found}
 
 
 if __name__ == "__main__":

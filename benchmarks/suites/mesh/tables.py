@@ -1,12 +1,9 @@
 """The table of docs/guides/sharding.md: FSDP on several GPUs, for benchmarks.tables."""
 
 from collections.abc import Sequence
-from typing import Any
 
-from benchmarks.records import Rows, newest, on_gpus
+from benchmarks.records import Rows, grouped, newest, on_gpus
 from benchmarks.render import GIB, by_machine, cell, markdown, source
-
-Values = dict[tuple[int, str, str], dict[str, Any]]  # (devices, impl, metric) -> record
 
 OURS, OPTAX, COAT = "lowmem.step", "optax-f32", "coat_adamw+fp8"
 LIMIT = 1.15  # of n x time / time(1)
@@ -36,41 +33,35 @@ def of_a_run(rows: Rows) -> str:
 
 
 def _protocol(rows: Rows) -> str:
-    runs = [r["run"] for r in rows if r["metric"] == "train_loss"]
-    if not runs:
-        return ""
-    run = runs[-1]
-    steps = f"{run['steps']} steps, each of {run['batch']} x {run['sequence']} tokens"
-    return f"\nLosses and tokens/s: {steps} on all devices together.\n"
+    for run in [r["run"] for r in rows if r["metric"] == "train_loss"][-1:]:
+        steps = f"{run['steps']} steps, each of {run['batch']} x {run['sequence']} tokens"
+        return f"\nLosses and tokens/s: {steps} on all devices together.\n"
+    return ""
 
 
 def _table(rows: Rows) -> str:
-    values: Values = {(r["devices"], r["impl"], r["metric"]): r for r in rows}
-    body = [_row(values, devices) for devices in sorted({r["devices"] for r in rows})]
-    return markdown([f"{rows[0]['model']}, devices", *HEAD], body)
+    values, body = grouped(rows, "impl", "metric", "devices"), []
 
+    def of(devices: int, impl: str, metric: str, form: str = "{:.2f}", unit: float = 1.0) -> str:
+        return cell(values.get(impl, {}).get(metric, {}).get(devices), form, unit)
 
-def _row(values: Values, devices: int) -> list[str]:
-    def of(impl: str, metric: str, form: str, unit: float = 1.0) -> str:
-        return cell(values.get((devices, impl, metric)), form, unit)
-
-    def times(impl: str, most: float = float("inf")) -> str:
+    def times(devices: int, impl: str, most: float = float("inf")) -> str:
         """n x time / time(1): 1 where n devices take an nth of the time; bold where over `most`."""
-        here, one = (values.get((n, impl, "device_ms")) for n in (devices, 1))
-        ratio = devices * here["value"] / one["value"] if here and one else None
-        return "" if ratio is None else f"{ratio:.2f}" if ratio <= most else f"**{ratio:.2f}**"
+        known = values.get(impl, {}).get("device_ms", {})
+        if not {devices, 1} <= known.keys():
+            return ""
+        ratio = devices * known[devices]["value"] / known[1]["value"]
+        return f"{ratio:.2f}" if ratio <= most else f"**{ratio:.2f}**"
 
-    return [
-        str(devices),
-        of(OURS, "device_ms", "{:.2f}"),
-        times(OURS, LIMIT),
-        of(OPTAX, "device_ms", "{:.2f}"),
-        times(OPTAX),
-        of(OURS, "tokens_per_s", "{:,.0f}"),
-        *(of(impl, "loss_difference", "{:.1e}") for impl in (OURS, OPTAX)),
-        *(of(impl, "device_bytes", "{:.2f}", GIB) for impl in (OURS, OPTAX)),
-        of(OURS, "train_peak_bytes", "{:.2f}", GIB),
-    ]
+    for n in sorted({r["devices"] for r in rows}):
+        body.append([
+            str(n), of(n, OURS, "device_ms"), times(n, OURS, LIMIT), of(n, OPTAX, "device_ms"),
+            times(n, OPTAX), of(n, OURS, "tokens_per_s", "{:,.0f}"),
+            *(of(n, impl, "loss_difference", "{:.1e}") for impl in (OURS, OPTAX)),
+            *(of(n, impl, "device_bytes", unit=GIB) for impl in (OURS, OPTAX)),
+            of(n, OURS, "train_peak_bytes", unit=GIB),
+        ])  # fmt: skip
+    return markdown([f"{rows[0]['model']}, devices", *HEAD], body)
 
 
 TABLES = {"fsdp": fsdp}

@@ -1,8 +1,6 @@
 """Noise on weights: how fast it is made and added (GaussWS' Figure 5), and what it costs a Llama.
 
 python -m benchmarks.run noise --record                   # Figure 5 and Table 1 anew
-python -m benchmarks.run noise --part noise --shapes 16384x16384
-python -m benchmarks.run noise --part train --optimizers flash_adamw
 
 `noise`: R alone, and equation 1's forward pass of f32 weights, in elements a second. `train`:
 tokens a second and bytes of a training step with noise on no matrix, [od] and [all]. Programs are
@@ -12,30 +10,33 @@ looped in one jit, median of `--repeats` calls; implementations take turns.
 import argparse
 import functools
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from _gpt.train import planned_bytes
+from _llama.config import PRESETS as LLAMAS
 
 from benchmarks import records, timing
-from benchmarks.suites.noise import training as noise_training
+from benchmarks.peers.device_loop import live_bytes
+from benchmarks.suites.gaussws.training import BASE, NOISES, Experiment, bitwidths
 from benchmarks.timing import Keyed
-from optax_lowmem._src.core import scope
-from optax_lowmem._src.noise import formats, kernels
-from optax_lowmem._src.noise.distributions import NOISES
+from benchmarks.training import Program, Run, Text
+from optax_lowmem._src.core import scope, trees
+from optax_lowmem._src.noise import distributions, formats, kernels
 
 # rows x columns: Llama 3.2 1B has (2k, 0.5k) to (2k, 8k), Llama 3.1 405B (16k, 1k) to (16k, 16k)
 SHAPES = [
-    "2048x512", "2048x2048", "2048x8192", "4096x1024", "4096x4096", "4096x14336", "8192x1024",
-    "8192x8192", "8192x28672", "16384x1024", "16384x4096", "16384x16384",
+    "2048x2048", "2048x8192", "4096x4096", "4096x14336", "8192x8192", "16384x4096", "16384x16384",
 ]  # fmt: skip
 NORMAL, XLA = "jax-normal", "gaussws-xla"
 FORWARD = ["gaussws", "box-muller", "diffq", NORMAL, XLA]
 ALONE = ["gaussws", "gaussws-packed", "box-muller", "diffq", NORMAL]
 NAMES = sorted({*FORWARD, *ALONE})
-VARIANTS = list(noise_training.VARIANTS)
+OPTIMIZERS = ["flash_adamw", "flash_adam_mini"]
+STEPS = 10  # in a call
 BF16 = jnp.dtype(jnp.bfloat16)
 BITS = 6.0
 
@@ -51,7 +52,7 @@ def forward(name: str) -> Callable[..., jax.Array]:
     to = formats.format_of("bfloat16")
 
     def in_one(w: jax.Array, factor: jax.Array, key: jax.Array) -> jax.Array:
-        noise = NOISES["gaussws" if name == XLA else name]
+        noise = distributions.NOISES["gaussws" if name == XLA else name]
         with scope.implementing("xla" if name == XLA else None):
             return kernels.sample(w, None, factor, key, noise, to, BF16)[0]
 
@@ -68,7 +69,8 @@ def alone(name: str, shape: tuple[int, ...]) -> Callable[..., jax.Array]:
         return functools.partial(normal, shape=shape)
     if name == "gaussws-packed":
         return functools.partial(kernels.packed_noise, shape=shape)
-    return functools.partial(kernels.noise_of, shape=shape, noise=NOISES[name], dtype=BF16)
+    noise = distributions.NOISES[name]
+    return functools.partial(kernels.noise_of, shape=shape, noise=noise, dtype=BF16)
 
 
 def rows_of(shape: str, repeats: int, only: list[str] | None) -> records.Rows:
@@ -78,17 +80,12 @@ def rows_of(shape: str, repeats: int, only: list[str] | None) -> records.Rows:
     key = jnp.uint32(1)
     w = jax.jit(lambda: jax.random.normal(jax.random.key(0), size) * 0.02)()
     factor = jnp.full(kernels.block_shape(size), 2 ** (1 - BITS), jnp.float32)
-    wanted = {
-        ("gelem_per_s", name): (forward, (name,), (w, factor, key)) for name in FORWARD
-    } | {("noise_gelem_per_s", name): (alone, (name, size), (key,)) for name in ALONE}  # fmt: skip
+    wanted = {("gelem_per_s", name): (forward(name), (w, factor, key)) for name in FORWARD}
+    wanted |= {("noise_gelem_per_s", name): (alone(name, size), (key,)) for name in ALONE}
     wanted = {one: how for one, how in wanted.items() if only is None or one[1] in only}
-
-    def keyed(how: tuple[Any, ...]) -> Keyed:
-        make, of, args = how
-        return Keyed(make(*of), args, guess)
-
     with ThreadPoolExecutor() as pool:  # compiled side by side
-        timed = dict(zip(wanted, pool.map(keyed, wanted.values()), strict=True))
+        jobs = [pool.submit(Keyed, *how, guess) for how in wanted.values()]
+        timed = dict(zip(wanted, (job.result() for job in jobs), strict=True))
     found = []
     for (metric, name), times in timing.in_turns(timed, repeats).items():
         value, spread = timing.middle([elements / ms / 1e6 for ms in times], "10^9/s")
@@ -96,29 +93,50 @@ def rows_of(shape: str, repeats: int, only: list[str] | None) -> records.Rows:
     return found
 
 
+class Steps:
+    """Training steps in place, some in a call: `time` is of one of them."""
+
+    def __init__(self, program: Program, run: Run, tokens: jax.Array, starts: jax.Array):
+        self.compiled, self.every, self.given = program.steps.compile(), run.every, (tokens, starts)
+        self.peak_bytes = planned_bytes(self.compiled)
+        self.carry = program.start()
+        self.time()
+
+    def time(self) -> float:
+        begun = time.perf_counter()
+        *self.carry, _ = jax.block_until_ready(self.compiled(*self.carry, *self.given))
+        return (time.perf_counter() - begun) / self.every * 1e3
+
+
 def train_rows(args: argparse.Namespace, optimizer: str) -> records.Rows:
-    runs = {
-        name: noise_training.Run(args.preset, optimizer, name, args.batch, args.attention)
-        for name in args.variants
-    }
+    own = LLAMAS[args.preset]
+    batch, length = args.batch or own.batch, own.sequence
+    run = Run(args.preset, own.shape, length, batch, STEPS, STEPS, 1e-4, "random", 1, "bfloat16",
+              args.attention)  # fmt: skip
+    tokens = jax.random.randint(jax.random.key(1), (2**16,), 0, own.shape.vocab, jnp.int32)
+    text = Text(tokens, tokens[: batch * (length + 1)].reshape(1, batch, -1), own.shape.vocab, 1, 1)
+    experiment = Experiment(run, text, 0, optimizer=optimizer)
     with ThreadPoolExecutor() as pool:
-        list(pool.map(noise_training.Run.compile, runs.values()))
-    for run in runs.values():
-        run.start()
-    times = timing.in_turns(runs, args.repeats)
-    found, base = [], times[args.variants[0]]
-    for name, run in runs.items():
+        programs = [experiment.lower(name) for name in NOISES]
+        jobs = [pool.submit(Steps, one, run, tokens, experiment.offsets[0]) for one in programs]
+        steps = dict(zip(NOISES, (job.result() for job in jobs), strict=True))
+    times = timing.in_turns(steps, args.repeats)
+    found, base = [], next(iter(times.values()))
+    plain = live_bytes(jax.eval_shape(experiment.lower(BASE).start))
+    for name, one in steps.items():
         # the turns are paired: a slow spell of the machine hits all variants
-        ratios = [own / plain for own, plain in zip(times[name], base, strict=True)]
+        ratios = [own / other for own, other in zip(times[name], base, strict=True)]
         rate = run.tokens / statistics.median(times[name]) * 1e3
+        bits, leaves = bitwidths(one.carry[1]), trees.named_leaves(one.carry[0])
+        noisy = sum(x.size for path, x in leaves if path in bits)
+        extra = (live_bytes(one.carry) - plain) / max(1, noisy)
         values = {
             "tokens_per_s": (rate, "tokens/s"),
             "overhead": (statistics.median(ratios) - 1, "of the time without noise"),
-            "bytes_per_param": (run.bytes_per_param, "bytes"),
-            "extra_bytes": (run.extra_bytes, "bytes a sampled parameter"),
-            "peak_bytes": (run.peak_bytes, "bytes"),
+            "extra_bytes": (extra, "bytes a sampled parameter"),
+            "peak_bytes": (one.peak_bytes, "bytes"),
         }
-        more = {"batch": run.batch, "sequence": run.sequence, "attention": args.attention}
+        more = {"batch": batch, "sequence": length, "attention": args.attention}
         case = f"llama-{args.preset}/{optimizer}"
         found += records.records_of("train", case, name, values, repeats=args.repeats, **more)
     return found
@@ -130,11 +148,7 @@ def train_rows(args: argparse.Namespace, optimizer: str) -> records.Rows:
     impl={"nargs": "+", "choices": NAMES, "metavar": "NAME",
           "help": f"of {', '.join(NAMES)}; default: all"},
     preset={"default": "134m", "help": "of examples/train_llama.py (default: %(default)s)"},
-    optimizers={"nargs": "+", "choices": noise_training.OPTIMIZERS, "metavar": "NAME",
-                "default": ["flash_adamw", "flash_adam_mini"],
-                "help": f"of {', '.join(noise_training.OPTIMIZERS)}"},
-    variants={"nargs": "+", "choices": VARIANTS, "default": VARIANTS, "metavar": "NAME",
-              "help": f"the first is what others are compared with; of {', '.join(VARIANTS)}"},
+    optimizers={"nargs": "+", "choices": OPTIMIZERS, "default": OPTIMIZERS},
     batch={"type": int, "help": "sequences in a batch; default: the preset's"},
     attention={"choices": ("xla", "cudnn"), "default": "xla"},
     repeats={"type": int, "default": 5},

@@ -57,25 +57,16 @@ def on_a_cpu(args: argparse.Namespace, tbps: float) -> Iterator[Found]:
 
 def on_a_gpu(args: argparse.Namespace, tbps: float) -> Iterator[Found]:
     """Every case and implementation, each in a process of its own."""
-    wanted = [(name, case) for case in args.cases for name in args.impl]
-    jobs = [processes.job(*one, args.repeats, args.steps, tbps) for one in wanted]
-    outcomes = processes.outcomes(jobs, args.jobs)
-    for (name, case), outcome in zip(wanted, outcomes, strict=True):
-        yield case, name, outcome
+    for case in args.cases:
+        for name in args.impl:
+            job = processes.job(name, case, args.repeats, args.steps, tbps)
+            yield case, name, processes.outcome(job)
 
 
 def rows_of(
     case: str, name: str, outcome: dict[str, Any], tbps: float, base: dict[str, Any]
 ) -> records.Rows:
-    """Return the records of what one implementation did in one case.
-
-    Args:
-      case: as records have it.
-      name: of the implementation.
-      outcome: of it, with its `device_ms`.
-      tbps: the speed of a copy.
-      base: the outcome of `BASE` in the same case; empty without one.
-    """
+    """Return the records of an outcome, of a copy's speed and the outcome of `BASE`, if any."""
     found = []
     for metric in (metric for metric in UNITS if metric in outcome):
         more = {key: outcome[key] for key in DETAILS.get(metric, ()) if key in outcome}
@@ -101,7 +92,6 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--impl", nargs="+", default=list(ON_CPU if on_cpu() else ON_GPU), choices=EVERY)
     add("--steps", type=int, help="in one jit; default: 5 on a CPU, 0.6 s at copy speed on a GPU")
     add("--repeats", type=int, default=9 if on_cpu() else 5)
-    add("--jobs", type=int, default=1, help="that compile at once on a GPU; without compile times")
     args = parser.parse_args(argv)
     if args.record and "tiny" in args.leaf_set:
         parser.error("the leaf set tiny is there to try the benchmark: it is not recorded")
@@ -125,12 +115,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     def keep(rows: records.Rows) -> None:
         """Store records as they come: a run that is cut off loses none."""
         records.show(rows)
-        kept = [row for row in rows if not on_cpu() or row["metric"] in RATIOS]
-        records.keep(kept, args.record)
+        records.keep([r for r in rows if not on_cpu() or r["metric"] in RATIOS], args.record)
 
-    for case in args.cases:
-        one = "/".join(case), "copy", "copy_tbps", tbps, "TB/s"
-        keep([records.record("step", *one, spread=spread)])
+    for case in map("/".join, args.cases):
+        keep([records.record("step", case, "copy", "copy_tbps", tbps, "TB/s", spread=spread)])
     for case, name, outcome in measure(args, tbps):
         if "times" not in outcome:
             failed |= "failed" in outcome

@@ -19,13 +19,12 @@ import optax
 
 import optax_lowmem as lowmem
 from benchmarks import records
-from benchmarks.peers import cases
+from benchmarks.peers import cases, in_jax
 
 NAMES = ("optax.adamw", "lowmem.step")
 PACKED = "lowmem.step, small leaves packed"
 CALLS = 60
 Values = dict[str, tuple[float, Any]]  # metric -> value and unit
-Step = Callable[[Any, Any, Any], tuple[Any, Any]]  # (gradients, state, weights) -> the new two
 
 
 def shapes(case: str) -> Any:
@@ -37,20 +36,15 @@ def shapes(case: str) -> Any:
     return {f"w{i}": jax.ShapeDtypeStruct((rows(i), 64), jnp.float32) for i in range(int(count))}
 
 
-def implementation(name: str) -> tuple[Callable[[Any], tuple[Any, Any]], Step]:
+def implementation(name: str) -> tuple[Callable[[Any], tuple[Any, Any]], Callable[..., Any]]:
     """Weights and state from parameters, and the step, of one of `NAMES` or `PACKED`."""
-    if name != "optax.adamw":
-        tx = lowmem.flash_adamw(1e-3)
-        if name == PACKED:
-            tx = lowmem.pack_small_leaves(tx)
-        return lambda p: lowmem.init(tx, p), lambda g, s, p: lowmem.step(tx, g, s, p)
-    theirs = optax.adamw(1e-3)
-
-    def step(g: Any, s: Any, p: Any) -> tuple[Any, Any]:
-        updates, s = theirs.update(g, s, p)
-        return optax.apply_updates(p, updates), s
-
-    return lambda p: (p, theirs.init(p)), step
+    if name == "optax.adamw":
+        theirs = optax.adamw(1e-3)
+        return lambda p: (p, theirs.init(p)), in_jax.update_and_apply(theirs)
+    tx = lowmem.flash_adamw(1e-3)
+    if name == PACKED:
+        tx = lowmem.pack_small_leaves(tx)
+    return lambda p: lowmem.init(tx, p), in_jax.step_of(tx)
 
 
 def compiled(name: str, case: str) -> Values:

@@ -36,21 +36,15 @@ def cuts(kernel: str) -> list[tuning.Tuning]:
     return tried + [dataclasses.replace(usual, tile=tile) for tile in TILES[1:]]
 
 
-def key(kernel: str, optimizer: str) -> str:
-    """Of the optimizer's line in tuned.json."""
-    engine = in_jax.ours(optimizer, "tiny").engine
-    return tuning.key(kernel, engine.rule.elementwise_slots, engine.storage.group_size)
-
-
 def trials(
-    cuts: Sequence[tuning.Tuning], case: processes.Case, kernel: str, repeats: int, at_once: int
+    cuts: Sequence[tuning.Tuning], case: processes.Case, kernel: str, repeats: int
 ) -> dict[tuning.Tuning, float]:
     """Milliseconds of a step for each cut, in processes of their own."""
     tbps = 2.5  # only decides how many steps a call has
     base = processes.job(f"lowmem.step-{kernel}", case, repeats, None, tbps)
-    jobs = [{**base, "tuned": tuning.entry(cut)} for cut in cuts]
     times = {}
-    for cut, outcome in zip(cuts, processes.outcomes(jobs, at_once), strict=True):
+    for cut in cuts:
+        outcome = processes.outcome(base | {"tuned": tuning.entry(cut)})
         if "times" not in outcome:
             raise SystemExit(f"{cut}: {outcome}")
         times[cut] = statistics.median(outcome["times"])
@@ -65,17 +59,18 @@ def main() -> None:
     add("--optimizer", nargs="+", default=["adamw"], choices=cases.OPTIMIZERS)
     add("--kernel", default="pallas", choices=("pallas", "triton"))
     add("--repeats", type=int, default=3)
-    add("--jobs", type=int, default=4, help="that compile at once")
     add("--write", type=Path, nargs="?", const=TUNED, help="default: the package's")
     args = parser.parse_args()
     entries = json.loads(TUNED.read_text(encoding="utf-8"))
     device = entries.setdefault(jax.local_devices()[0].device_kind, {})
     for optimizer in args.optimizer:
         case = (args.leaf_set, optimizer)
-        times = trials(cuts(args.kernel), case, args.kernel, args.repeats, args.jobs)
+        times = trials(cuts(args.kernel), case, args.kernel, args.repeats)
         best = min(times, key=times.__getitem__)
         source = f"the tuner on {'/'.join(case)}, commit {records.commit()}"
-        device[key(args.kernel, optimizer)] = {**tuning.entry(best), "source": source}
+        engine = in_jax.ours(optimizer, "tiny").engine
+        slots = engine.rule.elementwise_slots, engine.storage.group_size
+        device[tuning.key(args.kernel, *slots)] = {**tuning.entry(best), "source": source}
     if args.write:
         text = json.dumps(entries, indent=2, sort_keys=True) + "\n"
         args.write.write_text(text, encoding="utf-8")

@@ -1,98 +1,117 @@
-"""SwitchBack's Figures 1 and 2 on a Llama of bytes, appendix D, and a whole model's speed.
+"""SwitchBack's Figures 1 and 2 on a Llama of bytes, and appendix D.
 
     python -m benchmarks.run switchback --part run --record     # minutes on a GPU
     python -m benchmarks.run switchback --part large --record   # 65,536 tokens a step, likewise
     python -m benchmarks.run switchback --part variance --record          # seconds, anywhere
-    python -m benchmarks.run switchback --part llama --record   # Llama-3.2-1B's step, on a GPU
     python -m benchmarks.run switchback --part run --preset cpu # a tiny model, minutes on a CPU
 
 `run` and `large` store curves in benchmarks/results/switchback.npz after each variant.
 """
 
-from __future__ import annotations
-
-import argparse
 import functools
-import os
-import subprocess
-import sys
-import time
+import itertools
+from collections.abc import Callable
 
-from benchmarks import ROOT, records
-from benchmarks.suites.switchback import variance as switchback_variance
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import records
 from benchmarks.suites.switchback.training import PRESETS, VARIANTS, Experiment
-from benchmarks.training import Curve, Part, built, parser, say, usual
+from benchmarks.training import Part, built, parser, usual
+from optax_lowmem import layers
+from optax_lowmem._src.quantized_matmul import INT8, quantize
 
 CURVES = records.RESULTS / "switchback.npz"
-TRAINED = ("run", "large")
 # what a large batch is told apart with; all variants of a run at a usual batch
-LARGE = ["standard", "standard-other-start", "switchback-int8", "switchback-fp8", "llm_int8"]
-LINEARS = ["standard", "switchback-int8-auto", "switchback-fp8-auto", "switchback-int8"]
+PARTS = {
+    "run": list(VARIANTS),
+    "large": ["standard", "standard-other-start", "switchback-int8", "switchback-fp8", "llm_int8"],
+    "variance": [],
+}
+WIDE = 128  # of the axes that are not summed over: 16,384 sums
+# 1280 and 5120 are the forward products of CLIP ViT-Huge (appendix D.3)
+LENGTHS = (256, 1024, 1280, 4096, 5120, 16384, 65536)
+# The products of X [tokens, in] and W [in, out], and which of the three sizes each sums over.
+PRODUCTS = {"forward": 1, "input gradient": 2, "weight gradient": 0}
+# Of variance 1. The maxima of n numbers of Student's grow as the fourth root of n.
+DRAWS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] = {
+    "normal": lambda rng, shape: rng.standard_normal(shape),
+    "student-t(4)": lambda rng, shape: rng.standard_t(4, shape) / 2**0.5,
+}
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    made = parser(__doc__, 530, CURVES, VARIANTS)
-    add = made.add_argument
-    add("--part", nargs="+", choices=(*TRAINED, "variance", "llama"), default=["run"])
-    add("--llama", default="--preset 1b --attention cudnn --steps 25", metavar="FLAGS",
-        help="of examples/train_llama.py, for that part (default: %(default)s)")  # fmt: skip
-    add("--linears", nargs="+", default=LINEARS, metavar="NAME", help="its --linear, one by one")
-    return made.parse_args(arguments)
+def results(variant: str, x: jax.Array, w: jax.Array, g: jax.Array) -> dict[str, jax.Array]:
+    """The three products of a linear layer."""
+    dot = layers.switchback_dot_general(variant)
+
+    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        return dot(x, w, (((1,), (0,)), ((), ())), precision=jax.lax.Precision.HIGHEST)
+
+    y, pull = jax.vjp(layer, x, w)
+    return dict(zip(PRODUCTS, (y, *pull(g)), strict=True))
 
 
-def train_part(args: argparse.Namespace, part: str) -> dict[str, Curve]:
-    """Trains a part's variants one after the other, and stores after each."""
-    names = args.variants or (VARIANTS if part == "run" else LARGE)
-    make = functools.partial(built, args, Experiment, usual(PRESETS, args.preset)[part])
-    return Part(args, make, names, CURVES, part).train_all()
+def _quantizer_variance(x: jax.Array, axis: int) -> jax.Array:
+    """Mean square of the error of int8, row-wise along `axis`."""
+    codes, scales = quantize(x, axis, INT8)
+    return jnp.mean((codes.astype(jnp.float32) * scales - x) ** 2)
 
 
-def variance(args: argparse.Namespace) -> None:
+@functools.partial(jax.jit, static_argnames="product")
+def _spread(product: str, x: jax.Array, w: jax.Array, g: jax.Array) -> dict[str, jax.Array]:
+    exact = results("standard", x, w, g)[product]
+    error = jnp.mean((results("llm_int8", x, w, g)[product] - exact) ** 2)
+    # the operands, with the axis that is summed over
+    u, v = {
+        "forward": ((x, 1), (w, 0)),
+        "input gradient": ((g, 1), (w, 1)),
+        "weight gradient": ((x, 0), (g, 0)),
+    }[product]
+    of_u, of_v = _quantizer_variance(*u), _quantizer_variance(*v)
+    # equation 12 with a variance of its own for each operand
+    more = of_u * jnp.mean(v[0] ** 2) + of_v * jnp.mean(u[0] ** 2) + of_u * of_v
+    return {
+        "error": error,
+        "predicted": u[0].shape[u[1]] * more,
+        "relative": error / jnp.mean(exact**2),
+    }
+
+
+def spread(product: str, length: int, draw: str = "normal") -> dict[str, float]:
+    """Variances of the error of one product: measured, by equation 12, over that of the sums.
+
+    Equation 12 has the measured variance of the quantizer. Of X [tokens, in], W [in, out] and the
+    gradient G [tokens, out], one size is `length`.
+    """
+    sizes = [WIDE] * 3
+    sizes[PRODUCTS[product]] = length
+    tokens, width, out = sizes
+    rng, shapes = np.random.default_rng(0), ((tokens, width), (width, out), (tokens, out))
+    operands = (jnp.asarray(DRAWS[draw](rng, shape), jnp.float32) for shape in shapes)
+    return {name: float(value) for name, value in _spread(product, *operands).items()}
+
+
+def variances(small: bool) -> records.Rows:
     """The error of each product in int8 against the length of its sums."""
-    # 1280 and 5120 are the forward products of CLIP ViT-Huge (appendix D.3)
-    lengths = sorted({*switchback_variance.LENGTHS, 1280, 5120})
-    rows = [
-        row
-        for draw in switchback_variance.DRAWS
-        for product in switchback_variance.PRODUCTS
-        for length in ([256, 1280] if args.preset == "smoke" else lengths)
-        for row in variance_rows(draw, product, length)
-    ]
-    records.show(rows)
-    records.keep(rows, args.record)
-
-
-def variance_rows(draw: str, product: str, length: int) -> records.Rows:
-    found = switchback_variance.spread("llm_int8", product, length, draw)
-    names = ("error", "predicted", "relative")
-    values = {f"{name}_variance": (getattr(found, name), None) for name in names}
-    case = f"variance/{product} of {length}"
-    return records.records_of("switchback", case, draw, values, length=length)
-
-
-def llama(args: argparse.Namespace) -> None:
-    """examples/train_llama.py with each --linear, in processes of their own."""
-    flags = args.llama.split()
-    if args.record is not None:
-        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # naming the device takes it
-        flags += ["--record", str(records.keep([], args.record))]
-    failed = []
-    for linear in args.linears:
-        say(f"== {linear}")
-        command = [sys.executable, "examples/train_llama.py", *flags, "--linear", linear]
-        paths = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH", "")) if p)
-        own = {k: v for k, v in os.environ.items() if k != "XLA_PYTHON_CLIENT_PREALLOCATE"}
-        done = subprocess.run(command, cwd=ROOT, env=own | {"PYTHONPATH": paths}, check=False)
-        failed += [linear] if done.returncode else []
-    if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}")
+    rows, lengths = [], LENGTHS[:2] if small else LENGTHS
+    for draw, product, length in itertools.product(DRAWS, PRODUCTS, lengths):
+        found = spread(product, length, draw)
+        values = {f"{name}_variance": (value, None) for name, value in found.items()}
+        case = f"variance/{product} of {length}"
+        rows += records.records_of("switchback", case, draw, values, length=length)
+    return rows
 
 
 def main(arguments: list[str] | None = None) -> None:
-    args, start = parse_arguments(arguments), time.perf_counter()
+    made = parser(__doc__, 530, CURVES, VARIANTS)
+    made.add_argument("--part", nargs="+", choices=PARTS, default=["run"])
+    args = made.parse_args(arguments)
     for part in args.part:
-        if part in TRAINED:
-            train_part(args, part)
+        if part == "variance":
+            rows = variances(args.preset == "smoke")
+            records.show(rows)
+            records.keep(rows, args.record)
         else:
-            {"variance": variance, "llama": llama}[part](args)
-    say(f"done after {time.perf_counter() - start:.0f} s")
+            make = functools.partial(built, args, Experiment, usual(PRESETS, args.preset)[part])
+            Part(args, make, args.variants or PARTS[part], CURVES, part).train_all()

@@ -1,25 +1,63 @@
-"""Steps that are compiled, of every optimizer on the leaves of a Llama, beside `optax.adamw`."""
+"""Steps of every optimizer on the leaves of a Llama, compiled for TPUs that are not there.
 
+The extra `tpu-test` has libtpu, which compiles on a CPU; it is under Google's terms and no open
+licence.
+"""
+
+import functools
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import PartitionSpec
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import optax_lowmem as lowmem
 from benchmarks import model_shapes
-from benchmarks.suites.tpu import chips
+from benchmarks.peers import in_jax
 
+CHIPS = ("v5e", "v6e")  # as libtpu calls them
+AXIS = "fsdp"
 BASE = "optax.adamw"  # in f32
-_MATRICES = ((2048, 8192), (32000, 2048), (8192, 2048), (128256, 2048))
 ON_FOUR = "/2x2"  # of a case on a mesh, where leaves are sharded along their first axis
+_MATRICES = ((2048, 8192), (32000, 2048), (8192, 2048), (128256, 2048))
+# libtpu asks the cloud which chips this machine has, and allows one process to use them
+_ALONE = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+          "TPU_WORKER_HOSTNAMES": "localhost"}  # fmt: skip
 
 
-def _single(shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    return {"kernel": shape}
+@functools.cache
+def mesh(chip: str, shape: str = "1x1") -> Mesh:
+    """The chips of a topology along one axis."""
+    for name, value in _ALONE.items():
+        os.environ.setdefault(name, value)
+    found = topologies.get_topology_desc(platform="tpu", topology_name=f"{chip}:{shape}")
+    return Mesh(np.array(found.devices), (AXIS,), axis_types=(AxisType.Auto,))
+
+
+def placed(on: Mesh, tree: Any, specs: Any) -> Any:
+    """The abstract arrays of a tree, sharded by its partition specs or shardings."""
+
+    def one(x: Any, spec: Any) -> Any:
+        sharding = NamedSharding(on, spec) if isinstance(spec, PartitionSpec) else spec
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree.map(one, tree, specs)
+
+
+def compiled(on: Mesh, function: Callable[..., Any], *args: Any, **how: Any) -> Any:
+    """A program of abstract arrays, sharded over the chips of a mesh."""
+    with jax.sharding.use_abstract_mesh(on.abstract_mesh):
+        return jax.jit(function, **how).lower(*args).compile()
+
+
+def _named(*shapes: tuple[int, ...], stacked: tuple[int, ...] = ()) -> dict[str, Any]:
+    return {"x".join(map(str, shape)): (*stacked, *shape) for shape in shapes}
 
 
 def _layer() -> dict[str, tuple[int, ...]]:
@@ -31,108 +69,60 @@ def _layer() -> dict[str, tuple[int, ...]]:
 
 # case -> shapes of its leaves
 LEAVES: dict[str, dict[str, tuple[int, ...]]] = {
-    **{"x".join(map(str, shape)): _single(shape) for shape in _MATRICES},
-    "stack-of-16": {"x".join(map(str, shape)): (16, *shape) for shape in _MATRICES[:3]},
+    **{name: {"kernel": shape} for name, shape in _named(*_MATRICES).items()},
+    "stack-of-16": _named(*_MATRICES[:3], stacked=(16,)),
     "llama-layer": _layer(),
 }
 LEAVES |= {f"{case}{ON_FOUR}": LEAVES[case] for case in ("2048x8192", "llama-layer")}
 XLA = "-xla"  # behind an optimizer's name: its step without kernels
-IMPLEMENTATIONS = (BASE, *lowmem.OPTIMIZERS, *(f"flash_{name}{XLA}" for name in ("adamw", "lion")))
-
-Prepared = tuple[Callable[..., Any], tuple[Any, ...]]
-
-
-def masters(case: str) -> dict[str, Any]:
-    """The f32 leaves of a case."""
-    return {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in LEAVES[case].items()}
+IMPLEMENTATIONS = (BASE, *lowmem.OPTIMIZERS, f"flash_adamw{XLA}")
 
 
 def prepared(chip: str, case: str, impl: str) -> tuple[Any, Callable[..., Any], tuple[Any, ...]]:
     """The mesh, the step and its abstract gradients, state and parameters."""
     four = case.endswith(ON_FOUR)
-    mesh = chips.mesh(chip, (2, 2) if four else (1, 1))
+    on = mesh(chip, "2x2" if four else "1x1")
+    params = {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in LEAVES[case].items()}
     specs = {
-        name: PartitionSpec(chips.AXIS) if four and len(x.shape) > 1 else PartitionSpec()
-        for name, x in masters(case).items()
+        name: PartitionSpec(*[AXIS] * (four and len(x) > 1)) for name, x in LEAVES[case].items()
     }
-    step, (grads, state, params) = (_optax if impl == BASE else _ours(impl, mesh, specs))(
-        masters(case)
-    )
     if impl == BASE:
+        tx = optax.adamw(1e-3)
+        state, step = jax.eval_shape(tx.init, params), in_jax.update_and_apply(tx)
         lies = optax.tree.map_params(
-            optax.adamw(1e-3), lambda _, spec: spec, state, specs,
-            transform_non_params=lambda _: PartitionSpec(),
-        )  # fmt: skip
+            tx, lambda _, spec: spec, state, specs, transform_non_params=lambda _: PartitionSpec()
+        )
     else:
-        tx = transformation(impl)
-        lies = lowmem.sharding.state_shardings(tx, params, specs, mesh=mesh)
-    own = [chips.placed(mesh, tree, of) for tree, of in
-           zip((grads, state, params), (specs, lies, specs), strict=True)]  # fmt: skip
-    return mesh, step, tuple(own)
+        tx = lowmem.OPTIMIZERS[impl.removesuffix(XLA)].make(1e-3)
+        params, state = jax.eval_shape(lambda p: lowmem.init(tx, p), params)
+        lies = lowmem.sharding.state_shardings(tx, params, specs, mesh=on)
+        where = {"mesh": on, "specs": specs} if four else {}
+        step = in_jax.step_of(tx, "xla" if impl.endswith(XLA) else None, **where)
+    params = placed(on, params, specs)
+    return on, step, (params, placed(on, state, lies), params)
 
 
-def _optax(leaves: Any) -> Prepared:
-    tx = optax.adamw(1e-3)
-
-    def step(grads: Any, state: Any, params: Any) -> Any:
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step, (leaves, jax.eval_shape(tx.init, leaves), leaves)
-
-
-def transformation(impl: str) -> optax.GradientTransformationExtraArgs:
-    """The optimizer of one of our implementations."""
-    return lowmem.OPTIMIZERS[impl.removesuffix(XLA)].make(1e-3)
-
-
-def _ours(impl: str, mesh: Any, specs: Any) -> Callable[[Any], Prepared]:
-    how = "xla" if impl.endswith(XLA) else None
-    where = {"mesh": mesh, "specs": specs} if mesh.size > 1 else {}
-
-    def made(leaves: Any) -> Prepared:
-        tx = transformation(impl)
-        params, state = jax.eval_shape(lambda p: lowmem.init(tx, p), leaves)
-
-        def step(grads: Any, state: Any, params: Any) -> Any:
-            return lowmem.step(tx, grads, state, params, implementation=how, **where)
-
-        return step, (params, state, params)
-
-    return made
-
-
-def compile_case(chip: str, case: str, impl: str) -> tuple[Any, float]:
-    """The program of a case for a chip, with donated state and parameters; and seconds."""
-    mesh, step, args = prepared(chip, case, impl)
+def compile_case(chip: str, case: str, impl: str) -> Any:
+    """The program of a case for a chip, with donated state and parameters."""
+    on, step, args = prepared(chip, case, impl)
     lies = jax.tree.map(lambda x: x.sharding, (args[2], args[1]))
-    return chips.compiled(mesh, step, *args, donate=(1, 2), out_shardings=lies)
+    return compiled(on, step, *args, donate_argnums=(1, 2), out_shardings=lies)
 
 
-def logical_bytes(tree: Any) -> int:
+def _bytes(tree: Any) -> int:
     """Bytes of the arrays of a tree, of one device, without the padding of tiles."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
-    )
+    leaves = jax.tree.leaves(tree)
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves)
 
 
-def prepares(impl: str) -> str | None:
-    """Return what one of our implementations takes means over before its step: `UpdateRule`."""
-    return lowmem.OPTIMIZERS[impl.removesuffix(XLA)].rule.prepares
+def ideal_bytes(chip: str, case: str, impl: str) -> tuple[int, int, int]:
+    """Bytes of a step that moves each once, of the state and parameters that it rewrites.
 
-
-def read_twice(chip: str, case: str, impl: str) -> int:
-    """Bytes that a step must read a second time, after a mean over them; 0 without one."""
-    if impl == BASE or prepares(impl) is None:
-        return 0
-    _, _, (grads, state, _) = prepared(chip, case, impl)
-    # StableAdamW's mean is of gradient and second moment
-    slots = (state.nu, state.nu_scale) if prepares(impl) == "leaf" else ()
-    return logical_bytes((grads, slots))
-
-
-def ideal_bytes(chip: str, case: str, impl: str) -> tuple[int, int]:
-    """Bytes of a step that moves each once, and those of the state and parameters it rewrites."""
+    Also those that it must read a second time, after a mean over them.
+    """
     _, _, (grads, state, params) = prepared(chip, case, impl)
-    rewritten = logical_bytes((state, params))
-    return logical_bytes(grads) + 2 * rewritten, rewritten
+    prepares, twice = impl != BASE and lowmem.OPTIMIZERS[impl.removesuffix(XLA)].rule.prepares, ()
+    if prepares:  # StableAdamW's mean is of gradient and second moment
+        twice = grads, (state.nu, state.nu_scale) if prepares == "leaf" else ()
+    rewritten = _bytes((state, params))
+    return _bytes(grads) + 2 * rewritten, rewritten, _bytes(twice)

@@ -7,122 +7,90 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import PartitionSpec
 
 import optax_lowmem as lowmem
+from benchmarks.peers.device_loop import live_bytes
 from benchmarks.suites.linear import bench as linear
 from benchmarks.suites.noise import bench as noise
-from benchmarks.suites.tpu import chips
+from benchmarks.suites.tpu import cases
 from optax_lowmem._src.codecs import group_codec
 from optax_lowmem._src.noise import kernels as noise_kernels
 from optax_lowmem._src.noise.distributions import NOISES
 from optax_lowmem.layers import fp8_flow, switchback_dot_general
 
 Part = tuple[Callable[..., Any], tuple[Any, ...]]  # with abstract arguments
-_BF16, _F32, _U32 = jnp.bfloat16, jnp.float32, jnp.uint32
-_GROUP = 32
+_BF16, _F32 = (functools.partial(jax.ShapeDtypeStruct, dtype=x) for x in ("bfloat16", "float32"))
+_KEY = jax.ShapeDtypeStruct((), jnp.uint32)
+_CODECS = {codec.name: codec for codec in (lowmem.codecs.softsign(), lowmem.codecs.sqrt())}
 PLAIN = "bf16"  # the standard layer, beside those in 8 bits
 
 
-def _array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def _of(function: Callable[..., Any], *args: Any) -> Callable[[], Part]:
-    return lambda: (function, args)
-
-
-def _codec(shape: tuple[int, ...]) -> dict[str, Callable[[], Part]]:
-    """Encode and decode of one array, with the two default codecs."""
-    found: dict[str, Callable[[], Part]] = {}
-    for codec in (lowmem.codecs.softsign(), lowmem.codecs.sqrt()):
-        stored = codec.storage(shape, _GROUP)
-        encode = functools.partial(group_codec.encode, codec, group_size=_GROUP)
-        decode = functools.partial(group_codec.decode, codec, group_size=_GROUP)
-        of_values = (_array(_F32, *shape), _array(_U32))
-        found[f"encode-{codec.name}"] = _of(
-            lambda x, key, encode=encode: encode(x, key=key), *of_values
-        )
-        found[f"decode-{codec.name}"] = _of(decode, *stored)
-    found["compress_state(adam)"] = functools.partial(_compressed, shape)
-    return found
-
-
-def _compressed(shape: tuple[int, ...]) -> Part:
-    """An optax optimizer whose state is stored in 8 bits."""
-    tx = lowmem.compress_state(
-        optax.scale_by_adam(), mu=lowmem.codecs.softsign(), nu=lowmem.codecs.sqrt()
-    )
-    leaf = {"kernel": _array(_F32, *shape)}
+def _codec(impl: str, *shape: int) -> Part:
+    """Encode or decode of one array, or an optax optimizer whose state is stored in 8 bits."""
+    what, _, name = impl.partition("-")
+    if what == "encode":
+        encode = functools.partial(group_codec.encode, _CODECS[name], group_size=32)
+        return lambda x, key: encode(x, key=key), (_F32(shape), _KEY)
+    if what == "decode":
+        decode = functools.partial(group_codec.decode, _CODECS[name], group_size=32)
+        return decode, _CODECS[name].storage(shape, 32)
+    mu, nu = _CODECS.values()
+    tx, leaf = lowmem.compress_state(optax.scale_by_adam(), mu=mu, nu=nu), {"kernel": _F32(shape)}
     return (lambda grads, state: tx.update(grads, state)), (leaf, jax.eval_shape(tx.init, leaf))
 
 
-def _linear(tokens: int, inputs: int, outputs: int) -> dict[str, Callable[[], Part]]:
+def _linear(impl: str, tokens: int, width: int, out: int) -> Part:
     """A layer's three products."""
-    arrays = tuple(
-        _array(_BF16, *x) for x in ((tokens, inputs), (inputs, outputs), (tokens, outputs))
-    )
-    layers = {name: linear.LAYERS[name] for name in (PLAIN, "switchback-int8", "switchback-fp8")}
-    layers["llm_int8-int8"] = switchback_dot_general("llm_int8", "int8")
-    return {name: _of(linear.linear(layer), *arrays) for name, layer in layers.items()}
+    ours = impl.startswith("llm_int8")
+    dot = switchback_dot_general(*impl.split("-")) if ours else linear.LAYERS[impl]
+    return linear.linear(dot), (*map(_BF16, ((tokens, width), (width, out), (tokens, out))),)
 
 
-def _flow(tokens: int, width: int, hidden: int) -> dict[str, Callable[[], Part]]:
-    """Norm and gate, forward and backward, activations kept in FP8 and in bf16."""
+def _flow(impl: str, tokens: int, width: int, hidden: int) -> Part:
+    """Norm or gate, forward and backward, activations kept in FP8 and in bf16."""
+    gate = _BF16((tokens, hidden))
+    args = (_BF16((tokens, width)), _F32((width,))) if impl == "rms_norm" else (gate, gate)
 
-    def both(function: Callable[..., Any], *args: Any) -> Part:
-        def run(g: Any, *args: Any) -> Any:
-            y, pull = jax.vjp(function, *args)
-            return y, pull(g)
+    def value(*args: Any) -> jax.Array:
+        return getattr(fp8_flow, impl)(*args).value
 
-        return run, (jax.eval_shape(function, *args), *args)
+    def both(g: Any, *args: Any) -> Any:
+        y, pull = jax.vjp(value, *args)
+        return y, pull(g)
 
-    x, scale = _array(_BF16, tokens, width), _array(_F32, width)
-    gate = _array(_BF16, tokens, hidden)
-
-    def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
-        return fp8_flow.rms_norm(x, scale).value
-
-    def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
-        return fp8_flow.gated_product(gate, up).value
-
-    return {
-        "rms_norm": functools.partial(both, norm, x, scale),
-        "gated_product": functools.partial(both, gated, gate, gate),
-    }
+    return both, (jax.eval_shape(value, *args), *args)
 
 
-def _noise(shape: tuple[int, int]) -> dict[str, Callable[[], Part]]:
-    """Sampled weights, and what the gradient of the bitwidths takes of a gradient."""
-    factor = _array(_F32, *noise_kernels.block_shape(shape))
+def _noise(impl: str, *shape: int) -> Part:
+    """Sampled weights, or what the gradient of the bitwidths takes of a gradient."""
+    if impl == "sample":
+        return noise.forward("gaussws"), (_F32(shape), _F32(noise_kernels.block_shape(shape)), _KEY)
     sums = functools.partial(noise_kernels.noise_sums, noise=NOISES["gaussws"])
-    key = _array(_U32)
-    return {
-        "sample": _of(noise.forward("gaussws"), _array(_F32, *shape), factor, key),
-        "noise_sums": _of(sums, _array(_BF16, *shape), key),
-    }
+    return sums, (_BF16(shape), _KEY)
 
 
-# case -> implementation -> what makes its function and arguments
-PARTS: dict[str, dict[str, Callable[[], Part]]] = {
-    "group_codec/2048x8192": _codec((2048, 8192)),
-    "group_codec/8192x8192": _codec((8192, 8192)),  # in f32 larger than a chip's own memory
-    "linear/16384x4096x16384": _linear(16384, 4096, 16384),
-    "linear/8192x2048x8192": _linear(8192, 2048, 8192),
-    "fp8_flow/8192x2048x8192": _flow(8192, 2048, 8192),
-    "fp8_flow/32768x4096x14336": _flow(32768, 4096, 14336),
-    "gaussws/2048x8192": _noise((2048, 8192)),
+_MAKERS = {"group_codec": _codec, "linear": _linear, "fp8_flow": _flow, "gaussws": _noise}
+_CODED = (*(f"{what}-{name}" for name in _CODECS for what in ("encode", "decode")),
+          "compress_state(adam)")  # fmt: skip
+_LAYERS = (PLAIN, "switchback-int8", "switchback-fp8", "llm_int8-int8")
+_FLOW = ("rms_norm", "gated_product")
+# case -> implementations
+PARTS: dict[str, tuple[str, ...]] = {
+    "group_codec/2048x8192": _CODED,
+    "group_codec/8192x8192": _CODED,  # in f32 larger than a chip's own memory
+    "linear/16384x4096x16384": _LAYERS,
+    "linear/8192x2048x8192": _LAYERS,
+    "fp8_flow/8192x2048x8192": _FLOW,
+    "fp8_flow/32768x4096x14336": _FLOW,
+    "gaussws/2048x8192": ("sample", "noise_sums"),
 }
 
 
-def compile_part(chip: str, case: str, impl: str) -> tuple[Any, float]:
-    """The program of a part for a chip, and seconds."""
-    function, args = PARTS[case][impl]()
-    mesh = chips.mesh(chip)
-    return chips.compiled(mesh, function, *chips.replicated(mesh, args))
-
-
-def ideal_bytes(case: str, impl: str) -> int:
-    """Bytes of arguments and results, each once."""
-    function, args = PARTS[case][impl]()
-    every = (args, jax.eval_shape(function, *args))
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(every))
+def compile_part(chip: str, case: str, impl: str) -> tuple[Any, int]:
+    """The program of a part for a chip, and bytes of arguments and results, each once."""
+    kind, sizes = case.split("/")
+    function, args = _MAKERS[kind](impl, *map(int, sizes.split("x")))
+    ideal, on = live_bytes((args, jax.eval_shape(function, *args))), cases.mesh(chip)
+    args = cases.placed(on, args, jax.tree.map(lambda _: PartitionSpec(), args))
+    return cases.compiled(on, function, *args), ideal
