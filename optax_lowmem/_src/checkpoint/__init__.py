@@ -1,1 +1,1 @@
-"""Checkpoints: description and check of the format, files, conversions, export."""
+"""Checkpoints: save, restore, check the format, convert from and to optax, export weights."""
