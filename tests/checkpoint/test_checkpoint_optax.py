@@ -315,7 +315,7 @@ MISFITS = {
     ),
     "sgd without momentum": (
         lowmem.flash_sgd(1e-3), optax.sgd(1e-3, 0.9),
-        "continues from a count at most, but optax's state has TraceState.trace",
+        "continues from at most a count, but optax's state has TraceState.trace",
     ),
     "chain": (
         lowmem.chain(optax.clip(1.0), lowmem.flash_adamw(1e-3)), optax.scale_by_adam(),

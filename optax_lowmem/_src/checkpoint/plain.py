@@ -294,7 +294,7 @@ def map_optax(
 
     made = map_slots(visit, plain)
     if sorted(seen) != sorted(slots) or other:
-        keeps = _by_state(slots) or "a count at most"
+        keeps = _by_state(slots) or "at most a count"
         has = ", ".join([*seen, *other]) or "nothing"
         raise ValueError(
             f"{where}: this optimizer continues from {keeps}, but optax's state has {has} "
