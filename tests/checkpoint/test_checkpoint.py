@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import optax_lowmem as lowmem
 from optax_lowmem import checkpoint
 from optax_lowmem._src.checkpoint import store
-from optax_lowmem._src.core import scope
+from optax_lowmem._src.core import context
 from tests import contract_cases as cases
 from tests.checkpoint_cases import (
     SMALL,
@@ -178,7 +178,7 @@ def test_codes_that_share_bytes_lie_as_their_parameter():
     few = NamedSharding(mesh_of(2), P(None, "a"))
     for columns, codes in ((96, P(None, "a")), (94, P(None, None))):  # 48 bytes, and 47
         like = {"w": jax.ShapeDtypeStruct((64, columns), jnp.bfloat16, sharding=few)}
-        state, decisions = scope.dry_run(four_bits(1e-3), like)
+        state, decisions = context.dry_run(four_bits(1e-3), like)
         _, found = store.targets(like, state, None, decisions)
         assert found.mu["w"].sharding.spec == found.nu["w"].sharding.spec == codes
         assert found.correction["w"].sharding == few

@@ -286,6 +286,7 @@ def test_layers_may_be_stacked_along_the_second_axis():
         model(layers__dense__kernel=(8, 8), layers__dense__bias=(8,)),
         model(layers__0__dense__kernel=(8, 8), layers__1__dense__kernel=(8, 8)),
         model(h__wq=(8, 8), h__wk=(8, 8), h__w1=(8, 8)),
+        model(h__query__kernel=(8, 2, 4), h__up__kernel=(8, 24)),
     ],
 )
 def test_a_name_alone_stacks_nothing(params):

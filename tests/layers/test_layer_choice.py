@@ -14,7 +14,7 @@ from flax import linen, nnx  # noqa: E402
 from benchmarks import records  # noqa: E402
 from benchmarks.suites.linear import tables as linear_tables  # noqa: E402
 from optax_lowmem import layers  # noqa: E402
-from optax_lowmem._src.core import platform  # noqa: E402
+from optax_lowmem._src.kernels import platform  # noqa: E402
 from optax_lowmem._src.switchback import choice  # noqa: E402
 from tests.lowering import kernels_in, lower_for_cuda  # noqa: E402
 

@@ -298,7 +298,7 @@ def test_table_of_bitwidths():
 def test_safe_cast():
     w, _ = drawn((2, 40, 64))
     tree = {"a": w.astype(jnp.bfloat16), "norm": jnp.ones((64,))}
-    bits = {"a": jnp.stack([jnp.full((2, 2), 3.0), jnp.full((2, 2), 5.5)])}
+    bits = {"a": jnp.full((2, 2, 2), 2.0).at[:, 1, 0].set(jnp.asarray([3.0, 5.5]))}
     cast = gaussws.safe_cast(tree, bits)
     assert cast["a"].dtype == jnp.bfloat16 and cast["norm"] is tree["norm"]
     for layer, top in enumerate((3, 6)):

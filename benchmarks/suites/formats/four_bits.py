@@ -22,7 +22,7 @@ from benchmarks.suites.formats.formats import EXACT, FOUR_BITS, MU, NEAREST, NU,
 from benchmarks.suites.formats.training import DECAYS
 from benchmarks.training import say
 from optax_lowmem import Storage, codecs
-from optax_lowmem._src.update.plan import rounds_stochastically
+from optax_lowmem._src.step.plan import rounds_stochastically
 
 GROUPS = (16, 32, 64, 128)
 BASE = "flash_adamw"  # whose 8 bits are measured beside them

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.core import scope, trees
+from optax_lowmem._src.core import context, trees
 
 FORMAT_VERSION = 3
 NAME = "optax_lowmem"
@@ -62,7 +62,7 @@ def metadata(tx: optax.GradientTransformation, params: optax.Params) -> dict[str
       >>> described["slots"]["w"]["mu"]["codec"], described["slots"]["w"]["mu"]["group_size"]
       ('softsign-int8', 32)
     """
-    state, decisions = scope.dry_run(tx, params)
+    state, decisions = context.dry_run(tx, params)
     slots: dict[str, dict[str, Any]] = {}
     for decision in decisions:
         if decision.slot != "step":
@@ -83,7 +83,7 @@ def _free_name(slot: str, taken: Mapping[str, Any]) -> str:
     return f"{slot}_{same}" if same else slot
 
 
-def _described(decision: scope.Decision) -> dict[str, Any]:
+def _described(decision: context.Decision) -> dict[str, Any]:
     if decision.slot == "correction":
         return {"split": decision.form}
     found: dict[str, Any] = {"codec": None}

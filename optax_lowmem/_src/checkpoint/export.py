@@ -12,7 +12,7 @@ from optax_lowmem._src.checkpoint import files
 from optax_lowmem._src.checkpoint.files import StrPath
 from optax_lowmem._src.core import numerics, trees
 from optax_lowmem._src.core.clean_weights import clean_params
-from optax_lowmem._src.update.masters import master_params
+from optax_lowmem._src.step.masters import master_params
 
 _FORMATS = ("safetensors", "orbax")
 

@@ -18,11 +18,11 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lowmem._src.codecs import group_codec
-from optax_lowmem._src.core import metadata, numerics, packs, random, scope, trees
+from optax_lowmem._src.core import array_metadata, context, numerics, packs, random, trees
 from optax_lowmem._src.optimizers import every_record
 from optax_lowmem._src.optimizers.record import Constructor, OptimizerRecord, name_of
-from optax_lowmem._src.update.engine import Engine, EngineTransformation
-from optax_lowmem._src.update.masters import master_params
+from optax_lowmem._src.step.engine import Engine, EngineTransformation
+from optax_lowmem._src.step.masters import master_params
 from optax_lowmem._src.wrappers.chain import Chain
 from optax_lowmem._src.wrappers.compress import CompressedState
 from optax_lowmem._src.wrappers.init import init
@@ -59,7 +59,7 @@ def counterpart(
         return _of_engine(tx.engine)
     if isinstance(tx, Chain):
         return optax.chain(*(counterpart(link, params) for link in tx.links))
-    state, decisions = scope.dry_run(tx, params)
+    state, decisions = context.dry_run(tx, params)
     if not decisions:
         return tx
     inner = getattr(getattr(tx.init, "__self__", None), "inner", None)
@@ -142,7 +142,7 @@ class Converter(abc.ABC):
       decisions: those of the `init` of the low-memory optimizer.
     """
 
-    def __init__(self, decisions: list[scope.Decision]):
+    def __init__(self, decisions: list[context.Decision]):
         self.decisions = Decisions(decisions)
 
     @abc.abstractmethod
@@ -360,18 +360,18 @@ _decode = jax.jit(group_codec.decode, static_argnames=("codec", "group_size", "l
 class Decisions:
     """The decisions of an `init`, returned in the order in which `init` made them."""
 
-    def __init__(self, decisions: list[scope.Decision]):
-        self._left: dict[tuple[str, str], list[scope.Decision]] = collections.defaultdict(list)
+    def __init__(self, decisions: list[context.Decision]):
+        self._left: dict[tuple[str, str], list[context.Decision]] = collections.defaultdict(list)
         for decision in decisions:
             self._left[decision.path, decision.slot].append(decision)
         self._all = {(d.path, d.slot): d for d in decisions}
         self._outside: set[tuple[str, str]] = set()
 
-    def take(self, path: str, slot: str) -> scope.Decision:
+    def take(self, path: str, slot: str) -> context.Decision:
         """Return and remove the next decision for a leaf's slot."""
         return self._left[path, slot].pop(0)
 
-    def take_own(self, path: str, slot: str) -> scope.Decision:
+    def take_own(self, path: str, slot: str) -> context.Decision:
         """Apply `take`, but return f32 for a slot that an outer `CompressedState` quantizes."""
         if (path, slot) in self._outside:
             decision = self._all[path, slot]
@@ -398,7 +398,7 @@ class Decisions:
 
 
 def encode_leaf(
-    decision: scope.Decision, x: jax.Array, like: jax.Array, seed: jax.Array, count: jax.Array
+    decision: context.Decision, x: jax.Array, like: jax.Array, seed: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Encode f32 values as the optimizer stores them, and return the slot and its scales.
 
@@ -422,7 +422,7 @@ def encode_leaf(
 
 
 def decode_leaf(
-    decision: scope.Decision, stored: jax.Array, scales: jax.Array, shape: tuple[int, ...]
+    decision: context.Decision, stored: jax.Array, scales: jax.Array, shape: tuple[int, ...]
 ) -> jax.Array:
     """Decode a stored slot to f32 values, one per element of a leaf of this shape."""
     own = decision.values_shape
@@ -513,7 +513,7 @@ def from_optax(
       (1, dtype('int8'))
     """
     weights, empty = init(tx, params, dtype, seed=seed, allow_rounding=allow_rounding)
-    _, decisions = scope.dry_run(tx, weights)
+    _, decisions = context.dry_run(tx, weights)
     return weights, _Encoder(decisions).walk(empty, optax_state)
 
 
@@ -651,7 +651,7 @@ def to_optax(
       >>> updates, old = optax.adamw(1e-3).update(params, old, params)
     """
     masters = master_params(params, state)
-    _, decisions = scope.dry_run(tx, params)
+    _, decisions = context.dry_run(tx, params)
     chosen = counterpart(tx, params) if plain is None else plain
     abstract = jax.eval_shape(chosen.init, masters)
     found = _Decoder(decisions).walk(state, abstract)
@@ -698,7 +698,7 @@ class _Decoder(Converter):
                     shape = (sum(math.prod(wanted[name].shape) for name in in_packs[path]),)
                     decision = dataclasses.replace(decision, shape=shape)
                 stored.append(decode_leaf(decision, codes, scales, shape))
-            values = packs.unpacked(metadata.like(tree, stored), wanted)
+            values = packs.unpacked(array_metadata.like(tree, stored), wanted)
             leaves = [values[path].astype(leaf.dtype) for path, leaf in wanted.items()]
             return jax.tree.unflatten(jax.tree.structure(like), leaves)
 

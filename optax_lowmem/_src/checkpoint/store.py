@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from optax_lowmem._src.checkpoint import checksums, files
 from optax_lowmem._src.checkpoint.description import check, check_version, forms, metadata, unlike
 from optax_lowmem._src.checkpoint.files import DESCRIPTION, PARAMS, STATE, StrPath, open_manager
-from optax_lowmem._src.core import scope, trees
+from optax_lowmem._src.core import context, trees
 from optax_lowmem._src.core.placement import beside
 
 # ---- Orbax saves no arrays of size 0, no array without a name, no empty items --------------------
@@ -69,7 +69,7 @@ def targets(
     params_like: optax.Params,
     state_like: optax.OptState,
     shardings: Shardings,
-    decisions: Sequence[scope.Decision],
+    decisions: Sequence[context.Decision],
 ) -> tuple[Any, Any]:
     """Return abstract parameters and state, every leaf with its sharding.
 
@@ -107,7 +107,7 @@ def _as_parameters(
     params: optax.Params,
     state: optax.OptState,
     here: Sharding,
-    decisions: Sequence[scope.Decision],
+    decisions: Sequence[context.Decision],
 ) -> Sequence[Sharding]:
     """Return the sharding of each array of a state: that of its parameter, otherwise `here`.
 
@@ -375,7 +375,7 @@ def restore_from(
             f"'{checksums.NAME}' are missing: restore another step or a copy."
         )
     check(saved, tx, params_like)
-    state_like, decisions = scope.dry_run(tx, params_like)
+    state_like, decisions = context.dry_run(tx, params_like)
     abstract = targets(params_like, state_like, shardings, decisions)
     wanted = dict(zip((PARAMS, STATE), abstract, strict=True))
     stored = {n: tree for n, t in wanted.items() if (tree := packed(t)) is not None}

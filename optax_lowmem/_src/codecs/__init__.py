@@ -1,4 +1,4 @@
-"""Codecs of optimizer slots and of master weights, and their tables."""
+"""Codecs of optimizer slots, the formats of their scales, and splits of master weights."""
 
 import jax
 import jax.numpy as jnp

@@ -13,7 +13,7 @@ from jax import lax
 
 from optax_lowmem._src.codecs.base import GroupCodec, Span, guard
 from optax_lowmem._src.core import numerics
-from optax_lowmem._src.core.shown import ShowsChanges
+from optax_lowmem._src.core.reprs import ShowsChanges
 
 _PAPER_MIN_RANGE = 1e-5  # the reference implementation's floor
 _FAR = 1024.0  # codes: further than this from the zero-point everything is clipped

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._src.core import groups, numerics
-from optax_lowmem._src.core.shown import ShowsChanges
+from optax_lowmem._src.core.reprs import ShowsChanges
 
 # ---- the scale of a group: f32, 16 bits with an 8-bit exponent, or the paper's FP16 --------------
 

@@ -18,7 +18,7 @@ from optax_lowmem._src.codecs.float8 import (
     e5m2,
 )
 from optax_lowmem._src.core import numerics
-from optax_lowmem._src.core.shown import ShowsChanges
+from optax_lowmem._src.core.reprs import ShowsChanges
 
 _K_BITS = 15  # of a word: 4 of the exponent, the rest of the mantissa
 _K_DROPPED = 23 - (_K_BITS - 4)

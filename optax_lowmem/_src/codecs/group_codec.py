@@ -16,9 +16,10 @@ from optax_lowmem._src.codecs import (
     decode_array,
     encode_array,
 )
-from optax_lowmem._src.core import explicit, platform, random
-from optax_lowmem._src.core.gpu_kernel import BACKENDS
+from optax_lowmem._src.core import explicit, random
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tiling
+from optax_lowmem._src.kernels import platform
+from optax_lowmem._src.kernels.gpu_kernel import BACKENDS
 
 # ---- in plain jnp: the specification, and the path without a kernel ------------------------------
 

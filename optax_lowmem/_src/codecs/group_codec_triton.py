@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from optax_lowmem._src.codecs import GroupCodec, group_codec
-from optax_lowmem._src.core import gpu_kernel, gpu_triton, numerics, random, tiles
-from optax_lowmem._src.core.gpu_kernel import Operand, Program
+from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.groups import Tile, Tiling, result_like
+from optax_lowmem._src.kernels import gpu_kernel, gpu_triton, tiles
+from optax_lowmem._src.kernels.gpu_kernel import Operand, Program
 
 _MOST_WARPS = 32  # of a program on a GPU
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._src.core import numerics
-from optax_lowmem._src.core.shown import ShowsChanges
+from optax_lowmem._src.core.reprs import ShowsChanges
 
 Noise = jax.Array | None
 _LARGEST = 3.3895313892515355e38  # of bf16: noise makes no infinity of what is not above it

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.core import groups, numerics, packs, scope, trees
-from optax_lowmem._src.update.masters import master_params
+from optax_lowmem._src.core import context, groups, numerics, packs, trees
+from optax_lowmem._src.step.masters import master_params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +58,9 @@ def code_shares(
       1.0
     """
     shares: dict[str, dict[str, CodeShares]] = {}
-    decided: dict[tuple[str, str], scope.Decision] = {}
+    decided: dict[tuple[str, str], context.Decision] = {}
     if tx is not None:
-        decided = {(d.slot, d.path): d for d in scope.dry_run(tx, params)[1]}
+        decided = {(d.slot, d.path): d for d in context.dry_run(tx, params)[1]}
     fields = [
         (slot, path, leaf)
         for slot, tree in trees.state_fields(state)
@@ -219,7 +219,7 @@ def stalled_leaves(
     """
     if action not in ("warn", "raise", "none"):
         raise ValueError(f"action must be 'warn', 'raise' or 'none', got {action!r}")
-    _, decisions = scope.dry_run(tx, params)
+    _, decisions = context.dry_run(tx, params)
     kept = {d.path: (d.form, d.stochastic) for d in decisions if d.slot == "correction"}
     stalls = []
     for path, leaf in trees.named_leaves(params):

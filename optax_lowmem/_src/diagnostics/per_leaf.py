@@ -13,8 +13,8 @@ from optax_lowmem._src.codecs import StoredSlot, decode_array
 from optax_lowmem._src.core import numerics, trees
 from optax_lowmem._src.core.clipping import rms_of_ratio
 from optax_lowmem._src.core.hyperparameters import as_f32, check_decay, check_range, decay_at
-from optax_lowmem._src.update.masters import master_params
-from optax_lowmem._src.update.storage import Storage
+from optax_lowmem._src.step.masters import master_params
+from optax_lowmem._src.step.storage import Storage
 
 L = TypeVar("L")
 

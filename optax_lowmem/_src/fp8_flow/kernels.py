@@ -15,8 +15,9 @@ from jax.typing import DTypeLike
 
 from optax_lowmem._src import quantized_matmul as matmul
 from optax_lowmem._src.codecs.base import E8M8Scale
-from optax_lowmem._src.core import groups, numerics, platform
+from optax_lowmem._src.core import groups, numerics
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, next_power_of_two
+from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.quantized_matmul import (
     E4M3,
     Format,

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._src import quantized_matmul as matmul
-from optax_lowmem._src.core import gpu_kernel, groups, numerics, tiles
-from optax_lowmem._src.core.gpu_kernel import Operand, Program
+from optax_lowmem._src.core import groups, numerics
 from optax_lowmem._src.core.groups import Tile, Tiling, next_power_of_two, result_like
 from optax_lowmem._src.fp8_flow import kernels
 from optax_lowmem._src.fp8_flow.kernels import Grouped
+from optax_lowmem._src.kernels import gpu_kernel, tiles
+from optax_lowmem._src.kernels.gpu_kernel import Operand, Program
 from optax_lowmem._src.quantized_matmul import Format, Quantized
 from optax_lowmem._src.quantized_matmul.triton import store_scale
 

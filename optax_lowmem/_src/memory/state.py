@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.checkpoint.plain import counterpart, counterpart_name
-from optax_lowmem._src.core import scope, trees
+from optax_lowmem._src.core import context, trees
 
 _UNITS = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10}
 
@@ -144,7 +144,7 @@ def _counterpart(tx: Any, params: Any) -> tuple[str | None, Any]:
 
 def _alone(tx: optax.GradientTransformation, params: Any) -> Report:
     """Return the report without a comparison."""
-    state, decisions = scope.dry_run(tx, params)
+    state, decisions = context.dry_run(tx, params)
     leaves = dict(trees.named_leaves(params))
     by_leaf = {path: {"params": _bytes(leaf)} for path, leaf in leaves.items()}
     by_slot: dict[str, int] = defaultdict(int)

@@ -15,9 +15,10 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from optax_lowmem._src.codecs import split_of
-from optax_lowmem._src.core import explicit, numerics, platform, random, scope
+from optax_lowmem._src.core import context, explicit, numerics, random
 from optax_lowmem._src.core.groups import MAX_ELEMENTS
 from optax_lowmem._src.core.placement import Placement
+from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.noise.distributions import EIGHT, GAUSSWS, Noise, pack
 from optax_lowmem._src.noise.formats import Format, Scaled
 
@@ -184,7 +185,7 @@ def _laid_out(
     """
     first = arrays[0]
     assert first is not None
-    place = scope.placement(path) if path is not None else None
+    place = context.placement(path) if path is not None else None
     place = place or explicit.placement_of(path or "a sampled weight", first)
     if place is None or not whole_blocks(place, first.shape):
         lies = (explicit.sharding_of(first), None) if results == 2 else None
@@ -212,7 +213,7 @@ _DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 
 def no_kernel_reason(x: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
     """Return the reason why no kernel takes an array here, or None where one does."""
-    if scope.implementation() == "xla":
+    if context.implementation() == "xla":
         return "implementation='xla'"
     reason = platform.no_kernel_reason(x)
     if reason is not None:

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._src.codecs import split_of
-from optax_lowmem._src.core import gpu_kernel, numerics, random
-from optax_lowmem._src.core.gpu_kernel import Operand, Program
+from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.groups import result_like
+from optax_lowmem._src.kernels import gpu_kernel
+from optax_lowmem._src.kernels.gpu_kernel import Operand, Program
 from optax_lowmem._src.noise.distributions import EIGHT, GAUSSWS, Noise
 from optax_lowmem._src.noise.formats import Format, Scaled
 from optax_lowmem._src.noise.kernels import SIDE, block_shape

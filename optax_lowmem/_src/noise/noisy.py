@@ -10,15 +10,15 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from optax_lowmem._src.blocks.parts import Parts, chooser
-from optax_lowmem._src.core import metadata, numerics, random, scope, trees
+from optax_lowmem._src.core import array_metadata, context, numerics, random, trees
 from optax_lowmem._src.core.clean_weights import FIELD
 from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.core.hyperparameters import as_f32, check_range
 from optax_lowmem._src.noise import distributions, formats, kernels
 from optax_lowmem._src.noise.bitwidth import bitwidth
 from optax_lowmem._src.noise.sampling import bits_gradient, factor_of, noise_named
-from optax_lowmem._src.update.engine import EngineTransformation
-from optax_lowmem._src.update.masters import adds_noise, corrections_of
+from optax_lowmem._src.step.engine import EngineTransformation
+from optax_lowmem._src.step.masters import adds_noise, corrections_of
 
 # path, w, correction, b_i, format and dtype of a sampled leaf
 _Sampled = tuple[str, jax.Array, jax.Array | None, jax.Array, formats.Format, jnp.dtype]
@@ -85,24 +85,24 @@ class Noisy:
         ]
         nothing, ones, zeros = compiled(_first_bits)(shapes)
         rows = zip(leaves, chosen, nothing, strict=True)
-        clean = metadata.like(
+        clean = array_metadata.like(
             params,
             [
                 self._clean(path, trees.with_values(leaf)) if sampled else none
                 for (path, leaf), sampled, none in rows
             ],
         )
-        bits, scale = metadata.like(params, ones), metadata.like(params, zeros)
-        with scope.recording() as decisions:
+        bits, scale = array_metadata.like(params, ones), array_metadata.like(params, zeros)
+        with context.recording() as decisions:
             inner = self._init_inner(_merged(params, clean, chosen))
         self._record(decisions, leaves, chosen)
-        seed = scope.provided_seed(self.seed)
+        seed = context.provided_seed(self.seed)
         span = jnp.asarray([self.bits_init, self.bits_target], jnp.float32)
         state = GaussWSState(
             jnp.zeros((), jnp.int32), seed, clean, bits, scale, span,
             self.bits_optimizer.init(bits), inner,
         )  # fmt: skip
-        if scope.provided_original(leaves[0][0] if leaves else "") is None:
+        if context.provided_original(leaves[0][0] if leaves else "") is None:
             return state
         return self._first(params, state)
 
@@ -117,11 +117,11 @@ class Noisy:
             if sampled:
                 kernels.check_matrix(f"sampled leaf '{path}'", leaf)
                 words = f"blocks of {kernels.SIDE} x {kernels.SIDE}, b_t from {self.bits_init:g}"
-                scope.record(scope.Decision(path, FIELD, self.noise.name, words))
+                context.record(context.Decision(path, FIELD, self.noise.name, words))
         return chosen
 
     def _clean(self, path: str, leaf: jax.Array) -> jax.Array:
-        original = scope.provided_original(path)
+        original = context.provided_original(path)
         if self.clean_dtype is None or jnp.dtype(leaf.dtype) == self.clean_dtype:
             # with no other weight for the loss, this would be the very buffer of the parameter
             return jnp.array(leaf, copy=True) if original is None else leaf
@@ -143,19 +143,19 @@ class Noisy:
 
     def _record(
         self,
-        decisions: list[scope.Decision],
+        decisions: list[context.Decision],
         leaves: list[tuple[str, jax.Array]],
         chosen: list[bool],
     ) -> None:
         """Records what `inner` decided, and of which other leaves `clean` has all bits."""
         for decision in decisions:
-            scope.record(decision)
+            context.record(decision)
         decided = {d.path for d in decisions if d.slot == "correction"}
         for (path, leaf), sampled in zip(leaves, chosen, strict=True):
             wide = self.clean_dtype not in (None, jnp.dtype(leaf.dtype))
             if sampled and wide and path not in decided:
                 reason = f"its clean weight is in {self.clean_dtype}"
-                scope.record(scope.Decision(path, "correction", None, reason))
+                context.record(context.Decision(path, "correction", None, reason))
 
     def _first(self, params: optax.Params, state: GaussWSState) -> GaussWSState:
         """The state with the noise of step 0, which `lowmem.init` gives to the loss."""
@@ -164,8 +164,8 @@ class Noisy:
         found = self._sampled(rows, weights, state)
         for row, (weight, _) in zip(rows, found, strict=True):
             if row.sampled:
-                scope.hand_sampled(row.path, weight)
-        return state._replace(scale=metadata.like(params, [s for _, s in found], state.scale))
+                context.hand_sampled(row.path, weight)
+        return state._replace(scale=array_metadata.like(params, [s for _, s in found], state.scale))
 
     # ---- step --------------------------------------------------------------------------------
 
@@ -189,7 +189,7 @@ class Noisy:
             gradients: optax.Updates, inner_state: optax.OptState, weights: optax.Params
         ) -> tuple[Any, Any]:
             scaled = {} if factor is None else {"gradient_scale": factor}
-            with scope.emitting() as inside:
+            with context.emitting() as inside:
                 step, new_state = self.inner.update(
                     gradients, inner_state, weights, **scaled, **extra
                 )
@@ -206,10 +206,10 @@ class Noisy:
         for (path, old), weight, step, bits in rows:
             change = numerics.widen(weight) - numerics.widen(old) if bits.ndim else step
             changes.append(change)
-            if scope.is_emitting() and (path in emitted or bits.ndim):
+            if context.is_emitting() and (path in emitted or bits.ndim):
                 # what was changed after the split inside is said to whom watches here
                 spoilt = emitted[path] - step if path in emitted else jnp.zeros_like(change)
-                scope.emit(path, change + spoilt)
+                context.emit(path, change + spoilt)
         return jax.tree.unflatten(jax.tree.structure(params), changes), state
 
     def advance(
@@ -241,8 +241,8 @@ class Noisy:
         own = zip(rows, jax.tree.leaves(weights), strict=True)
         kept = [w if row.sampled else row.clean for row, w in own]
         state = state._replace(
-            clean=metadata.like(params, kept, state.clean),
-            scale=metadata.like(params, [s for _, s in found], state.scale),
+            clean=array_metadata.like(params, kept, state.clean),
+            scale=array_metadata.like(params, [s for _, s in found], state.scale),
         )
         new = jax.tree.unflatten(jax.tree.structure(params), [w for w, _ in found])
         return new, state
@@ -278,13 +278,13 @@ class Noisy:
         factor: jax.Array | None,
     ) -> tuple[jax.Array, Any, Any]:
         """The new count, b_i and the state of their optimizer (equations 3, 9 and 10)."""
-        run = _bits_gradients if scope.is_placing() else compiled(_bits_gradients)
+        run = _bits_gradients if context.is_placing() else compiled(_bits_gradients)
         small = [row._replace(param=None, clean=None) for row in rows]
         span = self.bits_init, self.bits_target
         found = run(
             self.noise, span, self.bits_loss, small, gradients, state.seed, state.count, factor
         )
-        given = metadata.like(params, found, state.bits)
+        given = array_metadata.like(params, found, state.bits)
         steps, bits_state = self.bits_optimizer.update(given, state.bits_state, state.bits)
         bits = optax.apply_updates(state.bits, steps)
         return optax.safe_increment(state.count), bits, bits_state
@@ -301,7 +301,7 @@ class Noisy:
             to = self.compute or formats.format_of(dtype.name)
             if row.sampled:
                 given.append((row.path, w, corrections.get(row.path), b, to, dtype))
-        run = _samples if scope.is_placing() else compiled(_samples)
+        run = _samples if context.is_placing() else compiled(_samples)
         span = self.bits_init, self.bits_target
         sampled = iter(run(self.noise, span, given, state.seed, state.count))
         return [next(sampled) if row.sampled else (w, row.scale) for row, w, _ in own]

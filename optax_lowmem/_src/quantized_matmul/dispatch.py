@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_lowmem._src.core import platform
 from optax_lowmem._src.core.groups import MAX_ELEMENTS
+from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.quantized_matmul.plain import (
     Format,
     Quantized,

@@ -18,7 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from optax_lowmem._src.core import platform, varying
+from optax_lowmem._src.core import varying
+from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.quantized_matmul.plain import Quantized
 
 TILE = 128  # rows and columns of a warpgroup's part of the result, and length of a partial sum

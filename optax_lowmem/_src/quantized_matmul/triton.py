@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lowmem._src.core import gpu_kernel, tiles
-from optax_lowmem._src.core.gpu_kernel import Operand, Program, Run
 from optax_lowmem._src.core.groups import next_power_of_two, result_like
+from optax_lowmem._src.kernels import gpu_kernel, tiles
+from optax_lowmem._src.kernels.gpu_kernel import Operand, Program, Run
 from optax_lowmem._src.quantized_matmul import plain
 from optax_lowmem._src.quantized_matmul.plain import Format, Quantized
 

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_lowmem._src.core import random, scope, trees, varying
+from optax_lowmem._src.core import context, random, trees, varying
 from optax_lowmem._src.core.placement import placements
-from optax_lowmem._src.core.rules import MatrixRule, UpdateRule
 from optax_lowmem._src.release.model import (
     Layered,
     LayerFunction,
@@ -22,14 +21,10 @@ from optax_lowmem._src.release.model import (
     take_apart,
     with_floats,
 )
-from optax_lowmem._src.update import IMPLEMENTATIONS, LeafPlan, LeafState
-from optax_lowmem._src.update.batch import LeafBatch
-from optax_lowmem._src.update.engine import (
-    Engine,
-    EngineTransformation,
-    count_and_keys,
-    step_leaves,
-)
+from optax_lowmem._src.step import IMPLEMENTATIONS, LeafPlan, LeafState
+from optax_lowmem._src.step.batch import LeafBatch
+from optax_lowmem._src.step.engine import Engine, EngineTransformation, count_and_keys, step_leaves
+from optax_lowmem._src.step.rule import MatrixRule, UpdateRule
 from optax_lowmem._src.wrappers.pack import PackedEngine
 
 # ---- one layer of stacked leaves: which can be stepped on their own, reading and writing it ------
@@ -64,7 +59,7 @@ def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
             "they are rows or columns of its matrices. Leave the first axis out of its "
             "MuonDimensionNumbers."
         )
-    place = scope.placement(plan.path)
+    place = context.placement(plan.path)
     if place is not None and place.parts(0) > 1:
         return f"they lie on several devices ({place.spec}). Cut another axis."
     if plan.grouped and len(plan.shape) == 1:
@@ -261,7 +256,7 @@ class Run:
         """Parameters or layers of them, with the hyperparameters of this step."""
         return LeafBatch(
             tuple(plans), gradients, weights, states, self.h, [{}] * len(plans), keys,
-            tuple(range(len(plans))), scope.implementation(), shared,
+            tuple(range(len(plans))), context.implementation(), shared,
             keys if shared_keys is None else shared_keys,
         )  # fmt: skip
 
@@ -357,7 +352,7 @@ def train_step(
 
     def step(params: optax.Params, state: optax.OptState, batch: object) -> tuple[Any, Any, Any]:
         places = None if specs is None else placements(params, specs, mesh)
-        with scope.implementing(implementation), scope.placing(places):
+        with context.implementing(implementation), context.placing(places):
             run = Run.begin(engine, model, params, state, each_gradient, per_layer)
             loss = backward(model, run, batch)
             return loss, *run.result(params)

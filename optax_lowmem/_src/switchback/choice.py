@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_lowmem._src.core import platform
+from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.quantized_matmul import Format, Quantized, product_reason
 from optax_lowmem._src.switchback.products import ProductSettings
 
