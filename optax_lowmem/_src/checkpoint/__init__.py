@@ -1,1 +1,1 @@
-"""Checkpoints: save, restore, check the format, convert from and to optax, export weights."""
+"""Format and its check, checksums, Orbax, conversion from and to optax, export."""
