@@ -52,7 +52,7 @@ def test_sizes_decide_on_hopper(on_hopper):
             assert always.choose(*sizes) == (True, 'in 8 bits: implementation="quantized"')
             assert run_in_8_bits(always, sizes)
     assert auto("llm_int8").choose(*SMALL).quantized
-    assert "nothing" in auto().choose(0, 8, 8).reason
+    assert "empty" in auto().choose(0, 8, 8).reason
 
 
 @needs_mosaic
