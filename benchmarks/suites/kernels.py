@@ -1,9 +1,5 @@
 """Each GPU kernel by Pallas and as generated Triton, side by side.
 
-python -m benchmarks.run kernels --record
-python -m benchmarks.run kernels --case group-encode/softsign-int8 fp8-norm
-JAX_PLATFORMS=cpu python -m benchmarks.run kernels --tiny --backends interpret --case codes-rows
-
 The kernels of one array are looped in one jit; a step in place, of 16 leaves. Both backends take
 turns, and the median of `--repeats` turns is kept. `device_ms` is the time of a call, `tbps` the
 bytes that it reads and writes once, divided by that time.

@@ -1,7 +1,4 @@
-"""Bytes of weights and optimizer state of published models; nothing is allocated.
-
-python -m benchmarks.run memory --record
-"""
+"""Bytes of weights and optimizer state of published models; nothing is allocated."""
 
 import argparse
 from collections.abc import Callable, Iterator

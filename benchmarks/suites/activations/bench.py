@@ -1,9 +1,5 @@
 """A Llama's layer with activations in FP8: forward, backward, bytes kept (COAT, Tables 2 and 7).
 
-python -m benchmarks.run activations --record              # Table 7's four shapes, on a GPU
-python -m benchmarks.run activations --only bytes errors --record   # anywhere, in minutes
-python -m benchmarks.run activations --shapes h64-s32-b2   # anywhere
-
 Device time of programs looped in one jit, median of `--repeats` calls; implementations take turns.
 """
 

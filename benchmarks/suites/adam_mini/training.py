@@ -1,9 +1,5 @@
 """Q-Adam-mini's Figures 3, 5, 6, 7 and 8 on a GPT: losses and norms under each way to keep m and v.
 
-    python -m benchmarks.run adam_mini --record              # minutes on a GPU
-    python -m benchmarks.run adam_mini --preset smoke        # a tiny model, anywhere
-    python -m benchmarks.run adam_mini --variants adam_mini q_adam_mini --steps 20000
-
 Untied embedding and head of 32,000 rows, of which a batch of 2,048 tokens wakes about a fiftieth.
 The curves go to benchmarks/results/q_adam_mini.npz after each variant.
 """

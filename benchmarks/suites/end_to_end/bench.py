@@ -1,10 +1,5 @@
 """A whole training step of the Llama example, and the loss of its head alone: speed and memory.
 
-    python -m benchmarks.run end_to_end --record                  # on a GPU: minutes
-    python -m benchmarks.run end_to_end --only default --peers torch-liger torch-compile
-    python -m benchmarks.run end_to_end --only default --flags "--remat full --unroll 1"
-    python -m benchmarks.run end_to_end --preset tiny --steps 3 --loss 256x64x32   # anywhere
-
 The variants are command lines of examples/train_llama.py. Peers (`end_to_end.in_torch`) run before,
 each in a process of its own, where their packages are installed.
 """

@@ -1,7 +1,5 @@
 """FlashOptim's Figure 3 as numbers: f32 weights through a 16-bit one and its correction.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.run flashoptim --record
-
 Its Figures 4 and 5 are of `pairs`. Truth is NumPy in float64.
 """
 

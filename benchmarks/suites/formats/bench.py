@@ -1,8 +1,5 @@
 """COAT's Tables 1 and 9 with every 8-bit format of this package, on the states of a real run.
 
-    python -m benchmarks.run formats --record                    # gpt-42m: minutes on a GPU
-    python -m benchmarks.run formats --preset gpt-3m --record    # minutes on a CPU
-
 A GPT is trained by optax.adamw in f32. Beside it, a sample of its m and v is kept in every format,
 group size and rounding: decoded, averaged with the live gradient and encoded again at every step.
 """

@@ -1,8 +1,5 @@
 """Moments in 4 bits, in closed loop beside a run of AdamW in f32: each map alone, and in pairs.
 
-    python -m benchmarks.run four_bits --preset gpt-3m --steps 600 --record    # minutes on a CPU
-    python -m benchmarks.run four_bits --preset gpt-3m --steps 600 --torchao --record
-
 As `formats`, whose sample, errors and options it has. `--torchao` measures torchao's optimizers on
 the same gradients, beside ours of about their bytes, and no other map; it needs torch and torchao.
 """

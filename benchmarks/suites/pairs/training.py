@@ -1,9 +1,5 @@
 """An optimizer and its low-memory forms, trained from the same weights on the same batches.
 
-    python -m benchmarks.run pairs --preset gpt2-124m --variants adamw flash_adamw --record
-    python -m benchmarks.run pairs --preset gpt-42m --variants lion flash_lion --seeds 20 --record
-    python -m benchmarks.run pairs --preset smoke-gpt2 --folder /tmp/pairs   # anywhere, seconds
-
 What is unfinished at the limit is kept in `--folder`, and the same command goes on from there.
 GPT-2 124M has the hyperparameters of FlashOptim's Table 7; its text is all sources and pages of
 documentation that Python packages bring. Curves go to benchmarks/results/pairs-PRESET-RULE.npz.

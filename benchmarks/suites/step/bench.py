@@ -1,7 +1,4 @@
-"""Device time, compile time and memory of an optimizer step: ours and others', in one run.
-
-python -m benchmarks.run step --leaf-set ten-million --record
-"""
+"""Device time, compile time and memory of an optimizer step: ours and others', in one run."""
 
 import argparse
 import os

@@ -1,7 +1,5 @@
 """Finds how the fused step is best cut on this GPU, and writes it to tuned.json.
 
-python -m benchmarks.run tune --leaf-set llama-3.2-1b --optimizer adamw lion --write
-
 It works on weights and state of its own, made for the purpose: nothing live is tuned on.
 """
 

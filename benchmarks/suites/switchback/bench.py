@@ -1,10 +1,5 @@
 """SwitchBack's Figures 1 and 2 on a Llama of bytes, and appendix D.
 
-    python -m benchmarks.run switchback --part run --record     # minutes on a GPU
-    python -m benchmarks.run switchback --part large --record   # 65,536 tokens a step, likewise
-    python -m benchmarks.run switchback --part variance --record          # seconds, anywhere
-    python -m benchmarks.run switchback --part run --preset cpu # a tiny model, minutes on a CPU
-
 `run` and `large` store curves in benchmarks/results/switchback.npz after each variant.
 """
 

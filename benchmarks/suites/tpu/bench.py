@@ -1,7 +1,5 @@
 """Steps of every optimizer, and the library's other programs, compiled for TPUs without one.
 
-JAX_PLATFORMS=cpu python -m benchmarks.run tpu --record
-
 Nothing is run. The `device` of a record is the chip that was compiled for.
 """
 
