@@ -51,7 +51,6 @@ def cell(*parts: Any) -> str:
 
 
 def q_adam_mini() -> str:
-    """Return the held-out losses and norms of `adam_mini`."""
     stored = curves.load()
     about, of_runs = stored.about, stored.runs
     names = [name for name in of_runs if name != "q_adam_mini-case1"]
@@ -78,7 +77,6 @@ def q_adam_mini() -> str:
 
 
 def stable_adamw() -> str:
-    """Return the spikes and last losses of `spikes`, and one spike closely."""
     stored, usual = spikes.stored(), point().split(" ")[1:]
     row = records.last(records.all_records(), bench="spikes", metric="loss_spikes")
     assert row is not None
@@ -115,7 +113,6 @@ def of_part(stored: curves.Curves, part: str) -> dict[str, dict[str, np.ndarray]
 
 
 def settings(suite: str, about: Mapping[str, Any], unit: str) -> list[str]:
-    """Return comments on what runs were, and where."""
     return [
         RECORDED.format(f"benchmarks.run {suite}", **about),
         f"A Llama of {about['parameters']:,} weights, {about['steps']:,} steps of "
@@ -124,13 +121,11 @@ def settings(suite: str, about: Mapping[str, Any], unit: str) -> list[str]:
 
 
 def held_out(of_runs: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, Any]:
-    """Return the held-out losses of runs, with their steps."""
     first = next(iter(of_runs.values()))
     return {"step": first["val_step"]} | {name: of["val_loss"] for name, of in of_runs.items()}
 
 
 def switchback() -> str:
-    """Return the held-out losses and the magnitudes of features of `switchback`."""
     stored = curves.load(records.RESULTS / "switchback.npz")
     run, large = of_part(stored, "run"), of_part(stored, "large")
     names = ("standard", "standard-layer-scale", "tensorwise-unit", "tensorwise-unit-layer-scale")
@@ -146,7 +141,6 @@ def switchback() -> str:
 
 
 def gaussws() -> str:
-    """Return the losses, bitwidths, casts and learning rates of `gaussws`."""
     stored = curves.load(records.RESULTS / "gaussws.npz")
     run, of_rates = of_part(stored, "run"), of_part(stored, "rates")
     noisy = {f"{name}, with noise": of["sampled_loss"] for name, of in run.items()
@@ -177,7 +171,6 @@ def gaussws() -> str:
 
 
 def coat_activations() -> str:
-    """Return the bytes, times, batches and losses of FP8 activations."""
     stored = curves.load(records.RESULTS / "coat_activations.npz")
     about, rows = stored.about["run"], records.newest(records.all_records())
     shape = Shape.parse(activation_tables.TWO_THIRDS)

@@ -19,8 +19,6 @@ from benchmarks.training import ADAM, Program
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A way to train."""
-
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # more of its arguments
     optimizer: str = PLAIN  # by its name in examples/train_llama.py
     clip: bool = True  # whether gradients are clipped by their global norm

@@ -37,7 +37,6 @@ PAPERS = {
 
 
 def of_paper(name: str, method: str) -> Callable[[Rows], str]:
-    """Return what makes the table of a paper's claims and our measurements."""
     paper = importlib.import_module(f"benchmarks.claims.{name}")
 
     def table(rows: Rows) -> str:
@@ -48,7 +47,6 @@ def of_paper(name: str, method: str) -> Callable[[Rows], str]:
 
 
 def summary(rows: Rows) -> str:
-    """Count the verdicts of each paper."""
     body = []
     for name, (_, method) in PAPERS.items():
         paper = importlib.import_module(f"benchmarks.claims.{name}")

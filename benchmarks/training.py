@@ -125,7 +125,6 @@ class Program:
     first: jax.stages.Lowered | None = None  # the start, where it is to be compiled too
 
     def compile(self) -> tuple[Any, ...]:
-        """The steps, the evaluation, and the start if it is to be."""
         parts = (self.steps, self.evaluate, self.first)
         return tuple(part.compile() for part in parts if part is not None)
 
@@ -183,7 +182,6 @@ class Kept:
 
     @property
     def ended(self) -> bool:
-        """Return whether a command has ended the run."""
         return self.path.with_suffix(".ended").exists()
 
     def end(self) -> None:
@@ -238,11 +236,9 @@ class Experiment:
 
     @property
     def case(self) -> str:
-        """Of the records."""
         return f"{self.run.preset}/{self.what}"
 
     def lower(self, name: str) -> Program:
-        """Traces `every` steps of a variant."""
         raise NotImplementedError
 
     def evaluation(self, loss: Any) -> Callable[[Any, jax.Array], Any]:
@@ -393,7 +389,6 @@ def parser(
     variants: Iterable[str],
     presets: Iterable[str] = ("gpu", "cpu", "smoke"),
 ) -> argparse.ArgumentParser:
-    """Return the command line that every training benchmark has."""
     made = records.command_line(doc)
     add = made.add_argument
     add("--preset", choices=list(presets), help="default: gpu, or cpu where there is none")
@@ -416,7 +411,6 @@ def usual(presets: dict[str, Any], name: str | None) -> Any:
 
 
 def built(args: argparse.Namespace, experiment: Any, preset: Run) -> Any:
-    """An experiment on a preset with what the command line changes."""
     more = {"learning_rate": args.lr, "attention": args.attention}
     run = changed(preset, steps=args.steps, batch=getattr(args, "batch", None), **more)
     return experiment(run, load_text(run, args.cache), args.seed)
@@ -510,7 +504,6 @@ class Part:
         return not late
 
     def add(self, label: str, curves: Curve, values: dict[str, tuple[float, str]]) -> None:
-        """Keeps what a run that began has become."""
         self._longest = max(self._longest, self.seconds() - self._at)
         self.runs[label] = curves
         self.store()

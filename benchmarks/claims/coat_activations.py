@@ -75,7 +75,6 @@ def _errors(rows: Rows, metric: str, *names: str) -> tuple[list[float], Rows]:
 
 @measure
 def _groups(rows: Rows, metric: str) -> Finding:
-    """Return a measure of whether errors grow with the group, and of 16's over linear alone."""
     values, used = _errors(rows, metric, *tables.PRINTED_ERRORS)
     found = dict(zip(tables.PRINTED_ERRORS, values, strict=True))
     alone = found["linear alone"]
@@ -95,7 +94,6 @@ def _scales(rows: Rows) -> Finding:
 
 
 def _exact(rows: Rows) -> Finding:
-    """Compare the error of activations computed from inputs with that of those from codes."""
     names = ("linear alone", "group 16", "group 16, exact")
     (base, paper, ours), used = _errors(rows, "forward_error", *names)
     text = f"over linear alone: x {paper / base:.2f} from codes, x {ours / base:.2f} from inputs"
@@ -124,7 +122,6 @@ def _against_flax(rows: Rows) -> Finding:
 
 @measure
 def _norms(rows: Rows, one: str, other: str, holds: float, words: str) -> Finding:
-    """Return a measure of whether one way takes at most `holds` times another, in the median."""
     cases = tables.known(on_gpus(rows), "device_ms")
     norms = {case: own for case, own in cases.items() if case.startswith("norm-")}
     found = Ratios(norms, one, other)

@@ -142,7 +142,6 @@ def split_error(rows: Rows, target: str, scheme: str, holds: Holds) -> Finding:
 
 
 def exact_share(rows: Rows) -> Finding:
-    """Compare the share of f32 weights that the 32-bit schemes return bit for bit."""
     wanted = {"bench": "claims", "case": "split/bf16", "metric": "exact_share"}
     found, used = read(rows, "ulp-32", "bits-32", **wanted)
     theirs, ours = (100 * value for value in found)
@@ -169,7 +168,6 @@ def companding(rows: Rows, *cases: str, metric: str = "median_nmse", share: floa
 
 
 def divergence(rows: Rows) -> Finding:
-    """Compare variances: whether a linear one diverges where a companded one trains."""
     wanted = {"bench": "claims", "case": "variance/adamw", "metric": "diverged"}
     (linear, companded), used = read(rows, "linear, paper", "sqrt, paper", **wanted)
     words = {True: "becomes NaN", False: "trains"}
@@ -220,7 +218,6 @@ def early(rows: Rows) -> Finding:
 
 
 def diverges(rows: Rows) -> Finding:
-    """Figure 5 on runs of `pairs`: losses over AdamW's of the same seeds."""
     linear, companded = (
         of_pairs("gpt-42m", "adamw", f"flash_adamw-{name}").pair(rows)
         for name in ("linear", "paper")
@@ -284,13 +281,11 @@ def _profile(model: str, optimizer: str) -> list[tuple[str, str, str, str, str]]
 
 
 def of_pairs(preset: str, plain: str, ours: str) -> Trained:
-    """Measure of the benchmark `pairs`."""
     rule = "lion" if plain == "lion" else "adam"
     return Trained(f"{preset}/{rule}", plain, ours, bench="pairs")
 
 
 def of_examples(plain: str) -> Trained:
-    """Measure of examples/train_gpt.py."""
     return Trained(f"gpt-42m batch=8/{plain}")
 
 

@@ -174,7 +174,6 @@ def _towards(rows: Rows) -> Finding:
 def _more(
     rows: Rows, what: str, kinds: tuple[str, ...], other: str, less: tuple[str, ...]
 ) -> Finding:
-    """Return a measure of whether the mean b_t of some matrices is over that of others."""
     found = _bits(rows, what, kinds), _bits(rows, other, less)
     high, low = (statistics.mean(bits) for bits, _ in found)
     text = f"mean b_t {high:.3f} against {low:.3f}"

@@ -81,7 +81,6 @@ def parts(name: str, own: Rows) -> dict[str, float]:
 
 
 def draw(rows: Rows) -> Any:
-    """Draw a bar for each run, of its parts, and what the device has."""
     from benchmarks import style
     from benchmarks.style import plt
 

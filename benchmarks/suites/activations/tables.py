@@ -61,7 +61,6 @@ def known(rows: Rows, metric: str) -> dict[str, dict[str, dict]]:
 
 
 def runs_by_gpu(rows: Rows) -> dict[str, Rows]:
-    """GPU, by its short name -> the records of its layers and norms."""
     return by_gpu(select(rows, bench="activations"))
 
 
@@ -125,8 +124,6 @@ def over(found: dict[str, dict], name: str) -> float:
 
 
 def _targets(rows: Rows) -> Iterator[tuple[list[str], Rows]]:
-    """Each target that there are records for, and these."""
-
     def ratio(what: str, asked: str, limit: float, of: dict, over: dict) -> Any:
         value = of["value"] / over["value"]
         return target(what, asked, limit, value, f"{value:.2f} x"), [of, over]
@@ -175,7 +172,6 @@ def _targets(rows: Rows) -> Iterator[tuple[list[str], Rows]]:
 
 
 def targets(rows: Rows) -> Table:
-    """The targets of this flow, the measured values and whether they are reached."""
     found = list(_targets(rows))
     used = [row for _, of in found for row in of]
     return ["target", "asked", "measured", "reached"], [line for line, _ in found], used

@@ -81,8 +81,6 @@ def moment_norm(state: Any, slot: str) -> jax.Array:
 
 
 class Experiment(training.Experiment):
-    """A model and its text, to be trained with one optimizer after another."""
-
     what, base, validations = "q_adam_mini", "adam_mini", 20
 
     def __init__(self, run: Settings, text: training.Text, seed: int):

@@ -77,7 +77,6 @@ def peer(name: str, args: argparse.Namespace) -> records.Rows:
 
 
 def variant(name: str, args: argparse.Namespace) -> records.Rows:
-    """The records of one of ours, compiled before it is timed."""
     own = train_llama.make_settings(parse_example(args, VARIANTS[name]))
     if name.endswith(ANEW):
         own = dataclasses.replace(own, quantize_once=False)
@@ -95,7 +94,6 @@ def full_loss(hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Arra
 
 
 def loss_rows(name: str, args: argparse.Namespace) -> records.Rows:
-    """Temporaries and times of a loss and its two gradients."""
     tokens, width, vocab = map(int, args.loss.split("x"))
     keys = jax.random.split(jax.random.key(0), 3)
     hidden = jax.random.normal(keys[0], (tokens, width), jnp.bfloat16)

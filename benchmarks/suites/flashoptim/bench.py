@@ -83,7 +83,6 @@ def reconstruction_error(target: str, samples: int) -> dict[str, np.ndarray]:
 
 
 def normal_range(target: str) -> np.ndarray:
-    """Return the mask of EXPONENTS that are normal in the 16-bit format."""
     low, high = NORMAL[target]
     return (low <= EXPONENTS) & (high >= EXPONENTS)
 

@@ -31,7 +31,6 @@ _SCHEMES = {
 
 
 def reconstruction(samples: int = 2**16) -> Any:
-    """Draw the mean relative error of f32 weights that were split and joined, by exponent."""
     errors = {target: bench.reconstruction_error(target, samples) for target in bench.DTYPES}
     of_24 = errors["bf16"]["bits-24"][bench.normal_range("bf16")].max()
     assert (errors["bf16"]["bits-32"] == 0).all()

@@ -27,7 +27,6 @@ UNITS = {"mse": "lr^2", "largest": "lr"} | {f"p{p}": "decades" for p in PERCENTI
 
 
 def command_line(doc: str | None = __doc__) -> argparse.ArgumentParser:
-    """Return a parser with the options of a run that copies follow."""
     parser = records.command_line(doc)
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="gpt-42m")
@@ -41,7 +40,6 @@ def command_line(doc: str | None = __doc__) -> argparse.ArgumentParser:
 def make_experiment(
     args: argparse.Namespace, copies: Sequence[Copy], looks: int = LOOKS, gradients: bool = False
 ) -> Experiment:
-    """The run of a command line, beside which copies are kept."""
     settings = changed(PRESETS[args.preset], steps=args.steps)
     every = settings.steps // CALLS
     if not every or settings.steps % CALLS:
@@ -91,7 +89,6 @@ def best_pair(closed: Errors, search: str, metric: str, budget: float) -> dict[s
 def rows_of(
     experiment: Experiment, floors: dict[int, dict[str, dict[str, float]]]
 ) -> Iterator[dict[str, Any]]:
-    """Everything that the tables and claims use."""
     more = {"seed": experiment.seed, "flags": experiment.flags()}
 
     def row(table: str, impl: str, metric: str, value: float, **own: Any) -> Any:

@@ -64,7 +64,6 @@ class Sample:
 
     @property
     def leaf_of_chunk(self) -> np.ndarray:
-        """Index of the leaf of each chunk."""
         return np.repeat(np.arange(len(self.paths)), [len(c) for c in self.chunks])
 
     def leaves(self, tree: Any) -> list[jax.Array]:

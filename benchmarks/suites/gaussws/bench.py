@@ -30,7 +30,6 @@ MAXIMA = tuple(float(m) for m in np.linspace(1, 1.999, 9))  # of blocks: within 
 
 
 def train(args: argparse.Namespace, part: str) -> None:
-    """Trains a part's variants; casts what those of a run have become."""
     names = args.variants or RUN
     if part == "rates":
         names = [name for name in training.RATES if name.rpartition(" x")[0] in names]

@@ -15,7 +15,6 @@ _COLORS = dict(zip(KINDS, (style.SKY, style.BLUE, style.PURPLE, style.ORANGE, st
 
 
 def losses() -> Any:
-    """Draw held-out losses over those without noise, of the weights without and with noise."""
     runs = of_part(curves.load(CURVES), "run")
     found = held_out(runs)
     steps = found.pop("step")
@@ -35,7 +34,6 @@ def losses() -> Any:
 
 
 def bits() -> Any:
-    """Draw mean bitwidths of each kind of matrix, over the run and by block at its end."""
     run, mean = of_part(curves.load(CURVES), "run")[ALL], STATISTICS.index("mean")
     fig, axes = plt.subplots(1, 2, figsize=(8, 3.4))
     for kind, color in _COLORS.items():

@@ -50,7 +50,6 @@ def linear(dot: Dot) -> Callable[..., Any]:
 
 
 def step_of(name: str) -> Callable[..., Any]:
-    """`linear` of one of ours, or a peer's."""
     return linear(LAYERS[name]) if name in LAYERS else linear_peers.step(name)
 
 

@@ -79,7 +79,6 @@ def stepped(args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]
 
 
 def trained(args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]:
-    """Return what a run of the example records, and its losses."""
     with tempfile.TemporaryDirectory() as folder:
         log, record = Path(folder) / "log.jsonl", Path(folder) / "records.jsonl"
         words = ["--steps", str(args.train_steps), "--log", str(log), "--record", str(record)]
@@ -108,7 +107,6 @@ PARTS = {
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; defaults depend on the machine."""
     on_cpu, there = jax.default_backend() == "cpu", jax.device_count()
     powers = [2**i for i in range(there.bit_length())]
     parser = records.command_line(__doc__)

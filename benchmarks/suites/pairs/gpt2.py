@@ -69,7 +69,6 @@ class GPT2:
         return jax.tree.unflatten(tree, [first(i, *one) for i, one in enumerate(named)])
 
     def _mixed(self, own: Any, x: jax.Array) -> jax.Array:
-        """Causal self-attention."""
         qkv = _linear(own["c_attn"], x).reshape(*x.shape[:2], 3, self.shape.heads, -1)
         q, k, v = (qkv[:, :, i] for i in range(3))
         if self.qk_norm:

@@ -46,7 +46,6 @@ def model(run: Pairs, vocab: int, activations: str) -> tuple[Any, Any]:
 
 
 def optimizer(run: Pairs, name: str) -> optax.GradientTransformation:
-    """A variant behind clipping."""
     chosen = VARIANTS[name]
     rule, (b1, b2) = chosen.rule, run.betas[chosen.rule]
     more: dict[str, Any] = {"weight_decay": run.decays[rule], "mask": matrices}
@@ -58,8 +57,6 @@ def optimizer(run: Pairs, name: str) -> optax.GradientTransformation:
 
 
 class Experiment(training.Experiment):
-    """A run and its text, to be trained with variants of one rule."""
-
     bench = "pairs"
 
     def __init__(self, run: Pairs, text: training.Text, rule: str, case: str):
@@ -85,7 +82,6 @@ class Experiment(training.Experiment):
         return evaluate
 
     def look(self, evaluate: Any, params: Any, state: Any) -> dict[str, Any]:
-        """Evaluate, and measure a reference's state."""
         groups = np.asarray(evaluate(params, self.text.held_out))
         found = {"val_loss": groups.mean(dtype=np.float64), "val_groups": groups}
         return found | (states.errors(state) if self.variant == self.base else {})

@@ -37,7 +37,6 @@ def cuts(kernel: str) -> list[tuning.Tuning]:
 def trials(
     cuts: Sequence[tuning.Tuning], case: processes.Case, kernel: str, repeats: int
 ) -> dict[tuning.Tuning, float]:
-    """Milliseconds of a step for each cut, in processes of their own."""
     tbps = 2.5  # only decides how many steps a call has
     base = processes.job(f"lowmem.step-{kernel}", case, repeats, None, tbps)
     times = {}

@@ -37,7 +37,6 @@ DRAWS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] =
 
 
 def results(variant: str, x: jax.Array, w: jax.Array, g: jax.Array) -> dict[str, jax.Array]:
-    """The three products of a linear layer."""
     dot = layers.switchback_dot_general(variant)
 
     def layer(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -88,7 +87,6 @@ def spread(product: str, length: int, draw: str = "normal") -> dict[str, float]:
 
 
 def variances(small: bool) -> records.Rows:
-    """The error of each product in int8 against the length of its sums."""
     rows, lengths = [], LENGTHS[:2] if small else LENGTHS
     for draw, product, length in itertools.product(DRAWS, PRODUCTS, lengths):
         found = spread(product, length, draw)

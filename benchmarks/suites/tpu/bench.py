@@ -19,7 +19,6 @@ BY_XLA = "XLA's estimate"
 
 
 def rows_of(kind: str, chip: str, case: str, impl: str) -> Rows:
-    """The records of a step or of one of the library's other programs."""
     if kind == "step":
         program = cases.compile_case(chip, case, impl)
         ideal, rewritten, twice = cases.ideal_bytes(chip, case, impl)
