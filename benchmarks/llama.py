@@ -28,14 +28,9 @@ class Variant:
 
 
 class Experiment(training.Experiment):
-    """A Llama and its text, to be trained with one variant after another.
+    """A Llama and its text, to be trained with one variant after another."""
 
-    Attributes:
-      variants: name -> how it is trained.
-      kind: of the model.
-    """
-
-    variants: Mapping[str, Variant] = {}
+    variants: Mapping[str, Variant] = {}  # by name
     kind: type[Llama] = Llama
 
     def model(self, name: str) -> Llama:
@@ -71,4 +66,4 @@ class Experiment(training.Experiment):
         return self.optimized(self.optimizer(name), weights, model, None if in_f32 else dtype)
 
     def flags(self) -> dict[str, Any]:
-        return super().flags() | ADAM | {"train_tokens": self.text.last}
+        return super().flags() | ADAM

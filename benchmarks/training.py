@@ -95,11 +95,6 @@ class Text:
     awake: float
     bytes_per_token: float
 
-    @property
-    def last(self) -> int:
-        """Tokens to train on."""
-        return self.tokens.shape[0]
-
 
 def load_text(settings: Any, cache: Path) -> Text:
     corpus = data.load_corpus(text=settings.text)
@@ -122,11 +117,9 @@ class Program:
     evaluate: jax.stages.Lowered  # the loss of the held-out windows
     parameters: int  # of the model
     state_bytes: int = 0  # of the optimizer
-    first: jax.stages.Lowered | None = None  # the start, where it is to be compiled too
 
-    def compile(self) -> tuple[Any, ...]:
-        parts = (self.steps, self.evaluate, self.first)
-        return tuple(part.compile() for part in parts if part is not None)
+    def compile(self) -> tuple[Any, Any]:
+        return self.steps.compile(), self.evaluate.compile()
 
 
 def many_steps(
@@ -231,7 +224,7 @@ class Experiment:
         self.variant, self.seed = variant, seed
         # [calls, steps, batch]: where the windows of each step start
         size = self.run.steps // self.every, self.every, self.run.batch
-        last = self.text.last - self.run.context
+        last = self.text.tokens.size - self.run.context
         self.offsets = np.random.default_rng(seed).integers(0, last, size, np.int32)
 
     @property
@@ -262,7 +255,8 @@ class Experiment:
 
     def flags(self) -> dict[str, Any]:
         """Return the settings that the runs share, but for what `about` adds."""
-        return dataclasses.asdict(self.run) | {"tokens": self.run.tokens}
+        own = {"tokens": self.run.tokens, "train_tokens": self.text.tokens.size}
+        return dataclasses.asdict(self.run) | own
 
     def gradient(self, loss: Any) -> Any:
         """(weights, windows) -> loss, gradients."""
@@ -355,31 +349,6 @@ class Experiment:
         tokens = self.offsets[0].size * (self.text.held_out.shape[-1] - 1)  # of a call
         rate = tokens / np.median(seconds[1:] if len(seconds) > 1 else seconds)
         return arrays | {"tokens_per_s": np.asarray([rate])}, params, state
-
-
-class Measured(Experiment):
-    """An experiment with models whose `measured` gives the loss and the sizes of features."""
-
-    def evaluation(self, loss: Any) -> Callable[[Any, jax.Array], Any]:
-        def evaluate(params: Any, batches: jax.Array) -> tuple[jax.Array, jax.Array]:
-            losses, sizes = jax.lax.map(functools.partial(loss.measured, params), batches)
-            return losses.mean(), sizes.mean(0)
-
-        return evaluate
-
-    def look(self, evaluate: Any, params: Any, state: Any) -> dict[str, Any]:
-        loss, sizes = jax.device_get(evaluate(params, self.text.held_out))
-        return {"val_loss": loss, "features": sizes}
-
-    def values(self, curves: Curve, program: Program) -> dict[str, tuple[float, str]]:
-        first, *_, last = (float(sizes[-1]) for sizes in curves["features"])
-        return super().values(curves, program) | {
-            "first_features": (first, "mean magnitude"),
-            "last_features": (last, "mean magnitude"),
-        }
-
-    def flags(self) -> dict[str, Any]:
-        return super().flags() | ADAM | {"train_tokens": self.text.last}
 
 
 def parser(

@@ -94,9 +94,10 @@ class Experiment(training.Experiment):
         self.watched = {"embedding": "embed", "head": "lm_head", "mlp": middle}
 
     def flags(self) -> dict[str, Any]:
-        own, text = dataclasses.asdict(self.run) | ADAM, self.text
+        text, own = self.text, dataclasses.asdict(self.run) | ADAM
         del own["optimizer"]
-        return own | {"vocab": text.vocab, "train_tokens": text.last, "awake_rows": text.awake}
+        own["train_tokens"] = text.tokens.size
+        return own | {"vocab": text.vocab, "awake_rows": text.awake}
 
     def lower(self, name: str) -> Program:
         chain = optax.chain if name == PLAIN else lowmem.chain

@@ -1,18 +1,12 @@
 """FSDP of a Llama of the examples on 1, 2, 4, ... GPUs of one host: what cutting costs and saves.
 
-python -m benchmarks.run mesh --record FILE
-python -m benchmarks.run mesh --part step --devices 1 2 4   # then --part train, for less at once
-XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks.run mesh --preset tiny \
-  --devices 1 2                                               # tries the benchmark, on a CPU
 XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks.run mesh --preset tiny \
   --part train --train-impl optax-f32 coat_adamw+fp8 --train-steps 60    # COAT's rows of FSDP
 
 `step`: the optimizer's step on the device, many in one jit, by `lowmem.step` and by optax.adamw in
 f32, every array cut as the example cuts it. `train`: a run of examples/train_llama.py with the same
 batches on every number of devices, its losses beside one device's. Each has a process of its own,
-which sees that many GPUs. What a process compiles is autotuned; where minutes are short,
-XLA_FLAGS=--xla_gpu_autotune_level=0 leaves that out, and matrix products are as slow as that makes
-them (the optimizer's step has none).
+which sees that many GPUs.
 """
 
 import argparse

@@ -68,9 +68,8 @@ class Experiment(training.Experiment):
         return self._case
 
     def flags(self) -> dict[str, Any]:
-        text = self.text
-        own = {"vocab": text.vocab, "train_tokens": text.last}
-        return super().flags() | own | {"bytes_per_token": text.bytes_per_token}
+        own = {"vocab": self.text.vocab, "bytes_per_token": self.text.bytes_per_token}
+        return super().flags() | own
 
     def evaluation(self, loss: Any) -> Any:
         """(weights, held-out windows) -> mean losses of groups of windows."""
