@@ -1,10 +1,11 @@
-"""Tables whose suites are deleted: 6013456878 is the last commit that has them to measure again."""
+"""Tables of what no suite measures any more: 6013456878 is the last commit that has the suites."""
 
 from collections.abc import Callable
 
 from benchmarks import records
 from benchmarks.records import Rows
 from benchmarks.render import Table, markdown, source
+from benchmarks.suites.formats.tables import torchao
 
 KINDS = ("drop-in", "chain")
 
@@ -52,4 +53,5 @@ def rendered(make: Callable[[Rows], Table]) -> Callable[[Rows], str]:
     return table
 
 
-TABLES = {make.__name__: rendered(make) for make in (checksums, composition, instructions, masters)}
+MADE = (checksums, composition, instructions, masters, torchao)
+TABLES = {make.__name__: rendered(make) for make in MADE}

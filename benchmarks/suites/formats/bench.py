@@ -38,7 +38,7 @@ def command_line(doc: str | None = __doc__) -> argparse.ArgumentParser:
 
 
 def make_experiment(
-    args: argparse.Namespace, copies: Sequence[Copy], looks: int = LOOKS, gradients: bool = False
+    args: argparse.Namespace, copies: Sequence[Copy], looks: int = LOOKS
 ) -> Experiment:
     settings = changed(PRESETS[args.preset], steps=args.steps)
     every = settings.steps // CALLS
@@ -46,7 +46,7 @@ def make_experiment(
         raise SystemExit(f"--steps {settings.steps} is not a multiple of {CALLS}")
     return Experiment(
         settings, load_text(settings, args.cache), every, args.seed, copies=copies,
-        chunks=args.chunks, looks=looks, gradients=gradients,
+        chunks=args.chunks, looks=looks,
     )  # fmt: skip
 
 

@@ -240,4 +240,3 @@ TABLES = {
     ),
 }  # fmt: skip
 TABLES["four_bits"] = Rendered(four_bits, "four_bits")
-TABLES["torchao"] = Rendered(torchao, "four_bits --torchao")
