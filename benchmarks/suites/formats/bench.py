@@ -20,7 +20,7 @@ from benchmarks.suites.formats.formats import BUDGETS, EXACT, MU, NEAREST, NU, S
 from benchmarks.suites.formats.training import PRESETS, Errors, Experiment, Snapshot
 from benchmarks.training import changed, load_text, say
 
-LOOKS, CALLS = 10, 30
+CALLS = 30
 PERCENTILES = (5, 50, 95, 99)
 METRICS = ("mse", "median_nmse")
 UNITS = {"mse": "lr^2", "largest": "lr"} | {f"p{p}": "decades" for p in PERCENTILES}
@@ -37,17 +37,13 @@ def command_line(doc: str | None = __doc__) -> argparse.ArgumentParser:
     return parser
 
 
-def make_experiment(
-    args: argparse.Namespace, copies: Sequence[Copy], looks: int = LOOKS
-) -> Experiment:
+def make_experiment(args: argparse.Namespace, copies: Sequence[Copy]) -> Experiment:
     settings = changed(PRESETS[args.preset], steps=args.steps)
     every = settings.steps // CALLS
     if not every or settings.steps % CALLS:
         raise SystemExit(f"--steps {settings.steps} is not a multiple of {CALLS}")
-    return Experiment(
-        settings, load_text(settings, args.cache), every, args.seed, copies=copies,
-        chunks=args.chunks, looks=looks,
-    )  # fmt: skip
+    text = load_text(settings, args.cache)
+    return Experiment(settings, text, every, args.seed, copies=copies, chunks=args.chunks)
 
 
 def encoded_once(experiment: Experiment) -> Errors:

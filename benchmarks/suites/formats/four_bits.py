@@ -7,7 +7,7 @@ import itertools
 
 from benchmarks import records
 from benchmarks.suites.formats import formats
-from benchmarks.suites.formats.bench import CALLS, METRICS, UNITS, command_line, make_experiment
+from benchmarks.suites.formats.bench import METRICS, UNITS, command_line, make_experiment
 from benchmarks.suites.formats.formats import EXACT, FOUR_BITS, MU, NEAREST, NU, STOCHASTIC, Copy
 from benchmarks.training import say
 
@@ -33,7 +33,7 @@ def compared() -> list[formats.Pair]:
 def main(arguments: list[str] | None = None) -> None:
     args, pairs = command_line(__doc__).parse_args(arguments), compared()
     kept = sorted({copy for pair in pairs for copy in pair} - {*EXACT.values()})
-    experiment = make_experiment(args, kept, CALLS)
+    experiment = make_experiment(args, kept)
     experiment.train_copies(say)
     errors, rows = experiment.errors(experiment.last.values), []
     for mu, nu in pairs:

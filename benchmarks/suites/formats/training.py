@@ -128,11 +128,10 @@ class Experiment(training.Experiment):
 
     def __init__(
         self, settings: Settings, text: Text, every: int, seed: int, *, copies: Sequence[Copy],
-        chunks: int, looks: int,
+        chunks: int,
     ):  # fmt: skip
         super().__init__(settings, text, seed, every)
         self.copies, self.chunks = copies, chunks
-        self.validations = looks
         self.seen: Callable[[Snapshot], None] = lambda snapshot: None
         graphdef, self.weights = train.build_model(settings, text.vocab)
         self.loss = train.loss_function(graphdef, settings.compute)
