@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks import curves, records
+from benchmarks.claims.gaussws import MATRICES
 from benchmarks.claims.stable_adamw import point
 from benchmarks.suites import spikes
 from benchmarks.suites.activations import tables as activation_tables
 from benchmarks.suites.activations.bytes import by_column, kept
 from benchmarks.suites.activations.layers import Shape
 from benchmarks.suites.fit import tables as fit_tables
-from benchmarks.suites.gaussws.training import KINDS, STATISTICS
+from benchmarks.suites.gaussws.training import STATISTICS
 from benchmarks.suites.pairs import figures
 from benchmarks.suites.pairs.differences import differences
 
@@ -146,7 +147,7 @@ def gaussws() -> str:
     noisy = {f"{name}, with noise": of["sampled_loss"] for name, of in run.items()
              if "sampled_loss" in of}  # fmt: skip
     every, mean = run["gaussws[all]"], STATISTICS.index("mean")
-    by_step = {kind: every[f"bits_{kind}"][..., mean] for kind in KINDS}
+    by_step = {kind: every[f"bits_{kind}"][..., mean] for kind in MATRICES}
     bits = {"step": every["val_step"]} | {kind: of.mean(1) for kind, of in by_step.items()}
     casts: dict[str, Any] = {"format": ("safe", "e3m4", "e3m3", "e3m2", "e3m1", "e2m1")}
     for name in ("no noise", "gaussws[all]"):
