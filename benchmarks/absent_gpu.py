@@ -17,7 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.suites.tpu.program import Program
-from optax_lowmem._src.core import platform
+from optax_lowmem._src.kernels import platform
 
 OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 # XLA's description of the device, as text of its protocol buffer

@@ -214,8 +214,13 @@ RULES = {type(record.rule): name for name, record in reversed(lowmem.OPTIMIZERS.
 # the full tier has all of them.
 DISTINCT = tuple(name for name in CASES if name in (*RULES, "optax.amsgrad"))
 OPTIMIZER = pytest.mark.parametrize("name", rows(CASES, DISTINCT))
-# where each takes seconds to compile: elementwise, with a reduction, of several transformations
-FEW = pytest.mark.parametrize("name", rows(CASES, ["flash_lion", "optax.amsgrad"]))
+
+
+def third(turn: int) -> pytest.MarkDecorator:
+    """A third of the default tier's optimizers, where the test is about what is around them."""
+    return pytest.mark.parametrize("name", rows(CASES, DISTINCT[turn::3]))
+
+
 DTYPES: dict[str, Any] = {
     "bfloat16": jnp.bfloat16,
     "float16": jnp.float16,

@@ -8,11 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax.training import train_state
 from jax.sharding import AxisType
 
 import optax_lowmem as lowmem
-from tests.compilation import SAME_BITS
 from tests.contract_cases import code_differences
 
 STEPS = 8
@@ -76,15 +74,6 @@ def starting(cls, model, tx, **options):
         return cls.create(apply_fn=model.apply, params=params, tx=tx, **options)
 
     return init
-
-
-@functools.cache
-def on_one_device(name, cls=train_state.TrainState):
-    tx, options = OPTIMIZERS[name](), DTYPES.get(name, {})
-    model = MLP(box=lambda init, names: init)
-    init = jax.jit(starting(cls, model, tx, **options), compiler_options=SAME_BITS)
-    state = init(jax.random.key(0))
-    return run(jax.jit(train_step, compiler_options=SAME_BITS), state)
 
 
 def assert_close(found, wanted):

@@ -24,6 +24,12 @@ def rows(every: Iterable[Any], default: Sequence[Any]) -> list[Any]:
     return found
 
 
+# Pallas' interpreter takes seconds to compile: the full tier has it where a test has this.
+triton_often = pytest.mark.parametrize(
+    "backend", rows(["interpret", "triton"], ["triton"]), indirect=True
+)
+
+
 def in_turn(*tables: Iterable[Any]) -> list[Any]:
     """The product of the tables; the default tier has each value of each table at least once."""
     lists = [list(table) for table in tables]

@@ -426,16 +426,6 @@ MUON_BF16_MOMENTUM = 0.05
 # iteration k is lifted by a^(5 - k) until it is near 1: (1 + a + a^2 + a^3) 2^-9 / sqrt(3) = 0.064.
 # (Measured: 0.046 to 0.057.)
 MUON_BF16 = 0.1
-# Over 200 steps of a transformer, (the change of all weights, the loss), each relative to optax's.
-# Exact: the trajectories part slowly; 20 times one step's.
-MUON_TRAINED_EXACT = (2e-3, 1e-4)
-# int8: a code is off by up to one, sqrt(1/6) of one at random: 1/127 * 3 / sqrt(6) = 1 % of a
-# momentum whose typical element is a third of its group's maximum. Of 32 singular values the norm
-# has sqrt(32) times the typical one, and the noise as much in each direction; products lift both
-# alike, and what is a tenth of that typical one is mostly noise: 0.1 of the direction, of which
-# steps independent over 1 / (1 - beta) = 20 of them average a part. (Measured: 0.08.)
-MUON_TRAINED_INT8 = (0.2, 2e-3)
-MUON_TRAINED_BF16 = (0.1, 2e-3)
 
 # -- bf16 weights that are rounded stochastically (test_rounded_weights.py) -----------------------
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from tests import tolerances as tol
 from tests.oracle import codecs as oracle
 from tests.oracle import scales as oracle_scales
 from tests.oracle.table import ORACLES, named
-from tests.tiers import rows
+from tests.tiers import in_turn, rows
 
 # test_affine.py and test_coat_codecs.py have the others
 CODECS = sorted(named(oracle.Codec))
@@ -97,8 +98,13 @@ def test_codes_and_decoded_values_match_the_oracle(name):
         assert not back[np.asarray(codes) == 0].any()
 
 
-@pytest.mark.parametrize("stochastic", [False, True])
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize(
+    "name, stochastic",
+    rows(
+        itertools.product(CODECS, [False, True]),
+        list(zip(CODECS, itertools.cycle([False, True, True, False]), strict=False))[::2],
+    ),
+)
 def test_round_trip_is_within_its_error_bound(name, stochastic):
     codec, rng = codecs.CODECS[name], np.random.default_rng(2)
     for size in [1e-30, 1e-3, 1e30] if codec.guarded else [1e-2, 1e2]:
@@ -131,8 +137,13 @@ def test_a_value_of_a_code_never_rises(name):
     assert (found == codes).all()
 
 
-@pytest.mark.parametrize("stochastic", [False, True])
-@pytest.mark.parametrize("name", [name for name, codec in codecs.CODECS.items() if codec.guarded])
+@pytest.mark.parametrize(
+    "name, stochastic",
+    rows(
+        itertools.product((n for n, one in codecs.CODECS.items() if one.guarded), [False, True]),
+        list(zip(codecs.CODECS, itertools.cycle([False, True, True, False]), strict=False))[::2],
+    ),
+)
 def test_the_error_bound_holds_for_all_of_f32(name, stochastic):
     """Group maxima from the least normal number to the largest, more of them at both ends."""
     codec, rng = codecs.CODECS[name], np.random.default_rng(0)
@@ -148,8 +159,7 @@ def test_the_error_bound_holds_for_all_of_f32(name, stochastic):
     assert (bound <= 1.1 * np.float64(np.abs(x).max(-1, keepdims=True)) + 1e-35).all()
 
 
-@pytest.mark.parametrize("name", GUARDED)
-@pytest.mark.parametrize("top", [2.0**-126, 2.0**-120, 2.0**126, 2.0**127])
+@pytest.mark.parametrize("name, top", in_turn(GUARDED, [2.0**-126, 2.0**-120, 2.0**126, 2.0**127]))
 def test_extreme_magnitudes(name, top):
     """2^126 is the largest scale: what exceeds it saturates."""
     codec = codecs.CODECS[name]
@@ -172,7 +182,7 @@ def test_extreme_magnitudes(name, top):
     assert (np.abs(quarter - position) <= 1).all()
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", rows(CODECS, list(CODECS)[::2]))
 def test_zero_and_constant_groups(name):
     codec = codecs.CODECS[name]
     twin, _ = oracle_of(codec)
@@ -236,7 +246,7 @@ def check_tail(name, last, group_size):
     assert (np.abs(back - x) <= oracle.ungroup(np.float64(bound), last)).all()
 
 
-@pytest.mark.parametrize("name,last,group_size", FAST_TAILS)
+@pytest.mark.parametrize("name,last,group_size", rows(FAST_TAILS, FAST_TAILS[::2]))
 def test_partial_groups(name, last, group_size):
     check_tail(name, last, group_size)
 
@@ -255,7 +265,7 @@ def codes_over_keys(codec, groups, keys):
     return jax.vmap(one)(jnp.arange(keys, dtype=jnp.uint32))
 
 
-@pytest.mark.parametrize("name", rows(CODECS, [n for n in CODECS if n != "linear-uint4"]))
+@pytest.mark.parametrize("name", rows(CODECS, list(CODECS)[::2]))
 def test_stochastic_rounding_is_unbiased_between_decoded_neighbours(name):
     """Two codes only, the upper in the share that makes the mean of the decoded values x.
 
@@ -301,18 +311,6 @@ def test_variance_floor(name, stochastic):
     assert paper is None or not np.asarray(encode_array(paper, v)[0])[1:5].any()
 
 
-@pytest.mark.parametrize("name", CODECS)
-def test_eager_codes_are_those_of_jit(name):
-    codec = codecs.CODECS[name]
-    x = values(codec, np.random.default_rng(5), (64, 128), 1.0)
-    stored, scales = codecs.encode_array(codec, x, 32)
-    codes, jitted = encode_array(codec, x)
-    eager = codec.unpack(stored, x.shape[-1])
-    np.testing.assert_array_equal(scales, jitted)
-    off = np.abs(np.int32(eager) - np.int32(codes))
-    assert off.max() <= 1 and off.mean() <= tol.EAGER_JIT_SHARE
-
-
 # -- storage -----------------------------------------------------------------------------------
 
 
@@ -351,8 +349,7 @@ def test_narrow_codes_share_bytes(name):
     assert not np.asarray(codec.unpack(np.zeros((2, 3), np.uint8), 5)).any(), "the state of `init`"
 
 
-@pytest.mark.parametrize("stochastic", [False, True])
-@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("name, stochastic", in_turn(NARROW, [False, True]))
 def test_largest_errors_of_four_bits(name, stochastic):
     """Values all over a group of 64: within what the docstrings state, and near it."""
     codec = codecs.CODECS[name]
@@ -365,28 +362,29 @@ def test_largest_errors_of_four_bits(name, stochastic):
 
 
 def test_maps_of_one_sign():
-    with pytest.raises(ValueError, match="unsigned map only: use lowmem.codecs.normal4"):
+    with pytest.raises(ValueError, match="non-negative values only: use lowmem.codecs.normal4"):
         dataclasses.replace(codecs.log4(), signed=True)
-    with pytest.raises(ValueError, match="signed map only: use lowmem.codecs.log4"):
+    with pytest.raises(ValueError, match="signed values only: use lowmem.codecs.log4"):
         dataclasses.replace(codecs.normal4(), signed=False)
 
 
 def test_what_bytes_of_two_codes_refuse():
     codec, x = codecs.linear4(), jnp.ones((2, 32))
-    with pytest.raises(ValueError, match="2 codes in a byte.*multiple of 2, got 7"):
+    with pytest.raises(ValueError, match="2 codes per byte.*multiple of 2, got 7"):
         codecs.encode_array(codec, x, 7)
-    with pytest.raises(ValueError, match="2 codes in a byte.*multiple of 2, got 7"):
+    with pytest.raises(ValueError, match="2 codes per byte.*multiple of 2, got 7"):
         lowmem.Storage(mu=codec, group_size=7)
     tx = lowmem.compress_state(optax.sgd(0.1, 0.9), trace=codec, group_size=7)
-    with pytest.raises(ValueError, match="2 codes in a byte.*multiple of 2, got 7"):
+    with pytest.raises(ValueError, match="2 codes per byte.*multiple of 2, got 7"):
         tx.init({"w": x})
     stored = codecs.encode_array(codec, x, 32)
-    with pytest.raises(ValueError, match="16 bytes may be of several lengths: pass length="):
+    with pytest.raises(ValueError, match="16 bytes do not determine the length.*pass length="):
         codecs.decode_array(codec, *stored, 32)
 
 
-@pytest.mark.parametrize("codec", codecs.CODECS.values(), ids=lambda codec: codec.name)
-def test_what_arrays_of_codes_refuse(codec):
+@pytest.mark.parametrize("name", rows(codecs.CODECS, list(codecs.CODECS)[::4]))
+def test_what_arrays_of_codes_refuse(name):
+    codec = codecs.CODECS[name]
     x = jnp.linspace(0, 1, 128).reshape(2, 64)
     codes, scales = codecs.encode_array(codec, x, 32)
     half = x.astype(jnp.bfloat16)
@@ -406,5 +404,5 @@ def test_what_arrays_of_codes_refuse(codec):
     with pytest.raises(ValueError, match="group_size must be at least 1, got 0"):
         codecs.decode_array(codec, codes, scales, 0, 64)
     for wrong in ((scales, codes), (codes, scales[:, :1])):
-        with pytest.raises(ValueError, match=f"{codec.name} in groups of 32 keeps .*Pass the"):
+        with pytest.raises(ValueError, match=f"{codec.name} in groups of 32 stores .*pass the"):
             codecs.decode_array(codec, *wrong, 32, 64)

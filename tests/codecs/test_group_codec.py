@@ -13,13 +13,13 @@ from jax.sharding import PartitionSpec as P
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
 from optax_lowmem._src.codecs import group_codec, group_codec_triton
-from optax_lowmem._src.core import gpu_pallas, platform, tiles
 from optax_lowmem._src.core.groups import Tile, Tiling
+from optax_lowmem._src.kernels import gpu_pallas, platform, tiles
 from tests import launch_cases
 from tests import tolerances as tol
 from tests.launch_cases import units
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda
-from tests.tiers import rows
+from tests.tiers import rows, triton_often
 
 CODECS = sorted(codecs.CODECS)
 # signed and unsigned, and either rounding; the others share their bodies with these
@@ -32,8 +32,16 @@ MARKED = rows(CODECS, list(FAST)[:2])
 KEY = jnp.uint32(9)
 GRID = [
     pytest.param(
-        name, key, id=f"{name}-{how}", marks=() if FAST.get(name) == how else pytest.mark.full
+        backend,
+        name,
+        key,
+        id=f"{backend}-{name}-{how}",
+        # interpreting takes seconds
+        marks=()
+        if FAST.get(name) == how and (backend == "triton" or name == "linear-int4")
+        else pytest.mark.full,
     )
+    for backend in ("interpret", "triton")
     for name in CODECS
     for how, key in (("nearest", None), ("stochastic", KEY))
 ]
@@ -133,8 +141,8 @@ def of_cases(name, stochastic):
     return cases, arrays, by_reference(codec, arrays, cases, KEY if stochastic else None)
 
 
-@pytest.mark.parametrize("name, key", GRID)
-def test_kernels_are_the_reference(name, key, backend):
+@pytest.mark.parametrize("backend, name, key", GRID, indirect=["backend"])
+def test_kernels_are_the_reference(backend, name, key):
     codec = codecs.CODECS[name]
     cases, arrays, wanted = of_cases(name, key is not None)
     found = by_kernel(codec, arrays, cases, key, backend=backend)
@@ -155,6 +163,7 @@ def test_an_odd_vocabulary():
 PARTIAL = [row for row in MARKED if "affine-int8-paper" not in getattr(row, "values", (row,))]
 
 
+@triton_often
 @pytest.mark.parametrize("name", PARTIAL)
 def test_what_is_not_there_does_not_count(name, backend):
     """A partial group, among far larger values, is stored as it would be alone."""
@@ -214,6 +223,7 @@ def test_groups_that_are_not_finite(name, backend):
     np.testing.assert_allclose(found[2][clean], sound[2][clean], rtol=decode_rtol(codec))
 
 
+@triton_often
 @pytest.mark.parametrize("name", rows(["sqrt-uint8", "linear-int4"], ["sqrt-uint8"]))
 def test_vmap(name, backend):
     codec, case = codecs.CODECS[name], ((3, 5, 39), 32, jnp.float32)
@@ -319,7 +329,7 @@ def test_arrays_that_kernels_do_not_take(shape, dtype, group_size, reason, on_a_
     x = jax.ShapeDtypeStruct(shape, dtype)
     assert reason in group_codec.supported(x, group_size)
     encode = functools.partial(group_codec.encode, codecs.linear(), group_size=group_size)
-    with pytest.raises(ValueError, match=f"cannot take this {dtype}.*{reason}.*Pass impl"):
+    with pytest.raises(ValueError, match=f"does not support this {dtype}.*{reason}.*Pass impl"):
         jax.eval_shape(functools.partial(encode, implementation="pallas"), x)
     assert jax.eval_shape(encode, x)[0].shape == shape  # by the reference
 
@@ -335,6 +345,17 @@ def test_explicit_axes(on_a_gpu):
         round_trip(x, implementation="pallas")
 
 
+@pytest.mark.parametrize("length, last", [(256, "data"), (254, None)])
+def test_values_of_codes_that_share_bytes_are_sharded_as_the_codes(length, last):
+    """Where the axis divides them: 127 bytes of 254 values do not lie on two devices."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    spec, codec = P(None, last), codecs.linear4()
+    x = jax.device_put(jnp.ones((4, length)), jax.NamedSharding(mesh, spec))
+    stored = group_codec.encode(codec, x)
+    values = group_codec.decode(codec, *stored, length=length)
+    assert [jax.typeof(a).sharding.spec for a in (stored[0], values)] == [spec, spec]
+
+
 def test_misuse():
     codec, x = codecs.linear(), jnp.ones((4, 64))
     with pytest.raises(
@@ -348,7 +369,7 @@ def test_misuse():
         group_codec.encode(codec, x, 0)
     stored = group_codec.encode(codec, x, 32)
     for other, group_size in ((codec, 16), (codecs.softsign(), 32), (codecs.sqrt(), 32)):
-        with pytest.raises(ValueError, match=f"{other.name} in groups of {group_size} keeps"):
+        with pytest.raises(ValueError, match=f"{other.name} in groups of {group_size} stores"):
             group_codec.decode(other, *stored, group_size)
 
 

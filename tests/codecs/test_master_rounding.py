@@ -11,9 +11,9 @@ import pytest
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
 from optax_lowmem._src.core import random
-from optax_lowmem._src.update import MASTER, split_update
+from optax_lowmem._src.step import MASTER, split_update
 from tests.oracle import split as oracle
-from tests.tiers import rows
+from tests.tiers import in_turn, rows
 
 BF16, F16 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)
 FORMS = [("bits-24", BF16), ("ulp-24", BF16), ("ulp-24", F16)]
@@ -91,10 +91,12 @@ def test_the_mean_of_a_step_is_the_step(name, dtype):
             assert abs(share.mean() - 1) < 4 * error, (exponent, sign, share.mean(), error)
 
 
-@pytest.mark.parametrize("direct", [True, False], ids=["step", "update"])
-@pytest.mark.parametrize("bits", [24, 32])
-@pytest.mark.parametrize("dtype,split", [(BF16, "bits"), (BF16, "ulp"), (jnp.float16, "ulp")])
-def test_no_bit_moves_at_rate_0(dtype, split, bits, direct):
+@pytest.mark.parametrize(
+    "kind, bits, direct",
+    in_turn([(BF16, "bits"), (BF16, "ulp"), (jnp.float16, "ulp")], [24, 32], [True, False]),
+)
+def test_no_bit_moves_at_rate_0(kind, bits, direct):
+    dtype, split = kind
     """Neither do weights whose correction puts their master on a tie of two 16-bit weights."""
     w = np.random.default_rng(2).normal(size=(16, 2048)).astype(np.float32)
     for update_dtype in ("float32", "param"):
@@ -157,9 +159,6 @@ def test_nearest_masters_lose_them():
     assert displacement(tx, steps, mean, deviation) == 0
 
 
-# -- which bits ------------------------------------------------------------------------------------
-
-
 def test_bits_are_uniform_and_those_of_neighbours_and_slots_independent():
     """Over keys: any byte as often as any other, and no correlation of two draws."""
     keys = random.leaf_keys(jnp.uint32(3), jnp.int32(1), [f"leaf {i}" for i in range(2**12)])
@@ -180,6 +179,9 @@ def test_bits_are_uniform_and_those_of_neighbours_and_slots_independent():
         if slot == MASTER:
             products -= np.diag(np.diag(products))
         assert np.abs(products).max() < bound, slot
+
+
+# -- which bits ------------------------------------------------------------------------------------
 
 
 def test_fused_and_composed_optimizers_draw_the_same_bits():

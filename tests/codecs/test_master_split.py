@@ -11,7 +11,7 @@ from jax import lax
 
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
-from optax_lowmem._src.update import split_update
+from optax_lowmem._src.step import split_update
 from tests import tolerances as tol
 from tests.oracle import split as oracle
 from tests.tiers import in_turn
@@ -243,9 +243,9 @@ def relative_steps(rng, w):
     return np.float32(np.concatenate([small, left]))
 
 
-@pytest.mark.parametrize("update_dtype", ["float32", "param"])
-@pytest.mark.parametrize("name,dtype", FORMS)
-def test_the_correction_is_of_what_apply_updates_produces(name, dtype, update_dtype):
+@pytest.mark.parametrize("form,update_dtype", in_turn(FORMS, ["float32", "param"]))
+def test_the_correction_is_of_what_apply_updates_produces(form, update_dtype):
+    name, dtype = form
     split, rng = codecs.SPLITS[name], np.random.default_rng(4)
     kind = jnp.dtype(jnp.float32) if update_dtype == "float32" else dtype
     spread = 8 if dtype == F16 else 60

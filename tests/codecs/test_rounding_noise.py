@@ -19,8 +19,8 @@ ABSOLUTE_DEVIATION = 0.9679
 @pytest.mark.parametrize(
     ("codec", "v", "gap", "b2"),
     [
-        (LINEAR, 5 / 15, 1 / 15, 0.99),
-        (LINEAR, 5 / 15, 1 / 15, 0.998),
+        pytest.param(LINEAR, 5 / 15, 1 / 15, 0.99, marks=pytest.mark.full),
+        pytest.param(LINEAR, 5 / 15, 1 / 15, 0.998, marks=pytest.mark.full),
         (ROOT, 0.1, 2 * 0.1**0.5 / 255, 0.998),
     ],
     ids=["linear4-0.99", "linear4-0.998", "sqrt-0.998"],

@@ -297,10 +297,7 @@ def test_is_the_composition_with_8_bit_moments_of_blocks():
 
 
 @pytest.mark.parametrize(
-    "name",
-    rows(
-        ["flash_adamw", "flash_lion", "flash_sgd", "flash_adam_mini"], ["flash_lion", "flash_sgd"]
-    ),
+    "name", rows(["flash_adamw", "flash_lion", "flash_sgd", "flash_adam_mini"], ["flash_lion"])
 )
 def test_is_the_chain_of_its_own_direction(name):
     storage = _storage(name, 24, "stochastic")
@@ -365,7 +362,7 @@ PEERS = {
 }
 
 
-@pytest.mark.parametrize("name", PEERS)
+@pytest.mark.parametrize("name", rows(PEERS, ["flash_adamw"]))
 def test_follows_f32_optax_for_200_steps(name):
     assert _stream_changes(*PEERS[name], steps=200, size=50_000) > COSINE_200
 

@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 import optax_lowmem as lowmem
 from tests.contract_cases import (
     CASES,
-    FEW,
     OPTIMIZER,
     Form,
     assert_same,
@@ -24,7 +24,9 @@ from tests.contract_cases import (
     codes_shape,
     masters,
     stream,
+    third,
 )
+from tests.tiers import rows
 
 _compiled = jax.jit
 
@@ -111,7 +113,7 @@ def test_extra_arguments_are_ignored_and_nothing_recompiles(name):
     assert_same(with_extra, one)
 
 
-@FEW
+@pytest.mark.parametrize("name", rows(CASES, ["optax.amsgrad"]))
 def test_step_is_update_and_apply_and_updates_are_f32(name):
     tx, params, state = _begun(name)
 
@@ -127,7 +129,7 @@ def test_step_is_update_and_apply_and_updates_are_f32(name):
         assert_same(whole, _step(name)(grads, state, params))
 
 
-@OPTIMIZER
+@third(1)
 def test_scan_and_cond_equal_separate_steps(name):
     tx, params, state = _begun(name)
     gradients = stream(masters(), 3)
@@ -146,7 +148,7 @@ def test_scan_and_cond_equal_separate_steps(name):
     assert largest <= 1 and share <= 0.01, (largest, share)
 
 
-@OPTIMIZER
+@third(2)
 def test_donation_is_used_and_changes_nothing(name):
     tx, params, state = _begun(name)
     kept = _step(name)(_gradient(), state, params)
@@ -160,7 +162,7 @@ def test_donation_is_used_and_changes_nothing(name):
     assert copies[1] is not None and any(leaf.is_deleted() for leaf in jax.tree.leaves(copies[1]))
 
 
-@FEW
+@pytest.mark.parametrize("name", rows(CASES, ["optax.amsgrad"]))
 def test_members_of_an_ensemble_round_on_their_own(name):
     tx, *_ = _begun(name)
     start = masters()
@@ -194,7 +196,7 @@ def _config(name: str) -> Iterator[None]:
         jax.config.update(name, before)
 
 
-@OPTIMIZER
+@third(0)
 def test_x64_changes_no_code(name):
     tx, params, state = _begun(name)
     kept = _step(name)(_gradient(), state, params)
@@ -224,7 +226,7 @@ def test_wide_gradients_are_clipped_as_f32():
     assert_same(*found)
 
 
-@FEW
+@pytest.mark.parametrize("name", rows(CASES, ["flash_lion"]))
 def test_debug_nans_finds_none_even_in_zero_gradients(name):
     tx, params, state = _begun(name)
     zero = jax.tree.map(jnp.zeros_like, _gradient())

@@ -1,6 +1,7 @@
 """Tests of optax's wrappers and of Flax beyond equality with plain optax; see also the matrix."""
 
 import inspect
+import itertools
 import warnings
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import optax_lowmem as lowmem
 from tests.contract_cases import (
     CASES,
+    DISTINCT,
     OPTIMIZER,
     Form,
     assert_same,
@@ -21,6 +23,7 @@ from tests.contract_cases import (
     codes_shape,
     masters,
     stream,
+    third,
 )
 from tests.tiers import rows
 
@@ -55,7 +58,7 @@ def test_frozen_and_masked_leaves_have_no_state(name):
         )
 
 
-@OPTIMIZER
+@third(0)
 def test_an_injected_learning_rate_changes_without_recompiling(name):
     def factory(learning_rate):
         return _make(name, learning_rate)
@@ -93,7 +96,7 @@ def test_public_optimizers_can_be_injected_themselves(name):
         np.testing.assert_allclose(a.astype(jnp.float32), b.astype(jnp.float32), rtol=2.0**-8)
 
 
-@OPTIMIZER
+@third(1)
 def test_apply_if_finite_drops_a_step_with_nan(name):
     tx = optax.apply_if_finite(_make(name), 5)
     params, state = lowmem.init(tx, masters())
@@ -106,7 +109,7 @@ def test_apply_if_finite_drops_a_step_with_nan(name):
     assert int(skipped.notfinite_count) == 1
 
 
-@OPTIMIZER
+@third(2)
 def test_multi_steps_moves_once_in_two_calls(name):
     tx = optax.MultiSteps(_make(name), every_k_schedule=2)
     params, state = lowmem.init(tx, masters())
@@ -133,8 +136,13 @@ TARGETS = {
 }
 
 
-@pytest.mark.parametrize("target", TARGETS)
-@OPTIMIZER
+@pytest.mark.parametrize(
+    "name, target",
+    rows(
+        itertools.product(CASES, TARGETS),
+        list(zip(DISTINCT, itertools.cycle(TARGETS), strict=False)),
+    ),
+)
 def test_converges_on_optax_targets(name, target):
     objective, start, end = TARGETS[target]
     form = Form(policy=lowmem.Policy(min_size=0))
@@ -151,7 +159,7 @@ def test_converges_on_optax_targets(name, target):
     np.testing.assert_allclose(params["x"], np.array(end), rtol=3e-2, atol=3e-2)
 
 
-@OPTIMIZER
+@third(0)
 def test_linen_train_state(name):
     train_state = pytest.importorskip("flax.training.train_state")
     tx = _make(name)
@@ -165,7 +173,7 @@ def test_linen_train_state(name):
     assert_same((new.params, new.opt_state), expected)
 
 
-@OPTIMIZER
+@third(1)
 def test_nnx_optimizer(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Flax's own, at import

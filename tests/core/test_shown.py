@@ -10,22 +10,6 @@ NAMES = {**vars(codecs), **vars(base), "Storage": lowmem.Storage, "Policy": lowm
 NAMES.update({type(c).__name__: type(c) for c in codecs.CODECS.values()})
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (lowmem.Storage(), "Storage()"),
-        (lowmem.Storage(nu=None, group_size=64), "Storage(nu=None, group_size=64)"),
-        (lowmem.Policy(exclude=("*embed*",)), "Policy(exclude=('*embed*',))"),
-        (codecs.softsign(), "SoftsignCodec()"),
-        (codecs.sqrt_paper(), "SqrtCodec(scale=Float16Scale(), guarded=False)"),
-        (codecs.e4m3(), "E4M3Codec(scale=E8M8Scale())"),
-        (codecs.master_split("bfloat16", 24), "BitSplit()"),
-    ],
-)
-def test_only_what_differs_is_shown(value, text):
-    assert repr(value) == text
-
-
 @pytest.mark.parametrize("value", [*codecs.CODECS.values(), lowmem.Storage.paper()], ids=str)
 def test_a_repr_makes_the_value_again(value):
     assert eval(repr(value), NAMES) == value  # noqa: S307

@@ -8,6 +8,7 @@ import pytest
 import optax_lowmem as lowmem
 from benchmarks.claims import q_adam_mini as paper
 from benchmarks.model_shapes import llama_3_2_1b
+from tests.tiers import in_turn
 
 GROUP = 256
 SCALARS = 32  # bytes: count, seed, and placeholders of what a leaf does not have
@@ -56,8 +57,10 @@ def test_an_eighth_of_adamw():
     assert 7.8 < sizes[0] / sizes[1] < 8
 
 
-@pytest.mark.parametrize("make", [lowmem.adam_mini, lowmem.q_adam_mini, lowmem.flash_adam_mini])
-@pytest.mark.parametrize("size", paper.TABLE_4)
+@pytest.mark.parametrize(
+    "size, make",
+    in_turn(paper.TABLE_4, [lowmem.adam_mini, lowmem.q_adam_mini, lowmem.flash_adam_mini]),
+)
 def test_table_4(size, make):
     """v of the optimizer's own state; with the right blocks it is more."""
     params = paper.model(size)

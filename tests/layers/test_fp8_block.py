@@ -140,6 +140,7 @@ def test_gradients_are_straight_through(size):
     assert distance(found, want) < tol.FLIPPED_CODES
 
 
+@pytest.mark.full
 def test_numbers_are_near_those_of_an_ordinary_block():
     """Exact forward passes are nearer; bf16 gradients nearer still; all within E4M3's noise."""
     x = drawn()
@@ -339,7 +340,7 @@ def test_scales_of_smaller_groups():
         assert scales / report.unit == pytest.approx(share * (1 + 8 / 3))
 
 
-@pytest.mark.parametrize("recipe", [Recipe(), LEAN], ids=["fp8", "lean"])
+@pytest.mark.parametrize("recipe", rows([Recipe(), LEAN], [LEAN]), ids=["fp8", "lean"])
 def test_what_a_compiled_scan_stacks(recipe):
     """The forward loop's stacks, an array a step: those of the report, and no others.
 
@@ -376,9 +377,13 @@ def test_what_a_compiled_scan_stacks(recipe):
 # ---- transformations -----------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("recipe", "dtype", "limit"),
-    [(Recipe(), "float32", tol.FLIPPED_CODES), (LEAN, "bfloat16", tol.RECOMPUTED["bfloat16"])],
+    rows(
+        [(Recipe(), "float32", tol.FLIPPED_CODES), (LEAN, "bfloat16", tol.RECOMPUTED["bfloat16"])],
+        [(Recipe(), "float32", tol.FLIPPED_CODES)],
+    ),
 )
 def test_scan_remat_and_vmap(recipe, dtype, limit):
     block, params = make(recipe, jnp.dtype(dtype), kv_heads=HEADS)
@@ -429,7 +434,7 @@ def test_on_a_mesh(layout):
     assert distance(found, want) < tol.FLIPPED_CODES
 
 
-@pytest.mark.parametrize("cut", [P("d"), P(None, "d")])
+@pytest.mark.parametrize("cut", rows([P("d"), P(None, "d")], [P("d")]))
 def test_explicit_axes(cut):
     """A gradient lies as what it is of."""
     kind = (AxisType.Explicit,)

@@ -6,11 +6,11 @@ import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from tests import tolerances as tol
 from tests.contract_cases import assert_same
+from tests.tiers import in_turn, rows
 
 pytest.importorskip("flax")
 
@@ -110,9 +110,11 @@ def test_other_arguments_pass_through():
     assert by_class.dot_general is None
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("format,scaling", [("int8", "format"), ("fp8-e5m2", "unit")])
-def test_layers_compute_the_product(variant, format, scaling):
+@pytest.mark.parametrize(
+    "variant, how", in_turn(VARIANTS, [("int8", "format"), ("fp8-e5m2", "unit")])
+)
+def test_layers_compute_the_product(variant, how):
+    format, scaling = how
     options = dict(variant=variant, format=format, scaling=scaling)
     dense = layers.SwitchBackDense(3, **options)
     y, params = dense.init_with_output(KEY, X)
@@ -191,12 +193,11 @@ EINSUMS = [
 ]
 
 
-@pytest.mark.parametrize("subscripts,shape", EINSUMS)
+@pytest.mark.parametrize("subscripts,shape", rows(EINSUMS, EINSUMS[::3]))
 def test_einsum(subscripts, shape):
     w = jax.random.normal(KEY, shape)
-    x = X if subscripts != "...d,...df->...f" else X[0]
     found, exact, want = (
-        jax.jit(functools.partial(op, subscripts))(x, w)
+        jax.jit(functools.partial(op, subscripts))(X, w)
         for op in (layers.switchback_einsum(), layers.switchback_einsum("standard"), jnp.einsum)
     )
     assert found.shape == want.shape and close(found, want)
@@ -227,10 +228,10 @@ def test_einsum_is_its_product():
         ("bsd,df", "form"),
         ("bsd->bs", "form"),
         ("bsd,df,fg->bsg", "form"),
-        ("bsd,df->bf", "summed over in one alone"),
-        ("bsd,dfg->bsf", "summed over in one alone"),
+        ("bsd,df->bf", "summed over in one operand alone"),
+        ("bsd,dfg->bsf", "summed over in one operand alone"),
         ("bss,sf->bf", "twice in an operand"),
-        ("...d,df->f", "summed over in one alone"),
+        ("...d,df->f", "summed over in one operand alone"),
         ("bsd,df->bsz", "result"),
         ("bsd,df->bsff", "result"),
         ("bd,df->bf", "rank 3"),
@@ -278,53 +279,3 @@ def test_layer_scale_arguments():
         module = of_linen.LayerScale(dtype=dtype)
         assert module.init_with_output(KEY, half)[0].dtype == want
         assert layers.LayerScale(8, dtype=dtype)(half).dtype == want
-
-
-# ---- training ------------------------------------------------------------------------------------
-
-
-class Regression(nn.Module):
-    dense: type = nn.Dense
-
-    @nn.compact
-    def __call__(self, x):
-        return self.dense(1)(jnp.tanh(self.dense(32)(x)))
-
-
-def trained(dense, steps=50):
-    """The loss of two layers after some steps of Adam, on a fixed task."""
-    x = jax.random.normal(jax.random.key(2), (256, 8))
-    target = jnp.sin(x[:, :1]) + x[:, 1:2] * x[:, 2:3]
-    model, tx = Regression(dense), optax.adam(0.02)
-    params = model.init(KEY, x)
-
-    def step(carry, _):
-        params, state = carry
-        loss, grads = jax.value_and_grad(lambda p: ((model.apply(p, x) - target) ** 2).mean())(
-            params
-        )
-        updates, state = tx.update(grads, state)
-        return (optax.apply_updates(params, updates), state), loss
-
-    def run(params):
-        return jax.lax.scan(step, (params, tx.init(params)), length=steps)[1]
-
-    losses = jax.jit(run)(params)
-    return float(losses[0]), float(losses[-1])
-
-
-@functools.cache
-def standard():
-    return trained(nn.Dense)
-
-
-@pytest.mark.parametrize(
-    "variant,format",
-    [("switchback_m", "int8"), ("switchback", "fp8-e5m2"), ("llm_int8", "int8")],
-)
-def test_training_reaches_the_loss_of_the_standard_layer(variant, format):
-    """Within 3 % of what it loses: int8 moves an output by 1 % of its row, 2 layers."""
-    first, last = standard()
-    assert last < 0.2 * first
-    found = trained(functools.partial(layers.SwitchBackDense, variant=variant, format=format))
-    assert abs(found[1] - last) < 0.03 * first

@@ -32,6 +32,7 @@ from tests.layers.test_fp8_block import (  # noqa: E402
     jitted,
     make,
 )
+from tests.tiers import in_turn, rows  # noqa: E402
 
 lean = functools.partial(make, LEAN, kv_heads=HEADS)
 
@@ -66,7 +67,7 @@ def ordinary(params, x, heads=HEADS):
     return x + (jax.nn.silu(gate) * up) @ mlp["down_proj"]["kernel"]
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("dtype", rows([jnp.bfloat16, jnp.float32], [jnp.bfloat16]))
 def test_an_ordinary_layer(dtype):
     """No bit of the forward pass is another; gradients are, by rounding."""
     block, params = lean(dtype)
@@ -108,6 +109,7 @@ def test_units_of_a_llama_layer(monkeypatch):
     assert large == {"bfloat16"}
 
 
+@pytest.mark.full
 def test_second_derivatives():
     """Nothing is rounded to codes: unlike the flow in FP8, this one has them."""
     x, w = drawn(shape=(3, 8)), drawn(shape=(8, 4))
@@ -131,8 +133,9 @@ def test_second_derivatives():
 # ---- functions and modules -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_exact", "relu"])
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(
+    "activation, gated", in_turn(["silu", "gelu", "gelu_exact", "relu"], [True, False])
+)
 def test_gates(activation, gated):
     """Of two arrays or one, and the linear layer behind: as without the flow."""
     gate, up, w = (drawn(jnp.bfloat16, i, (6, 16)) for i in range(3))

@@ -11,6 +11,7 @@ from optax_lowmem._src import quantized_matmul
 from optax_lowmem._src.quantized_matmul import E4M3, E5M2, INT8, LONGEST_SUM, Quantized
 from tests import tolerances as tol
 from tests.oracle import switchback as oracle
+from tests.tiers import in_turn, rows
 
 pytest.importorskip("flax")
 
@@ -169,7 +170,7 @@ def check_exact(variant, dtype, arguments):
         assert np.abs(a.codes @ b.codes).max() < 2**31
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", rows(VARIANTS, ["switchback", "switchback_m", "llm_int8"]))
 def test_int8_products_are_the_integers_of_the_oracle(variant):
     """Of seeds without a tie: one code off by one would be off by far more than the rounding."""
     for seed, size in enumerate(SIZES[2:5]):
@@ -184,8 +185,7 @@ def whole(rng, rows, columns, dtype):
     return jnp.asarray(x * 2.0 ** rng.integers(-9, -4), dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant, dtype", in_turn(VARIANTS, DTYPES))
 def test_int8_products_are_exact_at_ties_too(variant, dtype):
     """Positions that f32 holds, a half of them ties."""
     rng = np.random.default_rng(3)
@@ -257,7 +257,13 @@ QUICK = [(v, f, "format") for v in VARIANTS for f in ("int8", "fp8-e5m2")]
 QUICK += [("switchback", *how) for how in FORMATS if ("switchback", *how) not in QUICK]
 
 
-@pytest.mark.parametrize("variant,format,scaling", QUICK)
+# each variant with one of two formats, and one variant with all
+OFTEN = [
+    (v, "fp8-e5m2" if v in ("llm_int8", "switchback_q") else "int8", "format") for v in VARIANTS
+]
+
+
+@pytest.mark.parametrize("variant,format,scaling", rows(QUICK, OFTEN + QUICK[-3:]))
 def test_products_are_within_their_bounds(variant, format, scaling):
     worst = np.zeros(3)
     for seed, size in enumerate(SIZES[2:4]):
@@ -313,7 +319,11 @@ def test_zeros_are_exact(variant, format):
 
 
 @pytest.mark.parametrize(
-    "format,bad", [("int8", np.nan), ("int8", -np.inf), ("fp8", np.inf), ("fp8-e5m2", np.inf)]
+    "format,bad",
+    rows(
+        [("int8", np.nan), ("int8", -np.inf), ("fp8", np.inf), ("fp8-e5m2", np.inf)],
+        [("int8", -np.inf), ("fp8", np.inf)],
+    ),
 )
 def test_a_bad_row_shows_in_its_own_outputs(format, bad):
     x, w, g = arrays(2, 5, 9, 7)
@@ -345,7 +355,7 @@ def test_a_bad_weight_shows(bad):
         assert jnp.isfinite(jnp.delete(dx, 3, 1)).all() == by_column
 
 
-@pytest.mark.parametrize("format,scaling", FORMATS)
+@pytest.mark.parametrize("format,scaling", rows(FORMATS, list(FORMATS)[::2]))
 def test_the_ends_of_f32(format, scaling):
     """Rows of 1e-38 and 1e38, and of the largest numbers of bf16 and f16."""
     formats, largest = FORMATS[format, scaling]

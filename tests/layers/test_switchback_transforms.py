@@ -9,6 +9,7 @@ import pytest
 
 from tests import tolerances as tol
 from tests.oracle import switchback as oracle
+from tests.tiers import rows
 
 pytest.importorskip("flax")
 
@@ -16,7 +17,6 @@ import optax_lowmem as lowmem  # noqa: E402
 from optax_lowmem import layers  # noqa: E402
 from optax_lowmem._src.switchback import products  # noqa: E402
 
-FORMATS = ("int8", "fp8", "fp8-e5m2")
 rng = np.random.default_rng(0)
 X, W, G = (jnp.float32(rng.normal(size=s)) for s in [(5, 33), (33, 7), (5, 7)])
 
@@ -84,16 +84,6 @@ def test_gradients_are_straight_through(variant):
     assert np.abs(found[1] - others[1]).max() > 100 * REORDERED  # of the standard layer
 
 
-def test_gradients_point_where_those_of_the_exact_product_do():
-    _, *exact = value_and_gradients(lambda x, w: x @ w, X, W, G)
-    for variant in ("switchback_m", "llm_int8"):
-        for format in FORMATS:
-            _, *found = value_and_gradients(make(variant, format), X, W, G)
-            for a, b in zip(found, exact, strict=True):
-                off = jnp.linalg.norm(a - b) / jnp.linalg.norm(b)
-                assert off < {"int8": 0.02, "fp8": 0.06, "fp8-e5m2": 0.1}[format]
-
-
 @pytest.mark.parametrize("variant", list(products.VARIANTS))
 def test_second_derivatives_are_refused(variant):
     matmul = make(variant)
@@ -131,7 +121,7 @@ def test_standard_is_jaxs_own_product():
 # ---- transformations -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", ["switchback_m", "llm_int8"])
+@pytest.mark.parametrize("variant", rows(["switchback_m", "llm_int8"], ["llm_int8"]))
 def test_leading_axes(variant):
     """None, one and several: rows are rows."""
     matmul = make(variant)
@@ -151,7 +141,7 @@ def test_leading_axes(variant):
         np.testing.assert_array_equal(dw, jnp.zeros((33, 7)))
 
 
-@pytest.mark.parametrize("variant", ["switchback_m", "tensorwise"])
+@pytest.mark.parametrize("variant", rows(["switchback_m", "tensorwise"], ["tensorwise"]))
 def test_vmap_is_a_loop(variant):
     step = jax.jit(functools.partial(run, make(variant)))
     over = functools.partial(run, make(variant))
@@ -249,7 +239,7 @@ def test_precision_is_that_of_the_weight_gradient():
 # ---- general products ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", ["switchback", "llm_int8"])
+@pytest.mark.parametrize("variant", rows(["switchback", "llm_int8"], ["switchback"]))
 def test_axes_of_a_general_product(variant):
     """Several sums, axes anywhere, and a batch: the product of matrices, axes put back."""
     x = jnp.float32(rng.normal(size=(3, 4, 2, 5)))  # sums over axes 1 and 3

@@ -1,6 +1,7 @@
 """Kernels of noise and sampling against their reference: interpreted, lowered, and on a GPU."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from optax_lowmem._src.noise.formats import FORMATS
 from optax_lowmem._src.noise.kernels_triton import Strip
 from tests import tolerances as tol
 from tests.lowering import kernels_in, lower_for_cuda
-from tests.tiers import in_turn
+from tests.tiers import rows, triton_often
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 # whole strips; partial ones along both axes; axes before, one of them of one entry
@@ -73,6 +74,7 @@ def compare_sums(shape, noise, dtype, backend):
     assert (np.abs(found - wanted) <= tol.BITS_GRADIENT * size).all()
 
 
+@triton_often
 @pytest.mark.parametrize("shape", [pytest.param(s, marks=() if len(s) == 4 else pytest.mark.full)
                                    for s in SHAPES], ids=str)  # fmt: skip
 def test_is_the_reference(shape, backend):
@@ -132,7 +134,13 @@ def test_lowers_for_gpus(on_a_gpu):
         assert kernels_in(lower_for_cuda(draw, jax.ShapeDtypeStruct((), jnp.uint32))) == ["noise"]
 
 
-@pytest.mark.parametrize("noise, format", in_turn(NOISES, FORMATS))
+@pytest.mark.parametrize(
+    "noise, format",
+    rows(
+        itertools.product(NOISES, FORMATS),
+        [("gaussws", "bfloat16"), ("diffq", "mxfp4"), ("box-muller", "mxfp8_e4m3")],
+    ),
+)
 def test_every_kernel_lowers(on_a_gpu, noise, format):
     noise = NOISES[noise]
     for weights in ("float32", "bits-24", "ulp-32"):

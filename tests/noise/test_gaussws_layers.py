@@ -16,21 +16,10 @@ from flax import nnx  # noqa: E402
 import optax_lowmem as lowmem  # noqa: E402
 from optax_lowmem import gaussws, layers  # noqa: E402
 from tests.oracle import gaussws as oracle  # noqa: E402
+from tests.tiers import rows  # noqa: E402
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(16, 64)), jnp.float32)
 RATE, STEPS = 1e-2, 20
-
-
-class LinenMLP(nn.Module):
-    """`up` and `down` as a transformer has them."""
-
-    dense: type = nn.Dense
-
-    def setup(self):
-        self.up, self.down = nn.Dense(96), self.dense(64)
-
-    def __call__(self, x):
-        return x + self.down(nn.relu(self.up(x)))
 
 
 class NnxMLP(nnx.Module):
@@ -50,7 +39,7 @@ def wanted_output(kernel, bias, key, compute, bits=6.0):
 # ---- one layer -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", rows([None, jnp.bfloat16], [jnp.bfloat16]))
 def test_linen(dtype):
     layer = layers.GaussWSDense(40, dtype=dtype, bits_init=5.0)
     plain = nn.Dense(40, dtype=dtype)
@@ -116,26 +105,6 @@ def test_values_of_few_bits():
 
 
 # ---- models --------------------------------------------------------------------------------------
-
-
-def test_converted_linen():
-    plain = LinenMLP()
-    model = layers.convert(plain, "od", layers.GaussWSDense)
-    params = plain.init(jax.random.key(0), X)["params"]
-    own = model.init(jax.random.key(0), X)["params"]
-    assert sorted(own["down"]) == ["bias", "bits", "kernel"] and "bits" not in own["up"]
-    np.testing.assert_array_equal(own["down"]["kernel"], params["down"]["kernel"])
-    clean = plain.apply({"params": params}, X)
-    np.testing.assert_array_equal(model.apply({"params": own}, X), clean)
-    rngs = {"gaussws": jax.random.key(1)}
-    noisy = model.apply({"params": own}, X, rngs=rngs)
-    written = LinenMLP(layers.GaussWSDense).apply({"params": own}, X, rngs=rngs)
-    np.testing.assert_array_equal(noisy, written)
-    assert layers.convert(plain, "od", layers.GaussWSDense) == model
-    every = layers.convert(plain, "all", functools.partial(layers.GaussWSDense, bits_init=3.0))
-    assert "bits" in every.init(jax.random.key(0), X)["params"]["up"]
-    with pytest.raises(ValueError, match="no dense layer matches"):
-        layers.convert(plain, "qkv", layers.GaussWSDense).init(jax.random.key(0), X)
 
 
 def test_converted_nnx():

@@ -2,7 +2,6 @@
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -68,7 +67,9 @@ def resampled(params, state, path=DOWN, dtype=BF16, **more):
 # ---- what is seen and what is kept ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["split", "f32", "f32 beside bf16", "no split"])
+@pytest.mark.parametrize(
+    "kind", rows(["split", "f32", "f32 beside bf16", "no split"], ["split", "f32 beside bf16"])
+)
 def test_noise_from_the_first_step_on(kind):
     dtype = F32 if kind == "f32" else BF16
     none = lowmem.Storage(master_weight_bits=None)
@@ -148,7 +149,7 @@ def test_optax_gets_f32_gradients():
     np.testing.assert_allclose(nu, of_wanted[0].nu["w"], rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("dtype", rows([BF16, F32], [BF16]))
 def test_updates_and_steps_agree(dtype):
     """Weights up to f32's rounding of the update, and how XLA fuses the step inside."""
     tx = noisy(parts=["down", "up"])
@@ -215,7 +216,7 @@ def test_weight_decay_guides_bitwidths_to_the_target():
     assert (gaussws.bitwidths(state)[DOWN] == 6).all()
 
 
-@pytest.mark.parametrize("noise", ["diffq", "box-muller"])
+@pytest.mark.parametrize("noise", rows(["diffq", "box-muller"], ["diffq"]))
 def test_other_noise(noise):
     tx = noisy(noise=noise)
     params, state = lowmem.init(tx, start())
@@ -297,48 +298,7 @@ def test_noise_is_frozen_while_gradients_accumulate(around):
     assert (leaf(params, UP) != leaf(lowmem.init(tx, start())[0], UP)).any()
 
 
-@pytest.mark.full
-def test_clipping_before_it_and_inside():
-    """A chain around it folds the clipping; the result is that of scaled gradients."""
-    clip = optax.clip_by_global_norm(0.1)
-    grads = start(1)
-    scaled, _ = clip.update(grads, clip.init(grads))
-    wanted = noisy(bits_optimizer=optax.sgd(1.0))
-    params, state = lowmem.init(wanted, start())
-    one = stepper(wanted)(scaled, state, params)
-    around = lowmem.chain(clip, wanted)
-    two, (_, of_noise) = stepper(around)(grads, around.init(params)[:1] + (state,), params)
-    np.testing.assert_allclose(of_noise.bits["mlp"]["down"]["kernel"],
-                               one[1].bits["mlp"]["down"]["kernel"], rtol=1e-5)  # fmt: skip
-    for a, b in zip(jax.tree.leaves(two), jax.tree.leaves(one[0]), strict=True):
-        assert (np.asarray(a) != np.asarray(b)).mean() < 0.01
-    updates, (_, updated) = around.update(grads, (clip.init(grads), state), params)
-    for a, b in zip(jax.tree.leaves(updated), jax.tree.leaves(of_noise), strict=True):
-        assert (np.asarray(a) != np.asarray(b)).mean() < 0.01
-    inside = noisy(lowmem.chain(clip, flash()))
-    params, state = lowmem.init(inside, start())
-    params, state = stepper(inside)(grads, state, params)
-    np.testing.assert_array_equal(leaf(params, DOWN), resampled(params, state))
-
-
-def test_averages_around_and_inside():
-    """Of weights without noise, either way."""
-    given = start()
-    averages = []
-    for tx in (
-        lowmem.track_master_ema(noisy(), 0.5, bits=32),
-        noisy(lowmem.track_master_ema(flash(), 0.5, bits=32)),
-        lowmem.track_master_ema(flash(), 0.5, bits=32),
-    ):
-        params, state = lowmem.init(tx, given)
-        for seed in range(2):
-            params, state = stepper(tx)(start(seed + 1), state, params)
-        averages.append(lowmem.ema_params(state))
-    equal(averages[0], averages[2])
-    equal(averages[1], averages[2])
-
-
-@pytest.mark.parametrize("name", ["stable_adamw", "q_adam_mini"])
+@pytest.mark.parametrize("name", rows(["stable_adamw", "q_adam_mini"], ["q_adam_mini"]))
 def test_other_optimizers(name):
     tx = noisy(lowmem.OPTIMIZERS[name].make(1e-3))
     params, state = lowmem.init(tx, start())
@@ -367,20 +327,6 @@ def test_stacked_layers():
     w = np.float32(jax.tree.leaves(weights)[0])
     assert gaussws.bitwidths(state)["layers/mlp/down_proj/kernel"].shape == (3, 2, 2)
     assert (w[0] != w[1]).mean() > 0.3 and (w[1] != w[2]).mean() > 0.3
-
-
-def test_twenty_jitted_steps_compile_once():
-    tx = noisy()
-    params, state = lowmem.init(tx, start())
-    chex.clear_trace_counter()
-
-    @functools.partial(jax.jit, donate_argnums=(1, 2))
-    @chex.assert_max_traces(n=1)
-    def step(grads, state, params):
-        return lowmem.step(tx, grads, state, params)
-
-    for seed in range(20):
-        params, state = step(start(seed), state, params)
 
 
 SPECS = [P("a", "b"), P(("a", "b"), None), P(None, "b"), P()]
@@ -427,7 +373,10 @@ MISUSES = {
         lambda: noisy(lowmem.accumulate_gradients(flash(), 2, into="moments")),
         "accumulated inside",
     ),
-    "no such part": (lambda: noisy(parts="qkv"), "no leaf is of parts='qkv'; there are 'mlp/down"),
+    "no such part": (
+        lambda: noisy(parts="qkv"),
+        "no leaf matches parts='qkv'; the leaves are 'mlp/down",
+    ),
     "a vector": (lambda: noisy(parts="norm/*"), r"'norm/scale' has shape \(96,\)"),
 }
 
@@ -478,11 +427,11 @@ def test_states_of_other_settings():
 @pytest.mark.parametrize(
     "more, message",
     [
-        ({"noise": "normal"}, "noise is one of gaussws"),
+        ({"noise": "normal"}, "noise must be one of gaussws"),
         ({"compute": "bfloat16"}, "one of mxfp8_e4m3"),
-        ({"compute": "fp4"}, "a format is one of"),
-        ({"clean_dtype": BF16}, "clean_dtype is float32"),
-        ({"bits_init": jnp.float32(6)}, "bits_init is a number of bits"),
+        ({"compute": "fp4"}, "format must be one of"),
+        ({"clean_dtype": BF16}, "clean_dtype must be float32"),
+        ({"bits_init": jnp.float32(6)}, "bits_init must be a number of bits"),
         ({"bits_loss": -1.0}, "bits_loss must be >= 0"),
     ],
     ids=str,
@@ -490,5 +439,5 @@ def test_states_of_other_settings():
 def test_arguments(more, message):
     with raises(message):
         noisy(**more)
-    with raises(r"parts are names", TypeError):
+    with raises(r"parts must be names", TypeError):
         noisy(parts=[3])

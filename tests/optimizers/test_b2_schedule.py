@@ -13,6 +13,7 @@ import optax_lowmem as lowmem
 from optax_lowmem import Storage
 from optax_lowmem._src.core.hyperparameters import decay_at
 from optax_lowmem._src.optimizers.adam import adam_moments
+from tests.tiers import in_turn
 
 POWERS = (0.45, 0.5, 0.65, 0.8, 1.0)  # Figure 14's, Adafactor's, the plain mean
 # lambda log t up to 13.8, off by a rounding of lambda, of log and of the product: 13.8 * 3 u
@@ -57,8 +58,7 @@ def weights_of(power, t):
     return weights
 
 
-@pytest.mark.parametrize("power", POWERS)
-@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("power, nesterov", in_turn(POWERS, [False, True]))
 def test_steps_against_float64(power, nesterov):
     rng = np.random.default_rng(0)
     grads = rng.normal(size=(60, 16)) * np.exp(rng.normal(size=(60, 1)))

@@ -108,24 +108,6 @@ def test_the_last_of_equally_large_axes_are_rows_and_columns(shape, axes):
     assert tuple(found["slots"]["w"]["nu"]["block"]["axes"]) == axes
 
 
-def test_gradients_of_rank_one_squares_make_it_adamw():
-    """v of rank one is the product of its means; with 8-bit m and split weights too."""
-    rng = np.random.default_rng(0)
-    params = {"w": jnp.asarray(rng.normal(size=(64, 96)), F32)}
-    size = np.exp(rng.normal(size=(64, 1)) + rng.normal(size=(1, 96)))
-    gradients = [{"w": jnp.asarray(rng.choice([-1, 1], size.shape) * size, F32)} for _ in range(6)]
-    for storage in (lowmem.Storage.full_precision(), lowmem.Storage(nu=None, seed=3)):
-        one, _ = run(factored(1e-2, **HYPER, storage=storage), params, gradients)
-        other, _ = run(lowmem.flash_adamw(1e-2, **HYPER, storage=storage), params, gradients)
-        codes_apart = 0 if storage.mu is None else len(gradients) * tol.REORDERED_CODES
-        wrong = ~np.isclose(one["w"], other["w"], rtol=tol.ADAM_MINI_RTOL, atol=tol.ADAM_MINI_ATOL)
-        assert wrong.mean() <= codes_apart
-    other = lowmem.flash_adamw(1e-2, **HYPER, storage=lowmem.Storage.full_precision())
-    noise = [drawn(seed) for seed in range(3)]
-    pairs = [run(tx, drawn(9), noise)[0]["matrix"] for tx in (factored(1e-2, **HYPER), other)]
-    assert np.abs(pairs[0] - pairs[1]).max() > 1e-3  # and the product is not without effect
-
-
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_shows_in_its_whole_matrix_alone(value):
     params = drawn()
@@ -158,21 +140,6 @@ def test_the_direction_can_be_clipped_as_adafactors():
     for path, (_, axes) in LEAVES.items():
         rms = np.sqrt(np.mean((np.float64(master[path]) - np.float64(start[path])) ** 2))
         assert rms <= 0.51 and (axes is None or rms >= 0.49), path
-
-
-def test_a_run_goes_on_from_optax_and_back():
-    """R and C are means of AdamW's v; what comes back has their product."""
-    params, plain = drawn(), optax.adamw(1e-2)
-    _, state = jax.jit(plain.update)(drawn(1), plain.init(params), params)
-    tx = factored(1e-2, storage=lowmem.Storage.full_precision())
-    params, own = lowmem.checkpoint.from_optax(tx, state, params, F32)
-    v = np.float64(optax.tree.get(state, "nu")["matrix"])
-    means = np.concatenate([v.mean(1), v.mean(0)])
-    np.testing.assert_allclose(own.nu["matrix"], means, rtol=tol.ADAM_MINI_MOMENT)
-    _, state = lowmem.checkpoint.to_optax(tx, own, params)
-    back = optax.tree.get(state, "nu")["matrix"]
-    wanted = np.outer(v.mean(1), v.mean(0)) / v.mean()
-    np.testing.assert_allclose(back, wanted, rtol=tol.ADAM_MINI_RTOL)
 
 
 def test_explain_names_the_axes_and_a_wrong_size_is_refused():

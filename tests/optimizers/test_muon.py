@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 import math
 import re
 
@@ -15,11 +16,11 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
 from optax_lowmem._src.optimizers.newton_schulz import STANDARD, polar_factors
-from optax_lowmem._src.update import matrices
+from optax_lowmem._src.step import matrices
 from optax_lowmem.sharding import state_shardings
 from tests import tolerances
 from tests.compilation import SAME_BITS
-from tests.tiers import in_turn, rows
+from tests.tiers import rows
 
 EXACT = lowmem.Storage.full_precision()
 CODED = lowmem.Storage(policy=lowmem.Policy(min_size=0))
@@ -55,9 +56,9 @@ def distance(found, wanted):
 # ---- optax's arithmetic --------------------------------------------------------------------------
 
 SHAPES = {"wide": (24, 40), "tall": (40, 24), "square": (24, 24), "heads": (24, 3, 8),
-          "conv": (3, 8, 12), "bias": (24,)}  # fmt: skip
+          "conv": (12, 3, 8), "bias": (24,)}  # fmt: skip
 AXES = {"wide": Dimensions(), "tall": Dimensions(1, 0), "square": None, "bias": None,
-        "heads": Dimensions(0, (1, -1)), "conv": Dimensions(1, 2)}  # fmt: skip
+        "heads": Dimensions(0, (1, -1)), "conv": Dimensions(2, 0)}  # fmt: skip
 SCHEDULE = optax.linear_schedule(1e-2, 0.0, 6)
 ARGUMENTS = {
     "defaults": {},
@@ -86,113 +87,17 @@ def test_exact_storage_is_optax(name):
         assert distance(moved, plain[leaf]) <= bound, leaf
 
 
-def test_the_polar_factor_in_float64():
+@pytest.mark.parametrize("name, order", [("frobenius", 2), ("schatten", 4), ("spectral", np.inf)])
+def test_the_polar_factor_in_float64(name, order):
     """Singular vectors of the matrix; singular values where the polynomials lead theirs."""
     (x,) = drawn({"x": (2, 8, 20)}).values()
-    found = np.asarray(polar_factors(x, (STANDARD,) * 5, "frobenius", jnp.float32(1e-8)))
+    found = np.asarray(polar_factors(x, (STANDARD,) * 5, name, jnp.float32(1e-8)))
     for own, matrix in zip(found, np.asarray(x, np.float64), strict=True):
         u, s, vt = np.linalg.svd(matrix, full_matrices=False)
-        s = s / np.linalg.norm(matrix)
+        s = s / np.linalg.norm(s, order)
         for _ in range(5):
             s = STANDARD[0] * s + STANDARD[1] * s**3 + STANDARD[2] * s**5
         np.testing.assert_allclose(own, (u * s) @ vt, atol=tolerances.MUON_EXACT)
-
-
-# ---- a training ----------------------------------------------------------------------------------
-
-WIDTH, VOCAB, LENGTH, BATCH, HEADS, STEPS = 32, 48, 24, 8, 2, 200
-
-
-def transformer():
-    shapes = {"embed": (VOCAB, WIDTH), "qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH),
-              "up": (WIDTH, 4 * WIDTH), "down": (4 * WIDTH, WIDTH),
-              "head": (WIDTH, VOCAB)}  # fmt: skip
-    weights = {n: w * w.shape[0] ** -0.5 for n, w in drawn(shapes).items()}
-    return {**weights, "norms": jnp.ones((3, WIDTH)).reshape(-1)}
-
-
-def loss_of(params, tokens):
-    norms = params["norms"].reshape(3, WIDTH)
-
-    def norm(x, i):
-        scale = jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6)
-        return x * scale * norms[i][None, None]
-
-    x = params["embed"][tokens[:, :-1]]
-    q, k, v = (
-        part.reshape(*part.shape[:2], HEADS, -1)
-        for part in jnp.split(norm(x, 0) @ params["qkv"], 3, -1)
-    )
-    scores = jnp.einsum("bthd,bshd->bhts", q, k) * (WIDTH // HEADS) ** -0.5
-    seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))[None, None]
-    attention = jax.nn.softmax(jnp.where(seen, scores, -1e9))
-    x = x + jnp.einsum("bhts,bshd->bthd", attention, v).reshape(x.shape) @ params["out"]
-    x = x + jax.nn.gelu(norm(x, 1) @ params["up"]) @ params["down"]
-    logits = norm(x, 2) @ params["head"]
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-
-def text():
-    """A Markov chain's."""
-    rng = np.random.default_rng(2)
-    upto = rng.dirichlet(np.full(VOCAB, 0.1), size=VOCAB).cumsum(-1)
-    tokens = np.zeros((STEPS, BATCH, LENGTH + 1), int)
-    for t in range(LENGTH):
-        drawn_at = rng.random((STEPS, BATCH, 1))
-        following = (drawn_at > upto[tokens[..., t]]).sum(-1)
-        tokens[..., t + 1] = np.minimum(following, VOCAB - 1)
-    return jnp.asarray(tokens)
-
-
-AS_TRAINED = dict(
-    learning_rate=5e-3,
-    consistent_rms=0.2,
-    weight_decay=0.1,
-    muon_weight_dimension_numbers={
-        **dict.fromkeys(("qkv", "out", "up", "down"), Dimensions()),
-        **dict.fromkeys(("embed", "head", "norms")),
-    },
-)
-
-
-@functools.cache
-def trained(make, **more):
-    """(What 200 steps change, the mean loss of the last 20)."""
-    tx, params = make(**AS_TRAINED, **more), transformer()
-
-    @jax.jit
-    def run(params, state, batches):
-        def body(carry, tokens):
-            loss, grads = jax.value_and_grad(loss_of)(carry[0], tokens)
-            updates, state = tx.update(grads, carry[1], carry[0])
-            return (optax.apply_updates(carry[0], updates), state), loss
-
-        return jax.lax.scan(body, (params, state), batches)
-
-    (end, _), losses = run(params, tx.init(params), text())
-    assert losses[-20:].mean() < losses[0] - 1
-    return jax.tree.map(jnp.subtract, end, params), float(losses[-20:].mean())
-
-
-HOW = {
-    "exact": (dict(storage=EXACT), tolerances.MUON_TRAINED_EXACT),
-    "int8": (dict(storage=CODED), tolerances.MUON_TRAINED_INT8),
-    "linear": (
-        dict(storage=lowmem.Storage(mu=lowmem.codecs.linear(), policy=lowmem.Policy(min_size=0))),
-        tolerances.MUON_TRAINED_INT8,
-    ),
-    "bf16 products": (dict(storage=EXACT, ns_dtype="bfloat16"), tolerances.MUON_TRAINED_BF16),
-}
-
-
-@pytest.mark.parametrize("how", rows(HOW, ["int8"]))
-def test_a_transformer_follows_optax(how):
-    """200 steps: where the weights go, and the loss."""
-    arguments, (far, off) = HOW[how]
-    moved, loss = trained(lowmem.flash_muon, **arguments)
-    plain, wanted = trained(optax.contrib.muon)
-    assert distance(moved, plain) <= far
-    assert abs(loss / wanted - 1) <= off
 
 
 @pytest.mark.parametrize("preconditioning", ["frobenius", "aol"])
@@ -318,7 +223,13 @@ def on_a_mesh(layout, axis_type):
     return tx, params, state, grads, placed, program
 
 
-@pytest.mark.parametrize("layout, axis_type", in_turn(LAYOUTS, [AxisType.Auto, AxisType.Explicit]))
+@pytest.mark.parametrize(
+    "layout, axis_type",
+    rows(
+        itertools.product(LAYOUTS, [AxisType.Auto, AxisType.Explicit]),
+        [("fsdp", AxisType.Auto)],
+    ),
+)
 def test_a_mesh_takes_whole_matrices(layout, axis_type):
     """The step of one device; and nothing is moved between iterations, however many there are."""
     tx, params, state, grads, placed, program = on_a_mesh(layout, axis_type)
@@ -390,7 +301,7 @@ def test_stacks_are_bounded(monkeypatch):
     sizes = [[math.prod(plans[i].shape) for i in stack] for stack in found]
     assert all(len(own) == 1 or sum(own) <= 3 * 64 * 128 for own in sizes)
     assert sorted(map(len, found)) == [1, 1, 1, 1, 1, 1, 3, 3]
-    assert sum(map(len, matrices.stacks(plans, 4))) == 12
+    assert sorted(map(len, matrices.stacks(plans, 4))) == [1, 1, 1, 1, 4, 4]
 
 
 def test_a_step_takes_what_one_stack_takes(monkeypatch):

@@ -114,14 +114,3 @@ def test_digits_without_scikit_learn(example, monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
     with pytest.raises(SystemExit, match="needs scikit-learn"):
         example("train_digits").main(["--steps", "1"])
-
-
-@pytest.mark.parametrize("script", ["train_gpt", "train_llama"])
-def test_help_has_the_numbers_of_the_presets(example, script, capsys):
-    with pytest.raises(SystemExit):
-        example(script).parse_arguments(["--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    presets = example("_gpt.config" if script == "train_gpt" else "_llama.config").PRESETS
-    for name in ("steps", "batch", "learning_rate"):
-        for preset in presets.values():
-            assert f"{getattr(preset, name):g} (" in said, name

@@ -156,12 +156,6 @@ def test_one_version():
     assert heads[0] in ("Unreleased", version)
 
 
-def test_templates_are_yaml():
-    yaml = pytest.importorskip("yaml")
-    for path in [*(ROOT / ".github").rglob("*.yml"), ROOT / ".pre-commit-config.yaml"]:
-        assert yaml.safe_load(path.read_text("utf-8")), path
-
-
 def test_the_oldest_versions_are_the_lower_bounds():
     """`make test-oldest` installs the pins of `.ci/oldest.txt`."""
     project = SETTINGS["project"]

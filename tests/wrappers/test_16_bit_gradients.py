@@ -1,5 +1,7 @@
 """Gradients in the dtype of 16-bit weights, through wrappers that mind what dtype they see."""
 
+import itertools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import Storage
-from tests.tiers import in_turn
+from tests.tiers import in_turn, rows
 
 PARAMS = {"w": jnp.linspace(-1, 1, 256).reshape(4, 64), "b": jnp.ones(8)}
 SELECTING = {
@@ -46,7 +48,17 @@ def gradient(params):
     return jax.grad(lambda p: sum((leaf**2).sum() for leaf in jax.tree.leaves(p)))(params)
 
 
-@pytest.mark.parametrize("wrapper, ours, dtype", in_turn(SELECTING, OURS, ["bfloat16", "float16"]))
+@pytest.mark.parametrize(
+    "wrapper, ours, dtype",
+    rows(
+        itertools.product(SELECTING, OURS, ["bfloat16", "float16"]),
+        [
+            (wrapper, list(OURS)[i % len(OURS)], ("bfloat16", "float16")[i % 2])
+            for i, wrapper in enumerate(SELECTING)
+            if wrapper in ("apply_if_finite", "conditionally_mask")
+        ],
+    ),
+)
 def test_a_step_that_may_be_left_out(wrapper, ours, dtype):
     """optax's condition has zeros of the gradients' dtype in the place of our f32 updates."""
     tx = SELECTING[wrapper](OURS[ours]())
@@ -131,3 +143,12 @@ def test_updates_of_compressed_states_in_f32_where_that_is_asked_for(name):
         np.testing.assert_array_equal(np.float32(u), np.float32(wide.astype(jnp.bfloat16)))
     with pytest.raises(ValueError, match="update_dtype must be 'gradient' or 'float32', got 'b"):
         COMPRESSED[name](update_dtype="bfloat16")
+
+
+def test_updates_have_the_dtype_of_a_gradient_only_where_their_weight_has_it():
+    """The updates of f16 gradients would not land on bf16 weights."""
+    tx = lowmem.split_master_weights(optax.sgd(1e-2), update_dtype="gradient")
+    params = {"w": jnp.ones((4, 64), jnp.bfloat16)}
+    for given, wanted in (("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", "float32")):
+        updates, _ = tx.update(optax.tree.cast(params, given), tx.init(params), params)
+        assert updates["w"].dtype == wanted

@@ -227,22 +227,6 @@ def test_moments_of_sgd_are_those_of_the_whole_batch(decay):
         assert int(mine_state.inner_state.count) == int(state.count)
 
 
-def test_codes_of_sgd_are_near_those_of_the_whole_batch():
-    gradients = micro_batches(EVERY)
-    inner = lowmem.flash_sgd(1.0, momentum=0.9)
-    tx = lowmem.accumulate_gradients(inner, EVERY, "moments")
-    params = {"w": jnp.zeros((64, 128))}
-    mine = run(tx, params, tx.init(params), gradients)[-1][0]["w"]
-    exact = -gradients.mean(0)
-    largest = jnp.max(jnp.abs(jnp.cumsum(gradients / EVERY, 0)), axis=0)
-    groups = jnp.max(largest.reshape(64, 4, 32), axis=-1, keepdims=True)
-    error = jnp.abs(mine - exact).reshape(64, 4, 32)
-    # the last direction is taken before it is encoded, so EVERY - 1 encodings came before it
-    assert bool(jnp.all(error <= (EVERY - 1) * tolerances.SOFTSIGN_WIDEST_CODE * groups * 1.05))
-    bias = float(jnp.mean(mine - exact)) / float(jnp.std(mine - exact)) * 64 * 128**0.5 / 64**0.5
-    assert abs(bias) < 4, "unbiased: in standard errors"
-
-
 def adam_accumulation(w, gradients, lr, b1, b2, eps, decay):
     """Adam Accumulation in float64: v takes the sum of squares of g / k."""
     w, m, v = np.asarray(w, np.float64), 0.0, 0.0

@@ -254,6 +254,7 @@ def test_optax_map_params(name):
     assert differ >= 4
 
 
+@pytest.mark.full
 def test_big_vision():
     """Its fsdp(axis) takes the largest dimension that the axis divides, of any array by itself."""
     tx, the_mesh, params = made(), mesh(fsdp=8), params_of_shapes()

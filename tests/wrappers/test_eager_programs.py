@@ -78,7 +78,7 @@ OPTIMIZERS = {
     "f32 state": lowmem.flash_adamw(1e-3, storage=lowmem.Storage.full_precision()),
     "chain": lowmem.chain(optax.clip_by_global_norm(1.0), _ADAM),
 }
-OFTEN = ["flash_adamw", "adam_mini", "coat_adamw", "chain"]
+OFTEN = ["adam_mini", "coat_adamw"]
 
 
 @pytest.mark.parametrize("name", rows(OPTIMIZERS, OFTEN))
@@ -104,7 +104,7 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.parametrize("name", rows(WRAPPERS, list(WRAPPERS)[::2]))
+@pytest.mark.parametrize("name", rows(WRAPPERS, list(WRAPPERS)[::3]))
 def test_a_wrapper_adds_a_few_programs(name):
     params, other, own = tree(), tree(), []
     tx = WRAPPERS[name](counted(optax.adam(1e-3), own), own)
@@ -136,17 +136,18 @@ def test_averages_are_one_program():
     assert programs(lambda: lowmem.ema_params(state))[1] == 1
 
 
-@pytest.mark.parametrize(
-    "tx",
-    [
-        _ADAM,
-        lowmem.adam_mini(1e-3, blocks=lowmem.blocks.Structure(default="whole")),
-        lowmem.compress_state(optax.trace(0.9), trace=codecs.softsign()),
-        lowmem.track_master_ema(optax.sgd(0.1), 0.99),
-    ],
-    ids=["flash_adamw", "adam_mini", "compress", "ema"],
-)
-def test_many_equal_leaves_share_a_program(tx):
+EQUAL = {
+    "flash_adamw": _ADAM,
+    "adam_mini": lowmem.adam_mini(1e-3, blocks=lowmem.blocks.Structure(default="whole")),
+    "compress": lowmem.compress_state(optax.trace(0.9), trace=codecs.softsign()),
+    "ema": lowmem.track_master_ema(optax.sgd(0.1), 0.99),
+}
+
+
+@pytest.mark.parametrize("name", rows(EQUAL, ["flash_adamw", "compress"]))
+def test_many_equal_leaves_share_a_program(name):
+    tx = EQUAL[name]
+
     def step(leaves: int) -> int:
         params = {f"layer{i}": jnp.full((64, 70), 0.1) for i in range(leaves)}
         weights, state = lowmem.init(tx, params, allow_rounding=True)

@@ -12,32 +12,13 @@ import optax_lowmem as lowmem
 from benchmarks.model_shapes import gpt2_124m, llama_3_1_8b
 from optax_lowmem import Storage
 from optax_lowmem._src.core import trees
+from tests.tiers import in_turn
 
 PARAMS = {
     "block": {"kernel": jnp.ones((64, 128), jnp.bfloat16), "bias": jnp.ones((64,), jnp.bfloat16)},
     "norm": jnp.ones((64,), jnp.float32),
 }
 DTYPES = {path: leaf.dtype for path, leaf in trees.named_leaves(PARAMS)}
-
-
-@pytest.mark.skipif(jax.default_backend() != "cpu", reason="the last line is of a CPU")
-def test_the_printed_form():
-    assert str(lowmem.explain(lowmem.flash_adamw(1e-3), PARAMS)).splitlines() == [
-        "block/bias",
-        "  mu          -                 64 elements, fewer than min_size=4096",
-        "  nu          -                 64 elements, fewer than min_size=4096",
-        "  correction  bits-24           24-bit master weights, stochastic rounding",
-        "block/kernel",
-        "  mu          softsign-int8     groups of 32, stochastic rounding",
-        "  nu          sqrt-uint8        groups of 32, stochastic rounding",
-        "  correction  bits-24           24-bit master weights, stochastic rounding",
-        "norm",
-        "  mu          -                 64 elements, fewer than min_size=4096",
-        "  nu          -                 64 elements, fewer than min_size=4096",
-        "  correction  -                 an f32 parameter is its own master weight",
-        "step by xla for 3 of 3 leaves: "
-        "the default backend is cpu, and kernels are for GPUs and TPUs",
-    ]
 
 
 def test_equal_leaves_are_printed_together():
@@ -54,6 +35,13 @@ def test_equal_leaves_are_printed_together():
 def lines(tx, path):
     found = lowmem.explain(tx, PARAMS).decisions
     return {d.slot: (d.form, d.reason) for d in found if d.path == path}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bit_weights_that_nothing_splits(dtype):
+    tx, params = lowmem.scale_by_flash_adam(), {"w": jnp.ones((64, 128), dtype)}
+    (found,) = (d for d in lowmem.explain(tx, params).decisions if d.slot == "correction")
+    assert found.form is None and "no optimizer here splits it" in found.reason
 
 
 def test_other_storage():
@@ -280,8 +268,7 @@ DISTANCES = {
 ESTIMATES = {"prodigy": optax.contrib.prodigy, "cocob": optax.contrib.cocob}
 
 
-@pytest.mark.parametrize("bits", [24, 32])
-@pytest.mark.parametrize("name", [*DISTANCES, *ESTIMATES])
+@pytest.mark.parametrize("name, bits", in_turn([*DISTANCES, *ESTIMATES], [24, 32]))
 def test_differences_of_24_bit_master_weights(name, bits):
     tx = lowmem.split_master_weights((DISTANCES | ESTIMATES)[name](), bits)
     found = lowmem.explain(tx, PARAMS).warnings
@@ -292,6 +279,7 @@ def test_differences_of_24_bit_master_weights(name, bits):
     assert started(tx) == [*found, *found]
 
 
+@pytest.mark.full
 def test_a_trial_with_heads_and_with_leaves_that_are_left_out():
     """`explain` and `init` do not warn of leaves that the trial cannot shorten to a few numbers."""
     params = {

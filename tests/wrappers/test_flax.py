@@ -1,6 +1,5 @@
 """`optax_lowmem.flax`: Flax's own classes, the fused step, and nothing else changed."""
 
-import functools
 import importlib.util
 import inspect
 import sys
@@ -14,7 +13,7 @@ import optax
 import pytest
 
 import optax_lowmem as lowmem
-from optax_lowmem._src.update.engine import Engine
+from optax_lowmem._src.step.engine import Engine
 from tests.contract_cases import POLICY, assert_alike, assert_same
 
 pytest.importorskip("flax")
@@ -123,7 +122,7 @@ def contents(state: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), rows([c for c in CASES if c[0] != "value"], CASES[1::2])
+    ("name", "dtype"), rows([c for c in CASES if c[0] != "value"], CASES[1::4])
 )
 def test_train_state_trains_as_flaxs(name, dtype):
     tx = TXS[name]()
@@ -170,14 +169,6 @@ def test_train_state_of_split_parameters():
     )
     trained = train_linen(state)
     assert_same(trained.master_params(), lowmem.master_params(trained.params, trained.opt_state))
-
-
-def test_train_state_is_created_inside_a_jit():
-    tx = adamw()
-    create = functools.partial(linen, ours.TrainState, tx, dtype=jnp.bfloat16)
-    assert jax.eval_shape(create).params["Dense_0"]["kernel"].dtype == jnp.bfloat16
-    made = jax.jit(create)()
-    assert_close(made.master_params(), linen(ours.TrainState, tx).params)
 
 
 @pytest.mark.parametrize("freeze", [dict, core.freeze])
@@ -327,7 +318,7 @@ def pair_of(cls: Any, tx: Any, param_dtype: Any = jnp.float32, **options: Any) -
     return model, cls(model, tx, wrt=nnx.Param, **options)
 
 
-@pytest.mark.parametrize(("name", "dtype"), rows(CASES, CASES[::2]))
+@pytest.mark.parametrize(("name", "dtype"), rows(CASES, CASES[::3]))
 def test_optimizer_trains_as_flaxs(name, dtype):
     """Parameters, state, step count, and the model's other variables."""
     tx = TXS[name]()

@@ -9,57 +9,25 @@ import optax
 import pytest
 from flax.core import meta
 from flax.training import train_state
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
-import optax_lowmem.flax as ours
 from optax_lowmem import checkpoint
 from optax_lowmem.sharding import state_shardings
 from tests.compilation import SAME_BITS
 from tests.integration_cases import (
-    DTYPES,
     MESH,
     MLP,
-    OPTIMIZERS,
     RATE,
     assert_close,
     lies,
     mesh_of,
-    on_one_device,
     run,
     starting,
     train_step,
 )
-from tests.tiers import rows
 
 # ---- Linen: every array of a TrainState goes where its box says ----------------------------------
-
-
-@pytest.mark.parametrize("name", rows(OPTIMIZERS, ["flash_adamw"]))
-def test_train_state_of_named_parameters(name):
-    """Flax's guide to several devices, word for word."""
-    cls = ours.TrainState if name in DTYPES else train_state.TrainState
-    tx, mesh = OPTIMIZERS[name](), MESH()
-    init = starting(cls, MLP(), tx, **DTYPES.get(name, {}))
-    abstract = jax.eval_shape(init, jax.random.key(0))
-    shardings = nn.get_sharding(abstract, mesh)
-    state = jax.jit(init, out_shardings=shardings, compiler_options=SAME_BITS)(jax.random.key(0))
-    mu, scale = (optax.tree.get(state.opt_state, n) for n in ("mu", "mu_scale"))
-    kernel = NamedSharding(mesh, P("data", "model"))
-    assert lies(mu["Dense_0"]["kernel"].value, kernel)
-    assert lies(scale["Dense_0"]["kernel"].value, NamedSharding(mesh, P("data")))
-    assert scale["Dense_0"]["bias"].value.shape == ()
-    step = jax.jit(
-        train_step,
-        in_shardings=(shardings, *[NamedSharding(mesh, P("data"))] * 2),
-        out_shardings=(shardings, None),
-        donate_argnums=0,
-        compiler_options=SAME_BITS,
-    )
-    found, losses = run(step, state)
-    assert jax.tree.structure(found) == jax.tree.structure(abstract)
-    assert_close((found, losses), on_one_device(name, cls))
 
 
 @pytest.mark.parametrize("box", [nn.with_partitioning, nn.with_logical_partitioning])

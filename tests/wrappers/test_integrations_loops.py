@@ -29,6 +29,7 @@ from tests.integration_cases import (
     starting,
     train_step,
 )
+from tests.tiers import rows
 
 # ---- NNX: sharded by the metadata of its variables -----------------------------------------------
 
@@ -76,7 +77,10 @@ NNX = {
 
 @pytest.mark.parametrize(
     "cls, name",
-    [(nnx.Optimizer, "chain"), (ours.Optimizer, "flash_adamw")],
+    rows(
+        [(nnx.Optimizer, "chain"), (ours.Optimizer, "flash_adamw")],
+        [(ours.Optimizer, "flash_adamw")],
+    ),
 )
 def test_nnx_optimizer_of_a_sharded_model(cls, name):
     tx, mesh = NNX[name](), mesh_of(data=4, model=2)

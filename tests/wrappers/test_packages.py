@@ -1,7 +1,7 @@
 """Programs of other packages' users, run by those packages, with optax's optimizer exchanged.
 
-Flax and Orbax are in `test_integrations`, `test_integrations_loops` and `test_flax`. PureJaxRL and
-EasyLM are no packages to install: here is what each does with an optimizer, and nothing else of it.
+Flax and Orbax are in `test_integrations`, `test_integrations_loops` and `test_flax`. PureJaxRL is
+no package to install: here is what it does with an optimizer, and nothing else of it.
 """
 
 import functools
@@ -245,22 +245,6 @@ def purejaxrl(tx, dtype):
     return Trained((loss_of(params), loss_of(end.params)), end.params, end.opt_state)
 
 
-def easylm(tx, dtype):
-    """EasyLM, MaxText: gradients in f32 whatever the weights are, a donated step."""
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, state):
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32), jax.grad(loss_of)(params))
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
-    params, state = begun(tx, initial(), dtype)
-    start = loss_of(params)
-    for _ in range(STEPS):
-        params, state = step(params, state)
-    return Trained((start, loss_of(params)), params, state)
-
-
 # ---- the optimizers: program, (library, options) -> optimizer, options of 16-bit weights ---------
 
 PROGRAMS = {
@@ -297,15 +281,6 @@ PROGRAMS = {
         ),
         {},
     ),
-    "easylm": (
-        easylm,
-        lambda adam, adamw, **how: optax.chain(
-            optax.clip_by_global_norm(1.0),
-            adamw(SCHEDULE, weight_decay=0.1, b2=0.95, **how,
-                  mask=lambda tree: jax.tree.map(lambda p: p.ndim > 1, tree)),
-        ),
-        {},
-    ),
 }  # fmt: skip
 
 
@@ -315,15 +290,11 @@ def of_optax(name: str) -> float:
     return float(run(make(optax.adam, optax.adamw), "float32").losses[1])
 
 
-# The default tier has 16-bit weights, which ask more of a program, and f32 ones once.
-SLOW = ("brax", "numpyro", "optimistix")  # programs to compile
-
-
 @pytest.mark.parametrize(
     "name, dtype",
     rows(
         itertools.product(PROGRAMS, ["float32", "bfloat16"]),
-        [("haiku", "float32"), *((name, "bfloat16") for name in PROGRAMS if name not in SLOW)],
+        [("haiku with parameters", "float32"), ("equinox", "bfloat16")],
     ),
 )
 def test_a_program_with_the_optimizer_exchanged(name, dtype):

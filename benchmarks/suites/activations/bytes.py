@@ -24,7 +24,7 @@ from benchmarks.records import Rows
 from benchmarks.suites.activations import layers as activation_layers
 from benchmarks.suites.activations.layers import Layer, Params, Shape
 from optax_lowmem import memory
-from optax_lowmem._src.core import gpu_kernel
+from optax_lowmem._src.kernels import gpu_kernel
 
 # columns of Table 2, and what else there is: the sums that go past the layer
 COLUMNS = ("RMSNorm", "Act Func", "RoPE", "FlashAttn", "Linear", "Residual")
