@@ -48,14 +48,7 @@ def mesh() -> Mesh:
 def program(
     on: Mesh, function: Callable[..., Any], *args: Any, donated: tuple[int, ...] = ()
 ) -> str:
-    """The text of a function's program for the device of a mesh.
-
-    Args:
-      on: of `mesh`.
-      function: to be compiled, traced as on a machine with one H100.
-      *args: abstract.
-      donated: which of them the results may take the place of.
-    """
+    """The text of a function's program for a `mesh`, traced as on a machine with one H100."""
     where = NamedSharding(on, PartitionSpec())
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), args)
     with (

@@ -1,9 +1,5 @@
 """Each GPU kernel by Pallas and as generated Triton, side by side.
 
-python -m benchmarks.run kernels --record
-python -m benchmarks.run kernels --case group-encode/softsign-int8 fp8-norm
-JAX_PLATFORMS=cpu python -m benchmarks.run kernels --tiny --backends interpret --case codes-rows
-
 The kernels of one array are looped in one jit; a step in place, of 16 leaves. Both backends take
 turns, and the median of `--repeats` turns is kept. `device_ms` is the time of a call, `tbps` the
 bytes that it reads and writes once, divided by that time.
@@ -107,7 +103,6 @@ def of_means(shape: tuple[int, int], block: Block) -> Made:
 
 
 def cases(rows: int, columns: int) -> dict[str, Callable[[], Made]]:
-    """Every kernel of one array, at a size."""
     found: dict[str, tuple[Callable[..., Made], Any]] = {
         **{f"noise-{name}": (of_noise, name) for name in ("sample", "sums", "alone", "packed")},
         **{f"fp8-{name}": (of_flow, name) for name in ("norm", "norm/restored")},
@@ -124,7 +119,6 @@ def cases(rows: int, columns: int) -> dict[str, Callable[[], Made]]:
 
 
 def stepped(name: str, rows: int, columns: int, backend: str) -> device_loop.Runner:
-    """Steps of an optimizer in place, on the device."""
     make = lowmem.OPTIMIZERS[name.split("/")[0]].make
     tx = make(1e-3, storage=lowmem.Storage(**STEPS[name]))
     shapes = {f"w{i}": jax.ShapeDtypeStruct((rows, columns), F32) for i in range(LEAVES)}
@@ -174,7 +168,6 @@ def main(args: argparse.Namespace) -> Iterator[records.Rows]:
 
 
 def table(rows: records.Rows) -> Table:
-    """Times of each kernel on each GPU, and how the backends compare."""
     found = records.select(rows, bench="kernels")
     gpus = {
         gpu: records.grouped(own, "case", "impl", "metric")

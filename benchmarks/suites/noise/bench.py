@@ -1,7 +1,5 @@
 """Noise on weights: how fast it is made and added (GaussWS' Figure 5), and what it costs a Llama.
 
-python -m benchmarks.run noise --record                   # Figure 5 and Table 1 anew
-
 `noise`: R alone, and equation 1's forward pass of f32 weights, in elements a second. `train`:
 tokens a second and bytes of a training step with noise on no matrix, [od] and [all]. Programs are
 looped in one jit, median of `--repeats` calls; implementations take turns.
