@@ -62,7 +62,7 @@ OLDEST := tests/checkpoint tests/contract tests/golden tests/wrappers \
   tests/core/test_blocks_flax.py tests/core/test_gpu_kernels.py \
   tests/noise/test_gaussws_integrations.py tests/noise/test_gaussws_kernels.py \
   $(wildcard tests/repo/test_architecture.py) \
-  $(addprefix tests/update/test_,bits_on_meshes.py explicit_axes.py export_for_tpu.py \
+  $(addprefix tests/step/test_,bits_on_meshes.py explicit_axes.py export_for_tpu.py \
     kernel_dispatch.py mesh_kernels.py multiprocess.py shard_map.py sharding.py)
 
 .venv-oldest/.has-%: pyproject.toml .ci/oldest.txt

@@ -17,7 +17,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.suites.tpu.program import Program
-from optax_lowmem._src.core import platform
+from optax_lowmem._src.kernels import platform
 
 OPTIONS = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
 # XLA's description of the device, as text of its protocol buffer
@@ -48,14 +48,7 @@ def mesh() -> Mesh:
 def program(
     on: Mesh, function: Callable[..., Any], *args: Any, donated: tuple[int, ...] = ()
 ) -> str:
-    """The text of a function's program for the device of a mesh.
-
-    Args:
-      on: of `mesh`.
-      function: to be compiled, traced as on a machine with one H100.
-      *args: abstract.
-      donated: which of them the results may take the place of.
-    """
+    """The text of a function's program for a `mesh`, traced as on a machine with one H100."""
     where = NamedSharding(on, PartitionSpec())
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), args)
     with (

@@ -17,7 +17,6 @@ _ABOUT = "about"
 
 
 def write(path: Path, about: Any, arrays: dict[str, Any], save: Any = np.savez_compressed) -> None:
-    """Writes arrays, with what they are of."""
     path.parent.mkdir(parents=True, exist_ok=True)
     save(path, **{_ABOUT: np.array(json.dumps(about))}, **arrays)
 
@@ -65,8 +64,6 @@ def merged(
 
 @dataclasses.dataclass
 class Curves:
-    """Curves that runs logged."""
-
     about: dict[str, Any]  # the settings that the runs share, and where they ran
     runs: dict[str, dict[str, np.ndarray]]  # variant -> {curve: values}; `step` is an abscissa
 

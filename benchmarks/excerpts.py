@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks import curves, records
+from benchmarks.claims.gaussws import MATRICES
 from benchmarks.claims.stable_adamw import point
 from benchmarks.suites import spikes
 from benchmarks.suites.activations import tables as activation_tables
 from benchmarks.suites.activations.bytes import by_column, kept
 from benchmarks.suites.activations.layers import Shape
 from benchmarks.suites.fit import tables as fit_tables
-from benchmarks.suites.gaussws.training import KINDS, STATISTICS
+from benchmarks.suites.gaussws.training import STATISTICS
 from benchmarks.suites.pairs import figures
 from benchmarks.suites.pairs.differences import differences
 
@@ -51,7 +52,6 @@ def cell(*parts: Any) -> str:
 
 
 def q_adam_mini() -> str:
-    """Return the held-out losses and norms of `adam_mini`."""
     stored = curves.load()
     about, of_runs = stored.about, stored.runs
     names = [name for name in of_runs if name != "q_adam_mini-case1"]
@@ -78,7 +78,6 @@ def q_adam_mini() -> str:
 
 
 def stable_adamw() -> str:
-    """Return the spikes and last losses of `spikes`, and one spike closely."""
     stored, usual = spikes.stored(), point().split(" ")[1:]
     row = records.last(records.all_records(), bench="spikes", metric="loss_spikes")
     assert row is not None
@@ -115,7 +114,6 @@ def of_part(stored: curves.Curves, part: str) -> dict[str, dict[str, np.ndarray]
 
 
 def settings(suite: str, about: Mapping[str, Any], unit: str) -> list[str]:
-    """Return comments on what runs were, and where."""
     return [
         RECORDED.format(f"benchmarks.run {suite}", **about),
         f"A Llama of {about['parameters']:,} weights, {about['steps']:,} steps of "
@@ -124,13 +122,11 @@ def settings(suite: str, about: Mapping[str, Any], unit: str) -> list[str]:
 
 
 def held_out(of_runs: Mapping[str, Mapping[str, np.ndarray]]) -> dict[str, Any]:
-    """Return the held-out losses of runs, with their steps."""
     first = next(iter(of_runs.values()))
     return {"step": first["val_step"]} | {name: of["val_loss"] for name, of in of_runs.items()}
 
 
 def switchback() -> str:
-    """Return the held-out losses and the magnitudes of features of `switchback`."""
     stored = curves.load(records.RESULTS / "switchback.npz")
     run, large = of_part(stored, "run"), of_part(stored, "large")
     names = ("standard", "standard-layer-scale", "tensorwise-unit", "tensorwise-unit-layer-scale")
@@ -146,13 +142,12 @@ def switchback() -> str:
 
 
 def gaussws() -> str:
-    """Return the losses, bitwidths, casts and learning rates of `gaussws`."""
     stored = curves.load(records.RESULTS / "gaussws.npz")
     run, of_rates = of_part(stored, "run"), of_part(stored, "rates")
     noisy = {f"{name}, with noise": of["sampled_loss"] for name, of in run.items()
              if "sampled_loss" in of}  # fmt: skip
     every, mean = run["gaussws[all]"], STATISTICS.index("mean")
-    by_step = {kind: every[f"bits_{kind}"][..., mean] for kind in KINDS}
+    by_step = {kind: every[f"bits_{kind}"][..., mean] for kind in MATRICES}
     bits = {"step": every["val_step"]} | {kind: of.mean(1) for kind, of in by_step.items()}
     casts: dict[str, Any] = {"format": ("safe", "e3m4", "e3m3", "e3m2", "e3m1", "e2m1")}
     for name in ("no noise", "gaussws[all]"):
@@ -177,7 +172,6 @@ def gaussws() -> str:
 
 
 def coat_activations() -> str:
-    """Return the bytes, times, batches and losses of FP8 activations."""
     stored = curves.load(records.RESULTS / "coat_activations.npz")
     about, rows = stored.about["run"], records.newest(records.all_records())
     shape = Shape.parse(activation_tables.TWO_THIRDS)

@@ -19,8 +19,6 @@ from benchmarks.training import ADAM, Program
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """A way to train."""
-
     model: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # more of its arguments
     optimizer: str = PLAIN  # by its name in examples/train_llama.py
     clip: bool = True  # whether gradients are clipped by their global norm
@@ -30,14 +28,9 @@ class Variant:
 
 
 class Experiment(training.Experiment):
-    """A Llama and its text, to be trained with one variant after another.
+    """A Llama and its text, to be trained with one variant after another."""
 
-    Attributes:
-      variants: name -> how it is trained.
-      kind: of the model.
-    """
-
-    variants: Mapping[str, Variant] = {}
+    variants: Mapping[str, Variant] = {}  # by name
     kind: type[Llama] = Llama
 
     def model(self, name: str) -> Llama:
@@ -73,4 +66,4 @@ class Experiment(training.Experiment):
         return self.optimized(self.optimizer(name), weights, model, None if in_f32 else dtype)
 
     def flags(self) -> dict[str, Any]:
-        return super().flags() | ADAM | {"train_tokens": self.text.last}
+        return super().flags() | ADAM

@@ -114,7 +114,6 @@ def keep(rows: Rows, to: bool | str | Path | None) -> Path | None:
 
 
 def show(rows: Rows) -> None:
-    """Prints a line for each record."""
     for row in rows:
         names = f"{row['case']:<44} {row['impl']:<30} {row['metric']:<24}"
         print(f"{names} {row['value']:>12.6g} {row['unit'] or ''}", flush=True)

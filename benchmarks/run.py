@@ -26,7 +26,6 @@ SUITES |= {
 
 
 def suite(name: str) -> Callable[..., Any]:
-    """Return what measures."""
     module, _, function = SUITES[name].partition(":")
     return getattr(importlib.import_module(f"benchmarks.suites.{module}"), function or "main")
 

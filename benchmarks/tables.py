@@ -20,7 +20,7 @@ PAGES = [
 ]
 # modules below benchmarks.suites that have `TABLES`: name -> what makes it of records
 SUITES = (
-    "activations.tables", "end_to_end.tables", "examples",
+    "activations.tables", "deleted", "end_to_end.tables", "examples",
     "fit.tables", "formats.tables", "front", "kernels", "linear.tables", "memory", "mesh.tables",
     "noise.tables", "pairs.budgets", "pairs.spread", "release", "step.tables", "tpu.tables",
 )  # fmt: skip
@@ -37,7 +37,6 @@ PAPERS = {
 
 
 def of_paper(name: str, method: str) -> Callable[[Rows], str]:
-    """Return what makes the table of a paper's claims and our measurements."""
     paper = importlib.import_module(f"benchmarks.claims.{name}")
 
     def table(rows: Rows) -> str:
@@ -48,7 +47,6 @@ def of_paper(name: str, method: str) -> Callable[[Rows], str]:
 
 
 def summary(rows: Rows) -> str:
-    """Count the verdicts of each paper."""
     body = []
     for name, (_, method) in PAPERS.items():
         paper = importlib.import_module(f"benchmarks.claims.{name}")

@@ -95,11 +95,6 @@ class Text:
     awake: float
     bytes_per_token: float
 
-    @property
-    def last(self) -> int:
-        """Tokens to train on."""
-        return self.tokens.shape[0]
-
 
 def load_text(settings: Any, cache: Path) -> Text:
     corpus = data.load_corpus(text=settings.text)
@@ -122,12 +117,9 @@ class Program:
     evaluate: jax.stages.Lowered  # the loss of the held-out windows
     parameters: int  # of the model
     state_bytes: int = 0  # of the optimizer
-    first: jax.stages.Lowered | None = None  # the start, where it is to be compiled too
 
-    def compile(self) -> tuple[Any, ...]:
-        """The steps, the evaluation, and the start if it is to be."""
-        parts = (self.steps, self.evaluate, self.first)
-        return tuple(part.compile() for part in parts if part is not None)
+    def compile(self) -> tuple[Any, Any]:
+        return self.steps.compile(), self.evaluate.compile()
 
 
 def many_steps(
@@ -183,7 +175,6 @@ class Kept:
 
     @property
     def ended(self) -> bool:
-        """Return whether a command has ended the run."""
         return self.path.with_suffix(".ended").exists()
 
     def end(self) -> None:
@@ -233,16 +224,14 @@ class Experiment:
         self.variant, self.seed = variant, seed
         # [calls, steps, batch]: where the windows of each step start
         size = self.run.steps // self.every, self.every, self.run.batch
-        last = self.text.last - self.run.context
+        last = self.text.tokens.size - self.run.context
         self.offsets = np.random.default_rng(seed).integers(0, last, size, np.int32)
 
     @property
     def case(self) -> str:
-        """Of the records."""
         return f"{self.run.preset}/{self.what}"
 
     def lower(self, name: str) -> Program:
-        """Traces `every` steps of a variant."""
         raise NotImplementedError
 
     def evaluation(self, loss: Any) -> Callable[[Any, jax.Array], Any]:
@@ -266,7 +255,8 @@ class Experiment:
 
     def flags(self) -> dict[str, Any]:
         """Return the settings that the runs share, but for what `about` adds."""
-        return dataclasses.asdict(self.run) | {"tokens": self.run.tokens}
+        own = {"tokens": self.run.tokens, "train_tokens": self.text.tokens.size}
+        return dataclasses.asdict(self.run) | own
 
     def gradient(self, loss: Any) -> Any:
         """(weights, windows) -> loss, gradients."""
@@ -361,31 +351,6 @@ class Experiment:
         return arrays | {"tokens_per_s": np.asarray([rate])}, params, state
 
 
-class Measured(Experiment):
-    """An experiment with models whose `measured` gives the loss and the sizes of features."""
-
-    def evaluation(self, loss: Any) -> Callable[[Any, jax.Array], Any]:
-        def evaluate(params: Any, batches: jax.Array) -> tuple[jax.Array, jax.Array]:
-            losses, sizes = jax.lax.map(functools.partial(loss.measured, params), batches)
-            return losses.mean(), sizes.mean(0)
-
-        return evaluate
-
-    def look(self, evaluate: Any, params: Any, state: Any) -> dict[str, Any]:
-        loss, sizes = jax.device_get(evaluate(params, self.text.held_out))
-        return {"val_loss": loss, "features": sizes}
-
-    def values(self, curves: Curve, program: Program) -> dict[str, tuple[float, str]]:
-        first, *_, last = (float(sizes[-1]) for sizes in curves["features"])
-        return super().values(curves, program) | {
-            "first_features": (first, "mean magnitude"),
-            "last_features": (last, "mean magnitude"),
-        }
-
-    def flags(self) -> dict[str, Any]:
-        return super().flags() | ADAM | {"train_tokens": self.text.last}
-
-
 def parser(
     doc: str | None,
     limit: int,
@@ -393,7 +358,6 @@ def parser(
     variants: Iterable[str],
     presets: Iterable[str] = ("gpu", "cpu", "smoke"),
 ) -> argparse.ArgumentParser:
-    """Return the command line that every training benchmark has."""
     made = records.command_line(doc)
     add = made.add_argument
     add("--preset", choices=list(presets), help="default: gpu, or cpu where there is none")
@@ -416,7 +380,6 @@ def usual(presets: dict[str, Any], name: str | None) -> Any:
 
 
 def built(args: argparse.Namespace, experiment: Any, preset: Run) -> Any:
-    """An experiment on a preset with what the command line changes."""
     more = {"learning_rate": args.lr, "attention": args.attention}
     run = changed(preset, steps=args.steps, batch=getattr(args, "batch", None), **more)
     return experiment(run, load_text(run, args.cache), args.seed)
@@ -510,7 +473,6 @@ class Part:
         return not late
 
     def add(self, label: str, curves: Curve, values: dict[str, tuple[float, str]]) -> None:
-        """Keeps what a run that began has become."""
         self._longest = max(self._longest, self.seconds() - self._at)
         self.runs[label] = curves
         self.store()

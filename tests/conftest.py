@@ -24,8 +24,8 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 from optax_lowmem._src.core import compiled  # noqa: E402
-from optax_lowmem._src.core import platform as kernel_platform  # noqa: E402
-from optax_lowmem._src.core.gpu_kernel import BACKENDS  # noqa: E402
+from optax_lowmem._src.kernels import platform as kernel_platform  # noqa: E402
+from optax_lowmem._src.kernels.gpu_kernel import BACKENDS  # noqa: E402
 from tests.tiers import SAMPLES, rows, sample_of  # noqa: E402
 
 # Both before any backend starts. The devices are for the sharding tests; on a GPU machine they

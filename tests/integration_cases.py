@@ -15,7 +15,6 @@ from tests.meshes import mesh_of as mesh_of
 STEPS = 8
 WIDTH = 96  # three groups of 32: no even number of devices divides them
 
-
 MESH = functools.partial(mesh_of, data=4, model=2)
 
 

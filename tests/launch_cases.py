@@ -12,9 +12,9 @@ import numpy as np
 import optax_lowmem as lowmem
 from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.groups import Tile
-from optax_lowmem._src.core.rules import OF_BLOCK
 from optax_lowmem._src.optimizers.lion import LionRule
-from optax_lowmem._src.update import LeafPlan, LeafState, operands, reference
+from optax_lowmem._src.step import LeafPlan, LeafState, operands, reference
+from optax_lowmem._src.step.rule import OF_BLOCK
 from optax_lowmem.codecs import StoredSlot, decode_array, encode_array
 from tests import tolerances
 

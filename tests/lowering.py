@@ -9,7 +9,7 @@ import jax
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, use_abstract_mesh
 
-from optax_lowmem._src.core.platform import MOSAIC_GPU, has_mosaic_gpu
+from optax_lowmem._src.kernels.platform import MOSAIC_GPU, has_mosaic_gpu
 
 needs_mosaic = pytest.mark.skipif(
     not has_mosaic_gpu(), reason=f"needs Mosaic GPU of JAX {MOSAIC_GPU}"

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from optax_lowmem._src.core.shown import ShowsChanges
+from optax_lowmem._src.core.reprs import ShowsChanges
 
 SNAPSHOT = Path(__file__).with_suffix(".txt")
 PACKAGE = "optax_lowmem"

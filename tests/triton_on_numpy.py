@@ -21,9 +21,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from optax_lowmem._src import core, update
-from optax_lowmem._src.core import gpu_triton, jax_triton_call
-from optax_lowmem._src.update import jax_triton
+from optax_lowmem._src import core, step
+from optax_lowmem._src.kernels import gpu_triton, jax_triton_call
+from optax_lowmem._src.step.gpu import jax_triton
 
 
 class Value:
@@ -150,8 +150,8 @@ def _module(name: str) -> types.ModuleType:
     return found
 
 
-LIBRARY = _module("optax_lowmem._src.core.triton_library")
-AROUND_THE_STEP = _module("optax_lowmem._src.update.jax_triton_kernel")
+LIBRARY = _module("optax_lowmem._src.kernels.triton_library")
+AROUND_THE_STEP = _module("optax_lowmem._src.step.gpu.jax_triton_kernel")
 
 
 # ---- launches ------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def install(patch: pytest.MonkeyPatch, triton_call: Callable[..., Any] = triton_
     """Have generated kernels run here, the step's with the arithmetic of the reference."""
     for room, name, module in (
         (core, "triton_library", LIBRARY),
-        (update, "jax_triton_kernel", AROUND_THE_STEP),
+        (step, "jax_triton_kernel", AROUND_THE_STEP),
     ):
         patch.setitem(sys.modules, f"{room.__name__}.{name}", module)
         patch.setattr(room, name, module, raising=False)

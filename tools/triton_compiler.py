@@ -12,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from optax_lowmem._src.core import jax_triton_call, platform
+from optax_lowmem._src.kernels import jax_triton_call, platform
 
 TYPES = {
     "bfloat16": "bf16",

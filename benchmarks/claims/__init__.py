@@ -21,8 +21,6 @@ ALIKE = ("tokens/s", "bytes a parameter")  # units of what is the same with any 
 
 @dataclass(frozen=True)
 class Finding:
-    """Our measurement of a claim."""
-
     measured: str
     verdict: str  # one of VERDICTS
     rows: Rows  # the records it rests on
@@ -58,7 +56,6 @@ def measure(function: Callable[..., Finding]) -> Callable[..., Measure]:
 
 
 def graded(better: bool, same: bool) -> str:
-    """A verdict of three."""
     return BETTER if better else SAME if same else NOT
 
 
@@ -101,8 +98,6 @@ class Ratios:
 
 @dataclass(frozen=True)
 class Claim:
-    """A claim of a paper."""
-
     where: str  # in the paper
     says: str  # what it says
     how: Measure | str  # to measure it, or why that can't be
@@ -112,11 +107,9 @@ class Claim:
 
     @property
     def margin(self) -> str:
-        """Return what counts as the same."""
         return self.same or str(getattr(self.how, "margin", ""))
 
     def finding(self, rows: Rows) -> Finding:
-        """Return the finding of the claim from the records."""
         if isinstance(self.how, str):
             return Finding(self.how, NOT_TRIED, [])
         try:
@@ -139,6 +132,5 @@ def table(rows: Rows, claims: Sequence[Claim]) -> tuple[list[list[str]], Rows]:
 
 
 def counted(rows: Rows, claims: Sequence[Claim]) -> list[int]:
-    """Count the claims that have each of VERDICTS."""
     verdicts = [claim.finding(rows).verdict for claim in claims]
     return [verdicts.count(verdict) for verdict in VERDICTS]

@@ -44,7 +44,6 @@ def _once(rows: Rows) -> tuple[Matrix, Rows]:
 
 @measure
 def _gain(rows: Rows, plain: Pair, better: Pair, printed: float) -> Finding:
-    """Return a measure of the factor by which the better pair's error is smaller."""
     matrix, used = _once(rows)
     gain = matrix[plain] / matrix[better]
     near = abs(gain / printed - 1) <= NEAR
@@ -53,7 +52,6 @@ def _gain(rows: Rows, plain: Pair, better: Pair, printed: float) -> Finding:
 
 @measure
 def _improves(rows: Rows, slot: str, name: str) -> Finding:
-    """Return a measure of whether expanding a format in a slot helps where it does in the paper."""
     matrix, used = _once(rows)
     ours, theirs = _gains(slot, name, matrix), _gains(slot, name)
     agree = sum((a > 1) == (b > 1) for a, b in zip(ours, theirs, strict=True))
@@ -119,7 +117,6 @@ LLAMAS = {"a Llama of 58M": "llama-58m", "a Llama of 0.1M": "smoke-llama steps=4
 
 
 def of_llamas(case: str, plain: str, ours: str, margin: Margin) -> Trained:
-    """Measure of the benchmark `pairs` on a Llama."""
     return Trained(f"{case}/adam", plain, ours, margin, bench="pairs")
 
 

@@ -23,14 +23,6 @@ from benchmarks.claims.findings import Pair
 from benchmarks.records import Rows, last, on_gpus, select
 from benchmarks.suites.activations import tables
 from benchmarks.suites.activations.layers import CACHED
-from benchmarks.suites.activations.tables import (
-    BF16,
-    FLAX,
-    OURS,
-    PAPER_BF16,
-    PRINTED,
-    TWO_THIRDS,
-)
 from benchmarks.suites.fit import tables as fit_tables
 from benchmarks.suites.mesh import tables as mesh_tables
 
@@ -41,7 +33,7 @@ STATES = (1.02, 1.18)  # Table 11, 8 and 2 GPUs
 
 
 def _units(rows: Rows, *names: str) -> tuple[list[float], Rows]:
-    found = tables.known(rows, "saved_units").get(TWO_THIRDS, {})
+    found = tables.known(rows, "saved_units").get(tables.TWO_THIRDS, {})
     return values_of(*map(found.get, names))
 
 
@@ -49,14 +41,14 @@ def _units(rows: Rows, *names: str) -> tuple[list[float], Rows]:
 def _kept(rows: Rows, printed: float, name: str) -> Finding:
     """U of a layer, against a total that the paper prints."""
     (value,), used = _units(rows, name)
-    scales = tables.scale_units(TWO_THIRDS) if name == OURS else 0
+    scales = tables.scale_units(tables.TWO_THIRDS) if name == tables.OURS else 0
     text = f"{value:.2f} U" + (f", {scales:.2f} U of it scales" if scales else "")
     return judged(text, graded(value < printed, value <= printed + scales), used)
 
 
 def _reduction(rows: Rows) -> Finding:
-    (plain, ours), used = _units(rows, BF16, OURS)
-    ratio = PAPER_BF16 / ours
+    (plain, ours), used = _units(rows, tables.BF16, tables.OURS)
+    ratio = tables.PAPER_BF16 / ours
     text = f"x {ratio:.2f} of Table 2's bf16, x {plain / ours:.2f} of what JAX keeps in bf16"
     return judged(text, graded(ratio > 1.69, False), used)
 
@@ -75,7 +67,6 @@ def _errors(rows: Rows, metric: str, *names: str) -> tuple[list[float], Rows]:
 
 @measure
 def _groups(rows: Rows, metric: str) -> Finding:
-    """Return a measure of whether errors grow with the group, and of 16's over linear alone."""
     values, used = _errors(rows, metric, *tables.PRINTED_ERRORS)
     found = dict(zip(tables.PRINTED_ERRORS, values, strict=True))
     alone = found["linear alone"]
@@ -95,7 +86,6 @@ def _scales(rows: Rows) -> Finding:
 
 
 def _exact(rows: Rows) -> Finding:
-    """Compare the error of activations computed from inputs with that of those from codes."""
     names = ("linear alone", "group 16", "group 16, exact")
     (base, paper, ours), used = _errors(rows, "forward_error", *names)
     text = f"over linear alone: x {paper / base:.2f} from codes, x {ours / base:.2f} from inputs"
@@ -115,16 +105,15 @@ def _speedup(rows: Rows, case: str, printed: float) -> Finding:
 
 def _against_flax(rows: Rows) -> Finding:
     """A layer's time with Flax's FP8 products, whose activations stay in bf16."""
-    ours, flax = tables.speedups(rows), tables.speedups(rows, FLAX)
-    both = {case: {OURS: ours[case][1][1], FLAX: flax[case][1][1]} for case in ours if case in flax}
-    found = Ratios(both, FLAX, OURS)
+    ours, flax = tables.speedups(rows), tables.speedups(rows, tables.FLAX)
+    both = {c: {"ours": ours[c][1][1], "flax": flax[c][1][1]} for c in filter(flax.get, ours)}
+    found = Ratios(both, "flax", "ours")
     text = f"{found} of its speed, {found.count} shapes"
     return judged(text, graded(found.least > 1.07, found.least > 1), found.rows)
 
 
 @measure
 def _norms(rows: Rows, one: str, other: str, holds: float, words: str) -> Finding:
-    """Return a measure of whether one way takes at most `holds` times another, in the median."""
     cases = tables.known(on_gpus(rows), "device_ms")
     norms = {case: own for case, own in cases.items() if case.startswith("norm-")}
     found = Ratios(norms, one, other)
@@ -134,7 +123,7 @@ def _norms(rows: Rows, one: str, other: str, holds: float, words: str) -> Findin
 
 def _cached(rows: Rows) -> Finding:
     """A layer's time without looking for the maxima of its kernels."""
-    found = Ratios(tables.known(on_gpus(rows), "device_ms"), OURS, CACHED)
+    found = Ratios(tables.known(on_gpus(rows), "device_ms"), tables.OURS, CACHED)
     pairs = zip(found.rows[::2], found.rows[1::2], strict=True)
     # beyond what turns differ by
     apart = all(a.get("min", a["value"]) > b.get("max", b["value"]) for a, b in pairs)
@@ -244,12 +233,12 @@ def _margin(printed: float) -> Margin:
 CLAIMS: tuple[Claim, ...] = (
     # bytes
     Claim("Table 2, a layer in bf16",
-          f"{PAPER_BF16} U, half of it for norms and activation functions",
-          _kept(PAPER_BF16, BF16)),
-    Claim("Table 2, COAT", f"{PRINTED['COAT'][-1]} U (no scales)",
-          _kept(PRINTED["COAT"][-1], OURS)),
-    Claim("Table 14, DeepSeek-V3's formats", f"{PRINTED['DeepSeek-V3'][-1]} U",
-          _kept(PRINTED["DeepSeek-V3"][-1], OURS)),
+          f"{tables.PAPER_BF16} U, half of it for norms and activation functions",
+          _kept(tables.PAPER_BF16, tables.BF16)),
+    Claim("Table 2, COAT", f"{tables.PRINTED['COAT'][-1]} U (no scales)",
+          _kept(tables.PRINTED["COAT"][-1], tables.OURS)),
+    Claim("Table 14, DeepSeek-V3's formats", f"{tables.PRINTED['DeepSeek-V3'][-1]} U",
+          _kept(tables.PRINTED["DeepSeek-V3"][-1], tables.OURS)),
     Claim("Tables 2 and 7, memory of a layer", "x 1.69 less, x 1.65 achieved", _reduction),
     Claim("Figure 4a, blocks of B x B tokens and channels", "a larger error than 1 x B² groups",
           _blocks),
@@ -271,7 +260,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("§5.2, Group Scaling", "not significantly slower than delayed scaling",
           _norms("group-scaling", "delayed-scaling", 1 + CLOSE, "its time")),
     Claim("Appendix J and Table 12, a norm that quantizes", "less than 5 % more time",
-          _norms("fp8-flow", BF16, 1 + FUSED, "the norm's")),
+          _norms("fp8-flow", tables.BF16, 1 + FUSED, "the norm's")),
     Claim("Appendix G.5, maxima of weights found once an accumulation", "less overhead", _cached),
     Claim("Appendix H, linear layers in groups of 128", "40 % slower, little more accurate",
           "one scale per tensor is all that this flow has; `switchback_m` has one per row"),

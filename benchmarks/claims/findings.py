@@ -44,13 +44,11 @@ def percent(share: float) -> str:
 
 
 def about(row: dict[str, Any]) -> str:
-    """The size of a run."""
     flags = row["flags"]
     return f"{flags['parameters'] / 1e6:.0f}M, {flags['steps']} steps of {flags['tokens']:,} tokens"
 
 
 def count(seeds: int) -> str:
-    """Say how many seeds there are."""
     return ONE_SEED if seeds == 1 else f"{seeds} seeds"
 
 
@@ -111,7 +109,6 @@ class Pair:
 
     @property
     def size(self) -> str:
-        """Size of the run, with its seeds."""
         flags = self.rows[0]["flags"]
         own = f"{flags['parameters'] / 1e6:.3g}M weights, {flags['steps']:,} steps"
         if "batch" in flags and "context" in flags:
@@ -185,7 +182,6 @@ class Trained:
     bench: str = "train"
 
     def pair(self, rows: Rows) -> Pair:
-        """Return the pairs of all seeds."""
         names = (self.metric, self.plain, self.ours, self.bench)
         return pooled(some(list(paired(rows, self.case, *names, least=1))))
 

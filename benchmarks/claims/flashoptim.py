@@ -10,6 +10,7 @@ from benchmarks.claims import (
     Claim,
     Finding,
     Holds,
+    findings,
     graded,
     judged,
     measure,
@@ -18,18 +19,7 @@ from benchmarks.claims import (
     values_of,
 )
 from benchmarks.claims.equivalence import Margin
-from benchmarks.claims.findings import (
-    F32,
-    MARGIN,
-    OURS,
-    PAPER,
-    STEP_SHARE,
-    Trained,
-    count,
-    of_one_seed,
-    over,
-    percent,
-)
+from benchmarks.claims.findings import F32, OURS, PAPER, Trained, of_one_seed, over, percent
 from benchmarks.records import RESULTS, Rows, last, on_gpus, select
 from benchmarks.suites.flashoptim.bench import BY_SIDE
 from benchmarks.suites.memory import PUBLISHED, VARIANTS
@@ -44,7 +34,7 @@ ACCURACY, CURVES = Margin(0.1, "% of the accuracy"), Margin(1.0)
 DIGITS = "the digits that are printed"
 SMALL = f"0.35M weights, {ONE_SEED}"  # of the runs of `flashoptim`
 DIVERGES = 1.2  # times the baseline's loss
-RATIO = f"ratio ± {STEP_SHARE:g}"
+RATIO = f"ratio ± {findings.STEP_SHARE:g}"
 BILLION = 7  # parameters of Llama-2-7B, as the paper rounds them
 # Bytes per parameter of scales (0.19) and of one layer's gradients beside the paper's 5.
 RELEASE_SLACK = 0.3
@@ -102,7 +92,7 @@ def step_time(rows: Rows, case: str, plain_ms: float, flash_ms: float) -> Findin
     here = select(steps, device=ours["device"], jax=ours["jax"])
     (plain, own), used = read(here, F32, "lowmem.step")
     ratio, theirs = own / plain, flash_ms / plain_ms
-    verdict = graded(ratio < theirs - STEP_SHARE, ratio <= theirs + STEP_SHARE)
+    verdict = graded(ratio < theirs - findings.STEP_SHARE, ratio <= theirs + findings.STEP_SHARE)
     return judged(f"{plain:.2f} → {own:.2f} ms (x {ratio:.2f})", verdict, used)
 
 
@@ -142,7 +132,6 @@ def split_error(rows: Rows, target: str, scheme: str, holds: Holds) -> Finding:
 
 
 def exact_share(rows: Rows) -> Finding:
-    """Compare the share of f32 weights that the 32-bit schemes return bit for bit."""
     wanted = {"bench": "claims", "case": "split/bf16", "metric": "exact_share"}
     found, used = read(rows, "ulp-32", "bits-32", **wanted)
     theirs, ours = (100 * value for value in found)
@@ -169,7 +158,6 @@ def companding(rows: Rows, *cases: str, metric: str = "median_nmse", share: floa
 
 
 def divergence(rows: Rows) -> Finding:
-    """Compare variances: whether a linear one diverges where a companded one trains."""
     wanted = {"bench": "claims", "case": "variance/adamw", "metric": "diverged"}
     (linear, companded), used = read(rows, "linear, paper", "sqrt, paper", **wanted)
     words = {True: "becomes NaN", False: "trains"}
@@ -197,7 +185,7 @@ def moments(rows: Rows, preset: str, rule: str, slot: str, share: float) -> Find
         texts.append(f"{name} {linear:.1e} → {companded:.1e}")
         holds = holds and companded < share * linear
     wanted = {"bench": "pairs", "case": f"{preset}/{rule}", "impl": base, "metric": "val_loss"}
-    size = f"{stored.about['parameters'] / 1e6:.3g}M weights, {count(len(own))}"
+    size = f"{stored.about['parameters'] / 1e6:.3g}M weights, {findings.count(len(own))}"
     used = [row for row in select(rows, **wanted) if f"{base} seed {row['seed']}" in own]
     return judged("; ".join(texts), holds, used, size)
 
@@ -220,7 +208,6 @@ def early(rows: Rows) -> Finding:
 
 
 def diverges(rows: Rows) -> Finding:
-    """Figure 5 on runs of `pairs`: losses over AdamW's of the same seeds."""
     linear, companded = (
         of_pairs("gpt-42m", "adamw", f"flash_adamw-{name}").pair(rows)
         for name in ("linear", "paper")
@@ -257,7 +244,7 @@ def beside_control(rows: Rows, case: str) -> Finding:
                       for name, says in names.items())  # fmt: skip
     text = f"flash_adamw over the control {versus.interval}; a pair's standard deviation {apart}"
     used = [row for pair in pairs.values() for row in pair.rows]
-    return judged(text, versus.verdict(MARGIN), used, versus.size)
+    return judged(text, versus.verdict(findings.MARGIN), used, versus.size)
 
 
 TABLES = {"llama-3.1-8b": 4, "resnet-50": 6, "gpt2-124m": 8}
@@ -284,13 +271,11 @@ def _profile(model: str, optimizer: str) -> list[tuple[str, str, str, str, str]]
 
 
 def of_pairs(preset: str, plain: str, ours: str) -> Trained:
-    """Measure of the benchmark `pairs`."""
     rule = "lion" if plain == "lion" else "adam"
     return Trained(f"{preset}/{rule}", plain, ours, bench="pairs")
 
 
 def of_examples(plain: str) -> Trained:
-    """Measure of examples/train_gpt.py."""
     return Trained(f"gpt-42m batch=8/{plain}")
 
 
@@ -316,9 +301,10 @@ CLAIMS: tuple[Claim, ...] = (
            of_examples(base)),
       )),
     Claim("Table 3, GPT-2 124M, early (ours)", "how far runs of AdamW alone come apart",
-          early, str(MARGIN)),
+          early, str(findings.MARGIN)),
     *(Claim(f"Table 3, {model}, AdamW beside the control (ours)",
-            "how far runs that differ by chance come apart", beside_control(case), str(MARGIN))
+            "how far runs that differ by chance come apart", beside_control(case),
+            str(findings.MARGIN))
       for model, case in SHORT.items()),
     Claim("Table 2, SGD", "no loss: ImageNet accuracy 77.01 ± 0.02 → 77.16 ± 0.09 %",
           Trained("digits-convnet/sgd", margin=ACCURACY, metric="val_accuracy")),

@@ -21,7 +21,7 @@ from benchmarks.claims import (
 from benchmarks.claims.findings import about, newest_run, of_one_seed, over, percent
 from benchmarks.records import Rows, alike, grouped, last, on_gpus, select
 
-# names of variants and kinds of matrices, as in the suite's training, which needs Flax
+# names of variants and kinds of matrices
 BASE, OD, ALL, DIFFQ = "no noise", "gaussws[od]", "gaussws[all]", "diffq[all]"
 OTHER_START = "no noise, other start"
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -174,7 +174,6 @@ def _towards(rows: Rows) -> Finding:
 def _more(
     rows: Rows, what: str, kinds: tuple[str, ...], other: str, less: tuple[str, ...]
 ) -> Finding:
-    """Return a measure of whether the mean b_t of some matrices is over that of others."""
     found = _bits(rows, what, kinds), _bits(rows, other, less)
     high, low = (statistics.mean(bits) for bits, _ in found)
     text = f"mean b_t {high:.3f} against {low:.3f}"

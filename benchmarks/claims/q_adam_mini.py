@@ -112,7 +112,6 @@ def _ratio(
 
 
 def _case_1(rows: Rows) -> Finding:
-    """Find case 1's highest training loss and its held-out loss; a v that is never 0 beside it."""
     (mini, case_1, guarded), used = _values(rows, "val_loss", MINI, CASE_1, GUARDED)
     some(curves.CURVES.exists())
     curve = curves.load().runs[CASE_1]

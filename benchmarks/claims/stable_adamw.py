@@ -37,7 +37,6 @@ def _listed(values: list[float], at: dict[float, str], form: str) -> str:
 
 @measure
 def _share(rows: Rows, layer: str, holds: Holds) -> Finding:
-    """Return a measure of how many loss spikes of AdamW at 0.999 follow a layer's RMS spike."""
     names = ("loss_spikes", f"{layer}_predicts", f"{layer}_flagged", f"{layer}_p_value")
     read = [_values(rows, ADAMW, name) for name in names]
     total, hits, flagged, p_value = (values[0] for values, _ in read)
@@ -47,21 +46,18 @@ def _share(rows: Rows, layer: str, holds: Holds) -> Finding:
 
 
 def _chance(rows: Rows) -> Finding:
-    """The share of the steps that follow an RMS spike."""
     (share,), used = _values(rows, ADAMW, "embedding_chance")
     return judged(f"{100 * share:.1f} %: our data changes more often", share <= 0.01, used)
 
 
 @measure
 def _series(rows: Rows, name: str, points: dict[float, str]) -> Finding:
-    """Spikes of AdamW along one hyperparameter: growing, and not constant."""
     values, used = _values(rows, ADAMW, "loss_spikes", *points.values())
     same = values == sorted(values) and values[-1] > values[0]
     return judged(f"spikes by {name}: {_listed(values, points, '{:.0f}')}", same, used)
 
 
 def _mitigated(rows: Rows) -> Finding:
-    """Spikes of update clipping at each b2, beside AdamW's at the highest."""
     (plain, first), (ours, used) = (
         _values(rows, impl, "loss_spikes", *BY_B2.values()) for impl in (ADAMW, STABLE)
     )
@@ -72,7 +68,6 @@ def _mitigated(rows: Rows) -> Finding:
 
 
 def _up_to_date(rows: Rows) -> Finding:
-    """Compare the rates of the embedding's RMS_t spikes at each b2: 0 but at the highest."""
     values, used = _values(rows, ADAMW, "embedding_flagged", *BY_B2.values())
     text = _listed([100 * value for value in values], BY_B2, "{:.2f} %")
     same = values[-1] > 0 and not any(values[:-1])
@@ -80,7 +75,6 @@ def _up_to_date(rows: Rows) -> Finding:
 
 
 def _clipping(rows: Rows) -> Finding:
-    """Update clipping against gradient clipping at norm 1, both at the highest b2."""
     texts, spikes, losses, used = [], [], [], []
     for impl in (CLIPPED, STABLE):
         read = [_values(rows, impl, metric) for metric in ("loss_spikes", "last_loss")]
@@ -94,7 +88,6 @@ def _clipping(rows: Rows) -> Finding:
 
 
 def _slower(rows: Rows) -> Finding:
-    """Compare last losses by b2: whether the lowest learns more slowly than the middle one."""
     values, used = _values(rows, ADAMW, "last_loss", *BY_B2.values())
     text = _listed(values, BY_B2, "{:.3f}")
     return judged(f"last loss: {text}", values[0] > values[1], used)

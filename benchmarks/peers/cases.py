@@ -61,10 +61,8 @@ WEIGHT_SCALE, GRADIENT_SCALE = 0.02, 1e-3
 
 
 def shapes(leaf_set: str) -> list[tuple[int, ...]]:
-    """The shapes of a leaf set, in the order of its leaves."""
     return [leaf.shape for leaf in jax.tree.leaves(LEAF_SETS[leaf_set]())]
 
 
 def parameters(leaf_set: str) -> int:
-    """Count the parameters of a leaf set."""
     return sum(math.prod(shape) for shape in shapes(leaf_set))

@@ -57,7 +57,6 @@ def moved_bytes(implementation: Implementation, carry: Carry) -> int:
 
 
 def live_bytes(tree: Any) -> int:
-    """Bytes of the arrays of a tree."""
     return sum(math.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(tree))
 
 
@@ -133,7 +132,6 @@ class Runner:
         return min(times) * self.steps
 
     def time(self) -> float:
-        """Milliseconds a step of one call."""
         started = time.perf_counter()
         self.carry = jax.block_until_ready(self.loop(self.carry))
         return (time.perf_counter() - started) / self.steps * 1e3

@@ -32,8 +32,6 @@ class Unavailable(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Implementation:
-    """One way to make a step."""
-
     init: Callable[[Any], Any]  # the state from weights
     step: Callable[[Any, Any, Any], tuple[Any, Any]]  # (gradients, state, weights) -> the new two
     dtype: Any  # of weights and gradients
@@ -116,8 +114,6 @@ def update_and_apply(tx: optax.GradientTransformation) -> Callable[..., Any]:
 
 
 def step_of(tx: Any, implementation: str | None = None, **where: Any) -> Callable[..., Any]:
-    """A step of (gradients, state, weights) by `lowmem.step`."""
-
     def step(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         return lowmem.step(tx, grads, state, params, implementation=implementation, **where)
 

@@ -53,7 +53,6 @@ def unavailable(implementation: str, optimizer: str) -> str | None:
 
 
 def versions(package: str) -> str:
-    """The package and the torch that it ran in."""
     names = dict.fromkeys([package, "torch"])
     return ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
 
@@ -74,7 +73,6 @@ def tensors(value: Any) -> dict[int, Any]:
 
 
 def size(found: Any) -> int:
-    """Bytes of tensors on the device."""
     return sum(t.numel() * t.element_size() for t in tensors(found).values())
 
 
@@ -113,7 +111,6 @@ def wall(step: Callable[[], Any]) -> float:
 
 
 def build(case: dict[str, Any]) -> tuple[Any, list[Any]]:
-    """The optimizer and its parameters, which have gradients."""
     import torch
 
     package, dtype = IMPLEMENTATIONS[case["implementation"]]

@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import ROOT
 from benchmarks.peers import cases, device_loop, in_jax, in_torch
-from optax_lowmem._src.update import tuning
+from optax_lowmem._src.step import tuning
 
 IN_TORCH = ["-m", "benchmarks.peers.in_torch"]
 IN_JAX = ["-m", "benchmarks.peers.processes"]

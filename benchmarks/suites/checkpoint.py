@@ -1,7 +1,4 @@
-"""Bytes of a checkpoint: Llama-2-7B from its shapes, and of files on disk.
-
-JAX_PLATFORMS=cpu python -m benchmarks.run checkpoint --record
-"""
+"""Bytes of a checkpoint: Llama-2-7B from its shapes, and of files on disk."""
 
 import argparse
 import math

@@ -13,7 +13,6 @@ from benchmarks.suites.step.tables import BASE
 
 
 def train(rows: Rows) -> Table:
-    """Validation loss of the demo over seeds, ours and f32."""
     found = select(rows, bench="train", metric="val_loss", case="demo/adamw")
     runs: dict[tuple[str, str, str], list[float]] = {}
     for row in found:
@@ -27,7 +26,6 @@ def train(rows: Rows) -> Table:
 
 
 def pairs(rows: Rows) -> Table:
-    """Every training run in two implementations over the same seeds."""
     body, used = findings.all_pairs(select(rows, bench="train"))
     head = ["run", "device", "against", "metric", "seeds", "means and paired difference", ""]
     return head, body, used

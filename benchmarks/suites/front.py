@@ -18,7 +18,6 @@ GPU = "NVIDIA H100 80GB HBM3"
 
 
 def front(rows: Rows) -> Table:
-    """Weights and state of an 8B model, a step of a 1B model, and losses of the largest runs."""
     head = ["AdamW", f"`{BASE.removesuffix('-f32')}.adamw`, f32", "`flash_adamw`, bf16", "ratio"]
     body, used = [], []
     memory = select(rows, bench="memory", case="llama-3.1-8b/adamw")

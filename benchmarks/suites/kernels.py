@@ -1,9 +1,5 @@
 """Each GPU kernel by Pallas and as generated Triton, side by side.
 
-python -m benchmarks.run kernels --record
-python -m benchmarks.run kernels --case group-encode/softsign-int8 fp8-norm
-JAX_PLATFORMS=cpu python -m benchmarks.run kernels --tiny --backends interpret --case codes-rows
-
 The kernels of one array are looped in one jit; a step in place, of 16 leaves. Both backends take
 turns, and the median of `--repeats` turns is kept. `device_ms` is the time of a call, `tbps` the
 bytes that it reads and writes once, divided by that time.
@@ -22,17 +18,17 @@ from benchmarks import records, timing
 from benchmarks.peers import device_loop, in_jax
 from benchmarks.render import Rendered, Table, cell
 from optax_lowmem import codecs
+from optax_lowmem._src.blocks import block_means, block_means_triton
 from optax_lowmem._src.codecs import group_codec, group_codec_triton
 from optax_lowmem._src.core.block import Factors
-from optax_lowmem._src.core.gpu_kernel import BACKENDS
 from optax_lowmem._src.fp8_flow import kernels_triton as fp8
+from optax_lowmem._src.kernels.gpu_kernel import BACKENDS
 from optax_lowmem._src.noise import kernels as noise
 from optax_lowmem._src.noise import kernels_triton as noise_triton
 from optax_lowmem._src.noise.distributions import NOISES
 from optax_lowmem._src.noise.formats import FORMATS
 from optax_lowmem._src.quantized_matmul import E4M3, INT8
 from optax_lowmem._src.quantized_matmul import triton as matmul
-from optax_lowmem._src.update import block_means, block_means_triton
 from optax_lowmem.blocks import Block
 
 BF16, F32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
@@ -107,7 +103,6 @@ def of_means(shape: tuple[int, int], block: Block) -> Made:
 
 
 def cases(rows: int, columns: int) -> dict[str, Callable[[], Made]]:
-    """Every kernel of one array, at a size."""
     found: dict[str, tuple[Callable[..., Made], Any]] = {
         **{f"noise-{name}": (of_noise, name) for name in ("sample", "sums", "alone", "packed")},
         **{f"fp8-{name}": (of_flow, name) for name in ("norm", "norm/restored")},
@@ -124,7 +119,6 @@ def cases(rows: int, columns: int) -> dict[str, Callable[[], Made]]:
 
 
 def stepped(name: str, rows: int, columns: int, backend: str) -> device_loop.Runner:
-    """Steps of an optimizer in place, on the device."""
     make = lowmem.OPTIMIZERS[name.split("/")[0]].make
     tx = make(1e-3, storage=lowmem.Storage(**STEPS[name]))
     shapes = {f"w{i}": jax.ShapeDtypeStruct((rows, columns), F32) for i in range(LEAVES)}
@@ -174,7 +168,6 @@ def main(args: argparse.Namespace) -> Iterator[records.Rows]:
 
 
 def table(rows: records.Rows) -> Table:
-    """Times of each kernel on each GPU, and how the backends compare."""
     found = records.select(rows, bench="kernels")
     gpus = {
         gpu: records.grouped(own, "case", "impl", "metric")

@@ -1,7 +1,4 @@
-"""Bytes of weights and optimizer state of published models; nothing is allocated.
-
-python -m benchmarks.run memory --record
-"""
+"""Bytes of weights and optimizer state of published models; nothing is allocated."""
 
 import argparse
 from collections.abc import Callable, Iterator
@@ -83,7 +80,6 @@ def measure(model: str, optimizer: str) -> Rows:
 
 
 def measure_budget(impl: str) -> Rows:
-    """Bytes per parameter of Llama-3.1-8B's weights and state."""
     dtype = jnp.dtype(jnp.float32 if impl.startswith("optax") else jnp.bfloat16)
     report = lowmem.memory.report(BUDGETS[impl], model_shapes.llama_3_1_8b(dtype))
     weights, state = report.params_bytes, report.state_bytes
@@ -103,7 +99,6 @@ def main(args: argparse.Namespace) -> Iterator[Rows]:
 
 
 def memory(rows: Rows) -> Table:
-    """GiB of weights and state of Llama-3.1-8B, beside the paper's Table 4."""
     found = records.select(rows, bench="memory", case="llama-3.1-8b/adamw")
     body = [
         [impl, cell(of["params_gib"], "{:.1f}"), cell(of["state_gib"], "{:.1f}"),
@@ -116,7 +111,6 @@ def memory(rows: Rows) -> Table:
 
 
 def budget(rows: Rows) -> Table:
-    """Bytes per parameter of optimizers and storages, the largest first."""
     every = records.select(rows, bench="memory", case="llama-3.1-8b/budget")
     found = [row for row in every if row["impl"] in BUDGETS]
     body = [

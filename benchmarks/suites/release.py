@@ -1,8 +1,5 @@
 """An 8B Llama on one GPU: with gradient release, without, and with optax.adamw in f32.
 
-python -m benchmarks.run release --record FILE                  # on a GPU of 80 GB
-python -m benchmarks.figures llama_8b_memory                    # the picture, from the records
-
 Each run is one of examples/train_llama.py in a process of its own. What does not fit is recorded
 too. On a GPU, compiling is minutes shorter with
 XLA_FLAGS="--xla_gpu_autotune_level=0 --xla_gpu_enable_triton_gemm=false".
@@ -84,7 +81,6 @@ def parts(name: str, own: Rows) -> dict[str, float]:
 
 
 def draw(rows: Rows) -> Any:
-    """Draw a bar for each run, of its parts, and what the device has."""
     from benchmarks import style
     from benchmarks.style import plt
 

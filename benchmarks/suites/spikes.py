@@ -92,7 +92,6 @@ def main(args: argparse.Namespace) -> Iterator[records.Rows]:
 
 
 def run() -> Any:
-    """Draw the loss and the embedding's RMS_t of AdamW and stable_adamw with one seed."""
     every = stored()
     curves = {name: every[f"{name}/{point()}"] for name in ("adamw", "stable_adamw")}
     found = predicted(*curves["adamw"][:2])

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.core import metadata
-from optax_lowmem._src.update import masters
+from optax_lowmem._src.core import array_metadata
+from optax_lowmem._src.step import masters
 from optax_lowmem._src.wrappers import chain
 from optax_lowmem._src.wrappers.init import init
 from optax_lowmem._src.wrappers.start import WeightDtype
@@ -199,7 +199,7 @@ class Optimizer(nnx.Optimizer[M]):
             opt_state = tx.init(params)
         else:
             params, opt_state = init(tx, params, dtype, allow_rounding=allow_rounding)
-        fitted = jax.tree.map(_fit_sharding, opt_state, is_leaf=metadata.is_variable)
+        fitted = jax.tree.map(_fit_sharding, opt_state, is_leaf=array_metadata.is_variable)
         # Flax's constructor wraps what `init` returns in variables of its own
         ready = optax.GradientTransformationExtraArgs(lambda _: fitted, tx.update)
         known = {} if graph is None else {"graph": graph}  # which Flax before 0.12.7 does not take
@@ -255,6 +255,6 @@ def _fit_sharding(leaf: object) -> Any:
     Flax gives each leaf of the state the sharding of its parameter, also one of another shape.
     """
     inside = jax.tree.leaves(leaf)  # none of what a mask leaves out
-    if not metadata.is_variable(leaf) or len(inside) != 1:
+    if not array_metadata.is_variable(leaf) or len(inside) != 1:
         return leaf
-    return metadata.fitted_variable(leaf, jnp.shape(inside[0]))
+    return array_metadata.fitted_variable(leaf, jnp.shape(inside[0]))

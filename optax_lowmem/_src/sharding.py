@@ -8,7 +8,7 @@ import jax
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from optax_lowmem._src.core import metadata, scope, trees
+from optax_lowmem._src.core import array_metadata, context, trees
 from optax_lowmem._src.core.placement import (
     Placement,
     mesh_of,
@@ -99,12 +99,12 @@ def state_shardings(
       >>> print(shardings.mu_scale["w"].spec)
       P('data', None)
     """
-    boxed, params = params, metadata.unboxed(params)
+    boxed, params = params, array_metadata.unboxed(params)
     placed = _placed(boxed, params, param_shardings, mesh, rules)
     the_mesh = mesh_of(placed, mesh)
     if zero_axis is not None and zero_axis not in the_mesh.shape:
         raise ValueError(f"zero_axis={zero_axis!r}: the mesh has {tuple(the_mesh.shape)}.")
-    state, decisions = scope.dry_run(tx, params)
+    state, decisions = context.dry_run(tx, params)
     sizes: dict[str, set[int]] = {}
     for decision in decisions:
         if decision.group_size is not None:
@@ -145,7 +145,7 @@ def _placed(
     """A NamedSharding, PartitionSpec or None for each parameter."""
     if given is not None:
         return of_parameters(params, given)
-    rows = zip(jax.tree.leaves(boxed, is_leaf=metadata.is_box), _leaves(params), strict=True)
+    rows = zip(jax.tree.leaves(boxed, is_leaf=array_metadata.is_box), _leaves(params), strict=True)
     return [_own(trees.path_name(path), box, leaf, mesh, rules) for box, (path, leaf) in rows]
 
 
@@ -157,7 +157,7 @@ def _own(
     rules: Rules | None,
 ) -> Any:
     """Return the sharding or partition spec of a parameter itself, or None for replicated."""
-    if metadata.is_box(box):
+    if array_metadata.is_box(box):
         spec = box.get_partition_spec()
         if rules is None:
             return spec

@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import optax_lowmem as lowmem
 from optax_lowmem import checkpoint
 from optax_lowmem._src.checkpoint import store
-from optax_lowmem._src.core import scope
+from optax_lowmem._src.core import context
 from tests import contract_cases as cases
 from tests.checkpoint_cases import (
     SMALL,
@@ -176,7 +176,7 @@ def test_codes_that_share_bytes_lie_as_their_parameter():
     few = NamedSharding(mesh_of(a=2), P(None, "a"))
     for columns, codes in ((96, P(None, "a")), (94, P(None, None))):  # 48 bytes, and 47
         like = {"w": jax.ShapeDtypeStruct((64, columns), jnp.bfloat16, sharding=few)}
-        state, decisions = scope.dry_run(four_bits(1e-3), like)
+        state, decisions = context.dry_run(four_bits(1e-3), like)
         _, found = store.targets(like, state, None, decisions)
         assert found.mu["w"].sharding.spec == found.nu["w"].sharding.spec == codes
         assert found.correction["w"].sharding == few
@@ -260,7 +260,7 @@ def test_a_damaged_checkpoint_says_so(item, damage, tmp_path):
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
         else:
             path.unlink()
-    with pytest.raises(ValueError, match=r"step 2 .* cannot be read: .* \(\[1, 2\] are there\)"):
+    with pytest.raises(ValueError, match=r"step 2 .* cannot be read: .* \(available: \[1, 2\]\)"):
         checkpoint.restore(tmp_path, tx, first[0])
     assert_same_bits(checkpoint.restore(tmp_path, tx, first[0], step=1), first)
 
@@ -273,7 +273,7 @@ def test_a_step_that_is_not_there(tmp_path):
         checkpoint.restore(tmp_path / "empty", tx, params)
     assert checkpoint.latest_step(tmp_path / "nowhere") is None
     for path in (3, None, tx):
-        with pytest.raises(TypeError, match="path is a directory.*, got"):
+        with pytest.raises(TypeError, match="path must be a directory.*, got"):
             checkpoint.latest_step(path)
     with pytest.raises(ValueError, match="has a checkpoint of step 2 already"):
         checkpoint.save(tmp_path, tx, params, state, step=2)

@@ -192,7 +192,7 @@ def test_files_of_several_processes_are_summed_by_each(tmp_path, monkeypatch):
         (item / name).write_text(text[:-1] + " ")
         assert f"'{item.name}/{name}' has other bytes" in next(iter(checksums.damaged(item)))
         (item / name).unlink()
-        assert f"'{item.name}/{name}' is not there" in next(iter(checksums.damaged(item)))
+        assert f"'{item.name}/{name}' is missing" in next(iter(checksums.damaged(item)))
         (item / name).write_text(text)
 
 
@@ -426,7 +426,7 @@ def test_a_folder_that_is_no_step_hides_none(holds, tmp_path):
     assert_same_bits(checkpoint.restore(tmp_path, tx, first[0]), later)
     with pytest.raises(ValueError, match=r"no complete checkpoint of step 7; .* \[1, 2\]"):
         checkpoint.restore(tmp_path, tx, first[0], step=7)
-    with pytest.raises(ValueError, match="folder of step 7 that is no complete checkpoint"):
+    with pytest.raises(ValueError, match="folder of step 7 that is not a complete"):
         checkpoint.save(tmp_path, tx, *first, step=7)
     checkpoint.save(tmp_path, tx, *first, step=3, keep=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3", "7"]

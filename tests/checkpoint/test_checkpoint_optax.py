@@ -20,7 +20,7 @@ EXACT = lowmem.Storage.full_precision(policy=cases.POLICY, master_weight_bits=32
 
 
 def plain_of(name):
-    """The optax optimizer of a case; Adam-mini, which optax has not, goes on from AdamW."""
+    """The optax optimizer of a case; Adam-mini, which optax has not, continues from AdamW."""
     record = lowmem.OPTIMIZERS.get(name)
     return (record and record.counterpart) or cases.CASES[name].plain
 
@@ -297,29 +297,29 @@ def test_numbers_that_only_one_side_has():
 MISFITS = {
     "another optimizer": (
         lowmem.flash_adamw(1e-3), optax.amsgrad(1e-3),
-        "goes on from mu, nu of one ScaleByAdamState, and optax's state has .*"
+        "continues from mu, nu of one ScaleByAdamState, but optax's state has .*"
         "ScaleByAmsgradState.nu_max .* is \\(ScaleByAmsgradState, EmptyState\\)",
     ),
     "momentum": (
-        lowmem.flash_lion(1e-3), optax.sgd(1e-3, 0.9), "goes on from mu of one ScaleByLionState",
+        lowmem.flash_lion(1e-3), optax.sgd(1e-3, 0.9), "continues from mu of one ScaleByLionState",
     ),
     "sgd without momentum": (
         lowmem.flash_sgd(1e-3), optax.sgd(1e-3, 0.9),
-        "goes on from a count at most, and optax's state has TraceState.trace",
+        "continues from at most a count, but optax's state has TraceState.trace",
     ),
     "chain": (
         lowmem.chain(optax.clip(1.0), lowmem.flash_adamw(1e-3)), optax.scale_by_adam(),
-        r"state: tx keeps \(EmptyState, FlashAdamState\) where the optax optimizer keeps "
-        "ScaleByAdamState: they are not two forms of one optimizer",
+        r"state: tx has the state \(EmptyState, FlashAdamState\) where the optax optimizer has "
+        "ScaleByAdamState, so the optimizers do not correspond",
     ),
     "wrapper": (
         optax.MultiSteps(lowmem.flash_adamw(1e-3), 2).gradient_transformation(), optax.adamw(1e-3),
-        "state: tx keeps MultiStepsState where",
+        "state: tx has the state MultiStepsState where",
     ),
     "mask": (
         optax.masked(lowmem.flash_adamw(1e-3), {"block": {"w": True}, "norm": True}),
         optax.masked(optax.adamw(1e-3), MASK),
-        r"state.inner_state.mu: mu has not the leaves .* missing \['norm'\]",
+        r"state.inner_state.mu: mu does not have the leaves .* missing \['norm'\]",
     ),
 }  # fmt: skip
 

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 import optax_lowmem as lowmem
 from optax_lowmem import codecs
 from optax_lowmem._src.codecs import group_codec, group_codec_triton
-from optax_lowmem._src.core import gpu_pallas, platform, tiles
 from optax_lowmem._src.core.groups import Tile, Tiling
+from optax_lowmem._src.kernels import gpu_pallas, platform, tiles
 from tests import launch_cases
 from tests import tolerances as tol
 from tests.launch_cases import units
@@ -325,7 +325,7 @@ def test_arrays_that_kernels_do_not_take(shape, dtype, group_size, reason, on_a_
     x = jax.ShapeDtypeStruct(shape, dtype)
     assert reason in group_codec.supported(x, group_size)
     encode = functools.partial(group_codec.encode, codecs.linear(), group_size=group_size)
-    with pytest.raises(ValueError, match=f"cannot take this {dtype}.*{reason}.*Pass impl"):
+    with pytest.raises(ValueError, match=f"does not support this {dtype}.*{reason}.*Pass impl"):
         jax.eval_shape(functools.partial(encode, implementation="pallas"), x)
     assert jax.eval_shape(encode, x)[0].shape == shape  # by the reference
 
@@ -338,6 +338,17 @@ def test_explicit_axes(on_a_gpu):
     assert jax.typeof(codes).sharding.spec == P("data", None)
     with pytest.raises(ValueError, match="Explicit mesh axes.*shard_map"):
         round_trip(x, implementation="pallas")
+
+
+@pytest.mark.parametrize("length, last", [(256, "data"), (254, None)])
+def test_values_of_codes_that_share_bytes_are_sharded_as_the_codes(length, last):
+    """Where the axis divides them: 127 bytes of 254 values do not lie on two devices."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    spec, codec = P(None, last), codecs.linear4()
+    x = jax.device_put(jnp.ones((4, length)), jax.NamedSharding(mesh, spec))
+    stored = group_codec.encode(codec, x)
+    values = group_codec.decode(codec, *stored, length=length)
+    assert [jax.typeof(a).sharding.spec for a in (stored[0], values)] == [spec, spec]
 
 
 def test_misuse():
@@ -353,7 +364,7 @@ def test_misuse():
         group_codec.encode(codec, x, 0)
     stored = group_codec.encode(codec, x, 32)
     for other, group_size in ((codec, 16), (codecs.softsign(), 32), (codecs.sqrt(), 32)):
-        with pytest.raises(ValueError, match=f"{other.name} in groups of {group_size} keeps"):
+        with pytest.raises(ValueError, match=f"{other.name} in groups of {group_size} stores"):
             group_codec.decode(other, *stored, group_size)
 
 

@@ -11,7 +11,7 @@ import optax
 import optax_lowmem as lowmem
 from optax_lowmem import checkpoint, codecs
 from optax_lowmem._src.codecs import group_codec
-from optax_lowmem._src.update import choose
+from optax_lowmem._src.step import choose
 from tests.pages import page_block
 
 CODEC = page_block("CONTRIBUTING.md", "class TernaryCodec")["TernaryCodec"]()
@@ -48,7 +48,7 @@ def test_a_run_from_optax_and_back():
 
 
 def test_kernels_say_why_not(on_a_gpu):
-    reason = "ternary-int2 keeps 5 codes in a byte, and tiles hold powers of two"
+    reason = "ternary-int2 stores 5 codes per byte, and kernel tiles need a power of two"
     (plan,) = lowmem.flash_sgd(0.1, 0.9, storage=STORAGE).engine.plans({"w": jnp.ones((8, 80))})
     assert reason in choose(lowmem.OPTIMIZERS["flash_sgd"].rule, plan)[1]
     assert reason in group_codec.supported(jnp.ones((8, 80)), 40, CODEC)

@@ -215,7 +215,7 @@ def test_kinds(path, shape, expected):
         ("attn/c_attn/kernel", (8, 24), "pass heads="),
         ("attn/lora_a/kernel", (8, 24), "called 'lora_a'"),
         ("Attention_0/Dense_0/kernel", (8, 24), "called 'dense'"),
-        ("memory/key/kernel", (8, 24), "'key' is not in an attention"),
+        ("memory/key/kernel", (8, 24), "'key' is neither in an attention"),
         ("proj/weight", (8, 24), "(in, out) or (out, in)"),
         ("kiln/thing", (8, 24), "neither its name nor its module"),
         ("patches/kernel", (3, 3, 8, 24), "which axes of shape"),
@@ -273,6 +273,7 @@ def test_layers_may_be_stacked_along_the_second_axis():
         model(layers__dense__kernel=(8, 8), layers__dense__bias=(8,)),
         model(layers__0__dense__kernel=(8, 8), layers__1__dense__kernel=(8, 8)),
         model(h__wq=(8, 8), h__wk=(8, 8), h__w1=(8, 8)),
+        model(h__query__kernel=(8, 2, 4), h__up__kernel=(8, 24)),
     ],
 )
 def test_a_name_alone_stacks_nothing(params):
@@ -344,10 +345,10 @@ HEADED = model(attn__q_proj__kernel=(8, 12), attn__k_proj__kernel=(8, 6))
         (KERNEL, {"rules": [("*", Block((1,), heads=(1, 2)))]}, "named twice"),
         (KERNEL, {"rules": [("*", Block((0,), heads=(1, 5)))]}, "5 heads do not divide axis 1"),
         (KERNEL, {"rules": [("mpl/*", (0,))]}, "the rule 'mpl/.*' matches no leaf"),
-        (KERNEL, {"rules": [("*", "rows")]}, "a block is a Block, axes"),
-        (KERNEL, {"default": "rows"}, "default is 'whole' or 'elementwise'"),
-        (KERNEL, {"heads": 0}, "heads is a number of heads"),
-        (KERNEL, {"kv_heads": True}, "kv_heads is a number of heads"),
+        (KERNEL, {"rules": [("*", "rows")]}, "must be a Block, axes"),
+        (KERNEL, {"default": "rows"}, "default must be 'whole' or 'elementwise'"),
+        (KERNEL, {"heads": 0}, "heads must be a number of heads"),
+        (KERNEL, {"kv_heads": True}, "kv_heads must be a number of heads"),
         (HEADED, {"heads": 5}, "heads=5 does not divide the 12 outputs of leaf 'attn/q_proj/kern"),
         (HEADED, {"heads": 4, "kv_heads": 4}, "kv_heads=4 does not divide the 6 outputs"),
         (HEADED, {"heads": 4, "kv_heads": 3}, "head_dim 2 with kv_heads=3, its query has 3"),
@@ -368,7 +369,7 @@ def test_axes_are_numbers(axes):
 
 
 def test_rules_are_pairs():
-    with pytest.raises(TypeError, match="rules is a sequence of .* pairs"):
+    with pytest.raises(TypeError, match="rules must be a sequence of .* pairs"):
         blocks.infer(KERNEL, rules=["*/bias"])
     with pytest.raises(ValueError, match=r"Block.heads is \(axis, number of heads"):
         Block((0,), heads=(1, 0))

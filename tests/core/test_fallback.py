@@ -9,7 +9,7 @@ import pytest
 from jax import export
 from jax.sharding import PartitionSpec as P
 
-from optax_lowmem._src.core.fallback import with_fallback
+from optax_lowmem._src.kernels.fallback import with_fallback
 
 X = jnp.arange(6.0).reshape(2, 3) / 8
 THREE, FIVE = "3.000000e+00", "5.000000e+00"  # in a program

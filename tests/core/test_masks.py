@@ -11,7 +11,7 @@ import pytest
 
 import optax_lowmem as lowmem
 from optax_lowmem import Policy, Storage
-from optax_lowmem._src.core import scope
+from optax_lowmem._src.core import context
 
 
 @jax.tree_util.register_dataclass
@@ -38,7 +38,7 @@ def stored(make):
     """Return whether each leaf has a first moment in codes."""
 
     def of(mask):
-        _, found = scope.dry_run(make(Policy(mask=mask)), PARAMS)
+        _, found = context.dry_run(make(Policy(mask=mask)), PARAMS)
         return [d.form is not None for d in found if d.slot == "mu"]
 
     return of

@@ -14,10 +14,10 @@ import optax_lowmem as lowmem
 from optax_lowmem._src.core import numerics
 from optax_lowmem._src.core.groups import Tile
 from optax_lowmem._src.optimizers.lion import LionRule
-from optax_lowmem._src.update import choose, tuning
+from optax_lowmem._src.step import choose, tuning
 from tests import launch_cases, tolerances
 from tests.contract_cases import pairwise
-from tests.update.test_step_backends import OPTIONS, STORED
+from tests.step.test_step_backends import OPTIONS, STORED
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +39,7 @@ def kernel(gpu_backend):
 
 def launcher(kernel):
     name = {"pallas": "pallas_triton", "triton": "jax_triton"}[kernel]
-    return importlib.import_module(f"optax_lowmem._src.update.{name}").launch
+    return importlib.import_module(f"optax_lowmem._src.step.{name}").launch
 
 
 def build(optimizer, **storage):

@@ -191,5 +191,5 @@ def test_the_same_as_jax_prints(capsys):
 
 
 def test_bad_positions():
-    with pytest.raises(ValueError, match=r"weights=\[2\] of a function that is given 2"):
+    with pytest.raises(ValueError, match=r"weights=\[2\] must be positions of the 2"):
         report(jnp.matmul, X, W, weights=2)

@@ -160,7 +160,7 @@ def test_nnx_subclasses_keep_their_computation():
     plain = nnx.Linear(8, 3, rngs=nnx.Rngs(0))
     assert layers.convert(plain, to=twice)(X).dtype == jnp.bfloat16
     np.testing.assert_allclose(layers.convert(plain, to=twice)(X), 2 * plain(X), rtol=0.1, atol=0.1)
-    with pytest.raises(TypeError, match="'layers/0' is a LoRALinear with a computation of its own"):
+    with pytest.raises(TypeError, match="'layers/0' is a LoRALinear, which overrides __call__"):
         layers.convert(lora, to=Other)
 
     class More(nnx.Linear):
@@ -330,7 +330,7 @@ def test_linen_subclasses_keep_their_computation():
     found = layers.convert(nn.Dense(3), to=functools.partial(Thrice, factor=4.0))
     np.testing.assert_allclose(found.apply(params, X), 4 * exact, rtol=1e-5, atol=1e-6)
     assert_same_start(found.init(KEY, X), params)
-    with pytest.raises(TypeError, match="is a Twice with a computation of its own"):
+    with pytest.raises(TypeError, match="is a Twice, which overrides __call__"):
         layers.convert(Twice(3), to=Thrice).apply(params, X)
 
 
@@ -338,7 +338,7 @@ def test_linen_subclasses_keep_their_computation():
 def test_nothing_to_convert():
     with pytest.raises(ValueError, match="no dense layer matches.*'blocks/0/"):
         layers.convert(model(), "layers/*")
-    with pytest.raises(ValueError, match="there are none"):
+    with pytest.raises(ValueError, match="dense layers: none"):
         layers.convert(nnx.Sequential(nnx.relu))
     params = Pair().init(KEY, X)
     found = layers.convert(Pair(), ["c", "d"])
@@ -352,10 +352,10 @@ def test_nothing_to_convert():
 )
 def test_what_a_layer_cannot_become(to):
     if to is not layers.SwitchBackLinear:
-        with pytest.raises(TypeError, match="`to` is a subclass of flax.nnx.*Linear"):
+        with pytest.raises(TypeError, match="`to` must be a subclass of flax.nnx.*Linear"):
             layers.convert(model(), to=to)
     if to is not layers.SwitchBackDense:
-        with pytest.raises(TypeError, match="`to` is a subclass of flax.linen.*Dense"):
+        with pytest.raises(TypeError, match="`to` must be a subclass of flax.linen.*Dense"):
             layers.convert(Pair(), to=to)
 
 

@@ -411,6 +411,7 @@ def with_codes(kernel=jnp.ones((3, 4)), **more):  # noqa: B008 (not written to)
             "kernel_codes with storage='bf16', which quantizes nothing: leave it out",
         ),
         (lambda: fp8_flow.gated_product(jnp.ones(3), jnp.ones(4)), r"float32\[4\]"),
+        (lambda: fp8_flow.gated_product(jnp.ones(3), jnp.ones(3, jnp.bfloat16)), "up bfloat16"),
     ],
 )
 def test_bad_arguments(call, message):

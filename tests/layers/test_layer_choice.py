@@ -14,7 +14,7 @@ from flax import linen, nnx  # noqa: E402
 from benchmarks import records  # noqa: E402
 from benchmarks.suites.linear import tables as linear_tables  # noqa: E402
 from optax_lowmem import layers  # noqa: E402
-from optax_lowmem._src.core import platform  # noqa: E402
+from optax_lowmem._src.kernels import platform  # noqa: E402
 from optax_lowmem._src.switchback import choice  # noqa: E402
 from tests.lowering import kernels_in, lower_for_cuda, needs_mosaic  # noqa: E402
 
@@ -44,7 +44,7 @@ def test_sizes_decide_on_hopper(on_hopper):
             assert always.choose(*sizes) == (True, 'in 8 bits: implementation="quantized"')
             assert run_in_8_bits(always, sizes)
     assert auto("llm_int8").choose(*SMALL).quantized
-    assert "nothing" in auto().choose(0, 8, 8).reason
+    assert "empty" in auto().choose(0, 8, 8).reason
 
 
 @needs_mosaic

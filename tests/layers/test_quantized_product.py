@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from optax_lowmem._src import quantized_matmul
-from optax_lowmem._src.core import platform
+from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.quantized_matmul import FORMATS, Quantized
 from tests import tolerances as tol
 from tests.lowering import gpu_mesh, kernels_in, lower_for_cuda, needs_mosaic

@@ -90,13 +90,13 @@ def copy_to(folder: Path) -> None:
             shutil.copy2(REPO / name, folder / name)
 
 
-def pytest(folder: Path, tests: list[str]) -> tuple[int | None, str]:
+def pytest(folder: Path, tests: list[str], limit: float | None = None) -> tuple[int | None, str]:
     """Pytest's exit status (None past the limit) and output, on the package of a folder."""
     command = [sys.executable, "-m", "pytest", "-xq", "-p", "no:cacheprovider", "-m", TIER, *tests]
     env = {**os.environ, "PYTHONPATH": str(folder)}
     try:
         done = subprocess.run(
-            command, cwd=folder, env=env, capture_output=True, text=True, timeout=LIMIT
+            command, cwd=folder, env=env, capture_output=True, text=True, timeout=limit
         )
     except subprocess.TimeoutExpired:
         return None, ""
@@ -110,7 +110,7 @@ def judge(mutant: Mutant, folder: Path) -> Outcome:
     shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)
     path.write_text(mutated(mutant, texts))
     try:
-        status, output = pytest(folder, list(mutant.killed_by))
+        status, output = pytest(folder, list(mutant.killed_by), LIMIT)
     finally:
         path.write_text(texts[path])
         shutil.rmtree(path.parent / "__pycache__", ignore_errors=True)

@@ -362,7 +362,10 @@ MISUSES = {
         lambda: noisy(lowmem.accumulate_gradients(flash(), 2, into="moments")),
         "accumulated inside",
     ),
-    "no such part": (lambda: noisy(parts="qkv"), "no leaf is of parts='qkv'; there are 'mlp/down"),
+    "no such part": (
+        lambda: noisy(parts="qkv"),
+        "no leaf matches parts='qkv'; the leaves are 'mlp/down",
+    ),
     "a vector": (lambda: noisy(parts="norm/*"), r"'norm/scale' has shape \(96,\)"),
 }
 
@@ -413,11 +416,11 @@ def test_states_of_other_settings():
 @pytest.mark.parametrize(
     "more, message",
     [
-        ({"noise": "normal"}, "noise is one of gaussws"),
+        ({"noise": "normal"}, "noise must be one of gaussws"),
         ({"compute": "bfloat16"}, "one of mxfp8_e4m3"),
-        ({"compute": "fp4"}, "a format is one of"),
-        ({"clean_dtype": BF16}, "clean_dtype is float32"),
-        ({"bits_init": jnp.float32(6)}, "bits_init is a number of bits"),
+        ({"compute": "fp4"}, "format must be one of"),
+        ({"clean_dtype": BF16}, "clean_dtype must be float32"),
+        ({"bits_init": jnp.float32(6)}, "bits_init must be a number of bits"),
         ({"bits_loss": -1.0}, "bits_loss must be >= 0"),
     ],
     ids=str,
@@ -425,5 +428,5 @@ def test_states_of_other_settings():
 def test_arguments(more, message):
     with raises(message):
         noisy(**more)
-    with raises(r"parts are names", TypeError):
+    with raises(r"parts must be names", TypeError):
         noisy(parts=[3])

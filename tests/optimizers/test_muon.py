@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import optax_lowmem as lowmem
 from optax_lowmem._src.optimizers.newton_schulz import STANDARD, polar_factors
-from optax_lowmem._src.update import matrices
+from optax_lowmem._src.step import matrices
 from optax_lowmem.sharding import state_shardings
 from tests import tolerances
 from tests.compilation import SAME_BITS
@@ -56,9 +56,9 @@ def distance(found, wanted):
 # ---- optax's arithmetic --------------------------------------------------------------------------
 
 SHAPES = {"wide": (24, 40), "tall": (40, 24), "square": (24, 24), "heads": (24, 3, 8),
-          "conv": (3, 8, 12), "bias": (24,)}  # fmt: skip
+          "conv": (12, 3, 8), "bias": (24,)}  # fmt: skip
 AXES = {"wide": Dimensions(), "tall": Dimensions(1, 0), "square": None, "bias": None,
-        "heads": Dimensions(0, (1, -1)), "conv": Dimensions(1, 2)}  # fmt: skip
+        "heads": Dimensions(0, (1, -1)), "conv": Dimensions(2, 0)}  # fmt: skip
 SCHEDULE = optax.linear_schedule(1e-2, 0.0, 6)
 ARGUMENTS = {
     "defaults": {},
@@ -87,13 +87,14 @@ def test_exact_storage_is_optax(name):
         assert distance(moved, plain[leaf]) <= bound, leaf
 
 
-def test_the_polar_factor_in_float64():
+@pytest.mark.parametrize("name, order", [("frobenius", 2), ("schatten", 4), ("spectral", np.inf)])
+def test_the_polar_factor_in_float64(name, order):
     """Singular vectors of the matrix; singular values where the polynomials lead theirs."""
     (x,) = drawn({"x": (2, 8, 20)}).values()
-    found = np.asarray(polar_factors(x, (STANDARD,) * 5, "frobenius", jnp.float32(1e-8)))
+    found = np.asarray(polar_factors(x, (STANDARD,) * 5, name, jnp.float32(1e-8)))
     for own, matrix in zip(found, np.asarray(x, np.float64), strict=True):
         u, s, vt = np.linalg.svd(matrix, full_matrices=False)
-        s = s / np.linalg.norm(matrix)
+        s = s / np.linalg.norm(s, order)
         for _ in range(5):
             s = STANDARD[0] * s + STANDARD[1] * s**3 + STANDARD[2] * s**5
         np.testing.assert_allclose(own, (u * s) @ vt, atol=tolerances.MUON_EXACT)
@@ -300,7 +301,7 @@ def test_stacks_are_bounded(monkeypatch):
     sizes = [[math.prod(plans[i].shape) for i in stack] for stack in found]
     assert all(len(own) == 1 or sum(own) <= 3 * 64 * 128 for own in sizes)
     assert sorted(map(len, found)) == [1, 1, 1, 1, 1, 1, 3, 3]
-    assert sum(map(len, matrices.stacks(plans, 4))) == 12
+    assert sorted(map(len, matrices.stacks(plans, 4))) == [1, 1, 1, 1, 4, 4]
 
 
 def test_a_step_takes_what_one_stack_takes(monkeypatch):

@@ -4,6 +4,7 @@ import ast
 import functools
 import graphlib
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,26 +21,27 @@ PACKAGE = REPO / "optax_lowmem"
 # What each room of _src may import of the others (docs/internals/architecture.md says why).
 # A new room fails `test_every_room_has_a_place` until it has a line here. Public modules may import
 # everything, and nothing imports them.
-ROOMS = ("core", "codecs", "update")
-ALL_ROOMS = (*ROOMS, "blocks", "optimizers", "wrappers")
+CORE = ("core", "kernels", "codecs", "blocks", "step")
+ALL_ROOMS = (*CORE, "optimizers", "wrappers")
 MAY_IMPORT = {
     "core": (),
-    "codecs": ("core",),
-    "update": ("core", "codecs"),
-    "blocks": ("core",),
-    "optimizers": (*ROOMS, "blocks"),
-    "wrappers": (*ROOMS, "blocks", "optimizers"),
-    "noise": ALL_ROOMS,
-    "quantized_matmul": ("core",),
+    "kernels": ("core",),
+    "codecs": ("core", "kernels"),
+    "blocks": ("core", "kernels"),
+    "step": ("core", "kernels", "codecs", "blocks"),
+    "optimizers": CORE,
+    "wrappers": (*CORE, "optimizers"),
+    "quantized_matmul": ("core", "kernels"),
     "switchback": (*ALL_ROOMS, "quantized_matmul"),
     "fp8_flow": (*ALL_ROOMS, "quantized_matmul"),
-    "losses": (*ROOMS, "quantized_matmul"),
-    "checkpoint": ALL_ROOMS,
-    "diagnostics": ALL_ROOMS,
-    "flax": ALL_ROOMS,
-    "memory": ALL_ROOMS,
+    "noise": ALL_ROOMS,
+    "losses": (*CORE, "quantized_matmul"),
     "release": ALL_ROOMS,
+    "checkpoint": ALL_ROOMS,
+    "memory": ALL_ROOMS,
+    "diagnostics": ALL_ROOMS,
     "sharding": ALL_ROOMS,
+    "flax": ALL_ROOMS,
 }
 # (file, room that it imports all the same): why. A file that no longer does fails the test.
 EXCEPTIONS = {
@@ -127,6 +129,12 @@ def upward_imports(path: Path) -> list[str]:
     return [text for room, text in found if exception_of(path, room) not in EXCEPTIONS]
 
 
+def test_the_page_lists_every_package():
+    page = (REPO / "docs/internals/architecture.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^\| `(\w+)` \| [\d,]+ \|", page, re.MULTILINE)
+    assert listed == list(MAY_IMPORT), "run python -m tests.repo.packages"
+
+
 def test_every_room_has_a_place():
     """A room missing from MAY_IMPORT would escape the check of directions."""
     assert rooms() == MAY_IMPORT.keys(), "say in MAY_IMPORT what the new room may import"
@@ -152,7 +160,7 @@ def test_exceptions_are_needed():
         "from .. import update",
         "from ..wrappers import chain",
         "def f():\n    from optax_lowmem._src.optimizers.adam import flash_adamw",
-        "import importlib\nimportlib.import_module('optax_lowmem._src.update')",
+        "import importlib\nimportlib.import_module('optax_lowmem._src.step')",
     ],
 )
 def test_upward_imports_are_noticed(text, tmp_path, monkeypatch):
@@ -228,14 +236,18 @@ FORMULAS = {
     "core/clipping.py": "RMS_t, which an optimizer, a wrapper and a diagnostic share",
     "core/hyperparameters.py": "of the step's number, once a step",
     "core/numerics.py": "the logarithm where a backend has none of its own",
-    "update/block_means.py": "the mean of squares that Adam-mini's rule takes",
+    "blocks/block_means.py": "the mean of squares that Adam-mini's rule takes",
 }
 
 
 def carries_out(path: Path) -> bool:
     """Return whether a module runs formulas of others: core, the step, and kernels."""
     kernel = path.stem.endswith(("triton", "mosaic", "_tpu"))
-    return kernel or room_of(module_of(path)) in {"core", "update"}
+    return (
+        kernel
+        or room_of(module_of(path)) in {"core", "kernels", "step"}
+        or path.stem == "block_means"
+    )
 
 
 def elementary(path: Path) -> Iterator[str]:
@@ -261,7 +273,7 @@ def test_triton_is_written_in_few_modules():
         for path in sources("optax_lowmem/_src")
         if any(target.split(".")[0] == "triton" for _, target in imports(path))
     }
-    assert written == {"core/triton_library.py", "update/jax_triton_kernel.py"}
+    assert written == {"kernels/triton_library.py", "step/gpu/jax_triton_kernel.py"}
 
 
 def test_public_names():

@@ -7,7 +7,7 @@ pytest.importorskip("flax")
 
 from benchmarks import absent_gpu  # noqa: E402
 from benchmarks.suites.activations import bytes, layers  # noqa: E402
-from optax_lowmem._src.core import platform  # noqa: E402
+from optax_lowmem._src.kernels import platform  # noqa: E402
 from tests import tolerances as tol  # noqa: E402
 
 CASE = layers.Shape.parse("h2048-s2048-b4")

@@ -25,7 +25,6 @@ NAMES = [
 ]
 PAGES = sorted(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md"))
 
-
 run = functools.partial(pages.run, NO_MKDOCS_2_WARNING="1")
 
 

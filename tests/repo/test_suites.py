@@ -31,7 +31,7 @@ from benchmarks.suites.step import bench as step
 from benchmarks.suites.step import many_leaves, tune
 from optax_lowmem import gaussws, layers
 from optax_lowmem._src.noise.kernels import block_shape
-from optax_lowmem._src.update import tuning
+from optax_lowmem._src.step import tuning
 from tests.contract_cases import QUICK_COMPILE, assert_alike
 
 GPU = "NVIDIA H100 80GB HBM3"

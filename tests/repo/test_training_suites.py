@@ -115,7 +115,7 @@ def test_formats_make_their_tables(gpt_3m, tmp_path, monkeypatch):
     rows = records.load(file)
     assert len(records.newest(rows)) == len(rows)
     for name, table in formats_tables.TABLES.items():
-        if name not in ("four_bits", "torchao"):
+        if name != "four_bits":
             text = table(rows)
             assert "gpt-3m" in text and "nan" not in text and "inf" not in text, name
             assert table([]) == render.NOTHING

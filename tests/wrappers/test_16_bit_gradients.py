@@ -142,3 +142,12 @@ def test_updates_of_compressed_states_in_f32_where_that_is_asked_for(name):
         np.testing.assert_array_equal(np.float32(u), np.float32(wide.astype(jnp.bfloat16)))
     with pytest.raises(ValueError, match="update_dtype must be 'gradient' or 'float32', got 'b"):
         COMPRESSED[name](update_dtype="bfloat16")
+
+
+def test_updates_have_the_dtype_of_a_gradient_only_where_their_weight_has_it():
+    """The updates of f16 gradients would not land on bf16 weights."""
+    tx = lowmem.split_master_weights(optax.sgd(1e-2), update_dtype="gradient")
+    params = {"w": jnp.ones((4, 64), jnp.bfloat16)}
+    for given, wanted in (("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", "float32")):
+        updates, _ = tx.update(optax.tree.cast(params, given), tx.init(params), params)
+        assert updates["w"].dtype == wanted

@@ -176,6 +176,28 @@ def test_a_registered_state_of_any_name_is_found_inside_wrappers(monkeypatch):
     assert tx.init(PARAMS).inner_state.inner_state.speed["x"].dtype == jnp.int8
 
 
+def test_a_slot_that_starts_as_the_weights_stays_so_before_one_of_zeros(monkeypatch):
+    from optax_lowmem._src.wrappers import slots
+
+    class Anchored(NamedTuple):
+        anchor: Any
+
+    monkeypatch.setattr(slots, "SLOTS", dict(slots.SLOTS))
+    slots.register_slot("Anchored", "anchor", signed=True)
+    anchored = optax.GradientTransformation(
+        lambda params: Anchored(params), lambda updates, state, params=None: (updates, state)
+    )
+    codecs = {"anchor": softsign(), "trace": softsign()}
+    tx = lowmem.compress_state(optax.chain(anchored, optax.trace(0.9)), **codecs)
+    weights = jnp.tile(jnp.asarray([1.0, -1.0]), (64, 32))
+    state = tx.init({"w": weights})
+    codes, scales = state.inner_state[0].anchor["w"], state.scales["anchor_scale"]["w"]
+    np.testing.assert_array_equal(
+        lowmem.codecs.decode_array(softsign(), codes, scales, 32), weights
+    )
+    assert not state.inner_state[1].trace["w"].any()
+
+
 def test_bytes_of_two_codes_are_of_slots_like_their_weights():
     """Values of blocks stay in f32, with the reason: bytes do not say how many they hold."""
     mini = lowmem.scale_by_adam_mini(blocks=lowmem.blocks.Structure(rules=[("*", (1,))]))

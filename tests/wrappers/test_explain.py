@@ -37,6 +37,13 @@ def lines(tx, path):
     return {d.slot: (d.form, d.reason) for d in found if d.path == path}
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bit_weights_that_nothing_splits(dtype):
+    tx, params = lowmem.scale_by_flash_adam(), {"w": jnp.ones((64, 128), dtype)}
+    (found,) = (d for d in lowmem.explain(tx, params).decisions if d.slot == "correction")
+    assert found.form is None and "no optimizer here splits it" in found.reason
+
+
 def test_other_storage():
     tx = lowmem.flash_lion(1e-3, storage=Storage.paper(group_size=64, master_weight_bits=32))
     assert lines(tx, "block/kernel") == {

@@ -13,7 +13,7 @@ import optax
 import pytest
 
 import optax_lowmem as lowmem
-from optax_lowmem._src.update.engine import Engine
+from optax_lowmem._src.step.engine import Engine
 from tests.contract_cases import POLICY, assert_alike, assert_same
 
 pytest.importorskip("flax")

@@ -354,3 +354,6 @@ def test_other_trees_than_at_init():
         adamw(CODED, DECAYS, BELOW).update(params, state, params)
     with pytest.raises(ValueError, match="in pack_small_leaves, which must then step it"):
         adamw(CODED).update(params, state, params)
+    weights, state = lowmem.init(tx, params)
+    with pytest.raises(ValueError, match="'a' and 2 more leaves .* these leaves have 658 elements"):
+        lowmem.master_params({**weights, "b": jnp.ones(34, jnp.bfloat16)}, state)

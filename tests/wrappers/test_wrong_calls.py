@@ -1,5 +1,6 @@
 """Calls and trees that are easy to get wrong: an error or a warning names it and the remedy."""
 
+from collections import OrderedDict
 from typing import Any, NamedTuple
 
 import jax
@@ -38,6 +39,16 @@ def test_gradients_and_parameters_in_each_others_place(make):
     with pytest.raises(ValueError, match=message):
         lowmem.step(tx, params, state, GRADS)
     tx.update(GRADS, state, params)
+
+
+@pytest.mark.parametrize("make", SPLIT.values(), ids=SPLIT)
+def test_leaves_in_another_order(make):
+    tx, params = make(), OrderedDict(a=jnp.ones(8), b=jnp.zeros(8))
+    state, turned = tx.init(params), OrderedDict(reversed(params.items()))
+    with pytest.raises(ValueError, match=r"the order is \['b', 'a'\], not \['a', 'b'\]"):
+        tx.update(turned, state, params)
+    with pytest.raises(ValueError, match=r"the order is \['b', 'a'\], not \['a', 'b'\]"):
+        tx.update(turned, state, turned)
 
 
 CLIPPED = {

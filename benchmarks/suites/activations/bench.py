@@ -1,9 +1,5 @@
 """A Llama's layer with activations in FP8: forward, backward, bytes kept (COAT, Tables 2 and 7).
 
-python -m benchmarks.run activations --record              # Table 7's four shapes, on a GPU
-python -m benchmarks.run activations --only bytes errors --record   # anywhere, in minutes
-python -m benchmarks.run activations --shapes h64-s32-b2   # anywhere
-
 Device time of programs looped in one jit, median of `--repeats` calls; implementations take turns.
 """
 
@@ -61,7 +57,6 @@ def byte_rows(case: str, names: list[str]) -> Rows:
 
 
 def layer_rows(case: str, names: list[str], repeats: int) -> Rows:
-    """Times of forward, and of forward with backward, of each layer."""
     shape, kind = Shape.parse(case), "cudnn" if timing.on_gpu() else "xla"
     size = (2, shape.batch, shape.length, shape.width)
     x, g = jax.random.normal(jax.random.key(1), size, jnp.bfloat16)
@@ -110,7 +105,6 @@ def scalings() -> dict[str, Callable[..., Any]]:
 
 
 def norm_rows(case: str, repeats: int) -> Rows:
-    """Times of a norm with each way of scaling its result."""
     size = tuple(map(int, case.split("x")))
     x = jax.random.normal(jax.random.key(0), size, jnp.bfloat16)
     guess = 6 * x.size / (1e12 if timing.on_gpu() else 5e8)

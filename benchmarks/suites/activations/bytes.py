@@ -24,7 +24,7 @@ from benchmarks.records import Rows
 from benchmarks.suites.activations import layers as activation_layers
 from benchmarks.suites.activations.layers import Layer, Params, Shape
 from optax_lowmem import memory
-from optax_lowmem._src.core import gpu_kernel
+from optax_lowmem._src.kernels import gpu_kernel
 
 # columns of Table 2, and what else there is: the sums that go past the layer
 COLUMNS = ("RMSNorm", "Act Func", "RoPE", "FlashAttn", "Linear", "Residual")
@@ -90,14 +90,12 @@ def abstract(name: str, shape: Shape, kind: str) -> tuple[Layer, Params, jax.Sha
 
 
 def kept(shape: Shape, name: str, kind: str) -> memory.ActivationReport:
-    """The report of a layer by its name, in U; nothing is computed."""
     with with_attention() if kind == "cudnn" else contextlib.nullcontext():
         args = abstract(name, shape, kind)
         return memory.activation_report(*args, weights=0, unit=shape.unit)
 
 
 def program(on: Mesh, function: Callable[..., Any], *args: Any) -> str:
-    """The text of a function's program for an H100; args are abstract."""
     with with_attention():
         return absent_gpu.program(on, function, *args)
 

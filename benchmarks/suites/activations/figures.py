@@ -17,7 +17,6 @@ _NAMES = {"the paper: BF16": "bf16, in the paper", tables.BF16: "bf16 in JAX",
 
 
 def kept_bytes() -> Any:
-    """Draw what a Llama's layer keeps for its backward pass, by the operation that needs it."""
     shape, printed = Shape.parse(tables.TWO_THIRDS), tables.PRINTED.items()
     bars = {name: dict(zip(COLUMNS, own[:-1], strict=False)) for name, own in printed}
     bars |= {name: by_column(kept(shape, name, "cudnn")) for name in (tables.BF16, tables.OURS)}
@@ -46,7 +45,6 @@ def kept_bytes() -> Any:
 
 
 def losses() -> Any:
-    """Draw held-out losses over those of bf16 and f32 states."""
     stored = curves.load(CURVES)
     found, about = held_out(of_part(stored, PART)), stored.about[PART]
     steps = found.pop("step")

@@ -56,7 +56,6 @@ def backward(layer: Layer) -> Callable[..., Any]:
 
 
 def fp8_block(shape: Shape, attention: str, recipe: Recipe) -> Layer:
-    """The layer whose activations are kept in FP8."""
     sizes, more = (shape.width, shape.hidden, shape.heads), {"attention": attention}
     block = nnx.eval_shape(
         lambda: layers.Fp8LlamaBlock(*sizes, **more, recipe=recipe, rngs=nnx.Rngs(0))
@@ -108,8 +107,6 @@ def mixed(q: jax.Array, k: jax.Array, v: jax.Array, shape: Shape, attention: str
 
 
 def plain_block(shape: Shape, attention: str, dot: Callable[..., jax.Array]) -> Layer:
-    """The layer with `dot` as its products."""
-
     def times(x: jax.Array, layer: Params) -> jax.Array:
         with jax.named_scope("linear"):
             return dot(x, layer["kernel"], (((x.ndim - 1,), (0,)), ((), ())))
@@ -178,7 +175,6 @@ NAMES = (*_DOTS, FLAX, *RECIPES, CACHED)
 
 
 def make(name: str, shape: Shape, attention: str) -> tuple[Layer, Callable[[], Params]]:
-    """A layer by its name, and what gives its parameters."""
     if name == FLAX:
         return flax_fp8(shape, attention)
     draw = partial(weights, shape)

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.claims.findings import mean_and_error
+from benchmarks.claims import findings
 from benchmarks.records import Rows, by_gpu, grouped, last, newest, on_gpus, select
 from benchmarks.render import NOTHING, Rendered, Table, cell, markdown, source, target
 from benchmarks.suites.activations.bytes import COLUMNS
@@ -61,7 +61,6 @@ def known(rows: Rows, metric: str) -> dict[str, dict[str, dict]]:
 
 
 def runs_by_gpu(rows: Rows) -> dict[str, Rows]:
-    """GPU, by its short name -> the records of its layers and norms."""
     return by_gpu(select(rows, bench="activations"))
 
 
@@ -88,36 +87,29 @@ def speedups(rows: Rows, name: str = OURS) -> dict[str, tuple[float, Rows]]:
     }  # fmt: skip
 
 
-def trainings(rows: Rows) -> list[dict[str, dict]]:
-    """Variant -> record of its held-out loss, of each training run in the order of their starts."""
+def losses(rows: Rows) -> dict[str, dict]:
+    """Variant -> record of its held-out loss, in the last of the runs with the most variants."""
     found: dict[str, dict[str, dict]] = {}
     for row in select(on_gpus(rows), bench="train", metric="val_loss"):
         if "/activations" in row["case"]:
             run = json.dumps([row[key] for key in ("device", "jax", "case", "flags")])
             found.setdefault(run, {})[row["impl"]] = row
-    return [run for run in found.values() if BASELINE in run]
-
-
-def losses(rows: Rows) -> dict[str, dict]:
-    """Variant -> record of its held-out loss, in the last of the runs with the most variants."""
-    return max(reversed(trainings(rows)), key=len, default={})
+    runs = [run for run in found.values() if BASELINE in run]
+    return max(reversed(runs), key=len, default={})
 
 
 def paired(rows: Rows, name: str = "fp8") -> list[tuple[dict, dict]]:
     """(baseline, variant) by seed: of the runs that differ in it alone, those with the most."""
-    found: dict[str, dict[int, tuple[dict, dict]]] = {}
-    for run in trainings(rows):
-        if name in run:
-            own = run[BASELINE]
-            rest = {key: value for key, value in own["flags"].items() if key != "seed"}
-            same = json.dumps([own["case"], own["device"], own["jax"], rest])
-            found.setdefault(same, {})[own["seed"]] = own, run[name]
-    return list(max(reversed(found.values()), key=len, default={}).values())
+    cases = dict.fromkeys(row["case"] for row in rows if "/activations" in row["case"])
+    names = ("val_loss", BASELINE, name)
+    found = [list(pair.by_seed().values()) for case in cases
+             for pair in findings.paired(on_gpus(rows), case, *names, least=1)]  # fmt: skip
+    return max(reversed(found), key=len, default=[])
 
 
 def differences(pairs: list[tuple[dict, dict]]) -> tuple[float, float]:
     """The mean relative difference of pairs, and its standard error."""
-    return mean_and_error([other["value"] / own["value"] - 1 for own, other in pairs])
+    return findings.mean_and_error([other["value"] / own["value"] - 1 for own, other in pairs])
 
 
 def over(found: dict[str, dict], name: str) -> float:
@@ -125,8 +117,6 @@ def over(found: dict[str, dict], name: str) -> float:
 
 
 def _targets(rows: Rows) -> Iterator[tuple[list[str], Rows]]:
-    """Each target that there are records for, and these."""
-
     def ratio(what: str, asked: str, limit: float, of: dict, over: dict) -> Any:
         value = of["value"] / over["value"]
         return target(what, asked, limit, value, f"{value:.2f} x"), [of, over]
@@ -175,7 +165,6 @@ def _targets(rows: Rows) -> Iterator[tuple[list[str], Rows]]:
 
 
 def targets(rows: Rows) -> Table:
-    """The targets of this flow, the measured values and whether they are reached."""
     found = list(_targets(rows))
     used = [row for _, of in found for row in of]
     return ["target", "asked", "measured", "reached"], [line for line, _ in found], used

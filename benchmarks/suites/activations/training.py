@@ -1,8 +1,5 @@
 """COAT's Table 13 on a Llama: FP8 activations, FP8 states, and both, against bf16 and AdamW.
 
-    python -m benchmarks.run activation_training --record                # Llama-134m, on a GPU
-    python -m benchmarks.run activation_training --preset cpu --record   # a small one, minutes
-
 All variants see the same batches, and but for one the same initial weights. Curves are stored in
 benchmarks/results/coat_activations.npz after each variant.
 """

@@ -15,7 +15,6 @@ _LINES = {
 
 
 def norms() -> Any:
-    """Draw the norms of the embedding and of a middle layer over those of Adam-mini in f32."""
     runs = curves.load().runs
     fig, axes = plt.subplots(2, 1, figsize=(7.2, 5), sharex=True)
     titles = {"embedding": "the embedding", "mlp": "a kernel of a middle layer"}

@@ -1,9 +1,5 @@
 """Q-Adam-mini's Figures 3, 5, 6, 7 and 8 on a GPT: losses and norms under each way to keep m and v.
 
-    python -m benchmarks.run adam_mini --record              # minutes on a GPU
-    python -m benchmarks.run adam_mini --preset smoke        # a tiny model, anywhere
-    python -m benchmarks.run adam_mini --variants adam_mini q_adam_mini --steps 20000
-
 Untied embedding and head of 32,000 rows, of which a batch of 2,048 tokens wakes about a fiftieth.
 The curves go to benchmarks/results/q_adam_mini.npz after each variant.
 """
@@ -85,8 +81,6 @@ def moment_norm(state: Any, slot: str) -> jax.Array:
 
 
 class Experiment(training.Experiment):
-    """A model and its text, to be trained with one optimizer after another."""
-
     what, base, validations = "q_adam_mini", "adam_mini", 20
 
     def __init__(self, run: Settings, text: training.Text, seed: int):
@@ -100,9 +94,10 @@ class Experiment(training.Experiment):
         self.watched = {"embedding": "embed", "head": "lm_head", "mlp": middle}
 
     def flags(self) -> dict[str, Any]:
-        own, text = dataclasses.asdict(self.run) | ADAM, self.text
+        text, own = self.text, dataclasses.asdict(self.run) | ADAM
         del own["optimizer"]
-        return own | {"vocab": text.vocab, "train_tokens": text.last, "awake_rows": text.awake}
+        own["train_tokens"] = text.tokens.size
+        return own | {"vocab": text.vocab, "awake_rows": text.awake}
 
     def lower(self, name: str) -> Program:
         chain = optax.chain if name == PLAIN else lowmem.chain

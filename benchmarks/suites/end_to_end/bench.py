@@ -1,10 +1,5 @@
 """A whole training step of the Llama example, and the loss of its head alone: speed and memory.
 
-    python -m benchmarks.run end_to_end --record                  # on a GPU: minutes
-    python -m benchmarks.run end_to_end --only default --peers torch-liger torch-compile
-    python -m benchmarks.run end_to_end --only default --flags "--remat full --unroll 1"
-    python -m benchmarks.run end_to_end --preset tiny --steps 3 --loss 256x64x32   # anywhere
-
 The variants are command lines of examples/train_llama.py. Peers (`end_to_end.in_torch`) run before,
 each in a process of its own, where their packages are installed.
 """
@@ -82,7 +77,6 @@ def peer(name: str, args: argparse.Namespace) -> records.Rows:
 
 
 def variant(name: str, args: argparse.Namespace) -> records.Rows:
-    """The records of one of ours, compiled before it is timed."""
     own = train_llama.make_settings(parse_example(args, VARIANTS[name]))
     if name.endswith(ANEW):
         own = dataclasses.replace(own, quantize_once=False)
@@ -100,7 +94,6 @@ def full_loss(hidden: jax.Array, head: jax.Array, labels: jax.Array) -> jax.Arra
 
 
 def loss_rows(name: str, args: argparse.Namespace) -> records.Rows:
-    """Temporaries and times of a loss and its two gradients."""
     tokens, width, vocab = map(int, args.loss.split("x"))
     keys = jax.random.split(jax.random.key(0), 3)
     hidden = jax.random.normal(keys[0], (tokens, width), jnp.bfloat16)

@@ -12,7 +12,6 @@ HIDDEN = {*ACCUMULATED, "fp8-unrolled-head", "fp8-unrolled-head-gradients"}
 
 
 def draw(rows: Rows) -> Any:
-    """Draw tokens per second against the peak of memory; one panel for each model."""
     found, gains = steps(rows), []
     if not found:
         raise SystemExit("no records of whole steps: run `benchmarks.run end_to_end` first")

@@ -1,9 +1,5 @@
 """The largest batch of a Llama that fits on one GPU, by optimizer and activations (COAT, Table 8).
 
-    python -m benchmarks.run fit --preset 3b --record   # a GPU of 80 GB; 25 minutes
-    python -m benchmarks.run fit --preset 8b --only flash_adamw coat_adamw+fp8 --record
-    python -m benchmarks.run fit --preset tiny --sequence 32 --memory 0.02   # anywhere
-
 What fits is read from the compiler's plan of a step: nothing is allocated to find it. Then a few
 steps are timed, at a batch that all can run and at each one's largest.
 """

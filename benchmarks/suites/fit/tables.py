@@ -18,7 +18,6 @@ def fits(rows: Rows) -> dict[str, dict[str, dict[str, dict]]]:
 
 
 def table(rows: Rows) -> Table:
-    """Bytes, the largest batch, and tokens a second at it and at a batch that all can run."""
     found, body, used = fits(rows), [], []
     for case, own in found.items():
         common, base = own.get(ALL, {}).get("common_batch"), None

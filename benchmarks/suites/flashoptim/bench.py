@@ -1,7 +1,5 @@
 """FlashOptim's Figure 3 as numbers: f32 weights through a 16-bit one and its correction.
 
-    JAX_PLATFORMS=cpu python -m benchmarks.run flashoptim --record
-
 Its Figures 4 and 5 are of `pairs`. Truth is NumPy in float64.
 """
 
@@ -85,7 +83,6 @@ def reconstruction_error(target: str, samples: int) -> dict[str, np.ndarray]:
 
 
 def normal_range(target: str) -> np.ndarray:
-    """Return the mask of EXPONENTS that are normal in the 16-bit format."""
     low, high = NORMAL[target]
     return (low <= EXPONENTS) & (high >= EXPONENTS)
 

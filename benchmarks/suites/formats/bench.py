@@ -1,8 +1,5 @@
 """COAT's Tables 1 and 9 with every 8-bit format of this package, on the states of a real run.
 
-    python -m benchmarks.run formats --record                    # gpt-42m: minutes on a GPU
-    python -m benchmarks.run formats --preset gpt-3m --record    # minutes on a CPU
-
 A GPT is trained by optax.adamw in f32. Beside it, a sample of its m and v is kept in every format,
 group size and rounding: decoded, averaged with the live gradient and encoded again at every step.
 """
@@ -23,14 +20,13 @@ from benchmarks.suites.formats.formats import BUDGETS, EXACT, MU, NEAREST, NU, S
 from benchmarks.suites.formats.training import PRESETS, Errors, Experiment, Snapshot
 from benchmarks.training import changed, load_text, say
 
-LOOKS, CALLS = 10, 30
+CALLS = 30
 PERCENTILES = (5, 50, 95, 99)
 METRICS = ("mse", "median_nmse")
 UNITS = {"mse": "lr^2", "largest": "lr"} | {f"p{p}": "decades" for p in PERCENTILES}
 
 
 def command_line(doc: str | None = __doc__) -> argparse.ArgumentParser:
-    """Return a parser with the options of a run that copies follow."""
     parser = records.command_line(doc)
     add = parser.add_argument
     add("--preset", choices=PRESETS, default="gpt-42m")
@@ -41,18 +37,13 @@ def command_line(doc: str | None = __doc__) -> argparse.ArgumentParser:
     return parser
 
 
-def make_experiment(
-    args: argparse.Namespace, copies: Sequence[Copy], looks: int = LOOKS, gradients: bool = False
-) -> Experiment:
-    """The run of a command line, beside which copies are kept."""
+def make_experiment(args: argparse.Namespace, copies: Sequence[Copy]) -> Experiment:
     settings = changed(PRESETS[args.preset], steps=args.steps)
     every = settings.steps // CALLS
     if not every or settings.steps % CALLS:
         raise SystemExit(f"--steps {settings.steps} is not a multiple of {CALLS}")
-    return Experiment(
-        settings, load_text(settings, args.cache), every, args.seed, copies=copies,
-        chunks=args.chunks, looks=looks, gradients=gradients,
-    )  # fmt: skip
+    text = load_text(settings, args.cache)
+    return Experiment(settings, text, every, args.seed, copies=copies, chunks=args.chunks)
 
 
 def encoded_once(experiment: Experiment) -> Errors:
@@ -94,7 +85,6 @@ def best_pair(closed: Errors, search: str, metric: str, budget: float) -> dict[s
 def rows_of(
     experiment: Experiment, floors: dict[int, dict[str, dict[str, float]]]
 ) -> Iterator[dict[str, Any]]:
-    """Everything that the tables and claims use."""
     more = {"seed": experiment.seed, "flags": experiment.flags()}
 
     def row(table: str, impl: str, metric: str, value: float, **own: Any) -> Any:

@@ -15,7 +15,6 @@ _WAYS = {"once": ("|", GREY), NEAREST: ("o", ORANGE), STOCHASTIC: ("o", BLUE)}  
 
 
 def equal_bytes() -> Any:
-    """Draw the error of Adam's step by the format of one moment, the other in f32."""
     run = some(measured(newest(all_records(), bench="formats")))
     found = {way: run.matrix(f"{way} at {formats.BUDGETS[0]}", "median_nmse") for way in _WAYS}
     fig, axes = plt.subplots(2, 1, figsize=(7.2, 5.6), sharex=True)

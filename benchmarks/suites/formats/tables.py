@@ -134,7 +134,6 @@ def _pairs(loop: str) -> Callable[[Measured], Lines]:
 
 
 def _optimizers(found: Measured) -> Lines:
-    """The optimizers' states, with their own group sizes and roundings."""
     value = found.values("optimizers")
     metrics = [f"{m}_{loop}" for m in _BY for loop in ("once", "closed")]
     for name, pair in formats.OPTIMIZERS.items():
@@ -171,7 +170,6 @@ _BY = {"median_nmse": "NMSE", "mse": "MSE"}
 
 
 def _floor(found: Measured) -> Lines:
-    """Codes of v, with m in f32, encoded once."""
     for table in dict.fromkeys(row["case"].partition("/")[2] for row in found.rows):
         if table.startswith("floor at "):
             values = found.values(table)
@@ -242,4 +240,3 @@ TABLES = {
     ),
 }  # fmt: skip
 TABLES["four_bits"] = Rendered(four_bits, "four_bits")
-TABLES["torchao"] = Rendered(torchao, "four_bits --torchao")

@@ -64,7 +64,6 @@ class Sample:
 
     @property
     def leaf_of_chunk(self) -> np.ndarray:
-        """Index of the leaf of each chunk."""
         return np.repeat(np.arange(len(self.paths)), [len(c) for c in self.chunks])
 
     def leaves(self, tree: Any) -> list[jax.Array]:
@@ -114,7 +113,6 @@ class Snapshot:
     moments: dict[str, Any]
     true: dict[str, np.ndarray]
     values: dict[Copy, np.ndarray]
-    gradients: np.ndarray | None = None  # [steps of a call, chunks, length], where they are kept
 
 
 Errors = dict[Pair, tuple[float, float]]  # MSE of the model and median NMSE
@@ -125,17 +123,15 @@ class Experiment(training.Experiment):
 
     Attributes:
       last: the snapshot of the last look.
-      seen: is called with each snapshot, which has the gradients since the call before with
-        `gradients`.
+      seen: is called with each snapshot.
     """
 
     def __init__(
         self, settings: Settings, text: Text, every: int, seed: int, *, copies: Sequence[Copy],
-        chunks: int, looks: int, gradients: bool = False,
+        chunks: int,
     ):  # fmt: skip
         super().__init__(settings, text, seed, every)
         self.copies, self.chunks = copies, chunks
-        self.validations, self.gradients = looks, gradients
         self.seen: Callable[[Snapshot], None] = lambda snapshot: None
         graphdef, self.weights = train.build_model(settings, text.vocab)
         self.loss = train.loss_function(graphdef, settings.compute)
@@ -155,35 +151,33 @@ class Experiment(training.Experiment):
         }
 
     def start(self) -> tuple[Any, Any]:
-        """Weights; optimizer state, copies, number of the step and gradients, before the first."""
+        """Weights; optimizer state, copies, number of the step, before the first."""
         weights = self.weights(jax.random.key(self.seed))
         shape = (len(self.sample.leaf_of_chunk), self.sample.length)
-        kept = jnp.zeros((self.every, *shape)) if self.gradients else None
         coded = jax.eval_shape(
             lambda x: {c: codecs.encode_array(c.codec, x, c.group) for c in self.copies},
             jax.ShapeDtypeStruct(shape, jnp.float32),
         )
         # all bits 0, which every codec decodes to 0
         copies = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), coded)
-        return weights, (self.adamw.init(weights), copies, jnp.int32(0), kept)
+        return weights, (self.adamw.init(weights), copies, jnp.int32(0))
 
     def take_step(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """AdamW on clipped gradients; the copies follow beside it."""
-        own, stored, count, kept = state
+        own, stored, count = state
         grads, _ = self.clip.update(grads, optax.EmptyState())
         taken = self.sample.take(grads)
-        kept = None if kept is None else kept.at[count % self.every].set(taken)
         stored = step_copies(stored, taken, (jnp.uint32(self.seed), count))
         updates, own = self.adamw.update(grads, own, params)
-        return optax.apply_updates(params, updates), (own, stored, count + 1, kept)
+        return optax.apply_updates(params, updates), (own, stored, count + 1)
 
     def look(self, evaluate: Any, params: Any, state: Any) -> dict[str, Any]:
-        own, stored, count, kept = state
+        own, stored, count = state
         if count:
             moments = {slot: optax.tree.get(own, slot) for slot in DECAYS}
             true = {slot: self.sample.take(tree) for slot, tree in moments.items()}
             values = decode_copies(stored, self.sample.length)
-            self.last = Snapshot(int(count), moments, *jax.device_get((true, values, kept)))
+            self.last = Snapshot(int(count), moments, *jax.device_get((true, values)))
             self.seen(self.last)
         return super().look(evaluate, params, state)
 

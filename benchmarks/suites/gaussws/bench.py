@@ -1,11 +1,6 @@
 """GaussWS: a Llama of bytes trained with noise on its weights, its bitwidths, casts of it to Table
 2's formats, a search over learning rates, and what section 3 says of the noise.
 
-    python -m benchmarks.run gaussws --part run --record     # minutes on a GPU
-    python -m benchmarks.run gaussws --part rates --record   # minutes on a GPU
-    python -m benchmarks.run gaussws --part analysis --record  # seconds, anywhere
-    python -m benchmarks.run gaussws --part run rates --preset cpu  # minutes on a CPU
-
 `run` and `rates` store curves in benchmarks/results/gaussws.npz after each variant.
 """
 
@@ -35,7 +30,6 @@ MAXIMA = tuple(float(m) for m in np.linspace(1, 1.999, 9))  # of blocks: within 
 
 
 def train(args: argparse.Namespace, part: str) -> None:
-    """Trains a part's variants; casts what those of a run have become."""
     names = args.variants or RUN
     if part == "rates":
         names = [name for name in training.RATES if name.rpartition(" x")[0] in names]

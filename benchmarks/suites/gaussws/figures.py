@@ -5,17 +5,17 @@ from typing import Any
 import numpy as np
 
 from benchmarks import curves, style
+from benchmarks.claims.gaussws import ALL, BASE, DIFFQ, MATRICES, OD, OTHER_START
 from benchmarks.excerpts import held_out, of_part
 from benchmarks.style import plt
 from benchmarks.suites.gaussws.bench import CURVES
-from benchmarks.suites.gaussws.training import ALL, BASE, DIFFQ, KINDS, OD, OTHER_START, STATISTICS
+from benchmarks.suites.gaussws.training import STATISTICS
 
-_COLORS = dict(zip(KINDS, (style.SKY, style.BLUE, style.PURPLE, style.ORANGE, style.GREY,
+_COLORS = dict(zip(MATRICES, (style.SKY, style.BLUE, style.PURPLE, style.ORANGE, style.GREY,
                            style.BLACK, style.VERMILION), strict=True))  # fmt: skip
 
 
 def losses() -> Any:
-    """Draw held-out losses over those without noise, of the weights without and with noise."""
     runs = of_part(curves.load(CURVES), "run")
     found = held_out(runs)
     steps = found.pop("step")
@@ -35,7 +35,6 @@ def losses() -> Any:
 
 
 def bits() -> Any:
-    """Draw mean bitwidths of each kind of matrix, over the run and by block at its end."""
     run, mean = of_part(curves.load(CURVES), "run")[ALL], STATISTICS.index("mean")
     fig, axes = plt.subplots(1, 2, figsize=(8, 3.4))
     for kind, color in _COLORS.items():
@@ -45,7 +44,7 @@ def bits() -> Any:
     style.name_lines(axes[1])  # at the left they end in each other's places
     axes[0].set(title="mean b_t, colours as at the right", xlabel="step", ylabel="bits")
     axes[1].set(title="at the end, by block", xlabel="block")
-    whole = np.mean([run[f"bits_{kind}"][..., mean] for kind in KINDS], axis=(0, 2))
+    whole = np.mean([run[f"bits_{kind}"][..., mean] for kind in MATRICES], axis=(0, 2))
     style.headline(fig, f"Bitwidths fall from {whole[0]:.0f} to {whole[-1]:.1f}; "
                   "which matrices keep more depends on the model")  # fmt: skip
     return fig

@@ -15,18 +15,16 @@ from _gpt.config import warmup_cosine
 
 import optax_lowmem as lowmem
 from benchmarks import llama
+from benchmarks.claims.gaussws import ALL, BASE, DIFFQ, OD, OTHER_START
 from benchmarks.llama import Variant
 from benchmarks.training import LLAMA_27M, SMALL, SMOKE, Curve, Program
 from optax_lowmem import gaussws
 
 OPTIMIZER = "flash_adamw"
-BASE, OD, ALL, DIFFQ = "no noise", "gaussws[od]", "gaussws[all]", "diffq[all]"
-OTHER_START = "no noise, other start"
 # name -> the parts with noise, and which noise
 NOISES = {BASE: None, ALL: ("all", "gaussws"), OD: ("od", "gaussws"), DIFFQ: ("all", "diffq")}
 FACTORS = (1, 4, 8, 16, 32, 64)  # on the learning rate
 RATES = [f"{name} x{factor}" for factor in FACTORS for name in (BASE, ALL)]
-KINDS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 # What AdamW's decay leaves of b_i is exp(-DECAYED) where it has no gradient. The paper says no
 # rate; with its 600,000 steps, a mean rate of 3e-4 and a decay of 0.1 it would be exp(-18), with

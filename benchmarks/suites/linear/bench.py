@@ -1,8 +1,5 @@
 """One linear layer in 8 bits: forward and backward, each operation alone, bytes kept for backward.
 
-python -m benchmarks.run linear --alone --record          # SwitchBack's Figures 6 and 7 anew
-python -m benchmarks.run linear --shapes 8192x1024x4096 --impl bf16 switchback-int8
-
 Device time of programs looped in one jit, median of `--repeats` calls; implementations take turns.
 """
 
@@ -53,7 +50,6 @@ def linear(dot: Dot) -> Callable[..., Any]:
 
 
 def step_of(name: str) -> Callable[..., Any]:
-    """`linear` of one of ours, or a peer's."""
     return linear(LAYERS[name]) if name in LAYERS else linear_peers.step(name)
 
 

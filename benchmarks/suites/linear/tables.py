@@ -22,7 +22,6 @@ def values(rows: Rows, metric: str) -> tuple[Rows, dict[str, dict[str, float]]]:
 
 
 def layers(rows: Rows) -> Table:
-    """Forward and backward of a layer in every implementation."""
     (used, times), (_, kept) = values(rows, "device_ms"), values(rows, "saved_bytes")
     times = {shape: own for shape, own in times.items() if PLAIN in own}
     names = list(dict.fromkeys(name for own in times.values() for name in own if name != PLAIN))
@@ -43,7 +42,6 @@ def layers(rows: Rows) -> Table:
 
 
 def targets(rows: Rows) -> Table:
-    """The targets for the two linear layers of an MLP."""
     (used, times), body = values(rows, "device_ms"), []
     for shapes, asked in ASKED.items():
         for name, least in asked.items():

@@ -1,18 +1,12 @@
 """FSDP of a Llama of the examples on 1, 2, 4, ... GPUs of one host: what cutting costs and saves.
 
-python -m benchmarks.run mesh --record FILE
-python -m benchmarks.run mesh --part step --devices 1 2 4   # then --part train, for less at once
-XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks.run mesh --preset tiny \
-  --devices 1 2                                               # tries the benchmark, on a CPU
 XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m benchmarks.run mesh --preset tiny \
   --part train --train-impl optax-f32 coat_adamw+fp8 --train-steps 60    # COAT's rows of FSDP
 
 `step`: the optimizer's step on the device, many in one jit, by `lowmem.step` and by optax.adamw in
 f32, every array cut as the example cuts it. `train`: a run of examples/train_llama.py with the same
 batches on every number of devices, its losses beside one device's. Each has a process of its own,
-which sees that many GPUs. What a process compiles is autotuned; where minutes are short,
-XLA_FLAGS=--xla_gpu_autotune_level=0 leaves that out, and matrix products are as slow as that makes
-them (the optimizer's step has none).
+which sees that many GPUs.
 """
 
 import argparse
@@ -79,7 +73,6 @@ def stepped(args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]
 
 
 def trained(args: argparse.Namespace, devices: int, impl: str) -> dict[str, Any]:
-    """Return what a run of the example records, and its losses."""
     with tempfile.TemporaryDirectory() as folder:
         log, record = Path(folder) / "log.jsonl", Path(folder) / "records.jsonl"
         words = ["--steps", str(args.train_steps), "--log", str(log), "--record", str(record)]
@@ -108,7 +101,6 @@ PARTS = {
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; defaults depend on the machine."""
     on_cpu, there = jax.default_backend() == "cpu", jax.device_count()
     powers = [2**i for i in range(there.bit_length())]
     parser = records.command_line(__doc__)

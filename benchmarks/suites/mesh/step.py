@@ -54,11 +54,7 @@ def runner(settings: Settings, steps: int) -> device_loop.Runner:
 
 
 def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """Times and bytes of a step.
-
-    Args:
-      job: `words` of the example's command line, `steps` of one call, and `repeats`.
-    """
+    """Times and bytes of a step, by the example's `words`, `steps` of one call, and `repeats`."""
     arguments = train_llama.parse_arguments(job["words"])
     own = runner(train_llama.make_settings(arguments), job["steps"])
     own.start()

@@ -1,7 +1,5 @@
 """Noise on weights: how fast it is made and added (GaussWS' Figure 5), and what it costs a Llama.
 
-python -m benchmarks.run noise --record                   # Figure 5 and Table 1 anew
-
 `noise`: R alone, and equation 1's forward pass of f32 weights, in elements a second. `train`:
 tokens a second and bytes of a training step with noise on no matrix, [od] and [all]. Programs are
 looped in one jit, median of `--repeats` calls; implementations take turns.
@@ -24,7 +22,7 @@ from benchmarks.peers.device_loop import live_bytes
 from benchmarks.suites.gaussws.training import BASE, NOISES, Experiment, bitwidths
 from benchmarks.timing import Keyed
 from benchmarks.training import Program, Run, Text
-from optax_lowmem._src.core import scope, trees
+from optax_lowmem._src.core import context, trees
 from optax_lowmem._src.noise import distributions, formats, kernels
 
 # rows x columns: Llama 3.2 1B has (2k, 0.5k) to (2k, 8k), Llama 3.1 405B (16k, 1k) to (16k, 16k)
@@ -53,7 +51,7 @@ def forward(name: str) -> Callable[..., jax.Array]:
 
     def in_one(w: jax.Array, factor: jax.Array, key: jax.Array) -> jax.Array:
         noise = distributions.NOISES["gaussws" if name == XLA else name]
-        with scope.implementing("xla" if name == XLA else None):
+        with context.implementing("xla" if name == XLA else None):
             return kernels.sample(w, None, factor, key, noise, to, BF16)[0]
 
     def of_normal(w: jax.Array, factor: jax.Array, key: jax.Array) -> jax.Array:

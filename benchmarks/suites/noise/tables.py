@@ -92,7 +92,6 @@ TARGETS: tuple[tuple[str, Callable[[Rows], Measured], str, float], ...] = (
 
 
 def targets(rows: Rows) -> Table:
-    """The targets for noise on an H100, and whether they are reached."""
     body, used = [], []
     for what, measure, asked, limit in TARGETS:
         try:

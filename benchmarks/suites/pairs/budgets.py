@@ -71,7 +71,6 @@ def choices(rows: Rows) -> list[Choice]:
 
 
 def table(rows: Rows) -> Table:
-    """Bytes per parameter and the loss over AdamW's, with AdamW as the first line."""
     found, plain = choices(rows), size_of(rows, BASE)
     body, used = [], []
     if found and plain:
@@ -98,7 +97,6 @@ def message(found: list[Choice]) -> str:
 
 
 def larger(rows: Rows) -> Table:
-    """The losses of states of few bytes over AdamW's, of the larger model."""
     body, used = [], []
     for name, case in itertools.product(CHOICES, LARGER):
         size = size_of(rows, name)

@@ -58,7 +58,6 @@ def over(axes: Any, path: Path, lines: Mapping[str, Line]) -> dict[str, Differen
 
 
 def gpt2() -> Any:
-    """Draw held-out losses of both pairs, and by how much ours is over optax's."""
     figure, (losses, more) = plt.subplots(1, 2, figsize=(8.4, 3))
     found = {}
     for rule, (base, ours, color) in PAIRS.items():
@@ -88,7 +87,6 @@ def gpt2() -> Any:
 
 
 def control() -> Any:
-    """Draw flash_adamw beside AdamW with other rates, over AdamW, of two sizes."""
     figure, panels = plt.subplots(1, 2, figsize=(8.4, 3))
     runs = {"GPT-2 124M": SHORT, "0.1M weights": SMALL}
     for axes, (name, path) in zip(panels, runs.items(), strict=True):
@@ -105,7 +103,6 @@ def control() -> Any:
 
 
 def middle() -> Any:
-    """Draw ours over optax's of the same rule, of a GPT of 42 million weights."""
     figure, panels = plt.subplots(1, 2, figsize=(8.4, 3), sharey=True)
     ends = []
     for axes, (rule, lines) in zip(panels, FORTY.items(), strict=True):
@@ -122,7 +119,6 @@ def middle() -> Any:
 
 
 def coat() -> Any:
-    """Draw COAT's halves and both over a baseline whose weights are stored alike."""
     figure, axes = plt.subplots(figsize=(8.4, 3.2))
     found = over(axes, LLAMA, COAT)
     seeds = count(len(found["coat_adamw"].each))
@@ -134,7 +130,6 @@ def coat() -> Any:
 
 
 def bytes_and_losses() -> Any:
-    """Draw losses over AdamW's against bytes per parameter, with the intervals of the seeds."""
     rows = all_records()
     found, plain = budgets.choices(rows), budgets.size_of(rows, budgets.BASE)
     assert found and plain

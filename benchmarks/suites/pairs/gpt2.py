@@ -35,23 +35,14 @@ def _linear(own: Any, x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class GPT2:
-    """The model.
-
-    Attributes:
-      shape: layers, heads and width.
-      vocab: number of tokens.
-      context: of its positions.
-      compute: dtype of activations and products; norms and the loss are f32.
-      attention: `xla` or `cudnn`.
-      qk_norm: whether queries and keys are RMS-normalized per head, without scales.
-    """
+    """The model; norms and the loss are f32."""
 
     shape: ModelShape
     vocab: int
     context: int
     compute: str = "bfloat16"
-    attention: str = "xla"
-    qk_norm: bool = False
+    attention: str = "xla"  # or `cudnn`
+    qk_norm: bool = False  # whether queries and keys are RMS-normalized per head, without scales
 
     def weights(self, key: jax.Array) -> Any:
         """Initial f32 weights: normal, smaller where a product is added to what passes by."""
@@ -69,7 +60,6 @@ class GPT2:
         return jax.tree.unflatten(tree, [first(i, *one) for i, one in enumerate(named)])
 
     def _mixed(self, own: Any, x: jax.Array) -> jax.Array:
-        """Causal self-attention."""
         qkv = _linear(own["c_attn"], x).reshape(*x.shape[:2], 3, self.shape.heads, -1)
         q, k, v = (qkv[:, :, i] for i in range(3))
         if self.qk_norm:

@@ -23,8 +23,6 @@ Factory = Callable[..., optax.GradientTransformation]
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """An optimizer to train with."""
-
     says: str  # what it is, for a legend
     rule: str  # whose learning rate, decays and baseline it has
     make: Factory  # (schedule, **arguments) -> transformation
@@ -35,7 +33,6 @@ class Variant:
 
     @property
     def plain(self) -> bool:
-        """Return whether the optimizer is optax's own."""
         return getattr(self.make, "func", self.make) in (optax.adamw, optax.lion, _scaled)
 
     @property
@@ -127,8 +124,6 @@ BASES = {ADAM: "adamw", LION: "lion"}
 
 @dataclasses.dataclass(frozen=True)
 class Pairs:
-    """A model and its run."""
-
     preset: str  # its name
     model: str  # `gpt2`, `gpt2-qk` (with QK normalization), or the examples' `gpt` or `llama`
     shape: Any  # the model's
@@ -153,7 +148,6 @@ class Pairs:
 
     @property
     def tokens(self) -> int:
-        """In a step."""
         return self.batch * self.context
 
     def schedule(self, rule: str) -> optax.Schedule:

@@ -16,7 +16,6 @@ from benchmarks.suites.pairs.training import model, optimizer
 
 
 def report(preset: str, name: str) -> lowmem.memory.Report:
-    """Return the memory report of a variant on the weights of a preset; nothing is allocated."""
     run, chosen = PRESETS[preset], VARIANTS[name]
     tx = optimizer(run, name)
     weights = jax.eval_shape(model(run, run.vocab, STANDARD)[0], jax.random.key(0))

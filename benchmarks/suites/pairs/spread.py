@@ -81,7 +81,6 @@ def of_two_seeds(rows: Rows) -> float:
 
 
 def pairs(rows: Rows) -> dict[str, Pair]:
-    """Return the pairs of all that has records of two seeds at least, by name."""
     found = {}
     try:
         found[LION] = across_devices(rows, f"{PRESET}/{LION}", LION)
@@ -98,7 +97,6 @@ def pairs(rows: Rows) -> dict[str, Pair]:
 
 
 def losses(rows: Rows) -> Table:
-    """Held-out losses over AdamW's with verdicts, and how many pairs the margin needs."""
     found, body = pairs(rows), []
     for name, pair in found.items():
         says = SAYS[name] + (", over itself on another GPU" if name == LION else "")
@@ -116,7 +114,6 @@ def losses(rows: Rows) -> Table:
 
 
 def losses_early(rows: Rows) -> Table:
-    """Training losses over AdamW's in the first steps, of every variant with curves."""
     stored, body, used = curves.load(CURVES), [], []
     names = {label.rpartition(" seed ")[0] for label in stored.runs} - {BASE}
     for name in (one for one in SAYS if one in names):

@@ -1,9 +1,5 @@
 """An optimizer and its low-memory forms, trained from the same weights on the same batches.
 
-    python -m benchmarks.run pairs --preset gpt2-124m --variants adamw flash_adamw --record
-    python -m benchmarks.run pairs --preset gpt-42m --variants lion flash_lion --seeds 20 --record
-    python -m benchmarks.run pairs --preset smoke-gpt2 --folder /tmp/pairs   # anywhere, seconds
-
 What is unfinished at the limit is kept in `--folder`, and the same command goes on from there.
 GPT-2 124M has the hyperparameters of FlashOptim's Table 7; its text is all sources and pages of
 documentation that Python packages bring. Curves go to benchmarks/results/pairs-PRESET-RULE.npz.
@@ -50,7 +46,6 @@ def model(run: Pairs, vocab: int, activations: str) -> tuple[Any, Any]:
 
 
 def optimizer(run: Pairs, name: str) -> optax.GradientTransformation:
-    """A variant behind clipping."""
     chosen = VARIANTS[name]
     rule, (b1, b2) = chosen.rule, run.betas[chosen.rule]
     more: dict[str, Any] = {"weight_decay": run.decays[rule], "mask": matrices}
@@ -62,8 +57,6 @@ def optimizer(run: Pairs, name: str) -> optax.GradientTransformation:
 
 
 class Experiment(training.Experiment):
-    """A run and its text, to be trained with variants of one rule."""
-
     bench = "pairs"
 
     def __init__(self, run: Pairs, text: training.Text, rule: str, case: str):
@@ -75,9 +68,8 @@ class Experiment(training.Experiment):
         return self._case
 
     def flags(self) -> dict[str, Any]:
-        text = self.text
-        own = {"vocab": text.vocab, "train_tokens": text.last}
-        return super().flags() | own | {"bytes_per_token": text.bytes_per_token}
+        own = {"vocab": self.text.vocab, "bytes_per_token": self.text.bytes_per_token}
+        return super().flags() | own
 
     def evaluation(self, loss: Any) -> Any:
         """(weights, held-out windows) -> mean losses of groups of windows."""
@@ -89,7 +81,6 @@ class Experiment(training.Experiment):
         return evaluate
 
     def look(self, evaluate: Any, params: Any, state: Any) -> dict[str, Any]:
-        """Evaluate, and measure a reference's state."""
         groups = np.asarray(evaluate(params, self.text.held_out))
         found = {"val_loss": groups.mean(dtype=np.float64), "val_groups": groups}
         return found | (states.errors(state) if self.variant == self.base else {})

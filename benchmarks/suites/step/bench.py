@@ -1,7 +1,4 @@
-"""Device time, compile time and memory of an optimizer step: ours and others', in one run.
-
-python -m benchmarks.run step --leaf-set ten-million --record
-"""
+"""Device time, compile time and memory of an optimizer step: ours and others', in one run."""
 
 import argparse
 import os
@@ -84,7 +81,6 @@ def rows_of(
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; defaults depend on the device."""
     parser = records.command_line(__doc__)
     add = parser.add_argument
     add("--leaf-set", nargs="+", default=["ten-million"], choices=LEAF_SETS)

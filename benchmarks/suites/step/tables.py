@@ -43,7 +43,6 @@ def cpu_compile(rows: Rows) -> Table:
 
 
 def call(rows: Rows) -> Table:
-    """Host time of calling a compiled step."""
     found, body = select(rows, bench="call"), []
     for device, of_cases in grouped(found, "device", "case", "impl", "metric").items():
         for case, of_impls in of_cases.items():
@@ -56,7 +55,6 @@ def call(rows: Rows) -> Table:
 
 
 def launches(rows: Rows) -> Table:
-    """Kernels that a step launches, and bytes per parameter that they move."""
     found = select(rows, bench="launches")
     body = [
         [case.split("/")[1], cell(of["launches"], "{:.0f}"),

@@ -1,7 +1,5 @@
 """Finds how the fused step is best cut on this GPU, and writes it to tuned.json.
 
-python -m benchmarks.run tune --leaf-set llama-3.2-1b --optimizer adamw lion --write
-
 It works on weights and state of its own, made for the purpose: nothing live is tuned on.
 """
 
@@ -17,9 +15,9 @@ import jax
 
 from benchmarks import records
 from benchmarks.peers import cases, in_jax, processes
-from optax_lowmem._src import update as fused_update
+from optax_lowmem._src import step as fused_update
 from optax_lowmem._src.core.groups import Tile
-from optax_lowmem._src.update import tuning
+from optax_lowmem._src.step import tuning
 
 TUNED = Path(fused_update.__file__).parent / "tuned.json"
 TILES = (Tile(1024, 4), Tile(512, 2), Tile(2048, 4), Tile(2048, 8), Tile(4096, 8))
@@ -39,7 +37,6 @@ def cuts(kernel: str) -> list[tuning.Tuning]:
 def trials(
     cuts: Sequence[tuning.Tuning], case: processes.Case, kernel: str, repeats: int
 ) -> dict[tuning.Tuning, float]:
-    """Milliseconds of a step for each cut, in processes of their own."""
     tbps = 2.5  # only decides how many steps a call has
     base = processes.job(f"lowmem.step-{kernel}", case, repeats, None, tbps)
     times = {}

@@ -1,10 +1,5 @@
 """SwitchBack's Figures 1 and 2 on a Llama of bytes, and appendix D.
 
-    python -m benchmarks.run switchback --part run --record     # minutes on a GPU
-    python -m benchmarks.run switchback --part large --record   # 65,536 tokens a step, likewise
-    python -m benchmarks.run switchback --part variance --record          # seconds, anywhere
-    python -m benchmarks.run switchback --part run --preset cpu # a tiny model, minutes on a CPU
-
 `run` and `large` store curves in benchmarks/results/switchback.npz after each variant.
 """
 
@@ -42,7 +37,6 @@ DRAWS: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] =
 
 
 def results(variant: str, x: jax.Array, w: jax.Array, g: jax.Array) -> dict[str, jax.Array]:
-    """The three products of a linear layer."""
     dot = layers.switchback_dot_general(variant)
 
     def layer(x: jax.Array, w: jax.Array) -> jax.Array:
@@ -93,7 +87,6 @@ def spread(product: str, length: int, draw: str = "normal") -> dict[str, float]:
 
 
 def variances(small: bool) -> records.Rows:
-    """The error of each product in int8 against the length of its sums."""
     rows, lengths = [], LENGTHS[:2] if small else LENGTHS
     for draw, product, length in itertools.product(DRAWS, PRODUCTS, lengths):
         found = spread(product, length, draw)

@@ -20,7 +20,6 @@ _LINES = {
 
 
 def losses(part: str) -> Any:
-    """Draw held-out losses over those in bf16, of runs with one batch size."""
     stored = curves.load(CURVES)
     found, about = held_out(of_part(stored, part)), stored.about[part]
     steps = found.pop("step")
@@ -40,7 +39,6 @@ def losses(part: str) -> Any:
 
 
 def features() -> Any:
-    """Draw mean magnitudes through the depth after training, with and without layer scale."""
     runs = of_part(curves.load(CURVES), "run")
     fig, ax = plt.subplots(figsize=(7.2, 3.2))
     shown = {

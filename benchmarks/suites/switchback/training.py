@@ -1,6 +1,8 @@
 """Trains one Llama on bytes with many ways to multiply matrices, and what is to help them."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +13,7 @@ from flax import nnx
 
 from benchmarks import llama
 from benchmarks.llama import Variant
-from benchmarks.training import LLAMA_27M, SMALL, SMOKE, Measured
+from benchmarks.training import LLAMA_27M, SMALL, SMOKE, Curve, Program
 from optax_lowmem import layers
 
 _dot = layers.switchback_dot_general
@@ -103,5 +105,25 @@ PRESETS = {
 }
 
 
-class Experiment(Measured, llama.Experiment):
+class Experiment(llama.Experiment):
+    """An experiment that measures features too."""
+
     what, base, variants, kind = "switchback", "standard", VARIANTS, Remedied
+
+    def evaluation(self, loss: Any) -> Callable[[Any, jax.Array], Any]:
+        def evaluate(params: Any, batches: jax.Array) -> tuple[jax.Array, jax.Array]:
+            losses, sizes = jax.lax.map(functools.partial(loss.measured, params), batches)
+            return losses.mean(), sizes.mean(0)
+
+        return evaluate
+
+    def look(self, evaluate: Any, params: Any, state: Any) -> dict[str, Any]:
+        loss, sizes = jax.device_get(evaluate(params, self.text.held_out))
+        return {"val_loss": loss, "features": sizes}
+
+    def values(self, curves: Curve, program: Program) -> dict[str, tuple[float, str]]:
+        first, *_, last = (float(sizes[-1]) for sizes in curves["features"])
+        return super().values(curves, program) | {
+            "first_features": (first, "mean magnitude"),
+            "last_features": (last, "mean magnitude"),
+        }

@@ -1,7 +1,5 @@
 """Steps of every optimizer, and the library's other programs, compiled for TPUs without one.
 
-JAX_PLATFORMS=cpu python -m benchmarks.run tpu --record
-
 Nothing is run. The `device` of a record is the chip that was compiled for.
 """
 
@@ -21,7 +19,6 @@ BY_XLA = "XLA's estimate"
 
 
 def rows_of(kind: str, chip: str, case: str, impl: str) -> Rows:
-    """The records of a step or of one of the library's other programs."""
     if kind == "step":
         program = cases.compile_case(chip, case, impl)
         ideal, rewritten, twice = cases.ideal_bytes(chip, case, impl)

@@ -61,7 +61,6 @@ def _named(*shapes: tuple[int, ...], stacked: tuple[int, ...] = ()) -> dict[str,
 
 
 def _layer() -> dict[str, tuple[int, ...]]:
-    """All leaves of a layer of Llama-3.2-1B."""
     leaves = model_shapes.llama_3_2_1b()["model"]["layers"]["0"]
     named = jax.tree_util.tree_leaves_with_path(leaves)
     return {jax.tree_util.keystr(path, simple=True, separator="."): x.shape for path, x in named}
@@ -103,7 +102,6 @@ def prepared(chip: str, case: str, impl: str) -> tuple[Any, Callable[..., Any], 
 
 
 def compile_case(chip: str, case: str, impl: str) -> Any:
-    """The program of a case for a chip, with donated state and parameters."""
     on, step, args = prepared(chip, case, impl)
     lies = jax.tree.map(lambda x: x.sharding, (args[2], args[1]))
     return compiled(on, step, *args, donate_argnums=(1, 2), out_shardings=lies)

@@ -41,7 +41,6 @@ def _codec(impl: str, *shape: int) -> Part:
 
 
 def _linear(impl: str, tokens: int, width: int, out: int) -> Part:
-    """A layer's three products."""
     ours = impl.startswith("llm_int8")
     dot = switchback_dot_general(*impl.split("-")) if ours else linear.LAYERS[impl]
     return linear.linear(dot), (*map(_BF16, ((tokens, width), (width, out), (tokens, out))),)

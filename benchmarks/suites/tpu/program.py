@@ -31,8 +31,6 @@ class Array(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a program."""
-
     op: str
     results: tuple[Array, ...]
     operands: tuple[str, ...]
@@ -72,8 +70,6 @@ def _instruction(root: str | None, shape: str, op: str, text: str) -> Instructio
 
 
 class Program:
-    """The computations of an optimized program, from its text."""
-
     def __init__(self, text: str) -> None:
         self.computations: dict[str, Computation] = {}
         now: Computation = {}
@@ -107,7 +103,6 @@ class Program:
         return sum(times * int(one.said(estimate) or 0) for times, one, _ in self.executed())
 
     def kernels(self) -> int:
-        """The number of calls of Pallas' kernels."""
         return sum(times for times, one, _ in self.executed() if "tpu_custom_call" in one.rest)
 
     def _moved(self, inside: Computation, one: Instruction) -> int:

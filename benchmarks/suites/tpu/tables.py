@@ -31,7 +31,6 @@ def _cycles(of: _Metrics) -> str:
 
 
 def _table(rows: Rows, kind: str, base: str, of_base: str, head: list[str]) -> Table:
-    """A line for each case and implementation, with the cells of all chips."""
     found = [row for row in select(rows, bench="tpu") if row["case"].startswith(f"{kind}/")]
     chips, body = sorted({row["device"] for row in found}), []
 
@@ -76,7 +75,6 @@ def _worst(rows: Rows, metric: str, impls: tuple[str, ...], cases: list[str]) ->
 
 
 def _lines(rows: Rows) -> Iterator[tuple[list[str], Rows]]:
-    """Lines of the table of targets, and what each rests on."""
     leaves = [case for case in LEAVES if not case.startswith(_LAYER) and not case.endswith(ON_FOUR)]
     for cases, what, limit in ((leaves, "large leaves", 1.05), ([_LAYER], "a layer", 1.15)):
         for impl in ASKED:

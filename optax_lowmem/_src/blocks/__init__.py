@@ -1,1 +1,1 @@
-"""Adam-mini's blocks of shared second moments: the structure of a tree."""
+"""Blocks of elements that share a second moment: their structure in a model, and their means."""

@@ -1,4 +1,4 @@
-"""Adam-mini's block of a leaf by what Flax modules call and shape it, or why it is not known."""
+"""Adam-mini's block of a leaf, from its Flax module's name and its shape; or why it is unknown."""
 
 import math
 
@@ -20,9 +20,9 @@ from optax_lowmem._src.blocks.leaves import (
 )
 from optax_lowmem._src.core.block import Block
 
-# ---- an attention's query and key, one block a head; and what its 3-D kernels mean ---------------
+# ---- query and key of an attention: one block per head -------------------------------------------
 
-# names of modules: whole components, without Linen's number, in lower case
+# module names: whole components, without Linen's number, in lower case
 QUERY = {"query", "q", "q_proj", "wq", "to_q", "query_proj", "q_attn"}
 KEY = {"key", "k", "k_proj", "wk", "to_k", "key_proj"}
 VALUE = {"value", "v", "v_proj", "wv", "to_v", "value_proj"}
@@ -31,16 +31,16 @@ OUT = {"out", "o", "o_proj", "wo", "to_out", "out_proj", "c_proj", "proj", "dens
        "attn_out"}  # fmt: skip
 
 AMBIGUOUS = (
-    "the shape {} does not fit heads: neither (in, heads, head_dim), with the attention's "
-    "projection of (heads, head_dim, out), nor (in, heads * head_dim)"
+    "the shape {} is neither (in, heads, head_dim), with an output projection of "
+    "(heads, head_dim, out), nor (in, heads * head_dim)"
 )
 
 
 def splits_heads(leaf: ModuleLeaf, leaves: Leaves) -> bool:
-    """Return whether the 3-D kernels of an attention hold heads, not stacked matrices.
+    """Return whether the 3-D kernels of an attention have a head axis, not stacked matrices.
 
-    They do where heads * head_dim is the same in the query (in, heads, head_dim) and in the
-    projection (heads, head_dim, out), or where one of these is missing.
+    They do if heads * head_dim is the same in the query (in, heads, head_dim) and in the output
+    projection (heads, head_dim, out), or if one of these is missing.
     """
     found = [leaf, beside(leaf, QUERY, leaves), beside(leaf, OUT, leaves)]
     query = next((one for one in found if one is not None and one.module in QUERY), None)
@@ -52,7 +52,7 @@ def splits_heads(leaf: ModuleLeaf, leaves: Leaves) -> bool:
 
 
 def query_or_key(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> Block | str:
-    """One block a head, or what is missing to know the heads."""
+    """Return one block per head, or why the number of heads is unknown."""
     rank, what = len(leaf.inner_shape), "a query" if leaf.module in QUERY else "a key"
     if rank == 4:
         leaf = layered(leaf)
@@ -72,7 +72,7 @@ def query_or_key(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> Block | str
 
 
 def _per_head(leaf: ModuleLeaf, leaves: Leaves, count: int, what: str) -> Block:
-    """The block of a 2-D matrix whose outputs are `count` heads."""
+    """Return the block of a 2-D matrix whose outputs are `count` heads."""
     out, inputs = output_axis(leaf, leaves), 0 if output_axis(leaf, leaves) else 1
     shape = "(in, heads * head_dim)" if out else "(heads * head_dim, in), as biases show"
     return Block(
@@ -84,7 +84,7 @@ def _per_head(leaf: ModuleLeaf, leaves: Leaves, count: int, what: str) -> Block:
 
 
 def _count(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> int | str:
-    """Return the number of heads of a 2-D query or key, or a message on what is missing."""
+    """Return the number of heads of a 2-D query or key, or why it is unknown."""
     width = width_of(leaf, leaves)
     if leaf.module in QUERY:
         if counts.query is None:
@@ -98,8 +98,8 @@ def _count(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> int | str:
         if dim is not None and width // counts.key != dim:
             raise ValueError(
                 f"leaf '{leaf.path}' has head_dim {width // counts.key} with kv_heads="
-                f"{counts.key}, its query has {dim} with heads={counts.query}: a query and its key "
-                "have one head_dim, so correct one count, or give these leaves rules."
+                f"{counts.key}, its query has {dim} with heads={counts.query}: query and key must "
+                "have the same head_dim, so correct one count, or give these leaves rules."
             )
         return counts.key
     if dim is None:
@@ -121,7 +121,7 @@ def _head_dim(query: ModuleLeaf | None, leaves: Leaves, counts: Heads) -> int | 
     if len(query.inner_shape) != 2 or counts.query is None:
         return None
     width = width_of(query, leaves)
-    return None if width % counts.query else width // counts.query  # its own leaf raises
+    return None if width % counts.query else width // counts.query  # the query's leaf raises
 
 
 def _check(leaf: ModuleLeaf, width: int, count: int, name: str) -> None:
@@ -133,11 +133,11 @@ def _check(leaf: ModuleLeaf, width: int, count: int, name: str) -> None:
 
 
 def fused(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> Block | str:
-    """Query, key and value in one leaf: per head in all three, since their order is not known."""
-    what = "query, key and value in one (value per head too, give axes in a rule for per neuron)"
+    """Return per-head blocks of query, key and value in one leaf, whose order is unknown."""
+    what = "query, key and value in one (value per head too; for per neuron pass axes in rules)"
     shape = leaf.inner_shape
     if beside(leaf, QUERY, leaves) is not None:
-        return "a query lies beside it, so what it holds is not known"
+        return "there is a separate query beside it, so its contents are unknown"
     if len(shape) == 4 and shape[1] == 3:
         text = f"per head (3 x {shape[2]} heads)"
         return layer_block(leaf, text, (0, 3), f"{what}, of shape (in, 3, heads, head_dim)")
@@ -151,17 +151,21 @@ def fused(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> Block | str:
             leaf, f"per head ({total} heads)", (0, 2), f"{what}, of shape (in, heads, head_dim)"
         )
     if len(shape) != 2:
-        return f"which axes of shape {leaf.shape} are heads is not known"
+        return f"it is unknown which axes of shape {leaf.shape} are heads"
     kv = _fused_key_heads(leaf, leaves, counts.query) if counts.key is None else counts.key
     if kv is None:
-        return "how many heads its keys and values have is not known: pass kv_heads="
+        return "the number of key and value heads is unknown: pass kv_heads="
     total = counts.query + 2 * kv
     _check(leaf, width_of(leaf, leaves), total, "heads + 2 * kv_heads")
     return _per_head(leaf, leaves, total, what)
 
 
 def _fused_key_heads(leaf: ModuleLeaf, leaves: Leaves, heads: int) -> int | None:
-    """From the projection, whose inputs are heads * head_dim; without one only 3 * in is plain."""
+    """Return the key heads of a fused matrix, or None if they are ambiguous.
+
+    The output projection, whose inputs are heads * head_dim, determines them; without one, only
+    3 * in outputs do.
+    """
     width, out = width_of(leaf, leaves), beside(leaf, OUT, leaves)
     if out is not None and len(out.inner_shape) == 2:
         queries = sum(out.inner_shape) - width_of(out, leaves)
@@ -175,14 +179,14 @@ def _fused_key_heads(leaf: ModuleLeaf, leaves: Leaves, heads: int) -> int | None
 
 
 def has_query_and_key(leaf: ModuleLeaf, leaves: Leaves) -> bool:
-    """Return whether a leaf is in a group with a query and a key, which makes an attention."""
+    """Return whether a leaf's group has a query and a key, and so is an attention."""
     names = (QUERY, KEY)
     return all(leaf.module in n or beside(leaf, n, leaves) is not None for n in names)
 
 
 # ---- every kind of leaf --------------------------------------------------------------------------
 
-# names of modules: whole components, without Linen's number, in lower case
+# module names: whole components, without Linen's number, in lower case
 EMBEDDING = {"embed", "embedding", "embeddings", "embed_tokens", "token_embed", "token_embedder",
              "tok_embeddings", "wte", "wpe", "pos_embed", "pos_embedding", "position_embedding",
              "position_embeddings", "word_embeddings", "shared"}  # fmt: skip
@@ -196,15 +200,15 @@ _NORMS = {"norm", "ln", "layernorm", "rmsnorm", "batchnorm", "groupnorm"}
 
 
 def classify(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> Block | str:
-    """The block of a leaf, or why it is not known.
+    """Return the block of a leaf, or why it is unknown.
 
     Raises:
-      ValueError: a head count that does not divide, or does not fit its query.
+      ValueError: if a head count does not divide its axis, or key and query do not match.
     """
     if math.prod(leaf.shape) == 0:
         return Block((), words="elementwise", reason="the leaf is empty")
     if not leaf.inner_shape:
-        return Block((), words="elementwise", reason=because(leaf, "one number"))
+        return Block((), words="elementwise", reason=because(leaf, "a scalar"))
     if leaf.array in BIASES:
         return _bias(leaf, leaves)
     if is_norm(leaf):
@@ -212,7 +216,7 @@ def classify(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> Block | str:
     if is_embedding(leaf):
         return _embedding(leaf)
     if leaf.array not in ("", "kernel", "w"):
-        return f"whether '{leaf.array}' is (in, out) or (out, in) is not known"
+        return f"it is unknown whether '{leaf.array}' is (in, out) or (out, in)"
     if "conv" in words(leaf.module):
         return whole(leaf, "a convolution: Adam-mini has no blocks for it")
     return _matrix(leaf, leaves, counts)
@@ -252,29 +256,29 @@ def _bias(leaf: ModuleLeaf, leaves: Leaves) -> Block | str:
 def _embedding(leaf: ModuleLeaf) -> Block | str:
     rank = len(leaf.inner_shape)
     if rank < 2:
-        return f"an embedding has rows, and this leaf has shape {leaf.shape}"
-    return layer_block(leaf, "per row", (rank - 1,), "an embedding: one block a row")
+        return f"an embedding needs rows, but this leaf has shape {leaf.shape}"
+    return layer_block(leaf, "per row", (rank - 1,), "an embedding: one block per row")
 
 
 # ---- matrices ------------------------------------------------------------------------------------
 
 
 def _matrix(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> Block | str:
-    """Kernels and bare arrays."""
+    """Return the block of a kernel or bare array, or why it is unknown."""
     module, rank = leaf.module, len(leaf.inner_shape)
     if rank < 2:
-        return f"no kind of leaf that is known by this name has shape {leaf.shape}"
-    # an in_proj is a state-space layer's too
+        return f"no known kind of leaf with this name has shape {leaf.shape}"
+    # state-space layers have an in_proj too
     if module in FUSED and (leaf.in_attention or module != "in_proj"):
         return fused(leaf, leaves, counts)
     if module in QUERY | KEY | VALUE:
         if not (leaf.in_attention or has_query_and_key(leaf, leaves)):
-            return f"'{module}' is not in an attention, nor beside its query and key"
+            return f"'{module}' is neither in an attention nor beside a query and key"
         if module in VALUE:
             return _value(leaf, leaves)
         return query_or_key(leaf, leaves, counts)
     attention = leaf.directly_in_attention or has_query_and_key(leaf, leaves)
-    # the Dense_0 of an attention may be its query
+    # an attention's Dense_0 may be its query
     if attention and module in OUT and leaf.module_names[-1].lower() == module:
         return _out(leaf, leaves)
     if attention and module not in MATRICES - _GENERIC:
@@ -287,7 +291,7 @@ def _matrix(leaf: ModuleLeaf, leaves: Leaves, counts: Heads) -> Block | str:
 def _per_neuron(
     leaf: ModuleLeaf, leaves: Leaves, what: str, text: str = "per output neuron"
 ) -> Block:
-    """The block of a 2-D matrix."""
+    """Return the per-neuron block of a 2-D matrix."""
     if out_first(leaf, leaves):
         return layer_block(leaf, text, (1,), f"{what} of shape (out, in), as biases show")
     return layer_block(leaf, text, (0,), f"{what} of shape (in, out)")
@@ -304,10 +308,10 @@ def _dense(leaf: ModuleLeaf, leaves: Leaves) -> Block | str:
         features = bias.inner_shape
         if len(features) < rank and leaf.inner_shape[-len(features) :] == features:
             inputs = tuple(range(rank - len(features)))
-            return layer_block(leaf, text, inputs, f"{what} whose bias has its outputs {features}")
+            return layer_block(leaf, text, inputs, f"{what} whose bias has outputs {features}")
     if rank == 3 and leaf.module in MATRICES:
         return _per_neuron(layered(leaf), leaves, what, text)
-    return f"which axes of shape {leaf.shape} are inputs is not known"
+    return f"it is unknown which axes of shape {leaf.shape} are inputs"
 
 
 def _out(leaf: ModuleLeaf, leaves: Leaves) -> Block | str:

@@ -1,4 +1,4 @@
-"""The leaves of a tree as inference sees them: module, neighbours, orientation, stacked axes."""
+"""Properties of leaves from their paths: module, neighbours, orientation and stacked axes."""
 
 import dataclasses
 import fnmatch
@@ -13,7 +13,7 @@ import optax
 from optax_lowmem._src.core import trees
 from optax_lowmem._src.core.block import Block
 
-# names of arrays inside a module; any other last component is a module whose array is bare
+# array names inside a module; any other last path component names a module that is a bare array
 ARRAYS = {"kernel", "embedding", "bias", "scale", "weight", "w", "b", "gamma", "beta"}
 BIASES = {"bias", "b"}
 
@@ -29,13 +29,13 @@ class Heads(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ModuleLeaf:
-    """A leaf as inference sees it.
+    """A leaf with its module, derived from its path.
 
     Attributes:
-      path: its name.
-      shape: its shape.
+      path: path of the leaf, with components joined by `/`.
+      shape: shape of the leaf.
       stacked: axes that stack layers or experts, never averaged over.
-      why: how they were found.
+      why: how the stacked axes were recognised.
     """
 
     path: str
@@ -45,42 +45,42 @@ class ModuleLeaf:
 
     @property
     def names(self) -> list[str]:
-        """Components of the path."""
+        """Return the components of the path."""
         return self.path.split("/")
 
     @property
     def array(self) -> str:
-        """Name of the array inside its module; "" for a bare one."""
+        """Return the name of the array inside its module; "" for a bare array."""
         return self.names[-1] if self.names[-1] in ARRAYS else ""
 
     @property
     def module_names(self) -> list[str]:
-        """Components down to the module."""
+        """Return the components of the module's path."""
         return self.names[:-1] if self.array else self.names
 
     @property
     def module(self) -> str:
-        """The module's name in lower case, without Linen's number: `dense` for `Dense_0`."""
+        """Return the module's name in lower case, without Linen's number: `dense` for `Dense_0`."""
         return without_number(self.module_names[-1]).lower() if self.module_names else ""
 
     @property
     def group(self) -> str:
-        """Path of what the module lies in, such as the attention."""
+        """Return the path of the module's parent, such as the attention."""
         return "/".join(self.module_names[:-1])
 
     @property
     def inner(self) -> tuple[int, ...]:
-        """The axes of one layer."""
+        """Return the axes that are not stacked: those of one layer."""
         return tuple(axis for axis in range(len(self.shape)) if axis not in self.stacked)
 
     @property
     def inner_shape(self) -> tuple[int, ...]:
-        """The shape of one layer's leaf."""
+        """Return the shape of one layer's leaf."""
         return tuple(self.shape[axis] for axis in self.inner)
 
     @property
     def in_attention(self) -> bool:
-        """Return whether a component above the module has a word for attention, as a whole word."""
+        """Return whether a component above the module contains a word for attention."""
         return any(words(name) & _ATTENTION_WORDS for name in self.module_names[:-1])
 
     @property
@@ -95,18 +95,18 @@ class ModuleLeaf:
         return fnmatch.fnmatchcase(self.path, pattern)
 
     def stack(self, axis: int, why: str) -> "ModuleLeaf":
-        """The leaf with one more stacked axis."""
+        """Return the leaf with one more stacked axis."""
         stacked = tuple(sorted({*self.stacked, axis}))
         return dataclasses.replace(self, stacked=stacked, why=self.why or why)
 
 
 def without_number(name: str) -> str:
-    """`Dense` for `Dense_0`."""
+    """Return `Dense` for `Dense_0`."""
     return re.sub(r"_\d+$", "", name)
 
 
 def words(name: str) -> set[str]:
-    """The words of a component: self and attn of `self_attn`, of `SelfAttn_0` too."""
+    """Return the words of a component: self and attn for `self_attn` and `SelfAttn_0`."""
     return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
 
 
@@ -114,7 +114,7 @@ Leaves = dict[str, ModuleLeaf]
 
 
 def bias_of(leaf: ModuleLeaf, leaves: Leaves) -> ModuleLeaf | None:
-    """The bias beside a kernel."""
+    """Return the bias beside a kernel, or None."""
     if leaf.array in BIASES or not leaf.array:
         return None
     paths = ("/".join([*leaf.module_names, name]) for name in sorted(BIASES))
@@ -122,7 +122,7 @@ def bias_of(leaf: ModuleLeaf, leaves: Leaves) -> ModuleLeaf | None:
 
 
 def beside(leaf: ModuleLeaf, modules: set[str], leaves: Leaves) -> ModuleLeaf | None:
-    """The kernel or bare array of another module of these names, in the group of this leaf."""
+    """Return the kernel or bare array of another module with one of these names in its group."""
     start = leaf.group + "/" if leaf.group else ""
     for name in sorted(modules):
         for path in (f"{start}{name}", f"{start}{name}/kernel"):
@@ -134,8 +134,8 @@ def beside(leaf: ModuleLeaf, modules: set[str], leaves: Leaves) -> ModuleLeaf | 
 def out_first(leaf: ModuleLeaf, leaves: Leaves) -> bool:
     """Return whether a matrix is transposed, (out, in), as in Hugging Face's FlaxConv1D.
 
-    The length of its bias decides. A square matrix of GPT-2 (`c_...`), or one without a bias,
-    follows the other matrices with such names in the tree.
+    The length of its bias decides. Square matrices of GPT-2 (`c_...`), and those without a bias,
+    are transposed if another matrix named so is.
     """
     shown = _bias_shows(leaf, leaves)
     if shown is not None or not leaf.module.startswith("c_"):
@@ -145,7 +145,7 @@ def out_first(leaf: ModuleLeaf, leaves: Leaves) -> bool:
 
 
 def _bias_shows(leaf: ModuleLeaf, leaves: Leaves) -> bool | None:
-    """Return whether a matrix's bias has the length of its first axis; None where undecided."""
+    """Return whether a matrix's bias has the length of its first axis; None if ambiguous."""
     bias = bias_of(leaf, leaves)
     if bias is None or len(leaf.inner_shape) != 2 or len(bias.inner_shape) != 1:
         return None
@@ -154,7 +154,7 @@ def _bias_shows(leaf: ModuleLeaf, leaves: Leaves) -> bool | None:
 
 
 def output_axis(leaf: ModuleLeaf, leaves: Leaves) -> int:
-    """The axis of one layer's matrix that holds its outputs."""
+    """Return the output axis of one layer's matrix."""
     return 0 if out_first(leaf, leaves) else 1
 
 
@@ -164,28 +164,28 @@ def width_of(leaf: ModuleLeaf, leaves: Leaves) -> int:
 
 
 def whole(leaf: ModuleLeaf, reason: str) -> Block:
-    """One block per tensor; one per layer where layers are stacked."""
+    """Return one block for the tensor, or one per layer if layers are stacked."""
     inner = leaf.inner if math.prod(leaf.shape) else ()
     text = "whole tensor" + (" of each layer" if leaf.stacked else "")
     return Block(inner, words=text if inner else "elementwise", reason=because(leaf, reason))
 
 
 def because(leaf: ModuleLeaf, reason: str) -> str:
-    """The reason, with how stacked axes were found."""
+    """Return the reason, with how stacked axes were recognised."""
     return f"{reason}; {leaf.why}" if leaf.why else reason
 
 
 def layer_block(leaf: ModuleLeaf, text: str, axes: tuple[int, ...], reason: str) -> Block:
-    """A block that averages over these axes of one layer's leaf."""
+    """Return a block that averages over these axes of one layer's leaf."""
     return Block(tuple(leaf.inner[a] for a in axes), words=text, reason=because(leaf, reason))
 
 
 def layered(leaf: ModuleLeaf) -> ModuleLeaf:
-    """The leaf with its first axis as stacked layers: its rank is one above what its kind has."""
+    """Mark the first axis as stacked layers, for a leaf whose rank is one too high."""
     return leaf.stack(leaf.inner[0], "one axis more than it needs: the first stacks layers")
 
 
-# ---- axes that stack layers or experts, which keep their own second moments ----------------------
+# ---- axes that stack layers or experts, which have separate second moments -----------------------
 
 _LEAST_RANK = {"kernel": 2, "embedding": 2, "w": 2, "bias": 1, "scale": 1, "b": 1}
 
@@ -196,7 +196,7 @@ _STACK_AXES = {"layers", "layer", "scan", "stack", "blocks", "stages", "stage", 
 
 
 def leaves_of(params: optax.Params) -> Leaves:
-    """path -> leaf with its stacked axes, in flattening order."""
+    """Return a dict from path to leaf with its stacked axes, in flattening order."""
     names = _partition_names(params)
     leaves = []
     for (path, array), axes in zip(trees.named_leaves(params), names, strict=True):
@@ -209,13 +209,13 @@ def leaves_of(params: optax.Params) -> Leaves:
 
 
 def _partition_names(params: optax.Params) -> list[tuple[Any, ...]]:
-    """For each leaf the names that Flax's metadata gives its axes, or ()."""
+    """Return for each leaf the axis names in Flax's metadata, or ()."""
     nodes = jax.tree.leaves(params, is_leaf=lambda node: _axis_names(node) is not None)
     return [_axis_names(node) or () for node in nodes for _ in jax.tree.leaves(node)]
 
 
 def _axis_names(node: object) -> tuple[Any, ...] | None:
-    """Names of a Linen box or an NNX variable; by their attributes, since Flax is not imported."""
+    """Return the axis names of a Linen box or an NNX variable, without importing Flax."""
     if hasattr(node, "unbox") and hasattr(node, "names"):
         return tuple(node.names)
     if not hasattr(node, "get_metadata"):
@@ -227,8 +227,8 @@ def _axis_names(node: object) -> tuple[Any, ...] | None:
 
 
 def _by_components(leaves: list[ModuleLeaf]) -> list[ModuleLeaf]:
-    """Stacked axes from components such as `layers`, where the shapes agree with it."""
-    told = {leaf.path for leaf in leaves if leaf.stacked}  # the metadata knows better
+    """Add stacked axes from path components such as `layers`, if the shapes agree."""
+    told = {leaf.path for leaf in leaves if leaf.stacked}  # metadata takes precedence
     members = defaultdict(list)
     for index, leaf in enumerate(leaves):
         for depth in range(1, len(leaf.names)):
@@ -249,9 +249,9 @@ def _by_components(leaves: list[ModuleLeaf]) -> list[ModuleLeaf]:
 
 
 def _common_axis(group: list[ModuleLeaf]) -> int | None:
-    """0 or 1: the axis that all these leaves share, if every one can do without it."""
+    """Return the axis (0 or 1) of equal size in all leaves, if each leaf has an axis to spare."""
     shapes = [leaf.inner_shape for leaf in group]
-    if max(map(len, shapes)) < 3:  # vectors and matrices of one width, not stacks of them
+    if max(map(len, shapes)) < 3:  # vectors and matrices of the same width, not stacks of them
         return None
     spare = all(
         len(shape) > _LEAST_RANK.get(leaf.array, 0)
@@ -264,7 +264,7 @@ def _common_axis(group: list[ModuleLeaf]) -> int | None:
 
 
 def _by_biases(leaves: Leaves) -> Leaves:
-    """Stacked axes where a kernel and its bias show one: (3, 16, 48) and (3, 48)."""
+    """Add the stacked axis that a kernel and its bias share, as in (3, 16, 48) and (3, 48)."""
     found = dict(leaves)
     for leaf in leaves.values():
         bias = bias_of(leaf, leaves)

@@ -1,4 +1,4 @@
-"""Choice of the matrices of a transformer to sample: out and down, query, key, value, or all."""
+"""Selection of a transformer's matrices by part: `od`, `out`, `down`, `up`, `qkv` or `all`."""
 
 import fnmatch
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ from optax_lowmem._src.blocks.kinds import (
 )
 from optax_lowmem._src.blocks.leaves import BIASES, ModuleLeaf, words
 
-# names of modules in lower case, without Linen's number
+# module names in lower case, without Linen's number
 _UP = {"up", "up_proj", "gate", "gate_proj", "w1", "w3", "wi", "w_up", "w_gate", "fc1", "fc_in",
        "c_fc", "dense_h_to_4h"}  # fmt: skip
 _DOWN = {"down", "down_proj", "w2", "wo", "w_down", "fc2", "fc_out", "c_proj", "dense_4h_to_h"}
-_ONLY_IN_ATTENTION = {"proj", "dense", "output"}  # of OUT: other modules are called so too
+_ONLY_IN_ATTENTION = {"proj", "dense", "output"}  # names in OUT that other modules have too
 _MATRICES = ("kernel", "w", "weight")
 
 Parts = str | Sequence[str] | Callable[[str, Any], bool]
@@ -67,12 +67,12 @@ PARTS: dict[str, Callable[[ModuleLeaf], bool]] = {
 
 
 def chooser(parts: Parts) -> Callable[[str, Any], bool]:
-    """(path, leaf) -> whether it is of these parts.
+    """Return a function (path, leaf) -> whether the leaf belongs to these parts.
 
     Args:
-      parts: `od` (an attention's projection, and the last matrix of an MLP), `out`, `down`, `up`,
-        `qkv`, `all` (every matrix but embeddings and the output head), or a glob pattern on paths;
-        several of these; or a function of (path, leaf).
+      parts: `od` (attention output projection and last matrix of an MLP), `out`, `down`, `up`,
+        `qkv`, `all` (every matrix except embeddings and the output head), or a glob pattern on
+        paths; a sequence of these; or a function of (path, leaf).
 
     Raises:
       TypeError: for anything else.
@@ -81,7 +81,9 @@ def chooser(parts: Parts) -> Callable[[str, Any], bool]:
         return parts
     names = (parts,) if isinstance(parts, str) else tuple(parts)
     if not names or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"parts are names ({', '.join(PARTS)}), patterns or a function: {parts!r}")
+        raise TypeError(
+            f"parts must be names ({', '.join(PARTS)}), patterns or a function, got {parts!r}"
+        )
 
     def chosen(path: str, leaf: Any) -> bool:
         shape = tuple(getattr(leaf, "shape", (1, 1)))

@@ -1,4 +1,4 @@
-"""`infer`: the block of each leaf, by rule or by what Flax calls and shapes it; and `describe`."""
+"""`infer` and `describe`: the block of each leaf, from rules or from Flax's names and shapes."""
 
 import dataclasses
 import math
@@ -26,33 +26,33 @@ def infer(
     rules: Sequence[Rule] = (),
     default: str = "whole",
 ) -> dict[str, Block]:
-    """The block structure of each leaf: by explicit rule, else by Flax's names and shapes.
+    """Infer the block structure of each leaf, from explicit rules or Flax's names and shapes.
 
-    Per head for query and key, per output neuron for value, projection and MLP, per row for
-    embedding and output head, whole tensor otherwise. Names count as whole path components. Axes
-    of scanned or stacked layers, and of experts, keep their own values: they are found by Flax's
-    partition names (`layers`), by a component such as `layers` or `ScanBlock_0` whose leaves all
-    have an axis of one size, or by a rank one above what the kind of leaf can have.
+    Blocks are per head for query and key, per output neuron for value, projection and MLP, per row
+    for embedding and output head, and the whole tensor otherwise. Names match whole path
+    components. Axes that stack layers or experts are never averaged over. They are recognised by
+    Flax's partition names (`layers`), by a component such as `layers` or `ScanBlock_0` whose leaves
+    all have an axis of the same size, or by a rank one above the maximum for the kind of leaf.
 
     Args:
-      params: the weights, or their `jax.eval_shape`; boxed (Linen) or NNX, or plain.
-      heads: query heads; needed where a query kernel is (in, heads * head_dim).
-      kv_heads: key heads; found from the query's head_dim where a fused key has a sibling query.
-      rules: (glob pattern on the path, block), the first that matches decides. A block is a
-        `Block`, the axes averaged over, or "whole" or "elementwise" (plain Adam).
+      params: the weights, or their `jax.eval_shape`; Linen's boxes, NNX or plain arrays.
+      heads: number of query heads; required if a query kernel is (in, heads * head_dim).
+      kv_heads: number of key heads; a 2-D key beside a query takes it from the query's head_dim.
+      rules: (glob pattern on the path, block) pairs; the first match applies. A block is a
+        `Block`, the axes to average over, "whole" or "elementwise" (plain Adam).
       default: "whole" or "elementwise", for leaves that are not recognised; `describe` marks them.
 
     Returns:
       path -> `Block`, in the order of the leaves.
 
     Raises:
-      ValueError: an axis out of range or named twice, a head count that does not divide, query and
-        key heads of different head_dim, a rule that matches no leaf, an unknown word.
+      ValueError: if an axis is out of range or repeated, a head count does not divide its axis,
+        query and key have different head_dim, a rule matches no leaf, or a string is unknown.
 
-    Deviations: Adam-mini's code looks for substrings of the path, cuts dim^2 / heads elements per
-    head (wrong for grouped queries) and gives biases plain Adam; ask for that with
-    `rules=[("*bias", "elementwise")]`. Q-Adam-mini's code has one block a value projection:
-    `rules=[("*/v_proj/kernel", "whole")]`.
+    Deviations: Adam-mini's code matches substrings of the path, has dim^2 / heads elements per head
+    (wrong for grouped queries) and uses plain Adam for biases, as does
+    `rules=[("*bias", "elementwise")]`. Q-Adam-mini's code has one block per value projection, as
+    does `rules=[("*/v_proj/kernel", "whole")]`.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -84,8 +84,8 @@ class Structure:
       heads: query heads.
       kv_heads: key heads.
       rules: (glob pattern on the path, block) pairs.
-      default: "whole" or "elementwise", for leaves that are not recognised. None is "whole", and
-        the optimizer's `init` warns of such leaves.
+      default: "whole" or "elementwise", for leaves that are not recognised. None means "whole",
+        with a warning from the optimizer's `init`.
 
     Example:
       >>> import optax_lowmem as lowmem
@@ -102,7 +102,7 @@ class Structure:
         _checked(self.heads, self.kv_heads, self.rules, self.default or "whole")
 
     def infer(self, params: optax.Params) -> dict[str, Block]:
-        """`infer` with these arguments."""
+        """Call `infer` with these arguments."""
         return infer(
             params,
             heads=self.heads,
@@ -112,42 +112,42 @@ class Structure:
         )
 
     def embeddings(self, params: optax.Params) -> set[str]:
-        """Paths of the embedding tables."""
+        """Return the paths of the embedding tables."""
         return {leaf.path for leaf in leaves_of(params).values() if is_embedding(leaf)}
 
     def warn(self, params: optax.Params) -> None:
-        """Warns of the leaves that got one block because nothing is known of them."""
+        """Warn about leaves that were not recognised and have one block for the whole tensor."""
         unknown = {path: b.reason for path, b in self.infer(params).items() if not b.known}
         if self.default is None and unknown:
             path, reason = next(iter(unknown.items()))
             more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
             warnings.warn(
                 f"the blocks of '{path}'{more} are a guess, one for the whole tensor ({reason}). "
-                "See lowmem.blocks.describe(params); say Structure(default='whole') to keep it so.",
+                "See lowmem.blocks.describe(params); Structure(default='whole') accepts the guess.",
                 stacklevel=2,
             )
 
 
 def _hashable(value: Any) -> Any:
-    """Lists as tuples."""
+    """Convert lists to tuples, recursively."""
     return tuple(map(_hashable, value)) if isinstance(value, tuple | list) else value
 
 
 def _checked(heads: int | None, kv_heads: int | None, rules: Sequence[Rule], default: str) -> Heads:
     for name, count in (("heads", heads), ("kv_heads", kv_heads)):
         if count is not None and not (is_int(count) and count > 0):
-            raise ValueError(f"{name} is a number of heads >= 1 or None, got {count!r}")
+            raise ValueError(f"{name} must be a number of heads >= 1 or None, got {count!r}")
     if default not in _WORDS:
-        raise ValueError(f"default is 'whole' or 'elementwise', got {default!r}")
+        raise ValueError(f"default must be 'whole' or 'elementwise', got {default!r}")
     for rule in rules:
         if not (isinstance(rule, tuple | list) and len(rule) == 2 and isinstance(rule[0], str)):
             raise TypeError(
-                f"rules is a sequence of (pattern, block) pairs, got {rule!r} in it: write "
-                "rules=[('*/bias', 'elementwise')]."
+                f"rules must be a sequence of (pattern, block) pairs, got {rule!r} in it: pass for "
+                "example rules=[('*/bias', 'elementwise')]."
             )
         if isinstance(rule[1], str) and rule[1] not in _WORDS:
             raise ValueError(
-                f"the rule {rule!r}: a block is a Block, axes, 'whole' or 'elementwise'."
+                f"the block in rule {rule!r} must be a Block, axes, 'whole' or 'elementwise'."
             )
     return Heads(heads, kv_heads)
 
@@ -168,7 +168,7 @@ def _block(
     found = classify(leaf, leaves, counts)
     if isinstance(found, Block):
         return found.fit(leaf.shape, leaf.path)
-    reason = f"not recognised: {found}; or say it in rules=[('{leaf.path}', axes)]"
+    reason = f"not recognised: {found}; or pass rules=[('{leaf.path}', axes)]"
     return dataclasses.replace(_explicit(leaf, default, reason), known=False)
 
 
@@ -182,14 +182,14 @@ def _explicit(leaf: ModuleLeaf, value: Block | Sequence[int] | str, reason: str)
     return dataclasses.replace(block, reason=block.reason or reason)
 
 
-# ---- `describe`: what each leaf got, and why -----------------------------------------------------
+# ---- `describe`: the block of each leaf, and why -------------------------------------------------
 
 _F32_BYTES = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One leaf of a `Description`: its path, shape and block."""
+    """Path, shape and block of one leaf in a `Description`."""
 
     path: str
     shape: tuple[int, ...]
@@ -197,12 +197,12 @@ class Row:
 
     @property
     def values(self) -> int:
-        """Entries of its v_mean."""
+        """Return the number of entries of its v_mean."""
         return self.block.values(self.shape)
 
     @property
     def words(self) -> str:
-        """Its block in words."""
+        """Return a short description of its block."""
         block = self.block
         if block.words:
             return block.words
@@ -223,26 +223,26 @@ class Description:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Paths of the leaves that were not recognised and got the default."""
+        """Return the paths of the leaves that were not recognised and have the default."""
         return tuple(row.path for row in self.rows if not row.block.known)
 
     @property
     def parameters(self) -> int:
-        """Number of weights."""
+        """Return the number of parameters."""
         return sum(math.prod(row.shape) for row in self.rows)
 
     @property
     def values(self) -> int:
-        """Entries of v_mean in all."""
+        """Return the total number of entries of v_mean."""
         return sum(row.values for row in self.rows)
 
     @property
     def bytes(self) -> int:
-        """Bytes of v_mean, in f32."""
+        """Return the bytes of v_mean in f32."""
         return _F32_BYTES * self.values
 
     def __str__(self) -> str:
-        """One line a leaf, unknown ones marked with `?`, then the totals."""
+        """Return a line per leaf, with `?` if it was not recognised, and the totals."""
         cells = [
             (
                 " " if row.block.known else "?",

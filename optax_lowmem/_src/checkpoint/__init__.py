@@ -1,1 +1,1 @@
-"""Checkpoints: description and check of the format, files, conversions, export."""
+"""Format and its check, checksums, Orbax, conversion from and to optax, export."""

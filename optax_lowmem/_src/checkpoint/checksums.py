@@ -1,8 +1,8 @@
-"""A checksum of every file of a checkpoint, taken by the process that wrote it.
+"""Checksums of all files of a checkpoint, computed by the process that wrote each file.
 
-XXH3 tells flipped, moved and exchanged bytes alike, and takes less time than the copy out of the
-page cache. A file is hashed in blocks, by several threads, and its checksum is the hash of theirs.
-The cost of it is in docs/internals/checkpoints.md.
+XXH3 detects flipped, moved and exchanged bytes, and takes less time than the copy out of the page
+cache. Several threads hash a file in blocks; its checksum is the hash of the blocks' hashes. Its
+cost is in docs/internals/checkpoints.md.
 """
 
 import json
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 FORM = "xxh3 of blocks"
 NAME = "checksums.json"
-_BLOCK = 8 << 20  # bytes; another size makes other checksums
-_PIECE = 1 << 20  # in a core's cache between its copy and its hash; a smaller one costs more calls
+_BLOCK = 8 << 20  # bytes; the checksums depend on it
+_PIECE = 1 << 20  # bytes read and hashed at once: fits a core's cache; smaller costs more calls
 _THREADS = 8
 
 
 def own_files(index: int) -> Callable[[str], bool]:
-    """Return a predicate for the files that a process writes: its number is in their path."""
+    """Return a predicate for the files that a process writes, whose paths contain its number."""
     return lambda name: any(part.split(".")[-1] == f"process_{index}" for part in name.split("/"))
 
 
 def write(folder: "epath.Path", name: str, mine: Callable[[str], bool]) -> None:
-    """Writes the checksums of some files of an item beside them.
+    """Write the checksums of some files of an item to a file in the item's folder.
 
     Args:
-      folder: of the item, an `epath.Path`.
-      name: of the file to write.
-      mine: which files, by their path from `folder`.
+      folder: the folder of the item, an `epath.Path`.
+      name: name of the file to write.
+      mine: selects files by their path relative to `folder`.
     """
     found = [path for path in _files(folder) if mine(path) and path != name]
     rows = zip(found, _sums(folder, found), strict=True)
@@ -45,29 +45,29 @@ def write(folder: "epath.Path", name: str, mine: Callable[[str], bool]) -> None:
 
 
 def write_own(folder: "epath.Path") -> None:
-    """Writes those of the files that this process wrote."""
+    """Write the checksums of the files that this process wrote."""
     index = jax.process_index()
     write(folder, _name_of(index), own_files(index))
 
 
 def write_rest(folder: "epath.Path") -> None:
-    """Writes those of all other files, among them what `write_own` wrote."""
+    """Write the checksums of all other files, including those that `write_own` wrote."""
     summed = {path for part in _parts(folder) for path in _read(folder, part)}
     write(folder, NAME, lambda path: path not in summed)
 
 
 def damaged(folder: "epath.Path") -> Iterator[str]:
-    """Yield the problem of each file that is not as written; nothing without checksums.
+    """Yield a message for each file that differs from what was written; none without checksums.
 
-    Each process reads a share of the files. One whose share is intact yields a problem too where
-    another process has found one.
+    Each process checks a share of the files. If only other processes find a problem, a process
+    yields a message about that, so that all processes fail together.
     """
     if not (folder / NAME).exists():
         return
     known = _read(folder, NAME)
     parts = [path for path in known if path.startswith("checksums.")]
     for part, form in zip(parts, _sums(folder, parts), strict=True):
-        if _problem(form, known[part]) is None:  # else it is reported below
+        if _problem(form, known[part]) is None:  # otherwise it is reported below
             known |= _read(folder, part)
     share = sorted(known)[jax.process_index() :: jax.process_count()]
     found = [
@@ -84,9 +84,9 @@ def damaged(folder: "epath.Path") -> Iterator[str]:
 
 def _problem(form: tuple[int, int] | None, wanted: list[int]) -> str | None:
     if form is None:
-        return "is not there"
+        return "is missing"
     if form[0] != wanted[0]:
-        return f"has {form[0]} bytes, and {wanted[0]} were written"
+        return f"has {form[0]} bytes, but {wanted[0]} were written"
     return "has other bytes than were written" if form[1] != wanted[1] else None
 
 
@@ -115,8 +115,8 @@ def _walk(folder: "epath.Path") -> Iterator[Any]:
 
 
 def _sums(folder: "epath.Path", paths: Sequence[str]) -> list[tuple[int, int] | None]:
-    """(bytes, checksum) of files, None of one that is not there."""
-    import xxhash  # an extra; files.orbax reports where it is missing
+    """Return (bytes, checksum) of each file, None for a missing one."""
+    import xxhash  # an optional dependency; files.orbax raises if it is missing
 
     with ThreadPoolExecutor(_THREADS) as pool:
         sizes = list(pool.map(lambda path: _size(folder / path), paths))
@@ -140,7 +140,7 @@ def _size(path: "epath.Path") -> int | None:
 
 
 def _hash(path: "epath.Path", start: int) -> bytes:
-    """The hash of one block, taken beside other threads."""
+    """Hash one block; several threads run this at once."""
     import xxhash
 
     hasher, piece = xxhash.xxh3_64(), memoryview(bytearray(_PIECE))
@@ -152,7 +152,7 @@ def _hash(path: "epath.Path", start: int) -> bytes:
 
 
 def _fill(file: BufferedIOBase, piece: memoryview) -> int:
-    """Reads as much as there is and fits, in however many parts it comes."""
+    """Read until the piece is full or the file ends, by as many reads as that takes."""
     count = 0
     while count < len(piece):
         part = file.read(len(piece) - count) if not hasattr(file, "readinto") else None

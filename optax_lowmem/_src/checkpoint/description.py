@@ -1,4 +1,4 @@
-"""Description of the format of a checkpoint, and its comparison with what an optimizer reads."""
+"""Describe the format of a checkpoint, and compare it with the one that an optimizer expects."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.core import scope, trees
+from optax_lowmem._src.core import context, trees
 
 FORMAT_VERSION = 3
 NAME = "optax_lowmem"
@@ -15,17 +15,17 @@ Forms = dict[str, list[Any]]  # path -> [dtype, shape]
 
 
 def form_of(leaf: jax.Array | jax.ShapeDtypeStruct) -> list[Any]:
-    """[dtype, shape] of an array, as JSON has it."""
+    """Return [dtype, shape] of an array, in types of JSON."""
     return [str(leaf.dtype), list(jnp.shape(leaf))]
 
 
 def forms(tree: object) -> Forms:
-    """Path -> [dtype, shape] of every array of a tree."""
+    """Return path -> [dtype, shape] for every array of a tree."""
     return {path: form_of(leaf) for path, leaf in array_leaves(tree)}
 
 
 def array_leaves(tree: object) -> list[tuple[str, Any]]:
-    """(path, leaf) of a tree, with every key in the path."""
+    """Return (path, leaf) for each leaf of a tree, with every key in the path."""
     return trees.named_leaves(tree, _whole_name)
 
 
@@ -34,23 +34,24 @@ def _whole_name(path: tuple[object, ...]) -> str:
 
 
 def words(form: Sequence[object] | None) -> str:
-    """`int8[64, 128]` of a form, or `nothing`."""
+    """Return a form as text, such as `int8[64, 128]`; `nothing` for None."""
     return f"{form[0]}{form[1]}" if form else "nothing"
 
 
 def metadata(tx: optax.GradientTransformation, params: optax.Params) -> dict[str, Any]:
-    """The description of the format in which an optimizer keeps its state; JSON has types for it.
+    """Describe the format in which an optimizer stores its state, in types of JSON.
 
-    Save it with a checkpoint of your own making, and give it to `check` before you restore one.
+    Save the description with a checkpoint that you write yourself, and pass it to `check` before
+    you restore.
 
     Args:
       tx: any optax transformation.
-      params: the weights as they are stored, or their `jax.eval_shape`; nothing is allocated.
+      params: the weights as stored, or their `jax.eval_shape`; nothing is allocated.
 
     Returns:
       A dict: `format` and `version`; `params` and `state`, the dtype and shape of each array; and
-      `slots`, by leaf and slot the codec, scale format, group size and rounding, the block that
-      shares a value, and the split of master weights.
+      `slots`, for each leaf and slot the codec, scale format, group size and rounding, the block
+      that shares a value, and the split of master weights.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -61,7 +62,7 @@ def metadata(tx: optax.GradientTransformation, params: optax.Params) -> dict[str
       >>> described["slots"]["w"]["mu"]["codec"], described["slots"]["w"]["mu"]["group_size"]
       ('softsign-int8', 32)
     """
-    state, decisions = scope.dry_run(tx, params)
+    state, decisions = context.dry_run(tx, params)
     slots: dict[str, dict[str, Any]] = {}
     for decision in decisions:
         if decision.slot != "step":
@@ -77,12 +78,12 @@ def metadata(tx: optax.GradientTransformation, params: optax.Params) -> dict[str
 
 
 def _free_name(slot: str, taken: Mapping[str, Any]) -> str:
-    """`mu`, and `mu_1` where a leaf has two."""
+    """Return a name for a slot: `mu`, or `mu_1` if the leaf already has a `mu`."""
     same = sum(name == slot or name.removeprefix(f"{slot}_").isdigit() for name in taken)
     return f"{slot}_{same}" if same else slot
 
 
-def _described(decision: scope.Decision) -> dict[str, Any]:
+def _described(decision: context.Decision) -> dict[str, Any]:
     if decision.slot == "correction":
         return {"split": decision.form}
     found: dict[str, Any] = {"codec": None}
@@ -106,18 +107,19 @@ def _described(decision: scope.Decision) -> dict[str, Any]:
 
 
 def check(saved: Mapping[str, Any], tx: optax.GradientTransformation, params: optax.Params) -> None:
-    """Raises unless a checkpoint's description is what an optimizer reads.
+    """Raise unless a checkpoint's description matches the format that an optimizer reads.
 
-    Rounding and seed are not compared: they are of the steps to come.
+    Rounding and seed are not compared: they only affect later steps.
 
     Args:
-      saved: what `metadata` gave when the checkpoint was saved.
-      tx: the optimizer that is to go on.
-      params: the weights as they are stored, or their `jax.eval_shape`.
+      saved: the result of `metadata` when the checkpoint was saved.
+      tx: the optimizer to continue with.
+      params: the weights as stored, or their `jax.eval_shape`.
 
     Raises:
       ValueError: another format or version, tree, shape, dtype, codec, group size, block or width
-        of master weights; it names the leaf, what was saved, what `tx` reads and what to do.
+        of master weights; it names the leaf, the saved format, the one that `tx` reads and a
+        remedy.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -130,9 +132,9 @@ def check(saved: Mapping[str, Any], tx: optax.GradientTransformation, params: op
     lacking = next(_lacking(saved, here), None)
     if lacking is not None:
         raise ValueError(
-            f"the description of the checkpoint lacks {lacking}, so that it does not say how to "
-            "read the arrays: it is damaged, or was made by other means than checkpoint.metadata. "
-            "Restore another step or a copy."
+            f"the description of the checkpoint lacks {lacking}, which is needed to read the "
+            "arrays: it is damaged, or was not made by checkpoint.metadata. Restore another step "
+            "or a copy."
         )
     problems = list(_problems(saved, here))
     if problems:
@@ -141,11 +143,11 @@ def check(saved: Mapping[str, Any], tx: optax.GradientTransformation, params: op
 
 
 def check_version(saved: Mapping[str, Any]) -> None:
-    """Raises unless a description is one, of this package's format version."""
+    """Raise unless a dict is a description, in this package's format version."""
     if saved.get("format") != NAME or not isinstance(saved.get("version"), int):
         raise ValueError(
-            "this is no description of a checkpoint of optax_lowmem: it has the keys "
-            f"{sorted(saved)}. Give what checkpoint.metadata returned."
+            "this is not a description of a checkpoint of optax_lowmem: it has the keys "
+            f"{sorted(saved)}. Pass what checkpoint.metadata returned."
         )
     if saved["version"] != FORMAT_VERSION:
         newer = saved["version"] > FORMAT_VERSION
@@ -160,7 +162,8 @@ def _lacking(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]
     """Yield the entries that a description lacks for arrays that an optimizer reads."""
     parts = ("params", "slots", "state")
     yield from (repr(part) for part in parts if not isinstance(saved.get(part), Mapping))
-    same = all(dict(saved[part]) == here[part] for part in ("params", "state"))  # else that is said
+    # if the trees differ, `_problems` reports that
+    same = all(dict(saved[part]) == here[part] for part in ("params", "state"))
     for path, of_leaf in here["slots"].items():
         stored = saved["slots"].get(path, {})
         for slot, wanted in of_leaf.items():
@@ -176,7 +179,7 @@ def _lacking(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]
 
 
 def _problems(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the differences between a description and the one wanted, the most important first."""
+    """Yield messages on how a description differs from the expected one, most important first."""
     remedy = "Restore with the parameters that it was saved with."
     yield from unlike("parameter", saved["params"], here["params"], remedy)
     for path, of_leaf in here["slots"].items():
@@ -185,31 +188,31 @@ def _problems(saved: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str
             if stored is not None and _kept(stored) != _kept(wanted):
                 yield (
                     f"slot {slot} of '{path}' was saved as {_form_words(stored)}, and this "
-                    f"optimizer reads {_form_words(wanted)}, which would make other numbers of the "
-                    f"same bytes. Restore with {_advice(slot, stored, wanted)} and, to go on in "
-                    "another form, convert it: checkpoint.to_optax, then checkpoint.from_optax."
+                    f"optimizer reads {_form_words(wanted)}, which would decode the same bytes to "
+                    f"other values. Restore with {_advice(slot, stored, wanted)} and, to change "
+                    "the format, convert it: checkpoint.to_optax, then checkpoint.from_optax."
                 )
     remedy = (
-        "Restore with the optimizer that it was saved with, in pack_small_leaves if it was; from "
-        "the state of a plain optax optimizer, checkpoint.from_optax goes on."
+        "Restore with the optimizer that it was saved with, in pack_small_leaves if that was "
+        "used. For the state of a plain optax optimizer, use checkpoint.from_optax."
     )
     yield from unlike("state", saved["state"], here["state"], remedy)
 
 
 def unlike(what: str, saved: Forms, here: Forms, remedy: str) -> Iterator[str]:
-    """Yield the differences between the arrays saved and those wanted."""
+    """Yield messages on how the saved arrays differ from the expected ones."""
     missing = [path for path in here if path not in saved]
     extra = [path for path in saved if path not in here]
     if missing or extra:
         yield (
-            f"the checkpoint holds another tree of {what} arrays: it lacks {_few(missing)}, and "
-            f"has {_few(extra)} beyond what is wanted here. {remedy}"
+            f"the checkpoint has a different tree of {what} arrays: it lacks {_few(missing)}, and "
+            f"has {_few(extra)} in addition. {remedy}"
         )
     for path, form in here.items():
         if path in saved and list(saved[path]) != form:
             yield (
-                f"{what} '{path}' was saved as {words(saved[path])}, and {words(form)} is wanted "
-                f"here; it is not cast. {remedy}"
+                f"{what} '{path}' was saved as {words(saved[path])}, but {words(form)} is expected "
+                f"and arrays are not cast. {remedy}"
             )
 
 
@@ -232,7 +235,7 @@ def _form_words(form: Mapping[str, Any]) -> str:
 
 
 def _block_words(block: Mapping[str, Any]) -> str:
-    """Return which elements share a value, in words."""
+    """Return as text which elements share a value."""
     axes, heads = block["axes"], block["heads"]
     if block.get("rows_and_columns"):
         return f", a value for each row and each column of axes {axes}"
@@ -242,7 +245,7 @@ def _block_words(block: Mapping[str, Any]) -> str:
 
 
 def _advice(slot: str, stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """The settings that read what was saved."""
+    """Return as text the settings that read what was saved."""
     if {**_kept(stored), "block": None} == {**_kept(wanted), "block": None}:
         return "the optimizer, and its blocks or min_dim_size_to_factor, that it was saved with"
     if "split" in stored:

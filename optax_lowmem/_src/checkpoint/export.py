@@ -1,4 +1,4 @@
-"""Weights alone, for those who only run the model."""
+"""Export weights without optimizer state, for inference."""
 
 import os
 
@@ -12,7 +12,7 @@ from optax_lowmem._src.checkpoint import files
 from optax_lowmem._src.checkpoint.files import StrPath
 from optax_lowmem._src.core import numerics, trees
 from optax_lowmem._src.core.clean_weights import clean_params
-from optax_lowmem._src.update.masters import master_params
+from optax_lowmem._src.step.masters import master_params
 
 _FORMATS = ("safetensors", "orbax")
 
@@ -21,23 +21,22 @@ def export(
     path: StrPath, params: optax.Params, state: optax.OptState, dtype: DTypeLike = jnp.float32, *,
     format: str = "safetensors",
 ) -> None:  # fmt: skip
-    """Writes the weights without the optimizer: in f32 the master weights, in 16 bits as trained.
+    """Write the weights without the optimizer state: the f32 master weights, or bf16 weights.
 
     Args:
-      path: of the file (safetensors) or directory (Orbax) to write.
+      path: the file (safetensors) or directory (Orbax) to write.
       params: the weights.
-      state: the optimizer's state, whose corrections make the master weights.
-      dtype: float32, or bfloat16: then a bf16 weight is written as it is, any other rounded to
-        nearest.
+      state: the optimizer's state, whose corrections complete the master weights.
+      dtype: float32, or bfloat16, which writes bf16 weights unchanged and rounds others to nearest.
       format: `safetensors`, one file whose names are leaf paths joined by dots; or `orbax`, the
         tree as a `StandardCheckpointer` saves it.
 
     Raises:
-      ImportError: without the package that writes the format.
+      ImportError: if the package that writes the format is missing.
       TypeError: for another dtype.
-      ValueError: for another format, or two leaves of one name.
+      ValueError: for another format, or if two leaves have the same name.
 
-    Memory: safetensors holds all weights in the host's memory while it writes.
+    Memory: safetensors holds all weights in host memory while it writes.
 
     Example:
       >>> import jax.numpy as jnp, os, tempfile, optax_lowmem as lowmem
@@ -63,7 +62,7 @@ def export(
 
 
 def _dotted(params: optax.Params) -> list[str]:
-    """The leaves' names in a file; what is found by name must have its own."""
+    """Return the leaves' names in a file; raise if two are equal."""
 
     def name_of(path: tuple[object, ...]) -> str:
         return trees.path_name(path).replace("/", ".")
@@ -86,7 +85,7 @@ def _write_safetensors(path: StrPath, weights: dict[str, jax.Array]) -> None:
     arrays = {
         name: np.ascontiguousarray(jax.device_get(leaf)).reshape(
             leaf.shape
-        )  # it makes 0-d ones 1-d
+        )  # ascontiguousarray makes 0-d arrays 1-d
         for name, leaf in weights.items()
     }
     save_file(arrays, os.fspath(path), metadata={"format": "jax"})

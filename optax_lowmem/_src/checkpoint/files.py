@@ -1,4 +1,4 @@
-"""Orbax, whose casts and fillings are not trusted, and its handlers of our items."""
+"""Orbax checkpoint folders: checks that Orbax omits, and handlers that write checksums."""
 
 import contextlib
 import functools
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 
 StrPath = str | os.PathLike[str]
-_STEP = re.compile(r"(?:.*_)?(\d+)")  # a folder of Orbax's: 7, step_7, 0007
+_STEP = re.compile(r"(?:.*_)?(\d+)")  # names of Orbax's folders: 7, step_7, 0007
 _TEMPORARY = re.compile(r"\d+\.orbax-checkpoint-tmp")
-_REMOVALS = 5  # attempts to remove a temporary folder, over a second
+_REMOVALS = 5  # attempts to remove a temporary folder, within a second
 PARAMS, STATE, DESCRIPTION = "params", "opt_state", "optax_lowmem"
 
 
 def orbax() -> Any:
-    """Orbax, which the package itself does not need; nor does it need xxhash, for checksums."""
+    """Import Orbax, an optional dependency; raise if Orbax or xxhash (checksums) is missing."""
     try:
         import orbax.checkpoint as ocp
         import xxhash  # noqa: F401
     except ModuleNotFoundError as error:
         name = (error.name or "").split(".")[0]
         if name not in ("orbax", "xxhash"):
-            raise  # Orbax is there, and something that it needs is not
+            raise  # Orbax is installed, but a dependency of it is missing
         raise ImportError(
             "checkpoints need Orbax and xxhash: pip install orbax-checkpoint xxhash", name=name
         ) from error
@@ -52,26 +52,26 @@ def is_remote(path: StrPath) -> bool:
     """Return whether a path is a URL such as gs://bucket/run.
 
     Raises:
-      TypeError: for what is no path.
+      TypeError: if it is not a path.
     """
     if not isinstance(path, str | os.PathLike):
-        raise TypeError(f"path is a directory, as a str or an os.PathLike, got {path!r}")
+        raise TypeError(f"path must be a directory, as a str or an os.PathLike, got {path!r}")
     return "://" in str(path)
 
 
 def absolute(path: StrPath) -> Any:
-    """The path as Orbax wants it."""
+    """Return the absolute path, which Orbax needs; URLs are returned unmodified."""
     return path if is_remote(path) else os.path.abspath(path)
 
 
 def description(manager: "ocp.CheckpointManager", step: int) -> Mapping[str, Any]:
-    """The description of a step."""
+    """Read the description of a step's format."""
     if DESCRIPTION in _stored(manager, step):
         return read(manager, step, {DESCRIPTION: orbax().args.JsonRestore()})[DESCRIPTION]
     raise ValueError(
-        f"step {step} in {manager.directory} has no description of its format, so it was saved by "
-        "other means than checkpoint.save or checkpoint.args: restore it with Orbax. "
-        "checkpoint.from_optax takes the state of a plain optax optimizer."
+        f"step {step} in {manager.directory} has no description of its format, so it was not saved "
+        "by checkpoint.save or with checkpoint.args: restore it with Orbax. If it has the state of "
+        "a plain optax optimizer, pass that to checkpoint.from_optax."
     )
 
 
@@ -82,7 +82,7 @@ def _stored(manager: "ocp.CheckpointManager", step: int) -> Any:
 
 
 def check_sums(manager: "ocp.CheckpointManager", step: int) -> bool:
-    """Raises where a file is not what was written; False where there are no checksums to tell."""
+    """Raise if a file differs from what was written; return whether every item has checksums."""
     items = [folders(manager)[step] / name for name in (PARAMS, STATE, DESCRIPTION)]
     items = [item for item in items if item.exists()]
     with _reading(manager, step, [item.name for item in items]):
@@ -92,7 +92,7 @@ def check_sums(manager: "ocp.CheckpointManager", step: int) -> bool:
 
 
 def folders(manager: "ocp.CheckpointManager") -> dict[int, Any]:
-    """The folder of each step, whatever the manager calls it, complete or not."""
+    """Return the folder of each step, complete or not, for any naming scheme of the manager."""
     if not manager.directory.exists():
         return {}
     named = ((_STEP.fullmatch(path.name), path) for path in manager.directory.iterdir())
@@ -100,24 +100,24 @@ def folders(manager: "ocp.CheckpointManager") -> dict[int, Any]:
 
 
 def is_complete(folder: "epath.Path") -> bool:
-    """Return whether a folder is a complete checkpoint, with a description or with both trees."""
+    """Return whether a folder is a complete checkpoint: has a description, or both trees."""
     if (folder / DESCRIPTION / "metadata").exists():
         return True
     return all((folder / name / "_METADATA").exists() for name in (PARAMS, STATE))
 
 
 def steps(manager: "ocp.CheckpointManager") -> list[int]:
-    """The steps that are complete checkpoints."""
+    """Return the steps that are complete checkpoints."""
     there = folders(manager)
     return [step for step in manager.all_steps() if step in there and is_complete(there[step])]
 
 
 @contextlib.contextmanager
 def sole_writer(path: StrPath) -> Iterator[None]:
-    """Holds the lock of a directory; raises where another save holds it.
+    """Hold the lock of a directory; raise if another save holds it.
 
-    The lock is the operating system's, of the directory itself, so it ends with its process.
-    Buckets and file systems without locks have none. Process 0 takes it for all.
+    It is a lock of the operating system on the directory, so it ends with its process. Buckets and
+    file systems without locks are not locked. Process 0 takes the lock for all processes.
     """
     folder, busy = None, False
     if jax.process_index() == 0 and fcntl is not None and not is_remote(path):
@@ -134,8 +134,8 @@ def sole_writer(path: StrPath) -> Iterator[None]:
             busy = bool(np.any(multihost_utils.process_allgather(np.bool_(busy))))
         if busy:
             raise BlockingIOError(
-                f"another save writes to {path}: one at a time may. Wait for it, or save to "
-                "another directory."
+                f"another save writes to {path}, and only one may at a time: wait for it, or save "
+                "to another directory."
             )
         yield
     finally:
@@ -147,10 +147,9 @@ def sole_writer(path: StrPath) -> Iterator[None]:
 
 
 def remove_temporary(path: StrPath) -> None:
-    """Remove the temporary folders of saves that failed or were killed; only as the sole writer.
+    """Remove temporary folders of saves that failed or were killed; needs `sole_writer`.
 
-    Threads of Orbax may outlive a save that failed and go on writing for a moment, so a folder
-    that cannot be removed is tried again.
+    Orbax's threads may outlive a failed save and write for a moment, so removal is retried.
     """
     from etils import epath  # comes with Orbax
 
@@ -168,18 +167,18 @@ def remove_temporary(path: StrPath) -> None:
 
 
 def check_arrays(manager: "ocp.CheckpointManager", step: int, wanted: Mapping[str, object]) -> None:
-    """Raises where a file holds another dtype or shape: Orbax would cast, or fill."""
+    """Raise if a stored array has another dtype or shape, which Orbax would cast or pad."""
     found = _stored(manager, step)
     for name, target in wanted.items():
         stored = getattr(found[name], "tree", found[name]) if name in found else None
-        if stored is None:  # a manager without our handlers does not say
+        if stored is None:  # a manager without these handlers has no metadata
             continue
         on_disk: Forms = {
             path: form_of(leaf)
             for path, leaf in array_leaves(stored)
             if hasattr(leaf, "shape") and hasattr(leaf, "dtype")
         }
-        remedy = "The files are not those that the description was saved with: save it again."
+        remedy = "The files do not belong to the saved description: save the checkpoint again."
         for problem in unlike(name, on_disk, forms(target), remedy):
             raise ValueError(f"step {step} in {manager.directory}: {problem}")
 
@@ -187,7 +186,7 @@ def check_arrays(manager: "ocp.CheckpointManager", step: int, wanted: Mapping[st
 def read(
     manager: "ocp.CheckpointManager", step: int, items: Mapping[str, object]
 ) -> dict[str, Any]:
-    """Items of a step by name, from their `ocp.args`."""
+    """Read items of a step, given their `ocp.args` by name."""
     with _reading(manager, step, items):
         found = manager.restore(step, args=orbax().args.Composite(**items))
         return jax.block_until_ready(dict(found.items()))
@@ -195,31 +194,31 @@ def read(
 
 @contextlib.contextmanager
 def _reading(manager: "ocp.CheckpointManager", step: int, items: Iterable[str]) -> Iterator[None]:
-    """Says of whatever tensorstore, json or the file system raise what it means."""
+    """Raise errors of tensorstore, json or the file system as one that explains them."""
     try:
         yield
     except Exception as error:
         raise ValueError(
             f"step {step} in {manager.directory} cannot be read: files of {', '.join(items)} are "
-            "missing, cut short or damaged. Restore another step "
-            f"({sorted(steps(manager))} are there) or a copy. {type(error).__name__}: {error}"
+            "missing, truncated or damaged. Restore another step "
+            f"(available: {sorted(steps(manager))}) or a copy. {type(error).__name__}: {error}"
         ) from error
 
 
-# ---- handlers with a checksum of every file they write -------------------------------------------
+# ---- handlers that write a checksum of every file ------------------------------------------------
 
 if TYPE_CHECKING:
     from etils import epath  # comes with Orbax
 
 
 def handlers() -> Any:
-    """Handlers of the items of `args` that store checksums, for a `CheckpointManager` of your own.
+    """Return handlers that write checksums of the items of `args`, for your `CheckpointManager`.
 
-    `ocp.CheckpointManager(path, handler_registry=checkpoint.handlers())` writes the checkpoints
-    that `save` writes; without them `restore_from` cannot tell a flipped bit.
+    `ocp.CheckpointManager(path, handler_registry=checkpoint.handlers())` writes the same files as
+    `save`; without these handlers `restore_from` cannot detect a flipped bit.
 
     Returns:
-      A registry of handlers by item; give each manager its own.
+      A registry of handlers by item; make a new one for each manager.
 
     Raises:
       ImportError: without Orbax.
@@ -247,7 +246,7 @@ def handlers() -> Any:
 
 @contextlib.contextmanager
 def open_manager(path: StrPath, **options: object) -> Iterator[Any]:
-    """A `CheckpointManager` of our items."""
+    """Open a `CheckpointManager` with these handlers."""
     ocp = orbax()
     made = ocp.CheckpointManager(
         absolute(path),
@@ -260,27 +259,27 @@ def open_manager(path: StrPath, **options: object) -> Iterator[Any]:
 
 @functools.cache
 def _kinds() -> tuple[Any, Any]:
-    """Handlers of arrays and of JSON; Orbax is not there when this module is imported."""
+    """Return the handler classes of arrays and of JSON, made when Orbax is first needed."""
     ocp = orbax()
     arrays = type("Arrays", (_Summing, ocp.StandardCheckpointHandler), {})
     return arrays, type("Json", (_Summing, ocp.JsonCheckpointHandler), {})
 
 
 class _Summing:
-    """Beside a handler of Orbax: checksums before a step has its name."""
+    """Mixin for a handler of Orbax: writes checksums before a step gets its final name."""
 
     async def async_save(self, directory: "epath.Path", *args: object, **kwargs: object) -> Any:
         futures = await super().async_save(directory, *args, **kwargs)  # type: ignore[misc]
         return [_Summed(futures or [], directory)] if jax.process_count() > 1 else futures
 
     def finalize(self, directory: "epath.Path") -> None:
-        """On one process, when all have written."""
+        """Write the remaining checksums; Orbax calls this on one process after all have written."""
         super().finalize(directory)  # type: ignore[misc]
         checksums.write_rest(directory)
 
 
 class _Summed:
-    """Done when the files of this process are written and summed."""
+    """A future that is done when the files of this process and their checksums are written."""
 
     def __init__(self, futures: list[Any], directory: "epath.Path"):
         self._futures, self._directory = futures, directory

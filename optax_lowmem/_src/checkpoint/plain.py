@@ -1,6 +1,7 @@
-"""From a running optax optimizer to low memory, and back.
+"""Convert the state of an optax optimizer to low memory, and back.
 
-A state of ours and one of optax are walked beside each other, and the slots of ours on the way.
+A `Converter` walks a state of this library and the corresponding optax state together, and encodes
+or decodes the slots.
 """
 
 import abc
@@ -17,21 +18,21 @@ import optax
 from jax.typing import ArrayLike
 
 from optax_lowmem._src.codecs import group_codec
-from optax_lowmem._src.core import metadata, numerics, packs, random, scope, trees
+from optax_lowmem._src.core import array_metadata, context, numerics, packs, random, trees
 from optax_lowmem._src.optimizers import every_record
 from optax_lowmem._src.optimizers.record import Constructor, OptimizerRecord, name_of
-from optax_lowmem._src.update.engine import Engine, EngineTransformation
-from optax_lowmem._src.update.masters import master_params
+from optax_lowmem._src.step.engine import Engine, EngineTransformation
+from optax_lowmem._src.step.masters import master_params
 from optax_lowmem._src.wrappers.chain import Chain
 from optax_lowmem._src.wrappers.compress import CompressedState
 from optax_lowmem._src.wrappers.init import init
 from optax_lowmem._src.wrappers.slots import map_slots
 from optax_lowmem._src.wrappers.start import WeightDtype
 
-# ---- the optax optimizer that corresponds to one of ours -----------------------------------------
+# ---- the optax optimizer that corresponds to a low-memory one ------------------------------------
 
 GIVE_PLAIN = (
-    "Pass plain=, the optax optimizer that is to go on, for example "
+    "Pass plain=, the optax optimizer to continue with, for example "
     "plain=optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))."
 )
 
@@ -39,7 +40,7 @@ _UNCOMPRESSED = "the same optimizer, uncompressed,"
 
 
 def record_of(state: optax.OptState) -> OptimizerRecord | None:
-    """Return the record whose state this is, or None where it is not one of our optimizers'."""
+    """Return the record of the optimizer with this state; None for wrappers and other states."""
     if not trees.is_named_tuple(state):
         return None
     kind = type(state).__name__
@@ -49,24 +50,24 @@ def record_of(state: optax.OptState) -> OptimizerRecord | None:
 def counterpart(
     tx: optax.GradientTransformation, params: optax.Params
 ) -> optax.GradientTransformation:
-    """An optax optimizer with the state that `tx` would have in f32; its rates mean nothing.
+    """Return an optax optimizer with the state that `tx` would have in f32, and arbitrary rates.
 
     Raises:
-      ValueError: where it cannot be told from `tx`, which may be a closure of optax's.
+      ValueError: if `tx` does not reveal it, for example a closure of optax.
     """
     if isinstance(tx, EngineTransformation):
         return _of_engine(tx.engine)
     if isinstance(tx, Chain):
         return optax.chain(*(counterpart(link, params) for link in tx.links))
-    state, decisions = scope.dry_run(tx, params)
+    state, decisions = context.dry_run(tx, params)
     if not decisions:
         return tx
     inner = getattr(getattr(tx.init, "__self__", None), "inner", None)
     if inner is not None and type(state).__name__ in ("SplitState", "CompressedState"):
         return counterpart(inner, params)
     raise ValueError(
-        f"which optax optimizer this one corresponds to is hidden inside a wrapper (its state is a "
-        f"{type(state).__name__}). {GIVE_PLAIN}"
+        f"the optimizer is hidden inside a wrapper (its state is a {type(state).__name__}), so the "
+        f"corresponding optax optimizer cannot be found. {GIVE_PLAIN}"
     )
 
 
@@ -74,18 +75,18 @@ def _of_engine(engine: Engine) -> optax.GradientTransformation:
     record = _record_of_rule(engine)
     make = _constructor(record, engine) if record else None
     if record is None or make is None:
-        what = type(engine.rule).__name__ + ("" if engine.weights else "'s direction alone")
+        what = type(engine.rule).__name__ + ("" if engine.weights else " as a scale_by transform")
         raise ValueError(f"no optax optimizer is known to correspond to {what}. {GIVE_PLAIN}")
     if not engine.weights:
         return make()
-    # where it is scheduled optax keeps a count of its own
+    # for a schedule, optax stores another count
     rate, strength = (
         (lambda count: 0.0) if counterpart_name in engine.schedules else default
         for counterpart_name, default in (("learning_rate", 0.0), ("weight_decay", 1e-4))
     )
     own: dict[str, Any] = {}
     if engine.matrices is not None and engine.matrices.dimensions is not None:
-        # they say which leaves have which slots; optax calls a tree whose class is callable
+        # dimension numbers decide each leaf's slots; optax would call a tree of a callable class
         chosen = functools.partial(trees.chosen, engine.matrices.dimensions)
         own["muon_weight_dimension_numbers"] = chosen
     if not _decays(engine):
@@ -98,7 +99,7 @@ def _of_engine(engine: Engine) -> optax.GradientTransformation:
 
 
 def counterpart_name(tx: optax.GradientTransformation) -> str:
-    """Return what `counterpart` of an optimizer is called, for display."""
+    """Return the name of an optimizer's `counterpart`, for display."""
     if isinstance(tx, Chain):
         ours = [link for link in tx.links if isinstance(link, EngineTransformation)]
         return counterpart_name(ours[0]) if len(ours) == 1 else _UNCOMPRESSED
@@ -114,7 +115,7 @@ def counterpart_name(tx: optax.GradientTransformation) -> str:
 
 
 def _constructor(record: OptimizerRecord, engine: Engine) -> Constructor | None:
-    """Return what makes the optax optimizer with the state that an engine would have in f32."""
+    """Return the constructor of the optax optimizer with the state of an engine in f32."""
     if not engine.weights:
         return record.plain_scale_by
     return record.in_optax if _decays(engine) else record.undecayed or record.in_optax
@@ -128,35 +129,35 @@ def _record_of_rule(engine: Engine) -> OptimizerRecord | None:
     return next((r for r in every_record() if type(r.rule) is type(engine.rule)), None)
 
 
-# ---- states walked beside each other -------------------------------------------------------------
+# ---- walking two states together -----------------------------------------------------------------
 
-# numbers that inject_hyperparams keeps by name: those of one side may be more
+# fields of inject_hyperparams, dicts by name: one side may have more entries
 _BY_NAME = ("hyperparams", "hyperparams_states")
 
 
 class Converter(abc.ABC):
-    """Makes one side's state of the other's.
+    """Convert a state between low memory (`ours`) and optax (`plain`).
 
     Args:
-      decisions: those of the `init` of our side.
+      decisions: those of the `init` of the low-memory optimizer.
     """
 
-    def __init__(self, decisions: list[scope.Decision]):
+    def __init__(self, decisions: list[context.Decision]):
         self.decisions = Decisions(decisions)
 
     @abc.abstractmethod
     def choose(self, ours: optax.OptState, plain: optax.OptState) -> tuple[Any, Any]:
-        """(the side that is made, the side that it is made of)."""
+        """Return (the side to convert to, the side to convert from)."""
 
     @abc.abstractmethod
     def moments(
         self, ours: optax.OptState, plain: optax.OptState, record: OptimizerRecord, where: str
     ) -> Any:
-        """Convert between a state of one of our optimizers and optax's state for it."""
+        """Convert between the state of a low-memory optimizer and its optax state."""
 
     @abc.abstractmethod
     def compressed(self, ours: CompressedState, plain: optax.OptState, where: str) -> Any:
-        """Convert between a state with codes in its slots and the same state without codes."""
+        """Convert between a `CompressedState` and the same state with f32 slots."""
 
     @abc.abstractmethod
     def split(self, ours: optax.OptState, inner: optax.OptState) -> Any:
@@ -180,12 +181,12 @@ class Converter(abc.ABC):
             return self._parts(ours, plain, where)
         named = type(ours) in trees.DICTS and type(plain) is type(ours)
         if named and ours.keys() == plain.keys():
-            made, _ = self.choose(ours, plain)  # its order
+            made, _ = self.choose(ours, plain)  # the result has its order of keys
             return type(made)((k, self.walk(ours[k], plain[k], f"{where}[{k!r}]")) for k in made)
         raise _unlike(ours, plain, where)
 
     def same(self, ours: optax.OptState, plain: optax.OptState, where: str) -> Any:
-        """The arrays of one side in the dtypes of the other; both have the same trees."""
+        """Cast the arrays of one side to the dtypes of the other; both have the same tree."""
         made, of = self.choose(ours, plain)
         wanted: Any = jax.tree.structure(made)
         if wanted != jax.tree.structure(of):
@@ -193,7 +194,7 @@ class Converter(abc.ABC):
 
         def leaf(like: jax.Array | jax.ShapeDtypeStruct, x: jax.Array) -> Any:
             if jnp.shape(like) != jnp.shape(x):
-                raise ValueError(f"{where}: {_forms(ours)} here and {_forms(plain)} in optax's.")
+                raise ValueError(f"{where}: {_forms(ours)} here, but {_forms(plain)} in optax.")
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 return x
             return jnp.asarray(x, like.dtype)
@@ -213,7 +214,7 @@ class Converter(abc.ABC):
         return made._replace(**found)
 
     def _parts(self, ours: tuple[Any, ...], plain: tuple[Any, ...], where: str) -> tuple[Any, ...]:
-        """The links of two chains; one of ours may stand for several of optax's."""
+        """Convert the links of two chains; one of `ours` may correspond to several of `plain`."""
         more = len(plain) - len(ours)
         fused = [i for i, part in enumerate(ours) if record_of(part) is not None]
         if more and len(fused) != 1:
@@ -231,7 +232,7 @@ class Converter(abc.ABC):
 
 
 def holds_ours(state: optax.OptState) -> Iterator[bool]:
-    """True for each state inside a state that is one of ours or has one of ours inside."""
+    """Yield for each nested state whether it is one of this library (an optimizer or a wrapper)."""
     if trees.is_named_tuple(state):
         wrapper = type(state).__name__ in ("CompressedState", "SplitState")
         yield wrapper or record_of(state) is not None
@@ -256,18 +257,18 @@ def map_optax(
     where: str,
     constants: Sequence[str] = (),
 ) -> Any:
-    """optax's state for one of ours, with moments and counts replaced by what two functions say.
+    """Map functions over the moments and counts of an optax state.
 
     Args:
-      plain: the state, of one optimizer or the links of a chain.
-      fields: slot -> where it has it, as `OptimizerRecord.optax_fields`.
+      plain: the state of one optimizer, or of the links of a chain.
+      fields: slot -> its fields in optax, as in `OptimizerRecord.optax_fields`.
       of_field: (slot, tree) -> tree, for each of `fields`.
       of_count: (field, count) -> count.
       where: names the state in errors.
-      constants: fields that stay, as `OptimizerRecord.optax_constants`.
+      constants: fields left unchanged, as in `OptimizerRecord.optax_constants`.
 
     Raises:
-      ValueError: for a state that has not each moment once, or has anything else.
+      ValueError: unless the state has each moment exactly once, and no other arrays.
     """
     slots = {
         field: slot
@@ -293,18 +294,18 @@ def map_optax(
 
     made = map_slots(visit, plain)
     if sorted(seen) != sorted(slots) or other:
-        keeps = _by_state(slots) or "a count at most"
+        keeps = _by_state(slots) or "at most a count"
         has = ", ".join([*seen, *other]) or "nothing"
         raise ValueError(
-            f"{where}: this optimizer goes on from {keeps}, and optax's state has {has} "
-            f"(it is {kinds(plain)}). It is another optimizer's: give the state of the one that "
-            "this is the low-memory form of."
+            f"{where}: this optimizer continues from {keeps}, but optax's state has {has} "
+            f"(it is {kinds(plain)}). It belongs to another optimizer: pass the state of the one "
+            "whose low-memory form this is."
         )
     return made
 
 
 def _by_state(names: Iterable[str]) -> str:
-    """Fields by their state: `mu, nu of one ScaleByAdamState`."""
+    """Return fields as text, by their state: `mu, nu of one ScaleByAdamState`."""
     found: dict[str, list[str]] = {}
     for name in names:
         state, _, field = name.rpartition(".")
@@ -317,19 +318,19 @@ def _is_state(node: Any) -> bool:
 
 
 def check_paths(what: str, found: Iterable[str], wanted: Sequence[str], where: str) -> None:
-    """Raises where optax's leaves of a slot are not those that have it here."""
+    """Raise unless the leaves with a slot in optax are those with the slot here."""
     found = list(found)
     missing = [path for path in wanted if path not in found]
     extra = [path for path in found if path not in wanted]
     if missing or extra:
         raise ValueError(
-            f"{where}: {what} has not the leaves of the parameters: missing {missing[:3]}, extra "
-            f"{extra[:3]}. Give both optimizers the same parameters and masks."
+            f"{where}: {what} does not have the leaves of the parameters: missing {missing[:3]}, "
+            f"extra {extra[:3]}. Give both optimizers the same parameters and masks."
         )
 
 
 def kinds(state: optax.OptState) -> str:
-    """The types of a state, such as `(EmptyState, FlashAdamState)`."""
+    """Return the types of a state as text, such as `(EmptyState, FlashAdamState)`."""
     if type(state) is tuple:
         return f"({', '.join(map(kinds, state))})"
     if hasattr(state, "shape"):
@@ -343,50 +344,50 @@ def _forms(tree: object) -> str:
 
 def _unlike(ours: optax.OptState, plain: optax.OptState, where: str) -> ValueError:
     return ValueError(
-        f"{where}: tx keeps {kinds(ours)} where the optax optimizer keeps {kinds(plain)}: they are "
-        "not two forms of one optimizer. Build both of the same links, lowmem.chain(clip, "
-        "flash_adamw(...)) and optax.chain(clip, adamw(...)), with the same wrappers."
+        f"{where}: tx has the state {kinds(ours)} where the optax optimizer has {kinds(plain)}, so "
+        "the optimizers do not correspond. Build both from the same links and wrappers, such as "
+        "lowmem.chain(clip, flash_adamw(...)) and optax.chain(clip, adamw(...))."
     )
 
 
-# ---- the slots of our states ---------------------------------------------------------------------
+# ---- slots of low-memory states ------------------------------------------------------------------
 
-# one compiled call a leaf: eager, every operation of a codec would store its result
+# one compiled call per leaf: eagerly, each operation of a codec would allocate its result
 _encode = jax.jit(group_codec.encode, static_argnames=("codec", "group_size", "slot"))
 _decode = jax.jit(group_codec.decode, static_argnames=("codec", "group_size", "length"))
 
 
 class Decisions:
-    """The decisions of an `init`, handed out in the order in which they were taken."""
+    """The decisions of an `init`, returned in the order in which `init` made them."""
 
-    def __init__(self, decisions: list[scope.Decision]):
-        self._left: dict[tuple[str, str], list[scope.Decision]] = collections.defaultdict(list)
+    def __init__(self, decisions: list[context.Decision]):
+        self._left: dict[tuple[str, str], list[context.Decision]] = collections.defaultdict(list)
         for decision in decisions:
             self._left[decision.path, decision.slot].append(decision)
         self._all = {(d.path, d.slot): d for d in decisions}
         self._outside: set[tuple[str, str]] = set()
 
-    def take(self, path: str, slot: str) -> scope.Decision:
-        """The next one of a slot of a leaf."""
+    def take(self, path: str, slot: str) -> context.Decision:
+        """Return and remove the next decision for a leaf's slot."""
         return self._left[path, slot].pop(0)
 
-    def take_own(self, path: str, slot: str) -> scope.Decision:
-        """`take` for a state that may be inside a `CompressedState`: f32 if that has the codes."""
+    def take_own(self, path: str, slot: str) -> context.Decision:
+        """Apply `take`, but return f32 for a slot that an outer `CompressedState` quantizes."""
         if (path, slot) in self._outside:
             decision = self._all[path, slot]
             return dataclasses.replace(decision, form=None, codec=None, reason="coded outside")
         return self.take(path, slot)
 
     def paths(self, slot: str) -> list[str]:
-        """Return the leaves that have a slot."""
+        """Return the paths of the leaves that have a slot."""
         return [path for path, name in self._all if name == slot]
 
     def values_shape(self, path: str, slot: str) -> tuple[int, ...]:
-        """Return the shape of the values of a slot of a leaf."""
+        """Return the shape of the values of a leaf's slot."""
         return self._all[path, slot].values_shape
 
     def code_outside(self, state: CompressedState) -> None:
-        """Note that the coded slots of this state are f32 to the states inside it."""
+        """Record that the quantized slots of this state are f32 to its inner states."""
 
         def visit(slot: str, name: str, codes: Any) -> Any:
             del name
@@ -397,23 +398,23 @@ class Decisions:
 
 
 def encode_leaf(
-    decision: scope.Decision, x: jax.Array, like: jax.Array, seed: jax.Array, count: jax.Array
+    decision: context.Decision, x: jax.Array, like: jax.Array, seed: jax.Array, count: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Slot and scales of f32 values, as the optimizer of a decision stores them.
+    """Encode f32 values as the optimizer stores them, and return the slot and its scales.
 
     Args:
-      decision: how.
-      x: f32 values, one per element; the mean over each block is taken where a block shares one.
-      like: the slot as it is stored.
-      seed: of the state.
-      count: steps so far; the next step has other random bits.
+      decision: how the optimizer stores the slot.
+      x: f32 values, one per element; if a block shares a value, it is the mean over the block.
+      like: a stored slot with the dtype and shape of the result.
+      seed: the state's seed.
+      count: number of steps so far; the next step uses different random bits.
     """
     if decision.block is not None and x.shape != decision.values_shape:
         x = decision.block.mean(x)
     if decision.codec is None:
         return x.astype(like.dtype), jnp.zeros((), jnp.float32)
     key = random.leaf_key(seed, count, decision.path) if decision.stochastic else None
-    flat = x.reshape(-1) if decision.block is not None else x  # the values of blocks lie in one row
+    flat = x.reshape(-1) if decision.block is not None else x  # values of blocks are stored flat
     codes, scales = _encode(
         decision.codec, numerics.widen(flat), decision.group_size, key, slot=decision.slot
     )
@@ -421,15 +422,15 @@ def encode_leaf(
 
 
 def decode_leaf(
-    decision: scope.Decision, stored: jax.Array, scales: jax.Array, shape: tuple[int, ...]
+    decision: context.Decision, stored: jax.Array, scales: jax.Array, shape: tuple[int, ...]
 ) -> jax.Array:
-    """f32 values of a stored slot, one per element of a leaf of this shape."""
+    """Decode a stored slot to f32 values, one per element of a leaf of this shape."""
     own = decision.values_shape
     if decision.codec is None:
         x = numerics.widen(stored)
     elif decision.block is None:
         x = _decode(decision.codec, stored, scales, decision.group_size, own[-1])
-    else:  # the values of blocks lie in one row
+    else:  # values of blocks are stored flat
         row, length = stored.reshape(-1), math.prod(own)
         x = _decode(decision.codec, row, scales, decision.group_size, length).reshape(own)
     if decision.block is not None and x.shape != shape:
@@ -440,12 +441,12 @@ def decode_leaf(
 def coded_slots(
     state: CompressedState, inner: optax.OptState, function: Callable[[str, str, Any], Any]
 ) -> Any:
-    """`inner`, a state like `state.inner_state`, with its coded slots replaced.
+    """Replace the quantized slots of `inner`, a state like `state.inner_state`.
 
     Args:
-      state: says by its scales which slots are coded.
-      inner: the state whose slots are visited.
-      function: (slot, key of its scales, its value) -> another value.
+      state: its scales determine which slots are quantized.
+      inner: the state whose slots are replaced.
+      function: (slot, key of its scales, value) -> new value.
     """
     seen: collections.Counter[str] = collections.Counter()
 
@@ -472,32 +473,32 @@ def from_optax(
     seed: ArrayLike | None = None,
     allow_rounding: bool = False,
 ) -> tuple[Any, Any]:
-    """Goes on with an optax optimizer's run in low memory, from where it is.
+    """Continue the run of an optax optimizer in low memory.
 
-    `tx` is the low-memory form of the optimizer: `flash_adamw` of `optax.adamw`,
-    `lowmem.chain(clip, flash_adamw)` of `optax.chain(clip, adamw)`, `compress_state(adan)` of
+    `tx` is the low-memory form of the optimizer: `flash_adamw` for `optax.adamw`,
+    `lowmem.chain(clip, flash_adamw)` for `optax.chain(clip, adamw)`, `compress_state(adan)` for
     `adan`; inside the same wrappers (masked, partition, MultiSteps, inject_hyperparams).
 
     Args:
-      tx: the optimizer that is to go on.
-      optax_state: the state of the one that ran so far, in f32.
+      tx: the optimizer to continue with.
+      optax_state: the f32 state of the optax optimizer.
       params: its parameters.
       dtype: of the weights, as in `lowmem.init`.
       seed: of stochastic rounding, as in `lowmem.init`.
       allow_rounding: as in `lowmem.init`.
 
     Returns:
-      (weights, state), as of `lowmem.init`, with moments, counts and other state taken over.
+      (weights, state), as from `lowmem.init`, with the moments, counts and other state of optax.
 
     Raises:
-      ValueError: for the state of another optimizer or other parameters; it says what has no
+      ValueError: for the state of another optimizer or other parameters; it names what has no
         counterpart.
 
     Numerics: counts, slots that stay in f32 and 32-bit master weights are exact. Other slots are
-    encoded as the optimizer encodes them, its stochastic rounding included, and off by at most
-    their codec's `error_bound`; 24-bit master weights by 2^-16 of themselves. Adam-mini takes the
-    mean over each block of v. A momentum without a count (`optax.sgd` at a constant rate) starts
-    counting at 0, which is where a schedule then starts.
+    encoded as the optimizer encodes them, including stochastic rounding, with an error of at most
+    their codec's `error_bound`; 24-bit master weights have a relative error of at most 2^-16.
+    Adam-mini stores the mean of v over each block. A momentum without a count (`optax.sgd` with a
+    constant rate) starts counting at 0, and so does a schedule of `tx`.
 
     Memory: params, optax_state, and the new weights and state, plus temporaries of one leaf.
 
@@ -512,7 +513,7 @@ def from_optax(
       (1, dtype('int8'))
     """
     weights, empty = init(tx, params, dtype, seed=seed, allow_rounding=allow_rounding)
-    _, decisions = scope.dry_run(tx, weights)
+    _, decisions = context.dry_run(tx, weights)
     return weights, _Encoder(decisions).walk(empty, optax_state)
 
 
@@ -540,8 +541,8 @@ class _Encoder(Converter):
         if len({int(count) for count in counts}) > 1:
             raise ValueError(
                 f"{where}: optax's state counts {sorted({int(c) for c in counts})} steps, in its "
-                "moments and its schedule, and this optimizer has one count for both. Set them "
-                "equal, with optax.tree.set, to the one to go on from."
+                "moments and its schedule, but this optimizer has one count for both. Set both to "
+                "the count to continue from, with optax.tree.set."
             )
         count = jnp.asarray(counts[0] if counts else 0, jnp.int32)
         fields: dict[str, Any] = {"count": count}
@@ -550,7 +551,7 @@ class _Encoder(Converter):
             check_paths(slot, values, self.decisions.paths(slot), f"{where}.{slot}")
             pairs, (_, in_packs) = [], packs.layout(like)
             for (path, leaf), scale in zip(trees.named_leaves(like), old_scales, strict=True):
-                if path not in values:  # no slot of this leaf
+                if path not in values:  # this leaf does not have the slot
                     pairs.append((leaf, scale))
                     continue
                 own = []
@@ -559,12 +560,12 @@ class _Encoder(Converter):
                     if values[name].shape not in (decision.shape, decision.values_shape):
                         raise ValueError(
                             f"{where}.{slot}: '{name}' has shape {values[name].shape} in optax's "
-                            f"state and {decision.shape} here: give the parameters of this very "
+                            f"state and {decision.shape} here: pass the parameters of the same "
                             "run."
                         )
                     own.append((decision, values[name]))
                 decision, x = own[0]
-                if path in in_packs:  # stored alike, with the random bits of its name
+                if path in in_packs:  # its leaves share a format, and the random bits of its name
                     x = packs.join([values for _, values in own])
                 pairs.append(encode_leaf(decision, x, leaf, ours.seed, count))
             treedef = jax.tree.structure(like)
@@ -576,7 +577,7 @@ class _Encoder(Converter):
     def compressed(self, ours: CompressedState, plain: optax.OptState, where: str) -> Any:
         def wide(slot: str, name: str, codes: optax.Params) -> Any:
             rows = zip(trees.named_leaves(codes), jax.tree.leaves(ours.scales[name]), strict=True)
-            # with scales as it was before encoding, else unchanged
+            # leaves with scales have the shape and dtype before encoding; others are unchanged
             leaves = [
                 jax.ShapeDtypeStruct(self.decisions.values_shape(path, slot), jnp.float32)
                 if jnp.ndim(scales)
@@ -618,27 +619,27 @@ def to_optax(
     params: optax.Params,
     plain: optax.GradientTransformation | None = None,
 ) -> tuple[Any, Any]:
-    """Goes on with a run of ours in plain optax and f32, from where it is.
+    """Continue a low-memory run in plain optax and f32.
 
     Args:
-      tx: the optimizer that ran so far.
+      tx: the low-memory optimizer.
       state: its state.
       params: its weights.
-      plain: the optax optimizer that is to go on. None finds one for our optimizers,
-        `lowmem.chain`, `compress_state` and `split_master_weights`: `optax.adamw` for
-        `flash_adamw` (`optax.adam` where weight_decay is 0), and so on, with a count of its own
-        where the learning rate depends on the step. Inside wrappers of optax's it cannot be told.
+      plain: the optax optimizer to continue with. None chooses one for the optimizers of this
+        library, `lowmem.chain`, `compress_state` and `split_master_weights`: `optax.adamw` for
+        `flash_adamw` (`optax.adam` if weight_decay is 0), and so on, with a separate count if the
+        learning rate depends on the step. Required inside wrappers of optax.
 
     Returns:
       (f32 parameters, state of `plain`).
 
     Raises:
-      ValueError: where `plain` is needed, or keeps what `tx` has not.
+      ValueError: if `plain` is required, or has state that `tx` lacks.
 
-    Numerics: exact: what codes and corrections stand for, in f32. v of Adam-mini is spread over its
-    blocks, whose mean `from_optax` takes again.
+    Numerics: exact: the f32 values of codes and corrections. Adam-mini's v is broadcast over its
+    blocks; `from_optax` takes their mean again.
 
-    Memory: 12 bytes per parameter for AdamW beside what is there.
+    Memory: 12 bytes per parameter for AdamW, in addition to `state` and `params`.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lowmem as lowmem
@@ -650,7 +651,7 @@ def to_optax(
       >>> updates, old = optax.adamw(1e-3).update(params, old, params)
     """
     masters = master_params(params, state)
-    _, decisions = scope.dry_run(tx, params)
+    _, decisions = context.dry_run(tx, params)
     chosen = counterpart(tx, params) if plain is None else plain
     abstract = jax.eval_shape(chosen.init, masters)
     found = _Decoder(decisions).walk(state, abstract)
@@ -660,10 +661,10 @@ def to_optax(
 def _filled(
     state: optax.OptState, plain: optax.GradientTransformation, params: optax.Params
 ) -> Any:
-    """A state whose abstract leaves, numbers that ours has not, are as `plain.init` makes them."""
+    """Replace a state's abstract leaves, which `tx` does not have, by those of `plain.init`."""
     leaves, treedef = jax.tree.flatten(state)
     left = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
-    if left:  # under a jit, where the moments, which are not asked for, are not made
+    if left:  # under jit, so that the moments, which are not returned, are not computed
         made = jax.jit(lambda p: [jax.tree.leaves(plain.init(p))[i] for i in left])(params)
         for index, leaf in zip(left, made, strict=True):
             leaves[index] = leaf
@@ -697,7 +698,7 @@ class _Decoder(Converter):
                     shape = (sum(math.prod(wanted[name].shape) for name in in_packs[path]),)
                     decision = dataclasses.replace(decision, shape=shape)
                 stored.append(decode_leaf(decision, codes, scales, shape))
-            values = packs.unpacked(metadata.like(tree, stored), wanted)
+            values = packs.unpacked(array_metadata.like(tree, stored), wanted)
             leaves = [values[path].astype(leaf.dtype) for path, leaf in wanted.items()]
             return jax.tree.unflatten(jax.tree.structure(like), leaves)
 

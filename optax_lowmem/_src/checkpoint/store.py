@@ -1,4 +1,4 @@
-"""Saving, restoring, and what a manager of the user's own needs of both."""
+"""Save and restore checkpoints, by path or with the user's `CheckpointManager`."""
 
 import operator
 import os
@@ -14,19 +14,19 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from optax_lowmem._src.checkpoint import checksums, files
 from optax_lowmem._src.checkpoint.description import check, check_version, forms, metadata, unlike
 from optax_lowmem._src.checkpoint.files import DESCRIPTION, PARAMS, STATE, StrPath, open_manager
-from optax_lowmem._src.core import scope, trees
+from optax_lowmem._src.core import context, trees
 from optax_lowmem._src.core.placement import beside
 
-# ---- saved: no arrays of size 0, no array without a name, no empty items -------------------------
+# ---- Orbax saves no arrays of size 0, no array without a name, no empty items --------------------
 
-_BARE = "array"  # the name of an array that is a whole tree
+_BARE = "array"  # the name of an array that is the whole tree
 
 
 def packed(tree: object) -> Any:
-    """A tree without its arrays of size 0; None where no array is left.
+    """Return a tree without its arrays of size 0; None if no array is left.
 
     Raises:
-      ValueError: for two arrays of one name: Orbax calls a file's arrays by their keys and dots.
+      ValueError: if two arrays have the same name, which Orbax makes by joining keys with dots.
     """
     trees.named_leaves(tree, _dotted, "in an Orbax checkpoint")
     kept = jax.tree.map(lambda leaf: leaf if _filled(leaf) else None, tree)
@@ -44,11 +44,11 @@ def _filled(leaf: jax.Array | jax.ShapeDtypeStruct) -> bool:
 
 
 def unpacked(found: object, target: object) -> Any:
-    """The tree of `target`, from the arrays of its packed form.
+    """Return the tree of `target`, from the arrays of its packed form.
 
     Args:
-      found: what was restored for `packed(target)`, None where that is None.
-      target: abstract, with shardings.
+      found: what was restored for `packed(target)`; None if that is None.
+      target: abstract arrays with shardings.
     """
     arrays = iter(jax.tree.leaves(found))
 
@@ -60,7 +60,7 @@ def unpacked(found: object, target: object) -> Any:
     return jax.tree.map(leaf, target)
 
 
-# ---- restored: with the shardings of the parameters and the state --------------------------------
+# ---- shardings of the restored parameters and state ----------------------------------------------
 
 Shardings = Any  # a Sharding, or a tree of them, a prefix of the state's
 
@@ -69,13 +69,13 @@ def targets(
     params_like: optax.Params,
     state_like: optax.OptState,
     shardings: Shardings,
-    decisions: Sequence[scope.Decision],
+    decisions: Sequence[context.Decision],
 ) -> tuple[Any, Any]:
-    """Abstract parameters and state, every leaf with its sharding.
+    """Return abstract parameters and state, every leaf with its sharding.
 
     Args:
-      params_like: arrays or abstract ones; one without a sharding goes on all devices of those that
-        have one, else to the default device.
+      params_like: concrete or abstract arrays; those without a sharding are replicated over the
+        devices of those that have one, or go to the default device.
       state_like: abstract state of the optimizer.
       shardings: of the state, or None.
       decisions: how the optimizer stores each slot.
@@ -92,7 +92,7 @@ def targets(
         for (path, _), sharding in zip(trees.named_leaves(state_like), of_leaves, strict=True):
             if not isinstance(sharding, Sharding):
                 raise TypeError(
-                    f"the sharding of state '{path}' is {sharding!r}: give a jax.sharding.Sharding,"
+                    f"the sharding of state '{path}' is {sharding!r}: pass a jax.sharding.Sharding,"
                     " such as NamedSharding(mesh, spec)."
                 )
     state = [_abstract(leaf, s) for leaf, s in zip(leaves, of_leaves, strict=True)]
@@ -107,12 +107,12 @@ def _as_parameters(
     params: optax.Params,
     state: optax.OptState,
     here: Sharding,
-    decisions: Sequence[scope.Decision],
+    decisions: Sequence[context.Decision],
 ) -> Sequence[Sharding]:
-    """Return the sharding of each array of a state: its parameter's, else `here`.
+    """Return the sharding of each array of a state: that of its parameter, otherwise `here`.
 
-    An array belongs to the parameter whose path ends its own, if both have the same shape, or it
-    has the shape of codes of that parameter.
+    An array belongs to a parameter if its path ends with the parameter's, and its shape is that of
+    the parameter or of its codes.
     """
     known = dict(trees.named_leaves(params))
     narrow = {}
@@ -151,7 +151,7 @@ if TYPE_CHECKING:
 def args(
     tx: optax.GradientTransformation, params: optax.Params, state: optax.OptState
 ) -> dict[str, Any]:
-    """The items of a checkpoint, for a `CheckpointManager` of your own.
+    """Return the items of a checkpoint, for your `CheckpointManager`.
 
     Args:
       tx: the optimizer.
@@ -159,12 +159,12 @@ def args(
       state: its state.
 
     Returns:
-      `ocp.args` by item name: `params`, `opt_state` (each where it has arrays) and `optax_lowmem`,
-      the description of the format. `restore_from` reads them back.
+      `ocp.args` by item name: `params`, `opt_state` (unless they have no arrays) and
+      `optax_lowmem`, the description of the format. `restore_from` reads them.
 
     Raises:
       ImportError: without Orbax.
-      ValueError: for a state that `tx` does not keep of these parameters.
+      ValueError: if the state is not one of `tx` for these parameters.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -173,13 +173,13 @@ def args(
       >>> sorted(lowmem.checkpoint.args(tx, params, state))
       ['opt_state', 'optax_lowmem', 'params']
 
-    With a manager, beside items of your own:
+    With a manager and items of yours:
     `manager.save(step, args=ocp.args.Composite(**args(tx, params, state), data=...))`.
     """
     ocp = files.orbax()
     described = metadata(tx, params)
     for problem in unlike("state", forms(state), described["state"], "Save what tx.init made."):
-        raise ValueError(f"the state is not what this optimizer keeps of these params: {problem}")
+        raise ValueError(f"the state is not one of this optimizer for these params: {problem}")
     trees = {PARAMS: packed(params), STATE: packed(state)}
     arrays = {name: ocp.args.StandardSave(tree) for name, tree in trees.items() if tree is not None}
     return {**arrays, DESCRIPTION: ocp.args.JsonSave(described)}
@@ -194,31 +194,31 @@ def save(
     *,
     keep: int | None = None,
 ) -> None:
-    """Saves parameters and state as one step of an Orbax `CheckpointManager` directory.
+    """Save parameters and state as one step of an Orbax `CheckpointManager` directory.
 
-    It returns when the step is complete, so that a training step may be given the arrays to donate.
-    A step appears under its name when it is complete: one that was cut off is never restored, and
-    the next save removes it. Every file has a checksum, which `restore` compares. One save at a
-    time may write to a directory.
+    It returns when the step is complete, so a training step may then donate the arrays. A step gets
+    its final name only when it is complete: an interrupted save is never restored, and the next
+    save removes it. Every file has a checksum, which `restore` verifies. Only one save at a time
+    may write to a directory.
 
     Args:
-      path: of the directory of all steps; made where there is none.
+      path: directory of all steps; created if it does not exist.
       tx: the optimizer.
       params: its parameters.
       state: its state.
       step: number of the step.
-      keep: how many steps to keep, 1 or more: the newest, by their numbers. None keeps all.
+      keep: number of steps to keep, 1 or more: those with the highest numbers. None keeps all.
 
     Raises:
-      BlockingIOError: another save, of any process or thread, writes to this directory.
+      BlockingIOError: if another save, of any process or thread, writes to this directory.
       ImportError: without Orbax.
-      ValueError: for a step that is there already or older than all that `keep` keeps, a step or
-        keep that is no such number, or a state that `tx` does not keep.
+      ValueError: if the step exists already or is older than all steps that `keep` keeps, if `step`
+        or `keep` is not such a number, or if the state is not one of `tx`.
 
     Speed: the checksums take 6 to 8 % of the time (0.6 GB into the page cache, 2 cores).
 
     Size: that of weights and state in memory, 5.2 bytes per parameter for `flash_adamw` with bf16
-    weights (`optax.adamw` in f32: 12), before Orbax compresses them.
+    weights (`optax.adamw` in f32: 12), before compression by Orbax.
 
     Example:
       >>> import jax.numpy as jnp, tempfile, optax_lowmem as lowmem
@@ -238,7 +238,7 @@ def save(
         files.remove_temporary(path)
         try:
             _save(path, step, keep, ocp.args.Composite(**items))
-        finally:  # threads of a save that failed before may have written since
+        finally:  # threads of an earlier failed save may have written since
             files.remove_temporary(path)
 
 
@@ -249,7 +249,7 @@ def _save(path: StrPath, step: int, keep: int | None, items: Any) -> None:
             raise ValueError(f"{path} has a checkpoint of step {step} already: save another step.")
         if there is not None:
             raise ValueError(
-                f"{path} has a folder of step {step} that is no complete checkpoint: remove "
+                f"{path} has a folder of step {step} that is not a complete checkpoint: remove "
                 "it, or save another step."
             )
         newer = sorted(old for old in files.steps(manager) if old > step)
@@ -264,13 +264,13 @@ def _save(path: StrPath, step: int, keep: int | None, items: Any) -> None:
 
 
 def _whole(name: str, value: int, least: int, other: str = "") -> int:
-    """A number that counts steps, as an int; raises where it is none."""
+    """Return a number of steps as an int; raise unless it is an integer of at least `least`."""
     try:
         number = None if isinstance(value, bool | np.bool_) else operator.index(value)
     except TypeError:
         number = None
     if number is None or number < least:
-        # the arrays of a state, given in the place of a step, are not fetched to be shown
+        # if a state is passed as the step, its arrays are not fetched for the message
         arrays = any(map(np.ndim, jax.tree.leaves(value)))
         got = f"a {type(value).__name__}" if arrays else repr(value)
         raise ValueError(f"{name} must be a whole number from {least} up, {other}got {got}")
@@ -278,10 +278,10 @@ def _whole(name: str, value: int, least: int, other: str = "") -> int:
 
 
 def latest_step(path: StrPath) -> int | None:
-    """The newest complete step in a directory that `save` wrote; None where there is none.
+    """Return the newest complete step in a directory that `save` wrote, or None.
 
     Args:
-      path: of the directory of all steps.
+      path: directory of all steps.
     """
     if not files.is_remote(path) and not os.path.isdir(path):
         return None
@@ -297,17 +297,17 @@ def restore(
     step: int | None = None,
     shardings: Shardings = None,
 ) -> tuple[Any, Any]:
-    """Parameters and state as `save` wrote them, bit for bit, on any mesh and devices.
+    """Restore parameters and state as `save` wrote them, bit for bit, on any mesh and devices.
 
     Args:
-      path: of the directory of all steps.
-      tx: the optimizer that is to go on.
+      path: directory of all steps.
+      tx: the optimizer to continue with.
       params_like: the parameters' shapes, dtypes and shardings: arrays or `jax.ShapeDtypeStruct`s,
-        such as `jax.eval_shape` of what makes them.
-      step: which; the newest complete one by default.
+        such as `jax.eval_shape` of the function that initialises them.
+      step: step to restore; by default the newest complete one.
       shardings: of the state: a tree of `jax.sharding.Sharding`s or a prefix of it, such as one for
-        all. By default what has a parameter's shape goes where the parameter goes, and the rest on
-        all of its devices.
+        all. By default arrays with a parameter's shape have its sharding, and the rest are
+        replicated over the parameters' devices.
 
     Returns:
       (params, state).
@@ -315,7 +315,7 @@ def restore(
     Raises:
       ImportError: without Orbax.
       ValueError: no complete step; another codec, group size, tree, shape or dtype (nothing is
-        cast); a checkpoint that is cut short or damaged.
+        cast); a checkpoint that is truncated or damaged.
 
     Memory: on a CPU the peak is 1.4 to 1.8 times the size of the restored arrays.
 
@@ -341,13 +341,13 @@ def restore_from(
     step: int | None = None,
     shardings: Shardings = None,
 ) -> tuple[Any, Any]:
-    """`restore` from a `CheckpointManager` of your own, whose items `args` made.
+    """Restore as `restore`, from your `CheckpointManager` that saved the items of `args`.
 
     Args:
       manager: an `ocp.CheckpointManager`.
-      tx: the optimizer that is to go on.
+      tx: the optimizer to continue with.
       params_like: as in `restore`.
-      step: which; the newest complete one by default.
+      step: as in `restore`.
       shardings: as in `restore`.
 
     Returns:
@@ -371,11 +371,11 @@ def restore_from(
     check_version(saved)
     if "checksums" in saved and not summed:
         raise ValueError(
-            f"step {step} in {manager.directory} was saved with checksums, and files "
+            f"step {step} in {manager.directory} was saved with checksums, but files "
             f"'{checksums.NAME}' are missing: restore another step or a copy."
         )
     check(saved, tx, params_like)
-    state_like, decisions = scope.dry_run(tx, params_like)
+    state_like, decisions = context.dry_run(tx, params_like)
     abstract = targets(params_like, state_like, shardings, decisions)
     wanted = dict(zip((PARAMS, STATE), abstract, strict=True))
     stored = {n: tree for n, t in wanted.items() if (tree := packed(t)) is not None}

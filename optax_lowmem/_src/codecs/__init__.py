@@ -1,4 +1,4 @@
-"""Codecs of optimizer slots and of master weights, and their tables."""
+"""Codecs of optimizer slots, the formats of their scales, and splits of master weights."""
 
 import jax
 import jax.numpy as jnp
@@ -61,7 +61,7 @@ CODECS: dict[str, GroupCodec] = {
 
 
 def check_groups(x: jax.Array, group_size: int) -> None:
-    """Raises for an array that has no groups of neighbours."""
+    """Raise for an array or group size that has no groups."""
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(
             f"an array of shape {x.shape} has no groups: its last axis must have elements "
@@ -77,7 +77,7 @@ def check_stored(
     """Return the length of the last axis of the values.
 
     Raises:
-      ValueError: for codes and scales that do not belong together, or to the codec.
+      ValueError: if codes and scales do not match each other or the codec.
     """
     check_groups(codes, group_size)
     length = codec.length_of(codes, length)
@@ -85,8 +85,8 @@ def check_stored(
     given = StoredSlot(codes, scales)
     if not given.is_like(forms):
         raise ValueError(
-            f"{given.words}: {codec.name} in groups of {group_size} keeps {forms.words}. Pass the "
-            "codec and group_size that stored them."
+            f"got {given.words}, but {codec.name} in groups of {group_size} stores {forms.words}: "
+            "pass the codec and group_size that encoded them"
         )
     return length
 
@@ -95,17 +95,17 @@ def check_stored(
 def encode_array(
     codec: GroupCodec, x: jax.Array, group_size: int, noise: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Return stored codes and scales, of `codec.storage`, of an array of any rank over 0.
+    """Encode an array of rank 1 or more as codes and scales, shaped as in `codec.storage`.
 
     Args:
-      codec: how to store it.
+      codec: the codec to store it with.
       x: values [..., n], f32 or 16-bit.
       group_size: neighbours on the last axis that share a scale.
       noise: uniforms in [0, 1) of x's shape; None rounds to nearest.
 
     Raises:
-      TypeError: for values that are neither.
-      ValueError: for an array without a last axis or elements on it.
+      TypeError: if x is neither f32 nor 16-bit.
+      ValueError: if x has no last axis or no elements on it.
     """
     check_groups(x, group_size)
     if x.dtype != jnp.float32 and not numerics.is_narrow(x.dtype):
@@ -125,17 +125,17 @@ def decode_array(
     group_size: int,
     length: int | None = None,
 ) -> jax.Array:
-    """f32 values of `encode_array`'s codes and scales.
+    """Decode the codes and scales of `encode_array` to f32 values.
 
     Args:
-      codec: how they were stored.
-      codes: as they are stored, [..., n] for a code of 8 bits.
+      codec: the codec that encoded them.
+      codes: stored codes, [..., n] if they have 8 bits.
       scales: [..., ceil(n / group_size)].
       group_size: neighbours on the last axis that share a scale.
-      length: n, which a codec with several codes in a byte must be told.
+      length: n; required if a byte stores several codes.
 
     Raises:
-      ValueError: for codes and scales that do not belong together, or to the codec.
+      ValueError: if codes and scales do not match each other or the codec.
     """
     length = check_stored(codec, codes, scales, group_size, length)
     unit = groups.spread_tree(codec.units(scales), length, group_size)

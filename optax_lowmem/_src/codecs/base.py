@@ -1,7 +1,7 @@
-"""The codec of a slot: scaling by what a group's values span, rounding, and back; and its storage.
+"""Group codecs: store a slot as low-bit codes with one scale per group, and decode it.
 
 A codec works on a group view [..., groups, lanes] and is pure jnp, so that the XLA path and a
-kernel body call the same functions. What it stores, of which shape and dtype, it alone says.
+kernel body call the same functions. Only `GroupCodec.storage` defines the stored shapes and dtypes.
 """
 
 import abc
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._src.core import groups, numerics
-from optax_lowmem._src.core.shown import ShowsChanges
+from optax_lowmem._src.core.reprs import ShowsChanges
 
 # ---- the scale of a group: f32, 16 bits with an 8-bit exponent, or the paper's FP16 --------------
 
@@ -22,7 +22,7 @@ _MAX_BITS = (126 + 127) << 23
 
 
 def guard(bits: jax.Array) -> jax.Array:
-    """A scale's bits: subnormal -> 0, over 2^126 -> 2^126 (codes saturate), not finite -> NaN."""
+    """Guard scale bits: subnormal -> 0, over 2^126 -> 2^126 (codes saturate), inf or NaN -> NaN."""
     clamped = numerics.at_most(bits, _MAX_BITS)
     kept = jnp.where(bits < numerics.MIN_NORMAL_BITS, jnp.uint32(0), clamped)
     return jnp.where(bits >= numerics.INF_BITS, jnp.uint32(numerics.NAN_BITS), kept)
@@ -30,7 +30,7 @@ def guard(bits: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Float32Scale(ShowsChanges):
-    """Four bytes a group: follows a second moment that moves by 5e-4 a step."""
+    """f32, four bytes per group: resolves second moments that change by 5e-4 per step."""
 
     name: str = "f32"
     dtype: jnp.dtype = dataclasses.field(default=jnp.dtype(jnp.float32))
@@ -38,20 +38,20 @@ class Float32Scale(ShowsChanges):
     absolute_error: float = 0.0
 
     def encode(self, absmax: jax.Array) -> jax.Array:
-        """Stored scales from the bits of the group maxima."""
+        """Return stored scales from the bits of the group maxima."""
         return numerics.from_bits(guard(absmax))
 
     def decode(self, stored: jax.Array) -> jax.Array:
-        """f32 scales."""
+        """Return f32 scales."""
         return stored
 
 
 @dataclasses.dataclass(frozen=True)
 class E8M8Scale(ShowsChanges):
-    """Two bytes a group: an unsigned float of 8 exponent and 8 mantissa bits, f32's range.
+    """Unsigned float with 8 exponent and 8 mantissa bits: two bytes per group, the range of f32.
 
-    Rounded up: a scale under the group maximum would clip the largest value a little at every step,
-    and a slow average would end up to 16 % short of it.
+    Encoding rounds up: a scale below the group maximum would clip the largest value a little at
+    every step, and a slow moving average would end up to 16 % too small.
     """
 
     name: str = "e8m8"
@@ -60,17 +60,17 @@ class E8M8Scale(ShowsChanges):
     absolute_error: float = 0.0
 
     def encode(self, absmax: jax.Array) -> jax.Array:
-        """Stored scales from the bits of the group maxima, rounded up to 8 mantissa bits."""
+        """Return stored scales from the bits of the group maxima, rounded up to 8 mantissa bits."""
         return ((guard(absmax) + 0x7FFF) >> 15).astype(jnp.uint16)
 
     def decode(self, stored: jax.Array) -> jax.Array:
-        """f32 scales."""
+        """Return f32 scales."""
         return numerics.from_bits(stored.astype(jnp.uint32) << 15)
 
 
 @dataclasses.dataclass(frozen=True)
 class Float16Scale(ShowsChanges):
-    """Two bytes a group, as in the paper: 0 under 3e-8 and inf over 65504, unguarded."""
+    """FP16 as in the paper, two bytes per group; unguarded: 0 under 3e-8, inf over 65504."""
 
     name: str = "f16"
     dtype: jnp.dtype = dataclasses.field(default=jnp.dtype(jnp.float16))
@@ -78,11 +78,11 @@ class Float16Scale(ShowsChanges):
     absolute_error: float = 2.0**-25  # half the spacing of its subnormals
 
     def encode(self, absmax: jax.Array) -> jax.Array:
-        """Stored scales from the bits of the group maxima."""
+        """Return stored scales from the bits of the group maxima."""
         return numerics.from_bits(absmax).astype(jnp.float16)
 
     def decode(self, stored: jax.Array) -> jax.Array:
-        """f32 scales."""
+        """Return f32 scales."""
         return stored.astype(jnp.float32)
 
 
@@ -93,49 +93,49 @@ ScaleFormat = Float32Scale | E8M8Scale | Float16Scale
 
 
 class StoredSlot(NamedTuple):
-    """The two arrays that a slot is stored as, or their shapes and dtypes."""
+    """Codes and scales of a slot, as arrays or as shapes and dtypes."""
 
     codes: Any
     scales: Any
 
     def is_like(self, other: "StoredSlot") -> bool:
-        """Return whether both are of the same shapes and dtypes."""
+        """Return whether both have the same shapes and dtypes."""
         rows = zip(self, other, strict=True)
         return all((a.shape, a.dtype) == (b.shape, b.dtype) for a, b in rows)
 
     @property
     def words(self) -> str:
-        """For example `int8[64, 64] codes with float32[64, 2] scales`."""
+        """Return for example `int8[64, 64] codes with float32[64, 2] scales`."""
         codes, scales = (f"{x.dtype}{list(x.shape)}" for x in self)
         return f"{codes} codes with {scales} scales"
 
 
 class Span(NamedTuple):
-    """Values of elements, and which end of them a group's scale is made of."""
+    """Elementwise values whose maximum (or minimum) over a group determines the group's scale."""
 
     values: jax.Array
-    largest: bool = True  # else the smallest
+    largest: bool = True  # reduce by the maximum, else by the minimum
 
     def over_groups(self) -> jax.Array:
-        """Return the end of each group on the last axis."""
+        """Return the maximum (or minimum) over each group, the last axis."""
         return (jnp.max if self.largest else jnp.min)(self.values, axis=-1)
 
     def of_two(self, one: jax.Array, other: jax.Array) -> jax.Array:
-        """Return the end of two arrays of values, elementwise."""
+        """Return the elementwise maximum (or minimum) of two arrays."""
         return (jnp.maximum if self.largest else jnp.minimum)(one, other)
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupCodec(ShowsChanges, abc.ABC):
-    """Stores a slot as codes of up to 8 bits and one scale per group.
+    """Store a slot as codes of up to 8 bits and one scale per group.
 
-    A code of 8 bits is stored as it is. A narrower one lies in a byte with its neighbours on the
-    last axis, the first in the lowest bits.
+    8-bit codes are stored unchanged. Narrower codes share a byte with their neighbours on the last
+    axis, the first in the lowest bits.
 
     Attributes:
-      scale: how the scale of a group is stored; it has a `dtype`.
-      guarded: codes use the scale as stored, zero and non-finite groups are exact. False is the
-        paper's form.
+      scale: storage format of the group scales; it has a `dtype`.
+      guarded: whether codes use the scale as stored, zero groups decode to 0 and non-finite groups
+        to NaN. False is the paper's form.
       signed: whether values may be negative.
     """
 
@@ -143,16 +143,16 @@ class GroupCodec(ShowsChanges, abc.ABC):
     guarded: bool = True
     signed: bool = True
 
-    bits = 8  # of a code: 8, 4 or 2
+    bits = 8  # per code: 8, 4 or 2
 
     @property
     def dtype(self) -> jnp.dtype:
-        """dtype of the codes."""
+        """Return the dtype of the codes before packing."""
         return jnp.dtype(jnp.int8 if self.signed else jnp.uint8)
 
     @property
     def name(self) -> str:
-        """For example `softsign-int8`, `sqrt-uint8-paper` or `linear-int4`."""
+        """Return for example `softsign-int8`, `sqrt-uint8-paper` or `linear-int4`."""
         kind = type(self).__name__.removesuffix("Codec").lower()
         form = f"{kind}-{'int' if self.signed else 'uint'}{self.bits}"
         return form + ("" if self.guarded else "-paper")
@@ -161,22 +161,22 @@ class GroupCodec(ShowsChanges, abc.ABC):
 
     @property
     def codes_per_byte(self) -> int:
-        """Return the number of neighbours on the last axis whose codes share a byte."""
+        """Return the number of codes that share a byte."""
         return 8 // self.bits
 
     @property
     def no_tile_reason(self) -> str | None:
-        """Return the reason why a kernel's tiles cannot hold the stored array, or None."""
+        """Return why a kernel's tiles cannot hold the stored array, or None."""
         several = self.codes_per_byte
         if several & (several - 1) == 0:
             return None
-        return f"{self.name} keeps {several} codes in a byte, and tiles hold powers of two"
+        return f"{self.name} stores {several} codes per byte, and kernel tiles need a power of two"
 
     def storage(self, shape: tuple[int, ...], group_size: int) -> StoredSlot:
-        """Return the shapes and dtypes of what is stored of values of a shape of any rank over 0.
+        """Return the shapes and dtypes of codes and scales, for values of rank 1 or more.
 
         Raises:
-          ValueError: for a group size with which bytes would hold codes of two groups.
+          ValueError: if a byte would hold codes of two groups.
         """
         codes = jax.ShapeDtypeStruct(shape, self.dtype)
         if self.bits < 8:
@@ -186,109 +186,109 @@ class GroupCodec(ShowsChanges, abc.ABC):
         return StoredSlot(codes, jax.ShapeDtypeStruct(scales, self.scale.dtype))
 
     def check_group_size(self, group_size: int) -> None:
-        """Raises for a group size with which bytes would hold codes of two groups."""
+        """Raise if a byte would hold codes of two groups."""
         if group_size % self.codes_per_byte:
             raise ValueError(
-                f"{self.name} keeps {self.codes_per_byte} codes in a byte, so its group_size must "
+                f"{self.name} stores {self.codes_per_byte} codes per byte, so its group_size must "
                 f"be a multiple of {self.codes_per_byte}, got {group_size}"
             )
 
     def length_of(self, stored: jax.Array, length: int | None) -> int:
-        """Return the length of the last axis of the values: that given, or that of the codes.
+        """Return the length of the values' last axis: `length`, or that of `stored` if None.
 
         Raises:
-          ValueError: where it is not given and stored bytes may be of several lengths.
+          ValueError: if `length` is None and packed bytes do not determine it.
         """
         if length is not None:
             return length
         if self.codes_per_byte > 1:
             raise ValueError(
-                f"{self.name} keeps {self.codes_per_byte} codes in a byte, and {stored.shape[-1]} "
-                "bytes may be of several lengths: pass length=, that of the values' last axis"
+                f"{self.name} stores {self.codes_per_byte} codes per byte, so {stored.shape[-1]} "
+                "bytes do not determine the length of the values' last axis: pass length="
             )
         return stored.shape[-1]
 
     def pack(self, codes: jax.Array) -> jax.Array:
-        """Codes [..., n] as they are stored; what is left of the last byte of a row is 0."""
+        """Return the stored form of codes [..., n]; unused bits of a row's last byte are 0."""
         if self.bits == 8:
             return codes
         in_bytes = groups.to_groups(self.bits_in_byte(codes), self.codes_per_byte)
         return jnp.sum(in_bytes, axis=-1, dtype=jnp.int32).astype(jnp.uint8)
 
     def bits_in_byte(self, codes: jax.Array) -> jax.Array:
-        """int32 of each code alone in its byte: bytes are their sums."""
+        """Return each code shifted to its place in its byte (int32); bytes are sums of these."""
         fields = codes.astype(jnp.int32) & (2**self.bits - 1)
         return fields << (self.place_in_byte(codes.shape) * self.bits)
 
     def unpack(self, stored: jax.Array, length: int) -> jax.Array:
-        """Return the codes [..., length] of a stored array; bytes of 0 are codes of 0."""
+        """Return the codes [..., length] of a stored array; a byte of 0 gives codes of 0."""
         if self.bits == 8:
             return stored
         return self.of_bytes(groups.spread(stored.astype(jnp.int32), length, self.codes_per_byte))
 
     def of_bytes(self, spread: jax.Array) -> jax.Array:
-        """Codes of the byte (int32) that each lies in."""
+        """Return the codes, given for each element the byte (int32) that contains its code."""
         offsets = self.place_in_byte(spread.shape) * self.bits
         fields = (spread >> offsets) & (2**self.bits - 1)
         sign = 2 ** (self.bits - 1) if self.signed else 0
         return ((fields ^ sign) - sign).astype(self.dtype)
 
     def place_in_byte(self, shape: tuple[int, ...]) -> jax.Array:
-        """Return how many codes lie before each in its byte, for codes of this shape."""
+        """Return the index of each code within its byte, for codes of this shape."""
         lane = lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
         return lax.rem(lane, jnp.uint32(self.codes_per_byte)).astype(jnp.int32)
 
     # ---- arithmetic --------------------------------------------------------------------------
 
     def measure(self, x: jax.Array) -> tuple[jax.Array, Any]:
-        """Stored scales [..., groups] of a group view, and what `quantize` needs of each group."""
+        """Return the stored scales [..., groups] of a group view, and divisors for `quantize`."""
         return self.scaled(tuple(span.over_groups() for span in self.spans(x)))
 
     @abc.abstractmethod
     def spans(self, x: jax.Array) -> tuple[Span, ...]:
-        """Return what `scaled` takes the largest, or the smallest, of in each group of f32 values.
+        """Return the elementwise values that are reduced over each group for `scaled`.
 
-        Elementwise, so that a kernel whose groups lie elsewhere than on a last axis can reduce them
+        The reduction is separate, so that a kernel whose groups are not on the last axis can reduce
         in its own way.
         """
 
     @abc.abstractmethod
     def scaled(self, ends: tuple[jax.Array, ...]) -> tuple[jax.Array, Any]:
-        """Stored scales of groups whose `spans` have these ends, and what `quantize` needs."""
+        """Return stored scales and divisors for `quantize`, from the reduced `spans`."""
 
     @abc.abstractmethod
     def quantize(self, x: jax.Array, divisor: Any, noise: jax.Array | None = None) -> jax.Array:
-        """Codes of f32 values, elementwise; `divisor` (of `measure`) and `noise` broadcast.
+        """Return codes of f32 values, elementwise; `divisor` and `noise` broadcast.
 
         Args:
           x: f32 values of any shape.
-          divisor: of each element's group.
+          divisor: result of `measure` for each element's group.
           noise: uniforms in [0, 1) for stochastic rounding; None rounds to nearest.
         """
 
     @abc.abstractmethod
     def units(self, stored: jax.Array) -> Any:
-        """Return the values of each group that `dequantize` takes, from its stored scale."""
+        """Return what `dequantize` needs per group, from the stored scales."""
 
     @abc.abstractmethod
     def dequantize(self, codes: jax.Array, unit: Any) -> jax.Array:
-        """f32 values of codes, elementwise; the group's `unit` broadcasts."""
+        """Return f32 values of codes, elementwise; the group's `unit` broadcasts."""
 
     @abc.abstractmethod
     def error_bound(self, x: jax.Array, stochastic: bool = False) -> jax.Array:
-        """Upper bound of |decode(encode(x)) - x| for each element of a finite group view.
+        """Return an upper bound of |decode(encode(x)) - x| per element of a finite group view.
 
-        Of the guarded form it holds for all of f32; it counts what is over 2^126 and saturates, and
-        what is flushed to 0. Subnormal values count as 0.
+        For guarded codecs it holds for all of f32, including values over 2^126, which saturate, and
+        values that are flushed to 0. Subnormal values count as 0.
         """
 
     def encode(self, x: jax.Array, noise: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-        """Codes [..., groups, lanes] and stored scales [..., groups] of a group view."""
+        """Return codes [..., groups, lanes] and stored scales [..., groups] of a group view."""
         stored, divisor = self.measure(x)
         return self.quantize(x, _of_elements(divisor), noise), stored
 
     def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
-        """f32 values [..., groups, lanes] of codes and stored scales [..., groups]."""
+        """Return f32 values [..., groups, lanes] of codes and stored scales [..., groups]."""
         return self.dequantize(codes, _of_elements(self.units(scales)))
 
 

@@ -1,4 +1,4 @@
-"""Codecs that compand magnitudes: a group's maximum is its scale, a code a position below it."""
+"""Companding codecs: codes of companded magnitudes relative to the group's maximum."""
 
 import abc
 import dataclasses
@@ -21,73 +21,73 @@ from optax_lowmem._src.core import numerics
 _EPS = float(jnp.finfo(jnp.float32).eps)
 _MIN_NORMAL = float(jnp.finfo(jnp.float32).tiny)
 _MAX_ROOT = float(jnp.finfo(jnp.float32).max) ** 0.5 * (1 - 2.0**-20)
-_PAPER_MIN_ABSMAX = 1e-12  # the official implementation's floor
+_PAPER_MIN_ABSMAX = 1e-12  # minimum of the official implementation
 
 
 @dataclasses.dataclass(frozen=True)
 class CompandedCodec(GroupCodec):
-    r"""Stores a slot as codes and the maximum of each group.
+    r"""Store a slot as codes and the maximum of each group.
 
-    With magnitudes y (of the companded domain), s the scale as it is stored and L the largest code,
-    the position of a value is z(y / s) in [0, L]; the code is z rounded, to nearest (half away from
+    Let y be the magnitudes in the companded domain, s the stored scale and L the largest code. A
+    value has the position z(y / s) in [0, L]. Its code is z rounded to nearest (half away from
     zero), or stochastically between the two *decoded* neighbours,
     P(up) = (x - dec(lo)) / (dec(hi) - dec(lo)), so that E[decode(encode(x))] = x.
 
     Attributes:
-      scale: format of the scale of a group.
-      guarded: codes use the scale as stored, zero and non-finite groups are exact, and a
-        non-negative codec gives a code of at least 1 to every v > 0. False is the paper's form.
+      scale: storage format of the group scales.
+      guarded: whether codes use the scale as stored, zero groups decode to 0, non-finite groups to
+        NaN, and unsigned codes of v > 0 are at least 1. False is the paper's form.
       signed: whether values may be negative.
     """
 
     scale: ScaleFormat = dataclasses.field(default_factory=Float32Scale)
 
-    least: ClassVar[float] = _MIN_NORMAL  # magnitude of the least normal number
+    least: ClassVar[float] = _MIN_NORMAL  # `magnitude` of the smallest normal number
 
     @property
     def levels(self) -> int:
-        """The largest code."""
+        """Return the largest code."""
         return 2 ** (self.bits - self.signed) - 1
 
     def magnitude(self, x: jax.Array) -> jax.Array:
-        """Non-negative values of the companded domain whose group maximum is the scale."""
+        """Return the non-negative values whose group maximum is the scale."""
         return jnp.abs(x)
 
     def restore(self, y: jax.Array) -> jax.Array:
-        """Inverse of `magnitude` for non-negative values."""
+        """Invert `magnitude`, for non-negative values."""
         return y
 
     def divisor(self, scale: jax.Array) -> jax.Array:
-        """Return the factor that `position` takes, from a scale (f32, may be 0); once per group."""
+        """Return the `divisor` of `position`, from a scale (f32, may be 0); once per group."""
         one = jnp.float32(1)
         inverse = numerics.quotient(one, jnp.where(scale == 0, one, scale))
         return jnp.where(scale == 0, jnp.float32(0), inverse)
 
     @abc.abstractmethod
     def position(self, y: jax.Array, divisor: jax.Array) -> jax.Array:
-        """z in [0, levels] of y, at most a rounding above; 0 in a group of scale 0."""
+        """Return z in [0, levels] of y, up to rounding; 0 if the scale is 0."""
 
     def unit(self, scale: jax.Array) -> jax.Array:
-        """Return the unit of the values of `expand`, from a scale; computed once per group."""
+        """Return the unit of the results of `expand`, from a scale; computed once per group."""
         return scale
 
     @abc.abstractmethod
     def expand(self, z: jax.Array) -> jax.Array:
-        """y at a position z, in units of the group's `unit`."""
+        """Return y at a position z, divided by the group's `unit`."""
 
     @abc.abstractmethod
     def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
-        """Return whether noise < P(up) for a position z over the code lo, without a division."""
+        """Return noise < P(up), without a division, for a position z with floor `lo`."""
 
     def decode_magnitude(self, code: jax.Array, scale: jax.Array) -> jax.Array:
-        """|x| (f32) of a non-negative code."""
+        """Return |x| (f32) of a non-negative code."""
         return self.restore(self.expand(code) * self.unit(scale))
 
     def spans(self, x: jax.Array) -> tuple[Span, ...]:
-        """Return the bits of |x|.
+        """Return the bits of |x|, or of `magnitude(x)` if unsigned in a GPU kernel.
 
-        A GPU kernel takes those of the magnitudes, which `quantize` needs in any case: with the
-        values its assembler computes the magnitudes twice, before and after the reduction.
+        `quantize` needs the magnitudes in any case; if x is reduced instead, the GPU's assembler
+        computes them twice, before and after the reduction.
         """
         y = self.magnitude(x) if self._from_magnitudes else x
         return (Span(numerics.magnitude_bits(y, self.signed)),)
@@ -97,7 +97,7 @@ class CompandedCodec(GroupCodec):
         return not self.signed and numerics.in_gpu_kernel()
 
     def scaled(self, ends: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        """Stored scales, and the inverse of each."""
+        """Return stored scales, and the `divisor` of each."""
         absmax = numerics.from_bits(ends[0].astype(jnp.uint32))
         absmax = absmax if self._from_magnitudes else self.magnitude(absmax)
         stored = self.scale.encode(numerics.to_bits(absmax))
@@ -108,11 +108,11 @@ class CompandedCodec(GroupCodec):
     def quantize(
         self, x: jax.Array, divisor: jax.Array, noise: jax.Array | None = None
     ) -> jax.Array:
-        """Codes of f32 values, elementwise; `divisor` (of `measure`) and `noise` broadcast.
+        """Return codes of f32 values, elementwise; `divisor` and `noise` broadcast.
 
         Args:
           x: f32 values of any shape.
-          divisor: of each element's group.
+          divisor: result of `measure` for each element's group.
           noise: uniforms in [0, 1) for stochastic rounding; None rounds to nearest.
         """
         y = self.magnitude(x)
@@ -122,7 +122,7 @@ class CompandedCodec(GroupCodec):
         if noise is not None:
             lo = jnp.floor(z)
             z = lo + self.rises(noise, z, lo).astype(jnp.float32)
-        if self.signed:  # the sign last: XLA on CPU would else keep two f32 divisions
+        if self.signed:  # the sign is applied last: otherwise XLA on CPU keeps two f32 divisions
             return numerics.round_to_signed_byte(z, x)
         if self.guarded:  # subnormals are 0 on every backend
             normal = y >= self.least if numerics.in_gpu_kernel() else x >= _MIN_NORMAL
@@ -130,7 +130,7 @@ class CompandedCodec(GroupCodec):
         return numerics.round_to_byte(z)
 
     def _paper_codes(self, x: jax.Array, z: jax.Array) -> jax.Array:
-        """floor(x + 0.5) of the signed position, as the official implementation rounds."""
+        """Return floor(x + 0.5) of the signed position, as the official implementation rounds."""
         signed = jnp.where(x < 0, -z, z) if self.signed else z
         return jnp.floor(signed + jnp.float32(0.5)).astype(jnp.int32).astype(self.dtype)
 
@@ -139,17 +139,17 @@ class CompandedCodec(GroupCodec):
         return self.unit(self.scale.decode(stored))
 
     def dequantize(self, codes: jax.Array, unit: jax.Array) -> jax.Array:
-        """f32 values of codes, elementwise; the group's `unit` broadcasts."""
+        """Return f32 values of codes, elementwise; the group's `unit` broadcasts."""
         # expand() is odd in every signed codec, so the sign needs no selection
         y = self.expand(codes.astype(jnp.int32).astype(jnp.float32)) * unit
         return y if self.signed else self.restore(y)
 
     def error_bound(self, x: jax.Array, stochastic: bool = False) -> jax.Array:
-        r"""Upper bound of |decode(encode(x)) - x| for each element of a finite group view.
+        r"""Return an upper bound of |decode(encode(x)) - x| per element of a finite group view.
 
-        Half a code (nearest) or a whole one (stochastic) either side of z, in decoded units; plus
-        what the stored scale loses of the group maximum, plus f32 rounding (16 ulp, and what is
-        flushed to 0); a floored element is off by at most one code.
+        It is the decoded distance to half a code (nearest) or one code (stochastic) on either side
+        of z, plus the rounding error of the stored scale, plus f32 rounding (16 ulp, and flushing
+        to 0). Elements raised to code 1 are off by at most one code.
         """
         y = self.magnitude(x)
         absmax = jnp.max(y, axis=-1, keepdims=True)
@@ -177,30 +177,30 @@ class SoftsignCodec(CompandedCodec):
     r"""phi(x) = 2 x / (1 + |x|), phi^-1(z) = z / (2 - |z|) on x = m / s.
 
     Attributes:
-      bits: of a code.
+      bits: bits per code.
     """
 
     scale: ScaleFormat = dataclasses.field(default_factory=E8M8Scale)
     bits: int = 8
 
     def position(self, y: jax.Array, divisor: jax.Array) -> jax.Array:
-        """L phi(y / s) = 2 L y / (s + y), as 2 L - 2 L / (1 + y / s), to 2^-14 (L = 127).
+        """Return L phi(y / s) as 2 L - 2 L / (1 + y / s), with an error of 2^-14 (L = 127).
 
-        Nothing overflows, it is 2 L for infinity, and with 1 / s once a group it is two
-        multiply-adds and a reciprocal an element.
+        Nothing overflows, and infinity gives 2 L. With 1 / s computed once per group, an element
+        costs two multiply-adds and a reciprocal.
         """
         most = jnp.float32(2 * self.levels)
         return most - numerics.quotient(most, 1 + y * divisor)
 
     def expand(self, z: jax.Array) -> jax.Array:
-        """z / (2 L - |z|)."""
+        """Return z / (2 L - |z|)."""
         return numerics.quotient(z, 2 * self.levels - jnp.abs(z))
 
     def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
-        """P = (z - lo) (2 L - 1 - lo) / (2 L - z), of expand(lo), expand(z) and expand(lo + 1).
+        """Return noise < P with P = (z - lo) (2 L - 1 - lo) / (2 L - z).
 
-        With a = 2 L - 1 - lo and w = 2 L - z it is (a + 1 - w) a / w, so noise < P is
-        (a + noise) w < a a + a.
+        This is P(up) of expand(lo), expand(z) and expand(lo + 1). With a = 2 L - 1 - lo and
+        w = 2 L - z, P = (a + 1 - w) a / w, so noise < P is (a + noise) w < a a + a.
         """
         a, w = (2 * self.levels - 1) - lo, 2 * self.levels - z
         return (a + noise) * w < a * a + a
@@ -209,16 +209,16 @@ class SoftsignCodec(CompandedCodec):
 def softsign() -> SoftsignCodec:
     """Companded int8 with a 16-bit scale of f32's range: the default for `mu`.
 
-    1 + 2/G bytes a value. Error at most half a code: under 0.4 % of the group maximum.
+    1 + 2/G bytes per value. The error is at most half a code: under 0.4 % of the group maximum.
     """
     return SoftsignCodec()
 
 
 def softsign4() -> SoftsignCodec:
-    """Companded codes of 4 bits, two in a byte, with a 16-bit scale; 0.5 + 2/G bytes a value.
+    """Companded 4-bit codes, two per byte, with a 16-bit scale; 0.5 + 2/G bytes per value.
 
-    Codes are -7 to 7. The error is at most half a code (nearest) or a whole one (stochastic), of
-    which the widest is a quarter of the group's maximum. The group size must be even.
+    Codes are -7 to 7. The error is at most half a code (nearest) or one code (stochastic); the
+    widest code is a quarter of the group's maximum. The group size must be even.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -243,61 +243,61 @@ class SqrtCodec(CompandedCodec):
     r"""phi(v) = sqrt(v), scaled by its group maximum; non-negative values only.
 
     Attributes:
-      bits: of a code.
+      bits: bits per code.
     """
 
     signed: bool = False
     bits: int = 8
 
-    least: ClassVar[float] = 2.0**-63 * (1 - 2.0**-20)  # as approximate roots may have it
+    least: ClassVar[float] = 2.0**-63 * (1 - 2.0**-20)  # allows for approximate roots
 
     def magnitude(self, x: jax.Array) -> jax.Array:
-        """sqrt(v)."""
+        """Return sqrt(v)."""
         return jnp.sqrt(x)
 
     def restore(self, y: jax.Array) -> jax.Array:
-        """y^2."""
+        """Return y^2."""
         return y * y
 
     def divisor(self, scale: jax.Array) -> jax.Array:
-        """L / s, 0 for a group of zeros; s is over 2^-63, so it cannot overflow."""
+        """Return L / s, or 0 for a group of zeros; it cannot overflow, since s > 2^-63."""
         return self.levels * super().divisor(scale)
 
     def position(self, y: jax.Array, divisor: jax.Array) -> jax.Array:
-        """L sqrt(v) / s."""
+        """Return L sqrt(v) / s."""
         return y * divisor
 
     def unit(self, scale: jax.Array) -> jax.Array:
-        """s / L; guarded, of an s whose square is finite, as 16-bit scales round up to 2^64."""
+        """Return s / L; if guarded, with s^2 kept finite (16-bit scales round up to 2^64)."""
         if self.guarded:
-            most = jnp.float32(_MAX_ROOT)  # a comparison, which lets NaN pass on every backend
+            most = jnp.float32(_MAX_ROOT)  # a comparison keeps NaN on every backend
             scale = jnp.where(scale > most, most, scale)
         return scale * jnp.float32(1 / self.levels)
 
     def expand(self, z: jax.Array) -> jax.Array:
-        """z."""
+        """Return z."""
         return z
 
     def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
-        """P = (z^2 - lo^2) / (2 lo + 1): unbiased in v, not in sqrt(v)."""
+        """Return noise < P with P = (z^2 - lo^2) / (2 lo + 1): unbiased in v, not in sqrt(v)."""
         return lo * (lo + 2 * noise) + noise < z * z
 
 
 def sqrt() -> SqrtCodec:
     """uint8 of sqrt(v) with an f32 scale, never 0 where v > 0: the default for `nu`.
 
-    1 + 4/G bytes a value. Error at most half a code of sqrt(v): s / 510; a value under half a code
-    becomes one code, which bounds m / sqrt(v) (the paper's form divides by zero there).
+    1 + 4/G bytes per value. The error of sqrt(v) is at most half a code, s / 510. Positive values
+    under half a code get code 1, which bounds m / sqrt(v) (the paper's form divides by zero there).
     """
     return SqrtCodec()
 
 
 def sqrt4() -> SqrtCodec:
-    """4-bit codes of sqrt(v) with a 16-bit scale, never 0 where v > 0; 0.5 + 2/G bytes a value.
+    """4-bit codes of sqrt(v) with a 16-bit scale, never 0 where v > 0; 0.5 + 2/G bytes per value.
 
-    Codes are 0 to 15. The error is at most half a code of sqrt(v) (nearest: s / 30) or a whole one
-    (stochastic); a value under 1/225 of the group's maximum has code 1, which is that. The group
-    size must be even.
+    Codes are 0 to 15. The error of sqrt(v) is at most half a code (nearest: s / 30) or one code
+    (stochastic). Positive values under 1/225 of the group's maximum get code 1, which is 1/225. The
+    group size must be even.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -319,52 +319,53 @@ def sqrt_paper() -> SqrtCodec:
 
 @dataclasses.dataclass(frozen=True)
 class LinearCodec(CompandedCodec):
-    """x / s times the largest code, no companding.
+    """Codes of x / s times the largest code, without companding.
 
     Attributes:
-      bits: of a code.
+      bits: bits per code.
     """
 
     bits: int = 8
 
     def position(self, y: jax.Array, divisor: jax.Array) -> jax.Array:
-        """levels y / s; levels / s alone would overflow under s = 1e-36."""
+        """Return levels y / s; levels / s alone would overflow for s < 1e-36."""
         return y * divisor * self.levels
 
     def unit(self, scale: jax.Array) -> jax.Array:
-        """s / levels."""
+        """Return s / levels."""
         return scale * jnp.float32(1 / self.levels)
 
     def expand(self, z: jax.Array) -> jax.Array:
-        """z."""
+        """Return z."""
         return z
 
     def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
-        """P = z - lo."""
+        """Return noise < P with P = z - lo."""
         return noise < z - lo
 
 
 def linear(signed: bool = True) -> LinearCodec:
-    """int8 (signed) or uint8 with an f32 scale; 1 + 4/G bytes a value, error at most s / 2L."""
+    """int8 (signed) or uint8 with an f32 scale; 1 + 4/G bytes per value, error at most s / 2L."""
     return LinearCodec(signed=signed)
 
 
 def linear_paper(signed: bool = True) -> LinearCodec:
-    """As the paper ablates it: FP16 scales, code 0 for small v."""
+    """The form of the paper's ablation: FP16 scales, code 0 for small v."""
     return LinearCodec(scale=Float16Scale(), guarded=False, signed=signed)
 
 
 def linear4(signed: bool = True) -> LinearCodec:
-    r"""Codes of 4 bits, two in a byte, with an f32 scale; 0.5 + 4/G bytes a value.
+    r"""4-bit codes, two per byte, with an f32 scale; 0.5 + 4/G bytes per value.
 
     .. math:: q = \mathrm{round}(L x / s), \quad L = 7 \text{ (signed) or } 15, \quad
         s = \max_{\text{group}} |x|
 
-    The error is at most s / 2L (nearest: s / 14, s / 30) or s / L (stochastic). Unsigned, a value
-    above 0 has a code of at least 1, and so may be off by s / L. The group size must be even.
+    The error is at most s / 2L (nearest: s / 14, s / 30) or s / L (stochastic). If unsigned,
+    positive values have a code of at least 1, so the error may be s / L. The group size must be
+    even.
 
     Args:
-      signed: codes -7 to 7; else 0 to 15, for values that are not negative.
+      signed: True for codes -7 to 7; False for 0 to 15, for non-negative values.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem

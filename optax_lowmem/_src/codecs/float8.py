@@ -1,4 +1,4 @@
-"""Magnitudes as 8-bit floats of a group's maximum: E4M3 and E5M2 of OCP, and the dynamic map."""
+"""8-bit floating-point codecs, scaled by the group's maximum: OCP E4M3 and E5M2, dynamic map."""
 
 import dataclasses
 import functools
@@ -25,96 +25,100 @@ _SIGN = 0x80000000
 
 
 class Odds(NamedTuple):
-    """P of rounding up between powers: u A / (A + bend (1 - u)), A = s + slope u + start."""
+    """Coefficients of P(up) between powers: u A / (A + bend (1 - u)), A = s + slope u + start.
+
+    Here s = (n + u) / N, in the notation of `MinifloatCodec.odds`.
+    """
 
     slope: jax.Array
-    start: jax.Array  # less `slope`
+    start: jax.Array  # minus `slope`
     bend: jax.Array
 
 
 @dataclasses.dataclass(frozen=True)
 class MinifloatCodec(CompandedCodec):
-    r"""t = y / s \cdot MAX, rounded as an 8-bit float rounds.
+    r"""Codec that rounds t = y / s \cdot MAX to an 8-bit float.
 
-    A format's magnitudes in order are its codes. In units of the smallest normal number, the normal
-    ones are f32 numbers whose upper bits, less those of 1/2, are the code, and whose lower bits are
-    the share of the way to the next. Among subnormal ones those are the bits of (t + 1) / 2, which
-    is over t there and under t elsewhere.
+    Codes number the format's magnitudes in order. Let t be in units of the smallest normal number.
+    If t is normal (t >= 1), the upper bits of the f32 t, minus those of 1/2, are its code, and the
+    lower bits are the fraction of the distance to the next. If t is subnormal, the same holds for
+    (t + 1) / 2, which is greater than t exactly then.
     """
 
-    mantissa: ClassVar[int]  # bits
+    mantissa: ClassVar[int]  # number of bits
     lowest: ClassVar[int]  # exponent of the smallest normal number
     highest: ClassVar[int]  # exponent of the largest number, which is 1.75 times 2^highest
 
     @property
     def _unit(self) -> float:
-        """The largest number, in units of the smallest normal one."""
+        """Return the largest number, in units of the smallest normal one."""
         return _LARGEST * 2.0 ** (self.highest - self.lowest)
 
     @property
     def top_octaves(self) -> float:
-        """log2 of what `round_octaves` takes as the largest number, a rounding over it."""
+        """Return log2 of the largest number plus a rounding margin, for `round_octaves`."""
         return math.log2(self._unit) + 2.0**-20
 
     @property
     def _shift(self) -> int:
-        """Bits of a share of the way to the next code."""
+        """Return the number of f32 mantissa bits between two neighbouring codes."""
         return 23 - self.mantissa
 
     @property
     def levels(self) -> int:
-        """The code of the largest finite number."""
+        """Return the code of the largest finite number."""
         return (1 << self.mantissa) * (self.highest - self.lowest + 1) + round(
             0.75 * (1 << self.mantissa)
         )
 
     @property
     def smallest(self) -> float:
-        """Code 1 as a share of the largest code."""
+        """Return the number of code 1 relative to the largest."""
         return 2.0 ** (self.lowest - self.mantissa - self.highest) / _LARGEST
 
     def _steps(self, t: jax.Array) -> jax.Array:
-        """Position of t >= 0, in units of 2^-shift codes; int32."""
+        """Return the position of t >= 0, in units of 2^-shift codes (int32)."""
         bits = lax.bitcast_convert_type(jnp.maximum(t, t * 0.5 + jnp.float32(0.5)), jnp.int32)
         return bits - jnp.int32(_HALF_BITS)
 
     def _number(self, steps: jax.Array) -> jax.Array:
-        """The inverse of `_steps`, as a share of the largest: at the ends 0 and 1, exactly."""
+        """Invert `_steps`, relative to the largest number; the ends 0 and 1 are exact."""
         t = lax.bitcast_convert_type(steps + jnp.int32(_HALF_BITS), jnp.float32)
         return jnp.minimum(t, 2 * t - 1) * jnp.float32(1 / self._unit)
 
     def position(self, y: jax.Array, divisor: jax.Array) -> jax.Array:
-        """The place of y / s MAX among the format's magnitudes, linear between neighbours."""
+        """Return the position of y / s MAX among the magnitudes, linear between neighbours."""
         steps = self._steps(y * divisor * jnp.float32(self._unit))
         return steps.astype(jnp.float32) * jnp.float32(2.0**-self._shift)
 
     def expand(self, z: jax.Array) -> jax.Array:
-        """The number at a position, in units of the largest."""
+        """Return the number at a position, relative to the largest."""
         steps = (jnp.abs(z) * jnp.float32(1 << self._shift)).astype(jnp.int32)
         bits = numerics.to_bits(self._number(steps))
         return numerics.from_bits(bits | (numerics.to_bits(z) & jnp.uint32(_SIGN)))
 
     def rises(self, noise: jax.Array, z: jax.Array, lo: jax.Array) -> jax.Array:
-        """P = z - lo: decoded values are linear between neighbouring codes."""
+        """Return noise < P with P = z - lo: numbers are linear between neighbouring codes."""
         return noise < z - lo
 
     # -- powers of the numbers: see expansion.py
 
     def octaves(self, code: jax.Array) -> jax.Array:
-        """log2 of the number of a code (int32), in units of the largest; minus infinity at 0."""
+        """Return log2 of a code's (int32) number relative to the largest; -inf for code 0."""
         return numerics.log2(self._number(code << self._shift))
 
     def odds(self, root: jax.Array) -> Odds:
-        r"""Return the `Odds` for `round_octaves` of groups with numbers to the power r = `root`.
+        r"""Return the `Odds` of `round_octaves` for groups that decode to numbers^r, r = `root`.
 
-        Normal numbers are (n + u) 2^e with a whole n in [N, 2 N), N = 2^mantissa, and subnormal
-        ones with n < N. Between n and n + 1, P = ((n + u)^r - n^r) / ((n + 1)^r - n^r), and
+        Normal numbers are (n + u) 2^e with an integer n in [N, 2 N), N = 2^mantissa; subnormal ones
+        have n < N. Between n and n + 1, P = ((n + u)^r - n^r) / ((n + 1)^r - n^r). The expression
 
             u (6 n + 4 - 2 r + (1 + r) u) / (6 n + 1 + r + 2 (2 - r) u)
 
-        is P at r = -1, 1 and 2, and P up to 1 / n^3 at any other r. The next order shifts n by e =
-        (r - 2) (r + 1) / (20 (n + 1/2)), and n in the denominator by 0.22 e (r - 1) / (n + 1/2)
-        more; all numbers use the shift of n + 1/2 = 1.125 N. So |dP| of E4M3 and E5M2 is at most
+        equals P at r = -1, 1 and 2, and differs by O(1 / n^3) at other r. The next order shifts n
+        by e = (r - 2) (r + 1) / (20 (n + 1/2)), and n in the denominator additionally by
+        0.22 e (r - 1) / (n + 1/2); here all numbers use the shift at n + 1/2 = 1.125 N. The error
+        of P for E4M3 and E5M2 is then at most
 
             r up to   n = 1          other subnormal   normal
             2         2^-9,  2^-10   2^-12, 2^-14      2^-18, 2^-15
@@ -122,8 +126,8 @@ class MinifloatCodec(CompandedCodec):
             7 (8)     2^-3,  2^-5    2^-6,  2^-6       2^-10, 2^-7
             14.3      0.26           2^-4              2^-7
 
-        (r = 2 is a group of 36 octaves in E4M3, of 64 in E5M2, r = 7 one of 125, and the largest r
-        one of all of f32.) For r -> 0 the gaps are small and P is a ratio of logarithms.
+        (r = 2 belongs to a group that spans 36 octaves in E4M3 and 64 in E5M2, r = 7 to 125, and
+        the largest r to all of f32.) For r -> 0 the gaps are small and P is a ratio of logarithms.
         """
         normal = 1 << self.mantissa
         unit = 1 / (6 * normal)  # s = (n + u) / N
@@ -138,18 +142,19 @@ class MinifloatCodec(CompandedCodec):
         )
 
     def round_octaves(self, octaves: jax.Array, noise: jax.Array | None, odds: Odds) -> jax.Array:
-        """Codes (int32) of at least 1 of numbers given by their log2 plus `top_octaves`.
+        """Return codes (int32, at least 1) of numbers from their log2.
 
         Args:
-          octaves: of the largest number `top_octaves`, or a rounding more.
+          octaves: log2 of the numbers, in units where the largest has `top_octaves` (or a rounding
+            error more).
           noise: uniforms for stochastic rounding between powers; None rounds numbers to nearest.
-          odds: of each element's group.
+          odds: the `Odds` of each element's group.
         """
         one, t = 1 << self._shift, numerics.exp2(octaves)
         steps = jnp.clip(self._steps(t), jnp.int32(one), jnp.int32(self.levels * one))
         if noise is None:
             return (steps + jnp.int32(one // 2)) >> self._shift
-        s = jnp.minimum(t, _one_to_two(steps))  # t among subnormal numbers
+        s = jnp.minimum(t, _one_to_two(steps))  # t if it is subnormal
         w = _one_to_two(steps << self.mantissa)  # 1 + u
         above = odds.slope * w + s + odds.start
         stays = noise * (odds.bend * (2 - w) + above) - (w * above - above)
@@ -157,14 +162,14 @@ class MinifloatCodec(CompandedCodec):
 
 
 def _one_to_two(bits: jax.Array) -> jax.Array:
-    """f32 in [1, 2) of the mantissa of f32 bits (int32)."""
+    """Return the f32 in [1, 2) with the mantissa of the given f32 bits (int32)."""
     mantissa = bits & jnp.int32(_MANTISSA)
     return lax.bitcast_convert_type(mantissa | jnp.int32(_ONE_BITS), jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
 class E4M3Codec(MinifloatCodec):
-    """448 is code 126, 2^-9 code 1; 127 is the format's NaN and not used."""
+    """OCP E4M3: code 1 is 2^-9 and code 126 is 448; 127 (NaN) is not used."""
 
     mantissa = 3
     lowest = -6
@@ -173,7 +178,7 @@ class E4M3Codec(MinifloatCodec):
 
 @dataclasses.dataclass(frozen=True)
 class E5M2Codec(MinifloatCodec):
-    """57344 is code 123, 2^-16 code 1; 124 to 127 are the format's infinity and NaN."""
+    """OCP E5M2: code 1 is 2^-16 and code 123 is 57344; 124 to 127 (infinity, NaN) are not used."""
 
     mantissa = 2
     lowest = -14
@@ -181,16 +186,16 @@ class E5M2Codec(MinifloatCodec):
 
 
 def _scale(signed: bool) -> E8M8Scale | Float32Scale:
-    """Of a moving average that moves fast, or slowly: see the scale formats."""
+    """Return the scale format of first (signed) or second moments, which change more slowly."""
     return E8M8Scale() if signed else Float32Scale()
 
 
 def e4m3(signed: bool = True) -> E4M3Codec:
     """FP8 E4M3 of x / max: relative error 1/16, down to 1/14336 of the maximum.
 
-    int8 codes and a 16-bit scale (1 + 2/G bytes a value), or uint8 codes, at least 1 where v > 0,
-    and an f32 scale (1 + 4/G). A code is the bit pattern of the number's magnitude; a negative
-    number has the negative code, not the sign bit of the format.
+    Signed: int8 codes and a 16-bit scale (1 + 2/G bytes per value). Unsigned: uint8 codes, at least
+    1 where v > 0, and an f32 scale (1 + 4/G). A code is the bit pattern of the number's magnitude;
+    negative numbers have the negated code instead of the format's sign bit.
     """
     return E4M3Codec(scale=_scale(signed), signed=signed)
 
@@ -208,12 +213,12 @@ _DECADES = 7
 
 @functools.cache
 def _knots(signed: bool) -> Knots:
-    """(code, value) between which the map is linear.
+    """Return (code, value) pairs between which the map is linear.
 
-    Decade i has n = 2^i (unsigned: twice that) codes for the means of the n equal parts of
-    [10^(i - 7), 10^(i - 6)]; 0 and 1 are apart. The published signed map has one code more above
-    zero than below, for 1; here the last mean gives way to 1 on both sides, since the largest
-    value of a group may be negative.
+    Decade i has n = 2^i codes (unsigned: 2^(i + 1)), the centres of n equal parts of
+    [10^(i - 7), 10^(i - 6)]; 0 and 1 have separate codes. The published signed map has one more
+    positive code, for 1. Here 1 replaces the last centre on both sides, since the largest value of
+    a group may be negative.
     """
     knots, code = [(0.0, 0.0)], 1
     for decade in range(_DECADES):
@@ -228,39 +233,39 @@ def _knots(signed: bool) -> Knots:
 
 @dataclasses.dataclass(frozen=True)
 class DynamicCodec(MappedCodec):
-    """Seven decades under the maximum, each with twice the codes of the one below."""
+    """Dynamic map: seven decades below the maximum, each with twice the codes of the next lower."""
 
-    top_octaves: ClassVar[float] = 0.0  # `round_octaves` takes what is over
+    top_octaves: ClassVar[float] = 0.0  # `round_octaves` clips rounding errors above it
 
     @property
     def smallest(self) -> float:
-        """Code 1 as a share of the largest code."""
+        """Return the value of code 1 relative to the largest."""
         return self.knots[1][1]
 
     @property
     def knots(self) -> Knots:
-        """Ends of the decades' codes."""
+        """Return the first and last code of each decade, with their values."""
         return _knots(self.signed)
 
     # -- powers of the numbers: see expansion.py
 
     def octaves(self, code: jax.Array) -> jax.Array:
-        """log2 of the map at a code (int32); minus infinity at 0."""
+        """Return log2 of a code's (int32) value; -inf for code 0."""
         return numerics.log2(self.expand(code.astype(jnp.float32)))
 
     def odds(self, root: jax.Array) -> jax.Array:
-        """Return the factor for `round_octaves` of groups with the map to the power `root`."""
+        """Return the factor of `round_octaves` for groups that decode to values^`root`."""
         return root * jnp.float32(math.log(2))
 
     def round_octaves(
         self, octaves: jax.Array, noise: jax.Array | None, odds: jax.Array
     ) -> jax.Array:
-        """Codes (int32) of at least 1 of numbers 2^octaves; P is exact, with two logarithms more.
+        """Return codes (int32, at least 1) of values 2^octaves; P is exact, at two logarithms more.
 
         Args:
-          octaves: at most a rounding over `top_octaves`.
-          noise: uniforms for stochastic rounding between powers; None rounds numbers to nearest.
-          odds: of each element's group.
+          octaves: log2 of the values, at most a rounding error above `top_octaves`.
+          noise: uniforms for stochastic rounding between powers; None rounds values to nearest.
+          odds: the result of `odds` for each element's group.
         """
         octaves = jnp.minimum(octaves, jnp.float32(0))
         z = jnp.clip(self.position(numerics.exp2(octaves), jnp.float32(1)), 1, self.levels)
@@ -269,7 +274,7 @@ class DynamicCodec(MappedCodec):
         lo = jnp.floor(z)
         low = numerics.log2(self.expand(lo))
         gap = numerics.log2(self.expand(jnp.minimum(lo + 1, self.levels))) - low
-        # P = (x - dec(lo)) / (dec(hi) - dec(lo)), both over dec(lo)
+        # P = (x - dec(lo)) / (dec(hi) - dec(lo)), numerator and denominator divided by dec(lo)
         rises = noise * jnp.expm1(gap * odds) < jnp.expm1((octaves - low) * odds)
         return numerics.round_to_int(lo + rises.astype(jnp.float32))
 
@@ -277,8 +282,8 @@ class DynamicCodec(MappedCodec):
 def dynamic(signed: bool = True) -> DynamicCodec:
     """8-bit dynamic map: int8 and a 16-bit scale, or uint8 (at least 1 where v > 0) and f32.
 
-    1 + 2/G or 1 + 4/G bytes a value. Near the maximum codes are 1/71 (signed) or 1/142 of it apart,
-    a tenth and half as many of them for every decade below. The unsigned map is the published one;
-    the signed one has 1 instead of 0.993 as its largest magnitude.
+    1 + 2/G (signed) or 1 + 4/G bytes per value. Near the maximum codes are 1/71 (signed) or 1/142
+    of it apart; each lower decade has half as many codes. The unsigned map is the published one;
+    the signed map's largest magnitude is 1 instead of 0.993.
     """
     return DynamicCodec(scale=E8M8Scale() if signed else Float32Scale(), signed=signed)

@@ -1,6 +1,6 @@
-"""Encode and decode of one array: in plain jnp, and by the fastest implementation.
+"""Encode and decode one array, in plain jnp or with the fastest implementation.
 
-The choice is made while tracing and depends on `supported`, never on caught errors.
+The implementation is chosen at trace time by `supported`, never by catching errors.
 """
 
 import functools
@@ -16,9 +16,10 @@ from optax_lowmem._src.codecs import (
     decode_array,
     encode_array,
 )
-from optax_lowmem._src.core import explicit, platform, random
-from optax_lowmem._src.core.gpu_kernel import BACKENDS
+from optax_lowmem._src.core import explicit, random
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tiling
+from optax_lowmem._src.kernels import platform
+from optax_lowmem._src.kernels.gpu_kernel import BACKENDS
 
 # ---- in plain jnp: the specification, and the path without a kernel ------------------------------
 
@@ -26,14 +27,14 @@ from optax_lowmem._src.core.groups import MAX_ELEMENTS, Tiling
 def encode_plain(
     codec: GroupCodec, x: jax.Array, group_size: int, key: jax.Array | None = None, slot: str = ""
 ) -> tuple[jax.Array, jax.Array]:
-    """Codes and scales, as `codec.storage` has them, of an array [..., n].
+    """Return codes and scales of an array [..., n], shaped as in `codec.storage`.
 
     Args:
-      codec: how to store it.
+      codec: the codec to store it with.
       x: values [..., n], f32 or 16-bit.
       group_size: neighbours on the last axis that share a scale.
-      key: a uint32 scalar for stochastic rounding, as of `random.leaf_key`; None rounds to nearest.
-      slot: which slot of the leaf, for the random bits.
+      key: a uint32 scalar for stochastic rounding, from `random.leaf_key`; None rounds to nearest.
+      slot: name of the leaf's slot, for the random bits.
     """
     noise = None if key is None else random.uniforms(key, x.shape, group_size, slot)
     return encode_array(codec, x, group_size, noise)
@@ -46,7 +47,7 @@ def decode_plain(
     group_size: int,
     length: int | None = None,
 ) -> jax.Array:
-    """f32 values of `encode`'s codes and scales, of this `length` where codes share bytes."""
+    """Return f32 values of the codes and scales of `encode`; `length` is for packed codes."""
     return decode_array(codec, codes, scales, group_size, length)
 
 
@@ -54,20 +55,20 @@ def decode_plain(
 
 IMPLEMENTATIONS = ("xla", *BACKENDS)
 _DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16", "int8", "uint8")))
-_MAX_LANES = 1 << 14  # 16 elements for each thread of the largest program
+_MAX_LANES = 1 << 14  # 16 elements per thread of the largest program
 
-# traced once for arrays of a shape, where tracing is all that they are for
+# jitted, so that the default branch beside a kernel is traced once per shape
 _encode_by_xla = jax.jit(encode_plain, static_argnames=("codec", "group_size", "slot"))
 _decode_by_xla = jax.jit(decode_plain, static_argnames=("codec", "group_size", "length"))
 
 
 def supported(x: Any, group_size: int, codec: GroupCodec | None = None) -> str | None:
-    """Return the reason why the kernels cannot take an array here, or None where they can.
+    """Return why no kernel supports an array on this platform, or None if one does.
 
     Args:
       x: values or codes, or their `jax.ShapeDtypeStruct`.
       group_size: neighbours on the last axis that share a scale.
-      codec: how it is stored; by default with a code in each byte.
+      codec: the codec it is stored with; None is any with one code per byte.
     """
     return platform.no_kernel_reason(x) or _array_reason(x, group_size, codec)
 
@@ -75,7 +76,7 @@ def supported(x: Any, group_size: int, codec: GroupCodec | None = None) -> str |
 def _array_reason(
     x: Any, group_size: int, codec: GroupCodec | None, backend: str | None = None
 ) -> str | None:
-    """Return the reason why the kernels (of one backend) cannot take an array, or None."""
+    """Return why the kernels (of one backend) do not support an array, or None."""
     if codec is not None and codec.no_tile_reason is not None:
         return codec.no_tile_reason
     missing = platform.no_backend_reason(backend)
@@ -86,19 +87,19 @@ def _array_reason(
 
         unknown = group_codec_triton.unknown(codec)
         if unknown is not None:
-            return f"{codec.name} uses `{unknown}`, which generated Triton has no form for"
+            return f"{codec.name} uses `{unknown}`, which generated Triton does not support"
     if jnp.dtype(x.dtype) not in _DTYPES:
         return f"{x.dtype} is not one of {', '.join(dtype.name for dtype in _DTYPES)}"
     if x.size == 0:
         return "it has no elements"
     if x.size > MAX_ELEMENTS:
-        return f"{x.size} elements are more than 32-bit offsets reach"
+        return f"{x.size} elements are more than 32-bit offsets can address"
     lanes = Tiling(x.shape, group_size, 1).lanes
-    return f"a group takes {lanes} lanes, over {_MAX_LANES}" if lanes > _MAX_LANES else None
+    return f"a group has {lanes} lanes, over {_MAX_LANES}" if lanes > _MAX_LANES else None
 
 
 def _choose(codec: GroupCodec, x: Any, group_size: int, implementation: str | None) -> str:
-    """Return the implementation for an array; raise where one was asked for and cannot take it."""
+    """Return the implementation for an array; raise if the requested one does not support it."""
     if implementation is None:
         return "xla" if supported(x, group_size, codec) else platform.backend()
     if implementation not in IMPLEMENTATIONS:
@@ -110,8 +111,8 @@ def _choose(codec: GroupCodec, x: Any, group_size: int, implementation: str | No
     reason = reason or _array_reason(x, group_size, codec, implementation)
     if reason is not None:
         raise ValueError(
-            f"implementation={implementation!r} cannot take this {x.dtype}{list(x.shape)} array: "
-            f"{reason}. Pass implementation=None to use what can."
+            f"implementation={implementation!r} does not support this {x.dtype}{list(x.shape)} "
+            f"array: {reason}. Pass implementation=None to select one that does."
         )
     return implementation
 
@@ -119,7 +120,7 @@ def _choose(codec: GroupCodec, x: Any, group_size: int, implementation: str | No
 def _encode_anywhere(
     codec: GroupCodec, x: jax.Array, group_size: int, key: jax.Array | None, slot: str
 ) -> tuple[jax.Array, jax.Array]:
-    """`encode_plain`, on Explicit axes too, where codes and scales lie as in an optimizer."""
+    """Run `encode_plain`; on Explicit axes, shard codes and scales as in an optimizer's state."""
     forms = codec.storage(x.shape, group_size)
     lies = tuple(explicit.of_state(slot, x, form.shape, group_size) for form in forms)
     encode = functools.partial(_with_key, codec, group_size, slot)
@@ -133,7 +134,7 @@ def _with_key(codec: GroupCodec, group_size: int, slot: str, x: Any, key: Any) -
 def _decode_anywhere(
     codec: GroupCodec, codes: jax.Array, scales: jax.Array, group_size: int, length: int
 ) -> jax.Array:
-    """`decode_plain`, on Explicit axes too, where the values lie as the codes."""
+    """Run `decode_plain`; on Explicit axes, the values have the sharding of the codes."""
 
     def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
         return decode_plain(codec, codes, scales, group_size, length)
@@ -151,23 +152,23 @@ def encode(
     *,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Codes and scales of one array, by the fastest implementation.
+    """Encode one array as codes and scales, with the fastest implementation.
 
     Args:
-      codec: how to store it.
+      codec: the codec to store it with.
       x: values [..., n] of any rank over 0, f32 or 16-bit.
       group_size: neighbours on the last axis that share a scale.
       key: a uint32 scalar for stochastic rounding; None rounds to nearest. The same key gives the
-        same bits everywhere.
-      slot: which slot of a leaf, where several share a key.
-      implementation: `xla`, `pallas` or `triton` (NVIDIA GPUs), or None for what is fastest here.
+        same bits with every implementation.
+      slot: name of the leaf's slot, if several share a key.
+      implementation: `xla`, `pallas` or `triton` (NVIDIA GPUs), or None for the fastest one.
 
     Returns:
-      (codes, scales [..., ceil(n / group_size)]), as `codec.storage` has them.
+      (codes, scales [..., ceil(n / group_size)]), shaped as in `codec.storage`.
 
     Raises:
-      ValueError: for an array without a last axis or elements on it, or where the implementation
-        asked for cannot take it.
+      ValueError: if x has no last axis or no elements on it, or if the requested implementation
+        does not support it.
 
     Memory: a kernel reads x once and writes codes and scales; nothing else is allocated.
 
@@ -205,22 +206,22 @@ def decode(
     *,
     implementation: str | None = None,
 ) -> jax.Array:
-    """f32 values of one array's codes and scales, by the fastest implementation.
+    """Decode one array's codes and scales to f32 values, with the fastest implementation.
 
-    Where what uses the values is in the same jit, `implementation="xla"` is faster: the decoding is
-    elementwise and XLA fuses it there, so that the f32 values are never stored.
+    If the values are used in the same jit, `implementation="xla"` is faster: XLA fuses the
+    elementwise decoding into their use, so that the f32 values are never stored.
 
     Args:
-      codec: how they were stored.
-      codes: as they are stored, of any rank over 0.
+      codec: the codec that encoded them.
+      codes: stored codes, of rank 1 or more.
       scales: [..., ceil(n / group_size)].
       group_size: neighbours on the last axis that share a scale.
-      length: n, where codes share bytes.
-      implementation: `xla`, `pallas` or `triton` (NVIDIA GPUs), or None for what is fastest here.
+      length: n; required if codes share bytes.
+      implementation: `xla`, `pallas` or `triton` (NVIDIA GPUs), or None for the fastest one.
 
     Raises:
-      ValueError: for codes and scales that do not belong together or to the codec, or where the
-        implementation asked for cannot take them.
+      ValueError: if codes and scales do not match each other or the codec, or if the requested
+        implementation does not support them.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem

@@ -1,7 +1,7 @@
-"""Encode and decode of one array as a GPU kernel each.
+"""GPU kernels that encode and decode one array.
 
-A program takes a tile of whole groups, so a group's maximum and its codes come from one read of the
-array, which XLA reads twice. The bodies call the codec that the plain form calls.
+A program handles a tile of whole groups, so it computes a group's maximum and codes from one read
+of the array; XLA reads it twice. Kernel bodies call the same codec as the plain implementation.
 """
 
 import functools
@@ -11,11 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from optax_lowmem._src.codecs import GroupCodec, group_codec
-from optax_lowmem._src.core import gpu_kernel, gpu_triton, numerics, random, tiles
-from optax_lowmem._src.core.gpu_kernel import Operand, Program
+from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.groups import Tile, Tiling, result_like
+from optax_lowmem._src.kernels import gpu_kernel, gpu_triton, tiles
+from optax_lowmem._src.kernels.gpu_kernel import Operand, Program
 
-_MOST_WARPS = 32  # of a program on a GPU
+_MOST_WARPS = 32  # per program
 
 
 def _encode_tile(
@@ -23,7 +24,7 @@ def _encode_tile(
 ) -> None:
     x_at, *key_at, codes_at, scales_at = arrays
     tile = program.index()
-    # lanes and groups that do not exist are 0: they cannot raise the maximum of one that does
+    # lanes and groups of padding are 0, so they cannot raise the maximum of a real group
     x = numerics.widen(tiles.load(tiling, x_at, tile))
     noise = None
     if key_at:
@@ -50,16 +51,16 @@ def _decode_tile(
     tiles.store(tiling, x_at, tile, x)
 
 
-def _cut(tiling: Tiling, tile: Tile, backend: str) -> dict[str, Any]:
-    """Return how the work is cut and run, as `gpu_kernel.launch` takes it."""
-    # a group wider than a tile gets more threads instead of more elements for each
+def _launch_options(tiling: Tiling, tile: Tile, backend: str) -> dict[str, Any]:
+    """Return the grid, warps and backend, as arguments of `gpu_kernel.launch`."""
+    # a group wider than a tile gets more threads instead of more elements per thread
     warps = min(_MOST_WARPS, tile.warps * max(1, tiling.lanes // tile.elements))
     return {"grid": (tiling.tiles,), "warps": warps, "backend": backend}
 
 
 @functools.cache
 def unknown(codec: GroupCodec) -> str | None:
-    """Return what a codec does that has no form in generated Triton, or None where all has."""
+    """Return an operation of a codec that generated Triton does not support, or None."""
     tiling = Tiling((32,), 32, 128)
     x = jax.ShapeDtypeStruct((1, 32), jnp.float32)
     codes, scales = codec.storage((1, 32), 32)
@@ -82,16 +83,16 @@ def encode(
     tile: Tile = Tile(),  # noqa: B008 (frozen)
     backend: str = "pallas",
 ) -> tuple[jax.Array, jax.Array]:
-    """`group_codec.encode_plain` in one kernel.
+    """Run `group_codec.encode_plain` as one kernel.
 
     Args:
-      codec: how to store it.
+      codec: the codec to store it with.
       x: values [..., n], f32 or 16-bit.
       group_size: neighbours on the last axis that share a scale.
       key: a uint32 scalar for stochastic rounding; None rounds to nearest.
-      slot: which slot of the leaf, for the random bits.
-      tile: how the work is cut.
-      backend: as of `gpu_kernel.launch`.
+      slot: name of the leaf's slot, for the random bits.
+      tile: elements and warps per program.
+      backend: as for `gpu_kernel.launch`.
     """
     tiling = Tiling(x.shape, group_size, tile.elements)
     wanted = functools.partial(group_codec.encode_plain, codec, group_size=group_size)
@@ -101,7 +102,7 @@ def encode(
     out_shape = (result_like(codes, in_bytes.shape), result_like(scales, (tiling.groups,)))
     body = functools.partial(_encode_tile, codec, tiling, slot)
     operands = [viewed] if key is None else [viewed, key.reshape(1)]
-    how = _cut(tiling, tile, backend)
+    how = _launch_options(tiling, tile, backend)
     stored, scale = gpu_kernel.launch(body, operands, out_shape, name="group_encode", **how)
     return stored.reshape(codes.shape), scale.reshape(scales.shape)
 
@@ -116,16 +117,16 @@ def decode(
     tile: Tile = Tile(),  # noqa: B008 (frozen)
     backend: str = "pallas",
 ) -> jax.Array:
-    """`group_codec.decode_plain` in one kernel.
+    """Run `group_codec.decode_plain` as one kernel.
 
     Args:
-      codec: how they were stored.
-      codes: as they are stored.
+      codec: the codec that encoded them.
+      codes: stored codes.
       scales: [..., ceil(n / group_size)].
       group_size: neighbours on the last axis that share a scale.
-      length: n, where codes share bytes.
-      tile: how the work is cut.
-      backend: as of `gpu_kernel.launch`.
+      length: n; required if codes share bytes.
+      tile: elements and warps per program.
+      backend: as for `gpu_kernel.launch`.
     """
     wanted = functools.partial(
         group_codec.decode_plain, codec, group_size=group_size, length=length
@@ -135,6 +136,6 @@ def decode(
     viewed = tiling.of_bytes(codec.codes_per_byte).element_view(codes)
     out_shape = result_like(values, jax.eval_shape(tiling.element_view, values).shape)
     body = functools.partial(_decode_tile, codec, tiling)
-    operands, how = [viewed, tiling.scale_view(scales)], _cut(tiling, tile, backend)
+    operands, how = [viewed, tiling.scale_view(scales)], _launch_options(tiling, tile, backend)
     (x,) = gpu_kernel.launch(body, operands, [out_shape], name="group_decode", **how)
     return x.reshape(values.shape)

@@ -1,11 +1,11 @@
-"""A 32-bit master weight as a 16-bit weight and a correction of 8 or 16 bits.
+"""Split of an f32 master weight into a 16-bit weight and a correction of 8 or 16 bits.
 
-Two schemes. `bits` (bf16 only) is integer arithmetic on the bits of the f32; `ulp` is FlashOptim's
-Algorithm 1 (equations 1 and 2), which fp16 needs and which bf16 has for comparison. With 24 bits
-either takes random bits: then what is kept has the mean of w, and steps far below its unit add up.
-Without them it is the nearest. Corrections of
-`bits` are signed integers, those of `ulp` unsigned with an offset, so that the dtypes of a weight
-and its correction say which scheme joins them.
+The scheme `bits` (bf16 only) is integer arithmetic on the bits of the f32. The scheme `ulp` is
+FlashOptim's Algorithm 1 (equations 1 and 2); fp16 needs it, and bf16 has it for comparison. With 24
+bits both can round stochastically: the stored value is then w in expectation, so that steps far
+below its resolution add up. Otherwise they round to nearest. Corrections of `bits` are signed
+integers, those of `ulp` unsigned with an offset, so that the dtypes of a weight and its correction
+determine the scheme.
 """
 
 import abc
@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._src.core import numerics
-from optax_lowmem._src.core.shown import ShowsChanges
+from optax_lowmem._src.core.reprs import ShowsChanges
 
 Noise = jax.Array | None
-_LARGEST = 3.3895313892515355e38  # of bf16: noise makes no infinity of what is not above it
+_LARGEST = 3.3895313892515355e38  # of bf16: noise is added below it only, to give no infinity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +27,8 @@ class MasterSplit(ShowsChanges, abc.ABC):
     """Storage of the f32 master weight w as a 16-bit weight p and a correction.
 
     Attributes:
-      bits: 24 or 32, the width of weight and correction together.
-      stochastic: whether a step rounds with random bits; 32 bits take none.
+      bits: bits of weight and correction together, 24 or 32.
+      stochastic: whether a step rounds stochastically; with 32 bits it never does.
     """
 
     bits: int = 24
@@ -36,43 +36,43 @@ class MasterSplit(ShowsChanges, abc.ABC):
 
     @property
     def name(self) -> str:
-        """`bits-24`, `ulp-32`, ..."""
+        """Return `bits-24`, `ulp-32`, ..."""
         return f"{'ulp' if isinstance(self, UlpSplit) else 'bits'}-{self.bits}"
 
     @property
     def width(self) -> int:
-        """Bits of the correction."""
+        """Return the number of bits of the correction."""
         return self.bits - 16
 
     @property
     @abc.abstractmethod
     def dtype(self) -> jnp.dtype:
-        """dtype of the correction."""
+        """Return the dtype of the correction."""
 
     @property
     def zero(self) -> int:
-        """The correction of a master weight that is exactly the 16-bit weight."""
+        """Return the correction of a master weight that equals its 16-bit weight."""
         return 0
 
     @abc.abstractmethod
     def round(self, w: jax.Array, dtype: jnp.dtype, noise: Noise = None) -> jax.Array:
-        """The 16-bit weight p of master weights w (f32); `noise` is uint32, random on top."""
+        """Return 16-bit weights p of f32 master weights w; `noise` is uint32, random at the top."""
 
     @abc.abstractmethod
     def correction(self, w: jax.Array, p: jax.Array, noise: Noise = None) -> jax.Array:
-        """The correction that brings p closest to w; p need not be `round(w)`.
+        """Return the correction that brings p closest to w; p need not be `round(w)`.
 
-        With noise it is unbiased where p is `round(w)` of the same noise.
+        With noise it is unbiased if p is `round(w)` with the same noise.
         """
 
     @abc.abstractmethod
     def join(self, p: jax.Array, correction: jax.Array) -> jax.Array:
-        """The master weight (f32) of a weight and its correction."""
+        """Return the master weight (f32) of a weight and its correction."""
 
     def split(
         self, w: jax.Array, dtype: jnp.dtype, noise: Noise = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Weight and correction of master weights w (f32)."""
+        """Return weights and corrections of master weights w (f32)."""
         p = self.round(w, dtype, noise)
         return p, self.correction(w, p, noise)
 
@@ -83,23 +83,23 @@ def _bf16_bits(p: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class BitSplit(MasterSplit):
-    r"""The upper 16 bits of w rounded half up, and the signed remainder.
+    r"""p is the upper 16 bits of w, rounded half up; the correction is the signed remainder.
 
-    With b the bits of w (24: rounded on bit 8, with noise by adding 8 random bits and without to
-    nearest even, and shifted down; 32: all of them)
-    and k the width of the correction, p = (b + 2^(k-1)) >> k and c = b - (p << k). Joining is one
-    shift and one addition. Idempotent, with any noise: a zero update leaves every bit alone. 24
-    bits: relative error at most 2^-16 (with noise 2^-15, and the mean is exactly w); 32 bits: every
-    finite f32 comes back bit for bit.
+    Let k be the width of the correction and b the bits of w. With 24 bits, b is the upper 24,
+    rounded to nearest even, or with noise by adding 8 random bits below them. Then
+    p = (b + 2^(k-1)) >> k and c = b - (p << k). Joining is one shift and one addition. Splitting a
+    joined weight changes no bit, with any noise, so a zero update is exact. 24 bits: relative error
+    at most 2^-16 (with noise 2^-15, and exact in expectation); 32 bits: every finite f32 is
+    restored exactly.
     """
 
     @property
     def dtype(self) -> jnp.dtype:
-        """int8 or int16."""
+        """Return int8 or int16."""
         return jnp.dtype(jnp.int8 if self.bits == 24 else jnp.int16)
 
     def _lifted(self, w: jax.Array, noise: Noise) -> jax.Array:
-        """The bits of w; for 24 of them raised so that dropping the lowest 8 rounds."""
+        """Return the bits of w; for 24 bits increased so that dropping the lowest 8 rounds."""
         b = numerics.canonical_nan(numerics.to_bits(w))
         if self.bits == 32:
             return b
@@ -110,11 +110,11 @@ class BitSplit(MasterSplit):
     def round(
         self, w: jax.Array, dtype: jnp.dtype = jnp.bfloat16, noise: Noise = None
     ) -> jax.Array:
-        """bf16 weights; without noise they differ from `w.astype(bfloat16)` only next to ties."""
+        """Return bf16 weights; without noise, `w.astype(bfloat16)` except next to ties."""
         return self.split(w, dtype, noise)[0]
 
     def correction(self, w: jax.Array, p: jax.Array, noise: Noise = None) -> jax.Array:
-        """t - (p << k), clamped in value where p is not the rounding of w."""
+        """Return b - (p << k), clamped if p is not the rounding of w."""
         t, weight = self._lifted(w, noise) >> (32 - self.bits), _bf16_bits(p)
         half = 1 << (self.width - 1)
         c = jnp.clip((t - (weight << self.width)).astype(jnp.int32), -half, half - 1)
@@ -127,15 +127,15 @@ class BitSplit(MasterSplit):
     def split(
         self, w: jax.Array, dtype: jnp.dtype = jnp.bfloat16, noise: Noise = None
     ) -> tuple[jax.Array, jax.Array]:
-        """Weight and correction: beside its own rounding the correction needs no clamp."""
+        """Return weights and corrections; here p is the rounding of w, so no clamp is needed."""
         b = self._lifted(w, noise)
         weight = ((b + 0x8000) >> 16).astype(jnp.uint16)
-        # what is left is the kept bits below the upper 16, read as a signed integer
+        # the remainder is the bits of b below the upper 16, read as a signed integer
         correction = (b >> (32 - self.bits)).astype(self.dtype)
         return lax.bitcast_convert_type(weight, jnp.bfloat16), correction
 
     def join(self, p: jax.Array, correction: jax.Array) -> jax.Array:
-        """Bits (p << k) + c; a negative c beside a zero p (a user's edit) counts as 0."""
+        """Return the f32 with bits (p << k) + c; c < 0 with p = 0 (a user's edit) counts as 0."""
         weight, c = _bf16_bits(p), correction.astype(jnp.int32)
         c = jnp.where((weight & 0x7FFF) == 0, jnp.maximum(c, 0), c)
         joined = (weight << self.width) + c.astype(jnp.uint32)
@@ -146,27 +146,27 @@ class BitSplit(MasterSplit):
 class UlpSplit(MasterSplit):
     r"""p rounded to nearest even, and rho = round(N (w - p) / (ULP(p) / 2)) (Alg. 1, eq. 1 and 2).
 
-    N = 2^(k-1) - 1 (127 or 32767), stored as rho + 2^(k-1) unsigned. With noise rho is rounded up
-    or down at random, unless the nearest one is w already (to f32's rounding). fp16, 24 bits: mean
+    N = 2^(k-1) - 1 (127 or 32767); rho is stored unsigned, as rho + 2^(k-1). With noise rho is
+    rounded stochastically, unless the nearest rho already restores w (in f32). fp16, 24 bits: mean
     relative error under 1e-6 in fp16's normal range; 32 bits: exact there. bf16, 32 bits: exact in
-    99.7 %. The arithmetic of weights under 2^-60 is done 2^64 higher, where no remainder is
-    subnormal: XLA on a CPU takes those for 0.
+    99.7 %. Weights under 2^-60 are scaled by 2^64 for the arithmetic, so that no remainder is
+    subnormal: XLA on a CPU flushes those to 0.
     """
 
     @property
     def dtype(self) -> jnp.dtype:
-        """uint8 or uint16."""
+        """Return uint8 or uint16."""
         return jnp.dtype(jnp.uint8 if self.bits == 24 else jnp.uint16)
 
     @property
     def zero(self) -> int:
-        """The offset 2^(k-1)."""
+        """Return the offset 2^(k-1)."""
         return 1 << (self.width - 1)
 
     def _half_ulp(self, p: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """log2 of what a weight is lifted by, and of its ULP / 2 then in two integers.
+        """Return log2 of a weight's scaling factor, and of its scaled ULP / 2 as two summands.
 
-        Each of half the size, so that their powers of two are normal numbers.
+        The summands are integers of half its size, so that their powers of two are normal numbers.
         """
         info = jnp.finfo(p.dtype)
         bits = numerics.to_bits(p.astype(jnp.float32))
@@ -177,11 +177,11 @@ class UlpSplit(MasterSplit):
         return lift, low, exponent - low
 
     def round(self, w: jax.Array, dtype: jnp.dtype, noise: Noise = None) -> jax.Array:
-        """`w` rounded to nearest even, with noise as well."""
+        """Return `w` rounded to nearest even, also with noise."""
         return numerics.narrow(w, dtype)
 
     def correction(self, w: jax.Array, p: jax.Array, noise: Noise = None) -> jax.Array:
-        """rho, clamped to [-N, N]; 0 where p is not finite."""
+        """Return rho + 2^(k-1); rho is clipped to [-N, N], and is 0 where p is not finite."""
         weight = numerics.widen(p)
         lift, low, high = self._half_ulp(p)
         up = numerics.power_of_two(lift)
@@ -199,7 +199,7 @@ class UlpSplit(MasterSplit):
         return jnp.where(self.join(p, stored) == w, stored, drawn)
 
     def join(self, p: jax.Array, correction: jax.Array) -> jax.Array:
-        """p + rho / N * ULP(p) / 2."""
+        """Return p + rho / N * ULP(p) / 2."""
         weight = numerics.widen(p)
         lift, low, high = self._half_ulp(p)
         rho = (correction.astype(jnp.int32) - self.zero).astype(jnp.float32)
@@ -211,7 +211,7 @@ class UlpSplit(MasterSplit):
 def master_split(
     dtype: jnp.dtype, bits: int, scheme: str = "bits", rounding: str = "nearest"
 ) -> MasterSplit:
-    """The scheme for 16-bit weights of a dtype; fp16 always takes `ulp`."""
+    """Return the split for 16-bit weights of a dtype; fp16 always uses `ulp`."""
     stochastic = rounding == "stochastic" and bits == 24
     if scheme == "ulp" or jnp.dtype(dtype) == jnp.float16:
         return UlpSplit(bits, stochastic)
@@ -219,12 +219,12 @@ def master_split(
 
 
 def split_of(correction_dtype: jnp.dtype) -> MasterSplit:
-    """The scheme that made a correction, from its dtype."""
+    """Return the split that made a correction, from the correction's dtype."""
     for split in SPLITS.values():
         if split.dtype == correction_dtype:
             return split
     names = ", ".join(split.dtype.name for split in SPLITS.values())
-    raise ValueError(f"a correction is stored as {names}; got {correction_dtype}")
+    raise ValueError(f"a correction must have dtype {names}; got {correction_dtype}")
 
 
 SPLITS: dict[str, MasterSplit] = {

@@ -1,1 +1,1 @@
-"""Numerics, randomness, groups and policy: what every other part rests on."""
+"""Numerics on bits, random bits, groups, policy, names of parameters, and the context of a call."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.core import metadata, trees
+from optax_lowmem._src.core import array_metadata, trees
 from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.core.typing import Shaped
 
@@ -51,7 +51,7 @@ def pack(tree: optax.Params, packs: Packs) -> Any:
     vectors = _vectors([[named[leaf] for leaf in leaves] for leaves in packs.values()])
     nodes: dict[str, Any] = {leaf: InPack(name) for name, own in packs.items() for leaf in own}
     nodes |= dict(zip(packs, vectors, strict=True))
-    return metadata.like(tree, [nodes.get(name, leaf) for name, leaf in named.items()])
+    return array_metadata.like(tree, [nodes.get(name, leaf) for name, leaf in named.items()])
 
 
 def unpacked(tree: object, like: Mapping[str, Shaped]) -> dict[str, Any]:

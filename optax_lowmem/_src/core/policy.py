@@ -9,8 +9,8 @@ from collections.abc import Iterable
 import jax
 import optax
 
-from optax_lowmem._src.core import scope, varying
-from optax_lowmem._src.core.shown import ShowsChanges
+from optax_lowmem._src.core import context, varying
+from optax_lowmem._src.core.reprs import ShowsChanges
 from optax_lowmem._src.core.trees import holds, mask_values, named_leaves
 
 _SCALAR = "a 0-d leaf has no group"
@@ -59,7 +59,7 @@ class Policy(ShowsChanges):
           slot: the slot's name.
           stored: whether the current state has codes for it; then `shape` may be a shard's.
         """
-        scope.note_policy(self)
+        context.note_policy(self)
         if not shape:
             return _SCALAR
         size = math.prod(shape)
@@ -98,7 +98,7 @@ def unmatched_patterns(policies: Iterable[Policy], tree: optax.Params) -> list[s
 
 def warn_of_patterns(policy: Policy, tree: optax.Params) -> None:
     """Warn of patterns that match nothing, where an `init` has all leaves and nobody else does."""
-    if not policy.exclude or scope.is_observed() or not jax.tree.leaves(tree):
+    if not policy.exclude or context.is_observed() or not jax.tree.leaves(tree):
         return
     if not holds(tree, lambda node: isinstance(node, optax.MaskedNode)):
         for warning in unmatched_patterns([policy], tree):

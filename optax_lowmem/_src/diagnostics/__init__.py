@@ -1,1 +1,1 @@
-"""Training diagnostics: codes and stalls, RMS_t, spikes, weight norms."""
+"""Code use and stalls, RMS_t, loss spikes, norms per parameter."""

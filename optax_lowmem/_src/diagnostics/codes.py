@@ -8,18 +8,18 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.core import groups, numerics, packs, scope, trees
-from optax_lowmem._src.update.masters import master_params
+from optax_lowmem._src.core import context, groups, numerics, packs, trees
+from optax_lowmem._src.step.masters import master_params
 
 
 @dataclasses.dataclass(frozen=True)
 class CodeShares:
-    """Shares of the codes of one slot of one leaf.
+    """Shares of saturated, zero and floored codes in one slot of one leaf.
 
     Attributes:
-      saturated: at the largest code of the leaf (1/32 is normal: the maximum of each group of 32).
-      zero: at code 0.
-      floored: unsigned codes at 1, where small second moments are held up.
+      saturated: share at the leaf's largest code (1/32 is normal: the maximum of each group of 32).
+      zero: share at code 0.
+      floored: share of unsigned codes at 1, the floor for small second moments.
     """
 
     saturated: jax.Array
@@ -35,20 +35,21 @@ def code_shares(
     tx: optax.GradientTransformation | None = None,
     params: optax.Params | None = None,
 ) -> dict[str, dict[str, CodeShares]]:
-    """Shares of saturated, zero and floored codes, slot -> leaf path -> `CodeShares`.
+    """Return the shares of saturated, zero and floored codes: slot -> leaf path -> `CodeShares`.
+
+    Works under jit. Slots of `codecs.affine` and `codecs.expanded`, whose groups have different
+    grids, are omitted.
 
     Args:
-      state: the state of any optimizer of this library, wrapped or not. Works under jit. Slots
-        whose groups each have a grid of their own, those of `codecs.affine` and `codecs.expanded`,
-        are left out.
-      tx: the optimizer, which says where bytes hold several codes (`codecs.linear4`), and how many;
-        without it each byte is one.
-      params: its parameters, or their `jax.eval_shape`; with `tx`.
+      state: the state of any optimizer of this library, wrapped or not.
+      tx: the optimizer, to find slots with several codes per byte (`codecs.linear4`); without it,
+        each byte is one code.
+      params: its parameters, or their `jax.eval_shape`; required with `tx`.
 
     Raises:
-      ValueError: for 8-bit arrays without the scales of this library's codecs, one for each group
-        of neighbours on the last axis; for a state with a slot of a leaf twice; and for bytes that
-        hold several codes, where that shows, without `tx` and `params`.
+      ValueError: for 8-bit arrays without one scale per group on the last axis, as this library's
+        codecs have; for a state with two slots of the same name for a leaf; if bytes evidently hold
+        several codes, and `tx` and `params` are not given.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -58,9 +59,9 @@ def code_shares(
       1.0
     """
     shares: dict[str, dict[str, CodeShares]] = {}
-    decided: dict[tuple[str, str], scope.Decision] = {}
+    decided: dict[tuple[str, str], context.Decision] = {}
     if tx is not None:
-        decided = {(d.slot, d.path): d for d in scope.dry_run(tx, params)[1]}
+        decided = {(d.slot, d.path): d for d in context.dry_run(tx, params)[1]}
     fields = [
         (slot, path, leaf)
         for slot, tree in trees.state_fields(state)
@@ -82,12 +83,12 @@ def code_shares(
                 shape = decision.values_shape
                 if leaves := in_packs.get((slot, path)):
                     shape = (sum(math.prod(decided[slot, leaf].shape) for leaf in leaves),)
-                row = codes.ndim != len(shape)  # of the values of blocks
+                row = codes.ndim != len(shape)  # per-block values are stored as one row
                 codes = decision.codec.unpack(codes, math.prod(shape) if row else shape[-1])
             _check_layout(slot, path, codes, scales)
             if path in shares.get(slot, {}):
                 raise ValueError(
-                    f"two states here have a slot '{slot}' of '{path}': pass the one that is meant."
+                    f"two states here have a slot '{slot}' of '{path}': pass only one of them."
                 )
             if scales is not None and scales.dtype != jnp.uint32:
                 shares.setdefault(slot, {})[path] = _shares(codes)
@@ -95,31 +96,31 @@ def code_shares(
 
 
 def _check_one_a_byte(slot: str, path: str, codes: jax.Array, correction: jax.Array | None) -> None:
-    """Raises where bytes show that they hold several codes."""
+    """Raise ValueError if dtype or shape show that bytes hold several codes."""
     whole = codes.shape if correction is None or correction.ndim != codes.ndim else correction.shape
     packed = [(*whole[:-1], groups.group_count(whole[-1], several)) for several in (2, 4, 8)]
-    # mu has signs
+    # codes of mu are signed
     if (
         (slot == "mu" and codes.dtype == jnp.uint8)
         or codes.shape != whole
         and codes.shape in packed
     ):
         raise ValueError(
-            f"'{slot}' of '{path}', {codes.dtype}{list(codes.shape)}, has several codes in a byte: "
-            "pass the optimizer and its parameters too, code_shares(state, tx, params)."
+            f"'{slot}' of '{path}', {codes.dtype}{list(codes.shape)}, has several codes per byte: "
+            "also pass the optimizer and its parameters, code_shares(state, tx, params)."
         )
 
 
 def _check_layout(slot: str, path: str, codes: jax.Array, scales: jax.Array | None) -> None:
-    """Raises unless each element has a code and each group of the last axis a scale."""
+    """Raise ValueError unless each element has a code and each group on the last axis a scale."""
     if scales is not None and codes.shape[:-1] == scales.shape[:-1]:
         if min(codes.shape[-1], 1) <= scales.shape[-1] <= codes.shape[-1]:
             return
     beside = "no scales" if scales is None else f"scales {scales.dtype}{list(scales.shape)}"
     raise ValueError(
-        f"'{slot}' of '{path}' is {codes.dtype}{list(codes.shape)} with {beside} beside it, which "
-        "no codec of this library writes (packed, or another library's): pass the states of "
-        "optax_lowmem's optimizers alone."
+        f"'{slot}' of '{path}' is {codes.dtype}{list(codes.shape)} with {beside}, which no codec "
+        "of this library writes (packed, or another library's): pass only states of "
+        "optax_lowmem's optimizers."
     )
 
 
@@ -144,16 +145,17 @@ def largest_step(
     new_state: optax.OptState,
     learning_rate: float | jax.Array,
 ) -> dict[str, jax.Array]:
-    """max |change of the master weight| / learning rate for each leaf of one step.
+    """Return max |change of the master weight| / learning rate of one step, per leaf.
 
-    About 1 for Adam and Lion with a live second moment; the paper's variance codes reach 3558.
+    About 1 for Lion, and for Adam with an up-to-date second moment; the paper's variance codes
+    reach 3558.
 
     Args:
       params: weights before the step.
       state: state before the step.
-      new_params: weights after it.
-      new_state: state after it.
-      learning_rate: of the step.
+      new_params: weights after the step.
+      new_state: state after the step.
+      learning_rate: learning rate of the step.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -170,13 +172,13 @@ def largest_step(
 
 @dataclasses.dataclass(frozen=True)
 class Stall:
-    """A leaf whose largest weights a step of the learning rate cannot move.
+    """A leaf whose largest weights a step of one learning rate cannot change.
 
     Attributes:
-      path: the leaf.
-      largest: its largest weight.
-      half_spacing: half the distance of neighbouring master weights there.
-      share: of its weights that do not move.
+      path: path of the leaf.
+      largest: its largest magnitude.
+      half_spacing: half the distance between neighbouring master weights at that magnitude.
+      share: share of its weights that do not move.
     """
 
     path: str
@@ -192,20 +194,20 @@ def stalled_leaves(
     *,
     action: str = "warn",
 ) -> list[Stall]:
-    """Leaves in which a step of one learning rate is under half the spacing of the master weights.
+    """Return leaves where a step of one learning rate is under half the master weights' spacing.
 
-    A 24-bit master of magnitude w in [2^e, 2^(e+1)) is a multiple of 2^(e-15), a 32-bit one of
-    2^(e-23), a bf16 weight without a correction of 2^(e-7). With stochastic rounding, the default,
-    24 bits keep the mean of what f32 computes: its 2^(e-23) counts.
+    For magnitudes in [2^e, 2^(e+1)), a 24-bit master weight is a multiple of 2^(e-15), a 32-bit one
+    of 2^(e-23), and a bf16 weight without correction of 2^(e-7). With stochastic rounding, the
+    default, 24 bits have f32's result in the mean, so the spacing is f32's, 2^(e-23).
 
     Args:
-      tx: the optimizer, which says how each leaf is kept.
+      tx: the optimizer, to find how each leaf is stored.
       params: the weights.
-      learning_rate: the smallest that matters, such as the end of a schedule.
+      learning_rate: the smallest learning rate of interest, such as the end of a schedule.
       action: `warn`, `raise` or `none`.
 
     Returns:
-      One `Stall` for each such leaf.
+      One `Stall` per such leaf.
 
     Raises:
       ValueError: with action="raise", naming the leaves.
@@ -219,7 +221,7 @@ def stalled_leaves(
     """
     if action not in ("warn", "raise", "none"):
         raise ValueError(f"action must be 'warn', 'raise' or 'none', got {action!r}")
-    _, decisions = scope.dry_run(tx, params)
+    _, decisions = context.dry_run(tx, params)
     kept = {d.path: (d.form, d.stochastic) for d in decisions if d.slot == "correction"}
     stalls = []
     for path, leaf in trees.named_leaves(params):
@@ -254,7 +256,7 @@ def _stall(
 
 
 def _mantissa_bits(dtype: jnp.dtype, form: str | None) -> int:
-    """Stored mantissa bits of a master weight."""
+    """Return the number of stored mantissa bits of a master weight."""
     if dtype == jnp.float32:
         return 23
     return min(23, int(jnp.finfo(dtype).nmant) + (int(form.split("-")[1]) - 16 if form else 0))

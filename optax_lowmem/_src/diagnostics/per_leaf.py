@@ -1,4 +1,4 @@
-"""Numbers per leaf: RMS_t of gradients, norms of the master weights and their drift."""
+"""Scalars per leaf: RMS_t of gradients, norms of the master weights and their drift."""
 
 import fnmatch
 from collections.abc import Callable, Mapping, Sequence
@@ -13,26 +13,26 @@ from optax_lowmem._src.codecs import StoredSlot, decode_array
 from optax_lowmem._src.core import numerics, trees
 from optax_lowmem._src.core.clipping import rms_of_ratio
 from optax_lowmem._src.core.hyperparameters import as_f32, check_decay, check_range, decay_at
-from optax_lowmem._src.update.masters import master_params
-from optax_lowmem._src.update.storage import Storage
+from optax_lowmem._src.step.masters import master_params
+from optax_lowmem._src.step.storage import Storage
 
 L = TypeVar("L")
 
 
 def chosen(named: Sequence[tuple[str, L]], patterns: Sequence[str]) -> list[tuple[str, Any]]:
-    """The (path, leaf) pairs that some pattern matches, in order.
+    """Return the (path, leaf) pairs that match any pattern, in order.
 
     Args:
       named: (path, leaf) pairs.
       patterns: globs such as `"*embed*"`.
 
     Raises:
-      TypeError: for a string instead of a sequence of them.
+      TypeError: for a string instead of a sequence of strings.
       ValueError: for a pattern that no path matches.
     """
     if isinstance(patterns, str):
         raise TypeError(
-            f"leaves is a tuple of patterns, got the string {patterns!r}: write "
+            f"leaves must be a tuple of patterns, got the string {patterns!r}: write "
             f"leaves=({patterns!r},)"
         )
     for pattern in patterns:
@@ -53,7 +53,7 @@ def chosen(named: Sequence[tuple[str, L]], patterns: Sequence[str]) -> list[tupl
 
 _LEAST_EPS = 1e-18
 
-Moment = tuple[jax.Array, Any]  # `nu` of a leaf, codes or values, and the steps in it or None
+Moment = tuple[jax.Array, Any]  # `nu` of a leaf (codes or values), and its step count or None
 
 
 def rms(
@@ -66,27 +66,27 @@ def rms(
     sample: int | None = None,
     storage: Storage = Storage(),  # noqa: B008 (frozen)
 ) -> dict[str, jax.Array]:
-    r"""RMS_t of each tensor: about 1 where the second moment is up to date, far over 1 where not.
+    r"""Return RMS_t of each tensor: about 1 if the second moment is up to date, else far over 1.
 
     .. math:: \mathrm{RMS}_t = \sqrt{\mathbb{E}\left[g_t^2 / \max(u_t, \epsilon^2)\right]}
 
-    with u_t the debiased average of squared gradients that has taken g_t in: the u_t of Algorithm
-    2, the maximum of appendix F.2, the mean over one tensor (section 3.4). It is at most
+    u_t is the debiased average of squared gradients including g_t: the u_t of Algorithm 2 with the
+    maximum of appendix F.2. The mean is over one tensor (section 3.4). RMS_t is at most
     1 / sqrt(1 - b2), 31.6 at 0.999.
 
     Args:
-      gradients: those that the optimizer was given, of the parameters' structure: after clipping,
-        where it clips before Adam.
-      state: the optimizer's state *after* that step: of ours with a second moment, of
-        `compress_state`, or of optax's with a field `nu`, through any wrapper.
-      b2: the optimizer's, a number, an array or a schedule; the state does not hold it.
-      eps: the optimizer's, at least 1e-18 (the paper's is 1e-6).
+      gradients: the gradients passed to the optimizer, with the parameters' structure; after
+        clipping, if it clips before Adam.
+      state: the state *after* that step, of our optimizers with a second moment, of
+        `compress_state`, or of an optax transformation with a field `nu`, inside any wrapper.
+      b2: the optimizer's b2: a number, an array or a schedule. The state does not store it.
+      eps: the optimizer's eps, at least 1e-18 (1e-6 in the paper).
       leaves: glob patterns on leaf paths; each must match a leaf with a second moment. The paper
-        needs one, the patch embedding.
-      sample: reads every k-th slice of the first axis only, so that about this many elements of a
-        leaf are read; None reads all.
-      storage: the optimizer's, for the codec of `nu` and the group size; of `compress_state`,
-        `Storage(nu=codec, group_size=...)`.
+        needs only the patch embedding.
+      sample: number of elements to read of a leaf, approximately, as every k-th slice of the first
+        axis; None reads all.
+      storage: the optimizer's storage, for the codec of `nu` and the group size; for
+        `compress_state`, `Storage(nu=codec, group_size=...)`.
 
     Returns:
       Leaf path -> f32 scalar, for a logger or a `SpikeDetector`. NaN for a NaN gradient, and for a
@@ -95,12 +95,12 @@ def rms(
     Raises:
       TypeError: for a string as `leaves`.
       ValueError: for a state without second moments, a pattern that matches no leaf, a leaf with
-        two of them or of another shape, or a `storage` that did not store it.
+        two second moments or one of another shape, or a `storage` that does not match it.
 
-    Cost: the gradient and 1.13 bytes of state per element of the chosen leaves: 3.1 bytes with a
-    bf16 gradient, where the step moves 12 to 18. A patch embedding, or a vocabulary's under a
-    `sample` of 2^18, is well under 1 % of the step of a model of 100M parameters; all leaves are
-    not. Call it under jit: it fuses to one reduction, without an f32 copy.
+    Cost: reads the gradient and 1.13 bytes of state per element of the selected leaves: 3.1 bytes
+    with a bf16 gradient, while the step moves 12 to 18. A patch embedding, or a token embedding
+    with a `sample` of 2^18, costs well under 1 % of the step of a model of 100M parameters; all
+    leaves cost more. Call it under jit, where it fuses to one reduction without an f32 copy.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -117,11 +117,13 @@ def rms(
     check_decay("b2", b2)
     check_range("eps", eps, 0.0)
     if isinstance(eps, int | float) and eps < _LEAST_EPS:
-        raise ValueError(f"eps must be at least {_LEAST_EPS:g}: its square, in f32, divides 0")
+        raise ValueError(
+            f"eps must be at least {_LEAST_EPS:g}: its square must not underflow in f32"
+        )
     if sample is not None and (isinstance(sample, bool) or not isinstance(sample, int)):
-        raise TypeError(f"sample is a number of elements, or None, got {sample!r}")
+        raise TypeError(f"sample must be a number of elements, or None, got {sample!r}")
     if sample is not None and sample < 1:
-        raise ValueError(f"sample is a number of elements, at least 1, got {sample!r}")
+        raise ValueError(f"sample must be a number of elements, at least 1, got {sample!r}")
     moments, scales = _moments(state), _scales(state)
     named = [(path, g) for path, g in trees.named_leaves(gradients) if path in moments and g.size]
     found = {}
@@ -139,7 +141,7 @@ def rms(
 
 
 def _moments(state: optax.OptState) -> dict[str, Moment]:
-    """Leaf path -> second moment, of every NamedTuple with a `nu` inside a state."""
+    """Return leaf path -> second moment, from every NamedTuple with a `nu` inside a state."""
     moments: dict[str, Moment] = {}
     for node in trees.states_with(state, "nu"):
         count = node.count if "count" in node._fields else None
@@ -152,14 +154,14 @@ def _moments(state: optax.OptState) -> dict[str, Moment]:
             moments[path] = (nu, count)
     if not moments:
         raise ValueError(
-            "the state has no second moment `nu`: RMS_t is of Adam and its kin, and "
-            "flash_lion and flash_sgd cannot be out of date."
+            "the state has no second moment `nu`: RMS_t exists for Adam and its variants, not for "
+            "flash_lion and flash_sgd."
         )
     return moments
 
 
 def _scales(state: optax.OptState) -> dict[str, jax.Array]:
-    """Leaf path -> scales of the codes of `nu`; compress_state numbers its trees of them."""
+    """Return leaf path -> scales of the codes of `nu`; compress_state numbers its scale trees."""
     return {
         path: scales
         for slot, tree in trees.state_fields(state)
@@ -172,7 +174,7 @@ def _scales(state: optax.OptState) -> dict[str, jax.Array]:
 def _checked(
     path: str, g: jax.Array, nu: jax.Array, scales: jax.Array | None, storage: Storage
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`nu` and its scales, None where it is not compressed."""
+    """Return `nu` and its scales (None if it is not compressed), checked against `storage`."""
     codec, size = storage.nu, storage.group_size
     is_code = nu.dtype in (jnp.int8, jnp.uint8)
     wanted = codec.storage(g.shape, size) if codec is not None and is_code and g.ndim else None
@@ -186,17 +188,17 @@ def _checked(
     kept = None if scales is None else StoredSlot(nu, scales)
     if kept is None or wanted is None or not kept.is_like(wanted):
         raise ValueError(
-            f"the second moment of '{path}' is kept as {kept.words if kept else nu.dtype}, "
+            f"the second moment of '{path}' is stored as {kept.words if kept else nu.dtype}, but "
             f"{codec.name if codec else 'storage.nu=None'} in groups of {size} would be "
-            f"{wanted.words if wanted else 'f32'}. Pass the optimizer's own storage=."
+            f"{wanted.words if wanted else 'f32'}. Pass the optimizer's storage=."
         )
     return nu, scales
 
 
 def _sampled(sample: int | None, *arrays: jax.Array | None) -> list[Any]:
-    """Every k-th slice of the first axis of arrays that share it."""
+    """Return every k-th slice of the arrays' common first axis."""
     first = arrays[0]
-    # of one axis, whole groups would have to be kept together
+    # slices of a 1-D array would split groups
     if sample is None or first is None or first.ndim < 2:
         return list(arrays)
     every = min(-(-first.size // sample), first.shape[0])
@@ -209,11 +211,11 @@ def _sampled(sample: int | None, *arrays: jax.Array | None) -> list[Any]:
 def norms(
     params: optax.Params, state: optax.OptState | None = None, *, leaves: Sequence[str] = ("*",)
 ) -> dict[str, Any]:
-    r"""The Euclidean norm :math:`\lVert\theta\rVert_2` of each leaf's master weight, in f32.
+    r"""Return the norm :math:`\lVert\theta\rVert_2` of each leaf's master weight, in f32.
 
     Args:
       params: the weights.
-      state: the optimizer's state, for the corrections; None takes the weights as they are.
+      state: the optimizer's state, for the corrections; None uses the weights alone.
       leaves: glob patterns on leaf paths; each must match some leaf.
 
     Returns:
@@ -223,8 +225,8 @@ def norms(
       TypeError: for a string as `leaves`.
       ValueError: for a pattern that matches no leaf, or a leaf with two corrections.
 
-    Cost: reads 3 bytes per bf16 weight of the chosen leaves (2 and a correction of 1), or 4. Under
-    jit, no f32 copy is stored.
+    Cost: reads 3 bytes per bf16 weight of the selected leaves (2, and 1 for the correction), or 4.
+    Under jit, no f32 copy is stored.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -242,15 +244,15 @@ def norms(
 def norm_drift(
     now: Mapping[str, ArrayLike], reference: Mapping[str, ArrayLike]
 ) -> dict[str, jax.Array]:
-    r"""Relative change :math:`\lVert\theta_t\rVert / \lVert\theta_0\rVert - 1` of weight norms.
+    r"""Return :math:`\lVert\theta_t\rVert / \lVert\theta_0\rVert - 1`, the change of weight norms.
 
     Args:
-      now: leaf path -> norm, of `norms`.
-      reference: the same at an earlier step; plain numbers will do, and more leaves than `now`.
+      now: leaf path -> norm, as returned by `norms`.
+      reference: the same at an earlier step; may be plain numbers, with more leaves than `now`.
 
     Returns:
-      Leaf path -> f32 scalar: 0.1 where a norm has grown by 10 %. A leaf that started at zero has
-      drifted by inf once it moves, by 0 before.
+      Leaf path -> f32 scalar: 0.1 if a norm has grown by 10 %. For a reference of zero, 0 while
+      the norm is zero, then inf.
 
     Raises:
       ValueError: for a leaf without a reference.
@@ -265,7 +267,7 @@ def norm_drift(
     if missing:
         raise ValueError(
             f"the reference has no norm of '{missing[0]}', only of "
-            f"{', '.join(list(reference)[:3]) or 'no leaf'}: take both with the same `leaves`."
+            f"{', '.join(list(reference)[:3]) or 'no leaf'}: compute both with the same `leaves`."
         )
     return {path: _drift(now[path], reference[path]) for path in now}
 

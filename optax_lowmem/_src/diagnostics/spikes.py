@@ -1,4 +1,4 @@
-"""Loss spikes and RMS spikes (StableAdamW, appendix E), of recorded series and while training."""
+"""Loss spikes and RMS spikes (StableAdamW, appendix E), in recorded series or during training."""
 
 import dataclasses
 import math
@@ -13,9 +13,9 @@ from jax.typing import ArrayLike
 
 Number = float | jax.Array
 
-# ---- of whole recorded series --------------------------------------------------------------------
+# ---- recorded series -----------------------------------------------------------------------------
 
-# Appendix E's constants; the decay of the running statistics is ours, the paper gives none.
+# Constants of appendix E; DECAY, of the running statistics, is ours, since the paper gives none.
 RMS_THRESHOLD = 2.3
 DEVIATIONS = 3.2
 IGNORE = 1000
@@ -26,10 +26,10 @@ DECAY = 0.99
 
 
 def check_constants(ignore: int, interval: int, least: int, decay: float) -> None:
-    """Raises unless the constants of the heuristics are in range."""
+    """Raise ValueError unless the constants of the heuristics are in range."""
     for name, value, low in (("ignore", ignore, 0), ("interval", interval, 1), ("least", least, 1)):
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise ValueError(f"{name} is a number of steps, at least {low}, got {value!r}")
+            raise ValueError(f"{name} must be a number of steps, at least {low}, got {value!r}")
     if not 0 <= decay < 1:
         raise ValueError(f"decay must be in [0, 1), got {decay!r}")
 
@@ -42,9 +42,9 @@ def advance(
     decay: float,
     maximum: Callable[[Number, Number], Number] = max,
 ) -> tuple[Any, Any]:
-    """Running mean and variance with one more loss, of numbers or (with jnp.maximum) of arrays.
+    """Update the running mean and variance with a loss, as numbers or (with jnp.maximum) arrays.
 
-    Exact weighted moments: plain ones of the first 1 / (1 - decay) losses, exponential after.
+    The first 1 / (1 - decay) losses have equal weights, later ones exponential weights.
     """
     weight = maximum(1 / (seen + 1), 1 - decay)
     change = loss - mean
@@ -58,14 +58,14 @@ def rms_spikes(
     ignore: int = IGNORE,
     interval: int = INTERVAL,
 ) -> np.ndarray:
-    r"""Steps at which an RMS spike starts: :math:`\{t : \mathrm{RMS}_t \ge 2.3\}`, deduplicated.
+    r"""Find the steps where RMS spikes start: :math:`\{t : \mathrm{RMS}_t \ge 2.3\}`, deduplicated.
 
     Args:
       rms: RMS_t of one tensor at steps 0, 1, ... NaN and inf count as spikes.
-      threshold: of RMS_t.
-      ignore: steps at the beginning, when the learning rate is low, that have no spikes.
-      interval: what spikes t, ..., t + interval - 1 is one spike, at t; the next one may start
-        another.
+      threshold: RMS_t from which a step is a spike.
+      ignore: number of initial steps, with a low learning rate, without spikes.
+      interval: spikes at steps t, ..., t + interval - 1 are one spike, at t. The next spike may
+        start another interval.
 
     Returns:
       Step numbers, ascending.
@@ -96,15 +96,18 @@ def loss_spikes(
     least: int = LEAST,
     decay: float = DECAY,
 ) -> np.ndarray:
-    """Steps at which a loss spike starts: the loss is 3.2 running deviations over its running mean.
+    """Find the steps where loss spikes start: 3.2 running standard deviations over the mean.
+
+    A step deviates if its loss is over the running mean by `deviations` running standard
+    deviations. `least` deviating steps within `interval` steps are a spike.
 
     Args:
-      losses: of steps 0, 1, ... NaN and inf count as deviations and stay out of the statistics.
-      deviations: running standard deviations over the running mean that are a deviation.
-      ignore: steps at the beginning without spikes; they do count in the statistics.
-      interval: what deviates within t, ..., t + interval - 1 is one spike, at t.
-      least: deviations in an interval that make a spike: fewer are noise.
-      decay: of the running mean and variance, which are of the steps *before* t.
+      losses: losses at steps 0, 1, ... NaN and inf deviate, and are not in the statistics.
+      deviations: number of running standard deviations over the running mean.
+      ignore: number of initial steps without spikes; they are in the statistics.
+      interval: deviating steps within t, ..., t + interval - 1 are one spike, at t.
+      least: minimum number of deviating steps in an interval; fewer are noise.
+      decay: decay of the running mean and variance, over the steps *before* t.
 
     Returns:
       Step numbers, ascending.
@@ -112,8 +115,8 @@ def loss_spikes(
     Raises:
       ValueError: for a series that is not one-dimensional, or constants out of range.
 
-    Where the paper does not say: the running statistics are exponential, over about 100 steps (of
-    all steps, a falling loss would hide its spikes), and leave out the step that is judged.
+    Not specified in the paper: the running statistics are exponential, over about 100 steps (over
+    all steps, a falling loss would hide its spikes), and exclude the step being tested.
 
     Example:
       >>> import numpy as np, optax_lowmem as lowmem
@@ -139,15 +142,15 @@ def _series(name: str, values: npt.ArrayLike) -> np.ndarray:
     series = np.asarray(values, np.float64)
     if series.ndim != 1:
         raise ValueError(
-            f"{name} is one value per step, a series of one axis, got shape {series.shape}"
+            f"{name} must be one value per step, an array of one axis, got shape {series.shape}"
         )
     return series
 
 
 def _events(hits: np.ndarray, interval: int, least: int) -> np.ndarray:
-    """Starts of the intervals that hold at least `least` hits; each starts with its first."""
+    """Return the starts of intervals with at least `least` hits; an interval starts at a hit."""
     starts: list[int] = []
-    free = 0  # where the last interval has ended
+    free = 0  # end of the last interval
     for step in np.flatnonzero(hits).tolist():
         if step >= free:
             free = step + interval
@@ -156,7 +159,7 @@ def _events(hits: np.ndarray, interval: int, least: int) -> np.ndarray:
     return np.asarray(starts, np.int64)
 
 
-# ---- while training: a few scalars of state, under jit or scan -----------------------------------
+# ---- during training: a few scalars of state, under jit or scan ----------------------------------
 
 _NEVER = -(2**30)
 
@@ -165,31 +168,31 @@ class SpikeState(NamedTuple):
     """State of a `SpikeDetector`: 29 bytes."""
 
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32; steps so far
-    seen: jax.Array  # int32: finite losses
+    seen: jax.Array  # int32: number of finite losses
     mean: jax.Array  # f32
     variance: jax.Array  # f32
     rms_start: jax.Array  # int32: step of the last RMS spike
-    loss_start: jax.Array  # int32: step at which the current interval of deviations started
-    hits: jax.Array  # int32: deviations in it
-    warned: jax.Array  # bool: whether an RMS spike came 1 to `lead` steps before it
+    loss_start: jax.Array  # int32: step where the current interval of deviations started
+    hits: jax.Array  # int32: number of deviations in that interval
+    warned: jax.Array  # bool: whether an RMS spike preceded it by 1 to `lead` steps
 
 
 @dataclasses.dataclass(frozen=True)
 class SpikeDetector:
-    """Loss spikes and RMS spikes of a run as it goes (StableAdamW, appendix E).
+    """Detect loss spikes and RMS spikes during a run (StableAdamW, appendix E).
 
-    The same spikes as `loss_spikes`, `rms_spikes` and `predicted` find in the whole series, but for
-    a loss within f32 rounding of its threshold. A loss spike is known by its second deviation, at
-    most `interval` - 1 steps after its start.
+    Finds the same spikes as `loss_spikes`, `rms_spikes` and `predicted` in the whole series, except
+    for losses within f32 rounding of the threshold. A loss spike is reported at its second
+    deviation (`least`), at most `interval` - 1 steps after its start.
 
     Attributes:
-      threshold: of RMS_t.
-      deviations: running standard deviations over the running mean of the loss.
-      ignore: steps at the beginning without spikes.
-      interval: steps that are one spike.
-      least: deviations in an interval that make a loss spike.
-      lead: by how many steps at most an RMS spike predicts a loss spike.
-      decay: of the running mean and variance of the loss.
+      threshold: RMS_t from which a step is an RMS spike.
+      deviations: number of running standard deviations over the running mean of the loss.
+      ignore: number of initial steps without spikes.
+      interval: number of steps that are one spike.
+      least: minimum number of deviations in an interval for a loss spike.
+      lead: maximum number of steps by which an RMS spike predicts a loss spike.
+      decay: decay of the running mean and variance of the loss.
 
     Example:
       >>> import optax_lowmem as lowmem
@@ -212,10 +215,10 @@ class SpikeDetector:
     def __post_init__(self) -> None:
         check_constants(self.ignore, self.interval, self.least, self.decay)
         if isinstance(self.lead, bool) or not isinstance(self.lead, int) or self.lead < 1:
-            raise ValueError(f"lead is a number of steps, at least 1, got {self.lead!r}")
+            raise ValueError(f"lead must be a number of steps, at least 1, got {self.lead!r}")
 
     def init(self) -> SpikeState:
-        """Before the first step."""
+        """Return the state before the first step."""
         zero, never = jnp.zeros((), jnp.int32), jnp.full((), _NEVER, jnp.int32)
         none = jnp.zeros((), jnp.float32)
         return SpikeState(zero, zero, none, none, never, never, zero, jnp.zeros((), bool))
@@ -223,17 +226,18 @@ class SpikeDetector:
     def update(
         self, state: SpikeState, loss: ArrayLike, rms: ArrayLike
     ) -> tuple[SpikeState, dict[str, Any]]:
-        """The state after a step, and its flags.
+        """Process one step; return the new state and flags.
 
         Args:
-          state: of the steps before.
-          loss: of the step, a scalar.
+          state: state before the step.
+          loss: loss of the step, a scalar.
           rms: RMS_t of one tensor at the step, a scalar (`rms(...)["embed/kernel"]`).
 
         Returns:
-          The state and the flags, (state, flags), which are a dict of scalars: `rms_spike` (one
-          starts now), `loss_deviation` (this loss deviates), `loss_spike` (one is known by now),
-          `loss_spike_start` (its step, else -1), `predicted` (an RMS spike preceded it).
+          (state, flags); flags is a dict of scalars: `rms_spike` (an RMS spike starts now),
+          `loss_deviation` (this loss deviates), `loss_spike` (a loss spike is detected now),
+          `loss_spike_start` (the step where it started, else -1), `predicted` (an RMS spike
+          preceded it).
         """
         loss, rms = jnp.asarray(loss, jnp.float32), jnp.asarray(rms, jnp.float32)
         now, counts = state.count, state.count >= self.ignore
@@ -265,7 +269,7 @@ class SpikeDetector:
     def _statistics(
         self, state: SpikeState, loss: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(seen, mean, variance) with a loss, unchanged by one that is not finite."""
+        """Return (seen, mean, variance) updated with a loss; ignore it if it is not finite."""
         seen = state.seen.astype(jnp.float32)
         new = advance(seen, state.mean, state.variance, loss, self.decay, jnp.maximum)
         finite = jnp.isfinite(loss)
@@ -288,8 +292,8 @@ class Prediction:
       flagged: share of the steps at which an RMS spike starts.
       chance: share of the steps that follow an RMS spike by 1 to `lead`: the paper's probability
         that a loss spike does so by chance (under 1 % for its 76 RMS spikes).
-      p_value: probability that as many loss spikes or more would, if they fell anywhere: the upper
-        tail of a binomial distribution.
+      p_value: probability that at least as many loss spikes would follow one if they occurred at
+        random steps: the upper tail of a binomial distribution.
     """
 
     spikes: np.ndarray
@@ -300,11 +304,11 @@ class Prediction:
 
     @property
     def share(self) -> float:
-        """Of the loss spikes that are predicted; NaN without any."""
+        """Return the share of loss spikes that follow an RMS spike; NaN without loss spikes."""
         return float(self.follows.mean()) if self.follows.size else math.nan
 
     def scalars(self) -> dict[str, float]:
-        """Name -> number, for a logger."""
+        """Return name -> number, for a logger."""
         return {
             "loss_spikes": float(self.spikes.size),
             "predicted": float(self.follows.sum()),
@@ -326,17 +330,17 @@ def predicted(
     """Find the loss spikes that follow an RMS spike by 1 to 8 steps (appendix E, Figures 15 to 20).
 
     Args:
-      losses: steps of loss spikes, of `loss_spikes`.
-      rms: steps of RMS spikes of one tensor, of `rms_spikes`.
+      losses: steps of loss spikes, from `loss_spikes`.
+      rms: steps of RMS spikes of one tensor, from `rms_spikes`.
       steps: length of the run.
-      lead: how many steps ahead an RMS spike may be.
-      ignore: steps at the beginning without spikes.
+      lead: maximum number of steps between an RMS spike and the loss spike it predicts.
+      ignore: number of initial steps without spikes.
 
     Returns:
       A `Prediction`.
 
     Raises:
-      ValueError: for steps outside of [ignore, steps), and where nothing is left of the run.
+      ValueError: for spikes outside [ignore, steps), or if `ignore` is the whole run.
 
     Example:
       >>> import optax_lowmem as lowmem
@@ -347,13 +351,13 @@ def predicted(
     if not 0 <= ignore < steps:
         raise ValueError(f"a run of {steps} steps has none left after ignore={ignore}")
     if lead < 1:
-        raise ValueError(f"lead is a number of steps, at least 1, got {lead!r}")
+        raise ValueError(f"lead must be a number of steps, at least 1, got {lead!r}")
     loss_steps, rms_steps = (np.asarray(s, np.int64).reshape(-1) for s in (losses, rms))
     for name, found in (("losses", loss_steps), ("rms", rms_steps)):
         if found.size and not ignore <= found.min() <= found.max() < steps:
             raise ValueError(
-                f"{name} are steps in [{ignore}, {steps}), got {found.min()} to {found.max()}: "
-                "pass what loss_spikes and rms_spikes return, and their `ignore`."
+                f"{name} must be steps in [{ignore}, {steps}), got {found.min()} to {found.max()}: "
+                "pass the results of loss_spikes and rms_spikes, and their `ignore`."
             )
     follows_rms = np.zeros(steps + lead, bool)
     for ahead in range(1, lead + 1):
@@ -370,7 +374,7 @@ def predicted(
 
 
 def _upper_tail(hits: int, trials: int, probability: float) -> float:
-    """P(X >= hits) of a binomial X."""
+    """Return P(X >= hits) of a binomial X."""
     if hits == 0 or probability == 1:
         return 1.0
     if probability == 0:

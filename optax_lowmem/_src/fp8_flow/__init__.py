@@ -1,1 +1,1 @@
-"""COAT's FP8 precision flow: functions, kernels, layers and a Llama block."""
+"""COAT's FP8 activations: functions, kernels, layers and a Llama block."""

@@ -1,4 +1,4 @@
-"""Activation functions, alone or times a gate, whose inputs are kept in 8 bits."""
+"""Activation functions, gated or not, that save their inputs in 8 bits."""
 
 import dataclasses
 from functools import partial
@@ -13,7 +13,7 @@ from optax_lowmem._src.fp8_flow.storage import DEFAULT, ArrayFunction, Coded, Re
 
 @dataclasses.dataclass(frozen=True)
 class _Gate:
-    """The static part."""
+    """Static arguments of the activation function."""
 
     recipe: Recipe
     activation: str
@@ -26,23 +26,23 @@ def gated_product(
     activation: str = "silu",
     recipe: Recipe = DEFAULT,
 ) -> Coded:
-    r"""h = f(gate) \cdot up, for an FP8 product.
+    r"""Compute h = f(gate) \cdot up, quantized for an FP8 product.
 
     Args:
       gate: [..., n], f32 or 16 bits.
-      up: likewise; None: h = f(gate).
-      activation: f: `silu`, `gelu` (by tanh), `gelu_exact` or `relu`.
-      recipe: how gate and up are kept.
+      up: array of the same shape and dtype; None: h = f(gate).
+      activation: f: `silu`, `gelu` (tanh approximation), `gelu_exact` or `relu`.
+      recipe: storage of gate and up for the backward pass.
 
     Returns:
-      h: quantized by one scale for the whole tensor; its `value` has the gate's dtype.
+      h: quantized with one scale per tensor; its `value` has the gate's dtype.
 
     Raises:
-      ValueError: for another activation, or arrays of two shapes.
+      ValueError: for another activation, or if gate and up differ in shape or dtype.
 
     Memory: for the backward pass, codes of gate and up and a 16-bit scale per group; 2.25 bytes for
-    both in groups of 16. f(gate), which the paper's flow keeps too, is computed again. With
-    `Recipe(storage="bf16")`, gate and up as they are.
+    both in groups of 16. f(gate), which the paper also saves, is recomputed. With
+    `Recipe(storage="bf16")`, gate and up are saved unquantized.
 
     Example:
       >>> import jax.numpy as jnp
@@ -57,12 +57,12 @@ def gated_product(
     if up is not None and (gate.shape != up.shape or gate.dtype != up.dtype):
         raise ValueError(
             f"gate is {gate.dtype}{list(gate.shape)} and up {up.dtype}{list(up.shape)}: "
-            "they are multiplied number by number, pass arrays of one shape and dtype"
+            "they are multiplied elementwise, pass arrays of the same shape and dtype"
         )
     with jax.named_scope("activation"):
         static, given = _Gate(recipe, activation), (gate,) if up is None else (gate, up)
         if not recipe.quantizes:
-            # with the roundings of jax.nn's functions in 16 bits, bit for bit
+            # not widened, so that 16-bit results equal those of jax.nn's functions bit for bit
             return storage.recomputed(ArrayFunction(_value, static, wide=False), *given)
         return _gated(static, *given)
 
@@ -78,7 +78,7 @@ def _gated(gate: _Gate, *given: jax.Array) -> Coded:
 
 @partial(derivative.first_order_only, static=2)
 def _coded(gate: _Gate, keep: bool, *given: jax.Array) -> tuple[Coded, Any]:
-    """The product, and what a backward pass needs, if one is to come."""
+    """Return the quantized product, and the residuals of the backward pass if `keep` is set."""
     size, exact = gate.recipe.group_size, gate.recipe.exact
     stored, absmax = kernels.store_gated(
         given, gate.activation, size, exact, keep=keep or not exact

@@ -1,7 +1,7 @@
-"""Activations in FP8: stored in passing by a norm or an activation function, and brought back.
+"""Store activations in FP8 while a norm or an activation function reads them, and restore them.
 
-In plain JAX it is the operations of COAT, section 5; the choice of the implementation is made while
-tracing by `supported`.
+The plain JAX functions are the operations of COAT, section 5. While tracing, `supported` decides
+whether a GPU kernel is used instead.
 """
 
 import math
@@ -15,8 +15,9 @@ from jax.typing import DTypeLike
 
 from optax_lowmem._src import quantized_matmul as matmul
 from optax_lowmem._src.codecs.base import E8M8Scale
-from optax_lowmem._src.core import groups, numerics, platform
+from optax_lowmem._src.core import groups, numerics
 from optax_lowmem._src.core.groups import MAX_ELEMENTS, next_power_of_two
+from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.quantized_matmul import (
     E4M3,
     Format,
@@ -36,11 +37,11 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class Grouped(NamedTuple):
-    """An array as 8-bit codes and a 16-bit scale per group.
+    """An array as 8-bit codes with a 16-bit scale per group.
 
     Attributes:
-      codes: E4M3, of the array's shape.
-      scales: [..., groups], maxima of magnitudes in `codecs.base.E8M8Scale`.
+      codes: E4M3, in the array's shape.
+      scales: [..., groups], the largest magnitude of each group, in `codecs.base.E8M8Scale`.
     """
 
     codes: jax.Array
@@ -51,37 +52,37 @@ class Grouped(NamedTuple):
 
 
 def store(x: jax.Array, group_size: int) -> Grouped:
-    r"""Codes round(x / s \cdot 448) and maxima s of groups, rounded up to 16 bits.
+    r"""Quantize to codes round(x / s \cdot 448), with s each group's maximum rounded up to 16 bits.
 
     Args:
       x: [..., n] of any floating dtype; the last group of a row may be partial.
-      group_size: neighbours on the last axis that share a scale.
+      group_size: number of neighbours on the last axis that share a scale.
 
     Returns:
-      Codes and scales: |x - restored| is at most x / 16, or s / 448 / 2^10 if that is more. A
-      group with a number that is not finite is restored as NaN.
+      Codes and scales: |x - restored| is at most the larger of |x| / 16 and s / 448 / 2^10. A
+      group with a value that is not finite is restored as NaN.
     """
     codes, scales = matmul.as_stored(store_groups(groups.to_groups(x, group_size)))
     return Grouped(groups.from_groups(codes, x.shape), scales)
 
 
 def store_groups(x: jax.Array) -> Grouped:
-    """`store` of a group view [..., groups, lanes]."""
+    """Apply `store` to a group view [..., groups, lanes]."""
     scales = SCALE.encode(numerics.to_bits(matmul.absmax_of(x, -1)[..., 0]))
     limit = SCALE.decode(scales)[..., None]
-    # the largest scale is 2^126, over which E4M3 would make NaN
+    # the largest scale is 2^126; without clipping, larger values would become NaN in E4M3
     codes = matmul.codes_of(x, limit, E4M3, clip=True)
     return Grouped(codes, scales)
 
 
 def restore(stored: Grouped, group_size: int) -> jax.Array:
-    """f32 values of `store`'s result."""
+    """Return the f32 values of arrays that `store` returned."""
     view = Grouped(groups.to_groups(stored.codes, group_size), stored.scales)
     return groups.from_groups(restore_groups(view), stored.codes.shape)
 
 
 def restore_groups(stored: Grouped) -> jax.Array:
-    """`restore` of a group view."""
+    """Apply `restore` to a group view."""
     unit = matmul.scales_of(SCALE.decode(stored.scales), E4M3)
     return stored.codes.astype(jnp.float32) * unit[..., None]
 
@@ -90,17 +91,20 @@ def restore_groups(stored: Grouped) -> jax.Array:
 
 
 def group_absmax(x: jax.Array, group_size: int) -> jax.Array:
-    """f32 maxima of magnitudes [..., groups], 2^-100 at least: Group Scaling's first stage."""
+    """Return each group's largest magnitude, f32 [..., groups], at least 2^-100.
+
+    It is the first stage of Group Scaling.
+    """
     return matmul.absmax_of(groups.to_groups(x, group_size), -1)[..., 0]
 
 
 def tensor_absmax(x: jax.Array, group_size: int) -> jax.Array:
-    """f32 maximum of the magnitudes of a tensor, of x's rank with axes of 1: both stages."""
+    """Return a tensor's largest magnitude, f32 [1, ..., 1], by both stages of Group Scaling."""
     return matmul.absmax_of(group_absmax(x, group_size) if x.ndim else x, None)
 
 
 def quantized(x: jax.Array, absmax: jax.Array, to: Format = E4M3, clip: bool = False) -> Quantized:
-    """Codes and the scale of an array whose maximum is `absmax`; `clip`: or may be more."""
+    """Quantize an array whose largest magnitude is `absmax`; with `clip`, it may be larger."""
     codes = matmul.as_stored(matmul.codes_of(x, absmax, to, clip))
     return Quantized(codes, matmul.scales_of(absmax, to))
 
@@ -109,44 +113,44 @@ def quantized(x: jax.Array, absmax: jax.Array, to: Format = E4M3, clip: bool = F
 
 
 def inverse_rms(x: jax.Array, eps: float, group_size: int) -> jax.Array:
-    """1 / sqrt(mean(x^2) + eps) of rows [..., 1], of f32 values."""
+    """Return 1 / sqrt(mean(x^2) + eps) of each row, [..., 1], for f32 values."""
     return inverse_of(row_sum(jnp.square(x), group_size), x.shape[-1], eps)
 
 
 def inverse_of(squares: jax.Array, length: int, eps: float) -> jax.Array:
-    """`inverse_rms` of rows of a length with these sums of squares."""
+    """Return `inverse_rms`, given each row's sum of squares and the rows' length."""
     return jax.lax.rsqrt(squares / length + eps)
 
 
 def row_sum(x: jax.Array, group_size: int) -> jax.Array:
-    """Over the last axis, kept."""
+    """Sum over the last axis, keeping it with size 1."""
     return groups.to_groups(x, group_size).sum(-1).sum(-1, keepdims=True)
 
 
 def row(w: jax.Array, like: jax.Array) -> jax.Array:
-    """[n] as f32 beside [..., n]."""
+    """Reshape weights [n] for broadcasting with [..., n], in f32."""
     return w.astype(jnp.float32).reshape((1,) * (like.ndim - 1) + (-1,))
 
 
 def store_normed_plain(
     x: jax.Array, scale: jax.Array, eps: float, group_size: int, exact: bool
 ) -> tuple[Grouped, jax.Array, jax.Array]:
-    """Store the input of RMSNorm, and compute the maximum that its output is quantized with.
+    """Quantize the input of RMSNorm, and compute the largest magnitude of its output.
 
     Args:
       x: [..., n].
       scale: [n].
-      eps: under the root.
-      group_size: of the stored input.
-      exact: whether the norm is of x; else of x as it is stored.
+      eps: added under the square root.
+      group_size: of the quantized input.
+      exact: whether the norm is computed from x; otherwise from the quantized x.
 
     Returns:
-      (x stored, 1 / RMS of rows [..., 1], the maximum of the output with axes of 1).
+      (quantized x, 1 / RMS of rows [..., 1], largest magnitude of the output [1, ..., 1]).
     """
     stored = store(x, group_size)
     given = numerics.widen(x) if exact else restore(stored, group_size)
     inverse = inverse_rms(given, eps, group_size)
-    # the maximum of y = r x w of a row is r times that of x w: one pass over x finds both
+    # a row's maximum of y = r x w is r times that of x w, so one pass over x computes both
     largest = group_absmax(given * row(scale, x), group_size) * inverse
     return stored, inverse, matmul.absmax_of(largest, None)
 
@@ -155,7 +159,7 @@ def store_normed_plain(
 
 
 def gated(activation: str, *given: jax.Array) -> jax.Array:
-    """f(gate), times up where there is one, of f32 values."""
+    """Return f(gate), times up if given, for f32 values."""
     y = ACTIVATIONS[activation](given[0])
     return y * given[1] if len(given) == 2 else y
 
@@ -163,16 +167,16 @@ def gated(activation: str, *given: jax.Array) -> jax.Array:
 def store_gated_plain(
     given: tuple[jax.Array, ...], activation: str, group_size: int, exact: bool
 ) -> tuple[tuple[Grouped, ...], jax.Array]:
-    """Store the inputs of an activation function, and compute the maximum of its output.
+    """Quantize the inputs of an activation function, and compute its output's largest magnitude.
 
     Args:
       given: gate [..., n], or gate and up.
-      activation: of ACTIVATIONS.
-      group_size: of the stored inputs.
-      exact: whether the output is of the inputs; else of the inputs as they are stored.
+      activation: a key of ACTIVATIONS.
+      group_size: of the quantized inputs.
+      exact: whether the output is computed from the inputs; otherwise from the quantized inputs.
 
     Returns:
-      (each input stored, the maximum of the output with axes of 1).
+      (each input quantized, largest magnitude of the output [1, ..., 1]).
     """
     stored = tuple(store(x, group_size) for x in given)
     if exact:
@@ -191,19 +195,19 @@ _DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 
 
 def lowers(activation: str) -> bool:
-    """Return whether kernels can compute an activation function."""
+    """Return whether GPU kernels can compute an activation function."""
     return activation not in _NOT_LOWERED[platform.backend()]
 
 
 def supported(
     x: jax.Array | jax.ShapeDtypeStruct, group_size: int, whole_rows: bool = False
 ) -> str | None:
-    """Return the reason why the kernels cannot store an array here, or None where they can.
+    """Return why the kernels cannot store this array, or None if they can.
 
     Args:
       x: [..., n], or its `jax.ShapeDtypeStruct`.
-      group_size: neighbours on the last axis that share a scale.
-      whole_rows: whether a program needs a whole row, as norms do.
+      group_size: number of neighbours on the last axis that share a scale.
+      whole_rows: whether one program needs a whole row, as norms do.
     """
     reason = platform.no_kernel_reason(x)
     if reason is not None:
@@ -226,9 +230,9 @@ def supported(
 def store_normed(
     x: jax.Array, scale: jax.Array, eps: float, group_size: int, exact: bool, keep: bool = True
 ) -> tuple[Grouped | None, jax.Array, jax.Array]:
-    """`store_normed_plain`, in one kernel that reads x once where there is one.
+    """Compute `store_normed_plain`, with one kernel that reads x once where it is supported.
 
-    Without `keep`, for an `exact` norm, the kernel stores nothing, and None is returned for it.
+    Without `keep`, which an `exact` norm allows, nothing is stored and the first result is None.
     """
     static: dict[str, Any] = {"eps": eps, "group_size": group_size, "exact": exact}
     if supported(x, group_size, whole_rows=True) is not None:
@@ -257,9 +261,9 @@ def store_normed(
 def store_gated(
     given: tuple[jax.Array, ...], activation: str, group_size: int, exact: bool, keep: bool = True
 ) -> tuple[tuple[Grouped, ...], jax.Array]:
-    """`store_gated_plain`, in one kernel that reads each input once where there is one.
+    """Compute `store_gated_plain`, with one kernel that reads each input once where supported.
 
-    Without `keep`, for an `exact` function, the kernel stores nothing, and () is returned for it.
+    Without `keep`, which an `exact` function allows, nothing is stored and the first result is ().
     """
     static: dict[str, Any] = {"group_size": group_size, "exact": exact}
     static["activation"] = activation
@@ -283,12 +287,12 @@ def store_gated(
 def transposes_reason(
     x: jax.Array | jax.ShapeDtypeStruct, g: jax.Array | jax.ShapeDtypeStruct, dtype: DTypeLike
 ) -> str | None:
-    """Return the reason why the sum over tokens of X^T G is left to XLA, or None.
+    """Return why XLA computes the sum over tokens of X^T G, or None if a kernel does.
 
-    None means that the codes are transposed for a kernel.
+    The kernel takes transposed codes.
 
     Args:
-      x: codes [..., k], or what they are of.
+      x: codes [..., k], or the array that is quantized.
       g: codes [..., m].
       dtype: of the product.
     """
@@ -308,19 +312,22 @@ def transposes_reason(
 def sums_by_kernel(
     x: Quantized, g: jax.Array | jax.ShapeDtypeStruct, to: Format, dtype: DTypeLike
 ) -> bool:
-    """Return whether `multiply_over_tokens` of these has a kernel, which takes transposed codes."""
+    """Return whether `multiply_over_tokens` uses a kernel, which takes transposed codes."""
     like = jax.ShapeDtypeStruct(g.shape, to.dtype)
     return g.dtype in _DTYPES and transposes_reason(x.codes, like, dtype) is None
 
 
 class Transposed(NamedTuple):
-    """Codes [..., k] as [k, tokens], for a kernel that sums over tokens, and their one scale."""
+    """Codes [..., k] transposed to [k, tokens], for a kernel that sums over tokens.
+
+    They have one scale.
+    """
 
     codes: jax.Array
     scales: jax.Array
 
 
-_COLUMNS = 256  # of a gradient, where it is not known yet: `multiply_over_tokens` asks again
+_COLUMNS = 256  # assumed of a gradient not known yet; `multiply_over_tokens` checks again
 
 
 def quantized_for_products(
@@ -330,18 +337,19 @@ def quantized_for_products(
     over_tokens: bool,
     now: bool,
 ) -> tuple[Quantized, jax.Array | None]:
-    """`quantized` of a function, and its codes transposed where `multiply_over_tokens` takes these.
+    """Quantize a function's result, and transpose the codes if `multiply_over_tokens` takes these.
 
     Args:
-      function: hashable; elementwise, of f32 arrays that broadcast to the first one.
-      given: [..., n] first; others likewise, or of size 1 on the last axis or on all but it.
-      absmax: of the result.
-      over_tokens: whether such a product may come.
-      now: whether one kernel writes both, and reads once what is given. Else the transpose is a
-        kernel of its own, which XLA drops where nothing uses it.
+      function: hashable; an elementwise function of f32 arrays that broadcast to the first one.
+      given: the arguments: the first [..., n]; the others of the same shape, or with size 1 on the
+        last axis or on all others.
+      absmax: largest magnitude of the result.
+      over_tokens: whether `multiply_over_tokens` may be called.
+      now: whether one kernel writes both and reads the arguments once. Otherwise a separate kernel
+        transposes, which XLA removes if its result is not used.
 
     Returns:
-      The codes and their scale; the codes [n, tokens], or None.
+      The codes and their scale; the codes as [n, tokens], or None.
     """
     first = given[0]
 
@@ -380,13 +388,13 @@ def multiply_over_tokens(
     dtype: jnp.dtype,
     sharding: jax.sharding.NamedSharding | None = None,
 ) -> tuple[Quantized, jax.Array]:
-    """G quantized, and X^T G, the gradient of a weight.
+    """Quantize G, and return it with X^T G, the gradient of a weight.
 
     Args:
-      x: codes [..., k] with one scale, or as they were transposed before.
+      x: codes [..., k] with one scale, or already transposed.
       g: [..., m].
-      absmax: of g.
-      to: the format of its codes.
+      absmax: largest magnitude of g.
+      to: the format of g's codes.
       dtype: of the product.
       sharding: of the product, on a mesh with Explicit axes.
     """
@@ -425,5 +433,5 @@ def multiply_over_tokens(
 
 
 def _maximum(parts: jax.Array, like: jax.Array) -> jax.Array:
-    """Group Scaling's second stage, with axes of 1."""
+    """Return the maximum of the parts, [1, ..., 1]: the second stage of Group Scaling."""
     return absmax_of(parts, None).reshape((1,) * like.ndim)

@@ -1,7 +1,7 @@
-"""Keeping activations in FP8 as GPU kernels.
+"""GPU kernels that store activations in FP8.
 
-A group's maximum and its codes come from one read of the array, which XLA reads once for each. A
-program has groups as rows of a tile.
+They compute a group's maximum and its codes from one read of the array, where XLA reads it twice. A
+program's tile has one group per row.
 """
 
 import functools
@@ -12,15 +12,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._src import quantized_matmul as matmul
-from optax_lowmem._src.core import gpu_kernel, groups, numerics, tiles
-from optax_lowmem._src.core.gpu_kernel import Operand, Program
+from optax_lowmem._src.core import groups, numerics
 from optax_lowmem._src.core.groups import Tile, Tiling, next_power_of_two, result_like
 from optax_lowmem._src.fp8_flow import kernels
 from optax_lowmem._src.fp8_flow.kernels import Grouped
+from optax_lowmem._src.kernels import gpu_kernel, tiles
+from optax_lowmem._src.kernels.gpu_kernel import Operand, Program
 from optax_lowmem._src.quantized_matmul import Format, Quantized
 from optax_lowmem._src.quantized_matmul.triton import store_scale
 
-_ELEMENTS = 4096  # of a program of a norm, where rows are shorter
+_ELEMENTS = 4096  # per program of a norm, unless its row is longer
 _PER_WARP = 1024
 
 
@@ -30,7 +31,7 @@ _PER_WARP = 1024
 def _norm_body(
     eps: float, exact: bool, size: int, rows: int, program: Program, *arrays: Operand
 ) -> None:
-    """Some rows, as [rows * groups, size]; groups that do not exist are zeros."""
+    """Normalise some rows, as a tile [rows * groups, size]; missing groups are zeros."""
     x_at, scale_at, *stored_at, inverse_at, largest_at = arrays
     count, width = x_at.shape
     per_row = groups.group_count(width, size)
@@ -54,7 +55,7 @@ def _norm_body(
     scale = scale_at.load(column, mask=there)
     squares = jnp.sum(given * given, axis=1).reshape(rows, wide)
     inverse = kernels.inverse_of(jnp.sum(squares, axis=1), width, eps)
-    # a NaN is in the sum of its row
+    # `max` may drop a NaN, but the row's sum of squares, and so `inverse`, keeps it
     largest = jnp.max(jnp.max(jnp.abs(given * scale), axis=1).reshape(rows, wide), axis=1)
     own = program.index() * rows + lax.iota(jnp.int32, rows)
     inverse_at.store(own, values=inverse, mask=own < count)
@@ -71,9 +72,10 @@ def store_normed(
     backend: str = "pallas",
     keep: bool = True,
 ) -> tuple[Grouped | None, jax.Array, jax.Array]:
-    """`kernels.store_normed_plain` of [rows, n], but the maxima of rows [rows], reading x once.
+    """Compute `kernels.store_normed_plain` of [rows, n], reading x once.
 
-    Without `keep`, for an `exact` norm, nothing is stored.
+    The maxima are those of each row, [rows]. Without `keep`, which an `exact` norm allows, nothing
+    is stored.
     """
     count, width = x.shape
     per_row = groups.group_count(width, group_size)
@@ -118,7 +120,7 @@ def _gate_body(
             tiles.store_scales(tiling, scales_at, tile, stored.scales)
             x = x if exact else kernels.restore_groups(stored)
         values.append(x)
-    # f(0) = 0: what does not exist raises no maximum
+    # f(0) = 0, so padding does not raise the maximum
     bits = numerics.absmax_bits(kernels.gated(activation, *values)).astype(jnp.int32)
     arrays[-1].store(tile, values=lax.bitcast_convert_type(jnp.max(bits), jnp.float32))
 
@@ -135,9 +137,10 @@ def store_gated(
     backend: str = "pallas",
     keep: bool = True,
 ) -> tuple[tuple[Grouped, ...], jax.Array]:
-    """`kernels.store_gated_plain`, but the maxima of tiles [tiles], reading each input once.
+    """Compute `kernels.store_gated_plain`, reading each input once.
 
-    Without `keep`, for an `exact` function, nothing is stored.
+    The maxima are those of each tile, [tiles]. Without `keep`, which an `exact` function allows,
+    nothing is stored.
     """
     first = given[0]
     tiling = Tiling(first.shape, group_size, tile.elements)
@@ -165,15 +168,15 @@ def store_gated(
 
 # ---- transposed codes, for dW = X^T G ------------------------------------------------------------
 
-# GPUs multiply 8 bits along the last axis. As XLA's transposes these would change the layout, and
-# so the speed, of all that is computed before.
+# 8-bit products of GPUs contract the last axis of both operands. XLA's transposes would change the
+# layout, and so the speed, of the computations before them.
 
-# of a program: 128 bytes in a row of what it writes transposed, and of what it reads
+# tile of a program: at least 128 bytes per row, in what it reads and in the transpose it writes
 ROWS, COLUMNS = 128, {1: 128, 2: 64, 4: 64}
 
 
 def _load(x: Operand, row: jax.Array, column: jax.Array, like: Operand) -> jax.Array:
-    """A part of a matrix, or of a row or a column beside it."""
+    """Load a tile of a matrix, or of a row or column that broadcasts to it."""
     if x.shape != like.shape:
         one = lax.iota(jnp.int32, 1)
         row, column = (
@@ -222,7 +225,7 @@ def _transpose_call(
         [*given, *more],
         out,
         (-(-x.shape[0] // ROWS), -(-x.shape[1] // columns)),
-        warps=4 if function is None else 8,  # of 4, a norm's leave too few registers for others
+        warps=4 if function is None else 8,  # with 4, norms leave other programs too few registers
         name="fp8_transpose" if to is None else "fp8_quantize_both",
         backend=backend,
     )
@@ -230,7 +233,7 @@ def _transpose_call(
 
 @functools.partial(jax.jit, static_argnames=("backend"))
 def transpose(codes: jax.Array, backend: str = "pallas") -> jax.Array:
-    """The transpose of codes [rows, columns]."""
+    """Transpose codes [rows, columns]."""
     out = [result_like(codes, codes.shape[::-1], codes.dtype)]
     (transposed,) = _transpose_call(None, None, [codes], [], out, backend)
     return transposed
@@ -245,15 +248,15 @@ def quantize_both(
     function: Callable[..., jax.Array] | None = None,
     beside: tuple[jax.Array, ...] = (),
 ) -> tuple[Quantized, jax.Array]:
-    """`kernels.quantized` of a matrix, and the transpose of its codes; x is read once.
+    """Compute `kernels.quantized` of a matrix and the transpose of its codes, reading x once.
 
     Args:
       x: [rows, columns].
-      absmax: of what is quantized.
+      absmax: largest magnitude of the quantized values.
       to: the format.
-      backend: as of `gpu_kernel.launch`.
-      function: of x and what is beside it, f32, to what is quantized; None: x is.
-      beside: other matrices, or [1, columns] or [rows, 1] of more rows and columns than one.
+      backend: as in `gpu_kernel.launch`.
+      function: computes the values to quantize from f32 x and `beside`; None: they are x.
+      beside: further arguments: matrices, or [1, columns] or [rows, 1] if x has several of these.
     """
     shapes = (x.shape, to.dtype), ((1,), jnp.float32), (x.shape[::-1], to.dtype)
     out = [result_like(x, *shape) for shape in shapes]

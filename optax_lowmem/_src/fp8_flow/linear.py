@@ -1,4 +1,4 @@
-"""A linear layer whose three products run in FP8, with one scale a tensor."""
+"""A linear layer whose three matrix products run in FP8, with one scale per tensor."""
 
 import dataclasses
 from functools import partial
@@ -29,7 +29,7 @@ KEEPS = ("codes", "input")
 
 @dataclasses.dataclass(frozen=True)
 class _Linear:
-    """The static part: the recipe, and whether the input is kept as it was given."""
+    """Static arguments of `linear`; `keeps_input` is keep="input"."""
 
     recipe: Recipe
     keeps_input: bool = False
@@ -37,11 +37,11 @@ class _Linear:
 
 
 class QuantizedKernel(NamedTuple):
-    """A kernel's codes for both of its products, from `quantize_weight`: 2 bytes per parameter.
+    """Codes of a kernel for both of its products, from `quantize_weight`: 2 bytes per parameter.
 
     Attributes:
-      codes: E4M3 [..., k, m], which the gradient of the input is a product of.
-      transposed: the same codes [..., m, k], for the forward product.
+      codes: E4M3 [..., k, m], for the gradient of the input.
+      transposed: the same codes as [..., m, k], for the forward product.
       scale: f32 [..., 1, 1].
     """
 
@@ -60,33 +60,34 @@ def linear(
     recipe: Recipe = DEFAULT,
     precision: PrecisionLike = None,
 ) -> jax.Array:
-    r"""Y = s_X s_W Q(X) Q(W) in E4M3, and likewise dX = G W^T and dW = X^T G.
+    r"""Compute Y = s_X s_W Q(X) Q(W) in E4M3, and likewise dX = G W^T and dW = X^T G.
 
     Args:
-      x: [..., k]. What a norm or an activation function has quantized is multiplied as it is.
+      x: [..., k]. The codes of a `Coded`, from a norm or an activation function, are used directly.
       kernel: [k, m].
-      kernel_absmax: of `weight_absmax`, found once for several micro-batches of an accumulation.
-      kernel_codes: of `quantize_weight`, likewise: neither product quantizes the kernel. Its
-        gradient still goes to `kernel`, and nothing to the codes.
-      keep: what of X the backward pass has: `codes`, which all products of one `Coded` share, or
-        `input`, for an array that is kept anyway (by attention, whose output it is: appendix D);
-        it is then quantized once more with the same scale.
-      recipe: what the gradients' products run in.
-      precision: of products with `Recipe(storage="bf16")`, as `jax.lax.dot` takes it.
+      kernel_absmax: from `weight_absmax`, computed once for the micro-batches of an accumulation.
+      kernel_codes: from `quantize_weight`, computed once likewise, so that neither product
+        quantizes the kernel. The gradient is still that of `kernel`; the codes have none.
+      keep: the form of X saved for the backward pass: `codes`, which all products of one `Coded`
+        share, or `input`, for an array that is saved anyway (the output of attention: appendix D);
+        the backward pass then quantizes it again with the same scale.
+      recipe: formats of the products of the backward pass.
+      precision: as in `jax.lax.dot`, for the products with `Recipe(storage="bf16")`.
 
     Returns:
-      [..., m] of x's dtype; gradients too are of the dtypes of x and the kernel.
+      [..., m] in x's dtype; the gradients have the dtypes of x and the kernel.
 
     Raises:
-      ValueError: for a kernel that does not fit, codes of another kernel, another `keep`, both of
-        `kernel_absmax` and `kernel_codes`, or one of them where nothing is quantized.
+      ValueError: for a kernel of the wrong shape, codes of another kernel, another `keep`, both
+        `kernel_absmax` and `kernel_codes`, or one of them with a recipe that does not quantize.
 
-    Memory: for the backward pass, one byte a number of X and its scale. The kernel is quantized
-    anew in each pass (appendix G.5), unless `kernel_codes` are given. With
-    `Recipe(storage="bf16")`, nothing for X of a norm or an activation function: it is computed
-    again from what that keeps.
+    Memory: for the backward pass, one byte per element of X, and its scale. The kernel is quantized
+    in each pass (appendix G.5), unless `kernel_codes` are given. With `Recipe(storage="bf16")`,
+    nothing if X comes from a norm or an activation function: X is recomputed from their saved
+    inputs.
 
-    On a mesh, left to XLA: a scalar is reduced where a maximum's tensor lies over devices.
+    On a mesh: XLA partitions the products; the maximum of a sharded tensor takes an all-reduce of
+    one scalar.
 
     Example:
       >>> import jax.numpy as jnp
@@ -100,13 +101,13 @@ def linear(
     if keep not in KEEPS:
         raise ValueError(f"keep must be one of {', '.join(KEEPS)}, got {keep!r}")
     if keep == "input" and isinstance(x, Coded):
-        raise ValueError("keep='input' is for an array; what is quantized is kept as codes")
+        raise ValueError("keep='input' is for an array; a quantized activation is kept as codes")
     _check_given(kernel, kernel_absmax, kernel_codes, recipe)
     with jax.named_scope("linear"):
         static = _Linear(recipe, keep == "input", precision)
         if not recipe.quantizes:
             return _in_own_precision(static, *varying.alike(x, kernel))
-        # no copies of the codes, which a scan over layers would stack for the backward pass
+        # not a copy of the codes, which a scan over layers would stack as a residual
         given = lax.stop_gradient(kernel_absmax) if kernel_codes is None else kernel_codes
         x = x if static.keeps_input else storage.code(x)
         return _linear(static, *varying.alike(x, kernel, given))
@@ -120,7 +121,7 @@ def _check_given(
     if named and not recipe.quantizes:
         raise ValueError(f"{named[0]} with storage='bf16', which quantizes nothing: leave it out")
     if len(named) > 1:
-        raise ValueError("kernel_absmax beside kernel_codes, which have a scale: leave it out")
+        raise ValueError("kernel_absmax beside kernel_codes, which include a scale: leave it out")
     if codes is not None and (codes.codes.shape, codes.transposed.shape) != (
         kernel.shape,
         kernel.shape[::-1],
@@ -132,10 +133,10 @@ def _check_given(
 
 
 def weight_absmax(kernel: jax.Array) -> jax.Array:
-    """The maximum of a kernel's magnitudes, f32 [..., 1, 1] of [..., k, m].
+    """Return the largest magnitude of each kernel [..., k, m], f32 [..., 1, 1].
 
-    Found once and passed to the steps of a gradient accumulation, it spares each a pass over the
-    weights (appendix G.5).
+    Computed once per gradient accumulation, it saves each micro-batch a pass over the weights
+    (appendix G.5).
     """
     return matmul.absmax_of(kernel, (kernel.ndim - 2, kernel.ndim - 1))
 
@@ -144,13 +145,13 @@ def quantize_weight(kernel: jax.Array) -> QuantizedKernel:
     """Quantize a kernel [..., k, m] for both of its products, once for several micro-batches.
 
     Args:
-      kernel: in the dtype that `linear` is given, whose results then are the same bit for bit. The
-        axes before the last two are of kernels with a scale each, one after another.
+      kernel: in the dtype passed to `linear`, so that the results are equal bit for bit. Leading
+        axes stack kernels, each with its own scale; they are quantized one after another.
 
     Returns:
       The codes, without gradients, for `linear(..., kernel_codes=)`.
 
-    Memory: 2 bytes per parameter, for as long as it is kept.
+    Memory: 2 bytes per parameter, as long as the codes live.
 
     Example:
       >>> import jax.numpy as jnp
@@ -163,7 +164,7 @@ def quantize_weight(kernel: jax.Array) -> QuantizedKernel:
       [8. 8. 8.]
     """
     kernel = lax.stop_gradient(kernel)
-    if kernel.ndim > 2:  # the kernel that transposes takes a matrix
+    if kernel.ndim > 2:  # the GPU kernel that transposes takes a matrix
         return lax.map(quantize_weight, kernel)
     absmax = weight_absmax(kernel)
     transposed = _transposed(kernel, absmax)
@@ -173,26 +174,26 @@ def quantize_weight(kernel: jax.Array) -> QuantizedKernel:
 
 
 def _transposed(kernel: jax.Array, absmax: jax.Array) -> Quantized:
-    """For the forward product: 8-bit products of GPUs sum over the last axis of both."""
+    """Quantize for the forward product, in which GPUs contract the last axis of both operands."""
     return quantize_transposed(kernel, None, FORWARD, absmax)
 
 
 def _as_it_is(kernel: jax.Array, absmax: jax.Array, scale: jax.Array) -> Quantized:
-    """For the gradient of the input."""
-    # a maximum that was found earlier may be less than that of now
+    """Quantize for the gradient of the input."""
+    # clipped, since the maximum may have been computed from earlier weights
     return kernels.quantized(kernel, absmax, clip=True)._replace(scales=scale)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Projection:
-    """`linear` of a kernel, as a layer.
+    """A layer that applies `linear` with a kernel.
 
     Attributes:
       kernel: [k, m].
-      kernel_absmax: as of `linear`, like the rest.
-      kernel_codes: likewise.
-      keep: likewise.
-      recipe: likewise.
+      kernel_absmax: as in `linear`.
+      kernel_codes: as in `linear`.
+      keep: as in `linear`.
+      recipe: as in `linear`.
     """
 
     kernel: jax.Array
@@ -204,7 +205,7 @@ class Projection:
     takes_codes: ClassVar[bool] = True
 
     def __call__(self, x: jax.Array | Coded) -> jax.Array:
-        """As `linear`."""
+        """Apply `linear`."""
         return linear(
             x,
             self.kernel,
@@ -215,7 +216,7 @@ class Projection:
         )
 
 
-# ---- in the inputs' own precision ----------------------------------------------------------------
+# ---- products in the dtype of the inputs ---------------------------------------------------------
 
 
 def _in_own_precision(static: _Linear, x: jax.Array | Coded, kernel: jax.Array) -> jax.Array:
@@ -231,7 +232,7 @@ def _times(static: _Linear, x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _recomputing(static: _Linear, x: Coded, kernel: jax.Array) -> jax.Array:
-    """The product, which keeps what its input is computed from."""
+    """Compute the product, saving the arrays from which its input is recomputed."""
     return _times(static, x.value, kernel)
 
 
@@ -248,16 +249,16 @@ _recomputing.defvjp(
     _recomputing_backward,
 )
 
-# ---- in FP8 --------------------------------------------------------------------------------------
+# ---- products in FP8 -----------------------------------------------------------------------------
 
-Given = jax.Array | QuantizedKernel | None  # of a kernel: its maximum, its codes
+Given = jax.Array | QuantizedKernel | None  # a kernel's maximum or its codes
 
 
-_CODES = (Quantized, Transposed)  # of an input that was `Coded`
+_CODES = (Quantized, Transposed)  # what is saved of an input that was `Coded`
 
 
 class _Scaled(NamedTuple):
-    """Numbers that the backward pass quantizes a kernel by, once more."""
+    """The maximum and scale with which the backward pass quantizes a kernel again."""
 
     absmax: jax.Array
     scale: jax.Array
@@ -273,7 +274,7 @@ def _linear(
 def _forward(
     static: _Linear, x: jax.Array | Coded, kernel: jax.Array, of_kernel: Given
 ) -> tuple[jax.Array, Any]:
-    kept: Any  # of the input
+    kept: Any  # saved of the input for the backward pass
     if isinstance(x, Coded):
         dtype, codes = x.value.dtype, x.quantized
         kept = _for_gradient(static.recipe, x, kernel)
@@ -288,7 +289,7 @@ def _forward(
 
 
 def _for_gradient(recipe: Recipe, x: Coded, kernel: jax.Array) -> Quantized | Transposed:
-    """The codes as the gradient of the kernel takes them, of the same bytes either way."""
+    """Return the codes in the layout that dW needs, transposed or not; both have the same size."""
     to, codes = format_of(recipe.weight_gradient), x.quantized
     assert codes is not None
     if to is None or x.transposed is None:
@@ -301,7 +302,7 @@ def _for_gradient(recipe: Recipe, x: Coded, kernel: jax.Array) -> Quantized | Tr
 
 @partial(derivative.first_order_only, static=0)
 def _quantized(x: jax.Array) -> tuple[Quantized, jax.Array]:
-    """And the maximum."""
+    """Quantize x; return its codes and its largest magnitude."""
     absmax = matmul.absmax_of(x, None)
     return kernels.quantized(x, absmax), absmax
 
@@ -310,7 +311,7 @@ def _quantized(x: jax.Array) -> tuple[Quantized, jax.Array]:
 def _product(
     dtype: jnp.dtype, codes: Quantized, kernel: jax.Array, absmax: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The product; the kernel's maximum, and the scale of its codes."""
+    """Return the product, the kernel's largest magnitude, and the scale of the kernel's codes."""
     if absmax is None:
         absmax = weight_absmax(kernel)
     transposed = _transposed(kernel, absmax)
@@ -335,7 +336,7 @@ def _gradients(
     like_x = explicit.sharding_of(jax.tree.leaves(kept)[0])
     largest = matmul.absmax_of(g, None)
     if isinstance(of_kernel, _Scaled):
-        # else XLA would keep the kernel's codes of the forward pass until here
+        # otherwise XLA would keep the kernel's codes from the forward pass until here
         kernel, largest = lax.optimization_barrier((kernel, largest))
     codes = {}
     if to := format_of(recipe.weight_gradient):
@@ -363,7 +364,7 @@ def _values(x: Quantized, dtype: jnp.dtype) -> jax.Array:
 
 def _backward(static: _Linear, saved: Any, g: jax.Array) -> tuple[Any, jax.Array, None]:
     dx, dw = _gradients(static, *saved, g)
-    of_x: Any = (dx, None)  # nothing for codes
+    of_x: Any = (dx, None)  # codes have no gradient
     return Coded(*of_x) if isinstance(saved[0], _CODES) else dx, dw, None
 
 

@@ -14,11 +14,11 @@ from optax_lowmem._src.fp8_flow.storage import DEFAULT, Coded, Recipe, value_of
 class Fp8Dense(nn.Dense):
     """`nn.Dense` with the same parameters and names, whose three products run in FP8.
 
-    It takes arrays, and what a norm or an activation function of this flow has quantized.
+    The input is an array, or a `Coded` from a norm or an activation function of this flow.
 
     Attributes:
-      keep: as of `fp8_flow.linear`.
-      recipe: likewise.
+      keep: as in `fp8_flow.linear`.
+      recipe: as in `fp8_flow.linear`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -33,7 +33,7 @@ class Fp8Dense(nn.Dense):
 
     @property
     def takes_codes(self) -> bool:
-        """Return whether this flow computes the product, not a `dot_general` of the user."""
+        """Return whether `fp8_flow.linear` computes the product, not a given `dot_general`."""
         return self.dot_general is None and self.dot_general_cls is None
 
     @nn.compact
@@ -43,12 +43,12 @@ class Fp8Dense(nn.Dense):
         absmax: jax.Array | None = None,
         codes: QuantizedKernel | None = None,
     ) -> jax.Array:
-        """[..., features] of [..., n].
+        """Apply the layer to [..., n]; the result is [..., features].
 
         Args:
           x: the input.
-          absmax: `fp8_flow.weight_absmax` of the kernel, as of `fp8_flow.linear`.
-          codes: `fp8_flow.quantize_weight` of it, likewise.
+          absmax: `fp8_flow.weight_absmax` of the kernel, as in `fp8_flow.linear`.
+          codes: `fp8_flow.quantize_weight` of the kernel, as in `fp8_flow.linear`.
         """
         if not self.takes_codes:
             return super().__call__(value_of(x))
@@ -71,14 +71,14 @@ class Fp8Dense(nn.Dense):
 
 
 class Fp8RMSNorm(nn.Module):
-    """`fp8_flow.rms_norm` with a learnt `scale`.
+    """`fp8_flow.rms_norm` with a learned `scale`.
 
     Attributes:
-      epsilon: under the root.
-      dtype: of the result; None: of the input.
-      param_dtype: of the scale.
-      scale_init: of the scale.
-      recipe: how the input is kept.
+      epsilon: added under the square root.
+      dtype: dtype of the result; None: that of the input.
+      param_dtype: dtype of the scale.
+      scale_init: initializer of the scale.
+      recipe: storage of the input for the backward pass.
     """
 
     epsilon: float = 1e-6
@@ -89,23 +89,23 @@ class Fp8RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> Coded:
-        """For linear layers of this flow; `.value` is the array."""
+        """Normalise x for linear layers of this flow; `.value` of the result is the array."""
         scale = self.param("scale", self.scale_init, x.shape[-1:], self.param_dtype)
         x = x.astype(self.dtype or x.dtype)
         return norm.rms_norm(x, scale, eps=self.epsilon, recipe=self.recipe)
 
 
 class Fp8LayerNorm(nn.Module):
-    """`fp8_flow.layer_norm` with a learnt `scale` and `bias`.
+    """`fp8_flow.layer_norm` with a learned `scale` and `bias`.
 
     Attributes:
-      epsilon: under the root.
-      use_bias: whether there is one.
-      dtype: of the result; None: of the input.
-      param_dtype: of scale and bias.
-      scale_init: of the scale.
-      bias_init: of the bias.
-      recipe: how the input is kept.
+      epsilon: added under the square root.
+      use_bias: whether there is a bias.
+      dtype: dtype of the result; None: that of the input.
+      param_dtype: dtype of scale and bias.
+      scale_init: initializer of the scale.
+      bias_init: initializer of the bias.
+      recipe: storage of the input for the backward pass.
     """
 
     epsilon: float = 1e-6
@@ -118,7 +118,7 @@ class Fp8LayerNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> Coded:
-        """For linear layers of this flow; `.value` is the array."""
+        """Normalise x for linear layers of this flow; `.value` of the result is the array."""
         scale = self.param("scale", self.scale_init, x.shape[-1:], self.param_dtype)
         bias = None
         if self.use_bias:
@@ -131,13 +131,13 @@ class Fp8GatedProduct(nn.Module):
     """`fp8_flow.gated_product` as a module without parameters.
 
     Attributes:
-      activation: of the gate.
-      recipe: how gate and up are kept.
+      activation: the function applied to the gate, as in `fp8_flow.gated_product`.
+      recipe: storage of gate and up for the backward pass.
     """
 
     activation: str = "silu"
     recipe: Recipe = DEFAULT
 
     def __call__(self, of_gate: jax.Array, up: jax.Array | None = None) -> Coded:
-        """For a linear layer of this flow; `.value` is the array."""
+        """Compute the product for a linear layer of this flow; its `.value` is the array."""
         return gate.gated_product(of_gate, up, activation=self.activation, recipe=self.recipe)

@@ -1,4 +1,4 @@
-"""A Llama's layer in the FP8 precision flow, in Flax NNX."""
+"""A Llama block in the FP8 precision flow, in Flax NNX."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -16,26 +16,27 @@ from optax_lowmem._src.fp8_flow.linear import QuantizedKernel, quantize_weight, 
 from optax_lowmem._src.fp8_flow.nnx import Fp8Linear, Fp8RMSNorm
 from optax_lowmem._src.fp8_flow.storage import DEFAULT, Coded, Recipe
 
-# ---- the parts of a transformer layer between which arrays travel in 16 bits (appendix G.1) ------
+# ---- parts of a transformer block, with 16-bit arrays between them (appendix G.1) ----------------
 
 Norm = Callable[[jax.Array], Coded]
 Layer = Callable[[Any], jax.Array]
 
 
 def project(layer: Layer, x: Coded) -> jax.Array:
-    """A linear layer of what is quantized: of its value, if the layer takes no codes."""
+    """Apply a linear layer to a quantized activation, or to its value if it takes no codes."""
     return layer(x if getattr(layer, "takes_codes", False) else x.value)
 
 
 def before_attention(x: jax.Array, norm: Norm, layers: Sequence[Layer]) -> tuple[jax.Array, ...]:
-    """Queries, keys and values: the normalised input, through a linear layer for each.
+    """Compute queries, keys and values: a linear layer of the normalised input for each.
 
     Args:
-      x: [..., n], what goes past the layer too.
+      x: [..., n], also the residual.
       norm: `rms_norm` with its scale, or a module.
-      layers: `Projection`, `Fp8Linear`; any other linear layer gets the normalised input itself.
+      layers: `Projection` or `Fp8Linear`; any other linear layer gets the unquantized value.
 
-    Memory: codes of x with scales of groups, and those of the normalised x, once for all layers.
+    Memory: codes of x with a scale per group, and codes of the normalised x, which the layers
+    share.
 
     Example:
       >>> import functools, jax.numpy as jnp
@@ -50,19 +51,19 @@ def before_attention(x: jax.Array, norm: Norm, layers: Sequence[Layer]) -> tuple
 
 
 def after_attention(mixed: jax.Array, residual: jax.Array, layer: Layer) -> jax.Array:
-    """The output projection of attention, added to what went past it.
+    """Add the output projection of attention to the residual.
 
     Args:
-      mixed: the attention's output, [..., k].
+      mixed: the output of attention, [..., k].
       residual: [..., n].
-      layer: with keep="input" where attention keeps `mixed` itself (appendix D).
+      layer: with keep="input" if attention saves `mixed` itself (appendix D).
     """
     return residual + layer(mixed).astype(residual.dtype)
 
 
 @jax.custom_vjp
 def _stored(x: jax.Array) -> jax.Array:
-    """The same, stored: XLA would add what x is the sum of once more where x is added."""
+    """Return x behind a barrier; XLA would otherwise recompute the sum x where x is added."""
     return lax.optimization_barrier(x)
 
 
@@ -79,18 +80,18 @@ def mlp_residual(
     activation: str = "silu",
     recipe: Recipe = DEFAULT,
 ) -> jax.Array:
-    """x + down(f(gate(norm(x))) * up(norm(x))).
+    """Compute x + down(f(gate(norm(x))) * up(norm(x))).
 
     Args:
       x: [..., n].
-      norm: as of `before_attention`.
-      gate: linear layer n -> m, as of `before_attention`.
-      up: n -> m; None: no product.
-      down: m -> n.
-      activation: f, as of `gated_product`.
-      recipe: of the product.
+      norm: as in `before_attention`.
+      gate: linear layer n -> m, as in `before_attention`.
+      up: linear layer n -> m; None: down(f(gate(norm(x)))).
+      down: linear layer m -> n.
+      activation: f, as in `gated_product`.
+      recipe: of `gated_product`.
 
-    Memory: codes of x, gate(x) and up(x) with scales of groups; codes of the inputs of the linear
+    Memory: codes of x, gate(x) and up(x) with a scale per group; codes of the inputs of the linear
     layers.
     """
     x = _stored(x) if recipe.quantizes else x
@@ -101,24 +102,24 @@ def mlp_residual(
     return x + project(down, h).astype(x.dtype)
 
 
-# ---- a Llama layer of NNX ------------------------------------------------------------------------
+# ---- a Llama block of NNX ------------------------------------------------------------------------
 
 T = TypeVar("T")
 ATTENTIONS = ("xla", "cudnn")
-OfWeights = dict[str, dict[str, Any]] | None  # of each kernel: its maximum, or its codes
+OfWeights = dict[str, dict[str, Any]] | None  # the maximum or the codes of each kernel
 
 
 class Fp8Attention(nnx.Module):
-    """The projections of causal self-attention with rotary positions; several queries share a key.
+    """Projections of causal grouped-query self-attention with rotary embeddings.
 
     Args:
-      width: of the layer.
-      heads: of queries.
-      kv_heads: of keys and values.
+      width: of the residual stream.
+      heads: number of query heads.
+      kv_heads: number of key and value heads.
       make: `Fp8Linear` with its other arguments.
-      rope: the base of rotary frequencies.
-      attention: `xla`, which keeps queries, keys and values and computes anew, or `cudnn`, which
-        keeps its output as well.
+      rope: base of the rotary frequencies.
+      attention: `xla`, which saves queries, keys and values and recomputes the rest, or `cudnn`,
+        which saves its output as well.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class Fp8Attention(nnx.Module):
         self.o_proj = make(width, width, keep="codes" if attention == "xla" else "input")
 
     def mix(self, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """[batch, length, width] of the projections of the input."""
+        """Attend, given the projections of the input; return [batch, length, width]."""
         q, k, v = (x.reshape(*x.shape[:2], -1, self.head) for x in (q, k, v))
         with jax.named_scope("rotary"):
             q, k = rotate(q, self.rope), rotate(k, self.rope)
@@ -148,12 +149,12 @@ class Fp8Attention(nnx.Module):
 
 
 class Fp8Mlp(nnx.Module):
-    """The projections of SwiGLU.
+    """Projections of SwiGLU.
 
     Args:
-      width: of the layer.
-      hidden: of the MLP.
-      make: as of `Fp8Attention`.
+      width: of the residual stream.
+      hidden: width of the MLP.
+      make: as in `Fp8Attention`.
     """
 
     def __init__(self, width: int, hidden: int, make: Callable[..., nnx.Module]):
@@ -163,31 +164,31 @@ class Fp8Mlp(nnx.Module):
 
 
 class Fp8LlamaBlock(nnx.Module):
-    r"""A Llama's layer whose backward pass is given 8-bit codes (COAT, section 5).
+    r"""A Llama block that saves activations as 8-bit codes for the backward pass (COAT, section 5).
 
-    x + o(attention(q, k, v of norm(x))), then x + down(silu(gate) * up of norm(x)). Kept are codes
-    of the norms' inputs, of gate and up (a scale for 16 neighbours), and of the linear layers'
-    inputs (a scale per tensor); and queries, keys and values in 16 bits for attention. With
-    U = 2 \cdot batch \cdot length \cdot width bytes and an MLP of 8/3 the width, that is 9.5 U and
-    0.46 U of scales (10 U with cudnn, which keeps its output), where the paper counts 22.66 U for
-    bf16 and 13.33 U for its own.
+    It computes x + o(attention(q, k, v of norm(x))), then x + down(silu(gate) * up of norm(x)).
+    Saved are codes of the norms' inputs, of gate and up (a scale for 16 neighbours), and of the
+    linear layers' inputs (a scale per tensor); and queries, keys and values in 16 bits for
+    attention. With U = 2 \cdot batch \cdot length \cdot width bytes and an MLP of 8/3 the width,
+    that is 9.5 U and 0.46 U of scales (10 U with cudnn, which saves its output), where the paper
+    counts 22.66 U for bf16 and 13.33 U for its own flow.
 
     Args:
-      width: of the layer.
-      hidden: of the MLP.
-      heads: of queries.
-      kv_heads: of keys and values; None: as many.
-      rope: the base of rotary frequencies.
+      width: of the residual stream.
+      hidden: width of the MLP.
+      heads: number of query heads.
+      kv_heads: number of key and value heads; None: `heads`.
+      rope: base of the rotary frequencies.
       epsilon: of the norms.
-      attention: `xla` or `cudnn`, as of `jax.nn.dot_product_attention`.
-      recipe: how activations are kept, and which products run in FP8.
-      kernel_init: of the linear layers.
-      param_dtype: of their kernels; norms' scales are f32.
-      rngs: of the initial weights.
+      attention: `xla` or `cudnn`, the implementation of `jax.nn.dot_product_attention`.
+      recipe: storage of activations and formats of the products.
+      kernel_init: initializer of the kernels of the linear layers.
+      param_dtype: of these kernels; the norms' scales are f32.
+      rngs: for the initial weights.
 
     Parameters: `input_norm/scale`, `self_attn/{q,k,v,o}_proj/kernel`, `post_attention_norm/scale`,
-    `mlp/{gate,up,down}_proj/kernel`, as in `transformers`. For other products, give the block to
-    `layers.convert`, with `switchback_dot_general("switchback_m", "fp8")` for one.
+    `mlp/{gate,up,down}_proj/kernel`, as in `transformers`. For other products, apply
+    `layers.convert` to the block, for example with `switchback_dot_general("switchback_m", "fp8")`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -234,12 +235,12 @@ class Fp8LlamaBlock(nnx.Module):
     def __call__(
         self, x: jax.Array, maxima: OfWeights = None, codes: OfWeights = None
     ) -> jax.Array:
-        """[batch, length, width] of the same; what travels has x's dtype.
+        """Apply the block to x; the result has x's shape and dtype.
 
         Args:
-          x: the input.
-          maxima: `weight_maxima()`, found once for the micro-batches of a step.
-          codes: `quantized_weights()`, likewise, instead.
+          x: [batch, length, width].
+          maxima: `weight_maxima()`, computed once for the micro-batches of a step.
+          codes: `quantized_weights()`, computed once likewise; pass it instead of `maxima`.
         """
         attention, mlp = self.self_attn, self.mlp
         of = partial(_given, maxima, codes)
@@ -255,11 +256,11 @@ class Fp8LlamaBlock(nnx.Module):
             return mlp_residual(x, self.post_attention_norm, *layers, recipe=self.recipe)
 
     def weight_maxima(self) -> dict[str, dict[str, jax.Array]]:
-        """The maximum of each kernel, for `__call__` while the weights stay the same."""
+        """Return the largest magnitude of each kernel, for `__call__` until the weights change."""
         return weight_maxima(nnx.to_pure_dict(nnx.state(self, nnx.Param)))
 
     def quantized_weights(self) -> dict[str, dict[str, QuantizedKernel]]:
-        """Quantize each kernel, for `__call__` while the weights stay the same."""
+        """Quantize each kernel, for `__call__` until the weights change."""
         return quantized_weights(nnx.to_pure_dict(nnx.state(self, nnx.Param)))
 
 
@@ -268,7 +269,7 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 class _Given:
-    """A linear layer with what was found of its kernel."""
+    """A linear layer with the maximum or the codes of its kernel."""
 
     takes_codes = True
 
@@ -286,15 +287,15 @@ def _given(maxima: OfWeights, codes: OfWeights, part: str, name: str, layer: Lay
 
 
 def weight_maxima(params: optax.Params) -> dict[str, dict[str, jax.Array]]:
-    """The maximum of each kernel of a block's parameters, also of stacked ones [layers, k, m]."""
+    """Return the largest magnitude of each kernel of a block, also if stacked [layers, k, m]."""
     return _of_kernels(weight_absmax, params)
 
 
 def quantized_weights(params: optax.Params) -> dict[str, dict[str, QuantizedKernel]]:
-    """Quantize each kernel of a block's parameters, also of stacked ones [layers, k, m].
+    """Quantize each kernel of a block's parameters, also if stacked [layers, k, m].
 
     Args:
-      params: of `Fp8LlamaBlock`, in the dtype of its inputs, for the same results bit for bit.
+      params: of `Fp8LlamaBlock`, in the dtype of its inputs, so that results are equal bit for bit.
 
     Memory: 2 bytes per parameter of the kernels.
     """
@@ -311,12 +312,12 @@ def _of_kernels(
     }
 
 
-# ---- rotary positions, whose gradient needs nothing kept: it is the rotation back ----------------
+# ---- rotary embeddings, whose gradient, the inverse rotation, needs no residuals -----------------
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def rotate(x: jax.Array, base: float) -> jax.Array:
-    """Rotates queries or keys [batch, length, heads, head] by their position, in f32."""
+    """Rotate queries or keys [batch, length, heads, head] by their position, in f32."""
     return _rotated(x, base, 1.0)
 
 
@@ -325,7 +326,7 @@ def _rotated(x: jax.Array, base: float, direction: float) -> jax.Array:
     frequency = base ** (-jnp.arange(0, head, 2, dtype=jnp.float32) / head)
     angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency[None]
     cos, sin = (f(angle)[None, :, None, None] for f in (jnp.cos, jnp.sin))
-    # [-b, a] without a concatenation, beside which XLA finds no maximum for the codes of the result
+    # [-b, a] without a concatenation, which XLA does not fuse with the maximum of the result
     halves = x.astype(jnp.float32).reshape(*x.shape[:-1], 2, head // 2)
     sign = jnp.asarray([-direction, direction], jnp.float32).reshape(1, 1, 1, 2, 1)
     across = halves[..., ::-1, :] * sign

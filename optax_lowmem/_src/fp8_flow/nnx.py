@@ -16,15 +16,15 @@ from optax_lowmem._src.fp8_flow.storage import DEFAULT, Coded, Recipe, value_of
 class Fp8Linear(nnx.Linear):
     """`nnx.Linear` with the same parameters, whose three products run in FP8.
 
-    It takes arrays, and what a norm or an activation function of this flow has quantized.
+    The input is an array, or a `Coded` from a norm or an activation function of this flow.
 
     Args:
-      in_features: as of `nnx.Linear`, like all that is not named here.
-      out_features: likewise.
-      keep: as of `fp8_flow.linear`.
-      recipe: likewise.
-      **more: other arguments of `nnx.Linear`. With a `dot_general`, which `layers.convert` gives
-        too, that has the product, and no codes are taken.
+      in_features: as in `nnx.Linear`.
+      out_features: as in `nnx.Linear`.
+      keep: as in `fp8_flow.linear`.
+      recipe: as in `fp8_flow.linear`.
+      **more: other arguments of `nnx.Linear`. A `dot_general`, given here or by `layers.convert`,
+        computes the product instead, from the value of a `Coded`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -49,7 +49,7 @@ class Fp8Linear(nnx.Linear):
 
     @property
     def takes_codes(self) -> bool:
-        """Return whether this flow computes the product, not a `dot_general` of the user."""
+        """Return whether `fp8_flow.linear` computes the product, not a given `dot_general`."""
         return self.dot_general is lax.dot_general
 
     def __call__(
@@ -58,12 +58,12 @@ class Fp8Linear(nnx.Linear):
         absmax: jax.Array | None = None,
         codes: QuantizedKernel | None = None,
     ) -> jax.Array:
-        """[..., out] of [..., in].
+        """Apply the layer to [..., in]; the result is [..., out].
 
         Args:
           x: the input.
-          absmax: `fp8_flow.weight_absmax` of the kernel, as of `fp8_flow.linear`.
-          codes: `fp8_flow.quantize_weight` of it, likewise.
+          absmax: `fp8_flow.weight_absmax` of the kernel, as in `fp8_flow.linear`.
+          codes: `fp8_flow.quantize_weight` of the kernel, as in `fp8_flow.linear`.
         """
         if not self.takes_codes:
             return super().__call__(value_of(x))
@@ -83,15 +83,15 @@ class Fp8Linear(nnx.Linear):
 
 
 class Fp8RMSNorm(nnx.Module):
-    """`fp8_flow.rms_norm` with a learnt `scale`.
+    """`fp8_flow.rms_norm` with a learned `scale`.
 
     Args:
-      num_features: the length of the last axis.
-      epsilon: under the root.
-      dtype: of the result; None: of the input.
-      param_dtype: of the scale.
-      recipe: how the input is kept.
-      rngs: not used: the scale is 1 at first.
+      num_features: size of the last axis.
+      epsilon: added under the square root.
+      dtype: dtype of the result; None: that of the input.
+      param_dtype: dtype of the scale.
+      recipe: storage of the input for the backward pass.
+      rngs: not used: the scale is initialised to 1.
 
     Example:
       >>> import jax.numpy as jnp
@@ -114,22 +114,22 @@ class Fp8RMSNorm(nnx.Module):
         self.epsilon, self.dtype, self.recipe = epsilon, dtype, recipe
 
     def __call__(self, x: jax.Array) -> Coded:
-        """For linear layers of this flow; `.value` is the array."""
+        """Normalise x for linear layers of this flow; `.value` of the result is the array."""
         x = x.astype(self.dtype or x.dtype)
         return norm.rms_norm(x, self.scale[...], eps=self.epsilon, recipe=self.recipe)
 
 
 class Fp8LayerNorm(nnx.Module):
-    """`fp8_flow.layer_norm` with a learnt `scale` and `bias`.
+    """`fp8_flow.layer_norm` with a learned `scale` and `bias`.
 
     Args:
-      num_features: the length of the last axis.
-      epsilon: under the root.
-      use_bias: whether there is one.
-      dtype: of the result; None: of the input.
-      param_dtype: of scale and bias.
-      recipe: how the input is kept.
-      rngs: not used: the scale is 1 and the bias 0 at first.
+      num_features: size of the last axis.
+      epsilon: added under the square root.
+      use_bias: whether there is a bias.
+      dtype: dtype of the result; None: that of the input.
+      param_dtype: dtype of scale and bias.
+      recipe: storage of the input for the backward pass.
+      rngs: not used: the scale is initialised to 1, the bias to 0.
 
     Example:
       >>> import jax.numpy as jnp
@@ -155,7 +155,7 @@ class Fp8LayerNorm(nnx.Module):
         self.epsilon, self.dtype, self.recipe = epsilon, dtype, recipe
 
     def __call__(self, x: jax.Array) -> Coded:
-        """For linear layers of this flow; `.value` is the array."""
+        """Normalise x for linear layers of this flow; `.value` of the result is the array."""
         x = x.astype(self.dtype or x.dtype)
         bias = None if self.bias is None else self.bias[...]
         scale, eps = self.scale[...], self.epsilon
@@ -166,8 +166,8 @@ class Fp8GatedProduct(nnx.Module):
     """`fp8_flow.gated_product` as a module without parameters.
 
     Args:
-      activation: of the gate.
-      recipe: how gate and up are kept.
+      activation: the function applied to the gate, as in `fp8_flow.gated_product`.
+      recipe: storage of gate and up for the backward pass.
 
     Example:
       >>> import jax.numpy as jnp
@@ -180,5 +180,5 @@ class Fp8GatedProduct(nnx.Module):
         self.activation, self.recipe = activation, recipe
 
     def __call__(self, of_gate: jax.Array, up: jax.Array | None = None) -> Coded:
-        """For a linear layer of this flow; `.value` is the array."""
+        """Compute the product for a linear layer of this flow; its `.value` is the array."""
         return gate.gated_product(of_gate, up, activation=self.activation, recipe=self.recipe)

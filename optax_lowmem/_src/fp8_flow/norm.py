@@ -1,4 +1,4 @@
-"""Norms whose input is kept in 8 bits, and whose output is quantized for products."""
+"""Norms that save their input in 8 bits and quantize their output for matrix products."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,36 +16,35 @@ from optax_lowmem._src.quantized_matmul import absmax_of
 
 @dataclasses.dataclass(frozen=True)
 class _Norm:
-    """A norm's static part."""
+    """Static arguments of a norm."""
 
     recipe: Recipe
     eps: float
 
     def group(self, x: jax.Array) -> int:
-        """Neighbours whose sum is taken first; without codes, a whole row."""
+        """Return how many neighbours are summed first: a group, or without codes the whole row."""
         return self.recipe.group_size if self.recipe.quantizes else max(1, x.shape[-1])
 
 
 def rms_norm(
     x: jax.Array, scale: jax.Array, *, eps: float = 1e-6, recipe: Recipe = DEFAULT
 ) -> Coded:
-    r"""y = x / \sqrt{mean(x^2) + eps} \cdot scale over the last axis, for FP8 products.
+    r"""Compute y = x / \sqrt{mean(x^2) + eps} \cdot scale over the last axis, for FP8 products.
 
     Args:
       x: [..., n], f32 or 16 bits.
       scale: [n].
-      eps: under the root.
-      recipe: how x is kept.
+      eps: added under the square root.
+      recipe: storage of x for the backward pass.
 
     Returns:
-      y: quantized by one scale for the whole tensor; its `value` has x's dtype.
+      y: quantized with one scale per tensor; its `value` has x's dtype.
 
-    Memory: for the backward pass, codes of x and a 16-bit scale per group; 1.125 bytes per number
-    in groups of 16. Those of y are kept by the products, once. With `Recipe(storage="bf16")`, x
-    alone.
+    Memory: for the backward pass, codes of x and a 16-bit scale per group; 1.125 bytes per element
+    in groups of 16. The products save the codes of y, once. With `Recipe(storage="bf16")`, only x.
 
-    Numerics: f32 from x, gradients from x as it is kept: straight through. A group with a number
-    that is not finite shows as NaN.
+    Numerics: computed in f32 from x; straight-through gradients, from the saved codes of x. A group
+    with a value that is not finite becomes NaN.
 
     Example:
       >>> import jax.numpy as jnp
@@ -70,17 +69,17 @@ def layer_norm(
     eps: float = 1e-6,
     recipe: Recipe = DEFAULT,
 ) -> Coded:
-    r"""y = (x - mean(x)) / \sqrt{var(x) + eps} \cdot scale + bias, for FP8 products.
+    r"""Compute y = (x - mean(x)) / \sqrt{var(x) + eps} \cdot scale + bias, for FP8 products.
 
     Args:
       x: [..., n], f32 or 16 bits.
       scale: [n].
       bias: [n], or None.
-      eps: under the root.
-      recipe: how x is kept.
+      eps: added under the square root.
+      recipe: storage of x for the backward pass.
 
     Returns:
-      y, as of `rms_norm`, which says what is kept and how.
+      y, as in `rms_norm`; memory and numerics are the same, too.
     """
     _check(x, scale)
     with jax.named_scope("norm"):
@@ -100,14 +99,14 @@ def _check(x: jax.Array, scale: jax.Array) -> None:
 
 
 def _rms(norm: _Norm, x: jax.Array, scale: jax.Array) -> jax.Array:
-    """In f32."""
+    """Compute RMSNorm of f32 arrays."""
     return _scaled(norm, x, scale, kernels.inverse_rms(x, norm.eps, norm.group(x)))
 
 
 def _scaled(norm: _Norm, x: jax.Array, scale: jax.Array, inverse: jax.Array) -> jax.Array:
     scale = kernels.row(scale, x)
-    # the maximum of a row that codes need is `inverse` times that of x * scale; ordinary layers
-    # have the other order
+    # for codes, a row's maximum is computed as `inverse` times that of x * scale, so y is computed
+    # in this order; ordinary layers have the other one
     return x * scale * inverse if norm.recipe.quantizes else x * inverse * scale
 
 
@@ -125,7 +124,7 @@ def _rms_forward(norm: _Norm, x: jax.Array, scale: jax.Array) -> tuple[Coded, An
 def _rms_coded(
     norm: _Norm, keep: bool, x: jax.Array, scale: jax.Array
 ) -> tuple[Coded, Grouped | None]:
-    """The norm, and what a backward pass needs, if one is to come."""
+    """Return the quantized norm, and the residuals of the backward pass if `keep` is set."""
     size, exact = norm.recipe.group_size, norm.recipe.exact
     stored, inverse, absmax = kernels.store_normed(
         x, scale, norm.eps, size, exact, keep=keep or not exact
@@ -155,7 +154,7 @@ _rms_norm.defvjp(_rms_forward, lambda norm, saved, g: _gradients(_rms, norm, sav
 
 
 def _layer(norm: _Norm, x: jax.Array, scale: jax.Array, bias: jax.Array | None = None) -> jax.Array:
-    """In f32."""
+    """Compute LayerNorm of f32 arrays."""
     centred = x - kernels.row_sum(x, norm.group(x)) / x.shape[-1]
     y = _rms(norm, centred, scale)
     return y if bias is None else y + kernels.row(bias, x)

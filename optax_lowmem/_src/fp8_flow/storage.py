@@ -1,4 +1,4 @@
-"""Storage of an FP8 flow: its options, the values passed between its layers, and their codes."""
+"""Storage of activations in the FP8 flow: options, and the values passed between its layers."""
 
 import dataclasses
 from collections.abc import Callable
@@ -30,17 +30,17 @@ class Recipe:
     """Storage of activations in 8 bits, and formats of the products of the backward pass.
 
     Attributes:
-      group_size: neighbours on the last axis that share a scale, where inputs of norms and
-        activation functions are kept.
-      exact: whether norms and activation functions compute from what they are given; False is the
-        paper's flow, which computes from the codes, and so adds their error to the forward pass.
+      group_size: number of neighbours on the last axis that share a scale in the saved inputs of
+        norms and activation functions.
+      exact: whether norms and activation functions compute from their inputs; False is the paper's
+        flow, which computes from the codes, and so adds their error to the forward pass.
       input_gradient: format of the gradient G of Y in dX = G W^T: `e4m3`, `e5m2`, or `bf16`, a
-        product in the inputs' own precision.
-      weight_gradient: likewise in dW = X^T G.
-      storage: `fp8`, or `bf16`: nothing is quantized. Norms and activation functions keep their
-        inputs in the inputs' own precision and nothing else, linear layers behind them keep
-        nothing, and all products run in that precision; the forward pass has the bits of ordinary
-        layers. The other fields then have no meaning.
+        product in the dtype of the inputs.
+      weight_gradient: format of G in dW = X^T G, likewise.
+      storage: `fp8`; or `bf16`, which quantizes nothing: norms and activation functions save only
+        their inputs, in the dtype of these, the linear layers that follow them save nothing, and
+        all products run in that dtype. The forward pass then equals that of ordinary layers bit for
+        bit, and the other fields must keep their defaults.
 
     Raises:
       ValueError: for another value, or `storage="bf16"` with another field changed.
@@ -72,7 +72,7 @@ class Recipe:
 
     @classmethod
     def paper(cls, **changes: object) -> "Recipe":
-        """COAT's: everything from codes, gradients in E5M2 as its kernels have them."""
+        """Return COAT's recipe: computation from the codes, gradients in E5M2 as in its kernels."""
         own: dict[str, Any] = dict(exact=False, input_gradient="e5m2", weight_gradient="e5m2")
         return cls(**own | changes)
 
@@ -86,18 +86,18 @@ DEFAULT = Recipe()
 
 
 def format_of(name: str) -> Format | None:
-    """The format of a gradient; None for a product that is not quantized."""
+    """Return the format of a gradient; None for a product that is not quantized."""
     return None if name == BF16 else FORMATS[name]
 
 
 @dataclasses.dataclass(frozen=True)
 class ArrayFunction:
-    """A function of arrays, whose result is given the dtype of the first one.
+    """A hashable function of arrays whose result is cast to the dtype of the first one.
 
     Attributes:
-      function: of `static`, then arrays.
+      function: takes `static`, then the arrays.
       static: hashable.
-      wide: whether the arrays are f32 to it.
+      wide: whether the arrays are first cast to f32.
     """
 
     function: Callable[..., jax.Array]
@@ -105,7 +105,7 @@ class ArrayFunction:
     wide: bool = True
 
     def __call__(self, *given: jax.Array) -> jax.Array:
-        """The result of arrays of any floating dtype."""
+        """Apply the function to arrays of any floating dtype."""
         # not by `numerics.widen`, which has no derivative
         arrays = (x.astype(jnp.float32) for x in given) if self.wide else given
         return self.function(self.static, *arrays).astype(given[0].dtype)
@@ -114,33 +114,33 @@ class ArrayFunction:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Source:
-    """Recomputation of an activation from arrays that are kept.
+    """Recomputation of an activation from saved arrays.
 
     Attributes:
       formula: the function of `given` that returns the activation.
-      given: arrays that are kept for the gradient anyway.
+      given: arrays that the backward pass saves anyway.
     """
 
     formula: ArrayFunction = dataclasses.field(metadata={"static": True})
     given: tuple[jax.Array, ...]
 
     def again(self) -> jax.Array:
-        """The activation."""
+        """Recompute the activation."""
         return self.formula(*self.given)
 
 
-@jax.tree_util.register_dataclass  # no tuple: Flax's Sequential takes those apart
+@jax.tree_util.register_dataclass  # not a tuple, which Flax's Sequential would unpack
 @dataclasses.dataclass(frozen=True, eq=False)
 class Coded:
-    """An activation on its way to matrix products: quantized once, for all of them.
+    """An input of matrix products, quantized once for all of them.
 
     Attributes:
-      value: in 16 bits or f32; what gradients belong to. Products of codes do not read it, and
-        where nothing else does, XLA never makes it.
-      quantized: codes of its shape and one scale; None with `Recipe(storage="bf16")`.
-      source: with that recipe, what the products' backward pass computes the value from.
-      transposed: the codes as [k, tokens], where a kernel sums gradients of weights over tokens;
-        the backward pass is then given these alone.
+      value: in 16 bits or f32; gradients are those of the value. Products of codes do not read it,
+        and if nothing else does, XLA never computes it.
+      quantized: codes in the value's shape and one scale; None with `Recipe(storage="bf16")`.
+      source: with that recipe, how the products' backward pass recomputes the value.
+      transposed: the codes as [k, tokens], if a kernel computes the gradients of weights; the
+        backward pass then saves only these.
     """
 
     value: jax.Array
@@ -150,17 +150,18 @@ class Coded:
 
 
 def value_of(x: jax.Array | Coded) -> jax.Array:
-    """The array itself."""
+    """Return the array of an activation, quantized or not."""
     return x.value if isinstance(x, Coded) else x
 
 
-# ---- activations quantized, and what rules of differentiation here have in common ----------------
+# ---- quantized activations, and helpers of the custom gradients ----------------------------------
 
 
 def kept(*trees: Any) -> Any:
-    """The same arrays, each stored as it is once one of them is.
+    """Put an `optimization_barrier` over residuals.
 
-    Else XLA would compute codes that only the backward pass reads there, and keep what they are of.
+    Otherwise XLA would delay computing codes to the backward pass and keep their unquantized
+    inputs until then.
     """
     return lax.optimization_barrier(trees)
 
@@ -174,19 +175,19 @@ def coded(
     keep: bool,
     in_kernel: bool = True,
 ) -> tuple[Coded, T]:
-    """An activation quantized for matrix products, as it is computed.
+    """Compute an activation and quantize it for matrix products.
 
     Args:
-      recipe: of the products too.
-      function: of `given`, elementwise.
+      recipe: also that of the products.
+      function: an elementwise function of `given`.
       given: arrays that broadcast to the first one.
-      absmax: of the result.
-      stored: what the backward pass needs.
-      keep: whether there is one.
-      in_kernel: whether kernels can compute the function.
+      absmax: largest magnitude of the result.
+      stored: residuals of the backward pass.
+      keep: whether there is a backward pass.
+      in_kernel: whether GPU kernels can compute the function.
 
     Returns:
-      The activation, and what is stored.
+      The activation, and `stored`.
     """
     over_tokens, now = format_of(recipe.weight_gradient) is not None, keep and in_kernel
     codes, transposed = quantized_for_products(function, given, absmax, over_tokens, now)
@@ -196,9 +197,9 @@ def coded(
 
 
 def code(x: jax.Array | Coded) -> Coded:
-    """An activation quantized for matrix products, by one scale.
+    """Quantize an activation for matrix products, with one scale and a straight-through gradient.
 
-    The gradient goes straight through. One that is quantized stays as it is.
+    An activation that is already quantized is returned unmodified.
     """
     return x if isinstance(x, Coded) and x.quantized is not None else _code(value_of(x))
 
@@ -213,15 +214,15 @@ _code.defvjp(lambda x: (_code(x), None), lambda saved, g: (g.value,))
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def recomputed(formula: ArrayFunction, *given: jax.Array) -> Coded:
-    """The value of a formula, of which the backward pass is given the arguments alone.
+    """Compute a formula, saving only its arguments for the backward pass.
 
-    It computes what it needs from these once more, as linear layers of the value do.
+    The backward pass recomputes the rest, and so do linear layers that take the result.
     """
     return _recomputed_forward(formula, *given)[0]
 
 
 def _recomputed_forward(formula: ArrayFunction, *given: jax.Array) -> tuple[Coded, Any]:
-    # else XLA would find that both computations are the same, and keep the first one's results
+    # otherwise XLA would merge the recomputation with the first computation and keep its results
     again = lax.optimization_barrier(given)
     return Coded(formula(*given), None, Source(formula, again)), again
 

@@ -1,6 +1,6 @@
-"""The cross-entropy of a linear head, whose logits exist one chunk of tokens at a time.
+"""Cross-entropy of a linear head, with the logits of one chunk of tokens at a time.
 
-Its three products for a chunk are in 16 bits or f32, or in FP8: `products`.
+`products` computes a chunk's three matrix products, in the input dtype or in FP8.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from optax_lowmem._src.losses.products import (
 # ---- the loss ------------------------------------------------------------------------------------
 
 _REDUCTIONS = ("mean", "sum", "none")
-_CHUNK_LOGITS = 2**28  # of a device; a GiB in f32: the products are large, the rest is small
+_CHUNK_LOGITS = 2**28  # per device; 1 GiB in f32, large enough for efficient products
 
 
 def linear_cross_entropy(
@@ -56,66 +56,66 @@ def linear_cross_entropy(
     r"""Return the cross-entropy of `labels` under softmax(hidden @ head), without all the logits.
 
     Equal, to rounding, to `optax.softmax_cross_entropy_with_integer_labels(hidden @ head, labels)`.
-    Where a gradient is asked for, the forward pass computes it chunk by chunk, from the logits that
-    are there: three products for each chunk, as with all logits, and none is computed again.
+    Under differentiation the forward pass also computes each chunk's gradients, while its logits
+    exist: three products per chunk, as with all logits, and no recomputation.
 
     Args:
       hidden: [..., width], in f32 or 16 bits.
       head: [width, vocab], the kernel of Flax's dense layers.
-      labels: [...], integers. One outside of the vocabulary gives NaN, unless its weight is 0.
-      weights: [...], what each token's loss is multiplied by; booleans are a mask. A token of
-        weight 0 has no part in the result, whatever its label.
-      reduction: `mean` divides the sum by the sum of the weights (0 where all are 0); `sum`; `none`
-        returns [...], and computes the logits again for the gradient.
+      labels: [...], integers. One outside the vocabulary gives NaN, unless its weight is 0.
+      weights: [...], factor of each token's loss; booleans are a mask. A token of weight 0 does
+        not affect the result, even with an invalid label.
+      reduction: `mean` divides the sum by the sum of the weights (0 if all are 0); `sum`; `none`
+        returns [...], and recomputes the logits for the gradient.
       vocab_axis: 0 for a head [vocab, width]: a tied embedding.
       z_loss: z adds z * log(sum(exp(logits)))^2 to each token's loss.
       soft_cap: c replaces the logits by c * tanh(logits / c).
-      chunk_tokens: tokens of a chunk, at most (of a device, where `specs` are known); by default as
-        many as have 2^28 logits.
-      products: `input`, the three products in the dtype of `hidden` and `head`; `fp8`, in FP8;
-        `fp8-gradients`, in FP8 but for the logits, so that the loss stays as it is.
-      precision: of products that are not in FP8, as `jax.lax.dot` takes it.
-      mesh: with `specs`, where the axes are Auto.
-      specs: partition specs of `hidden` and `head` on the mesh. Each device then sums its part of
-        the head's gradient over all chunks before the devices do, once, and the head is gathered
-        once where its width is sharded. Arrays on Explicit axes say so themselves. Without specs
-        the result is the same, and XLA decides what is communicated in each chunk.
+      chunk_tokens: maximum number of tokens per chunk (per device, if shardings are known); by
+        default as many as have 2^28 logits.
+      products: dtype of the three products: `input`, that of `hidden` and `head`; `fp8`, FP8;
+        `fp8-gradients`, FP8 except for the logits, so that the loss does not change.
+      precision: precision of products that are not in FP8, as in `jax.lax.dot`.
+      mesh: mesh of `specs`, for Auto axes.
+      specs: partition specs of `hidden` and `head` on the mesh. Each device then sums its gradient
+        of the head over all chunks before one reduction across devices, and a head with a sharded
+        width is gathered once. Not needed on Explicit axes, where types have the specs. Without
+        specs the result is the same, and XLA chooses the communication of each chunk.
 
     Returns:
       A scalar in f32, or [...] with `reduction="none"`.
 
     Raises:
-      ValueError: for shapes, a reduction, specs or products that do not fit; for float64 in FP8,
-        and a precision where no product takes it.
-      TypeError: for what is no array, and for options that are traced or no numbers; where
-        gradients of products in FP8 are differentiated again.
+      ValueError: for invalid shapes, reduction, specs or products; for float64 in FP8; for a
+        precision if all products are in FP8.
+      TypeError: for arguments that are no arrays; for options that are traced or no numbers; for
+        second derivatives of products in FP8.
 
-    Memory: one chunk of logits in f32 and once more in the dtype of the products, and one gradient
-    of the head in f32, which is given back in the head's dtype. In FP8 also the head's codes, while
-    the call runs: a byte per parameter for the logits, and one for the gradient of `hidden`; and a
-    byte for each logit of a chunk.
+    Memory: the logits of one chunk, in f32 and in the dtype of the products, and one gradient of
+    the head in f32, which is returned in the head's dtype. In FP8 also the head's codes during the
+    call, 1 byte per parameter for the logits and 1 for the gradient of `hidden`, and 1 byte per
+    logit of a chunk.
 
     Numerics: logits, the softmax and all sums are f32; the gradient of the logits is rounded to the
-    dtype of `hidden` and `head` for its products. Gradients exist with regard to `hidden`, `head`
-    and `weights`; no work is done for those that are not asked for. There is no forward mode.
+    dtype of `hidden` and `head` for its products. `hidden`, `head` and `weights` have gradients,
+    and only those requested are computed. Forward mode is not supported.
 
     Numerics in FP8: z = s_h s_W Q(h) Q(W) for a row h of `hidden`, dh = s_g s_W Q(g) Q(W)^T for the
     gradient g of its logits, and dW = s Q(s_g H)^T Q(G), where the tokens' scales s_g are factors
-    of their hidden states. Codes are E4M3; those of g are E5M2, since a large vocabulary's
-    probabilities lie far below the label's. The head has one scale, h and g one per token, s_g H
-    one per chunk: a token's loss and gradient depend neither on other tokens nor on chunks. The
-    softmax and all sums stay f32. A code of E4M3 is off by 2^-4 of its number at most, and by 2.7 %
-    as root mean square: a logit by (2^-3 + 2^-8) sum_k |h_k W_kv| at most, and by 3.7 % of the root
-    of sum_k (h_k W_kv)^2 as root mean square (numbers under 2^-15 of their scale's largest by 2^-10
-    of a code's unit instead); a loss by the largest error of its logits and that of its label's
-    together. Where losses are off by d as root mean square, their mean is about d^2 / 2 higher.
-    Rounding counts as the identity in gradients.
+    of their hidden states. Codes are E4M3; those of g are E5M2, since most probabilities of a large
+    vocabulary are far below the label's. The head has one scale, h and g one per token, s_g H one
+    per chunk: a token's loss and gradient depend neither on other tokens nor on chunks. The softmax
+    and all sums are f32. The relative error of an E4M3 code is at most 2^-4, and 2.7 % RMS. The
+    error of a logit is at most (2^-3 + 2^-8) sum_k |h_k W_kv|, and 3.7 % of the root of
+    sum_k (h_k W_kv)^2 RMS (for numbers under 2^-15 of their scale's largest, the error is 2^-10 of
+    a code's unit instead). The error of a loss is at most the largest error of its logits plus that
+    of its label's logit. If the RMS error of losses is d, their mean is about d^2 / 2 higher.
+    Gradients treat rounding as the identity.
 
-    On a mesh in FP8: the parts of a sharded vocabulary share the head's scale (a scalar is reduced
-    once per call), so that the loss is that of one device. Where devices have chunks of their own
-    (`specs`, Explicit axes), s_g H has a scale on each; g has one for each part of the vocabulary.
+    On a mesh in FP8: the shards of a vocabulary share the head's scale (one scalar is reduced per
+    call), so the loss equals that of one device. With shardings known (`specs`, Explicit axes),
+    s_g H has one scale per device, and g one per shard of the vocabulary.
 
-    Inside a `shard_map`: the loss of this device's tokens, under a head that is there as a whole.
+    Inside a `shard_map`: the loss of this device's tokens; the head must be whole on each device.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -168,7 +168,7 @@ def _check(
     if reduction not in _REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(_REDUCTIONS)}, got {reduction!r}")
     if vocab_axis not in (0, 1):
-        raise ValueError(f"vocab_axis must be 0 or 1 (of the head), got {vocab_axis!r}")
+        raise ValueError(f"vocab_axis must be 0 or 1, an axis of the head, got {vocab_axis!r}")
     if head.ndim != 2 or hidden.ndim == 0 or hidden.shape[-1] != head.shape[1 - vocab_axis]:
         wanted = "[vocab, width]" if vocab_axis == 0 else "[width, vocab]"
         raise ValueError(
@@ -180,8 +180,8 @@ def _check(
     for name, given in (("labels", labels), ("weights", weights)):
         if given is not None and given.shape != hidden.shape[:-1]:
             raise ValueError(
-                f"{name}{list(given.shape)} for hidden{list(hidden.shape)}: pass one for each "
-                f"token, {list(hidden.shape[:-1])}"
+                f"{name}{list(given.shape)} for hidden{list(hidden.shape)}: pass one per token, "
+                f"{list(hidden.shape[:-1])}"
             )
     if not 0 <= z_loss < math.inf:
         raise ValueError(f"z_loss must be at least 0 and finite, got {z_loss}")
@@ -200,11 +200,11 @@ def _check_arrays(**given: object) -> None:
 
 
 def _option(name: str, value: Any, to: Callable[[Any], Any], kind: str) -> Any:
-    """Return a static option as a number of Python's."""
+    """Return a static option as a Python number."""
     try:
         if not isinstance(value, bool | str):
             return to(value)
-    except TypeError:  # as JAX's errors about tracers are
+    except TypeError:  # JAX's errors about tracers are TypeErrors
         pass
     given = f"a traced {value}" if isinstance(value, jax.core.Tracer) else repr(value)
     raise TypeError(f"{name} must be {kind} known when tracing, got {given}")
@@ -225,8 +225,8 @@ def _check_products(
             )
     if products == FP8 and precision is not None:
         raise ValueError(
-            f"precision={precision!r} with products={products!r}: codes are multiplied as they "
-            "are. Leave precision out, or use products='fp8-gradients', whose logits take it"
+            f"precision={precision!r} with products={products!r}: products of codes have no "
+            "precision. Leave it out, or use products='fp8-gradients', whose logits use it"
         )
 
 
@@ -234,7 +234,7 @@ def _float_of(x: jax.Array) -> Any:
     return x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else jnp.float32
 
 
-# ---- what is static ------------------------------------------------------------------------------
+# ---- static arguments ----------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,11 +243,11 @@ class _Layout:
 
     Attributes:
       mesh: the mesh whose devices share the work.
-      tokens: the mesh axes of each axis of the labels.
-      width: the mesh axes of the head's width.
-      vocab: the mesh axes of the head's vocabulary.
-      manual: the mesh axes over which `shard_map`, not XLA, divides the work.
-      explicit: whether arrays have these shardings as a part of their types.
+      tokens: the mesh axes that shard each axis of the labels.
+      width: the mesh axes that shard the head's width.
+      vocab: the mesh axes that shard the head's vocabulary.
+      manual: the mesh axes over which `shard_map`, not XLA, partitions the work.
+      explicit: whether the arrays' types have these shardings.
       vocab_axis: the axis of the head that is the vocabulary.
     """
 
@@ -261,7 +261,7 @@ class _Layout:
 
     @property
     def batch(self) -> tuple[str, ...]:
-        """All axes that the tokens are sharded over."""
+        """Return all mesh axes that shard the tokens."""
         return tuple(name for names in self.tokens for name in names)
 
     @property
@@ -284,7 +284,7 @@ class _Layout:
     def laid_out(
         self, hidden: jax.Array, head: jax.Array, labels: jax.Array, weights: jax.Array | None
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-        """The arguments as `specs` have them; shard_map does it by itself for Auto axes."""
+        """Reshard the arguments to `specs` on Explicit axes; on Auto axes shard_map does it."""
         if not self.explicit:
             return hidden, head, labels, weights
         labels = jax.sharding.reshard(labels, self._on(self.of_tokens))
@@ -294,13 +294,13 @@ class _Layout:
         return hidden, head, labels, weights
 
     def gathered(self, head: jax.Array) -> jax.Array:
-        """The head with its whole width."""
+        """Gather the head's width on Explicit axes."""
         if not self.explicit:
             return head
         return jax.sharding.reshard(head, self._on(self.of_head()))
 
     def as_head(self, x: jax.Array) -> jax.Array:
-        """A gradient where the head is."""
+        """Reshard a gradient to the head's sharding, on Explicit axes."""
         if not self.explicit:
             return x
         return jax.sharding.reshard(x, self._on(self.of_head(self.width)))
@@ -311,7 +311,7 @@ class _Layout:
 
 @dataclasses.dataclass(frozen=True)
 class _Loss:
-    """The static part of a loss."""
+    """Static arguments of a loss."""
 
     vocab_axis: int
     z_loss: float
@@ -324,7 +324,7 @@ class _Loss:
 
     @property
     def vocab_axes(self) -> tuple[str, ...]:
-        """Mesh axes that the vocabulary is sharded over."""
+        """Return the mesh axes that shard the vocabulary."""
         return self.layout.vocab if self.layout else ()
 
     @property
@@ -336,7 +336,7 @@ class _Loss:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Wanted:
-    """Whose gradients are asked for."""
+    """Which gradients are requested."""
 
     hidden: bool = False
     head: bool = False
@@ -360,7 +360,7 @@ def _layout(
     explicit = False
     if specs is None:
         if mesh is not None:
-            raise ValueError("mesh without specs: pass specs=(of hidden, of head) too")
+            raise ValueError("mesh without specs: also pass specs, for hidden and head")
         types = [jax.typeof(x).sharding for x in (hidden, head, labels)]
         meshes = [own.mesh for own in types if own.mesh.explicit_axes]
         if not meshes:
@@ -377,7 +377,7 @@ def _layout(
             for spec, x in zip(specs, (hidden, head), strict=True)
         )
     except (TypeError, ValueError):
-        raise ValueError(f"specs={specs!r}: pass those of hidden and head, a pair") from None
+        raise ValueError(f"specs={specs!r}: pass a pair, for hidden and head") from None
     width, vocab = of_head if vocab_axis else of_head[::-1]
     manual = frozenset(mesh.explicit_axes if explicit else mesh.axis_names)
     layout = _Layout(mesh, of_hidden[:-1], width, vocab, manual, explicit, vocab_axis)
@@ -385,7 +385,7 @@ def _layout(
     if both:
         raise ValueError(
             f"tokens and the vocabulary are both sharded over {', '.join(both)}: each device would "
-            "need the logits of others. Shard one of them over another axis."
+            "need logits of others. Shard one of them over another axis."
         )
     return layout
 
@@ -458,7 +458,7 @@ def _is_zero(g: object) -> bool:
 
 
 def _without_masked(losses: jax.Array, weights: jax.Array) -> jax.Array:
-    """Losses whose product with a weight of 0 is 0."""
+    """Set losses that are not finite to 0 if their weight is 0."""
     return jnp.where((weights == 0) & ~jnp.isfinite(losses), 0, losses)
 
 
@@ -475,9 +475,9 @@ def _sweep(
     labels: jax.Array,
     scale: jax.Array | None,
 ) -> Gradients:
-    """Each token's loss, and the gradients of their sum times `scale` [...] (None: 1).
+    """Return losses per token, and the gradients of their sum, weighted by `scale` [...] (None: 1).
 
-    That of hidden is in its dtype, that of the head in f32.
+    The gradient of hidden is in its dtype, the head's in f32.
     """
     if loss.in_fp8:
         return _sweep_once(loss, wanted, hidden, head, labels, scale)
@@ -520,7 +520,7 @@ _sweep_once = derivative.first_order_only(_of_devices, static=2, refuse=_refuse)
 
 
 def _of_mesh(loss: _Loss, wanted: _Wanted, *given: Any) -> Gradients:
-    """One device's part, and the sum of the head's gradient over those that share the batch."""
+    """Process one device's tokens and sum the head's gradient over the devices of the batch."""
     losses, of_hidden, of_head = _of_device(loss, wanted, *given)
     layout = loss.layout
     assert layout is not None
@@ -543,14 +543,14 @@ def _of_device(
     labels: jax.Array,
     scale: jax.Array | None,
 ) -> Gradients:
-    """All chunks, one after the other."""
+    """Process all chunks, one after the other."""
     if not loss.in_fp8:
         return _chunks_of(loss, wanted, hidden, head, None, labels, scale)
     needed = (loss.products == FP8, wanted.hidden)
     codes = quantize_head(head, loss.vocab_axis, loss.vocab_axes, *needed)
     losses, of_hidden, of_head = _chunks_of(loss, wanted, hidden, head, codes, labels, scale)
     if of_head is not None and loss.vocab_axis:
-        of_head = of_head.T  # the sum of all chunks
+        of_head = of_head.T  # once, after the sum over chunks
     return losses, of_hidden, of_head
 
 
@@ -565,18 +565,18 @@ def _chunks_of(
 ) -> Gradients:
     lead = labels.shape
     limit = loss.chunk_tokens or max(1, _CHUNK_LOGITS // max(1, head.shape[loss.vocab_axis]))
-    if not lead or math.prod(lead[:-1]) > limit:  # not even one token of each row
+    if not lead or math.prod(lead[:-1]) > limit:  # one token of each row exceeds the limit
         flat = (hidden.reshape(-1, hidden.shape[-1]), head, codes, labels.reshape(-1))
         flat_scale = None if scale is None else scale.reshape(-1)
         losses, of_hidden, of_head = _chunks_of(loss, wanted, *flat, flat_scale)
         of_hidden = None if of_hidden is None else of_hidden.reshape(hidden.shape)
         return losses.reshape(lead), of_hidden, of_head
-    # along the last axis of tokens, so that each device of a mesh has its rows of every chunk
+    # cut the last axis of tokens, so that each device of a mesh has rows of every chunk
     number, length = _chunks(lead, limit)
     if number == 1:
         return _chunk(loss, wanted, hidden, head, codes, labels, scale)
     if number * length > lead[-1] and wanted and scale is None:
-        scale = jnp.ones(lead, jnp.float32)  # and 0 where there is no token
+        scale = jnp.ones(lead, jnp.float32)  # `_cut` pads it with 0
     axis = labels.ndim - 1
     given = [None if x is None else _cut(x, axis, number, length) for x in (hidden, labels, scale)]
 
@@ -606,7 +606,7 @@ def _chunks(lead: tuple[int, ...], limit: int) -> tuple[int, int]:
 
 
 def _cut(x: jax.Array, axis: int, number: int, length: int) -> jax.Array:
-    """[number, ..., length, ...] of an axis, with zeros at the end of the last part."""
+    """Cut an axis into chunks [number, ..., length, ...], the last padded with zeros."""
     missing = number * length - x.shape[axis]
     if missing:
         x = jnp.pad(x, [(0, missing if d == axis else 0) for d in range(x.ndim)])
@@ -633,7 +633,7 @@ def _chunk(
     labels: jax.Array,
     scale: jax.Array | None,
 ) -> Gradients:
-    """The logits of some tokens, and all that is made of them."""
+    """Compute the logits of one chunk, its losses and gradients."""
     how = (loss.vocab_axis, loss.precision)
     own = InInputs(hidden, head, *how) if codes is None else InFp8(hidden, head, codes, *how)
     logits = own.logits()

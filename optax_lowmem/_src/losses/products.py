@@ -1,7 +1,7 @@
-"""The products of a chunk of the logits: in the dtype of its inputs, or in FP8.
+"""Matrix products of one chunk of logits, in the input dtype or in FP8.
 
-With logits Z = H W of hidden states H [..., width] and a head W, and the gradient G of Z [...,
-vocab]: dH = G W^T, and dW = H^T G. A head is [width, vocab] or [vocab, width].
+Z = H W are the logits of hidden states H [..., width] and a head W. With the gradient G of Z [...,
+vocab], dH = G W^T and dW = H^T G. A head is [width, vocab] or [vocab, width].
 """
 
 from functools import partial
@@ -27,24 +27,24 @@ from optax_lowmem._src.quantized_matmul import (
 INPUT, FP8, FP8_GRADIENTS = "input", "fp8", "fp8-gradients"
 PRODUCTS = (INPUT, FP8, FP8_GRADIENTS)
 FP8_INPUTS = ("float32", "bfloat16", "float16")
-# Of the gradient of logits: E4M3 has no codes under 2^-18 of a row's largest, where most of a large
-# vocabulary's probabilities are.
+# Format of the logits' gradient: E4M3 has no codes under 2^-18 of a row's largest, where most
+# probabilities of a large vocabulary are.
 GRADIENT = E5M2
 
 
 def f32_or_more(*arrays: jax.Array) -> jnp.dtype:
-    """The dtype of sums of products."""
+    """Return the dtype of sums of products."""
     return jnp.promote_types(jnp.result_type(*arrays), jnp.float32)
 
 
 class InInputs:
-    """The products of a chunk in the common dtype of its arguments.
+    """Products of a chunk in the common dtype of its arguments.
 
     Args:
       hidden: [..., width].
       head: the head.
-      vocab_axis: of the head.
-      precision: as `jax.lax.dot` takes it.
+      vocab_axis: the head's vocabulary axis.
+      precision: as in `jax.lax.dot`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class InInputs:
         return self.dot(f"...w,{self.axes}->...v", self.hidden, self.head)
 
     def operand(self, gradient: jax.Array) -> jax.Array:
-        """G, as both products of it read it."""
+        """Return G as both of its products read it."""
         return gradient.astype(self.dtype)
 
     def for_hidden(self, gradient: jax.Array) -> jax.Array:
@@ -69,9 +69,9 @@ class InInputs:
         return self.dot(f"...v,{self.axes}->...w", gradient, self.head)
 
     def for_head(self, gradient: jax.Array, is_masked: jax.Array | None) -> jax.Array:
-        """Return dW, as the head lies."""
+        """Return dW, with the axes of the head."""
         hidden = self.hidden
-        if is_masked is not None:  # their gradients are 0, and 0 times infinity is not
+        if is_masked is not None:  # their gradients are 0, but 0 * inf is NaN
             hidden = jnp.where(is_masked[..., None], 0, hidden)
         pair = (hidden, gradient)
         left, right = pair if self.vocab_axis else pair[::-1]
@@ -86,7 +86,7 @@ class InInputs:
 
 
 class HeadCodes(NamedTuple):
-    """E4M3 codes of a head with one scale, made once for all chunks; None: not read.
+    """E4M3 codes of a head with one scale, computed once for all chunks; None if not needed.
 
     Attributes:
       forward: [vocab, width], for logits.
@@ -100,16 +100,16 @@ class HeadCodes(NamedTuple):
 def quantize_head(
     head: jax.Array, vocab_axis: int, names: tuple[str, ...], forward: bool, backward: bool
 ) -> HeadCodes:
-    """Quantize a head for the products that are asked for.
+    """Quantize a head for the requested products.
 
-    GPUs multiply 8 bits along the last axis of both operands, hence both orientations.
+    GPUs contract 8-bit operands along the last axis of both, so each product needs an orientation.
 
     Args:
-      head: the head, or this device's part of its vocabulary.
-      vocab_axis: of the head.
-      names: mesh axes that the vocabulary is sharded over; its parts share the scale.
-      forward: whether logits are a product of codes.
-      backward: whether the gradient of hidden states is.
+      head: the head, or this device's shard of its vocabulary.
+      vocab_axis: the head's vocabulary axis.
+      names: mesh axes that shard the vocabulary; the shards share the scale.
+      forward: whether to quantize for the logits.
+      backward: whether to quantize for the gradient of hidden states.
     """
     if not (forward or backward):
         return HeadCodes(None, None)
@@ -124,17 +124,17 @@ def quantize_head(
 
 
 class InFp8(InInputs):
-    r"""The products of a chunk in FP8: Z or not, dH and dW.
+    r"""Products of a chunk in FP8: dH, dW, and Z if `codes.forward` is given.
 
-    Rows of H and G have scales, so that no token's result depends on another's. In dW, which is a
-    sum over tokens, G's scales are factors of H's rows: dW = (s_G H)^T Q(G), and s_G H has one.
+    Each row of H and G has a scale, so that a token's result does not depend on others. dW is a sum
+    over tokens, so G's scales multiply H's rows: dW = (s_G H)^T Q(G), and s_G H has one scale.
 
     Args:
       hidden: [..., width].
       head: the head.
-      codes: of the head.
-      vocab_axis: of the head.
-      precision: of logits that are not a product of codes.
+      codes: codes of the head.
+      vocab_axis: the head's vocabulary axis.
+      precision: precision of logits that are not computed from codes.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class InFp8(InInputs):
         return multiply(rows, of_head, 1, self.wide)
 
     def operand(self, gradient: jax.Array) -> Any:
-        """Codes of G and a scale of each token."""
+        """Return codes of G, with a scale per token."""
         return quantize(gradient.astype(self.dtype), gradient.ndim - 1, GRADIENT)
 
     def for_hidden(self, gradient: Any) -> jax.Array:
@@ -166,11 +166,11 @@ class InFp8(InInputs):
         return multiply(gradient, of_head, 1, self.wide)
 
     def for_head(self, gradient: Any, is_masked: jax.Array | None) -> jax.Array:
-        """Return dW [vocab, width], whatever the head is.
+        """Return dW as [vocab, width], for either `vocab_axis`.
 
         Args:
-          gradient: of `operand`.
-          is_masked: tokens, whose hidden states may be anything.
+          gradient: result of `operand`.
+          is_masked: tokens to ignore; their hidden states may be NaN.
         """
         largest = gradient.scales * jnp.float32(GRADIENT.largest)
         scaled = self.hidden.astype(jnp.float32) * largest

@@ -1,1 +1,1 @@
-"""Bytes of weights, of optimizer state and of activations."""
+"""Reports of the bytes of weights, optimizer state and activations."""

@@ -1,4 +1,4 @@
-"""Bytes that are kept between a function and its gradient: by operation; without running it."""
+"""Report the bytes that a function saves for its backward pass, without running it."""
 
 import dataclasses
 import math
@@ -16,15 +16,15 @@ _MIB = 2.0**20
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """An array that the backward pass needs.
+    """An array that is saved for the backward pass.
 
     Attributes:
-      operation: what made it: the scopes of `jax.named_scope`, else the module or function.
-      what: the primitive, or `argument`.
-      shape: of the array.
-      dtype: of it.
-      bytes: that it takes.
-      weights: whether it depends on weights alone, or is one.
+      operation: what computes it: its `jax.named_scope`s, else the module or function.
+      what: the primitive, `argument` or `constant`.
+      shape: shape of the array.
+      dtype: dtype of the array.
+      bytes: size of the array in bytes.
+      weights: whether it is a weight or computed from weights alone.
     """
 
     operation: str
@@ -37,10 +37,10 @@ class Saved:
 
 @dataclasses.dataclass(frozen=True)
 class ActivationReport:
-    """Arrays that a function keeps for its gradient; print it for a table.
+    """Arrays that a function saves for its backward pass; print it for a table.
 
     Attributes:
-      saved: every array, once.
+      saved: every saved array, once.
       unit: bytes of 1 U in the table, or None.
     """
 
@@ -49,22 +49,22 @@ class ActivationReport:
 
     @property
     def activations(self) -> tuple[Saved, ...]:
-        """Those that are not weights, nor made of weights alone."""
+        """Return the arrays that are neither weights nor computed from weights alone."""
         return tuple(one for one in self.saved if not one.weights)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of activations."""
+        """Return the bytes of activations."""
         return sum(one.bytes for one in self.activations)
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights, which are in memory anyway."""
+        """Return the bytes of weights, which are in memory in any case."""
         return sum(one.bytes for one in self._weights if one.what == _ARGUMENT)
 
     @property
     def of_weights_bytes(self) -> int:
-        """Bytes of what is made of weights alone, and kept beside them: casts, copies, maxima."""
+        """Return the bytes of arrays computed from weights alone: casts, copies, maxima."""
         return sum(one.bytes for one in self._weights) - self.weight_bytes
 
     @property
@@ -73,14 +73,14 @@ class ActivationReport:
 
     @property
     def by_operation(self) -> dict[str, int]:
-        """Bytes of activations that each operation makes, in order."""
+        """Return the bytes of activations by operation, in order."""
         found: dict[str, int] = {}
         for one in self.activations:
             found[one.operation] = found.get(one.operation, 0) + one.bytes
         return found
 
     def __str__(self) -> str:
-        """A table by operation, then by its arrays."""
+        """Return a table by operation and array."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -110,22 +110,22 @@ def activation_report(
     weights: int | Sequence[int] = (),
     unit: float | None = None,
 ) -> ActivationReport:
-    """Bytes that are kept for the backward pass of any JAX function, by operation.
+    """Report the bytes that any JAX function saves for its backward pass, by operation.
 
     Args:
-      fn: of arrays and trees of them; what `jax.vjp` takes.
+      fn: a function of trees of arrays, as for `jax.vjp`.
       *args: its arguments, or their `jax.ShapeDtypeStruct`s: nothing is computed or allocated.
-      weights: positions of the arguments that are in memory anyway. They, and what is made of them
-        alone, are counted apart.
+      weights: positions of the arguments that are in memory in any case. They, and arrays computed
+        from them alone, are counted separately.
       unit: bytes of the table's unit, such as COAT's U = batch * sequence * hidden * 2.
 
     Returns:
       An `ActivationReport`.
 
-    Counted is what `jax.vjp` keeps, each array once. A cast, a broadcast or another view of a
-    smaller array counts as that array, as XLA makes it anew where it is used; but what a loop
-    (`lax.scan`) keeps of each step is stored as it is. XLA may keep less still, or compute more
-    anew. Memory of the gradients, and of work inside an operation, is not counted.
+    The report counts what `jax.vjp` keeps, each array once. A cast, a broadcast or another view of
+    a smaller array counts as that array, since XLA recomputes it where it is used; but what a loop
+    (`lax.scan`) keeps of each step is counted as it is. XLA may keep less, or recompute more.
+    Gradients, and temporary memory inside an operation, are not counted.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_lowmem as lowmem
@@ -138,7 +138,7 @@ def activation_report(
     numbers = (weights,) if isinstance(weights, int) else tuple(weights)
     wrong = [number for number in numbers if not 0 <= number < len(args)]
     if wrong:
-        raise ValueError(f"weights={wrong} of a function that is given {len(args)} arguments")
+        raise ValueError(f"weights={wrong} must be positions of the {len(args)} arguments")
     traced = jax.make_jaxpr(lambda *args: jax.vjp(fn, *args)[1])(*args)
     counts = [len(jax.tree.leaves(arg)) for arg in args]
     is_weight = [n in numbers for n, count in enumerate(counts) for _ in range(count)]
@@ -146,9 +146,9 @@ def activation_report(
     return ActivationReport(tuple(_kept(traced, is_weight, names)), unit)
 
 
-# ---- arrays that a traced backward function holds ------------------------------------------------
+# ---- arrays that a traced backward function needs ------------------------------------------------
 
-# made anew by XLA where they are used: views, and numbers written wider
+# recomputed by XLA where they are used: views, and casts to wider dtypes
 _VIEWS = {
     "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "iota", "reduce_precision",
     "reshape", "rev", "squeeze", "transpose",
@@ -158,7 +158,7 @@ _LIBRARIES = ("site-packages", "dist-packages", "optax_lowmem")
 
 
 class _Frame:
-    """A jaxpr, and the call that runs it."""
+    """A jaxpr with the equation that calls it, and that equation's frame (`parent`)."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class _Frame:
         return isinstance(atom, Var) and self.active.get(atom, False)
 
     def call(self, eqn: JaxprEqn) -> "_Frame | None":
-        """The jaxpr that an equation runs once, of its operands."""
+        """Return the frame of the jaxpr that an equation calls once on its operands, or None."""
         if eqn.primitive.name in ("scan", "while", "cond"):
             return None
         if id(eqn) not in self.inner and (jaxpr := _called(eqn)) is not None:
@@ -187,7 +187,7 @@ class _Frame:
 
 
 def _called(eqn: JaxprEqn) -> Jaxpr | None:
-    """The jaxpr of a call or a scan, whose variables are those of the equation."""
+    """Return the jaxpr of an equation with matching inputs and outputs (calls, scans), or None."""
     for name in ("jaxpr", "call_jaxpr"):
         if (jaxpr := eqn.params.get(name)) is not None:
             jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
@@ -218,7 +218,10 @@ def _results(jaxpr: Jaxpr, given: Sequence[bool]) -> list[bool]:
 
 
 def _flow_of_scan(eqn: JaxprEqn, inner: Jaxpr, given: list[bool]) -> list[bool]:
-    """Until nothing more is carried on. What is stacked has an axis that the carry has not."""
+    """Return which results of a scan depend on active operands: iterate until the carry is stable.
+
+    The ranks inside and outside differ for stacked operands and results, but not for the carry.
+    """
     carries = _as_inside(eqn.outvars, inner.outvars)
     first = _as_inside(eqn.invars, inner.invars) - carries
     while True:
@@ -238,12 +241,12 @@ def _as_inside(outside: Sequence[Atom], inside: Sequence[Atom]) -> int:
 
 
 def _kept(traced: ClosedJaxpr, is_weight: Sequence[bool], names: Sequence[str]) -> Iterator[Saved]:
-    """The arrays that the results of a jaxpr take, each once, without views of others.
+    """Yield the arrays that are the results of a jaxpr, or of which these are views, each once.
 
     Args:
       traced: a closed jaxpr whose results are kept.
-      is_weight: of each of its arguments.
-      names: of each of its arguments.
+      is_weight: for each argument, whether it is a weight.
+      names: the name of each argument.
     """
     top = _Frame(traced.jaxpr, [not weight for weight in is_weight])
     arguments = dict(zip(traced.jaxpr.invars, names, strict=True))
@@ -271,12 +274,12 @@ def _saved(var: Var, operation: str, what: str, weights: bool) -> Saved:
 
 
 def _aval(atom: Atom) -> Any:
-    """The shape and dtype; JAX's type of them is of tokens too."""
+    """Return shape and dtype; `Any`, since JAX's type includes tokens, which have none."""
     return atom.aval
 
 
 def _origin(frame: _Frame, atom: Atom) -> tuple[_Frame, Var] | None:
-    """The array of which another is a view; None for a number."""
+    """Return the array (with its frame) of which an atom is a view; None for a number."""
     while isinstance(atom, Var):
         eqn = frame.makers.get(atom)
         if eqn is None:
@@ -302,8 +305,8 @@ def _bytes(var: Var) -> int:
 
 
 def _label(frame: _Frame, var: Var) -> tuple[str, str]:
-    """(operation, primitive) that made an array: inside the step of a loop, if it is one."""
-    made = [frame.makers[var]]  # from the inside out
+    """Return the (operation, primitive) that computes an array, inside a loop's step if it can."""
+    made = [frame.makers[var]]  # innermost first
     while (inner := _called(made[0])) is not None:
         out = inner.outvars[made[0].outvars.index(var)]
         makers = [eqn for eqn in inner.eqns if isinstance(out, Var) and out in eqn.outvars]
@@ -320,7 +323,7 @@ def _label(frame: _Frame, var: Var) -> tuple[str, str]:
 
 
 def _operation(made: Sequence[JaxprEqn]) -> str:
-    """Scopes without the names of transformations, or the user's module or function."""
+    """Return the scopes without names of transformations, or the user's module or function."""
     stacks = "/".join(str(eqn.source_info.name_stack) for eqn in reversed(made))
     scopes = [part for part in re.sub(r"\w+\(|\)", "", stacks).split("/") if part]
     if scopes:

@@ -1,4 +1,4 @@
-"""Bytes of weights and optimizer state: by slot, by leaf, per parameter; without allocating any."""
+"""Report the bytes of weights and optimizer state by slot and leaf, without allocating them."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.checkpoint.plain import counterpart, counterpart_name
-from optax_lowmem._src.core import scope, trees
+from optax_lowmem._src.core import context, trees
 
 _UNITS = {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10}
 
@@ -25,10 +25,10 @@ class Report:
       params_bytes: bytes of the weights.
       by_slot: bytes of each state field.
       by_leaf: path -> {"params" or state field: bytes}.
-      reasons: path -> {slot: its storage, or the reason why it is not compressed}.
-      baseline: the report of the optimizer it is compared with, on f32 weights.
-      counterpart: the name of that one, where nobody gave it: the optax optimizer of which this is
-        the low-memory form.
+      reasons: path -> {slot: the reason why it is not compressed}.
+      baseline: the report of the optimizer to compare with, on f32 weights.
+      counterpart: the name of that optimizer, if none was given: the optax optimizer of which this
+        is the low-memory form.
     """
 
     parameters: int
@@ -41,21 +41,21 @@ class Report:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the optimizer state."""
+        """Return the bytes of the optimizer state."""
         return sum(self.by_slot.values())
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of weights and state."""
+        """Return the bytes of weights and state."""
         return self.params_bytes + self.state_bytes
 
     @property
     def bytes_per_param(self) -> float:
-        """Bytes of weights and state per parameter."""
+        """Return the bytes of weights and state per parameter."""
         return self.total_bytes / max(self.parameters, 1)
 
     def __str__(self) -> str:
-        """A table by slot, the comparison, then the uncompressed leaves with their reasons."""
+        """Return a table by slot, the comparison, and the uncompressed leaves with reasons."""
         return "\n".join([*self._table(), *self._compared(), *self._kept()])
 
     def _table(self) -> Iterator[str]:
@@ -105,13 +105,13 @@ def report(
     *,
     baseline: optax.GradientTransformation | None = None,
 ) -> Report:
-    """Bytes that `params` and the state of `tx` take.
+    """Report the bytes of `params` and of the state of `tx`.
 
     Args:
       tx: any optax transformation.
-      params: the weights as they are stored, or their `jax.eval_shape`; nothing is allocated.
+      params: the weights as stored, or their `jax.eval_shape`; nothing is allocated.
       baseline: an optimizer to compare with, on the same parameters in f32; by default the optax
-        optimizer that has the same state in f32, where it can be told from `tx`.
+        optimizer of which `tx` is the low-memory form, if there is one.
 
     Returns:
       A `Report`; print it for a table.
@@ -126,25 +126,25 @@ def report(
     name = None
     if baseline is None:
         name, baseline = _counterpart(tx, params)
-    found = _alone(tx, params)
+    found = _report(tx, params)
     if baseline is None:
         return found
     plain = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), params)
-    return dataclasses.replace(found, baseline=_alone(baseline, plain), counterpart=name)
+    return dataclasses.replace(found, baseline=_report(baseline, plain), counterpart=name)
 
 
 def _counterpart(tx: Any, params: Any) -> tuple[str | None, Any]:
-    """Return the name of the optax optimizer of which `tx` is the low-memory form, and it."""
+    """Return name and transformation of the optax optimizer that `tx` replaces, if any."""
     try:
         plain = counterpart(tx, params)
-    except ValueError:  # hidden in a wrapper of optax's, or nothing of optax's is like it
+    except ValueError:  # inside an optax wrapper, or without a counterpart in optax
         return None, None
     return (None, None) if plain is tx else (counterpart_name(tx), plain)
 
 
-def _alone(tx: optax.GradientTransformation, params: Any) -> Report:
-    """Return the report without a comparison."""
-    state, decisions = scope.dry_run(tx, params)
+def _report(tx: optax.GradientTransformation, params: Any) -> Report:
+    """Return the report without a baseline."""
+    state, decisions = context.dry_run(tx, params)
     leaves = dict(trees.named_leaves(params))
     by_leaf = {path: {"params": _bytes(leaf)} for path, leaf in leaves.items()}
     by_slot: dict[str, int] = defaultdict(int)

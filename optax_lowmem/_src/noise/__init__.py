@@ -1,1 +1,1 @@
-"""Gaussian weight sampling (GaussWS): noise, kernels, transformation, layers, casts."""
+"""GaussWS: noise on weights, its kernels, layers, bitwidths and casts."""

@@ -1,4 +1,4 @@
-"""Bitwidths: how they are learnt (equations 9 and 10), what they allow (6, Table 2), and a test."""
+"""Learnt bitwidths (equations 9 and 10), their limits (6, Table 2), and emulated casts."""
 
 import math
 from typing import NamedTuple
@@ -15,15 +15,15 @@ from optax_lowmem._src.noise.sampling import noise_named
 
 
 def bitwidth(b: ArrayLike, init: float = 6.0, target: float = 4.0) -> jax.Array:
-    r"""b_t = b_{target} + b_i (b_{init} - b_{target}) (equation 9).
+    r"""Return b_t = b_{target} + b_i (b_{init} - b_{target}) (equation 9).
 
     Args:
-      b: b_i, what is learnt, from 1; weight decay on it guides b_t to the target.
+      b: b_i, the learnt parameter, initially 1; weight decay on it pulls b_t to the target.
       init: b_t at b_i = 1.
       target: b_t at b_i = 0.
 
     Returns:
-      b_t, of the shape of `b`.
+      b_t, f32, with the shape of `b`.
 
     Example:
       >>> from optax_lowmem import gaussws
@@ -34,7 +34,7 @@ def bitwidth(b: ArrayLike, init: float = 6.0, target: float = 4.0) -> jax.Array:
 
 
 def bitwidth_loss(bits: optax.Params, target: float = 4.0, weight: float = 1e-4) -> jax.Array:
-    r"""\lambda / n \sum |b_t - b_{target}| over all blocks, to add to a loss (equation 10).
+    r"""Return \lambda / n \sum |b_t - b_{target}| over all blocks, a loss term (equation 10).
 
     Args:
       bits: a tree of b_t.
@@ -52,7 +52,7 @@ def bitwidth_loss(bits: optax.Params, target: float = 4.0, weight: float = 1e-4)
     """
     leaves = [jnp.asarray(leaf, jnp.float32) for leaf in jax.tree.leaves(bits)]
     if not leaves:
-        raise ValueError("bits has no leaf: give the bitwidths of at least one layer")
+        raise ValueError("bits has no leaf: pass the bitwidths of at least one layer")
     total = sum(jnp.sum(jnp.abs(leaf - target)) for leaf in leaves)
     return jnp.float32(weight / sum(leaf.size for leaf in leaves)) * total
 
@@ -60,23 +60,23 @@ def bitwidth_loss(bits: optax.Params, target: float = 4.0, weight: float = 1e-4)
 def most_bits(
     format: str | int, noise: str | float = "gaussws", *, any_maximum: bool = False
 ) -> int:
-    r"""The largest b_t whose noise does not underflow in a format: m + 2 - r (equation 6).
+    r"""Return the largest b_t whose noise does not underflow in a format: m + 2 - r (equation 6).
 
-    2^-r is the smallest magnitude of R but 0. A larger b_t makes noise that the cast may round
-    away, of which equation 3 knows nothing.
+    2^-r is the smallest nonzero magnitude of R. With a larger b_t the cast may round noise away,
+    which equation 3 does not account for.
 
     Args:
-      format: what sampled weights are cast to, by name, or its mantissa bits m.
-      noise: a distribution by name, or 2^-r itself (4-bit U(-0.5, 0.5): 2^-4).
-      any_maximum: the bound that holds whatever a block's maximum is, m + 1 - r. Equation 6 follows
-        from equation 5 where the maximum is just under a power of two; of one just over it noise of
-        b_t = m + 2 - r is half a step of the format, which a tie may round away.
+      format: name of the format that sampled weights are cast to, or its mantissa bits m.
+      noise: name of a distribution, or 2^-r itself (4-bit U(-0.5, 0.5): 2^-4).
+      any_maximum: whether to return m + 1 - r, which holds for every block maximum. Equation 6
+        follows from equation 5 for a maximum just under a power of two; for one just over it, noise
+        at b_t = m + 2 - r is half a step of the format, which a tie may round away.
 
     Returns:
-      The bound.
+      The largest b_t.
 
     Raises:
-      ValueError: for another format or noise.
+      ValueError: for an unknown format or noise.
 
     Example:
       >>> from optax_lowmem import gaussws
@@ -88,17 +88,17 @@ def most_bits(
     mantissa = format if isinstance(format, int) else formats.format_of(format).mantissa
     least = noise_named(noise).least if isinstance(noise, str) else noise
     if not 0 < least <= 1:
-        raise ValueError(f"the smallest magnitude of R is in (0, 1], got {least!r}")
+        raise ValueError(f"the smallest magnitude of R must be in (0, 1], got {least!r}")
     return mantissa + (1 if any_maximum else 2) - math.ceil(-math.log2(least))
 
 
 class SafeFormat(NamedTuple):
-    """FP_{e,m} that is safe for weights trained with noise (Table 2).
+    """Floating-point format that is safe for weights trained with noise (Table 2).
 
     Attributes:
-      exponent: bits.
-      ranges: binades of normal numbers; one of subnormal ones comes beside.
-      mantissa: bits.
+      exponent: exponent bits.
+      ranges: number of binades of normal numbers, not counting the subnormal range.
+      mantissa: mantissa bits.
     """
 
     exponent: int
@@ -107,19 +107,19 @@ class SafeFormat(NamedTuple):
 
 
 def safe_format(bits: float) -> SafeFormat:
-    """Exponent and mantissa bits that are safe for inference after training with b_t (Table 2).
+    """Return the format that is safe for inference after training with b_t (Table 2).
 
-    The mantissa is that of equation 6; magnitudes under 2^(1 - b_t) of the block's binade are
-    subnormal (section 5). Both are of the next integer.
+    The mantissa follows from equation 6; magnitudes under 2^(1 - b_t) of the block's binade are
+    subnormal (section 5). b_t is rounded up to an integer first.
 
     Args:
-      bits: b_t, at least 2; of a layer its largest.
+      bits: b_t, at least 2; for a layer, the largest b_t of its blocks.
 
     Returns:
-      A `SafeFormat`; `fake_cast` takes it.
+      A `SafeFormat`, which `fake_cast` accepts.
 
     Raises:
-      ValueError: for less than 2.
+      ValueError: if b_t, rounded up, is under 2.
 
     Example:
       >>> from optax_lowmem import gaussws
@@ -132,7 +132,7 @@ def safe_format(bits: float) -> SafeFormat:
     return SafeFormat(math.ceil(math.log2(whole + 1)), whole, whole - 2)
 
 
-# ---- casts that test what a format would do to weights, whose values stay in a wide dtype --------
+# ---- emulated casts: values of a narrow format, stored in a wide dtype ---------------------------
 
 
 def _format(to: str | tuple[int, int] | SafeFormat) -> Format:
@@ -142,25 +142,25 @@ def _format(to: str | tuple[int, int] | SafeFormat) -> Format:
         return formats.scaled(to.exponent, to.mantissa, to.ranges)
     exponent, mantissa = to
     if not (1 <= exponent <= 5 and 0 <= mantissa <= 20):
-        raise ValueError(f"FP of {exponent} exponent and {mantissa} mantissa bits is not 1-5, 0-20")
+        raise ValueError(f"FP takes 1-5 exponent, 0-20 mantissa bits, got {exponent}, {mantissa}")
     return formats.scaled(exponent, mantissa)
 
 
 def fake_cast(w: jax.Array, to: str | tuple[int, int] | SafeFormat) -> jax.Array:
-    """Weights rounded to the values of a format, in f32.
+    """Round weights to the values of a format, in f32.
 
     Args:
       w: [..., m, n], f32, bf16 or f16.
-      to: a format by name, as of `sample`; (exponent, mantissa) bits of FP_{e,m}, whose codes are
-        all numbers; or a `SafeFormat`. Those but the wide ones have a power of two for each block
-        of 32 x 32 as their scale, by which its maximum lies in the highest binade.
+      to: a format name, as in `sample`; (exponent, mantissa) bits of an FP_{e,m} without Inf and
+        NaN; or a `SafeFormat`. Formats under 16 bits have a power-of-two scale per 32 x 32 block,
+        which puts the block's maximum in the highest binade.
 
     Returns:
-      f32 of the same shape, rounded to nearest, ties to even; what is beyond the largest number
-      becomes it.
+      f32 of the same shape, rounded to nearest, ties to even; magnitudes over the largest number
+      saturate.
 
     Raises:
-      ValueError: for an unknown format, or no matrix.
+      ValueError: for an unknown format, or a weight that is not a matrix.
 
     Example:
       >>> import jax.numpy as jnp
@@ -176,17 +176,17 @@ def fake_cast(w: jax.Array, to: str | tuple[int, int] | SafeFormat) -> jax.Array
 
 
 def underflow_share(w: jax.Array, sampled: jax.Array, r: jax.Array, to: str) -> jax.Array:
-    """The share of the elements with noise whose cast is that of the weight alone (equation 4).
+    """Return the share of elements with nonzero noise that the cast rounds away (equation 4).
 
     Args:
       w: weights [..., m, n].
-      sampled: `perturb(w, bits, r)`, not yet cast.
+      sampled: `perturb(w, bits, r)`, before the cast.
       r: the noise.
-      to: a format by name.
+      to: name of a format.
 
     Returns:
-      An f32 scalar; 0 where `most_bits(to, any_maximum=True)` is kept. What is beyond the largest
-      number of a format with scales, and so saturates whatever its noise, does not count.
+      An f32 scalar; 0 if no b_t exceeds `most_bits(to, any_maximum=True)`. Elements beyond the
+      largest number of a format with scales are excluded: they saturate with any noise.
 
     Example:
       >>> import jax, jax.numpy as jnp

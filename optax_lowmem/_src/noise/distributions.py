@@ -1,7 +1,8 @@
-"""The distributions of R: GaussWS' rounded normal made of bits, and what it is compared with.
+"""The distributions of R: GaussWS' bitwise rounded normal, and two for comparison.
 
-Noise comes in eights along the axis before the last, so that 32-bit words of eight 4-bit numbers
-are neighbours in memory where weights are, and a square block of 32 is made of whole words.
+Noise is generated for eight elements at a time along the second-to-last axis. So neighbouring
+32-bit words of eight 4-bit numbers belong to neighbouring weights, and each 32 x 32 block has whole
+words.
 """
 
 import abc
@@ -25,7 +26,7 @@ class Noise(abc.ABC):
     """Distribution of R, computed from random words.
 
     Attributes:
-      name: its name in arguments.
+      name: the name in arguments.
       draws: number of 32-bit words per eight elements.
       least: the smallest nonzero magnitude of R (section 3.3: 2^-r).
     """
@@ -36,27 +37,27 @@ class Noise(abc.ABC):
 
     @abc.abstractmethod
     def prepared(self, words: list[jax.Array]) -> Any:
-        """Return the values that `element` takes, each for eight elements, from `draws` words."""
+        """Return what `element` needs for eight elements, from `draws` random words."""
 
     @abc.abstractmethod
     def element(self, prepared: Any, index: int) -> jax.Array:
-        """R, f32, of one of the eight elements."""
+        """Return R, f32, of one of the eight elements."""
 
     def elements(self, prepared: Any) -> jax.Array:
-        """R, f32, of all eight, along a new axis before the last."""
+        """Return R, f32, of all eight, along a new second-to-last axis."""
         return jnp.stack([self.element(prepared, k) for k in range(EIGHT)], axis=-2)
 
 
 def pack(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
-    r"""Eight numbers of {-2, ..., 2} in sign and magnitude, 4 bits each (sections 3.3 and 3.4).
+    r"""Convert random bits to eight 4-bit numbers in {-2, ..., 2} per word (sections 3.3 and 3.4).
 
-    With the four bits of an element in each word called x0, ..., x3 from the lowest,
+    x0, ..., x3 are an element's four bits of x from the lowest; y and z are split alike:
 
         |R| = 1:  (x0 | x1) & (x2 | x3) & y0
         |R| = 2:  (x0 | x1) & (x2 & x3) & ~y0 & y1 & y2 & y3 & z0 & z1
         R < 0:    z3
 
-    which by equation 7 have the probabilities (3/4)^2 / 2, 3/4 2^-8 and 1/2: equation 8, exactly.
+    By equation 7 these have the probabilities (3/4)^2 / 2, 3/4 2^-8 and 1/2: exactly equation 8.
 
     Args:
       x: random words of 32 bits.
@@ -64,7 +65,7 @@ def pack(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
       z: likewise.
 
     Returns:
-      uint32 of their shape; of element k bits 4k and 4k + 1 are the magnitude, 4k + 3 the sign.
+      uint32 of their shape; bits 4k and 4k + 1 are the magnitude of element k, bit 4k + 3 its sign.
     """
     either = x | (x >> 1)
     both = x & (x >> 1)
@@ -76,7 +77,7 @@ def pack(x: jax.Array, y: jax.Array, z: jax.Array) -> jax.Array:
 
 
 def number(word: jax.Array, index: int) -> jax.Array:
-    """f32 of one of the eight numbers that `pack` puts in a word, uint32; 0 may have a sign."""
+    """Return one of the eight numbers that `pack` puts in a uint32 word, as f32; 0 may be -0."""
     magnitude = (word >> (4 * index)) & jnp.uint32(3)
     sign = (word << (28 - 4 * index)) & jnp.uint32(0x80000000)
     value = magnitude.astype(jnp.int32).astype(jnp.float32)
@@ -85,27 +86,27 @@ def number(word: jax.Array, index: int) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class BitwiseNormal(Noise):
-    """Equation 8: round(N(0, 1) / 2), nearly, of 11 bits per element, without floats."""
+    """Approximate round(N(0, 1) / 2) (equation 8), from 11 bits per element, without floats."""
 
     def prepared(self, words: list[jax.Array]) -> jax.Array:
-        """The packed numbers."""
+        """Return the packed numbers."""
         return pack(*words)
 
     def element(self, prepared: jax.Array, index: int) -> jax.Array:
-        """-2, -1, 0, 1 or 2."""
+        """Return -2, -1, 0, 1 or 2."""
         return number(prepared, index)
 
 
 @dataclasses.dataclass(frozen=True)
 class Uniform(Noise):
-    """U(-0.5, 0.5) in bf16, of 16 bits per element (DiffQ)."""
+    """U(-0.5, 0.5) in bf16, from 16 bits per element (DiffQ)."""
 
     def prepared(self, words: list[jax.Array]) -> list[jax.Array]:
-        """The words."""
+        """Return the words unchanged."""
         return words
 
     def element(self, prepared: list[jax.Array], index: int) -> jax.Array:
-        """The middles of 65536 equal parts of (-0.5, 0.5), rounded to bf16."""
+        """Return the midpoint of one of 65536 equal parts of (-0.5, 0.5), rounded to bf16."""
         half = (prepared[index // 2] >> (16 * (index % 2))) & jnp.uint32(0xFFFF)
         middle = half.astype(jnp.int32).astype(jnp.float32) + jnp.float32(0.5 - 2.0**15)
         return numerics.round_to(middle * jnp.float32(2.0**-16), jnp.dtype(jnp.bfloat16))
@@ -113,10 +114,10 @@ class Uniform(Noise):
 
 @dataclasses.dataclass(frozen=True)
 class BoxMuller(Noise):
-    """round(N(0, 1) / 2) itself, of two normals from two uniforms (Box and Muller)."""
+    """Exact round(N(0, 1) / 2), with two normals from two uniforms (Box and Muller)."""
 
     def prepared(self, words: list[jax.Array]) -> list[tuple[jax.Array, jax.Array]]:
-        """Radius and angle of each pair of elements."""
+        """Return the radius and angle of each pair of elements."""
         pairs = []
         for u, v in zip(words[::2], words[1::2], strict=True):
             uniform = ((u >> 8).astype(jnp.int32).astype(jnp.float32) + 0.5) * 2.0**-24
@@ -126,7 +127,7 @@ class BoxMuller(Noise):
         return pairs
 
     def element(self, prepared: list[tuple[jax.Array, jax.Array]], index: int) -> jax.Array:
-        """An integer from -3 to 3."""
+        """Return an integer from -3 to 3."""
         radius, angle = prepared[index // 2]
         normal = radius * (lax.sin(angle) if index % 2 else lax.cos(angle))
         return numerics.round_to_int(normal * jnp.float32(0.5)).astype(jnp.float32)

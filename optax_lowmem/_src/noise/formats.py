@@ -1,4 +1,4 @@
-"""Floats that sampled weights are cast to: 16 and 32 bits, and a few bits and a scale per block."""
+"""Formats of sampled weights: 16- and 32-bit floats, and narrow ones with a scale per block."""
 
 import dataclasses
 
@@ -8,16 +8,17 @@ from jax import lax
 
 from optax_lowmem._src.core import numerics
 
-_LEAST_EXPONENT = -100  # of a block's maximum: below, the smallest number would not be a normal f32
+# Least exponent of a block's maximum; below it, the smallest number would not be a normal f32.
+_LEAST_EXPONENT = -100
 
 
 @dataclasses.dataclass(frozen=True)
 class Wide:
-    """A float of its own range.
+    """Floating-point format without a scale.
 
     Attributes:
-      name: of its dtype.
-      mantissa: bits.
+      name: name of the dtype.
+      mantissa: mantissa bits.
     """
 
     name: str
@@ -26,16 +27,16 @@ class Wide:
 
 @dataclasses.dataclass(frozen=True)
 class Scaled:
-    r"""FP_{e,m} with a power of two as the scale of each block (OCP MX, for blocks of 32 x 32).
+    r"""FP_{e,m} with a power-of-two scale per block (OCP MX, for blocks of 32 x 32).
 
-    A block's maximum lies in the highest of `ranges` binades, each of 2^m numbers; below them are
-    2^m subnormal ones. Numbers beyond the largest become the largest.
+    A block's maximum is in the highest of `ranges` binades, each of 2^m numbers; below them are
+    2^m subnormal numbers. Magnitudes over the largest number saturate.
 
     Attributes:
-      name: as arguments have it.
-      mantissa: m, bits.
-      ranges: binades of normal numbers: 2^e - 1, less those kept for Inf and NaN.
-      largest: number of the highest binade, as if that were [1, 2).
+      name: the name in arguments.
+      mantissa: m, the mantissa bits.
+      ranges: number of binades of normal numbers: 2^e - 1, less those reserved for Inf and NaN.
+      largest: the largest number, with the highest binade scaled to [1, 2).
     """
 
     name: str
@@ -44,21 +45,21 @@ class Scaled:
     largest: float
 
     def most(self, absmax: jax.Array) -> jax.Array:
-        """The largest number, of blocks with these maxima."""
+        """Return the largest representable number of blocks with these maxima."""
         return jnp.float32(self.largest) * numerics.power_of_two(_top(absmax))
 
     def cast(self, x: jax.Array, absmax: jax.Array) -> jax.Array:
-        """f32 values rounded to nearest, ties to even, to those of the format.
+        """Round f32 values to the format, to nearest, ties to even.
 
         Args:
           x: f32 values.
-          absmax: the largest magnitude of each one's block.
+          absmax: the largest magnitude of each value's block.
 
-        Where a maximum is not finite, neither are its block's values.
+        If a block's maximum is not finite, none of its results is.
         """
         top, size = _top(absmax), jnp.abs(x)
         step = jnp.maximum(_exponent(size), top - (self.ranges - 1)) - self.mantissa
-        # at most 2^(mantissa + 1) steps: an integer that the rounding takes
+        # at most 2^(mantissa + 1) steps, within the range of round_to_int
         low = jnp.clip(step, -126, 126)
         whole = numerics.round_to_int(size * numerics.power_of_two(-low)).astype(jnp.float32)
         near = jnp.minimum(whole * numerics.power_of_two(low), self.most(absmax))
@@ -69,12 +70,12 @@ class Scaled:
 
 
 def _top(absmax: jax.Array) -> jax.Array:
-    """The exponent of a block's highest binade."""
+    """Return the exponent of a block's highest binade."""
     return jnp.maximum(_exponent(absmax), _LEAST_EXPONENT)
 
 
 def _exponent(x: jax.Array) -> jax.Array:
-    """floor(log2(x)) of positive f32 values; -127 for 0 and subnormal ones."""
+    """Return floor(log2(x)) of positive f32 values; -127 for 0 and subnormal values."""
     return lax.bitcast_convert_type(numerics.to_bits(x) >> 23, jnp.int32) - 127
 
 
@@ -82,7 +83,7 @@ Format = Wide | Scaled
 
 
 def scaled(exponent: int, mantissa: int, ranges: int | None = None) -> Scaled:
-    """FP_{e,m} whose codes are all numbers, or which has so many normal binades."""
+    """Return FP_{e,m} with `ranges` normal binades; by default all, without Inf and NaN."""
     count = (1 << exponent) - 1 if ranges is None else ranges
     name = f"fp{1 + exponent + mantissa}_e{exponent}m{mantissa}"
     return Scaled(name, mantissa, count, 2 - 2.0**-mantissa)
@@ -103,11 +104,11 @@ FORMATS: dict[str, Format] = WIDE | {one.name: one for one in _SCALED}
 
 
 def format_of(name: str) -> Format:
-    """The format of a name.
+    """Return a format by name.
 
     Raises:
-      ValueError: for another name.
+      ValueError: for an unknown name.
     """
     if name not in FORMATS:
-        raise ValueError(f"a format is one of {', '.join(FORMATS)}, got {name!r}")
+        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {name!r}")
     return FORMATS[name]

@@ -1,6 +1,6 @@
-"""Weights plus noise in square blocks (GaussWS): noise from bits, sampling, gradients' sums.
+"""Noise, sampled weights and the block sums of gradients (GaussWS), as kernels or plain JAX.
 
-The choice of the implementation is made while tracing.
+The implementation is chosen while tracing.
 """
 
 import functools
@@ -15,9 +15,10 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from optax_lowmem._src.codecs import split_of
-from optax_lowmem._src.core import explicit, numerics, platform, random, scope
+from optax_lowmem._src.core import context, explicit, numerics, random
 from optax_lowmem._src.core.groups import MAX_ELEMENTS
 from optax_lowmem._src.core.placement import Placement
+from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.noise.distributions import EIGHT, GAUSSWS, Noise, pack
 from optax_lowmem._src.noise.formats import Format, Scaled
 
@@ -32,7 +33,7 @@ def block_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def check_matrix(what: str, x: jax.Array | jax.ShapeDtypeStruct) -> None:
-    """Raises unless an array has the two axes of a matrix, and maybe others before."""
+    """Raise ValueError unless an array is not empty and has at least two axes."""
     if jnp.ndim(x) < 2 or math.prod(x.shape) == 0:
         raise ValueError(
             f"{what} has shape {tuple(x.shape)}: blocks of 32 x 32 need the two axes of a matrix."
@@ -40,7 +41,7 @@ def check_matrix(what: str, x: jax.Array | jax.ShapeDtypeStruct) -> None:
 
 
 def to_blocks(x: jax.Array) -> jax.Array:
-    """[..., m, n] as [..., blocks, 32, blocks, 32], padded with zeros."""
+    """Reshape [..., m, n] to [..., blocks, 32, blocks, 32], padded with zeros."""
     rows, columns = block_shape(x.shape)[-2:]
     padding = [(0, 0)] * (x.ndim - 2)
     padding += [(0, count * SIDE - size) for count, size in zip((rows, columns), x.shape[-2:],
@@ -51,17 +52,17 @@ def to_blocks(x: jax.Array) -> jax.Array:
 
 
 def absmax(x: jax.Array) -> jax.Array:
-    """max |x| of each block, f32; NaN where there is one."""
+    """Return max |x| of each block, f32; NaN if the block has a NaN."""
     return numerics.from_bits(numerics.absmax_bits(to_blocks(x), axes=(-3, -1)))
 
 
 def sums(x: jax.Array) -> jax.Array:
-    """The sum over each block."""
+    """Return the sum over each block."""
     return jnp.sum(to_blocks(x), axis=(-3, -1))
 
 
 def spread(of_blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Each block's value for each of its elements, of the array's shape."""
+    """Broadcast each block's value to its elements, in the array's shape."""
     *lead, rows, columns = of_blocks.shape
     wide = jnp.broadcast_to(
         of_blocks[..., :, None, :, None], (*lead, rows, SIDE, columns, SIDE)
@@ -73,7 +74,7 @@ def spread(of_blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def words_of(key: jax.Array, shape: tuple[int, ...], draws: int) -> list[jax.Array]:
-    """Random words for an array [..., m, n], [..., ceil(m / 8), n] each."""
+    """Return `draws` arrays of random words for [..., m, n], each [..., ceil(m / 8), n]."""
     places = (*shape[:-2], -(-shape[-2] // EIGHT), shape[-1])
     coordinates = []
     for axis, size in enumerate(places):
@@ -84,7 +85,7 @@ def words_of(key: jax.Array, shape: tuple[int, ...], draws: int) -> list[jax.Arr
 
 
 def packed_noise_plain(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """GaussWS' R of an array [..., m, n] as words [..., ceil(m / 8), n] of eight rows each."""
+    """Return GaussWS' R of an array [..., m, n] as words [..., ceil(m / 8), n] of eight rows."""
     return pack(*words_of(key, shape, GAUSSWS.draws))
 
 
@@ -94,8 +95,8 @@ def noise_of_plain(
     noise: Noise,
     dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
-    """R of an array's shape."""
-    # words made once, not for each of their elements
+    """Return R with the shape `shape`."""
+    # with the barrier, XLA computes words once, not once per element
     prepared = lax.optimization_barrier(noise.prepared(words_of(key, shape, noise.draws)))
     rows = noise.elements(prepared)
     r = rows.reshape(*rows.shape[:-3], -1, shape[-1])[..., : shape[-2], :]
@@ -103,12 +104,12 @@ def noise_of_plain(
 
 
 def perturb(w: jax.Array, scale: jax.Array, r: jax.Array) -> jax.Array:
-    """w + R scale, each block's (equation 1): exact but for the addition, since R scale is."""
+    """Return w + R scale (equation 1), with a scale per block; only the addition rounds."""
     return w + r * spread(scale, w.shape)
 
 
 def cast(x: jax.Array, to: Format, dtype: jnp.dtype) -> jax.Array:
-    """f32 values of a format, as `dtype`."""
+    """Round f32 values to a format and return them as `dtype`."""
     if isinstance(to, Scaled):
         x = to.cast(x, spread(absmax(x), x.shape))
     return x if dtype == jnp.float32 else numerics.narrow(x, dtype)
@@ -123,19 +124,19 @@ def sample_plain(
     to: Format,
     dtype: jnp.dtype,
 ) -> tuple[jax.Array, jax.Array]:
-    """Sampled weights and the scale of their noise.
+    """Return sampled weights and the scale of their noise.
 
     Args:
       w: weights [..., m, n].
-      correction: what makes them f32 master weights, where they are split.
+      correction: the correction of split master weights; None if they are not split.
       factor: 2^(1 - b_t), f32, per block.
-      key: uint32 key of the leaf and step, or `random.part_keys`.
+      key: uint32 key of the leaf and step, or of a part (`random.part_keys`).
       noise: the distribution of R.
-      to: the format of the result.
-      dtype: that holds it.
+      to: the format that sampled weights are rounded to.
+      dtype: the dtype that stores them.
 
     Returns:
-      w + R scale, cast; scale = max |w| factor, f32, per block.
+      w + R scale, rounded to the format; scale = max |w| factor, f32, per block.
     """
     masters = numerics.widen(w) if correction is None else _joined(w, correction)
     scale = absmax(masters) * factor
@@ -149,18 +150,18 @@ def _joined(w: jax.Array, correction: jax.Array) -> jax.Array:
 
 
 def noise_sums_plain(g: jax.Array, key: jax.Array, noise: Noise) -> jax.Array:
-    """The sum of g R over each block, f32 (equation 3)."""
+    """Return the sum of g R over each block, f32 (equation 3)."""
     return sums(numerics.widen(g) * noise_of_plain(key, g.shape, noise))
 
 
 def result_dtype(to: Format) -> jnp.dtype:
-    """Return the dtype of sampled weights: a wide format's own, or bf16, exact for scaled ones."""
+    """Return the dtype of sampled weights: the wide format's, or bf16, exact for scaled formats."""
     return jnp.dtype(jnp.bfloat16 if isinstance(to, Scaled) else to.name)
 
 
-# ---- noise on sharded arrays: each device makes that of its own part -----------------------------
-# A part's noise is what the whole array has there, since words are made of coordinates in it. Where
-# parts would cut through blocks, XLA finds the maxima of the whole.
+# ---- noise on sharded arrays: each device generates the noise of its shard -----------------------
+# The noise does not depend on the sharding, since words are hashes of global coordinates. If shard
+# boundaries cut through blocks, XLA partitions the computation instead.
 
 
 def whole_blocks(place: Placement, shape: tuple[int, ...]) -> bool:
@@ -178,13 +179,13 @@ def _laid_out(
     key: jax.Array,
     results: int,
 ) -> Any:
-    """run(*arrays, key), on a mesh where the first of them is known to be sharded.
+    """Return run(*arrays, key), computed per device if the first array is known to be sharded.
 
-    On Explicit axes whose parts cut through blocks, what counts blocks is replicated.
+    On Explicit axes whose shards cut through blocks, per-block arrays are replicated.
     """
     first = arrays[0]
     assert first is not None
-    place = scope.placement(path) if path is not None else None
+    place = context.placement(path) if path is not None else None
     place = place or explicit.placement_of(path or "a sampled weight", first)
     if place is None or not whole_blocks(place, first.shape):
         lies = (explicit.sharding_of(first), None) if results == 2 else None
@@ -211,8 +212,8 @@ _DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 
 
 def no_kernel_reason(x: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> str | None:
-    """Return the reason why no kernel takes an array here, or None where one does."""
-    if scope.implementation() == "xla":
+    """Return why no kernel supports an array here, or None if one does."""
+    if context.implementation() == "xla":
         return "implementation='xla'"
     reason = platform.no_kernel_reason(x)
     if reason is not None:
@@ -229,7 +230,7 @@ def no_kernel_reason(x: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> 
 
 
 def _either(name: str, plain: Callable[..., Any], *args: jax.Array | None) -> Any:
-    """A kernel by name, or for a host's CPU the plain form, with the same static arguments."""
+    """Call a kernel by name, or `plain` on a CPU, with the same static arguments."""
     from optax_lowmem._src.noise import kernels_triton
 
     assert isinstance(plain, functools.partial)
@@ -248,7 +249,7 @@ def sample(
     dtype: jnp.dtype,
     path: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`sample_plain`, in one kernel where there is one; `path`: of the leaf, for a mesh."""
+    """Compute `sample_plain`, in one kernel if supported; `path`: the leaf's, for its sharding."""
     plain = functools.partial(sample_plain, noise=noise, to=to, dtype=dtype)
 
     def run(w: jax.Array, correction: jax.Array | None, factor: jax.Array, key: jax.Array) -> Any:
@@ -261,7 +262,7 @@ def sample(
 
 
 def noise_sums(g: jax.Array, key: jax.Array, noise: Noise, path: str | None = None) -> jax.Array:
-    """`noise_sums_plain`, in one kernel where there is one; `path`: as of `sample`."""
+    """Compute `noise_sums_plain`, in one kernel if supported; `path`: as in `sample`."""
     plain = functools.partial(noise_sums_plain, noise=noise)
 
     def run(g: jax.Array, key: jax.Array) -> Any:
@@ -273,7 +274,7 @@ def noise_sums(g: jax.Array, key: jax.Array, noise: Noise, path: str | None = No
 
 
 def noise_of(key: jax.Array, shape: tuple[int, ...], noise: Noise, dtype: jnp.dtype) -> jax.Array:
-    """`noise_of_plain` in a dtype, in one kernel where there is one."""
+    """Compute `noise_of_plain` in a dtype, in one kernel if supported."""
     plain = functools.partial(noise_of_plain, shape=shape, noise=noise, dtype=dtype)
     if no_kernel_reason(key, shape, jnp.dtype(dtype)) is not None:
         return plain(key)
@@ -281,7 +282,7 @@ def noise_of(key: jax.Array, shape: tuple[int, ...], noise: Noise, dtype: jnp.dt
 
 
 def packed_noise(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """`packed_noise_plain`, in one kernel where there is one."""
+    """Compute `packed_noise_plain`, in one kernel if supported."""
     plain = functools.partial(packed_noise_plain, shape=shape)
     if no_kernel_reason(key, shape, jnp.dtype(jnp.float32)) is not None:
         return plain(key)

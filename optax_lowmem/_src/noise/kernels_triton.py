@@ -1,8 +1,8 @@
-"""Noise, sampled weights and the sums behind bitwidths' gradients, as GPU kernels.
+"""GPU kernels for noise, sampled weights and the block sums of bitwidths' gradients.
 
-A program has a strip of 32 rows, as many blocks side by side as its tile is wide: R is made where
-it is used, from 4 rows of words whose eight elements lie in the same column, and a weight is read
-once for its block's maximum and for the sum.
+Each program handles a strip of 32 rows, one row of blocks. It computes R from 4 rows of words, each
+word with eight elements of one column, and reads each weight once, both for its block's maximum and
+for the sum.
 """
 
 import dataclasses
@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from optax_lowmem._src.codecs import split_of
-from optax_lowmem._src.core import gpu_kernel, numerics, random
-from optax_lowmem._src.core.gpu_kernel import Operand, Program
+from optax_lowmem._src.core import numerics, random
 from optax_lowmem._src.core.groups import result_like
+from optax_lowmem._src.kernels import gpu_kernel
+from optax_lowmem._src.kernels.gpu_kernel import Operand, Program
 from optax_lowmem._src.noise.distributions import EIGHT, GAUSSWS, Noise
 from optax_lowmem._src.noise.formats import Format, Scaled
 from optax_lowmem._src.noise.kernels import SIDE, block_shape
@@ -29,8 +30,8 @@ class Strip:
     """Strip of one program: 32 rows and some columns.
 
     Attributes:
-      columns: a power of two, a multiple of 32.
-      warps: warps, of 32 threads, that share the strip.
+      columns: number of columns: a power of two and a multiple of 32.
+      warps: number of warps per program.
     """
 
     columns: int = 128
@@ -55,18 +56,18 @@ class _Place:
         self.word = self.strip * _WORDS + lax.iota(jnp.int32, _WORDS)
 
     def prepared(self, noise: Noise, keys: Operand) -> Any:
-        """The words of the strip, [4, columns]."""
+        """Return the strip's prepared noise, from words [4, columns]."""
         coordinates, rest = [], self.layer
         for size in reversed(self.lead):
             coordinates.append(lax.rem(rest, jnp.int32(size)).astype(jnp.uint32))
             rest = lax.div(rest, jnp.int32(size))
         places = [self.word[:, None].astype(jnp.uint32), self.column[None, :].astype(jnp.uint32)]
-        # not outside, where it would be a launch of its own for each array
+        # in the kernel, since outside it would be one more launch per array
         own = random.word_keys_of(keys.load(0), keys.load(keys.shape[0] - 1))
         return noise.prepared(random.words(own, [*reversed(coordinates), *places], noise.draws))
 
     def _part(self, x: Operand, rows: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-        """Return the place of rows of the strip, and a mask of those that exist; None: all."""
+        """Return the indices of rows of the strip, and a mask of those in bounds; None: all."""
         shape = (rows.size, self.columns)
         row = lax.broadcast_in_dim(rows, shape, (0,))
         column = lax.broadcast_in_dim(self.column, shape, (1,))
@@ -76,37 +77,37 @@ class _Place:
         return part, (row < x.shape[1]) & (column < self.n)
 
     def load(self, x: Operand, index: int) -> jax.Array:
-        """One of the eight elements of each word; 0 where there is none."""
+        """Load one of the eight elements of each word; 0 out of bounds."""
         part, there = self._part(x, self.word * EIGHT + index)
         return x.load(*part, mask=there)
 
     def store(self, x: Operand, index: int, values: jax.Array) -> None:
-        """Writes one of the eight elements of each word."""
+        """Store one of the eight elements of each word."""
         part, there = self._part(x, self.word * EIGHT + index)
         x.store(*part, values=values, mask=there)
 
     def store_words(self, x: Operand, words: jax.Array) -> None:
-        """Writes the words themselves, to an array [layers, ceil(m / 8), n]."""
+        """Store the words themselves, in an array [layers, ceil(m / 8), n]."""
         part, there = self._part(x, self.word)
         x.store(*part, values=words, mask=there)
 
     def of_blocks(self, x: Operand) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        """The place of the strip's blocks in an array [layers, blocks, blocks], and a mask."""
+        """Return the indices of the strip's blocks in [layers, blocks, blocks], and a mask."""
         block = self.across * self.blocks + lax.iota(jnp.int32, self.blocks)
         at = [lax.broadcast_in_dim(i, block.shape, ()) for i in (self.layer, self.strip)]
         return (*at, block), block < x.shape[2]
 
     def over_blocks(self, x: jax.Array, over: Callable[..., jax.Array]) -> jax.Array:
-        """A sum or maximum over each block, [blocks] of [4, columns]."""
+        """Reduce [4, columns] over each block to [blocks], by a sum or maximum."""
         return over(over(x, axis=0).reshape(self.blocks, SIDE), axis=1)
 
     def spread(self, of_blocks: jax.Array) -> jax.Array:
-        """[1, columns] of [blocks]."""
+        """Broadcast [blocks] to [1, columns]."""
         wide = lax.broadcast_in_dim(of_blocks, (self.blocks, SIDE), (0,))
         return wide.reshape(1, self.columns)
 
     def absmax(self, parts: list[jax.Array]) -> jax.Array:
-        """max |x| of each block."""
+        """Return max |x| of each block."""
         bits = [lax.bitcast_convert_type(x, jnp.int32) & numerics.MAGNITUDE_MASK for x in parts]
         top = self.over_blocks(functools.reduce(jnp.maximum, bits), jnp.max)
         return lax.bitcast_convert_type(top, jnp.float32)
@@ -145,7 +146,7 @@ def _sums_body(
     sums: Operand,
 ) -> None:
     here = _Place(strip, shape, program)
-    loaded = [here.load(g, k) for k in range(EIGHT)]  # on their way while the noise is made
+    loaded = [here.load(g, k) for k in range(EIGHT)]  # before the noise, to hide their latency
     prepared = here.prepared(noise, keys)
     total = jnp.zeros((_WORDS, strip.columns), jnp.float32)
     for k, x in enumerate(loaded):
@@ -181,7 +182,7 @@ def _call(
     backend: str,
     *operands: jax.Array,
 ) -> list[jax.Array]:
-    """A kernel of (key [1], or of a part [2], *arrays [layers, ...]) over strips of [..., m, n]."""
+    """Launch a kernel over strips of [..., m, n]; `operands`: key [1] (or [2]), [layers, ...]."""
     strips = math.prod(shape[:-2]) * -(-shape[-2] // SIDE)
     return gpu_kernel.launch(
         functools.partial(body, strip, shape),
@@ -195,7 +196,7 @@ def _call(
 
 
 def _layers(x: jax.Array) -> jax.Array:
-    """[..., m, n] as [layers, m, n]."""
+    """Reshape [..., m, n] to [layers, m, n]."""
     return x.reshape(-1, *x.shape[-2:])
 
 
@@ -211,7 +212,7 @@ def sample(
     strip: Strip = Strip(),  # noqa: B008 (frozen)
     backend: str = "pallas",
 ) -> tuple[jax.Array, jax.Array]:
-    """`kernels.sample_plain`, reading each weight once."""
+    """Compute `kernels.sample_plain`, reading each weight once."""
     parts = [_layers(x) for x in (w, correction) if x is not None]
     of_blocks = _layers(factor)
     out = (
@@ -232,7 +233,7 @@ def noise_sums(
     strip: Strip | None = None,
     backend: str = "pallas",
 ) -> jax.Array:
-    """`kernels.noise_sums_plain`, but for the order of the sums."""
+    """Compute `kernels.noise_sums_plain`, with another order of the sums."""
     strip = strip or Strip(warps=2 if backend == "triton" else 4)  # as measured on an H100
     rows, blocks = _layers(g), block_shape(g.shape)
     out = result_like(g, (rows.shape[0], *blocks[-2:]), jnp.dtype(jnp.float32))
@@ -251,7 +252,7 @@ def noise_of(
     strip: Strip = Strip(warps=2),  # noqa: B008 (frozen)
     backend: str = "pallas",
 ) -> jax.Array:
-    """`kernels.noise_of_plain` in a dtype."""
+    """Compute `kernels.noise_of_plain` in a dtype."""
     own = (math.prod(shape[:-2]), *shape[-2:])
     body = functools.partial(_noise_body, noise, False)
     out = result_like(key, own, dtype)
@@ -266,7 +267,7 @@ def packed_noise(
     strip: Strip = Strip(warps=2),  # noqa: B008 (frozen)
     backend: str = "pallas",
 ) -> jax.Array:
-    """`kernels.packed_noise_plain`."""
+    """Compute `kernels.packed_noise_plain`."""
     words = (*shape[:-2], -(-shape[-2] // EIGHT), shape[-1])
     own = (math.prod(shape[:-2]), *words[-2:])
     body = functools.partial(_noise_body, GAUSSWS, True)

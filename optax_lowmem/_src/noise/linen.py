@@ -1,4 +1,4 @@
-"""A dense layer of Flax Linen whose weights are sampled (GaussWS)."""
+"""A Flax Linen dense layer with sampled weights (GaussWS)."""
 
 import jax
 import jax.numpy as jnp
@@ -13,18 +13,18 @@ from optax_lowmem._src.noise.sampling import sample
 class GaussWSDense(nn.Dense):
     r"""`nn.Dense` with noise of a learnt bitwidth on its kernel: x \hat w + bias (GaussWS).
 
-    Beside kernel and bias it has the parameter `bits`, b_i of each block of 32 x 32, f32, from 1,
-    whose gradient is that of equation 3; weight decay on it guides b_t to its target (equation 9).
+    Besides kernel and bias it has the parameter `bits`: b_i of each 32 x 32 block, f32, initially
+    1. Its gradient is equation 3; weight decay on it pulls b_t to its target (equation 9).
 
-    Noise comes from the random stream `gaussws`: `apply(..., rngs={"gaussws": key})`, where the
-    same key is the same noise, so give micro-batches of a step one key. Without the stream the
-    weights have none: evaluation, and `init`. Under `nn.scan` name the stream in `split_rngs`.
+    Noise uses the random stream `gaussws`: `apply(..., rngs={"gaussws": key})`. Equal keys give
+    equal noise, so use one key for all micro-batches of a step. Without the stream, as in
+    evaluation and `init`, there is no noise. Under `nn.scan` add the stream to `split_rngs`.
 
     Attributes:
-      bits_init: b_t at first.
-      bits_target: what b_t is guided to.
-      noise: as of `gaussws.sample`.
-      compute: a format that the sampled kernel is rounded to, as of `gaussws.sample`; None: the
+      bits_init: initial b_t.
+      bits_target: target of b_t.
+      noise: as in `gaussws.sample`.
+      compute: format that the sampled kernel is rounded to, as in `gaussws.sample`; None: the
         layer's `dtype`.
 
     Example:
@@ -46,7 +46,7 @@ class GaussWSDense(nn.Dense):
 
     @nn.compact
     def __call__(self, inputs: jax.Array) -> jax.Array:
-        """[..., features] of `inputs` [..., in]."""
+        """Return [..., features] for `inputs` [..., in]."""
         size = (jnp.shape(inputs)[-1], self.features)
         kernel = self.param("kernel", self.kernel_init, size, self.param_dtype)
         ones = nn.initializers.ones

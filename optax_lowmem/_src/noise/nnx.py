@@ -1,4 +1,4 @@
-"""A linear layer of Flax NNX whose weights are sampled (GaussWS)."""
+"""A Flax NNX linear layer with sampled weights (GaussWS)."""
 
 import math
 from typing import Any
@@ -25,24 +25,24 @@ class NoiseStep(nnx.Variable[jax.Array]):
 class GaussWSLinear(nnx.Linear):
     r"""`nnx.Linear` with noise of a learnt bitwidth on its kernel: x \hat w + bias (GaussWS).
 
-    Beside kernel and bias it has the parameter `bits`, b_i of each block of 32 x 32, f32, from 1,
-    whose gradient is that of equation 3; weight decay on it guides b_t to its target (equation 9).
+    Besides kernel and bias it has the parameter `bits`: b_i of each 32 x 32 block, f32, initially
+    1. Its gradient is equation 3; weight decay on it pulls b_t to its target (equation 9).
 
-    The noise stays what it is, in all micro-batches of a step, until `renew_noise(model)`. It is
-    left out where `deterministic`, which `model.eval()` and `model.train()` set.
+    The noise stays the same, in all micro-batches of a step, until `renew_noise(model)`. There is
+    none if `deterministic`, which `model.eval()` and `model.train()` set.
 
     Args:
-      in_features: as of `nnx.Linear`, like all that is not named here.
+      in_features: as in `nnx.Linear`.
       out_features: likewise.
       rngs: likewise.
-      bits_init: b_t at first.
-      bits_target: what b_t is guided to.
-      noise: as of `gaussws.sample`.
-      compute: a format that the sampled kernel is rounded to, as of `gaussws.sample`; None: the
+      bits_init: initial b_t.
+      bits_target: target of b_t.
+      noise: as in `gaussws.sample`.
+      compute: format that the sampled kernel is rounded to, as in `gaussws.sample`; None: the
         layer's `dtype`.
-      seed: of the noise, together with `path`; None: one drawn from `rngs` (in `convert`: 0).
-      path: of the kernel in its model, as `gaussws_noise` would see it; `convert` knows it.
-      deterministic: whether to leave the noise out.
+      seed: seed of the noise, combined with `path`; None: drawn from `rngs` (in `convert`: 0).
+      path: path of the kernel in its model, as `gaussws_noise` would see it; `convert` sets it.
+      deterministic: whether to omit the noise.
       **more: other arguments of `nnx.Linear`.
 
     Example:
@@ -87,18 +87,18 @@ class GaussWSLinear(nnx.Linear):
     def adopt(self, path: str) -> None:
         """Add the variables that a converted layer lacks: bitwidths, seed and step."""
         self.path = f"{path}/kernel"
-        stack = self.kernel.shape[:-2]  # layers of a scan, each with noise of its own
+        stack = self.kernel.shape[:-2]  # scanned layers, each with different noise
         seed = jnp.uint32(self.seed or 0)
         if stack:
             layers = jnp.arange(math.prod(stack), dtype=jnp.uint32).reshape(stack)
             seed = random.mix(seed + layers)
         self._add_noise(seed)
 
-    # of variables that `convert` need not find in the layer whose place this one takes
+    # variables that the layer replaced by `convert` need not have
     added = ("bits", "noise_seed", "noise_step")
 
     def sampled(self, dtype: DTypeLike | None = None) -> jax.Array:
-        """The kernel with its noise of now, in a dtype; by default the kernel's."""
+        """Return the kernel with its current noise; `dtype` defaults to the kernel's."""
         kernel = self.kernel[...]
         key = random.leaf_key(self.noise_seed[...], self.noise_step[...], self.path)
         return sample(
@@ -112,7 +112,7 @@ class GaussWSLinear(nnx.Linear):
     def __call__(
         self, inputs: jax.Array, out_sharding: jax.sharding.Sharding | None = None
     ) -> jax.Array:
-        """[..., out_features] of `inputs` [..., in_features]."""
+        """Return [..., out_features] for `inputs` [..., in_features]."""
         kernel = self.kernel[...]
         if not self.deterministic:
             dtype = self.dtype or jnp.promote_types(inputs.dtype, kernel.dtype)
@@ -128,13 +128,13 @@ class GaussWSLinear(nnx.Linear):
 
 
 def renew_noise(model: nnx.Module) -> None:
-    """New noise in all `GaussWSLinear` of a model; call it after each step of the optimizer.
+    """Draw new noise in all `GaussWSLinear` layers of a model; call it after each optimizer step.
 
     Args:
-      model: of NNX. Inside `nnx.jit` like any change of its variables.
+      model: an NNX model, changed in place; also works inside `nnx.jit`.
 
     Raises:
-      ValueError: for a model without such a layer.
+      ValueError: for a model without a `GaussWSLinear`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -148,5 +148,5 @@ def renew_noise(model: nnx.Module) -> None:
     """
     steps = nnx.state(model, NoiseStep)
     if not jax.tree.leaves(steps):
-        raise ValueError("the model has no GaussWSLinear: `layers.convert` makes them")
+        raise ValueError("the model has no GaussWSLinear: `layers.convert` adds them")
     nnx.update(model, jax.tree.map(lambda step: step + jnp.ones_like(step), steps))

@@ -1,4 +1,4 @@
-"""The loss sees weights plus noise, the state keeps the weights: what `gaussws_noise` does."""
+"""`gaussws_noise`: the loss gets weights plus noise, the state stores the weights without it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,43 +10,43 @@ import optax
 from jax.typing import ArrayLike, DTypeLike
 
 from optax_lowmem._src.blocks.parts import Parts, chooser
-from optax_lowmem._src.core import metadata, numerics, random, scope, trees
+from optax_lowmem._src.core import array_metadata, context, numerics, random, trees
 from optax_lowmem._src.core.clean_weights import FIELD
 from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.core.hyperparameters import as_f32, check_range
 from optax_lowmem._src.noise import distributions, formats, kernels
 from optax_lowmem._src.noise.bitwidth import bitwidth
 from optax_lowmem._src.noise.sampling import bits_gradient, factor_of, noise_named
-from optax_lowmem._src.update.engine import EngineTransformation
-from optax_lowmem._src.update.masters import adds_noise, corrections_of
+from optax_lowmem._src.step.engine import EngineTransformation
+from optax_lowmem._src.step.masters import adds_noise, corrections_of
 
-# path, w, correction, b_i, format and dtype of a sampled leaf
+# (path, w, correction, b_i, format, dtype) of a sampled leaf
 _Sampled = tuple[str, jax.Array, jax.Array | None, jax.Array, formats.Format, jnp.dtype]
 
 Take = Callable[[Any, Any, Any], tuple[Any, Any]]  # (gradients, state, weights) -> new ones
 
 
 class GaussWSState(NamedTuple):
-    """Weights without noise, the bitwidths of their noise, and the states of both optimizers."""
+    """Weights without noise, bitwidths, and the states of the two optimizers."""
 
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
     seed: jax.Array  # shape=(), dtype=jnp.uint32
-    clean: Any  # weights of sampled leaves as the optimizer has them; 0-d for others
-    bits: Any  # b_i, f32, a 32 x 32 block; 0-d for others
-    scale: Any  # max |w| 2^(1 - b_t) of the noise that the parameters have; 0 before the first
+    clean: Any  # weights of sampled leaves, without noise; 0-d for other leaves
+    bits: Any  # b_i, f32, per 32 x 32 block; 0-d for other leaves
+    scale: Any  # max |w| 2^(1 - b_t) of the current noise; 0 before the first noise
     bits_range: jax.Array  # f32 (b_init, b_target)
     bits_state: Any
     inner_state: Any
 
 
 class Sampler(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax is untyped
-    """An optax transformation that remembers who adds the noise, for `step`."""
+    """Optax transformation with a reference to its `Noisy`, which `step` uses."""
 
     work: "Noisy"
 
 
 class _Leaf(NamedTuple):
-    """A leaf as a step finds it; the last three are 0-d where it is not sampled."""
+    """A leaf before a step; the last three fields are 0-d if it is not sampled."""
 
     path: str
     sampled: bool
@@ -58,7 +58,7 @@ class _Leaf(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Noisy:
-    """The static choices of `gaussws_noise`."""
+    """Static options of `gaussws_noise`, with its init and update."""
 
     inner: optax.GradientTransformationExtraArgs
     parts: Parts
@@ -74,7 +74,7 @@ class Noisy:
     # ---- state -------------------------------------------------------------------------------
 
     def init(self, params: optax.Params) -> GaussWSState:
-        """The state of weights without noise; `lowmem.init` gets their first noise from here."""
+        """Return the initial state; within `lowmem.init` also pass it the first noisy weights."""
         leaves = trees.named_leaves(params)
         for path, leaf in leaves:
             trees.check_param(path, leaf)
@@ -85,45 +85,45 @@ class Noisy:
         ]
         nothing, ones, zeros = compiled(_first_bits)(shapes)
         rows = zip(leaves, chosen, nothing, strict=True)
-        clean = metadata.like(
+        clean = array_metadata.like(
             params,
             [
                 self._clean(path, trees.with_values(leaf)) if sampled else none
                 for (path, leaf), sampled, none in rows
             ],
         )
-        bits, scale = metadata.like(params, ones), metadata.like(params, zeros)
-        with scope.recording() as decisions:
+        bits, scale = array_metadata.like(params, ones), array_metadata.like(params, zeros)
+        with context.recording() as decisions:
             inner = self._init_inner(_merged(params, clean, chosen))
         self._record(decisions, leaves, chosen)
-        seed = scope.provided_seed(self.seed)
+        seed = context.provided_seed(self.seed)
         span = jnp.asarray([self.bits_init, self.bits_target], jnp.float32)
         state = GaussWSState(
             jnp.zeros((), jnp.int32), seed, clean, bits, scale, span,
             self.bits_optimizer.init(bits), inner,
         )  # fmt: skip
-        if scope.provided_original(leaves[0][0] if leaves else "") is None:
+        if context.provided_original(leaves[0][0] if leaves else "") is None:
             return state
         return self._first(params, state)
 
     def _chosen(self, leaves: list[tuple[str, jax.Array]]) -> list[bool]:
-        """Return for each leaf whether it is sampled, and record the decisions."""
+        """Return whether each leaf is sampled, and record the decisions."""
         is_chosen = chooser(self.parts)
         chosen = [bool(is_chosen(path, leaf)) for path, leaf in leaves]
         if leaves and not any(chosen):
             names = ", ".join(f"'{path}'" for path, _ in leaves[:6])
-            raise ValueError(f"no leaf is of parts={self.parts!r}; there are {names}")
+            raise ValueError(f"no leaf matches parts={self.parts!r}; the leaves are {names}")
         for (path, leaf), sampled in zip(leaves, chosen, strict=True):
             if sampled:
                 kernels.check_matrix(f"sampled leaf '{path}'", leaf)
-                words = f"blocks of {kernels.SIDE} x {kernels.SIDE}, b_t from {self.bits_init:g}"
-                scope.record(scope.Decision(path, FIELD, self.noise.name, words))
+                words = f"blocks of {kernels.SIDE} x {kernels.SIDE}, initial b_t {self.bits_init:g}"
+                context.record(context.Decision(path, FIELD, self.noise.name, words))
         return chosen
 
     def _clean(self, path: str, leaf: jax.Array) -> jax.Array:
-        original = scope.provided_original(path)
+        original = context.provided_original(path)
         if self.clean_dtype is None or jnp.dtype(leaf.dtype) == self.clean_dtype:
-            # with no other weight for the loss, this would be the very buffer of the parameter
+            # copy, unless the loss gets another array: the parameter's buffer must not be shared
             return jnp.array(leaf, copy=True) if original is None else leaf
         if original is not None and original.shape == leaf.shape:
             return jnp.array(original, self.clean_dtype, copy=True)
@@ -131,7 +131,7 @@ class Noisy:
 
     def _init_inner(self, weights: optax.Params) -> Any:
         if adds_noise(self.inner, weights):
-            raise ValueError("gaussws_noise around gaussws_noise: keep one, with the parts of both")
+            raise ValueError("gaussws_noise around gaussws_noise: use one, with the parts of both")
         state = self.inner.init(weights)
         for field in ("mini_step", "micro_step"):
             if any(trees.states_with(state, field)):
@@ -143,29 +143,29 @@ class Noisy:
 
     def _record(
         self,
-        decisions: list[scope.Decision],
+        decisions: list[context.Decision],
         leaves: list[tuple[str, jax.Array]],
         chosen: list[bool],
     ) -> None:
-        """Records what `inner` decided, and of which other leaves `clean` has all bits."""
+        """Record the decisions of `inner`, and which other leaves have a wide clean weight."""
         for decision in decisions:
-            scope.record(decision)
+            context.record(decision)
         decided = {d.path for d in decisions if d.slot == "correction"}
         for (path, leaf), sampled in zip(leaves, chosen, strict=True):
             wide = self.clean_dtype not in (None, jnp.dtype(leaf.dtype))
             if sampled and wide and path not in decided:
                 reason = f"its clean weight is in {self.clean_dtype}"
-                scope.record(scope.Decision(path, "correction", None, reason))
+                context.record(context.Decision(path, "correction", None, reason))
 
     def _first(self, params: optax.Params, state: GaussWSState) -> GaussWSState:
-        """The state with the noise of step 0, which `lowmem.init` gives to the loss."""
+        """Add the noise of step 0: pass noisy weights to `lowmem.init`, return their state."""
         rows = self._leaves(params, state)
         weights = _merged(params, state.clean, [row.sampled for row in rows])
         found = self._sampled(rows, weights, state)
         for row, (weight, _) in zip(rows, found, strict=True):
             if row.sampled:
-                scope.hand_sampled(row.path, weight)
-        return state._replace(scale=metadata.like(params, [s for _, s in found], state.scale))
+                context.hand_sampled(row.path, weight)
+        return state._replace(scale=array_metadata.like(params, [s for _, s in found], state.scale))
 
     # ---- step --------------------------------------------------------------------------------
 
@@ -178,9 +178,9 @@ class Noisy:
         factor: jax.Array | None = None,
         **extra: Any,
     ) -> tuple[Any, GaussWSState]:
-        """Updates from the old noisy weights to the new ones.
+        """Return updates from the old noisy weights to the new ones, and the state.
 
-        `factor`: what gradients are taken times, if `inner` is one of our optimizers.
+        `factor`: multiplies the gradients, if `inner` is one of our optimizers.
         """
         emitted: dict[str, jax.Array] = {}
         steps: list[Any] = []
@@ -189,7 +189,7 @@ class Noisy:
             gradients: optax.Updates, inner_state: optax.OptState, weights: optax.Params
         ) -> tuple[Any, Any]:
             scaled = {} if factor is None else {"gradient_scale": factor}
-            with scope.emitting() as inside:
+            with context.emitting() as inside:
                 step, new_state = self.inner.update(
                     gradients, inner_state, weights, **scaled, **extra
                 )
@@ -206,10 +206,10 @@ class Noisy:
         for (path, old), weight, step, bits in rows:
             change = numerics.widen(weight) - numerics.widen(old) if bits.ndim else step
             changes.append(change)
-            if scope.is_emitting() and (path in emitted or bits.ndim):
-                # what was changed after the split inside is said to whom watches here
+            if context.is_emitting() and (path in emitted or bits.ndim):
+                # report changes made after the split inside to an observer outside
                 spoilt = emitted[path] - step if path in emitted else jnp.zeros_like(change)
-                scope.emit(path, change + spoilt)
+                context.emit(path, change + spoilt)
         return jax.tree.unflatten(jax.tree.structure(params), changes), state
 
     def advance(
@@ -220,7 +220,7 @@ class Noisy:
         take: Take,
         factor: jax.Array | None = None,
     ) -> tuple[Any, GaussWSState]:
-        """New parameters, with new noise, and state; `take` is the step of the clean weights."""
+        """Return parameters with new noise, and state; `take` steps the clean weights."""
         if params is None:
             raise ValueError(trees.NO_PARAMS_MSG)
         trees.check_state(state, GaussWSState)
@@ -230,7 +230,7 @@ class Noisy:
         chosen = [row.sampled for row in rows]
         given = gradients
         if not isinstance(self.inner, EngineTransformation) and not hasattr(self.inner, "links"):
-            # ours, and our chains, take 16-bit gradients as they are; optax's square them as such
+            # our optimizers and chains accept 16-bit gradients; optax's square them in 16 bits
             gradients = trees.widened(gradients)
         weights, inner = take(gradients, state.inner_state, _merged(params, state.clean, chosen))
         state = state._replace(
@@ -241,8 +241,8 @@ class Noisy:
         own = zip(rows, jax.tree.leaves(weights), strict=True)
         kept = [w if row.sampled else row.clean for row, w in own]
         state = state._replace(
-            clean=metadata.like(params, kept, state.clean),
-            scale=metadata.like(params, [s for _, s in found], state.scale),
+            clean=array_metadata.like(params, kept, state.clean),
+            scale=array_metadata.like(params, [s for _, s in found], state.scale),
         )
         new = jax.tree.unflatten(jax.tree.structure(params), [w for w, _ in found])
         return new, state
@@ -252,8 +252,8 @@ class Noisy:
         columns = [jax.tree.leaves(tree) for tree in (state.clean, state.bits, state.scale)]
         if any(len(column) != len(leaves) for column in columns):
             raise ValueError(
-                f"the state has {len(columns[0])} leaves for {len(leaves)} parameters: it was made "
-                "for another tree. Call init on these parameters."
+                f"the state has {len(columns[0])} leaves for {len(leaves)} parameters: it belongs "
+                "to another tree. Call init on these parameters."
             )
         trees.check_state_tree(state.clean, params)
         is_chosen = chooser(self.parts)
@@ -277,14 +277,14 @@ class Noisy:
         params: optax.Params,
         factor: jax.Array | None,
     ) -> tuple[jax.Array, Any, Any]:
-        """The new count, b_i and the state of their optimizer (equations 3, 9 and 10)."""
-        run = _bits_gradients if scope.is_placing() else compiled(_bits_gradients)
+        """Return the new count, b_i and state of the bits' optimizer (equations 3, 9 and 10)."""
+        run = _bits_gradients if context.is_placing() else compiled(_bits_gradients)
         small = [row._replace(param=None, clean=None) for row in rows]
         span = self.bits_init, self.bits_target
         found = run(
             self.noise, span, self.bits_loss, small, gradients, state.seed, state.count, factor
         )
-        given = metadata.like(params, found, state.bits)
+        given = array_metadata.like(params, found, state.bits)
         steps, bits_state = self.bits_optimizer.update(given, state.bits_state, state.bits)
         bits = optax.apply_updates(state.bits, steps)
         return optax.safe_increment(state.count), bits, bits_state
@@ -292,7 +292,7 @@ class Noisy:
     def _sampled(
         self, rows: list[_Leaf], weights: optax.Params, state: GaussWSState
     ) -> list[tuple[jax.Array, jax.Array]]:
-        """(what the loss sees, scale of its noise) of each leaf, from weights without noise."""
+        """Return (weight for the loss, scale of its noise) of each leaf, from clean weights."""
         corrections = corrections_of(weights, state.inner_state)
         own = list(zip(rows, jax.tree.leaves(weights), jax.tree.leaves(state.bits), strict=True))
         given = []
@@ -301,7 +301,7 @@ class Noisy:
             to = self.compute or formats.format_of(dtype.name)
             if row.sampled:
                 given.append((row.path, w, corrections.get(row.path), b, to, dtype))
-        run = _samples if scope.is_placing() else compiled(_samples)
+        run = _samples if context.is_placing() else compiled(_samples)
         span = self.bits_init, self.bits_target
         sampled = iter(run(self.noise, span, given, state.seed, state.count))
         return [next(sampled) if row.sampled else (w, row.scale) for row, w, _ in own]
@@ -310,7 +310,7 @@ class Noisy:
 def _first_bits(
     shapes: list[tuple[int, ...] | None],
 ) -> tuple[list[jax.Array], list[jax.Array], list[jax.Array]]:
-    """Of each leaf the 0-d array for no clean weight, b_i and scales; the shapes are of blocks."""
+    """Return a 0-d clean weight, initial b_i and initial scales per leaf, given block shapes."""
     ones = [jnp.zeros(()) if shape is None else jnp.ones(shape) for shape in shapes]
     return [jnp.zeros(()) for _ in shapes], ones, [jnp.zeros(shape or ()) for shape in shapes]
 
@@ -325,7 +325,7 @@ def _bits_gradients(
     count: jax.Array,
     factor: jax.Array | None,
 ) -> list[jax.Array]:
-    """The gradient of b_i (equations 3, 9 and 10) of each leaf; `span`: b_init and b_target."""
+    """Return each leaf's gradient of b_i (equations 3, 9, 10); `span`: (b_init, b_target)."""
     blocks = sum(row.bits.size for row in rows if row.sampled)
     pull = as_f32("bits_loss", bits_loss) / max(blocks, 1)
     keys = random.leaf_keys(seed, count, [row.path for row in rows])
@@ -355,8 +355,8 @@ def _samples(
       noise: the distribution.
       span: (bits_init, bits_target).
       rows: (path, w, correction, b_i, format, dtype) of each sampled leaf.
-      seed: of the hash.
-      count: of steps.
+      seed: seed of the hash.
+      count: number of steps.
     """
     found = []
     keys = random.leaf_keys(seed, count, [path for path, *_ in rows])
@@ -367,7 +367,7 @@ def _samples(
 
 
 def _merged(params: optax.Params, clean: optax.Params, chosen: list[bool]) -> Any:
-    """The parameters, with clean weights where they are sampled."""
+    """Return the parameters, with clean weights for sampled leaves."""
     rows = zip(jax.tree.leaves(params), jax.tree.leaves(clean), chosen, strict=True)
     return jax.tree.unflatten(jax.tree.structure(params), [w if own else p for p, w, own in rows])
 
@@ -388,17 +388,17 @@ def gaussws_noise(
     clean_dtype: DTypeLike | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Trains on weights plus noise, \hat w = w + R max|w| 2^{1 - b_t} (GaussWS, equation 1).
+    r"""Train on weights plus noise, \hat w = w + R max|w| 2^{1 - b_t} (GaussWS, equation 1).
 
-    The parameters are \hat w, with new noise after every step; the state keeps w, which `inner`
-    steps with the gradients of \hat w (equation 2). Blocks of 32 x 32 have a bitwidth each, b_t =
-    b_{target} + b_i (b_{init} - b_{target}) (equation 9), and b_i the gradient of equation 3, for
-    which R is made again. With noise of few bits weights learn to bear low precision, without the
-    oscillations of straight-through estimates.
+    The parameters are \hat w, with new noise after every step. The state stores w, which `inner`
+    updates with the gradients of \hat w (equation 2). Each 32 x 32 block has a bitwidth b_t =
+    b_{target} + b_i (b_{init} - b_{target}) (equation 9); the gradient of b_i follows equation 3,
+    for which R is recomputed. With noise of few bits, weights learn to tolerate low precision,
+    without the oscillations of straight-through estimates.
 
-    It is outermost: the split of master weights, clipping and the like lie inside, and only what
-    leaves its updates alone around it (`optax.MultiSteps`, `accumulate_gradients`,
-    `track_master_ema`), or before it in a chain. Accumulation around it keeps the noise until the
+    Put the optimizer, split master weights, clipping and the like inside. Only transformations that
+    do not change its updates (`optax.MultiSteps`, `accumulate_gradients`, `track_master_ema`) may
+    be around it, or come before it in a chain. Accumulation around it keeps the noise until the
     step.
 
     Args:
@@ -406,36 +406,37 @@ def gaussws_noise(
       parts: the leaves with noise: `od` (an attention's projection and the last matrix of an MLP),
         `qkv`, `out`, `up`, `down`, `all` (every matrix but embeddings and the output head), or a
         glob pattern on paths; several of these; or a function (path, leaf) -> bool. Axes before the
-        last two hold matrices of their own.
-      bits_init: b_t at first, in bits.
-      bits_target: what b_t is guided to.
-      bits_optimizer: of b_i, from 1 at first; by default `optax.adamw(1e-3, weight_decay=0.1)`,
-        whose decay is what guides. `optax.set_to_zero()` keeps b_t.
+        last two are batch axes.
+      bits_init: initial b_t, in bits.
+      bits_target: target of b_t.
+      bits_optimizer: optimizer of b_i, initially 1; by default
+        `optax.adamw(1e-3, weight_decay=0.1)`, whose decay pulls b_t to the target.
+        `optax.set_to_zero()` keeps b_t.
       bits_loss: lambda of the loss \lambda mean|b_t - b_{target}| (equation 10), whose gradient is
         added here.
-      noise: `gaussws`; `diffq`, U(-0.5, 0.5); `box-muller`, a true rounded normal.
-      compute: a format of a few bits that \hat w is rounded to, as of `gaussws.sample`; None: the
+      noise: `gaussws`; `diffq`, U(-0.5, 0.5); `box-muller`, an exact rounded normal.
+      compute: narrow format that \hat w is rounded to, as in `gaussws.sample`; None: the
         parameters' dtype.
-      clean_dtype: float32 keeps w in f32 beside 16-bit parameters, for an `inner` that does not
+      clean_dtype: float32 stores w in f32 for 16-bit parameters, for an `inner` that does not
         split master weights; None: the parameters' dtype.
-      seed: of the noise; `lowmem.init(..., seed=)` overrides it.
+      seed: seed of the noise; `lowmem.init(..., seed=)` overrides it.
 
     Returns:
-      An optax transformation. `lowmem.init` gives parameters with noise, `tx.init` alone none until
-      the first step. `gaussws.clean_params(params, state)` has w for evaluation,
-      `lowmem.master_params` in f32, `gaussws.bitwidths(state)` b_t.
+      An optax transformation. `lowmem.init` returns parameters with noise; with `tx.init` alone,
+      noise starts after the first step. `gaussws.clean_params(params, state)` returns w for
+      evaluation, `lowmem.master_params` w in f32, `gaussws.bitwidths(state)` b_t.
 
     Raises:
-      ValueError: where no leaf is of `parts`, or one is no matrix; for accumulation inside.
+      ValueError: if no leaf matches `parts` or a match is no matrix; for accumulation inside.
 
-    Memory: of sampled leaves another weight, and 16 bytes per block of 1024 (with AdamW for b_i):
+    Memory: a second weight for sampled leaves, and 16 bytes per block of 1024 (with AdamW for b_i):
     2.02 bytes per 16-bit parameter.
 
-    Numerics: through `optax.apply_updates` \hat w may be off by 2^-24 of what it was before;
-    `lowmem.step` gives its very bits. The state knows w exactly either way.
+    Numerics: `optax.apply_updates` may change \hat w by 2^-24 of the old value; `lowmem.step`
+    returns it exactly. The state has the exact w in both cases.
 
-    Deviation: noise is made of a hash of (seed, step, path, coordinates), whatever the sharding,
-    instead of generators that are seeded one by another (section 3.7).
+    Deviation: noise is a hash of (seed, step, path, coordinates) for any sharding, instead of
+    generators that seed one another (section 3.7).
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -473,7 +474,7 @@ def gaussws_noise(
 
 def _bits(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not -100 < value < 100:
-        raise ValueError(f"{name} is a number of bits known when tracing, got {value!r}")
+        raise ValueError(f"{name} must be a number of bits known when tracing, got {value!r}")
     return float(value)
 
 
@@ -482,8 +483,8 @@ def _scaled(compute: str | None) -> formats.Scaled | None:
     if found is not None and not isinstance(found, formats.Scaled):
         names = [n for n, f in formats.FORMATS.items() if isinstance(f, formats.Scaled)]
         raise ValueError(
-            f"compute={compute!r}: parameters are kept in their own dtype; here it is one of "
-            f"{', '.join(names)}, or None."
+            f"compute={compute!r}: pass one of {', '.join(names)}, or None for the parameters' "
+            "dtype."
         )
     return found
 
@@ -492,5 +493,5 @@ def _clean_dtype(dtype: DTypeLike | None) -> Any:
     if dtype is None:
         return None
     if jnp.dtype(dtype) != jnp.float32:
-        raise ValueError(f"clean_dtype is float32, or None for the parameters' own, got {dtype!r}")
+        raise ValueError(f"clean_dtype must be float32, or None (as the parameters), got {dtype!r}")
     return jnp.dtype(jnp.float32)

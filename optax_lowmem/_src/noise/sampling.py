@@ -15,12 +15,12 @@ from optax_lowmem._src.noise.formats import Format
 
 
 def noise_key(seed: int | jax.Array, step: int | jax.Array, path: str) -> jax.Array:
-    """The key of a layer's noise at a step, as `gaussws_noise` draws it for a leaf.
+    """Return the key that `gaussws_noise` uses for a leaf's noise at a step.
 
     Args:
-      seed: of the run.
-      step: how many steps were taken.
-      path: the leaf's, `decoder/mlp/down_proj/kernel`.
+      seed: seed of the run.
+      step: number of completed steps.
+      path: path of the leaf, such as `decoder/mlp/down_proj/kernel`.
 
     Returns:
       A uint32 scalar.
@@ -34,7 +34,7 @@ def noise_key(seed: int | jax.Array, step: int | jax.Array, path: str) -> jax.Ar
 
 
 def as_key(key: int | jax.Array) -> jax.Array:
-    """A uint32 scalar of itself, or of one of JAX's random keys.
+    """Convert an int or one of JAX's random keys to a uint32 scalar; return such a scalar as it is.
 
     Raises:
       TypeError: for anything else.
@@ -53,13 +53,13 @@ def as_key(key: int | jax.Array) -> jax.Array:
 
 
 def noise_named(name: str) -> Noise:
-    """A distribution of R.
+    """Return a distribution of R by name.
 
     Raises:
-      ValueError: for another name.
+      ValueError: for an unknown name.
     """
     if name not in distributions.NOISES:
-        raise ValueError(f"noise is one of {', '.join(distributions.NOISES)}, got {name!r}")
+        raise ValueError(f"noise must be one of {', '.join(distributions.NOISES)}, got {name!r}")
     return distributions.NOISES[name]
 
 
@@ -69,21 +69,21 @@ def draw(
     noise: str = "gaussws",
     dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
-    r"""R of an array's shape.
+    r"""Draw the noise R.
 
-    `gaussws` (equation 8) is made of 11 random bits per element by bitwise operations alone:
+    `gaussws` (equation 8) uses 11 random bits per element and bitwise operations only:
     P(2) = P(-2) = 3/4 2^-9, P(1) = P(-1) = (3/4)^2 2^-2, else 0. `diffq` is U(-0.5, 0.5) in bf16,
-    `box-muller` round(N(0, 1) / 2).
+    `box-muller` is round(N(0, 1) / 2).
 
     Args:
       key: one of JAX's random keys, or a uint32 scalar.
       shape: [..., m, n].
       noise: `gaussws`, `diffq` or `box-muller`.
-      dtype: of the result; R is exact in bfloat16.
+      dtype: dtype of the result; R is exact in bfloat16.
 
     Returns:
-      The same numbers wherever they are made; those of a part of an array at its start are those
-      of the array there.
+      R, the same on every device and sharding. An element depends on the key and its indices only,
+      not on the shape.
 
     Example:
       >>> import jax, numpy as np
@@ -97,15 +97,15 @@ def draw(
 
 
 def draw_packed(key: int | jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """GaussWS' R in 4 bits per element: half a byte.
+    """Draw GaussWS' R, packed in half a byte per element.
 
     Args:
-      key: as of `draw`.
+      key: as in `draw`.
       shape: [..., m, n].
 
     Returns:
-      uint32 [..., ceil(m / 8), n]: eight elements of a column, each with its magnitude in the
-      lowest bits of its four and its sign in the highest, the first element lowest.
+      uint32 [..., ceil(m / 8), n]: each word holds eight elements of a column, the first in its
+      lowest bits. Of an element's four bits, the lowest are the magnitude, the highest the sign.
 
     Example:
       >>> import jax
@@ -119,14 +119,14 @@ def draw_packed(key: int | jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def unpack(words: jax.Array, rows: int | None = None) -> jax.Array:
-    """f32 R [..., m, n] of `draw_packed`.
+    """Unpack the words of `draw_packed` to R, f32 [..., m, n].
 
     Args:
       words: uint32 [..., ceil(m / 8), n].
-      rows: m; by default 8 times the rows of words.
+      rows: m; by default 8 times the number of rows of words.
 
     Returns:
-      R.
+      R, f32.
 
     Example:
       >>> import jax.numpy as jnp
@@ -149,34 +149,34 @@ def _check_bits(w: jax.Array, bits: ArrayLike) -> jax.Array:
     blocks = kernels.block_shape(w.shape)
     if jnp.shape(bits) not in ((), blocks):
         raise ValueError(
-            f"bits has shape {jnp.shape(bits)}: a weight of shape {w.shape} has one bitwidth for "
-            f"each 32 x 32 block, {blocks}, or one number for all."
+            f"bits has shape {jnp.shape(bits)}: for a weight of shape {w.shape} pass one bitwidth "
+            f"per 32 x 32 block, {blocks}, or one number for all."
         )
     return jnp.broadcast_to(jnp.asarray(bits, jnp.float32), blocks)
 
 
 def factor_of(bits: jax.Array) -> jax.Array:
-    """2^(1 - b_t), f32; exact where b_t is an integer."""
+    """Return 2^(1 - b_t), f32; exact if b_t is an integer."""
     whole = jnp.clip(jnp.floor(1 - bits), -126, 127)
     rest = 1 - bits - whole
     return numerics.power_of_two(whole.astype(jnp.int32)) * numerics.exp2(rest)
 
 
 def perturb(w: jax.Array, bits: ArrayLike, r: jax.Array) -> jax.Array:
-    r"""\hat w = w + R broadcast(max|w| 2^(1 - b_t)) (equation 1) of a given R, in f32.
+    r"""Return \hat w = w + R broadcast(max|w| 2^(1 - b_t)) (equation 1) for a given R, in f32.
 
-    Transposing commutes with it (section 3.2).
+    The function commutes with transposition (section 3.2).
 
     Args:
       w: [..., m, n].
       bits: b_t, [..., ceil(m / 32), ceil(n / 32)] or a number.
-      r: of the weights' shape.
+      r: R, with the weights' shape.
 
     Returns:
-      f32 of the weights' shape.
+      f32 with the weights' shape.
 
     Raises:
-      ValueError: for another shape of `bits` or `r`.
+      ValueError: if the shape of `bits` or `r` does not match.
       TypeError: for weights that are not f32, bf16 or f16.
 
     Example:
@@ -200,32 +200,32 @@ def sample(
     noise: str = "gaussws",
     compute: str = "bfloat16",
 ) -> jax.Array:
-    r"""Weights plus noise of a bitwidth: \hat w = w + R broadcast(max|w| 2^(1 - b_t)) (equation 1).
+    r"""Add noise to weights: \hat w = w + R broadcast(max|w| 2^(1 - b_t)) (equation 1).
 
-    The gradient of w is that of the result (equation 2: that of the maximum is left out); that of
-    b_t is -ln 2 max|w| 2^(1 - b_t) \sum (dL/d\hat w * R) over its block (equation 3), for which R
-    is made again from the key.
+    The gradient of w is that of the result (equation 2: the maximum's gradient is ignored). The
+    gradient of b_t is -ln 2 max|w| 2^(1 - b_t) \sum (dL/d\hat w * R) over its block (equation 3),
+    for which R is recomputed from the key.
 
     Args:
-      w: weights [..., m, n], f32, bf16 or f16; axes before the last two hold matrices of their own.
+      w: weights [..., m, n], f32, bf16 or f16; leading axes are batch axes.
       bits: b_t, [..., ceil(m / 32), ceil(n / 32)] or a number.
-      key: one of JAX's random keys, or a uint32 scalar; the same key is the same R.
-      noise: the distribution of R, as of `draw`.
-      compute: what the sum is cast to: `bfloat16`, `float16`, `float32`, or, as values in bf16,
-        with a power of two for each block as its scale, `mxfp8_e4m3`, `mxfp8_e5m2`, `mxfp6_e3m2`,
-        `mxfp6_e2m3`, `mxfp4` (E2M1).
+      key: one of JAX's random keys, or a uint32 scalar; equal keys give equal R.
+      noise: the distribution of R, as in `draw`.
+      compute: format that the sum is rounded to: `bfloat16`, `float16` or `float32`; or, stored in
+        bf16, with a power-of-two scale per block: `mxfp8_e4m3`, `mxfp8_e5m2`, `mxfp6_e3m2`,
+        `mxfp6_e2m3` or `mxfp4` (E2M1).
 
     Returns:
-      Sampled weights, of the dtype of `compute`; bf16 for the formats with scales.
+      Sampled weights, in the dtype of `compute`; bf16 for formats with scales.
 
     Raises:
-      ValueError: for weights without the axes of a matrix, another shape of `bits`, another name.
-      TypeError: for other weights, or another key.
+      ValueError: for weights of fewer than two axes, `bits` of another shape, an unknown name.
+      TypeError: for weights of another dtype, or an invalid key.
 
-    Memory: nothing of the weights' size is kept for the backward pass, 4 bytes per block.
+    Memory: the backward pass needs 4 bytes per block, and no array of the weights' size.
 
-    Numerics: R max|w| 2^(1 - b_t) is exact but for 2^(1 - b_t), the sum rounded once in f32, once
-    by the cast. A block with a NaN or an infinity has no finite element.
+    Numerics: R max|w| 2^(1 - b_t) is exact except for 2^(1 - b_t); the sum is rounded once in f32
+    and once by the cast. A block with a NaN or an infinity has no finite result.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -266,14 +266,14 @@ _sample.defvjp(_forward, _backward)
 def bits_gradient(
     g: jax.Array, scale: jax.Array, key: jax.Array, noise: Noise, path: str | None = None
 ) -> jax.Array:
-    """The gradient of b_t, f32, per block (equation 3), from that of the sampled weights.
+    """Return the gradient of b_t, f32, per block (equation 3), from that of the sampled weights.
 
     Args:
       g: dL/dw^.
       scale: max |w| 2^(1 - b_t) of the sample.
-      key: its key.
-      noise: its distribution.
-      path: the leaf's, by which `lowmem.step` knows its sharding.
+      key: key of the noise.
+      noise: distribution of the noise.
+      path: path of the leaf, to find its sharding in `lowmem.step`.
     """
     sums = kernels.noise_sums(g, key, noise, path)
     return jnp.float32(-math.log(2)) * scale * explicit.laid_like(sums, scale)

@@ -1,4 +1,4 @@
-"""Bitwidths in a state of `gaussws_noise`, and tables of them."""
+"""Read bitwidths from a state of `gaussws_noise`, and print tables of them."""
 
 import dataclasses
 import math
@@ -16,16 +16,16 @@ from optax_lowmem._src.noise.bitwidth import SafeFormat, bitwidth, fake_cast, mo
 
 
 def bitwidths(state: optax.OptState) -> dict[str, jax.Array]:
-    """b_t of every sampled leaf, by path.
+    """Return b_t of every sampled leaf, by path.
 
     Args:
-      state: of an optimizer with `gaussws_noise` in it.
+      state: state of an optimizer that contains `gaussws_noise`.
 
     Returns:
       path -> f32 [..., ceil(m / 32), ceil(n / 32)].
 
     Raises:
-      ValueError: without `gaussws_noise` in the state.
+      ValueError: for a state without `gaussws_noise`.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -41,7 +41,7 @@ def bitwidths(state: optax.OptState) -> dict[str, jax.Array]:
         if b.ndim
     }
     if not found:
-        raise ValueError("the state holds no bitwidths: it is of no gaussws_noise")
+        raise ValueError("the state holds no bitwidths: its optimizer has no gaussws_noise")
     return found
 
 
@@ -50,17 +50,17 @@ def bitwidths(state: optax.OptState) -> dict[str, jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class LayerBits:
-    """The bitwidths of a layer, or of one of a stack of layers.
+    """Bitwidths of one layer, which may be part of a stack.
 
     Attributes:
-      path: of the leaf, with the index in a stack: `layers/mlp/down_proj/kernel[3]`.
-      blocks: how many.
+      path: path of the leaf, with the index in a stack: `layers/mlp/down_proj/kernel[3]`.
+      blocks: number of blocks.
       least: min b_t.
-      mean: over blocks.
-      deviation: standard, over blocks.
+      mean: mean b_t over blocks.
+      deviation: standard deviation of b_t over blocks.
       largest: max b_t.
-      safe: the format of Table 2 for the largest; None where it is under 2.
-      over: the share of blocks over `BitsTable.bound`.
+      safe: the format of Table 2 for the largest b_t; None if that is under 2.
+      over: share of blocks whose b_t exceeds `BitsTable.bound`.
     """
 
     path: str
@@ -75,12 +75,12 @@ class LayerBits:
 
 @dataclasses.dataclass(frozen=True)
 class BitsTable:
-    """Resulting bitwidths, a row a layer (Figure 6, appendix C); print it.
+    """Table of bitwidths, one row per layer (Figure 6, appendix C), to print.
 
     Attributes:
       rows: the layers.
-      format: what sampled weights are cast to.
-      bound: b_t up to which noise does not underflow there, whatever the maximum of a block.
+      format: name of the format that sampled weights are cast to.
+      bound: largest b_t whose noise does not underflow in it, for every block maximum.
     """
 
     rows: tuple[LayerBits, ...]
@@ -88,7 +88,7 @@ class BitsTable:
     bound: int
 
     def __str__(self) -> str:
-        """A row a layer, then how many have noise that may underflow."""
+        """Return one line per layer, then the number of layers whose noise may underflow."""
         width = max([len(row.path) for row in self.rows], default=5)
         head = f"{'layer':<{width}}{'blocks':>8}{'min':>8}{'mean':>8}{'std':>8}{'max':>8}  safe"
         lines = [head]
@@ -105,11 +105,11 @@ class BitsTable:
 def bits_table(
     bits: Mapping[str, jax.Array], format: str = "bfloat16", noise: str = "gaussws"
 ) -> BitsTable:
-    """Bitwidths layer by layer, with the safe formats and the blocks whose noise may underflow.
+    """Tabulate bitwidths per layer, with safe formats and blocks whose noise may underflow.
 
     Args:
-      bits: path -> b_t, as of `bitwidths`; axes before the last two hold layers.
-      format: what sampled weights are cast to.
+      bits: path -> b_t, as returned by `bitwidths`; axes before the last two index layers.
+      format: name of the format that sampled weights are cast to.
       noise: the distribution of R.
 
     Returns:
@@ -146,17 +146,17 @@ def bits_table(
 
 
 def safe_cast(weights: optax.Params, bits: Mapping[str, jax.Array]) -> Any:
-    """Weights as the formats of Table 2 would have them, each layer's by its largest b_t.
+    """Round each layer's weights to the format of Table 2 for its largest b_t.
 
     Args:
-      weights: a tree of clean weights, or of those of a control trained without noise.
-      bits: path -> b_t, as of `bitwidths`.
+      weights: a tree of clean weights, or of weights of a control run without noise.
+      bits: path -> b_t, as returned by `bitwidths`.
 
     Returns:
-      The tree, with the leaves of `bits` fake-cast (`fake_cast`), in their dtype.
+      The tree; leaves named in `bits` are rounded by `fake_cast` and keep their dtype.
 
     Raises:
-      ValueError: for a leaf of `bits` that the tree does not have.
+      ValueError: for a path in `bits` that the tree does not have.
 
     Example:
       >>> import jax.numpy as jnp
@@ -168,7 +168,7 @@ def safe_cast(weights: optax.Params, bits: Mapping[str, jax.Array]) -> Any:
     leaves = trees.named_leaves(weights)
     missing = sorted(bits.keys() - {path for path, _ in leaves})
     if missing:
-        raise ValueError(f"there are bitwidths of '{missing[0]}', which is no leaf of the weights")
+        raise ValueError(f"bits has bitwidths of '{missing[0]}', which is no leaf of the weights")
     cast = [_cast(leaf, bits[path]) if path in bits else leaf for path, leaf in leaves]
     return jax.tree.unflatten(jax.tree.structure(weights), cast)
 

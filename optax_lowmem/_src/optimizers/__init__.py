@@ -1,4 +1,4 @@
-"""Optimizers on 8-bit state: one file each, and the table of their records."""
+"""One file per rule with its constructors, and `OPTIMIZERS`, a record of each."""
 
 import functools
 import inspect
@@ -34,7 +34,7 @@ from optax_lowmem._src.optimizers.muon import MuonRule, flash_muon
 from optax_lowmem._src.optimizers.record import Constructor, OptimizerRecord
 from optax_lowmem._src.optimizers.sgd import GradientRule, MomentumRule, flash_sgd, flash_trace
 from optax_lowmem._src.optimizers.stable_adamw import StableAdamRule, stable_adamw
-from optax_lowmem._src.update.storage import Storage
+from optax_lowmem._src.step.storage import Storage
 from optax_lowmem._src.wrappers.update_clipping import update_clipping
 
 

@@ -24,11 +24,11 @@ from optax_lowmem._src.core.hyperparameters import (
     decay_at,
     following,
 )
-from optax_lowmem._src.core.rules import Slot, UpdateRule
 from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
 from optax_lowmem._src.optimizers.arguments import with_common_arguments
 from optax_lowmem._src.optimizers.schedule import direction, optimizer
-from optax_lowmem._src.update.storage import Storage, completed
+from optax_lowmem._src.step.rule import Slot, UpdateRule
+from optax_lowmem._src.step.storage import Storage, completed
 
 
 class FlashAdamState(NamedTuple):

@@ -15,12 +15,12 @@ from optax_lowmem._src.blocks.structure import Structure
 from optax_lowmem._src.codecs import affine, sqrt
 from optax_lowmem._src.core import numerics
 from optax_lowmem._src.core.block import BlockStructure
-from optax_lowmem._src.core.rules import OF_BLOCK, Slot
 from optax_lowmem._src.core.typing import ScalarOrSchedule
 from optax_lowmem._src.optimizers.adam import AdamRule, adam_moments, flash_adamw, is_zero
 from optax_lowmem._src.optimizers.arguments import with_common_arguments
 from optax_lowmem._src.optimizers.schedule import direction, optimizer
-from optax_lowmem._src.update.storage import Storage, completed
+from optax_lowmem._src.step.rule import OF_BLOCK, Slot
+from optax_lowmem._src.step.storage import Storage, completed
 
 _FLASH_ADAM_MINI = Storage(nu=None)
 _Q_ADAM_MINI = Storage(mu=affine(), nu=None, group_size=256)

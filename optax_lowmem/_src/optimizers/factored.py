@@ -13,15 +13,15 @@ import optax
 from jax.typing import DTypeLike
 
 from optax_lowmem._src.blocks.structure import Structure
-from optax_lowmem._src.core import numerics, scope, trees
+from optax_lowmem._src.core import context, numerics, trees
 from optax_lowmem._src.core.block import Block, Factors, is_int
-from optax_lowmem._src.core.rules import OF_BLOCK
 from optax_lowmem._src.core.typing import ScalarOrSchedule
 from optax_lowmem._src.optimizers.adam import adam_moments, is_zero
 from optax_lowmem._src.optimizers.adam_mini import AdamMiniRule
 from optax_lowmem._src.optimizers.arguments import with_common_arguments
 from optax_lowmem._src.optimizers.schedule import direction, optimizer
-from optax_lowmem._src.update.storage import Storage, completed
+from optax_lowmem._src.step.rule import OF_BLOCK
+from optax_lowmem._src.step.storage import Storage, completed
 
 # a leaf that is not factored matters: its shorter axis, its size, the share of all such in a model
 _SHORT, _LARGE, _SHARE = 32, 1 << 16, 0.01
@@ -87,7 +87,7 @@ class Factorable:
 
     def warn(self, params: optax.Params) -> None:
         """Warns where the default size leaves much of a model without rows and columns."""
-        if self.min_dim_size_to_factor is not None or scope.is_recording():
+        if self.min_dim_size_to_factor is not None or context.is_recording():
             return
         shapes = {path: tuple(leaf.shape) for path, leaf in trees.named_leaves(params)}
         shorter = {path: sorted(shape)[-2] for path, shape in shapes.items() if len(shape) > 1}

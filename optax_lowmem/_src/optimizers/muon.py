@@ -20,8 +20,6 @@ from optax_lowmem._src.core.hyperparameters import (
     complement,
     following,
 )
-from optax_lowmem._src.core.matrices import Dimensions, Matrices, MatrixAxes
-from optax_lowmem._src.core.rules import MatrixRule, Slot, UpdateRule
 from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
 from optax_lowmem._src.optimizers.adam import AdamRule, adam_moments, is_zero
 from optax_lowmem._src.optimizers.newton_schulz import (
@@ -32,7 +30,9 @@ from optax_lowmem._src.optimizers.newton_schulz import (
     polar_factors,
 )
 from optax_lowmem._src.optimizers.schedule import at_count, optimizer
-from optax_lowmem._src.update.storage import Storage
+from optax_lowmem._src.step.matrix_axes import Dimensions, Matrices, MatrixAxes
+from optax_lowmem._src.step.rule import MatrixRule, Slot, UpdateRule
+from optax_lowmem._src.step.storage import Storage
 
 _OF_ADAM = "adam_"  # begins the names of AdamW's hyperparameters among Muon's
 

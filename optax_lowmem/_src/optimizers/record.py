@@ -7,7 +7,7 @@ from typing import Any
 
 import optax
 
-from optax_lowmem._src.core.rules import UpdateRule
+from optax_lowmem._src.step.rule import UpdateRule
 
 Constructor = Callable[..., Any]
 

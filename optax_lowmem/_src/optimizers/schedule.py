@@ -10,11 +10,11 @@ from jax.typing import DTypeLike
 
 from optax_lowmem._src.core.block import BlockStructure
 from optax_lowmem._src.core.hyperparameters import Formula, as_f32, check_range
-from optax_lowmem._src.core.matrices import MatrixAxes
-from optax_lowmem._src.core.rules import UpdateRule
 from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
-from optax_lowmem._src.update.engine import Engine
-from optax_lowmem._src.update.storage import Storage
+from optax_lowmem._src.step.engine import Engine
+from optax_lowmem._src.step.matrix_axes import MatrixAxes
+from optax_lowmem._src.step.rule import UpdateRule
+from optax_lowmem._src.step.storage import Storage
 
 
 def at_count(name: str, value: ScalarOrSchedule, count: jax.Array) -> jax.Array:

@@ -12,11 +12,11 @@ import optax
 from jax.typing import DTypeLike
 
 from optax_lowmem._src.core.hyperparameters import Formula, as_f32, check_range
-from optax_lowmem._src.core.rules import Slot, UpdateRule
 from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
 from optax_lowmem._src.optimizers.arguments import with_common_arguments
 from optax_lowmem._src.optimizers.schedule import direction, optimizer
-from optax_lowmem._src.update.storage import Storage
+from optax_lowmem._src.step.rule import Slot, UpdateRule
+from optax_lowmem._src.step.storage import Storage
 
 
 class FlashSgdState(NamedTuple):

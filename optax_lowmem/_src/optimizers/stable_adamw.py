@@ -12,13 +12,13 @@ from jax.typing import DTypeLike
 
 from optax_lowmem._src.core.clipping import check_threshold, clipped_share, squared_ratio
 from optax_lowmem._src.core.hyperparameters import Formula, as_f32
-from optax_lowmem._src.core.rules import UpdateRule
 from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule
 from optax_lowmem._src.core.varying import mean_of_leaf
 from optax_lowmem._src.optimizers.adam import AdamRule, adam_moments
 from optax_lowmem._src.optimizers.arguments import with_common_arguments
 from optax_lowmem._src.optimizers.schedule import optimizer
-from optax_lowmem._src.update.storage import Storage
+from optax_lowmem._src.step.rule import UpdateRule
+from optax_lowmem._src.step.storage import Storage
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Matrix products of 8-bit operands: quantize a row or a tensor, multiply, scale back."""
+"""Matrix products of int8 or FP8 operands."""
 
 from optax_lowmem._src.quantized_matmul.dispatch import LONGEST_ROW as LONGEST_ROW
 from optax_lowmem._src.quantized_matmul.dispatch import multiply as multiply

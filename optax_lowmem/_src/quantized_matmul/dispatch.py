@@ -1,4 +1,4 @@
-"""Choice of the implementation that quantizes operands and multiplies them, made while tracing."""
+"""Quantize and multiply operands, with an implementation that is chosen at trace time."""
 
 import functools
 import math
@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from optax_lowmem._src.core import platform
 from optax_lowmem._src.core.groups import MAX_ELEMENTS
+from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.quantized_matmul.plain import (
     Format,
     Quantized,
@@ -20,16 +20,16 @@ from optax_lowmem._src.quantized_matmul.plain import (
     scales_of,
 )
 
-LONGEST_ROW = 1 << 15  # 32 numbers for each of the 1024 threads of the largest program
+LONGEST_ROW = 1 << 15  # 32 numbers per thread of the largest program (1024 threads)
 _DTYPES = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
 _NAMES = ", ".join(dtype.name for dtype in _DTYPES)
-# rows, columns and length of a sum: TMA tiles of arrays in device memory are whole
+# rows, columns and summed length must be multiples of these: TMA needs whole tiles
 _UNITS = (8, 64, 128)
-_LEAST = (128, 256, 128)  # under a block of the result most of the kernel's work is on nothing
+_LEAST = (128, 256, 128)  # below one block of the result the kernel mostly computes padding
 
 
 def _no_kernel(x: jax.Array | jax.ShapeDtypeStruct) -> str | None:
-    """Return the reason why no kernel quantizes an array here, or None where one may."""
+    """Return why no kernel can quantize an array on this platform, or None."""
     reason = platform.no_kernel_reason(x)
     if reason is not None:
         return reason
@@ -42,7 +42,7 @@ def _no_kernel(x: jax.Array | jax.ShapeDtypeStruct) -> str | None:
 
 
 def _rows_reason(x: jax.Array | jax.ShapeDtypeStruct) -> str | None:
-    """Return the reason why the kernel cannot quantize rows of an array here, or None."""
+    """Return why the kernel cannot quantize an array's rows on this platform, or None."""
     if x.dtype not in _DTYPES:
         return f"{x.dtype} is not one of {_NAMES}"
     if x.ndim == 0 or x.shape[-1] > LONGEST_ROW:
@@ -51,7 +51,7 @@ def _rows_reason(x: jax.Array | jax.ShapeDtypeStruct) -> str | None:
 
 
 def quantize(x: jax.Array, axes: int | tuple[int, ...] | None, to: Format) -> Quantized:
-    """`quantize_plain`; rows (of the last axis) in one kernel that reads them once."""
+    """Compute `quantize_plain`, for rows (axes=-1) in one kernel that reads them once."""
 
     def plain(x: jax.Array) -> Quantized:
         return as_stored(quantize_plain(x, axes, to))
@@ -73,13 +73,13 @@ def quantize(x: jax.Array, axes: int | tuple[int, ...] | None, to: Format) -> Qu
 def quantize_transposed(
     w: jax.Array, axes: int | None, to: Format, absmax: jax.Array | None = None
 ) -> Quantized:
-    """The transpose of `quantize_plain(w, axes, to)`, of a matrix.
+    """Return the transpose of `quantize_plain(w, axes, to)` for a matrix w.
 
     Args:
       w: the matrix.
-      axes: what shares a maximum.
+      axes: the axis that shares a maximum, or None for both.
       to: the format.
-      absmax: the maxima, where they were found before; what is beyond them is clipped.
+      absmax: maxima computed before, beyond which values are clipped; None computes them.
     """
     clip, largest = absmax is not None, absmax_of(w, axes) if absmax is None else absmax
 
@@ -107,7 +107,7 @@ def multiply(
     transposed: bool = False,
     sharding: jax.sharding.NamedSharding | None = None,
 ) -> jax.Array:
-    """`multiply_plain`; where `product_reason` has none against it, in one kernel."""
+    """Compute `multiply_plain`, in one kernel if `product_reason` is None."""
     plain = functools.partial(
         multiply_plain, sums=sums, dtype=dtype, transposed=transposed, sharding=sharding
     )
@@ -126,11 +126,11 @@ def multiply(
 def product_reason(
     a: Quantized, b: Quantized, sums: int, dtype: DTypeLike, transposed: bool = False
 ) -> str | None:
-    """Return the reason why a product is left to XLA here, or None.
+    """Return why XLA computes a product on this platform, or None if the kernel does.
 
-    Operands are arrays or `jax.ShapeDtypeStruct`s. None means that the kernel for Hopper's tensor
-    cores computes the product, and scales the sums before it writes them. XLA also has 8-bit
-    products, but first writes their sums, four bytes each.
+    Operands are arrays or `jax.ShapeDtypeStruct`s. The kernel, for Hopper's tensor cores, scales
+    the sums before it writes them. XLA also multiplies in 8 bits, but writes the sums first, at
+    four bytes each.
     """
     reason = platform.no_kernel_reason(a.codes) or platform.not_hopper_reason()
     if reason is not None:
@@ -138,7 +138,7 @@ def product_reason(
     if not platform.has_mosaic_gpu():
         return f"the kernel needs Mosaic GPU of JAX {platform.MOSAIC_GPU} or newer"
     if transposed or sums != 1 or b.codes.ndim != 2:
-        return "the kernel sums over the last axis of rows, and of a matrix"
+        return "the kernel sums over the last axis of both operands, and the right one is a matrix"
     if jnp.dtype(dtype) not in _DTYPES:
         return f"the kernel's results are {_NAMES}, not {jnp.dtype(dtype).name}"
     kinds = tuple(x.codes.dtype.name for x in (a, b))
@@ -148,12 +148,12 @@ def product_reason(
 
 
 def _sizes_reason(rows: int, columns: int, length: int) -> str | None:
-    """Return the reason why the kernel does not support a product of these sizes, or None."""
+    """Return why the kernel does not support a product of these sizes, or None."""
     sizes = (rows, columns, length)
     if any(size % unit for size, unit in zip(sizes, _UNITS, strict=True)):
-        return f"{sizes} rows, columns and numbers in a sum are not multiples of {_UNITS}"
+        return f"{sizes} rows, columns and summed numbers are not multiples of {_UNITS}"
     if any(size < least for size, least in zip(sizes, _LEAST, strict=True)):
-        return f"{sizes} is less than a block of the kernel, {_LEAST}"
+        return f"{sizes} rows, columns and summed numbers are less than a block, {_LEAST}"
     if max(rows * columns, rows * length, columns * length) > MAX_ELEMENTS:
         return f"an array of {sizes} has more than {MAX_ELEMENTS} elements"
     return None

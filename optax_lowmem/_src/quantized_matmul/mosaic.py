@@ -1,9 +1,10 @@
-"""Products of codes as a kernel for Hopper's tensor cores: Pallas, lowered through Mosaic GPU.
+"""Matrix products of codes on Hopper's tensor cores: a Pallas kernel for Mosaic GPU.
 
-XLA writes the int32 or f32 sums of a product before it scales them, four bytes per number; here
-they are scaled in registers. One warpgroup copies blocks of both operands to shared memory, by TMA,
-while two multiply, each its half of a block of columns. The program of each multiprocessor takes
-one block of the result after the other, so that the copies for the next one run beside the scaling.
+XLA writes the int32 or f32 sums of a product before it scales them, four bytes per number; this
+kernel scales them in registers. One warpgroup copies blocks of both operands to shared memory, by
+TMA, while two multiply, each one half of the columns of a block. Each multiprocessor runs one
+program, which loops over blocks of the result, so that copies for the next block overlap with the
+scaling.
 """
 
 import functools
@@ -18,16 +19,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.typing import DTypeLike
 
-from optax_lowmem._src.core import platform, varying
+from optax_lowmem._src.core import varying
+from optax_lowmem._src.kernels import platform
 from optax_lowmem._src.quantized_matmul.plain import Quantized
 
 TILE = 128  # rows and columns of a warpgroup's part of the result, and length of a partial sum
-COLUMNS = 2 * TILE  # of a program's part: two warpgroups, side by side
+COLUMNS = 2 * TILE  # columns of a block of the result: two warpgroups, side by side
 _MULTIPLYING, _COPYING = 2, 1  # warpgroups
-_STAGES = 4  # blocks under way: with the results on their way out, all of the shared memory
-_TOGETHER = 8  # columns of blocks whose rows are taken in turn, so that the L2 cache has them
-_STORED_ROWS, _STORED_BYTES = 64, 128  # of a result, written at a time
-_COPYING_REGISTERS = 40  # a thread, which leaves 232 for each that multiplies
+_STAGES = 4  # operand blocks in flight; with the result's buffers they fill the shared memory
+_TOGETHER = 8  # width in blocks of the snake order, whose operands stay in the L2 cache
+_STORED_ROWS, _STORED_BYTES = 64, 128  # piece of the result that is written at a time
+_COPYING_REGISTERS = 40  # per thread, which leaves 232 per multiplying thread
 
 
 def _layout(bytes_wide: int, dtype: DTypeLike) -> tuple[Any, Any]:
@@ -66,22 +68,22 @@ def _pipeline(
 
 
 def _scales(ref: jax.Ref, first: jax.Array, summed: int) -> jax.Array:
-    """The scales of a warpgroup's rows or columns, where their sums are; one scale: it alone."""
+    """Return the scales of a warpgroup's rows or columns in its sums' layout, or the only one."""
     if ref.shape == (1,):
         return ref[0]
     layout = plgpu.Layout.WGMMA.reduce(summed)
-    load: Any = plgpu.load  # whose arguments were others in an older JAX
-    # not one vector load a thread: a row's scale is in several threads
+    load: Any = plgpu.load  # its arguments differ in older JAX
+    # no vector load per thread, since several threads need the same row's scale
     return load(ref.at[pl.ds(first, TILE)], layout=layout, optimized=False)
 
 
 def _scaled(found: jax.Array, scales: jax.Array, axis: int) -> jax.Array:
-    """Sums times what `_scales` gave for an axis."""
+    """Return sums times the result of `_scales` for an axis."""
     return found * (lax.broadcast_in_dim(scales, found.shape, (axis,)) if scales.ndim else scales)
 
 
 def _store(found: jax.Array, buffers: jax.Ref, out: jax.Ref) -> None:
-    """Writes a warpgroup's part in pieces, one copied to shared memory while another leaves it."""
+    """Write a warpgroup's part in pieces; copies to and from shared memory overlap."""
     slots, rows, columns = buffers.shape
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for piece in range(found.size // (rows * columns)):
@@ -98,7 +100,7 @@ def _store(found: jax.Array, buffers: jax.Ref, out: jax.Ref) -> None:
 
 
 def _multiply_step(own: slice | pl.Slice, _: object, a: jax.Ref, b: jax.Ref, sums: Any) -> Any:
-    """Adds the product of two blocks to the sums of this warpgroup's columns."""
+    """Add the product of two blocks to the sums of this warpgroup's columns."""
     plgpu.wgmma(sums, a, b.at[own].transpose((1, 0)))
     plgpu.wgmma_wait(0)
     return sums
@@ -126,7 +128,7 @@ def _body(a: jax.Ref, b: jax.Ref, of_a: jax.Ref, of_b: jax.Ref, out: jax.Ref) ->
             part = pl.ds(row, TILE), pl.ds(column, COLUMNS)
 
             def around(run: Callable[[Any], Any]) -> None:
-                # before the sums, whose first block is waited for anyway
+                # loaded before the sums, which wait for their first block in any case
                 of_rows = _scales(of_a, row, 1)
                 of_columns = _scales(of_b, column + group * TILE, 0)
 
@@ -149,8 +151,8 @@ def _body(a: jax.Ref, b: jax.Ref, of_a: jax.Ref, of_b: jax.Ref, out: jax.Ref) ->
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _of_blocks(x: Quantized, block: int) -> jax.Array:
-    """A scale for each row of whole blocks: the kernel loads past the last row. Or the only one."""
+def _padded_scales(x: Quantized, block: int) -> jax.Array:
+    """Return a scale per row, padded to whole blocks, which the kernel loads; or the only one."""
     if x.scales.size == 1:
         return x.scales.reshape(1)
     count = x.codes.shape[0]
@@ -160,11 +162,11 @@ def _of_blocks(x: Quantized, block: int) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames=("dtype", "interpret"))
 def multiply(a: Quantized, b: Quantized, dtype: jnp.dtype, interpret: Any = None) -> jax.Array:
-    """`quantized_matmul.multiply_plain(a, b, 1, dtype)` of matrices [m, k] and [n, k].
+    """Compute `quantized_matmul.multiply_plain(a, b, 1, dtype)` of matrices [m, k] and [n, k].
 
-    Both int8, or each of one of the float8 formats. Blocks at the edges may be partial (TMA copies
-    zeros from outside an array, and drops what is stored there), but m is of eights, n of 64s and k
-    of 128s.
+    Both operands are int8, or each has a float8 format. Blocks at the edges may be partial (TMA
+    reads zeros outside an array, and drops writes there), but m, n and k must be multiples of 8, 64
+    and 128.
     """
     kernel = plgpu.kernel(
         _body,
@@ -176,5 +178,5 @@ def multiply(a: Quantized, b: Quantized, dtype: jnp.dtype, interpret: Any = None
         kernel_name="quantized_product",
         interpret=interpret,
     )
-    found = kernel(a.codes, b.codes, _of_blocks(a, TILE), _of_blocks(b, COLUMNS))
-    return varying.over(found, varying.axes_of(a, b))  # which `plgpu.kernel` forgets
+    found = kernel(a.codes, b.codes, _padded_scales(a, TILE), _padded_scales(b, COLUMNS))
+    return varying.over(found, varying.axes_of(a, b))  # `plgpu.kernel` drops the varying axes

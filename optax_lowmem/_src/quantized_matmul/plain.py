@@ -22,7 +22,7 @@ class Format:
 
     Attributes:
       name: for example `int8`.
-      dtype: of the codes.
+      dtype: dtype of the codes.
       largest: the value that the largest magnitude of a row or tensor is scaled to.
     """
 
@@ -36,7 +36,7 @@ class Format:
         return jnp.issubdtype(self.dtype, jnp.integer)
 
     def at_unit(self) -> "Format":
-        """The format with the largest magnitude scaled to 1 (SwitchBack's simulated float8)."""
+        """Return the format with the largest magnitude scaled to 1, as SwitchBack simulates it."""
         return dataclasses.replace(self, name=f"{self.name}-unit", largest=1.0)
 
 
@@ -48,8 +48,8 @@ FORMATS = {format.name: format for format in (INT8, E4M3, E5M2)}
 
 # ---- quantized operands and their products -------------------------------------------------------
 
-LONGEST_SUM = (2**31 - 1) // 127**2  # of int8 products in int32
-# 2^-100: under this a maximum is taken as this, so that its reciprocal stays in f32
+LONGEST_SUM = (2**31 - 1) // 127**2  # number of int8 products in an int32 sum
+# 2^-100: lower bound of maxima, so that their reciprocals do not overflow f32
 _LEAST_BITS = (127 - 100) << 23
 
 
@@ -57,8 +57,8 @@ class Quantized(NamedTuple):
     """An array as codes * scales.
 
     Attributes:
-      codes: of the format's dtype, of the array's shape.
-      scales: f32, of size 1 on the axes that share one.
+      codes: the array's shape, in the format's dtype.
+      scales: f32, with size 1 on the axes that share a scale.
     """
 
     codes: jax.Array
@@ -66,24 +66,24 @@ class Quantized(NamedTuple):
 
 
 def quantize_plain(x: jax.Array, axes: int | tuple[int, ...] | None, to: Format) -> Quantized:
-    r"""Codes round(x * largest / absmax), and absmax / largest (SwitchBack, eq. 1).
+    r"""Return codes round(x * largest / absmax) and scales absmax / largest (SwitchBack, eq. 1).
 
     Args:
-      x: of any floating dtype.
-      axes: what shares a maximum: the axis of the sum (row-wise), or None, all (tensor-wise).
+      x: an array of any floating dtype.
+      axes: axes that share a maximum: the summed axis (row-wise), or None for all (tensor-wise).
       to: the format.
 
     Returns:
       Codes and scales; |x - codes * scales| is at most half a unit of the codes. Rounding is to
-      nearest, ties to even. All zeros are codes of 0. Where a maximum is not finite, the scale is
-      not either, and so the product.
+      nearest, ties to even. Zeros have codes of 0. If a maximum is not finite, neither are its
+      scale and the product.
     """
     absmax = absmax_of(x, axes)
     return Quantized(codes_of(x, absmax, to), scales_of(absmax, to))
 
 
 def absmax_of(x: jax.Array, axes: int | tuple[int, ...] | None) -> jax.Array:
-    """f32 maxima of the magnitudes, of size 1 on the axes that share one; 2^-100 at least."""
+    """Return f32 maxima of |x|, at least 2^-100, with size 1 on the axes that share one."""
     over = range(x.ndim) if axes is None else axes
     over = tuple(over) if isinstance(over, Iterable) else (over,)
     over = tuple(axis % x.ndim for axis in over)
@@ -92,19 +92,19 @@ def absmax_of(x: jax.Array, axes: int | tuple[int, ...] | None) -> jax.Array:
         return jnp.full(shape, numerics.from_bits(jnp.uint32(_LEAST_BITS)))
     if len(over) > 1 or (axes is None and over):
         absmax = numerics.absmax(numerics.widen(x), over, _LEAST_BITS)
-    else:  # as kernels do
+    else:  # as in the kernels
         bits = numerics.absmax_bits(numerics.widen(x), axes=over)
         absmax = numerics.from_bits(jnp.maximum(bits, jnp.uint32(_LEAST_BITS)))
     return lax.expand_dims(absmax, over)
 
 
 def as_stored(stored: T) -> T:
-    """The same codes and scales; XLA on a GPU would go on with what was rounded to FP8 codes."""
+    """Return the same codes and scales, behind a barrier: XLA on a GPU may skip rounding to FP8."""
     return lax.optimization_barrier(stored)
 
 
 def codes_of(x: jax.Array, absmax: jax.Array, to: Format, clip: bool = False) -> jax.Array:
-    """Codes of values whose maximum is `absmax`, which broadcasts; `clip`: or may be more."""
+    """Return codes of values with maximum `absmax`, which broadcasts; `clip` if x may exceed it."""
     x = numerics.widen(x)
     if clip:
         x = jnp.clip(x, -absmax, absmax)
@@ -120,7 +120,10 @@ def scales_of(absmax: jax.Array, to: Format) -> jax.Array:
 
 
 def _with_reciprocal(absmax: jax.Array, to: Format) -> jax.Array:
-    """Maxima whose reciprocals are normal numbers; codes of larger ones exceed 1, up to 4."""
+    """Return maxima limited so that `largest / maximum` is normal; some codes then reach 4, not 1.
+
+    The limit only matters for formats with `largest` < 4, as of `at_unit`.
+    """
     most = to.largest * 2.0**126
     return absmax if most >= 2.0**128 else jnp.minimum(absmax, jnp.float32(most))
 
@@ -133,25 +136,24 @@ def multiply_plain(
     transposed: bool = False,
     sharding: jax.sharding.NamedSharding | None = None,
 ) -> jax.Array:
-    """A product of codes, scaled back.
+    """Multiply codes, and scale the sums back.
 
-    Products of integers are summed in int32, exactly, those of float8 in f32; the sums times the
-    scales, those of `b` first, in f32, are rounded to `dtype`.
+    int8 products are summed exactly in int32, float8 products in f32. The sums are multiplied by
+    the scales in f32, those of `b` first, and rounded to `dtype`.
 
     Args:
       a: the left operand.
       b: the right operand.
-      sums: how many axes each is summed over: the last ones, or the first (`transposed`); scales
-        are of size 1 there.
-      dtype: of the result.
-      transposed: whether the sum is over the first axes.
-      sharding: of the result, on a mesh with Explicit axes.
+      sums: number of axes to sum over, on which scales have size 1.
+      dtype: dtype of the result.
+      transposed: whether to sum over the first axes instead of the last ones.
+      sharding: sharding of the result, on a mesh with Explicit axes.
 
     Returns:
-      [*the other axes of a, *those of b].
+      The product, [*other axes of a, *other axes of b].
 
     Raises:
-      ValueError: for sums of more int8 products than int32 holds, 133,144.
+      ValueError: if a sum has more int8 products than int32 can hold, 133,144.
     """
     axes = [
         tuple(range(sums)) if transposed else tuple(range(x.codes.ndim - sums, x.codes.ndim))
@@ -161,8 +163,8 @@ def multiply_plain(
     length = math.prod(a.codes.shape[axis] for axis in axes[0])
     if integer and length > LONGEST_SUM:
         raise ValueError(
-            f"a sum of {length:,} int8 products may leave int32, which holds {LONGEST_SUM:,}: use "
-            "float8, or keep this product in 16 bits."
+            f"a sum of {length:,} int8 products may overflow int32, which holds {LONGEST_SUM:,}: "
+            "use float8, or keep this product in 16 bits."
         )
     dims = ((axes[0], axes[1]), ((), ()))
     kind = jnp.int32 if integer else jnp.float32
@@ -173,5 +175,5 @@ def multiply_plain(
     rank_a, rank_b = of_a.ndim, of_b.ndim
     of_a = jnp.expand_dims(of_a, tuple(range(rank_a, rank_a + rank_b)))
     of_b = jnp.expand_dims(of_b, tuple(range(rank_a)))
-    # the weight's scale first: sums times an activation's may leave f32 where the result does not
+    # the weight's scale first: sums times an activation's can overflow f32 when the result does not
     return (found.astype(jnp.float32) * of_b * of_a).astype(dtype)

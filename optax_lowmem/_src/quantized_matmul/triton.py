@@ -1,6 +1,6 @@
-"""Quantizing as GPU kernels.
+"""GPU kernels that quantize.
 
-XLA reads an array once for its maxima and once more for its codes. Here a row is read once.
+XLA reads an array once for its maxima and once more for its codes; these kernels read a row once.
 """
 
 import functools
@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from optax_lowmem._src.core import gpu_kernel, tiles
-from optax_lowmem._src.core.gpu_kernel import Operand, Program, Run
 from optax_lowmem._src.core.groups import next_power_of_two, result_like
+from optax_lowmem._src.kernels import gpu_kernel, tiles
+from optax_lowmem._src.kernels.gpu_kernel import Operand, Program, Run
 from optax_lowmem._src.quantized_matmul import plain
 from optax_lowmem._src.quantized_matmul.plain import Format, Quantized
 
-_PER_WARP = 1024  # numbers of a row that a warp takes
-_ROW_ELEMENTS = 4096  # of a program, where rows are shorter
+_PER_WARP = 1024  # numbers per warp
+_ROW_ELEMENTS = 4096  # numbers per program, if rows are shorter
 _TRANSPOSED_TILE = 64
 
 
@@ -34,7 +34,7 @@ def _rows_body(
 
 @functools.partial(jax.jit, static_argnames=("to", "backend"))
 def quantize_rows(x: jax.Array, to: Format, backend: str = "pallas") -> Quantized:
-    """`plain.quantize_plain(x, 1, to)` of [rows, width], reading it once."""
+    """Compute `plain.quantize_plain(x, 1, to)` of [rows, width], reading x once."""
     count, width = x.shape
     padded = next_power_of_two(width)
     rows = max(1, _ROW_ELEMENTS // padded)
@@ -52,9 +52,9 @@ def quantize_rows(x: jax.Array, to: Format, backend: str = "pallas") -> Quantize
 
 
 def store_scale(program: Program, scale_at: Operand, absmax: jax.Array, to: Format) -> None:
-    """Writes the scale of a tensor's codes to an array [1], in one program of a grid of two axes.
+    """Write the scale of a tensor's codes to an array [1], in one program of a 2-D grid.
 
-    By XLA it would be a launch of its own.
+    With XLA this would be a separate launch.
     """
     scale = plain.scales_of(absmax, to)
     first = (program.index(0) == 0) & (program.index(1) == 0)
@@ -88,7 +88,7 @@ def quantize_transposed(
     clip: bool = False,
     backend: str = "pallas",
 ) -> Quantized:
-    """The transpose of [rows, columns] as codes of `plain.codes_of`, and their scale."""
+    """Return the codes (by `plain.codes_of`) and scale of the transpose of x [rows, columns]."""
     codes, scale = gpu_kernel.launch(
         functools.partial(_transposed_body, to, clip),
         [x, absmax.reshape(1)],

@@ -1,4 +1,4 @@
-"""A model as a chain of stages, and its parameters taken apart accordingly."""
+"""`Layered`, a model as a chain of stages, and the split of its parameters into stacks and rest."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ LayerFunction = Callable[[Any, Any, Any, Any], Any]  # (own, rest, x, batch) -> 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layered:
-    """A model whose layers are stacked: what comes first, stacks of like layers, what comes last.
+    """A model with stacked layers: a first stage, stacks of equal layers, and a last stage.
 
     ::
 
@@ -28,24 +28,25 @@ class Layered:
                 x = layer(own, rest, x, batch)
         loss = last(rest, x, batch)
 
-    `rest` is the tree of parameters with None in place of the stacks. Any of the functions may read
-    any of it: an embedding that is also the output head, an attention block that all layers share.
+    `rest` is the tree of parameters with None in place of the stacks. Every function may read any
+    part of it: an embedding that is also the output head, an attention block that all layers share.
 
     Args:
       first: (rest, batch) -> x, any tree of arrays. The layers keep its shapes and dtypes.
-      layers: path of a stack in the parameters (as in `explain`: "layers", "decoder/blocks") ->
-        (own, rest, x, batch) -> x. Each leaf of a stack has the layers on axis 0; `own` is the
-        subtree without that axis. A layer of its own number: put it into x.
+      layers: dict from the path of a stack in the parameters (as in `explain`: "layers",
+        "decoder/blocks") to its layer function, (own, rest, x, batch) -> x. Each leaf of a stack
+        has the layers on axis 0; `own` is one layer's subtree, without that axis. If a layer needs
+        its index, keep a counter in x.
       last: (rest, x, batch) -> loss, a float scalar, or (loss, aux).
-      has_aux: whether `last` gives (loss, aux).
+      has_aux: whether `last` returns (loss, aux).
 
-    A `Layered` is itself the function (params, batch) -> loss: a scan over each stack in which
-    every layer is rematerialised, for evaluation, or for `jax.value_and_grad` and `lowmem.step`.
+    A `Layered` is callable as (params, batch) -> loss. It scans over each stack and rematerialises
+    every layer, for evaluation, or for `jax.value_and_grad` and `lowmem.step`.
 
     Raises:
       TypeError: for stages that are not functions.
-      ValueError: without a stack; when called, for a path that is not in the parameters, and for
-        leaves of a stack that do not all have as many layers, by name.
+      ValueError: if there is no stack. When called, for a path that is not in the parameters, and
+        for leaves of a stack with different numbers of layers.
 
     Example:
       >>> import jax.numpy as jnp
@@ -68,16 +69,16 @@ class Layered:
     def __post_init__(self) -> None:
         if not isinstance(self.layers, Mapping) or not self.layers:
             raise ValueError(
-                f"layers is a dict from the path of a stack to its layer function, such as "
+                f"layers is a dict from the path of a stack to its layer function, for example "
                 f"{{'layers': block}}, got {self.layers!r}"
             )
         stages = {"first": self.first, **self.layers, "last": self.last}
         for name, stage in stages.items():
             if not callable(stage):
-                raise TypeError(f"stage '{name}' of the model is no function: {stage!r}")
+                raise TypeError(f"stage '{name}' of the model is not a function: {stage!r}")
 
     def __call__(self, params: optax.Params, batch: object) -> Any:
-        """The loss, or (loss, aux)."""
+        """Return the loss, or (loss, aux)."""
         parts = take_apart(params, tuple(self.layers))
         x = self.first(parts.rest(), batch)
         for path, layer in self.layers.items():
@@ -92,12 +93,12 @@ class Layered:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """The parameters of like layers.
+    """Parameters of a stack of layers.
 
     Attributes:
-      tree: each leaf with the layers on axis 0.
-      indices: of its leaves in the whole tree.
-      layers: how many there are.
+      tree: subtree whose leaves have the layers on axis 0.
+      indices: indices of its leaves in the whole tree.
+      layers: number of layers.
     """
 
     tree: Any
@@ -107,13 +108,13 @@ class Stack:
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Parameters taken apart: stacks, and the rest.
+    """Parameters, split into stacks and the rest.
 
     Attributes:
-      stacks: by path.
-      leaves: of the rest.
-      indices: of these in the whole tree.
-      treedef: of the rest.
+      stacks: the stacks, by path.
+      leaves: leaves of the rest.
+      indices: indices of these leaves in the whole tree.
+      treedef: tree structure of the rest.
     """
 
     stacks: dict[str, Stack]
@@ -122,13 +123,13 @@ class Parts:
     treedef: Any
 
     def rest(self, changed: Mapping[int, jax.Array] | None = None) -> Any:
-        """The rest of the tree, with other leaves at some positions of it."""
+        """Return the rest of the tree, with the leaves at some positions replaced."""
         changed = changed or {}
         return self.treedef.unflatten([changed.get(i, x) for i, x in enumerate(self.leaves)])
 
 
 def take_apart(params: optax.Params, paths: Sequence[str]) -> Parts:
-    """The stacks at these paths, and the rest."""
+    """Split parameters into the stacks at these paths and the rest."""
 
     def is_stack(path: tuple[object, ...], node: object) -> bool:
         del node
@@ -166,36 +167,36 @@ def take_apart(params: optax.Params, paths: Sequence[str]) -> Parts:
 def _layers_of(path: str, tree: optax.Params) -> int:
     leaves = trees.named_leaves(tree)
     if not leaves:
-        raise ValueError(f"the stack '{path}' has no leaves: name the subtree of the layers.")
+        raise ValueError(f"the stack '{path}' has no leaves: pass the path of the layers.")
     sizes = {name: jnp.shape(leaf)[:1] for name, leaf in leaves}
     (first, size), *others = sizes.items()
     for name, other in [(first, size), *others]:
         where = f"{path}/{name}" if name else path
         if not other or other[0] == 0:
             raise ValueError(
-                f"leaf '{where}' of the stack '{path}' has no axis of layers: every leaf of a "
-                "stack has one entry per layer on axis 0. Move it out of the stack, into the rest."
+                f"leaf '{where}' of the stack '{path}' has no layer axis: every leaf of a stack "
+                "needs one entry per layer on axis 0. Move it out of the stack, into the rest."
             )
         if other != size:
             raise ValueError(
                 f"leaf '{where}' has {other[0]} layers on axis 0 and '{path}/{first}' has "
-                f"{size[0]}: the leaves of a stack have one entry per layer. Move it into another "
+                f"{size[0]}: all leaves of a stack need as many layers. Move it into another "
                 "stack, or into the rest."
             )
     return int(size[0])
 
 
-# ---- what a function reads -----------------------------------------------------------------------
+# ---- leaves that a function reads ----------------------------------------------------------------
 
 
 def reads(function: Callable[..., Any], rest: optax.Params, *args: object) -> list[bool]:
-    """Return for each leaf of `rest` whether `function(rest, *args)` uses it."""
+    """Return whether `function(rest, *args)` uses each leaf of `rest`."""
     closed = jax.make_jaxpr(function)(rest, *args)
     return _read(closed.jaxpr)[: len(jax.tree.leaves(rest))]
 
 
 def _read(jaxpr: Jaxpr) -> list[bool]:
-    """Return for each input of a jaxpr whether it is used, also in called jaxprs, or may be."""
+    """Return whether each input of a jaxpr is (or may be) used, looking into called jaxprs."""
     used = {id(var) for var in jaxpr.outvars}
     for eqn in jaxpr.eqns:
         inner = eqn.params.get("jaxpr")
@@ -215,11 +216,11 @@ def _is_float(x: ArrayLike) -> bool:
 
 
 def floats(tree: object) -> list[Any]:
-    """The leaves that have a gradient."""
+    """Return the leaves of inexact dtype, which have gradients."""
     return [x for x in jax.tree.leaves(tree) if _is_float(x)]
 
 
 def with_floats(tree: object, values: Sequence[jax.Array]) -> Any:
-    """The tree with other `floats`."""
+    """Return the tree with its `floats` replaced."""
     new = iter(values)
     return jax.tree.map(lambda x: next(new) if _is_float(x) else x, tree)

@@ -1,4 +1,4 @@
-"""The training step of a layered model: leaves are stepped before others have a gradient."""
+"""Training step of a layered model that updates each layer during the backward pass."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from optax_lowmem._src.core import random, scope, trees, varying
+from optax_lowmem._src.core import context, random, trees, varying
 from optax_lowmem._src.core.placement import placements
-from optax_lowmem._src.core.rules import MatrixRule, UpdateRule
 from optax_lowmem._src.release.model import (
     Layered,
     LayerFunction,
@@ -22,21 +21,17 @@ from optax_lowmem._src.release.model import (
     take_apart,
     with_floats,
 )
-from optax_lowmem._src.update import IMPLEMENTATIONS, LeafPlan, LeafState
-from optax_lowmem._src.update.batch import LeafBatch
-from optax_lowmem._src.update.engine import (
-    Engine,
-    EngineTransformation,
-    count_and_keys,
-    step_leaves,
-)
+from optax_lowmem._src.step import IMPLEMENTATIONS, LeafPlan, LeafState
+from optax_lowmem._src.step.batch import LeafBatch
+from optax_lowmem._src.step.engine import Engine, EngineTransformation, count_and_keys, step_leaves
+from optax_lowmem._src.step.rule import MatrixRule, UpdateRule
 from optax_lowmem._src.wrappers.pack import PackedEngine
 
-# ---- one layer of stacked leaves: which can be stepped on their own, reading and writing it ------
+# ---- one layer of stacked leaves: whether it can be stepped alone; reading and writing it --------
 
 
 def layer_plan(rule: UpdateRule, plan: LeafPlan, layers: int, per_layer: bool) -> LeafPlan:
-    """The plan of one layer of a leaf that is planned as a whole: it keeps the axis, of size 1.
+    """Return the plan of one layer from that of its stacked leaf; axis 0 is kept, with size 1.
 
     Raises:
       ValueError: for a leaf whose layers cannot be stepped one by one.
@@ -56,20 +51,20 @@ def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
     measures = own.prepares == "leaf" or (isinstance(own, MatrixRule) and own.of_whole_leaf)
     if measures and not per_layer:
         return (
-            f"{type(own).__name__} measures all of a tensor before it steps. per_layer=True "
-            "measures each layer on its own, as in the same model with unrolled layers."
+            f"{type(own).__name__} reduces over a whole tensor before it steps. per_layer=True "
+            "reduces over each layer separately, as in the same model with unrolled layers."
         )
     if plan.matrices is not None and 0 in (*plan.matrices.rows, *plan.matrices.columns):
         return (
-            "they are rows or columns of its matrices. Leave the first axis out of its "
+            "axis 0 is a row or column axis of its matrices. Leave it out of its "
             "MuonDimensionNumbers."
         )
-    place = scope.placement(plan.path)
+    place = context.placement(plan.path)
     if place is not None and place.parts(0) > 1:
-        return f"they lie on several devices ({place.spec}). Cut another axis."
+        return f"axis 0 is sharded ({place.spec}). Shard another axis."
     if plan.grouped and len(plan.shape) == 1:
         return (
-            "its only axis is that of the layers, and groups of codes lie along it. Leave it "
+            "its only axis is the layer axis, so groups of codes span layers. Leave it "
             f"uncompressed: Policy(exclude=('{plan.path}',))."
         )
     if plan.block is None:
@@ -89,24 +84,23 @@ def _reason(rule: UpdateRule, plan: LeafPlan, per_layer: bool) -> str | None:
         if slot.codec is not None and values % plan.group_size:
             return (
                 f"its {slot.name} has {values} values per layer in groups of {plan.group_size}, "
-                "which lie across layers. Keep it in f32: "
+                "which span layers. Keep it in f32: "
                 f"Policy(exclude=('{slot.name}:{plan.path}',))."
             )
     return None
 
 
 def groups_of_blocks(plan: LeafPlan, layers: int) -> int:
-    """Of one layer, in the codes of shared slots."""
+    """Return the number of groups of codes per layer, for shared slots."""
     if plan.block is None:
         return 0
     return plan.block.values(plan.shape) // layers // plan.group_size
 
 
 def read_layer(tree: object, layer: jax.Array, layers: int) -> Any:
-    """A layer's part of each array, fenced.
+    """Slice one layer of each array, behind an optimization barrier.
 
-    Without the fence XLA's CPU backend sees that a part is read of what is written, and copies the
-    whole stack.
+    Without the barrier, XLA's CPU backend copies the whole stack, since it is read and written.
     """
 
     def part(x: jax.Array) -> jax.Array:
@@ -117,7 +111,7 @@ def read_layer(tree: object, layer: jax.Array, layers: int) -> Any:
 
 
 def write_layer(tree: object, parts: object, layer: jax.Array, layers: int) -> Any:
-    """The arrays with a layer's part anew, in place where the old one is not used any more."""
+    """Write one layer of each array, in place if the old array is not used any more."""
 
     def whole(x: jax.Array, part: jax.Array) -> jax.Array:
         size = x.shape[0] // layers
@@ -133,22 +127,22 @@ Gradient = Callable[[jax.Array], jax.Array]
 
 @dataclasses.dataclass(eq=False)
 class Run:
-    """One step: every leaf of the tree, old until it is updated.
+    """State of one step: the leaves of the tree, each old until it is updated.
 
     Attributes:
       engine: the optimizer.
       h: hyperparameters of the step.
-      count: the new one.
-      keys: of the leaves, uint32 [leaves].
+      count: the new step count.
+      keys: random keys of the leaves, uint32 [leaves].
       before: the old state.
-      parts: the parameters taken apart.
-      plans: of the whole leaves.
+      parts: the parameters, split into stacks and the rest.
+      plans: plans of the whole leaves.
       of_layers: plans of one layer of stacked leaves, by index.
-      weights: parameters.
-      states: of the leaves.
-      shared: of their shared slots.
-      totals: gradients so far of leaves of the rest, by index.
-      each: to be applied to every gradient.
+      weights: the parameters.
+      states: states of the leaves.
+      shared: states of their shared slots.
+      totals: gradients accumulated so far for leaves of the rest, by index.
+      each: function applied to every gradient.
     """
 
     engine: Engine
@@ -175,7 +169,7 @@ class Run:
         each: Gradient | None,
         per_layer: bool,
     ) -> "Run":
-        """Everything old, and checked: each leaf of a stack can be stepped layer by layer."""
+        """Start a step; raise ValueError if a leaf of a stack cannot be stepped layer by layer."""
         trees.check_state(state, engine.rule.state_type)
         plans = engine.plans(params, state, direct=True)
         parts = take_apart(params, tuple(model.layers))
@@ -194,7 +188,7 @@ class Run:
         )  # fmt: skip
 
     def result(self, params: optax.Params) -> tuple[Any, Any]:
-        """The new parameters and state."""
+        """Return the new parameters and state."""
         treedef: Any = jax.tree.structure(params)
         state = self.engine.pack(
             self.count, self.plans, self.states, self.shared, params, self.before
@@ -202,13 +196,13 @@ class Run:
         return treedef.unflatten(self.weights), state
 
     def add(self, positions: Sequence[int], gradients: Sequence[jax.Array]) -> None:
-        """Gradients of leaves of the rest, by position in it."""
+        """Add gradients to the totals of leaves of the rest, given by position in it."""
         for at, g in zip(positions, gradients, strict=True):
             i = self.parts.indices[at]
             self.totals[i] = self.totals[i] + g if i in self.totals else g
 
     def update_rest(self, positions: Sequence[int], then: object) -> Any:
-        """Steps leaves of the rest; what comes `then` waits for it, and so frees the gradients."""
+        """Step leaves of the rest; return `then`, made to depend on them to free the gradients."""
         indices = [self.parts.indices[at] for at in positions]
         if not indices:
             return then
@@ -226,13 +220,13 @@ class Run:
     def update_layer(
         self, stack: Stack, layer: jax.Array, gradients: list[jax.Array], leaves: Any
     ) -> Any:
-        """The `leaves` of one layer (weights, states, shared states), stepped.
+        """Step one layer and return its new (weights, states, shared states).
 
         Args:
-          stack: which leaves.
-          layer: which layer.
-          gradients: of the layer, with `each` applied.
-          leaves: with the axis of layers, of size 1.
+          stack: the stack of the layer.
+          layer: index of the layer.
+          gradients: gradients of the layer, with `each` applied.
+          leaves: old (weights, states, shared states), with a layer axis of size 1.
         """
         plans = [self.of_layers[i] for i in stack.indices]
         weights, states, shared = leaves
@@ -258,22 +252,22 @@ class Run:
         keys: jax.Array,
         shared_keys: jax.Array | None = None,
     ) -> LeafBatch:
-        """Parameters or layers of them, with the hyperparameters of this step."""
+        """Return a batch of leaves, or of layers of them, with this step's hyperparameters."""
         return LeafBatch(
             tuple(plans), gradients, weights, states, self.h, [{}] * len(plans), keys,
-            tuple(range(len(plans))), scope.implementation(), shared,
+            tuple(range(len(plans))), context.implementation(), shared,
             keys if shared_keys is None else shared_keys,
         )  # fmt: skip
 
     def of(
         self, indices: Sequence[int]
     ) -> tuple[list[jax.Array], list[LeafState], list[LeafState]]:
-        """Weights, states and states of shared slots of some leaves."""
+        """Return weights, states and states of shared slots of some leaves."""
         weights = [self.weights[i] for i in indices]
         return weights, [self.states[i] for i in indices], [self.shared[i] for i in indices]
 
     def set(self, indices: Sequence[int], weights: Any, states: Any, shared: Any) -> None:
-        """Puts the new ones in their place."""
+        """Replace weights, states and states of shared slots of some leaves."""
         for i, *new in zip(indices, weights, states, shared, strict=True):
             self.weights[i], self.states[i], self.shared[i] = new
 
@@ -291,43 +285,44 @@ def train_step(
     mesh: jax.sharding.Mesh | None = None,
     specs: object = None,
 ) -> Callable[[Any, Any, Any], tuple[Any, Any, Any]]:
-    """A training step in which the gradients of stacked layers never exist all at once.
+    """Return a training step that never stores the gradients of all stacked layers at once.
 
-    Forward as usual, keeping the input of every layer; then backward in a loop over the layers that
-    holds weights and state, and in which a layer's gradient is taken (from its input, computing the
-    layer again), its slice of every weight and slot stepped, and written back in its place. The
-    rest of the parameters follow as soon as no earlier stage reads them.
+    The forward pass saves the input of every layer. The backward pass loops over the layers: it
+    recomputes a layer from its input, computes its gradients, steps its slice of every weight and
+    slot, and writes the slices back in place. The rest of the parameters are stepped as soon as no
+    earlier stage reads them.
 
-    The result is that of `jax.value_and_grad(model)` and `lowmem.step`, random bits included.
+    The result equals `jax.value_and_grad(model)` with `lowmem.step`, including random bits.
 
     Args:
       tx: one of our optimizers, such as `flash_adamw(schedule, mask=...)`.
-      model: stages and stacks.
-      each_gradient: applied to every gradient, one layer's at a time without its axis of layers:
-        elementwise work such as clipping by value, or `lax.pmean` inside a `shard_map`.
-      per_layer: let an optimizer that measures whole tensors (`stable_adamw`'s RMS_t) measure each
-        layer on its own, as in the same model unrolled; else it is refused.
-      implementation: as of `lowmem.step`.
+      model: the stages and stacks.
+      each_gradient: function applied to every gradient; for a stack, to one layer at a time,
+        without the layer axis. For elementwise work such as clipping by value, or `lax.pmean`
+        inside a `shard_map`.
+      per_layer: whether an optimizer that reduces over whole tensors (`stable_adamw`'s RMS_t) may
+        reduce over each layer, as in the same model unrolled; otherwise it raises an error.
+      implementation: as in `lowmem.step`.
       mesh: likewise.
-      specs: likewise; the axis of layers is not sharded.
+      specs: likewise; the layer axis must not be sharded.
 
     Returns:
-      (params, state, batch) -> (loss, params, state), with (loss, aux) for a model `has_aux`. Jit
-      it with `donate_argnums=(0, 1)`: nothing is donated here.
+      (params, state, batch) -> (loss, params, state), with (loss, aux) if the model `has_aux`. Jit
+      it with `donate_argnums=(0, 1)`; it donates nothing by itself.
 
     Raises:
-      TypeError: for another model or gradient function.
-      ValueError: for a transformation that may need all gradients at once: whatever stands around
-        one of our optimizers, or before it (clipping by the global norm, `accumulate_gradients`,
-        `MultiSteps`). In the step, for a leaf whose layers are not independent, by name.
+      TypeError: if `model` is no `Layered`, or `each_gradient` no function.
+      ValueError: for a transformation that may need all gradients at once: anything around or
+        before one of our optimizers (clipping by the global norm, `accumulate_gradients`,
+        `MultiSteps`). When called, for a leaf whose layers depend on one another.
 
-    Memory: beside weights, state and the inputs of the layers (what rematerialisation of each layer
-    keeps anyway), the working set of one layer: its backward, its gradients, and a copy of its
-    slices. An ordinary step holds the gradients of all layers, 2 or 4 bytes per parameter.
+    Memory: besides weights, state and the inputs of the layers (which rematerialisation of each
+    layer stores anyway), the working set of one layer: its backward pass, its gradients, and a copy
+    of its slices. An ordinary step stores the gradients of all layers, 2 or 4 bytes per parameter.
 
-    Numerics: XLA may fuse the multiply-adds of the two programs differently: last bits, which are
-    codes only next to a rounding boundary. Means over a block of Adam-mini are taken layer by
-    layer. A parameter that several stages read has its gradients added stage by stage.
+    Numerics: XLA may fuse the multiply-adds of the two programs differently, which changes last
+    bits, and codes only next to a rounding boundary. Adam-mini's block means are computed layer by
+    layer. The gradients of a parameter that several stages read are added stage by stage.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_lowmem as lowmem
@@ -347,9 +342,9 @@ def train_step(
     """
     engine = _engine_of(tx)
     if not isinstance(model, Layered):
-        raise TypeError(f"model takes a release.Layered, got {type(model).__name__}")
+        raise TypeError(f"model must be a release.Layered, got {type(model).__name__}")
     if each_gradient is not None and not callable(each_gradient):
-        raise TypeError(f"each_gradient takes a function of an array, got {each_gradient!r}")
+        raise TypeError(f"each_gradient must be a function of an array, got {each_gradient!r}")
     if implementation not in (None, *IMPLEMENTATIONS):
         raise ValueError(
             f"implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}"
@@ -357,7 +352,7 @@ def train_step(
 
     def step(params: optax.Params, state: optax.OptState, batch: object) -> tuple[Any, Any, Any]:
         places = None if specs is None else placements(params, specs, mesh)
-        with scope.implementing(implementation), scope.placing(places):
+        with context.implementing(implementation), context.placing(places):
             run = Run.begin(engine, model, params, state, each_gradient, per_layer)
             loss = backward(model, run, batch)
             return loss, *run.result(params)
@@ -368,25 +363,25 @@ def train_step(
 def _engine_of(tx: optax.GradientTransformation) -> Engine:
     if isinstance(tx, EngineTransformation) and isinstance(tx.engine, PackedEngine):
         raise ValueError(
-            "pack_small_leaves joins leaves of several layers, and gradient release steps one "
-            "layer at a time: use the optimizer itself."
+            "pack_small_leaves joins leaves of several layers, but gradient release steps one "
+            "layer at a time: pass the optimizer without it."
         )
     if isinstance(tx, EngineTransformation) and tx.engine.weights:
         return tx.engine
     if isinstance(tx, EngineTransformation):
         raise ValueError(
-            "a bare direction (scale_by_*) has no learning rate to step with: use the optimizer "
-            "itself, such as flash_adamw."
+            "a bare direction (scale_by_*) has no learning rate to step with: pass a complete "
+            "optimizer, such as flash_adamw."
         )
     update = getattr(tx, "update", None)
     name = getattr(update, "__qualname__", type(tx).__qualname__).split(".<locals>")[0]
     name = f"{getattr(update, '__module__', type(tx).__module__)}.{name}"
     raise ValueError(
         f"gradient release takes one of our optimizers itself, such as flash_adamw(...), not "
-        f"{name}. What stands around it or before it may need the gradients of all layers at once "
-        "(clipping by the global norm, accumulate_gradients, MultiSteps, apply_if_finite), and "
-        "they never exist together here. Use jax.value_and_grad(model) and lowmem.step with it; or "
-        "give elementwise work on gradients as each_gradient=, a mask of decay as mask=, a "
+        f"{name}. A transformation around or before it may need the gradients of all layers at "
+        "once (clipping by the global norm, accumulate_gradients, MultiSteps, apply_if_finite), "
+        "which never exist together here. Use jax.value_and_grad(model) and lowmem.step with it; "
+        "or pass elementwise work on gradients as each_gradient=, a mask of decay as mask=, a "
         "learning rate from outside as an f32 argument of the jitted step that builds the "
         "optimizer."
     )
@@ -396,7 +391,7 @@ def _engine_of(tx: optax.GradientTransformation) -> Engine:
 
 
 def backward(model: Layered, run: Run, batch: object) -> Any:
-    """Loss (and aux); afterwards all leaves of `run` are updated."""
+    """Return the loss (and aux), and update all leaves of `run`."""
     parts = run.parts
     reading = [_positions(reads(lambda rest: model.first(rest, batch), parts.rest()))]
     x, pull_first = _first(model, parts, batch, reading[0])
@@ -434,7 +429,7 @@ def _positions(flags: Sequence[bool]) -> list[int]:
 
 
 def _first(model: Layered, parts: Parts, batch: object, positions: list[int]) -> tuple[Any, Any]:
-    """x, and the function from its gradient to those of what was read."""
+    """Return x, and the pullback from its gradient to those of the leaves at `positions`."""
 
     def run(own: list[jax.Array]) -> tuple[Any, Any]:
         x = model.first(parts.rest(dict(zip(positions, own, strict=True))), batch)
@@ -447,7 +442,7 @@ def _first(model: Layered, parts: Parts, batch: object, positions: list[int]) ->
 def _forward(
     layer: LayerFunction, parts: Parts, stacked: object, x: object, batch: object
 ) -> tuple[Any, Any]:
-    """x after all layers, and the stacked inputs of each."""
+    """Return x after all layers, and the stacked inputs of the layers."""
 
     def body(x: object, own: object) -> tuple[Any, Any]:
         return layer(own, parts.rest(), x, batch), x
@@ -458,7 +453,7 @@ def _forward(
 def _last(
     model: Layered, parts: Parts, x: object, batch: object, positions: list[int]
 ) -> tuple[Any, list[jax.Array], list[jax.Array]]:
-    """Loss (and aux), gradients of what was read and of x."""
+    """Return the loss (and aux), the gradients of leaves at `positions`, and that of x."""
 
     def run(own: list[jax.Array], values: list[jax.Array]) -> tuple[Any, Any]:
         rest = parts.rest(dict(zip(positions, own, strict=True)))
@@ -469,8 +464,8 @@ def _last(
     loss, pull, aux = jax.vjp(run, own, floats(x), has_aux=True)
     if jnp.shape(loss) or not jnp.issubdtype(loss.dtype, jnp.floating):
         raise TypeError(
-            f"`last` gives a loss, one float; this is {loss.dtype}{list(jnp.shape(loss))}. For "
-            "(loss, aux) say has_aux=True."
+            f"`last` must return a loss, one float; this is {loss.dtype}{list(jnp.shape(loss))}. "
+            "For (loss, aux) pass has_aux=True."
         )
     gradients, dx = pull(jnp.ones_like(loss))
     return (loss, aux) if model.has_aux else loss, gradients, dx
@@ -485,7 +480,7 @@ def _backward_stack(
     batch: object,
     positions: list[int],
 ) -> list[jax.Array]:
-    """The gradient of what went into a stack; its leaves are updated on the way."""
+    """Return the gradient of a stack's input, and update the stack's leaves on the way."""
     parts, count = run.parts, stack.layers
     read_by_all = [parts.leaves[at] for at in positions]
     treedef: Any = jax.tree.structure(stack.tree)
@@ -505,7 +500,7 @@ def _backward_stack(
         gradients, of_rest, dx = pull(dx)
         totals = [total + g for total, g in zip(totals, of_rest, strict=True)]
         gradients = [run.each(g) for g in jax.tree.leaves(gradients)]
-        # fenced apart from the weights: slots need not be there while gradients are computed
+        # in a separate barrier: slots are not needed while gradients are computed
         slots = [read_layer(own, i, count) for _, *own in leaves]
         states, shared = (list(field) for field in zip(*slots, strict=True))
         new = run.update_layer(stack, i, gradients, (weights, states, shared))

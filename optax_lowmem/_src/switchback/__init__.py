@@ -1,1 +1,1 @@
-"""SwitchBack's 8-bit linear layers: products, kernels, layers, the converter."""
+"""SwitchBack's 8-bit linear layers, and the converter of models."""

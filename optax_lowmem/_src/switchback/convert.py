@@ -1,4 +1,4 @@
-"""Other dense layers in a model that exists, by path."""
+"""Replace dense layers of an existing Flax model, selected by path."""
 
 import contextvars
 import dataclasses
@@ -18,30 +18,30 @@ To = type | Callable[..., Any]  # a class of layers, a partial of one, or a dot_
 
 
 def convert(model: nnx.Module | linen.Module, where: Where = "*", to: To | None = None) -> Any:
-    """The model with other dense layers, of the same parameters.
+    """Replace dense layers of a model, keeping its parameters.
 
     Args:
-      model: of NNX or Linen. It is not changed.
-      where: glob patterns on the paths of layers ("decoder/*/mlp/*"), one or several, or a function
-        of (path, layer). `*` matches `/` too. Or a part of a transformer by the names of its
-        modules: `od`, `qkv`, `out`, `up`, `down`, `all`, as of `gaussws_noise`.
-      to: what dense layers (`nn.Dense`, `nnx.Linear`) become: a class such as `SwitchBackLinear` or
-        `SwitchBackDense`, or a `functools.partial` of one with its arguments, whose `dtype`,
-        `precision`, `promote_dtype` and `preferred_element_type` go before a layer's own. Or a
-        `dot_general`, which general ones (`nn.DenseGeneral`, `nnx.LinearGeneral`, inside attention)
-        take too. By default `switchback_dot_general()`.
+      model: an NNX or Linen module. It is not changed.
+      where: selects layers: one or several glob patterns for their paths ("decoder/*/mlp/*"; `*`
+        matches `/` too), a function of (path, layer), or a part of a transformer by the names of
+        its modules: `od`, `qkv`, `out`, `up`, `down`, `all`, as in `gaussws_noise`.
+      to: the replacement of dense layers (`nn.Dense`, `nnx.Linear`): a class such as
+        `SwitchBackLinear` or `SwitchBackDense`, or a `functools.partial` of one, whose `dtype`,
+        `precision`, `promote_dtype` and `preferred_element_type` override the layer's. Or a
+        `dot_general`, which is also given to `nn.DenseGeneral` and `nnx.LinearGeneral` (inside
+        attention). By default `switchback_dot_general()`.
 
     Returns:
-      A model of NNX with the same variables; a module of Linen with the same parameters, to call
-      `init` and `apply` of (no `bind`; as a part of another module, convert that one).
+      An NNX model with the same variables, or a Linen module with the same parameters, which has
+      `init` and `apply` only (no `bind`; if it is part of another module, convert that one).
 
     Raises:
-      ValueError: where no dense layer matches; for Linen when first applied.
-      TypeError: for what is no model, for another `to`, or where a layer and `to` both compute more
-        than a product and a bias.
+      ValueError: if no dense layer matches; for Linen, when the result is first applied.
+      TypeError: if the model is not a Flax module, for another `to`, or if both a layer and `to`
+        override `__call__`.
 
-    A layer that several paths share has the first of them. A layer of a subclass with a `__call__`
-    of its own (`nnx.LoRALinear`) keeps it, and gets the product only.
+    A layer that several paths share is selected by the first of them. A layer of a subclass that
+    overrides `__call__` (`nnx.LoRALinear`) keeps its class, and only its product is replaced.
 
     Example:
       >>> from flax import nnx
@@ -56,7 +56,7 @@ def convert(model: nnx.Module | linen.Module, where: Where = "*", to: To | None 
         return _convert_nnx(model, chosen, to)
     if isinstance(model, linen.Module):
         return _convert_linen(model, chosen, to)
-    raise TypeError(f"convert takes a Flax module, of NNX or Linen, got {type(model).__name__}")
+    raise TypeError(f"convert takes a Flax module (NNX or Linen), got {type(model).__name__}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +85,7 @@ class _Part:
 
 def _nothing(paths: Iterable[str]) -> ValueError:
     known = ", ".join(f"'{path}'" for path in list(paths)[:6]) or "none"
-    return ValueError(f"no dense layer matches `where`; there are {known}")
+    return ValueError(f"no dense layer matches `where`; dense layers: {known}")
 
 
 def _class_of(to: To) -> Any:
@@ -93,13 +93,13 @@ def _class_of(to: To) -> Any:
 
 
 def _check(to: To, kind: type) -> None:
-    """Raises where `to` is no class of this kind and no dot_general."""
+    """Raise unless `to` is a subclass of `kind` or a dot_general."""
     made = _class_of(to)
     other = isinstance(made, type) and not issubclass(made, kind)
     if not callable(to) or other or isinstance(made, nnx.Module | linen.Module):
         raise TypeError(
-            f"`to` is a subclass of {kind.__module__}.{kind.__name__}, or a dot_general, for this "
-            f"model; got {to!r}"
+            f"for this model `to` must be a subclass of {kind.__module__}.{kind.__name__} or a "
+            f"dot_general, got {to!r}"
         )
 
 
@@ -107,12 +107,12 @@ def _is_class(to: To) -> bool:
     return isinstance(_class_of(to), type)
 
 
-# what `to`, a partial of a class, may say otherwise than the layer whose place it takes
+# arguments for which a partial given as `to` overrides the replaced layer
 _COMPUTING = ("dtype", "precision", "promote_dtype", "preferred_element_type")
 
 
 def _given(layer: object, names: Iterable[str], to: To) -> dict[str, Any]:
-    """A layer's arguments for its successor, less what a partial has."""
+    """Return a layer's arguments for its replacement, except those that a partial overrides."""
     said = to.keywords if isinstance(to, functools.partial) else ()
     free = [name for name in _COMPUTING if name in said]
     return {name: getattr(layer, name) for name in names if name not in free}
@@ -120,8 +120,8 @@ def _given(layer: object, names: Iterable[str], to: To) -> dict[str, Any]:
 
 def _refuse(path: str, layer: object, to: To) -> TypeError:
     return TypeError(
-        f"'{path}' is a {type(layer).__name__} with a computation of its own, as has "
-        f"{_class_of(to).__name__}: leave it out of `where`, or give a dot_general as `to`."
+        f"'{path}' is a {type(layer).__name__}, which overrides __call__, as "
+        f"{_class_of(to).__name__} does: leave it out of `where`, or pass a dot_general as `to`."
     )
 
 
@@ -132,7 +132,7 @@ _OF_LINEAR = ("use_bias", "param_dtype", *_COMPUTING)
 
 def _convert_nnx(model: nnx.Module, chosen: Chooser, to: To) -> nnx.Module:
     _check(to, nnx.Linear)
-    model = nnx.merge(*nnx.split(model))  # other modules around the same arrays
+    model = nnx.merge(*nnx.split(model))  # new modules with the same arrays
     kinds = (nnx.Linear,) if _is_class(to) else (nnx.Linear, nnx.LinearGeneral)
     layers = {
         "/".join(map(str, path)): layer
@@ -148,18 +148,20 @@ def _convert_nnx(model: nnx.Module, chosen: Chooser, to: To) -> nnx.Module:
         else:
             layer.dot_general = to
             if isinstance(layer, nnx.LinearGeneral):
-                layer.dot_general_cls = None  # which would go before
+                layer.dot_general_cls = None  # it would take precedence
     return model
 
 
 def _become(path: str, layer: Any, to: To) -> None:
-    """Makes a layer one of another class where it is, in whatever container, or shared."""
+    """Change a layer's class in place, so that every reference to the layer sees the change."""
     size, given = (layer.in_features, layer.out_features), _given(layer, _OF_LINEAR, to)
     like = nnx.eval_shape(lambda: to(*size, rngs=nnx.Rngs(0), **given))
     own = {name for name, value in vars(like).items() if isinstance(value, nnx.Variable)}
     own -= set(getattr(type(like), "added", ()))
     if own - vars(layer).keys():
-        raise TypeError(f"'{path}' has no {', '.join(own - vars(layer).keys())}: init {to} anew.")
+        raise TypeError(
+            f"'{path}' has no {', '.join(own - vars(layer).keys())}: initialise {to} anew."
+        )
     if type(layer).__call__ is nnx.Linear.__call__:
         layer.__class__ = type(like)
     elif type(like).__call__ is not nnx.Linear.__call__:
@@ -167,7 +169,7 @@ def _become(path: str, layer: Any, to: To) -> None:
     for name, value in vars(like).items():
         if not name.startswith("_") and name not in ("kernel", "bias"):
             setattr(layer, name, value)
-    if hasattr(layer, "adopt"):  # of variables that the other layer has not
+    if hasattr(layer, "adopt"):  # creates variables that the replaced layer lacks
         layer.adopt(path)
 
 
@@ -188,9 +190,9 @@ def _convert_linen(model: linen.Module, chosen: Chooser, to: To) -> linen.Module
 _running: contextvars.ContextVar[tuple[type, ...]] = contextvars.ContextVar("running", default=())
 
 
-@functools.lru_cache(128)  # so that equal conversions are of one class, and compile once
+@functools.lru_cache(128)  # equal conversions give the same class, and so compile once
 def _converted(base: type[linen.Module], chosen: Chooser, to: To) -> Any:
-    """A subclass in whose `init` and `apply` chosen layers are others, at the same paths."""
+    """Return a subclass whose `init` and `apply` replace the chosen layers, at the same paths."""
     kinds = (linen.Dense,) if _is_class(to) else (linen.Dense, linen.DenseGeneral)
 
     def intercepted(method: Callable[..., Any]) -> Any:
@@ -210,7 +212,8 @@ def _converted(base: type[linen.Module], chosen: Chooser, to: To) -> Any:
                     return call(*given, **named)
                 path = "/".join(layer.path)
                 seen[path] = chosen(path, layer)
-                if not seen[path] or getattr(layer, _TAKEN, False):  # by a later conversion
+                # a layer is not replaced again if another conversion has replaced it
+                if not seen[path] or getattr(layer, _TAKEN, False):
                     return call(*given, **named)
                 return _call_as(path, layer, to, call)(*given, **named)
 
@@ -230,8 +233,8 @@ def _converted(base: type[linen.Module], chosen: Chooser, to: To) -> Any:
         base.__post_init__(self)
         if self.parent is not None and made not in _running.get():
             raise TypeError(
-                f"a converted {base.__name__} has `init` and `apply` only: no `bind`, and to use "
-                "it in another module, convert that one."
+                f"a converted {base.__name__} has `init` and `apply` only, and no `bind`. To use "
+                "it inside another module, convert the outer module."
             )
 
     methods = {name: intercepted(getattr(base, name)) for name in ("init_with_output", "apply")}
@@ -241,7 +244,7 @@ def _converted(base: type[linen.Module], chosen: Chooser, to: To) -> Any:
     return made
 
 
-_TAKEN = "_optax_lowmem_taken"  # of a layer that computes as another one now
+_TAKEN = "_optax_lowmem_taken"  # attribute that marks a replaced layer
 _DENSE = [f.name for f in dataclasses.fields(linen.Dense) if f.init]
 _OF_DENSE = [f for f in _DENSE if f not in ("parent", "name", "dot_general", "dot_general_cls")]
 
@@ -249,11 +252,11 @@ _OF_DENSE = [f for f in _DENSE if f not in ("parent", "name", "dot_general", "do
 def _call_as(
     path: str, layer: linen.Module, to: To, call: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A layer's call as what it becomes. It keeps its scope, and so its parameters."""
+    """Return the call of a layer's replacement, in the same scope and so with its parameters."""
     others: dict[str, Any] = {"dot_general": to, "dot_general_cls": None}
     if _is_class(to):
         twin = to(**_given(layer, _OF_DENSE, to), parent=None)
-        if type(twin).__call__ is not linen.Dense.__call__:  # not only another dot_general
+        if type(twin).__call__ is not linen.Dense.__call__:  # differs in more than dot_general
             if type(layer).__call__ is not linen.Dense.__call__:
                 raise _refuse(path, layer, to)
             twin = twin.clone(parent=layer.scope)
@@ -266,7 +269,7 @@ def _call_as(
 
     def run(*args: object, **kwargs: object) -> Any:
         kept = {name: getattr(layer, name, None) for name in others}
-        try:  # modules are frozen
+        try:  # by object.__setattr__, since modules are frozen
             for name, value in others.items():
                 object.__setattr__(layer, name, value)
             return call(*args, **kwargs)

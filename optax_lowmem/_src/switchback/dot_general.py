@@ -1,4 +1,4 @@
-"""Quantized products for whatever takes a `dot_general`, and for what is written as an einsum."""
+"""Quantized products in the form of a `dot_general` and of an einsum."""
 
 import dataclasses
 import functools
@@ -35,51 +35,51 @@ def switchback_dot_general(
     scaling: str = "format",
     implementation: str = "quantized",
 ) -> DotGeneral:
-    r"""A `jax.lax.dot_general` whose products run in 8 bits, forward and backward.
+    r"""Return a `jax.lax.dot_general` whose products run in 8 bits, forward and backward.
 
     Y = s_X s_W / 127^2 * Q_{row}(X) Q_{tensor}(W) (SwitchBack, eq. 2), likewise the gradient of X;
     the gradient of W, whose sums are the longest, stays in the inputs' precision.
 
     Args:
-      variant: `switchback` (Algorithm 1), `switchback_m` (Algorithm 3: only codes of X are kept for
+      variant: `switchback` (Algorithm 1), `switchback_m` (Algorithm 3: saves X only as codes for
         the backward pass), `switchback_q` (Algorithm 4: a scale for each row and column of W),
         `llm_int8` (all three products row-wise), `tensorwise` (all three, one scale per tensor:
         section 2.3's float8), `standard` (`jax.lax.dot_general` itself).
       format: `int8`; `fp8` (E4M3); `fp8-e5m2` (E5M2 for gradients).
-      scaling: what a maximum becomes: `format`, the format's largest number, or `unit`, 1, as in
-        the paper's simulated float8.
-      implementation: `quantized`, in 8 bits whatever the sizes; `auto`, the standard products where
-        a Hopper GPU is estimated to be faster with them (narrow layers, few tokens), and 8 bits
-        elsewhere. Not the default, since numerics then depend on sizes and on the machine. Sizes
-        are as traced: under `vmap` those of one example, in a `shard_map` of one device. What it
-        does is `.choose(tokens, inputs, outputs)` of the result, with the reason.
+      scaling: the code of the largest magnitude: `format`, the format's largest number, or `unit`,
+        1, as in the paper's simulated float8.
+      implementation: `quantized`, always 8 bits; `auto`, the standard products where they are
+        estimated to be faster on a Hopper GPU (narrow layers, few tokens), otherwise 8 bits. `auto`
+        is not the default, since numerics then depend on sizes and on the machine. Sizes are as
+        traced: under `vmap` those of one example, in a `shard_map` those of one device. The
+        result's `.choose(tokens, inputs, outputs)` returns the choice and its reason.
 
     Returns:
       A function to pass as `dot_general=` of `nn.Dense`, `nn.DenseGeneral`, `nnx.Linear`,
       `nnx.LinearGeneral`, as `qkv_dot_general=` and `out_dot_general=` of attention (for
-      `nnx.Einsum`: `switchback_einsum`). The right operand is the weight. On axes of a batch (of
-      both operands) each product has scales of its own.
+      `nnx.Einsum`: `switchback_einsum`). The right operand is the weight. Batch axes (in both
+      operands) have separate scales for each of their products.
 
     Raises:
       ValueError: for another variant, format, scaling or implementation; in a product, for int8
-        sums over more than 133,144 numbers.
-      TypeError: where gradients are differentiated again.
+        sums of more than 133,144 terms.
+      TypeError: if gradients are differentiated again.
 
-    Numerics: rounding to nearest, ties to even; sums exact in int32, and of FP8 in f32 or as the
-    GPU has them (Hopper keeps about 14 bits of a sum: errors of 0.3 % rms at 16,384 terms, by XLA
-    as well, a tenth of what E4M3's rounding gives a product); scales f32. Zero rows give 0. Where a
-    row's maximum is not finite its outputs are not. Elements of a row whose maximum is under 2^-100
-    round as if it was that. Straight-through gradients.
+    Numerics: rounding to nearest, ties to even; int8 sums exact in int32; FP8 sums in f32 or in the
+    GPU's accumulator (Hopper keeps about 14 bits of a sum: errors of 0.3 % rms at 16,384 terms,
+    also with XLA, a tenth of the error of a product by E4M3's rounding); f32 scales. Zero rows give
+    0. If a row's maximum is not finite, its outputs are not finite. A maximum below 2^-100 counts
+    as 2^-100. Straight-through gradients.
 
-    On a mesh, left to XLA: data-parallel tokens add no collective, sharded weights one scalar per
-    pass (they are gathered as codes, once per pass). Where a sum lies over devices (of Y under
-    row-wise, of dX under column-wise tensor parallelism) a maximum per token is reduced, and int8
-    sums travel as int32. `switchback_q` and `llm_int8` reduce a maximum for each row and column
-    that is cut. On Explicit axes a gradient has the sharding of its operand, and `out_sharding` is
-    as of `jax.lax.dot_general`. In a `jax.shard_map` of one's own each device has scales of its
-    own.
+    On a mesh: XLA partitions the products. Data-parallel tokens add no collective; sharded weights
+    add one scalar per pass (they are gathered as codes, once per pass). If a contracted axis is
+    sharded (Y's under row-wise, dX's under column-wise tensor parallelism), one maximum per token
+    is reduced, and int8 partial sums are communicated as int32. `switchback_q` and `llm_int8`
+    reduce a maximum for each sharded row and column. On Explicit axes a gradient has the sharding
+    of its operand, and `out_sharding` is as in `jax.lax.dot_general`. In a `jax.shard_map` of yours
+    each device has separate scales.
 
-    Deviation: `switchback_m` quantizes W again in the backward pass instead of keeping its codes.
+    Deviation: `switchback_m` quantizes W again in the backward pass instead of saving its codes.
 
     Example:
       >>> import jax.numpy as jnp
@@ -94,7 +94,7 @@ def switchback_dot_general(
         raise ValueError(f"scaling must be one of {SCALINGS}, got {scaling!r}")
     if scaling == "unit":
         if format == "int8":
-            raise ValueError("scaling='unit' is of float8: integers between -1 and 1 are three.")
+            raise ValueError("scaling='unit' needs float8: int8 has only -1, 0 and 1 in [-1, 1]")
         formats = tuple(one.at_unit() for one in formats)
     variants: dict[str, Variant | None] = {STANDARD: None, **VARIANTS}
     found = _choice("variant", variant, variants)
@@ -110,7 +110,7 @@ def switchback_dot_general(
 
 @dataclasses.dataclass(frozen=True)
 class _DotGeneral:
-    """Compares equal to one of the same settings, so that modules and jit know it again."""
+    """A `dot_general` that compares by its settings, so that modules and jit caches reuse it."""
 
     variant: Variant
     forward: Format
@@ -136,7 +136,7 @@ class _DotGeneral:
         out_sharding: jax.sharding.Sharding | None = None,
         **more: object,
     ) -> jax.Array:
-        """As `jax.lax.dot_general`; the weight is `rhs`."""
+        """Compute `jax.lax.dot_general` in 8 bits; the weight is `rhs`."""
         if given := [name for name, value in more.items() if value is not None]:
             raise TypeError(f"a quantized dot_general takes no {', '.join(given)}")
         dtype = jnp.result_type(lhs, rhs)
@@ -144,7 +144,7 @@ class _DotGeneral:
             raise TypeError(f"a quantized dot_general takes floats, got {lhs.dtype}, {rhs.dtype}")
         result = jnp.dtype(preferred_element_type or dtype)
         if out_sharding is not None and rhs.ndim != 2:
-            raise TypeError(f"out_sharding is for weights that are matrices, not {rhs.shape}")
+            raise TypeError(f"out_sharding needs a weight that is a matrix, got {rhs.shape}")
         lhs, rhs = lhs.astype(dtype), rhs.astype(dtype)
         if not self.choose(*_sizes(lhs, rhs, dimension_numbers), dtype).quantized:
             return lax.dot_general(
@@ -159,7 +159,7 @@ class _DotGeneral:
 def _sizes(
     lhs: jax.Array, rhs: jax.Array, numbers: lax.DotDimensionNumbers
 ) -> tuple[int, int, int]:
-    """Tokens, inputs and outputs of a product, of one entry of a batch."""
+    """Return tokens, inputs and outputs of a product, without the batch axes."""
     (sum_l, sum_r), (batch_l, batch_r) = (tuple(map(tuple, pair)) for pair in numbers)
     sizes = (
         [lhs.shape[axis] for axis in _others(lhs, sum_l + batch_l)],
@@ -173,7 +173,7 @@ def _sizes(
 def _as_matrices(
     settings: ProductSettings, lhs: jax.Array, rhs: jax.Array, numbers: lax.DotDimensionNumbers
 ) -> jax.Array:
-    """The product [*batch, *rest of lhs, *rest of rhs]."""
+    """Compute the product [*batch, *rest of lhs, *rest of rhs] by products of matrices."""
     (sum_l, sum_r), (batch_l, batch_r) = (tuple(map(tuple, pair)) for pair in numbers)
     rest_l = _others(lhs, sum_l + batch_l)
     rest_r = _others(rhs, sum_r + batch_r)
@@ -202,7 +202,7 @@ def _choice(name: str, value: str, table: Mapping[str, T]) -> T:
     return table[value]
 
 
-# ---- for what is written as an einsum ------------------------------------------------------------
+# ---- einsum --------------------------------------------------------------------------------------
 
 
 def switchback_einsum(
@@ -212,24 +212,24 @@ def switchback_einsum(
     scaling: str = "format",
     implementation: str = "quantized",
 ) -> "Einsum":
-    """An einsum of an activation and a weight, in this order, whose product runs in 8 bits.
+    """Return an einsum of an activation and a weight, in this order, that runs in 8 bits.
 
     (`jnp.einsum(..., _dot_general=...)` may exchange the operands, and a weight would get the
     scales of an activation.)
 
     Args:
-      variant: as of `switchback_dot_general`, which has the mathematics and its limits.
-      format: likewise.
-      scaling: likewise.
-      implementation: likewise.
+      variant: as in `switchback_dot_general`, which has the mathematics and its limits.
+      format: as in `switchback_dot_general`.
+      scaling: as in `switchback_dot_general`.
+      implementation: as in `switchback_dot_general`.
 
     Returns:
-      (subscripts, activation, weight, precision=, preferred_element_type=) -> array; for
-      `nnx.Einsum(einsum_op=...)` too.
+      (subscripts, activation, weight, precision=, preferred_element_type=) -> array, also for
+      `nnx.Einsum(einsum_op=...)`.
 
     Raises:
-      ValueError: in a call, for subscripts that are no single product: of other than two operands,
-        with a letter twice in one, or a sum over a letter that only one has.
+      ValueError: in a call, for subscripts that are not a single product: not two operands, a
+        letter twice in an operand, or a sum over a letter of only one operand.
 
     Example:
       >>> import jax.numpy as jnp
@@ -244,7 +244,7 @@ def switchback_einsum(
 
 @dataclasses.dataclass(frozen=True)
 class Einsum:
-    """Compares equal to one of the same settings."""
+    """An einsum that compares by the settings of its `dot_general`."""
 
     dot_general: DotGeneral
 
@@ -258,18 +258,20 @@ class Einsum:
         preferred_element_type: DTypeLike | None = None,
         **more: object,
     ) -> jax.Array:
-        """The product of `x` and the weight `w`."""
+        """Compute the einsum of `x` and the weight `w`."""
         left, right, out = _terms(subscripts, x.ndim, w.ndim)
         if len(set(out)) < len(out) or not set(out) <= {*left, *right}:
-            raise ValueError(f"'{subscripts}': each letter of the result is once in an operand")
+            raise ValueError(
+                f"'{subscripts}': a letter of the result occurs twice in it, or in no operand"
+            )
         batch = [c for c in left if c in right and c in out]
         summed = [c for c in left if c in right and c not in out]
         for own in (left, right):
             alone = set(own) - set(out) - set(summed)
             if alone or len(set(own)) < len(own):
                 raise ValueError(
-                    f"'{subscripts}' is no product of two arrays with one sum: a letter may not be "
-                    "twice in an operand, nor be summed over in one alone."
+                    f"'{subscripts}' is not a single product: a letter may not be twice in an "
+                    "operand, nor be summed over in one operand alone."
                 )
         numbers = tuple(
             tuple(tuple(own.index(c) for c in letters) for own in (left, right))
@@ -284,11 +286,11 @@ class Einsum:
 
 
 def _terms(subscripts: str, *ranks: int) -> tuple[str, ...]:
-    """The letters of both operands and of the result, without ellipses."""
+    """Return the letters of both operands and of the result, with ellipses replaced by letters."""
     inputs, arrow, out = subscripts.replace(" ", "").partition("->")
     terms = inputs.split(",")
     if not arrow or len(terms) != 2:
-        raise ValueError(f"'{subscripts}' has not the form 'xy,yz->xz'")
+        raise ValueError(f"'{subscripts}' does not have the form 'xy,yz->xz'")
     spare = [c for c in string.ascii_letters if c not in subscripts]
     written = [len(term.replace("...", "")) for term in terms]
     wide = max(rank - count for rank, count in zip(ranks, written, strict=True))
@@ -296,6 +298,6 @@ def _terms(subscripts: str, *ranks: int) -> tuple[str, ...]:
     for i, (term, rank, count) in enumerate(zip(terms, ranks, written, strict=True)):
         own = rank - count
         if own < 0 or (own and "..." not in term):
-            raise ValueError(f"'{term}' in '{subscripts}' is an array of rank {rank}")
+            raise ValueError(f"'{term}' in '{subscripts}' does not fit an array of rank {rank}")
         terms[i] = term.replace("...", dots[wide - own :])
     return terms[0], terms[1], out.replace("...", dots)

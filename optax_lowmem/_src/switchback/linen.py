@@ -1,4 +1,4 @@
-"""Layers for Flax Linen."""
+"""SwitchBack layers for Flax Linen."""
 
 from typing import Any
 
@@ -14,10 +14,10 @@ class SwitchBackDense(nn.Dense):
     """`nn.Dense` with the same arguments, parameters and names, whose products run in 8 bits.
 
     Attributes:
-      variant: as of `switchback_dot_general`, which has the mathematics and its limits.
-      format: likewise.
-      scaling: likewise.
-      implementation: likewise.
+      variant: as in `switchback_dot_general`, which has the mathematics and its limits.
+      format: as in `switchback_dot_general`.
+      scaling: as in `switchback_dot_general`.
+      implementation: as in `switchback_dot_general`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -44,22 +44,22 @@ class SwitchBackDense(nn.Dense):
         super().__post_init__()
 
     def clone(self, **updates: Any) -> Any:
-        """As `nn.Module.clone`; another variant, or another of its options, takes effect."""
+        """Clone the module as `nn.Module.clone`; changes of variant or its options take effect."""
         if {"variant", "format", "scaling", "implementation"} & updates.keys():
             updates = {"dot_general": None, **updates}
         return super().clone(**updates)
 
 
 class LayerScale(nn.Module):
-    """The output of a block times a vector that is learnt, 0 at first (SwitchBack, eq. 3).
+    """Multiply a block's output by a learned vector, initially 0 (SwitchBack, eq. 3).
 
-    x + LayerScale()(block(x)) is the identity at first: features stay small through the depth,
-    which is what lets tensor-wise float8 train.
+    x + LayerScale()(block(x)) is initially the identity: features stay small at all depths, which
+    makes training in tensor-wise float8 stable.
 
     Attributes:
-      init_value: of the vector.
-      dtype: of the product; None: of the input.
-      param_dtype: of the vector, `scale`.
+      init_value: initial value of the vector, `scale`.
+      dtype: dtype of the product; None: that of the input.
+      param_dtype: dtype of the vector.
 
     Example:
       >>> import jax.numpy as jnp
@@ -74,7 +74,7 @@ class LayerScale(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`x` [..., features] times `scale` [features]."""
+        """Multiply `x` [..., features] by `scale` [features]."""
         constant = nn.initializers.constant(self.init_value)
         scale = self.param("scale", constant, x.shape[-1:], self.param_dtype)
         x, scale = promote_dtype(x, scale, dtype=self.dtype or x.dtype)

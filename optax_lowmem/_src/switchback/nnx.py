@@ -1,4 +1,4 @@
-"""Layers for Flax NNX."""
+"""SwitchBack layers for Flax NNX."""
 
 from typing import Any
 
@@ -14,12 +14,12 @@ class SwitchBackLinear(nnx.Linear):
     """`nnx.Linear` with the same arguments, parameters and names, whose products run in 8 bits.
 
     Args:
-      in_features: as of `nnx.Linear`, like all that is not named here.
-      out_features: likewise.
-      variant: as of `switchback_dot_general`, which has the mathematics and its limits.
-      format: likewise.
-      scaling: likewise.
-      implementation: likewise.
+      in_features: as in `nnx.Linear`.
+      out_features: as in `nnx.Linear`.
+      variant: as in `switchback_dot_general`, which has the mathematics and its limits.
+      format: as in `switchback_dot_general`.
+      scaling: as in `switchback_dot_general`.
+      implementation: as in `switchback_dot_general`.
       **more: other arguments of `nnx.Linear`.
 
     Example:
@@ -48,16 +48,16 @@ class SwitchBackLinear(nnx.Linear):
 
 
 class LayerScale(nnx.Module):
-    """The output of a block times a vector that is learnt, 0 at first (SwitchBack, eq. 3).
+    """Multiply a block's output by a learned vector, initially 0 (SwitchBack, eq. 3).
 
-    x + LayerScale(features)(block(x)) is the identity at first: features stay small through the
-    depth, which is what lets tensor-wise float8 train.
+    x + LayerScale(features)(block(x)) is initially the identity: features stay small at all depths,
+    which makes training in tensor-wise float8 stable.
 
     Args:
-      features: the length of the vector, `scale`.
-      init_value: of the vector.
-      dtype: of the product; None: of the input.
-      param_dtype: of the vector.
+      features: length of the vector, `scale`.
+      init_value: initial value of the vector.
+      dtype: dtype of the product; None: that of the input.
+      param_dtype: dtype of the vector.
 
     Example:
       >>> import jax.numpy as jnp
@@ -78,7 +78,7 @@ class LayerScale(nnx.Module):
         self.dtype = dtype
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """`x` [..., features] times `scale` [features]."""
+        """Multiply `x` [..., features] by `scale` [features]."""
         dtype = self.dtype or x.dtype
         scale = self.scale[...].astype(dtype)
         return x.astype(dtype) * scale.reshape((1,) * (x.ndim - 1) + (-1,))

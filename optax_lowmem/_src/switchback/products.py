@@ -1,7 +1,7 @@
 """The three matrix products of a linear layer, each in 8 bits or not (SwitchBack, section 2.2).
 
 Y = X W with X [b, k] and W [k, m] (Flax's kernel); for the gradient G of Y, dX = G W^T and
-dW = X^T G. The paper has W^T for our W.
+dW = X^T G. The paper writes W^T for W.
 """
 
 import dataclasses
@@ -29,13 +29,13 @@ ROW, TENSOR = "row", "tensor"
 class Variant:
     """Granularity of the operands' scales in each product.
 
-    `row`: one scale per row, or column, that is summed over; `tensor`: one scale.
+    `row`: one scale per row or column that a product sums over; `tensor`: one scale per tensor.
 
     Attributes:
       forward: of X and W in Y = X W.
       input_gradient: of G and W in dX = G W^T.
-      weight_gradient: of X and G in dW = X^T G; None: in the inputs' own precision.
-      saves_codes: whether X is kept for the backward pass as codes of 8 bits (SwitchBackM).
+      weight_gradient: of X and G in dW = X^T G; None: not quantized.
+      saves_codes: whether X is saved for the backward pass as 8-bit codes (SwitchBackM).
     """
 
     forward: tuple[str, str]
@@ -55,15 +55,15 @@ VARIANTS: dict[str, Variant] = {
 
 @dataclasses.dataclass(frozen=True)
 class ProductSettings:
-    """Settings of the three products of a layer: a variant in formats.
+    """Settings of the three products of a layer.
 
     Attributes:
-      variant: of VARIANTS.
+      variant: one of VARIANTS.
       forward: the format of X and W.
       gradient: the format of G.
-      precision: of a product that is not quantized, as `jax.lax.dot` takes it.
+      precision: as in `jax.lax.dot`, for a product that is not quantized.
       result: dtype of Y; None: that of X and W.
-      sharding: of Y, on a mesh with Explicit axes, where it is not clear.
+      sharding: of Y, on a mesh with Explicit axes, if it is ambiguous.
     """
 
     variant: Variant
@@ -86,17 +86,17 @@ def _refuse(settings: ProductSettings, primals: object, tangents: object) -> Any
 
 
 def _differentiated_once(products: Callable[..., Any]) -> Callable[..., Any]:
-    """Products behind a gradient. Differentiated again they would give 0, or half of the truth."""
+    """Make products raise if differentiated, since the result would be 0 or lack a term."""
     once = jax.custom_jvp(products, nondiff_argnums=(0,))
     once.defjvp(_refuse)
     return once
 
 
 def matmul(settings: ProductSettings, x: jax.Array, w: jax.Array) -> jax.Array:
-    """[..., m] of `x` [..., k] and `w` [k, m], of one dtype.
+    """Multiply `x` [..., k] by `w` [k, m], both of one dtype; the result is [..., m].
 
-    The gradients are straight through: rounding counts as the identity. dX is the product of G with
-    W quantized anew, dW that of X (as it was kept) with G.
+    The gradients are straight-through: rounding counts as the identity. dX is the product of G with
+    W, quantized again, and dW that of the saved X with G.
     """
     return _matmul(settings, *varying.alike(x, w))
 
@@ -108,7 +108,7 @@ def _matmul(settings: ProductSettings, x: jax.Array, w: jax.Array) -> jax.Array:
 
 def _forward(settings: ProductSettings, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Any]:
     y, codes = _output(settings, x, w)
-    # the arguments themselves: what comes out of `_output` would be kept anew, W by each layer
+    # W itself, since a W returned by `_output` would be saved as a copy in each layer
     return y, (codes if settings.variant.saves_codes else x, w)
 
 
@@ -116,7 +116,7 @@ def _forward(settings: ProductSettings, x: jax.Array, w: jax.Array) -> tuple[jax
 def _output(settings: ProductSettings, x: jax.Array, w: jax.Array) -> tuple[jax.Array, Quantized]:
     per, last = settings.variant.forward, x.ndim - 1
     codes = _operand(x, per[0], settings.forward, (last,))
-    # the sum on the last axis of both is what 8-bit products of GPUs take
+    # 8-bit products of GPUs contract the last axis of both operands
     of_w = quantize_transposed(w, None if per[1] == TENSOR else 0, settings.forward)
     y = multiply(codes, of_w, 1, settings.result or x.dtype, sharding=settings.sharding)
     return y, codes

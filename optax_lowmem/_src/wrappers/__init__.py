@@ -1,1 +1,1 @@
-"""Transformations around an optimizer: compress, split, accumulate, average, explain."""
+"""Around an optimizer: init, chain, step, compress, split, accumulate, average, clip, explain."""

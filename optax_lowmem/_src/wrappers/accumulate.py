@@ -10,10 +10,10 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike
 
-from optax_lowmem._src.core import explicit, numerics, random, scope, trees, varying
-from optax_lowmem._src.core.rules import UpdateRule
+from optax_lowmem._src.core import context, explicit, numerics, random, trees, varying
 from optax_lowmem._src.core.typing import Tree
-from optax_lowmem._src.update.engine import Engine, EngineTransformation
+from optax_lowmem._src.step.engine import Engine, EngineTransformation
+from optax_lowmem._src.step.rule import UpdateRule
 
 _BOOL = jax.ShapeDtypeStruct((), jnp.bool_)
 
@@ -90,7 +90,7 @@ class _Buffered:
     def init(self, params: optax.Params) -> AccumulationState:
         for path, leaf in trees.named_leaves(params):
             trees.check_param(path, leaf)
-        seed = scope.provided_seed(self.seed)
+        seed = context.provided_seed(self.seed)
         buffer = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=jnp.bfloat16), params)
         micro_step, count = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
         return AccumulationState(micro_step, count, seed, buffer, self.inner.init(params))

@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from optax_lowmem._src.core import scope, trees
+from optax_lowmem._src.core import context, trees
 from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.core.placement import placements
 from optax_lowmem._src.core.typing import Tree
 from optax_lowmem._src.noise.noisy import Sampler
-from optax_lowmem._src.update import IMPLEMENTATIONS
-from optax_lowmem._src.update.engine import EngineTransformation
-from optax_lowmem._src.update.masters import adds_noise, splits_masters
+from optax_lowmem._src.step import IMPLEMENTATIONS
+from optax_lowmem._src.step.engine import EngineTransformation
+from optax_lowmem._src.step.masters import adds_noise, splits_masters
 
 
 def chain(*transformations: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
@@ -132,7 +132,7 @@ def step(
             f"implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}"
         )
     places = None if specs is None else placements(params, specs, mesh)
-    with scope.implementing(implementation), scope.placing(places):
+    with context.implementing(implementation), context.placing(places):
         try:
             return _step_any(tx, grads, state, params, None, extra)
         except TypeError as error:

@@ -12,13 +12,13 @@ import optax
 from jax.sharding import NamedSharding
 
 from optax_lowmem._src.codecs import GroupCodec, StoredSlot, group_codec, softsign, sqrt
-from optax_lowmem._src.core import derivative, explicit, metadata, random, scope, trees
+from optax_lowmem._src.core import array_metadata, context, derivative, explicit, random, trees
 from optax_lowmem._src.core.compiled import each
 from optax_lowmem._src.core.hyperparameters import check_range
 from optax_lowmem._src.core.policy import Policy, warn_of_patterns
-from optax_lowmem._src.update.masters import splits_masters
-from optax_lowmem._src.update.plan import decide_slot
-from optax_lowmem._src.update.storage import check_codec, check_group_size
+from optax_lowmem._src.step.masters import splits_masters
+from optax_lowmem._src.step.plan import decide_slot
+from optax_lowmem._src.step.storage import check_codec, check_group_size
 from optax_lowmem._src.wrappers.constant_slots import Start
 from optax_lowmem._src.wrappers.slots import REFUSED, SlotFacts, facts, map_slots, scale_name
 
@@ -235,7 +235,7 @@ class _Compressor:
             form = f"{decision.form or 'f32'}, {block.words or 'a value a block'}"
             reason = "; ".join(filter(None, [block.reason, unpackable]))
             decision = dataclasses.replace(decision, form=form, reason=reason, block=block)
-        scope.record(decision)
+        context.record(decision)
         return compressed
 
     def _masked(self, params: optax.Params) -> set[str]:
@@ -281,7 +281,7 @@ class _Compressor:
                 else:
                     pairs.append(next(encoded))
             treedef = jax.tree.structure(value)
-            scales[name] = metadata.like(value, [s for _, s in pairs], before.get(name))
+            scales[name] = array_metadata.like(value, [s for _, s in pairs], before.get(name))
             return jax.tree.unflatten(treedef, [c for c, _ in pairs])
 
         return map_slots(encode, state), scales
@@ -405,7 +405,7 @@ class _Compressor:
         self._check_inner(params)
         self._check_state(abstract, params)
         count = jnp.zeros((), jnp.int32)
-        seed = scope.provided_seed(self.seed)
+        seed = context.provided_seed(self.seed)
         small = jax.tree.map(lambda p: jnp.zeros((1,) * p.ndim, jnp.float32), params)
         start = Start(self._codec_of, self._decide, self.group_size)
         # a mask may go by sizes
@@ -430,7 +430,7 @@ class _Compressor:
         What the inner `init` decides is recorded where `first`: once in an `init`, and not about
         slots that are compressed here.
         """
-        with scope.absorbing() as decisions:
+        with context.absorbing() as decisions:
             state = self.inner.init(params)
         taken: set[tuple[str, str]] = set()
 
@@ -443,7 +443,7 @@ class _Compressor:
         map_slots(visit, state)
         for decision in decisions:
             if first and (decision.path, decision.slot) not in taken:
-                scope.record(decision)
+                context.record(decision)
         return state, {(d.path, d.slot): d.block for d in decisions if d.block is not None}
 
     def _is_like(self, abstract: optax.OptState, small: optax.OptState) -> bool:

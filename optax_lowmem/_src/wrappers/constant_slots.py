@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.codecs import GroupCodec, encode_array
-from optax_lowmem._src.core import explicit, metadata, trees
+from optax_lowmem._src.core import array_metadata, explicit, trees
 from optax_lowmem._src.core.compiled import compiled, is_free
 from optax_lowmem._src.wrappers.slots import facts, map_slots, scale_name
 
@@ -96,7 +96,9 @@ class Start:
                 return value
             full = trees_of.pop(0)
             own = [next(pairs) for _ in jax.tree.leaves(full)]
-            scales[scale_name(slot, scales)] = metadata.like(full, [scale for _, scale in own])
+            scales[scale_name(slot, scales)] = array_metadata.like(
+                full, [scale for _, scale in own]
+            )
             return jax.tree.unflatten(jax.tree.structure(value), [codes for codes, _ in own])
 
         return map_slots(put, small), scales

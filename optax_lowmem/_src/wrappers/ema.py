@@ -9,17 +9,12 @@ import numpy as np
 import optax
 
 from optax_lowmem._src.codecs import BitSplit
-from optax_lowmem._src.core import random, scope, trees
+from optax_lowmem._src.core import context, random, trees
 from optax_lowmem._src.core.compiled import compiled, each
 from optax_lowmem._src.core.hyperparameters import check_range, complement
 from optax_lowmem._src.core.typing import Scalar, Tree
-from optax_lowmem._src.update.masters import (
-    join_leaves,
-    join_master,
-    join_masters,
-    kept_weights,
-)
-from optax_lowmem._src.update.storage import check_bits
+from optax_lowmem._src.step.masters import join_leaves, join_master, join_masters, kept_weights
+from optax_lowmem._src.step.storage import check_bits
 
 
 class MasterEmaState(NamedTuple):
@@ -45,7 +40,7 @@ class _Tracker:
         inner = self.inner.init(params)
         weights = trees.with_values(params)
         ema, correction = self._trees(params, _split(self.split, *kept_weights(weights, inner)))
-        seed = scope.provided_seed(self.seed)
+        seed = context.provided_seed(self.seed)
         return MasterEmaState(jnp.zeros((), jnp.int32), seed, ema, correction, inner)
 
     def update(

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
-from optax_lowmem._src.core import scope, trees
+from optax_lowmem._src.core import context, trees
 from optax_lowmem._src.core.clean_weights import FIELD
 from optax_lowmem._src.core.placement import placement
 from optax_lowmem._src.core.policy import unmatched_patterns
@@ -117,7 +117,7 @@ def stale_corrections(tx: optax.GradientTransformation, params: optax.Params) ->
         return [f"could not try a step to look for stale corrections: {failed}"]
     if not changed:
         return []
-    _, decisions = scope.dry_run(tx, params)
+    _, decisions = context.dry_run(tx, params)
     rounded = {d.path for d in decisions if d.slot == "correction" and not d.form}
     found = []
     if of_split := [path for path in changed if path not in rounded]:
@@ -177,7 +177,7 @@ def _changed(tx: optax.GradientTransformation, params: optax.Params, most: int) 
     weights, state = start(tx, jax.tree.map(small, params), lambda path, leaf: dtypes[path])
     fast = weights.fast if isinstance(weights, optax.LookaheadParams) else weights
     grads = jax.tree.map(lambda w: jnp.full(w.shape, 0.5, jnp.float32), fast)
-    with scope.emitting() as emitted:
+    with context.emitting() as emitted:
         # jit may trace branches (MultiSteps, cond) whose values never leave it: run op by op
         with jax.disable_jit():
             final = _updates(tx, grads, state, weights, fast)
@@ -246,8 +246,8 @@ class Explanation:
       warnings: misuses found; each says what to do.
     """
 
-    decisions: tuple[scope.Decision, ...]
-    steps: tuple[scope.Decision, ...]
+    decisions: tuple[context.Decision, ...]
+    steps: tuple[context.Decision, ...]
     warnings: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -301,8 +301,8 @@ def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanati
         correction  bits-24           24-bit master weights, stochastic rounding
       step by xla for 1 of 1 leaves: the default backend is cpu, and kernels are for GPUs and TPUs
     """
-    with scope.noting_policies() as policies:
-        state, found = scope.dry_run(tx, params)
+    with context.noting_policies() as policies:
+        state, found = context.dry_run(tx, params)
     decisions = [d for d in found if d.slot != "step"]
     lands = any(d.slot in ("correction", FIELD) and (d.form or d.stochastic) for d in decisions)
     warnings = unmatched_patterns(policies, params)
@@ -310,7 +310,7 @@ def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanati
     warnings += rounded_distances(state)
     settled = {d.path for d in decisions if d.slot == "correction"}
     decisions += [
-        scope.Decision(path, "correction", None, _NO_SPLIT)
+        context.Decision(path, "correction", None, _NO_SPLIT)
         for path, leaf in trees.named_leaves(params)
         if path not in settled and getattr(leaf, "dtype", None) in (jnp.bfloat16, jnp.float16)
     ]
@@ -323,7 +323,7 @@ def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanati
     return Explanation(tuple(decisions), steps, tuple(warnings))
 
 
-def _cut_groups(params: optax.Params, decisions: list[scope.Decision]) -> dict[str, list[str]]:
+def _cut_groups(params: optax.Params, decisions: list[context.Decision]) -> dict[str, list[str]]:
     """Describe how shards cut through groups, by leaf; once for slots of one group size."""
     leaves = dict(trees.named_leaves(params))
     found: dict[str, list[str]] = collections.defaultdict(list)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 
-from optax_lowmem._src.core import scope
+from optax_lowmem._src.core import context
 from optax_lowmem._src.core.policy import unmatched_patterns
 from optax_lowmem._src.wrappers import explain
 from optax_lowmem._src.wrappers.start import WeightDtype, start
@@ -55,7 +55,7 @@ def init(
       >>> float(weights["w"][0, 0]), float(lowmem.master_params(weights, state)["w"][0, 0])
       (0.10009765625, 0.10000038146972656)
     """
-    with scope.noting_policies() as policies:
+    with context.noting_policies() as policies:
         weights, state = start(tx, params, dtype, seed, allow_rounding)
     for warning in unmatched_patterns(policies, params):
         warnings.warn(warning, stacklevel=2)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from optax_lowmem._src.core import metadata, numerics, trees
+from optax_lowmem._src.core import array_metadata, numerics, trees
 from optax_lowmem._src.core.hyperparameters import check_range
 from optax_lowmem._src.core.varying import mean_of_leaf
 
@@ -52,7 +52,7 @@ class _Unscaler:
     ) -> tuple[optax.Updates, optax.OptState]:
         treedef: Any = jax.tree.structure(updates)
         found = _unscaled(jax.tree.leaves(updates), self.scale)
-        finite = metadata.like(updates, [ok for ok, _ in found])
+        finite = array_metadata.like(updates, [ok for ok, _ in found])
         gradients = treedef.unflatten([g for _, g in found])
         new, after = self.inner.update(gradients, state, params, **extra)
         new_def: Any = jax.tree.structure(new)
@@ -87,7 +87,7 @@ class _Unscaler:
                 state,
                 finite,
                 transform_non_params=lambda _: True,
-                is_leaf=lambda node: _is_masked(node) or metadata.has_metadata(node),
+                is_leaf=lambda node: _is_masked(node) or array_metadata.has_metadata(node),
             )
         except (ValueError, IndexError) as error:
             raise ValueError(

@@ -9,14 +9,14 @@ from typing import Any
 import jax
 import optax
 
-from optax_lowmem._src.core import explicit, scope, trees
+from optax_lowmem._src.core import context, explicit, trees
 from optax_lowmem._src.core import packs as packing
 from optax_lowmem._src.core.packs import Packs
 from optax_lowmem._src.core.placement import Placement
 from optax_lowmem._src.core.policy import Policy, warn_of_patterns
 from optax_lowmem._src.core.typing import Shaped
-from optax_lowmem._src.update import LeafPlan
-from optax_lowmem._src.update.engine import Engine, EngineTransformation
+from optax_lowmem._src.step import LeafPlan
+from optax_lowmem._src.step.engine import Engine, EngineTransformation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +55,12 @@ class PackedEngine(Engine):
         packs = self._packs(plans)
         warn_of_patterns(self.storage.policy, params)
         _check_whole(params, packs)
-        with scope.absorbing() as of_packed, scope.joining(packs, packing.join):
+        with context.absorbing() as of_packed, context.joining(packs, packing.join):
             state = self._of_packs(packs, params, plans, decisions).init(
                 packing.pack(params, packs)
             )
         for decision in _of_leaves(plans, packs, decisions, of_packed):
-            scope.record(decision)
+            context.record(decision)
         return state
 
     def run(
@@ -86,7 +86,7 @@ class PackedEngine(Engine):
         _check_whole(like, packs)
         engine = self._of_packs(packs, like, plans, decisions)
         weights = None if params is None else packing.pack(params, packs)
-        with scope.placing(_placements(names, packs)), scope.emitting() as emitted:
+        with context.placing(_placements(names, packs)), context.emitting() as emitted:
             found, state = engine.run(
                 packing.pack(updates, packs), state, weights, h, count, gradient_scale, direct
             )
@@ -99,12 +99,12 @@ class PackedEngine(Engine):
         within = {leaf: name for name, own in packs.items() for leaf in own}
         for name, result in zip(leaves, results, strict=True):
             if within.get(name, name) in emitted:
-                scope.emit(name, result)
+                context.emit(name, result)
         return treedef.unflatten(results), state
 
-    def _decided(self, params: optax.Params) -> tuple[list[LeafPlan], list[scope.Decision]]:
+    def _decided(self, params: optax.Params) -> tuple[list[LeafPlan], list[context.Decision]]:
         """The plans of the leaves as they are given, whose masks and policies are of these."""
-        with scope.recording() as decisions:
+        with context.recording() as decisions:
             plans = self.plans(params)
         return plans, decisions
 
@@ -121,7 +121,7 @@ class PackedEngine(Engine):
         packs: Packs,
         like: optax.Params,
         plans: list[LeafPlan],
-        decisions: list[scope.Decision],
+        decisions: list[context.Decision],
     ) -> Engine:
         """The engine of the packed tree, with masks and policy as they were for the leaves."""
         reasons = {
@@ -154,11 +154,11 @@ def _fields(engine: Engine) -> dict[str, Any]:
 def _of_leaves(
     plans: list[LeafPlan],
     packs: Packs,
-    decisions: list[scope.Decision],
-    of_packed: list[scope.Decision],
-) -> Iterator[scope.Decision]:
+    decisions: list[context.Decision],
+    of_packed: list[context.Decision],
+) -> Iterator[context.Decision]:
     """The decisions of all leaves: storage as it was decided of each, steps as of its pack."""
-    own: dict[str, list[scope.Decision]] = defaultdict(list)
+    own: dict[str, list[context.Decision]] = defaultdict(list)
     for decision in decisions:
         own[decision.path].append(decision)
     for decision in of_packed:
@@ -208,7 +208,7 @@ def _check_whole(params: optax.Params, packs: Packs) -> None:
 
 
 def _is_sharded(name: str, leaf: Shaped) -> bool:
-    place = scope.placement(name) or explicit.placement_of(name, leaf)
+    place = context.placement(name) or explicit.placement_of(name, leaf)
     if place is not None:
         return any(place.axes)
     sharding = None if isinstance(leaf, jax.core.Tracer) else getattr(leaf, "sharding", None)
@@ -217,7 +217,7 @@ def _is_sharded(name: str, leaf: Shaped) -> bool:
 
 def _placements(names: list[str], packs: Packs) -> dict[str, Placement] | None:
     """Return the placements of the leaves of the packed tree, if `step` was told."""
-    found = {name: place for name in names if (place := scope.placement(name)) is not None}
+    found = {name: place for name in names if (place := context.placement(name)) is not None}
     for name in packs:
         if name in found:
             found[name] = dataclasses.replace(found[name], axes=((),))

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from optax_lowmem._src.codecs import MasterSplit
-from optax_lowmem._src.core import derivative, metadata, numerics, random, scope, trees
+from optax_lowmem._src.core import array_metadata, context, derivative, numerics, random, trees
 from optax_lowmem._src.core.compiled import each, unstacked
-from optax_lowmem._src.update import MASTER, split_update
-from optax_lowmem._src.update.masters import (
+from optax_lowmem._src.step import MASTER, split_update
+from optax_lowmem._src.step.masters import (
     adds_noise,
     check_order,
     choose_split,
@@ -22,7 +22,7 @@ from optax_lowmem._src.update.masters import (
     split_for,
     splits_masters,
 )
-from optax_lowmem._src.update.storage import Storage, check_bits, check_master_rounding
+from optax_lowmem._src.step.storage import Storage, check_bits, check_master_rounding
 
 
 class SplitState(NamedTuple):
@@ -55,18 +55,18 @@ class _Splitter:
                 corrections.append(jnp.zeros((), jnp.int8))
             else:
                 corrections.append(initial_correction(split, path, leaf))
-        correction = metadata.like(params, corrections)
+        correction = array_metadata.like(params, corrections)
         if splits_masters(self.inner, params):
             raise ValueError(
                 "split_master_weights around an optimizer that splits master weights itself: give "
                 "that one storage=Storage(master_weight_bits=None)."
             )
-        with scope.absorbing() as decisions:
+        with context.absorbing() as decisions:
             inner = self.inner.init(join_masters(params, correction))
         for decision in decisions:  # the corrections are decided here
             if decision.slot != "correction":
-                scope.record(decision)
-        seed = scope.provided_seed(self.storage.seed)
+                context.record(decision)
+        seed = context.provided_seed(self.storage.seed)
         return SplitState(jnp.zeros((), jnp.int32), seed, correction, inner)
 
     def update(
@@ -99,7 +99,7 @@ class _Splitter:
         given = {path: g.dtype for path, g in trees.named_leaves(updates)}
         landed = self._land(list(rows), keys, given)
         treedef = jax.tree.structure(params)
-        correction = metadata.like(params, [c for _, c in landed])
+        correction = array_metadata.like(params, [c for _, c in landed])
         updates = jax.tree.unflatten(treedef, [u for u, _ in landed])
         return updates, SplitState(count, state.seed, correction, inner)
 
@@ -123,7 +123,7 @@ class _Splitter:
         landed = each(_landed, given, self.storage.group_size)
         for ((path, _), *_), (split, *_), (update, _) in zip(rows, given, landed, strict=True):
             if split is not None:
-                scope.emit(path, update)
+                context.emit(path, update)
         return landed
 
     def _update_dtype(self, dtype: jnp.dtype, of_gradient: jnp.dtype | None) -> jnp.dtype:

@@ -10,7 +10,7 @@ from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike, DTypeLike
 
 from optax_lowmem._src.codecs import MasterSplit, master_split
-from optax_lowmem._src.core import scope, trees
+from optax_lowmem._src.core import context, trees
 from optax_lowmem._src.core.compiled import compiled
 
 WeightDtype: TypeAlias = DTypeLike | Callable[[str, Any], DTypeLike]
@@ -53,12 +53,12 @@ def start(
     splits, settled = _splits(tx, treedef, leaves, dtypes, names)
     if not allow_rounding:
         _check_rounding(names, leaves, dtypes, settled)
-    masters = scope.Masters(seed=seed, originals=dict(zip(names, leaves, strict=True)))
+    masters = context.Masters(seed=seed, originals=dict(zip(names, leaves, strict=True)))
     own = [splits.get(name) for name in names]
     weights, corrections = _split_leaves(own, leaves, dtypes)
     masters.corrections |= {n: c for n, c in zip(names, corrections, strict=True) if c is not None}
     tree = jax.tree.unflatten(treedef, weights)
-    with scope.providing(masters):
+    with context.providing(masters):
         state = tx.init(tree)
     seen = [masters.sampled.get(name, weight) for name, weight in zip(names, weights, strict=True)]
     return jax.tree.unflatten(treedef, seen), state
@@ -74,7 +74,7 @@ def _splits(
     """The split of each leaf, from a dry run of `tx.init`; and the leaves of which that is said."""
     shapes = [jax.ShapeDtypeStruct(a.shape, d) for a, d in zip(leaves, dtypes, strict=True)]
     abstract = jax.tree.unflatten(treedef, shapes)
-    _, decisions = scope.dry_run(tx, abstract)
+    _, decisions = context.dry_run(tx, abstract)
     forms = {d.path: d.form for d in decisions if d.slot == "correction" and d.form}
     by_name = dict(zip(names, dtypes, strict=True))
     unknown = [path for path in forms if path not in by_name]

@@ -17,7 +17,7 @@ from optax_lowmem._src.core.hyperparameters import (
     decay_at,
 )
 from optax_lowmem._src.core.typing import Scalar, ScalarOrSchedule, Tree
-from optax_lowmem._src.update.masters import splits_masters
+from optax_lowmem._src.step.masters import splits_masters
 from optax_lowmem._src.wrappers.slots import facts, map_slots
 
 # ---- the transformation --------------------------------------------------------------------------

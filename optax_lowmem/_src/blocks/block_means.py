@@ -1,0 +1,415 @@
+"""The mean of squares over each block of a leaf: what a shared second moment takes in.
+
+The choice of the implementation is made while tracing.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_lowmem._src.core import numerics
+from optax_lowmem._src.core.block import Block, Factors
+from optax_lowmem._src.core.groups import MAX_ELEMENTS, next_power_of_two
+from optax_lowmem._src.kernels import platform
+from optax_lowmem._src.kernels.fallback import with_fallback
+from optax_lowmem._src.kernels.gpu_kernel import BACKENDS
+
+# ---- in plain jnp: the specification, and the path without a kernel ------------------------------
+
+
+def mean_of_squares(
+    block: Block, g: jax.Array, scale: jax.Array | None = None, in_parts: bool = True
+) -> jax.Array:
+    """Mean of (scale g)^2 over each block, f32 of `block.mean_shape`.
+
+    Args:
+      block: which elements share a mean.
+      g: f32 or 16-bit, of any shape that the block fits.
+      scale: an f32 factor; None for 1.
+      in_parts: as of `Block.mean`.
+    """
+    x = numerics.widen(g)
+    return block.mean(jnp.square(x if scale is None else x * scale), in_parts)
+
+
+# ---- a leaf as columns to be summed, one axis after the other, and how tiles cut them ------------
+
+_TILE = 8192  # elements of a program: 64 for each of 128 threads
+_ROWS, _ROWS_OF_PARTS = 64, 256  # of a tile at least, where columns are many; of sums of parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """An array [outer, rows, width] whose rows are summed in parts, one a tile.
+
+    Attributes:
+      outer: how many such matrices lie one after the other.
+      rows: averaged over.
+      width: columns; 1 where the rows lie side by side in memory.
+      begins: whether what is summed are rows, not sums of parts of them.
+      row: elements of a row of a block with means of rows too, which divides the width; else None.
+    """
+
+    outer: int
+    rows: int
+    width: int
+    begins: bool = True
+    row: int | None = None
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile, a power of two: all, where a tile has room for them."""
+        narrow = _TILE // next_power_of_two(self.width)
+        rows = next_power_of_two(self.rows)
+        most = max(narrow, _ROWS if self.begins else _ROWS_OF_PARTS)
+        return rows if rows <= most else max(narrow, _ROWS)
+
+    @property
+    def tile_width(self) -> int:
+        """Columns of a tile, a power of two."""
+        return max(1, min(_TILE // self.tile_rows, next_power_of_two(self.width)))
+
+    @property
+    def parts(self) -> int:
+        """Tiles below each other, for each of the `outer`."""
+        return -(-self.rows // self.tile_rows)
+
+    @property
+    def across(self) -> int:
+        """Tiles beside each other."""
+        return -(-self.width // self.tile_width)
+
+    @property
+    def tiles(self) -> int:
+        """All tiles."""
+        return self.outer * self.parts * self.across
+
+    @property
+    def even(self) -> bool:
+        """Return whether all tiles are full: none extends past the last row or column."""
+        return self.rows % self.tile_rows == 0 and self.width % self.tile_width == 0
+
+    @property
+    def left(self) -> "Sides | None":
+        """Sums of rows and columns that are left, where both are summed."""
+        if self.row is None:
+            return None
+        between = self.width // self.row
+        return Sides(self.outer * between, self.rows, self.row, self.across // between, self.parts)
+
+    @property
+    def result(self) -> tuple[int, int]:
+        """The shape of what is left."""
+        left = self.left
+        return (self.outer * self.parts, self.width) if left is None else left.shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Sides:
+    """Sums of parts of the rows of matrices, then those of their columns; to be summed in tiles.
+
+    Attributes:
+      matrices: how many there are, [of_rows * rows + of_columns * columns] each.
+      rows: of each matrix.
+      columns: of each matrix.
+      of_rows: parts of each row.
+      of_columns: parts of each column.
+    """
+
+    matrices: int
+    rows: int
+    columns: int
+    of_rows: int
+    of_columns: int
+
+    @property
+    def parts(self) -> int:
+        """The most that there are of one."""
+        return max(self.of_rows, self.of_columns)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the array."""
+        return self.matrices, self.of_rows * self.rows + self.of_columns * self.columns
+
+    @property
+    def tile_parts(self) -> int:
+        """Parts that a tile sums, a power of two."""
+        parts = next_power_of_two(self.parts)
+        return parts if parts <= _ROWS_OF_PARTS else _ROWS
+
+    @property
+    def tile_width(self) -> int:
+        """Rows, or columns, of a tile, a power of two."""
+        return min(_TILE // self.tile_parts, next_power_of_two(max(self.rows, self.columns)))
+
+    @property
+    def left(self) -> "Sides":
+        """Sums of the parts of a tile."""
+        of_rows, of_columns = (-(-n // self.tile_parts) for n in (self.of_rows, self.of_columns))
+        return dataclasses.replace(self, of_rows=of_rows, of_columns=of_columns)
+
+    @property
+    def result(self) -> tuple[int, int]:
+        """The shape of what is left."""
+        return self.left.shape
+
+    @property
+    def across(self) -> tuple[int, int]:
+        """Tiles beside each other, of rows and of columns."""
+        return -(-self.rows // self.tile_width), -(-self.columns // self.tile_width)
+
+    @property
+    def tiles_of_rows(self) -> int:
+        """Tiles of the rows of a matrix."""
+        return self.left.of_rows * self.across[0]
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a matrix."""
+        return self.tiles_of_rows + self.left.of_columns * self.across[1]
+
+
+def passes(block: Block, shape: tuple[int, ...]) -> list[Columns | Sides]:
+    """Launches that leave the means over each block: of parts and their sums, axis by axis."""
+    found: list[Columns | Sides] = []
+    if isinstance(block, Factors):
+        outer, rows, between, row = block.matrices(shape)
+        first = Columns(outer, rows, between * row, row=row)
+        found, sides = [first], first.left
+        while sides is not None and sides.parts > 1:
+            found.append(sides)
+            sides = sides.left
+        return found
+    viewed, axes = block.view(shape)
+    sizes = list(viewed)
+    for axis in axes:
+        before, after = math.prod(sizes[:axis]), math.prod(sizes[axis + 1 :])
+        columns = Columns(before, sizes[axis], after)
+        found.append(columns)
+        while columns.parts > 1:
+            columns = Columns(before, columns.parts, after, begins=False)
+            found.append(columns)
+        sizes[axis] = 1
+    return found
+
+
+def read_once(block: Block, shape: tuple[int, ...]) -> bool:
+    """Return whether one launch can read a leaf for all means of its block.
+
+    Rows lie side by side in memory, and no tile has parts of two.
+    """
+    if not isinstance(block, Factors):
+        return True
+    _, rows, between, row = block.matrices(shape)
+    tile = Columns(1, rows, between * row).tile_width
+    return block.fit(shape).axes[1] == len(shape) - 1 and (between == 1 or row % tile == 0)
+
+
+def has_columns(block: Block, shape: tuple[int, ...]) -> bool:
+    """Return whether a block averages over an axis other than the last, contiguous one."""
+    axes = block.fit(shape).axes
+    return bool(axes) and axes[0] < len(shape) - 1
+
+
+# ---- the choice of the implementation ------------------------------------------------------------
+
+_SMALL = 1 << 16  # elements, under which a launch takes longer than its bytes
+_LEAVES, _ELEMENTS = 8, 1 << 26  # of a launch, at most: it needs all its gradients at once
+
+
+def _asked(implementation: str | None) -> str | None:
+    """Return the backend that an implementation of the step is; None: whichever is there."""
+    return implementation if implementation in BACKENDS else None
+
+
+# traced once for leaves of one shape
+_by_xla = jax.jit(mean_of_squares, static_argnames=("block", "in_parts"))
+
+
+def supported(block: Block, g: jax.Array, implementation: str | None = None) -> str | None:
+    """Return the reason why a leaf is left to XLA, or None where the kernel takes it.
+
+    Args:
+      block: the leaf's block.
+      g: the leaf's gradient.
+      implementation: the caller's choice, or None.
+    """
+    reason = _no_kernel_reason(g, implementation)
+    if reason is not None:
+        return reason
+    if block.elementwise or not g.size:
+        return "there is nothing to average"
+    if g.size > MAX_ELEMENTS:
+        return f"{g.size} elements: more than 32-bit offsets reach"
+    if g.size >= _SMALL and not has_columns(block, g.shape):
+        return "its blocks lie along rows of memory, which XLA sums in one launch"
+    return None
+
+
+def _no_kernel_reason(x: jax.Array, implementation: str | None) -> str | None:
+    """Return the reason why no GPU kernel can take an array, whatever its shape, or None."""
+    if implementation == "xla":  # the other names are of kernels of the step
+        return "implementation='xla' was asked for"
+    reason = platform.no_device_reason() if implementation else platform.no_kernel_reason(x)
+    return reason or platform.no_backend_reason(_asked(implementation))
+
+
+def means_of_squares(
+    blocks: Sequence[Block],
+    gradients: Sequence[jax.Array],
+    scale: jax.Array | None = None,
+    implementation: str | None = None,
+) -> list[jax.Array]:
+    """`mean_of_squares` of every leaf, f32 of its block's `mean_shape`.
+
+    Args:
+      blocks: one a leaf.
+      gradients: f32 or 16-bit.
+      scale: a factor of all of them, f32; None for 1.
+      implementation: `xla`, `pallas`, `triton`, or None for the fastest.
+    """
+    if not gradients:
+        return []
+    fitted = [block.fit(g.shape) for block, g in zip(blocks, gradients, strict=True)]
+    at_once = [
+        read_once(block, g.shape) and supported(block, g, implementation) is None
+        for block, g in zip(fitted, gradients, strict=True)
+    ]
+    units = [(b,) if once else b.parts for b, once in zip(fitted, at_once, strict=True)]
+    pairs = [(part, g) for parts, g in zip(units, gradients, strict=True) for part in parts]
+    means = iter(_means([part for part, _ in pairs], [g for _, g in pairs], scale, implementation))
+    return [
+        next(means) if once else block.joined([next(means) for _ in block.parts])
+        for block, once in zip(fitted, at_once, strict=True)
+    ]
+
+
+def _means(
+    blocks: Sequence[Block],
+    gradients: Sequence[jax.Array],
+    scale: jax.Array | None,
+    implementation: str | None,
+) -> list[jax.Array]:
+    """`means_of_squares` of blocks that are read once each."""
+    means: dict[int, jax.Array] = {}
+    pairs = list(zip(blocks, gradients, strict=True))
+    chosen = [i for i, pair in enumerate(pairs) if supported(*pair, implementation) is None]
+    for batch in _batches(pairs, chosen):
+        backend = _asked(implementation) or platform.backend()
+        found = _by_kernel([pairs[i] for i in batch], scale, implementation is None, backend)
+        means.update(zip(batch, found, strict=True))
+    for i, (block, g) in enumerate(pairs):
+        if i in means:
+            continue
+        # a TPU's compiler sums whole columns as it reads them
+        means[i] = _by_xla(block, g, scale, in_parts=not platform.may_be_tpu(g))
+    return [means[i] for i in range(len(pairs))]
+
+
+def _batches(pairs: Sequence[tuple[Block, jax.Array]], indices: Sequence[int]) -> list[list[int]]:
+    """Leaves that share launches: alike, so that one kernel is compiled for all of them."""
+    alike: dict[Any, list[int]] = {}
+    for i in indices:
+        block, g = pairs[i]
+        alike.setdefault((block, g.shape, g.dtype), []).append(i)
+    done = []
+    for (_, shape, _), leaves in alike.items():
+        size = math.prod(shape)
+        if len(leaves) == 1 and size < _SMALL:
+            continue  # XLA has no more launches
+        most = max(1, min(_LEAVES, _ELEMENTS // size))
+        done += [leaves[i : i + most] for i in range(0, len(leaves), most)]
+    return done
+
+
+def _by_kernel(
+    pairs: Sequence[tuple[Block, jax.Array]],
+    scale: jax.Array | None,
+    automatic: bool,
+    backend: str,
+) -> list[jax.Array]:
+    from optax_lowmem._src.blocks import block_means_triton
+
+    factor = jnp.ones((), jnp.float32) if scale is None else scale
+    blocks, gradients = zip(*pairs, strict=True)
+
+    def launched(gradients: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
+        block, shape = blocks[0], gradients[0].shape  # of all of them
+        own = passes(block, shape)
+        means = block_means_triton.means(own, gradients, factor, backend=backend)
+        return [mean.reshape(block.mean_shape(shape)) for mean in means]
+
+    def plain(gradients: Sequence[jax.Array], factor: jax.Array) -> list[jax.Array]:
+        rows = zip(blocks, gradients, strict=True)
+        return [_by_xla(block, g, factor) for block, g in rows]
+
+    if not automatic:
+        return launched(gradients, factor)
+    return with_fallback("cuda", launched, plain, list(gradients), factor)
+
+
+# ---- what a step takes of the means --------------------------------------------------------------
+
+
+def operands(
+    blocks: Sequence[Block],
+    values: Sequence[jax.Array],
+    shapes: Sequence[tuple[int, ...]],
+    implementation: str | None = None,
+) -> list[Any]:
+    """`Block.operands` of every leaf.
+
+    Args:
+      blocks: one a leaf.
+      values: of its `mean_shape`, f32.
+      shapes: of the leaves.
+      implementation: as of `means_of_squares`.
+    """
+    found: dict[int, Any] = {}
+    alike: dict[Any, list[int]] = {}
+    for i, (block, v, shape) in enumerate(zip(blocks, values, shapes, strict=True)):
+        if _has_factors_kernel(block, shape) and _no_kernel_reason(v, implementation) is None:
+            alike.setdefault((block, shape), []).append(i)
+        else:
+            found[i] = block.operands(v, shape)
+    for (block, shape), leaves in alike.items():
+        for first in range(0, len(leaves), _LEAVES):
+            batch = leaves[first : first + _LEAVES]
+            given = [values[i] for i in batch]
+            made = _factors_by_kernel(block, shape, given, implementation)
+            found.update(zip(batch, made, strict=True))
+    return [found[i] for i in range(len(values))]
+
+
+def _has_factors_kernel(block: Block, shape: tuple[int, ...]) -> bool:
+    """Return whether a kernel takes R and C apart: each of its programs reads all R of a matrix."""
+    if not isinstance(block, Factors) or not math.prod(shape):
+        return False
+    one, other = block.fit(shape).axes
+    return other == len(shape) - 1 and shape[one] <= _TILE
+
+
+def _factors_by_kernel(
+    block: Factors,
+    shape: tuple[int, ...],
+    values: Sequence[jax.Array],
+    implementation: str | None,
+) -> list[tuple[jax.Array, ...]]:
+    from optax_lowmem._src.blocks import block_means_triton
+
+    backend = _asked(implementation) or platform.backend()
+
+    def launched(values: Sequence[jax.Array]) -> list[tuple[jax.Array, ...]]:
+        return block_means_triton.factors(block, shape, values, backend)
+
+    def plain(values: Sequence[jax.Array]) -> list[tuple[jax.Array, ...]]:
+        return [block.operands(v, shape) for v in values]
+
+    if implementation is not None:
+        return launched(values)
+    return with_fallback("cuda", launched, plain, list(values))

@@ -1,0 +1,254 @@
+"""Means over the blocks of several leaves in GPU kernels.
+
+XLA makes a launch or two a leaf, which take longer than the bytes of most leaves. A program sums
+the rows of a tile; what the tiles of a column give is summed by the next launch, and so is the next
+axis of a block. Where means of rows are wanted beside those of columns, a program sums the columns
+of its tile too, so that a gradient is read once.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from optax_lowmem._src.blocks.block_means import Columns, Sides
+from optax_lowmem._src.core import numerics
+from optax_lowmem._src.core.block import Factors
+from optax_lowmem._src.core.groups import next_power_of_two, result_like
+from optax_lowmem._src.kernels import gpu_kernel
+from optax_lowmem._src.kernels.gpu_kernel import Index, Operand, Program, Run
+
+_WARPS = 4
+
+
+def means(
+    passes: Sequence[Columns | Sides],
+    gradients: Sequence[jax.Array],
+    scale: jax.Array,
+    backend: str = "pallas",
+) -> list[jax.Array]:
+    """Mean of (scale g)^2 over each block of leaves that are alike, f32, flat.
+
+    Args:
+      passes: of each leaf, see `block_means.passes`.
+      gradients: f32 or 16-bit; of any one shape with so many elements.
+      scale: f32 scalar.
+      backend: as of `gpu_kernel.launch`.
+    """
+    arrays = tuple(gradients)
+    for turn, one in enumerate(passes):
+        arrays = tuple(_launch(one, arrays, scale, turn == 0, backend))
+    return [x.reshape(-1) for x in arrays]
+
+
+@functools.partial(jax.jit, static_argnames=("one", "first", "backend"), inline=False)
+def _launch(
+    one: Columns | Sides,
+    arrays: tuple[jax.Array, ...],
+    scale: jax.Array,
+    first: bool,
+    backend: str,
+) -> list[jax.Array]:
+    """Sums of the parts of each array, f32 of `one.result`; of squares at first."""
+    body: Callable[..., None]
+    if isinstance(one, Sides):
+        viewed, programs = [*arrays], one.matrices * one.tiles
+        body = functools.partial(_sides_body, one)
+    else:
+        viewed = [x.reshape(one.outer * one.rows, one.width) for x in arrays]
+        programs, body = one.tiles, functools.partial(_columns_body, one, first)
+    return gpu_kernel.launch(
+        functools.partial(_body, body, programs),
+        [scale.reshape(1), *viewed],
+        [result_like(x, one.result, jnp.float32) for x in viewed],
+        (len(arrays) * programs,),
+        # Triton's threads load more at once where each has more elements
+        warps=2 if backend == "triton" else _WARPS,
+        name="block_means",
+        backend=backend,
+    )
+
+
+def _body(
+    body: Callable[..., None], each: int, program: Program, scale_at: Operand, *arrays: Operand
+) -> None:
+    """body(program, program of a leaf, scale, x, result), of the leaf that a program belongs to."""
+    count = len(arrays) // 2
+    leaf, tile = _divmod(program.index(), each)
+    pairs = list(zip(arrays[:count], arrays[count:], strict=True))
+    program.with_one(leaf, pairs, functools.partial(body, program, tile, scale_at))
+
+
+def _divmod(x: jax.Array, y: int) -> tuple[jax.Array, jax.Array]:
+    return lax.div(x, jnp.int32(y)), lax.rem(x, jnp.int32(y))
+
+
+def _columns_body(
+    columns: Columns,
+    first: bool,
+    program: Program,
+    tile: jax.Array,
+    scale_at: Operand,
+    x_at: Operand,
+    sums_at: Operand,
+) -> None:
+    part, turn = _divmod(tile, columns.across)
+    outer, down = _divmod(part, columns.parts)
+    top, start = down * jnp.int32(columns.tile_rows), turn * jnp.int32(columns.tile_width)
+    x = _load(columns, x_at, outer, top, start)
+    share = 1 / columns.rows if columns.begins else 1.0
+    if first:
+        # sums of 4^-k of the squares are finite where the mean is; exact, and once a program
+        k = (max(columns.rows, columns.row or 1) - 1).bit_length() + 1 >> 1
+        program.keep_early()
+        x = numerics.widen(x) * (scale_at.load(0) * jnp.float32(2.0**-k))
+        x, share = x * x, 4.0**k * share
+    elif columns.begins:
+        x, share = x * jnp.float32(share), 1.0
+    sums = jnp.sum(x, axis=0) * jnp.float32(share)
+    left = columns.left
+    if left is None:
+        _store(columns.even, sums_at, part, start, sums, columns.width)
+        return
+    of_rows = jnp.sum(x, axis=1) * jnp.float32(4.0**k / left.columns)
+    among, within = _divmod(start, left.columns)
+    matrix = outer * jnp.int32(columns.width // left.columns) + among
+    turn = lax.div(within, jnp.int32(columns.tile_width))
+    above = turn * jnp.int32(left.rows)
+    _store(columns.even, sums_at, matrix, above + top, of_rows, above + jnp.int32(left.rows))
+    above = jnp.int32(left.of_rows * left.rows) + down * jnp.int32(left.columns)
+    _store(columns.even, sums_at, matrix, above + within, sums, above + jnp.int32(left.columns))
+
+
+def _load(
+    columns: Columns, x_at: Operand, outer: jax.Array, top: jax.Array, start: jax.Array
+) -> jax.Array:
+    """[tile_rows, tile_width] of an array; 0 beyond its ends."""
+    shape, above = (columns.tile_rows, columns.tile_width), outer * jnp.int32(columns.rows) + top
+    where: tuple[Index, ...]
+    if columns.even:
+        where, mask = (Run(above, shape[0]), Run(start, shape[1])), None
+    else:
+        row, lane = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+        mask = (top + row < columns.rows) & (start + lane < columns.width)
+        where = (above + row, start + lane)
+    return x_at.load(*where, mask=mask, early=True)
+
+
+def _store(
+    even: bool,
+    sums_at: Operand,
+    line: jax.Array,
+    start: jax.Array,
+    sums: jax.Array,
+    end: jax.Array | int,
+) -> None:
+    """Write along a line of sums, up to an end where tiles are not `even`."""
+    if even:
+        sums_at.store(line, Run(start, sums.size), values=sums)
+        return
+    lane = start + lax.iota(jnp.int32, sums.size)
+    sums_at.store(jnp.full_like(lane, line), lane, values=sums, mask=lane < end)
+
+
+def _sides_body(
+    sides: Sides,
+    program: Program,
+    tile: jax.Array,
+    scale_at: Operand,
+    x_at: Operand,
+    sums_at: Operand,
+) -> None:
+    del program, scale_at
+    left = sides.left
+    matrix, tile = _divmod(tile, sides.tiles)
+    of_rows = tile < sides.tiles_of_rows
+
+    def either(row: int, column: int) -> jax.Array:
+        """A number of the rows' sums, or of those of columns."""
+        return jnp.where(of_rows, jnp.int32(row), jnp.int32(column))
+
+    across, width = either(*sides.across), either(sides.rows, sides.columns)
+    tile = tile - either(0, sides.tiles_of_rows)
+    down, turn = lax.div(tile, across), lax.rem(tile, across)
+    part, lane = (
+        lax.broadcasted_iota(jnp.int32, (sides.tile_parts, sides.tile_width), axis)
+        for axis in (0, 1)
+    )
+    part, lane = (
+        part + down * jnp.int32(sides.tile_parts),
+        lane + turn * jnp.int32(sides.tile_width),
+    )
+    mask = (part < either(sides.of_rows, sides.of_columns)) & (lane < width)
+    index = either(0, sides.of_rows * sides.rows) + part * width + lane
+    x = x_at.load(jnp.full_like(index, matrix), index, mask=mask, early=True)
+    above = either(0, left.of_rows * left.rows) + down * width
+    start = above + turn * jnp.int32(sides.tile_width)
+    _store(False, sums_at, matrix, start, jnp.sum(x, axis=0), above + width)
+
+
+# ---- of means of rows and columns, what a step takes ---------------------------------------------
+
+_PART = 1024  # elements of a program
+
+
+def factors(
+    block: Factors, shape: tuple[int, ...], values: Sequence[jax.Array], backend: str = "pallas"
+) -> list[tuple[jax.Array, ...]]:
+    """`Factors.operands` of leaves that are alike, in one launch.
+
+    Args:
+      block: of all of them; columns are its last axis.
+      shape: of each leaf.
+      values: R and C in one array of each leaf, f32.
+      backend: as of `gpu_kernel.launch`.
+    """
+    outer, rows, between, _ = block.matrices(shape)
+    viewed = tuple(v.reshape(outer * between, -1) for v in values)
+    made = _launch_factors(viewed, between, rows, backend)
+    shapes = [part.mean_shape(shape) for part in block.fit(shape).parts]
+    pairs = zip(made[: len(values)], made[len(values) :], strict=True)
+    return [tuple(x.reshape(s) for x, s in zip(pair, shapes, strict=True)) for pair in pairs]
+
+
+@functools.partial(jax.jit, static_argnames=("between", "rows", "backend"), inline=False)
+def _launch_factors(
+    values: tuple[jax.Array, ...], between: int, rows: int, backend: str
+) -> list[jax.Array]:
+    """All shares of R, [outer * rows, between], then all C, [outer * between, columns]."""
+    matrices, width = values[0].shape
+    shapes = (matrices // between * rows, between), (matrices, width - rows)
+    return gpu_kernel.launch(
+        functools.partial(_factors_body, between, rows),
+        values,
+        [result_like(v, shape, jnp.float32) for shape in shapes for v in values],
+        (len(values) * matrices * -(-width // _PART),),
+        warps=_WARPS,
+        name="block_factors",
+        backend=backend,
+    )
+
+
+def _factors_body(between: int, rows: int, program: Program, *arrays: Operand) -> None:
+    count = len(arrays) // 3
+    matrices, width = arrays[0].shape
+    tiles = -(-width // _PART)
+    leaf, rest = _divmod(program.index(), tiles * matrices)
+    matrix, tile = _divmod(rest, tiles)
+
+    def run(v_at: Operand, share_at: Operand, columns_at: Operand) -> None:
+        all_rows = lax.iota(jnp.int32, next_power_of_two(rows))
+        r = v_at.load(jnp.full_like(all_rows, matrix), all_rows, mask=all_rows < rows)
+        mean = jnp.sum(r * jnp.float32(1 / rows))
+        lane = tile * jnp.int32(_PART) + lax.iota(jnp.int32, _PART)
+        v = v_at.load(jnp.full_like(lane, matrix), lane, mask=lane < width)
+        outer, among = _divmod(matrix, between)
+        row, share = outer * jnp.int32(rows) + lane, Factors.share(v, mean)
+        share_at.store(row, jnp.full_like(lane, among), values=share, mask=lane < rows)
+        column = jnp.maximum(lane - jnp.int32(rows), 0)
+        inside = (lane >= rows) & (lane < width)
+        columns_at.store(jnp.full_like(lane, matrix), column, values=v, mask=inside)
+
+    program.with_one(leaf, [arrays[i::count] for i in range(count)], run)

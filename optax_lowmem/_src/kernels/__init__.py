@@ -1,0 +1,1 @@
+"""GPU kernels, described once, run by Pallas or as generated Triton; what a machine supports."""

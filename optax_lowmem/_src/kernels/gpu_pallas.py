@@ -1,0 +1,140 @@
+"""GPU kernels by Pallas, lowered through Triton."""
+
+import functools
+import importlib.util
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from optax_lowmem._src.core import numerics
+from optax_lowmem._src.core.typing import T
+from optax_lowmem._src.kernels.gpu_kernel import Body, Index, Operand, Program, Run
+
+_OF_TRITON = "jaxlib.mlir.dialects.tt"
+
+
+@functools.cache
+def spare_imports() -> None:
+    """Have MLIR's Python bindings find an empty module of Triton's dialect, where there is none.
+
+    They look for one at each operation that they make, and do not remember that there is none:
+    every time through all of `sys.path`, half of the time that lowering a kernel takes.
+    """
+    package = _OF_TRITON.rpartition(".")[0]
+    if importlib.util.find_spec(package) and importlib.util.find_spec(_OF_TRITON) is None:
+        sys.modules[_OF_TRITON] = types.ModuleType(_OF_TRITON, spare_imports.__doc__)
+
+
+class Reference(Operand):
+    """A reference inside a Pallas kernel."""
+
+    def __init__(self, ref: Any) -> None:
+        self.ref, self.shape, self.dtype = ref, ref.shape, ref.dtype
+
+    def _at(self, index: tuple[Index, ...]) -> Any:
+        return self.ref.at[tuple(pl.ds(*i) if isinstance(i, Run) else i for i in index)]
+
+    def load(
+        self, *index: Index, mask: jax.Array | None = None, other: float = 0, early: bool = False
+    ) -> jax.Array:
+        """Return elements, volatile where they are `early`."""
+        if mask is None and not early and all(isinstance(i, int) for i in index):
+            return self.ref[index]
+        # Pallas converts no integer to FP8
+        other = float(other) if jnp.issubdtype(self.dtype, jnp.floating) else other
+        nothing = None if mask is None else other
+        return plgpu.load(self._at(index), mask=mask, other=nothing, volatile=early)
+
+    def store(self, *index: Index, values: jax.Array, mask: jax.Array | None = None) -> None:
+        """Write elements."""
+        plgpu.store(self._at(index), values, mask=mask)
+
+
+def in_leaf(starts: list[int], program: jax.Array, branch: Callable[[int], T]) -> T:
+    """branch(i) for the leaf i that a program belongs to, found by halving.
+
+    (The Triton lowering of a `switch` asks for one case after another.)
+    """
+
+    def between(low: int, high: int) -> T:
+        if high - low == 1:
+            return branch(low)
+        middle = (low + high) // 2
+        return lax.cond(
+            program < starts[middle], lambda: between(low, middle), lambda: between(middle, high)
+        )
+
+    return between(0, len(starts))
+
+
+class _PallasProgram(Program):
+    def index(self, axis: int = 0) -> jax.Array:
+        return pl.program_id(axis)
+
+    def with_one(
+        self,
+        number: jax.Array,
+        choices: Sequence[tuple[Operand, ...]],
+        branch: Callable[..., None],
+    ) -> None:
+        in_leaf(list(range(len(choices))), number, lambda i: branch(*choices[i]))
+
+    def keep_early(self) -> None:
+        """Nothing: XLA has the assembler spend registers on it (`.minnctapersm 1`)."""
+
+
+def launch(
+    body: Body,
+    operands: Sequence[jax.Array],
+    results: Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, ...],
+    warps: int,
+    name: str,
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """`gpu_kernel.launch` by Pallas."""
+    spare_imports()
+
+    def kernel(*refs: Any) -> None:
+        body(_PallasProgram(), *map(Reference, refs))
+
+    return pl.pallas_call(
+        kernel,
+        out_shape=list(results),
+        grid=grid,
+        compiler_params=plgpu.CompilerParams(num_warps=warps, num_stages=1),
+        interpret=interpret,
+        name=name,
+    )(*operands)
+
+
+def _instruction(name: str) -> numerics.Elementwise:
+    """A PTX instruction of one f32 operand."""
+
+    def apply(x: jax.Array) -> jax.Array:
+        (result,) = plgpu.elementwise_inline_asm(
+            f"{name} $0, $1;",
+            args=[x],
+            constraints="=r,r",
+            pack=1,
+            result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+        )
+        return result
+
+    return apply
+
+
+# The reciprocal is 0 above 2^126; a division as it is lowered takes eight instructions, a
+# logarithm six, a power of two four.
+APPROXIMATIONS = numerics.Approximations(
+    reciprocal=_instruction("rcp.approx.ftz.f32"),
+    log2=_instruction("lg2.approx.ftz.f32"),
+    exp2=_instruction("ex2.approx.ftz.f32"),
+)

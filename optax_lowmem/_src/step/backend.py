@@ -1,0 +1,177 @@
+"""Choice of the implementation that steps a leaf, made while tracing.
+
+It depends on `supported`, never on caught errors.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+
+import jax
+
+from optax_lowmem._src.core import context
+from optax_lowmem._src.core.groups import MAX_ELEMENTS
+from optax_lowmem._src.core.placement import Placement
+from optax_lowmem._src.kernels import platform
+from optax_lowmem._src.kernels.gpu_kernel import BACKENDS
+from optax_lowmem._src.step import on_mesh, tuning, xla
+from optax_lowmem._src.step.batch import LeafBatch, Stepped
+from optax_lowmem._src.step.gpu import launches
+from optax_lowmem._src.step.plan import LeafPlan
+from optax_lowmem._src.step.rule import UpdateRule
+
+IMPLEMENTATIONS = ("xla", *BACKENDS, "pallas_tpu")
+_KERNELS = BACKENDS
+_TPU = "pallas_tpu"
+_ELEMENTWISE = "no slot is compressed: plain elementwise work, which XLA fuses well"
+_SMALL = 1 << 16  # elements; XLA launches a kernel for each leaf without codes, small or not
+
+
+def _unsupported(kernel: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
+    """Return the reason why a kernel cannot take a leaf on any machine, or None."""
+    size = math.prod(plan.shape)
+    if not plan.shape or size == 0:
+        return "a 0-d or empty leaf has no tiles"
+    if size > MAX_ELEMENTS:
+        return f"{size} elements, more than a kernel's 32-bit offsets reach"
+    if kernel == _TPU:
+        from optax_lowmem._src.step.tpu import pallas_tpu
+
+        return pallas_tpu.unsupported(rule, plan)
+    return launches.unsupported(kernel, rule, plan)
+
+
+def choose(
+    rule: UpdateRule, plan: LeafPlan, implementation: str | None = None, g: jax.Array | None = None
+) -> tuple[str, str]:
+    """(implementation of a leaf, why).
+
+    Args:
+      rule: the optimizer's arithmetic.
+      plan: the leaf's.
+      implementation: the caller's choice, or None.
+      g: the leaf's gradient, for where it lies.
+
+    Raises:
+      ValueError: where the caller's choice cannot take the leaf.
+    """
+    if implementation == "xla":
+        return "xla", "asked for"
+    if implementation is not None:
+        return _asked_for(rule, plan, implementation, g)
+    tpu = platform.may_be_tpu(g)
+    if not plan.grouped and (math.prod(plan.shape) > _SMALL or tpu):
+        return "xla", _ELEMENTWISE  # on a TPU, small leaves too: it launches nothing
+    if tpu:
+        nowhere = platform.no_tpu_kernel_reason(g)
+        reason = nowhere or _unsupported(_TPU, rule, plan)
+        if reason is None:
+            return _TPU, "fused kernel"
+        return "xla", nowhere or f"{_TPU}: {reason}"
+    nowhere = platform.no_kernel_reason(g)
+    if nowhere is not None:
+        return "xla", nowhere if platform.no_device_reason() is None else platform.not_tpu_reason(g)
+    reasons: list[str] = []
+    for kernel in _KERNELS:
+        reason = _unsupported(kernel, rule, plan)
+        if reason is None:
+            return kernel, "; ".join(["fused kernel", *reasons])
+        reasons.append(f"{kernel}: {reason}")
+    return "xla", "; ".join(reasons)
+
+
+def _asked_for(
+    rule: UpdateRule, plan: LeafPlan, kernel: str, g: jax.Array | None
+) -> tuple[str, str]:
+    elsewhere = platform.no_device_reason()
+    if kernel == _TPU:
+        elsewhere = None if platform.may_be_tpu(g) else platform.not_tpu_reason(g)
+    reason = elsewhere or platform.explicit_axes_reason(g) or _unsupported(kernel, rule, plan)
+    small = kernel != _TPU and math.prod(plan.shape) <= _SMALL
+    if reason is None and (plan.grouped or small):
+        return kernel, "asked for"
+    if not plan.grouped and elsewhere is None:
+        return "xla", reason or _ELEMENTWISE
+    raise ValueError(
+        f"implementation={kernel!r} cannot take leaf '{plan.path}': {reason}. Pass "
+        "implementation=None to use what can."
+    )
+
+
+def fused_updates(
+    rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None = None
+) -> list[Stepped]:
+    """`reference.fused_update` of every parameter, by the fastest implementation for each.
+
+    Args:
+      rule: the optimizer's arithmetic.
+      batch: the parameters, with the hyperparameters and operands that `prepare_leaves` gives.
+      tuned: how a kernel's work is cut; None for what is known of the device.
+    """
+    results: dict[int, Stepped] = {}
+    placed = _placed(rule, batch)
+    if placed:
+        results.update(_on_mesh(rule, batch, placed, tuned))
+    chosen: dict[str, list[int]] = {}
+    for i, (plan, g) in enumerate(zip(batch.plans, batch.gradients, strict=True)):
+        if i not in results:
+            name, _ = choose(rule, plan, batch.implementation, g)
+            chosen.setdefault(name, []).append(i)
+    for name, indices in chosen.items():
+        found = _step(name, rule, batch.take(indices), tuned)
+        results.update(zip(indices, found, strict=True))
+    return [results[i] for i in range(len(batch))]
+
+
+def _step(
+    name: str, rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None
+) -> list[Stepped]:
+    """The step of parameters by one implementation."""
+    if name == "xla":
+        return xla.step(rule, batch)
+    if name == _TPU:
+        from optax_lowmem._src.step.tpu import pallas_tpu
+
+        return pallas_tpu.step(rule, batch, tuned)
+    return launches.step(name, rule, batch, tuned)
+
+
+def _placed(rule: UpdateRule, batch: LeafBatch) -> dict[int, Placement]:
+    """The parameters on a mesh whose parts kernels can step."""
+    if batch.implementation == "xla":
+        return {}
+    gpu = platform.no_device_reason() is None
+    asks_tpu = batch.implementation == _TPU
+    may_be_tpu = asks_tpu or any(map(platform.may_be_tpu, batch.gradients))
+    if not gpu and not context.is_placing() and not may_be_tpu:
+        return {}
+    rows = zip(batch.plans, batch.states, batch.gradients, strict=True)
+    places = {i: on_mesh.place_of(*row) for i, row in enumerate(rows)}
+    return {
+        i: place
+        for i, place in places.items()
+        if place is not None
+        and on_mesh.supported(rule, batch.plans[i], place) is None
+        and (
+            (gpu and rule.prepares != "blocks")  # whose means are XLA's there
+            or asks_tpu
+            or platform.may_be_tpu(batch.gradients[i], place.mesh)
+        )
+    }
+
+
+def _on_mesh(
+    rule: UpdateRule,
+    batch: LeafBatch,
+    placed: Mapping[int, Placement],
+    tuned: tuning.Tuning | None,
+) -> Iterator[tuple[int, Stepped]]:
+    """(index, result) of the parameters on a mesh, those of one mesh together."""
+
+    def step(part: LeafBatch) -> list[Stepped]:
+        with context.placing(None):
+            return fused_updates(rule, part, tuned)
+
+    for mesh in dict.fromkeys(place.mesh for place in placed.values()):
+        mine = [i for i, place in placed.items() if place.mesh == mesh]
+        found = on_mesh.fused_updates(step, batch.take(mine), [placed[i] for i in mine])
+        yield from zip(mine, found, strict=True)

@@ -1,0 +1,100 @@
+"""Parameters that are stepped together: their plans and arrays."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_lowmem._src.step.plan import LeafPlan, LeafState
+
+Stepped = tuple[jax.Array, LeafState]  # update or new parameter, and new state
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "gradients",
+        "weights",
+        "states",
+        "hyperparameters",
+        "operands",
+        "keys",
+        "shared",
+        "shared_keys",
+    ],  # fmt: skip
+    meta_fields=["plans", "numbers", "implementation"],
+)
+@dataclasses.dataclass(frozen=True)
+class LeafBatch:
+    """The operands of a step: one entry per parameter in each list.
+
+    Attributes:
+      plans: static choices.
+      gradients: f32 or 16-bit, of the parameters' shapes.
+      weights: the parameters, or None each for a bare direction.
+      states: stored slots, scales and corrections.
+      hyperparameters: f32 scalars of the step.
+      operands: what the step of each entry takes beside them, or instead of them.
+      keys: random keys, uint32 [n] or [n, 2], of which entry i has the key `numbers[i]`.
+      numbers: the place of each entry's key.
+      implementation: the implementation that the caller asks for, or None for the fastest.
+      shared: stored block-wise slots; their corrections are not used. Empty where the step does
+        not read them.
+      shared_keys: as `keys`, for block-wise slots.
+    """
+
+    plans: tuple[LeafPlan, ...]
+    gradients: list[jax.Array]
+    weights: list[Any]
+    states: list[LeafState]
+    hyperparameters: Mapping[str, jax.Array]
+    operands: list[Mapping[str, jax.Array]]
+    keys: jax.Array
+    numbers: tuple[int, ...]
+    implementation: str | None = None
+    shared: list[LeafState] = dataclasses.field(default_factory=list)
+    shared_keys: jax.Array | None = None
+
+    def __len__(self) -> int:
+        return len(self.plans)
+
+    def h(self, i: int) -> Mapping[str, jax.Array]:
+        """The hyperparameters and operands of an entry, as `reference.fused_update` takes them."""
+        return {**self.hyperparameters, **self.operands[i]}
+
+    def take(self, indices: Sequence[int]) -> "LeafBatch":
+        """Return the entries of some indices; the keys stay those of all."""
+
+        def column(values: Sequence[Any]) -> list[Any]:
+            return [values[i] for i in indices] if values else []
+
+        return self.replace(
+            plans=tuple(column(self.plans)),
+            gradients=column(self.gradients),
+            weights=column(self.weights),
+            states=column(self.states),
+            shared=column(self.shared),
+            operands=column(self.operands),
+            numbers=tuple(column(self.numbers)),
+        )
+
+    def with_keys_in_order(self) -> "LeafBatch":
+        """Return the batch with the keys of its entries alone."""
+        order = tuple(range(len(self)))
+        if self.numbers == order and len(self.keys) == len(self):
+            return self
+        places = jnp.asarray(self.numbers)
+        shared_keys = None if self.shared_keys is None else self.shared_keys[places]
+        return self.replace(keys=self.keys[places], shared_keys=shared_keys, numbers=order)
+
+    @property
+    def nameless(self) -> "LeafBatch":
+        """The batch without the parameters' names, on which a compiled step does not depend."""
+        return self.replace(plans=tuple(plan.nameless for plan in self.plans))
+
+    def replace(self, **changes: Any) -> "LeafBatch":
+        """Return the batch with other fields."""
+        return dataclasses.replace(self, **changes)

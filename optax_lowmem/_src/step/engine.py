@@ -1,0 +1,520 @@
+"""From an update rule to an optax transformation whose state is stored as `Storage` says.
+
+A step is: plan the leaves, unpack the state, step the leaves, pack their new states.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._src.codecs import StoredSlot
+from optax_lowmem._src.core import (
+    array_metadata,
+    context,
+    derivative,
+    explicit,
+    numerics,
+    random,
+    trees,
+    varying,
+)
+from optax_lowmem._src.core.block import BlockStructure
+from optax_lowmem._src.core.compiled import (
+    FEW,
+    compiled,
+    each,
+    is_eager,
+    is_free,
+    unstacked,
+)
+from optax_lowmem._src.core.hyperparameters import check_schedule
+from optax_lowmem._src.core.policy import warn_of_patterns
+from optax_lowmem._src.kernels import platform
+from optax_lowmem._src.step import LeafPlan, LeafState, choose, fused_updates, matrices
+from optax_lowmem._src.step.batch import LeafBatch
+from optax_lowmem._src.step.masters import check_order, initial_correction, promoted, rounds_weights
+from optax_lowmem._src.step.matrix_axes import MatrixAxes
+from optax_lowmem._src.step.plan import SlotPlan, plan_leaves, warn_of_four_bits
+from optax_lowmem._src.step.prepare import prepare_leaves
+from optax_lowmem._src.step.rule import MatrixRule, UpdateRule
+from optax_lowmem._src.step.storage import Storage
+
+Hyperparameters = Callable[[jax.Array], Mapping[str, jax.Array]]
+
+
+class EngineTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
+    """An optax transformation that remembers the engine behind it."""
+
+    engine: "Engine"
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Engine:
+    """One optimizer: what is static, and the hyperparameters of a step.
+
+    Attributes:
+      rule: its arithmetic.
+      storage: how its state is kept.
+      hyperparameters: f32 scalars of a step from the count before it.
+      schedules: the hyperparameters that were given as schedules, by name.
+      weights: whether it updates weights (learning rate, decay, split) or gives a bare direction.
+      decay_mask: optax-style mask of weight decay.
+      slot_dtypes: dtype of slots where they are not compressed, f32 unless given.
+      structure: which elements share the slots that the rule's blocks share.
+      matrices: which leaves are matrices, of a rule that tells them apart.
+    """
+
+    rule: UpdateRule
+    storage: Storage
+    hyperparameters: Hyperparameters
+    schedules: Mapping[str, Callable[[jax.Array], Any]] = dataclasses.field(default_factory=dict)
+    weights: bool = True
+    decay_mask: optax.MaskOrFn = None
+    slot_dtypes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    structure: BlockStructure | None = None
+    matrices: MatrixAxes | None = None
+
+    def transformation(self) -> "EngineTransformation":
+        """The optax transformation."""
+        transformation = EngineTransformation(self.init, self.update)
+        transformation.engine = self
+        return transformation
+
+    def plans(
+        self, params: optax.Params, state: optax.OptState | None = None, direct: bool = False
+    ) -> list[LeafPlan]:
+        """`plan_leaves` of this optimizer."""
+        return plan_leaves(
+            self.rule, self.storage, params, state, weights=self.weights,
+            decay_mask=self.decay_mask, slot_dtypes=self.slot_dtypes, structure=self.structure,
+            matrices=self.matrices, direct=direct,
+        )  # fmt: skip
+
+    # ---- state -------------------------------------------------------------------------------
+
+    def init(self, params: optax.Params) -> Any:
+        """Zero state, of the parameters' sharding; f32 moments are never allocated on the way."""
+        for name, schedule in self.schedules.items():
+            check_schedule(name, schedule)
+        leaves = jax.tree.leaves(params)
+        plans = self.plans(params)
+        for plan in plans:
+            own = self.rule.of_leaf(plan.matrices)
+            context.record(context.Decision(plan.path, "step", *choose(own, plan)))
+        warn_of_patterns(self.storage.policy, params)
+        if self.structure is not None:
+            self.structure.warn(params)
+        warn_of_four_bits(plans)
+        forms, of_shared = [plan.storage for plan in plans], [p.shared_storage for p in plans]
+        if is_free(leaves):
+            made = compiled(_zero_state)(plans, leaves, forms, of_shared)
+            slots, (count, scales, shared, none) = made
+        else:
+            slots = _zero_slots(plans, leaves, forms)
+            count, scales, shared, none = compiled(_zeros)(forms, of_shared)
+        columns = self._placeholders(len(plans))
+        rows = zip(plans, leaves, slots, scales, shared, none, strict=True)
+        for i, (plan, leaf, codes, of_codes, of_blocks, nothing) in enumerate(rows):
+            columns["correction"][i] = nothing
+            if plan.split is not None:
+                columns["correction"][i] = initial_correction(plan.split, plan.path, leaf)
+            of_codes, of_blocks = _laid(plan, leaf, (of_codes, of_blocks))
+            stored = [*zip(plan.slots, codes, of_codes, strict=True)]
+            stored += zip(plan.shared, *of_blocks, strict=True)
+            for slot, values, of_values in stored:
+                columns[slot.name][i], columns[f"{slot.name}_scale"][i] = values, of_values
+        seed = context.provided_seed(self.storage.seed)
+        return self._state(count, seed, columns, params)
+
+    def pack(
+        self,
+        count: jax.Array,
+        plans: list[LeafPlan],
+        states: list[LeafState],
+        shared: list[LeafState],
+        params: optax.Params,
+        before: optax.OptState,
+    ) -> Any:
+        """The state after a step: that before it with new arrays.
+
+        What a parameter has no slot, scale or correction for keeps its 0-d placeholder: a new one
+        would be a copy from a constant, and so a launch for each parameter.
+        """
+        columns = {name: jax.tree.leaves(getattr(before, name)) for name in self._fields()}
+        for i, (plan, state, of_blocks) in enumerate(zip(plans, states, shared, strict=True)):
+            if state.correction is not None:
+                columns["correction"][i] = state.correction
+            for slots, stored in ((plan.slots, state), (plan.shared, of_blocks)):
+                scales = iter(stored.scales)
+                for slot, values in zip(slots, stored.slots, strict=True):
+                    columns[slot.name][i] = values
+                    if slot.codec is not None:
+                        columns[f"{slot.name}_scale"][i] = next(scales)
+        return self._state(count, before.seed, columns, params, before)
+
+    def _state(
+        self,
+        count: jax.Array,
+        seed: jax.Array,
+        columns: Mapping[str, list[Any]],
+        params: optax.Params,
+        before: optax.OptState | None = None,
+    ) -> Any:
+        """A state of trees like the parameters, from the arrays of each field."""
+        trees_of = {
+            name: array_metadata.like(params, arrays, getattr(before, name, None))
+            for name, arrays in columns.items()
+            if name != "correction" or self.weights
+        }
+        state = {"correction": None, **trees_of}
+        return self.rule.state_type(count=count, seed=seed, **state)
+
+    def _fields(self) -> list[str]:
+        """The fields of a state that have an array for each parameter."""
+        slots = [field for slot in self.rule.slots for field in (slot.name, f"{slot.name}_scale")]
+        return [*slots, "correction"] if self.weights else slots
+
+    def _placeholders(self, count: int) -> dict[str, list[Any]]:
+        """Columns of a new state, with placeholders for slots that some parameters do not have."""
+        names = [slot.name for slot in self.rule.slots if slot.of_rest]
+        fields = [field for name in names for field in (name, f"{name}_scale")]
+        columns: dict[str, list[Any]] = {
+            name: [None] * count for name in (*self._fields(), "correction")
+        }
+        return columns | (compiled(_nothing)(fields, count) if fields else {})
+
+    def unpack(
+        self, state: optax.OptState, plans: list[LeafPlan], params: optax.Params
+    ) -> tuple[list[LeafState], list[LeafState]]:
+        """The states of the leaves, and those of their shared slots; both are checked."""
+
+        def column(field: str) -> list[jax.Array]:
+            tree = getattr(state, field)
+            leaves = jax.tree.leaves(tree)
+            if len(leaves) != len(plans):
+                raise ValueError(
+                    f"the state's {field} has {len(leaves)} leaves for {len(plans)} parameters: "
+                    "it was made for another tree, or in pack_small_leaves, which must then step "
+                    "it. Call init on these parameters."
+                )
+            trees.check_state_tree(tree, params)
+            return leaves
+
+        columns = {name: column(name) for name in self._fields()}
+        corrections = columns.pop("correction", [None] * len(plans))
+        states: list[LeafState] = []
+        shared: list[LeafState] = []
+        for i, plan in enumerate(plans):
+            arrays = {name: values[i] for name, values in columns.items()}
+            for name in {slot.name for slot in self.rule.slots} - _names(plan):
+                _check_array(plan, name, arrays[name], (), jnp.float32)
+            _check_slots(plan, plan.slots, arrays, plan.storage)
+            _check_slots(plan, plan.shared, arrays, plan.shared_storage)
+            states.append(_taken(plan.slots, arrays))
+            shared.append(_taken(plan.shared, arrays))
+            if corrections[i] is not None:
+                form = (plan.shape, plan.split.dtype) if plan.split else ((), jnp.int8)
+                _check_array(plan, "correction", corrections[i], *form)
+            if plan.split is not None:
+                states[i] = states[i]._replace(correction=corrections[i])
+        return states, shared
+
+    # ---- step --------------------------------------------------------------------------------
+
+    def update(
+        self,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params | None = None,
+        *,
+        gradient_scale: jax.Array | None = None,
+        **extra: Any,
+    ) -> tuple[Any, Any]:
+        """Updates and state; `extra` is accepted as optax's wrappers pass it, and not used."""
+        del extra
+        return self.run(updates, state, params, gradient_scale=gradient_scale)
+
+    def step(
+        self,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params,
+        gradient_scale: jax.Array | None = None,
+    ) -> tuple[Any, Any]:
+        """New parameters and state: `update` and `optax.apply_updates` at once."""
+        return self.run(updates, state, params, gradient_scale=gradient_scale, direct=True)
+
+    def run(
+        self,
+        updates: optax.Updates,
+        state: optax.OptState,
+        params: optax.Params,
+        h: Mapping[str, jax.Array] | None = None,
+        count: jax.Array | None = None,
+        gradient_scale: jax.Array | None = None,
+        direct: bool = False,
+    ) -> tuple[Any, Any]:
+        """`update`, or `step` if `direct`; given the step's hyperparameters or new count, theirs.
+
+        Args:
+          updates: gradients, f32 or 16-bit.
+          state: the old one.
+          params: the parameters, or None.
+          h: hyperparameters; by default those of the state's count.
+          count: the new one; by default one more.
+          gradient_scale: a factor of the gradients.
+          direct: whether to return new parameters instead of updates.
+        """
+        trees.check_state(state, self.rule.state_type)
+        h = self.hyperparameters(state.count) if h is None else h
+        if gradient_scale is not None:
+            h = {**h, "gradient_scale": gradient_scale}
+        if self.weights and params is None:
+            params = self._stand_in(updates, state, h)
+        like = updates if params is None else params
+        plans = self.plans(like, state, direct)
+        gradients = trees.match("gradient", updates, like)
+        weights = jax.tree.leaves(params) if self.weights else [None] * len(plans)
+        if self.weights:
+            check_order(gradients, params, state.correction)
+        if any(plan.lands or any(s.codec for s in (*plan.slots, *plan.shared)) for plan in plans):
+            gradients, weights, h = derivative.without((gradients, weights, dict(h)))
+        states, shared = self.unpack(state, plans, like)
+        paths = [plan.path for plan in plans]
+        count, keys = count_and_keys(state.seed, state.count, count, paths)
+        batch = LeafBatch(
+            tuple(plans), gradients, weights, states, h, [{}] * len(plans), keys,
+            tuple(range(len(plans))), context.implementation(), shared, keys,
+        )  # fmt: skip
+        results, states, shared = step_leaves(self.rule, batch)
+        for plan, update in zip(plans, results, strict=True):
+            if not direct and plan.lands:
+                context.emit(plan.path, update)
+        if not self.weights and self.storage.update_dtype != "float32":
+            results = trees.as_given(results, gradients)
+        results = jax.tree.unflatten(jax.tree.structure(like), results)
+        return results, self.pack(count, plans, states, shared, like, state)
+
+    def _stand_in(
+        self, updates: optax.Updates, state: optax.OptState, h: Mapping[str, jax.Array]
+    ) -> Any:
+        """Return stand-ins for parameters that are not given: f32 arrays whose values are not read.
+
+        Raises:
+          ValueError: where the step needs the parameters themselves, with the reason.
+        """
+        reason = None
+        narrow_masters = self.storage.master_weight_bits is not None
+        corrected = [name for name, c in trees.named_leaves(state.correction) if jnp.ndim(c)]
+        corrected += [
+            name
+            for name, g in trees.named_leaves(updates)
+            if narrow_masters and not jnp.ndim(g) and numerics.is_narrow(jnp.result_type(g))
+        ]
+        if corrected:
+            reason = f"the state corrects the 16-bit weight '{corrected[0]}'"
+        elif "decay" in h or "l2" in h:
+            reason = "weight decay takes a share of it"
+        elif rounds_weights(self.storage) and any(map(_is_narrow, jax.tree.leaves(updates))):
+            reason = "a 16-bit weight without a correction is rounded itself"
+        elif self.storage.update_dtype == "param":
+            reason = "update_dtype='param' asks for its dtype"
+        if reason is not None:
+            raise ValueError(f"{trees.NO_PARAMS_MSG} It is needed because {reason}.")
+        return trees.widened(updates)
+
+
+# ---- the leaves of a step ------------------------------------------------------------------------
+
+
+def _is_narrow(x: jax.Array) -> bool:
+    return numerics.is_narrow(jnp.result_type(x))
+
+
+@compiled
+def count_and_keys(
+    seed: jax.Array, before: jax.Array, count: jax.Array | None, paths: list[str]
+) -> tuple[jax.Array, jax.Array]:
+    """The new count, or the given one, and the keys of the leaves in the step: uint32 [leaves]."""
+    if count is None:
+        count = optax.safe_increment(before)
+    return count, random.leaf_keys(seed, count, paths)
+
+
+def step_leaves(
+    rule: UpdateRule, batch: LeafBatch
+) -> tuple[list[jax.Array], list[LeafState], list[LeafState]]:
+    """(updates, states, states of block-wise slots) of some parameters, or of parts of them.
+
+    Args:
+      rule: the optimizer's arithmetic.
+      batch: the parameters; of a plan that is `direct` the update is the new weight.
+    """
+    rows = zip(batch.plans, batch.gradients, strict=True)
+    batch = batch.replace(plans=tuple(plan.for_gradient(g.dtype) for plan, g in rows))
+    if (
+        len(batch) > FEW
+        and platform.no_device_reason() is not None
+        and batch.implementation in (None, "xla")
+        and is_eager(jax.tree.leaves(batch))
+    ):
+        # one program for parameters of one shape
+        assert batch.shared_keys is not None
+        keys: list[Any] = unstacked(batch.keys)
+        shared_keys: list[Any] = unstacked(batch.shared_keys)
+        single = [
+            (
+                rule,
+                batch.take([i]).nameless.replace(
+                    keys=keys[number][None], shared_keys=shared_keys[number][None], numbers=(0,)
+                ),
+            )
+            for i, number in enumerate(batch.numbers)
+        ]
+        columns = zip(*each(_step_leaves, single), strict=True)
+        updates, states, shared = ([x for (x,) in column] for column in columns)
+        return updates, states, shared
+    # on a mesh the leaves' places are known to the context, and to no program
+    run = _step_leaves if context.is_placing() else compiled(_step_leaves)
+    return run(rule, batch)
+
+
+def _step_leaves(
+    rule: UpdateRule, batch: LeafBatch
+) -> tuple[list[jax.Array], list[LeafState], list[LeafState]]:
+    """`step_leaves` of all that it depends on: the leaves of each of its rules together."""
+    parts: dict[UpdateRule, list[int]] = {}
+    for i, plan in enumerate(batch.plans):
+        parts.setdefault(rule.of_leaf(plan.matrices), []).append(i)
+    if parts.keys() <= {rule}:
+        return _step_alike(rule, batch)
+    results: dict[int, tuple[jax.Array, LeafState, LeafState]] = {}
+    for of_leaf, indices in parts.items():
+        part = batch.take(indices).with_keys_in_order()
+        h = rule.hyperparameters_of(part.plans[0].matrices, part.hyperparameters)
+        found = _step_alike(of_leaf, part.replace(hyperparameters=h))
+        results.update(zip(indices, zip(*found, strict=True), strict=True))
+    updates, states, shared = zip(*(results[i] for i in range(len(batch))), strict=True)
+    return list(updates), list(states), list(shared)
+
+
+def _step_alike(
+    rule: UpdateRule, batch: LeafBatch
+) -> tuple[list[jax.Array], list[LeafState], list[LeafState]]:
+    """`_step_leaves` of leaves of one rule."""
+    shared = batch.shared
+    if isinstance(rule, MatrixRule):
+        found = matrices.step_leaves(rule, batch.replace(shared=[], shared_keys=None))
+    else:
+        if rule.prepares is not None:
+            batch, shared = prepare_leaves(rule, batch)
+        found = fused_updates(rule, batch.replace(shared=[], shared_keys=None))
+    return [update for update, _ in found], [leaf for _, leaf in found], shared
+
+
+# ---- new states ----------------------------------------------------------------------------------
+
+
+Forms = list[list[StoredSlot]]  # of each leaf, of each slot
+
+
+def _zero_state(plans: list[LeafPlan], leaves: list[Any], forms: Forms, shared: Forms) -> Any:
+    return _zero_slots(plans, leaves, forms), _zeros(forms, shared)
+
+
+def _zero_slots(
+    plans: list[LeafPlan], leaves: list[Any], forms: Forms
+) -> list[tuple[jax.Array, ...]]:
+    """Of each leaf the slots with a value an element, which lie where it does."""
+    return [
+        tuple(explicit.filled(plan.path, leaf, s.codes, plan.group_size, 0) for s in own)
+        for plan, leaf, own in zip(plans, leaves, forms, strict=True)
+    ]
+
+
+def _zeros(
+    forms: Forms, shared: Forms
+) -> tuple[jax.Array, list[tuple[jax.Array, ...]], list[Any], list[jax.Array]]:
+    """The count, and for each parameter scales, block-wise slots and scales, and no correction."""
+    scales = [tuple(jnp.zeros_like(slot.scales) for slot in own) for own in forms]
+    of_shared = [
+        tuple(tuple(map(jnp.zeros_like, column)) for column in
+              ([slot.codes for slot in own], [slot.scales for slot in own]))
+        for own in shared
+    ]  # fmt: skip
+    return jnp.zeros((), jnp.int32), scales, of_shared, [jnp.zeros((), jnp.int8) for _ in forms]
+
+
+def _nothing(fields: list[str], count: int) -> dict[str, list[jax.Array]]:
+    """0-d arrays, each of its own: donated, none may be there twice."""
+    return {field: [jnp.zeros((), jnp.float32) for _ in range(count)] for field in fields}
+
+
+def _laid(plan: LeafPlan, leaf: Any, tree: Any) -> Any:
+    """Scales and shared slots where their parameter lies on Explicit axes, as steps leave them."""
+    return jax.tree.map(
+        lambda x: explicit.laid(x, explicit.of_state(plan.path, leaf, x.shape, plan.group_size)),
+        tree,
+    )
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def _names(plan: LeafPlan) -> set[str]:
+    return {slot.name for slot in (*plan.slots, *plan.shared)}
+
+
+def _taken(slots: Sequence[SlotPlan], arrays: Mapping[str, jax.Array]) -> LeafState:
+    """The stored slots of a parameter, from the arrays of each field."""
+    scales = tuple(arrays[f"{slot.name}_scale"] for slot in slots if slot.codec is not None)
+    return LeafState(tuple(arrays[slot.name] for slot in slots), scales)
+
+
+def _check_slots(
+    plan: LeafPlan,
+    slots: Sequence[SlotPlan],
+    arrays: Mapping[str, jax.Array],
+    forms: list[StoredSlot],
+) -> None:
+    """Raise where a state was made, or restored, with other settings than these."""
+    for slot, form in zip(slots, forms, strict=True):
+        for field, like in ((slot.name, form.codes), (f"{slot.name}_scale", form.scales)):
+            _check_array(plan, field, arrays[field], like.shape, like.dtype)
+
+
+def _check_array(
+    plan: LeafPlan, field: str, array: Any, shape: tuple[int, ...], dtype: Any
+) -> None:
+    if jnp.shape(array) == shape and jnp.dtype(array.dtype) == jnp.dtype(dtype):
+        return
+    hint = blocks = ""
+    if plan.block is not None and plan.block.words and field in {slot.name for slot in plan.shared}:
+        blocks = f", {field}: {plan.block.words}"
+        if varying.of_parts():
+            hint = (
+                " In a shard_map or a pmap means of blocks, rows or columns may be over several "
+                "devices: leave the step to jit with shardings."
+            )
+    if field == "correction" and plan.dtype == jnp.float32 and jnp.shape(array) == plan.shape:
+        raise ValueError(promoted(plan.path, array.dtype))
+    if varying.of_parts() and field.endswith("_scale"):
+        hint = (
+            " In a shard_map a device's part has to be of whole groups, with the scales of those: "
+            "see docs/guides/sharding.md, or leave the step to jit with shardings."
+        )
+    if field == "correction":
+        hint = (
+            " If weights were cast after tx.init, begin with params, state = "
+            "lowmem.init(tx, params_f32) instead."
+        )
+    raise ValueError(
+        f"state field {field} of '{plan.path}' is {array.dtype}{list(jnp.shape(array))}, but this "
+        f"storage (group_size={plan.group_size}, parameter {plan.dtype}{list(plan.shape)}{blocks}) "
+        f"keeps {jnp.dtype(dtype)}{list(shape)}. The state was made or restored with other "
+        f"settings: use those, or call init again.{hint}"
+    )

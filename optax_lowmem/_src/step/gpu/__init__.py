@@ -1,0 +1,1 @@
+"""The step of several parameters as a GPU kernel."""

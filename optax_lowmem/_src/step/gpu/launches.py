@@ -1,0 +1,154 @@
+"""The step of several parameters in one GPU kernel, by Pallas or by generated Triton."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from optax_lowmem._src.core.groups import Tile, Tiling
+from optax_lowmem._src.kernels import platform
+from optax_lowmem._src.kernels.fallback import with_fallback
+from optax_lowmem._src.step import operands, reference, tuning, xla
+from optax_lowmem._src.step.batch import LeafBatch, Stepped
+from optax_lowmem._src.step.plan import LeafPlan, LeafState
+from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
+
+_LeafArrays = tuple[jax.Array, jax.Array | None, LeafState]  # gradient, weight, state
+
+_UPDATES = 1 << 20  # bytes that the updates of a launch may take, however small the leaves
+
+
+def unsupported(backend: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
+    """Return the reason why the kernel of a backend cannot step a parameter, or None."""
+    for slot in plan.slots:
+        if slot.codec is not None and slot.codec.bits < 8 and slot.codec.no_tile_reason:
+            return slot.codec.no_tile_reason
+    if backend == "pallas":
+        return None if platform.has_pallas_triton() else platform.NO_PALLAS_TRITON
+    if not platform.has_jax_triton():
+        return platform.NO_JAX_TRITON
+    from optax_lowmem._src.step.gpu import jax_triton
+
+    return jax_triton.supported(rule, plan)
+
+
+def step(
+    backend: str, rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None
+) -> list[Stepped]:
+    """The step of parameters that a backend supports, in as few launches as `tuned` allows."""
+    cut = tuning.resolve(tuned, backend, rule.elementwise_slots, batch.plans[0].group_size)
+    results: dict[int, Stepped] = {}
+    for together in launches(batch, cut):
+        found = _launch(rule, backend, batch.take(together), cut.tile)
+        results.update(zip(together, found, strict=True))
+    return [results[i] for i in range(len(batch))]
+
+
+def launches(batch: LeafBatch, tuned: tuning.Tuning) -> list[list[int]]:
+    """Indices of the leaves that share a launch: they differ in shape alone.
+
+    Launches of the same shapes compile once, so leaves are dealt: of shapes that occur equally
+    often, as those of a model's layers do, each launch has as many. What is left over, and shapes
+    of which there is one leaf, go with their neighbours.
+
+    What an update is taken from is one new array a leaf, all of a launch at once: together at most
+    4 bytes an element of the largest leaf, or 1 MB.
+    """
+    plans = batch.plans
+    largest = max(math.prod(plan.shape) for plan in plans)
+    kinds: dict[Any, list[int]] = {}
+    for i, (plan, g) in enumerate(zip(plans, batch.gradients, strict=True)):
+        lanes = Tiling(plan.shape, plan.group_size, tuned.tile.elements).lanes
+        kind = (plan.shapeless, lanes, jnp.dtype(g.dtype))
+        kinds.setdefault(kind, []).append(i)
+    done = []
+    for alike in kinds.values():
+        plan, p = plans[alike[0]], batch.weights[alike[0]]
+        most = tuned.elements
+        if not plan.direct:
+            itemsize = operands.update_dtype(plan, p).itemsize
+            most = min(most, max(4 * largest, _UPDATES) // itemsize)
+        sizes = {i: math.prod(plans[i].shape) for i in alike}
+        shapes: dict[tuple[int, ...], list[int]] = {}
+        for i in alike:
+            shapes.setdefault(plans[i].shape, []).append(i)
+        decks: dict[int, list[int]] = {}  # the first leaf of each shape, by how many there are
+        for same in shapes.values():
+            decks.setdefault(len(same), []).append(same[0])
+        left = decks.pop(1, [])
+        for count, firsts in decks.items():
+            for pack in _in_order(firsts, sizes, tuned.leaves, most):
+                size = sum(sizes[i] for i in pack)
+                each = max(1, min(tuned.leaves // len(pack), most // size, count))
+                alike_often = [shapes[plans[i].shape] for i in pack]
+                equal = count // each if count >= 2 * each else 0
+                for first in range(0, equal * each, each):
+                    done.append([i for same in alike_often for i in same[first:][:each]])
+                left += [i for same in alike_often for i in same[equal * each :]]
+        done += _in_order(sorted(left), sizes, tuned.leaves, most)
+    return done
+
+
+def _in_order(
+    leaves: Sequence[int], sizes: Mapping[int, int], most_leaves: int, most_elements: int
+) -> list[list[int]]:
+    """Neighbours together, until there are too many leaves or elements."""
+    done: list[list[int]] = []
+    elements = 0
+    for i in leaves:
+        elements += sizes[i]
+        if not done or len(done[-1]) == most_leaves or elements > most_elements:
+            done.append([])
+            elements = sizes[i]
+        done[-1].append(i)
+    return done
+
+
+def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> list[Stepped]:
+    """The parameters of one launch."""
+    plans = batch.nameless.plans
+    arrays = list(zip(batch.gradients, batch.weights, batch.states, strict=True))
+    of_blocks = [own.get(OF_BLOCK) for own in batch.operands]
+    names = tuple(sorted(set(batch.h(0)) - {OF_BLOCK}))
+    # a row for each leaf only where leaves differ
+    hs = [batch.h(i) for i in range(len(batch) if rule.prepares == "leaf" else 1)]
+    scalars = jnp.stack([jnp.stack([h[name] for name in names]) for h in hs])
+    numbers = jnp.asarray(batch.numbers, jnp.int32)
+
+    def launched(
+        arrays: list[_LeafArrays],
+        of_blocks: list[jax.Array | None],
+        scalars: jax.Array,
+        keys: jax.Array,
+    ) -> list[Stepped]:
+        every = zip(arrays, of_blocks, strict=True)
+        leaves = tuple(operands.leaf_of(*row, of_block) for row, of_block in every)
+        if backend == "pallas":
+            from optax_lowmem._src.step.gpu.pallas_triton import launch
+        else:
+            from optax_lowmem._src.step.gpu.jax_triton import launch
+        found = launch(rule, plans, leaves, names, scalars, keys, numbers, tile)
+        return [
+            (reference.emit(plan, row[1], result.update), operands.state_of(result))
+            for plan, row, result in zip(plans, arrays, found, strict=True)
+        ]
+
+    def plain(
+        arrays: list[_LeafArrays],
+        of_blocks: list[jax.Array | None],
+        scalars: jax.Array,
+        keys: jax.Array,
+    ) -> list[Stepped]:
+        hs = [dict(zip(names, row, strict=True)) for row in scalars]
+        found = []
+        every = zip(plans, arrays, of_blocks, batch.numbers, strict=True)
+        for i, (plan, row, of_block, number) in enumerate(every):
+            h = {**hs[i % len(hs)], **({} if of_block is None else {OF_BLOCK: of_block})}
+            found.append(xla.plain(rule, plan, *row, h, keys[number]))
+        return found
+
+    if batch.implementation is not None:
+        return launched(arrays, of_blocks, scalars, batch.keys)
+    return with_fallback("cuda", launched, plain, arrays, of_blocks, scalars, batch.keys)

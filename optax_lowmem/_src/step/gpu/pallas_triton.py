@@ -1,0 +1,179 @@
+"""The step of several leaves in one GPU kernel: Pallas, lowered through Triton.
+
+The body calls the rule, the codecs and the split that the reference calls. Leaves that differ in
+nothing but their shape share a launch: a program finds its leaf by its number, loads its tile in a
+branch of that leaf, computes, and stores in a branch again.
+"""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from optax_lowmem._src.core import numerics, random
+from optax_lowmem._src.core.block import Block
+from optax_lowmem._src.core.groups import Tile, Tiling
+from optax_lowmem._src.kernels import gpu_pallas, tiles
+from optax_lowmem._src.step.operands import (
+    Leaf,
+    Result,
+    aliases,
+    output,
+    restored,
+    slot_tilings,
+    step_tile,
+    views,
+)
+from optax_lowmem._src.step.plan import LeafPlan
+from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
+
+
+def _kernel(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    tilings: tuple[Tiling, ...],
+    blocks: tuple[Block | None, ...],
+    names: tuple[str, ...],
+    treedefs: tuple[Any, Any],
+    interpret: bool,
+    *refs: Any,
+) -> None:
+    scalars, keys, lane_bits, leaf_numbers, *arrays = refs
+    sizes = [treedef.num_leaves for treedef in treedefs]
+    count, inputs = len(tilings), len(tilings) * sizes[0]
+    read = [arrays[i * sizes[0] : (i + 1) * sizes[0]] for i in range(count)]
+    written = [arrays[inputs + i * sizes[1] : inputs + (i + 1) * sizes[1]] for i in range(count)]
+    program = pl.program_id(0)
+    starts = [0, *itertools.accumulate(tiling.tiles for tiling in tilings[:-1])]
+
+    per_leaf = scalars.shape[0] > 1
+
+    def run(i: int) -> None:
+        h = {name: scalars[i if per_leaf else 0, j] for j, name in enumerate(names)}
+        tiling, tile = tilings[i], program - starts[i]
+        own = jax.tree.unflatten(treedefs[0], map(gpu_pallas.Reference, read[i]))
+        leaf = _load(plan, tiling, blocks[i], tile, own)
+        if leaf.of_block is not None:
+            h[OF_BLOCK] = leaf.of_block
+        noise = None
+        if plan.noisy:
+            number = leaf_numbers[i]
+            noise = tiles.noise(tiling, tile, keys[number], lane_bits[number, :])
+        result = _step(rule, plan, interpret, leaf._replace(of_block=None), h, noise)
+        into = jax.tree.unflatten(treedefs[1], map(gpu_pallas.Reference, written[i]))
+        _store(plan, tiling, tile, into, result)
+
+    # the whole step in each branch: values that leave a branch cost their packing there
+    gpu_pallas.in_leaf(starts, program, run)
+
+
+# in a jit, which the lowering inlines, traced once for tiles alike of all leaves and launches
+@functools.partial(jax.jit, static_argnames=("rule", "plan", "interpret"))
+def _step(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    interpret: bool,
+    leaf: Leaf,
+    h: Mapping[str, jax.Array],
+    noise: tuple[jax.Array, jax.Array] | None,
+) -> Result:
+    with _arithmetic(interpret):
+        return step_tile(rule, plan, leaf, h, noise)
+
+
+def _arithmetic(interpret: bool) -> contextlib.AbstractContextManager[None]:
+    """Interpreted, a kernel is compared with the reference: the same expressions."""
+    if interpret:
+        return contextlib.nullcontext()
+    return numerics.kernel_arithmetic(gpu_pallas.APPROXIMATIONS)
+
+
+def _load(plan: LeafPlan, tiling: Tiling, block: Block | None, tile: jax.Array, refs: Any) -> Leaf:
+    """A tile of a leaf; lanes and groups that do not exist hold zeros."""
+    nothing = plan.split.zero if plan.split is not None else 0
+    return Leaf(
+        tiles.load(tiling, refs.g, tile),
+        None if refs.p is None else tiles.load(tiling, refs.p, tile),
+        None if refs.correction is None else tiles.load(tiling, refs.correction, tile, nothing),
+        tuple(
+            tiles.load(own, ref, tile)
+            for own, ref in zip(slot_tilings(plan, tiling), refs.slots, strict=True)
+        ),
+        tuple(tiles.load_scales(tiling, ref, tile) for ref in refs.scales),
+        tiles.load_of_block(tiling, block, refs.of_block, tile) if block else None,
+    )
+
+
+def _store(plan: LeafPlan, tiling: Tiling, tile: jax.Array, refs: Any, result: Result) -> None:
+    for ref, scale in zip(refs.scales, result.scales, strict=True):
+        tiles.store_scales(tiling, ref, tile, scale)
+    tiles.store(tiling, refs.update, tile, result.update)
+    if refs.correction is not None and result.correction is not None:
+        tiles.store(tiling, refs.correction, tile, result.correction)
+    for own, *slot in zip(slot_tilings(plan, tiling), refs.slots, result.slots, strict=True):
+        ref, value = slot
+        tiles.store(own, ref, tile, value)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("rule", "plans", "names", "tile", "interpret"), inline=False
+)
+def launch(
+    rule: UpdateRule,
+    plans: tuple[LeafPlan, ...],
+    leaves: tuple[Leaf, ...],
+    names: tuple[str, ...],
+    scalars: jax.Array,
+    keys: jax.Array,
+    leaf_numbers: jax.Array,
+    tile: Tile,
+    interpret: bool = False,
+) -> list[Result]:
+    """The step of leaves whose plans differ in shape alone.
+
+    Args:
+      rule: the optimizer's arithmetic.
+      plans: one a leaf.
+      leaves: their arrays.
+      names: of the hyperparameters.
+      scalars: the hyperparameters, f32 [1, len(names)], or [len(plans), len(names)] where the
+        leaves have their own.
+      keys: of the leaves of the whole tree, uint32 [leaves], or of parts of them, [leaves, 2].
+      leaf_numbers: which of them are these leaves', int32 [len(plans)].
+      tile: how the work is cut.
+      interpret: run as plain JAX, on any device.
+    """
+    gpu_pallas.spare_imports()
+    tilings = tuple(Tiling(plan.shape, plan.group_size, tile.elements) for plan in plans)
+    viewed = [views(*row) for row in zip(plans, tilings, leaves, strict=True)]
+    results = [output(plan, leaf) for plan, leaf in zip(plans, viewed, strict=True)]
+    # the bits of the lanes are the same for every tile of a leaf: mixed once, here
+    lanes = lax.iota(jnp.uint32, tilings[0].lanes)[None]
+    row_keys, lane_keys = random.row_and_lane_keys(keys, rank=1)
+    lane_bits = random.lane_bits(lane_keys[:, None], lanes)
+    blocks = tuple(plan.block for plan in plans)
+    alike = plans[0].shapeless
+    flat_in, flat_out = (jax.tree.leaves(tree) for tree in (viewed, results))
+    treedefs = (jax.tree.structure(viewed[0]), jax.tree.structure(results[0]))
+    body = functools.partial(_kernel, rule, alike, tilings, blocks, names, treedefs, interpret)
+    outputs = pl.pallas_call(
+        body,
+        out_shape=flat_out,
+        grid=(sum(tiling.tiles for tiling in tilings),),
+        input_output_aliases=aliases(alike, viewed, results, first=4),
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=1),
+        interpret=interpret,
+        name="fused_update",
+    )(scalars, row_keys, lane_bits, leaf_numbers, *flat_in)
+    found = jax.tree.unflatten(jax.tree.structure(results), outputs)
+    return [
+        restored(plan, leaf, result)
+        for plan, leaf, result in zip(plans, leaves, found, strict=True)
+    ]

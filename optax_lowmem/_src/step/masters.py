@@ -1,0 +1,244 @@
+"""Master weights: which split a leaf has, where its correction starts, and the f32 view."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from optax_lowmem._src.codecs import BitSplit, MasterSplit, UlpSplit, master_split, split_of
+from optax_lowmem._src.core import context, numerics, packs, trees
+from optax_lowmem._src.core.clean_weights import FIELD, clean_params
+from optax_lowmem._src.core.compiled import compiled
+from optax_lowmem._src.step.storage import Storage
+
+NO_CORRECTION: Any = np.zeros((), np.int8)  # beside a weight that has none
+
+
+def split_for(storage: Storage, dtype: jnp.dtype) -> MasterSplit | None:
+    """Return the split of master weights of a dtype; None for f32 or without master weights."""
+    if dtype == jnp.float32 or storage.master_weight_bits is None:
+        return None
+    rounding = storage.master_rounding or "stochastic"
+    return master_split(dtype, storage.master_weight_bits, storage.split, rounding)
+
+
+def rounds_weights(storage: Storage) -> bool:
+    """Return whether 16-bit weights without a correction are rounded stochastically."""
+    return storage.master_weight_bits is None and storage.master_rounding == "stochastic"
+
+
+def choose_split(storage: Storage, path: str, dtype: jnp.dtype) -> MasterSplit | None:
+    """`split_for`, with the reason recorded.
+
+    Raises:
+      ValueError: for fp16 weights that would be rounded stochastically.
+    """
+    split = split_for(storage, dtype)
+    rounds = rounds_weights(storage) and dtype != jnp.float32
+    if rounds and dtype != jnp.bfloat16:
+        raise ValueError(
+            f"weight '{path}' is {dtype}: only bfloat16 weights can be rounded stochastically "
+            "without a correction. Use master_weight_bits=24, or master_rounding='nearest'."
+        )
+    if split is not None:
+        reason = f"{split.bits}-bit master weights"
+        if split.bits == 24:
+            reason += f", {'stochastic' if split.stochastic else 'nearest'} rounding"
+    elif dtype == jnp.float32:
+        reason = "an f32 parameter is its own master weight"
+    elif rounds:
+        reason = "master_weight_bits is None: the weight itself is rounded, stochastically"
+    else:
+        reason = "master_weight_bits is None: steps under half an ulp of the weight are lost"
+    form, stochastic = (split.name, split.stochastic) if split else (None, rounds)
+    context.record(context.Decision(path, "correction", form, reason, stochastic=stochastic))
+    return split
+
+
+def check_order(gradients: list[jax.Array], params: optax.Params, correction: optax.Params) -> None:
+    """Raises where dtypes show that gradients and parameters were given in each other's place."""
+    rows = zip(trees.named_leaves(params), gradients, jax.tree.leaves(correction), strict=False)
+    for (path, p), g, kept in rows:
+        if p.dtype == jnp.float32 and numerics.is_narrow(g.dtype) and jnp.ndim(kept):
+            raise ValueError(
+                f"the gradient of '{path}' is {g.dtype} and the weight float32, but the state "
+                "corrects a 16-bit weight: they are in each other's place, or the weight was cast. "
+                "Call tx.update(grads, state, params), lowmem.step(tx, grads, state, params)."
+            )
+
+
+def promoted(path: str, correction: jnp.dtype) -> str:
+    """The error of an f32 weight beside a correction, which is of a 16-bit one."""
+    return (
+        f"weight '{path}' is float32, and the state corrects a 16-bit one ({correction} beside "
+        "it). An f32 update was added to it without a cast, as eqx.apply_updates and "
+        "params + updates do: use optax.apply_updates or lowmem.step, or make the optimizer with "
+        "update_dtype='param' (storage=Storage(update_dtype='param'), or the argument of "
+        "split_master_weights). If it was cast, or the state restored for other weights, begin "
+        "with params, state = lowmem.init(tx, params_f32). If gradients and weights are in each "
+        "other's place, call tx.update(grads, state, params)."
+    )
+
+
+def initial_correction(split: MasterSplit, path: str, leaf: jax.Array) -> jax.Array:
+    """The correction that `lowmem.init` has for a leaf, else that of the weight itself."""
+    provided = context.provided_correction(path)
+    if provided is not None:
+        return provided
+    return jnp.full_like(leaf, split.zero, dtype=split.dtype)
+
+
+def join_master(p: jax.Array, correction: jax.Array) -> jax.Array:
+    """The f32 master weight of a parameter and its correction, or its 0-d placeholder."""
+    if not numerics.is_narrow(p.dtype):
+        return p
+    if correction.shape != p.shape:
+        return numerics.widen(p)
+    split = split_of(correction.dtype)
+    if p.dtype == jnp.float16 and isinstance(split, BitSplit):  # a 0-d weight's placeholder
+        return numerics.widen(p)
+    return split.join(p, correction)
+
+
+def join_leaves(weights: list[jax.Array], corrections: list[jax.Array]) -> list[jax.Array]:
+    """`join_master` of each leaf, those in 16 bits in one program; shapes give shapes."""
+    if any(isinstance(p, jax.ShapeDtypeStruct) for p in weights):
+        return trees.widened(weights)
+    rows = list(zip(weights, corrections, strict=True))
+    narrow = [row for row in rows if numerics.is_narrow(row[0].dtype)]
+    joined = iter(_joined(narrow) if narrow else [])
+    return [next(joined) if numerics.is_narrow(p.dtype) else p for p, _ in rows]
+
+
+@compiled
+def _joined(rows: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
+    return [join_master(p, correction) for p, correction in rows]
+
+
+def join_masters(params: optax.Params, correction: optax.Params) -> optax.Params:
+    """`join_master` of each leaf; the metadata of a placeholder differ from its weight's."""
+    leaves, treedef = jax.tree.flatten(params)
+    return jax.tree.unflatten(treedef, join_leaves(leaves, jax.tree.leaves(correction)))
+
+
+def splits_masters(tx: optax.GradientTransformation, params: optax.Params) -> bool:
+    """Return whether a transformation splits the master weights of some leaf."""
+    return bool(split_paths(tx, params))
+
+
+def split_paths(tx: optax.GradientTransformation, params: optax.Params) -> set[str]:
+    """The leaves whose master weights a transformation splits."""
+    return _decided(tx, params, "correction")
+
+
+def adds_noise(tx: optax.GradientTransformation, params: optax.Params) -> bool:
+    """Return whether a transformation adds noise to the weights that the loss sees."""
+    return bool(_decided(tx, params, FIELD))
+
+
+def _decided(tx: optax.GradientTransformation, params: optax.Params, slot: str) -> set[str]:
+    with context.providing(context.Masters()):
+        _, decisions = context.dry_run(tx, params)
+    return {d.path for d in decisions if d.slot == slot and d.form is not None}
+
+
+def master_params(params: optax.Params, state: optax.OptState) -> optax.Params:
+    """The f32 parameters that 16-bit weights and an optimizer state hold together.
+
+    The corrections are found through chain, masked, partition, MultiSteps, inject_hyperparams and
+    any other wrapper whose state is a pytree. Under `gaussws_noise` they are without noise.
+
+    Args:
+      params: the weights.
+      state: the optimizer's state.
+
+    Returns:
+      A tree of f32 arrays; a weight without a correction is itself.
+
+    Raises:
+      TypeError: for arguments in another order.
+      ValueError: where a leaf has two corrections, or one that is not found because the weight has
+        another name, dtype or shape than in the state.
+
+    Example:
+      >>> import jax.numpy as jnp, optax_lowmem as lowmem
+      >>> weights, state = lowmem.init(lowmem.flash_lion(1e-4), {"w": jnp.full(3, 0.1)})
+      >>> lowmem.master_params(weights, state)["w"].dtype
+      dtype('float32')
+    """
+    if next(trees.states_with(params, "correction", trees.is_ours), None) is not None:
+        raise TypeError("the first argument is an optimizer's state: master_params(params, state)")
+    treedef: Any = jax.tree.structure(params)
+    return treedef.unflatten(join_leaves(*kept_weights(params, state)))
+
+
+def kept_weights(
+    params: optax.Params, state: optax.OptState
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Return the arguments of `join_leaves`: clean weights of an optimizer and corrections."""
+    params = clean_params(params, state)
+    corrections = corrections_of(params, state)
+    rows = [(w, corrections.get(path, NO_CORRECTION)) for path, w in trees.named_leaves(params)]
+    return [w for w, _ in rows], [correction for _, correction in rows]
+
+
+def corrections_of(params: optax.Params, state: optax.OptState) -> dict[str, jax.Array]:
+    """The corrections of 16-bit weights in an optimizer state, by path.
+
+    Raises:
+      ValueError: where a leaf has two, or one of another leaf, dtype or shape.
+    """
+    corrections: dict[str, jax.Array] = {}
+    weights = dict(trees.named_leaves(params))
+    elsewhere: list[str] = []
+    for found in trees.states_with(state, "correction", trees.is_ours):
+        for path, correction in packs.unpacked(found.correction, weights).items():
+            weight = weights.get(path)
+            if weight is None:
+                elsewhere += [path] if jnp.ndim(correction) else []
+            elif _fits(path, weight, correction):
+                if path not in corrections:
+                    corrections[path] = correction
+                elif weight.ndim:  # else a placeholder, 0-d as well, of one inside without a split
+                    raise ValueError(
+                        f"leaf '{path}' has two corrections in this state: two optimizers split "
+                        "its master weight. Keep one split, and give the other optimizer "
+                        "storage=Storage(master_weight_bits=None)."
+                    )
+    _check_names(weights, corrections, elsewhere)
+    return corrections
+
+
+def _fits(path: str, weight: jax.Array, correction: jax.Array) -> bool:
+    """Return whether a correction is of this weight and no placeholder.
+
+    Raises:
+      ValueError: where it is no placeholder and its dtype or shape does not fit the weight.
+    """
+    if not jnp.ndim(correction):
+        return not jnp.ndim(weight) and weight.dtype != jnp.float32
+    schemes = {jnp.dtype(jnp.bfloat16): (BitSplit, UlpSplit), jnp.dtype(jnp.float16): (UlpSplit,)}
+    of_dtype = schemes.get(jnp.dtype(weight.dtype), ())
+    if weight.shape == correction.shape and isinstance(split_of(correction.dtype), of_dtype):
+        return True
+    raise ValueError(
+        f"weight '{path}' is {weight.dtype}{list(weight.shape)}, and this state corrects 16-bit "
+        f"weights of shape {list(correction.shape)} with {correction.dtype}: the weight was cast "
+        "or reshaped. Pass the weights as the optimizer has them."
+    )
+
+
+def _check_names(
+    weights: dict[str, jax.Array], corrections: dict[str, jax.Array], elsewhere: list[str]
+) -> None:
+    """Raises where weights without a correction stand beside corrections without their weight."""
+    bare = [p for p, w in weights.items() if numerics.is_narrow(w.dtype) and p not in corrections]
+    if bare and elsewhere:
+        raise ValueError(
+            f"the state has no correction of weight '{bare[0]}', and one of '{elsewhere[0]}', "
+            "which is no weight here: the weights were renamed or wrapped, or are of another "
+            "model. Pass the tree that the optimizer has, for example variables['params'] and not "
+            "variables."
+        )

@@ -1,0 +1,229 @@
+"""The step of leaves whose direction is taken of whole matrices: momentum, direction, weights.
+
+Leaves go through it in stacks of matrices of one shape, one stack after the other, so that what is
+there beside weights, state and gradients is what one stack takes. Momentum and weights are stepped
+as those of every other leaf: first a step without weights, whose direction is what the matrices are
+made of; then one without slots, whose gradient is the direction that was made.
+
+On a mesh each device takes some of the matrices of a stack, whole: they are moved once before the
+products and once after them, and never between.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from optax_lowmem._src.core import context, explicit, varying
+from optax_lowmem._src.kernels import platform
+from optax_lowmem._src.step import packed
+from optax_lowmem._src.step.backend import fused_updates
+from optax_lowmem._src.step.batch import LeafBatch, Stepped
+from optax_lowmem._src.step.plan import LeafPlan, LeafState
+from optax_lowmem._src.step.rule import MatrixRule, UpdateRule
+
+# Of a stack and its two products X X^T on each device, unless one matrix has more: 17 MB in bf16,
+# enough to keep a GPU busy.
+_ELEMENTS = 1 << 23
+
+
+@dataclasses.dataclass(frozen=True)
+class _Direction(UpdateRule):
+    """A direction that is there already, in the gradient's place; the rate is the leaf's own."""
+
+    slots = ()
+    state_type = None
+    prepares = "leaf"
+
+    def update(
+        self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The gradient."""
+        del slots, h
+        return g, {}
+
+
+def step_leaves(rule: MatrixRule, batch: LeafBatch) -> list[Stepped]:
+    """`fused_updates` of matrices, a stack of them after the other."""
+    for plan, *arrays in zip(batch.plans, batch.gradients, batch.states, strict=True):
+        varying.check_whole(plan.path, arrays, "a direction of whole matrices")
+    results: dict[int, Stepped] = {}
+    done: Any = ()
+    for indices in stacks(batch.plans, _devices(batch.gradients)):
+        stack = batch.take(indices).with_keys_in_order()
+        if done:
+            arrays = varying.after((stack.gradients, stack.weights, stack.states), done)
+            gradients, weights, states = arrays
+            h = _after(stack.hyperparameters, done[-1][0])
+            stack = stack.replace(
+                gradients=gradients, weights=weights, states=states, hyperparameters=h
+            )
+        done = _step_in_turn(rule, stack)
+        results.update(zip(indices, done, strict=True))
+    return [results[i] for i in range(len(batch))]
+
+
+def _on_cpu() -> bool:
+    """Return whether XLA's CPU backend compiles the step."""
+    return jax.default_backend() == "cpu" and platform.no_device_reason() is not None
+
+
+def _after(h: Mapping[str, jax.Array], done: jax.Array) -> Mapping[str, jax.Array]:
+    """`h`, which must wait until an array is there, by a number of it that changes nothing.
+
+    For XLA's CPU backend, which drops barriers before it orders what it does. On a mesh, where the
+    number would be moved, the barrier alone has to do.
+    """
+    if not _on_cpu() or done.size == 0 or _mesh(done) is not None:
+        return h
+    first = lax.slice(done, [0] * done.ndim, [1] * done.ndim).reshape(())
+    bits = lax.bitcast_convert_type(first.astype(jnp.float32), jnp.int32)
+    never = lax.population_count(bits) > 32
+    return {name: jnp.where(never, jnp.zeros_like(x), x) for name, x in h.items()}
+
+
+def stacks(plans: Sequence[LeafPlan], devices: int = 1) -> Iterator[list[int]]:
+    """Yield the indices of the leaves that are taken together: their matrices are of one shape.
+
+    Args:
+      plans: of all leaves.
+      devices: that share a stack.
+    """
+    kinds: dict[tuple[int, ...], list[int]] = {}
+    for i, plan in enumerate(plans):
+        assert plan.matrices is not None
+        kinds.setdefault(plan.matrices.fans(plan.shape), []).append(i)
+    for fans, alike in kinds.items():
+        stack: list[int] = []
+        elements = 0
+        for i in alike:
+            matrices = plans[i].matrices
+            assert matrices is not None
+            size = matrices.count(plans[i].shape) * _taken(*fans)
+            if stack and elements + size > _ELEMENTS * devices:
+                yield stack
+                stack, elements = [], 0
+            stack.append(i)
+            elements += size
+        yield stack
+
+
+def _taken(rows: int, columns: int) -> int:
+    """Elements of a matrix and of two products of it with itself."""
+    return rows * columns + 2 * min(rows, columns) ** 2
+
+
+def _step(rule: MatrixRule, stack: LeafBatch) -> list[Stepped]:
+    """`step_leaves` of one stack."""
+    h, dtype = stack.hyperparameters, jnp.dtype(rule.dtype)
+    bare = stack.replace(
+        plans=tuple(
+            dataclasses.replace(plan, split=None, rounds=False, update_dtype=dtype, direct=False)
+            for plan in stack.plans
+        ),
+        weights=[None] * len(stack),
+        states=[state._replace(correction=None) for state in stack.states],
+    )
+    moved = fused_updates(rule, bare)
+    directions, scales = _directions(rule, stack.plans, [before for before, _ in moved], h)
+    # neither the gradient nor its factor has a part in what follows
+    rates = {name: h[name] for name in ("lr", "decay") if name in h}
+    landing = stack.replace(
+        plans=tuple(dataclasses.replace(plan, slots=()) for plan in stack.plans),
+        gradients=directions,
+        states=[LeafState((), (), state.correction) for state in stack.states],
+        hyperparameters=rates,
+        operands=[{"lr": h["lr"] * scale} for scale in scales],
+    )
+    return [
+        (update, new._replace(correction=landed.correction))
+        for (update, landed), (_, new) in zip(
+            fused_updates(_Direction(), landing), moved, strict=True
+        )
+    ]
+
+
+_in_a_call = packed.opaque(jax.jit(_step, static_argnames=("rule",)))
+
+
+def _step_in_turn(rule: MatrixRule, stack: LeafBatch) -> list[Stepped]:
+    """`_step`, for XLA on a CPU in a call that it keeps: it would take up all stacks at once."""
+    if not _on_cpu() or context.is_placing():  # a leaf's place is known by its name
+        return _step(rule, stack)
+    found: list[Stepped] = _in_a_call(rule, stack.nameless)
+    return found
+
+
+def _directions(
+    rule: MatrixRule, plans: Sequence[LeafPlan], before: list[jax.Array], h: Mapping[str, jax.Array]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The direction of each leaf, and the factor of its rate."""
+
+    def work(
+        before: list[jax.Array], h: Mapping[str, jax.Array]
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        pairs = [(plan.matrices, plan.shape) for plan in plans if plan.matrices is not None]
+        every = [m.to_stack(x) for (m, _), x in zip(pairs, before, strict=True)]
+        stack = _on_devices(rule, jnp.concatenate(every) if len(every) > 1 else every[0], h)
+        directions, start = [], 0
+        for (matrices, shape), own in zip(pairs, every, strict=True):
+            part = lax.slice_in_dim(stack, start, start + len(own))
+            directions.append(matrices.from_stack(part, shape))
+            start += len(own)
+        rows = zip(pairs, before, directions, strict=True)
+        return directions, [rule.scale(m, x, direction, h) for (m, _), x, direction in rows]
+
+    lies = [explicit.sharding_of(x) for x in before], [None] * len(before)
+    found: tuple[list[jax.Array], list[jax.Array]]
+    found = explicit.left_to_xla(work, lies, before, dict(h))
+    return found
+
+
+# ---- on a mesh: whole matrices, some on each device ----------------------------------------------
+
+
+def _mesh(x: jax.Array) -> Mesh | AbstractMesh | None:
+    """The mesh of several devices that an array is on, where its type says; None in a shard_map."""
+    mesh: AbstractMesh = jax.typeof(x).sharding.mesh
+    return None if mesh.empty or mesh.size == 1 or mesh.manual_axes else mesh
+
+
+def _devices(gradients: Sequence[jax.Array]) -> int:
+    mesh = _mesh(gradients[0]) if gradients else None
+    return 1 if mesh is None else mesh.size
+
+
+def _on_devices(rule: MatrixRule, stack: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
+    """`of_matrices` of a stack, of which each device has some matrices, whole."""
+    mesh, count = _mesh(stack), stack.shape[0]
+    if mesh is None:
+        return _in_parts(rule, stack, h)
+    axes = PartitionSpec(mesh.axis_names)
+    missing = -count % mesh.size
+    if count == 1:  # all devices do the same, and nothing is moved after it
+        axes, missing = PartitionSpec(), 0
+    full = jnp.pad(stack, ((0, missing), (0, 0), (0, 0))) if missing else stack
+    own: Any = jax.shard_map(
+        lambda part, h: _in_parts(rule, part, h),
+        mesh=mesh,
+        in_specs=(axes, PartitionSpec()),
+        out_specs=axes,
+    )
+    found: jax.Array = own(full, h)
+    return found[:count]
+
+
+def _in_parts(rule: MatrixRule, stack: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
+    """`of_matrices`, of so many at a time that they have no more than `_ELEMENTS` elements."""
+    count, *shape = stack.shape
+    together = max(1, _ELEMENTS // max(1, _taken(*shape)))
+    if count <= together:
+        return rule.of_matrices(stack, h)
+    found: jax.Array = lax.map(
+        lambda matrix: rule.of_matrices(matrix[None], h)[0], stack, batch_size=together
+    )
+    return found

@@ -1,0 +1,124 @@
+"""The step of leaves that lie on several devices: each steps its own part, as a leaf of its own.
+
+A kernel call is opaque to XLA's partitioner, which would gather its operands. Inside a `shard_map`
+it is one call a device, and nothing moves.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from optax_lowmem._src.core import context, explicit, random
+from optax_lowmem._src.core.placement import Placement, entry, placement
+from optax_lowmem._src.step.batch import LeafBatch, Stepped
+from optax_lowmem._src.step.plan import LeafPlan, LeafState
+from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
+
+
+def place_of(plan: LeafPlan, state: LeafState, g: jax.Array) -> Placement | None:
+    """Return a leaf's sharding, as given to `lowmem.step` or by Explicit axes, or None."""
+    given = context.placement(plan.path)
+    if given is not None:
+        return given
+    for x in jax.tree.leaves((state.slots, state.correction, g)):  # bytes may hold several codes
+        sharding = jax.typeof(x).sharding
+        if x.shape == plan.shape and _explicit(sharding.mesh):
+            return placement(plan.path, plan.shape, sharding, sharding.mesh)
+    return None
+
+
+def _explicit(mesh: Mesh | AbstractMesh) -> bool:
+    return bool(mesh.axis_types) and all(axis == AxisType.Explicit for axis in mesh.axis_types)
+
+
+def supported(rule: UpdateRule, plan: LeafPlan, place: Placement) -> str | None:
+    """Return the reason why a leaf's shards cannot be stepped separately, or None."""
+    if plan.block is not None and _of_block(plan, place) is None:
+        return "its heads lie on several devices"
+    if not plan.shape:
+        return "a 0-d leaf has no parts"
+    return place.cut_groups(plan.shape, plan.group_size) if plan.grouped or plan.noisy else None
+
+
+def _of_block(plan: LeafPlan, place: Placement) -> Any:
+    """Return how `Block.operands` lie beside the parts of a leaf; None where parts cut heads.
+
+    Blocks may lie on several devices: each has their value.
+    """
+    assert plan.block is not None
+    block = plan.block.fit(plan.shape)
+    if block.heads and place.parts(block.heads[0]) > 1:
+        return None
+    specs = []
+    for part in block.parts:
+        axes = [() if axis in part.axes else own for axis, own in enumerate(place.axes)]
+        specs.append(PartitionSpec(*map(entry, axes)))
+    return specs[0] if len(specs) == 1 else tuple(specs)
+
+
+def fused_updates(
+    step: Callable[[LeafBatch], list[Stepped]], batch: LeafBatch, places: Sequence[Placement]
+) -> list[Stepped]:
+    """The step of some parameters on one mesh.
+
+    Args:
+      step: of one device.
+      batch: the parameters.
+      places: their shardings.
+    """
+    batch = batch.with_keys_in_order()
+    mesh, every = places[0].mesh, PartitionSpec()
+    typed = _explicit(mesh)
+    specs = batch.replace(
+        gradients=[place.spec for place in places],
+        weights=[
+            None if p is None else place.spec
+            for p, place in zip(batch.weights, places, strict=True)
+        ],
+        states=[_specs_of(s, place.spec) for s, place in zip(batch.states, places, strict=True)],
+        hyperparameters=dict.fromkeys(batch.hyperparameters, every),
+        operands=[
+            {name: _of_block(plan, place) if name == OF_BLOCK else every for name in own}
+            for plan, place, own in zip(batch.plans, places, batch.operands, strict=True)
+        ],
+        keys=every,
+    )
+
+    def on_a_device(part: LeafBatch) -> list[Stepped]:
+        local = [
+            dataclasses.replace(plan, shape=place.local(plan.shape))
+            for plan, place in zip(batch.plans, places, strict=True)
+        ]
+        keys = [_part_key(*row) for row in zip(local, places, part.keys, strict=True)]
+        return step(part.replace(plans=tuple(local), keys=jnp.stack(keys)))
+
+    found = explicit.on_each_device(
+        on_a_device, mesh, typed, (specs,),
+        list(zip(specs.gradients, specs.states, strict=True)), batch,
+    )  # fmt: skip
+    if typed:
+        likes = map(result_like, batch.gradients, batch.weights, batch.states)
+        found = [explicit.laid_like(one, like) for one, like in zip(found, likes, strict=True)]
+    return found
+
+
+def result_like(
+    gradient: jax.Array, weight: jax.Array | None, state: LeafState
+) -> tuple[jax.Array, LeafState]:
+    """Arrays that lie where a leaf's update and its new state do on Explicit axes."""
+    return (gradient if weight is None else weight), state
+
+
+def _specs_of(state: LeafState, spec: PartitionSpec) -> LeafState:
+    """The specs of a state: scales are sharded as their codes."""
+    return jax.tree.map(lambda _: spec, state)
+
+
+def _part_key(plan: LeafPlan, place: Placement, key: jax.Array) -> jax.Array:
+    """Of this device's part of a leaf; the last axis counts groups."""
+    sizes = [*plan.shape[:-1], plan.shape[-1] // plan.group_size if place.parts(-1) > 1 else 0]
+    return random.key_of_part(key, *place.starts(sizes))

@@ -1,0 +1,151 @@
+"""A GPU kernel apart from its language: its arrays of each leaf, and the step of a tile."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from optax_lowmem._src.core.groups import Tiling, result_like
+from optax_lowmem._src.step import reference
+from optax_lowmem._src.step.plan import LeafPlan, LeafState
+from optax_lowmem._src.step.rule import UpdateRule
+
+
+class AnyHyperparameters(Mapping[str, jax.Array]):
+    """Every name there is, so that what is traced has all that a step may do."""
+
+    def __getitem__(self, name: str) -> jax.Array:
+        return jnp.float32(0.5)
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+class Leaf(NamedTuple):
+    """Arrays that the step of a parameter reads."""
+
+    g: jax.Array
+    p: jax.Array | None
+    correction: jax.Array | None
+    slots: tuple[jax.Array, ...]
+    scales: tuple[jax.Array, ...]  # of the compressed slots only
+    of_block: Any = None  # `Block.operands`: block-wise values, one per block
+
+
+class Result(NamedTuple):
+    """Arrays that the step of a leaf writes.
+
+    `update` is a weight where the leaf has a split or its plan returns new parameters.
+    """
+
+    update: jax.Array
+    correction: jax.Array | None
+    slots: tuple[jax.Array, ...]
+    scales: tuple[jax.Array, ...]
+
+
+def leaf_of(g: jax.Array, p: jax.Array | None, state: LeafState, of_block: Any = None) -> Leaf:
+    """The arrays that a kernel takes."""
+    return Leaf(g, p, state.correction, state.slots, state.scales, of_block)
+
+
+def state_of(result: Result) -> LeafState:
+    """The new state."""
+    return LeafState(result.slots, result.scales, result.correction)
+
+
+def update_dtype(plan: LeafPlan, p: jax.Array | None) -> jnp.dtype:
+    """dtype of the first result: a weight's where the step `lands` on one or the plan is direct."""
+    if p is None:
+        return plan.update_dtype
+    return p.dtype if plan.direct or plan.lands else plan.update_dtype
+
+
+def slot_tilings(plan: LeafPlan, tiling: Tiling) -> list[Tiling]:
+    """Return how each slot is cut where its leaf is cut so."""
+    return [
+        tiling
+        if slot.codec is None or slot.codec.bits == 8
+        else tiling.of_bytes(slot.codec.codes_per_byte)
+        for slot in plan.slots
+    ]
+
+
+def views(plan: LeafPlan, tiling: Tiling, leaf: Leaf) -> Leaf:
+    """The arrays of a leaf as its kernel sees them."""
+    g, p, correction = jax.tree.map(tiling.element_view, (leaf.g, leaf.p, leaf.correction))
+    own = zip(slot_tilings(plan, tiling), leaf.slots, strict=True)
+    slots = tuple(tiling.element_view(slot) for tiling, slot in own)
+    scales, of_block = jax.tree.map(tiling.scale_view, (leaf.scales, leaf.of_block))
+    return Leaf(g, p, correction, slots, scales, of_block)
+
+
+def output(plan: LeafPlan, viewed: Leaf) -> Any:
+    """Shapes and dtypes of what a kernel writes for a leaf that it sees so, as a `Result`."""
+    update: Any = result_like(viewed.g, dtype=update_dtype(plan, viewed.p))
+    state: Any = jax.tree.map(result_like, (viewed.correction, viewed.slots, viewed.scales))
+    return Result(update, *state)
+
+
+def aliases(
+    plan: LeafPlan, inputs: Sequence[Leaf], outputs: Sequence[Result], first: int
+) -> dict[int, int]:
+    """Operand -> result that takes its place: the state, and the weight of a direct plan."""
+    numbered_in = _numbered(inputs, first)
+    found: dict[int, int] = {}
+    for leaf, result in zip(numbered_in, _numbered(outputs, 0), strict=True):
+        pairs = [*zip(leaf.slots, result.slots, strict=True)]
+        pairs += zip(leaf.scales, result.scales, strict=True)
+        if leaf.correction is not None:
+            pairs.append((leaf.correction, result.correction))
+        if plan.direct:
+            pairs.append((leaf.p, result.update))
+        found.update(pairs)
+    return found
+
+
+def _numbered(trees: Sequence[Any], first: int) -> Any:
+    leaves, structure = jax.tree.flatten(list(trees))
+    return jax.tree.unflatten(structure, range(first, first + len(leaves)))
+
+
+def restored(plan: LeafPlan, leaf: Leaf, result: Result) -> Result:
+    """The results in the shapes of their leaf."""
+    update = result.update.reshape(plan.shape)
+    state = jax.tree.map(
+        lambda new, old: new.reshape(old.shape),
+        result[1:],
+        (leaf.correction, leaf.slots, leaf.scales),
+    )
+    return Result(update, *state)
+
+
+def step_tile(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    leaf: Leaf,
+    h: Mapping[str, jax.Array],
+    noise: tuple[jax.Array, jax.Array] | None,
+) -> Result:
+    """One tile [groups, lanes], a group a row: decode, rule, encode, split.
+
+    `plan` is that of any leaf of the launch; only its shape, which is not used, tells them apart.
+    """
+    lanes = leaf.g.shape[-1]
+    layout = reference.Tile(lanes, lanes)
+    state, correction = LeafState(leaf.slots, leaf.scales, leaf.correction), leaf.correction
+    moved, values = reference.advance(rule, plan, leaf.g, leaf.p, state, h, layout)
+    if leaf.p is not None:
+        # for a plan that is not direct the weight: its update is taken where it fuses with its use
+        own = reference.master_noise(plan, noise, layout)
+        moved, correction = reference.move(plan, leaf.p, moved, correction, own)
+    # last, when the weight is done with: encoding takes the most registers
+    slots, scales = reference.encode(plan, values, noise, layout)
+    return Result(moved.astype(update_dtype(plan, leaf.p)), correction, slots, scales)

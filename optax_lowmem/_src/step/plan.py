@@ -1,0 +1,376 @@
+"""The plan of a leaf: every static decision about its storage and step, with reasons."""
+
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from optax_lowmem._src.codecs import GroupCodec, MasterSplit, StoredSlot
+from optax_lowmem._src.core import context, trees
+from optax_lowmem._src.core.block import Block, BlockStructure
+from optax_lowmem._src.core.policy import Policy
+from optax_lowmem._src.step.masters import choose_split, rounds_weights
+from optax_lowmem._src.step.matrix_axes import Matrices, MatrixAxes
+from optax_lowmem._src.step.rule import Slot, UpdateRule
+from optax_lowmem._src.step.storage import Storage
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotPlan:
+    """Storage of one slot of a leaf.
+
+    Attributes:
+      name: name of the slot.
+      codec: None where the slot is stored as it is.
+      dtype: of its codes, or of the slot without a codec.
+      stochastic: whether its codes are rounded stochastically.
+    """
+
+    name: str
+    codec: GroupCodec | None
+    dtype: jnp.dtype
+    stochastic: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPlan:
+    """Storage and update of a leaf.
+
+    Attributes:
+      path: its name in errors and in the random hash.
+      shape: of the parameter.
+      dtype: of the parameter.
+      group_size: neighbours that share a scale.
+      slots: one plan per slot with one value per element.
+      split: split of the master weight; None for f32 parameters and without master weights.
+      update_dtype: of the emitted update.
+      decays: whether weight decay applies.
+      direct: whether the step returns new parameters instead of updates.
+      block: the elements that share a value of block-wise slots; None where the rule has none.
+      shared: one plan per block-wise slot; groups are of all its values, as one row.
+      matrices: of a leaf whose direction is taken of whole matrices.
+      rounds: whether a 16-bit weight without a split is rounded stochastically.
+      follows_gradient: whether a gradient in the parameter's dtype gets an update in that dtype.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: jnp.dtype
+    group_size: int
+    slots: tuple[SlotPlan, ...]
+    split: MasterSplit | None
+    update_dtype: jnp.dtype
+    decays: bool = True
+    direct: bool = False
+    block: Block | None = None
+    shared: tuple[SlotPlan, ...] = ()
+    matrices: Matrices | None = None
+    rounds: bool = False
+    follows_gradient: bool = False
+
+    def for_gradient(self, dtype: jnp.dtype) -> "LeafPlan":
+        """Return the plan of a step whose gradient has a dtype."""
+        if not self.follows_gradient or dtype != self.dtype:
+            return self
+        return dataclasses.replace(self, update_dtype=self.dtype)
+
+    @property
+    def nameless(self) -> "LeafPlan":
+        """The same for every leaf of this shape: what a compiled step depends on."""
+        return dataclasses.replace(self, path="")
+
+    @property
+    def shapeless(self) -> "LeafPlan":
+        """The same for every leaf that a kernel can take along: they differ in where things lie."""
+        block = self.block and self.block.shapeless
+        return dataclasses.replace(self, path="", shape=(), block=block)
+
+    @property
+    def shared_plan(self) -> "LeafPlan":
+        """The plan of the shared slots: a leaf with one element a block, all in one row."""
+        assert self.block is not None
+        return LeafPlan(
+            path=self.path,
+            shape=(self.block.values(self.shape),),
+            dtype=jnp.dtype(jnp.float32),
+            group_size=self.group_size,
+            slots=self.shared,
+            split=None,
+            update_dtype=jnp.dtype(jnp.float32),
+            decays=False,
+        )
+
+    @property
+    def grouped(self) -> bool:
+        """Return whether any slot is compressed."""
+        return any(slot.codec is not None for slot in self.slots)
+
+    @property
+    def stochastic(self) -> bool:
+        """Return whether any slot takes random bits."""
+        return any(slot.stochastic for slot in self.slots)
+
+    @property
+    def stochastic_master(self) -> bool:
+        """Return whether the master weight takes random bits."""
+        return self.rounds or (self.split is not None and self.split.stochastic)
+
+    @property
+    def lands(self) -> bool:
+        """Return whether a step has a weight of its own to reach, to which its update leads."""
+        return self.rounds or self.split is not None
+
+    @property
+    def noisy(self) -> bool:
+        """Return whether any slot or the master weight takes random bits, which come in groups."""
+        return self.stochastic or self.stochastic_master
+
+    @property
+    def storage(self) -> list[StoredSlot]:
+        """Shapes and dtypes of each of `slots` as stored; without a codec its scales are 0-d."""
+        return [
+            StoredSlot(
+                jax.ShapeDtypeStruct(self.shape, slot.dtype), jax.ShapeDtypeStruct((), jnp.float32)
+            )
+            if slot.codec is None
+            else slot.codec.storage(self.shape, self.group_size)
+            for slot in self.slots
+        ]
+
+    @property
+    def shared_storage(self) -> list[StoredSlot]:
+        """Shapes and dtypes of each of `shared` as stored: codes have the shape of the means.
+
+        Bytes with several codes have that shape too, but along the last axis, or where they would
+        have codes of two rows lie in one, as the groups do.
+        """
+        if self.block is None:
+            return []
+        shape, forms = self.block.mean_shape(self.shape), []
+        for slot, form in zip(self.shared, self.shared_plan.storage, strict=True):
+            several = 1 if slot.codec is None else slot.codec.codes_per_byte
+            if several == 1:
+                form = form._replace(codes=jax.ShapeDtypeStruct(shape, form.codes.dtype))
+            elif shape[-1] % several == 0:
+                in_bytes = (*shape[:-1], shape[-1] // several)
+                form = form._replace(codes=jax.ShapeDtypeStruct(in_bytes, form.codes.dtype))
+            forms.append(form)
+        return forms
+
+
+class LeafState(NamedTuple):
+    """The stored state of a parameter; tuples are in the order of `LeafPlan.slots`."""
+
+    slots: tuple[jax.Array, ...]  # codes, or values
+    scales: tuple[jax.Array, ...]  # of the slots that have a codec: shape[:-1] + (groups,)
+    correction: jax.Array | None = None  # of the parameter's shape
+
+
+# ---- decisions -----------------------------------------------------------------------------------
+
+
+def decide_slot(
+    path: str,
+    shape: tuple[int, ...],
+    slot: str,
+    codec: GroupCodec | None,
+    group_size: int,
+    stochastic: bool,
+    policy: Policy,
+    masked_out: bool,
+    stored: bool,
+    refused: str | None = None,
+) -> context.Decision:
+    """Return the decision whether a codec stores a slot of a leaf; nothing is recorded.
+
+    Args:
+      path: the leaf's name.
+      shape: of the leaf.
+      slot: the slot's name.
+      codec: the one that may store it.
+      group_size: neighbours that share a scale.
+      stochastic: whether codes are rounded stochastically.
+      policy: whose reasons against it count.
+      masked_out: whether the policy's mask is False here.
+      stored: whether the current state has codes of it.
+      refused: a reason against it that comes before the policy's.
+    """
+    masked = "the policy's mask is False here" if masked_out else None
+    reason = refused or masked or policy.reason(path, shape, slot, stored)
+    if reason or codec is None:
+        return context.Decision(path, slot, None, reason or "", shape=shape)
+    rounding = "stochastic" if stochastic else "nearest"
+    packed = f"{codec.codes_per_byte} codes in a byte, " if codec.bits < 8 else ""
+    reason = f"groups of {group_size}, {packed}{rounding} rounding"
+    return context.Decision(
+        path, slot, codec.name, reason, group_size, codec, stochastic, shape=shape
+    )
+
+
+def plan_leaves(
+    rule: UpdateRule,
+    storage: Storage,
+    params: optax.Params,
+    state: optax.OptState | None = None,
+    *,
+    weights: bool = True,
+    decay_mask: optax.MaskOrFn = None,
+    slot_dtypes: Mapping[str, Any] | None = None,
+    structure: BlockStructure | None = None,
+    matrices: MatrixAxes | None = None,
+    direct: bool = False,
+) -> list[LeafPlan]:
+    """The plan of each leaf; decisions are recorded.
+
+    Args:
+      rule: the optimizer's arithmetic.
+      storage: how its state is kept.
+      params: the parameters, or in a `shard_map` this device's part of each.
+      state: that is to be stepped; None before there is one.
+      weights: whether weights are updated (learning rate, decay, split), or a bare direction given.
+      decay_mask: optax-style mask of weight decay.
+      slot_dtypes: dtype of slots where they are not compressed, f32 unless given.
+      structure: which elements share the slots that the rule's blocks share.
+      matrices: which leaves are matrices, of a rule that tells them apart; weight decay of the
+        others has no mask.
+      direct: whether the step returns new parameters instead of updates.
+    """
+    leaves = trees.named_leaves(params)
+    if not leaves:  # also optax.tree.map_params' placeholder, which no mask fits
+        return []
+    masked_out = storage.policy.masked_out(params)
+    decays = _decays(decay_mask, params)
+    blocks = structure.infer(params) if structure else {}
+    axes = matrices.of(params) if matrices else {}
+    wanted = structure if storage.rounding == "embeddings" else None
+    tables = wanted.embeddings(params) if wanted else set()
+    plans = []
+    for (path, leaf), decay, stored in zip(
+        leaves, decays, _stored(rule, state, len(leaves)), strict=True
+    ):
+        trees.check_param(path, leaf)
+        shape, dtype, block = tuple(leaf.shape), jnp.dtype(leaf.dtype), blocks.get(path)
+        slots = {
+            slot: _plan_slot(
+                storage, slot, path, shape, path in masked_out, path in tables, block,
+                slot.name in stored, (slot_dtypes or {}).get(slot.name),
+            )
+            for slot in rule.of_leaf(axes.get(path)).slots
+        }  # fmt: skip
+        in_dtype = weights and storage.update_dtype == "param"
+        plans.append(
+            LeafPlan(
+                path=path,
+                shape=shape,
+                dtype=dtype,
+                group_size=storage.group_size,
+                slots=tuple(plan for slot, plan in slots.items() if not slot.shared),
+                split=choose_split(storage, path, dtype) if weights else None,
+                update_dtype=dtype if in_dtype else jnp.dtype(jnp.float32),
+                decays=decay or (matrices is not None and path not in axes),
+                direct=direct,
+                block=block,
+                shared=tuple(plan for slot, plan in slots.items() if slot.shared),
+                matrices=axes.get(path),
+                rounds=weights and dtype != jnp.float32 and rounds_weights(storage),
+                follows_gradient=weights and storage.update_dtype == "gradient",
+            )
+        )
+    return plans
+
+
+def _plan_slot(
+    storage: Storage,
+    slot: Slot,
+    path: str,
+    shape: tuple[int, ...],
+    masked_out: bool,
+    in_table: bool,
+    block: Block | None,
+    stored: bool,
+    plain_dtype: Any,
+) -> SlotPlan:
+    name, codec = slot.name, getattr(storage, slot.name)
+    refused = f"storage.{name} is None" if codec is None else None
+    stochastic = rounds_stochastically(storage.rounding, name, in_table)
+    decision = decide_slot(
+        path, shape, name, codec, storage.group_size, stochastic, storage.policy, masked_out,
+        stored, refused,
+    )  # fmt: skip
+    kept = decision.codec
+    dtype = kept.dtype if kept else jnp.dtype(plain_dtype or jnp.float32)
+    if slot.shared and block is not None:
+        form = f"{decision.form or 'f32'}, {block.words or 'a value a block'}"
+        decision = dataclasses.replace(decision, form=form, reason=block.reason)
+    if slot.shared:
+        decision = dataclasses.replace(decision, block=block)
+    context.record(decision)
+    return SlotPlan(name, kept, dtype, decision.stochastic)
+
+
+def warn_of_four_bits(plans: Sequence[LeafPlan]) -> None:
+    """Warn of 4-bit codes of second moments, where an `init` has all leaves."""
+    if context.is_recording():
+        return
+    shared, own = [], []
+    for plan in plans:
+        shares = plan.block is not None and not plan.block.elementwise
+        if shares and any(map(_in_four_bits, plan.shared)):
+            shared.append(plan.path)
+        elif any(map(_in_four_bits, (*plan.slots, *plan.shared))):
+            own.append(plan.path)
+    for paths, message in ((shared, _SHARED_FOUR_BITS), (own, _OWN_FOUR_BITS)):
+        if paths:
+            others = f" and {len(paths) - 1} more" if paths[1:] else ""
+            warnings.warn(message.format(f"leaf '{paths[0]}'{others}"), stacklevel=3)
+
+
+def _in_four_bits(slot: SlotPlan) -> bool:
+    return slot.name == "nu" and slot.codec is not None and slot.codec.codes_per_byte > 1
+
+
+_SHARED_FOUR_BITS = (
+    "second moments that many elements share ({}) are in codes of 4 bits: that saves next to "
+    "nothing and errs in every one of these elements. Give the storage nu=None, as "
+    "Storage.four_bit(nu=None), which keeps them in f32."
+)
+_OWN_FOUR_BITS = (
+    "second moments of single elements ({}) are in codes of 4 bits: where they differ within a "
+    "group small ones may be stored too large, and their weights then move too slowly. "
+    "flash_factored_adamw with storage=Storage.four_bit(nu=None, group_size=32) has no such codes "
+    "and takes less memory, 3.56 bytes per parameter."
+)
+
+
+def _decays(mask: optax.MaskOrFn, params: optax.Params) -> list[bool]:
+    if mask is None:
+        return [True] * len(jax.tree.leaves(params))
+    return trees.mask_values("the mask of weight decay", mask, params)
+
+
+def rounds_stochastically(rounding: str, slot: str, in_table: bool) -> bool:
+    """Return whether `Storage.rounding` rounds a slot's codes stochastically, or to nearest.
+
+    Args:
+      rounding: one of its choices.
+      slot: the name of the slot.
+      in_table: whether the leaf is an embedding table.
+    """
+    if rounding == "nu":
+        return slot == "nu"
+    return in_table if rounding == "embeddings" else rounding == "stochastic"
+
+
+def _stored(rule: UpdateRule, state: optax.OptState, count: int) -> list[set[str]]:
+    """Of each leaf the slots that a state has codes of: those with scales."""
+    stored: list[set[str]] = [set() for _ in range(count)]
+    for slot in () if state is None else rule.slots:
+        scales = jax.tree.leaves(getattr(state, f"{slot.name}_scale"))
+        for own, one in zip(stored, scales, strict=False):  # `unpack` compares their number
+            if jnp.ndim(one):
+                own.add(slot.name)
+    return stored

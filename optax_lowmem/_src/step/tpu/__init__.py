@@ -1,0 +1,1 @@
+"""The step of a parameter as a TPU kernel."""

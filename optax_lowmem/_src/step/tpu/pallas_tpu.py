@@ -1,0 +1,246 @@
+"""The step of a leaf in one TPU kernel: Pallas, lowered through Mosaic.
+
+The body (`pallas_tpu_kernel.py`) calls the rule, the codecs and the split that the reference calls,
+on registers (`lanes.py`) instead of whole arrays. XLA keeps groups on lanes, where a maximum over
+each takes a shuffle for every power of two; the kernel reduces those of many registers together.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractMesh
+
+from optax_lowmem._src.codecs import GroupCodec
+from optax_lowmem._src.core import numerics, random
+from optax_lowmem._src.kernels import platform
+from optax_lowmem._src.kernels.fallback import with_fallback
+from optax_lowmem._src.step import reference, tuning, xla
+from optax_lowmem._src.step.batch import LeafBatch, Stepped
+from optax_lowmem._src.step.operands import (
+    AnyHyperparameters,
+    Leaf,
+    Result,
+    aliases,
+    leaf_of,
+    output,
+    restored,
+    state_of,
+    step_tile,
+    update_dtype,
+)
+from optax_lowmem._src.step.plan import LeafPlan, LeafState
+from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
+from optax_lowmem._src.step.tpu import lanes
+from optax_lowmem._src.step.tpu import pallas_tpu_views as views
+from optax_lowmem._src.step.tpu.lanes import LANES, ROWS
+from optax_lowmem._src.step.tpu.pallas_tpu_kernel import ARITHMETIC, Kernel, several_in_a_byte
+
+NAME = "pallas_tpu"
+
+# ---- leaves that it takes ------------------------------------------------------------------------
+
+# What the rules, codecs and splits here are made of, and Mosaic has.
+_KNOWN = frozenset(
+    (
+        "abs add and bitcast_convert_type broadcast_in_dim convert_element_type div eq exp "
+        "exp2 floor ge gt integer_pow iota is_finite le log lt max min mul ne neg not or "
+        "reduce_max reduce_min reduce_sum rem reshape rsqrt select_n shift_left "
+        "shift_right_arithmetic shift_right_logical sign sqrt square sub tanh xor"
+    ).split()
+)
+
+
+def unsupported(rule: UpdateRule, plan: LeafPlan) -> str | None:
+    """Return the reason why this kernel cannot take a leaf, or None."""
+    reason = _block_reason(plan) or lanes.unsupported(plan.shape, plan.group_size)
+    if reason is not None:
+        return reason
+    for several in map(several_in_a_byte, plan.slots):
+        if several > 1 and plan.shape[-1] % (several * LANES):
+            return f"its last axis is not a multiple of {several * LANES}, a register of bytes"
+    kept = [slot.codec.scale for slot in plan.slots if slot.codec]
+    if jnp.float16 in (plan.dtype, plan.update_dtype, *(scale.dtype for scale in kept)):
+        return "Mosaic has no float16"
+    unknown = _unknown(rule, plan.shapeless)
+    return unknown and f"the step uses `{unknown}`, which Mosaic is not known to have"
+
+
+def _block_reason(plan: LeafPlan) -> str | None:
+    if plan.block is None:
+        return None
+    if plan.block.elementwise:
+        return "a second moment for each element, in f32: plain elementwise work"
+    return views.block_reason(plan.block, plan.shape)
+
+
+@functools.cache
+def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
+    """Return a primitive of the step that is not known to be Mosaic's, or None."""
+    for slot in plan.slots:
+        if slot.codec is not None and type(slot.codec).pack is not GroupCodec.pack:
+            return f"{type(slot.codec).__name__}.pack"
+
+    def like(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    shape = (ROWS, plan.group_size)
+    form = dataclasses.replace(plan, shape=shape).storage
+    arrays: Any = (
+        like(shape, jnp.float32),
+        like(shape, plan.dtype),
+        None if plan.split is None else like(shape, plan.split.dtype),
+        tuple(slot.codes for slot in form),
+        tuple(like((ROWS,), slot.scales.dtype) for slot in form if slot.scales.ndim),
+    )
+    leaf = Leaf(*arrays)
+    bits = like((ROWS, 1), jnp.uint32), like((plan.group_size,), jnp.uint32)
+
+    def step(leaf: Leaf, noise: Any) -> Result:
+        given = noise if plan.noisy else None
+        with numerics.kernel_arithmetic(ARITHMETIC):
+            return step_tile(rule, plan, leaf, AnyHyperparameters(), given)
+
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # a mesh would add reshards
+        traced = jax.make_jaxpr(step)(leaf, bits)
+    return next((name for name in _primitives(traced.jaxpr) if name not in _KNOWN), None)
+
+
+def _primitives(jaxpr: Any) -> Iterator[str]:
+    for equation in jaxpr.eqns:
+        inner = [x for x in equation.params.values() if hasattr(x, "eqns") or hasattr(x, "jaxpr")]
+        if not inner:
+            yield equation.primitive.name
+        for own in inner:
+            yield from _primitives(getattr(own, "jaxpr", own))
+
+
+# ---- the call ------------------------------------------------------------------------------------
+
+
+def register_bits(lane_keys: jax.Array, group_size: int) -> jax.Array:
+    """C of the lanes of a register, or of those of a larger group, uint32 [leaves, lanes]."""
+    lane = lax.iota(jnp.uint32, max(LANES, group_size)) % jnp.uint32(group_size)
+    return random.lane_bits(lane_keys[:, None], lane[None])
+
+
+@functools.partial(
+    jax.jit, static_argnames=("rule", "plan", "names", "elements", "interpret"), inline=False
+)
+def launch(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    leaf: Leaf,
+    names: tuple[str, ...],
+    scalars: jax.Array,
+    row_key: jax.Array,
+    lane_bits: jax.Array,
+    elements: int,
+    interpret: Any = False,
+) -> Result:
+    """The step of a leaf.
+
+    Args:
+      rule: the optimizer's arithmetic.
+      plan: the leaf's.
+      leaf: its arrays.
+      names: of the hyperparameters.
+      scalars: the hyperparameters, f32 [len(names)].
+      row_key: of the random bits R, uint32 [].
+      lane_bits: the random bits C, of `register_bits`.
+      elements: of a block, at most.
+      interpret: run as plain JAX, on any device: True, or `pltpu.InterpretParams`.
+    """
+    moving = views.bytes_of(leaf.g, leaf.p, leaf.correction, leaf.slots)
+    moving += update_dtype(plan, leaf.p).itemsize + views.bytes_of(leaf.correction, leaf.slots)
+    blocks = views.blocks_of(plan, leaf, moving, elements)
+    kernel = Kernel(rule, plan, blocks, names)
+    viewed = views.view(plan, blocks, leaf)
+    results = output(plan, viewed)
+    specs = views.specs(plan, blocks, viewed)
+    out_specs = Result(specs.g, *specs[2:5])
+    scratch = kernel.scratch()
+    trees = viewed, results, scratch
+    flat = [jax.tree.leaves(tree) for tree in trees]
+    together = jax.tree.structure(trees)
+
+    def body(scalars: Any, key: Any, lane_bits: Any, *refs: Any) -> None:
+        kernel.run(scalars, key, lane_bits, *jax.tree.unflatten(together, refs))
+
+    in_scalars = pl.BlockSpec(memory_space=pltpu.SMEM)
+    outputs = pl.pallas_call(
+        body,
+        out_shape=flat[1],
+        grid=blocks.grid,
+        in_specs=[
+            in_scalars,
+            in_scalars,
+            pl.BlockSpec((1, lane_bits.size), lambda i, j: (0, 0)),
+            *jax.tree.leaves(specs),
+        ],
+        out_specs=jax.tree.leaves(out_specs),
+        input_output_aliases=aliases(plan, [viewed], [results], first=3),
+        scratch_shapes=[pltpu.VMEM(x.shape, x.dtype) for x in flat[2]],
+        compiler_params=views.compiler_params(blocks, moving, scratch),
+        interpret=interpret,
+        name="fused_update",
+    )(scalars, row_key[None], lane_bits[None], *views.in_hbm(flat[0], interpret))
+    found: Result = jax.tree.unflatten(jax.tree.structure(results), outputs)
+    scales = zip(found.scales, leaf.scales, strict=True)
+    found = found._replace(scales=tuple(views.scales_of(blocks, *pair) for pair in scales))
+    return restored(plan, leaf, found)
+
+
+# ---- the step of a batch -------------------------------------------------------------------------
+
+
+def step(rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None) -> list[Stepped]:
+    """The step of each parameter in a launch of its own: on a TPU it costs next to nothing."""
+    group_size = batch.plans[0].group_size
+    elements = tuning.resolve(tuned, NAME, rule.elementwise_slots, group_size).tile.elements
+    # mixed once, for all parameters
+    row_keys, lane_keys = random.row_and_lane_keys(batch.keys, rank=1)
+    lane_bits = register_bits(lane_keys, group_size)
+    results = []
+    rows = zip(batch.plans, batch.gradients, batch.weights, batch.states, strict=True)
+    for i, (named, g, p, state) in enumerate(rows):
+        number, h = batch.numbers[i], batch.h(i)
+
+        def launched(
+            g: jax.Array,
+            p: jax.Array | None,
+            state: LeafState,
+            h: Mapping[str, jax.Array],
+            keys: tuple[jax.Array, jax.Array, jax.Array],
+            plan: LeafPlan = named.nameless,
+        ) -> Stepped:
+            names = tuple(sorted(set(h) - {OF_BLOCK}))
+            leaf = leaf_of(g, p, state, h.get(OF_BLOCK))
+            scalars = jnp.stack([h[name] for name in names])
+            with platform.targeting(g):
+                result = launch(rule, plan, leaf, names, scalars, *keys[1:], elements)
+            update = reference.emit(plan, p, result.update)
+            return update, state_of(result)
+
+        def plain(
+            g: jax.Array,
+            p: jax.Array | None,
+            state: LeafState,
+            h: Mapping[str, jax.Array],
+            keys: tuple[jax.Array, jax.Array, jax.Array],
+            plan: LeafPlan = named.nameless,
+        ) -> Stepped:
+            return xla.plain(rule, plan, g, p, state, h, keys[0])
+
+        keys = batch.keys[number], row_keys[number], lane_bits[number]
+        if batch.implementation is None and platform.target(g) is None:
+            results.append(with_fallback("tpu", launched, plain, g, p, state, dict(h), keys))
+        else:
+            results.append(launched(g, p, state, dict(h), keys))
+    return results

@@ -1,0 +1,74 @@
+"""The step of a parameter without a kernel, in the form that XLA compiles best for the backend."""
+
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from optax_lowmem._src.core import explicit
+from optax_lowmem._src.step import on_mesh, packed, reference
+from optax_lowmem._src.step.batch import LeafBatch, Stepped
+from optax_lowmem._src.step.plan import LeafPlan, LeafState
+from optax_lowmem._src.step.rule import UpdateRule
+
+# once for leaves of one shape and plan: tracing it for each leaf takes longer than all else
+plain = jax.jit(reference.fused_update, static_argnames=("rule", "plan"))
+
+
+def step(rule: UpdateRule, batch: LeafBatch) -> list[Stepped]:
+    """The step of each parameter; on Explicit axes its results keep its sharding."""
+    # behind a barrier, or XLA moves them into the steps of the leaves and no two are the same
+    numbers = jax.lax.optimization_barrier(list(map(jnp.uint32, batch.numbers)))
+    return [_step(rule, batch, i, number) for i, number in enumerate(numbers)]
+
+
+def _step(rule: UpdateRule, batch: LeafBatch, i: int, number: jax.Array) -> Stepped:
+    """The step of one parameter.
+
+    Args:
+      rule: the optimizer's arithmetic.
+      batch: the parameters.
+      i: which of them.
+      number: `batch.numbers[i]`, as an array.
+    """
+    plan, arrays = batch.plans[i], (batch.gradients[i], batch.weights[i], batch.states[i])
+    like, results = jax.tree.flatten(on_mesh.result_like(*arrays))
+
+    def step(
+        g: jax.Array,
+        p: jax.Array | None,
+        state: LeafState,
+        h: Mapping[str, jax.Array],
+        keys: jax.Array,
+        number: jax.Array,
+    ) -> list[jax.Array]:
+        arguments = (rule, plan.nameless, g, p, state, h)
+        if packed.supported(plan, jax.default_backend()) is None:
+            return jax.tree.leaves(packed.fused_update_among(*arguments, keys, number))
+        return jax.tree.leaves(fused_update(*arguments, keys[batch.numbers[i]]))
+
+    shardings = list(map(explicit.sharding_of, like))
+    found = explicit.left_to_xla(step, shardings, *arrays, batch.h(i), batch.keys, number)
+    return jax.tree.unflatten(results, found)
+
+
+@functools.partial(jax.jit, static_argnames=("rule", "plan"))
+def fused_update(
+    rule: UpdateRule,
+    plan: LeafPlan,
+    g: jax.Array,
+    p: jax.Array | None,
+    state: LeafState,
+    h: Mapping[str, jax.Array],
+    key: jax.Array,
+) -> Stepped:
+    """`reference.fused_update` in the form that XLA compiles best for the backend.
+
+    Compiled once for leaves of one shape and plan, also outside of a jit.
+    """
+    backend = jax.default_backend()
+    if packed.supported(plan, backend) is None:
+        return packed.fused_update(rule, plan, g, p, state, h, key)
+    two_passes = backend == "gpu" and plan.grouped
+    return reference.fused_update(rule, plan, g, p, state, h, key, two_passes)

@@ -1,0 +1,43 @@
+"""Write the table of packages in docs/internals/architecture.md: `python -m tests.repo.packages`.
+
+The description of a package is the first line of its docstring.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.repo.test_architecture import MAY_IMPORT, PACKAGE, REPO
+
+PAGE = REPO / "docs/internals/architecture.md"
+MARKS = "<!-- packages -->\n", "<!-- end -->\n"
+
+
+def description(place: Path) -> str:
+    file = place / "__init__.py" if place.is_dir() else place
+    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return text.split("\n\n")[0].replace("\n", " ").removesuffix(".")
+
+
+def lines(place: Path) -> int:
+    files = place.rglob("*.py") if place.is_dir() else [place]
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+
+def rows() -> Iterator[str]:
+    yield "| package | lines | |"
+    yield "|---|---|---|"
+    for name in MAY_IMPORT:
+        folder = PACKAGE / "_src" / name
+        place = folder if folder.is_dir() else folder.with_suffix(".py")
+        yield f"| `{name}` | {lines(place):,} | {description(place)} |"
+
+
+def page() -> str:
+    before, rest = PAGE.read_text(encoding="utf-8").split(MARKS[0])
+    _, after = rest.split(MARKS[1], 1)
+    return "".join([before, MARKS[0], "\n".join(rows()), "\n", MARKS[1], after])
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
