@@ -23,13 +23,10 @@ STANDARD_ERRORS_OF_MANY = 5.0
 # and 14; linear: of 1 / 7, and 1 / 15, all of it where the floor lifts a value to code 1; the maps
 # are linear between codes: half and all of 1 - 0.69619, and of an octave.
 LARGEST_ERROR_OF_4_BITS = {
-    "softsign-int4": (2 / 15, 1 / 4),
-    "sqrt-uint4": (14.75 / 225, 29 / 225),
-    "linear-int4": (1 / 14, 1 / 7),
-    "linear-uint4": (1 / 15, 1 / 15),
-    "normal-int4": (0.15191, 0.30381),
-    "log-uint4": (1 / 4, 1 / 2),
-}
+    "softsign-int4": (2 / 15, 1 / 4), "sqrt-uint4": (14.75 / 225, 29 / 225),
+    "linear-int4": (1 / 14, 1 / 7), "linear-uint4": (1 / 15, 1 / 15),
+    "normal-int4": (0.15191, 0.30381), "log-uint4": (1 / 4, 1 / 2),
+}  # fmt: skip
 # What a stored scale may be over a group's maximum: E8M8, rounded up; of sqrt(v) it is squared.
 SCALE_OVER_MAXIMUM = (1 + 2.0**-8) ** 2
 # Variance q = 0.48 gap / v of a second moment in codes a gap apart, of gradients of variance v, in

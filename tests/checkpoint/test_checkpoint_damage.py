@@ -342,15 +342,11 @@ def test_no_acknowledged_step_is_lost_to_a_kill(times, tmp_path):
 
 # ---- trees that Orbax does not take as they are, and other folders -------------------------------
 TREES = {
-    "0-size": {"w": jnp.ones((0, 3)), "b": jnp.ones(3)},
-    "all 0-size": {"w": jnp.ones((0, 3))},
-    "bare": jnp.arange(8.0).reshape(2, 4),
-    "bare 0-size": jnp.ones((0, 3)),
-    "bare 0-d": jnp.ones(()),
-    "nothing": {},
-    "None": {"a": None, "b": jnp.ones(3), "c": {}},
+    "0-size": {"w": jnp.ones((0, 3)), "b": jnp.ones(3)}, "all 0-size": {"w": jnp.ones((0, 3))},
+    "bare": jnp.arange(8.0).reshape(2, 4), "bare 0-size": jnp.ones((0, 3)),
+    "bare 0-d": jnp.ones(()), "nothing": {}, "None": {"a": None, "b": jnp.ones(3), "c": {}},
     "list": [jnp.ones(3), (jnp.ones(4),)],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", TREES)

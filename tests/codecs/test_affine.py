@@ -27,15 +27,10 @@ def some(kind, shape=(16, 512)):
     rng = np.random.default_rng(0)
     x = rng.normal(size=shape) * np.exp(rng.normal(size=shape))
     made = {
-        "spans zero": x,
-        "positive": np.abs(x),
-        "negative": -np.abs(x),
-        "far": 1 + 1e-3 * np.abs(x),
-        "sparse": np.where(rng.random(shape) < 0.99, 0, x),
-        "tiny": 1e-30 * x,
-        "huge": 3e38 * np.tanh(x),
-        "constant": np.full(shape, -3.0),
-    }
+        "spans zero": x, "positive": np.abs(x), "negative": -np.abs(x), "far": 1 + 1e-3 * np.abs(x),
+        "sparse": np.where(rng.random(shape) < 0.99, 0, x), "tiny": 1e-30 * x,
+        "huge": 3e38 * np.tanh(x), "constant": np.full(shape, -3.0),
+    }  # fmt: skip
     return jnp.asarray(made[kind], jnp.float32)
 
 

@@ -50,16 +50,10 @@ SMALL = Tile(elements=64, warps=1)  # several tiles even of small arrays, the la
 # (shape, group size, dtype): flat groups, odd tails, groups wider than the axis or than a tile,
 # widths that are no power of two
 CASES = [
-    ((3, 96), 32, jnp.float32),
-    ((100,), 32, jnp.float32),
-    ((7, 33), 32, jnp.bfloat16),
-    ((5, 3), 32, jnp.float32),
-    ((70, 1), 32, jnp.float16),
-    ((2, 3, 50), 24, jnp.float32),
-    ((3, 40), 7, jnp.bfloat16),
-    ((2, 300), 256, jnp.float32),
-    ((9,), 1, jnp.float32),
-]
+    ((3, 96), 32, jnp.float32), ((100,), 32, jnp.float32), ((7, 33), 32, jnp.bfloat16),
+    ((5, 3), 32, jnp.float32), ((70, 1), 32, jnp.float16), ((2, 3, 50), 24, jnp.float32),
+    ((3, 40), 7, jnp.bfloat16), ((2, 300), 256, jnp.float32), ((9,), 1, jnp.float32),
+]  # fmt: skip
 
 
 def cases_of(codec, cases=CASES):

@@ -14,13 +14,9 @@ VALUES = np.float32([*np.linspace(1, 0.9, 31), *np.geomspace(0.9, 1e-4, 33)])
 # of a gap between neighbours: the grid's, and a rounding of f32; in code space 4 to 1000 times it
 BIAS = 1 / DRAWS + 2.0**-12
 CODECS = {
-    "softsign": codecs.softsign(),
-    "sqrt": codecs.sqrt(),
-    "linear": codecs.linear(),
-    "dynamic": codecs.dynamic(),
-    "e4m3": codecs.e4m3(),
-    "e5m2": codecs.e5m2(),
-}
+    "softsign": codecs.softsign(), "sqrt": codecs.sqrt(), "linear": codecs.linear(),
+    "dynamic": codecs.dynamic(), "e4m3": codecs.e4m3(), "e5m2": codecs.e5m2(),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS)

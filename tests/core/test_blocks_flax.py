@@ -43,21 +43,12 @@ def test_linen_models():
     tokens = jnp.zeros((2, 6), jnp.int32)
     params = jax.eval_shape(Model().init, jax.random.key(0), tokens)["params"]
     one = {
-        "Dense_0/bias": (1,),
-        "Dense_0/kernel": (1, 16),
-        "Dense_1/bias": (1,),
-        "Dense_1/kernel": (1, 48),
-        "LayerNorm_0/bias": (1,),
-        "LayerNorm_0/scale": (1,),
-        "attn/key/bias": (1, 1),
-        "attn/key/kernel": (1, 4, 1),
-        "attn/out/bias": (1,),
-        "attn/out/kernel": (1, 1, 16),
-        "attn/query/bias": (1, 1),
-        "attn/query/kernel": (1, 4, 1),
-        "attn/value/bias": (1, 1),
-        "attn/value/kernel": (1, 4, 8),
-    }
+        "Dense_0/bias": (1,), "Dense_0/kernel": (1, 16), "Dense_1/bias": (1,),
+        "Dense_1/kernel": (1, 48), "LayerNorm_0/bias": (1,), "LayerNorm_0/scale": (1,),
+        "attn/key/bias": (1, 1), "attn/key/kernel": (1, 4, 1), "attn/out/bias": (1,),
+        "attn/out/kernel": (1, 1, 16), "attn/query/bias": (1, 1), "attn/query/kernel": (1, 4, 1),
+        "attn/value/bias": (1, 1), "attn/value/kernel": (1, 4, 8),
+    }  # fmt: skip
     assert mean_shapes(params) == {
         "DenseGeneral_0/bias": (1, 1),
         "DenseGeneral_0/kernel": (1, 2, 5),
@@ -111,14 +102,9 @@ def test_nnx_models():
 
     params = nnx.state(nnx.eval_shape(lambda: Model(nnx.Rngs(0))), nnx.Param)
     one = {
-        "attn/key/kernel": (1, 4, 1),
-        "attn/out/kernel": (1, 1, 16),
-        "attn/query/kernel": (1, 4, 1),
-        "attn/value/kernel": (1, 4, 8),
-        "norm/scale": (1,),
-        "up/bias": (1,),
-        "up/kernel": (1, 48),
-    }
+        "attn/key/kernel": (1, 4, 1), "attn/out/kernel": (1, 1, 16), "attn/query/kernel": (1, 4, 1),
+        "attn/value/kernel": (1, 4, 8), "norm/scale": (1,), "up/bias": (1,), "up/kernel": (1, 48),
+    }  # fmt: skip
     assert mean_shapes(params) == {
         "embed/embedding": (50, 1),
         **{f"first/0/{path}": shape for path, shape in one.items()},

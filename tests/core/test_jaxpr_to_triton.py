@@ -126,6 +126,7 @@ def test_e4m3_by_bits():
 
 
 # ---- the step of a tile --------------------------------------------------------------------------
+
 CODECS = lowmem.codecs.CODECS
 SIGNED = {name: codec for name, codec in CODECS.items() if codec.signed}
 UNSIGNED = {name: codec for name, codec in CODECS.items() if not codec.signed}

@@ -43,13 +43,10 @@ def assert_same_start(found, want):
 
 # ---- SwitchBackDense and SwitchBackLinear --------------------------------------------------------
 ARGUMENTS = [
-    {},
-    dict(use_bias=False),
-    dict(dtype=jnp.bfloat16),
-    dict(param_dtype=jnp.bfloat16),
+    {}, dict(use_bias=False), dict(dtype=jnp.bfloat16), dict(param_dtype=jnp.bfloat16),
     dict(kernel_init=nn.initializers.orthogonal(), bias_init=nn.initializers.ones),
     dict(precision="highest"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("arguments", ARGUMENTS)
@@ -177,16 +174,10 @@ def test_attention():
 
 # ---- einsum --------------------------------------------------------------------------------------
 EINSUMS = [
-    ("bsd,df->bsf", (8, 3)),
-    ("...d,df->...f", (8, 3)),
-    ("bsd,dnh->bnsh", (8, 2, 3)),
-    ("bsd,sdf->bf", (5, 8, 3)),
-    ("bsd,bdf->bsf", (4, 8, 3)),
-    ("bsd,bdf->fbs", (4, 8, 3)),
-    ("b s d, f d -> s f b", (3, 8)),
-    ("bsd,ed->bes", (3, 8)),
-    ("...d,...df->...f", (5, 8, 3)),
-]
+    ("bsd,df->bsf", (8, 3)), ("...d,df->...f", (8, 3)), ("bsd,dnh->bnsh", (8, 2, 3)),
+    ("bsd,sdf->bf", (5, 8, 3)), ("bsd,bdf->bsf", (4, 8, 3)), ("bsd,bdf->fbs", (4, 8, 3)),
+    ("b s d, f d -> s f b", (3, 8)), ("bsd,ed->bes", (3, 8)), ("...d,...df->...f", (5, 8, 3)),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("subscripts,shape", rows(EINSUMS, EINSUMS[::3]))

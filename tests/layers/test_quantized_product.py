@@ -197,13 +197,10 @@ def hopper():
 
 
 ON_A_GPU = [
-    (SIZES[0], "bfloat16", (1, None)),
-    (SIZES[1], "bfloat16", (1, 1)),
-    (SIZES[1], "float32", (1, None)),
-    (SIZES[2], "float16", (None, 1)),
-    (SIZES[3], "bfloat16", (None, None)),
-    (SIZES[3], "float32", (1, 1)),
-]
+    (SIZES[0], "bfloat16", (1, None)), (SIZES[1], "bfloat16", (1, 1)),
+    (SIZES[1], "float32", (1, None)), (SIZES[2], "float16", (None, 1)),
+    (SIZES[3], "bfloat16", (None, None)), (SIZES[3], "float32", (1, 1)),
+]  # fmt: skip
 
 
 @pytest.mark.gpu

@@ -5,20 +5,13 @@ import jax.numpy as jnp
 from optax_lowmem.gaussws.parts import PARTS, chooser
 
 NAMES = {
-    "layers/self_attn/q_proj/kernel": "qkv",
-    "layers/self_attn/o_proj/kernel": "od out",
-    "layers/mlp/gate_proj/kernel": "up",
-    "layers/mlp/down_proj/kernel": "od down",
-    "blocks/0/attention/qkv/kernel": "qkv",
-    "blocks/0/attention/out/kernel": "od out",
-    "h/attn/c_proj/kernel": "od out",
-    "h/mlp/c_proj/kernel": "od down",
-    "h/mlp/c_fc/kernel": "up",
-    "decoder/layers_0/mlp/wo/kernel": "od down",
-    "decoder/layers_0/mlp/wi_0/kernel": "up",
-    "encoder/attention/output/dense/kernel": "",
-    "Dense_0/kernel": "",
-}
+    "layers/self_attn/q_proj/kernel": "qkv", "layers/self_attn/o_proj/kernel": "od out",
+    "layers/mlp/gate_proj/kernel": "up", "layers/mlp/down_proj/kernel": "od down",
+    "blocks/0/attention/qkv/kernel": "qkv", "blocks/0/attention/out/kernel": "od out",
+    "h/attn/c_proj/kernel": "od out", "h/mlp/c_proj/kernel": "od down", "h/mlp/c_fc/kernel": "up",
+    "decoder/layers_0/mlp/wo/kernel": "od down", "decoder/layers_0/mlp/wi_0/kernel": "up",
+    "encoder/attention/output/dense/kernel": "", "Dense_0/kernel": "",
+}  # fmt: skip
 NEVER = ["embed_tokens/embedding", "lm_head/kernel", "norm/scale", "h/mlp/c_fc/bias", "conv/kernel"]
 
 

@@ -48,15 +48,9 @@ LEAVES = {
 }
 # one of each kind, where the layout of the state is what is tested
 SOME = [
-    "embedder/embedding",
-    "layers_0/attn/key/kernel",
-    "layers_0/flat_attn/q_proj/kernel",
-    "stacked/layers/mlp/wi/kernel",
-    "final_norm/scale",
-    "router/gate",
-    "router/last",
-    "temperature",
-]
+    "embedder/embedding", "layers_0/attn/key/kernel", "layers_0/flat_attn/q_proj/kernel",
+    "stacked/layers/mlp/wi/kernel", "final_norm/scale", "router/gate", "router/last", "temperature",
+]  # fmt: skip
 STRUCTURE = lowmem.blocks.Structure(
     heads=4,
     kv_heads=2,

@@ -17,14 +17,10 @@ F32 = jnp.float32
 HYPER = {"b1": 0.9, "b2": 0.95, "eps": 1e-6, "weight_decay": 0.1}
 # path -> (shape, its matrices' axes): the two largest; None where there is a value an element
 LEAVES = {
-    "matrix": ((12, 20), (0, 1)),
-    "layers": ((3, 9, 16), (1, 2)),
-    "heads": ((16, 4, 10), (0, 2)),
-    "kernel": ((3, 3, 8, 16), (2, 3)),
-    "narrow": ((30, 7), None),
-    "norm": ((20,), None),
+    "matrix": ((12, 20), (0, 1)), "layers": ((3, 9, 16), (1, 2)), "heads": ((16, 4, 10), (0, 2)),
+    "kernel": ((3, 3, 8, 16), (2, 3)), "narrow": ((30, 7), None), "norm": ((20,), None),
     "temperature": ((), None),
-}
+}  # fmt: skip
 factored = functools.partial(lowmem.flash_factored_adamw, min_dim_size_to_factor=8)
 
 

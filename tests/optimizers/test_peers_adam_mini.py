@@ -35,17 +35,12 @@ PATHS |= {
     if name not in PATHS
 }
 MEANS = {
-    "embed_tokens/embedding": (20, 1),
-    "layers_0/self_attn/q_proj/kernel": (1, 4),
-    "layers_0/self_attn/k_proj/kernel": (1, 4),
-    "layers_0/self_attn/v_proj/kernel": (1, 16),
-    "layers_0/self_attn/o_proj/kernel": (1, 16),
-    "layers_0/mlp/up_proj/kernel": (1, 24),
-    "layers_0/mlp/down_proj/kernel": (1, 16),
-    "layers_0/mlp/up_proj/bias": (24,),
-    "layers_0/input_norm/scale": (1,),
-    "lm_head/kernel": (1, 20),
-}
+    "embed_tokens/embedding": (20, 1), "layers_0/self_attn/q_proj/kernel": (1, 4),
+    "layers_0/self_attn/k_proj/kernel": (1, 4), "layers_0/self_attn/v_proj/kernel": (1, 16),
+    "layers_0/self_attn/o_proj/kernel": (1, 16), "layers_0/mlp/up_proj/kernel": (1, 24),
+    "layers_0/mlp/down_proj/kernel": (1, 16), "layers_0/mlp/up_proj/bias": (24,),
+    "layers_0/input_norm/scale": (1,), "lm_head/kernel": (1, 20),
+}  # fmt: skip
 
 
 def flat(tree):

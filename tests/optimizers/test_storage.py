@@ -14,14 +14,11 @@ from optax_lowmem.codecs import affine, expanded_e4m3, softsign, sqrt
 COAT = dict(mu=expanded_e4m3(), nu=expanded_e4m3(signed=False), group_size=128)
 MINI = dict(mu=softsign(), nu=None, group_size=32)
 OWN = {
-    lowmem.coat_adamw: COAT,
-    lowmem.q_adamw: dict(mu=affine(), nu=sqrt(), group_size=256),
-    lowmem.q_adam_mini: dict(mu=affine(), nu=None, group_size=256),
-    lowmem.flash_adam_mini: MINI,
-    lowmem.adam_mini: MINI,
-    lowmem.flash_factored_adamw: MINI,
+    lowmem.coat_adamw: COAT, lowmem.q_adamw: dict(mu=affine(), nu=sqrt(), group_size=256),
+    lowmem.q_adam_mini: dict(mu=affine(), nu=None, group_size=256), lowmem.flash_adam_mini: MINI,
+    lowmem.adam_mini: MINI, lowmem.flash_factored_adamw: MINI,
     lowmem.flash_adamw: dict(mu=softsign(), nu=sqrt(), group_size=32),
-}
+}  # fmt: skip
 EVERY = {make.__name__: (functools.partial(make, 1e-3), own) for make, own in OWN.items()} | {
     make.__name__: (make, MINI)
     for make in (lowmem.scale_by_adam_mini, lowmem.scale_by_factored_adam)

@@ -21,15 +21,9 @@ SOMEWHERE = "https://github.com/someone/optax_lowmem"
 PICTURE_BYTES, TEXT_BYTES = 150_000, 2_500
 WIDEST = 700  # pixels of a picture: pages show 600 or so
 PICTURES = {  # notebook -> how many it shows
-    "coat_activations": 5,
-    "coat_states": 3,
-    "flashoptim": 5,
-    "gaussws": 4,
-    "q_adam_mini": 3,
-    "quickstart": 1,
-    "stable_adamw": 4,
-    "switchback": 4,
-}
+    "coat_activations": 5, "coat_states": 3, "flashoptim": 5, "gaussws": 4, "q_adam_mini": 3,
+    "quickstart": 1, "stable_adamw": 4, "switchback": 4,
+}  # fmt: skip
 PATHS = {path.stem: path for path in notebooks.paths()}
 
 

@@ -21,29 +21,19 @@ BF16, F32 = jnp.bfloat16, jnp.float32
 # (shape, block): columns, stacked layers, heads after columns, heads with their own axis, all of
 # it; rows of memory, heads along them, a vector, more parts than a launch sums
 CASES = [
-    ((256, 128), Block((0,))),
-    ((300, 130), Block((0,))),
-    ((3, 200, 96), Block((1,))),
-    ((128, 96), Block((0,), heads=(1, 4))),
-    ((130, 4, 33), Block((0, 2))),
-    ((70, 50), Block((0, 1))),
-    ((5, 7), Block((0,))),
-    ((20_000, 3), Block((0,))),
-    ((40, 300), Block((1,))),
-    ((6, 96), Block(heads=(1, 4))),
-    ((2048,), Block((0,))),
+    ((256, 128), Block((0,))), ((300, 130), Block((0,))), ((3, 200, 96), Block((1,))),
+    ((128, 96), Block((0,), heads=(1, 4))), ((130, 4, 33), Block((0, 2))),
+    ((70, 50), Block((0, 1))), ((5, 7), Block((0,))), ((20_000, 3), Block((0,))),
+    ((40, 300), Block((1,))), ((6, 96), Block(heads=(1, 4))), ((2048,), Block((0,))),
     ((70_000,), Block((0,))),
-]
+]  # fmt: skip
 # rows and columns: one tile, ends within a tile, more parts than a launch sums,
 # stacked layers, heads between rows and columns, both
 BOTH = [
-    ((40, 60), Factors((0, 1))),
-    ((300, 130), Factors((0, 1))),
-    ((129, 40_000), Factors((0, 1))),
-    ((3, 200, 96), Factors((1, 2))),
-    ((140, 3, 128), Factors((0, 2))),
+    ((40, 60), Factors((0, 1))), ((300, 130), Factors((0, 1))), ((129, 40_000), Factors((0, 1))),
+    ((3, 200, 96), Factors((1, 2))), ((140, 3, 128), Factors((0, 2))),
     ((2, 140, 2, 256), Factors((1, 3))),
-]
+]  # fmt: skip
 CASES += BOTH
 
 

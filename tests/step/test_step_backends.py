@@ -589,15 +589,10 @@ def stepped(tx, grads, state, params):
 
 # ---- nothing beyond an array ---------------------------------------------------------------------
 TILINGS = [
-    Tiling((7, 33), 32, 64),
-    Tiling((3, 5, 64), 32, 512),
-    Tiling((96,), 32, 64),
-    Tiling((20, 3), 32, 16),
-    Tiling((2, 3, 50), 24, 256),
-    Tiling((4, 1), 32, 2),
-    Tiling((5, 300), 256, 64),
-    Tiling((1, 50257), 32, 1024),
-]
+    Tiling((7, 33), 32, 64), Tiling((3, 5, 64), 32, 512), Tiling((96,), 32, 64),
+    Tiling((20, 3), 32, 16), Tiling((2, 3, 50), 24, 256), Tiling((4, 1), 32, 2),
+    Tiling((5, 300), 256, 64), Tiling((1, 50257), 32, 1024),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("tiling", rows(TILINGS, TILINGS[::2]), ids=str)

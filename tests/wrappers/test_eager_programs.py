@@ -69,15 +69,12 @@ def counted(
 
 
 OPTIMIZERS = {
-    "flash_adamw": _ADAM,
-    "flash_lion": lowmem.flash_lion(1e-3),
-    "flash_sgd": lowmem.flash_sgd(1e-2, momentum=0.9),
-    "stable_adamw": lowmem.stable_adamw(1e-3),
-    "adam_mini": lowmem.adam_mini(1e-3),
-    "coat_adamw": lowmem.coat_adamw(1e-3),
+    "flash_adamw": _ADAM, "flash_lion": lowmem.flash_lion(1e-3),
+    "flash_sgd": lowmem.flash_sgd(1e-2, momentum=0.9), "stable_adamw": lowmem.stable_adamw(1e-3),
+    "adam_mini": lowmem.adam_mini(1e-3), "coat_adamw": lowmem.coat_adamw(1e-3),
     "f32 state": lowmem.flash_adamw(1e-3, storage=lowmem.Storage.full_precision()),
     "chain": lowmem.chain(optax.clip_by_global_norm(1.0), _ADAM),
-}
+}  # fmt: skip
 OFTEN = ["adam_mini", "coat_adamw"]
 
 

@@ -75,13 +75,10 @@ def test_updates_in_the_dtype_of_the_weights(name, dtype):
 
 
 FORMS = {
-    "bits-24": {},
-    "bits-32": {"master_weight_bits": 32},
-    "ulp-24": {"split": "ulp"},
-    "ulp-32": {"split": "ulp", "master_weight_bits": 32},
-    "none": {"master_weight_bits": None},
+    "bits-24": {}, "bits-32": {"master_weight_bits": 32}, "ulp-24": {"split": "ulp"},
+    "ulp-32": {"split": "ulp", "master_weight_bits": 32}, "none": {"master_weight_bits": None},
     "none-stochastic": {"master_weight_bits": None, "master_rounding": "stochastic"},
-}
+}  # fmt: skip
 RATES = (2.0**-20, 2.0**-14, 2.0**-8, 0.5)  # no product with one is rounded, in either program
 LONG = [
     (1000, form, dtype, update_dtype)
