@@ -1,4 +1,4 @@
-"""Adam-mini's blocks of shared second moments, from the parameters' paths, shapes and metadata."""
+"""Infer Adam-mini's blocks, which share a second moment, from paths, shapes and metadata."""
 
 from optax_lowmem._src.blocks.structure import Description as Description
 from optax_lowmem._src.blocks.structure import Row as Row

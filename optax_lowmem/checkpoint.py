@@ -1,12 +1,12 @@
-"""Checkpoints of 8-bit state: saved, checked, restored, and turned to and from plain optax state.
+"""Save, check and restore 8-bit state, and convert it to and from plain optax state.
 
-Needs the extra `checkpoint` (orbax-checkpoint, safetensors, xxhash) where it writes or reads files.
+Writing and reading files needs the extra `checkpoint` (orbax-checkpoint, safetensors, xxhash).
 
     checkpoint.save("run", tx, params, state, step=100)
     params, state = checkpoint.restore("run", tx, jax.eval_shape(lambda p: p, params))
 
-Arrays alone do not say how to read them: codes of `sqrt()` and of `linear(signed=False)` are uint8
-with f32 scales both. A description of the format is saved with them and compared on the way back.
+The arrays alone do not determine the format: `sqrt()` and `linear(signed=False)` both store uint8
+codes with f32 scales. So `save` adds a description of the format, and `restore` compares it.
 """
 
 from optax_lowmem._src.checkpoint.description import FORMAT_VERSION as FORMAT_VERSION

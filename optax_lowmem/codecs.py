@@ -1,4 +1,4 @@
-"""Codecs of optimizer slots and of master weights, and their tables."""
+"""Codecs for optimizer slots and splits for master weights, and dicts of both by name."""
 
 from optax_lowmem._src.codecs import CODECS as CODECS
 from optax_lowmem._src.codecs import SPLITS as SPLITS

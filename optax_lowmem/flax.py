@@ -1,9 +1,10 @@
-"""Flax's Linen `TrainState` and NNX `Optimizer` with the fused step: one changed import.
+"""Flax's Linen `TrainState` and NNX `Optimizer` with the fused step; only an import changes.
 
     from optax_lowmem.flax import TrainState  # was flax.training.train_state
     from optax_lowmem.flax import Optimizer  # was flax.nnx
 
-Both are subclasses of Flax's, take any optax transformation, and read each other's checkpoints.
+Both are subclasses of Flax's classes, take any optax transformation, and read checkpoints that
+Flax's classes wrote, and vice versa.
 """
 
 from optax_lowmem._src.flax import Optimizer as Optimizer

@@ -1,4 +1,4 @@
-"""Bytes of weights, of optimizer state and of activations, without allocating any."""
+"""Report the bytes of weights, optimizer state and activations, without allocating them."""
 
 from optax_lowmem._src.memory.activations import ActivationReport as ActivationReport
 from optax_lowmem._src.memory.activations import Saved as Saved

@@ -1,7 +1,7 @@
-"""Gradient release: each layer of a stack is updated inside the backward pass.
+"""Gradient release: update each layer of a stack inside the backward pass.
 
-A model unrolled under one jit needs none of this: XLA frees each gradient at its update. The
-gradients of layers that run in a `lax.scan` come out of it as one stack, as large as the weights.
+A model that is unrolled under one jit does not need this: XLA frees each gradient after its update.
+A `lax.scan` over layers returns their gradients as one stack, as large as the weights.
 """
 
 from optax_lowmem._src.release.model import Layered as Layered

@@ -1,4 +1,4 @@
-"""Shardings of the arrays of an optimizer state, from the shardings of the parameters."""
+"""Derive the shardings of an optimizer state from the shardings of the parameters."""
 
 from optax_lowmem._src.sharding import state_shardings as state_shardings
 

@@ -21,8 +21,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from optax_lowmem._src import core, step
+from optax_lowmem._src import kernels
 from optax_lowmem._src.kernels import gpu_triton, jax_triton_call
+from optax_lowmem._src.step import gpu
 from optax_lowmem._src.step.gpu import jax_triton
 
 
@@ -212,12 +213,12 @@ def triton_call_04(
 
 def install(patch: pytest.MonkeyPatch, triton_call: Callable[..., Any] = triton_call_03) -> None:
     """Have generated kernels run here, the step's with the arithmetic of the reference."""
-    for room, name, module in (
-        (core, "triton_library", LIBRARY),
-        (step, "jax_triton_kernel", AROUND_THE_STEP),
+    for package, name, module in (
+        (kernels, "triton_library", LIBRARY),
+        (gpu, "jax_triton_kernel", AROUND_THE_STEP),
     ):
-        patch.setitem(sys.modules, f"{room.__name__}.{name}", module)
-        patch.setattr(room, name, module, raising=False)
+        patch.setitem(sys.modules, f"{package.__name__}.{name}", module)
+        patch.setattr(package, name, module, raising=False)
     patch.setattr(jax_triton_call, "_triton_call", lambda: triton_call)
     patch.setattr(gpu_triton, "_compiled", functools.cache(LIBRARY.compiled_from))
     patch.setattr(jax_triton, "_arithmetic", contextlib.nullcontext)

@@ -1,9 +1,10 @@
-"""Flax's Linen `TrainState` and NNX `Optimizer` with the fused step: one changed import.
+"""Flax's Linen `TrainState` and NNX `Optimizer` with the fused step; only an import changes.
 
     from optax_lowmem.flax import TrainState  # was flax.training.train_state
     from optax_lowmem.flax import Optimizer  # was flax.nnx
 
-Both are subclasses of Flax's, take any optax transformation, and read each other's checkpoints.
+Both are subclasses of Flax's classes, take any optax transformation, and read checkpoints that
+Flax's classes wrote, and vice versa.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +26,7 @@ try:
     from flax.training import train_state
 except ModuleNotFoundError as error:
     if error.name is None or error.name.split(".")[0] != "flax":
-        raise  # Flax is there, and something that it needs is not
+        raise  # Flax is installed, but one of its dependencies is missing
     raise ImportError("optax_lowmem.flax needs Flax: pip install flax", name="flax") from error
 
 __all__ = ["Optimizer", "TrainState"]
@@ -44,13 +45,14 @@ class TrainState(train_state.TrainState):
     """`flax.training.train_state.TrainState` whose `apply_gradients` is the fused step.
 
     Fields, `replace`, subclassing and the handling of FP8's overwrite-with-gradient collection are
-    Flax's, and so are the results, to the last bit unless XLA fuses multiply-adds elsewhere.
-    Nothing is donated here: jit the training step with `donate_argnums` for the state.
+    those of Flax. The results are bitwise equal to Flax's unless XLA fuses multiply-adds
+    differently. This class donates nothing: jit the training step with `donate_argnums` for the
+    state.
 
     Attributes:
       step: number of calls of `apply_gradients`.
       apply_fn: usually `model.apply`.
-      params: the parameters, 16-bit weights where `create` was given a dtype.
+      params: the parameters; 16-bit weights if `create` was given such a dtype.
       tx: any optax transformation.
       opt_state: its state.
 
@@ -81,31 +83,31 @@ class TrainState(train_state.TrainState):
         allow_rounding: bool = False,
         **kwargs: Any,
     ) -> Self:
-        """A state at step 0.
+        """Create a state at step 0.
 
         Args:
           apply_fn: usually `model.apply`.
-          params: the parameters; FP8's `{"params": ..., "_overwrite_with_gradient": ...}` too.
+          params: the parameters, or FP8's `{"params": ..., "_overwrite_with_gradient": ...}`.
           tx: any optax transformation.
           dtype: None leaves the parameters as they are. Otherwise as in `lowmem.init`: f32
             parameters are split into weights of this dtype, which the state holds as `params`, and
             corrections in `opt_state`.
           allow_rounding: as in `lowmem.init`.
-          **kwargs: further fields of a subclass.
+          **kwargs: additional fields of a subclass.
 
         Returns:
           The state.
 
         Raises:
-          TypeError: for parameters that are not floats, with a dtype, or unknown fields.
-          ValueError: with a dtype, where an f32 leaf would lose precision.
+          TypeError: for unknown fields; with a dtype, for parameters that are not floats.
+          ValueError: with a dtype, if an f32 leaf would lose precision.
         """
         if dtype is None:
             return super().create(apply_fn=apply_fn, params=params, tx=tx, **kwargs)
         if "dtype" in cls.__dataclass_fields__:
             raise TypeError(
-                f"{cls.__name__} has a field `dtype`, and `create` takes `dtype` for the weights: "
-                "rename the field."
+                f"{cls.__name__} has a field `dtype`, but `create` uses the argument `dtype` for "
+                "the weights: rename the field."
             )
         if _overwrites(params):
             inner = params["params"]
@@ -116,11 +118,11 @@ class TrainState(train_state.TrainState):
         return cls(step=0, apply_fn=apply_fn, params=weights, tx=tx, opt_state=opt_state, **kwargs)
 
     def apply_gradients(self, *, grads: optax.Updates, **kwargs: Any) -> Self:
-        """The state after one step: `step`, `params` and `opt_state` are new.
+        """Return the state after one step, with new `step`, `params` and `opt_state`.
 
         Args:
           grads: gradients with the structure of `params`.
-          **kwargs: fields to replace at once.
+          **kwargs: other fields to replace.
 
         Returns:
           A new state.
@@ -136,7 +138,7 @@ class TrainState(train_state.TrainState):
         return self.replace(step=self.step + 1, params=params, opt_state=opt_state, **kwargs)
 
     def master_params(self) -> Any:
-        """The f32 parameters that `params` and `opt_state` hold together, as `params` has them."""
+        """Reconstruct the f32 parameters from `params` and `opt_state`, in a tree like `params`."""
         if not _overwrites(self.params):
             return masters.master_params(self.params, self.opt_state)
         trained = masters.master_params(self.params["params"], self.opt_state)
@@ -146,26 +148,26 @@ class TrainState(train_state.TrainState):
 class Optimizer(nnx.Optimizer[M]):
     """`flax.nnx.Optimizer` whose `update` is the fused step.
 
-    Parameters, state and step count are Flax's, to the last bit unless XLA fuses multiply-adds
-    elsewhere. Nothing is donated here: `nnx.jit(train_step, donate_argnums=(0, 1))` does it.
+    Parameters, state and step count are bitwise equal to Flax's unless XLA fuses multiply-adds
+    differently. This class donates nothing: use `nnx.jit(train_step, donate_argnums=(0, 1))`.
 
-    Deviations: where variables have sharding metadata, what the optimizer keeps in another shape
-    than the parameter's (scales, placeholders) is sharded along the axes that divide it, which is
-    an error in Flax; `update` returns the change of the parameters.
+    Deviations: if variables have sharding metadata, state arrays whose shape differs from the
+    parameter's (scales, placeholders) are sharded along the mesh axes that divide them, which is an
+    error in Flax; `update` returns the change of the parameters.
 
     Args:
       model: an NNX module.
       tx: any optax transformation.
-      wrt: which variables it trains, as in `nnx.grad`; usually `nnx.Param`.
+      wrt: the variables to train, as in `nnx.grad`; usually `nnx.Param`.
       graph: as in Flax.
       dtype: None leaves the model as it is. Otherwise as in `lowmem.init`: the model's f32
-        parameters are replaced, in place, by weights of this dtype, whose corrections are in the
-        state. Layers with a `dtype` of None then compute in the wider of it and their inputs'.
+        parameters are replaced in place by weights of this dtype, and their corrections are in the
+        state. Layers with `dtype=None` then compute in the wider of this dtype and their inputs'.
       allow_rounding: as in `lowmem.init`.
 
     Raises:
-      TypeError: without `wrt`, or for parameters that are not floats, with a dtype.
-      ValueError: with a dtype, where an f32 leaf would lose precision.
+      TypeError: without `wrt`; with a dtype, for parameters that are not floats.
+      ValueError: with a dtype, if an f32 leaf would lose precision.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -200,26 +202,26 @@ class Optimizer(nnx.Optimizer[M]):
         else:
             params, opt_state = init(tx, params, dtype, allow_rounding=allow_rounding)
         fitted = jax.tree.map(_fit_sharding, opt_state, is_leaf=array_metadata.is_variable)
-        # Flax's constructor wraps what `init` returns in variables of its own
+        # Flax's constructor wraps what `init` returns in new variables
         ready = optax.GradientTransformationExtraArgs(lambda _: fitted, tx.update)
-        known = {} if graph is None else {"graph": graph}  # which Flax before 0.12.7 does not take
+        known = {} if graph is None else {"graph": graph}  # unknown to Flax before 0.12.7
         super().__init__(model, ready, wrt=wrt, **known)
         self.graph = graph
         self.tx = tx
         if dtype is not None:
             nnx.update(model, params)
 
-    # Flax's annotation has positional arguments; what runs there takes keywords too
+    # Flax's annotation has positional arguments only; its implementation takes keywords too
     def update(self, model: M, grads: optax.Updates, **kwargs: Any) -> Any:  # type: ignore[override]
-        """One step: new parameters in the model, new state and step count here.
+        """Take one step: update the model's parameters, the state and the step count in place.
 
         Args:
-          model: the model; its other variables are left alone.
-          grads: what `nnx.grad` gave.
+          model: the model; its other variables are unchanged.
+          grads: the gradients from `nnx.grad`.
           **kwargs: extra arguments of the optimizer, such as `value=`, and those of `lowmem.step`.
 
         Returns:
-          The change of the parameters, new - old, in f32. Under a jit it costs nothing if unused.
+          The change of the parameters, new - old, in f32. Under jit it costs nothing if unused.
         """
         params = as_pure(nnx.state(model, self.wrt, graph=self.graph))
         gradients = as_pure(nnx.state(grads, self.wrt, graph=self.graph))
@@ -232,7 +234,7 @@ class Optimizer(nnx.Optimizer[M]):
         return jax.tree.map(_change, new, params)
 
     def master_params(self, model: M) -> Any:
-        """The f32 parameters that a model and this state hold together.
+        """Reconstruct the f32 parameters from a model's weights and this optimizer's state.
 
         Args:
           model: the model that this optimizer trains.
@@ -250,11 +252,11 @@ def _change(new: jax.Array, old: jax.Array) -> jax.Array:
 
 
 def _fit_sharding(leaf: object) -> Any:
-    """A variable of the state, with its parameter's sharding cut down to what its shape allows.
+    """Restrict the sharding of a state variable to the axes that divide its shape.
 
-    Flax gives each leaf of the state the sharding of its parameter, also one of another shape.
+    Flax gives each leaf of the state its parameter's sharding, even if their shapes differ.
     """
-    inside = jax.tree.leaves(leaf)  # none of what a mask leaves out
+    inside = jax.tree.leaves(leaf)  # empty if a mask excludes the leaf
     if not array_metadata.is_variable(leaf) or len(inside) != 1:
         return leaf
     return array_metadata.fitted_variable(leaf, jnp.shape(inside[0]))

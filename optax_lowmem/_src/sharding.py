@@ -1,4 +1,4 @@
-"""Shardings of the arrays of an optimizer state, from the shardings of the parameters."""
+"""Derive the shardings of an optimizer state from the shardings of the parameters."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -22,19 +22,19 @@ Rules = Sequence[tuple[str, str | tuple[str, ...] | None]]  # logical name, mesh
 
 @dataclasses.dataclass(frozen=True)
 class _Parameter:
-    """A parameter, how it is split, and the group sizes of its compressed slots."""
+    """Shape and sharding of a parameter, and the group sizes of its compressed slots."""
 
     shape: tuple[int, ...]
     placement: Placement
     group_sizes: frozenset[int]
 
     def sharding_of(self, shape: tuple[int, ...], zero_axis: str | None) -> NamedSharding:
-        """The sharding of an array of the state with this shape."""
+        """Return the sharding of a state array of this shape that belongs to the parameter."""
         place = self.placement if zero_axis is None else self._with_zero(zero_axis)
         return sharding_of_state(place, self.shape, shape, self.group_sizes)
 
     def _with_zero(self, zero_axis: str) -> Placement:
-        """With one more axis on the first dimension that codes and scales both have room on."""
+        """Add `zero_axis` to the first dimension where it divides both codes and scales."""
         axes = self.placement.axes
         if any(zero_axis in own for own in axes):
             return self.placement
@@ -58,36 +58,38 @@ def state_shardings(
     zero_axis: str | None = None,
     memory_kind: str | None = None,
 ) -> Any:
-    """A sharding for every array of `tx.init(params)`.
+    """Return a sharding for every array of `tx.init(params)`.
 
-    Codes, corrections and whatever else has its parameter's shape have its sharding. Scales and the
-    second moments of blocks have it too, but are whole along an axis whose parts would cut through
-    a group or a head. The rest is replicated.
+    Codes, corrections and all other arrays with their parameter's shape use its sharding. So do
+    scales and block-wise second moments, except that they are not sharded along an axis where a
+    shard boundary would cut through a group or a head. All other arrays are replicated.
 
-    Linen's `nn.get_partition_spec` of a whole `TrainState` works too, but knows no mesh: there
-    scales (0.19 bytes per parameter) are whole along the last axis, unless the count of their
-    groups is a multiple of 64 (2048 columns in groups of 32), which mesh axes of up to 64 devices
-    divide.
+    Linen's `nn.get_partition_spec` of a whole `TrainState` works too, but does not know the mesh:
+    there scales (0.19 bytes per parameter) are not sharded along the last axis, unless their number
+    of groups is a multiple of 64 (2048 columns in groups of 32), which mesh axes of up to 64
+    devices divide.
 
     Args:
       tx: any optax transformation, wrapped or not.
-      params: the parameters or their `jax.eval_shape`; Linen's metadata (`Partitioned`) is read.
+      params: the parameters or their `jax.eval_shape`, optionally with Linen's metadata
+        (`Partitioned`).
       param_shardings: a tree like `params` of `NamedSharding` or `PartitionSpec` (None:
-        replicated). By default what `params` say: the shardings of their arrays, the names in
-        their metadata.
-      mesh: for `PartitionSpec` and names; by default that of `jax.set_mesh`.
+        replicated). By default the shardings of the arrays in `params`, or the axis names in their
+        metadata.
+      mesh: mesh of partition specs and axis names; by default that of `jax.set_mesh`.
       rules: (logical name, mesh axis or None) pairs, for metadata with logical names.
-      zero_axis: a mesh axis over which the state is split although the parameters are not (ZeRO-1):
-        on the first dimension that it divides.
-      memory_kind: of the state's shardings, such as `pinned_host`; by default the device's.
+      zero_axis: a mesh axis over which the state is sharded although the parameters are not
+        (ZeRO-1), along the first dimension that it divides.
+      memory_kind: memory kind of the state's shardings, such as `pinned_host`; by default the
+        device's.
 
     Returns:
       A tree of `NamedSharding` like `tx.init(params)`, without metadata; for `out_shardings` of
       `jax.jit(tx.init)`, `jax.device_put`, or an abstract target of a checkpoint.
 
     Raises:
-      ValueError: for an axis that the mesh does not have, that is named twice, or that does not
-        divide its dimension; for a parameter without a known sharding.
+      ValueError: for an axis that is not in the mesh, is used twice, or does not divide its
+        dimension; for a parameter of unknown sharding.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_lowmem as lowmem
@@ -103,7 +105,7 @@ def state_shardings(
     placed = _placed(boxed, params, param_shardings, mesh, rules)
     the_mesh = mesh_of(placed, mesh)
     if zero_axis is not None and zero_axis not in the_mesh.shape:
-        raise ValueError(f"zero_axis={zero_axis!r}: the mesh has {tuple(the_mesh.shape)}.")
+        raise ValueError(f"zero_axis={zero_axis!r}: the mesh has the axes {tuple(the_mesh.shape)}.")
     state, decisions = context.dry_run(tx, params)
     sizes: dict[str, set[int]] = {}
     for decision in decisions:
@@ -129,11 +131,11 @@ def _leaves(params: optax.Params) -> list[tuple[tuple[Any, ...], Any]]:
 
 
 def _owner(path: tuple[object, ...], known: Mapping[tuple[object, ...], _Parameter]) -> Any:
-    """The parameter whose path ends that of an array of the state, the longest."""
+    """Return the parameter whose path is the longest suffix of a state array's path, or None."""
     for start in range(len(path)):
         if path[start:] in known:
             return known[path[start:]]
-    return known.get(())  # a parameter that is the whole tree
+    return known.get(())  # the parameters are a single array
 
 
 # ---- shardings of the parameters -----------------------------------------------------------------
@@ -142,21 +144,24 @@ def _owner(path: tuple[object, ...], known: Mapping[tuple[object, ...], _Paramet
 def _placed(
     boxed: optax.Params, params: optax.Params, given: object, mesh: Mesh | None, rules: Rules | None
 ) -> list[Any]:
-    """A NamedSharding, PartitionSpec or None for each parameter."""
+    """Return a NamedSharding, PartitionSpec or None (replicated) for each parameter."""
     if given is not None:
         return of_parameters(params, given)
     rows = zip(jax.tree.leaves(boxed, is_leaf=array_metadata.is_box), _leaves(params), strict=True)
-    return [_own(trees.path_name(path), box, leaf, mesh, rules) for box, (path, leaf) in rows]
+    return [
+        _declared_sharding(trees.path_name(path), box, leaf, mesh, rules)
+        for box, (path, leaf) in rows
+    ]
 
 
-def _own(
+def _declared_sharding(
     path: str,
     box: Any,
     leaf: jax.Array | jax.ShapeDtypeStruct,
     mesh: Mesh | None,
     rules: Rules | None,
 ) -> Any:
-    """Return the sharding or partition spec of a parameter itself, or None for replicated."""
+    """Return the sharding or partition spec that a parameter carries, None for replicated."""
     if array_metadata.is_box(box):
         spec = box.get_partition_spec()
         if rules is None:
@@ -172,5 +177,5 @@ def _own(
         return None
     raise ValueError(
         f"the sharding of parameter '{path}' is not known: pass param_shardings, a tree of "
-        "NamedSharding or PartitionSpec, or parameters that are on the mesh already."
+        "NamedSharding or PartitionSpec, or parameters that are already on the mesh."
     )

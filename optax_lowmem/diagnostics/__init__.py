@@ -1,4 +1,4 @@
-"""Training diagnostics: codes and stalls of low-precision state, RMS_t, spikes, weight norms."""
+"""Diagnose training: code usage and stalls of low-precision state, RMS_t, spikes, weight norms."""
 
 from optax_lowmem._src.diagnostics.codes import CodeShares as CodeShares
 from optax_lowmem._src.diagnostics.codes import Stall as Stall

@@ -1,4 +1,4 @@
-"""Loss spikes and RMS spikes (StableAdamW, appendix E) of whole recorded series."""
+"""Detect loss spikes and RMS spikes in recorded series (StableAdamW, appendix E)."""
 
 from optax_lowmem._src.diagnostics.spikes import DECAY as DECAY
 from optax_lowmem._src.diagnostics.spikes import DEVIATIONS as DEVIATIONS

@@ -1,4 +1,4 @@
-"""Gaussian weight sampling: noise of a learnt bitwidth on weights, instead of quantizing them."""
+"""Gaussian weight sampling: train with noise of a learned bitwidth on the weights."""
 
 from optax_lowmem._src.core.clean_weights import clean_params as clean_params
 from optax_lowmem._src.noise.bitwidth import SafeFormat as SafeFormat

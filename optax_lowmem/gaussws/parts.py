@@ -1,4 +1,4 @@
-"""Choice of the matrices of a transformer to sample: out and down, query, key, value, or all."""
+"""Select the matrices of a transformer that get noise: out and down, query, key, value, or all."""
 
 from optax_lowmem._src.blocks.parts import PARTS as PARTS
 from optax_lowmem._src.blocks.parts import Parts as Parts

@@ -1,4 +1,4 @@
-"""Flax layers in 8 bits or with noise: for Linen, for NNX, and for models that exist already."""
+"""Layers with 8-bit products or noise, for Flax Linen and NNX; `convert` for existing models."""
 
 from optax_lowmem._src.fp8_flow.linen import Fp8Dense as Fp8Dense
 from optax_lowmem._src.fp8_flow.llama import Fp8LlamaBlock as Fp8LlamaBlock

@@ -39,7 +39,7 @@ def kernel(gpu_backend):
 
 def launcher(kernel):
     name = {"pallas": "pallas_triton", "triton": "jax_triton"}[kernel]
-    return importlib.import_module(f"optax_lowmem._src.step.{name}").launch
+    return importlib.import_module(f"optax_lowmem._src.step.gpu.{name}").launch
 
 
 def build(optimizer, **storage):

@@ -205,7 +205,7 @@ ARGUMENTS = {
             lambda: adamw(mask={"blok": True}).init(weights())],
         "decouple_lr=True needs .* largest learning rate of the schedule: pass it": [
             lambda: lowmem.flash_adamw(optax.constant_schedule(1e-3), decouple_lr=True)],
-        "an array may be that of one step .*: pass it, decouple_lr=3e-4": [
+        "an array may be that of one step .*: pass a number, such as decouple_lr=3e-4": [
             lambda: lowmem.inject_hyperparams(lowmem.flash_adamw)(
                 optax.linear_schedule(0.0, 1e-2, 10), decouple_lr=True).init(weights())],
         "pass decoupled=True": [lambda: lowmem.flash_sgd(0.1, decouple_lr=True)],

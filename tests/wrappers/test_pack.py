@@ -263,7 +263,7 @@ def test_checkpoints(tmp_path, dtype):
     checkpoint.save(tmp_path, tx, params, state, step=3)
     assert_same(checkpoint.restore(tmp_path, tx, params), (params, state))
     for other in (adamw(CODED, DECAYS), adamw(CODED, DECAYS, 100), adamw(CODED, None, BELOW)):
-        with pytest.raises(ValueError, match="saved with, in pack_small_leaves if it was"):
+        with pytest.raises(ValueError, match="saved with, in pack_small_leaves if that was"):
             checkpoint.restore(tmp_path, other, params)
     assert_same(pickle.loads(pickle.dumps(state)), state)
 

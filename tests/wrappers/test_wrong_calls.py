@@ -119,7 +119,7 @@ OF_SLOTS = {
 
 @pytest.mark.parametrize("make", OF_SLOTS.values(), ids=OF_SLOTS)
 def test_the_dtype_of_a_slot_that_is_compressed(make):
-    message = r"dtype of mu, bfloat16, is for leaves .* mu is softsign-int8\..*Storage\(mu=None\)"
+    message = r"dtype of mu, bfloat16, applies only to .* mu is softsign-int8\..*Storage\(mu=None\)"
     with pytest.warns(UserWarning, match=message) as said:
         tx = make(jnp.bfloat16)
     assert len(said) == 1

@@ -1,4 +1,4 @@
-"""One file per rule with its constructors, and `OPTIMIZERS`, a record of each."""
+"""Optimizers: one file per update rule with its constructors, and `OPTIMIZERS`, their records."""
 
 import functools
 import inspect
@@ -52,16 +52,16 @@ def _clipped_adamw(
 
 
 def _mini(make: Constructor) -> Constructor:
-    """With one block a tensor where nothing is known of a leaf."""
+    """Use one block for the whole leaf if no block structure can be inferred."""
     return functools.partial(make, blocks=Structure(default="whole"))
 
 
 def _factored(make: Constructor, **more: Any) -> Constructor:
-    """With rows and columns of small matrices too."""
+    """Factor small matrices too."""
     return functools.partial(make, min_dim_size_to_factor=2, **more)
 
 
-# optax before 0.2.7 has a Muon without it.
+# optax before 0.2.7 has no `consistent_rms`.
 _KNOWN_TO_MUON = inspect.signature(optax.contrib.muon).parameters
 _SCALE_OF_MUON: dict[str, Any] = (
     {"consistent_rms": 0.2} if "consistent_rms" in _KNOWN_TO_MUON else {}
@@ -70,7 +70,7 @@ _ADAM_FIELDS = {"mu": "ScaleByAdamState.mu", "nu": "ScaleByAdamState.nu"}
 
 
 def _adamw(make: Constructor, **more: Any) -> OptimizerRecord:
-    """AdamW with other codecs."""
+    """Return the record of an AdamW that differs only in its codecs."""
     return OptimizerRecord(
         rule=AdamRule(),
         make=make,
@@ -82,10 +82,10 @@ def _adamw(make: Constructor, **more: Any) -> OptimizerRecord:
     )
 
 
-def _of_fewer(
+def _adamw_with_fewer_moments(
     rule: AdamMiniRule, make: Constructor, plain: Constructor, **more: Any
 ) -> OptimizerRecord:
-    """AdamW with fewer second moments, which optax has not: a run goes on from AdamW's state."""
+    """Return the record of an AdamW with fewer second moments; it can continue optax's AdamW."""
     return OptimizerRecord(
         rule=rule,
         make=make,
@@ -100,10 +100,10 @@ def _of_fewer(
 
 
 def _adam_mini(make: Constructor, **more: Any) -> OptimizerRecord:
-    return _of_fewer(AdamMiniRule(), _mini(make), _mini(adam_mini), **more)
+    return _adamw_with_fewer_moments(AdamMiniRule(), _mini(make), _mini(adam_mini), **more)
 
 
-# Of several records with one rule, conversion to optax takes the first.
+# If several records have the same rule, conversion to optax uses the first.
 OPTIMIZERS: dict[str, OptimizerRecord] = {
     "flash_adamw": _adamw(
         flash_adamw, scale_by=scale_by_flash_adam, plain_scale_by=optax.scale_by_adam
@@ -126,7 +126,7 @@ OPTIMIZERS: dict[str, OptimizerRecord] = {
     "q_adamw": _adamw(q_adamw),
     "q_adam_mini": _adam_mini(q_adam_mini),
     "flash_adam_mini": _adam_mini(flash_adam_mini, scale_by=_mini(scale_by_adam_mini)),
-    "flash_factored_adamw": _of_fewer(
+    "flash_factored_adamw": _adamw_with_fewer_moments(
         FactoredRule(),
         _factored(flash_factored_adamw),
         _factored(flash_factored_adamw, storage=Storage.full_precision()),

@@ -56,21 +56,21 @@ class AdamRule(UpdateRule):
     def second_moment(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> jax.Array:
-        """The new nu."""
+        """Return the new nu."""
         return h["b2"] * slots["nu"] + h["one_minus_b2"] * (g * g)
 
     def update(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The direction and the new moments."""
+        """Return the direction and the new moments."""
         mu = h["b1"] * slots["mu"] + h["one_minus_b1"] * g
         nu = self.second_moment(g, slots, h)
         numerator = h["mu_scale"] * mu + h["g_scale"] * g if self.nesterov else mu
         return numerics.quotient(numerator, self.denominator(nu, h)), {"mu": mu, "nu": nu}
 
     def denominator(self, nu: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
-        """Return the divisor of the new mu: sqrt(vhat + eps_root) + eps, with mu's debiasing."""
-        if self.eps_root_is_zero:  # the codec takes sqrt(nu) too: one square root serves both
+        """Return mu's divisor: sqrt(vhat + eps_root) + eps, times mu's bias correction."""
+        if self.eps_root_is_zero:  # the codec uses sqrt(nu) too: one square root serves both
             root = jnp.sqrt(nu) * h["root_nu_scale"]
         else:
             root = jnp.sqrt(nu * h["nu_scale"] + h["eps_root"]) * h["root_scale"]
@@ -79,7 +79,7 @@ class AdamRule(UpdateRule):
     def accumulating(
         self, h: Mapping[str, jax.Array], first: jax.Array, every: int
     ) -> dict[str, jax.Array]:
-        """m takes sum g_i / k, v takes sum (g_i / k)^2 (Adam Accumulation)."""
+        """Add sum g_i / k to m and sum (g_i / k)^2 to v (Adam Accumulation)."""
         if self.nesterov:
             return super().accumulating(h, first, every)
         share = 1 / every
@@ -100,7 +100,7 @@ def is_zero(value: object) -> bool:
 def adam_moments(
     b1: Scalar, b2: ScalarOrSchedule, eps: Scalar, eps_root: Scalar, nesterov: bool
 ) -> Formula:
-    """The hyperparameters of `AdamRule` from the count before a step."""
+    """Return the formula of `AdamRule`'s hyperparameters from the count before a step."""
     check_range("b1", b1, 0.0, 1.0)
     check_decay("b2", b2)
     check_range("eps", eps, 0.0)
@@ -134,7 +134,7 @@ def _moments(
     if nesterov:  # Dozat: the next step's momentum, with its own debiasing
         h["mu_scale"] = beta1 / bias_correction("b1", b1, following(step))
         h["g_scale"] = one_minus_b1 * mu_scale
-    else:  # the debiasing of mu goes to the other side of the quotient, where it costs nothing
+    else:  # divide the denominator by mu's debiasing instead, which costs nothing
         root_scale = 1 / mu_scale
     h["root_scale"] = root_scale
     h["root_nu_scale"] = jnp.sqrt(nu_scale) * root_scale
@@ -143,29 +143,30 @@ def _moments(
 
 
 def b2_schedule(power: float = 0.8) -> Callable[[ArrayLike], jax.Array]:
-    r"""The decay of second moments that grows with the step, for `b2=` of our Adam-like optimizers.
+    r"""Return a schedule for `b2=` of Adam-like optimizers that grows with the step.
 
     .. math:: b_{2,t} = 1 - t^{-\lambda}, \qquad
       v_t = (1 - t^{-\lambda}) v_{t-1} + t^{-\lambda} g_t^2
 
-    (SwitchBack and StableAdamW, Figure 14; Adafactor, section 7.2.) As b2 is 0 at step 1, the
-    weights of :math:`g_1^2 \dots g_t^2` in v_t sum to 1: v_t is an exact weighted mean, and no
-    debiasing is done. With power 1 it is the plain mean of all.
+    (SwitchBack and StableAdamW, Figure 14; Adafactor, section 7.2.) Since b2 is 0 at step 1, the
+    weights of :math:`g_1^2 \dots g_t^2` in v_t sum to 1: v_t is an exact weighted mean and needs no
+    debiasing. With power 1 it is the plain mean of all.
 
     Args:
-      power: lambda, in (0, 1]; 0.8 is Adafactor's, the paper tries 0.45, 0.5 and 0.65.
+      power: lambda, in (0, 1]; Adafactor uses 0.8, the paper tries 0.45, 0.5 and 0.65.
 
     Returns:
-      An optax schedule, count -> b2, with t = count + 1; hashable. The optimizers take 1 - b2 from
-      it as t^-power, to 3e-6 of itself up to t = 10^6; 1 - b2(t) in f32 is up to 0.2 % off there.
+      An optax schedule, count -> b2, with t = count + 1; hashable. The optimizers compute 1 - b2 as
+      t^-power, with a relative error of at most 3e-6 up to t = 10^6; computed as 1 - b2(t) in f32,
+      the error reaches 0.2 %.
 
     Raises:
       TypeError: for a power that is not a number.
-      ValueError: for one out of range.
+      ValueError: for a power out of range.
 
-    `lowmem.inject_hyperparams` leaves it as it is. Under `optax.inject_hyperparams` name it in
-    `static_args="b2"`: what that injects is one step's number, which is debiased by 1 - b2^t as if
-    it had never changed (v up to 26 % too large).
+    `lowmem.inject_hyperparams` does not inject it. Under `optax.inject_hyperparams` pass
+    `static_args="b2"`: otherwise each step gets a number, and is debiased by 1 - b2^t as if b2 were
+    constant (v up to 26 % too large).
 
     Example:
       >>> import optax_lowmem as lowmem
@@ -188,7 +189,7 @@ def scale_by_flash_adam(
     nesterov: bool = False,
     storage: Storage = Storage(),  # noqa: B008 (frozen)
 ) -> optax.GradientTransformationExtraArgs:
-    """`optax.scale_by_adam` with 8-bit moments: a direction, without rate, decay or split.
+    """`optax.scale_by_adam` with 8-bit moments: no learning rate, weight decay or master weights.
 
     2.19 bytes of state per parameter.
 
@@ -226,21 +227,21 @@ def flash_adamw(
       \epsilon} + \lambda \theta_{t-1}\right)
 
     (FlashOptim, Algorithm 4), with m as companded int8 (equation 3), sqrt(v) as uint8 (equation 4)
-    and theta as a 16-bit weight and 8 more bits. The first nine arguments, their order and their
-    defaults are those of `optax.adamw`.
+    and theta as a 16-bit weight and an 8-bit correction. The first nine arguments, their order and
+    their defaults are those of `optax.adamw`.
 
     Returns:
-      An optax transformation. f32 parameters get compressed moments; bf16 and f16 ones a correction
-      as well, so that `optax.apply_updates` lands on the rounded master weight.
+      An optax transformation. f32 parameters get compressed moments; bf16 and f16 parameters also
+      get a correction, so that `optax.apply_updates` results in the rounded master weight.
 
     Raises:
       ValueError: for a hyperparameter out of range; in `init` and `update` for leaves that cannot
         be optimized and trees that do not match, by name.
       TypeError: for a 16-bit hyperparameter.
 
-    Numerics: moments in f32; codes at most one code from the exact value, unbiased; the denominator
-    never underflows where v > 0, so |update| stays near the learning rate. Master weights to a
-    relative 2^-16 (24 bits).
+    Numerics: moments are computed in f32 and rounded without bias to one of the two nearest codes.
+    The denominator never underflows where v > 0, so |update| stays near the learning rate. Master
+    weights have a relative precision of 2^-16 (24 bits).
 
     Memory: 3.19 bytes of state beside a 2-byte weight (`optax.adamw`: 8 beside 4).
 
@@ -256,8 +257,8 @@ def flash_adamw(
     References:
       Gonzalez Ortiz et al., FlashOptim: Optimizers for Memory Efficient Training, 2026.
 
-    Deviations from the paper, each on by default and each undone by `Storage.paper()`: scales of
-    f32's range, stochastic rounding, a variance code of at least 1, the split on the bits.
+    Deviations from the paper, all undone by `Storage.paper()`: scales with the range of f32,
+    stochastic rounding, a variance code of at least 1, a split of the weight's bits.
     """
     rule = AdamRule(nesterov, is_zero(eps_root))
     return optimizer(
@@ -286,7 +287,8 @@ def flash_adam(
 ) -> optax.GradientTransformationExtraArgs:
     """`flash_adamw` without weight decay; the arguments of `optax.adam`.
 
-    As there, `update(grads, state)` needs no parameters, unless they are 16-bit with a correction.
+    As in optax, `update(grads, state)` needs no parameters, unless they are 16-bit with a
+    correction.
 
     Example:
       >>> import optax, optax_lowmem as lowmem
@@ -323,24 +325,24 @@ def coat_adamw(
       \epsilon} + \lambda \theta_{t-1}\right), \\
       f(x) = \mathrm{sign}(x) |x|^k, \quad k = \log_{R_X} R_{E4M3}, \quad R_X = \max|x| / \min|x|
 
-    (COAT, equation 1 and section 4.2), with m and v as the codes of f(m) and f(v), a maximum and a
-    k for each group of 128. It is `flash_adamw` with other codecs; the first nine arguments, their
-    order and their defaults are those of `optax.adamw`.
+    (COAT, equation 1 and section 4.2), storing the codes of f(m) and f(v), with a maximum and
+    a k for each group of 128. It is `flash_adamw` with other codecs; the first nine arguments,
+    their order and their defaults are those of `optax.adamw`.
 
     Args:
       eps_root: added inside the root, where the paper's table has its epsilon.
 
     Returns:
-      An optax transformation. f32 parameters are their own master weights; 16-bit ones get a
-      correction.
+      An optax transformation. 16-bit parameters get a correction for their master weights; f32
+      parameters need none.
 
     Raises:
       ValueError: for a hyperparameter out of range; in `init` and `update` for leaves that cannot
         be optimized and trees that do not match, by name.
       TypeError: for a 16-bit hyperparameter.
 
-    Numerics: see `codecs.expanded`. A value that is not 0 never has code 0, so the denominator
-    never underflows where v > 0.
+    Numerics: see `codecs.expanded`. A nonzero value never gets code 0, so the denominator never
+    underflows where v > 0.
 
     Memory: 2.06 bytes of state beside an f32 weight, 3.06 beside a 2-byte one (the published
     optimizer: 2.19 beside an f32 weight).
@@ -356,8 +358,8 @@ def coat_adamw(
       Xi et al., COAT: Compressing Optimizer States and Activation for Memory-Efficient FP8
       Training, 2025.
 
-    Deviations from the paper: stochastic rounding (`Storage(rounding="nearest")` for its own), and
-    those of `codecs.expanded`.
+    Deviations from the paper: stochastic rounding (the paper uses `Storage(rounding="nearest")`),
+    and those of `codecs.expanded`.
     """
     return flash_adamw(
         learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask,

@@ -41,22 +41,22 @@ class AdamMiniRule(AdamRule):
     def averaged(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> jax.Array:
-        """The new v; `g` is the mean of g^2."""
+        """Return the new v; `g` is the mean of g^2."""
         return h["b2"] * slots["nu"] + h["one_minus_b2"] * g
 
     def prepare(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        """1 / (sqrt(vhat + eps_root) + eps), and the new v; `g` is the mean of g^2."""
+        """Return 1 / (sqrt(vhat + eps_root) + eps) and the new v; `g` is the mean of g^2."""
         nu = self.averaged(g, slots, h)
-        # of an infinite v inf / inf, not 0: the block would stop for good, and nobody would see it
+        # for an infinite v, NaN (inf / inf) instead of 0, with which the block would silently stop
         one = jnp.where(nu < jnp.inf, jnp.float32(1), nu)
         return {OF_BLOCK: numerics.quotient(one, self.denominator(nu, h))}, {"nu": nu}
 
     def update(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The direction and the new m."""
+        """Return the direction and the new m."""
         mu = h["b1"] * slots["mu"] + h["one_minus_b1"] * g
         return mu * h[OF_BLOCK], {"mu": mu}
 
@@ -72,7 +72,7 @@ def scale_by_adam_mini(
     blocks: BlockStructure = Structure(),  # noqa: B008 (frozen)
     storage: Storage = Storage.full_precision(),  # noqa: B008 (frozen)
 ) -> optax.GradientTransformationExtraArgs:
-    r"""`optax.scale_by_adam` with one second moment per block: the direction of `adam_mini` alone.
+    r"""`optax.scale_by_adam` with one second moment per block: only the direction of `adam_mini`.
 
     .. math::
       m_t = b_1 m_{t-1} + (1-b_1) g_t, \quad
@@ -80,26 +80,27 @@ def scale_by_adam_mini(
       u_t = \frac{\hat m_t}{\sqrt{\hat v_t + \bar\epsilon} + \epsilon}
 
     (Q-Adam-mini, section 2.1.2; Adam-mini), without learning rate, weight decay or master weights:
-    those are other links of a chain, and `split_master_weights` around it. The first five
-    arguments, their order and their defaults are those of `optax.scale_by_adam`.
+    add the first two in an `optax.chain`, and wrap the chain in `split_master_weights`. The first
+    five arguments, their order and their defaults are those of `optax.scale_by_adam`.
 
     Args:
       eps: added outside the root, as in Adam-mini's code.
-      eps_root: added inside the root, where the paper has its epsilon.
-      storage: codecs (f32 moments by default), group size, rounding, policy. `Storage(nu=None)` has
-        the moments of `flash_adam_mini`.
+      eps_root: added inside the root, as the paper's epsilon is.
+      storage: codecs (f32 moments by default), group size, rounding, policy. `Storage(nu=None)`
+        gives the moments of `flash_adam_mini`.
 
     Returns:
-      An optax transformation: `update` gives u_t, to be subtracted times the learning rate. Its
-      state's `nu` has one value per block. Without `params` it takes the blocks from the gradients,
-      which have the names and shapes, and none of the metadata of boxed parameters: pass them too.
+      An optax transformation: `update` returns u_t; multiply it by the learning rate and subtract.
+      `nu` in its state has one value per block. Without `params`, `update` infers the blocks from
+      the gradients, which lack the metadata of boxed parameters: if yours are boxed, pass `params`.
 
     Raises:
-      ValueError: for a hyperparameter out of range, a block axis out of range, a head count that
-        does not divide; inside a `shard_map` where a block may be on several devices.
-      TypeError: for a 16-bit hyperparameter, or `blocks` that are no `Structure`.
+      ValueError: for a hyperparameter or block axis out of range, or a head count that does not
+        divide its axis; inside a `shard_map` if a block may be on several devices.
+      TypeError: for a 16-bit hyperparameter, or if `blocks` is not a `Structure`.
 
-    Numerics: v in f32, debiased. One NaN or infinity makes a whole block NaN, and no other tensor.
+    Numerics: v is f32 and debiased. A NaN or infinity makes its whole block NaN, but no other
+    tensor.
 
     Memory: 4 bytes of state per parameter and 4 bytes per block; 1.06 with `Storage(nu=None)`.
 
@@ -112,7 +113,7 @@ def scale_by_adam_mini(
 
     References:
       Han et al., Q-Adam-mini, 2025; Zhang et al., Adam-mini: Use Fewer Learning Rates To Gain More,
-      2024. Deviations: as of `adam_mini`.
+      2024. Deviations: those of `adam_mini`.
     """
     return direction(
         AdamMiniRule(eps_root_is_zero=is_zero(eps_root)),
@@ -147,25 +148,25 @@ def adam_mini(
       \epsilon} + \lambda \theta_{t-1}\right)
 
     (Q-Adam-mini, section 2.1.2; Adam-mini.) A block is a head of a query or key kernel, an output
-    neuron of another kernel, a row of an embedding or output head: `lowmem.blocks.describe` prints
-    what each leaf gets. The first nine arguments are those of `optax.adamw`.
+    neuron of another kernel, a row of an embedding or output head; `lowmem.blocks.describe` prints
+    the blocks of each leaf. The first nine arguments are those of `optax.adamw`.
 
     Args:
       eps: added outside the root, as in Adam-mini's code.
-      eps_root: added inside the root, where the paper has its epsilon.
+      eps_root: added inside the root, as the paper's epsilon is.
       storage: codecs (f32 moments by default), width of the master weights, rounding, policy.
 
     Returns:
-      An optax transformation, whose state's `nu` has one value per block.
+      An optax transformation; `nu` in its state has one value per block.
 
     Raises:
-      ValueError: for a hyperparameter out of range, a block axis out of range, a head count that
-        does not divide; inside a `shard_map` where a block may be on several devices.
+      ValueError: for a hyperparameter or block axis out of range, or a head count that does not
+        divide its axis; inside a `shard_map` if a block may be on several devices.
 
-    Numerics: v in f32. One NaN or infinity makes a whole block NaN, and no other tensor.
+    Numerics: v is f32. A NaN or infinity makes its whole block NaN, but no other tensor.
 
-    Memory: 4 bytes of state beside an f32 weight, and 4 bytes per block; `q_adam_mini` 1.02 and
-    `flash_adam_mini` 2.06 beside a 2-byte weight.
+    Memory: 4 bytes of state beside an f32 weight, and 4 bytes per block. `q_adam_mini` has 1.02
+    beside an f32 weight, `flash_adam_mini` 2.06 beside a 2-byte weight.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -175,7 +176,7 @@ def adam_mini(
 
     References:
       Han et al., Q-Adam-mini, 2025; Zhang et al., Adam-mini: Use Fewer Learning Rates To Gain More,
-      2024. Deviations from Adam-mini's code: see `lowmem.blocks.infer`; debiased as there.
+      2024. Deviations from Adam-mini's code: see `lowmem.blocks.infer`. The debiasing is the same.
     """
     rule = AdamMiniRule(eps_root_is_zero=is_zero(eps_root))
     return optimizer(
@@ -217,14 +218,14 @@ def q_adam_mini(
 ) -> optax.GradientTransformationExtraArgs:
     """`adam_mini` with m as int8 with a zero-point (Q-Adam-mini, Case 2).
 
-    m lies in groups of 256 (equation 1, `codecs.affine`), rounded stochastically; v is f32, one
-    value per block.
+    m is quantized in groups of 256 (equation 1, `codecs.affine`) with stochastic rounding; v is
+    f32, one value per block.
 
     Args:
-      eps_root: added inside the root, the paper's epsilon.
+      eps_root: added inside the root, as the paper's epsilon is.
       storage: codecs, group size, rounding, policy. The paper's Case 1, 8-bit v, is
-        `Storage(mu=affine(), nu=linear(signed=False), group_size=256)`, its groups along all values
-        of a leaf in one row.
+        `Storage(mu=affine(), nu=linear(signed=False), group_size=256)`, where v of a leaf is
+        flattened before it is grouped.
 
     Returns:
       An optax transformation.
@@ -240,10 +241,11 @@ def q_adam_mini(
       1.032
 
     References:
-      Han et al., Q-Adam-mini, 2025. Deviations: `codecs.affine` has zero in its range and no floor;
-      rounding is stochastic in every leaf, at 1.00 times the time, where the paper has it in
-      embeddings only (section 2.3.2, `rounding="embeddings"`): the m of a neuron that sleeps beside
-      live ones is stuck in its codes while its v decays, and its weights run away.
+      Han et al., Q-Adam-mini, 2025. Deviations: the range of `codecs.affine` includes zero and has
+      no floor. Rounding is stochastic in every leaf, at no cost in time; the paper's is stochastic
+      in embeddings only (section 2.3.2, `rounding="embeddings"`). With rounding to nearest, m of an
+      inactive neuron may never decay if its group has active neurons; since its v does decay, its
+      weights diverge.
     """
     return adam_mini(
         learning_rate, b1, b2, eps, eps_root, mu_dtype, weight_decay, mask,
@@ -268,8 +270,8 @@ def flash_adam_mini(
 ) -> optax.GradientTransformationExtraArgs:
     """`adam_mini` with FlashOptim's m and master weights: 4.06 bytes per parameter with its weight.
 
-    m is companded int8 in groups of 32, rounded stochastically; v is f32, one value per block; a
-    16-bit weight has 8 more bits. The arguments are those of `q_adam_mini`.
+    m is companded int8 in groups of 32 with stochastic rounding; v is f32, one value per block; a
+    16-bit weight has an 8-bit correction. The arguments are those of `q_adam_mini`.
 
     Returns:
       An optax transformation.

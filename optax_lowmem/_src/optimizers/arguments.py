@@ -1,4 +1,4 @@
-"""Describes the arguments that many optimizers share; tools/docstrings.py runs it without JAX."""
+"""Describe arguments that optimizers share; no JAX import, since tools/docstrings.py runs it."""
 
 import inspect
 import re
@@ -14,7 +14,7 @@ COMMON = {
     "b2": "decay of nu, in [0, 1), or a schedule that starts at 0 such as `b2_schedule()`.",
     "eps": "added outside the root.",
     "eps_root": "added inside the root.",
-    "mu_dtype": "dtype of mu where it is not compressed (small or excluded leaves); None is f32.",
+    "mu_dtype": "dtype of mu in leaves that are not compressed (small or excluded); None is f32.",
     "weight_decay": "number, f32 scalar or schedule; decoupled, times the learning rate.",
     "mask": "where weight decay applies: a tree (prefix) of bools or a function of the parameters.",
     "nesterov": "as in `optax.nadamw`.",
@@ -29,18 +29,18 @@ _AFTER = re.compile(r"^(?:Returns|Raises|Numerics|Memory|Example):", re.MULTILIN
 
 
 def with_common_arguments(function: F) -> F:
-    """Complete a function's docstring: each parameter without a line has that of `COMMON`."""
+    """Complete a function's docstring: describe undocumented parameters by `COMMON`."""
     names = inspect.signature(function).parameters
     function.__doc__ = completed(inspect.cleandoc(function.__doc__ or ""), names)
     return function
 
 
 def completed(text: str, names: Iterable[str]) -> str:
-    """Return a docstring with a line for each parameter, in the order of the parameters.
+    """Return a docstring that describes each parameter, in the order of the signature.
 
     Args:
       text: docstring without indentation.
-      names: of the parameters.
+      names: names of the parameters.
 
     Raises:
       KeyError: for a parameter that neither the docstring nor `COMMON` describes.

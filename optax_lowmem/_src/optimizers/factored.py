@@ -1,4 +1,4 @@
-"""AdamW whose second moments are kept as means of rows and columns (Adafactor, section 3)."""
+"""AdamW that stores second moments as means of rows and columns (Adafactor, section 3)."""
 
 from __future__ import annotations
 
@@ -23,38 +23,37 @@ from optax_lowmem._src.optimizers.schedule import direction, optimizer
 from optax_lowmem._src.step.rule import OF_BLOCK
 from optax_lowmem._src.step.storage import Storage, completed
 
-# a leaf that is not factored matters: its shorter axis, its size, the share of all such in a model
+# warn of unfactored leaves with at least this shorter axis and size, and this share of a model
 _SHORT, _LARGE, _SHARE = 32, 1 << 16, 0.01
 _OWN = Storage(nu=None)
-_LEAST = 128  # as of optax.adafactor; not the argument's default, which injection would trace
+_LEAST = 128  # optax.adafactor's; the arguments default to None, which injection does not trace
 
 
 @dataclasses.dataclass(frozen=True)
 class FactoredRule(AdamMiniRule):
-    r"""Adam with vhat of each element from the means of its row and of its column."""
+    r"""Adam that computes vhat of each element from the means of its row and its column."""
 
     def prepare(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        """The new means, as an operand too; `g` is the means of g^2."""
+        """Return the new means, as an operand and as the slot; `g` is the means of g^2."""
         nu = self.averaged(g, slots, h)
         return {OF_BLOCK: nu}, {"nu": nu}
 
     def update(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The direction and the new m."""
+        """Return the direction and the new m."""
         mu = h["b1"] * slots["mu"] + h["one_minus_b1"] * g
         return numerics.quotient(mu, self.denominator(h[OF_BLOCK], h)), {"mu": mu}
 
 
 @dataclasses.dataclass(frozen=True)
 class Factorable:
-    """The `BlockStructure` of leaves with rows and columns.
+    """A `BlockStructure` that factors the two largest axes of each leaf.
 
     Attributes:
-      min_dim_size_to_factor: least size of the two largest axes, which are those of the matrices;
-        None is 128.
+      min_dim_size_to_factor: least size of both axes of a factored leaf; None is 128.
     """
 
     min_dim_size_to_factor: int | None = None
@@ -63,12 +62,12 @@ class Factorable:
         size = self.min_dim_size_to_factor
         if size is not None and (not is_int(size) or size < 1):
             raise ValueError(
-                "min_dim_size_to_factor is a size of at least 1, known when tracing, or None; got "
-                f"{size!r}. Inside inject_hyperparams name it in static_args."
+                "min_dim_size_to_factor must be an int of at least 1, known when tracing, or None; "
+                f"got {size!r}. Inside inject_hyperparams, list it in static_args."
             )
 
     def infer(self, params: optax.Params) -> dict[str, Block]:
-        """The two axes of each leaf, or a value for each element."""
+        """Return the factored axes of each leaf, or a block for each element."""
         return {path: self._of(tuple(leaf.shape)) for path, leaf in trees.named_leaves(params)}
 
     def _of(self, shape: tuple[int, ...]) -> Block:
@@ -77,16 +76,16 @@ class Factorable:
             return Block(words=each, reason="it has no rows and columns")
         axes = sorted(int(axis) for axis in np.argsort(shape, kind="stable")[-2:])
         if min(shape[axis] for axis in axes) < least:
-            return Block(words=each, reason=f"fewer than two of its axes have {least} or more")
+            return Block(words=each, reason=f"fewer than two axes have size {least} or more")
         names = f"axes {axes[0]} and {axes[1]}"
         return Factors(tuple(axes), words="rows and columns", reason=f"of {names}, its largest")
 
     def embeddings(self, params: optax.Params) -> set[str]:
-        """Paths of the embedding tables."""
+        """Return the paths of the embedding tables."""
         return Structure().embeddings(params)
 
     def warn(self, params: optax.Params) -> None:
-        """Warns where the default size leaves much of a model without rows and columns."""
+        """Warn if the default minimum size leaves much of a model unfactored."""
         if self.min_dim_size_to_factor is not None or context.is_recording():
             return
         shapes = {path: tuple(leaf.shape) for path, leaf in trees.named_leaves(params)}
@@ -102,8 +101,9 @@ class Factorable:
             warnings.warn(
                 f"'{found[0]}'{f' and {len(found) - 1} more' if found[1:] else ''} of shape "
                 f"{shapes[found[0]]} keeps a second moment per element, 4 bytes per parameter: "
-                f"fewer than two of its axes have {_LEAST} or more. min_dim_size_to_factor={size} "
-                f"keeps means of rows and columns instead, {_LEAST} says that this is wanted.",
+                f"fewer than two of its axes have size {_LEAST} or more. "
+                f"min_dim_size_to_factor={size} keeps means of rows and columns instead, "
+                f"{_LEAST} silences this warning.",
                 stacklevel=2,
             )
 
@@ -121,26 +121,26 @@ def scale_by_factored_adam(
 ) -> optax.GradientTransformationExtraArgs:
     r"""`optax.scale_by_adam` with second moments of rows and columns.
 
-    The direction of `flash_factored_adamw` alone, whose docstring has the mathematics, without
-    learning rate, weight decay or master weights: those are other links of a chain, and
-    `split_master_weights` around it. The first five arguments, their order and their defaults are
-    those of `optax.scale_by_adam`.
+    Only the direction of `flash_factored_adamw`, whose docstring has the mathematics, without
+    learning rate, weight decay or master weights: add the first two in an `optax.chain`, and wrap
+    the chain in `split_master_weights`. The first five arguments, their order and their defaults
+    are those of `optax.scale_by_adam`.
 
     Args:
-      min_dim_size_to_factor: least size of a leaf's two largest axes for rows and columns, else it
-        keeps a value per element, in f32; None is 128, as of `optax.adafactor`.
+      min_dim_size_to_factor: least size of a leaf's two largest axes; smaller leaves keep an f32
+        value per element. None is 128, as in `optax.adafactor`.
       storage: codecs (f32 moments by default), group size, rounding, policy.
 
     Returns:
-      An optax transformation: `update` gives the direction, to be subtracted times the learning
-      rate. Its state's `nu` has R and C of a matrix in one array.
+      An optax transformation: `update` returns the direction; multiply it by the learning rate and
+      subtract. `nu` in its state has R and C of a matrix in one array.
 
     Raises:
-      ValueError: for a hyperparameter or size out of range; inside a `shard_map` where rows may be
+      ValueError: for a hyperparameter or size out of range; inside a `shard_map` if rows may be
         on several devices.
       TypeError: for a 16-bit hyperparameter.
 
-    Numerics, deviations and source: as of `flash_factored_adamw`.
+    Numerics, deviations and source: see `flash_factored_adamw`.
 
     Memory: 4 bytes of state per parameter, and 4 bytes per row and column.
 
@@ -184,33 +184,34 @@ def flash_factored_adamw(
       \theta_t = \theta_{t-1} - \eta_t \left(\frac{\hat m_t}{\sqrt{\hat v_t + \bar\epsilon} +
       \epsilon} + \lambda \theta_{t-1}\right)
 
-    of matrices, which are a leaf's two largest axes (Adafactor, section 3 and Algorithm 4, with
-    means for sums); of all other leaves AdamW. The first nine arguments are those of `optax.adamw`.
+    for matrices, which are a leaf's two largest axes (Adafactor, section 3 and Algorithm 4, with
+    means instead of sums); AdamW for all other leaves. The first nine arguments are those of
+    `optax.adamw`.
 
     Args:
       b2: decay of nu, in [0, 1), or a schedule that starts at 0 such as `b2_schedule()`, which is
         Adafactor's.
-      min_dim_size_to_factor: least size of both axes; a leaf with less keeps a value per element,
-        in f32. None is 128, as of `optax.adafactor`.
+      min_dim_size_to_factor: least size of both axes; smaller leaves keep an f32 value per element.
+        None is 128, as in `optax.adafactor`.
       storage: codecs, group size, width of the master weights, rounding, policy.
         `Storage.four_bit(nu=None, group_size=32)` keeps m in 4 bits: 3.56 bytes in all.
 
     Returns:
-      An optax transformation; its state's `nu` of a matrix has R and C in one array, after the axes
-      of the leaf that are neither.
+      An optax transformation; `nu` in its state has R and C of a matrix concatenated along the last
+      axis, after the leaf's other axes.
 
     Raises:
-      ValueError: for a hyperparameter or size out of range; inside a `shard_map` where rows may be
+      ValueError: for a hyperparameter or size out of range; inside a `shard_map` if rows may be
         on several devices.
       TypeError: for a 16-bit hyperparameter.
 
-    Numerics: R and C in f32. v has the means that AdamW's has over rows and columns; an element
-    whose v is far from that product takes other steps than AdamW's. One NaN or infinity in a matrix
-    makes that matrix NaN, and no other tensor.
+    Numerics: R and C are f32. v has the same row and column means as AdamW's; steps differ from
+    AdamW's for elements whose v is far from the product. A NaN or infinity in a matrix makes that
+    matrix NaN, and no other tensor.
 
     Memory: 2 (weight) + 1 (correction) + 1.06 (m) bytes, and 4 bytes per row and column; 8.06 bytes
-    in a leaf with a value per element, such as an attention's kernel (width, heads, 64). The
-    kernels of a GPU and of a TPU take its steps (`lowmem.explain` says which and where not).
+    in an unfactored leaf, such as an attention kernel of shape (width, heads, 64). The GPU and TPU
+    kernels support it (`lowmem.explain` reports which leaves use them).
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -223,9 +224,9 @@ def flash_factored_adamw(
 
     References:
       Shazeer & Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, 2018; Zhai et
-      al., Scaling Vision Transformers, 2022 (with a first moment, at AdamW's rates). Deviations: no
-      clipping of updates (`optax.clip_by_block_rms` after `scale_by_factored_adam` is that), no
-      steps relative to a weight's size; Adam's debiasing and eps.
+      al., Scaling Vision Transformers, 2022 (with a first moment, at AdamW's rates). Deviations:
+      updates are not clipped (use `optax.clip_by_block_rms` after `scale_by_factored_adam`), steps
+      are not relative to a weight's size, and debiasing and eps are Adam's.
     """
     return optimizer(
         FactoredRule(eps_root_is_zero=is_zero(eps_root)),

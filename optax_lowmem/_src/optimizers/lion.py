@@ -33,7 +33,7 @@ class FlashLionState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class LionRule(UpdateRule):
-    """sign(b1 m + (1-b1) g), or what `mode` has for the sign, then m = b2 m + (1-b2) g."""
+    """sign(b1 m + (1-b1) g), the sign replaced as `mode` says, then m = b2 m + (1-b2) g."""
 
     mode: str = "hard"
     smooth_beta: float = 1.0
@@ -49,7 +49,7 @@ class LionRule(UpdateRule):
     def update(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The direction and the new momentum."""
+        """Return the direction and the new momentum."""
         mu = slots["mu"]
         interpolated = h["b1"] * mu + h["one_minus_b1"] * g
         return self._direction(interpolated), {"mu": h["b2"] * mu + h["one_minus_b2"] * g}
@@ -87,13 +87,13 @@ def scale_by_flash_lion(
     Args:
       b1: weight of the momentum in the sign, in [0, 1).
       b2: decay of mu, in [0, 1).
-      mode: `hard`, the sign; `smooth`, tanh(smooth_beta x); or `refined`, x between -1 and 1 and
-        its sign beyond. As in optax, for `scale_by_flash_lion` alone.
+      mode: `hard`, the sign; `smooth`, tanh(smooth_beta x); or `refined`, x clipped to [-1, 1]. As
+        in optax, only the direction has this argument.
       smooth_beta: factor inside the tanh of `smooth`.
       storage: codec, group size, rounding, policy.
 
     Raises:
-      ValueError: for another mode.
+      ValueError: for an unknown mode.
 
     Example:
       >>> import optax, optax_lowmem as lowmem
@@ -104,7 +104,7 @@ def scale_by_flash_lion(
     if isinstance(smooth_beta, bool) or not isinstance(smooth_beta, int | float):
         raise TypeError(
             f"smooth_beta must be a number known when tracing, got {smooth_beta!r}. Inside "
-            "optax.inject_hyperparams name it in static_args, or use lowmem.inject_hyperparams."
+            "optax.inject_hyperparams, list it in static_args, or use lowmem.inject_hyperparams."
         )
     rule = LionRule(mode, float(smooth_beta) if mode == "smooth" else 1.0)
     return direction(rule, _moments(b1, b2), storage, {"mu": mu_dtype})
@@ -130,7 +130,7 @@ def flash_lion(
       m_t = b_2 m_{t-1} + (1-b_2) g_t
 
     (FlashOptim, Algorithm 6). The first six arguments, their order and their defaults are those of
-    `optax.lion`; the others, what it returns, raises and deviates in, are as in `flash_adamw`.
+    `optax.lion`; the others, and the errors and deviations, are those of `flash_adamw`.
 
     Args:
       b1: weight of the momentum in the sign, in [0, 1).

@@ -1,4 +1,4 @@
-"""Muon with 8-bit momentum: matrices by Newton-Schulz iterations, all else by AdamW."""
+"""Muon with 8-bit momentum: Newton-Schulz iterations for matrices, AdamW for all other leaves."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from optax_lowmem._src.step.matrix_axes import Dimensions, Matrices, MatrixAxes
 from optax_lowmem._src.step.rule import MatrixRule, Slot, UpdateRule
 from optax_lowmem._src.step.storage import Storage
 
-_OF_ADAM = "adam_"  # begins the names of AdamW's hyperparameters among Muon's
+_OF_ADAM = "adam_"  # prefix of AdamW's hyperparameters among Muon's
 
 
 class FlashMuonState(NamedTuple):
@@ -51,14 +51,14 @@ class FlashMuonState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OrthogonalRule(MatrixRule):
-    r"""m = beta m + (1-beta) g; the direction is U V^T of the debiased m = U S V^T, about.
+    r"""m = beta m + (1-beta) g; the direction approximates U V^T of the debiased m = U S V^T.
 
     Attributes:
-      nesterov: whether it is that of beta m + (1-beta) g.
-      adaptive: whether it is multiplied by <m, U V^T>.
-      coefficients: of the iterations.
-      preconditioning: before them.
-      products: their dtype; None is bf16, and f32 where JAX's default backend is a CPU.
+      nesterov: use U V^T of the debiased beta m + (1-beta) g instead.
+      adaptive: multiply the direction by <m, U V^T>.
+      coefficients: coefficients of the iterations.
+      preconditioning: how singular values are bounded before the iterations.
+      products: dtype of the products; None is bf16, or f32 if JAX's default backend is a CPU.
     """
 
     nesterov: bool = True
@@ -73,24 +73,24 @@ class OrthogonalRule(MatrixRule):
     def update(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The debiased momentum and the new m."""
+        """Return the debiased momentum and the new m."""
         mu = h["beta"] * slots["mu"] + h["one_minus_beta"] * g
         debiased = h["mu_scale"] * mu
         return (debiased + h["g_scale"] * g if self.nesterov else debiased), {"mu": mu}
 
     @property
     def dtype(self) -> Any:
-        """That of the products."""
+        """The dtype of the products."""
         by_default = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
         return by_default if self.products is None else self.products
 
     @property
     def of_whole_leaf(self) -> bool:
-        """Return whether the dual norm, a sum over the leaf, is a factor."""
+        """Whether the direction is scaled by the dual norm, a sum over the whole leaf."""
         return self.adaptive
 
     def of_matrices(self, stack: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
-        """U V^T, about."""
+        """Approximate U V^T of each matrix."""
         return polar_factors(stack, self.coefficients, self.preconditioning, h["eps"])
 
     def scale(
@@ -100,7 +100,7 @@ class OrthogonalRule(MatrixRule):
         direction: jax.Array,
         h: Mapping[str, jax.Array],
     ) -> jax.Array:
-        """sqrt(max(1, fan_out / fan_in)), or consistent_rms sqrt(max(fan_in, fan_out))."""
+        """Return sqrt(max(1, fan_out / fan_in)), or consistent_rms sqrt(max(fan_in, fan_out))."""
         fan_in, fan_out = matrices.fans(before.shape)
         factor = jnp.float32(max(1.0, fan_out / max(1, fan_in)) ** 0.5)
         if "consistent_rms" in h:
@@ -113,11 +113,11 @@ class OrthogonalRule(MatrixRule):
 
 @dataclasses.dataclass(frozen=True)
 class MuonRule(UpdateRule):
-    """Of matrices one rule, and of all other leaves another.
+    """One rule for matrices and another for all other leaves.
 
     Attributes:
-      of_matrix: that of matrices.
-      rest: that of the others, with "adam_" before the names of its hyperparameters.
+      of_matrix: the rule for matrices.
+      rest: the rule for other leaves; its hyperparameters have the prefix "adam_".
     """
 
     of_matrix: OrthogonalRule = OrthogonalRule()
@@ -131,13 +131,13 @@ class MuonRule(UpdateRule):
     prepares = "matrices"
 
     def of_leaf(self, matrices: Matrices | None) -> UpdateRule:
-        """Return the rule of a leaf."""
+        """Return the rule for a leaf; `matrices` is None if it is not a matrix."""
         return self.rest if matrices is None else self.of_matrix
 
     def hyperparameters_of(
         self, matrices: Matrices | None, h: Mapping[str, jax.Array]
     ) -> Mapping[str, jax.Array]:
-        """Those of the rule of a leaf; the gradient's factor is that of both."""
+        """Select Muon's or Adam's hyperparameters for a leaf; `gradient_scale` is shared."""
         if matrices is not None:
             return {name: x for name, x in h.items() if not name.startswith(_OF_ADAM)}
         own = {name.removeprefix(_OF_ADAM): x for name, x in h.items() if name.startswith(_OF_ADAM)}
@@ -147,8 +147,8 @@ class MuonRule(UpdateRule):
     def update(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Raises: `of_leaf` has the rule of each leaf."""
-        raise NotImplementedError("the rule of a leaf is of_leaf(matrices)")
+        """Raise an error: each leaf is updated by the rule that `of_leaf` returns."""
+        raise NotImplementedError("MuonRule has no update of its own: use of_leaf(matrices).update")
 
 
 def _of_step(
@@ -164,7 +164,7 @@ def _of_step(
     step = following(count)
     own, one_minus = as_f32("beta", beta), complement("beta", beta)
     h = {"beta": own, "one_minus_beta": one_minus, "eps": as_f32("eps", eps)}
-    if nesterov:  # the momentum of the next step, with its own debiasing
+    if nesterov:  # the next step's momentum, debiased for that step
         h["mu_scale"] = own / bias_correction("beta", beta, following(step))
         h["g_scale"] = one_minus / bias_correction("beta", beta, step)
     else:
@@ -179,11 +179,11 @@ def _of_step(
 
 
 def _coefficients(ns_coeffs: Any, ns_steps: int) -> Coefficients:
-    """(a, b, c) of each iteration."""
+    """Return (a, b, c) of each iteration."""
     if type(ns_steps) is not int or ns_steps < 1:
         raise TypeError(
             f"ns_steps must be an int of at least 1 known when tracing, got {ns_steps!r}. Inside "
-            "inject_hyperparams name it in static_args."
+            "inject_hyperparams, list it in static_args."
         )
     given = ns_coeffs
     if isinstance(ns_coeffs, str):
@@ -207,14 +207,14 @@ def _coefficients(ns_coeffs: Any, ns_steps: int) -> Coefficients:
         numbers *= ns_steps
     elif len(numbers) > ns_steps:
         raise ValueError(
-            f"ns_coeffs are of {len(numbers)} iterations and ns_steps={ns_steps}: give as many "
-            "steps, or fewer coefficients."
+            f"ns_coeffs is for {len(numbers)} iterations and ns_steps={ns_steps}: pass a larger "
+            "ns_steps, or fewer coefficients."
         )
     return tuple((a, b, c) for a, b, c in numbers)
 
 
 def _products(ns_dtype: DTypeLike | None) -> Any:
-    """The dtype that was asked for, or None."""
+    """Return the checked dtype of the products, or None for the default."""
     dtype = None if ns_dtype is None else jnp.dtype(ns_dtype)
     if dtype not in (None, jnp.float32, jnp.bfloat16):
         raise ValueError(f"ns_dtype must be float32, bfloat16 or None, got {ns_dtype!r}")
@@ -253,61 +253,64 @@ def flash_muon(
       = U \Sigma V^\top, \\
       \theta_t = \theta_{t-1} - \eta_t \left(s\, U V^\top + \lambda \theta_{t-1}\right)
 
-    with :math:`U V^\top` by iterations :math:`X \leftarrow a X + (b A + c A^2) X, A = X X^\top`,
-    for matrices; AdamW for all other leaves. The arguments up to `consistent_rms`, their order and
-    defaults, and which leaves are matrices are those of `optax.contrib.muon`: leaves of two
-    dimensions, embeddings and output heads included, unless `muon_weight_dimension_numbers` says
-    otherwise. Muon's authors leave those two to AdamW.
+    for matrices, with :math:`U V^\top` approximated by iterating
+    :math:`X \leftarrow a X + (b A + c A^2) X, A = X X^\top`; AdamW for all other leaves. The
+    arguments up to `consistent_rms`, their order and their defaults are those of
+    `optax.contrib.muon`. As there, a matrix is a leaf with two dimensions, embeddings and output
+    heads included, unless `muon_weight_dimension_numbers` says otherwise. Muon's authors use AdamW
+    for embeddings and output heads.
 
     Args:
       learning_rate: number, f32 scalar or schedule.
-      ns_coeffs: a, b, c of every iteration, or of each (which then are as many as there are), or
-        the name of a preset, `standard` or `dion`; numbers known when tracing.
-      ns_steps: number of iterations.
+      ns_coeffs: (a, b, c) for all iterations; or one such triple per iteration, whose number then
+        is the number of iterations; or a preset, `standard` or `dion`. Known when tracing.
+      ns_steps: number of iterations; at least the number of triples.
       beta: decay of the momentum, in [0, 1).
       eps: added to the norm of a matrix, and to Adam's root.
-      weight_decay: of matrices: number, f32 scalar or schedule; decoupled, times the learning rate.
-      weight_decay_mask: where that applies; other leaves have no part in it.
-      mu_dtype: dtype of the momentum where it is not compressed; f32 by default.
-      nesterov: as in the formula, and as in `optax.nadamw` for the rest; else of m itself.
+      weight_decay: for matrices: number, f32 scalar or schedule; decoupled, times the learning
+        rate.
+      weight_decay_mask: where `weight_decay` applies; only matrices are affected.
+      mu_dtype: dtype of the momentum in leaves where it is not compressed; f32 by default.
+      nesterov: as in the formula, and as in `optax.nadamw` for other leaves; False uses the
+        debiased m.
       adaptive: multiply by the dual norm, the sum of :math:`\tilde m_t \odot U V^\top` over a leaf.
-      preconditioning: of the iterations: `frobenius` (a division by the norm), `spectral` (by the
-        largest singular value, from an SVD), `aol` or `schatten` (by the first products).
-      adam_b1: decay of the rest's first moment, in [0, 1).
-      adam_b2: decay of its second moment, in [0, 1).
-      adam_eps_root: added inside its root.
-      adam_weight_decay: of the rest.
-      adam_learning_rate: of the rest: number, f32 scalar or schedule; None is `learning_rate`.
+      preconditioning: scaling before the iterations: `frobenius` (divide by the norm), `spectral`
+        (by the largest singular value, from an SVD), `aol` or `schatten` (by a bound from A).
+      adam_b1: decay of the first moment of other leaves, in [0, 1).
+      adam_b2: decay of their second moment, in [0, 1).
+      adam_eps_root: added inside their root.
+      adam_weight_decay: weight decay of other leaves.
+      adam_learning_rate: learning rate of other leaves: number, f32 scalar or schedule; None is
+        `learning_rate`.
       muon_weight_dimension_numbers: a tree like the parameters, or a prefix of it, with an
-        `optax.contrib.MuonDimensionNumbers` for matrices (an attention's or a convolution's kernel
-        in more than two dimensions, of which those that are not named count matrices) and None for
-        the rest; or a function of the parameters that gives one.
+        `optax.contrib.MuonDimensionNumbers` for each matrix and None for other leaves; or a
+        function from the parameters to such a tree. If a leaf has more than two dimensions (an
+        attention or convolution kernel), the dimensions that are not named are batch dimensions.
       consistent_rms: s = consistent_rms sqrt(max(fan_in, fan_out)) instead of
-        sqrt(max(1, fan_out / fan_in)): with 0.2 rates and decay of AdamW fit.
-      ns_dtype: of the products: None is bf16, but f32 where JAX's default backend is a CPU, which
-        multiplies no faster in bf16. f32 products are as `jax_default_matmul_precision` says.
-      storage: codecs (`mu`, and `nu` of the rest), group size, width of the master weights,
+        sqrt(max(1, fan_out / fan_in)): with 0.2, AdamW's learning rate and weight decay fit.
+      ns_dtype: dtype of the products: None is bf16, or f32 if JAX's default backend is a CPU, where
+        bf16 is no faster. f32 products have the precision of `jax_default_matmul_precision`.
+      storage: codecs (`mu`, and `nu` of other leaves), group size, width of the master weights,
         rounding, policy.
       decouple_lr: decay matrices by `weight_decay * lr / peak`.
 
     Returns:
-      An optax transformation; its state's `nu` is 0-d for matrices, which have no second moment.
+      An optax transformation; `nu` in its state is 0-d for matrices, which have no second moment.
 
     Raises:
       ValueError: for a hyperparameter out of range, coefficients of another shape, dimension
-        numbers that do not fit a leaf; inside a `shard_map` where a matrix may be on several
-        devices.
-      TypeError: for a 16-bit hyperparameter, or `ns_steps` or `ns_coeffs` that are traced.
+        numbers that do not fit a leaf; inside a `shard_map` if a matrix may be on several devices.
+      TypeError: for a 16-bit hyperparameter, or traced `ns_steps` or `ns_coeffs`.
 
-    Numerics: with f32 products and moments the steps are optax's to rounding. int8 momentum moves
-    directions by about 0.1 of their norm and bf16 products by 0.05, since iterations enlarge what
-    rounding adds where singular values are small. One NaN or infinity in a matrix makes that matrix
-    NaN, and no other.
+    Numerics: with f32 products and moments the steps equal optax's up to rounding. int8 momentum
+    changes directions by about 0.1 of their norm and bf16 products by 0.05, since the iterations
+    amplify rounding errors where singular values are small. A NaN or infinity in a matrix makes
+    that matrix NaN, and no other.
 
-    Memory: 2 (weight) + 1 (correction) + 1.06 (m) bytes; 5.19 for the rest. A step has beside that
-    matrices of one shape at a time, of up to 2^23 elements with their products, or one matrix that
-    is larger. On a mesh each device takes whole matrices, some of a stack:
-    they are moved once before the iterations, and once after.
+    Memory: 2 (weight) + 1 (correction) + 1.06 (m) bytes for matrices, 5.19 for other leaves. A step
+    also needs room for one stack of matrices of equal shape, of up to 2^23 elements (or one larger
+    matrix), and for its products. On a mesh the whole matrices of a stack are distributed over the
+    devices: they are moved once before the iterations, and once after.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem

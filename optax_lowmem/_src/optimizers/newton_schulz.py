@@ -1,4 +1,4 @@
-"""Newton-Schulz iterations: the polar factor of each matrix of a stack (Muon)."""
+"""Newton-Schulz iterations for the polar factor of each matrix in a stack (Muon)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax import lax
 
 Coefficients = tuple[tuple[float, float, float], ...]  # a, b, c of each iteration
 
-# those of optax.contrib.muon by its names for them
+# coefficients of optax.contrib.muon, under its names
 STANDARD = (3.4445, -4.7750, 2.0315)
 PRESETS: dict[str, Sequence[float] | Sequence[Sequence[float]]] = {
     "standard": STANDARD,
@@ -23,22 +23,22 @@ PRESETS: dict[str, Sequence[float] | Sequence[Sequence[float]]] = {
     ),
 }
 PRECONDITIONINGS = ("frobenius", "spectral", "aol", "schatten")
-_SMALLEST = 1e-8  # of what 'aol' and 'schatten' divide by, as in optax
+_SMALLEST = 1e-8  # lower bound of the divisors of 'aol' and 'schatten', as in optax
 
 
 def polar_factors(
     stack: jax.Array, coefficients: Coefficients, preconditioning: str, eps: jax.Array
 ) -> jax.Array:
-    """U V^T of each matrix U S V^T, about: f(...f(X)), f(X) = a X + (b A + c A^2) X, A = X X^T.
+    """Approximate U V^T of each X = U S V^T by iterating f(X) = a X + (b A + c A^2) X, A = X X^T.
 
-    The smaller one of X X^T and X^T X is taken, with which f(X) = a X + X (b A + c A^2); nothing is
-    transposed for it.
+    For tall matrices A is X^T X, which is smaller, and f(X) = a X + X (b A + c A^2); no matrix is
+    transposed.
 
     Args:
-      stack: [matrices, rows, columns], in the dtype of the products.
+      stack: [matrices, rows, columns]; products are computed in this dtype.
       coefficients: (a, b, c) of each iteration.
-      preconditioning: one of `PRECONDITIONINGS`: what bounds the singular values before.
-      eps: added to the norm that a matrix is divided by.
+      preconditioning: one of `PRECONDITIONINGS`: how singular values are bounded beforehand.
+      eps: added to the norm by which a matrix is divided.
     """
     x = stack
     if preconditioning in ("frobenius", "spectral"):
@@ -50,7 +50,7 @@ def polar_factors(
     if preconditioning in ("aol", "schatten"):
         x = _iterated(*_rescaled(x, _gram(x), preconditioning), rows[0])
         rows = rows[1:]
-    # a loop, so that nothing of an iteration is kept for the next but its result
+    # a loop frees the intermediates of each iteration
     return lax.fori_loop(0, len(rows), lambda i, x: _iterated(x, _gram(x), rows[i]), x)
 
 
@@ -59,27 +59,25 @@ def _is_tall(x: jax.Array) -> bool:
 
 
 def _gram(x: jax.Array) -> jax.Array:
-    """X X^T, or X^T X of matrices with more rows than columns."""
+    """Return X X^T, or X^T X for matrices with more rows than columns."""
     return x.mT @ x if _is_tall(x) else x @ x.mT
 
 
 def _iterated(x: jax.Array, gram: jax.Array, row: jax.Array) -> jax.Array:
-    """a x + (b A + c A^2) x, of A = x x^T; or with the other A, from the right."""
+    """Return a x + (b A + c A^2) x for A = x x^T, or a x + x (b A + c A^2) for A = x^T x."""
     a, b, c = row
     factor = b * gram + c * (gram @ gram)
     return a * x + (x @ factor if _is_tall(x) else factor @ x)
 
 
 def _rescaled(x: jax.Array, gram: jax.Array, preconditioning: str) -> tuple[jax.Array, jax.Array]:
-    """x and its A with singular values of at most about 1, by what A says of them."""
+    """Scale x and its Gram matrix so that the singular values are at most about 1."""
     wide = gram.astype(jnp.float32)
-    if (
-        preconditioning == "aol"
-    ):  # a factor of each row of A, and so of x: the sum of its |elements|
+    if preconditioning == "aol":  # one factor per row, from the sum of |elements| in A
         size = jnp.sum(jnp.abs(wide), axis=-1, keepdims=True)
         scale = jax.lax.rsqrt(jnp.maximum(size, _SMALLEST))
         squared = scale * scale.mT
-    else:  # one factor: the root of |X X^T|, the sum of 4th powers of the singular values
+    else:  # one factor per matrix: |A|_F is the root of the sum of 4th powers of singular values
         size = jnp.linalg.norm(wide, ord="fro", axis=(1, 2), keepdims=True)
         scale = jax.lax.rsqrt(jnp.maximum(size, _SMALLEST))
         squared = scale * scale

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay of a step, as f32 operands."""
+"""Build optimizers from rules, with the learning rate and weight decay of each step in f32."""
 
 import warnings
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from optax_lowmem._src.step.storage import Storage
 
 
 def at_count(name: str, value: ScalarOrSchedule, count: jax.Array) -> jax.Array:
-    """A hyperparameter of the step after `count` steps (schedules see 0, 1, ...)."""
+    """Return a hyperparameter at step `count` (schedules are called with 0, 1, ...)."""
     return as_f32(name, value(count) if callable(value) else value)
 
 
@@ -28,13 +28,13 @@ def _peak(learning_rate: ScalarOrSchedule, decouple_lr: bool | float) -> jax.Arr
     if decouple_lr is True:
         if callable(learning_rate):
             raise ValueError(
-                "decouple_lr=True needs to know the largest learning rate of the schedule: "
-                "pass it, decouple_lr=3e-4"
+                "decouple_lr=True needs the largest learning rate of the schedule: pass it as a "
+                "number, such as decouple_lr=3e-4"
             )
         if isinstance(learning_rate, jax.Array):
             raise ValueError(
-                "decouple_lr=True needs to know the largest learning rate, and an array may be "
-                "that of one step (inject_hyperparams makes it one): pass it, decouple_lr=3e-4"
+                "decouple_lr=True needs the largest learning rate, but an array may be that of one "
+                "step (as under inject_hyperparams): pass a number, such as decouple_lr=3e-4"
             )
         return as_f32("learning_rate", learning_rate)
     check_range("decouple_lr", decouple_lr, 0.0)
@@ -57,23 +57,23 @@ def optimizer(
     matrices: MatrixAxes | None = None,
     rates: Mapping[str, ScalarOrSchedule] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The transformation w <- w - lr (direction + weight_decay w) of a rule.
+    """Return the transformation w <- w - lr (direction + weight_decay w) for a rule.
 
     Args:
       rule: the optimizer's arithmetic.
-      moments: its own hyperparameters from the count before the step.
+      moments: computes the rule's hyperparameters from the count before the step.
       learning_rate: number, array or schedule.
-      storage: how the state is kept.
-      weight_decay: strength, or a schedule of it; the static 0.0 leaves the term out.
-      mask: optax-style, where weight decay applies.
-      decouple_lr: decay by weight_decay lr / peak instead of weight_decay lr, where True takes the
-        (constant) learning rate as its peak and a number is the peak of a schedule.
+      storage: how the state is stored.
+      weight_decay: strength, or a schedule of it; the Python number 0.0 omits the term.
+      mask: optax-style mask of the leaves that decay.
+      decouple_lr: decay by weight_decay lr / peak instead of weight_decay lr. True uses the
+        (constant) learning rate as the peak; a number is the peak of a schedule.
       coupled: add weight_decay w to the gradient instead (L2).
-      rate_in_rule: the rule itself multiplies by the learning rate, h["rate"], before its slots, as
-        `optax.rmsprop` before its momentum.
-      slot_dtypes: dtype of slots where they are not compressed.
-      structure: which elements share slots, of a rule with shared slots.
-      matrices: which leaves are matrices, of a rule that tells them apart.
+      rate_in_rule: the rule multiplies by the learning rate, h["rate"], before it updates its
+        slots, as `optax.rmsprop` does before its momentum.
+      slot_dtypes: dtypes of slots in leaves where they are not compressed.
+      structure: which elements share slots, for a rule with shared slots.
+      matrices: which leaves are matrices, for a rule that treats them differently.
       rates: other learning rates that `moments` reads, by name.
     """
     _check_storage(storage, structure)
@@ -85,7 +85,7 @@ def optimizer(
     given = {"learning_rate": learning_rate, "weight_decay": weight_decay if decays else None}
 
     def hyperparameters(count: jax.Array) -> dict[str, jax.Array]:
-        # a schedule is the user's code, which may not be traced
+        # call schedules here: they are user code that may not be traceable
         lr, decay = (
             at_count(name, value, count) if callable(value) else value
             for name, value in given.items()
@@ -129,7 +129,7 @@ def _check_storage(storage: object, structure: BlockStructure | None = None) -> 
         raise TypeError(f"storage takes a lowmem.Storage, got {storage!r}")
     if storage.rounding == "embeddings" and structure is None:
         raise ValueError(
-            "rounding='embeddings' is for optimizers that know which leaves are embeddings, such "
+            "rounding='embeddings' needs an optimizer that knows which leaves are embeddings, such "
             "as q_adam_mini: use 'stochastic' or 'nearest' here."
         )
 
@@ -137,15 +137,15 @@ def _check_storage(storage: object, structure: BlockStructure | None = None) -> 
 def _warn_of_slot_dtypes(
     storage: Storage, slot_dtypes: Mapping[str, DTypeLike | None] | None
 ) -> None:
-    """Warn that the dtype of a slot is not that of the leaves whose slot is compressed."""
+    """Warn that the dtype of a slot has no effect on leaves where the slot is compressed."""
     for slot, dtype in (slot_dtypes or {}).items():
         codec = getattr(storage, slot)
         if dtype is not None and codec is not None:
             warnings.warn(
-                f"the dtype of {slot}, {jnp.dtype(dtype)}, is for leaves that are too small or "
-                f"excluded: in all others {slot} is {codec.name}. Leave it out, or keep {slot} "
+                f"the dtype of {slot}, {jnp.dtype(dtype)}, applies only to leaves that are too "
+                f"small or excluded: in all others {slot} is {codec.name}. Omit it, or keep {slot} "
                 f"uncompressed everywhere with storage=Storage({slot}=None).",
-                stacklevel=4,  # of the call of the optimizer
+                stacklevel=4,  # the call of the optimizer
             )
 
 
@@ -156,7 +156,7 @@ def direction(
     slot_dtypes: Mapping[str, DTypeLike | None] | None = None,
     structure: BlockStructure | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """The transformation that gives a rule's direction only (optax's `scale_by_*`)."""
+    """Return the transformation that computes a rule's direction only (optax's `scale_by_*`)."""
     _check_storage(storage, structure)
     _warn_of_slot_dtypes(storage, slot_dtypes)
     return Engine(

@@ -30,7 +30,7 @@ class FlashSgdState(NamedTuple):
 
 
 class PlainSgdState(NamedTuple):
-    """State of SGD without momentum: what master weights need."""
+    """State of SGD without momentum: only what the master weights need."""
 
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
     seed: jax.Array  # shape=(), dtype=jnp.uint32
@@ -49,14 +49,14 @@ class MomentumRule(UpdateRule):
     def update(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The direction and the new momentum."""
+        """Return the direction and the new momentum."""
         mu = h["momentum"] * slots["mu"] + h.get("share", 1) * g
         return (g + h["momentum"] * mu if self.nesterov else mu), {"mu": mu}
 
     def accumulating(
         self, h: Mapping[str, jax.Array], first: jax.Array, every: int
     ) -> dict[str, jax.Array]:
-        """m = momentum m + sum of g_i / k: exact."""
+        """Compute m = momentum m + sum of g_i / k, exactly the step of the mean gradient."""
         if self.nesterov:
             return super().accumulating(h, first, every)
         kept = jnp.where(first, h["momentum"], 1)
@@ -70,7 +70,7 @@ def _nothing(count: jax.Array) -> dict[str, jax.Array]:
 
 @dataclasses.dataclass(frozen=True)
 class GradientRule(UpdateRule):
-    """The gradient itself."""
+    """The direction is the gradient."""
 
     slots = ()
     state_type = PlainSgdState
@@ -78,7 +78,7 @@ class GradientRule(UpdateRule):
     def update(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The gradient."""
+        """Return the gradient, and no slots."""
         del slots, h
         return g, {}
 
@@ -103,9 +103,9 @@ def flash_trace(
     """`optax.trace` with 8-bit momentum; 1.06 bytes of state per parameter.
 
     Args:
-      decay: of the momentum, in [0, 1).
-      nesterov: direction g + decay m.
-      accumulator_dtype: dtype of the momentum where it is not compressed; f32 by default.
+      decay: decay of the momentum, in [0, 1).
+      nesterov: whether the direction is g + decay m instead of m.
+      accumulator_dtype: dtype of the momentum in leaves where it is not compressed; f32 by default.
       storage: codec (`mu`), group size, rounding, policy.
 
     Example:
@@ -134,18 +134,18 @@ def flash_sgd(
     .. math::
       m_t = \mu m_{t-1} + g_t, \quad \theta_t = \theta_{t-1} - \eta_t (m_t + \lambda \theta_{t-1})
 
-    (FlashOptim, Algorithm 5: `decoupled=True`). By default the decay is coupled, lambda theta added
-    to g, as in PyTorch and in `optax.chain(optax.add_decayed_weights(...), optax.sgd(...))`. The
-    first four arguments, their order and their defaults are those of `optax.sgd`; what it returns,
-    raises and deviates in is as in `flash_adamw`. Without weight decay `update(grads, state)` needs
-    no parameters, unless they are 16-bit with a correction.
+    (FlashOptim, Algorithm 5: `decoupled=True`). By default the decay is coupled: lambda theta is
+    added to g, as in PyTorch and in `optax.chain(optax.add_decayed_weights(...), optax.sgd(...))`.
+    The first four arguments, their order and their defaults are those of `optax.sgd`; errors and
+    deviations are those of `flash_adamw`. Without weight decay `update(grads, state)` needs no
+    parameters, unless they are 16-bit with a correction.
 
     Args:
-      momentum: in [0, 1), or None for none (no slot at all).
-      nesterov: direction g + momentum m.
-      accumulator_dtype: dtype of the momentum where it is not compressed; f32 by default.
+      momentum: decay of the momentum, in [0, 1); None for no momentum and no slot.
+      nesterov: whether the direction is g + momentum m instead of m.
+      accumulator_dtype: dtype of the momentum in leaves where it is not compressed; f32 by default.
       weight_decay: strength: number, f32 scalar or schedule.
-      decoupled: take the decay off the weight instead of adding it to the gradient.
+      decoupled: subtract the decay from the weight instead of adding it to the gradient.
       storage: codec (`mu`), group size, width of the master weights, rounding, policy.
       decouple_lr: with `decoupled`, decay by `weight_decay * lr / peak`.
 
@@ -166,7 +166,7 @@ def flash_sgd(
       FlashOptim, 2026.
     """
     if decouple_lr is not False and not decoupled:
-        raise ValueError("decouple_lr is about decoupled decay: pass decoupled=True with it")
+        raise ValueError("decouple_lr needs decoupled weight decay: also pass decoupled=True")
     rule: UpdateRule = GradientRule() if momentum is None else MomentumRule(nesterov)
     moments = Formula(_nothing) if momentum is None else _moments(momentum)
     return optimizer(

@@ -23,14 +23,14 @@ from optax_lowmem._src.step.storage import Storage
 
 @dataclasses.dataclass(frozen=True)
 class StableAdamRule(AdamRule):
-    """Adam whose rate, weight decay's included, is divided by max(1, RMS_t / d) for each leaf."""
+    """Adam that divides each leaf's learning rate and weight decay by max(1, RMS_t / d)."""
 
     prepares = "leaf"
 
     def prepare(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        """RMS_t = sqrt(mean(g^2 / max(u, eps^2))), u the debiased second moment after this g."""
+        """Clip by RMS_t = sqrt(mean(g^2 / max(u, eps^2))); u is the new debiased second moment."""
         u = self.second_moment(g, slots, h) * h["nu_scale"]
         rms = jnp.sqrt(mean_of_leaf(squared_ratio(g, u, h["raw_eps"])))
         share = clipped_share(rms, h["threshold"])
@@ -39,7 +39,7 @@ class StableAdamRule(AdamRule):
     def accumulating(
         self, h: Mapping[str, jax.Array], first: jax.Array, every: int
     ) -> dict[str, jax.Array]:
-        """Raises: RMS_t is of the whole gradient."""
+        """Raise an error: RMS_t needs the whole gradient."""
         return UpdateRule.accumulating(self, h, first, every)
 
 
@@ -78,15 +78,15 @@ def stable_adamw(
       \theta_t = \theta_{t-1} - \eta_t \lambda \theta_{t-1} -
       \eta_t \hat v_t / (\sqrt{\hat u_t} + \epsilon)
 
-    (Wortsman et al., Algorithm 2 and appendix F.2), the mean over each tensor. With `storage` as in
-    `flash_adamw`, moments are 8-bit and master weights are split; the clipping is inside the split.
+    (Wortsman et al., Algorithm 2 and appendix F.2), with the mean E over each tensor. As in
+    `flash_adamw`, moments are 8-bit and master weights are split; clipping precedes the split.
 
     Args:
       b1: decay of the first moment, in [0, 1).
       b2: decay of the second moment, in [0, 1), or a schedule such as `b2_schedule()`.
-      eps: added outside the root; its square is the least u in RMS_t.
+      eps: added outside the root; its square is the lower bound of u in RMS_t.
       weight_decay: number, f32 scalar or schedule; decoupled, times the clipped rate.
-      threshold: d, the RMS_t up to which nothing is clipped.
+      threshold: d, the largest RMS_t that is not clipped.
 
     Returns:
       An optax transformation.
@@ -95,11 +95,11 @@ def stable_adamw(
       ValueError: for a hyperparameter out of range; inside a `shard_map` with `check_vma=False`.
       TypeError: for a 16-bit hyperparameter.
 
-    Numerics: RMS_t in f32, from the second moment as it is stored before the step; one NaN or
-    infinity in a tensor's gradient makes all of that tensor NaN, and of no other.
+    Numerics: RMS_t is computed in f32 from the gradient and the second moment decoded from storage.
+    A NaN or infinity in a tensor's gradient makes that whole tensor NaN, and no other.
 
     Memory: 3.19 bytes of state beside a 2-byte weight. The step reads gradient and second moment
-    twice: 3.1 bytes per parameter more than `flash_adamw`'s 12.4.
+    twice, which moves 3.1 bytes per parameter more than the 12.4 of `flash_adamw`.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem

@@ -1,4 +1,4 @@
-"""COAT's FP8 precision flow: what the backward pass needs is kept in 8 bits (section 5)."""
+"""COAT's FP8 precision flow: residuals for the backward pass are stored in FP8 (section 5)."""
 
 from optax_lowmem._src.fp8_flow.gate import gated_product as gated_product
 from optax_lowmem._src.fp8_flow.kernels import Grouped as Grouped
