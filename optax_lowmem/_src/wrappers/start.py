@@ -71,7 +71,7 @@ def _splits(
     dtypes: list[jnp.dtype],
     names: list[str],
 ) -> tuple[dict[str, MasterSplit], set[str]]:
-    """Dry-run `tx.init`; return the splits by leaf, and all leaves with a decision about a split."""
+    """Dry-run `tx.init`; return splits by leaf, and all leaves with a decision about a split."""
     shapes = [jax.ShapeDtypeStruct(a.shape, d) for a, d in zip(leaves, dtypes, strict=True)]
     abstract = jax.tree.unflatten(treedef, shapes)
     _, decisions = context.dry_run(tx, abstract)

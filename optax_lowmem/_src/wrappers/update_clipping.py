@@ -51,10 +51,7 @@ def _second_moments(state: optax.OptState) -> dict[str, jax.Array]:
                 "optax.clip_by_block_rms(1.0) after it"
             )
         else:
-            why = (
-                f"this state has {len(found)}. Register a custom optimizer's with "
-                "lowmem.register_slot"
-            )
+            why = f"this state has {len(found)}. Wrap such an optimizer"
         raise ValueError(
             "update_clipping needs an optimizer with one second moment (optax.adamw, "
             f"scale_by_adam, ...); {why}, or use lowmem.stable_adamw."
