@@ -161,7 +161,9 @@ def test_what_is_prepared_is_computed_once_without_gradients(number):
 
 
 def test_value_and_grad_refuses_what_prepares_nothing():
-    with pytest.raises(TypeError, match="prepare is a function of the parameters or None, got 3"):
+    with pytest.raises(
+        TypeError, match="prepare must be a function of the parameters or None, got 3"
+    ):
         lowmem.value_and_grad(linear_loss, 2, 3)
 
 
@@ -191,7 +193,7 @@ def test_value_and_grad_on_a_mesh():
     [
         (0, 4, "at least 1, got 0"),
         (True, 4, "got True"),
-        (3, 4, r"batch leaf 'x' has shape \(4, 8\): axis 0 must have rows that 3 micro-batches"),
+        (3, 4, r"batch leaf 'x' has shape \(4, 8\): axis 0 must be divisible by 3 micro-batches"),
     ],
 )
 def test_value_and_grad_refuses(number, rows, message):

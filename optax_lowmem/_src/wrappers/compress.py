@@ -356,8 +356,8 @@ class _Compressor:
                 if not row and facts(node, slot, own=True).moment and codes.ndim and shape != own:
                     raise ValueError(
                         f"state of '{path}', slot {slot}, has shape {codes.shape}, the gradient "
-                        f"{shapes.get(path, 'is missing')}: the state is for another tree of "
-                        "parameters. Call init on these parameters."
+                        f"{shapes.get(path, 'is missing')}: the state was made for another tree. "
+                        "Call init on these parameters."
                     )
                 if _is_code(codes):
                     of_groups = (codes.size,) if row else own
