@@ -1,4 +1,4 @@
-"""Gradient accumulation that does not cost four bytes per parameter."""
+"""Gradient accumulation at 2 bytes per parameter, or without a buffer."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

@@ -40,7 +40,7 @@ class CompressedState(NamedTuple):
 def _in_one_row(
     state: optax.OptState, slot: str, shape: tuple[int, ...], weight: tuple[int, ...]
 ) -> bool:
-    """Return whether a slot's array is block-wise: it is then grouped as one flat vector."""
+    """Return whether a slot's array is block-wise, and therefore grouped as one flat vector."""
     return (type(state).__name__, slot) == _OF_BLOCKS and shape != weight
 
 

@@ -1,4 +1,4 @@
-"""`lowmem.init`."""
+"""`lowmem.init`: 16-bit weights and their optimizer state."""
 
 import warnings
 

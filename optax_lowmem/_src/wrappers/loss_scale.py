@@ -29,7 +29,7 @@ def _unscaled(leaves: list[jax.Array], scale: float) -> list[tuple[jax.Array, ja
 def _chosen(
     steps: list[tuple[jax.Array, jax.Array]], states: list[tuple[jax.Array, jax.Array, jax.Array]]
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Select step and new state if the gradient (first in the row) is finite, else 0 and old."""
+    """Select step and new state if the gradient (row[0]) is finite, else 0 and the old state."""
     taken = [jnp.where(ok, step, jnp.zeros_like(step)) for ok, step in steps]
     return taken, [jnp.where(ok, new, old) for ok, new, old in states]
 

@@ -109,7 +109,7 @@ class PackedEngine(Engine):
         return plans, decisions
 
     def _packs(self, plans: list[LeafPlan]) -> Packs:
-        """Group small leaves with equal plans; a leaf without an equal is not packed."""
+        """Group small leaves with equal plans, in packs of two or more."""
         alike: dict[LeafPlan, list[str]] = defaultdict(list)
         for plan in plans:
             if math.prod(plan.shape) < self.below:
