@@ -359,9 +359,9 @@ def test_other_trees_than_at_init():
     with pytest.raises(ValueError, match="'b' has shape"):
         tx.update(longer, state, params)
     cast = {**params, "b": params["b"].astype(jnp.bfloat16)}
-    with pytest.raises(ValueError, match="'a' and 'b' are one vector.*differ in dtype"):
+    with pytest.raises(ValueError, match="'a' and 'b' share a vector.*differ in dtype"):
         tx.update(params, state, cast)
-    with pytest.raises(ValueError, match="'a' and 'b' are one vector.*differ in decays"):
+    with pytest.raises(ValueError, match="'a' and 'b' share a vector.*differ in decays"):
         adamw(CODED, DECAYS, BELOW).update(params, state, params)
     with pytest.raises(ValueError, match="in pack_small_leaves, which must then step it"):
         adamw(CODED).update(params, state, params)
