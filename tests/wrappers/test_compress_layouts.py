@@ -278,7 +278,7 @@ def test_a_slot_that_holds_codes_already():
         lowmem.scale_by_flash_adam(),
         lowmem.compress_state(optax.adam(1.0), mu=softsign()),
     ):
-        message = r"slot mu of 'w' is kept as u?int8 codes by the optimizer inside: give .*mu=None"
+        message = r"slot mu of 'w' is already stored as u?int8 codes by the inner .*mu=None"
         with pytest.raises(ValueError, match=message):
             lowmem.compand_momentum(inner).init(params)
     kept = lowmem.scale_by_flash_adam(storage=lowmem.Storage(mu=None))

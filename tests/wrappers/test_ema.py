@@ -101,7 +101,7 @@ def test_none_or_two_averages():
     once = lowmem.track_master_ema(optax.sgd(0.1), 0.9)
     twice = lowmem.track_master_ema(once, 0.99)
     for tx, count in ((optax.adam(0.1), 0), (twice, 2)):
-        with pytest.raises(ValueError, match=f"holds {count} averages.*track_master_ema once"):
+        with pytest.raises(ValueError, match=f"has {count} averages.*track_master_ema once"):
             lowmem.ema_params(tx.init(params))
 
 

@@ -190,15 +190,16 @@ ARGUMENTS = {
             lambda: Policy(min_size=-1), lambda: Policy(min_size=1.5)],
         r"a codec for at least one slot, such as mu=softsign\(\)": [
             lambda: lowmem.compress_state(optax.adam(1e-3))],
-        "no slot to compress; it has none": [
+        "no slot to compress; its slots are none": [
             lambda: lowmem.compand_momentum(optax.sgd(0.1)).init(weights())],
-        "no slot to compress; it has mu": [
+        "no slot to compress; its slots are mu": [
             lambda: lowmem.sqrt_variance_quant(optax.lion(0.1)).init(weights())],
-        "no slot mu; it has m, v, n, g": [
+        "no slot mu; its slots are m, v, n, g": [
             lambda: lowmem.compress_state(optax.adan(1e-3), mu=SOFTSIGN).init(weights())],
-        "no slot trace or ema; it has mu, nu$": [
+        "no slot trace or ema; its slots are mu, nu$": [
             lambda: compressed(mu=SOFTSIGN, trace=SOFTSIGN, ema=SOFTSIGN).init(weights())],
-        "no slot count; it has mu, nu$": [lambda: compressed(count=SOFTSIGN).init(weights())],
+        "no slot count; its slots are mu, nu$": [
+            lambda: compressed(count=SOFTSIGN).init(weights())],
         "the policy's mask does not fit the parameters .block/kernel, norm.*a prefix of it": [
             lambda: flash(policy=Policy(mask={"blok": True})).init(weights())],
         "the mask of weight decay does not fit the parameters .block/kernel, norm.*a prefix": [
@@ -246,7 +247,7 @@ ARGUMENTS = {
         r"tuple of patterns, got the string '\*bias': write exclude=\('\*bias',\)": [
             lambda: Policy(exclude="*bias")],
         "tuple of patterns, got": [lambda: Policy(exclude=(1,))],
-        "'block/kernel': weights are kept in 'bfloat16', .* or 'float32', not": [
+        "'block/kernel': weights must be stored in 'bfloat16', .* or 'float32', not": [
             lambda: lowmem.init(flash(), weights(), lambda path, leaf: jnp.int8),
             lambda: lowmem.init(flash(), weights(), lambda path, leaf: None)],
         "dtype of parameter 'block/kernel': .* not 'bf16'": [
@@ -432,7 +433,7 @@ SLOTS = {
     "group size": (BOTH, {**BOTH, "group_size": 64}, f"{KERNEL}, slot mu.*groups of 64"),
     "codec": (BOTH, {**BOTH, "mu": codecs.linear()}, f"{KERNEL}, slot mu.*linear-int8"),
     "paper's scales": (BOTH, {**BOTH, "nu": codecs.sqrt_paper()}, f"{KERNEL}, slot nu"),
-    "fewer slots": (BOTH, {"mu": SOFTSIGN}, "keeps nu_scale.*no codec here"),
+    "fewer slots": (BOTH, {"mu": SOFTSIGN}, "has nu_scale.*without a codec here"),
     "more slots": ({"mu": SOFTSIGN}, BOTH, "has no nu_scale, only mu_scale"),
     "min_size": (BOTH, {**BOTH, "policy": Policy(min_size=0)}, "scale of 'norm'"),
     "exclude": (BOTH, {**BOTH, "policy": Policy(exclude=("*kernel",))}, f"scale of {KERNEL}"),

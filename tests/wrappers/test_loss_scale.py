@@ -101,7 +101,7 @@ def test_f16_gradients_that_overflowed():
 def test_a_state_that_is_not_of_tensors_is_refused(inner):
     params = {"w": jnp.ones((4, 4)), "b": jnp.ones(3)}
     tx = lowmem.per_tensor_loss_scale(inner, SCALE)
-    with pytest.raises(ValueError, match="is not one array a tensor.*apply_if_finite"):
+    with pytest.raises(ValueError, match="do not have one array per tensor.*apply_if_finite"):
         tx.init(params)
 
 
@@ -109,7 +109,7 @@ def test_a_state_that_is_not_of_tensors_is_refused(inner):
 def test_accumulation_inside_is_refused(into):
     """A skipped tensor would keep the sum of a batch that its count has left."""
     inner = lowmem.accumulate_gradients(lowmem.flash_sgd(1.0, momentum=0.9), 2, into)
-    with pytest.raises(ValueError, match="put accumulate_gradients around it"):
+    with pytest.raises(ValueError, match="accumulate_gradients is inside"):
         lowmem.per_tensor_loss_scale(inner, SCALE).init({"w": jnp.zeros(3)})
 
 

@@ -1,4 +1,4 @@
-"""Gradient accumulation that does not cost four bytes per parameter."""
+"""Gradient accumulation at 2 bytes per parameter, or without a buffer."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -19,53 +19,54 @@ _BOOL = jax.ShapeDtypeStruct((), jnp.bool_)
 
 
 class AccumulationState(NamedTuple):
-    """The mean so far of a batch's gradients, and the inner state."""
+    """The running mean of a batch's gradients, and the inner state."""
 
     micro_step: jax.Array  # shape=(), dtype=jnp.int32; 0 ... every - 1
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32; micro-batches seen
     seed: jax.Array  # shape=(), dtype=jnp.uint32
-    accumulated: Any  # bf16, of the parameters' shapes; None where the moments take the gradients
+    accumulated: Any  # bf16, the parameters' shapes; None with into="moments"
     inner_state: optax.OptState
 
 
 def accumulate_gradients(
     tx: optax.GradientTransformation, every: int, into: str = "bfloat16", *, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Steps once every `every` micro-batches, on the mean of their gradients.
+    r"""Step once every `every` micro-batches, on the mean of their gradients.
 
-    Into `bfloat16`: the mean is kept in bf16 with stochastic rounding, a += g / k, so that small
-    gradients are not lost; 2 bytes per parameter (`optax.MultiSteps`: 4 in f32). Any `tx`.
+    `into="bfloat16"` keeps the mean in bf16 with stochastic rounding, a += g / k, so that small
+    gradients are not lost; 2 bytes per parameter (`optax.MultiSteps`: 4 in f32). Works with any
+    `tx`.
 
-    Into `moments`: no buffer at all; every micro-batch goes straight into the optimizer's moments
-    and weights move with the last one. Exact up to the codecs for `flash_sgd` without Nesterov
-    (m = mu m + sum g_i / k). For `flash_adam` and `flash_adamw` the second moment takes the sum of
-    squares, (1-b2) sum (g_i / k)^2, instead of the square of the sum: Adam Accumulation (Zhang et
-    al., 2023), the same in expectation where noise dominates the gradient, and steps up to sqrt(k)
-    times larger where it does not.
+    `into="moments"` needs no buffer: every micro-batch updates the optimizer's moments, and the
+    last one also updates the weights. For `flash_sgd` without Nesterov this is exact up to the
+    codecs (m = mu m + sum g_i / k). For `flash_adam` and `flash_adamw` the second moment adds the
+    sum of squares, (1-b2) sum (g_i / k)^2, instead of the square of the sum (Adam Accumulation,
+    Zhang et al., 2023). Both have the same expectation where noise dominates the gradient;
+    elsewhere steps are up to sqrt(k) times larger.
 
-    A clipping belongs inside, `accumulate_gradients(chain(clip, tx), k)`, where it clips the mean:
-    before it, in a chain, it clips each micro-batch.
+    Put clipping inside, `accumulate_gradients(chain(clip, tx), k)`, to clip the mean. Before
+    `accumulate_gradients` in a chain, it clips each micro-batch.
 
     Args:
-      tx: the optimizer; for `moments` one of `flash_sgd`, `flash_adam`, `flash_adamw` themselves,
-        or one with Adam's moments in another form: `coat_adamw`, `q_adamw`, `adam_mini` and its
-        kin, `flash_factored_adamw`.
-      every: micro-batches in a step.
-      into: `bfloat16`, which takes any optimizer and only rounds, or `moments`, which changes Adam.
-      seed: of the stochastic rounding.
+      tx: the optimizer. `moments` needs an unwrapped `flash_sgd`, `flash_adam`, `flash_adamw`, or
+        an optimizer that stores Adam's moments in another form: `coat_adamw`, `q_adamw`,
+        `adam_mini` and its variants, `flash_factored_adamw`.
+      every: number of micro-batches per step.
+      into: `bfloat16` (any optimizer; only adds rounding) or `moments` (changes Adam).
+      seed: seed of the stochastic rounding.
 
     Returns:
       An optax transformation whose updates are zero between steps.
 
     Raises:
-      ValueError: for an unknown choice, or a rule that needs the whole gradient at once.
+      ValueError: for an unknown `into`, or `moments` with a rule that needs the whole gradient.
 
     Example:
       >>> import optax_lowmem as lowmem
       >>> tx = lowmem.accumulate_gradients(lowmem.flash_adamw(3e-4), every=8, into="bfloat16")
     """
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-        raise ValueError(f"every is a number of micro-batches, at least 1, got {every!r}")
+        raise ValueError(f"every must be a number of micro-batches, at least 1, got {every!r}")
     if into == "bfloat16":
         work = _Buffered(trees.wrapped(tx), every, seed)
         return optax.GradientTransformationExtraArgs(work.init, work.update)
@@ -73,8 +74,8 @@ def accumulate_gradients(
         raise ValueError(f"into must be 'bfloat16' or 'moments', got {into!r}")
     if not isinstance(tx, EngineTransformation) or not tx.engine.weights:
         raise ValueError(
-            "into='moments' takes flash_sgd, flash_adam or flash_adamw itself: what stands around "
-            "it (a chain, a mask), or follows a bare scale_by_*, would see micro-batches as steps. "
+            "into='moments' needs an unwrapped flash_sgd, flash_adam or flash_adamw: a chain or "
+            "mask around it, or links after a bare scale_by_*, would take micro-batches for steps. "
             "Use into='bfloat16'."
         )
     direct = _Direct(tx.engine, every)
@@ -135,7 +136,7 @@ class _Direct:
         h = self.engine.hyperparameters(inner.count)
         jax.eval_shape(lambda first: self.engine.rule.accumulating(h, first, self.every), _BOOL)
         micro_step, count = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
-        seed = jnp.array(inner.seed)  # a copy: one array in two places of a state is not donated
+        seed = jnp.array(inner.seed)  # a copy: an array that occurs twice cannot be donated
         return AccumulationState(micro_step, count, seed, None, inner)
 
     def update(
@@ -160,44 +161,43 @@ def value_and_grad(
     micro_batches: int,
     prepare: Callable[[optax.Params], Any] | None = None,
 ) -> Callable[..., tuple[jax.Array, optax.Updates]]:
-    r"""Differentiate a mean loss over a batch that is too large, a micro-batch at a time.
+    r"""Differentiate a mean loss over a large batch, one micro-batch at a time.
 
-    In place of `jax.value_and_grad(loss)` in a training step, where the loss takes (params, batch)
-    and has no auxiliary output: the batch's rows are divided into k micro-batches, and the mean of
-    their gradients is added up in bf16 with stochastic rounding, a <- round(a + g_i / k), so that
-    E[a] is the mean and small gradients are not lost. The
-    optimizer takes one step on the result.
+    Replaces `jax.value_and_grad(loss)` in a training step, for a loss of (params, batch) without
+    auxiliary output. The batch's rows are divided into k micro-batches, and the mean of their
+    gradients is accumulated in bf16 with stochastic rounding, a <- round(a + g_i / k), so that
+    E[a] is the mean and small gradients are not lost. The optimizer takes one step on the result.
 
-    All the while the weights stay as they are, and so does what the loss makes of them alone. With
-    `prepare`, that is q = prepare(params), computed once per step, and
+    The weights are the same for all micro-batches, and so is anything computed from them alone.
+    With `prepare`, q = prepare(params) is computed once per step, and
 
-        g_i = d loss(params, batch_i, q) / d params, with q held fixed:
+        g_i = d loss(params, batch_i, q) / d params, with q held fixed.
 
-    right where q has no derivative, as codes that a product is computed from, whose gradient goes
-    straight to the weights.
+    This is correct where q has no derivative, such as quantized operands of a product whose
+    gradient goes straight to the weights.
 
     Args:
       loss: (params, batch) -> a scalar, the mean over the rows of the batch; with `prepare`,
         (params, batch, prepared).
-      micro_batches: k; 1 is `jax.value_and_grad` itself.
+      micro_batches: k; with 1 this is `jax.value_and_grad`.
       prepare: params -> a tree of arrays that is the same for all micro-batches, such as
         `layers.fp8_flow.quantized_weights`; None: the loss takes two arguments.
 
     Returns:
-      A function of (params, batch, seed) that returns (loss, gradients), the mean loss in f32 and
-      gradients in bf16 (in the parameters' dtypes with k = 1). `batch` is a tree of arrays, whose
-      axis 0 has the rows; micro-batch i takes every k-th from row i on, so that a mesh that shares
-      the rows shares those of each micro-batch. `seed` of the rounding is an integer, another in
-      each step, such as the step.
+      A function of (params, batch, seed) that returns (loss, gradients): the mean loss in f32 and
+      gradients in bf16 (in the parameters' dtypes with k = 1). `batch` is a tree of arrays whose
+      axis 0 is the rows. Micro-batch i is every k-th row starting from row i, so that rows sharded
+      over a mesh stay sharded in each micro-batch. `seed` of the rounding is an integer that
+      differs in every step, such as the step number.
 
     Raises:
-      ValueError: for a number that is not positive, or rows that it does not divide.
-      TypeError: for a `prepare` that is no function, or a `seed` that is no integer.
+      ValueError: if `micro_batches` is not positive, or does not divide the rows.
+      TypeError: for a `prepare` that is not callable, or a `seed` that is not an integer.
 
     Numerics: the sum of k roundings is within k 2^-7 of the largest partial mean, and unbiased.
 
-    Memory: 2 bytes per parameter, beside the gradients of one micro-batch; and what `prepare`
-    returns, until the last of them.
+    Memory: 2 bytes per parameter, beside the gradients of one micro-batch and the result of
+    `prepare`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -208,7 +208,7 @@ def value_and_grad(
       >>> float(value), grads["w"].dtype
       (9.0, dtype(bfloat16))
 
-      Weights whose products are in FP8 are quantized once for all micro-batches:
+      Quantize the weights of FP8 products once for all micro-batches:
 
       >>> from optax_lowmem.layers import fp8_flow
       >>> def loss(params, batch, codes):
@@ -221,10 +221,10 @@ def value_and_grad(
     """
     if isinstance(micro_batches, bool) or not isinstance(micro_batches, int) or micro_batches < 1:
         raise ValueError(
-            f"micro_batches is how many share a batch, at least 1, got {micro_batches!r}"
+            f"micro_batches must be the number per batch, at least 1, got {micro_batches!r}"
         )
     if prepare is not None and not callable(prepare):
-        raise TypeError(f"prepare is a function of the parameters or None, got {prepare!r}")
+        raise TypeError(f"prepare must be a function of the parameters or None, got {prepare!r}")
 
     def of_batch(
         params: optax.Params, batch: object, seed: ArrayLike
@@ -241,7 +241,7 @@ def value_and_grad(
             [_parts(path, leaf, micro_batches) for path, leaf in trees.named_leaves(batch)],
         )
         _check_seed(seed)
-        # the optimizer's own keys are of (its seed, step) in this place
+        # mixed, so that keys differ from the optimizer's, which are hashed from (seed, step)
         own = random.mix(jnp.asarray(seed).astype(jnp.uint32))
 
         def body(
@@ -264,32 +264,32 @@ def value_and_grad(
 
 
 def _check_seed(seed: ArrayLike) -> None:
-    """Raises for a seed that is no integer; not for a number that has the value of one."""
+    """Raise for a seed that is not an integer scalar."""
     dtype = jax.dtypes.result_type(seed)
     if not jnp.issubdtype(dtype, jnp.integer) or jnp.ndim(seed):
         raise TypeError(
-            f"the seed of the rounding is an integer, such as the step's number, and not {dtype}"
-            f"{list(jnp.shape(seed))}: it is no key of jax.random"
+            f"the seed of the rounding must be an integer, such as the step number, got {dtype}"
+            f"{list(jnp.shape(seed))}: keys of jax.random are not accepted"
         )
 
 
 def _parts(path: str, rows: jax.Array, number: int) -> jax.Array:
-    """[number, rows / number, ...]: the i-th has every number-th row, from row i on."""
+    """Return [number, rows / number, ...], whose entry i has every number-th row from row i."""
     if not rows.ndim or rows.shape[0] % number:
         raise ValueError(
-            f"batch{f' leaf {path!r}' if path else ''} has shape {rows.shape}: axis 0 must have "
-            f"rows that {number} micro-batches divide"
+            f"batch{f' leaf {path!r}' if path else ''} has shape {rows.shape}: axis 0 must be "
+            f"divisible by {number} micro-batches"
         )
     return jnp.moveaxis(rows.reshape(-1, number, *rows.shape[1:]), 1, 0)
 
 
 def _empty_mean(param: jax.Array, gradient: jax.ShapeDtypeStruct) -> jax.Array:
-    """Zeros that lie where the parameter does, and vary over a mesh as its gradient does."""
+    """Return zeros with the parameter's sharding that vary over its gradient's mesh axes."""
     return varying.over(jnp.zeros_like(param, dtype=jnp.bfloat16), varying.axes_of(gradient))
 
 
 def _means(gradients: optax.Updates, means: Tree, every: int) -> Any:
-    """The f32 means so far, like the gradients, of these and the means before."""
+    """Add each gradient's share to its running mean, in f32; return a tree like the gradients."""
     share = jnp.float32(1 / every)
     rows = zip(jax.tree.leaves(gradients), jax.tree.leaves(means), strict=True)
     added = [numerics.widen(a) + share * numerics.widen(g) for g, a in rows]
@@ -312,9 +312,9 @@ def _micro_batch(
     count: jax.Array,
     steps: jax.Array,
 ) -> tuple[dict[str, jax.Array], jax.Array, jax.Array, jax.Array]:
-    """The hyperparameters of a micro-batch, and what the counts are after it.
+    """Return a micro-batch's hyperparameters, then micro-step, count and steps after it.
 
-    Weights move with the last one only, which alone counts as a step.
+    Only the last micro-batch changes the weights and counts as a step.
     """
     first, last = micro_step == 0, micro_step == every - 1
     own = dict(rule.accumulating(h, first, every))
@@ -333,6 +333,6 @@ def _rounded(means: Tree, seed: jax.Array, count: jax.Array) -> Tree:
 
 
 def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
-    """bf16 of f32 values, up or down with the probabilities that keep the mean."""
+    """Round f32 values to bf16, up or down with probabilities that preserve the mean."""
     bits = numerics.to_bits(random.round_bits(x, key, 16)) >> 16
     return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)

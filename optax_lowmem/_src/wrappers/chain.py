@@ -1,4 +1,4 @@
-"""`chain` that keeps precision, and `step`."""
+"""`chain` with f32 gradients between links, and `step`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,19 +19,19 @@ from optax_lowmem._src.step.masters import adds_noise, splits_masters
 
 
 def chain(*transformations: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`optax.chain` whose links see 16-bit gradients in f32, with the same tuple as its state.
+    """Chain transformations as `optax.chain`, with the same state, but pass gradients in f32.
 
-    (optax's clipping takes the norm of bf16 gradients in bf16.) One of our optimizers that is last
-    sees them in their own dtype where it has `update_dtype="gradient"`.
+    (optax's clipping computes the norm of bf16 gradients in bf16.) If the last link is one of our
+    optimizers with `update_dtype="gradient"`, it gets the gradients in their original dtype.
 
     Args:
       *transformations: the links; one that splits master weights, or adds noise to weights, must
         be the last.
 
     Raises:
-      TypeError: for a link that is no transformation.
-      ValueError: without a link; in `init`, where a link follows one that splits master weights or
-        adds noise.
+      TypeError: for a link that is not a transformation.
+      ValueError: without links; in `init`, if a link follows one that splits master weights or adds
+        noise.
 
     Example:
       >>> import optax, optax_lowmem as lowmem
@@ -48,12 +48,12 @@ def chain(*transformations: optax.GradientTransformation) -> optax.GradientTrans
             if adds_noise(link, params):
                 raise ValueError(
                     f"link {index} of the chain adds noise to weights, and link {index + 1} would "
-                    "change its updates: put gaussws_noise around the chain, or last in it."
+                    "change its updates: put gaussws_noise around the chain, or last in the chain."
                 )
             if splits_masters(link, params):
                 raise ValueError(
                     f"link {index} of the chain splits master weights, so link {index + 1} would "
-                    "change updates whose corrections are already taken. Put it before, or give "
+                    "change updates after their corrections were computed. Put it before, or give "
                     f"link {index} storage=Storage(master_weight_bits=None) and wrap the chain in "
                     "split_master_weights."
                 )
@@ -73,7 +73,7 @@ def chain(*transformations: optax.GradientTransformation) -> optax.GradientTrans
 
 
 class Chain(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
-    """A chain that remembers its links, for `step`."""
+    """A chain that stores its links for `step`."""
 
     links: tuple[optax.GradientTransformation, ...]
 
@@ -89,36 +89,36 @@ def step(
     specs: object = None,
     **extra: Any,
 ) -> tuple[optax.Params, optax.OptState]:
-    """One training step: new parameters and state.
+    """Take one training step; return new parameters and state.
 
-    The same result as `tx.update` and `optax.apply_updates`. Nothing is donated here: jit the
-    training step with `donate_argnums` for parameters and state. Where a wrapper of optax refuses
-    f32 updates of 16-bit gradients, it gets these gradients in f32.
+    Gives the same result as `tx.update` and `optax.apply_updates`. Nothing is donated here: jit the
+    training step with `donate_argnums` for parameters and state. If a wrapper of optax rejects f32
+    updates of 16-bit gradients, the step is traced again with these gradients in f32.
 
     Args:
       tx: any optax transformation.
       grads: gradients, f32 or 16-bit.
       state: the optimizer's state.
       params: the parameters.
-      implementation: None picks the fastest there is for each leaf (`explain` says which); "xla"
-        is plain jnp, on every device; "pallas" and "triton" are GPU kernels, "pallas_tpu" is one
-        for TPUs. A program is for a TPU where the mesh of its arrays, `jax.set_mesh` or
-        `jax.default_device` says so, on any machine; where nothing does, on a machine with a TPU,
-        the choice is left to where it is compiled for.
-      mesh: of `specs`; by default that of `jax.set_mesh`.
-      specs: on a mesh with Auto axes, where codes and corrections lie: a tree like the parameters
-        of PartitionSpec or NamedSharding (under ZeRO-1 those of `state_shardings(...).mu`). Then
-        the kernels step each device's part. (Explicit axes say it themselves; without either, XLA
-        compiles the step.)
+      implementation: None selects the fastest available for each leaf (see `explain`); "xla" is
+        plain jnp on every device; "pallas" and "triton" are GPU kernels, "pallas_tpu" is a TPU
+        kernel. The mesh of the arrays, `jax.set_mesh` or `jax.default_device` determines whether
+        the program is for a TPU, on any machine; without them, on a machine with a TPU, the choice
+        is made by the platform for which the program is compiled.
+      mesh: mesh of `specs`; by default that of `jax.set_mesh`.
+      specs: on a mesh with Auto axes, the sharding of codes and corrections: a tree like the
+        parameters of PartitionSpec or NamedSharding (under ZeRO-1, of `state_shardings(...).mu`).
+        Kernels then run on each device's shard. (Explicit axes need no `specs`; with Auto axes and
+        no `specs`, XLA compiles the step.)
       **extra: extra arguments of the optimizer, such as `value=`.
 
     Returns:
       (parameters, state).
 
     Raises:
-      ValueError: for an implementation that cannot take a leaf; it names the leaf and the reason.
-      TypeError: for a wrapper of optax that wants updates in the dtype of the gradients; a note
-        says how to make them.
+      ValueError: for an implementation that does not support a leaf; names leaf and reason.
+      TypeError: for a wrapper of optax that needs updates in the gradients' dtype; a note explains
+        which option gives them.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -138,7 +138,7 @@ def step(
         except TypeError as error:
             if not _has_unlike_branches(error):
                 raise
-        try:  # zeros like f32 gradients have the dtype of f32 updates
+        try:  # with f32 gradients, zeros like the gradients match the f32 updates
             return _step_any(tx, _widened(grads), state, params, None, extra)
         except TypeError as error:
             if _has_unlike_branches(error):
@@ -157,10 +157,10 @@ def _run(
     last: Callable[..., tuple[optax.Updates, optax.OptState]],
     extra: Mapping[str, Any],
 ) -> tuple[optax.Updates, optax.OptState]:
-    """The links before the last on f32 gradients, then `last` on the last one.
+    """Run the links before the last on f32 gradients, then apply `last` to the last link.
 
-    A clipping by the global norm right before one of our optimizers becomes a factor that the
-    optimizer takes the gradient times, so that no scaled f32 copy of it is made.
+    Clipping by the global norm right before one of our optimizers becomes a factor by which the
+    optimizer multiplies the gradient, which avoids a scaled f32 copy.
     """
     if not links:
         return updates, state
@@ -168,9 +168,9 @@ def _run(
     if not isinstance(state, (tuple, list)) or len(state) != len(links):
         parts = f" of {len(state)}" if isinstance(state, (tuple, list)) else ""
         raise ValueError(
-            f"the state is a {type(state).__name__}{parts}, and that of this chain a tuple with a "
-            f"state for each of its {len(links)} links. The arguments are step(tx, grads, state, "
-            "params) and update(grads, state, params)."
+            f"the state is a {type(state).__name__}{parts}, but the state of this chain is a tuple "
+            f"with a state for each of its {len(links)} links. The arguments are step(tx, grads, "
+            "state, params) and update(grads, state, params)."
         )
     given = updates
     folds = bool(before) and _takes_factor(final) and _clips_global_norm(before[-1])
@@ -243,9 +243,9 @@ def _step_any(
 
 
 _UNLIKE_BRANCHES = (
-    "A wrapper such as optax.apply_if_finite, conditionally_mask or MultiSteps chooses between an "
-    "update and zeros like the gradient, whose dtypes differ. Make the optimizer with "
-    "storage=Storage(update_dtype='gradient') (an argument of split_master_weights, too)."
+    "A wrapper such as optax.apply_if_finite, conditionally_mask or MultiSteps selects between an "
+    "update and zeros like the gradient, whose dtypes differ. Build the optimizer with "
+    "storage=Storage(update_dtype='gradient') (also an argument of split_master_weights)."
 )
 
 
@@ -254,14 +254,14 @@ def _has_unlike_branches(error: TypeError) -> bool:
 
 
 def _takes_factor(tx: optax.GradientTransformation) -> bool:
-    """Return whether a transformation takes a factor on its gradients, and 16-bit gradients."""
+    """Return whether a transformation accepts a gradient scale and 16-bit gradients."""
     return isinstance(tx, EngineTransformation) or (
         isinstance(tx, Sampler) and isinstance(tx.work.inner, EngineTransformation)
     )
 
 
 def _follows_gradients(tx: optax.GradientTransformation) -> bool:
-    """Return whether updates of one of our optimizers have the dtype of its gradients."""
+    """Return whether this is one of our optimizers with `update_dtype="gradient"`."""
     tx = tx.work.inner if isinstance(tx, Sampler) else tx
     return isinstance(tx, EngineTransformation) and tx.engine.storage.update_dtype == "gradient"
 
@@ -271,7 +271,7 @@ def _widened(updates: Tree) -> Tree:
 
 
 def _clips_global_norm(link: optax.GradientTransformation) -> bool:
-    """Return whether a link is `optax.clip_by_global_norm`, which has no class of its own."""
+    """Return whether a link is `optax.clip_by_global_norm`, recognized by its function's name."""
     update = link.update
     name = f"{getattr(update, '__module__', '')}.{getattr(update, '__qualname__', '')}"
     return name.startswith("optax.") and name.endswith(".clip_by_global_norm.<locals>.update_fn")
@@ -280,9 +280,9 @@ def _clips_global_norm(link: optax.GradientTransformation) -> bool:
 def _clipping_factor(
     link: optax.GradientTransformation, updates: optax.Updates, state: optax.OptState
 ) -> jax.Array:
-    """Return the factor of a clipping link on gradients, found by clipping their global norm."""
+    """Return the factor by which a link scales gradients, obtained by clipping their norm."""
     cells = (cell.cell_contents for cell in getattr(link.update, "__closure__", None) or ())
-    # inject_hyperparams makes another link each step, of an array that would be compiled in
+    # inject_hyperparams makes a new link in each step, whose array would be compiled in
     of_number = not any(isinstance(cell, jax.Array | np.ndarray) for cell in cells)
     factor = compiled(_factor) if of_number else _factor
     return factor(link, jax.tree.leaves(updates), state)
@@ -293,8 +293,8 @@ def _factor(
 ) -> jax.Array:
     norm = optax.tree.norm(_widened(updates))
     clipped, _ = link.update(norm, state)
-    # an infinite norm: finite gradients become 0 in optax too, infinite ones NaN
+    # for an infinite norm, as in optax, finite gradients become 0 and infinite ones NaN
     infinite = jnp.where(jnp.isnan(norm), norm, jnp.float32(0))
-    # a norm of 0: the squares of tiny gradients are 0 too, and optax leaves these as they are
+    # a norm of 0 may come from tiny gradients whose squares underflow; optax does not change them
     factor = jnp.where(norm == 0, 1, clipped / jnp.where(norm == 0, 1, norm))
     return jnp.where(jnp.isfinite(norm), factor, infinite).astype(jnp.float32)

@@ -24,35 +24,35 @@ from optax_lowmem._src.wrappers.slots import REFUSED, SlotFacts, facts, map_slot
 
 Select = Callable[[str, SlotFacts], GroupCodec | None]
 
-_OF_BLOCKS = ("FlashAdamState", "nu")  # may have a value a block, of another shape
-_DRAWN_AS = {"trace": "mu"}  # flash_sgd has optax's trace as mu: both draw the same random bits
+_OF_BLOCKS = ("FlashAdamState", "nu")  # may be block-wise, with a shape unlike the parameter's
+_DRAWN_AS = {"trace": "mu"}  # flash_sgd calls optax's trace mu; both draw the same random bits
 
 
 class CompressedState(NamedTuple):
-    """An optimizer's own state with codes in its slots, and the scales beside it."""
+    """The inner optimizer's state with codes in its slots, and their scales."""
 
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
     seed: jax.Array  # shape=(), dtype=jnp.uint32
-    inner_state: Any  # the inner state's own type
+    inner_state: Any  # of the inner optimizer's type
     scales: dict[str, Any]  # "<slot>_scale" -> a tree like the slot; "<slot>_scale_1" for a second
 
 
 def _in_one_row(
     state: optax.OptState, slot: str, shape: tuple[int, ...], weight: tuple[int, ...]
 ) -> bool:
-    """Return whether an array of a slot has a value a block: groups are along all of them."""
+    """Return whether a slot's array is block-wise, and therefore grouped as one flat vector."""
     return (type(state).__name__, slot) == _OF_BLOCKS and shape != weight
 
 
 def _unpackable(
     codec: GroupCodec | None, shape: tuple[int, ...], weight: tuple[int, ...]
 ) -> str | None:
-    """Return the reason why a slot cannot be kept in codes that share bytes, or None."""
+    """Return why a slot cannot be stored with several codes per byte, or None."""
     if codec is None or codec.codes_per_byte == 1 or shape == weight:
         return None
     return (
-        f"its values have shape {shape} and its parameter {weight}: how many they are cannot be "
-        f"told from bytes with {codec.codes_per_byte} codes"
+        f"its values have shape {shape} and its parameter {weight}: their number cannot be "
+        f"inferred from bytes with {codec.codes_per_byte} codes"
     )
 
 
@@ -66,7 +66,7 @@ def _may_be_slot(value: object) -> bool:
 
 
 def _leaf_forms(scales: Mapping[str, Any]) -> dict[tuple[str, str], tuple[Any, Any]]:
-    """(slot's scales, path) -> (shape, dtype)."""
+    """Return {(name of the scales, path): (shape, dtype)}."""
     return {
         (name, path): (jnp.shape(leaf), jnp.dtype(leaf.dtype))
         for name, tree in scales.items()
@@ -75,19 +75,19 @@ def _leaf_forms(scales: Mapping[str, Any]) -> dict[tuple[str, str], tuple[Any, A
 
 
 def _check_same_storage(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Raises where a state's slots were stored otherwise than they now are."""
+    """Raise if the scales before and after a step differ in shape or dtype."""
     old, new = _leaf_forms(before), _leaf_forms(after)
     for name, path in old.keys() | new.keys():
         if old.get((name, path)) != new.get((name, path)):
             raise ValueError(
-                f"{name} of '{path}' is {old.get((name, path))} in the state and would be "
+                f"{name} of '{path}' is {old.get((name, path))} in the state and would become "
                 f"{new.get((name, path))}: it was made or restored with other settings (policy, "
                 "slots). Use those, or call init again."
             )
 
 
 def _with_codes(scales: Mapping[str, Any]) -> set[tuple[str, str]]:
-    """(slot's scales, path) of the leaves that have scales, and so codes."""
+    """Return (name of the scales, path) of the leaves that have scales, and therefore codes."""
     return {key for key, (shape, _) in _leaf_forms(scales).items() if shape}
 
 
@@ -100,14 +100,14 @@ class _Slot(NamedTuple):
 
     codec: GroupCodec
     slot: str
-    name: Any  # of the leaf, as of `random.name_of`
+    name: Any  # `random.name_of` the leaf's path
     leaf: jax.Array
     stochastic: bool
     in_one_row: bool
 
 
 def _shaped(x: jax.Array, shape: tuple[int, ...], lies: NamedSharding | None) -> jax.Array:
-    """`x` reshaped; on Explicit axes it has this sharding, or None for replicated."""
+    """Reshape `x`; on Explicit axes the result has the sharding `lies` (None for replicated)."""
 
     def reshape(x: jax.Array) -> jax.Array:
         return x.reshape(shape)
@@ -141,7 +141,7 @@ def _decoded(
     length: int,
     group_size: int,
 ) -> jax.Array:
-    # plain XLA, not a kernel: it fuses into the inner update and the f32 is never stored
+    # XLA instead of a kernel: it is fused into the inner update, and f32 values are never stored
     rows = _shaped(codes, (codes.size,), None) if in_one_row else codes
     values = group_codec.decode(codec, rows, scales, group_size, length, implementation="xla")
     lies = explicit.sharding_of(codes)
@@ -181,7 +181,7 @@ class _Compressor:
 
     def _check_state(self, state: optax.OptState, params: optax.Params) -> None:
         shapes = _shapes(params)
-        slots: dict[str, bool] = {}  # field -> whether any state of that field is compressed
+        slots: dict[str, bool] = {}  # field -> whether it is compressed in any state
 
         def visit(node: optax.OptState, field: str, value: Any) -> Any:
             chosen = self._codec_of(node, field) is not None
@@ -199,7 +199,7 @@ class _Compressor:
         if missing or not any(slots.values()):
             raise ValueError(
                 f"the optimizer's state has no slot {' or '.join(missing) or 'to compress'}; "
-                f"it has {', '.join(slots) or 'none'}"
+                f"its slots are {', '.join(slots) or 'none'}"
             )
 
     # ---- encoding ----------------------------------------------------------------------------
@@ -219,8 +219,8 @@ class _Compressor:
     ) -> bool:
         """Record how a leaf of a slot is stored; return whether it is compressed.
 
-        `weight` is the parameter's shape, and `block` the `Block` where the slot has a value a
-        block and an `init` says of which.
+        `weight` is the parameter's shape. `block` is the `Block` of a block-wise slot, if `init`
+        recorded one.
         """
         shape = tuple(leaf.shape)
         is_float = jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -231,7 +231,7 @@ class _Compressor:
             refused=unpackable if is_float else f"{leaf.dtype} is not a float",
         )  # fmt: skip
         compressed = decision.codec is not None
-        if block is not None:  # in the words of the optimizers that keep it so themselves
+        if block is not None:  # described as by optimizers that store block-wise slots themselves
             form = f"{decision.form or 'f32'}, {block.words or 'a value a block'}"
             reason = "; ".join(filter(None, [block.reason, unpackable]))
             decision = dataclasses.replace(decision, form=form, reason=reason, block=block)
@@ -253,15 +253,15 @@ class _Compressor:
         before: Mapping[str, Any] = types.MappingProxyType({}),
         blocks: Mapping[tuple[str, str], Any] = types.MappingProxyType({}),
     ) -> tuple[Any, dict[str, Any]]:
-        """Inner state with codes, and the dictionary of scales.
+        """Return the inner state with codes, and the dictionary of scales.
 
         Args:
           state: the inner state, with f32 slots.
           params: the parameters, or the gradients.
-          seed: of the hash.
-          count: of the step.
+          seed: seed of the hash.
+          count: number of the step.
           before: the scales before the step.
-          blocks: of the shared slots, by (path, slot), for the decisions of an `init`.
+          blocks: the `Block`s of block-wise slots by (path, slot), for the decisions of `init`.
         """
         scales: dict[str, Any] = {}
         masked, stored, shapes = self._masked(params), _with_codes(before), _shapes(params)
@@ -294,7 +294,7 @@ class _Compressor:
         shapes: Mapping[str, tuple[int, ...]],
         blocks: Mapping[tuple[str, str], Any],
     ) -> list["_Slot | None"]:
-        """The leaves of slots in order, None where not compressed; decisions are recorded."""
+        """Return the slots' leaves in order (None if not compressed), and record decisions."""
         found: list[_Slot | None] = []
         seen: dict[str, Any] = {}
 
@@ -317,7 +317,7 @@ class _Compressor:
         return found
 
     def _decode(self, state: CompressedState, updates: optax.Updates) -> Any:
-        """The inner state with f32 slots."""
+        """Return the inner state with f32 slots."""
         decoded = iter(each(_decoded, self._to_decode(state, _shapes(updates)), self.group_size))
 
         def decode(node: optax.OptState, slot: str, value: Any) -> Any:
@@ -331,7 +331,7 @@ class _Compressor:
     def _to_decode(
         self, state: CompressedState, shapes: dict[str, tuple[int, ...]]
     ) -> list[tuple[GroupCodec, jax.Array, jax.Array, bool, int]]:
-        """(codec, codes, scales, whether in one row, length) of the compressed leaves, checked."""
+        """Check the compressed leaves; return each (codec, codes, scales, in_one_row, length)."""
         found: list[Any] = []
         seen: dict[str, Any] = {}
 
@@ -349,7 +349,7 @@ class _Compressor:
             rows = zip(trees.named_leaves(value), jax.tree.leaves(stored), strict=True)
             for (path, codes), scales in rows:
                 shape = shapes.get(path, ())
-                # of the values; bytes with several codes are of a slot with its weight's shape
+                # only slots with their weight's shape are stored with several codes per byte
                 packed = shape and codec.codes_per_byte > 1 and _is_code(codes)
                 own = shape if packed else codes.shape
                 row = _in_one_row(node, slot, own, shape)
@@ -368,7 +368,7 @@ class _Compressor:
         map_slots(visit, state.inner_state)
         if extra := [name for name in state.scales if name not in seen]:
             raise ValueError(
-                f"the state keeps {', '.join(extra)}, a slot that has no codec here: it was made "
+                f"the state has {', '.join(extra)} of a slot without a codec here: it was made "
                 "or restored with other settings. Use those, or call init again."
             )
         return found
@@ -396,10 +396,10 @@ class _Compressor:
     # ---- the transformation ------------------------------------------------------------------
 
     def init(self, params: optax.Params) -> CompressedState:
-        """The inner state, encoded; where every slot starts constant, no f32 array is allocated."""
+        """Return the encoded inner state; if every slot starts constant, allocate no f32 array."""
         for path, leaf in trees.named_leaves(params):
             trees.check_param(path, leaf)
-        # gradients reach the inner update in f32, so its state is f32 whatever the weights are
+        # the inner update gets f32 gradients, so its state is f32 for weights of any dtype
         abstract = jax.eval_shape(lambda p: self._start(trees.widened(p), True)[0], params)
         warn_of_patterns(self.policy, params)
         self._check_inner(params)
@@ -408,7 +408,7 @@ class _Compressor:
         seed = context.provided_seed(self.seed)
         small = jax.tree.map(lambda p: jnp.zeros((1,) * p.ndim, jnp.float32), params)
         start = Start(self._codec_of, self._decide, self.group_size)
-        # a mask may go by sizes
+        # one-element parameters may give another structure: a mask may depend on sizes
         if not (start.is_constant(abstract) and self._is_like(abstract, small)):
             started, blocks = self._start(trees.widened(trees.with_values(params)))
             inner, scales = self._encode(started, params, seed, count, blocks=blocks)
@@ -416,7 +416,7 @@ class _Compressor:
         masked = self._masked(params)
         inner, scales = start.spread(abstract, self._start(small)[0], params, masked)
         floats = (leaf.dtype for leaf in jax.tree.leaves(start.others(abstract)))
-        if any(jnp.issubdtype(dtype, jnp.inexact) for dtype in floats):  # maybe of values of params
+        if any(jnp.issubdtype(dtype, jnp.inexact) for dtype in floats):  # may depend on the weights
             values = trees.with_values(params)
             own = jax.jit(lambda p: start.others(self._start(trees.widened(p))[0]))(values)
             inner = start.put(own, inner)
@@ -425,10 +425,10 @@ class _Compressor:
     def _start(
         self, params: optax.Params, first: bool = False
     ) -> tuple[Any, dict[tuple[str, str], Any]]:
-        """The inner state, and the blocks of its shared slots by (path, slot).
+        """Return the inner state, and the `Block`s of its block-wise slots by (path, slot).
 
-        What the inner `init` decides is recorded where `first`: once in an `init`, and not about
-        slots that are compressed here.
+        With `first`, record the decisions of the inner `init`, except those about slots that are
+        compressed here. `init` calls this several times, but records decisions only once.
         """
         with context.absorbing() as decisions:
             state = self.inner.init(params)
@@ -447,7 +447,7 @@ class _Compressor:
         return state, {(d.path, d.slot): d.block for d in decisions if d.block is not None}
 
     def _is_like(self, abstract: optax.OptState, small: optax.OptState) -> bool:
-        """Return whether the inner state of other parameters has the structure of this one."""
+        """Return whether the inner state of the parameters `small` has the same structure."""
         like: Any = jax.tree.structure(jax.eval_shape(lambda p: self._start(p)[0], small))
         return bool(like == jax.tree.structure(abstract))
 
@@ -476,23 +476,23 @@ class _Compressor:
 
 
 def _check_uncoded(slot: str, value: object) -> None:
-    """Raises where a slot holds codes already."""
+    """Raise if a slot already holds codes."""
     for path, leaf in trees.named_leaves(value):
         if _is_code(leaf):
             raise ValueError(
-                f"slot {slot} of '{path}' is kept as {leaf.dtype} codes by the optimizer inside: "
-                f"give that one storage=Storage({slot}=None), or drop what compresses it again."
+                f"slot {slot} of '{path}' is already stored as {leaf.dtype} codes by the inner "
+                f"optimizer: give it storage=Storage({slot}=None), or remove this second codec."
             )
 
 
 def _check_shapes(slot: str, value: object, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raises where a moment has not the shape of its parameter, by which updates are checked."""
+    """Raise for a moment without its parameter's shape, which `update` checks against."""
     for path, leaf in trees.named_leaves(value):
         if leaf.ndim and shapes.get(path, leaf.shape) != leaf.shape:
             raise ValueError(
                 f"slot {slot} of '{path}' has shape {leaf.shape}, its parameter {shapes[path]}: "
                 "moments of another shape, such as the projected ones of optax.contrib.galore, "
-                "cannot be compressed. Leave them as they are."
+                "cannot be compressed. Leave them uncompressed."
             )
 
 
@@ -506,7 +506,7 @@ def compressed(
     policy: Policy,
     update_dtype: str,
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner` with the slots stored that `select` gives a codec; `wanted` must all be there."""
+    """Compress the slots for which `select` returns a codec; all of `wanted` must exist."""
     check_group_size(group_size)
     if rounding not in ("stochastic", "nearest"):
         raise ValueError(f"rounding must be 'stochastic' or 'nearest', got {rounding!r}")
@@ -527,29 +527,29 @@ def compress_state(
     update_dtype: str = "gradient",
     **slot_codecs: GroupCodec | None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Stores named slots of any optax optimizer's state with 8-bit codecs.
+    """Store named slots of any optax optimizer's state with 8-bit codecs.
 
     Args:
-      inner: any optax transformation, chains included.
-      group_size: neighbours on the last axis that share a scale.
-      rounding: `stochastic` (an average that moves slowly never sticks) or `nearest`; a running
+      inner: any optax transformation, including chains.
+      group_size: number of neighbors on the last axis that share a scale.
+      rounding: `stochastic` (unbiased, so slow averages never stall) or `nearest`; a running
         maximum such as amsgrad's `nu_max` is always rounded to nearest.
-      seed: of the hash behind stochastic rounding.
-      policy: leaves and slots to leave as they are.
-      update_dtype: `gradient`, an update in the dtype of its gradient as optax's own, or `float32`.
-        (Inside `split_master_weights` gradients, and so updates, are f32.)
+      seed: seed of the hash for stochastic rounding.
+      policy: leaves and slots to store uncompressed.
+      update_dtype: `gradient`, updates in the gradients' dtype as in optax, or `float32`.
+        (Inside `split_master_weights` gradients, and therefore updates, are f32.)
       **slot_codecs: a codec for each slot by the name of its field, such as `mu=softsign()`.
 
     Returns:
       An optax transformation. Its state keeps the inner state's types, with codes in their slots.
 
     Raises:
-      ValueError: in `init`, for a slot that the state does not have (naming those it has) or that
-        cannot be rounded (of centered `rmsprop`), for moments of another shape than their
+      ValueError: in `init`, for a slot that the state does not have (the error lists its slots) or
+        that cannot be rounded (centered `rmsprop`), for moments whose shape is not their
         parameter's (`optax.contrib.galore`), for a signed slot with an unsigned codec, or around an
         optimizer that splits master weights.
 
-    Memory: 1.06 bytes (e8m8 scales) or 1.13 (f32) a value instead of 4.
+    Memory: 1.06 bytes (e8m8 scales) or 1.13 bytes (f32 scales) per value instead of 4.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lowmem as lowmem
@@ -597,21 +597,21 @@ def compand_momentum(
     policy: Policy = Policy(),  # noqa: B008 (frozen)
     update_dtype: str = "gradient",
 ) -> optax.GradientTransformationExtraArgs:
-    """Stores the first moment of a transformation as companded int8 (FlashOptim, equation 3).
+    """Store the first moment of a transformation as companded int8 (FlashOptim, equation 3).
 
     Args:
-      inner: a transformation with a first moment in f32 (`mu`, `trace`, `m`, `ema`), of optax or
+      inner: a transformation of optax with a first moment in f32 (`mu`, `trace`, `m`, `ema`), or
         `scale_by_adam_mini`; or a decay b for a plain link of a chain, m = b m + (1-b) g without
         debiasing.
-      codec: softsign int8 by default.
-      group_size: neighbours on the last axis that share a scale.
+      codec: the codec; softsign int8 by default.
+      group_size: number of neighbors on the last axis that share a scale.
       rounding: `stochastic` or `nearest`.
-      seed: of the hash behind stochastic rounding.
-      policy: leaves to leave as they are.
-      update_dtype: `gradient`, an update in the dtype of its gradient, or `float32`.
+      seed: seed of the hash for stochastic rounding.
+      policy: leaves to store uncompressed.
+      update_dtype: `gradient`, updates in the gradients' dtype, or `float32`.
 
     Returns:
-      An optax transformation; 1.06 bytes a value instead of 4.
+      An optax transformation; 1.06 bytes per value instead of 4.
 
     Example:
       >>> import optax, optax_lowmem as lowmem
@@ -633,21 +633,21 @@ def sqrt_variance_quant(
     policy: Policy = Policy(),  # noqa: B008 (frozen)
     update_dtype: str = "gradient",
 ) -> optax.GradientTransformationExtraArgs:
-    """Stores the second moment of a transformation as uint8 of its root (FlashOptim, equation 4).
+    """Store the root of a transformation's second moment as uint8 (FlashOptim, equation 4).
 
     Args:
-      inner: a transformation with a non-negative second moment in f32 (`nu`, `n`,
-        `sum_of_squares`), of optax or `scale_by_adam_mini`, whose values of blocks lie in one row;
-        or a decay b for a plain link of a chain, g / sqrt(v) with v = b v + (1-b) g^2.
-      codec: sqrt uint8 by default.
-      group_size: neighbours on the last axis that share a scale.
+      inner: a transformation of optax with a non-negative second moment in f32 (`nu`, `n`,
+        `sum_of_squares`), or `scale_by_adam_mini`, whose block-wise values are grouped as one flat
+        vector; or a decay b for a plain link of a chain, g / sqrt(v) with v = b v + (1-b) g^2.
+      codec: the codec; sqrt uint8 by default.
+      group_size: number of neighbors on the last axis that share a scale.
       rounding: `stochastic` or `nearest`.
-      seed: of the hash behind stochastic rounding.
-      policy: leaves to leave as they are.
-      update_dtype: `gradient`, an update in the dtype of its gradient, or `float32`.
+      seed: seed of the hash for stochastic rounding.
+      policy: leaves to store uncompressed.
+      update_dtype: `gradient`, updates in the gradients' dtype, or `float32`.
 
     Returns:
-      An optax transformation; 1.13 bytes a value instead of 4.
+      An optax transformation; 1.13 bytes per value instead of 4.
 
     Example:
       >>> import optax, optax_lowmem as lowmem

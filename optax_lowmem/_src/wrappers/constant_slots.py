@@ -1,4 +1,4 @@
-"""Slots of a state that start as constants, encoded without an f32 array of their size."""
+"""Encode slots that start as constants without allocating them in f32."""
 
 import dataclasses
 from collections.abc import Callable
@@ -16,12 +16,12 @@ from optax_lowmem._src.wrappers.slots import facts, map_slots, scale_name
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Start:
-    """States whose slots start as constants.
+    """Encoder of states whose slots start as constants.
 
     Attributes:
       codec_of: (state, field) -> codec, or None.
-      decide: records how a leaf of a slot is stored, and gives whether it is compressed.
-      group_size: neighbours that share a scale.
+      decide: records how a leaf of a slot is stored, and returns whether it is compressed.
+      group_size: number of neighbors that share a scale.
     """
 
     codec_of: Callable[[Any, str], GroupCodec | None]
@@ -29,7 +29,7 @@ class Start:
     group_size: int
 
     def is_constant(self, abstract: optax.OptState) -> bool:
-        """Return whether all large arrays of a state are slots known to start as a constant."""
+        """Return whether all arrays with several elements are slots that start as a constant."""
         constant = True
 
         def visit(node: optax.OptState, slot: str, value: Any) -> Any:
@@ -43,7 +43,7 @@ class Start:
         return constant and all(leaf.size <= 1 for leaf in jax.tree.leaves(rest))
 
     def others(self, state: optax.OptState) -> Any:
-        """A state with () in the place of its compressed slots."""
+        """Return a state with each compressed slot replaced by ()."""
 
         def visit(node: optax.OptState, slot: str, value: Any) -> Any:
             return value if self.codec_of(node, slot) is None else ()
@@ -51,7 +51,7 @@ class Start:
         return map_slots(visit, state)
 
     def put(self, others: optax.OptState, encoded: optax.OptState) -> Any:
-        """Return a state of `others` with the compressed slots of the state `encoded` put back."""
+        """Return the state `others` with the compressed slots of the state `encoded`."""
         slots = self._slots(encoded)
 
         def visit(node: optax.OptState, slot: str, value: Any) -> Any:
@@ -66,10 +66,13 @@ class Start:
         params: optax.Params,
         masked: set[str],
     ) -> tuple[Any, dict[str, Any]]:
-        """The encoded state of `abstract`'s shapes from that of one-element parameters."""
+        """Return the encoded state with `abstract`'s shapes, and its scales.
+
+        The constants are those of `small`, the state of one-element parameters.
+        """
         weights = dict(trees.named_leaves(params))
         shapes = iter(jax.tree.leaves(self._slots(abstract)))
-        trees_of: list[Any] = []  # of each slot the tree of what its leaves become
+        trees_of: list[Any] = []  # for each slot, the tree of its abstract leaves
         rows: list[Any] = []
 
         def visit(node: optax.OptState, slot: str, value: Any) -> Any:
@@ -104,7 +107,7 @@ class Start:
         return map_slots(put, small), scales
 
     def _slots(self, state: optax.OptState) -> list[Any]:
-        """The compressed slots of a state, in order."""
+        """Return the compressed slots of a state, in order."""
         slots: list[Any] = []
 
         def visit(node: optax.OptState, slot: str, value: Any) -> Any:
@@ -120,11 +123,11 @@ class Start:
 def _spread(
     rows: list[tuple[GroupCodec | None, jax.Array, jnp.dtype, jax.Array]], group_size: int
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """Codes and scales of slots that are one number everywhere, and lie as their weights.
+    """Return codes and scales of constant slots, with the sharding of their weights.
 
     Args:
-      rows: (codec, the number, the slot's dtype, the weight) of each leaf.
-      group_size: neighbours that share a scale.
+      rows: (codec, the constant, the slot's dtype, the weight) of each leaf.
+      group_size: number of neighbors that share a scale.
     """
     pairs = []
     for codec, one, dtype, weight in rows:
@@ -133,7 +136,7 @@ def _spread(
             whole = one if same else jnp.full_like(weight, one.reshape(()), dtype=dtype)
             pairs.append((whole, jnp.zeros((), jnp.float32)))
             continue
-        # a whole byte of codes, where several share one
+        # codes_per_byte values, to encode one whole byte
         row = jnp.broadcast_to(one.astype(jnp.float32).reshape(1), (codec.codes_per_byte,))
         code, scale = encode_array(codec, row, group_size)
         codes, scales = codec.storage(weight.shape, group_size)

@@ -1,4 +1,4 @@
-"""An average of the master weights in three bytes per parameter that does not stall."""
+"""Moving average of the master weights at 3 bytes per parameter, without stalling."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ class MasterEmaState(NamedTuple):
 
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
     seed: jax.Array  # shape=(), dtype=jnp.uint32
-    ema: Any  # bf16, of the parameters' shapes
+    ema: Any  # bf16, the parameters' shapes
     ema_correction: Any  # int8 or int16
     inner_state: optax.OptState
 
@@ -94,7 +94,7 @@ def _averaged(
     seed: jax.Array,
     count: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """The average of a leaf one step on; 24 bits are rounded stochastically."""
+    """Return a leaf's average after one step; at 24 bits it is rounded stochastically."""
     old = split.join(ema, kept)
     new = old + complement("decay", decay) * (join_master(weight, correction) - old)
     if split.bits == 24:
@@ -109,19 +109,19 @@ def track_master_ema(
     bits: int = 24,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Keeps e = decay e + (1 - decay) w of the master weights beside an optimizer.
+    r"""Track the moving average e = decay e + (1 - decay) w of the master weights.
 
-    In bf16 such an average stands still as soon as (1 - decay) |w - e| is under 2^-9 |e|; at 24
-    bits with stochastic rounding its mean moves at any distance.
+    In bf16 such an average stalls once (1 - decay) |w - e| is below 2^-9 |e|; at 24 bits with
+    stochastic rounding its expectation moves at any distance.
 
     Args:
-      inner: the whole optimizer, its split included.
-      decay: in [0, 1).
+      inner: the whole optimizer, including its split of master weights.
+      decay: decay rate, in [0, 1).
       bits: 24 (3 bytes per parameter) or 32 (4 bytes).
-      seed: of the stochastic rounding.
+      seed: seed of the stochastic rounding.
 
     Returns:
-      An optax transformation with the same updates; `ema_params(state)` reads the average.
+      An optax transformation with the same updates; `ema_params(state)` returns the average.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -137,13 +137,13 @@ def track_master_ema(
 
 
 def ema_params(state: optax.OptState) -> optax.Params:
-    """The average of the master weights (f32) in an optimizer state, through any wrapper.
+    """Return the average of the master weights (f32) from an optimizer state with any wrappers.
 
     Args:
-      state: of an optimizer with `track_master_ema` in it.
+      state: state of an optimizer that contains `track_master_ema`.
 
     Raises:
-      ValueError: where there is none, or more than one.
+      ValueError: if the state has no average, or more than one.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lowmem as lowmem
@@ -154,7 +154,7 @@ def ema_params(state: optax.OptState) -> optax.Params:
     found = list(trees.states_with(state, "ema_correction", trees.is_ours))
     if len(found) != 1:
         raise ValueError(
-            f"the state holds {len(found)} averages of master weights; wrap the optimizer in "
-            "track_master_ema once"
+            f"the state has {len(found)} averages of master weights, expected one: wrap the "
+            "optimizer in track_master_ema once"
         )
     return join_masters(found[0].ema, found[0].ema_correction)

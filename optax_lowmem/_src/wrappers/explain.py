@@ -1,4 +1,4 @@
-"""`explain`: what happens to each leaf, and what is wrong with how an optimizer is put together."""
+"""`explain`: how each leaf is stored and stepped, and warnings about misused wrappers."""
 
 import collections
 import dataclasses
@@ -20,30 +20,30 @@ from optax_lowmem._src.core.policy import unmatched_patterns
 from optax_lowmem._src.core.typing import Shaped
 from optax_lowmem._src.wrappers.start import start
 
-# ---- updates changed after the split of their master weights, whose corrections are then stale ---
+# ---- corrections that are stale, since the updates were changed after the split ------------------
 
-_PROBE_SIDES = 4, 64  # of a trial's leaves, at most; the larger where the smaller does not do
-# of optax: what they hand out is an update of what they wrap, as it is
+_PROBE_SIDES = 4, 64  # maximum side of leaves in a trial step; the larger if the smaller fails
+# states of optax wrappers that return the updates of what they wrap unchanged
 _PASSING = ("MaskedState", "PartitionState", "InjectHyperparamsState",
             "InjectStatefulHyperparamsState")  # fmt: skip
-_SELECTING = ("MultiStepsState", "ApplyIfFiniteState")  # that, or zeros
+_SELECTING = ("MultiStepsState", "ApplyIfFiniteState")  # these updates, or zeros
 _INSIDE = (
     "split_master_weights(wrapper(flash_adamw(..., storage=Storage(master_weight_bits=None))))"
 )
 
 
 def may_be_stale(state: optax.OptState) -> bool:
-    """Return whether, by the structure of a state, updates may be changed after a split."""
+    """Return whether, judging by the state's structure, updates may change after a split."""
     return _wrapped(state, (*_PASSING, *_SELECTING), ours=True)
 
 
 def _followed(state: optax.OptState) -> bool:
-    """Return whether links of a chain follow a split, with no selecting wrapper around them."""
+    """Return whether links of a chain follow a split, without a selecting wrapper around it."""
     return _wrapped(state, _PASSING, ours=False, otherwise=False)
 
 
 def _wrapped(node: object, known: tuple[str, ...], ours: bool, otherwise: bool = True) -> bool:
-    """Return whether a chain goes on after the split inside a state, or `otherwise` if unknown.
+    """Return whether links of a chain follow the split in a state, or `otherwise` if unknown.
 
     Args:
       node: a state, or a part of one.
@@ -63,7 +63,7 @@ def _wrapped(node: object, known: tuple[str, ...], ours: bool, otherwise: bool =
 
 
 def _in_some_steps(node: object) -> bool:
-    """Return whether a condition on the step, around or after the split, may change its updates."""
+    """Return whether a condition on the step, around or after a split, may change its updates."""
     if not _has_split(node) or _is_split(node):
         return False
     if type(node).__name__ == "ConditionallyTransformState":
@@ -89,7 +89,7 @@ def _has_split(node: object) -> bool:
 
 
 def _is_chain(node: object) -> bool:
-    """Of optax.chain or optax.named_chain."""
+    """Return whether this is the state of optax.chain or optax.named_chain."""
     return type(node) in (tuple, OrderedDict)
 
 
@@ -98,20 +98,21 @@ def _parts(node: object) -> Iterator[Any]:
 
 
 def stale_corrections(tx: optax.GradientTransformation, params: optax.Params) -> list[str]:
-    """Warnings for leaves whose final update is not what their optimizer emitted, in a trial step.
+    """Return warnings for leaves whose update was changed after the split, found in a trial step.
 
-    It emits one that leads to a weight with a correction, or to one that it rounded stochastically.
+    A split emits updates to weights with a correction, or rounded stochastically; the final updates
+    of the step must be equal to these.
 
     Args:
       tx: any optax transformation.
-      params: the weights as they are stored, or their `jax.eval_shape`.
+      params: the stored weights, or their `jax.eval_shape`.
     """
     for side in _PROBE_SIDES:
         try:
             with jax.ensure_compile_time_eval():
                 changed = _changed(tx, params, side)
             break
-        except Exception as error:  # a trial must not take down what it is for
+        except Exception as error:  # a failed trial becomes a warning, not an error of the caller
             failed = error
     else:
         return [f"could not try a step to look for stale corrections: {failed}"]
@@ -123,21 +124,21 @@ def stale_corrections(tx: optax.GradientTransformation, params: optax.Params) ->
     if of_split := [path for path in changed if path not in rounded]:
         found.append(
             f"the updates of {_few(of_split)} are changed after the split of their master weights, "
-            "whose corrections then belong to other weights. Put what changes them inside: "
+            "which makes the corrections stale. Put the transformation that changes them inside: "
             f"{_INSIDE}."
         )
     if of_rounded := [path for path in changed if path in rounded]:
         found.append(
             f"the updates of {_few(of_rounded)} are changed after their 16-bit weights were "
-            "rounded stochastically: what is added is rounded to nearest, and steps under half an "
-            "ulp of a weight are lost. Put what changes them before the optimizer, or inside a "
-            f"split: {_INSIDE}."
+            "rounded stochastically: the changes are rounded to nearest, and steps under half an "
+            "ulp of a weight are lost. Put the transformation that changes them before the "
+            f"optimizer, or inside a split: {_INSIDE}."
         )
     return found
 
 
-# Of optax: they take differences of weights, of which the rounding of a master weight is a part.
-# (Measured without a loss: prodigy, dadapt_adamw, cocob, madgrad, momo, schedule_free.)
+# Optimizers of optax that use differences of weights, which the rounding of masters distorts.
+# (No loss was measured for prodigy, dadapt_adamw, cocob, madgrad, momo, schedule_free.)
 _DISTANCES = {
     "MechanicState": "mechanize", "DoGState": "dog", "DoWGState": "dowg",
     "ScaleByLBFGSState": "lbfgs",
@@ -145,7 +146,7 @@ _DISTANCES = {
 
 
 def rounded_distances(state: optax.OptState) -> list[str]:
-    """Warnings for optimizers that take differences of weights inside a split of 24 bits."""
+    """Return warnings for optimizers inside a 24-bit split that use differences of weights."""
     found: set[str] = set()
     for node in trees.states_with(state, "correction", trees.is_ours):
         if any(c.ndim and c.dtype == jnp.int8 for c in jax.tree.leaves(node.correction)):
@@ -154,8 +155,8 @@ def rounded_distances(state: optax.OptState) -> list[str]:
             )
             found |= _DISTANCES.keys() & {type(inner).__name__ for inner in inside}
     return [
-        f"optax's {_DISTANCES[kind]} takes differences of weights, which 24-bit master weights "
-        "round: keep them in 32 bits, split_master_weights(..., bits=32), as "
+        f"optax's {_DISTANCES[kind]} uses differences of weights, which the rounding of 24-bit "
+        "master weights distorts: use 32 bits, split_master_weights(..., bits=32) or "
         "Storage(master_weight_bits=32)."
         for kind in sorted(found)
     ]
@@ -178,10 +179,10 @@ def _changed(tx: optax.GradientTransformation, params: optax.Params, most: int) 
     fast = weights.fast if isinstance(weights, optax.LookaheadParams) else weights
     grads = jax.tree.map(lambda w: jnp.full(w.shape, 0.5, jnp.float32), fast)
     with context.emitting() as emitted:
-        # jit may trace branches (MultiSteps, cond) whose values never leave it: run op by op
+        # under jit, values of branches (MultiSteps, cond) are tracers that must not leave them
         with jax.disable_jit():
             final = _updates(tx, grads, state, weights, fast)
-    # a schedule may start with a factor of 1: in a chain what is not the very array was changed
+    # values may be equal by chance (a schedule that starts at 1): in a chain, compare identity
     untouched, in_some_steps = _followed(state), _in_some_steps(state)
 
     def differs(update: jax.Array, own: jax.Array) -> bool:
@@ -203,12 +204,12 @@ def _updates(
     weights: optax.Params,
     at: optax.Params,
 ) -> optax.Updates:
-    """Return the updates of a step with those extra arguments of optax that `tx` takes.
+    """Return the updates of a step, passing those extra arguments of optax that `tx` accepts.
 
-    They are of the sum of w / 2 + (w - at)^2, whose gradient at `at` is `grads`.
+    They belong to the loss sum(w / 2 + (w - at)^2), whose gradient at `at` is `grads`.
     """
 
-    def value_fn(params: optax.Params, grad_fn: object = None) -> jax.Array:  # takes what is left
+    def value_fn(params: optax.Params, grad_fn: object = None) -> jax.Array:
         wide = trees.widened(params), trees.widened(at)
         terms = jax.tree.map(lambda w, a: jnp.sum(w / 2 + (w - a) ** 2), *wide)
         return jnp.asarray(sum(jax.tree.leaves(terms)), jnp.float32)
@@ -225,7 +226,7 @@ def _updates(
 
 
 def _shortened(side: int, most: int) -> int:
-    """A side halved until it is short enough: a number of heads still divides it, mostly."""
+    """Halve a side until it is at most `most`, so that a number of heads usually divides it."""
     while side > most and side % 2 == 0:
         side //= 2
     return min(side, most)
@@ -233,17 +234,17 @@ def _shortened(side: int, most: int) -> int:
 
 # ---- `explain` -----------------------------------------------------------------------------------
 
-_NO_SPLIT = "none: no optimizer here splits it, so steps under half an ulp of the weight are lost"
+_NO_SPLIT = "none: no optimizer splits this leaf, so steps under half an ulp of a weight are lost"
 
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Storage of a tree of parameters under an optimizer.
+    """How an optimizer stores and steps a tree of parameters.
 
     Attributes:
       decisions: one for each slot of each leaf.
       steps: for each leaf, the implementation of its step on this machine.
-      warnings: misuses found; each says what to do.
+      warnings: misuses, each with advice.
     """
 
     decisions: tuple[context.Decision, ...]
@@ -251,9 +252,9 @@ class Explanation:
     warnings: tuple[str, ...]
 
     def __str__(self) -> str:
-        """Leaves with equal slots together, one line for each way of a step, then the warnings."""
+        """Return slots by groups of leaves, a line for each implementation, then the warnings."""
         if not self.decisions:
-            return "nothing here keeps low-memory state"
+            return "no leaf has low-memory state"
         lines: list[str] = []
         for slots, paths in self._merged().items():
             lines += [trees.some_of(paths)]
@@ -264,7 +265,7 @@ class Explanation:
         return "\n".join([*lines, *(f"warning: {w}" for w in self.warnings)])
 
     def _merged(self) -> dict[tuple[tuple[str, str | None, str], ...], list[str]]:
-        """Return the paths of the leaves by their slots: name, form and reason of each."""
+        """Group the paths of leaves with equal slots, each slot being (name, form, reason)."""
         slots: dict[str, list[tuple[str, str | None, str]]] = collections.defaultdict(list)
         for d in self.decisions:
             slots[d.path].append((d.slot, d.form, d.reason))
@@ -275,19 +276,19 @@ class Explanation:
 
 
 def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanation:
-    """For each leaf: the codec of each slot, its split, the kernel of its step; or why it has none.
+    """Explain each leaf's codecs, split and kernel, or why it has none.
 
-    Of parameters that lie on a mesh it says whose groups lie on two devices, so that their moments
-    are gathered in each step.
+    For parameters sharded over a mesh, it reports the leaves with groups that span two devices,
+    whose moments are gathered in each step.
 
-    Also tries one step on a few numbers, where something around an optimizer that splits or rounds
-    16-bit weights may change its updates, and warns where they are changed (by a later `scale`,
-    `schedule_free`, `lookahead`, `reduce_on_plateau` around it), which would silently leave its
-    corrections behind, or round to nearest once more what was rounded stochastically.
+    If a transformation around an optimizer that splits or rounds 16-bit weights may change its
+    updates, one step is tried on small leaves. A warning reports updates that change after the
+    split (by a later `scale`, `schedule_free`, `lookahead` or `reduce_on_plateau`): this would
+    silently make the corrections stale, or round stochastically rounded weights again, to nearest.
 
     Args:
       tx: any optax transformation.
-      params: the weights as they are stored, or their `jax.eval_shape`.
+      params: the stored weights, or their `jax.eval_shape`.
 
     Returns:
       An `Explanation`; print it.
@@ -324,7 +325,7 @@ def explain(tx: optax.GradientTransformation, params: optax.Params) -> Explanati
 
 
 def _cut_groups(params: optax.Params, decisions: list[context.Decision]) -> dict[str, list[str]]:
-    """Describe how shards cut through groups, by leaf; once for slots of one group size."""
+    """Describe how shards cut through groups, by leaf, without duplicates."""
     leaves = dict(trees.named_leaves(params))
     found: dict[str, list[str]] = collections.defaultdict(list)
     for decision in decisions:
@@ -336,7 +337,7 @@ def _cut_groups(params: optax.Params, decisions: list[context.Decision]) -> dict
         reason = place.cut_groups(tuple(leaf.shape), size)
         several = decision.codec.codes_per_byte if decision.codec is not None else 1
         if reason and place.local(tuple(leaf.shape))[-1] % several:
-            reason += f", and bytes of {several} codes too: those are whole along that axis"
+            reason += f", and through bytes of {several} codes: these are replicated on that axis"
         if reason is not None and reason not in found[decision.path]:
             found[decision.path].append(reason)
     return found

@@ -1,4 +1,4 @@
-"""`lowmem.init`."""
+"""`lowmem.init`: 16-bit weights and their optimizer state."""
 
 import warnings
 
@@ -20,33 +20,31 @@ def init(
     seed: ArrayLike | None = None,
     allow_rounding: bool = False,
 ) -> tuple[optax.Params, optax.OptState]:
-    """16-bit weights and an optimizer state that together hold f32 parameters.
+    """Return 16-bit weights and an optimizer state that together hold f32 parameters.
 
     Every split inside `tx` (through chain, masked, partition, MultiSteps, inject_hyperparams) gets
-    the corrections of its leaves. A leaf without a split would be rounded to nearest and the rest
-    of it be gone, and with it every later step under half an ulp: that is refused unless it is
-    asked for.
+    the corrections of its leaves. A leaf without a split would be rounded to nearest, and every
+    later step under half an ulp would be lost: this raises an error unless `allow_rounding` is set.
 
     Args:
       tx: an optimizer.
       params: f32 parameters.
-      dtype: of the weights: bfloat16, float16 or float32, or a function (path, leaf) -> dtype, for
-        example to keep norms in f32.
-      seed: of stochastic rounding, an integer instead of `Storage.seed`; may be traced (one for
-        each member of an ensemble). Of a key of `jax.random`: `jax.random.bits(key)`.
-      allow_rounding: let f32 leaves that no optimizer here splits become 16-bit weights, for
-        example frozen ones. `Storage(master_weight_bits=None)` says the same of an optimizer's own.
+      dtype: dtype of the weights: bfloat16, float16 or float32, or a function (path, leaf) ->
+        dtype, for example to keep norms in f32.
+      seed: seed of stochastic rounding, an integer that replaces `Storage.seed`; may be traced (one
+        for each member of an ensemble). For a key of `jax.random`, pass `jax.random.bits(key)`.
+      allow_rounding: round f32 leaves that no optimizer splits to 16-bit weights, for example
+        frozen ones. Not needed for optimizers with `Storage(master_weight_bits=None)`.
 
     Returns:
-      Weights and state, (weights, state). Leaves that are neither cast nor split are the arrays
-      that were given: a step that donates them takes those. Under `gaussws_noise` weights have
-      their first noise. Peak memory is that of params, weights and state, plus temporaries of one
-      leaf.
+      (weights, state). Leaves that are neither cast nor split are the given arrays, so a step that
+      donates the weights also donates these. Under `gaussws_noise` weights have their first noise.
+      Peak memory is that of params, weights and state, plus temporaries of one leaf.
 
     Raises:
-      TypeError: for float64 parameters, and those that are not floats but where a mask or partition
-        leaves them to others: these stay as they are.
-      ValueError: where two optimizers split one leaf, or an f32 leaf would lose precision.
+      TypeError: for float64 parameters, and for parameters that are not floats unless a mask or
+        partition excludes them; excluded ones are returned unmodified.
+      ValueError: if two optimizers split one leaf, or an f32 leaf would lose precision.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem

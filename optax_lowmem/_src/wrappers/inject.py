@@ -1,4 +1,4 @@
-"""`optax.inject_hyperparams` whose hyperparameters are f32 beside 16-bit weights."""
+"""`optax.inject_hyperparams` with f32 hyperparameters also for 16-bit weights."""
 
 import functools
 import inspect
@@ -10,7 +10,7 @@ import optax
 
 from optax_lowmem._src.core.hyperparameters import PowerDecay
 
-# Arguments of this library's constructors that have to be known when tracing, or are functions.
+# Arguments of this library's constructors that must be static under tracing, or are functions.
 _STATIC = frozenset(
     ("accumulator_dtype", "below", "bits", "bits_init", "bits_loss", "bits_target", "blocks",
      "clean_dtype", "every", "group_size", "mask", "min_dim_size_to_factor", "mu_dtype",
@@ -23,26 +23,27 @@ def inject_hyperparams(
     inner_factory: Callable[..., optax.GradientTransformation],
     static_args: str | Iterable[str] = (),
 ) -> Callable[..., optax.GradientTransformationExtraArgs]:
-    """Keeps the hyperparameters of an optimizer in its state, in f32, where they may be changed.
+    """Store the hyperparameters of an optimizer in its state, in f32, where they can be changed.
 
-    `optax.inject_hyperparams` casts hyperparameters, defaults included, to the dtype of the
-    parameters. In bf16 b2 = 0.999 is 1: `optax.adamw` then makes NaN, and our optimizers raise.
-    This is optax's with `hyperparam_dtype=jnp.float32`, the same state and the same updates. A
-    `b2_schedule` stays what it is, an exact mean without debiasing.
+    `optax.inject_hyperparams` casts hyperparameters, including defaults, to the dtype of the
+    parameters. In bf16 b2 = 0.999 is 1: `optax.adamw` then returns NaN, and our optimizers raise.
+    This calls it with `hyperparam_dtype=jnp.float32`; state and updates are the same. A
+    `b2_schedule` is not injected, so that it remains an exact mean without debiasing.
 
     Args:
-      inner_factory: what makes the optimizer, such as `lowmem.flash_adamw`.
-      static_args: names of arguments of it that are neither numbers nor schedules to be injected.
-        Those of this library's optimizers are known, such as `mask` and `ns_steps`.
+      inner_factory: function that returns the optimizer, such as `lowmem.flash_adamw`.
+      static_args: names of its arguments that should not be injected, since they are neither
+        numbers nor schedules. Those of this library's optimizers are known, such as `mask` and
+        `ns_steps`.
 
     Returns:
-      A function with the arguments of `inner_factory`, each a number or a schedule. It gives an
+      A function with the arguments of `inner_factory`, each a number or a schedule. It returns an
       optax transformation whose state has them as `state.hyperparams`.
 
     Raises:
-      ValueError: for names that are no arguments of `inner_factory`.
+      ValueError: for names that are not arguments of `inner_factory`.
 
-    Memory: 4 bytes a hyperparameter.
+    Memory: 4 bytes per hyperparameter.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -56,7 +57,7 @@ def inject_hyperparams(
     given = {static_args} if isinstance(static_args, str) else set(static_args)
     if _is_ours(inner_factory):
         given |= _STATIC & inspect.signature(inner_factory).parameters.keys()
-    optax.inject_hyperparams(inner_factory, given)  # raises for names that are none
+    optax.inject_hyperparams(inner_factory, given)  # raises for unknown names
 
     @functools.wraps(inner_factory)
     def made(*args: Any, **kwargs: Any) -> optax.GradientTransformationExtraArgs:

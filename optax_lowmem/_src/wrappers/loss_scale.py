@@ -1,4 +1,4 @@
-"""A fixed loss scale that skips tensors, not steps (Wortsman et al., appendix G)."""
+"""Fixed loss scale that skips single tensors instead of steps (Wortsman et al., appendix G)."""
 
 import dataclasses
 from typing import Any
@@ -17,9 +17,9 @@ def _is_finite(g: jax.Array) -> jax.Array:
 
 
 def _unscaled(leaves: list[jax.Array], scale: float) -> list[tuple[jax.Array, jax.Array]]:
-    """(Whether it is finite, what it is without the scale) of each gradient."""
+    """Return (whether it is finite, the unscaled gradient) for each gradient."""
     finite = list(map(_is_finite, leaves))
-    # 0, so that a norm over the tree is one of the others
+    # gradients that overflowed become 0, so that they do not affect a norm over the tree
     return [
         (ok, jnp.where(ok, numerics.widen_float(g) * (1 / scale), 0))
         for g, ok in zip(leaves, finite, strict=True)
@@ -29,7 +29,7 @@ def _unscaled(leaves: list[jax.Array], scale: float) -> list[tuple[jax.Array, ja
 def _chosen(
     steps: list[tuple[jax.Array, jax.Array]], states: list[tuple[jax.Array, jax.Array, jax.Array]]
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Steps or 0, new states or old, by whether the gradient (first in a row) is finite."""
+    """Select step and new state if the gradient (row[0]) is finite, else 0 and the old state."""
     taken = [jnp.where(ok, step, jnp.zeros_like(step)) for ok, step in steps]
     return taken, [jnp.where(ok, new, old) for ok, new, old in states]
 
@@ -70,19 +70,19 @@ class _Unscaler:
         state = self.inner.init(params)
         if next(trees.states_with(state, "accumulated", trees.is_ours), None) is not None:
             raise ValueError(
-                "gradients are accumulated inside per_tensor_loss_scale, where a tensor that is "
-                "skipped keeps its sum and not its place in the count: put accumulate_gradients "
-                "around it, accumulate_gradients(per_tensor_loss_scale(tx, scale), ...)."
+                "accumulate_gradients is inside per_tensor_loss_scale, where a skipped tensor "
+                "would keep its sum while the micro-batches are still counted: put it outside, "
+                "accumulate_gradients(per_tensor_loss_scale(tx, scale), ...)."
             )
         self._marks(state, params)
         return state
 
     def _marks(self, state: optax.OptState, finite: object) -> object:
-        """For each leaf of the state what `finite` has for its tensor, True where it is of none."""
+        """Return `finite` of each state leaf's tensor, or True for leaves that have no tensor."""
         try:
             return optax.tree.map_params(
                 lambda params: jax.eval_shape(self.inner.init, params),
-                # nodes with metadata are leaves here: those of a state may have other names
+                # nodes with metadata are leaves here, since their names may differ in the state
                 lambda node, ok: [jax.tree.leaves(ok)[0] for _ in jax.tree.leaves(node)],
                 state,
                 finite,
@@ -91,8 +91,8 @@ class _Unscaler:
             )
         except (ValueError, IndexError) as error:
             raise ValueError(
-                "per_tensor_loss_scale: the state of this optimizer is not one "
-                "array a tensor, so that no tensor can be skipped alone. Use "
+                "per_tensor_loss_scale: the slots of this optimizer do not have one "
+                "array per tensor, so single tensors cannot be skipped. Use "
                 "optax.apply_if_finite, which skips whole steps, or another optimizer."
             ) from error
 
@@ -100,24 +100,24 @@ class _Unscaler:
 def per_tensor_loss_scale(
     inner: optax.GradientTransformation, scale: float
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Divides gradients by a fixed loss scale and skips each tensor whose gradient overflowed.
+    r"""Divide gradients by a fixed loss scale and skip each tensor whose gradient overflowed.
 
-    A tensor with an Inf or NaN in its gradient keeps its weight, its moments and its correction in
-    that step; the others take theirs, and the scale never changes (Wortsman et al., appendix G).
-    With a global, adaptive scale one layer's Inf skips the step of all, and the scale is too low
-    for thousands.
+    A tensor with an Inf or NaN in its gradient keeps its weight, moments and correction in that
+    step; the others are updated, and the scale never changes (Wortsman et al., appendix G). With a
+    global, adaptive scale, one layer's Inf skips the whole step, and the scale is too low for
+    thousands of steps.
 
     Args:
-      inner: the whole optimizer. Counters (of steps, for bias and schedules) go on for all.
-      scale: what the loss was multiplied by, a power of two.
+      inner: the whole optimizer. Step counters (for debiasing and schedules) always advance.
+      scale: the factor by which the loss was multiplied, a power of two.
 
     Returns:
       An optax transformation with the state of `inner`.
 
     Raises:
-      ValueError: for a scale that is not positive; in `init`, for an optimizer whose state is not
-        one array a tensor (optax's sm3 and lbfgs), and for accumulate_gradients inside; inside a
-        `shard_map` with `check_vma=False`.
+      ValueError: for a scale that is not positive; in `init`, for an optimizer whose slots do not
+        have one array per tensor (optax's sm3 and lbfgs), and for accumulate_gradients inside;
+        inside a `shard_map` with `check_vma=False`.
 
     Memory: none.
 
@@ -132,6 +132,6 @@ def per_tensor_loss_scale(
     """
     check_range("scale", scale, 0.0)
     if isinstance(scale, int | float) and scale == 0:
-        raise ValueError("scale must be > 0: it is what the loss was multiplied by")
+        raise ValueError("scale must be > 0: it is the factor by which the loss was multiplied")
     work = _Unscaler(trees.wrapped(inner), scale)
     return optax.GradientTransformationExtraArgs(work.init, work.update)

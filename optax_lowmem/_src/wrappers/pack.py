@@ -1,4 +1,4 @@
-"""Small leaves packed into vectors, so that a call of a jitted step passes fewer arrays."""
+"""Pack small leaves into vectors, so that a call of a jitted step passes fewer arrays."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ from optax_lowmem._src.step.engine import Engine, EngineTransformation
 
 @dataclasses.dataclass(frozen=True)
 class _Decided(Policy):
-    """A policy that says of a pack what another one says of its leaves."""
+    """A policy that repeats for each pack the decisions of `given` about its leaves."""
 
     given: Policy = Policy()  # noqa: RUF009 (frozen)
     reasons: Mapping[tuple[str, str], str | None] = dataclasses.field(default_factory=dict)
@@ -41,7 +41,7 @@ class _Decided(Policy):
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class PackedEngine(Engine):
-    """An engine that steps small leaves of one plan together, as one vector.
+    """An engine that steps small leaves with equal plans together, as one vector.
 
     Attributes:
       below: leaves with fewer elements are packed.
@@ -50,7 +50,7 @@ class PackedEngine(Engine):
     below: int
 
     def init(self, params: optax.Params) -> Any:
-        """The state of the packed tree; decisions are of the leaves as they are given."""
+        """Return the state of the packed tree; record decisions for the unpacked leaves."""
         plans, decisions = self._decided(params)
         packs = self._packs(plans)
         warn_of_patterns(self.storage.policy, params)
@@ -73,7 +73,7 @@ class PackedEngine(Engine):
         gradient_scale: jax.Array | None = None,
         direct: bool = False,
     ) -> tuple[Any, Any]:
-        """`Engine.run` of the packed tree, for the packs that the state has."""
+        """Run `Engine.run` on the tree packed as in the state; unpack its result."""
         trees.check_state(state, self.rule.state_type)
         names, packs = packing.layout(self._tree_of(state))
         if not packs:
@@ -103,13 +103,13 @@ class PackedEngine(Engine):
         return treedef.unflatten(results), state
 
     def _decided(self, params: optax.Params) -> tuple[list[LeafPlan], list[context.Decision]]:
-        """The plans of the leaves as they are given, whose masks and policies are of these."""
+        """Return plans and decisions for the unpacked leaves, to which masks and policies apply."""
         with context.recording() as decisions:
             plans = self.plans(params)
         return plans, decisions
 
     def _packs(self, plans: list[LeafPlan]) -> Packs:
-        """Small leaves by what their plans have in common; one alone stays as it is."""
+        """Group small leaves with equal plans, in packs of two or more."""
         alike: dict[LeafPlan, list[str]] = defaultdict(list)
         for plan in plans:
             if math.prod(plan.shape) < self.below:
@@ -123,7 +123,7 @@ class PackedEngine(Engine):
         plans: list[LeafPlan],
         decisions: list[context.Decision],
     ) -> Engine:
-        """The engine of the packed tree, with masks and policy as they were for the leaves."""
+        """Return the engine of the packed tree; its masks and policy repeat those of the leaves."""
         reasons = {
             (d.path, d.slot): None if d.codec else d.reason for d in decisions if d.path in packs
         }
@@ -142,7 +142,7 @@ class PackedEngine(Engine):
         return Engine(**fields)
 
     def _tree_of(self, state: optax.OptState) -> Any:
-        """A tree of the state, which has all packs."""
+        """Return the tree of one slot (or the corrections), which shows the packs of the state."""
         slots = [slot.name for slot in self.rule.slots]
         return getattr(state, slots[0] if slots else "correction")
 
@@ -157,7 +157,7 @@ def _of_leaves(
     decisions: list[context.Decision],
     of_packed: list[context.Decision],
 ) -> Iterator[context.Decision]:
-    """The decisions of all leaves: storage as it was decided of each, steps as of its pack."""
+    """Yield the decisions of all leaves: storage as decided for each, steps from its pack."""
     own: dict[str, list[context.Decision]] = defaultdict(list)
     for decision in decisions:
         own[decision.path].append(decision)
@@ -178,7 +178,7 @@ def _of_leaves(
 
 
 def _check_alike(packs: Packs, plans: list[LeafPlan]) -> None:
-    """Raises where leaves of one pack are no longer of one dtype, mask and storage."""
+    """Raise if leaves of one pack no longer have the same dtype, mask and storage."""
     of = {plan.path: plan for plan in plans}
     for name, leaves in packs.items():
         for leaf in leaves:
@@ -187,23 +187,22 @@ def _check_alike(packs: Packs, plans: list[LeafPlan]) -> None:
                 fields = [f.name for f in dataclasses.fields(LeafPlan)
                           if getattr(one, f.name) != getattr(other, f.name)]  # fmt: skip
                 raise ValueError(
-                    f"leaves '{name}' and '{leaf}' are one vector in the state, and now differ in "
-                    f"{', '.join(fields)}: the mask of weight decay, the policy or a dtype is "
-                    "another than at init. Step with the optimizer and the dtypes of init, or call "
+                    f"leaves '{name}' and '{leaf}' share a vector in the state, but now differ in "
+                    f"{', '.join(fields)}: the mask of weight decay, the policy or a dtype has "
+                    "changed since init. Step with the optimizer and the dtypes of init, or call "
                     "init again."
                 )
 
 
 def _check_whole(params: optax.Params, packs: Packs) -> None:
-    """Raises where a leaf to pack is known to be sharded."""
+    """Raise if a leaf to be packed is known to be sharded."""
     within = {leaf for leaves in packs.values() for leaf in leaves}
     for name, leaf in trees.named_leaves(params):
         if name in within and _is_sharded(name, leaf):
             raise ValueError(
-                f"leaf '{name}' of shape {list(leaf.shape)} is sharded, and a vector of several "
-                "leaves would gather it in every step. Replicate small leaves, leave it out by a "
-                f"lower `below` (it has {math.prod(leaf.shape)} elements), or take "
-                "pack_small_leaves off."
+                f"leaf '{name}' of shape {list(leaf.shape)} is sharded, and packing would gather "
+                "it in every step. Replicate small leaves, exclude it with a lower `below` "
+                f"(it has {math.prod(leaf.shape)} elements), or remove pack_small_leaves."
             )
 
 
@@ -216,7 +215,7 @@ def _is_sharded(name: str, leaf: Shaped) -> bool:
 
 
 def _placements(names: list[str], packs: Packs) -> dict[str, Placement] | None:
-    """Return the placements of the leaves of the packed tree, if `step` was told."""
+    """Return the placements of the leaves of the packed tree, if `step` was given some."""
     found = {name: place for name in names if (place := context.placement(name)) is not None}
     for name in packs:
         if name in found:
@@ -230,37 +229,38 @@ def _placements(names: list[str], packs: Packs) -> dict[str, Placement] | None:
 def pack_small_leaves(
     tx: optax.GradientTransformation, below: int = 65_536
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Steps small leaves together as vectors: fewer arrays in the state, the same parameters.
+    r"""Step small leaves together as vectors: fewer arrays in the state, the same parameters.
 
     Leaves with fewer than `below` elements that have the same dtype, storage (codecs, split) and
-    weight decay become one vector :math:`[\mathrm{vec}(w_1), \mathrm{vec}(w_2), \dots]`: their
-    gradients and weights in a step, their state for good. Masks and the `Policy` are asked of the
-    leaves as they are, with their own names, shapes and sizes. The host time of a call grows with
-    the arrays that go in and come out: GPT-2 124M's step passes 958 instead of 1,928.
+    weight decay become one vector :math:`[\mathrm{vec}(w_1), \mathrm{vec}(w_2), \dots]`. Gradients
+    and weights are packed in each step, while the state is always stored packed. Masks and the
+    `Policy` apply to individual leaves, with their names, shapes and sizes. The host time of a call
+    grows with the number of arrays passed and returned: 958 instead of 1,928 for a step of GPT-2
+    124M.
 
     Args:
-      tx: one of our elementwise optimizers itself, such as `flash_adamw`, or a bare `scale_by_*`
-        one. Chains, masks, partitions and other wrappers go around this one.
-      below: leaves with fewer elements are packed, where there are two alike or more.
+      tx: one of our elementwise optimizers, unwrapped, such as `flash_adamw` or a bare `scale_by_*`
+        transformation. Put chains, masks, partitions and other wrappers around this one.
+      below: leaves with fewer elements are packed, if two or more have equal plans.
 
     Returns:
-      The same optimizer, whose state has a vector for each pack in the place of its first leaf and
-      nothing in the places of the others. `update`, `lowmem.step`, `lowmem.init`, `master_params`
-      and all else take and give the parameters as they are.
+      The same optimizer, whose state has a vector for each pack at the position of its first leaf
+      and nothing at the positions of the others. `update`, `lowmem.step`, `lowmem.init`,
+      `master_params` and other functions take and return unpacked parameters.
 
     Raises:
       TypeError: if `tx` is not a transformation.
-      ValueError: for a rule that looks at more than single elements of a leaf (StableAdamW,
-        Adam-mini, Muon) or at its name, and for a transformation that is not one of ours; at `init`
-        and `update` for a small leaf that is sharded; at `update` for a state of other parameters.
+      ValueError: for a rule that is not elementwise (StableAdamW, Adam-mini, Muon) or uses a leaf's
+        name, and for a transformation that is not one of ours; at `init` and `update` for a small
+        leaf that is sharded; at `update` for a state of other parameters.
 
-    Numerics: those of `tx` on the vectors. f32 weights whose slots stay in f32 take the same
-    arithmetic as without packing, bit for bit where XLA fuses both alike. Elsewhere groups are of
-    the vector, so that one may span the end of a leaf and the start of the next, and random bits
-    are others. Leaves that are not packed keep all their bits.
+    Numerics: those of `tx` on the vectors. f32 weights with f32 slots use the same arithmetic as
+    without packing, bit-identical if XLA fuses both in the same way. Otherwise groups are taken
+    from the vector, so that one may span the end of a leaf and the start of the next, and random
+    bits differ. Leaves that are not packed are stepped bit-identically.
 
-    Memory: that of `tx`. Small gradients and weights are copied in a step: 4 to 12 bytes read and
-    written of each of their elements.
+    Memory: that of `tx`. Small gradients and weights are copied in a step, which reads and writes 4
+    to 12 bytes per element.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax_lowmem as lowmem
@@ -271,25 +271,25 @@ def pack_small_leaves(
     """
     trees.check_transformation(tx, "pack_small_leaves takes an optimizer, pack_small_leaves(tx).")
     if isinstance(below, bool) or not isinstance(below, int) or below < 0:
-        raise ValueError(f"below is a number of elements >= 0, got {below!r}")
+        raise ValueError(f"below must be a number of elements >= 0, got {below!r}")
     if not isinstance(tx, EngineTransformation):
         raise ValueError(
-            "pack_small_leaves takes one of our optimizers itself, such as flash_adamw(...): a "
-            "mask, a chain or a rule of another one might treat a vector of several leaves as one "
-            "leaf. Put chains, optax.masked, optax.partition and other wrappers around it; for "
-            "optax's own optimizers there is optax.flatten."
+            "pack_small_leaves needs one of our optimizers, unwrapped, such as flash_adamw(...): "
+            "a mask, a chain or another library's rule might treat a vector of several leaves as "
+            "one leaf. Put chains, optax.masked, optax.partition and other wrappers around it; for "
+            "optax's optimizers use optax.flatten."
         )
     engine = tx.engine
     rule = type(engine.rule).__name__
     if engine.rule.prepares is not None or engine.matrices is not None:
         raise ValueError(
-            f"{rule} looks at a leaf as a whole, and would take a vector of several leaves for "
-            "one: pack_small_leaves takes elementwise rules, such as those of flash_adamw, "
+            f"{rule} uses whole leaves, and would treat a vector of several leaves as one: "
+            "pack_small_leaves supports elementwise rules, such as those of flash_adamw, "
             "flash_lion and flash_sgd."
         )
     if engine.structure is not None:
         raise ValueError(
-            f"{rule} with a `blocks` structure looks at the names and shapes of leaves, which a "
-            "vector of several has not: use flash_adamw, or take pack_small_leaves off."
+            f"{rule} with a `blocks` structure uses the names and shapes of leaves, which a "
+            "vector of several leaves does not have: use flash_adamw, or remove pack_small_leaves."
         )
     return PackedEngine(**_fields(engine), below=below).transformation()

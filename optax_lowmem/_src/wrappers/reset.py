@@ -1,4 +1,4 @@
-"""Set moments to zero by hand, of whole parameters or of some of their elements."""
+"""Reset moments to zero on request, for whole parameters or some of their elements."""
 
 from typing import Any
 
@@ -13,32 +13,31 @@ from optax_lowmem._src.wrappers.compress import CompressedState
 
 
 def reset(state: optax.OptState, where: Any = True) -> optax.OptState:
-    r"""Return an optimizer state whose moments are zero where asked, and the same elsewhere.
+    r"""Reset the moments of an optimizer state to zero where `where` is True.
 
-    For neurons that are revived, dead features of a sparse autoencoder, or rows of a vocabulary
-    that was replaced. In every codec the code 0 stands for 0, so the moments that are reset are
-    exactly 0, and those of neighbours in the same group keep their bits. Corrections stay, so no
-    master weight moves; so do the step count, the seed, and gradients that are being accumulated.
+    Use it for revived neurons, dead features of a sparse autoencoder, or replaced rows of a
+    vocabulary. In every codec the code 0 stands for 0, so reset moments are exactly 0, and codes of
+    neighbors in the same group do not change. Corrections are kept, so master weights do not
+    change; nor do the step count, the seed and accumulated gradients.
 
-    The moments are found through `optax.chain`, `masked`, `partition`, `MultiSteps`,
-    `compress_state` and other wrappers, in states of this library and of optax. Works under `jit`
-    and keeps shardings. A moment that many elements share (`flash_adam_mini`,
-    `flash_factored_adamw`) is reset where all of its elements are: with True, or where it has the
-    shape of the mask.
+    Works through `optax.chain`, `masked`, `partition`, `MultiSteps`, `compress_state` and other
+    wrappers, for states of this library and of optax, under `jit`, and keeps shardings. A moment
+    that many elements share (`flash_adam_mini`, `flash_factored_adamw`) is reset if the mask is
+    True, or if the mask fits the moment's shape.
 
     Args:
       state: the optimizer's state.
-      where: a tree of the parameters' structure, or a prefix of it. Its leaves are True or False
+      where: a tree with the parameters' structure, or a prefix of it. Its leaves are True or False
         for a whole parameter, or boolean arrays with the parameter's number of axes that broadcast
-        to its shape: `rows[:, None]` or `columns[None, :]`. Scales of groups are reset as well
-        where rows are, which also clears moments that are not finite.
+        to its shape: `rows[:, None]` or `columns[None, :]`. Masks of whole rows also reset the
+        scales of groups, which clears moments that are not finite.
 
     Returns:
-      The new state, of the same structure, shapes and dtypes.
+      The new state, with the same structure, shapes and dtypes.
 
     Raises:
       ValueError: for a mask that fits no moment of its parameter, a name that the state does not
-        have, and a state of `pack_small_leaves` unless all of it is reset.
+        have, and a partial reset of a state of `pack_small_leaves`.
       TypeError: for a mask that is not boolean.
 
     Example:
@@ -55,8 +54,8 @@ def reset(state: optax.OptState, where: Any = True) -> optax.OptState:
     for path, mask in masks.items():
         if jnp.result_type(mask) != jnp.bool_:
             raise TypeError(
-                f"where{_at(path)} is {jnp.result_type(mask)}: give True, False or a boolean "
-                "array, for example (steps_since_active > 1000)[:, None]."
+                f"where{_at(path)} is {jnp.result_type(mask)}, but must be True, False or a "
+                "boolean array, for example (steps_since_active > 1000)[:, None]."
             )
     fitting = dict.fromkeys(masks, False)  # whether some moment of the parameter has been reset
 
@@ -71,13 +70,13 @@ def reset(state: optax.OptState, where: Any = True) -> optax.OptState:
     def set_tree(tree: Any, scales: bool = False) -> Any:
         if packs.layout(tree)[1] and where is not True:
             raise ValueError(
-                "this state is that of pack_small_leaves, in which parameters share a vector: "
-                "reset all of it, where=True, or use the optimizer without packing."
+                "this is a state of pack_small_leaves, in which parameters share a vector: "
+                "reset all of it with where=True, or use the optimizer without packing."
             )
         leaves = [set_zero(path, x, scales) for path, x in trees.named_leaves(tree)]
         return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
-    # the names of the slots that compress_state keeps as codes
+    # names of the slots that compress_state stores as codes
     coded = {
         name.split("_scale")[0]
         for node in trees.states_with(state, "scales", _is_compressed)
@@ -96,9 +95,9 @@ def reset(state: optax.OptState, where: Any = True) -> optax.OptState:
     for path, fits in fitting.items():
         if not fits:
             raise ValueError(
-                f"where{_at(path)} fits no moment of this state: give it the name of a parameter, "
-                "or of a part of them, and an array the parameter's number of axes and lengths of "
-                f"1 or as the parameter has them; got shape {np.shape(masks[path])}."
+                f"where{_at(path)} fits no moment of this state: it must have the name of a "
+                "parameter or subtree, and a mask must have the parameter's number of axes, each "
+                f"of length 1 or the parameter's; got shape {np.shape(masks[path])}."
             )
     return new
 
@@ -112,16 +111,16 @@ def _at(path: str) -> str:
 
 
 def _prefix(path: str, names: Any) -> str | None:
-    """The name of which a path is the whole or a part, or None."""
+    """Return the longest of `names` that is the path or a prefix of it, or None."""
     parts = path.split("/")
     prefixes = ["/".join(parts[:i]) for i in range(len(parts), -1, -1)]
     return next((prefix for prefix in prefixes if prefix in names), None)
 
 
 def _zeros_where(x: jax.Array, mask: Any, scales: bool) -> jax.Array | None:
-    """`x` with zeros where the mask is True, or None where it does not fit `x`.
+    """Return `x` with zeros where the mask is True, or None if the mask does not fit `x`.
 
-    The groups of a scale are not known from its shape: it takes masks of whole rows alone.
+    Scales accept only masks of whole rows, since their shape does not determine their groups.
     """
     if np.ndim(mask) == 0:
         return jnp.where(mask, jnp.zeros_like(x), x)
@@ -141,7 +140,7 @@ def _fits(mask: Any, x: jax.Array) -> bool:
 
 
 def _bits_of_bytes(mask: jax.Array, count: int) -> jax.Array | None:
-    """The bits of bytes whose codes of 4 or 2 bits are under a mask of the elements."""
+    """Return the mask of the bits in `count` bytes that store masked 4- or 2-bit codes, or None."""
     length = mask.shape[-1]
     each = next((n for n in (2, 4) if -(-length // n) == count), None)
     if each is None:

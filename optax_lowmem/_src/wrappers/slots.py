@@ -1,4 +1,4 @@
-"""The slots of optimizer states: what is known of them, by state type and field, and a walk."""
+"""Facts about the slots of optimizer states, by state type and field, and a map over slots."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -16,9 +16,9 @@ class SlotFacts:
     Attributes:
       signed: whether its values may be negative.
       running_maximum: whether it only grows, so that stochastic rounding would ratchet it up.
-      constant_init: whether it starts as one constant, so that `init` needs no f32 array of it.
-      moment: 1 or 2 for a first or second moment that `compand_momentum` or `sqrt_variance_quant`
-        stores, else 0.
+      constant_init: whether it starts as one constant, so that `init` allocates no f32 array.
+      moment: 1 for a first moment (`compand_momentum`), 2 for a second moment
+        (`sqrt_variance_quant`), else 0.
     """
 
     signed: bool
@@ -56,7 +56,7 @@ SLOTS: dict[tuple[str, str], SlotFacts] = {
     },
     ("ScaleByAmsgradState", "nu_max"): SlotFacts(signed=False, running_maximum=True, moment=2),
     ("ScaleByAdanState", "m"): _FIRST,
-    ("ScaleByAdanState", "v"): _FIRST,  # of gradient differences: signed, whatever its name
+    ("ScaleByAdanState", "v"): _FIRST,  # despite its name, signed: mean of gradient differences
     ("ScaleByAdanState", "n"): _SECOND,
     ("ScaleByAdanState", "g"): SlotFacts(signed=True),
     ("ScaleByRssState", "sum_of_squares"): SlotFacts(signed=False, moment=2),
@@ -66,7 +66,7 @@ SLOTS: dict[tuple[str, str], SlotFacts] = {
 
 _OWN_FIRST = SlotFacts(signed=True, constant_init=False, moment=1)
 _OWN_SECOND = SlotFacts(signed=False, constant_init=False, moment=2)
-# of our own optimizers, where they keep f32: scale_by_adam_mini and its kin
+# of this library's optimizers with f32 slots: scale_by_adam_mini and its variants
 _OWN: dict[tuple[str, str], SlotFacts] = {
     ("FlashAdamState", "mu"): _OWN_FIRST,
     ("FlashAdamState", "nu"): _OWN_SECOND,
@@ -78,13 +78,13 @@ _OWN: dict[tuple[str, str], SlotFacts] = {
 def register_slot(
     state_type: str, field: str, *, signed: bool, running_maximum: bool = False
 ) -> None:
-    """Tells `compress_state` about a slot of your own optimizer.
+    """Register a slot of a custom optimizer for `compress_state`.
 
     Args:
       state_type: name of the state's NamedTuple.
-      field: its field.
-      signed: whether values may be negative; an unsigned codec is refused for such a slot.
-      running_maximum: it only grows (amsgrad's `nu_max`): always rounded to nearest.
+      field: name of its field.
+      signed: whether values may be negative; unsigned codecs raise an error for such a slot.
+      running_maximum: whether it only grows (amsgrad's `nu_max`): then always rounded to nearest.
 
     Example:
       >>> register_slot("MyState", "second_moment", signed=False)
@@ -94,13 +94,13 @@ def register_slot(
 
 # state type -> why its slots cannot be rounded
 REFUSED = {
-    "ScaleByRStdDevState": "it takes the root of nu - mu^2, which rounding makes negative: use "
+    "ScaleByRStdDevState": "it takes the root of nu - mu^2, which rounding can make negative: use "
     "rmsprop without centered=True"
 }
 
 
 def is_known(state: object, field: str) -> bool:
-    """Return whether a field of a state is a slot of optax's or of our optimizers."""
+    """Return whether a field of a state is a known slot, of optax or this library."""
     name = type(state).__name__, field
     return name in SLOTS or name in _OWN
 
@@ -110,8 +110,8 @@ def facts(state: object, field: str, own: bool = False) -> SlotFacts:
 
     Args:
       state: a node of an optimizer's state.
-      field: its field.
-      own: whether states of our own optimizers are known too.
+      field: name of its field.
+      own: whether to include the slots of this library's optimizers.
     """
     name = type(state).__name__, field
     return (_OWN.get(name) if own else None) or SLOTS.get(name, _UNKNOWN)
@@ -120,11 +120,11 @@ def facts(state: object, field: str, own: bool = False) -> SlotFacts:
 def map_slots(
     function: Callable[[Any, str, Any], Any], state: optax.OptState, in_field: bool = False
 ) -> optax.OptState:
-    """A state with every NamedTuple field replaced by function(state, field, value), in order.
+    """Replace every NamedTuple field of a state by function(state, field, value), in order.
 
-    `function` returns its value unchanged (`is`) where the field is not a slot; such a field is
-    searched for states inside it, which weights in a NamedTuple are not. Keys of a dict come in
-    JAX's order, which is the same before and after jit whatever order they were given in.
+    If `function` returns the same object, the field is not a slot, and its value is searched for
+    inner states; NamedTuples of weights are not searched. Keys of a dict are visited in JAX's
+    order, which is the same before and after jit.
     """
     if is_named_tuple(state):
         if in_field and not _is_known(state):
@@ -134,7 +134,7 @@ def map_slots(
             value = getattr(state, name)
             new = function(state, name, value)
             fields[name] = map_slots(function, value, True) if new is value else new
-        kind: Any = type(state)  # a NamedTuple, whose call mypy takes for the making of a class
+        kind: Any = type(state)  # mypy would take the call for the creation of a class
         return kind(**fields)
     if type(state) in (tuple, list):
         return type(state)(map_slots(function, part, in_field) for part in state)
@@ -150,6 +150,6 @@ def _is_known(node: object) -> bool:
 
 
 def scale_name(slot: str, taken: Mapping[str, Any]) -> str:
-    """Key of the scales of a slot's next occurrence."""
+    """Return the key for the scales of a slot's next occurrence."""
     same = sum(name.startswith(f"{slot}_scale") for name in taken)
     return f"{slot}_scale" + (f"_{same}" if same else "")

@@ -1,4 +1,4 @@
-"""Master weights split into a 16-bit weight and a correction, for any optimizer."""
+"""Split master weights into 16-bit weights and corrections, for any optimizer."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from optax_lowmem._src.step.storage import Storage, check_bits, check_master_rou
 
 
 class SplitState(NamedTuple):
-    """Corrections of the 16-bit weights, and the state of the optimizer of the masters."""
+    """Corrections of the 16-bit weights, and the state of the optimizer of the master weights."""
 
     count: jax.Array  # type: ignore[assignment]  # shape=(), dtype=jnp.int32
     seed: jax.Array  # shape=(), dtype=jnp.uint32
@@ -40,13 +40,13 @@ class _Splitter:
     storage: Storage
 
     def init(self, params: optax.Params) -> SplitState:
-        """Corrections (of the weights themselves unless `lowmem.init` has them), inner state."""
+        """Initialize the inner state, and corrections (from `lowmem.init` if it provides them)."""
         for path, leaf in trees.named_leaves(params):
             trees.check_param(path, leaf)
         if adds_noise(self.inner, params):
             raise ValueError(
-                "split_master_weights around gaussws_noise: the noise is outermost, put the split "
-                "inside it, gaussws_noise(split_master_weights(...))."
+                "split_master_weights around gaussws_noise: the noise must be outermost, put the "
+                "split inside it, gaussws_noise(split_master_weights(...))."
             )
         corrections = []
         for path, leaf in trees.named_leaves(params):
@@ -59,11 +59,11 @@ class _Splitter:
         if splits_masters(self.inner, params):
             raise ValueError(
                 "split_master_weights around an optimizer that splits master weights itself: give "
-                "that one storage=Storage(master_weight_bits=None)."
+                "the inner optimizer storage=Storage(master_weight_bits=None)."
             )
         with context.absorbing() as decisions:
             inner = self.inner.init(join_masters(params, correction))
-        for decision in decisions:  # the corrections are decided here
+        for decision in decisions:  # those about corrections are made by this wrapper
             if decision.slot != "correction":
                 context.record(decision)
         seed = context.provided_seed(self.storage.seed)
@@ -76,11 +76,11 @@ class _Splitter:
         params: optax.Params | None = None,
         **extra: Any,
     ) -> tuple[optax.Updates, SplitState]:
-        """The inner update of the masters, as updates that land on the new 16-bit weights."""
+        """Update the masters; return updates that reach the new 16-bit weights exactly."""
         if params is None:
             raise ValueError(trees.NO_PARAMS_MSG)
         trees.check_state(state, SplitState)
-        # optax.lookahead takes the gradients of its fast parameters, and updates both
+        # optax.lookahead gets gradients of its fast parameters, and updates fast and slow ones
         fast = params.fast if isinstance(params, optax.LookaheadParams) else params
         trees.match("gradient", updates, fast)
         trees.check_state_tree(state.correction, params)
@@ -93,7 +93,7 @@ class _Splitter:
             steps, params = derivative.without((steps, params))
         corrections = jax.tree.leaves(state.correction)
         count, named = optax.safe_increment(state.count), trees.named_leaves(params)
-        # those of the engine, so that a fused optimizer draws the same bits
+        # the engine's keys, so that a fused optimizer draws the same bits
         keys = random.leaf_keys(state.seed, count, [path for path, _ in named])
         rows = zip(named, jax.tree.leaves(steps), corrections, strict=True)
         given = {path: g.dtype for path, g in trees.named_leaves(updates)}
@@ -109,9 +109,9 @@ class _Splitter:
         keys: jax.Array,
         dtypes: Mapping[str, jnp.dtype],
     ) -> list[tuple[jax.Array, jax.Array]]:
-        """(update, correction) of each ((path, weight), step, correction).
+        """Return (update, correction) for each ((path, weight), step, correction).
 
-        `dtypes` are those of the gradients by path; optax.lookahead has other paths.
+        `dtypes` are the gradients' dtypes by path (which are other paths under optax.lookahead).
         """
         given = [
             (
@@ -137,7 +137,7 @@ class _Splitter:
         if split is not None and (correction.dtype, correction.shape) != (split.dtype, p.shape):
             raise ValueError(
                 f"the correction of '{path}' is {correction.dtype}{list(correction.shape)}, but "
-                f"{split.name} beside {p.dtype}{list(p.shape)} keeps {split.dtype}. The state was "
+                f"{split.name} stores {split.dtype} for {p.dtype}{list(p.shape)}. The state was "
                 "made or restored with other settings: use those, or call init again."
             )
         return split
@@ -168,32 +168,32 @@ def split_master_weights(
     seed: int = 0,
     group_size: int = 32,
 ) -> optax.GradientTransformationExtraArgs:
-    """Gives an optimizer f32 master weights for 16-bit parameters, at 1 or 2 bytes each.
+    """Give an optimizer f32 master weights for 16-bit parameters, at 1 or 2 bytes each.
 
-    `inner` sees f32 parameters and f32 gradients; what comes out lands exactly on the 16-bit
-    rounding of its result, and the rest is kept as a correction. It is outermost: whatever changes
-    the updates after it makes the corrections stale.
+    `inner` gets f32 parameters and f32 gradients. Applying the returned update gives exactly the
+    16-bit rounding of its result, and the rounding error is stored as a correction. Nothing may
+    change the update after the split, since this makes the corrections stale.
 
     Args:
-      inner: the whole optimizer: rate, decay, schedule_free, lookahead and all.
-      bits: 24 or 32; 32 for optimizers that take differences of weights (`mechanize`, `dog`,
-        `dowg`, `lbfgs`), of which `lowmem.init` warns.
-      split: `bits`, or `ulp` for FlashOptim's Algorithm 1; fp16 always takes `ulp`.
-      update_dtype: `float32`; `gradient` for `optax.apply_if_finite` and its like; or `param` for
-        loops that add updates without a cast. See `Storage`.
-      rounding: of 24-bit masters, `stochastic` (unbiased) or `nearest`, which loses steps below
-        2^-17 of a weight.
-      seed: of the hash behind stochastic rounding; `lowmem.init(..., seed=)` overrides it.
-      group_size: neighbours on the last axis that share a part of the hash; a fused optimizer whose
-        `Storage` has the same draws the same bits.
+      inner: the whole optimizer, including learning rate, weight decay, schedule_free, lookahead.
+      bits: 24 or 32; 32 for optimizers that use differences of weights (`mechanize`, `dog`,
+        `dowg`, `lbfgs`), for which `lowmem.init` warns at 24.
+      split: `bits`, or `ulp` for FlashOptim's Algorithm 1; fp16 always uses `ulp`.
+      update_dtype: `float32`; `gradient` for `optax.apply_if_finite` and similar wrappers; or
+        `param` for loops that add updates without a cast. See `Storage`.
+      rounding: rounding of 24-bit masters, `stochastic` (unbiased) or `nearest`, which loses steps
+        below 2^-17 of a weight.
+      seed: seed of the hash for stochastic rounding; `lowmem.init(..., seed=)` overrides it.
+      group_size: number of neighbors on the last axis that share a part of the hash; a fused
+        optimizer whose `Storage` has the same group size draws the same bits.
 
     Returns:
       An optax transformation.
 
     Raises:
-      ValueError: for other bits, without `params`, or around an optimizer that splits itself.
+      ValueError: for other `bits`, if `params` is missing, or around an optimizer that splits.
 
-    Memory: 1 or 2 bytes of state per parameter; the update holds f32 masters while it runs.
+    Memory: 1 or 2 bytes of state per parameter; the update uses temporary f32 masters.
 
     Example:
       >>> import optax, optax_lowmem as lowmem

@@ -1,4 +1,4 @@
-"""Weights and the state that an optimizer starts from: 16 bits, and corrections."""
+"""Initialize 16-bit weights and an optimizer state with their corrections."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias, cast
@@ -19,7 +19,7 @@ WeightDtype: TypeAlias = DTypeLike | Callable[[str, Any], DTypeLike]
 def _weight_dtype(dtype: WeightDtype, path: str, leaf: object) -> jnp.dtype:
     """Return the dtype in which a leaf is stored.
 
-    A leaf that is not a float keeps its dtype; only an optimizer that steps it rejects it.
+    A leaf that is not a float keeps its dtype; an optimizer that has to step it raises an error.
     """
     if hasattr(leaf, "dtype") and not jnp.issubdtype(leaf.dtype, jnp.floating):
         return leaf.dtype
@@ -27,13 +27,13 @@ def _weight_dtype(dtype: WeightDtype, path: str, leaf: object) -> jnp.dtype:
     if callable(dtype) and not isinstance(dtype, type) and not hasattr(dtype, "dtype"):
         dtype = dtype(path, leaf)
     try:
-        chosen = jnp.dtype(cast(Any, dtype)) if dtype is not None else None  # else it is float64
+        chosen = jnp.dtype(cast(Any, dtype)) if dtype is not None else None  # dtype(None) is f64
     except TypeError:
         chosen = dtype
     if chosen not in (jnp.float32, jnp.bfloat16, jnp.float16):
         raise TypeError(
-            f"dtype of parameter '{path}': weights are kept in 'bfloat16', 'float16' or 'float32', "
-            f"not {str(chosen)!r}"
+            f"dtype of parameter '{path}': weights must be stored in 'bfloat16', 'float16' or "
+            f"'float32', not {str(chosen)!r}"
         )
     return chosen
 
@@ -45,7 +45,7 @@ def start(
     seed: ArrayLike | None = None,
     allow_rounding: bool = True,
 ) -> tuple[optax.Params, optax.OptState]:
-    """`lowmem.init`, without a look at how `tx` is put together."""
+    """Return the result of `lowmem.init`, without warnings."""
     trees.check_transformation(tx, "pass (tx, params), in this order.", params)
     leaves, treedef = jax.tree.flatten(params)
     names = [name for name, _ in trees.named_leaves(params)]
@@ -71,7 +71,7 @@ def _splits(
     dtypes: list[jnp.dtype],
     names: list[str],
 ) -> tuple[dict[str, MasterSplit], set[str]]:
-    """The split of each leaf, from a dry run of `tx.init`; and the leaves of which that is said."""
+    """Dry-run `tx.init`; return splits by leaf, and all leaves with a decision about a split."""
     shapes = [jax.ShapeDtypeStruct(a.shape, d) for a, d in zip(leaves, dtypes, strict=True)]
     abstract = jax.tree.unflatten(treedef, shapes)
     _, decisions = context.dry_run(tx, abstract)
@@ -80,9 +80,10 @@ def _splits(
     unknown = [path for path in forms if path not in by_name]
     if unknown:
         raise ValueError(
-            f"the master weight of '{unknown[0]}' is split inside a wrapper that has other leaves "
-            f"({', '.join(names[:3])} ...), such as optax.lookahead: put split_master_weights "
-            "around the wrapper, and storage=Storage(master_weight_bits=None) inside."
+            f"the master weight of '{unknown[0]}' is split inside a wrapper such as "
+            f"optax.lookahead, whose leaves have other names ({', '.join(names[:3])} ...): put "
+            "split_master_weights around the wrapper, and storage=Storage(master_weight_bits=None) "
+            "inside."
         )
     settled = {d.path for d in decisions if d.slot == "correction"}
     splits = {}
@@ -95,7 +96,7 @@ def _splits(
 def _check_rounding(
     names: list[str], leaves: list[jax.Array], dtypes: list[jnp.dtype], settled: set[str]
 ) -> None:
-    """Raises where an f32 leaf would become 16 bits without a correction, and nobody said so."""
+    """Raise if an f32 leaf would be rounded to 16 bits and no optimizer decided on its split."""
     lost = [
         (name, dtype)
         for name, leaf, dtype in zip(names, leaves, dtypes, strict=True)
@@ -105,9 +106,9 @@ def _check_rounding(
         (name, dtype), more = lost[0], f" and {len(lost) - 1} more" if len(lost) > 1 else ""
         raise ValueError(
             f"'{name}'{more} would be rounded from float32 to {jnp.dtype(dtype).name}, and no "
-            "optimizer here keeps the rest: steps under half an ulp of a weight would be lost. Put "
-            "split_master_weights around the whole optimizer; or keep such leaves in f32 with "
-            "dtype=jnp.float32, or a function (path, leaf) -> dtype; or say allow_rounding=True, "
+            "optimizer stores the correction: steps under half an ulp of a weight would be lost. "
+            "Put split_master_weights around the whole optimizer; or keep such leaves in f32 with "
+            "dtype=jnp.float32, or a function (path, leaf) -> dtype; or pass allow_rounding=True, "
             "for example for frozen weights."
         )
 
@@ -115,7 +116,7 @@ def _check_rounding(
 def _split_leaves(
     splits: list[MasterSplit | None], leaves: list[jax.Array], dtypes: list[jnp.dtype]
 ) -> tuple[list[jax.Array], list[jax.Array | None]]:
-    """Weights and corrections; a leaf that stays as it is, is itself."""
+    """Return weights and corrections; unchanged leaves are returned unmodified."""
     rows = list(zip(splits, leaves, dtypes, strict=True))
     changed = [split is not None or leaf.dtype != dtype for split, leaf, dtype in rows]
     made = iter(_made([row for row, new in zip(rows, changed, strict=True) if new]))
@@ -123,7 +124,7 @@ def _split_leaves(
     return [weight for weight, _ in pairs], [correction for _, correction in pairs]
 
 
-# one program: the integer temporaries of a split are fused away
+# compiled as one program, which fuses the integer temporaries of a split
 @compiled
 def _made(
     rows: list[tuple[MasterSplit | None, jax.Array, jnp.dtype]],

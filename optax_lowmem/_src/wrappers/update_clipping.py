@@ -31,7 +31,7 @@ class UpdateClippingState(NamedTuple):
 
 
 def _second_moments(state: optax.OptState) -> dict[str, jax.Array]:
-    """Leaf path -> second moment, from the one slot of a state that is one."""
+    """Return {leaf path: second moment} from the only slot of a state that is a second moment."""
     found: list[optax.Params] = []
     ours: list[str] = []
 
@@ -47,13 +47,11 @@ def _second_moments(state: optax.OptState) -> dict[str, jax.Array]:
     if len(found) != 1:
         if ours:  # codes, or means of many elements
             why = (
-                "this library's own keep theirs in another form. Clip a direction by "
+                "this library's optimizers store it in another form. Clip a direction by "
                 "optax.clip_by_block_rms(1.0) after it"
             )
         else:
-            why = (
-                f"this one's state has {len(found)}. Tell it of your own with lowmem.register_slot"
-            )
+            why = f"this state has {len(found)}. Wrap such an optimizer"
         raise ValueError(
             "update_clipping needs an optimizer with one second moment (optax.adamw, "
             f"scale_by_adam, ...); {why}, or use lowmem.stable_adamw."
@@ -63,7 +61,7 @@ def _second_moments(state: optax.OptState) -> dict[str, jax.Array]:
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise ValueError(
                 f"the second moment of '{path}' is stored as {leaf.dtype} codes, which "
-                "update_clipping cannot read: put it inside, "
+                "update_clipping cannot read: put update_clipping inside, "
                 "compress_state(update_clipping(...)), or use lowmem.stable_adamw."
             )
     return moments
@@ -102,7 +100,7 @@ class _Clipper:
         moments = _second_moments(inner)
 
         rows = list(zip(trees.named_leaves(new), jax.tree.leaves(updates), strict=True))
-        # where there is no moment another optimizer is at work: masked
+        # leaves without a moment are masked out here
         own = [(moments[path], g, update) for (path, update), g in rows if path in moments]
         clipped = iter(_clipped(own, debias, self.eps, self.threshold))
         leaves = [next(clipped) if path in moments else update for (path, update), _ in rows]
@@ -120,7 +118,7 @@ def _clipped(
     eps: Scalar,
     threshold: Scalar,
 ) -> list[jax.Array]:
-    """The updates of (second moment, gradient, update), clipped."""
+    """Return the clipped update for each (second moment, gradient, update)."""
     eps, threshold = as_f32("eps", eps), as_f32("threshold", threshold)
     clipped = []
     for moment, g, update in rows:
@@ -137,30 +135,30 @@ def update_clipping(
     eps: float | jax.Array,
     threshold: float | jax.Array = 1.0,
 ) -> optax.GradientTransformationExtraArgs:
-    r"""Divides an Adam-like optimizer's step, decay included, by max(1, RMS_t / d) for each tensor.
+    r"""Divide each tensor's update of an Adam-like optimizer, decay included, by max(1, RMS_t / d).
 
     .. math::
       \mathrm{RMS}_t = \sqrt{\mathrm{E}[g_t^2 / \max(\hat u_t, \epsilon^2)]}
 
-    with u_t the second moment after this step's gradient, without bias (Wortsman et al., Algorithm
-    2 and appendix F.2). `stable_adamw` is the same in one pass over 8-bit state.
+    where u_t is the debiased second moment after this step's gradient (Wortsman et al., Algorithm 2
+    and appendix F.2). `stable_adamw` does the same in one pass over 8-bit state.
 
     Args:
-      inner: the optimizer, learning rate and weight decay included, with a second moment in f32.
-        8-bit moments and split master weights go around this:
+      inner: the optimizer, including learning rate and weight decay, with a second moment in f32.
+        Put 8-bit moments and split master weights around this:
         `split_master_weights(compress_state(update_clipping(optax.adamw(...)), ...))`.
-      b2: the optimizer's, a schedule too, for the bias.
-      eps: the optimizer's.
-      threshold: d, the RMS_t up to which nothing is clipped.
+      b2: the optimizer's b2 (number or schedule), for debiasing.
+      eps: the optimizer's eps.
+      threshold: d, the largest RMS_t that is not clipped.
 
     Returns:
       An optax transformation.
 
     Raises:
       ValueError: in `init`, for an optimizer that splits master weights, or whose state has no
-        second moment, several, or codes.
+        second moment, more than one, or one stored as codes.
 
-    Memory: 4 bytes.
+    Memory: 4 bytes in total.
 
     Example:
       >>> import jax.numpy as jnp, optax, optax_lowmem as lowmem
