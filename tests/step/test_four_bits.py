@@ -45,7 +45,7 @@ def test_explain_names_the_codecs():
     for words in (
         "softsign-int4",
         "linear-uint4",
-        "groups of 64, 2 codes in a byte, stochastic rounding",
+        "groups of 64, 2 codes per byte, stochastic rounding",
     ):
         assert words in text
 
@@ -75,8 +75,8 @@ def test_second_moments_alone_can_be_rounded_stochastically():
     assert (mixed.mu["w"] != found["stochastic"].mu["w"]).any()
     assert (mixed.nu["w"] != found["nearest"].nu["w"]).any()
     text = str(lowmem.explain(tx, params))
-    assert "2 codes in a byte, nearest rounding" in text
-    assert "2 codes in a byte, stochastic rounding" in text
+    assert "2 codes per byte, nearest rounding" in text
+    assert "2 codes per byte, stochastic rounding" in text
 
 
 @pytest.mark.parametrize("make", [lowmem.flash_adam_mini, lowmem.flash_factored_adamw])
@@ -100,7 +100,7 @@ def test_a_second_moment_per_element_in_4_bits_names_the_better_choice(nu):
     for init in (tx.init, functools.partial(lowmem.init, tx)):
         with pytest.warns(UserWarning, match=rf"leaf 'v' and 1 more\) are in.*4 bits.*{better}"):
             init(params)
-    with pytest.warns(UserWarning, match=rf"leaf 'v'\) are in codes of 4 bits.*{better}"):
+    with pytest.warns(UserWarning, match=rf"leaf 'v'\) are stored in 4 bits.*{better}"):
         lowmem.pack_small_leaves(tx).init(params)
     lowmem.memory.report(tx, params)  # which says nothing
 

@@ -101,7 +101,7 @@ def test_who_rounds():
     assert lowmem.memory.report(tx, params).by_slot["correction"] <= 2 * len(params)
     with pytest.raises(ValueError, match="'w' is float16.*only bfloat16"):
         tx.init({"w": jnp.ones(SHAPE, jnp.float16)})
-    with pytest.raises(ValueError, match="rounded itself"):
+    with pytest.raises(ValueError, match="rounding of 16-bit weights uses"):
         lowmem.flash_adam(1e-3, storage=STORAGE).update(
             {"w": params["w"]}, lowmem.flash_adam(1e-3, storage=STORAGE).init({"w": params["w"]})
         )
