@@ -57,7 +57,7 @@ def choose(
     if implementation == "xla":
         return "xla", "asked for"
     if implementation is not None:
-        return _asked_for(rule, plan, implementation, g)
+        return _requested(rule, plan, implementation, g)
     tpu = platform.may_be_tpu(g)
     if not plan.grouped and (math.prod(plan.shape) > _SMALL or tpu):
         return "xla", _ELEMENTWISE  # on a TPU also small leaves: it has no launch cost
@@ -79,7 +79,7 @@ def choose(
     return "xla", "; ".join(reasons)
 
 
-def _asked_for(
+def _requested(
     rule: UpdateRule, plan: LeafPlan, kernel: str, g: jax.Array | None
 ) -> tuple[str, str]:
     elsewhere = platform.no_device_reason()

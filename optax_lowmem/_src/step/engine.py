@@ -122,7 +122,7 @@ class Engine:
             columns["correction"][i] = nothing
             if plan.split is not None:
                 columns["correction"][i] = initial_correction(plan.split, plan.path, leaf)
-            of_codes, of_blocks = _laid(plan, leaf, (of_codes, of_blocks))
+            of_codes, of_blocks = _resharded(plan, leaf, (of_codes, of_blocks))
             stored = [*zip(plan.slots, codes, of_codes, strict=True)]
             stored += zip(plan.shared, *of_blocks, strict=True)
             for slot, values, of_values in stored:
@@ -185,7 +185,7 @@ class Engine:
         columns: dict[str, list[Any]] = {
             name: [None] * count for name in (*self._fields(), "correction")
         }
-        return columns | (compiled(_nothing)(fields, count) if fields else {})
+        return columns | (compiled(_zero_placeholders)(fields, count) if fields else {})
 
     def unpack(
         self, state: optax.OptState, plans: list[LeafPlan], params: optax.Params
@@ -214,8 +214,8 @@ class Engine:
                 _check_array(plan, name, arrays[name], (), jnp.float32)
             _check_slots(plan, plan.slots, arrays, plan.storage)
             _check_slots(plan, plan.shared, arrays, plan.shared_storage)
-            states.append(_taken(plan.slots, arrays))
-            shared.append(_taken(plan.shared, arrays))
+            states.append(_leaf_state(plan.slots, arrays))
+            shared.append(_leaf_state(plan.shared, arrays))
             if corrections[i] is not None:
                 form = (plan.shape, plan.split.dtype) if plan.split else ((), jnp.int8)
                 _check_array(plan, "correction", corrections[i], *form)
@@ -449,12 +449,12 @@ def _zeros(
     return jnp.zeros((), jnp.int32), scales, of_shared, [jnp.zeros((), jnp.int8) for _ in forms]
 
 
-def _nothing(fields: list[str], count: int) -> dict[str, list[jax.Array]]:
+def _zero_placeholders(fields: list[str], count: int) -> dict[str, list[jax.Array]]:
     """Return distinct 0-d placeholders: an array must not be donated twice."""
     return {field: [jnp.zeros((), jnp.float32) for _ in range(count)] for field in fields}
 
 
-def _laid(plan: LeafPlan, leaf: Any, tree: Any) -> Any:
+def _resharded(plan: LeafPlan, leaf: Any, tree: Any) -> Any:
     """Reshard scales and shared slots like their parameter on Explicit axes, as steps do."""
     return jax.tree.map(
         lambda x: explicit.laid(x, explicit.of_state(plan.path, leaf, x.shape, plan.group_size)),
@@ -469,7 +469,7 @@ def _names(plan: LeafPlan) -> set[str]:
     return {slot.name for slot in (*plan.slots, *plan.shared)}
 
 
-def _taken(slots: Sequence[SlotPlan], arrays: Mapping[str, jax.Array]) -> LeafState:
+def _leaf_state(slots: Sequence[SlotPlan], arrays: Mapping[str, jax.Array]) -> LeafState:
     """Collect the stored slots of a parameter from the arrays of its state's fields."""
     scales = tuple(arrays[f"{slot.name}_scale"] for slot in slots if slot.codec is not None)
     return LeafState(tuple(arrays[slot.name] for slot in slots), scales)

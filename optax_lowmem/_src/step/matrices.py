@@ -103,7 +103,7 @@ def stacks(plans: Sequence[LeafPlan], devices: int = 1) -> Iterator[list[int]]:
         for i in alike:
             matrices = plans[i].matrices
             assert matrices is not None
-            size = matrices.count(plans[i].shape) * _taken(*fans)
+            size = matrices.count(plans[i].shape) * _temporary_elements(*fans)
             if stack and elements + size > _ELEMENTS * devices:
                 yield stack
                 stack, elements = [], 0
@@ -112,7 +112,7 @@ def stacks(plans: Sequence[LeafPlan], devices: int = 1) -> Iterator[list[int]]:
         yield stack
 
 
-def _taken(rows: int, columns: int) -> int:
+def _temporary_elements(rows: int, columns: int) -> int:
     """Return the number of elements of a matrix and of two products X X^T."""
     return rows * columns + 2 * min(rows, columns) ** 2
 
@@ -220,7 +220,7 @@ def _on_devices(rule: MatrixRule, stack: jax.Array, h: Mapping[str, jax.Array]) 
 def _in_parts(rule: MatrixRule, stack: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
     """Apply `of_matrices` to slices of a stack with at most `_ELEMENTS` elements."""
     count, *shape = stack.shape
-    together = max(1, _ELEMENTS // max(1, _taken(*shape)))
+    together = max(1, _ELEMENTS // max(1, _temporary_elements(*shape)))
     if count <= together:
         return rule.of_matrices(stack, h)
     found: jax.Array = lax.map(

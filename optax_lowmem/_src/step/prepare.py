@@ -45,7 +45,10 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
                 plan.path, arrays, "a mean over each of its blocks, rows or columns"
             )
     lies = [
-        (_lies(block, s.slots[0]), jax.tree.map(explicit.sharding_of, (s.slots, s.scales)))
+        (
+            _operand_shardings(block, s.slots[0]),
+            jax.tree.map(explicit.sharding_of, (s.slots, s.scales)),
+        )
         for block, s in zip(blocks, batch.shared, strict=True)
     ]
     keys = batch.shared_keys
@@ -58,7 +61,7 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
     return batch.replace(operands=of_blocks), [LeafState(*new) for _, new in found]
 
 
-def _lies(block: Block, v: jax.Array) -> Any:
+def _operand_shardings(block: Block, v: jax.Array) -> Any:
     """Return the shardings of `Block.operands`: v's if there is one part, else XLA's choice."""
     return explicit.sharding_of(v) if len(block.parts) == 1 else (None,) * len(block.parts)
 
@@ -78,7 +81,7 @@ def _prepare_leaf(
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfBlocks(UpdateRule):
+class _BlockRule(UpdateRule):
     """A rule whose `update` is another rule's `prepare`: one element per block."""
 
     rule: UpdateRule
@@ -123,7 +126,7 @@ def _prepare_blocks(
         [None] * len(plans), flat, h, [{}] * len(plans), keys, numbers, implementation,
     )  # fmt: skip
     with context.placing(None):  # the context has the shardings of leaves, not of blocks
-        found = fused_updates(_OfBlocks(rule), of_blocks)
+        found = fused_updates(_BlockRule(rule), of_blocks)
     values = [given.reshape(mean.shape) for (given, _), mean in zip(found, means, strict=True)]
     shapes = [plan.shape for plan in plans]
     of_steps = block_means.operands(blocks, values, shapes, implementation)
