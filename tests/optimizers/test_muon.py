@@ -153,7 +153,7 @@ def test_an_empty_matrix():
 
 MISTAKES = {
     "out of range": ({"w": Dimensions(0, 2)}, ValueError, "output_axis 2 is out of range.*'w'"),
-    "twice": ({"w": Dimensions(0, -2)}, ValueError, r"leaf 'w' of shape \(8, 12\).*none twice"),
+    "twice": ({"w": Dimensions(0, -2)}, ValueError, r"leaf 'w' of shape \(8, 12\).*no axis twice"),
     "no axis": ({"w": Dimensions((), 1)}, ValueError, "at least one axis each"),
     "another tree": ({"v": None}, ValueError, "does not fit the parameters.*w"),
     "a pair": ({"w": 1}, TypeError, "MuonDimensionNumbers for each matrix"),

@@ -42,7 +42,7 @@ def test_moments_are_within_their_budget(name):
 def test_explain_names_the_codecs():
     params = {"w": jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)}
     text = str(lowmem.explain(lowmem.flash_adamw(1e-3, storage=FOUR), params))
-    groups = "groups of 64, 2 codes in a byte, stochastic rounding"
+    groups = "groups of 64, 2 codes per byte, stochastic rounding"
     assert all(words in text for words in ("softsign-int4", "linear-uint4", groups))
 
 
@@ -71,8 +71,8 @@ def test_second_moments_alone_can_be_rounded_stochastically():
     assert (mixed.mu["w"] != found["stochastic"].mu["w"]).any()
     assert (mixed.nu["w"] != found["nearest"].nu["w"]).any()
     text = str(lowmem.explain(tx, params))
-    assert "2 codes in a byte, nearest rounding" in text
-    assert "2 codes in a byte, stochastic rounding" in text
+    assert "2 codes per byte, nearest rounding" in text
+    assert "2 codes per byte, stochastic rounding" in text
 
 
 @pytest.mark.parametrize("make", [lowmem.flash_adam_mini, lowmem.flash_factored_adamw])

@@ -233,7 +233,7 @@ def test_what_kernels_leave_to_xla_on_a_mesh():
     assert reason(made("flash_adamw", group_size=48), across) is None
     assert reason(made("flash_adamw"), P("a")) is None
     heads = lowmem.blocks.Structure(rules=[("w", lowmem.blocks.Block(heads=(0, 4)))])
-    assert "heads lie on" in reason(lowmem.flash_adam_mini(1e-3, blocks=heads), P("a"))
+    assert "heads are on" in reason(lowmem.flash_adam_mini(1e-3, blocks=heads), P("a"))
     assert reason(lowmem.flash_adam_mini(1e-3, blocks=heads), across) is not None
     whole = lowmem.blocks.Structure(default="whole")
     assert reason(lowmem.flash_adam_mini(1e-3, blocks=whole), P("a")) is None

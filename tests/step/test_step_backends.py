@@ -681,7 +681,7 @@ NOT_KNOWN = with_a_step_of(jnp.arctan)
     [
         ("triton", LION, dict(shape=(1 << 16, 1 << 16)), "elements"),
         ("triton", LION, dict(shape=(2, 1 << 17), group_size=1 << 17), "groups of 131072"),
-        ("triton", NOT_KNOWN, {}, "the step uses `atan`, which the kernel has no form for"),
+        ("triton", NOT_KNOWN, {}, "`atan`, which the Triton generator does not support"),
         ("pallas_tpu", with_a_step_of(jnp.cbrt), {}, "`cbrt`"),
         ("pallas_tpu", ADAMW, dict(shape=(4096,)), "vectors"),
         ("pallas_tpu", ADAMW, dict(shape=(64, 100)), "100, is not a multiple of 128"),

@@ -208,7 +208,7 @@ def test_bytes_of_two_codes_are_of_slots_like_their_weights():
     assert state.inner_state.nu["w"].dtype == jnp.float32
     reasons = {d.slot: d.reason for d in lowmem.explain(tx, params).decisions}
     assert "values have shape (64, 1) and its parameter (64, 65)" in reasons["nu"]
-    assert "2 codes in a byte" in reasons["mu"]
+    assert "2 codes per byte" in reasons["mu"]
     _, after = jax.jit(tx.update)(params, state, params)
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
     other = {"w": jnp.ones((64, 64))}

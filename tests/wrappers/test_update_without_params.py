@@ -51,12 +51,12 @@ def test_weights_that_are_not_needed(name, dtype):
 
 NEEDED = {
     "16-bit weights": (lowmem.flash_adam(1e-2), "bfloat16", "corrects the 16-bit weight 'w'"),
-    "decay": (lowmem.flash_adamw(1e-2), "float32", "weight decay takes a share of it"),
-    "l2": (lowmem.flash_sgd(1e-2, weight_decay=0.1), "float32", "weight decay takes a share"),
+    "decay": (lowmem.flash_adamw(1e-2), "float32", "weight decay uses its value"),
+    "l2": (lowmem.flash_sgd(1e-2, weight_decay=0.1), "float32", "weight decay uses its value"),
     "dtype": (
         lowmem.flash_adam(1e-2, storage=Storage(None, update_dtype="param")),
         "bfloat16",
-        "update_dtype='param' asks for its dtype",
+        "update_dtype='param' uses its dtype",
     ),
 }
 

@@ -1,6 +1,6 @@
-"""Choice of the implementation that steps a leaf, made while tracing.
+"""Selects the implementation that steps each leaf, while tracing.
 
-It depends on `supported`, never on caught errors.
+The choice depends on `unsupported` and `supported`, never on caught errors.
 """
 
 import math
@@ -23,11 +23,11 @@ IMPLEMENTATIONS = ("xla", *BACKENDS, "pallas_tpu")
 _KERNELS = BACKENDS
 _TPU = "pallas_tpu"
 _ELEMENTWISE = "no slot is compressed: plain elementwise work, which XLA fuses well"
-_SMALL = 1 << 16  # elements; XLA launches a kernel for each leaf without codes, small or not
+_SMALL = 1 << 16  # elements; for smaller leaves without codes the launches of XLA dominate
 
 
 def _unsupported(kernel: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
-    """Return the reason why a kernel cannot take a leaf on any machine, or None."""
+    """Return the reason why a kernel cannot step a leaf on any device, or None."""
     size = math.prod(plan.shape)
     if not plan.shape or size == 0:
         return "a 0-d or empty leaf has no tiles"
@@ -43,24 +43,24 @@ def _unsupported(kernel: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
 def choose(
     rule: UpdateRule, plan: LeafPlan, implementation: str | None = None, g: jax.Array | None = None
 ) -> tuple[str, str]:
-    """(implementation of a leaf, why).
+    """Return (implementation of a leaf, reason).
 
     Args:
       rule: the optimizer's arithmetic.
-      plan: the leaf's.
+      plan: the plan of the leaf.
       implementation: the caller's choice, or None.
-      g: the leaf's gradient, for where it lies.
+      g: the leaf's gradient, from which the platform is inferred.
 
     Raises:
-      ValueError: where the caller's choice cannot take the leaf.
+      ValueError: if the implementation that the caller chose does not support the leaf.
     """
     if implementation == "xla":
         return "xla", "asked for"
     if implementation is not None:
-        return _asked_for(rule, plan, implementation, g)
+        return _requested(rule, plan, implementation, g)
     tpu = platform.may_be_tpu(g)
     if not plan.grouped and (math.prod(plan.shape) > _SMALL or tpu):
-        return "xla", _ELEMENTWISE  # on a TPU, small leaves too: it launches nothing
+        return "xla", _ELEMENTWISE  # on a TPU also small leaves: it has no launch cost
     if tpu:
         nowhere = platform.no_tpu_kernel_reason(g)
         reason = nowhere or _unsupported(_TPU, rule, plan)
@@ -79,7 +79,7 @@ def choose(
     return "xla", "; ".join(reasons)
 
 
-def _asked_for(
+def _requested(
     rule: UpdateRule, plan: LeafPlan, kernel: str, g: jax.Array | None
 ) -> tuple[str, str]:
     elsewhere = platform.no_device_reason()
@@ -93,19 +93,19 @@ def _asked_for(
         return "xla", reason or _ELEMENTWISE
     raise ValueError(
         f"implementation={kernel!r} cannot take leaf '{plan.path}': {reason}. Pass "
-        "implementation=None to use what can."
+        "implementation=None to choose a supported one."
     )
 
 
 def fused_updates(
     rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None = None
 ) -> list[Stepped]:
-    """`reference.fused_update` of every parameter, by the fastest implementation for each.
+    """Compute `reference.fused_update` of each parameter with its fastest implementation.
 
     Args:
       rule: the optimizer's arithmetic.
-      batch: the parameters, with the hyperparameters and operands that `prepare_leaves` gives.
-      tuned: how a kernel's work is cut; None for what is known of the device.
+      batch: the parameters, with the hyperparameters and operands that `prepare_leaves` returns.
+      tuned: tile and launch sizes of a kernel; None for those tuned for the device.
     """
     results: dict[int, Stepped] = {}
     placed = _placed(rule, batch)
@@ -125,7 +125,7 @@ def fused_updates(
 def _step(
     name: str, rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None
 ) -> list[Stepped]:
-    """The step of parameters by one implementation."""
+    """Step parameters with one implementation."""
     if name == "xla":
         return xla.step(rule, batch)
     if name == _TPU:
@@ -136,7 +136,7 @@ def _step(
 
 
 def _placed(rule: UpdateRule, batch: LeafBatch) -> dict[int, Placement]:
-    """The parameters on a mesh whose parts kernels can step."""
+    """Return the shardings of the parameters whose shards a kernel can step, by index."""
     if batch.implementation == "xla":
         return {}
     gpu = platform.no_device_reason() is None
@@ -152,7 +152,7 @@ def _placed(rule: UpdateRule, batch: LeafBatch) -> dict[int, Placement]:
         if place is not None
         and on_mesh.supported(rule, batch.plans[i], place) is None
         and (
-            (gpu and rule.prepares != "blocks")  # whose means are XLA's there
+            (gpu and rule.prepares != "blocks")  # there XLA computes the means of blocks
             or asks_tpu
             or platform.may_be_tpu(batch.gradients[i], place.mesh)
         )
@@ -165,7 +165,7 @@ def _on_mesh(
     placed: Mapping[int, Placement],
     tuned: tuning.Tuning | None,
 ) -> Iterator[tuple[int, Stepped]]:
-    """(index, result) of the parameters on a mesh, those of one mesh together."""
+    """Yield (index, result) of the sharded parameters, stepping those of each mesh together."""
 
     def step(part: LeafBatch) -> list[Stepped]:
         with context.placing(None):

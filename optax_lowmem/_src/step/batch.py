@@ -1,4 +1,4 @@
-"""Parameters that are stepped together: their plans and arrays."""
+"""`LeafBatch`: the plans and arrays of parameters that are stepped together."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from optax_lowmem._src.step.plan import LeafPlan, LeafState
 
-Stepped = tuple[jax.Array, LeafState]  # update or new parameter, and new state
+Stepped = tuple[jax.Array, LeafState]  # (update or new parameter, new state)
 
 
 @functools.partial(
@@ -34,16 +34,16 @@ class LeafBatch:
     Attributes:
       plans: static choices.
       gradients: f32 or 16-bit, of the parameters' shapes.
-      weights: the parameters, or None each for a bare direction.
+      weights: the parameters; each None to return the rule's direction.
       states: stored slots, scales and corrections.
       hyperparameters: f32 scalars of the step.
-      operands: what the step of each entry takes beside them, or instead of them.
-      keys: random keys, uint32 [n] or [n, 2], of which entry i has the key `numbers[i]`.
-      numbers: the place of each entry's key.
-      implementation: the implementation that the caller asks for, or None for the fastest.
-      shared: stored block-wise slots; their corrections are not used. Empty where the step does
-        not read them.
-      shared_keys: as `keys`, for block-wise slots.
+      operands: additional hyperparameters of each entry, which override the shared ones.
+      keys: random keys, uint32 [n] or [n, 2]; entry i uses `keys[numbers[i]]`.
+      numbers: index of each entry's key.
+      implementation: the implementation that the caller chose, or None for the fastest.
+      shared: stored block-wise slots; their corrections are not used. Empty if the step does not
+        read them.
+      shared_keys: like `keys`, for block-wise slots.
     """
 
     plans: tuple[LeafPlan, ...]
@@ -62,11 +62,11 @@ class LeafBatch:
         return len(self.plans)
 
     def h(self, i: int) -> Mapping[str, jax.Array]:
-        """The hyperparameters and operands of an entry, as `reference.fused_update` takes them."""
+        """Return the `h` of an entry for `reference.fused_update`."""
         return {**self.hyperparameters, **self.operands[i]}
 
     def take(self, indices: Sequence[int]) -> "LeafBatch":
-        """Return the entries of some indices; the keys stay those of all."""
+        """Select entries by index; the keys of all entries are kept."""
 
         def column(values: Sequence[Any]) -> list[Any]:
             return [values[i] for i in indices] if values else []
@@ -82,7 +82,7 @@ class LeafBatch:
         )
 
     def with_keys_in_order(self) -> "LeafBatch":
-        """Return the batch with the keys of its entries alone."""
+        """Drop the keys of other entries, so that entry i has key i."""
         order = tuple(range(len(self)))
         if self.numbers == order and len(self.keys) == len(self):
             return self
@@ -92,9 +92,9 @@ class LeafBatch:
 
     @property
     def nameless(self) -> "LeafBatch":
-        """The batch without the parameters' names, on which a compiled step does not depend."""
+        """The batch without parameter names, so that equal leaves share a compiled step."""
         return self.replace(plans=tuple(plan.nameless for plan in self.plans))
 
     def replace(self, **changes: Any) -> "LeafBatch":
-        """Return the batch with other fields."""
+        """Return a copy with some fields replaced."""
         return dataclasses.replace(self, **changes)

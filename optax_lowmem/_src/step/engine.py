@@ -1,6 +1,6 @@
-"""From an update rule to an optax transformation whose state is stored as `Storage` says.
+"""`Engine`: makes an optax transformation from an `UpdateRule` and a `Storage`.
 
-A step is: plan the leaves, unpack the state, step the leaves, pack their new states.
+A step plans the leaves, unpacks the state, steps the leaves and packs the new state.
 """
 
 import dataclasses
@@ -47,25 +47,25 @@ Hyperparameters = Callable[[jax.Array], Mapping[str, jax.Array]]
 
 
 class EngineTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]  # optax has no types
-    """An optax transformation that remembers the engine behind it."""
+    """An optax transformation with a reference to its engine."""
 
     engine: "Engine"
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Engine:
-    """One optimizer: what is static, and the hyperparameters of a step.
+    """An optimizer: its static settings and its hyperparameters.
 
     Attributes:
-      rule: its arithmetic.
-      storage: how its state is kept.
-      hyperparameters: f32 scalars of a step from the count before it.
+      rule: the optimizer's arithmetic.
+      storage: how the state is stored.
+      hyperparameters: returns the f32 scalars of a step, given the count before it.
       schedules: the hyperparameters that were given as schedules, by name.
-      weights: whether it updates weights (learning rate, decay, split) or gives a bare direction.
+      weights: whether to update weights (learning rate, decay, split) or to return directions.
       decay_mask: optax-style mask of weight decay.
-      slot_dtypes: dtype of slots where they are not compressed, f32 unless given.
-      structure: which elements share the slots that the rule's blocks share.
-      matrices: which leaves are matrices, of a rule that tells them apart.
+      slot_dtypes: dtypes of uncompressed slots, by default f32.
+      structure: which elements share a value of block-wise slots.
+      matrices: which leaves are matrices, for rules that treat these differently.
     """
 
     rule: UpdateRule
@@ -79,7 +79,7 @@ class Engine:
     matrices: MatrixAxes | None = None
 
     def transformation(self) -> "EngineTransformation":
-        """The optax transformation."""
+        """Return the optax transformation."""
         transformation = EngineTransformation(self.init, self.update)
         transformation.engine = self
         return transformation
@@ -87,7 +87,7 @@ class Engine:
     def plans(
         self, params: optax.Params, state: optax.OptState | None = None, direct: bool = False
     ) -> list[LeafPlan]:
-        """`plan_leaves` of this optimizer."""
+        """Return `plan_leaves` with the settings of this optimizer."""
         return plan_leaves(
             self.rule, self.storage, params, state, weights=self.weights,
             decay_mask=self.decay_mask, slot_dtypes=self.slot_dtypes, structure=self.structure,
@@ -97,7 +97,7 @@ class Engine:
     # ---- state -------------------------------------------------------------------------------
 
     def init(self, params: optax.Params) -> Any:
-        """Zero state, of the parameters' sharding; f32 moments are never allocated on the way."""
+        """Return a zero state with the parameters' sharding, without allocating f32 moments."""
         for name, schedule in self.schedules.items():
             check_schedule(name, schedule)
         leaves = jax.tree.leaves(params)
@@ -122,7 +122,7 @@ class Engine:
             columns["correction"][i] = nothing
             if plan.split is not None:
                 columns["correction"][i] = initial_correction(plan.split, plan.path, leaf)
-            of_codes, of_blocks = _laid(plan, leaf, (of_codes, of_blocks))
+            of_codes, of_blocks = _resharded(plan, leaf, (of_codes, of_blocks))
             stored = [*zip(plan.slots, codes, of_codes, strict=True)]
             stored += zip(plan.shared, *of_blocks, strict=True)
             for slot, values, of_values in stored:
@@ -139,10 +139,10 @@ class Engine:
         params: optax.Params,
         before: optax.OptState,
     ) -> Any:
-        """The state after a step: that before it with new arrays.
+        """Return the state after a step, which replaces arrays of the state before.
 
-        What a parameter has no slot, scale or correction for keeps its 0-d placeholder: a new one
-        would be a copy from a constant, and so a launch for each parameter.
+        Placeholders of missing slots, scales and corrections are reused: a new one would be a copy
+        of a constant, and so one launch per parameter.
         """
         columns = {name: jax.tree.leaves(getattr(before, name)) for name in self._fields()}
         for i, (plan, state, of_blocks) in enumerate(zip(plans, states, shared, strict=True)):
@@ -164,7 +164,7 @@ class Engine:
         params: optax.Params,
         before: optax.OptState | None = None,
     ) -> Any:
-        """A state of trees like the parameters, from the arrays of each field."""
+        """Build a state, with trees like the parameters, from the arrays of each field."""
         trees_of = {
             name: array_metadata.like(params, arrays, getattr(before, name, None))
             for name, arrays in columns.items()
@@ -174,23 +174,23 @@ class Engine:
         return self.rule.state_type(count=count, seed=seed, **state)
 
     def _fields(self) -> list[str]:
-        """The fields of a state that have an array for each parameter."""
+        """Return the names of the state's fields that have one array per parameter."""
         slots = [field for slot in self.rule.slots for field in (slot.name, f"{slot.name}_scale")]
         return [*slots, "correction"] if self.weights else slots
 
     def _placeholders(self, count: int) -> dict[str, list[Any]]:
-        """Columns of a new state, with placeholders for slots that some parameters do not have."""
+        """Return the fields of a new state, with placeholders for slots not all parameters have."""
         names = [slot.name for slot in self.rule.slots if slot.of_rest]
         fields = [field for name in names for field in (name, f"{name}_scale")]
         columns: dict[str, list[Any]] = {
             name: [None] * count for name in (*self._fields(), "correction")
         }
-        return columns | (compiled(_nothing)(fields, count) if fields else {})
+        return columns | (compiled(_zero_placeholders)(fields, count) if fields else {})
 
     def unpack(
         self, state: optax.OptState, plans: list[LeafPlan], params: optax.Params
     ) -> tuple[list[LeafState], list[LeafState]]:
-        """The states of the leaves, and those of their shared slots; both are checked."""
+        """Return the states of the leaves and of their shared slots, after checking both."""
 
         def column(field: str) -> list[jax.Array]:
             tree = getattr(state, field)
@@ -199,7 +199,7 @@ class Engine:
                 raise ValueError(
                     f"the state's {field} has {len(leaves)} leaves for {len(plans)} parameters: "
                     "it was made for another tree, or in pack_small_leaves, which must then step "
-                    "it. Call init on these parameters."
+                    "it. Call init with these parameters."
                 )
             trees.check_state_tree(tree, params)
             return leaves
@@ -214,8 +214,8 @@ class Engine:
                 _check_array(plan, name, arrays[name], (), jnp.float32)
             _check_slots(plan, plan.slots, arrays, plan.storage)
             _check_slots(plan, plan.shared, arrays, plan.shared_storage)
-            states.append(_taken(plan.slots, arrays))
-            shared.append(_taken(plan.shared, arrays))
+            states.append(_leaf_state(plan.slots, arrays))
+            shared.append(_leaf_state(plan.shared, arrays))
             if corrections[i] is not None:
                 form = (plan.shape, plan.split.dtype) if plan.split else ((), jnp.int8)
                 _check_array(plan, "correction", corrections[i], *form)
@@ -234,7 +234,7 @@ class Engine:
         gradient_scale: jax.Array | None = None,
         **extra: Any,
     ) -> tuple[Any, Any]:
-        """Updates and state; `extra` is accepted as optax's wrappers pass it, and not used."""
+        """Return updates and state; `extra` arguments of optax's wrappers are ignored."""
         del extra
         return self.run(updates, state, params, gradient_scale=gradient_scale)
 
@@ -245,7 +245,7 @@ class Engine:
         params: optax.Params,
         gradient_scale: jax.Array | None = None,
     ) -> tuple[Any, Any]:
-        """New parameters and state: `update` and `optax.apply_updates` at once."""
+        """Return new parameters and state: `update` and `optax.apply_updates` in one step."""
         return self.run(updates, state, params, gradient_scale=gradient_scale, direct=True)
 
     def run(
@@ -258,14 +258,14 @@ class Engine:
         gradient_scale: jax.Array | None = None,
         direct: bool = False,
     ) -> tuple[Any, Any]:
-        """`update`, or `step` if `direct`; given the step's hyperparameters or new count, theirs.
+        """Do `update`, or `step` if `direct`, optionally with other hyperparameters or count.
 
         Args:
           updates: gradients, f32 or 16-bit.
-          state: the old one.
+          state: the old state.
           params: the parameters, or None.
-          h: hyperparameters; by default those of the state's count.
-          count: the new one; by default one more.
+          h: hyperparameters; by default those at the state's count.
+          count: the new count; by default the old one plus 1.
           gradient_scale: a factor of the gradients.
           direct: whether to return new parameters instead of updates.
         """
@@ -302,10 +302,10 @@ class Engine:
     def _stand_in(
         self, updates: optax.Updates, state: optax.OptState, h: Mapping[str, jax.Array]
     ) -> Any:
-        """Return stand-ins for parameters that are not given: f32 arrays whose values are not read.
+        """Return substitutes for missing parameters: f32 arrays whose values are not used.
 
         Raises:
-          ValueError: where the step needs the parameters themselves, with the reason.
+          ValueError: if the step needs the parameters, with the reason.
         """
         reason = None
         narrow_masters = self.storage.master_weight_bits is not None
@@ -318,11 +318,11 @@ class Engine:
         if corrected:
             reason = f"the state corrects the 16-bit weight '{corrected[0]}'"
         elif "decay" in h or "l2" in h:
-            reason = "weight decay takes a share of it"
+            reason = "weight decay uses its value"
         elif rounds_weights(self.storage) and any(map(_is_narrow, jax.tree.leaves(updates))):
-            reason = "a 16-bit weight without a correction is rounded itself"
+            reason = "stochastic rounding of 16-bit weights uses its value"
         elif self.storage.update_dtype == "param":
-            reason = "update_dtype='param' asks for its dtype"
+            reason = "update_dtype='param' uses its dtype"
         if reason is not None:
             raise ValueError(f"{trees.NO_PARAMS_MSG} It is needed because {reason}.")
         return trees.widened(updates)
@@ -339,7 +339,7 @@ def _is_narrow(x: jax.Array) -> bool:
 def count_and_keys(
     seed: jax.Array, before: jax.Array, count: jax.Array | None, paths: list[str]
 ) -> tuple[jax.Array, jax.Array]:
-    """The new count, or the given one, and the keys of the leaves in the step: uint32 [leaves]."""
+    """Return the new count (or the given one) and the random keys, uint32 [leaves]."""
     if count is None:
         count = optax.safe_increment(before)
     return count, random.leaf_keys(seed, count, paths)
@@ -348,11 +348,11 @@ def count_and_keys(
 def step_leaves(
     rule: UpdateRule, batch: LeafBatch
 ) -> tuple[list[jax.Array], list[LeafState], list[LeafState]]:
-    """(updates, states, states of block-wise slots) of some parameters, or of parts of them.
+    """Return (updates, states, states of block-wise slots) of parameters or their shards.
 
     Args:
       rule: the optimizer's arithmetic.
-      batch: the parameters; of a plan that is `direct` the update is the new weight.
+      batch: the parameters; if their plans are `direct`, the updates are new parameters.
     """
     rows = zip(batch.plans, batch.gradients, strict=True)
     batch = batch.replace(plans=tuple(plan.for_gradient(g.dtype) for plan, g in rows))
@@ -362,7 +362,7 @@ def step_leaves(
         and batch.implementation in (None, "xla")
         and is_eager(jax.tree.leaves(batch))
     ):
-        # one program for parameters of one shape
+        # compile once for all parameters of one shape
         assert batch.shared_keys is not None
         keys: list[Any] = unstacked(batch.keys)
         shared_keys: list[Any] = unstacked(batch.shared_keys)
@@ -378,7 +378,7 @@ def step_leaves(
         columns = zip(*each(_step_leaves, single), strict=True)
         updates, states, shared = ([x for (x,) in column] for column in columns)
         return updates, states, shared
-    # on a mesh the leaves' places are known to the context, and to no program
+    # on a mesh the shardings are in the context, which is not part of the key of `compiled`
     run = _step_leaves if context.is_placing() else compiled(_step_leaves)
     return run(rule, batch)
 
@@ -386,7 +386,7 @@ def step_leaves(
 def _step_leaves(
     rule: UpdateRule, batch: LeafBatch
 ) -> tuple[list[jax.Array], list[LeafState], list[LeafState]]:
-    """`step_leaves` of all that it depends on: the leaves of each of its rules together."""
+    """Do `step_leaves`, stepping the leaves of each rule `of_leaf` together."""
     parts: dict[UpdateRule, list[int]] = {}
     for i, plan in enumerate(batch.plans):
         parts.setdefault(rule.of_leaf(plan.matrices), []).append(i)
@@ -405,7 +405,7 @@ def _step_leaves(
 def _step_alike(
     rule: UpdateRule, batch: LeafBatch
 ) -> tuple[list[jax.Array], list[LeafState], list[LeafState]]:
-    """`_step_leaves` of leaves of one rule."""
+    """Do `_step_leaves` for leaves with the same rule."""
     shared = batch.shared
     if isinstance(rule, MatrixRule):
         found = matrices.step_leaves(rule, batch.replace(shared=[], shared_keys=None))
@@ -419,7 +419,7 @@ def _step_alike(
 # ---- new states ----------------------------------------------------------------------------------
 
 
-Forms = list[list[StoredSlot]]  # of each leaf, of each slot
+Forms = list[list[StoredSlot]]  # shapes and dtypes, indexed by leaf, then slot
 
 
 def _zero_state(plans: list[LeafPlan], leaves: list[Any], forms: Forms, shared: Forms) -> Any:
@@ -429,7 +429,7 @@ def _zero_state(plans: list[LeafPlan], leaves: list[Any], forms: Forms, shared: 
 def _zero_slots(
     plans: list[LeafPlan], leaves: list[Any], forms: Forms
 ) -> list[tuple[jax.Array, ...]]:
-    """Of each leaf the slots with a value an element, which lie where it does."""
+    """Return the zero elementwise slots of each leaf, with its sharding."""
     return [
         tuple(explicit.filled(plan.path, leaf, s.codes, plan.group_size, 0) for s in own)
         for plan, leaf, own in zip(plans, leaves, forms, strict=True)
@@ -439,7 +439,7 @@ def _zero_slots(
 def _zeros(
     forms: Forms, shared: Forms
 ) -> tuple[jax.Array, list[tuple[jax.Array, ...]], list[Any], list[jax.Array]]:
-    """The count, and for each parameter scales, block-wise slots and scales, and no correction."""
+    """Return zeros: count, scales, (block-wise slots, scales), and placeholders of corrections."""
     scales = [tuple(jnp.zeros_like(slot.scales) for slot in own) for own in forms]
     of_shared = [
         tuple(tuple(map(jnp.zeros_like, column)) for column in
@@ -449,13 +449,13 @@ def _zeros(
     return jnp.zeros((), jnp.int32), scales, of_shared, [jnp.zeros((), jnp.int8) for _ in forms]
 
 
-def _nothing(fields: list[str], count: int) -> dict[str, list[jax.Array]]:
-    """0-d arrays, each of its own: donated, none may be there twice."""
+def _zero_placeholders(fields: list[str], count: int) -> dict[str, list[jax.Array]]:
+    """Return distinct 0-d placeholders: an array must not be donated twice."""
     return {field: [jnp.zeros((), jnp.float32) for _ in range(count)] for field in fields}
 
 
-def _laid(plan: LeafPlan, leaf: Any, tree: Any) -> Any:
-    """Scales and shared slots where their parameter lies on Explicit axes, as steps leave them."""
+def _resharded(plan: LeafPlan, leaf: Any, tree: Any) -> Any:
+    """Reshard scales and shared slots like their parameter on Explicit axes, as steps do."""
     return jax.tree.map(
         lambda x: explicit.laid(x, explicit.of_state(plan.path, leaf, x.shape, plan.group_size)),
         tree,
@@ -469,8 +469,8 @@ def _names(plan: LeafPlan) -> set[str]:
     return {slot.name for slot in (*plan.slots, *plan.shared)}
 
 
-def _taken(slots: Sequence[SlotPlan], arrays: Mapping[str, jax.Array]) -> LeafState:
-    """The stored slots of a parameter, from the arrays of each field."""
+def _leaf_state(slots: Sequence[SlotPlan], arrays: Mapping[str, jax.Array]) -> LeafState:
+    """Collect the stored slots of a parameter from the arrays of its state's fields."""
     scales = tuple(arrays[f"{slot.name}_scale"] for slot in slots if slot.codec is not None)
     return LeafState(tuple(arrays[slot.name] for slot in slots), scales)
 
@@ -481,7 +481,7 @@ def _check_slots(
     arrays: Mapping[str, jax.Array],
     forms: list[StoredSlot],
 ) -> None:
-    """Raise where a state was made, or restored, with other settings than these."""
+    """Raise if the arrays of a state do not fit the plan."""
     for slot, form in zip(slots, forms, strict=True):
         for field, like in ((slot.name, form.codes), (f"{slot.name}_scale", form.scales)):
             _check_array(plan, field, arrays[field], like.shape, like.dtype)
@@ -497,19 +497,19 @@ def _check_array(
         blocks = f", {field}: {plan.block.words}"
         if varying.of_parts():
             hint = (
-                " In a shard_map or a pmap means of blocks, rows or columns may be over several "
-                "devices: leave the step to jit with shardings."
+                " In a shard_map or pmap, means over blocks, rows or columns may involve several "
+                "devices: call the step in jit with shardings instead."
             )
     if field == "correction" and plan.dtype == jnp.float32 and jnp.shape(array) == plan.shape:
         raise ValueError(promoted(plan.path, array.dtype))
     if varying.of_parts() and field.endswith("_scale"):
         hint = (
-            " In a shard_map a device's part has to be of whole groups, with the scales of those: "
-            "see docs/guides/sharding.md, or leave the step to jit with shardings."
+            " In a shard_map each shard must consist of whole groups, with the scales of those: "
+            "see docs/guides/sharding.md, or call the step in jit with shardings instead."
         )
     if field == "correction":
         hint = (
-            " If weights were cast after tx.init, begin with params, state = "
+            " If weights were cast after tx.init, start with params, state = "
             "lowmem.init(tx, params_f32) instead."
         )
     raise ValueError(

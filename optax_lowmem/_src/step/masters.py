@@ -1,4 +1,4 @@
-"""Master weights: which split a leaf has, where its correction starts, and the f32 view."""
+"""Master weights: choice of the split, initial corrections, and reconstruction in f32."""
 
 from typing import Any
 
@@ -13,11 +13,11 @@ from optax_lowmem._src.core.clean_weights import FIELD, clean_params
 from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.step.storage import Storage
 
-NO_CORRECTION: Any = np.zeros((), np.int8)  # beside a weight that has none
+NO_CORRECTION: Any = np.zeros((), np.int8)  # placeholder for a weight without a correction
 
 
 def split_for(storage: Storage, dtype: jnp.dtype) -> MasterSplit | None:
-    """Return the split of master weights of a dtype; None for f32 or without master weights."""
+    """Return the split for weights of a dtype; None for f32 or without master weights."""
     if dtype == jnp.float32 or storage.master_weight_bits is None:
         return None
     rounding = storage.master_rounding or "stochastic"
@@ -30,7 +30,7 @@ def rounds_weights(storage: Storage) -> bool:
 
 
 def choose_split(storage: Storage, path: str, dtype: jnp.dtype) -> MasterSplit | None:
-    """`split_for`, with the reason recorded.
+    """Return `split_for` of a leaf, and record the reason.
 
     Raises:
       ValueError: for fp16 weights that would be rounded stochastically.
@@ -58,7 +58,7 @@ def choose_split(storage: Storage, path: str, dtype: jnp.dtype) -> MasterSplit |
 
 
 def check_order(gradients: list[jax.Array], params: optax.Params, correction: optax.Params) -> None:
-    """Raises where dtypes show that gradients and parameters were given in each other's place."""
+    """Raise if the dtypes show that gradients and parameters were swapped."""
     rows = zip(trees.named_leaves(params), gradients, jax.tree.leaves(correction), strict=False)
     for (path, p), g, kept in rows:
         if p.dtype == jnp.float32 and numerics.is_narrow(g.dtype) and jnp.ndim(kept):
@@ -70,11 +70,11 @@ def check_order(gradients: list[jax.Array], params: optax.Params, correction: op
 
 
 def promoted(path: str, correction: jnp.dtype) -> str:
-    """The error of an f32 weight beside a correction, which is of a 16-bit one."""
+    """Return the error message for an f32 weight whose state corrects a 16-bit weight."""
     return (
-        f"weight '{path}' is float32, and the state corrects a 16-bit one ({correction} beside "
-        "it). An f32 update was added to it without a cast, as eqx.apply_updates and "
-        "params + updates do: use optax.apply_updates or lowmem.step, or make the optimizer with "
+        f"weight '{path}' is float32, but the state corrects a 16-bit weight (by {correction}). An "
+        "f32 update was added to it without a cast, as eqx.apply_updates and params + updates do: "
+        "use optax.apply_updates or lowmem.step, or make the optimizer with "
         "update_dtype='param' (storage=Storage(update_dtype='param'), or the argument of "
         "split_master_weights). If it was cast, or the state restored for other weights, begin "
         "with params, state = lowmem.init(tx, params_f32). If gradients and weights are in each "
@@ -83,7 +83,7 @@ def promoted(path: str, correction: jnp.dtype) -> str:
 
 
 def initial_correction(split: MasterSplit, path: str, leaf: jax.Array) -> jax.Array:
-    """The correction that `lowmem.init` has for a leaf, else that of the weight itself."""
+    """Return the correction that `lowmem.init` provides, or else zero correction."""
     provided = context.provided_correction(path)
     if provided is not None:
         return provided
@@ -91,19 +91,19 @@ def initial_correction(split: MasterSplit, path: str, leaf: jax.Array) -> jax.Ar
 
 
 def join_master(p: jax.Array, correction: jax.Array) -> jax.Array:
-    """The f32 master weight of a parameter and its correction, or its 0-d placeholder."""
+    """Join a parameter with its correction, or its 0-d placeholder, to the f32 master weight."""
     if not numerics.is_narrow(p.dtype):
         return p
     if correction.shape != p.shape:
         return numerics.widen(p)
     split = split_of(correction.dtype)
-    if p.dtype == jnp.float16 and isinstance(split, BitSplit):  # a 0-d weight's placeholder
+    if p.dtype == jnp.float16 and isinstance(split, BitSplit):  # the correction is a placeholder
         return numerics.widen(p)
     return split.join(p, correction)
 
 
 def join_leaves(weights: list[jax.Array], corrections: list[jax.Array]) -> list[jax.Array]:
-    """`join_master` of each leaf, those in 16 bits in one program; shapes give shapes."""
+    """Apply `join_master` to each leaf, in one program; also takes `jax.ShapeDtypeStruct`s."""
     if any(isinstance(p, jax.ShapeDtypeStruct) for p in weights):
         return trees.widened(weights)
     rows = list(zip(weights, corrections, strict=True))
@@ -118,7 +118,7 @@ def _joined(rows: list[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
 
 
 def join_masters(params: optax.Params, correction: optax.Params) -> optax.Params:
-    """`join_master` of each leaf; the metadata of a placeholder differ from its weight's."""
+    """Apply `join_master` to trees; metadata of a placeholder may differ from its weight's."""
     leaves, treedef = jax.tree.flatten(params)
     return jax.tree.unflatten(treedef, join_leaves(leaves, jax.tree.leaves(correction)))
 
@@ -129,7 +129,7 @@ def splits_masters(tx: optax.GradientTransformation, params: optax.Params) -> bo
 
 
 def split_paths(tx: optax.GradientTransformation, params: optax.Params) -> set[str]:
-    """The leaves whose master weights a transformation splits."""
+    """Return the paths of the leaves whose master weights a transformation splits."""
     return _decided(tx, params, "correction")
 
 
@@ -145,22 +145,22 @@ def _decided(tx: optax.GradientTransformation, params: optax.Params, slot: str) 
 
 
 def master_params(params: optax.Params, state: optax.OptState) -> optax.Params:
-    """The f32 parameters that 16-bit weights and an optimizer state hold together.
+    """Reconstruct the f32 master weights from the weights and the optimizer state.
 
-    The corrections are found through chain, masked, partition, MultiSteps, inject_hyperparams and
-    any other wrapper whose state is a pytree. Under `gaussws_noise` they are without noise.
+    Finds the corrections through chain, masked, partition, MultiSteps, inject_hyperparams and any
+    other wrapper whose state is a pytree. Under `gaussws_noise` the result is without noise.
 
     Args:
       params: the weights.
       state: the optimizer's state.
 
     Returns:
-      A tree of f32 arrays; a weight without a correction is itself.
+      A tree of f32 arrays; a weight without a correction is only converted to f32.
 
     Raises:
-      TypeError: for arguments in another order.
-      ValueError: where a leaf has two corrections, or one that is not found because the weight has
-        another name, dtype or shape than in the state.
+      TypeError: if the arguments are swapped.
+      ValueError: if a leaf has two corrections, or if a correction does not fit because the
+        weight's name, dtype or shape differs from the state's.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem
@@ -177,7 +177,7 @@ def master_params(params: optax.Params, state: optax.OptState) -> optax.Params:
 def kept_weights(
     params: optax.Params, state: optax.OptState
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """Return the arguments of `join_leaves`: clean weights of an optimizer and corrections."""
+    """Return the arguments of `join_leaves`: weights without noise, and their corrections."""
     params = clean_params(params, state)
     corrections = corrections_of(params, state)
     rows = [(w, corrections.get(path, NO_CORRECTION)) for path, w in trees.named_leaves(params)]
@@ -185,10 +185,10 @@ def kept_weights(
 
 
 def corrections_of(params: optax.Params, state: optax.OptState) -> dict[str, jax.Array]:
-    """The corrections of 16-bit weights in an optimizer state, by path.
+    """Return the corrections of 16-bit weights in an optimizer state, by path.
 
     Raises:
-      ValueError: where a leaf has two, or one of another leaf, dtype or shape.
+      ValueError: if a leaf has two corrections, or one for another name, dtype or shape.
     """
     corrections: dict[str, jax.Array] = {}
     weights = dict(trees.named_leaves(params))
@@ -201,7 +201,7 @@ def corrections_of(params: optax.Params, state: optax.OptState) -> dict[str, jax
             elif _fits(path, weight, correction):
                 if path not in corrections:
                     corrections[path] = correction
-                elif weight.ndim:  # else a placeholder, 0-d as well, of one inside without a split
+                elif weight.ndim:  # a 0-d one may be the placeholder of an inner optimizer
                     raise ValueError(
                         f"leaf '{path}' has two corrections in this state: two optimizers split "
                         "its master weight. Keep one split, and give the other optimizer "
@@ -212,10 +212,10 @@ def corrections_of(params: optax.Params, state: optax.OptState) -> dict[str, jax
 
 
 def _fits(path: str, weight: jax.Array, correction: jax.Array) -> bool:
-    """Return whether a correction is of this weight and no placeholder.
+    """Return whether an array is the correction of this weight, and not a placeholder.
 
     Raises:
-      ValueError: where it is no placeholder and its dtype or shape does not fit the weight.
+      ValueError: if it is a correction whose dtype or shape does not fit the weight.
     """
     if not jnp.ndim(correction):
         return not jnp.ndim(weight) and weight.dtype != jnp.float32
@@ -226,19 +226,19 @@ def _fits(path: str, weight: jax.Array, correction: jax.Array) -> bool:
     raise ValueError(
         f"weight '{path}' is {weight.dtype}{list(weight.shape)}, and this state corrects 16-bit "
         f"weights of shape {list(correction.shape)} with {correction.dtype}: the weight was cast "
-        "or reshaped. Pass the weights as the optimizer has them."
+        "or reshaped. Pass the weights that the optimizer updates."
     )
 
 
 def _check_names(
     weights: dict[str, jax.Array], corrections: dict[str, jax.Array], elsewhere: list[str]
 ) -> None:
-    """Raises where weights without a correction stand beside corrections without their weight."""
+    """Raise if some weights have no correction and some corrections have no weight."""
     bare = [p for p, w in weights.items() if numerics.is_narrow(w.dtype) and p not in corrections]
     if bare and elsewhere:
         raise ValueError(
-            f"the state has no correction of weight '{bare[0]}', and one of '{elsewhere[0]}', "
-            "which is no weight here: the weights were renamed or wrapped, or are of another "
-            "model. Pass the tree that the optimizer has, for example variables['params'] and not "
-            "variables."
+            f"the state has no correction of weight '{bare[0]}', but one of '{elsewhere[0]}', "
+            "which is not a weight here: the weights were renamed or wrapped, or belong to another "
+            "model. Pass the tree that the optimizer was initialized with, for example "
+            "variables['params'] instead of variables."
         )

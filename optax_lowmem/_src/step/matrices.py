@@ -1,9 +1,9 @@
-"""The step of leaves whose direction is taken of whole matrices: momentum, direction, weights.
+"""The step of a `MatrixRule`, whose direction depends on whole matrices.
 
-Leaves go through it in stacks of matrices of one shape, one stack after the other, so that what is
-there beside weights, state and gradients is what one stack takes. Momentum and weights are stepped
-as those of every other leaf: first a step without weights, whose direction is what the matrices are
-made of; then one without slots, whose gradient is the direction that was made.
+Stacks of matrices of equal shape are stepped one after the other, so that temporary memory is that
+of one stack. Momentum and weights use the elementwise step: first one without weights, whose
+direction is the input of the matrix function; then one without slots, whose gradient is the result
+of the matrix function.
 
 On a mesh each device takes some of the matrices of a stack, whole: they are moved once before the
 products and once after them, and never between.
@@ -26,14 +26,14 @@ from optax_lowmem._src.step.batch import LeafBatch, Stepped
 from optax_lowmem._src.step.plan import LeafPlan, LeafState
 from optax_lowmem._src.step.rule import MatrixRule, UpdateRule
 
-# Of a stack and its two products X X^T on each device, unless one matrix has more: 17 MB in bf16,
-# enough to keep a GPU busy.
+# Elements of a stack and its two products X X^T per device, unless one matrix alone has more:
+# 17 MB in bf16, enough to keep a GPU busy.
 _ELEMENTS = 1 << 23
 
 
 @dataclasses.dataclass(frozen=True)
 class _Direction(UpdateRule):
-    """A direction that is there already, in the gradient's place; the rate is the leaf's own."""
+    """A rule whose gradient is the final direction; the learning rate differs per leaf."""
 
     slots = ()
     state_type = None
@@ -42,13 +42,13 @@ class _Direction(UpdateRule):
     def update(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The gradient."""
+        """Return the gradient."""
         del slots, h
         return g, {}
 
 
 def step_leaves(rule: MatrixRule, batch: LeafBatch) -> list[Stepped]:
-    """`fused_updates` of matrices, a stack of them after the other."""
+    """Step matrices, one stack after the other."""
     for plan, *arrays in zip(batch.plans, batch.gradients, batch.states, strict=True):
         varying.check_whole(plan.path, arrays, "a direction of whole matrices")
     results: dict[int, Stepped] = {}
@@ -73,10 +73,10 @@ def _on_cpu() -> bool:
 
 
 def _after(h: Mapping[str, jax.Array], done: jax.Array) -> Mapping[str, jax.Array]:
-    """`h`, which must wait until an array is there, by a number of it that changes nothing.
+    """Return `h` with an artificial data dependency on an array, which does not change its values.
 
-    For XLA's CPU backend, which drops barriers before it orders what it does. On a mesh, where the
-    number would be moved, the barrier alone has to do.
+    XLA's CPU backend drops barriers before it schedules. On a mesh, where the dependency would
+    cause communication, the barrier has to suffice.
     """
     if not _on_cpu() or done.size == 0 or _mesh(done) is not None:
         return h
@@ -87,11 +87,11 @@ def _after(h: Mapping[str, jax.Array], done: jax.Array) -> Mapping[str, jax.Arra
 
 
 def stacks(plans: Sequence[LeafPlan], devices: int = 1) -> Iterator[list[int]]:
-    """Yield the indices of the leaves that are taken together: their matrices are of one shape.
+    """Yield the indices of the leaves in each stack, whose matrices have equal shapes.
 
     Args:
-      plans: of all leaves.
-      devices: that share a stack.
+      plans: the plans of all leaves.
+      devices: number of devices that share a stack.
     """
     kinds: dict[tuple[int, ...], list[int]] = {}
     for i, plan in enumerate(plans):
@@ -103,7 +103,7 @@ def stacks(plans: Sequence[LeafPlan], devices: int = 1) -> Iterator[list[int]]:
         for i in alike:
             matrices = plans[i].matrices
             assert matrices is not None
-            size = matrices.count(plans[i].shape) * _taken(*fans)
+            size = matrices.count(plans[i].shape) * _temporary_elements(*fans)
             if stack and elements + size > _ELEMENTS * devices:
                 yield stack
                 stack, elements = [], 0
@@ -112,13 +112,13 @@ def stacks(plans: Sequence[LeafPlan], devices: int = 1) -> Iterator[list[int]]:
         yield stack
 
 
-def _taken(rows: int, columns: int) -> int:
-    """Elements of a matrix and of two products of it with itself."""
+def _temporary_elements(rows: int, columns: int) -> int:
+    """Return the number of elements of a matrix and of two products X X^T."""
     return rows * columns + 2 * min(rows, columns) ** 2
 
 
 def _step(rule: MatrixRule, stack: LeafBatch) -> list[Stepped]:
-    """`step_leaves` of one stack."""
+    """Step one stack."""
     h, dtype = stack.hyperparameters, jnp.dtype(rule.dtype)
     bare = stack.replace(
         plans=tuple(
@@ -130,7 +130,7 @@ def _step(rule: MatrixRule, stack: LeafBatch) -> list[Stepped]:
     )
     moved = fused_updates(rule, bare)
     directions, scales = _directions(rule, stack.plans, [before for before, _ in moved], h)
-    # neither the gradient nor its factor has a part in what follows
+    # the second step must not apply gradient_scale or l2 again
     rates = {name: h[name] for name in ("lr", "decay") if name in h}
     landing = stack.replace(
         plans=tuple(dataclasses.replace(plan, slots=()) for plan in stack.plans),
@@ -151,8 +151,8 @@ _in_a_call = packed.opaque(jax.jit(_step, static_argnames=("rule",)))
 
 
 def _step_in_turn(rule: MatrixRule, stack: LeafBatch) -> list[Stepped]:
-    """`_step`, for XLA on a CPU in a call that it keeps: it would take up all stacks at once."""
-    if not _on_cpu() or context.is_placing():  # a leaf's place is known by its name
+    """Call `_step`, on a CPU without inlining, since XLA would compute all stacks at once."""
+    if not _on_cpu() or context.is_placing():  # shardings are looked up by path
         return _step(rule, stack)
     found: list[Stepped] = _in_a_call(rule, stack.nameless)
     return found
@@ -161,7 +161,7 @@ def _step_in_turn(rule: MatrixRule, stack: LeafBatch) -> list[Stepped]:
 def _directions(
     rule: MatrixRule, plans: Sequence[LeafPlan], before: list[jax.Array], h: Mapping[str, jax.Array]
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The direction of each leaf, and the factor of its rate."""
+    """Return the direction of each leaf, and the factor of its learning rate."""
 
     def work(
         before: list[jax.Array], h: Mapping[str, jax.Array]
@@ -187,7 +187,7 @@ def _directions(
 
 
 def _mesh(x: jax.Array) -> Mesh | AbstractMesh | None:
-    """The mesh of several devices that an array is on, where its type says; None in a shard_map."""
+    """Return the mesh in an array's type if it has several devices; None in a shard_map."""
     mesh: AbstractMesh = jax.typeof(x).sharding.mesh
     return None if mesh.empty or mesh.size == 1 or mesh.manual_axes else mesh
 
@@ -198,13 +198,13 @@ def _devices(gradients: Sequence[jax.Array]) -> int:
 
 
 def _on_devices(rule: MatrixRule, stack: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
-    """`of_matrices` of a stack, of which each device has some matrices, whole."""
+    """Apply `of_matrices` to a stack, distributing whole matrices over the devices."""
     mesh, count = _mesh(stack), stack.shape[0]
     if mesh is None:
         return _in_parts(rule, stack, h)
     axes = PartitionSpec(mesh.axis_names)
     missing = -count % mesh.size
-    if count == 1:  # all devices do the same, and nothing is moved after it
+    if count == 1:  # replicate the computation to avoid communication of the result
         axes, missing = PartitionSpec(), 0
     full = jnp.pad(stack, ((0, missing), (0, 0), (0, 0))) if missing else stack
     own: Any = jax.shard_map(
@@ -218,9 +218,9 @@ def _on_devices(rule: MatrixRule, stack: jax.Array, h: Mapping[str, jax.Array]) 
 
 
 def _in_parts(rule: MatrixRule, stack: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
-    """`of_matrices`, of so many at a time that they have no more than `_ELEMENTS` elements."""
+    """Apply `of_matrices` to slices of a stack with at most `_ELEMENTS` elements."""
     count, *shape = stack.shape
-    together = max(1, _ELEMENTS // max(1, _taken(*shape)))
+    together = max(1, _ELEMENTS // max(1, _temporary_elements(*shape)))
     if count <= together:
         return rule.of_matrices(stack, h)
     found: jax.Array = lax.map(

@@ -1,4 +1,4 @@
-"""Leaves as stacks of matrices, for rules whose direction is taken of whole matrices."""
+"""Leaves as stacks of matrices, for a `MatrixRule`."""
 
 import dataclasses
 import math
@@ -16,32 +16,32 @@ Axes = tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Matrices:
-    """The axes of a leaf that make the rows and the columns of its matrices; others count them.
+    """The row and column axes of the matrices in a leaf; all other axes are batch axes.
 
     Attributes:
-      rows: axes that are summed over in x W (`reduction_axis` of optax), not negative.
-      columns: axes of the result (`output_axis`), not negative.
+      rows: non-negative axes that x W sums over (`reduction_axis` of optax).
+      columns: non-negative axes of the result of x W (`output_axis` of optax).
     """
 
     rows: Axes
     columns: Axes
 
     def fans(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Return (rows, columns) of each matrix: fan in and fan out."""
+        """Return the numbers of rows and columns of each matrix: fan-in and fan-out."""
         rows, columns = (math.prod(shape[a] for a in axes) for axes in (self.rows, self.columns))
         return rows, columns
 
     def count(self, shape: tuple[int, ...]) -> int:
-        """Return the number of matrices of a leaf of this shape."""
+        """Return the number of matrices in a leaf of this shape."""
         return math.prod(shape[axis] for axis in self._others(shape))
 
     def to_stack(self, x: jax.Array) -> jax.Array:
-        """A leaf as [matrices, rows, columns]."""
+        """Transpose and reshape a leaf to [matrices, rows, columns]."""
         count = self.count(x.shape)
         return x.transpose(self._order(x.shape)).reshape(count, *self.fans(x.shape))
 
     def from_stack(self, stack: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """A leaf of this shape from what `to_stack` makes of it."""
+        """Invert `to_stack` for a leaf of this shape."""
         order = self._order(shape)
         inverse = sorted(range(len(shape)), key=order.__getitem__)
         return stack.reshape([shape[axis] for axis in order]).transpose(inverse)
@@ -53,28 +53,28 @@ class Matrices:
         return (*self._others(shape), *self.rows, *self.columns)
 
 
-Dimensions = Any  # of optax.contrib.muon: a tree of MuonDimensionNumbers and None, or a function
+Dimensions = Any  # as in optax.contrib.muon: tree of MuonDimensionNumbers or None, or a function
 Chooser = Callable[[optax.Params], dict[str, Matrices]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MatrixAxes:
-    """The leaves that are matrices, and along which axes.
+    """Selects the leaves that are matrices, and their axes.
 
     Attributes:
       dimensions: `muon_weight_dimension_numbers` of optax.contrib.muon: a tree like the parameters,
-        or a prefix of it, of `MuonDimensionNumbers`, or None for leaves that are no matrices; a
-        function of the parameters that gives one; None for all leaves of two dimensions.
+        or a prefix of it, of `MuonDimensionNumbers`, or None for leaves that are not matrices; a
+        function from the parameters to such a tree; or None to select all 2-d leaves.
     """
 
     dimensions: Dimensions = None
 
     def of(self, params: optax.Params) -> dict[str, Matrices]:
-        """Return the matrices of a tree by path.
+        """Return the matrix axes of the leaves that are matrices, by path.
 
         Raises:
-          ValueError: for axes that do not fit a leaf, by name, and for a tree that does not fit.
-          TypeError: for something else in the place of dimension numbers.
+          ValueError: if axes do not fit their leaf, or the tree does not fit the parameters.
+          TypeError: if an entry is neither dimension numbers nor None.
         """
         leaves = trees.named_leaves(params)
         if self.dimensions is None:
@@ -89,7 +89,7 @@ def _is_dimensions(node: object) -> bool:
 
 
 def _spread(given: object, params: optax.Params) -> list[Any]:
-    """Return the dimension numbers, or None, of each leaf, from a prefix of the tree."""
+    """Expand a prefix tree to the dimension numbers, or None, of each leaf."""
 
     def spread(own: object, sub: Any) -> Any:
         if not _is_dimensions(own):
@@ -107,20 +107,20 @@ def _spread(given: object, params: optax.Params) -> list[Any]:
             f"muon_weight_dimension_numbers does not fit the parameters ({trees.some_of(names)}): "
             f"give a tree of their structure, a prefix of it, or a function of them. {error}"
         ) from error
-    # a one-tuple each, since None is an empty tree
+    # one-tuples, since None would be an empty tree
     is_own = lambda n: type(n) is tuple and len(n) == 1 and _is_dimensions(n[0])  # noqa: E731
     return [own for (own,) in jax.tree.leaves(found, is_leaf=is_own)]
 
 
 def _checked(path: str, leaf: Shaped, own: Any) -> Matrices:
-    """Return the matrices of a leaf with axes that are not negative."""
+    """Return the matrix axes of a leaf as non-negative axes, or raise if they do not fit."""
     shape = tuple(leaf.shape)
     axes = {name: _axes(path, shape, name, getattr(own, name)) for name in own._fields}
     rows, columns = axes["reduction_axis"], axes["output_axis"]
     if not rows or not columns or len({*rows, *columns}) < len(rows) + len(columns):
         raise ValueError(
             f"leaf '{path}' of shape {shape}: reduction_axis={own.reduction_axis} and output_axis="
-            f"{own.output_axis} must name at least one axis each, and none twice. Correct its "
+            f"{own.output_axis} must name at least one axis each, and no axis twice. Correct its "
             "MuonDimensionNumbers, or give None to leave the leaf to AdamW."
         )
     return Matrices(rows, columns)

@@ -1,7 +1,7 @@
-"""The step of leaves that lie on several devices: each steps its own part, as a leaf of its own.
+"""The step of sharded leaves: each device steps its shard like a leaf.
 
-A kernel call is opaque to XLA's partitioner, which would gather its operands. Inside a `shard_map`
-it is one call a device, and nothing moves.
+XLA's partitioner cannot partition a kernel call and would gather its operands. In a `shard_map`
+there is one call per device, and no communication.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
 
 
 def place_of(plan: LeafPlan, state: LeafState, g: jax.Array) -> Placement | None:
-    """Return a leaf's sharding, as given to `lowmem.step` or by Explicit axes, or None."""
+    """Return a leaf's sharding, from `lowmem.step` or from Explicit axes, or None."""
     given = context.placement(plan.path)
     if given is not None:
         return given
-    for x in jax.tree.leaves((state.slots, state.correction, g)):  # bytes may hold several codes
+    for x in jax.tree.leaves((state.slots, state.correction, g)):  # packed codes have another shape
         sharding = jax.typeof(x).sharding
         if x.shape == plan.shape and _explicit(sharding.mesh):
             return placement(plan.path, plan.shape, sharding, sharding.mesh)
@@ -38,16 +38,16 @@ def _explicit(mesh: Mesh | AbstractMesh) -> bool:
 def supported(rule: UpdateRule, plan: LeafPlan, place: Placement) -> str | None:
     """Return the reason why a leaf's shards cannot be stepped separately, or None."""
     if plan.block is not None and _of_block(plan, place) is None:
-        return "its heads lie on several devices"
+        return "its heads are on several devices"
     if not plan.shape:
-        return "a 0-d leaf has no parts"
+        return "a 0-d leaf has no shards"
     return place.cut_groups(plan.shape, plan.group_size) if plan.grouped or plan.noisy else None
 
 
 def _of_block(plan: LeafPlan, place: Placement) -> Any:
-    """Return how `Block.operands` lie beside the parts of a leaf; None where parts cut heads.
+    """Return the partition specs of `Block.operands`; None if shards would cut heads.
 
-    Blocks may lie on several devices: each has their value.
+    A block may span several devices, each of which then has its value.
     """
     assert plan.block is not None
     block = plan.block.fit(plan.shape)
@@ -63,12 +63,12 @@ def _of_block(plan: LeafPlan, place: Placement) -> Any:
 def fused_updates(
     step: Callable[[LeafBatch], list[Stepped]], batch: LeafBatch, places: Sequence[Placement]
 ) -> list[Stepped]:
-    """The step of some parameters on one mesh.
+    """Step parameters on one mesh.
 
     Args:
-      step: of one device.
+      step: steps the shards of one device.
       batch: the parameters.
-      places: their shardings.
+      places: the sharding of each parameter.
     """
     batch = batch.with_keys_in_order()
     mesh, every = places[0].mesh, PartitionSpec()
@@ -109,16 +109,16 @@ def fused_updates(
 def result_like(
     gradient: jax.Array, weight: jax.Array | None, state: LeafState
 ) -> tuple[jax.Array, LeafState]:
-    """Arrays that lie where a leaf's update and its new state do on Explicit axes."""
+    """Return arrays with the shardings of a leaf's update and new state on Explicit axes."""
     return (gradient if weight is None else weight), state
 
 
 def _specs_of(state: LeafState, spec: PartitionSpec) -> LeafState:
-    """The specs of a state: scales are sharded as their codes."""
+    """Return the partition specs of a state: scales are sharded like their codes."""
     return jax.tree.map(lambda _: spec, state)
 
 
 def _part_key(plan: LeafPlan, place: Placement, key: jax.Array) -> jax.Array:
-    """Of this device's part of a leaf; the last axis counts groups."""
+    """Return the key of this device's shard; the last axis counts groups."""
     sizes = [*plan.shape[:-1], plan.shape[-1] // plan.group_size if place.parts(-1) > 1 else 0]
     return random.key_of_part(key, *place.starts(sizes))

@@ -1,4 +1,4 @@
-"""A GPU kernel apart from its language: its arrays of each leaf, and the step of a tile."""
+"""Backend-independent parts of the kernels: operands, results and aliases, step of a tile."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ from optax_lowmem._src.step.rule import UpdateRule
 
 
 class AnyHyperparameters(Mapping[str, jax.Array]):
-    """Every name there is, so that what is traced has all that a step may do."""
+    """A mapping that contains every name, so that a traced step includes all its branches."""
 
     def __getitem__(self, name: str) -> jax.Array:
         return jnp.float32(0.5)
@@ -42,7 +42,7 @@ class Leaf(NamedTuple):
 class Result(NamedTuple):
     """Arrays that the step of a leaf writes.
 
-    `update` is a weight where the leaf has a split or its plan returns new parameters.
+    `update` is the new weight if the plan `lands` or is `direct`.
     """
 
     update: jax.Array
@@ -52,24 +52,24 @@ class Result(NamedTuple):
 
 
 def leaf_of(g: jax.Array, p: jax.Array | None, state: LeafState, of_block: Any = None) -> Leaf:
-    """The arrays that a kernel takes."""
+    """Return the arrays that a kernel reads."""
     return Leaf(g, p, state.correction, state.slots, state.scales, of_block)
 
 
 def state_of(result: Result) -> LeafState:
-    """The new state."""
+    """Return the new state of a leaf."""
     return LeafState(result.slots, result.scales, result.correction)
 
 
 def update_dtype(plan: LeafPlan, p: jax.Array | None) -> jnp.dtype:
-    """dtype of the first result: a weight's where the step `lands` on one or the plan is direct."""
+    """Return the dtype of `Result.update`, the weight's if the plan `lands` or is `direct`."""
     if p is None:
         return plan.update_dtype
     return p.dtype if plan.direct or plan.lands else plan.update_dtype
 
 
 def slot_tilings(plan: LeafPlan, tiling: Tiling) -> list[Tiling]:
-    """Return how each slot is cut where its leaf is cut so."""
+    """Return the tiling of each slot's array for a tiling of the leaf."""
     return [
         tiling
         if slot.codec is None or slot.codec.bits == 8
@@ -79,7 +79,7 @@ def slot_tilings(plan: LeafPlan, tiling: Tiling) -> list[Tiling]:
 
 
 def views(plan: LeafPlan, tiling: Tiling, leaf: Leaf) -> Leaf:
-    """The arrays of a leaf as its kernel sees them."""
+    """Reshape the arrays of a leaf to the views that its kernel reads."""
     g, p, correction = jax.tree.map(tiling.element_view, (leaf.g, leaf.p, leaf.correction))
     own = zip(slot_tilings(plan, tiling), leaf.slots, strict=True)
     slots = tuple(tiling.element_view(slot) for tiling, slot in own)
@@ -88,7 +88,7 @@ def views(plan: LeafPlan, tiling: Tiling, leaf: Leaf) -> Leaf:
 
 
 def output(plan: LeafPlan, viewed: Leaf) -> Any:
-    """Shapes and dtypes of what a kernel writes for a leaf that it sees so, as a `Result`."""
+    """Return the shapes and dtypes of a kernel's results for the views of a leaf."""
     update: Any = result_like(viewed.g, dtype=update_dtype(plan, viewed.p))
     state: Any = jax.tree.map(result_like, (viewed.correction, viewed.slots, viewed.scales))
     return Result(update, *state)
@@ -97,7 +97,7 @@ def output(plan: LeafPlan, viewed: Leaf) -> Any:
 def aliases(
     plan: LeafPlan, inputs: Sequence[Leaf], outputs: Sequence[Result], first: int
 ) -> dict[int, int]:
-    """Operand -> result that takes its place: the state, and the weight of a direct plan."""
+    """Return `input_output_aliases` for the state, and for the weight if plans are `direct`."""
     numbered_in = _numbered(inputs, first)
     found: dict[int, int] = {}
     for leaf, result in zip(numbered_in, _numbered(outputs, 0), strict=True):
@@ -117,7 +117,7 @@ def _numbered(trees: Sequence[Any], first: int) -> Any:
 
 
 def restored(plan: LeafPlan, leaf: Leaf, result: Result) -> Result:
-    """The results in the shapes of their leaf."""
+    """Reshape the results of a kernel to the shapes of their leaf."""
     update = result.update.reshape(plan.shape)
     state = jax.tree.map(
         lambda new, old: new.reshape(old.shape),
@@ -134,18 +134,18 @@ def step_tile(
     h: Mapping[str, jax.Array],
     noise: tuple[jax.Array, jax.Array] | None,
 ) -> Result:
-    """One tile [groups, lanes], a group a row: decode, rule, encode, split.
+    """Step one tile [groups, lanes], one group per row: decode, rule, split, encode.
 
-    `plan` is that of any leaf of the launch; only its shape, which is not used, tells them apart.
+    `plan` may be that of any leaf in the launch, since they differ only in shape, which is unused.
     """
     lanes = leaf.g.shape[-1]
     layout = reference.Tile(lanes, lanes)
     state, correction = LeafState(leaf.slots, leaf.scales, leaf.correction), leaf.correction
     moved, values = reference.advance(rule, plan, leaf.g, leaf.p, state, h, layout)
     if leaf.p is not None:
-        # for a plan that is not direct the weight: its update is taken where it fuses with its use
+        # the weight even if the plan is not direct: XLA fuses the update with its consumer
         own = reference.master_noise(plan, noise, layout)
         moved, correction = reference.move(plan, leaf.p, moved, correction, own)
-    # last, when the weight is done with: encoding takes the most registers
+    # encode last, when the weight's registers are free: encoding needs the most registers
     slots, scales = reference.encode(plan, values, noise, layout)
     return Result(moved.astype(update_dtype(plan, leaf.p)), correction, slots, scales)

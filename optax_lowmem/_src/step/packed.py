@@ -1,10 +1,10 @@
-"""The step of a leaf for XLA on a CPU: the reference's functions, each byte computed once.
+"""The step of a leaf for XLA on a CPU: computes the outputs together, in packed words.
 
-XLA's CPU backend compiles one loop an output and repeats, or stores in f32, whatever several
-outputs share; an `optimization_barrier` does not stop it (jax 0.10). What it cannot see through is
-a call that it may not inline, so the small outputs of a leaf (weight, correction, codes) are
-computed together inside one, packed into 32-bit words, and taken apart outside. The calls of equal
-leaves are the same program, which XLA compiles once. Measured: docs/results/cpu_speed.md.
+XLA's CPU backend compiles one loop per output. It recomputes shared intermediates, or stores them
+in f32, and an `optimization_barrier` does not prevent this (jax 0.10). A call that must not be
+inlined does: the small outputs of a leaf (weight, correction, codes) are computed together in one
+call, packed into 32-bit words, and unpacked outside. The calls of equal leaves are the same
+computation, which XLA compiles once. Measured: docs/results/cpu_speed.md.
 """
 
 import functools
@@ -25,18 +25,18 @@ _WEIGHT, _CORRECTION = "weight", "correction"
 
 
 def supported(plan: LeafPlan, platform: str) -> str | None:
-    """Return the reason why a leaf does not take this path, or None where it does."""
+    """Return the reason why a leaf cannot use the packed path, or None."""
     if platform != "cpu":
         return f"the packed path is for XLA's CPU backend, not {platform}"
     if not plan.grouped:
         return "no slot is compressed: plain elementwise work, which XLA fuses well"
     if plan.rounds:
-        return "a weight goes into a word beside its correction, and has none"
+        return "the packed path packs weights with their corrections, and this weight has none"
     return None
 
 
 def _fields(plan: LeafPlan, has_weight: bool) -> dict[str, jnp.dtype]:
-    """Small outputs of a leaf and their dtypes, weight and correction first."""
+    """Return the dtypes of the small outputs of a leaf, weight and correction first."""
     fields: dict[str, Any] = {}
     if has_weight and plan.split is not None:
         fields[_WEIGHT] = jnp.dtype(jnp.uint16)
@@ -45,7 +45,7 @@ def _fields(plan: LeafPlan, has_weight: bool) -> dict[str, jnp.dtype]:
 
 
 def _words(fields: Mapping[str, jnp.dtype]) -> list[list[str]]:
-    """Names of the fields of each 32-bit word, filled in order."""
+    """Assign the fields to 32-bit words in order; returns the names of each word's fields."""
     words: list[list[str]] = [[]]
     left = 32
     for name, dtype in fields.items():
@@ -84,12 +84,12 @@ def _unpack(
 
 
 def opaque(function: Any) -> Any:
-    """A jitted function whose calls XLA keeps: it neither inlines them nor fuses through them."""
+    """Return a jitted function whose calls XLA neither inlines nor fuses across."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         leaves, tree = jax.tree.flatten(function(*args, **kwargs))
-        # of a value, not of a context: that would mark what is called inside as well
+        # on a value, since the context manager would also mark inner calls
         leaves[0] = xla_metadata.set_xla_metadata(leaves[0], inlineable="false")
         return jax.tree.unflatten(tree, leaves)
 
@@ -105,7 +105,7 @@ def fused_update(
     h: Mapping[str, jax.Array],
     key: jax.Array,
 ) -> tuple[jax.Array, LeafState]:
-    """As `reference.fused_update`."""
+    """Compute `reference.fused_update`."""
     return fused_update_among(rule, plan, g, p, state, h, key[None], jnp.uint32(0))
 
 
@@ -120,13 +120,13 @@ def fused_update_among(
     keys: jax.Array,
     number: jax.Array,
 ) -> tuple[jax.Array, LeafState]:
-    """As `reference.fused_update`, with the key of this number out of those of many leaves.
+    """Compute `reference.fused_update` with `keys[number]`, where keys are those of many leaves.
 
-    The number is an operand: as a constant it would make a step of each leaf another program.
+    The number is an operand: as a constant it would prevent equal leaves from sharing a program.
     """
     if plan.direct:
         return _finished(rule, plan, g, p, state, h, keys, number)
-    # what is left of an update is done where XLA fuses it with its use
+    # the rest of an update is computed outside the calls, where XLA fuses it with its consumer
     return _outputs(
         rule, plan, g, p, state, h, *_computed(rule, plan, g, p, state, h, keys, number)
     )
@@ -158,7 +158,7 @@ def _computation(
     keys: jax.Array,
     number: jax.Array,
 ) -> tuple[list[jax.Array], dict[str, jax.Array]]:
-    """Words, and the scales to be stored."""
+    """Return the packed words and the stored scales."""
     measured = reference.measure(plan, reference.advance(rule, plan, g, p, state, h)[1])
     divisors = {name: divisor for name, (_, divisor) in measured.items()}
     noise = _noise(plan, keys, number) if plan.noisy else None
@@ -175,7 +175,7 @@ _computed = jax.jit(_computation, static_argnames=("rule", "plan"))
 @opaque
 @functools.partial(jax.jit, static_argnames=("plan",))
 def _noise(plan: LeafPlan, keys: jax.Array, number: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The two parts of a leaf's random bits; in a call, or it mixes for each element."""
+    """Return `random.noise_bits` in a call, since XLA would recompute them per element."""
     key = lax.dynamic_index_in_dim(keys, number, keepdims=False)
     return random.noise_bits(key, plan.shape, plan.group_size)
 
@@ -207,7 +207,7 @@ def _word(
     if p is not None and plan.split is not None:
         own = reference.master_noise(plan, noise)
         weight, correction = reference.move(plan, p, step, state.correction, own)
-        assert correction is not None  # of a plan with a split
+        assert correction is not None  # since the plan has a split
         small[_CORRECTION] = correction
         small[_WEIGHT] = lax.bitcast_convert_type(weight, jnp.uint16)
     return _pack(small, _words(_fields(plan, p is not None))[place])
@@ -223,7 +223,7 @@ def _outputs(
     words: Sequence[jax.Array],
     scales: Mapping[str, jax.Array],
 ) -> tuple[jax.Array, LeafState]:
-    """Update and state from the unpacked fields; what is f32 is computed where it is used."""
+    """Return update and state from the packed words; f32 outputs are recomputed here."""
     fields = _fields(plan, p is not None)
     small: dict[str, jax.Array] = {}
     for names, word in zip(_words(fields), words, strict=True):

@@ -1,4 +1,4 @@
-"""The plan of a leaf: every static decision about its storage and step, with reasons."""
+"""`LeafPlan`: all static decisions about the storage and the step of a leaf."""
 
 import dataclasses
 import warnings
@@ -25,9 +25,9 @@ class SlotPlan:
 
     Attributes:
       name: name of the slot.
-      codec: None where the slot is stored as it is.
-      dtype: of its codes, or of the slot without a codec.
-      stochastic: whether its codes are rounded stochastically.
+      codec: codec of the slot, or None to store its values.
+      dtype: dtype of the codes, or of the values without a codec.
+      stochastic: whether codes are rounded stochastically.
     """
 
     name: str
@@ -41,18 +41,18 @@ class LeafPlan:
     """Storage and update of a leaf.
 
     Attributes:
-      path: its name in errors and in the random hash.
-      shape: of the parameter.
-      dtype: of the parameter.
-      group_size: neighbours that share a scale.
-      slots: one plan per slot with one value per element.
+      path: name of the leaf, used in errors and in the random hash.
+      shape: shape of the parameter.
+      dtype: dtype of the parameter.
+      group_size: number of neighbours that share a scale.
+      slots: one plan per elementwise slot.
       split: split of the master weight; None for f32 parameters and without master weights.
-      update_dtype: of the emitted update.
+      update_dtype: dtype of the emitted update.
       decays: whether weight decay applies.
       direct: whether the step returns new parameters instead of updates.
-      block: the elements that share a value of block-wise slots; None where the rule has none.
-      shared: one plan per block-wise slot; groups are of all its values, as one row.
-      matrices: of a leaf whose direction is taken of whole matrices.
+      block: which elements share a value of block-wise slots; None if the rule has none.
+      shared: one plan per block-wise slot, whose groups are those of its flattened values.
+      matrices: axes of the matrices of a leaf that a `MatrixRule` steps.
       rounds: whether a 16-bit weight without a split is rounded stochastically.
       follows_gradient: whether a gradient in the parameter's dtype gets an update in that dtype.
     """
@@ -73,25 +73,25 @@ class LeafPlan:
     follows_gradient: bool = False
 
     def for_gradient(self, dtype: jnp.dtype) -> "LeafPlan":
-        """Return the plan of a step whose gradient has a dtype."""
+        """Return the plan for a gradient of this dtype."""
         if not self.follows_gradient or dtype != self.dtype:
             return self
         return dataclasses.replace(self, update_dtype=self.dtype)
 
     @property
     def nameless(self) -> "LeafPlan":
-        """The same for every leaf of this shape: what a compiled step depends on."""
+        """The plan without the path, so that equal leaves share a compiled step."""
         return dataclasses.replace(self, path="")
 
     @property
     def shapeless(self) -> "LeafPlan":
-        """The same for every leaf that a kernel can take along: they differ in where things lie."""
+        """The plan without path and shape: leaves with equal ones can share a launch."""
         block = self.block and self.block.shapeless
         return dataclasses.replace(self, path="", shape=(), block=block)
 
     @property
     def shared_plan(self) -> "LeafPlan":
-        """The plan of the shared slots: a leaf with one element a block, all in one row."""
+        """The plan of the shared slots: that of a vector with one element per block."""
         assert self.block is not None
         return LeafPlan(
             path=self.path,
@@ -111,27 +111,27 @@ class LeafPlan:
 
     @property
     def stochastic(self) -> bool:
-        """Return whether any slot takes random bits."""
+        """Return whether any slot needs random bits."""
         return any(slot.stochastic for slot in self.slots)
 
     @property
     def stochastic_master(self) -> bool:
-        """Return whether the master weight takes random bits."""
+        """Return whether rounding the master weight needs random bits."""
         return self.rounds or (self.split is not None and self.split.stochastic)
 
     @property
     def lands(self) -> bool:
-        """Return whether a step has a weight of its own to reach, to which its update leads."""
+        """Return whether a step computes the rounded new weight, and then the update towards it."""
         return self.rounds or self.split is not None
 
     @property
     def noisy(self) -> bool:
-        """Return whether any slot or the master weight takes random bits, which come in groups."""
+        """Return whether any slot or the master weight needs random bits."""
         return self.stochastic or self.stochastic_master
 
     @property
     def storage(self) -> list[StoredSlot]:
-        """Shapes and dtypes of each of `slots` as stored; without a codec its scales are 0-d."""
+        """Shapes and dtypes of `slots` as stored; without a codec, scales are 0-d placeholders."""
         return [
             StoredSlot(
                 jax.ShapeDtypeStruct(self.shape, slot.dtype), jax.ShapeDtypeStruct((), jnp.float32)
@@ -143,10 +143,10 @@ class LeafPlan:
 
     @property
     def shared_storage(self) -> list[StoredSlot]:
-        """Shapes and dtypes of each of `shared` as stored: codes have the shape of the means.
+        """Shapes and dtypes of `shared` as stored: codes have the shape of the means.
 
-        Bytes with several codes have that shape too, but along the last axis, or where they would
-        have codes of two rows lie in one, as the groups do.
+        With several codes per byte, the last axis counts bytes; if its length is not a multiple of
+        the codes per byte, the codes are flattened.
         """
         if self.block is None:
             return []
@@ -165,8 +165,8 @@ class LeafPlan:
 class LeafState(NamedTuple):
     """The stored state of a parameter; tuples are in the order of `LeafPlan.slots`."""
 
-    slots: tuple[jax.Array, ...]  # codes, or values
-    scales: tuple[jax.Array, ...]  # of the slots that have a codec: shape[:-1] + (groups,)
+    slots: tuple[jax.Array, ...]  # codes, or values without a codec
+    scales: tuple[jax.Array, ...]  # of the slots with a codec: shape[:-1] + (groups,)
     correction: jax.Array | None = None  # of the parameter's shape
 
 
@@ -185,26 +185,26 @@ def decide_slot(
     stored: bool,
     refused: str | None = None,
 ) -> context.Decision:
-    """Return the decision whether a codec stores a slot of a leaf; nothing is recorded.
+    """Decide whether a codec stores a slot of a leaf, without recording the decision.
 
     Args:
-      path: the leaf's name.
-      shape: of the leaf.
-      slot: the slot's name.
-      codec: the one that may store it.
-      group_size: neighbours that share a scale.
+      path: name of the leaf.
+      shape: shape of the leaf.
+      slot: name of the slot.
+      codec: codec of the slot, or None.
+      group_size: number of neighbours that share a scale.
       stochastic: whether codes are rounded stochastically.
-      policy: whose reasons against it count.
-      masked_out: whether the policy's mask is False here.
-      stored: whether the current state has codes of it.
-      refused: a reason against it that comes before the policy's.
+      policy: which leaves and slots stay in f32.
+      masked_out: whether the policy's mask is False for this leaf.
+      stored: whether the current state stores codes for the slot.
+      refused: a reason to keep f32 that precedes the policy's.
     """
     masked = "the policy's mask is False here" if masked_out else None
     reason = refused or masked or policy.reason(path, shape, slot, stored)
     if reason or codec is None:
         return context.Decision(path, slot, None, reason or "", shape=shape)
     rounding = "stochastic" if stochastic else "nearest"
-    packed = f"{codec.codes_per_byte} codes in a byte, " if codec.bits < 8 else ""
+    packed = f"{codec.codes_per_byte} codes per byte, " if codec.bits < 8 else ""
     reason = f"groups of {group_size}, {packed}{rounding} rounding"
     return context.Decision(
         path, slot, codec.name, reason, group_size, codec, stochastic, shape=shape
@@ -224,23 +224,23 @@ def plan_leaves(
     matrices: MatrixAxes | None = None,
     direct: bool = False,
 ) -> list[LeafPlan]:
-    """The plan of each leaf; decisions are recorded.
+    """Return the plan of each leaf, and record the decisions.
 
     Args:
       rule: the optimizer's arithmetic.
-      storage: how its state is kept.
-      params: the parameters, or in a `shard_map` this device's part of each.
-      state: that is to be stepped; None before there is one.
-      weights: whether weights are updated (learning rate, decay, split), or a bare direction given.
+      storage: how the state is stored.
+      params: the parameters; in a `shard_map`, this device's shards.
+      state: the state to be stepped; None before `init`.
+      weights: whether weights are updated (learning rate, decay, split) or directions returned.
       decay_mask: optax-style mask of weight decay.
-      slot_dtypes: dtype of slots where they are not compressed, f32 unless given.
-      structure: which elements share the slots that the rule's blocks share.
-      matrices: which leaves are matrices, of a rule that tells them apart; weight decay of the
-        others has no mask.
+      slot_dtypes: dtypes of uncompressed slots, by default f32.
+      structure: which elements share a value of block-wise slots.
+      matrices: which leaves are matrices, for rules that treat these differently; the mask does
+        not apply to the other leaves.
       direct: whether the step returns new parameters instead of updates.
     """
     leaves = trees.named_leaves(params)
-    if not leaves:  # also optax.tree.map_params' placeholder, which no mask fits
+    if not leaves:  # also for the placeholder of optax.tree.map_params, which fits no mask
         return []
     masked_out = storage.policy.masked_out(params)
     decays = _decays(decay_mask, params)
@@ -313,7 +313,7 @@ def _plan_slot(
 
 
 def warn_of_four_bits(plans: Sequence[LeafPlan]) -> None:
-    """Warn of 4-bit codes of second moments, where an `init` has all leaves."""
+    """Warn of second moments in 4-bit codes, in `init`, which sees all leaves."""
     if context.is_recording():
         return
     shared, own = [], []
@@ -334,13 +334,13 @@ def _in_four_bits(slot: SlotPlan) -> bool:
 
 
 _SHARED_FOUR_BITS = (
-    "second moments that many elements share ({}) are in codes of 4 bits: that saves next to "
-    "nothing and errs in every one of these elements. Give the storage nu=None, as "
-    "Storage.four_bit(nu=None), which keeps them in f32."
+    "second moments that many elements share ({}) are stored in 4 bits: that saves almost no "
+    "memory, and each error affects all of these elements. Keep them in f32 with nu=None, for "
+    "example Storage.four_bit(nu=None)."
 )
 _OWN_FOUR_BITS = (
-    "second moments of single elements ({}) are in codes of 4 bits: where they differ within a "
-    "group small ones may be stored too large, and their weights then move too slowly. "
+    "second moments of single elements ({}) are stored in 4 bits: small ones in a group with "
+    "larger ones may be stored too large, and their weights then move too slowly. "
     "flash_factored_adamw with storage=Storage.four_bit(nu=None, group_size=32) has no such codes "
     "and takes less memory, 3.56 bytes per parameter."
 )
@@ -356,7 +356,7 @@ def rounds_stochastically(rounding: str, slot: str, in_table: bool) -> bool:
     """Return whether `Storage.rounding` rounds a slot's codes stochastically, or to nearest.
 
     Args:
-      rounding: one of its choices.
+      rounding: the value of `Storage.rounding`.
       slot: the name of the slot.
       in_table: whether the leaf is an embedding table.
     """
@@ -366,7 +366,7 @@ def rounds_stochastically(rounding: str, slot: str, in_table: bool) -> bool:
 
 
 def _stored(rule: UpdateRule, state: optax.OptState, count: int) -> list[set[str]]:
-    """Of each leaf the slots that a state has codes of: those with scales."""
+    """Return the names of the slots that a state stores as codes (with scales), per leaf."""
     stored: list[set[str]] = [set() for _ in range(count)]
     for slot in () if state is None else rule.slots:
         scales = jax.tree.leaves(getattr(state, f"{slot.name}_scale"))

@@ -1,7 +1,7 @@
-"""Operands that a rule prepares before its elementwise step: of a whole leaf, or of its blocks.
+"""Operands that a rule computes before its elementwise step, from a whole leaf or from its blocks.
 
-A block may span its leaf, so the gradient is read once for the means. What is left is the step of a
-small leaf, with one element a block, and goes the way of every other.
+A block may span its leaf, so an additional pass over the gradient computes the means. The means are
+then stepped like the gradient of a small leaf with one element per block.
 """
 
 import dataclasses
@@ -20,23 +20,22 @@ from optax_lowmem._src.step.batch import LeafBatch
 from optax_lowmem._src.step.plan import LeafPlan, LeafState
 from optax_lowmem._src.step.rule import OF_BLOCK, Slot, UpdateRule
 
-# once for leaves of one shape and plan
+# traced once per shape and plan
 _prepare = jax.jit(reference.prepare, static_argnames=("rule", "plan"))
 
 
 def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[LeafState]]:
-    """The batch with the operands that `rule.prepare` gives, and the new block-wise slots.
+    """Add the operands of `rule.prepare` to a batch; also returns the new block-wise slots.
 
     Args:
-      rule: the optimizer's arithmetic, which `prepares`.
-      batch: with f32 hyperparameters; of blocks, weight decay is not part of the gradient (no
-        `l2`).
+      rule: the optimizer's arithmetic, whose `prepares` is not None.
+      batch: parameters with f32 hyperparameters; for `blocks`, without `l2`.
     """
     if rule.prepares == "leaf":
         rows = zip(batch.plans, batch.gradients, batch.weights, batch.states, strict=True)
         prepared = [_prepare_leaf(rule, *row, batch.hyperparameters) for row in rows]
         return batch.replace(operands=prepared), batch.shared
-    # where blocks lie on several devices XLA finds it out, on Explicit axes too
+    # XLA partitions the means of blocks that span several devices, also on Explicit axes
     blocks = [plan.block or Block() for plan in batch.plans]
     for plan, block, *arrays in zip(
         batch.plans, blocks, batch.gradients, batch.shared, strict=True
@@ -46,7 +45,10 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
                 plan.path, arrays, "a mean over each of its blocks, rows or columns"
             )
     lies = [
-        (_lies(block, s.slots[0]), jax.tree.map(explicit.sharding_of, (s.slots, s.scales)))
+        (
+            _operand_shardings(block, s.slots[0]),
+            jax.tree.map(explicit.sharding_of, (s.slots, s.scales)),
+        )
         for block, s in zip(blocks, batch.shared, strict=True)
     ]
     keys = batch.shared_keys
@@ -59,8 +61,8 @@ def prepare_leaves(rule: UpdateRule, batch: LeafBatch) -> tuple[LeafBatch, list[
     return batch.replace(operands=of_blocks), [LeafState(*new) for _, new in found]
 
 
-def _lies(block: Block, v: jax.Array) -> Any:
-    """The shardings of `Block.operands`: that of v where they are it; else XLA's choice."""
+def _operand_shardings(block: Block, v: jax.Array) -> Any:
+    """Return the shardings of `Block.operands`: v's if there is one part, else XLA's choice."""
     return explicit.sharding_of(v) if len(block.parts) == 1 else (None,) * len(block.parts)
 
 
@@ -72,32 +74,32 @@ def _prepare_leaf(
     state: LeafState,
     h: Mapping[str, jax.Array],
 ) -> Mapping[str, jax.Array]:
-    """`reference.prepare`: scalars, replicated on Explicit axes."""
+    """Compute `reference.prepare`, whose results are scalars, replicated on Explicit axes."""
     prepare = functools.partial(_prepare, rule, plan.nameless)
     names = jax.eval_shape(prepare, g, p, state, h)
     return explicit.left_to_xla(prepare, dict.fromkeys(names), g, p, state, h)
 
 
 @dataclasses.dataclass(frozen=True)
-class _OfBlocks(UpdateRule):
-    """`prepare` of a rule as the update of its shared slots: of elements that are blocks."""
+class _BlockRule(UpdateRule):
+    """A rule whose `update` is another rule's `prepare`: one element per block."""
 
     rule: UpdateRule
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """The shared slots."""
+        """The shared slots of the rule, here elementwise."""
         return tuple(dataclasses.replace(s, shared=False) for s in self.rule.slots if s.shared)
 
     @property
     def state_type(self) -> Any:
-        """That of the rule."""
+        """The state type of the rule."""
         return self.rule.state_type
 
     def update(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The operand of each block as its direction."""
+        """Return the operand of each block as the direction, and the new slots."""
         operands, new = self.rule.prepare(g, slots, h)
         return operands[OF_BLOCK], new
 
@@ -113,18 +115,18 @@ def _prepare_blocks(
     h: Mapping[str, jax.Array],
     keys: jax.Array,
 ) -> list[tuple[Any, tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]]]:
-    """(`Block.operands`, new block-wise slots and their scales) of every parameter."""
+    """Return (`Block.operands`, (new block-wise slots, scales)) of each parameter."""
     scale = h.get("gradient_scale")
     means = block_means.means_of_squares(blocks, gradients, scale, implementation)
     flat = [s._replace(slots=tuple(x.reshape(-1) for x in s.slots)) for s in shared]
-    # the means have the factors of the gradient in them
+    # the means already include the gradient scale
     h = {name: value for name, value in h.items() if name != "gradient_scale"}
     of_blocks = LeafBatch(
         tuple(plan.shared_plan for plan in plans), [mean.reshape(-1) for mean in means],
         [None] * len(plans), flat, h, [{}] * len(plans), keys, numbers, implementation,
     )  # fmt: skip
-    with context.placing(None):  # on a mesh those are the places of the leaves, not of their blocks
-        found = fused_updates(_OfBlocks(rule), of_blocks)
+    with context.placing(None):  # the context has the shardings of leaves, not of blocks
+        found = fused_updates(_BlockRule(rule), of_blocks)
     values = [given.reshape(mean.shape) for (given, _), mean in zip(found, means, strict=True)]
     shapes = [plan.shape for plan in plans]
     of_steps = block_means.operands(blocks, values, shapes, implementation)

@@ -1,8 +1,8 @@
-"""The step of a leaf in plain jnp: the specification of every backend, and the path without one.
+"""The step of a leaf in plain jnp: the specification of every backend, and the XLA path.
 
 A step is `advance` (decode the slots, then the rule), `encode` of the new slots, and `move` of the
-weight and its correction. Every implementation calls these, and differs in what it does between
-them; arrays are those of a leaf (`Whole`), or of a kernel's tile (`Tile`).
+weight and its correction. Every implementation calls these functions and differs only in what it
+does between them. Arrays have the shape of a leaf (`Whole`) or of a kernel's tile (`Tile`).
 """
 
 import dataclasses
@@ -19,10 +19,10 @@ from optax_lowmem._src.core import groups, numerics, random
 from optax_lowmem._src.step.plan import LeafPlan, LeafState, SlotPlan
 from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
 
-MASTER = "correction"  # its name among the slots in the random hash
-Noise = tuple[jax.Array, jax.Array]  # of `random.noise_bits`
-Units = Mapping[str, Any]  # of each codec what `dequantize` takes of each group
-Measured = Mapping[str, tuple[jax.Array, Any]]  # of each codec its scales, and divisors of codes
+MASTER = "correction"  # the slot name of the master weight in the random hash
+Noise = tuple[jax.Array, jax.Array]  # result of `random.noise_bits`
+Units = Mapping[str, Any]  # slot name -> the scales in the form that `dequantize` takes
+Measured = Mapping[str, tuple[jax.Array, Any]]  # slot name -> (stored scales, divisors)
 
 
 # ---- arrays in groups ----------------------------------------------------------------------------
@@ -30,102 +30,102 @@ Measured = Mapping[str, tuple[jax.Array, Any]]  # of each codec its scales, and 
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """Arrays of a whole leaf, [..., n], with groups along the last axis."""
+    """Layout of whole leaves, [..., n], with groups along the last axis."""
 
     plan: LeafPlan
-    exists = None  # every element is there
+    exists = None  # no mask: all elements exist
 
     @property
     def group_size(self) -> int:
-        """Elements of a group."""
+        """Number of elements per group."""
         return self.plan.group_size
 
     @property
     def length(self) -> int:
-        """Elements along the last axis."""
+        """Length of the last axis."""
         return self.plan.shape[-1]
 
     def to_groups(self, x: jax.Array) -> jax.Array:
-        """An array as [..., groups, lanes]."""
+        """Reshape an array to [..., groups, lanes]."""
         return groups.to_groups(x, self.group_size)
 
     def to_elements(self, of_groups: Any) -> Any:
-        """Values of groups for each of their elements."""
+        """Broadcast values per group to their elements."""
         return groups.spread_tree(of_groups, self.length, self.group_size)
 
     def operands(self, h: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
-        """Hyperparameters that broadcast to the elements."""
+        """Return hyperparameters that broadcast to the elements."""
         if self.plan.block is None:
             return h
         return {**h, OF_BLOCK: self.plan.block.of_elements(h[OF_BLOCK], self.plan.shape)}
 
     def unpack(self, codec: GroupCodec, stored: jax.Array) -> jax.Array:
-        """Codes of what is stored."""
+        """Unpack stored bytes into codes."""
         return codec.unpack(stored, self.length)
 
     def pack(self, codec: GroupCodec, codes: jax.Array) -> jax.Array:
-        """Return what is stored of codes."""
+        """Pack codes into stored bytes."""
         return codec.pack(codes)
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Arrays of a kernel's tile, [groups, lanes], with hyperparameters as its kernel loads them.
+    """Layout of a kernel's tile, [groups, lanes], with hyperparameters as the kernel loads them.
 
     Attributes:
-      group_size: elements of a group.
-      length: of the last axis, which has one group.
+      group_size: elements per group.
+      length: length of the last axis, which is one group.
     """
 
     group_size: int
     length: int
 
     def to_groups(self, x: jax.Array) -> jax.Array:
-        """A tile is one already."""
+        """Return the tile, whose rows are groups already."""
         return x
 
     def to_elements(self, of_groups: Any) -> Any:
-        """Values of groups for each of their elements."""
+        """Broadcast values per group to their elements."""
         return jax.tree.map(lambda x: x[..., None], of_groups)
 
     def operands(self, h: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
-        """Hyperparameters that broadcast to the elements."""
+        """Return hyperparameters that broadcast to the elements."""
         return h
 
     def unpack(self, codec: GroupCodec, stored: jax.Array) -> jax.Array:
-        """Codes of what is stored."""
+        """Unpack stored bytes into codes."""
         return codec.unpack(stored, self.length)
 
     def pack(self, codec: GroupCodec, codes: jax.Array) -> jax.Array:
-        """Return what is stored of codes."""
+        """Pack codes into stored bytes."""
         return codec.pack(codes)
 
 
 class Layout(Protocol):
-    """The layout of a step's arrays: a leaf's (`Whole`), a kernel's tile (`Tile`) or registers."""
+    """Layout of a step's arrays: whole leaves (`Whole`), a kernel's tile (`Tile`) or registers."""
 
     @property
     def group_size(self) -> int:
-        """Neighbours on the last axis that have one number of the random bits R."""
+        """Number of neighbours on the last axis that share one value of the random bits R."""
 
     @property
     def length(self) -> int:
-        """Elements along the last axis."""
+        """Length of the last axis."""
 
     def to_groups(self, x: jax.Array) -> jax.Array:
-        """An array as [..., groups, lanes]."""
+        """Reshape an array to [..., groups, lanes]."""
 
     def to_elements(self, of_groups: Any) -> Any:
-        """Values of groups for each of their elements."""
+        """Broadcast values per group to their elements."""
 
     def operands(self, h: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
-        """Hyperparameters that broadcast to the elements."""
+        """Return hyperparameters that broadcast to the elements."""
 
     def unpack(self, codec: GroupCodec, stored: jax.Array) -> jax.Array:
-        """Codes of what is stored."""
+        """Unpack stored bytes into codes."""
 
     def pack(self, codec: GroupCodec, codes: jax.Array) -> jax.Array:
-        """Return what is stored of codes."""
+        """Pack codes into stored bytes."""
 
 
 # ---- decode and advance --------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class Layout(Protocol):
 def decode(
     plan: LeafPlan, state: LeafState, layout: Layout | None = None, units: Units | None = None
 ) -> dict[str, jax.Array]:
-    """The f32 values of a leaf's slots; `units` of its codecs, where they are there already."""
+    """Decode the slots of a leaf to f32; `units` are its decoded scales, if computed before."""
     layout, scales = layout or Whole(plan), iter(state.scales)
     values = {}
     for slot, stored in zip(plan.slots, state.slots, strict=True):
@@ -157,9 +157,9 @@ def advance(
     layout: Layout | None = None,
     units: Units | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Return the step to subtract from the master weight, and the new values of the slots.
+    """Return the step to subtract from the master weight, and the new f32 values of the slots.
 
-    Without a weight, the step is the bare direction of the rule.
+    Without a weight, the step is the rule's direction.
     """
     layout = layout or Whole(plan)
     h = layout.operands(h)
@@ -179,7 +179,7 @@ def gradient_and_weight(
     correction: jax.Array | None,
     h: Mapping[str, jax.Array],
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Return the gradient that the rule takes, and the master weight or None."""
+    """Return the gradient as the rule takes it, and the master weight or None."""
     g = numerics.widen(g)
     if "gradient_scale" in h:
         g = g * h["gradient_scale"]
@@ -199,7 +199,7 @@ def prepare(
     state: LeafState,
     h: Mapping[str, jax.Array],
 ) -> dict[str, jax.Array]:
-    """Operands of a rule that prepares for the step of a whole leaf, which go before `h`."""
+    """Return the operands that a rule computes from a whole leaf; they override entries of `h`."""
     if rule.prepares != "leaf":
         return {}
     gradient, _ = gradient_and_weight(plan, g, p, state.correction, h)
@@ -210,7 +210,7 @@ def prepare(
 
 
 def measure(plan: LeafPlan, values: Mapping[str, jax.Array]) -> Measured:
-    """Stored scales and the divisors of codes, of each slot that has a codec."""
+    """Return (stored scales, divisors) of each slot that has a codec."""
     layout = Whole(plan)
     return {
         slot.name: slot.codec.measure(layout.to_groups(values[slot.name]))
@@ -220,7 +220,7 @@ def measure(plan: LeafPlan, values: Mapping[str, jax.Array]) -> Measured:
 
 
 def slot_noise(slot: SlotPlan, noise: Noise | None, layout: Layout) -> jax.Array | None:
-    """The uniforms that a slot's codes are rounded with; None rounds to nearest."""
+    """Return the uniforms for rounding a slot's codes, or None to round to nearest."""
     if noise is None or not slot.stochastic:
         return None
     return random.join_bits(*noise, layout.group_size, slot.name)
@@ -233,14 +233,14 @@ def encode(
     layout: Layout | None = None,
     measured: Measured | None = None,
 ) -> tuple[tuple[jax.Array, ...], tuple[Any, ...]]:
-    """Stored slots of their new values, and the scales of those that have a codec.
+    """Encode the new values of the slots; returns them as stored, and the scales of their codecs.
 
     Args:
       plan: the leaf's static choices.
-      values: f32.
-      noise: for codes that are rounded stochastically.
-      layout: of the arrays; by default those of the whole leaf.
-      measured: scales and divisors, where `measure` has given them already.
+      values: new values of the slots, f32.
+      noise: random bits for codes that are rounded stochastically.
+      layout: layout of the arrays; by default a whole leaf.
+      measured: the result of `measure`, if computed before.
     """
     layout = layout or Whole(plan)
     slots, scales = [], []
@@ -270,14 +270,15 @@ def move(
     correction: jax.Array | None,
     noise: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The weight where it lands and its correction; if it does not, the update, if not `direct`.
+    """Return the new weight and its correction.
 
-    `emit` makes an update of it. `noise` is of `master_noise`, or of `random.leaf_bits`.
+    If the plan neither `lands` nor is `direct`, returns the update instead of the weight. `emit`
+    turns a new weight into an update. `noise` comes from `master_noise` or `random.leaf_bits`.
     """
     if plan.split is not None and correction is not None:
         return land(plan.split, p, step, correction, plan.update_dtype, plan.direct, noise)
     if plan.rounds:
-        assert noise is not None  # `stochastic_master` asks for it
+        assert noise is not None  # since `stochastic_master` is true
         weight = numerics.narrow_stochastically(numerics.widen(p) - step, noise)
         if plan.direct and plan.update_dtype != jnp.float32:
             weight = _reached(weight, p, plan.update_dtype)
@@ -287,9 +288,9 @@ def move(
 
 
 def emit(plan: LeafPlan, p: jax.Array | None, moved: jax.Array) -> jax.Array:
-    """The update of `move`'s weight, or the new weight of a plan that is `direct`.
+    """Turn the result of `move` into the update, or the new weight if the plan is `direct`.
 
-    Without a weight it is the rule's direction in the plan's dtype of updates.
+    Without a weight, the update is the rule's direction in the plan's `update_dtype`.
     """
     if p is None:
         return moved.astype(plan.update_dtype)
@@ -301,7 +302,7 @@ def emit(plan: LeafPlan, p: jax.Array | None, moved: jax.Array) -> jax.Array:
 def master_noise(
     plan: LeafPlan, noise: Noise | None, layout: Layout | None = None
 ) -> jax.Array | None:
-    """The random bits of master weights from `random.noise_bits`; None for a plan without."""
+    """Return the random bits that round master weights, or None if the plan needs none."""
     if noise is None or not plan.stochastic_master:
         return None
     return random.slot_bits(*noise, (layout or Whole(plan)).group_size, MASTER)
@@ -316,11 +317,11 @@ def land(
     direct: bool,
     noise: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(weight, its correction) for master weight - step; `noise` is of `random.slot_bits`.
+    """Split master weight - step into (weight, correction); `noise` comes from `random.slot_bits`.
 
-    The weight is the one that an update of `update_dtype` reaches where the step is `direct`, else
-    the one to aim it at. `optax.apply_updates` computes p + update in f32 and rounds to p's dtype,
-    and the correction is that of what comes out, so weight and correction always belong together.
+    If the step is `direct`, the weight is the result of applying an update in `update_dtype`, else
+    the target of that update. `optax.apply_updates` computes p + update in f32 and rounds to p's
+    dtype. The correction is relative to that result, so weight and correction always match.
     """
     old = split.join(p, correction)
     master = old - step
@@ -332,36 +333,36 @@ def land(
         target = split.round(master, p.dtype, noise)
         reached = _reached(target, p, update_dtype)
         weight, kept = reached if direct else target, split.correction(master, reached, noise)
-    if isinstance(split, UlpSplit):  # a master half an ulp from p is split in two ways: keep p's
+    if isinstance(split, UlpSplit):  # half an ulp from p there are two splits: keep p's
         unmoved = master == old
         weight, kept = jnp.where(unmoved, p, weight), jnp.where(unmoved, correction, kept)
     return weight, kept
 
 
 def _missed(master: jax.Array, p: jax.Array) -> jax.Array:
-    """Return a mask of the elements where p + (weight - p) in f32 may not be the weight.
+    """Return a mask of the elements where p + (weight - p) in f32 may differ from the weight.
 
-    The error of that sum, a wrong low digit of p included, is under 2^-24 |p|. It changes only
-    weights that are small beside p: for bf16, under 2^-16 |p|.
+    The error of that sum, including an error in the lowest digit of p, is below 2^-24 |p|. It
+    changes only weights that are small relative to p: for bf16, below 2^-16 |p|.
     """
     digits = int(jnp.finfo(p.dtype).nmant) + 1
     return jnp.abs(master) < jnp.abs(numerics.widen(p)) * jnp.float32(2.0 ** (digits - 24))
 
 
 def _towards(target: jax.Array, p: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """f32 of the update in a dtype; rounded by hand, since XLA drops an `astype` round trip."""
-    # -0.0, which leaves even a -0.0 alone, where nothing changes
+    """Return the update rounded to a dtype, as f32; XLA would drop an `astype` round trip."""
+    # where nothing changes this is -0.0, which preserves the sign of a weight of -0.0
     exact = -(numerics.widen(p) - numerics.widen(target))
     return exact if dtype == jnp.float32 else numerics.round_to(exact, dtype)
 
 
 def _reached(target: jax.Array, p: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The weight where `optax.apply_updates` arrives with that update."""
+    """Return the weight that `optax.apply_updates` computes with the update towards a target."""
     return numerics.narrow(numerics.widen(p) + _towards(target, p, dtype), p.dtype)
 
 
 def update_towards(target: jax.Array, p: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The update that takes a weight to another."""
+    """Return the update that changes weight p into the target."""
     return _towards(target, p, dtype).astype(dtype)
 
 
@@ -373,7 +374,7 @@ def split_update(
     update_dtype: jnp.dtype,
     noise: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The update to emit for master weight - step, and the new correction."""
+    """Return the update that subtracts a step from the master weight, and the new correction."""
     if split is None:
         return (-step).astype(update_dtype), correction
     target, correction = land(split, p, step, correction, update_dtype, False, noise)
@@ -390,30 +391,30 @@ def fused_update(
     key: jax.Array,
     two_passes: bool = False,
 ) -> tuple[jax.Array, LeafState]:
-    """Update of the parameter (itself anew for a `direct` plan), and the new state, of one leaf.
+    """Return the update of a leaf (its new parameter if the plan is `direct`) and its new state.
 
     Args:
       rule: the optimizer's arithmetic.
       plan: the leaf's static choices.
       g: gradient, f32 or 16-bit, of the parameter's shape.
-      p: parameter; None for a bare direction (no `lr` in h).
+      p: parameter; None to return the rule's direction (no `lr` in h).
       state: stored slots, scales, correction.
-      h: f32 scalars (see `prepare`; `OF_BLOCK` has a value a block): the rule's own,
-        `gradient_scale` (a factor of the gradient) where there is one, and with a parameter `lr`,
-        `decay` (the share of the weight taken off) and `l2` (added to the gradient times the
-        weight).
-      key: a uint32 key for the rounding of this leaf in this step; a pair for a part of one.
-      two_passes: whether to compute the new slots once for the groups' maxima and once for the
-        codes. XLA on a GPU otherwise stores the new slots in f32 between the two, since it does
-        not fuse a reduction with what is broadcast from it; reading the codes twice moves fewer
-        bytes. Measured: docs/results/gpu_speed.md.
+      h: f32 scalars, except `OF_BLOCK` (one value per block): the hyperparameters of the rule,
+        optionally `gradient_scale` (a factor of the gradient), and with a parameter `lr`, `decay`
+        (the fraction of the weight to subtract) and `l2` (a factor of the weight, added to the
+        gradient).
+      key: the uint32 key of this leaf's rounding in this step; a pair for one shard of a leaf.
+      two_passes: whether to compute the new slots twice: for the groups' maxima, then for the
+        codes. Otherwise XLA on a GPU stores the new slots in f32 in between, since it does not
+        fuse a reduction with the consumers of its broadcast result; reading the codes twice moves
+        fewer bytes. Measured: docs/results/gpu_speed.md.
     """
     step, values = advance(rule, plan, g, p, state, h)
     measured = None
     if two_passes:
         measured = measure(plan, values)
         noise = random.noise_bits(key, plan.shape, plan.group_size) if plan.noisy else None
-        # behind the barrier the same expressions are others, so XLA does not share their values
+        # the barrier prevents XLA from eliminating the second pass as a common subexpression
         g, p, state, measured, noise = lax.optimization_barrier((g, p, state, measured, noise))
         step, values = advance(rule, plan, g, p, state, h)
         bits = master_noise(plan, noise)

@@ -1,4 +1,4 @@
-"""The arithmetic of an optimizer step, apart from how its slots are stored."""
+"""The arithmetic of an optimizer step, independent of how its slots are stored."""
 
 import abc
 import dataclasses
@@ -9,18 +9,18 @@ import jax
 
 from optax_lowmem._src.step.matrix_axes import Matrices
 
-OF_BLOCK = "of_block"  # the operand that `prepare` gives of blocks: one value each
+OF_BLOCK = "of_block"  # the operand that `prepare` returns for blocks: one value per block
 
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """A state field with one value per parameter, or one a block of them.
+    """A state field with one value per parameter, or per block of parameters.
 
     Attributes:
       name: `mu` or `nu`.
       signed: whether its values may be negative.
-      shared: by the elements of a `Block`.
-      of_rest: kept of leaves that are no matrices alone, by a rule that tells them apart.
+      shared: whether the elements of a `Block` share one value.
+      of_rest: whether a rule that treats matrices differently keeps it only for the other leaves.
     """
 
     name: str
@@ -31,12 +31,12 @@ class Slot:
 
 @dataclasses.dataclass(frozen=True)
 class UpdateRule(abc.ABC):
-    """f32 arithmetic of one step on elements; pure jnp, called by the XLA path and by kernels.
+    """Elementwise f32 arithmetic of a step: pure jnp, called by the XLA path and by kernels.
 
     Attributes:
-      prepares: what `prepare` looks at before any `update`: `leaf`, which costs a pass over
-        gradient and slots, `blocks`, one over the gradient, or None. `matrices` is of a
-        `MatrixRule`, whose direction is there after a pass of its own.
+      prepares: what `prepare` reads before `update`: `leaf` (an additional pass over gradient and
+        slots), `blocks` (an additional pass over the gradient), or None. `matrices` marks a
+        `MatrixRule`, which computes its direction in a separate pass.
     """
 
     prepares: ClassVar[str | None] = None
@@ -44,7 +44,7 @@ class UpdateRule(abc.ABC):
     @property
     @abc.abstractmethod
     def slots(self) -> tuple[Slot, ...]:
-        """The slots of the rule, in the order of its state."""
+        """The slots of the rule, in the order of its state's fields."""
 
     @property
     def elementwise_slots(self) -> int:
@@ -60,45 +60,47 @@ class UpdateRule(abc.ABC):
     def update(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Direction (to be subtracted times the learning rate) and new slots.
+        """Return the direction (to be multiplied by -lr) and the new slots.
 
         Args:
           g: gradient, f32.
-          slots: decoded slots, f32, of g's shape; not the shared ones.
-          h: the step's hyperparameters, f32 scalars, which may be traced, and the operands of
-            `prepare`, which broadcast to the elements.
+          slots: decoded slots, f32, of g's shape, without the shared ones.
+          h: the step's hyperparameters, f32 scalars, which may be traced, and the operands that
+            `prepare` returned, which broadcast to the elements.
         """
 
     def of_leaf(self, matrices: Matrices | None) -> "UpdateRule":
-        """Return the rule of a leaf of these matrices, or of none: itself, unless it has parts."""
+        """Return the rule for a leaf, given its matrices or None; by default this rule."""
         del matrices
         return self
 
     def hyperparameters_of(
         self, matrices: Matrices | None, h: Mapping[str, jax.Array]
     ) -> Mapping[str, jax.Array]:
-        """Those of `h` that are of the rule `of_leaf`, by its names."""
+        """Select the hyperparameters of the rule `of_leaf`, under the names that it uses."""
         del matrices
         return h
 
     def prepare(
         self, g: jax.Array, slots: Mapping[str, jax.Array], h: Mapping[str, jax.Array]
     ) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-        """Operands of `update` that depend on many elements, and the new shared slots.
+        """Return operands of `update` that depend on many elements, and the new shared slots.
 
-        `update` finds the operands in h, broadcast to the elements.
+        `update` receives the operands in h, broadcast to the elements.
 
         Args:
-          g: gradient of a whole `leaf`; of `blocks` the mean of its square over each.
-          slots: decoded slots with a value an element; of `blocks` the shared ones.
-          h: as of `update`.
+          g: for `leaf`, the gradient of a whole leaf; for `blocks`, the mean of its square over
+            each block.
+          slots: for `leaf`, the decoded slots with one value per element; for `blocks`, the shared
+            ones.
+          h: as in `update`.
         """
         return {}, {}
 
     def accumulating(
         self, h: Mapping[str, jax.Array], first: jax.Array, every: int
     ) -> dict[str, jax.Array]:
-        """`h` for one of `every` micro-batches that all go into the moments of one step.
+        """Return `h` for one of `every` micro-batches accumulated into the moments of one step.
 
         Raises:
           ValueError: for a rule whose direction needs the whole gradient at once.
@@ -110,23 +112,23 @@ class UpdateRule(abc.ABC):
 
 
 class MatrixRule(UpdateRule):
-    """A rule whose direction is taken of whole matrices, of what `update` gives of each element."""
+    """A rule that computes the direction from whole matrices, after an elementwise `update`."""
 
     prepares = "matrices"
 
     @property
     @abc.abstractmethod
     def dtype(self) -> Any:
-        """The dtype of the matrices, and so of what `update` gives of each element."""
+        """The dtype of the matrices: the dtype in which the results of `update` are stored."""
 
     @property
     def of_whole_leaf(self) -> bool:
-        """Return whether `scale` depends on all matrices of a leaf together."""
+        """Return whether `scale` depends on all matrices of a leaf jointly."""
         return False
 
     @abc.abstractmethod
     def of_matrices(self, stack: jax.Array, h: Mapping[str, jax.Array]) -> jax.Array:
-        """The directions of [matrices, rows, columns], in the same dtype."""
+        """Return the directions of a stack [matrices, rows, columns], in its dtype."""
 
     @abc.abstractmethod
     def scale(
@@ -136,11 +138,11 @@ class MatrixRule(UpdateRule):
         direction: jax.Array,
         h: Mapping[str, jax.Array],
     ) -> jax.Array:
-        """A factor of the learning rate of a leaf, f32 [].
+        """Return the factor of a leaf's learning rate, f32 [].
 
         Args:
-          matrices: of the leaf.
-          before: what `update` gave of its elements.
-          direction: what `of_matrices` made of that.
-          h: as of `update`.
+          matrices: the matrix axes of the leaf.
+          before: the direction that `update` returned.
+          direction: the result of `of_matrices`.
+          h: as in `update`.
         """

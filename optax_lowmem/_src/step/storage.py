@@ -1,4 +1,4 @@
-"""Storage: every static choice of how an optimizer keeps its state."""
+"""`Storage`: all static choices of how an optimizer stores its state."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ _UPDATE_DTYPES = ("float32", "gradient", "param")
 
 
 def check_group_size(group_size: object) -> None:
-    """Raises unless a group size is a positive int."""
+    """Raise unless a group size is a positive int."""
     if isinstance(group_size, bool) or not isinstance(group_size, int):
         raise TypeError(
             f"group_size must be an int known when tracing, got {type(group_size).__name__}. "
@@ -35,11 +35,11 @@ def check_group_size(group_size: object) -> None:
 
 
 def check_bits(name: str, bits: object) -> None:
-    """Raises unless the width of master weights is 24 or 32, as an int."""
+    """Raise unless the width of master weights is the int 24 or 32."""
     if type(bits) is not int or bits not in (24, 32):
         raise ValueError(
-            f"{name} is the width of the master weights: 24 or 32, known when tracing (for 16 "
-            f"bits, no correction at all, Storage(master_weight_bits=None)), got {bits!r}"
+            f"{name} is the width of the master weights: 24 or 32, known when tracing (for no "
+            f"correction, Storage(master_weight_bits=None)), got {bits!r}"
         )
 
 
@@ -49,12 +49,12 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def check_master_rounding(name: str, rounding: object) -> None:
-    """Raises unless master weights can be rounded so."""
+    """Raise unless a rounding of master weights is `stochastic` or `nearest`."""
     _check_choice(name, rounding, _MASTER_ROUNDINGS)
 
 
 def check_codec(slot: str, codec: object, signed: bool) -> None:
-    """Raises unless a codec can store a slot."""
+    """Raise unless a codec can store a slot."""
     if codec is None:
         return
     if not isinstance(codec, GroupCodec):
@@ -68,8 +68,8 @@ def check_codec(slot: str, codec: object, signed: bool) -> None:
         )
 
 
-def _knowing_what_was_said(cls: "type[Storage]") -> "type[Storage]":
-    """`cls`, whose objects know which arguments they were made with, for `completed`."""
+def _track_explicit_fields(cls: "type[Storage]") -> "type[Storage]":
+    """Make `cls` record which fields its constructor was given, for `completed`."""
     init, names = cls.__init__, [field.name for field in dataclasses.fields(cls)]
 
     @functools.wraps(init)
@@ -81,42 +81,42 @@ def _knowing_what_was_said(cls: "type[Storage]") -> "type[Storage]":
     return cls
 
 
-@_knowing_what_was_said
+@_track_explicit_fields
 @dataclasses.dataclass(frozen=True)
 class Storage(ShowsChanges):
     """Storage format of weights and slots; static, hashable, never a traced value.
 
-    What is left out is the optimizer's own: `coat_adamw(lr, storage=Storage(seed=1))` has COAT's
-    codecs and groups. The defaults below are those of `flash_adamw`; `dataclasses.replace` leaves
-    nothing out.
+    Fields that are not given take the optimizer's defaults: `coat_adamw(lr,
+    storage=Storage(seed=1))` has COAT's codecs and group size. The defaults below are those of
+    `flash_adamw`; after `dataclasses.replace` all fields count as given.
 
     Attributes:
-      master_weight_bits: 24 or 32 for 16-bit parameters (1 or 2 more bytes each); None keeps no
-        correction. f32 parameters are their own master weights.
+      master_weight_bits: 24 or 32 for 16-bit parameters (1 or 2 bytes more per parameter); None
+        keeps no correction. f32 parameters are their own master weights.
       mu: codec of first moments, None for f32.
       nu: codec of second moments, None for f32.
       group_size: neighbours on the last axis that share a scale.
-      rounding: `stochastic` (unbiased; codes of a slow average never stick), `nearest`, `nu`
-        (stochastic for second moments alone: first ones forget in 1 / (1 - b1) steps, and their
-        error is half as large; but one without gradients, in a group whose others have some, keeps
-        its code) or `embeddings`, stochastic for embedding tables alone (Q-Adam-mini; for
-        optimizers that take `blocks`).
-      seed: of the hash behind stochastic rounding; `lowmem.init(..., seed=)` overrides it.
+      rounding: rounding of codes. `stochastic` is unbiased: slow averages keep changing. `nearest`
+        has half the maximum error, but loses changes below half a code. `nu` rounds only second
+        moments stochastically, since first moments forget errors in 1 / (1 - b1) steps; a first
+        moment without gradients, in a group with some, then never decays. `embeddings` rounds only
+        embedding tables stochastically (Q-Adam-mini; for optimizers that take `blocks`).
+      seed: seed of stochastic rounding; `lowmem.init(..., seed=)` overrides it.
       policy: leaves and slots to leave in f32.
-      split: `bits`, or `ulp` for FlashOptim's Algorithm 1; fp16 always takes `ulp`.
-      update_dtype: `float32`, exact through `optax.apply_updates`; `gradient`, for wrappers that
-        choose between updates and gradients or zeros like them (`optax.apply_if_finite`,
-        `conditionally_mask`): the weight's dtype where its gradient has it, else float32; or
-        `param`, for loops that add without a cast (Equinox, Levanter). The correction takes up the
-        rounding of 16-bit updates where they are smaller than the weight. Of a bare direction
-        `param` means the dtype of its gradients.
-      master_rounding: of 24-bit master weights, `stochastic` (unbiased: steps far below the 2^-16
-        of a weight that 24 bits resolve add up to what f32 does) or `nearest` (steps below 2^-17 of
-        a weight are lost). 32-bit master weights are so fine that their rounding does not matter.
-        Without master weights (`master_weight_bits=None`) `stochastic` rounds bf16 weights to one
-        of the two neighbours of what a step gives, whose mean it is, in no byte beside them; the
-        noise is 2^-8 of a weight where a step is smaller. None is `stochastic`, and without master
-        weights `nearest`, as `optax.apply_updates` rounds.
+      split: `bits`, or `ulp` for FlashOptim's Algorithm 1; fp16 always uses `ulp`.
+      update_dtype: `float32` is exact through `optax.apply_updates`. `gradient` is for wrappers
+        that select between updates and gradients, or zeros like them (`optax.apply_if_finite`,
+        `conditionally_mask`): the weight's dtype if the gradient has it too, else float32. `param`
+        is for loops that add without a cast (Equinox, Levanter). The correction absorbs the
+        rounding of 16-bit updates that are smaller than the weight. For optimizers that return
+        directions without updating weights, `param` means the dtype of the gradients.
+      master_rounding: rounding of 24-bit master weights, whose resolution is 2^-16 of a weight.
+        `stochastic` is unbiased: steps far below the resolution add up as in f32. `nearest` loses
+        steps below 2^-17 of a weight. For 32-bit master weights the rounding does not matter.
+        Without master weights (`master_weight_bits=None`), `stochastic` rounds bf16 weights to one
+        of the two neighbours of the result of the step, unbiased and without additional bytes; the
+        noise is 2^-8 of a weight if the step is smaller. None means `stochastic`, but without
+        master weights `nearest`, as `optax.apply_updates` rounds.
 
     Memory: 3.19 bytes per 16-bit parameter for AdamW's state (1 + 2/32, 1 + 4/32, 1).
 
@@ -135,7 +135,7 @@ class Storage(ShowsChanges):
     split: str = "bits"
     update_dtype: str = "float32"
     master_rounding: str | None = None
-    _said: ClassVar[frozenset[str]] = frozenset()  # of an object: the arguments that it was given
+    _said: ClassVar[frozenset[str]] = frozenset()  # of an instance: the fields given explicitly
 
     def __post_init__(self) -> None:
         if self.master_weight_bits is not None:
@@ -148,7 +148,7 @@ class Storage(ShowsChanges):
             check_master_rounding("master_rounding", self.master_rounding)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(
-                f"seed must be an int, got {self.seed!r}; a traced one goes to lowmem.init"
+                f"seed must be an int, got {self.seed!r}; pass a traced seed to lowmem.init"
             )
         if not isinstance(self.policy, Policy):
             raise TypeError(f"policy takes a lowmem.Policy, got {self.policy!r}")
@@ -169,23 +169,23 @@ class Storage(ShowsChanges):
 
     @classmethod
     def full_precision(cls, **changes: Any) -> "Storage":
-        """f32 moments; only the master weights are split."""
+        """Storage of moments in f32; only the master weights are split."""
         return dataclasses.replace(cls(mu=None, nu=None), **changes)
 
     @classmethod
     def four_bit(cls, **changes: Any) -> "Storage":
-        """Both moments in codes of 4 bits: 1.0625 bytes per parameter for the two, with scales.
+        """Storage of both moments in 4-bit codes: 1.0625 bytes per parameter, including scales.
 
-        Prefer `flash_factored_adamw(lr, storage=Storage.four_bit(nu=None, group_size=32))`, 0.56
-        bytes for both moments and no codes of second ones: `init` warns where a second moment per
-        element is stored in 4 bits.
+        Prefer `flash_factored_adamw(lr, storage=Storage.four_bit(nu=None, group_size=32))`, which
+        takes 0.56 bytes per parameter for both moments and stores no second moments in 4 bits:
+        `init` warns if elementwise second moments are stored in 4 bits.
 
-        First moments companded, second ones linear, in groups of 64 with 16-bit scales. Of the
-        4-bit codecs this pair has the least error of Adam's step in closed loop where the second
-        moments of a group lie within a factor of 15: a smaller one is stored as 1/15 of the
-        largest, so its weight moves too slowly. With log-normal curvature the step errs by 0.43 of
-        its size, where `nu` in f32 errs by 0.02. The loss of a GPT of 42 million weights ends 0 to
-        1 % higher (8 bits: within 0.1 %).
+        First moments are companded, second moments linear, in groups of 64 with 16-bit scales. Of
+        the 4-bit codecs this pair has the smallest error of Adam's step in closed loop if the
+        second moments of a group are within a factor of 15. Smaller ones are stored as 1/15 of the
+        largest, so their weights move too slowly. With log-normal curvature the relative error of
+        the step is 0.43, with `nu` in f32 it is 0.02. The final loss of a GPT with 42 million
+        parameters is 0 to 1 % higher (8 bits: within 0.1 %).
 
         Example:
           >>> Storage.four_bit(master_weight_bits=32).group_size
@@ -197,7 +197,7 @@ class Storage(ShowsChanges):
 
 
 def completed(storage: Storage, own: Storage) -> Storage:
-    """`storage`, with what it leaves out as in an optimizer's own; another object as it is."""
+    """Fill the fields that `storage` was not given from an optimizer's default `own`."""
     if not isinstance(storage, Storage):
-        return storage  # which the optimizer refuses
+        return storage  # the optimizer raises the error
     return dataclasses.replace(own, **{name: getattr(storage, name) for name in storage._said})

@@ -1,4 +1,4 @@
-"""Tuning of a kernel: the caller's, else the tuned entry of the device, else a heuristic."""
+"""Tile and launch sizes: the caller's, else those tuned for the device, else a heuristic."""
 
 import contextlib
 import dataclasses
@@ -16,14 +16,14 @@ from optax_lowmem._src.core.groups import Tile
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """The free choices of a fused step.
+    """Parameters of a fused step that affect speed but not results.
 
     Attributes:
-      tile: what a program of a kernel takes.
-      leaves: most leaves that share a launch; each adds a copy of the step to a Pallas kernel.
-        Eight make a step of Llama-3.2-1B on an H200 0.4 % faster, and compile 28 % longer.
-      elements: no leaf joins a launch that would then have more; a launch needs all its gradients
-        at once, so this bounds what sharing costs in memory.
+      tile: the tile of one program.
+      leaves: maximum number of leaves per launch; each adds a copy of the step to a Pallas kernel.
+        Eight make a step of Llama-3.2-1B on an H200 0.4 % faster, but take 28 % longer to compile.
+      elements: maximum number of elements of a launch with several leaves; a launch needs all its
+        gradients at once, so this bounds the additional memory.
     """
 
     tile: Tile = Tile()
@@ -32,19 +32,19 @@ class Tuning:
 
 
 HEURISTIC = Tuning()
-# Of groups of so many lanes the random bits of rows change hands between the threads of 4 warps:
-# 12 to 29 instructions an element of sm_90 that 8 warps do not have.
+# With groups of at least this many lanes, 4 warps exchange the random bits of rows between threads:
+# 12 to 29 instructions per element on sm_90 that 8 warps do not need.
 _WIDE = 128
 HEURISTIC_WIDE = Tuning(Tile(2048, 8))
-_LEAVES_OF_TRITON = 8  # a generated kernel has one copy of the step for all leaves of a launch
-# what a core's memory holds twice of AdamW's operands; the kernel takes less of wider ones
+_LEAVES_OF_TRITON = 8  # a generated kernel has one copy of the step for all leaves
+# fits AdamW's operands in VMEM twice; the kernel reduces it for wider operands
 HEURISTIC_TPU = Tuning(Tile(1 << 19))
 _trial: ContextVar[Tuning | None] = ContextVar("trial", default=None)
 
 
 @contextlib.contextmanager
 def trying(tuned: Tuning | None) -> Iterator[None]:
-    """Steps that are traced inside are cut like this, unless they say otherwise: for a tuner."""
+    """Use a tuning for steps traced inside this context that are given none, for a tuner."""
     token = _trial.set(tuned)
     try:
         yield
@@ -59,12 +59,12 @@ def _tuned() -> dict[str, Any]:
 
 
 def parse(line: Mapping[str, Any]) -> Tuning:
-    """A line of tuned.json, whose `source` says where it comes from."""
+    """Parse an entry of tuned.json."""
     return Tuning(Tile(line["tile_elements"], line["warps"]), line["leaves"], line["elements"])
 
 
 def entry(tuned: Tuning) -> dict[str, int]:
-    """Return what `parse` reads of a line of tuned.json."""
+    """Return a tuning as an entry of tuned.json; the inverse of `parse`."""
     return {
         "tile_elements": tuned.tile.elements,
         "warps": tuned.tile.warps,
@@ -74,12 +74,12 @@ def entry(tuned: Tuning) -> dict[str, int]:
 
 
 def key(backend: str, slots: int, group_size: int) -> str:
-    """Return the key in tuned.json of a kernel, a number of slots, and narrow or wide groups."""
+    """Return the key of an entry in tuned.json."""
     return f"{backend}/{slots}-slots" + ("/wide" if group_size >= _WIDE else "")
 
 
 def heuristic(backend: str, group_size: int) -> Tuning:
-    """Return the tuning where none is known of a device; the arguments are those of `resolve`."""
+    """Return the tuning for devices without an entry; arguments as in `resolve`."""
     if backend == "pallas_tpu":
         return HEURISTIC_TPU
     found = HEURISTIC_WIDE if group_size >= _WIDE else HEURISTIC
@@ -87,13 +87,13 @@ def heuristic(backend: str, group_size: int) -> Tuning:
 
 
 def resolve(argument: Tuning | None, backend: str, slots: int, group_size: int) -> Tuning:
-    """Argument (or trial), else the tuned entry of this device, else the heuristic.
+    """Return the argument or that of `trying`, else the device's entry, else the heuristic.
 
     Args:
-      argument: the caller's choice.
+      argument: the caller's choice, or None.
       backend: `pallas`, `triton` or `pallas_tpu`.
-      slots: how many slots the optimizer has.
-      group_size: of its codes.
+      slots: number of elementwise slots of the optimizer.
+      group_size: number of elements that share a scale.
     """
     chosen = argument or _trial.get()
     if chosen is not None:

@@ -1,4 +1,4 @@
-"""The step of a parameter without a kernel, in the form that XLA compiles best for the backend."""
+"""The XLA path of the step, in the form that compiles best for the platform."""
 
 import functools
 from collections.abc import Mapping
@@ -12,24 +12,24 @@ from optax_lowmem._src.step.batch import LeafBatch, Stepped
 from optax_lowmem._src.step.plan import LeafPlan, LeafState
 from optax_lowmem._src.step.rule import UpdateRule
 
-# once for leaves of one shape and plan: tracing it for each leaf takes longer than all else
+# traced once per shape and plan: tracing it per leaf would dominate the tracing time
 plain = jax.jit(reference.fused_update, static_argnames=("rule", "plan"))
 
 
 def step(rule: UpdateRule, batch: LeafBatch) -> list[Stepped]:
-    """The step of each parameter; on Explicit axes its results keep its sharding."""
-    # behind a barrier, or XLA moves them into the steps of the leaves and no two are the same
+    """Step each parameter; on Explicit axes the results keep its sharding."""
+    # without the barrier XLA inlines these constants, and the steps of equal leaves differ
     numbers = jax.lax.optimization_barrier(list(map(jnp.uint32, batch.numbers)))
     return [_step(rule, batch, i, number) for i, number in enumerate(numbers)]
 
 
 def _step(rule: UpdateRule, batch: LeafBatch, i: int, number: jax.Array) -> Stepped:
-    """The step of one parameter.
+    """Step one parameter.
 
     Args:
       rule: the optimizer's arithmetic.
       batch: the parameters.
-      i: which of them.
+      i: the index of the parameter.
       number: `batch.numbers[i]`, as an array.
     """
     plan, arrays = batch.plans[i], (batch.gradients[i], batch.weights[i], batch.states[i])
@@ -63,9 +63,9 @@ def fused_update(
     h: Mapping[str, jax.Array],
     key: jax.Array,
 ) -> Stepped:
-    """`reference.fused_update` in the form that XLA compiles best for the backend.
+    """Compute `reference.fused_update` in the form that XLA compiles best for the platform.
 
-    Compiled once for leaves of one shape and plan, also outside of a jit.
+    Compiled once per shape and plan, even outside of jit.
     """
     backend = jax.default_backend()
     if packed.supported(plan, backend) is None:

@@ -1,1 +1,1 @@
-"""The step of several parameters as a GPU kernel."""
+"""GPU kernels for the step of several leaves."""

@@ -1,6 +1,6 @@
-"""The step of several leaves in one GPU kernel: Triton generated from what JAX traces of a tile.
+"""The step of several leaves in one GPU kernel: Triton code generated from a tile's jaxpr.
 
-Called through jax_triton, so for a JAX whose Pallas has no Triton lowering.
+Called through jax_triton, for JAX versions whose Pallas has no Triton lowering.
 """
 
 import contextlib
@@ -32,10 +32,10 @@ from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
 
 _MAX_LANES = 1 << 16
-_MAX_POINTERS = 480  # CUDA takes 4 KiB of arguments
-_VECTOR = 8  # neighbours that a thread takes at once
+_MAX_POINTERS = 480  # CUDA limits arguments to 4 KiB
+_VECTOR = 8  # neighbours that a thread loads at once
 
-_OF_PARTS = ("of_block", "of_block_too")  # block-wise values of both parts that a block may have
+_OF_PARTS = ("of_block", "of_block_too")  # block-wise values of the one or two parts of a block
 _TABLES = ("scalars", "keys", "lane_bits")
 _STATICS = (
     "LEAVES",
@@ -50,21 +50,21 @@ _STATICS = (
 
 
 def supported(rule: UpdateRule, plan: LeafPlan) -> str | None:
-    """Return the reason why the kernel cannot take a leaf, or None where it can."""
+    """Return the reason why the kernel cannot step a leaf, or None."""
     if not 0 < math.prod(plan.shape) <= MAX_ELEMENTS:
-        return f"{math.prod(plan.shape)} elements, and the kernel takes 1 to {MAX_ELEMENTS}"
+        return f"{math.prod(plan.shape)} elements; the kernel takes 1 to {MAX_ELEMENTS}"
     if Tiling(plan.shape, plan.group_size, 1).lanes > _MAX_LANES:
-        return f"groups of {plan.group_size}, and the kernel takes up to {_MAX_LANES} elements"
+        return f"groups of {plan.group_size}; the kernel takes up to {_MAX_LANES} elements"
     for slot in plan.slots:
         if slot.codec is not None and slot.codec.no_tile_reason is not None:
             return slot.codec.no_tile_reason
     unknown = _unknown(rule, plan.shapeless)
-    return unknown and f"the step uses `{unknown}`, which the kernel has no form for"
+    return unknown and f"the step uses `{unknown}`, which the Triton generator does not support"
 
 
 @functools.cache
 def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
-    """Return a primitive of the step that has no form in Triton, or None."""
+    """Return a primitive of the step that the Triton generator does not support, or None."""
     dtypes: tuple[Any, ...] = (
         jnp.dtype(jnp.float32),
         plan.dtype,
@@ -93,18 +93,18 @@ def launch(
     leaf_numbers: jax.Array,
     tile: Tile,
 ) -> list[Result]:
-    """The step of leaves whose plans differ in shape alone.
+    """Step leaves whose plans differ only in path and shape.
 
     Args:
       rule: the optimizer's arithmetic.
-      plans: one a leaf, all `supported`.
-      leaves: their arrays.
-      names: of the hyperparameters.
-      scalars: the hyperparameters, f32 [1, len(names)], or [len(plans), len(names)] where the
-        leaves have their own.
-      keys: of the leaves of the whole tree, uint32 [leaves], or of parts of them, [leaves, 2].
-      leaf_numbers: which of them are these leaves', int32 [len(plans)].
-      tile: how the work is cut.
+      plans: one per leaf, all `supported`.
+      leaves: the arrays of each leaf.
+      names: names of the hyperparameters.
+      scalars: the hyperparameters, f32 [1, len(names)], or [len(plans), len(names)] if they differ
+        between leaves.
+      keys: random keys of all leaves of the tree, uint32 [leaves], or of their shards, [leaves, 2].
+      leaf_numbers: indices of these leaves' keys, int32 [len(plans)].
+      tile: size of a tile, and its warps.
     """
     kinds = [_Kind.of(plan, tile) for plan in plans]
     most = _MAX_POINTERS // (2 * len(jax.tree.leaves(leaves[0])) + 1)
@@ -136,7 +136,7 @@ class _Kind:
       flat: whether all groups are full.
       alignment: a divisor of the offsets and sizes of all groups.
       elements: elements per tile.
-      by_lane: of both parts that a block may have, whether a group has elements of several.
+      by_lane: for the two parts that a block may have, whether a group spans several blocks.
     """
 
     lanes: int
@@ -149,8 +149,8 @@ class _Kind:
     def of(cls, plan: LeafPlan, tile: Tile) -> "_Kind":
         tiling = Tiling(plan.shape, plan.group_size, tile.elements)
         alignment = math.gcd(_VECTOR, plan.shape[-1], plan.group_size)
-        # elements that cannot be read 8 at a time go to as many threads, a group each: a thread
-        # then has numbers of many groups to keep
+        # without vector loads, neighbours go to different threads; each thread then handles many
+        # groups, whose offsets take registers
         vectors = tiling.flat or alignment == _VECTOR
         elements = tile.elements if vectors else tile.elements // 2
         by_lane = tuple(any(axis[-1] for axis in part) for part in _block_axes(plan))
@@ -170,7 +170,7 @@ def _launch(
     keys: jax.Array,
     tile: Tile,
 ) -> list[Result]:
-    """One Triton launch; `keys` are those of the leaves."""
+    """Step leaves in one Triton launch; `keys[i]` is the key of leaf i."""
     tilings = [kind.tiling(plan) for plan in plans]
     starts = itertools.accumulate((tiling.tiles for tiling in tilings), initial=0)
     layout = tuple(
@@ -190,7 +190,7 @@ def _launch(
     )
     row_keys, lane_keys = random.row_and_lane_keys(keys, rank=1)
     lanes = lax.iota(jnp.uint32, kind.lanes)[None]
-    # the bits of the lanes are the same for every tile of a leaf: mixed once, here
+    # computed once here, since all tiles of a leaf use the same lane bits
     tables = [scalars, row_keys, random.lane_bits(lane_keys[:, None], lanes)]
     body = _Body(
         rule,
@@ -226,10 +226,11 @@ def _launch(
 
 
 def _places(plan: LeafPlan) -> tuple[tuple[int, int], ...]:
-    """`random.row_bits` from the number of a group in its leaf, as the kernel's LEAVES have it.
+    """Return (divisor, factor) per axis, to compute `random.row_bits` from a group's number.
 
-    The index along an axis of size s is the number divided by the groups below, less s times the
-    same quotient of the axis before.
+    The index along an axis of size s is number // divisor, minus s times the same quotient of the
+    previous axis. The factors include both terms, so that the bits are a sum over axes of
+    (number // divisor) * factor.
     """
     shape = groups.scale_shape(plan.shape, plan.group_size)
     odd = [zlib.crc32(b"axis %d" % axis) | 1 for axis in range(len(shape))]
@@ -244,7 +245,7 @@ _Axes = tuple[tuple[int | bool, ...], ...]
 
 
 def _block_axes(plan: LeafPlan) -> tuple[_Axes, _Axes]:
-    """`_part_axes` of both parts that a block may have."""
+    """Return `_part_axes` of the two parts that a block may have."""
     if plan.block is None:
         return (), ()
     first, *more = (_part_axes(plan, part) for part in plan.block.fit(plan.shape).parts)
@@ -252,10 +253,10 @@ def _block_axes(plan: LeafPlan) -> tuple[_Axes, _Axes]:
 
 
 def _part_axes(plan: LeafPlan, block: Block) -> _Axes:
-    """The way from the number of a group to that of its block, as the kernel's LEAVES have it.
+    """Return the constants by which the kernel computes a block's number from a group's number.
 
-    Of each axis with several blocks: the groups below, the groups along it, the neighbours with one
-    value, the blocks below, and whether those neighbours are lanes.
+    For each axis with several blocks: stride in groups, length in groups, number of neighbours that
+    share a value, stride in blocks, and whether these neighbours are lanes (instead of groups).
     """
     size, values = plan.group_size, block.mean_shape(plan.shape)
     shape = groups.scale_shape(plan.shape, size)
@@ -277,17 +278,17 @@ def _part_axes(plan: LeafPlan, block: Block) -> _Axes:
 
 @dataclasses.dataclass(frozen=True)
 class _Body:
-    """Everything that the code of a kernel depends on, apart from the layout of its leaves.
+    """All that the generated code depends on, except the layout of the leaves.
 
     Attributes:
       rule: the optimizer's arithmetic.
-      plan: that of any leaf, without its shape.
-      dtypes: of the arrays of a leaf.
-      names: of the hyperparameters.
-      per_leaf: whether each leaf has its own.
-      rows: of a tile.
-      lanes: of a tile.
-      by_lane: of both parts that a block may have, whether its values are those of elements.
+      plan: the plan of the leaves, without path and shape.
+      dtypes: dtypes of the arrays of a leaf.
+      names: names of the hyperparameters.
+      per_leaf: whether hyperparameters differ between leaves.
+      rows: rows of a tile.
+      lanes: lanes of a tile.
+      by_lane: for the two parts that a block may have, whether values differ within a group.
     """
 
     rule: UpdateRule
@@ -301,7 +302,7 @@ class _Body:
 
     @functools.cached_property
     def roles(self) -> Any:
-        """Names of the arrays of a leaf, as a `Leaf`."""
+        """Names of the arrays that are read, as a `Leaf`."""
 
         def named(field: str) -> Any:
             return None if getattr(self.dtypes, field) is None else field
@@ -316,12 +317,12 @@ class _Body:
 
     @property
     def packed(self) -> dict[str, int]:
-        """Return the number of codes that share a byte, of the slots where several do."""
+        """Return the number of codes per byte, for slots where it is more than 1."""
         each = {slot.name: slot.codec.codes_per_byte for slot in self.plan.slots if slot.codec}
         return {name: codes for name, codes in each.items() if codes > 1}
 
     def bytes_of(self, codes: int) -> int:
-        """Bytes of a group, where so many codes share one."""
+        """Return the bytes per group, given the codes per byte."""
         return max(1, self.lanes // codes)
 
     @property
@@ -330,10 +331,10 @@ class _Body:
         return ["update", *jax.tree.leaves((self.roles.correction, *self.roles[3:5]))]
 
     def jaxpr(self, others: Mapping[str, jax.Array] | None = None) -> Any:
-        """Return the closed jaxpr of the step of a tile: what `step_tile` computes.
+        """Return the closed jaxpr of `step_tile`.
 
         Args:
-          others: hyperparameters that are no operands, in place of those that are.
+          others: constant hyperparameters, instead of those that are operands.
         """
         shaped = {"g": 2, "p": 2, "correction": 2, "scales": 1}
         packed = self.packed
@@ -374,7 +375,7 @@ class _Body:
 
     @property
     def operands(self) -> list[str]:
-        """Names of the operands of `step`."""
+        """Names of the operands of the generated function `step`."""
         scalars = [f"h_{name}" for name in sorted(self.names)]
         return [*jax.tree.leaves(self.roles), *scalars, "place", "lane"]
 
@@ -382,7 +383,7 @@ class _Body:
         """Return the lines of the kernel: find the leaf, load, step, store.
 
         Args:
-          leaves: of each leaf the names of its pointers, those of its operands and its update's.
+          leaves: names of each leaf's pointers: its operands, then its update.
         """
         roles, new = jax.tree.leaves(self.roles), {name: f"new_{name}" for name in self.results}
         pointers = "".join(f"({', '.join(names)}), " for names in leaves)
@@ -402,7 +403,7 @@ class _Body:
             "correction": self.plan.split.zero if self.plan.split is not None else 0,
             **dict.fromkeys(_OF_PARTS, 1.0),
         }
-        late = {*_OF_PARTS, *self.roles.scales}  # what several programs read, or one several times
+        late = {*_OF_PARTS, *self.roles.scales}  # read by several programs, or repeatedly by one
         where = dict.fromkeys(roles, "offsets, mask")
         where |= dict.fromkeys(self.roles.scales, "group, exists")
         for role, codes in self.packed.items():
@@ -414,7 +415,7 @@ class _Body:
         for part, by_lane in zip(_OF_PARTS, self.by_lane, strict=True):
             where[part] = f"number_{part}, {'mask' if by_lane else 'exists[:, None]'}"
         first = f"leaf * {len(self.names)} + " if self.per_leaf else ""
-        lines += [  # tables first: nothing that is loaded early has to wait for them
+        lines += [  # tables first, so that no other load waits for them
             "lane = tl.load(lane_bits + leaf * LANES + lanes)",
             *(f"h_{name} = tl.load(scalars + {first}{i})" for i, name in enumerate(self.names)),
             "place = tl.load(keys + leaf) + place",
@@ -434,13 +435,13 @@ class _Body:
 
 
 def _arithmetic() -> contextlib.AbstractContextManager[None]:
-    """The forms of a GPU's instructions."""
+    """Use approximations that match GPU instructions."""
     return numerics.kernel_arithmetic(jaxpr_to_triton.APPROXIMATIONS)
 
 
 @functools.cache
 def _step(body: _Body) -> str:
-    """Return the source of the step of a tile."""
+    """Return the Triton source of the step of a tile."""
     return jaxpr_to_triton.function(body.jaxpr(), "step", body.operands)
 
 

@@ -1,7 +1,7 @@
-"""Code around the arithmetic of a generated step: finding leaves and elements, the entry."""
+"""Triton functions that the generated kernel calls to find leaves and elements; its signature."""
 
 # mypy: disable-error-code="no-untyped-def"
-# Triton reads the annotations: what has none is a value on the GPU.
+# Triton reads the annotations: parameters without one are values on the GPU.
 
 from collections.abc import Sequence
 
@@ -54,7 +54,7 @@ def _block_axis(leaves, index, part, axis, field):
 @triton.jit
 def _block_of(group, leaves: tl.constexpr, INDEX: tl.constexpr, PART: tl.constexpr,
               LANES: tl.constexpr, GROUP_SIZE: tl.constexpr, BY_LANE: tl.constexpr):  # fmt: skip
-    """Number of the block of each group, [rows, 1]; BY_LANE of each element, [rows, lanes]."""
+    """Block number of each group, [rows, 1], or with BY_LANE of each element, [rows, lanes]."""
     number = group[:, None] * 0
     if BY_LANE[PART]:
         number += tl.arange(0, LANES)[None, :] * 0
@@ -63,7 +63,7 @@ def _block_of(group, leaves: tl.constexpr, INDEX: tl.constexpr, PART: tl.constex
         position = position % _block_axis(leaves, INDEX, PART, axis, 1)
         if _block_axis(leaves, INDEX, PART, axis, 4):
             position = position * GROUP_SIZE + tl.arange(0, LANES)[None, :]
-        # no division by 1: after one Triton does not see that neighbours are side by side
+        # skip divisions by 1, after which Triton does not know that neighbours are contiguous
         if _block_axis(leaves, INDEX, PART, axis, 2) > 1:
             position = position // _block_axis(leaves, INDEX, PART, axis, 2)
         number += position * _block_axis(leaves, INDEX, PART, axis, 3)
@@ -83,14 +83,14 @@ def find_leaf(
     ALIGNMENT: tl.constexpr,
     BY_LANE: tl.constexpr,
 ):
-    """Find the leaf of a program and its properties, by bisection.
+    """Find the leaf of a program by bisection, and its properties.
 
     Returns:
-      the pointers of the leaf; its index; the first group of the tile; the number of groups of the
-      leaf; and, per group of the tile, the number that its random bits are mixed from, its offset
-      in the array and its number of elements, the last two in units of ALIGNMENT, its row; the
-      length of rows; and for both parts that a block may have the number of each group's block, or
-      with BY_LANE that of each element's.
+      The pointers of the leaf; its index; the first group of the tile; the number of groups of the
+      leaf; per group of the tile the input of its random bits, its offset in the array and its
+      number of elements (both in units of ALIGNMENT), and its row; the length of rows; and for the
+      two parts that a block may have, the block number of each group, or with BY_LANE of each
+      element.
     """
     if HIGH - LOW == 1:
         first = (program - _first_tile(LEAVES, LOW)) * ROWS
@@ -135,14 +135,14 @@ def elements(
     FLAT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
-    """Offsets and mask of the elements of groups."""
+    """Return offsets and mask of the elements of groups."""
     if FLAT:
         offsets = group[:, None] * LANES + lanes[None, :]
         mask = exists[:, None]
     else:
         offsets = (begin * ALIGNMENT)[:, None] + lanes[None, :]
         mask = (lanes[None, :] < (size * ALIGNMENT)[:, None]) & exists[:, None]
-    # 8 neighbours a thread, also of bytes: then every array has its elements in the same threads
+    # 8 neighbours per thread for all dtypes, so that threads hold the same elements of all arrays
     return tl.max_contiguous(offsets, (1, 8 if LANES > 8 else LANES)), mask
 
 
@@ -159,7 +159,7 @@ def bytes_of_codes(
     ALIGNMENT: tl.constexpr,
     CODES: tl.constexpr,
 ):
-    """`elements` of an array in which CODES neighbours share a byte, LANES bytes of each group."""
+    """Do `elements` for an array with CODES neighbours per byte and LANES bytes per group."""
     lanes = tl.arange(0, LANES)
     WIDE: tl.constexpr = 8 // CODES
     if FLAT:
@@ -182,7 +182,7 @@ def bytes_of_codes(
 
 
 def entry(parameters: Sequence[str], statics: Sequence[str], body: Sequence[str]) -> str:
-    """Return the source of the kernel: its pointers one by one, as jax_triton passes arrays."""
+    """Return the source of the kernel, with one parameter per array, as jax_triton needs it."""
     signature = [*parameters, *(f"{name}: tl.constexpr" for name in statics)]
     lines = ["@triton.jit", f"def fused_update({', '.join(signature)}):"]
     return "\n".join([*lines, *(f"    {line}" for line in body)]) + "\n"

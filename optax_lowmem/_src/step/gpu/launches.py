@@ -1,4 +1,4 @@
-"""The step of several parameters in one GPU kernel, by Pallas or by generated Triton."""
+"""Groups leaves into launches of the GPU kernel, by Pallas or by generated Triton."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
 
 _LeafArrays = tuple[jax.Array, jax.Array | None, LeafState]  # gradient, weight, state
 
-_UPDATES = 1 << 20  # bytes that the updates of a launch may take, however small the leaves
+_UPDATES = 1 << 20  # bytes of updates that a launch may always allocate
 
 
 def unsupported(backend: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
@@ -37,7 +37,7 @@ def unsupported(backend: str, rule: UpdateRule, plan: LeafPlan) -> str | None:
 def step(
     backend: str, rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None
 ) -> list[Stepped]:
-    """The step of parameters that a backend supports, in as few launches as `tuned` allows."""
+    """Step parameters that a backend supports, in as few launches as `tuned` allows."""
     cut = tuning.resolve(tuned, backend, rule.elementwise_slots, batch.plans[0].group_size)
     results: dict[int, Stepped] = {}
     for together in launches(batch, cut):
@@ -47,14 +47,14 @@ def step(
 
 
 def launches(batch: LeafBatch, tuned: tuning.Tuning) -> list[list[int]]:
-    """Indices of the leaves that share a launch: they differ in shape alone.
+    """Group the indices of leaves into launches; leaves of a launch differ only in path and shape.
 
-    Launches of the same shapes compile once, so leaves are dealt: of shapes that occur equally
-    often, as those of a model's layers do, each launch has as many. What is left over, and shapes
-    of which there is one leaf, go with their neighbours.
+    Launches with equal shapes compile once. Shapes that occur equally often, like those of a
+    model's layers, are therefore distributed evenly, so that many launches have the same shapes.
+    The remaining leaves, and shapes that occur once, are grouped in order.
 
-    What an update is taken from is one new array a leaf, all of a launch at once: together at most
-    4 bytes an element of the largest leaf, or 1 MB.
+    If the plans are not direct, each leaf needs a new array for its weight or update. Those of a
+    launch take at most 4 bytes per element of the largest leaf, or 1 MB.
     """
     plans = batch.plans
     largest = max(math.prod(plan.shape) for plan in plans)
@@ -94,7 +94,7 @@ def launches(batch: LeafBatch, tuned: tuning.Tuning) -> list[list[int]]:
 def _in_order(
     leaves: Sequence[int], sizes: Mapping[int, int], most_leaves: int, most_elements: int
 ) -> list[list[int]]:
-    """Neighbours together, until there are too many leaves or elements."""
+    """Group leaves in order, up to a number of leaves and elements per group."""
     done: list[list[int]] = []
     elements = 0
     for i in leaves:
@@ -107,12 +107,12 @@ def _in_order(
 
 
 def _launch(rule: UpdateRule, backend: str, batch: LeafBatch, tile: Tile) -> list[Stepped]:
-    """The parameters of one launch."""
+    """Step the parameters of one launch."""
     plans = batch.nameless.plans
     arrays = list(zip(batch.gradients, batch.weights, batch.states, strict=True))
     of_blocks = [own.get(OF_BLOCK) for own in batch.operands]
     names = tuple(sorted(set(batch.h(0)) - {OF_BLOCK}))
-    # a row for each leaf only where leaves differ
+    # one row per leaf only if hyperparameters differ between leaves
     hs = [batch.h(i) for i in range(len(batch) if rule.prepares == "leaf" else 1)]
     scalars = jnp.stack([jnp.stack([h[name] for name in names]) for h in hs])
     numbers = jnp.asarray(batch.numbers, jnp.int32)

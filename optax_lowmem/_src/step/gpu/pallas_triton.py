@@ -1,8 +1,8 @@
 """The step of several leaves in one GPU kernel: Pallas, lowered through Triton.
 
-The body calls the rule, the codecs and the split that the reference calls. Leaves that differ in
-nothing but their shape share a launch: a program finds its leaf by its number, loads its tile in a
-branch of that leaf, computes, and stores in a branch again.
+The body calls the same rule, codecs and split as the reference. Leaves that differ only in shape
+share a launch: a program determines its leaf from its program id, and runs the branch of that leaf,
+which loads, steps and stores a tile.
 """
 
 import contextlib
@@ -70,11 +70,11 @@ def _kernel(
         into = jax.tree.unflatten(treedefs[1], map(gpu_pallas.Reference, written[i]))
         _store(plan, tiling, tile, into, result)
 
-    # the whole step in each branch: values that leave a branch cost their packing there
+    # the whole step in each branch, since results of branches would be packed and unpacked
     gpu_pallas.in_leaf(starts, program, run)
 
 
-# in a jit, which the lowering inlines, traced once for tiles alike of all leaves and launches
+# jitted so that equal tiles are traced once for all leaves and launches; the lowering inlines it
 @functools.partial(jax.jit, static_argnames=("rule", "plan", "interpret"))
 def _step(
     rule: UpdateRule,
@@ -89,14 +89,14 @@ def _step(
 
 
 def _arithmetic(interpret: bool) -> contextlib.AbstractContextManager[None]:
-    """Interpreted, a kernel is compared with the reference: the same expressions."""
+    """Use the GPU's approximations; interpreted, the reference's exact expressions."""
     if interpret:
         return contextlib.nullcontext()
     return numerics.kernel_arithmetic(gpu_pallas.APPROXIMATIONS)
 
 
 def _load(plan: LeafPlan, tiling: Tiling, block: Block | None, tile: jax.Array, refs: Any) -> Leaf:
-    """A tile of a leaf; lanes and groups that do not exist hold zeros."""
+    """Load a tile of a leaf; lanes and groups out of bounds are zero."""
     nothing = plan.split.zero if plan.split is not None else 0
     return Leaf(
         tiles.load(tiling, refs.g, tile),
@@ -136,25 +136,25 @@ def launch(
     tile: Tile,
     interpret: bool = False,
 ) -> list[Result]:
-    """The step of leaves whose plans differ in shape alone.
+    """Step leaves whose plans differ only in path and shape.
 
     Args:
       rule: the optimizer's arithmetic.
-      plans: one a leaf.
-      leaves: their arrays.
-      names: of the hyperparameters.
-      scalars: the hyperparameters, f32 [1, len(names)], or [len(plans), len(names)] where the
-        leaves have their own.
-      keys: of the leaves of the whole tree, uint32 [leaves], or of parts of them, [leaves, 2].
-      leaf_numbers: which of them are these leaves', int32 [len(plans)].
-      tile: how the work is cut.
-      interpret: run as plain JAX, on any device.
+      plans: one per leaf.
+      leaves: the arrays of each leaf.
+      names: names of the hyperparameters.
+      scalars: the hyperparameters, f32 [1, len(names)], or [len(plans), len(names)] if they differ
+        between leaves.
+      keys: random keys of all leaves of the tree, uint32 [leaves], or of their shards, [leaves, 2].
+      leaf_numbers: indices of these leaves' keys, int32 [len(plans)].
+      tile: size of a tile, and its warps.
+      interpret: whether to run as plain JAX, on any device.
     """
     gpu_pallas.spare_imports()
     tilings = tuple(Tiling(plan.shape, plan.group_size, tile.elements) for plan in plans)
     viewed = [views(*row) for row in zip(plans, tilings, leaves, strict=True)]
     results = [output(plan, leaf) for plan, leaf in zip(plans, viewed, strict=True)]
-    # the bits of the lanes are the same for every tile of a leaf: mixed once, here
+    # computed once here, since all tiles of a leaf use the same lane bits
     lanes = lax.iota(jnp.uint32, tilings[0].lanes)[None]
     row_keys, lane_keys = random.row_and_lane_keys(keys, rank=1)
     lane_bits = random.lane_bits(lane_keys[:, None], lanes)

@@ -1,1 +1,1 @@
-"""The step of a parameter as a TPU kernel."""
+"""TPU kernel for the step of a leaf."""

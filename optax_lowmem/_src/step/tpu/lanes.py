@@ -1,8 +1,8 @@
-"""An array [..., n] in the registers of a TPU: rows on sublanes, its groups side by side on lanes.
+"""Layout of an array [..., n] in TPU registers: rows on sublanes, groups of a row on lanes.
 
-A register has 128 lanes, the elements of 128 / G groups, or part of one larger group. A unit, G
-registers along a row, has 128 groups, whose scales are one register. A block, what a program of a
-kernel takes, is some rows of a unit, or of whole rows where those are shorter.
+For groups of G elements, a register of 128 lanes has 128 / G groups, or part of one group if G is
+larger. A unit is G registers along a row: 128 groups, whose scales fill one register. The block of
+a program is some rows of a unit, or some whole rows if these are shorter.
 """
 
 import dataclasses
@@ -15,23 +15,23 @@ import jax.numpy as jnp
 from jax import lax
 
 LANES = 128
-ROWS = 32  # that are stepped together: a tile of 8-bit numbers
+ROWS = 32  # rows that are stepped together: those of a tile of 8-bit dtypes
 _SUBLANES = 8
-_MOST_ROWS = 1024  # of a block: each takes registers for scales
-_AT_ONCE = 8  # registers along a row
-_WASTE = 1 / 8  # of a row, by such steps
+_MOST_ROWS = 1024  # maximum rows per block, since each needs VMEM for scales
+_AT_ONCE = 8  # maximum registers along a row that are stepped together
+_WASTE = 1 / 8  # maximum fraction of a row that is padding
 
 
 def unsupported(shape: tuple[int, ...], group_size: int) -> str | None:
-    """Return the reason why an array does not lie in registers as `Blocks` says, or None."""
+    """Return the reason why `Blocks` does not support an array, or None."""
     if len(shape) < 2:
-        return "a TPU keeps vectors in other tiles than matrices"
+        return "a TPU stores vectors in other tiles than matrices"
     if shape[-1] % LANES:
         return f"its last axis, {shape[-1]}, is not a multiple of {LANES}, so XLA transposes it"
     if len(shape) > 2 and shape[-2] % _SUBLANES:
         return f"its second-last axis, {shape[-2]}, is not a multiple of {_SUBLANES}"
     if group_size & (group_size - 1) or group_size > LANES * _AT_ONCE:
-        return f"groups of {group_size}, and registers hold powers of two up to {LANES * _AT_ONCE}"
+        return f"groups of {group_size}; the kernel takes powers of two up to {LANES * _AT_ONCE}"
     if shape[-1] % group_size:
         return f"groups of {group_size} do not divide its last axis, {shape[-1]}"
     return None
@@ -39,15 +39,15 @@ def unsupported(shape: tuple[int, ...], group_size: int) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """The blocks of an array, whose rows are those of all its leading axes.
+    """The blocks of an array, viewed as a matrix by flattening its leading axes to rows.
 
     Attributes:
-      shape: of the array, which is not `unsupported`.
-      group_size: neighbours on the last axis that share a scale.
-      elements: of a block, about.
-      least_registers: along a row that are stepped together.
-      of_rows: whether there is an array of values of rows, which lie on lanes.
-      within: whether no block may have rows of two matrices.
+      shape: shape of the array, which `unsupported` must accept.
+      group_size: number of neighbours on the last axis that share a scale.
+      elements: approximate number of elements per block.
+      least_registers: minimum number of registers along a row that are stepped together.
+      of_rows: whether there is an array of one value per row, with rows on lanes.
+      within: whether a block must not have rows of two matrices.
     """
 
     shape: tuple[int, ...]
@@ -59,17 +59,17 @@ class Blocks:
 
     @functools.cached_property
     def rows(self) -> int:
-        """Rows of the array."""
+        """Number of rows of the array."""
         return math.prod(self.shape[:-1])
 
     @property
     def columns(self) -> int:
-        """Elements of a row."""
+        """Number of elements per row."""
         return self.shape[-1]
 
     @functools.cached_property
     def at_once(self) -> int:
-        """Registers along a row that are stepped together, a power of two."""
+        """Number of registers along a row that are stepped together, a power of two."""
         last = (self.columns - 1) % (LANES * self.group_size) // LANES + 1
         size = min(_AT_ONCE, self.group_size)
         least = max(self.least_registers, self.of_group)
@@ -79,10 +79,10 @@ class Blocks:
 
     @functools.cached_property
     def width(self) -> int:
-        """Elements along a row of a block; they may reach beyond the array."""
+        """Number of elements along a row of a block, which may extend beyond the array."""
         columns = _rounded_up(self.columns, self.at_once * LANES)
         width = min(columns, LANES * self.group_size)
-        # scales on lanes come 128 at a time, and on sublanes 8
+        # blocks of scales need multiples of 128 on lanes, and of 8 on sublanes
         part = max(self.at_once * LANES, _SUBLANES * self.group_size)
         while self.transposed and width * LANES > self.elements and width % (2 * part) == 0:
             width //= 2
@@ -90,7 +90,7 @@ class Blocks:
 
     @functools.cached_property
     def block_rows(self) -> int:
-        """Rows of a block."""
+        """Number of rows per block."""
         least = LANES if self.transposed or self.of_rows else ROWS
         most = max(least, min(self.elements // self.width, _MOST_ROWS) // least * least)
         if self.stacked or self.within:
@@ -99,11 +99,11 @@ class Blocks:
 
     @functools.cached_property
     def grid(self) -> tuple[int, int]:
-        """Blocks along the rows, and along a row."""
+        """Numbers of blocks (over the rows, along a row)."""
         return -(-self.rows // self.block_rows), -(-self.columns // self.width)
 
     def steps(self, block: jax.Array) -> jax.Array | int:
-        """Return the number of steps along a row of a block; the last block may have fewer."""
+        """Return the number of steps along a row of a block, fewer for the last block."""
         size = self.at_once * LANES
         every, last = self.width // size, -(-((self.columns - 1) % self.width + 1) // size)
         if every == last:
@@ -114,59 +114,59 @@ class Blocks:
 
     @property
     def of_group(self) -> int:
-        """Registers that a group fills, or is part of."""
+        """Number of registers per group, at least 1."""
         return max(1, self.group_size // LANES)
 
     @property
     def lanes_of_group(self) -> int:
-        """Lanes of a register that a group has."""
+        """Number of lanes of a register that belong to one group."""
         return min(self.group_size, LANES)
 
     @property
     def per_register(self) -> int:
-        """Groups of a register; 1 of which it is part."""
+        """Number of groups per register, at least 1."""
         return LANES // self.lanes_of_group
 
     @property
     def parts(self) -> int:
-        """Registers, or groups of several, that a step along a row has."""
+        """Number of registers per step along a row, counting those of one group as one."""
         return self.at_once // self.of_group
 
     @property
     def groups(self) -> int:
-        """Groups of a row."""
+        """Number of groups per row."""
         return self.columns // self.group_size
 
     @functools.cached_property
     def block_groups(self) -> int:
-        """Groups along a row of a block."""
+        """Number of groups along a row of a block."""
         return min(self.groups, self.width // self.group_size)
 
     @functools.cached_property
     def transposed(self) -> bool:
-        """Return whether XLA keeps scales with the rows on lanes, which wastes fewer of them."""
+        """Return whether XLA stores scales with rows on lanes, since that needs less padding."""
         rows = self.shape[-2]
         as_they_are = _rounded_up(rows, _SUBLANES) * _rounded_up(self.groups, LANES)
         return _rounded_up(rows, LANES) * _rounded_up(self.groups, _SUBLANES) < as_they_are
 
     @functools.cached_property
     def stacked(self) -> bool:
-        """Return whether transposed scales are so within each matrix of the leading axes."""
+        """Return whether scales are transposed per matrix, instead of with all rows flattened."""
         return self.transposed and len(self.shape) > 2 and self.shape[-2] % LANES == 0
 
     # ---- inside a kernel ---------------------------------------------------------------------
 
     def group_of_lane(self, register: jax.Array) -> jax.Array:
-        """int32 [ROWS, LANES]: the number in its block of the group of each lane of a register."""
+        """Return each lane's group number within the block, int32 [ROWS, LANES]."""
         first = _div(register, self.of_group) * self.per_register
         return _div(_lane(), self.lanes_of_group) + first
 
     def coordinates(self, row: jax.Array, block: jax.Array) -> list[jax.Array]:
-        """Indices uint32 of the groups of ROWS rows along each axis of the scales.
+        """Return the indices, uint32, of the groups of ROWS rows along each axis of the scales.
 
         Args:
           row: the first row.
-          block: of the row.
+          block: the number of the block along the row.
         """
         rest: jax.Array = row
         own: list[jax.Array] = [lax.broadcasted_iota(jnp.int32, (ROWS, LANES), 0)]
@@ -183,24 +183,24 @@ class Blocks:
         return [place.astype(jnp.uint32) for place in places]
 
     def in_order(self, ends: jax.Array) -> jax.Array:
-        """`tree`'s result with the groups of a row in their order."""
+        """Permute the lanes of the result of `tree` to the order of the groups."""
         lane = _lane()
         in_register, register = _rem(lane, self.per_register), _div(lane, self.per_register)
         return gather(ends, in_register * self.lanes_of_group + register)
 
 
 def bytes_of_lane(register: int, several: int) -> jax.Array:
-    """int32 [ROWS, LANES]: the lane of the byte of each of `several` codes in one byte.
+    """Return the lane of the byte that holds each code of a register, int32 [ROWS, LANES].
 
     Args:
-      register: of codes, among those whose bytes are one register.
-      several: codes in a byte.
+      register: index among the registers of codes whose bytes share one register.
+      several: number of codes per byte.
     """
     return _div(_lane(), several) + register * (LANES // several)
 
 
 def in_bytes(registers: Sequence[jax.Array], several: int) -> jax.Array:
-    """Sums of neighbours, `several` at a time, of as many registers: one register."""
+    """Pack `several` registers of codes, as bits in their bytes, into one register of bytes."""
     lane = _lane()
     own, sums = _div(lane, LANES // several), []
     for i in range(several):
@@ -213,7 +213,7 @@ def in_bytes(registers: Sequence[jax.Array], several: int) -> jax.Array:
 
 
 def gather(x: jax.Array, lanes: jax.Array) -> jax.Array:
-    """Of each row [n, 128] what is at the given lanes."""
+    """Gather lanes within each row of an array [n, 128]."""
     if x.dtype == jnp.uint32:
         return lax.bitcast_convert_type(gather(_signed(x), lanes), jnp.uint32)
     return jnp.take_along_axis(x, lanes, axis=1, mode="promise_in_bounds")
@@ -224,16 +224,16 @@ def tree(
     of_two: Callable[[jax.Array, jax.Array], jax.Array],
     step: int = 1,
 ) -> jax.Array:
-    """Reduce groups of lanes, of many registers in about one shuffle each.
+    """Reduce groups of lanes of many registers, with about one shuffle per register.
 
     Args:
-      parts: as many as a power of two, [n, 128]; None where there is none.
+      parts: registers [n, 128]; their number is a power of two, and missing ones are None.
       of_two: the reduction of two arrays.
-      step: how many registers each of them has in it already.
+      step: number of registers that each part already combines.
 
     Returns:
-      [n, 128]: lane i, of those whose lowest bits are i // step, has the reduction of part i over
-      the lanes that differ in these bits.
+      [n, 128]: lane l has the reduction of part i = (l // step) % len(parts), over the lanes whose
+      numbers differ from l only in the bits of i.
     """
     found = list(parts)
     while len(found) > 1:
@@ -265,7 +265,7 @@ def _lane() -> jax.Array:
 
 
 def _div(x: jax.Array, y: int) -> jax.Array:
-    """x // y of numbers that are not negative, which `lax` need not look at."""
+    """Return x // y of non-negative numbers, without the sign handling of `//`."""
     return lax.div(x, jnp.int32(y)) if y > 1 else x
 
 

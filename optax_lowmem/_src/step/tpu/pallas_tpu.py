@@ -1,8 +1,8 @@
 """The step of a leaf in one TPU kernel: Pallas, lowered through Mosaic.
 
-The body (`pallas_tpu_kernel.py`) calls the rule, the codecs and the split that the reference calls,
-on registers (`lanes.py`) instead of whole arrays. XLA keeps groups on lanes, where a maximum over
-each takes a shuffle for every power of two; the kernel reduces those of many registers together.
+The body (`pallas_tpu_kernel.py`) calls the same rule, codecs and split as the reference, on
+registers (`lanes.py`) instead of whole arrays. Groups are on lanes, so that the maximum of a group
+takes log2(G) shuffles; the kernel reduces the groups of many registers together (`lanes.tree`).
 """
 
 import dataclasses
@@ -44,9 +44,9 @@ from optax_lowmem._src.step.tpu.pallas_tpu_kernel import ARITHMETIC, Kernel, sev
 
 NAME = "pallas_tpu"
 
-# ---- leaves that it takes ------------------------------------------------------------------------
+# ---- supported leaves ----------------------------------------------------------------------------
 
-# What the rules, codecs and splits here are made of, and Mosaic has.
+# Primitives of our rules, codecs and splits that Mosaic supports.
 _KNOWN = frozenset(
     (
         "abs add and bitcast_convert_type broadcast_in_dim convert_element_type div eq exp "
@@ -58,7 +58,7 @@ _KNOWN = frozenset(
 
 
 def unsupported(rule: UpdateRule, plan: LeafPlan) -> str | None:
-    """Return the reason why this kernel cannot take a leaf, or None."""
+    """Return the reason why this kernel cannot step a leaf, or None."""
     reason = _block_reason(plan) or lanes.unsupported(plan.shape, plan.group_size)
     if reason is not None:
         return reason
@@ -69,20 +69,20 @@ def unsupported(rule: UpdateRule, plan: LeafPlan) -> str | None:
     if jnp.float16 in (plan.dtype, plan.update_dtype, *(scale.dtype for scale in kept)):
         return "Mosaic has no float16"
     unknown = _unknown(rule, plan.shapeless)
-    return unknown and f"the step uses `{unknown}`, which Mosaic is not known to have"
+    return unknown and f"the step uses `{unknown}`, which Mosaic is not known to support"
 
 
 def _block_reason(plan: LeafPlan) -> str | None:
     if plan.block is None:
         return None
     if plan.block.elementwise:
-        return "a second moment for each element, in f32: plain elementwise work"
+        return "its second moments are elementwise, in f32: plain elementwise work"
     return views.block_reason(plan.block, plan.shape)
 
 
 @functools.cache
 def _unknown(rule: UpdateRule, plan: LeafPlan) -> str | None:
-    """Return a primitive of the step that is not known to be Mosaic's, or None."""
+    """Return a primitive of the step that Mosaic is not known to support, or None."""
     for slot in plan.slots:
         if slot.codec is not None and type(slot.codec).pack is not GroupCodec.pack:
             return f"{type(slot.codec).__name__}.pack"
@@ -125,7 +125,7 @@ def _primitives(jaxpr: Any) -> Iterator[str]:
 
 
 def register_bits(lane_keys: jax.Array, group_size: int) -> jax.Array:
-    """C of the lanes of a register, or of those of a larger group, uint32 [leaves, lanes]."""
+    """Return the random bits C of the lanes of a register or larger group, [leaves, lanes]."""
     lane = lax.iota(jnp.uint32, max(LANES, group_size)) % jnp.uint32(group_size)
     return random.lane_bits(lane_keys[:, None], lane[None])
 
@@ -144,18 +144,18 @@ def launch(
     elements: int,
     interpret: Any = False,
 ) -> Result:
-    """The step of a leaf.
+    """Step one leaf.
 
     Args:
       rule: the optimizer's arithmetic.
-      plan: the leaf's.
-      leaf: its arrays.
-      names: of the hyperparameters.
+      plan: the plan of the leaf.
+      leaf: the arrays of the leaf.
+      names: names of the hyperparameters.
       scalars: the hyperparameters, f32 [len(names)].
-      row_key: of the random bits R, uint32 [].
-      lane_bits: the random bits C, of `register_bits`.
-      elements: of a block, at most.
-      interpret: run as plain JAX, on any device: True, or `pltpu.InterpretParams`.
+      row_key: key of the random bits R, uint32 [].
+      lane_bits: the random bits C from `register_bits`.
+      elements: maximum number of elements per block.
+      interpret: True or `pltpu.InterpretParams` to run as plain JAX, on any device.
     """
     moving = views.bytes_of(leaf.g, leaf.p, leaf.correction, leaf.slots)
     moving += update_dtype(plan, leaf.p).itemsize + views.bytes_of(leaf.correction, leaf.slots)
@@ -201,10 +201,10 @@ def launch(
 
 
 def step(rule: UpdateRule, batch: LeafBatch, tuned: tuning.Tuning | None) -> list[Stepped]:
-    """The step of each parameter in a launch of its own: on a TPU it costs next to nothing."""
+    """Step each parameter in a separate launch, which costs almost nothing on a TPU."""
     group_size = batch.plans[0].group_size
     elements = tuning.resolve(tuned, NAME, rule.elementwise_slots, group_size).tile.elements
-    # mixed once, for all parameters
+    # computed once for all parameters
     row_keys, lane_keys = random.row_and_lane_keys(batch.keys, rank=1)
     lane_bits = register_bits(lane_keys, group_size)
     results = []

@@ -1,4 +1,4 @@
-"""The body of the TPU kernel: a block of a leaf, some rows and registers at a time."""
+"""The body of the TPU kernel: steps a block of a leaf, a few registers at a time."""
 
 import dataclasses
 import functools
@@ -20,39 +20,39 @@ from optax_lowmem._src.step.rule import OF_BLOCK, UpdateRule
 from optax_lowmem._src.step.tpu import lanes
 from optax_lowmem._src.step.tpu.lanes import LANES, ROWS, Blocks
 
-# Divisions, logarithms and powers as Mosaic has them; what it computes is as on a CPU otherwise.
+# Divisions, logarithms and powers in the form that Mosaic supports, otherwise as on a CPU.
 ARITHMETIC = numerics.Approximations(reciprocal=None, gpu=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Registers:
-    """Arrays [rows, 128] of one place along a row; values of groups lie on the lanes of a unit."""
+    """Layout of one register, [ROWS, 128]; values of groups are on the lanes of a unit."""
 
-    register: jax.Array  # along the row of the block
-    place: int  # among those that are stepped together
+    register: jax.Array  # index along the row of the block
+    place: int  # index among the registers that are stepped together
     group_of_lane: jax.Array
-    group_size = 1  # random bits of groups are those of elements already
+    group_size = 1  # the random bits R are already broadcast to elements
     length = LANES
 
     @property
     def columns(self) -> Any:
-        """The place in a row of a block."""
+        """The slice of the register along a row of the block."""
         return columns_of(self.register)
 
     def to_groups(self, x: jax.Array) -> jax.Array:
-        """Not used: groups are measured by `lanes.tree`."""
-        raise NotImplementedError("the groups of registers have no axis of their own")
+        """Raise; `lanes.tree` reduces groups instead."""
+        raise NotImplementedError("groups in registers have no separate axis")
 
     def to_elements(self, of_groups: Any) -> Any:
-        """Values of groups for each of their elements."""
+        """Broadcast values per group to their elements."""
         return jax.tree.map(lambda x: lanes.gather(x, self.group_of_lane), of_groups)
 
     def operands(self, h: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
-        """Hyperparameters that broadcast to the elements."""
+        """Return hyperparameters that broadcast to the elements."""
         return h
 
     def unpack(self, codec: GroupCodec, stored: jax.Array) -> jax.Array:
-        """Codes of what is stored, which is a register of bytes for several of codes."""
+        """Unpack codes; one register of bytes may hold several registers of codes."""
         several = codec.codes_per_byte
         if several == 1:
             return stored
@@ -60,7 +60,7 @@ class Registers:
         return codec.of_bytes(lanes.gather(stored.astype(jnp.int32), lane))
 
     def pack(self, codec: GroupCodec, codes: jax.Array) -> jax.Array:
-        """Codes, or what each of them is in its byte."""
+        """Return codes, or with several per byte, each code shifted to its bits in the byte."""
         return codes if codec.codes_per_byte == 1 else codec.bits_in_byte(codes)
 
 
@@ -68,13 +68,13 @@ class Registers:
 
 
 class Scratch(NamedTuple):
-    """A core's memory that a block is stepped in."""
+    """VMEM for intermediate results of a block."""
 
-    units: dict[str, Any]  # of each codec, what its codes are decoded with: [rows, 128]
-    scales: dict[str, Any]  # new ones, in words of 32 bits: [rows, 128]
-    values: dict[str, Any]  # of each slot, new ones of a row of the block: [ROWS, width]
-    ends: dict[str, Any]  # of each codec's spans, of some registers each: [n, ROWS, 128]
-    of_rows: Any = None  # the operand of blocks of whole rows: [rows, 128]
+    units: dict[str, Any]  # per slot, decoded old scales: [rows, 128]
+    scales: dict[str, Any]  # per slot, new scales in 32-bit words: [rows, 128]
+    values: dict[str, Any]  # per slot, new values of ROWS rows: [ROWS, width]
+    ends: dict[str, Any]  # per slot, partial reductions of its codec's spans: [n, ROWS, 128]
+    of_rows: Any = None  # values of block-wise operands per row: [rows, 128]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +83,9 @@ class Kernel:
 
     Attributes:
       rule: the optimizer's arithmetic.
-      plan: the leaf's.
-      blocks: how its arrays are cut.
-      names: of the hyperparameters.
+      plan: the plan of the leaf.
+      blocks: the blocks of its arrays.
+      names: names of the hyperparameters.
     """
 
     rule: UpdateRule
@@ -99,7 +99,7 @@ class Kernel:
         return {slot.name: slot.codec for slot in self.plan.slots if slot.codec is not None}
 
     def scratch(self) -> Scratch:
-        """Shapes of the memory of a block."""
+        """Return shapes and dtypes of the scratch memory."""
         blocks, codecs = self.blocks, self.codecs
         of_rows = jax.ShapeDtypeStruct((blocks.block_rows, LANES), jnp.float32)
         registers = jax.ShapeDtypeStruct((ROWS, LANES), jnp.float32)
@@ -151,7 +151,7 @@ class Kernel:
                     ref[...] = scales.astype(ref.dtype)
 
     def decode(self, read: Any, scratch: Scratch) -> None:
-        """Write what a block's scales, and values of blocks of rows, are to its elements."""
+        """Decode the scales of a block, and transpose its values per row, to scratch memory."""
         for (name, codec), ref in zip(self.codecs.items(), read.scales, strict=True):
             self.decode_scales(codec, ref, scratch.units[name])
         if scratch.of_rows is not None:
@@ -159,7 +159,7 @@ class Kernel:
             scratch.of_rows[...] = jnp.broadcast_to(read.of_block.rows[...], shape).T
 
     def decode_scales(self, codec: GroupCodec, ref: Any, units: Any) -> None:
-        """Write what the codes of a block are decoded with."""
+        """Decode the scales of a block, padded to 128 groups and not transposed, to `units`."""
         blocks = self.blocks
         found = codec.units(ref[...])
         for value, out in zip(jax.tree.leaves(found), jax.tree.leaves(units), strict=True):
@@ -176,14 +176,14 @@ class Rows:
 
     Attributes:
       kernel: the static part.
-      block: its place among the blocks.
-      i: which rows of it.
+      block: indices of the block in the grid.
+      i: index of these rows in the block, in units of ROWS.
       h: hyperparameters.
-      key: of the bits R.
-      lane_bits: the bits C of a register, or of those of a group, [1, lanes].
-      read: references, as a `Leaf`.
-      written: references, as a `Result`.
-      scratch: a core's memory.
+      key: key of the random bits R.
+      lane_bits: random bits C of a register's or a larger group's lanes, [1, lanes].
+      read: references to the operands, as a `Leaf`.
+      written: references to the results, as a `Result`.
+      scratch: references to scratch memory.
     """
 
     kernel: Kernel
@@ -198,12 +198,12 @@ class Rows:
 
     @property
     def rows(self) -> Any:
-        """The rows, as an index of the block's arrays."""
+        """The slice of these rows in the block's arrays."""
         return pl.ds(pl.multiple_of(self.i * ROWS, ROWS), ROWS)
 
     @property
     def repeated(self) -> Any:
-        """The rows, as an index of values that repeat after some."""
+        """The slice of these rows in values that repeat periodically over the rows."""
         period = self.read.of_block.columns.shape[0]
         if period == 1:
             return slice(None)
@@ -212,11 +212,11 @@ class Rows:
 
     @property
     def registers(self) -> int:
-        """Registers along a row that are stepped together."""
+        """Number of registers along a row that are stepped together."""
         return self.kernel.blocks.at_once
 
     def every(self, step: Callable[[jax.Array], None]) -> None:
-        """step(first register of some) along the row."""
+        """Call step(j) for each step j along the row."""
         count = self.kernel.blocks.steps(self.block[1])
 
         def body(j: jax.Array, nothing: None) -> None:
@@ -225,14 +225,14 @@ class Rows:
         lax.fori_loop(0, count, body, None)
 
     def registers_of(self, step: jax.Array) -> Iterator[Registers]:
-        """Yield the layouts of a step's registers."""
+        """Yield the layout of each register of a step."""
         for place in range(self.registers):
             register = step * self.registers + place
             group = self.kernel.blocks.group_of_lane(register)
             yield Registers(register, place, group)
 
     def load(self, layout: Registers) -> Leaf:
-        """A register of each array of the leaf, but for scales and values of blocks."""
+        """Load a register of each array of the leaf, except scales and block-wise values."""
 
         def elements(ref: Any, register: jax.Array = layout.register) -> jax.Array:
             return ref[self.rows, columns_of(register)]
@@ -244,7 +244,7 @@ class Rows:
         return Leaf(g, p, correction, stored, ())
 
     def hyperparameters(self, layout: Registers) -> Mapping[str, jax.Array]:
-        """Those of the step, with the operand of blocks."""
+        """Return the hyperparameters, including the block-wise operand of a register."""
         if self.read.of_block is None:
             return self.h
         values = []
@@ -256,7 +256,7 @@ class Rows:
 
     @functools.cached_property
     def random_bits(self) -> jax.Array | None:
-        """R of the groups of the unit, [ROWS, 128]."""
+        """The random bits R of the groups in the unit, [ROWS, 128]."""
         if not self.kernel.plan.noisy:
             return None
         first = self.block[0] * self.kernel.blocks.block_rows + self.i * ROWS
@@ -264,7 +264,7 @@ class Rows:
         return random.row_bits(self.key[0], places)
 
     def noise(self, layout: Registers) -> tuple[jax.Array, jax.Array] | None:
-        """R of elements, and C of lanes."""
+        """Return the random bits R of the elements and C of the lanes."""
         bits = self.random_bits
         if bits is None:
             return None
@@ -272,17 +272,17 @@ class Rows:
         return layout.to_elements(bits), self.lane_bits[:, first : first + LANES]
 
     def advance(self) -> None:
-        """Moves the weight; writes new values of the slots, and the ends of their groups."""
+        """Write new weights, new values of the slots, and partial reductions of their groups."""
         kernel, plan, scratch = self.kernel, self.kernel.plan, self.scratch
         units = jax.tree.map(lambda ref: ref[self.rows, :], scratch.units)
-        self.random_bits  # noqa: B018 (drawn here, for both loops)
+        self.random_bits  # noqa: B018 (computed here, for both loops)
 
         def step(j: jax.Array) -> None:
             spans: dict[str, list[Any]] = {name: [] for name in kernel.codecs}
             for layout in self.registers_of(j):
                 leaf, h, columns = self.load(layout), self.hyperparameters(layout), layout.columns
                 correction = leaf.correction
-                state = LeafState(leaf.slots, (), correction)  # `units` are there already
+                state = LeafState(leaf.slots, (), correction)  # `units` replace the scales
                 moved, values = reference.advance(
                     kernel.rule, plan, leaf.g, leaf.p, state, h, layout, units
                 )
@@ -310,7 +310,7 @@ class Rows:
         self.every(step)
 
     def measure(self) -> reference.Measured:
-        """Writes new scales, and gives the divisors of codes."""
+        """Write the new scales, and return the divisors of the codes."""
         kernel, blocks = self.kernel, self.kernel.blocks
         measured: dict[str, Any] = {}
         something = jnp.zeros((ROWS, LANES), jnp.float32)
@@ -329,7 +329,7 @@ class Rows:
         return measured
 
     def encode(self, measured: reference.Measured) -> None:
-        """Writes codes of the new values."""
+        """Encode the new values, and write their codes."""
         plan = self.kernel.plan
 
         def step(j: jax.Array) -> None:
@@ -354,20 +354,20 @@ class Rows:
 
 
 def several_in_a_byte(slot: SlotPlan) -> int:
-    """Return the number of codes in a byte of a slot; 1 of one without a codec."""
+    """Return the number of codes per byte of a slot, 1 without a codec."""
     return 1 if slot.codec is None else slot.codec.codes_per_byte
 
 
 def _byte(register: jax.Array, several: int) -> jax.Array:
-    """The register of the bytes of one of codes, `several` in each."""
+    """Return the register of bytes that holds a register of codes, `several` per byte."""
     return register if several == 1 else lax.div(register, jnp.int32(several))
 
 
 def columns_of(register: jax.Array) -> Any:
-    """The place of a register along a row of a block."""
+    """Return the slice of a register along a row of a block."""
     return pl.ds(pl.multiple_of(register * LANES, LANES), LANES)
 
 
 def _word(dtype: jnp.dtype) -> jnp.dtype:
-    """A dtype of 32 bits that holds a scale's."""
+    """Return a 32-bit dtype that can hold scales of a dtype."""
     return jnp.dtype(jnp.int32) if dtype == jnp.uint16 else jnp.dtype(dtype)

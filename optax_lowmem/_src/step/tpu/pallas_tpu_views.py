@@ -1,4 +1,4 @@
-"""The arrays of a leaf as a TPU kernel sees them: as XLA keeps them, so that nothing moves."""
+"""Views of a leaf's arrays for the TPU kernel, in XLA's layout, so that nothing is copied."""
 
 import math
 from typing import Any, NamedTuple
@@ -16,19 +16,19 @@ from optax_lowmem._src.step.plan import LeafPlan
 from optax_lowmem._src.step.tpu.lanes import LANES, ROWS, Blocks
 from optax_lowmem._src.step.tpu.pallas_tpu_kernel import several_in_a_byte
 
-_USUAL = 16 << 20  # bytes of a core's memory, of 128 MB (v5e, v6e), that a kernel may take
-_BUFFERS = 12 << 20  # of them, for blocks that come and go
-_SCALES = 2 << 20  # for those of scales, and what does not stay in registers
-_MOST_ROWS = 256  # that may each have values of their columns
+_USUAL = 16 << 20  # default limit in bytes of a kernel's VMEM, out of 128 MB (v5e, v6e)
+_BUFFERS = 12 << 20  # bytes of it for the double-buffered blocks
+_SCALES = 2 << 20  # bytes of it for blocks of scales, and for spilled registers
+_MOST_ROWS = 256  # maximum period of block-wise values over the rows
 
 
 class OfBlock(NamedTuple):
-    """Values of blocks, whose product each element takes.
+    """Block-wise values, factored into rows and columns; an element's value is their product.
 
     Attributes:
-      rows: those of each row, [1, rows].
-      columns: those of each column, [n, 1, columns], of one matrix or of n; or those of so many
-        rows after which they repeat, [1, period, columns].
+      rows: one value per row, [1, rows], or None.
+      columns: one value per column, [n, 1, columns], the same for n = 1 or per matrix; or values
+        that repeat after `period` rows, [1, period, columns]; or None.
     """
 
     rows: Any
@@ -36,7 +36,7 @@ class OfBlock(NamedTuple):
 
 
 def block_reason(block: Block, shape: tuple[int, ...]) -> str | None:
-    """Return the reason why a leaf's values of blocks have no view, or None."""
+    """Return the reason why block-wise values of a leaf have no view, or None."""
     for part in block.fit(shape).parts:
         *leading, rows, columns = part.mean_shape(shape)
         of_each_matrix = rows == 1 and shape[-2] % LANES == 0
@@ -46,9 +46,10 @@ def block_reason(block: Block, shape: tuple[int, ...]) -> str | None:
 
 
 def _period(values: tuple[int, ...], shape: tuple[int, ...]) -> int | None:
-    """Return the rows after which values of columns repeat, in whole registers; 1: all have them.
+    """Return the number of rows after which block-wise values repeat, 1 if all rows are equal.
 
-    None where they do not repeat, or after too many rows.
+    A larger period is a multiple of ROWS. None if values do not repeat, or only after more than
+    `_MOST_ROWS` rows.
     """
     for axis in range(len(shape) - 1, 0, -1):
         if math.prod(values[:axis]) == 1 and values[axis:-1] == shape[axis:-1]:
@@ -59,18 +60,18 @@ def _period(values: tuple[int, ...], shape: tuple[int, ...]) -> int | None:
 
 
 def bytes_of(*trees: Any) -> int:
-    """Return the bytes per element of arrays of one shape."""
+    """Return the total bytes per element of arrays of equal shape."""
     return sum(x.dtype.itemsize for x in jax.tree.leaves(trees))
 
 
 def blocks_of(plan: LeafPlan, leaf: Leaf, moving: int, elements: int) -> Blocks:
-    """The blocks that a leaf is cut into.
+    """Return the blocks of a leaf.
 
     Args:
-      plan: the leaf's.
-      leaf: its arrays.
-      moving: bytes per element of arrays and results.
-      elements: of a block, at most.
+      plan: the plan of the leaf.
+      leaf: the arrays of the leaf.
+      moving: bytes per element of operands and results.
+      elements: maximum number of elements per block.
     """
     of_block = _of_block(plan, leaf.of_block)
     return Blocks(
@@ -82,15 +83,15 @@ def blocks_of(plan: LeafPlan, leaf: Leaf, moving: int, elements: int) -> Blocks:
 
 
 def compiler_params(blocks: Blocks, moving: int, scratch: Any) -> pltpu.CompilerParams:
-    """Parameters of a kernel's compilation: more memory than is usual only where blocks ask for it.
+    """Return compiler parameters, which raise the limit of VMEM only if the blocks need it.
 
     Args:
-      blocks: of the leaf.
-      moving: bytes per element of arrays and results.
-      scratch: shapes and dtypes of what a block is stepped in.
+      blocks: the blocks of the leaf.
+      moving: bytes per element of operands and results.
+      scratch: shapes and dtypes of the scratch memory.
     """
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(scratch))
-    held += 2 * moving * blocks.block_rows * blocks.width  # one comes while another is stepped
+    held += 2 * moving * blocks.block_rows * blocks.width  # double buffering
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel"),
         vmem_limit_bytes=held + _SCALES if held + _SCALES > _USUAL else None,
@@ -98,9 +99,9 @@ def compiler_params(blocks: Blocks, moving: int, scratch: Any) -> pltpu.Compiler
 
 
 def in_hbm(arrays: list[jax.Array], interpret: Any) -> list[jax.Array]:
-    """Pin arrays in HBM, from which the kernel reads: XLA might copy them to a core's memory first.
+    """Pin the operands in HBM, since XLA might otherwise copy them to VMEM first.
 
-    It would copy what is written in place back, and need memory for its copies.
+    It would also copy results that are written in place back, and allocate memory for the copies.
     """
     if interpret:
         return arrays
@@ -108,8 +109,8 @@ def in_hbm(arrays: list[jax.Array], interpret: Any) -> list[jax.Array]:
 
 
 def view(plan: LeafPlan, blocks: Blocks, leaf: Leaf) -> Leaf:
-    """The arrays as the kernel sees them: all rows in one matrix."""
-    # Mosaic has no float16
+    """Reshape the arrays of a leaf to matrices of all rows, as the kernel reads them."""
+    # Mosaic does not support float16
     g = numerics.widen(leaf.g) if leaf.g.dtype == jnp.float16 else leaf.g
     g, p, correction, slots = jax.tree.map(
         lambda x: x.reshape(blocks.rows, -1), (g, leaf.p, leaf.correction, leaf.slots)
@@ -119,7 +120,7 @@ def view(plan: LeafPlan, blocks: Blocks, leaf: Leaf) -> Leaf:
 
 
 def _scale_view(blocks: Blocks, scales: jax.Array) -> jax.Array:
-    """The scales as XLA keeps them: [rows, groups], or [n, groups, rows]."""
+    """Reshape scales to [rows, groups] or [n, groups, rows], whichever matches XLA's layout."""
     if not blocks.transposed:
         return scales.reshape(-1, blocks.groups)
     shape = (-1, *scales.shape[-2:]) if blocks.stacked else (1, -1, blocks.groups)
@@ -127,7 +128,7 @@ def _scale_view(blocks: Blocks, scales: jax.Array) -> jax.Array:
 
 
 def scales_of(blocks: Blocks, view: jax.Array, like: jax.Array) -> jax.Array:
-    """Scales in the shape of the old ones, from the kernel's view of them."""
+    """Invert `_scale_view`, for scales of the shape of `like`."""
     return (view.swapaxes(-1, -2) if blocks.transposed else view).reshape(like.shape)
 
 
@@ -162,7 +163,7 @@ def _of_block(plan: LeafPlan, operands: Any) -> OfBlock | None:
 
 
 def specs(plan: LeafPlan, blocks: Blocks, viewed: Leaf) -> Leaf:
-    """The blocks of a leaf's arrays."""
+    """Return the `BlockSpec`s of a leaf's views."""
 
     def elements(several: int = 1) -> pl.BlockSpec:
         return pl.BlockSpec((blocks.block_rows, blocks.width // several), lambda i, j: (i, j))
