@@ -101,5 +101,5 @@ def test_a_fallback_that_gives_other_arrays():
         return with_fallback("cuda", jnp.sin, lambda x: x.astype(jnp.bfloat16), x)
 
     jax.jit(run).trace(X).lower(lowering_platforms=("cuda",))
-    with pytest.raises(TypeError, match=r"the fallback gives bfloat16\[2,3\].* float32\[2,3\]"):
+    with pytest.raises(TypeError, match=r"the fallback returns bfloat16\[2,3\].* float32\[2,3\]"):
         jax.jit(run)(X)

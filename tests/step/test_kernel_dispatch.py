@@ -114,7 +114,7 @@ def test_what_is_asked_for(on_a_gpu, shape, tx, chosen):
 def test_several_devices(on_a_gpu, monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 8)
     name, why = choose((64, 128))
-    assert name == "xla" and "8 devices are visible: tell lowmem.step where" in why
+    assert name == "xla" and "8 devices are visible: give lowmem.step the" in why
     assert choose((64, 128), "pallas") == ("pallas", "asked for")
 
 
@@ -146,7 +146,7 @@ def test_explicit_axes(on_a_gpu):
     params = {"w": jnp.ones((16, 64), BF16)}
     params = jax.device_put(params, jax.NamedSharding(mesh, P("data")))
     reason = backend.choose(TX.engine.rule, plan_of((16, 64)), None, params["w"])
-    assert reason == ("xla", "it lies on Explicit mesh axes and this is not inside a shard_map")
+    assert reason == ("xla", "it is on Explicit mesh axes, outside of a shard_map")
     with pytest.raises(ValueError, match="cannot take leaf 'block/w'.*Explicit mesh axes"):
         backend.choose(TX.engine.rule, plan_of((16, 64)), "pallas", params["w"])
     with jax.set_mesh(mesh):

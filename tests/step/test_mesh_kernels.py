@@ -229,7 +229,7 @@ def test_what_kernels_leave_to_xla_on_a_mesh():
         return on_mesh.supported(tx.engine.rule, plan, placement("w", shape, spec, the_mesh))
 
     across = P(None, "a")
-    assert "parts of 48 on the last axis, and groups of 32" in reason(made("flash_adamw"), across)
+    assert "shards of 48 on the last axis, but groups of 32" in reason(made("flash_adamw"), across)
     assert reason(made("flash_adamw", group_size=48), across) is None
     assert reason(made("flash_adamw"), P("a")) is None
     heads = lowmem.blocks.Structure(rules=[("w", lowmem.blocks.Block(heads=(0, 4)))])

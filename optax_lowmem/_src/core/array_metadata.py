@@ -1,9 +1,9 @@
-"""Nodes that hold one array and describe its axes: those of Linen, NNX and haliax.
+"""Pytree nodes that wrap one array and describe its axes: those of Linen, NNX and haliax.
 
 Flax shards an array of the state by the names in its metadata (Linen's `Partitioned`, NNX's
-`Variable`), Levanter by the names of its axes (haliax's `NamedArray`), both without a look at its
-shape. A state made by `jax.tree.map` over the parameters has their metadata, so `like` gives those
-of arrays with other shapes than the parameter's, such as scales and 0-d placeholders, other names.
+`Variable`), Levanter by the names of its axes (haliax's `NamedArray`); neither checks its shape.
+`jax.tree.map` over the parameters copies their metadata to the state, where they do not fit arrays
+of other shapes, such as scales and 0-d placeholders: `like` adjusts the names.
 """
 
 import dataclasses
@@ -17,12 +17,12 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-# A mesh axis of so many devices, or one that the number divides, keeps its name where it can.
+# If no mesh is known, assume up to this many shards per axis, times any odd number.
 _PARTS = 64
 _KEYS = (
     "out_sharding",
     "optimizer_sharding",
-)  # of NNX; Flax shards a state by the latter, if given
+)  # of NNX; for a state Flax prefers the latter
 
 
 def is_box(node: object) -> bool:
@@ -36,10 +36,10 @@ def is_variable(node: object) -> bool:
 
 
 def _axes_field(node: object) -> str | None:
-    """The field with the axes of an array with named axes; None for other nodes.
+    """Return the field with the axes of an array with named axes; None for other nodes.
 
-    Such a node is a dataclass of `array` and either `axes`, which have names and sizes, or
-    `axis_names`, strings: haliax's `NamedArray`, by version.
+    Such a node is a dataclass with the fields `array` and either `axes` (names and sizes) or
+    `axis_names` (strings): haliax's `NamedArray`, depending on its version.
     """
     fields = getattr(type(node), "__dataclass_fields__", ())
     if len(fields) != 2 or "array" not in fields:
@@ -48,12 +48,12 @@ def _axes_field(node: object) -> str | None:
 
 
 def unboxed(tree: optax.Params) -> optax.Params:
-    """A tree without Linen's boxes."""
+    """Remove the Linen boxes from a tree."""
 
     def content(node: object) -> object:
         if not is_box(node):
             return node
-        inside = jax.tree.leaves(node)  # `node.unbox()` would shard it by its names on a set mesh
+        inside = jax.tree.leaves(node)  # `node.unbox()` would shard it under `jax.set_mesh`
         return inside[0] if inside else None
 
     return jax.tree.map(content, tree, is_leaf=is_box)
@@ -62,21 +62,21 @@ def unboxed(tree: optax.Params) -> optax.Params:
 def like(
     reference: optax.Params, arrays: Iterable[object], before: optax.Params | None = None
 ) -> optax.Params:
-    """A tree of the structure of `reference`, whose metadata fit the arrays that they describe.
+    """Return a tree with the structure of `reference` and metadata that fit the new arrays.
 
-    In a box of Linen an axis has its name where the array and the parameter share it. Other axes
-    keep it where any number of parts up to 64, or to that of the devices, and any multiple of them
-    by odd numbers, that divides the parameter divides the array too: groups of a long enough axis.
-    Else the name is None. A `NamedArray` of haliax and a `Variable` of NNX do so where no mesh is
-    known; with one (that of `jax.set_mesh`, or of the variable) the former keeps names where any
-    axes of it that divide the parameter divide the array, and the latter where its own do. In
-    haliax the other axes are called "<name>_groups", which no mapping of names shards. A 0-d
-    placeholder has no names.
+    In a Linen box an axis keeps its name if the array and the parameter have the same size there,
+    or if every number of shards that divides the parameter also divides the array, as for groups of
+    a long enough axis. (Numbers of shards are powers of two up to 64, or to the number of devices,
+    times odd numbers.) Otherwise the name is None. `NamedArray` of haliax and `Variable` of NNX
+    follow this rule if no mesh is known. With a mesh (of `jax.set_mesh`, or of the variable) a
+    `NamedArray` keeps a name if all products of mesh axes that divide the parameter divide the
+    array, and a `Variable` if the mesh axes of its sharding do. In haliax the other axes are called
+    "<name>_groups", which no mapping of names shards. A 0-d placeholder has no names.
 
     Args:
       reference: the parameters, or a tree of their metadata and shapes.
       arrays: the new leaves, in order.
-      before: the tree of the step before, whose metadata stay: they are part of a state's type.
+      before: the tree of the previous step; its metadata, part of a state's type, are kept.
     """
     arrays, nodes = list(arrays), jax.tree.leaves(reference, is_leaf=has_metadata)
     if not any(map(has_metadata, nodes)):
@@ -95,7 +95,7 @@ def has_metadata(node: object) -> bool:
 
 
 def _fitted(node: Any, rest: Iterable[Any]) -> Any:
-    """The node of the next arrays, with metadata of their shape if it is one array."""
+    """Rebuild a node from the next arrays; adjust its metadata if it holds one array."""
     leaves, treedef = jax.tree.flatten(node)
     arrays = list(itertools.islice(rest, len(leaves)))
     described = has_metadata(node) and len(leaves) == 1 and hasattr(arrays[0], "shape")
@@ -123,7 +123,7 @@ def _names(
 
 
 def _axes(axes: tuple[Any, ...], shape: tuple[int, ...], keeps: list[bool]) -> tuple[Any, ...]:
-    """Axes of haliax for an array of this shape, names or names with sizes as those given."""
+    """Return haliax axes for an array of this shape, with sizes if those given have sizes."""
     names = [f"groups_{d}" for d, _ in enumerate(shape)]
     if len(axes) == len(shape):
         old = [getattr(axis, "name", axis) for axis in axes]
@@ -134,7 +134,7 @@ def _axes(axes: tuple[Any, ...], shape: tuple[int, ...], keeps: list[bool]) -> t
 
 
 def _splits_on_any(own: int, whole: int, sizes: dict[str, int]) -> bool:
-    """Return whether an axis of `own` entries splits on every mesh that splits one of `whole`."""
+    """Return whether every number of shards that divides `whole` entries divides `own`."""
     devices = max(math.prod(sizes.values()), jax.device_count())
     parts = max(_PARTS, 1 << (devices - 1).bit_length())
     if own == whole:
@@ -142,13 +142,13 @@ def _splits_on_any(own: int, whole: int, sizes: dict[str, int]) -> bool:
     if own == 0 or own % parts or whole % own:
         return False
     size = whole // own
-    return size & (size - 1) == 0  # else an odd number of parts may cut through a group
+    return size & (size - 1) == 0  # else an odd number of shards may split a group
 
 
 def _splits_as(own: int, whole: int, sizes: dict[str, int]) -> bool:
-    """Return whether an axis of `own` entries splits over any axes of a mesh that split `whole`.
+    """Return whether all mesh axes that divide `whole` entries also divide `own`.
 
-    Where the mesh is not known, it must split on every mesh.
+    If the mesh is not known, this must hold for every mesh.
     """
     counts = {1}
     for size in sizes.values():
@@ -167,12 +167,12 @@ def _sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
 def fitted_variable(
     variable: Any, shape: tuple[int, ...], whole: tuple[int, ...] | None = None
 ) -> Any:
-    """A variable of NNX whose metadata shard it along the axes that its shape allows.
+    """Return an NNX variable whose metadata shard only the axes that its shape allows.
 
     Args:
-      variable: of an optimizer's state, with the metadata of its parameter.
-      shape: of its array.
-      whole: shape of the parameter, where that is known.
+      variable: a variable of an optimizer's state, with its parameter's metadata.
+      shape: shape of its array.
+      whole: shape of the parameter, if known.
     """
     metadata, changes = variable.get_metadata(), {}
     for key in _KEYS:
@@ -197,7 +197,7 @@ def _fitting(
     mesh: Any = sharding.mesh if named else metadata.get("mesh") or meta.get_global_mesh()
     rules, sizes = metadata.get("sharding_rules"), _sizes(mesh)
     axes = tuple(spmd.apply_rules(PartitionSpec(*names), rules))
-    if whole is None:  # of an array about whose groups nothing is known
+    if whole is None:  # the parameter's shape, hence the groups, are unknown
         keeps = [
             own % (_parts(axis, sizes) or 1) == 0 for axis, own in zip(axes, shape, strict=False)
         ]
@@ -215,15 +215,15 @@ def _fitting(
 
 
 def _parts(axes: Any, sizes: dict[str, int]) -> int | None:
-    """Return the number of shards along a dimension, or None where the mesh lacks its axes."""
+    """Return the number of shards along a dimension, or None if the mesh lacks its axes."""
     own = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
     return math.prod(sizes[a] for a in own) if all(a in sizes for a in own) else None
 
 
 def _splits(parts: int | None, own: int, whole: int, sizes: dict[str, int]) -> bool:
-    """Return whether an axis of `own` entries splits into `parts`, as its axis of `whole` does.
+    """Return whether `own` entries split into `parts` shards like the parameter's `whole` entries.
 
-    Where `parts` is None, it must split on every mesh that splits `whole`.
+    If `parts` is None, they must split on every mesh that splits `whole`.
     """
     if parts is None:
         return _splits_on_any(own, whole, sizes)

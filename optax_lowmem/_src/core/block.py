@@ -1,4 +1,4 @@
-"""The elements of a leaf that share second moments: blocks (Adam-mini), rows and columns."""
+"""Second moments shared by elements of a leaf: blocks (Adam-mini), rows and columns."""
 
 import dataclasses
 import functools
@@ -23,12 +23,12 @@ class Block:
     Static and hashable; blocks with the same axes and heads are equal, whatever their reason.
 
     Attributes:
-      axes: axes averaged over; v_mean keeps them with size 1. () is one value per element: Adam.
-      heads: (axis, count) of an axis of count x head_dim entries, viewed as (count, head_dim) and
-        averaged inside each head; v_mean has `count` entries there.
+      axes: axes to average over; v_mean has size 1 there. () is one value per element, as in Adam.
+      heads: (axis, count): this axis has count x head_dim entries, is viewed as (count, head_dim)
+        and averaged within each head; v_mean has `count` entries there.
       words: a short description, such as `per row`.
-      reason: the reason why the leaf has this block.
-      known: False where the leaf was not recognised and has the default.
+      reason: why the leaf has this block.
+      known: False if the leaf was not recognised and has the default block.
 
     Example:
       >>> Block(axes=(0,), heads=(1, 4)).mean_shape((64, 32))
@@ -58,33 +58,33 @@ class Block:
 
     @property
     def parts(self) -> "tuple[Block, ...]":
-        """The blocks whose means, `joined`, are v_mean: itself."""
+        """The blocks whose means `joined` combines into v_mean; here only the block itself."""
         return (self,)
 
     def joined(self, means: Sequence[jax.Array]) -> jax.Array:
-        """v_mean, from the means over `parts`."""
+        """Combine the means over `parts` into v_mean."""
         (mean,) = means
         return mean
 
     @property
     def shapeless(self) -> "Block":
-        """The same for all blocks with as many `parts`."""
+        """A representative, equal for all blocks with as many `parts`."""
         return Block()
 
     def operands(self, v: jax.Array, shape: tuple[int, ...]) -> Any:
-        """The arrays that a step of a leaf takes of v_mean: one for each of `parts`."""
+        """Split v_mean into the operands of a leaf's step: one array for each of `parts`."""
         del shape
         return v
 
     def of_elements(self, operands: Any, shape: tuple[int, ...]) -> jax.Array:
-        """`operands` for each element: the product of those of the parts."""
+        """Broadcast `operands` to the elements of a leaf, and multiply them."""
         fitted = self.fit(shape)
         arrays = jax.tree.leaves(operands)
         pairs = zip(fitted.parts, arrays, strict=True)
         return product([part.spread(x, shape) for part, x in pairs])
 
     def fit(self, shape: tuple[int, ...], path: str = "") -> "Block":
-        """The same block with axes counted from 0 and in order, checked against a leaf.
+        """Return the block with sorted, nonnegative axes, checked against a leaf's shape.
 
         Raises:
           ValueError: an axis out of range or named twice, or a head count that does not divide.
@@ -114,7 +114,7 @@ class Block:
         return dataclasses.replace(self, axes=axes, heads=(axis, count))
 
     def mean_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of v_mean of a leaf of this shape."""
+        """Return the shape of v_mean for a leaf of this shape."""
         block = self.fit(shape)
         kept = [1 if axis in block.axes else size for axis, size in enumerate(shape)]
         if block.heads:
@@ -122,16 +122,16 @@ class Block:
         return tuple(kept)
 
     def values(self, shape: tuple[int, ...]) -> int:
-        """Number of entries of v_mean."""
+        """Return the number of entries of v_mean."""
         return math.prod(self.mean_shape(shape))
 
     def mean(self, x: ArrayLike, in_parts: bool = True) -> jax.Array:
-        """f32 mean of `x` over each block, of `mean_shape(x.shape)`.
+        """Return the f32 mean of `x` over each block, with shape `mean_shape(x.shape)`.
 
         Args:
-          x: of a shape that the block fits.
-          in_parts: whether one axis is summed after the other, long columns in parts first, as
-            XLA on a GPU does best; else all axes at once.
+          x: an array whose shape fits the block.
+          in_parts: whether to sum one axis after the other, long columns in parts first, which is
+            fastest with XLA on a GPU; else all axes at once.
         """
         x = jnp.asarray(x, jnp.float32)
         shape, block = self.mean_shape(x.shape), self.fit(x.shape)
@@ -139,19 +139,19 @@ class Block:
             return x if self.elementwise else jnp.zeros(shape, jnp.float32)
         along = _mean_along if in_parts else _mean_along_all
         x = along(x, block.axes)
-        # heads after whole axes: XLA would store what x is made of to split an axis of it
+        # heads after whole axes: to split an axis, XLA would materialise the elements to be summed
         heads = dataclasses.replace(block, axes=())
         viewed, axes = heads.view(x.shape)
         return along(x.reshape(viewed), axes).reshape(shape)
 
     def spread(self, v: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """`v`, one value per block, for each element of a leaf of this shape."""
+        """Broadcast `v`, one value per block, to the elements of a leaf of this shape."""
         viewed, axes = self.view(shape)
         kept = [1 if axis in axes else size for axis, size in enumerate(viewed)]
         return jnp.broadcast_to(v.reshape(kept), viewed).reshape(shape)
 
     def view(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The leaf's shape with a head axis as two, and the axes averaged over in it, in order."""
+        """Return the shape with the head axis split in two, and its sorted axes to average over."""
         block = self.fit(shape)
         if not block.heads:
             return tuple(shape), block.axes
@@ -163,14 +163,14 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Factors(Block):
-    r"""Means over the rows and over the columns of matrices, for v of each element (Adafactor).
+    r"""Row and column means of matrices, whose product approximates v (Adafactor).
 
     .. math:: R_i = \mathrm{mean}_j\, v_{ij}, \quad C_j = \mathrm{mean}_i\, v_{ij}, \quad
       v_{ij} \approx R_i C_j / \mathrm{mean}_i R_i
 
-    which has the means that v has over rows and columns, and is v where v has rank one (Shazeer &
-    Stern, 2018, section 3). v_mean has R, then C, along its last axis, after the axes of the leaf
-    that are neither.
+    The approximation has the row and column means of v, and is exact if v has rank one (Shazeer &
+    Stern, 2018, section 3). v_mean concatenates R and C along its last axis, after the leaf's
+    other axes.
 
     Attributes:
       axes: the two axes of the matrices.
@@ -182,33 +182,33 @@ class Factors(Block):
 
     @property
     def parts(self) -> tuple[Block, ...]:
-        """Rows, and columns."""
+        """The block of R, and that of C."""
         one, other = self.axes
         return Block((other,)), Block((one,))
 
     def joined(self, means: Sequence[jax.Array]) -> jax.Array:
-        """R and C in one array."""
+        """Concatenate R and C."""
         one, other = self.axes
         vectors = [
             jnp.moveaxis(mean.squeeze(averaged), kept, -1)
             for mean, averaged, kept in zip(means, (other, one), (one, other - 1), strict=True)
         ]
         rows, columns = vectors
-        # not concatenated: on a mesh XLA would shard both together as it shards R, and move them
+        # no `concatenate`: on a mesh XLA would give the result R's sharding, and communicate
         both = jnp.zeros((*rows.shape[:-1], rows.shape[-1] + columns.shape[-1]), rows.dtype)
         both = lax.dynamic_update_slice_in_dim(both, rows, 0, axis=-1)
         return lax.dynamic_update_slice_in_dim(both, columns, rows.shape[-1], axis=-1)
 
     @property
     def shapeless(self) -> "Block":
-        """The same for all rows and columns."""
+        """A representative, equal for all leaves with row and column means."""
         return Factors((0, 1))
 
     def operands(self, v: jax.Array, shape: tuple[int, ...]) -> Any:
-        """R over its mean, and C, in the rank of the leaf; NaN if an R is infinite or NaN."""
+        """Return R over its mean, and C, in the leaf's rank; NaN if an R is infinite or NaN."""
         one, other = self.fit(shape).axes
-        # from where XLA does not know: it would shard v as R is and move it, though each device has
-        # all of v
+        # hide the offsets from XLA: it would give v the sharding of R and communicate, though v is
+        # replicated
         first, second = lax.optimization_barrier((jnp.int32(0), jnp.int32(shape[one])))
         rows = lax.dynamic_slice_in_dim(v, first, shape[one], axis=-1)
         columns = lax.dynamic_slice_in_dim(v, second, shape[other], axis=-1)
@@ -218,53 +218,53 @@ class Factors(Block):
 
     @staticmethod
     def share(rows: jax.Array, mean: jax.Array) -> jax.Array:
-        """R over its mean; NaN if that is infinite or NaN, 0 if it is 0."""
-        # R / inf would be 0, and the steps of the rows that are finite far too large
+        """Return R over its mean: NaN if the mean is infinite or NaN, 0 if it is 0."""
+        # R / inf would be 0, and the steps of the finite rows would be far too large
         mean = jnp.where(mean < jnp.inf, mean, mean - mean)  # NaN
         return rows / jnp.where(mean == 0, jnp.float32(1), mean)
 
     def matrices(self, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-        """A leaf of this shape as [outer, rows, between, columns], if columns are its last axis."""
+        """Return the shape as [outer, rows, between, columns], if columns are its last axis."""
         one, other = self.fit(shape).axes
         between = math.prod(shape[one + 1 : other])
         return math.prod(shape[:one]), shape[one], between, shape[other]
 
     def mean_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of R and C in one array."""
+        """Return the shape of R and C concatenated."""
         axes = self.fit(shape).axes
         others = tuple(size for axis, size in enumerate(shape) if axis not in axes)
         return (*others, sum(shape[axis] for axis in axes))
 
     def mean(self, x: ArrayLike, in_parts: bool = True) -> jax.Array:
-        """R and C of v; see `Block.mean`."""
+        """Return R and C of v, concatenated; see `Block.mean`."""
         fitted = self.fit(jnp.shape(x))
         return fitted.joined([part.mean(x, in_parts) for part in fitted.parts])
 
     def spread(self, v: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """R C over the mean of R, for each element."""
+        """Return R C over the mean of R for each element."""
         return self.of_elements(self.operands(v, shape), shape)
 
     def view(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Raises: rows and columns are two means, of which `parts` have the views."""
-        raise NotImplementedError("Factors have two means: take the views of their parts")
+        """Raise: rows and columns are two means; the `parts` have the views."""
+        raise NotImplementedError("Factors have two means: use the views of their parts")
 
 
 def _mean_along_all(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """The mean over axes, kept with size 1."""
+    """Average over axes, kept with size 1."""
     length = math.prod(x.shape[axis] for axis in axes)
     return jnp.sum(x * jnp.float32(1 / length), axis=axes, keepdims=True) if axes else x
 
 
 def _mean_along(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """The same, over one axis after the other."""
+    """Average over one axis after the other, kept with size 1."""
     return functools.reduce(_mean_along_one, axes, x)
 
 
 def _mean_along_one(x: jax.Array, axis: int) -> jax.Array:
-    """The mean over one axis, kept with size 1; of means of parts, where columns are few.
+    """Average over one axis, kept with size 1; in two stages if there are few columns.
 
-    XLA on a GPU stores what such columns are made of before it sums them; parts it sums at once.
-    The factor goes before the sum, where it costs no launch of its own.
+    XLA on a GPU materialises the elements of such columns before it sums them, unless in parts.
+    The factor is applied before the sum, where it needs no kernel launch.
     """
     length = x.shape[axis]
     columns = axis < x.ndim - 1 and x.shape[-1] < _COLUMNS
@@ -275,21 +275,21 @@ def _mean_along_one(x: jax.Array, axis: int) -> jax.Array:
 
 
 def product(values: Sequence[jax.Array]) -> jax.Array:
-    """The operands of a block's parts, multiplied."""
+    """Multiply the operands of a block's parts."""
     return functools.reduce(operator.mul, values)
 
 
 class BlockStructure(Protocol):
-    """Inference of the blocks and embedding tables of a tree of parameters."""
+    """Infers the blocks and embedding tables of a tree of parameters."""
 
     def infer(self, params: optax.Params) -> dict[str, Block]:
-        """The block of each leaf, by path."""
+        """Return the block of each leaf, by path."""
 
     def embeddings(self, params: optax.Params) -> set[str]:
-        """Paths of the embedding tables."""
+        """Return the paths of the embedding tables."""
 
     def warn(self, params: optax.Params) -> None:
-        """Warns of leaves whose block is a guess."""
+        """Warn of leaves whose block is a guess."""
 
 
 def is_int(number: object) -> bool:

@@ -8,22 +8,22 @@ import optax
 
 from optax_lowmem._src.core import trees
 
-FIELD = "clean"  # of the states that keep weights without noise
+FIELD = "clean"  # field of the states that keep weights without noise
 
 
 def clean_params(params: optax.Params, state: optax.OptState) -> Any:
-    """The weights without noise, in the form in which the state keeps them.
+    """Return the weights without noise, as the state stores them.
 
     Args:
-      params: what the loss sees, sampled weights among them.
-      state: of an optimizer with `gaussws_noise` in it, through any wrapper.
+      params: the parameters passed to the loss, including sampled weights.
+      state: state of an optimizer that contains `gaussws_noise`, inside any wrapper.
 
     Returns:
-      A tree like `params`, for evaluation and export (`master_params` has the f32 ones). Without
-      `gaussws_noise` in the state: `params`.
+      A tree like `params`, for evaluation and export (`master_params` returns f32 weights);
+      `params` itself if the state has no `gaussws_noise`.
 
     Raises:
-      ValueError: where a leaf has two clean weights.
+      ValueError: if a leaf has two clean weights.
 
     Example:
       >>> import jax.numpy as jnp, optax_lowmem as lowmem

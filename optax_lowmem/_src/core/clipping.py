@@ -1,4 +1,4 @@
-"""Update clipping of StableAdamW: RMS_t, and the learning rate that it leaves (Algorithm 2)."""
+"""Update clipping of StableAdamW: RMS_t and the learning-rate factor (Algorithm 2)."""
 
 import jax
 import jax.numpy as jnp
@@ -8,28 +8,28 @@ from optax_lowmem._src.core.varying import mean_of_leaf
 
 
 def rms_of_ratio(g: jax.Array, u: jax.Array, eps: jax.Array) -> jax.Array:
-    """RMS_t = sqrt(E[g^2 / max(u, eps^2)]) of a leaf (Wortsman et al., appendix F.2).
+    """Return RMS_t = sqrt(E[g^2 / max(u, eps^2)]) of a leaf (Wortsman et al., appendix F.2).
 
     Args:
       g: gradient, f32.
-      u: second moment after it, without bias.
-      eps: f32: in f16 the square of 1e-6 is 0.
+      u: bias-corrected second moment that includes `g`.
+      eps: f32, since in f16 the square of 1e-6 is 0.
     """
     return jnp.sqrt(mean_of_leaf(squared_ratio(g, u, eps)))
 
 
 def squared_ratio(g: jax.Array, u: jax.Array, eps: jax.Array) -> jax.Array:
-    """g^2 / max(u, eps^2) of each element, of which `rms_of_ratio` takes the mean."""
+    """Return g^2 / max(u, eps^2) for each element; `rms_of_ratio` averages it."""
     return g * g / jnp.maximum(u, eps * eps)
 
 
 def clipped_share(rms: jax.Array, threshold: jax.Array) -> jax.Array:
-    """1 / max(1, RMS_t / d), of the learning rate (Algorithm 2); NaN where RMS_t is."""
+    """Return the learning-rate factor 1 / max(1, RMS_t / d) (Algorithm 2); NaN if RMS_t is NaN."""
     return 1 / jnp.maximum(1, rms / threshold)
 
 
 def check_threshold(threshold: object) -> None:
-    """Raises unless a threshold of RMS_t is positive."""
+    """Raise unless a threshold of RMS_t is positive."""
     check_range("threshold", threshold, 0.0)
     if isinstance(threshold, int | float) and threshold == 0:
         raise ValueError("threshold must be > 0: it is the RMS_t up to which nothing is clipped")

@@ -1,4 +1,4 @@
-"""Library calls outside of a jit: a few compiled programs, instead of one for each primitive."""
+"""Compile eager library calls to a few programs, instead of one for each primitive."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -15,27 +15,27 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def compiled(function: F) -> F:
-    """Return `function` compiled where it is called eagerly; while JAX traces, itself.
+    """Compile `function` where it is called eagerly; call it directly while JAX traces.
 
-    Its arguments are pytrees: their arrays become the operands of the program, everything else is
-    static and must be hashable. The result must be arrays, and must depend on nothing but the
-    arguments: a program that is there already is not traced again.
+    Its arguments are pytrees: arrays become operands of the program, everything else is static and
+    must be hashable. The results must be arrays that depend on the arguments only: a cached program
+    is not traced again.
 
     Args:
-      function: a function of a module, since programs are kept by its identity.
+      function: a module-level function, since programs are cached by its identity.
 
     Returns:
-      The function, which compiles once for arguments alike in structure, shapes and static parts.
+      The function, which compiles once per structure, shapes and static parts of arguments.
     """
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
         leaves, treedef = jax.tree.flatten((args, named))
         eager = is_eager(leaves) and not jax.config.jax_disable_jit  # type: ignore[attr-defined]
-        if not eager or _lie_apart(leaves) or numerics.in_kernel():
+        if not eager or _on_different_devices(leaves) or numerics.in_kernel():
             return function(*args, **named)
         arrays = [leaf if _is_array(leaf) else None for leaf in leaves]
-        # 1, 1.0 and True are equal, and not the same to a trace
+        # 1, 1.0 and True are equal, but trace differently
         static = tuple(None if _is_array(leaf) else (type(leaf), leaf) for leaf in leaves)
         return _run(function, treedef, static, arrays)
 
@@ -50,13 +50,13 @@ def is_eager(leaves: Iterable[object]) -> bool:
 def is_free(leaves: list[Any]) -> bool:
     """Return whether all leaves are concrete JAX arrays that are not committed to a device.
 
-    New arrays like them may then be on any device, as the results of a program.
+    New arrays like them may then be placed on any device, like the results of a program.
     """
     arrays = all(isinstance(leaf, jax.Array) for leaf in leaves) and is_eager(leaves)
     return arrays and not any(leaf.committed for leaf in leaves)
 
 
-def _lie_apart(leaves: Iterable[object]) -> bool:
+def _on_different_devices(leaves: Iterable[object]) -> bool:
     """Return whether the leaves include arrays committed to different sets of devices."""
     arrays = (leaf for leaf in leaves if isinstance(leaf, jax.Array))
     return len({frozenset(s.device_set) for s in {a.sharding for a in arrays if a.committed}}) > 1
@@ -76,18 +76,18 @@ def _run(
     return function(*args, **named)
 
 
-FEW = 8  # leaves whose programs are one
+FEW = 8  # up to this many rows share one program
 
 
 def each(function: Callable[..., Any], rows: Sequence[tuple[Any, ...]], *shared: Any) -> list[Any]:
     """Return [function(*row, *shared) for row in rows], compiled where it is called eagerly.
 
-    Few rows are one program. Of more, those alike in shapes and static parts share a program of one
-    row: what a hundred equal leaves compile is what one does.
+    Up to `FEW` rows compile to one program. More rows run one by one, and rows with equal shapes
+    and static parts share a program: a hundred equal leaves compile once.
 
     Args:
-      function: of a module.
-      rows: pytrees, as of `compiled`; what differs between rows that are alike must be arrays.
+      function: a module-level function.
+      rows: arguments of each call, pytrees as for `compiled`.
       *shared: arguments of every call.
     """
     if len(rows) <= FEW or not is_eager(jax.tree.leaves((rows, shared))):
@@ -103,7 +103,7 @@ def _each(
 
 
 def unstacked(x: jax.Array) -> list[ArrayLike]:
-    """The parts of a small array along its first axis, with no program for each."""
+    """Return the slices of a small array along its first axis, without a program for each."""
     if is_eager([x]) and not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
         return list(np.asarray(x))
     return list(x)

@@ -1,8 +1,8 @@
-"""Context that an `init` reads, and reports to, beyond its arguments and result.
+"""Context variables that an `init` reads and reports to, beside its arguments and result.
 
 optax wrappers hide the transformations inside them, and their states hold arrays only. While a tree
 of transformations is initialised, ours report their decisions here (for `explain` and the memory
-report) and pick up the master weights and the seed that `lowmem.init` was given.
+report) and read the master weights and the seed passed to `lowmem.init`.
 """
 
 import contextlib
@@ -23,19 +23,19 @@ from optax_lowmem._src.core.typing import T
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """Storage of one slot of one leaf, with the reason.
+    """How one slot of one leaf is stored, and why.
 
     Attributes:
-      path: the leaf, as in `jax.tree_util.keystr(..., simple=True, separator="/")`.
+      path: path of the leaf, as from `jax.tree_util.keystr(..., simple=True, separator="/")`.
       slot: `mu`, `nu`, ..., `correction`, or `step` for the implementation of the leaf's step.
-      form: the name of the codec or the split, None where the slot is not compressed or not split;
-        for a step `pallas`, `triton` or `xla`.
+      form: name of the codec or the split, None if the slot is neither compressed nor split; for a
+        step `pallas`, `triton` or `xla`.
       reason: one clause, for display.
-      group_size: neighbours that share a scale, where the slot is compressed.
-      codec: the codec, where the slot is compressed.
-      stochastic: whether its codes, or master weights, are rounded stochastically.
-      block: the `Block` whose elements share a value, where they do.
-      shape: of the parameter; of the values of a slot, where they have another and no block.
+      group_size: number of neighbours that share a scale, if the slot is compressed.
+      codec: the codec, if the slot is compressed.
+      stochastic: whether its codes or master weights are rounded stochastically.
+      block: the `Block` whose elements share a value, if any.
+      shape: shape of the parameter, or of the slot's values if it differs without a block.
     """
 
     path: str
@@ -56,14 +56,14 @@ class Decision:
 
 @dataclasses.dataclass
 class Masters:
-    """Values that `lowmem.init` passes to the `init` inside it, and those that it gets back.
+    """Values that `lowmem.init` passes to the inner `init`, and values that it gets back.
 
     Attributes:
-      corrections: corrections by leaf path, for splits to take.
-      taken: paths of the corrections that a split took.
+      corrections: corrections by leaf path, which splits consume.
+      taken: paths of the consumed corrections.
       seed: the seed of all hashes.
-      originals: f32 parameters by path, for transformations that keep them.
-      sampled: the first weights that the loss sees, by path, from transformations that add noise.
+      originals: f32 parameters by path, for transformations that store them.
+      sampled: initial weights with noise, by path, from transformations that add noise.
     """
 
     corrections: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
@@ -91,13 +91,13 @@ def _bound(variable: ContextVar[T | None], value: T) -> Iterator[T]:
 
 
 def recording() -> contextlib.AbstractContextManager[list[Decision]]:
-    """Collects the decisions of every `init` that runs inside."""
+    """Collect the decisions of every `init` that runs in this context."""
     return _bound(_decisions, [])
 
 
 @contextlib.contextmanager
 def absorbing() -> Iterator[list[Decision]]:
-    """Keeps the decisions taken inside from an enclosing `recording`; none without one."""
+    """Hide decisions in this context from an enclosing `recording`; yield them if there is one."""
     if _decisions.get() is None:
         yield []
         return
@@ -106,12 +106,12 @@ def absorbing() -> Iterator[list[Decision]]:
 
 
 def noting_policies() -> contextlib.AbstractContextManager[list[Any]]:
-    """Collects the policies that every `init` inside asks."""
+    """Collect the policies that every `init` in this context consults."""
     return _bound(_policies, [])
 
 
 def note_policy(policy: Any) -> None:
-    """Reports a policy that is asked to an enclosing `noting_policies`."""
+    """Report a consulted policy to an enclosing `noting_policies`."""
     log = _policies.get()
     if log is not None and policy not in log:
         log.append(policy)
@@ -124,34 +124,34 @@ def is_observed() -> bool:
 
 
 def is_recording() -> bool:
-    """Return whether a `recording` is active: what an `init` inside says is not for users."""
+    """Return whether a `recording` is active, in which an `init` need not inform the user."""
     return _decisions.get() is not None
 
 
 def emitting() -> contextlib.AbstractContextManager[dict[str, jax.Array]]:
-    """Collects the updates that split optimizers emit inside, by leaf path."""
+    """Collect the updates that split optimizers emit in this context, by leaf path."""
     return _bound(_emitted, {})
 
 
 def providing(masters: Masters) -> contextlib.AbstractContextManager[Masters]:
-    """Hands corrections and a seed to every `init` that runs inside."""
+    """Pass corrections and a seed to every `init` that runs in this context."""
     return _bound(_masters, masters)
 
 
 def implementing(name: str | None) -> contextlib.AbstractContextManager[str | None]:
-    """Steps that are traced inside use this implementation."""
+    """Make steps that are traced in this context use this implementation."""
     return _bound(_implementation, name)
 
 
 def implementation() -> str | None:
-    """The implementation that an enclosing `implementing` asks for."""
+    """Return the implementation set by an enclosing `implementing`, or None."""
     return _implementation.get()
 
 
 def placing(
     placements: Mapping[str, Placement] | None,
 ) -> contextlib.AbstractContextManager[Mapping[str, Placement] | None]:
-    """Steps that are traced inside find the leaves on a mesh, by path."""
+    """Set the placement of each leaf, by path, for steps that are traced in this context."""
     return _bound(_placements, placements)
 
 
@@ -168,16 +168,16 @@ def placement(path: str) -> Placement | None:
 def dry_run(
     tx: optax.GradientTransformation, params: optax.Params
 ) -> tuple[optax.OptState, list[Decision]]:
-    """The abstract state of `tx.init`, and the decisions it takes; nothing is allocated."""
+    """Return the abstract state of `tx.init` and its decisions, without allocating anything."""
     trees.check_transformation(tx, "pass (tx, params), in this order.", params)
     with recording() as decisions:
-        # a fresh function each time: eval_shape does not run one again that it has traced before
+        # a new function for each call: eval_shape does not trace the same one again
         state = jax.eval_shape(lambda p: tx.init(p), params)
     return state, decisions
 
 
 def record(decision: Decision) -> None:
-    """Reports a decision to an enclosing `recording`."""
+    """Report a decision to an enclosing `recording`."""
     log = _decisions.get()
     if log is not None:
         log.append(decision)
@@ -189,14 +189,14 @@ def is_emitting() -> bool:
 
 
 def emit(path: str, update: jax.Array) -> None:
-    """Reports the update of a leaf that is split, or rounded itself, to an enclosing `emitting`."""
+    """Report the update of a leaf that its optimizer splits or rounds to an `emitting` context."""
     log = _emitted.get()
     if log is not None:
         log[path] = update
 
 
 def provided_correction(path: str) -> jax.Array | None:
-    """The correction that `lowmem.init` has for a leaf."""
+    """Return the correction that `lowmem.init` provides for a leaf, or None."""
     masters = _masters.get()
     if masters is None or path not in masters.corrections:
         return None
@@ -214,11 +214,11 @@ def provided_correction(path: str) -> jax.Array | None:
 def joining(
     packs: Mapping[str, Sequence[str]], join: Callable[[list[jax.Array]], jax.Array]
 ) -> Iterator[None]:
-    """Hands an `init` inside, of a tree with packs, the joined corrections of their leaves.
+    """Pass the joined corrections of each pack's leaves to an `init` of a tree with packs.
 
     Args:
-      packs: the name of each, and of its leaves.
-      join: what makes one array of those of the leaves.
+      packs: names of the leaves of each pack, by the pack's name.
+      join: joins the leaves' arrays into one.
     """
     masters = _masters.get()
     if masters is None:
@@ -238,20 +238,20 @@ def joining(
 
 
 def provided_original(path: str) -> jax.Array | None:
-    """The f32 parameter that `lowmem.init` was given."""
+    """Return the f32 parameter passed to `lowmem.init`, or None."""
     masters = _masters.get()
     return None if masters is None or masters.originals is None else masters.originals.get(path)
 
 
 def hand_sampled(path: str, weight: jax.Array) -> None:
-    """Gives `lowmem.init` the weight that the loss shall see first."""
+    """Pass the initial weight with noise to `lowmem.init`."""
     masters = _masters.get()
     if masters is not None:
         masters.sampled[path] = weight
 
 
 def provided_seed(default: int) -> jax.Array:
-    """The seed that `lowmem.init` was given, else `default`, as uint32 []."""
+    """Return the seed passed to `lowmem.init`, else `default`, as uint32 []."""
     masters = _masters.get()
     seed = default if masters is None or masters.seed is None else masters.seed
     if isinstance(seed, int) and not isinstance(seed, bool):
@@ -261,7 +261,7 @@ def provided_seed(default: int) -> jax.Array:
     seed = jnp.asarray(seed)
     if seed.ndim or not jnp.issubdtype(seed.dtype, jnp.integer):
         raise TypeError(
-            f"seed must be an integer, got {seed.dtype}{list(seed.shape)}; of a key make one with "
+            f"seed must be an integer, got {seed.dtype}{list(seed.shape)}; convert a key with "
             "jax.random.bits(key)"
         )
     return seed.astype(jnp.uint32)

@@ -10,13 +10,13 @@ from optax_lowmem._src.core.typing import Tree
 
 @jax.custom_jvp
 def without(tree: Tree) -> Tree:
-    """A tree as it is, which raises where it would be differentiated.
+    """Return a tree unchanged, and raise if it is differentiated.
 
-    JAX gives an integer no tangent and a rounding that of the identity or none, so that the
-    gradient of what a later step makes of a state would lack a part, in silence.
+    JAX gives integers no tangent, and roundings none or the identity's, so that gradients through
+    a state would silently lack a term.
 
     Raises:
-      TypeError: under `jax.grad` and `jax.jvp`, where a leaf depends on what they differentiate by.
+      TypeError: under `jax.grad` and `jax.jvp`, if a leaf depends on the differentiated arguments.
     """
     return tree
 
@@ -42,15 +42,15 @@ def _refuse_flow(*args: Any) -> Any:
 def first_order_only(
     function: Callable[..., Any], static: int = 1, refuse: Callable[..., Any] = _refuse_flow
 ) -> Callable[..., Any]:
-    """Return a function of a custom derivative rule that raises where it is differentiated again.
+    """Make a function of a custom derivative rule raise if it is differentiated again.
 
     Rounding has no derivative, so second derivatives would silently lack a term. The function must
-    not return an argument as it is: JAX would then keep that array twice.
+    not return an argument unchanged: JAX would then keep that array twice.
 
     Args:
-      function: of `static` static arguments, then arrays.
-      static: how many.
-      refuse: of the static arguments and more, raises the error.
+      function: takes `static` static arguments, then arrays.
+      static: number of static arguments.
+      refuse: raises the error; its first arguments are the static ones.
     """
     rule = jax.custom_jvp(function, nondiff_argnums=tuple(range(static)))
     rule.defjvp(refuse)

@@ -1,8 +1,8 @@
 """Arrays on Explicit mesh axes, whose sharding is part of their type.
 
-Every operation on them must say how its result is sharded. A step that reshapes rows into groups,
-and groups that lie on two devices, cannot: it is compiled as on Auto axes, and only what goes in
-and comes out has a type.
+Every operation on them must determine its result's sharding. A step cannot, since it reshapes rows
+into groups, which may span two devices: it is compiled with Auto axes, and only its arguments and
+results have shardings in their types.
 """
 
 from collections.abc import Callable
@@ -24,12 +24,12 @@ from optax_lowmem._src.core.typing import Shaped, Tree
 
 
 def sharding_of(x: object) -> NamedSharding | None:
-    """The sharding in the type of an array, or of its shape and dtype; None without Explicit axes.
+    """Return the sharding in the type of an array; None without Explicit axes.
 
     Args:
-      x: an array, a `jax.ShapeDtypeStruct`, or something else, of which the type says nothing.
+      x: an array, a `jax.ShapeDtypeStruct`, or another object, for which the result is None.
     """
-    # an array's own has its devices, which an operation outside of `jax.set_mesh` needs
+    # a concrete array's sharding has its devices, needed outside of `jax.set_mesh`
     typed = jax.typeof(x) if isinstance(x, jax.core.Tracer) else x
     sharding = getattr(typed, "sharding", None)
     if not isinstance(sharding, NamedSharding) or not sharding.mesh.explicit_axes:
@@ -38,19 +38,19 @@ def sharding_of(x: object) -> NamedSharding | None:
 
 
 def placement_of(path: str, x: Shaped) -> Placement | None:
-    """The placement in an array's type; None where no axis of its mesh is Explicit."""
+    """Return the placement in an array's type; None if no axis of its mesh is Explicit."""
     sharding = sharding_of(x)
     return None if sharding is None else placement(path, tuple(x.shape), sharding, sharding.mesh)
 
 
 def of_state(path: str, x: Shaped, shape: tuple[int, ...], group_size: int) -> NamedSharding | None:
-    """The sharding of an array of the state of parameter `x`; None without Explicit axes.
+    """Return the sharding of a state array of parameter `x`; None without Explicit axes.
 
     Args:
       path: the parameter's name.
       x: the parameter, or its codes.
-      shape: of the array.
-      group_size: neighbours of the parameter's last axis that share a scale.
+      shape: shape of the state array.
+      group_size: number of neighbours of the parameter's last axis that share a scale.
     """
     place = placement_of(path, x)
     if place is None:
@@ -59,11 +59,11 @@ def of_state(path: str, x: Shaped, shape: tuple[int, ...], group_size: int) -> N
 
 
 def of_values(codes: Any, length: int) -> NamedSharding | None:
-    """The sharding of the values of stored codes: theirs; None without Explicit axes.
+    """Return the sharding of decoded values, which follows the codes'; None without Explicit axes.
 
     Args:
-      codes: of a slot.
-      length: of the last axis of the values, of which several may share a byte.
+      codes: the codes of a slot.
+      length: length of the values' last axis; a byte of codes may hold several values.
     """
     sharding = sharding_of(codes)
     if sharding is None or codes.shape[-1] == length:
@@ -75,13 +75,13 @@ def of_values(codes: Any, length: int) -> NamedSharding | None:
 
 
 def filled(path: str, x: Any, form: jax.ShapeDtypeStruct, group_size: int, value: Any) -> jax.Array:
-    """An array of the state of parameter `x` with one value everywhere, which lies where it does.
+    """Return a constant state array of parameter `x`, with a sharding that follows `x`'s.
 
     Args:
       path: the parameter's name.
       x: the parameter.
       form: shape and dtype of the array.
-      group_size: neighbours of the parameter's last axis that share a scale.
+      group_size: number of neighbours of the parameter's last axis that share a scale.
       value: a number, or a 0-d array.
     """
     if form.shape == x.shape:
@@ -95,27 +95,27 @@ def filled(path: str, x: Any, form: jax.ShapeDtypeStruct, group_size: int, value
 
 
 def laid(x: jax.Array, sharding: NamedSharding | None) -> jax.Array:
-    """An array with this sharding in its type; itself where there is none to have."""
+    """Reshard an array to the given sharding; return it unchanged if there is none."""
     if sharding is None or sharding_of(x) == sharding:
         return x
     return jax.sharding.reshard(x, sharding)
 
 
 def laid_like(tree: Tree, other: object) -> Tree:
-    """The arrays of a tree with the shardings in the types of another's."""
+    """Reshard the arrays of a tree to the shardings in the types of another tree's arrays."""
     return jax.tree.map(lambda x, like: laid(x, sharding_of(like)), tree, other)
 
 
 def left_to_xla(function: Callable[..., Any], shardings: Any, *args: Any) -> Any:
-    """function(*args), in which Explicit axes are Auto: XLA finds the shardings, and moves data.
+    """Call function(*args) with Explicit axes as Auto: XLA chooses the shardings inside.
 
     Args:
-      function: of arrays; it must not close over any.
-      shardings: (sharded args) -> a tree like the result, of NamedSharding; None is replicated.
+      function: takes trees of arrays; it must not close over arrays.
+      shardings: a tree like the result, of NamedShardings; None means replicated.
       *args: trees of arrays.
 
     Returns:
-      The result; without Explicit axes in the types of `args` the plain one.
+      The result, with these shardings if the types of `args` have Explicit axes.
     """
     leaves = jax.tree.leaves(args)
     meshes = [s.mesh for s in map(sharding_of, leaves) if s is not None]
@@ -139,14 +139,14 @@ def on_each_device(
     out_specs: Any,
     *args: Any,
 ) -> Any:
-    """function(*parts of args) on each device of a mesh.
+    """Call `function` with each device's shards of `args`, by `shard_map`.
 
     Args:
-      function: of a device's parts of arrays.
-      mesh: the devices.
-      typed: whether the mesh's axes are Explicit, so that arrays get the shardings of `specs`.
-      specs: of each argument, a tree of PartitionSpecs like it.
-      out_specs: of the results.
+      function: takes a device's shards.
+      mesh: the device mesh.
+      typed: whether the mesh's axes are Explicit; `args` are then resharded to `specs`.
+      specs: PartitionSpecs, in a tree like `args`.
+      out_specs: PartitionSpecs of the results.
       *args: trees of arrays.
     """
     if typed:

@@ -1,6 +1,6 @@
 """Groups of neighbours on the last axis; the last group of a row may be partial.
 
-Never across rows: codes then shard like the parameter, with no collective.
+Groups never span rows, so that codes shard like the parameter, without collectives.
 """
 
 import dataclasses
@@ -22,12 +22,12 @@ def group_count(length: int, group_size: int) -> int:
 
 
 def scale_shape(shape: tuple[int, ...], group_size: int) -> tuple[int, ...]:
-    """Shape of the scales of an array: shape[:-1] + (groups,)."""
+    """Return the shape of an array's scales: shape[:-1] + (groups,)."""
     return shape[:-1] + (group_count(shape[-1], group_size),)
 
 
 def to_groups(x: jax.Array, group_size: int) -> jax.Array:
-    """[..., n] as [..., groups, lanes]; a partial last group is padded with zeros."""
+    """Reshape [..., n] to [..., groups, lanes]; pad a partial last group with zeros."""
     length = x.shape[-1]
     if length <= group_size:
         return x[..., None, :]
@@ -39,18 +39,18 @@ def to_groups(x: jax.Array, group_size: int) -> jax.Array:
 
 
 def from_groups(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Inverse of `to_groups`."""
+    """Invert `to_groups`."""
     flat = x.reshape(x.shape[:-2] + (x.shape[-2] * x.shape[-1],))
     return flat if flat.shape == shape else flat[..., : shape[-1]]
 
 
 def spread_tree(of_groups: Tree, length: int, group_size: int) -> Tree:
-    """`spread` of each array of a tree."""
+    """Apply `spread` to each array of a tree."""
     return jax.tree.map(lambda x: spread(x, length, group_size), of_groups)
 
 
 def spread(x: jax.Array, length: int, group_size: int) -> jax.Array:
-    """[..., groups] as [..., length]: each group's value for each of its elements."""
+    """Repeat each group's value for its elements: [..., groups] to [..., length]."""
     if group_size == 1:
         return x
     if x.shape[-1] == 1:
@@ -59,31 +59,31 @@ def spread(x: jax.Array, length: int, group_size: int) -> jax.Array:
     return repeated.reshape(x.shape[:-1] + (x.shape[-1] * group_size,))[..., :length]
 
 
-# ---- arrays as tiles of groups: what a GPU program loads, computes and stores at once ------------
+# ---- tiles: the groups that one program of a GPU kernel processes --------------------------------
 
 MAX_ELEMENTS = 2**31 - 1  # offsets are 32-bit integers
 
 
 def next_power_of_two(number: int) -> int:
-    """The least power of two that is not under a positive number."""
+    """Return the least power of two >= `number`, which must be positive."""
     return 1 << (number - 1).bit_length()
 
 
 def result_like(
     x: Any, shape: tuple[int, ...] | None = None, dtype: DTypeLike | None = None
 ) -> jax.ShapeDtypeStruct:
-    """A kernel's result; how its operand `x` varies over a mesh is kept for `shard_map`."""
+    """Return the type of a kernel's result, which varies over mesh axes as operand `x` does."""
     shape, dtype = x.shape if shape is None else shape, x.dtype if dtype is None else dtype
     return jax.ShapeDtypeStruct(shape, dtype, **varying.kind_of(x))
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Size of the tile of one program of a kernel.
+    """Size of the tile that one program of a kernel processes.
 
     Attributes:
       elements: elements per tile, a power of two.
-      warps: warps, of 32 threads, that share a tile.
+      warps: number of warps, of 32 threads, that share a tile.
     """
 
     elements: int = 1024
@@ -92,12 +92,12 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """The groups of an array [..., n] in tiles [rows, lanes]: one group a row.
+    """Division of an array [..., n] into tiles [rows, lanes], with one group per row.
 
     Attributes:
-      shape: of the array.
-      group_size: neighbours on the last axis that share a scale.
-      elements: of a tile, rows times lanes.
+      shape: shape of the array.
+      group_size: number of neighbours on the last axis that share a scale.
+      elements: number of elements per tile: rows times lanes.
     """
 
     shape: tuple[int, ...]
@@ -105,7 +105,7 @@ class Tiling:
     elements: int
 
     def of_bytes(self, codes_per_byte: int) -> "Tiling":
-        """The same groups of an array in which so many neighbours share a byte, in equal tiles."""
+        """Return the tiling of packed codes, several per byte, with the same groups per tile."""
         if codes_per_byte == 1:
             return self
         shape = scale_shape(self.shape, codes_per_byte)
@@ -114,7 +114,7 @@ class Tiling:
 
     @functools.cached_property
     def width(self) -> int:
-        """Elements of a full group."""
+        """Number of elements in a full group."""
         return min(self.group_size, self.shape[-1])
 
     @functools.cached_property
@@ -124,17 +124,17 @@ class Tiling:
 
     @functools.cached_property
     def rows(self) -> int:
-        """Groups of a tile."""
+        """Number of groups per tile."""
         return max(1, self.elements // self.lanes)
 
     @functools.cached_property
     def groups(self) -> int:
-        """Groups of the array."""
+        """Number of groups in the array."""
         return math.prod(scale_shape(self.shape, self.group_size))
 
     @functools.cached_property
     def tiles(self) -> int:
-        """Tiles of the array; the last one may be partial."""
+        """Number of tiles in the array; the last one may be partial."""
         return -(-self.groups // self.rows)
 
     @functools.cached_property
@@ -144,13 +144,13 @@ class Tiling:
 
     @functools.cached_property
     def tile_shape(self) -> tuple[int, int]:
-        """[rows, lanes]."""
+        """Shape of a tile: [rows, lanes]."""
         return self.rows, self.lanes
 
     def element_view(self, x: jax.Array) -> jax.Array:
-        """The array as the kernel sees it: a reshape that moves nothing."""
+        """Reshape the array as the kernel indexes it, without moving data."""
         return x.reshape((-1, self.lanes if self.flat else self.shape[-1]))
 
     def scale_view(self, scales: jax.Array) -> jax.Array:
-        """The scales, or the values of blocks, as the kernel sees them: in one row."""
+        """Flatten scales, or block-wise values, as the kernel indexes them."""
         return scales.reshape(-1)

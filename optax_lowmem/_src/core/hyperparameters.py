@@ -1,4 +1,4 @@
-"""Hyperparameters: checked when they are numbers, f32 operands when they are traced."""
+"""Hyperparameters: checked if they are numbers, f32 operands if they are traced."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from optax_lowmem._src.core.compiled import compiled
 
 
 def check_range(name: str, value: object, low: float, high: float = math.inf) -> None:
-    """Raises unless a number is in [low, high); schedules and arrays of 32 bits pass."""
+    """Raise unless a number is in [low, high); schedules and 32-bit arrays pass."""
     if not callable(value) and not _is_real(value):
         raise TypeError(f"{name} must be a number, an f32 scalar or a schedule, got {value!r}")
     _check_dtype(name, value)
@@ -27,7 +27,7 @@ def check_range(name: str, value: object, low: float, high: float = math.inf) ->
 
 
 def check_schedule(name: str, schedule: Callable[[jax.Array], Any]) -> None:
-    """Raises where the first value of a schedule is no real number of at least 0."""
+    """Raise unless the first value of a schedule is a real number >= 0."""
     with jax.ensure_compile_time_eval():
         first = schedule(jnp.zeros((), jnp.int32))
         if first is not None and not _is_real(first):
@@ -43,7 +43,7 @@ def check_schedule(name: str, schedule: Callable[[jax.Array], Any]) -> None:
 
 
 def _is_real(value: object) -> bool:
-    """Return whether a value is a number, or has numbers, that are neither complex nor bools."""
+    """Return whether a value is a real number or array: neither complex nor bool."""
     dtype = getattr(value, "dtype", None)
     if dtype is None:
         return isinstance(value, int | float) and not isinstance(value, bool)
@@ -51,7 +51,7 @@ def _is_real(value: object) -> bool:
 
 
 def _check_dtype(name: str, value: object) -> None:
-    """Raises for a hyperparameter of 16 bits, in which 0.999 would be 1."""
+    """Raise for a 16-bit hyperparameter, in which 0.999 would be 1."""
     dtype = getattr(value, "dtype", None)
     if dtype is not None and jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16):
         raise TypeError(
@@ -62,11 +62,11 @@ def _check_dtype(name: str, value: object) -> None:
 
 
 def as_f32(name: str, value: object) -> jax.Array:
-    """A hyperparameter as an f32 scalar.
+    """Convert a hyperparameter to an f32 scalar.
 
     Raises:
-      TypeError: for a 16-bit one, for a schedule, an array, and what a schedule without a return
-        statement gives.
+      TypeError: for a 16-bit value, a schedule, an array, or None (from a schedule without a return
+        statement).
     """
     if value is None:
         raise TypeError(f"the schedule of {name} returned None: let it return a number.")
@@ -81,21 +81,21 @@ def as_f32(name: str, value: object) -> jax.Array:
     scalar = jnp.asarray(value, jnp.float32)
     if scalar.ndim:
         raise TypeError(
-            f"{name} must be a scalar, got an array of shape {scalar.shape}: for other values for "
-            "other leaves use optax.partition."
+            f"{name} must be a scalar, got an array of shape {scalar.shape}: for per-leaf values "
+            "use optax.partition."
         )
     return scalar
 
 
 def complement(name: str, decay: float | jax.Array) -> jax.Array:
-    """1 - decay in f32, taken in float64 where decay is a number."""
+    """Return 1 - decay in f32, computed in float64 if decay is a number."""
     if isinstance(decay, int | float):
         return jnp.float32(1.0 - decay)
     return 1 - as_f32(name, decay)
 
 
 def following(count: jax.Array) -> jax.Array:
-    """The number of the step after `count` steps; the largest one is its own."""
+    """Return count + 1, without overflow: the largest integer stays as it is."""
     return jnp.maximum(count + 1, count)
 
 
@@ -121,7 +121,7 @@ class PowerDecay:
     def __post_init__(self) -> None:
         if isinstance(self.power, bool) or not isinstance(self.power, int | float | np.number):
             raise TypeError(f"power must be a number known when tracing, got {self.power!r}")
-        if not 0 < self.power <= 1:  # over 1 the weights t^-power have a sum: nothing is forgotten
+        if not 0 < self.power <= 1:  # over 1 the sum of t^-power converges: nothing is forgotten
             raise ValueError(f"power must be in (0, 1], got {self.power!r}")
 
     def _exponent(self, count: ArrayLike) -> jax.Array:
@@ -129,11 +129,11 @@ class PowerDecay:
         return -jnp.float32(self.power) * jnp.log(step)
 
     def __call__(self, count: ArrayLike) -> jax.Array:
-        """The decay after `count` steps: 0 at first."""
+        """Return the decay after `count` steps: 0 at first."""
         return -jnp.expm1(self._exponent(count))
 
     def complement(self, count: ArrayLike) -> jax.Array:
-        """t^-power itself: 1 - decay would be up to 0.2 % off by t = 10^6."""
+        """Return t^-power; computed as 1 - decay it would be up to 0.2 % off by t = 10^6."""
         return jnp.exp(self._exponent(count))
 
 
@@ -142,10 +142,10 @@ class PowerDecay:
 )
 @dataclasses.dataclass(frozen=True)
 class Formula:
-    """The hyperparameters of a step from the count before it.
+    """Computes the hyperparameters of a step from the count before it.
 
     Attributes:
-      function: of a module; takes `arguments` and the count.
+      function: a module-level function of `arguments` and the count.
       arguments: numbers, arrays, schedules, and other formulas.
     """
 
@@ -153,7 +153,7 @@ class Formula:
     arguments: tuple[Any, ...] = ()
 
     def __call__(self, count: jax.Array) -> dict[str, jax.Array]:
-        """f32 scalars; a schedule of the user's is called with the count itself."""
+        """Return f32 scalars; a user's schedule is called outside of `compiled`."""
         own = [value for value in jax.tree.leaves(self.arguments) if callable(value)]
         if not all(isinstance(schedule, PowerDecay) for schedule in own):
             return self.function(*self.arguments, count)
@@ -165,13 +165,13 @@ class Decay(NamedTuple):
 
     value: jax.Array
     complement: jax.Array  # 1 - b_t
-    correction: jax.Array  # 1 - b_1 b_2 ... b_t: what the weights of x_1 ... x_t sum to
+    correction: jax.Array  # 1 - b_1 b_2 ... b_t: the sum of the weights of x_1 ... x_t
 
 
 def check_decay(name: str, decay: object) -> None:
-    """Raises unless a decay is in [0, 1), or a schedule that starts at 0.
+    """Raise unless a decay is in [0, 1), or a schedule that starts at 0.
 
-    Of a schedule that starts elsewhere, 1 - b_1 ... b_t would need a product in the state.
+    Another schedule would need the product b_1 ... b_t in the state.
     """
     check_range(name, decay, 0.0, 1.0)
     if not callable(decay) or isinstance(decay, PowerDecay):
@@ -189,7 +189,7 @@ def check_decay(name: str, decay: object) -> None:
 def decay_at(
     name: str, decay: float | jax.Array | Callable[[jax.Array], ArrayLike], count: jax.Array
 ) -> Decay:
-    """A number, an array or a schedule (`check_decay`) at the step after `count` steps."""
+    """Evaluate a decay (see `check_decay`) at the step after `count` steps."""
     if not callable(decay):
         after = bias_correction(name, decay, following(count))
         return Decay(as_f32(name, decay), complement(name, decay), after)

@@ -1,7 +1,7 @@
 """Bit-level arithmetic that gives the same answer on CPU, GPU and TPU.
 
-XLA removes `astype` round trips on GPU and flushes subnormals in f32 multiplies, so whatever claims
-exactness here works on the bits.
+XLA removes `astype` round trips on GPU and flushes subnormals in f32 multiplies, so the exact
+functions here operate on the bits.
 """
 
 import contextlib
@@ -30,15 +30,15 @@ def _log2(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Approximations:
-    """The arithmetic of a backend's kernels; reciprocal, log2 and exp2 are single instructions.
+    """Arithmetic of a backend's kernels: reciprocal, log2 and exp2 as single instructions.
 
-    These instructions take subnormal operands, and give subnormal results, as 0.
+    These instructions flush subnormal operands and results to 0.
 
     Attributes:
-      reciprocal: 1 / y to 2^-23; None where a kernel divides.
-      log2: to 2^-22 in [1/2, 2], elsewhere to a relative 2^-22.
-      exp2: to 2^-22.
-      gpu: whether every NaN that is computed is 0x7fffffff, and uint32 converts to f32.
+      reciprocal: 1 / y, accurate to 2^-23; None if the kernel divides.
+      log2: accurate to 2^-22 in [1/2, 2], elsewhere to a relative 2^-22.
+      exp2: accurate to 2^-22.
+      gpu: whether every computed NaN is 0x7fffffff, and uint32 converts to f32.
     """
 
     reciprocal: Elementwise | None = jnp.reciprocal
@@ -47,7 +47,7 @@ class Approximations:
     gpu: bool = True
 
 
-# of the kernel whose body is traced
+# arithmetic of the kernel whose body is being traced
 _approximations: ContextVar[Approximations | None] = ContextVar("approximations", default=None)
 
 
@@ -63,25 +63,25 @@ def in_gpu_kernel() -> bool:
 
 
 def to_bits(x: jax.Array) -> jax.Array:
-    """The bits of f32 values as uint32."""
+    """Return the bits of f32 values as uint32."""
     return lax.bitcast_convert_type(x, jnp.uint32)
 
 
 def from_bits(bits: jax.Array) -> jax.Array:
-    """The f32 values of uint32 bits."""
+    """Return the f32 values of uint32 bits."""
     return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def canonical_nan(bits: jax.Array) -> jax.Array:
-    """f32 bits with every NaN made 0x7fc00000."""
-    if in_gpu_kernel():  # what it computes is never another NaN than 0x7fffffff
+    """Replace every NaN in f32 bits by 0x7fc00000."""
+    if in_gpu_kernel():  # which computes no NaN but 0x7fffffff
         signed = lax.bitcast_convert_type(bits, jnp.int32)
         return lax.bitcast_convert_type(jnp.minimum(signed, NAN_BITS), jnp.uint32)
     return jnp.where(jnp.isnan(from_bits(bits)), jnp.uint32(NAN_BITS), bits)
 
 
 def _bounded_by(choose: Callable[..., jax.Array]) -> Callable[[jax.Array, int], jax.Array]:
-    """choose(bits, limit) of uint32 bits and a limit that are under 2^31."""
+    """Return choose(bits, limit) as a function of uint32 bits and a limit below 2^31."""
 
     def bounded(bits: jax.Array, limit: int) -> jax.Array:
         kernel = _approximations.get()
@@ -98,7 +98,7 @@ at_most, at_least = _bounded_by(jnp.minimum), _bounded_by(jnp.maximum)
 
 
 def magnitude_bits(x: jax.Array, signed: bool = True) -> jax.Array:
-    """int32 bits of |x|, in whose order every NaN is over every number."""
+    """Return the int32 bits of |x|, ordered like |x|, with every NaN above every number."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     if signed or not in_gpu_kernel():  # whose NaN has no sign
         bits = bits & MAGNITUDE_MASK
@@ -108,56 +108,56 @@ def magnitude_bits(x: jax.Array, signed: bool = True) -> jax.Array:
 def absmax_bits(
     x: jax.Array, signed: bool = True, axes: int | tuple[int, ...] | None = -1
 ) -> jax.Array:
-    """Bits of max |x| over axes (None: all), in integers: a float maximum may drop NaN."""
+    """Return the bits of max |x| over axes (None: all), by integers: float max may drop NaN."""
     return jnp.max(magnitude_bits(x, signed), axis=axes).astype(jnp.uint32)
 
 
 def absmax(x: jax.Array, axes: tuple[int, ...], least: int) -> jax.Array:
-    """max(|x|, the f32 of the bits `least`) over axes, outside of kernels.
+    """Return max(|x|, f32 of the bits `least`) over axes, outside of kernels.
 
-    As where the reduction starts, and with no conversion of what it gives: either would be a launch
-    of its own on a GPU.
+    `least` is the initial value of the reduction, and the result is bitcast: a separate maximum or
+    a conversion would each be another kernel launch on a GPU.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32) & MAGNITUDE_MASK
     return lax.bitcast_convert_type(lax.reduce(bits, jnp.int32(least), lax.max, axes), jnp.float32)
 
 
 def round_to_byte(x: jax.Array) -> jax.Array:
-    """uint8 of f32 values in [0, 255], to nearest, ties to even.
+    """Round f32 values in [0, 255] to uint8, to nearest, ties to even.
 
     Adding 2^23 leaves the integer in the low bits; taking 2^23 off in integers is what XLA cannot
-    fold away. A conversion of the float would cost its checks for NaN and range.
+    fold away. Converting the float would add checks for NaN and range.
     """
     code = lax.bitcast_convert_type(x + jnp.float32(2.0**23), jnp.int32) - 0x4B000000
     return low_byte(code, jnp.uint8)
 
 
 def round_to_signed_byte(magnitude: jax.Array, sign: jax.Array) -> jax.Array:
-    """int8 of f32 magnitudes in [0, 127] with the sign of another number, to nearest even.
+    """Round f32 magnitudes in [0, 127], with the sign of another number, to int8 (nearest even).
 
-    As `round_to_byte`, from 1.5 2^23, below which negative integers lie.
+    As `round_to_byte`, but adds 1.5 * 2^23, which leaves room for negative integers.
     """
     negative = to_bits(sign) & jnp.uint32(~MAGNITUDE_MASK & 0xFFFFFFFF)
     return low_byte(round_to_int(from_bits(to_bits(magnitude) | negative)), jnp.int8)
 
 
 def round_to_int(x: jax.Array) -> jax.Array:
-    """int32 of f32 values within 2^21 of 0, to nearest, ties to even."""
+    """Round f32 values within 2^21 of 0 to int32, to nearest, ties to even."""
     return lax.bitcast_convert_type(x + jnp.float32(1.5 * 2.0**23), jnp.int32) - 0x4B400000
 
 
 def uniform(bits: jax.Array) -> jax.Array:
-    """f32 in [0, 1) of uint32 bits; in a GPU kernel rounded from all 32, so up to 1."""
+    """Return f32 in [0, 1) from uint32 bits; a GPU kernel rounds all 32 bits, and may return 1."""
     if in_gpu_kernel():
         return bits.astype(jnp.float32) * jnp.float32(2.0**-32)
     return (bits >> 8).astype(jnp.int32).astype(jnp.float32) * jnp.float32(2.0**-24)
 
 
 def low_byte(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """int8 or uint8 of int32 values in its range.
+    """Convert int32 values to int8 or uint8, whose range they must not exceed.
 
-    XLA on a GPU (jax 0.11.2) converts the bits of a float, less a constant, as if they were the
-    float: everything comes out saturated. A clamp in between prevents it; kernels need none.
+    If the values are a float's bits minus a constant, XLA on a GPU (jax 0.11.2) converts the float
+    instead, and saturates. A clamp prevents this; kernels need none.
     """
     if not in_kernel():
         info = jnp.iinfo(dtype)
@@ -166,10 +166,10 @@ def low_byte(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def quotient(x: jax.Array, y: jax.Array) -> jax.Array:
-    """x / y for 0 <= y <= 2^126.
+    """Return x / y for 0 <= y <= 2^126.
 
-    In a GPU kernel (`kernel_arithmetic`) x times the reciprocal of y, to 2^-22: two instructions of
-    the nine that a division takes there, and codes and steps ask for no more.
+    A GPU kernel (`kernel_arithmetic`) multiplies x by the reciprocal of y: two instructions instead
+    of the nine of a division. The result is accurate to 2^-22, enough for codes and steps.
     """
     kernel = _approximations.get()
     if kernel is None or kernel.reciprocal is None:
@@ -178,12 +178,12 @@ def quotient(x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def log2(x: jax.Array) -> jax.Array:
-    """Of f32 values; minus infinity at 0. In a kernel one instruction (`Approximations`)."""
+    """Return log2 of f32 values; -inf at 0. One instruction in a kernel (`Approximations`)."""
     return (_approximations.get() or _PORTABLE).log2(x)
 
 
 def exp2(x: jax.Array) -> jax.Array:
-    """Of f32 values; 1 at 0, exactly. In a kernel one instruction (`Approximations`)."""
+    """Return 2^x of f32 values; exactly 1 at 0. One instruction in a kernel (`Approximations`)."""
     return (_approximations.get() or _PORTABLE).exp2(x)
 
 
@@ -195,7 +195,7 @@ def kernel_arithmetic(approximations: Approximations = _PORTABLE) -> Iterator[No
     """Trace the code inside as the body of a kernel.
 
     Args:
-      approximations: the backend's arithmetic, in as few instructions as it has.
+      approximations: the backend's arithmetic.
     """
     token = _approximations.set(approximations)
     try:
@@ -205,21 +205,21 @@ def kernel_arithmetic(approximations: Approximations = _PORTABLE) -> Iterator[No
 
 
 def power_of_two(exponent: jax.Array) -> jax.Array:
-    """2**exponent in f32 for integers in [-126, 127], exactly."""
+    """Return 2**exponent in f32, exactly, for integers in [-126, 127]."""
     return from_bits((exponent.astype(jnp.int32) + 127).astype(jnp.uint32) << 23)
 
 
 def _round_bits(bits: jax.Array, dropped: int) -> jax.Array:
-    """f32 bits (no NaN but the canonical one) rounded to nearest even, the lowest bits zero."""
+    """Round f32 bits (NaNs canonical) to nearest even; set the `dropped` lowest bits to 0."""
     rounded = bits + jnp.uint32((1 << (dropped - 1)) - 1) + ((bits >> dropped) & jnp.uint32(1))
     return (rounded >> dropped) << dropped
 
 
 def round_to(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """f32 values rounded (nearest even) to those of a 16-bit float, still as f32.
+    """Round f32 values (nearest even) to a 16-bit float dtype; return them as f32.
 
-    On the bits: Pallas' Triton lowering has no `reduce_precision`, and an `astype` round trip is
-    what XLA drops.
+    Operates on the bits: Pallas' Triton lowering has no `reduce_precision`, and XLA drops `astype`
+    round trips.
     """
     bits = canonical_nan(to_bits(x))
     if jnp.dtype(dtype) == jnp.bfloat16:
@@ -240,7 +240,7 @@ def round_to(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def narrow(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """16-bit floats of f32 values rounded to nearest even, in a way XLA cannot undo."""
+    """Round f32 values to 16-bit floats (nearest even), in a way that XLA cannot undo."""
     rounded = round_to(x, dtype)
     if jnp.dtype(dtype) == jnp.bfloat16:  # the upper half is the number: no second rounding
         upper = (to_bits(rounded) >> 16).astype(jnp.uint16)
@@ -249,9 +249,9 @@ def narrow(x: jax.Array, dtype: jnp.dtype) -> jax.Array:
 
 
 def narrow_stochastically(x: jax.Array, bits: jax.Array) -> jax.Array:
-    """bf16 of f32 values, one of the two next to each by random bits (uint32), whose mean it is.
+    """Round f32 values to bf16 stochastically and without bias, by random bits (uint32).
 
-    What is bf16 already stays as it is; so does NaN, and what may become infinite is rounded down.
+    bf16 values and NaN are unchanged; values that could become infinite are rounded towards 0.
     """
     words = canonical_nan(to_bits(x))
     finite = (words & jnp.uint32(MAGNITUDE_MASK)) < jnp.uint32(_LARGEST_BF16_BITS)
@@ -260,14 +260,14 @@ def narrow_stochastically(x: jax.Array, bits: jax.Array) -> jax.Array:
 
 
 def widen(x: jax.Array) -> jax.Array:
-    """f32 from bf16, f16 or f32 (exact)."""
-    if x.dtype == jnp.bfloat16:  # by the bits: XLA may not then keep an unrounded f32 in its place
+    """Convert bf16, f16 or f32 to f32, exactly."""
+    if x.dtype == jnp.bfloat16:  # by the bits, so that XLA cannot substitute an unrounded f32
         return from_bits(lax.bitcast_convert_type(x, jnp.uint16).astype(jnp.uint32) << 16)
     return x.astype(jnp.float32)
 
 
 def widen_float(x: jax.Array) -> jax.Array:
-    """f32 of floats of 8 and 16 bits; what is of another kind, or wider, as it is."""
+    """Convert 8- and 16-bit floats to f32; return other dtypes unchanged."""
     return widen(x) if is_narrow(x.dtype) else x
 
 

@@ -1,4 +1,4 @@
-"""Packs: leaves that lie together in one vector, how a tree says so, and the way there and back."""
+"""Packs, which concatenate several leaves into one vector: packing and unpacking of trees."""
 
 import dataclasses
 import math
@@ -13,23 +13,23 @@ from optax_lowmem._src.core import array_metadata, trees
 from optax_lowmem._src.core.compiled import compiled
 from optax_lowmem._src.core.typing import Shaped
 
-Packs = Mapping[str, list[str]]  # the name of a pack, which is that of its first leaf -> its leaves
+Packs = Mapping[str, list[str]]  # name of a pack (that of its first leaf) -> its leaves
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class InPack:
-    """Stands in a tree for a leaf whose elements lie in the vector in the place of another.
+    """Placeholder for a leaf whose elements are in its pack's vector.
 
     Attributes:
-      pack: the name of that leaf.
+      pack: name of the pack, whose first leaf the vector replaces.
     """
 
     pack: str
 
 
 def layout(tree: object) -> tuple[list[str], Packs]:
-    """Return the names of a tree's leaves, of those in packs too, and the leaves of each pack."""
+    """Return the names of a tree's leaves, packed ones included, and the leaves of each pack."""
     nodes = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_in_pack)
     packs: dict[str, list[str]] = {}
     for path, node in nodes:
@@ -43,9 +43,9 @@ def _is_in_pack(node: object) -> bool:
 
 
 def pack(tree: optax.Params, packs: Packs) -> Any:
-    """A tree with a vector for each pack in the place of its first leaf, `InPack` for the others.
+    """Replace the first leaf of each pack by the pack's vector, and the others by `InPack`.
 
-    Elements are in the order of the leaves, each in row-major order.
+    Elements are in the order of the leaves, each leaf in row-major order.
     """
     named = dict(trees.named_leaves(tree))
     vectors = _vectors([[named[leaf] for leaf in leaves] for leaves in packs.values()])
@@ -55,17 +55,17 @@ def pack(tree: optax.Params, packs: Packs) -> Any:
 
 
 def unpacked(tree: object, like: Mapping[str, Shaped]) -> dict[str, Any]:
-    """Return the leaves of a tree by name, those in packs as they were before.
+    """Return the leaves of a tree by name, with packs split into their leaves.
 
-    A 0-d placeholder is that of every leaf of its pack. A pack of which `like` has not every leaf
-    stays as it is.
+    A pack's 0-d placeholder becomes that of each leaf. A pack with leaves missing from `like` is
+    not split.
 
     Args:
-      tree: with packs, or without.
-      like: arrays of the shapes of its leaves, by name.
+      tree: a tree with or without packs.
+      like: arrays with the shapes of its leaves, by name.
 
     Raises:
-      ValueError: for a vector that is not as long as its leaves together.
+      ValueError: if a vector does not have as many elements as its leaves.
     """
     _, packs = layout(tree)
     named = dict(trees.named_leaves(tree))
@@ -82,8 +82,8 @@ def unpacked(tree: object, like: Mapping[str, Shaped]) -> dict[str, Any]:
         if named[name].shape != (size,):
             raise ValueError(
                 f"the pack of '{name}' and {len(leaves) - 1} more leaves has the shape "
-                f"{list(named[name].shape)}, and these leaves have {size} elements: the state is "
-                "of other parameters. Pass those that it was made for, or call init on these."
+                f"{list(named[name].shape)}, but these leaves have {size} elements: the state is "
+                "of other parameters. Pass those passed to init, or call init on these."
             )
         vectors.append(named[name])
         shapes.append(own)
@@ -94,7 +94,7 @@ def unpacked(tree: object, like: Mapping[str, Shaped]) -> dict[str, Any]:
 
 
 def join(leaves: list[Any]) -> Any:
-    """The vector of some leaves; shapes give a shape."""
+    """Concatenate leaves into a vector; shapes give a shape."""
     return _vectors([leaves])[0]
 
 

@@ -1,4 +1,4 @@
-"""The sharding of an array over a mesh, checked, with errors that name the array."""
+"""Checked shardings of arrays over a mesh, with errors that name the array."""
 
 import dataclasses
 import math
@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from optax_lowmem._src.core import groups, trees
 
-Axes = tuple[str, ...]  # mesh axes that one dimension is split over, the outermost first
-Sharding = NamedSharding | PartitionSpec | None  # of a leaf; None is replicated
+Axes = tuple[str, ...]  # mesh axes that shard one dimension, outermost first
+Sharding = NamedSharding | PartitionSpec | None  # of a leaf; None means replicated
 Given = TypeVar("Given")
 
 
@@ -29,7 +29,7 @@ class Placement:
 
     Attributes:
       mesh: the device mesh.
-      axes: the mesh axes that each dimension is split over.
+      axes: the mesh axes that shard each dimension.
     """
 
     mesh: Mesh | AbstractMesh
@@ -40,23 +40,23 @@ class Placement:
         return self.count(self.axes[dimension])
 
     def count(self, axes: Axes) -> int:
-        """Return the number of shards that some mesh axes make."""
+        """Return the number of shards over some mesh axes."""
         return math.prod(self.mesh.shape[axis] for axis in axes)
 
     @property
     def spec(self) -> PartitionSpec:
-        """As JAX has it, an entry for every dimension."""
+        """The PartitionSpec, with an entry for every dimension."""
         return PartitionSpec(*map(entry, self.axes))
 
     def local(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of a device's part."""
+        """Return the shape of a shard."""
         return tuple(size // self.parts(d) for d, size in enumerate(shape))
 
     def starts(self, sizes: Sequence[int]) -> list[jax.Array]:
-        """The first index of this device's part along each axis, in a `shard_map`.
+        """Return the first index of this device's shard along each axis, in a `shard_map`.
 
         Args:
-          sizes: of a part, in whatever is counted.
+          sizes: size of a shard along each axis, in the unit of the index (elements or groups).
         """
         return [
             lax.axis_index(axes).astype(jnp.uint32) * jnp.uint32(size) if axes else jnp.uint32(0)
@@ -64,12 +64,12 @@ class Placement:
         ]
 
     def cut_groups(self, shape: tuple[int, ...], group_size: int) -> str | None:
-        """Describe how shards cut through groups of the last axis; None where they do not."""
+        """Describe how shards cut through groups of the last axis; None if they do not."""
         own = shape[-1] // self.parts(-1)
         if self.parts(-1) == 1 or own % group_size == 0:
             return None
         return (
-            f"parts of {own} on the last axis, and groups of {group_size}: some groups lie on two "
+            f"shards of {own} on the last axis, but groups of {group_size}: some groups span two "
             "devices"
         )
 
@@ -83,7 +83,7 @@ def _splits(
 ) -> bool:
     """Return whether `own` entries along a dimension can be sharded as the parameter's are.
 
-    Where an entry covers several neighbours (a group, a head), they must be in one shard.
+    Neighbours that one entry covers (a group, a head) must be in one shard.
     """
     if whole[d] == own:
         return True
@@ -97,16 +97,16 @@ def _splits(
 def sharding_of_state(
     place: Placement, whole: tuple[int, ...], shape: tuple[int, ...], group_sizes: Iterable[int]
 ) -> NamedSharding:
-    """The sharding of an array of the state of a parameter.
+    """Return the sharding of a state array of a parameter.
 
-    It is the parameter's, but replicated along an axis whose parts would cut through a group or a
-    head, and everywhere in another number of dimensions.
+    It is the parameter's, but replicated along axes whose shards would cut through a group or a
+    head, and fully replicated if the number of dimensions differs.
 
     Args:
-      place: the parameter's.
+      place: the parameter's placement.
       whole: shape of the parameter.
-      shape: of the array.
-      group_sizes: of the parameter's compressed slots.
+      shape: shape of the state array.
+      group_sizes: group sizes of the parameter's compressed slots.
     """
     sizes = frozenset(group_sizes)
     axes: list[Axes] = []
@@ -119,17 +119,17 @@ def sharding_of_state(
 def placement(
     path: str, shape: tuple[int, ...], sharding: Sharding, mesh: Mesh | AbstractMesh
 ) -> Placement:
-    """The placement of an array.
+    """Check the sharding of an array, and return it as a `Placement`.
 
     Args:
-      path: its name, for errors.
-      shape: of all of it.
-      sharding: a NamedSharding, a PartitionSpec, or None where it is replicated.
-      mesh: of the PartitionSpec.
+      path: name of the array, for errors.
+      shape: global shape of the array.
+      sharding: a NamedSharding, a PartitionSpec, or None if it is replicated.
+      mesh: mesh of a PartitionSpec.
 
     Raises:
-      ValueError: for an axis that the mesh does not have, that is named twice, or that does not
-        divide its dimension.
+      ValueError: if the mesh lacks an axis, or an axis is named twice or does not divide its
+        dimension.
     """
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding or PartitionSpec()
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else mesh
@@ -162,7 +162,7 @@ def beside(
     shape: tuple[int, ...],
     group_sizes: Iterable[int],
 ) -> Given | NamedSharding:
-    """`sharding_of_state` of a parameter with this sharding; itself where it is of no mesh."""
+    """Return `sharding_of_state` for a NamedSharding; return other shardings unchanged."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     place = placement(path, whole, sharding, sharding.mesh)
@@ -170,10 +170,10 @@ def beside(
 
 
 def mesh_of(shardings: Sequence[Sharding], mesh: Mesh | None) -> Mesh | AbstractMesh:
-    """The mesh that some NamedShardings and PartitionSpecs are of.
+    """Return the mesh of some NamedShardings and PartitionSpecs.
 
     Raises:
-      ValueError: where nothing says.
+      ValueError: if neither `mesh`, a NamedSharding nor `jax.set_mesh` gives one.
     """
     if mesh is not None:
         return mesh
@@ -182,7 +182,7 @@ def mesh_of(shardings: Sequence[Sharding], mesh: Mesh | None) -> Mesh | Abstract
             return sharding.mesh
     mesh = jax.sharding.get_mesh()
     if mesh.empty:
-        raise ValueError("PartitionSpecs and names are of some mesh: pass mesh=, or use set_mesh.")
+        raise ValueError("PartitionSpecs and axis names need a mesh: pass mesh=, or use set_mesh.")
     return mesh
 
 
@@ -194,7 +194,7 @@ def of_parameters(params: optax.Params, shardings: object) -> list[Sharding]:
     """Return the sharding of each parameter: a NamedSharding, a PartitionSpec or None.
 
     Raises:
-      ValueError: where the trees differ.
+      ValueError: if the trees have different structures.
     """
     names = [name for name, _ in trees.named_leaves(params)]
     found = jax.tree_util.tree_leaves_with_path(shardings, is_leaf=_is_sharding)
@@ -204,7 +204,7 @@ def of_parameters(params: optax.Params, shardings: object) -> list[Sharding]:
         extra = [name for name in other if name not in names]
         raise ValueError(
             "the shardings do not have the structure of the parameters: missing "
-            f"{missing[:3]}, extra {extra[:3]}. Give one for each, None where it is replicated."
+            f"{missing[:3]}, extra {extra[:3]}. Give one for each; None means replicated."
         )
     return [sharding for _, sharding in found]
 

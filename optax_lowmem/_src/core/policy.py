@@ -1,4 +1,4 @@
-"""Choice of the leaves and slots to compress, with a reason for each that is not."""
+"""Selection of the leaves and slots to compress, with a reason for each that is not."""
 
 import dataclasses
 import fnmatch
@@ -22,10 +22,10 @@ class Policy(ShowsChanges):
 
     Attributes:
       min_size: leaves with fewer elements stay f32 (biases, norms: 0.1 % of a model's bytes). In a
-        `shard_map`, which sees parts of leaves, what `init` did with the whole leaf stays.
+        `shard_map`, which sees shards, `init`'s decision for the whole leaf is kept.
       exclude: glob patterns on leaf paths such as `"*embed*"`, or on one slot, `"nu:*embed*"`.
-      mask: optax-style, a tree (prefix) of one bool per leaf, which may be an Equinox module, or a
-        function of the parameters that gives one; False leaves a leaf uncompressed.
+      mask: optax-style mask: a tree (prefix) of one bool per leaf, which may be an Equinox module,
+        or a function of the parameters that returns one; False leaves a leaf uncompressed.
 
     Example:
       >>> Policy(min_size=0, exclude=("*/bias", "nu:embed/*")).reason("embed/w", (512, 64), "nu")
@@ -51,11 +51,11 @@ class Policy(ShowsChanges):
     def reason(
         self, path: str, shape: tuple[int, ...], slot: str, stored: bool = False
     ) -> str | None:
-        """Return the reason why a slot of a leaf is not compressed, or None where it is.
+        """Return the reason why a slot of a leaf is not compressed, or None if it is.
 
         Args:
           path: the leaf's name.
-          shape: of the leaf.
+          shape: the leaf's shape.
           slot: the slot's name.
           stored: whether the current state has codes for it; then `shape` may be a shard's.
         """
@@ -74,12 +74,12 @@ class Policy(ShowsChanges):
         return None
 
     def unmatched(self, paths: Iterable[str]) -> list[str]:
-        """The patterns of `exclude` that match none of these paths, whatever their slot."""
+        """Return the patterns of `exclude` that match none of these paths, in any slot."""
         paths = list(paths)
         return [p for p in self.exclude if not fnmatch.filter(paths, _parsed(p)[1])]
 
     def masked_out(self, tree: optax.Params) -> set[str]:
-        """Paths of the leaves that the mask leaves uncompressed."""
+        """Return the paths of the leaves that the mask leaves uncompressed."""
         if self.mask is None:
             return set()
         kept = mask_values("the policy's mask", self.mask, tree)
@@ -87,7 +87,7 @@ class Policy(ShowsChanges):
 
 
 def unmatched_patterns(policies: Iterable[Policy], tree: optax.Params) -> list[str]:
-    """A warning for each pattern of some policies that no leaf of the whole tree has."""
+    """Return a warning for each pattern of some policies that matches no leaf of the tree."""
     paths = [path for path, _ in named_leaves(tree)]
     return [
         f"the pattern {pattern!r} of Policy.exclude matches no leaf"
@@ -97,7 +97,7 @@ def unmatched_patterns(policies: Iterable[Policy], tree: optax.Params) -> list[s
 
 
 def warn_of_patterns(policy: Policy, tree: optax.Params) -> None:
-    """Warn of patterns that match nothing, where an `init` has all leaves and nobody else does."""
+    """Warn of patterns that match nothing, unless `tree` is masked or a caller will warn."""
     if not policy.exclude or context.is_observed() or not jax.tree.leaves(tree):
         return
     if not holds(tree, lambda node: isinstance(node, optax.MaskedNode)):
@@ -106,6 +106,6 @@ def warn_of_patterns(policy: Policy, tree: optax.Params) -> None:
 
 
 def _parsed(pattern: str) -> tuple[str, str]:
-    """(slot or "", glob on paths)."""
+    """Split a pattern into its slot (or "") and its glob on paths."""
     of_slot, _, glob = pattern.rpartition(":")
     return of_slot, glob

@@ -20,7 +20,7 @@ _ROUND_GROUP = 32
 
 
 def mix(x: jax.Array, tweak: jax.Array | None = None) -> jax.Array:
-    """A bijection of uint32 with full avalanche (lowbias32, C. Wellons); another for each tweak."""
+    """Hash uint32 bijectively, with full avalanche (C. Wellons' lowbias32, varied by `tweak`)."""
     x = (x ^ (x >> 16)) * jnp.uint32(0x7FEB352D)
     if tweak is not None:
         x = x ^ tweak
@@ -29,35 +29,35 @@ def mix(x: jax.Array, tweak: jax.Array | None = None) -> jax.Array:
 
 
 def leaf_key(seed: jax.Array, step: jax.Array, path: str) -> jax.Array:
-    """One uint32 key for a leaf at a step."""
+    """Return one uint32 key for a leaf at a step."""
     return named_key(seed, step, name_of(path))
 
 
 def name_of(path: str) -> np.uint32:
-    """Return the hash of a leaf's path from which its keys are made."""
+    """Return the hash of a leaf's path, from which its keys are derived."""
     return np.uint32(zlib.crc32(path.encode()))
 
 
 def leaf_keys(seed: jax.Array, step: jax.Array, paths: Sequence[str]) -> jax.Array:
-    """`leaf_key` of each path, uint32 [paths]."""
+    """Return `leaf_key` of each path, uint32 [paths]."""
     return named_key(seed, step, np.asarray(list(map(name_of, paths)), np.uint32))
 
 
 def named_key(seed: jax.Array, step: jax.Array, names: np.ndarray | np.uint32) -> jax.Array:
-    """`leaf_key`, or `leaf_keys`, of what `name_of` gives."""
+    """Return `leaf_key`, or `leaf_keys`, from hashes by `name_of`."""
     hashed = jnp.asarray(names)
     return mix(mix(mix(seed.astype(jnp.uint32) ^ hashed) + step.astype(jnp.uint32)) ^ hashed)
 
 
 def part_keys(keys: jax.Array, *starts: jax.Array) -> jax.Array:
-    """Keys of parts of leaves: what is drawn for a part is what its leaf has there.
+    """Return the keys of parts of leaves, which draw the bits that the whole leaf has there.
 
     Args:
-      keys: uint32 [...], of the whole leaves.
-      *starts: where the parts begin along axis 0, 1, ... of the scales, integers [...] or [].
+      keys: uint32 [...], keys of the whole leaves.
+      *starts: first index of each part along axis 0, 1, ... of the scales, integers [...] or [].
 
     Returns:
-      uint32 [..., 2], for R and for C.
+      uint32 [..., 2], the keys of R and of C.
     """
     rows = keys
     for axis, start in enumerate(starts):
@@ -66,28 +66,28 @@ def part_keys(keys: jax.Array, *starts: jax.Array) -> jax.Array:
 
 
 def key_of_part(key: jax.Array, *starts: jax.Array) -> jax.Array:
-    """`part_keys` of one leaf, or of a part of it, from its key or pair: uint32 [2]."""
+    """Return `part_keys` of one leaf, or of a part of it, from its key or pair: uint32 [2]."""
     row, own = row_and_lane_keys(key)
     return jnp.stack([part_keys(row, *starts)[0], own])
 
 
 def element_keys(keys: jax.Array, place: jax.Array, group_size: int) -> jax.Array:
-    """`part_keys` of single elements of 1-d leaves, which may begin inside a group.
+    """Return `part_keys` of single elements of 1-d leaves, which may be inside a group.
 
     Args:
-      keys: uint32 [leaves], of the whole leaves.
-      place: of the element, an integer [].
-      group_size: neighbours that share R.
+      keys: uint32 [leaves], keys of the whole leaves.
+      place: index of the element, an integer [].
+      group_size: number of neighbours that share R.
     """
     rows = keys + (place // group_size).astype(jnp.uint32) * _odd(0)
     lane = (place % group_size).astype(jnp.uint32) * jnp.uint32(_GOLDEN)
-    # the key whose first lane has what this lane has
+    # the key whose first lane has the bits of this lane
     lanes = _unmix(mix(keys ^ jnp.uint32(_LANE_SALT)) + lane) ^ jnp.uint32(_LANE_SALT)
     return jnp.stack([rows, lanes], axis=-1)
 
 
 def _unmix(x: jax.Array) -> jax.Array:
-    """The inverse of `mix` without a tweak."""
+    """Invert `mix` without a tweak."""
     x = (x ^ (x >> 16)) * jnp.uint32(pow(0x846CA68B, -1, 1 << 32))
     x = (x ^ (x >> 15) ^ (x >> 30)) * jnp.uint32(pow(0x7FEB352D, -1, 1 << 32))
     return x ^ (x >> 16)
@@ -97,7 +97,7 @@ def row_and_lane_keys(keys: jax.Array, rank: int = 0) -> tuple[jax.Array, jax.Ar
     """Return the keys of R and of C.
 
     Args:
-      keys: of whole leaves, as from `leaf_key`, which serve for both; or pairs of `part_keys`.
+      keys: keys of whole leaves (`leaf_key`), used for both; or pairs from `part_keys`.
       rank: number of dimensions of keys of whole leaves; pairs have one more.
     """
     return (keys, keys) if keys.ndim == rank else (keys[..., 0], keys[..., 1])
@@ -106,7 +106,7 @@ def row_and_lane_keys(keys: jax.Array, rank: int = 0) -> tuple[jax.Array, jax.Ar
 def noise_bits(
     key: jax.Array, shape: tuple[int, ...], group_size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """The two parts of the random bits of an array [..., n]: R [..., groups] and C [n], uint32."""
+    """Return the random bits of an array [..., n], uint32: parts R [..., groups] and C [n]."""
     row_key, lane_key = row_and_lane_keys(key)
     grouped = groups.scale_shape(shape, group_size)
     coordinates = []
@@ -123,10 +123,10 @@ def _odd(axis: int) -> jax.Array:
 
 
 def row_bits(key: jax.Array, coordinates: Sequence[jax.Array]) -> jax.Array:
-    """R of groups from their uint32 index along each axis, the group's own index last.
+    """Return R of groups from their uint32 index along each axis, the group's index last.
 
-    The sum of the indices, each times an odd number of its axis, is what is mixed: like the mixing,
-    it is the same for a part of an array, and it costs a kernel one mixing a group.
+    The indices are multiplied by an odd number per axis, summed, and mixed once per group. A part
+    of an array gets the same bits as the whole array.
     """
     return mix(_place(key, coordinates))
 
@@ -138,27 +138,27 @@ def _place(key: jax.Array, coordinates: Sequence[jax.Array]) -> jax.Array:
 
 
 def word_keys(key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the keys that `words` takes, from a key of `leaf_key` or a pair of `part_keys`."""
+    """Return the keys for `words`, from a key of `leaf_key` or a pair of `part_keys`."""
     return word_keys_of(*row_and_lane_keys(key))
 
 
 def word_keys_of(row_key: jax.Array, own: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """`word_keys` of the two numbers of a pair; of a leaf both are its key."""
+    """Return `word_keys` of the two keys of a pair; for a whole leaf both are its key."""
     return row_key, mix(own ^ jnp.uint32(_WORD_SALT))
 
 
 def words(
     keys: tuple[jax.Array, jax.Array], coordinates: Sequence[jax.Array], count: int
 ) -> list[jax.Array]:
-    """32 random bits for each place, several times; those of any two places are independent.
+    """Return `count` random uint32 for each place; those of any two places are independent.
 
-    Counters of all keys and draws run through one cycle of 2^32 numbers, where those of large
-    leaves overlap: the tweak, another for each, makes other words of the same number.
+    The counters of all keys and draws are in one cycle of 2^32 numbers, where those of large leaves
+    overlap: a different tweak for each key and draw hashes equal counters to different numbers.
 
     Args:
-      keys: of `word_keys`.
-      coordinates: the places, uint32 indices along each axis that broadcast.
-      count: words for each.
+      keys: from `word_keys`.
+      coordinates: uint32 indices of the places along each axis, which broadcast.
+      count: number of words per place.
     """
     place, axis = _place(keys[0], coordinates), len(coordinates)
     drawn = []
@@ -169,32 +169,32 @@ def words(
 
 
 def lane_bits(key: jax.Array, lanes: jax.Array) -> jax.Array:
-    """C of lanes (uint32 positions in a group)."""
+    """Return C of lanes (uint32 positions in a group)."""
     return mix(mix(key ^ jnp.uint32(_LANE_SALT)) + lanes * jnp.uint32(_GOLDEN))
 
 
 def salt(slot: str) -> int:
-    """The odd number of a slot."""
+    """Return the odd number of a slot."""
     return zlib.crc32(slot.encode()) | 1
 
 
 def slot_bits(row: jax.Array, lane: jax.Array, group_size: int, slot: str) -> jax.Array:
-    """uint32 of an array's shape from `noise_bits`, for one slot: the upper bits are random."""
-    # not a reshape, for which Triton moves what follows between threads
+    """Return uint32 of an array's shape from `noise_bits`, for one slot; upper bits are random."""
+    # no reshape: Triton would then move data between threads
     lanes, odd = lax.expand_dims(lane, range(row.ndim - lane.ndim)), salt(slot)
     return (groups.spread(row, lane.shape[-1], group_size) + lanes) * jnp.uint32(odd)
 
 
 def join_bits(row: jax.Array, lane: jax.Array, group_size: int, slot: str) -> jax.Array:
-    """Uniform f32 in [0, 1) of an array's shape from `noise_bits`, for one slot."""
+    """Return uniform f32 in [0, 1) of an array's shape from `noise_bits`, for one slot."""
     return numerics.uniform(slot_bits(row, lane, group_size, slot))
 
 
 def leaf_bits(key: jax.Array, shape: tuple[int, ...], group_size: int, slot: str) -> jax.Array:
-    """`slot_bits` of a leaf of any shape, 0-d too.
+    """Return `slot_bits` of a leaf of any shape, including 0-d.
 
-    R is mixed for each element instead of spread over groups, which would move it between devices
-    where they cut through groups.
+    R is computed for each element, since spreading it over groups would move it between devices if
+    shards cut through groups.
     """
     row_key, lane_key = row_and_lane_keys(key)
     whole = shape or (1,)
@@ -205,29 +205,29 @@ def leaf_bits(key: jax.Array, shape: tuple[int, ...], group_size: int, slot: str
 
 
 def uniforms(key: jax.Array, shape: tuple[int, ...], group_size: int, slot: str = "") -> jax.Array:
-    """Uniform f32 in [0, 1) for an array [..., n] in groups on the last axis.
+    """Return uniform f32 in [0, 1) for an array [..., n] in groups on the last axis.
 
     bits = (R[row, group] + C[lane]) odd(slot) mod 2^32, R and C strongly mixed: any two elements
     are independent over keys, so sums of rounding errors keep the variance of independent ones, and
-    the cost is an addition and a multiplication an element. R and C serve all slots of a leaf.
+    the cost is one addition and one multiplication per element. R and C serve all slots of a leaf.
 
     Args:
-      key: a uint32 scalar, as of `leaf_key`, or a pair, as of `part_keys`.
-      shape: of the array.
-      group_size: neighbours on the last axis that share R.
-      slot: which slot of the leaf.
+      key: a uint32 scalar, as from `leaf_key`, or a pair, as from `part_keys`.
+      shape: shape of the array.
+      group_size: number of neighbours on the last axis that share R.
+      slot: name of the leaf's slot.
     """
     row, lane = noise_bits(key, shape, group_size)
     return join_bits(row, lane, group_size, slot)
 
 
 def round_bits(x: jax.Array, key: jax.Array, dropped: int) -> jax.Array:
-    """f32 with its lowest bits zero, rounded up or down with the probabilities that keep the mean.
+    """Set the lowest bits of f32 to zero, rounding stochastically and without bias.
 
     Args:
-      x: f32 values of any shape; NaN and infinities stay what they are.
-      key: a uint32 key, as of `leaf_key`.
-      dropped: how many bits, at most 23.
+      x: f32 values of any shape; NaN and infinities are unchanged.
+      key: a uint32 key, as from `leaf_key`.
+      dropped: number of bits to drop, at most 23.
     """
     shape = x.shape if x.ndim else (1,)
     noise = uniforms(key, shape, _ROUND_GROUP).reshape(x.shape)

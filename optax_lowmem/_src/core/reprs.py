@@ -1,14 +1,14 @@
-"""A short repr for dataclasses of many defaults."""
+"""A short repr for dataclasses with many defaults."""
 
 import dataclasses
 from typing import Any
 
 
 class ShowsChanges:
-    """Base of dataclasses whose repr has only the fields that differ from their defaults."""
+    """Base of dataclasses whose repr shows only the fields that differ from their defaults."""
 
     def __init_subclass__(cls, **more: Any) -> None:
-        """Give each subclass the short repr before `dataclass`, which keeps one that is there."""
+        """Set the short repr of a subclass before `dataclass`, which keeps an existing one."""
         super().__init_subclass__(**more)
         if "__repr__" not in vars(cls):
             cls.__repr__ = ShowsChanges.__repr__  # type: ignore[method-assign]
@@ -25,6 +25,6 @@ class ShowsChanges:
 
 
 def _default(field: Any) -> Any:
-    """Return the default of a field; `MISSING`, which equals no value, where it has none."""
+    """Return the default of a field; `MISSING`, which equals no value, if it has none."""
     made = field.default_factory
     return field.default if made is dataclasses.MISSING else made()

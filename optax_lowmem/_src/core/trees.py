@@ -1,4 +1,4 @@
-"""Paths, leaves and their checks; every error names the leaf and the remedy."""
+"""Leaves, their paths and checks; every error names the leaf and the remedy."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ import optax
 from optax_lowmem._src.core import numerics
 from optax_lowmem._src.core.typing import Tree
 
-DICTS = (dict, OrderedDict)  # of states: those of optax.partition and optax.named_chain
+DICTS = (dict, OrderedDict)  # in states: those of optax.partition and optax.named_chain
 _WRAPPED = (jax.tree_util.GetAttrKey("value"), jax.tree_util.FlattenedIndexKey(0))
 NO_PARAMS_MSG = (
     "You are using a transformation that requires the current value of parameters, but you are "
@@ -20,9 +20,9 @@ NO_PARAMS_MSG = (
 
 
 def path_name(path: tuple[Any, ...]) -> str:
-    """`blocks/0/attention/kernel` for a key path, without the key of an array in a wrapper.
+    """Return the name of a key path, such as `blocks/0/attention/kernel`.
 
-    That is `.value` in Flax's, and the first index in a node without keys, such as haliax's.
+    It omits the key of an array in a wrapper: Flax's `.value`, or a first index as in haliax's.
     """
     boxed = len(path) > 1 and path[-1] in _WRAPPED
     return jax.tree_util.keystr(path[:-1] if boxed else path, simple=True, separator="/")
@@ -37,15 +37,15 @@ def some_of(paths: Sequence[str], shown: int = 3) -> str:
 def named_leaves(
     tree: object, name_of: Callable[[tuple[Any, ...]], str] = path_name, what: str = "here"
 ) -> list[tuple[str, Any]]:
-    """(name, leaf) pairs in flattening order.
+    """Return (name, leaf) pairs in flattening order.
 
     Args:
       tree: any pytree.
-      name_of: the name of a leaf from its key path.
-      what: where leaves are called so, for the error.
+      name_of: returns the name of a leaf from its key path.
+      what: where these names are used, for the error.
 
     Raises:
-      ValueError: for two leaves of one name, which no table by name could tell apart.
+      ValueError: if two leaves have the same name.
     """
     named = jax.tree_util.tree_leaves_with_path(tree)
     known: dict[str, tuple[Any, ...]] = {}
@@ -62,11 +62,11 @@ def named_leaves(
 
 
 def check_transformation(tx: object, call: str, params: object = None) -> None:
-    """Raises unless `tx` is an optax transformation, and `params` hold no state of ours.
+    """Raise unless `tx` is an optax transformation, and `params` contain no state of ours.
 
     Args:
       tx: what was passed as an optimizer.
-      call: how to pass it, the end of the error's message.
+      call: how to pass it; ends the error message.
       params: what was passed as parameters.
     """
     if not (callable(getattr(tx, "init", None)) and callable(getattr(tx, "update", None))):
@@ -84,14 +84,14 @@ def wrapped(inner: optax.GradientTransformation) -> optax.GradientTransformation
     """Return `inner` with an `update` that takes extra arguments.
 
     Raises:
-      TypeError: where `inner` is not an optax transformation.
+      TypeError: if `inner` is not an optax transformation.
     """
-    check_transformation(inner, "wrap one that is made already, such as optax.adam(1e-3).")
+    check_transformation(inner, "wrap an instance, such as optax.adam(1e-3).")
     return optax.with_extra_args_support(inner)
 
 
 def check_param(path: str, leaf: object) -> None:
-    """Raises unless a parameter is f32, bf16 or f16."""
+    """Raise unless a parameter is f32, bf16 or f16."""
     if not hasattr(leaf, "dtype"):
         raise TypeError(
             f"parameter '{path}' is a {type(leaf).__name__}, not an array: make it one with "
@@ -117,9 +117,9 @@ def check_param(path: str, leaf: object) -> None:
 
 
 def with_values(params: optax.Params) -> optax.Params:
-    """A tree with zeros in the place of each `jax.ShapeDtypeStruct`, sharded as that says.
+    """Replace each `jax.ShapeDtypeStruct` in a tree by zeros with its sharding.
 
-    For an `init` that keeps values of the weights: of shapes alone its state has the layout.
+    This lets an `init` that stores the weights' values run on shapes, for the state's layout.
     """
     return jax.tree.map(
         lambda leaf: jnp.zeros_like(leaf) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf,
@@ -128,11 +128,11 @@ def with_values(params: optax.Params) -> optax.Params:
 
 
 def match(what: str, tree: optax.Updates, params: optax.Params) -> list[jax.Array]:
-    """Leaves of `tree`, which must have the structure and shapes of `params`, and be real.
+    """Return the leaves of `tree`, which must be real, with the structure and shapes of `params`.
 
     Raises:
-      ValueError: naming the first leaf that is missing, extra or of another shape.
-      TypeError: naming a complex one.
+      ValueError: if a leaf is missing, extra or has another shape.
+      TypeError: if a leaf is complex.
     """
     if difference := _difference(_names(params), _names(tree)):
         raise ValueError(
@@ -143,7 +143,7 @@ def match(what: str, tree: optax.Updates, params: optax.Params) -> list[jax.Arra
         if jnp.shape(leaf) != jnp.shape(param):
             raise ValueError(
                 f"{what} '{name}' has shape {jnp.shape(leaf)}, its parameter has "
-                f"{jnp.shape(param)}: pass one of these very parameters."
+                f"{jnp.shape(param)}: pass one with its parameter's shape."
             )
         if jnp.iscomplexobj(leaf):
             raise TypeError(
@@ -154,7 +154,7 @@ def match(what: str, tree: optax.Updates, params: optax.Params) -> list[jax.Arra
 
 
 def check_same_parameters(names: list[str], params: optax.Params) -> None:
-    """Raises unless the leaves of `params` have the names of those that a state is of, in order."""
+    """Raise unless the leaves of `params` have these names, those of the state, in order."""
     if difference := _difference(names, _names(params)):
         raise ValueError(
             f"the state is of other parameters: {difference}. Pass the same tree to init and "
@@ -163,7 +163,7 @@ def check_same_parameters(names: list[str], params: optax.Params) -> None:
 
 
 def check_state_tree(tree: object, params: optax.Params) -> None:
-    """Raises unless a tree of a state has the leaves of `params`, by name and in order."""
+    """Raise unless a tree in a state has the leaves of `params`, by name and in order."""
     like: Any = jax.tree.structure(params)
     if like != jax.tree.structure(tree):
         check_same_parameters(_names(tree), params)
@@ -174,7 +174,7 @@ def _names(tree: object) -> list[str]:
 
 
 def _difference(expected: list[str], found: list[str]) -> str:
-    """Return how the names of some leaves differ from those expected, "" where they do not."""
+    """Describe how leaf names differ from those expected; "" if they do not."""
     if expected == found:
         return ""
     missing = [name for name in expected if name not in found]
@@ -185,7 +185,7 @@ def _difference(expected: list[str], found: list[str]) -> str:
 
 
 def check_state(state: optax.OptState, kind: type[NamedTuple]) -> None:
-    """Raises unless a state is the NamedTuple that an optimizer keeps (or its like, by fields)."""
+    """Raise unless a state has the fields of the NamedTuple that the optimizer keeps."""
     if getattr(state, "_fields", None) != kind._fields:
         raise ValueError(
             f"the state is a {type(state).__name__}, this optimizer keeps a {kind.__name__} with "
@@ -196,7 +196,7 @@ def check_state(state: optax.OptState, kind: type[NamedTuple]) -> None:
 
 
 def broadcast_prefix(what: str, prefix: object, tree: object) -> list[Any]:
-    """One value of a prefix tree (an optax mask) for each leaf of `tree`, in order."""
+    """Return the value of a prefix tree (an optax mask) for each leaf of `tree`, in order."""
     try:
         spread = jax.tree.map(lambda value, sub: jax.tree.map(lambda _: value, sub), prefix, tree)
     except ValueError as error:
@@ -209,20 +209,20 @@ def broadcast_prefix(what: str, prefix: object, tree: object) -> list[Any]:
 
 
 def chosen(choice: Any, params: optax.Params) -> Any:
-    """The tree of an optax-style choice, which is a tree or a function of the parameters.
+    """Return the tree of an optax-style choice: a tree, or a function of the parameters.
 
-    As in optax a function has only callable leaves: a tree whose class is callable, such as an
-    Equinox module of bools, is a tree.
+    As in optax, a choice is a function if all its leaves are callable: a tree whose class is
+    callable, such as an Equinox module of bools, is a tree.
     """
     kinds = [callable(leaf) for leaf in jax.tree.leaves(choice)]
     return choice(params) if kinds and all(kinds) else choice
 
 
 def mask_values(what: str, mask: optax.MaskOrFn, params: optax.Params) -> list[bool]:
-    """The value of an optax-style mask for each leaf of `params`, in order.
+    """Return the value of an optax-style mask for each leaf of `params`, in order.
 
     Raises:
-      ValueError: for a mask of another structure.
+      ValueError: if the mask has another structure.
       TypeError: for a function that returns None, and for values that are not one bool per leaf.
     """
     tree = chosen(mask, params)
@@ -248,9 +248,9 @@ def is_named_tuple(node: object) -> TypeGuard[NamedTuple]:
 
 
 def is_ours(node: object) -> TypeGuard[NamedTuple]:
-    """Return whether a node is a state of this library, or one that its optimizers keep.
+    """Return whether a node is a state of this library or of one of its optimizers.
 
-    The class of the latter is the rule's, which may be anybody's: they have a count and a seed.
+    A user's rule may define the latter's class; its fields count and seed identify it.
     """
     if not is_named_tuple(node):
         return False
@@ -264,12 +264,12 @@ def holds(tree: object, test: Callable[[object], bool]) -> bool:
 
 
 def keep_dtypes(old: Tree, new: Tree, given: optax.Updates | None = None) -> Tree:
-    """A new state in the dtypes of the old, which f32 gradients of 16-bit weights do not keep.
+    """Cast a new state to the dtypes of the old one, which f32 gradients would change.
 
     Args:
       old: the state before.
       new: the state after.
-      given: gradients as they came; if none is in 16 bits, optax would not keep them either.
+      given: the original gradients; if none is 16-bit, dtypes are not kept, as in optax.
     """
     before: Any = jax.tree.structure(old)
     if before != jax.tree.structure(new) or given is not None and not holds(given, _is_narrow):
@@ -288,12 +288,12 @@ def _is_narrow(leaf: object) -> bool:
 def states_with(
     state: optax.OptState, field: str, test: Callable[[object], bool] = is_named_tuple
 ) -> Iterator[Any]:
-    """Every NamedTuple inside an optimizer state that has a field, through any wrapper.
+    """Yield every NamedTuple with a given field inside an optimizer state, through any wrapper.
 
     Args:
-      state: of an optimizer.
-      field: its name.
-      test: `is_ours` for a field of ours, whose name a NamedTuple of weights may have too.
+      state: state of an optimizer.
+      field: name of the field.
+      test: `is_ours` for a field of ours, since a NamedTuple of weights may have the same field.
     """
     found = jax.tree.leaves(state, is_leaf=lambda n: test(n) and field in n._fields)
     for node in found:
@@ -311,12 +311,12 @@ def is_state(node: object, slot: str = "") -> bool:
       node: a part of a state.
       slot: the field that holds it; outside of any field ("other") every NamedTuple is a state.
     """
-    named = type(node).__name__.endswith(("State", "Schedule"))  # as all of optax are called
+    named = type(node).__name__.endswith(("State", "Schedule"))  # as all states of optax are named
     return is_named_tuple(node) and (named or slot == "other")
 
 
 def state_fields(state: optax.OptState, name: str = "other") -> Iterator[tuple[str, Any]]:
-    """(slot, subtree) of every field of every NamedTuple of an optimizer state."""
+    """Yield (slot, subtree) for every field of every NamedTuple of an optimizer state."""
     if is_state(state, name):
         for field in state._fields:
             yield from state_fields(getattr(state, field), field)
@@ -343,11 +343,11 @@ def _has_states(node: object, slot: str) -> bool:
 
 
 def widened(tree: Tree, floats_only: bool = False) -> Tree:
-    """A tree with its 8- and 16-bit floats in f32; shapes give shapes.
+    """Convert the arrays of a tree to f32; shapes give shapes.
 
     Args:
-      tree: of arrays.
-      floats_only: leave other numbers as they are, instead of making them f32 too.
+      tree: a tree of arrays.
+      floats_only: convert 8- and 16-bit floats only.
     """
 
     def wide(x: Any) -> Any:
@@ -361,7 +361,7 @@ def widened(tree: Tree, floats_only: bool = False) -> Tree:
 
 
 def as_given(updates: optax.Updates, gradients: optax.Updates) -> optax.Updates:
-    """Updates in the dtypes of the gradients; those of another tree (lookahead's) as they are."""
+    """Cast f32 updates to 16-bit gradients' dtypes; other trees (lookahead's) are unchanged."""
     treedef: Any = jax.tree.structure(updates)
     if treedef != jax.tree.structure(gradients):
         return updates

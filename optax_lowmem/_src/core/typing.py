@@ -7,7 +7,7 @@ import jax
 from jax.typing import ArrayLike
 
 T = TypeVar("T")
-Tree = TypeVar("Tree")  # a pytree that comes back in its structure
-Shaped: TypeAlias = jax.Array | jax.ShapeDtypeStruct  # what has a shape and a dtype
+Tree = TypeVar("Tree")  # a pytree, returned with the same structure
+Shaped: TypeAlias = jax.Array | jax.ShapeDtypeStruct  # has a shape and a dtype
 Scalar: TypeAlias = float | jax.Array
 ScalarOrSchedule: TypeAlias = Scalar | Callable[[jax.Array], ArrayLike]

@@ -8,80 +8,80 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
-# Before JAX 0.10 a type has no more than the axes over which its arrays vary.
+# Before JAX 0.10 a type has only the axes over which its array varies.
 _KIND = "manual_axis_type" if hasattr(jax.core.ShapedArray, "manual_axis_type") else "vma"
 
 
 def kind_of(x: Any) -> dict[str, Any]:
-    """Arguments of `jax.ShapeDtypeStruct` for a result that varies over a mesh as `x` does."""
-    kind = getattr(x, _KIND, None)  # of a `jax.ShapeDtypeStruct`
+    """Return `jax.ShapeDtypeStruct` arguments for a result that varies over a mesh as `x` does."""
+    kind = getattr(x, _KIND, None)  # set if `x` is a `jax.ShapeDtypeStruct`
     return {_KIND: getattr(jax.typeof(x), _KIND) if kind is None else kind}
 
 
 def axes_of(*trees: object) -> frozenset[Any]:
-    """The axes over which any of these arrays varies; none outside of a `shard_map`."""
+    """Return the axes over which any of these arrays varies; none outside of a `shard_map`."""
     kinds = [kind_of(leaf)[_KIND] for leaf in jax.tree.leaves(trees)]
     return frozenset().union(*(getattr(kind, "varying", kind) for kind in kinds))
 
 
 def of_parts() -> bool:
-    """Return whether tracing is in a `shard_map`, checked or not, where arrays are shards."""
+    """Return whether a `shard_map` is being traced, in which arrays are shards."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def over(x: jax.Array, axes: Iterable[Any]) -> jax.Array:
-    """The same numbers, typed as varying over these axes too. Its gradient is summed over them."""
+    """Return `x` typed as varying over these axes too; its gradient is summed over them."""
     more = frozenset(axes) - axes_of(x)
     return lax.pcast(x, tuple(sorted(more)), to="varying") if more else x
 
 
 def alike(*trees: Any) -> tuple[Any, ...]:
-    """All arrays as varying over every axis that one of them varies over.
+    """Type all arrays as varying over every axis that one of them varies over.
 
-    JAX does so by itself between the operations of an expression, not for the arguments of one with
-    a rule of differentiation of its own.
+    JAX does this for the operands of its operations, but not for the arguments of a function with a
+    custom derivative.
     """
     axes = axes_of(*trees)
     return jax.tree.map(lambda x: over(x, axes), trees)
 
 
-# ---- reductions over a whole leaf, wherever its parts lie ----------------------------------------
+# ---- reductions over a whole leaf, which may be sharded ------------------------------------------
 
 
 def mean_of_leaf(x: jax.Array) -> jax.Array:
-    """The mean over a leaf, also where a `shard_map` shows this function a part of it only.
+    """Return the mean over a whole leaf, also inside a `shard_map` that sees one shard of it.
 
     Raises:
-      ValueError: inside a `shard_map` that does not say which values differ from device to device.
+      ValueError: inside a `shard_map` that does not track which values vary between devices.
     """
     mean = jnp.mean(x)
     axes = tuple(sorted(axes_of(x)))
-    if axes:  # parts are of one size
+    if axes:  # shards have equal sizes
         return lax.pmean(mean, axes)
     _check_known("a mean over it")
     return mean
 
 
 def _check_known(what: str) -> None:
-    """Raises inside a `shard_map` that does not say which values differ from device to device."""
+    """Raise inside a `shard_map` that does not track which values vary between devices."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     for name in (name for name, kind in kinds if kind == AxisType.Manual):
         if not axes_of(lax.axis_index(name)):
             raise ValueError(
-                f"inside a shard_map with check_vma=False, or a pmap, nobody knows whether a leaf "
-                f"is sharded over '{name}', and {what} is needed: use check_vma=True, or jit with "
-                "shardings."
+                f"inside a shard_map with check_vma=False, or a pmap, JAX does not know whether a "
+                f"leaf is sharded over '{name}', and {what} is needed: use check_vma=True, or jit "
+                "with shardings."
             )
 
 
 def check_whole(path: str, tree: object, needed: str) -> None:
-    """Raises inside a `shard_map` where arrays of a leaf may be parts of it.
+    """Raise inside a `shard_map` if a leaf's arrays may be shards.
 
     Args:
       path: the leaf's name.
-      tree: arrays of it.
-      needed: what all of the leaf is needed for.
+      tree: the leaf's arrays.
+      needed: what needs the whole leaf.
     """
     axes = axes_of(tree)
     if axes:
@@ -94,10 +94,10 @@ def check_whole(path: str, tree: object, needed: str) -> None:
 
 
 def after(x: object, earlier: object) -> Any:
-    """`x`, which must wait until `earlier` is there.
+    """Return `x`, delayed until `earlier` is computed.
 
-    Inside a `shard_map` with check_vma, where the fence would make what devices have in common
-    differ from device to device, it does not wait: that costs memory only.
+    Inside a `shard_map` with check_vma there is no delay if the barrier would make replicated
+    values vary between devices: this costs memory only.
     """
     kinds = {axes_of(leaf) for leaf in jax.tree.leaves(x)}
     if len(kinds) != 1 or not axes_of(earlier) <= min(kinds):

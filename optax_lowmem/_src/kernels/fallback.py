@@ -1,6 +1,6 @@
-"""A kernel and its fallback for other platforms, which is traced only where it is lowered.
+"""A kernel with a fallback for other platforms, which is traced only if it is lowered.
 
-`jax.lax.platform_dependent` traces every branch, and then lowers one.
+`jax.lax.platform_dependent` alone traces every branch, and then lowers one.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,20 +19,20 @@ _fallback.multiple_results = True
 def with_fallback(
     name: str, kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any
 ) -> Any:
-    """kernel(*args) where it runs on a platform, else plain(*args).
+    """Return kernel(*args) on the kernel's platform, else plain(*args).
 
     A computation for the host's CPU may be traced on a machine with an accelerator, and one for
-    several platforms may be exported: which of the two is lowered, JAX decides. The kernel is
-    traced in any case; what it gives is what the fallback has to give.
+    several platforms may be exported: JAX decides which of the two is lowered. The kernel is always
+    traced; the fallback must return the same shapes and dtypes.
 
     Args:
-      name: of the kernel's platform, as `jax.lax.platform_dependent` has it.
+      name: the kernel's platform, as in `jax.lax.platform_dependent`.
       kernel: a function of arrays.
-      plain: the fallback. It may be traced after this call has returned: all of its arrays are
-        arguments, and it depends on no other state.
+      plain: the fallback. It may be traced after this call has returned: it must take all of its
+        arrays as arguments, and depend on no other state.
       *args: pytrees of arrays.
     """
-    types: list[Any] = []  # a list of one: the structure of the kernel's results
+    types: list[Any] = []  # filled with one item, the types of the kernel's results
 
     def first(*args: Any) -> Any:
         found = kernel(*args)
@@ -57,10 +57,10 @@ def with_fallback(
 
 
 def _check(found: Any, wanted: Any) -> None:
-    """Raise where a fallback gives other arrays than its kernel."""
+    """Raise if a fallback returns other shapes or dtypes than its kernel."""
     forms = jax.tree.map(lambda x: (x.shape, x.dtype), (found, wanted))
     if forms[0] != forms[1]:
-        raise TypeError(f"the fallback gives {found}, and its kernel {wanted}")
+        raise TypeError(f"the fallback returns {found}, but its kernel {wanted}")
 
 
 def _call(*args: Any, function: _Fallback, types: tuple[Any, ...]) -> list[jax.Array]:

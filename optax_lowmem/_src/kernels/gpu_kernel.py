@@ -1,7 +1,7 @@
-"""GPU kernels described once, for several backends: what one program of a grid loads and stores.
+"""Backend-independent GPU kernels, described by what one program of a grid loads and stores.
 
-A body is a function (program, *operands and results). What it computes is jnp. Pallas lowers it
-through Triton (`gpu_pallas`); where JAX no longer does, its jaxpr is written as Triton source and
+A body is a function (program, *operands, *results) that computes in jnp. Pallas lowers it through
+Triton (`gpu_pallas`); if JAX lacks this lowering, its jaxpr is translated to Triton source and
 called through jax_triton (`gpu_triton`).
 """
 
@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-BACKENDS = ("pallas", "triton")  # the one that needs nothing beside JAX first
+BACKENDS = ("pallas", "triton")  # first the one that needs only JAX
 
 
 class Run(NamedTuple):
-    """Neighbours along an axis of an array.
+    """A range of indices along an axis of an array.
 
     Attributes:
-      start: index of the first.
-      size: how many, a power of two.
+      start: the first index.
+      size: the number of indices, a power of two.
     """
 
     start: jax.Array | int
@@ -32,11 +32,12 @@ Index = jax.Array | int | Run
 class Operand(abc.ABC):
     """An array in the GPU's memory.
 
-    An index is of `Run`s, each an axis of the result, and integers; or of arrays of one shape.
+    It is indexed by `Run`s, each of which gives the result an axis, and integers; or by arrays of
+    one shape.
 
     Attributes:
-      shape: of the array.
-      dtype: of its elements.
+      shape: shape of the array.
+      dtype: dtype of its elements.
     """
 
     shape: tuple[int, ...]
@@ -46,28 +47,28 @@ class Operand(abc.ABC):
     def load(
         self, *index: Index, mask: jax.Array | None = None, other: float = 0, early: bool = False
     ) -> jax.Array:
-        """Return elements.
+        """Load elements.
 
         Args:
-          *index: which, one index an axis.
-          mask: of those that exist; None where all do.
-          other: what stands in for those that do not.
-          early: load before what follows. The assembler else moves loads down to their use, and
-            their latency shows. Not for what many programs read, which each time would come from
-            the same place of the L2 cache.
+          *index: one index per axis.
+          mask: which elements exist; None if all do.
+          other: value of elements that do not exist.
+          early: load before the operations that follow. Otherwise the assembler moves loads down to
+            their use, which exposes their latency. Not for data that many programs read: each load
+            would go to the same place of the L2 cache.
         """
 
     @abc.abstractmethod
     def store(self, *index: Index, values: jax.Array, mask: jax.Array | None = None) -> None:
-        """Write elements; see `load`."""
+        """Store elements; see `load`."""
 
 
 class Program(abc.ABC):
-    """One program of a grid."""
+    """One program of a kernel's grid."""
 
     @abc.abstractmethod
     def index(self, axis: int = 0) -> jax.Array:
-        """Return the program's place along an axis of the grid, int32."""
+        """Return the program's index along an axis of the grid, int32."""
 
     @abc.abstractmethod
     def with_one(
@@ -76,15 +77,15 @@ class Program(abc.ABC):
         choices: Sequence[tuple[Operand, ...]],
         branch: Callable[..., None],
     ) -> None:
-        """Run branch(*choices[number]), of choices alike in shapes and dtypes."""
+        """Run branch(*choices[number]); all choices have equal shapes and dtypes."""
 
     @abc.abstractmethod
     def keep_early(self) -> None:
-        """Have all that was loaded `early` on its way before what is loaded from here on.
+        """Issue all preceding `early` loads before any later load.
 
-        The assembler else may move loads below arithmetic, for fewer registers, where they are
-        many. Arithmetic that needs nothing of what is loaded from here on stays free to move. All
-        threads wait for each other to have begun to load, not for what they load.
+        Otherwise the assembler may move loads below arithmetic to save registers, if there are
+        many. Arithmetic that does not depend on later loads may still move. Threads wait for each
+        other to issue their loads, not for the data.
         """
 
 
@@ -101,16 +102,16 @@ def launch(
     name: str,
     backend: str = "pallas",
 ) -> list[jax.Array]:
-    """Return what the programs of a grid store.
+    """Run the programs of a grid, and return the arrays that they store to.
 
     Args:
-      body: of a program: (program, *operands, *results).
-      operands: arrays that it loads of.
-      results: of those that it stores to; each element is stored once.
-      grid: programs along each axis.
-      warps: warps, of 32 threads, of a program.
-      name: of the kernel.
-      backend: of `BACKENDS`; or `interpret`: by Pallas as plain JAX, on any device.
+      body: the function of one program: (program, *operands, *results).
+      operands: arrays that it loads from.
+      results: shapes and dtypes of the arrays that it stores to; each element is stored once.
+      grid: number of programs along each axis.
+      warps: number of warps, of 32 threads, per program.
+      name: name of the kernel.
+      backend: one of `BACKENDS`; or `interpret`: by Pallas as plain JAX, on any device.
     """
     if backend != "triton":
         from optax_lowmem._src.kernels import gpu_pallas

@@ -1,4 +1,4 @@
-"""GPU kernels by Pallas, lowered through Triton."""
+"""GPU kernels through Pallas and its Triton lowering."""
 
 import functools
 import importlib.util
@@ -22,10 +22,10 @@ _OF_TRITON = "jaxlib.mlir.dialects.tt"
 
 @functools.cache
 def spare_imports() -> None:
-    """Have MLIR's Python bindings find an empty module of Triton's dialect, where there is none.
+    """Register an empty module as MLIR's Python bindings of Triton's dialect, if there are none.
 
-    They look for one at each operation that they make, and do not remember that there is none:
-    every time through all of `sys.path`, half of the time that lowering a kernel takes.
+    Otherwise MLIR searches all of `sys.path` for this module at each operation that it creates,
+    since it does not cache the failure: half of the time that lowering a kernel takes.
     """
     package = _OF_TRITON.rpartition(".")[0]
     if importlib.util.find_spec(package) and importlib.util.find_spec(_OF_TRITON) is None:
@@ -44,23 +44,23 @@ class Reference(Operand):
     def load(
         self, *index: Index, mask: jax.Array | None = None, other: float = 0, early: bool = False
     ) -> jax.Array:
-        """Return elements, volatile where they are `early`."""
+        """Load elements; `early` loads are volatile."""
         if mask is None and not early and all(isinstance(i, int) for i in index):
             return self.ref[index]
-        # Pallas converts no integer to FP8
+        # Pallas cannot convert integers to FP8
         other = float(other) if jnp.issubdtype(self.dtype, jnp.floating) else other
         nothing = None if mask is None else other
         return plgpu.load(self._at(index), mask=mask, other=nothing, volatile=early)
 
     def store(self, *index: Index, values: jax.Array, mask: jax.Array | None = None) -> None:
-        """Write elements."""
+        """Store elements."""
         plgpu.store(self._at(index), values, mask=mask)
 
 
 def in_leaf(starts: list[int], program: jax.Array, branch: Callable[[int], T]) -> T:
-    """branch(i) for the leaf i that a program belongs to, found by halving.
+    """Return branch(i) for the leaf i that a program belongs to, by bisection.
 
-    (The Triton lowering of a `switch` asks for one case after another.)
+    (The Triton lowering of a `switch` tests one case after another.)
     """
 
     def between(low: int, high: int) -> T:
@@ -87,7 +87,7 @@ class _PallasProgram(Program):
         in_leaf(list(range(len(choices))), number, lambda i: branch(*choices[i]))
 
     def keep_early(self) -> None:
-        """Nothing: XLA has the assembler spend registers on it (`.minnctapersm 1`)."""
+        """Do nothing: XLA lets the assembler use registers for it (`.minnctapersm 1`)."""
 
 
 def launch(
@@ -99,7 +99,7 @@ def launch(
     name: str,
     interpret: bool = False,
 ) -> list[jax.Array]:
-    """`gpu_kernel.launch` by Pallas."""
+    """`gpu_kernel.launch` through Pallas."""
     spare_imports()
 
     def kernel(*refs: Any) -> None:
@@ -116,7 +116,7 @@ def launch(
 
 
 def _instruction(name: str) -> numerics.Elementwise:
-    """A PTX instruction of one f32 operand."""
+    """Return a function that applies a PTX instruction to one f32 operand."""
 
     def apply(x: jax.Array) -> jax.Array:
         (result,) = plgpu.elementwise_inline_asm(
@@ -131,8 +131,8 @@ def _instruction(name: str) -> numerics.Elementwise:
     return apply
 
 
-# The reciprocal is 0 above 2^126; a division as it is lowered takes eight instructions, a
-# logarithm six, a power of two four.
+# The reciprocal is 0 above 2^126. The lowering of a division takes eight instructions, of a
+# logarithm six, of a power of two four.
 APPROXIMATIONS = numerics.Approximations(
     reciprocal=_instruction("rcp.approx.ftz.f32"),
     log2=_instruction("lg2.approx.ftz.f32"),

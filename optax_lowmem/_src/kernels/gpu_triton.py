@@ -1,7 +1,7 @@
-"""GPU kernels as generated Triton, called through jax_triton.
+"""GPU kernels as generated Triton source, called through jax_triton.
 
-A body is traced on `_Traced` arrays, whose loads and stores are primitives that `jaxpr_to_triton`
-writes as calls of `triton_library`.
+A body is traced with `_Traced` arrays, whose loads and stores are primitives that `jaxpr_to_triton`
+translates to calls of `triton_library`.
 """
 
 import functools
@@ -23,22 +23,22 @@ from optax_lowmem._src.kernels.gpu_kernel import Body, Index, Operand, Program, 
 
 _load = jex.core.Primitive("load_tile")
 _load.def_abstract_eval(lambda at, *_, dtype, **__: jax.core.ShapedArray(at.shape, dtype))
-# its result says that it was done, so that no store is left out of a jaxpr
+# has a result, so that no store is dropped from a jaxpr
 _store = jex.core.Primitive("store_tile")
 _store.def_abstract_eval(lambda *_, **__: jax.core.ShapedArray((), jnp.int32))
-_barrier = jex.core.Primitive("barrier")  # as `_store`
+_barrier = jex.core.Primitive("barrier")  # has a result, as `_store`
 _barrier.def_abstract_eval(lambda: jax.core.ShapedArray((), jnp.int32))
 _program = jex.core.Primitive("program_id")
 _program.def_abstract_eval(lambda *, axis: jax.core.ShapedArray((), jnp.int32))
 
 
 class _Traced(Operand):
-    """One of some arrays alike, by their names.
+    """An array, or one of several with equal shapes and dtypes, by the names of their pointers.
 
     Attributes:
-      names: of their pointers.
-      number: which of them; None of a single one.
-      stored: the results of all stores.
+      names: names of the pointers.
+      number: index of the array among them; None if there is only one.
+      stored: results of all stores.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class _Traced(Operand):
         return [] if self.number is None else [self.number]
 
     def _offsets(self, index: tuple[Index, ...]) -> jax.Array:
-        """Place of each element in memory, int32."""
+        """Return the offset of each element in memory, int32."""
         spans = [i.size for i in index if isinstance(i, Run)]
         stride, offsets, axis = 1, jnp.int32(0), len(spans)
         for size, place in reversed(list(zip(self.shape, index, strict=True))):
@@ -73,7 +73,7 @@ class _Traced(Operand):
     def load(
         self, *index: Index, mask: jax.Array | None = None, other: float = 0, early: bool = False
     ) -> jax.Array:
-        """Return elements."""
+        """Load elements."""
         at = self._offsets(index)
         masks = [] if mask is None else [jnp.broadcast_to(mask, at.shape)]
         return _load.bind(
@@ -82,7 +82,7 @@ class _Traced(Operand):
         )  # fmt: skip
 
     def store(self, *index: Index, values: jax.Array, mask: jax.Array | None = None) -> None:
-        """Write elements."""
+        """Store elements."""
         at = self._offsets(index)
         if values.dtype != self.dtype:
             raise TypeError(f"a kernel stores {values.dtype} in an array of {self.dtype}")
@@ -114,7 +114,7 @@ class _TracedProgram(Program):
         ))  # fmt: skip
 
     def keep_early(self) -> None:
-        """A barrier, which no load is moved across."""
+        """Add a barrier, which no load is moved across."""
         self.stored.append(_barrier.bind())
 
 
@@ -122,9 +122,9 @@ def traced(body: Body, names: Sequence[str], arrays: Sequence[Any]) -> Any:
     """Return the closed jaxpr of a program that loads from and stores to arrays.
 
     Args:
-      body: of the program.
-      names: of their pointers.
-      arrays: of these shapes and dtypes.
+      body: the function of the program.
+      names: names of the arrays' pointers.
+      arrays: the arrays, or their shapes and dtypes.
     """
 
     def run() -> list[jax.Array]:
@@ -147,7 +147,7 @@ def _pointer(op: jaxpr_to_triton.Operation, number: str | None) -> str:
 
 
 def _parts(op: jaxpr_to_triton.Operation, given: int) -> tuple[list[str], str, str]:
-    """Return the first operands, the mask (any of them, where there is none) and the pointer."""
+    """Return the first operands, the mask (a placeholder if there is none) and the pointer."""
     first, rest = op.operands[:given], list(op.operands[given:])
     mask = rest.pop(0) if op.params["masked"] else first[0]
     return list(first), mask, _pointer(op, *rest or (None,))
@@ -175,7 +175,7 @@ jaxpr_to_triton.FORMS.update({
 
 
 def missing(body: Body, arrays: Sequence[Any]) -> str | None:
-    """Return what a program does that has no form in Triton, or None where all has."""
+    """Return an operation of a program that has no translation to Triton, or None."""
     return jaxpr_to_triton.missing(traced(body, [f"x{i}" for i in range(len(arrays))], arrays))
 
 
@@ -183,25 +183,25 @@ def source(body: Body, name: str, names: Sequence[str], arrays: Sequence[Any]) -
     """Return the source of a kernel.
 
     Args:
-      body: of a program.
-      name: of the kernel.
-      names: of its pointers.
-      arrays: what they point to.
+      body: the function of a program.
+      name: name of the kernel.
+      names: names of its pointers.
+      arrays: the arrays that they point to, or their shapes and dtypes.
 
     Raises:
-      NotImplementedError: for what has no form in Triton; see `missing`.
+      NotImplementedError: for an operation without a translation to Triton; see `missing`.
     """
     jaxpr = traced(body, names, arrays)
     lacking = jaxpr_to_triton.missing(jaxpr)
     if lacking is not None:
-        raise NotImplementedError(f"the kernel {name} has {lacking}, which Triton has no form for")
+        raise NotImplementedError(f"the kernel {name} uses {lacking}, not translatable to Triton")
     fp8 = platform.has_fp8_conversions()
     return jaxpr_to_triton.kernel(jaxpr, name, names, fp8)
 
 
 @functools.cache
 def _compiled(text: str, name: str) -> Any:
-    """Return the `triton.jit` function of a source, one for launches that are alike."""
+    """Return the `triton.jit` function of a source, cached for equal launches."""
     from optax_lowmem._src.kernels import triton_library
 
     return triton_library.compiled_from(text, name)
@@ -211,7 +211,7 @@ def _compiled(text: str, name: str) -> Any:
 
 
 def _as_held(x: Any) -> Any:
-    """An array or its form with FP8 as bytes: not every GPU's Triton knows the dtypes."""
+    """View an FP8 array, or its type, as bytes: not every GPU's Triton supports FP8 dtypes."""
     if not numerics.is_narrow(x.dtype) or x.dtype.itemsize > 1:
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -227,7 +227,7 @@ def launch(
     warps: int,
     name: str,
 ) -> list[jax.Array]:
-    """`gpu_kernel.launch` by jax_triton."""
+    """`gpu_kernel.launch` through jax_triton."""
     names = [f"x{i}" for i in range(len(operands))]
 
     def kernel(parameters: tuple[str, ...], _: tuple[str, ...]) -> Any:

@@ -1,4 +1,4 @@
-"""Calls of Triton kernels through jax_triton, by the conventions of its versions."""
+"""Calls of Triton kernels through jax_triton, whose conventions depend on its version."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +10,7 @@ from optax_lowmem._src.core import varying
 
 
 def _triton_call() -> Callable[..., Any]:
-    """Imported where it is called: without a GPU's JAX it cannot be."""
+    """Import jax_triton when it is used: it requires JAX for GPUs."""
     import jax_triton
 
     return jax_triton.triton_call
@@ -27,20 +27,20 @@ def call(
     in_place: Mapping[int, int] | None = None,
     **options: Any,
 ) -> list[jax.Array]:
-    """Return the results of a kernel.
+    """Call a kernel and return its results.
 
-    jax_triton 0.3 passes every operand and then every result; those of an alias are one pointer,
-    which the kernel takes as the operand's. 0.4 takes references to what is written in place, and
-    passes their pointers once.
+    jax_triton 0.3 passes pointers to every operand, then to every result; aliases have equal
+    pointers, and the kernel uses the operand's. 0.4 takes references to arrays that are written in
+    place, and passes their pointers once.
 
     Args:
-      kernel: (names of the pointers as they are passed, those of each result) -> the `triton.jit`
-        function.
-      names: of the pointers to the operands.
+      kernel: (names of the pointers in the order passed, name of each result's pointer) -> the
+        `triton.jit` function.
+      names: names of the operands' pointers.
       operands: arrays.
-      outputs: what the results are like.
-      in_place: operand -> result that takes its place.
-      options: of `triton_call`, and the kernel's static arguments.
+      outputs: shapes and dtypes of the results.
+      in_place: index of an operand -> index of the result that overwrites it.
+      options: options of `triton_call`, and the kernel's static arguments.
     """
     in_place = dict(in_place or {})
     owner = {result: names[operand] for operand, result in in_place.items()}
@@ -74,4 +74,4 @@ def call(
 
     newer = "out_type" in inspect.signature(triton_call).parameters
     found = _one_by_one(call_04 if newer else call_03)(*operands)
-    return list(map(varying.over, found, map(varying.axes_of, outputs)))  # jax_triton forgets them
+    return list(map(varying.over, found, map(varying.axes_of, outputs)))  # jax_triton drops them

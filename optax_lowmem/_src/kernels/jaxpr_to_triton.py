@@ -1,10 +1,9 @@
-"""Triton source of a function that JAX traced: a formula is written once, in jnp.
+"""Translation of jaxprs to Triton source, so that a formula is written once, in jnp.
 
-The source is for a module that has `triton` and what is in `triton_library`.
+The source is for a module with `triton` and the names in `triton_library`.
 
-The arrays of the function are tiles whose sizes are powers of two, and scalars. Arrays of bf16 and
-of FP8 are held as their bits, in uint16 and uint8; what is computed of them is computed in f32 and
-rounded.
+Arrays of the function are scalars, and tiles whose sizes are powers of two. bf16 and FP8 arrays are
+held as their bits, in uint16 and uint8; arithmetic on them is done in f32 and rounded.
 """
 
 import math
@@ -37,7 +36,7 @@ _HELD_AS_BITS = ("bfloat16", *_FP8)
 
 # ---- instructions --------------------------------------------------------------------------------
 
-# Of one f32 operand, traced only: what `numerics.Approximations` of a GPU are.
+# A PTX instruction of one f32 operand, for a GPU's `numerics.Approximations`; only traced.
 _instruction = jex.core.Primitive("instruction")
 _instruction.def_abstract_eval(lambda x, name: jax.core.ShapedArray(x.shape, x.dtype))
 
@@ -46,8 +45,8 @@ def _approximation(name: str) -> numerics.Elementwise:
     return lambda x: _instruction.bind(jnp.asarray(x), name=name)
 
 
-# The reciprocal is 0 above 2^126; a division as it is compiled takes eight instructions, a
-# logarithm six, a power of two four.
+# The reciprocal is 0 above 2^126. A compiled division takes eight instructions, a logarithm six, a
+# power of two four.
 APPROXIMATIONS = numerics.Approximations(
     reciprocal=_approximation("rcp.approx.ftz.f32"),
     log2=_approximation("lg2.approx.ftz.f32"),
@@ -72,8 +71,8 @@ _INFIX = {
     "or": "|",
     "xor": "^",
 }
-# exp, log and sin are CUDA's, as with Pallas, so that both backends have the same numbers; Triton's
-# own exponentials are approximations.
+# exp, log and sin are CUDA's, as with Pallas, so that both backends give equal results; Triton's
+# exponentials are approximations.
 _CALLS = {
     "abs": "tl.abs",
     "sqrt": "tl.sqrt",
@@ -94,7 +93,7 @@ _CALLS = {
 _REDUCTIONS = {"reduce_max": "tl.max", "reduce_min": "tl.min", "reduce_sum": "tl.sum"}
 _SHAPES = ("broadcast_in_dim", "reshape", "expand_dims", "squeeze")
 _UNCHANGED = ("copy", "copy_p", "stop_gradient", "optimization_barrier", "pvary")
-# what moves bits, also those of bf16
+# primitives that operate on held bits, without arithmetic in f32
 _OF_BITS = (
     *_SHAPES, *_UNCHANGED, "bitcast_convert_type", "convert_element_type", "select_n", "transpose",
     "load_tile", "store_tile",
@@ -106,8 +105,8 @@ class Operation:
     """An equation of a jaxpr with the names of its operands.
 
     Attributes:
-      name: of the primitive.
-      params: its parameters.
+      name: name of the primitive.
+      params: parameters of the primitive.
       operands: Triton expressions.
       avals: shape and dtype of each operand.
       result: shape and dtype of the result.
@@ -131,13 +130,13 @@ class Operation:
         return self.narrowed(form(self), self.result.dtype.name)
 
     def widened(self, x: str, kind: str) -> str:
-        """Return f32 of the bits that a dtype is held as, or `x` where it is no such dtype."""
+        """Return f32 of the bits that a dtype is held as, or `x` for other dtypes."""
         if kind == "bfloat16":
             return f"({x}.to(tl.uint32) << 16).to(tl.float32, bitcast=True)"
         return f"of_{self._fp8_name(kind)}({x})" if kind in _FP8 else x
 
     def narrowed(self, x: str, kind: str) -> str:
-        """Return the bits that a dtype is held as, to nearest even, or `x`; see `widened`."""
+        """Round f32 to the bits that a dtype is held as (nearest even); inverts `widened`."""
         if kind == "bfloat16":
             return f"({x}).to(tl.bfloat16).to(tl.uint16, bitcast=True)"
         return f"to_{self._fp8_name(kind)}({x})" if kind in _FP8 else x
@@ -157,12 +156,12 @@ class Operation:
         return bool(jnp.issubdtype(self.result.dtype, jnp.floating))
 
     def extreme(self) -> str:
-        """lax.max and lax.min: NaN wins."""
+        """Return lax.max or lax.min, which propagate NaN."""
         nan = ", propagate_nan=tl.PropagateNan.ALL" if self.floating else ""
         return f"tl.{self.name}imum({self.operands[0]}, {self.operands[1]}{nan})"
 
     def shift_right_logical(self) -> str:
-        """Of an unsigned number Triton's shift; a signed one is taken for one."""
+        """Return a logical shift, which is Triton's of unsigned numbers; bitcast signed ones."""
         x, by = self.operands
         kind = self.avals[0].dtype
         if kind.kind == "u":
@@ -172,21 +171,21 @@ class Operation:
         return f"({x} >> {by}).to({self.type}, bitcast=True)"
 
     def negative(self) -> str:
-        """Return -x; Triton's own is 0 - x, which makes 0.0 of 0.0."""
+        """Return -x; Triton's negation is 0 - x, which gives 0.0 for 0.0."""
         (x,) = self.operands
         if self.result.dtype == jnp.float32:
             return f"minus({x})"
         return f"{x} * -1.0" if self.floating else f"0 - {x}"
 
     def sign(self) -> str:
-        """-1, 0 or 1; a NaN is its own."""
+        """Return -1, 0 or 1; NaN for NaN."""
         (x,) = self.operands
         if not self.floating:
             return f"({x} > 0).to({self.type}) - ({x} < 0).to({self.type})"
         return f"tl.where({x} > 0, 1.0, tl.where({x} < 0, -1.0, {x}))"
 
     def power(self) -> str:
-        """Return x^y of a small positive y."""
+        """Return x^y for a small positive integer y."""
         return " * ".join([self.operands[0]] * self.params["y"])
 
     def reduce(self) -> str:
@@ -202,18 +201,18 @@ class Operation:
         return f"tl.trans({self.operands[0]})"
 
     def logistic(self) -> str:
-        """Return 1 / (1 + exp(-x)), with Triton's exp: what it errs by drowns in 1."""
+        """Return 1 / (1 + exp(-x)), with Triton's exp, whose error is negligible here."""
         return f"1.0 / (1.0 + tl.exp(minus({self.operands[0]})))"
 
     def bitcast(self) -> str:
-        """Return the same bits of another dtype."""
+        """Return the operand's bits as another dtype."""
         (x,) = self.operands
         if _TYPES[self.avals[0].dtype.name] == self.type:
             return x
         return f"{x}.to({self.type}, bitcast=True)"
 
     def convert(self) -> str:
-        """Return the nearest values of another dtype."""
+        """Return the operand converted to another dtype."""
         (x,), one, other = self.operands, self.avals[0].dtype.name, self.result.dtype.name
         if one in _HELD_AS_BITS:
             x, one = self.widened(x, one), "float32"
@@ -224,7 +223,7 @@ class Operation:
         return f"{x} != 0" if other == "bool" else f"{x}.to({self.type})"
 
     def shape(self) -> str:
-        """Return a view, or the operand spread over more rows or lanes."""
+        """Return a view, or the operand broadcast to more rows or lanes."""
         (x,), old, new = self.operands, tuple(self.avals[0].shape), tuple(self.result.shape)
         if old == new:
             return x
@@ -284,15 +283,15 @@ FORMS: dict[str, Callable[[Operation], str]] = {
 
 
 def _inner(eqn: Any) -> Any:
-    """The closed jaxpr of a call."""
+    """Return the closed jaxpr of a call."""
     inner = eqn.params.get("jaxpr") or eqn.params["call_jaxpr"]
     return inner if hasattr(inner, "consts") else jex.core.ClosedJaxpr(inner, ())
 
 
 def missing(closed: Any) -> str | None:
-    """Return what of a closed jaxpr has no form in Triton here, or None where all has.
+    """Return a part of a closed jaxpr that has no translation to Triton, or None.
 
-    That is the name of a primitive, or a constant array.
+    This is the name of a primitive, or a description of a constant array.
     """
     shapes = [np.shape(value) for value in closed.consts if np.ndim(value)]
     if shapes:
@@ -306,14 +305,14 @@ def missing(closed: Any) -> str | None:
 
 
 class _Writer:
-    """The lines of a function's body; `fp8`: as of `Operation`."""
+    """Writes the lines of a function's body; `fp8` as in `Operation`."""
 
     def __init__(self, fp8: bool) -> None:
         self.lines: list[str] = []
         self.fp8 = fp8
 
     def body(self, closed: Any, arguments: Sequence[str]) -> list[str]:
-        """Write a closed jaxpr; return the names of its results."""
+        """Write a closed jaxpr, and return the names of its results."""
         names = dict(zip(closed.jaxpr.invars, arguments, strict=True))
         for variable, value in zip(closed.jaxpr.constvars, closed.consts, strict=True):
             names[variable] = _literal(value, value.dtype)
@@ -356,9 +355,9 @@ def function(closed: Any, name: str, parameters: Sequence[str], fp8: bool = True
     """Return the source of a `triton.jit` function.
 
     Args:
-      closed: the closed jaxpr of what it computes; see `missing`.
-      name: of the function.
-      parameters: one for each variable of the jaxpr.
+      closed: closed jaxpr of the function; see `missing`.
+      name: name of the function.
+      parameters: name of each input variable of the jaxpr.
       fp8: whether the GPU has conversions to and from E4M3.
     """
     writer = _Writer(fp8)
@@ -370,9 +369,9 @@ def kernel(closed: Any, name: str, pointers: Sequence[str], fp8: bool = True) ->
     """Return the source of a `triton.jit` kernel, which loads and stores; see `function`.
 
     Args:
-      closed: the closed jaxpr of a program, with no variables: it has pointers by name.
-      name: of the kernel.
-      pointers: their names.
+      closed: closed jaxpr of a program without input variables: it refers to pointers by name.
+      name: name of the kernel.
+      pointers: names of the pointers.
       fp8: whether the GPU has conversions to and from E4M3.
     """
     writer = _Writer(fp8)

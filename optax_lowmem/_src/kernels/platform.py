@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
-_OLDEST = 8.0  # compute capability of Ampere: Triton's oldest with bfloat16
-_CONVERTS_FP8 = 8.9  # Ada: with instructions to and from E4M3
-_HOPPER = "9.0"  # the only one with these instructions of its tensor cores
-# The oldest JAX with Mosaic GPU as here, and what its products are made of: it is experimental.
+_OLDEST = 8.0  # compute capability of Ampere, the oldest with bfloat16 in Triton
+_CONVERTS_FP8 = 8.9  # Ada, the oldest with conversions to and from E4M3
+_HOPPER = "9.0"  # the only one with WGMMA instructions
+# The oldest JAX with this API of Mosaic GPU, which is experimental, and the names used from it.
 MOSAIC_GPU = "0.11.2"
 _OF_MOSAIC_GPU = (
     "ACC",
@@ -68,8 +68,8 @@ def _several_devices_reason(devices: int) -> str | None:
     if devices == 1 or in_shard_map():
         return None
     return (
-        f"{devices} devices are visible: tell lowmem.step where leaves lie (specs=), or "
-        "call it inside a shard_map"
+        f"{devices} devices are visible: give lowmem.step the leaves' shardings (specs=), "
+        "or call it inside a shard_map"
     )
 
 
@@ -82,7 +82,7 @@ def in_shard_map() -> bool:
 def explicit_axes_reason(x: object) -> str | None:
     """Return the reason why JAX would raise for a kernel on an array, or None."""
     if isinstance(x, jax.Array) and AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:
-        return "it lies on Explicit mesh axes and this is not inside a shard_map"
+        return "it is on Explicit mesh axes, outside of a shard_map"
     return None
 
 
@@ -90,12 +90,12 @@ def explicit_axes_reason(x: object) -> str | None:
 
 
 def target(x: object = None, mesh: Mesh | AbstractMesh | None = None) -> str | None:
-    """Return the platform that a traced computation is known to be for, such as `tpu`, or None.
+    """Return the platform that the traced computation is compiled for, such as `tpu`, if known.
 
-    It is that of a given mesh, else of the mesh that an array lies on (its NamedSharding, on Auto
+    It is the platform of the given mesh, else of the array's mesh (of its NamedSharding, on Auto
     axes too), else of the mesh of `jax.set_mesh` or `jax.sharding.use_abstract_mesh`, else of
-    `jax.default_device`. Shardings of one device, and `in_shardings` of a jit alone, do not show
-    while JAX traces. The machine that traces is not asked: it need not be the one that computes.
+    `jax.default_device`. Single-device shardings, and `in_shardings` of a jit alone, are not
+    visible while JAX traces. The tracing machine is ignored: it need not run the computation.
     """
     found = [mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh] if mesh is not None else []
     if isinstance(x, jax.Array):
@@ -113,7 +113,7 @@ def _platform_of(device: AbstractDevice) -> str:
 
 
 def targeting(x: jax.Array) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which Pallas finds the kind of TPU that is the `target`, on any host."""
+    """Return a context in which Pallas compiles for the `target`'s kind of TPU, on any host."""
     if jax.sharding.get_abstract_mesh().abstract_device is not None:
         return contextlib.nullcontext()
     mesh = jax.typeof(x).sharding.mesh
@@ -127,15 +127,15 @@ def targeting(x: jax.Array) -> contextlib.AbstractContextManager[Any]:
 
 
 def may_be_tpu(x: object = None, mesh: Mesh | AbstractMesh | None = None) -> bool:
-    """Return whether a TPU may run what is traced: its `target`, or else this host's.
+    """Return whether a TPU may run the traced computation, by its `target` or else this host.
 
-    Where it is not known, the caller leaves the choice to `jax.lax.platform_dependent`.
+    If the target is unknown, the caller leaves the choice to `jax.lax.platform_dependent`.
     """
     return (target(x, mesh) or jax.default_backend()) == "tpu"
 
 
 def not_tpu_reason(x: object = None) -> str:
-    """Return the reason why the traced computation, which `may_be_tpu` denies, is for no TPU."""
+    """Return the reason why the traced computation is not for a TPU, if `may_be_tpu` is False."""
     known = target(x)
     where = (
         f"it is traced for {known}" if known else f"the default backend is {jax.default_backend()}"
@@ -147,7 +147,7 @@ def no_tpu_kernel_reason(x: object = None) -> str | None:
     """Return the reason why a computation that may be for a TPU uses no kernels on an array."""
     meshes = [jax.typeof(x).sharding.mesh] if isinstance(x, jax.Array) else []
     meshes.append(jax.sharding.get_abstract_mesh())
-    # of a program for the machine that traces it, the machine's
+    # without a target the machine that traces runs the program
     known = [mesh.size for mesh in meshes if mesh.axis_names] or [1]
     devices = known[0] if target(x) else jax.device_count()
     return explicit_axes_reason(x) or _several_devices_reason(devices)
@@ -157,7 +157,7 @@ def no_tpu_kernel_reason(x: object = None) -> str | None:
 
 
 def on_cuda(kernel: Callable[..., Any], plain: Callable[..., Any], *args: Any) -> Any:
-    """kernel(*args) where it runs on an NVIDIA GPU, else plain(*args).
+    """Return kernel(*args) on an NVIDIA GPU, else plain(*args).
 
     A computation for the host's CPU may be traced on a machine with a GPU.
     """
@@ -174,7 +174,7 @@ def not_hopper_reason() -> str | None:
 
 
 def multiprocessors() -> int:
-    """Of this machine's GPU; of an H100 where there is none."""
+    """Return the number of multiprocessors of this machine's GPU, or of an H100 without one."""
     return getattr(jax.local_devices()[0], "core_count", None) or _MULTIPROCESSORS
 
 
@@ -193,15 +193,15 @@ NO_JAX_TRITON = "jax-triton is not installed (pip install jax-triton)"
 
 
 def backend() -> str:
-    """Return the backend, of `gpu_kernel.BACKENDS`, of kernels that may have either.
+    """Return the backend, one of `gpu_kernel.BACKENDS`, for kernels that support both.
 
-    Generated Triton where JAX does not lower Pallas through Triton; see `no_backend_reason`.
+    It is generated Triton if JAX does not lower Pallas through Triton; see `no_backend_reason`.
     """
     return "pallas" if has_pallas_triton() else "triton"
 
 
 def no_backend_reason(name: str | None = None) -> str | None:
-    """Return the reason why a backend, or else every one, is not there, or None."""
+    """Return the reason why a backend (every backend, without a name) is unavailable, or None."""
     pallas = name != "triton" and has_pallas_triton()
     if pallas or (name != "pallas" and has_jax_triton()):
         return None
@@ -211,7 +211,7 @@ def no_backend_reason(name: str | None = None) -> str | None:
 
 @functools.cache
 def has_fp8_conversions() -> bool:
-    """Return whether this machine's GPU converts to and from E4M3; True where there is none."""
+    """Return whether this machine's GPU converts to and from E4M3; True without a GPU."""
     found = getattr(jax.local_devices()[0], "compute_capability", None)
     return found is None or float(found) >= _CONVERTS_FP8
 

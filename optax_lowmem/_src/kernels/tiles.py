@@ -1,4 +1,4 @@
-"""Loads and stores of tiles inside a GPU kernel, whatever runs it (see `gpu_kernel`)."""
+"""Loads and stores of tiles inside a GPU kernel, for every backend (see `gpu_kernel`)."""
 
 import functools
 from typing import Any
@@ -18,7 +18,7 @@ def _group_numbers(tiling: Tiling, tile: jax.Array) -> jax.Array:
 
 
 def _row_mask(tiling: Tiling, tile: jax.Array) -> jax.Array | None:
-    """Return a mask of the groups of a tile that exist, or None where all do."""
+    """Return a mask of the groups of a tile that exist, or None if all do."""
     if tiling.groups % tiling.rows == 0:
         return None
     return _group_numbers(tiling, tile) < tiling.groups
@@ -27,7 +27,7 @@ def _row_mask(tiling: Tiling, tile: jax.Array) -> jax.Array | None:
 def noise(
     tiling: Tiling, tile: jax.Array, key: jax.Array, lane_bits: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """`random.noise_bits` of a tile: [rows, 1] and [lanes]; those of the lanes may be given."""
+    """Return `random.noise_bits` of a tile: [rows, 1] and [lanes] (`lane_bits`, if given)."""
     coordinates = [index.astype(jnp.uint32) for index in _coordinates(tiling, tile)]
     if lane_bits is None:
         lane_bits = random.lane_bits(key, lax.iota(jnp.uint32, tiling.lanes))
@@ -45,7 +45,7 @@ def _coordinates(tiling: Tiling, tile: jax.Array) -> list[jax.Array]:
 
 
 def _elements(tiling: Tiling, tile: jax.Array) -> tuple[tuple[Index, ...], jax.Array | None]:
-    """Return the place of the elements of a tile [rows, lanes], and a mask of those that exist."""
+    """Return the index of the elements of a tile [rows, lanes], and a mask of those that exist."""
     shape = tiling.tile_shape
     if tiling.flat:
         mask = _row_mask(tiling, tile)
@@ -65,9 +65,9 @@ def _scales(tiling: Tiling, tile: jax.Array) -> Run:
 
 
 def part(x: Operand, *axes: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Return the place of elements by the indices of each axis, and a mask of those that exist.
+    """Return the index of a part, from indices along each axis, and a mask of those that exist.
 
-    By indices, since JAX refuses slices that leave an array, also where they are masked.
+    The index has arrays, since JAX rejects slices that leave an array even if they are masked.
     """
     shape = tuple(axis.size for axis in axes)
     grid = tuple(lax.broadcast_in_dim(axis, shape, (d,)) for d, axis in enumerate(axes))
@@ -76,19 +76,19 @@ def part(x: Operand, *axes: jax.Array) -> tuple[tuple[jax.Array, ...], jax.Array
 
 
 def load(tiling: Tiling, x: Operand, tile: jax.Array, other: int = 0) -> jax.Array:
-    """Elements of a tile; `other` where there are none."""
+    """Load the elements of a tile; `other` where there are none."""
     where, mask = _elements(tiling, tile)
     return x.load(*where, mask=mask, other=other, early=True)
 
 
 def store(tiling: Tiling, x: Operand, tile: jax.Array, values: jax.Array) -> None:
-    """Writes the elements of a tile."""
+    """Store the elements of a tile."""
     where, mask = _elements(tiling, tile)
     x.store(*where, values=values, mask=mask)
 
 
 def load_scales(tiling: Tiling, x: Operand, tile: jax.Array) -> jax.Array:
-    """Scales of a tile, [rows]; 0 where there are none."""
+    """Load the scales of a tile, [rows]; 0 where there are none."""
     return x.load(_scales(tiling, tile), mask=_row_mask(tiling, tile))
 
 
@@ -96,10 +96,10 @@ def load_of_block(tiling: Tiling, block: Block, operands: Any, tile: jax.Array) 
     """Load the block-wise values of a tile: [rows, 1], or [rows, lanes] where lanes differ.
 
     Args:
-      tiling: of the leaf.
-      block: the leaf's.
-      operands: `Block.operands`.
-      tile: its number.
+      tiling: tiling of the leaf.
+      block: the leaf's block.
+      operands: operands from `Block.operands`.
+      tile: number of the tile.
     """
     parts = block.fit(tiling.shape).parts
     pairs = zip(parts, jax.tree.leaves(operands), strict=True)
@@ -109,7 +109,7 @@ def load_of_block(tiling: Tiling, block: Block, operands: Any, tile: jax.Array) 
 def _load_of_part(tiling: Tiling, block: Block, x: Operand, tile: jax.Array) -> jax.Array:
     values, size = block.mean_shape(tiling.shape), tiling.group_size
     positions = [index[:, None] for index in _coordinates(tiling, tile)]
-    # neighbours along each axis with one value
+    # number of neighbours along each axis that share a value
     widths = [length // count for length, count in zip(tiling.shape, values, strict=True)]
     if widths[-1] % size == 0:  # no group has elements of two blocks
         widths[-1] //= size
@@ -127,5 +127,5 @@ def _load_of_part(tiling: Tiling, block: Block, x: Operand, tile: jax.Array) -> 
 
 
 def store_scales(tiling: Tiling, x: Operand, tile: jax.Array, values: jax.Array) -> None:
-    """Writes the scales of a tile."""
+    """Store the scales of a tile."""
     x.store(_scales(tiling, tile), values=values, mask=_row_mask(tiling, tile))

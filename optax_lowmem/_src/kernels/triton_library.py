@@ -1,7 +1,7 @@
-"""Functions that generated Triton calls, and the way from a source to a `triton.jit` function."""
+"""Functions called by generated Triton source, and compilation of such source."""
 
 # mypy: disable-error-code="no-untyped-def"
-# Triton reads the annotations: what has none is a value on the GPU.
+# Triton reads annotations: an argument without one is a value on the GPU.
 
 import linecache
 from collections.abc import Mapping
@@ -9,14 +9,14 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice  # noqa: F401  # of generated sources
+from triton.language.extra import libdevice  # noqa: F401  # for generated sources
 
 # ---- memory --------------------------------------------------------------------------------------
 
 
 @triton.jit
 def _pointer(pointer):
-    """A pointer to bf16 as one to its bits."""
+    """Convert a pointer to bf16 to one to its bits."""
     if pointer.dtype.element_ty == tl.bfloat16:
         pointer = pointer.to(tl.pointer_type(tl.uint16), bitcast=True)
     return pointer
@@ -24,10 +24,10 @@ def _pointer(pointer):
 
 @triton.jit
 def load(pointer, offsets, mask, OTHER: tl.constexpr, MASKED: tl.constexpr, EARLY: tl.constexpr):
-    """Elements of a tile, bf16 as its bits; OTHER where there are none.
+    """Load elements of a tile, bf16 as its bits; OTHER where there are none.
 
-    EARLY is before what follows: volatile, or the assembler moves it down to its use. Not for what
-    all programs read, which would come from the same place of the L2 cache each time.
+    EARLY loads are volatile, so that the assembler does not move them down to their use. Not for
+    data that all programs read: each load would go to the same place of the L2 cache.
     """
     if MASKED:
         return tl.load(_pointer(pointer) + offsets, mask=mask, other=OTHER, volatile=EARLY)
@@ -37,7 +37,7 @@ def load(pointer, offsets, mask, OTHER: tl.constexpr, MASKED: tl.constexpr, EARL
 
 @triton.jit
 def store(pointer, offsets, values, mask, MASKED: tl.constexpr):
-    """Write elements of a tile, bf16 as its bits."""
+    """Store elements of a tile, bf16 as its bits."""
     if MASKED:
         tl.store(_pointer(pointer) + offsets, values, mask=mask)
     else:
@@ -46,7 +46,7 @@ def store(pointer, offsets, values, mask, MASKED: tl.constexpr):
 
 @triton.jit
 def pick(pointers, number, LOW: tl.constexpr, HIGH: tl.constexpr):
-    """pointers[number], by bisection; LOW and HIGH are 0 and how many there are."""
+    """Return pointers[number], by bisection; LOW and HIGH are 0 and the number of pointers."""
     if HIGH - LOW == 1:
         return pointers[LOW]
     else:
@@ -63,7 +63,7 @@ def pick(pointers, number, LOW: tl.constexpr, HIGH: tl.constexpr):
 
 @triton.jit
 def minus(x):
-    """-x of f32 values, where a NaN is CUDA's own: a change of its sign would leave another."""
+    """Return -x of f32 values; NaN becomes CUDA's NaN, which flipping its sign would not give."""
     return tl.inline_asm_elementwise(
         "sub.rn.f32 $0, 0f80000000, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
     )
@@ -74,23 +74,23 @@ def minus(x):
 
 @triton.jit
 def to_e4m3(x):
-    """Bits of E4M3 of f32 values, to nearest even; larger numbers are 448."""
+    """Round f32 values to the bits of E4M3, to nearest even; larger numbers become 448."""
     return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
 def of_e4m3(x):
-    """f32 of E4M3's bits."""
+    """Convert the bits of E4M3 to f32."""
     return x.to(tl.float8e4nv, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def to_e4m3_by_bits(x):
-    """`to_e4m3` where the GPU has no conversion: before compute capability 8.9."""
+    """`to_e4m3` for GPUs without this conversion: before compute capability 8.9."""
     bits = x.to(tl.uint32, bitcast=True)
     size = bits & 0x7FFFFFFF
     normal = (size + 0x7FFFF + ((size >> 20) & 1)) >> 20
-    # under 2^-6 steps of 2^-9, which are those of f32 numbers in [2^14, 2^15)
+    # below 2^-6 the spacing is 2^-9, that of f32 numbers in [2^14, 2^15)
     small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000
     code = tl.where(size < 0x3C800000, small, tl.minimum(normal, 0x43E00000 >> 20) - (120 << 3))
     code = tl.where(size > 0x7F800000, 0x7F, code)
@@ -99,10 +99,10 @@ def to_e4m3_by_bits(x):
 
 @triton.jit
 def of_e4m3_by_bits(x):
-    """`of_e4m3` where the GPU has no conversion."""
+    """`of_e4m3` for GPUs without this conversion."""
     wide = x.to(tl.uint32)
     size = wide & 0x7F
-    # an exponent over 7 bits' is over f32's by 2^120, subnormal numbers too
+    # 2^120 corrects the exponent's bias, 7 in E4M3 and 127 in f32; also for subnormal numbers
     number = (size << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36
     number = tl.where(size == 0x7F, float("nan"), number)
     return (number.to(tl.uint32, bitcast=True) | ((wide & 0x80) << 24)).to(tl.float32, bitcast=True)
@@ -110,13 +110,13 @@ def of_e4m3_by_bits(x):
 
 @triton.jit
 def to_e5m2(x):
-    """Bits of E5M2 of f32 values, to nearest even; larger numbers are 57344."""
+    """Round f32 values to the bits of E5M2, to nearest even; larger numbers become 57344."""
     return x.to(tl.float8e5).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
 def of_e5m2(x):
-    """f32 of E5M2's bits."""
+    """Convert the bits of E5M2 to f32."""
     return x.to(tl.float8e5, bitcast=True).to(tl.float32)
 
 
@@ -127,9 +127,9 @@ def compiled_from(source: str, name: str, more: Mapping[str, Any] | None = None)
     """Return the `triton.jit` function `name` of a source.
 
     Args:
-      source: which may use what this module has.
-      name: of the function.
-      more: what else it uses, by name.
+      source: source of the function, which may use the names of this module.
+      name: name of the function.
+      more: other objects that it uses, by name.
     """
     file = f"<{name} {hash(source):x}>"
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
