@@ -172,7 +172,7 @@ ARGUMENTS = {
         "scale must be": [
             functools.partial(lowmem.per_tensor_loss_scale, optax.sgd(1.0), scale)
             for scale in (0, -1.0)],
-        "every is a number of micro-batches, at least 1, got": [
+        "every must be a number of micro-batches, at least 1, got": [
             functools.partial(lowmem.accumulate_gradients, optax.sgd(0.1), every, "bfloat16")
             for every in (0, -1, 2.0, True, "4")],
         "into must be 'bfloat16' or 'moments', got 'float32'": [
@@ -239,7 +239,7 @@ ARGUMENTS = {
             lambda: Storage(mu="softsign"), lambda: compressed(mu=codecs.softsign),
             lambda: Storage(mu=8)],
         r"policy takes a lowmem\.Policy": [lambda: Storage(policy=("*bias",))],
-        "prepare is a function of the parameters or None, got 3": [
+        "prepare must be a function of the parameters or None, got 3": [
             lambda: lowmem.value_and_grad(updated, 2, 3)],
         "seed must be an int, got 1.5": [lambda: Storage(seed=1.5)],
         r"storage takes a lowmem\.Storage, got \{'mu': None\}": [

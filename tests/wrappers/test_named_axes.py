@@ -25,7 +25,7 @@ from tests.contract_cases import code_differences
 from tests.integration_cases import mesh_of
 from tests.tiers import in_turn, rows
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*(blocks of .* are a guess|in codes of 4 bits)")
+pytestmark = pytest.mark.filterwarnings("ignore:.*(blocks of .* are a guess|stored in 4 bits)")
 RATE = 1e-2
 STORAGE, FOUR = lowmem.Storage(policy=lowmem.Policy(min_size=0)), lowmem.Storage.four_bit()
 MAPPING = {"embed": "data"}

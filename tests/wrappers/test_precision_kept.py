@@ -86,8 +86,8 @@ def test_explain_has_a_row_for_each_leaf_without_a_correction(kind):
 
 
 CHANGED = {
-    "wrapped": (lambda p: {"params": p}, "no correction of weight 'params/b', and one of 'b'"),
-    "renamed": (lambda p: {"b": p["b"], "v": p["w"]}, "of weight 'v', and one of 'w'"),
+    "wrapped": (lambda p: {"params": p}, "no correction of weight 'params/b', but one of 'b'"),
+    "renamed": (lambda p: {"b": p["b"], "v": p["w"]}, "of weight 'v', but one of 'w'"),
     "f32": (lambda p: {**p, "w": p["w"].astype(jnp.float32)}, "weight 'w' is float32"),
     "f16": (lambda p: {**p, "w": p["w"].astype(jnp.float16)}, "weight 'w' is float16"),
     "shape": (lambda p: {**p, "w": p["w"].T}, "weight 'w' is bfloat16.64, 8."),
